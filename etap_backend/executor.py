@@ -1,0 +1,192 @@
+"""The kernel's algorithm in plain torch, for the CPU: the same work ranges, the same tiles, the same rounding of P.
+
+It exists to be read and to be tested against: what the schedule and the combination do wrong shows here without a GPU.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etap_backend.support import DTYPES, HEAD_DIM, LATENT_DIM, ROPE_DIM, TILE_TOKENS
+
+ROW_ALIGNMENT_BYTES = 16  # what TMA asks of every row's address
+PARTIAL_FLOATS = LATENT_DIM + 1  # an output row and its log-sum-exp
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What the pieces of a decode share; rows are packed, row = query token * heads + head."""
+
+    q: Tensor  # [batch, rows, 576]
+    kv_cache: Tensor  # [pages, page_size, 576]
+    block_table: Tensor  # [batch, max_pages]
+    seq_lens: list[int]
+    s_q: int
+    heads: int
+    softmax_scale: float
+
+    def tile(self, request: int, tile: int) -> Tensor:
+        """K of one tile, float32 [tokens <= 64, 576]: only the tokens that the request has."""
+        page_size = self.kv_cache.shape[1]
+        page, first = divmod(tile * TILE_TOKENS, page_size)
+        tokens = min(TILE_TOKENS, self.seq_lens[request] - tile * TILE_TOKENS)
+        return self.kv_cache[self.block_table[request, page], first : first + tokens].float()
+
+    def visible(self, request: int) -> Tensor:
+        """Tokens that each packed row sees, [rows]: causal inside the query block."""
+        token = torch.arange(self.s_q).repeat_interleave(self.heads)
+        return self.seq_lens[request] - self.s_q + token + 1
+
+
+def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tensor]:
+    """Attention of one request over some of its tiles: float32 out [rows, 512] and lse [rows].
+
+    The context lies on the rows of st and the queries on its columns, as in the kernel.
+    """
+    qt = batch.q[request].float().T
+    visible = batch.visible(request)
+    rows = visible.shape[0]
+    ot = torch.zeros(LATENT_DIM, rows)
+    column_max = torch.full((rows,), float("-inf"))
+    column_sum = torch.zeros(rows)
+    for tile in tiles:
+        k = batch.tile(request, tile)
+        st = (k @ qt) * batch.softmax_scale
+        position = torch.arange(k.shape[0]) + tile * TILE_TOKENS
+        st.masked_fill_(position[:, None] >= visible, float("-inf"))
+        new_max = torch.maximum(column_max, st.amax(dim=0))
+        # A column that has seen nothing has the maximum -inf; 0 as its reference keeps -inf - -inf out.
+        reference = torch.where(new_max.isinf(), 0.0, new_max)
+        # The sum adds the rounded P, so that the rounding of a dominating key cancels.
+        pt = torch.exp(st - reference).to(batch.q.dtype).float()
+        correction = torch.exp(column_max - reference)
+        column_sum = column_sum * correction + pt.sum(dim=0)
+        ot = ot * correction + k[:, :LATENT_DIM].T @ pt
+        column_max = new_max
+    out = torch.where(column_sum > 0, ot / column_sum, 0.0).T
+    return out, column_max + torch.log(column_sum)
+
+
+def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge the pieces of one request: [pieces, rows, 512] and [pieces, rows] to [rows, 512] and [rows]."""
+    lse = torch.logsumexp(partial_lse, dim=0)
+    weight = torch.exp(partial_lse - torch.where(lse.isinf(), 0.0, lse))
+    return (weight[..., None] * partial_out).sum(dim=0), lse
+
+
+def _pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]):
+    """Yield (request, tiles, split index) of every piece, partition by partition as the kernel walks them."""
+    for begin_request, begin_tile, end_request, end_tile, begin_split, _ in work_ranges[:partitions].tolist():
+        for request in range(begin_request, min(end_request + 1, len(tile_counts))):
+            first = begin_tile if request == begin_request else 0
+            last = end_tile if request == end_request else tile_counts[request]
+            if request < end_request or first < last:
+                yield request, range(first, last), begin_split if request == begin_request else 0
+
+
+def _check_shape(name: str, tensor: Tensor, wanted: list) -> None:
+    """Strings in `wanted` stand for a size that this argument is free to choose."""
+    fits = tensor.dim() == len(wanted)
+    if not fits or any(isinstance(w, int) and w != s for w, s in zip(wanted, tensor.shape, strict=True)):
+        raise ValueError(f"{name}: wanted shape [{', '.join(map(str, wanted))}], got {list(tensor.shape)}")
+
+
+def _check_dtype(name: str, tensor: Tensor, *wanted: torch.dtype) -> None:
+    if tensor.dtype not in wanted:
+        names = [str(dtype).removeprefix("torch.") for dtype in (*wanted, tensor.dtype)]
+        raise TypeError(f"{name}: wanted {' or '.join(names[:-1])}, got {names[-1]}")
+
+
+def _check_rows(name: str, tensor: Tensor) -> None:
+    """The last dimension contiguous and every row at a multiple of 16 bytes, as TMA wants it."""
+    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise ValueError(f"{name}: wanted stride 1 in the last dimension, got strides {list(tensor.stride())}")
+    steps = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
+    if tensor.data_ptr() % ROW_ALIGNMENT_BYTES or any(s * tensor.element_size() % ROW_ALIGNMENT_BYTES for s in steps):
+        place = f"address {tensor.data_ptr():#x} and strides {list(tensor.stride())}"
+        raise ValueError(f"{name}: wanted every row aligned to {ROW_ALIGNMENT_BYTES} bytes, got {place}")
+
+
+def _check_contiguous(name: str, tensor: Tensor) -> None:
+    if not tensor.is_contiguous():
+        raise ValueError(f"{name}: wanted a contiguous tensor, got strides {list(tensor.stride())}")
+
+
+def check_arguments(
+    q: Tensor, q_rope: Tensor | None, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, lse: Tensor
+) -> None:
+    """Refuse what the compiled `decode` refuses, with ValueError or TypeError naming argument, wanted and got."""
+    _check_dtype("q", q, *DTYPES)
+    _check_shape("q", q, ["batch", "s_q", "heads", HEAD_DIM if q_rope is None else LATENT_DIM])
+    _check_rows("q", q)
+    batch, s_q, heads, _ = q.shape
+    if q_rope is not None:
+        _check_dtype("q_rope", q_rope, q.dtype)
+        _check_shape("q_rope", q_rope, [batch, s_q, heads, ROPE_DIM])
+        _check_rows("q_rope", q_rope)
+    _check_dtype("kv_cache", kv_cache, q.dtype)
+    _check_shape("kv_cache", kv_cache, ["pages", "page_size", HEAD_DIM])
+    if kv_cache.shape[1] < TILE_TOKENS or kv_cache.shape[1] % TILE_TOKENS:
+        raise ValueError(f"kv_cache: wanted page_size a multiple of {TILE_TOKENS}, got {kv_cache.shape[1]}")
+    _check_rows("kv_cache", kv_cache)
+    _check_dtype("block_table", block_table, torch.int32)
+    _check_shape("block_table", block_table, [batch, "max_pages"])
+    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
+        strides = list(block_table.stride())
+        raise ValueError(f"block_table: wanted stride 1 in the last dimension, got strides {strides}")
+    for name, tensor, dtype, shape in (
+        ("seq_lens", seq_lens, torch.int32, [batch]),
+        ("out", out, q.dtype, [batch, s_q, heads, LATENT_DIM]),
+        ("lse", lse, torch.float32, [batch, s_q, heads]),
+    ):
+        _check_dtype(name, tensor, dtype)
+        _check_shape(name, tensor, shape)
+        _check_contiguous(name, tensor)
+
+
+def decode(
+    q: Tensor,
+    q_rope: Tensor | None,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    work_ranges: Tensor,
+    split_offsets: Tensor,
+    workspace: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    partitions: int,
+) -> None:
+    """Decode on the CPU, with the arguments of the compiled `decode`; fills `out` and `lse`.
+
+    Raises ValueError or TypeError for what the compiled function refuses, with the same text, and ValueError for a
+    length that the block table cannot hold, which a GPU could learn only by waiting for its own data.
+    """
+    check_arguments(q, q_rope, kv_cache, block_table, seq_lens, out, lse)
+    requests, s_q, heads, _ = q.shape
+    rows = s_q * heads
+    lengths = [max(0, length) for length in seq_lens.tolist()]
+    capacity = block_table.shape[1] * kv_cache.shape[1]
+    if max(lengths, default=0) > capacity:
+        raise ValueError(f"seq_lens: wanted at most {capacity} tokens (max_pages * page_size), got {max(lengths)}")
+    packed = (q if q_rope is None else torch.cat([q, q_rope], dim=-1)).reshape(requests, rows, HEAD_DIM)
+    batch = Batch(packed, kv_cache, block_table, lengths, s_q, heads, softmax_scale)
+    slots = workspace[: 2 * partitions * rows * PARTIAL_FLOATS].view(2 * partitions, rows, PARTIAL_FLOATS)
+    offsets = split_offsets.tolist()
+    out_rows, lse_rows = out.view(requests, rows, LATENT_DIM), lse.view(requests, rows)
+
+    for request, tiles, split in _pieces(work_ranges, partitions, [-(-length // TILE_TOKENS) for length in lengths]):
+        piece_out, piece_lse = decode_piece(batch, request, tiles)
+        if offsets[request] == offsets[request + 1]:
+            out_rows[request], lse_rows[request] = piece_out.to(out.dtype), piece_lse
+        else:
+            slot = slots[offsets[request] + split]
+            slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = piece_out, piece_lse
+
+    for request in range(requests):
+        partial = slots[offsets[request] : offsets[request + 1]]
+        if len(partial):
+            merged_out, lse_rows[request] = combine(partial[..., :LATENT_DIM], partial[..., LATENT_DIM])
+            out_rows[request] = merged_out.to(out.dtype)

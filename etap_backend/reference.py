@@ -1,0 +1,51 @@
+"""The truth that kernels and executor are measured against: plain attention, one request at a time, no tiles."""
+
+import torch
+from torch import Tensor
+
+from etap_backend.support import LATENT_DIM
+
+
+def mla_decode_reference(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    softmax_scale: float,
+    *,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """MLA decode attention in `dtype` on the given (already rounded) inputs.
+
+    Row t of a request's s_q query tokens sees its first seq_len - s_q + t + 1 tokens. A row that sees none gets output
+    0 and log-sum-exp -inf. Cache rows past a request's length and the block-table entries behind them are never read.
+
+    Args:
+        q: [batch, s_q, heads, 576].
+        kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576]; the values are the first 512 columns.
+        block_table: integer [batch, max_pages], page of each page_size tokens.
+        seq_lens: integer [batch], tokens of each request, the new ones included.
+        softmax_scale: factor of the scores before softmax.
+        dtype: type of every intermediate result.
+
+    Returns:
+        out [batch, s_q, heads, 512] and lse [batch, s_q, heads] (natural logarithm), both in `dtype`.
+    """
+    batch, s_q, heads, _ = q.shape
+    pages, page_size = kv_cache.shape[:2]
+    rows = kv_cache.reshape(pages, page_size, -1) if kv_cache.dim() == 4 else kv_cache
+    out = torch.zeros(batch, s_q, heads, LATENT_DIM, dtype=dtype, device=q.device)
+    lse = torch.full((batch, s_q, heads), float("-inf"), dtype=dtype, device=q.device)
+    for request, length in enumerate(seq_lens.tolist()):
+        used_pages = block_table[request, : -(-length // page_size)].tolist()
+        if length <= 0:
+            continue
+        keys = torch.cat([rows[page] for page in used_pages])[:length].to(dtype)
+        for t in range(s_q):
+            visible = keys[: max(0, length - s_q + t + 1)]
+            if visible.shape[0] == 0:
+                continue
+            scores = (q[request, t].to(dtype) @ visible.T) * softmax_scale
+            lse[request, t] = torch.logsumexp(scores, dim=-1)
+            out[request, t] = torch.softmax(scores, dim=-1) @ visible[:, :LATENT_DIM]
+    return out, lse

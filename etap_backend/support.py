@@ -1,0 +1,67 @@
+"""The one answer to "can these kernels run this?"; engines, command line and tests all ask here."""
+
+import torch
+
+LATENT_DIM = 512
+ROPE_DIM = 64
+HEAD_DIM = LATENT_DIM + ROPE_DIM
+TILE_TOKENS = 64
+COMPUTE_CAPABILITY = (9, 0)
+DTYPES = (torch.bfloat16, torch.float16)
+
+_CACHE_DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def _name(dtype: object) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _why_cache_dtype(kv_cache_dtype: "torch.dtype | str | None", dtype: torch.dtype) -> str | None:
+    if kv_cache_dtype is None or kv_cache_dtype == "auto":
+        return None
+    if _CACHE_DTYPE_NAMES.get(kv_cache_dtype, kv_cache_dtype) != dtype:
+        return f"kv_cache_dtype {_name(kv_cache_dtype)} is not supported: wanted {_name(dtype)} like the query"
+    return None
+
+
+def why_unsupported(
+    *,
+    dtype: torch.dtype,
+    num_heads: int | None = None,
+    head_dim: int = HEAD_DIM,
+    v_head_dim: int = LATENT_DIM,
+    page_size: int = TILE_TOKENS,
+    kv_cache_dtype: "torch.dtype | str | None" = None,
+    compute_capability: tuple[int, int] | None = None,
+    s_q: int = 1,
+) -> str | None:
+    """Say why a decode problem cannot run, or None when it can.
+
+    Args:
+        dtype: type of the query, bfloat16 or float16.
+        num_heads: query heads on this GPU; None when not known yet.
+        head_dim: width of a query and of a cache row in elements (latent + rope), 576.
+        v_head_dim: width of an output row in elements (latent), 512.
+        page_size: tokens in a page of the KV cache, a multiple of 64.
+        kv_cache_dtype: a dtype or an engine's name for it; None and "auto" mean the query's.
+        compute_capability: (major, minor) of the GPU; None when not known yet.
+        s_q: query tokens for each request.
+    """
+    if compute_capability is not None and tuple(compute_capability) != COMPUTE_CAPABILITY:
+        found = ".".join(map(str, compute_capability))
+        return f"compute capability {found} is not supported: the kernels are compiled for sm_90a (Hopper, 9.0) only"
+    if dtype not in DTYPES:
+        return f"dtype {_name(dtype)} is not supported: wanted bfloat16 or float16"
+    if reason := _why_cache_dtype(kv_cache_dtype, dtype):
+        return reason
+    if head_dim != HEAD_DIM:
+        return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope {ROPE_DIM})"
+    if v_head_dim != LATENT_DIM:
+        return f"v_head_dim {v_head_dim} is not supported: wanted {LATENT_DIM}"
+    if page_size < TILE_TOKENS or page_size % TILE_TOKENS:
+        return f"page_size {page_size} is not supported: wanted a multiple of {TILE_TOKENS} tokens"
+    if num_heads is not None and num_heads < 1:
+        return f"num_heads {num_heads} is not supported: wanted at least 1"
+    if s_q < 1:
+        return f"s_q {s_q} is not supported: wanted at least 1"
+    return None
