@@ -1,0 +1,210 @@
+"""Decode problems: what they are made of (`Case`), their tensors (`Problem`), and one guarded call of the product on them.
+
+Whatever a request must not read is poison: NaN in every cache row past its length and in every page that nobody uses,
+wild page ids in the unused block-table entries, NaN beside the queries.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from etap_backend import DecodeSchedule, mla_decode
+
+LATENT, ROPE = 512, 64
+HEAD_DIM = LATENT + ROPE
+SOFTMAX_SCALE = HEAD_DIM**-0.5
+WILD_PAGES = (2**31 - 1, -7, 1 << 20, -(2**31))
+LAWS = ("normal", "clamped", "outliers", "dominating")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One decode problem. Its repr is a constructor, so a failing case can be pasted into a shell and built again."""
+
+    lengths: tuple[int, ...]
+    heads: int = 16
+    s_q: int = 1
+    dtype: str = "bfloat16"
+    page_size: int = 64
+    law: str = "normal"
+    q_layout: str = "packed"  # packed, strided (a window of a wider buffer), split (latent transposed, rope a window)
+    cache_layout: str = "dense"  # dense, gapped (stride(0) larger than a page), headed (4-D: [pages, page_size, 1, 576])
+    pool_pages: int = 0  # pages of the cache, at least; more than needed puts the used ones at its two ends
+    num_sms: int | None = None
+    seed: int = 0
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return getattr(torch, self.dtype)
+
+
+@dataclass
+class Problem:
+    """A case's tensors. `q` is always the packed query; `call_q` and `call_q_rope` are what the call is given."""
+
+    case: Case
+    q: torch.Tensor  # [batch, s_q, heads, 576]
+    call_q: torch.Tensor
+    call_q_rope: torch.Tensor | None
+    kv_cache: torch.Tensor  # [pages, page_size, 576], or 4-D in the headed layout
+    block_table: torch.Tensor  # int32 [batch, max_pages], a window of a wider buffer
+    seq_lens: torch.Tensor  # int32 [batch]
+
+    @property
+    def kv_cache_3d(self) -> torch.Tensor:
+        return self.kv_cache.squeeze(2) if self.kv_cache.dim() == 4 else self.kv_cache
+
+
+def build(case: Case, device: str) -> Problem:
+    """The same tensors for the same case and device, always."""
+    kv_cache, block_table, seq_lens = _paged_cache(
+        case.lengths, case.dtype, case.page_size, case.law, case.cache_layout, case.pool_pages, case.seed, device
+    )
+    q = _draw((len(case.lengths), case.s_q, case.heads, HEAD_DIM), case.law, case.seed, "q", device)
+    if case.law == "dominating":
+        q = 0.5 * q + _shared_direction(len(case.lengths), case.seed, device)[:, None, None]
+    q = q.to(case.torch_dtype)
+    return Problem(case, q, *_lay_out_queries(q, case.q_layout), kv_cache, block_table, seq_lens)
+
+
+@lru_cache(maxsize=2)
+def _paged_cache(lengths, dtype, page_size, law, layout, pool_pages, seed, device):
+    batch = len(lengths)
+    pages_of = [-(-n // page_size) for n in lengths]
+    needed = sum(pages_of)
+    pool = max(pool_pages, needed + 3)
+    host = torch.Generator().manual_seed(seed)
+    ends = torch.cat([torch.arange(needed // 2), torch.arange(pool - (needed - needed // 2), pool)])
+    page_ids = ends[torch.randperm(needed, generator=host)]
+
+    width = max(pages_of, default=0) + 2
+    table = torch.tensor(WILD_PAGES, dtype=torch.int32).repeat(batch * (width + 3))[: batch * (width + 3)]
+    table = table.view(batch, width + 3)
+    token_pages, token_rows, first = [], [], 0
+    for request, (length, pages) in enumerate(zip(lengths, pages_of, strict=True)):
+        ids = page_ids[first : first + pages]
+        table[request, :pages] = ids.to(torch.int32)
+        position = torch.arange(length)
+        token_pages.append(ids[position // page_size])
+        token_rows.append(position % page_size)
+        first += pages
+
+    rows_apart = page_size + (8 if layout == "gapped" else 0)
+    cache = torch.full((pool, rows_apart, HEAD_DIM), torch.nan, dtype=getattr(torch, dtype), device=device)
+    cache = cache[:, :page_size]
+    tokens = _draw((sum(lengths), HEAD_DIM), law, seed, "kv", device)
+    if law == "dominating":
+        directions = _shared_direction(batch, seed, device)
+        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
+        for request, length in enumerate(lengths):
+            if length:
+                # drawn over the whole context, so that most of the time the maximum comes late and by surprise
+                key = int(torch.randint(length, (1,), generator=host))
+                tokens[starts[request] + key] = directions[request]
+    if sum(lengths):
+        cache[torch.cat(token_pages).to(device), torch.cat(token_rows).to(device)] = tokens.to(cache.dtype)
+    if layout == "headed":
+        cache = cache.unsqueeze(2)
+    return cache, table.to(device)[:, :width], torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def _generator(seed: int, stream: str, device: str) -> torch.Generator:
+    return torch.Generator(device).manual_seed(1000 * seed + ("q", "kv", "direction").index(stream))
+
+
+def _draw(shape, law: str, seed: int, stream: str, device: str) -> torch.Tensor:
+    generator = _generator(seed, stream, device)
+    x = torch.randn(shape, generator=generator, device=device)
+    if law == "clamped":
+        return (x / 10).clamp(-1, 1)
+    if law == "outliers":
+        hit = torch.rand(shape, generator=generator, device=device) < 0.001
+        return x + hit * 10 * torch.randn(shape, generator=generator, device=device)
+    return x
+
+
+def _shared_direction(batch: int, seed: int, device: str) -> torch.Tensor:
+    """[batch, 576]: the part that all of a request's queries share with its dominating key (its logit is about 24)."""
+    return torch.randn(batch, HEAD_DIM, generator=_generator(seed, "direction", device), device=device)
+
+
+def _lay_out_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    batch, s_q, heads, _ = q.shape
+    if layout == "packed":
+        return q, None
+    if layout == "strided":
+        wide = q.new_full((batch, s_q, heads + 3, HEAD_DIM + 64), torch.nan)
+        window = wide[:, :, 1 : heads + 1, 32 : 32 + HEAD_DIM]
+        window.copy_(q)
+        return window, None
+    latent = q.new_empty(heads, batch, s_q, LATENT).permute(1, 2, 0, 3)
+    latent.copy_(q[..., :LATENT])
+    wide = q.new_full((batch, s_q, heads, 128 + ROPE), torch.nan)
+    rope = wide[..., 128:]
+    rope.copy_(q[..., LATENT:])
+    return latent, rope
+
+
+class Guarded:
+    """A contiguous NaN-filled tensor between two guard regions, which `check` finds untouched or names."""
+
+    GUARD = 1024
+
+    def __init__(self, shape, dtype: torch.dtype, device):
+        size = torch.Size(shape).numel()
+        self.whole = torch.full((size + 2 * self.GUARD,), 7.0, dtype=dtype, device=device)
+        self.tensor = self.whole[self.GUARD : self.GUARD + size].view(shape)
+        self.poison()
+
+    def poison(self):
+        self.tensor.fill_(torch.nan)
+
+    def check(self, name: str):
+        before, after = self.whole[: self.GUARD], self.whole[self.whole.numel() - self.GUARD :]
+        assert bool((before == 7).all()), f"{name}: bytes before it were written"
+        assert bool((after == 7).all()), f"{name}: bytes behind it were written"
+
+
+class Runner:
+    """Schedule, workspace and outputs of one problem, all guarded and poisoned before every run."""
+
+    def __init__(self, problem: Problem):
+        self.problem = problem
+        case, device = problem.case, problem.q.device
+        batch = len(case.lengths)
+        probe = DecodeSchedule(batch, case.heads, max_s_q=case.s_q, device=device, num_sms=case.num_sms)
+        self.workspace = Guarded(probe.workspace.shape, torch.float32, device)
+        self.schedule = DecodeSchedule(
+            batch, case.heads, max_s_q=case.s_q, device=device, num_sms=case.num_sms, workspace=self.workspace.tensor
+        )
+        self.out = Guarded((batch, case.s_q, case.heads, LATENT), case.torch_dtype, device)
+        self.lse = Guarded((batch, case.s_q, case.heads), torch.float32, device)
+
+    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+        for guarded in (self.workspace, self.out, self.lse):
+            guarded.poison()
+        self.schedule.build(self.problem.seq_lens, self.problem.case.s_q)
+        out, lse = decode(self.problem, self.schedule, out=self.out.tensor, lse=self.lse.tensor)
+        assert out.data_ptr() == self.out.tensor.data_ptr() and lse.data_ptr() == self.lse.tensor.data_ptr()
+        return out, lse
+
+    def check_guards(self):
+        self.out.check("out")
+        self.lse.check("lse")
+        self.workspace.check("workspace")
+
+
+def decode(problem: Problem, schedule: DecodeSchedule, **outputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return mla_decode(
+        problem.call_q,
+        problem.kv_cache,
+        problem.block_table,
+        problem.seq_lens,
+        schedule,
+        softmax_scale=SOFTMAX_SCALE,
+        q_rope=problem.call_q_rope,
+        **outputs,
+    )

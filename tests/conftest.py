@@ -1,0 +1,37 @@
+"""The `gpu` marker: such tests skip, with the reason, where there is no Hopper GPU, or fail there if one is demanded."""
+
+import os
+
+import pytest
+import torch
+
+
+def pytest_addoption(parser):
+    parser.addoption(
+        "--require-gpu",
+        action="store_true",
+        default=os.environ.get("ETAP_REQUIRE_GPU") == "1",
+        help="fail at once, instead of skipping the tests marked gpu, when there is no Hopper GPU (or ETAP_REQUIRE_GPU=1)",
+    )
+
+
+def _why_no_gpu() -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device"
+    capability = torch.cuda.get_device_capability()
+    if capability != (9, 0):
+        return f"needs compute capability 9.0 (Hopper), this GPU has {capability[0]}.{capability[1]}"
+    return None
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a Hopper GPU")
+    if config.getoption("--require-gpu") and (reason := _why_no_gpu()):
+        raise pytest.UsageError(f"a Hopper GPU is demanded: {reason}")
+
+
+def pytest_collection_modifyitems(items):
+    marked = [item for item in items if item.get_closest_marker("gpu")]
+    if marked and (reason := _why_no_gpu()):
+        for item in marked:
+            item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {reason}"))
