@@ -50,6 +50,7 @@ def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tens
     ot = torch.zeros(LATENT_DIM, rows)
     column_max = torch.full((rows,), float("-inf"))
     column_sum = torch.zeros(rows)
+    rounded_sum = torch.zeros(rows)
     for tile in tiles:
         k = batch.tile(request, tile)
         st = (k @ qt) * batch.softmax_scale
@@ -58,13 +59,16 @@ def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tens
         new_max = torch.maximum(column_max, st.amax(dim=0))
         # A column that has seen nothing has the maximum -inf; 0 as its reference keeps -inf - -inf out.
         reference = torch.where(new_max.isinf(), 0.0, new_max)
-        # The sum adds the rounded P, so that the rounding of a dominating key cancels.
-        pt = torch.exp(st - reference).to(batch.q.dtype).float()
+        pt = torch.exp(st - reference)
+        rounded_pt = pt.to(batch.q.dtype).float()
         correction = torch.exp(column_max - reference)
         column_sum = column_sum * correction + pt.sum(dim=0)
-        ot = ot * correction + k[:, :LATENT_DIM].T @ pt
+        # The output is divided by the sum of the rounded P, so that the rounding of a dominating key cancels; in the
+        # log-sum-exp nothing would cancel it.
+        rounded_sum = rounded_sum * correction + rounded_pt.sum(dim=0)
+        ot = ot * correction + k[:, :LATENT_DIM].T @ rounded_pt
         column_max = new_max
-    out = torch.where(column_sum > 0, ot / column_sum, 0.0).T
+    out = torch.where(rounded_sum > 0, ot / rounded_sum, 0.0).T
     return out, column_max + torch.log(column_sum)
 
 
