@@ -1,4 +1,4 @@
-"""Decode problems: what they are made of (`Case`), their tensors (`Problem`), and one guarded call of the product on them.
+"""Decode problems (`Case`), their tensors (`Problem`), and guarded calls of the product on them (`Runner`).
 
 Whatever a request must not read is poison: NaN in every cache row past its length and in every page that nobody uses,
 wild page ids in the unused block-table entries, NaN beside the queries.
@@ -31,7 +31,7 @@ class Case:
     page_size: int = 64
     law: str = "normal"
     q_layout: str = "packed"  # packed, strided (a window of a wider buffer), split (latent transposed, rope a window)
-    cache_layout: str = "dense"  # dense, gapped (stride(0) larger than a page), headed (4-D: [pages, page_size, 1, 576])
+    cache_layout: str = "dense"  # dense, gapped (pages apart), headed (4-D: [pages, page_size, 1, 576])
     pool_pages: int = 0  # pages of the cache, at least; more than needed puts the used ones at its two ends
     num_sms: int | None = None
     seed: int = 0

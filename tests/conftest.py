@@ -1,4 +1,4 @@
-"""The `gpu` marker: such tests skip, with the reason, where there is no Hopper GPU, or fail there if one is demanded."""
+"""The `gpu` marker: such tests skip without a Hopper GPU, saying why, unless one is demanded: then nothing runs."""
 
 import os
 
@@ -11,7 +11,7 @@ def pytest_addoption(parser):
         "--require-gpu",
         action="store_true",
         default=os.environ.get("ETAP_REQUIRE_GPU") == "1",
-        help="fail at once, instead of skipping the tests marked gpu, when there is no Hopper GPU (or ETAP_REQUIRE_GPU=1)",
+        help="fail at once instead of skipping the tests marked gpu without a Hopper GPU (or ETAP_REQUIRE_GPU=1)",
     )
 
 
@@ -25,7 +25,6 @@ def _why_no_gpu() -> str | None:
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a Hopper GPU")
     if config.getoption("--require-gpu") and (reason := _why_no_gpu()):
         raise pytest.UsageError(f"a Hopper GPU is demanded: {reason}")
 
