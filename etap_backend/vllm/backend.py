@@ -1,0 +1,91 @@
+"""The attention backend as vLLM selects it: names, classes and what it can run."""
+
+from typing import ClassVar
+
+import torch
+from vllm.config.cache import CacheDType
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.platforms.interface import DeviceCapability
+
+from etap_backend._library import library
+from etap_backend.support import COMPUTE_CAPABILITY, DTYPES, HEAD_DIM, TILE_TOKENS, why_unsupported
+from etap_backend.vllm import compat
+from etap_backend.vllm.impl import ETAPImpl
+from etap_backend.vllm.metadata import ETAPMetadataBuilder
+
+
+class ETAPBackend(MLACommonBackend):
+    """MLA attention with ETAP's decode kernels; prefill, and the writing of the KV cache, are vLLM's own."""
+
+    supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        """The name that `--attention-backend` selects."""
+        return compat.NAME
+
+    @staticmethod
+    def get_builder_cls() -> type[ETAPMetadataBuilder]:
+        """The class that plans each step."""
+        return ETAPMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[ETAPImpl]:
+        """The class that runs each layer."""
+        return ETAPImpl
+
+    # vLLM passes the specification of the KV cache since a version between 0.26 and 0.33.
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int]:
+        """Tokens in a block of the KV cache. vLLM splits larger blocks that are a multiple of it."""
+        return [TILE_TOKENS]
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Width of a row of the KV cache."""
+        return [HEAD_DIM]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Hopper only."""
+        return (capability.major, capability.minor) == COMPUTE_CAPABILITY
+
+    @classmethod
+    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
+        """False: the number of query tokens for each request is planned from the lengths on the host."""
+        return False
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: CacheDType | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        """Say why the kernels cannot run this, or None when they can."""
+        reason = why_unsupported(
+            dtype=dtype,
+            head_dim=head_size,
+            page_size=TILE_TOKENS if block_size is None else block_size,
+            kv_cache_dtype=kv_cache_dtype,
+            compute_capability=(device_capability.major, device_capability.minor),
+        )
+        if reason is None and use_sparse:
+            reason = "sparse attention is not supported"
+        return reason or _why_no_library()
+
+
+def _why_no_library() -> str | None:
+    # As a reason, because vLLM 0.26 drops the text of an ImportError.
+    try:
+        library()
+    except ImportError as error:
+        return str(error)
+    return None

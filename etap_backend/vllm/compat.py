@@ -1,0 +1,136 @@
+"""Differences between vLLM versions, each with its reason, the versions and when it can go."""
+
+import contextlib
+import copyreg
+import importlib.metadata
+import logging
+from enum import Enum
+
+from packaging.specifiers import SpecifierSet
+
+NAME = "ETAP"
+SUPPORTED_VERSIONS = SpecifierSet(">=0.26.0,<0.34", prereleases=True)
+
+_BACKEND_PATH = "etap_backend.vllm.backend.ETAPBackend"
+_REFUSAL_PATH = f"{__name__}.UnsupportedVersion"
+
+# vLLM gives its handler and level to loggers below "vllm" only.
+_logger = logging.getLogger(f"vllm.{__name__}")
+
+
+def why_unsupported_version() -> str | None:
+    """Say why the installed vLLM cannot run ETAP, or None when it can."""
+    found = importlib.metadata.version("vllm")
+    if SUPPORTED_VERSIONS.contains(found):
+        return None
+    return f"the attention backend {NAME} supports vLLM {SUPPORTED_VERSIONS}, this is vLLM {found}"
+
+
+class UnsupportedVersion:
+    """What the name ETAP stands for in a vLLM outside the supported range: vLLM's own selection reports the reason."""
+
+    @classmethod
+    def validate_configuration(cls, *args, **kwargs) -> list[str]:
+        """vLLM's question to a selected backend: the reasons against it."""
+        reason = why_unsupported_version()
+        return [reason] if reason else []
+
+
+def register() -> None:
+    """Register ETAP. In an unsupported vLLM this only warns, so that a start with another backend goes on."""
+    reason = why_unsupported_version()
+    if reason is None:
+        backend_member()
+        return
+    _logger.warning("%s; other attention backends are not affected", reason)
+    # Nothing is known about that version's registry. Without a member the name is simply an unknown one.
+    with contextlib.suppress(Exception):
+        backend_member()
+
+
+def backend_member() -> Enum:
+    """The member ETAP of vLLM's enumeration of attention backends, added when it is not there yet."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if NAME not in AttentionBackendEnum.__members__:
+        path = _BACKEND_PATH if why_unsupported_version() is None else _REFUSAL_PATH
+        _add_member(AttentionBackendEnum, path)
+        _make_picklable(AttentionBackendEnum)
+        _logger.info("Attention backend %s registered", NAME)
+    return AttentionBackendEnum[NAME]
+
+
+def _add_member(enum: type[Enum], path: str) -> None:
+    """Add the member ETAP with the class path as its value.
+
+    Reason: `register_backend` takes the name of a new backend since vLLM 0.32 (vllm#41091); before, it only replaces
+    existing members. The steps are those that 0.32 takes.
+    Versions: below 0.32. Goes when 0.32 is the oldest one supported.
+    """
+    if hasattr(enum, "register"):
+        from vllm.v1.attention.backends.registry import register_backend
+
+        register_backend(NAME, path)
+        return
+    member = object.__new__(enum)
+    member._name_ = NAME
+    member._value_ = path
+    setattr(enum, NAME, member)
+    enum._member_map_[NAME] = member
+    enum._value2member_map_[path] = member
+    enum._member_names_.append(NAME)
+
+
+def _make_picklable(enum: type[Enum]) -> None:
+    """Let a spawned process unpickle the member ETAP.
+
+    Reason: the engine core and the workers get their configuration by pickle before they load any plugin. An
+    enumeration member pickles as its class and value, and there the value is not known yet: "... is not a valid
+    AttentionBackendEnum". A reducer that names `rebuild_member` makes unpickling import this module and register.
+    Versions: all. Goes when vLLM loads plugins first, or gives added members a reducer of its own.
+    """
+    # Another plugin may cure its own member in the same way.
+    previous = copyreg.dispatch_table.get(enum)
+
+    def reduce(member: Enum) -> "str | tuple":
+        if member.name == NAME:
+            return rebuild_member, ()
+        return previous(member) if previous else member.__reduce_ex__(2)
+
+    copyreg.pickle(enum, reduce)
+
+
+def rebuild_member() -> Enum:
+    """What a pickled member ETAP becomes: the member of the process that unpickles it."""
+    _logger.debug("Attention backend %s rebuilt from a pickled configuration", NAME)
+    return backend_member()
+
+
+def reserves_in_profile_run() -> bool:
+    """Whether vLLM calls `reserve_workspace` of the implementation while it measures the memory that a model needs.
+
+    Reason: the hook does not exist in 0.26, where an implementation claims its workspace when it is constructed, which
+    is before the measurement too. Where the hook exists, construction is too early: vLLM then allocates from the pool
+    of the weights, which sleep mode copies.
+    Versions: read from the base class. Goes when every version supported has the hook.
+    """
+    from vllm.v1.attention.backend import MLAAttentionImpl
+
+    return hasattr(MLAAttentionImpl, "reserve_workspace")
+
+
+def max_decode_query_len(vllm_config) -> int:
+    """Most query tokens for each request that vLLM sends to `forward_mqa`: 1, more with speculative decoding.
+
+    Reason: 0.33 has this rule as a function; 0.26 has it inside `AttentionMetadataBuilder`, which exists too late, when
+    memory has been measured.
+    Versions: 0.26 to those without the function. Goes when every version supported has it.
+    """
+    from vllm.v1.attention import backend
+
+    if hasattr(backend, "max_decode_query_len"):
+        return backend.max_decode_query_len(vllm_config)
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.num_speculative_tokens is None:
+        return 1
+    return 1 + (2 if speculative.parallel_drafting else 1) * speculative.num_speculative_tokens

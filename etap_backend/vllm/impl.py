@@ -1,0 +1,114 @@
+"""What each layer runs."""
+
+from typing import ClassVar
+
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
+from vllm.utils.platform_utils import num_compute_units
+from vllm.v1.attention.backend import AttentionLayer, AttentionType
+
+from etap_backend import mla_decode, why_unsupported
+from etap_backend.vllm import compat
+from etap_backend.vllm.metadata import ETAPMetadata, claim_workspace
+
+
+class ETAPImpl(MLACommonImpl[ETAPMetadata]):
+    """One layer's MLA attention: decode by ETAP's kernels, prefill as in every MLA backend of vLLM."""
+
+    can_return_lse_for_decode: ClassVar[bool] = True
+    lse_base_on_e: ClassVar[bool] = True
+    supports_dcp: ClassVar[bool] = True
+    # Combined with decode context parallelism it gathers other heads than the builder plans for.
+    supports_pcp: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        **mla_args,
+    ) -> None:
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        config = get_current_vllm_config()
+        wanted_none = {
+            "alibi_slopes": alibi_slopes,
+            "sliding_window": sliding_window,
+            "logits_soft_cap": logits_soft_cap,
+        }
+        for name, value in wanted_none.items():
+            if value:
+                raise NotImplementedError(f"{compat.NAME}: {name} is not supported, got {value}")
+        if attn_type != AttentionType.DECODER:
+            raise NotImplementedError(f"{compat.NAME}: attn_type: wanted {AttentionType.DECODER}, got {attn_type}")
+        self._max_s_q = compat.max_decode_query_len(config)
+        reason = why_unsupported(
+            dtype=config.model_config.dtype,
+            num_heads=num_heads,
+            head_dim=head_size,
+            v_head_dim=self.kv_lora_rank,
+            kv_cache_dtype=kv_cache_dtype,
+            s_q=self._max_s_q,
+        )
+        if reason:
+            raise NotImplementedError(f"{compat.NAME}: {reason}")
+        if not compat.reserves_in_profile_run():
+            self.reserve_workspace()
+
+    def reserve_workspace(self) -> None:
+        """Claim the largest workspace that any step needs, while vLLM measures the memory that the model needs."""
+        claim_workspace(self.num_heads * self.dcp_world_size, self._max_s_q, num_compute_units())
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: ETAPMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[Tensor, Tensor]:
+        """Decode attention of this layer.
+
+        Args:
+            q: (latent part [tokens, heads, 512], rope part [tokens, heads, 64]), both with any strides, or both parts
+                in one tensor [tokens, heads, 576]. A request's tokens follow one another.
+            kv_c_and_k_pe_cache: [blocks, 64, 576], dtype of q.
+            attn_metadata: this step's, from the builder.
+            layer: unused; the cache has no scales.
+
+        Returns:
+            The output in the latent space [tokens, heads, 512], and float32 [tokens, heads] log-sum-exp, base e.
+        """
+        decode = attn_metadata.decode
+        schedule = decode.schedule
+        latent, rope = q if isinstance(q, tuple) else (q, None)
+        per_request = (schedule.batch, schedule.s_q)
+        schedule.workspace = claim_workspace(schedule.num_heads, schedule.max_s_q, schedule.num_sms)
+        out, lse = mla_decode(
+            latent.unflatten(0, per_request),
+            kv_c_and_k_pe_cache,
+            decode.block_table,
+            decode.seq_lens,
+            schedule,
+            softmax_scale=self.scale,
+            q_rope=None if rope is None else rope.unflatten(0, per_request),
+        )
+        return out.flatten(0, 1), lse.flatten(0, 1)
