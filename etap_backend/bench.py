@@ -1,0 +1,380 @@
+"""`etap bench`: this project's call and every installed peer, side by side in one process on the same tensors.
+
+One number is the time of one decode call on the GPU: a CUDA graph of many calls is replayed, and its time is divided by
+the calls. The calls walk over copies of the KV cache that are together larger than the L2 cache by far, and the graphs
+of all kernels take turns, so that a drift of the clocks meets them all.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+import etap_backend
+from etap_backend import peers, report
+from etap_backend.grids import Workload, floor_for, load_grid
+from etap_backend.reference import mla_decode_reference
+from etap_backend.schedule import DecodeSchedule
+from etap_backend.support import COMPUTE_CAPABILITY, HEAD_DIM
+
+DEVICE = "cuda"
+PAGE_SIZE = 64
+SOFTMAX_SCALE = HEAD_DIM**-0.5
+ROTATED_BYTES = 400e6  # an H200's L2 holds 60 MB
+MOST_CALLS, FEWEST_CALLS = 512, 4
+H20_SMS = 78
+# Twice what plain torch errs in that type; the kernels of this table lie between 1.6e-3 and 2.5e-3 in bf16.
+LARGEST_RMSE = {"bfloat16": 5e-3, "float16": 6e-4}
+METHOD = (
+    "CUDA graph replays, time of a graph / its calls, median and interquartile range of the replays, "
+    f"kernels taking turns; calls rotate over copies of the cache of {ROTATED_BYTES / 1e6:.0f} MB together "
+    f"(at most {MOST_CALLS} copies); inputs N(0, 1), page {PAGE_SIZE}, shuffled block table; "
+    "scheduling metadata built before"
+)
+
+
+class Stopped(KeyboardInterrupt):
+    """The run ends early, by a signal or its time limit; what was measured is kept."""
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one run was asked for."""
+
+    providers: tuple[str, ...]
+    replays: int
+    validate: bool
+    num_sms: int | None
+    time_limit: float | None
+
+
+class CachePool:
+    """One buffer of random cache pages for all rows of a run, cut into copies for the row at hand."""
+
+    def __init__(self, workloads: list[Workload]):
+        pages = max(self._pages(workload) * copies_of(workload) for workload in workloads)
+        self.pages = torch.empty(pages, PAGE_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE).normal_()
+        self._float16: torch.Tensor | None = None
+
+    @staticmethod
+    def _pages(workload: Workload) -> int:
+        return sum(-(-length // PAGE_SIZE) for length in workload.lengths)
+
+    def copies(self, workload: Workload) -> list[torch.Tensor]:
+        if workload.dtype == "float16" and self._float16 is None:
+            self._float16 = self.pages.to(torch.float16)
+        pages = self.pages if workload.dtype == "bfloat16" else self._float16
+        each = self._pages(workload)
+        return [pages[first * each : (first + 1) * each] for first in range(copies_of(workload))]
+
+
+def copies_of(workload: Workload) -> int:
+    return max(1, min(MOST_CALLS, -(-int(ROTATED_BYTES) // workload.kv_bytes)))
+
+
+def inputs_of(workload: Workload, num_sms: int | None) -> peers.Inputs:
+    batch = len(workload.lengths)
+    pages = [-(-length // PAGE_SIZE) for length in workload.lengths]
+    shuffled = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    block_table = torch.zeros(batch, max(pages), dtype=torch.int32)
+    for row, ids in zip(block_table, shuffled.split(pages), strict=True):
+        row[: len(ids)] = ids
+    q = torch.randn(batch, workload.s_q, workload.heads, HEAD_DIM, device=DEVICE)
+    return peers.Inputs(
+        q=q.to(getattr(torch, workload.dtype)),
+        block_table=block_table.to(DEVICE),
+        seq_lens=torch.tensor(workload.lengths, dtype=torch.int32, device=DEVICE),
+        lengths=workload.lengths,
+        page_size=PAGE_SIZE,
+        softmax_scale=SOFTMAX_SCALE,
+        num_sms=num_sms,
+    )
+
+
+class Captured:
+    """A CUDA graph of `calls` calls, and what its last call returned."""
+
+    def __init__(self, call: Callable[[int], torch.Tensor | None], calls: int):
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            for warm_up in range(2):
+                call(warm_up)
+            stream.synchronize()
+            self.graph = torch.cuda.CUDAGraph()
+            self.graph.capture_begin(capture_error_mode="thread_local")
+            try:
+                for index in range(calls):
+                    self.result = call(index)
+            finally:
+                self.graph.capture_end()
+        self.calls = calls
+        self.graph.replay()
+
+    def replay(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        self.graph.replay()
+        end.record()
+        return begin, end
+
+    def microseconds(self, events: list[tuple[torch.cuda.Event, torch.cuda.Event]]) -> list[float]:
+        return [begin.elapsed_time(end) * 1e3 / self.calls for begin, end in events]
+
+
+def summary(times: list[float]) -> dict:
+    quartiles = statistics.quantiles(times, n=4)
+    return {"us": statistics.median(times), "iqr_us": quartiles[2] - quartiles[0], "replays": len(times)}
+
+
+def relative_rmse(out: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((out.double().reshape(wanted.shape) - wanted).norm() / wanted.norm())
+
+
+def capture_all(inputs: peers.Inputs, copies: list[torch.Tensor], calls: int, names: tuple[str, ...]):
+    """The graph of each kernel that can run this row, and for the others why they cannot."""
+    captured, failures = {}, {}
+    for name in names:
+        try:
+            call = peers.PROVIDERS[name].prepare(inputs)
+            captured[name] = Captured(lambda index, call=call: call(copies[index % len(copies)]), calls)
+        except Exception as error:
+            # A peer may lack a file or refuse a shape: the row says so and the others go on. An error that breaks the
+            # CUDA context ends the run all the same, at the synchronisation after this.
+            failures[name] = {"error": f"{type(error).__name__}: {error}".splitlines()[0]}
+    return captured, failures
+
+
+def measure(workload: Workload, pool: CachePool, options: Options) -> dict:
+    """One row: every kernel on the same tensors, replays taking turns."""
+    inputs, copies = inputs_of(workload, options.num_sms), pool.copies(workload)
+    calls = max(FEWEST_CALLS, len(copies))
+    torch.cuda.synchronize()
+    captured, results = capture_all(inputs, copies, calls, options.providers)
+    events = {name: [] for name in captured}
+    for _ in range(options.replays):
+        for name, graph in captured.items():
+            events[name].append(graph.replay())
+    torch.cuda.synchronize()
+    for name, graph in captured.items():
+        results[name] = summary(graph.microseconds(events[name]))
+    if options.validate and captured:
+        last_copy = copies[(calls - 1) % len(copies)]
+        wanted, _ = mla_decode_reference(inputs.q, last_copy, inputs.block_table, inputs.seq_lens, SOFTMAX_SCALE)
+        for name, graph in captured.items():
+            results[name]["relative_rmse"] = relative_rmse(graph.result, wanted)
+    return {
+        **workload.describe(),
+        "calls": calls,
+        "rotated_bytes": len(copies) * workload.kv_bytes,
+        "results": {name: results[name] for name in options.providers},
+    }
+
+
+def measure_schedule(options: Options, batch: int = 256, builds: int = 100) -> dict:
+    """Time of `DecodeSchedule.build` on the GPU, which an engine pays once a step."""
+    seq_lens = torch.randint(1, 8192, (batch,), dtype=torch.int32, device=DEVICE)
+    schedule = DecodeSchedule(batch, 16, device=DEVICE, num_sms=options.num_sms)
+
+    def build(_: int) -> None:
+        schedule.build(seq_lens)
+
+    graph = Captured(build, builds)
+    events = [graph.replay() for _ in range(options.replays)]
+    torch.cuda.synchronize()
+    return {"batch": batch, **summary(graph.microseconds(events))}
+
+
+def measure_host(workload: Workload, pool: CachePool, options: Options, calls: int = 200) -> dict:
+    """Host time to launch one call, in microseconds, where nothing waits for the GPU."""
+    inputs, copies = inputs_of(workload, options.num_sms), pool.copies(workload)
+    call = peers.PROVIDERS[peers.OURS].prepare(inputs)
+    times = []
+    for _ in range(9):
+        call(copies[0])
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(calls):
+            call(copies[0])
+        times.append((time.perf_counter() - begin) / calls * 1e6)
+    torch.cuda.synchronize()
+    return summary(times)
+
+
+@contextmanager
+def stopping(time_limit: float | None) -> Iterator[Callable[[], None]]:
+    """Turn SIGTERM, Ctrl-C and the time limit into `Stopped`; the yielded function is to be called between the rows."""
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+
+    def stop(number, frame):
+        raise Stopped(f"by {signal.Signals(number).name}")
+
+    def check():
+        if deadline is not None and time.monotonic() > deadline:
+            raise Stopped(f"by the time limit of {time_limit:g} s")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield check
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _output_of(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def environment(proxy: bool) -> dict:
+    """What a figure is worth nothing without: GPU, driver, clocks, versions, commit and command line."""
+    queried = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
+    nvidia = _output_of("nvidia-smi", f"--query-gpu={queried}", "--format=csv,noheader", "--id=0")
+    driver, *clocks = (nvidia or "unknown").split(", ")
+    source = str(Path(__file__).parent)
+    commit = os.environ.get("ETAP_COMMIT") or _output_of("git", "-C", source, "describe", "--always", "--dirty")
+    versions = {provider.package: provider.version() for provider in peers.PROVIDERS.values()}
+    return {
+        "gpu": f"H20 proxy ({torch.cuda.get_device_name()} throttled)" if proxy else torch.cuda.get_device_name(),
+        "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
+        "driver": driver,
+        "clocks": clocks,
+        "versions": {
+            **{package: version for package, version in versions.items() if version},
+            "etap-backend": etap_backend.__version__,
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+        },
+        "commit": commit or "unknown",
+        "command": shlex.join(["etap", *sys.argv[1:]]),
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+    }
+
+
+def run(workloads: list[Workload], header: dict, options: Options, output: Path, console: Console) -> dict:
+    """Measure row by row; the file is whole after every row, whatever ends the run."""
+    document = {**header, "complete": False, "stopped": None, "rows": []}
+    floor = floor_for(header["gpu"])
+    with _progress(console) as progress, stopping(options.time_limit) as check:
+        task = progress.add_task("", total=len(workloads))
+        try:
+            pool = CachePool(workloads)
+            if peers.OURS in options.providers:
+                document["schedule_build"] = measure_schedule(options)
+                document["host_call"] = measure_host(workloads[0], pool, options)
+            for workload in workloads:
+                check()
+                progress.update(task, description=workload.label)
+                row = measure(workload, pool, options)
+                row["floor_us"] = floor and floor.microseconds(workload)
+                document["rows"].append(row)
+                report.write(document, output)
+                progress.advance(task)
+            document["complete"] = True
+        except Stopped as reason:
+            document["stopped"] = str(reason)
+        finally:
+            report.write(document, output)
+    return document
+
+
+def _progress(console: Console) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    return Progress(*columns, console=console, transient=True)
+
+
+def _refuse(text: str) -> typer.Exit:
+    Console(stderr=True).print(f"etap bench: {text}", style="red", markup=False, highlight=False)
+    return typer.Exit(2)
+
+
+def _why_not(h20_proxy: bool) -> str | None:
+    if not torch.cuda.is_available():
+        return "no CUDA device: the kernels run on Hopper GPUs only, and there is nothing to time without one"
+    found = torch.cuda.get_device_capability()
+    if found != COMPUTE_CAPABILITY:
+        return f"wanted a GPU of compute capability 9.0 (Hopper), got {found[0]}.{found[1]}"
+    if h20_proxy and "ETAP_LIBRARY" not in os.environ:
+        return "--h20-proxy: wanted ETAP_LIBRARY, the library built with the throttled toolchain, but it is not set"
+    return None
+
+
+def _chosen(only: list[str] | None, skip: list[str] | None, h20_proxy: bool) -> tuple[str, ...]:
+    """Names of the kernels to time: those asked for, or ours and every installed peer."""
+    known = {name.lower(): name for name in peers.PROVIDERS}
+    for name in [*(only or []), *(skip or [])]:
+        if name.lower() not in known:
+            raise _refuse(f"wanted one of {', '.join(peers.PROVIDERS)}, got {name}")
+    if h20_proxy:
+        return (peers.OURS,)  # the peers' binaries are not throttled
+    if only:
+        return tuple(known[name.lower()] for name in only)
+    skipped = {known[name.lower()] for name in skip or []}
+    installed = (name for name, provider in peers.PROVIDERS.items() if name == peers.OURS or provider.version())
+    return tuple(name for name in installed if name not in skipped)
+
+
+def wrong_results(document: dict) -> list[str]:
+    """Rows where our own result is missing or further from the reference than its type allows."""
+    wrong = []
+    for row in document["rows"]:
+        ours = row["results"].get(peers.OURS, {})
+        if "error" in ours:
+            wrong.append(f"{row['label']}: {ours['error']}")
+        elif not ours.get("relative_rmse", 0.0) <= LARGEST_RMSE[row["dtype"]]:
+            wrong.append(f"{row['label']}: relative RMSE {ours['relative_rmse']:.2e}")
+    return wrong
+
+
+def bench(
+    grid: Annotated[Path, typer.Argument(help="Shapes to time, a file of configs/bench.", exists=True, dir_okay=False)],
+    output: Annotated[Path | None, typer.Option(help="JSON file; results/<grid>.json when not given.")] = None,
+    only: Annotated[list[str] | None, typer.Option(help="Time only this kernel; may be repeated.")] = None,
+    skip: Annotated[list[str] | None, typer.Option(help="Leave this kernel out; may be repeated.")] = None,
+    replays: Annotated[int, typer.Option(min=2, help="Graph replays a kernel and row.")] = 21,
+    validate: Annotated[bool, typer.Option(help="Compare every timed output with float64.")] = True,
+    num_sms: Annotated[int | None, typer.Option(min=1, help="CTAs of our launch; the GPU's when not given.")] = None,
+    h20_proxy: Annotated[bool, typer.Option(help="78 CTAs and a throttled library in ETAP_LIBRARY.")] = False,
+    time_limit: Annotated[float | None, typer.Option(help="Stop after this many seconds, keep the rows.")] = None,
+    plots: Annotated[bool, typer.Option(help="Also draw the plots beside the JSON file.")] = False,
+) -> None:
+    """Time the decode call and every installed peer side by side on one Hopper GPU."""
+    if reason := _why_not(h20_proxy):
+        raise _refuse(reason)
+    try:
+        title, workloads = load_grid(grid, memory_bytes=torch.cuda.mem_get_info()[0])
+    except ValueError as error:
+        raise _refuse(str(error)) from error
+    names = _chosen(only, skip, h20_proxy)
+    options = Options(names, replays, validate, H20_SMS if h20_proxy else num_sms, time_limit)
+    suffix = "-h20-proxy" if h20_proxy else ""
+    output = output or Path("results") / f"{grid.stem}{suffix}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    header = {"grid": grid.stem, "title": title, **environment(h20_proxy), "method": METHOD, "options": asdict(options)}
+    floor = floor_for(header["gpu"])
+    header["floor"] = floor and floor.describe()
+    console = Console() if sys.stdout.isatty() else Console(width=180)  # a log has no edge to wrap the table at
+    document = run(workloads, header, options, output, console)
+    report.print_document(document, console)
+    if plots:
+        report.plot(document, output.with_suffix(""))
+    if wrong := wrong_results(document):
+        raise _refuse("wrong or missing results of our own: " + "; ".join(wrong))
