@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Engine:
-    """A serving engine, the entry points it reads, and a program that loads them and fails if ETAP is not there then."""
+    """A serving engine, the entry points it reads, and a program that loads them and fails if ETAP is missing."""
 
     name: str
     package: str

@@ -79,7 +79,7 @@ def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
     return (weight[..., None] * partial_out).sum(dim=0), lse
 
 
-def _pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]):
+def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]):
     """Yield (request, tiles, split index) of every piece, partition by partition as the kernel walks them."""
     for begin_request, begin_tile, end_request, end_tile, begin_split, _ in work_ranges[:partitions].tolist():
         for request in range(begin_request, min(end_request + 1, len(tile_counts))):
@@ -177,11 +177,11 @@ def decode(
         raise ValueError(f"seq_lens: wanted at most {capacity} tokens (max_pages * page_size), got {max(lengths)}")
     packed = (q if q_rope is None else torch.cat([q, q_rope], dim=-1)).reshape(requests, rows, HEAD_DIM)
     batch = Batch(packed, kv_cache, block_table, lengths, s_q, heads, softmax_scale)
-    slots = workspace[: 2 * partitions * rows * PARTIAL_FLOATS].view(2 * partitions, rows, PARTIAL_FLOATS)
-    offsets = split_offsets.tolist()
+    offsets = split_offsets[: requests + 1].tolist()
+    slots = workspace[: offsets[-1] * rows * PARTIAL_FLOATS].view(offsets[-1], rows, PARTIAL_FLOATS)
     out_rows, lse_rows = out.view(requests, rows, LATENT_DIM), lse.view(requests, rows)
 
-    for request, tiles, split in _pieces(work_ranges, partitions, [-(-length // TILE_TOKENS) for length in lengths]):
+    for request, tiles, split in pieces(work_ranges, partitions, [-(-length // TILE_TOKENS) for length in lengths]):
         piece_out, piece_lse = decode_piece(batch, request, tiles)
         if offsets[request] == offsets[request + 1]:
             out_rows[request], lse_rows[request] = piece_out.to(out.dtype), piece_lse

@@ -1,5 +1,7 @@
 """The public call, and the torch operator behind it."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -29,7 +31,8 @@ torch.library.register_fake("etap_backend::mla_decode", lambda *arguments: None,
 _decode = torch.ops.etap_backend.mla_decode.default
 
 
-def _check_schedule(schedule: DecodeSchedule, q: Tensor) -> None:
+def _check_call(q: Tensor, schedule: DecodeSchedule, softmax_scale: float) -> None:
+    """What the operator itself cannot see: it is given the schedule's buffers, not what they were built for."""
     if q.dim() != 4:
         raise ValueError(f"q: wanted shape [batch, s_q, heads, 576 or 512], got {list(q.shape)}")
     batch, s_q, heads, _ = q.shape
@@ -40,6 +43,8 @@ def _check_schedule(schedule: DecodeSchedule, q: Tensor) -> None:
         raise ValueError(f"schedule: wanted one for q's batch {batch}, s_q {s_q}, {heads} heads, got {planned}")
     if q.device != schedule.device:
         raise ValueError(f"schedule: wanted one on {q.device} like q, got one on {schedule.device}")
+    if not 0.0 < softmax_scale < math.inf:
+        raise ValueError(f"softmax_scale: wanted a positive finite number, got {softmax_scale}")
 
 
 def mla_decode(
@@ -81,7 +86,7 @@ def mla_decode(
         ValueError, TypeError: an argument is not as described; the text names it, what was wanted and what came.
         ImportError: CUDA tensors, and the compiled library is missing or of another version.
     """
-    _check_schedule(schedule, q)
+    _check_call(q, schedule, softmax_scale)
     if kv_cache.dim() == 4:
         if kv_cache.shape[2] != 1:
             raise ValueError(f"kv_cache: wanted shape [pages, page_size, 1, 576], got {list(kv_cache.shape)}")

@@ -36,10 +36,13 @@ def mla_decode_reference(
     rows = kv_cache.reshape(pages, page_size, -1) if kv_cache.dim() == 4 else kv_cache
     out = torch.zeros(batch, s_q, heads, LATENT_DIM, dtype=dtype, device=q.device)
     lse = torch.full((batch, s_q, heads), float("-inf"), dtype=dtype, device=q.device)
+    capacity = block_table.shape[1] * page_size
     for request, length in enumerate(seq_lens.tolist()):
-        used_pages = block_table[request, : -(-length // page_size)].tolist()
+        if length > capacity:
+            raise ValueError(f"seq_lens: wanted at most {capacity} tokens (max_pages * page_size), got {length}")
         if length <= 0:
             continue
+        used_pages = block_table[request, : -(-length // page_size)].tolist()
         keys = torch.cat([rows[page] for page in used_pages])[:length].to(dtype)
         for t in range(s_q):
             visible = keys[: max(0, length - s_q + t + 1)]

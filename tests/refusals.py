@@ -1,0 +1,175 @@
+"""Every call that `mla_decode` must refuse, in one table: CPU and GPU must say the same words, naming the argument."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from etap_backend import DecodeSchedule, mla_decode
+
+BATCH, S_Q, HEADS, PAGES, PAGE_SIZE = 3, 2, 16, 7, 64
+
+
+def valid_call(device: str) -> dict:
+    """Arguments of a call that is fine; each refusal spoils one of them."""
+    options = {"dtype": torch.bfloat16, "device": device}
+    seq_lens = torch.tensor([70, 1, 128], dtype=torch.int32, device=device)
+    return {
+        "q": torch.zeros(BATCH, S_Q, HEADS, 576, **options),
+        "kv_cache": torch.zeros(PAGES, PAGE_SIZE, 576, **options),
+        "block_table": torch.zeros(BATCH, 2, dtype=torch.int32, device=device),
+        "seq_lens": seq_lens,
+        "schedule": DecodeSchedule(BATCH, HEADS, max_s_q=S_Q, device=device, num_sms=8).build(seq_lens, S_Q),
+        "softmax_scale": 576**-0.5,
+        "q_rope": None,
+        "out": torch.zeros(BATCH, S_Q, HEADS, 512, **options),
+        "lse": torch.zeros(BATCH, S_Q, HEADS, dtype=torch.float32, device=device),
+    }
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A spoiled call: `spoil` returns the arguments to replace, `words` must all stand in the error's text."""
+
+    name: str
+    error: type[Exception]
+    words: tuple[str, ...]
+    spoil: Callable[[dict], dict]
+
+    def __str__(self) -> str:
+        return self.name
+
+    def call(self, device: str) -> None:
+        arguments = valid_call(device)
+        mla_decode(**{**arguments, **self.spoil(arguments)})
+
+
+def _strided(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
+    """The same shape, with steps of `step` elements in `dim` (1: the step of a contiguous tensor)."""
+    shape = list(tensor.shape)
+    shape[dim] *= step
+    return tensor.new_zeros(shape)[(slice(None),) * (dim % tensor.dim()) + (slice(None, None, step),)]
+
+
+def _wide(tensor: torch.Tensor, more: int, first: int = 0) -> torch.Tensor:
+    """The same shape as a window of rows that are `more` elements longer."""
+    width = tensor.shape[-1]
+    return tensor.new_zeros(*tensor.shape[:-1], width + more)[..., first : first + width]
+
+
+def _split(call: dict) -> dict:
+    q = call["q"]
+    return {"q": q[..., :512], "q_rope": q[..., 512:]}
+
+
+def _other_schedule(call: dict, batch=BATCH, heads=HEADS, s_q=S_Q) -> dict:
+    device = call["q"].device
+    lens = torch.ones(batch, dtype=torch.int32, device=device)
+    return {"schedule": DecodeSchedule(8, heads, max_s_q=4, device=device, num_sms=8).build(lens, s_q)}
+
+
+REFUSALS = (
+    Refusal("q_dtype", TypeError, ("q:", "bfloat16 or float16", "float32"), lambda c: {"q": c["q"].float()}),
+    Refusal("q_dims", ValueError, ("q:", "[3, 32, 576]"), lambda c: {"q": c["q"].flatten(1, 2)}),
+    Refusal("q_width", ValueError, ("q:", "576", "[3, 2, 16, 512]"), lambda c: {"q": c["q"][..., :512]}),
+    Refusal("q_width_beside_rope", ValueError, ("q:", "512", "[3, 2, 16, 576]"), lambda c: {**_split(c), "q": c["q"]}),
+    Refusal("q_last_stride", ValueError, ("q:", "stride 1", "2]"), lambda c: {"q": _strided(c["q"], -1, 2)}),
+    Refusal("q_row_step", ValueError, ("q:", "16 bytes", "580"), lambda c: {"q": _wide(c["q"], 4)}),
+    Refusal("q_first_row", ValueError, ("q:", "16 bytes", "address"), lambda c: {"q": _wide(c["q"], 8, first=4)}),
+    Refusal(
+        "rope_dtype",
+        TypeError,
+        ("q_rope:", "bfloat16", "float16"),
+        lambda c: {**_split(c), "q_rope": _split(c)["q_rope"].half()},
+    ),
+    Refusal(
+        "rope_shape",
+        ValueError,
+        ("q_rope:", "[3, 2, 16, 64]", "[3, 2, 16, 32]"),
+        lambda c: {**_split(c), "q_rope": _split(c)["q_rope"][..., :32]},
+    ),
+    Refusal(
+        "rope_row_step",
+        ValueError,
+        ("q_rope:", "16 bytes", "68"),
+        lambda c: {**_split(c), "q_rope": _wide(_split(c)["q_rope"], 4)},
+    ),
+    Refusal(
+        "cache_dtype", TypeError, ("kv_cache:", "bfloat16", "float16"), lambda c: {"kv_cache": c["kv_cache"].half()}
+    ),
+    Refusal(
+        "cache_width",
+        ValueError,
+        ("kv_cache:", "576", "[7, 64, 512]"),
+        lambda c: {"kv_cache": c["kv_cache"][..., :512]},
+    ),
+    Refusal(
+        "cache_heads",
+        ValueError,
+        ("kv_cache:", "1, 576", "[7, 64, 2, 576]"),
+        lambda c: {"kv_cache": c["kv_cache"].new_zeros(PAGES, PAGE_SIZE, 2, 576)},
+    ),
+    Refusal(
+        "page_size_small",
+        ValueError,
+        ("kv_cache:", "multiple of 64", "32"),
+        lambda c: {"kv_cache": c["kv_cache"][:, :32]},
+    ),
+    Refusal(
+        "page_size_odd",
+        ValueError,
+        ("kv_cache:", "multiple of 64", "96"),
+        lambda c: {"kv_cache": c["kv_cache"].new_zeros(PAGES, 96, 576)},
+    ),
+    Refusal(
+        "cache_row_step", ValueError, ("kv_cache:", "16 bytes", "580"), lambda c: {"kv_cache": _wide(c["kv_cache"], 4)}
+    ),
+    Refusal(
+        "cache_last_stride",
+        ValueError,
+        ("kv_cache:", "stride 1", "2]"),
+        lambda c: {"kv_cache": _strided(c["kv_cache"], -1, 2)},
+    ),
+    Refusal(
+        "table_dtype", TypeError, ("block_table:", "int32", "int64"), lambda c: {"block_table": c["block_table"].long()}
+    ),
+    Refusal(
+        "table_batch",
+        ValueError,
+        ("block_table:", "[3, max_pages]", "[2, 2]"),
+        lambda c: {"block_table": c["block_table"][:2]},
+    ),
+    Refusal(
+        "table_stride",
+        ValueError,
+        ("block_table:", "stride 1", "2]"),
+        lambda c: {"block_table": _strided(c["block_table"], 1, 2)},
+    ),
+    Refusal("lens_dtype", TypeError, ("seq_lens:", "int32", "int64"), lambda c: {"seq_lens": c["seq_lens"].long()}),
+    Refusal("lens_batch", ValueError, ("seq_lens:", "[3]", "[2]"), lambda c: {"seq_lens": c["seq_lens"][:2]}),
+    Refusal(
+        "lens_stride",
+        ValueError,
+        ("seq_lens:", "contiguous", "[2]"),
+        lambda c: {"seq_lens": _strided(c["seq_lens"], 0, 2)},
+    ),
+    Refusal("out_dtype", TypeError, ("out:", "bfloat16", "float32"), lambda c: {"out": c["out"].float()}),
+    Refusal(
+        "out_shape", ValueError, ("out:", "[3, 2, 16, 512]", "[3, 2, 16, 256]"), lambda c: {"out": c["out"][..., :256]}
+    ),
+    Refusal("out_strides", ValueError, ("out:", "contiguous", "520"), lambda c: {"out": _wide(c["out"], 8)}),
+    Refusal("lse_dtype", TypeError, ("lse:", "float32", "float64"), lambda c: {"lse": c["lse"].double()}),
+    Refusal("lse_shape", ValueError, ("lse:", "[3, 2, 16]", "[3, 16, 2]"), lambda c: {"lse": c["lse"].view(3, 16, 2)}),
+    Refusal("lse_strides", ValueError, ("lse:", "contiguous", "17"), lambda c: {"lse": _wide(c["lse"], 1)}),
+    Refusal("scale_zero", ValueError, ("softmax_scale:", "positive", "0.0"), lambda c: {"softmax_scale": 0.0}),
+    Refusal("scale_nan", ValueError, ("softmax_scale:", "finite", "nan"), lambda c: {"softmax_scale": float("nan")}),
+    Refusal(
+        "schedule_unbuilt",
+        ValueError,
+        ("schedule:", "build() was never called"),
+        lambda c: {"schedule": DecodeSchedule(8, HEADS, device=c["q"].device, num_sms=8)},
+    ),
+    Refusal("schedule_batch", ValueError, ("schedule:", "batch 3", "batch 2"), lambda c: _other_schedule(c, batch=2)),
+    Refusal("schedule_heads", ValueError, ("schedule:", "16 heads", "8 heads"), lambda c: _other_schedule(c, heads=8)),
+    Refusal("schedule_s_q", ValueError, ("schedule:", "s_q 2", "s_q 1"), lambda c: _other_schedule(c, s_q=1)),
+)

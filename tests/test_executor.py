@@ -1,0 +1,104 @@
+"""The executor, the kernel's algorithm in plain torch: a piece, the merge, the whole, and the operator around it."""
+
+import pytest
+import torch
+from cases import SOFTMAX_SCALE, Case, build, decode
+from test_reference import contiguous_tokens, sdpa
+
+from etap_backend import DecodeSchedule, executor, mla_decode
+from etap_backend.support import LATENT_DIM
+
+
+def one_request(length: int, heads: int = 5, s_q: int = 1, dtype: str = "bfloat16"):
+    problem = build(Case((length,), heads, s_q, dtype), "cpu")
+    rows = problem.q.reshape(1, s_q * heads, 576)
+    batch = executor.Batch(rows, problem.kv_cache, problem.block_table, [length], s_q, heads, SOFTMAX_SCALE)
+    return problem, batch
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """P is rounded to the input type, by half a unit in its last place; so is the output."""
+    return torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 500])
+@pytest.mark.parametrize("s_q", [1, 2])
+def test_a_piece_is_the_attention_over_its_tiles(length, s_q, dtype):
+    problem, batch = one_request(length, s_q=s_q, dtype=dtype)
+    out, lse = executor.decode_piece(batch, 0, range(-(-length // 64)))
+    wanted = sdpa(problem, 0).reshape(-1, 512)
+    seen = lse.isfinite()
+    assert seen.tolist() == [length - s_q + t + 1 > 0 for t in range(s_q) for _ in range(5)]
+    error = (out[seen].double() - wanted[seen]).norm() / wanted[seen].norm()
+    assert error < tolerance(batch.q.dtype)
+    scores = batch.q[0, -1].double() @ contiguous_tokens(problem, 0).T * SOFTMAX_SCALE
+    assert lse[-1].item() == pytest.approx(torch.logsumexp(scores, 0).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("cuts", [(1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
+def test_pieces_merge_to_the_whole(cuts):
+    _, batch = one_request(500, s_q=2)
+    whole_out, whole_lse = executor.decode_piece(batch, 0, range(8))
+    bounds = (0, *cuts, 8)
+    parts = [executor.decode_piece(batch, 0, range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    out, lse = executor.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-6, atol=1e-6)
+    assert (out - whole_out).norm() / whole_out.norm() < tolerance(batch.q.dtype)
+
+
+def test_merging_ignores_pieces_that_saw_nothing():
+    out, lse = torch.randn(3, 4, LATENT_DIM), torch.randn(3, 4)
+    out[1], lse[1] = 0, -torch.inf
+    out[:, 3], lse[:, 3] = 0, -torch.inf
+    merged_out, merged_lse = executor.combine(out, lse)
+    without_out, without_lse = executor.combine(out[[0, 2]], lse[[0, 2]])
+    torch.testing.assert_close(merged_out, without_out)
+    torch.testing.assert_close(merged_lse, without_lse)
+    assert merged_out[3].eq(0).all() and merged_lse[3] == -torch.inf
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 7, 64])
+@pytest.mark.parametrize("heads, s_q", [(16, 1), (40, 2)])
+def test_a_ragged_batch_agrees_with_torch_however_it_is_cut(num_sms, heads, s_q):
+    lengths = (300, 2, 64, 65, 0, 1000, 130)
+    problem = build(Case(lengths, heads, s_q, page_size=128, num_sms=num_sms), "cpu")
+    schedule = DecodeSchedule(len(lengths), heads, max_s_q=s_q, device="cpu", num_sms=num_sms)
+    out, lse = decode(problem, schedule.build(problem.seq_lens, s_q))
+    for request, length in enumerate(lengths):
+        if length == 0:
+            assert out[request].eq(0).all() and lse[request].eq(-torch.inf).all()
+            continue
+        wanted = sdpa(problem, request)
+        assert (out[request].double() - wanted).norm() / wanted.norm() < tolerance(out.dtype)
+
+
+def test_an_empty_batch_decodes_to_nothing():
+    problem = build(Case((64,), 16), "cpu")
+    schedule = DecodeSchedule(4, 16, device="cpu").build(problem.seq_lens[:0])
+    out, lse = mla_decode(
+        problem.q[:0], problem.kv_cache, problem.block_table[:0], problem.seq_lens[:0], schedule, softmax_scale=1.0
+    )
+    assert (out.shape, lse.shape) == ((0, 1, 16, 512), (0, 1, 16))
+
+
+def test_the_operator_is_registered_as_torch_wants_it():
+    problem = build(Case((70, 300), 16), "cpu")
+    schedule = DecodeSchedule(2, 16, device="cpu").build(problem.seq_lens)
+    buffers = (schedule.work_ranges, schedule.split_offsets, schedule.workspace)
+    outputs = (torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16), torch.zeros(2, 1, 16))
+    inputs = (problem.q, None, problem.kv_cache, problem.block_table, problem.seq_lens)
+    torch.library.opcheck(
+        torch.ops.etap_backend.mla_decode.default,
+        (*inputs, *buffers, *outputs, SOFTMAX_SCALE, schedule.partitions),
+        # The poison in what must not be read is NaN, which opcheck's comparison of unread inputs takes for a change.
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_compiling_the_call_leaves_no_graph_break_and_the_same_bits():
+    problem = build(Case((70, 300), 16), "cpu")
+    schedule = DecodeSchedule(2, 16, device="cpu").build(problem.seq_lens)
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(compiled(problem, schedule), decode(problem, schedule), strict=True):
+        assert torch.equal(got, wanted)

@@ -1,0 +1,73 @@
+"""The reference against torch's own attention in float64."""
+
+import pytest
+import torch
+from cases import SOFTMAX_SCALE, Case, build
+from torch.nn.functional import scaled_dot_product_attention
+
+from etap_backend.reference import mla_decode_reference
+
+
+def contiguous_tokens(problem, request: int) -> torch.Tensor:
+    """Float64 [length, 576]: a request's tokens, gathered one by one."""
+    size = problem.case.page_size
+    cache, table = problem.kv_cache_3d, problem.block_table[request].tolist()
+    rows = [cache[table[token // size], token % size] for token in range(problem.case.lengths[request])]
+    return torch.stack(rows).double()
+
+
+def sdpa(problem, request: int) -> torch.Tensor:
+    """[s_q, heads, 512] by scaled_dot_product_attention: one KV head for all query heads."""
+    keys = contiguous_tokens(problem, request)
+    length, s_q = len(keys), problem.case.s_q
+    position, last = torch.arange(length), torch.arange(s_q) + length - s_q
+    q = problem.q[request].double().transpose(0, 1)[None]
+    heads = q.shape[1]
+    k, v = keys.expand(1, heads, -1, -1), keys[:, :512].expand(1, heads, -1, -1)
+    mask = position[None] <= last[:, None]
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SOFTMAX_SCALE)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("page_size, layout", [(64, "dense"), (128, "gapped"), (64, "headed")])
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_it_agrees_with_torch(dtype, page_size, layout, s_q):
+    lengths = (3, 63, 64, 65, 200, 129)
+    problem = build(Case(lengths, 5, s_q, dtype, page_size, cache_layout=layout), "cpu")
+    out, lse = mla_decode_reference(problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    assert out.dtype == lse.dtype == torch.float64
+    for request in range(len(lengths)):
+        torch.testing.assert_close(out[request], sdpa(problem, request), rtol=1e-12, atol=1e-12)
+
+
+def test_the_log_sum_exp_is_that_of_the_scores():
+    problem = build(Case((130,), 4), "cpu")
+    _, lse = mla_decode_reference(problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    scores = problem.q[0, 0].double() @ contiguous_tokens(problem, 0).T * SOFTMAX_SCALE
+    torch.testing.assert_close(lse[0, 0], scores.exp().sum(1).log(), rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_see_nothing_are_zero_with_log_sum_exp_minus_infinity():
+    problem = build(Case((0, 1, 2, 70), 2, s_q=3), "cpu")
+    out, lse = mla_decode_reference(problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    blind = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]]).bool()
+    assert out[blind].eq(0).all() and lse[blind].eq(-torch.inf).all()
+    assert out[~blind].ne(0).all() and lse[~blind].isfinite().all()
+
+
+def test_its_intermediate_type_is_the_one_asked_for():
+    problem = build(Case((500,), 16), "cpu")
+    arguments = (problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    truth, _ = mla_decode_reference(*arguments)
+    errors = [
+        (mla_decode_reference(*arguments, dtype=dtype)[0].double() - truth).norm() / truth.norm()
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert 1e-4 < errors[0] < 1e-1 and errors[1] < 1e-5
+
+
+def test_a_length_beyond_the_block_table_is_refused():
+    problem = build(Case((70,), 2), "cpu")
+    too_long = torch.tensor([64 * problem.block_table.shape[1] + 1])
+    with pytest.raises(ValueError, match="seq_lens: wanted at most 256 tokens.*got 257"):
+        mla_decode_reference(problem.q, problem.kv_cache, problem.block_table, too_long, SOFTMAX_SCALE)

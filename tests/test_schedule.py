@@ -1,0 +1,155 @@
+"""The schedule against a model that lays the batch out on a line, tile by tile, and cuts the line."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etap_backend._library import library
+from etap_backend.executor import pieces
+from etap_backend.schedule import DecodeSchedule, row_groups, row_tile
+
+HEADER = Path(__file__).parent.parent / "csrc" / "schedule" / "schedule.h"
+PIECE_COST = int(re.search(r"kPieceCost = (\d+);", HEADER.read_text())[1])
+
+
+def model(lengths: list[int], partitions: int) -> list[tuple[int, int]]:
+    """Where each partition begins, as (request, tile), and behind them the end of the batch."""
+    line = []
+    for request, length in enumerate(lengths):
+        tiles = -(-max(0, length) // 64)
+        line += [(request, 0)] * PIECE_COST + [(request, tile) for tile in range(tiles)]
+    end = (len(lengths), 0)
+    parts = min(partitions, len(line))  # more would leave empty partitions between the pieces of one request
+    return [line[p * len(line) // parts] if p < parts else end for p in range(partitions)] + [end]
+
+
+def build(lengths, partitions: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    # One row more than needed, and a number nobody plans: what lies behind must stay as it was.
+    work_ranges = torch.full((partitions + 1, 6), -99, dtype=torch.int32, device=device)
+    split_offsets = torch.full((len(lengths) + 2,), -99, dtype=torch.int32, device=device)
+    library().build_schedule(seq_lens, work_ranges, split_offsets, partitions)
+    assert work_ranges[partitions:].eq(-99).all() and split_offsets[len(lengths) + 1 :].eq(-99).all()
+    return work_ranges[:partitions].cpu(), split_offsets[:-1].cpu()
+
+
+def tiles_of(lengths) -> list[int]:
+    return [-(-max(0, length) // 64) for length in lengths]
+
+
+def owned(lengths, work_ranges) -> list[tuple[int, range, int]]:
+    return list(pieces(work_ranges, len(work_ranges), tiles_of(lengths)))
+
+
+def check_invariants(lengths: list[int], partitions: int, work_ranges, split_offsets) -> None:
+    tiles, offsets = tiles_of(lengths), split_offsets.tolist()
+    runs = [[] for _ in lengths]
+    for request, run, split in owned(lengths, work_ranges):
+        assert split == len(runs[request]), "the pieces of a request are numbered in their order"
+        runs[request].append(run)
+    for request, request_runs in enumerate(runs):
+        assert [tile for run in request_runs for tile in run] == list(range(tiles[request])), "each tile once, in order"
+        assert request_runs, "an empty request too has its piece, which writes its zeros"
+        wanted = len(request_runs) if len(request_runs) > 1 else 0
+        assert offsets[request + 1] - offsets[request] == wanted
+    assert offsets[0] == 0 and offsets[-1] <= 2 * partitions, "the workspace has two slots a partition"
+    split_requests = [request for request, request_runs in enumerate(runs) if len(request_runs) > 1]
+    assert work_ranges[:, 5].tolist() == split_requests + [-1] * (partitions - len(split_requests))
+
+
+def check_balance(lengths: list[int], partitions: int, work_ranges) -> None:
+    total = sum(tiles_of(lengths)) + PIECE_COST * len(lengths)
+    for p in range(partitions):
+        mine = list(pieces(work_ranges[p : p + 1], 1, tiles_of(lengths)))
+        load = sum(len(run) for _, run, _ in mine) + PIECE_COST * len(mine)
+        assert load <= -(-total // partitions) + PIECE_COST, "at most the mean, and the fixed cost of one more piece"
+
+
+LENGTHS = st.lists(
+    st.one_of(st.sampled_from([0, 1, 63, 64, 65, -5]), st.integers(0, 300), st.integers(0, 20_000)),
+    min_size=1,
+    max_size=300,
+)
+PARTITIONS = st.integers(1, 264)
+SEARCH = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@SEARCH
+@given(LENGTHS, PARTITIONS)
+def test_the_host_builds_what_the_model_says(lengths, partitions):
+    work_ranges, split_offsets = build(lengths, partitions)
+    points = model(lengths, partitions)
+    assert work_ranges[:, :2].tolist() == [list(point) for point in points[:-1]]
+    assert work_ranges[:, 2:4].tolist() == [list(point) for point in points[1:]]
+    check_invariants(lengths, partitions, work_ranges, split_offsets)
+    check_balance(lengths, partitions, work_ranges)
+
+
+@pytest.mark.gpu
+@SEARCH
+@given(LENGTHS, PARTITIONS)
+def test_the_device_builds_what_the_host_builds(lengths, partitions):
+    for on_host, on_device in zip(build(lengths, partitions), build(lengths, partitions, "cuda"), strict=True):
+        assert on_device.tolist() == on_host.tolist()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_lengths_at_the_end_of_int32_do_not_overflow(device):
+    lengths, partitions = [2**31 - 1] * 300, 264
+    work_ranges, split_offsets = build(lengths, partitions, device)
+    place = 2**25 + PIECE_COST  # of a request on the cost line
+    for p, (request, tile) in enumerate(work_ranges[:, :2].tolist()):
+        assert (request, tile) == (lambda r, x: (r, max(0, x - PIECE_COST)))(
+            *divmod(p * 300 * place // partitions, place)
+        )
+    assert work_ranges[-1, 2:4].tolist() == [300, 0] and split_offsets[-1] <= 2 * partitions
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_empty_batch_leaves_every_partition_empty(device):
+    work_ranges, split_offsets = build([], 7, device)
+    assert owned([], work_ranges) == [] and split_offsets.tolist() == [0]
+
+
+def test_one_long_request_goes_to_every_partition():
+    work_ranges, split_offsets = build([64 * 128], 8)
+    assert split_offsets.tolist() == [0, 8]
+    assert [len(run) for _, run, _ in owned([64 * 128], work_ranges)] == pytest.approx([16] * 8, abs=PIECE_COST + 1)
+
+
+@pytest.mark.parametrize("heads, s_q, groups, tile", [(1, 1, 1, 8), (8, 1, 1, 8), (9, 1, 1, 16), (16, 2, 1, 32)])
+def test_rows_are_grouped_as_the_kernel_groups_them(heads, s_q, groups, tile):
+    assert (row_groups(heads * s_q), row_tile(heads * s_q)) == (groups, tile)
+
+
+@pytest.mark.parametrize("heads, groups", [(33, 1), (64, 1), (65, 2), (128, 2), (129, 3)])
+def test_more_than_32_rows_take_groups_of_64(heads, groups):
+    assert (row_groups(heads), row_tile(heads)) == (groups, 64)
+
+
+@pytest.mark.parametrize("heads, s_q, num_sms, partitions", [(16, 1, 132, 132), (128, 1, 132, 66), (128, 2, 3, 1)])
+def test_partitions_times_row_groups_fill_the_gpu(heads, s_q, num_sms, partitions):
+    schedule = DecodeSchedule(2, heads, max_s_q=s_q, device="cpu", num_sms=num_sms)
+    assert schedule.build(torch.tensor([100, 5], dtype=torch.int32), s_q).partitions == partitions
+
+
+def test_rebuilding_keeps_every_address():
+    schedule = DecodeSchedule(4, 16, max_s_q=2, device="cpu")
+    buffers = (schedule.work_ranges, schedule.split_offsets, schedule.workspace)
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    for lengths, s_q in (([5000, 0], 1), ([1, 2, 3, 4], 2), ([], 1)):
+        assert schedule.build(torch.tensor(lengths, dtype=torch.int32), s_q) is schedule
+        assert (schedule.batch, schedule.s_q) == (len(lengths), s_q)
+        assert [buffer.data_ptr() for buffer in buffers] == addresses
+
+
+def test_schedules_share_a_workspace_that_is_large_enough():
+    floats = DecodeSchedule.workspace_floats(16, 2, 8)
+    shared = torch.empty(floats)
+    assert DecodeSchedule(4, 16, max_s_q=2, device="cpu", num_sms=8, workspace=shared).workspace is shared
+    with pytest.raises(ValueError, match="workspace"):
+        DecodeSchedule(4, 16, max_s_q=2, device="cpu", num_sms=8, workspace=shared[:-1])
