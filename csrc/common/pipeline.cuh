@@ -1,0 +1,74 @@
+// Rings of shared-memory stages between a producer and its consumers.
+#pragma once
+
+#include <cute/arch/util.hpp>
+#include <cutlass/arch/barrier.h>
+
+#include "common/ptx.cuh"
+
+namespace etap {
+
+// A place in a ring of kStages: which stage, and the parity of its current round.
+template <int kStages>
+struct RingPosition {
+  int stage = 0;
+  uint32_t parity = 0;
+
+  __device__ __forceinline__ void advance(int stages) {
+    stage += stages;
+    if (stage >= kStages) {
+      stage -= kStages;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ RingPosition ahead(int stages) const {
+    RingPosition next = *this;
+    next.advance(stages);
+    return next;
+  }
+};
+
+// One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release.
+template <int kStages>
+struct Ring {
+  using Position = RingPosition<kStages>;
+  using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+  Barrier full[kStages];
+  Barrier empty[kStages];
+
+  __device__ __forceinline__ void init(int producer_arrivals, int consumer_arrivals) {
+    for (int i = 0; i < kStages; ++i) {
+      full[i].init(producer_arrivals);
+      empty[i].init(consumer_arrivals);
+    }
+  }
+  __device__ __forceinline__ void acquire(Position at) { spin(empty[at.stage], at.parity ^ 1); }
+  __device__ __forceinline__ void wait(Position at) { spin(full[at.stage], at.parity); }
+  __device__ __forceinline__ void expect_bytes(Position at, uint32_t bytes) {
+    full[at.stage].arrive_and_expect_tx(bytes);
+  }
+  __device__ __forceinline__ void commit(Position at) { full[at.stage].arrive(); }
+  __device__ __forceinline__ void release(Position at) { empty[at.stage].arrive(); }
+  __device__ __forceinline__ uint64_t* full_barrier(Position at) {
+    return reinterpret_cast<uint64_t*>(&full[at.stage]);
+  }
+
+ private:
+  __device__ __forceinline__ static void spin(Barrier& barrier, uint32_t parity) {
+    const uint32_t address = cute::cast_smem_ptr_to_uint(&barrier);
+#ifdef ETAP_SPIN_LIMIT  // debug builds end a deadlock with a trap instead of holding the GPU
+    for (uint32_t tries = 0; !ptx::mbarrier_try_wait(address, parity); ++tries) {
+      if (tries > ETAP_SPIN_LIMIT) {
+        printf("etap: block %d thread %d waits for ever\n", blockIdx.x, threadIdx.x);
+        __trap();
+      }
+    }
+#else
+    while (!ptx::mbarrier_try_wait(address, parity)) {
+    }
+#endif
+  }
+};
+
+}  // namespace etap

@@ -1,0 +1,58 @@
+// One PTX instruction a function, for those that CUTLASS does not wrap.
+#pragma once
+
+#include <cstdint>
+
+namespace etap::ptx {
+
+// 2^x with the special-function unit; flushes denormals, 2^-inf is 0.
+__device__ __forceinline__ float ex2(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Wait for `threads` threads at a named barrier.
+__device__ __forceinline__ void barrier_sync(int barrier, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// The same; true for all when any of them passed true. Orders memory as a barrier.
+__device__ __forceinline__ bool barrier_any(bool value, int barrier, int threads) {
+  uint32_t any;
+  asm volatile(
+      "{\n"
+      ".reg .pred in, out;\n"
+      "setp.ne.u32 in, %1, 0;\n"
+      "barrier.cta.red.or.pred out, %2, %3, in;\n"
+      "selp.u32 %0, 1, 0, out;\n"
+      "}\n"
+      : "=r"(any)
+      : "r"(uint32_t(value)), "r"(barrier), "r"(threads)
+      : "memory");
+  return any != 0;
+}
+
+// Transpose an 8 x 8 matrix of 16-bit elements held by a warp, two elements a lane.
+__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// Whether the barrier's phase of this parity has completed; may suspend the thread for a while.
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n"
+      "selp.u32 %0, 1, 0, p;\n"
+      "}\n"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done != 0;
+}
+
+}  // namespace etap::ptx

@@ -1,0 +1,189 @@
+// The end of a request piece: merge what the warpgroups hold, then write O (transposed back) and the log-sum-exp.
+#pragma once
+
+#include "decode/softmax.cuh"
+
+namespace etap {
+
+// Where a piece's rows go: the result itself, or a float32 partial with a log2-sum-exp.
+template <class T>
+struct Destination {
+  typename T::Element* out;  // [rows of the group, 512], or null
+  float* lse;
+  float* partial_out;  // [row_tile, 512]
+  float* partial_lse;
+  int rows;
+
+  __device__ __forceinline__ Destination(const DecodeParams& params, const Piece& piece, int row_group) {
+    const int64_t row = int64_t(piece.request) * params.rows + row_group * kMaxRowTile;
+    const int64_t partial_row = (int64_t(piece.slot) * params.row_groups + row_group) * T::kRowTile;
+    const bool whole = piece.slot < 0;
+    out = whole ? static_cast<typename T::Element*>(params.out) + row * kLatentDim : nullptr;
+    lse = params.lse + row;
+    partial_out = params.partial_out + partial_row * kLatentDim;
+    partial_lse = params.partial_lse + partial_row;
+    rows = min(params.rows - row_group * kMaxRowTile, T::kRowTile);
+  }
+};
+
+// A request without tokens: zeros and -inf, no page read.
+template <class T>
+__device__ __forceinline__ void write_empty(const Destination<T>& to) {
+  for (int i = threadIdx.x; i < to.rows * kLatentDim / 8; i += kConsumerThreads) {
+    reinterpret_cast<uint4*>(to.out)[i] = make_uint4(0, 0, 0, 0);
+  }
+  for (int row = threadIdx.x; row < to.rows; row += kConsumerThreads) to.lse[row] = -INFINITY;
+}
+
+// Turn O^T's rows (value dims) into output rows: 8 x 8 blocks are transposed between registers. Each thread has one base
+// address and constant offsets from it, so that no address is kept over the main loop.
+template <class T, int kSlices>
+__device__ __forceinline__ void write_output(const Destination<T>& to, int first_dim, int first_slice,
+                                             const OutputFragment<T>& ot) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int dim = first_dim + threadIdx.x / kWarpSize % kWarpsPerGroup * 16;
+  auto* out = to.out + lane / 4 * kLatentDim + dim + lane % 4 * 2;
+  auto* partial = to.partial_out + lane % 4 * 2 * kLatentDim + dim + lane / 4;
+  const int rows = to.rows - (to.out != nullptr ? lane / 4 : lane % 4 * 2);
+  CUTE_UNROLL
+  for (int block = 0; block < T::kRowTile / 8; ++block) {
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kSlices; ++i) {
+      const float low = ot(cute::make_coord(0, i % 2, block), first_slice + i / 2, 0);
+      const float high = ot(cute::make_coord(1, i % 2, block), first_slice + i / 2, 0);
+      const int offset = block * 8 * kLatentDim + i / 2 * 64 + i % 2 * 8;
+      if (to.out != nullptr) {
+        const uint32_t pair = ptx::movmatrix_trans(pack<typename T::Element>(low, high));
+        if (rows > block * 8) *reinterpret_cast<uint32_t*>(out + offset) = pair;
+      } else {  // 8 lanes fill a 32-byte sector of a row
+        if (rows > block * 8) partial[offset] = low;
+        if (rows > block * 8 + 1) partial[offset + kLatentDim] = high;
+      }
+    }
+  }
+}
+
+// Sum the columns over tokens and publish them with their reference for both warpgroups.
+template <class T>
+__device__ __forceinline__ void publish_columns(typename T::SharedStorage& shared, Softmax<T>& softmax) {
+  const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
+  const int group = softmax.group;
+  CUTE_UNROLL
+  for (int i = 0; i < Softmax<T>::kColumns; ++i) {
+    float sum = softmax.sums[i];
+    CUTE_UNROLL
+    for (int lanes = 4; lanes < kWarpSize; lanes *= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+    const int column = fragment_column(i / 2, i % 2);
+    if (threadIdx.x % kWarpSize < 4) {
+      shared.columns[group][warp][column] = sum;
+      if (warp == 0) shared.references[group][column] = softmax.reference[i];
+    }
+  }
+}
+
+template <class T>
+__device__ __forceinline__ float column_sum(const typename T::SharedStorage& shared, int group, int column) {
+  float sum = 0.0f;
+  CUTE_UNROLL
+  for (int warp = 0; warp < kWarpsPerGroup; ++warp) sum += shared.columns[group][warp][column];
+  return sum;
+}
+
+// The factor that normalises this warpgroup's O^T in one column, and the column's log2-sum-exp.
+template <class T>
+__device__ __forceinline__ float2 column_factor(const typename T::SharedStorage& shared, int group, int column) {
+  float sum, maximum, own = 1.0f;
+  if constexpr (T::kSharedTiles) {
+    const int holder = column / T::kScoreColumns;
+    sum = column_sum<T>(shared, holder, column % T::kScoreColumns);
+    maximum = shared.references[holder][column % T::kScoreColumns];
+  } else {
+    const float references[2] = {shared.references[0][column], shared.references[1][column]};
+    maximum = fmaxf(references[0], references[1]);
+    const float scales[2] = {ptx::ex2(references[0] - maximum), ptx::ex2(references[1] - maximum)};
+    sum = scales[0] * column_sum<T>(shared, 0, column) + scales[1] * column_sum<T>(shared, 1, column);
+    own = group == 0 ? scales[0] : scales[1];
+  }
+  const bool empty = sum == 0.0f;  // the row saw no token; a NaN sum must stay NaN
+  return {empty ? 0.0f : own / sum, empty ? -INFINITY : maximum + log2f(sum)};
+}
+
+template <class T>
+__device__ __forceinline__ void normalise(typename T::SharedStorage& shared, int group, const Destination<T>& to,
+                                          OutputFragment<T>& ot) {
+  constexpr float kLn2 = 0.6931471805599453f;
+  const int column = threadIdx.x % kGroupThreads;
+  if (column < T::kRowTile) {
+    const float2 factor = column_factor<T>(shared, group, column);
+    shared.factors[group][column] = factor.x;
+    if (group == 0 && column < to.rows) {
+      if (to.out != nullptr) {
+        to.lse[column] = factor.y * kLn2;
+      } else {
+        to.partial_lse[column] = factor.y;
+      }
+    }
+  }
+  ptx::barrier_sync(kGroupBarrier + group, kGroupThreads);
+  scale_columns<T>(ot, [&](int block, int bit) { return shared.factors[group][fragment_column(block, bit)]; });
+}
+
+// Hand one half of this warpgroup's O^T over and add the other warpgroup's half to the one that stays. The halves cross
+// in stages of the key ring that the producer granted: [target warpgroup][merge stage].
+template <class T, int kGroup>
+__device__ __forceinline__ void exchange_halves(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                                OutputFragment<T>& ot) {
+  constexpr int kRegisters = T::kRowTile / 2;  // of one slice
+  const int thread = threadIdx.x % kGroupThreads;
+  auto slot = [&](int target, int m, int quad) {
+    const int stage = at.ahead(target * T::kMergeStages + m / T::kSlicesPerMergeStage).stage;
+    return reinterpret_cast<float4*>(shared.ring + stage * T::kStageBytes +
+                                     m % T::kSlicesPerMergeStage * T::kSliceBytes) +
+           quad * kGroupThreads + thread;
+  };
+  CUTE_UNROLL
+  for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage) shared.keys.wait(at.ahead(stage));
+  CUTE_UNROLL
+  for (int m = 0; m < T::kMergeSlices; ++m) {
+    auto given = ot(cute::_, (1 - kGroup) * T::kMergeSlices + m, 0);
+    CUTE_UNROLL
+    for (int i = 0; i < kRegisters; i += 4) {
+      *slot(1 - kGroup, m, i / 4) = make_float4(given(i), given(i + 1), given(i + 2), given(i + 3));
+    }
+  }
+  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
+  CUTE_UNROLL
+  for (int m = 0; m < T::kMergeSlices; ++m) {
+    auto kept = ot(cute::_, kGroup * T::kMergeSlices + m, 0);
+    CUTE_UNROLL
+    for (int i = 0; i < kRegisters; i += 4) {
+      const float4 other = *slot(kGroup, m, i / 4);
+      kept(i) += other.x;
+      kept(i + 1) += other.y;
+      kept(i + 2) += other.z;
+      kept(i + 3) += other.w;
+    }
+  }
+  cutlass::arch::fence_view_async_shared();  // these reads and writes, before TMA fills the stages again
+  __syncwarp();
+  if (thread % kWarpSize == 0) {
+    CUTE_UNROLL
+    for (int stage = 0; stage < T::kMergeStages; ++stage) shared.keys.release(at.ahead(kGroup * T::kMergeStages + stage));
+  }
+}
+
+template <class T, int kGroup>
+__device__ __forceinline__ void finish_piece(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                             const Destination<T>& to, Softmax<T>& softmax, OutputFragment<T>& ot) {
+  publish_columns<T>(shared, softmax);
+  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
+  normalise<T>(shared, kGroup, to, ot);
+  if constexpr (T::kSharedTiles) {
+    write_output<T, T::kOutputSlices>(to, kGroup * (kLatentDim / 2), 0, ot);
+  } else {
+    exchange_halves<T, kGroup>(shared, at, ot);
+    write_output<T, T::kMergeSlices>(to, kGroup * (kLatentDim / 2), kGroup * T::kMergeSlices, ot);
+  }
+}
+
+}  // namespace etap

@@ -1,0 +1,130 @@
+// MLA decode, transposed: S^T = K·Q^T, O^T = V^T·P^T.
+//
+// Glossary   st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens in shared memory]   ot: O^T [value dims x rows]
+//            tile: 64 tokens   piece: a run of tiles of one request   row: (query token, head), packed
+//
+// Role             warps  registers  does
+// key producer     1      40         K tiles, TMA, stage by stage into the key ring
+// query producer   3      40         the query rows of each piece, cp.async
+// consumer 0, 1    4 + 4  232        st, softmax, ot; merge; write
+//
+// Pipeline         stages            producer -> consumer                    released by
+// keys             8 x 24 KB (*)     TMA bytes -> both consumers             4 warps (tiles alternate) or 8 (shared)
+// queries          1                 96 threads -> both consumers            8 warps
+// (*) 7 at 32 rows, 17 x 8 KB at 64
+//
+// Up to 32 rows, time going down:
+//   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each
+//   consumer 1:            st(1) softmax(1) ot(1)    st(3) ...    one's softmax hides behind the other's products.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+
+#include "decode/epilogue.cuh"
+#include "decode/load.cuh"
+
+namespace etap {
+
+// One tile: wait K, S^T, softmax, O^T, release.
+template <class T>
+__device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, const DecodeParams& params,
+                                             const Piece& piece, int tile, int row_group, bool first,
+                                             RingPosition<T::kStages> at, char* probabilities, Softmax<T>& softmax,
+                                             OutputFragment<T>& ot) {
+  constexpr int kThreads = T::kScoreThreads;
+  const int group = softmax.group;
+  const int barrier = T::kSharedTiles ? kConsumersBarrier : kGroupBarrier + group;
+  ScoreFragment<T> st;
+  compute_scores<T>(shared, at, group, st);
+  release_key_stages<T>(shared, at, group);
+  const int tile_end = (tile + 1) * kTileTokens;
+  if (tile_end > piece.seq_len - params.s_q + 1) {
+    mask_scores<T>(params, piece, tile, row_group, group, st);
+    if (tile_end > piece.seq_len) zero_value_tail<T>(shared, at, piece, tile);
+  }
+  bool renew = first;
+  if (!renew) {
+    const bool exceeds = softmax.exponentiate(st);
+    softmax.store(probabilities);
+    renew = ptx::barrier_any(exceeds, barrier, kThreads);
+  }
+  if (renew) {
+    softmax.renew(st, ot);
+    softmax.exponentiate(st);
+    softmax.store(probabilities);
+    ptx::barrier_sync(barrier, kThreads);
+  }
+  start_output<T>(shared, at, group, probabilities, ot);
+  softmax.accumulate();
+  finish_output<T>(shared, at, group, ot);
+}
+
+template <class T, int kGroup>
+__device__ __forceinline__ void consume(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
+                                        int row_group) {
+  Softmax<T> softmax(shared, params.scale_log2, kGroup);
+  OutputFragment<T> ot;
+  RingPosition<T::kStages> keys;
+  RingPosition<1> queries;
+  int buffer = 0;
+  char* const probabilities = shared.probabilities + (T::kSharedTiles ? 0 : 2 * kGroup * T::kProbabilityBytes);
+  PieceWalk walk(params, partition);
+  for (Piece piece; walk.next(piece);) {
+    if (piece.tiles() == 0) {
+      write_empty<T>(Destination<T>(params, piece, row_group));
+      continue;
+    }
+    softmax.reset();
+    cute::clear(ot);
+    shared.queries.wait(queries);
+    bool first = true;
+    for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, keys.advance(T::kStagesPerTile)) {
+      if (!T::kSharedTiles && (tile - piece.begin_tile) % kConsumerGroups != kGroup) continue;
+      consume_tile<T>(shared, params, piece, tile, row_group, first, keys, probabilities + buffer * T::kProbabilityBytes,
+                      softmax, ot);
+      first = false;
+      buffer ^= 1;
+    }
+    if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+    queries.advance(1);
+    finish_piece<T, kGroup>(shared, keys, Destination<T>(params, piece, row_group), softmax, ot);
+    keys.advance(kConsumerGroups * T::kMergeStages);
+  }
+}
+
+template <class T>
+__global__ void __launch_bounds__(kDecodeThreads, 1)
+    decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ CUtensorMap cache_map) {
+  extern __shared__ __align__(1024) char shared_bytes[];
+  auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
+  if (threadIdx.x == 0) {
+    cute::prefetch_tma_descriptor(&cache_map);
+    shared.keys.init(1, T::kStageReleases);
+    shared.queries.init(kQueryLoaderThreads, kConsumerThreads / kWarpSize);
+    cutlass::arch::fence_barrier_init();
+  }
+  __syncthreads();
+  cudaTriggerProgrammaticLaunchCompletion();
+  cudaGridDependencySynchronize();
+
+  const int partition = blockIdx.x / params.row_groups;
+  const int row_group = blockIdx.x % params.row_groups;
+  const int group = cutlass::canonical_warp_group_idx();
+  if (group == kConsumerGroups) {
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    if (threadIdx.x % kGroupThreads < kWarpSize) {
+      load_keys<T>(shared, params, &cache_map, partition);
+    } else {
+      load_queries<T>(shared, params, partition, row_group);
+    }
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+    if (group == 0) {
+      consume<T, 0>(shared, params, partition, row_group);
+    } else {
+      consume<T, 1>(shared, params, partition, row_group);
+    }
+  }
+}
+
+}  // namespace etap

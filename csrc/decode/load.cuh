@@ -1,0 +1,119 @@
+// The producer warpgroup: one warp copies the cache tile by tile with TMA, three gather the query rows.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "decode/pieces.cuh"
+#include "decode/traits.h"
+
+namespace etap {
+
+// The page of each tile is fetched 32 tiles at a time, a lane each, one batch ahead of its use.
+class PageFetcher {
+ public:
+  __device__ __forceinline__ PageFetcher(const DecodeParams& params, const Piece& piece)
+      : row_(params.block_table + piece.request * params.block_table_stride),
+        tiles_per_page_(params.tiles_per_page),
+        end_tile_(piece.end_tile),
+        lane_(threadIdx.x % kWarpSize) {
+    next_ = fetch(piece.begin_tile);
+  }
+
+  // Page of begin_tile + i; called by the whole warp with i = 0, 1, 2, ...
+  __device__ __forceinline__ int page(int tile, int i) {
+    if (i % kWarpSize == 0) {
+      current_ = next_;
+      next_ = fetch(tile + kWarpSize);
+    }
+    return __shfl_sync(0xffffffff, current_, i % kWarpSize);
+  }
+
+ private:
+  __device__ __forceinline__ int fetch(int first_tile) const {
+    const int tile = first_tile + lane_;
+    return tile < end_tile_ ? row_[tile / tiles_per_page_] : 0;  // entries behind the last page may hold anything
+  }
+
+  const int32_t* row_;
+  int tiles_per_page_;
+  int end_tile_;
+  int lane_;
+  int current_ = 0;
+  int next_;
+};
+
+template <class T>
+__device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, const DecodeParams& params,
+                                          const CUtensorMap* cache_map, int partition) {
+  const bool elected = threadIdx.x % kWarpSize == 0;
+  RingPosition<T::kStages> at;
+  PieceWalk walk(params, partition);
+  for (Piece piece; walk.next(piece);) {
+    if (piece.tiles() == 0) continue;
+    PageFetcher pages(params, piece);
+    for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile) {
+      const int page = pages.page(tile, tile - piece.begin_tile);
+      const int row = tile % params.tiles_per_page * kTileTokens;
+#pragma unroll
+      for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
+        shared.keys.acquire(at);
+        if (!elected) continue;
+        shared.keys.expect_bytes(at, T::kStageBytes);
+        cute::SM90_TMA_LOAD_4D::copy(cache_map, shared.keys.full_barrier(at),
+                                     static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
+                                     shared.ring + at.stage * T::kStageBytes, 0, row, stage * T::kChunksPerStage, page);
+      }
+    }
+    // Stages lent to the consumers for merging their halves: granted, not filled.
+    for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
+      shared.keys.acquire(at);
+      if (elected) shared.keys.commit(at);
+    }
+  }
+}
+
+// Query rows of any strides go through cp.async, 16 bytes a thread, into the swizzle that WGMMA's operand B reads.
+template <class T>
+__device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params,
+                                             int partition, int row_group) {
+  using Element = typename T::Element;
+  constexpr int kUnitElements = 16 / sizeof(Element);
+  constexpr int kUnitsPerRow = kHeadDim / kUnitElements;
+  constexpr int kUnitsPerChunk = kChunkColumns / kUnitElements;
+  const int thread = threadIdx.x % kGroupThreads - kWarpSize;
+  const auto* q = static_cast<const Element*>(params.q);
+  const auto* q_rope = static_cast<const Element*>(params.q_rope);
+  RingPosition<1> at;
+  PieceWalk walk(params, partition);
+  for (Piece piece; walk.next(piece);) {
+    if (piece.tiles() == 0) continue;
+    shared.queries.acquire(at);
+    for (int i = thread; i < T::kRowTile * kUnitsPerRow; i += kQueryLoaderThreads) {
+      const int row = i / kUnitsPerRow;
+      const int unit = i % kUnitsPerRow;
+      const int packed_row = row_group * kMaxRowTile + row;
+      const bool valid = packed_row < params.rows;
+      const int64_t token = valid ? packed_row / params.heads : 0;
+      const int64_t head = valid ? packed_row % params.heads : 0;
+      const int column = unit * kUnitElements;
+      const Element* source =
+          column < kLatentDim
+              ? q + piece.request * params.q_stride_batch + token * params.q_stride_token +
+                    head * params.q_stride_head + column
+              : q_rope + piece.request * params.q_rope_stride_batch + token * params.q_rope_stride_token +
+                    head * params.q_rope_stride_head + (column - kLatentDim);
+      const int chunk = unit / kUnitsPerChunk;
+      const int swizzled = (unit % kUnitsPerChunk) ^ (row % 8);
+      char* target = shared.query + chunk * T::kQueryChunkBytes + (row * kUnitsPerChunk + swizzled) * 16;
+      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(source),
+                                                              *reinterpret_cast<cute::uint128_t*>(target), valid);
+    }
+    cute::cp_async_wait<0>();
+    cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
+    shared.queries.commit(at);
+    at.advance(1);
+  }
+}
+
+}  // namespace etap

@@ -1,0 +1,106 @@
+// O^T += V^T·P^T of one tile: the warpgroup's slices of 64 value dims x all rows, in float32 registers.
+#pragma once
+
+#include "decode/traits.h"
+
+namespace etap {
+
+template <class T>
+using OutputFragment = decltype(cute::partition_fragment_C(
+    typename T::OutputMma{}, cute::Shape<cute::Int<64 * T::kOutputSlices>, cute::Int<T::kRowTile>>{}));
+
+// Multiply each column of O^T by factor(column block, column bit).
+template <class T, class Factor>
+__device__ __forceinline__ void scale_columns(OutputFragment<T>& ot, Factor&& factor) {
+  CUTE_UNROLL
+  for (int block = 0; block < T::kRowTile / 8; ++block) {
+    CUTE_UNROLL
+    for (int bit = 0; bit < 2; ++bit) {
+      const float scale = factor(block, bit);
+      CUTE_UNROLL
+      for (int m = 0; m < T::kOutputSlices; ++m) {
+        ot(cute::make_coord(bit, 0, block), m, 0) *= scale;
+        ot(cute::make_coord(bit, 1, block), m, 0) *= scale;
+      }
+    }
+  }
+}
+
+// The first value chunk of a warpgroup: all eight where tiles alternate, its half where they are shared.
+template <class T>
+__device__ __forceinline__ int first_value_chunk(int group) {
+  return T::kSharedTiles ? group * T::kOutputSlices : 0;
+}
+
+// Stages [begin, end) of a tile hold the value chunks that this warpgroup multiplies with P^T.
+template <class T>
+__device__ __forceinline__ int first_value_stage(int group) {
+  return first_value_chunk<T>(group) / T::kChunksPerStage;
+}
+template <class T>
+constexpr int kValueStages = (T::kOutputSlices + T::kChunksPerStage - 1) / T::kChunksPerStage;
+
+// Give back the stages that only S^T needed.
+template <class T>
+__device__ __forceinline__ void release_key_stages(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                                   int group) {
+  const int first = first_value_stage<T>(group);
+  if (threadIdx.x % kWarpSize != 0) return;
+  CUTE_UNROLL
+  for (int stage = 0; stage < T::kStagesPerTile; ++stage) {
+    if (stage < first || stage >= first + kValueStages<T>) shared.keys.release(at.ahead(stage));
+  }
+}
+
+// Start the products, one group of WGMMAs a stage.
+template <class T>
+__device__ __forceinline__ void start_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+                                             const char* probabilities, OutputFragment<T>& ot) {
+  using namespace cute;
+  using Element = typename T::Element;
+  typename T::OutputMma mma;
+  mma.accumulate_ = GMMA::ScaleOut::One;
+  const auto slice = mma.get_thread_slice(0);
+  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(probabilities)),
+                          typename T::Probabilities{});  // (rows, 64 tokens)
+  auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
+  const int first_stage = first_value_stage<T>(group);
+
+  warpgroup_fence_operand(ot);
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int stage = 0; stage < kValueStages<T>; ++stage) {
+    const auto from = at.ahead(first_stage + stage);
+    CUTE_UNROLL
+    for (int c = 0; c < T::kChunksPerStage; ++c) {
+      const int m = stage * T::kChunksPerStage + c;
+      if (m >= T::kOutputSlices) continue;
+      auto s_value = make_tensor(
+          make_smem_ptr(reinterpret_cast<const Element*>(shared.ring + from.stage * T::kStageBytes + c * kChunkBytes)),
+          typename T::ValueChunk{});  // (64 value dims, 64 tokens)
+      auto r_value = slice.make_fragment_A(slice.partition_A(s_value));
+      CUTE_UNROLL
+      for (int k = 0; k < size<2>(r_value); ++k) gemm(mma, r_value(_, 0, k), r_pt(_, 0, k), ot(_, m, 0));
+    }
+    warpgroup_commit_batch();
+  }
+}
+
+template <int kOutstanding, class T>
+__device__ __forceinline__ void finish_output_stages(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                                     int group) {
+  cute::warpgroup_wait<kOutstanding>();
+  constexpr int kStage = kValueStages<T> - 1 - kOutstanding;
+  if (threadIdx.x % kWarpSize == 0) shared.keys.release(at.ahead(first_value_stage<T>(group) + kStage));
+  if constexpr (kOutstanding > 0) finish_output_stages<kOutstanding - 1, T>(shared, at, group);
+}
+
+// Wait for the products and give each stage back as soon as its own are done.
+template <class T>
+__device__ __forceinline__ void finish_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+                                              OutputFragment<T>& ot) {
+  finish_output_stages<kValueStages<T> - 1, T>(shared, at, group);
+  cute::warpgroup_fence_operand(ot);
+}
+
+}  // namespace etap

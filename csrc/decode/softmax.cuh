@@ -1,0 +1,187 @@
+// Online softmax down the columns of S^T, against a reference maximum that is renewed only when it must be.
+//
+// A fragment of S^T gives a thread two neighbouring columns in every block of eight and two tokens (8 apart) of each:
+// register i holds column bit i & 1, token bit (i >> 1) & 1 and column block i >> 2.
+#pragma once
+
+#include <cute/arch/copy_sm90.hpp>
+#include <cutlass/numeric_conversion.h>
+
+#include "decode/output.cuh"
+#include "decode/pieces.cuh"
+#include "decode/scores.cuh"
+
+namespace etap {
+
+__device__ __forceinline__ int fragment_column(int column_block, int column_bit) {
+  return column_block * 8 + threadIdx.x % 4 * 2 + column_bit;
+}
+
+// Two values in one register, the lower column in the lower half.
+template <class Element>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  const cutlass::NumericArrayConverter<Element, float, 2> convert;
+  const cutlass::Array<float, 2> pair{low, high};
+  const auto packed = convert(pair);
+  return reinterpret_cast<const uint32_t&>(packed);
+}
+
+template <class Element>
+__device__ __forceinline__ float2 unpack(uint32_t packed) {
+  const auto& pair = reinterpret_cast<const cutlass::Array<Element, 2>&>(packed);
+  return {float(pair[0]), float(pair[1])};
+}
+
+// The running state of a warpgroup's columns of S^T, spread over its threads as the fragment is.
+template <class T>
+struct Softmax {
+  static constexpr int kBlocks = T::kScoreColumns / 8;
+  static constexpr int kColumns = 2 * kBlocks;
+
+  typename T::SharedStorage& shared;
+  const float scale_log2;
+  const int group;
+  float reference[kColumns];      // equal in all threads of a column
+  float sums[kColumns];           // of this thread's tokens only
+  uint32_t rounded[2 * kBlocks];  // P^T of this tile as the products see it: [column block][token bit]
+
+  __device__ __forceinline__ Softmax(typename T::SharedStorage& shared, float scale_log2, int group)
+      : shared(shared), scale_log2(scale_log2), group(group) {}
+
+  __device__ __forceinline__ void reset() {
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns; ++i) {
+      reference[i] = kNoMaximum;
+      sums[i] = 0.0f;
+    }
+  }
+
+  // P^T = 2^(scale * S^T - reference), rounded; true when an exponent is too far above the reference.
+  __device__ __forceinline__ bool exponentiate(const ScoreFragment<T>& st) {
+    bool exceeds = false;
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const int column = i / 2 * 2;
+      const float low = fmaf(st(2 * i), scale_log2, -reference[column]);
+      const float high = fmaf(st(2 * i + 1), scale_log2, -reference[column + 1]);
+      exceeds |= low > kLazyMaximum || high > kLazyMaximum;
+      rounded[i] = pack<typename T::Element>(ptx::ex2(low), ptx::ex2(high));
+    }
+    return exceeds;
+  }
+
+  // Write P^T with its tokens contiguous, [rows x 64 tokens] in the swizzle of operand B.
+  __device__ __forceinline__ void store(char* probabilities) const {
+    const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
+    const int lane = threadIdx.x % kWarpSize;
+    const int row = lane % 8;
+    const int token_unit = (warp * 2 + lane / 8 % 2) ^ row;
+    char* target = probabilities + (T::kSharedTiles ? group * T::kScoreColumns * kTileTokens * 2 : 0) +
+                   lane / 16 * 1024 + row * 128 + token_unit * 16;
+    if constexpr (kBlocks == 1) {
+      cute::SM90_U16x4_STSM_T::copy(rounded[0], rounded[1], *reinterpret_cast<cute::uint128_t*>(target - lane / 16 * 1024));
+    } else {
+      CUTE_UNROLL
+      for (int block = 0; block < kBlocks; block += 2) {
+        cute::SM90_U16x8_STSM_T::copy(rounded[2 * block], rounded[2 * block + 1], rounded[2 * block + 2],
+                                      rounded[2 * block + 3],
+                                      *reinterpret_cast<cute::uint128_t*>(target + block * 1024));
+      }
+    }
+    cutlass::arch::fence_view_async_shared();  // P^T (and zeroed V rows), for WGMMA once all threads have met
+  }
+
+  // Take this tile's column maxima into the reference and rescale what was summed so far. Needs all score threads.
+  __device__ __forceinline__ void renew(const ScoreFragment<T>& st, OutputFragment<T>& ot) {
+    const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns; ++i) {
+      const int at = i / 2 * 4 + i % 2;
+      float maximum = fmaxf(st(at), st(at + 2)) * scale_log2;
+      CUTE_UNROLL
+      for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
+        maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffff, maximum, lanes));
+      }
+      if (threadIdx.x % kWarpSize < 4) shared.columns[group][warp][fragment_column(i / 2, i % 2)] = maximum;
+    }
+    ptx::barrier_sync(kGroupBarrier + group, kGroupThreads);
+    float correction[kColumns];
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns; ++i) {
+      const int column = fragment_column(i / 2, i % 2);
+      float maximum = reference[i];
+      CUTE_UNROLL
+      for (int w = 0; w < kWarpsPerGroup; ++w) maximum = fmaxf(maximum, shared.columns[group][w][column]);
+      correction[i] = ptx::ex2(reference[i] - maximum);
+      reference[i] = maximum;
+      sums[i] *= correction[i];
+    }
+    scale_output(correction, ot);
+  }
+
+ private:
+  __device__ __forceinline__ void scale_output(const float (&correction)[kColumns], OutputFragment<T>& ot) {
+    if constexpr (T::kSharedTiles) {  // O^T holds both warpgroups' columns
+      const int thread = threadIdx.x % kGroupThreads;
+      CUTE_UNROLL
+      for (int i = 0; i < kColumns; ++i) {
+        if (thread < 4) shared.corrections[group][fragment_column(i / 2, i % 2)] = correction[i];
+      }
+      ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
+    }
+    scale_columns<T>(ot, [&](int block, int bit) {
+      if constexpr (T::kSharedTiles) {
+        return shared.corrections[block / kBlocks][fragment_column(block % kBlocks, bit)];
+      } else {
+        return correction[2 * block + bit];
+      }
+    });
+  }
+
+ public:
+  // Sum what the products see, so that the rounding of a dominating key cancels.
+  __device__ __forceinline__ void accumulate() {
+    CUTE_UNROLL
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      const float2 pair = unpack<typename T::Element>(rounded[i]);
+      sums[i / 2 * 2] += pair.x;
+      sums[i / 2 * 2 + 1] += pair.y;
+    }
+  }
+};
+
+// Hide the tokens a row must not see: those behind the request's end, and for s_q > 1 those behind the row's own token.
+template <class T>
+__device__ __forceinline__ void mask_scores(const DecodeParams& params, const Piece& piece, int tile, int row_group,
+                                            int group, ScoreFragment<T>& st) {
+  const int thread = threadIdx.x % kGroupThreads;
+  const int token = tile * kTileTokens + thread / kWarpSize * 16 + thread % kWarpSize / 4;
+  const int first_row = row_group * kMaxRowTile + (T::kSharedTiles ? group * T::kScoreColumns : 0);
+  CUTE_UNROLL
+  for (int i = 0; i < Softmax<T>::kColumns; ++i) {
+    const int query_token = min((first_row + fragment_column(i / 2, i % 2)) / params.heads, params.s_q - 1);
+    const int visible = piece.seq_len - params.s_q + query_token + 1;
+    const int at = i / 2 * 4 + i % 2;
+    if (token >= visible) st(at) = -INFINITY;
+    if (token + 8 >= visible) st(at + 2) = -INFINITY;
+  }
+}
+
+// Zero V's rows behind the request's end: they may hold NaN, and 0 * NaN is NaN.
+template <class T>
+__device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                                const Piece& piece, int tile) {
+  const int valid = piece.seq_len - tile * kTileTokens;
+  const int thread = threadIdx.x % T::kScoreThreads;
+  constexpr int kUnitsPerRow = kChunkColumns * 2 / 16;
+  const int units = (kTileTokens - valid) * kUnitsPerRow;
+  CUTE_UNROLL
+  for (int chunk = 0; chunk < kValueChunks; ++chunk) {
+    const int stage = at.ahead(chunk / T::kChunksPerStage).stage;
+    auto* rows = reinterpret_cast<uint4*>(shared.ring + stage * T::kStageBytes +
+                                          chunk % T::kChunksPerStage * kChunkBytes + valid * kChunkColumns * 2);
+    for (int i = thread; i < units; i += T::kScoreThreads) rows[i] = make_uint4(0, 0, 0, 0);
+  }
+}
+
+}  // namespace etap

@@ -1,0 +1,111 @@
+// Every number and layout of the decode kernel, with the facts derived from them asserted.
+//
+// Two consumer warpgroups divide the work in one of two ways:
+//  - up to 32 query rows each holds a whole O^T (512 x rows) and they take the tiles in turn ("alternate tiles");
+//  - at 64 rows O^T of 512 x 64 needs both register files, so each holds half of the value dim of every tile and half of
+//    the columns of S^T, and P^T is shared ("shared tiles").
+#pragma once
+
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <cute/tensor.hpp>
+
+#include "common/pipeline.cuh"
+#include "params.h"
+
+namespace etap {
+
+constexpr int kWarpSize = 32;
+constexpr int kWarpsPerGroup = 4;
+constexpr int kGroupThreads = kWarpSize * kWarpsPerGroup;
+constexpr int kConsumerGroups = 2;
+constexpr int kConsumerThreads = kConsumerGroups * kGroupThreads;
+constexpr int kDecodeThreads = kConsumerThreads + kGroupThreads;
+constexpr int kQueryLoaderThreads = kGroupThreads - kWarpSize;  // the producer warpgroup less its TMA warp
+
+// setmaxnreg: what the role needs, within the register file.
+constexpr int kProducerRegisters = 40;
+constexpr int kConsumerRegisters = 232;
+static_assert(kProducerRegisters * kGroupThreads + kConsumerRegisters * kConsumerThreads <= 168 * kDecodeThreads);
+
+constexpr int kChunkColumns = 64;  // 128 bytes, one swizzle row
+constexpr int kChunks = kHeadDim / kChunkColumns;
+constexpr int kValueChunks = kLatentDim / kChunkColumns;
+constexpr int kChunkBytes = kTileTokens * kChunkColumns * 2;
+constexpr int kMaxSharedBytes = 232448;
+
+// Named barriers; 0 is __syncthreads'.
+constexpr int kConsumersBarrier = 1;
+constexpr int kGroupBarrier = 2;  // + warpgroup
+
+// P^T is taken against a reference maximum that may lag: exponents up to this much above it are let through, since
+// 2^8 costs neither float32 sums nor bf16/fp16 P^T any precision, and a new maximum then costs nothing in most tiles.
+constexpr float kLazyMaximum = 8.0f;
+// "No token seen yet": finite, so that -inf (a masked score) minus it stays -inf and not NaN.
+constexpr float kNoMaximum = -1e30f;
+
+template <class Element_, int kRowTile_>
+struct Traits {
+  using Element = Element_;
+  static_assert(sizeof(Element) == 2);
+  static constexpr int kRowTile = kRowTile_;
+  static constexpr bool kSharedTiles = kRowTile > 32;
+  static constexpr int kScoreColumns = kSharedTiles ? kRowTile / kConsumerGroups : kRowTile;
+  static constexpr int kOutputSlices = kSharedTiles ? kValueChunks / kConsumerGroups : kValueChunks;
+  // Three chunks a stage (24 KB a copy) load faster than one; at 64 rows two tiles fit only in single chunks.
+  static constexpr int kChunksPerStage = kSharedTiles ? 1 : 3;
+  static constexpr int kStagesPerTile = kChunks / kChunksPerStage;
+  static constexpr int kStageBytes = kChunksPerStage * kChunkBytes;
+  static constexpr int kStages = kSharedTiles ? 17 : kRowTile == 32 ? 7 : 8;
+  static_assert(kChunks % kChunksPerStage == 0 && kStages >= kStagesPerTile);
+  // Alternate tiles are merged through ring stages borrowed at the end of a request piece: each warpgroup hands half of
+  // its O^T over in float32.
+  static constexpr int kMergeSlices = kSharedTiles ? 0 : kValueChunks / kConsumerGroups;
+  static constexpr int kSliceBytes = 64 * kRowTile * 4;
+  static constexpr int kSlicesPerMergeStage = kSharedTiles ? 1 : kStageBytes / kSliceBytes;
+  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
+  static_assert(kConsumerGroups * kMergeStages <= kStages);
+  // Warps that release a K stage: one warpgroup's where tiles alternate, both where they are shared.
+  static constexpr int kStageReleases = kSharedTiles ? kConsumerThreads / kWarpSize : kWarpsPerGroup;
+  // Threads that meet over one P^T.
+  static constexpr int kScoreThreads = kSharedTiles ? kConsumerThreads : kGroupThreads;
+
+  static constexpr auto kMajorK = cute::GMMA::Major::K;
+  static constexpr auto kMajorMN = cute::GMMA::Major::MN;
+  using ScoreMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kScoreColumns>, cute::_64>,
+                                 kMajorK, kMajorK>()));
+  using OutputMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kRowTile>, cute::_64>,
+                                 kMajorMN, kMajorK>()));
+
+  using SwizzledRows = cute::GMMA::Layout_K_SW128_Atom<Element>;
+  // K chunk [tokens x 64 columns], and the same bytes as V^T [64 value dims x tokens].
+  using KeyChunk = decltype(cute::tile_to_shape(SwizzledRows{}, cute::Shape<cute::_64, cute::_64>{}));
+  using ValueChunk = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                                  cute::Shape<cute::_64, cute::_64>{}));
+  // Q chunk [score columns x 64 columns] and P^T [rows x 64 tokens], both K-major for operand B.
+  using QueryChunk =
+      decltype(cute::tile_to_shape(SwizzledRows{}, cute::Shape<cute::Int<kScoreColumns>, cute::_64>{}));
+  using Probabilities = decltype(cute::tile_to_shape(SwizzledRows{}, cute::Shape<cute::Int<kRowTile>, cute::_64>{}));
+
+  static constexpr int kQueryChunkBytes = kRowTile * kChunkColumns * 2;
+  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+  static constexpr int kProbabilityBytes = kRowTile * kTileTokens * 2;
+  // Two buffers each: a warp may write the next P^T while a slower warp's product still reads this one.
+  static constexpr int kProbabilityBuffers = kSharedTiles ? 2 : 2 * kConsumerGroups;
+
+  struct SharedStorage {
+    alignas(1024) char ring[kStages * kStageBytes];
+    alignas(1024) char query[kQueryBytes];
+    alignas(1024) char probabilities[kProbabilityBuffers * kProbabilityBytes];
+    float columns[kConsumerGroups][kWarpsPerGroup][kScoreColumns];  // each warp's maxima, at the end its sums
+    float references[kConsumerGroups][kScoreColumns];    // log2 domain
+    float corrections[kConsumerGroups][kScoreColumns];   // shared tiles: what a new reference scales O^T by
+    float factors[kConsumerGroups][kRowTile];            // what normalises O^T at the end of a piece
+    Ring<kStages> keys;
+    Ring<1> queries;
+  };
+  static_assert(sizeof(SharedStorage) <= kMaxSharedBytes);
+};
+
+}  // namespace etap

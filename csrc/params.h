@@ -1,0 +1,70 @@
+// What crosses from the host to the kernels: plain structs, one fact a line. Strides count elements.
+#pragma once
+
+#include <cstdint>
+
+namespace etap {
+
+constexpr int kTileTokens = 64;   // tokens of one schedule unit: WGMMA's M
+constexpr int kLatentDim = 512;   // columns of V, the first of K
+constexpr int kRopeDim = 64;      // columns of K behind the latent
+constexpr int kHeadDim = kLatentDim + kRopeDim;
+constexpr int kMaxRowTile = 64;   // query rows (tokens x heads) that one CTA holds
+
+// The tiles one partition decodes: [begin, end) in (request, tile) order.
+struct WorkRange {
+  int32_t begin_request;
+  int32_t begin_tile;
+  int32_t end_request;
+  int32_t end_tile;
+  int32_t begin_split;    // pieces of begin_request that earlier partitions hold
+  int32_t split_request;  // row p: the p-th request in several pieces, -1 behind the last
+};
+
+struct ScheduleParams {
+  const int32_t* seq_lens;  // [batch]
+  WorkRange* work_ranges;   // [partitions]
+  int32_t* split_offsets;   // [batch + 1]
+  int32_t batch;
+  int32_t partitions;
+};
+
+struct DecodeParams {
+  const void* q;       // [batch, s_q, heads, 512 or 576]
+  const void* q_rope;  // [batch, s_q, heads, 64]
+  int64_t q_stride_batch;
+  int64_t q_stride_token;
+  int64_t q_stride_head;
+  int64_t q_rope_stride_batch;
+  int64_t q_rope_stride_token;
+  int64_t q_rope_stride_head;
+  const int32_t* block_table;  // [batch, >= pages in use]
+  int64_t block_table_stride;
+  const int32_t* seq_lens;       // [batch]
+  const WorkRange* work_ranges;  // [partitions]
+  const int32_t* split_offsets;  // [batch + 1]
+  void* out;                     // [batch, rows, 512]
+  float* lse;                    // [batch, rows], natural log
+  float* partial_out;            // [slots, row_groups, row_tile, 512]
+  float* partial_lse;            // [slots, row_groups, row_tile], log2
+  int32_t batch;
+  int32_t s_q;
+  int32_t heads;
+  int32_t rows;        // s_q * heads
+  int32_t row_tile;    // 8, 16, 32 or 64
+  int32_t row_groups;  // ceil(rows / 64)
+  int32_t partitions;
+  int32_t tiles_per_page;
+  float scale_log2;  // softmax scale * log2(e)
+};
+
+// The paged cache as TMA sees it: [pages, page_size, 576].
+struct CacheParams {
+  const void* data;
+  int64_t pages;
+  int64_t page_size;
+  int64_t page_stride;
+  int64_t row_stride;
+};
+
+}  // namespace etap
