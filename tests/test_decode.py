@@ -14,6 +14,7 @@ import pytest
 import torch
 from cases import LAWS, Case, Runner, build, decode
 from compare import Truth, check, truth
+from refusals import REFUSALS
 
 from etap_backend import DecodeSchedule
 
@@ -125,6 +126,34 @@ def test_cache_of_more_than_2_to_the_31_elements():
     case = Case((5000, 64, 1, 0, 3000), page_size=64, pool_pages=60_000, seed=7)
     assert case.pool_pages * case.page_size * 576 > 2**31
     verify(case, "cuda")
+
+
+@both_devices
+@pytest.mark.parametrize("heads, s_q", [(16, 1), (128, 2)])
+def test_negative_lengths_count_as_empty(device, heads, s_q):
+    problem = build(Case((0, 130, 0), heads=heads, s_q=s_q, seed=11), device)
+    problem.seq_lens = torch.tensor([-1, 130, -(2**31)], dtype=torch.int32, device=device)
+    runner = Runner(problem)
+    check(*runner.run(), problem, truth(problem))
+    runner.check_guards()
+
+
+@both_devices
+def test_a_batch_of_no_requests(device):
+    problem = build(Case((70,), heads=16), device)
+    problem.call_q, problem.block_table = problem.q[:0], problem.block_table[:0]
+    problem.seq_lens = problem.seq_lens[:0]
+    schedule = DecodeSchedule(1, 16, device=device).build(problem.seq_lens)
+    out, lse = decode(problem, schedule)
+    assert out.shape == (0, 1, 16, 512) and lse.shape == (0, 1, 16)
+
+
+@both_devices
+def test_refused_calls_leave_everything_usable(device):
+    for refusal in REFUSALS:
+        with pytest.raises(refusal.error):
+            refusal.call(device)
+    verify(Case((70, 1, 128), heads=16, s_q=2, seed=10), device)
 
 
 @both_devices
