@@ -15,7 +15,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -122,8 +122,11 @@ class Captured:
             try:
                 for index in range(calls):
                     self.result = call(index)
-            finally:
-                self.graph.capture_end()
+            except BaseException:
+                with suppress(RuntimeError):  # a broken recording cannot be ended; what broke it is the news
+                    self.graph.capture_end()
+                raise
+            self.graph.capture_end()
         self.calls = calls
         self.graph.replay()
 
