@@ -1,0 +1,140 @@
+"""The compiled library from outside: what it needs, what it offers, what is in its kernels, and who may load it."""
+
+import importlib.metadata
+import os
+import re
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+
+import pytest
+from elftools.elf.dynamic import DynamicSection
+from elftools.elf.elffile import ELFFile
+from elftools.elf.gnuversions import GNUVerNeedSection, GNUVerSymSection
+
+from etap_backend import _library
+
+SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|ld-linux-x86-64)\.so\.\d+")
+SYSTEM_VERSIONS = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+")
+WEAK_HOOKS = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}
+BOUND = {"abi_version", "build_schedule", "decode"}
+
+
+@cache
+def dynamic_symbols() -> dict[str, str | None]:
+    """Every dynamic symbol with the version it is imported in ("" for none), or None where the library defines it."""
+    with _library.library_path().open("rb") as file:
+        elf = ELFFile(file)
+        sections = list(elf.iter_sections())
+        needed = next(section for section in sections if isinstance(section, GNUVerNeedSection))
+        of_symbol = next(section for section in sections if isinstance(section, GNUVerSymSection))
+        names = {aux["vna_other"]: aux.name for _, auxiliaries in needed.iter_versions() for aux in auxiliaries}
+        symbols = {}
+        for index, symbol in enumerate(elf.get_section_by_name(".dynsym").iter_symbols()):
+            if symbol["st_shndx"] != "SHN_UNDEF":
+                symbols[symbol.name] = None
+            elif symbol.name:
+                symbols[symbol.name] = names.get(of_symbol.get_symbol(index)["ndx"], "")
+        return symbols
+
+
+def disassembler(name: str) -> Path:
+    """A tool of the CUDA packages that the tests are installed with."""
+    package = {"cuobjdump": "nvidia-cuda-cuobjdump", "nvdisasm": "nvidia-cuda-nvdisasm"}[name]
+    file = next(file for file in importlib.metadata.files(package) if file.name == name)
+    return Path(file.locate())
+
+
+@cache
+def cuobjdump(*options: str) -> str:
+    tools = f"{disassembler('nvdisasm').parent}{os.pathsep}{os.environ['PATH']}"
+    command = [str(disassembler("cuobjdump")), *options, str(_library.library_path())]
+    return subprocess.run(command, env={**os.environ, "PATH": tools}, capture_output=True, text=True, check=True).stdout
+
+
+def kernels() -> dict[str, str]:
+    """SASS of each kernel by its mangled name."""
+    parts = re.split(r"^\s*Function : (\S+)$", cuobjdump("-sass"), flags=re.MULTILINE)[1:]
+    return dict(zip(parts[::2], parts[1::2], strict=True))
+
+
+def test_it_imports_nothing_but_the_system_and_tvm_ffi():
+    foreign = [
+        name
+        for name, version in dynamic_symbols().items()
+        if version is not None
+        and not SYSTEM_VERSIONS.fullmatch(version)
+        and not name.startswith("TVMFFI")
+        and name not in WEAK_HOOKS
+    ]
+    assert foreign == []
+
+
+def test_it_needs_no_library_but_the_system():
+    with _library.library_path().open("rb") as file:
+        dynamic = next(s for s in ELFFile(file).iter_sections() if isinstance(s, DynamicSection))
+        needed = [tag.needed for tag in dynamic.iter_tags("DT_NEEDED")]
+    assert needed and [name for name in needed if not SYSTEM_LIBRARIES.fullmatch(name)] == []
+
+
+def test_it_exports_the_bound_functions_and_nothing_else():
+    defined = {name for name, version in dynamic_symbols().items() if version is None and name}
+    assert defined == {f"__tvm_ffi_{name}" for name in BOUND}
+
+
+def test_it_holds_code_for_sm_90a_only():
+    architectures = set(re.findall(r"\.(sm_\w+)\.cubin", cuobjdump("-lelf")))
+    assert architectures == {"sm_90a"}
+
+
+@pytest.mark.parametrize("element", ["bfloat16", "half"])
+@pytest.mark.parametrize("row_tile", [8, 16, 32, 64])
+def test_each_decode_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_n(element, row_tile):
+    name = re.compile(rf"decode_kernel.*{element}_tELi{row_tile}E")
+    found = [sass for kernel, sass in kernels().items() if name.search(kernel)]
+    assert len(found) == 1
+    columns = {int(n) for n in re.findall(r"HGMMA\.64x(\d+)x16", found[0])}
+    assert max(columns) == row_tile, "M is the 64 tokens of a tile, N the query rows and no more"
+
+
+def test_no_kernel_spills_or_has_a_stack():
+    usage = re.findall(r"Function (\S+):\s+REG:(\d+) STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", cuobjdump("-res-usage"))
+    assert {name for name, *_ in usage} == set(kernels())
+    assert [name for name, _, stack, local in usage if (stack, local) != ("0", "0")] == []
+    assert [name for name, sass in kernels().items() if re.search(r"\b(STL|LDL)\b", sass)] == []
+
+
+def test_importing_the_package_neither_loads_it_nor_touches_cuda():
+    program = (
+        "import etap_backend, torch; from etap_backend._library import library;"
+        "assert library.cache_info().currsize == 0; assert not torch.cuda.is_initialized()"
+    )
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment, cwd=Path(__file__).parent)
+
+
+@pytest.fixture
+def fresh_loader():
+    _library.library.cache_clear()
+    yield
+    _library.library.cache_clear()
+
+
+def test_a_missing_library_is_reported_with_what_to_do(fresh_loader, monkeypatch, tmp_path):
+    monkeypatch.setenv(_library.PATH_VARIABLE, str(tmp_path / "nothing.so"))
+    with pytest.raises(ImportError, match="nothing.so: install the etap-backend wheel"):
+        _library.library()
+
+
+def test_a_file_that_is_no_library_is_reported(fresh_loader, monkeypatch, tmp_path):
+    (tmp_path / "text.so").write_text("not a library")
+    monkeypatch.setenv(_library.PATH_VARIABLE, str(tmp_path / "text.so"))
+    with pytest.raises(ImportError, match="text.so does not load as the library of etap-backend: "):
+        _library.library()
+
+
+def test_a_library_of_another_version_is_refused(fresh_loader, monkeypatch):
+    monkeypatch.setattr(_library, "ABI_VERSION", _library.ABI_VERSION + 1)
+    with pytest.raises(ImportError, match=f"has ABI version {_library.ABI_VERSION - 1}, this package wants"):
+        _library.library()
