@@ -59,10 +59,7 @@ struct Ring {
     const uint32_t address = cute::cast_smem_ptr_to_uint(&barrier);
 #ifdef ETAP_SPIN_LIMIT  // debug builds end a deadlock with a trap instead of holding the GPU
     for (uint32_t tries = 0; !ptx::mbarrier_try_wait(address, parity); ++tries) {
-      if (tries > ETAP_SPIN_LIMIT) {
-        printf("etap: block %d thread %d waits for ever\n", blockIdx.x, threadIdx.x);
-        __trap();
-      }
+      if (tries > ETAP_SPIN_LIMIT) __trap();
     }
 #else
     while (!ptx::mbarrier_try_wait(address, parity)) {

@@ -71,41 +71,54 @@ __device__ __forceinline__ void publish_columns(typename T::SharedStorage& share
   CUTE_UNROLL
   for (int i = 0; i < Softmax<T>::kColumns; ++i) {
     float sum = softmax.sums[i];
+    float rounded_sum = softmax.rounded_sums[i];
     CUTE_UNROLL
-    for (int lanes = 4; lanes < kWarpSize; lanes *= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+    for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, lanes);
+      rounded_sum += __shfl_xor_sync(0xffffffff, rounded_sum, lanes);
+    }
     const int column = fragment_column(i / 2, i % 2);
     if (threadIdx.x % kWarpSize < 4) {
       shared.columns[group][warp][column] = sum;
+      shared.rounded_sums[group][warp][column] = rounded_sum;
       if (warp == 0) shared.references[group][column] = softmax.reference[i];
     }
   }
 }
 
-template <class T>
-__device__ __forceinline__ float column_sum(const typename T::SharedStorage& shared, int group, int column) {
+// One column's state as a warpgroup published it.
+struct ColumnState {
+  float reference = kNoMaximum;
   float sum = 0.0f;
+  float rounded_sum = 0.0f;
+};
+
+template <class T>
+__device__ __forceinline__ ColumnState published_column(const typename T::SharedStorage& shared, int group,
+                                                        int column) {
+  ColumnState state;
+  state.reference = shared.references[group][column];
   CUTE_UNROLL
-  for (int warp = 0; warp < kWarpsPerGroup; ++warp) sum += shared.columns[group][warp][column];
-  return sum;
+  for (int warp = 0; warp < kWarpsPerGroup; ++warp) {
+    state.sum += shared.columns[group][warp][column];
+    state.rounded_sum += shared.rounded_sums[group][warp][column];
+  }
+  return state;
 }
 
-// The factor that normalises this warpgroup's O^T in one column, and the column's log2-sum-exp.
+// The factor that normalises a column of this warpgroup's O^T, and the column's log2-sum-exp.
 template <class T>
 __device__ __forceinline__ float2 column_factor(const typename T::SharedStorage& shared, int group, int column) {
-  float sum, maximum, own = 1.0f;
-  if constexpr (T::kSharedTiles) {
-    const int holder = column / T::kScoreColumns;
-    sum = column_sum<T>(shared, holder, column % T::kScoreColumns);
-    maximum = shared.references[holder][column % T::kScoreColumns];
-  } else {
-    const float references[2] = {shared.references[0][column], shared.references[1][column]};
-    maximum = fmaxf(references[0], references[1]);
-    const float scales[2] = {ptx::ex2(references[0] - maximum), ptx::ex2(references[1] - maximum)};
-    sum = scales[0] * column_sum<T>(shared, 0, column) + scales[1] * column_sum<T>(shared, 1, column);
-    own = group == 0 ? scales[0] : scales[1];
-  }
+  const ColumnState own = published_column<T>(shared, group, column);
+  ColumnState other;
+  if constexpr (!T::kSharedTiles) other = published_column<T>(shared, 1 - group, column);
+  const float reference = fmaxf(own.reference, other.reference);
+  const float own_scale = ptx::ex2(own.reference - reference);
+  const float other_scale = ptx::ex2(other.reference - reference);
+  const float sum = own_scale * own.sum + other_scale * other.sum;
+  const float rounded_sum = own_scale * own.rounded_sum + other_scale * other.rounded_sum;
   const bool empty = sum == 0.0f;  // the row saw no token; a NaN sum must stay NaN
-  return {empty ? 0.0f : own / sum, empty ? -INFINITY : maximum + log2f(sum)};
+  return {empty ? 0.0f : own_scale / rounded_sum, empty ? -INFINITY : reference + log2f(sum)};
 }
 
 template <class T>
@@ -113,19 +126,20 @@ __device__ __forceinline__ void normalise(typename T::SharedStorage& shared, int
                                           OutputFragment<T>& ot) {
   constexpr float kLn2 = 0.6931471805599453f;
   const int column = threadIdx.x % kGroupThreads;
-  if (column < T::kRowTile) {
+  if (column < T::kScoreColumns) {
     const float2 factor = column_factor<T>(shared, group, column);
     shared.factors[group][column] = factor.x;
-    if (group == 0 && column < to.rows) {
+    const int row = T::kSharedTiles ? group * T::kScoreColumns + column : column;
+    if ((T::kSharedTiles || group == 0) && row < to.rows) {
       if (to.out != nullptr) {
-        to.lse[column] = factor.y * kLn2;
+        to.lse[row] = factor.y * kLn2;
       } else {
-        to.partial_lse[column] = factor.y;
+        to.partial_lse[row] = factor.y;
       }
     }
   }
-  ptx::barrier_sync(kGroupBarrier + group, kGroupThreads);
-  scale_columns<T>(ot, [&](int block, int bit) { return shared.factors[group][fragment_column(block, bit)]; });
+  ptx::barrier_sync(T::score_barrier(group), T::kScoreThreads);
+  scale_by_factors<T>(shared, group, ot);
 }
 
 // Hand one half of this warpgroup's O^T over and add the other warpgroup's half to the one that stays. The halves cross

@@ -31,9 +31,7 @@ __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, 
                                              const Piece& piece, int tile, int row_group, bool first,
                                              RingPosition<T::kStages> at, char* probabilities, Softmax<T>& softmax,
                                              OutputFragment<T>& ot) {
-  constexpr int kThreads = T::kScoreThreads;
   const int group = softmax.group;
-  const int barrier = T::kSharedTiles ? kConsumersBarrier : kGroupBarrier + group;
   ScoreFragment<T> st;
   compute_scores<T>(shared, at, group, st);
   release_key_stages<T>(shared, at, group);
@@ -46,13 +44,13 @@ __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, 
   if (!renew) {
     const bool exceeds = softmax.exponentiate(st);
     softmax.store(probabilities);
-    renew = ptx::barrier_any(exceeds, barrier, kThreads);
+    renew = ptx::barrier_any(exceeds, T::score_barrier(group), T::kScoreThreads);
   }
   if (renew) {
     softmax.renew(st, ot);
     softmax.exponentiate(st);
     softmax.store(probabilities);
-    ptx::barrier_sync(barrier, kThreads);
+    ptx::barrier_sync(T::score_barrier(group), T::kScoreThreads);
   }
   start_output<T>(shared, at, group, probabilities, ot);
   softmax.accumulate();

@@ -32,6 +32,16 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
   return {float(pair[0]), float(pair[1])};
 }
 
+// Multiply each column of O^T by its shared factor; where tiles are shared, O^T has the columns of both warpgroups.
+template <class T>
+__device__ __forceinline__ void scale_by_factors(const typename T::SharedStorage& shared, int group,
+                                                 OutputFragment<T>& ot) {
+  constexpr int kBlocks = T::kScoreColumns / 8;
+  scale_columns<T>(ot, [&](int block, int bit) {
+    return shared.factors[T::kSharedTiles ? block / kBlocks : group][fragment_column(block % kBlocks, bit)];
+  });
+}
+
 // The running state of a warpgroup's columns of S^T, spread over its threads as the fragment is.
 template <class T>
 struct Softmax {
@@ -42,7 +52,9 @@ struct Softmax {
   const float scale_log2;
   const int group;
   float reference[kColumns];      // equal in all threads of a column
-  float sums[kColumns];           // of this thread's tokens only
+  float sums[kColumns];           // of P^T, this thread's tokens only: for the log-sum-exp
+  float rounded_sums[kColumns];   // of P^T as the products see it: what O^T is divided by
+  float tile_sums[kColumns];      // this tile's share of `sums`
   uint32_t rounded[2 * kBlocks];  // P^T of this tile as the products see it: [column block][token bit]
 
   __device__ __forceinline__ Softmax(typename T::SharedStorage& shared, float scale_log2, int group)
@@ -52,7 +64,7 @@ struct Softmax {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) {
       reference[i] = kNoMaximum;
-      sums[i] = 0.0f;
+      sums[i] = rounded_sums[i] = 0.0f;
     }
   }
 
@@ -65,7 +77,11 @@ struct Softmax {
       const float low = fmaf(st(2 * i), scale_log2, -reference[column]);
       const float high = fmaf(st(2 * i + 1), scale_log2, -reference[column + 1]);
       exceeds |= low > kLazyMaximum || high > kLazyMaximum;
-      rounded[i] = pack<typename T::Element>(ptx::ex2(low), ptx::ex2(high));
+      const float p_low = ptx::ex2(low);
+      const float p_high = ptx::ex2(high);
+      rounded[i] = pack<typename T::Element>(p_low, p_high);
+      tile_sums[column] = i % 2 == 0 ? p_low : tile_sums[column] + p_low;
+      tile_sums[column + 1] = i % 2 == 0 ? p_high : tile_sums[column + 1] + p_high;
     }
     return exceeds;
   }
@@ -115,37 +131,30 @@ struct Softmax {
       correction[i] = ptx::ex2(reference[i] - maximum);
       reference[i] = maximum;
       sums[i] *= correction[i];
+      rounded_sums[i] *= correction[i];
     }
-    scale_output(correction, ot);
-  }
-
- private:
-  __device__ __forceinline__ void scale_output(const float (&correction)[kColumns], OutputFragment<T>& ot) {
     if constexpr (T::kSharedTiles) {  // O^T holds both warpgroups' columns
-      const int thread = threadIdx.x % kGroupThreads;
       CUTE_UNROLL
       for (int i = 0; i < kColumns; ++i) {
-        if (thread < 4) shared.corrections[group][fragment_column(i / 2, i % 2)] = correction[i];
+        if (threadIdx.x % kGroupThreads < 4) shared.factors[group][fragment_column(i / 2, i % 2)] = correction[i];
       }
-      ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
+      ptx::barrier_sync(T::score_barrier(group), T::kScoreThreads);
+      scale_by_factors<T>(shared, group, ot);
+    } else {
+      scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
     }
-    scale_columns<T>(ot, [&](int block, int bit) {
-      if constexpr (T::kSharedTiles) {
-        return shared.corrections[block / kBlocks][fragment_column(block % kBlocks, bit)];
-      } else {
-        return correction[2 * block + bit];
-      }
-    });
   }
 
- public:
-  // Sum what the products see, so that the rounding of a dominating key cancels.
+  // O^T is divided by the sum of what the products see, so that the rounding of a dominating key cancels; the
+  // log-sum-exp takes the sum before rounding.
   __device__ __forceinline__ void accumulate() {
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns; ++i) sums[i] += tile_sums[i];
     CUTE_UNROLL
     for (int i = 0; i < 2 * kBlocks; ++i) {
       const float2 pair = unpack<typename T::Element>(rounded[i]);
-      sums[i / 2 * 2] += pair.x;
-      sums[i / 2 * 2 + 1] += pair.y;
+      rounded_sums[i / 2 * 2] += pair.x;
+      rounded_sums[i / 2 * 2 + 1] += pair.y;
     }
   }
 };

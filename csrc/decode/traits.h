@@ -66,8 +66,9 @@ struct Traits {
   static_assert(kConsumerGroups * kMergeStages <= kStages);
   // Warps that release a K stage: one warpgroup's where tiles alternate, both where they are shared.
   static constexpr int kStageReleases = kSharedTiles ? kConsumerThreads / kWarpSize : kWarpsPerGroup;
-  // Threads that meet over one P^T.
+  // Threads that meet over one P^T, and where.
   static constexpr int kScoreThreads = kSharedTiles ? kConsumerThreads : kGroupThreads;
+  static constexpr int score_barrier(int group) { return kSharedTiles ? kConsumersBarrier : kGroupBarrier + group; }
 
   static constexpr auto kMajorK = cute::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::GMMA::Major::MN;
@@ -99,9 +100,9 @@ struct Traits {
     alignas(1024) char query[kQueryBytes];
     alignas(1024) char probabilities[kProbabilityBuffers * kProbabilityBytes];
     float columns[kConsumerGroups][kWarpsPerGroup][kScoreColumns];  // each warp's maxima, at the end its sums
-    float references[kConsumerGroups][kScoreColumns];    // log2 domain
-    float corrections[kConsumerGroups][kScoreColumns];   // shared tiles: what a new reference scales O^T by
-    float factors[kConsumerGroups][kRowTile];            // what normalises O^T at the end of a piece
+    float rounded_sums[kConsumerGroups][kWarpsPerGroup][kScoreColumns];
+    float references[kConsumerGroups][kScoreColumns];  // log2 domain
+    float factors[kConsumerGroups][kScoreColumns];  // what O^T is scaled by: for a new reference, at the end by its sums
     Ring<kStages> keys;
     Ring<1> queries;
   };

@@ -29,7 +29,7 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
   s_place[threadIdx.x] = place;
   for (int p = threadIdx.x; p < params.partitions; p += kThreads) params.work_ranges[p].split_request = -1;
   __syncthreads();
-  const CostLine line{total, params.partitions};
+  const CostLine line(total, params.partitions);
 
   // Partial slots and split requests, packed so that one scan counts both.
   constexpr int kCountShift = 32;
@@ -96,7 +96,7 @@ void build_schedule_on_device(const ScheduleParams& params, cudaStream_t stream)
 void build_schedule_on_host(const ScheduleParams& params) {
   std::vector<int64_t> places(params.batch + 1, 0);
   for (int r = 0; r < params.batch; ++r) places[r + 1] = places[r] + CostLine::cost(params.seq_lens[r]);
-  const CostLine line{places[params.batch], params.partitions};
+  const CostLine line(places[params.batch], params.partitions);
 
   int slots = 0, splits = 0;
   for (int p = 0; p < params.partitions; ++p) params.work_ranges[p].split_request = -1;
@@ -111,7 +111,7 @@ void build_schedule_on_host(const ScheduleParams& params) {
   params.split_offsets[params.batch] = slots;
 
   for (int p = 0; p < params.partitions; ++p) {
-    const int64_t x = params.batch > 0 ? line.begin(p) : 0;
+    const int64_t x = line.begin(p);
     const int r = int(std::upper_bound(places.begin() + 1, places.end(), x) - places.begin()) - 1;
     const int64_t tile = r < params.batch ? CostLine::tile_at(places[r], x) : 0;
     WorkRange& range = params.work_ranges[p];

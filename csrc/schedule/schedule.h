@@ -17,7 +17,10 @@ constexpr int64_t kPieceCost = 1;  // what a request piece costs beside its tile
 
 struct CostLine {
   int64_t total;
-  int64_t partitions;
+  int64_t partitions;  // at most `total`: more would leave empty ones between the pieces of a request
+
+  __host__ __device__ CostLine(int64_t total, int64_t partitions)
+      : total(total), partitions(partitions < total ? partitions : total) {}
 
   __host__ __device__ static int64_t tiles(int32_t seq_len) {
     return seq_len > 0 ? (int64_t(seq_len) + kTileTokens - 1) / kTileTokens : 0;
@@ -25,7 +28,7 @@ struct CostLine {
   __host__ __device__ static int64_t cost(int32_t seq_len) { return tiles(seq_len) + kPieceCost; }
 
   // Where partition p begins on the line.
-  __host__ __device__ int64_t begin(int64_t p) const { return p * total / partitions; }
+  __host__ __device__ int64_t begin(int64_t p) const { return p < partitions ? p * total / partitions : total; }
 
   // How many partitions begin before position x.
   __host__ __device__ int64_t begun_before(int64_t x) const { return (x * partitions + total - 1) / total; }
