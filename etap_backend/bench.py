@@ -255,8 +255,9 @@ def environment(proxy: bool) -> dict:
     source = str(Path(__file__).parent)
     commit = os.environ.get("ETAP_COMMIT") or _output_of("git", "-C", source, "describe", "--always", "--dirty")
     versions = {provider.package: provider.version() for provider in peers.PROVIDERS.values()}
+    name = torch.cuda.get_device_name()
     return {
-        "gpu": f"H20 proxy ({torch.cuda.get_device_name()} throttled)" if proxy else torch.cuda.get_device_name(),
+        "gpu": f"H20 proxy ({name.removeprefix('NVIDIA ')} throttled)" if proxy else name,
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
         "driver": driver,
         "clocks": clocks,

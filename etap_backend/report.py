@@ -69,14 +69,15 @@ def _peer_cell(result: dict | None) -> str:
 def screen_table(document: dict) -> Table:
     """One line a shape: our time with its spread, rates, share of the floor, the peers' times, and how we compare."""
     peers = [name for name in names_in(document) if name != OURS]
-    table = Table(title=f"{document['title']}: us a call, median ± interquartile range")
+    table = Table(title=f"{document['title']}, {document['gpu']}: us a call, median ± interquartile range")
     table.add_column("shape")
-    for column in ("floor", OURS, "TFLOP/s", "GB/s", "% of floor", "rel. RMSE", *peers, "x best peer"):
+    compared = (*peers, "x best peer") if peers else ()
+    for column in ("floor", OURS, "TFLOP/s", "GB/s", "% of floor", "rel. RMSE", *compared):
         table.add_column(column, justify="right")
     for row in document["rows"]:
         ours = row["results"].get(OURS, {})
         us, floor = ours.get("us"), row["floor_us"]
-        share, gain = _ratio(floor, us), _ratio(best_peer(row), us)
+        share = _ratio(floor, us)
         rmse = ours.get("relative_rmse")
         table.add_row(
             row["label"],
@@ -87,7 +88,7 @@ def screen_table(document: dict) -> Table:
             _number(share and 100 * share, 0),
             "-" if rmse is None else f"{rmse:.2e}",
             *(_peer_cell(row["results"].get(name)) for name in peers),
-            _number(gain, 2),
+            *([_number(_ratio(best_peer(row), us), 2)] if peers else []),
         )
     return table
 
@@ -116,8 +117,10 @@ def print_document(document: dict, console: Console) -> None:
 def provenance(document: dict) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
     floor = f"; floor = {document['floor']['text']}" if document["floor"] else ""
+    ctas = document["options"]["num_sms"]
+    launch = f"{ctas} CTAs of " if ctas else ""
     return (
-        f"{document['gpu']}, {document['multiprocessors']} SMs, driver {document['driver']}; {versions}; "
+        f"{document['gpu']}, {launch}{document['multiprocessors']} SMs, driver {document['driver']}; {versions}; "
         f"commit {document['commit']}; {document['date']}; `{document['command']}`{floor}"
     )
 
@@ -125,11 +128,11 @@ def provenance(document: dict) -> str:
 def markdown(document: dict) -> str:
     """The README's table: microseconds a call, what they are of the floor, and the best peer's time over ours."""
     peers = [name for name in names_in(document) if name != OURS]
-    columns = ["requests x tokens", "heads", "s_q", "floor", f"**{OURS}**", "TFLOP/s", *peers, "best peer / etap"]
+    columns = ["requests x tokens", "heads", "s_q", "floor", f"**{OURS}**", "TFLOP/s"]
+    columns += [*peers, "best peer / etap"] if peers else []
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in document["rows"]:
         us = time_of(row, OURS)
-        gain = _ratio(best_peer(row), us)
         cells = [
             row["name"] or f"{row['batch']} x {in_k(row['length'])}",
             str(row["heads"]),
@@ -138,7 +141,7 @@ def markdown(document: dict) -> str:
             f"**{_number(us)}**",
             _number(us and tflops(row, us)),
             *(_number(time_of(row, name)) for name in peers),
-            "-" if gain is None else f"{gain:.2f}x",
+            *([_number(_ratio(best_peer(row), us), 2)] if peers else []),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", f"Microseconds a call. {provenance(document)}. {document['method']}."])
@@ -229,19 +232,21 @@ def plot_latency(document: dict):
 
 
 def plot_roofline(document: dict):
-    """TFLOP/s over operations a byte under the two roofs."""
+    """TFLOP/s over operations a byte under the two roofs; the kernels of one shape stand side by side."""
     figure, (axis,) = _panels(1)
-    for name in names_in(document):
-        points = [
-            (row["flops"] / row["bytes"], tflops(row, us)) for row in document["rows"] if (us := time_of(row, name))
-        ]
+    for position, name in enumerate(names_in(document)):
+        nudge = 1.06**position
+        timed = [(row, us) for row in document["rows"] if (us := time_of(row, name))]
+        points = [(nudge * row["flops"] / row["bytes"], tflops(row, us)) for row, us in timed]
         axis.scatter(*zip(*points, strict=True), s=14, label=name, color=COLOURS.get(name), alpha=0.8)
     if floor := document["floor"]:
         ridge = floor["flops"] / floor["bandwidth"]
         xs = [min(row["flops"] / row["bytes"] for row in document["rows"]) / 2, ridge, 4 * ridge]
-        axis.plot(xs, [min(x * floor["bandwidth"], floor["flops"]) / 1e12 for x in xs], "k-", linewidth=1)
+        axis.plot(xs, [min(x * floor["bandwidth"], floor["flops"]) / 1e12 for x in xs], "k-", linewidth=1, label="roof")
     axis.set_xscale("log", base=2)
     axis.set_yscale("log", base=2)
+    axis.xaxis.set_major_formatter("{x:g}")
+    axis.yaxis.set_major_formatter("{x:g}")
     axis.set(xlabel="operations a byte of the cache", ylabel="TFLOP/s")
     axis.legend()
     return figure

@@ -45,6 +45,7 @@ def document() -> dict:
         "title": "MLA decode",
         "gpu": "NVIDIA H200",
         "multiprocessors": 132,
+        "options": {"num_sms": None},
         "driver": "580.1",
         "versions": {"vllm": "0.26.0", "torch": "2.11.0"},
         "commit": "abc1234",
@@ -127,7 +128,7 @@ def test_bytes_operations_and_floors():
 
 def test_only_measured_gpus_have_a_floor():
     assert floor_for("NVIDIA H200") is H200_FLOOR
-    assert floor_for("H20 proxy (NVIDIA H200 throttled)") is PROXY_FLOOR
+    assert floor_for("H20 proxy (H200 throttled)") is PROXY_FLOOR
     assert floor_for("NVIDIA H100 80GB HBM3") is None
 
 
@@ -153,6 +154,16 @@ def test_the_screen_shows_rates_floor_and_best_peer(document):
         assert value in line
     assert "FA3: RuntimeError: no (1 rows, the first skewed, 16 heads, s_q 2)" in text
     assert "NVIDIA H200, 132 SMs, driver 580.1; vllm 0.26.0" in text
+
+
+def test_the_proxy_is_called_so_everywhere_and_has_no_peers(document):
+    for row in document["rows"]:
+        row["results"] = {"etap": row["results"]["etap"]}
+    document |= {"gpu": "H20 proxy (H200 throttled)", "options": {"num_sms": 78}}
+    for text in (text_of(document), report.markdown(document)):
+        assert "H20 proxy (H200 throttled), 78 CTAs of 132 SMs" in text
+        assert "best peer" not in text
+    assert text_of(document).splitlines()[0].strip().startswith("MLA decode, H20 proxy (H200 throttled)")
 
 
 def test_a_document_cut_short_says_so(document):
