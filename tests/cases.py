@@ -17,7 +17,8 @@ LATENT, ROPE = 512, 64
 HEAD_DIM = LATENT + ROPE
 SOFTMAX_SCALE = HEAD_DIM**-0.5
 WILD_PAGES = (2**31 - 1, -7, 1 << 20, -(2**31))
-LAWS = ("normal", "clamped", "outliers", "dominating")
+LAWS = ("normal", "clamped", "outliers", "dominating", "rising", "falling")
+ALIGNED_LAWS = ("dominating", "rising", "falling")  # keys along a direction that a request's queries share
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ def build(case: Case, device: str) -> Problem:
         case.lengths, case.dtype, case.page_size, case.law, case.cache_layout, case.pool_pages, case.seed, device
     )
     q = _draw((len(case.lengths), case.s_q, case.heads, HEAD_DIM), case.law, case.seed, "q", device)
-    if case.law == "dominating":
+    if case.law in ALIGNED_LAWS:
         q = 0.5 * q + _shared_direction(len(case.lengths), case.seed, device)[:, None, None]
     q = q.to(case.torch_dtype)
     return Problem(case, q, *_lay_out_queries(q, case.q_layout), kv_cache, block_table, seq_lens)
@@ -96,19 +97,25 @@ def _paged_cache(lengths, dtype, page_size, law, layout, pool_pages, seed, devic
     cache = torch.full((pool, rows_apart, HEAD_DIM), torch.nan, dtype=getattr(torch, dtype), device=device)
     cache = cache[:, :page_size]
     tokens = _draw((sum(lengths), HEAD_DIM), law, seed, "kv", device)
-    if law == "dominating":
-        directions = _shared_direction(batch, seed, device)
-        starts = torch.tensor([0, *lengths[:-1]]).cumsum(0)
-        for request, length in enumerate(lengths):
-            if length:
-                # drawn over the whole context, so that most of the time the maximum comes late and by surprise
-                key = int(torch.randint(length, (1,), generator=host))
-                tokens[starts[request] + key] = directions[request]
+    if law in ALIGNED_LAWS:
+        _align(tokens, lengths, law, _shared_direction(batch, seed, device), host)
     if sum(lengths):
         cache[torch.cat(token_pages).to(device), torch.cat(token_rows).to(device)] = tokens.to(cache.dtype)
     if layout == "headed":
         cache = cache.unsqueeze(2)
     return cache, table.to(device)[:, :width], torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def _align(tokens: torch.Tensor, lengths, law: str, directions: torch.Tensor, host: torch.Generator) -> None:
+    """Turn keys [all tokens, 576] towards their request's direction: one of them, or all with a slope."""
+    for keys, direction in zip(tokens.split(lengths), directions, strict=True):
+        if len(keys) and law == "dominating":
+            # drawn over the whole context, so that most of the time the maximum comes late and by surprise
+            keys[int(torch.randint(len(keys), (1,), generator=host))] = direction
+        elif len(keys):
+            # scores from about -48 to 48: the running maximum grows by much in every tile, or never after the first
+            ends = (-2, 2) if law == "rising" else (2, -2)
+            keys.copy_(0.1 * keys + torch.linspace(*ends, len(keys), device=keys.device)[:, None] * direction)
 
 
 def _generator(seed: int, stream: str, device: str) -> torch.Generator:

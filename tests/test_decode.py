@@ -167,6 +167,13 @@ def test_outputs_are_allocated_when_not_given(device):
 
 
 @both_devices
+@pytest.mark.parametrize("heads", [1, 16, 64])
+def test_pieces_of_which_a_row_sees_nothing(device, heads):
+    """The last tile of these requests belongs to the last query tokens only, and is a piece of its own."""
+    verify(Case((65, 66, 129, 130, 2, 67), heads=heads, s_q=4, num_sms=132, seed=12), device)
+
+
+@both_devices
 def test_one_schedule_serves_batch_after_batch(device):
     schedule = DecodeSchedule(40, 16, max_s_q=4, device=device, num_sms={"cpu": 8, "cuda": None}[device])
     for step, (batch, s_q) in enumerate([(40, 1), (3, 4), (1, 1), (17, 2), (40, 4), (2, 1)]):
