@@ -15,7 +15,8 @@ from packaging.version import Version
 
 import etap_backend
 
-DIST = Path(__file__).parent.parent / "dist"
+ROOT = Path(__file__).parent.parent
+DIST = ROOT / "dist"
 LIBRARY = "etap_backend/lib/libetap_backend.so"
 
 
@@ -61,7 +62,7 @@ def test_its_platform_is_the_oldest_glibc_that_its_library_loads_with(wheel_path
 def test_it_holds_the_package_and_one_library(wheel):
     names = [name for name in wheel.namelist() if not name.endswith("/")]
     assert [name for name in names if ".so" in name] == [LIBRARY]
-    sources = {str(path) for path in Path("etap_backend").rglob("*.py")}
+    sources = {str(path.relative_to(ROOT)) for path in (ROOT / "etap_backend").rglob("*.py")}
     packaged = {name for name in names if not name.startswith("etap_backend-")} - {LIBRARY}
     assert packaged == sources
     assert wheel.getinfo(LIBRARY).file_size < 32 * 2**20
