@@ -16,6 +16,7 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
+GPU_TESTS = $(shell grep -l "mark.gpu" tests/test_*.py)
 SOURCES := pyproject.toml README.md LICENSE $(shell find csrc etap_backend -type f -not -path '*/lib/*' -not -name '*.pyc')
 
 .PHONY: build clean demo lint test test-contract test-gpu test-unit wheel
@@ -35,10 +36,10 @@ test-contract: dist/built
 
 ifdef NO_INSTALL
 test-gpu:
-	PYTHONPATH=$(CURDIR) ETAP_REQUIRE_GPU=1 $(PYTHON) -m pytest -m gpu --ignore tests/vllm
+	PYTHONPATH=$(CURDIR) ETAP_REQUIRE_GPU=1 $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
 else
 test-gpu: $(STAMPS)/installed
-	ETAP_REQUIRE_GPU=1 $(BIN)/pytest -m gpu --ignore tests/vllm
+	ETAP_REQUIRE_GPU=1 $(BIN)/pytest -m gpu $(GPU_TESTS)
 endif
 
 lint: $(STAMPS)/lint
