@@ -102,7 +102,6 @@ def _make_picklable(enum: type[Enum]) -> None:
 
 def rebuild_member() -> Enum:
     """What a pickled member ETAP becomes: the member of the process that unpickles it."""
-    _logger.debug("Attention backend %s rebuilt from a pickled configuration", NAME)
     return backend_member()
 
 

@@ -49,7 +49,6 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        config = get_current_vllm_config()
         wanted_none = {
             "alibi_slopes": alibi_slopes,
             "sliding_window": sliding_window,
@@ -59,11 +58,15 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
             if value:
                 raise NotImplementedError(f"{compat.NAME}: {name} is not supported, got {value}")
         if attn_type != AttentionType.DECODER:
-            raise NotImplementedError(f"{compat.NAME}: attn_type: wanted {AttentionType.DECODER}, got {attn_type}")
+            wanted = AttentionType.DECODER.value
+            raise NotImplementedError(f"{compat.NAME}: attn_type: wanted {wanted}, got {attn_type}")
+        config = get_current_vllm_config()
+        # Decode context parallelism gathers the query heads of its ranks. The base class counts them too late in 0.26.
+        self._kernel_heads = num_heads * config.parallel_config.decode_context_parallel_size
         self._max_s_q = compat.max_decode_query_len(config)
         reason = why_unsupported(
             dtype=config.model_config.dtype,
-            num_heads=num_heads,
+            num_heads=self._kernel_heads,
             head_dim=head_size,
             v_head_dim=self.kv_lora_rank,
             kv_cache_dtype=kv_cache_dtype,
@@ -76,7 +79,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
 
     def reserve_workspace(self) -> None:
         """Claim the largest workspace that any step needs, while vLLM measures the memory that the model needs."""
-        claim_workspace(self.num_heads * self.dcp_world_size, self._max_s_q, num_compute_units())
+        claim_workspace(self._kernel_heads, self._max_s_q, num_compute_units())
 
     def forward_mqa(
         self,

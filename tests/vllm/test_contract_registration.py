@@ -1,0 +1,121 @@
+"""The name ETAP in a real vLLM: found through the entry point, selected by the user, carried to other processes."""
+
+import pickle
+import subprocess
+import sys
+from importlib.metadata import entry_points
+
+import cloudpickle
+import pytest
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+import etap_backend.vllm
+from etap_backend.vllm import compat
+
+SCRIPT_SECONDS = 180
+
+# Any use of CUDA goes through the lazy initialisation.
+TOUCHES_NO_CUDA = """
+import torch
+def refuse(): raise SystemExit("CUDA was initialised")
+torch.cuda._lazy_init = refuse
+from etap_backend.vllm import register
+register()
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+print(AttentionBackendEnum.ETAP.get_class().get_name())
+"""
+
+UNSUPPORTED_VERSION = """
+import importlib.metadata
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.99.0" if name == "vllm" else real(name)
+from etap_backend.vllm import register
+register()
+register()
+import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.attention.selector import AttentionSelectorConfig
+config = AttentionSelectorConfig(576, torch.bfloat16, "auto", None, use_mla=True)
+print("other backend:", current_platform.get_attn_backend_cls(AttentionBackendEnum.FLASH_ATTN_MLA, config, 16))
+try:
+    current_platform.get_attn_backend_cls(AttentionBackendEnum.ETAP, config, 16)
+except ValueError as error:
+    print("refused:", error)
+"""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def plugins():
+    load_general_plugins()
+
+
+def run_script(script):
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout, done.stderr
+
+
+def test_entry_point_is_installed_once_and_names_register():
+    (point,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "etap"]
+    assert point.load() is etap_backend.vllm.register
+
+
+def test_installed_version_is_supported():
+    assert compat.why_unsupported_version() is None
+
+
+def test_registering_again_changes_nothing():
+    before = (list(AttentionBackendEnum.__members__), AttentionBackendEnum.ETAP)
+    etap_backend.vllm.register()
+    etap_backend.vllm.register()
+    assert (list(AttentionBackendEnum.__members__), AttentionBackendEnum.ETAP) == before
+    assert before[0].count("ETAP") == 1
+
+
+def test_member_names_the_backend():
+    member = AttentionBackendEnum.ETAP
+    assert member in list(AttentionBackendEnum)
+    assert AttentionBackendEnum(member.value) is member
+    assert member.get_class().get_name() == "ETAP"
+
+
+@pytest.mark.parametrize("module", [pickle, cloudpickle], ids=["pickle", "cloudpickle"])
+def test_members_survive_pickling(module):
+    for member in AttentionBackendEnum:
+        assert pickle.loads(module.dumps(member)) is member
+    assert b"rebuild_member" in module.dumps(AttentionBackendEnum.ETAP)
+    assert b"rebuild_member" not in module.dumps(AttentionBackendEnum.FLASHMLA)
+
+
+@pytest.mark.parametrize("name", ["ETAP", "etap"])
+def test_name_selects_the_backend(engine_config, name):
+    config = engine_config(attention_backend=name)
+    assert config.attention_config.backend is AttentionBackendEnum.ETAP
+    assert pickle.loads(pickle.dumps(config)).attention_config.backend is AttentionBackendEnum.ETAP
+
+
+def test_name_selects_the_backend_for_mla_layers_only(engine_config):
+    config = engine_config(attention_config={"backend_per_kind": {"mla_attention": "ETAP"}})
+    assert config.attention_config.backend_per_kind == {"mla_attention": AttentionBackendEnum.ETAP}
+
+
+def test_unknown_name_is_refused_and_the_refusal_offers_etap(engine_config):
+    with pytest.raises(ValueError, match="NOSUCH.*ETAP"):
+        engine_config(attention_backend="NOSUCH")
+
+
+def test_registration_and_import_touch_no_cuda():
+    output, _ = run_script(TOUCHES_NO_CUDA)
+    assert output.strip().endswith("ETAP")
+
+
+def test_unsupported_version_warns_and_refuses_only_etap():
+    output, errors = run_script(UNSUPPORTED_VERSION)
+    reason = f"supports vLLM {compat.SUPPORTED_VERSIONS}, this is vLLM 0.99.0"
+    assert (output + errors).count("other attention backends are not affected") == 2
+    assert "other backend: vllm.v1.attention.backends.mla.flashattn_mla.FlashAttnMLABackend" in output
+    (refusal,) = [line for line in output.splitlines() if line.startswith("refused:")]
+    assert reason in refusal

@@ -1,0 +1,154 @@
+"""What vLLM's own selection says when the user names ETAP: accepted, or refused with the reason."""
+
+import inspect
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
+from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend, FlashMLAImpl, FlashMLAMetadataBuilder
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+load_general_plugins()
+ETAPBackend = AttentionBackendEnum.ETAP.get_class()
+
+# Methods that newer versions ask for and older ones do not have.
+NEW_SINCE_026 = {"supports_device_cpu_query_lens_mismatch", "reserve_workspace", "update_draft_decode_metadata"}
+NEW_ATTRIBUTES_SINCE_026 = {"supports_draft_decode_metadata_update"}
+
+
+@pytest.fixture
+def select(engine_config):
+    """Selects as a layer does, for DeepSeek's attention on 16 heads; keywords differ from that."""
+
+    def call(attention_backend="ETAP", block_size=None, **changes):
+        selector._cached_get_attn_backend.cache_clear()
+        layer = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "use_mla": True, "num_heads": 16}
+        with set_current_vllm_config(engine_config(attention_backend=attention_backend, block_size=block_size)):
+            return selector.get_attn_backend(**(layer | changes))
+
+    yield call
+    selector._cached_get_attn_backend.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"dtype": torch.float16},
+        {"kv_cache_dtype": "bfloat16"},
+        {"num_heads": 1},
+        {"num_heads": 128},
+        {"block_size": 64},
+        {"block_size": 128},
+    ],
+    ids=str,
+)
+def test_accepts(select, changes):
+    assert select(**changes) is ETAPBackend
+
+
+@pytest.mark.parametrize(
+    "changes, reason",
+    [
+        ({"dtype": torch.float32}, "dtype not supported"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 is not supported: wanted bfloat16 like the query"),
+        ({"head_size": 320}, "head_dim 320 is not supported: wanted 576"),
+        ({"block_size": 16}, "page_size 16 is not supported: wanted a multiple of 64"),
+        ({"use_sparse": True}, "sparse"),
+        ({"use_mla": False}, "non-MLA not supported"),
+        ({"has_sink": True}, "sink"),
+    ],
+    ids=str,
+)
+def test_refuses(select, changes, reason):
+    with pytest.raises(ValueError, match="ETAP is not valid") as refusal:
+        select(**changes)
+    assert reason in str(refusal.value)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
+def test_refuses_other_gpus(select, monkeypatch, capability):
+    monkeypatch.setattr(type(current_platform), "capability", DeviceCapability(*capability))
+    with pytest.raises(ValueError, match="compiled for sm_90a") as refusal:
+        select()
+    assert f"compute capability {capability[0]}.{capability[1]}" in str(refusal.value)
+
+
+def test_refuses_without_the_compiled_library(select, monkeypatch, tmp_path):
+    from etap_backend import _library
+
+    monkeypatch.setenv(_library.PATH_VARIABLE, str(tmp_path / "nothing.so"))
+    _library.library.cache_clear()
+    try:
+        with pytest.raises(ValueError, match=r"no compiled library at .*nothing\.so"):
+            select()
+    finally:
+        monkeypatch.undo()
+        _library.library.cache_clear()
+
+
+def test_selection_without_a_name_stays_vllms_own(select):
+    assert select(attention_backend=None).get_name() not in ("ETAP", None)
+
+
+def test_block_size_becomes_64_by_itself():
+    assert ETAPBackend.get_preferred_block_size(16) == 64
+
+
+def overridden(ours, host):
+    """Name, our function and the host's, of the methods that our class defines."""
+    for name, value in vars(ours).items():
+        if name.startswith("__") and name != "__init__":
+            continue
+        if callable(getattr(ours, name)) and isinstance(value, (staticmethod, classmethod, type(overridden))):
+            yield name, getattr(ours, name), getattr(host, name, None)
+
+
+CLASSES = [
+    (ETAPBackend, FlashMLABackend),
+    (ETAPBackend.get_impl_cls(), FlashMLAImpl),
+    (ETAPBackend.get_builder_cls(), FlashMLAMetadataBuilder),
+]
+
+
+@pytest.mark.parametrize("ours, host", CLASSES, ids=lambda cls: cls.__name__)
+def test_methods_can_be_called_as_the_hosts(ours, host):
+    """vLLM calls FlashMLA's classes and ours from the same places, so every parameter there must fit here."""
+    compared = 0
+    for name, our_function, host_function in overridden(ours, host):
+        if host_function is None:
+            assert name in NEW_SINCE_026, f"{ours.__name__}.{name} overrides nothing"
+            continue
+        ours_parameters = inspect.signature(our_function).parameters
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in ours_parameters.values())
+        theirs = inspect.signature(host_function).parameters
+        for parameter in theirs.values():
+            assert takes_any or parameter.name in ours_parameters or parameter.kind is parameter.VAR_KEYWORD, (
+                name,
+                parameter,
+            )
+        for parameter in ours_parameters.values():
+            extra = parameter.name not in theirs and parameter.kind not in (
+                parameter.VAR_KEYWORD,
+                parameter.VAR_POSITIONAL,
+            )
+            assert not extra or parameter.default is not parameter.empty, (name, parameter)
+        compared += 1
+    assert compared >= 2
+
+
+@pytest.mark.parametrize("ours, host", CLASSES, ids=lambda cls: cls.__name__)
+def test_class_attributes_are_ones_the_host_reads(ours, host):
+    for name in vars(ours).get("__annotations__", {}):
+        assert hasattr(host, name) or name in NEW_ATTRIBUTES_SINCE_026, name
+
+
+def test_nothing_abstract_is_left():
+    for ours, _ in CLASSES:
+        assert not inspect.isabstract(ours)

@@ -1,0 +1,61 @@
+"""`vllm serve --attention-backend ETAP` as a user types it, up to the missing GPU, and what happens without our cure.
+
+Nothing here runs the model: on a machine without a GPU vLLM's worker stops when it sets its device.
+"""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from fake_hopper import WITHOUT_REDUCER, WITNESS
+
+SERVE_SECONDS = 420
+NO_DEVICE = "out of bounds for 0 devices"
+TRAP = "is not a valid AttentionBackendEnum"
+ENGINE_CORE = re.compile(r"^\(EngineCore pid=(\d+)\)", re.MULTILINE)
+WITNESSED = re.compile(r"witness (\d+): unpickles (\S+)", re.MULTILINE)
+
+
+def start(model_directory, log, port, **variables):
+    command = [
+        Path(sys.executable).with_name("vllm"), "serve", model_directory, "--load-format", "dummy",
+        "--skip-tokenizer-init", "--max-model-len", "2048", "--attention-backend", "ETAP", "--port", port,
+    ]  # fmt: skip
+    environment = os.environ | {WITNESS: "1"} | variables
+    with log.open("w") as output:
+        return subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=subprocess.STDOUT)
+
+
+@pytest.fixture(scope="module")
+def served(model_directory, tmp_path_factory):
+    """What two servers wrote; they run at the same time because all they do is import."""
+    logs = {name: tmp_path_factory.mktemp("serve") / f"{name}.log" for name in ("cured", "without_reducer")}
+    servers = {
+        "cured": start(model_directory, logs["cured"], 18731),
+        "without_reducer": start(model_directory, logs["without_reducer"], 18732, **{WITHOUT_REDUCER: "1"}),
+    }
+    try:
+        assert all(server.wait(SERVE_SECONDS) != 0 for server in servers.values())
+    finally:
+        for server in servers.values():
+            server.kill()
+    return {name: log.read_text() for name, log in logs.items()}
+
+
+def test_engine_core_rebuilds_the_name_and_goes_on_to_the_missing_gpu(served):
+    log = served["cured"]
+    assert "'attention_backend': 'ETAP'" in log, log
+    (core,) = set(map(int, ENGINE_CORE.findall(log)))
+    # A virtual environment may be read twice, as lib and as lib64, so the witness may speak twice.
+    assert set(WITNESSED.findall(log)) == {(str(core), "etap_backend.vllm.compat.rebuild_member")}, log
+    assert re.search(rf"^\(EngineCore pid={core}\).*{NO_DEVICE}", log, re.MULTILINE), log
+    assert TRAP not in log, log
+
+
+def test_engine_core_cannot_start_without_the_reducer(served):
+    log = served["without_reducer"]
+    assert TRAP in log, log
+    assert NO_DEVICE not in log, log
