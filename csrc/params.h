@@ -17,8 +17,11 @@ struct WorkRange {
   int32_t begin_tile;
   int32_t end_request;
   int32_t end_tile;
-  int32_t begin_split;    // pieces of begin_request that earlier partitions hold
-  int32_t split_request;  // row p: the p-th request in several pieces, -1 behind the last
+  int32_t begin_split;  // pieces of begin_request that earlier partitions hold
+  // The p-th request in several pieces (-1 behind the last; then the next two mean nothing), for the combination.
+  int32_t split_request;
+  int32_t split_slot;    // of its first piece's partial result
+  int32_t split_pieces;  // how many
 };
 
 struct ScheduleParams {

@@ -128,6 +128,7 @@ class Captured:
                 raise
             self.graph.capture_end()
         self.calls = calls
+        self.call = call  # the graph reads and writes what the call holds: its memory must not go to others
         self.graph.replay()
 
     def replay(self) -> tuple[torch.cuda.Event, torch.cuda.Event]:

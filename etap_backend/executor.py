@@ -81,7 +81,7 @@ def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]):
     """Yield (request, tiles, split index) of every piece, partition by partition as the kernel walks them."""
-    for begin_request, begin_tile, end_request, end_tile, begin_split, _ in work_ranges[:partitions].tolist():
+    for begin_request, begin_tile, end_request, end_tile, begin_split, *_ in work_ranges[:partitions].tolist():
         for request in range(begin_request, min(end_request + 1, len(tile_counts))):
             first = begin_tile if request == begin_request else 0
             last = end_tile if request == end_request else tile_counts[request]

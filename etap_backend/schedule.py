@@ -8,7 +8,7 @@ from etap_backend.support import LATENT_DIM
 
 MAX_GROUP_ROWS = 64
 ROW_TILES = (8, 16, 32, 64)
-WORK_RANGE_FIELDS = 6
+WORK_RANGE_FIELDS = 8
 CPU_SMS = 8
 """Partitions that a schedule on the CPU plans for: enough to split requests, small enough to follow by hand."""
 
@@ -31,9 +31,10 @@ class DecodeSchedule:
     s_q are those of the capture.
 
     Attributes:
-        work_ranges: int32 [num_sms, 6]; row p holds partition p's begin_request, begin_tile, end_request, end_tile
+        work_ranges: int32 [num_sms, 8]; row p holds partition p's begin_request, begin_tile, end_request, end_tile
             (exclusive) and begin_split, which piece of its first request it owns; then, for the combination, the p-th
-            request that was split, or -1 behind the last. A tile is 64 tokens.
+            request that was split (-1 behind the last), the slot of its first partial result and their number. A tile
+            is 64 tokens.
         split_offsets: int32 [max_batch + 1]; exclusive prefix of the number of partial results of each request, which
             is 0 for a request that one partition decodes alone.
         workspace: float32 [>= workspace_floats(...)]; the partial results. Schedules used on one stream may share it.

@@ -11,81 +11,115 @@
 namespace etap {
 namespace {
 
-constexpr int kThreads = 512;
-constexpr int kRowThreads = kLatentDim / 4;  // a thread holds four value dims
-constexpr int kTeams = kThreads / kRowThreads;  // each sums every kTeams-th split
-constexpr int kMaxSplits = 1024;
 constexpr int kWarp = 32;
+constexpr int kWarps = 8;
+constexpr int kWarpDims = 4 * kWarp;  // value dims of a warp, four a lane
+constexpr int kQuarters = kLatentDim / kWarpDims;
+constexpr int kBatch = 8;           // partials a warp has in flight
+constexpr int kBlocksPerSm = 8;     // that fit beside each other
+// A block sums one row, or with few rows to sum one quarter of a row, so that its splits are read by more warps at once.
+constexpr int kTeamsForRow = kWarps / kQuarters;
+constexpr int kTeamsForQuarter = kWarps;
 
-// Weights of the row's splits into s_weight and the row's log2-sum-exp; every warp computes, the first one writes.
-__device__ __forceinline__ float split_weights(const float* lse, int64_t stride, int splits, float* s_weight) {
+struct SplitLse {
+  float reference;  // the largest log2-sum-exp, or 0 when no split saw a token
+  float sum;        // of the splits' weights against it
+};
+
+__device__ __forceinline__ SplitLse reduce_lse(const float* lse, int64_t stride, int splits) {
   const int lane = threadIdx.x % kWarp;
   float maximum = -INFINITY;
   for (int i = lane; i < splits; i += kWarp) maximum = fmaxf(maximum, lse[i * stride]);
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
     maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffff, maximum, lanes));
   }
-  const float reference = maximum == -INFINITY ? 0.0f : maximum;  // a row that saw no token in any split
+  const float reference = maximum == -INFINITY ? 0.0f : maximum;
   float sum = 0.0f;
   for (int i = lane; i < splits; i += kWarp) sum += ptx::ex2(lse[i * stride] - reference);
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(0xffffffff, sum, lanes);
-  const bool empty = sum == 0.0f;
-  if (threadIdx.x < kWarp) {
-    for (int i = lane; i < splits; i += kWarp) s_weight[i] = empty ? 0.0f : ptx::ex2(lse[i * stride] - reference) / sum;
-  }
-  return empty ? -INFINITY : reference + log2f(sum);
+  return {reference, sum};
 }
 
-// Tasks are (split request, row); blocks take them in turn until the list of split requests ends.
-template <class Element>
-__global__ void __launch_bounds__(kThreads) combine_kernel(const __grid_constant__ DecodeParams params) {
-  __shared__ float s_weight[kMaxSplits];
-  __shared__ float4 s_sum[kTeams][kRowThreads];
+struct Partials {
+  float4 value[kBatch];
+  float lse[kBatch];
+
+  // The lane's dims of splits first, first + step, ...; those behind the last weigh nothing.
+  __device__ __forceinline__ void load(const float4* value_at, const float* lse_at, int64_t stride, int first, int step,
+                                       int splits) {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const int split = first + i * step;
+      lse[i] = split < splits ? lse_at[split * stride] : -INFINITY;
+      value[i] = split < splits ? value_at[split * stride * (kLatentDim / 4)] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+
+  __device__ __forceinline__ void add_to(float4& sum, float reference) const {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      const float weight = ptx::ex2(lse[i] - reference);
+      sum.x += weight * value[i].x;
+      sum.y += weight * value[i].y;
+      sum.z += weight * value[i].z;
+      sum.w += weight * value[i].w;
+    }
+  }
+};
+
+// Tasks are (split request, row, part of the row); blocks take them in turn until the list of split requests ends.
+template <class Element, int kTeams>
+__global__ void __launch_bounds__(kWarps* kWarp) combine_kernel(const __grid_constant__ DecodeParams params) {
+  constexpr int kBlockQuarters = kWarps / kTeams;
+  constexpr int kParts = kQuarters / kBlockQuarters;
   constexpr float kLn2 = 0.6931471805599453f;
-  const int team = threadIdx.x / kRowThreads;
-  const int column = threadIdx.x % kRowThreads;
+  __shared__ float4 s_sum[kTeams][kBlockQuarters][kWarp];
+  const int team = threadIdx.x / kWarp / kBlockQuarters;
+  const int block_quarter = threadIdx.x / kWarp % kBlockQuarters;
+  const int lane = threadIdx.x % kWarp;
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
 
-  for (int task = blockIdx.x; task < params.partitions * params.rows; task += gridDim.x) {
-    const int request = params.work_ranges[task / params.rows].split_request;
-    if (request < 0) return;
-    const int row = task % params.rows;
-    const int first = params.split_offsets[request];
-    const int splits = params.split_offsets[request + 1] - first;
+  for (int task = blockIdx.x; task < params.partitions * params.rows * kParts; task += gridDim.x) {
+    const WorkRange& entry = params.work_ranges[task / (params.rows * kParts)];
+    if (entry.split_request < 0) return;
+    const int row = task / kParts % params.rows;
+    const int quarter = task % kParts * kBlockQuarters + block_quarter;
+    const int splits = entry.split_pieces;
     const int64_t stride = int64_t(params.row_groups) * params.row_tile;  // rows of one slot
-    const int64_t place = first * stride + int64_t(row / kMaxRowTile) * params.row_tile + row % kMaxRowTile;
-    const float lse = split_weights(params.partial_lse + place, stride, splits, s_weight);
-    __syncthreads();
+    const int64_t place = entry.split_slot * stride + int64_t(row / kMaxRowTile) * params.row_tile + row % kMaxRowTile;
+    const float* lse = params.partial_lse + place;
+    const auto* value = reinterpret_cast<const float4*>(params.partial_out + place * kLatentDim) + quarter * kWarp + lane;
 
-    const auto* partial = reinterpret_cast<const float4*>(params.partial_out + place * kLatentDim) + column;
+    Partials partials;
+    partials.load(value, lse, stride, team, kTeams, splits);  // in flight while the weights are summed
+    const SplitLse total = reduce_lse(lse, stride, splits);
     float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 8
-    for (int split = team; split < splits; split += kTeams) {
-      const float weight = s_weight[split];
-      const float4 value = partial[split * stride * kRowThreads];
-      sum.x += weight * value.x;
-      sum.y += weight * value.y;
-      sum.z += weight * value.z;
-      sum.w += weight * value.w;
+    for (int first = team; first < splits; first += kBatch * kTeams) {
+      if (first > team) partials.load(value, lse, stride, first, kTeams, splits);
+      partials.add_to(sum, total.reference);
     }
-    s_sum[team][column] = sum;
+    s_sum[team][block_quarter][lane] = sum;
     __syncthreads();
     if (team == 0) {
+      const bool empty = total.sum == 0.0f;
+      const float scale = empty ? 0.0f : 1.0f / total.sum;
 #pragma unroll
       for (int other = 1; other < kTeams; ++other) {
-        const float4 value = s_sum[other][column];
-        sum.x += value.x;
-        sum.y += value.y;
-        sum.z += value.z;
-        sum.w += value.w;
+        const float4 more = s_sum[other][block_quarter][lane];
+        sum.x += more.x;
+        sum.y += more.y;
+        sum.z += more.z;
+        sum.w += more.w;
       }
       const cutlass::NumericArrayConverter<Element, float, 4> convert;
-      const auto rounded = convert(reinterpret_cast<const cutlass::Array<float, 4>&>(sum));
-      const int64_t out_row = int64_t(request) * params.rows + row;
-      reinterpret_cast<uint2*>(static_cast<Element*>(params.out) + out_row * kLatentDim)[column] =
-          reinterpret_cast<const uint2&>(rounded);
-      if (column == 0) params.lse[out_row] = lse * kLn2;
+      const auto rounded = convert(cutlass::Array<float, 4>{sum.x * scale, sum.y * scale, sum.z * scale, sum.w * scale});
+      const int64_t out_row = int64_t(entry.split_request) * params.rows + row;
+      auto* out = reinterpret_cast<uint2*>(static_cast<Element*>(params.out) + out_row * kLatentDim);
+      out[quarter * kWarp + lane] = reinterpret_cast<const uint2&>(rounded);
+      if (quarter == 0 && lane == 0) {
+        params.lse[out_row] = empty ? -INFINITY : (total.reference + log2f(total.sum)) * kLn2;
+      }
     }
     __syncthreads();
   }
@@ -98,14 +132,20 @@ void launch_combine(const DecodeParams& params, cudaStream_t stream) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
+  const int rows = std::min(params.batch, params.partitions) * params.rows;  // at most so many are split
+  const int blocks = kBlocksPerSm * params.partitions * params.row_groups;
   cudaLaunchConfig_t config{};
-  // No more blocks than fit beside each other on the SMs that decode was given.
-  config.gridDim = dim3(std::min(params.partitions * params.rows, 4 * params.partitions * params.row_groups));
-  config.blockDim = dim3(kThreads);
+  config.blockDim = dim3(kWarps * kWarp);
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
-  ETAP_CUDA_CHECK(cudaLaunchKernelEx(&config, combine_kernel<Element>, params));
+  if (rows * kQuarters <= blocks) {
+    config.gridDim = dim3(rows * kQuarters);
+    ETAP_CUDA_CHECK(cudaLaunchKernelEx(&config, combine_kernel<Element, kTeamsForQuarter>, params));
+  } else {
+    config.gridDim = dim3(std::min(rows, blocks));
+    ETAP_CUDA_CHECK(cudaLaunchKernelEx(&config, combine_kernel<Element, kTeamsForRow>, params));
+  }
 }
 
 template void launch_combine<cutlass::bfloat16_t>(const DecodeParams&, cudaStream_t);

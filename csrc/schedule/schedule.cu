@@ -1,7 +1,9 @@
 #include "schedule/schedule.h"
 
 #include <algorithm>
+#include <cub/block/block_reduce.cuh>
 #include <cub/block/block_scan.cuh>
+#include <numeric>
 #include <vector>
 
 #include "common/cuda_check.h"
@@ -10,79 +12,164 @@ namespace etap {
 namespace {
 
 constexpr int kThreads = 512;
+constexpr int kWarpSize = 32;
+constexpr int kWarps = kThreads / kWarpSize;
 using Scan = cub::BlockScan<int64_t, kThreads>;
 
-// One block: thread t holds the `chunk` requests from t * chunk on, and later partitions t, t + kThreads, ...
-__global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constant__ ScheduleParams params) {
-  __shared__ typename Scan::TempStorage scan_storage;
-  __shared__ int64_t s_place[kThreads];  // where each thread's first request lies on the cost line
-  cudaGridDependencySynchronize();
+// The smallest bound on the tiles of a partition with which `fits(bound)` holds lies in [low, high]; high fits.
+// Every warp tries another bound, so that the range shrinks to a sixteenth with each round.
+template <class Fits>
+__device__ int64_t smallest_bound(int64_t low, int64_t high, Fits&& fits, int64_t (&s_bound)[kWarps]) {
+  const int warp = threadIdx.x / kWarpSize;
+  while (low < high) {
+    const int64_t bound = low + (high - low) * warp / kWarps;
+    const bool fit = fits(bound);
+    if (threadIdx.x % kWarpSize == 0) s_bound[warp] = fit ? bound : -1;
+    __syncthreads();
+    int64_t first_fit = high, last_miss = low - 1;
+    for (int w = kWarps - 1; w >= 0; --w) {
+      const int64_t tried = low + (high - low) * w / kWarps;
+      if (s_bound[w] >= 0) {
+        first_fit = tried;
+      } else {
+        last_miss = max(last_miss, tried);
+      }
+    }
+    low = last_miss + 1;
+    high = first_fit;
+    __syncthreads();
+  }
+  return high;
+}
 
-  const int chunk = (params.batch + kThreads - 1) / kThreads;
-  const int first = min(int(threadIdx.x) * chunk, params.batch);
-  const int last = min(first + chunk, params.batch);
+// What the schedule of a batch is built from, as a block holds it: thread t has the `chunk` requests from `first` on.
+struct Batch {
+  const ScheduleParams& params;
+  int chunk;
+  int first;
+  int last;
 
-  int64_t cost = 0;
-  for (int r = first; r < last; ++r) cost += CostLine::cost(params.seq_lens[r]);
-  int64_t place, total;
-  Scan(scan_storage).ExclusiveSum(cost, place, total);
-  s_place[threadIdx.x] = place;
-  for (int p = threadIdx.x; p < params.partitions; p += kThreads) params.work_ranges[p].split_request = -1;
+  __device__ explicit Batch(const ScheduleParams& params) : params(params) {
+    chunk = (params.batch + kThreads - 1) / kThreads;
+    first = min(int(threadIdx.x) * chunk, params.batch);
+    last = min(first + chunk, params.batch);
+  }
+  __device__ int64_t tiles(int r) const { return tiles_of(params.seq_lens[r]); }
+};
+
+__device__ Plan choose_plan(const Batch& batch, typename Scan::TempStorage& storage, int64_t (&s_bound)[kWarps]) {
+  const ScheduleParams& params = batch.params;
+  int64_t mine = 0;
+  for (int r = batch.first; r < batch.last; ++r) mine += batch.tiles(r);
+  int64_t before, tiles;
+  Scan(storage).ExclusiveSum(mine, before, tiles);
   __syncthreads();
-  const CostLine line(total, params.partitions);
+  int64_t own_tiles = 0;
+  if (params.batch <= params.partitions) {
+    const auto fits = [&](int64_t bound) {
+      int64_t wanted = 0;
+      for (int r = threadIdx.x % kWarpSize; r < params.batch; r += kWarpSize) {
+        wanted += own_partitions(batch.tiles(r), bound);
+      }
+      return __reduce_add_sync(0xffffffff, uint32_t(wanted)) <= uint32_t(params.partitions);
+    };
+    // A bound above the line's share (and its tolerance) is not taken: what lies behind need not be searched.
+    const int64_t share = ceil_div(Plan::line_total(params.batch, tiles), params.partitions);
+    const int64_t worst = share + share / kOwnTolerance + 1;
+    own_tiles = smallest_bound(max(ceil_div(tiles, params.partitions), int64_t(1)), worst, fits, s_bound);
+  }
+  return Plan(params.batch, tiles, params.partitions, own_tiles);
+}
 
-  // Partial slots and split requests, packed so that one scan counts both.
-  constexpr int kCountShift = 32;
+// Partial slots and the list of split requests.
+__device__ void write_splits(const Batch& batch, const Plan& plan, int64_t place, typename Scan::TempStorage& storage) {
+  const ScheduleParams& params = batch.params;
+  constexpr int kCountShift = 32;  // slots and split requests, packed so that one scan counts both
   int64_t packed = 0;
   int64_t walk = place;
-  for (int r = first; r < last; ++r) {
-    const int64_t cost_r = CostLine::cost(params.seq_lens[r]);
-    const int64_t pieces = line.pieces(walk, cost_r);
+  for (int r = batch.first; r < batch.last; ++r) {
+    const int64_t n = batch.tiles(r);
+    const int64_t pieces = plan.pieces(walk, n);
     if (pieces > 1) packed += pieces + (int64_t(1) << kCountShift);
-    walk += cost_r;
+    walk += plan.length(n);
   }
   int64_t before, all;
-  Scan(scan_storage).ExclusiveSum(packed, before, all);
+  Scan(storage).ExclusiveSum(packed, before, all);
   walk = place;
-  for (int r = first; r < last; ++r) {
-    const int64_t cost_r = CostLine::cost(params.seq_lens[r]);
-    const int64_t pieces = line.pieces(walk, cost_r);
+  for (int r = batch.first; r < batch.last; ++r) {
+    const int64_t n = batch.tiles(r);
+    const int64_t pieces = plan.pieces(walk, n);
     params.split_offsets[r] = int32_t(before);
     if (pieces > 1) {
-      params.work_ranges[before >> kCountShift].split_request = r;
+      WorkRange& entry = params.work_ranges[before >> kCountShift];
+      entry.split_request = r;
+      entry.split_slot = int32_t(before);
+      entry.split_pieces = int32_t(pieces);
       before += pieces + (int64_t(1) << kCountShift);
     }
-    walk += cost_r;
+    walk += plan.length(n);
   }
   if (threadIdx.x == 0) params.split_offsets[params.batch] = int32_t(all);
+}
+
+__device__ __host__ void write_range(const ScheduleParams& params, const Plan& plan, int p, int r, int64_t place) {
+  const int64_t n = r < params.batch ? tiles_of(params.seq_lens[r]) : 0;
+  const int32_t tile = r < params.batch ? int32_t(plan.begin_tile(p, place, n)) : 0;
+  WorkRange& range = params.work_ranges[p];
+  range.begin_request = r;
+  range.begin_tile = tile;
+  range.begin_split = tile > 0 ? int32_t(plan.begin_split(p, place)) : 0;
+  if (p > 0) {
+    params.work_ranges[p - 1].end_request = r;
+    params.work_ranges[p - 1].end_tile = tile;
+  }
+  if (p == params.partitions - 1) {
+    range.end_request = params.batch;
+    range.end_tile = 0;
+  }
+}
+
+__global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constant__ ScheduleParams params) {
+  __shared__ typename Scan::TempStorage storage;
+  __shared__ int64_t s_bound[kWarps];
+  __shared__ int64_t s_place[kThreads];  // where each thread's first request lies on the line
+  const Batch batch(params);
+  for (int p = threadIdx.x; p < params.partitions; p += kThreads) params.work_ranges[p].split_request = -1;
+  const Plan plan = choose_plan(batch, storage, s_bound);
+
+  int64_t length = 0;
+  for (int r = batch.first; r < batch.last; ++r) length += plan.length(batch.tiles(r));
+  int64_t place;
+  Scan(storage).ExclusiveSum(length, place);
+  s_place[threadIdx.x] = place;
+  __syncthreads();
+  write_splits(batch, plan, place, storage);
 
   // Partition p begins in the last thread's chunk that lies at or before its position.
   for (int p = threadIdx.x; p < params.partitions; p += kThreads) {
-    const int64_t x = line.begin(p);
+    const int64_t x = plan.begin(p);
     int holder = 0;
     for (int step = kThreads / 2; step > 0; step /= 2) {
       const int probe = holder + step;
-      if (probe * chunk < params.batch && s_place[probe] <= x) holder = probe;
+      if (probe * batch.chunk < params.batch && s_place[probe] <= x) holder = probe;
     }
-    int r = holder * chunk;
+    int r = holder * batch.chunk;
     int64_t place_r = s_place[holder];
     for (int64_t next = place_r; r < params.batch; ++r, place_r = next) {
-      next = place_r + CostLine::cost(params.seq_lens[r]);
+      next = place_r + plan.length(batch.tiles(r));
       if (x < next) break;
     }
-    const int64_t tile = r < params.batch ? CostLine::tile_at(place_r, x) : 0;
-    WorkRange& range = params.work_ranges[p];
-    range.begin_request = r;
-    range.begin_tile = int32_t(tile);
-    range.begin_split = tile > 0 ? int32_t(p - line.owner(place_r)) : 0;
-    if (p > 0) {
-      params.work_ranges[p - 1].end_request = r;
-      params.work_ranges[p - 1].end_tile = int32_t(tile);
-    }
-    if (p == params.partitions - 1) {
-      range.end_request = params.batch;
-      range.end_tile = 0;
-    }
+    write_range(params, plan, p, r, place_r);
+  }
+}
+
+// The smallest bound with which the batch fits on partitions of its own; 0 when it has more requests than partitions.
+int64_t own_tiles_on_host(const ScheduleParams& params, int64_t tiles) {
+  if (params.batch > params.partitions) return 0;
+  for (int64_t bound = std::max(ceil_div(tiles, params.partitions), int64_t(1));; ++bound) {
+    int64_t wanted = 0;
+    for (int r = 0; r < params.batch; ++r) wanted += own_partitions(tiles_of(params.seq_lens[r]), bound);
+    if (wanted <= params.partitions) return bound;
   }
 }
 
@@ -94,38 +181,31 @@ void build_schedule_on_device(const ScheduleParams& params, cudaStream_t stream)
 }
 
 void build_schedule_on_host(const ScheduleParams& params) {
+  const int64_t tiles = std::accumulate(params.seq_lens, params.seq_lens + params.batch, int64_t(0),
+                                        [](int64_t sum, int32_t seq_len) { return sum + tiles_of(seq_len); });
+  const Plan plan(params.batch, tiles, params.partitions, own_tiles_on_host(params, tiles));
   std::vector<int64_t> places(params.batch + 1, 0);
-  for (int r = 0; r < params.batch; ++r) places[r + 1] = places[r] + CostLine::cost(params.seq_lens[r]);
-  const CostLine line(places[params.batch], params.partitions);
+  for (int r = 0; r < params.batch; ++r) places[r + 1] = places[r] + plan.length(tiles_of(params.seq_lens[r]));
 
   int slots = 0, splits = 0;
   for (int p = 0; p < params.partitions; ++p) params.work_ranges[p].split_request = -1;
   for (int r = 0; r < params.batch; ++r) {
-    const int64_t pieces = line.pieces(places[r], places[r + 1] - places[r]);
+    const int64_t pieces = plan.pieces(places[r], tiles_of(params.seq_lens[r]));
     params.split_offsets[r] = slots;
     if (pieces > 1) {
-      params.work_ranges[splits++].split_request = r;
+      WorkRange& entry = params.work_ranges[splits++];
+      entry.split_request = r;
+      entry.split_slot = slots;
+      entry.split_pieces = int(pieces);
       slots += int(pieces);
     }
   }
   params.split_offsets[params.batch] = slots;
 
   for (int p = 0; p < params.partitions; ++p) {
-    const int64_t x = line.begin(p);
-    const int r = int(std::upper_bound(places.begin() + 1, places.end(), x) - places.begin()) - 1;
-    const int64_t tile = r < params.batch ? CostLine::tile_at(places[r], x) : 0;
-    WorkRange& range = params.work_ranges[p];
-    range.begin_request = r;
-    range.begin_tile = int32_t(tile);
-    range.begin_split = tile > 0 ? int32_t(p - line.owner(places[r])) : 0;
-    if (p > 0) {
-      params.work_ranges[p - 1].end_request = r;
-      params.work_ranges[p - 1].end_tile = int32_t(tile);
-    }
+    const int r = int(std::upper_bound(places.begin() + 1, places.end(), plan.begin(p)) - places.begin()) - 1;
+    write_range(params, plan, p, r, places[r]);
   }
-  WorkRange& range = params.work_ranges[params.partitions - 1];
-  range.end_request = params.batch;
-  range.end_tile = 0;
 }
 
 }  // namespace etap

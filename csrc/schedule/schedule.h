@@ -1,8 +1,11 @@
 // From request lengths to balanced WorkRanges.
 //
-// Every request lies on one line of costs: kPieceCost for starting it, then one unit a tile. The line is cut into
-// `partitions` equal parts, so every quantity below is a closed formula in the request's place on the line and all
-// requests and partitions are computed at once. Host and device share the formulas.
+// Two ways to divide a batch, both closed formulas in a request's place on a line, so that all requests and partitions
+// are computed at once; host and device share them. A batch takes the one whose busiest partition has less to do.
+//  - Own partitions: a request gets as many partitions as it needs to keep each within `most_tiles` tiles. Every
+//    partition has one piece.
+//  - One cost line: every request costs kPieceCost for starting it and one unit a tile; the line is cut into equal parts
+//    wherever the cuts fall.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,38 +17,73 @@
 namespace etap {
 
 constexpr int64_t kPieceCost = 1;  // what a request piece costs beside its tiles, in tiles
+// Own partitions may hold this part of a tile count more than the line's: a GPU bound by memory does not feel the uneven
+// load, but it does feel the second piece and the combination that the line brings.
+constexpr int64_t kOwnTolerance = 24;
 
-struct CostLine {
-  int64_t total;
-  int64_t partitions;  // at most `total`: more would leave empty ones between the pieces of a request
+__host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+__host__ __device__ inline int64_t tiles_of(int32_t seq_len) {
+  return seq_len > 0 ? ceil_div(seq_len, kTileTokens) : 0;
+}
 
-  __host__ __device__ CostLine(int64_t total, int64_t partitions)
-      : total(total), partitions(partitions < total ? partitions : total) {}
+// Partitions a request of n tiles takes when each holds at most `most_tiles`.
+__host__ __device__ inline int64_t own_partitions(int64_t n, int64_t most_tiles) {
+  return n > most_tiles ? ceil_div(n, most_tiles) : 1;
+}
 
-  __host__ __device__ static int64_t tiles(int32_t seq_len) {
-    return seq_len > 0 ? (int64_t(seq_len) + kTileTokens - 1) / kTileTokens : 0;
+struct Plan {
+  int64_t most_tiles;  // of own partitions; 0: one cost line
+  int64_t total;       // length of the line
+  int64_t partitions;  // in use; on a cost line at most `total`: more would leave empty ones between pieces of a request
+
+  // The line's cost of a batch, and what its busiest partition does beside the fixed cost of one piece.
+  __host__ __device__ static int64_t line_total(int64_t batch, int64_t tiles) { return tiles + batch * kPieceCost; }
+
+  // own_tiles: the smallest bound with which own partitions suffice, 0 when none does.
+  __host__ __device__ Plan(int64_t batch, int64_t tiles, int64_t partitions, int64_t own_tiles) {
+    const int64_t line = line_total(batch, tiles);
+    const int64_t share = ceil_div(line, partitions);
+    most_tiles = own_tiles > 0 && own_tiles <= share + share / kOwnTolerance ? own_tiles : 0;
+    total = line;
+    this->partitions = most_tiles > 0 ? partitions : partitions < line ? partitions : line;
   }
-  __host__ __device__ static int64_t cost(int32_t seq_len) { return tiles(seq_len) + kPieceCost; }
+
+  // Length of a request of n tiles on the line: partitions, or costs.
+  __host__ __device__ int64_t length(int64_t n) const {
+    return most_tiles > 0 ? own_partitions(n, most_tiles) : n + kPieceCost;
+  }
 
   // Where partition p begins on the line.
-  __host__ __device__ int64_t begin(int64_t p) const { return p < partitions ? p * total / partitions : total; }
+  __host__ __device__ int64_t begin(int64_t p) const {
+    if (most_tiles > 0) return p;
+    return p < partitions ? p * total / partitions : total;
+  }
 
-  // How many partitions begin before position x.
-  __host__ __device__ int64_t begun_before(int64_t x) const { return (x * partitions + total - 1) / total; }
+  // The tile at which partition p begins, in the request of n tiles that lies at `place`.
+  __host__ __device__ int64_t begin_tile(int64_t p, int64_t place, int64_t n) const {
+    if (most_tiles > 0) return (p - place) * n / own_partitions(n, most_tiles);
+    const int64_t cost = begin(p) - place;
+    return cost > kPieceCost ? cost - kPieceCost : 0;
+  }
 
-  // The last partition that begins at or before the first tile of the request placed at `place`: it holds that tile.
-  __host__ __device__ int64_t owner(int64_t place) const { return begun_before(place + kPieceCost + 1) - 1; }
+  // How many earlier partitions hold pieces of the request at `place` in whose middle partition p begins.
+  __host__ __device__ int64_t begin_split(int64_t p, int64_t place) const {
+    return most_tiles > 0 ? p - place : p - holder(place);
+  }
 
-  // In how many pieces the request at [place, place + cost) is decoded.
-  __host__ __device__ int64_t pieces(int64_t place, int64_t cost) const {
-    const int64_t extra = begun_before(place + cost) - 1 - owner(place);
+  // In how many pieces the request of n tiles at `place` is decoded.
+  __host__ __device__ int64_t pieces(int64_t place, int64_t n) const {
+    if (most_tiles > 0) return own_partitions(n, most_tiles);
+    const int64_t extra = begun_before(place + length(n)) - 1 - holder(place);
     return extra > 0 ? 1 + extra : 1;
   }
 
-  // The tile of the request at `place` where a partition beginning at x starts.
-  __host__ __device__ static int64_t tile_at(int64_t place, int64_t x) {
-    return x > place + kPieceCost ? x - place - kPieceCost : 0;
-  }
+ private:
+  // How many partitions of a cost line begin before position x.
+  __host__ __device__ int64_t begun_before(int64_t x) const { return ceil_div(x * partitions, total); }
+
+  // The last partition of a cost line that begins at or before the first tile of the request at `place`: it holds it.
+  __host__ __device__ int64_t holder(int64_t place) const { return begun_before(place + kPieceCost + 1) - 1; }
 };
 
 // Build the schedule on the device (asynchronously on `stream`) or on host memory.

@@ -35,7 +35,7 @@ class ETAPBackend(MLACommonBackend):
         """The class that runs each layer."""
         return ETAPImpl
 
-    # vLLM passes the specification of the KV cache since a version between 0.26 and 0.33.
+    # vLLM passes the specification of the KV cache since 0.31.
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int]:
         """Tokens in a block of the KV cache. vLLM splits larger blocks that are a multiple of it."""

@@ -108,10 +108,10 @@ def rebuild_member() -> Enum:
 def reserves_in_profile_run() -> bool:
     """Whether vLLM calls `reserve_workspace` of the implementation while it measures the memory that a model needs.
 
-    Reason: the hook does not exist in 0.26, where an implementation claims its workspace when it is constructed, which
-    is before the measurement too. Where the hook exists, construction is too early: vLLM then allocates from the pool
-    of the weights, which sleep mode copies.
-    Versions: read from the base class. Goes when every version supported has the hook.
+    Reason: the hook exists since 0.33. Before, an implementation claims its workspace when it is constructed, which is
+    ahead of the measurement too. Where the hook exists, construction is too early: there the manager allocates from a
+    pool of its own, and not inside that of the weights.
+    Versions: below 0.33. Goes when 0.33 is the oldest one supported.
     """
     from vllm.v1.attention.backend import MLAAttentionImpl
 
@@ -121,9 +121,9 @@ def reserves_in_profile_run() -> bool:
 def max_decode_query_len(vllm_config) -> int:
     """Most query tokens for each request that vLLM sends to `forward_mqa`: 1, more with speculative decoding.
 
-    Reason: 0.33 has this rule as a function; 0.26 has it inside `AttentionMetadataBuilder`, which exists too late, when
-    memory has been measured.
-    Versions: 0.26 to those without the function. Goes when every version supported has it.
+    Reason: this rule is a function since 0.31. Before, it is inside `AttentionMetadataBuilder`, which is constructed
+    when memory has been measured.
+    Versions: below 0.31. Goes when 0.31 is the oldest one supported.
     """
     from vllm.v1.attention import backend
 

@@ -72,7 +72,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         # vLLM advances the lengths of draft steps on the device, but not those of a rank's share of the context.
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
 
-    # vLLM calls it with keywords; max_query_len came between 0.26 and 0.33.
+    # vLLM calls it with keywords, max_query_len among them since 0.31.
     def _build_decode(
         self,
         block_table_tensor: Tensor,
