@@ -61,7 +61,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
             wanted = AttentionType.DECODER.value
             raise NotImplementedError(f"{compat.NAME}: attn_type: wanted {wanted}, got {attn_type}")
         config = get_current_vllm_config()
-        # Decode context parallelism gathers the query heads of its ranks. Until 0.27 the base class counts ranks too late.
+        # Decode context parallelism gathers the query heads of its ranks, which the base class counts later until 0.27.
         self._kernel_heads = num_heads * config.parallel_config.decode_context_parallel_size
         self._max_s_q = compat.max_decode_query_len(config)
         reason = why_unsupported(
