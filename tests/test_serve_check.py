@@ -1,6 +1,5 @@
-"""The parts of serve_check.py that need no GPU: what it accepts as an answer, compares, and objects to."""
+"""The parts of vllm/serve_check.py that need no GPU: what it accepts as an answer, compares, and objects to."""
 
-import importlib
 import math
 import random
 import subprocess
@@ -9,14 +8,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-torch = pytest.importorskip("torch")
-pytest.importorskip("aiohttp", reason="comes with vLLM")
-sys.path.insert(0, str(Path(__file__).parent))
-seeded_weights = importlib.import_module("seeded_weights")
-serve_check = importlib.import_module("serve_check")
-Agreement, Answer, Request = serve_check.Agreement, serve_check.Answer, serve_check.Request
-CheckError, agreement, objections = serve_check.CheckError, serve_check.agreement, serve_check.objections
+sys.path.insert(0, str(Path(__file__).parent / "vllm"))
+import seeded_weights
+import serve_check
+from serve_check import Agreement, Answer, CheckError, Request, agreement, objections
 
 
 def choice(tokens, logprobs, best=(-1.0, -2.0)):
