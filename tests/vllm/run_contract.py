@@ -94,9 +94,10 @@ def build_libcuda(environment: Path) -> Path:
 
 def test_environment(environment: Path) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTHON"))}
+    library_path = [str(build_libcuda(environment)), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return variables | {
         "ETAP_CONTRACT": "vllm",
-        "LD_LIBRARY_PATH": str(build_libcuda(environment)),
+        "LD_LIBRARY_PATH": ":".join(library_path),
         "CUDA_VISIBLE_DEVICES": "",  # with it vLLM keeps Triton, which its worker imports, where there is no driver
         "HF_HUB_OFFLINE": "1",
         "VLLM_CACHE_ROOT": str(environment / "cache"),

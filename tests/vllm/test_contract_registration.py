@@ -26,6 +26,14 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 print(AttentionBackendEnum.ETAP.get_class().get_name())
 """
 
+# What a worker's configuration goes through: pickled by the server, and again by the engine core.
+SECOND_PICKLING = """
+import pickle, sys
+member = pickle.loads(bytes.fromhex({pickled!r}))
+assert "etap_backend.vllm.backend" not in sys.modules
+print(member.name, b"rebuild_member" in pickle.dumps(member))
+"""
+
 UNSUPPORTED_VERSION = """
 import importlib.metadata
 real = importlib.metadata.version
@@ -88,6 +96,12 @@ def test_members_survive_pickling(module):
         assert pickle.loads(module.dumps(member)) is member
     assert b"rebuild_member" in module.dumps(AttentionBackendEnum.ETAP)
     assert b"rebuild_member" not in module.dumps(AttentionBackendEnum.FLASHMLA)
+
+
+def test_a_process_that_unpickled_the_member_can_pickle_it_for_the_next():
+    pickled = pickle.dumps(AttentionBackendEnum.ETAP).hex()
+    output, _ = run_script(SECOND_PICKLING.format(pickled=pickled))
+    assert output.splitlines()[-1] == "ETAP True"
 
 
 @pytest.mark.parametrize("name", ["ETAP", "etap"])

@@ -3,8 +3,11 @@
 Nothing here runs the model: on a machine without a GPU vLLM's worker stops when it sets its device.
 """
 
+import contextlib
 import os
 import re
+import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -12,36 +15,42 @@ from pathlib import Path
 import pytest
 from fake_hopper import WITHOUT_REDUCER, WITNESS
 
-SERVE_SECONDS = 420
+SERVE_SECONDS = 300
+UNCURED = {WITHOUT_REDUCER: "1"}
 NO_DEVICE = "out of bounds for 0 devices"
 TRAP = "is not a valid AttentionBackendEnum"
 ENGINE_CORE = re.compile(r"^\(EngineCore pid=(\d+)\)", re.MULTILINE)
 WITNESSED = re.compile(r"witness (\d+): unpickles (\S+)", re.MULTILINE)
 
 
-def start(model_directory, log, port, **variables):
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start(model_directory, log, **variables):
     command = [
         Path(sys.executable).with_name("vllm"), "serve", model_directory, "--load-format", "dummy",
-        "--skip-tokenizer-init", "--max-model-len", "2048", "--attention-backend", "ETAP", "--port", port,
+        "--skip-tokenizer-init", "--max-model-len", "2048", "--attention-backend", "ETAP", "--port", free_port(),
     ]  # fmt: skip
     environment = os.environ | {WITNESS: "1"} | variables
     with log.open("w") as output:
-        return subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=subprocess.STDOUT)
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(list(map(str, command)), env=environment, **options)
 
 
 @pytest.fixture(scope="module")
 def served(model_directory, tmp_path_factory):
     """What two servers wrote; they run at the same time because all they do is import."""
     logs = {name: tmp_path_factory.mktemp("serve") / f"{name}.log" for name in ("cured", "without_reducer")}
-    servers = {
-        "cured": start(model_directory, logs["cured"], 18731),
-        "without_reducer": start(model_directory, logs["without_reducer"], 18732, **{WITHOUT_REDUCER: "1"}),
-    }
+    servers = [start(model_directory, logs["cured"]), start(model_directory, logs["without_reducer"], **UNCURED)]
     try:
-        assert all(server.wait(SERVE_SECONDS) != 0 for server in servers.values())
+        assert all(server.wait(SERVE_SECONDS) != 0 for server in servers)
     finally:
-        for server in servers.values():
-            server.kill()
+        for server in servers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
     return {name: log.read_text() for name, log in logs.items()}
 
 
