@@ -92,7 +92,7 @@ def build_libcuda(environment: Path) -> Path:
     return folder
 
 
-def test_environment(environment: Path) -> dict[str, str]:
+def contract_variables(environment: Path) -> dict[str, str]:
     variables = {name: value for name, value in os.environ.items() if not name.startswith(("VLLM_", "PYTHON"))}
     library_path = [str(build_libcuda(environment)), *filter(None, [os.environ.get("LD_LIBRARY_PATH")])]
     return variables | {
@@ -130,7 +130,7 @@ def main() -> None:
         # Deprecations are between the engine and its dependencies.
         options = ("--import-mode=importlib", "-W", "ignore::DeprecationWarning")
         tests = [environment / "bin/pytest", *sorted(HERE.glob("test_contract_*.py")), *options, *pytest_arguments]
-        outcome = subprocess.run(tests, cwd=ENVIRONMENTS, env=test_environment(environment), timeout=TEST_SECONDS)
+        outcome = subprocess.run(tests, cwd=ENVIRONMENTS, env=contract_variables(environment), timeout=TEST_SECONDS)
         done = time.monotonic()
         print(f"vLLM {engine}: install {installed - start:.0f} s, tests {done - installed:.0f} s", flush=True)
         if outcome.returncode:
