@@ -15,12 +15,8 @@ constexpr int kWarp = 32;
 constexpr int kWarps = 8;
 constexpr int kWarpDims = 4 * kWarp;  // value dims of a warp, four a lane
 constexpr int kQuarters = kLatentDim / kWarpDims;
-constexpr int kBatch = 8;           // partials a warp has in flight
-constexpr int kBlocksPerSm = 8;     // that fit beside each other
-// A block sums one row, or with few rows to sum one quarter of a row, so that its splits are read by more warps at once.
-constexpr int kTeamsForRow = kWarps / kQuarters;
-constexpr int kTeamsForQuarter = kWarps;
-
+constexpr int kBatch = 4;           // partials a warp has in flight
+constexpr int kBlocksPerSm = 4;     // that fit beside each other
 struct SplitLse {
   float reference;  // the largest log2-sum-exp, or 0 when no split saw a token
   float sum;        // of the splits' weights against it
@@ -67,24 +63,25 @@ struct Partials {
   }
 };
 
-// Tasks are (split request, row, part of the row); blocks take them in turn until the list of split requests ends.
+// Tasks are (split request, row, quarter); kTeams warps divide the splits of one, each reading kBatch at once. Blocks take kWarps / kTeams at a time until the list of split requests ends.
 template <class Element, int kTeams>
-__global__ void __launch_bounds__(kWarps* kWarp) combine_kernel(const __grid_constant__ DecodeParams params) {
-  constexpr int kBlockQuarters = kWarps / kTeams;
-  constexpr int kParts = kQuarters / kBlockQuarters;
+__global__ void __launch_bounds__(kWarps* kWarp, kBlocksPerSm)
+    combine_kernel(const __grid_constant__ DecodeParams params) {
+  constexpr int kBlockTasks = kWarps / kTeams;
   constexpr float kLn2 = 0.6931471805599453f;
-  __shared__ float4 s_sum[kTeams][kBlockQuarters][kWarp];
-  const int team = threadIdx.x / kWarp / kBlockQuarters;
-  const int block_quarter = threadIdx.x / kWarp % kBlockQuarters;
+  __shared__ float4 s_sum[kTeams][kBlockTasks][kWarp];
+  const int team = threadIdx.x / kWarp / kBlockTasks;
+  const int block_task = threadIdx.x / kWarp % kBlockTasks;
   const int lane = threadIdx.x % kWarp;
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
 
-  for (int task = blockIdx.x; task < params.partitions * params.rows * kParts; task += gridDim.x) {
-    const WorkRange& entry = params.work_ranges[task / (params.rows * kParts)];
+  const int tasks = params.partitions * params.rows * kQuarters;
+  for (int task = blockIdx.x * kBlockTasks + block_task; task < tasks; task += gridDim.x * kBlockTasks) {
+    const WorkRange& entry = params.work_ranges[task / (params.rows * kQuarters)];
     if (entry.split_request < 0) return;
-    const int row = task / kParts % params.rows;
-    const int quarter = task % kParts * kBlockQuarters + block_quarter;
+    const int row = task / kQuarters % params.rows;
+    const int quarter = task % kQuarters;
     const int splits = entry.split_pieces;
     const int64_t stride = int64_t(params.row_groups) * params.row_tile;  // rows of one slot
     const int64_t place = entry.split_slot * stride + int64_t(row / kMaxRowTile) * params.row_tile + row % kMaxRowTile;
@@ -99,14 +96,17 @@ __global__ void __launch_bounds__(kWarps* kWarp) combine_kernel(const __grid_con
       if (first > team) partials.load(value, lse, stride, first, kTeams, splits);
       partials.add_to(sum, total.reference);
     }
-    s_sum[team][block_quarter][lane] = sum;
-    __syncthreads();
+    if constexpr (kTeams > 1) {
+      __syncthreads();  // the last task's sums are read
+      s_sum[team][block_task][lane] = sum;
+      __syncthreads();
+    }
     if (team == 0) {
       const bool empty = total.sum == 0.0f;
       const float scale = empty ? 0.0f : 1.0f / total.sum;
 #pragma unroll
       for (int other = 1; other < kTeams; ++other) {
-        const float4 more = s_sum[other][block_quarter][lane];
+        const float4 more = s_sum[other][block_task][lane];
         sum.x += more.x;
         sum.y += more.y;
         sum.z += more.z;
@@ -121,7 +121,6 @@ __global__ void __launch_bounds__(kWarps* kWarp) combine_kernel(const __grid_con
         params.lse[out_row] = empty ? -INFINITY : (total.reference + log2f(total.sum)) * kLn2;
       }
     }
-    __syncthreads();
   }
 }
 
@@ -132,20 +131,21 @@ void launch_combine(const DecodeParams& params, cudaStream_t stream) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
-  const int rows = std::min(params.batch, params.partitions) * params.rows;  // at most so many are split
-  const int blocks = kBlocksPerSm * params.partitions * params.row_groups;
+  const int requests = std::min(params.batch, params.partitions);  // at most so many are split
+  const int splits = params.partitions / requests;
+  const int teams = splits > 4 * kBatch ? kWarps : splits > kBatch ? 2 : 1;
+  const int block_tasks = kWarps / teams;
+  const int blocks = (requests * params.rows * kQuarters + block_tasks - 1) / block_tasks;
   cudaLaunchConfig_t config{};
+  config.gridDim = dim3(std::min(blocks, kBlocksPerSm * params.partitions * params.row_groups));
   config.blockDim = dim3(kWarps * kWarp);
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
-  if (rows * kQuarters <= blocks) {
-    config.gridDim = dim3(rows * kQuarters);
-    ETAP_CUDA_CHECK(cudaLaunchKernelEx(&config, combine_kernel<Element, kTeamsForQuarter>, params));
-  } else {
-    config.gridDim = dim3(std::min(rows, blocks));
-    ETAP_CUDA_CHECK(cudaLaunchKernelEx(&config, combine_kernel<Element, kTeamsForRow>, params));
-  }
+  auto* kernel = teams == 1   ? combine_kernel<Element, 1>
+                 : teams == 2 ? combine_kernel<Element, 2>
+                              : combine_kernel<Element, kWarps>;
+  ETAP_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 
 template void launch_combine<cutlass::bfloat16_t>(const DecodeParams&, cudaStream_t);

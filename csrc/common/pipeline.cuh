@@ -37,11 +37,11 @@ struct Ring {
   Barrier full[kStages];
   Barrier empty[kStages];
 
-  __device__ __forceinline__ void init(int producer_arrivals, int consumer_arrivals) {
-    for (int i = 0; i < kStages; ++i) {
-      full[i].init(producer_arrivals);
-      empty[i].init(consumer_arrivals);
-    }
+  // Called by the threads 0 to kStages - 1 at least; each sets up one stage.
+  __device__ __forceinline__ void init(int thread, int producer_arrivals, int consumer_arrivals) {
+    if (thread >= kStages) return;
+    full[thread].init(producer_arrivals);
+    empty[thread].init(consumer_arrivals);
   }
   __device__ __forceinline__ void acquire(Position at) { spin(empty[at.stage], at.parity ^ 1); }
   __device__ __forceinline__ void wait(Position at) { spin(full[at.stage], at.parity); }

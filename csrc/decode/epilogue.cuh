@@ -186,17 +186,21 @@ __device__ __forceinline__ void exchange_halves(typename T::SharedStorage& share
   }
 }
 
-template <class T, int kGroup>
+template <class T>
 __device__ __forceinline__ void finish_piece(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                              const Destination<T>& to, Softmax<T>& softmax, OutputFragment<T>& ot) {
   publish_columns<T>(shared, softmax);
   ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
-  normalise<T>(shared, kGroup, to, ot);
+  const int group = softmax.group;
+  normalise<T>(shared, group, to, ot);
   if constexpr (T::kSharedTiles) {
-    write_output<T, T::kOutputSlices>(to, kGroup * (kLatentDim / 2), 0, ot);
+    write_output<T, T::kOutputSlices>(to, group * (kLatentDim / 2), 0, ot);
+  } else if (group == 0) {  // which registers stay and which go must be known when compiling
+    exchange_halves<T, 0>(shared, at, ot);
+    write_output<T, T::kMergeSlices>(to, 0, 0, ot);
   } else {
-    exchange_halves<T, kGroup>(shared, at, ot);
-    write_output<T, T::kMergeSlices>(to, kGroup * (kLatentDim / 2), kGroup * T::kMergeSlices, ot);
+    exchange_halves<T, 1>(shared, at, ot);
+    write_output<T, T::kMergeSlices>(to, kLatentDim / 2, T::kMergeSlices, ot);
   }
 }
 

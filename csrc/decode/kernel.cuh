@@ -57,15 +57,16 @@ __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, 
   finish_output<T>(shared, at, group, ot);
 }
 
-template <class T, int kGroup>
+// Both consumers run the same instructions, so that they share the instruction cache.
+template <class T>
 __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                        int row_group) {
-  Softmax<T> softmax(shared, params.scale_log2, kGroup);
+                                        int row_group, int group) {
+  Softmax<T> softmax(shared, params.scale_log2, group);
   OutputFragment<T> ot;
   RingPosition<T::kStages> keys;
   RingPosition<1> queries;
   int buffer = 0;
-  char* const probabilities = shared.probabilities + (T::kSharedTiles ? 0 : 2 * kGroup * T::kProbabilityBytes);
+  char* const probabilities = shared.probabilities + (T::kSharedTiles ? 0 : 2 * group * T::kProbabilityBytes);
   PieceWalk walk(params, partition);
   for (Piece piece; walk.next(piece);) {
     if (piece.tiles() == 0) {
@@ -77,7 +78,7 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
     shared.queries.wait(queries);
     bool first = true;
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, keys.advance(T::kStagesPerTile)) {
-      if (!T::kSharedTiles && (tile - piece.begin_tile) % kConsumerGroups != kGroup) continue;
+      if (!T::kSharedTiles && (tile - piece.begin_tile) % kConsumerGroups != group) continue;
       consume_tile<T>(shared, params, piece, tile, row_group, first, keys, probabilities + buffer * T::kProbabilityBytes,
                       softmax, ot);
       first = false;
@@ -85,7 +86,7 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
     }
     if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
     queries.advance(1);
-    finish_piece<T, kGroup>(shared, keys, Destination<T>(params, piece, row_group), softmax, ot);
+    finish_piece<T>(shared, keys, Destination<T>(params, piece, row_group), softmax, ot);
     keys.advance(kConsumerGroups * T::kMergeStages);
   }
 }
@@ -95,10 +96,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ CUtensorMap cache_map) {
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
-  if (threadIdx.x == 0) {
-    cute::prefetch_tma_descriptor(&cache_map);
-    shared.keys.init(1, T::kStageReleases);
-    shared.queries.init(kQueryLoaderThreads, kConsumerThreads / kWarpSize);
+  if (threadIdx.x < kWarpSize) {
+    if (threadIdx.x == 0) cute::prefetch_tma_descriptor(&cache_map);
+    shared.keys.init(threadIdx.x, 1, T::kStageReleases);
+    shared.queries.init(threadIdx.x, kQueryLoaderThreads, kConsumerThreads / kWarpSize);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
@@ -117,11 +118,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
-    if (group == 0) {
-      consume<T, 0>(shared, params, partition, row_group);
-    } else {
-      consume<T, 1>(shared, params, partition, row_group);
-    }
+    consume<T>(shared, params, partition, row_group, group);
   }
 }
 

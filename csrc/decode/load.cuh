@@ -73,41 +73,45 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
   }
 }
 
-// Query rows of any strides go through cp.async, 16 bytes a thread, into the swizzle that WGMMA's operand B reads.
+// Query rows of any strides go through cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads.
+// A warp takes whole rows, so that a row's place is worked out once.
 template <class T>
 __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params,
                                              int partition, int row_group) {
   using Element = typename T::Element;
+  constexpr int kWarps = kQueryLoaderThreads / kWarpSize;
   constexpr int kUnitElements = 16 / sizeof(Element);
-  constexpr int kUnitsPerRow = kHeadDim / kUnitElements;
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitElements;
-  const int thread = threadIdx.x % kGroupThreads - kWarpSize;
-  const auto* q = static_cast<const Element*>(params.q);
-  const auto* q_rope = static_cast<const Element*>(params.q_rope);
+  constexpr int kLatentUnits = kLatentDim / kUnitElements;
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x % kGroupThreads / kWarpSize - 1;
+  const auto copy = [&](int row, int unit, const Element* source, bool valid) {
+    const int swizzled = (unit % kUnitsPerChunk) ^ (row % 8);
+    char* target =
+        shared.query + unit / kUnitsPerChunk * T::kQueryChunkBytes + (row * kUnitsPerChunk + swizzled) * 16;
+    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(source),
+                                                                  *reinterpret_cast<cute::uint128_t*>(target), valid);
+  };
   RingPosition<1> at;
   PieceWalk walk(params, partition);
   for (Piece piece; walk.next(piece);) {
     if (piece.tiles() == 0) continue;
     shared.queries.acquire(at);
-    for (int i = thread; i < T::kRowTile * kUnitsPerRow; i += kQueryLoaderThreads) {
-      const int row = i / kUnitsPerRow;
-      const int unit = i % kUnitsPerRow;
+    const auto* q = static_cast<const Element*>(params.q) + piece.request * params.q_stride_batch;
+    const auto* q_rope = static_cast<const Element*>(params.q_rope) + piece.request * params.q_rope_stride_batch;
+#pragma unroll 1
+    for (int row = warp; row < T::kRowTile; row += kWarps) {
       const int packed_row = row_group * kMaxRowTile + row;
-      const bool valid = packed_row < params.rows;
-      const int64_t token = valid ? packed_row / params.heads : 0;
-      const int64_t head = valid ? packed_row % params.heads : 0;
-      const int column = unit * kUnitElements;
-      const Element* source =
-          column < kLatentDim
-              ? q + piece.request * params.q_stride_batch + token * params.q_stride_token +
-                    head * params.q_stride_head + column
-              : q_rope + piece.request * params.q_rope_stride_batch + token * params.q_rope_stride_token +
-                    head * params.q_rope_stride_head + (column - kLatentDim);
-      const int chunk = unit / kUnitsPerChunk;
-      const int swizzled = (unit % kUnitsPerChunk) ^ (row % 8);
-      char* target = shared.query + chunk * T::kQueryChunkBytes + (row * kUnitsPerChunk + swizzled) * 16;
-      cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(source),
-                                                              *reinterpret_cast<cute::uint128_t*>(target), valid);
+      const bool valid = packed_row < params.rows;  // rows of the tile behind the last one are zeros
+      const int token = valid ? packed_row / params.heads : 0;
+      const int head = valid ? packed_row - token * params.heads : 0;
+      const Element* latent = q + token * params.q_stride_token + head * params.q_stride_head;
+      const Element* rope = q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head;
+      CUTE_UNROLL
+      for (int unit = 0; unit < kLatentUnits; unit += kWarpSize) {
+        copy(row, unit + lane, latent + (unit + lane) * kUnitElements, valid);
+      }
+      if (lane < kUnitsPerChunk) copy(row, kLatentUnits + lane, rope + lane * kUnitElements, valid);
     }
     cute::cp_async_wait<0>();
     cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
