@@ -7,8 +7,8 @@ no weights, a folder with config and tokenizer is enough with `-- --load-format 
 
 Three servers run one after another: ETAP and the reference with full CUDA graphs, then ETAP with --enforce-eager.
 
-Answers. Concurrent requests of mixed length go to both servers. Every second one is forced along a given path (only
-one token is allowed, while the log-probabilities are those of the whole vocabulary), so that all its steps compare;
+Answers. Concurrent requests of mixed length go to both servers. Every second one is forced along a given path (a
+bias lifts one token above all, the log-probabilities are those without the bias), so that all its steps compare;
 the others decode greedily and compare up to the first step at which the backends choose differently. Two yardsticks
 come from the reference's server:
 
@@ -57,6 +57,7 @@ PROMPT_TOKENS = range(1000, 10000)  # in the vocabulary of every model, and no s
 EDGE_LENGTHS = (10, 63, 64, 65, 127, 128, 129, 4000)  # around one and two pages of the KV cache
 FEW = 8  # concurrency of the second reading
 SHORT, LONG = 32, 288  # output tokens of the two batches whose difference is timed
+MOST_BIAS = 100  # that vLLM takes; log-probabilities are those before it
 IMPOSSIBLE = -9000.0  # vLLM reports minus infinity as -9999
 
 NOISE_FACTOR = 3  # rounding of two kernels against rounding of one kernel at two batch sizes
@@ -74,7 +75,7 @@ class CheckError(Exception):
 
 @dataclass(frozen=True)
 class Request:
-    """One completion: token ids, how many tokens to add, and the only token allowed (None: greedy)."""
+    """One completion: token ids, how many tokens to add, and the token forced at each step (None: greedy)."""
 
     prompt: list[int]
     new_tokens: int
@@ -339,7 +340,8 @@ class Client:
                 "return_tokens_as_token_ids": True,
                 "cache_salt": salt,
             }
-            | ({} if request.forced is None else {"allowed_token_ids": [request.forced]})
+            # No allowed_token_ids: vLLM 0.26 gives one request the other's when it swaps two in its batch.
+            | ({} if request.forced is None else {"logit_bias": {str(request.forced): MOST_BIAS}})
             for request in requests
         ]
         choices = self._run(bodies, concurrency)
