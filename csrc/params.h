@@ -41,15 +41,18 @@ struct DecodeParams {
   int64_t q_rope_stride_batch;
   int64_t q_rope_stride_token;
   int64_t q_rope_stride_head;
-  const int32_t* block_table;  // [batch, >= pages in use]
+  const int32_t* block_table;  // [batch, max_pages]
   int64_t block_table_stride;
+  int32_t max_pages;
   const int32_t* seq_lens;       // [batch]
   const WorkRange* work_ranges;  // [partitions]
   const int32_t* split_offsets;  // [batch + 1]
   void* out;                     // [batch, rows, 512]
   float* lse;                    // [batch, rows], natural log
-  float* partial_out;            // [slots, row_groups, row_tile, 512]
-  float* partial_lse;            // [slots, row_groups, row_tile], log2
+  // Partial O^T as WGMMA's registers hold it, so that all copies are 16 bytes wide and coalesced:
+  // [slots, row_groups, 8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads, 4]
+  float* partial_out;
+  float* partial_lse;  // [slots, row_groups, row_tile], log2
   int32_t batch;
   int32_t s_q;
   int32_t heads;

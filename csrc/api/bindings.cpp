@@ -161,6 +161,7 @@ DecodeParams decode_params(const TensorView& q, const Optional<TensorView>& q_ro
       .q_rope_stride_head = rope.stride(2),
       .block_table = static_cast<const int32_t*>(block_table.data_ptr()),
       .block_table_stride = block_table.stride(0),
+      .max_pages = int32_t(block_table.size(1)),
       .seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr()),
       .work_ranges = static_cast<const WorkRange*>(work_ranges.data_ptr()),
       .split_offsets = static_cast<const int32_t*>(split_offsets.data_ptr()),

@@ -10,7 +10,7 @@ template <class T>
 struct Destination {
   typename T::Element* out;  // [rows of the group, 512], or null
   float* lse;
-  float* partial_out;  // [row_tile, 512]
+  float4* partial_out;  // [slices, column blocks, threads]
   float* partial_lse;
   int rows;
 
@@ -20,7 +20,7 @@ struct Destination {
     const bool whole = piece.slot < 0;
     out = whole ? static_cast<typename T::Element*>(params.out) + row * kLatentDim : nullptr;
     lse = params.lse + row;
-    partial_out = params.partial_out + partial_row * kLatentDim;
+    partial_out = reinterpret_cast<float4*>(params.partial_out + partial_row * kLatentDim);
     partial_lse = params.partial_lse + partial_row;
     rows = min(params.rows - row_group * kMaxRowTile, T::kRowTile);
   }
@@ -35,54 +35,86 @@ __device__ __forceinline__ void write_empty(const Destination<T>& to) {
   for (int row = threadIdx.x; row < to.rows; row += kConsumerThreads) to.lse[row] = -INFINITY;
 }
 
-// Turn O^T's rows (value dims) into output rows: 8 x 8 blocks are transposed between registers. Each thread has one base
-// address and constant offsets from it, so that no address is kept over the main loop.
+// Write this warpgroup's half of O^T, slices [first_slice, first_slice + kSlices) of its registers: a partial result as it
+// lies in them; a final one with its 8 x 8 blocks transposed between the lanes, so that rows (value dims) become columns.
+// Each thread has one base address and constant offsets from it, so that no address is kept over the main loop.
 template <class T, int kSlices>
 __device__ __forceinline__ void write_output(const Destination<T>& to, int first_dim, int first_slice,
                                              const OutputFragment<T>& ot) {
-  const int lane = threadIdx.x % kWarpSize;
-  const int dim = first_dim + threadIdx.x / kWarpSize % kWarpsPerGroup * 16;
-  auto* out = to.out + lane / 4 * kLatentDim + dim + lane % 4 * 2;
-  auto* partial = to.partial_out + lane % 4 * 2 * kLatentDim + dim + lane / 4;
-  const int rows = to.rows - (to.out != nullptr ? lane / 4 : lane % 4 * 2);
+  constexpr int kBlocks = T::kRowTile / 8;
+  const int thread = threadIdx.x % kGroupThreads;
+  if (to.out == nullptr) {
+    float4* partial = to.partial_out + first_dim / 64 * kBlocks * kGroupThreads + thread;
+    CUTE_UNROLL
+    for (int i = 0; i < kSlices * kBlocks; ++i) {
+      auto block = ot(cute::make_coord(cute::_, cute::_, i % kBlocks), first_slice + i / kBlocks, 0);
+      partial[i * kGroupThreads] = make_float4(block(0, 0), block(1, 0), block(0, 1), block(1, 1));
+    }
+    return;
+  }
+  const int lane = thread % kWarpSize;
+  auto* out = to.out + lane / 4 * kLatentDim + first_dim + thread / kWarpSize * 16 + lane % 4 * 2;
+  const int rows = to.rows - lane / 4;
   CUTE_UNROLL
-  for (int block = 0; block < T::kRowTile / 8; ++block) {
+  for (int block = 0; block < kBlocks; ++block) {
     CUTE_UNROLL
     for (int i = 0; i < 2 * kSlices; ++i) {
       const float low = ot(cute::make_coord(0, i % 2, block), first_slice + i / 2, 0);
       const float high = ot(cute::make_coord(1, i % 2, block), first_slice + i / 2, 0);
-      const int offset = block * 8 * kLatentDim + i / 2 * 64 + i % 2 * 8;
-      if (to.out != nullptr) {
-        const uint32_t pair = ptx::movmatrix_trans(pack<typename T::Element>(low, high));
-        if (rows > block * 8) *reinterpret_cast<uint32_t*>(out + offset) = pair;
-      } else {  // 8 lanes fill a 32-byte sector of a row
-        if (rows > block * 8) partial[offset] = low;
-        if (rows > block * 8 + 1) partial[offset + kLatentDim] = high;
+      const uint32_t pair = ptx::movmatrix_trans(pack<typename T::Element>(low, high));
+      if (rows > block * 8) {
+        *reinterpret_cast<uint32_t*>(out + block * 8 * kLatentDim + i / 2 * 64 + i % 2 * 8) = pair;
       }
     }
   }
 }
 
-// Sum the columns over tokens and publish them with their reference for both warpgroups.
+// Sum each value over the eight lanes that hold other tokens of the same columns. The lanes share the work: each step
+// halves the values a lane still holds, so that lane / 4 ends with the value (or kCount / 8 values) of its place.
+template <int kHeld, int kLanes = kWarpSize / 2, int kCount>
+__device__ __forceinline__ void sum_over_tokens(float (&values)[kCount]) {
+  constexpr int kHalf = kHeld / 2;
+  const bool upper = threadIdx.x & kLanes;
+  if constexpr (kHalf == 0) {
+    values[0] += __shfl_xor_sync(0xffffffff, values[0], kLanes);
+  }
+  CUTE_UNROLL
+  for (int i = 0; i < kHalf; ++i) {
+    const float given = upper ? values[i] : values[i + kHalf];
+    const float kept = upper ? values[i + kHalf] : values[i];
+    values[i] = kept + __shfl_xor_sync(0xffffffff, given, kLanes);
+  }
+  if constexpr (kLanes > 4) sum_over_tokens<kHalf, kLanes / 2>(values);
+}
+
+// Publish the column sums of each warp and the references for both warpgroups.
 template <class T>
-__device__ __forceinline__ void publish_columns(typename T::SharedStorage& shared, Softmax<T>& softmax) {
+__device__ __forceinline__ void publish_columns(typename T::SharedStorage& shared, const Softmax<T>& softmax) {
+  constexpr int kColumns = Softmax<T>::kColumns;
+  constexpr int kCount = 2 * kColumns;
+  constexpr int kLeft = kCount > 8 ? kCount / 8 : 1;
   const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
   const int group = softmax.group;
+  float values[kCount];
   CUTE_UNROLL
-  for (int i = 0; i < Softmax<T>::kColumns; ++i) {
-    float sum = softmax.sums[i];
-    float rounded_sum = softmax.rounded_sums[i];
+  for (int i = 0; i < kColumns; ++i) {
+    values[i] = softmax.sums[i];
+    values[kColumns + i] = softmax.rounded_sums[i];
+  }
+  sum_over_tokens<kCount>(values);
+  // Bits 4, 3 and 2 of the lane chose the half at each step; with four values the last step chose nothing.
+  const int place = threadIdx.x / 16 % 2 * (kCount / 2) + threadIdx.x / 8 % 2 * (kCount / 4) +
+                    (kCount >= 8 ? threadIdx.x / 4 % 2 * (kCount / 8) : 0);
+  CUTE_UNROLL
+  for (int i = 0; i < kLeft; ++i) {
+    const int column_index = (place + i) % kColumns;
+    const int column = fragment_column(column_index / 2, column_index % 2);
+    auto& sums = place + i < kColumns ? shared.columns : shared.rounded_sums;
+    sums[group][warp][column] = values[i];
+  }
+  if (threadIdx.x % kGroupThreads < 4) {
     CUTE_UNROLL
-    for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
-      sum += __shfl_xor_sync(0xffffffff, sum, lanes);
-      rounded_sum += __shfl_xor_sync(0xffffffff, rounded_sum, lanes);
-    }
-    const int column = fragment_column(i / 2, i % 2);
-    if (threadIdx.x % kWarpSize < 4) {
-      shared.columns[group][warp][column] = sum;
-      shared.rounded_sums[group][warp][column] = rounded_sum;
-      if (warp == 0) shared.references[group][column] = softmax.reference[i];
-    }
+    for (int i = 0; i < kColumns; ++i) shared.references[group][fragment_column(i / 2, i % 2)] = softmax.reference[i];
   }
 }
 
@@ -118,7 +150,7 @@ __device__ __forceinline__ float2 column_factor(const typename T::SharedStorage&
   const float sum = own_scale * own.sum + other_scale * other.sum;
   const float rounded_sum = own_scale * own.rounded_sum + other_scale * other.rounded_sum;
   const bool empty = sum == 0.0f;  // the row saw no token; a NaN sum must stay NaN
-  return {empty ? 0.0f : own_scale / rounded_sum, empty ? -INFINITY : reference + log2f(sum)};
+  return {empty ? 0.0f : __fdividef(own_scale, rounded_sum), empty ? -INFINITY : reference + __log2f(sum)};
 }
 
 template <class T>

@@ -65,10 +65,10 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
   OutputFragment<T> ot;
   RingPosition<T::kStages> keys;
   RingPosition<1> queries;
-  int buffer = 0;
   char* const probabilities = shared.probabilities + (T::kSharedTiles ? 0 : 2 * group * T::kProbabilityBytes);
   PieceWalk walk(params, partition);
-  for (Piece piece; walk.next(piece);) {
+  while (!walk.done()) {
+    const Piece piece = walk.next();
     if (piece.tiles() == 0) {
       write_empty<T>(Destination<T>(params, piece, row_group));
       continue;
@@ -76,13 +76,11 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
     softmax.reset();
     cute::clear(ot);
     shared.queries.wait(queries);
-    bool first = true;
-    for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, keys.advance(T::kStagesPerTile)) {
-      if (!T::kSharedTiles && (tile - piece.begin_tile) % kConsumerGroups != group) continue;
-      consume_tile<T>(shared, params, piece, tile, row_group, first, keys, probabilities + buffer * T::kProbabilityBytes,
-                      softmax, ot);
-      first = false;
-      buffer ^= 1;
+    for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
+      if (!T::kSharedTiles && i % kConsumerGroups != group) continue;
+      const int turn = T::kSharedTiles ? i : i / kConsumerGroups;
+      consume_tile<T>(shared, params, piece, piece.begin_tile + i, row_group, turn == 0, keys,
+                      probabilities + turn % 2 * T::kProbabilityBytes, softmax, ot);
     }
     if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
     queries.advance(1);

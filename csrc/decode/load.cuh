@@ -9,16 +9,16 @@
 
 namespace etap {
 
-// The page of each tile is fetched 32 tiles at a time, a lane each, one batch ahead of its use.
+// The page of each tile is fetched 32 tiles at a time, a lane each, one batch ahead of its use. The first fetch does not
+// wait for the request's length: what lies behind it in the table is read, but never used.
 class PageFetcher {
  public:
-  __device__ __forceinline__ PageFetcher(const DecodeParams& params, const Piece& piece)
-      : row_(params.block_table + piece.request * params.block_table_stride),
+  __device__ __forceinline__ PageFetcher(const DecodeParams& params, int request, int begin_tile)
+      : row_(params.block_table + request * params.block_table_stride),
         tiles_per_page_(params.tiles_per_page),
-        end_tile_(piece.end_tile),
-        lane_(threadIdx.x % kWarpSize) {
-    next_ = fetch(piece.begin_tile);
-  }
+        max_pages_(params.max_pages),
+        lane_(threadIdx.x % kWarpSize),
+        next_(fetch(begin_tile)) {}
 
   // Page of begin_tile + i; called by the whole warp with i = 0, 1, 2, ...
   __device__ __forceinline__ int page(int tile, int i) {
@@ -31,13 +31,13 @@ class PageFetcher {
 
  private:
   __device__ __forceinline__ int fetch(int first_tile) const {
-    const int tile = first_tile + lane_;
-    return tile < end_tile_ ? row_[tile / tiles_per_page_] : 0;  // entries behind the last page may hold anything
+    const int page = (first_tile + lane_) / tiles_per_page_;
+    return page < max_pages_ ? row_[page] : 0;
   }
 
   const int32_t* row_;
   int tiles_per_page_;
-  int end_tile_;
+  int max_pages_;
   int lane_;
   int current_ = 0;
   int next_;
@@ -49,9 +49,10 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
   const bool elected = threadIdx.x % kWarpSize == 0;
   RingPosition<T::kStages> at;
   PieceWalk walk(params, partition);
-  for (Piece piece; walk.next(piece);) {
+  while (!walk.done()) {
+    PageFetcher pages(params, walk.request(), walk.begin_tile());
+    const Piece piece = walk.next();
     if (piece.tiles() == 0) continue;
-    PageFetcher pages(params, piece);
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile) {
       const int page = pages.page(tile, tile - piece.begin_tile);
       const int row = tile % params.tiles_per_page * kTileTokens;
@@ -73,8 +74,8 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
   }
 }
 
-// Query rows of any strides go through cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads.
-// A warp takes whole rows, so that a row's place is worked out once.
+// Query rows of any strides go through cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads. A warp
+// takes every kWarps-th row and steps from row to row without a division.
 template <class T>
 __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params,
                                              int partition, int row_group) {
@@ -85,33 +86,37 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
   constexpr int kLatentUnits = kLatentDim / kUnitElements;
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x % kGroupThreads / kWarpSize - 1;
-  const auto copy = [&](int row, int unit, const Element* source, bool valid) {
-    const int swizzled = (unit % kUnitsPerChunk) ^ (row % 8);
-    char* target =
-        shared.query + unit / kUnitsPerChunk * T::kQueryChunkBytes + (row * kUnitsPerChunk + swizzled) * 16;
-    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(source),
-                                                                  *reinterpret_cast<cute::uint128_t*>(target), valid);
-  };
+  const int first_token = (row_group * kMaxRowTile + warp) / params.heads;
+  const int first_head = row_group * kMaxRowTile + warp - first_token * params.heads;
   RingPosition<1> at;
   PieceWalk walk(params, partition);
-  for (Piece piece; walk.next(piece);) {
+  while (!walk.done()) {
+    const Piece piece = walk.next();
     if (piece.tiles() == 0) continue;
+    const auto* q = static_cast<const Element*>(params.q) + piece.request * params.q_stride_batch + lane * kUnitElements;
+    const auto* q_rope =
+        static_cast<const Element*>(params.q_rope) + piece.request * params.q_rope_stride_batch + lane * kUnitElements;
+    int token = first_token;
+    int head = first_head;
     shared.queries.acquire(at);
-    const auto* q = static_cast<const Element*>(params.q) + piece.request * params.q_stride_batch;
-    const auto* q_rope = static_cast<const Element*>(params.q_rope) + piece.request * params.q_rope_stride_batch;
 #pragma unroll 1
     for (int row = warp; row < T::kRowTile; row += kWarps) {
-      const int packed_row = row_group * kMaxRowTile + row;
-      const bool valid = packed_row < params.rows;  // rows of the tile behind the last one are zeros
-      const int token = valid ? packed_row / params.heads : 0;
-      const int head = valid ? packed_row - token * params.heads : 0;
-      const Element* latent = q + token * params.q_stride_token + head * params.q_stride_head;
-      const Element* rope = q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head;
+      const bool valid = token < params.s_q;  // rows of the tile behind the last one are zeros
+      const Element* latent = valid ? q + token * params.q_stride_token + head * params.q_stride_head : q;
+      const Element* rope = valid ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q_rope;
+      const int swizzled = (lane % kUnitsPerChunk) ^ (row % 8);
+      char* target = shared.query + lane / kUnitsPerChunk * T::kQueryChunkBytes + (row * kUnitsPerChunk + swizzled) * 16;
+      const auto copy = [&](int chunk, const Element* source) {
+        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+            *reinterpret_cast<const cute::uint128_t*>(source),
+            *reinterpret_cast<cute::uint128_t*>(target + chunk * T::kQueryChunkBytes), valid);
+      };
       CUTE_UNROLL
       for (int unit = 0; unit < kLatentUnits; unit += kWarpSize) {
-        copy(row, unit + lane, latent + (unit + lane) * kUnitElements, valid);
+        copy(unit / kUnitsPerChunk, latent + unit * kUnitElements);
       }
-      if (lane < kUnitsPerChunk) copy(row, kLatentUnits + lane, rope + lane * kUnitElements, valid);
+      if (lane < kUnitsPerChunk) copy(kValueChunks, rope);
+      for (head += kWarps; head >= params.heads; head -= params.heads) ++token;
     }
     cute::cp_async_wait<0>();
     cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA

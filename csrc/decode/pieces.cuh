@@ -18,28 +18,42 @@ struct Piece {
 // Walks the pieces of a partition in order.
 class PieceWalk {
  public:
-  __device__ __forceinline__ PieceWalk(const DecodeParams& params, int partition)
-      : params_(params), range_(params.work_ranges[partition]), request_(range_.begin_request) {}
+  __device__ __forceinline__ PieceWalk(const DecodeParams& params, int partition) : params_(params) {
+    const WorkRange& range = params.work_ranges[partition];
+    request_ = range.begin_request;
+    begin_tile_ = range.begin_tile;
+    begin_split_ = range.begin_split;
+    end_request_ = range.end_request;
+    end_tile_ = range.end_tile;
+  }
 
-  __device__ __forceinline__ bool next(Piece& piece) {
-    if (request_ > range_.end_request || (request_ == range_.end_request && range_.end_tile == 0)) return false;
+  __device__ __forceinline__ bool done() const {
+    return request_ > end_request_ || (request_ == end_request_ && end_tile_ == 0);
+  }
+  // Where the next piece begins: known before its length is.
+  __device__ __forceinline__ int request() const { return request_; }
+  __device__ __forceinline__ int begin_tile() const { return begin_tile_; }
+
+  __device__ __forceinline__ Piece next() {
     const int seq_len = max(params_.seq_lens[request_], 0);
     const int tiles = (seq_len + kTileTokens - 1) / kTileTokens;
     const int slots = params_.split_offsets[request_];
     const bool split = params_.split_offsets[request_ + 1] > slots;
-    piece = {request_, seq_len, 0, tiles, -1};
-    if (request_ == range_.begin_request) piece.begin_tile = range_.begin_tile;
     // A schedule of other lengths gives wrong sums, but must not send a load past the request's pages.
-    if (request_ == range_.end_request) piece.end_tile = min(range_.end_tile, tiles);
-    if (split) piece.slot = slots + (piece.begin_tile > 0 ? range_.begin_split : 0);
+    const int end_tile = request_ == end_request_ ? min(end_tile_, tiles) : tiles;
+    const Piece piece{request_, seq_len, begin_tile_, end_tile, split ? slots + begin_split_ : -1};
     ++request_;
-    return true;
+    begin_tile_ = begin_split_ = 0;  // all but the first piece begin their request
+    return piece;
   }
 
  private:
   const DecodeParams& params_;
-  const WorkRange range_;
   int request_;
+  int begin_tile_;
+  int begin_split_;
+  int end_request_;
+  int end_tile_;
 };
 
 }  // namespace etap
