@@ -13,7 +13,7 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kWarps = 8;
-constexpr int kBlocksPerSm = 3;                     // that fit beside each other
+constexpr int kBlocksPerSm = 3;                     // that fit beside each other, unless a row has many splits
 constexpr int kSlices = kLatentDim / 64;            // of O^T, each 64 value dims by four warps
 constexpr int kSliceWarps = 4;
 constexpr int kBlockVectors = kSliceWarps * kWarp;  // float4s of one slice and column block
@@ -117,7 +117,7 @@ __device__ __forceinline__ void write_lse(const DecodeParams& params, const Tota
 // A task is 8 rows x 16 value dims of a split request; kTeams warps divide its splits. Blocks take kWarps / kTeams tasks
 // at a time until the list of split requests ends.
 template <class Element, int kTeams>
-__global__ void __launch_bounds__(kWarps* kWarp, kBlocksPerSm)
+__global__ void __launch_bounds__(kWarps* kWarp, kTeams < kWarps ? kBlocksPerSm : 1)
     combine_kernel(const __grid_constant__ DecodeParams params) {
   constexpr int kBlockTasks = kWarps / kTeams;
   __shared__ Sum s_sum[kTeams][kBlockTasks][kWarp];
@@ -148,7 +148,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kBlocksPerSm)
     const auto* value = reinterpret_cast<const float4*>(params.partial_out) + entry.split_slot * value_stride +
                         ((group * kSlices + slice) * blocks_per_group + block) * kBlockVectors + quarter * kWarp + lane;
 
-    constexpr int kBatch = 4;
+    constexpr int kBatch = kTeams < kWarps ? 4 : 16;
     Partials<kBatch> partials;
     partials.load(value, value_stride, lse, lse_stride, team, kTeams, splits);  // in flight while the weights are summed
     const Totals totals = reduce_lse(lse, lse_stride, splits);

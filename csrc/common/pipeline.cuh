@@ -28,11 +28,33 @@ struct RingPosition {
   }
 };
 
+using Barrier = cutlass::arch::ClusterTransactionBarrier;
+
+__device__ __forceinline__ void spin(Barrier& barrier, uint32_t parity) {
+  const uint32_t address = cute::cast_smem_ptr_to_uint(&barrier);
+#ifdef ETAP_SPIN_LIMIT  // debug builds end a deadlock with a trap instead of holding the GPU
+  for (uint32_t tries = 0; !ptx::mbarrier_try_wait(address, parity); ++tries) {
+    if (tries > ETAP_SPIN_LIMIT) __trap();
+  }
+#else
+  while (!ptx::mbarrier_try_wait(address, parity)) {
+  }
+#endif
+}
+
+// Numbered turns, each taken by one party when the turn before it is over. The number's last bit is all it takes.
+struct Turns {
+  Barrier over;
+
+  __device__ __forceinline__ void init(int arrivals) { over.init(arrivals); }
+  __device__ __forceinline__ void wait(uint32_t turn) { spin(over, (turn & 1) ^ 1); }
+  __device__ __forceinline__ void end() { over.arrive(); }
+};
+
 // One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release.
 template <int kStages>
 struct Ring {
   using Position = RingPosition<kStages>;
-  using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
   Barrier full[kStages];
   Barrier empty[kStages];
@@ -52,19 +74,6 @@ struct Ring {
   __device__ __forceinline__ void release(Position at) { empty[at.stage].arrive(); }
   __device__ __forceinline__ uint64_t* full_barrier(Position at) {
     return reinterpret_cast<uint64_t*>(&full[at.stage]);
-  }
-
- private:
-  __device__ __forceinline__ static void spin(Barrier& barrier, uint32_t parity) {
-    const uint32_t address = cute::cast_smem_ptr_to_uint(&barrier);
-#ifdef ETAP_SPIN_LIMIT  // debug builds end a deadlock with a trap instead of holding the GPU
-    for (uint32_t tries = 0; !ptx::mbarrier_try_wait(address, parity); ++tries) {
-      if (tries > ETAP_SPIN_LIMIT) __trap();
-    }
-#else
-    while (!ptx::mbarrier_try_wait(address, parity)) {
-    }
-#endif
   }
 };
 

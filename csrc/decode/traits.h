@@ -105,6 +105,7 @@ struct Traits {
     float factors[kConsumerGroups][kScoreColumns];  // what O^T is scaled by: for a new reference, at the end by its sums
     Ring<kStages> keys;
     Ring<1> queries;
+    Turns score_turns;
   };
   static_assert(sizeof(SharedStorage) <= kMaxSharedBytes);
 };
