@@ -76,6 +76,18 @@ def test_answers_that_are_refused(given, request_, complaint):
         serve_check.parse_answer(given, request_)
 
 
+@pytest.mark.parametrize(
+    "metrics, running",
+    [
+        ('# TYPE x gauge\nvllm:num_requests_running{engine="0",model_name="check"} 96.0\n', 96),
+        ("vllm:num_requests_running 7\n", 7),
+        ('vllm:num_requests_waiting{engine="0"} 3.0\n', 0),
+    ],
+)
+def test_running_requests_are_read_from_metrics(metrics, running):
+    assert serve_check.requests_running(metrics) == running
+
+
 def test_steps_are_compared_up_to_the_one_that_parts():
     ours = Answer([4, 5, 6], [-1.0, -2.0, -3.0], [0.1, 0.2, 0.3])
     theirs = Answer([4, 9, 6], [-1.5, -2.0, -9.0], [0.7, 0.8, 0.9])

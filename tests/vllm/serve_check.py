@@ -296,17 +296,31 @@ def wait_for_memory(before: int | None) -> None:
         time.sleep(0.5)
 
 
+def requests_running(metrics: str) -> int:
+    """Requests in the running batch, from the text of /metrics; 0 where it does not say."""
+    found = re.search(r"^vllm:num_requests_running(?:\{.*\})? (\S+)$", metrics, re.MULTILINE)
+    return int(float(found[1])) if found else 0
+
+
 class Client:
     """Completions from one server."""
 
     def __init__(self, server: Server, deadline: Deadline):
-        self.url = f"{server.url}/v1/completions"
+        self.url = server.url
         self.deadline = deadline
+        self.most_running = 0
 
-    def _run(self, bodies: list[dict], concurrency: int) -> list[dict]:
-        return asyncio.run(self._post_all(bodies, concurrency))
+    def _run(self, bodies: list[dict], concurrency: int, *, watch: bool = False) -> list[dict]:
+        return asyncio.run(self._post_all(bodies, concurrency, watch))
 
-    async def _post_all(self, bodies: list[dict], concurrency: int) -> list[dict]:
+    async def _watch(self, session) -> None:
+        """Keep the most requests that the server says it has in one batch."""
+        while True:
+            async with session.get(f"{self.url}/metrics") as response:
+                self.most_running = max(self.most_running, requests_running(await response.text()))
+            await asyncio.sleep(0.1)
+
+    async def _post_all(self, bodies: list[dict], concurrency: int, watch: bool) -> list[dict]:
         # Imported here: it comes with vLLM, and what needs no server is tested without.
         import aiohttp
 
@@ -314,7 +328,7 @@ class Client:
         timeout = aiohttp.ClientTimeout(total=self.deadline.left(150, "requests"))
 
         async def post(session, body: dict) -> dict:
-            async with gate, session.post(self.url, json=body) as response:
+            async with gate, session.post(f"{self.url}/v1/completions", json=body) as response:
                 if response.status != 200:
                     raise CheckError(f"wanted status 200, got {response.status}: {(await response.text())[:500]}")
                 return (await response.json())["choices"][0]
@@ -323,7 +337,11 @@ class Client:
         connector = aiohttp.TCPConnector(limit=0)
         try:
             async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-                return await asyncio.gather(*(post(session, body) for body in bodies))
+                watcher = asyncio.create_task(self._watch(session)) if watch else None
+                answers = await asyncio.gather(*(post(session, body) for body in bodies))
+                if watcher and not watcher.cancel():
+                    watcher.result()
+                return answers
         except (aiohttp.ClientError, asyncio.TimeoutError) as error:
             raise CheckError(f"wanted {len(bodies)} answers within {timeout.total:.0f} s, got {error!r}") from error
 
@@ -344,7 +362,7 @@ class Client:
             | ({} if request.forced is None else {"logit_bias": {str(request.forced): MOST_BIAS}})
             for request in requests
         ]
-        choices = self._run(bodies, concurrency)
+        choices = self._run(bodies, concurrency, watch=True)
         return [parse_answer(choice, request) for choice, request in zip(choices, requests, strict=True)]
 
     def decode_seconds(self, prompts: Sequence[list[int]], new_tokens: int) -> float:
@@ -492,7 +510,12 @@ class Check:
             other = client.answers(changed, len(changed), "control")
             self.answers |= {backend: together, f"{backend} few": few}
             noise, control = agreement(few, together), agreement(other, [together[index] for index in forced])
-            self.document["servers"][name] |= {"noise": noise.summary(), "control": control.summary()}
+            self.document["servers"][name] |= {
+                "requests": len(self.requests),
+                "most_running_at_once": client.most_running,
+                "noise": noise.summary(),
+                "control": control.summary(),
+            }
             if backend == self.reference:
                 self.yardsticks = noise, control
             self.write()
