@@ -93,6 +93,19 @@ def test_ragged_batches(device, batch):
     verify(Case(tuple(lengths), heads=16, seed=5), device)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_many_runs_of_ctas_with_many_pieces(heads):
+    """What the warpgroups hand each other from piece to piece depends on timing: a race showed in one run of 75 here."""
+    draw = random.Random(heads)
+    lengths = tuple(min(16_000, int(draw.lognormvariate(7.0, 1.2))) for _ in range(200))
+    runner = Runner(build(Case(lengths, heads=heads, seed=10), "cuda"))
+    first = [result.clone() for result in runner.run()]
+    for run in range(60):
+        for name, result, before in zip(("out", "lse"), runner.run(), first, strict=True):
+            assert torch.equal(result.view(torch.uint8), before.view(torch.uint8)), f"{name}: run {run} differs"
+
+
 @both_devices
 @pytest.mark.parametrize("length", [64 * 64, 131_072])
 def test_one_request_over_all_multiprocessors(device, length):

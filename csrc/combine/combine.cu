@@ -13,7 +13,8 @@ namespace {
 
 constexpr int kWarp = 32;
 constexpr int kWarps = 8;
-constexpr int kBlocksPerSm = 3;                     // that fit beside each other, unless a row has many splits
+constexpr int kBlocksPerSm = 3;                     // of one task that fit beside each other
+constexpr int kWideBlocksPerSm = 2;                 // of a task a warp
 constexpr int kSlices = kLatentDim / 64;            // of O^T, each 64 value dims by four warps
 constexpr int kSliceWarps = 4;
 constexpr int kBlockVectors = kSliceWarps * kWarp;  // float4s of one slice and column block
@@ -60,29 +61,6 @@ __device__ __forceinline__ Totals reduce_lse(const float2* lse, int64_t stride, 
   return totals;
 }
 
-// Splits first, first + step, ... of one lane, kBatch in flight; those behind the last weigh nothing.
-template <int kBatch>
-struct Partials {
-  float4 value[kBatch];
-  float2 lse[kBatch];
-
-  __device__ __forceinline__ void load(const float4* value_at, int64_t value_stride, const float2* lse_at,
-                                       int64_t lse_stride, int first, int step, int splits) {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      const int split = first + i * step;
-      lse[i] = split < splits ? lse_at[split * lse_stride] : make_float2(-INFINITY, -INFINITY);
-      value[i] = split < splits ? value_at[split * value_stride] : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
-  }
-  __device__ __forceinline__ void add_to(Sum& sum, float2 reference) const {
-#pragma unroll
-    for (int i = 0; i < kBatch; ++i) {
-      sum.add({ptx::ex2(lse[i].x - reference.x), ptx::ex2(lse[i].y - reference.y)}, value[i]);
-    }
-  }
-};
-
 // Write a lane's part of the result, transposed between the lanes to rows of 8 value dims.
 template <class Element>
 __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request,
@@ -114,60 +92,133 @@ __device__ __forceinline__ void write_lse(const DecodeParams& params, const Tota
   if (lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);
 }
 
-// A task is 8 rows x 16 value dims of a split request; kTeams warps divide its splits. Blocks take kWarps / kTeams tasks
-// at a time until the list of split requests ends.
-template <class Element, int kTeams>
-__global__ void __launch_bounds__(kWarps* kWarp, kTeams < kWarps ? kBlocksPerSm : 1)
+// Where a lane finds its part of a task's first partial, and how far the next split's lies.
+struct Source {
+  const float4* value;
+  const float2* lse;
+  int64_t value_stride;
+  int64_t lse_stride;
+  int splits;
+};
+
+// Sum splits first, first + kStep, ... of kTasks tasks, whose values lie at task_offset; kAhead splits are in flight.
+template <int kTasks, int kStep, int kAhead>
+__device__ __forceinline__ void sum_splits(const Source& from, const int (&task_offset)[kTasks], int first,
+                                           float2 reference, Sum (&sums)[kTasks]) {
+  for (int split = first; split < from.splits; split += kStep * kAhead) {
+    float2 lse[kAhead];
+    float4 value[kAhead][kTasks];
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const int at = split + a * kStep;
+      lse[a] = make_float2(-INFINITY, -INFINITY);  // behind the last split: weighs nothing
+      if (at < from.splits) lse[a] = from.lse[at * from.lse_stride];
+#pragma unroll
+      for (int t = 0; t < kTasks; ++t) {
+        value[a][t] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (at < from.splits) value[a][t] = from.value[at * from.value_stride + task_offset[t]];
+      }
+    }
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const float2 weight = {ptx::ex2(lse[a].x - reference.x), ptx::ex2(lse[a].y - reference.y)};
+#pragma unroll
+      for (int t = 0; t < kTasks; ++t) sums[t].add(weight, value[a][t]);
+    }
+  }
+}
+
+constexpr int kFewSplits = 4;
+
+// All of up to kFewSplits splits at once: each lane weighs its rows itself, nothing waits for anything but memory.
+__device__ __forceinline__ Totals sum_few_splits(const Source& from, int offset, Sum& sum) {
+  float2 lse[kFewSplits];
+  float4 value[kFewSplits];
+#pragma unroll
+  for (int i = 0; i < kFewSplits; ++i) {
+    lse[i] = make_float2(-INFINITY, -INFINITY);
+    value[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    if (i < from.splits) lse[i] = from.lse[i * from.lse_stride];
+    if (i < from.splits) value[i] = from.value[i * from.value_stride + offset];
+  }
+  float2 maximum = lse[0];
+#pragma unroll
+  for (int i = 1; i < kFewSplits; ++i) maximum = {fmaxf(maximum.x, lse[i].x), fmaxf(maximum.y, lse[i].y)};
+  Totals totals{{maximum.x == -INFINITY ? 0.0f : maximum.x, maximum.y == -INFINITY ? 0.0f : maximum.y}, {0.0f, 0.0f}};
+#pragma unroll
+  for (int i = 0; i < kFewSplits; ++i) {
+    const float2 weight = {ptx::ex2(lse[i].x - totals.reference.x), ptx::ex2(lse[i].y - totals.reference.y)};
+    totals.sum.x += weight.x;
+    totals.sum.y += weight.y;
+    sum.add(weight, value[i]);
+  }
+  return totals;
+}
+
+// A task is 8 rows x 16 value dims of a split request. A block takes kTasks tasks of the same rows (8, or 1 where few
+// requests can be split and blocks are what is wanted). With few splits each warp sums its own task; with many the warps
+// divide the splits and sum all tasks.
+template <class Element, int kTasks>
+__global__ void __launch_bounds__(kWarps* kWarp, kTasks == 1 ? kBlocksPerSm : kWideBlocksPerSm)
     combine_kernel(const __grid_constant__ DecodeParams params) {
-  constexpr int kBlockTasks = kWarps / kTeams;
-  __shared__ Sum s_sum[kTeams][kBlockTasks][kWarp];
-  const int team = threadIdx.x / kWarp / kBlockTasks;
-  const int block_task = threadIdx.x / kWarp % kBlockTasks;
+  constexpr int kAhead = kTasks == 1 ? 4 : 1;
+  __shared__ Sum s_sum[kWarps][kTasks][kWarp];
+  const int warp = threadIdx.x / kWarp;
   const int lane = threadIdx.x % kWarp;
-  const int row_blocks = params.row_groups * params.row_tile / 8;
-  const int request_tasks = row_blocks * kSlices * kSliceWarps;
-  const int64_t lse_stride = int64_t(params.row_groups) * params.row_tile / 2;           // of a slot, in float2
-  const int64_t value_stride = int64_t(params.row_groups) * params.row_tile * kLatentDim / 4;  // in float4
+  const int blocks_per_group = params.row_tile / 8;
+  const int row_blocks = params.row_groups * blocks_per_group;
+  const int request_steps = row_blocks * kSlices * kSliceWarps / kTasks;
   cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
 
-  for (int task = blockIdx.x * kBlockTasks + block_task; task < params.partitions * request_tasks;
-       task += gridDim.x * kBlockTasks) {
-    const WorkRange& entry = params.work_ranges[task / request_tasks];
+  for (int step = blockIdx.x; step < params.partitions * request_steps; step += gridDim.x) {
+    const WorkRange& entry = params.work_ranges[step / request_steps];
     const int request = entry.split_request;
     if (request < 0) return;
-    const int splits = entry.split_pieces;
-    const int quarter = task % kSliceWarps;
-    const int slice = task / kSliceWarps % kSlices;
-    const int row_block = task / (kSliceWarps * kSlices) % row_blocks;
-    const int blocks_per_group = params.row_tile / 8;
+    const int first_task = step % request_steps * kTasks;
+    const int row_block = first_task / (kSliceWarps * kSlices);
     const int group = row_block / blocks_per_group;
     const int block = row_block % blocks_per_group;
-    const auto* lse = reinterpret_cast<const float2*>(params.partial_lse) + entry.split_slot * lse_stride +
-                      (group * params.row_tile + block * 8) / 2 + lane % 4;
-    const auto* value = reinterpret_cast<const float4*>(params.partial_out) + entry.split_slot * value_stride +
-                        ((group * kSlices + slice) * blocks_per_group + block) * kBlockVectors + quarter * kWarp + lane;
+    Source from;
+    from.splits = entry.split_pieces;
+    from.lse_stride = int64_t(params.row_groups) * params.row_tile / 2;
+    from.value_stride = int64_t(params.row_groups) * params.row_tile * kLatentDim / 4;
+    from.lse = reinterpret_cast<const float2*>(params.partial_lse) + entry.split_slot * from.lse_stride +
+               (group * params.row_tile + block * 8) / 2 + lane % 4;
+    from.value = reinterpret_cast<const float4*>(params.partial_out) + entry.split_slot * from.value_stride +
+                 (group * kSlices * blocks_per_group + block) * kBlockVectors + lane;
+    const auto offset = [&](int task) {
+      const int slice = task / kSliceWarps % kSlices;
+      return slice * blocks_per_group * kBlockVectors + task % kSliceWarps * kWarp;
+    };
 
-    constexpr int kBatch = kTeams < kWarps ? 4 : 16;
-    Partials<kBatch> partials;
-    partials.load(value, value_stride, lse, lse_stride, team, kTeams, splits);  // in flight while the weights are summed
-    const Totals totals = reduce_lse(lse, lse_stride, splits);
+    Totals totals;
     Sum sum;
-    partials.add_to(sum, totals.reference);
-    for (int first = team + kBatch * kTeams; first < splits; first += kBatch * kTeams) {
-      partials.load(value, value_stride, lse, lse_stride, first, kTeams, splits);
-      partials.add_to(sum, totals.reference);
-    }
-    if constexpr (kTeams > 1) {
-      __syncthreads();  // the last task's sums are read
-      s_sum[team][block_task][lane] = sum;
-      __syncthreads();
+    if (kTasks > 1 && from.splits <= kFewSplits) {
+      totals = sum_few_splits(from, offset(first_task + warp), sum);
+    } else {
+      totals = reduce_lse(from.lse, from.lse_stride, from.splits);
+      Sum sums[kTasks];
+      int offsets[kTasks];
 #pragma unroll
-      for (int other = 1; other < kTeams; ++other) sum.add({1.0f, 1.0f}, s_sum[other][block_task][lane].value);
+      for (int t = 0; t < kTasks; ++t) offsets[t] = offset(first_task + t);
+      sum_splits<kTasks, kWarps, kAhead>(from, offsets, warp, totals.reference, sums);
+      __syncthreads();  // the last step's sums are read
+#pragma unroll
+      for (int t = 0; t < kTasks; ++t) s_sum[warp][t][lane] = sums[t];
+      __syncthreads();
+      if (warp < kTasks) {
+#pragma unroll
+        for (int other = 0; other < kWarps; ++other) sum.add({1.0f, 1.0f}, s_sum[other][warp][lane].value);
+      }
     }
+    if (warp >= kTasks) continue;
+    const int task = first_task + warp;
     const int first_row = group * kMaxRowTile + block * 8;
-    if (team == 0) write_rows<Element>(params, sum, totals, request, first_row, slice * 64 + quarter * 16);
-    if (team == 0 && slice == 0 && quarter == 0) write_lse(params, totals, request, first_row);
+    const int slice = task / kSliceWarps % kSlices;
+    const int quarter = task % kSliceWarps;
+    write_rows<Element>(params, sum, totals, request, first_row, slice * 64 + quarter * 16);
+    if (slice == 0 && quarter == 0) write_lse(params, totals, request, first_row);
   }
 }
 
@@ -179,19 +230,17 @@ void launch_combine(const DecodeParams& params, cudaStream_t stream) {
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
-  const int splits = params.partitions / requests;
-  const int teams = splits > 16 ? kWarps : splits > 4 ? 2 : 1;
   const int tasks = requests * params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
-  const int blocks = tasks * teams / kWarps;
+  const int multiprocessors = params.partitions * params.row_groups;
+  const bool wide = tasks > kBlocksPerSm * multiprocessors;
+  const int blocks = wide ? std::min(tasks / kWarps, kWideBlocksPerSm * multiprocessors) : tasks;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(std::min(blocks, kBlocksPerSm * params.partitions * params.row_groups));
+  config.gridDim = dim3(blocks);
   config.blockDim = dim3(kWarps * kWarp);
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
-  auto* kernel = teams == 1   ? combine_kernel<Element, 1>
-                 : teams == 2 ? combine_kernel<Element, 2>
-                              : combine_kernel<Element, kWarps>;
+  auto* kernel = wide ? combine_kernel<Element, kWarps> : combine_kernel<Element, 1>;
   ETAP_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
 }
 

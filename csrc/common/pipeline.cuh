@@ -42,13 +42,16 @@ __device__ __forceinline__ void spin(Barrier& barrier, uint32_t parity) {
 #endif
 }
 
-// Numbered turns, each taken by one party when the turn before it is over. The number's last bit is all it takes.
+// Numbered events for one waiter, who may be up to two behind: even and odd ones have a barrier each.
 struct Turns {
-  Barrier over;
+  Barrier barriers[2];
 
-  __device__ __forceinline__ void init(int arrivals) { over.init(arrivals); }
-  __device__ __forceinline__ void wait(uint32_t turn) { spin(over, (turn & 1) ^ 1); }
-  __device__ __forceinline__ void end() { over.arrive(); }
+  __device__ __forceinline__ void init() {
+    barriers[0].init(1);
+    barriers[1].init(1);
+  }
+  __device__ __forceinline__ void signal(uint32_t turn) { barriers[turn % 2].arrive(); }
+  __device__ __forceinline__ void wait(uint32_t turn) { spin(barriers[turn % 2], turn / 2 % 2); }
 };
 
 // One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release.

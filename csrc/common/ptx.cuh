@@ -14,7 +14,7 @@ __device__ __forceinline__ float ex2(float x) {
 
 // Wait for `threads` threads at a named barrier.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
-  asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // The same; true for all when any of them passed true. Orders memory as a barrier.
@@ -24,7 +24,7 @@ __device__ __forceinline__ bool barrier_any(bool value, int barrier, int threads
       "{\n"
       ".reg .pred in, out;\n"
       "setp.ne.u32 in, %1, 0;\n"
-      "barrier.cta.red.or.pred out, %2, %3, in;\n"
+      "barrier.cta.red.or.pred.aligned out, %2, %3, in;\n"
       "selp.u32 %0, 1, 0, out;\n"
       "}\n"
       : "=r"(any)

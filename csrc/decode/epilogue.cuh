@@ -29,6 +29,7 @@ struct Destination {
 // A request without tokens: zeros and -inf, no page read.
 template <class T>
 __device__ __forceinline__ void write_empty(const Destination<T>& to) {
+  if (to.out == nullptr) return;  // a schedule of other lengths split this request
   for (int i = threadIdx.x; i < to.rows * kLatentDim / 8; i += kConsumerThreads) {
     reinterpret_cast<uint4*>(to.out)[i] = make_uint4(0, 0, 0, 0);
   }

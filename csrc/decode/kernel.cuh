@@ -11,7 +11,7 @@
 // Pipeline         stages            producer -> consumer                    released by
 // keys             8 x 24 KB (*)     TMA bytes -> both consumers             4 warps (tiles alternate) or 8 (shared)
 // queries          1                 96 threads -> both consumers            8 warps
-// score turns                        consumer of tile i -> that of i + 1     (up to 32 rows)
+// tiles issued     2 a consumer      key producer -> the tile's consumer     (nothing to release)
 // (*) 7 at 32 rows, 17 x 8 KB at 64
 //
 // Up to 32 rows, time going down:
@@ -30,16 +30,11 @@ namespace etap {
 template <class T>
 __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, const DecodeParams& params,
                                              const Piece& piece, int tile, int row_group, bool first,
-                                             uint32_t turn, RingPosition<T::kStages> at, char* probabilities, Softmax<T>& softmax,
+                                             RingPosition<T::kStages> at, char* probabilities, Softmax<T>& softmax,
                                              OutputFragment<T>& ot) {
   const int group = softmax.group;
   ScoreFragment<T> st;
-  // The warpgroups' scores take turns: side by side both would end, and leave the tensor cores to softmax, together.
-  if constexpr (!T::kSharedTiles) shared.score_turns.wait(turn);
   compute_scores<T>(shared, at, group, st);
-  if constexpr (!T::kSharedTiles) {
-    if (threadIdx.x % kWarpSize == 0) shared.score_turns.end();
-  }
   release_key_stages<T>(shared, at, group);
   const int tile_end = (tile + 1) * kTileTokens;
   if (tile_end > piece.seq_len - params.s_q + 1) {
@@ -71,7 +66,7 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
   OutputFragment<T> ot;
   RingPosition<T::kStages> keys;
   RingPosition<1> queries;
-  uint32_t tiles_before = 0;  // this piece
+  uint32_t tiles_taken = 0;  // in all pieces, where tiles alternate
   char* const probabilities = shared.probabilities + (T::kSharedTiles ? 0 : 2 * group * T::kProbabilityBytes);
   PieceWalk walk(params, partition);
   while (!walk.done()) {
@@ -84,12 +79,18 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
     cute::clear(ot);
     shared.queries.wait(queries);
     for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
-      if (!T::kSharedTiles && i % kConsumerGroups != group) continue;
+      if constexpr (!T::kSharedTiles) {
+        if (i % kConsumerGroups != group) continue;
+        // A stage's barrier tells odd rounds from even ones only, and the other consumer's tile that lay there before ours
+        // may not have arrived yet. Once our first stage is being filled, it has: a tile gives back its first stage only
+        // when its last one has arrived.
+        shared.tiles_issued[group].wait(tiles_taken++);
+      }
       const int mine = T::kSharedTiles ? i : i / kConsumerGroups;
-      consume_tile<T>(shared, params, piece, piece.begin_tile + i, row_group, mine == 0, tiles_before + i, keys,
+      consume_tile<T>(shared, params, piece, piece.begin_tile + i, row_group, mine == 0, keys,
                       probabilities + mine % 2 * T::kProbabilityBytes, softmax, ot);
     }
-    tiles_before += piece.tiles();
+    __syncwarp();  // all lanes have seen this round, also where the piece gave this consumer no tile
     if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
     queries.advance(1);
     finish_piece<T>(shared, keys, Destination<T>(params, piece, row_group), softmax, ot);
@@ -106,7 +107,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     if (threadIdx.x == 0) cute::prefetch_tma_descriptor(&cache_map);
     shared.keys.init(threadIdx.x, 1, T::kStageReleases);
     shared.queries.init(threadIdx.x, kQueryLoaderThreads, kConsumerThreads / kWarpSize);
-    if (threadIdx.x == 0) shared.score_turns.init(kWarpsPerGroup);
+    if (threadIdx.x < kConsumerGroups) shared.tiles_issued[threadIdx.x].init();
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();

@@ -48,6 +48,7 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
                                           const CUtensorMap* cache_map, int partition) {
   const bool elected = threadIdx.x % kWarpSize == 0;
   RingPosition<T::kStages> at;
+  uint32_t even = 0, odd = 0;  // tiles that consumers 0 and 1 got in earlier pieces
   PieceWalk walk(params, partition);
   while (!walk.done()) {
     PageFetcher pages(params, walk.request(), walk.begin_tile());
@@ -64,8 +65,14 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
         cute::SM90_TMA_LOAD_4D::copy(cache_map, shared.keys.full_barrier(at),
                                      static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
                                      shared.ring + at.stage * T::kStageBytes, 0, row, stage * T::kChunksPerStage, page);
+        if (!T::kSharedTiles && stage == 0) {
+          const int i = tile - piece.begin_tile;
+          shared.tiles_issued[i % kConsumerGroups].signal((i % kConsumerGroups == 0 ? even : odd) + i / kConsumerGroups);
+        }
       }
     }
+    even += (piece.tiles() + 1) / kConsumerGroups;
+    odd += piece.tiles() / kConsumerGroups;
     // Stages lent to the consumers for merging their halves: granted, not filled.
     for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
       shared.keys.acquire(at);

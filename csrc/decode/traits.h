@@ -57,6 +57,8 @@ struct Traits {
   static constexpr int kStageBytes = kChunksPerStage * kChunkBytes;
   static constexpr int kStages = kSharedTiles ? 17 : kRowTile == 32 ? 7 : 8;
   static_assert(kChunks % kChunksPerStage == 0 && kStages >= kStagesPerTile);
+  // The producer may begin no third tile of a consumer before the first is given back: see Turns.
+  static_assert(kSharedTiles || kStages <= 4 * kStagesPerTile);
   // Alternate tiles are merged through ring stages borrowed at the end of a request piece: each warpgroup hands half of
   // its O^T over in float32.
   static constexpr int kMergeSlices = kSharedTiles ? 0 : kValueChunks / kConsumerGroups;
@@ -105,7 +107,7 @@ struct Traits {
     float factors[kConsumerGroups][kScoreColumns];  // what O^T is scaled by: for a new reference, at the end by its sums
     Ring<kStages> keys;
     Ring<1> queries;
-    Turns score_turns;
+    Turns tiles_issued[kConsumerGroups];  // where tiles alternate: a tile's first stage is being filled
   };
   static_assert(sizeof(SharedStorage) <= kMaxSharedBytes);
 };
