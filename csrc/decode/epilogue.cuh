@@ -175,45 +175,49 @@ __device__ __forceinline__ void normalise(typename T::SharedStorage& shared, int
   scale_by_factors<T>(shared, group, ot);
 }
 
-// Hand one half of this warpgroup's O^T over and add the other warpgroup's half to the one that stays. The halves cross
-// in stages of the key ring that the producer granted: [target warpgroup][merge stage].
+// Where a slice of the half that `target` keeps crosses from the other warpgroup: in stages of the key ring that the
+// producer granted, [target][merge stage], 16 bytes a thread and `quad`.
+template <class T>
+__device__ __forceinline__ float4* exchange_slot(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                                 int target, int m, int quad) {
+  const int stage = at.ahead(target * T::kMergeStages + m / T::kSlicesPerMergeStage).stage;
+  return reinterpret_cast<float4*>(shared.ring + stage * T::kStageBytes + m % T::kSlicesPerMergeStage * T::kSliceBytes) +
+         quad * kGroupThreads + threadIdx.x % kGroupThreads;
+}
+
+// Hand over the half of this warpgroup's O^T that the other one keeps.
 template <class T, int kGroup>
-__device__ __forceinline__ void exchange_halves(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                                OutputFragment<T>& ot) {
-  constexpr int kRegisters = T::kRowTile / 2;  // of one slice
-  const int thread = threadIdx.x % kGroupThreads;
-  auto slot = [&](int target, int m, int quad) {
-    const int stage = at.ahead(target * T::kMergeStages + m / T::kSlicesPerMergeStage).stage;
-    return reinterpret_cast<float4*>(shared.ring + stage * T::kStageBytes +
-                                     m % T::kSlicesPerMergeStage * T::kSliceBytes) +
-           quad * kGroupThreads + thread;
-  };
-  CUTE_UNROLL
-  for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage) shared.keys.wait(at.ahead(stage));
+__device__ __forceinline__ void give_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                          OutputFragment<T>& ot) {
   CUTE_UNROLL
   for (int m = 0; m < T::kMergeSlices; ++m) {
     auto given = ot(cute::_, (1 - kGroup) * T::kMergeSlices + m, 0);
     CUTE_UNROLL
-    for (int i = 0; i < kRegisters; i += 4) {
-      *slot(1 - kGroup, m, i / 4) = make_float4(given(i), given(i + 1), given(i + 2), given(i + 3));
+    for (int i = 0; i < T::kRowTile / 2; i += 4) {
+      *exchange_slot<T>(shared, at, 1 - kGroup, m, i / 4) = make_float4(given(i), given(i + 1), given(i + 2), given(i + 3));
     }
   }
-  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
+}
+
+// Add the other warpgroup's part to the half that stays here, and give the stages back.
+template <class T, int kGroup>
+__device__ __forceinline__ void take_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                          OutputFragment<T>& ot) {
   CUTE_UNROLL
   for (int m = 0; m < T::kMergeSlices; ++m) {
     auto kept = ot(cute::_, kGroup * T::kMergeSlices + m, 0);
     CUTE_UNROLL
-    for (int i = 0; i < kRegisters; i += 4) {
-      const float4 other = *slot(kGroup, m, i / 4);
+    for (int i = 0; i < T::kRowTile / 2; i += 4) {
+      const float4 other = *exchange_slot<T>(shared, at, kGroup, m, i / 4);
       kept(i) += other.x;
       kept(i + 1) += other.y;
       kept(i + 2) += other.z;
       kept(i + 3) += other.w;
     }
   }
-  cutlass::arch::fence_view_async_shared();  // these reads and writes, before TMA fills the stages again
+  cutlass::arch::fence_view_async_shared();  // these reads and the writes before, before TMA fills the stages again
   __syncwarp();
-  if (thread % kWarpSize == 0) {
+  if (threadIdx.x % kWarpSize == 0) {
     CUTE_UNROLL
     for (int stage = 0; stage < T::kMergeStages; ++stage) shared.keys.release(at.ahead(kGroup * T::kMergeStages + stage));
   }
@@ -228,12 +232,22 @@ __device__ __forceinline__ void finish_piece(typename T::SharedStorage& shared, 
   normalise<T>(shared, group, to, ot);
   if constexpr (T::kSharedTiles) {
     write_output<T, T::kOutputSlices>(to, group * (kLatentDim / 2), 0, ot);
-  } else if (group == 0) {  // which registers stay and which go must be known when compiling
-    exchange_halves<T, 0>(shared, at, ot);
-    write_output<T, T::kMergeSlices>(to, 0, 0, ot);
-  } else {
-    exchange_halves<T, 1>(shared, at, ot);
-    write_output<T, T::kMergeSlices>(to, kLatentDim / 2, T::kMergeSlices, ot);
+  } else {  // which registers stay and which go must be known when compiling
+    CUTE_UNROLL
+    for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage) shared.keys.wait(at.ahead(stage));
+    if (group == 0) {
+      give_half<T, 0>(shared, at, ot);
+    } else {
+      give_half<T, 1>(shared, at, ot);
+    }
+    ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
+    if (group == 0) {
+      take_half<T, 0>(shared, at, ot);
+      write_output<T, T::kMergeSlices>(to, 0, 0, ot);
+    } else {
+      take_half<T, 1>(shared, at, ot);
+      write_output<T, T::kMergeSlices>(to, kLatentDim / 2, T::kMergeSlices, ot);
+    }
   }
 }
 

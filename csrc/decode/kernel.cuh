@@ -98,6 +98,18 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
   }
 }
 
+// Debug builds keep the registers of the launch: sanitizers instrument code that setmaxnreg then leaves too few for.
+template <bool kConsumer>
+__device__ __forceinline__ void adjust_registers() {
+#ifndef ETAP_SPIN_LIMIT
+  if constexpr (kConsumer) {
+    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+  }
+#endif
+}
+
 template <class T>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ CUtensorMap cache_map) {
@@ -118,14 +130,14 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const int row_group = blockIdx.x % params.row_groups;
   const int group = cutlass::canonical_warp_group_idx();
   if (group == kConsumerGroups) {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    adjust_registers<false>();
     if (threadIdx.x % kGroupThreads < kWarpSize) {
       load_keys<T>(shared, params, &cache_map, partition);
     } else {
       load_queries<T>(shared, params, partition, row_group);
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+    adjust_registers<true>();
     consume<T>(shared, params, partition, row_group, group);
   }
 }
