@@ -36,7 +36,7 @@ test-contract: dist/built
 
 ifdef NO_INSTALL
 test-gpu:
-	PYTHONPATH=$(CURDIR) ETAP_REQUIRE_GPU=1 $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
+	PYTHONPATH=$(CURDIR):$(PYTHONPATH) ETAP_REQUIRE_GPU=1 $(PYTHON) -m pytest -m gpu $(GPU_TESTS)
 else
 test-gpu: $(STAMPS)/installed
 	ETAP_REQUIRE_GPU=1 $(BIN)/pytest -m gpu $(GPU_TESTS)

@@ -96,7 +96,7 @@ def test_ragged_batches(device, batch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 def test_many_runs_of_ctas_with_many_pieces(heads):
-    """What the warpgroups hand each other from piece to piece depends on timing: a race showed in one run of 75 here."""
+    """What the warpgroups hand each other from piece to piece depends on timing: a race once showed in a run of 75."""
     draw = random.Random(heads)
     lengths = tuple(min(16_000, int(draw.lognormvariate(7.0, 1.2))) for _ in range(200))
     runner = Runner(build(Case(lengths, heads=heads, seed=10), "cuda"))

@@ -87,7 +87,7 @@ def check_balance(lengths: list[int], partitions: int, work_ranges) -> None:
     for p in range(partitions):
         mine = list(pieces(work_ranges[p : p + 1], 1, tiles_of(lengths)))
         load = sum(len(run) for _, run, _ in mine) + PIECE_COST * len(mine)
-        assert load <= most_load(lengths, partitions) + PIECE_COST, "near the mean, and the fixed cost of one more piece"
+        assert load <= most_load(lengths, partitions) + PIECE_COST, "near the mean, and one more piece"
 
 
 LENGTHS = st.lists(
