@@ -29,7 +29,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import etap_backend
 from etap_backend import peers, report
 from etap_backend.grids import Workload, floor_for, load_grid
-from etap_backend.reference import mla_decode_reference
+from etap_backend.reference import mla_decode_reference, relative_rmse
 from etap_backend.schedule import DecodeSchedule
 from etap_backend.support import COMPUTE_CAPABILITY, HEAD_DIM
 
@@ -145,10 +145,6 @@ class Captured:
 def summary(times: list[float]) -> dict:
     quartiles = statistics.quantiles(times, n=4)
     return {"us": statistics.median(times), "iqr_us": quartiles[2] - quartiles[0], "replays": len(times)}
-
-
-def relative_rmse(out: torch.Tensor, wanted: torch.Tensor) -> float:
-    return float((out.double().reshape(wanted.shape) - wanted).norm() / wanted.norm())
 
 
 def capture_all(inputs: peers.Inputs, copies: list[torch.Tensor], calls: int, names: tuple[str, ...]):

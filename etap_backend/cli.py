@@ -19,7 +19,7 @@ from rich.table import Table
 
 import etap_backend
 from etap_backend import _library
-from etap_backend.reference import mla_decode_reference
+from etap_backend.reference import mla_decode_reference, relative_rmse
 from etap_backend.support import HEAD_DIM, why_unsupported
 
 app = typer.Typer(
@@ -227,10 +227,6 @@ def _microseconds(run, device: str) -> float:
     return statistics.median(times[5:])
 
 
-def _relative_rmse(result: torch.Tensor, truth: torch.Tensor) -> float:
-    return ((result.double() - truth).norm() / truth.norm()).item()
-
-
 def _choose_device(device: Device) -> tuple[str, str]:
     """Where the demo runs, and the sentence that says so."""
     reason = "the CPU was asked for"
@@ -275,7 +271,7 @@ def demo(
         progress.update(task, description="decoding the same in float64, and in plain bfloat16")
         true_out, true_lse = mla_decode_reference(*inputs, scale)
         plain_out, _ = mla_decode_reference(*inputs, scale, dtype=torch.bfloat16)
-    error, plain_error = _relative_rmse(out, true_out), _relative_rmse(plain_out, true_out)
+    error, plain_error = relative_rmse(out, true_out), relative_rmse(plain_out, true_out)
     pieces = schedule.split_offsets.diff().clamp(min=1).tolist()
 
     console.print(f"Ran {sentence}.")

@@ -52,3 +52,8 @@ def mla_decode_reference(
             lse[request, t] = torch.logsumexp(scores, dim=-1)
             out[request, t] = torch.softmax(scores, dim=-1) @ visible[:, :LATENT_DIM]
     return out, lse
+
+
+def relative_rmse(result: Tensor, truth: Tensor) -> float:
+    """Root mean square of result - truth over that of truth; float64 `truth`, `result` of as many elements."""
+    return ((result.double().reshape(truth.shape) - truth).norm() / truth.norm()).item()

@@ -1,23 +1,22 @@
 #include "combine/combine.h"
 
-#include <cutlass/numeric_conversion.h>
 #include <cutlass/numeric_types.h>
 
 #include <algorithm>
 
-#include "common/cuda_check.h"
+#include "common/launch.cuh"
 #include "common/ptx.cuh"
+#include "common/warp.cuh"
 
 namespace etap {
 namespace {
 
-constexpr int kWarp = 32;
 constexpr int kWarps = 8;
 constexpr int kBlocksPerSm = 3;                     // of one task that fit beside each other
 constexpr int kWideBlocksPerSm = 2;                 // of a task a warp
 constexpr int kSlices = kLatentDim / 64;            // of O^T, each 64 value dims by four warps
 constexpr int kSliceWarps = 4;
-constexpr int kBlockVectors = kSliceWarps * kWarp;  // float4s of one slice and column block
+constexpr int kBlockVectors = kSliceWarps * kWarpSize;  // float4s of one slice and column block
 
 // What a lane holds of a partial: two neighbouring rows of the output (columns of O^T), two value dims, 8 apart.
 struct Sum {
@@ -39,22 +38,22 @@ struct Totals {
 
 // Lanes of equal lane % 4 have the same rows and share their splits.
 __device__ __forceinline__ Totals reduce_lse(const float2* lse, int64_t stride, int splits) {
-  const int first = threadIdx.x % kWarp / 4;
+  const int first = threadIdx.x % kWarpSize / 4;
   float2 maximum = {-INFINITY, -INFINITY};
-  for (int i = first; i < splits; i += kWarp / 4) {
+  for (int i = first; i < splits; i += kWarpSize / 4) {
     maximum.x = fmaxf(maximum.x, lse[i * stride].x);
     maximum.y = fmaxf(maximum.y, lse[i * stride].y);
   }
-  for (int lanes = kWarp / 2; lanes >= 4; lanes /= 2) {
+  for (int lanes = kWarpSize / 2; lanes >= 4; lanes /= 2) {
     maximum.x = fmaxf(maximum.x, __shfl_xor_sync(0xffffffff, maximum.x, lanes));
     maximum.y = fmaxf(maximum.y, __shfl_xor_sync(0xffffffff, maximum.y, lanes));
   }
   Totals totals{{maximum.x == -INFINITY ? 0.0f : maximum.x, maximum.y == -INFINITY ? 0.0f : maximum.y}, {0.0f, 0.0f}};
-  for (int i = first; i < splits; i += kWarp / 4) {
+  for (int i = first; i < splits; i += kWarpSize / 4) {
     totals.sum.x += ptx::ex2(lse[i * stride].x - totals.reference.x);
     totals.sum.y += ptx::ex2(lse[i * stride].y - totals.reference.y);
   }
-  for (int lanes = kWarp / 2; lanes >= 4; lanes /= 2) {
+  for (int lanes = kWarpSize / 2; lanes >= 4; lanes /= 2) {
     totals.sum.x += __shfl_xor_sync(0xffffffff, totals.sum.x, lanes);
     totals.sum.y += __shfl_xor_sync(0xffffffff, totals.sum.y, lanes);
   }
@@ -65,14 +64,13 @@ __device__ __forceinline__ Totals reduce_lse(const float2* lse, int64_t stride, 
 template <class Element>
 __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request,
                                            int first_row, int dim) {
-  const int lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kWarpSize;
   const float2 scale = {totals.sum.x == 0.0f ? 0.0f : 1.0f / totals.sum.x,
                         totals.sum.y == 0.0f ? 0.0f : 1.0f / totals.sum.y};
-  const cutlass::NumericArrayConverter<Element, float, 2> convert;
-  const auto low = convert(cutlass::Array<float, 2>{sum.value.x * scale.x, sum.value.y * scale.y});
-  const auto high = convert(cutlass::Array<float, 2>{sum.value.z * scale.x, sum.value.w * scale.y});
-  const uint32_t low_row = ptx::movmatrix_trans(reinterpret_cast<const uint32_t&>(low));
-  const uint32_t high_row = ptx::movmatrix_trans(reinterpret_cast<const uint32_t&>(high));
+  const uint32_t low = pack<Element>(sum.value.x * scale.x, sum.value.y * scale.y);
+  const uint32_t high = pack<Element>(sum.value.z * scale.x, sum.value.w * scale.y);
+  const uint32_t low_row = ptx::movmatrix_trans(low);
+  const uint32_t high_row = ptx::movmatrix_trans(high);
   const int row = first_row + lane / 4;
   if (row >= params.rows) return;
   auto* out = static_cast<Element*>(params.out) + (int64_t(request) * params.rows + row) * kLatentDim + dim + lane % 4 * 2;
@@ -81,8 +79,7 @@ __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum
 }
 
 __device__ __forceinline__ void write_lse(const DecodeParams& params, const Totals& totals, int request, int first_row) {
-  constexpr float kLn2 = 0.6931471805599453f;
-  const int lane = threadIdx.x % kWarp;
+  const int lane = threadIdx.x % kWarpSize;
   const int row = first_row + lane * 2;
   float* lse = params.lse + int64_t(request) * params.rows + row;
   const auto natural = [](float reference, float sum) {
@@ -159,12 +156,12 @@ __device__ __forceinline__ Totals sum_few_splits(const Source& from, int offset,
 // requests can be split and blocks are what is wanted). With few splits each warp sums its own task; with many the warps
 // divide the splits and sum all tasks.
 template <class Element, int kTasks>
-__global__ void __launch_bounds__(kWarps* kWarp, kTasks == 1 ? kBlocksPerSm : kWideBlocksPerSm)
+__global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm : kWideBlocksPerSm)
     combine_kernel(const __grid_constant__ DecodeParams params) {
   constexpr int kAhead = kTasks == 1 ? 4 : 1;
-  __shared__ Sum s_sum[kWarps][kTasks][kWarp];
-  const int warp = threadIdx.x / kWarp;
-  const int lane = threadIdx.x % kWarp;
+  __shared__ Sum s_sum[kWarps][kTasks][kWarpSize];
+  const int warp = threadIdx.x / kWarpSize;
+  const int lane = threadIdx.x % kWarpSize;
   const int blocks_per_group = params.row_tile / 8;
   const int row_blocks = params.row_groups * blocks_per_group;
   const int request_steps = row_blocks * kSlices * kSliceWarps / kTasks;
@@ -189,7 +186,7 @@ __global__ void __launch_bounds__(kWarps* kWarp, kTasks == 1 ? kBlocksPerSm : kW
                  (group * kSlices * blocks_per_group + block) * kBlockVectors + lane;
     const auto offset = [&](int task) {
       const int slice = task / kSliceWarps % kSlices;
-      return slice * blocks_per_group * kBlockVectors + task % kSliceWarps * kWarp;
+      return slice * blocks_per_group * kBlockVectors + task % kSliceWarps * kWarpSize;
     };
 
     Totals totals;
@@ -226,22 +223,13 @@ __global__ void __launch_bounds__(kWarps* kWarp, kTasks == 1 ? kBlocksPerSm : kW
 
 template <class Element>
 void launch_combine(const DecodeParams& params, cudaStream_t stream) {
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = requests * params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
   const int multiprocessors = params.partitions * params.row_groups;
   const bool wide = tasks > kBlocksPerSm * multiprocessors;
   const int blocks = wide ? std::min(tasks / kWarps, kWideBlocksPerSm * multiprocessors) : tasks;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kWarps * kWarp);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
   auto* kernel = wide ? combine_kernel<Element, kWarps> : combine_kernel<Element, 1>;
-  ETAP_CUDA_CHECK(cudaLaunchKernelEx(&config, kernel, params));
+  launch_overlapping(kernel, blocks, kWarps * kWarpSize, 0, stream, params);
 }
 
 template void launch_combine<cutlass::bfloat16_t>(const DecodeParams&, cudaStream_t);

@@ -157,7 +157,6 @@ __device__ __forceinline__ float2 column_factor(const typename T::SharedStorage&
 template <class T>
 __device__ __forceinline__ void normalise(typename T::SharedStorage& shared, int group, const Destination<T>& to,
                                           OutputFragment<T>& ot) {
-  constexpr float kLn2 = 0.6931471805599453f;
   const int column = threadIdx.x % kGroupThreads;
   if (column < T::kScoreColumns) {
     const float2 factor = column_factor<T>(shared, group, column);

@@ -6,7 +6,7 @@
 #include <string>
 #include <type_traits>
 
-#include "common/cuda_check.h"
+#include "common/launch.cuh"
 #include "decode/kernel.cuh"
 #include "decode/launch.h"
 
@@ -62,17 +62,8 @@ void launch_row_tile(const DecodeParams& params, const CacheParams& cache, cudaS
   using T = Traits<Element, kRowTile>;
   allow_shared_memory<T>();
   const CUtensorMap cache_map = make_cache_map<T>(cache);
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(params.partitions * params.row_groups);
-  config.blockDim = dim3(kDecodeThreads);
-  config.dynamicSmemBytes = sizeof(typename T::SharedStorage);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  ETAP_CUDA_CHECK(cudaLaunchKernelEx(&config, decode_kernel<T>, params, cache_map));
+  launch_overlapping(decode_kernel<T>, params.partitions * params.row_groups, kDecodeThreads,
+                     sizeof(typename T::SharedStorage), stream, params, cache_map);
 }
 
 template <class Element>

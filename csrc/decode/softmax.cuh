@@ -5,7 +5,6 @@
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
-#include <cutlass/numeric_conversion.h>
 
 #include "decode/output.cuh"
 #include "decode/pieces.cuh"
@@ -15,21 +14,6 @@ namespace etap {
 
 __device__ __forceinline__ int fragment_column(int column_block, int column_bit) {
   return column_block * 8 + threadIdx.x % 4 * 2 + column_bit;
-}
-
-// Two values in one register, the lower column in the lower half.
-template <class Element>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
-  const cutlass::NumericArrayConverter<Element, float, 2> convert;
-  const cutlass::Array<float, 2> pair{low, high};
-  const auto packed = convert(pair);
-  return reinterpret_cast<const uint32_t&>(packed);
-}
-
-template <class Element>
-__device__ __forceinline__ float2 unpack(uint32_t packed) {
-  const auto& pair = reinterpret_cast<const cutlass::Array<Element, 2>&>(packed);
-  return {float(pair[0]), float(pair[1])};
 }
 
 // Multiply each column of O^T by its shared factor; where tiles are shared, O^T has the columns of both warpgroups.

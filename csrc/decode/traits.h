@@ -10,11 +10,11 @@
 #include <cute/tensor.hpp>
 
 #include "common/pipeline.cuh"
+#include "common/warp.cuh"
 #include "params.h"
 
 namespace etap {
 
-constexpr int kWarpSize = 32;
 constexpr int kWarpsPerGroup = 4;
 constexpr int kGroupThreads = kWarpSize * kWarpsPerGroup;
 constexpr int kConsumerGroups = 2;

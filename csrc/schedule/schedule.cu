@@ -7,12 +7,12 @@
 #include <vector>
 
 #include "common/cuda_check.h"
+#include "common/warp.cuh"
 
 namespace etap {
 namespace {
 
 constexpr int kThreads = 512;
-constexpr int kWarpSize = 32;
 constexpr int kWarps = kThreads / kWarpSize;
 using Scan = cub::BlockScan<int64_t, kThreads>;
 
