@@ -1,0 +1,438 @@
+"""Compares what a trained model answers with ETAP and with an engine's other attention backends.
+
+    python tests/answers/train_model.py MODEL
+    python tests/answers/compare_answers.py MODEL --engine vllm --output results/answers-vllm.json
+
+Needs a Hopper GPU and the engine with etap-backend beside it. For each backend and mode (plain; mtp: the model's own
+MTP layer proposes tokens; ngram: the prompt does, vLLM only) one server runs, with a KV cache so small that requests
+are preempted. It answers the prompts of MODEL/prompts.json greedily:
+
+- together: all at once;
+- again: the same, 32 at a time, over what the prefix cache holds;
+- forced (vLLM, plain): token by token what the reference answered, for the perplexity of the same text.
+
+It fails when a backend's answers to the recall prompts are not equal to another's for 99% of them, when perplexities
+differ by more than 0.1%, when fewer than nine in ten answers are right (then the model did not learn, and equal answers
+say little), or when nothing was preempted, found in the prefix cache or accepted as a draft. Continuations are reported
+beside it: where many tokens would do, two correct kernels part at near ties, the reference from itself too.
+
+Servers that a --work folder has answers of are not started again, so a run may be continued.
+"""
+
+import asyncio
+import json
+import math
+import os
+import re
+import shlex
+import statistics
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+HERE = Path(__file__).resolve().parent
+sys.path.insert(0, str(HERE.parent / "vllm"))
+from serve_check import CheckError, Deadline, provenance, serving  # noqa: E402
+
+ETAP = "ETAP"
+FEW = 32
+EQUAL_SHARE = 0.99  # of the recall prompts
+PERPLEXITY_SHARE = 0.001
+RIGHT_SHARE = 0.9
+MODES = ("plain", "mtp", "ngram")
+DRAFT_TOKENS = 3
+
+console = Console(width=120)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Greedy tokens of one prompt, each one's log-probability, and how far the best token is from the second."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+
+
+class Vllm:
+    """How vLLM is started and asked, and what its counters are called."""
+
+    backends = ("FLASHMLA", ETAP, "TRITON_MLA")
+    modes = MODES
+    path = "/v1/completions"
+    counters = {
+        "preempted": "vllm:num_preemptions_total",
+        "prefix tokens found": "vllm:prefix_cache_hits_total",
+        "drafts": "vllm:spec_decode_num_draft_tokens_total",
+        "drafts accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    }
+    forces = True
+
+    def proof(self, backend: str) -> str:
+        """What the log says when this backend is in use."""
+        return f"Using AttentionBackendEnum.{backend} backend."
+
+    def command(self, model: Path, backend: str, mode: str, cache_tokens: int) -> list[str]:
+        flags = {
+            "plain": ["--logits-processors", "forced_tokens:ForcedTokens"],
+            "mtp": ["--speculative-config", json.dumps({"method": "mtp", "num_speculative_tokens": DRAFT_TOKENS})],
+            "ngram": [
+                "--speculative-config",
+                json.dumps({"method": "ngram", "num_speculative_tokens": DRAFT_TOKENS, "prompt_lookup_max": 4}),
+            ],
+        }
+        return [
+            *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "answers"),
+            *("--attention-backend", backend, "--max-num-seqs", "256", "--num-gpu-blocks-override"),
+            *(str(cache_tokens // 64), "--gpu-memory-utilization", "0.5", "--seed", "0", "--enable-prefix-caching"),
+            *("--disable-uvicorn-access-log", *flags[mode]),
+        ]
+
+    def body(self, prompt: list[int], tokens: int, forced: list[int] | None) -> dict:
+        body = {
+            "model": "answers",
+            "prompt": prompt,
+            "max_tokens": tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "logprobs": 2,
+            "return_tokens_as_token_ids": True,
+        }
+        return body | ({} if forced is None else {"vllm_xargs": {"forced_tokens": forced}})
+
+    def parse(self, reply: dict) -> Answer:
+        logprobs = reply["choices"][0]["logprobs"]
+        tokens = [int(token.removeprefix("token_id:")) for token in logprobs["tokens"]]
+        best = [sorted(step.values(), reverse=True)[:2] for step in logprobs["top_logprobs"]]
+        return Answer(tokens, logprobs["token_logprobs"], [first - second for first, second in best])
+
+
+class Sglang:
+    """The same of SGLang."""
+
+    backends = ("flashmla", "etap", "triton")
+    modes = ("plain", "mtp")
+    path = "/generate"
+    counters = {
+        "preempted": "sglang:num_retracted_requests_total",
+        "prefix tokens found": "sglang:cached_tokens_total",
+    }
+    forces = False
+
+    def proof(self, backend: str) -> str:
+        return f"attention_backend='{backend}'"
+
+    def command(self, model: Path, backend: str, mode: str, cache_tokens: int) -> list[str]:
+        flags = {
+            "plain": [],
+            "mtp": [
+                *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(DRAFT_TOKENS)),
+                *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(DRAFT_TOKENS + 1)),
+                *("--speculative-draft-attention-backend", "fa3"),
+            ],
+        }
+        return [
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--page-size", "64"),
+            *("--attention-backend", backend, "--max-total-tokens", str(cache_tokens), "--max-running-requests", "256"),
+            *("--mem-fraction-static", "0.5", "--random-seed", "0", "--enable-metrics", "--skip-server-warmup"),
+            *flags[mode],
+        ]
+
+    def body(self, prompt: list[int], tokens: int, forced: list[int] | None) -> dict:
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        return {"input_ids": prompt, "sampling_params": sampling, "return_logprob": True, "top_logprobs_num": 2}
+
+    def parse(self, reply: dict) -> Answer:
+        about = reply["meta_info"]
+        tokens = [token for _, token, *_ in about["output_token_logprobs"]]
+        best = [sorted((step[0] for step in steps), reverse=True)[:2] for steps in about["output_top_logprobs"]]
+        gaps = [first - second for first, second in best]
+        return Answer(tokens, [logprob for logprob, *_ in about["output_token_logprobs"]], gaps)
+
+
+ENGINES = {"vllm": Vllm(), "sglang": Sglang()}
+
+
+def checked(answer: Answer, tokens: int, forced: list[int] | None) -> Answer:
+    """The answer, if it is complete, finite and as forced."""
+    if not len(answer.tokens) == len(answer.logprobs) == len(answer.gaps) == tokens:
+        raise CheckError(f"wanted {tokens} tokens, got {len(answer.tokens)}")
+    for value in (*answer.logprobs, *answer.gaps):
+        if not -9000 < value < 9000:  # vLLM reports minus infinity as -9999
+            raise CheckError(f"wanted finite log-probabilities, got {value}")
+    if forced is not None and answer.tokens != forced:
+        raise CheckError(f"wanted the tokens {forced}, got {answer.tokens}")
+    return answer
+
+
+async def _post_all(url: str, bodies: Sequence[dict], concurrency: int, seconds: float) -> list[dict]:
+    import aiohttp  # comes with both engines
+
+    gate = asyncio.Semaphore(concurrency)
+
+    async def post(session, body: dict) -> dict:
+        async with gate, session.post(url, json=body) as response:
+            if response.status != 200:
+                raise CheckError(f"wanted status 200, got {response.status}: {(await response.text())[:500]}")
+            return await response.json()
+
+    timeout = aiohttp.ClientTimeout(total=seconds)
+    connector = aiohttp.TCPConnector(limit=0)
+    try:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
+            return await asyncio.gather(*(post(session, body) for body in bodies))
+    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
+        raise CheckError(f"wanted {len(bodies)} answers within {seconds:.0f} s, got {error!r}") from error
+
+
+def read_counters(metrics: str, names: dict[str, str]) -> dict[str, float | None]:
+    """Each counter's sum over its labels in the text of /metrics; None where it is absent."""
+    found = {}
+    for what, name in names.items():
+        values = re.findall(rf"^{re.escape(name)}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
+        found[what] = sum(map(float, values)) if values else None
+    return found
+
+
+def perplexity(answers: Sequence[Answer]) -> float:
+    """Of all tokens of all answers."""
+    return math.exp(-statistics.fmean(logprob for answer in answers for logprob in answer.logprobs))
+
+
+def compared(ours: Sequence[Answer], theirs: Sequence[Answer]) -> dict:
+    """How many answers are equal, how far the others agree, and how near a tie they part."""
+    equal, agreed, gaps = 0, 0, []
+    for a, b in zip(ours, theirs, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), len(b.tokens))
+        equal += same == len(b.tokens)
+        agreed += same
+        if same < len(b.tokens):
+            gaps.append(b.gaps[same])
+    tokens = sum(len(b.tokens) for b in theirs)
+    return {
+        "prompts": len(theirs),
+        "equal": equal,
+        "equal_share": equal / len(theirs),
+        "tokens_before_parting": agreed / tokens,
+        "gaps_where_parted": sorted(round(gap, 4) for gap in gaps),
+    }
+
+
+@dataclass
+class Run:
+    """All servers of one comparison; `answers[backend][mode][stage][kind]`."""
+
+    engine: Vllm | Sglang
+    model: Path
+    work: Path
+    backends: list[str]
+    modes: list[str]
+    cache_tokens: int
+    ready: float
+    deadline: Deadline
+
+    def __post_init__(self) -> None:
+        prompts = json.loads((self.model / "prompts.json").read_text())
+        self.prompts = {kind: [entry["prompt"] for entry in entries] for kind, entries in prompts.items()}
+        self.right = [entry["answer"] for entry in prompts["recall"]]
+        self.new_tokens = len(self.right[0])
+
+    def ask(self, url: str, concurrency: int, forced: dict[str, list[Answer]] | None = None) -> dict[str, list[Answer]]:
+        """Answers to the prompts of every kind, all in one stream."""
+        flat = [(kind, index) for kind, prompts in self.prompts.items() for index in range(len(prompts))]
+        wanted = {(kind, i): forced[kind][i].tokens if forced else None for kind, i in flat}
+        bodies = [self.engine.body(self.prompts[kind][i], self.new_tokens, wanted[kind, i]) for kind, i in flat]
+        seconds = self.deadline.left(300, "answers")
+        replies = asyncio.run(_post_all(url + self.engine.path, bodies, concurrency, seconds))
+        answers = {kind: [] for kind in self.prompts}
+        for (kind, index), reply in zip(flat, replies, strict=True):
+            answers[kind].append(checked(self.engine.parse(reply), self.new_tokens, wanted[kind, index]))
+        return answers
+
+    def serve(self, backend: str, mode: str) -> dict:
+        """Start a server, ask everything, and keep it in the work folder."""
+        command = self.engine.command(self.model, backend, mode, self.cache_tokens)
+        console.print(f"[bold]{backend} {mode}[/]: {shlex.join(['python', *command[1:]])}")
+        path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = os.environ | {"PYTHONPATH": path}
+        start = time.monotonic()
+        log = self.work / f"{backend}-{mode}.log"
+        with serving(command, log, environment, self.ready, self.deadline) as server:
+            ready = time.monotonic() - start
+            stages = {"together": self.ask(server.url, 10_000), "again": self.ask(server.url, FEW)}
+            if self.engine.forces and mode == "plain":
+                reference = self.load(self.backends[0], "plain")
+                source = reference["stages"]["together"] if reference else stages["together"]
+                stages["forced"] = self.ask(server.url, 10_000, source)
+            with urllib.request.urlopen(f"{server.url}/metrics", None, 20) as response:
+                counters = read_counters(response.read().decode(), self.engine.counters)
+        record = {
+            "command": shlex.join(["python", *command[1:]]),
+            "seconds_to_ready": ready,
+            "seconds": time.monotonic() - start,
+            "counters": counters,
+            "backend_in_use": self.engine.proof(backend) in log.read_text(errors="replace"),
+        }
+        raw = {s: {k: [asdict(a) for a in answers] for k, answers in kinds.items()} for s, kinds in stages.items()}
+        self.file(backend, mode).write_text(json.dumps(record | {"stages": raw}))
+        return record | {"stages": stages}
+
+    def file(self, backend: str, mode: str) -> Path:
+        return self.work / f"{backend}-{mode}.json"
+
+    def load(self, backend: str, mode: str) -> dict | None:
+        """What an earlier server answered."""
+        if not self.file(backend, mode).exists():
+            return None
+        record = json.loads(self.file(backend, mode).read_text())
+        for kinds in record["stages"].values():
+            for kind, answers in kinds.items():
+                kinds[kind] = [Answer(**answer) for answer in answers]
+        return record
+
+    def all(self) -> dict[tuple[str, str], dict]:
+        """Every server's record; those that are not there yet are run. The reference, the first backend, goes first."""
+        records = {}
+        for mode in self.modes:
+            for backend in self.backends:
+                records[backend, mode] = self.load(backend, mode) or self.serve(backend, mode)
+        return records
+
+
+def server_summary(record: dict, right: list[list[int]]) -> dict:
+    """One server's record without its answers."""
+    stages = record["stages"]
+    recalled = [answer.tokens == tokens for answer, tokens in zip(stages["together"]["recall"], right, strict=True)]
+    return {key: value for key, value in record.items() if key != "stages"} | {
+        "recall_right": statistics.fmean(recalled),
+        "perplexity": {stage: {kind: perplexity(a) for kind, a in kinds.items()} for stage, kinds in stages.items()},
+        "again_equals_together": compared(stages["again"]["recall"], stages["together"]["recall"]),
+    }
+
+
+def pair_summaries(records: dict[tuple[str, str], dict], backends: list[str]) -> list[dict]:
+    """Every two backends in the same mode and stage; and every backend with its own plain answers."""
+    pairs = []
+    for backend, mode in records:
+        others = [(other, mode) for other in backends[backends.index(backend) + 1 :]]
+        others += [(backend, "plain")] if mode != "plain" and (backend, "plain") in records else []
+        for other in (key for key in others if key in records):
+            for stage in ("together", "again"):
+                for kind in ("recall", "continuation"):
+                    ours, theirs = (records[key]["stages"][stage][kind] for key in ((backend, mode), other))
+                    about = {"backend": backend, "mode": mode, "other": other[0], "other_mode": other[1]}
+                    pairs.append(about | {"stage": stage, "kind": kind} | compared(ours, theirs))
+    return pairs
+
+
+def judge(servers: dict[str, dict], pairs: list[dict]) -> list[str]:
+    """What speaks against ETAP, or against the run."""
+    found = []
+    for name, server in servers.items():
+        if server["recall_right"] < RIGHT_SHARE:
+            found.append(f"{name}: {server['recall_right']:.1%} of the answers are right, wanted {RIGHT_SHARE:.0%}")
+        if not server["backend_in_use"]:
+            found.append(f"{name}: the log does not say that the backend is in use")
+        for what, value in server["counters"].items():
+            if not value and (what in ("preempted", "prefix tokens found") or not name.endswith(" plain")):
+                found.append(f"{name}: {what}: wanted some, got {value}")
+    for pair in pairs:
+        mine = ETAP in (pair["backend"].upper(), pair["other"].upper()) and pair["mode"] == pair["other_mode"]
+        if mine and pair["kind"] == "recall" and pair["equal_share"] < EQUAL_SHARE:
+            names = f"{pair['backend']} and {pair['other']}, {pair['mode']}, {pair['stage']}"
+            found.append(f"{names}: {pair['equal']} of {pair['prompts']} answers equal, wanted {EQUAL_SHARE:.0%}")
+    return found + judge_perplexity(servers)
+
+
+def judge_perplexity(servers: dict[str, dict]) -> list[str]:
+    """Forced along the same tokens, or where the engine cannot force, of each one's own answers to recall prompts."""
+    found = []
+    ours = {name: server for name, server in servers.items() if name.upper().startswith(ETAP)}
+    for name, server in ours.items():
+        mode = name.split()[1]
+        for other, theirs in servers.items():
+            if other in ours or other.split()[1] != mode:
+                continue
+            stage = "forced" if "forced" in server["perplexity"] else "together"
+            kinds = server["perplexity"][stage] if stage == "forced" else ["recall"]
+            for kind in kinds:
+                a, b = server["perplexity"][stage][kind], theirs["perplexity"][stage][kind]
+                if not abs(a / b - 1) <= PERPLEXITY_SHARE:
+                    found.append(f"{name} and {other}: {stage} {kind} perplexity {a:.5f} and {b:.5f}")
+    return found
+
+
+def print_tables(document: dict) -> None:
+    servers = Table("server", "right", "preempted", "prefix tokens", "drafts accepted", "forced perplexity")
+    for name, server in document["servers"].items():
+        counters, forced = server["counters"], server["perplexity"].get("forced", {})
+        accepted = counters.get("drafts accepted")
+        servers.add_row(
+            name,
+            f"{server['recall_right']:.1%}",
+            str(counters["preempted"]),
+            str(counters["prefix tokens found"]),
+            f"{accepted / counters['drafts']:.0%}" if accepted else "",
+            ", ".join(f"{kind} {value:.5f}" for kind, value in forced.items()),
+        )
+    console.print(servers)
+    table = Table("backend", "and", "stage", "kind", "equal", "of", "parted at gaps up to")
+    for pair in document["pairs"]:
+        gaps = pair["gaps_where_parted"]
+        table.add_row(
+            f"{pair['backend']} {pair['mode']}",
+            f"{pair['other']} {pair['other_mode']}",
+            pair["stage"],
+            pair["kind"],
+            str(pair["equal"]),
+            str(pair["prompts"]),
+            f"{gaps[-1]:.3f}" if gaps else "",
+        )
+    console.print(table)
+
+
+def main(
+    model: Annotated[Path, typer.Argument(help="Folder that train_model.py wrote.")],
+    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("answers.json"),
+    work: Annotated[Path | None, typer.Option(help="Folder for answers and logs; default: beside the output.")] = None,
+    backends: Annotated[str, typer.Option(help="The reference first; default: the engine's.")] = "",
+    modes: Annotated[str, typer.Option(help="Of plain, mtp, ngram.")] = "plain,mtp",
+    cache_tokens: Annotated[int, typer.Option(help="Size of the KV cache in tokens.")] = 640 * 64,
+    ready: Annotated[float, typer.Option(help="Seconds until a server must be ready.")] = 300,
+    limit: Annotated[float, typer.Option(help="Seconds for everything.")] = 1800,
+    note: Annotated[str, typer.Option(help="Put into the output: anything unusual about this installation.")] = "",
+) -> None:
+    """Compare the answers of attention backends; exit with 1 when they differ by more than allowed."""
+    asked = ENGINES[engine]
+    if wrong := [mode for mode in modes.split(",") if mode not in asked.modes]:
+        raise typer.BadParameter(f"modes: wanted some of {', '.join(asked.modes)}, got {', '.join(wrong)}")
+    work = work or output.with_suffix("")
+    work.mkdir(parents=True, exist_ok=True)
+    chosen = backends.split(",") if backends else list(asked.backends)
+    run = Run(asked, model, work, chosen, modes.split(","), cache_tokens, ready, Deadline(time.monotonic() + limit))
+    records = run.all()
+    about = provenance(note)
+    document = {"what": f"answers of a trained model, {engine}"} | about
+    document["model"] = json.loads((model / "training.json").read_text())
+    document["servers"] = {f"{b} {m}": server_summary(record, run.right) for (b, m), record in records.items()}
+    document["pairs"] = pair_summaries(records, chosen)
+    document["failures"] = judge(document["servers"], document["pairs"])
+    output.write_text(json.dumps(document, indent=1) + "\n")
+    print_tables(document)
+    for failure in document["failures"]:
+        console.print(f"FAILED {failure}", style="red", markup=False)
+    console.print("failed" if document["failures"] else "the answers agree")
+    raise typer.Exit(bool(document["failures"]))
+
+
+if __name__ == "__main__":
+    typer.run(main)

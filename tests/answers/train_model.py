@@ -1,0 +1,527 @@
+"""Trains a small real model of the DeepSeek-V3 architecture, for compare_answers.py.
+
+    python tests/answers/train_model.py OUTPUT [--seconds 150]
+
+Needs torch, safetensors and tokenizers, and a GPU with 40 GB; no network. The text is Python's own standard library,
+its sources and its documentation (pydoc_data), as any machine has it. Attention has DeepSeek's dimensions (latent 512,
+rope 64, 128 + 64 wide heads, 16 of them as on one of 8 tensor-parallel ranks); the rest is narrow.
+
+Half of the training sequences are passages of text followed by some of the same passages again. That teaches the model
+to answer from its context, thousands of tokens back: an answer then depends on what attention reads, and is so certain
+that the rounding of two correct kernels does not change it. The folder gets prompts.json, made from files that training
+never sees:
+
+- recall: several passages and then the beginning of one of them. The right answer is known: how it goes on.
+- continuation: plain text. Many tokens would do here, so that rounding may well choose another.
+
+The main layers are dense, because routing turns rounding into jumps; the layer for multi-token prediction (MTP), which
+engines expect to have experts, has them. It proposes tokens only, so it changes no answer.
+
+Checked: the checkpoint gives the logits of the model in training, and those of transformers' DeepseekV3ForCausalLM
+(tests/vllm/test_contract_answers.py).
+"""
+
+import json
+import math
+import random
+import sysconfig
+import time
+import zlib
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import torch.nn.functional as F
+import typer
+from rich.console import Console
+from torch import Tensor, nn
+
+NOPE, ROPE, LATENT, VALUE = 128, 64, 512, 128
+ROPE_THETA = 10000.0
+NORM_EPS = 1e-6
+PASSAGE, DOCUMENT_END = "<|passage|>", "<|end|>"
+HELD_OUT = 20  # one file of so many is for prompts only
+CUE_TOKENS, ANSWER_TOKENS = 24, 48
+PASSAGE_TOKENS = (CUE_TOKENS + ANSWER_TOKENS, 400)
+
+console = Console(width=120)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What may differ between the model and its miniature in a test; attention's own dimensions may not."""
+
+    hidden: int = 512
+    layers: int = 4
+    heads: int = 16
+    query_latent: int = 256
+    feed_forward: int = 1536
+    experts: int = 8
+    experts_per_token: int = 2
+    expert_width: int = 256
+    vocabulary: int = 4096
+    context: int = 8192
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, bias=False)
+    nn.init.normal_(layer.weight, std=inputs**-0.5)
+    return layer
+
+
+class RMSNorm(nn.RMSNorm):
+    def __init__(self, width: int):
+        super().__init__(width, eps=NORM_EPS)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))  # of two types torch has no fused form
+
+
+def rotate(x: Tensor) -> Tensor:
+    """Rotary embedding of [batch, tokens, heads, 64] by position, neighbouring elements being a pair."""
+    frequency = ROPE_THETA ** -(torch.arange(0, ROPE, 2, device=x.device, dtype=torch.float32) / ROPE)
+    angle = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None, None] * frequency
+    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angle.cos(), angle.sin()
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """MLA as in training: keys and values are projected up from the latent."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.heads = shape.heads
+        self.q_a_proj = linear(shape.hidden, shape.query_latent)
+        self.q_a_layernorm = RMSNorm(shape.query_latent)
+        self.q_b_proj = linear(shape.query_latent, shape.heads * (NOPE + ROPE))
+        self.kv_a_proj_with_mqa = linear(shape.hidden, LATENT + ROPE)
+        self.kv_a_layernorm = RMSNorm(LATENT)
+        self.kv_b_proj = linear(LATENT, shape.heads * (NOPE + VALUE))
+        self.o_proj = linear(shape.heads * VALUE, shape.hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, NOPE + ROPE))
+        q_nope, q_rope = q.split([NOPE, ROPE], -1)
+        latent, k_rope = self.kv_a_proj_with_mqa(x).split([LATENT, ROPE], -1)
+        up = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, NOPE + VALUE))
+        k_nope, value = up.split([NOPE, VALUE], -1)
+        k_rope = rotate(k_rope.unsqueeze(2)).expand(-1, -1, self.heads, -1)
+        query = torch.cat([q_nope, rotate(q_rope)], -1)
+        key = torch.cat([k_nope, k_rope.to(k_nope.dtype)], -1)
+        # Flash attention takes keys and values of one width only.
+        padded = F.pad(value, (0, NOPE + ROPE - VALUE))
+        query, key, padded = (part.transpose(1, 2) for part in (query.to(value.dtype), key, padded))
+        out = F.scaled_dot_product_attention(query, key, padded, is_causal=True, scale=(NOPE + ROPE) ** -0.5)
+        return self.o_proj(out[..., :VALUE].transpose(1, 2).flatten(-2))
+
+
+class FeedForward(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, hidden: int, width: int):
+        super().__init__()
+        self.gate_proj, self.up_proj, self.down_proj = (
+            linear(hidden, width),
+            linear(hidden, width),
+            linear(width, hidden),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Gate(nn.Module):
+    """Sigmoid router; its correction bias, which DeepSeek moves to balance the experts, stays 0."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(shape.experts, shape.hidden) * shape.hidden**-0.5)
+        self.register_buffer("e_score_correction_bias", torch.zeros(shape.experts))
+        self.chosen = shape.experts_per_token
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Weight of each expert for each token, 0 for those not chosen."""
+        scores = F.linear(x, self.weight).float().sigmoid()
+        best = torch.topk(scores + self.e_score_correction_bias, self.chosen, dim=-1).indices
+        kept = torch.zeros_like(scores).scatter(-1, best, scores.gather(-1, best))
+        return kept / kept.sum(-1, keepdim=True)
+
+
+class Experts(nn.Module):
+    """Mixture of experts. Every expert computes every token: the layer is small, and training short."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.gate = Gate(shape)
+        self.experts = nn.ModuleList(FeedForward(shape.hidden, shape.expert_width) for _ in range(shape.experts))
+        self.shared_experts = FeedForward(shape.hidden, shape.expert_width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.gate(x).to(x.dtype)
+        out = self.shared_experts(x)
+        for index, expert in enumerate(self.experts):
+            out = out + expert(x) * weight[..., index, None]
+        return out
+
+
+class Layer(nn.Module):
+    """A decoder layer."""
+
+    def __init__(self, shape: Shape, experts: bool = False):
+        super().__init__()
+        self.input_layernorm, self.post_attention_layernorm = RMSNorm(shape.hidden), RMSNorm(shape.hidden)
+        self.self_attn = Attention(shape)
+        self.mlp = Experts(shape) if experts else FeedForward(shape.hidden, shape.feed_forward)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x))
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class SharedHead(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.norm = RMSNorm(shape.hidden)
+
+
+class DraftLayer(Layer):
+    """Multi-token prediction: from a token's final hidden state and the token after it, the one after that."""
+
+    def __init__(self, shape: Shape):
+        super().__init__(shape, experts=True)
+        self.enorm, self.hnorm = RMSNorm(shape.hidden), RMSNorm(shape.hidden)
+        self.eh_proj = linear(2 * shape.hidden, shape.hidden)
+        self.shared_head = SharedHead(shape)
+
+    def forward(self, next_embedding: Tensor, hidden: Tensor) -> Tensor:
+        # As engines do it: nothing is taken from the token behind position 0.
+        first = torch.arange(next_embedding.shape[1], device=hidden.device) == 0
+        next_embedding = next_embedding.masked_fill(first[:, None], 0.0)
+        return self.shared_head.norm(
+            super().forward(self.eh_proj(torch.cat([self.enorm(next_embedding), self.hnorm(hidden)], -1)))
+        )
+
+
+class Model(nn.Module):
+    """DeepseekV3ForCausalLM with one MTP layer; parameters have the names of the checkpoint."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        self.model = nn.Module()
+        self.model.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
+        nn.init.normal_(self.model.embed_tokens.weight, std=1.0)
+        self.model.layers = nn.ModuleList([*(Layer(shape) for _ in range(shape.layers)), DraftLayer(shape)])
+        self.model.norm = RMSNorm(shape.hidden)
+        self.lm_head = linear(shape.hidden, shape.vocabulary)
+
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """The normalised final hidden states [batch, tokens, hidden]."""
+        x = self.model.embed_tokens(tokens)
+        for layer in self.model.layers[:-1]:
+            x = layer(x)
+        return self.model.norm(x)
+
+    def draft_hidden(self, tokens: Tensor, hidden: Tensor) -> Tensor:
+        """The MTP layer's hidden states at all positions but the last, from which the token after next is predicted."""
+        return self.model.layers[-1](self.model.embed_tokens(tokens[:, 1:]), hidden[:, :-1])
+
+
+def initialise_for_depth(model: Model) -> None:
+    """What each layer adds begins small, so that the residual stream does not grow with depth."""
+    for layer in model.model.layers:
+        nn.init.normal_(layer.self_attn.o_proj.weight, std=0.5 * layer.self_attn.o_proj.in_features**-0.5)
+    nn.init.zeros_(model.lm_head.weight)
+
+
+def losses(model: Model, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """What is minimised, and the main loss of each predicted token, [batch, tokens - 1]."""
+    hidden = model.hidden(tokens[:, :-1])
+    logits = model.lm_head(hidden).float()
+    targets = tokens[:, 1:]
+    each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+    # Keeps logits near log-probabilities: small numbers, in which bfloat16 has fine steps.
+    size = logits.logsumexp(-1).square().mean()
+    # The MTP layer learns beside the model and does not change it.
+    draft = model.draft_hidden(tokens[:, :-1], hidden.detach())
+    draft_logits = F.linear(draft, model.lm_head.weight.detach()).float()
+    draft_loss = F.cross_entropy(draft_logits.flatten(0, 1), tokens[:, 2:].flatten())
+    return each.mean() + 1e-4 * size + 0.3 * draft_loss, each.detach()
+
+
+def library_texts() -> dict[str, str]:
+    """Sources of this Python's standard library, tests and documentation among them, by path."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "dist-packages", "__pycache__"}
+    paths = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.parts)]
+    return {str(path.relative_to(root)): path.read_text(encoding="utf-8", errors="replace") for path in paths}
+
+
+def is_held_out(name: str) -> bool:
+    return zlib.crc32(name.encode()) % HELD_OUT == 0
+
+
+def train_tokenizer(texts: list[str], vocabulary: int):
+    """Byte-level BPE, which has a token for every text."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[DOCUMENT_END, PASSAGE],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return tokenizer
+
+
+def tokenise(tokenizer, texts: list[str]) -> Tensor:
+    """All texts in one run of token ids, a document end behind each."""
+    end = tokenizer.token_to_id(DOCUMENT_END)
+    tokens = []
+    for encoding in tokenizer.encode_batch(texts):
+        tokens += [*encoding.ids, end]
+    return torch.tensor(tokens, dtype=torch.int64)
+
+
+class Text:
+    """Token ids of a corpus, and what training and prompts take from it."""
+
+    def __init__(self, tokens: Tensor, passage: int, seed: int):
+        self.tokens, self.passage = tokens, passage
+        self.random = random.Random(seed)
+
+    def window(self, length: int) -> Tensor:
+        """Plain text."""
+        begin = self.random.randrange(len(self.tokens) - length)
+        return self.tokens[begin : begin + length]
+
+    def passages(self, tokens: int) -> list[Tensor]:
+        """Passages with a mark before each, together as long as wanted or a little longer."""
+        found, total = [], 0
+        mark = torch.tensor([self.passage])
+        while total < tokens:
+            found.append(torch.cat([mark, self.window(self.random.randint(*PASSAGE_TOKENS))]))
+            total += len(found[-1])
+        return found
+
+    def recall(self, length: int) -> Tensor:
+        """Passages, and then some of them again."""
+        passages = self.passages(round(length * self.random.uniform(0.2, 0.7)))
+        again, total = [], sum(map(len, passages))
+        while total < length:
+            again.append(self.random.choice(passages))
+            total += len(again[-1])
+        return torch.cat([*passages, *again])[:length]
+
+    def batch(self, sequences: int, length: int) -> Tensor:
+        """Half plain, half recall: [sequences, length]."""
+        rows = [self.recall(length) if index % 2 else self.window(length) for index in range(sequences)]
+        return torch.stack(rows)
+
+
+def make_prompts(text: Text, recall: int, continuation: int, longest: int) -> dict[str, list[dict]]:
+    """Prompts as token ids, four recall prompts each over the same passages, so that they share a prefix."""
+    prompts = {"recall": [], "continuation": []}
+    while len(prompts["recall"]) < recall:
+        length = round(math.exp(text.random.uniform(math.log(300), math.log(longest))))
+        passages = text.passages(length - CUE_TOKENS)
+        for passage in text.random.choices(passages, k=min(4, recall - len(prompts["recall"]))):
+            cue_end = 1 + CUE_TOKENS
+            answer = passage[cue_end : cue_end + ANSWER_TOKENS].tolist()
+            prompt = torch.cat([*passages, passage[:cue_end]]).tolist()
+            prompts["recall"].append({"prompt": prompt, "answer": answer})
+    for _ in range(continuation):
+        length = round(math.exp(text.random.uniform(math.log(64), math.log(longest))))
+        prompts["continuation"].append({"prompt": text.window(length).tolist()})
+    return prompts
+
+
+@torch.no_grad()
+def evaluate(model: Model, text: Text, length: int, device: str) -> dict[str, float]:
+    """Mean loss (nats a token) on text that training never saw."""
+    found = {}
+    for kind, make in (("plain", text.window), ("recall", text.recall)):
+        with autocast(device):
+            _, each = losses(model, torch.stack([make(length) for _ in range(4)]).to(device))
+        # By its last fifth, recall has told all its passages.
+        found[kind] = each[:, -length // 5 :].mean().item()
+    return found
+
+
+def autocast(device: str):
+    return torch.autocast(device.split(":")[0], torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How long to train: seconds, or where given a number of steps; the last part on long sequences."""
+
+    seconds: float
+    steps: int | None = None
+    tokens_a_step: int = 65536
+    short: int = 2048
+    long: int = 8192
+    long_share: float = 0.3
+    rate: float = 2e-3
+
+    def progress(self, step: int, elapsed: float) -> float:
+        return step / self.steps if self.steps else elapsed / self.seconds
+
+    def rate_at(self, progress: float) -> float:
+        """Warm up over a fiftieth, then down to a twentieth of the peak."""
+        return self.rate * min(1.0, 50 * progress + 0.02) * (1 - 0.95 * progress)
+
+
+def make_optimizer(model: Model, plan: Plan) -> torch.optim.Optimizer:
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=True)
+
+
+def train(model: Model, text: Text, plan: Plan, device: str) -> dict:
+    """Train in place; what was reached."""
+    optimizer = make_optimizer(model, plan)
+    start, step, tokens, progress = time.monotonic(), 0, 0, 0.0
+    while progress < 1:
+        length = plan.long if progress > 1 - plan.long_share else plan.short
+        batch = text.batch(max(2, plan.tokens_a_step // length), length + 1).to(device, non_blocking=True)
+        for group in optimizer.param_groups:
+            group["lr"] = plan.rate_at(progress)
+        with autocast(device):
+            loss, each = losses(model, batch)
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        step, tokens = step + 1, tokens + batch.numel()
+        if step % 50 == 0:
+            plain, recall = each[0::2].mean().item(), each[1::2].mean().item()
+            if not math.isfinite(plain + recall):
+                raise RuntimeError(f"loss: wanted a finite number, got {plain} and {recall} at step {step}")
+            elapsed = time.monotonic() - start
+            console.print(f"step {step}, {elapsed:.0f} s, {tokens / 1e6:.1f} M tokens: {plain:.3f}, {recall:.3f} nats")
+        progress = plan.progress(step, time.monotonic() - start)
+    return {"steps": step, "tokens": tokens, "seconds": time.monotonic() - start}
+
+
+def config_of(shape: Shape, end: int) -> dict:
+    """config.json."""
+    return {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "torch_dtype": "bfloat16",
+        "hidden_act": "silu",
+        "hidden_size": shape.hidden,
+        "intermediate_size": shape.feed_forward,
+        "num_hidden_layers": shape.layers,
+        "first_k_dense_replace": shape.layers,
+        "moe_layer_freq": 1,
+        "moe_intermediate_size": shape.expert_width,
+        "n_routed_experts": shape.experts,
+        "num_experts_per_tok": shape.experts_per_token,
+        "n_shared_experts": 1,
+        "n_group": 1,
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+        "num_nextn_predict_layers": 1,
+        "num_attention_heads": shape.heads,
+        "num_key_value_heads": shape.heads,
+        "q_lora_rank": shape.query_latent,
+        "kv_lora_rank": LATENT,
+        "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE,
+        "v_head_dim": VALUE,
+        "vocab_size": shape.vocabulary,
+        "max_position_embeddings": shape.context,
+        "rms_norm_eps": NORM_EPS,
+        "rope_theta": ROPE_THETA,
+        "rope_scaling": None,
+        "rope_interleave": True,
+        "attention_bias": False,
+        "attention_dropout": 0.0,
+        "tie_word_embeddings": False,
+        "bos_token_id": end,
+        "eos_token_id": end,
+    }
+
+
+def save(model: Model, tokenizer, folder: Path) -> None:
+    """The checkpoint as Hugging Face lays it out; MTP's copies of embedding and head are written out, as DeepSeek's."""
+    from safetensors.torch import save_file
+
+    folder.mkdir(parents=True, exist_ok=True)
+    state = {name: value.bfloat16() for name, value in model.state_dict().items()}
+    draft = f"model.layers.{model.shape.layers}"
+    state[f"{draft}.embed_tokens.weight"] = state["model.embed_tokens.weight"].clone()
+    state[f"{draft}.shared_head.head.weight"] = state["lm_head.weight"].clone()
+    bias = f"{draft}.mlp.gate.e_score_correction_bias"
+    state[bias] = state[bias].float()
+    save_file({name: value.cpu().contiguous() for name, value in state.items()}, folder / "model.safetensors",
+              metadata={"format": "pt"})  # fmt: skip
+    config = config_of(model.shape, tokenizer.token_to_id(DOCUMENT_END))
+    (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    tokenizer.save(str(folder / "tokenizer.json"))
+    about = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": DOCUMENT_END,
+        "bos_token": DOCUMENT_END,
+        "model_max_length": model.shape.context,
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(about, indent=1) + "\n")
+
+
+def make_model(folder: Path, shape: Shape, plan: Plan, device: str, seed: int = 0, texts: dict | None = None) -> Model:
+    """Train, save and describe a model; `texts` replaces the standard library."""
+    torch.manual_seed(seed)
+    texts = library_texts() if texts is None else texts
+    seen = [text for name, text in texts.items() if not is_held_out(name)]
+    unseen = [text for name, text in texts.items() if is_held_out(name)]
+    start = time.monotonic()
+    tokenizer = train_tokenizer(seen, shape.vocabulary)
+    passage = tokenizer.token_to_id(PASSAGE)
+    train_text = Text(tokenise(tokenizer, seen), passage, seed)
+    test_text = Text(tokenise(tokenizer, unseen), passage, seed + 1)
+    characters = sum(map(len, seen))
+    console.print(
+        f"{len(seen)} files, {characters / 1e6:.1f} M characters, {len(train_text.tokens) / 1e6:.1f} M tokens; "
+        f"{len(test_text.tokens) / 1e6:.2f} M tokens held out; {time.monotonic() - start:.0f} s"
+    )
+    longest = plan.long * 3 // 4
+    model = Model(shape).to(device)
+    initialise_for_depth(model)
+    about = {"shape": asdict(shape), "plan": asdict(plan), "files": len(seen), "train_tokens": len(train_text.tokens)}
+    about |= train(model, train_text, plan, device)
+    model.bfloat16().float()  # what is tested from here on is what is saved
+    about["held_out_nats"] = {str(n): evaluate(model, test_text, n, device) for n in (plan.short, plan.long)}
+    console.print(f"held-out loss in nats a token, by sequence length: {about['held_out_nats']}")
+    save(model, tokenizer, folder)
+    prompts = make_prompts(Text(test_text.tokens, passage, seed + 2), 256, 64, longest)
+    (folder / "prompts.json").write_text(json.dumps(prompts) + "\n")
+    (folder / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    return model
+
+
+def main(
+    output: Annotated[Path, typer.Argument(help="Folder to write.")],
+    seconds: Annotated[float, typer.Option(min=1, help="Time to train, without preparation.")] = 150,
+    seed: Annotated[int, typer.Option(help="Of weights, text and prompts.")] = 0,
+    device: Annotated[str, typer.Option(help="Where to train.")] = "cuda",
+) -> None:
+    """Train a small DeepSeek-V3 on Python's standard library and save it for vLLM and SGLang."""
+    make_model(output, Shape(), Plan(seconds), device, seed)
+    console.print(f"saved to {output}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
