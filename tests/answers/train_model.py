@@ -43,7 +43,7 @@ NORM_EPS = 1e-6
 PASSAGE, DOCUMENT_END = "<|passage|>", "<|end|>"
 HELD_OUT = 20  # one file of so many is for prompts only
 CUE_TOKENS, ANSWER_TOKENS = 24, 48
-PASSAGE_TOKENS = (CUE_TOKENS + ANSWER_TOKENS, 400)
+PASSAGE_TOKENS = range(16, 401)  # in training; in prompts they are long enough to hold cue and answer
 
 console = Console(width=120)
 
@@ -301,18 +301,19 @@ class Text:
         begin = self.random.randrange(len(self.tokens) - length)
         return self.tokens[begin : begin + length]
 
-    def passages(self, tokens: int) -> list[Tensor]:
+    def passages(self, tokens: int, lengths: range) -> list[Tensor]:
         """Passages with a mark before each, together as long as wanted or a little longer."""
         found, total = [], 0
         mark = torch.tensor([self.passage])
         while total < tokens:
-            found.append(torch.cat([mark, self.window(self.random.randint(*PASSAGE_TOKENS))]))
+            found.append(torch.cat([mark, self.window(self.random.choice(lengths))]))
             total += len(found[-1])
         return found
 
     def recall(self, length: int) -> Tensor:
         """Passages, and then some of them again."""
-        passages = self.passages(round(length * self.random.uniform(0.2, 0.7)))
+        lengths = PASSAGE_TOKENS[: max(1, length // 4 - PASSAGE_TOKENS.start)]
+        passages = self.passages(round(length * self.random.uniform(0.2, 0.7)), lengths)
         again, total = [], sum(map(len, passages))
         while total < length:
             again.append(self.random.choice(passages))
@@ -328,9 +329,10 @@ class Text:
 def make_prompts(text: Text, recall: int, continuation: int, longest: int) -> dict[str, list[dict]]:
     """Prompts as token ids, four recall prompts each over the same passages, so that they share a prefix."""
     prompts = {"recall": [], "continuation": []}
+    lengths = range(CUE_TOKENS + ANSWER_TOKENS, PASSAGE_TOKENS.stop)
     while len(prompts["recall"]) < recall:
         length = round(math.exp(text.random.uniform(math.log(300), math.log(longest))))
-        passages = text.passages(length - CUE_TOKENS)
+        passages = text.passages(length - CUE_TOKENS, lengths)
         for passage in text.random.choices(passages, k=min(4, recall - len(prompts["recall"]))):
             cue_end = 1 + CUE_TOKENS
             answer = passage[cue_end : cue_end + ANSWER_TOKENS].tolist()
@@ -349,7 +351,7 @@ def evaluate(model: Model, text: Text, length: int, device: str) -> dict[str, fl
     for kind, make in (("plain", text.window), ("recall", text.recall)):
         with autocast(device):
             _, each = losses(model, torch.stack([make(length) for _ in range(4)]).to(device))
-        # By its last fifth, recall has told all its passages.
+        # In its last fifth, recall has told all its passages and repeats them.
         found[kind] = each[:, -length // 5 :].mean().item()
     return found
 
@@ -360,18 +362,23 @@ def autocast(device: str):
 
 @dataclass(frozen=True)
 class Plan:
-    """How long to train: seconds, or where given a number of steps; the last part on long sequences."""
+    """How long to train: seconds, or where given a number of steps; on longer sequences as it goes on.
+
+    Short ones come first because copying is learned there first, and they are cheap.
+    """
 
     seconds: float
     steps: int | None = None
     tokens_a_step: int = 65536
-    short: int = 2048
-    long: int = 8192
-    long_share: float = 0.3
+    lengths: tuple[int, ...] = (512, 2048, 8192)
+    until: tuple[float, ...] = (0.4, 0.75, 1.0)  # progress at which each length ends
     rate: float = 2e-3
 
     def progress(self, step: int, elapsed: float) -> float:
         return step / self.steps if self.steps else elapsed / self.seconds
+
+    def length_at(self, progress: float) -> int:
+        return next(length for length, end in zip(self.lengths, self.until, strict=True) if progress < end)
 
     def rate_at(self, progress: float) -> float:
         """Warm up over a fiftieth, then down to a twentieth of the peak."""
@@ -390,7 +397,7 @@ def train(model: Model, text: Text, plan: Plan, device: str) -> dict:
     optimizer = make_optimizer(model, plan)
     start, step, tokens, progress = time.monotonic(), 0, 0, 0.0
     while progress < 1:
-        length = plan.long if progress > 1 - plan.long_share else plan.short
+        length = plan.length_at(progress)
         batch = text.batch(max(2, plan.tokens_a_step // length), length + 1).to(device, non_blocking=True)
         for group in optimizer.param_groups:
             group["lr"] = plan.rate_at(progress)
@@ -497,13 +504,13 @@ def make_model(folder: Path, shape: Shape, plan: Plan, device: str, seed: int = 
         f"{len(seen)} files, {characters / 1e6:.1f} M characters, {len(train_text.tokens) / 1e6:.1f} M tokens; "
         f"{len(test_text.tokens) / 1e6:.2f} M tokens held out; {time.monotonic() - start:.0f} s"
     )
-    longest = plan.long * 3 // 4
+    longest = plan.lengths[-1] * 3 // 4
     model = Model(shape).to(device)
     initialise_for_depth(model)
     about = {"shape": asdict(shape), "plan": asdict(plan), "files": len(seen), "train_tokens": len(train_text.tokens)}
     about |= train(model, train_text, plan, device)
     model.bfloat16().float()  # what is tested from here on is what is saved
-    about["held_out_nats"] = {str(n): evaluate(model, test_text, n, device) for n in (plan.short, plan.long)}
+    about["held_out_nats"] = {str(n): evaluate(model, test_text, n, device) for n in plan.lengths}
     console.print(f"held-out loss in nats a token, by sequence length: {about['held_out_nats']}")
     save(model, tokenizer, folder)
     prompts = make_prompts(Text(test_text.tokens, passage, seed + 2), 256, 64, longest)

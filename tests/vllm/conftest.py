@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 
 import pytest
 
@@ -65,3 +66,31 @@ def engine_config(model_directory):
         return EngineArgs(model=str(model_directory), **(defaults | arguments)).create_engine_config()
 
     return make
+
+
+@pytest.fixture(scope="session")
+def one_rank(engine_config):
+    """The process groups of a single rank, which vLLM's layers ask for."""
+    from vllm.config import set_current_vllm_config
+    from vllm.distributed import init_distributed_environment, initialize_model_parallel
+    from vllm.plugins import load_general_plugins
+
+    load_general_plugins()
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    with set_current_vllm_config(engine_config(attention_backend="ETAP")):
+        init_distributed_environment(1, 0, address, 0, backend="gloo")
+        initialize_model_parallel(backend="gloo")
+
+
+@pytest.fixture
+def fresh_workspaces(monkeypatch):
+    """vLLM's workspace manager, for two micro-batches on the CPU."""
+    import torch
+    from vllm.v1.worker import workspace
+
+    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # asks for a device
+    workspace.init_workspace_manager(torch.device("cpu"), 2)
+    yield
+    workspace.reset_workspace_manager()

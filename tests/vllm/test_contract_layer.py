@@ -4,16 +4,12 @@ The reference executor stands in for the kernels; writing the cache, prefill, re
 are not tested here.
 """
 
-import socket
-
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
-from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.platforms import current_platform
-from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.worker import workspace
 
@@ -29,23 +25,7 @@ LENGTHS = [70, 129, 1]
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def one_rank(engine_config):
-    load_general_plugins()
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-    with set_current_vllm_config(engine_config(attention_backend="ETAP")):
-        init_distributed_environment(1, 0, address, 0, backend="gloo")
-        initialize_model_parallel(backend="gloo")
-
-
-@pytest.fixture(autouse=True)
-def fresh_workspaces(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "empty_cache", lambda: None)  # asks for a device
-    workspace.init_workspace_manager(CPU, 2)
-    yield
-    workspace.reset_workspace_manager()
+pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 
 
 class Problem:

@@ -1,0 +1,99 @@
+"""Checkpoints of tests/answers/train_model.py: logits as from transformers, every weight finds its place in vLLM."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
+from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
+from vllm.plugins import load_general_plugins
+
+ANSWERS = Path(__file__).parents[1] / "answers"
+sys.path.insert(0, str(ANSWERS))
+import train_model  # noqa: E402
+
+SHAPE = train_model.Shape(hidden=128, layers=2, query_latent=64, feed_forward=192, expert_width=64, vocabulary=600)
+TEXTS = {path.name: path.read_text() for path in sorted(ANSWERS.glob("*.py"))}
+TEXTS |= {f"{name}{copy}": text * 5 for name, text in TEXTS.items() for copy in range(20)}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A miniature, trained for a few steps, with weights so large that attention and rotation show in the logits."""
+    folder = tmp_path_factory.mktemp("trained")
+    plan = train_model.Plan(0, steps=3, tokens_a_step=512, lengths=(128, 256, 1024))
+    model = train_model.make_model(folder, SHAPE, plan, "cpu", texts=TEXTS)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1:
+                gain = 2.0 if "q_b_proj" in name or "kv_a_proj" in name else 1.0
+                parameter.normal_(std=gain * parameter.shape[-1] ** -0.5)
+            else:
+                parameter.uniform_(0.5, 1.5)
+    train_model.save(model.bfloat16().float(), AutoTokenizer.from_pretrained(folder).backend_tokenizer, folder)
+    return folder, model
+
+
+def test_transformers_gives_the_logits_of_the_model_in_training(trained):
+    folder, model = trained
+    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert type(reference).__name__ == "DeepseekV3ForCausalLM"
+    tokens = torch.randint(SHAPE.vocabulary, (2, 300), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        ours, theirs = model.lm_head(model.hidden(tokens)), reference(tokens).logits
+        # Another order of the tokens must matter, or nothing here sees positions.
+        turned = model.lm_head(model.hidden(tokens.flip(1)))[:, -1]
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
+    assert ours.std() > 0.5 and (turned - ours[:, 0]).abs().max() > 0.5
+
+
+def test_tokenizer_and_prompts_belong_together(trained):
+    folder, _ = trained
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    text = "def main(argv):\n\treturn argv[0] * 17  # café\n"
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+    prompts = json.loads((folder / "prompts.json").read_text())
+    assert {kind: len(entries) for kind, entries in prompts.items()} == {"recall": 256, "continuation": 64}
+    assert all(token < SHAPE.vocabulary for entry in prompts["recall"] for token in entry["prompt"])
+    assert tokenizer.decode(prompts["recall"][0]["prompt"]).startswith(train_model.PASSAGE)
+
+
+@pytest.fixture
+def vllm_config(trained, one_rank, fresh_workspaces, monkeypatch):
+    from vllm.engine.arg_utils import EngineArgs
+
+    monkeypatch.setenv("VLLM_DISABLE_SHARED_EXPERTS_STREAM", "1")  # there is no device to have one
+    load_general_plugins()
+    speculative = {"method": "mtp", "num_speculative_tokens": 3}
+    arguments = {"max_num_seqs": 8, "attention_backend": "ETAP", "speculative_config": speculative}
+    config = EngineArgs(model=str(trained[0]), **arguments).create_engine_config()
+    with set_current_vllm_config(config):
+        yield config
+
+
+@pytest.mark.parametrize(
+    "model_class, attention",
+    [(DeepseekV3ForCausalLM, "model.layers.1.self_attn"), (DeepSeekMTP, "model.layers.2.mtp_block.self_attn")],
+)
+def test_every_weight_of_vllms_model_is_in_the_checkpoint(trained, vllm_config, model_class, attention):
+    config = vllm_config
+    if model_class is DeepSeekMTP:
+        draft = vllm_config.speculative_config.draft_model_config
+        assert draft.hf_config.architectures == ["DeepSeekMTPModel"]
+        config = vllm_config.with_hf_config(draft.hf_config, draft.hf_config.architectures)
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        model = model_class(vllm_config=config, prefix="")
+    finally:
+        torch.set_default_dtype(torch.float32)
+    loaded = model.load_weights(load_file(trained[0] / "model.safetensors").items())
+    assert {name for name, _ in model.named_parameters()} <= set(loaded)
+    layer = model.get_submodule(attention)
+    assert layer.mla_attn.mla_attn.attn_backend.get_name() == "ETAP"
+    assert layer.scaling == pytest.approx((train_model.NOPE + train_model.ROPE) ** -0.5)
+    assert layer.rotary_emb.is_neox_style is False
