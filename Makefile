@@ -17,7 +17,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 GPU_TESTS = $(shell grep -l "mark.gpu" tests/test_*.py)
-SOURCES := pyproject.toml README.md LICENSE $(shell find csrc etap_backend -type f -not -path '*/lib/*' -not -name '*.pyc')
+SOURCES := pyproject.toml README.md LICENSE $(shell find csrc etap_backend configs -type f -not -path '*/lib/*' -not -name '*.pyc')
 
 .PHONY: build clean demo lint test test-contract test-gpu test-unit wheel
 

@@ -7,6 +7,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated
@@ -287,14 +288,26 @@ def demo(
         raise typer.Exit(1)
 
 
-@app.command(
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
-    short_help="Measure the kernels, and compare them with others'.",
-)
+PASSED_ON = {"context_settings": {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}}
+
+
+def _hand_over(context: typer.Context, run: Callable) -> None:
+    """Let a command whose module is imported late read its own arguments."""
+    command = typer.Typer(add_completion=False)
+    command.command()(run)
+    command(args=context.args, prog_name=context.command_path)
+
+
+@app.command(**PASSED_ON, short_help="Measure the kernels, and compare them with others'.")
 def bench(context: typer.Context) -> None:
     # Imported here: what it compares with and draws with is optional, and the other commands must work without.
     from etap_backend.bench import bench as run
 
-    command = typer.Typer(add_completion=False)
-    command.command()(run)
-    command(args=context.args, prog_name="etap bench")
+    _hand_over(context, run)
+
+
+@app.command(**PASSED_ON, short_help="Say what fits on which GPUs, and what ETAP gains there.")
+def plan(context: typer.Context) -> None:
+    from etap_backend.plan import plan as run
+
+    _hand_over(context, run)
