@@ -25,9 +25,7 @@ from pathlib import Path
 import pytest
 
 MODEL = "deepseek-ai/DeepSeek-R1"
-# The first that exists; up to 0.26 and since.
-TESTS = ("tests/v1/attention/test_mla_backends.py", "tests/v1/attention/mla/correctness")
-SHARED_MODULES = ("test_mla_backends", "_mla_backends")
+TESTS = Path("tests/v1/attention/test_mla_backends.py")
 CORRECTNESS = "test_backend_correctness"
 
 
@@ -42,12 +40,8 @@ class WithEtap:
         self.current = ""
 
     def pytest_collection_finish(self, session) -> None:
-        """After the test modules are imported, before any test runs."""
-        modules = [m for name, m in sys.modules.items() if name.rpartition(".")[2] in SHARED_MODULES]
-        modules = [module for module in modules if hasattr(module, "BACKENDS_TO_TEST")]
-        if not modules:
-            raise pytest.UsageError("no module with BACKENDS_TO_TEST was imported: is this vLLM's repository?")
-        for module in modules:
+        """After the tests are imported, before any of them runs."""
+        for module in {item.module for item in session.items}:
             self.add(module)
 
     def add(self, module) -> None:
@@ -122,9 +116,8 @@ def main() -> None:
     parser.add_argument("--only-etap", action="store_true", help="take the other backends out of the lists")
     parser.add_argument("--config", type=Path, help=f"folder with config.json of {MODEL}; then no network is used")
     arguments, pytest_arguments = parser.parse_known_args()
-    tests = next((path for path in TESTS if (arguments.checkout / path).exists()), None)
-    if tests is None:
-        sys.exit(f"checkout: wanted vLLM's repository with one of {', '.join(TESTS)}, got {arguments.checkout}")
+    if not (arguments.checkout / TESTS).exists():
+        sys.exit(f"checkout: wanted vLLM's repository with {TESTS}, got {arguments.checkout}")
     if "etap" not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
         sys.exit("etap-backend is not installed beside vLLM: no plugin named etap")
     plugin = WithEtap(arguments.only_etap)
@@ -142,7 +135,7 @@ def main() -> None:
         load_general_plugins()
         selection = [] if "-k" in pytest_arguments else ["-k", f"{CORRECTNESS} and auto"]
         options = ["--rootdir", str(folder), "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning"]
-        outcome = pytest.main([tests, *selection, *options, *pytest_arguments], plugins=[plugin])
+        outcome = pytest.main([str(TESTS), *selection, *options, *pytest_arguments], plugins=[plugin])
     if outcome == 0 and "--collect-only" not in pytest_arguments and (reason := plugin.nothing_ran()):
         sys.exit(f"vLLM {importlib.metadata.version('vllm')}: {reason}")
     sys.exit(int(outcome))
