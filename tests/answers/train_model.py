@@ -6,8 +6,8 @@ Needs torch, safetensors and tokenizers, and a GPU with 40 GB; no network. The t
 its sources and its documentation (pydoc_data), as any machine has it. Attention has DeepSeek's dimensions (latent 512,
 rope 64, 128 + 64 wide heads, 16 of them as on one of 8 tensor-parallel ranks); the rest is narrow.
 
-Half of the training sequences are passages of text followed by some of the same passages again. That teaches the model
-to answer from its context, thousands of tokens back: an answer then depends on what attention reads, and is so certain
+Half of the training sequences are passages, of text or of noise, and then some of them again. That teaches the model to
+answer from its context, thousands of tokens back: an answer then depends on what attention reads, and is so certain
 that the rounding of two correct kernels does not change it. The folder gets prompts.json, made from files that training
 never sees:
 
@@ -295,25 +295,30 @@ class Text:
     def __init__(self, tokens: Tensor, passage: int, seed: int):
         self.tokens, self.passage = tokens, passage
         self.random = random.Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
 
     def window(self, length: int) -> Tensor:
         """Plain text."""
         begin = self.random.randrange(len(self.tokens) - length)
         return self.tokens[begin : begin + length]
 
-    def passages(self, tokens: int, lengths: range) -> list[Tensor]:
+    def noise(self, length: int) -> Tensor:
+        """Tokens of the text in no order."""
+        return self.tokens[torch.randint(len(self.tokens), (length,), generator=self.generator)]
+
+    def passages(self, tokens: int, lengths: range, make=None) -> list[Tensor]:
         """Passages with a mark before each, together as long as wanted or a little longer."""
         found, total = [], 0
         mark = torch.tensor([self.passage])
         while total < tokens:
-            found.append(torch.cat([mark, self.window(self.random.choice(lengths))]))
+            found.append(torch.cat([mark, (make or self.window)(self.random.choice(lengths))]))
             total += len(found[-1])
         return found
 
-    def recall(self, length: int) -> Tensor:
+    def recall(self, length: int, make=None) -> Tensor:
         """Passages, and then some of them again."""
         lengths = PASSAGE_TOKENS[: max(1, length // 4 - PASSAGE_TOKENS.start)]
-        passages = self.passages(round(length * self.random.uniform(0.2, 0.7)), lengths)
+        passages = self.passages(round(length * self.random.uniform(0.2, 0.7)), lengths, make)
         again, total = [], sum(map(len, passages))
         while total < length:
             again.append(self.random.choice(passages))
@@ -321,8 +326,9 @@ class Text:
         return torch.cat([*passages, *again])[:length]
 
     def batch(self, sequences: int, length: int) -> Tensor:
-        """Half plain, half recall: [sequences, length]."""
-        rows = [self.recall(length) if index % 2 else self.window(length) for index in range(sequences)]
+        """Half plain, half recall: [sequences, length]. Every second recall is of noise: only copying predicts that."""
+        rows = [self.recall(length, self.noise if i % 4 == 3 else None) if i % 2 else self.window(length)
+                for i in range(sequences)]  # fmt: skip
         return torch.stack(rows)
 
 
@@ -351,7 +357,6 @@ def evaluate(model: Model, text: Text, length: int, device: str) -> dict[str, fl
     for kind, make in (("plain", text.window), ("recall", text.recall)):
         with autocast(device):
             _, each = losses(model, torch.stack([make(length) for _ in range(4)]).to(device))
-        # In its last fifth, recall has told all its passages and repeats them.
         found[kind] = each[:, -length // 5 :].mean().item()
     return found
 
@@ -398,7 +403,7 @@ def train(model: Model, text: Text, plan: Plan, device: str) -> dict:
     start, step, tokens, progress = time.monotonic(), 0, 0, 0.0
     while progress < 1:
         length = plan.length_at(progress)
-        batch = text.batch(max(2, plan.tokens_a_step // length), length + 1).to(device, non_blocking=True)
+        batch = text.batch(max(4, plan.tokens_a_step // length), length + 1).to(device, non_blocking=True)
         for group in optimizer.param_groups:
             group["lr"] = plan.rate_at(progress)
         with autocast(device):
@@ -409,7 +414,8 @@ def train(model: Model, text: Text, plan: Plan, device: str) -> dict:
         optimizer.zero_grad()
         step, tokens = step + 1, tokens + batch.numel()
         if step % 50 == 0:
-            plain, recall = each[0::2].mean().item(), each[1::2].mean().item()
+            late = each[:, -length // 5 :]  # by then recall has told all its passages and repeats them
+            plain, recall = late[0::2].mean().item(), late[1::4].mean().item()
             if not math.isfinite(plain + recall):
                 raise RuntimeError(f"loss: wanted a finite number, got {plain} and {recall} at step {step}")
             elapsed = time.monotonic() - start
