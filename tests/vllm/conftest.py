@@ -1,8 +1,9 @@
-"""The contract tests run inside an engine's environment only, where run_contract.py puts them."""
+"""The contract tests run inside an engine's environment only, where tests/contract.py puts them."""
 
-import json
 import os
+import shutil
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -10,49 +11,19 @@ IN_CONTRACT = os.environ.get("ETAP_CONTRACT") == "vllm"
 collect_ignore_glob = [] if IN_CONTRACT else ["test_contract_*.py"]
 
 # Attention as in DeepSeek-V3 on one of 8 ranks; everything else as small as it may be.
-MODEL = {
-    "architectures": ["DeepseekV3ForCausalLM"],
-    "model_type": "deepseek_v3",
-    "torch_dtype": "bfloat16",
-    "hidden_size": 1024,
-    "intermediate_size": 1024,
-    "moe_intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "first_k_dense_replace": 1,
-    "n_routed_experts": 8,
-    "num_experts_per_tok": 2,
-    "n_shared_experts": 1,
-    "n_group": 1,
-    "topk_group": 1,
-    "topk_method": "noaux_tc",
-    "scoring_func": "sigmoid",
-    "norm_topk_prob": True,
-    "routed_scaling_factor": 2.5,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "q_lora_rank": 512,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 128,
-    "qk_rope_head_dim": 64,
-    "v_head_dim": 128,
-    "vocab_size": 1024,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-6,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
+MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
 
 
 def pytest_report_header():
     if not IN_CONTRACT:
-        return "vLLM contract tests: not collected here, tests/vllm/run_contract.py runs them beside each vLLM"
+        return "vLLM contract tests: not collected here, tests/contract.py runs them beside each vLLM"
 
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory):
     """A model of which only the configuration exists."""
     directory = tmp_path_factory.mktemp("model")
-    (directory / "config.json").write_text(json.dumps(MODEL))
+    shutil.copy(MODEL, directory / "config.json")
     return directory
 
 
