@@ -311,3 +311,10 @@ def plan(context: typer.Context) -> None:
     from etap_backend.plan import plan as run
 
     _hand_over(context, run)
+
+
+@app.command(**PASSED_ON, short_help="Serve a model with ETAP and with an engine's own backends, and compare.")
+def e2e(context: typer.Context) -> None:
+    from etap_backend.e2e import e2e as run
+
+    _hand_over(context, run)

@@ -44,11 +44,20 @@ def find(kind: str, name: str, suffix: str = ".toml") -> Path:
     raise ValueError(f"{kind}: wanted a file or one of {', '.join(shipped(kind, suffix))}, got {name}")
 
 
+def read_toml_table(path: Path) -> dict:
+    """The file's content. Raises ValueError, naming the file, when it is not TOML."""
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def read_toml(path: Path, kind: type[Content]) -> Content:
     """The file's content as a `kind`. Raises ValueError, naming file and key, when it is not one."""
+    content = read_toml_table(path)
     try:
-        return parse(kind, tomllib.loads(path.read_text()))
-    except (ValueError, OSError) as error:  # a TOMLDecodeError is a ValueError
+        return parse(kind, content)
+    except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
 
 

@@ -1,0 +1,593 @@
+"""`etap e2e`: ETAP and an engine's own attention backends behind the same server flags and the same load, in turn.
+
+For each backend a server is started, every point of the scenario is driven with the engine's own load generator, and
+the server is ended again. The file is whole after every reading, whatever ends the run; docs/e2e.md has the method.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+from pydantic import Field
+from rich.console import Console
+
+import etap_backend
+from etap_backend import configs, dummy_model, e2e_report, plan, report
+from etap_backend.bench import Stopped, stopping
+from etap_backend.configs import Strict
+from etap_backend.engines import ENGINES, SEED, Engine, Load, Serving, read_result
+from etap_backend.lifecycle import Failed, Generator, free_port, server, tail
+
+MARGIN_TOKENS = 64  # beyond input and output, for a request that the tokenizer made a little longer
+MEMORY_SECONDS = 30
+MOST_CACHED = 0.05  # of prompts that should be new: a common first page at most
+PAGE_TOKENS = 64
+
+
+class Point(Strict):
+    """Requests of one length, at one or several concurrencies.
+
+    `prefill = "served"` is serving as it is: prompts are new, and prefill of some requests runs between the decode
+    steps of others. With "cached" the same prompts are sent once before, so that their cache is there already and a
+    reading is decode alone: what is long about a long context is then paid once for all readings.
+    """
+
+    input: int = Field(gt=0)
+    output: int = Field(gt=1)
+    concurrency: list[int] = Field(min_length=1)
+    prefill: Literal["served", "cached"] = "served"
+    waves: int = Field(default=1, ge=1)  # prompts = waves x concurrency
+    repeats: int = Field(default=1, ge=1)
+
+
+class EngineScenario(Strict):
+    """What only one engine understands."""
+
+    backends: list[str] = Field(min_length=1)
+    flags: list[str] = []
+    environment: dict[str, str] = {}
+
+
+class Scenario(Strict):
+    """A file of configs/e2e."""
+
+    title: str
+    model: str  # a name of configs/models is served with dummy weights, anything else with its own
+    gpus: int = Field(gt=0)
+    pipeline_parallel: int = Field(default=1, ge=1)
+    data_parallel: int = Field(default=1, ge=1)
+    draft_tokens: int = Field(default=0, ge=0)
+    acceptance: float | None = Field(default=None, ge=1)
+    environment: dict[str, str] = {}
+    ready_seconds: float = Field(default=600, gt=0)
+    point_seconds: float = Field(default=300, gt=0)
+    points: list[Point] = Field(min_length=1)
+    vllm: EngineScenario | None = None
+    sglang: EngineScenario | None = None
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Raises ValueError when the GPUs do not divide."""
+        over = self.pipeline_parallel * self.data_parallel
+        if self.gpus % over:
+            raise ValueError(f"gpus: wanted a multiple of pipeline x data parallel = {over}, got {self.gpus}")
+        return self.gpus // over
+
+
+def read_scenario(name: str) -> Scenario:
+    """A shipped scenario by name, or a file. `like = "other"` takes over what that scenario has and this has not;
+    of tables key by key. Raises ValueError, naming file and key, when it is not one."""
+    path = configs.find("e2e", name)
+    content = configs.read_toml_table(path)
+    if (base := content.pop("like", None)) is not None:
+        inherited = configs.read_toml_table(configs.find("e2e", base))
+        for key, value in inherited.items():
+            content[key] = (
+                {**value, **content[key]} if isinstance(value, dict) and key in content else content.get(key, value)
+            )
+    try:
+        return configs.parse(Scenario, content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the result for one backend."""
+
+    input: int
+    output: int
+    concurrency: int
+    prefill: str
+    waves: int
+    repeats: int
+
+    @property
+    def load(self) -> Load:
+        return Load(self.input, self.output, self.concurrency, self.waves * self.concurrency)
+
+    @property
+    def tokens(self) -> int:
+        """Cache that its requests need at the same time."""
+        prompts = self.load.prompts if self.prefill == "cached" else self.concurrency
+        return prompts * -(-(self.input + self.output) // PAGE_TOKENS) * PAGE_TOKENS
+
+    def describe(self) -> dict:
+        return {key: getattr(self, key) for key in ("input", "output", "concurrency", "prefill", "waves")}
+
+    def same_as(self, row: dict) -> bool:
+        return self.describe() == {key: row[key] for key in self.describe()}
+
+
+def cases_of(points: list[Point]) -> list[Case]:
+    return [
+        Case(point.input, point.output, concurrency, point.prefill, point.waves, point.repeats)
+        for point in points
+        for concurrency in point.concurrency
+    ]
+
+
+def metrics_of(url: str) -> str:
+    with suppress(OSError), urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
+        return answer.read().decode()
+    return ""
+
+
+def cached_share(engine: Engine, before: str, after: str) -> float | None:
+    """Share of the prompt tokens between two texts of /metrics that the prefix cache had; None if they do not say."""
+    counts = [engine.cached_and_asked(text) for text in (before, after)]
+    if None in counts or counts[1][1] <= counts[0][1]:
+        return None
+    return (counts[1][0] - counts[0][0]) / (counts[1][1] - counts[0][1])
+
+
+def least_cached(case: Case) -> float:
+    """The last page of a prompt is computed again, and the tokenizer may have moved one more."""
+    return max(0.0, 0.95 * (1 - 2 * PAGE_TOKENS / case.input))
+
+
+@dataclass
+class Run:
+    """One run; `document` is what is written, also when it ends half way."""
+
+    engine: Engine
+    scenario: Scenario
+    specific: EngineScenario
+    serving: Serving
+    cases: list[Case]
+    backends: list[str]
+    python: str
+    flags: list[str]
+    output: Path
+    document: dict
+    deadline: float | None
+    console: Console
+    fresh_seeds: int = 0
+
+    @property
+    def logs(self) -> Path:
+        return self.output.with_suffix("")
+
+    def environment(self) -> dict[str, str]:
+        return {**self.scenario.environment, **self.specific.environment, **self.engine.environment(self.serving)}
+
+    def command(self, backend: str, port: int) -> list[str]:
+        return self.engine.server(self.python, self.serving, backend, port, [*self.specific.flags, *self.flags])
+
+    def seconds(self, most: float) -> float:
+        """What `most` seconds are before the end of the run. Raises Stopped when nothing is left."""
+        if self.deadline is None:
+            return most
+        if (left := self.deadline - time.monotonic()) <= 0:
+            raise Stopped("by the time limit")
+        return min(most, left)
+
+    def write(self) -> None:
+        report.write(self.document, self.output)
+
+    def missing(self, backend: str) -> list[Case]:
+        """Cases without all their readings; one that failed is tried again."""
+        rows = [row for row in self.document["rows"] if row["backend"] == backend]
+        done = [row for row in rows if "skipped" in row or row.get("complete")]
+        return [case for case in self.cases if not any(case.same_as(row) for row in done)]
+
+    def all(self) -> None:
+        """Every backend in turn. Raises Stopped when the run is cut short."""
+        for backend in self.backends:
+            if not (cases := self.missing(backend)):
+                continue
+            self.document["rows"] = [
+                row
+                for row in self.document["rows"]
+                if row["backend"] != backend or not any(case.same_as(row) for case in cases)
+            ]
+            record = self.document["servers"].setdefault(backend, {})
+            record.pop("error", None)
+            try:
+                self.backend(backend, cases, record)
+            except Failed as failure:
+                # A time limit that ends a wait is not the server's fault.
+                self.seconds(1)
+                record["error"] = str(failure)
+                self.console.print(f"{backend}: {failure}", style="red", markup=False, highlight=False)
+            finally:
+                self.write()
+
+    def backend(self, backend: str, cases: list[Case], record: dict) -> None:
+        """One server and all that is measured on it."""
+        port = free_port()
+        url, command = f"http://127.0.0.1:{port}", self.command(backend, port)
+        log = self.logs / f"{self.engine.name}-{backend.lower()}.log"
+        log.unlink(missing_ok=True)
+        record |= {"command": shlex.join(["python", *command[1:]]), "log": str(log)}
+        self.console.print(f"[bold]{backend}[/]: starting, log in {log}")
+        begin, environment = time.monotonic(), self.environment()
+        with (
+            memory_given_back(),
+            Generator(self.python, self.engine.load_module, log.with_suffix(".load.log"), environment) as generator,
+            server(command, url, log, environment, self.seconds(self.scenario.ready_seconds)) as process,
+        ):
+            record["seconds_to_ready"] = round(time.monotonic() - begin, 1)
+            text = log.read_text(errors="replace")
+            if not self.engine.in_use(backend, text):
+                raise Failed(f"the server's log does not say that {backend} is in use:\n{tail(log)}")
+            record["cache_tokens"] = room = self.engine.cache_tokens(text)
+            self.console.print(f"{backend}: ready after {record['seconds_to_ready']:.0f} s, cache of {room} tokens")
+            for case in cases:
+                self.document["rows"].append(row := {"backend": backend, **case.describe(), "readings": []})
+                if room is not None and case.tokens > room:
+                    row["skipped"] = f"needs a cache of {case.tokens:,} tokens, the server has {room:,}"
+                else:
+                    self.case(case, row, generator, port)
+                self.write()
+                self.console.print(e2e_report.line(row), markup=False, highlight=False)
+                if process.ended() is not None:
+                    return  # the block's end reports it; the other cases stay to be measured
+
+    def case(self, case: Case, row: dict, generator: Generator, port: int) -> None:
+        """All readings of one case. A load generator that fails costs the case, not the server."""
+        url, load, cached = f"http://127.0.0.1:{port}", case.load, case.prefill == "cached"
+        try:
+            # Fills the prefix cache where that is wanted, and lets the server compile what it has not met yet. One
+            # token would have no time per token.
+            row["warm_up"] = self.reading(replace(load, output=2, seed=self.seed(cached)), generator, port)
+            for _ in range(case.repeats):
+                before = metrics_of(url)
+                reading = self.reading(replace(load, seed=self.seed(cached)), generator, port)
+                reading["cached_share"] = share = cached_share(self.engine, before, metrics_of(url))
+                if share is not None and not (least_cached(case) <= share if cached else share <= MOST_CACHED):
+                    raise Failed(
+                        f"prefill {case.prefill}, but {share:.0%} of the prompts' tokens were in the prefix cache"
+                    )
+                row["readings"].append(reading)
+                row |= summary(row["readings"], self.scenario.gpus)
+                self.write()
+            row["complete"] = True
+        except Failed as failure:
+            self.seconds(1)
+            row["error"] = str(failure)
+
+    def seed(self, cached: bool) -> int:
+        """The one seed for prompts that are to be known already, a new one for prompts that are not."""
+        self.fresh_seeds += not cached
+        return SEED if cached else SEED + self.fresh_seeds
+
+    def reading(self, load: Load, generator: Generator, port: int) -> dict:
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            generator.run(self.engine.load(self.serving, load, port, result), self.seconds(self.scenario.point_seconds))
+            try:
+                return read_result(result, load.prompts)
+            except (OSError, ValueError, KeyError) as error:
+                raise Failed(f"the load generator's result: {error!r}\n{tail(generator.log, 15)}") from error
+
+
+def summary(readings: list[dict], gpus: int) -> dict:
+    """Median and range over the readings of a case."""
+
+    def spread(values: list[float]) -> dict:
+        return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+    found = {
+        "tpot_ms": spread([reading["median_tpot_ms"] for reading in readings]),
+        "ttft_ms": spread([reading["median_ttft_ms"] for reading in readings]),
+        "tokens_per_second": spread([reading["output_throughput"] for reading in readings]),
+        "tokens_per_second_per_gpu": spread([reading["output_throughput"] / gpus for reading in readings]),
+    }
+    if accepted := [reading["acceptance_length"] for reading in readings if "acceptance_length" in reading]:
+        found["acceptance_length"] = spread(accepted)
+    return found
+
+
+def nvidia_smi(query: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+    with suppress(OSError, subprocess.SubprocessError):
+        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
+        return [line.strip() for line in output.splitlines()]
+    return []
+
+
+@contextmanager
+def memory_given_back() -> Iterator[None]:
+    """After the block, wait until the GPUs have the memory back; the driver takes a moment after a process."""
+
+    def used() -> int:
+        return sum(int(line) for line in nvidia_smi("memory.used") if line.isdigit())
+
+    before = used()
+    yield
+    end = time.monotonic() + MEMORY_SECONDS
+    while used() > before + 2048 and time.monotonic() < end:
+        time.sleep(0.5)
+
+
+def provenance(engine: Engine, python: str) -> dict:
+    """What a figure is worth nothing without."""
+    packages = (engine.package, "torch", "apache-tvm-ffi", "flashinfer-python", "triton", "etap-backend")
+    program = (
+        "import importlib.metadata as m, json, sys\n"
+        "def version(name):\n"
+        "    try: return m.version(name)\n"
+        "    except m.PackageNotFoundError: return None\n"
+        f"print(json.dumps([sys.version.split()[0], {{name: version(name) for name in {packages!r}}}]))"
+    )
+    asked = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120)
+    if asked.returncode:
+        raise ValueError(f"--python: wanted the engine's interpreter, got {python}: {asked.stderr.strip()[-300:]}")
+    version, versions = json.loads(asked.stdout)
+    if not versions[engine.package]:
+        raise ValueError(f"--engine: wanted {engine.package} installed for {python}, found none")
+    gpus, library = nvidia_smi("name,memory.total,driver_version"), os.environ.get("ETAP_LIBRARY")
+    name, memory, driver = gpus[0].split(", ") if gpus else ("unknown", "unknown", "unknown")
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "gpu": name,
+        "gpu_memory_mib": memory,
+        "gpus_of_the_machine": len(gpus),
+        "driver": driver,
+        "python": version,
+        "versions": {package: found for package, found in versions.items() if found}
+        | {"etap-backend": etap_backend.__version__},
+        "commit": os.environ.get("ETAP_COMMIT") or _commit(),
+        "library_sha256": hashlib.sha256(Path(library).read_bytes()).hexdigest() if library else None,
+        "command": shlex.join(["etap", *sys.argv[1:]]),
+    }
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    return "unknown"
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model folder, its configuration where it can be read, and whether its weights are made up."""
+
+    model: str
+    config: dict | None
+    dummy: bool
+    what: str
+
+
+def prepare_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: int, folder: Path) -> Prepared:
+    """A shipped configuration becomes a folder for dummy weights; anything else is served as it is.
+
+    Raises ValueError when changes are wanted of a model that has its own weights, or of keys that it has not.
+    """
+    if name.lower() not in configs.shipped("models", ".json"):
+        if changes or rank_of:
+            raise ValueError(f"--set, --layers, --rank-of: wanted a model of configs/models, got {name}")
+        path, config = Path(name) / "config.json", None
+        with suppress(OSError):
+            config = json.loads(path.read_text())
+        return Prepared(name, config, False, "its own weights")
+    whole = json.loads(configs.find("models", name, ".json").read_text())
+    if unknown := set(changes) - set(whole):
+        raise ValueError(f"--set: wanted keys of {name}'s config.json, got {', '.join(sorted(unknown))}")
+    config = whole | changes
+    if rank_of:
+        config = dummy_model.of_one_rank(config, rank_of, tp)
+    kind = "FP8 in blocks" if config.get("quantization_config") else "bfloat16"
+    what = f"dummy weights, {kind}, {config['num_hidden_layers']} of {whole['num_hidden_layers']} layers"
+    if rank_of:
+        what += f", each GPU with the heads and widths of one of {rank_of} tensor-parallel ranks"
+    if others := [f"{key} {value} (of {whole[key]})" for key, value in changes.items() if key != "num_hidden_layers"]:
+        what += "; " + ", ".join(others)
+    return Prepared(str(dummy_model.write(folder, config)), config, True, what)
+
+
+def serving_of(scenario: Scenario, prepared: Prepared, cases: list[Case]) -> Serving:
+    longest = max(case.input + case.output for case in cases) + MARGIN_TOKENS + scenario.draft_tokens
+    return Serving(
+        prepared.model,
+        prepared.dummy,
+        scenario.tensor_parallel,
+        scenario.pipeline_parallel,
+        scenario.data_parallel,
+        longest,
+        tuple(sorted({case.concurrency for case in cases})),
+        scenario.draft_tokens,
+        scenario.acceptance if prepared.dummy else None,
+    )
+
+
+def header(scenario: Scenario, engine: Engine, prepared: Prepared, serving: Serving, python: str, note: str) -> dict:
+    shape = plan.Model.model_validate(prepared.config).model_dump() if prepared.config else None
+    return {
+        "kind": "e2e",
+        "title": scenario.title,
+        "engine": engine.name,
+        **provenance(engine, python),
+        "model": scenario.model,
+        "weights": prepared.what,
+        "dummy": prepared.dummy,
+        "model_shape": shape,
+        "gpus": scenario.gpus,
+        "layout": {"tp": serving.tp, "pp": serving.pp, "dp": serving.dp},
+        "draft_tokens": scenario.draft_tokens,
+        "acceptance": serving.acceptance,
+        "environment": scenario.environment,
+        "note": note,
+        "method": e2e_report.METHOD,
+        "complete": False,
+        "stopped": None,
+        "servers": {},
+        "rows": [],
+    }
+
+
+SAME_RUN = ("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "versions")
+
+
+def resumed(path: Path, fresh: dict) -> dict:
+    """The document in `path` to go on with. Raises ValueError when it is of another run."""
+    before = json.loads(path.read_text())
+    if differing := [key for key in SAME_RUN if before.get(key) != fresh[key]]:
+        raise ValueError(f"--resume: {path} differs in {', '.join(differing)}")
+    return before | {"complete": False, "stopped": None, "command": fresh["command"], "date": fresh["date"]}
+
+
+def chosen(points: list[Point], context: list[int] | None, concurrency: list[int] | None) -> list[Point]:
+    """The points of the wanted input lengths and concurrencies. Raises ValueError when none is left."""
+    kept = []
+    for point in points:
+        wanted = [number for number in point.concurrency if not concurrency or number in concurrency]
+        if wanted and (not context or point.input in context):
+            kept.append(point.model_copy(update={"concurrency": wanted}))
+    if not kept:
+        raise ValueError("--context, --concurrency: no point of the scenario has these")
+    return kept
+
+
+def parse_changes(pairs: list[str], layers: int | None) -> dict[str, Any]:
+    """{key: value} of KEY=VALUE texts. Raises ValueError when one is not such a text with a value in JSON."""
+    changes: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, value = pair.partition("=")
+        try:
+            changes[key] = json.loads(value)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"--set: wanted KEY=VALUE with a JSON value, got {pair!r}") from error
+        if not equals:
+            raise ValueError(f"--set: wanted KEY=VALUE, got {pair!r}")
+    return changes | ({"num_hidden_layers": layers} if layers else {})
+
+
+class EngineName(str, Enum):
+    vllm = "vllm"
+    sglang = "sglang"
+
+
+def _refuse(text: str) -> typer.Exit:
+    Console(stderr=True).print(f"etap e2e: {text}", style="red", markup=False, highlight=False)
+    return typer.Exit(2)
+
+
+def _backends(engine: Engine, specific: EngineScenario, wanted: list[str] | None) -> list[str]:
+    if not wanted:
+        return specific.backends
+    known = {name.lower(): name for name in specific.backends}
+    return [known.get(name.lower(), name) for name in wanted]
+
+
+def e2e(
+    scenario: Annotated[str, typer.Argument(help="A file, or the name of one of configs/e2e.")],
+    engine: Annotated[EngineName, typer.Option(help="Whose server and load generator.")] = EngineName.vllm,
+    model: Annotated[
+        str | None, typer.Option(help="Folder or name of real weights, or a name of configs/models.")
+    ] = None,
+    backend: Annotated[list[str] | None, typer.Option(help="Only this attention backend; may be repeated.")] = None,
+    gpus: Annotated[int | None, typer.Option(min=1, help="GPUs, instead of the scenario's.")] = None,
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers of a dummy model.")] = None,
+    rank_of: Annotated[
+        int | None, typer.Option(min=1, help="Give each GPU the work of one of so many tensor-parallel ranks.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None, typer.Option("--set", help="KEY=VALUE of a dummy model's config.json; may be repeated.")
+    ] = None,
+    context: Annotated[list[str] | None, typer.Option(help="Only points of this input length, such as 16K.")] = None,
+    concurrency: Annotated[list[int] | None, typer.Option(help="Only this concurrency; may be repeated.")] = None,
+    repeats: Annotated[
+        int | None, typer.Option(min=1, help="Readings of each point, instead of the scenario's.")
+    ] = None,
+    flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
+    output: Annotated[
+        Path | None, typer.Option(help="JSON file; results/e2e-<scenario>-<engine>.json if absent.")
+    ] = None,
+    time_limit: Annotated[float | None, typer.Option(help="Stop after this many seconds, keep what there is.")] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on with the output file; measure what it lacks.")
+    ] = False,
+    python: Annotated[str, typer.Option(help="Interpreter that has the engine.")] = sys.executable,
+    note: Annotated[str, typer.Option(help="Put into the output: anything unusual about this machine.")] = "",
+    plots: Annotated[bool, typer.Option(help="Draw a plot beside the JSON file.")] = True,
+    show: Annotated[bool, typer.Option("--show", help="Print the commands and the points, run nothing.")] = False,
+) -> None:
+    """Serve one model with ETAP and with the engine's own attention backends, and compare what users see."""
+    begin = time.monotonic()
+    driven = ENGINES[engine.value]
+    output = output or Path("results") / f"e2e-{Path(scenario).stem}-{engine.value}.json"
+    try:
+        wanted = read_scenario(scenario)
+        lengths = [plan.tokens(text) for text in context or []]
+        points = chosen(wanted.points, lengths, concurrency)
+        points = [point.model_copy(update={"repeats": repeats or point.repeats}) for point in points]
+        updates = {"model": model, "gpus": gpus}
+        wanted = wanted.model_copy(update={key: value for key, value in updates.items() if value is not None})
+        if (specific := getattr(wanted, engine.value)) is None:
+            raise ValueError(f"{scenario}: wanted a table [{engine.value}], found none")
+        cases, folder = cases_of(points), output.with_suffix("") / "model"
+        asked = parse_changes(changes or [], layers)
+        prepared = prepare_model(wanted.model, asked, rank_of, wanted.tensor_parallel, folder)
+        serving = serving_of(wanted, prepared, cases)
+        fresh = header(wanted, driven, prepared, serving, python, note)
+        document = resumed(output, fresh) if resume and output.exists() else fresh
+    except ValueError as error:
+        raise _refuse(str(error)) from error
+    console = Console() if sys.stdout.isatty() else Console(width=180)
+    deadline = None if time_limit is None else begin + time_limit
+    backends = _backends(driven, specific, backend)
+    run = Run(
+        driven, wanted, specific, serving, cases, backends, python, flag or [], output, document, deadline, console
+    )
+    console.print(f"{wanted.title}: {prepared.what}, {wanted.gpus} GPUs", markup=False)
+    if show:
+        for name in backends:
+            console.print(shlex.join(run.command(name, 8000)), markup=False, highlight=False, soft_wrap=True)
+        for case in cases:
+            console.print(
+                shlex.join(driven.load(serving, case.load, 8000, Path("r.json"))), markup=False, soft_wrap=True
+            )
+        return
+    try:
+        with stopping(time_limit):
+            run.all()
+        document["complete"] = True
+    except Stopped as reason:
+        document["stopped"] = str(reason)
+    finally:
+        run.write()
+    e2e_report.print_document(document, console)
+    if plots and any("tpot_ms" in row for row in document["rows"]):
+        e2e_report.plot(document, output.with_suffix(".png"))
+    if problems := e2e_report.problems(document):
+        raise _refuse(f"{len(problems)} things failed: " + "; ".join(problems))

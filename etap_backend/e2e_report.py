@@ -1,0 +1,227 @@
+"""What becomes of the JSON of `etap e2e`: the table on the screen, the table in the README, the plot.
+
+`python -m etap_backend.e2e_report results/e2e-*.json --readme README.md --plots results` does all of it without a GPU.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from etap_backend.engines import ENGINES
+from etap_backend.grids import in_k
+
+METHOD = (
+    "the engine's own load generator, random prompts, greedy, all requests at once up to the concurrency; TPOT is the "
+    "median over requests, median and range over repeated readings; prefill served: prompts new to the server; "
+    "prefill cached: the same prompts were sent once before and are in the prefix cache, so readings are decode alone"
+)
+DUMMY = "Dummy weights: times are those of the architecture, answers mean nothing, and experts are chosen as they fall."
+
+
+def shape_of(row: dict) -> tuple:
+    return row["input"], row["output"], row["concurrency"], row["prefill"]
+
+
+def shape_text(shape: tuple) -> str:
+    given, made, concurrency, prefill = shape
+    return f"{concurrency} x {in_k(given)}/{in_k(made)}, {prefill}"
+
+
+def line(row: dict) -> str:
+    """One row while the run goes on."""
+    what = f"  {row['backend']}, {shape_text(shape_of(row))}: "
+    if "skipped" in row or "error" in row:
+        return what + (row.get("skipped") or row["error"].splitlines()[0])
+    tpot, per_gpu = row["tpot_ms"], row["tokens_per_second_per_gpu"]["median"]
+    return f"{what}TPOT {tpot['median']:.2f} ms ({tpot['min']:.2f} to {tpot['max']:.2f}), {per_gpu:.1f} tokens/s a GPU"
+
+
+def backends_of(document: dict) -> list[str]:
+    """Backends in their order, ours first."""
+    names = dict.fromkeys(row["backend"] for row in document["rows"])
+    ours = ENGINES[document["engine"]].ours
+    return sorted(names, key=lambda name: name != ours)
+
+
+def by_shape(document: dict) -> dict[tuple, dict[str, dict]]:
+    """{shape: {backend: row}} in the order of the rows."""
+    shapes: dict[tuple, dict[str, dict]] = {}
+    for row in document["rows"]:
+        shapes.setdefault(shape_of(row), {})[row["backend"]] = row
+    return shapes
+
+
+def gain(document: dict, rows: dict[str, dict]) -> float | None:
+    """TPOT of the fastest peer over ours."""
+    ours = ENGINES[document["engine"]].ours
+    times = {name: row["tpot_ms"]["median"] for name, row in rows.items() if "tpot_ms" in row}
+    peers = [time for name, time in times.items() if name != ours]
+    return min(peers) / times[ours] if ours in times and peers else None
+
+
+def _cell(row: dict | None) -> str:
+    if row is None:
+        return "-"
+    if "tpot_ms" not in row:
+        return "cache too small" if "skipped" in row else "failed"
+    tpot = row["tpot_ms"]
+    return f"{tpot['median']:.2f} ({tpot['min']:.2f} to {tpot['max']:.2f})"
+
+
+def _value(row: dict | None, key: str, digits: int) -> str:
+    return f"{row[key]['median']:,.{digits}f}" if row and key in row else "-"
+
+
+def columns_of(document: dict) -> list[str]:
+    names = backends_of(document)
+    titles = ["requests x input/output, prefill", *(f"{name}, TPOT ms" for name in names)]
+    titles += [f"{name}, tokens/s a GPU" for name in names] + [f"{name}, TTFT ms" for name in names]
+    return [*titles, "best peer / ours"]
+
+
+def cells_of(document: dict, shape: tuple, rows: dict[str, dict]) -> list[str]:
+    names, ratio = backends_of(document), gain(document, rows)
+    cells = [shape_text(shape), *(_cell(rows.get(name)) for name in names)]
+    cells += [_value(rows.get(name), "tokens_per_second_per_gpu", 1) for name in names]
+    cells += [_value(rows.get(name), "ttft_ms", 0) for name in names]
+    return [*cells, "-" if ratio is None else f"{ratio:.3f}"]
+
+
+def title_of(document: dict) -> str:
+    return f"{document['title']}, {document['engine']}, {document['gpus']} x {document['gpu']}: {document['weights']}"
+
+
+def provenance(document: dict) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
+    layout = ", ".join(f"{name} {size}" for name, size in document["layout"].items())
+    drafts = ""
+    if document["draft_tokens"]:
+        drafts = f"; {document['draft_tokens']} draft tokens"
+        if document["acceptance"]:
+            drafts += f", acceptance length {document['acceptance']} made up"
+    weights = " ".join(filter(None, (f"{document['weights']}.", document["dummy"] and DUMMY, document["note"])))
+    return (
+        f"{document['gpus']} x {document['gpu']}, {layout}{drafts}, driver {document['driver']}; {versions}; "
+        f"commit {document['commit']}; {document['date']}; `{document['command']}`. {weights}"
+    )
+
+
+def problems(document: dict) -> list[str]:
+    """Servers that failed and rows that did, by name; what the cache is too small for is none."""
+    servers = [
+        f"{name}: {record['error'].splitlines()[0]}"
+        for name, record in document["servers"].items()
+        if "error" in record
+    ]
+    rows = [line(row).strip() for row in document["rows"] if "error" in row]
+    return servers + rows
+
+
+def print_document(document: dict, console: Console) -> None:
+    table = Table(title=title_of(document), title_justify="left")
+    for number, title in enumerate(columns_of(document)):
+        table.add_column(title, justify="left" if number == 0 else "right")
+    for shape, rows in by_shape(document).items():
+        table.add_row(*cells_of(document, shape, rows))
+    console.print(table)
+    for name, record in document["servers"].items():
+        if "seconds_to_ready" in record:
+            room = f"{record['cache_tokens']:,}" if record.get("cache_tokens") else "unknown"
+            console.print(f"{name}: ready after {record['seconds_to_ready']:.0f} s, KV cache of {room} tokens")
+        if "error" in record:
+            console.print(f"{name}: {record['error']}", style="red", markup=False, highlight=False)
+    for row in document["rows"]:
+        if "error" in row or "skipped" in row:
+            console.print(line(row).strip(), markup=False, highlight=False)
+    console.print(f"{provenance(document)}\n{document['method']}", markup=False, highlight=False)
+    if not document["complete"]:
+        console.print(f"stopped {document['stopped']}; --resume goes on", style="red")
+
+
+def markdown(document: dict) -> str:
+    columns = columns_of(document)
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    for shape, rows in by_shape(document).items():
+        lines.append("| " + " | ".join(cells_of(document, shape, rows)) + " |")
+    return "\n".join([*lines, "", f"{provenance(document)} TPOT: {document['method']}."])
+
+
+def update_readme(readme: Path, documents: list[dict]) -> None:
+    """Put each table between `<!-- e2e NAME -->` and `<!-- /e2e -->`, NAME being that of the JSON file.
+
+    Raises ValueError when the file has no such place for any of the documents.
+    """
+    text, placed = readme.read_text(), 0
+    for document in documents:
+        place = re.compile(rf"(<!-- e2e {re.escape(document['file'])} -->\n).*?(<!-- /e2e -->)", re.DOTALL)
+        body = markdown(document)
+        text, count = place.subn(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
+        placed += count
+    if not placed:
+        wanted = ", ".join(f"<!-- e2e {document['file']} -->" for document in documents)
+        raise ValueError(f"{readme}: wanted a place marked {wanted} ... <!-- /e2e -->")
+    readme.write_text(text)
+
+
+def plot(document: dict, path: Path) -> None:
+    """TPOT over the concurrency, one panel for each length; needs matplotlib."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    timed = [row for row in document["rows"] if "tpot_ms" in row]
+    lengths = list(dict.fromkeys((row["input"], row["output"], row["prefill"]) for row in timed))
+    figure, axes = pyplot.subplots(
+        1, len(lengths), figsize=(1 + 4.2 * len(lengths), 4), squeeze=False, layout="constrained"
+    )
+    for axis, length in zip(axes.flat, lengths, strict=True):
+        for name in backends_of(document):
+            rows = [row for row in timed if row["backend"] == name]
+            rows = sorted(
+                (row for row in rows if (row["input"], row["output"], row["prefill"]) == length),
+                key=lambda row: row["concurrency"],
+            )
+            middle = [row["tpot_ms"]["median"] for row in rows]
+            below = [row["tpot_ms"]["median"] - row["tpot_ms"]["min"] for row in rows]
+            above = [row["tpot_ms"]["max"] - row["tpot_ms"]["median"] for row in rows]
+            places = [row["concurrency"] for row in rows]
+            axis.errorbar(places, middle, [below, above], marker="o", markersize=3, capsize=2, label=name)
+        given, made, prefill = length
+        axis.set(title=f"{in_k(given)} in, {in_k(made)} out, prefill {prefill}", xlabel="requests", ylabel="TPOT (ms)")
+        axis.set_xscale("log", base=2)
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.set_ylim(bottom=0)
+        axis.legend()
+    figure.suptitle(f"{document['title']}, {document['engine']}, {document['gpus']} x {document['gpu']}", fontsize=10)
+    figure.supxlabel(document["weights"], fontsize=7)
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)
+
+
+def main(
+    results: Annotated[list[Path], typer.Argument(help="JSON files of `etap e2e`.", exists=True)],
+    readme: Annotated[Path | None, typer.Option(help="File whose marked places get the tables.", exists=True)] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder for the plots.", file_okay=False)] = None,
+) -> None:
+    """Print end-to-end results again, and put them into the README and into plots."""
+    documents = [{**json.loads(path.read_text()), "file": path.stem} for path in results]
+    console = Console()
+    for document in documents:
+        print_document(document, console)
+        if plots:
+            plots.mkdir(parents=True, exist_ok=True)
+            plot(document, plots / f"{document['file']}.png")
+    if readme:
+        update_readme(readme, documents)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,126 @@
+"""What `etap e2e` tells vLLM: every shipped scenario's flags in vLLM's own parsers and configuration, and the prompts
+that vLLM's load generator makes of the dummy model's tokenizer."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from etap_backend import configs, e2e
+from etap_backend.engines import ENGINES, Load
+
+VLLM = ENGINES["vllm"]
+SCENARIOS = configs.shipped("e2e")
+
+
+@pytest.fixture(scope="session")
+def dummy_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("dummy")
+
+
+def serving(name, folder, gpus=1):
+    scenario = e2e.read_scenario(name).model_copy(update={"gpus": gpus})
+    changes = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
+    prepared = e2e.prepare_model(scenario.model, changes, 8, scenario.tensor_parallel, folder)
+    return scenario, e2e.serving_of(scenario, prepared, e2e.cases_of(scenario.points))
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_vllm_makes_a_configuration_of_every_scenario(name, dummy_folder):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    scenario, wanted = serving(name, dummy_folder)
+    for backend in scenario.vllm.backends:
+        command = VLLM.server("python", wanted, backend, 8000, scenario.vllm.flags)
+        assert command[:4] == ["python", "-m", "vllm.entrypoints.cli.main", "serve"]
+        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command[4:])
+        parsed.model = parsed.model_tag or parsed.model
+        validate_parsed_serve_args(parsed)
+        made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+        assert made.attention_config.backend.name == backend
+        assert made.cache_config.enable_prefix_caching
+        assert made.compilation_config.cudagraph_mode.has_full_cudagraphs()
+        rows = {batch * (1 + scenario.draft_tokens) for batch in wanted.batches}
+        assert rows <= set(made.compilation_config.cudagraph_capture_sizes)
+        assert made.scheduler_config.max_num_seqs == max(wanted.batches)
+        assert made.model_config.max_model_len == wanted.max_context
+        assert made.model_config.hf_config.num_attention_heads == 16
+        assert made.load_config.load_format == "dummy"
+        assert (made.speculative_config is not None) == (scenario.draft_tokens > 0)
+
+
+def test_vllm_refuses_a_flag_that_it_has_not(dummy_folder):
+    from vllm.entrypoints.openai.cli_args import make_arg_parser
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    _, wanted = serving("decode", dummy_folder)
+    command = VLLM.server("python", wanted, "ETAP", 8000, ["--no-such-flag"])
+    with pytest.raises(SystemExit):
+        make_arg_parser(FlexibleArgumentParser()).parse_args(command[4:])
+
+
+def load_arguments(wanted, load, folder):
+    from vllm.benchmarks.serve import add_cli_args
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    command = VLLM.load(wanted, load, 8000, folder / "r.json")
+    assert command[:2] == ["bench", "serve"]
+    parser = FlexibleArgumentParser()
+    add_cli_args(parser)
+    return parser.parse_args(command[2:])
+
+
+def test_the_prompts_are_the_same_again_and_as_long_as_asked(dummy_folder, tmp_path):
+    from transformers import AutoTokenizer
+    from vllm.benchmarks.datasets import get_samples
+
+    _, wanted = serving("decode", dummy_folder)
+    tokenizer = AutoTokenizer.from_pretrained(wanted.model)
+    load = Load(input=2048, output=128, concurrency=4, prompts=4)
+
+    def prompts(load):
+        arguments = load_arguments(wanted, load, tmp_path)
+        arguments.backend = "vllm"
+        return [sample.prompt for sample in get_samples(arguments, tokenizer)]
+
+    first = prompts(load)
+    assert prompts(replace(load, output=2)) == first, "the warm-up fills the cache with these prompts"
+    assert prompts(replace(load, seed=1)) != first
+    lengths = [len(tokenizer.encode(prompt)) for prompt in first]
+    assert all(abs(length - 2048) <= 8 for length in lengths), lengths
+    assert len({prompt[:64] for prompt in first}) == len(first), "requests must not share pages of the cache"
+
+
+def test_the_load_generator_writes_what_is_read(dummy_folder, tmp_path):
+    """The keys that are read from its file are those that its source writes."""
+    import inspect
+
+    from vllm.benchmarks import serve
+
+    _, wanted = serving("decode", dummy_folder)
+    arguments = load_arguments(wanted, Load(64, 8, 2, 2), tmp_path)
+    assert Path(arguments.result_dir) / arguments.result_filename == tmp_path / "r.json"
+    assert (arguments.num_prompts, arguments.max_concurrency, arguments.ignore_eos) == (2, 2, True)
+    assert serve.compute_result_filename(arguments, "e2e", None, "") == str(tmp_path / "r.json")
+    source = inspect.getsource(serve)
+    for key in ("completed", "duration", "output_throughput", "total_input_tokens", "total_output_tokens"):
+        assert f'"{key}"' in source
+    for key in ('f"mean_{metric_attribute_name}_ms"', 'f"median_{metric_attribute_name}_ms"'):
+        assert key in source
+
+
+def test_the_metrics_have_these_names():
+    from vllm.v1.metrics import loggers
+
+    source = Path(loggers.__file__).read_text()
+    for name in VLLM.cached:
+        assert f'"{name.removesuffix("_total")}"' in source, "prometheus_client adds _total to a counter's name"
+
+
+def test_the_dummy_model_is_one_rank_of_the_whole(dummy_folder):
+    _, wanted = serving("decode", dummy_folder)
+    config = json.loads((Path(wanted.model) / "config.json").read_text())
+    assert (config["num_attention_heads"], config["moe_intermediate_size"], config["n_routed_experts"]) == (16, 256, 256)
