@@ -30,6 +30,7 @@ struct ScheduleParams {
   int32_t* split_offsets;   // [batch + 1]
   int32_t batch;
   int32_t partitions;
+  int32_t fixed_pieces;  // most pieces of a request where its length alone decides; 0: the batch does
 };
 
 struct DecodeParams {

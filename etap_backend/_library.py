@@ -20,7 +20,7 @@ def library_path() -> Path:
 
 @functools.cache
 def library() -> tvm_ffi.Module:
-    """The loaded library, with the functions abi_version, build_schedule and decode.
+    """The loaded library, with the functions abi_version, build_schedule, build_fixed_schedule and decode.
 
     Raises ImportError when there is no library, when it does not load, or when its version is not this package's.
     """

@@ -9,6 +9,8 @@ from etap_backend.support import LATENT_DIM
 MAX_GROUP_ROWS = 64
 ROW_TILES = (8, 16, 32, 64)
 WORK_RANGE_FIELDS = 8
+BATCH_INVARIANT_BYTES = 60 * 2**20
+"""Workspace that a batch-invariant schedule may take to split requests; without splits it needs none of it."""
 CPU_SMS = 8
 """Partitions that a schedule on the CPU plans for: enough to split requests, small enough to follow by hand."""
 
@@ -23,6 +25,13 @@ def row_tile(rows: int) -> int:
     return next(tile for tile in ROW_TILES if tile >= min(rows, MAX_GROUP_ROWS))
 
 
+def fixed_pieces(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
+    """Most pieces of a request in a batch-invariant schedule: as many as fill the GPU, if max_batch times them fit."""
+    rows = num_heads * max_s_q
+    slot_bytes = 4 * row_groups(rows) * row_tile(rows) * (LATENT_DIM + 1)
+    return max(1, min(num_sms // row_groups(rows), BATCH_INVARIANT_BYTES // (2 * slot_bytes * max_batch)))
+
+
 class DecodeSchedule:
     """Per-CTA work partitions of one decode batch, in buffers whose addresses and shapes never change.
 
@@ -30,14 +39,19 @@ class DecodeSchedule:
     nor shapes change, a captured CUDA graph may replay `build` and the layers with other lengths, as long as batch and
     s_q are those of the capture.
 
+    With `batch_invariant`, a request's result has the same bits whatever shares its batch: it is cut into at most
+    `fixed_pieces` pieces, whose number and ends follow from its own length. That number is what the workspace has room
+    for with max_batch requests of as many; it is 1, so that no request is split, when that leaves no two.
+
     Attributes:
-        work_ranges: int32 [num_sms, 8]; row p holds partition p's begin_request, begin_tile, end_request, end_tile
+        work_ranges: int32 [>= num_sms, 8]; row p holds partition p's begin_request, begin_tile, end_request, end_tile
             (exclusive) and begin_split, which piece of its first request it owns; then, for the combination, the p-th
             request that was split (-1 behind the last), the slot of its first partial result and their number. A tile
             is 64 tokens.
         split_offsets: int32 [max_batch + 1]; exclusive prefix of the number of partial results of each request, which
             is 0 for a request that one partition decodes alone.
         workspace: float32 [>= workspace_floats(...)]; the partial results. Schedules used on one stream may share it.
+        fixed_pieces: most pieces of a request where its length alone decides; 0 where the batch does.
         batch, s_q, partitions: what the last `build` planned for; batch is None before the first.
     """
 
@@ -50,6 +64,7 @@ class DecodeSchedule:
         device: torch.device | str = "cuda",
         num_sms: int | None = None,
         workspace: Tensor | None = None,
+        batch_invariant: bool = False,
     ):
         """Allocate the buffers.
 
@@ -59,7 +74,8 @@ class DecodeSchedule:
             max_s_q: most query tokens for each request.
             device: where the schedule and its work live, a CUDA device or the CPU.
             num_sms: CTAs to plan for; None means the device's multiprocessors (8 on the CPU).
-            workspace: float32 [>= workspace_floats(num_heads, max_s_q, num_sms)] on `device`, to share among schedules.
+            workspace: float32 [>= workspace_floats(...) of the same arguments] on `device`, to share among schedules.
+            batch_invariant: cut requests by their own length only. Slower: a short batch does not fill the GPU.
 
         Raises:
             ValueError: a count is below 1 or the workspace too small; TypeError: the workspace is not float32.
@@ -77,7 +93,9 @@ class DecodeSchedule:
             raise ValueError(f"num_sms: wanted at least 1, got {num_sms}")
         self.max_batch, self.num_heads, self.max_s_q, self.num_sms = max_batch, num_heads, max_s_q, num_sms
         self.device = device
-        self.work_ranges = torch.zeros(num_sms, WORK_RANGE_FIELDS, dtype=torch.int32, device=device)
+        self.fixed_pieces = fixed_pieces(max_batch, num_heads, max_s_q, num_sms) if batch_invariant else 0
+        ranges = max(num_sms, max_batch * self.fixed_pieces if self.fixed_pieces > 1 else 0)
+        self.work_ranges = torch.zeros(ranges, WORK_RANGE_FIELDS, dtype=torch.int32, device=device)
         self.split_offsets = torch.zeros(max_batch + 1, dtype=torch.int32, device=device)
         self.workspace = self._checked_workspace(workspace)
         self.batch: int | None = None
@@ -85,12 +103,23 @@ class DecodeSchedule:
         self.partitions = 0
 
     @staticmethod
-    def workspace_floats(num_heads: int, max_s_q: int, num_sms: int) -> int:
+    def workspace_floats(
+        num_heads: int, max_s_q: int, num_sms: int, *, max_batch: int = 1, batch_invariant: bool = False
+    ) -> int:
         """Floats that the partial results need: at most two pieces a CTA, each with its output rows and log-sum-exp."""
-        return 2 * num_sms * row_tile(num_heads * max_s_q) * (LATENT_DIM + 1)
+        rows = num_heads * max_s_q
+        pieces = fixed_pieces(max_batch, num_heads, max_s_q, num_sms) if batch_invariant else 0
+        ctas = max(num_sms, max_batch * pieces * row_groups(rows) if pieces > 1 else 0)
+        return 2 * ctas * row_tile(rows) * (LATENT_DIM + 1)
 
     def _checked_workspace(self, workspace: Tensor | None) -> Tensor:
-        floats = self.workspace_floats(self.num_heads, self.max_s_q, self.num_sms)
+        floats = self.workspace_floats(
+            self.num_heads,
+            self.max_s_q,
+            self.num_sms,
+            max_batch=self.max_batch,
+            batch_invariant=self.fixed_pieces > 0,
+        )
         if workspace is None:
             return torch.empty(floats, dtype=torch.float32, device=self.device)
         if workspace.dtype != torch.float32:
@@ -124,6 +153,12 @@ class DecodeSchedule:
         if not 1 <= s_q <= self.max_s_q:
             raise ValueError(f"s_q: wanted 1 to {self.max_s_q} (max_s_q), got {s_q}")
         partitions = max(1, self.num_sms // row_groups(s_q * self.num_heads))
-        library().build_schedule(seq_lens, self.work_ranges, self.split_offsets, partitions)
+        if self.fixed_pieces > 1:
+            partitions = max(1, seq_lens.shape[0] * self.fixed_pieces)
+        buffers = (seq_lens, self.work_ranges, self.split_offsets)
+        if self.fixed_pieces:
+            library().build_fixed_schedule(*buffers, partitions, self.fixed_pieces)
+        else:
+            library().build_schedule(*buffers, partitions)
         self.batch, self.s_q, self.partitions = seq_lens.shape[0], s_q, partitions
         return self

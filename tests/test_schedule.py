@@ -13,8 +13,9 @@ from etap_backend.executor import pieces
 from etap_backend.schedule import DecodeSchedule, row_groups, row_tile
 
 HEADER = Path(__file__).parent.parent / "csrc" / "schedule" / "schedule.h"
-PIECE_COST, OWN_TOLERANCE = (
-    int(re.search(rf"{name} = (\d+);", HEADER.read_text())[1]) for name in ("kPieceCost", "kOwnTolerance")
+PIECE_COST, OWN_TOLERANCE, FIXED_TILES = (
+    int(re.search(rf"{name} = (\d+);", HEADER.read_text())[1])
+    for name in ("kPieceCost", "kOwnTolerance", "kFixedTiles")
 )
 
 
@@ -47,12 +48,30 @@ def model(lengths: list[int], partitions: int) -> list[tuple[int, int]]:
     return [line[p * len(line) // parts] if p < parts else end for p in range(partitions)] + [end]
 
 
-def build(lengths, partitions: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor]:
+def fixed_model(lengths: list[int], partitions: int, most: int) -> list[tuple[int, int]]:
+    """The same where a request's length alone decides into how many pieces, `most` at most, it is cut."""
+    end = (len(lengths), 0)
+    tiles = tiles_of(lengths)
+    if most > 1:
+        counts = [max(1, min(most, -(-n // FIXED_TILES))) for n in tiles]
+        points = [(r, i * n // k) for r, (n, k) in enumerate(zip(tiles, counts, strict=True)) for i in range(k)]
+        return points + [end] * (partitions + 1 - len(points))
+    places = [sum(tiles[:r]) + PIECE_COST * r for r in range(len(lengths) + 1)]
+    parts = min(partitions, places[-1])
+    cuts = [p * places[-1] // parts for p in range(parts)]
+    first = [next(r for r, place in enumerate(places) if place >= cut) for cut in cuts]
+    return [(r, 0) for r in first] + [end] * (partitions + 1 - parts)
+
+
+def build(lengths, partitions: int, device: str = "cpu", fixed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     # One row more than needed, and a number nobody plans: what lies behind must stay as it was.
     work_ranges = torch.full((partitions + 1, 8), -99, dtype=torch.int32, device=device)
     split_offsets = torch.full((len(lengths) + 2,), -99, dtype=torch.int32, device=device)
-    library().build_schedule(seq_lens, work_ranges, split_offsets, partitions)
+    if fixed:
+        library().build_fixed_schedule(seq_lens, work_ranges, split_offsets, partitions, fixed)
+    else:
+        library().build_schedule(seq_lens, work_ranges, split_offsets, partitions)
     assert work_ranges[partitions:].eq(-99).all() and split_offsets[len(lengths) + 1 :].eq(-99).all()
     return work_ranges[:partitions].cpu(), split_offsets[:-1].cpu()
 
@@ -116,6 +135,44 @@ def test_the_host_builds_what_the_model_says(lengths, partitions):
 def test_the_device_builds_what_the_host_builds(lengths, partitions):
     for on_host, on_device in zip(build(lengths, partitions), build(lengths, partitions, "cuda"), strict=True):
         assert on_device.tolist() == on_host.tolist()
+
+
+FIXED = st.one_of(st.just(1), st.integers(2, 40))
+
+
+def fixed_partitions(lengths, partitions: int, fixed: int) -> int:
+    """Pieces of their own need as many partitions as there may be pieces."""
+    return len(lengths) * fixed if fixed > 1 else partitions
+
+
+@SEARCH
+@given(LENGTHS, PARTITIONS, FIXED)
+def test_fixed_pieces_are_what_the_model_says(lengths, partitions, fixed):
+    partitions = fixed_partitions(lengths, partitions, fixed)
+    work_ranges, split_offsets = build(lengths, partitions, fixed=fixed)
+    points = fixed_model(lengths, partitions, fixed)
+    assert work_ranges[:, :2].tolist() == [list(point) for point in points[:-1]]
+    assert work_ranges[:, 2:4].tolist() == [list(point) for point in points[1:]]
+    check_invariants(lengths, partitions, work_ranges, split_offsets)
+    if fixed == 1:
+        assert not split_offsets.any() and not work_ranges[:, 1].any()
+
+
+@pytest.mark.gpu
+@SEARCH
+@given(LENGTHS, PARTITIONS, FIXED)
+def test_the_device_builds_the_same_fixed_pieces(lengths, partitions, fixed):
+    partitions = fixed_partitions(lengths, partitions, fixed)
+    pairs = zip(build(lengths, partitions, fixed=fixed), build(lengths, partitions, "cuda", fixed), strict=True)
+    for on_host, on_device in pairs:
+        assert on_device.tolist() == on_host.tolist()
+
+
+def test_fixed_pieces_need_partitions_for_all_of_them():
+    with pytest.raises(ValueError, match="partitions: wanted at least 6, got 5"):
+        build([1000, 2000], 5, fixed=3)
+    with pytest.raises(ValueError, match="fixed_pieces: wanted at least 1, got -1"):
+        build([1000], 5, fixed=-1)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

@@ -65,7 +65,8 @@ void reporting_cuda_errors(Call&& call) {
   }
 }
 
-void build_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions) {
+void schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
+              int64_t fixed_pieces) {
   const int64_t batch = seq_lens.ndim() == 1 ? seq_lens.size(0) : 0;
   check_dtype("seq_lens", seq_lens, {kInt32});
   check_shape("seq_lens", seq_lens, {{kAny, "batch"}});
@@ -81,12 +82,14 @@ void build_schedule(TensorView seq_lens, TensorView work_ranges, TensorView spli
   check_at_least("split_offsets' size", split_offsets.size(0), batch + 1);
   check_at_least("partitions", partitions, 1);
   check_at_least("work_ranges' size", work_ranges.size(0), partitions);
+  if (fixed_pieces > 1) check_at_least("partitions", partitions, batch * fixed_pieces);
   const ScheduleParams params{
       .seq_lens = static_cast<const int32_t*>(seq_lens.data_ptr()),
       .work_ranges = static_cast<WorkRange*>(work_ranges.data_ptr()),
       .split_offsets = static_cast<int32_t*>(split_offsets.data_ptr()),
       .batch = int32_t(batch),
       .partitions = int32_t(partitions),
+      .fixed_pieces = int32_t(fixed_pieces),
   };
   if (seq_lens.device().device_type == kDLCPU) return build_schedule_on_host(params);
   reporting_cuda_errors([&] {
@@ -94,6 +97,16 @@ void build_schedule(TensorView seq_lens, TensorView work_ranges, TensorView spli
     const DeviceGuard guard(seq_lens.device().device_id);
     build_schedule_on_device(params, current_stream(seq_lens.device()));
   });
+}
+
+void build_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions) {
+  schedule(seq_lens, work_ranges, split_offsets, partitions, 0);
+}
+
+void build_fixed_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
+                          int64_t fixed_pieces) {
+  check_at_least("fixed_pieces", fixed_pieces, 1);
+  schedule(seq_lens, work_ranges, split_offsets, partitions, fixed_pieces);
 }
 
 void check_decode_tensors(const TensorView& q, const Optional<TensorView>& q_rope, const TensorView& kv_cache,
@@ -223,5 +236,6 @@ int64_t abi_version() { return kAbiVersion; }
 }  // namespace etap
 
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(abi_version, etap::abi_version);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_fixed_schedule, etap::build_fixed_schedule);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_schedule, etap::build_schedule);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, etap::decode);

@@ -65,7 +65,7 @@ __device__ Plan choose_plan(const Batch& batch, typename Scan::TempStorage& stor
   Scan(storage).ExclusiveSum(mine, before, tiles);
   __syncthreads();
   int64_t own_tiles = 0;
-  if (params.batch <= params.partitions) {
+  if (params.fixed_pieces == 0 && params.batch <= params.partitions) {
     const auto fits = [&](int64_t bound) {
       int64_t wanted = 0;
       for (int r = threadIdx.x % kWarpSize; r < params.batch; r += kWarpSize) {
@@ -78,7 +78,7 @@ __device__ Plan choose_plan(const Batch& batch, typename Scan::TempStorage& stor
     const int64_t worst = share + share / kOwnTolerance + 1;
     own_tiles = smallest_bound(max(ceil_div(tiles, params.partitions), int64_t(1)), worst, fits, s_bound);
   }
-  return Plan(params.batch, tiles, params.partitions, own_tiles);
+  return Plan(params.batch, tiles, params.partitions, own_tiles, params.fixed_pieces);
 }
 
 // Partial slots and the list of split requests.
@@ -112,9 +112,12 @@ __device__ void write_splits(const Batch& batch, const Plan& plan, int64_t place
   if (threadIdx.x == 0) params.split_offsets[params.batch] = int32_t(all);
 }
 
+// r: the request at whose place on the line, or behind it, partition p begins.
 __device__ __host__ void write_range(const ScheduleParams& params, const Plan& plan, int p, int r, int64_t place) {
+  const bool next_whole = plan.whole() && r < params.batch && place < plan.begin(p);
+  r += next_whole;
   const int64_t n = r < params.batch ? tiles_of(params.seq_lens[r]) : 0;
-  const int32_t tile = r < params.batch ? int32_t(plan.begin_tile(p, place, n)) : 0;
+  const int32_t tile = r < params.batch && !plan.whole() ? int32_t(plan.begin_tile(p, place, n)) : 0;
   WorkRange& range = params.work_ranges[p];
   range.begin_request = r;
   range.begin_tile = tile;
@@ -163,9 +166,10 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
   }
 }
 
-// The smallest bound with which the batch fits on partitions of its own; 0 when it has more requests than partitions.
+// The smallest bound with which the batch fits on partitions of its own; 0 when it has more requests than partitions, or
+// when the batch does not decide.
 int64_t own_tiles_on_host(const ScheduleParams& params, int64_t tiles) {
-  if (params.batch > params.partitions) return 0;
+  if (params.fixed_pieces > 0 || params.batch > params.partitions) return 0;
   for (int64_t bound = std::max(ceil_div(tiles, params.partitions), int64_t(1));; ++bound) {
     int64_t wanted = 0;
     for (int r = 0; r < params.batch; ++r) wanted += own_partitions(tiles_of(params.seq_lens[r]), bound);
@@ -183,7 +187,7 @@ void build_schedule_on_device(const ScheduleParams& params, cudaStream_t stream)
 void build_schedule_on_host(const ScheduleParams& params) {
   const int64_t tiles = std::accumulate(params.seq_lens, params.seq_lens + params.batch, int64_t(0),
                                         [](int64_t sum, int32_t seq_len) { return sum + tiles_of(seq_len); });
-  const Plan plan(params.batch, tiles, params.partitions, own_tiles_on_host(params, tiles));
+  const Plan plan(params.batch, tiles, params.partitions, own_tiles_on_host(params, tiles), params.fixed_pieces);
   std::vector<int64_t> places(params.batch + 1, 0);
   for (int r = 0; r < params.batch; ++r) places[r + 1] = places[r] + plan.length(tiles_of(params.seq_lens[r]));
 
