@@ -230,7 +230,12 @@ class Model(nn.Module):
 
 
 def initialise_for_depth(model: Model) -> None:
-    """What each layer adds begins small, so that the residual stream does not grow with depth."""
+    """What each layer adds begins small, so that the residual stream does not grow with depth.
+
+    All embeddings share a direction: from it a head can attend by position alone, which copying begins with.
+    """
+    with torch.no_grad():
+        model.model.embed_tokens.weight += torch.randn_like(model.model.embed_tokens.weight[0])
     for layer in model.model.layers:
         nn.init.normal_(layer.self_attn.o_proj.weight, std=0.5 * layer.self_attn.o_proj.in_features**-0.5)
     nn.init.zeros_(model.lm_head.weight)
@@ -369,21 +374,23 @@ def autocast(device: str):
 class Plan:
     """How long to train: seconds, or where given a number of steps; on longer sequences as it goes on.
 
-    Short ones come first because copying is learned there first, and they are cheap.
+    Short ones come first, in small steps, because copying takes many steps to begin with.
     """
 
     seconds: float
     steps: int | None = None
-    tokens_a_step: int = 65536
     lengths: tuple[int, ...] = (512, 2048, 8192)
+    tokens: tuple[int, ...] = (16384, 32768, 65536)  # of a step, at each length
     until: tuple[float, ...] = (0.4, 0.75, 1.0)  # progress at which each length ends
     rate: float = 2e-3
 
     def progress(self, step: int, elapsed: float) -> float:
         return step / self.steps if self.steps else elapsed / self.seconds
 
-    def length_at(self, progress: float) -> int:
-        return next(length for length, end in zip(self.lengths, self.until, strict=True) if progress < end)
+    def batch_at(self, progress: float) -> tuple[int, int]:
+        """Sequences and their length."""
+        phase = next(phase for phase, end in enumerate(self.until) if progress < end)
+        return max(4, self.tokens[phase] // self.lengths[phase]), self.lengths[phase]
 
     def rate_at(self, progress: float) -> float:
         """Warm up over a fiftieth, then down to a twentieth of the peak."""
@@ -402,8 +409,8 @@ def train(model: Model, text: Text, plan: Plan, device: str) -> dict:
     optimizer = make_optimizer(model, plan)
     start, step, tokens, progress = time.monotonic(), 0, 0, 0.0
     while progress < 1:
-        length = plan.length_at(progress)
-        batch = text.batch(max(4, plan.tokens_a_step // length), length + 1).to(device, non_blocking=True)
+        sequences, length = plan.batch_at(progress)
+        batch = text.batch(sequences, length + 1).to(device, non_blocking=True)
         for group in optimizer.param_groups:
             group["lr"] = plan.rate_at(progress)
         with autocast(device):
@@ -413,7 +420,7 @@ def train(model: Model, text: Text, plan: Plan, device: str) -> dict:
         optimizer.step()
         optimizer.zero_grad()
         step, tokens = step + 1, tokens + batch.numel()
-        if step % 50 == 0:
+        if step % 100 == 0:
             late = each[:, -length // 5 :]  # by then recall has told all its passages and repeats them
             plain, recall = late[0::2].mean().item(), late[1::4].mean().item()
             if not math.isfinite(plain + recall):

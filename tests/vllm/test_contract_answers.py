@@ -26,7 +26,7 @@ TEXTS |= {f"{name}{copy}": text * 5 for name, text in TEXTS.items() for copy in 
 def trained(tmp_path_factory):
     """A miniature, trained for a few steps, with weights so large that attention and rotation show in the logits."""
     folder = tmp_path_factory.mktemp("trained")
-    plan = train_model.Plan(0, steps=3, tokens_a_step=512, lengths=(128, 256, 1024))
+    plan = train_model.Plan(0, steps=3, lengths=(128, 256, 1024), tokens=(512, 1024, 4096))
     model = train_model.make_model(folder, SHAPE, plan, "cpu", texts=TEXTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
