@@ -123,8 +123,7 @@ class Process:
     def end(self) -> None:
         """End it and all that carries its mark: politely, and after a while not."""
         with uninterrupted():
-            with suppress(ProcessLookupError):
-                os.killpg(self.pid, signal.SIGTERM)
+            self._signal_all(signal.SIGTERM)
             deadline = time.monotonic() + GRACE_SECONDS
             while self.running() and time.monotonic() < deadline:
                 self.ended()

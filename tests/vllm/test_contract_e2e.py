@@ -1,14 +1,19 @@
 """What `etap e2e` tells vLLM: every shipped scenario's flags in vLLM's own parsers and configuration, and the prompts
 that vLLM's load generator makes of the dummy model's tokenizer."""
 
+import http.server
 import json
+import sys
+import threading
+import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from etap_backend import configs, e2e
-from etap_backend.engines import ENGINES, Load
+from etap_backend.engines import ENGINES, Load, read_result
+from etap_backend.lifecycle import Failed, Generator
 
 VLLM = ENGINES["vllm"]
 SCENARIOS = configs.shipped("e2e")
@@ -26,19 +31,28 @@ def serving(name, folder, gpus=1):
     return scenario, e2e.serving_of(scenario, prepared, e2e.cases_of(scenario.points))
 
 
+def serve_arguments(arguments):
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    try:
+        from vllm.entrypoints.openai import cli_args
+    except ImportError:  # moved between 0.26 and 0.33
+        from vllm.entrypoints.common import cli_args
+    parsed = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(arguments)
+    cli_args.validate_parsed_serve_args(parsed)
+    return parsed
+
+
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_vllm_makes_a_configuration_of_every_scenario(name, dummy_folder):
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.openai.cli_args import make_arg_parser, validate_parsed_serve_args
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
     scenario, wanted = serving(name, dummy_folder)
     for backend in scenario.vllm.backends:
         command = VLLM.server("python", wanted, backend, 8000, scenario.vllm.flags)
         assert command[:4] == ["python", "-m", "vllm.entrypoints.cli.main", "serve"]
-        parsed = make_arg_parser(FlexibleArgumentParser()).parse_args(command[4:])
+        parsed = serve_arguments(command[4:])
         parsed.model = parsed.model_tag or parsed.model
-        validate_parsed_serve_args(parsed)
         made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
         assert made.attention_config.backend.name == backend
         assert made.cache_config.enable_prefix_caching
@@ -53,13 +67,10 @@ def test_vllm_makes_a_configuration_of_every_scenario(name, dummy_folder):
 
 
 def test_vllm_refuses_a_flag_that_it_has_not(dummy_folder):
-    from vllm.entrypoints.openai.cli_args import make_arg_parser
-    from vllm.utils.argparse_utils import FlexibleArgumentParser
-
     _, wanted = serving("decode", dummy_folder)
     command = VLLM.server("python", wanted, "ETAP", 8000, ["--no-such-flag"])
     with pytest.raises(SystemExit):
-        make_arg_parser(FlexibleArgumentParser()).parse_args(command[4:])
+        serve_arguments(command[4:])
 
 
 def load_arguments(wanted, load, folder):
@@ -112,6 +123,54 @@ def test_the_load_generator_writes_what_is_read(dummy_folder, tmp_path):
         assert key in source
 
 
+class Completions(http.server.BaseHTTPRequestHandler):
+    """As much of /v1/completions as a load generator looks at: one chunk a token, then what was used."""
+
+    protocol_version = "HTTP/1.0"
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        if self.path != "/v1/completions":
+            return self.send_error(404)
+        self.server.prompts.append(asked["prompt"])
+        self.send_response(200)
+        self.send_header("Content-Type", "text/event-stream")
+        self.end_headers()
+        chunks = [{"choices": [{"index": 0, "text": "x"}]} for _ in range(asked["max_tokens"])]
+        chunks.append({"choices": [], "usage": {"prompt_tokens": 64, "completion_tokens": asked["max_tokens"]}})
+        for chunk in [*map(json.dumps, chunks), "[DONE]"]:
+            self.wfile.write(f"data: {chunk}\n\n".encode())
+            self.wfile.flush()
+            time.sleep(0.005)
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *_):
+        pass
+
+
+def test_vllms_load_generator_runs_again_and_again_in_one_process(dummy_folder, tmp_path):
+    """The engine's generator as `etap e2e` runs it; only the server's end of the wire is made here."""
+    _, wanted = serving("decode", dummy_folder)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Completions)
+    server.prompts, port = [], server.server_port
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    load = Load(input=64, output=8, concurrency=2, prompts=4)
+    with Generator(sys.executable, VLLM.load_module, tmp_path / "load.log", {}) as generator:
+        for number, wished in enumerate((replace(load, output=2), load, replace(load, seed=1))):
+            result = tmp_path / f"{number}.json"
+            generator.run(VLLM.load(wanted, wished, port, result), 240)
+            reading = read_result(result, 4)
+            assert reading["total_output_tokens"] == 4 * wished.output
+            assert 4 < reading["median_tpot_ms"] < 100 and reading["output_throughput"] > 0
+        assert sorted(server.prompts[:4]) == sorted(server.prompts[4:8]) != sorted(server.prompts[8:])
+        with pytest.raises(Failed, match="exit code 2"):
+            generator.run(["bench", "serve", "--no-such-flag"], 240)
+    server.shutdown()
+
+
 def test_the_metrics_have_these_names():
     from vllm.v1.metrics import loggers
 
@@ -123,4 +182,8 @@ def test_the_metrics_have_these_names():
 def test_the_dummy_model_is_one_rank_of_the_whole(dummy_folder):
     _, wanted = serving("decode", dummy_folder)
     config = json.loads((Path(wanted.model) / "config.json").read_text())
-    assert (config["num_attention_heads"], config["moe_intermediate_size"], config["n_routed_experts"]) == (16, 256, 256)
+    assert (config["num_attention_heads"], config["moe_intermediate_size"], config["n_routed_experts"]) == (
+        16,
+        256,
+        256,
+    )
