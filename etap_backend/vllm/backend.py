@@ -52,6 +52,11 @@ class ETAPBackend(MLACommonBackend):
         return (capability.major, capability.minor) == COMPUTE_CAPABILITY
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """True: with VLLM_BATCH_INVARIANT=1 a request is cut into pieces by its own length only."""
+        return True
+
+    @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
         """False: the number of query tokens for each request is planned from the lengths on the host."""
         return False

@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
 from etap_backend import mla_decode, why_unsupported
 from etap_backend.vllm import compat
-from etap_backend.vllm.metadata import ETAPMetadata, claim_workspace
+from etap_backend.vllm.metadata import ETAPMetadata, claim_workspace, workspace_floats
 
 
 class ETAPImpl(MLACommonImpl[ETAPMetadata]):
@@ -62,24 +62,25 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
             raise NotImplementedError(f"{compat.NAME}: attn_type: wanted {wanted}, got {attn_type}")
         config = get_current_vllm_config()
         # Decode context parallelism gathers the query heads of its ranks, which the base class counts later until 0.27.
-        self._kernel_heads = num_heads * config.parallel_config.decode_context_parallel_size
-        self._max_s_q = compat.max_decode_query_len(config)
+        kernel_heads = num_heads * config.parallel_config.decode_context_parallel_size
+        max_s_q = compat.max_decode_query_len(config)
         reason = why_unsupported(
             dtype=config.model_config.dtype,
-            num_heads=self._kernel_heads,
+            num_heads=kernel_heads,
             head_dim=head_size,
             v_head_dim=self.kv_lora_rank,
             kv_cache_dtype=kv_cache_dtype,
-            s_q=self._max_s_q,
+            s_q=max_s_q,
         )
         if reason:
             raise NotImplementedError(f"{compat.NAME}: {reason}")
+        self._workspace_floats = workspace_floats(config, kernel_heads, max_s_q, num_compute_units())
         if not compat.reserves_in_profile_run():
             self.reserve_workspace()
 
     def reserve_workspace(self) -> None:
         """Claim the largest workspace that any step needs, while vLLM measures the memory that the model needs."""
-        claim_workspace(self._kernel_heads, self._max_s_q, num_compute_units())
+        claim_workspace(self._workspace_floats)
 
     def forward_mqa(
         self,
@@ -104,7 +105,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         schedule = decode.schedule
         latent, rope = q if isinstance(q, tuple) else (q, None)
         per_request = (schedule.batch, schedule.s_q)
-        schedule.workspace = claim_workspace(schedule.num_heads, schedule.max_s_q, schedule.num_sms)
+        schedule.workspace = claim_workspace(schedule.workspace.numel())
         out, lse = mla_decode(
             latent.unflatten(0, per_request),
             kv_c_and_k_pe_cache,

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+import vllm.envs as envs
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -20,13 +21,23 @@ from vllm.v1.worker.workspace import current_workspace_manager
 from etap_backend import DecodeSchedule
 
 
-def claim_workspace(num_heads: int, max_s_q: int, num_sms: int) -> Tensor:
-    """Scratch memory for the partial results, float32 [DecodeSchedule.workspace_floats(...)].
+def workspace_floats(vllm_config: VllmConfig, num_heads: int, max_s_q: int, num_sms: int) -> int:
+    """Floats of scratch memory that the largest step needs."""
+    return DecodeSchedule.workspace_floats(
+        num_heads,
+        max_s_q,
+        num_sms,
+        max_batch=vllm_config.scheduler_config.max_num_seqs,
+        batch_invariant=envs.VLLM_BATCH_INVARIANT,
+    )
+
+
+def claim_workspace(floats: int) -> Tensor:
+    """Scratch memory for the partial results, float32 [floats].
 
     It comes from vLLM's workspace manager, which shares it with the other layers' scratch and gives each micro-batch
     its own. Hold it no longer than one call: the manager may replace it until vLLM has captured its CUDA graphs.
     """
-    floats = DecodeSchedule.workspace_floats(num_heads, max_s_q, num_sms)
     (workspace,) = current_workspace_manager().get_simultaneous(((floats,), torch.float32))
     return workspace
 
@@ -61,13 +72,15 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         # Decode context parallelism gathers the query heads of its ranks before forward_mqa.
         num_heads = self.num_heads * self.dcp_world_size
         num_sms = num_compute_units(device.index)
+        max_s_q = self.reorder_batch_threshold
         self.schedule = DecodeSchedule(
             vllm_config.scheduler_config.max_num_seqs,
             num_heads,
-            max_s_q=self.reorder_batch_threshold,
+            max_s_q=max_s_q,
             device=device,
             num_sms=num_sms,
-            workspace=claim_workspace(num_heads, self.reorder_batch_threshold, num_sms),
+            workspace=claim_workspace(workspace_floats(vllm_config, num_heads, max_s_q, num_sms)),
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
         # vLLM advances the lengths of draft steps on the device, but not those of a rank's share of the context.
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1

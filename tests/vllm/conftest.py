@@ -3,12 +3,15 @@
 import os
 import shutil
 import socket
+import sys
 from pathlib import Path
 
 import pytest
 
 IN_CONTRACT = os.environ.get("ETAP_CONTRACT") == "vllm"
 collect_ignore_glob = [] if IN_CONTRACT else ["test_contract_*.py"]
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))  # layer_cases
 
 # Attention as in DeepSeek-V3 on one of 8 ranks; everything else as small as it may be.
 MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
@@ -65,3 +68,37 @@ def fresh_workspaces(monkeypatch):
     workspace.init_workspace_manager(torch.device("cpu"), 2)
     yield
     workspace.reset_workspace_manager()
+
+
+@pytest.fixture
+def make_layer(engine_config):
+    """Makes a real MLA layer with our backend, in a configuration with these EngineArgs; gives both."""
+    from layer_cases import HEADS, MAX_REQUESTS, build_layer
+    from vllm.config import set_current_vllm_config
+
+    made = []
+
+    def make(heads=HEADS, **arguments):
+        override = {"num_attention_heads": heads, "num_key_value_heads": heads}
+        defaults = {"attention_backend": "ETAP", "max_num_seqs": MAX_REQUESTS, "hf_overrides": override}
+        config = engine_config(**(defaults | arguments))
+        context = set_current_vllm_config(config)
+        context.__enter__()
+        made.append(context)
+        return build_layer(config, heads), config
+
+    yield make
+    for context in made:
+        context.__exit__(None, None, None)
+
+
+@pytest.fixture
+def make(make_layer):
+    """Makes a layer and its builder."""
+    from layer_cases import make_builder
+
+    def both(**arguments):
+        layer, config = make_layer(**arguments)
+        return layer, make_builder(layer, config)
+
+    return both

@@ -6,153 +6,32 @@ are not tested here.
 
 import pytest
 import torch
-from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention.mla_attention import MLAAttention
-from vllm.model_executor.layers.linear import ColumnParallelLinear
+from layer_cases import (
+    BLOCK,
+    CPU,
+    HEADS,
+    LATENT,
+    LENGTHS,
+    NAME,
+    NOPE,
+    ROPE,
+    SCALE,
+    SPECULATIVE,
+    VALUE,
+    Problem,
+    assert_as_exact_as_torch,
+    decode,
+    empty_share,
+    make_builder,
+)
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
+from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker import workspace
 
 from etap_backend.vllm import impl
 from etap_backend.vllm.metadata import claim_workspace
 
-HEADS, NOPE, ROPE, LATENT, VALUE = 16, 128, 64, 512, 128
-SCALE = 0.1147  # not 1/sqrt of anything: the layer's own, as after YaRN
-BLOCK = 64
-MAX_REQUESTS = 8
-NAME = "model.layers.0.self_attn.attn"
-LENGTHS = [70, 129, 1]
-CPU = torch.device("cpu")
-
-
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
-
-
-class Problem:
-    """One step of decoding: requests with their cache, and every token's query and key."""
-
-    def __init__(self, lengths, s_q, seed=0):
-        random = torch.Generator().manual_seed(seed)
-
-        def normal(*shape):
-            return torch.randn(shape, generator=random).bfloat16()
-
-        self.lengths, self.s_q = lengths, s_q
-        self.tokens = len(lengths) * s_q
-        self.q = normal(self.tokens, HEADS, NOPE + ROPE)
-        self.kv = [normal(length, LATENT + ROPE) for length in lengths]
-        widest = max(2, -(-max(lengths) // BLOCK))
-        blocks = 1 + torch.randperm(len(lengths) * widest, generator=random).int()
-        self.block_table = blocks.view(len(lengths), widest).clone()
-        self.cache = torch.full((1 + blocks.numel(), BLOCK, LATENT + ROPE), float("nan"), dtype=torch.bfloat16)
-        for request, rows in enumerate(self.kv):
-            for begin in range(0, len(rows), BLOCK):
-                part = rows[begin : begin + BLOCK]
-                self.cache[self.block_table[request, begin // BLOCK], : len(part)] = part
-            self.block_table[request, -(-len(rows) // BLOCK) :] = 2**30
-
-    def common_metadata(self, prefill_lengths=()):
-        """vLLM's description of the batch: the decodes, then prompts without context."""
-        query_lens = [self.s_q if length else 0 for length in self.lengths] + list(prefill_lengths)
-        seq_lens = torch.tensor(self.lengths + list(prefill_lengths), dtype=torch.int32)
-        starts = torch.tensor([0] + query_lens).cumsum(0).int()
-        tokens = self.tokens + sum(prefill_lengths)
-        block_table = torch.zeros(len(seq_lens), self.block_table.shape[1] + 3, dtype=torch.int32)
-        block_table[: len(self.lengths), : self.block_table.shape[1]] = self.block_table
-        return CommonAttentionMetadata(
-            query_start_loc=starts,
-            query_start_loc_cpu=starts.clone(),
-            seq_lens=seq_lens,
-            seq_lens_cpu_upper_bound=seq_lens.clone(),
-            num_reqs=len(seq_lens),
-            num_actual_tokens=tokens,
-            max_query_len=max(query_lens),
-            max_seq_len=int(seq_lens.max()),
-            block_table_tensor=block_table[:, : self.block_table.shape[1]],
-            slot_mapping=torch.zeros(tokens, dtype=torch.int64),
-        )
-
-
-def unabsorbed(problem, weight, dtype):
-    """Attention over up-projected keys and values, as in the model's formula: [tokens, heads * 128].
-
-    Shares nothing with the layer: it never sees the latent query, the cache's pages or the schedule.
-    """
-    weight = weight.to(dtype).view(HEADS, NOPE + VALUE, LATENT)
-    out = torch.zeros(problem.tokens, HEADS, VALUE, dtype=dtype)
-    for request, rows in enumerate(problem.kv):
-        latent, rope = rows.to(dtype).split([LATENT, ROPE], dim=-1)
-        key_value = torch.einsum("hdl,tl->htd", weight, latent)
-        key = torch.cat([key_value[..., :NOPE], rope.expand(HEADS, -1, -1)], dim=-1)
-        for token in range(problem.s_q):
-            row = request * problem.s_q + token
-            seen = len(rows) - problem.s_q + token + 1
-            if seen > 0:
-                scores = torch.einsum("hd,htd->ht", problem.q[row].to(dtype), key[:, :seen]) * SCALE
-                out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), key_value[:, :seen, NOPE:])
-    return out.flatten(1)
-
-
-@pytest.fixture
-def make_layer(engine_config):
-    """Makes a real MLA layer with our backend, in a configuration with these EngineArgs; gives both."""
-    made = []
-
-    def make(**arguments):
-        config = engine_config(attention_backend="ETAP", max_num_seqs=MAX_REQUESTS, **arguments)
-        context = set_current_vllm_config(config)
-        context.__enter__()
-        made.append(context)
-        dtype = torch.get_default_dtype()
-        torch.set_default_dtype(torch.bfloat16)
-        try:
-            projection = ColumnParallelLinear(LATENT, HEADS * (NOPE + VALUE), bias=False)
-            torch.manual_seed(1)
-            projection.weight.data.normal_(std=LATENT**-0.5)
-            dimensions = (NOPE, ROPE, VALUE, 512, LATENT)
-            layer = MLAAttention(HEADS, SCALE, *dimensions, projection, cache_config=config.cache_config, prefix=NAME)
-        finally:
-            torch.set_default_dtype(dtype)
-        layer.process_weights_after_loading(torch.bfloat16)
-        current_platform.update_block_size_for_backend(config)
-        return layer, config
-
-    yield make
-    for context in made:
-        context.__exit__(None, None, None)
-
-
-def make_builder(layer, config):
-    return layer.get_attn_backend().get_builder_cls()(layer.get_kv_cache_spec(config), [NAME], config, CPU)
-
-
-@pytest.fixture
-def make(make_layer):
-    """Makes a layer and its builder."""
-
-    def both(**arguments):
-        layer, config = make_layer(**arguments)
-        return layer, make_builder(layer, config)
-
-    return both
-
-
-def decode(layer, problem, step):
-    output = torch.full((problem.tokens, HEADS * VALUE), float("nan"), dtype=torch.bfloat16)
-    unused = torch.empty(problem.tokens, 0)
-    return layer.forward_impl(problem.q, unused, unused, problem.cache, step, output=output)
-
-
-def assert_as_exact_as_torch(out, problem, weight):
-    """At most twice the error that the same attention has when torch computes it in bfloat16."""
-    exact = unabsorbed(problem, weight, torch.float64)
-    assert exact.abs().max() > 0.1
-    error = (out.double() - exact).pow(2).mean().sqrt()
-    torch_error = (unabsorbed(problem, weight, torch.bfloat16).double() - exact).pow(2).mean().sqrt()
-    assert error <= 2 * torch_error, (error, torch_error)
-
-
-SPECULATIVE = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
 
 
 @pytest.mark.parametrize("lengths, s_q, arguments", [
@@ -232,13 +111,6 @@ def test_shares_of_a_context_merge_by_natural_log_sum_exp(make):
     torch.testing.assert_close(merged, whole.float(), rtol=2e-2, atol=2e-2)
 
 
-def empty_share(problem):
-    problem.lengths = [1]
-    common = problem.common_metadata()
-    common.seq_lens.zero_()
-    return common
-
-
 def test_prompts_stay_with_vllms_prefill(make):
     _, builder = make(**SPECULATIVE)
     assert builder.reorder_batch_threshold == 4
@@ -310,7 +182,7 @@ def test_workspace_is_claimed_while_vllm_measures_memory(make_layer, arguments, 
     problem = Problem([70, 129], s_q)
     decode(layer, problem, builder.build(0, problem.common_metadata()))
     with pytest.raises(AssertionError, match="Workspace is locked"):
-        claim_workspace(HEADS, s_q, 2 * builder.schedule.num_sms)
+        claim_workspace(builder.schedule.workspace.numel() + 1)
 
 
 def test_micro_batches_share_neither_schedule_nor_workspace(make, monkeypatch):
