@@ -136,7 +136,7 @@ def print_document(document: dict, console: Console) -> None:
             room = f"{record['cache_tokens']:,}" if record.get("cache_tokens") else "unknown"
             console.print(f"{name}: ready after {record['seconds_to_ready']:.0f} s, KV cache of {room} tokens")
         if "error" in record:
-            console.print(f"{name}: {record['error']}", style="red", markup=False, highlight=False)
+            console.print(f"{name}: failed, see {record['log']}", style="red", markup=False, highlight=False)
     for row in document["rows"]:
         if "error" in row or "skipped" in row:
             console.print(line(row).strip(), markup=False, highlight=False)

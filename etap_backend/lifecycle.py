@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import shlex
 import signal
@@ -19,7 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 MARK = "ETAP_E2E_PROCESS"
-TAIL_LINES = 40
+TAIL_LINES = 30
+FIRST_ERRORS = 6
+ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception|Exit)\b: .+")
 GRACE_SECONDS = 10
 RERUN = Path(__file__).with_name("rerun.py")
 
@@ -35,7 +38,11 @@ def free_port() -> int:
 
 
 def tail(log: Path, lines: int = TAIL_LINES) -> str:
-    return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    """The end of a log, after the errors further up: what ends a server is often said by a child, long before."""
+    text = log.read_text(errors="replace").splitlines()
+    end, above = text[-lines:], text[:-lines]
+    errors = dict.fromkeys(found[0] for line in above if (found := ERROR.search(line)))
+    return "\n".join([*(f"error above: {error}" for error in list(errors)[:FIRST_ERRORS]), *end])
 
 
 @contextmanager

@@ -91,6 +91,14 @@ def test_a_server_that_dies_at_start_is_reported_with_its_last_lines(served):
     assert not any(map(alive, children_in(log)))
 
 
+def test_errors_far_above_the_end_of_a_log_are_shown(tmp_path):
+    log = tmp_path / "server.log"
+    worker = "(Worker pid=7) ValueError: Selected backend ETAP is not valid"
+    log.write_text("\n".join([worker, worker, *(f"line {number}" for number in range(100))]))
+    shown = lifecycle.tail(log, 3).splitlines()
+    assert shown == ["error above: ValueError: Selected backend ETAP is not valid", "line 97", "line 98", "line 99"]
+
+
 def test_a_server_that_dies_in_use_is_reported(served):
     start, log, url = served
     with pytest.raises(lifecycle.Failed, match=r"(?s)ended with 3 while it was in use.*engine core died"), start("0"):
