@@ -169,7 +169,8 @@ class Sglang(Engine):
         ]
 
     def in_use(self, backend: str, log: str) -> bool:
-        return re.search(rf"attention_backend='{re.escape(backend)}'", log) is not None
+        # 0.5.17 logs its arguments as a record, 0.5.23 as a dictionary.
+        return re.search(rf"\battention_backend(=|': )'{re.escape(backend)}'", log) is not None
 
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), Sglang())}

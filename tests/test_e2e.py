@@ -372,7 +372,9 @@ def test_logs_are_understood():
     assert sglang.cache_tokens("max_total_num_tokens=65536, chunked_prefill_size=8192") == 65536
     assert vllm.cache_tokens("nothing") is None
     assert vllm.in_use("ETAP", "Using AttentionBackendEnum.ETAP backend.") and not vllm.in_use("FLASHMLA", "ETAP")
-    assert sglang.in_use("etap", "server_args=ServerArgs(attention_backend='etap', ") and not sglang.in_use("fa3", "")
+    assert sglang.in_use("etap", "server_args=ServerArgs(attention_backend='etap', ")
+    assert sglang.in_use("etap", "server_args={'decode_attention_backend': None, 'attention_backend': 'etap', ")
+    assert not sglang.in_use("etap", "attention_backend='fa3', decode_attention_backend='etap'")
 
 
 def metrics(hits: float, asked: float) -> str:

@@ -1,0 +1,129 @@
+"""What `etap e2e` tells SGLang: every shipped scenario's flags in SGLang's own parser and resolution, and SGLang's own
+load generator as it is driven."""
+
+import argparse
+import http.server
+import json
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from etap_backend import configs, e2e
+from etap_backend.engines import ENGINES, Load, read_result
+from etap_backend.lifecycle import Failed, Generator
+
+SGLANG = ENGINES["sglang"]
+SCENARIOS = configs.shipped("e2e")
+
+
+@pytest.fixture(scope="session")
+def dummy_folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("dummy")
+
+
+def serving(name, folder):
+    scenario = e2e.read_scenario(name).model_copy(update={"gpus": 1})
+    changes = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
+    prepared = e2e.prepare_model(scenario.model, changes, 8, scenario.tensor_parallel, folder)
+    return scenario, e2e.serving_of(scenario, prepared, e2e.cases_of(scenario.points))
+
+
+def parse(arguments):
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import ServerArgs
+
+    load_plugins()
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    return parser.parse_args(arguments)
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_sglang_takes_every_scenarios_flags(name, dummy_folder):
+    scenario, wanted = serving(name, dummy_folder)
+    for backend in scenario.sglang.backends:
+        command = SGLANG.server("python", wanted, backend, 8000, scenario.sglang.flags)
+        assert command[:3] == ["python", "-m", "sglang.launch_server"]
+        parsed = parse(command[3:])
+        assert (parsed.attention_backend, parsed.page_size, parsed.load_format) == (backend, 64, "dummy")
+        assert parsed.cuda_graph_bs_decode == list(wanted.batches)
+        assert parsed.max_running_requests == max(wanted.batches)
+        assert parsed.context_length == wanted.max_context
+        assert (parsed.speculative_algorithm is not None) == (scenario.draft_tokens > 0)
+        assert parsed.disable_radix_cache is False and parsed.enable_metrics
+
+
+def test_sglang_refuses_a_flag_or_a_backend_that_it_has_not(dummy_folder):
+    _, wanted = serving("decode", dummy_folder)
+    for backend, flags in (("nosuch", []), ("fa3", ["--no-such-flag"])):
+        with pytest.raises(SystemExit):
+            parse(SGLANG.server("python", wanted, backend, 8000, flags)[3:])
+
+
+def test_the_log_says_which_backend_runs(dummy_folder):
+    from sglang.srt.server_args import ServerArgs
+
+    _, wanted = serving("decode", dummy_folder)
+    parsed = parse(SGLANG.server("python", wanted, "fa3", 8000, [])[3:])
+    server_args = ServerArgs.from_cli_args(parsed)
+    logged = f"{server_args=}"
+    assert SGLANG.in_use("fa3", logged) and not SGLANG.in_use("flashmla", logged)
+
+
+class Generate(http.server.BaseHTTPRequestHandler):
+    """As much of /generate as the load generator looks at: the text so far with every token."""
+
+    protocol_version = "HTTP/1.0"
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        tokens = asked["sampling_params"]["max_new_tokens"]
+        self.server.prompts.append(asked["input_ids"])
+        self.send_response(200)
+        self.end_headers()
+        chunks = [{"text": "x" * made, "meta_info": {"completion_tokens": made}} for made in range(1, tokens + 1)]
+        for chunk in [*map(json.dumps, chunks), "[DONE]"]:
+            self.wfile.write(f"data: {chunk}\n\n".encode())
+            self.wfile.flush()
+            time.sleep(0.005)
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_):
+        pass
+
+
+def test_sglangs_load_generator_runs_again_and_again_in_one_process(dummy_folder, tmp_path):
+    """The engine's generator as `etap e2e` runs it; only the server's end of the wire is made here."""
+    _, wanted = serving("decode", dummy_folder)
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Generate)
+    server.prompts, port = [], server.server_port
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    load = Load(input=200, output=8, concurrency=2, prompts=4)
+    with Generator(sys.executable, SGLANG.load_module, tmp_path / "load.log", {}) as generator:
+        for number, wished in enumerate((replace(load, output=2), load, replace(load, seed=1))):
+            result = tmp_path / f"{number}.json"
+            generator.run(SGLANG.load(wanted, wished, port, result), 240)
+            reading = read_result(result, 4)
+            assert reading["total_output_tokens"] == 4 * wished.output
+            assert 4 < reading["median_tpot_ms"] < 100 and reading["output_throughput"] > 0
+        first, again, others = (sorted(server.prompts[4 * number :][:4]) for number in range(3))
+        assert first == again != others and all(len(prompt) == 200 for prompt in first)
+        assert len({tuple(prompt[:64]) for prompt in first}) == 4, "requests must not share pages of the cache"
+        with pytest.raises(Failed, match="exit code 2"):
+            generator.run(["--no-such-flag"], 240)
+    server.shutdown()
+
+
+def test_the_metrics_have_these_names():
+    from sglang.srt.observability import metrics_collector
+
+    source = Path(metrics_collector.__file__).read_text()
+    assert all(f'"{name}"' in source for name in SGLANG.cached)
