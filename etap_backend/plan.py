@@ -419,17 +419,18 @@ def _alternative(change: str, model: Model, gpu: Gpu, on: Deployment) -> Alterna
 
 def what_fits(model: Model, gpu: Gpu, on: Deployment) -> list[Alternative]:
     """What the deployment holds as it is, and with another cache, more context parallelism, other or more GPUs."""
-    changes = {f"as asked: {on.gpus} x {gpu.name}": (gpu, on)}
+    asked = f"{on.gpus} x {gpu.name}"
+    changes = {asked: (gpu, on)}
     for dcp in (2, 4, 8):
         if dcp > on.dcp and on.tp % dcp == 0:
-            changes[f"decode context parallel {dcp}"] = gpu, replace(on, dcp=dcp)
+            changes[f"{asked}, dcp {dcp}"] = gpu, replace(on, dcp=dcp)
     for name in configs.shipped("hardware"):
         other = read_gpu(name)
         if other.memory_bytes.value > 1.05 * gpu.memory_bytes.value:
             changes[f"{on.gpus} x {other.name}"] = other, on
     more = replace(on, gpus=2 * on.gpus, pp=2 * on.pp)
     if more.pp <= model.num_hidden_layers:
-        changes[f"{more.gpus} x {gpu.name}, pipeline parallel {more.pp}"] = gpu, more
+        changes[f"{more.gpus} x {gpu.name}, pp {more.pp}"] = gpu, more
     if on.cache != "fp8":
         halved = {
             f"{change}, FP8 cache": (where, replace(how, cache="fp8")) for change, (where, how) in changes.items()
@@ -505,18 +506,16 @@ def _attention_table(gpu: Gpu, plan: Plan) -> Table:
 
 
 def _alternatives_table(found: list[Alternative], on: Deployment) -> Table:
-    table = Table(title="What fits", title_justify="left")
-    for column in (
-        "",
-        f"{on.batch} x {on.context}",
-        f"most requests of {on.context}",
-        f"most context of {on.batch}",
-        "",
-    ):
+    table = Table(title="What fits, the first line being what was asked", title_justify="left")
+    for column in ("", f"{on.batch} x {on.context}", f"most requests of {on.context}", f"most context of {on.batch}"):
         table.add_column(column, overflow="fold")
     for row in found:
         verdict = "[green]fits[/]" if row.fits else "[red]does not fit[/]"
-        table.add_row(row.change, verdict, f"{row.most_requests:,}", f"{row.most_context:,}", row.note)
+        table.add_row(
+            row.change + (" *" if row.note else ""), verdict, f"{row.most_requests:,}", f"{row.most_context:,}"
+        )
+    if notes := dict.fromkeys(row.note for row in found if row.note):
+        table.caption = f"* {'; '.join(notes)}"
     return table
 
 
@@ -555,6 +554,11 @@ def print_plan(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, co
         f"{plan.padded.call_us / plan.etap.call_us:.2f}x a call, {plan.gain:+.0%} tokens a second, "
         f"{on.batch / plan.step_ms * 1e3 / on.gpus:.0f} tokens/s a GPU. Prefill of other requests is not in this."
     )
+    if plan.rest_status == "derived":
+        console.print(
+            "The rest of a step is fitted to 8 x H200 and carried over by rates, without what a serving engine does "
+            "besides: where the share of attention was measured, give it as --attention-share."
+        )
     console.print(_sources_table(gpu))
 
 
