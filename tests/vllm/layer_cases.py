@@ -82,11 +82,12 @@ def unabsorbed(problem, weight, dtype):
 
 
 def build_layer(config, heads):
-    """A real MLA layer; call it with the configuration set as vLLM's current one."""
+    """A real MLA layer of one rank's heads; call it with the configuration set as vLLM's current one."""
+    ranks = config.parallel_config.tensor_parallel_size
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
-        projection = ColumnParallelLinear(LATENT, heads * (NOPE + VALUE), bias=False)
+        projection = ColumnParallelLinear(LATENT, ranks * heads * (NOPE + VALUE), bias=False)
         torch.manual_seed(1)
         projection.weight.data.normal_(std=LATENT**-0.5)
         dimensions = (NOPE, ROPE, VALUE, 512, LATENT)

@@ -1,0 +1,240 @@
+"""The modes that an operator turns on, as far as vLLM decides them without a GPU: accepted and right, or refused.
+
+On CPU tensors the reference executor stands in for the kernels; graphs are not captured, weights not loaded.
+"""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from layer_cases import (
+    BLOCK,
+    HEADS,
+    LATENT,
+    LENGTHS,
+    ROPE,
+    SPECULATIVE,
+    Problem,
+    assert_as_exact_as_torch,
+    decode,
+    empty_share,
+    make_builder,
+)
+from vllm.config import CUDAGraphMode
+
+RANKS_SECONDS = 240
+
+pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
+
+
+def weight_of(layer):
+    return layer.kv_b_proj.weight
+
+
+@pytest.mark.parametrize("mode", ["FULL_AND_PIECEWISE", "FULL_DECODE_ONLY", "PIECEWISE", "NONE"])
+@pytest.mark.parametrize("arguments, s_q", [({}, 1), (SPECULATIVE, 4)], ids=["decode", "speculative"])
+def test_cuda_graph_mode_stays_what_was_asked(make, mode, arguments, s_q):
+    _, builder = make(compilation_config={"cudagraph_mode": mode}, **arguments)
+    compilation = builder.vllm_config.compilation_config
+    support = type(builder)._cudagraph_support
+    resolved = compilation.resolve_cudagraph_mode_and_sizes(support, "ETAPBackend", uniform_decode_query_len=s_q)
+    assert resolved == CUDAGraphMode[mode]
+
+
+@pytest.mark.parametrize("arguments, s_q", [({}, 1), (SPECULATIVE, 4)], ids=["decode", "speculative"])
+def test_padding_of_a_graph_stays_zero_step_after_step(make, arguments, s_q):
+    """The same buffers serve a full batch and then a smaller one, padded to the size of the captured one."""
+    layer, builder = make(**arguments)
+    for lengths in ([200, 300, 65, 70], [200, 0, 0, 0], [0, 0, 0, 0]):
+        problem = Problem(lengths, s_q) if any(lengths) else Problem([1, 0, 0, 0], s_q)
+        common = problem.common_metadata()
+        if not any(lengths):
+            common.seq_lens.zero_()
+            problem.lengths, problem.kv = lengths, [rows[:0] for rows in problem.kv]
+        out = decode(layer, problem, builder.build(0, common))
+        assert not out[sum(map(bool, lengths)) * s_q :].any()
+        if any(lengths):
+            assert_as_exact_as_torch(out, problem, weight_of(layer))
+
+
+def test_a_prefix_that_requests_share_is_read_by_each(make):
+    """Prefix caching: two requests' block tables name the same blocks, and their own behind them."""
+    layer, builder = make()
+    problem = Problem([192, 192, 70], 1)
+    problem.kv[1][:128] = problem.kv[0][:128]
+    problem.block_table[1, :2] = problem.block_table[0, :2]
+    out = decode(layer, problem, builder.build(0, problem.common_metadata()))
+    assert_as_exact_as_torch(out, problem, weight_of(layer))
+
+
+def test_a_request_that_comes_back_in_other_blocks_gets_the_same_bits(make):
+    """Preemption: the request's tokens are computed again, wherever there is room then."""
+    layer, builder = make()
+    problem = Problem(LENGTHS, 1)
+    before = decode(layer, problem, builder.build(0, problem.common_metadata()))
+    order = torch.randperm(problem.cache.shape[0] - 1, generator=torch.Generator().manual_seed(5)) + 1
+    moved = torch.full_like(problem.cache, float("nan"))
+    moved[order] = problem.cache[1:]
+    used = problem.block_table < len(order) + 1
+    problem.block_table[used] = order[problem.block_table[used].long() - 1].int()
+    problem.cache = moved
+    after = decode(layer, problem, builder.build(0, problem.common_metadata()))
+    assert torch.equal(before, after)
+
+
+def test_last_token_of_a_chunked_prompt_is_a_decode(make):
+    """vLLM sends a chunk of one token through forward_mqa, whether the request generates or is still being read."""
+    layer, builder = make()
+    problem = Problem([129, 70], 1)
+    common = problem.common_metadata(prefill_lengths=[5])
+    step = builder.build(0, common)
+    assert (step.num_decodes, step.num_prefills, step.decode.schedule.batch) == (2, 1, 2)
+    tokens = problem.tokens
+    out, lse = layer.impl.forward_mqa(torch.randn(tokens, HEADS, LATENT + ROPE).bfloat16(), problem.cache, step, layer)
+    assert out.shape[0] == lse.shape[0] == tokens and out.isfinite().all()
+
+
+def test_lengths_on_the_host_may_be_behind(make):
+    """Asynchronous scheduling: the host has upper bounds only, the device has the truth."""
+    layer, builder = make(async_scheduling=True)
+    problem = Problem([70, 129], 1)
+    common = problem.common_metadata()
+    common.seq_lens_cpu_upper_bound += 17
+    common.max_seq_len += 17
+    out = decode(layer, problem, builder.build(0, common))
+    assert_as_exact_as_torch(out, problem, weight_of(layer))
+
+
+def test_buffers_may_lose_their_contents_between_steps(make):
+    """Sleep mode frees what vLLM allocated with the KV cache, our buffers among it, and gives back other contents."""
+    layer, builder = make(enable_sleep_mode=True)
+    problem = Problem([700, 129], 1)
+    schedule = builder.schedule
+    for contents in (2**31 - 1, -7):
+        schedule.work_ranges.fill_(contents)
+        schedule.split_offsets.fill_(contents)
+        schedule.workspace.fill_(torch.nan)
+        out = decode(layer, problem, builder.build(0, problem.common_metadata()))
+        assert_as_exact_as_torch(out, problem, weight_of(layer))
+
+
+def test_cache_blocks_may_lie_apart(make):
+    """Layouts that put a block's layers side by side, for KV connectors."""
+    layer, builder = make()
+    problem = Problem([300, 129], 1)
+    apart = torch.full((problem.cache.shape[0], 3, BLOCK, LATENT + ROPE), float("nan"), dtype=torch.bfloat16)
+    apart[:, 1] = problem.cache
+    problem.cache = apart[:, 1]
+    out = decode(layer, problem, builder.build(0, problem.common_metadata()))
+    assert_as_exact_as_torch(out, problem, weight_of(layer))
+
+
+@pytest.mark.parametrize("heads", [8, 128], ids=["Kimi-K2 on 8 ranks", "data parallel attention"])
+@pytest.mark.parametrize("arguments, s_q", [({}, 1), (SPECULATIVE, 4)], ids=["decode", "speculative"])
+def test_other_numbers_of_heads(make, heads, arguments, s_q):
+    layer, builder = make(heads=heads, **arguments)
+    problem = Problem([70, 200], s_q, heads=heads)
+    assert builder.schedule.num_heads == heads
+    out = decode(layer, problem, builder.build(0, problem.common_metadata()))
+    assert_as_exact_as_torch(out, problem, weight_of(layer))
+
+
+@pytest.mark.parametrize("arguments", [{"enable_lora": True}, {"enable_sleep_mode": True}, {"async_scheduling": True}],
+                         ids=str)  # fmt: skip
+def test_features_beside_attention_leave_backend_and_graphs_alone(make, arguments):
+    layer, builder = make(**arguments)
+    assert layer.get_attn_backend().get_name() == "ETAP"
+    compilation = builder.vllm_config.compilation_config
+    resolved = compilation.resolve_cudagraph_mode_and_sizes(type(builder)._cudagraph_support, "ETAPBackend")
+    assert resolved == CUDAGraphMode.FULL_AND_PIECEWISE
+
+
+@pytest.fixture
+def batch_invariant(monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+
+
+def test_batch_invariance_gives_a_request_the_same_bits_in_any_company(make, batch_invariant):
+    layer, builder = make()
+    problem = Problem([2300, 64, 129, 1100], 1)
+    together = decode(layer, problem, builder.build(0, problem.common_metadata()))
+    assert builder.schedule.fixed_pieces > 1
+    assert builder.schedule.split_offsets[:5].tolist() == [0, 3, 3, 3, 5], "37 and 18 tiles are cut, short requests not"
+    for requests in ([0], [3, 0], [1, 2, 3]):
+        common = problem.common_metadata()
+        part = Problem([problem.lengths[request] for request in requests], 1)
+        part.q, part.cache = problem.q[requests], problem.cache
+        part.block_table = problem.block_table[requests]
+        common = part.common_metadata()
+        assert torch.equal(decode(layer, part, builder.build(0, common)), together[requests])
+
+
+def test_without_batch_invariance_company_matters(make):
+    layer, builder = make()
+    problem = Problem([2300, 1500, 1900, 1100], 1)
+    together = decode(layer, problem, builder.build(0, problem.common_metadata()))
+    alone = Problem([2300], 1)
+    alone.q, alone.cache, alone.block_table = problem.q[:1], problem.cache, problem.block_table[:1]
+    assert not torch.equal(decode(layer, alone, builder.build(0, alone.common_metadata())), together[:1])
+
+
+def test_batch_invariance_keeps_the_prefix_cache_and_its_workspace_is_reserved(make_layer, batch_invariant):
+    from vllm.v1.worker import workspace
+
+    layer, config = make_layer(enable_prefix_caching=True)
+    assert layer.get_attn_backend().supports_batch_invariance()
+    assert config.cache_config.enable_prefix_caching
+    q = torch.zeros(4, HEADS, 192, dtype=torch.bfloat16)
+    layer.forward_impl(q, q, q, torch.empty(0), None, output=torch.zeros(4, HEADS * 128, dtype=torch.bfloat16))
+    workspace.lock_workspace()
+    assert make_builder(layer, config).schedule.fixed_pieces > 1
+
+
+@pytest.fixture(scope="module")
+def two_ranks(model_directory, tmp_path_factory):
+    """Output and weight of each of two ranks that share every context, from dcp_rank.py in two processes."""
+    folder = tmp_path_factory.mktemp("dcp")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    script = Path(__file__).with_name("dcp_rank.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    ranks = []
+    for rank in range(2):
+        command = list(map(str, [sys.executable, script, rank, port, model_directory, folder / str(rank)]))
+        output = (folder / f"{rank}.log").open("w")
+        ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+    try:
+        codes = [process.wait(RANKS_SECONDS) for process in ranks]
+    finally:
+        for process in ranks:
+            process.kill()
+    assert codes == [0, 0], "".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(2))
+    return [torch.load(folder / str(rank)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_ranks, rank):
+    """The last request has one token: rank 1 has none of it, and gets its heads' result from rank 0."""
+    out, weight = two_ranks[rank]
+    everyone = Problem(LENGTHS, 1, heads=2 * HEADS)
+    mine = Problem(LENGTHS, 1)
+    mine.q, mine.kv = everyone.q[:, rank * HEADS : (rank + 1) * HEADS], everyone.kv
+    assert_as_exact_as_torch(out, mine, weight)
+
+
+def test_prefill_context_parallelism_is_refused(make):
+    layer, _ = make()
+    assert not layer.get_attn_backend().supports_pcp()
+
+
+def test_empty_shares_alone_give_nothing(make):
+    layer, builder = make()
+    problem = Problem([1], 1)
+    step = builder.build(0, empty_share(problem))
+    out, lse = layer.impl.forward_mqa(torch.randn(1, HEADS, LATENT + ROPE).bfloat16(), problem.cache, step, layer)
+    assert not out.any() and lse.isneginf().all()
