@@ -64,6 +64,17 @@ def test_sglang_refuses_a_flag_or_a_backend_that_it_has_not(dummy_folder):
             parse(SGLANG.server("python", wanted, backend, 8000, flags)[3:])
 
 
+def test_sglang_takes_the_flags_of_each_of_two_nodes(dummy_folder, monkeypatch):
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent))
+    import two_nodes
+
+    model = e2e.prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder).model
+    for node, command in enumerate(two_nodes.commands(SGLANG, model, "127.0.0.1", (8000, 8001), "etap")):
+        parsed = parse(command[3:])
+        assert (parsed.nnodes, parsed.node_rank, parsed.tp_size) == (2, node, 2)
+        assert (parsed.dist_init_addr, parsed.attention_backend) == ("127.0.0.1:8001", "etap")
+
+
 def test_the_log_says_which_backend_runs(dummy_folder):
     from sglang.srt.server_args import ServerArgs
 

@@ -73,6 +73,23 @@ def test_vllm_refuses_a_flag_that_it_has_not(dummy_folder):
         serve_arguments(command[4:])
 
 
+def test_vllm_makes_a_configuration_of_each_of_two_nodes(dummy_folder, monkeypatch):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent))
+    import two_nodes
+
+    model = e2e.prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder).model
+    for node, command in enumerate(two_nodes.commands(VLLM, model, "127.0.0.1", (8000, 8001), "ETAP")):
+        parsed = serve_arguments(command[4:])
+        parsed.model = parsed.model_tag or parsed.model
+        made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config(headless=parsed.headless)
+        parallel = made.parallel_config
+        assert (parallel.nnodes, parallel.node_rank, parallel.tensor_parallel_size) == (2, node, 2)
+        assert parallel.distributed_executor_backend == "mp" and parallel.local_world_size == 1
+        assert made.attention_config.backend.name == "ETAP" and parsed.headless == (node > 0)
+
+
 def load_arguments(wanted, load, folder):
     from vllm.benchmarks.serve import add_cli_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
