@@ -1,0 +1,83 @@
+"""configs/vllm through the parser of `vllm serve --config`, and the cache arithmetic in their comments."""
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import yaml
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from etap_backend.plan import Deployment, memory_of, read_gpu, read_model
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+FILES = sorted((CONFIGS / "vllm").glob("*.yaml"))
+MODELS = {"deepseek-ai/DeepSeek-R1": "deepseek-r1", "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite"}
+GPUS = {"96g": "H20-96G", "141g": "H20-141G"}
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def config_file(request):
+    return request.param
+
+
+@pytest.fixture
+def settings(config_file):
+    return yaml.safe_load(config_file.read_text())
+
+
+def cache_bytes_a_token(text):
+    """The figure of a comment, and whether its product is right."""
+    layers, width, size, product = re.search(r"of (\d+) layers x (\d+) x (\d+) = ([\d,]+) bytes", text).groups()
+    assert int(layers) * int(width) * int(size) == int(product.replace(",", ""))
+    return int(product.replace(",", ""))
+
+
+def test_there_is_one_for_each_deployment():
+    names = {path.stem for path in FILES}
+    assert names == {"smoke-1gpu"} | {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
+
+
+def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
+    """Parsed as a user does, and made a configuration; only the model's name becomes a folder with its config.json."""
+    load_general_plugins()
+    monkeypatch.setattr(type(current_platform), "device_count", classmethod(lambda cls: 8))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(CONFIGS / f"models/{MODELS[settings['model']]}.json", folder / "config.json")
+    local = tmp_path / config_file.name
+    local.write_text(config_file.read_text().replace(f"model: {settings['model']}", f"model: {folder}"))
+    parser = FlexibleArgumentParser()
+    ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
+    extra = ["--skip-tokenizer-init", "--load-format", "dummy"]
+    arguments = parser.parse_args(["serve", "--config", str(local), *extra])
+    config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+    assert config.model_config.model == str(folder)
+    assert config.attention_config.backend is AttentionBackendEnum.ETAP
+    assert config.parallel_config.tensor_parallel_size == settings.get("tensor-parallel-size", 1)
+    assert config.model_config.max_model_len == settings["max-model-len"]
+    assert config.scheduler_config.max_num_seqs == settings["max-num-seqs"]
+    assert config.cache_config.gpu_memory_utilization == settings["gpu-memory-utilization"]
+    drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
+    assert drafts == settings.get("speculative-config", {}).get("num_speculative_tokens", 0)
+    assert (drafts > 0) == config_file.stem.endswith("-mtp")
+
+
+def test_comments_count_the_cache_as_the_plan_does(config_file, settings):
+    text = config_file.read_text()
+    a_token = cache_bytes_a_token(text)
+    tokens = int(re.search(r"KV cache: ([\d,]+) tokens", text)[1].replace(",", ""))
+    left = float(re.search(r"([\d.]+) GB  KV cache", text)[1])
+    assert tokens == pytest.approx(left * 1e9 / a_token, rel=0.02)
+    assert tokens >= 2 * settings["max-model-len"], "two requests of the greatest length"
+    gpu = next((gpu for name, gpu in GPUS.items() if name in config_file.stem), "H100")
+    ranks = settings.get("tensor-parallel-size", 1)
+    s_q = 1 + settings.get("speculative-config", {}).get("num_speculative_tokens", 0)
+    on = Deployment(gpus=ranks, tp=ranks, s_q=s_q, utilization=settings["gpu-memory-utilization"])
+    plan = memory_of(read_model(MODELS[settings["model"]]), read_gpu(gpu), on)
+    assert (tokens, a_token) == (plan.tokens, plan.cache_a_token)
