@@ -404,13 +404,16 @@ def prepare_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: i
     if unknown := set(changes) - set(whole):
         raise ValueError(f"--set: wanted keys of {name}'s config.json, got {', '.join(sorted(unknown))}")
     config = whole | changes
+    if config.get("quantization_config", whole) is None:
+        del config["quantization_config"]  # the engines take its presence for a wish
     if rank_of:
         config = dummy_model.of_one_rank(config, rank_of, tp)
     kind = "FP8 in blocks" if config.get("quantization_config") else "bfloat16"
     what = f"dummy weights, {kind}, {config['num_hidden_layers']} of {whole['num_hidden_layers']} layers"
     if rank_of:
         what += f", each GPU with the heads and widths of one of {rank_of} tensor-parallel ranks"
-    if others := [f"{key} {value} (of {whole[key]})" for key, value in changes.items() if key != "num_hidden_layers"]:
+    said = ("num_hidden_layers", "quantization_config")
+    if others := [f"{key} {value} (of {whole[key]})" for key, value in changes.items() if key not in said]:
         what += "; " + ", ".join(others)
     return Prepared(str(dummy_model.write(folder, config)), config, True, what)
 
@@ -588,6 +591,9 @@ def e2e(
         run.write()
     e2e_report.print_document(document, console)
     if plots and any("tpot_ms" in row for row in document["rows"]):
-        e2e_report.plot(document, output.with_suffix(".png"))
+        try:
+            e2e_report.plot(document, output.with_suffix(".png"))
+        except ImportError:
+            console.print("no plot: it needs matplotlib, of the extra 'bench'", style="yellow")
     if problems := e2e_report.problems(document):
         raise _refuse("failed: " + "; ".join(problems))

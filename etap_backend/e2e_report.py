@@ -70,7 +70,7 @@ def _cell(row: dict | None) -> str:
     if row is None:
         return "-"
     if "tpot_ms" not in row:
-        return "cache too small" if "skipped" in row else "failed"
+        return "cache too small" if "skipped" in row else "failed" if "error" in row else "-"
     tpot = row["tpot_ms"]
     return f"{tpot['median']:.2f} ({tpot['min']:.2f} to {tpot['max']:.2f})"
 

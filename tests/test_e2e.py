@@ -436,6 +436,8 @@ def test_a_dummy_model_says_what_it_is(tmp_path):
     assert prepared.dummy and json.loads((tmp_path / "m/config.json").read_text())["num_attention_heads"] == 32
     assert prepared.what.startswith("dummy weights, FP8 in blocks, 8 of 61 layers, each GPU with the heads and widths")
     assert "n_routed_experts 64 (of 256)" in prepared.what
+    plain = e2e.prepare_model("deepseek-r1", {"quantization_config": None}, None, 8, tmp_path / "p")
+    assert plain.what == "dummy weights, bfloat16, 61 of 61 layers" and "quantization_config" not in plain.config
     with pytest.raises(ValueError, match="--set: wanted keys of deepseek-r1's config.json, got layers"):
         e2e.prepare_model("deepseek-r1", {"layers": 8}, None, 8, tmp_path / "m")
     with pytest.raises(ValueError, match="wanted a model of configs/models, got /data/r1"):
