@@ -83,7 +83,13 @@ def columns_of(document: dict) -> list[str]:
     names = backends_of(document)
     titles = ["requests x input/output, prefill", *(f"{name}, TPOT ms" for name in names)]
     titles += [f"{name}, tokens/s a GPU" for name in names] + [f"{name}, TTFT ms" for name in names]
+    if _shares_known(document):
+        titles += [f"{name}, attention's share" for name in names]
     return [*titles, "best peer / ours"]
+
+
+def _shares_known(document: dict) -> bool:
+    return any("attention_share" in row for row in document["rows"])
 
 
 def cells_of(document: dict, shape: tuple, rows: dict[str, dict]) -> list[str]:
@@ -91,6 +97,9 @@ def cells_of(document: dict, shape: tuple, rows: dict[str, dict]) -> list[str]:
     cells = [shape_text(shape), *(_cell(rows.get(name)) for name in names)]
     cells += [_value(rows.get(name), "tokens_per_second_per_gpu", 1) for name in names]
     cells += [_value(rows.get(name), "ttft_ms", 0) for name in names]
+    if _shares_known(document):
+        shares = (rows.get(name, {}).get("attention_share") for name in names)
+        cells += ["-" if share is None else f"{share:.0%}" for share in shares]
     return [*cells, "-" if ratio is None else f"{ratio:.3f}"]
 
 
@@ -210,9 +219,15 @@ def main(
     results: Annotated[list[Path], typer.Argument(help="JSON files of `etap e2e`.", exists=True)],
     readme: Annotated[Path | None, typer.Option(help="File whose marked places get the tables.", exists=True)] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for the plots.", file_okay=False)] = None,
+    kernels: Annotated[
+        list[Path] | None, typer.Option(help="JSON files of `etap bench` on that GPU, for attention's share of a step.")
+    ] = None,
 ) -> None:
     """Print end-to-end results again, and put them into the README and into plots."""
-    documents = [{**json.loads(path.read_text()), "file": path.stem} for path in results]
+    from etap_backend.estimate import with_shares  # it reads rows with this module's functions
+
+    benchmarks = [json.loads(path.read_text()) for path in kernels or []]
+    documents = [with_shares({**json.loads(path.read_text()), "file": path.stem}, benchmarks) for path in results]
     console = Console()
     for document in documents:
         print_document(document, console)

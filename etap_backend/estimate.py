@@ -137,6 +137,31 @@ def servers_of(document: dict, target: str) -> Servers:
     return Servers(here, plan.read_gpu(name), there, plan.read_gpu(target))
 
 
+def with_shares(document: dict, benchmarks: list[dict]) -> dict:
+    """The document with the share of attention in a decode step in every row whose kernel these benchmarks have.
+
+    The share is layers x the kernel's own time over the step that was served; where prefill was served too, the step
+    has a part of that in it. A document of a GPU or a model that is not known comes back as it was.
+    """
+    try:
+        servers = servers_of(document, "h20-96g")
+    except ValueError:
+        return document
+    here = [benchmark for benchmark in benchmarks if benchmark["gpu"] == document["gpu"]]
+    rows = []
+    for row in document["rows"]:
+        kernel, on = KERNELS.get(row["backend"].lower()), servers.deployments(document, row)[0]
+        if (
+            "tpot_ms" in row
+            and kernel
+            and (call := measured_call(servers.model_here, servers.gpu_here, on, kernel, here))
+        ):
+            step = row["tpot_ms"]["median"] * row.get("acceptance_length", {}).get("median", 1.0)
+            row = row | {"attention_share": call.us * servers.model_here.num_hidden_layers / 1e3 / step}
+        rows.append(row)
+    return document | {"rows": rows}
+
+
 def estimate_row(document: dict, row: dict, servers: Servers, here: list[dict], there: list[dict]) -> Estimate | str:
     """The estimate for one row, or why there is none."""
     kernel = KERNELS.get(row["backend"].lower())

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from etap_backend import estimate, plan
+from etap_backend import e2e_report, estimate, plan
 from etap_backend.plan import Deployment
 
 RESULTS = Path(__file__).parent.parent / "results"
@@ -105,6 +105,16 @@ def test_where_nothing_was_measured_there_is_no_estimate(reading, words):
     found, (reason,) = estimate.estimate(document(reading), H200 + PROXY)
     assert not found
     assert re.search(words, reason)
+
+
+def test_attentions_share_is_that_of_the_measured_kernel_in_the_served_step():
+    reading = document(row("ETAP", 16, 10.0, 4000, 192), row("TRITON_MLA", 16, 12.0), title="t", engine="vllm")
+    ours, other = estimate.with_shares(reading, H200)["rows"]
+    (us,) = [r["results"]["etap"]["us"] for r in H200[0]["rows"] if (r["batch"], r["length"]) == (16, 4096)]
+    assert ours["attention_share"] == pytest.approx(61 * us / 1e3 / 10.0) and "attention_share" not in other
+    assert "ETAP, attention's share" in e2e_report.columns_of({**reading, "rows": [ours, other]})
+    assert "attention_share" not in estimate.with_shares(reading, PROXY)["rows"][0], "the proxy is another GPU"
+    assert estimate.with_shares({**reading, "gpu": "NVIDIA B200"}, H200)["rows"] == reading["rows"]
 
 
 @pytest.mark.parametrize(
