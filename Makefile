@@ -1,7 +1,7 @@
 # Everything needs Python >= 3.10, a C++ compiler and a package index; compiler, engines and tools come from there.
 #
 #   make demo       build, install into .venv and run `etap demo`
-#   make test       all tests that need no GPU, the vLLM contract tests among them
+#   make test       all tests that need no GPU, the engines' contract tests among them
 #   make test-gpu   the tests marked gpu; fails where there is no Hopper GPU
 #   make wheel      the wheel that is published, in dist/
 #   make build      the library into etap_backend/lib, for work in the source tree
@@ -29,10 +29,10 @@ demo: $(STAMPS)/installed
 test: test-unit test-contract
 
 test-unit: $(STAMPS)/installed
-	$(BIN)/pytest -m "not gpu" --ignore tests/vllm
+	$(BIN)/pytest -m "not gpu" --ignore tests/vllm --ignore tests/sglang
 
 test-contract: dist/built
-	$(BIN)/python tests/vllm/run_contract.py --wheel dist/*.whl
+	$(BIN)/python tests/contract.py --wheel dist/*.whl
 
 ifdef NO_INSTALL
 test-gpu:

@@ -74,9 +74,7 @@ ENGINES = (
         "SGLang",
         "sglang",
         "sglang.srt.plugins",
-        "from sglang.srt.plugins import load_plugins; load_plugins()\n"
-        "from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS\n"
-        "assert 'etap' in ATTENTION_BACKENDS, 'etap is not among the attention backends'",
+        "from etap_backend.sglang.compat import check_plugin; check_plugin()",
         "SGLANG_PLUGINS",
     ),
 )

@@ -1,0 +1,274 @@
+"""The attention backend as SGLang runs it: what each step plans, and what each layer runs.
+
+It is a FlashMLABackend with other kernels: prefill, which FlashMLA takes from FlashInfer, stays as it is there, and so
+does what SGLang decides by that class.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
+from sglang.srt.layers.attention.flashmla_backend import (
+    FlashMLABackend,
+    FlashMLAMultiStepDraftBackend,
+    create_flashmla_kv_indices_triton,
+    get_num_kv_index_blocks_flashmla,
+    maybe_create_verify_mask,
+)
+from sglang.srt.runtime_context import get_parallel, get_spec
+from torch import Tensor
+
+from etap_backend import DecodeSchedule, mla_decode, plugins, why_unsupported
+from etap_backend.sglang import compat
+
+
+@dataclass(frozen=True)
+class ETAPMetadata:
+    """What a step's layers share; every request has schedule.s_q query tokens."""
+
+    block_table: Tensor  # int32 [requests, pages]
+    seq_lens: Tensor  # int32 [requests], the step's own tokens included
+    schedule: DecodeSchedule
+
+
+def _heads(model_runner) -> int:
+    """Query heads that a decode step has on this GPU."""
+    parallel = get_parallel()
+    # Decode context parallelism gathers the heads of its ranks.
+    return model_runner.model_config.num_attention_heads // parallel.attn_tp_size * parallel.attn_dcp_size
+
+
+def _why_unsupported(model_runner) -> str | None:
+    if not model_runner.use_mla_backend:
+        return "the model's attention is not MLA (a draft model has --speculative-draft-attention-backend)"
+    config, spec = model_runner.model_config, get_spec()
+    on_gpu = torch.device(model_runner.device).type == "cuda"
+    reason = why_unsupported(
+        dtype=model_runner.dtype,
+        num_heads=_heads(model_runner),
+        head_dim=config.kv_lora_rank + config.qk_rope_head_dim,
+        v_head_dim=config.kv_lora_rank,
+        page_size=model_runner.page_size,
+        kv_cache_dtype=model_runner.kv_cache_dtype,
+        compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
+    )
+    reason = reason or compat.why_unsupported_speculation(
+        spec.speculative_algorithm, spec.speculative_eagle_topk, get_parallel().attn_dcp_size
+    )
+    return reason or plugins.why_no_library()
+
+
+class ETAPBackend(FlashMLABackend):
+    """MLA attention with ETAP's kernels for decoding, for verifying drafts, and for extending a draft model's cache."""
+
+    # FlashInfer's verification takes requests with fewer drafts than others; ours takes the same number for each.
+    supports_ragged_verify_graph: bool = False
+
+    def __init__(
+        self,
+        model_runner,
+        skip_prefill: bool = False,
+        kv_indptr_buf: Tensor | None = None,
+        kv_last_page_len_buf: Tensor | None = None,
+        *,
+        draft_step: int | None = None,
+        workspace: Tensor | None = None,
+    ):
+        """Allocate what every step needs.
+
+        Args:
+            model_runner: SGLang's.
+            skip_prefill: whether prefill never reaches this backend.
+            kv_indptr_buf, kv_last_page_len_buf: buffers of the base class.
+            draft_step: which of a draft model's steps this backend serves; None when it is not for one of them.
+            workspace: a DecodeSchedule's, to share among backends that run one after another.
+
+        Raises:
+            ValueError: the kernels cannot run this model or these arguments; the text says why.
+        """
+        if reason := _why_unsupported(model_runner):
+            raise ValueError(f"attention backend {compat.NAME}: {reason}")
+        super().__init__(model_runner, skip_prefill, kv_indptr_buf, kv_last_page_len_buf)
+        compat.register_model_support()
+        self.draft_step = draft_step
+        self._returns_lse = get_parallel().attn_dcp_size > 1
+        drafts = self.num_draft_tokens if draft_step is None else None
+        max_requests = self.kv_indptr.shape[0] - 1  # those of the pool, padded as SGLang pads a step
+        self.schedule = DecodeSchedule(
+            max_requests, _heads(model_runner), max_s_q=drafts or 1, device=self.device, workspace=workspace
+        )
+        pages = -(-self.req_to_token.shape[1] // self.page_size)
+        self._block_table = torch.zeros(max_requests, pages, dtype=torch.int32, device=self.device)
+        self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, block_kv_indices: Tensor | None = None) -> None:
+        """Prepare for CUDA graphs of up to max_bs requests; they read the buffers that every step reads."""
+        if max_bs > self.schedule.max_batch:
+            raise ValueError(
+                f"max_bs: wanted at most {self.schedule.max_batch} requests in a CUDA graph, those that the request "
+                f"pool holds, got {max_bs}"
+            )
+        if self.num_draft_tokens:
+            self._verify_mask = maybe_create_verify_mask(
+                is_draft_runner=self.is_draft_runner,
+                skip_prefill=self.skip_prefill,
+                max_bs=max_bs,
+                max_context_len=self.max_context_len,
+                num_draft_tokens=self.num_draft_tokens,
+                device=self.device,
+                is_read=False,
+            )
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        """Plan a step that runs without a CUDA graph."""
+        mode = forward_batch.forward_mode
+        if mode.is_draft_extend_v2():
+            # Its lengths have what was verified; the queries are always a whole window.
+            whole_window = forward_batch.seq_lens - forward_batch.extend_seq_lens + self.num_draft_tokens
+            self._plan(forward_batch, whole_window, 0, self.num_draft_tokens)
+        elif self._decodes(mode):
+            self.init_forward_metadata_out_graph(forward_batch)
+        else:
+            FlashInferMLAAttnBackend.init_forward_metadata(self, forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
+        """Plan a step ahead of the CUDA graph that runs it, or of its capture."""
+        mode = forward_batch.forward_mode
+        if mode.is_idle() or forward_batch.batch_size == 0:
+            self.forward_metadata = None
+        elif mode.is_target_verify():
+            self._plan(forward_batch, forward_batch.seq_lens, self.num_draft_tokens, self.num_draft_tokens)
+        elif mode.is_draft_extend_v2():
+            self._plan(forward_batch, forward_batch.seq_lens, 0, self.num_draft_tokens)
+        elif mode.is_decode():
+            new_drafts = 0 if self.draft_step is None else self.draft_step + 1
+            self._plan(forward_batch, forward_batch.seq_lens, new_drafts, 1)
+        else:
+            FlashInferMLAAttnBackend.init_forward_metadata_out_graph(self, forward_batch, in_capture)
+
+    @staticmethod
+    def _decodes(mode) -> bool:
+        return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
+
+    def _plan(self, forward_batch, seq_lens: Tensor, new_tokens: int, s_q: int) -> None:
+        """Fill block table, lengths and schedule on the device.
+
+        Args:
+            forward_batch: SGLang's, with batch_size and req_pool_indices.
+            seq_lens: int64 [>= batch_size], tokens of each request.
+            new_tokens: what each request has besides.
+            s_q: query tokens for each request.
+        """
+        requests = forward_batch.batch_size
+        lengths, table = self._seq_lens[:requests], self._block_table[:requests]
+        torch.add(seq_lens[:requests], new_tokens, out=lengths)
+        if self._returns_lse:
+            compat.fill_rank_share(self, forward_batch.req_pool_indices, lengths, table)
+        else:
+            blocks = get_num_kv_index_blocks_flashmla(table.shape[1], self.page_size)
+            create_flashmla_kv_indices_triton[(requests, blocks)](
+                self.req_to_token,
+                forward_batch.req_pool_indices,
+                lengths,
+                None,
+                table,
+                self.req_to_token.stride(0),
+                table.stride(0),
+                PAGED_SIZE=self.page_size,
+            )
+        self.forward_metadata = ETAPMetadata(table, lengths, self.schedule.build(lengths, s_q))
+
+    def forward_decode(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer,
+        forward_batch,
+        save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Write this step's rows of the KV cache and decode.
+
+        Args:
+            q: [tokens, heads, 512], or [tokens, heads, 576] when q_rope is None; any strides between its rows.
+            k: [tokens, 1, 512], or [tokens, 1, 576] when k_rope is None; None when the rows are written already.
+            v: unused, the latent part of k.
+            layer: SGLang's RadixAttention.
+            forward_batch: SGLang's.
+            save_kv_cache: whether to write the rows.
+            q_rope: [tokens, heads, 64].
+            k_rope: [tokens, 1, 64].
+
+        Returns:
+            [tokens, heads * 512]; under decode context parallelism with float32 [tokens, heads] log-sum-exp, base e.
+        """
+        if k is not None and save_kv_cache:
+            self._write(k, v, k_rope, layer, forward_batch)
+        if layer.logit_cap:
+            raise ValueError(f"attention backend {compat.NAME}: logit_cap {layer.logit_cap} is not supported")
+        metadata = self.forward_metadata
+        per_request = (metadata.schedule.batch, metadata.schedule.s_q)
+        heads, width = layer.tp_q_head_num, layer.head_dim if q_rope is None else layer.v_head_dim
+        if q_rope is not None:
+            q_rope = q_rope.view(-1, heads, layer.head_dim - layer.v_head_dim).unflatten(0, per_request)
+        out, lse = mla_decode(
+            q.view(-1, heads, width).unflatten(0, per_request),
+            self.token_to_kv_pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size)),
+            metadata.block_table,
+            metadata.seq_lens,
+            metadata.schedule,
+            softmax_scale=layer.scaling,
+            q_rope=q_rope,
+        )
+        out = out.view(-1, heads * layer.v_head_dim)
+        return (out, lse.flatten(0, 1)) if self._returns_lse else out
+
+    def _write(self, k: Tensor, v: Tensor, k_rope: Tensor | None, layer, forward_batch) -> None:
+        location = compat.write_location(forward_batch)
+        if k_rope is None:
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        else:
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
+
+    def forward_extend(
+        self,
+        q: Tensor,
+        k: Tensor | None,
+        v: Tensor | None,
+        layer,
+        forward_batch,
+        save_kv_cache: bool = True,
+        q_rope: Tensor | None = None,
+        k_rope: Tensor | None = None,
+    ) -> Tensor:
+        """Verify drafts or extend a draft model's cache as `forward_decode` does; prefill as FlashInfer does."""
+        arguments = (q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        if self._decodes(forward_batch.forward_mode):
+            return self.forward_decode(*arguments)
+        return FlashInferMLAAttnBackend.forward_extend(self, *arguments)
+
+
+class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
+    """The steps in which a draft model makes its chain of tokens, each planned by a backend of its own.
+
+    In step i a request has i + 1 tokens more than the batch says, its drafts so far.
+    """
+
+    def __init__(self, model_runner, topk: int, speculative_num_steps: int):
+        """Make a backend for each step but the last, which needs no attention.
+
+        Raises:
+            ValueError: topk is not 1, or the kernels cannot run the draft model; the text says why.
+        """
+        if topk != 1:
+            raise ValueError(f"attention backend {compat.NAME}: topk: wanted 1, a chain of drafts, got {topk}")
+        self.topk = topk
+        self.speculative_num_steps = speculative_num_steps
+        self.attn_backends: list[ETAPBackend] = []
+        workspace = None
+        for step in range(speculative_num_steps - 1):
+            backend = ETAPBackend(model_runner, skip_prefill=True, draft_step=step, workspace=workspace)
+            workspace = backend.schedule.workspace
+            self.attn_backends.append(backend)

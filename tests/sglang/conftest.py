@@ -1,0 +1,26 @@
+"""The contract tests run inside an engine's environment only, where tests/contract.py puts them."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+IN_CONTRACT = os.environ.get("ETAP_CONTRACT") == "sglang"
+collect_ignore_glob = [] if IN_CONTRACT else ["test_contract_*.py"]
+
+# Attention as in DeepSeek-V3 on one of 8 ranks; everything else as small as it may be.
+MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
+
+
+def pytest_report_header():
+    if not IN_CONTRACT:
+        return "SGLang contract tests: not collected here, tests/contract.py runs them beside each SGLang"
+
+
+@pytest.fixture(scope="session")
+def model_directory(tmp_path_factory):
+    """A model of which only the configuration exists."""
+    directory = tmp_path_factory.mktemp("model")
+    shutil.copy(MODEL, directory / "config.json")
+    return directory
