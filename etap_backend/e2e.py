@@ -248,6 +248,7 @@ class Run:
             text = log.read_text(errors="replace")
             if not self.engine.in_use(backend, text):
                 raise Failed(f"the server's log does not say that {backend} is in use:\n{tail(log)}")
+            record["full_cuda_graphs"] = self.engine.in_full_graphs(text)
             record["cache_tokens"] = room = self.engine.cache_tokens(text)
             self.console.print(f"{backend}: ready after {record['seconds_to_ready']:.0f} s, cache of {room} tokens")
             for case in cases:

@@ -143,7 +143,8 @@ def print_document(document: dict, console: Console) -> None:
     for name, record in document["servers"].items():
         if "seconds_to_ready" in record:
             room = f"{record['cache_tokens']:,}" if record.get("cache_tokens") else "unknown"
-            console.print(f"{name}: ready after {record['seconds_to_ready']:.0f} s, KV cache of {room} tokens")
+            eager = ", [red]decode not in full CUDA graphs[/]" if record.get("full_cuda_graphs") is False else ""
+            console.print(f"{name}: ready after {record['seconds_to_ready']:.0f} s, KV cache of {room} tokens{eager}")
         if "error" in record:
             console.print(f"{name}: failed, see {record['log']}", style="red", markup=False, highlight=False)
     for row in document["rows"]:

@@ -58,6 +58,8 @@ class Engine:
     ours: str
     load_module: str
     kv_tokens: str
+    full_graphs: str | None = None
+    """What the log has where decode runs in full CUDA graphs; None where an engine does not say."""
     cached: tuple[str, str]
 
     def server(self, python: str, serving: Serving, backend: str, port: int, flags: list[str]) -> list[str]:
@@ -79,6 +81,9 @@ class Engine:
         found = re.search(self.kv_tokens, log)
         return int(found[1].replace(",", "")) if found else None
 
+    def in_full_graphs(self, log: str) -> bool | None:
+        return None if self.full_graphs is None else re.search(self.full_graphs, log) is not None
+
     def cached_and_asked(self, metrics: str) -> tuple[float, float] | None:
         """Prompt tokens found in the prefix cache so far and all prompt tokens, from the text of /metrics."""
         sums = []
@@ -95,6 +100,7 @@ class Vllm(Engine):
     ours = "ETAP"
     load_module = "vllm.entrypoints.cli.main"
     kv_tokens = r"GPU KV cache size: ([\d,]+) tokens"
+    full_graphs = r"Capturing CUDA graphs \((decode, )?FULL\)"
     cached = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
 
     def server(self, python: str, serving: Serving, backend: str, port: int, flags: list[str]) -> list[str]:

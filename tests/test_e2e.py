@@ -251,9 +251,9 @@ def test_a_backend_that_does_not_start_does_not_stop_the_others(run):
 
 
 def test_the_time_limit_ends_a_run_and_resuming_measures_only_the_rest(run, monkeypatch):
-    monkeypatch.setenv("ETAP_TEST_SECONDS", "0.4")
+    monkeypatch.setenv("ETAP_TEST_SECONDS", "1")
     with pytest.raises(Stopped, match="time limit"):
-        run(deadline=time.monotonic() + 2.5).all()
+        run(deadline=time.monotonic() + 6).all()
     written = json.loads(run.output.read_text())
     measured = [row for row in written["rows"] if row.get("complete")]
     assert 1 <= len(measured) < 4
@@ -371,6 +371,9 @@ def test_logs_are_understood():
     assert vllm.cache_tokens("INFO [kv_cache_utils.py] GPU KV cache size: 674,597 tokens\n") == 674597
     assert sglang.cache_tokens("max_total_num_tokens=65536, chunked_prefill_size=8192") == 65536
     assert vllm.cache_tokens("nothing") is None
+    assert vllm.in_full_graphs("Capturing CUDA graphs (decode, FULL):  50%|") is True
+    assert vllm.in_full_graphs("Capturing CUDA graphs (mixed prefill-decode, PIECEWISE)") is False
+    assert sglang.in_full_graphs("") is None
     assert vllm.in_use("ETAP", "Using AttentionBackendEnum.ETAP backend.") and not vllm.in_use("FLASHMLA", "ETAP")
     assert sglang.in_use("etap", "server_args=ServerArgs(attention_backend='etap', ")
     assert sglang.in_use("etap", "server_args={'decode_attention_backend': None, 'attention_backend': 'etap', ")
@@ -478,7 +481,7 @@ def document() -> dict:
         "method": e2e_report.METHOD,
         "complete": True,
         "stopped": None,
-        "servers": {"ETAP": {"seconds_to_ready": 90.0, "cache_tokens": 674597}},
+        "servers": {"ETAP": {"seconds_to_ready": 90.0, "cache_tokens": 674597, "full_cuda_graphs": False}},
         "rows": rows,
     }
 
@@ -496,6 +499,7 @@ def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(docume
         )
     assert "1.250" in screen.read_text() and "stopped by SIGINT; --resume goes on" in screen.read_text()
     assert "dummy weights, FP8 in blocks" in screen.read_text()
+    assert "KV cache of 674,597 tokens, decode not in full CUDA graphs" in screen.read_text()
 
 
 def test_the_readme_gets_the_table_and_the_plot_is_drawn(document, tmp_path):

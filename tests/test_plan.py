@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
@@ -180,6 +180,7 @@ deployments = st.builds(
 models, gpus = st.sampled_from(MODELS).map(read_model), st.sampled_from(GPUS).map(read_gpu)
 
 
+@settings(deadline=None)  # files are read, on machines that others use too
 @given(models, gpus, deployments, st.integers(1, 4096), st.integers(1, 64))
 def test_more_work_never_takes_less(model, gpu, where, more_context, more_batch):
     before = make_plan(model, gpu, where)
@@ -195,6 +196,7 @@ def test_more_work_never_takes_less(model, gpu, where, more_context, more_batch)
         assert after.step_ms >= before.step_ms * (1 - 1e-9)
 
 
+@settings(deadline=None)  # files are read, on machines that others use too
 @given(models, gpus, deployments)
 def test_a_plan_is_consistent(model, gpu, where):
     made = make_plan(model, gpu, where)
@@ -207,6 +209,7 @@ def test_a_plan_is_consistent(model, gpu, where):
     )
 
 
+@settings(deadline=None)  # files are read, on machines that others use too
 @given(models, gpus, deployments)
 def test_what_is_said_to_fit_fits(model, gpu, where):
     asked = plan.what_fits(model, gpu, where)[0]
@@ -218,6 +221,7 @@ def test_what_is_said_to_fit_fits(model, gpu, where):
     assert not memory_of(model, gpu, replace(where, context=asked.most_context + 64 * where.dcp)).fits
 
 
+@settings(deadline=None)
 @given(models, gpus, st.sampled_from([1, 2, 4, 8]))
 def test_spreading_over_more_ranks_leaves_more_room(model, gpu, tp):
     one, two = (memory_of(model, gpu, on(gpus=n, tp=n)) for n in (tp, 2 * tp) if n <= 16)
