@@ -88,5 +88,5 @@ def test_an_engine_that_does_not_come_up_is_reported_with_its_own_words():
 def test_help_names_every_command():
     run = etap("--help")
     assert run.returncode == 0
-    for command in ("doctor", "demo", "bench"):
+    for command in ("doctor", "demo", "bench", "plan", "e2e"):
         assert re.search(rf"{command} ", run.stdout)
