@@ -1,6 +1,6 @@
 """Trains a small real model of the DeepSeek-V3 architecture, for compare_answers.py.
 
-    python tests/answers/train_model.py OUTPUT [--seconds 150]
+    python tests/answers/train_model.py OUTPUT [--seconds 240]
 
 Needs torch, safetensors and tokenizers, and a GPU with 40 GB; no network. The text is Python's own standard library,
 its sources and its documentation (pydoc_data), as any machine has it. Attention has DeepSeek's dimensions (latent 512,
@@ -534,7 +534,7 @@ def make_model(folder: Path, shape: Shape, plan: Plan, device: str, seed: int = 
 
 def main(
     output: Annotated[Path, typer.Argument(help="Folder to write.")],
-    seconds: Annotated[float, typer.Option(min=1, help="Time to train, without preparation.")] = 150,
+    seconds: Annotated[float, typer.Option(min=1, help="Time to train, without preparation.")] = 240,
     seed: Annotated[int, typer.Option(help="Of weights, text and prompts.")] = 0,
     device: Annotated[str, typer.Option(help="Where to train.")] = "cuda",
 ) -> None:
