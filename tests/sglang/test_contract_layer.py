@@ -1,0 +1,433 @@
+"""SGLang's pools, batches and attention layer around our backend, on CPU tensors.
+
+The runner is the one that SGLang's own attention tests use, with its real pools and configuration. The reference
+executor stands in for the kernels and Triton's interpreter runs SGLang's kernels, but for the one that writes the
+cache's rows, which it cannot run. FlashInfer's wrappers, which serve prefill, need a GPU and are replaced; prefill,
+real CUDA graphs and memory are not tested here.
+"""
+
+from contextlib import ExitStack
+
+import pytest
+import torch
+from sglang.srt.layers.attention import attention_registry, flashinfer_mla_backend
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_parallel
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+from sglang.test.kits.attention_unittest.attention_methods.mla_attention import (
+    MLAAttentionCase,
+    MockMLAModelRunner,
+    TinyMLAModelConfig,
+)
+
+from etap_backend.reference import mla_decode_reference
+from etap_backend.sglang import backend as backend_module
+
+load_plugins()
+
+HEADS, LATENT, ROPE, PAGE = 16, 512, 64, 64
+CONTEXT = 1024
+SCALE = 0.1147  # not 1/sqrt of anything: the layer's own, as after YaRN
+LENGTHS = [70, 129, 1]
+DRAFTS = 4
+WILD = 2**30
+
+
+class Unused:
+    """In place of a wrapper of FlashInfer, which takes a workspace on a GPU."""
+
+    def __init__(self, *arguments, **options):
+        pass
+
+
+def write_rows(pool, buffer, loc, latent, rope):
+    """What `MLATokenToKVPool._write_mla_kv_buffer` does: under decode context parallelism each rank keeps its slots."""
+    size, rank = get_parallel().attn_dcp_size, get_parallel().attn_dcp_rank
+    mine = loc % size == rank
+    buffer[loc[mine] // size] = torch.cat([latent, rope], dim=-1)[mine]
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(MLATokenToKVPool, "_write_mla_kv_buffer", write_rows)
+    monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", Unused)
+    monkeypatch.setattr(flashinfer_mla_backend, "BatchPrefillWithRaggedKVCacheWrapper", Unused)
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **options: zeros(*size, **options))
+
+
+@pytest.fixture
+def parallel():
+    """Sets widths and ranks until the test ends."""
+    with ExitStack() as stack:
+        yield lambda **values: stack.enter_context(get_parallel().override(**values))
+
+
+@pytest.fixture(autouse=True)
+def one_rank(parallel):
+    parallel(attn_tp_size=1, attn_dcp_size=1, attn_dcp_rank=0, dcp_enabled=False)
+
+
+def make_runner(requests=8, heads=HEADS, mode=ForwardMode.DECODE, page_size=PAGE, dtype=torch.bfloat16, **options):
+    """SGLang's runner for tests, with pools for this many requests; in modes with drafts for DRAFTS tokens."""
+    drafts = () if mode.is_decode() else (DRAFTS,) * requests
+    case = MLAAttentionCase("etap", "etap", mode, heads, page_size, (1,) * requests, drafts)
+    dimensions = {"kv_lora_rank": options.pop("kv_lora_rank", LATENT), "qk_rope_head_dim": ROPE}
+    config = TinyMLAModelConfig(num_heads=heads, hidden_size=64, context_len=CONTEXT, **dimensions)
+    common = {"dtype": dtype, "device": "cpu", "max_context_len": CONTEXT}
+    return MockMLAModelRunner(case=case, model_config=config, **common, **dimensions, **options)
+
+
+class Problem:
+    """Requests with their cache, of which the last `new` tokens of each come with the step's queries.
+
+    What a step must not read is poison: NaN in every cache row past a request's length, and beyond its length in the
+    table of its tokens a slot that does not exist.
+    """
+
+    def __init__(self, runner, lengths, s_q=1, new=None, ranks=1, seed=0):
+        random = torch.Generator().manual_seed(seed)
+        self.runner, self.lengths, self.s_q, self.ranks = runner, lengths, s_q, ranks
+        new = s_q if new is None else new
+        heads, dtype = runner.model_config.num_attention_heads * ranks, runner.dtype
+        # As the model hands them over: the latent part out of a product with the heads in front, the rope part strided.
+        self.q = torch.randn(heads, len(lengths) * s_q, LATENT, generator=random).to(dtype).transpose(0, 1)
+        wide = torch.randn(len(lengths) * s_q, heads, 128 + ROPE, generator=random).to(dtype)
+        self.q_rope = wide[..., 128:]
+        self.kv = [torch.randn(length, LATENT + ROPE, generator=random).to(dtype) for length in lengths]
+        self.new_rows = torch.cat([rows[len(rows) - new :] for rows in self.kv])
+        table = runner.req_to_token_pool.req_to_token
+        table.fill_(WILD)
+        pages = CONTEXT // (PAGE * ranks)
+        order = 1 + torch.randperm(len(lengths) * pages, generator=random)
+        self.slots = (order[:, None] * PAGE * ranks + torch.arange(PAGE * ranks)).view(len(lengths), -1).int()
+        # Not the first rows of the pool: a batch may hold any requests of it.
+        self.requests = torch.arange(table.shape[0])[-len(lengths) :]
+        for request, slots, length in zip(self.requests.tolist(), self.slots, lengths, strict=True):
+            table[request, :length] = slots[:length]
+        self.cache = runner.token_to_kv_pool.get_key_buffer(0)
+        self.write(rank=0, keep=new)
+
+    def write(self, rank, keep):
+        """Write the cache of one rank, all but the last `keep` tokens of each request."""
+        self.cache.fill_(float("nan"))
+        for rows, slots in zip(self.kv, self.slots, strict=True):
+            mine = torch.arange(rank, max(rank, len(rows) - keep), self.ranks)
+            self.cache[slots[mine].long() // self.ranks, 0] = rows[mine]
+
+    def batch(self, mode=ForwardMode.DECODE, seq_lens=None, **fields):
+        """SGLang's batch; without lengths on the host, as for a backend that needs none."""
+        new = len(self.new_rows) // len(self.lengths)
+        positions = [range(length - new, length) for length in self.lengths]
+        out_cache_loc = [s[p.start : p.stop] for s, p in zip(self.slots, positions, strict=True)]
+        return ForwardBatch(
+            forward_mode=mode,
+            batch_size=len(self.lengths),
+            input_ids=torch.zeros(len(self.new_rows), dtype=torch.int64),
+            req_pool_indices=self.requests,
+            seq_lens=torch.tensor(self.lengths if seq_lens is None else seq_lens),
+            seq_lens_cpu=None,
+            seq_lens_sum=None,
+            out_cache_loc=torch.cat(out_cache_loc).long(),
+            positions=torch.cat([torch.tensor(p) for p in positions]),
+            **fields,
+        )
+
+    def paged(self):
+        """The problem as the reference takes it; it never sees SGLang's pools."""
+        pages = max(1, -(-max(self.lengths) // PAGE))
+        cache = torch.zeros(len(self.lengths) * pages, PAGE, LATENT + ROPE, dtype=self.runner.dtype)
+        for request, rows in enumerate(self.kv):
+            cache.view(len(self.lengths), -1, LATENT + ROPE)[request, : len(rows)] = rows
+        q = torch.cat([self.q, self.q_rope], dim=-1).unflatten(0, (len(self.lengths), self.s_q))
+        return q, cache, torch.arange(len(cache)).view(len(self.lengths), pages), torch.tensor(self.lengths), SCALE
+
+    def check(self, out):
+        """At most twice the error that the same attention has when torch computes it in the queries' type."""
+        arguments = self.paged()
+        exact, _ = mla_decode_reference(*arguments)
+        plain, _ = mla_decode_reference(*arguments, dtype=self.runner.dtype)
+        assert out.shape == (len(self.q), self.q.shape[1] * LATENT) and out.dtype == self.runner.dtype
+        error = (out.double().view(exact.shape) - exact).pow(2).mean().sqrt()
+        assert error <= 2 * (plain.double() - exact).pow(2).mean().sqrt(), error
+
+
+def make_layer(heads=HEADS):
+    return RadixAttention(heads, LATENT + ROPE, SCALE, num_kv_heads=1, layer_id=0, v_head_dim=LATENT)
+
+
+def attend(backend, problem, batch, *, split=True, save=True):
+    """One layer, called as SGLang's MLA models call it."""
+    k, k_rope = problem.new_rows.unsqueeze(1).split([LATENT, ROPE], dim=-1)
+    layer = make_layer(problem.q.shape[1])
+    with forward_context(ForwardContext(attn_backend=backend)):
+        if split:
+            keys = (k, k) if save else (None, None)
+            return layer(problem.q, *keys, batch, save_kv_cache=save, q_rope=problem.q_rope, k_rope=k_rope)
+        q = torch.cat([problem.q, problem.q_rope], dim=-1)
+        return layer(q, problem.new_rows.unsqueeze(1), k, batch, save_kv_cache=save)
+
+
+@pytest.fixture
+def make():
+    """Makes a runner and our backend on it, by its name; stale entries of its block table are wild."""
+
+    def both(**options):
+        runner = make_runner(**options)
+        backend = ATTENTION_BACKENDS["etap"](runner)
+        backend._block_table.fill_(WILD)
+        return runner, backend
+
+    return both
+
+
+@pytest.mark.parametrize("split", [True, False], ids=["split", "concatenated"])
+@pytest.mark.parametrize(
+    "lengths, options",
+    [(LENGTHS, {}), ([1024], {}), ([300, 64, 65], {"dtype": torch.float16}), ([70, 129], {"heads": 128})],
+    ids=str,
+)
+def test_decodes_as_exactly_as_torch(make, lengths, options, split):
+    runner, backend = make(**options)
+    problem = Problem(runner, lengths)
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    problem.check(attend(backend, problem, batch, split=split))
+
+
+def test_it_is_a_flashmla_backend_that_needs_no_lengths_on_the_host(make):
+    _, backend = make()
+    # SGLang captures CUDA graphs of draft extension for the classes that it knows.
+    assert isinstance(backend, FlashMLABackend)
+    assert backend.needs_cpu_seq_lens is False
+    assert not backend.supports_ragged_verify_graph
+    assert backend.get_cuda_graph_seq_len_fill_value() == 1
+
+
+def test_rows_written_before_are_not_written_again(make):
+    runner, backend = make()
+    problem = Problem(runner, LENGTHS)
+    problem.write(rank=0, keep=0)
+    before = problem.cache.clone()
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    problem.check(attend(backend, problem, batch, save=False))
+    assert torch.equal(problem.cache, before) or bool((before.isnan() == problem.cache.isnan()).all())
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("lengths", [[70, 129, 4], [1024], [65, 67]], ids=str)
+def test_verifies_drafts(make, lengths, ahead):
+    """The batch's lengths are those without the drafts."""
+    runner, backend = make(mode=ForwardMode.TARGET_VERIFY)
+    problem = Problem(runner, lengths, s_q=DRAFTS)
+    batch = problem.batch(ForwardMode.TARGET_VERIFY, [length - DRAFTS for length in lengths])
+    (backend.init_forward_metadata_out_graph if ahead else backend.init_forward_metadata)(batch)
+    problem.check(attend(backend, problem, batch))
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["eager", "graph"])
+def test_extends_a_draft_models_cache(make, ahead):
+    runner, backend = make(mode=ForwardMode.DRAFT_EXTEND_V2)
+    problem = Problem(runner, LENGTHS[:2], s_q=DRAFTS)
+    batch = problem.batch(ForwardMode.DRAFT_EXTEND_V2, extend_seq_lens=torch.tensor([DRAFTS, DRAFTS]))
+    (backend.init_forward_metadata_out_graph if ahead else backend.init_forward_metadata)(batch)
+    problem.check(attend(backend, problem, batch))
+
+
+def test_eager_draft_extension_pads_a_short_extension_to_the_whole_window(make):
+    runner, backend = make(mode=ForwardMode.DRAFT_EXTEND_V2)
+    problem = Problem(runner, [70, 129], s_q=DRAFTS)
+    batch = problem.batch(ForwardMode.DRAFT_EXTEND_V2, [68, 129], extend_seq_lens=torch.tensor([2, DRAFTS]))
+    backend.init_forward_metadata(batch)
+    assert backend.forward_metadata.seq_lens.tolist() == [70, 129]
+
+
+class DraftRunner:
+    """What SGLang's factory of draft backends asks of the draft model's runner, beside what a runner has."""
+
+    def __init__(self, runner):
+        self.__dict__.update(vars(runner))
+        self.use_mla_backend, self.is_draft_worker, self.draft_attention_backend = True, True, "etap"
+
+    hybrid_gdn_config = kimi_linear_config = mamba2_config = mambaish_config = None
+
+
+def make_factory(runner, monkeypatch, topk=1):
+    factory = DraftBackendFactory.__new__(DraftBackendFactory)
+    factory.draft_model_runner, factory.topk, factory.speculative_num_steps = runner, topk, DRAFTS - 1
+    factory.server_args, factory.draft_attn_backend = runner.server_args, "etap"
+    factory.seed_dsa_topk_from_draft_extend, factory.qsa_profile = False, None
+    # Wrappers for models that are not MLA; they read configurations that a runner for tests lacks.
+    for name in ("attn_backend_wrapper_for_draft_decode", "attn_backend_wrapper_for_draft_extend"):
+        if hasattr(attention_registry, name):
+            monkeypatch.setattr(attention_registry, name, lambda runner, backend: backend)
+    return factory
+
+
+def test_draft_model_has_a_backend_for_each_of_its_steps(make, monkeypatch):
+    """In step i a request has i + 1 tokens more than the batch says."""
+    runner, _ = make(mode=ForwardMode.TARGET_VERIFY)
+    steps = make_factory(DraftRunner(runner), monkeypatch).create_decode_backend()
+    assert len(steps.attn_backends) == DRAFTS - 2
+    assert len({backend.schedule.workspace.data_ptr() for backend in steps.attn_backends}) == 1
+    problem = Problem(runner, [70, 129, 66], new=1)
+    for step, backend in enumerate(steps.attn_backends):
+        backend._block_table.fill_(WILD)
+        batch = problem.batch(seq_lens=[length - step - 1 for length in problem.lengths])
+        batch.spec_info = object()
+        steps.init_forward_metadata(batch)
+        problem.check(attend(backend, problem, batch))
+        backend.schedule.batch = None
+        steps.init_forward_metadata_out_graph(batch)
+        problem.check(attend(backend, problem, batch))
+
+
+def test_draft_model_has_a_backend_that_extends_its_cache(make, monkeypatch):
+    runner, backend = make(mode=ForwardMode.DRAFT_EXTEND_V2)
+    extension = make_factory(DraftRunner(runner), monkeypatch).create_draft_extend_backend()
+    assert type(extension) is type(backend) and extension.draft_step is None
+
+
+def test_trees_of_drafts_are_refused(make, monkeypatch):
+    runner, _ = make(mode=ForwardMode.TARGET_VERIFY)
+    with pytest.raises(ValueError, match="topk: wanted 1, a chain of drafts, got 2"):
+        make_factory(DraftRunner(runner), monkeypatch, topk=2).create_decode_backend()
+
+
+def test_batch_padded_for_a_cuda_graph_leaves_the_other_requests_alone(make):
+    """Padding has one token, in slot 0 of the pool's first request."""
+    runner, backend = make()
+    problem = Problem(runner, LENGTHS)
+    runner.req_to_token_pool.req_to_token[0] = 0
+    problem.cache[:PAGE] = 0
+    batch = problem.batch()
+    batch.batch_size = 5
+    batch.req_pool_indices = torch.cat([problem.requests, torch.zeros(2, dtype=torch.int64)])
+    batch.seq_lens = torch.tensor([*LENGTHS, 1, 1])
+    backend.init_forward_metadata_out_graph(batch)
+    padded = torch.cat([problem.q, torch.ones(2, HEADS, LATENT).bfloat16()])
+    padded_rope = torch.cat([problem.q_rope, torch.ones(2, HEADS, ROPE).bfloat16()])
+    problem.write(rank=0, keep=0)
+    problem.cache[:PAGE] = 0
+    with forward_context(ForwardContext(attn_backend=backend)):
+        out = make_layer()(padded, None, None, batch, q_rope=padded_rope, k_rope=None)
+    problem.check(out[:3])
+    assert not out[3:].any()
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
+def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, mode):
+    """A graph keeps addresses and host values of the capture; later steps only plan again, into the same buffers."""
+    runner, backend = make(mode=mode)
+    backend.init_cuda_graph_state(8, 8 * DRAFTS)
+    s_q = 1 if mode.is_decode() else DRAFTS
+    drafts = 0 if mode.is_decode() else DRAFTS
+    first = Problem(runner, [4, 4, 4], s_q=s_q)
+    backend.init_forward_metadata_out_graph(first.batch(mode, [4 - drafts] * 3), in_capture=True)
+    captured = backend.forward_metadata
+    schedule = captured.schedule
+    kept = (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions)
+    later = Problem(runner, [700, 129, 64], s_q=s_q, seed=1)
+    batch = later.batch(mode, [length - drafts for length in later.lengths])
+    backend.init_forward_metadata_out_graph(batch)
+    assert (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions) == kept
+    backend.forward_metadata = captured
+    later.check(attend(backend, later, batch))
+
+
+def test_a_cuda_graph_wider_than_the_pool_is_refused(make):
+    _, backend = make(requests=4)
+    with pytest.raises(ValueError, match="max_bs: wanted at most 4 requests"):
+        backend.init_cuda_graph_state(5, 5)
+
+
+def test_planning_reads_nothing_back_to_the_host(make, monkeypatch):
+    runner, backend = make(mode=ForwardMode.TARGET_VERIFY)
+    problem = Problem(runner, [70, 129, 66], s_q=DRAFTS)
+    batch = problem.batch(ForwardMode.TARGET_VERIFY, [66, 125, 62])
+    for name in ("item", "tolist", "cpu", "numpy"):
+        monkeypatch.setattr(backend_module, "create_flashmla_kv_indices_triton", Recorder())
+        monkeypatch.setattr(torch.Tensor, name, lambda *arguments, _name=name: pytest.fail(f"{_name} was called"))
+    backend.init_forward_metadata(batch)
+    backend.init_forward_metadata_out_graph(batch)
+
+
+class Recorder:
+    """In place of a Triton kernel, whose interpreter does read its arguments."""
+
+    def __getitem__(self, grid):
+        return lambda *arguments, **options: None
+
+
+def test_an_idle_rank_plans_nothing(make):
+    runner, backend = make()
+    batch = Problem(runner, LENGTHS).batch()
+    batch.forward_mode, batch.batch_size = ForwardMode.IDLE, 0
+    backend.init_forward_metadata(batch)
+    assert backend.forward_metadata is None
+
+
+def test_ranks_of_decode_context_parallelism_merge_by_natural_log_sum_exp(make, parallel):
+    """Each rank has every second token, decodes with the heads of both, and weighs its output with exp(lse)."""
+    parts = []
+    for rank in (0, 1):
+        parallel(attn_dcp_size=2, attn_dcp_rank=rank, dcp_enabled=True)
+        runner, backend = make()
+        assert backend.schedule.num_heads == 2 * HEADS
+        problem = Problem(runner, [70, 260, 1], ranks=2)
+        problem.write(rank, keep=1)
+        batch = problem.batch()
+        backend.init_forward_metadata(batch)
+        out, lse = attend(backend, problem, batch)
+        assert lse.dtype == torch.float32 and lse.shape == (3, 2 * HEADS) and lse.is_contiguous()
+        parts.append((out.view(3, 2 * HEADS, LATENT), lse))
+    assert parts[1][1][2].isneginf().all() and not parts[1][0][2].any()
+    lse = torch.logsumexp(torch.stack([part for _, part in parts]), dim=0)
+    merged = sum(out.float() * (part - lse).exp()[..., None] for out, part in parts)
+    exact, exact_lse = mla_decode_reference(*problem.paged())
+    torch.testing.assert_close(lse, exact_lse[:, 0].float(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(merged, exact[:, 0].float(), rtol=2e-2, atol=2e-2)
+    name = "is_mla_dcp_lse_base_on_e"
+    base_on_e = getattr(forward_mla, name, None) or getattr(forward_mla, f"_{name}")
+    assert base_on_e("etap") and base_on_e("flashmla") and not base_on_e("trtllm_mla")
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"page_size": 16}, "page_size 16 is not supported: wanted a multiple of 64"),
+        ({"dtype": torch.float32}, "dtype float32 is not supported"),
+        ({"fp8_kv_cache": True}, "kv_cache_dtype float8_e4m3fn is not supported"),
+        ({"kv_lora_rank": 256}, "head_dim 320 is not supported"),
+    ],
+    ids=str,
+)
+def test_refuses(options, reason):
+    with pytest.raises(ValueError, match=f"attention backend etap: {reason}"):
+        ATTENTION_BACKENDS["etap"](make_runner(**options))
+
+
+def test_refuses_a_model_that_is_not_mla():
+    runner = make_runner()
+    runner.use_mla_backend = False
+    with pytest.raises(ValueError, match="the model's attention is not MLA"):
+        ATTENTION_BACKENDS["etap"](runner)
+
+
+def test_refuses_a_cap_of_the_scores(make):
+    runner, backend = make()
+    problem = Problem(runner, LENGTHS)
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    layer = make_layer()
+    layer.logit_cap = 30.0
+    with pytest.raises(ValueError, match="logit_cap 30.0 is not supported"):
+        backend.forward_decode(problem.q, None, None, layer, batch, q_rope=problem.q_rope)
