@@ -21,7 +21,7 @@ def answer(cuda) -> None:
         minor=CAPABILITY[1],
         total_memory=MEMORY_BYTES,
         multi_processor_count=MULTIPROCESSORS,
-        gcnArchName="",
+        is_integrated=False,
     )
     answers = {
         "is_available": True,

@@ -1,0 +1,77 @@
+"""configs/sglang through SGLang's own parser of `--config`, and the cache arithmetic in their comments."""
+
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from sglang.srt.plugins import load_plugins
+
+from etap_backend.plan import PAGE_TOKENS, Deployment, memory_of, read_gpu, read_model
+
+load_plugins()
+
+from sglang.srt.server_args import prepare_server_args  # noqa: E402 - reads the choices that plugins extend
+
+CONFIGS = Path(__file__).resolve().parents[2] / "configs"
+FILES = sorted((CONFIGS / "sglang").glob("*.yaml"))
+MODELS = {"deepseek-ai/DeepSeek-R1": "deepseek-r1", "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite"}
+GPUS = {"96g": "H20-96G", "141g": "H20-141G"}
+
+
+@pytest.fixture(params=FILES, ids=lambda path: path.stem)
+def config_file(request):
+    return request.param
+
+
+@pytest.fixture
+def settings(config_file):
+    return yaml.safe_load(config_file.read_text())
+
+
+def test_there_is_one_for_each_deployment():
+    names = {path.stem for path in FILES}
+    assert names == {"smoke-1gpu"} | {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
+
+
+def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
+    """Parsed as a user does, and resolved; only the model's name becomes a folder with its config.json."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shutil.copy(CONFIGS / f"models/{MODELS[settings['model-path']]}.json", folder / "config.json")
+    local = tmp_path / config_file.name
+    local.write_text(config_file.read_text().replace(settings["model-path"], str(folder)))
+    flags = ["--config", str(local), "--skip-tokenizer-init", "--load-format", "dummy"]
+    monkeypatch.setattr(sys, "argv", ["launch_server", *flags])
+    arguments = prepare_server_args(flags)
+    if hasattr(arguments, "resolve_once"):
+        from sglang.srt.arg_groups.overrides import resolved_view
+
+        arguments.resolve_once()
+        arguments = resolved_view(arguments)
+    assert arguments.attention_backend == "etap" and arguments.page_size == PAGE_TOKENS
+    for name, wanted in settings.items():
+        if name != "model-path":
+            assert getattr(arguments, name.replace("-", "_")) == wanted, name
+    assert ("speculative-algorithm" in settings) == config_file.stem.endswith("-mtp")
+
+
+def test_comments_count_the_cache_as_sglang_does(config_file, settings):
+    """The fraction is of the whole memory, and the cache is what the weights leave of it."""
+    text = config_file.read_text()
+    layers, width, size, product = re.search(r"of (\d+) layers x (\d+) x (\d+) = ([\d,]+) bytes", text).groups()
+    a_token = int(product.replace(",", ""))
+    assert int(layers) * int(width) * int(size) == a_token
+    gpu = next((gpu for name, gpu in GPUS.items() if name in config_file.stem), "H100")
+    ranks, fraction = settings.get("tp-size", 1), settings["mem-fraction-static"]
+    on = Deployment(gpus=ranks, tp=ranks, s_q=settings.get("speculative-num-draft-tokens", 1), utilization=fraction)
+    plan = memory_of(read_model(MODELS[settings["model-path"]]), read_gpu(gpu), on)
+    tokens = int((plan.usable - plan.weights) / (a_token * PAGE_TOKENS)) * PAGE_TOKENS
+    assert a_token == plan.cache_a_token
+    assert f"KV cache: {tokens:,} tokens" in text
+    assert tokens >= 2 * settings["context-length"], "two requests of the greatest length"
+    assert plan.total * (1 - fraction) >= plan.reserve, "activations, CUDA graphs and NCCL have what they need"
