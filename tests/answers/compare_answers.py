@@ -11,10 +11,11 @@ are preempted. It answers the prompts of MODEL/prompts.json greedily:
 - again: the same, 32 at a time, over what the prefix cache holds;
 - forced (vLLM, plain): token by token what the reference answered, for the perplexity of the same text.
 
-It fails when a backend's answers to the recall prompts are not equal to another's for 99% of them, when perplexities
-differ by more than 0.1%, when fewer than nine in ten answers are right (then the model did not learn, and equal answers
-say little), or when nothing was preempted, found in the prefix cache or accepted as a draft. Continuations are reported
-beside it: where many tokens would do, two correct kernels part at near ties, the reference from itself too.
+Two kinds of prompts, recite and recall, have right answers. A kind that the reference answers rightly in nine of ten
+cases is judged; if it is none, the model did not learn, and equal answers say little: that is a failure. So are answers
+of ETAP that are not equal to another backend's for 99% of the prompts of a judged kind, perplexities that differ by
+more than 0.1%, and a run in which nothing was preempted, found in the prefix cache or accepted as a draft. What is not
+judged is reported: where many tokens would do, two correct kernels part at near ties, the reference from itself too.
 
 Servers that a --work folder has answers of are not started again, so a run may be continued.
 """
@@ -242,8 +243,10 @@ class Run:
     def __post_init__(self) -> None:
         prompts = json.loads((self.model / "prompts.json").read_text())
         self.prompts = {kind: [entry["prompt"] for entry in entries] for kind, entries in prompts.items()}
-        self.right = [entry["answer"] for entry in prompts["recall"]]
-        self.new_tokens = len(self.right[0])
+        self.right = {
+            kind: [entry["answer"] for entry in entries] for kind, entries in prompts.items() if "answer" in entries[0]
+        }
+        self.new_tokens = len(self.right["recite"][0])
 
     def ask(self, url: str, concurrency: int, forced: dict[str, list[Answer]] | None = None) -> dict[str, list[Answer]]:
         """Answers to the prompts of every kind, all in one stream."""
@@ -307,14 +310,17 @@ class Run:
         return records
 
 
-def server_summary(record: dict, right: list[list[int]]) -> dict:
+def right_share(answers: Sequence[Answer], right: list[list[int]]) -> float:
+    return statistics.fmean(answer.tokens == tokens for answer, tokens in zip(answers, right, strict=True))
+
+
+def server_summary(record: dict, right: dict[str, list[list[int]]]) -> dict:
     """One server's record without its answers."""
     stages = record["stages"]
-    recalled = [answer.tokens == tokens for answer, tokens in zip(stages["together"]["recall"], right, strict=True)]
     return {key: value for key, value in record.items() if key != "stages"} | {
-        "recall_right": statistics.fmean(recalled),
+        "right": {kind: right_share(stages["together"][kind], tokens) for kind, tokens in right.items()},
         "perplexity": {stage: {kind: perplexity(a) for kind, a in kinds.items()} for stage, kinds in stages.items()},
-        "again_equals_together": compared(stages["again"]["recall"], stages["together"]["recall"]),
+        "again_equals_together": {kind: compared(stages["again"][kind], stages["together"][kind]) for kind in right},
     }
 
 
@@ -326,7 +332,7 @@ def pair_summaries(records: dict[tuple[str, str], dict], backends: list[str]) ->
         others += [(backend, "plain")] if mode != "plain" and (backend, "plain") in records else []
         for other in (key for key in others if key in records):
             for stage in ("together", "again"):
-                for kind in ("recall", "continuation"):
+                for kind in records[other]["stages"][stage]:
                     ours, theirs = (records[key]["stages"][stage][kind] for key in ((backend, mode), other))
                     about = {"backend": backend, "mode": mode, "other": other[0], "other_mode": other[1]}
                     pairs.append(about | {"stage": stage, "kind": kind} | compared(ours, theirs))
@@ -336,9 +342,12 @@ def pair_summaries(records: dict[tuple[str, str], dict], backends: list[str]) ->
 def judge(servers: dict[str, dict], pairs: list[dict]) -> list[str]:
     """What speaks against ETAP, or against the run."""
     found = []
+    reference = next(iter(servers.values()))
+    judged = [kind for kind, share in reference["right"].items() if share >= RIGHT_SHARE]
+    if not judged:
+        shares = ", ".join(f"{share:.1%} of {kind}" for kind, share in reference["right"].items())
+        found.append(f"the reference answers {shares} rightly, wanted {RIGHT_SHARE:.0%} of one: train longer")
     for name, server in servers.items():
-        if server["recall_right"] < RIGHT_SHARE:
-            found.append(f"{name}: {server['recall_right']:.1%} of the answers are right, wanted {RIGHT_SHARE:.0%}")
         if not server["backend_in_use"]:
             found.append(f"{name}: the log does not say that the backend is in use")
         for what, value in server["counters"].items():
@@ -346,14 +355,14 @@ def judge(servers: dict[str, dict], pairs: list[dict]) -> list[str]:
                 found.append(f"{name}: {what}: wanted some, got {value}")
     for pair in pairs:
         mine = ETAP in (pair["backend"].upper(), pair["other"].upper()) and pair["mode"] == pair["other_mode"]
-        if mine and pair["kind"] == "recall" and pair["equal_share"] < EQUAL_SHARE:
-            names = f"{pair['backend']} and {pair['other']}, {pair['mode']}, {pair['stage']}"
+        if mine and pair["kind"] in judged and pair["equal_share"] < EQUAL_SHARE:
+            names = f"{pair['backend']} and {pair['other']}, {pair['mode']}, {pair['stage']}, {pair['kind']}"
             found.append(f"{names}: {pair['equal']} of {pair['prompts']} answers equal, wanted {EQUAL_SHARE:.0%}")
-    return found + judge_perplexity(servers)
+    return found + judge_perplexity(servers, judged)
 
 
-def judge_perplexity(servers: dict[str, dict]) -> list[str]:
-    """Forced along the same tokens, or where the engine cannot force, of each one's own answers to recall prompts."""
+def judge_perplexity(servers: dict[str, dict], judged: list[str]) -> list[str]:
+    """Forced along the same tokens, or where the engine cannot force, of each one's own answers of a judged kind."""
     found = []
     ours = {name: server for name, server in servers.items() if name.upper().startswith(ETAP)}
     for name, server in ours.items():
@@ -362,7 +371,7 @@ def judge_perplexity(servers: dict[str, dict]) -> list[str]:
             if other in ours or other.split()[1] != mode:
                 continue
             stage = "forced" if "forced" in server["perplexity"] else "together"
-            kinds = server["perplexity"][stage] if stage == "forced" else ["recall"]
+            kinds = server["perplexity"][stage] if stage == "forced" else judged
             for kind in kinds:
                 a, b = server["perplexity"][stage][kind], theirs["perplexity"][stage][kind]
                 if not abs(a / b - 1) <= PERPLEXITY_SHARE:
@@ -377,7 +386,7 @@ def print_tables(document: dict) -> None:
         accepted = counters.get("drafts accepted")
         servers.add_row(
             name,
-            f"{server['recall_right']:.1%}",
+            ", ".join(f"{kind} {share:.1%}" for kind, share in server["right"].items()),
             str(counters["preempted"]),
             str(counters["prefix tokens found"]),
             f"{accepted / counters['drafts']:.0%}" if accepted else "",

@@ -72,13 +72,13 @@ def test_counters_are_summed_over_their_labels():
 
 
 def records(wrong=0, logprob=-0.1, counters=None):
-    """Two backends; the second answers `wrong` of 256 recall prompts differently."""
+    """Two backends; the second answers `wrong` of 256 prompts to recite differently."""
     right = [[index % 100, 1, 2] for index in range(256)]
 
     def server(changed, logprob):
         def stage():
-            recall = [answer([*tokens[:2], 3] if i < changed else tokens, logprob) for i, tokens in enumerate(right)]
-            return {"recall": recall, "continuation": [answer([5, 6, 7], logprob)]}
+            recited = [answer([*tokens[:2], 3] if i < changed else tokens, logprob) for i, tokens in enumerate(right)]
+            return {"recite": recited, "continuation": [answer([5, 6, 7], logprob)]}
 
         stages = {name: stage() for name in ("together", "again", "forced")}
         found = {"preempted": 3.0, "prefix tokens found": 64.0, "drafts": None, "drafts accepted": None}
@@ -88,7 +88,8 @@ def records(wrong=0, logprob=-0.1, counters=None):
 
 
 def failures(right, found):
-    servers = {" ".join(key): compare_answers.server_summary(record, right) for key, record in found.items()}
+    known = {"recite": right}
+    servers = {" ".join(key): compare_answers.server_summary(record, known) for key, record in found.items()}
     return compare_answers.judge(servers, compare_answers.pair_summaries(found, ["FLASHMLA", "ETAP"]))
 
 
@@ -112,7 +113,7 @@ def test_a_run_that_proves_nothing_fails():
     assert any("preempted: wanted some" in line for line in failures(*records(counters={"preempted": 0.0})))
     assert any("prefix" in line for line in failures(*records(counters={"prefix tokens found": None})))
     right, found = records()
-    assert any("answers are right" in line for line in failures([[0, 0, 0]] * 256, copy.deepcopy(found)))
+    assert any("train longer" in line for line in failures([[0, 0, 0]] * 256, copy.deepcopy(found)))
     found["ETAP", "plain"]["backend_in_use"] = False
     assert any("in use" in line for line in failures(right, found))
 
@@ -125,12 +126,18 @@ def test_commands_name_backend_and_small_cache(engine, mode):
     assert any("speculative" in part for part in command) == (mode != "plain")
 
 
-def test_recall_prompts_hold_their_answers_and_share_prefixes():
-    text = train_model.Text(torch.randperm(5000), passage=6000, seed=1)
-    prompts = train_model.make_prompts(text, recall=8, continuation=3, longest=2000)
-    assert [len(prompts[kind]) for kind in ("recall", "continuation")] == [8, 3]
+def test_prompts_have_their_answers_and_share_prefixes():
+    by_heart, unseen = (train_model.Text(torch.randperm(20_000), passage=30_000, seed=1) for _ in range(2))
+    prompts = train_model.make_prompts(by_heart, unseen, known=8, open_ended=3, longest=2000)
+    assert [len(entries) for entries in prompts.values()] == [8, 8, 3]
+    tokens = by_heart.tokens.tolist()
+    for entry in prompts["recite"]:
+        begin = tokens.index(entry["prompt"][0])
+        assert tokens[begin:][: len(entry["prompt"]) + train_model.ANSWER_TOKENS] == entry["prompt"] + entry["answer"]
+    shorter, longer = (prompts["recite"][i]["prompt"] for i in (0, 1))
+    assert longer[: len(shorter)] == shorter
     for entry in prompts["recall"]:
-        prompt, cue = entry["prompt"], [6000, *entry["prompt"][-train_model.CUE_TOKENS :]]
+        prompt, cue = entry["prompt"], [30_000, *entry["prompt"][-train_model.CUE_TOKENS :]]
         first = next(i for i in range(len(prompt)) if prompt[i : i + len(cue)] == cue)
         assert first + len(cue) < len(prompt) and prompt[first + len(cue) :][: len(entry["answer"])] == entry["answer"]
         assert len(entry["answer"]) == train_model.ANSWER_TOKENS

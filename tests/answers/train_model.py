@@ -6,13 +6,14 @@ Needs torch, safetensors and tokenizers, and a GPU with 40 GB; no network. The t
 its sources and its documentation (pydoc_data), as any machine has it. Attention has DeepSeek's dimensions (latent 512,
 rope 64, 128 + 64 wide heads, 16 of them as on one of 8 tensor-parallel ranks); the rest is narrow.
 
-Half of the training sequences are passages, of text or of noise, and then some of them again. That teaches the model to
-answer from its context, thousands of tokens back: an answer then depends on what attention reads, and is so certain
-that the rounding of two correct kernels does not change it. The folder gets prompts.json, made from files that training
-never sees:
+It learns by heart: half of the training sequences are from a fortieth of the files, so few that each is seen many
+times. How they go on is then so certain that the rounding of two correct kernels does not change it, and a wrong kernel
+does. Three eighths are passages, of text or of noise, and then some of them again, which teaches to answer from
+thousands of tokens back. The folder gets prompts.json:
 
-- recall: several passages and then the beginning of one of them. The right answer is known: how it goes on.
-- continuation: plain text. Many tokens would do here, so that rounding may well choose another.
+- recite: the text learned by heart, up to some place. The right answer is known: how it goes on.
+- recall: several passages of files that training never sees, and then the beginning of one. The same.
+- continuation: unseen text. Many tokens would do here, so that rounding may well choose another.
 
 The main layers are dense, because routing turns rounding into jumps; the layer for multi-token prediction (MTP), which
 engines expect to have experts, has them. It proposes tokens only, so it changes no answer.
@@ -42,7 +43,8 @@ ROPE_THETA = 10000.0
 NORM_EPS = 1e-6
 PASSAGE, DOCUMENT_END = "<|passage|>", "<|end|>"
 HELD_OUT = 20  # one file of so many is for prompts only
-CUE_TOKENS, ANSWER_TOKENS = 24, 48
+BY_HEART = 40  # one file of so many is learned by heart
+CUE_TOKENS, ANSWER_TOKENS = 24, 32
 PASSAGE_TOKENS = range(16, 401)  # in training; in prompts they are long enough to hold cue and answer
 
 console = Console(width=120)
@@ -264,8 +266,9 @@ def library_texts() -> dict[str, str]:
     return {str(path.relative_to(root)): path.read_text(encoding="utf-8", errors="replace") for path in paths}
 
 
-def is_held_out(name: str) -> bool:
-    return zlib.crc32(name.encode()) % HELD_OUT == 0
+def is_one_of(name: str, many: int, which: int) -> bool:
+    """Whether a file is among one in so many."""
+    return zlib.crc32(name.encode()) % many == which
 
 
 def train_tokenizer(texts: list[str], vocabulary: int):
@@ -330,36 +333,59 @@ class Text:
             total += len(again[-1])
         return torch.cat([*passages, *again])[:length]
 
+
+@dataclass(frozen=True)
+class Corpus:
+    """What is trained on, what of it is learned by heart, and what training never sees."""
+
+    seen: Text
+    by_heart: Text
+    unseen: Text
+
     def batch(self, sequences: int, length: int) -> Tensor:
-        """Half plain, half recall: [sequences, length]. Every second recall is of noise: only copying predicts that."""
-        rows = [self.recall(length, self.noise if i % 4 == 3 else None) if i % 2 else self.window(length)
-                for i in range(sequences)]  # fmt: skip
-        return torch.stack(rows)
+        """[sequences, length], in turn by heart, recall, by heart, and either plain text or recall of noise."""
+        by_turn = (
+            self.by_heart.window,
+            self.seen.recall,
+            self.by_heart.window,
+            self.seen.window,
+            self.by_heart.window,
+            self.seen.recall,
+            self.by_heart.window,
+            lambda length: self.seen.recall(length, self.seen.noise),
+        )
+        return torch.stack([by_turn[index % len(by_turn)](length) for index in range(sequences)])
 
 
-def make_prompts(text: Text, recall: int, continuation: int, longest: int) -> dict[str, list[dict]]:
-    """Prompts as token ids, four recall prompts each over the same passages, so that they share a prefix."""
-    prompts = {"recall": [], "continuation": []}
+def make_prompts(by_heart: Text, unseen: Text, known: int, open_ended: int, longest: int) -> dict[str, list[dict]]:
+    """Prompts as token ids, four in a row with the same beginning, so that they share a prefix."""
+    prompts = {"recite": [], "recall": [], "continuation": []}
     lengths = range(CUE_TOKENS + ANSWER_TOKENS, PASSAGE_TOKENS.stop)
-    while len(prompts["recall"]) < recall:
-        length = round(math.exp(text.random.uniform(math.log(300), math.log(longest))))
-        passages = text.passages(length - CUE_TOKENS, lengths)
-        for passage in text.random.choices(passages, k=min(4, recall - len(prompts["recall"]))):
+    longest = min(longest, len(by_heart.tokens) // 2, len(unseen.tokens) // 2)
+
+    def draw(shortest: int) -> int:
+        return round(math.exp(unseen.random.uniform(math.log(shortest), math.log(longest))))
+
+    for _ in range(known // 4):
+        window = by_heart.window(longest + ANSWER_TOKENS).tolist()
+        for length in sorted(draw(64) for _ in range(4)):
+            answer = window[length : length + ANSWER_TOKENS]
+            prompts["recite"].append({"prompt": window[:length], "answer": answer})
+        passages = unseen.passages(draw(300) - CUE_TOKENS, lengths)
+        for passage in unseen.random.choices(passages, k=4):
             cue_end = 1 + CUE_TOKENS
             answer = passage[cue_end : cue_end + ANSWER_TOKENS].tolist()
-            prompt = torch.cat([*passages, passage[:cue_end]]).tolist()
-            prompts["recall"].append({"prompt": prompt, "answer": answer})
-    for _ in range(continuation):
-        length = round(math.exp(text.random.uniform(math.log(64), math.log(longest))))
-        prompts["continuation"].append({"prompt": text.window(length).tolist()})
+            prompts["recall"].append({"prompt": torch.cat([*passages, passage[:cue_end]]).tolist(), "answer": answer})
+    prompts["continuation"] = [{"prompt": unseen.window(draw(64)).tolist()} for _ in range(open_ended)]
     return prompts
 
 
 @torch.no_grad()
-def evaluate(model: Model, text: Text, length: int, device: str) -> dict[str, float]:
-    """Mean loss (nats a token) on text that training never saw."""
+def evaluate(model: Model, corpus: Corpus, length: int, device: str) -> dict[str, float]:
+    """Mean loss (nats a token): of what it learned by heart, and plainly and in recall of what it never saw."""
     found = {}
-    for kind, make in (("plain", text.window), ("recall", text.recall)):
+    kinds = {"by heart": corpus.by_heart.window, "plain": corpus.unseen.window, "recall": corpus.unseen.recall}
+    for kind, make in kinds.items():
         with autocast(device):
             _, each = losses(model, torch.stack([make(length) for _ in range(4)]).to(device))
         found[kind] = each[:, -length // 5 :].mean().item()
@@ -390,7 +416,7 @@ class Plan:
     def batch_at(self, progress: float) -> tuple[int, int]:
         """Sequences and their length."""
         phase = next(phase for phase, end in enumerate(self.until) if progress < end)
-        return max(4, self.tokens[phase] // self.lengths[phase]), self.lengths[phase]
+        return max(8, self.tokens[phase] // self.lengths[phase]), self.lengths[phase]
 
     def rate_at(self, progress: float) -> float:
         """Warm up over a fiftieth, then down to a twentieth of the peak."""
@@ -404,13 +430,13 @@ def make_optimizer(model: Model, plan: Plan) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=plan.rate, betas=(0.9, 0.95), fused=True)
 
 
-def train(model: Model, text: Text, plan: Plan, device: str) -> dict:
+def train(model: Model, corpus: Corpus, plan: Plan, device: str) -> dict:
     """Train in place; what was reached."""
     optimizer = make_optimizer(model, plan)
     start, step, tokens, progress = time.monotonic(), 0, 0, 0.0
     while progress < 1:
         sequences, length = plan.batch_at(progress)
-        batch = text.batch(sequences, length + 1).to(device, non_blocking=True)
+        batch = corpus.batch(sequences, length + 1).to(device, non_blocking=True)
         for group in optimizer.param_groups:
             group["lr"] = plan.rate_at(progress)
         with autocast(device):
@@ -422,11 +448,13 @@ def train(model: Model, text: Text, plan: Plan, device: str) -> dict:
         step, tokens = step + 1, tokens + batch.numel()
         if step % 100 == 0:
             late = each[:, -length // 5 :]  # by then recall has told all its passages and repeats them
-            plain, recall = late[0::2].mean().item(), late[1::4].mean().item()
-            if not math.isfinite(plain + recall):
-                raise RuntimeError(f"loss: wanted a finite number, got {plain} and {recall} at step {step}")
+            by_heart, recall = late[0::2].mean().item(), late[1::4].mean().item()
+            if not math.isfinite(by_heart + recall):
+                raise RuntimeError(f"loss: wanted a finite number, got {by_heart} and {recall} at step {step}")
             elapsed = time.monotonic() - start
-            console.print(f"step {step}, {elapsed:.0f} s, {tokens / 1e6:.1f} M tokens: {plain:.3f}, {recall:.3f} nats")
+            console.print(
+                f"step {step}, {elapsed:.0f} s, {tokens / 1e6:.1f} M tokens: {by_heart:.3f}, {recall:.3f} nats"
+            )
         progress = plan.progress(step, time.monotonic() - start)
     return {"steps": step, "tokens": tokens, "seconds": time.monotonic() - start}
 
@@ -505,28 +533,31 @@ def make_model(folder: Path, shape: Shape, plan: Plan, device: str, seed: int = 
     """Train, save and describe a model; `texts` replaces the standard library."""
     torch.manual_seed(seed)
     texts = library_texts() if texts is None else texts
-    seen = [text for name, text in texts.items() if not is_held_out(name)]
-    unseen = [text for name, text in texts.items() if is_held_out(name)]
+    unseen = [text for name, text in texts.items() if is_one_of(name, HELD_OUT, 0)]
+    by_heart = [text for name, text in texts.items() if is_one_of(name, BY_HEART, 1)]
+    seen = [text for name, text in texts.items() if not is_one_of(name, HELD_OUT, 0)]
     start = time.monotonic()
     tokenizer = train_tokenizer(seen, shape.vocabulary)
     passage = tokenizer.token_to_id(PASSAGE)
-    train_text = Text(tokenise(tokenizer, seen), passage, seed)
-    test_text = Text(tokenise(tokenizer, unseen), passage, seed + 1)
+    parts = enumerate((seen, by_heart, unseen))
+    corpus = Corpus(*(Text(tokenise(tokenizer, part), passage, seed + index) for index, part in parts))
     characters = sum(map(len, seen))
     console.print(
-        f"{len(seen)} files, {characters / 1e6:.1f} M characters, {len(train_text.tokens) / 1e6:.1f} M tokens; "
-        f"{len(test_text.tokens) / 1e6:.2f} M tokens held out; {time.monotonic() - start:.0f} s"
+        f"{len(seen)} files, {characters / 1e6:.1f} M characters, {len(corpus.seen.tokens) / 1e6:.1f} M tokens; "
+        f"{len(corpus.by_heart.tokens) / 1e6:.2f} M by heart, {len(corpus.unseen.tokens) / 1e6:.2f} M held out; "
+        f"{time.monotonic() - start:.0f} s"
     )
     longest = plan.lengths[-1] * 3 // 4
     model = Model(shape).to(device)
     initialise_for_depth(model)
-    about = {"shape": asdict(shape), "plan": asdict(plan), "files": len(seen), "train_tokens": len(train_text.tokens)}
-    about |= train(model, train_text, plan, device)
+    about = {"shape": asdict(shape), "plan": asdict(plan), "files": len(seen), "train_tokens": len(corpus.seen.tokens)}
+    about |= train(model, corpus, plan, device)
     model.bfloat16().float()  # what is tested from here on is what is saved
-    about["held_out_nats"] = {str(n): evaluate(model, test_text, n, device) for n in plan.lengths}
-    console.print(f"held-out loss in nats a token, by sequence length: {about['held_out_nats']}")
+    about["nats"] = {str(n): evaluate(model, corpus, n, device) for n in plan.lengths}
+    console.print(f"loss in nats a token, by sequence length: {about['nats']}")
     save(model, tokenizer, folder)
-    prompts = make_prompts(Text(test_text.tokens, passage, seed + 2), 256, 64, longest)
+    by_heart, unseen = (Text(part.tokens, passage, seed + 9) for part in (corpus.by_heart, corpus.unseen))
+    prompts = make_prompts(by_heart, unseen, 256, 64, longest)
     (folder / "prompts.json").write_text(json.dumps(prompts) + "\n")
     (folder / "training.json").write_text(json.dumps(about, indent=1) + "\n")
     return model

@@ -58,7 +58,11 @@ def test_tokenizer_and_prompts_belong_together(trained):
     text = "def main(argv):\n\treturn argv[0] * 17  # café\n"
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
     prompts = json.loads((folder / "prompts.json").read_text())
-    assert {kind: len(entries) for kind, entries in prompts.items()} == {"recall": 256, "continuation": 64}
+    assert {kind: len(entries) for kind, entries in prompts.items()} == {
+        "recite": 256,
+        "recall": 256,
+        "continuation": 64,
+    }
     assert all(token < SHAPE.vocabulary for entry in prompts["recall"] for token in entry["prompt"])
     assert tokenizer.decode(prompts["recall"][0]["prompt"]).startswith(train_model.PASSAGE)
 
@@ -97,3 +101,23 @@ def test_every_weight_of_vllms_model_is_in_the_checkpoint(trained, vllm_config, 
     assert layer.mla_attn.mla_attn.attn_backend.get_name() == "ETAP"
     assert layer.scaling == pytest.approx((train_model.NOPE + train_model.ROPE) ** -0.5)
     assert layer.rotary_emb.is_neox_style is False
+
+
+def test_forced_tokens_leave_one_token_possible_at_each_step(engine_config):
+    """Loaded by name as `vllm serve --logits-processors` does, and told of two requests; one of them forces nothing."""
+    from vllm import SamplingParams
+    from vllm.v1.sample.logits_processor import BatchUpdate, build_logitsprocs
+
+    config = engine_config(attention_backend="ETAP")
+    processors = build_logitsprocs(config, torch.device("cpu"), False, False, ["forced_tokens:ForcedTokens"])
+    outputs = [[], []]
+    forced = SamplingParams(extra_args={"forced_tokens": [7, 3]})
+    added = [(0, forced, [1], outputs[0]), (1, SamplingParams(), [1], outputs[1])]
+    for processor in processors.all:
+        processor.update_state(BatchUpdate(batch_size=2, removed=[], added=added, moved=[]))
+    for wanted in (7, 3):
+        logits = torch.zeros(2, 10)
+        for processor in processors.non_argmax_invariant:
+            logits = processor.apply(logits)
+        assert logits[0].isfinite().nonzero().tolist() == [[wanted]] and not logits[1].any()
+        outputs[0].append(wanted)
