@@ -7,7 +7,7 @@ Needs a Hopper GPU and the engine with etap-backend beside it. For each backend 
 MTP layer proposes tokens; ngram: the prompt does, vLLM only) one server runs, with a KV cache so small that requests
 are preempted. It answers the prompts of MODEL/prompts.json greedily:
 
-- together: all at once;
+- together: 256 at a time;
 - again: the same, 32 at a time, over what the prefix cache holds;
 - forced (vLLM, plain): token by token what the reference answered, for the perplexity of the same text.
 
@@ -44,12 +44,13 @@ sys.path.insert(0, str(HERE.parent / "vllm"))
 from serve_check import CheckError, Deadline, provenance, serving  # noqa: E402
 
 ETAP = "ETAP"
-FEW = 32
+MANY, FEW = 256, 32  # requests in flight
 EQUAL_SHARE = 0.99  # of the recall prompts
 PERPLEXITY_SHARE = 0.001
 RIGHT_SHARE = 0.9
 MODES = ("plain", "mtp", "ngram")
 DRAFT_TOKENS = 3
+PAGE = 64
 
 console = Console(width=120)
 
@@ -92,8 +93,9 @@ class Vllm:
         }
         return [
             *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(model), "--served-model-name", "answers"),
-            *("--attention-backend", backend, "--max-num-seqs", "256", "--num-gpu-blocks-override"),
-            *(str(cache_tokens // 64), "--gpu-memory-utilization", "0.5", "--seed", "0", "--enable-prefix-caching"),
+            *("--attention-backend", backend, "--max-num-seqs", str(MANY), "--block-size", str(PAGE)),
+            *("--num-gpu-blocks-override", str(cache_tokens // PAGE), "--gpu-memory-utilization", "0.5"),
+            *("--seed", "0", "--enable-prefix-caching"),
             *("--disable-uvicorn-access-log", *flags[mode]),
         ]
 
@@ -141,8 +143,15 @@ class Sglang:
             ],
         }
         return [
-            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--page-size", "64"),
-            *("--attention-backend", backend, "--max-total-tokens", str(cache_tokens), "--max-running-requests", "256"),
+            *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--page-size", str(PAGE)),
+            *(
+                "--attention-backend",
+                backend,
+                "--max-total-tokens",
+                str(cache_tokens),
+                "--max-running-requests",
+                str(MANY),
+            ),
             *("--mem-fraction-static", "0.5", "--random-seed", "0", "--enable-metrics", "--skip-server-warmup"),
             *flags[mode],
         ]
@@ -270,11 +279,11 @@ class Run:
         log = self.work / f"{backend}-{mode}.log"
         with serving(command, log, environment, self.ready, self.deadline) as server:
             ready = time.monotonic() - start
-            stages = {"together": self.ask(server.url, 10_000), "again": self.ask(server.url, FEW)}
+            stages = {"together": self.ask(server.url, MANY), "again": self.ask(server.url, FEW)}
             if self.engine.forces and mode == "plain":
                 reference = self.load(self.backends[0], "plain")
                 source = reference["stages"]["together"] if reference else stages["together"]
-                stages["forced"] = self.ask(server.url, 10_000, source)
+                stages["forced"] = self.ask(server.url, MANY, source)
             with urllib.request.urlopen(f"{server.url}/metrics", None, 20) as response:
                 counters = read_counters(response.read().decode(), self.engine.counters)
         record = {
