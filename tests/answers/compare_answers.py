@@ -144,14 +144,8 @@ class Sglang:
         }
         return [
             *(sys.executable, "-m", "sglang.launch_server", "--model-path", str(model), "--page-size", str(PAGE)),
-            *(
-                "--attention-backend",
-                backend,
-                "--max-total-tokens",
-                str(cache_tokens),
-                "--max-running-requests",
-                str(MANY),
-            ),
+            *("--attention-backend", backend, "--max-total-tokens", str(cache_tokens)),
+            *("--max-running-requests", str(MANY)),
             *("--mem-fraction-static", "0.5", "--random-seed", "0", "--enable-metrics", "--skip-server-warmup"),
             *flags[mode],
         ]
