@@ -88,6 +88,7 @@ def test_its_entry_points_name_what_is_in_it(wheel):
     parser.read_string(wheel.read(f"etap_backend-{etap_backend.__version__}.dist-info/entry_points.txt").decode())
     assert parser["console_scripts"]["etap"] == "etap_backend.cli:app"
     assert parser["vllm.general_plugins"]["etap"] == "etap_backend.vllm:register"
+    assert parser["sglang.srt.plugins"]["etap"] == "etap_backend.sglang:register"
     for group in parser.sections():
         for target in parser[group].values():
             module = target.split(":")[0].replace(".", "/")

@@ -7,7 +7,7 @@ from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.platforms.interface import DeviceCapability
 
-from etap_backend._library import library
+from etap_backend import plugins
 from etap_backend.support import COMPUTE_CAPABILITY, DTYPES, HEAD_DIM, TILE_TOKENS, why_unsupported
 from etap_backend.vllm import compat
 from etap_backend.vllm.impl import ETAPImpl
@@ -84,13 +84,4 @@ class ETAPBackend(MLACommonBackend):
         )
         if reason is None and use_sparse:
             reason = "sparse attention is not supported"
-        return reason or _why_no_library()
-
-
-def _why_no_library() -> str | None:
-    # As a reason, because vLLM 0.26 drops the text of an ImportError.
-    try:
-        library()
-    except ImportError as error:
-        return str(error)
-    return None
+        return reason or plugins.why_no_library()

@@ -2,11 +2,12 @@
 
 import contextlib
 import copyreg
-import importlib.metadata
 import logging
 from enum import Enum
 
 from packaging.specifiers import SpecifierSet
+
+from etap_backend import plugins
 
 NAME = "ETAP"
 SUPPORTED_VERSIONS = SpecifierSet(">=0.26.0,<0.34", prereleases=True)
@@ -20,10 +21,7 @@ _logger = logging.getLogger(f"vllm.{__name__}")
 
 def why_unsupported_version() -> str | None:
     """Say why the installed vLLM cannot run ETAP, or None when it can."""
-    found = importlib.metadata.version("vllm")
-    if SUPPORTED_VERSIONS.contains(found):
-        return None
-    return f"the attention backend {NAME} supports vLLM {SUPPORTED_VERSIONS}, this is vLLM {found}"
+    return plugins.why_unsupported_version("vLLM", "vllm", NAME, SUPPORTED_VERSIONS)
 
 
 class UnsupportedVersion:

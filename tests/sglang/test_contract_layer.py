@@ -102,6 +102,8 @@ class Problem:
         wide = torch.randn(len(lengths) * s_q, heads, 128 + ROPE, generator=random).to(dtype)
         self.q_rope = wide[..., 128:]
         self.kv = [torch.randn(length, LATENT + ROPE, generator=random).to(dtype) for length in lengths]
+        for rows in self.kv:
+            rows[len(rows) - new :] *= 2  # they weigh much, so that a length one too short shows
         self.new_rows = torch.cat([rows[len(rows) - new :] for rows in self.kv])
         table = runner.req_to_token_pool.req_to_token
         table.fill_(WILD)
