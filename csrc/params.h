@@ -1,6 +1,8 @@
 // What crosses from the host to the kernels: plain structs, one fact a line. Strides count elements.
 #pragma once
 
+#include <cutlass/fast_math.h>
+
 #include <cstdint>
 
 namespace etap {
@@ -61,7 +63,7 @@ struct DecodeParams {
   int32_t row_tile;    // 8, 16, 32 or 64
   int32_t row_groups;  // ceil(rows / 64)
   int32_t partitions;
-  int32_t tiles_per_page;
+  cutlass::FastDivmod tiles_per_page;
   float scale_log2;  // softmax scale * log2(e)
 };
 

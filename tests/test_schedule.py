@@ -1,5 +1,6 @@
 """The schedule against a model that lays the batch out on a line, tile by tile, and cuts the line."""
 
+import math
 import re
 from pathlib import Path
 
@@ -19,16 +20,27 @@ PIECE_COST, OWN_TOLERANCE, FIXED_TILES = (
 )
 
 
+def least_tiles(tiles: int) -> int:
+    """A piece of a request of so many tiles holds no fewer: below, its combination costs more than it saves."""
+    return math.ceil(math.sqrt(tiles) / 4)
+
+
+def least_bound(lengths, partitions: int) -> int:
+    """One tile a piece only where that leaves half of the partitions without work."""
+    tiles = sum(tiles_of(lengths))
+    return max(-(-tiles // partitions), 2 if 2 * tiles > partitions else 1)
+
+
 def most_load(lengths, partitions: int) -> int:
     """Tiles of the busiest partition that the schedule may accept, beside the fixed cost of one piece."""
     share = -(-(sum(tiles_of(lengths)) + PIECE_COST * len(lengths)) // partitions)
-    return share + share // OWN_TOLERANCE
+    return max(share, least_bound(lengths, partitions)) + share // OWN_TOLERANCE
 
 
 def own_partitions(lengths, partitions: int) -> list[int]:
     """How many partitions each request gets to itself; empty when the cost line serves the batch better."""
-    for bound in range(1, most_load(lengths, partitions) + 1):
-        counts = [max(1, -(-tiles // bound)) for tiles in tiles_of(lengths)]
+    for bound in range(least_bound(lengths, partitions), most_load(lengths, partitions) + 1):
+        counts = [max(1, -(-tiles // max(bound, least_tiles(tiles), 1))) for tiles in tiles_of(lengths)]
         if sum(counts) <= partitions:
             return counts
     return []
@@ -103,10 +115,11 @@ def check_invariants(lengths: list[int], partitions: int, work_ranges, split_off
 
 
 def check_balance(lengths: list[int], partitions: int, work_ranges) -> None:
+    most = max(most_load(lengths, partitions), *map(least_tiles, tiles_of(lengths)), 0)
     for p in range(partitions):
         mine = list(pieces(work_ranges[p : p + 1], 1, tiles_of(lengths)))
         load = sum(len(run) for _, run, _ in mine) + PIECE_COST * len(mine)
-        assert load <= most_load(lengths, partitions) + PIECE_COST, "near the mean, and one more piece"
+        assert load <= most + PIECE_COST, "near the mean, and one more piece"
 
 
 LENGTHS = st.lists(

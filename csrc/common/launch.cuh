@@ -10,13 +10,13 @@ namespace etap {
 // Programmatic dependent launch: the kernel may start before its predecessor on the stream has ended, and waits for it
 // itself (cudaGridDependencySynchronize) before it reads or writes anything.
 template <class... Params>
-void launch_overlapping(void (*kernel)(Params...), int blocks, int threads, size_t shared_bytes, cudaStream_t stream,
+void launch_overlapping(void (*kernel)(Params...), dim3 blocks, int threads, size_t shared_bytes, cudaStream_t stream,
                         const Params&... params) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
+  config.gridDim = blocks;
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

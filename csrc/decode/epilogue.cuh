@@ -90,7 +90,7 @@ __device__ __forceinline__ void sum_over_tokens(float (&values)[kCount]) {
 
 // Publish the column sums of each warp and the references for both warpgroups.
 template <class T>
-__device__ __forceinline__ void publish_columns(typename T::SharedStorage& shared, const Softmax<T>& softmax) {
+__device__ __forceinline__ void publish_columns(typename T::Columns& columns, const Softmax<T>& softmax) {
   constexpr int kColumns = Softmax<T>::kColumns;
   constexpr int kCount = 2 * kColumns;
   constexpr int kLeft = kCount > 8 ? kCount / 8 : 1;
@@ -110,68 +110,52 @@ __device__ __forceinline__ void publish_columns(typename T::SharedStorage& share
   for (int i = 0; i < kLeft; ++i) {
     const int column_index = (place + i) % kColumns;
     const int column = fragment_column(column_index / 2, column_index % 2);
-    auto& sums = place + i < kColumns ? shared.columns : shared.rounded_sums;
-    sums[group][warp][column] = values[i];
+    auto& sums = place + i < kColumns ? columns.sums : columns.rounded_sums;
+    reinterpret_cast<float*>(&sums[group][column])[warp] = values[i];
   }
   if (threadIdx.x % kGroupThreads < 4) {
     CUTE_UNROLL
-    for (int i = 0; i < kColumns; ++i) shared.references[group][fragment_column(i / 2, i % 2)] = softmax.reference[i];
+    for (int i = 0; i < kColumns; ++i) columns.references[group][fragment_column(i / 2, i % 2)] = softmax.reference[i];
   }
 }
 
-// One column's state as a warpgroup published it.
-struct ColumnState {
-  float reference = kNoMaximum;
-  float sum = 0.0f;
-  float rounded_sum = 0.0f;
+// How a column of both warpgroups' O^T becomes the result: what this one's and the other one's values are multiplied
+// with, and the column's log2-sum-exp.
+struct ColumnFactors {
+  float own;
+  float other;
+  float lse;
 };
 
 template <class T>
-__device__ __forceinline__ ColumnState published_column(const typename T::SharedStorage& shared, int group,
-                                                        int column) {
-  ColumnState state;
-  state.reference = shared.references[group][column];
-  CUTE_UNROLL
-  for (int warp = 0; warp < kWarpsPerGroup; ++warp) {
-    state.sum += shared.columns[group][warp][column];
-    state.rounded_sum += shared.rounded_sums[group][warp][column];
+__device__ __forceinline__ ColumnFactors column_factors(const typename T::Columns& columns, int group, int column) {
+  const auto total = [](const float4& warps) { return (warps.x + warps.y) + (warps.z + warps.w); };
+  const int partner = T::kSharedTiles ? group : 1 - group;
+  const float reference = fmaxf(columns.references[group][column], columns.references[partner][column]);
+  const float own = ptx::ex2(columns.references[group][column] - reference);
+  float sum = own * total(columns.sums[group][column]);
+  float rounded_sum = own * total(columns.rounded_sums[group][column]);
+  float other = 0.0f;
+  if constexpr (!T::kSharedTiles) {
+    other = ptx::ex2(columns.references[partner][column] - reference);
+    sum += other * total(columns.sums[partner][column]);
+    rounded_sum += other * total(columns.rounded_sums[partner][column]);
   }
-  return state;
-}
-
-// The factor that normalises a column of this warpgroup's O^T, and the column's log2-sum-exp.
-template <class T>
-__device__ __forceinline__ float2 column_factor(const typename T::SharedStorage& shared, int group, int column) {
-  const ColumnState own = published_column<T>(shared, group, column);
-  ColumnState other;
-  if constexpr (!T::kSharedTiles) other = published_column<T>(shared, 1 - group, column);
-  const float reference = fmaxf(own.reference, other.reference);
-  const float own_scale = ptx::ex2(own.reference - reference);
-  const float other_scale = ptx::ex2(other.reference - reference);
-  const float sum = own_scale * own.sum + other_scale * other.sum;
-  const float rounded_sum = own_scale * own.rounded_sum + other_scale * other.rounded_sum;
-  const bool empty = sum == 0.0f;  // the row saw no token; a NaN sum must stay NaN
-  return {empty ? 0.0f : __fdividef(own_scale, rounded_sum), empty ? -INFINITY : reference + __log2f(sum)};
+  const float inverse = sum == 0.0f ? 0.0f : __fdividef(1.0f, rounded_sum);  // 0: the row saw no token; NaN stays NaN
+  return {own * inverse, other * inverse, sum == 0.0f ? -INFINITY : reference + __log2f(sum)};
 }
 
 template <class T>
-__device__ __forceinline__ void normalise(typename T::SharedStorage& shared, int group, const Destination<T>& to,
-                                          OutputFragment<T>& ot) {
+__device__ __forceinline__ void write_lse(const typename T::Columns& columns, int group, const Destination<T>& to) {
   const int column = threadIdx.x % kGroupThreads;
-  if (column < T::kScoreColumns) {
-    const float2 factor = column_factor<T>(shared, group, column);
-    shared.factors[group][column] = factor.x;
-    const int row = T::kSharedTiles ? group * T::kScoreColumns + column : column;
-    if ((T::kSharedTiles || group == 0) && row < to.rows) {
-      if (to.out != nullptr) {
-        to.lse[row] = factor.y * kLn2;
-      } else {
-        to.partial_lse[row] = factor.y;
-      }
-    }
+  const int row = T::kSharedTiles ? group * T::kScoreColumns + column : column;
+  if ((!T::kSharedTiles && group != 0) || column >= T::kScoreColumns || row >= to.rows) return;
+  const float lse = column_factors<T>(columns, group, column).lse;
+  if (to.out != nullptr) {
+    to.lse[row] = lse * kLn2;
+  } else {
+    to.partial_lse[row] = lse;
   }
-  ptx::barrier_sync(T::score_barrier(group), T::kScoreThreads);
-  scale_by_factors<T>(shared, group, ot);
 }
 
 // Where a slice of the half that `target` keeps crosses from the other warpgroup: in stages of the key ring that the
@@ -196,25 +180,27 @@ __device__ __forceinline__ void give_half(typename T::SharedStorage& shared, Rin
       *exchange_slot<T>(shared, at, 1 - kGroup, m, i / 4) = make_float4(given(i), given(i + 1), given(i + 2), given(i + 3));
     }
   }
+  cutlass::arch::fence_view_async_shared();  // these writes, before TMA fills the stages again
 }
 
-// Add the other warpgroup's part to the half that stays here, and give the stages back.
+// Add the other warpgroup's part to the half that stays here, both normalised, and give the stages back.
 template <class T, int kGroup>
 __device__ __forceinline__ void take_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                          OutputFragment<T>& ot) {
+                                          const typename T::Columns& columns, OutputFragment<T>& ot) {
   CUTE_UNROLL
-  for (int m = 0; m < T::kMergeSlices; ++m) {
-    auto kept = ot(cute::_, kGroup * T::kMergeSlices + m, 0);
+  for (int block = 0; block < T::kRowTile / 8; ++block) {
+    const ColumnFactors low = column_factors<T>(columns, kGroup, fragment_column(block, 0));
+    const ColumnFactors high = column_factors<T>(columns, kGroup, fragment_column(block, 1));
     CUTE_UNROLL
-    for (int i = 0; i < T::kRowTile / 2; i += 4) {
-      const float4 other = *exchange_slot<T>(shared, at, kGroup, m, i / 4);
-      kept(i) += other.x;
-      kept(i + 1) += other.y;
-      kept(i + 2) += other.z;
-      kept(i + 3) += other.w;
+    for (int m = 0; m < T::kMergeSlices; ++m) {
+      auto kept = ot(cute::make_coord(cute::_, cute::_, block), kGroup * T::kMergeSlices + m, 0);
+      const float4 taken = *exchange_slot<T>(shared, at, kGroup, m, block);
+      kept(0, 0) = kept(0, 0) * low.own + taken.x * low.other;
+      kept(1, 0) = kept(1, 0) * high.own + taken.y * high.other;
+      kept(0, 1) = kept(0, 1) * low.own + taken.z * low.other;
+      kept(1, 1) = kept(1, 1) * high.own + taken.w * high.other;
     }
   }
-  cutlass::arch::fence_view_async_shared();  // these reads and the writes before, before TMA fills the stages again
   __syncwarp();
   if (threadIdx.x % kWarpSize == 0) {
     CUTE_UNROLL
@@ -222,31 +208,55 @@ __device__ __forceinline__ void take_half(typename T::SharedStorage& shared, Rin
   }
 }
 
+// Alternate tiles: each warpgroup hands over half of its O^T, and finishes and writes the other half.
 template <class T>
-__device__ __forceinline__ void finish_piece(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                             const Destination<T>& to, Softmax<T>& softmax, OutputFragment<T>& ot) {
-  publish_columns<T>(shared, softmax);
+__device__ __forceinline__ void finish_halves(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                              int pieces, const Destination<T>& to, const typename T::Columns& columns,
+                                              int group, OutputFragment<T>& ot) {
+  CUTE_UNROLL
+  for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage) shared.keys.wait(at.ahead(stage));
+  if (group == 0) {  // which registers stay and which go must be known when compiling
+    give_half<T, 0>(shared, at, ot);
+  } else {
+    give_half<T, 1>(shared, at, ot);
+  }
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) shared.halves_given.arrive();
+  spin(shared.halves_given, pieces % 2);
+  if (group == 0) {
+    take_half<T, 0>(shared, at, columns, ot);
+    write_output<T, T::kMergeSlices>(to, 0, 0, ot);
+  } else {
+    take_half<T, 1>(shared, at, columns, ot);
+    write_output<T, T::kMergeSlices>(to, kLatentDim / 2, T::kMergeSlices, ot);
+  }
+  write_lse<T>(columns, group, to);
+}
+
+// Shared tiles: each warpgroup holds half of the value dims of every row, the other one's columns among them.
+template <class T>
+__device__ __forceinline__ void finish_rows(const Destination<T>& to, const typename T::Columns& columns, int group,
+                                            OutputFragment<T>& ot) {
   ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
-  const int group = softmax.group;
-  normalise<T>(shared, group, to, ot);
+  write_lse<T>(columns, group, to);
+  scale_columns<T>(ot, [&](int block, int bit) {
+    constexpr int kBlocks = T::kScoreColumns / 8;
+    return column_factors<T>(columns, block / kBlocks, fragment_column(block % kBlocks, bit)).own;
+  });
+  write_output<T, T::kOutputSlices>(to, group * (kLatentDim / 2), 0, ot);
+  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);  // the columns are read, before the next piece's maxima
+}
+
+// `pieces` counts the pieces that this CTA has finished before.
+template <class T>
+__device__ __forceinline__ void finish_piece(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int pieces,
+                                             const Destination<T>& to, Softmax<T>& softmax, OutputFragment<T>& ot) {
+  auto& columns = shared.columns[pieces % T::kColumnBuffers];
+  publish_columns<T>(columns, softmax);
   if constexpr (T::kSharedTiles) {
-    write_output<T, T::kOutputSlices>(to, group * (kLatentDim / 2), 0, ot);
-  } else {  // which registers stay and which go must be known when compiling
-    CUTE_UNROLL
-    for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage) shared.keys.wait(at.ahead(stage));
-    if (group == 0) {
-      give_half<T, 0>(shared, at, ot);
-    } else {
-      give_half<T, 1>(shared, at, ot);
-    }
-    ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
-    if (group == 0) {
-      take_half<T, 0>(shared, at, ot);
-      write_output<T, T::kMergeSlices>(to, 0, 0, ot);
-    } else {
-      take_half<T, 1>(shared, at, ot);
-      write_output<T, T::kMergeSlices>(to, kLatentDim / 2, T::kMergeSlices, ot);
-    }
+    finish_rows<T>(to, columns, softmax.group, ot);
+  } else {
+    finish_halves<T>(shared, at, pieces, to, columns, softmax.group, ot);
   }
 }
 

@@ -5,12 +5,12 @@
 //
 // Role             warps  registers  does
 // key producer     1      40         K tiles, TMA, stage by stage into the key ring
-// query producer   3      40         the query rows of each piece, cp.async
+// query producer   3      40         the query rows of each piece, TMA (1 warp) or cp.async
 // consumer 0, 1    4 + 4  232        st, softmax, ot; merge; write
 //
 // Pipeline         stages            producer -> consumer                    released by
 // keys             8 x 24 KB (*)     TMA bytes -> both consumers             4 warps (tiles alternate) or 8 (shared)
-// queries          1                 96 threads -> both consumers            8 warps
+// queries          1                 TMA bytes or 96 threads -> both         8 warps, after the piece's last S^T
 // tiles issued     2 a consumer      key producer -> the tile's consumer     (nothing to release)
 // (*) 7 at 32 rows, 17 x 8 KB at 64
 //
@@ -29,13 +29,15 @@ namespace etap {
 // One tile: wait K, S^T, softmax, O^T, release.
 template <class T>
 __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, const DecodeParams& params,
-                                             const Piece& piece, int tile, int row_group, bool first,
+                                             const Piece& piece, int tile, int row_group, bool first, bool last,
+                                             RingPosition<1> query_at,
                                              RingPosition<T::kStages> at, char* probabilities, Softmax<T>& softmax,
                                              OutputFragment<T>& ot) {
   const int group = softmax.group;
   ScoreFragment<T> st;
   compute_scores<T>(shared, at, group, st);
   release_key_stages<T>(shared, at, group);
+  if (last && threadIdx.x % kWarpSize == 0) shared.queries.release(query_at);
   const int tile_end = (tile + 1) * kTileTokens;
   if (tile_end > piece.seq_len - params.s_q + 1) {
     mask_scores<T>(params, piece, tile, row_group, group, st);
@@ -67,14 +69,12 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
   RingPosition<T::kStages> keys;
   RingPosition<1> queries;
   uint32_t tiles_taken = 0;  // in all pieces, where tiles alternate
+  int pieces = 0;
   char* const probabilities = shared.probabilities + (T::kSharedTiles ? 0 : 2 * group * T::kProbabilityBytes);
   PieceWalk walk(params, partition);
   while (!walk.done()) {
     const Piece piece = walk.next();
-    if (piece.tiles() == 0) {
-      write_empty<T>(Destination<T>(params, piece, row_group));
-      continue;
-    }
+    if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group));
     softmax.reset();
     cute::clear(ot);
     shared.queries.wait(queries);
@@ -86,14 +86,19 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
         // when its last one has arrived.
         shared.tiles_issued[group].wait(tiles_taken++);
       }
-      const int mine = T::kSharedTiles ? i : i / kConsumerGroups;
-      consume_tile<T>(shared, params, piece, piece.begin_tile + i, row_group, mine == 0, keys,
+      constexpr int kStep = T::kSharedTiles ? 1 : kConsumerGroups;
+      const int mine = i / kStep;
+      consume_tile<T>(shared, params, piece, piece.begin_tile + i, row_group, mine == 0, i + kStep >= piece.tiles(),
+                      queries, keys,
                       probabilities + mine % 2 * T::kProbabilityBytes, softmax, ot);
     }
-    __syncwarp();  // all lanes have seen this round, also where the piece gave this consumer no tile
-    if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+    if (piece.tiles() <= (T::kSharedTiles ? 0 : group)) {  // no tile for this consumer
+      __syncwarp();                                        // all lanes have seen this round
+      if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+    }
     queries.advance(1);
-    finish_piece<T>(shared, keys, Destination<T>(params, piece, row_group), softmax, ot);
+    if (piece.tiles() == 0) continue;
+    finish_piece<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
     keys.advance(kConsumerGroups * T::kMergeStages);
   }
 }
@@ -112,18 +117,28 @@ __device__ __forceinline__ void adjust_registers() {
 
 template <class T>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
-    decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ CUtensorMap cache_map) {
+    decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ CUtensorMap cache_map,
+                  const __grid_constant__ QueryMaps query_maps) {
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
   if (threadIdx.x < kWarpSize) {
     if (threadIdx.x == 0) cute::prefetch_tma_descriptor(&cache_map);
+    if (threadIdx.x == 0 && query_maps.usable) {
+      cute::prefetch_tma_descriptor(&query_maps.latent);
+      cute::prefetch_tma_descriptor(&query_maps.rope);
+    }
     shared.keys.init(threadIdx.x, 1, T::kStageReleases);
-    shared.queries.init(threadIdx.x, kQueryLoaderThreads, kConsumerThreads / kWarpSize);
+    shared.queries.init(threadIdx.x, query_maps.usable ? 1 : kQueryLoaderThreads, kConsumerThreads / kWarpSize);
     if (threadIdx.x < kConsumerGroups) shared.tiles_issued[threadIdx.x].init();
+    if (threadIdx.x == 0) shared.halves_given.init(kConsumerThreads / kWarpSize);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
   cudaTriggerProgrammaticLaunchCompletion();
+  ptx::fetch_now(params.q);  // one of each line
+  ptx::fetch_now(params.block_table);
+  ptx::fetch_now(params.work_ranges);
+  ptx::fetch_now(params.partial_out);
   cudaGridDependencySynchronize();
 
   const int partition = blockIdx.x / params.row_groups;
@@ -131,10 +146,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const int group = cutlass::canonical_warp_group_idx();
   if (group == kConsumerGroups) {
     adjust_registers<false>();
-    if (threadIdx.x % kGroupThreads < kWarpSize) {
+    const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
+    if (warp == 0) {
       load_keys<T>(shared, params, &cache_map, partition);
-    } else {
-      load_queries<T>(shared, params, partition, row_group);
+    } else if (!query_maps.usable) {
+      gather_queries<T>(shared, params, partition, row_group);
+    } else if (warp == 1) {
+      copy_queries<T>(shared, params, query_maps, partition, row_group);
     }
   } else {
     adjust_registers<true>();

@@ -2,6 +2,7 @@
 
 #include <cudaTypedefs.h>
 
+#include <algorithm>
 #include <atomic>
 #include <string>
 #include <type_traits>
@@ -24,24 +25,55 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
+template <class Element, int kRank>
+CUtensorMap encode_tensor_map(const void* data, const cuuint64_t (&extents)[kRank], const cuuint64_t (&strides)[kRank - 1],
+                              const cuuint32_t (&box)[kRank]) {
+  constexpr auto kType = std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  cuuint32_t steps[kRank];
+  std::fill_n(steps, kRank, 1);
+  CUtensorMap map;
+  // Promotion to 256 bytes costs 6% of the bandwidth: rows are 1152 bytes, so it fetches across their ends.
+  const CUresult status = tensor_map_encoder()(
+      &map, kType, kRank, const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(int(status)));
+  return map;
+}
+
 // The cache as (64 columns, tokens of a page, 9 column chunks, pages); a copy takes 64 tokens of some chunks.
 template <class T>
 CUtensorMap make_cache_map(const CacheParams& cache) {
   constexpr cuuint64_t kElementBytes = sizeof(typename T::Element);
-  constexpr auto kType = std::is_same_v<typename T::Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                              : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  const cuuint64_t extents[] = {kChunkColumns, cuuint64_t(cache.page_size), kChunks, cuuint64_t(cache.pages)};
-  const cuuint64_t strides[] = {cache.row_stride * kElementBytes, kChunkColumns * kElementBytes,
-                                cache.page_stride * kElementBytes};
-  const cuuint32_t box[] = {kChunkColumns, kTileTokens, T::kChunksPerStage, 1};
-  const cuuint32_t steps[] = {1, 1, 1, 1};
-  CUtensorMap map;
-  // Promotion to 256 bytes costs 6% of the bandwidth: rows are 1152 bytes, so it fetches across their ends.
-  const CUresult status = tensor_map_encoder()(
-      &map, kType, 4, const_cast<void*>(cache.data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (status != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(int(status)));
-  return map;
+  return encode_tensor_map<typename T::Element, 4>(
+      cache.data, {kChunkColumns, cuuint64_t(cache.page_size), kChunks, cuuint64_t(cache.pages)},
+      {cache.row_stride * kElementBytes, kChunkColumns * kElementBytes, cache.page_stride * kElementBytes},
+      {kChunkColumns, kTileTokens, T::kChunksPerStage, 1});
+}
+
+template <class T>
+QueryMaps make_query_maps(const DecodeParams& params) {
+  constexpr cuuint64_t kElementBytes = sizeof(typename T::Element);
+  const int box_heads = std::min(params.heads, T::kRowTile);
+  QueryMaps maps{};
+  // A stride of 0 (an expanded tensor) is none that TMA knows; those of single heads, tokens or requests mean nothing.
+  const auto known = [](int64_t extent, int64_t stride) { return extent == 1 || stride > 0; };
+  maps.usable = params.heads % box_heads == 0 && T::kRowTile % box_heads == 0 &&
+                known(params.heads, std::min(params.q_stride_head, params.q_rope_stride_head)) &&
+                known(params.s_q, std::min(params.q_stride_token, params.q_rope_stride_token)) &&
+                known(params.batch, std::min(params.q_stride_batch, params.q_rope_stride_batch));
+  if (!maps.usable) return maps;
+  const auto bytes = [](int64_t extent, int64_t stride) { return extent == 1 ? kHeadDim * kElementBytes : stride * kElementBytes; };
+  const auto encode = [&](const void* data, int64_t head, int64_t token, int64_t request, cuuint32_t chunks) {
+    return encode_tensor_map<typename T::Element, 5>(
+        data, {kChunkColumns, cuuint64_t(params.heads), cuuint64_t(params.s_q), chunks, cuuint64_t(params.batch)},
+        {bytes(params.heads, head), bytes(params.s_q, token), kChunkColumns * kElementBytes, bytes(params.batch, request)},
+        {kChunkColumns, cuuint32_t(box_heads), cuuint32_t(T::kRowTile / box_heads), chunks, 1});
+  };
+  maps.latent = encode(params.q, params.q_stride_head, params.q_stride_token, params.q_stride_batch, kValueChunks);
+  maps.rope = encode(params.q_rope, params.q_rope_stride_head, params.q_rope_stride_token, params.q_rope_stride_batch,
+                     kChunks - kValueChunks);
+  return maps;
 }
 
 // Shared memory above 48 KB is granted once for each kernel and device.
@@ -62,8 +94,10 @@ void launch_row_tile(const DecodeParams& params, const CacheParams& cache, cudaS
   using T = Traits<Element, kRowTile>;
   allow_shared_memory<T>();
   const CUtensorMap cache_map = make_cache_map<T>(cache);
+  const QueryMaps query_maps = make_query_maps<T>(params);
   launch_overlapping(decode_kernel<T>, params.partitions * params.row_groups, kDecodeThreads,
-                     sizeof(typename T::SharedStorage), stream, params, cache_map);
+                     sizeof(typename T::SharedStorage), stream, params, cache_map,
+                     query_maps);
 }
 
 template <class Element>

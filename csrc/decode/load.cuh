@@ -31,12 +31,12 @@ class PageFetcher {
 
  private:
   __device__ __forceinline__ int fetch(int first_tile) const {
-    const int page = (first_tile + lane_) / tiles_per_page_;
+    const int page = tiles_per_page_.div(first_tile + lane_);
     return page < max_pages_ ? row_[page] : 0;
   }
 
   const int32_t* row_;
-  int tiles_per_page_;
+  const cutlass::FastDivmod& tiles_per_page_;
   int max_pages_;
   int lane_;
   int current_ = 0;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
     if (piece.tiles() == 0) continue;
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile) {
       const int page = pages.page(tile, tile - piece.begin_tile);
-      const int row = tile % params.tiles_per_page * kTileTokens;
+      const int row = params.tiles_per_page.rem(tile) * kTileTokens;
 #pragma unroll
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
         shared.keys.acquire(at);
@@ -81,10 +81,32 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
   }
 }
 
+// Query rows whose heads fill row tiles are one TMA copy of the latent part and one of the rope part. Asked for before the
+// piece's length is known: behind the first tiles of the cache they would arrive up to 5 us later.
+template <class T>
+__device__ __forceinline__ void copy_queries(typename T::SharedStorage& shared, const DecodeParams& params,
+                                             const QueryMaps& maps, int partition, int row_group) {
+  const int token = row_group * kMaxRowTile / params.heads;
+  const int head = row_group * kMaxRowTile - token * params.heads;
+  RingPosition<1> at;
+  for (PieceWalk walk(params, partition); !walk.done(); walk.skip(), at.advance(1)) {
+    shared.queries.acquire(at);
+    if (threadIdx.x % kWarpSize != 0) continue;
+    shared.queries.expect_bytes(at, T::kQueryBytes);
+    const auto copy = [&](const CUtensorMap& map, int first_chunk) {
+      cute::SM90_TMA_LOAD_5D::copy(&map, shared.queries.full_barrier(at),
+                                   static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                   shared.query + first_chunk * T::kQueryChunkBytes, 0, head, token, 0, walk.request());
+    };
+    copy(maps.latent, 0);
+    copy(maps.rope, kValueChunks);
+  }
+}
+
 // Query rows of any strides go through cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads. A warp
 // takes every kWarps-th row and steps from row to row without a division.
 template <class T>
-__device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params,
+__device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared, const DecodeParams& params,
                                              int partition, int row_group) {
   using Element = typename T::Element;
   constexpr int kWarps = kQueryLoaderThreads / kWarpSize;
@@ -98,11 +120,9 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
   RingPosition<1> at;
   PieceWalk walk(params, partition);
   while (!walk.done()) {
-    const Piece piece = walk.next();
-    if (piece.tiles() == 0) continue;
-    const auto* q = static_cast<const Element*>(params.q) + piece.request * params.q_stride_batch + lane * kUnitElements;
-    const auto* q_rope =
-        static_cast<const Element*>(params.q_rope) + piece.request * params.q_rope_stride_batch + lane * kUnitElements;
+    const int64_t request = walk.request();
+    const auto* q = static_cast<const Element*>(params.q) + request * params.q_stride_batch + lane * kUnitElements;
+    const auto* q_rope = static_cast<const Element*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitElements;
     int token = first_token;
     int head = first_head;
     shared.queries.acquire(at);
@@ -129,6 +149,7 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
     cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
     shared.queries.commit(at);
     at.advance(1);
+    walk.skip();
   }
 }
 

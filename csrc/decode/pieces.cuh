@@ -34,6 +34,12 @@ class PieceWalk {
   __device__ __forceinline__ int request() const { return request_; }
   __device__ __forceinline__ int begin_tile() const { return begin_tile_; }
 
+  // Past the next piece without asking how long it is.
+  __device__ __forceinline__ void skip() {
+    ++request_;
+    begin_tile_ = begin_split_ = 0;  // all but the first piece begin their request
+  }
+
   __device__ __forceinline__ Piece next() {
     const int seq_len = max(params_.seq_lens[request_], 0);
     const int tiles = (seq_len + kTileTokens - 1) / kTileTokens;
@@ -42,8 +48,7 @@ class PieceWalk {
     // A schedule of other lengths gives wrong sums, but must not send a load past the request's pages.
     const int end_tile = request_ == end_request_ ? min(end_tile_, tiles) : tiles;
     const Piece piece{request_, seq_len, begin_tile_, end_tile, split ? slots + begin_split_ : -1};
-    ++request_;
-    begin_tile_ = begin_split_ = 0;  // all but the first piece begin their request
+    skip();
     return piece;
   }
 

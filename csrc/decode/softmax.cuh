@@ -102,7 +102,7 @@ struct Softmax {
       for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
         maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffff, maximum, lanes));
       }
-      if (threadIdx.x % kWarpSize < 4) shared.columns[group][warp][fragment_column(i / 2, i % 2)] = maximum;
+      if (threadIdx.x % kWarpSize < 4) shared.maximum(group, warp, fragment_column(i / 2, i % 2)) = maximum;
     }
     ptx::barrier_sync(kGroupBarrier + group, kGroupThreads);
     float correction[kColumns];
@@ -111,7 +111,7 @@ struct Softmax {
       const int column = fragment_column(i / 2, i % 2);
       float maximum = reference[i];
       CUTE_UNROLL
-      for (int w = 0; w < kWarpsPerGroup; ++w) maximum = fmaxf(maximum, shared.columns[group][w][column]);
+      for (int w = 0; w < kWarpsPerGroup; ++w) maximum = fmaxf(maximum, shared.maximum(group, w, column));
       correction[i] = ptx::ex2(reference[i] - maximum);
       reference[i] = maximum;
       sums[i] *= correction[i];

@@ -9,11 +9,21 @@
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 
+#include <cuda.h>
+
 #include "common/pipeline.cuh"
 #include "common/warp.cuh"
 #include "params.h"
 
 namespace etap {
+
+// The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,
+// requests); a copy takes a row tile.
+struct QueryMaps {
+  CUtensorMap latent;
+  CUtensorMap rope;
+  bool usable;
+};
 
 constexpr int kWarpsPerGroup = 4;
 constexpr int kGroupThreads = kWarpSize * kWarpsPerGroup;
@@ -97,17 +107,32 @@ struct Traits {
   // Two buffers each: a warp may write the next P^T while a slower warp's product still reads this one.
   static constexpr int kProbabilityBuffers = kSharedTiles ? 2 : 2 * kConsumerGroups;
 
+  // What the warpgroups tell each other of their columns at the end of a piece. Two where tiles alternate: one of them may
+  // have finished the next piece while the other still reads.
+  struct Columns {
+    float4 sums[kConsumerGroups][kScoreColumns];  // of each warp
+    float4 rounded_sums[kConsumerGroups][kScoreColumns];
+    float references[kConsumerGroups][kScoreColumns];  // log2 domain
+  };
+  static constexpr int kColumnBuffers = kSharedTiles ? 1 : 2;
+
   struct SharedStorage {
     alignas(1024) char ring[kStages * kStageBytes];
     alignas(1024) char query[kQueryBytes];
     alignas(1024) char probabilities[kProbabilityBuffers * kProbabilityBytes];
-    float columns[kConsumerGroups][kWarpsPerGroup][kScoreColumns];  // each warp's maxima, at the end its sums
-    float rounded_sums[kConsumerGroups][kWarpsPerGroup][kScoreColumns];
-    float references[kConsumerGroups][kScoreColumns];  // log2 domain
-    float factors[kConsumerGroups][kScoreColumns];  // what O^T is scaled by: for a new reference, at the end by its sums
+    Columns columns[kColumnBuffers];
+    float maxima_alone[kSharedTiles ? 1 : kConsumerGroups * kWarpsPerGroup * kScoreColumns];
+    float factors[kSharedTiles ? kConsumerGroups : 1][kScoreColumns];  // what O^T is scaled by for a new reference
     Ring<kStages> keys;
     Ring<1> queries;
     Turns tiles_issued[kConsumerGroups];  // where tiles alternate: a tile's first stage is being filled
+    Barrier halves_given;                 // where tiles alternate: both halves of a piece lie in the ring
+
+    // Each warp's column maxima of one tile. Where tiles are shared only the place of the sums is left for them.
+    __device__ __forceinline__ float& maximum(int group, int warp, int column) {
+      float* maxima = kSharedTiles ? reinterpret_cast<float*>(columns[0].sums) : maxima_alone;
+      return maxima[(group * kWarpsPerGroup + warp) * kScoreColumns + column];
+    }
   };
   static_assert(sizeof(SharedStorage) <= kMaxSharedBytes);
 };

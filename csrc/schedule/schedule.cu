@@ -73,10 +73,9 @@ __device__ Plan choose_plan(const Batch& batch, typename Scan::TempStorage& stor
       }
       return __reduce_add_sync(0xffffffff, uint32_t(wanted)) <= uint32_t(params.partitions);
     };
-    // A bound above the line's share (and its tolerance) is not taken: what lies behind need not be searched.
-    const int64_t share = ceil_div(Plan::line_total(params.batch, tiles), params.partitions);
-    const int64_t worst = share + share / kOwnTolerance + 1;
-    own_tiles = smallest_bound(max(ceil_div(tiles, params.partitions), int64_t(1)), worst, fits, s_bound);
+    // What lies behind the largest bound that is taken need not be searched.
+    const int64_t worst = Plan::most_bound(params.batch, tiles, params.partitions) + 1;
+    own_tiles = smallest_bound(Plan::least_bound(tiles, params.partitions), worst, fits, s_bound);
   }
   return Plan(params.batch, tiles, params.partitions, own_tiles, params.fixed_pieces);
 }
@@ -170,7 +169,7 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
 // when the batch does not decide.
 int64_t own_tiles_on_host(const ScheduleParams& params, int64_t tiles) {
   if (params.fixed_pieces > 0 || params.batch > params.partitions) return 0;
-  for (int64_t bound = std::max(ceil_div(tiles, params.partitions), int64_t(1));; ++bound) {
+  for (int64_t bound = Plan::least_bound(tiles, params.partitions);; ++bound) {
     int64_t wanted = 0;
     for (int r = 0; r < params.batch; ++r) wanted += own_partitions(tiles_of(params.seq_lens[r]), bound);
     if (wanted <= params.partitions) return bound;
