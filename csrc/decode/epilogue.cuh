@@ -211,8 +211,8 @@ __device__ __forceinline__ void take_half(typename T::SharedStorage& shared, Rin
 // Alternate tiles: each warpgroup hands over half of its O^T, and finishes and writes the other half.
 template <class T>
 __device__ __forceinline__ void finish_halves(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                              int pieces, const Destination<T>& to, const typename T::Columns& columns,
-                                              int group, OutputFragment<T>& ot) {
+                                              const Destination<T>& to, const typename T::Columns& columns, int group,
+                                              OutputFragment<T>& ot) {
   CUTE_UNROLL
   for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage) shared.keys.wait(at.ahead(stage));
   if (group == 0) {  // which registers stay and which go must be known when compiling
@@ -220,9 +220,7 @@ __device__ __forceinline__ void finish_halves(typename T::SharedStorage& shared,
   } else {
     give_half<T, 1>(shared, at, ot);
   }
-  __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) shared.halves_given.arrive();
-  spin(shared.halves_given, pieces % 2);
+  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
   if (group == 0) {
     take_half<T, 0>(shared, at, columns, ot);
     write_output<T, T::kMergeSlices>(to, 0, 0, ot);
@@ -256,7 +254,7 @@ __device__ __forceinline__ void finish_piece(typename T::SharedStorage& shared, 
   if constexpr (T::kSharedTiles) {
     finish_rows<T>(to, columns, softmax.group, ot);
   } else {
-    finish_halves<T>(shared, at, pieces, to, columns, softmax.group, ot);
+    finish_halves<T>(shared, at, to, columns, softmax.group, ot);
   }
 }
 

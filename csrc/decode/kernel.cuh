@@ -130,7 +130,6 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     shared.keys.init(threadIdx.x, 1, T::kStageReleases);
     shared.queries.init(threadIdx.x, query_maps.usable ? 1 : kQueryLoaderThreads, kConsumerThreads / kWarpSize);
     if (threadIdx.x < kConsumerGroups) shared.tiles_issued[threadIdx.x].init();
-    if (threadIdx.x == 0) shared.halves_given.init(kConsumerThreads / kWarpSize);
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();

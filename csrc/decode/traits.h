@@ -126,7 +126,6 @@ struct Traits {
     Ring<kStages> keys;
     Ring<1> queries;
     Turns tiles_issued[kConsumerGroups];  // where tiles alternate: a tile's first stage is being filled
-    Barrier halves_given;                 // where tiles alternate: both halves of a piece lie in the ring
 
     // Each warp's column maxima of one tile. Where tiles are shared only the place of the sums is left for them.
     __device__ __forceinline__ float& maximum(int group, int warp, int column) {
