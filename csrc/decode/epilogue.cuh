@@ -221,6 +221,9 @@ __device__ __forceinline__ void finish_halves(typename T::SharedStorage& shared,
     give_half<T, 1>(shared, at, ot);
   }
   ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
+#ifdef ETAP_SPIN_LIMIT  // for racecheck, which takes some accesses right behind a named barrier for earlier ones
+  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
+#endif
   if (group == 0) {
     take_half<T, 0>(shared, at, columns, ot);
     write_output<T, T::kMergeSlices>(to, 0, 0, ot);
