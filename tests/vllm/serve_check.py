@@ -53,7 +53,7 @@ from rich.table import Table
 
 ETAP = "ETAP"
 PLUGIN_GROUP = "vllm.general_plugins"
-PROMPT_TOKENS = range(1000, 10000)  # in the vocabulary of every model, and no special token of any
+PROMPT_TOKENS = range(1000, 4000)  # in the vocabulary of every model, and no special token of any
 EDGE_LENGTHS = (10, 63, 64, 65, 127, 128, 129, 4000)  # around one and two pages of the KV cache
 FEW = 8  # concurrency of the second reading
 SHORT, LONG = 32, 288  # output tokens of the two batches whose difference is timed

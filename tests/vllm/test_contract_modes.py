@@ -175,7 +175,7 @@ def test_batch_invariance_gives_a_request_the_same_bits_in_any_company(make, bat
 
 def test_without_batch_invariance_company_matters(make):
     layer, builder = make()
-    problem = Problem([2300, 1500, 1900, 1100], 1)
+    problem = Problem([2300, 6000, 6000, 6000], 1)
     together = decode(layer, problem, builder.build(0, problem.common_metadata()))
     alone = Problem([2300], 1)
     alone.q, alone.cache, alone.block_table = problem.q[:1], problem.cache, problem.block_table[:1]
