@@ -1,4 +1,5 @@
-"""The command line: `etap doctor` says what is wrong, `etap demo` shows one decode, `etap bench` measures."""
+"""The command line: `etap doctor` says what is wrong, `etap demo` shows one decode, `etap bench` measures, `etap plan`
+says what to expect, `etap e2e` serves and loads engines."""
 
 import importlib.metadata
 import importlib.util
