@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -16,6 +15,7 @@ from rich.table import Table
 
 from etap_backend.engines import ENGINES
 from etap_backend.grids import in_k
+from etap_backend.report import place_tables
 
 METHOD = (
     "the engine's own load generator, random prompts, greedy, all requests at once up to the concurrency; TPOT is the "
@@ -164,20 +164,8 @@ def markdown(document: dict) -> str:
 
 
 def update_readme(readme: Path, documents: list[dict]) -> None:
-    """Put each table between `<!-- e2e NAME -->` and `<!-- /e2e -->`, NAME being that of the JSON file.
-
-    Raises ValueError when the file has no such place for any of the documents.
-    """
-    text, placed = readme.read_text(), 0
-    for document in documents:
-        place = re.compile(rf"(<!-- e2e {re.escape(document['file'])} -->\n).*?(<!-- /e2e -->)", re.DOTALL)
-        body = markdown(document)
-        text, count = place.subn(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
-        placed += count
-    if not placed:
-        wanted = ", ".join(f"<!-- e2e {document['file']} -->" for document in documents)
-        raise ValueError(f"{readme}: wanted a place marked {wanted} ... <!-- /e2e -->")
-    readme.write_text(text)
+    """Put each table at its `<!-- e2e NAME -->`, NAME being that of the JSON file; see `place_tables`."""
+    place_tables(readme, "e2e", {document["file"]: markdown(document) for document in documents})
 
 
 def plot(document: dict, path: Path) -> None:

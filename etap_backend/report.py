@@ -147,21 +147,25 @@ def markdown(document: dict) -> str:
     return "\n".join([*lines, "", f"Microseconds a call. {provenance(document)}. {document['method']}."])
 
 
-def update_readme(readme: Path, documents: list[dict]) -> None:
-    """Put each document's table between `<!-- bench NAME -->` and `<!-- /bench -->`, NAME being that of its JSON file.
+def place_tables(readme: Path, kind: str, tables: dict[str, str]) -> None:
+    """Put each table between `<!-- KIND NAME -->` and `<!-- /KIND -->`, NAME being its key.
 
-    Raises ValueError when the README has no such place for any of the documents.
+    Raises ValueError when the README has no such place for any of the tables.
     """
     text, placed = readme.read_text(), 0
-    for document in documents:
-        place = re.compile(rf"(<!-- bench {re.escape(document['file'])} -->\n).*?(<!-- /bench -->)", re.DOTALL)
-        body = markdown(document)
+    for name, body in tables.items():
+        place = re.compile(rf"(<!-- {kind} {re.escape(name)} -->\n).*?(<!-- /{kind} -->)", re.DOTALL)
         text, count = place.subn(lambda match, body=body: f"{match[1]}{body}\n{match[2]}", text)
         placed += count
     if not placed:
-        wanted = ", ".join(f"<!-- bench {document['file']} -->" for document in documents)
-        raise ValueError(f"{readme}: wanted a place marked {wanted} ... <!-- /bench -->")
+        wanted = ", ".join(f"<!-- {kind} {name} -->" for name in tables)
+        raise ValueError(f"{readme}: wanted a place marked {wanted} ... <!-- /{kind} -->")
     readme.write_text(text)
+
+
+def update_readme(readme: Path, documents: list[dict]) -> None:
+    """Put each document's table at its `<!-- bench NAME -->`, NAME being that of its JSON file; see `place_tables`."""
+    place_tables(readme, "bench", {document["file"]: markdown(document) for document in documents})
 
 
 def _series(document: dict, least: int = 3) -> list[tuple[tuple, list[dict]]]:

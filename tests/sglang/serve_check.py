@@ -26,11 +26,9 @@ import asyncio
 import json
 import math
 import os
-import random
 import re
 import shlex
 import signal
-import statistics
 import sys
 import time
 import urllib.request
@@ -48,9 +46,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "vllm"))
 # What these two checks share: requests, agreement and its limits, processes. The engine's name is in none of it.
 from serve_check import (  # noqa: E402
     FEW,
-    LONG,
-    PROMPT_TOKENS,
-    SHORT,
     Agreement,
     Answer,
     CheckError,
@@ -64,6 +59,7 @@ from serve_check import (  # noqa: E402
     parse_shape,
     provenance,
     serving,
+    time_per_token,
     version_of,
     with_another_beginning,
 )
@@ -161,7 +157,7 @@ class Client:
         with urllib.request.urlopen(request, None, 60):
             pass
 
-    def seconds(self, prompts: Sequence[list[int]], new_tokens: int) -> float:
+    def decode_seconds(self, prompts: Sequence[list[int]], new_tokens: int) -> float:
         """Wall time until every prompt, all in flight at once, has its new tokens."""
         start = time.monotonic()
         self.generate([body(prompt, new_tokens) for prompt in prompts], len(prompts))
@@ -177,21 +173,6 @@ def body(prompt: list[int], new_tokens: int) -> dict:
 
 def _with_logprobs() -> dict:
     return {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": -1}
-
-
-def time_per_token(client: Client, shape: Shape, repeats: int) -> dict:
-    """Milliseconds for one token of every request of the batch, repeated."""
-    rng = random.Random(shape.context)
-    prompts = [rng.choices(PROMPT_TOKENS, k=shape.context) for _ in range(shape.batch)]
-    client.seconds(prompts, SHORT)
-    seconds = [(client.seconds(prompts, LONG), client.seconds(prompts, SHORT)) for _ in range(repeats)]
-    readings = [(long - short) / (LONG - SHORT) * 1000 for long, short in seconds]
-    median = statistics.median(readings)
-    return {
-        "shape": str(shape),
-        "tpot_ms": {"median": median, "min": min(readings), "max": max(readings), "readings": readings},
-        "tokens_per_second": shape.batch / median * 1000,
-    }
 
 
 @dataclass
