@@ -8,23 +8,31 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etap_backend.support import DTYPES, HEAD_DIM, LATENT_DIM, ROPE_DIM, TILE_TOKENS
+from etap_backend.support import DTYPES, FP8, HEAD_DIM, LATENT_DIM, ROPE_DIM, TILE_TOKENS
 
 ROW_ALIGNMENT_BYTES = 16  # what TMA asks of every row's address
 PARTIAL_FLOATS = LATENT_DIM + 1  # an output row and its log-sum-exp
+# With an FP8 cache a query row is multiplied by the power of two that brings its largest element into [2^n, 2^(n+1)).
+QUERY_EXPONENT = {torch.float16: 14, FP8: 7}
+# A row of (nearly) zeros is multiplied by no more, so that the factor and its reciprocal are float32 numbers.
+MOST_QUERY_EXPONENT = 112
+# What P, which is at most 1, is multiplied by before it is rounded: e4m3 holds nothing below 2^-9, but much up to 448.
+PROBABILITY_FACTOR = {torch.bfloat16: 1.0, torch.float16: 1.0, FP8: 256.0}
 
 
 @dataclass(frozen=True)
 class Batch:
     """What the pieces of a decode share; rows are packed, row = query token * heads + head."""
 
-    q: Tensor  # [batch, rows, 576]
+    q: Tensor  # [batch, rows, 576], float32, of values that the product's type holds
+    score_factor: Tensor  # [batch, rows], float32: what Q times K is multiplied by
     kv_cache: Tensor  # [pages, page_size, 576]
+    output_factor: float
+    p_dtype: torch.dtype  # of P in its product with V
     block_table: Tensor  # [batch, max_pages]
     seq_lens: list[int]
     s_q: int
     heads: int
-    softmax_scale: float
 
     def tile(self, request: int, tile: int) -> Tensor:
         """K of one tile, float32 [tokens <= 64, 576]: only the tokens that the request has."""
@@ -39,12 +47,51 @@ class Batch:
         return self.seq_lens[request] - self.s_q + token + 1
 
 
+def batch_of(
+    rows: Tensor,
+    kv_cache: Tensor,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
+    block_table: Tensor,
+    seq_lens: list[int],
+    heads: int,
+    softmax_scale: float,
+    fp8_math: bool,
+) -> Batch:
+    """The Batch of packed query rows [batch, s_q * heads, 576] and of the arguments of `decode`."""
+    p_dtype = rows.dtype
+    if kv_cache.dtype == FP8:
+        p_dtype = FP8 if fp8_math else torch.float16
+    q, powers = product_queries(rows, p_dtype)
+    q_factor, kv_factor = (1.0 if scale is None else scale.item() for scale in (q_scale, kv_scale))
+    score_factor = powers * (softmax_scale * q_factor * kv_factor)
+    return Batch(q, score_factor, kv_cache, kv_factor, p_dtype, block_table, seq_lens, rows.shape[1] // heads, heads)
+
+
+def product_queries(rows: Tensor, p_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Query rows as the product takes them, and what its results are multiplied by to make up for that.
+
+    Args:
+        rows: [batch, rows, 576], of the type that Q and P have in the products (then nothing changes) or another.
+        p_dtype: that type.
+
+    Returns:
+        float32 [batch, rows, 576] of values that the type holds, and float32 [batch, rows] of powers of two.
+    """
+    if rows.dtype in (p_dtype, FP8):
+        return rows.float(), torch.ones(rows.shape[:2])
+    rows = rows.float()
+    _, exponent = torch.frexp(rows.abs().amax(dim=-1))  # the largest element lies in [2^(exponent - 1), 2^exponent)
+    shift = (QUERY_EXPONENT[p_dtype] + 1 - exponent).clamp(max=MOST_QUERY_EXPONENT)
+    return torch.ldexp(rows, shift[..., None]).to(p_dtype).float(), torch.ldexp(torch.ones(()), -shift)
+
+
 def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tensor]:
     """Attention of one request over some of its tiles: float32 out [rows, 512] and lse [rows].
 
     The context lies on the rows of st and the queries on its columns, as in the kernel.
     """
-    qt = batch.q[request].float().T
+    qt = batch.q[request].T
     visible = batch.visible(request)
     rows = visible.shape[0]
     ot = torch.zeros(LATENT_DIM, rows)
@@ -53,14 +100,14 @@ def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tens
     rounded_sum = torch.zeros(rows)
     for tile in tiles:
         k = batch.tile(request, tile)
-        st = (k @ qt) * batch.softmax_scale
+        st = (k @ qt) * batch.score_factor[request]
         position = torch.arange(k.shape[0]) + tile * TILE_TOKENS
         st.masked_fill_(position[:, None] >= visible, float("-inf"))
         new_max = torch.maximum(column_max, st.amax(dim=0))
         # A column that has seen nothing has the maximum -inf; 0 as its reference keeps -inf - -inf out.
         reference = torch.where(new_max.isinf(), 0.0, new_max)
         pt = torch.exp(st - reference)
-        rounded_pt = pt.to(batch.q.dtype).float()
+        rounded_pt = (pt * PROBABILITY_FACTOR[batch.p_dtype]).to(batch.p_dtype).float()
         correction = torch.exp(column_max - reference)
         column_sum = column_sum * correction + pt.sum(dim=0)
         # The output is divided by the sum of the rounded P, so that the rounding of a dominating key cancels; in the
@@ -69,7 +116,7 @@ def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tens
         ot = ot * correction + k[:, :LATENT_DIM].T @ rounded_pt
         column_max = new_max
     out = torch.where(rounded_sum > 0, ot / rounded_sum, 0.0).T
-    return out, column_max + torch.log(column_sum)
+    return out * batch.output_factor, column_max + torch.log(column_sum)
 
 
 def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -120,16 +167,16 @@ def _check_contiguous(name: str, tensor: Tensor) -> None:
 def check_arguments(
     q: Tensor, q_rope: Tensor | None, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, lse: Tensor
 ) -> None:
-    """Refuse what the compiled `decode` refuses, with ValueError or TypeError naming argument, wanted and got."""
-    _check_dtype("q", q, *DTYPES)
+    """Refuse what the compiled `decode` refuses, with ValueError or TypeError naming argument, wanted and got.
+
+    Types and scales of queries and cache are not looked at: `mla_decode` has, for both devices.
+    """
     _check_shape("q", q, ["batch", "s_q", "heads", HEAD_DIM if q_rope is None else LATENT_DIM])
     _check_rows("q", q)
     batch, s_q, heads, _ = q.shape
     if q_rope is not None:
-        _check_dtype("q_rope", q_rope, q.dtype)
         _check_shape("q_rope", q_rope, [batch, s_q, heads, ROPE_DIM])
         _check_rows("q_rope", q_rope)
-    _check_dtype("kv_cache", kv_cache, q.dtype)
     _check_shape("kv_cache", kv_cache, ["pages", "page_size", HEAD_DIM])
     if kv_cache.shape[1] < TILE_TOKENS or kv_cache.shape[1] % TILE_TOKENS:
         raise ValueError(f"kv_cache: wanted page_size a multiple of {TILE_TOKENS}, got {kv_cache.shape[1]}")
@@ -139,12 +186,12 @@ def check_arguments(
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
         strides = list(block_table.stride())
         raise ValueError(f"block_table: wanted stride 1 in the last dimension, got strides {strides}")
-    for name, tensor, dtype, shape in (
-        ("seq_lens", seq_lens, torch.int32, [batch]),
-        ("out", out, q.dtype, [batch, s_q, heads, LATENT_DIM]),
-        ("lse", lse, torch.float32, [batch, s_q, heads]),
+    for name, tensor, dtypes, shape in (
+        ("seq_lens", seq_lens, (torch.int32,), [batch]),
+        ("out", out, DTYPES if q.dtype == FP8 else (q.dtype,), [batch, s_q, heads, LATENT_DIM]),
+        ("lse", lse, (torch.float32,), [batch, s_q, heads]),
     ):
-        _check_dtype(name, tensor, dtype)
+        _check_dtype(name, tensor, *dtypes)
         _check_shape(name, tensor, shape)
         _check_contiguous(name, tensor)
 
@@ -153,6 +200,8 @@ def decode(
     q: Tensor,
     q_rope: Tensor | None,
     kv_cache: Tensor,
+    q_scale: Tensor | None,
+    kv_scale: Tensor | None,
     block_table: Tensor,
     seq_lens: Tensor,
     work_ranges: Tensor,
@@ -162,6 +211,7 @@ def decode(
     lse: Tensor,
     softmax_scale: float,
     partitions: int,
+    fp8_math: bool,
 ) -> None:
     """Decode on the CPU, with the arguments of the compiled `decode`; fills `out` and `lse`.
 
@@ -176,7 +226,7 @@ def decode(
     if max(lengths, default=0) > capacity:
         raise ValueError(f"seq_lens: wanted at most {capacity} tokens (max_pages * page_size), got {max(lengths)}")
     packed = (q if q_rope is None else torch.cat([q, q_rope], dim=-1)).reshape(requests, rows, HEAD_DIM)
-    batch = Batch(packed, kv_cache, block_table, lengths, s_q, heads, softmax_scale)
+    batch = batch_of(packed, kv_cache, q_scale, kv_scale, block_table, lengths, heads, softmax_scale, fp8_math)
     offsets = split_offsets[: requests + 1].tolist()
     slots = workspace[: offsets[-1] * rows * PARTIAL_FLOATS].view(offsets[-1], rows, PARTIAL_FLOATS)
     out_rows, lse_rows = out.view(requests, rows, LATENT_DIM), lse.view(requests, rows)

@@ -13,6 +13,8 @@ def mla_decode_reference(
     seq_lens: Tensor,
     softmax_scale: float,
     *,
+    q_scale: Tensor | None = None,
+    kv_scale: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """MLA decode attention in `dtype` on the given (already rounded) inputs.
@@ -26,6 +28,8 @@ def mla_decode_reference(
         block_table: integer [batch, max_pages], page of each page_size tokens.
         seq_lens: integer [batch], tokens of each request, the new ones included.
         softmax_scale: factor of the scores before softmax.
+        q_scale, kv_scale: one element each; what an element of q or of the cache is multiplied by for what it stands
+            for, 1 where None. They are applied to scores and output, which an element in `dtype` might not hold.
         dtype: type of every intermediate result.
 
     Returns:
@@ -36,6 +40,8 @@ def mla_decode_reference(
     rows = kv_cache.reshape(pages, page_size, -1) if kv_cache.dim() == 4 else kv_cache
     out = torch.zeros(batch, s_q, heads, LATENT_DIM, dtype=dtype, device=q.device)
     lse = torch.full((batch, s_q, heads), float("-inf"), dtype=dtype, device=q.device)
+    kv_factor = 1.0 if kv_scale is None else kv_scale.item()
+    score_factor = softmax_scale * kv_factor * (1.0 if q_scale is None else q_scale.item())
     capacity = block_table.shape[1] * page_size
     for request, length in enumerate(seq_lens.tolist()):
         if length > capacity:
@@ -48,9 +54,9 @@ def mla_decode_reference(
             visible = keys[: max(0, length - s_q + t + 1)]
             if visible.shape[0] == 0:
                 continue
-            scores = (q[request, t].to(dtype) @ visible.T) * softmax_scale
+            scores = (q[request, t].to(dtype) @ visible.T) * score_factor
             lse[request, t] = torch.logsumexp(scores, dim=-1)
-            out[request, t] = torch.softmax(scores, dim=-1) @ visible[:, :LATENT_DIM]
+            out[request, t] = torch.softmax(scores, dim=-1) @ visible[:, :LATENT_DIM] * kv_factor
     return out, lse
 
 

@@ -1,5 +1,7 @@
 """The one answer to "can these kernels run this?"; engines, command line and tests all ask here."""
 
+import os
+
 import torch
 
 LATENT_DIM = 512
@@ -8,20 +10,42 @@ HEAD_DIM = LATENT_DIM + ROPE_DIM
 TILE_TOKENS = 64
 COMPUTE_CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
+FP8 = torch.float8_e4m3fn
+"""Of an FP8 KV cache in the engines' dense layout, 576 bytes a token; the queries of one may be in it too."""
 
-_CACHE_DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+_CACHE_DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8, "fp8_e4m3": FP8}
+_FOREIGN_CACHES = {
+    "fp8_ds_mla": "it is the layout of sparse attention",
+    "fp8_e5m2": "the kernels read 8-bit floats in e4m3 only",
+    "float8_e5m2": "the kernels read 8-bit floats in e4m3 only",
+    "nvfp4": "the kernels read no 4-bit floats",
+}
+"""What the names of other caches begin with, and why they are none of ours."""
 
 
 def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _why_cache_dtype(kv_cache_dtype: "torch.dtype | str | None", dtype: torch.dtype) -> str | None:
-    if kv_cache_dtype is None or kv_cache_dtype == "auto":
+def why_fp8_unverified() -> str | None:
+    """Why nothing with an FP8 cache runs on a GPU yet, or None when the user wants it to run all the same."""
+    if os.environ.get("ETAP_UNVERIFIED_FP8") == "1":
         return None
-    if _CACHE_DTYPE_NAMES.get(kv_cache_dtype, kv_cache_dtype) != dtype:
-        return f"kv_cache_dtype {_name(kv_cache_dtype)} is not supported: wanted {_name(dtype)} like the query"
-    return None
+    return "the FP8 kernels have not been verified on a GPU yet; ETAP_UNVERIFIED_FP8=1 runs them all the same"
+
+
+def _cache_dtype(kv_cache_dtype: "torch.dtype | str | None", dtype: torch.dtype) -> "torch.dtype | str":
+    return dtype if kv_cache_dtype in (None, "auto") else _CACHE_DTYPE_NAMES.get(kv_cache_dtype, kv_cache_dtype)
+
+
+def _why_dtypes(dtype: torch.dtype, cache: "torch.dtype | str") -> str | None:
+    if dtype not in (*DTYPES, FP8):
+        return f"dtype {_name(dtype)} is not supported: wanted bfloat16 or float16, or float8_e4m3fn with an FP8 cache"
+    if cache in (dtype, FP8):
+        return None
+    wanted = "fp8 (e4m3) like the query" if dtype == FP8 else f"{_name(dtype)} like the query, or fp8 (e4m3)"
+    why = [f"{reason}; " for foreign, reason in _FOREIGN_CACHES.items() if _name(cache).startswith(foreign)]
+    return f"kv_cache_dtype {_name(cache)} is not supported: {''.join(why)}wanted {wanted}"
 
 
 def why_unsupported(
@@ -38,21 +62,21 @@ def why_unsupported(
     """Say why a decode problem cannot run, or None when it can.
 
     Args:
-        dtype: type of the query, bfloat16 or float16.
+        dtype: type of the query, bfloat16 or float16; float8_e4m3fn where the cache has it too.
         num_heads: query heads on this GPU; None when not known yet.
         head_dim: width of a query and of a cache row in elements (latent + rope), 576.
         v_head_dim: width of an output row in elements (latent), 512.
         page_size: tokens in a page of the KV cache, a multiple of 64.
-        kv_cache_dtype: a dtype or an engine's name for it; None and "auto" mean the query's.
+        kv_cache_dtype: a dtype or an engine's name for it: the query's, or FP8 (float8_e4m3fn, "fp8", "fp8_e4m3") in
+            the dense layout of 576 bytes a token; None and "auto" mean the query's.
         compute_capability: (major, minor) of the GPU; None when not known yet.
         s_q: query tokens for each request.
     """
     if compute_capability is not None and tuple(compute_capability) != COMPUTE_CAPABILITY:
         found = ".".join(map(str, compute_capability))
         return f"compute capability {found} is not supported: the kernels are compiled for sm_90a (Hopper, 9.0) only"
-    if dtype not in DTYPES:
-        return f"dtype {_name(dtype)} is not supported: wanted bfloat16 or float16"
-    if reason := _why_cache_dtype(kv_cache_dtype, dtype):
+    cache = _cache_dtype(kv_cache_dtype, dtype)
+    if reason := _why_dtypes(dtype, cache):
         return reason
     if head_dim != HEAD_DIM:
         return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope {ROPE_DIM})"
@@ -64,4 +88,4 @@ def why_unsupported(
         return f"num_heads {num_heads} is not supported: wanted at least 1"
     if s_q < 1:
         return f"s_q {s_q} is not supported: wanted at least 1"
-    return None
+    return why_fp8_unverified() if cache == FP8 else None

@@ -83,9 +83,12 @@ def test_a_batch_that_the_schedule_cannot_hold_is_refused(seq_lens, s_q, words):
         ({"v_head_dim": 128}, "v_head_dim 128"),
         ({"page_size": 16}, "page_size 16"),
         ({"page_size": 0}, "page_size 0"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16"),
-        ({"kv_cache_dtype": torch.float8_e4m3fn}, "kv_cache_dtype float8_e4m3fn"),
+        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype fp8_e5m2"),
+        ({"kv_cache_dtype": torch.float8_e5m2}, "kv_cache_dtype float8_e5m2"),
+        ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype fp8_ds_mla"),
+        ({"kv_cache_dtype": "nvfp4_ds_mla"}, "kv_cache_dtype nvfp4_ds_mla"),
+        ({"kv_cache_dtype": "bfloat16", "dtype": torch.float8_e4m3fn}, "kv_cache_dtype bfloat16"),
         ({"compute_capability": (8, 0)}, "compute capability 8.0"),
         ({"compute_capability": (10, 0)}, "compute capability 10.0"),
         ({"num_heads": 0}, "num_heads 0"),
@@ -108,3 +111,20 @@ def test_unsupported_problems_have_a_reason(problem, word):
 )
 def test_supported_problems_have_none(problem):
     assert why_unsupported(**{"dtype": torch.bfloat16, **problem}) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+@pytest.mark.parametrize("cache", ["fp8", "fp8_e4m3", torch.float8_e4m3fn, "auto"])
+def test_fp8_caches_wait_for_a_user_who_accepts_unverified_kernels(dtype, cache, monkeypatch):
+    if cache == "auto" and dtype != torch.float8_e4m3fn:
+        assert why_unsupported(dtype=dtype, kv_cache_dtype=cache) is None
+        return
+    for value in ("", "0"):
+        monkeypatch.setenv("ETAP_UNVERIFIED_FP8", value)
+        reason = why_unsupported(dtype=dtype, kv_cache_dtype=cache)
+        assert reason == (
+            "the FP8 kernels have not been verified on a GPU yet; ETAP_UNVERIFIED_FP8=1 runs them all the same"
+        )
+    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")
+    assert why_unsupported(dtype=dtype, kv_cache_dtype=cache) is None
+    assert why_unsupported(dtype=dtype, kv_cache_dtype=cache, page_size=16).startswith("page_size 16")

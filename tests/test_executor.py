@@ -12,7 +12,9 @@ from etap_backend.support import LATENT_DIM
 def one_request(length: int, heads: int = 5, s_q: int = 1, dtype: str = "bfloat16"):
     problem = build(Case((length,), heads, s_q, dtype), "cpu")
     rows = problem.q.reshape(1, s_q * heads, 576)
-    batch = executor.Batch(rows, problem.kv_cache, problem.block_table, [length], s_q, heads, SOFTMAX_SCALE)
+    batch = executor.batch_of(
+        rows, problem.kv_cache, None, None, problem.block_table, [length], heads, SOFTMAX_SCALE, False
+    )
     return problem, batch
 
 
@@ -31,20 +33,20 @@ def test_a_piece_is_the_attention_over_its_tiles(length, s_q, dtype):
     seen = lse.isfinite()
     assert seen.tolist() == [length - s_q + t + 1 > 0 for t in range(s_q) for _ in range(5)]
     error = (out[seen].double() - wanted[seen]).norm() / wanted[seen].norm()
-    assert error < tolerance(batch.q.dtype)
+    assert error < tolerance(problem.q.dtype)
     scores = batch.q[0, -1].double() @ contiguous_tokens(problem, 0).T * SOFTMAX_SCALE
     assert lse[-1].item() == pytest.approx(torch.logsumexp(scores, 0).item(), abs=1e-5)
 
 
 @pytest.mark.parametrize("cuts", [(1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
 def test_pieces_merge_to_the_whole(cuts):
-    _, batch = one_request(500, s_q=2)
+    problem, batch = one_request(500, s_q=2)
     whole_out, whole_lse = executor.decode_piece(batch, 0, range(8))
     bounds = (0, *cuts, 8)
     parts = [executor.decode_piece(batch, 0, range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
     out, lse = executor.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
     torch.testing.assert_close(lse, whole_lse, rtol=1e-6, atol=1e-6)
-    assert (out - whole_out).norm() / whole_out.norm() < tolerance(batch.q.dtype)
+    assert (out - whole_out).norm() / whole_out.norm() < tolerance(problem.q.dtype)
 
 
 def test_merging_ignores_pieces_that_saw_nothing():
@@ -87,10 +89,10 @@ def test_the_operator_is_registered_as_torch_wants_it():
     schedule = DecodeSchedule(2, 16, device="cpu").build(problem.seq_lens)
     buffers = (schedule.work_ranges, schedule.split_offsets, schedule.workspace)
     outputs = (torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16), torch.zeros(2, 1, 16))
-    inputs = (problem.q, None, problem.kv_cache, problem.block_table, problem.seq_lens)
+    inputs = (problem.q, None, problem.kv_cache, None, None, problem.block_table, problem.seq_lens)
     torch.library.opcheck(
         torch.ops.etap_backend.mla_decode.default,
-        (*inputs, *buffers, *outputs, SOFTMAX_SCALE, schedule.partitions),
+        (*inputs, *buffers, *outputs, SOFTMAX_SCALE, schedule.partitions, False),
         # The poison in what must not be read is NaN, which opcheck's comparison of unread inputs takes for a change.
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
