@@ -4,6 +4,7 @@ It is a FlashMLABackend with other kernels: prefill, which FlashMLA takes from F
 does what SGLang decides by that class.
 """
 
+import logging
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +21,8 @@ from torch import Tensor
 
 from etap_backend import DecodeSchedule, mla_decode, plugins, why_unsupported
 from etap_backend.sglang import compat
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,13 @@ def _why_unsupported(model_runner) -> str | None:
     return reason or plugins.why_no_library()
 
 
+def _types_of(model_runner, fp8_math: bool) -> str:
+    """The type of the KV cache and of the math on it, for the log."""
+    if model_runner.kv_cache_dtype == model_runner.dtype:
+        return "KV cache {0}, math {0}".format(str(model_runner.dtype).removeprefix("torch."))
+    return f"KV cache FP8 (e4m3), math {'FP8 (e4m3)' if fp8_math else 'float16'}"
+
+
 class ETAPBackend(FlashMLABackend):
     """MLA attention with ETAP's kernels for decoding, for verifying drafts, and for extending a draft model's cache."""
 
@@ -90,6 +100,9 @@ class ETAPBackend(FlashMLABackend):
             raise ValueError(f"attention backend {compat.NAME}: {reason}")
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, kv_last_page_len_buf)
         compat.register_model_support()
+        self._fp8_math = model_runner.kv_cache_dtype != model_runner.dtype and compat.wants_fp8_math()
+        if draft_step is None:
+            _logger.info("Attention backend %s: %s", compat.NAME, _types_of(model_runner, self._fp8_math))
         self.draft_step = draft_step
         self._returns_lse = get_parallel().attn_dcp_size > 1
         drafts = self.num_draft_tokens if draft_step is None else None
@@ -213,6 +226,8 @@ class ETAPBackend(FlashMLABackend):
         heads, width = layer.tp_q_head_num, layer.head_dim if q_rope is None else layer.v_head_dim
         if q_rope is not None:
             q_rope = q_rope.view(-1, heads, layer.head_dim - layer.v_head_dim).unflatten(0, per_request)
+        # No scale for an FP8 cache: the pool casts rows as they are, and prefill reads them so. layer.k_scale, which a
+        # checkpoint may set, is in neither.
         out, lse = mla_decode(
             q.view(-1, heads, width).unflatten(0, per_request),
             self.token_to_kv_pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size)),
@@ -221,6 +236,7 @@ class ETAPBackend(FlashMLABackend):
             metadata.schedule,
             softmax_scale=layer.scaling,
             q_rope=q_rope,
+            fp8_math=self._fp8_math,
         )
         out = out.view(-1, heads * layer.v_head_dim)
         return (out, lse.flatten(0, 1)) if self._returns_lse else out

@@ -18,7 +18,9 @@ class ETAPBackend(MLACommonBackend):
     """MLA attention with ETAP's decode kernels; prefill, and the writing of the KV cache, are vLLM's own."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
-    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16"]
+    # FP8 is listed even where it is refused: of types that are not listed vLLM says no more than "not supported", of
+    # the others what `supports_combination` answers.
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
     @staticmethod
     def get_name() -> str:

@@ -1,9 +1,12 @@
 """What each layer runs."""
 
+import os
 from typing import ClassVar
 
+import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import AttentionLayer, AttentionType
@@ -11,6 +14,27 @@ from vllm.v1.attention.backend import AttentionLayer, AttentionType
 from etap_backend import mla_decode, why_unsupported
 from etap_backend.vllm import compat
 from etap_backend.vllm.metadata import ETAPMetadata, claim_workspace, workspace_floats
+
+FP8_MATH_VARIABLE = "ETAP_FP8_MATH"
+"""Set to 1, an FP8 cache is multiplied as it is, by queries rounded to e4m3; otherwise as float16, exactly."""
+
+# vLLM gives its handler and level to loggers below "vllm" only.
+_logger = init_logger(f"vllm.{__name__}")
+
+
+def wants_fp8_math() -> bool:
+    """What the environment variable ETAP_FP8_MATH says; raises ValueError unless it is 1, 0, empty or unset."""
+    value = os.environ.get(FP8_MATH_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{FP8_MATH_VARIABLE}: wanted 0 or 1, got {value!r}")
+    return value == "1"
+
+
+def _log_types(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> None:
+    model = str(dtype).removeprefix("torch.")
+    cache = "FP8 (e4m3)" if fp8_cache else model
+    math = "FP8 (e4m3)" if fp8_math else "float16" if fp8_cache else model
+    _logger.info_once(f"{compat.NAME} decodes: KV cache {cache}, math {math}")
 
 
 class ETAPImpl(MLACommonImpl[ETAPMetadata]):
@@ -74,6 +98,11 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         )
         if reason:
             raise NotImplementedError(f"{compat.NAME}: {reason}")
+        self._fp8_cache = kv_cache_dtype.startswith("fp8")
+        self._fp8_math = self._fp8_cache and wants_fp8_math()
+        # The kernels round each query row by a scale of its own, if at all; vLLM would with one for all of them.
+        self.supports_quant_query_input = False
+        _log_types(config.model_config.dtype, self._fp8_cache, self._fp8_math)
         self._workspace_floats = workspace_floats(config, kernel_heads, max_s_q, num_compute_units())
         if not compat.reserves_in_profile_run():
             self.reserve_workspace()
@@ -94,12 +123,13 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         Args:
             q: (latent part [tokens, heads, 512], rope part [tokens, heads, 64]), both with any strides, or both parts
                 in one tensor [tokens, heads, 576]. A request's tokens follow one another.
-            kv_c_and_k_pe_cache: [blocks, 64, 576], dtype of q.
+            kv_c_and_k_pe_cache: [blocks, 64, 576], dtype of q, or e4m3: a value is what is stored times layer._k_scale.
             attn_metadata: this step's, from the builder.
-            layer: unused; the cache has no scales.
+            layer: vLLM's, for the scale; it stays on the device, where vLLM may still change it.
 
         Returns:
-            The output in the latent space [tokens, heads, 512], and float32 [tokens, heads] log-sum-exp, base e.
+            The output in the latent space [tokens, heads, 512], dtype of q, and float32 [tokens, heads] log-sum-exp,
+            base e.
         """
         decode = attn_metadata.decode
         schedule = decode.schedule
@@ -114,5 +144,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
             schedule,
             softmax_scale=self.scale,
             q_rope=None if rope is None else rope.unflatten(0, per_request),
+            kv_scale=layer._k_scale if self._fp8_cache else None,
+            fp8_math=self._fp8_math,
         )
         return out.flatten(0, 1), lse.flatten(0, 1)

@@ -1,4 +1,4 @@
-"""SGLang's pools, batches and attention layer around our backend, on CPU tensors.
+"""SGLang's pools, batches and attention layer around our backend, on CPU tensors, with the model's KV cache and FP8.
 
 The runner is the one that SGLang's own attention tests use, with its real pools and configuration. The reference
 executor stands in for the kernels and Triton's interpreter runs SGLang's kernels, but for the one that writes the
@@ -6,6 +6,7 @@ cache's rows, which it cannot run. FlashInfer's wrappers, which serve prefill, n
 real CUDA graphs and memory are not tested here.
 """
 
+import re
 from contextlib import ExitStack
 
 import pytest
@@ -14,7 +15,7 @@ from sglang.srt.layers.attention import attention_registry, flashinfer_mla_backe
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
 from sglang.srt.layers.radix_attention import RadixAttention
-from sglang.srt.mem_cache.memory_pool import MLATokenToKVPool
+from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
@@ -29,6 +30,7 @@ from sglang.test.kits.attention_unittest.attention_methods.mla_attention import 
 
 from etap_backend.reference import mla_decode_reference
 from etap_backend.sglang import backend as backend_module
+from etap_backend.sglang import compat
 
 load_plugins()
 
@@ -47,16 +49,24 @@ class Unused:
         pass
 
 
-def write_rows(pool, buffer, loc, latent, rope):
-    """What `MLATokenToKVPool._write_mla_kv_buffer` does: under decode context parallelism each rank keeps its slots."""
+def write_rows(buffer, loc, latent, rope):
+    """What the pool's kernels do: under decode context parallelism each rank keeps its slots."""
     size, rank = get_parallel().attn_dcp_size, get_parallel().attn_dcp_rank
     mine = loc % size == rank
     buffer[loc[mine] // size] = torch.cat([latent, rope], dim=-1)[mine]
 
 
 @pytest.fixture(autouse=True)
+def variables(monkeypatch):
+    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")
+    monkeypatch.delenv(compat.FP8_MATH_VARIABLE, raising=False)
+
+
+@pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
-    monkeypatch.setattr(MLATokenToKVPool, "_write_mla_kv_buffer", write_rows)
+    monkeypatch.setattr(memory_pool, "set_mla_kv_buffer_triton", write_rows)
+    # Where decode context parallelism has a kernel of its own.
+    monkeypatch.setattr(memory_pool, "set_mla_kv_buffer_dcp_sharded_triton", write_rows, raising=False)
     monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", Unused)
     monkeypatch.setattr(flashinfer_mla_backend, "BatchPrefillWithRaggedKVCacheWrapper", Unused)
     zeros = torch.zeros
@@ -101,10 +111,11 @@ class Problem:
         self.q = torch.randn(heads, len(lengths) * s_q, LATENT, generator=random).to(dtype).transpose(0, 1)
         wide = torch.randn(len(lengths) * s_q, heads, 128 + ROPE, generator=random).to(dtype)
         self.q_rope = wide[..., 128:]
-        self.kv = [torch.randn(length, LATENT + ROPE, generator=random).to(dtype) for length in lengths]
-        for rows in self.kv:
-            rows[len(rows) - new :] *= 2  # they weigh much, so that a length one too short shows
-        self.new_rows = torch.cat([rows[len(rows) - new :] for rows in self.kv])
+        rows = [torch.randn(length, LATENT + ROPE, generator=random).to(dtype) for length in lengths]
+        for keys in rows:
+            keys[len(keys) - new :] *= 2  # they weigh much, so that a length one too short shows
+        self.new_rows = torch.cat([keys[len(keys) - new :] for keys in rows])
+        self.kv = [keys.to(runner.kv_cache_dtype) for keys in rows]
         table = runner.req_to_token_pool.req_to_token
         table.fill_(WILD)
         pages = CONTEXT // (PAGE * ranks)
@@ -147,7 +158,8 @@ class Problem:
         pages = max(1, -(-max(self.lengths) // PAGE))
         cache = torch.zeros(len(self.lengths) * pages, PAGE, LATENT + ROPE, dtype=self.runner.dtype)
         for request, rows in enumerate(self.kv):
-            cache.view(len(self.lengths), -1, LATENT + ROPE)[request, : len(rows)] = rows
+            # Every FP8 number is one of bfloat16 and of float16.
+            cache.view(len(self.lengths), -1, LATENT + ROPE)[request, : len(rows)] = rows.to(cache.dtype)
         q = torch.cat([self.q, self.q_rope], dim=-1).unflatten(0, (len(self.lengths), self.s_q))
         return q, cache, torch.arange(len(cache)).view(len(self.lengths), pages), torch.tensor(self.lengths), SCALE
 
@@ -177,12 +189,12 @@ def attend(backend, problem, batch, *, split=True, save=True):
         return layer(q, problem.new_rows.unsqueeze(1), k, batch, save_kv_cache=save)
 
 
-@pytest.fixture
-def make():
+@pytest.fixture(params=[False, True], ids=["model's cache", "FP8 cache"])
+def make(request):
     """Makes a runner and our backend on it, by its name; stale entries of its block table are wild."""
 
     def both(**options):
-        runner = make_runner(**options)
+        runner = make_runner(**({"fp8_kv_cache": request.param} | options))
         backend = ATTENTION_BACKENDS["etap"](runner)
         backend._block_table.fill_(WILD)
         return runner, backend
@@ -217,11 +229,11 @@ def test_rows_written_before_are_not_written_again(make):
     runner, backend = make()
     problem = Problem(runner, LENGTHS)
     problem.write(rank=0, keep=0)
-    before = problem.cache.clone()
+    before = problem.cache.view(torch.uint8).clone()
     batch = problem.batch()
     backend.init_forward_metadata(batch)
     problem.check(attend(backend, problem, batch, save=False))
-    assert torch.equal(problem.cache, before) or bool((before.isnan() == problem.cache.isnan()).all())
+    assert torch.equal(problem.cache.view(torch.uint8), before)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["eager", "graph"])
@@ -407,14 +419,104 @@ def test_ranks_of_decode_context_parallelism_merge_by_natural_log_sum_exp(make, 
     [
         ({"page_size": 16}, "page_size 16 is not supported: wanted a multiple of 64"),
         ({"dtype": torch.float32}, "dtype float32 is not supported"),
-        ({"fp8_kv_cache": True}, "kv_cache_dtype float8_e4m3fn is not supported"),
+        ({"fp8_kv_cache": True}, "the FP8 kernels have not been verified on a GPU yet; ETAP_UNVERIFIED_FP8=1"),
         ({"kv_lora_rank": 256}, "head_dim 320 is not supported"),
     ],
     ids=str,
 )
-def test_refuses(options, reason):
+def test_refuses(monkeypatch, options, reason):
+    monkeypatch.delenv("ETAP_UNVERIFIED_FP8")
     with pytest.raises(ValueError, match=f"attention backend etap: {reason}"):
         ATTENTION_BACKENDS["etap"](make_runner(**options))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e5m2, torch.uint8], ids=str)
+def test_refuses_other_8_bit_caches(dtype):
+    runner = make_runner()
+    runner.kv_cache_dtype = dtype
+    with pytest.raises(ValueError, match=f"attention backend etap: kv_cache_dtype {str(dtype)[6:]} is not supported"):
+        ATTENTION_BACKENDS["etap"](runner)
+
+
+FP8_CACHE = pytest.mark.parametrize("make", [True], indirect=True, ids=[""])
+
+
+@FP8_CACHE
+def test_an_fp8_cache_has_no_scale(make):
+    """The pool casts what it is given, whatever a checkpoint says of a scale, and prefill reads the cast values."""
+    runner, backend = make()
+    problem = Problem(runner, LENGTHS)
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    layer = make_layer()
+    layer.k_scale, layer.k_scale_float = torch.nn.Parameter(torch.tensor(0.25), requires_grad=False), 0.25
+    k, k_rope = problem.new_rows.unsqueeze(1).split([LATENT, ROPE], dim=-1)
+    with forward_context(ForwardContext(attn_backend=backend)):
+        problem.check(layer(problem.q, k, k, batch, q_rope=problem.q_rope, k_rope=k_rope))
+    for request, slots in enumerate(problem.slots):
+        loc = slots[: problem.lengths[request]].long()
+        read = torch.cat(runner.token_to_kv_pool.get_mla_kv_buffer(layer, loc, torch.bfloat16), dim=-1)[:, 0]
+        assert torch.equal(read, problem.kv[request].bfloat16())
+
+
+@FP8_CACHE
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
+def test_fp8_math_is_as_exact_as_its_types_allow(make, monkeypatch, mode):
+    """At most twice the error of attention in float64 that rounds to e4m3 what the kernel rounds."""
+    monkeypatch.setenv(compat.FP8_MATH_VARIABLE, "1")
+    runner, backend = make(mode=mode)
+    s_q, drafts = (1, 0) if mode.is_decode() else (DRAFTS, DRAFTS)
+    problem = Problem(runner, [70, 300], s_q=s_q)
+    batch = problem.batch(mode, [length - drafts for length in problem.lengths])
+    backend.init_forward_metadata(batch)
+    out = attend(backend, problem, batch)
+    exact, rounded = (attention_of(problem, round_to) for round_to in (torch.float64, torch.float8_e4m3fn))
+    error, allowed = ((value.double().view_as(exact) - exact).norm() / exact.norm() for value in (out, rounded))
+    assert out.dtype == torch.bfloat16 and 1e-3 < error <= 2 * allowed, (error, allowed)
+
+
+def attention_of(problem, round_to):
+    """Attention in float64, queries (scaled to e4m3's range) and probabilities rounded."""
+    q, *_ = problem.paged()
+    q = q.double()
+    largest = q.abs().amax(-1, keepdim=True) / 256
+    q = (q / largest).to(round_to).double() * largest
+    out = []
+    for request, rows in enumerate(problem.kv):
+        for token in range(problem.s_q):
+            keys = rows.double()[: len(rows) - problem.s_q + token + 1]
+            scores = q[request, token] @ keys.T * SCALE
+            p = (256 * (scores - scores.amax(-1, keepdim=True)).exp()).to(round_to).double()
+            out.append(p @ keys[:, :LATENT] / p.sum(-1, keepdim=True))
+    return torch.stack(out)
+
+
+@FP8_CACHE
+def test_fp8_math_is_on_or_off(make, monkeypatch):
+    monkeypatch.setenv(compat.FP8_MATH_VARIABLE, "yes")
+    with pytest.raises(ValueError, match="ETAP_FP8_MATH: wanted 0 or 1, got 'yes'"):
+        make()
+
+
+@pytest.mark.parametrize(
+    "options, fp8_math, types",
+    [
+        ({}, "1", "KV cache bfloat16, math bfloat16"),
+        ({"fp8_kv_cache": True}, "0", r"KV cache FP8 \(e4m3\), math float16"),
+        ({"fp8_kv_cache": True}, "1", r"KV cache FP8 \(e4m3\), math FP8 \(e4m3\)"),
+    ],
+    ids=str,
+)
+def test_the_log_names_cache_and_math(monkeypatch, caplog, options, fp8_math, types):
+    monkeypatch.setenv(compat.FP8_MATH_VARIABLE, fp8_math)
+    with caplog.at_level("INFO", logger=backend_module.__name__):
+        ATTENTION_BACKENDS["etap"](make_runner(**options))
+    assert re.fullmatch(f"Attention backend etap: {types}", caplog.messages[-1])
+
+
+def test_an_fp8_cache_takes_half_the_bytes():
+    sizes = [make_runner(fp8_kv_cache=fp8).token_to_kv_pool.get_kv_size_bytes() for fp8 in (False, True)]
+    assert sizes[0] == 2 * sizes[1]
 
 
 def test_refuses_a_model_that_is_not_mla():

@@ -1,4 +1,4 @@
-"""One of two ranks that share every context, on the CPU: `python dcp_rank.py RANK PORT MODEL OUTPUT` saves its output.
+"""One of two ranks that share each context: `python dcp_rank.py RANK PORT MODEL CACHE OUTPUT` saves its result; no GPU.
 
 Groups, layer, builder, collectives and merging are vLLM's; Triton's interpreter runs the merging kernel.
 """
@@ -6,7 +6,7 @@ Groups, layer, builder, collectives and merging are vLLM's; Triton's interpreter
 import sys
 
 import torch
-from layer_cases import BLOCK, HEADS, LENGTHS, MAX_REQUESTS, SPECULATIVE, Problem, build_layer, decode, make_builder
+from layer_cases import HEADS, KV_SCALE, LENGTHS, MAX_REQUESTS, SPECULATIVE, Problem, build_layer, decode, make_builder
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -36,23 +36,20 @@ def prepare() -> None:
 
 def share_of(problem: Problem, rank: int) -> tuple[Problem, list[int]]:
     """The same step with the tokens that vLLM's interleaved cache gives to one rank, and their numbers."""
-    local = [rows[rank::RANKS] for rows in problem.kv]
+    local = [rows[rank::RANKS] for rows in problem.stored]
     share = Problem([max(1, len(rows)) for rows in local], 1)
-    share.q, share.kv = problem.q[:, rank * HEADS : (rank + 1) * HEADS], local
-    share.cache.fill_(float("nan"))
-    for request, rows in enumerate(local):
-        for begin in range(0, len(rows), BLOCK):
-            part = rows[begin : begin + BLOCK]
-            share.cache[share.block_table[request, begin // BLOCK], : len(part)] = part
+    share.q = problem.q[:, rank * HEADS : (rank + 1) * HEADS]
+    share.store(local, len(share.cache))
     return share, [len(rows) for rows in local]
 
 
-def main(rank: int, port: str, model: str, output: str) -> None:
+def main(rank: int, port: str, model: str, cache_dtype: str, output: str) -> None:
     prepare()
     heads = {"num_attention_heads": RANKS * HEADS, "num_key_value_heads": RANKS * HEADS}
     config = EngineArgs(
         model=model,
         attention_backend="ETAP",
+        kv_cache_dtype=cache_dtype,
         max_model_len=2048,
         max_num_seqs=MAX_REQUESTS,
         skip_tokenizer_init=True,
@@ -72,7 +69,9 @@ def main(rank: int, port: str, model: str, output: str) -> None:
         # Drafts go through vLLM's prefill: it says so for a backend that does not claim varying query lengths with DCP.
         assert builder.reorder_batch_threshold == 1
         assert not builder.supports_draft_decode_metadata_update
-        problem = Problem(LENGTHS, 1, heads=RANKS * HEADS)
+        scale = None if cache_dtype == "auto" else KV_SCALE
+        layer._k_scale.fill_(scale or 1.0)
+        problem = Problem(LENGTHS, 1, heads=RANKS * HEADS, kv_scale=scale)
         share, lengths = share_of(problem, rank)
         common = share.common_metadata()
         common.seq_lens.copy_(torch.tensor(problem.lengths))

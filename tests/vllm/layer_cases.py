@@ -13,12 +13,17 @@ MAX_REQUESTS = 8
 NAME = "model.layers.0.self_attn.attn"
 LENGTHS = [70, 129, 1]
 CPU = torch.device("cpu")
+FP8 = torch.float8_e4m3fn
+KV_SCALE = 0.3  # no power of two: it must not be rounded into the values
 
 
 class Problem:
-    """One step of decoding: requests with their cache, and every token's query and key."""
+    """One step of decoding: requests with their cache, and every token's query and key.
 
-    def __init__(self, lengths, s_q, seed=0, heads=HEADS):
+    With `kv_scale` the cache is FP8, as bytes like vLLM's; `kv` is what its values stand for, times the scale.
+    """
+
+    def __init__(self, lengths, s_q, seed=0, heads=HEADS, kv_scale=None):
         random = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
@@ -27,16 +32,25 @@ class Problem:
         self.lengths, self.s_q, self.heads = lengths, s_q, heads
         self.tokens = len(lengths) * s_q
         self.q = normal(self.tokens, heads, NOPE + ROPE)
-        self.kv = [normal(length, LATENT + ROPE) for length in lengths]
+        rows = [normal(length, LATENT + ROPE) for length in lengths]
+        self.stored = rows if kv_scale is None else [(row.float() / kv_scale).to(FP8) for row in rows]
+        self.kv = rows if kv_scale is None else [row.double() * kv_scale for row in self.stored]
         widest = max(2, -(-max(lengths) // BLOCK))
         blocks = 1 + torch.randperm(len(lengths) * widest, generator=random).int()
         self.block_table = blocks.view(len(lengths), widest).clone()
-        self.cache = torch.full((1 + blocks.numel(), BLOCK, LATENT + ROPE), float("nan"), dtype=torch.bfloat16)
-        for request, rows in enumerate(self.kv):
+        self.store(self.stored, 1 + blocks.numel())
+        for request, length in enumerate(lengths):
+            self.block_table[request, -(-length // BLOCK) :] = 2**30
+
+    def store(self, rows_of_requests, blocks):
+        """Make the cache: these rows, and NaN everywhere else."""
+        dtype = rows_of_requests[0].dtype
+        cache = torch.full((blocks, BLOCK, LATENT + ROPE), float("nan"), dtype=dtype)
+        for request, rows in enumerate(rows_of_requests):
             for begin in range(0, len(rows), BLOCK):
                 part = rows[begin : begin + BLOCK]
-                self.cache[self.block_table[request, begin // BLOCK], : len(part)] = part
-            self.block_table[request, -(-len(rows) // BLOCK) :] = 2**30
+                cache[self.block_table[request, begin // BLOCK], : len(part)] = part
+        self.cache = cache.view(torch.uint8) if dtype == FP8 else cache
 
     def common_metadata(self, prefill_lengths=()):
         """vLLM's description of the batch: the decodes, then prompts without context."""

@@ -14,6 +14,7 @@ import torch
 from layer_cases import (
     BLOCK,
     HEADS,
+    KV_SCALE,
     LATENT,
     LENGTHS,
     ROPE,
@@ -194,34 +195,37 @@ def test_batch_invariance_keeps_the_prefix_cache_and_its_workspace_is_reserved(m
     assert make_builder(layer, config).schedule.fixed_pieces > 1
 
 
-@pytest.fixture(scope="module")
-def two_ranks(model_directory, tmp_path_factory):
-    """Output and weight of each of two ranks that share every context, from dcp_rank.py in two processes."""
+@pytest.fixture(scope="module", params=["auto", "fp8"])
+def two_ranks(request, model_directory, tmp_path_factory):
+    """Scale of the cache, and output and weight of each of two ranks that share every context, from dcp_rank.py."""
     folder = tmp_path_factory.mktemp("dcp")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = Path(__file__).with_name("dcp_rank.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1", "ETAP_UNVERIFIED_FP8": "1"}
     ranks = []
     for rank in range(2):
-        command = list(map(str, [sys.executable, script, rank, port, model_directory, folder / str(rank)]))
+        command = [sys.executable, script, rank, port, model_directory, request.param, folder / str(rank)]
         output = (folder / f"{rank}.log").open("w")
-        ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+        ranks.append(
+            subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=subprocess.STDOUT)
+        )
     try:
         codes = [process.wait(RANKS_SECONDS) for process in ranks]
     finally:
         for process in ranks:
             process.kill()
     assert codes == [0, 0], "".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(2))
-    return [torch.load(folder / str(rank)) for rank in range(2)]
+    return None if request.param == "auto" else KV_SCALE, [torch.load(folder / str(rank)) for rank in range(2)]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_ranks, rank):
     """The last request has one token: rank 1 has none of it, and gets its heads' result from rank 0."""
-    out, weight = two_ranks[rank]
-    everyone = Problem(LENGTHS, 1, heads=2 * HEADS)
+    scale, outputs = two_ranks
+    out, weight = outputs[rank]
+    everyone = Problem(LENGTHS, 1, heads=2 * HEADS, kv_scale=scale)
     mine = Problem(LENGTHS, 1)
     mine.q, mine.kv = everyone.q[:, rank * HEADS : (rank + 1) * HEADS], everyone.kv
     assert_as_exact_as_torch(out, mine, weight)

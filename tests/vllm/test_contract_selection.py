@@ -40,6 +40,8 @@ def select(engine_config):
         {},
         {"dtype": torch.float16},
         {"kv_cache_dtype": "bfloat16"},
+        {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3", "dtype": torch.float16},
         {"num_heads": 1},
         {"num_heads": 128},
         {"block_size": 64},
@@ -47,7 +49,8 @@ def select(engine_config):
     ],
     ids=str,
 )
-def test_accepts(select, changes):
+def test_accepts(select, monkeypatch, changes):
+    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")
     assert select(**changes) is ETAPBackend
 
 
@@ -55,8 +58,17 @@ def test_accepts(select, changes):
     "changes, reason",
     [
         ({"dtype": torch.float32}, "dtype not supported"),
-        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype not supported"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype not supported"),
+        ({"kv_cache_dtype": "fp8"}, "the FP8 kernels have not been verified on a GPU yet; ETAP_UNVERIFIED_FP8=1"),
+        ({"kv_cache_dtype": "fp8_e4m3"}, "the FP8 kernels have not been verified on a GPU yet"),
+        (
+            {"kv_cache_dtype": "fp8_e5m2"},
+            "kv_cache_dtype fp8_e5m2 is not supported: the kernels read 8-bit floats in e4m3",
+        ),
+        (
+            {"kv_cache_dtype": "fp8_ds_mla"},
+            "kv_cache_dtype fp8_ds_mla is not supported: it is the layout of sparse attention",
+        ),
+        ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype nvfp4 is not supported: the kernels read no 4-bit floats"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 is not supported: wanted bfloat16 like the query"),
         ({"head_size": 320}, "head_dim 320 is not supported: wanted 576"),
         ({"block_size": 16}, "page_size 16 is not supported: wanted a multiple of 64"),
@@ -66,7 +78,8 @@ def test_accepts(select, changes):
     ],
     ids=str,
 )
-def test_refuses(select, changes, reason):
+def test_refuses(select, monkeypatch, changes, reason):
+    monkeypatch.delenv("ETAP_UNVERIFIED_FP8", raising=False)
     with pytest.raises(ValueError, match="ETAP is not valid") as refusal:
         select(**changes)
     assert reason in str(refusal.value)
