@@ -35,6 +35,8 @@ struct ScheduleParams {
   int32_t fixed_pieces;  // most pieces of a request where its length alone decides; 0: the batch does
 };
 
+enum class QueryType : int32_t { kBFloat16, kFloat16, kE4M3 };
+
 struct DecodeParams {
   const void* q;       // [batch, s_q, heads, 512 or 576]
   const void* q_rope;  // [batch, s_q, heads, 64]
@@ -65,9 +67,16 @@ struct DecodeParams {
   int32_t partitions;
   cutlass::FastDivmod tiles_per_page;
   float scale_log2;  // softmax scale * log2(e)
+  // For an FP8 cache alone: what its values and those of e4m3 queries are multiplied with (null: 1), what the queries are,
+  // and whether the result is float16 or bfloat16.
+  const float* kv_scale;
+  const float* q_scale;
+  QueryType query_type;
+  bool float16_out;
+  bool paired_dims;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
 };
 
-// The paged cache as TMA sees it: [pages, page_size, 576].
+// The paged cache as TMA sees it: [pages, page_size, 576]. An FP8 element is one byte.
 struct CacheParams {
   const void* data;
   int64_t pages;

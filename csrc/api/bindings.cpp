@@ -18,7 +18,7 @@ namespace {
 
 using tvm::ffi::Optional;
 
-constexpr int64_t kAbiVersion = 1;
+constexpr int64_t kAbiVersion = 2;
 constexpr double kLog2E = 1.4426950408889634;
 constexpr int kWorkRangeFields = sizeof(WorkRange) / sizeof(int32_t);
 
@@ -109,10 +109,38 @@ void build_fixed_schedule(TensorView seq_lens, TensorView work_ranges, TensorVie
   schedule(seq_lens, work_ranges, split_offsets, partitions, fixed_pieces);
 }
 
+void check_scale(const char* name, const Optional<TensorView>& scale, DLDevice device) {
+  if (!scale.has_value()) return;
+  const TensorView& tensor = scale.value();
+  check_dtype(name, tensor, {kFloat32});
+  if (tensor.numel() != 1) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted one element, got shape " << text(tensor.shape());
+  }
+  check_device(name, tensor, device);
+}
+
+// What the types of queries, cache and result may be together; e4m3 comes as bytes.
+void check_decode_types(const TensorView& q, const Optional<TensorView>& q_scale, const TensorView& kv_cache,
+                        const Optional<TensorView>& kv_scale, const TensorView& out, bool fp8_math) {
+  if (same(kv_cache.dtype(), kE4M3Bytes)) {
+    check_dtype("q", q, {kBFloat16, kFloat16, kE4M3Bytes});
+    check_dtype("out", out, {same(q.dtype(), kE4M3Bytes) ? kBFloat16 : q.dtype(),
+                             same(q.dtype(), kE4M3Bytes) ? kFloat16 : q.dtype()});
+  } else {
+    check_dtype("q", q, {kBFloat16, kFloat16});
+    check_dtype("kv_cache", kv_cache, {q.dtype()});
+    check_dtype("out", out, {q.dtype()});
+    if (kv_scale.has_value()) TVM_FFI_THROW(ValueError) << "kv_scale: wanted none for a cache of " << text(q.dtype());
+    if (fp8_math) TVM_FFI_THROW(ValueError) << "fp8_math: wanted an FP8 cache, got one of " << text(q.dtype());
+  }
+  if (q_scale.has_value() && !same(q.dtype(), kE4M3Bytes)) {
+    TVM_FFI_THROW(ValueError) << "q_scale: wanted none for queries of " << text(q.dtype());
+  }
+}
+
 void check_decode_tensors(const TensorView& q, const Optional<TensorView>& q_rope, const TensorView& kv_cache,
                           const TensorView& block_table, const TensorView& seq_lens, const TensorView& out,
                           const TensorView& lse) {
-  check_dtype("q", q, {kBFloat16, kFloat16});
   check_shape("q", q,
               {{kAny, "batch"}, {kAny, "s_q"}, {kAny, "heads"}, {q_rope.has_value() ? kLatentDim : kHeadDim}});
   check_rows("q", q);
@@ -124,7 +152,6 @@ void check_decode_tensors(const TensorView& q, const Optional<TensorView>& q_rop
     check_rows("q_rope", q_rope.value());
     check_device("q_rope", q_rope.value(), q.device());
   }
-  check_dtype("kv_cache", kv_cache, {q.dtype()});
   check_shape("kv_cache", kv_cache, {{kAny, "pages"}, {kAny, "page_size"}, {kHeadDim}});
   if (kv_cache.size(1) < kTileTokens || kv_cache.size(1) % kTileTokens != 0) {
     TVM_FFI_THROW(ValueError) << "kv_cache: wanted page_size a multiple of " << kTileTokens << ", got "
@@ -140,7 +167,6 @@ void check_decode_tensors(const TensorView& q, const Optional<TensorView>& q_rop
   check_shape("seq_lens", seq_lens, {{batch}});
   check_contiguous("seq_lens", seq_lens);
   check_device("seq_lens", seq_lens, q.device());
-  check_dtype("out", out, {q.dtype()});
   check_shape("out", out, {{batch}, {s_q}, {heads}, {kLatentDim}});
   check_contiguous("out", out);
   check_device("out", out, q.device());
@@ -156,7 +182,18 @@ int32_t row_tile(int64_t rows) {
   return tile;
 }
 
+const float* scale_of(const Optional<TensorView>& scale) {
+  return scale.has_value() ? static_cast<const float*>(scale.value().data_ptr()) : nullptr;
+}
+
+QueryType query_type(const TensorView& q) {
+  return same(q.dtype(), kBFloat16)  ? QueryType::kBFloat16
+         : same(q.dtype(), kFloat16) ? QueryType::kFloat16
+                                     : QueryType::kE4M3;
+}
+
 DecodeParams decode_params(const TensorView& q, const Optional<TensorView>& q_rope, const TensorView& kv_cache,
+                           const Optional<TensorView>& q_scale, const Optional<TensorView>& kv_scale,
                            const TensorView& block_table, const TensorView& seq_lens, const TensorView& work_ranges,
                            const TensorView& split_offsets, const TensorView& workspace, const TensorView& out,
                            const TensorView& lse, double softmax_scale, int64_t partitions) {
@@ -191,6 +228,11 @@ DecodeParams decode_params(const TensorView& q, const Optional<TensorView>& q_ro
       .partitions = int32_t(partitions),
       .tiles_per_page = int32_t(kv_cache.size(1) / kTileTokens),
       .scale_log2 = float(softmax_scale * kLog2E),
+      .kv_scale = scale_of(kv_scale),
+      .q_scale = scale_of(q_scale),
+      .query_type = query_type(q),
+      .float16_out = same(out.dtype(), kFloat16),
+      .paired_dims = same(kv_cache.dtype(), kE4M3Bytes),
   };
   const int64_t partial_rows = 2 * partitions * params.row_groups * params.row_tile;
   params.partial_lse = params.partial_out + partial_rows * kLatentDim;
@@ -198,20 +240,31 @@ DecodeParams decode_params(const TensorView& q, const Optional<TensorView>& q_ro
   return params;
 }
 
-template <class Element>
-void launch(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream) {
-  launch_decode<Element>(params, cache, stream);
-  if (params.partitions > 1) launch_combine<Element>(params, stream);
+// Out: the result's type.
+template <class Out>
+void launch(const DecodeParams& params, const CacheParams& cache, bool fp8_cache, bool fp8_math, cudaStream_t stream) {
+  if (!fp8_cache) {
+    launch_decode<Out>(params, cache, stream);
+  } else if (fp8_math) {
+    launch_fp8_decode<cutlass::float_e4m3_t>(params, cache, stream);
+  } else {
+    launch_fp8_decode<cutlass::half_t>(params, cache, stream);
+  }
+  if (params.partitions > 1) launch_combine<Out>(params, stream);
 }
 
-void decode(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, TensorView block_table, TensorView seq_lens,
-            TensorView work_ranges, TensorView split_offsets, TensorView workspace, TensorView out, TensorView lse,
-            double softmax_scale, int64_t partitions) {
+void decode(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, Optional<TensorView> q_scale,
+            Optional<TensorView> kv_scale, TensorView block_table, TensorView seq_lens, TensorView work_ranges,
+            TensorView split_offsets, TensorView workspace, TensorView out, TensorView lse, double softmax_scale,
+            int64_t partitions, bool fp8_math) {
   reporting_cuda_errors([&] {
+    check_decode_types(q, q_scale, kv_cache, kv_scale, out, fp8_math);
     check_decode_tensors(q, q_rope, kv_cache, block_table, seq_lens, out, lse);
+    check_scale("q_scale", q_scale, q.device());
+    check_scale("kv_scale", kv_scale, q.device());
     check_device("schedule", work_ranges, q.device());
-    const DecodeParams params = decode_params(q, q_rope, kv_cache, block_table, seq_lens, work_ranges, split_offsets,
-                                              workspace, out, lse, softmax_scale, partitions);
+    const DecodeParams params = decode_params(q, q_rope, kv_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges,
+                                              split_offsets, workspace, out, lse, softmax_scale, partitions);
     if (params.batch == 0 || params.rows == 0) return;
     const CacheParams cache{
         .data = kv_cache.data_ptr(),
@@ -222,10 +275,11 @@ void decode(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, Tens
     };
     const DeviceGuard guard(q.device().device_id);
     const cudaStream_t stream = current_stream(q.device());
-    if (same(q.dtype(), kBFloat16)) {
-      launch<cutlass::bfloat16_t>(params, cache, stream);
+    const bool fp8_cache = same(kv_cache.dtype(), kE4M3Bytes);
+    if (params.float16_out) {
+      launch<cutlass::half_t>(params, cache, fp8_cache, fp8_math, stream);
     } else {
-      launch<cutlass::half_t>(params, cache, stream);
+      launch<cutlass::bfloat16_t>(params, cache, fp8_cache, fp8_math, stream);
     }
   });
 }

@@ -16,6 +16,7 @@ using tvm::ffi::TensorView;
 constexpr int64_t kAny = -1;  // a size that the argument is free to choose
 constexpr DLDataType kFloat16{kDLFloat, 16, 1};
 constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
+constexpr DLDataType kE4M3Bytes{kDLUInt, 8, 1};  // not every DLPack consumer knows 8-bit floats
 constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 constexpr DLDataType kInt32{kDLInt, 32, 1};
 constexpr int64_t kRowAlignmentBytes = 16;  // of TMA and of 16-byte loads

@@ -64,9 +64,12 @@ __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum
   const uint32_t high_row = ptx::movmatrix_trans(high);
   const int row = first_row + lane / 4;
   if (row >= params.rows) return;
-  auto* out = static_cast<Element*>(params.out) + (int64_t(request) * params.rows + row) * kLatentDim + dim + lane % 4 * 2;
-  *reinterpret_cast<uint32_t*>(out) = low_row;
-  *reinterpret_cast<uint32_t*>(out + 8) = high_row;
+  auto* out = static_cast<uint16_t*>(params.out) + (int64_t(request) * params.rows + row) * kLatentDim + dim;
+  if (params.paired_dims) {
+    store_dims<true>(out + lane % 4 * 4, low_row, high_row);
+  } else {
+    store_dims<false>(out + lane % 4 * 2, low_row, high_row);
+  }
 }
 
 __device__ __forceinline__ void write_lse(const DecodeParams& params, const Totals& totals, int request, int first_row) {

@@ -42,16 +42,16 @@ __device__ __forceinline__ void spin(Barrier& barrier, uint32_t parity) {
 #endif
 }
 
-// Numbered events for one waiter, who may be up to two behind: even and odd ones have a barrier each.
+// Numbered events for one waiter, who may be up to kTurns behind: they take the barriers in turn.
+template <int kTurns>
 struct Turns {
-  Barrier barriers[2];
+  Barrier barriers[kTurns];
 
   __device__ __forceinline__ void init() {
-    barriers[0].init(1);
-    barriers[1].init(1);
+    for (Barrier& barrier : barriers) barrier.init(1);
   }
-  __device__ __forceinline__ void signal(uint32_t turn) { barriers[turn % 2].arrive(); }
-  __device__ __forceinline__ void wait(uint32_t turn) { spin(barriers[turn % 2], turn / 2 % 2); }
+  __device__ __forceinline__ void signal(uint32_t turn) { barriers[turn % kTurns].arrive(); }
+  __device__ __forceinline__ void wait(uint32_t turn) { spin(barriers[turn % kTurns], turn / kTurns % 2); }
 };
 
 // One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release.

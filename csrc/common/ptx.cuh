@@ -33,13 +33,6 @@ __device__ __forceinline__ bool barrier_any(bool value, int barrier, int threads
   return any != 0;
 }
 
-// Have a 64-bit kernel parameter in a register here: the first read of a line of constant memory takes long.
-template <class Value>
-__device__ __forceinline__ void fetch_now(const Value& value) {
-  static_assert(sizeof(Value) == 8);
-  asm volatile("" ::"l"(value));
-}
-
 // Transpose an 8 x 8 matrix of 16-bit elements held by a warp, two elements a lane.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
   uint32_t y;

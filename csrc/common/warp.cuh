@@ -19,10 +19,37 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
   return reinterpret_cast<const uint32_t&>(packed);
 }
 
+// Four 8-bit values in one register, the first in the lowest byte.
+template <class Element>
+__device__ __forceinline__ uint32_t pack_four(float a, float b, float c, float d) {
+  const cutlass::NumericArrayConverter<Element, float, 4> convert;
+  const auto packed = convert(cutlass::Array<float, 4>{a, b, c, d});
+  return reinterpret_cast<const uint32_t&>(packed);
+}
+
+template <class Element>
+__device__ __forceinline__ float4 unpack_four(uint32_t packed) {
+  const cutlass::NumericArrayConverter<float, Element, 4> convert;
+  const auto four = convert(reinterpret_cast<const cutlass::Array<Element, 4>&>(packed));
+  return {four[0], four[1], four[2], four[3]};
+}
+
 template <class Element>
 __device__ __forceinline__ float2 unpack(uint32_t packed) {
   const auto& pair = reinterpret_cast<const cutlass::Array<Element, 2>&>(packed);
   return {float(pair[0]), float(pair[1])};
+}
+
+// Store what a lane has of one row and 16 value dims: pairs of neighbours, 8 apart, or, where the tile's rows r and r + 8
+// are dims 2r and 2r + 1, the even ones and the odd ones of four.
+template <bool kPairedDims>
+__device__ __forceinline__ void store_dims(uint16_t* out, uint32_t first, uint32_t second) {
+  if constexpr (kPairedDims) {
+    *reinterpret_cast<uint2*>(out) = make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
+  } else {
+    *reinterpret_cast<uint32_t*>(out) = first;
+    *reinterpret_cast<uint32_t*>(out + 8) = second;
+  }
 }
 
 }  // namespace etap

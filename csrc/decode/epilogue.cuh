@@ -8,21 +8,28 @@ namespace etap {
 // Where a piece's rows go: the result itself, or a float32 partial with a log2-sum-exp.
 template <class T>
 struct Destination {
-  typename T::Element* out;  // [rows of the group, 512], or null
+  uint16_t* out;  // float16 or bfloat16 [rows of the group, 512], or null
   float* lse;
   float4* partial_out;  // [slices, column blocks, threads]
   float* partial_lse;
   int rows;
+  bool float16_out;
 
   __device__ __forceinline__ Destination(const DecodeParams& params, const Piece& piece, int row_group) {
     const int64_t row = int64_t(piece.request) * params.rows + row_group * kMaxRowTile;
     const int64_t partial_row = (int64_t(piece.slot) * params.row_groups + row_group) * T::kRowTile;
     const bool whole = piece.slot < 0;
-    out = whole ? static_cast<typename T::Element*>(params.out) + row * kLatentDim : nullptr;
+    out = whole ? static_cast<uint16_t*>(params.out) + row * kLatentDim : nullptr;
     lse = params.lse + row;
     partial_out = reinterpret_cast<float4*>(params.partial_out + partial_row * kLatentDim);
     partial_lse = params.partial_lse + partial_row;
     rows = min(params.rows - row_group * kMaxRowTile, T::kRowTile);
+    float16_out = params.float16_out;
+  }
+
+  __device__ __forceinline__ uint32_t pack_out(float low, float high) const {
+    if constexpr (!T::kFp8Cache) return pack<typename T::Element>(low, high);
+    return float16_out ? pack<cutlass::half_t>(low, high) : pack<cutlass::bfloat16_t>(low, high);
   }
 };
 
@@ -54,18 +61,19 @@ __device__ __forceinline__ void write_output(const Destination<T>& to, int first
     return;
   }
   const int lane = thread % kWarpSize;
-  auto* out = to.out + lane / 4 * kLatentDim + first_dim + thread / kWarpSize * 16 + lane % 4 * 2;
+  auto* out = to.out + lane / 4 * kLatentDim + first_dim + thread / kWarpSize * 16 + lane % 4 * (T::kFp8Cache ? 4 : 2);
   const int rows = to.rows - lane / 4;
   CUTE_UNROLL
   for (int block = 0; block < kBlocks; ++block) {
     CUTE_UNROLL
-    for (int i = 0; i < 2 * kSlices; ++i) {
-      const float low = ot(cute::make_coord(0, i % 2, block), first_slice + i / 2, 0);
-      const float high = ot(cute::make_coord(1, i % 2, block), first_slice + i / 2, 0);
-      const uint32_t pair = ptx::movmatrix_trans(pack<typename T::Element>(low, high));
-      if (rows > block * 8) {
-        *reinterpret_cast<uint32_t*>(out + block * 8 * kLatentDim + i / 2 * 64 + i % 2 * 8) = pair;
-      }
+    for (int m = 0; m < kSlices; ++m) {
+      const auto transposed = [&](int half) {
+        const auto at = cute::make_coord(cute::_, half, block);
+        return ptx::movmatrix_trans(to.pack_out(ot(at, first_slice + m, 0)(0), ot(at, first_slice + m, 0)(1)));
+      };
+      const uint32_t first = transposed(0);
+      const uint32_t second = transposed(1);
+      if (rows > block * 8) store_dims<T::kFp8Cache>(out + block * 8 * kLatentDim + m * 64, first, second);
     }
   }
 }
@@ -100,7 +108,7 @@ __device__ __forceinline__ void publish_columns(typename T::Columns& columns, co
   CUTE_UNROLL
   for (int i = 0; i < kColumns; ++i) {
     values[i] = softmax.sums[i];
-    values[kColumns + i] = softmax.rounded_sums[i];
+    values[kColumns + i] = softmax.rounded_sums[i] * (T::kFp8Cache ? softmax.inverse_value_scale : 1.0f);
   }
   sum_over_tokens<kCount>(values);
   // Bits 4, 3 and 2 of the lane chose the half at each step; with four values the last step chose nothing.

@@ -22,6 +22,8 @@
 #include <cutlass/arch/reg_reconfig.h>
 
 #include "decode/epilogue.cuh"
+#include "decode/fp8_products.cuh"
+#include "decode/fp8_queries.cuh"
 #include "decode/load.cuh"
 
 namespace etap {
@@ -35,9 +37,13 @@ __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, 
                                              OutputFragment<T>& ot) {
   const int group = softmax.group;
   ScoreFragment<T> st;
-  compute_scores<T>(shared, at, group, st);
-  release_key_stages<T>(shared, at, group);
-  if (last && threadIdx.x % kWarpSize == 0) shared.queries.release(query_at);
+  if constexpr (T::kFp8Cache) {
+    compute_scores_fp8<T>(shared, at, group, st);
+  } else {
+    compute_scores<T>(shared, at, group, st);
+    release_key_stages<T>(shared, at, group);
+    if (last && threadIdx.x % kWarpSize == 0) shared.queries.release(query_at);
+  }
   const int tile_end = (tile + 1) * kTileTokens;
   if (tile_end > piece.seq_len - params.s_q + 1) {
     mask_scores<T>(params, piece, tile, row_group, group, st);
@@ -55,16 +61,27 @@ __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, 
     softmax.store(probabilities);
     ptx::barrier_sync(T::score_barrier(group), T::kScoreThreads);
   }
-  start_output<T>(shared, at, group, probabilities, ot);
-  softmax.accumulate();
-  finish_output<T>(shared, at, group, ot);
+  if constexpr (T::kFp8Cache) {
+    start_output_fp8<T>(shared, at, group, probabilities, ot);
+    softmax.accumulate();
+    finish_output_fp8<T>(ot);
+  } else {
+    start_output<T>(shared, at, group, probabilities, ot);
+    softmax.accumulate();
+    finish_output<T>(shared, at, group, ot);
+  }
 }
 
 // Both consumers run the same instructions, so that they share the instruction cache.
 template <class T>
 __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
                                         int row_group, int group) {
-  Softmax<T> softmax(shared, params.scale_log2, group);
+  float kv_scale = 1.0f, q_scale = 1.0f;
+  if constexpr (T::kFp8Cache) {
+    if (params.kv_scale != nullptr) kv_scale = *params.kv_scale;
+    if (params.q_scale != nullptr) q_scale = *params.q_scale;
+  }
+  Softmax<T> softmax(shared, params.scale_log2, kv_scale, group);
   OutputFragment<T> ot;
   RingPosition<T::kStages> keys;
   RingPosition<1> queries;
@@ -75,9 +92,14 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
   while (!walk.done()) {
     const Piece piece = walk.next();
     if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group));
+    if constexpr (T::kFp8Cache) {
+      if (piece.tiles() == 0) continue;
+      load_queries<T>(shared, params, piece.request, row_group, params.scale_log2 * kv_scale * q_scale);
+    } else {
+      shared.queries.wait(queries);
+    }
     softmax.reset();
     cute::clear(ot);
-    shared.queries.wait(queries);
     for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
       if constexpr (!T::kSharedTiles) {
         if (i % kConsumerGroups != group) continue;
@@ -92,12 +114,14 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
                       queries, keys,
                       probabilities + mine % 2 * T::kProbabilityBytes, softmax, ot);
     }
-    if (piece.tiles() <= (T::kSharedTiles ? 0 : group)) {  // no tile for this consumer
-      __syncwarp();                                        // all lanes have seen this round
-      if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+    if constexpr (!T::kFp8Cache) {
+      if (piece.tiles() <= (T::kSharedTiles ? 0 : group)) {  // no tile for this consumer
+        __syncwarp();                                        // all lanes have seen this round
+        if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+      }
+      queries.advance(1);
+      if (piece.tiles() == 0) continue;
     }
-    queries.advance(1);
-    if (piece.tiles() == 0) continue;
     finish_piece<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
     keys.advance(kConsumerGroups * T::kMergeStages);
   }
@@ -117,12 +141,13 @@ __device__ __forceinline__ void adjust_registers() {
 
 template <class T>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
-    decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ CUtensorMap cache_map,
+    decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ typename T::CacheMaps cache_maps,
                   const __grid_constant__ QueryMaps query_maps) {
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
   if (threadIdx.x < kWarpSize) {
-    if (threadIdx.x == 0) cute::prefetch_tma_descriptor(&cache_map);
+    if (threadIdx.x == 0) cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache_maps));
+    if (T::kFp8Cache && threadIdx.x == 0) cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache_maps) + 1);
     if (threadIdx.x == 0 && query_maps.usable) {
       cute::prefetch_tma_descriptor(&query_maps.latent);
       cute::prefetch_tma_descriptor(&query_maps.rope);
@@ -134,10 +159,6 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   }
   __syncthreads();
   cudaTriggerProgrammaticLaunchCompletion();
-  ptx::fetch_now(params.q);  // one of each line
-  ptx::fetch_now(params.block_table);
-  ptx::fetch_now(params.work_ranges);
-  ptx::fetch_now(params.partial_out);
   cudaGridDependencySynchronize();
 
   const int partition = blockIdx.x / params.row_groups;
@@ -147,11 +168,13 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     adjust_registers<false>();
     const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
     if (warp == 0) {
-      load_keys<T>(shared, params, &cache_map, partition);
-    } else if (!query_maps.usable) {
-      gather_queries<T>(shared, params, partition, row_group);
-    } else if (warp == 1) {
-      copy_queries<T>(shared, params, query_maps, partition, row_group);
+      load_keys<T>(shared, params, cache_maps, partition);
+    } else if constexpr (!T::kFp8Cache) {
+      if (!query_maps.usable) {
+        gather_queries<T>(shared, params, partition, row_group);
+      } else if (warp == 1) {
+        copy_queries<T>(shared, params, query_maps, partition, row_group);
+      }
     }
   } else {
     adjust_registers<true>();

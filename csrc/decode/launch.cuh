@@ -25,30 +25,44 @@ inline PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
   return encoder;
 }
 
+template <class Element>
+constexpr CUtensorMapDataType tensor_map_type() {
+  if (sizeof(Element) == 1) return CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  return std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+}
+
+// Swizzled over rows as wide as the box: 128 or 64 bytes.
 template <class Element, int kRank>
 CUtensorMap encode_tensor_map(const void* data, const cuuint64_t (&extents)[kRank], const cuuint64_t (&strides)[kRank - 1],
                               const cuuint32_t (&box)[kRank]) {
-  constexpr auto kType = std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                  : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
+  const auto swizzle = box[0] * sizeof(Element) == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   CUtensorMap map;
   // Promotion to 256 bytes costs 6% of the bandwidth: rows are 1152 bytes, so it fetches across their ends.
   const CUresult status = tensor_map_encoder()(
-      &map, kType, kRank, const_cast<void*>(data), extents, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-      CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+      &map, tensor_map_type<Element>(), kRank, const_cast<void*>(data), extents, strides, box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(int(status)));
   return map;
 }
 
-// The cache as (64 columns, tokens of a page, 9 column chunks, pages); a copy takes 64 tokens of some chunks.
 template <class T>
-CUtensorMap make_cache_map(const CacheParams& cache) {
-  constexpr cuuint64_t kElementBytes = sizeof(typename T::Element);
-  return encode_tensor_map<typename T::Element, 4>(
-      cache.data, {kChunkColumns, cuuint64_t(cache.page_size), kChunks, cuuint64_t(cache.pages)},
-      {cache.row_stride * kElementBytes, kChunkColumns * kElementBytes, cache.page_stride * kElementBytes},
-      {kChunkColumns, kTileTokens, T::kChunksPerStage, 1});
+typename T::CacheMaps make_cache_maps(const CacheParams& cache) {
+  const auto tokens = cuuint64_t(cache.page_size), pages = cuuint64_t(cache.pages);
+  if constexpr (T::kFp8Cache) {
+    const auto row = cuuint64_t(cache.row_stride), page = cuuint64_t(cache.page_stride);
+    return {encode_tensor_map<uint8_t, 4>(cache.data, {T::kWideColumns, tokens, T::kWideChunks, pages},
+                                          {row, T::kWideColumns, page}, {T::kWideColumns, kTileTokens, T::kWideChunks, 1}),
+            encode_tensor_map<uint8_t, 3>(static_cast<const char*>(cache.data) + kLatentDim, {kRopeDim, tokens, pages},
+                                          {row, page}, {kRopeDim, kTileTokens, 1})};
+  } else {
+    constexpr cuuint64_t kElementBytes = sizeof(typename T::Element);
+    return {encode_tensor_map<typename T::Element, 4>(
+        cache.data, {kChunkColumns, tokens, kChunks, pages},
+        {cache.row_stride * kElementBytes, kChunkColumns * kElementBytes, cache.page_stride * kElementBytes},
+        {kChunkColumns, kTileTokens, T::kChunksPerStage, 1})};
+  }
 }
 
 template <class T>
@@ -89,25 +103,35 @@ void allow_shared_memory() {
   granted.fetch_or(bit, std::memory_order_relaxed);
 }
 
-template <class Element, int kRowTile>
-void launch_row_tile(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream) {
-  using T = Traits<Element, kRowTile>;
+template <class T>
+void launch_kernel(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream) {
+  static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
   allow_shared_memory<T>();
-  const CUtensorMap cache_map = make_cache_map<T>(cache);
-  const QueryMaps query_maps = make_query_maps<T>(params);
+  const typename T::CacheMaps cache_maps = make_cache_maps<T>(cache);
+  QueryMaps query_maps{};
+  if constexpr (!T::kFp8Cache) query_maps = make_query_maps<T>(params);
   launch_overlapping(decode_kernel<T>, params.partitions * params.row_groups, kDecodeThreads,
-                     sizeof(typename T::SharedStorage), stream, params, cache_map,
-                     query_maps);
+                     sizeof(typename T::SharedStorage), stream, params, cache_maps, query_maps);
+}
+
+template <template <class, int> class T, class Element>
+void launch_row_tile(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream) {
+  switch (params.row_tile) {
+    case 8: return launch_kernel<T<Element, 8>>(params, cache, stream);
+    case 16: return launch_kernel<T<Element, 16>>(params, cache, stream);
+    case 32: return launch_kernel<T<Element, 32>>(params, cache, stream);
+    default: return launch_kernel<T<Element, 64>>(params, cache, stream);
+  }
 }
 
 template <class Element>
 void launch_decode(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream) {
-  switch (params.row_tile) {
-    case 8: return launch_row_tile<Element, 8>(params, cache, stream);
-    case 16: return launch_row_tile<Element, 16>(params, cache, stream);
-    case 32: return launch_row_tile<Element, 32>(params, cache, stream);
-    default: return launch_row_tile<Element, 64>(params, cache, stream);
-  }
+  launch_row_tile<Traits, Element>(params, cache, stream);
+}
+
+template <class Math>
+void launch_fp8_decode(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream) {
+  launch_row_tile<Fp8Traits, Math>(params, cache, stream);
 }
 
 }  // namespace etap

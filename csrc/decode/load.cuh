@@ -43,9 +43,22 @@ class PageFetcher {
   int next_;
 };
 
+// Fill a ring stage with its columns of 64 tokens, from `row` of the page on.
+template <class T>
+__device__ __forceinline__ void copy_stage(const typename T::CacheMaps& maps, uint64_t* barrier, char* target, int page,
+                                           int row, int stage) {
+  constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+  if constexpr (T::kFp8Cache) {
+    cute::SM90_TMA_LOAD_4D::copy(&maps.latent, barrier, kHint, target, 0, row, 0, page);
+    cute::SM90_TMA_LOAD_3D::copy(&maps.rope, barrier, kHint, target + T::kWideChunks * T::kWideBytes, 0, row, page);
+  } else {
+    cute::SM90_TMA_LOAD_4D::copy(&maps.rows, barrier, kHint, target, 0, row, stage * T::kChunksPerStage, page);
+  }
+}
+
 template <class T>
 __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, const DecodeParams& params,
-                                          const CUtensorMap* cache_map, int partition) {
+                                          const typename T::CacheMaps& maps, int partition) {
   const bool elected = threadIdx.x % kWarpSize == 0;
   RingPosition<T::kStages> at;
   uint32_t even = 0, odd = 0;  // tiles that consumers 0 and 1 got in earlier pieces
@@ -62,9 +75,7 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
         shared.keys.acquire(at);
         if (!elected) continue;
         shared.keys.expect_bytes(at, T::kStageBytes);
-        cute::SM90_TMA_LOAD_4D::copy(cache_map, shared.keys.full_barrier(at),
-                                     static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST),
-                                     shared.ring + at.stage * T::kStageBytes, 0, row, stage * T::kChunksPerStage, page);
+        copy_stage<T>(maps, shared.keys.full_barrier(at), shared.ring + at.stage * T::kStageBytes, page, row, stage);
         if (!T::kSharedTiles && stage == 0) {
           const int i = tile - piece.begin_tile;
           shared.tiles_issued[i % kConsumerGroups].signal((i % kConsumerGroups == 0 ? even : odd) + i / kConsumerGroups);

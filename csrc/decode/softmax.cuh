@@ -33,23 +33,37 @@ struct Softmax {
   static constexpr int kColumns = 2 * kBlocks;
 
   typename T::SharedStorage& shared;
-  const float scale_log2;
   const int group;
+  // To the log2 domain. Beside an FP8 cache each column has its own; where tiles are shared no registers are left for them.
+  static constexpr bool kOwnScales = T::kFp8Cache && !T::kSharedTiles;
+  float score_scale[kOwnScales ? kColumns : 1];
+  float inverse_value_scale;      // FP8 cache: 1 / what V's values are multiplied with
   float reference[kColumns];      // equal in all threads of a column
   float sums[kColumns];           // of P^T, this thread's tokens only: for the log-sum-exp
   float rounded_sums[kColumns];   // of P^T as the products see it: what O^T is divided by
   float tile_sums[kColumns];      // this tile's share of `sums`
-  uint32_t rounded[2 * kBlocks];  // P^T of this tile as the products see it: [column block][token bit]
+  // P^T of this tile as the products see it: [column block][token bit] of two columns each, or, in 8 bits,
+  // [column block] of the two tokens of both columns.
+  static constexpr int kRounded = 2 * kBlocks * sizeof(typename T::Probability) / 2;
+  uint32_t rounded[kRounded];
 
-  __device__ __forceinline__ Softmax(typename T::SharedStorage& shared, float scale_log2, int group)
-      : shared(shared), scale_log2(scale_log2), group(group) {}
+  __device__ __forceinline__ Softmax(typename T::SharedStorage& shared, float scale_log2, float value_scale, int group)
+      : shared(shared), group(group), score_scale{scale_log2}, inverse_value_scale(1.0f / value_scale) {}
 
   __device__ __forceinline__ void reset() {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) {
       reference[i] = kNoMaximum;
       sums[i] = rounded_sums[i] = 0.0f;
+      if constexpr (kOwnScales) score_scale[i] = shared.score_scales[fragment_column(i / 2, i % 2)];
     }
+  }
+
+  __device__ __forceinline__ float scale(int column) const {
+    if constexpr (T::kFp8Cache && T::kSharedTiles) {
+      return shared.score_scales[group * T::kScoreColumns + fragment_column(column / 2, column % 2)];
+    }
+    return score_scale[kOwnScales ? column : 0];
   }
 
   // P^T = 2^(scale * S^T - reference), rounded; true when an exponent is too far above the reference.
@@ -58,12 +72,16 @@ struct Softmax {
     CUTE_UNROLL
     for (int i = 0; i < 2 * kBlocks; ++i) {
       const int column = i / 2 * 2;
-      const float low = fmaf(st(2 * i), scale_log2, -reference[column]);
-      const float high = fmaf(st(2 * i + 1), scale_log2, -reference[column + 1]);
-      exceeds |= low > kLazyMaximum || high > kLazyMaximum;
+      const float low = fmaf(st(2 * i), scale(column), -reference[column]);
+      const float high = fmaf(st(2 * i + 1), scale(column + 1), -reference[column + 1]);
+      exceeds |= low > T::kLargestExponent || high > T::kLargestExponent;
       const float p_low = ptx::ex2(low);
       const float p_high = ptx::ex2(high);
-      rounded[i] = pack<typename T::Element>(p_low, p_high);
+      if constexpr (kRounded == 2 * kBlocks) {
+        rounded[i] = pack<typename T::Probability>(p_low, p_high);
+      } else if (i % 2 == 1) {  // the sums have the first token's alone
+        rounded[i / 2] = pack_four<typename T::Probability>(tile_sums[column], p_low, tile_sums[column + 1], p_high);
+      }
       tile_sums[column] = i % 2 == 0 ? p_low : tile_sums[column] + p_low;
       tile_sums[column + 1] = i % 2 == 0 ? p_high : tile_sums[column + 1] + p_high;
     }
@@ -72,6 +90,15 @@ struct Softmax {
 
   // Write P^T with its tokens contiguous, [rows x 64 tokens] in the swizzle of operand B.
   __device__ __forceinline__ void store(char* probabilities) const {
+    if constexpr (kRounded == 2 * kBlocks) {
+      store_pairs(probabilities);
+    } else {
+      store_fours(probabilities);
+    }
+    cutlass::arch::fence_view_async_shared();  // P^T (and zeroed V rows), for WGMMA once all threads have met
+  }
+
+  __device__ __forceinline__ void store_pairs(char* probabilities) const {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     const int lane = threadIdx.x % kWarpSize;
     const int row = lane % 8;
@@ -88,7 +115,20 @@ struct Softmax {
                                       *reinterpret_cast<cute::uint128_t*>(target + block * 1024));
       }
     }
-    cutlass::arch::fence_view_async_shared();  // P^T (and zeroed V rows), for WGMMA once all threads have met
+  }
+
+  // In 8 bits a warp's 16 tokens are one unit, in the order 0, 8, 1, 9, ...: as V^T's operand has them.
+  __device__ __forceinline__ void store_fours(char* probabilities) const {
+    const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
+    const int row = (T::kSharedTiles ? group * T::kScoreColumns : 0) + threadIdx.x % (8 * kBlocks) % kWarpSize;
+    auto& target = *reinterpret_cast<cute::uint128_t*>(probabilities + row * 64 + (warp ^ (row / 2 % 4)) * 16);
+    if constexpr (kBlocks == 1) {
+      cute::SM90_U16x2_STSM_T::copy(rounded[0], target);
+    } else if constexpr (kBlocks == 2) {
+      cute::SM90_U16x4_STSM_T::copy(rounded[0], rounded[1], target);
+    } else {
+      cute::SM90_U16x8_STSM_T::copy(rounded[0], rounded[1], rounded[2], rounded[3], target);
+    }
   }
 
   // Take this tile's column maxima into the reference and rescale what was summed so far. Needs all score threads.
@@ -97,7 +137,7 @@ struct Softmax {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) {
       const int at = i / 2 * 4 + i % 2;
-      float maximum = fmaxf(st(at), st(at + 2)) * scale_log2;
+      float maximum = fmaxf(st(at), st(at + 2)) * scale(i) - T::kProbabilityShift;
       CUTE_UNROLL
       for (int lanes = 4; lanes < kWarpSize; lanes *= 2) {
         maximum = fmaxf(maximum, __shfl_xor_sync(0xffffffff, maximum, lanes));
@@ -135,10 +175,16 @@ struct Softmax {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) sums[i] += tile_sums[i];
     CUTE_UNROLL
-    for (int i = 0; i < 2 * kBlocks; ++i) {
-      const float2 pair = unpack<typename T::Element>(rounded[i]);
-      rounded_sums[i / 2 * 2] += pair.x;
-      rounded_sums[i / 2 * 2 + 1] += pair.y;
+    for (int i = 0; i < kRounded; ++i) {
+      if constexpr (kRounded == 2 * kBlocks) {
+        const float2 pair = unpack<typename T::Probability>(rounded[i]);
+        rounded_sums[i / 2 * 2] += pair.x;
+        rounded_sums[i / 2 * 2 + 1] += pair.y;
+      } else {
+        const float4 four = unpack_four<typename T::Probability>(rounded[i]);
+        rounded_sums[2 * i] += four.x + four.y;
+        rounded_sums[2 * i + 1] += four.z + four.w;
+      }
     }
   }
 };
@@ -166,13 +212,13 @@ __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& share
                                                 const Piece& piece, int tile) {
   const int valid = piece.seq_len - tile * kTileTokens;
   const int thread = threadIdx.x % T::kScoreThreads;
-  constexpr int kUnitsPerRow = kChunkColumns * 2 / 16;
-  const int units = (kTileTokens - valid) * kUnitsPerRow;
+  constexpr int kRowBytes = 128;  // of a chunk
+  const int units = (kTileTokens - valid) * (kRowBytes / 16);
   CUTE_UNROLL
-  for (int chunk = 0; chunk < kValueChunks; ++chunk) {
+  for (int chunk = 0; chunk < T::kTileValueChunks; ++chunk) {
     const int stage = at.ahead(chunk / T::kChunksPerStage).stage;
     auto* rows = reinterpret_cast<uint4*>(shared.ring + stage * T::kStageBytes +
-                                          chunk % T::kChunksPerStage * kChunkBytes + valid * kChunkColumns * 2);
+                                          chunk % T::kChunksPerStage * (kTileTokens * kRowBytes) + valid * kRowBytes);
     for (int i = thread; i < units; i += T::kScoreThreads) rows[i] = make_uint4(0, 0, 0, 0);
   }
 }

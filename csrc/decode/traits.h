@@ -53,34 +53,82 @@ constexpr float kLazyMaximum = 8.0f;
 // "No token seen yet": finite, so that -inf (a masked score) minus it stays -inf and not NaN.
 constexpr float kNoMaximum = -1e30f;
 
-template <class Element_, int kRowTile_>
-struct Traits {
-  using Element = Element_;
-  static_assert(sizeof(Element) == 2);
+// What follows from the number of query rows alone.
+template <int kRowTile_>
+struct RowTile {
   static constexpr int kRowTile = kRowTile_;
   static constexpr bool kSharedTiles = kRowTile > 32;
   static constexpr int kScoreColumns = kSharedTiles ? kRowTile / kConsumerGroups : kRowTile;
   static constexpr int kOutputSlices = kSharedTiles ? kValueChunks / kConsumerGroups : kValueChunks;
-  // Three chunks a stage (24 KB a copy) load faster than one; at 64 rows two tiles fit only in single chunks.
-  static constexpr int kChunksPerStage = kSharedTiles ? 1 : 3;
-  static constexpr int kStagesPerTile = kChunks / kChunksPerStage;
-  static constexpr int kStageBytes = kChunksPerStage * kChunkBytes;
-  static constexpr int kStages = kSharedTiles ? 17 : kRowTile == 32 ? 7 : 8;
-  static_assert(kChunks % kChunksPerStage == 0 && kStages >= kStagesPerTile);
-  // The producer may begin no third tile of a consumer before the first is given back: see Turns.
-  static_assert(kSharedTiles || kStages <= 4 * kStagesPerTile);
   // Alternate tiles are merged through ring stages borrowed at the end of a request piece: each warpgroup hands half of
   // its O^T over in float32.
   static constexpr int kMergeSlices = kSharedTiles ? 0 : kValueChunks / kConsumerGroups;
   static constexpr int kSliceBytes = 64 * kRowTile * 4;
-  static constexpr int kSlicesPerMergeStage = kSharedTiles ? 1 : kStageBytes / kSliceBytes;
-  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
-  static_assert(kConsumerGroups * kMergeStages <= kStages);
   // Warps that release a K stage: one warpgroup's where tiles alternate, both where they are shared.
   static constexpr int kStageReleases = kSharedTiles ? kConsumerThreads / kWarpSize : kWarpsPerGroup;
   // Threads that meet over one P^T, and where.
   static constexpr int kScoreThreads = kSharedTiles ? kConsumerThreads : kGroupThreads;
   static constexpr int score_barrier(int group) { return kSharedTiles ? kConsumersBarrier : kGroupBarrier + group; }
+  // Two buffers each: a warp may write the next P^T while a slower warp's product still reads this one.
+  static constexpr int kProbabilityBuffers = kSharedTiles ? 2 : 2 * kConsumerGroups;
+
+  // What the warpgroups tell each other of their columns at the end of a piece. Two where tiles alternate: one of them may
+  // have finished the next piece while the other still reads.
+  struct Columns {
+    float4 sums[kConsumerGroups][kScoreColumns];  // of each warp
+    float4 rounded_sums[kConsumerGroups][kScoreColumns];
+    float references[kConsumerGroups][kScoreColumns];  // log2 domain
+  };
+  static constexpr int kColumnBuffers = kSharedTiles ? 1 : 2;
+};
+
+template <class T>
+struct SharedMemory {
+  alignas(1024) char ring[T::kStages * T::kStageBytes];
+  alignas(1024) char query[T::kQueryBytes];
+  alignas(1024) char probabilities[T::kProbabilityBuffers * T::kProbabilityBytes];
+  typename T::Columns columns[T::kColumnBuffers];
+  float maxima_alone[T::kSharedTiles ? 1 : kConsumerGroups * kWarpsPerGroup * T::kScoreColumns];
+  float factors[T::kSharedTiles ? kConsumerGroups : 1][T::kScoreColumns];  // what O^T is scaled by for a new reference
+  float score_scales[T::kFp8Cache ? T::kRowTile : 1];  // of each query row
+  Ring<T::kStages> keys;
+  Ring<1> queries;
+  Turns<T::kTurns> tiles_issued[kConsumerGroups];  // where tiles alternate: a tile's first stage is being filled
+
+  // Each warp's column maxima of one tile. Where tiles are shared only the place of the sums is left for them.
+  __device__ __forceinline__ float& maximum(int group, int warp, int column) {
+    float* maxima = T::kSharedTiles ? reinterpret_cast<float*>(columns[0].sums) : maxima_alone;
+    return maxima[(group * kWarpsPerGroup + warp) * T::kScoreColumns + column];
+  }
+};
+
+// A cache of the queries' own type, multiplied as it lies in shared memory.
+template <class Element_, int kRowTile_>
+struct Traits : RowTile<kRowTile_> {
+  using Base = RowTile<kRowTile_>;
+  using Base::kRowTile, Base::kSharedTiles, Base::kScoreColumns, Base::kSliceBytes, Base::kMergeSlices;
+  using SharedStorage = SharedMemory<Traits>;
+  using Element = Element_;
+  using Probability = Element;
+  static_assert(sizeof(Element) == 2);
+  static constexpr bool kFp8Cache = false;
+  // Three chunks a stage (24 KB a copy) load faster than one; at 64 rows two tiles fit only in single chunks.
+  static constexpr int kChunksPerStage = kSharedTiles ? 1 : 3;
+  static constexpr int kTileValueChunks = kValueChunks;  // 128 bytes of each row of a tile
+  static constexpr int kStagesPerTile = kChunks / kChunksPerStage;
+  static constexpr int kStageBytes = kChunksPerStage * kChunkBytes;
+  static constexpr int kStages = kSharedTiles ? 17 : kRowTile == 32 ? 7 : 8;
+  static_assert(kChunks % kChunksPerStage == 0 && kStages >= kStagesPerTile);
+  static constexpr int kTurns = 2;
+  // The producer may begin no third tile of a consumer before the first is given back: see Turns.
+  static_assert(kSharedTiles || kStages <= 2 * kTurns * kStagesPerTile);
+  static constexpr int kSlicesPerMergeStage = kSharedTiles ? 1 : kStageBytes / kSliceBytes;
+  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
+  static_assert(kConsumerGroups * kMergeStages <= kStages);
+
+  // P^T may be larger than 1 by this power of two, and lies that much below its type's largest value for lazy references.
+  static constexpr float kProbabilityShift = 0.0f;
+  static constexpr float kLargestExponent = kLazyMaximum;
 
   static constexpr auto kMajorK = cute::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::GMMA::Major::MN;
@@ -104,36 +152,11 @@ struct Traits {
   static constexpr int kQueryChunkBytes = kRowTile * kChunkColumns * 2;
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
   static constexpr int kProbabilityBytes = kRowTile * kTileTokens * 2;
-  // Two buffers each: a warp may write the next P^T while a slower warp's product still reads this one.
-  static constexpr int kProbabilityBuffers = kSharedTiles ? 2 : 2 * kConsumerGroups;
 
-  // What the warpgroups tell each other of their columns at the end of a piece. Two where tiles alternate: one of them may
-  // have finished the next piece while the other still reads.
-  struct Columns {
-    float4 sums[kConsumerGroups][kScoreColumns];  // of each warp
-    float4 rounded_sums[kConsumerGroups][kScoreColumns];
-    float references[kConsumerGroups][kScoreColumns];  // log2 domain
+  // The cache as (64 columns, tokens of a page, 9 column chunks, pages).
+  struct CacheMaps {
+    CUtensorMap rows;
   };
-  static constexpr int kColumnBuffers = kSharedTiles ? 1 : 2;
-
-  struct SharedStorage {
-    alignas(1024) char ring[kStages * kStageBytes];
-    alignas(1024) char query[kQueryBytes];
-    alignas(1024) char probabilities[kProbabilityBuffers * kProbabilityBytes];
-    Columns columns[kColumnBuffers];
-    float maxima_alone[kSharedTiles ? 1 : kConsumerGroups * kWarpsPerGroup * kScoreColumns];
-    float factors[kSharedTiles ? kConsumerGroups : 1][kScoreColumns];  // what O^T is scaled by for a new reference
-    Ring<kStages> keys;
-    Ring<1> queries;
-    Turns tiles_issued[kConsumerGroups];  // where tiles alternate: a tile's first stage is being filled
-
-    // Each warp's column maxima of one tile. Where tiles are shared only the place of the sums is left for them.
-    __device__ __forceinline__ float& maximum(int group, int warp, int column) {
-      float* maxima = kSharedTiles ? reinterpret_cast<float*>(columns[0].sums) : maxima_alone;
-      return maxima[(group * kWarpsPerGroup + warp) * kScoreColumns + column];
-    }
-  };
-  static_assert(sizeof(SharedStorage) <= kMaxSharedBytes);
 };
 
 }  // namespace etap

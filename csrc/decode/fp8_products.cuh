@@ -1,0 +1,163 @@
+// S^T = K·Q^T and O^T += V^T·P^T of one tile of e4m3, with K and V^T in registers.
+//
+// A matrix load of four 8 x 16-byte blocks gives a thread four words. Of K, rows r = lane / 4 and r + 8 of its warp's 16
+// tokens, columns 4c to 4c + 3 (c = lane % 4) of two units of 16. Of V, transposed in pairs of bytes: value dims 2r and
+// 2r + 1 of its warp's 16, tokens 2c and 2c + 1 of four times 8. Which columns WGMMA takes for which is free as long as Q
+// and P^T have the same order, and which rows of O^T are which value dims as long as the epilogue knows.
+#pragma once
+
+#include <cute/arch/copy_sm75.hpp>
+
+#include "decode/fp8_traits.h"
+#include "decode/softmax.cuh"
+
+namespace etap {
+
+template <class T>
+using Operand = typename T::Element[T::kStepsPerLoad][T::kValuesPerStep];
+
+template <class T>
+__device__ __forceinline__ void set_operand(Operand<T>& operand, int step, int i, uint32_t word) {
+  reinterpret_cast<uint32_t*>(operand[step])[i] = word;
+}
+
+// Four e4m3 values as float16, exactly.
+__device__ __forceinline__ uint2 to_halves(uint32_t word) {
+  const auto four = reinterpret_cast<const cutlass::Array<cutlass::float_e4m3_t, 4>&>(word);
+  const auto halves = cutlass::NumericArrayConverter<cutlass::half_t, cutlass::float_e4m3_t, 4>{}(four);
+  return reinterpret_cast<const uint2&>(halves);
+}
+
+// Columns [32 * load, 32 * load + 32) of K.
+template <class T>
+__device__ __forceinline__ void load_keys_words(const char* tile, int load, uint32_t (&words)[4]) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int row = threadIdx.x % kGroupThreads / kWarpSize * 16 + lane % 16;
+  constexpr int kLoadsPerWide = T::kWideColumns / 32;
+  const int unit = load % kLoadsPerWide * 2 + lane / 16;
+  const char* from = load < kLatentDim / 32
+                         ? tile + load / kLoadsPerWide * T::kWideBytes + row * 128 + (unit ^ (row % 8)) * 16
+                         : tile + T::kWideChunks * T::kWideBytes + row * 64 + (unit ^ (row / 2 % 4)) * 16;
+  cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+}
+
+template <class T>
+__device__ __forceinline__ void convert_keys(const uint32_t (&words)[4], Operand<T>& operand) {
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (T::kFp8Math) {
+      set_operand<T>(operand, 0, i, words[i]);
+    } else {
+      const uint2 halves = to_halves(words[i]);
+      set_operand<T>(operand, i / 2, i % 2, halves.x);
+      set_operand<T>(operand, i / 2, i % 2 + 2, halves.y);
+    }
+  }
+}
+
+// Tokens [32 * half, 32 * half + 32) of the warp's 16 value dims in a slice of 64.
+template <class T>
+__device__ __forceinline__ void load_values_words(const char* tile, int slice, int half, uint32_t (&words)[4]) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int unit = slice % 2 * 4 + threadIdx.x % kGroupThreads / kWarpSize;
+  const char* from = tile + slice / 2 * T::kWideBytes + (half * 32 + lane) * 128 + (unit ^ (lane % 8)) * 16;
+  cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+}
+
+template <class T>
+__device__ __forceinline__ void convert_values(const uint32_t (&words)[4], Operand<T>& operand) {
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    if constexpr (T::kFp8Math) {
+      // Tokens t, t + 8, t + 1, t + 9 of one value dim, as P^T has them.
+      set_operand<T>(operand, 0, i, __byte_perm(words[i / 2 * 2], words[i / 2 * 2 + 1], i % 2 == 0 ? 0x6240 : 0x7351));
+    } else {
+      const uint2 halves = to_halves(__byte_perm(words[i], 0, 0x3120));
+      set_operand<T>(operand, i / 2, i % 2 * 2, halves.x);
+      set_operand<T>(operand, i / 2, i % 2 * 2 + 1, halves.y);
+    }
+  }
+}
+
+// One load's share of a product: ready when earlier operands in these registers are used up.
+template <class T, class Mma, class Rows, class Result>
+__device__ __forceinline__ void multiply(Mma& mma, const Operand<T>& operand, const Rows& b, int first_step, Result&& result) {
+  cute::warpgroup_arrive();
+  CUTE_UNROLL
+  for (int step = 0; step < T::kStepsPerLoad; ++step) {
+    const auto a = cute::make_tensor(cute::make_rmem_ptr(&operand[step][0]), cute::Layout<cute::Int<T::kValuesPerStep>>{});
+    cute::gemm(mma, a, b(cute::_, 0, first_step + step), result);
+    mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// The score columns' part of Q, chunk by chunk of 64 columns.
+template <class T>
+__device__ __forceinline__ void compute_scores_fp8(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+                                                   ScoreFragment<T>& st) {
+  using namespace cute;
+  constexpr int kLoads = kHeadDim / 32;
+  typename T::ScoreMma mma;
+  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  const auto slice = mma.get_thread_slice(0);
+  const char* query = shared.query + (T::kSharedTiles ? group * T::kScoreColumns * kChunkColumns * sizeof(typename T::Element) : 0);
+  const char* tile = shared.ring + at.stage * T::kStageBytes;
+  uint32_t words[2][4];
+  Operand<T> operands[T::kOperands];
+
+  shared.keys.wait(at);
+  load_keys_words<T>(tile, 0, words[0]);
+  warpgroup_fence_operand(st);
+  CUTE_UNROLL
+  for (int load = 0; load < kLoads; ++load) {
+    if (load + 1 < kLoads) load_keys_words<T>(tile, load + 1, words[(load + 1) % 2]);
+    if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
+    auto& operand = operands[load % T::kOperands];
+    convert_keys<T>(words[load % 2], operand);
+    auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(query + load / 2 * T::kQueryChunkBytes)),
+                               typename T::QueryChunk{});
+    auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
+    multiply<T>(mma, operand, r_query, load % 2 * T::kStepsPerLoad, st(_, 0, 0));
+  }
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(st);
+}
+
+// Starts the products and gives the tile back once it is in registers; finish_output_fp8 waits for them.
+template <class T>
+__device__ __forceinline__ void start_output_fp8(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+                                                 const char* probabilities, OutputFragment<T>& ot) {
+  using namespace cute;
+  constexpr int kLoads = 2 * T::kOutputSlices;
+  typename T::OutputMma mma;
+  mma.accumulate_ = GMMA::ScaleOut::One;
+  const auto slice = mma.get_thread_slice(0);
+  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)),
+                          typename T::Probabilities{});
+  auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
+  const char* tile = shared.ring + at.stage * T::kStageBytes + first_value_chunk<T>(group) / 2 * T::kWideBytes;
+  uint32_t words[2][4];
+  Operand<T> operands[T::kOperands];
+
+  load_values_words<T>(tile, 0, 0, words[0]);
+  warpgroup_fence_operand(ot);
+  CUTE_UNROLL
+  for (int load = 0; load < kLoads; ++load) {
+    if (load + 1 < kLoads) load_values_words<T>(tile, (load + 1) / 2, (load + 1) % 2, words[(load + 1) % 2]);
+    if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
+    auto& operand = operands[load % T::kOperands];
+    convert_values<T>(words[load % 2], operand);
+    multiply<T>(mma, operand, r_pt, load % 2 * T::kStepsPerLoad, ot(_, load / 2, 0));
+  }
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) shared.keys.release(at);
+}
+
+template <class T>
+__device__ __forceinline__ void finish_output_fp8(OutputFragment<T>& ot) {
+  cute::warpgroup_wait<0>();
+  cute::warpgroup_fence_operand(ot);
+}
+
+}  // namespace etap

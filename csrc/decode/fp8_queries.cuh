@@ -1,0 +1,139 @@
+// The query rows of a piece beside an FP8 cache: read, scaled into the range of the products' type, and laid out in the
+// order in which matrix loads bring the columns of K.
+#pragma once
+
+#include "decode/fp8_traits.h"
+#include "decode/pieces.cuh"
+
+namespace etap {
+
+constexpr int kUnitColumns = 8;  // that a lane reads at once
+constexpr int kRowUnits = kHeadDim / kUnitColumns;
+constexpr int kLaneUnits = (kRowUnits + kWarpSize - 1) / kWarpSize;
+
+struct QueryUnit {
+  float values[kUnitColumns];
+};
+
+template <class Source>
+__device__ __forceinline__ QueryUnit read_unit(const Source* from) {
+  cutlass::Array<Source, kUnitColumns> raw;
+  if constexpr (sizeof(Source) == 2) {
+    *reinterpret_cast<uint4*>(&raw) = *reinterpret_cast<const uint4*>(from);
+  } else {
+    *reinterpret_cast<uint2*>(&raw) = *reinterpret_cast<const uint2*>(from);
+  }
+  QueryUnit unit;
+  CUTE_UNROLL
+  for (int i = 0; i < kUnitColumns; i += 4) {
+    const auto four = reinterpret_cast<const cutlass::Array<Source, 4>*>(&raw)[i / 4];
+    const auto floats = cutlass::NumericArrayConverter<float, Source, 4>{}(four);
+    CUTE_UNROLL
+    for (int j = 0; j < 4; ++j) unit.values[i + j] = floats[j];
+  }
+  return unit;
+}
+
+// The power of two that brings `largest` (the bits of a float without its sign) to the upper end of the products' type.
+template <class T>
+__device__ __forceinline__ int scale_exponent(uint32_t largest) {
+  constexpr int kWanted = T::kFp8Math ? 7 : 14;
+  return max(-126, min(126, kWanted + 127 - int(largest >> 23)));
+}
+
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent + 127) << 23); }
+
+// A lane's eight columns. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of WGMMA's sixteen
+// for it, so pairs of columns change places: 0 2 4 6 first, then 1 3 5 7.
+template <class T>
+__device__ __forceinline__ void write_unit(char* query, int row, int index, const QueryUnit& unit, float factor) {
+  constexpr int kUnitsPerChunk = kChunkColumns / kUnitColumns;
+  char* chunk = query + index / kUnitsPerChunk * T::kQueryChunkBytes;
+  const int place = index % kUnitsPerChunk;
+  uint32_t words[4];
+  CUTE_UNROLL
+  for (int i = 0; i < kUnitColumns; i += 4) {
+    const float(&v)[kUnitColumns] = unit.values;
+    if constexpr (T::kFp8Math) {
+      words[i / 4] = pack_four<typename T::Element>(v[i] * factor, v[i + 1] * factor, v[i + 2] * factor, v[i + 3] * factor);
+    } else {
+      words[i / 2] = pack<typename T::Element>(v[i] * factor, v[i + 1] * factor);
+      words[i / 2 + 1] = pack<typename T::Element>(v[i + 2] * factor, v[i + 3] * factor);
+    }
+  }
+  if constexpr (T::kFp8Math) {
+    *reinterpret_cast<uint2*>(chunk + operand_unit<T>(row, place / 2) + place % 2 * 8) = make_uint2(words[0], words[1]);
+  } else {
+    const int first = place / 2 * 2;
+    *reinterpret_cast<uint2*>(chunk + operand_unit<T>(row, first) + place % 2 * 8) = make_uint2(words[0], words[2]);
+    *reinterpret_cast<uint2*>(chunk + operand_unit<T>(row, first + 1) + place % 2 * 8) = make_uint2(words[1], words[3]);
+  }
+}
+
+template <class T, class Source>
+__device__ __forceinline__ void load_query_rows(typename T::SharedStorage& shared, const DecodeParams& params, int request,
+                                                int row_group, float score_scale) {
+  constexpr bool kScaled = T::kFp8Math ? sizeof(Source) == 2 : std::is_same_v<Source, cutlass::bfloat16_t>;
+  constexpr int kWarps = kConsumerThreads / kWarpSize;
+  constexpr int kRowsAtOnce = T::kRowTile == 8 ? 1 : 2;  // whose reads wait for each other's
+  const int lane = threadIdx.x % kWarpSize;
+  const auto* q = static_cast<const Source*>(params.q) + request * params.q_stride_batch;
+  const auto* q_rope = static_cast<const Source*>(params.q_rope) + request * params.q_rope_stride_batch;
+#pragma unroll 1
+  for (int first = threadIdx.x / kWarpSize; first < T::kRowTile; first += kRowsAtOnce * kWarps) {
+    QueryUnit units[kRowsAtOnce][kLaneUnits];
+    CUTE_UNROLL
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      const int row = row_group * kMaxRowTile + first + i * kWarps;
+      const int token = row / params.heads;
+      const int head = row - token * params.heads;
+      CUTE_UNROLL
+      for (int u = 0; u < kLaneUnits; ++u) {
+        const int column = (u * kWarpSize + lane) * kUnitColumns;
+        units[i][u] = {};  // rows of the tile behind the last one are zeros
+        if (row >= params.rows || column >= kHeadDim) continue;
+        units[i][u] = column < kLatentDim
+                          ? read_unit(q + token * params.q_stride_token + head * params.q_stride_head + column)
+                          : read_unit(q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head +
+                                      column - kLatentDim);
+      }
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      const int row = first + i * kWarps;
+      int exponent = 0;
+      if constexpr (kScaled) {
+        uint32_t largest = 0;
+        CUTE_UNROLL
+        for (int u = 0; u < kLaneUnits; ++u) {
+          CUTE_UNROLL
+          for (float value : units[i][u].values) largest = max(largest, __float_as_uint(fabsf(value)));
+        }
+        exponent = scale_exponent<T>(__reduce_max_sync(0xffffffff, largest));
+      }
+      CUTE_UNROLL
+      for (int u = 0; u < kLaneUnits; ++u) {
+        const int index = u * kWarpSize + lane;
+        if (index < kRowUnits) write_unit<T>(shared.query, row, index, units[i][u], power_of_two(exponent));
+      }
+      if (lane == 0) shared.score_scales[row] = score_scale * power_of_two(-exponent);
+    }
+  }
+}
+
+// Called by both consumers when they are done with the last piece's scores; complete for both on return.
+template <class T>
+__device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params, int request,
+                                             int row_group, float score_scale) {
+  if (params.query_type == QueryType::kBFloat16) {
+    load_query_rows<T, cutlass::bfloat16_t>(shared, params, request, row_group, score_scale);
+  } else if (params.query_type == QueryType::kFloat16) {
+    load_query_rows<T, cutlass::half_t>(shared, params, request, row_group, score_scale);
+  } else {
+    load_query_rows<T, cutlass::float_e4m3_t>(shared, params, request, row_group, score_scale);
+  }
+  cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
+  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
+}
+
+}  // namespace etap
