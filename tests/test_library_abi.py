@@ -88,13 +88,13 @@ def test_it_holds_code_for_sm_90a_only():
     assert architectures == {"sm_90a"}
 
 
-@pytest.mark.parametrize("element", ["bfloat16", "half"])
+@pytest.mark.parametrize("traits", ["6Traits.*bfloat16", "6Traits.*half", "Fp8Traits.*half", "Fp8Traits.*float_e4m3"])
 @pytest.mark.parametrize("row_tile", [8, 16, 32, 64])
-def test_each_decode_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_n(element, row_tile):
-    name = re.compile(rf"decode_kernel.*{element}_tELi{row_tile}E")
+def test_each_decode_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_n(traits, row_tile):
+    name = re.compile(rf"decode_kernel.*{traits}_tELi{row_tile}E")
     found = [sass for kernel, sass in kernels().items() if name.search(kernel)]
     assert len(found) == 1
-    columns = {int(n) for n in re.findall(r"HGMMA\.64x(\d+)x16", found[0])}
+    columns = {int(n) for n in re.findall(r"[HQ]GMMA\.64x(\d+)x", found[0])}
     assert max(columns) == row_tile, "M is the 64 tokens of a tile, N the query rows and no more"
 
 
