@@ -83,7 +83,7 @@ def product_queries(rows: Tensor, p_dtype: torch.dtype) -> tuple[Tensor, Tensor]
     rows = rows.float()
     _, exponent = torch.frexp(rows.abs().amax(dim=-1))  # the largest element lies in [2^(exponent - 1), 2^exponent)
     shift = (QUERY_EXPONENT[p_dtype] + 1 - exponent).clamp(max=MOST_QUERY_EXPONENT)
-    return torch.ldexp(rows, shift[..., None]).to(p_dtype).float(), torch.ldexp(torch.ones(()), -shift)
+    return torch.ldexp(rows, shift[..., None]).to(p_dtype).float(), torch.ldexp(torch.ones(shift.shape), -shift)
 
 
 def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tensor]:

@@ -19,6 +19,8 @@ SOFTMAX_SCALE = HEAD_DIM**-0.5
 WILD_PAGES = (2**31 - 1, -7, 1 << 20, -(2**31))
 LAWS = ("normal", "clamped", "outliers", "dominating", "rising", "falling")
 ALIGNED_LAWS = ("dominating", "rising", "falling")  # keys along a direction that a request's queries share
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,7 @@ class Case:
     lengths: tuple[int, ...]
     heads: int = 16
     s_q: int = 1
-    dtype: str = "bfloat16"
+    dtype: str = "bfloat16"  # of the query: bfloat16, float16, or float8_e4m3fn beside an FP8 cache
     page_size: int = 64
     law: str = "normal"
     q_layout: str = "packed"  # packed, strided (a window of a wider buffer), split (latent transposed, rope a window)
@@ -36,10 +38,26 @@ class Case:
     pool_pages: int = 0  # pages of the cache, at least; more than needed puts the used ones at its two ends
     num_sms: int | None = None
     seed: int = 0
+    kv_dtype: str = "same"  # same (the query's) or fp8
+    kv_scale: float | None = None  # what the law draws is divided by it before it is rounded to FP8, and saturates
+    q_scale: float | None = None
+    q_power: int = 0  # queries are 2^q_power larger than the law's, keys as much smaller
+    fp8_math: bool = False
+    output: str = "same"  # dtype of the output; same: the query's, or bfloat16 when that is FP8
 
     @property
     def torch_dtype(self) -> torch.dtype:
         return getattr(torch, self.dtype)
+
+    @property
+    def kv_torch_dtype(self) -> torch.dtype:
+        return FP8 if self.kv_dtype == "fp8" else self.torch_dtype
+
+    @property
+    def out_dtype(self) -> torch.dtype:
+        if self.output != "same":
+            return getattr(torch, self.output)
+        return torch.bfloat16 if self.torch_dtype == FP8 else self.torch_dtype
 
 
 @dataclass
@@ -53,6 +71,8 @@ class Problem:
     kv_cache: torch.Tensor  # [pages, page_size, 576], or 4-D in the headed layout
     block_table: torch.Tensor  # int32 [batch, max_pages], a window of a wider buffer
     seq_lens: torch.Tensor  # int32 [batch]
+    q_scale: torch.Tensor | None = None
+    kv_scale: torch.Tensor | None = None
 
     @property
     def kv_cache_3d(self) -> torch.Tensor:
@@ -62,17 +82,38 @@ class Problem:
 def build(case: Case, device: str) -> Problem:
     """The same tensors for the same case and device, always."""
     kv_cache, block_table, seq_lens = _paged_cache(
-        case.lengths, case.dtype, case.page_size, case.law, case.cache_layout, case.pool_pages, case.seed, device
+        case.lengths,
+        case.kv_torch_dtype,
+        2.0**-case.q_power / (case.kv_scale or 1.0),
+        case.page_size,
+        case.law,
+        case.cache_layout,
+        case.pool_pages,
+        case.seed,
+        device,
     )
     q = _draw((len(case.lengths), case.s_q, case.heads, HEAD_DIM), case.law, case.seed, "q", device)
     if case.law in ALIGNED_LAWS:
         q = 0.5 * q + _shared_direction(len(case.lengths), case.seed, device)[:, None, None]
-    q = q.to(case.torch_dtype)
-    return Problem(case, q, *_lay_out_queries(q, case.q_layout), kv_cache, block_table, seq_lens)
+    q = _rounded(q * 2.0**case.q_power / (case.q_scale or 1.0), case.torch_dtype)
+    scales = [None if s is None else torch.tensor(s, device=device) for s in (case.q_scale, case.kv_scale)]
+    return Problem(case, q, *_lay_out_queries(q, case.q_layout), kv_cache, block_table, seq_lens, *scales)
+
+
+def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return x.clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == FP8 else x.to(dtype)
+
+
+def _poison(tensor: torch.Tensor) -> torch.Tensor:
+    """Fill with NaN; in FP8 with both that there are, 0x7f and 0xff."""
+    tensor.fill_(torch.nan)
+    if tensor.dtype == FP8:
+        tensor.view(torch.uint8)[..., 1::2] = 0xFF
+    return tensor
 
 
 @lru_cache(maxsize=2)
-def _paged_cache(lengths, dtype, page_size, law, layout, pool_pages, seed, device):
+def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, seed, device):
     batch = len(lengths)
     pages_of = [-(-n // page_size) for n in lengths]
     needed = sum(pages_of)
@@ -94,13 +135,12 @@ def _paged_cache(lengths, dtype, page_size, law, layout, pool_pages, seed, devic
         first += pages
 
     rows_apart = page_size + (8 if layout == "gapped" else 0)
-    cache = torch.full((pool, rows_apart, HEAD_DIM), torch.nan, dtype=getattr(torch, dtype), device=device)
-    cache = cache[:, :page_size]
+    cache = _poison(torch.empty(pool, rows_apart, HEAD_DIM, dtype=dtype, device=device))[:, :page_size]
     tokens = _draw((sum(lengths), HEAD_DIM), law, seed, "kv", device)
     if law in ALIGNED_LAWS:
         _align(tokens, lengths, law, _shared_direction(batch, seed, device), host)
     if sum(lengths):
-        cache[torch.cat(token_pages).to(device), torch.cat(token_rows).to(device)] = tokens.to(cache.dtype)
+        cache[torch.cat(token_pages).to(device), torch.cat(token_rows).to(device)] = _rounded(tokens * factor, dtype)
     if layout == "headed":
         cache = cache.unsqueeze(2)
     return cache, table.to(device)[:, :width], torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -143,13 +183,13 @@ def _lay_out_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.
     if layout == "packed":
         return q, None
     if layout == "strided":
-        wide = q.new_full((batch, s_q, heads + 3, HEAD_DIM + 64), torch.nan)
+        wide = _poison(q.new_empty(batch, s_q, heads + 3, HEAD_DIM + 64))
         window = wide[:, :, 1 : heads + 1, 32 : 32 + HEAD_DIM]
         window.copy_(q)
         return window, None
     latent = q.new_empty(heads, batch, s_q, LATENT).permute(1, 2, 0, 3)
     latent.copy_(q[..., :LATENT])
-    wide = q.new_full((batch, s_q, heads, 128 + ROPE), torch.nan)
+    wide = _poison(q.new_empty(batch, s_q, heads, 128 + ROPE))
     rope = wide[..., 128:]
     rope.copy_(q[..., LATENT:])
     return latent, rope
@@ -187,7 +227,7 @@ class Runner:
         self.schedule = DecodeSchedule(
             batch, case.heads, max_s_q=case.s_q, device=device, num_sms=case.num_sms, workspace=self.workspace.tensor
         )
-        self.out = Guarded((batch, case.s_q, case.heads, LATENT), case.torch_dtype, device)
+        self.out = Guarded((batch, case.s_q, case.heads, LATENT), case.out_dtype, device)
         self.lse = Guarded((batch, case.s_q, case.heads), torch.float32, device)
 
     def run(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -213,5 +253,8 @@ def decode(problem: Problem, schedule: DecodeSchedule, **outputs) -> tuple[torch
         schedule,
         softmax_scale=SOFTMAX_SCALE,
         q_rope=problem.call_q_rope,
+        q_scale=problem.q_scale,
+        kv_scale=problem.kv_scale,
+        fp8_math=problem.case.fp8_math,
         **outputs,
     )

@@ -4,14 +4,18 @@ A request's output may err at most twice as much as a plain torch computation in
 worst element and in relative RMSE. Where plain torch happens to be exact or luckier than rounding allows, the
 rounding of the true result to the output's type counts instead. The policy holds for each request by itself: long
 requests have small outputs, and one norm over a ragged batch would hide them behind the short ones.
+
+A cache in FP8 changes nothing of that, as the truth is that of what it stands for; beside FP8 queries bfloat16 is what
+the plain computation runs in. Only where the kernel itself rounds to FP8 to multiply, the cosine alone decides.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
-from cases import SOFTMAX_SCALE, Problem
+from cases import FP8, SOFTMAX_SCALE, Problem
 
 from etap_backend import reference
 
@@ -20,6 +24,10 @@ FACTOR = 2.0
 COSINE = {torch.bfloat16: 5e-6, torch.float16: 5e-6 / 64}
 # Absolute for small values; relative above 1, where the float32 scores that the sum is made of carry no more digits.
 LSE = 1e-5
+# P with 3 bits after the leading one; rounding queries so, too, moves a score by a fortieth of its usual size or more.
+FP8_MATH_COSINE = 1e-3
+FP8_MATH_COSINE_ROUNDED_QUERIES = 2e-3
+FP8_MATH_LSE_ROUNDED_QUERIES = 0.25
 
 
 @dataclass
@@ -33,16 +41,29 @@ class Truth:
 
 
 def truth(problem: Problem) -> Truth:
-    arguments = (problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
-    out, lse = reference.mla_decode_reference(*arguments)
-    plain, _ = reference.mla_decode_reference(*arguments, dtype=problem.q.dtype)
-    errors = [(candidate.double() - out).flatten(1) for candidate in (plain, out.to(problem.q.dtype))]
+    arguments = (problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    scales = {"q_scale": problem.q_scale, "kv_scale": problem.kv_scale}
+    out, lse = reference.mla_decode_reference(problem.q, problem.kv_cache, *arguments, **scales)
+    dtype = plain_dtype(problem)
+    # Powers of two change no digit, but float16 could not hold the scores of an FP8 cache without its scale.
+    power = 1.0 if problem.kv_scale is None else 2.0 ** math.floor(math.log2(problem.kv_scale))
+    if problem.kv_scale is not None:
+        scales["kv_scale"] = problem.kv_scale / power
+    plain, _ = reference.mla_decode_reference(
+        problem.q, problem.kv_cache.to(dtype) * power, *arguments, **scales, dtype=dtype
+    )
+    errors = [(candidate.double() - out).flatten(1) for candidate in (plain, out.to(dtype))]
     return Truth(
         out,
         lse,
         max_error=FACTOR * torch.maximum(*(error.abs().amax(1) for error in errors)),
         rmse=FACTOR * torch.maximum(*(relative_rmse(error, out) for error in errors)),
     )
+
+
+def plain_dtype(problem: Problem) -> torch.dtype:
+    """The type of the plain torch computation whose error sets the measure."""
+    return torch.float16 if problem.q.dtype == torch.float16 else torch.bfloat16
 
 
 def relative_rmse(error: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
@@ -70,12 +91,19 @@ def problems_with(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted
     cosine = cosine_difference(out, wanted.out)
     lse_error = ((lse - wanted.lse) / wanted.lse.abs().clamp(min=1)).flatten(1)
     lse_error = torch.where(torch.isfinite(wanted.lse.flatten(1)), lse_error.abs(), 0).amax(1)
-    for measure, got, limit in (
-        ("largest error", error.flatten(1).abs().amax(1), wanted.max_error),
-        ("relative RMSE", relative_rmse(error, wanted.out), wanted.rmse),
-        ("cosine difference", cosine, torch.full_like(cosine, COSINE[problem.q.dtype])),
-        ("log-sum-exp error", lse_error, torch.full_like(lse_error, LSE)),
-    ):
+    cosine_limit, lse_limit = COSINE[plain_dtype(problem)], LSE
+    if problem.case.fp8_math:
+        cosine_limit = FP8_MATH_COSINE
+    if problem.case.fp8_math and problem.q.dtype != FP8:
+        cosine_limit, lse_limit = FP8_MATH_COSINE_ROUNDED_QUERIES, FP8_MATH_LSE_ROUNDED_QUERIES
+    measures = [
+        ("cosine difference", cosine, torch.full_like(cosine, cosine_limit)),
+        ("log-sum-exp error", lse_error, torch.full_like(lse_error, lse_limit)),
+    ]
+    if not problem.case.fp8_math:
+        measures.append(("largest error", error.flatten(1).abs().amax(1), wanted.max_error))
+        measures.append(("relative RMSE", relative_rmse(error, wanted.out), wanted.rmse))
+    for measure, got, limit in measures:
         found += _lines(~(got <= limit), measure, problem, got, limit)
     return found
 

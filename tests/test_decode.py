@@ -19,7 +19,23 @@ from refusals import REFUSALS
 from etap_backend import DecodeSchedule
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-both_dtypes = pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+# A scale as engines calibrate it for keys of size 1: neither a power of two nor small enough to saturate.
+FP8_CACHE = {"kv_dtype": "fp8", "kv_scale": 0.0137}
+FP8_QUERY = {"dtype": "float8_e4m3fn", "q_scale": 0.021}
+KINDS = {
+    "bf16": {},
+    "fp16": {"dtype": "float16"},
+    "bf16 q, fp8": {**FP8_CACHE},
+    "fp16 q, fp8": {**FP8_CACHE, "dtype": "float16"},
+    "fp8 q, fp8": {**FP8_CACHE, **FP8_QUERY},
+    "bf16 q, fp8 math": {**FP8_CACHE, "fp8_math": True},
+    "fp8 q, fp8 math": {**FP8_CACHE, **FP8_QUERY, "fp8_math": True},
+}
+FP8_KINDS = {name: kind for name, kind in KINDS.items() if "kv_dtype" in kind}
+every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
+every_fp8_kind = pytest.mark.parametrize("kind", FP8_KINDS.values(), ids=FP8_KINDS)
+bf16_or_fp8_cache = pytest.mark.parametrize("cache", [{}, FP8_CACHE], ids=["bf16", "fp8"])
+pytestmark = pytest.mark.usefixtures("unverified_fp8")
 
 GRID = {"cpu": (0, 1, 63, 64, 65, 200), "cuda": (0, 1, 63, 64, 65, 1000, 4097, 65536)}
 
@@ -43,63 +59,128 @@ def verify(case: Case, device: str) -> None:
 
 
 @both_devices
-@both_dtypes
+@every_kind
 @pytest.mark.parametrize("s_q", [1, 2, 4])
 @pytest.mark.parametrize("heads", [1, 8, 16, 32, 64, 128])
-def test_heads_query_tokens_and_lengths(device, dtype, s_q, heads):
-    verify(Case(GRID[device], heads=heads, s_q=s_q, dtype=dtype), device)
+def test_heads_query_tokens_and_lengths(device, kind, s_q, heads):
+    verify(Case(GRID[device], heads=heads, s_q=s_q, **kind), device)
 
 
 @both_devices
+@bf16_or_fp8_cache
 @pytest.mark.parametrize("heads, s_q", [(3, 1), (24, 1), (48, 1), (40, 3), (16, 7), (96, 2)])
-def test_rows_between_the_tile_widths(device, heads, s_q):
-    verify(Case((1, 3, 64, 130, 700), heads=heads, s_q=s_q, seed=1), device)
+def test_rows_between_the_tile_widths(device, cache, heads, s_q):
+    verify(Case((1, 3, 64, 130, 700), heads=heads, s_q=s_q, seed=1, **cache), device)
 
 
 @both_devices
-@both_dtypes
+@every_kind
 @pytest.mark.parametrize("law", LAWS)
 @pytest.mark.parametrize("heads", [8, 16, 128])
-def test_input_laws(device, dtype, law, heads):
+def test_input_laws(device, kind, law, heads):
     lengths = {"cpu": (5, 64, 129, 500), "cuda": (5, 64, 129, 1000, 20_000)}[device]
-    verify(Case(lengths, heads=heads, s_q=2, dtype=dtype, law=law, seed=2), device)
+    verify(Case(lengths, heads=heads, s_q=2, law=law, seed=2, **kind), device)
 
 
 @both_devices
+@every_fp8_kind
+@pytest.mark.parametrize("kv_scale", [1e-3, None, 1e3])
+@pytest.mark.parametrize("q_scale", [1e-3, None, 1e3])
+def test_scales(device, kind, kv_scale, q_scale):
+    """Too small a scale makes of most elements +-448, too large a one leaves zeros and the smallest number there is."""
+    if q_scale is not None and kind.get("dtype") != "float8_e4m3fn":
+        pytest.skip("these queries have no scale")
+    case = Case((1, 64, 200, 333), heads=16, seed=13, **{**kind, "kv_scale": kv_scale, "q_scale": q_scale})
+    values = build(case, device).kv_cache.double().abs()
+    values = values[values.isfinite()]
+    share = {1e-3: values == 448, None: values <= 8, 1e3: values <= 2**-8}[kv_scale].double().mean()
+    assert share > 0.6
+    verify(case, device)
+
+
+@both_devices
+@pytest.mark.parametrize("power", [-40, -20, 20, 40])
+@pytest.mark.parametrize("fp8_math", [False, True])
+def test_bfloat16_queries_that_no_float16_holds(device, power, fp8_math):
+    """With an FP8 cache they are multiplied as float16, each row by its power of two, or as e4m3."""
+    kind = {"kv_dtype": "fp8", "kv_scale": 0.0137 * 2.0**-power, "fp8_math": fp8_math}
+    verify(Case((1, 65, 200, 700), heads=16, s_q=2, q_power=power, seed=14, **kind), device)
+
+
+@both_devices
+@pytest.mark.parametrize("fp8_math", [False, True])
+def test_each_query_row_has_its_own_power_of_two(device, fp8_math):
+    problem = build(Case((65, 300), heads=16, seed=15, fp8_math=fp8_math, **FP8_CACHE), device)
+    # From rows of subnormal numbers and of zeros, that see all keys alike, to rows with scores above 100.
+    powers = torch.tensor([-133, -126, -112, -100, -60, -30, -15, -8, -4, -2, 0, 1, 2, 3, 5, 0], device=device)
+    problem.q.copy_(torch.ldexp(problem.q.float(), powers[:, None]))
+    problem.q[:, :, -1] = 0
+    runner = Runner(problem)
+    check(*runner.run(), problem, truth(problem))
+    runner.check_guards()
+
+
+@both_devices
+@pytest.mark.parametrize("output", ["bfloat16", "float16"])
+def test_outputs_beside_fp8_queries(device, output):
+    case = Case((65, 300, 0), heads=16, seed=16, output=output, **FP8_CACHE, **FP8_QUERY)
+    verify(case, device)
+    problem = build(case, device)
+    schedule = DecodeSchedule(3, 16, device=device).build(problem.seq_lens)
+    assert decode(problem, schedule, out_dtype=case.out_dtype)[0].dtype == case.out_dtype
+    assert decode(problem, schedule)[0].dtype == torch.bfloat16
+
+
+@both_devices
+def test_a_scale_may_have_one_dimension_or_none_and_one_is_as_good_as_1(device):
+    problem = build(Case((65, 300), heads=16, seed=17, kv_dtype="fp8", dtype="float8_e4m3fn"), device)
+    schedule = DecodeSchedule(2, 16, device=device).build(problem.seq_lens)
+    wanted = decode(problem, schedule)
+    for shape in ([], [1]):
+        problem.q_scale = problem.kv_scale = torch.ones(shape, device=device)
+        for got, want in zip(decode(problem, schedule), wanted, strict=True):
+            assert torch.equal(got, want)
+
+
+@both_devices
+@pytest.mark.parametrize("kind", [{}, FP8_CACHE, KINDS["fp8 q, fp8"]], ids=["bf16", "fp8", "fp8 q"])
 @pytest.mark.parametrize("page_size", [64, 128, 256])
 @pytest.mark.parametrize("cache_layout", ["dense", "gapped", "headed"])
 @pytest.mark.parametrize("q_layout", ["packed", "strided", "split"])
-def test_layouts(device, page_size, cache_layout, q_layout):
+def test_layouts(device, kind, page_size, cache_layout, q_layout):
     case = Case((0, 1, 65, 255, 256, 257, 600), page_size=page_size, cache_layout=cache_layout, q_layout=q_layout)
-    verify(replace(case, heads=16, s_q=2, seed=3), device)
+    verify(replace(case, heads=16, s_q=2, seed=3, **kind), device)
 
 
 @both_devices
+@bf16_or_fp8_cache
 @pytest.mark.parametrize("heads", [16, 128])
 @pytest.mark.parametrize("s_q", [1, 3])
 @pytest.mark.parametrize("num_sms", [132, 78, 7, 1])
-def test_numbers_of_multiprocessors(device, heads, s_q, num_sms):
+def test_numbers_of_multiprocessors(device, cache, heads, s_q, num_sms):
     lengths = {"cpu": (0, 700, 1, 64, 300), "cuda": (0, 7000, 1, 64, 300, 20_000)}[device]
-    verify(Case(lengths, heads=heads, s_q=s_q, num_sms=num_sms, seed=4), device)
+    verify(Case(lengths, heads=heads, s_q=s_q, num_sms=num_sms, seed=4, **cache), device)
 
 
 @both_devices
+@bf16_or_fp8_cache
 @pytest.mark.parametrize("batch", [1, 2, 31, 64, 133, 256])
-def test_ragged_batches(device, batch):
+def test_ragged_batches(device, cache, batch):
     draw = random.Random(batch)
     longest = {"cpu": 300, "cuda": 16_000}[device]
     lengths = [min(longest, int(draw.lognormvariate(0.4, 1.2) * longest / 16)) for _ in range(batch)]
     lengths[0], lengths[-1] = 0, longest
-    verify(Case(tuple(lengths), heads=16, seed=5), device)
+    verify(Case(tuple(lengths), heads=16, seed=5, **cache), device)
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("kind", [{}, FP8_CACHE, KINDS["bf16 q, fp8 math"]], ids=["bf16", "fp8", "fp8 math"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_many_runs_of_ctas_with_many_pieces(heads):
+def test_many_runs_of_ctas_with_many_pieces(heads, kind):
     """What the warpgroups hand each other from piece to piece depends on timing: a race once showed in a run of 75."""
     draw = random.Random(heads)
     lengths = tuple(min(16_000, int(draw.lognormvariate(7.0, 1.2))) for _ in range(200))
-    runner = Runner(build(Case(lengths, heads=heads, seed=10), "cuda"))
+    runner = Runner(build(Case(lengths, heads=heads, seed=10, **kind), "cuda"))
     first = [result.clone() for result in runner.run()]
     for run in range(60):
         for name, result, before in zip(("out", "lse"), runner.run(), first, strict=True):
@@ -107,15 +188,16 @@ def test_many_runs_of_ctas_with_many_pieces(heads):
 
 
 @both_devices
+@bf16_or_fp8_cache
 @pytest.mark.parametrize("length", [64 * 64, 131_072])
-def test_one_request_over_all_multiprocessors(device, length):
+def test_one_request_over_all_multiprocessors(device, cache, length):
     if device == "cpu" and length > 10_000:
         pytest.skip("the CPU's executor takes minutes for it; the shorter request is split as often")
-    verify(Case((length,), heads=16, seed=6), device)
+    verify(Case((length,), heads=16, seed=6, **cache), device)
 
 
 @both_devices
-@pytest.mark.parametrize("seed", range(48))
+@pytest.mark.parametrize("seed", range(96))
 def test_random_cases(device, seed):
     draw = random.Random(seed)
     longest = {"cpu": 400, "cuda": 12_000}[device]
@@ -123,28 +205,30 @@ def test_random_cases(device, seed):
         lengths=tuple(int(longest ** draw.random()) - draw.randrange(2) for _ in range(draw.choice([1, 2, 5, 9]))),
         heads=draw.choice([1, 2, 8, 12, 16, 20, 32, 64, 100, 128]),
         s_q=draw.choice([1, 1, 2, 3, 4]),
-        dtype=draw.choice(["bfloat16", "float16"]),
         page_size=draw.choice([64, 128, 256]),
         law=draw.choice(LAWS),
         q_layout=draw.choice(["packed", "strided", "split"]),
         cache_layout=draw.choice(["dense", "gapped", "headed"]),
         num_sms=draw.choice([None, 132, 78, 5, 1]),
         seed=100 + seed,
+        **draw.choice(list(KINDS.values())),
     )
     verify(case, device)
 
 
 @pytest.mark.gpu
-def test_cache_of_more_than_2_to_the_31_elements():
-    case = Case((5000, 64, 1, 0, 3000), page_size=64, pool_pages=60_000, seed=7)
+@bf16_or_fp8_cache
+def test_cache_of_more_than_2_to_the_31_bytes_and_elements(cache):
+    case = Case((5000, 64, 1, 0, 3000), page_size=64, pool_pages=60_000, seed=7, **cache)
     assert case.pool_pages * case.page_size * 576 > 2**31
     verify(case, "cuda")
 
 
 @both_devices
+@bf16_or_fp8_cache
 @pytest.mark.parametrize("heads, s_q", [(16, 1), (128, 2)])
-def test_negative_lengths_count_as_empty(device, heads, s_q):
-    problem = build(Case((0, 130, 0), heads=heads, s_q=s_q, seed=11), device)
+def test_negative_lengths_count_as_empty(device, cache, heads, s_q):
+    problem = build(Case((0, 130, 0), heads=heads, s_q=s_q, seed=11, **cache), device)
     problem.seq_lens = torch.tensor([-1, 130, -(2**31)], dtype=torch.int32, device=device)
     runner = Runner(problem)
     check(*runner.run(), problem, truth(problem))
@@ -170,8 +254,9 @@ def test_refused_calls_leave_everything_usable(device):
 
 
 @both_devices
-def test_outputs_are_allocated_when_not_given(device):
-    problem = build(Case((100, 0, 3), heads=8, s_q=2, seed=8), device)
+@bf16_or_fp8_cache
+def test_outputs_are_allocated_when_not_given(device, cache):
+    problem = build(Case((100, 0, 3), heads=8, s_q=2, seed=8, **cache), device)
     runner = Runner(problem)
     wanted = [result.clone() for result in runner.run()]
     got = decode(problem, runner.schedule)
@@ -180,10 +265,11 @@ def test_outputs_are_allocated_when_not_given(device):
 
 
 @both_devices
+@bf16_or_fp8_cache
 @pytest.mark.parametrize("heads", [1, 16, 64])
-def test_pieces_of_which_a_row_sees_nothing(device, heads):
+def test_pieces_of_which_a_row_sees_nothing(device, cache, heads):
     """The last tile of these requests belongs to the last query tokens only, and is a piece of its own."""
-    verify(Case((65, 66, 129, 130, 2, 67), heads=heads, s_q=4, num_sms=132, seed=12), device)
+    verify(Case((65, 66, 129, 130, 2, 67), heads=heads, s_q=4, num_sms=132, seed=12, **cache), device)
 
 
 @both_devices
@@ -208,8 +294,9 @@ def test_a_built_schedule_serves_many_layers(device):
 
 
 @both_devices
-def test_the_call_lives_inside_torch_compile(device):
-    problem = build(Case((100, 65), heads=16, seed=9), device)
+@pytest.mark.parametrize("kind", [{}, FP8_CACHE, KINDS["fp8 q, fp8 math"]], ids=["bf16", "fp8", "fp8 math"])
+def test_the_call_lives_inside_torch_compile(device, kind):
+    problem = build(Case((100, 65), heads=16, seed=9, **kind), device)
     schedule = DecodeSchedule(2, 16, device=device).build(problem.seq_lens)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
