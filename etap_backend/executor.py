@@ -14,8 +14,8 @@ ROW_ALIGNMENT_BYTES = 16  # what TMA asks of every row's address
 PARTIAL_FLOATS = LATENT_DIM + 1  # an output row and its log-sum-exp
 # With an FP8 cache a query row is multiplied by the power of two that brings its largest element into [2^n, 2^(n+1)).
 QUERY_EXPONENT = {torch.float16: 14, FP8: 7}
-# A row of (nearly) zeros is multiplied by no more, so that the factor and its reciprocal are float32 numbers.
-MOST_QUERY_EXPONENT = 112
+# A row of (nearly) zeros is multiplied by no more, so that the factor and its reciprocal are normal float32 numbers.
+MOST_QUERY_EXPONENT = 126
 # What P, which is at most 1, is multiplied by before it is rounded: e4m3 holds nothing below 2^-9, but much up to 448.
 PROBABILITY_FACTOR = {torch.bfloat16: 1.0, torch.float16: 1.0, FP8: 256.0}
 

@@ -62,6 +62,19 @@ def _split(call: dict) -> dict:
     return {"q": q[..., :512], "q_rope": q[..., 512:]}
 
 
+def _fp8(call: dict, **more) -> dict:
+    """The valid call with an FP8 cache, and more of it spoiled."""
+    return {"kv_cache": call["kv_cache"].to(torch.float8_e4m3fn), **more}
+
+
+def _fp8_query(call: dict, **more) -> dict:
+    return _fp8(call, **{"q": call["q"].to(torch.float8_e4m3fn), **more})
+
+
+def _one(call: dict, shape=(), dtype=torch.float32) -> torch.Tensor:
+    return torch.ones(shape, dtype=dtype, device=call["q"].device)
+
+
 def _other_schedule(call: dict, batch=BATCH, heads=HEADS, s_q=S_Q) -> dict:
     device = call["q"].device
     lens = torch.ones(batch, dtype=torch.int32, device=device)
@@ -172,4 +185,160 @@ REFUSALS = (
     Refusal("schedule_batch", ValueError, ("schedule:", "batch 3", "batch 2"), lambda c: _other_schedule(c, batch=2)),
     Refusal("schedule_heads", ValueError, ("schedule:", "16 heads", "8 heads"), lambda c: _other_schedule(c, heads=8)),
     Refusal("schedule_s_q", ValueError, ("schedule:", "s_q 2", "s_q 1"), lambda c: _other_schedule(c, s_q=1)),
+    Refusal(
+        "fp8_query_without_fp8_cache",
+        TypeError,
+        ("q:", "bfloat16 or float16", "float8_e4m3fn with an FP8 cache", "got float8_e4m3fn"),
+        lambda c: {"q": c["q"].to(torch.float8_e4m3fn)},
+    ),
+    Refusal(
+        "query_of_bytes",
+        TypeError,
+        ("q:", "float8_e4m3fn", "got uint8"),
+        lambda c: _fp8(c, q=_fp8_query(c)["q"].view(torch.uint8)),
+    ),
+    Refusal(
+        "rope_unlike_fp8_query",
+        TypeError,
+        ("q_rope:", "float8_e4m3fn", "bfloat16"),
+        lambda c: _fp8(c, q=_fp8_query(c)["q"][..., :512], q_rope=c["q"][..., 512:]),
+    ),
+    Refusal(
+        "fp8_rope_beside_other_query",
+        TypeError,
+        ("q_rope:", "bfloat16", "got float8_e4m3fn"),
+        lambda c: _fp8(c, q=c["q"][..., :512], q_rope=_fp8_query(c)["q"][..., 512:]),
+    ),
+    Refusal(
+        "cache_of_bytes",
+        TypeError,
+        ("kv_cache:", "bfloat16", "float8_e4m3fn", "got uint8"),
+        lambda c: {"kv_cache": _fp8(c)["kv_cache"].view(torch.uint8)},
+    ),
+    Refusal(
+        "cache_in_e5m2",
+        TypeError,
+        ("kv_cache:", "float8_e4m3fn", "got float8_e5m2"),
+        lambda c: {"kv_cache": c["kv_cache"].to(torch.float8_e5m2)},
+    ),
+    Refusal(
+        "fp8_cache_width",
+        ValueError,
+        ("kv_cache:", "576", "[7, 64, 512]"),
+        lambda c: {"kv_cache": _fp8(c)["kv_cache"][..., :512]},
+    ),
+    Refusal(
+        "fp8_cache_row_step",
+        ValueError,
+        ("kv_cache:", "16 bytes", "584"),
+        lambda c: {"kv_cache": _wide(_fp8(c)["kv_cache"], 8)},
+    ),
+    Refusal(
+        "fp8_query_row_step",
+        ValueError,
+        ("q:", "16 bytes", "584"),
+        lambda c: _fp8_query(c, q=_wide(_fp8_query(c)["q"], 8)),
+    ),
+    Refusal(
+        "fp8_rope_first_row",
+        ValueError,
+        ("q_rope:", "16 bytes", "address"),
+        lambda c: _fp8(c, q=_fp8_query(c)["q"][..., :512], q_rope=_wide(_fp8_query(c)["q"][..., 512:], 16, first=8)),
+    ),
+    Refusal(
+        "kv_scale_of_another_cache",
+        ValueError,
+        ("kv_scale:", "None", "kv_cache of bfloat16"),
+        lambda c: {"kv_scale": _one(c)},
+    ),
+    Refusal(
+        "q_scale_of_another_query",
+        ValueError,
+        ("q_scale:", "None", "q of bfloat16"),
+        lambda c: _fp8(c, q_scale=_one(c)),
+    ),
+    Refusal(
+        "kv_scale_dtype",
+        TypeError,
+        ("kv_scale:", "float32", "float64"),
+        lambda c: _fp8(c, kv_scale=_one(c, dtype=torch.float64)),
+    ),
+    Refusal(
+        "kv_scale_shape",
+        ValueError,
+        ("kv_scale:", "one element", "[3]"),
+        lambda c: _fp8(c, kv_scale=_one(c, [3])),
+    ),
+    Refusal(
+        "kv_scale_dims",
+        ValueError,
+        ("kv_scale:", "[] or [1]", "[1, 1]"),
+        lambda c: _fp8(c, kv_scale=_one(c, [1, 1])),
+    ),
+    Refusal(
+        "kv_scale_device",
+        ValueError,
+        ("kv_scale:", "a tensor on", "got one on meta"),
+        lambda c: _fp8(c, kv_scale=_one(c).to("meta")),
+    ),
+    Refusal(
+        "q_scale_dtype",
+        TypeError,
+        ("q_scale:", "float32", "bfloat16"),
+        lambda c: _fp8_query(c, q_scale=_one(c, dtype=torch.bfloat16)),
+    ),
+    Refusal(
+        "q_scale_shape",
+        ValueError,
+        ("q_scale:", "one element", "[16]"),
+        lambda c: _fp8_query(c, q_scale=_one(c, [16])),
+    ),
+    Refusal(
+        "q_scale_device",
+        ValueError,
+        ("q_scale:", "a tensor on", "got one on meta"),
+        lambda c: _fp8_query(c, q_scale=_one(c).to("meta")),
+    ),
+    Refusal(
+        "fp8_math_without_fp8_cache",
+        ValueError,
+        ("fp8_math:", "False", "kv_cache of bfloat16", "True"),
+        lambda c: {"fp8_math": True},
+    ),
+    Refusal(
+        "out_dtype_unlike_query",
+        ValueError,
+        ("out_dtype:", "None or bfloat16", "float16"),
+        lambda c: {"out": None, "out_dtype": torch.float16},
+    ),
+    Refusal(
+        "out_dtype_unlike_query_beside_fp8_cache",
+        ValueError,
+        ("out_dtype:", "None or bfloat16", "float16"),
+        lambda c: _fp8(c, out=None, out_dtype=torch.float16),
+    ),
+    Refusal(
+        "out_dtype_of_fp8_query",
+        ValueError,
+        ("out_dtype:", "bfloat16 or float16", "float32"),
+        lambda c: _fp8_query(c, out=None, out_dtype=torch.float32),
+    ),
+    Refusal(
+        "out_dtype_unlike_out",
+        ValueError,
+        ("out_dtype:", "bfloat16 like out", "got float16"),
+        lambda c: _fp8_query(c, out_dtype=torch.float16),
+    ),
+    Refusal(
+        "fp8_out",
+        TypeError,
+        ("out:", "bfloat16 or float16", "float8_e4m3fn"),
+        lambda c: _fp8_query(c, out=c["out"].to(torch.float8_e4m3fn)),
+    ),
+    Refusal(
+        "out_unlike_query_beside_fp8_cache",
+        TypeError,
+        ("out:", "bfloat16", "float16"),
+        lambda c: _fp8(c, out=c["out"].half()),
+    ),
 )

@@ -6,6 +6,7 @@ from refusals import REFUSALS, valid_call
 
 from etap_backend import DecodeSchedule, mla_decode, why_unsupported
 
+pytestmark = pytest.mark.usefixtures("unverified_fp8")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -22,6 +23,27 @@ def test_refused(refusal, device):
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_unspoiled_call_is_allowed(device):
     mla_decode(**valid_call(device))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("fp8_query", [False, True])
+def test_the_unspoiled_call_with_an_fp8_cache_is_allowed(device, fp8_query):
+    call, scale = valid_call(device), torch.ones((), device=device)
+    call["kv_cache"] = call["kv_cache"].to(torch.float8_e4m3fn)
+    mla_decode(**call, kv_scale=scale, fp8_math=True, out_dtype=torch.bfloat16)
+    if fp8_query:
+        call["q"] = call["q"].to(torch.float8_e4m3fn)
+        mla_decode(**call, q_scale=scale, kv_scale=scale, out_dtype=torch.bfloat16)
+        mla_decode(**{**call, "out": call["out"].half()})
+
+
+@pytest.mark.gpu
+def test_an_fp8_cache_on_a_gpu_waits_for_a_user_who_accepts_unverified_kernels(monkeypatch):
+    call = valid_call("cuda")
+    call["kv_cache"] = call["kv_cache"].to(torch.float8_e4m3fn)
+    monkeypatch.delenv("ETAP_UNVERIFIED_FP8")
+    with pytest.raises(ValueError, match="^kv_cache: the FP8 kernels have not been verified on a GPU yet"):
+        mla_decode(**call)
 
 
 @pytest.mark.gpu

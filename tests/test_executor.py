@@ -38,6 +38,42 @@ def test_a_piece_is_the_attention_over_its_tiles(length, s_q, dtype):
     assert lse[-1].item() == pytest.approx(torch.logsumexp(scores, 0).item(), abs=1e-5)
 
 
+@pytest.mark.parametrize("fp8_math", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_a_piece_of_an_fp8_cache_is_the_attention_over_what_it_stands_for(dtype, fp8_math):
+    case = Case((500,), 5, 2, dtype, kv_dtype="fp8", kv_scale=0.0137, q_scale=0.021 if dtype[:6] == "float8" else None)
+    problem = build(case, "cpu")
+    rows = problem.q.reshape(1, 10, 576)
+    scales = (problem.q_scale, problem.kv_scale)
+    table = problem.block_table
+    batch = executor.batch_of(rows, problem.kv_cache, *scales, table, [500], 5, SOFTMAX_SCALE, fp8_math)
+    out, _ = executor.decode_piece(batch, 0, range(8))
+    wanted = sdpa(problem, 0).reshape(-1, 512)
+    error = ((out.double() - wanted).norm() / wanted.norm()).item()
+    # P, and queries that are rounded, with 3 bits after the leading one; else P in float16 and nothing rounded before.
+    low, high = (0.005, tolerance(torch.float8_e4m3fn)) if fp8_math else (1e-5, tolerance(torch.float16))
+    assert low < error < high
+
+
+@pytest.mark.parametrize("p_dtype, largest", [(torch.float16, 2.0**14), (torch.float8_e4m3fn, 2.0**7)])
+def test_query_rows_take_the_power_of_two_that_fills_the_products_type(p_dtype, largest):
+    rows = torch.tensor([1.0, 1.99, 2.0, 3e-30, 1e38, 0.0, 2.0**-130])[None, :, None].to(torch.bfloat16)
+    rows = rows * torch.tensor([1.0, -0.5, 2.0**-9])
+    q, factor = executor.product_queries(rows, p_dtype)
+    assert torch.equal(torch.log2(factor), torch.log2(factor).round())
+    assert q[0, :5, 0].ge(largest).all() and q[0, :5, 0].le(2 * largest).all()
+    torch.testing.assert_close(q * factor[..., None], rows.float(), rtol=torch.finfo(p_dtype).eps / 2, atol=1e-38)
+    assert q[0, 5].eq(0).all() and q.isfinite().all() and factor.isfinite().all() and factor.gt(0).all()
+
+
+@pytest.mark.parametrize("p_dtype", [torch.float16, torch.float8_e4m3fn])
+def test_query_rows_of_the_products_type_or_of_fp8_stay_as_they_are(p_dtype):
+    for dtype in {p_dtype, torch.float8_e4m3fn}:
+        rows = torch.randn(2, 3, 576).to(dtype)
+        q, factor = executor.product_queries(rows, p_dtype)
+        assert torch.equal(q, rows.float()) and factor.eq(1).all()
+
+
 @pytest.mark.parametrize("cuts", [(1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
 def test_pieces_merge_to_the_whole(cuts):
     problem, batch = one_request(500, s_q=2)

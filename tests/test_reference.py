@@ -16,12 +16,16 @@ def contiguous_tokens(problem, request: int) -> torch.Tensor:
     return torch.stack(rows).double()
 
 
+def dequantised(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return x if scale is None else x * scale.double()
+
+
 def sdpa(problem, request: int) -> torch.Tensor:
     """[s_q, heads, 512] by scaled_dot_product_attention: one KV head for all query heads."""
-    keys = contiguous_tokens(problem, request)
+    keys = dequantised(contiguous_tokens(problem, request), problem.kv_scale)
     length, s_q = len(keys), problem.case.s_q
     position, last = torch.arange(length), torch.arange(s_q) + length - s_q
-    q = problem.q[request].double().transpose(0, 1)[None]
+    q = dequantised(problem.q[request].double(), problem.q_scale).transpose(0, 1)[None]
     heads = q.shape[1]
     k, v = keys.expand(1, heads, -1, -1), keys[:, :512].expand(1, heads, -1, -1)
     mask = position[None] <= last[:, None]
@@ -38,6 +42,21 @@ def test_it_agrees_with_torch(dtype, page_size, layout, s_q):
     assert out.dtype == lse.dtype == torch.float64
     for request in range(len(lengths)):
         torch.testing.assert_close(out[request], sdpa(problem, request), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("q_scale", [None, 1e-3, 0.021, 1e3])
+@pytest.mark.parametrize("kv_scale", [None, 1e-3, 0.0137, 1e3])
+def test_it_agrees_with_torch_on_what_fp8_stands_for(q_scale, kv_scale):
+    case = Case((3, 64, 200), 5, s_q=2, dtype="float8_e4m3fn", q_scale=q_scale, kv_dtype="fp8", kv_scale=kv_scale)
+    problem = build(case, "cpu")
+    assert problem.kv_cache.isnan().any() and problem.kv_cache.dtype == problem.q.dtype == torch.float8_e4m3fn
+    arguments = (problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    out, lse = mla_decode_reference(*arguments, q_scale=problem.q_scale, kv_scale=problem.kv_scale)
+    for request in range(3):
+        torch.testing.assert_close(out[request], sdpa(problem, request), rtol=1e-9, atol=1e-12)
+    keys = dequantised(contiguous_tokens(problem, 2), problem.kv_scale)
+    scores = dequantised(problem.q[2, -1].double(), problem.q_scale) @ keys.T * SOFTMAX_SCALE
+    torch.testing.assert_close(lse[2, -1], scores.logsumexp(1), rtol=1e-12, atol=1e-12)
 
 
 def test_the_log_sum_exp_is_that_of_the_scores():
