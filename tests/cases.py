@@ -106,9 +106,9 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill with NaN; in FP8 with both that there are, 0x7f and 0xff."""
-    tensor.fill_(torch.nan)
-    if tensor.dtype == FP8:
-        tensor.view(torch.uint8)[..., 1::2] = 0xFF
+    if tensor.dtype != FP8:
+        return tensor.fill_(torch.nan)
+    tensor.view(torch.uint8).fill_(0x7F)[..., 1::2] = 0xFF
     return tensor
 
 

@@ -9,6 +9,7 @@ from compare import check, truth
 
 from etap_backend import DecodeSchedule, mla_decode
 
+pytestmark = pytest.mark.usefixtures("unverified_fp8")
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = {
     "cpu": (2500, 0, 1, 64, 1025, 700),
@@ -27,7 +28,8 @@ def run(problem: Problem, requests: list[int], max_batch: int, num_sms: int | No
     schedule.build(seq_lens, case.s_q)
     out = torch.full((len(requests), case.s_q, case.heads, LATENT), torch.nan, dtype=case.torch_dtype).to(index.device)
     lse = torch.full((len(requests), case.s_q, case.heads), torch.nan, device=index.device)
-    outputs = {"out": out, "lse": lse, "softmax_scale": SOFTMAX_SCALE}
+    outputs = {"out": out, "lse": lse, "softmax_scale": SOFTMAX_SCALE, "kv_scale": problem.kv_scale}
+    outputs["fp8_math"] = case.fp8_math
     mla_decode(problem.q[index], problem.kv_cache, problem.block_table[index], seq_lens, schedule, **outputs)
     return out, lse, schedule
 
@@ -36,11 +38,16 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
+FP8_CACHE = {"kv_dtype": "fp8", "kv_scale": 0.0137}
+CACHES = {"bf16": {}, "fp8": FP8_CACHE, "fp8 math": {**FP8_CACHE, "fp8_math": True}}
+
+
 @both_devices
+@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 @pytest.mark.parametrize("max_batch", [160, 4096], ids=["some splits", "no splits"])
 @pytest.mark.parametrize("heads, s_q", [(8, 1), (16, 1), (16, 2), (64, 1), (128, 1)])
-def test_bits_do_not_depend_on_the_batch(device, heads, s_q, max_batch):
-    case = Case(LENGTHS[device], heads=heads, s_q=s_q)
+def test_bits_do_not_depend_on_the_batch(device, heads, s_q, max_batch, cache):
+    case = Case(LENGTHS[device], heads=heads, s_q=s_q, **cache)
     problem = build(case, device)
     everyone = list(range(len(case.lengths)))
     out, lse, schedule = run(problem, everyone, max_batch, None)

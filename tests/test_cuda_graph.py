@@ -11,7 +11,11 @@ from compare import check, truth
 
 from etap_backend import DecodeSchedule
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unverified_fp8")]
+
+FP8_CACHE = {"kv_dtype": "fp8", "kv_scale": 0.0137}
+CACHES = {"bf16": {}, "fp8": FP8_CACHE, "fp8 math": {**FP8_CACHE, "fp8_math": True}}
+every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 
 POOL_PAGES = 400
 BATCHES = [
@@ -29,7 +33,7 @@ class Recorded:
     def __init__(self, problem: Problem, num_sms: int | None = None):
         case, batch = problem.case, len(problem.case.lengths)
         self.schedule = DecodeSchedule(batch, case.heads, max_s_q=case.s_q, num_sms=num_sms)
-        self.out = Guarded(problem.q.shape[:3] + (512,), case.torch_dtype, "cuda")
+        self.out = Guarded(problem.q.shape[:3] + (512,), case.out_dtype, "cuda")
         self.lse = Guarded(problem.q.shape[:3], torch.float32, "cuda")
         wild = torch.tensor(WILD_PAGES, dtype=torch.int32, device="cuda")
         self.table = wild.repeat(batch, POOL_PAGES // len(WILD_PAGES))
@@ -74,15 +78,18 @@ class Recorded:
         self.lse.check("lse")
 
 
-def problems(heads: int, s_q: int) -> list[Problem]:
-    cases = [Case(lengths, heads, s_q, pool_pages=POOL_PAGES, seed=50 + i) for i, lengths in enumerate(BATCHES)]
+def problems(heads: int, s_q: int, **cache) -> list[Problem]:
+    cases = [
+        Case(lengths, heads, s_q, pool_pages=POOL_PAGES, seed=50 + i, **cache) for i, lengths in enumerate(BATCHES)
+    ]
     return [build(case, "cuda") for case in cases]
 
 
+@every_cache
 @pytest.mark.parametrize("where", ["schedule built before each replay", "schedule built in the graph"])
 @pytest.mark.parametrize("heads, s_q", [(16, 1), (16, 2), (128, 1)])
-def test_one_graph_serves_other_lengths(heads, s_q, where):
-    batches = problems(heads, s_q)
+def test_one_graph_serves_other_lengths(heads, s_q, where, cache):
+    batches = problems(heads, s_q, **cache)
     recorded = Recorded(batches[0])
     inside = where == "schedule built in the graph"
     graph = recorded.record(*[recorded.build] * inside, recorded.decode)
@@ -94,8 +101,9 @@ def test_one_graph_serves_other_lengths(heads, s_q, where):
         recorded.check(problem)
 
 
-def test_a_graph_gives_the_bits_of_a_plain_call():
-    problem = problems(16, 1)[0]
+@every_cache
+def test_a_graph_gives_the_bits_of_a_plain_call(cache):
+    problem = problems(16, 1, **cache)[0]
     recorded = Recorded(problem)
     graph = recorded.record(recorded.decode)
     plain = recorded.out.tensor.clone(), recorded.lse.tensor.clone()
@@ -106,9 +114,10 @@ def test_a_graph_gives_the_bits_of_a_plain_call():
         assert torch.equal(recorded.out.tensor, plain[0]) and torch.equal(recorded.lse.tensor, plain[1])
 
 
-def test_layers_of_one_graph_share_schedule_and_workspace():
+@every_cache
+def test_layers_of_one_graph_share_schedule_and_workspace(cache):
     """The next layer's kernels may start while the last one's finish: what they share must stand that."""
-    layers = [build(Case(BATCHES[0], heads=16, seed=60 + layer), "cuda") for layer in range(8)]
+    layers = [build(Case(BATCHES[0], heads=16, seed=60 + layer, **cache), "cuda") for layer in range(8)]
     schedule = DecodeSchedule(6, 16).build(layers[0].seq_lens)
     results = [decode(problem, schedule) for problem in layers]
     torch.cuda.synchronize()
@@ -124,9 +133,10 @@ def test_layers_of_one_graph_share_schedule_and_workspace():
         check(out, lse, problem, truth(problem))
 
 
-def test_a_call_launches_our_kernels_and_nothing_else():
+@every_cache
+def test_a_call_launches_our_kernels_and_nothing_else(cache):
     """No copy, no memset: all that build and decode do are kernels, whose names the sanitizer's filter knows."""
-    recorded = Recorded(problems(16, 1)[0])
+    recorded = Recorded(problems(16, 1, **cache)[0])
     recorded.build()
     recorded.decode()
     torch.cuda.synchronize()
@@ -138,8 +148,9 @@ def test_a_call_launches_our_kernels_and_nothing_else():
     assert len(launched) == 3 and all("etap" in name for name in launched), launched
 
 
-def test_build_and_decode_allocate_nothing_and_wait_for_nothing():
-    recorded = Recorded(problems(16, 1)[0])
+@every_cache
+def test_build_and_decode_allocate_nothing_and_wait_for_nothing(cache):
+    recorded = Recorded(problems(16, 1, **cache)[0])
     recorded.build()
     recorded.decode()
     torch.cuda.synchronize()
