@@ -472,7 +472,8 @@ def test_fp8_math_is_as_exact_as_its_types_allow(make, monkeypatch, mode):
     out = attend(backend, problem, batch)
     exact, rounded = (attention_of(problem, round_to) for round_to in (torch.float64, torch.float8_e4m3fn))
     error, allowed = ((value.double().view_as(exact) - exact).norm() / exact.norm() for value in (out, rounded))
-    assert out.dtype == torch.bfloat16 and 1e-3 < error <= 2 * allowed, (error, allowed)
+    # Half of it must be there, or the math was another one.
+    assert out.dtype == torch.bfloat16 and allowed / 2 <= error <= 2 * allowed, (error, allowed)
 
 
 def attention_of(problem, round_to):
