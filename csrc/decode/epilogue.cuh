@@ -221,8 +221,6 @@ template <class T>
 __device__ __forceinline__ void finish_halves(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                               const Destination<T>& to, const typename T::Columns& columns, int group,
                                               OutputFragment<T>& ot) {
-  CUTE_UNROLL
-  for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage) shared.keys.wait(at.ahead(stage));
   if (group == 0) {  // which registers stay and which go must be known when compiling
     give_half<T, 0>(shared, at, ot);
   } else {

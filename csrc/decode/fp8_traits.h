@@ -30,11 +30,10 @@ struct Fp8Traits : RowTile<kRowTile_> {
   static constexpr int kStageBytes = kWideChunks * kWideBytes + kRopeBytes;
   static_assert(kStageBytes == kTileTokens * kHeadDim);
   static constexpr int kStages = kRowTile == 64 ? (kFp8Math ? 4 : 3) : kRowTile == 32 && !kFp8Math ? 4 : 5;
-  static constexpr int kTurns = 3;
-  static_assert(kSharedTiles || kStages <= 2 * kTurns * kStagesPerTile);
   static constexpr int kSlicesPerMergeStage = kSharedTiles ? 1 : kStageBytes / kSliceBytes;
   static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
   static_assert(kConsumerGroups * kMergeStages <= kStages);
+  static_assert(kSharedTiles || grants_fit(kStages, kStagesPerTile, kMergeStages));
 
   // P^T is kept this many powers of two above its value against the reference: small ones stay out of float16's and
   // e4m3's subnormal numbers. What lies above the reference still fits: 2^15 of float16's 2^16, and 448 of e4m3.

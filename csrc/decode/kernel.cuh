@@ -11,7 +11,7 @@
 // Pipeline         stages            producer -> consumer                    released by
 // keys             8 x 24 KB (*)     TMA bytes -> both consumers             4 warps (tiles alternate) or 8 (shared)
 // queries          1                 TMA bytes or 96 threads -> both         8 warps, after the piece's last S^T
-// tiles issued     2 a consumer      key producer -> the tile's consumer     (nothing to release)
+// grants           4 a consumer      key producer -> the tile's consumer     (nothing to release)
 // (*) 7 at 32 rows, 17 x 8 KB at 64
 //
 // Up to 32 rows, time going down:
@@ -85,7 +85,7 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
   OutputFragment<T> ot;
   RingPosition<T::kStages> keys;
   RingPosition<1> queries;
-  uint32_t tiles_taken = 0;  // in all pieces, where tiles alternate
+  uint32_t grants_taken = 0;  // in all pieces, where tiles alternate
   int pieces = 0;
   char* const probabilities = shared.probabilities + (T::kSharedTiles ? 0 : 2 * group * T::kProbabilityBytes);
   PieceWalk walk(params, partition);
@@ -106,7 +106,7 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
         // A stage's barrier tells odd rounds from even ones only, and the other consumer's tile that lay there before ours
         // may not have arrived yet. Once our first stage is being filled, it has: a tile gives back its first stage only
         // when its last one has arrived.
-        shared.tiles_issued[group].wait(tiles_taken++);
+        shared.granted[group].wait(grants_taken++);
       }
       constexpr int kStep = T::kSharedTiles ? 1 : kConsumerGroups;
       const int mine = i / kStep;
@@ -122,6 +122,8 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
       queries.advance(1);
       if (piece.tiles() == 0) continue;
     }
+    // For the same reason as above: the stages for merging may still be filled with an earlier tile.
+    if constexpr (!T::kSharedTiles) shared.granted[group].wait(grants_taken++);
     finish_piece<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
     keys.advance(kConsumerGroups * T::kMergeStages);
   }
@@ -154,7 +156,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     }
     shared.keys.init(threadIdx.x, 1, T::kStageReleases);
     shared.queries.init(threadIdx.x, query_maps.usable ? 1 : kQueryLoaderThreads, kConsumerThreads / kWarpSize);
-    if (threadIdx.x < kConsumerGroups) shared.tiles_issued[threadIdx.x].init();
+    if (threadIdx.x < kConsumerGroups) shared.granted[threadIdx.x].init();
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();

@@ -61,7 +61,7 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
                                           const typename T::CacheMaps& maps, int partition) {
   const bool elected = threadIdx.x % kWarpSize == 0;
   RingPosition<T::kStages> at;
-  uint32_t even = 0, odd = 0;  // tiles that consumers 0 and 1 got in earlier pieces
+  uint32_t even = 0, odd = 0;  // grants that consumers 0 and 1 got in earlier pieces
   PieceWalk walk(params, partition);
   while (!walk.done()) {
     PageFetcher pages(params, walk.request(), walk.begin_tile());
@@ -78,16 +78,24 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
         copy_stage<T>(maps, shared.keys.full_barrier(at), shared.ring + at.stage * T::kStageBytes, page, row, stage);
         if (!T::kSharedTiles && stage == 0) {
           const int i = tile - piece.begin_tile;
-          shared.tiles_issued[i % kConsumerGroups].signal((i % kConsumerGroups == 0 ? even : odd) + i / kConsumerGroups);
+          shared.granted[i % kConsumerGroups].signal((i % kConsumerGroups == 0 ? even : odd) + i / kConsumerGroups);
         }
       }
     }
-    even += (piece.tiles() + 1) / kConsumerGroups;
-    odd += piece.tiles() / kConsumerGroups;
-    // Stages lent to the consumers for merging their halves: granted, not filled.
-    for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
-      shared.keys.acquire(at);
-      if (elected) shared.keys.commit(at);
+    if constexpr (!T::kSharedTiles) {
+      // Stages lent to the consumers for merging their halves: granted, not filled.
+      for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
+        shared.keys.acquire(at);
+        if (elected) shared.keys.commit(at);
+      }
+      even += (piece.tiles() + 1) / kConsumerGroups;
+      odd += piece.tiles() / kConsumerGroups;
+      if (elected) {
+        shared.granted[0].signal(even);
+        shared.granted[1].signal(odd);
+      }
+      ++even;
+      ++odd;
     }
   }
 }

@@ -53,6 +53,13 @@ constexpr float kLazyMaximum = 8.0f;
 // "No token seen yet": finite, so that -inf (a masked score) minus it stays -inf and not NaN.
 constexpr float kNoMaximum = -1e30f;
 
+// Grants to one consumer that may be open at once: see Turns. Tiles and merges take their stages in turn, and the most are
+// open when every piece has one tile; a grant counts from its first stage on.
+constexpr int kTurns = 4;
+constexpr bool grants_fit(int stages, int stages_of_tile, int stages_of_half_merge) {
+  return stages < kTurns / 2 * (stages_of_tile + kConsumerGroups * stages_of_half_merge) + 1;
+}
+
 // What follows from the number of query rows alone.
 template <int kRowTile_>
 struct RowTile {
@@ -93,7 +100,8 @@ struct SharedMemory {
   float score_scales[T::kFp8Cache ? T::kRowTile : 1];  // of each query row
   Ring<T::kStages> keys;
   Ring<1> queries;
-  Turns<T::kTurns> tiles_issued[kConsumerGroups];  // where tiles alternate: a tile's first stage is being filled
+  // Where tiles alternate: what the producer has begun for each consumer, its tiles and the stages for merging.
+  Turns<kTurns> granted[kConsumerGroups];
 
   // Each warp's column maxima of one tile. Where tiles are shared only the place of the sums is left for them.
   __device__ __forceinline__ float& maximum(int group, int warp, int column) {
@@ -119,12 +127,10 @@ struct Traits : RowTile<kRowTile_> {
   static constexpr int kStageBytes = kChunksPerStage * kChunkBytes;
   static constexpr int kStages = kSharedTiles ? 17 : kRowTile == 32 ? 7 : 8;
   static_assert(kChunks % kChunksPerStage == 0 && kStages >= kStagesPerTile);
-  static constexpr int kTurns = 2;
-  // The producer may begin no third tile of a consumer before the first is given back: see Turns.
-  static_assert(kSharedTiles || kStages <= 2 * kTurns * kStagesPerTile);
   static constexpr int kSlicesPerMergeStage = kSharedTiles ? 1 : kStageBytes / kSliceBytes;
   static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
   static_assert(kConsumerGroups * kMergeStages <= kStages);
+  static_assert(kSharedTiles || grants_fit(kStages, kStagesPerTile, kMergeStages));
 
   // P^T may be larger than 1 by this power of two, and lies that much below its type's largest value for lazy references.
   static constexpr float kProbabilityShift = 0.0f;
