@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Annotated
@@ -31,7 +31,7 @@ from etap_backend import peers, report
 from etap_backend.grids import Workload, floor_for, load_grid
 from etap_backend.reference import mla_decode_reference, relative_rmse
 from etap_backend.schedule import DecodeSchedule
-from etap_backend.support import COMPUTE_CAPABILITY, HEAD_DIM
+from etap_backend.support import COMPUTE_CAPABILITY, FP8, HEAD_DIM, why_fp8_unverified
 
 DEVICE = "cuda"
 PAGE_SIZE = 64
@@ -41,11 +41,18 @@ MOST_CALLS, FEWEST_CALLS = 512, 4
 H20_SMS = 78
 # Twice what plain torch errs in that type; the kernels of this table lie between 1.6e-3 and 2.5e-3 in bf16.
 LARGEST_RMSE = {"bfloat16": 5e-3, "float16": 6e-4}
+FP8_MATH_RMSE = 4.5e-2  # the root of twice the cosine difference that it may have, 1e-3
+KV_SCALE = 0.0125  # of FP8 caches: their largest number stands for 5.6 standard deviations
+CHUNK_PAGES = 4096  # what is rounded to FP8 at a time
 METHOD = (
     "CUDA graph replays, time of a graph / its calls, median and interquartile range of the replays, "
     f"kernels taking turns; calls rotate over copies of the cache of {ROTATED_BYTES / 1e6:.0f} MB together "
     f"(at most {MOST_CALLS} copies); inputs N(0, 1), page {PAGE_SIZE}, shuffled block table; "
     "scheduling metadata built before"
+)
+FP8_METHOD = (
+    f"; FP8 caches are e4m3 with the scale {KV_SCALE}, errors are against float64 on what they stand for; FlashMLA is "
+    "given queries in e4m3, rounded before, all others bf16 ones"
 )
 
 
@@ -70,22 +77,36 @@ class CachePool:
     def __init__(self, workloads: list[Workload]):
         pages = max(self._pages(workload) * copies_of(workload) for workload in workloads)
         self.pages = torch.empty(pages, PAGE_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE).normal_()
-        self._float16: torch.Tensor | None = None
+        self._others: dict[torch.dtype, torch.Tensor] = {}
 
     @staticmethod
     def _pages(workload: Workload) -> int:
         return sum(-(-length // PAGE_SIZE) for length in workload.lengths)
 
-    def copies(self, workload: Workload) -> list[torch.Tensor]:
-        if workload.dtype == "float16" and self._float16 is None:
-            self._float16 = self.pages.to(torch.float16)
-        pages = self.pages if workload.dtype == "bfloat16" else self._float16
-        each = self._pages(workload)
+    def _pages_in(self, dtype: torch.dtype) -> torch.Tensor:
+        if dtype == self.pages.dtype:
+            return self.pages
+        if dtype not in self._others:
+            pages = torch.empty_like(self.pages, dtype=dtype)
+            for to, chunk in zip(pages.split(CHUNK_PAGES), self.pages.split(CHUNK_PAGES), strict=True):
+                to.copy_(peers.to_fp8(chunk, KV_SCALE) if dtype == FP8 else chunk)
+            self._others[dtype] = pages
+        return self._others[dtype]
+
+    def copies(self, workload: Workload, dtype: torch.dtype) -> list[torch.Tensor]:
+        pages, each = self._pages_in(dtype), self._pages(workload)
         return [pages[first * each : (first + 1) * each] for first in range(copies_of(workload))]
 
 
 def copies_of(workload: Workload) -> int:
     return max(1, min(MOST_CALLS, -(-int(ROTATED_BYTES) // workload.kv_bytes)))
+
+
+def cache_dtype(workload: Workload, name: str) -> torch.dtype:
+    """The type of the cache that a kernel of a row is given."""
+    if workload.fp8 and name != peers.OUR_BF16:
+        return FP8
+    return getattr(torch, workload.dtype)
 
 
 def inputs_of(workload: Workload, num_sms: int | None) -> peers.Inputs:
@@ -147,13 +168,13 @@ def summary(times: list[float]) -> dict:
     return {"us": statistics.median(times), "iqr_us": quartiles[2] - quartiles[0], "replays": len(times)}
 
 
-def capture_all(inputs: peers.Inputs, copies: list[torch.Tensor], calls: int, names: tuple[str, ...]):
+def capture_all(workload: Workload, inputs: peers.Inputs, pool: CachePool, calls: int, names: tuple[str, ...]):
     """The graph of each kernel that can run this row, and for the others why they cannot."""
     captured, failures = {}, {}
     for name in names:
         try:
-            call = peers.PROVIDERS[name].prepare(inputs)
-            captured[name] = Captured(lambda index, call=call: call(copies[index % len(copies)]), calls)
+            call, copies = prepared(workload, inputs, pool, name)
+            captured[name] = Captured(lambda index, call=call, copies=copies: call(copies[index % len(copies)]), calls)
         except Exception as error:
             # A peer may lack a file or refuse a shape: the row says so and the others go on. An error that breaks the
             # CUDA context ends the run all the same, at the synchronisation after this.
@@ -161,12 +182,27 @@ def capture_all(inputs: peers.Inputs, copies: list[torch.Tensor], calls: int, na
     return captured, failures
 
 
+def prepared(
+    workload: Workload, inputs: peers.Inputs, pool: CachePool, name: str
+) -> tuple[peers.Call, list[torch.Tensor]]:
+    """A kernel's call, and copies of the cache in its type to call it with."""
+    dtype = cache_dtype(workload, name)
+    scale = KV_SCALE if dtype == FP8 else None
+    call = providers_of(workload)[name].prepare(replace(inputs, kv_dtype=dtype, kv_scale=scale))
+    return call, pool.copies(workload, dtype)
+
+
+def providers_of(workload: Workload) -> dict[str, peers.Provider]:
+    return peers.FP8_PROVIDERS if workload.fp8 else peers.PROVIDERS
+
+
 def measure(workload: Workload, pool: CachePool, options: Options) -> dict:
     """One row: every kernel on the same tensors, replays taking turns."""
-    inputs, copies = inputs_of(workload, options.num_sms), pool.copies(workload)
-    calls = max(FEWEST_CALLS, len(copies))
+    inputs = inputs_of(workload, options.num_sms)
+    names = tuple(name for name in options.providers if name in providers_of(workload))
+    calls = max(FEWEST_CALLS, copies_of(workload))
     torch.cuda.synchronize()
-    captured, results = capture_all(inputs, copies, calls, options.providers)
+    captured, results = capture_all(workload, inputs, pool, calls, names)
     events = {name: [] for name in captured}
     for _ in range(options.replays):
         for name, graph in captured.items():
@@ -174,17 +210,30 @@ def measure(workload: Workload, pool: CachePool, options: Options) -> dict:
     torch.cuda.synchronize()
     for name, graph in captured.items():
         results[name] = summary(graph.microseconds(events[name]))
-    if options.validate and captured:
-        last_copy = copies[(calls - 1) % len(copies)]
-        wanted, _ = mla_decode_reference(inputs.q, last_copy, inputs.block_table, inputs.seq_lens, SOFTMAX_SCALE)
-        for name, graph in captured.items():
-            results[name]["relative_rmse"] = relative_rmse(graph.result, wanted)
+    if options.validate:
+        for name, rmse in errors_of(workload, inputs, pool, captured).items():
+            results[name]["relative_rmse"] = rmse
     return {
         **workload.describe(),
         "calls": calls,
-        "rotated_bytes": len(copies) * workload.kv_bytes,
-        "results": {name: results[name] for name in options.providers},
+        "rotated_bytes": copies_of(workload) * workload.kv_bytes,
+        "results": {name: results[name] for name in names},
     }
+
+
+def errors_of(workload: Workload, inputs: peers.Inputs, pool: CachePool, captured: dict[str, Captured]) -> dict:
+    """Relative RMSE of each kernel's last result against float64 on what its own cache stands for."""
+    wanted, errors = {}, {}
+    for name, graph in captured.items():
+        dtype = cache_dtype(workload, name)
+        if dtype not in wanted:
+            copies = pool.copies(workload, dtype)
+            scale = torch.tensor(KV_SCALE) if dtype == FP8 else None
+            table, lengths = inputs.block_table, inputs.seq_lens
+            last_copy = copies[(graph.calls - 1) % len(copies)]
+            wanted[dtype], _ = mla_decode_reference(inputs.q, last_copy, table, lengths, SOFTMAX_SCALE, kv_scale=scale)
+        errors[name] = relative_rmse(graph.result, wanted[dtype])
+    return errors
 
 
 def measure_schedule(options: Options, batch: int = 256, builds: int = 100) -> dict:
@@ -203,8 +252,7 @@ def measure_schedule(options: Options, batch: int = 256, builds: int = 100) -> d
 
 def measure_host(workload: Workload, pool: CachePool, options: Options, calls: int = 200) -> dict:
     """Host time to launch one call, in microseconds, where nothing waits for the GPU."""
-    inputs, copies = inputs_of(workload, options.num_sms), pool.copies(workload)
-    call = peers.PROVIDERS[peers.OURS].prepare(inputs)
+    call, copies = prepared(workload, inputs_of(workload, options.num_sms), pool, peers.OURS)
     times = []
     for _ in range(9):
         call(copies[0])
@@ -318,35 +366,41 @@ def _why_not(h20_proxy: bool) -> str | None:
     return None
 
 
-def _chosen(only: list[str] | None, skip: list[str] | None, h20_proxy: bool) -> tuple[str, ...]:
+def _chosen(
+    workloads: list[Workload], only: list[str] | None, skip: list[str] | None, h20_proxy: bool
+) -> tuple[str, ...]:
     """Names of the kernels to time: those asked for, or ours and every installed peer."""
-    known = {name.lower(): name for name in peers.PROVIDERS}
+    providers = {name: each for workload in workloads for name, each in providers_of(workload).items()}
+    known = {name.lower(): name for name in providers}
     for name in [*(only or []), *(skip or [])]:
         if name.lower() not in known:
-            raise _refuse(f"wanted one of {', '.join(peers.PROVIDERS)}, got {name}")
-    if h20_proxy:
-        return (peers.OURS,)  # the peers' binaries are not throttled
+            raise _refuse(f"wanted one of {', '.join(providers)}, got {name}")
+    skipped = {known[name.lower()] for name in skip or []}
+    if h20_proxy:  # the peers' binaries are not throttled
+        return tuple(name for name in providers if name in peers.OWN and name not in skipped)
     if only:
         return tuple(known[name.lower()] for name in only)
-    skipped = {known[name.lower()] for name in skip or []}
-    installed = (name for name, provider in peers.PROVIDERS.items() if name == peers.OURS or provider.version())
+    installed = (name for name, provider in providers.items() if name in peers.OWN or provider.version())
     return tuple(name for name in installed if name not in skipped)
 
 
 def wrong_results(document: dict) -> list[str]:
-    """Rows where our own result is missing or further from the reference than its type allows."""
+    """Rows where a result of our own is missing or further from the reference than its type allows."""
     wrong = []
     for row in document["rows"]:
-        ours = row["results"].get(peers.OURS, {})
-        if "error" in ours:
-            wrong.append(f"{row['label']}: {ours['error']}")
-        elif not ours.get("relative_rmse", 0.0) <= LARGEST_RMSE[row["dtype"]]:
-            wrong.append(f"{row['label']}: relative RMSE {ours['relative_rmse']:.2e}")
+        for name in peers.OWN:
+            ours = row["results"].get(name, {})
+            limit = FP8_MATH_RMSE if name == peers.FP8_MATH else LARGEST_RMSE[row["dtype"]]
+            if "error" in ours:
+                wrong.append(f"{row['label']}: {name}: {ours['error']}")
+            elif not ours.get("relative_rmse", 0.0) <= limit:
+                wrong.append(f"{row['label']}: {name}: relative RMSE {ours['relative_rmse']:.2e}")
     return wrong
 
 
 def bench(
     grid: Annotated[Path, typer.Argument(help="Shapes to time, a file of configs/bench.", exists=True, dir_okay=False)],
+    kv_dtype: Annotated[str | None, typer.Option(help="Of the cache in all rows: fp8, or same as the query.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON file; results/<grid>.json when not given.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Time only this kernel; may be repeated.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Leave this kernel out; may be repeated.")] = None,
@@ -361,18 +415,22 @@ def bench(
     if reason := _why_not(h20_proxy):
         raise _refuse(reason)
     try:
-        title, workloads = load_grid(grid, memory_bytes=torch.cuda.mem_get_info()[0])
+        title, workloads = load_grid(grid, memory_bytes=torch.cuda.mem_get_info()[0], kv_dtype=kv_dtype)
     except ValueError as error:
         raise _refuse(str(error)) from error
-    names = _chosen(only, skip, h20_proxy)
+    fp8 = any(workload.fp8 for workload in workloads)
+    if fp8 and (reason := why_fp8_unverified()):
+        raise _refuse(reason)
+    names = _chosen(workloads, only, skip, h20_proxy)
     options = Options(names, replays, validate, H20_SMS if h20_proxy else num_sms, time_limit)
-    suffix = "-h20-proxy" if h20_proxy else ""
+    suffix = ("-fp8" if kv_dtype == "fp8" else "") + ("-h20-proxy" if h20_proxy else "")
     output = output or Path("results") / f"{grid.stem}{suffix}.json"
     output.parent.mkdir(parents=True, exist_ok=True)
-    header = {"grid": grid.stem, "title": title, **environment(h20_proxy), "method": METHOD, "options": asdict(options)}
+    method = METHOD + (FP8_METHOD if fp8 else "")
+    header = {"grid": grid.stem, "title": title, **environment(h20_proxy), "method": method, "options": asdict(options)}
     floor = floor_for(header["gpu"])
-    header["floor"] = floor and floor.describe()
-    console = Console() if sys.stdout.isatty() else Console(width=180)  # a log has no edge to wrap the table at
+    header["floor"] = floor and floor.describe(fp8=fp8)
+    console = Console() if sys.stdout.isatty() else Console(width=220)  # a log has no edge to wrap the table at
     document = run(workloads, header, options, output, console)
     report.print_document(document, console)
     if plots:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import DecodeSchedule
-from etap_backend.support import LATENT_DIM, ROPE_DIM
+from etap_backend.support import FP8, LATENT_DIM, ROPE_DIM
 
 Call = Callable[[Tensor], Tensor]
 """Takes one copy of the KV cache [pages, page_size, 576], returns out with batch * s_q * heads * 512 elements."""
@@ -32,6 +32,12 @@ class Inputs:
     page_size: int
     softmax_scale: float
     num_sms: int | None  # CTAs of our own launch; None means the device's multiprocessors
+    kv_dtype: torch.dtype = torch.bfloat16
+    kv_scale: float | None = None  # of an FP8 cache
+
+    @property
+    def kv_scale_tensor(self) -> Tensor | None:
+        return None if self.kv_scale is None else torch.tensor([self.kv_scale], device=self.q.device)
 
     @property
     def query_starts(self) -> Tensor:
@@ -39,16 +45,22 @@ class Inputs:
         return torch.arange(batch + 1, dtype=torch.int32, device=self.q.device) * s_q
 
 
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """`x` / `scale` in e4m3, saturated: what times `scale` stands for x."""
+    return (x / scale).clamp(-448, 448).to(FP8)
+
+
 class Unsupported(Exception):
     """A peer cannot run this row; the text says why."""
 
 
-def etap(inputs: Inputs) -> Call:
+def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
     batch, s_q, heads, _ = inputs.q.shape
     schedule = DecodeSchedule(batch, heads, max_s_q=s_q, device=inputs.q.device, num_sms=inputs.num_sms)
     schedule.build(inputs.seq_lens, s_q)
     out = inputs.q.new_empty(batch, s_q, heads, LATENT_DIM)
     lse = inputs.q.new_empty(batch, s_q, heads, dtype=torch.float32)
+    kv_scale = inputs.kv_scale_tensor
 
     def call(kv_cache: Tensor) -> Tensor:
         return mla_decode(
@@ -58,11 +70,17 @@ def etap(inputs: Inputs) -> Call:
             inputs.seq_lens,
             schedule,
             softmax_scale=inputs.softmax_scale,
+            kv_scale=kv_scale,
+            fp8_math=fp8_math,
             out=out,
             lse=lse,
         )[0]
 
     return call
+
+
+def etap_fp8_math(inputs: Inputs) -> Call:
+    return etap(inputs, fp8_math=True)
 
 
 def flashmla(inputs: Inputs) -> Call:
@@ -82,6 +100,32 @@ def flashmla(inputs: Inputs) -> Call:
             softmax_scale=inputs.softmax_scale,
             causal=True,
             is_fp8_kvcache=False,
+        )[0]
+
+    return call
+
+
+def flashmla_fp8(inputs: Inputs) -> Call:
+    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache_fp8, get_mla_metadata_dense_fp8
+
+    s_q, heads = inputs.q.shape[1:3]
+    metadata, splits = get_mla_metadata_dense_fp8(inputs.seq_lens, s_q * heads, 1)
+    q = to_fp8(inputs.q, inputs.kv_scale)  # as vLLM hands them over; the rounding is not timed
+    scale = inputs.kv_scale_tensor
+
+    def call(kv_cache: Tensor) -> Tensor:
+        return flash_mla_with_kvcache_fp8(
+            q=q,
+            k_cache=kv_cache.unsqueeze(-2),
+            block_table=inputs.block_table,
+            cache_seqlens=inputs.seq_lens,
+            head_dim_v=LATENT_DIM,
+            tile_scheduler_metadata=metadata,
+            num_splits=splits,
+            softmax_scale=inputs.softmax_scale,
+            causal=True,
+            descale_q=scale,
+            descale_k=scale,
         )[0]
 
     return call
@@ -153,10 +197,15 @@ def flashinfer(inputs: Inputs) -> Call:
         s_q > 1,
         inputs.softmax_scale,
         inputs.q.dtype,
-        inputs.q.dtype,
+        inputs.kv_dtype,
     )
     q_latent, q_rope = inputs.q.flatten(0, 1).split([LATENT_DIM, ROPE_DIM], dim=-1)
-    return lambda kv_cache: wrapper.run(q_latent, q_rope, kv_cache[..., :LATENT_DIM], kv_cache[..., LATENT_DIM:])
+    scales = {} if inputs.kv_scale is None else {"ckv_scale": inputs.kv_scale, "kpe_scale": inputs.kv_scale}
+
+    def call(kv_cache: Tensor) -> Tensor:
+        return wrapper.run(q_latent, q_rope, kv_cache[..., :LATENT_DIM], kv_cache[..., LATENT_DIM:], **scales)
+
+    return call
 
 
 def triton(inputs: Inputs) -> Call:
@@ -173,7 +222,7 @@ def triton(inputs: Inputs) -> Call:
     out = q.new_empty(batch, heads, LATENT_DIM)
     lse = q.new_empty(batch, heads)
     partial = q.new_empty(batch, heads, splits, LATENT_DIM + 1, dtype=torch.float32)
-    one = torch.ones((), dtype=torch.float32, device=q.device)
+    scale = torch.tensor(inputs.kv_scale or 1.0, device=q.device)
 
     def call(kv_cache: Tensor) -> Tensor:
         k = kv_cache.unsqueeze(2)
@@ -189,8 +238,8 @@ def triton(inputs: Inputs) -> Call:
             splits,
             inputs.softmax_scale,
             inputs.page_size,
-            k_scale=one,
-            v_scale=one,
+            k_scale=scale,
+            v_scale=scale,
             is_mla=True,
         )
         return out
@@ -215,13 +264,29 @@ class Provider:
 
 
 OURS = "etap"
-PROVIDERS = {
-    provider.name: provider
-    for provider in (
-        Provider(OURS, "etap-backend", etap),
-        Provider("FlashMLA", "vllm", flashmla),
-        Provider("FA3", "vllm", fa3),
-        Provider("FlashInfer", "flashinfer-python", flashinfer),
-        Provider("Triton", "vllm", triton),
-    )
-}
+FP8_MATH = "etap-fp8-math"
+OUR_BF16 = "etap-bf16"
+OWN = (OURS, FP8_MATH, OUR_BF16)
+"""Columns that are no peers'; the last is the time that a bf16 cache of the same tokens takes."""
+
+
+def _by_name(*providers: Provider) -> dict[str, Provider]:
+    return {provider.name: provider for provider in providers}
+
+
+PROVIDERS = _by_name(
+    Provider(OURS, "etap-backend", etap),
+    Provider("FlashMLA", "vllm", flashmla),
+    Provider("FA3", "vllm", fa3),
+    Provider("FlashInfer", "flashinfer-python", flashinfer),
+    Provider("Triton", "vllm", triton),
+)
+FP8_PROVIDERS = _by_name(
+    Provider(OURS, "etap-backend", etap),
+    Provider(FP8_MATH, "etap-backend", etap_fp8_math),
+    Provider(OUR_BF16, "etap-backend", etap),
+    Provider("FlashMLA", "vllm", flashmla_fp8),
+    Provider("FlashInfer", "flashinfer-python", flashinfer),
+    Provider("Triton", "vllm", triton),
+)
+"""The kernels of rows with an FP8 cache. All but FlashMLA's are given bf16 queries; FA3 has none for MLA."""

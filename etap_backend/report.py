@@ -17,9 +17,17 @@ from rich.console import Console
 from rich.table import Table
 
 from etap_backend.grids import in_k
-from etap_backend.peers import OURS
+from etap_backend.peers import FP8_MATH, OUR_BF16, OURS, OWN
 
-COLOURS = {OURS: "#d1495b", "FlashMLA": "#30638e", "FA3": "#00798c", "FlashInfer": "#edae49", "Triton": "#8d96a3"}
+COLOURS = {
+    OURS: "#d1495b",
+    FP8_MATH: "#8f2d56",
+    OUR_BF16: "#f2a6b0",
+    "FlashMLA": "#30638e",
+    "FA3": "#00798c",
+    "FlashInfer": "#edae49",
+    "Triton": "#8d96a3",
+}
 
 
 def write(document: dict, path: Path) -> None:
@@ -42,8 +50,26 @@ def time_of(row: dict, name: str) -> float | None:
 
 
 def best_peer(row: dict) -> float | None:
-    times = [result["us"] for name, result in row["results"].items() if name != OURS and "us" in result]
+    times = [result["us"] for name, result in row["results"].items() if name not in OWN and "us" in result]
     return min(times, default=None)
+
+
+def _columns(document: dict) -> tuple[list[str], list[str]]:
+    """Our further kernels, and the peers, in their order of columns."""
+    names = names_in(document)
+    return [name for name in names if name in OWN and name != OURS], [name for name in names if name not in OWN]
+
+
+def _comparisons(document: dict) -> list[tuple[str, str]]:
+    """(Column of the screen, column of the README) that `_compared` fills."""
+    ours, peers = _columns(document)
+    columns = [("x best peer", "best peer / etap")] if peers else []
+    return columns + ([("x our bf16", "our bf16 / etap")] if OUR_BF16 in ours else [])
+
+
+def _compared(document: dict, row: dict) -> list[str]:
+    times = {"x best peer": best_peer(row), "x our bf16": time_of(row, OUR_BF16)}
+    return [_number(_ratio(times[column], time_of(row, OURS)), 2) for column, _ in _comparisons(document)]
 
 
 def names_in(document: dict) -> list[str]:
@@ -68,10 +94,10 @@ def _peer_cell(result: dict | None) -> str:
 
 def screen_table(document: dict) -> Table:
     """One line a shape: our time with its spread, rates, share of the floor, the peers' times, and how we compare."""
-    peers = [name for name in names_in(document) if name != OURS]
+    others, peers = _columns(document)
     table = Table(title=f"{document['title']}, {document['gpu']}: us a call, median ± interquartile range")
     table.add_column("shape")
-    compared = (*peers, "x best peer") if peers else ()
+    compared = (*others, *peers, *(on_screen for on_screen, _ in _comparisons(document)))
     for column in ("floor", OURS, "TFLOP/s", "GB/s", "% of floor", "rel. RMSE", *compared):
         table.add_column(column, justify="right")
     for row in document["rows"]:
@@ -87,8 +113,8 @@ def screen_table(document: dict) -> Table:
             _number(us and gigabytes(row, us), 0),
             _number(share and 100 * share, 0),
             "-" if rmse is None else f"{rmse:.2e}",
-            *(_peer_cell(row["results"].get(name)) for name in peers),
-            *([_number(_ratio(best_peer(row), us), 2)] if peers else []),
+            *(_peer_cell(row["results"].get(name)) for name in (*others, *peers)),
+            *_compared(document, row),
         )
     return table
 
@@ -126,10 +152,10 @@ def provenance(document: dict) -> str:
 
 
 def markdown(document: dict) -> str:
-    """The README's table: microseconds a call, what they are of the floor, and the best peer's time over ours."""
-    peers = [name for name in names_in(document) if name != OURS]
+    """The README's table: microseconds a call, the floor, and over ours the best peer's time and that of our bf16."""
+    others, peers = _columns(document)
     columns = ["requests x tokens", "heads", "s_q", "floor", f"**{OURS}**", "TFLOP/s"]
-    columns += [*peers, "best peer / etap"] if peers else []
+    columns += [*others, *peers, *(in_readme for _, in_readme in _comparisons(document))]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in document["rows"]:
         us = time_of(row, OURS)
@@ -140,8 +166,8 @@ def markdown(document: dict) -> str:
             _number(row["floor_us"]),
             f"**{_number(us)}**",
             _number(us and tflops(row, us)),
-            *(_number(time_of(row, name)) for name in peers),
-            *([_number(_ratio(best_peer(row), us), 2)] if peers else []),
+            *(_number(time_of(row, name)) for name in (*others, *peers)),
+            *_compared(document, row),
         ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join([*lines, "", f"Microseconds a call. {provenance(document)}. {document['method']}."])

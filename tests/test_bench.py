@@ -7,6 +7,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -100,6 +101,7 @@ def test_log_normal_lengths_are_the_same_every_time(tmp_path):
         ("[[rows]]\nbatchs = [1]", "unknown key batchs"),
         ("[[rows]]\nbatch = [1]", "no 'tokens'"),
         ('[[rows]]\nshapes = [[1, 64]]\ndtype = "fp8"', "dtype: wanted bfloat16 or float16, got fp8"),
+        ('[[rows]]\nshapes = [[1, 64]]\nkv_dtype = "int8"', "kv_dtype: wanted same or fp8, got int8"),
         ("[[rows]]\nshapes = [[0, 64]]", "at least one request"),
         ("[[rows]]\nshapes = [[2, 0]]", "at least one token"),
         ("[[rows]]\nmixed = [[2, 5]]", "no 'name'"),
@@ -124,6 +126,34 @@ def test_bytes_operations_and_floors():
     assert PROXY_FLOOR.microseconds(workload) == pytest.approx(284.4, abs=0.1)
     heavy = Workload((65536,) * 16, s_q=4)  # four times the operations on the same bytes: tensor time decides
     assert PROXY_FLOOR.microseconds(heavy) == pytest.approx(heavy.flops / 132e6 + 3.5)
+
+
+def test_an_fp8_cache_has_half_the_bytes_and_twice_the_operations_a_second():
+    workload = Workload((65536,) * 16, kv_dtype="fp8")
+    assert workload.kv_bytes == 16 * 65536 * 576
+    assert workload.flops == Workload((65536,) * 16).flops
+    assert H200_FLOOR.microseconds(workload) == pytest.approx(16 * 65536 * 576 / 4.57e6 + 3.5)
+    # Bytes still decide on the proxy, 140.5 us of them; in bf16 the operations would take 276.6 us, in FP8 138.3.
+    assert PROXY_FLOOR.microseconds(workload) == pytest.approx(16 * 65536 * 576 / 4.30e6 + 3.5)
+    heavy = Workload((65536,) * 16, s_q=2, kv_dtype="fp8")
+    assert PROXY_FLOOR.microseconds(heavy) == pytest.approx(heavy.flops / 264e6 + 3.5)
+    assert workload.label == "16 x 64K, 16 heads, s_q 1, FP8 cache" and workload.describe()["kv_dtype"] == "fp8"
+    assert "1894 TFLOP/s in FP8" in H200_FLOOR.describe(fp8=True)["text"]
+
+
+def test_the_cache_of_a_grid_can_be_chosen_in_the_file_and_beside_it(tmp_path):
+    path = grid(tmp_path, '[[rows]]\nshapes = [[1, 64]]\n[[rows]]\nshapes = [[1, 64]]\nkv_dtype = "fp8"')
+    assert [workload.kv_dtype for workload in load_grid(path)[1]] == ["same", "fp8"]
+    assert [workload.kv_dtype for workload in load_grid(path, kv_dtype="fp8")[1]] == ["fp8", "fp8"]
+    with pytest.raises(ValueError, match="kv_dtype: wanted same or fp8, got fp16"):
+        load_grid(path, kv_dtype="fp16")
+
+
+def test_rows_with_an_fp8_cache_need_room_for_both_caches(tmp_path):
+    path = grid(tmp_path, "[[rows]]\nshapes = [[1, 1000000]]")
+    # 1.152 GB in bf16, 0.576 GB more in FP8, within 80% of the memory
+    assert load_grid(path, memory_bytes=1.5e9)[1] and load_grid(path, memory_bytes=2.2e9, kv_dtype="fp8")[1]
+    assert load_grid(path, memory_bytes=2.1e9, kv_dtype="fp8")[1] == []
 
 
 def test_only_measured_gpus_have_a_floor():
@@ -222,6 +252,63 @@ def test_wrong_results_of_our_own_are_found(document, rmse):
     assert len(bench.wrong_results(document)) == 2
 
 
+@pytest.fixture
+def fp8_document(document) -> dict:
+    row = a_row(Workload((4096,) * 16, kv_dtype="fp8"), etap=20.0, FlashMLA=30.0)
+    row["results"] |= {"etap-fp8-math": {**row["results"]["etap"], "us": 16.0, "relative_rmse": 3.4e-2}}
+    row["results"] |= {"etap-bf16": {**row["results"]["etap"], "us": 35.0}}
+    return {**document, "rows": [row]}
+
+
+def test_an_fp8_table_compares_with_the_peers_and_with_our_bf16(fp8_document):
+    text = text_of(fp8_document)
+    header, line = (next(x for x in text.splitlines() if words in x) for words in ("x best peer", "16 x 4K"))
+    assert header.index("etap-fp8-math") < header.index("etap-bf16") < header.index("FlashMLA")
+    assert header.index("x best peer") < header.index("x our bf16")
+    assert line.index("1.50") < line.index("1.75") and "16.0 ± 0.2" in line and "35.0 ± 0.2" in line
+    markdown = report.markdown(fp8_document)
+    assert (
+        "| **etap** | TFLOP/s | etap-fp8-math | etap-bf16 | FlashMLA | best peer / etap | our bf16 / etap |" in markdown
+    )
+    assert "| 16.0 | 35.0 | 30.0 | 1.50 | 1.75 |" in markdown
+
+
+def test_fp8_math_may_err_more_and_not_too_much(fp8_document):
+    assert bench.wrong_results(fp8_document) == []
+    results = fp8_document["rows"][0]["results"]
+    results["etap"]["relative_rmse"] = 3.4e-2
+    results["etap-fp8-math"]["relative_rmse"] = 5e-2
+    assert len(bench.wrong_results(fp8_document)) == 2
+
+
+@pytest.mark.parametrize("kv_dtype", ["same", "fp8"])
+def test_each_of_our_kernels_gets_its_cache_and_the_truth_of_it(kv_dtype, monkeypatch):
+    monkeypatch.setattr(bench, "DEVICE", "cpu")
+    monkeypatch.setattr(bench, "ROTATED_BYTES", 4e5)
+    workload = Workload((100, 333), heads=4, kv_dtype=kv_dtype)
+    pool, inputs = bench.CachePool([workload]), bench.inputs_of(workload, 8)
+    own = [name for name in bench.providers_of(workload) if name in bench.peers.OWN]
+    assert own == {"same": ["etap"], "fp8": ["etap", "etap-fp8-math", "etap-bf16"]}[kv_dtype]
+    captured = {}
+    for name in own:
+        call, copies = bench.prepared(workload, inputs, pool, name)
+        assert len(copies) == bench.copies_of(workload) == {"same": 1, "fp8": 2}[kv_dtype]
+        assert copies[0].dtype == (torch.float8_e4m3fn if kv_dtype == "fp8" and name != "etap-bf16" else torch.bfloat16)
+        captured[name] = SimpleNamespace(calls=2, result=call(copies[1 % len(copies)]).clone())
+    errors = bench.errors_of(workload, inputs, pool, captured)
+    row = {"label": "", "dtype": "bfloat16", "results": {name: {"relative_rmse": e} for name, e in errors.items()}}
+    assert bench.wrong_results({"rows": [row]}) == []
+    if kv_dtype == "fp8":
+        assert errors["etap-fp8-math"] > 5 * errors["etap"]
+        captured["etap"].result = captured["etap-bf16"].result
+        assert bench.errors_of(workload, inputs, pool, captured)["etap"] > 1e-2, "the cache's rounding goes unseen"
+
+
+def test_fp8_saturates():
+    x = torch.tensor([0.0, 1.0, -5.6, 7.0, -100.0], dtype=torch.bfloat16)
+    assert bench.peers.to_fp8(x, 0.0125).float().tolist() == [0.0, 80.0, -448.0, 448.0, -448.0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_a_run_and_the_handler_comes_back(number):
     before = signal.getsignal(number)
@@ -257,6 +344,29 @@ def test_a_short_run_writes_right_results(tmp_path):
         assert 0 < ours["relative_rmse"] < bench.LARGEST_RMSE["bfloat16"]
         if row["floor_us"]:
             assert ours["us"] > 0.9 * row["floor_us"], "faster than the memory: the L2 cache served the calls"
+
+
+@pytest.mark.gpu
+def test_a_short_run_with_an_fp8_cache_writes_right_results(tmp_path, unverified_fp8):
+    path = grid(tmp_path, "[[rows]]\nshapes = [[1, 1024], [16, 4096]]\ns_q = [1, 2]")
+    output = tmp_path / "results.json"
+    only = [word for name in bench.peers.OWN for word in ("--only", name)]
+    arguments = ["bench", str(path), "--kv-dtype", "fp8", *only, "--replays", "3", "--output", str(output)]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    document = json.loads(output.read_text())
+    assert document["complete"] and len(document["rows"]) == 4
+    for row in document["rows"]:
+        assert row["kv_dtype"] == "fp8" and set(row["results"]) == set(bench.peers.OWN)
+        if row["floor_us"]:
+            assert row["results"]["etap"]["us"] > 0.9 * row["floor_us"], "faster than the memory"
+
+
+@pytest.mark.gpu
+def test_fp8_rows_are_refused_until_asked_for(monkeypatch):
+    monkeypatch.delenv("ETAP_UNVERIFIED_FP8", raising=False)
+    result = CliRunner().invoke(app, ["bench", str(CONFIGS / "targets-fp8.toml")])
+    assert result.exit_code == 2 and "ETAP_UNVERIFIED_FP8=1" in result.stderr
 
 
 @pytest.mark.gpu
