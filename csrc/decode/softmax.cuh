@@ -34,8 +34,8 @@ struct Softmax {
 
   typename T::SharedStorage& shared;
   const int group;
-  // To the log2 domain. Beside an FP8 cache each column has its own; where tiles are shared no registers are left for them.
-  static constexpr bool kOwnScales = T::kFp8Cache && !T::kSharedTiles;
+  // To the log2 domain. Beside an FP8 cache each column has its own; with many columns no registers are left for them.
+  static constexpr bool kOwnScales = T::kFp8Cache && T::kRowTile <= 16;
   float score_scale[kOwnScales ? kColumns : 1];
   float inverse_value_scale;      // FP8 cache: 1 / what V's values are multiplied with
   float reference[kColumns];      // equal in all threads of a column
@@ -60,8 +60,9 @@ struct Softmax {
   }
 
   __device__ __forceinline__ float scale(int column) const {
-    if constexpr (T::kFp8Cache && T::kSharedTiles) {
-      return shared.score_scales[group * T::kScoreColumns + fragment_column(column / 2, column % 2)];
+    if constexpr (T::kFp8Cache && !kOwnScales) {
+      const int first = T::kSharedTiles ? group * T::kScoreColumns : 0;
+      return shared.score_scales[first + fragment_column(column / 2, column % 2)];
     }
     return score_scale[kOwnScales ? column : 0];
   }
