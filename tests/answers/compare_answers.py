@@ -2,6 +2,7 @@
 
     python tests/answers/train_model.py MODEL
     python tests/answers/compare_answers.py MODEL --engine vllm --output results/answers-vllm.json
+    python tests/answers/compare_answers.py MODEL --engine vllm --output answers-fp8.json --kv-cache-dtype fp8
 
 Needs a Hopper GPU and the engine with etap-backend beside it. For each backend and mode (plain; mtp: the model's own
 MTP layer proposes tokens; ngram: the prompt does, vLLM only) one server runs, with a KV cache so small that requests
@@ -16,6 +17,10 @@ cases is judged; if it is none, the model did not learn, and equal answers say l
 of ETAP that are not equal to another backend's for 99% of the prompts of a judged kind, perplexities that differ by
 more than 0.1%, and a run in which nothing was preempted, found in the prefix cache or accepted as a draft. What is not
 judged is reported: where many tokens would do, two correct kernels part at near ties, the reference from itself too.
+
+With --kv-cache-dtype the reference keeps the model's own type of cache, and the others are ETAP with the type given,
+ETAP with it and FP8 math, and the reference's backend with it. ETAP's answers must then equal the reference's as above,
+and its perplexity may differ by 0.5%; how the last one does is reported beside it.
 
 Servers that a --work folder has answers of are not started again, so a run may be continued.
 """
@@ -41,12 +46,13 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "vllm"))
-from serve_check import CheckError, Deadline, provenance, serving  # noqa: E402
+from serve_check import CheckError, Deadline, cache_lines, fp8_variables, provenance, serving  # noqa: E402
 
 ETAP = "ETAP"
 MANY, FEW = 256, 32  # requests in flight
 EQUAL_SHARE = 0.99  # of the recall prompts
 PERPLEXITY_SHARE = 0.001
+FP8_PERPLEXITY_SHARE = 0.005  # of an FP8 cache against the model's own type
 RIGHT_SHARE = 0.9
 MODES = ("plain", "mtp", "ngram")
 DRAFT_TOKENS = 3
@@ -62,6 +68,49 @@ class Answer:
     tokens: list[int]
     logprobs: list[float]
     gaps: list[float]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An attention backend and its KV cache, as `ETAP`, `ETAP+fp8` or `ETAP+fp8+math`, the last with FP8 math."""
+
+    backend: str
+    cache: str = "auto"
+    fp8_math: bool = False
+
+    @classmethod
+    def parse(cls, name: str) -> "Variant":
+        backend, cache, math = (*name.split("+"), "", "")[:3]
+        return cls(backend, cache or "auto", math == "math")
+
+    @property
+    def is_etap(self) -> bool:
+        return self.backend.upper() == ETAP
+
+    @property
+    def own_cache(self) -> bool:
+        """Whether the cache has the model's own type."""
+        return self.cache == "auto"
+
+    @property
+    def flags(self) -> list[str]:
+        return ["--kv-cache-dtype", self.cache]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        return fp8_variables(self.cache) | {"ETAP_FP8_MATH": str(int(self.fp8_math))}
+
+    def proof(self) -> str:
+        """What the log says besides when ETAP has this cache and math."""
+        if not self.is_etap or self.own_cache:
+            return ""
+        return f"KV cache FP8 (e4m3), math {'FP8 (e4m3)' if self.fp8_math else 'float16'}"
+
+
+def with_cache(backends: list[str], cache: str) -> list[str]:
+    """The reference with its own cache, then ETAP's two ways to read the other one, then the reference with that."""
+    reference, etap = backends[0], next((name for name in backends if Variant.parse(name).is_etap), ETAP)
+    return [reference, f"{etap}+{cache}", f"{etap}+{cache}+math", f"{reference}+{cache}"]
 
 
 class Vllm:
@@ -265,10 +314,11 @@ class Run:
 
     def serve(self, backend: str, mode: str) -> dict:
         """Start a server, ask everything, and keep it in the work folder."""
-        command = self.engine.command(self.model, backend, mode, self.cache_tokens)
+        variant = Variant.parse(backend)
+        command = self.engine.command(self.model, variant.backend, mode, self.cache_tokens) + variant.flags
         console.print(f"[bold]{backend} {mode}[/]: {shlex.join(['python', *command[1:]])}")
         path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = os.environ | {"PYTHONPATH": path}
+        environment = os.environ | {"PYTHONPATH": path} | variant.environment
         start = time.monotonic()
         log = self.work / f"{backend}-{mode}.log"
         with serving(command, log, environment, self.ready, self.deadline) as server:
@@ -280,12 +330,14 @@ class Run:
                 stages["forced"] = self.ask(server.url, MANY, source)
             with urllib.request.urlopen(f"{server.url}/metrics", None, 20) as response:
                 counters = read_counters(response.read().decode(), self.engine.counters)
+        text = log.read_text(errors="replace")
         record = {
             "command": shlex.join(["python", *command[1:]]),
+            "cache": cache_lines(text),
             "seconds_to_ready": ready,
             "seconds": time.monotonic() - start,
             "counters": counters,
-            "backend_in_use": self.engine.proof(backend) in log.read_text(errors="replace"),
+            "backend_in_use": self.engine.proof(variant.backend) in text and variant.proof() in text,
         }
         raw = {s: {k: [asdict(a) for a in answers] for k, answers in kinds.items()} for s, kinds in stages.items()}
         self.file(backend, mode).write_text(json.dumps(record | {"stages": raw}))
@@ -357,32 +409,40 @@ def judge(servers: dict[str, dict], pairs: list[dict]) -> list[str]:
             if not value and (what in ("preempted", "prefix tokens found") or not name.endswith(" plain")):
                 found.append(f"{name}: {what}: wanted some, got {value}")
     for pair in pairs:
-        mine = ETAP in (pair["backend"].upper(), pair["other"].upper()) and pair["mode"] == pair["other_mode"]
-        if mine and pair["kind"] in judged and pair["equal_share"] < EQUAL_SHARE:
+        must_agree = pair["mode"] == pair["other_mode"] and judged_together(pair["backend"], pair["other"])
+        if must_agree and pair["kind"] in judged and pair["equal_share"] < EQUAL_SHARE:
             names = f"{pair['backend']} and {pair['other']}, {pair['mode']}, {pair['stage']}, {pair['kind']}"
             found.append(f"{names}: {pair['equal']} of {pair['prompts']} answers equal, wanted {EQUAL_SHARE:.0%}")
     return found + judge_perplexity(servers, judged)
 
 
+def judged_together(one: str, other: str) -> bool:
+    """Whether these two must agree: ETAP and another backend with the same cache, ETAP and one with the model's own."""
+    a, b = Variant.parse(one), Variant.parse(other)
+    return a.is_etap != b.is_etap and (a if b.is_etap else b).own_cache
+
+
 def judge_perplexity(servers: dict[str, dict], judged: list[str]) -> list[str]:
     """Forced along the same tokens, or where the engine cannot force, of each one's own answers of a judged kind."""
     found = []
-    ours = {name: server for name, server in servers.items() if name.upper().startswith(ETAP)}
-    for name, server in ours.items():
-        mode = name.split()[1]
-        for other, theirs in servers.items():
-            if other in ours or other.split()[1] != mode:
+    for name, server in servers.items():
+        variant, mode = name.split()
+        for other, theirs in servers.items() if Variant.parse(variant).is_etap else ():
+            if other.split()[1] != mode or not judged_together(variant, other.split()[0]):
                 continue
+            share = PERPLEXITY_SHARE if Variant.parse(variant).own_cache else FP8_PERPLEXITY_SHARE
             stage = "forced" if "forced" in server["perplexity"] else "together"
             kinds = server["perplexity"][stage] if stage == "forced" else judged
             for kind in kinds:
                 a, b = server["perplexity"][stage][kind], theirs["perplexity"][stage][kind]
-                if not abs(a / b - 1) <= PERPLEXITY_SHARE:
+                if not abs(a / b - 1) <= share:
                     found.append(f"{name} and {other}: {stage} {kind} perplexity {a:.5f} and {b:.5f}")
     return found
 
 
 def print_tables(document: dict) -> None:
+    for name, server in document["servers"].items():
+        console.print(f"{name}: {'; '.join(server['cache'])}", highlight=False)
     servers = Table("server", "right", "preempted", "prefix tokens", "drafts accepted", "forced perplexity")
     for name, server in document["servers"].items():
         counters, forced = server["counters"], server["perplexity"].get("forced", {})
@@ -419,6 +479,7 @@ def main(
     backends: Annotated[str, typer.Option(help="The reference first; default: the engine's.")] = "",
     modes: Annotated[str, typer.Option(help="Of plain, mtp, ngram.")] = "plain,mtp",
     cache_tokens: Annotated[int, typer.Option(help="Size of the KV cache in tokens.")] = 640 * 64,
+    kv_cache_dtype: Annotated[str, typer.Option(help="Compare this cache with the model's own type: fp8_e4m3.")] = "",
     ready: Annotated[float, typer.Option(help="Seconds until a server must be ready.")] = 300,
     limit: Annotated[float, typer.Option(help="Seconds for everything.")] = 1800,
     note: Annotated[str, typer.Option(help="Put into the output: anything unusual about this installation.")] = "",
@@ -430,6 +491,7 @@ def main(
     work = work or output.with_suffix("")
     work.mkdir(parents=True, exist_ok=True)
     chosen = backends.split(",") if backends else list(asked.backends)
+    chosen = with_cache(chosen, kv_cache_dtype) if kv_cache_dtype else chosen
     run = Run(asked, model, work, chosen, modes.split(","), cache_tokens, ready, Deadline(time.monotonic() + limit))
     records = run.all()
     about = provenance(note)

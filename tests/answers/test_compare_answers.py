@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 import compare_answers
 import train_model
-from compare_answers import ENGINES, Answer, CheckError
+from compare_answers import ENGINES, Answer, CheckError, Variant
 
 
 def answer(tokens, logprob=-0.1, gap=3.0):
@@ -71,7 +71,7 @@ def test_counters_are_summed_over_their_labels():
     assert compare_answers.read_counters(text, names) == {"a": 7.0, "b": 2000.0, "c": None}
 
 
-def records(wrong=0, logprob=-0.1, counters=None):
+def records(wrong=0, logprob=-0.1, counters=None, second="ETAP"):
     """Two backends; the second answers `wrong` of 256 prompts to recite differently."""
     right = [[index % 100, 1, 2] for index in range(256)]
 
@@ -84,13 +84,13 @@ def records(wrong=0, logprob=-0.1, counters=None):
         found = {"preempted": 3.0, "prefix tokens found": 64.0, "drafts": None, "drafts accepted": None}
         return {"backend_in_use": True, "counters": found | (counters or {}), "stages": stages}
 
-    return right, {("FLASHMLA", "plain"): server(0, -0.1), ("ETAP", "plain"): server(wrong, logprob)}
+    return right, {("FLASHMLA", "plain"): server(0, -0.1), (second, "plain"): server(wrong, logprob)}
 
 
 def failures(right, found):
     known = {"recite": right}
     servers = {" ".join(key): compare_answers.server_summary(record, known) for key, record in found.items()}
-    return compare_answers.judge(servers, compare_answers.pair_summaries(found, ["FLASHMLA", "ETAP"]))
+    return compare_answers.judge(servers, compare_answers.pair_summaries(found, [backend for backend, _ in found]))
 
 
 def test_equal_answers_pass_and_up_to_one_in_a_hundred_may_differ():
@@ -107,6 +107,57 @@ def test_more_than_one_in_a_hundred_different_fails():
 def test_perplexity_may_differ_by_a_thousandth(logprob, passes):
     found = failures(*records(logprob=logprob))
     assert (found == []) == passes and all("forced" in line and "perplexity" in line for line in found)
+
+
+@pytest.mark.parametrize("second", ["ETAP+fp8", "etap+fp8_e4m3+math"])
+@pytest.mark.parametrize("logprob, passes", [(-0.1049, True), (-0.1051, False), (-0.0949, False)])
+def test_perplexity_with_an_fp8_cache_may_differ_by_half_a_hundredth(second, logprob, passes):
+    found = failures(*records(logprob=logprob, second=second))
+    assert (found == []) == passes and all("forced" in line and "perplexity" in line for line in found)
+
+
+def test_answers_with_an_fp8_cache_must_equal_the_references():
+    assert failures(*records(wrong=2, second="ETAP+fp8")) == []
+    assert failures(*records(wrong=3, second="ETAP+fp8")) != []
+
+
+def test_another_backends_fp8_cache_is_reported_and_not_judged():
+    assert failures(*records(wrong=9, logprob=-0.2, second="FLASHMLA+fp8")) == []
+    right, found = records()
+    found["FLASHMLA+fp8", "plain"] = records(wrong=9, logprob=-0.2)[1]["ETAP", "plain"]
+    assert failures(right, found) == []
+
+
+def test_variants_have_their_flags_environment_and_proof():
+    names = compare_answers.with_cache(["FLASHMLA", "ETAP", "TRITON_MLA"], "fp8")
+    assert names == ["FLASHMLA", "ETAP+fp8", "ETAP+fp8+math", "FLASHMLA+fp8"]
+    plain, etap, math, other = map(Variant.parse, names)
+    assert plain == Variant("FLASHMLA") and etap == Variant("ETAP", "fp8") and math == Variant("ETAP", "fp8", True)
+    assert plain.flags == ["--kv-cache-dtype", "auto"] and "ETAP_UNVERIFIED_FP8" not in plain.environment
+    assert etap.flags == ["--kv-cache-dtype", "fp8"] and plain.proof() == other.proof() == ""
+    assert etap.environment == {"ETAP_UNVERIFIED_FP8": "1", "ETAP_FP8_MATH": "0"}
+    assert math.environment == {"ETAP_UNVERIFIED_FP8": "1", "ETAP_FP8_MATH": "1"}
+    assert etap.proof() in "x ETAP decodes: KV cache FP8 (e4m3), math float16" and etap.proof() != math.proof()
+
+
+LOGS = """
+(Worker pid=7) INFO 11-21 07:52:04 [impl.py:107] ETAP decodes: KV cache FP8 (e4m3), math float16
+(EngineCore pid=5) INFO 11-21 07:53:04 [kv_cache_utils.py:2177] GPU KV cache size: 184,960 tokens
+(EngineCore pid=5) INFO 11-21 07:53:04 [kv_cache_utils.py:1147] GPU KV cache size: 92,480 tokens, Maximum concurrency 2x
+[2026-11-21 07:52:04 TP0] KV Cache is allocated. dtype: torch.float8_e4m3fn, #tokens: 198336, KV size: 6.49 GB
+[2026-11-21 07:52:05 TP0] Attention backend etap: KV cache FP8 (e4m3), math FP8 (e4m3)
+[2026-11-21 07:52:05 TP1] Attention backend etap: KV cache FP8 (e4m3), math FP8 (e4m3)
+"""
+
+
+def test_logs_say_what_the_cache_is_and_holds():
+    assert compare_answers.cache_lines(LOGS) == [
+        "ETAP decodes: KV cache FP8 (e4m3), math float16",
+        "GPU KV cache size: 184,960 tokens",
+        "GPU KV cache size: 92,480 tokens",
+        "KV Cache is allocated. dtype: torch.float8_e4m3fn, #tokens: 198336, KV size: 6.49 GB",
+        "Attention backend etap: KV cache FP8 (e4m3), math FP8 (e4m3)",
+    ]
 
 
 def test_a_run_that_proves_nothing_fails():

@@ -18,6 +18,10 @@ come from the reference's server:
 - control: the forced requests again with the first three quarters of their prompts replaced. If that moved nothing,
   attention would not matter here and agreement would prove nothing.
 
+With --kv-cache-dtype fp8 all three have an FP8 cache. FLASHMLA then rounds queries and probabilities to e4m3 too, and
+ETAP does not unless ETAP_FP8_MATH is 1, so noise is no bound to their difference. What each log says of the cache's
+type and of the tokens that fit is kept.
+
 Speed. A time per output token is the difference between a long and a short batch of the same prompts, whose prefill
 is cached, divided by the number of steps between them: neither prefill nor the client is in it.
 """
@@ -296,6 +300,18 @@ def wait_for_memory(before: int | None) -> None:
         time.sleep(0.5)
 
 
+def cache_lines(log: str) -> list[str]:
+    """What a server's log, vLLM's or SGLang's, says of the KV cache: its type, the math on it, how many tokens fit."""
+    said = r"GPU KV cache size: [\d,]+ tokens|KV Cache (?:is allocated|VA upper bound).*"
+    ours = r"(?:ETAP decodes|Attention backend etap): KV cache .*"
+    return list(dict.fromkeys(re.findall(f"{said}|{ours}", log)))
+
+
+def fp8_variables(cache: str) -> dict[str, str]:
+    """What the environment needs for a KV cache of this type: these checks are what FP8 waits for."""
+    return {"ETAP_UNVERIFIED_FP8": "1"} if cache.startswith("fp8") else {}
+
+
 def requests_running(metrics: str) -> int:
     """Requests in the running batch, from the text of /metrics; 0 where it does not say."""
     found = re.search(r"^vllm:num_requests_running(?:\{.*\})? (\S+)$", metrics, re.MULTILINE)
@@ -408,11 +424,13 @@ def time_per_token(client: Client, shape: Shape, repeats: int) -> dict:
     }
 
 
-def make_command(model: str, backend: str, max_model_len: int, max_num_seqs: int, flags: list[str]) -> list[str]:
+def make_command(
+    model: str, backend: str, cache: str, max_model_len: int, max_num_seqs: int, flags: list[str]
+) -> list[str]:
     return [
         *(sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", model, "--served-model-name", "check"),
         *("--attention-backend", backend, "--max-model-len", str(max_model_len), "--max-num-seqs", str(max_num_seqs)),
-        *("--seed", "0", "--disable-uvicorn-access-log"),
+        *("--seed", "0", "--disable-uvicorn-access-log", "--kv-cache-dtype", cache),
         *flags,
     ]
 
@@ -470,6 +488,7 @@ class Check:
     shapes: list[Shape]
     repeats: int
     requests: list[Request]
+    cache: str
     flags: list[str]
     folder: Path
     output: Path
@@ -484,7 +503,7 @@ class Check:
     def server(self, name: str, backend: str, *, eager: bool = False) -> Iterator[Client]:
         longest = max([4096, *(shape.context for shape in self.shapes)]) + 1024
         flags = [*self.flags, *(["--enforce-eager"] if eager else [])]
-        command = make_command(self.model, backend, longest, len(self.requests), flags)
+        command = make_command(self.model, backend, self.cache, longest, len(self.requests), flags)
         record = self.document["servers"].setdefault(name, {"command": shlex.join(["python", *command[1:]])})
         console.print(f"[bold]{name}[/]: {record['command']}")
         start = time.monotonic()
@@ -492,6 +511,8 @@ class Check:
             record["seconds_to_ready"] = time.monotonic() - start
             console.print(f"{name}: ready after {record['seconds_to_ready']:.0f} s")
             server.check_log(backend, eager)
+            record["cache"] = cache_lines(server.log.read_text(errors="replace"))
+            console.print(f"{name}: {'; '.join(record['cache'])}", highlight=False)
             yield Client(server, self.deadline)
         record["seconds"] = time.monotonic() - start
         self.write()
@@ -540,7 +561,7 @@ class Check:
                 found.append(f"{case}: no answers")
                 continue
             result = agreement(self.answers[key], reference[: len(self.answers[key])])
-            against = objections(result, *self.yardsticks, eager=eager)
+            against = objections(result, *self.yardsticks, eager=eager or self.cache.startswith("fp8"))
             found += [f"{case}: {objection}" for objection in against]
             self.document["agreement"][case] = result.summary() | {
                 "objections": against,
@@ -608,6 +629,7 @@ def main(
     reference: Annotated[str, typer.Option(help="Attention backend to compare with.")] = "FLASHMLA",
     decode: Annotated[str, typer.Option(help="Batches to time, BATCHxCONTEXT.")] = "16x16384,1x16384,64x4096",
     repeats: Annotated[int, typer.Option(min=1, help="Timings of each batch.")] = 7,
+    kv_cache_dtype: Annotated[str, typer.Option(help="Type of every server's KV cache, such as fp8.")] = "auto",
     requests: Annotated[int, typer.Option(min=32, help="Concurrent requests.")] = 96,
     ready: Annotated[float, typer.Option(help="Seconds until a server must be ready.")] = 300,
     limit: Annotated[float, typer.Option(help="Seconds for everything.")] = 1800,
@@ -628,12 +650,13 @@ def main(
             shapes,
             repeats,
             make_requests(requests),
+            kv_cache_dtype,
             serve_flags or [],
             output.parent,
             output,
             ready,
             Deadline(time.monotonic() + limit),
-            environment,
+            environment | fp8_variables(kv_cache_dtype),
             document,
         )
         try:
