@@ -68,6 +68,10 @@ class Gpu(Strict):
         """What WGMMA reaches of the nominal rate."""
         return self.sustained_bf16_flops.value / self.bf16_flops.value
 
+    def sustained_flops(self, *, fp8: bool) -> float:
+        """Operations a second of WGMMA on 16-bit numbers or on FP8 ones, the latter with the share of the former."""
+        return self.fp8_flops.value * self.sustained_share if fp8 else self.sustained_bf16_flops.value
+
 
 # What serving costs beside the attention kernel. Fitted together to five readings of DeepSeek-R1 on 8 x H200 (a step of
 # vLLM at batch 1, TPOT of SGLang 0.5.7 at concurrency 8 to 64): see docs/plan.md. The layer's share holds whatever does
@@ -296,11 +300,12 @@ class Attention:
     step_ms: float  # of all layers
 
 
-def _attention(model: Model, gpu: Gpu, on: Deployment, rows: int, groups: int, call: Call) -> Attention:
+def _attention(
+    model: Model, gpu: Gpu, on: Deployment, rows: int, groups: int, call: Call, *, fp8_math: bool
+) -> Attention:
     tokens = on.local_batch * -(-on.context // on.dcp)
-    # Cache in FP8 is read as such and multiplied as bfloat16: operands of WGMMA in FP8 would have to lie K-major.
     memory = groups * tokens * model.cache_row * CACHE_BYTES[on.cache] / gpu.sustained_bandwidth.value
-    tensor = 2 * rows * tokens * (model.cache_row + model.kv_lora_rank) / gpu.sustained_bf16_flops.value
+    tensor = 2 * rows * tokens * (model.cache_row + model.kv_lora_rank) / gpu.sustained_flops(fp8=fp8_math)
     roofline = max(memory, tensor) * 1e6
     us = call.microseconds(roofline)
     layers = model.num_hidden_layers
@@ -312,17 +317,20 @@ def query_rows(model: Model, on: Deployment) -> int:
     return model.num_attention_heads // on.tp * on.dcp * on.s_q
 
 
-def etap_attention(model: Model, gpu: Gpu, on: Deployment) -> Attention:
-    """The transposed kernel: rows rounded up to 8, 16, 32 or 64; beyond 64 in groups, each reading the cache."""
+def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = False) -> Attention:
+    """The transposed kernel: rows rounded up to 8, 16, 32 or 64; beyond 64 in groups, each reading the cache.
+
+    It reads an FP8 cache as such and multiplies it as float16, or with `fp8_math` as it is.
+    """
     rows = query_rows(model, on)
     groups = row_groups(rows)
-    return _attention(model, gpu, on, groups * row_tile(rows), groups, gpu.etap)
+    return _attention(model, gpu, on, groups * row_tile(rows), groups, gpu.etap, fp8_math=fp8_math)
 
 
 def padded_attention(model: Model, gpu: Gpu, on: Deployment) -> Attention:
-    """A kernel with query rows on WGMMA's M, in tiles of 64."""
+    """A kernel with query rows on WGMMA's M, in tiles of 64; as FlashMLA does, it multiplies an FP8 cache in FP8."""
     tiles = -(-query_rows(model, on) // PADDED_ROWS)
-    return _attention(model, gpu, on, tiles * PADDED_ROWS, tiles, gpu.padded)
+    return _attention(model, gpu, on, tiles * PADDED_ROWS, tiles, gpu.padded, fp8_math=on.cache == "fp8")
 
 
 def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> float:
@@ -334,7 +342,7 @@ def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> floa
         rows = tokens * chosen / touched
     tiled = math.ceil(rows / PADDED_ROWS) * PADDED_ROWS
     quantised = model.quantization_config and part.bytes_each < 2
-    rate = (gpu.fp8_flops if quantised else gpu.bf16_flops).value * gpu.sustained_share
+    rate = gpu.sustained_flops(fp8=bool(quantised))
     memory = touched * part.bytes_a_gpu / (gpu.sustained_bandwidth.value * GEMM_BANDWIDTH.value)
     return max(memory, 2 * tiled * touched * part.parameters / part.shards / rate)
 
@@ -346,6 +354,16 @@ def rest_of_step_ms(model: Model, gpu: Gpu, on: Deployment) -> float:
 
 
 @dataclass(frozen=True)
+class BesideBf16:
+    """What an FP8 cache changes: the same deployment with a bfloat16 cache, and FP8 in the products besides."""
+
+    tokens: int  # that fit in bfloat16
+    capacity_gain: float  # tokens that fit, over those; infinite where none does
+    bf16: Attention
+    fp8_math: Attention
+
+
+@dataclass(frozen=True)
 class Plan:
     """The planner's answer."""
 
@@ -354,6 +372,7 @@ class Plan:
     padded: Attention
     rest_ms: float
     rest_status: Status
+    beside_bf16: BesideBf16 | None = None  # with an FP8 cache
 
     @property
     def step_ms(self) -> float:
@@ -374,6 +393,14 @@ class Plan:
         return self.padded_step_ms / self.step_ms - 1
 
 
+def _beside_bf16(model: Model, gpu: Gpu, on: Deployment, tokens_in_fp8: int) -> BesideBf16:
+    plain = replace(on, cache="bfloat16")
+    tokens_in_bf16 = memory_of(model, gpu, plain).tokens
+    gain = tokens_in_fp8 / tokens_in_bf16 if tokens_in_bf16 else math.inf
+    fp8_math = etap_attention(model, gpu, on, fp8_math=True)
+    return BesideBf16(tokens_in_bf16, gain, etap_attention(model, gpu, plain), fp8_math)
+
+
 def make_plan(model: Model, gpu: Gpu, on: Deployment, attention_share: float | None = None) -> Plan:
     """Memory, attention and step of a deployment.
 
@@ -387,7 +414,8 @@ def make_plan(model: Model, gpu: Gpu, on: Deployment, attention_share: float | N
         rest, status = padded.step_ms * (1 / attention_share - 1), "given"
     else:
         raise ValueError(f"attention_share: wanted more than 0 and less than 1, got {attention_share}")
-    return Plan(memory, etap_attention(model, gpu, on), padded, rest, status)
+    beside = _beside_bf16(model, gpu, on, memory.tokens) if on.cache == "fp8" else None
+    return Plan(memory, etap_attention(model, gpu, on), padded, rest, status, beside)
 
 
 @dataclass(frozen=True)
@@ -461,6 +489,7 @@ def document(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan) -> d
         "weights": [{**asdict(part), "bytes_a_gpu": part.bytes_a_gpu} for part in weights_of(model, on)],
         "memory": {**asdict(plan.memory), "cache_wanted": plan.memory.cache_wanted, "fits": plan.memory.fits},
         "attention": {"etap": asdict(plan.etap), "padded": asdict(plan.padded)},
+        "beside_bf16": plan.beside_bf16 and asdict(plan.beside_bf16),
         "step": {
             "rest_ms": plan.rest_ms,
             "rest_status": plan.rest_status,
@@ -478,7 +507,7 @@ def _gb(value: float) -> str:
     return f"{value / 1e9:.1f} GB"
 
 
-def _memory_table(gpu: Gpu, on: Deployment, memory: Memory) -> Table:
+def _memory_table(gpu: Gpu, on: Deployment, memory: Memory, beside: BesideBf16 | None) -> Table:
     table = Table("one GPU", "", "", title="Memory", title_justify="left")
     table.add_row("memory", _gb(memory.total), gpu.memory_bytes.status)
     table.add_row(f"usable, {on.utilization:.0%}", _gb(memory.usable), "derived")
@@ -486,6 +515,9 @@ def _memory_table(gpu: Gpu, on: Deployment, memory: Memory) -> Table:
     table.add_row("activations, graphs, NCCL", _gb(memory.reserve), RESERVE_BYTES.status)
     table.add_row("KV cache, a token", f"{memory.cache_a_token:,} B", "derived")
     table.add_row("KV cache, tokens that fit", f"{memory.tokens:,}", "derived")
+    if beside:
+        gain = f"{beside.tokens:,} (FP8 holds {beside.capacity_gain:.2f}x)"
+        table.add_row("KV cache, tokens that would fit in bfloat16", gain, "derived")
     wanted = f"{memory.tokens_wanted:,} = {_gb(memory.cache_wanted)}"
     table.add_row(f"KV cache, {on.batch} x {on.context}", wanted, "derived")
     return table
@@ -495,11 +527,13 @@ def _attention_table(gpu: Gpu, plan: Plan) -> Table:
     table = Table(
         "", "rows", "roofline us", "bound by", "expected us", "all layers ms", "step ms", title_justify="left"
     )
-    table.title = f"Decode attention and step ({gpu.name}; expected times {gpu.etap.status}, rest {plan.rest_status})"
-    for name, kernel, step in (
-        ("ETAP", plan.etap, plan.step_ms),
-        (f"padded to {PADDED_ROWS} rows", plan.padded, plan.padded_step_ms),
-    ):
+    status = "derived" if plan.beside_bf16 else gpu.etap.status
+    table.title = f"Decode attention and step ({gpu.name}; expected times {status}, rest {plan.rest_status})"
+    kernels = [("ETAP", plan.etap), (f"padded to {PADDED_ROWS} rows", plan.padded)]
+    if plan.beside_bf16:
+        kernels[1:1] = [("ETAP, FP8 math", plan.beside_bf16.fp8_math), ("ETAP, bfloat16 cache", plan.beside_bf16.bf16)]
+    for name, kernel in kernels:
+        step = plan.rest_ms + kernel.step_ms
         numbers = (f"{kernel.roofline_us:.1f}", kernel.bound, f"{kernel.call_us:.1f}", f"{kernel.step_ms:.2f}")
         table.add_row(name, str(kernel.rows), *numbers, f"{step:.1f}")
     return table
@@ -538,7 +572,7 @@ def print_plan(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, co
     console.print(
         f"[bold]{name}[/] ({parameters_of(model) / 1e9:.0f} G parameters) on {on.gpus} x {gpu.name}: {layout}"
     )
-    console.print(_memory_table(gpu, on, plan.memory))
+    console.print(_memory_table(gpu, on, plan.memory, plan.beside_bf16))
     if plan.memory.tokens == 0:
         console.print(f"[red]The weights do not leave room for a KV cache on {on.gpus} x {gpu.name}.[/]")
     elif not plan.memory.fits:
@@ -554,6 +588,12 @@ def print_plan(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, co
         f"{plan.padded.call_us / plan.etap.call_us:.2f}x a call, {plan.gain:+.0%} tokens a second, "
         f"{on.batch / plan.step_ms * 1e3 / on.gpus:.0f} tokens/s a GPU. Prefill of other requests is not in this."
     )
+    if plan.beside_bf16:
+        console.print(
+            f"Against its own bfloat16 cache: {plan.beside_bf16.bf16.call_us / plan.etap.call_us:.2f}x a call, "
+            f"{plan.beside_bf16.bf16.call_us / plan.beside_bf16.fp8_math.call_us:.2f}x with FP8 math. The form of the "
+            "expected times is fitted to bfloat16 caches; FP8 ones are not measured."
+        )
     if plan.rest_status == "derived":
         console.print(
             "The rest of a step is fitted to 8 x H200 and carried over by rates, without what a serving engine does "
@@ -576,7 +616,7 @@ def plan(
     dp: Annotated[int, typer.Option(help="Data parallel attention.")] = 1,
     pp: Annotated[int, typer.Option(help="Pipeline parallel.")] = 1,
     dcp: Annotated[int, typer.Option(help="Decode context parallel.")] = 1,
-    cache: Annotated[str, typer.Option(help="bfloat16 or fp8.")] = "bfloat16",
+    cache: Annotated[str, typer.Option("--kv-dtype", "--cache", help="Of the KV cache: bfloat16 or fp8.")] = "bfloat16",
     context: Annotated[str, typer.Option(help="Tokens of each request, such as 65536 or 64K.")] = "16K",
     batch: Annotated[int, typer.Option(help="Requests that decode at the same time.")] = 16,
     s_q: Annotated[int, typer.Option(help="Query tokens a step: 1 + draft tokens of multi-token prediction.")] = 1,

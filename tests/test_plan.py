@@ -200,7 +200,9 @@ def test_more_work_never_takes_less(model, gpu, where, more_context, more_batch)
 @given(models, gpus, deployments)
 def test_a_plan_is_consistent(model, gpu, where):
     made = make_plan(model, gpu, where)
-    assert made.etap.rows <= made.padded.rows and made.etap.roofline_us <= made.padded.roofline_us * (1 + 1e-9)
+    # The padded kernel multiplies an FP8 cache in FP8: with the same math the transposed one has no more to do.
+    alike = made.beside_bf16.fp8_math if made.beside_bf16 else made.etap
+    assert alike.rows <= made.padded.rows and alike.roofline_us <= made.padded.roofline_us * (1 + 1e-9)
     assert 0 < made.share < 1
     assert made.padded_step_ms == pytest.approx(made.step_ms * (1 + made.gain))
     assert made.memory.fits == (made.memory.cache_wanted <= made.memory.tokens * made.memory.cache_a_token)
@@ -232,6 +234,44 @@ def test_context_parallelism_divides_the_cache_and_gathers_the_heads():
     whole, spread = on(16, 64 * K), on(16, 64 * K, dcp=8)
     assert memory_of(R1, H20, whole).tokens_wanted == 8 * memory_of(R1, H20, spread).tokens_wanted
     assert (plan.query_rows(R1, whole), plan.query_rows(R1, spread)) == (16, 128)
+
+
+def test_an_fp8_cache_takes_half_the_bytes_and_holds_twice_the_tokens():
+    """576 B x 61 layers = 35,136 B a token. 8 x H200: 143,771 MiB x 0.92 - 85.4 GB - 5.6 GB = 47.7 GB of cache."""
+    plain, halved = on(16, 16 * K), on(16, 16 * K, cache="fp8")
+    memory, made = memory_of(R1, H200, plain), make_plan(R1, H200, halved)
+    assert made.memory.cache_a_token == 576 * 61 == 35136 == memory.cache_a_token / 2
+    left = H200.memory_bytes.value * 0.92 - memory.weights - plan.RESERVE_BYTES.value
+    assert made.memory.tokens == int(left / 35136 / 64) * 64 and memory.tokens == int(left / 70272 / 64) * 64
+    assert made.beside_bf16.tokens == memory.tokens
+    assert made.beside_bf16.capacity_gain == pytest.approx(2, abs=1e-3)
+    assert made.memory.cache_wanted == 16 * 16 * K * 35136
+
+
+@pytest.mark.parametrize("gpu", [H20, H200], ids=lambda gpu: gpu.name)
+def test_roofline_of_an_fp8_cache(gpu):
+    """16 rows, 16 x 16K: bytes 576 a token, operations 2 x 16 x (576 + 512) a token, in float16 at the bf16 rate, or
+    in FP8 at the FP8 rate, of which WGMMA reaches the share that it reaches of the bf16 rate."""
+    tokens = 16 * 16 * K
+    made = make_plan(R1, gpu, on(cache="fp8"))
+    share = gpu.sustained_bf16_flops.value / gpu.bf16_flops.value
+    memory = tokens * 576 / gpu.sustained_bandwidth.value * 1e6
+    in_float16 = tokens * 34816 / gpu.sustained_bf16_flops.value * 1e6
+    in_fp8 = tokens * 34816 / (gpu.fp8_flops.value * share) * 1e6
+    assert made.etap.roofline_us == pytest.approx(max(memory, in_float16))
+    assert made.beside_bf16.fp8_math.roofline_us == pytest.approx(max(memory, in_fp8))
+    assert made.padded.roofline_us == pytest.approx(max(memory, 4 * in_fp8))
+    assert made.beside_bf16.bf16.roofline_us == pytest.approx(max(2 * memory, in_float16))
+
+
+def test_an_h20_needs_fp8_math_for_what_an_fp8_cache_promises():
+    """On an H20 float16 math takes longer than the memory (70.2 us, 39.6), FP8 math does not (35.1), nor an H200."""
+    made = make_plan(R1, H20, on(cache="fp8"))
+    assert made.etap.roofline_us == pytest.approx(70.2, abs=0.1) and made.etap.bound == "tensor cores"
+    assert made.beside_bf16.fp8_math.roofline_us == pytest.approx(39.6, abs=0.1)
+    assert made.beside_bf16.fp8_math.bound == "memory" and made.beside_bf16.bf16.bound == "memory"
+    assert made.beside_bf16.bf16.roofline_us / made.etap.roofline_us == pytest.approx(1.13, abs=0.01)
+    assert make_plan(R1, H200, on(cache="fp8")).etap.bound == "memory"
 
 
 def test_next_token_prediction_brings_a_layer():
@@ -298,6 +338,23 @@ def test_json_has_what_the_screen_has():
     assert document["step"]["padded_ms"] > document["step"]["etap_ms"] > 0
     assert document["gpu"]["sustained_bandwidth"]["status"] == "measured"
     assert document["assumptions"]["layer_us"]["source"]
+
+
+def test_the_screen_shows_what_an_fp8_cache_changes(monkeypatch):
+    monkeypatch.delenv("ETAP_UNVERIFIED_FP8", raising=False)
+    arguments = ("deepseek-r1", "--gpu", "H200", "--context", "64K")
+    text = " ".join(etap_plan(*arguments, "--kv-dtype", "fp8").split())
+    assert "KV cache, a token │ 35,136 B" in text and "(FP8 holds 2.00x)" in text
+    assert "ETAP, FP8 math" in text and "ETAP, bfloat16 cache" in text
+    assert "Against its own bfloat16 cache: 1." in text and "FP8 ones are not measured" in text
+    assert "ETAP: the FP8 kernels have not been verified on a GPU yet" in text
+    assert " ".join(etap_plan(*arguments, "--cache", "fp8").split()) == text
+    assert "expected times derived" in text and "expected times measured" in etap_plan(*arguments)
+    assert "FP8 math" not in etap_plan(*arguments)
+    document = json.loads(etap_plan(*arguments, "--kv-dtype", "fp8", "--json"))
+    assert document["beside_bf16"]["capacity_gain"] == pytest.approx(2, abs=1e-3)
+    assert document["beside_bf16"]["fp8_math"]["bound"] == "memory"
+    assert json.loads(etap_plan(*arguments, "--json"))["beside_bf16"] is None
 
 
 @pytest.mark.parametrize("arguments, words", [(["--gpu", "A100"], "hardware"), (["--context", "64Q"], "64Q")])
