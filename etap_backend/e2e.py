@@ -75,6 +75,7 @@ class Scenario(Strict):
     data_parallel: int = Field(default=1, ge=1)
     draft_tokens: int = Field(default=0, ge=0)
     acceptance: float | None = Field(default=None, ge=1)
+    kv_dtype: Literal["same", "fp8"] = "same"  # of the KV cache: the model's type or e4m3
     environment: dict[str, str] = {}
     ready_seconds: float = Field(default=600, gt=0)
     point_seconds: float = Field(default=300, gt=0)
@@ -431,6 +432,7 @@ def serving_of(scenario: Scenario, prepared: Prepared, cases: list[Case]) -> Ser
         tuple(sorted({case.concurrency for case in cases})),
         scenario.draft_tokens,
         scenario.acceptance if prepared.dummy else None,
+        scenario.kv_dtype == "fp8",
     )
 
 
@@ -449,6 +451,7 @@ def header(scenario: Scenario, engine: Engine, prepared: Prepared, serving: Serv
         "layout": {"tp": serving.tp, "pp": serving.pp, "dp": serving.dp},
         "draft_tokens": scenario.draft_tokens,
         "acceptance": serving.acceptance,
+        "kv_dtype": scenario.kv_dtype,
         "environment": scenario.environment,
         "note": note,
         "method": e2e_report.METHOD,
@@ -459,12 +462,13 @@ def header(scenario: Scenario, engine: Engine, prepared: Prepared, serving: Serv
     }
 
 
-SAME_RUN = ("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "versions")
+SAME_RUN = ("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions")
 
 
 def resumed(path: Path, fresh: dict) -> dict:
     """The document in `path` to go on with. Raises ValueError when it is of another run."""
     before = json.loads(path.read_text())
+    before.setdefault("kv_dtype", "same")  # which documents of before there was a choice do not say
     if differing := [key for key in SAME_RUN if before.get(key) != fresh[key]]:
         raise ValueError(f"--resume: {path} differs in {', '.join(differing)}")
     return before | {"complete": False, "stopped": None, "command": fresh["command"], "date": fresh["date"]}

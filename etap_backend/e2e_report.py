@@ -110,9 +110,9 @@ def title_of(document: dict) -> str:
 def provenance(document: dict) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
     layout = ", ".join(f"{name} {size}" for name, size in document["layout"].items())
-    drafts = ""
+    drafts = "; FP8 KV cache" if document.get("kv_dtype") == "fp8" else ""
     if document["draft_tokens"]:
-        drafts = f"; {document['draft_tokens']} draft tokens"
+        drafts += f"; {document['draft_tokens']} draft tokens"
         if document["acceptance"]:
             drafts += f", acceptance length {document['acceptance']} made up"
     weights = " ".join(filter(None, (f"{document['weights']}.", document["dummy"] and DUMMY, document["note"])))

@@ -23,6 +23,7 @@ class Serving:
         batches: numbers of concurrent requests, for which CUDA graphs are captured.
         draft_tokens: tokens that multi-token prediction drafts a step, 0 without.
         acceptance: draft tokens that are taken as accepted a step, plus one; None to let the weights decide.
+        fp8_cache: the KV cache is in e4m3; else in the model's type.
     """
 
     model: str
@@ -34,6 +35,7 @@ class Serving:
     batches: tuple[int, ...]
     draft_tokens: int = 0
     acceptance: float | None = None
+    fp8_cache: bool = False
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,8 @@ class Vllm(Engine):
             if serving.acceptance is not None:
                 drafts |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": serving.acceptance}
             command += ["--speculative-config", json.dumps(drafts)]
+        if serving.fp8_cache:
+            command += ["--kv-cache-dtype", "fp8"]
         return [*command, *flags]
 
     def load(self, serving: Serving, load: Load, port: int, result: Path) -> list[str]:
@@ -157,6 +161,8 @@ class Sglang(Engine):
                 *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(serving.draft_tokens)),
                 *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(serving.draft_tokens + 1)),
             ]
+        if serving.fp8_cache:
+            command += ["--kv-cache-dtype", "fp8_e4m3"]
         return [*command, *flags]
 
     def environment(self, serving: Serving) -> dict[str, str]:

@@ -75,7 +75,7 @@ def _like(on: Deployment, row: dict) -> Deployment:
 def measured_call(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmarks: list[dict]) -> Kernel | None:
     """The call's time in the nearest measured row of as many rows a request, moved to this shape by the planner's form.
 
-    None when no row of these benchmarks has this kernel with as many heads and query tokens.
+    None when no row of these benchmarks has this kernel with as many heads and query tokens and such a cache.
     """
     heads = model.num_attention_heads // on.tp
     rows = [
@@ -83,7 +83,7 @@ def measured_call(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmark
         for document in benchmarks
         for row in document["rows"]
         if row["length"] and row["dtype"] == "bfloat16" and (row["heads"], row["s_q"]) == (heads, on.s_q)
-        if "us" in row["results"].get(kernel, {})
+        if "us" in row["results"].get(kernel, {}) and (row.get("kv_dtype") == "fp8") == (on.cache == "fp8")
     ]
     if not rows:
         return None
@@ -98,10 +98,10 @@ def measured_call(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmark
 
 def call_on(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmarks: list[dict]) -> Kernel | None:
     """Measured where possible; FlashMLA where it was not measured as the planner's padded kernel, which is fitted to
-    it. None for another kernel that was not measured."""
+    it with a bfloat16 cache. None for what else was not measured."""
     if found := measured_call(model, gpu, on, kernel, benchmarks):
         return found
-    if kernel == "FlashMLA":
+    if kernel == "FlashMLA" and on.cache == "bfloat16":
         return Kernel(_calls(model, gpu, on, kernel), f"{gpu.name}: {gpu.padded.source}")
     return None
 
@@ -120,6 +120,7 @@ class Servers:
         layout = document["layout"]
         context = row["input"] + row["output"] // 2
         common = {"context": context, "batch": row["concurrency"], "s_q": 1 + document["draft_tokens"]}
+        common["cache"] = "fp8" if document.get("kv_dtype") == "fp8" else "bfloat16"
         here = Deployment(document["gpus"], layout["tp"], layout["dp"], layout["pp"], **common)
         return here, Deployment(self.tp_there, self.tp_there, **common)
 

@@ -366,6 +366,18 @@ def test_graphs_are_captured_for_the_rows_of_a_step_and_no_others():
     assert sglang.environment(replace(SERVING, draft_tokens=1, acceptance=1.9)) == {"SGLANG_SIMULATE_ACC_LEN": "1.9"}
 
 
+@pytest.mark.parametrize("engine, name", [("vllm", "fp8"), ("sglang", "fp8_e4m3")])
+def test_an_fp8_cache_is_asked_for_in_the_engines_words(engine, name, tmp_path):
+    scenario = e2e.read_scenario("decode-fp8")
+    assert scenario.points == e2e.read_scenario("decode").points
+    prepared = e2e.Prepared("/m", None, True, "dummy weights")
+    serving = e2e.serving_of(scenario, prepared, e2e.cases_of(scenario.points))
+    command = ENGINES[engine].server("py", serving, ENGINES[engine].ours, 1, ["--last"])
+    assert option(command, "--kv-cache-dtype") == name and command[-1] == "--last"
+    plain = e2e.serving_of(e2e.read_scenario("decode"), prepared, e2e.cases_of(scenario.points))
+    assert "--kv-cache-dtype" not in ENGINES[engine].server("py", plain, ENGINES[engine].ours, 1, [])
+
+
 def test_logs_are_understood():
     vllm, sglang = ENGINES["vllm"], ENGINES["sglang"]
     assert vllm.cache_tokens("INFO [kv_cache_utils.py] GPU KV cache size: 674,597 tokens\n") == 674597
@@ -477,6 +489,7 @@ def document() -> dict:
         "dummy": True,
         "note": "",
         "draft_tokens": 0,
+        "kv_dtype": "same",
         "acceptance": None,
         "method": e2e_report.METHOD,
         "complete": True,
@@ -492,6 +505,9 @@ def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(docume
     assert "16.00 (16.00 to 17.60)" in line and line.endswith("| 1.250 |")
     assert text.splitlines()[0].index("ETAP, TPOT") < text.splitlines()[0].index("FLASHMLA, TPOT")
     assert "cache too small" in text and "dummy weights" in text and "Dummy weights: times are" in text
+    assert "FP8 KV cache" not in text
+    in_fp8 = e2e_report.markdown({**document, "kv_dtype": "fp8", "draft_tokens": 1})
+    assert "; FP8 KV cache; 1 draft tokens, driver" in in_fp8
     screen = tmp_path / "screen.txt"
     with screen.open("w") as file:
         e2e_report.print_document(
@@ -524,6 +540,10 @@ def test_resuming_another_run_is_refused(document, tmp_path):
     assert e2e.resumed(path, document)["rows"] == document["rows"]
     with pytest.raises(ValueError, match="differs in weights, gpus"):
         e2e.resumed(path, {**document, "weights": "its own weights", "gpus": 4})
+    with pytest.raises(ValueError, match="differs in kv_dtype"):
+        e2e.resumed(path, {**document, "kv_dtype": "fp8"})
+    path.write_text(json.dumps({key: value for key, value in document.items() if key != "kv_dtype"}))
+    assert e2e.resumed(path, document)["rows"] == document["rows"]
 
 
 def invoke(*arguments: str):

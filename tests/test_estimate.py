@@ -41,6 +41,23 @@ def test_a_measured_point_is_taken_as_it_was_measured():
     assert found.us == pytest.approx(wanted) and found.source == "NVIDIA H200, 16 x 4K, 16 heads, s_q 1, x 1.00"
 
 
+def test_calls_with_an_fp8_cache_are_those_of_fp8_rows():
+    """An FP8 cache was served: bf16 rows of the same shape must not stand for it, nor its rows for a bf16 cache."""
+    row = next(row for row in H200[0]["rows"] if (row["batch"], row["length"]) == (16, 4096))
+    fp8_row = {**row, "kv_dtype": "fp8", "results": {"etap": {"us": 17.5}}}
+    both = [{**H200[0], "rows": [row, fp8_row]}]
+    h200 = plan.read_gpu("h200")
+    fp8, bf16 = (Deployment(batch=16, context=4096, cache=cache) for cache in ("fp8", "bfloat16"))
+    assert estimate.measured_call(R1, h200, fp8, "etap", both).us == pytest.approx(17.5)
+    assert estimate.measured_call(R1, h200, bf16, "etap", both).us == pytest.approx(row["results"]["etap"]["us"])
+    assert estimate.measured_call(R1, h200, fp8, "etap", H200) is None
+    assert estimate.call_on(R1, h200, fp8, "FlashMLA", PROXY) is None, "the planner's padded kernel is fitted to bf16"
+    servers = estimate.servers_of(document(), "h20-96g")
+    reading = {"input": 4032, "output": 128, "concurrency": 16}
+    assert [on.cache for on in servers.deployments(document(kv_dtype="fp8"), reading)] == ["fp8", "fp8"]
+    assert [on.cache for on in servers.deployments(document(), reading)] == ["bfloat16", "bfloat16"]
+
+
 def test_between_measured_points_the_planner_leads():
     on = Deployment(batch=16, context=8192)
     found = estimate.measured_call(R1, plan.read_gpu("h20-96g"), on, "etap", bench("targets-h20-proxy"))
