@@ -34,12 +34,15 @@ def settings(config_file):
 
 def test_there_is_one_for_each_deployment():
     names = {path.stem for path in FILES}
-    assert names == {"smoke-1gpu"} | {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
+    deployments = {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
+    assert names == {"smoke-1gpu", "deepseek-r1-8xh20-96g-fp8-cache"} | deployments
 
 
 def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
     """Parsed as a user does, and resolved; only the model's name becomes a folder with its config.json."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    # Only where the command in the file's first line sets it.
+    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", str(int("# ETAP_UNVERIFIED_FP8=1 python" in config_file.read_text())))
     folder = tmp_path / "model"
     folder.mkdir()
     shutil.copy(CONFIGS / f"models/{MODELS[settings['model-path']]}.json", folder / "config.json")
@@ -57,6 +60,7 @@ def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, mon
     for name, wanted in settings.items():
         if name != "model-path":
             assert getattr(arguments, name.replace("-", "_")) == wanted, name
+    assert ("kv-cache-dtype" in settings) == config_file.stem.endswith("-fp8-cache")
     assert ("speculative-algorithm" in settings) == config_file.stem.endswith("-mtp")
 
 
@@ -68,7 +72,8 @@ def test_comments_count_the_cache_as_sglang_does(config_file, settings):
     assert int(layers) * int(width) * int(size) == a_token
     gpu = next((gpu for name, gpu in GPUS.items() if name in config_file.stem), "H100")
     ranks, fraction = settings.get("tp-size", 1), settings["mem-fraction-static"]
-    on = Deployment(gpus=ranks, tp=ranks, s_q=settings.get("speculative-num-draft-tokens", 1), utilization=fraction)
+    s_q, cache = settings.get("speculative-num-draft-tokens", 1), "fp8" if "kv-cache-dtype" in settings else "bfloat16"
+    on = Deployment(gpus=ranks, tp=ranks, s_q=s_q, utilization=fraction, cache=cache)
     plan = memory_of(read_model(MODELS[settings["model-path"]]), read_gpu(gpu), on)
     tokens = int((plan.usable - plan.weights) / (a_token * PAGE_TOKENS)) * PAGE_TOKENS
     assert a_token == plan.cache_a_token

@@ -40,7 +40,8 @@ def cache_bytes_a_token(text):
 
 def test_there_is_one_for_each_deployment():
     names = {path.stem for path in FILES}
-    assert names == {"smoke-1gpu"} | {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
+    deployments = {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
+    assert names == {"smoke-1gpu", "deepseek-r1-8xh20-96g-fp8-cache"} | deployments
 
 
 def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
@@ -63,6 +64,8 @@ def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monke
     assert config.model_config.max_model_len == settings["max-model-len"]
     assert config.scheduler_config.max_num_seqs == settings["max-num-seqs"]
     assert config.cache_config.gpu_memory_utilization == settings["gpu-memory-utilization"]
+    assert config.cache_config.cache_dtype == settings.get("kv-cache-dtype", "auto")
+    assert ("kv-cache-dtype" in settings) == config_file.stem.endswith("-fp8-cache")
     drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
     assert drafts == settings.get("speculative-config", {}).get("num_speculative_tokens", 0)
     assert (drafts > 0) == config_file.stem.endswith("-mtp")
@@ -78,6 +81,7 @@ def test_comments_count_the_cache_as_the_plan_does(config_file, settings):
     gpu = next((gpu for name, gpu in GPUS.items() if name in config_file.stem), "H100")
     ranks = settings.get("tensor-parallel-size", 1)
     s_q = 1 + settings.get("speculative-config", {}).get("num_speculative_tokens", 0)
-    on = Deployment(gpus=ranks, tp=ranks, s_q=s_q, utilization=settings["gpu-memory-utilization"])
+    cache = settings.get("kv-cache-dtype", "bfloat16")
+    on = Deployment(gpus=ranks, tp=ranks, s_q=s_q, utilization=settings["gpu-memory-utilization"], cache=cache)
     plan = memory_of(read_model(MODELS[settings["model"]]), read_gpu(gpu), on)
     assert (tokens, a_token) == (plan.tokens, plan.cache_a_token)
