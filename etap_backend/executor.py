@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etap_backend.support import DTYPES, FP8, HEAD_DIM, LATENT_DIM, ROPE_DIM, TILE_TOKENS
+from etap_backend.support import FP8, HEAD_DIM, LATENT_DIM, ROPE_DIM, TILE_TOKENS
 
 ROW_ALIGNMENT_BYTES = 16  # what TMA asks of every row's address
 PARTIAL_FLOATS = LATENT_DIM + 1  # an output row and its log-sum-exp
@@ -143,10 +143,10 @@ def _check_shape(name: str, tensor: Tensor, wanted: list) -> None:
         raise ValueError(f"{name}: wanted shape [{', '.join(map(str, wanted))}], got {list(tensor.shape)}")
 
 
-def _check_dtype(name: str, tensor: Tensor, *wanted: torch.dtype) -> None:
-    if tensor.dtype not in wanted:
-        names = [str(dtype).removeprefix("torch.") for dtype in (*wanted, tensor.dtype)]
-        raise TypeError(f"{name}: wanted {' or '.join(names[:-1])}, got {names[-1]}")
+def _check_dtype(name: str, tensor: Tensor, wanted: torch.dtype) -> None:
+    if tensor.dtype != wanted:
+        wanted_name, found = (str(dtype).removeprefix("torch.") for dtype in (wanted, tensor.dtype))
+        raise TypeError(f"{name}: wanted {wanted_name}, got {found}")
 
 
 def _check_rows(name: str, tensor: Tensor) -> None:
@@ -169,7 +169,7 @@ def check_arguments(
 ) -> None:
     """Refuse what the compiled `decode` refuses, with ValueError or TypeError naming argument, wanted and got.
 
-    Types and scales of queries and cache are not looked at: `mla_decode` has, for both devices.
+    Types of queries, cache and output, and scales, are not looked at: `mla_decode` has, for both devices.
     """
     _check_shape("q", q, ["batch", "s_q", "heads", HEAD_DIM if q_rope is None else LATENT_DIM])
     _check_rows("q", q)
@@ -186,12 +186,13 @@ def check_arguments(
     if block_table.shape[1] > 1 and block_table.stride(1) != 1:
         strides = list(block_table.stride())
         raise ValueError(f"block_table: wanted stride 1 in the last dimension, got strides {strides}")
-    for name, tensor, dtypes, shape in (
-        ("seq_lens", seq_lens, (torch.int32,), [batch]),
-        ("out", out, DTYPES if q.dtype == FP8 else (q.dtype,), [batch, s_q, heads, LATENT_DIM]),
-        ("lse", lse, (torch.float32,), [batch, s_q, heads]),
+    _check_dtype("seq_lens", seq_lens, torch.int32)
+    _check_dtype("lse", lse, torch.float32)
+    for name, tensor, shape in (
+        ("seq_lens", seq_lens, [batch]),
+        ("out", out, [batch, s_q, heads, LATENT_DIM]),
+        ("lse", lse, [batch, s_q, heads]),
     ):
-        _check_dtype(name, tensor, *dtypes)
         _check_shape(name, tensor, shape)
         _check_contiguous(name, tensor)
 

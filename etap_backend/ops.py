@@ -86,8 +86,11 @@ def _check_scale(name: str, scale: Tensor | None, scaled_name: str, scaled: Tens
 
 
 def _out_dtype(q: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
-    """What the output is or must be; the type of an `out` that is given is checked where its shape is."""
+    """The type of an output that is allocated."""
     allowed = DTYPES if q.dtype == FP8 else (q.dtype,)
+    if out is not None and out.dtype not in allowed:
+        names = " or ".join(map(_name, allowed))
+        raise TypeError(f"out: wanted {names} for a q of {_name(q.dtype)}, got {_name(out.dtype)}")
     if out_dtype is not None and out_dtype not in allowed:
         names = " or ".join(map(_name, allowed))
         raise ValueError(f"out_dtype: wanted None or {names} for a q of {_name(q.dtype)}, got {_name(out_dtype)}")
