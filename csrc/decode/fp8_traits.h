@@ -29,7 +29,7 @@ struct Fp8Traits : RowTile<kRowTile_> {
   static constexpr int kStagesPerTile = 1;
   static constexpr int kStageBytes = kWideChunks * kWideBytes + kRopeBytes;
   static_assert(kStageBytes == kTileTokens * kHeadDim);
-  static constexpr int kStages = kRowTile == 64 ? (kFp8Math ? 4 : 3) : kRowTile == 32 && !kFp8Math ? 4 : 5;
+  static constexpr int kStages = kFp8Math || kRowTile <= 16 ? 5 : kRowTile == 32 ? 4 : 3;
   static constexpr int kSlicesPerMergeStage = kSharedTiles ? 1 : kStageBytes / kSliceBytes;
   static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
   static_assert(kConsumerGroups * kMergeStages <= kStages);
