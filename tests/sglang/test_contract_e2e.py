@@ -50,6 +50,7 @@ def test_sglang_takes_every_scenarios_flags(name, dummy_folder):
         assert command[:3] == ["python", "-m", "sglang.launch_server"]
         parsed = parse(command[3:])
         assert (parsed.attention_backend, parsed.page_size, parsed.load_format) == (backend, 64, "dummy")
+        assert parsed.kv_cache_dtype == ("fp8_e4m3" if scenario.kv_dtype == "fp8" else "auto")
         assert parsed.cuda_graph_bs_decode == list(wanted.batches)
         assert parsed.max_running_requests == max(wanted.batches)
         assert parsed.context_length == wanted.max_context

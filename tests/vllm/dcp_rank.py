@@ -1,4 +1,4 @@
-"""One of two ranks that share each context: `python dcp_rank.py RANK PORT MODEL CACHE OUTPUT` saves its result; no GPU.
+"""One of two ranks that share each context, on the CPU: `python dcp_rank.py RANK PORT MODEL OUTPUT` saves its results.
 
 Groups, layer, builder, collectives and merging are vLLM's; Triton's interpreter runs the merging kernel.
 """
@@ -17,6 +17,9 @@ from vllm.v1.worker import workspace
 from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 
 RANKS = 2
+CACHES = {"auto": None, "fp8": KV_SCALE}
+"""Types of the KV cache, with their scales."""
+
 COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 
 
@@ -43,10 +46,9 @@ def share_of(problem: Problem, rank: int) -> tuple[Problem, list[int]]:
     return share, [len(rows) for rows in local]
 
 
-def main(rank: int, port: str, model: str, cache_dtype: str, output: str) -> None:
-    prepare()
+def configuration(model: str, cache_dtype: str):
     heads = {"num_attention_heads": RANKS * HEADS, "num_key_value_heads": RANKS * HEADS}
-    config = EngineArgs(
+    return EngineArgs(
         model=model,
         attention_backend="ETAP",
         kv_cache_dtype=cache_dtype,
@@ -59,26 +61,39 @@ def main(rank: int, port: str, model: str, cache_dtype: str, output: str) -> Non
         decode_context_parallel_size=RANKS,
         speculative_config=SPECULATIVE["speculative_config"],
     ).create_engine_config()
-    with set_current_vllm_config(config):
-        init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
-        initialize_model_parallel(RANKS, decode_context_model_parallel_size=RANKS, backend="gloo")
-        layer = build_layer(config, HEADS)
-        builder = make_builder(layer, config)
-        check_attention_cp_compatibility(config)
-        assert builder.schedule.num_heads == RANKS * HEADS
-        # Drafts go through vLLM's prefill: it says so for a backend that does not claim varying query lengths with DCP.
-        assert builder.reorder_batch_threshold == 1
-        assert not builder.supports_draft_decode_metadata_update
-        scale = None if cache_dtype == "auto" else KV_SCALE
-        layer._k_scale.fill_(scale or 1.0)
-        problem = Problem(LENGTHS, 1, heads=RANKS * HEADS, kv_scale=scale)
-        share, lengths = share_of(problem, rank)
-        common = share.common_metadata()
-        common.seq_lens.copy_(torch.tensor(problem.lengths))
-        common.dcp_local_seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        step = builder.build(0, common)
-        assert step.decode.seq_lens.tolist() == lengths
-        torch.save((decode(layer, share, step), layer.kv_b_proj.weight.detach().clone()), output)
+
+
+def run(config, rank: int, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and weight of this rank's layer."""
+    layer = build_layer(config, HEADS)
+    layer._k_scale.fill_(scale or 1.0)
+    builder = make_builder(layer, config)
+    check_attention_cp_compatibility(config)
+    assert builder.schedule.num_heads == RANKS * HEADS
+    # Drafts go through vLLM's prefill: it says so for a backend that does not claim varying query lengths with DCP.
+    assert builder.reorder_batch_threshold == 1
+    assert not builder.supports_draft_decode_metadata_update
+    problem = Problem(LENGTHS, 1, heads=RANKS * HEADS, kv_scale=scale)
+    share, lengths = share_of(problem, rank)
+    common = share.common_metadata()
+    common.seq_lens.copy_(torch.tensor(problem.lengths))
+    common.dcp_local_seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    step = builder.build(0, common)
+    assert step.decode.seq_lens.tolist() == lengths
+    return decode(layer, share, step), layer.kv_b_proj.weight.detach().clone()
+
+
+def main(rank: int, port: str, model: str, output: str) -> None:
+    prepare()
+    results = {}
+    for cache_dtype, scale in CACHES.items():
+        config = configuration(model, cache_dtype)
+        with set_current_vllm_config(config):
+            if not results:
+                init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
+                initialize_model_parallel(RANKS, decode_context_model_parallel_size=RANKS, backend="gloo")
+            results[cache_dtype] = run(config, rank, scale)
+    torch.save(results, output)
 
 
 if __name__ == "__main__":

@@ -56,6 +56,7 @@ def test_vllm_makes_a_configuration_of_every_scenario(name, dummy_folder):
         made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
         assert made.attention_config.backend.name == backend
         assert made.cache_config.enable_prefix_caching
+        assert made.cache_config.cache_dtype == ("fp8" if scenario.kv_dtype == "fp8" else "auto")
         assert made.compilation_config.cudagraph_mode.has_full_cudagraphs()
         rows = {batch * (1 + scenario.draft_tokens) for batch in wanted.batches}
         assert rows <= set(made.compilation_config.cudagraph_capture_sizes)

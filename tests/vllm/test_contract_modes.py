@@ -195,9 +195,9 @@ def test_batch_invariance_keeps_the_prefix_cache_and_its_workspace_is_reserved(m
     assert make_builder(layer, config).schedule.fixed_pieces > 1
 
 
-@pytest.fixture(scope="module", params=["auto", "fp8"])
-def two_ranks(request, model_directory, tmp_path_factory):
-    """Scale of the cache, and output and weight of each of two ranks that share every context, from dcp_rank.py."""
+@pytest.fixture(scope="module")
+def two_ranks(model_directory, tmp_path_factory):
+    """Output and weight for each type of cache, of each of two ranks that share every context, from dcp_rank.py."""
     folder = tmp_path_factory.mktemp("dcp")
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -206,7 +206,7 @@ def two_ranks(request, model_directory, tmp_path_factory):
     environment = os.environ | {"TRITON_INTERPRET": "1", "ETAP_UNVERIFIED_FP8": "1"}
     ranks = []
     for rank in range(2):
-        command = [sys.executable, script, rank, port, model_directory, request.param, folder / str(rank)]
+        command = [sys.executable, script, rank, port, model_directory, folder / str(rank)]
         output = (folder / f"{rank}.log").open("w")
         ranks.append(
             subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -217,14 +217,14 @@ def two_ranks(request, model_directory, tmp_path_factory):
         for process in ranks:
             process.kill()
     assert codes == [0, 0], "".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(2))
-    return None if request.param == "auto" else KV_SCALE, [torch.load(folder / str(rank)) for rank in range(2)]
+    return [torch.load(folder / str(rank)) for rank in range(2)]
 
 
+@pytest.mark.parametrize("cache, scale", [("auto", None), ("fp8", KV_SCALE)])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_ranks, rank):
+def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_ranks, rank, cache, scale):
     """The last request has one token: rank 1 has none of it, and gets its heads' result from rank 0."""
-    scale, outputs = two_ranks
-    out, weight = outputs[rank]
+    out, weight = two_ranks[rank][cache]
     everyone = Problem(LENGTHS, 1, heads=2 * HEADS, kv_scale=scale)
     mine = Problem(LENGTHS, 1)
     mine.q, mine.kv = everyone.q[:, rank * HEADS : (rank + 1) * HEADS], everyone.kv

@@ -1,11 +1,13 @@
 """Runs vLLM's own tests of MLA backends with ETAP in their list of backends.
 
-    python tests/vllm/upstream_tests.py CHECKOUT [--only-etap] [--config FOLDER] [pytest arguments]
+    python tests/vllm/upstream_tests.py CHECKOUT [--only-etap] [--kv-cache-dtype fp8] [--config FOLDER] [pytest options]
 
 CHECKOUT is vLLM's repository, or its source distribution, at the version that is installed; nothing of it is copied
 into this project. The tests are copied to a temporary folder, because beside CHECKOUT's own `vllm` folder they would
 import that instead of the installed one. They read the configuration of deepseek-ai/DeepSeek-R1 from the Hugging Face
 hub; without a network, FOLDER is one with its config.json.
+
+With --kv-cache-dtype fp8 the cases with an FP8 cache run, written by vLLM's own operator with scales of 1 and of 3.
 
 The tests decide by themselves which backends a case takes. ETAP is appended to their lists when they are collected, and
 at the end the cases that ran it are counted: a passed case without it, or a batch specification without a passed case,
@@ -114,6 +116,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkout", type=Path, help="vLLM's repository at the installed version")
     parser.add_argument("--only-etap", action="store_true", help="take the other backends out of the lists")
+    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="cases to run")
     parser.add_argument("--config", type=Path, help=f"folder with config.json of {MODEL}; then no network is used")
     arguments, pytest_arguments = parser.parse_known_args()
     if not (arguments.checkout / TESTS).exists():
@@ -121,6 +124,7 @@ def main() -> None:
     if "etap" not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
         sys.exit("etap-backend is not installed beside vLLM: no plugin named etap")
     plugin = WithEtap(arguments.only_etap)
+    os.environ["ETAP_UNVERIFIED_FP8"] = "1"  # this is one of the checks that FP8 waits for
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if arguments.config:
@@ -133,7 +137,7 @@ def main() -> None:
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
-        selection = [] if "-k" in pytest_arguments else ["-k", f"{CORRECTNESS} and auto"]
+        selection = [] if "-k" in pytest_arguments else ["-k", f"{CORRECTNESS} and {arguments.kv_cache_dtype}"]
         options = ["--rootdir", str(folder), "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning"]
         outcome = pytest.main([str(TESTS), *selection, *options, *pytest_arguments], plugins=[plugin])
     if outcome == 0 and "--collect-only" not in pytest_arguments and (reason := plugin.nothing_ran()):
