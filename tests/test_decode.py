@@ -146,7 +146,7 @@ def test_a_scale_may_have_one_dimension_or_none_and_one_is_as_good_as_1(device):
 
 
 @both_devices
-@pytest.mark.parametrize("kind", [{}, FP8_CACHE, KINDS["fp8 q, fp8"]], ids=["bf16", "fp8", "fp8 q"])
+@pytest.mark.parametrize("kind", [{}, KINDS["fp8 q, fp8"]], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("page_size", [64, 128, 256])
 @pytest.mark.parametrize("cache_layout", ["dense", "gapped", "headed"])
 @pytest.mark.parametrize("q_layout", ["packed", "strided", "split"])
@@ -200,7 +200,7 @@ def test_one_request_over_all_multiprocessors(device, cache, length):
 
 
 @both_devices
-@pytest.mark.parametrize("seed", range(96))
+@pytest.mark.parametrize("seed", range(80))
 def test_random_cases(device, seed):
     draw = random.Random(seed)
     longest = {"cpu": 400, "cuda": 12_000}[device]
