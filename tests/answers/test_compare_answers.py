@@ -11,6 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))
 import compare_answers
+import serve_check
 import train_model
 from compare_answers import ENGINES, Answer, CheckError, Variant
 
@@ -158,6 +159,16 @@ def test_logs_say_what_the_cache_is_and_holds():
         "KV Cache is allocated. dtype: torch.float8_e4m3fn, #tokens: 198336, KV size: 6.49 GB",
         "Attention backend etap: KV cache FP8 (e4m3), math FP8 (e4m3)",
     ]
+
+
+@pytest.mark.parametrize(
+    "cache, reference, fp8_math, rounds",
+    [("auto", "FLASHMLA", "1", False), ("fp8", "FLASHMLA", "0", True), ("fp8", "TRITON_MLA", "0", False),
+     ("fp8_e4m3", "TRITON_MLA", "1", True)],
+)  # fmt: skip
+def test_backends_that_round_queries_are_not_held_to_noise(monkeypatch, cache, reference, fp8_math, rounds):
+    monkeypatch.setenv("ETAP_FP8_MATH", fp8_math)
+    assert serve_check.rounds_queries(cache, reference) == rounds
 
 
 def test_a_run_that_proves_nothing_fails():
