@@ -1,10 +1,14 @@
 """What the plugins for the serving engines share."""
 
 import importlib.metadata
+import os
 
 from packaging.specifiers import SpecifierSet
 
 from etap_backend._library import library
+
+FP8_MATH_VARIABLE = "ETAP_FP8_MATH"
+"""Set to 1, an FP8 cache is multiplied as it is, by queries rounded to e4m3; otherwise as float16, exactly."""
 
 
 def why_unsupported_version(engine: str, package: str, name: str, supported: SpecifierSet) -> str | None:
@@ -29,3 +33,11 @@ def why_no_library() -> str | None:
     except ImportError as error:
         return str(error)
     return None
+
+
+def wants_fp8_math() -> bool:
+    """What the environment variable ETAP_FP8_MATH says; raises ValueError unless it is 1, 0, empty or unset."""
+    value = os.environ.get(FP8_MATH_VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f"{FP8_MATH_VARIABLE}: wanted 0 or 1, got {value!r}")
+    return value == "1"

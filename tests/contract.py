@@ -3,8 +3,8 @@
     python tests/contract.py [--wheel dist/etap_backend-*.whl] [--engine vllm-0.26.0] [pytest arguments]
 
 Needs a C compiler with binutils and a package index. Environments live in .contract/ and are made anew only when their
-lock file changes. Where the disk is small each one makes room for the next; an engine for which even so there is none is
-skipped, and said to be, unless ETAP_REQUIRE_ENGINES is 1. Locks are made in tests/ENGINE/locks by the command in each
+lock file changes. Where the disk is small each one makes room for the next; an engine for which there is none even so
+is skipped, with a word, unless ETAP_REQUIRE_ENGINES is 1. Locks are made in tests/ENGINE/locks by the command in each
 one's head.
 """
 

@@ -100,7 +100,7 @@ class ETAPBackend(FlashMLABackend):
             raise ValueError(f"attention backend {compat.NAME}: {reason}")
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, kv_last_page_len_buf)
         compat.register_model_support()
-        self._fp8_math = model_runner.kv_cache_dtype != model_runner.dtype and compat.wants_fp8_math()
+        self._fp8_math = model_runner.kv_cache_dtype != model_runner.dtype and plugins.wants_fp8_math()
         if draft_step is None:
             _logger.info("Attention backend %s: %s", compat.NAME, _types_of(model_runner, self._fp8_math))
         self.draft_step = draft_step

@@ -6,7 +6,6 @@ the function of SGLang that it extends, and what would happen without.
 
 import inspect
 import logging
-import os
 
 import torch
 from packaging.specifiers import SpecifierSet
@@ -18,9 +17,6 @@ NAME = "etap"
 SUPPORTED_VERSIONS = SpecifierSet(">=0.5.17,<0.5.24", prereleases=True)
 SPECULATIVE_ALGORITHMS = (None, "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
 """Those whose drafts are a chain when topk is 1; the others may verify a tree, whose mask the kernels do not take."""
-
-FP8_MATH_VARIABLE = "ETAP_FP8_MATH"
-"""Set to 1, an FP8 cache is multiplied as it is, by queries rounded to e4m3; otherwise as float16, exactly."""
 
 PAGES_PER_PROGRAM = 64  # of a block table, filled by one Triton program
 
@@ -120,14 +116,6 @@ def _cache_dtype(name: str, dtype: str) -> str:
     if name == "auto" or dtype == "auto":
         return "auto" if name in ("auto", *_CACHE_DTYPES, *_CACHE_DTYPES.values()) else name
     return _CACHE_DTYPES.get(name, name)
-
-
-def wants_fp8_math() -> bool:
-    """What the environment variable ETAP_FP8_MATH says; raises ValueError unless it is 1, 0, empty or unset."""
-    value = os.environ.get(FP8_MATH_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{FP8_MATH_VARIABLE}: wanted 0 or 1, got {value!r}")
-    return value == "1"
 
 
 def why_unsupported_speculation(algorithm: str | None, topk: int | None, dcp_size: int) -> str | None:

@@ -1,6 +1,5 @@
 """What each layer runs."""
 
-import os
 from typing import ClassVar
 
 import torch
@@ -11,23 +10,12 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
-from etap_backend import mla_decode, why_unsupported
+from etap_backend import mla_decode, plugins, why_unsupported
 from etap_backend.vllm import compat
 from etap_backend.vllm.metadata import ETAPMetadata, claim_workspace, workspace_floats
 
-FP8_MATH_VARIABLE = "ETAP_FP8_MATH"
-"""Set to 1, an FP8 cache is multiplied as it is, by queries rounded to e4m3; otherwise as float16, exactly."""
-
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
-
-
-def wants_fp8_math() -> bool:
-    """What the environment variable ETAP_FP8_MATH says; raises ValueError unless it is 1, 0, empty or unset."""
-    value = os.environ.get(FP8_MATH_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{FP8_MATH_VARIABLE}: wanted 0 or 1, got {value!r}")
-    return value == "1"
 
 
 def _log_types(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> None:
@@ -99,7 +87,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         if reason:
             raise NotImplementedError(f"{compat.NAME}: {reason}")
         self._fp8_cache = kv_cache_dtype.startswith("fp8")
-        self._fp8_math = self._fp8_cache and wants_fp8_math()
+        self._fp8_math = self._fp8_cache and plugins.wants_fp8_math()
         # The kernels round each query row by a scale of its own, if at all; vLLM would with one for all of them.
         self.supports_quant_query_input = False
         _log_types(config.model_config.dtype, self._fp8_cache, self._fp8_math)

@@ -28,9 +28,9 @@ from sglang.test.kits.attention_unittest.attention_methods.mla_attention import 
     TinyMLAModelConfig,
 )
 
+from etap_backend import plugins
 from etap_backend.reference import mla_decode_reference
 from etap_backend.sglang import backend as backend_module
-from etap_backend.sglang import compat
 
 load_plugins()
 
@@ -59,7 +59,7 @@ def write_rows(buffer, loc, latent, rope):
 @pytest.fixture(autouse=True)
 def variables(monkeypatch):
     monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")
-    monkeypatch.delenv(compat.FP8_MATH_VARIABLE, raising=False)
+    monkeypatch.delenv(plugins.FP8_MATH_VARIABLE, raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -463,7 +463,7 @@ def test_an_fp8_cache_has_no_scale(make):
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
 def test_fp8_math_is_as_exact_as_its_types_allow(make, monkeypatch, mode):
     """At most twice the error of attention in float64 that rounds to e4m3 what the kernel rounds."""
-    monkeypatch.setenv(compat.FP8_MATH_VARIABLE, "1")
+    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, "1")
     runner, backend = make(mode=mode)
     s_q, drafts = (1, 0) if mode.is_decode() else (DRAFTS, DRAFTS)
     problem = Problem(runner, [70, 300], s_q=s_q)
@@ -494,7 +494,7 @@ def attention_of(problem, round_to):
 
 @FP8_CACHE
 def test_fp8_math_is_on_or_off(make, monkeypatch):
-    monkeypatch.setenv(compat.FP8_MATH_VARIABLE, "yes")
+    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, "yes")
     with pytest.raises(ValueError, match="ETAP_FP8_MATH: wanted 0 or 1, got 'yes'"):
         make()
 
@@ -509,7 +509,7 @@ def test_fp8_math_is_on_or_off(make, monkeypatch):
     ids=str,
 )
 def test_the_log_names_cache_and_math(monkeypatch, caplog, options, fp8_math, types):
-    monkeypatch.setenv(compat.FP8_MATH_VARIABLE, fp8_math)
+    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, fp8_math)
     with caplog.at_level("INFO", logger=backend_module.__name__):
         ATTENTION_BACKENDS["etap"](make_runner(**options))
     assert re.fullmatch(f"Attention backend etap: {types}", caplog.messages[-1])

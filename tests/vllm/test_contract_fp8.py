@@ -26,6 +26,7 @@ from layer_cases import (
 )
 from vllm.v1.worker import workspace
 
+from etap_backend import plugins
 from etap_backend.vllm import impl
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 @pytest.fixture(autouse=True)
 def variables(monkeypatch):
     monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")
-    monkeypatch.delenv(impl.FP8_MATH_VARIABLE, raising=False)
+    monkeypatch.delenv(plugins.FP8_MATH_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -134,7 +135,7 @@ def test_fp8_math_is_as_exact_as_its_types_allow(make_fp8, monkeypatch, s_q, arg
 
     Queries are rounded after their largest element was scaled to e4m3's range, probabilities from 1 downwards.
     """
-    monkeypatch.setenv(impl.FP8_MATH_VARIABLE, "1")
+    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, "1")
     layer, builder = make_fp8(**arguments)
     assert layer.impl.supports_quant_query_input is False
     problem = Problem([300, 129], s_q, kv_scale=KV_SCALE)
@@ -166,13 +167,13 @@ def attention_of(q, problem, round_to):
 
 @pytest.mark.parametrize("value", ["2", "yes"])
 def test_fp8_math_is_on_or_off(make_fp8, monkeypatch, value):
-    monkeypatch.setenv(impl.FP8_MATH_VARIABLE, value)
+    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, value)
     with pytest.raises(ValueError, match=f"ETAP_FP8_MATH: wanted 0 or 1, got '{value}'"):
         make_fp8()
 
 
 def test_fp8_math_is_for_fp8_caches(make, monkeypatch):
-    monkeypatch.setenv(impl.FP8_MATH_VARIABLE, "1")
+    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, "1")
     layer, builder = make()
     problem = Problem(LENGTHS, 1)
     out = decode(layer, problem, builder.build(0, problem.common_metadata()))
@@ -190,7 +191,7 @@ def test_a_layer_may_be_left_out_of_fp8(make_fp8):
 
 @pytest.mark.parametrize("fp8_math, math", [("0", "float16"), ("1", "FP8 (e4m3)")])
 def test_the_log_names_cache_and_math(make_fp8, monkeypatch, fp8_math, math):
-    monkeypatch.setenv(impl.FP8_MATH_VARIABLE, fp8_math)
+    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, fp8_math)
     lines = []
     # Real code says it once a process, and an earlier test may have been the one.
     monkeypatch.setattr(impl._logger, "info_once", lines.append)
