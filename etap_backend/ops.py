@@ -72,9 +72,7 @@ def _check_types(q: Tensor, q_rope: Tensor | None, kv_cache: Tensor, fp8_math: b
         raise ValueError(f"fp8_math: wanted False beside a kv_cache of {_name(kv_cache.dtype)}, got True")
 
 
-def _check_scale(name: str, scale: Tensor | None, scaled_name: str, scaled: Tensor) -> None:
-    if scale is None:
-        return
+def _check_scale(name: str, scale: Tensor, scaled_name: str, scaled: Tensor) -> None:
     if scaled.dtype != FP8:
         raise ValueError(f"{name}: wanted None beside a {scaled_name} of {_name(scaled.dtype)}, got a tensor")
     if scale.dtype != torch.float32:
@@ -161,8 +159,10 @@ def mla_decode(
             raise ValueError(f"kv_cache: wanted shape [pages, page_size, 1, 576], got {list(kv_cache.shape)}")
         kv_cache = kv_cache.squeeze(2)
     _check_types(q, q_rope, kv_cache, fp8_math)
-    _check_scale("q_scale", q_scale, "q", q)
-    _check_scale("kv_scale", kv_scale, "kv_cache", kv_cache)
+    if q_scale is not None:
+        _check_scale("q_scale", q_scale, "q", q)
+    if kv_scale is not None:
+        _check_scale("kv_scale", kv_scale, "kv_cache", kv_cache)
     dtype = _out_dtype(q, out, out_dtype)
     if out is None:
         out = q.new_empty(q.shape[0], q.shape[1], q.shape[2], LATENT_DIM, dtype=dtype)

@@ -124,6 +124,23 @@ def test_each_query_row_has_its_own_power_of_two(device, fp8_math):
 
 
 @both_devices
+@every_kind
+def test_keys_of_little_weight_count_together(device, kind):
+    """A thousand keys of a thousandth of the largest weight make half the output. Beside 1, e4m3 holds none of them."""
+    problem = build(Case((1025,), heads=16, seed=18, **kind), device)
+    keys, q = torch.zeros(1025, 576, device=device), torch.zeros(problem.q.shape, device=device)
+    q[..., 512:] = 1  # the scores come from these columns alone, and only the first key has a score
+    keys[0, 512:], keys[0, :256], keys[1:, 256:512] = 2.6, 1, 1
+    problem.q.copy_((q / (problem.case.q_scale or 1)).to(problem.q.dtype))
+    problem.kv_cache = problem.kv_cache.clone()
+    for page, chunk in zip(problem.block_table[0].tolist(), keys.split(64), strict=False):
+        problem.kv_cache[page, : len(chunk)] = (chunk / (problem.case.kv_scale or 1)).to(problem.kv_cache.dtype)
+    wanted = truth(problem)
+    assert 0.4 < wanted.out[..., :256].mean() < 0.6 and 0.4 < wanted.out[..., 256:].mean() < 0.6
+    check(*Runner(problem).run(), problem, wanted)
+
+
+@both_devices
 @pytest.mark.parametrize("output", ["bfloat16", "float16"])
 def test_outputs_beside_fp8_queries(device, output):
     case = Case((65, 300, 0), heads=16, seed=16, output=output, **FP8_CACHE, **FP8_QUERY)
