@@ -49,7 +49,7 @@ def mla_decode_reference(
         if length <= 0:
             continue
         used_pages = block_table[request, : -(-length // page_size)].tolist()
-        keys = torch.cat([rows[page] for page in used_pages])[:length].to(dtype)
+        keys = torch.cat([rows[page].to(dtype) for page in used_pages])[:length]
         for t in range(s_q):
             visible = keys[: max(0, length - s_q + t + 1)]
             if visible.shape[0] == 0:

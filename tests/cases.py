@@ -143,7 +143,9 @@ def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, see
     if law in ALIGNED_LAWS:
         _align(tokens, lengths, law, _shared_direction(batch, seed, device), host)
     if sum(lengths):
-        cache[torch.cat(token_pages).to(device), torch.cat(token_rows).to(device)] = _rounded(tokens * factor, dtype)
+        # As bytes, since not every torch can index 8-bit floats on a GPU.
+        place = torch.cat(token_pages).to(device), torch.cat(token_rows).to(device)
+        cache.view(torch.uint8)[place] = _rounded(tokens * factor, dtype).view(torch.uint8)
     if layout == "headed":
         cache = cache.unsqueeze(2)
     return cache, table.to(device)[:, :width], torch.tensor(lengths, dtype=torch.int32, device=device)
