@@ -33,12 +33,6 @@ __device__ __forceinline__ bool barrier_any(bool value, int barrier, int threads
   return any != 0;
 }
 
-// The same value, of which the compiler knows nothing: what is computed from it stays where it is used.
-__device__ __forceinline__ int opaque(int value) {
-  asm volatile("" : "+r"(value));
-  return value;
-}
-
 // Transpose an 8 x 8 matrix of 16-bit elements held by a warp, two elements a lane.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
   uint32_t y;

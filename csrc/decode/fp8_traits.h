@@ -27,7 +27,6 @@ struct Fp8Traits : RowTile<kRowTile_> {
   static constexpr int kTileValueChunks = kWideChunks;
   static constexpr int kChunksPerStage = kWideChunks;
   static constexpr int kStagesPerTile = 1;
-  static constexpr int value_stage(int, int) { return 0; }
   static constexpr int kStageBytes = kWideChunks * kWideBytes + kRopeBytes;
   static_assert(kStageBytes == kTileTokens * kHeadDim);
   static constexpr int kStages = kFp8Math || kRowTile <= 16 ? 5 : kRowTile == 32 ? 4 : 3;

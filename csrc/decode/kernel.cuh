@@ -28,74 +28,6 @@
 
 namespace etap {
 
-// P^T of a tile from its scores, to where all that multiply with it read it, but for the meeting; true when some exponent is
-// too far above the reference.
-template <class T>
-__device__ __forceinline__ bool write_probabilities(typename T::SharedStorage& shared, const DecodeParams& params,
-                                                    const Piece& piece, int tile, int row_group,
-                                                    RingPosition<T::kStages> at, char* probabilities, Softmax<T>& softmax,
-                                                    ScoreFragment<T>& st) {
-  const int tile_end = (tile + 1) * kTileTokens;
-  if (tile_end > piece.seq_len - params.s_q + 1) {
-    mask_scores<T>(params, piece, tile, row_group, softmax.group, st);
-    if (tile_end > piece.seq_len) zero_value_tail<T>(shared, at, piece, tile);
-  }
-  const bool exceeds = softmax.exponentiate(st);
-  softmax.store(probabilities);
-  return exceeds;
-}
-
-// Meet over P^T, after writing it again if any thread asks for a new reference.
-template <class T>
-__device__ __forceinline__ void agree(bool renew, char* probabilities, Softmax<T>& softmax, const ScoreFragment<T>& st,
-                                      OutputFragment<T>& ot) {
-  if (!ptx::barrier_any(renew, T::score_barrier(softmax.group), T::kScoreThreads)) return;
-  softmax.renew(st, ot);
-  softmax.exponentiate(st);
-  softmax.store(probabilities);
-  ptx::barrier_sync(T::score_barrier(softmax.group), T::kScoreThreads);
-}
-
-// A piece whose tiles are shared. The scores of the next tile go ahead of this one's output products, so that softmax runs
-// beside them: a warpgroup has nobody else to leave the tensor cores to, as both go through a tile in step.
-template <class T>
-__device__ __forceinline__ void consume_shared_tiles(typename T::SharedStorage& shared, const DecodeParams& params,
-                                                     const Piece& piece, int row_group, RingPosition<1> query_at,
-                                                     RingPosition<T::kStages> at, Softmax<T>& softmax,
-                                                     OutputFragment<T>& ot) {
-  const int group = softmax.group;
-  const auto release_query = [&] {
-    if (threadIdx.x % kWarpSize == 0) shared.queries.release(query_at);
-  };
-  ScoreFragment<T> st;
-  char* probabilities = shared.probabilities;
-  start_scores<T>(shared, at, group, st);
-  finish_scores<0, T>(st);
-  release_key_stages<T>(shared, at, group);
-  if (piece.tiles() == 1) release_query();
-  write_probabilities<T>(shared, params, piece, piece.begin_tile, row_group, at, probabilities, softmax, st);
-  agree<T>(true, probabilities, softmax, st, ot);
-  softmax.accumulate();
-#pragma unroll 1
-  for (int i = 1; i < piece.tiles(); ++i) {
-    const auto next = at.ahead(T::kStagesPerTile);
-    start_scores<T>(shared, next, group, st);
-    start_output<T>(shared, at, group, probabilities, ot);
-    finish_scores<kValueStages<T>, T>(st);
-    release_key_stages<T>(shared, next, group);
-    if (i + 1 == piece.tiles()) release_query();
-    probabilities = shared.probabilities + i % 2 * T::kProbabilityBytes;
-    const bool exceeds = write_probabilities<T>(shared, params, piece, piece.begin_tile + i, row_group, next, probabilities,
-                                                softmax, st);
-    finish_output<T>(shared, at, group, ot);
-    agree<T>(exceeds, probabilities, softmax, st, ot);
-    softmax.accumulate();
-    at = next;
-  }
-  start_output<T>(shared, at, group, probabilities, ot);
-  finish_output<T>(shared, at, group, ot);
-}
-
 // One tile: wait K, S^T, softmax, O^T, release.
 template <class T>
 __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, const DecodeParams& params,
@@ -108,8 +40,7 @@ __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, 
   if constexpr (T::kFp8Cache) {
     compute_scores_fp8<T>(shared, at, group, st);
   } else {
-    start_scores<T>(shared, at, group, st);
-    finish_scores<0, T>(st);
+    compute_scores<T>(shared, at, group, st);
     release_key_stages<T>(shared, at, group);
     if (last && threadIdx.x % kWarpSize == 0) shared.queries.release(query_at);
   }
@@ -169,11 +100,6 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
     }
     softmax.reset();
     cute::clear(ot);
-    if constexpr (T::kSharedTiles && !T::kFp8Cache) {
-      if (piece.tiles() > 0) consume_shared_tiles<T>(shared, params, piece, row_group, queries, keys, softmax, ot);
-      const int stages = piece.tiles() * T::kStagesPerTile;
-      keys = {(keys.stage + stages) % T::kStages, keys.parity ^ ((keys.stage + stages) / T::kStages & 1)};
-    } else
     for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
       if constexpr (!T::kSharedTiles) {
         if (i % kConsumerGroups != group) continue;

@@ -52,7 +52,7 @@ __device__ __forceinline__ void copy_stage(const typename T::CacheMaps& maps, ui
     cute::SM90_TMA_LOAD_4D::copy(&maps.latent, barrier, kHint, target, 0, row, 0, page);
     cute::SM90_TMA_LOAD_3D::copy(&maps.rope, barrier, kHint, target + T::kWideChunks * T::kWideBytes, 0, row, page);
   } else {
-    cute::SM90_TMA_LOAD_4D::copy(&maps.rows, barrier, kHint, target, 0, row, T::first_chunk(stage), page);
+    cute::SM90_TMA_LOAD_4D::copy(&maps.rows, barrier, kHint, target, 0, row, stage * T::kChunksPerStage, page);
   }
 }
 

@@ -32,7 +32,11 @@ __device__ __forceinline__ int first_value_chunk(int group) {
   return T::kSharedTiles ? group * T::kOutputSlices : 0;
 }
 
-// How many stages of a tile hold the value chunks that this warpgroup multiplies with P^T.
+// Stages [begin, end) of a tile hold the value chunks that this warpgroup multiplies with P^T.
+template <class T>
+__device__ __forceinline__ int first_value_stage(int group) {
+  return first_value_chunk<T>(group) / T::kChunksPerStage;
+}
 template <class T>
 constexpr int kValueStages = (T::kOutputSlices + T::kChunksPerStage - 1) / T::kChunksPerStage;
 
@@ -40,14 +44,11 @@ constexpr int kValueStages = (T::kOutputSlices + T::kChunksPerStage - 1) / T::kC
 template <class T>
 __device__ __forceinline__ void release_key_stages(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                                    int group) {
+  const int first = first_value_stage<T>(group);
   if (threadIdx.x % kWarpSize != 0) return;
-  if constexpr (T::kSharedTiles) {
-    shared.keys.release(at);  // the rope chunk
-    CUTE_UNROLL
-    for (int i = 0; i < kValueStages<T>; ++i) shared.keys.release(at.ahead(T::value_stage(1 - group, i)));
-  } else {
-    CUTE_UNROLL
-    for (int stage = kValueStages<T>; stage < T::kStagesPerTile; ++stage) shared.keys.release(at.ahead(stage));
+  CUTE_UNROLL
+  for (int stage = 0; stage < T::kStagesPerTile; ++stage) {
+    if (stage < first || stage >= first + kValueStages<T>) shared.keys.release(at.ahead(stage));
   }
 }
 
@@ -63,11 +64,13 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
   auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(probabilities)),
                           typename T::Probabilities{});  // (rows, 64 tokens)
   auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
+  const int first_stage = first_value_stage<T>(group);
+
   warpgroup_fence_operand(ot);
   warpgroup_arrive();
   CUTE_UNROLL
   for (int stage = 0; stage < kValueStages<T>; ++stage) {
-    const auto from = at.ahead(T::value_stage(group, stage));
+    const auto from = at.ahead(first_stage + stage);
     CUTE_UNROLL
     for (int c = 0; c < T::kChunksPerStage; ++c) {
       const int m = stage * T::kChunksPerStage + c;
@@ -88,7 +91,7 @@ __device__ __forceinline__ void finish_output_stages(typename T::SharedStorage& 
                                                      int group) {
   cute::warpgroup_wait<kOutstanding>();
   constexpr int kStage = kValueStages<T> - 1 - kOutstanding;
-  if (threadIdx.x % kWarpSize == 0) shared.keys.release(at.ahead(T::value_stage(group, kStage)));
+  if (threadIdx.x % kWarpSize == 0) shared.keys.release(at.ahead(first_value_stage<T>(group) + kStage));
   if constexpr (kOutstanding > 0) finish_output_stages<kOutstanding - 1, T>(shared, at, group);
 }
 

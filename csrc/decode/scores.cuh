@@ -1,7 +1,6 @@
 // S^T = K·Q^T of one tile: [64 tokens x score columns] in float32 registers.
 #pragma once
 
-#include "common/ptx.cuh"
 #include "decode/traits.h"
 
 namespace etap {
@@ -10,16 +9,16 @@ template <class T>
 using ScoreFragment = decltype(cute::partition_fragment_C(typename T::ScoreMma{},
                                                           cute::Shape<cute::_64, cute::Int<T::kScoreColumns>>{}));
 
-// The products start stage by stage as the tile arrives, one group of WGMMAs.
+// The products start stage by stage as the tile arrives, and are complete on return.
 template <class T>
-__device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+__device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                                int group, ScoreFragment<T>& st) {
   using namespace cute;
   using Element = typename T::Element;
   typename T::ScoreMma mma;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
-  const char* query = shared.query + ptx::opaque(T::kSharedTiles ? group * T::kScoreColumns * kChunkColumns * 2 : 0);
+  const char* query = shared.query + (T::kSharedTiles ? group * T::kScoreColumns * kChunkColumns * 2 : 0);
 
   warpgroup_fence_operand(st);
   CUTE_UNROLL
@@ -29,7 +28,7 @@ __device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, 
     warpgroup_arrive();
     CUTE_UNROLL
     for (int c = 0; c < T::kChunksPerStage; ++c) {
-      const int chunk = T::first_chunk(stage) + c;
+      const int chunk = stage * T::kChunksPerStage + c;
       auto s_key = make_tensor(
           make_smem_ptr(reinterpret_cast<const Element*>(shared.ring + from.stage * T::kStageBytes + c * kChunkBytes)),
           typename T::KeyChunk{});  // (64 tokens, 64 columns)
@@ -45,13 +44,8 @@ __device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, 
     }
   }
   warpgroup_commit_batch();
-}
-
-// Waits for all products but the last kLater groups.
-template <int kLater, class T>
-__device__ __forceinline__ void finish_scores(ScoreFragment<T>& st) {
-  cute::warpgroup_wait<kLater>();
-  cute::warpgroup_fence_operand(st);
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(st);
 }
 
 }  // namespace etap

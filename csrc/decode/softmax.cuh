@@ -217,8 +217,7 @@ __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& share
   const int units = (kTileTokens - valid) * (kRowBytes / 16);
   CUTE_UNROLL
   for (int chunk = 0; chunk < T::kTileValueChunks; ++chunk) {
-    const int group = T::kSharedTiles ? chunk / T::kOutputSlices : 0;
-    const int stage = at.ahead(T::value_stage(group, chunk % T::kOutputSlices / T::kChunksPerStage)).stage;
+    const int stage = at.ahead(chunk / T::kChunksPerStage).stage;
     auto* rows = reinterpret_cast<uint4*>(shared.ring + stage * T::kStageBytes +
                                           chunk % T::kChunksPerStage * (kTileTokens * kRowBytes) + valid * kRowBytes);
     for (int i = thread; i < units; i += T::kScoreThreads) rows[i] = make_uint4(0, 0, 0, 0);

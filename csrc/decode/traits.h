@@ -124,15 +124,6 @@ struct Traits : RowTile<kRowTile_> {
   static constexpr int kChunksPerStage = kSharedTiles ? 1 : 3;
   static constexpr int kTileValueChunks = kValueChunks;  // 128 bytes of each row of a tile
   static constexpr int kStagesPerTile = kChunks / kChunksPerStage;
-  // Where tiles are shared the rope chunk goes first: only the scores need it, and the ring needs its stage back for the next
-  // tile's last chunk while this tile's values are still held. Then the chunks of both warpgroups' value dims in turn, the
-  // order in which they are given back.
-  static constexpr int first_chunk(int stage) {
-    if (!kSharedTiles) return stage * kChunksPerStage;
-    return stage == 0 ? kValueChunks : (stage - 1) % 2 * (kValueChunks / 2) + (stage - 1) / 2;
-  }
-  // Stage i of those that hold the value dims of a warpgroup.
-  static constexpr int value_stage(int group, int i) { return kSharedTiles ? 1 + 2 * i + group : i; }
   static constexpr int kStageBytes = kChunksPerStage * kChunkBytes;
   static constexpr int kStages = kSharedTiles ? 17 : kRowTile == 32 ? 7 : 8;
   static_assert(kChunks % kChunksPerStage == 0 && kStages >= kStagesPerTile);
