@@ -79,7 +79,7 @@ __device__ __forceinline__ void convert_values(const uint32_t (&words)[4], Opera
   }
 }
 
-// One load's share of a product: ready when earlier operands in these registers are used up.
+// Start one load's share of a product, a group of WGMMAs. The operand's registers are theirs until the group is waited for.
 template <class T, class Mma, class Rows, class Result>
 __device__ __forceinline__ void multiply(Mma& mma, const Operand<T>& operand, const Rows& b, int first_step, Result&& result) {
   cute::warpgroup_arrive();
@@ -92,7 +92,7 @@ __device__ __forceinline__ void multiply(Mma& mma, const Operand<T>& operand, co
   cute::warpgroup_commit_batch();
 }
 
-// The score columns' part of Q, chunk by chunk of 64 columns.
+// S^T of one tile, complete on return. While the tensor cores have a few operands, the next is loaded and converted.
 template <class T>
 __device__ __forceinline__ void compute_scores_fp8(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
                                                    ScoreFragment<T>& st) {
@@ -101,7 +101,8 @@ __device__ __forceinline__ void compute_scores_fp8(typename T::SharedStorage& sh
   typename T::ScoreMma mma;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   const auto slice = mma.get_thread_slice(0);
-  const char* query = shared.query + (T::kSharedTiles ? group * T::kScoreColumns * kChunkColumns * sizeof(typename T::Element) : 0);
+  using Element = typename T::Element;
+  const char* query = shared.query + (T::kSharedTiles ? group * T::kScoreColumns * kChunkColumns * sizeof(Element) : 0);
   const char* tile = shared.ring + at.stage * T::kStageBytes;
   uint32_t words[2][4];
   Operand<T> operands[T::kOperands];
@@ -115,8 +116,8 @@ __device__ __forceinline__ void compute_scores_fp8(typename T::SharedStorage& sh
     if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
     auto& operand = operands[load % T::kOperands];
     convert_keys<T>(words[load % 2], operand);
-    auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(query + load / 2 * T::kQueryChunkBytes)),
-                               typename T::QueryChunk{});
+    auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(query + load / 2 * T::kQueryChunkBytes)),
+                               typename T::QueryChunk{});  // (score columns, 64 columns)
     auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
     multiply<T>(mma, operand, r_query, load % 2 * T::kStepsPerLoad, st(_, 0, 0));
   }

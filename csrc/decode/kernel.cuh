@@ -12,7 +12,7 @@
 // keys             8 x 24 KB (*)     TMA bytes -> both consumers             4 warps (tiles alternate) or 8 (shared)
 // queries          1                 TMA bytes or 96 threads -> both         8 warps, after the piece's last S^T
 // grants           4 a consumer      key producer -> the tile's consumer     (nothing to release)
-// (*) 7 at 32 rows, 17 x 8 KB at 64
+// (*) 7 at 32 rows, 17 x 8 KB at 64; of an FP8 cache 3 to 5 whole tiles of 36 KB, and the consumers read the query rows
 //
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each

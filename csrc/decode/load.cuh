@@ -1,4 +1,5 @@
-// The producer warpgroup: one warp copies the cache tile by tile with TMA, three gather the query rows.
+// The producer warpgroup: one warp copies the cache tile by tile with TMA, three gather the query rows (of an FP8 cache's
+// queries the consumers take care).
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
