@@ -1,0 +1,22 @@
+"""Runs the project's compiled kernels (PTX for sm_90a) on numpy: what they do is tested where there is no GPU.
+
+It executes what nvcc made of csrc, instruction by instruction, for every thread. What hardware does behind a program's
+back (TMA copies, cp.async, WGMMA) happens at times that a seed draws: at once, as late as the program's waits allow, or
+in between; so do the warps of a CTA take turns. A mistake of the kernel raises `EmulationError` and names instruction,
+source line, warp and lanes:
+
+- an access out of bounds of its tensor, or misaligned;
+- shared memory read that nobody has written, or read or written while a copy still fills it;
+- registers of a WGMMA in flight touched, or used without wgmma.fence before it;
+- TMA into shared memory written without fence.proxy.async since (a WGMMA that reads such memory gets NaN: tails of a
+  tile are, and thrown away);
+- misuse of mbarriers and named barriers, operands that differ where a warp must agree, and deadlock.
+
+An instruction that it does not know raises when the kernel is loaded; it knows those that our kernels use.
+
+What it cannot see: registers, as PTX has as many as it likes (spills, and where ptxas reuses one too early); time and
+occupancy; memory ordering weaker than program order, as fences between threads do nothing here; races between CTAs,
+which run one after another; interleavings finer than straight-line code. WGMMA sums in float32, where hardware keeps
+fewer bits of e4m3 products; ex2, lg2 and divisions are exact here; and shared memory ends at the GPU's limit, not at
+the end of the kernel's own layout.
+"""

@@ -1,0 +1,121 @@
+"""A CTA's shared memory, with what is known of each byte: whether anyone wrote it, whether a copy still fills it, whether
+an mbarrier lies there, and whose write the asynchronous units (TMA, WGMMA) may not see yet."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+import numpy as np
+
+from .ptx import SHARED_BASE, EmulationError
+
+MAX_SHARED = 232448
+UNWRITTEN, IN_FLIGHT, BARRIER = 1, 2, 4  # flags of a byte; none: it holds data
+WHY = {UNWRITTEN: "never written", IN_FLIGHT: "being filled by a copy in flight", BARRIER: "an mbarrier"}
+ONES = {1: np.uint8(1), 2: np.uint16(0x0101), 4: np.uint32(0x01010101), 8: np.uint64(0x0101010101010101)}
+LOCKED = {size: ones * ones.dtype.type(IN_FLIGHT | BARRIER) for size, ones in ONES.items()}
+
+
+class SharedMemory:
+    """Items of 1, 2, 4 or 8 bytes are indexed by address / size; `units` are 16 bytes."""
+
+    def __init__(self, size: int):
+        self.end = SHARED_BASE + -(-size // 16) * 16
+        data = np.full(self.end, 0xFF, np.uint8)  # NaN in every type
+        state = np.full(self.end, UNWRITTEN, np.uint8)
+        unfenced = np.zeros(self.end, np.uint8)  # 1 + the warp whose write is not fenced
+        self._state, self._unfenced = state, unfenced
+        self._views, self._state_views, self._unfenced_views = (
+            {n: x.view(f"uint{n * 8}") for n in (1, 2, 4, 8)} for x in (data, state, unfenced)
+        )
+        self._data_units, self._state_units, self._unfenced_units = (x.reshape(-1, 16) for x in (data, state, unfenced))
+        self._written: dict[int, list] = defaultdict(list)  # by warp: (item bytes, index) since its last fence
+
+    def index(self, address: np.ndarray, size: int, count: int = 1) -> np.ndarray:
+        """Indices of the first of `count` items; accesses are aligned to all of them."""
+        whole = size * count
+        if (address & np.uint32(whole - 1)).any():
+            raise EmulationError(f"misaligned shared access of {whole} bytes at {[hex(a) for a in address.tolist()]}")
+        if int(address.min()) < SHARED_BASE or int(address.max()) + whole > self.end:
+            at = [hex(a) for a in address.tolist()]
+            bounds = f"[{SHARED_BASE:#x}, {self.end:#x})"
+            raise EmulationError(f"shared access of {whole} bytes out of bounds {bounds}: {at}")
+        return (address // np.uint32(size)).astype(np.int64)
+
+    def load(self, address: np.ndarray, size: int, count: int) -> list[np.ndarray]:
+        index, out = self.index(address, size, count), []
+        for n in range(count):
+            at = index + n
+            if self._state_views[size][at].any():
+                self._refuse(at, size, "read of")
+            out.append(self._views[size][at])
+        return out
+
+    def store(self, address: np.ndarray, size: int, values: list[np.ndarray], warp: int) -> None:
+        index = self.index(address, size, len(values))
+        for n, value in enumerate(values):
+            self._put(index + n, size, value, warp)
+
+    def read_units(self, units: np.ndarray, what: str, *, poison_unfenced: bool = False) -> np.ndarray:
+        """Bytes [..., 16]; on request NaN where a write is not fenced yet, which a kernel may read and throw away."""
+        if self._state_units.view(np.uint64)[units].any():
+            self._refuse(units, 16, what)
+        raw = self._data_units[units]
+        if poison_unfenced:
+            raw[self._unfenced_units[units] > 0] = 0xFF
+        return raw
+
+    def store_units(self, units: np.ndarray, raw: np.ndarray, warp: int) -> None:
+        """An ordinary write of 16 bytes each."""
+        self._put(units[:, None] * 2 + np.arange(2), 8, raw.view(np.uint64), warp)
+
+    def begin_copy(self, units: np.ndarray) -> None:
+        if (self._state_units.view(np.uint64)[units] & LOCKED[8]).any():
+            self._refuse(units, 16, "copy to")
+        self._data_units[units] = 0xFF
+        self._state_units[units] = IN_FLIGHT
+
+    def end_copy(self, units: np.ndarray, raw: np.ndarray, warp: int | None) -> None:
+        """The data arrives; a warp's own cp.async is a write of its that the asynchronous units may not see yet."""
+        self._state_units[units] = 0
+        self._data_units[units] = raw
+        if warp is not None:
+            self._mark(units[:, None] * 2 + np.arange(2), 8, warp)
+
+    def lock_barrier(self, address: int) -> None:
+        self.index(np.array([address], np.uint32), 8)
+        self._state[address : address + 8] = BARRIER
+
+    def fence(self, warp: int) -> None:
+        """What the warp has written so far is visible to the asynchronous units."""
+        for size, index in self._written.pop(warp, ()):
+            marks = self._unfenced_views[size]
+            found = marks[index]
+            marks[index] = np.where(found == (warp + 1) * ONES[size], 0, found)
+
+    def refuse_unfenced(self, units: np.ndarray, what: str) -> None:
+        marks = self._unfenced_units[units]
+        if marks.any():
+            raise EmulationError(
+                f"{what} shared memory that warp {int(marks.max()) - 1} wrote without fence.proxy.async since"
+            )
+
+    def _put(self, index: np.ndarray, size: int, value: np.ndarray, warp: int) -> None:
+        if (self._state_views[size][index] & LOCKED[size]).any():
+            self._refuse(index, size, "write to")
+        self._views[size][index] = value
+        self._state_views[size][index] = 0
+        self._mark(index, size, warp)
+
+    def _mark(self, index: np.ndarray, size: int, warp: int) -> None:
+        self._unfenced_views[size][index] = (warp + 1) * ONES[size]
+        self._written[warp].append((size, index))
+
+    def _refuse(self, index: np.ndarray, size: int, what: str) -> None:
+        flags = self._state.reshape(-1, size)[index].max(axis=-1).reshape(-1)
+        worst = int(flags.argmax())
+        at = int(index.reshape(-1)[worst]) * size
+        reasons = [text for flag, text in WHY.items() if int(flags[worst]) & flag]
+        raise EmulationError(
+            f"{what} shared memory at {at:#x} (offset {at - SHARED_BASE}) that is {' and '.join(reasons)}"
+        )

@@ -1,0 +1,228 @@
+"""The compiled kernels themselves, run instruction by instruction where there is no GPU (see tests/emulator).
+
+ETAP_EMULATOR_SEEDS=N tries N interleavings of every case that depends on them; 3 by default.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from functools import cache
+
+import pytest
+import torch
+from cases import SOFTMAX_SCALE, Case, Problem, Runner, build
+from compare import Truth, problems_with, truth
+from emulator import kernels
+from emulator.machine import TIMINGS, Kernel
+from emulator.ptx import EmulationError, Module
+
+from etap_backend._library import library
+
+pytestmark = kernels.NEEDS_COMPILER
+
+SEEDS = range(int(os.environ.get("ETAP_EMULATOR_SEEDS", "3")))
+LENGTHS = (0, 1, 63, 64, 65, 200, 449)
+HEADS = (8, 16, 32, 64)  # a row tile each, with one query token
+CACHES = {"bf16": {}, "fp8": {"kv_dtype": "fp8"}, "fp8_math": {"kv_dtype": "fp8", "fp8_math": True}}
+
+
+@cache
+def problem_and_truth(case: Case) -> tuple[Problem, Truth]:
+    problem = build(case, "cpu")
+    return problem, truth(problem)
+
+
+def emulate(case: Case, **how) -> tuple[list[str], set[int]]:
+    """What is wrong with the emulated kernels' result on a case, and which segments of the decode kernel ran."""
+    problem, wanted = problem_and_truth(case)
+    runner = Runner(problem)
+    runner.schedule.build(problem.seq_lens, case.s_q)
+    ran = kernels.run_decode(problem, runner.schedule, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE, **how)
+    return problems_with(runner.out.tensor, runner.lse.tensor, problem, wanted), ran
+
+
+def verify(case: Case, **how) -> None:
+    found, _ = emulate(case, **how)
+    assert not found, "\n".join([*found, f"the case: {case!r}, {how}"])
+
+
+# One CTA for all pieces; ranges that end inside of requests; more CTAs than most requests have tiles.
+@pytest.mark.parametrize("s_q, num_sms", [(1, 1), (2, 2), (1, 5)])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_decode(dtype, heads, s_q, num_sms):
+    verify(Case(LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, dtype=dtype), seed=num_sms)
+
+
+@pytest.mark.parametrize("fp8_math", [False, True])
+@pytest.mark.parametrize("s_q, num_sms", [(1, 1), (2, 5)])
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_decode_from_an_fp8_cache(dtype, heads, s_q, num_sms, fp8_math):
+    scales = dict(kv_scale=0.03, q_scale=0.02 if dtype == "float8_e4m3fn" else None)
+    case = Case(
+        LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, dtype=dtype, kv_dtype="fp8", fp8_math=fp8_math, **scales
+    )
+    verify(case, seed=num_sms)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize(
+    "heads, page_size, cache_layout, q_layout",
+    [
+        (24, 128, "gapped", "strided"),
+        (3, 256, "headed", "split"),
+        (128, 64, "dense", "strided"),
+        (16, 64, "dense", "split"),
+    ],
+)
+def test_layouts(heads, page_size, cache_layout, q_layout, kind):
+    layouts = dict(page_size=page_size, cache_layout=cache_layout, q_layout=q_layout)
+    verify(Case((0, 65, 300), heads=heads, num_sms=4, **layouts, **CACHES[kind]), seed=3)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("law", ["dominating", "rising", "falling"])
+def test_maxima_that_come_late_or_early(law, kind):
+    verify(Case((129, 500), law=law, num_sms=2, **CACHES[kind]), seed=4)
+
+
+@pytest.mark.parametrize(
+    "lengths, partitions, fixed_pieces",
+    [((0, 1, 64, 700, 3000), 7, 0), (tuple(range(0, 4000, 7)), 132, 0), ((5000, 3, 900), 24, 8), ((0, 0), 3, 0)],
+)
+def test_schedule_kernel_does_what_the_library_does_on_the_host(lengths, partitions, fixed_pieces):
+    seq_lens = torch.tensor(lengths, dtype=torch.int32)
+    results = []
+    for emulated in (True, False):
+        ranges = torch.full((partitions, 8), -77, dtype=torch.int32)
+        offsets = torch.full((len(lengths) + 1,), -77, dtype=torch.int32)
+        if emulated:
+            kernels.run_schedule(seq_lens, ranges, offsets, fixed_pieces)
+        elif fixed_pieces:
+            library().build_fixed_schedule(seq_lens, ranges, offsets, partitions, fixed_pieces)
+        else:
+            library().build_schedule(seq_lens, ranges, offsets, partitions)
+        ranges[ranges[:, 5] == -1, 6:] = 0  # these mean nothing there
+        results.append((ranges, offsets))
+    assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
+
+
+# ------------------------------------------------------------------------------------------------------- interleavings
+
+# Tiles of one CTA such that a stage lent for the merge was another consumer's tile just before: a kernel that took such a
+# stage without a grant was caught by these.
+LENT_STAGES = [
+    *[("bf16", heads, lengths) for heads in (8, 16) for lengths in ((129,), (192,))],
+    ("bf16", 32, (129, 192)),
+    ("fp8", 32, (256,)),
+    *[("fp8_math", heads, (320,)) for heads in (8, 16, 32)],
+]
+RAGGED = [(kind, heads, (192, 64, 0, 191, 1, 320)) for kind in CACHES for heads in (16, 64)]
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("kind, heads, lengths", LENT_STAGES + RAGGED)
+def test_interleavings(kind, heads, lengths, timing):
+    for seed in SEEDS:
+        verify(Case(lengths, heads=heads, num_sms=1, **CACHES[kind]), seed=seed, timing=timing)
+
+
+# ------------------------------------------------------------------------------------------------------ planted faults
+
+WAIT = r"(mbarrier\.try_wait\.parity\.shared::cta\.b64 p, \[%r\d+\]), (%r\d+);"
+FAULT_CASE = Case((200, 449), num_sms=1)
+
+
+@cache
+def own_text() -> tuple[str, str]:
+    """PTX and name of the bf16 decode kernel for 16 rows, alone."""
+    module = kernels.module("bf16")
+    name = module.find("decode_kernel", ", 16>")
+    return module.only(name), name
+
+
+def patched(site: re.Match, instead: str) -> Kernel:
+    text, name = own_text()
+    return Kernel(Module(text[: site.start()] + instead + text[site.end() :]), name)
+
+
+def fault_of(kernel: Kernel, case: Case = FAULT_CASE) -> str:
+    """What the emulator says of a faulty decode kernel; empty when it finds nothing."""
+    for seed in range(3):
+        for timing in TIMINGS:
+            try:
+                found, _ = emulate(case, decode=kernel, seed=seed, timing=timing)
+            except EmulationError as error:
+                return str(error)
+            if found:
+                return found[0]
+    return ""
+
+
+FAULTS = {
+    "first wait for a product": (r"wgmma\.wait_group\.sync\.aligned 0;", 0, "", "in flight"),
+    "last wait for a product": (r"wgmma\.wait_group\.sync\.aligned 0;", -1, "", "in flight"),
+    "commit of products": (r"wgmma\.commit_group\.sync\.aligned;", 0, "", "in flight"),
+    "fence of products' registers": (r"wgmma\.fence\.sync\.aligned;", -1, "", "wgmma.fence"),
+    "arrival at an mbarrier": (r"mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];", 3, "", "deadlock"),
+    "expected bytes": (r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64 _, \[%r\d+\], %r\d+;", 0, "", "deadlock"),
+    "meeting over P^T": (
+        r"barrier\.cta\.red\.or\.pred\.aligned out, %r\d+, %r\d+, in;",
+        0,
+        "mov.pred out, in;",
+        "inf/NaN elsewhere",
+    ),
+    "proxy fence of P^T": (r"fence\.proxy\.async\.shared::cta;", 1, "", "inf/NaN elsewhere"),
+    "meeting after the mbarriers' initialisation": (r"bar\.sync\s+0;", 0, "", "no mbarrier"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_missing_synchronisation_is_found(name):
+    pattern, number, instead, says = FAULTS[name]
+    site = list(re.finditer(pattern, own_text()[0]))[number]
+    assert says in fault_of(patched(site, instead))
+
+
+def test_waits_for_the_other_parity_are_found():
+    kernel = kernels.kernel("bf16", "decode_kernel", ", 16>")
+    idle = "\n".join(kernel.missed(emulate(FAULT_CASE)[1]))
+    sites = [site for site in re.finditer(WAIT, own_text()[0]) if site[0].rstrip(";") not in idle]
+    assert len(sites) > 8
+    for site in sites[:: len(sites) // 4]:
+        wrong = f".reg .b32 flipped; xor.b32 flipped, {site[2]}, 1; {site[1]}, flipped;"
+        assert fault_of(patched(site, wrong)), f"not found: {site[0]}"
+
+
+def test_an_access_behind_a_tensor_is_found():
+    site = re.search(r"(ld\.global\.u32\s+%r\d+, \[%rd\d+)\];", own_text()[0])
+    assert re.search(r"(?s)out of bounds.*ld\.global.*\.cuh:\d+", fault_of(patched(site, f"{site[1]}+4194304];")))
+
+
+def waits_of(source_line: str) -> list[re.Match]:
+    """The waits that a line of decode/kernel.cuh was compiled to."""
+    text, _ = own_text()
+    lines = (kernels.CSRC / "decode" / "kernel.cuh").read_text().splitlines()
+    (number,) = (n for n, line in enumerate(lines, 1) if source_line in line)
+    (file,) = re.findall(r'\.file (\d+) "[^"]*decode/kernel\.cuh"', text)
+    # A wait is inlined several levels deep; the outermost level is the last that names kernel.cuh.
+    levels = rf"(?m)\.loc\s+{file} (\d+)|inlined_at {file} (\d+)"
+    places = [(place.start(), int(place[1] or place[2])) for place in re.finditer(levels, text)]
+    sites = re.finditer(WAIT, text)
+    return [site for site in sites if [line for at, line in places if at < site.start()][-1] == number]
+
+
+def test_merging_into_stages_that_were_not_granted_is_found():
+    text, name = own_text()
+    sites = waits_of("if constexpr (!T::kSharedTiles) shared.granted[group].wait")
+    assert sites
+    for site in reversed(sites):
+        text = text[: site.start()] + "setp.eq.u32 p, 0, 0;" + text[site.end() :]
+    assert "in flight" in fault_of(Kernel(Module(text), name), Case((192,), num_sms=1))
+
+
+def test_the_kernel_without_a_planted_fault_has_none():
+    text, name = own_text()
+    assert fault_of(Kernel(Module(text), name)) == ""
