@@ -68,7 +68,7 @@ def compile_all() -> dict[str, Path]:
         raise FileNotFoundError("nvcc or CUTLASS's headers: install the build requirements of pyproject.toml")
     nvcc, cutlass = toolchain()
     key = hashlib.sha256(subprocess.run([nvcc, "--version"], capture_output=True, check=True).stdout)
-    for path in sorted([*CSRC.rglob("*.*"), SOURCES["products"]]):
+    for path in sorted([*CSRC.rglob("*.cu"), *CSRC.rglob("*.cuh"), *CSRC.rglob("*.h"), SOURCES["products"]]):
         key.update(path.read_bytes())
     folder = CACHE / key.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)

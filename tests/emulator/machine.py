@@ -61,7 +61,7 @@ class Kernel:
 
     def launch(
         self,
-        grid,
+        grid: tuple[int, int],
         block: int,
         shared_bytes: int,
         params: list,
@@ -190,7 +190,7 @@ class Warp:
     def __init__(self, cta: Cta, index: int):
         self.cta, self.index = cta, index
         poison = {
-            dtype: np.full(LANES * dtype.itemsize, 0 if dtype == bool else 0xFF, np.uint8).view(dtype)
+            dtype: np.full(LANES * dtype.itemsize, 0 if dtype.kind == "b" else 0xFF, np.uint8).view(dtype)
             for dtype in {reg.dtype for reg in cta.kernel.entry.registers}
         }
         self.R: list[np.ndarray] = [poison[reg.dtype] for reg in cta.kernel.entry.registers]

@@ -1,5 +1,8 @@
-"""A CTA's shared memory, with what is known of each byte: whether anyone wrote it, whether a copy still fills it, whether
-an mbarrier lies there, and whose write the asynchronous units (TMA, WGMMA) may not see yet."""
+"""A CTA's shared memory, with what is known of each byte.
+
+That is whether anyone wrote it, whether a copy still fills it, whether an mbarrier lies there, and whose write the
+asynchronous units (TMA, WGMMA) may not see yet.
+"""
 
 from __future__ import annotations
 

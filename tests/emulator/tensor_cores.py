@@ -1,4 +1,4 @@
-"""WGMMA: operands from descriptors and registers, and the rules for its registers while it is in flight; 8 x 8 matrices.
+"""WGMMA: its operands from descriptors and registers, the rules for registers while it is in flight; 8 x 8 matrices.
 
 Each warp of a warpgroup computes its quarter, 16 rows of D, by itself and at a time of its own.
 """
@@ -225,7 +225,7 @@ def register_matrix(registers: np.ndarray, kind: str) -> np.ndarray:
 
 
 def matrix_instruction(t: Translator, item: Instruction):
-    """ldmatrix, stmatrix and movmatrix: 8 x 8 matrices of 16 bits, a row of 16 bytes, between lanes and shared memory."""
+    """ldmatrix, stmatrix and movmatrix: matrices of 8 x 8 elements of 16 bits in lanes and shared memory."""
     if item.opcode == "movmatrix.sync.aligned.m8n8.trans.b16":
         source = t.reader(item.operands[1], "b32")
         return aligned(
