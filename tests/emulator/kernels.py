@@ -1,4 +1,7 @@
-"""The project's kernels in the emulator: compiled to PTX, and launched as csrc/api and csrc/*/launch do it."""
+"""The project's kernels in the emulator: compiled to PTX, and launched as csrc/api and csrc/decode/launch.cuh do it.
+
+Tests skip where there is no compiler, unless ETAP_REQUIRE_NVCC=1 demands one.
+"""
 
 from __future__ import annotations
 
@@ -24,11 +27,11 @@ from .shared import MAX_SHARED
 
 ROOT = Path(__file__).parents[2]
 CSRC = ROOT / "csrc"
-SOURCES = {
-    "schedule": CSRC / "schedule" / "schedule.cu",
-    "combine": CSRC / "combine" / "combine.cu",
+SOURCES = {  # those that compile for longest first
     **{name: CSRC / "decode" / "instantiations" / f"{name}.cu" for name in ("bf16", "fp16", "fp8", "fp8_math")},
     "products": Path(__file__).with_name("products.cu"),
+    "schedule": CSRC / "schedule" / "schedule.cu",
+    "combine": CSRC / "combine" / "combine.cu",
 }
 CACHE = ROOT / "build" / "ptx"
 
@@ -51,7 +54,7 @@ def toolchain() -> tuple[str, str] | None:
     )
     wheels = dict(item.split("=", 1) for item in found.stdout.split(";"))
     root = wheels["ETAP_CUDA_ROOT"]
-    nvcc = f"{root}/bin/nvcc" if root else os.environ.get("CUDACXX") or shutil.which("nvcc")
+    nvcc = os.environ.get("CUDACXX") or (f"{root}/bin/nvcc" if root else shutil.which("nvcc"))
     return (nvcc, wheels["ETAP_CUTLASS_INCLUDE"]) if nvcc and wheels["ETAP_CUTLASS_INCLUDE"] else None
 
 
@@ -84,7 +87,7 @@ def compile_all() -> dict[str, Path]:
         unfinished.rename(target)
 
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_one, sorted(SOURCES, key=lambda name: "fp" not in name)))  # the longest first
+        list(pool.map(compile_one, SOURCES))
     return targets
 
 
@@ -153,6 +156,11 @@ def add_tensor(memory: Memory, tensor: torch.Tensor, name: str) -> int:
     return memory.add(flat, name, offset=tensor.storage_offset() * tensor.element_size() % 4096)
 
 
+def row_tile_of(rows: int) -> int:
+    """Query rows that a CTA holds, for so many of them."""
+    return next(tile for tile in (8, 16, 32, 64) if tile >= min(rows, GROUP_ROWS))
+
+
 def _cache_maps(address: int, cache: torch.Tensor, row_tile: int) -> list[TensorMap]:
     """As make_cache_maps of csrc/decode/launch.cuh."""
     pages, page_size, _ = cache.shape
@@ -205,7 +213,7 @@ def _decode_params(memory: Memory, problem, schedule, out, lse, softmax_scale: f
     batch, s_q, heads, _ = q.shape
     rows = s_q * heads
     params = DecodeParams(batch=batch, s_q=s_q, heads=heads, rows=rows)
-    params.row_tile = next(tile for tile in (8, 16, 32, 64) if tile >= min(rows, GROUP_ROWS))
+    params.row_tile = row_tile_of(rows)
     params.row_groups, params.partitions = -(-rows // GROUP_ROWS), schedule.partitions
     params.tiles_per_page = FastDivmod(problem.kv_cache.shape[1] // TILE)
     params.scale_log2 = softmax_scale * math.log2(math.e)
@@ -234,8 +242,7 @@ def _decode_params(memory: Memory, problem, schedule, out, lse, softmax_scale: f
 def decode_kernel(problem) -> Kernel:
     """The decode kernel that a problem takes."""
     case = problem.case
-    rows = case.s_q * case.heads
-    row_tile = next(tile for tile in (8, 16, 32, 64) if tile >= min(rows, GROUP_ROWS))
+    row_tile = row_tile_of(case.s_q * case.heads)
     if problem.kv_cache.dtype == FP8:
         source, element = ("fp8_math", "float_e4m3_t") if case.fp8_math else ("fp8", "half_t")
         return kernel(source, "decode_kernel", f"Fp8Traits<cutlass::{element}, {row_tile}>")
