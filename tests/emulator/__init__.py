@@ -14,10 +14,10 @@ source line, warp and lanes:
 
 An instruction that it does not know raises when the kernel is loaded; it knows those that our kernels use.
 
-Read in this order: kernels.py (what the tests call; compiles csrc, launches as the host does), ptx.py (text to
-instructions), machine.py (CTAs, warps, barriers, copies in flight, who runs next), instructions.py and operations.py (what
-each instruction does, alone or with others), tensor_cores.py (WGMMA). shared.py, memory.py, lanes.py and formats.py hold
-what these need.
+Read in this order: kernels.py (what the tests call: compiles csrc, launches as the host does), ptx.py (text to
+instructions), machine.py (CTAs, warps, barriers, copies in flight, who runs next), instructions.py and operations.py
+(what each instruction does, alone or with others), tensor_cores.py (WGMMA). shared.py, memory.py, lanes.py and
+formats.py hold what these need.
 
 What it cannot see: registers, as PTX has as many as it likes (spills, and where ptxas reuses one too early); time and
 occupancy; memory ordering weaker than program order, as fences between threads do nothing here; races between CTAs,
