@@ -22,7 +22,7 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 ENVIRONMENTS = ROOT / ".contract"
-INSTALL_BYTES = 10 * 2**30  # the largest environment has 8.7
+INSTALL_BYTES = 11 * 2**30  # the largest environment takes 9.7
 CACHED_BYTES = 50 * 2**30  # free disk from which all environments and the installer's cache fit
 INSTALL_SECONDS = 1200
 TEST_SECONDS = 900
