@@ -3,6 +3,7 @@
 import importlib.metadata
 import os
 
+import torch
 from packaging.specifiers import SpecifierSet
 
 from etap_backend._library import library
@@ -41,3 +42,10 @@ def wants_fp8_math() -> bool:
     if value not in ("", "0", "1"):
         raise ValueError(f"{FP8_MATH_VARIABLE}: wanted 0 or 1, got {value!r}")
     return value == "1"
+
+
+def types_text(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> str:
+    """What the engines' logs say of the types of the KV cache and of the math on it; `dtype` is the model's."""
+    model, fp8 = str(dtype).removeprefix("torch."), "FP8 (e4m3)"
+    math = fp8 if fp8_math else "float16" if fp8_cache else model
+    return f"KV cache {fp8 if fp8_cache else model}, math {math}"

@@ -148,8 +148,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
   if (threadIdx.x < kWarpSize) {
-    if (threadIdx.x == 0) cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache_maps));
-    if (T::kFp8Cache && threadIdx.x == 0) cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache_maps) + 1);
+    if (threadIdx.x < sizeof(cache_maps) / sizeof(CUtensorMap)) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache_maps) + threadIdx.x);
+    }
     if (threadIdx.x == 0 && query_maps.usable) {
       cute::prefetch_tma_descriptor(&query_maps.latent);
       cute::prefetch_tma_descriptor(&query_maps.rope);

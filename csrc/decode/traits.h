@@ -132,7 +132,7 @@ struct Traits : RowTile<kRowTile_> {
   static_assert(kConsumerGroups * kMergeStages <= kStages);
   static_assert(kSharedTiles || grants_fit(kStages, kStagesPerTile, kMergeStages));
 
-  // P^T may be larger than 1 by this power of two, and lies that much below its type's largest value for lazy references.
+  // Powers of two: how far P^T lies above its value against the reference, and how far above 1 it may get.
   static constexpr float kProbabilityShift = 0.0f;
   static constexpr float kLargestExponent = kLazyMaximum;
 

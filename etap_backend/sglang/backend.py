@@ -61,13 +61,6 @@ def _why_unsupported(model_runner) -> str | None:
     return reason or plugins.why_no_library()
 
 
-def _types_of(model_runner, fp8_math: bool) -> str:
-    """The type of the KV cache and of the math on it, for the log."""
-    if model_runner.kv_cache_dtype == model_runner.dtype:
-        return "KV cache {0}, math {0}".format(str(model_runner.dtype).removeprefix("torch."))
-    return f"KV cache FP8 (e4m3), math {'FP8 (e4m3)' if fp8_math else 'float16'}"
-
-
 class ETAPBackend(FlashMLABackend):
     """MLA attention with ETAP's kernels for decoding, for verifying drafts, and for extending a draft model's cache."""
 
@@ -100,9 +93,11 @@ class ETAPBackend(FlashMLABackend):
             raise ValueError(f"attention backend {compat.NAME}: {reason}")
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, kv_last_page_len_buf)
         compat.register_model_support()
-        self._fp8_math = model_runner.kv_cache_dtype != model_runner.dtype and plugins.wants_fp8_math()
+        fp8_cache = model_runner.kv_cache_dtype != model_runner.dtype
+        self._fp8_math = fp8_cache and plugins.wants_fp8_math()
         if draft_step is None:
-            _logger.info("Attention backend %s: %s", compat.NAME, _types_of(model_runner, self._fp8_math))
+            types = plugins.types_text(model_runner.dtype, fp8_cache, self._fp8_math)
+            _logger.info("Attention backend %s: %s", compat.NAME, types)
         self.draft_step = draft_step
         self._returns_lse = get_parallel().attn_dcp_size > 1
         drafts = self.num_draft_tokens if draft_step is None else None

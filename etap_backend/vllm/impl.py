@@ -2,7 +2,6 @@
 
 from typing import ClassVar
 
-import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.logger import init_logger
@@ -16,13 +15,6 @@ from etap_backend.vllm.metadata import ETAPMetadata, claim_workspace, workspace_
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
-
-
-def _log_types(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> None:
-    model = str(dtype).removeprefix("torch.")
-    cache = "FP8 (e4m3)" if fp8_cache else model
-    math = "FP8 (e4m3)" if fp8_math else "float16" if fp8_cache else model
-    _logger.info_once(f"{compat.NAME} decodes: KV cache {cache}, math {math}")
 
 
 class ETAPImpl(MLACommonImpl[ETAPMetadata]):
@@ -90,7 +82,8 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         self._fp8_math = self._fp8_cache and plugins.wants_fp8_math()
         # The kernels round each query row by a scale of its own, if at all; vLLM would with one for all of them.
         self.supports_quant_query_input = False
-        _log_types(config.model_config.dtype, self._fp8_cache, self._fp8_math)
+        types = plugins.types_text(config.model_config.dtype, self._fp8_cache, self._fp8_math)
+        _logger.info_once(f"{compat.NAME} decodes: {types}")
         self._workspace_floats = workspace_floats(config, kernel_heads, max_s_q, num_compute_units())
         if not compat.reserves_in_profile_run():
             self.reserve_workspace()

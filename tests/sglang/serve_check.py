@@ -66,6 +66,7 @@ from serve_check import (  # noqa: E402
     parse_shape,
     provenance,
     serving,
+    speed_table,
     time_per_token,
     version_of,
     with_another_beginning,
@@ -317,12 +318,7 @@ def print_tables(document: dict) -> None:
         numbers = (f"{row[key]:.4f}" for key in ("median", "p99", "max"))
         answers.add_row(name, f"{row['equal_answers']} of {row['requests']}", str(row["steps"]), *numbers)
     console.print("Absolute differences of the chosen tokens' log-probabilities (nats)", answers)
-    speed = Table("decode", "backend", "median ms a token", "min", "max", "tokens/s")
-    for name, values in document["servers"].items():
-        for row in values.get("decode", []):
-            milliseconds = (f"{row['tpot_ms'][key]:.3f}" for key in ("median", "min", "max"))
-            speed.add_row(row["shape"], name, *milliseconds, f"{row['tokens_per_second']:.0f}")
-    console.print(speed)
+    console.print(speed_table(document))
 
 
 def main(

@@ -601,6 +601,15 @@ class Check:
         return failures
 
 
+def speed_table(document: dict) -> Table:
+    table = Table("decode", "backend", "median ms a token", "min", "max", "tokens/s")
+    for name, values in document["servers"].items():
+        for row in values.get("decode", []):
+            milliseconds = (f"{row['tpot_ms'][key]:.3f}" for key in ("median", "min", "max"))
+            table.add_row(row["shape"], name, *milliseconds, f"{row['tokens_per_second']:.0f}")
+    return table
+
+
 def print_tables(document: dict) -> None:
     answers = Table("answers", "steps", "median", "p99", "max", "worst request", "parted", "at a gap of at most")
     readings = {
@@ -620,13 +629,7 @@ def print_tables(document: dict) -> None:
             "" if gap is None else f"{gap:.3f}",
         )
     console.print("Absolute differences of the chosen tokens' log-probabilities (nats)", answers)
-    speed = Table("decode", "backend", "median ms a token", "min", "max", "tokens/s")
-    for name, values in document["servers"].items():
-        for row in values.get("decode", []):
-            tpot = row["tpot_ms"]
-            milliseconds = (f"{tpot[key]:.3f}" for key in ("median", "min", "max"))
-            speed.add_row(row["shape"], name, *milliseconds, f"{row['tokens_per_second']:.0f}")
-    console.print(speed)
+    console.print(speed_table(document))
 
 
 def main(
