@@ -3,6 +3,7 @@
     python tests/answers/train_model.py MODEL
     python tests/answers/compare_answers.py MODEL --engine vllm --output results/answers-vllm.json
     python tests/answers/compare_answers.py MODEL --engine vllm --output answers-fp8.json --kv-cache-dtype fp8
+    python tests/answers/compare_answers.py MODEL --engine vllm --parallel 4 -- --kv-cache-memory-bytes 1000000000
 
 Needs a Hopper GPU and the engine with etap-backend beside it. For each backend and mode (plain; mtp: the model's own
 MTP layer proposes tokens; ngram: the prompt does, vLLM only) one server runs, with a KV cache so small that requests
@@ -22,7 +23,8 @@ With --kv-cache-dtype the reference keeps the model's own type of cache, and the
 ETAP with it and FP8 math, and the reference's backend with it. ETAP's answers must then equal the reference's as above,
 and its perplexity may differ by 0.5%; how the last one does is reported beside it.
 
-Servers that a --work folder has answers of are not started again, so a run may be continued.
+Servers that a --work folder has answers of are not started again, so a run may be continued. With --parallel several
+run at once on the GPU; vLLM then needs --kv-cache-memory-bytes, because it takes what others allocate for its own.
 """
 
 import asyncio
@@ -36,7 +38,8 @@ import sys
 import time
 import urllib.request
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
 
@@ -289,8 +292,11 @@ class Run:
     backends: list[str]
     modes: list[str]
     cache_tokens: int
+    flags: list[str]
+    parallel: int
     ready: float
     deadline: Deadline
+    records: dict[tuple[str, str], Future] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         prompts = json.loads((self.model / "prompts.json").read_text())
@@ -315,7 +321,8 @@ class Run:
     def serve(self, backend: str, mode: str) -> dict:
         """Start a server, ask everything, and keep it in the work folder."""
         variant = Variant.parse(backend)
-        command = self.engine.command(self.model, variant.backend, mode, self.cache_tokens) + variant.flags
+        command = self.engine.command(self.model, variant.backend, mode, self.cache_tokens)
+        command += variant.flags + self.flags
         console.print(f"[bold]{backend} {mode}[/]: {shlex.join(['python', *command[1:]])}")
         path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = os.environ | {"PYTHONPATH": path} | variant.environment
@@ -325,9 +332,10 @@ class Run:
             ready = time.monotonic() - start
             stages = {"together": self.ask(server.url, MANY), "again": self.ask(server.url, FEW)}
             if self.engine.forces and mode == "plain":
-                reference = self.load(self.backends[0], "plain")
-                source = reference["stages"]["together"] if reference else stages["together"]
-                stages["forced"] = self.ask(server.url, MANY, source)
+                of_reference = self.records[self.backends[0], "plain"]
+                own = of_reference is self.records[backend, mode]
+                source = stages if own else of_reference.result()["stages"]
+                stages["forced"] = self.ask(server.url, MANY, source["together"])
             with urllib.request.urlopen(f"{server.url}/metrics", None, 20) as response:
                 counters = read_counters(response.read().decode(), self.engine.counters)
         text = log.read_text(errors="replace")
@@ -358,11 +366,10 @@ class Run:
 
     def all(self) -> dict[tuple[str, str], dict]:
         """Every server's record; those that are not there yet are run. The reference, the first backend, goes first."""
-        records = {}
-        for mode in self.modes:
-            for backend in self.backends:
-                records[backend, mode] = self.load(backend, mode) or self.serve(backend, mode)
-        return records
+        with ThreadPoolExecutor(self.parallel) as pool:
+            for key in [(backend, mode) for mode in self.modes for backend in self.backends]:
+                self.records[key] = pool.submit(lambda key: self.load(*key) or self.serve(*key), key)
+        return {key: record.result() for key, record in self.records.items()}
 
 
 def right_share(answers: Sequence[Answer], right: list[list[int]]) -> float:
@@ -473,6 +480,7 @@ def print_tables(document: dict) -> None:
 
 def main(
     model: Annotated[Path, typer.Argument(help="Folder that train_model.py wrote.")],
+    serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for every server, after --.")] = None,
     engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("answers.json"),
     work: Annotated[Path | None, typer.Option(help="Folder for answers and logs; default: beside the output.")] = None,
@@ -480,6 +488,7 @@ def main(
     modes: Annotated[str, typer.Option(help="Of plain, mtp, ngram.")] = "plain,mtp",
     cache_tokens: Annotated[int, typer.Option(help="Size of the KV cache in tokens.")] = 640 * 64,
     kv_cache_dtype: Annotated[str, typer.Option(help="Compare this cache with the model's own type: fp8_e4m3.")] = "",
+    parallel: Annotated[int, typer.Option(min=1, help="Servers at a time.")] = 1,
     ready: Annotated[float, typer.Option(help="Seconds until a server must be ready.")] = 300,
     limit: Annotated[float, typer.Option(help="Seconds for everything.")] = 1800,
     note: Annotated[str, typer.Option(help="Put into the output: anything unusual about this installation.")] = "",
@@ -492,7 +501,8 @@ def main(
     work.mkdir(parents=True, exist_ok=True)
     chosen = backends.split(",") if backends else list(asked.backends)
     chosen = with_cache(chosen, kv_cache_dtype) if kv_cache_dtype else chosen
-    run = Run(asked, model, work, chosen, modes.split(","), cache_tokens, ready, Deadline(time.monotonic() + limit))
+    deadline = Deadline(time.monotonic() + limit)
+    run = Run(asked, model, work, chosen, modes.split(","), cache_tokens, serve_flags or [], parallel, ready, deadline)
     records = run.all()
     about = provenance(note)
     document = {"what": f"answers of a trained model, {engine}"} | about
