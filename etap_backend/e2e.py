@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shlex
 import statistics
@@ -29,16 +30,21 @@ from pydantic import Field
 from rich.console import Console
 
 import etap_backend
-from etap_backend import configs, dummy_model, e2e_report, plan, report
+from etap_backend import configs, dummy_model, e2e_profile, e2e_report, plan, report
 from etap_backend.bench import Stopped, stopping
 from etap_backend.configs import Strict
 from etap_backend.engines import ENGINES, SEED, Engine, Load, Serving, read_result
-from etap_backend.lifecycle import Failed, Generator, free_port, server, tail
+from etap_backend.lifecycle import Failed, Generator, Process, free_port, server, tail
 
 MARGIN_TOKENS = 64  # beyond input and output, for a request that the tokenizer made a little longer
 MEMORY_SECONDS = 30
 MOST_CACHED = 0.05  # of prompts that should be new: a common first page at most
 PAGE_TOKENS = 64
+FIRST_READINGS = 2
+
+
+class TurnOver(Exception):
+    """A backend's share of the time limit is used up."""
 
 
 class Point(Strict):
@@ -96,17 +102,21 @@ def read_scenario(name: str) -> Scenario:
     """A shipped scenario by name, or a file. `like = "other"` takes over what that scenario has and this has not;
     of tables key by key. Raises ValueError, naming file and key, when it is not one."""
     path = configs.find("e2e", name)
-    content = configs.read_toml_table(path)
-    if (base := content.pop("like", None)) is not None:
-        inherited = configs.read_toml_table(configs.find("e2e", base))
-        for key, value in inherited.items():
-            content[key] = (
-                {**value, **content[key]} if isinstance(value, dict) and key in content else content.get(key, value)
-            )
+    content = _with_inherited(configs.read_toml_table(path))
     try:
         return configs.parse(Scenario, content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def _with_inherited(content: dict) -> dict:
+    if (base := content.pop("like", None)) is None:
+        return content
+    inherited = _with_inherited(configs.read_toml_table(configs.find("e2e", base)))
+    tables = {
+        key: value | content[key] for key, value in inherited.items() if isinstance(value, dict) & (key in content)
+    }
+    return inherited | content | tables
 
 
 @dataclass(frozen=True)
@@ -129,6 +139,12 @@ class Case:
         """Cache that its requests need at the same time."""
         prompts = self.load.prompts if self.prefill == "cached" else self.concurrency
         return prompts * -(-(self.input + self.output) // PAGE_TOKENS) * PAGE_TOKENS
+
+    def in_cache_after(self, other: Case) -> bool:
+        """Whether `other` left this case's prompts in the prefix cache: the load generators give fewer and shorter
+        prompts of one seed the same beginnings."""
+        both_cached = self.prefill == other.prefill == "cached"
+        return both_cached and self.input <= other.input and self.load.prompts <= other.load.prompts
 
     def describe(self) -> dict:
         return {key: getattr(self, key) for key in ("input", "output", "concurrency", "prefill", "waves")}
@@ -180,6 +196,8 @@ class Run:
     document: dict
     deadline: float | None
     console: Console
+    profile: tuple[int, int] | None = None  # concurrency and input length of the point that is profiled
+    turn_end: float | None = None
     fresh_seeds: int = 0
 
     @property
@@ -190,15 +208,28 @@ class Run:
         return {**self.scenario.environment, **self.specific.environment, **self.engine.environment(self.serving)}
 
     def command(self, backend: str, port: int) -> list[str]:
-        return self.engine.server(self.python, self.serving, backend, port, [*self.specific.flags, *self.flags])
+        flags = [*self.specific.flags, *self.flags]
+        if self.profile:
+            flags += e2e_profile.flags(self.engine.name, self.traces(backend))
+        return self.engine.server(self.python, self.serving, backend, port, flags)
+
+    def traces(self, backend: str) -> Path:
+        return self.logs.absolute() / f"{self.engine.name}-{backend.lower()}-traces"
 
     def seconds(self, most: float) -> float:
-        """What `most` seconds are before the end of the run. Raises Stopped when nothing is left."""
+        """What `most` seconds are before the end of this turn. Raises Stopped when nothing is left of the run, TurnOver
+        when nothing is left for this backend."""
         if self.deadline is None:
             return most
-        if (left := self.deadline - time.monotonic()) <= 0:
+        now = time.monotonic()
+        if now >= self.deadline:
             raise Stopped("by the time limit")
-        return min(most, left)
+        if now >= (end := self.turn_end or self.deadline):
+            raise TurnOver
+        return min(most, end - now)
+
+    def left(self) -> float:
+        return math.inf if self.turn_end is None else self.turn_end - time.monotonic()
 
     def write(self) -> None:
         report.write(self.document, self.output)
@@ -210,28 +241,47 @@ class Run:
         return [case for case in self.cases if not any(case.same_as(row) for row in done)]
 
     def all(self) -> None:
-        """Every backend in turn. Raises Stopped when the run is cut short."""
-        for backend in self.backends:
-            if not (cases := self.missing(backend)):
-                continue
-            self.document["rows"] = [
-                row
-                for row in self.document["rows"]
-                if row["backend"] != backend or not any(case.same_as(row) for case in cases)
-            ]
-            record = self.document["servers"].setdefault(backend, {})
-            record.pop("error", None)
+        """Every backend in turn, each with an equal share of the time that is left, so that a run that is cut short has
+        something of all. Raises Stopped when it is."""
+        waiting = [backend for backend in self.backends if self.missing(backend)]
+        log = self.logs / f"{self.engine.name}.load.log"
+        cut = []
+        with Generator(self.python, self.engine.load_module, log, self.environment()) as generator:
+            for number, backend in enumerate(waiting):
+                if self.deadline is not None:
+                    now = time.monotonic()
+                    self.turn_end = now + (self.deadline - now) / (len(waiting) - number)
+                if not self.turn(backend, generator):
+                    cut.append(backend)
+        if cut:
+            raise Stopped(f"by the time limit, in the turn of {', '.join(cut)}")
+
+    def turn(self, backend: str, generator: Generator) -> bool:
+        """One backend's turn; False when its time was up before it was through."""
+        cases = self.missing(backend)
+        self.document["rows"] = [
+            row
+            for row in self.document["rows"]
+            if row["backend"] != backend or not any(case.same_as(row) for case in cases)
+        ]
+        record = self.document["servers"].setdefault(backend, {})
+        record.pop("error", None)
+        try:
             try:
-                self.backend(backend, cases, record)
+                self.backend(backend, cases, record, generator)
             except Failed as failure:
                 # A time limit that ends a wait is not the server's fault.
                 self.seconds(1)
                 record["error"] = str(failure)
                 self.console.print(f"{backend}: {failure}", style="red", markup=False, highlight=False)
-            finally:
-                self.write()
+        except TurnOver:
+            self.console.print(f"{backend}: its share of the time limit is over", style="yellow")
+            return False
+        finally:
+            self.write()
+        return True
 
-    def backend(self, backend: str, cases: list[Case], record: dict) -> None:
+    def backend(self, backend: str, cases: list[Case], record: dict, generator: Generator) -> None:
         """One server and all that is measured on it."""
         port = free_port()
         url, command = f"http://127.0.0.1:{port}", self.command(backend, port)
@@ -242,7 +292,6 @@ class Run:
         begin, environment = time.monotonic(), self.environment()
         with (
             memory_given_back(),
-            Generator(self.python, self.engine.load_module, log.with_suffix(".load.log"), environment) as generator,
             server(command, url, log, environment, self.seconds(self.scenario.ready_seconds)) as process,
         ):
             record["seconds_to_ready"] = round(time.monotonic() - begin, 1)
@@ -252,39 +301,88 @@ class Run:
             record["full_cuda_graphs"] = self.engine.in_full_graphs(text)
             record["cache_tokens"] = room = self.engine.cache_tokens(text)
             self.console.print(f"{backend}: ready after {record['seconds_to_ready']:.0f} s, cache of {room} tokens")
-            for case in cases:
-                self.document["rows"].append(row := {"backend": backend, **case.describe(), "readings": []})
+            cut = self.measure(backend, cases, room, generator, port, process)
+            if process.ended() is None:
+                self.profiled(backend, generator, port)
+            if cut:
+                raise TurnOver
+
+    def measure(
+        self, backend: str, cases: list[Case], room: int | None, generator: Generator, port: int, process: Process
+    ) -> bool:
+        """All cases of one server: two readings of each, then the rest, so that a cut costs readings before points.
+        True when it was cut, to leave time for the profile."""
+        rows = {case: {"backend": backend, **case.describe(), "readings": []} for case in cases}
+        sent: list[Case] = []
+        for most in (FIRST_READINGS, max(case.repeats for case in cases)):
+            for case, row in rows.items():
+                if "skipped" in row or "error" in row or row.get("complete"):
+                    continue
+                if self.profile and self.left() < e2e_profile.SECONDS:
+                    return True
+                self.seconds(1)
+                if row not in self.document["rows"]:
+                    self.document["rows"].append(row)
                 if room is not None and case.tokens > room:
                     row["skipped"] = f"needs a cache of {case.tokens:,} tokens, the server has {room:,}"
                 else:
-                    self.case(case, row, generator, port)
+                    self.case(case, row, generator, port, most, "warm_up" in row or any(map(case.in_cache_after, sent)))
+                    sent.append(case)
                 self.write()
                 self.console.print(e2e_report.line(row), markup=False, highlight=False)
                 if process.ended() is not None:
-                    return  # the block's end reports it; the other cases stay to be measured
+                    return False  # the server's end reports it; the other cases stay to be measured
+        return False
 
-    def case(self, case: Case, row: dict, generator: Generator, port: int) -> None:
-        """All readings of one case. A load generator that fails costs the case, not the server."""
-        url, load, cached = f"http://127.0.0.1:{port}", case.load, case.prefill == "cached"
+    def case(self, case: Case, row: dict, generator: Generator, port: int, most: int, known: bool) -> None:
+        """Readings of one case, `most` in all; `known` when its prompts are in the prefix cache already. A load
+        generator that fails costs the case, not the server."""
+        load, cached = case.load, case.prefill == "cached"
         try:
-            # Fills the prefix cache where that is wanted, and lets the server compile what it has not met yet. One
-            # token would have no time per token.
-            row["warm_up"] = self.reading(replace(load, output=2, seed=self.seed(cached)), generator, port)
-            for _ in range(case.repeats):
-                before = metrics_of(url)
+            if not known:
+                # Fills the prefix cache where that is wanted, and lets the server compile what it has not met yet. One
+                # token would have no time per token.
+                row["warm_up"] = self.reading(replace(load, output=2, seed=self.seed(cached)), generator, port)
+            while len(row["readings"]) < min(most, case.repeats):
                 reading = self.reading(replace(load, seed=self.seed(cached)), generator, port)
-                reading["cached_share"] = share = cached_share(self.engine, before, metrics_of(url))
+                share = reading["cached_share"]
                 if share is not None and not (least_cached(case) <= share if cached else share <= MOST_CACHED):
+                    if "warm_up" not in row:  # what was known has been evicted since
+                        row["warm_up"] = reading
+                        continue
                     raise Failed(
                         f"prefill {case.prefill}, but {share:.0%} of the prompts' tokens were in the prefix cache"
                     )
                 row["readings"].append(reading)
                 row |= summary(row["readings"], self.scenario.gpus)
                 self.write()
-            row["complete"] = True
+            row["complete"] = len(row["readings"]) == case.repeats
         except Failed as failure:
             self.seconds(1)
             row["error"] = str(failure)
+
+    def profiled(self, backend: str, generator: Generator, port: int) -> None:
+        """Attention's share of GPU time in decode steps of the wanted point. After all readings of this server: torch's
+        profiler may leave its hooks in the driver."""
+        rows = [row for row in self.document["rows"] if row["backend"] == backend and row["readings"]]
+        row = next((row for row in rows if (row["concurrency"], row["input"]) == self.profile), None)
+        case = next((case for case in self.cases if row and case.same_as(row)), None)
+        if case is None:
+            return
+        last = row["readings"][-1]
+        # Long enough that the profiler, which takes a while to start, meets decode steps only.
+        output = min(e2e_profile.OUTPUT_TOKENS, self.serving.max_context - MARGIN_TOKENS - case.input)
+        load = replace(case.load, output=output, seed=self.seed(case.prefill == "cached"))
+        until = last["seconds"] - last["duration"] + 2e-3 * last["median_ttft_ms"]
+        folder = self.traces(backend)
+        try:
+            with e2e_profile.started_later(self.engine.name, f"http://127.0.0.1:{port}", folder, until):
+                self.reading(load, generator, port)
+            row["profile"] = e2e_profile.read(folder, self.seconds(e2e_profile.EXPORT_SECONDS))
+        except (Failed, OSError, ValueError) as failure:
+            self.seconds(1)
+            row["profile"] = {"error": str(failure)}
+        self.console.print(f"  {backend}: {e2e_profile.line(row['profile'])}", markup=False, highlight=False)
 
     def seed(self, cached: bool) -> int:
         """The one seed for prompts that are to be known already, a new one for prompts that are not."""
@@ -293,10 +391,15 @@ class Run:
 
     def reading(self, load: Load, generator: Generator, port: int) -> dict:
         with tempfile.TemporaryDirectory() as folder:
-            result = Path(folder) / "result.json"
+            result, url = Path(folder) / "result.json", f"http://127.0.0.1:{port}"
+            before, begin = metrics_of(url), time.monotonic()
             generator.run(self.engine.load(self.serving, load, port, result), self.seconds(self.scenario.point_seconds))
+            seconds = time.monotonic() - begin
             try:
-                return read_result(result, load.prompts)
+                return read_result(result, load.prompts) | {
+                    "seconds": round(seconds, 3),  # of the whole run, the load generator's own preparations included
+                    "cached_share": cached_share(self.engine, before, metrics_of(url)),
+                }
             except (OSError, ValueError, KeyError) as error:
                 raise Failed(f"the load generator's result: {error!r}\n{tail(generator.log, 15)}") from error
 
@@ -500,6 +603,17 @@ def parse_changes(pairs: list[str], layers: int | None) -> dict[str, Any]:
     return changes | ({"num_hidden_layers": layers} if layers else {})
 
 
+def parse_profile(text: str | None, cases: list[Case]) -> tuple[int, int] | None:
+    """(concurrency, input) of a text such as 16x16K. Raises ValueError when the cases have no such point."""
+    if text is None:
+        return None
+    concurrency, _, length = text.partition("x")
+    wanted = (int(concurrency) if concurrency.isdigit() else 0, plan.tokens(length))
+    if wanted not in {(case.concurrency, case.input) for case in cases}:
+        raise ValueError(f"--profile: wanted a point of this run, such as 16x16K, got {text}")
+    return wanted
+
+
 class EngineName(str, Enum):
     vllm = "vllm"
     sglang = "sglang"
@@ -537,6 +651,9 @@ def e2e(
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Readings of each point, instead of the scenario's.")
     ] = None,
+    profile: Annotated[
+        str | None, typer.Option(help="Also profile some decode steps of this point, as 16x16K, for attention's share.")
+    ] = None,
     flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON file; results/e2e-<scenario>-<engine>.json if absent.")
@@ -564,6 +681,7 @@ def e2e(
         if (specific := getattr(wanted, engine.value)) is None:
             raise ValueError(f"{scenario}: wanted a table [{engine.value}], found none")
         cases, folder = cases_of(points), output.with_suffix("") / "model"
+        profiled = parse_profile(profile, cases)
         asked = parse_changes(changes or [], layers)
         prepared = prepare_model(wanted.model, asked, rank_of, wanted.tensor_parallel, folder)
         serving = serving_of(wanted, prepared, cases)
@@ -575,7 +693,19 @@ def e2e(
     deadline = None if time_limit is None else begin + time_limit
     backends = _backends(driven, specific, backend)
     run = Run(
-        driven, wanted, specific, serving, cases, backends, python, flag or [], output, document, deadline, console
+        driven,
+        wanted,
+        specific,
+        serving,
+        cases,
+        backends,
+        python,
+        flag or [],
+        output,
+        document,
+        deadline,
+        console,
+        profiled,
     )
     console.print(f"{wanted.title}: {prepared.what}, {wanted.gpus} GPUs", markup=False)
     if show:

@@ -85,11 +85,17 @@ def columns_of(document: dict) -> list[str]:
     titles += [f"{name}, tokens/s a GPU" for name in names] + [f"{name}, TTFT ms" for name in names]
     if _shares_known(document):
         titles += [f"{name}, attention's share" for name in names]
+    if _profiled(document):
+        titles += [f"{name}, attention's share, profiled" for name in names]
     return [*titles, "best peer / ours"]
 
 
 def _shares_known(document: dict) -> bool:
     return any("attention_share" in row for row in document["rows"])
+
+
+def _profiled(document: dict) -> bool:
+    return any("profile" in row for row in document["rows"])
 
 
 def cells_of(document: dict, shape: tuple, rows: dict[str, dict]) -> list[str]:
@@ -100,6 +106,9 @@ def cells_of(document: dict, shape: tuple, rows: dict[str, dict]) -> list[str]:
     if _shares_known(document):
         shares = (rows.get(name, {}).get("attention_share") for name in names)
         cells += ["-" if share is None else f"{share:.0%}" for share in shares]
+    if _profiled(document):
+        found = (rows.get(name, {}).get("profile", {}).get("attention_share") for name in names)
+        cells += ["-" if share is None else f"{share:.1%}" for share in found]
     return [*cells, "-" if ratio is None else f"{ratio:.3f}"]
 
 

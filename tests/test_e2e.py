@@ -7,6 +7,7 @@ the flags, prompts and names against the engines themselves.
 
 from __future__ import annotations
 
+import gzip
 import json
 import signal
 import subprocess
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from etap_backend import configs, dummy_model, e2e, e2e_report, lifecycle, rerun
+from etap_backend import configs, dummy_model, e2e, e2e_profile, e2e_report, lifecycle, rerun
 from etap_backend.bench import Stopped
 from etap_backend.cli import app
 from etap_backend.engines import ENGINES, Engine, Serving, read_result
@@ -253,17 +254,97 @@ def test_a_backend_that_does_not_start_does_not_stop_the_others(run):
 def test_the_time_limit_ends_a_run_and_resuming_measures_only_the_rest(run, monkeypatch):
     monkeypatch.setenv("ETAP_TEST_SECONDS", "1")
     with pytest.raises(Stopped, match="time limit"):
-        run(deadline=time.monotonic() + 6).all()
+        run(deadline=time.monotonic() + 10).all()
     written = json.loads(run.output.read_text())
     measured = [row for row in written["rows"] if row.get("complete")]
-    assert 1 <= len(measured) < 4
+    assert {row["backend"] for row in measured} == {"ETAP", "FLASHMLA"}, "each has its share of the time"
+    assert len(measured) < 4
     monkeypatch.setenv("ETAP_TEST_SECONDS", "0")
     asked = len(run.loads())
     run(document=written).all()
     done = json.loads(run.output.read_text())["rows"]
+    assert not e2e_report.problems(written), "the time limit is nobody's fault"
     assert len(done) == 6 and all(row.get("complete") or "skipped" in row for row in done)
     assert len(run.loads()) - asked == 3 * (4 - len(measured)), "a warm-up and two readings of each case that was left"
     assert [row for row in done if row in measured] == measured
+
+
+def test_time_for_the_profile_is_left_even_where_points_are_not_measured(run, monkeypatch):
+    """A server without a profiler, so the profile fails; that it was asked for is what counts."""
+    monkeypatch.setenv("ETAP_TEST_SECONDS", "0.5")
+    monkeypatch.setattr(e2e_profile, "SECONDS", 4.5)
+    made = run(backends=("ETAP",), deadline=time.monotonic() + 6)
+    made.profile = (1, 1024)
+    made.serving = replace(SERVING, max_context=8192)
+    with pytest.raises(Stopped, match="in the turn of ETAP"):
+        made.all()
+    first = made.document["rows"][0]
+    assert first["readings"] and "501" in first["profile"]["error"]
+    assert sum(len(row["readings"]) for row in made.document["rows"]) < 4
+    assert not any(map(alive, children_in(made.logs / "vllm-etap.log")))
+
+
+def test_prompts_that_an_earlier_point_left_in_the_cache_are_not_sent_to_fill_it(run, monkeypatch):
+    def cases(prefill):
+        return [e2e.Case(1024, 8, 4, prefill, 1, 3), e2e.Case(512, 8, 1, prefill, 1, 3)]
+
+    made = run(backends=("ETAP",))
+    made.cases = cases("cached")
+    made.all()
+    loads = [line.split() for line in run.loads()]
+    assert [prompts for prompts, *_ in loads] == ["4", "4", "4", "1", "1", "4", "1"], (
+        "one warm-up, two readings, the rest"
+    )
+    assert {seed for _, seed, _ in loads} == {"0"} and all(row["complete"] for row in made.document["rows"])
+    # What has been evicted meanwhile is a warm-up, not a reading.
+    shares = iter([0.0, 1.0, 1.0, 0.3, 1.0, 1.0, 1.0, 1.0])
+    monkeypatch.setattr(e2e, "cached_share", lambda *_: next(shares))
+    made = run(backends=("ETAP",), document={"engine": "vllm", "rows": [], "servers": {}})
+    made.cases = cases("cached")
+    made.all()
+    last = made.document["rows"][1]
+    assert last["warm_up"]["cached_share"] == 0.3 and len(last["readings"]) == 3 and last["complete"]
+
+
+def a_kernel(name: str, microseconds: float) -> dict:
+    return {"ph": "X", "cat": "kernel", "name": name, "ts": 1.0, "dur": microseconds, "pid": 0, "tid": 7}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "void etap::decode_kernel<etap::Traits<cutlass::bfloat16_t, 16> >(etap::DecodeParams, ...)",
+        "etap::(anonymous namespace)::schedule_kernel(etap::ScheduleParams)",
+        "void flash::flash_fwd_splitkv_mla_kernel<...>",
+        "void smxx::flash_fwd_mla_combine_kernel<...>",
+        "void cutlass::device_kernel<flash::enable_sm90<flash::FlashAttnFwdSm90<...>>>",
+        "void flashinfer::mla::hopper::BatchMLAPageAttentionHopperKernel<...>",
+    ],
+)
+def test_attentions_share_is_that_of_its_kernels(name, tmp_path):
+    """A trace as torch's profiler writes one, made here: no trace of a GPU has been read yet."""
+    events = [
+        *(a_kernel(name, 30.0), a_kernel(name, 30.0), a_kernel("fused_moe_kernel", 120.0)),
+        *(a_kernel("concat_and_cache_mla_kernel", 10.0), a_kernel("void concat_mla_absorb_q_kernel<...>", 10.0)),
+        {"ph": "X", "cat": "cpu_op", "name": "aten::etap::mla_decode", "ts": 0.0, "dur": 900.0},
+        {"ph": "M", "name": "process_name", "args": {"name": "python"}},
+    ]
+    folder = tmp_path / "traces" / "1"
+    folder.mkdir(parents=True)
+    (folder / "broken.json.gz").write_bytes(b"\x1f\x8b half")
+    with gzip.open(folder / "rank0.pt.trace.json.gz", "wt") as file:
+        json.dump({"traceEvents": events}, file)
+    found = e2e_profile.read(tmp_path / "traces", 1)
+    assert found["attention_share"] == pytest.approx(60 / 200)
+    assert found["kernels"][1] == {"name": name, "ms": 0.06, "calls": 2, "attention": True}
+    assert "30.0%" in e2e_profile.line(found)
+
+
+def test_a_trace_without_attention_or_none_at_all_is_said(tmp_path):
+    found = e2e_profile.share_of([a_kernel("fused_moe_kernel", 5.0)])
+    assert found["attention_share"] is None and "no attention kernel" in e2e_profile.line(found)
+    with pytest.raises(ValueError, match="no trace in"):
+        e2e_profile.read(tmp_path, 0)
 
 
 def test_ctrl_c_ends_a_run_and_leaves_its_file_and_nothing_running(run, tmp_path, monkeypatch):
@@ -518,6 +599,15 @@ def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(docume
     assert "KV cache of 674,597 tokens, decode not in full CUDA graphs" in screen.read_text()
 
 
+def test_the_share_that_a_profile_found_is_in_the_table(document):
+    document["rows"][3]["profile"] = {"attention_share": 0.234}
+    document["rows"][0]["profile"] = {"error": "no trace"}
+    head, _, *lines = e2e_report.markdown(document).splitlines()
+    column = head.split(" | ").index("ETAP, attention's share, profiled")
+    shares = [line.split(" | ")[column] for line in lines if line.startswith("| ")]
+    assert shares == ["23.4%", "-", "-"]
+
+
 def test_the_readme_gets_the_table_and_the_plot_is_drawn(document, tmp_path):
     readme = tmp_path / "README.md"
     readme.write_text("a\n<!-- e2e e2e-decode-vllm -->\nold\n<!-- /e2e -->\nb\n")
@@ -555,6 +645,7 @@ def invoke(*arguments: str):
     [
         (["nothing"], "e2e: wanted a file or one of decode"),
         (["decode", "--context", "3K"], "no point of the scenario has these"),
+        (["decode", "--profile", "16x3K"], "--profile: wanted a point of this run"),
         (["decode", "--set", "layers"], "--set: wanted KEY=VALUE"),
         (["decode", "--rank-of", "7"], "rank_of: wanted a divisor"),
         (["decode", "--model", "/data/r1"], "--engine: wanted vllm installed"),
