@@ -86,6 +86,7 @@ MOST_GAP, MOST_STEP, MOST_REQUEST, MOST_MEDIAN = 0.5, 1.0, 0.3, 0.05
 PROBES = 8  # of each kind
 FEW = 4
 PREFIXES = 16
+EDGE_LENGTHS = (1, 2, 63, 64, 65, 128, 129)
 MARGIN = 16  # tokens below the model's context, for drafts
 LEAST_SAMPLES = 16
 KEPT_EXAMPLES, MOST_FAILURES = 5, 500
@@ -157,7 +158,7 @@ def logprobs_of(reply: dict) -> list[float | None]:
         best = [value for step in found.get("top_logprobs") or () for value in step.values()]
         return [*(found.get("token_logprobs") or ()), *best]
     about = reply.get("meta_info", {})
-    best = [step[0] for steps in about.get("output_top_logprobs") or () for step in steps]
+    best = [step[0] for steps in about.get("output_top_logprobs") or () for step in steps or ()]
     return [*(step[0] for step in about.get("output_token_logprobs") or ()), *best]
 
 
@@ -253,9 +254,11 @@ class Traffic:
         ]
 
     def _length(self, median: float, share: int, rng: random.Random | None = None) -> int:
-        """Log-normal, from 1 to that share of the context."""
-        length = median * math.exp((rng or self._rng).gauss(0, 1.4))
-        return max(1, min(round(length), (self.settings.context - MARGIN) // share))
+        """Log-normal, up to that share of the context; sometimes just around a page or two."""
+        rng = rng or self._rng
+        if rng.random() < 0.05:
+            return rng.choice(EDGE_LENGTHS)
+        return max(1, min(round(median * math.exp(rng.gauss(0, 1.4))), (self.settings.context - MARGIN) // share))
 
     def new_wave(self) -> None:
         """Mostly everything at once, so that the cache overflows; sometimes few, whose graphs and splits are others."""

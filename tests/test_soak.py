@@ -1,5 +1,6 @@
 """tests/soak.py against a small HTTP server in the engine's place: a good run passes, and each fault fails it."""
 
+import contextlib
 import json
 import os
 import re
@@ -20,7 +21,7 @@ import soak
 SERVER = """
 import http.server, json, os, random, subprocess, sys, threading, time
 port, faults = int(sys.argv[sys.argv.index("--port") + 1]), os.environ["FAULTS"].split(",")
-subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)", __file__], start_new_session=True)
 print("Using AttentionBackendEnum.ETAP backend.", flush=True)
 print("ERROR before it was ready", flush=True)
 count, hoard, lock = 0, [], threading.Lock()
@@ -104,7 +105,7 @@ def run(model, faults, monkeypatch, **changes):
     with pytest.raises(typer.Exit) as ended:
         soak.main(model, [], **(DEFAULTS | options | changes))
     document = json.loads(output.read_text())
-    assert not [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if runs(pid, model.parent)]
+    assert not left_of(model.parent / "server.py")
     return ended.value.exit_code, document
 
 
@@ -113,18 +114,26 @@ DEFAULTS |= {"memory_share": 0.25, "abort_share": 0.2, "stream_share": 0.3, "gpu
 DEFAULTS |= {"seed": 0, "note": ""}
 
 
-def runs(pid, folder):
-    """Whether a process of the server of this folder is left; its child sleeps in a session of its own."""
-    try:
-        line = Path(f"/proc/{pid}/cmdline").read_text()
-        return str(folder) in line or str(folder) in Path(f"/proc/{pid}/environ").read_text() and "sleep(600)" in line
-    except OSError:
-        return False
+def left_of(program):
+    """Command lines of the server and of its child, which sleeps in a session of its own."""
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_text().split("\0"))
+    return [line for line in lines if str(program) in line]
 
 
 def test_a_good_run_passes_and_says_what_it_saw(model, monkeypatch):
+    metrics_of, alive = soak.metrics_of, []
+
+    def watched(url):
+        alive.append(len(left_of(model.parent / "server.py")))
+        return metrics_of(url)
+
+    monkeypatch.setattr(soak, "metrics_of", watched)
     code, document = run(model, "", monkeypatch)
     assert (code, document["failures"], document["complete"], document["faults"]) == (0, [], True, {})
+    assert max(alive) == 2  # or what `run` asserts of the end would say nothing
     requests = document["requests"]
     assert min(requests["served"], requests["aborted"], requests["output_tokens"]) > 0
     assert requests["served"] + requests["aborted"] == requests["sent"]
