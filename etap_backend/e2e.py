@@ -228,8 +228,10 @@ class Run:
             raise TurnOver
         return min(most, end - now)
 
-    def left(self) -> float:
-        return math.inf if self.turn_end is None else self.turn_end - time.monotonic()
+    def short_of_time(self) -> bool:
+        """Whether what is left of this turn is needed for the profile."""
+        left = math.inf if self.turn_end is None else self.turn_end - time.monotonic()
+        return self.profile is not None and left < e2e_profile.SECONDS
 
     def write(self) -> None:
         report.write(self.document, self.output)
@@ -318,7 +320,7 @@ class Run:
             for case, row in rows.items():
                 if "skipped" in row or "error" in row or row.get("complete"):
                     continue
-                if self.profile and self.left() < e2e_profile.SECONDS:
+                if self.short_of_time():
                     return True
                 self.seconds(1)
                 if row not in self.document["rows"]:
@@ -329,7 +331,8 @@ class Run:
                     self.case(case, row, generator, port, most, "warm_up" in row or any(map(case.in_cache_after, sent)))
                     sent.append(case)
                 self.write()
-                self.console.print(e2e_report.line(row), markup=False, highlight=False)
+                if {"tpot_ms", "skipped", "error"} & row.keys():
+                    self.console.print(e2e_report.line(row), markup=False, highlight=False)
                 if process.ended() is not None:
                     return False  # the server's end reports it; the other cases stay to be measured
         return False
@@ -344,6 +347,8 @@ class Run:
                 # token would have no time per token.
                 row["warm_up"] = self.reading(replace(load, output=2, seed=self.seed(cached)), generator, port)
             while len(row["readings"]) < min(most, case.repeats):
+                if self.short_of_time():
+                    return
                 reading = self.reading(replace(load, seed=self.seed(cached)), generator, port)
                 share = reading["cached_share"]
                 if share is not None and not (least_cached(case) <= share if cached else share <= MOST_CACHED):
@@ -416,6 +421,8 @@ def summary(readings: list[dict], gpus: int) -> dict:
         "tokens_per_second": spread([reading["output_throughput"] for reading in readings]),
         "tokens_per_second_per_gpu": spread([reading["output_throughput"] / gpus for reading in readings]),
     }
+    if steps := [reading["median_itl_ms"] for reading in readings if "median_itl_ms" in reading]:
+        found["itl_ms"] = spread(steps)
     if accepted := [reading["acceptance_length"] for reading in readings if "acceptance_length" in reading]:
         found["acceptance_length"] = spread(accepted)
     return found

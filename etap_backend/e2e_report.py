@@ -19,8 +19,8 @@ from etap_backend.report import place_tables
 
 METHOD = (
     "the engine's own load generator, random prompts, greedy, all requests at once up to the concurrency; TPOT is the "
-    "median over requests, median and range over repeated readings; prefill served: prompts new to the server; "
-    "prefill cached: the same prompts were sent once before and are in the prefix cache, so readings are decode alone"
+    "median over requests, ITL that over all steps; median and range over repeated readings; prefill served: prompts "
+    "new to the server; prefill cached: the same prompts were sent once before and are in the prefix cache, so readings are decode alone"
 )
 DUMMY = "Dummy weights: times are those of the architecture, answers mean nothing, and experts are chosen as they fall."
 
@@ -71,8 +71,13 @@ def _cell(row: dict | None) -> str:
         return "-"
     if "tpot_ms" not in row:
         return "cache too small" if "skipped" in row else "failed" if "error" in row else "-"
-    tpot = row["tpot_ms"]
-    return f"{tpot['median']:.2f} ({tpot['min']:.2f} to {tpot['max']:.2f})"
+    return _range(row, "tpot_ms")
+
+
+def _range(row: dict | None, key: str) -> str:
+    if row is None or key not in row:
+        return "-"
+    return "{median:.2f} ({min:.2f} to {max:.2f})".format(**row[key])
 
 
 def _value(row: dict | None, key: str, digits: int) -> str:
@@ -82,6 +87,8 @@ def _value(row: dict | None, key: str, digits: int) -> str:
 def columns_of(document: dict) -> list[str]:
     names = backends_of(document)
     titles = ["requests x input/output, prefill", *(f"{name}, TPOT ms" for name in names)]
+    if _steps_known(document):
+        titles += [f"{name}, ITL ms" for name in names]
     titles += [f"{name}, tokens/s a GPU" for name in names] + [f"{name}, TTFT ms" for name in names]
     if _shares_known(document):
         titles += [f"{name}, attention's share" for name in names]
@@ -94,6 +101,10 @@ def _shares_known(document: dict) -> bool:
     return any("attention_share" in row for row in document["rows"])
 
 
+def _steps_known(document: dict) -> bool:
+    return any("itl_ms" in row for row in document["rows"])
+
+
 def _profiled(document: dict) -> bool:
     return any("profile" in row for row in document["rows"])
 
@@ -101,6 +112,8 @@ def _profiled(document: dict) -> bool:
 def cells_of(document: dict, shape: tuple, rows: dict[str, dict]) -> list[str]:
     names, ratio = backends_of(document), gain(document, rows)
     cells = [shape_text(shape), *(_cell(rows.get(name)) for name in names)]
+    if _steps_known(document):
+        cells += [_range(rows.get(name), "itl_ms") for name in names]
     cells += [_value(rows.get(name), "tokens_per_second_per_gpu", 1) for name in names]
     cells += [_value(rows.get(name), "ttft_ms", 0) for name in names]
     if _shares_known(document):

@@ -196,7 +196,15 @@ def read_result(path: Path, prompts: int) -> dict:
     raw = json.loads(path.read_text().splitlines()[-1])  # SGLang appends lines, vLLM writes one
     if raw["completed"] != prompts:
         raise ValueError(f"wanted {prompts} requests answered, got {raw['completed']}")
-    keys = ("mean_ttft_ms", "median_ttft_ms", "p99_ttft_ms", "mean_tpot_ms", "median_tpot_ms", "p99_tpot_ms")
+    keys = (
+        "mean_ttft_ms",
+        "median_ttft_ms",
+        "p99_ttft_ms",
+        "mean_tpot_ms",
+        "median_tpot_ms",
+        "p99_tpot_ms",
+        "median_itl_ms",
+    )
     reading = {key: raw[key] for key in (*keys, "duration", "output_throughput", "total_input_tokens") if key in raw}
     reading["total_output_tokens"] = raw["total_output_tokens"]
     acceptance = raw.get("spec_decode_acceptance_length") or raw.get("accept_length")

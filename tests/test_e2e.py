@@ -497,7 +497,7 @@ def test_results_of_both_load_generators_are_read(tmp_path):
     raw |= {"output_throughput": 5.0, "total_input_tokens": 3, "total_output_tokens": 2}
     path = tmp_path / "r.json"
     path.write_text(json.dumps(raw | {"spec_decode_acceptance_length": 1.9}))
-    assert read_result(path, 4)["acceptance_length"] == 1.9
+    assert read_result(path, 4)["acceptance_length"] == 1.9 and "median_itl_ms" not in read_result(path, 4)
     path.write_text(json.dumps(raw) + "\n" + json.dumps(raw | {"median_tpot_ms": 6.0}) + "\n")
     assert read_result(path, 4)["median_tpot_ms"] == 6.0 and "acceptance_length" not in read_result(path, 4)
     with pytest.raises(ValueError, match="wanted 5 requests answered, got 4"):
@@ -602,10 +602,13 @@ def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(docume
 def test_the_share_that_a_profile_found_is_in_the_table(document):
     document["rows"][3]["profile"] = {"attention_share": 0.234}
     document["rows"][0]["profile"] = {"error": "no trace"}
+    document["rows"][3]["itl_ms"] = {"median": 9.876, "min": 9.0, "max": 10.0}
     head, _, *lines = e2e_report.markdown(document).splitlines()
     column = head.split(" | ").index("ETAP, attention's share, profiled")
     shares = [line.split(" | ")[column] for line in lines if line.startswith("| ")]
     assert shares == ["23.4%", "-", "-"]
+    column = head.split(" | ").index("ETAP, ITL ms")
+    assert lines[0].split(" | ")[column] == "9.88 (9.00 to 10.00)" and lines[1].split(" | ")[column] == "-"
 
 
 def test_the_readme_gets_the_table_and_the_plot_is_drawn(document, tmp_path):
