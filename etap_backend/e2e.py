@@ -352,8 +352,8 @@ class Run:
                 reading = self.reading(replace(load, seed=self.seed(cached)), generator, port)
                 share = reading["cached_share"]
                 if share is not None and not (least_cached(case) <= share if cached else share <= MOST_CACHED):
-                    if "warm_up" not in row:  # what was known has been evicted since
-                        row["warm_up"] = reading
+                    if cached and "discarded" not in row:  # evicted since, and in the cache again now
+                        row["discarded"] = reading
                         continue
                     raise Failed(
                         f"prefill {case.prefill}, but {share:.0%} of the prompts' tokens were in the prefix cache"

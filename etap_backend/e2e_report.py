@@ -20,7 +20,8 @@ from etap_backend.report import place_tables
 METHOD = (
     "the engine's own load generator, random prompts, greedy, all requests at once up to the concurrency; TPOT is the "
     "median over requests, ITL that over all steps; median and range over repeated readings; prefill served: prompts "
-    "new to the server; prefill cached: the same prompts were sent once before and are in the prefix cache, so readings are decode alone"
+    "new to the server; prefill cached: the same prompts were sent before and are in the prefix cache, so readings are "
+    "decode alone"
 )
 DUMMY = "Dummy weights: times are those of the architecture, answers mean nothing, and experts are chosen as they fall."
 

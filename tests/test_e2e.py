@@ -296,14 +296,14 @@ def test_prompts_that_an_earlier_point_left_in_the_cache_are_not_sent_to_fill_it
         "one warm-up, two readings, the rest"
     )
     assert {seed for _, seed, _ in loads} == {"0"} and all(row["complete"] for row in made.document["rows"])
-    # What has been evicted meanwhile is a warm-up, not a reading.
+    # What has been evicted meanwhile is no reading.
     shares = iter([0.0, 1.0, 1.0, 0.3, 1.0, 1.0, 1.0, 1.0])
     monkeypatch.setattr(e2e, "cached_share", lambda *_: next(shares))
     made = run(backends=("ETAP",), document={"engine": "vllm", "rows": [], "servers": {}})
     made.cases = cases("cached")
     made.all()
     last = made.document["rows"][1]
-    assert last["warm_up"]["cached_share"] == 0.3 and len(last["readings"]) == 3 and last["complete"]
+    assert last["discarded"]["cached_share"] == 0.3 and len(last["readings"]) == 3 and last["complete"]
 
 
 def a_kernel(name: str, microseconds: float) -> dict:
