@@ -41,6 +41,7 @@ MEMORY_SECONDS = 30
 MOST_CACHED = 0.05  # of prompts that should be new: a common first page at most
 PAGE_TOKENS = 64
 FIRST_READINGS = 2
+FIRST_TURN = 0.3
 
 
 class TurnOver(Exception):
@@ -243,7 +244,7 @@ class Run:
         return [case for case in self.cases if not any(case.same_as(row) for row in done)]
 
     def all(self) -> None:
-        """Every backend in turn, each with an equal share of the time that is left, so that a run that is cut short has
+        """Every backend in turn, each with its share of the time that is left, so that a run that is cut short has
         something of all. Raises Stopped when it is."""
         waiting = [backend for backend in self.backends if self.missing(backend)]
         log = self.logs / f"{self.engine.name}.load.log"
@@ -252,7 +253,10 @@ class Run:
             for number, backend in enumerate(waiting):
                 if self.deadline is not None:
                     now = time.monotonic()
-                    self.turn_end = now + (self.deadline - now) / (len(waiting) - number)
+                    turns = len(waiting) - number
+                    # The first server compiles what the others find in the caches, and gets a longer turn for it.
+                    turns -= FIRST_TURN if number == 0 < turns - 1 else 0
+                    self.turn_end = now + (self.deadline - now) / turns
                 if not self.turn(backend, generator):
                     cut.append(backend)
         if cut:

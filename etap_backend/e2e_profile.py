@@ -16,7 +16,7 @@ from pathlib import Path
 STEPS = 10
 OUTPUT_TOKENS = 1024
 EXPORT_SECONDS = 30
-SECONDS = 40  # that it takes in all, at most
+SECONDS = 20  # that it takes in all, about
 LISTED = 25
 ATTENTION = re.compile(
     r"\betap::"

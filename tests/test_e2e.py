@@ -8,10 +8,12 @@ the flags, prompts and names against the engines themselves.
 from __future__ import annotations
 
 import gzip
+import http.server
 import json
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -338,6 +340,44 @@ def test_attentions_share_is_that_of_its_kernels(name, tmp_path):
     assert found["attention_share"] == pytest.approx(60 / 200)
     assert found["kernels"][1] == {"name": name, "ms": 0.06, "calls": 2, "attention": True}
     assert "30.0%" in e2e_profile.line(found)
+
+
+@pytest.mark.parametrize(
+    "engine, asked", [("vllm", ["/start_profile", "/stop_profile"]), ("sglang", ["/start_profile"])]
+)
+def test_a_server_is_asked_for_a_profile_while_the_load_runs(engine, asked, tmp_path):
+    """Over real HTTP; what answers is made here and writes a trace where it was told to."""
+    (stale := tmp_path / "old.json.gz").write_bytes(b"")
+    paths = []
+
+    class Profiled(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            paths.append(self.path)
+            if self.path == asked[-1]:
+                folder = Path(json.loads(body)["output_dir"]) / "1" if body else tmp_path
+                folder.mkdir(exist_ok=True)
+                with gzip.open(folder / "trace.json.gz", "wt") as file:
+                    json.dump({"traceEvents": [a_kernel("etap::decode_kernel", 1.0), a_kernel("other", 3.0)]}, file)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Profiled) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        with e2e_profile.started_later(engine, f"http://127.0.0.1:{server.server_port}", tmp_path, 0.1):
+            assert not paths and not stale.exists()
+            time.sleep(0.6)
+            assert paths == ["/start_profile"]
+        assert e2e_profile.read(tmp_path, 5)["attention_share"] == 0.25 and paths == asked
+        server.shutdown()
+    with (
+        pytest.raises(OSError),
+        e2e_profile.started_later(engine, f"http://127.0.0.1:{lifecycle.free_port()}", tmp_path, 0),
+    ):
+        pass
 
 
 def test_a_trace_without_attention_or_none_at_all_is_said(tmp_path):
