@@ -8,7 +8,7 @@ from torch import Tensor
 from etap_backend import executor
 from etap_backend._library import library
 from etap_backend.schedule import DecodeSchedule
-from etap_backend.support import DTYPES, FP8, LATENT_DIM, why_fp8_unverified
+from etap_backend.support import DTYPES, FP8, LATENT_DIM
 
 # A hand-made registration: torch.library.custom_op costs several microseconds a call, as much as a short decode step.
 _LIBRARY = torch.library.Library("etap_backend", "DEF")
@@ -23,8 +23,6 @@ _LIBRARY.define(
 
 def _decode_on_cuda(q: Tensor, q_rope: Tensor | None, kv_cache: Tensor, *others) -> None:
     if kv_cache.dtype == FP8:
-        if reason := why_fp8_unverified():
-            raise ValueError(f"kv_cache: {reason}")
         # As plain bytes: what carries tensors over to the library need not know 8-bit floats.
         q, q_rope, kv_cache = (
             x.view(torch.uint8) if x is not None and x.dtype == FP8 else x for x in (q, q_rope, kv_cache)
@@ -149,8 +147,7 @@ def mla_decode(
         out and lse.
 
     Raises:
-        ValueError, TypeError: an argument is not as described; the text names it, what was wanted and what came. An
-            FP8 cache on a GPU is refused unless the environment has ETAP_UNVERIFIED_FP8=1.
+        ValueError, TypeError: an argument is not as described; the text names it, what was wanted and what came.
         ImportError: CUDA tensors, and the compiled library is missing or of another version.
     """
     _check_call(q, schedule, softmax_scale)

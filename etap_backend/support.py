@@ -1,7 +1,5 @@
 """The one answer to "can these kernels run this?"; engines, command line and tests all ask here."""
 
-import os
-
 import torch
 
 LATENT_DIM = 512
@@ -25,13 +23,6 @@ _FOREIGN_CACHES = {
 
 def _name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def why_fp8_unverified() -> str | None:
-    """Why nothing with an FP8 cache runs on a GPU yet, or None when the user wants it to run all the same."""
-    if os.environ.get("ETAP_UNVERIFIED_FP8") == "1":
-        return None
-    return "the FP8 kernels have not been verified on a GPU yet; ETAP_UNVERIFIED_FP8=1 runs them all the same"
 
 
 def _cache_dtype(kv_cache_dtype: "torch.dtype | str | None", dtype: torch.dtype) -> "torch.dtype | str":
@@ -88,4 +79,4 @@ def why_unsupported(
         return f"num_heads {num_heads} is not supported: wanted at least 1"
     if s_q < 1:
         return f"s_q {s_q} is not supported: wanted at least 1"
-    return why_fp8_unverified() if cache == FP8 else None
+    return None

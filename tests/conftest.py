@@ -34,9 +34,3 @@ def pytest_collection_modifyitems(items):
     if marked and (reason := _why_no_gpu()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=f"needs a Hopper GPU: {reason}"))
-
-
-@pytest.fixture
-def unverified_fp8(monkeypatch):
-    """Let FP8 caches through on a GPU: these tests are what verifies their kernels."""
-    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")

@@ -9,7 +9,6 @@ from compare import check, truth
 
 from etap_backend import DecodeSchedule, mla_decode
 
-pytestmark = pytest.mark.usefixtures("unverified_fp8")
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = {
     "cpu": (2500, 0, 1, 64, 1025, 700),

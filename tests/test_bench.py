@@ -347,7 +347,7 @@ def test_a_short_run_writes_right_results(tmp_path):
 
 
 @pytest.mark.gpu
-def test_a_short_run_with_an_fp8_cache_writes_right_results(tmp_path, unverified_fp8):
+def test_a_short_run_with_an_fp8_cache_writes_right_results(tmp_path):
     path = grid(tmp_path, "[[rows]]\nshapes = [[1, 1024], [16, 4096]]\ns_q = [1, 2]")
     output = tmp_path / "results.json"
     only = [word for name in bench.peers.OWN for word in ("--only", name)]
@@ -360,13 +360,6 @@ def test_a_short_run_with_an_fp8_cache_writes_right_results(tmp_path, unverified
         assert row["kv_dtype"] == "fp8" and set(row["results"]) == set(bench.peers.OWN)
         if row["floor_us"]:
             assert row["results"]["etap"]["us"] > 0.9 * row["floor_us"], "faster than the memory"
-
-
-@pytest.mark.gpu
-def test_fp8_rows_are_refused_until_asked_for(monkeypatch):
-    monkeypatch.delenv("ETAP_UNVERIFIED_FP8", raising=False)
-    result = CliRunner().invoke(app, ["bench", str(CONFIGS / "targets-fp8.toml")])
-    assert result.exit_code == 2 and "ETAP_UNVERIFIED_FP8=1" in result.stderr
 
 
 @pytest.mark.gpu

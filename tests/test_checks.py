@@ -6,7 +6,6 @@ from refusals import REFUSALS, valid_call
 
 from etap_backend import DecodeSchedule, mla_decode, why_unsupported
 
-pytestmark = pytest.mark.usefixtures("unverified_fp8")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
@@ -35,15 +34,6 @@ def test_the_unspoiled_call_with_an_fp8_cache_is_allowed(device, fp8_query):
         call["q"] = call["q"].to(torch.float8_e4m3fn)
         mla_decode(**call, q_scale=scale, kv_scale=scale, out_dtype=torch.bfloat16)
         mla_decode(**{**call, "out": call["out"].half()})
-
-
-@pytest.mark.gpu
-def test_an_fp8_cache_on_a_gpu_waits_for_a_user_who_accepts_unverified_kernels(monkeypatch):
-    call = valid_call("cuda")
-    call["kv_cache"] = call["kv_cache"].to(torch.float8_e4m3fn)
-    monkeypatch.delenv("ETAP_UNVERIFIED_FP8")
-    with pytest.raises(ValueError, match="^kv_cache: the FP8 kernels have not been verified on a GPU yet"):
-        mla_decode(**call)
 
 
 @pytest.mark.gpu
@@ -137,16 +127,6 @@ def test_supported_problems_have_none(problem):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 @pytest.mark.parametrize("cache", ["fp8", "fp8_e4m3", torch.float8_e4m3fn, "auto"])
-def test_fp8_caches_wait_for_a_user_who_accepts_unverified_kernels(dtype, cache, monkeypatch):
-    if cache == "auto" and dtype != torch.float8_e4m3fn:
-        assert why_unsupported(dtype=dtype, kv_cache_dtype=cache) is None
-        return
-    for value in ("", "0"):
-        monkeypatch.setenv("ETAP_UNVERIFIED_FP8", value)
-        reason = why_unsupported(dtype=dtype, kv_cache_dtype=cache)
-        assert reason == (
-            "the FP8 kernels have not been verified on a GPU yet; ETAP_UNVERIFIED_FP8=1 runs them all the same"
-        )
-    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")
+def test_fp8_caches_are_supported_with_every_query(dtype, cache):
     assert why_unsupported(dtype=dtype, kv_cache_dtype=cache) is None
     assert why_unsupported(dtype=dtype, kv_cache_dtype=cache, page_size=16).startswith("page_size 16")

@@ -11,7 +11,7 @@ from compare import check, truth
 
 from etap_backend import DecodeSchedule
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("unverified_fp8")]
+pytestmark = pytest.mark.gpu
 
 FP8_CACHE = {"kv_dtype": "fp8", "kv_scale": 0.0137}
 CACHES = {"bf16": {}, "fp8": FP8_CACHE, "fp8 math": {**FP8_CACHE, "fp8_math": True}}

@@ -34,7 +34,6 @@ KINDS = {
 FP8_KINDS = {name: kind for name, kind in KINDS.items() if "kv_dtype" in kind}
 every_kind = pytest.mark.parametrize("kind", KINDS.values(), ids=KINDS)
 bf16_or_fp8_cache = pytest.mark.parametrize("cache", [{}, FP8_CACHE], ids=["bf16", "fp8"])
-pytestmark = pytest.mark.usefixtures("unverified_fp8")
 
 GRID = {"cpu": (0, 1, 63, 64, 65, 200), "cuda": (0, 1, 63, 64, 65, 1000, 4097, 65536)}
 

@@ -21,6 +21,15 @@ struct RingPosition {
       parity ^= 1;
     }
   }
+  __device__ __forceinline__ RingPosition behind(int stages) const {
+    RingPosition past = *this;
+    past.stage -= stages;
+    if (past.stage < 0) {
+      past.stage += kStages;
+      past.parity ^= 1;
+    }
+    return past;
+  }
   __device__ __forceinline__ RingPosition ahead(int stages) const {
     RingPosition next = *this;
     next.advance(stages);

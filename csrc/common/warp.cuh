@@ -10,6 +10,13 @@ namespace etap {
 constexpr int kWarpSize = 32;
 constexpr float kLn2 = 0.6931471805599453f;  // kernels work with base 2, results have natural logarithms
 
+// The same number, of which the compiler knows nothing: what follows from it is worked out behind this place, and not kept
+// in registers over a loop before.
+__device__ __forceinline__ int anew(int x) {
+  asm volatile("" : "+r"(x));
+  return x;
+}
+
 // Two values in one register, the lower column in the lower half.
 template <class Element>
 __device__ __forceinline__ uint32_t pack(float low, float high) {

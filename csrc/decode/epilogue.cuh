@@ -50,7 +50,7 @@ template <class T, int kSlices>
 __device__ __forceinline__ void write_output(const Destination<T>& to, int first_dim, int first_slice,
                                              const OutputFragment<T>& ot) {
   constexpr int kBlocks = T::kRowTile / 8;
-  const int thread = threadIdx.x % kGroupThreads;
+  const int thread = anew(threadIdx.x % kGroupThreads);
   if (to.out == nullptr) {
     float4* partial = to.partial_out + first_dim / 64 * kBlocks * kGroupThreads + thread;
     CUTE_UNROLL
@@ -102,7 +102,8 @@ __device__ __forceinline__ void publish_columns(typename T::Columns& columns, co
   constexpr int kColumns = Softmax<T>::kColumns;
   constexpr int kCount = 2 * kColumns;
   constexpr int kLeft = kCount > 8 ? kCount / 8 : 1;
-  const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
+  const int thread = anew(threadIdx.x);
+  const int warp = thread / kWarpSize % kWarpsPerGroup;
   const int group = softmax.group;
   float values[kCount];
   CUTE_UNROLL
@@ -112,8 +113,8 @@ __device__ __forceinline__ void publish_columns(typename T::Columns& columns, co
   }
   sum_over_tokens<kCount>(values);
   // Bits 4, 3 and 2 of the lane chose the half at each step; with four values the last step chose nothing.
-  const int place = threadIdx.x / 16 % 2 * (kCount / 2) + threadIdx.x / 8 % 2 * (kCount / 4) +
-                    (kCount >= 8 ? threadIdx.x / 4 % 2 * (kCount / 8) : 0);
+  const int place =
+      thread / 16 % 2 * (kCount / 2) + thread / 8 % 2 * (kCount / 4) + (kCount >= 8 ? thread / 4 % 2 * (kCount / 8) : 0);
   CUTE_UNROLL
   for (int i = 0; i < kLeft; ++i) {
     const int column_index = (place + i) % kColumns;
@@ -155,7 +156,7 @@ __device__ __forceinline__ ColumnFactors column_factors(const typename T::Column
 
 template <class T>
 __device__ __forceinline__ void write_lse(const typename T::Columns& columns, int group, const Destination<T>& to) {
-  const int column = threadIdx.x % kGroupThreads;
+  const int column = anew(threadIdx.x % kGroupThreads);
   const int row = T::kSharedTiles ? group * T::kScoreColumns + column : column;
   if ((!T::kSharedTiles && group != 0) || column >= T::kScoreColumns || row >= to.rows) return;
   const float lse = column_factors<T>(columns, group, column).lse;

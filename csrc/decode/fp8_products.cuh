@@ -92,73 +92,122 @@ __device__ __forceinline__ void multiply(Mma& mma, const Operand<T>& operand, co
   cute::warpgroup_commit_batch();
 }
 
-// S^T of one tile, complete on return. While the tensor cores have a few operands, the next is loaded and converted.
+// The products of kLoads matrix loads, added up in the fragments that `result(load)` names, the same for each two loads.
+// While the tensor cores have a few operands, the next is loaded and converted.
+//
+// Hopper adds float16 products in float32, but e4m3 ones with some 14 bits, of which it cuts off the rest: over thousands
+// of tokens a sum would shrink by percents. So the e4m3 products of two loads get a sum of their own, which float32
+// additions take over.
+template <class T, class Mma, int kLoads, class Fragment>
+struct Products {
+  static constexpr int kParts = T::kFp8Math ? T::kOperands / 2 : 1;
+
+  Mma mma;
+  Operand<T> operands[T::kOperands];
+  Fragment parts[kParts];
+
+  template <class Fetch, class Convert, class Rows, class Result>
+  __device__ __forceinline__ void start(Fetch&& fetch, Convert&& convert, Rows&& rows, Result&& result) {
+    uint32_t words[2][4];
+    fetch(0, words[0]);
+    CUTE_UNROLL
+    for (int load = 0; load < kLoads; ++load) {
+      if (load + 1 < kLoads) fetch(load + 1, words[(load + 1) % 2]);
+      if (load >= T::kOperands) {
+        cute::warpgroup_wait<T::kFp8Math ? T::kOperands - 2 : T::kOperands - 1>();
+        if (T::kFp8Math && load % 2 == 0) take_over(load / 2 - kParts, result);
+      }
+      auto& operand = operands[load % T::kOperands];
+      convert(words[load % 2], operand);
+      if constexpr (T::kFp8Math) {
+        auto& part = parts[load / 2 % kParts];
+        if (load % 2 == 0) {
+          mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
+          cute::warpgroup_fence_operand(part);
+        }
+        multiply<T>(mma, operand, rows(load), load % 2, part);
+      } else {
+        multiply<T>(mma, operand, rows(load), load % 2 * T::kStepsPerLoad, result(load));
+      }
+    }
+  }
+
+  template <class Result>
+  __device__ __forceinline__ void finish(Result&& result) {
+    cute::warpgroup_wait<0>();
+    if constexpr (T::kFp8Math) {
+      CUTE_UNROLL
+      for (int pair = kLoads / 2 - kParts; pair < kLoads / 2; ++pair) take_over(pair, result);
+    }
+  }
+
+  template <class Result>
+  __device__ __forceinline__ void take_over(int pair, Result&& result) {
+    auto& part = parts[pair % kParts];
+    cute::warpgroup_fence_operand(part);
+    auto sum = result(2 * pair);
+    CUTE_UNROLL
+    for (int i = 0; i < cute::size(part); ++i) sum(i) += part(i);
+  }
+};
+
+// S^T of one tile, complete on return.
 template <class T>
 __device__ __forceinline__ void compute_scores_fp8(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
                                                    ScoreFragment<T>& st) {
   using namespace cute;
-  constexpr int kLoads = kHeadDim / 32;
-  typename T::ScoreMma mma;
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
-  const auto slice = mma.get_thread_slice(0);
   using Element = typename T::Element;
   const char* query = shared.query + (T::kSharedTiles ? group * T::kScoreColumns * kChunkColumns * sizeof(Element) : 0);
   const char* tile = shared.ring + at.stage * T::kStageBytes;
-  uint32_t words[2][4];
-  Operand<T> operands[T::kOperands];
+  Products<T, typename T::ScoreMma, kHeadDim / 32, decltype(make_fragment_like(st(_, 0, 0)))> products;
+  const auto slice = products.mma.get_thread_slice(0);
+  const auto result = [&](int) { return st(_, 0, 0); };
+  if constexpr (T::kFp8Math) {
+    clear(st);
+  } else {
+    products.mma.accumulate_ = GMMA::ScaleOut::Zero;
+  }
 
   shared.keys.wait(at);
-  load_keys_words<T>(tile, 0, words[0]);
   warpgroup_fence_operand(st);
-  CUTE_UNROLL
-  for (int load = 0; load < kLoads; ++load) {
-    if (load + 1 < kLoads) load_keys_words<T>(tile, load + 1, words[(load + 1) % 2]);
-    if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
-    auto& operand = operands[load % T::kOperands];
-    convert_keys<T>(words[load % 2], operand);
-    auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(query + load / 2 * T::kQueryChunkBytes)),
-                               typename T::QueryChunk{});  // (score columns, 64 columns)
-    auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
-    multiply<T>(mma, operand, r_query, load % 2 * T::kStepsPerLoad, st(_, 0, 0));
-  }
-  warpgroup_wait<0>();
+  products.start([&](int load, auto& words) { load_keys_words<T>(tile, load, words); },
+                 [](const auto& words, auto& operand) { convert_keys<T>(words, operand); },
+                 [&](int load) {
+                   auto s_query = make_tensor(
+                       make_smem_ptr(reinterpret_cast<const Element*>(query + load / 2 * T::kQueryChunkBytes)),
+                       typename T::QueryChunk{});  // (score columns, 64 columns)
+                   return slice.make_fragment_B(slice.partition_B(s_query));
+                 },
+                 result);
+  products.finish(result);
   warpgroup_fence_operand(st);
 }
 
-// Starts the products and gives the tile back once it is in registers; finish_output_fp8 waits for them.
-template <class T>
-__device__ __forceinline__ void start_output_fp8(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
-                                                 const char* probabilities, OutputFragment<T>& ot) {
+// O^T += V^T·P^T of one tile, which is given back once it is in registers; `meanwhile` runs beside the last products.
+template <class T, class Meanwhile>
+__device__ __forceinline__ void add_output_fp8(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+                                               const char* probabilities, OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
-  constexpr int kLoads = 2 * T::kOutputSlices;
-  typename T::OutputMma mma;
-  mma.accumulate_ = GMMA::ScaleOut::One;
-  const auto slice = mma.get_thread_slice(0);
+  const char* tile = shared.ring + at.stage * T::kStageBytes + first_value_chunk<T>(group) / 2 * T::kWideBytes;
+  Products<T, typename T::OutputMma, 2 * T::kOutputSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;
+  products.mma.accumulate_ = GMMA::ScaleOut::One;
+  const auto slice = products.mma.get_thread_slice(0);
   auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)),
                           typename T::Probabilities{});
   auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
-  const char* tile = shared.ring + at.stage * T::kStageBytes + first_value_chunk<T>(group) / 2 * T::kWideBytes;
-  uint32_t words[2][4];
-  Operand<T> operands[T::kOperands];
+  const auto result = [&](int load) { return ot(_, load / 2, 0); };
 
-  load_values_words<T>(tile, 0, 0, words[0]);
+  constexpr bool kFewRegisters = T::kFp8Math && T::kRowTile > 16;
+  if (kFewRegisters) meanwhile();
   warpgroup_fence_operand(ot);
-  CUTE_UNROLL
-  for (int load = 0; load < kLoads; ++load) {
-    if (load + 1 < kLoads) load_values_words<T>(tile, (load + 1) / 2, (load + 1) % 2, words[(load + 1) % 2]);
-    if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
-    auto& operand = operands[load % T::kOperands];
-    convert_values<T>(words[load % 2], operand);
-    multiply<T>(mma, operand, r_pt, load % 2 * T::kStepsPerLoad, ot(_, load / 2, 0));
-  }
+  products.start([&](int load, auto& words) { load_values_words<T>(tile, load / 2, load % 2, words); },
+                 [](const auto& words, auto& operand) { convert_values<T>(words, operand); }, [&](int) { return r_pt; },
+                 result);
   __syncwarp();
   if (threadIdx.x % kWarpSize == 0) shared.keys.release(at);
-}
-
-template <class T>
-__device__ __forceinline__ void finish_output_fp8(OutputFragment<T>& ot) {
-  cute::warpgroup_wait<0>();
-  cute::warpgroup_fence_operand(ot);
+  if (!kFewRegisters) meanwhile();
+  products.finish(result);
+  warpgroup_fence_operand(ot);
 }
 
 }  // namespace etap

@@ -47,7 +47,11 @@ __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, 
   const int tile_end = (tile + 1) * kTileTokens;
   if (tile_end > piece.seq_len - params.s_q + 1) {
     mask_scores<T>(params, piece, tile, row_group, group, st);
-    if (tile_end > piece.seq_len) zero_value_tail<T>(shared, at, piece, tile);
+    if (tile_end > piece.seq_len) {
+      // Matrix loads of the scores may still read there. What they get is masked; they should read no half-written value.
+      if constexpr (T::kFp8Cache) ptx::barrier_sync(T::score_barrier(group), T::kScoreThreads);
+      zero_value_tail<T>(shared, at, piece, tile);
+    }
   }
   bool renew = first;
   if (!renew) {
@@ -62,9 +66,7 @@ __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, 
     ptx::barrier_sync(T::score_barrier(group), T::kScoreThreads);
   }
   if constexpr (T::kFp8Cache) {
-    start_output_fp8<T>(shared, at, group, probabilities, ot);
-    softmax.accumulate();
-    finish_output_fp8<T>(ot);
+    add_output_fp8<T>(shared, at, group, probabilities, ot, [&] { softmax.accumulate(); });
   } else {
     start_output<T>(shared, at, group, probabilities, ot);
     softmax.accumulate();

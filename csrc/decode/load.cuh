@@ -60,6 +60,7 @@ __device__ __forceinline__ void copy_stage(const typename T::CacheMaps& maps, ui
 template <class T>
 __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, const DecodeParams& params,
                                           const typename T::CacheMaps& maps, int partition) {
+  constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   const bool elected = threadIdx.x % kWarpSize == 0;
   RingPosition<T::kStages> at;
   uint32_t even = 0, odd = 0;  // grants that consumers 0 and 1 got in earlier pieces
@@ -73,6 +74,7 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
       const int row = params.tiles_per_page.rem(tile) * kTileTokens;
 #pragma unroll
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
+        shared.keys.wait(at.behind(kStagesInFlight));
         shared.keys.acquire(at);
         if (!elected) continue;
         shared.keys.expect_bytes(at, T::kStageBytes);

@@ -43,6 +43,9 @@ constexpr int kValueChunks = kLatentDim / kChunkColumns;
 constexpr int kChunkBytes = kTileTokens * kChunkColumns * 2;
 constexpr int kMaxSharedBytes = 232448;
 
+// What a CTA asks of memory at a time. The ring has more room, but further requests would only queue ahead of other CTAs'.
+constexpr int kBytesInFlight = 72 * 1024;
+
 // Named barriers; 0 is __syncthreads'.
 constexpr int kConsumersBarrier = 1;
 constexpr int kGroupBarrier = 2;  // + warpgroup
