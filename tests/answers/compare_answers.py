@@ -49,7 +49,7 @@ from rich.table import Table
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "vllm"))
-from serve_check import CheckError, Deadline, cache_lines, fp8_variables, provenance, serving  # noqa: E402
+from serve_check import CheckError, Deadline, cache_lines, provenance, serving  # noqa: E402
 
 ETAP = "ETAP"
 MANY, FEW = 256, 32  # requests in flight
@@ -101,7 +101,7 @@ class Variant:
 
     @property
     def environment(self) -> dict[str, str]:
-        return fp8_variables(self.cache) | {"ETAP_FP8_MATH": str(int(self.fp8_math))}
+        return {"ETAP_FP8_MATH": str(int(self.fp8_math))}
 
     def proof(self) -> str:
         """What the log says besides when ETAP has this cache and math."""

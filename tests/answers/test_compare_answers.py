@@ -134,10 +134,9 @@ def test_variants_have_their_flags_environment_and_proof():
     assert names == ["FLASHMLA", "ETAP+fp8", "ETAP+fp8+math", "FLASHMLA+fp8"]
     plain, etap, math, other = map(Variant.parse, names)
     assert plain == Variant("FLASHMLA") and etap == Variant("ETAP", "fp8") and math == Variant("ETAP", "fp8", True)
-    assert plain.flags == ["--kv-cache-dtype", "auto"] and "ETAP_UNVERIFIED_FP8" not in plain.environment
+    assert plain.flags == ["--kv-cache-dtype", "auto"] and plain.environment == {"ETAP_FP8_MATH": "0"}
     assert etap.flags == ["--kv-cache-dtype", "fp8"] and plain.proof() == other.proof() == ""
-    assert etap.environment == {"ETAP_UNVERIFIED_FP8": "1", "ETAP_FP8_MATH": "0"}
-    assert math.environment == {"ETAP_UNVERIFIED_FP8": "1", "ETAP_FP8_MATH": "1"}
+    assert etap.environment == {"ETAP_FP8_MATH": "0"} and math.environment == {"ETAP_FP8_MATH": "1"}
     assert etap.proof() in "x ETAP decodes: KV cache FP8 (e4m3), math float16" and etap.proof() != math.proof()
 
 

@@ -60,7 +60,6 @@ from serve_check import (  # noqa: E402
     Shape,
     agreement,
     cache_lines,
-    fp8_variables,
     make_requests,
     objections,
     parse_shape,
@@ -221,8 +220,7 @@ class Check:
         console.print(f"[bold]{name}[/]: {record['command']}", highlight=False)
         log = self.output.with_name(f"{self.output.stem}-{name}.log")
         start = time.monotonic()
-        environment = os.environ | fp8_variables(self.cache)
-        with serving(command, log, environment, self.ready, self.deadline) as server:
+        with serving(command, log, dict(os.environ), self.ready, self.deadline) as server:
             record["seconds_to_ready"] = time.monotonic() - start
             record["cache"] = cache_lines(log.read_text(errors="replace"))
             console.print(f"{name}: {'; '.join(record['cache'])}", highlight=False)

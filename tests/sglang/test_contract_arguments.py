@@ -63,8 +63,7 @@ def test_page_size_of_the_user_stays(resolve, page_size):
 
 
 @pytest.mark.parametrize("dtype", ["auto", "bfloat16", "float16"])
-def test_fp8_cache_with_every_type_of_model(resolve, monkeypatch, dtype):
-    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")
+def test_fp8_cache_with_every_type_of_model(resolve, dtype):
     view = resolve(*ETAP, "--kv-cache-dtype", "fp8_e4m3", "--dtype", dtype)
     assert (view.attention_backend, view.kv_cache_dtype, view.page_size) == ("etap", "fp8_e4m3", 64)
 
@@ -79,10 +78,6 @@ def test_chunked_prefix_cache_stays_on(resolve):
         (("--page-size", 16), "page_size 16 is not supported: wanted a multiple of 64"),
         (("--page-size", 1), "page_size 1 is not supported: wanted a multiple of 64"),
         (("--dtype", "float32"), "dtype float32 is not supported"),
-        (
-            ("--kv-cache-dtype", "fp8_e4m3"),
-            "the FP8 kernels have not been verified on a GPU yet; ETAP_UNVERIFIED_FP8=1",
-        ),
         (("--kv-cache-dtype", "fp8_e5m2"), "kv_cache_dtype fp8_e5m2 is not supported"),
         (
             ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 4),
@@ -91,8 +86,7 @@ def test_chunked_prefix_cache_stays_on(resolve):
     ],
     ids=str,
 )
-def test_refuses(resolve, monkeypatch, flags, reason):
-    monkeypatch.delenv("ETAP_UNVERIFIED_FP8", raising=False)
+def test_refuses(resolve, flags, reason):
     with pytest.raises(ValueError, match=f"--attention-backend etap: {reason}"):
         resolve(*ETAP, *flags)
 

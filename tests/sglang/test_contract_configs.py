@@ -41,8 +41,6 @@ def test_there_is_one_for_each_deployment():
 def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
     """Parsed as a user does, and resolved; only the model's name becomes a folder with its config.json."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
-    # Only where the command in the file's first line sets it.
-    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", str(int("# ETAP_UNVERIFIED_FP8=1 python" in config_file.read_text())))
     folder = tmp_path / "model"
     folder.mkdir()
     shutil.copy(CONFIGS / f"models/{MODELS[settings['model-path']]}.json", folder / "config.json")

@@ -58,7 +58,6 @@ def write_rows(buffer, loc, latent, rope):
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch):
-    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")
     monkeypatch.delenv(plugins.FP8_MATH_VARIABLE, raising=False)
 
 
@@ -419,13 +418,11 @@ def test_ranks_of_decode_context_parallelism_merge_by_natural_log_sum_exp(make, 
     [
         ({"page_size": 16}, "page_size 16 is not supported: wanted a multiple of 64"),
         ({"dtype": torch.float32}, "dtype float32 is not supported"),
-        ({"fp8_kv_cache": True}, "the FP8 kernels have not been verified on a GPU yet; ETAP_UNVERIFIED_FP8=1"),
         ({"kv_lora_rank": 256}, "head_dim 320 is not supported"),
     ],
     ids=str,
 )
-def test_refuses(monkeypatch, options, reason):
-    monkeypatch.delenv("ETAP_UNVERIFIED_FP8")
+def test_refuses(options, reason):
     with pytest.raises(ValueError, match=f"attention backend etap: {reason}"):
         ATTENTION_BACKENDS["etap"](make_runner(**options))
 

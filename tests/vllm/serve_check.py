@@ -309,11 +309,6 @@ def cache_lines(log: str) -> list[str]:
     return list(dict.fromkeys(re.findall(f"{said}|{ours}", log)))
 
 
-def fp8_variables(cache: str) -> dict[str, str]:
-    """What the environment needs for a KV cache of this type: these checks are what FP8 waits for."""
-    return {"ETAP_UNVERIFIED_FP8": "1"} if cache.startswith("fp8") else {}
-
-
 def rounds_queries(cache: str, reference: str) -> bool:
     """Whether ETAP or its reference rounds queries and probabilities to e4m3, which differs more than noise."""
     fp8_math = os.environ.get("ETAP_FP8_MATH") == "1"
@@ -668,7 +663,7 @@ def main(
             output,
             ready,
             Deadline(time.monotonic() + limit),
-            environment | fp8_variables(kv_cache_dtype),
+            environment,
             document,
         )
         try:

@@ -34,7 +34,6 @@ pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 
 @pytest.fixture(autouse=True)
 def variables(monkeypatch):
-    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")
     monkeypatch.delenv(plugins.FP8_MATH_VARIABLE, raising=False)
 
 

@@ -203,7 +203,7 @@ def two_ranks(model_directory, tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     script = Path(__file__).with_name("dcp_rank.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "ETAP_UNVERIFIED_FP8": "1"}
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
     ranks = []
     for rank in range(2):
         command = [sys.executable, script, rank, port, model_directory, folder / str(rank)]

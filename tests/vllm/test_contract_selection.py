@@ -41,6 +41,7 @@ def select(engine_config):
         {"dtype": torch.float16},
         {"kv_cache_dtype": "bfloat16"},
         {"kv_cache_dtype": "fp8"},
+        {"kv_cache_dtype": "fp8_e4m3"},
         {"kv_cache_dtype": "fp8_e4m3", "dtype": torch.float16},
         {"num_heads": 1},
         {"num_heads": 128},
@@ -49,8 +50,7 @@ def select(engine_config):
     ],
     ids=str,
 )
-def test_accepts(select, monkeypatch, changes):
-    monkeypatch.setenv("ETAP_UNVERIFIED_FP8", "1")
+def test_accepts(select, changes):
     assert select(**changes) is ETAPBackend
 
 
@@ -58,8 +58,6 @@ def test_accepts(select, monkeypatch, changes):
     "changes, reason",
     [
         ({"dtype": torch.float32}, "dtype not supported"),
-        ({"kv_cache_dtype": "fp8"}, "the FP8 kernels have not been verified on a GPU yet; ETAP_UNVERIFIED_FP8=1"),
-        ({"kv_cache_dtype": "fp8_e4m3"}, "the FP8 kernels have not been verified on a GPU yet"),
         (
             {"kv_cache_dtype": "fp8_e5m2"},
             "kv_cache_dtype fp8_e5m2 is not supported: the kernels read 8-bit floats in e4m3",
@@ -78,8 +76,7 @@ def test_accepts(select, monkeypatch, changes):
     ],
     ids=str,
 )
-def test_refuses(select, monkeypatch, changes, reason):
-    monkeypatch.delenv("ETAP_UNVERIFIED_FP8", raising=False)
+def test_refuses(select, changes, reason):
     with pytest.raises(ValueError, match="ETAP is not valid") as refusal:
         select(**changes)
     assert reason in str(refusal.value)

@@ -124,7 +124,6 @@ def main() -> None:
     if "etap" not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
         sys.exit("etap-backend is not installed beside vLLM: no plugin named etap")
     plugin = WithEtap(arguments.only_etap)
-    os.environ["ETAP_UNVERIFIED_FP8"] = "1"  # this is one of the checks that FP8 waits for
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         if arguments.config:
