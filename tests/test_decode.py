@@ -115,6 +115,8 @@ def test_each_query_row_has_its_own_power_of_two(device, fp8_math):
     problem = build(Case((65, 300), heads=16, seed=15, fp8_math=fp8_math, **FP8_CACHE), device)
     # From rows of subnormal numbers and of zeros, that see all keys alike, to rows with scores above 100.
     powers = torch.tensor([-133, -126, -112, -100, -60, -30, -15, -8, -4, -2, 0, 1, 2, 3, 5, 0], device=device)
+    if fp8_math:  # where scores are large, e4m3 queries choose other keys
+        powers = powers.clamp(max=0)
     problem.q.copy_(torch.ldexp(problem.q.float(), powers[:, None]))
     problem.q[:, :, -1] = 0
     runner = Runner(problem)

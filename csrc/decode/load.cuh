@@ -61,20 +61,23 @@ template <class T>
 __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, const DecodeParams& params,
                                           const typename T::CacheMaps& maps, int partition) {
   constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
+  // A tile of an FP8 cache is one stage: two at a time would come at half the speed, and work on the first begin later.
+  constexpr int kTilesAlone = T::kFp8Cache ? 4 : 0;
   const bool elected = threadIdx.x % kWarpSize == 0;
   RingPosition<T::kStages> at;
+  int tiles_begun = 0;
   uint32_t even = 0, odd = 0;  // grants that consumers 0 and 1 got in earlier pieces
   PieceWalk walk(params, partition);
   while (!walk.done()) {
     PageFetcher pages(params, walk.request(), walk.begin_tile());
     const Piece piece = walk.next();
     if (piece.tiles() == 0) continue;
-    for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile) {
+    for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, ++tiles_begun) {
       const int page = pages.page(tile, tile - piece.begin_tile);
       const int row = params.tiles_per_page.rem(tile) * kTileTokens;
 #pragma unroll
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
-        shared.keys.wait(at.behind(kStagesInFlight));
+        shared.keys.wait(at.behind(tiles_begun < kTilesAlone ? 1 : kStagesInFlight));
         shared.keys.acquire(at);
         if (!elected) continue;
         shared.keys.expect_bytes(at, T::kStageBytes);
