@@ -24,7 +24,7 @@ FACTOR = 2.0
 COSINE = {torch.bfloat16: 5e-6, torch.float16: 5e-6 / 64}
 # Absolute for small values; relative above 1, where the float32 scores that the sum is made of carry no more digits.
 LSE = 1e-5
-# P with 3 bits after the leading one: a fortieth of noise, and up to a sixteenth where thousands of keys weigh alike and
+# P with 3 bits after the leading one: a fortieth of noise, up to a sixteenth where thousands of keys weigh alike and
 # their P are rounded alike. Rounding queries so, too, moves a score by a fortieth of its usual size or more.
 FP8_MATH_COSINE = 1.5e-3
 FP8_MATH_COSINE_ROUNDED_QUERIES = 2e-3
