@@ -104,6 +104,10 @@ class Agreement:
     differences: list[list[float]]
     parted: list[float] = field(default_factory=list)
 
+    def request_medians(self) -> dict[int, float]:
+        """By index, of the requests with steps enough."""
+        return {i: statistics.median(steps) for i, steps in enumerate(self.differences) if len(steps) >= REQUEST_STEPS}
+
     def median(self) -> float:
         return statistics.median([value for request in self.differences for value in request])
 
@@ -174,22 +178,22 @@ def agreement(answers: Sequence[Answer], reference: Sequence[Answer]) -> Agreeme
 
 
 def objections(ours: Agreement, noise: Agreement, control: Agreement, *, eager: bool = False) -> list[str]:
-    """What speaks against our answers. Eager mode rounds elsewhere than compiled code, so noise is no bound to it."""
+    """What speaks against our answers. Eager mode rounds elsewhere than compiled code, so noise is no bound to it.
+
+    Nothing is held against a request that the reference does with itself: another token where its best two are as
+    close, a median as large.
+    """
     scale = control.median()
     allowed_median = scale * CONTROL_REQUEST if eager else max(NOISE_FACTOR * noise.median(), CONTROL_MEDIAN * scale)
-    allowed_request = CONTROL_REQUEST * scale
-    allowed_gap = max(TIE_NOISE * noise.median(), TIE_CONTROL * scale)
+    allowed_request = max(CONTROL_REQUEST * scale, *noise.request_medians().values(), 0.0)
+    allowed_gap = max(TIE_NOISE * noise.median(), TIE_CONTROL * scale, *noise.parted)
     found = []
     if not noise.median() < scale * CONTROL_REQUEST:
         found.append(f"the check is blind: noise has median {noise.median():.4f}, another context only {scale:.4f}")
     if not ours.median() <= allowed_median:
         found.append(f"median difference {ours.median():.4f}, allowed {allowed_median:.4f}")
-    medians = {
-        index: statistics.median(request)
-        for index, request in enumerate(ours.differences)
-        if len(request) >= REQUEST_STEPS
-    }
-    if wrong := [f"{index}: {median:.4f}" for index, median in medians.items() if not median <= allowed_request]:
+    medians = ours.request_medians().items()
+    if wrong := [f"{index}: {median:.4f}" for index, median in medians if not median <= allowed_request]:
         found.append(f"{len(wrong)} requests with a median over {allowed_request:.4f}: {', '.join(wrong[:8])}")
     if wrong := [f"{gap:.4f}" for gap in ours.parted if not gap <= allowed_gap]:
         found.append(
