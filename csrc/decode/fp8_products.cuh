@@ -183,7 +183,8 @@ __device__ __forceinline__ void compute_scores_fp8(typename T::SharedStorage& sh
   warpgroup_fence_operand(st);
 }
 
-// O^T += V^T·P^T of one tile, which is given back once it is in registers; `meanwhile` runs beside the last products.
+// O^T += V^T·P^T of one tile, which is given back once it is in registers; `meanwhile` runs beside the last products, or
+// before the first where its registers are wanted.
 template <class T, class Meanwhile>
 __device__ __forceinline__ void add_output_fp8(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
                                                const char* probabilities, OutputFragment<T>& ot, Meanwhile&& meanwhile) {
@@ -197,7 +198,7 @@ __device__ __forceinline__ void add_output_fp8(typename T::SharedStorage& shared
   auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
   const auto result = [&](int load) { return ot(_, load / 2, 0); };
 
-  constexpr bool kFewRegisters = T::kFp8Math && T::kRowTile > 16;
+  constexpr bool kFewRegisters = T::kFp8Math && T::kRowTile > 16;  // beside the parts
   if (kFewRegisters) meanwhile();
   warpgroup_fence_operand(ot);
   products.start([&](int load, auto& words) { load_values_words<T>(tile, load / 2, load % 2, words); },
