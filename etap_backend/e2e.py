@@ -379,18 +379,18 @@ class Run:
         if case is None:
             return
         last = row["readings"][-1]
-        # Long enough that the profiler, which takes a while to start, meets decode steps only.
+        # Long enough that the profiler, which takes a while to start, meets full decode steps.
         output = min(e2e_profile.OUTPUT_TOKENS, self.serving.max_context - MARGIN_TOKENS - case.input)
         load = replace(case.load, output=output, seed=self.seed(case.prefill == "cached"))
-        until = last["seconds"] - last["duration"] + 2e-3 * last["median_ttft_ms"]
+        until = last["seconds"] - last["duration"] + max(2e-3 * last["median_ttft_ms"], last["duration"] / 2)
         folder = self.traces(backend)
         try:
             with e2e_profile.started_later(self.engine.name, f"http://127.0.0.1:{port}", folder, until):
                 self.reading(load, generator, port)
             row["profile"] = e2e_profile.read(folder, self.seconds(e2e_profile.EXPORT_SECONDS))
-        except (Failed, OSError, ValueError) as failure:
+        except (Failed, OSError, ValueError, KeyError) as failure:
             self.seconds(1)
-            row["profile"] = {"error": str(failure)}
+            row["profile"] = {"error": f"{type(failure).__name__}: {failure}"}
         self.console.print(f"  {backend}: {e2e_profile.line(row['profile'])}", markup=False, highlight=False)
 
     def seed(self, cached: bool) -> int:

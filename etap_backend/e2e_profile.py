@@ -26,6 +26,10 @@ ATTENTION = re.compile(
 )
 """Kernels of decode attention: schedule, the kernel, the merging of split requests. Not the projections around it, not
 the writing of the cache, not a concatenation of queries."""
+STEP = re.compile(r"execute_(\d+_)?context_\d|step\[")
+PREFILL = re.compile(r"execute_(\d+_)?context_[1-9]|step\[(EXTEND|MIXED|SPLIT_PREFILL)\b")
+"""Marks of steps, and of those that compute prompts: `execute_context_0(0)_generation_16(16)` in vLLM, `step[DECODE
+bs=16]` in SGLang."""
 
 
 def flags(engine: str, folder: Path) -> list[str]:
@@ -87,30 +91,75 @@ def read(folder: Path, seconds: float) -> dict:
 
 
 def share_of(events: list[dict]) -> dict:
-    """GPU time of all kernels and of attention's, in milliseconds, and the longest kernels by name."""
+    """GPU time of all kernels and of attention's, in milliseconds, and the longest kernels by name.
+
+    Of decode steps only, where the engine marks its steps; `steps` is their number, or None where it does not. Kernels
+    run beside each other, on several streams or started early to wait for the one before (programmatic dependent
+    launch), so times are those of united intervals: what `kernels` has of one is what none that began before it covers.
+    """
+    kernels, steps = _in_decode_steps(events)
+    of_attention = [kernel for kernel in kernels if ATTENTION.search(kernel["name"])]
     times: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    for event in events:
-        if event.get("cat") == "kernel":
-            times[event["name"]] += event["dur"]
-            calls[event["name"]] += 1
-    of_attention = {name: time for name, time in times.items() if ATTENTION.search(name)}
-    kernels = [
-        {"name": name[:160], "ms": round(time / 1e3, 4), "calls": calls[name], "attention": name in of_attention}
-        for name, time in times.most_common(LISTED)
+    for kernel, time_alone in zip(kernels, _times_alone(kernels), strict=True):
+        times[kernel["name"]] += time_alone
+    calls = Counter(kernel["name"] for kernel in kernels)
+    longest = [
+        {"name": name[:160], "ms": _ms(time_of_it), "calls": calls[name], "attention": bool(ATTENTION.search(name))}
+        for name, time_of_it in times.most_common(LISTED)
     ]
-    total, attention = sum(times.values()), sum(of_attention.values())
+    total, attention = sum(times.values()), sum(_times_alone(of_attention))
     return {
         "attention_share": attention / total if attention else None,
-        "attention_ms": round(attention / 1e3, 4),
-        "kernels_ms": round(total / 1e3, 4),
-        "kernels": kernels,
+        "attention_ms": _ms(attention),
+        "kernels_ms": _ms(total),
+        "steps": steps,
+        "kernels": longest,
     }
+
+
+def _ms(microseconds: float) -> float:
+    return round(microseconds / 1e3, 4)
+
+
+def _in_decode_steps(events: list[dict]) -> tuple[list[dict], int | None]:
+    """Kernels of decode steps by their begin, and how many steps; all kernels and None where no step is marked.
+
+    A kernel is of the step that was marked last before it on its GPU: what samples the tokens lies behind the mark.
+    """
+    kernels = sorted((event for event in events if event.get("cat") == "kernel"), key=lambda event: event["ts"])
+    marks = [event for event in events if event.get("cat") == "gpu_user_annotation" and STEP.match(event["name"])]
+    if not marks:
+        return kernels, None
+    latest: dict[int, dict] = {}
+    kept, steps = [], set()
+    for event in sorted(marks + kernels, key=lambda event: event["ts"]):  # at one time a mark comes before its kernel
+        if event["cat"] != "kernel":
+            latest[event["pid"]] = event
+        elif (mark := latest.get(event["pid"])) and not PREFILL.match(mark["name"]):
+            kept.append(event)
+            steps.add(mark["args"]["External id"])
+    return kept, len(steps)
+
+
+def _times_alone(kernels: list[dict]) -> list[float]:
+    """Of each of these kernels, by their begin, the microseconds that none before it on its GPU covers."""
+    ends: Counter[int] = Counter()
+    times = []
+    for kernel in kernels:
+        end = kernel["ts"] + kernel["dur"]
+        times.append(max(0.0, end - max(kernel["ts"], ends[kernel["pid"]])))
+        ends[kernel["pid"]] = max(ends[kernel["pid"]], end)
+    return times
 
 
 def line(found: dict) -> str:
     if "error" in found:
         return f"profile: {found['error'].splitlines()[0]}"
+    if found["steps"] == 0:
+        return "profile: no decode step in the trace"
     if found["attention_share"] is None:
         return "profile: no attention kernel that is known by name"
-    return f"attention {found['attention_share']:.1%} of {found['kernels_ms']:.1f} ms of kernels in the profile"
+    of_what = f"{found['kernels_ms']:.1f} ms of kernels in the profile"
+    if found["steps"]:
+        of_what = f"{found['kernels_ms'] / found['steps']:.2f} ms of kernels a step, {found['steps']} steps profiled"
+    return f"attention {found['attention_share']:.1%} of {of_what}"
