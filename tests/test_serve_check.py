@@ -96,6 +96,12 @@ def test_steps_are_compared_up_to_the_one_that_parts():
     assert result.parted == [0.8]
 
 
+def test_summary_tells_requests_too_short_to_be_judged_from_the_others():
+    summary = Agreement([[0.5] * 3, [0.25] * serve_check.REQUEST_STEPS, []]).summary()
+    assert summary["largest_median_of_a_request"] == 0.5
+    assert summary["largest_median_of_a_judged_request"] == 0.25
+
+
 def test_rounding_is_accepted():
     assert objections(scattered(0.06, seed=1), NOISE, CONTROL) == []
     assert objections(scattered(0.06, seed=1), NOISE, CONTROL, eager=True) == []
@@ -112,6 +118,23 @@ def test_faults_are_objected_to(eager):
     another_token = Agreement(scattered(0.05, seed=1).differences, parted=[0.1, 2.0])
     (found,) = objections(another_token, NOISE, CONTROL, eager=eager)
     assert found.startswith("1 requests with another token") and found.endswith(": 2.0000")
+
+
+@pytest.mark.parametrize(
+    "noisiest, ours, allowed",
+    [
+        (0.05, 0.14, True),  # an eighth of the control is 0.0625, three times the noise's 0.15
+        (0.05, 0.16, False),
+        (0.01, 0.06, True),  # the eighth
+        (0.01, 0.07, False),
+        (0.30, 0.24, True),  # half of the control, whatever the noise does
+        (0.30, 0.26, False),
+    ],
+)
+def test_what_one_request_may_differ_where_the_context_matters_little(noisiest, ours, allowed):
+    noise = Agreement([[0.01] * 30] * 39 + [[noisiest] * 30])
+    found = objections(Agreement([[0.01] * 30] * 39 + [[ours] * 30]), noise, Agreement([[0.5]] * 40))
+    assert [] == found if allowed else found[0].startswith("1 requests with a median over") and len(found) == 1
 
 
 def test_a_check_in_which_the_context_does_not_matter_is_no_check():
