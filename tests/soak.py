@@ -80,8 +80,8 @@ from serve_check import (  # noqa: E402
 )
 
 # Of correct kernels, answers of the trained model parted where the best two tokens were at most 0.125 nats apart, and
-# wrong ones at 1.2 and more (results/answers-vllm-triton.json). The largest difference of a step was 0.23 nats and the largest
-# median of a request 0.064 in results/vllm-serve.json, where another context gave medians of 3.4.
+# wrong ones at 1.2 and more (results/answers-vllm-triton.json). In results/vllm-serve.json the largest difference of a
+# step was 0.23 nats and the largest median of a request 0.064, where another context gave medians of 3.4.
 MOST_GAP, MOST_STEP, MOST_REQUEST, MOST_MEDIAN = 0.5, 1.0, 0.3, 0.05
 PROBES = 8  # of each kind
 FEW = 4

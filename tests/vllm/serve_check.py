@@ -187,8 +187,8 @@ def objections(ours: Agreement, noise: Agreement, control: Agreement, *, eager: 
     """
     scale = control.median()
     allowed_median = scale * CONTROL_REQUEST if eager else max(NOISE_FACTOR * noise.median(), CONTROL_MEDIAN * scale)
-    # A model that hardly needs its context has a small control, and an eighth of it may lie within the scatter of single
-    # requests: 0.0091 and 0.0079 where the reference's noisiest, short ones counted, were at 0.0085 and 0.0080.
+    # A model that hardly needs its context has a small control, and an eighth of it may lie within the scatter of
+    # single requests: 0.0091 and 0.0079 where the reference's noisiest, short ones counted, were at 0.0085 and 0.0080.
     noisiest = max(noise.request_medians().values(), default=0.0)
     allowed_request = max(CONTROL_REQUEST * scale, min(NOISE_FACTOR * noisiest, MOST_REQUEST * scale))
     allowed_gap = max(TIE_NOISE * noise.median(), TIE_CONTROL * scale, *noise.parted)
