@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -59,71 +60,61 @@ def by_shape(document: dict) -> dict[tuple, dict[str, dict]]:
     return shapes
 
 
-def gain(document: dict, rows: dict[str, dict]) -> float | None:
-    """TPOT of the fastest peer over ours."""
-    ours = ENGINES[document["engine"]].ours
-    times = {name: row["tpot_ms"]["median"] for name, row in rows.items() if "tpot_ms" in row}
-    peers = [time for name, time in times.items() if name != ours]
-    return min(peers) / times[ours] if ours in times and peers else None
+def _range(row: dict, key: str) -> str:
+    if key in row:
+        return "{median:.2f} ({min:.2f} to {max:.2f})".format(**row[key])
+    return "cache too small" if "skipped" in row else "failed" if "error" in row else "-"
 
 
-def _cell(row: dict | None) -> str:
-    if row is None:
+def _value(row: dict, key: str, digits: int) -> str:
+    return f"{row[key]['median']:,.{digits}f}" if key in row else "-"
+
+
+def _against(row: dict, ours: dict, key: str) -> str:
+    if row is ours or key not in row or key not in ours:
         return "-"
-    if "tpot_ms" not in row:
-        return "cache too small" if "skipped" in row else "failed" if "error" in row else "-"
-    return _range(row, "tpot_ms")
+    return f"{row[key]['median'] / ours[key]['median']:.3f}"
 
 
-def _range(row: dict | None, key: str) -> str:
-    if row is None or key not in row:
-        return "-"
-    return "{median:.2f} ({min:.2f} to {max:.2f})".format(**row[key])
+def _percent(share: float | None, digits: int) -> str:
+    return "-" if share is None else f"{share:.{digits}%}"
 
 
-def _value(row: dict | None, key: str, digits: int) -> str:
-    return f"{row[key]['median']:,.{digits}f}" if row and key in row else "-"
+Column = Callable[[dict, dict], str]
 
 
-def columns_of(document: dict) -> list[str]:
-    names = backends_of(document)
-    titles = ["requests x input/output, prefill", *(f"{name}, TPOT ms" for name in names)]
-    if _steps_known(document):
-        titles += [f"{name}, ITL ms" for name in names]
-    titles += [f"{name}, tokens/s a GPU" for name in names] + [f"{name}, TTFT ms" for name in names]
-    if _shares_known(document):
-        titles += [f"{name}, attention's share" for name in names]
-    if _profiled(document):
-        titles += [f"{name}, attention's share, profiled" for name in names]
-    return [*titles, "best peer / ours"]
+def columns_of(document: dict) -> dict[str, Column]:
+    """Title and text of each column; the text is of a row and of ours at the same point."""
+    name, known = ENGINES[document["engine"]].ours, {key for row in document["rows"] for key in row}
+    columns: dict[str, Column] = {
+        "requests x input/output, prefill": lambda row, ours: shape_text(shape_of(row)),
+        "backend": lambda row, ours: row["backend"],
+        "TPOT ms": lambda row, ours: _range(row, "tpot_ms"),
+        f"TPOT / {name}'s": lambda row, ours: _against(row, ours, "tpot_ms"),
+    }
+    if "itl_ms" in known:
+        columns["ITL ms"] = lambda row, ours: _range(row, "itl_ms")
+        columns[f"ITL / {name}'s"] = lambda row, ours: _against(row, ours, "itl_ms")
+    columns["TTFT ms"] = lambda row, ours: _value(row, "ttft_ms", 0)
+    columns["tokens/s a GPU"] = lambda row, ours: _value(row, "tokens_per_second_per_gpu", 1)
+    if "attention_share" in known:
+        columns["attention's share"] = lambda row, ours: _percent(row.get("attention_share"), 0)
+    if "profile" in known:
+        columns["attention's share, profiled"] = lambda row, ours: _percent(
+            row.get("profile", {}).get("attention_share"), 1
+        )
+    columns["readings"] = lambda row, ours: str(len(row.get("readings", [])))
+    return columns
 
 
-def _shares_known(document: dict) -> bool:
-    return any("attention_share" in row for row in document["rows"])
-
-
-def _steps_known(document: dict) -> bool:
-    return any("itl_ms" in row for row in document["rows"])
-
-
-def _profiled(document: dict) -> bool:
-    return any("profile" in row for row in document["rows"])
-
-
-def cells_of(document: dict, shape: tuple, rows: dict[str, dict]) -> list[str]:
-    names, ratio = backends_of(document), gain(document, rows)
-    cells = [shape_text(shape), *(_cell(rows.get(name)) for name in names)]
-    if _steps_known(document):
-        cells += [_range(rows.get(name), "itl_ms") for name in names]
-    cells += [_value(rows.get(name), "tokens_per_second_per_gpu", 1) for name in names]
-    cells += [_value(rows.get(name), "ttft_ms", 0) for name in names]
-    if _shares_known(document):
-        shares = (rows.get(name, {}).get("attention_share") for name in names)
-        cells += ["-" if share is None else f"{share:.0%}" for share in shares]
-    if _profiled(document):
-        found = (rows.get(name, {}).get("profile", {}).get("attention_share") for name in names)
-        cells += ["-" if share is None else f"{share:.1%}" for share in found]
-    return [*cells, "-" if ratio is None else f"{ratio:.3f}"]
+def cells_of(document: dict) -> list[list[str]]:
+    """The table's rows: all backends of a point, then the next point; without what was begun and has no reading."""
+    columns, names = columns_of(document).values(), backends_of(document)
+    ours, lines = ENGINES[document["engine"]].ours, []
+    for rows in by_shape(document).values():
+        told = [rows[name] for name in names if {"tpot_ms", "skipped", "error"} & rows.get(name, {}).keys()]
+        lines += [[text(row, rows.get(ours, {})) for text in columns] for row in told]
+    return lines
 
 
 def title_of(document: dict) -> str:
@@ -159,9 +150,9 @@ def problems(document: dict) -> list[str]:
 def print_document(document: dict, console: Console) -> None:
     table = Table(title=title_of(document), title_justify="left")
     for number, title in enumerate(columns_of(document)):
-        table.add_column(title, justify="left" if number == 0 else "right")
-    for shape, rows in by_shape(document).items():
-        table.add_row(*cells_of(document, shape, rows))
+        table.add_column(title, justify="left" if number < 2 else "right")
+    for cells in cells_of(document):
+        table.add_row(*cells)
     console.print(table)
     for name, record in document["servers"].items():
         if "seconds_to_ready" in record:
@@ -181,9 +172,9 @@ def print_document(document: dict, console: Console) -> None:
 def markdown(document: dict) -> str:
     columns = columns_of(document)
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for shape, rows in by_shape(document).items():
-        lines.append("| " + " | ".join(cells_of(document, shape, rows)) + " |")
-    return "\n".join([*lines, "", f"{provenance(document)} TPOT: {document['method']}."])
+    lines += ["| " + " | ".join(cells) + " |" for cells in cells_of(document)]
+    ending = "" if document["complete"] else f" Stopped {document['stopped']}; what is missing was not measured."
+    return "\n".join([*lines, "", f"{provenance(document)} TPOT: {document['method']}.{ending}"])
 
 
 def update_readme(readme: Path, documents: list[dict]) -> None:

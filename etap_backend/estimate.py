@@ -138,6 +138,14 @@ def servers_of(document: dict, target: str) -> Servers:
     return Servers(here, plan.read_gpu(name), there, plan.read_gpu(target))
 
 
+def step_ms(document: dict, row: dict) -> float:
+    """A decode step as served. Where all prompts are in the prefix cache and each step gives one token, it is the time
+    between two tokens; TPOT has in it what requests wait for the others' admission, and smaller batches at the end."""
+    if row["prefill"] == "cached" and not document["draft_tokens"] and "itl_ms" in row:
+        return row["itl_ms"]["median"]
+    return row["tpot_ms"]["median"] * row.get("acceptance_length", {}).get("median", 1.0)
+
+
 def with_shares(document: dict, benchmarks: list[dict]) -> dict:
     """The document with the share of attention in a decode step in every row whose kernel these benchmarks have.
 
@@ -157,8 +165,8 @@ def with_shares(document: dict, benchmarks: list[dict]) -> dict:
             and kernel
             and (call := measured_call(servers.model_here, servers.gpu_here, on, kernel, here))
         ):
-            step = row["tpot_ms"]["median"] * row.get("acceptance_length", {}).get("median", 1.0)
-            row = row | {"attention_share": call.us * servers.model_here.num_hidden_layers / 1e3 / step}
+            attention = call.us * servers.model_here.num_hidden_layers / 1e3
+            row = row | {"attention_share": attention / step_ms(document, row)}
         rows.append(row)
     return document | {"rows": rows}
 
@@ -173,7 +181,7 @@ def estimate_row(document: dict, row: dict, servers: Servers, here: list[dict], 
     if not before or not after:
         return f"{row['backend']} was not measured on {'the H20 proxy' if before else gpu.name}"
     accepted = row.get("acceptance_length", {}).get("median", 1.0)
-    step = row["tpot_ms"]["median"] * accepted
+    step = step_ms(document, row)
     attention = before.us * model.num_hidden_layers / 1e3
     if attention >= step:
         return f"attention's {attention:.1f} ms is more than the step's {step:.1f} ms"

@@ -685,11 +685,14 @@ def document() -> dict:
 
 def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(document, tmp_path):
     text = e2e_report.markdown(document)
-    line = next(line for line in text.splitlines() if "16 x 16K/128, cached" in line)
-    assert "16.00 (16.00 to 17.60)" in line and line.endswith("| 1.250 |")
-    assert text.splitlines()[0].index("ETAP, TPOT") < text.splitlines()[0].index("FLASHMLA, TPOT")
+    lines = [line for line in text.splitlines() if "16 x 16K/128, cached" in line]
+    assert "| ETAP | 16.00 (16.00 to 17.60) | - |" in lines[0], "ours comes first"
+    assert "| FLASHMLA | 20.00 (20.00 to 22.00) | 1.250 |" in lines[1] and lines[1].endswith("| 3 |")
+    assert "| FA | 21.00 (21.00 to 23.10) | 1.312 |" in lines[2] and len(lines) == 3
     assert "cache too small" in text and "dummy weights" in text and "Dummy weights: times are" in text
-    assert "FP8 KV cache" not in text
+    assert "FP8 KV cache" not in text and "Stopped" not in text
+    cut = e2e_report.markdown({**document, "complete": False, "stopped": "by SIGINT"})
+    assert cut.endswith("Stopped by SIGINT; what is missing was not measured.")
     in_fp8 = e2e_report.markdown({**document, "kv_dtype": "fp8", "draft_tokens": 1})
     assert "; FP8 KV cache; 1 draft tokens, driver" in in_fp8
     screen = tmp_path / "screen.txt"
@@ -705,13 +708,20 @@ def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(docume
 def test_the_share_that_a_profile_found_is_in_the_table(document):
     document["rows"][3]["profile"] = {"attention_share": 0.234}
     document["rows"][0]["profile"] = {"error": "no trace"}
-    document["rows"][3]["itl_ms"] = {"median": 9.876, "min": 9.0, "max": 10.0}
+    for place, time_of_step in ((3, 9.876), (0, 8.888)):
+        document["rows"][place]["itl_ms"] = {"median": time_of_step, "min": 9.0, "max": 10.0}
+    document["rows"].append({"backend": "FA", **e2e.Case(65536, 128, 16, "cached", 1, 1).describe(), "readings": []})
     head, _, *lines = e2e_report.markdown(document).splitlines()
-    column = head.split(" | ").index("ETAP, attention's share, profiled")
-    shares = [line.split(" | ")[column] for line in lines if line.startswith("| ")]
-    assert shares == ["23.4%", "-", "-"]
-    column = head.split(" | ").index("ETAP, ITL ms")
-    assert lines[0].split(" | ")[column] == "9.88 (9.00 to 10.00)" and lines[1].split(" | ")[column] == "-"
+    titles = head.split(" | ")
+    cells = [line.split(" | ") for line in lines if line.startswith("| ")]
+    assert [line[1] for line in cells] == ["ETAP", "FLASHMLA", "ETAP", "FLASHMLA", "FA", "ETAP"], (
+        "no row without a time"
+    )
+    shares = [line[titles.index("attention's share, profiled")] for line in cells]
+    assert shares == ["23.4%", "-", "-", "-", "-", "-"]
+    steps = [line[titles.index("ITL ms")] for line in cells]
+    assert steps[:3] == ["9.88 (9.00 to 10.00)", "8.89 (9.00 to 10.00)", "-"]
+    assert [line[titles.index("ITL / ETAP's")] for line in cells][:3] == ["-", "0.900", "-"]
 
 
 def test_the_readme_gets_the_table_and_the_plot_is_drawn(document, tmp_path):

@@ -110,6 +110,18 @@ def test_draft_tokens_make_a_step_of_several_tokens():
     assert "s_q 2" in found.attention_there.source
 
 
+def test_the_step_is_the_time_between_tokens_where_prompts_are_cached():
+    """What requests wait for the others to be let in is no part of a decode step."""
+    both = row("ETAP", 16, 10.0, 4096, 256) | {"itl_ms": {"median": 8.0}, "prefill": "cached"}
+    served = both | {"prefill": "served"}
+    assert [estimate.step_ms(document(), one) for one in (both, served)] == [8.0, 10.0]
+    assert estimate.step_ms(document(draft_tokens=1), both | {"acceptance_length": {"median": 1.9}}) == 19.0
+    cached, mixed = estimate.with_shares(document(both, served, title="t", engine="vllm"), H200)["rows"]
+    assert cached["attention_share"] == pytest.approx(1.25 * mixed["attention_share"])
+    (ours, other), _ = estimate.estimate(document(both, served), H200 + PROXY)
+    assert (ours.step_here_ms, other.step_here_ms) == (8.0, 10.0)
+
+
 @pytest.mark.parametrize(
     "reading, words",
     [
@@ -129,7 +141,7 @@ def test_attentions_share_is_that_of_the_measured_kernel_in_the_served_step():
     ours, other = estimate.with_shares(reading, H200)["rows"]
     (us,) = [r["results"]["etap"]["us"] for r in H200[0]["rows"] if (r["batch"], r["length"]) == (16, 4096)]
     assert ours["attention_share"] == pytest.approx(61 * us / 1e3 / 10.0) and "attention_share" not in other
-    assert "ETAP, attention's share" in e2e_report.columns_of({**reading, "rows": [ours, other]})
+    assert "attention's share" in e2e_report.columns_of({**reading, "rows": [ours, other]})
     assert "attention_share" not in estimate.with_shares(reading, PROXY)["rows"][0], "the proxy is another GPU"
     assert estimate.with_shares({**reading, "gpu": "NVIDIA B200"}, H200)["rows"] == reading["rows"]
 
