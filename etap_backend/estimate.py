@@ -1,6 +1,6 @@
 """What a server with H20 GPUs would do, estimated from end-to-end readings on another Hopper GPU.
 
-    python -m etap_backend.estimate results/e2e-decode-vllm.json --kernels results/targets.json \\
+    python -m etap_backend.estimate results/e2e-decode-short-vllm.json --kernels results/targets.json \\
         --kernels results/targets-h20-proxy.json
 
 Of every reading the attention is taken out at the measured time of its kernel on that GPU, and put back at the time
