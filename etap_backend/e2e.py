@@ -115,7 +115,7 @@ def _with_inherited(content: dict) -> dict:
         return content
     inherited = _with_inherited(configs.read_toml_table(configs.find("e2e", base)))
     tables = {
-        key: value | content[key] for key, value in inherited.items() if isinstance(value, dict) & (key in content)
+        key: value | content[key] for key, value in inherited.items() if isinstance(value, dict) and key in content
     }
     return inherited | content | tables
 

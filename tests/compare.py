@@ -26,7 +26,8 @@ COSINE = {torch.bfloat16: 5e-6, torch.float16: 5e-6 / 64}
 LSE = 1e-5
 # P with 3 bits after the leading one: a fortieth of noise, up to a sixteenth where thousands of keys weigh alike and
 # their P are rounded alike. Rounding queries so, too, moves a score by a fortieth of its usual size or more.
-FP8_MATH_COSINE = 1.5e-3
+FP8_MATH_COSINE = 1e-3
+FP8_MATH_COSINE_ALIKE = 1.5e-3
 FP8_MATH_COSINE_ROUNDED_QUERIES = 2e-3
 FP8_MATH_LSE_ROUNDED_QUERIES = 0.25
 # Hopper adds e4m3 products with some 14 bits, of the largest among those that it adds at a time.
@@ -96,7 +97,8 @@ def problems_with(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted
     lse_error = torch.where(torch.isfinite(wanted.lse.flatten(1)), lse_error.abs(), 0).amax(1)
     cosine_limit, lse_limit = COSINE[plain_dtype(problem)], LSE
     if problem.case.fp8_math:
-        cosine_limit, lse_limit = FP8_MATH_COSINE, FP8_MATH_LSE
+        alike = problem.case.law == "clamped"
+        cosine_limit, lse_limit = FP8_MATH_COSINE_ALIKE if alike else FP8_MATH_COSINE, FP8_MATH_LSE
     if problem.case.fp8_math and problem.q.dtype != FP8:
         cosine_limit, lse_limit = FP8_MATH_COSINE_ROUNDED_QUERIES, FP8_MATH_LSE_ROUNDED_QUERIES
     measures = [

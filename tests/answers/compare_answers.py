@@ -129,6 +129,8 @@ class Vllm:
         "drafts accepted": "vllm:spec_decode_num_accepted_tokens_total",
     }
     forces = True
+    roomy: tuple[str, ...] = ()
+    """Modes with room for all requests, in which none is preempted."""
 
     def proof(self, backend: str) -> str:
         """What the log says when this backend is in use."""
@@ -181,13 +183,13 @@ class Sglang:
         "prefix tokens found": "sglang:cached_tokens_total",
     }
     forces = False
+    roomy = ("mtp",)  # SGLang 0.5.17 loses a log-probability of a drafting request that it retracts
 
     def proof(self, backend: str) -> str:
         return f"attention_backend='{backend}'"
 
     def command(self, model: Path, backend: str, mode: str, cache_tokens: int) -> list[str]:
-        # SGLang 0.5.17 loses a log-probability of a drafting request that it retracts, so then there is room for all.
-        room = cache_tokens if mode == "plain" else 8 * cache_tokens
+        room = 8 * cache_tokens if mode in self.roomy else cache_tokens
         flags = {
             "plain": [],
             "mtp": [
@@ -338,14 +340,17 @@ class Run:
                 source = stages if own else of_reference.result()["stages"]
                 stages["forced"] = self.ask(server.url, MANY, source["together"])
             with urllib.request.urlopen(f"{server.url}/metrics", None, 20) as response:
-                counters = read_counters(response.read().decode(), self.engine.counters)
+                metrics = response.read().decode()
         text = log.read_text(errors="replace")
+        told = {
+            name: n for name, n in self.engine.counters.items() if name != "preempted" or mode not in self.engine.roomy
+        }
         record = {
             "command": shlex.join(["python", *command[1:]]),
             "cache": cache_lines(text),
             "seconds_to_ready": ready,
             "seconds": time.monotonic() - start,
-            "counters": counters,
+            "counters": read_counters(metrics, told),
             "backend_in_use": self.engine.proof(variant.backend) in text and variant.proof() in text,
         }
         raw = {s: {k: [asdict(a) for a in answers] for k, answers in kinds.items()} for s, kinds in stages.items()}
@@ -414,9 +419,7 @@ def judge(servers: dict[str, dict], pairs: list[dict]) -> list[str]:
         if not server["backend_in_use"]:
             found.append(f"{name}: the log does not say that the backend is in use")
         for what, value in server["counters"].items():
-            drafting = not name.endswith(" plain")
-            without_retraction = drafting and what == "preempted" and value is None  # SGLang's, see there
-            if not value and (drafting or what in ("preempted", "prefix tokens found")) and not without_retraction:
+            if not value and (what in ("preempted", "prefix tokens found") or not name.endswith(" plain")):
                 found.append(f"{name}: {what}: wanted some, got {value}")
     for pair in pairs:
         must_agree = pair["mode"] == pair["other_mode"] and judged_together(pair["backend"], pair["other"])
@@ -460,7 +463,7 @@ def print_tables(document: dict) -> None:
         servers.add_row(
             name,
             ", ".join(f"{kind} {share:.1%}" for kind, share in server["right"].items()),
-            str(counters["preempted"]),
+            str(counters.get("preempted", "room for all")),
             str(counters["prefix tokens found"]),
             f"{accepted / counters['drafts']:.0%}" if accepted else "",
             ", ".join(f"{kind} {value:.5f}" for kind, value in forced.items()),

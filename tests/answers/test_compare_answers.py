@@ -173,6 +173,9 @@ def test_backends_that_round_queries_are_not_held_to_noise(monkeypatch, cache, r
 def test_a_run_that_proves_nothing_fails():
     assert any("preempted: wanted some" in line for line in failures(*records(counters={"preempted": 0.0})))
     assert any("prefix" in line for line in failures(*records(counters={"prefix tokens found": None})))
+    right, found = records(counters={"preempted": None, "drafts": 5.0, "drafts accepted": 2.0})
+    drafting = {(backend, "mtp"): record for (backend, _), record in found.items()}
+    assert any("mtp: preempted: wanted some" in line for line in failures(right, drafting))
     right, found = records()
     assert any("train longer" in line for line in failures([[0, 0, 0]] * 256, copy.deepcopy(found)))
     found["ETAP", "plain"]["backend_in_use"] = False
