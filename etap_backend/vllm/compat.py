@@ -2,6 +2,7 @@
 
 import contextlib
 import copyreg
+import importlib.metadata
 import logging
 from enum import Enum
 
@@ -117,7 +118,7 @@ def reserves_in_profile_run() -> bool:
 
 
 def max_decode_query_len(vllm_config) -> int:
-    """Most query tokens for each request that vLLM sends to `forward_mqa`: 1, more with speculative decoding.
+    """Query tokens of a request that is decoded: 1, more with speculative decoding.
 
     Reason: this rule is a function since 0.31. Before, it is inside `AttentionMetadataBuilder`, which is constructed
     when memory has been measured.
@@ -131,3 +132,16 @@ def max_decode_query_len(vllm_config) -> int:
     if speculative is None or speculative.num_speculative_tokens is None:
         return 1
     return 1 + (2 if speculative.parallel_drafting else 1) * speculative.num_speculative_tokens
+
+
+def pads_tokens_of_no_request(vllm_config) -> bool:
+    """Whether a step of prompts, however short, may come with tokens that belong to none of its requests.
+
+    Reason: beside breakable CUDA graphs the V2 model runner pads the tokens of a step, and its requests too only where
+    it decodes. In a step of short prompts of one length those tokens are none's, but counted as decodes'.
+    Versions: 0.26; 0.33 pads for full graphs alone. Goes when 0.33 is the oldest one supported.
+    """
+    import vllm.envs as envs
+
+    padded = SpecifierSet("<0.33").contains(importlib.metadata.version("vllm"), prereleases=True)
+    return padded and envs.VLLM_USE_BREAKABLE_CUDAGRAPH and vllm_config.use_v2_model_runner

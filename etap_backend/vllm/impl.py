@@ -11,14 +11,14 @@ from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
 from etap_backend import mla_decode, plugins, why_unsupported
 from etap_backend.vllm import compat
-from etap_backend.vllm.metadata import ETAPMetadata, claim_workspace, workspace_floats
+from etap_backend.vllm.metadata import ETAPMetadata, claim_workspace, max_query_len, workspace_floats
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
 
 
 class ETAPImpl(MLACommonImpl[ETAPMetadata]):
-    """One layer's MLA attention: decode by ETAP's kernels, prefill as in every MLA backend of vLLM."""
+    """One layer's MLA attention: decodes and short prompts by ETAP's kernels, prefill by vLLM's own."""
 
     can_return_lse_for_decode: ClassVar[bool] = True
     lse_base_on_e: ClassVar[bool] = True
@@ -67,7 +67,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         config = get_current_vllm_config()
         # Decode context parallelism gathers the query heads of its ranks, which the base class counts later until 0.27.
         kernel_heads = num_heads * config.parallel_config.decode_context_parallel_size
-        max_s_q = compat.max_decode_query_len(config)
+        max_s_q = max_query_len(config, num_heads)
         reason = why_unsupported(
             dtype=config.model_config.dtype,
             num_heads=kernel_heads,
@@ -99,7 +99,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         attn_metadata: ETAPMetadata,
         layer: AttentionLayer,
     ) -> tuple[Tensor, Tensor]:
-        """Decode attention of this layer.
+        """Attention of this layer for what vLLM takes for decodes, short prompts among them.
 
         Args:
             q: (latent part [tokens, heads, 512], rope part [tokens, heads, 64]), both with any strides, or both parts

@@ -19,6 +19,33 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from etap_backend import DecodeSchedule
+from etap_backend.vllm import compat
+
+SHORT_PROMPT_TOKENS = 128
+SHORT_PROMPT_ROWS = 2048
+"""Query rows (tokens * heads) of one request that were timed against vLLM's prefill, and won: those of 128 tokens with
+16 heads. Each 64 of them read the context again, and more would leave fewer CTAs to divide a lone request's context.
+"""
+
+
+def short_prompt_tokens(vllm_config: VllmConfig, num_heads: int) -> int:
+    """Most new tokens of a prompt that go through the decode kernel: 1 where that must not be."""
+    parallel = vllm_config.parallel_config
+    # The way that a prompt goes depends on its company, and with the way its bits.
+    depends_on_company = envs.VLLM_BATCH_INVARIANT
+    # A prompt may hit blocks of the prefix cache that another one of its step is writing. vLLM keeps such two out of
+    # different micro-batches, but not what it takes for a decode.
+    reads_what_is_written = parallel.use_ubatching
+    if depends_on_company or reads_what_is_written or compat.pads_tokens_of_no_request(vllm_config):
+        return 1
+    return max(1, min(SHORT_PROMPT_TOKENS, SHORT_PROMPT_ROWS // num_heads))
+
+
+def max_query_len(vllm_config: VllmConfig, num_heads: int) -> int:
+    """Most query tokens for each request that vLLM sends to `forward_mqa`, before there is a builder to ask."""
+    if vllm_config.parallel_config.decode_context_parallel_size > 1:
+        return 1
+    return max(compat.max_decode_query_len(vllm_config), short_prompt_tokens(vllm_config, num_heads))
 
 
 def workspace_floats(vllm_config: VllmConfig, num_heads: int, max_s_q: int, num_sms: int) -> int:
@@ -62,13 +89,17 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
-    # vLLM raises it to the tokens that speculative decoding verifies; more than that would bring in short prefills.
-    reorder_batch_threshold: int = 1
+    # An instance may have less. With decode context parallelism vLLM makes it 1 by itself.
+    reorder_batch_threshold: int = SHORT_PROMPT_TOKENS
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, ETAPMetadata)
+        # Again, as vLLM did: now the number of heads is known. It raises this to the tokens that it verifies.
+        self._init_reorder_batch_threshold(
+            short_prompt_tokens(vllm_config, self.num_heads), supports_spec_as_decode=True
+        )
         # Decode context parallelism gathers the query heads of its ranks before forward_mqa.
         num_heads = self.num_heads * self.dcp_world_size
         num_sms = num_compute_units(device.index)

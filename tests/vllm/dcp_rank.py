@@ -67,11 +67,14 @@ def run(config, rank: int, scale: float | None) -> tuple[torch.Tensor, torch.Ten
     """Output and weight of this rank's layer."""
     layer = build_layer(config, HEADS)
     layer._k_scale.fill_(scale or 1.0)
+    layer.impl.reserve_workspace()
+    workspace.lock_workspace()  # the builder may not need more
     builder = make_builder(layer, config)
     check_attention_cp_compatibility(config)
     assert builder.schedule.num_heads == RANKS * HEADS
-    # Drafts go through vLLM's prefill: it says so for a backend that does not claim varying query lengths with DCP.
-    assert builder.reorder_batch_threshold == 1
+    # Drafts and short prompts go through vLLM's prefill: it says so for a backend that does not claim varying query
+    # lengths with DCP.
+    assert builder.reorder_batch_threshold == builder.schedule.max_s_q == 1
     assert not builder.supports_draft_decode_metadata_update
     problem = Problem(LENGTHS, 1, heads=RANKS * HEADS, kv_scale=scale)
     share, lengths = share_of(problem, rank)

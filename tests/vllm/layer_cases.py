@@ -52,10 +52,11 @@ class Problem:
                 cache[self.block_table[request, begin // BLOCK], : len(part)] = part
         self.cache = cache.view(torch.uint8) if dtype == FP8 else cache
 
-    def common_metadata(self, prefill_lengths=()):
-        """vLLM's description of the batch: the decodes, then prompts without context."""
+    def common_metadata(self, prefill_lengths=(), context=0):
+        """vLLM's description of the batch: the decodes, then prompts over so much context, which has no blocks here."""
         query_lens = [self.s_q if length else 0 for length in self.lengths] + list(prefill_lengths)
-        seq_lens = torch.tensor(self.lengths + list(prefill_lengths), dtype=torch.int32)
+        totals = self.lengths + [context + length for length in prefill_lengths]
+        seq_lens = torch.tensor(totals, dtype=torch.int32)
         starts = torch.tensor([0] + query_lens).cumsum(0).int()
         tokens = self.tokens + sum(prefill_lengths)
         block_table = torch.zeros(len(seq_lens), self.block_table.shape[1] + 3, dtype=torch.int32)

@@ -64,6 +64,8 @@ def relative_rmse(out, exact):
     ([2048], 1, {}),
     ([70, 129, 4], 4, SPECULATIVE),
     ([300, 3], 2, SPECULATIVE),
+    ([700, 300], 37, {}),
+    ([2048], 128, SPECULATIVE),
 ], ids=str)  # fmt: skip
 def test_layer_decodes_as_exactly_as_torch(make_fp8, cache, lengths, s_q, arguments):
     layer, builder = make_fp8(cache=cache, **arguments)
@@ -128,7 +130,9 @@ def test_queries_and_scale_reach_the_kernel_as_they_are(make_fp8, monkeypatch):
     assert not call["fp8_math"]
 
 
-@pytest.mark.parametrize("s_q, arguments", [(1, {}), (4, SPECULATIVE)], ids=["decode", "speculative"])
+@pytest.mark.parametrize(
+    "s_q, arguments", [(1, {}), (4, SPECULATIVE), (20, {})], ids=["decode", "speculative", "short prompts"]
+)
 def test_fp8_math_is_as_exact_as_its_types_allow(make_fp8, monkeypatch, s_q, arguments):
     """At most twice the error of attention in float64 that rounds to e4m3 what the kernel does: queries, probabilities.
 
@@ -245,7 +249,9 @@ def test_a_prefix_that_requests_share_is_read_by_each(make_fp8):
     assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
 
 
-@pytest.mark.parametrize("arguments, s_q", [({}, 1), (SPECULATIVE, 4)], ids=["decode", "speculative"])
+@pytest.mark.parametrize(
+    "arguments, s_q", [({}, 1), (SPECULATIVE, 4), ({}, 128)], ids=["decode", "speculative", "short prompts"]
+)
 def test_workspace_is_claimed_while_vllm_measures_memory(make_fp8, arguments, s_q):
     layer, builder = make_fp8(**arguments)
     q = torch.zeros(4, HEADS, NOPE + ROPE, dtype=torch.bfloat16)

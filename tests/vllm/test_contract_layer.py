@@ -25,11 +25,14 @@ from layer_cases import (
     make_builder,
 )
 from vllm.platforms import current_platform
+from vllm.v1.attention import backend as attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker import workspace
 
 from etap_backend.vllm import impl
-from etap_backend.vllm.metadata import claim_workspace
+from etap_backend.vllm.metadata import SHORT_PROMPT_TOKENS, claim_workspace, max_query_len, workspace_floats
+
+H200_SMS = 132
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 
@@ -111,9 +114,8 @@ def test_shares_of_a_context_merge_by_natural_log_sum_exp(make):
     torch.testing.assert_close(merged, whole.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_prompts_stay_with_vllms_prefill(make):
+def test_prompts_beside_decodes_stay_with_vllms_prefill(make):
     _, builder = make(**SPECULATIVE)
-    assert builder.reorder_batch_threshold == 4
     problem = Problem([70, 129], 1)
     step = builder.build(0, problem.common_metadata(prefill_lengths=[40, 9]))
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (2, 2, 2)
@@ -121,11 +123,68 @@ def test_prompts_stay_with_vllms_prefill(make):
     assert (step.decode.schedule.batch, step.decode.schedule.s_q) == (2, 1)
 
 
-def test_without_speculation_only_single_tokens_are_decodes(make):
+@pytest.mark.parametrize("lengths, s_q", [
+    ([700, 300], 37),
+    ([2048], 128),
+    ([1999, 128, 129], 128),
+    ([64, 2, 65], 2),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("arguments", [{}, SPECULATIVE], ids=["plain", "speculative"])
+def test_short_prompts_are_decodes_as_exact_as_torch(make, lengths, s_q, arguments):
+    """Over a cached prefix or, where a length is s_q, over none; each sees the prefix, and its own tokens causally."""
+    layer, builder = make(**arguments)
+    assert type(builder).reorder_batch_threshold == builder.reorder_batch_threshold == SHORT_PROMPT_TOKENS == 128
+    problem = Problem(lengths, s_q)
+    step = builder.build(0, problem.common_metadata())
+    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (len(lengths), problem.tokens, 0)
+    assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
+
+
+def test_longer_prompts_are_prefilled(make):
     _, builder = make()
-    assert builder.reorder_batch_threshold == 1
-    step = builder.build(0, Problem([70], 1).common_metadata(prefill_lengths=[2]))
-    assert (step.num_decodes, step.num_prefills) == (1, 1)
+    step = builder.build(0, Problem([129], 129).common_metadata(prefill_lengths=[7]))
+    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills, step.decode) == (0, 0, 2, None)
+
+
+@pytest.mark.parametrize("context", [0, 200])
+@pytest.mark.parametrize("s_q, others", [(1, [37]), (1, [1000, 37]), (37, [36]), (37, [500, 37])], ids=str)
+def test_decode_and_prefill_share_a_step(make, monkeypatch, context, s_q, others):
+    """Those of the first one's length are decodes, be they decodes or prompts, as far as no other length comes between.
+
+    vLLM's prefill needs a GPU: that it gets all other tokens, and only those, is what is seen of it here.
+    """
+    if context and not hasattr(attention_backend, "max_decode_query_len"):
+        pytest.skip("vLLM 0.26 pins host memory for the context of a prefill, which needs a driver")
+    layer, builder = make()
+    problem = Problem([700, 130], s_q)
+    step = builder.build(0, problem.common_metadata(others, context))
+    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (2, problem.tokens, len(others))
+    q = torch.cat([problem.q, torch.randn(sum(others), *problem.q.shape[1:]).bfloat16()])
+    prefilled = []
+
+    def forward_mha(q, *arguments, output, **more):
+        prefilled.append(q)
+        output.fill_(7)
+
+    monkeypatch.setattr(layer.impl, "forward_mha", forward_mha)
+    output = torch.full((len(q), HEADS * VALUE), float("nan"), dtype=torch.bfloat16)
+    unused = torch.empty(len(q), 0)
+    layer.forward_impl(q, unused, unused, problem.cache, step, output=output)
+    assert_as_exact_as_torch(output[: problem.tokens], problem, layer.kv_b_proj.weight)
+    assert torch.equal(prefilled[0], q[problem.tokens :]) and (output[problem.tokens :] == 7).all()
+
+
+@pytest.mark.parametrize("heads, tokens", [(8, 128), (16, 128), (24, 85), (32, 64), (64, 32), (128, 16)])
+def test_more_heads_take_shorter_prompts(make, heads, tokens):
+    """2048 rows a request are what was timed."""
+    layer, builder = make(heads=heads)
+    assert builder.reorder_batch_threshold == builder.schedule.max_s_q == tokens
+    problem = Problem([300, tokens], tokens, heads=heads)
+    step = builder.build(0, problem.common_metadata())
+    assert step.num_decode_tokens == 2 * tokens
+    assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
+    longer = builder.build(0, Problem([tokens + 1], tokens + 1, heads=heads).common_metadata())
+    assert (longer.num_decodes, longer.num_prefills) == (0, 1)
 
 
 def test_uneven_query_lengths_are_refused(make):
@@ -157,6 +216,31 @@ def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, s_q, argumen
     assert_as_exact_as_torch(decode(layer, later, captured), later, layer.kv_b_proj.weight)
 
 
+@pytest.mark.parametrize("s_q, arguments", [(1, {}), (4, SPECULATIVE)], ids=["decode", "speculative"])
+def test_a_graph_is_right_after_a_step_of_short_prompts(make_layer, s_q, arguments):
+    """The prompts' step is not in a graph, and plans for more rows and another batch in the same buffers."""
+    layer, config = make_layer(**arguments)
+    layer.impl.reserve_workspace()
+    workspace.lock_workspace()
+    builder = make_builder(layer, config)
+    schedule = builder.schedule
+    later = Problem([700, 129, 64], s_q)
+    common = later.common_metadata()
+    captured = builder.build_for_cudagraph_capture(common)
+
+    def addresses():
+        return [getattr(schedule, name).data_ptr() for name in ("work_ranges", "split_offsets", "workspace")]
+
+    kept, planned = addresses(), (schedule.batch, schedule.s_q, schedule.partitions)
+    prompts = Problem([2048, 1800], 128, seed=3)
+    out = decode(layer, prompts, builder.build(0, prompts.common_metadata()))
+    assert_as_exact_as_torch(out, prompts, layer.kv_b_proj.weight)
+    assert schedule.partitions < planned[2] and addresses() == kept
+    builder.build(0, common)
+    assert (schedule.batch, schedule.s_q, schedule.partitions) == planned and addresses() == kept
+    assert_as_exact_as_torch(decode(layer, later, captured), later, layer.kv_b_proj.weight)
+
+
 def test_draft_steps_plan_again_from_the_advanced_lengths(make):
     layer, builder = make()
     assert builder.supports_draft_decode_metadata_update
@@ -169,20 +253,40 @@ def test_draft_steps_plan_again_from_the_advanced_lengths(make):
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
 
 
-@pytest.mark.parametrize("arguments, s_q", [({}, 1), (SPECULATIVE, 4)], ids=["decode", "speculative"])
+@pytest.mark.parametrize("arguments, s_q", [
+    ({}, 1),
+    ({}, 128),
+    (SPECULATIVE, 4),
+    (SPECULATIVE, 128),
+    ({"heads": 8}, 128),
+    ({"heads": 128}, 16),
+], ids=str)  # fmt: skip
 def test_workspace_is_claimed_while_vllm_measures_memory(make_layer, arguments, s_q):
     """After the profile run, in which there is no metadata, no decode may ask for more."""
     layer, config = make_layer(**arguments)
-    output = torch.zeros(4, HEADS * VALUE, dtype=torch.bfloat16)
-    q = torch.zeros(4, HEADS, NOPE + ROPE, dtype=torch.bfloat16)
+    heads = arguments.get("heads", HEADS)
+    output = torch.zeros(4, heads * VALUE, dtype=torch.bfloat16)
+    q = torch.zeros(4, heads, NOPE + ROPE, dtype=torch.bfloat16)
     layer.forward_impl(q, q, q, torch.empty(0), None, output=output)
     workspace.lock_workspace()
     builder = make_builder(layer, config)
     assert builder.schedule.num_sms == current_platform.num_compute_units()
-    problem = Problem([70, 129], s_q)
-    decode(layer, problem, builder.build(0, problem.common_metadata()))
+    problem = Problem([700, 129], s_q, heads=heads)
+    step = builder.build(0, problem.common_metadata())
+    assert step.num_decode_tokens == problem.tokens
+    assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
     with pytest.raises(AssertionError, match="Workspace is locked"):
         claim_workspace(builder.schedule.workspace.numel() + 1)
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 128])
+@pytest.mark.parametrize("arguments", [{}, SPECULATIVE], ids=["plain", "speculative"])
+def test_workspace_does_not_grow_with_the_batch(engine_config, heads, arguments):
+    sizes = set()
+    for requests in (1, 1024):
+        config = engine_config(attention_backend="ETAP", max_num_seqs=requests, **arguments)
+        sizes.add(4 * workspace_floats(config, heads, max_query_len(config, heads), H200_SMS))
+    assert len(sizes) == 1 and sizes.pop() < 64e6
 
 
 def test_micro_batches_share_neither_schedule_nor_workspace(make, monkeypatch):

@@ -7,6 +7,7 @@ import os
 import socket
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -193,6 +194,34 @@ def test_batch_invariance_keeps_the_prefix_cache_and_its_workspace_is_reserved(m
     layer.forward_impl(q, q, q, torch.empty(0), None, output=torch.zeros(4, HEADS * 128, dtype=torch.bfloat16))
     workspace.lock_workspace()
     assert make_builder(layer, config).schedule.fixed_pieces > 1
+
+
+@pytest.mark.parametrize("arguments, tokens", [({}, 1), (SPECULATIVE, 4)], ids=["plain", "speculative"])
+def test_batch_invariance_leaves_short_prompts_to_prefill(make, batch_invariant, arguments, tokens):
+    """Whether one is a decode would depend on the others' lengths."""
+    layer, builder = make(**arguments)
+    assert builder.reorder_batch_threshold == builder.schedule.max_s_q == tokens
+    for others in ([], [37], [40, 7]):
+        step = builder.build(0, Problem([37], 37).common_metadata(others))
+        assert (step.num_decodes, step.num_prefills) == (0, 1 + len(others))
+
+
+@pytest.mark.parametrize("arguments, tokens", [({}, 1), (SPECULATIVE, 4)], ids=["plain", "speculative"])
+def test_micro_batches_leave_short_prompts_to_prefill(make, arguments, tokens):
+    """A prompt may hit blocks that another one of its step is writing, and vLLM parts no two decodes for that."""
+    _, builder = make(enable_dbo=True, all2all_backend="deepep_low_latency", **arguments)
+    assert builder.vllm_config.parallel_config.use_ubatching
+    assert builder.reorder_batch_threshold == builder.schedule.max_s_q == tokens
+
+
+@pytest.mark.parametrize("runner, tokens_of_026", [("1", 1), ("0", 128)], ids=["V2", "V1"])
+def test_padding_that_belongs_to_no_request_is_no_decode(make, monkeypatch, runner, tokens_of_026):
+    """vLLM 0.26's second model runner counts it among a step's tokens beside breakable graphs, 0.33's does not."""
+    monkeypatch.setenv("VLLM_USE_BREAKABLE_CUDAGRAPH", "1")
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
+    _, builder = make()
+    old = version("vllm") == "0.26.0"
+    assert builder.reorder_batch_threshold == builder.schedule.max_s_q == (tokens_of_026 if old else 128)
 
 
 @pytest.fixture(scope="module")
