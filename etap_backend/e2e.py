@@ -240,8 +240,12 @@ class Run:
     def missing(self, backend: str) -> list[Case]:
         """Cases without all their readings; one that failed is tried again."""
         rows = [row for row in self.document["rows"] if row["backend"] == backend]
-        done = [row for row in rows if "skipped" in row or row.get("complete")]
-        return [case for case in self.cases if not any(case.same_as(row) for row in done)]
+
+        def done(case: Case, row: dict) -> bool:
+            measured = "skipped" in row or ("error" not in row and len(row["readings"]) >= case.repeats)
+            return measured and case.same_as(row)
+
+        return [case for case in self.cases if not any(done(case, row) for row in rows)]
 
     def all(self) -> None:
         """Every backend in turn, each with its share of the time that is left, so that a run that is cut short has
@@ -318,7 +322,8 @@ class Run:
     ) -> bool:
         """All cases of one server: two readings of each, then the rest, so that a cut costs readings before points.
         True when it was cut, to leave time for the profile."""
-        rows = {case: {"backend": backend, **case.describe(), "readings": []} for case in cases}
+        run = len(e2e_report.runs_of(self.document)) - 1
+        rows = {case: {"backend": backend, **case.describe(), "run": run, "readings": []} for case in cases}
         sent: list[Case] = []
         for most in (FIRST_READINGS, max(case.repeats for case in cases)):
             for case, row in rows.items():
@@ -576,16 +581,15 @@ def header(scenario: Scenario, engine: Engine, prepared: Prepared, serving: Serv
     }
 
 
-SAME_RUN = ("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions")
-
-
 def resumed(path: Path, fresh: dict) -> dict:
-    """The document in `path` to go on with. Raises ValueError when it is of another run."""
+    """The document in `path` to go on with, as another run. Raises ValueError when it is of another comparison."""
     before = json.loads(path.read_text())
-    before.setdefault("kv_dtype", "same")  # which documents of before there was a choice do not say
-    if differing := [key for key in SAME_RUN if before.get(key) != fresh[key]]:
-        raise ValueError(f"--resume: {path} differs in {', '.join(differing)}")
-    return before | {"complete": False, "stopped": None, "command": fresh["command"], "date": fresh["date"]}
+    try:
+        e2e_report.must_be_comparable(before, fresh)
+    except ValueError as error:
+        raise ValueError(f"--resume: {path} {error}") from error
+    [about] = e2e_report.runs_of(fresh)
+    return before | about | {"runs": [*e2e_report.runs_of(before), about], "complete": False, "stopped": None}
 
 
 def chosen(points: list[Point], context: list[int] | None, concurrency: list[int] | None) -> list[Point]:

@@ -16,7 +16,7 @@ from rich.table import Table
 
 from etap_backend.engines import ENGINES
 from etap_backend.grids import in_k
-from etap_backend.report import place_tables
+from etap_backend.report import place_tables, write
 
 METHOD = (
     "the engine's own load generator, random prompts, greedy, all requests at once up to the concurrency; TPOT is the "
@@ -24,7 +24,42 @@ METHOD = (
     "new to the server; prefill cached: the same prompts were sent before and are in the prefix cache, so readings are "
     "decode alone"
 )
+COMPARABLE = ("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions")
+RUN_KEYS = ("date", "commit", "library_sha256", "command", "note")
 DUMMY = "Dummy weights: times are those of the architecture, answers mean nothing, and experts are chosen as they fall."
+
+
+def must_be_comparable(document: dict, other: dict) -> None:
+    """Raises ValueError when rows of the two do not belong into one table."""
+    # Documents of before there was a choice of the cache's type do not say it.
+    defaults = {"kv_dtype": "same"}
+    one, another = (defaults | each for each in (document, other))
+    if differing := [key for key in COMPARABLE if one.get(key) != another.get(key)]:
+        raise ValueError(f"differs in {', '.join(differing)}")
+
+
+def runs_of(document: dict) -> list[dict]:
+    """What each run was that rows are of; a row's `run` counts from 0, and a row without is of the first."""
+    return document.get("runs") or [{key: document.get(key) for key in RUN_KEYS}]
+
+
+def joined(documents: list[dict]) -> dict:
+    """One document of several runs of one comparison. Of a backend's readings at a point the last document's stand.
+
+    Raises ValueError when they are of different comparisons.
+    """
+    runs = list({json.dumps(run): run for document in documents for run in runs_of(document)}.values())
+    rows, servers = {}, {}
+    for document in documents:
+        must_be_comparable(documents[0], document)
+        for row in document["rows"]:
+            key = row["backend"], *shape_of(row)
+            if "tpot_ms" in row or key not in rows:
+                rows[key] = row | {"run": runs.index(runs_of(document)[row.get("run", 0)])}
+        servers |= document["servers"]
+    stopped = dict.fromkeys(document["stopped"] for document in documents if document["stopped"])
+    about = {"runs": runs, "rows": list(rows.values()), "servers": servers, "stopped": "; ".join(stopped) or None}
+    return documents[-1] | about | {"complete": all(document["complete"] for document in documents)}
 
 
 def shape_of(row: dict) -> tuple:
@@ -104,6 +139,8 @@ def columns_of(document: dict) -> dict[str, Column]:
             row.get("profile", {}).get("attention_share"), 1
         )
     columns["readings"] = lambda row, ours: str(len(row.get("readings", [])))
+    if len(runs_of(document)) > 1:
+        columns["run"] = lambda row, ours: str(1 + row.get("run", 0))
     return columns
 
 
@@ -129,10 +166,16 @@ def provenance(document: dict) -> str:
         drafts += f"; {document['draft_tokens']} draft tokens"
         if document["acceptance"]:
             drafts += f", acceptance length {document['acceptance']} made up"
-    weights = " ".join(filter(None, (f"{document['weights']}.", document["dummy"] and DUMMY, document["note"])))
+    runs = runs_of(document)
+    notes = dict.fromkeys(run["note"] for run in runs)
+    weights = " ".join(filter(None, (f"{document['weights']}.", document["dummy"] and DUMMY, *notes)))
+    about = "; ".join(
+        f"{f'run {number}: ' if len(runs) > 1 else ''}commit {run['commit']}; {run['date']}; `{run['command']}`"
+        for number, run in enumerate(runs, 1)
+    )
     return (
         f"{document['gpus']} x {document['gpu']}, {layout}{drafts}, driver {document['driver']}; {versions}; "
-        f"commit {document['commit']}; {document['date']}; `{document['command']}`. {weights}"
+        f"{about}. {weights}"
     )
 
 
@@ -222,6 +265,9 @@ def main(
     results: Annotated[list[Path], typer.Argument(help="JSON files of `etap e2e`.", exists=True)],
     readme: Annotated[Path | None, typer.Option(help="File whose marked places get the tables.", exists=True)] = None,
     plots: Annotated[Path | None, typer.Option(help="Folder for the plots.", file_okay=False)] = None,
+    join: Annotated[
+        Path | None, typer.Option(help="Make one file of all, each row with the run that it is of, and show that.")
+    ] = None,
     kernels: Annotated[
         list[Path] | None, typer.Option(help="JSON files of `etap bench` on that GPU, for attention's share of a step.")
     ] = None,
@@ -229,6 +275,12 @@ def main(
     """Print end-to-end results again, and put them into the README and into plots."""
     from etap_backend.estimate import with_shares  # it reads rows with this module's functions
 
+    if join:
+        try:
+            write(joined([json.loads(path.read_text()) for path in results]), join)
+        except ValueError as error:
+            raise typer.BadParameter(str(error), param_hint="--join") from error
+        results = [join]
     benchmarks = [json.loads(path.read_text()) for path in kernels or []]
     documents = [with_shares({**json.loads(path.read_text()), "file": path.stem}, benchmarks) for path in results]
     console = Console()

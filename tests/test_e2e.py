@@ -19,6 +19,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import typer
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
@@ -669,6 +670,8 @@ def document() -> dict:
         "commit": "abc",
         "date": "2026-01-01",
         "command": "etap e2e decode",
+        "model": "deepseek-r1",
+        "model_shape": None,
         "weights": "dummy weights, FP8 in blocks, 61 of 61 layers",
         "dummy": True,
         "note": "",
@@ -750,6 +753,58 @@ def test_resuming_another_run_is_refused(document, tmp_path):
         e2e.resumed(path, {**document, "kv_dtype": "fp8"})
     path.write_text(json.dumps({key: value for key, value in document.items() if key != "kv_dtype"}))
     assert e2e.resumed(path, document)["rows"] == document["rows"]
+
+
+def a_run(document: dict, commit: str, rows: list[dict], **other) -> dict:
+    about = {"commit": commit, "command": f"etap e2e {commit}", "rows": rows, "library_sha256": commit}
+    return {**document, "servers": {"ETAP": {"log": commit}}, **about, **other}
+
+
+def test_a_row_of_a_resumed_run_has_that_runs_commit(run, document, tmp_path):
+    path, cases = tmp_path / "before.json", run().cases
+    readings = [{"median_tpot_ms": 9.0, "median_ttft_ms": 1.0, "output_throughput": 1.0}]
+    rows = [{"backend": "ETAP", **case.describe(), "readings": readings * 2, "complete": False} for case in cases[:2]]
+    rows[1]["readings"] = readings
+    path.write_text(json.dumps(a_run(document, "old", rows)))
+    made = run(backends=["ETAP"], document=e2e.resumed(path, a_run(document, "new", [])))
+    assert made.missing("ETAP") == cases[1:], "two readings are wanted, whatever was wanted before"
+    made.all()
+    runs = e2e_report.runs_of(made.document)
+    found = {row["concurrency"]: runs[row.get("run", 0)]["commit"] for row in made.document["rows"][:2]}
+    assert found == {1: "old", 4: "new"} and made.document["commit"] == "new"
+
+
+def test_several_runs_become_one_file_that_says_which_row_is_of_which(document, tmp_path):
+    again, begun = a_row("ETAP", 16, 15.0), {**a_row("FA", 16, 1.0)}
+    del begun["tpot_ms"]
+    old = a_run(document, "old", document["rows"], note="old machine.", complete=False, stopped="by SIGINT")
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, each in zip(
+        paths, (old, a_run(document, "new", [a_row("FLASHMLA", 1, 11.0), again, begun])), strict=True
+    ):
+        path.write_text(json.dumps(each))
+    output = tmp_path / "e2e-decode-vllm.json"
+    main = typer.Typer()
+    main.command()(e2e_report.main)
+    asked = CliRunner().invoke(main, [*map(str, paths), "--join", str(output)])
+    assert asked.exit_code == 0, asked.output
+    made = json.loads(output.read_text())
+    assert len(made["rows"]) == len(document["rows"]) and made["stopped"] == "by SIGINT" and not made["complete"]
+    lines = [line for line in e2e_report.markdown(made).splitlines() if "/128, cached" in line]
+    ends = {tuple(line.strip("| ").split(" | ")[index] for index in (0, 1, 2, -1)) for line in lines}
+    assert {row[1:] for row in ends if row[0].startswith("16 x 16K")} == {
+        ("ETAP", "15.00 (15.00 to 16.50)", "2"),
+        ("FLASHMLA", "20.00 (20.00 to 22.00)", "1"),
+        ("FA", "21.00 (21.00 to 23.10)", "1"),
+    }, "a row that was only begun replaces none"
+    text = e2e_report.markdown(made)
+    assert "run 1: commit old; 2026-01-01; `etap e2e old`; run 2: commit new; " in text and " old machine." in text
+    assert e2e_report.joined([made, made, old])["runs"] == made["runs"], "no run twice"
+    with pytest.raises(ValueError, match="differs in versions"):
+        e2e_report.joined([old, {**old, "versions": {}}])
+    paths[1].write_text(json.dumps({**old, "gpus": 4}))
+    refused = CliRunner().invoke(main, [*map(str, paths), "--join", str(output)], env={"COLUMNS": "200"})
+    assert refused.exit_code == 2 and "differs in gpus" in refused.output
 
 
 def invoke(*arguments: str):
