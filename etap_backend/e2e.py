@@ -437,8 +437,8 @@ def summary(readings: list[dict], gpus: int) -> dict:
     return found
 
 
-def nvidia_smi(query: str) -> list[str]:
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits"]
+def nvidia_smi(query: str, *options: str) -> list[str]:
+    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", *options]
     with suppress(OSError, subprocess.SubprocessError):
         output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
         return [line.strip() for line in output.splitlines()]
@@ -449,8 +449,12 @@ def nvidia_smi(query: str) -> list[str]:
 def memory_given_back() -> Iterator[None]:
     """After the block, wait until the GPUs have the memory back; the driver takes a moment after a process."""
 
+    # Of a machine that is shared, what others do on other GPUs is not waited for.
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    ours = ["-i", visible] if visible else []
+
     def used() -> int:
-        return sum(int(line) for line in nvidia_smi("memory.used") if line.isdigit())
+        return sum(int(line) for line in nvidia_smi("memory.used", *ours) if line.isdigit())
 
     before = used()
     yield

@@ -272,6 +272,29 @@ def test_the_time_limit_ends_a_run_and_resuming_measures_only_the_rest(run, monk
     assert [row for row in done if row in measured] == measured
 
 
+def test_memory_of_others_gpus_is_not_waited_for(tmp_path, monkeypatch):
+    """With an nvidia-smi that says 1 MiB for GPU 2 and ever more for all."""
+    program = tmp_path / "nvidia-smi"
+    program.write_text(
+        f"#!/bin/sh\necho x >> {tmp_path}/calls\n"
+        f'case "$*" in *"-i 2") echo 1;; *) expr 9000 "*" $(wc -l < {tmp_path}/calls);; esac\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(e2e, "MEMORY_SECONDS", 1.5)
+
+    def waited() -> bool:
+        begin = time.monotonic()
+        with e2e.memory_given_back():
+            pass
+        return time.monotonic() - begin > 1
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2")
+    assert not waited()
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert waited()
+
+
 def test_time_for_the_profile_is_left_even_where_points_are_not_measured(run, monkeypatch):
     """A server without a profiler, so the profile fails; that it was asked for is what counts."""
     monkeypatch.setenv("ETAP_TEST_SECONDS", "0.5")
