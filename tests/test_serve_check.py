@@ -152,6 +152,21 @@ def test_shapes_that_are_refused(text):
         serve_check.parse_shape(text)
 
 
+@pytest.mark.parametrize("text", ["16x16", "16x16+", "16x16+0", "x16+2", "1x16+2,"])
+def test_next_turns_that_are_refused(text):
+    with pytest.raises(serve_check.typer.BadParameter, match="BATCHxCONTEXT\\+TOKENS"):
+        serve_check.parse_turns(text)
+
+
+def test_next_turns_are_after_prefixes_of_whole_blocks_and_around_what_decode_takes():
+    turns = serve_check.make_turns()
+    assert turns == serve_check.make_turns() and serve_check.TURN_PREFIX % 64 == 0
+    assert {len(turn.prompt) - serve_check.TURN_PREFIX for turn in turns} >= {2, 37, 64, 127, 128, 129}
+    assert len({tuple(turn.prompt[: serve_check.TURN_PREFIX]) for turn in turns}) == 2
+    assert {turn.forced is None for turn in turns} == {True, False}
+    assert str(serve_check.parse_turns("8x16384+64")) == "8x16384+64"
+
+
 def test_a_server_ends_with_its_children(tmp_path):
     marker = tmp_path / "alive"
     child = f"import time, pathlib\nwhile True: pathlib.Path({str(marker)!r}).touch(); time.sleep(0.05)"

@@ -7,6 +7,7 @@ import torch
 import vllm.envs as envs
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonMetadata,
@@ -20,6 +21,9 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 from etap_backend import DecodeSchedule
 from etap_backend.vllm import compat
+
+# vLLM gives its handler and level to loggers below "vllm" only.
+_logger = init_logger(f"vllm.{__name__}")
 
 SHORT_PROMPT_TOKENS = 128
 SHORT_PROMPT_ROWS = 2048
@@ -100,10 +104,11 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         self._init_reorder_batch_threshold(
             short_prompt_tokens(vllm_config, self.num_heads), supports_spec_as_decode=True
         )
+        max_s_q = self.reorder_batch_threshold
+        _logger.info_once(f"{compat.NAME} decodes: steps of up to {max_s_q} tokens a request")
         # Decode context parallelism gathers the query heads of its ranks before forward_mqa.
         num_heads = self.num_heads * self.dcp_world_size
         num_sms = num_compute_units(device.index)
-        max_s_q = self.reorder_batch_threshold
         self.schedule = DecodeSchedule(
             vllm_config.scheduler_config.max_num_seqs,
             num_heads,

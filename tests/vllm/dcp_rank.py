@@ -16,6 +16,8 @@ from vllm.v1.attention import ops
 from vllm.v1.worker import workspace
 from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 
+from etap_backend.vllm.metadata import claim_workspace
+
 RANKS = 2
 CACHES = {"auto": None, "fp8": KV_SCALE}
 """Types of the KV cache, with their scales."""
@@ -75,6 +77,12 @@ def run(config, rank: int, scale: float | None) -> tuple[torch.Tensor, torch.Ten
     # Drafts and short prompts go through vLLM's prefill: it says so for a backend that does not claim varying query
     # lengths with DCP.
     assert builder.reorder_batch_threshold == builder.schedule.max_s_q == 1
+    try:
+        claim_workspace(builder.schedule.workspace.numel() + 1)
+    except AssertionError:
+        pass  # locked at what the builder needs
+    else:
+        raise RuntimeError("the layer claimed more than its builder needs")
     assert not builder.supports_draft_decode_metadata_update
     problem = Problem(LENGTHS, 1, heads=RANKS * HEADS, kv_scale=scale)
     share, lengths = share_of(problem, rank)

@@ -22,6 +22,10 @@ With --kv-cache-dtype fp8 all three have an FP8 cache. FLASHMLA then rounds quer
 does with ETAP_FP8_MATH=1, so noise is no bound to differences from it; it is one to those between ETAP and TRITON_MLA,
 which do not. What each log says of the cache's type and of the tokens that fit is kept.
 
+Next turns. Prompts of 2 to 300 tokens over a cached prefix, one at a time, so that each is a step of its own: up to 128
+tokens go through the backends' decode kernels, more through vLLM's prefill. They are compared as the other answers are,
+and timed up to the first token.
+
 Speed. A time per output token is the difference between a long and a short batch of the same prompts, whose prefill
 is cached, divided by the number of steps between them: neither prefill nor the client is in it.
 """
@@ -60,6 +64,8 @@ PLUGIN_GROUP = "vllm.general_plugins"
 PROMPT_TOKENS = range(1000, 4000)  # in the vocabulary of every model, and no special token of any
 EDGE_LENGTHS = (10, 63, 64, 65, 127, 128, 129, 4000)  # around one and two pages of the KV cache
 FEW = 8  # concurrency of the second reading
+TURN_TOKENS = (0, 2, 3, 4, 17, 37, 63, 64, 100, 127, 128, 129, 300)  # new tokens of turns; the first fill the cache
+TURN_PREFIX = 2048  # tokens before them: whole blocks, so that all are cached and no more
 SHORT, LONG = 32, 288  # output tokens of the two batches whose difference is timed
 MOST_BIAS = 100  # that vLLM takes; log-probabilities are those before it
 IMPOSSIBLE = -9000.0  # vLLM reports minus infinity as -9999
@@ -138,6 +144,21 @@ def make_requests(count: int, seed: int = 0) -> list[Request]:
             forced=rng.choice(PROMPT_TOKENS) if index % 2 else None,
         )
         for index, length in enumerate(lengths)
+    ]
+
+
+def make_turns(seed: int = 2) -> list[Request]:
+    """What two users go on with by turns after prefixes of their own: one's answers are forced, the other's greedy."""
+    rng = random.Random(seed)
+    prefixes = [rng.choices(PROMPT_TOKENS, k=TURN_PREFIX) for _ in range(2)]
+    return [
+        Request(
+            prompt=prefix + rng.choices(PROMPT_TOKENS, k=tokens),
+            new_tokens=16,
+            forced=rng.choice(PROMPT_TOKENS) if index else None,
+        )
+        for tokens in TURN_TOKENS
+        for index, prefix in enumerate(prefixes)
     ]
 
 
@@ -436,6 +457,48 @@ def time_per_token(client: Client, shape: Shape, repeats: int) -> dict:
     }
 
 
+@dataclass(frozen=True)
+class Turns:
+    """Prompts that come at once, each with new tokens after a cached context of its own."""
+
+    batch: int
+    context: int
+    tokens: int
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.context}+{self.tokens}"
+
+
+def parse_turns(text: str) -> Turns:
+    matched = re.fullmatch(r"([1-9]\d*)x([1-9]\d*)\+([1-9]\d*)", text)
+    if not matched:
+        raise typer.BadParameter(f"wanted BATCHxCONTEXT+TOKENS such as 1x16384+64, got {text!r}")
+    return Turns(*map(int, matched.groups()))
+
+
+def time_to_first_token(client: Client, turns: Turns, repeats: int) -> dict:
+    """Milliseconds until all have their first token, with other new tokens each time; the client's are in it."""
+    rng = random.Random(turns.context)
+    prefixes = [rng.choices(PROMPT_TOKENS, k=turns.context) for _ in range(turns.batch)]
+    client.decode_seconds(prefixes, 1)
+
+    def reading() -> float:
+        prompts = [prefix + rng.choices(PROMPT_TOKENS, k=turns.tokens) for prefix in prefixes]
+        return client.decode_seconds(prompts, 1) * 1000
+
+    reading()
+    readings = [reading() for _ in range(repeats)]
+    return {
+        "turns": str(turns),
+        "ttft_ms": {
+            "median": statistics.median(readings),
+            "min": min(readings),
+            "max": max(readings),
+            "readings": readings,
+        },
+    }
+
+
 def make_command(
     model: str, backend: str, cache: str, max_model_len: int, max_num_seqs: int, flags: list[str]
 ) -> list[str]:
@@ -498,6 +561,7 @@ class Check:
     model: str
     reference: str
     shapes: list[Shape]
+    turns: list[Turns]
     repeats: int
     requests: list[Request]
     cache: str
@@ -513,7 +577,8 @@ class Check:
 
     @contextlib.contextmanager
     def server(self, name: str, backend: str, *, eager: bool = False) -> Iterator[Client]:
-        longest = max([4096, *(shape.context for shape in self.shapes)]) + 1024
+        contexts = [shape.context for shape in self.shapes] + [turns.context + turns.tokens for turns in self.turns]
+        longest = max([4096, *contexts]) + 1024
         flags = [*self.flags, *(["--enforce-eager"] if eager else [])]
         command = make_command(self.model, backend, self.cache, longest, len(self.requests), flags)
         record = self.document["servers"].setdefault(name, {"command": shlex.join(["python", *command[1:]])})
@@ -541,7 +606,8 @@ class Check:
             few = client.answers(self.requests, FEW, "few")
             changed = [with_another_beginning(self.requests[index]) for index in forced]
             other = client.answers(changed, len(changed), "control")
-            self.answers |= {backend: together, f"{backend} few": few}
+            turns = client.answers(make_turns(), 1, "turns")
+            self.answers |= {backend: together, f"{backend} few": few, f"{backend} turns": turns}
             noise, control = agreement(few, together), agreement(other, [together[index] for index in forced])
             self.document["servers"][name] |= {
                 "requests": len(self.requests),
@@ -556,23 +622,33 @@ class Check:
                 speed = self.document["servers"][name].setdefault("decode", [])
                 speed.append(time_per_token(client, shape, self.repeats))
                 self.write()
+            for turns in self.turns:
+                speed = self.document["servers"][name].setdefault("turns", [])
+                speed.append(time_to_first_token(client, turns, self.repeats))
+                self.write()
 
     def eager(self) -> None:
         """A few of the same requests without CUDA graphs and compilation."""
         few = self.requests[:24]
         with self.server("etap-eager", ETAP, eager=True) as client:
             self.answers["eager"] = client.answers(few, len(few), "together")
+            self.answers["eager turns"] = client.answers(make_turns(), 1, "turns")
 
     def judge(self) -> list[str]:
         """Compare what has been answered; the reasons to fail."""
-        reference = self.answers[self.reference]
-        cases = {"graphs": (ETAP, False), "graphs, few at a time": (f"{ETAP} few", False), "eager": ("eager", True)}
+        cases = {
+            "graphs": (ETAP, False, self.reference, self.requests),
+            "graphs, few at a time": (f"{ETAP} few", False, self.reference, self.requests),
+            "graphs, next turns": (f"{ETAP} turns", False, f"{self.reference} turns", make_turns()),
+            "eager": ("eager", True, self.reference, self.requests),
+            "eager, next turns": ("eager turns", True, f"{self.reference} turns", make_turns()),
+        }
         found = []
-        for case, (key, eager) in cases.items():
+        for case, (key, eager, reference, requests) in cases.items():
             if key not in self.answers:
                 found.append(f"{case}: no answers")
                 continue
-            result = agreement(self.answers[key], reference[: len(self.answers[key])])
+            result = agreement(self.answers[key], self.answers[reference][: len(self.answers[key])])
             loose = eager or rounds_queries(self.cache, self.reference)
             against = objections(result, *self.yardsticks, eager=loose)
             found += [f"{case}: {objection}" for objection in against]
@@ -581,7 +657,7 @@ class Check:
                 "requests": [
                     {"prompt": len(request.prompt), "forced": request.forced is not None, "steps": len(values)}
                     | ({"median": statistics.median(values), "max": max(values)} if values else {})
-                    for request, values in zip(self.requests, result.differences, strict=False)
+                    for request, values in zip(requests, result.differences, strict=False)
                 ],
             }
         return found
@@ -614,6 +690,15 @@ def speed_table(document: dict) -> Table:
     return table
 
 
+def turns_table(document: dict) -> Table:
+    table = Table("next turns", "backend", "median ms to the first token", "min", "max")
+    for name, values in document["servers"].items():
+        for row in values.get("turns", []):
+            milliseconds = (f"{row['ttft_ms'][key]:.2f}" for key in ("median", "min", "max"))
+            table.add_row(row["turns"], name, *milliseconds)
+    return table
+
+
 def print_tables(document: dict) -> None:
     answers = Table("answers", "steps", "median", "p99", "max", "worst request", "parted", "at a gap of at most")
     readings = {
@@ -634,6 +719,7 @@ def print_tables(document: dict) -> None:
         )
     console.print("Absolute differences of the chosen tokens' log-probabilities (nats)", answers)
     console.print(speed_table(document))
+    console.print(turns_table(document))
 
 
 def main(
@@ -644,6 +730,9 @@ def main(
     ),
     reference: Annotated[str, typer.Option(help="Attention backend to compare with.")] = "FLASHMLA",
     decode: Annotated[str, typer.Option(help="Batches to time, BATCHxCONTEXT.")] = "16x16384,1x16384,64x4096",
+    turns: Annotated[str, typer.Option(help="Next turns to time, BATCHxCONTEXT+TOKENS.")] = (
+        "1x4096+64,1x16384+16,1x16384+128,8x16384+64"
+    ),
     repeats: Annotated[int, typer.Option(min=1, help="Timings of each batch.")] = 7,
     kv_cache_dtype: Annotated[str, typer.Option(help="Type of every server's KV cache, such as fp8.")] = "auto",
     requests: Annotated[int, typer.Option(min=32, help="Concurrent requests.")] = 96,
@@ -653,6 +742,7 @@ def main(
 ) -> None:
     """Compare ETAP with another attention backend of vLLM on this GPU; exit with 1 when the answers disagree."""
     shapes = [parse_shape(text) for text in decode.split(",")]
+    next_turns = [parse_turns(text) for text in turns.split(",")]
     if "etap" not in importlib.metadata.entry_points(group=PLUGIN_GROUP).names:
         raise typer.BadParameter("etap-backend is not installed beside vLLM: no plugin named etap")
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -664,6 +754,7 @@ def main(
             model,
             reference.upper(),
             shapes,
+            next_turns,
             repeats,
             make_requests(requests),
             kv_cache_dtype,

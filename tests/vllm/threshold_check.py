@@ -2,11 +2,11 @@
 
     python tests/vllm/threshold_check.py --output threshold.json
 
-Needs a Hopper GPU and vLLM with etap-backend beside it. One layer of DeepSeek's attention, 16 heads, is run both ways:
-vLLM's own layer with a metadata builder whose `reorder_batch_threshold` lets prompts of that many tokens into
-forward_mqa, and with one that does not. Prefill gathers the context and projects it up before it attends; decode reads
-the latent cache once for every four query tokens. Both outputs must agree. Times are of the layer's attention,
-projections of the latent included, without the making of the metadata.
+Needs a Hopper GPU and vLLM with etap-backend beside it. One layer of DeepSeek's attention is run both ways: vLLM's own
+layer with a metadata builder that lets prompts of that many tokens into forward_mqa, and with one that does not.
+Prefill gathers the context and projects it up before it attends; decode reads the latent cache once for every 64 rows
+(new tokens x heads). Both outputs must agree. Times are of the layer's attention, projections of the latent included,
+without the making of the metadata.
 """
 
 import json
@@ -17,7 +17,7 @@ from typing import Annotated
 
 import torch
 import typer
-from layer_cases import BLOCK, HEADS, LATENT, NAME, NOPE, ROPE, VALUE, build_layer
+from layer_cases import BLOCK, FP8, HEADS, LATENT, NAME, NOPE, ROPE, VALUE, build_layer
 from rich.console import Console
 from rich.table import Table
 from serve_check import provenance
@@ -28,23 +28,22 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker import workspace
 
-from etap_backend.vllm.metadata import ETAPMetadataBuilder
+from etap_backend.vllm import metadata
 
 MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
-LONGEST = 128
 console = Console(width=120)
 
 
-class ShortPromptsAreDecodes(ETAPMetadataBuilder):
-    """As ETAP's, with prompts of up to LONGEST tokens in forward_mqa."""
+def builder_of(longest: int, spec, config: VllmConfig, device: torch.device) -> metadata.ETAPMetadataBuilder:
+    """ETAP's, with prompts of up to `longest` tokens in forward_mqa, however many heads there are."""
+    metadata.short_prompt_tokens = lambda *_: longest
+    return metadata.ETAPMetadataBuilder(spec, [NAME], config, device)
 
-    reorder_batch_threshold: int = LONGEST
 
-
-def make_config(longest: int, requests: int) -> VllmConfig:
+def make_config(longest: int, requests: int, heads: int, kv_cache_dtype: str) -> VllmConfig:
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(MODEL.read_text())
-        overrides = {"max_position_embeddings": longest}
+        overrides = {"max_position_embeddings": longest, "num_attention_heads": heads, "num_key_value_heads": heads}
         return EngineArgs(
             model=folder,
             attention_backend="ETAP",
@@ -52,6 +51,7 @@ def make_config(longest: int, requests: int) -> VllmConfig:
             max_num_seqs=requests,
             skip_tokenizer_init=True,
             load_format="dummy",
+            kv_cache_dtype=kv_cache_dtype,
             hf_overrides=overrides,
         ).create_engine_config()
 
@@ -98,11 +98,16 @@ def compare(layer, builders: dict, requests: int, context: int, tokens: int, rep
     """Both ways for one shape."""
     common, blocks = step_of(requests, context, tokens, device)
     cache = torch.randn(1 + blocks, BLOCK, LATENT + ROPE, dtype=torch.bfloat16, device=device)
-    count = requests * tokens
-    q = torch.randn(count, HEADS, NOPE + ROPE, dtype=torch.bfloat16, device=device)
+    count, heads = requests * tokens, layer.num_heads
+    q = torch.randn(count, heads, NOPE + ROPE, dtype=torch.bfloat16, device=device)
+    if layer.kv_cache_dtype.startswith("fp8"):
+        cache = cache.to(FP8)
     # The new tokens' rows, as the cache has them.
     position = torch.arange(context, context + tokens, device=device)
-    rows = torch.cat([cache[table[position // BLOCK].long(), position % BLOCK] for table in common.block_table_tensor])
+    tables = common.block_table_tensor.long()
+    rows = torch.cat([cache[table[position // BLOCK], position % BLOCK] for table in tables]).bfloat16()
+    if cache.dtype == FP8:
+        cache = cache.view(torch.uint8)
     latent, rope = rows[:, :LATENT].contiguous(), rows[:, None, LATENT:].contiguous()
     found, outputs = {"requests": requests, "context": context, "tokens": tokens}, {}
     for way, builder in builders.items():
@@ -110,7 +115,7 @@ def compare(layer, builders: dict, requests: int, context: int, tokens: int, rep
         wanted = count if way == "decode" else 0
         if step.num_decode_tokens != wanted:
             raise RuntimeError(f"{way}: wanted {wanted} tokens in forward_mqa, got {step.num_decode_tokens}")
-        output = torch.empty(count, HEADS * VALUE, dtype=torch.bfloat16, device=device)
+        output = torch.empty(count, heads * VALUE, dtype=torch.bfloat16, device=device)
         arguments = (q, latent, rope, cache, step)
         found[f"{way}_us"] = microseconds(lambda a=arguments, o=output: layer.forward_impl(*a, output=o), repeats)
         outputs[way] = output.float()
@@ -122,9 +127,11 @@ def compare(layer, builders: dict, requests: int, context: int, tokens: int, rep
 
 def main(
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("threshold.json"),
-    contexts: Annotated[str, typer.Option(help="Cached tokens.")] = "1024,4096,16384,65536",
+    contexts: Annotated[str, typer.Option(help="Cached tokens.")] = "0,1024,4096,16384,65536",
     tokens: Annotated[str, typer.Option(help="New tokens.")] = "2,4,8,16,32,64,128",
     requests: Annotated[str, typer.Option(help="Requests in the step.")] = "1,8",
+    heads: Annotated[int, typer.Option(min=1, help="Query heads.")] = HEADS,
+    kv_cache_dtype: Annotated[str, typer.Option(help="Type of the KV cache, such as fp8.")] = "auto",
     repeats: Annotated[int, typer.Option(min=3, help="Timed calls of each.")] = 30,
 ) -> None:
     """Time both ways for every shape."""
@@ -138,19 +145,17 @@ def main(
         for t in map(int, tokens.split(","))
     ]
     with torch.device("cpu"):
-        config = make_config(max(c + t for _, c, t in shapes), max(r for r, *_ in shapes))
+        config = make_config(max(c + t for _, c, t in shapes), max(r for r, *_ in shapes), heads, kv_cache_dtype)
     results = []
     with set_current_vllm_config(config), torch.inference_mode():
         init_distributed_environment(1, 0, "tcp://127.0.0.1:29871", 0, backend="nccl")
         initialize_model_parallel(backend="nccl")
         workspace.init_workspace_manager(device, 1)
-        layer = build_layer(config, HEADS)
+        layer = build_layer(config, heads)
         spec = layer.get_kv_cache_spec(config)
         with torch.device("cpu"):
-            builders = {
-                "prefill": ETAPMetadataBuilder(spec, [NAME], config, device),
-                "decode": ShortPromptsAreDecodes(spec, [NAME], config, device),
-            }
+            ways = {"prefill": 1, "decode": max(t for *_, t in shapes)}
+            builders = {way: builder_of(longest, spec, config, device) for way, longest in ways.items()}
             for shape in shapes:
                 results.append(compare(layer, builders, *shape, repeats, device))
     table = Table("requests", "context", "new tokens", "decode us", "prefill us", "prefill / decode")
@@ -162,7 +167,8 @@ def main(
             f"{ratio:.2f}",
         )
     console.print(table)
-    document = {"what": "short prompts as decodes or prefills, one layer"} | provenance("") | {"results": results}
+    document = {"what": f"short prompts as decodes or prefills, one layer of {heads} heads"} | provenance("")
+    document |= {"heads": heads, "kv_cache_dtype": kv_cache_dtype, "results": results}
     output.write_text(json.dumps(document, indent=1) + "\n")
 
 
