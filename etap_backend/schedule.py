@@ -159,6 +159,6 @@ class DecodeSchedule:
         if self.fixed_pieces:
             library().build_fixed_schedule(*buffers, partitions, self.fixed_pieces)
         else:
-            library().build_schedule(*buffers, partitions)
+            library().build_schedule(*buffers, partitions, row_tile(s_q * self.num_heads))
         self.batch, self.s_q, self.partitions = seq_lens.shape[0], s_q, partitions
         return self

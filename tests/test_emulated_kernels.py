@@ -87,22 +87,26 @@ def test_maxima_that_come_late_or_early(law, kind):
     verify(Case((129, 500), law=law, num_sms=2, **CACHES[kind]), seed=4)
 
 
+@pytest.mark.parametrize("row_tile", [8, 64])
 @pytest.mark.parametrize(
     "lengths, partitions, fixed_pieces",
-    [((0, 1, 64, 700, 3000), 7, 0), (tuple(range(0, 4000, 7)), 132, 0), ((5000, 3, 900), 24, 8), ((0, 0), 3, 0)],
+    [
+        *[((0, 1, 64, 700, 3000), 7, 0), (tuple(range(0, 4000, 7)), 132, 0), ((5000, 3, 900), 24, 8), ((0, 0), 3, 0)],
+        *[((300,) * 16 + (299,) * 8, 12, 0), ((200, 129) * 5, 20, 0)],
+    ],
 )
-def test_schedule_kernel_does_what_the_library_does_on_the_host(lengths, partitions, fixed_pieces):
+def test_schedule_kernel_does_what_the_library_does_on_the_host(lengths, partitions, fixed_pieces, row_tile):
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     results = []
     for emulated in (True, False):
         ranges = torch.full((partitions, 8), -77, dtype=torch.int32)
         offsets = torch.full((len(lengths) + 1,), -77, dtype=torch.int32)
         if emulated:
-            kernels.run_schedule(seq_lens, ranges, offsets, fixed_pieces)
+            kernels.run_schedule(seq_lens, ranges, offsets, fixed_pieces, row_tile)
         elif fixed_pieces:
             library().build_fixed_schedule(seq_lens, ranges, offsets, partitions, fixed_pieces)
         else:
-            library().build_schedule(seq_lens, ranges, offsets, partitions)
+            library().build_schedule(seq_lens, ranges, offsets, partitions, row_tile)
         ranges[ranges[:, 5] == -1, 6:] = 0  # these mean nothing there
         results.append((ranges, offsets))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

@@ -18,7 +18,7 @@ namespace {
 
 using tvm::ffi::Optional;
 
-constexpr int64_t kAbiVersion = 2;
+constexpr int64_t kAbiVersion = 3;
 constexpr double kLog2E = 1.4426950408889634;
 constexpr int kWorkRangeFields = sizeof(WorkRange) / sizeof(int32_t);
 
@@ -66,7 +66,7 @@ void reporting_cuda_errors(Call&& call) {
 }
 
 void schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
-              int64_t fixed_pieces) {
+              int64_t fixed_pieces, int64_t row_tile) {
   const int64_t batch = seq_lens.ndim() == 1 ? seq_lens.size(0) : 0;
   check_dtype("seq_lens", seq_lens, {kInt32});
   check_shape("seq_lens", seq_lens, {{kAny, "batch"}});
@@ -90,6 +90,7 @@ void schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offs
       .batch = int32_t(batch),
       .partitions = int32_t(partitions),
       .fixed_pieces = int32_t(fixed_pieces),
+      .row_tile = int32_t(row_tile),
   };
   if (seq_lens.device().device_type == kDLCPU) return build_schedule_on_host(params);
   reporting_cuda_errors([&] {
@@ -99,14 +100,16 @@ void schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offs
   });
 }
 
-void build_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions) {
-  schedule(seq_lens, work_ranges, split_offsets, partitions, 0);
+void build_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
+                    int64_t row_tile) {
+  check_at_least("row_tile", row_tile, 1);
+  schedule(seq_lens, work_ranges, split_offsets, partitions, 0, row_tile);
 }
 
 void build_fixed_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
                           int64_t fixed_pieces) {
   check_at_least("fixed_pieces", fixed_pieces, 1);
-  schedule(seq_lens, work_ranges, split_offsets, partitions, fixed_pieces);
+  schedule(seq_lens, work_ranges, split_offsets, partitions, fixed_pieces, 0);
 }
 
 void check_scale(const char* name, const Optional<TensorView>& scale, DLDevice device) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "common/cuda_check.h"
+#include "common/ptx.cuh"
 #include "common/warp.cuh"
 
 namespace etap {
@@ -57,27 +58,49 @@ struct Batch {
   __device__ int64_t tiles(int r) const { return tiles_of(params.seq_lens[r]); }
 };
 
+// The cost of the heaviest partition among those first, first + step, ... where each gets as many whole requests.
+__host__ __device__ int64_t heaviest_whole(const ScheduleParams& params, int first, int step) {
+  int64_t heaviest = 0;
+#pragma unroll 1
+  for (int p = first; p < params.partitions; p += step) {
+    const int64_t end = Plan::first_counted(p + 1, params.batch, params.partitions);
+    int64_t cost = 0;
+#pragma unroll 1
+    for (int64_t r = Plan::first_counted(p, params.batch, params.partitions); r < end; ++r) {
+      cost += tiles_of(params.seq_lens[r]) + piece_cost(params.row_tile);
+    }
+    heaviest = cost > heaviest ? cost : heaviest;
+  }
+  return heaviest;
+}
+
 __device__ Plan choose_plan(const Batch& batch, typename Scan::TempStorage& storage, int64_t (&s_bound)[kWarps]) {
   const ScheduleParams& params = batch.params;
+  const bool decides = params.fixed_pieces == 0;
   int64_t mine = 0;
+#pragma unroll 1
   for (int r = batch.first; r < batch.last; ++r) mine += batch.tiles(r);
+  const int64_t heaviest = decides ? heaviest_whole(params, threadIdx.x, kThreads) : 0;
   int64_t before, tiles;
   Scan(storage).ExclusiveSum(mine, before, tiles);
   __syncthreads();
+  const BatchShape shape{params.batch, tiles, params.partitions, params.row_tile};
   int64_t own_tiles = 0;
-  if (params.fixed_pieces == 0 && params.batch <= params.partitions) {
+  if (decides && params.batch <= params.partitions) {
     const auto fits = [&](int64_t bound) {
       int64_t wanted = 0;
+#pragma unroll 1
       for (int r = threadIdx.x % kWarpSize; r < params.batch; r += kWarpSize) {
         wanted += own_partitions(batch.tiles(r), bound);
       }
       return __reduce_add_sync(0xffffffff, uint32_t(wanted)) <= uint32_t(params.partitions);
     };
     // What lies behind the largest bound that is taken need not be searched.
-    const int64_t worst = Plan::most_bound(params.batch, tiles, params.partitions) + 1;
-    own_tiles = smallest_bound(Plan::least_bound(tiles, params.partitions), worst, fits, s_bound);
+    own_tiles = smallest_bound(Plan::least_bound(shape), Plan::most_bound(shape) + 1, fits, s_bound);
   }
-  return Plan(params.batch, tiles, params.partitions, own_tiles, params.fixed_pieces);
+  const bool over = heaviest > Plan::whole_bound(shape, own_tiles);
+  const bool whole = decides && !ptx::barrier_any(over, 0, kThreads);
+  return Plan(shape, own_tiles, whole, params.fixed_pieces);
 }
 
 // Partial slots and the list of split requests.
@@ -86,18 +109,20 @@ __device__ void write_splits(const Batch& batch, const Plan& plan, int64_t place
   constexpr int kCountShift = 32;  // slots and split requests, packed so that one scan counts both
   int64_t packed = 0;
   int64_t walk = place;
+#pragma unroll 1
   for (int r = batch.first; r < batch.last; ++r) {
-    const int64_t n = batch.tiles(r);
-    const int64_t pieces = plan.pieces(walk, n);
+    const int64_t length = plan.length(batch.tiles(r));
+    const int64_t pieces = plan.pieces(walk, length);
     if (pieces > 1) packed += pieces + (int64_t(1) << kCountShift);
-    walk += plan.length(n);
+    walk += length;
   }
   int64_t before, all;
   Scan(storage).ExclusiveSum(packed, before, all);
   walk = place;
+#pragma unroll 1
   for (int r = batch.first; r < batch.last; ++r) {
-    const int64_t n = batch.tiles(r);
-    const int64_t pieces = plan.pieces(walk, n);
+    const int64_t length = plan.length(batch.tiles(r));
+    const int64_t pieces = plan.pieces(walk, length);
     params.split_offsets[r] = int32_t(before);
     if (pieces > 1) {
       WorkRange& entry = params.work_ranges[before >> kCountShift];
@@ -106,7 +131,7 @@ __device__ void write_splits(const Batch& batch, const Plan& plan, int64_t place
       entry.split_pieces = int32_t(pieces);
       before += pieces + (int64_t(1) << kCountShift);
     }
-    walk += plan.length(n);
+    walk += length;
   }
   if (threadIdx.x == 0) params.split_offsets[params.batch] = int32_t(all);
 }
@@ -131,15 +156,17 @@ __device__ __host__ void write_range(const ScheduleParams& params, const Plan& p
   }
 }
 
-__global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constant__ ScheduleParams params) {
+__global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_constant__ ScheduleParams params) {
   __shared__ typename Scan::TempStorage storage;
   __shared__ int64_t s_bound[kWarps];
   __shared__ int64_t s_place[kThreads];  // where each thread's first request lies on the line
   const Batch batch(params);
+#pragma unroll 1
   for (int p = threadIdx.x; p < params.partitions; p += kThreads) params.work_ranges[p].split_request = -1;
   const Plan plan = choose_plan(batch, storage, s_bound);
 
   int64_t length = 0;
+#pragma unroll 1
   for (int r = batch.first; r < batch.last; ++r) length += plan.length(batch.tiles(r));
   int64_t place;
   Scan(storage).ExclusiveSum(length, place);
@@ -148,6 +175,7 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
   write_splits(batch, plan, place, storage);
 
   // Partition p begins in the last thread's chunk that lies at or before its position.
+#pragma unroll 1
   for (int p = threadIdx.x; p < params.partitions; p += kThreads) {
     const int64_t x = plan.begin(p);
     int holder = 0;
@@ -157,6 +185,7 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
     }
     int r = holder * batch.chunk;
     int64_t place_r = s_place[holder];
+#pragma unroll 1
     for (int64_t next = place_r; r < params.batch; ++r, place_r = next) {
       next = place_r + plan.length(batch.tiles(r));
       if (x < next) break;
@@ -167,9 +196,9 @@ __global__ void __launch_bounds__(kThreads) schedule_kernel(const __grid_constan
 
 // The smallest bound with which the batch fits on partitions of its own; 0 when it has more requests than partitions, or
 // when the batch does not decide.
-int64_t own_tiles_on_host(const ScheduleParams& params, int64_t tiles) {
+int64_t own_tiles_on_host(const ScheduleParams& params, const BatchShape& shape) {
   if (params.fixed_pieces > 0 || params.batch > params.partitions) return 0;
-  for (int64_t bound = Plan::least_bound(tiles, params.partitions);; ++bound) {
+  for (int64_t bound = Plan::least_bound(shape);; ++bound) {
     int64_t wanted = 0;
     for (int r = 0; r < params.batch; ++r) wanted += own_partitions(tiles_of(params.seq_lens[r]), bound);
     if (wanted <= params.partitions) return bound;
@@ -186,14 +215,17 @@ void build_schedule_on_device(const ScheduleParams& params, cudaStream_t stream)
 void build_schedule_on_host(const ScheduleParams& params) {
   const int64_t tiles = std::accumulate(params.seq_lens, params.seq_lens + params.batch, int64_t(0),
                                         [](int64_t sum, int32_t seq_len) { return sum + tiles_of(seq_len); });
-  const Plan plan(params.batch, tiles, params.partitions, own_tiles_on_host(params, tiles), params.fixed_pieces);
+  const BatchShape shape{params.batch, tiles, params.partitions, params.row_tile};
+  const int64_t own_tiles = own_tiles_on_host(params, shape);
+  const bool whole = params.fixed_pieces == 0 && heaviest_whole(params, 0, 1) <= Plan::whole_bound(shape, own_tiles);
+  const Plan plan(shape, own_tiles, whole, params.fixed_pieces);
   std::vector<int64_t> places(params.batch + 1, 0);
   for (int r = 0; r < params.batch; ++r) places[r + 1] = places[r] + plan.length(tiles_of(params.seq_lens[r]));
 
   int slots = 0, splits = 0;
   for (int p = 0; p < params.partitions; ++p) params.work_ranges[p].split_request = -1;
   for (int r = 0; r < params.batch; ++r) {
-    const int64_t pieces = plan.pieces(places[r], tiles_of(params.seq_lens[r]));
+    const int64_t pieces = plan.pieces(places[r], places[r + 1] - places[r]);
     params.split_offsets[r] = slots;
     if (pieces > 1) {
       WorkRange& entry = params.work_ranges[splits++];

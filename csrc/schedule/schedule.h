@@ -1,11 +1,14 @@
 // From request lengths to balanced WorkRanges.
 //
 // Ways to divide a batch, all closed formulas in a request's place on a line, so that all requests and partitions are
-// computed at once; host and device share them. A batch takes that one of two whose busiest partition has less to do:
+// computed at once; host and device share them. A batch takes that one whose busiest partition has least to do, what
+// splitting costs included:
 //  - Own partitions: a request gets as many partitions as it needs to keep each within `most_tiles` tiles. Every
 //    partition has one piece.
-//  - One cost line: every request costs kPieceCost for starting it and one unit a tile; the line is cut into equal parts
+//  - One cost line: every request costs its start (piece_cost) and one unit a tile; the line is cut into equal parts
 //    wherever the cuts fall.
+//  - Whole requests: the partitions get as many each or, if there are no more requests than partitions, one or none. For
+//    requests about as long as each other, since nothing but their number is evened out.
 // Where the same sums are wanted for a request whatever shares its batch, its pieces follow from its length alone:
 //  - Fixed pieces: own partitions, but as many as the length says; or, where one piece is the most, whole requests, the
 //    cost line being cut between them only.
@@ -20,10 +23,18 @@
 
 namespace etap {
 
-constexpr int64_t kPieceCost = 1;  // what a request piece costs beside its tiles, in tiles
+constexpr int64_t kPieceRows = 8;  // query rows whose request piece costs a tile beside its tiles
 // Own partitions may hold this part of a tile count more than the line's: a GPU bound by memory does not feel the uneven
 // load, but it does feel the second piece and the combination that the line brings.
 constexpr int64_t kOwnTolerance = 24;
+// Whole requests may cost a partition a tile more for so many query rows, where every partition would else hold an end of
+// a split one. That is twice what writing and reading partial results and combining them take on a GPU bound by memory,
+// where partitions that go on alone are faster; elsewhere, and with FP8 caches, whose tiles take half the time, about what
+// they do.
+constexpr int64_t kSplitRows = 2;
+// More rows than kMemoryRows are bound by tensor cores: their tiles take longer, and no less where others have ended.
+constexpr int64_t kMemoryRows = 32;
+constexpr int64_t kManySplitRows = 8;
 // Fixed pieces are no shorter than this: with fewer tiles a piece's start and its combination outweigh them.
 constexpr int64_t kFixedTiles = 16;
 
@@ -32,14 +43,20 @@ __host__ __device__ inline int64_t tiles_of(int32_t seq_len) {
   return seq_len > 0 ? ceil_div(seq_len, kTileTokens) : 0;
 }
 
+// What a request piece costs beside its tiles, in tiles.
+__host__ __device__ inline int64_t piece_cost(int64_t row_tile) {
+  return row_tile > kPieceRows ? row_tile / kPieceRows : 1;
+}
+
 // A piece of a request of n tiles is no smaller than this: halving it saves half of its tiles' time, and doubles what the
 // combination reads. Measured, sqrt(n) / 4 tiles balance the two.
 __host__ __device__ inline int64_t least_tiles(int64_t n) { return int64_t(ceil(sqrt(double(n)) / 4.0)); }
 
-// Partitions a request of n tiles takes when each holds at most `most_tiles`, or what a piece holds at least.
+// Partitions a request of n tiles takes when each holds at most `most_tiles`, or what a piece holds at least. In 32 bits
+// and without the root wherever that is known to be less: the device goes through this many times, one after another.
 __host__ __device__ inline int64_t own_partitions(int64_t n, int64_t most_tiles) {
-  const int64_t piece = most_tiles > least_tiles(n) ? most_tiles : least_tiles(n);
-  return n > piece ? ceil_div(n, piece) : 1;
+  const int64_t piece = 16 * most_tiles * most_tiles >= n ? most_tiles : least_tiles(n);
+  return n > piece ? uint32_t(n + piece - 1) / uint32_t(piece) : 1;
 }
 
 // Pieces of a request of n tiles where its length alone decides.
@@ -48,51 +65,91 @@ __host__ __device__ inline int64_t fixed_pieces(int64_t n, int64_t most) {
   return pieces < 1 ? 1 : pieces < most ? pieces : most;
 }
 
+// What the schedule knows of a batch besides the requests' lengths.
+struct BatchShape {
+  int64_t batch;
+  int64_t tiles;  // of all requests
+  int64_t partitions;
+  int64_t row_tile;  // 0: any, for fixed pieces
+
+  __host__ __device__ int64_t piece_cost() const { return etap::piece_cost(row_tile); }
+};
+
 struct Plan {
   int64_t fixed;       // most pieces of a request whose length alone decides; 0: the batch decides
-  int64_t most_tiles;  // of own partitions; 0: one cost line
+  int64_t most_tiles;  // of own partitions; 0: one line
+  bool counted;        // whole requests, each a unit of the line
+  int64_t piece_cost;  // on a cost line
   int64_t total;       // length of the line
   int64_t partitions;  // in use; on a cost line at most `total`: more would leave empty ones between pieces of a request
 
   // The line's cost of a batch, and what its busiest partition does beside the fixed cost of one piece.
-  __host__ __device__ static int64_t line_total(int64_t batch, int64_t tiles) { return tiles + batch * kPieceCost; }
+  __host__ __device__ static int64_t line_total(const BatchShape& of) { return of.tiles + of.batch * of.piece_cost(); }
+  __host__ __device__ static int64_t line_share(const BatchShape& of) {
+    return ceil_div(line_total(of), of.partitions);
+  }
 
   // The smallest bound that own partitions may have. A piece of two tiles takes little longer than one of one, since each
   // consumer takes one; single tiles are for batches that would leave half of the partitions without work.
-  __host__ __device__ static int64_t least_bound(int64_t tiles, int64_t partitions) {
-    const int64_t share = ceil_div(tiles, partitions);
-    const int64_t least = 2 * tiles > partitions ? 2 : 1;
+  __host__ __device__ static int64_t least_bound(const BatchShape& of) {
+    const int64_t share = ceil_div(of.tiles, of.partitions);
+    const int64_t least = 2 * of.tiles > of.partitions ? 2 : 1;
     return share > least ? share : least;
   }
 
   // The largest bound with which own partitions are taken instead of the line.
-  __host__ __device__ static int64_t most_bound(int64_t batch, int64_t tiles, int64_t partitions) {
-    const int64_t share = ceil_div(line_total(batch, tiles), partitions);
-    const int64_t least = least_bound(tiles, partitions);
+  __host__ __device__ static int64_t most_bound(const BatchShape& of) {
+    const int64_t share = line_share(of);
+    const int64_t least = least_bound(of);
     return (share > least ? share : least) + share / kOwnTolerance;
   }
 
-  // own_tiles: the smallest bound with which own partitions suffice, 0 when none does. Fixed pieces do not need it, but
+  // Own partitions' bound where they are taken, 0 where the line is. own_tiles: the smallest with which they suffice, 0
+  // when none does.
+  __host__ __device__ static int64_t taken_bound(const BatchShape& of, int64_t own_tiles) {
+    return own_tiles > 0 && own_tiles <= most_bound(of) ? own_tiles : 0;
+  }
+
+  // The most that a partition of whole requests may cost, if they are to be taken instead of what splits them.
+  __host__ __device__ static int64_t whole_bound(const BatchShape& of, int64_t own_tiles) {
+    const int64_t share = line_share(of);
+    const int64_t own = taken_bound(of, own_tiles);
+    const int64_t most_split = of.batch < of.partitions ? of.batch : of.partitions;
+    const int64_t split_rows = of.row_tile > kMemoryRows ? kManySplitRows : kSplitRows;
+    const int64_t saved = ceil_div(most_split * of.row_tile, split_rows * of.partitions);
+    return (own > 0 ? own : share) + of.piece_cost() + saved + share / kOwnTolerance;
+  }
+
+  // The first request of partition p where each gets as many whole ones.
+  __host__ __device__ static int64_t first_counted(int64_t p, int64_t batch, int64_t partitions) {
+    return ceil_div(p * batch, partitions);
+  }
+
+  // whole: no partition of whole requests costs more than whole_bound. Fixed pieces need neither that nor own_tiles, but
   // `fixed` > 1 needs `fixed` partitions for every request.
-  __host__ __device__ Plan(int64_t batch, int64_t tiles, int64_t partitions, int64_t own_tiles, int64_t fixed)
-      : fixed(fixed) {
-    const int64_t line = line_total(batch, tiles);
-    most_tiles = own_tiles > 0 && own_tiles <= most_bound(batch, tiles, partitions) ? own_tiles : 0;
-    total = line;
-    this->partitions = own() ? partitions : partitions < line ? partitions : line;
+  __host__ __device__ Plan(const BatchShape& of, int64_t own_tiles, bool whole, int64_t fixed)
+      : fixed(fixed), piece_cost(of.piece_cost()) {
+    const bool single = whole && of.batch <= of.partitions;
+    most_tiles = single ? whole_bound(of, own_tiles) : taken_bound(of, own_tiles);
+    counted = whole && !single;
+    total = counted ? of.batch : line_total(of);
+    partitions = own() || counted || of.partitions < total ? of.partitions : total;
   }
 
   // Every piece has a partition to itself.
   __host__ __device__ bool own() const { return fixed > 1 || most_tiles > 0; }
   // Partitions hold whole requests.
-  __host__ __device__ bool whole() const { return fixed == 1; }
+  __host__ __device__ bool whole() const { return fixed == 1 || counted; }
 
-  // Length of a request of n tiles on the line: partitions, or costs.
-  __host__ __device__ int64_t length(int64_t n) const { return own() ? own_pieces(n) : n + kPieceCost; }
+  // Length of a request of n tiles on the line: partitions, requests, or costs.
+  __host__ __device__ int64_t length(int64_t n) const {
+    return own() ? own_pieces(n) : counted ? 1 : n + piece_cost;
+  }
 
   // Where partition p begins on the line.
   __host__ __device__ int64_t begin(int64_t p) const {
     if (own()) return p;
+    if (counted) return first_counted(p, total, partitions);
     return p < partitions ? p * total / partitions : total;
   }
 
@@ -100,7 +157,7 @@ struct Plan {
   __host__ __device__ int64_t begin_tile(int64_t p, int64_t place, int64_t n) const {
     if (own()) return (p - place) * n / own_pieces(n);
     const int64_t cost = begin(p) - place;
-    return cost > kPieceCost ? cost - kPieceCost : 0;
+    return cost > piece_cost ? cost - piece_cost : 0;
   }
 
   // How many earlier partitions hold pieces of the request at `place` in whose middle partition p begins.
@@ -108,11 +165,11 @@ struct Plan {
     return own() ? p - place : p - holder(place);
   }
 
-  // In how many pieces the request of n tiles at `place` is decoded.
-  __host__ __device__ int64_t pieces(int64_t place, int64_t n) const {
-    if (own()) return own_pieces(n);
+  // In how many pieces the request of this length at `place` is decoded.
+  __host__ __device__ int64_t pieces(int64_t place, int64_t length) const {
+    if (own()) return length;
     if (whole()) return 1;
-    const int64_t extra = begun_before(place + length(n)) - 1 - holder(place);
+    const int64_t extra = begun_before(place + length) - 1 - holder(place);
     return extra > 0 ? 1 + extra : 1;
   }
 
@@ -125,7 +182,7 @@ struct Plan {
   __host__ __device__ int64_t begun_before(int64_t x) const { return ceil_div(x * partitions, total); }
 
   // The last partition of a cost line that begins at or before the first tile of the request at `place`: it holds it.
-  __host__ __device__ int64_t holder(int64_t place) const { return begun_before(place + kPieceCost + 1) - 1; }
+  __host__ __device__ int64_t holder(int64_t place) const { return begun_before(place + piece_cost + 1) - 1; }
 };
 
 // Build the schedule on the device (asynchronously on `stream`) or on host memory.

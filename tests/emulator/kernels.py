@@ -143,7 +143,7 @@ class ScheduleParams(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("seq_lens", "work_ranges", "split_offsets")),
-        *((name, ctypes.c_int32) for name in ("batch", "partitions", "fixed_pieces")),
+        *((name, ctypes.c_int32) for name in ("batch", "partitions", "fixed_pieces", "row_tile")),
     ]
 
 
@@ -285,10 +285,11 @@ def _run_combine(params: DecodeParams, dtype: torch.dtype, memory: Memory, **how
     combine.launch((steps, min(requests, fitting)), COMBINE_WARPS * 32, 0, [bytes(params)], memory, **how)
 
 
-def run_schedule(seq_lens, work_ranges, split_offsets, fixed_pieces: int, **how) -> None:
+def run_schedule(seq_lens, work_ranges, split_offsets, fixed_pieces: int, row_tile: int, **how) -> None:
     """The schedule kernel, on tensors as etap_backend.DecodeSchedule has them."""
     memory = Memory()
     tensors = dict(seq_lens=seq_lens, work_ranges=work_ranges, split_offsets=split_offsets)
     pointers = {name: add_tensor(memory, tensor, name) for name, tensor in tensors.items()}
-    params = ScheduleParams(batch=len(seq_lens), partitions=len(work_ranges), fixed_pieces=fixed_pieces, **pointers)
+    counts = dict(batch=len(seq_lens), partitions=len(work_ranges), fixed_pieces=fixed_pieces)
+    params = ScheduleParams(**counts, row_tile=row_tile, **pointers)
     kernel("schedule", "schedule_kernel").launch((1, 1), SCHEDULE_THREADS, 0, [bytes(params)], memory, **how)
