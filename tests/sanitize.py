@@ -24,6 +24,7 @@ CASES = (
     Case((64, 190), heads=16, s_q=3, num_sms=3, cache_layout="gapped", seed=3),
     Case((129, 320), heads=64, num_sms=3, page_size=128, seed=4),
     Case((70, 256), heads=64, s_q=2, num_sms=6, q_layout="strided", seed=5),
+    Case((129, 450), heads=64, law="rising", num_sms=2, seed=10),
     Case((0, 1, 65, 200, 500), heads=16, num_sms=5, kv_dtype="fp8", kv_scale=0.0137, seed=6),
     Case((130, 700), heads=8, num_sms=3, dtype="float16", q_layout="split", kv_dtype="fp8", seed=7),
     Case((3, 260), heads=32, dtype="float8_e4m3fn", num_sms=3, kv_dtype="fp8", fp8_math=True, seed=8),

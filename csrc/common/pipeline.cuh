@@ -51,6 +51,15 @@ __device__ __forceinline__ void spin(Barrier& barrier, uint32_t parity) {
 #endif
 }
 
+// Where threads read what others have just written. Debug builds meet twice: racecheck takes some accesses right behind a
+// named barrier of part of the CTA for earlier ones.
+__device__ __forceinline__ void meet(int barrier, int threads) {
+  ptx::barrier_sync(barrier, threads);
+#ifdef ETAP_SPIN_LIMIT
+  ptx::barrier_sync(barrier, threads);
+#endif
+}
+
 // Numbered events for one waiter, who may be up to kTurns behind: they take the barriers in turn.
 template <int kTurns>
 struct Turns {

@@ -37,9 +37,11 @@ struct Destination {
 template <class T>
 __device__ __forceinline__ void write_empty(const Destination<T>& to) {
   if (to.out == nullptr) return;  // a schedule of other lengths split this request
+#pragma unroll 1
   for (int i = threadIdx.x; i < to.rows * kLatentDim / 8; i += kConsumerThreads) {
     reinterpret_cast<uint4*>(to.out)[i] = make_uint4(0, 0, 0, 0);
   }
+#pragma unroll 1
   for (int row = threadIdx.x; row < to.rows; row += kConsumerThreads) to.lse[row] = -INFINITY;
 }
 
@@ -154,18 +156,47 @@ __device__ __forceinline__ ColumnFactors column_factors(const typename T::Column
   return {own * inverse, other * inverse, sum == 0.0f ? -INFINITY : reference + __log2f(sum)};
 }
 
+// The factors of all columns of a row tile, one or two a lane: worked out once a warp, and handed round.
 template <class T>
-__device__ __forceinline__ void write_lse(const typename T::Columns& columns, int group, const Destination<T>& to) {
-  const int column = anew(threadIdx.x % kGroupThreads);
-  const int row = T::kSharedTiles ? group * T::kScoreColumns + column : column;
-  if ((!T::kSharedTiles && group != 0) || column >= T::kScoreColumns || row >= to.rows) return;
-  const float lse = column_factors<T>(columns, group, column).lse;
-  if (to.out != nullptr) {
-    to.lse[row] = lse * kLn2;
-  } else {
-    to.partial_lse[row] = lse;
+class WarpFactors {
+ public:
+  __device__ __forceinline__ WarpFactors(const typename T::Columns& columns, int group) {
+    const int lane = anew(threadIdx.x % kWarpSize);
+    CUTE_UNROLL
+    for (int i = 0; i < kHeld; ++i) {
+      const int column = (i * kWarpSize + lane) % T::kScoreColumns;
+      held_[i] = column_factors<T>(columns, T::kSharedTiles ? i : group, column);
+    }
   }
-}
+  // As this thread's part of a fragment has them.
+  __device__ __forceinline__ float own(int block, int bit) const { return of(held_[block / 4].own, block, bit); }
+  __device__ __forceinline__ float other(int block, int bit) const { return of(held_[block / 4].other, block, bit); }
+
+  // Called by the warps of one warpgroup, of which the first writes.
+  __device__ __forceinline__ void write_lse(const Destination<T>& to) const {
+    if (threadIdx.x % kGroupThreads >= kWarpSize) return;
+    CUTE_UNROLL
+    for (int i = 0; i < kHeld; ++i) {
+      const int row = i * kWarpSize + anew(threadIdx.x % kWarpSize);
+      if (row >= to.rows) continue;
+      if (to.out != nullptr) {
+        to.lse[row] = held_[i].lse * kLn2;
+      } else {
+        to.partial_lse[row] = held_[i].lse;
+      }
+    }
+  }
+
+ private:
+  static constexpr int kHeld = (T::kRowTile + kWarpSize - 1) / kWarpSize;
+
+  __device__ __forceinline__ float of(float held, int block, int bit) const {
+    return __shfl_sync(0xffffffff, held, block % 4 * 8 + first_column_ + bit);
+  }
+
+  const int first_column_ = anew(threadIdx.x % 4 * 2);  // of each block
+  ColumnFactors held_[kHeld];
+};
 
 // Where a slice of the half that `target` keeps crosses from the other warpgroup: in stages of the key ring that the
 // producer granted, [target][merge stage], 16 bytes a thread and `quad`.
@@ -195,19 +226,19 @@ __device__ __forceinline__ void give_half(typename T::SharedStorage& shared, Rin
 // Add the other warpgroup's part to the half that stays here, both normalised, and give the stages back.
 template <class T, int kGroup>
 __device__ __forceinline__ void take_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                          const typename T::Columns& columns, OutputFragment<T>& ot) {
+                                          const WarpFactors<T>& factors, OutputFragment<T>& ot) {
   CUTE_UNROLL
   for (int block = 0; block < T::kRowTile / 8; ++block) {
-    const ColumnFactors low = column_factors<T>(columns, kGroup, fragment_column(block, 0));
-    const ColumnFactors high = column_factors<T>(columns, kGroup, fragment_column(block, 1));
+    const float low_own = factors.own(block, 0), low_other = factors.other(block, 0);
+    const float high_own = factors.own(block, 1), high_other = factors.other(block, 1);
     CUTE_UNROLL
     for (int m = 0; m < T::kMergeSlices; ++m) {
       auto kept = ot(cute::make_coord(cute::_, cute::_, block), kGroup * T::kMergeSlices + m, 0);
       const float4 taken = *exchange_slot<T>(shared, at, kGroup, m, block);
-      kept(0, 0) = kept(0, 0) * low.own + taken.x * low.other;
-      kept(1, 0) = kept(1, 0) * high.own + taken.y * high.other;
-      kept(0, 1) = kept(0, 1) * low.own + taken.z * low.other;
-      kept(1, 1) = kept(1, 1) * high.own + taken.w * high.other;
+      kept(0, 0) = kept(0, 0) * low_own + taken.x * low_other;
+      kept(1, 0) = kept(1, 0) * high_own + taken.y * high_other;
+      kept(0, 1) = kept(0, 1) * low_own + taken.z * low_other;
+      kept(1, 1) = kept(1, 1) * high_own + taken.w * high_other;
     }
   }
   __syncwarp();
@@ -227,30 +258,26 @@ __device__ __forceinline__ void finish_halves(typename T::SharedStorage& shared,
   } else {
     give_half<T, 1>(shared, at, ot);
   }
-  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
-#ifdef ETAP_SPIN_LIMIT  // for racecheck, which takes some accesses right behind a named barrier for earlier ones
-  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
-#endif
+  meet(kConsumersBarrier, kConsumerThreads);
+  const WarpFactors<T> factors(columns, group);
   if (group == 0) {
-    take_half<T, 0>(shared, at, columns, ot);
+    take_half<T, 0>(shared, at, factors, ot);
     write_output<T, T::kMergeSlices>(to, 0, 0, ot);
+    factors.write_lse(to);
   } else {
-    take_half<T, 1>(shared, at, columns, ot);
+    take_half<T, 1>(shared, at, factors, ot);
     write_output<T, T::kMergeSlices>(to, kLatentDim / 2, T::kMergeSlices, ot);
   }
-  write_lse<T>(columns, group, to);
 }
 
 // Shared tiles: each warpgroup holds half of the value dims of every row, the other one's columns among them.
 template <class T>
 __device__ __forceinline__ void finish_rows(const Destination<T>& to, const typename T::Columns& columns, int group,
                                             OutputFragment<T>& ot) {
-  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
-  write_lse<T>(columns, group, to);
-  scale_columns<T>(ot, [&](int block, int bit) {
-    constexpr int kBlocks = T::kScoreColumns / 8;
-    return column_factors<T>(columns, block / kBlocks, fragment_column(block % kBlocks, bit)).own;
-  });
+  meet(kConsumersBarrier, kConsumerThreads);
+  const WarpFactors<T> factors(columns, group);
+  scale_columns<T>(ot, [&](int block, int bit) { return factors.own(block, bit); });
+  if (group == 0) factors.write_lse(to);
   write_output<T, T::kOutputSlices>(to, group * (kLatentDim / 2), 0, ot);
   ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);  // the columns are read, before the next piece's maxima
 }

@@ -133,7 +133,7 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
     load_query_rows<T, cutlass::float_e4m3_t>(shared, params, request, row_group, score_scale);
   }
   cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
-  ptx::barrier_sync(kConsumersBarrier, kConsumerThreads);
+  meet(kConsumersBarrier, kConsumerThreads);
 }
 
 }  // namespace etap

@@ -18,6 +18,9 @@ struct Fp8Traits : RowTile<kRowTile_> {
   using Probability = Math;
   static constexpr bool kFp8Cache = true;
   static constexpr bool kFp8Math = sizeof(Math) == 1;
+  // The producer warpgroup has no query rows to gather.
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
 
   // A stage is a whole tile: four chunks of 128 latent columns (128 bytes, one swizzle row), then the rope columns.
   static constexpr int kWideColumns = 128;

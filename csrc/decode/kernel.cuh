@@ -132,13 +132,13 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
 }
 
 // Debug builds keep the registers of the launch: sanitizers instrument code that setmaxnreg then leaves too few for.
-template <bool kConsumer>
+template <class T, bool kConsumer>
 __device__ __forceinline__ void adjust_registers() {
 #ifndef ETAP_SPIN_LIMIT
   if constexpr (kConsumer) {
-    cutlass::arch::warpgroup_reg_alloc<kConsumerRegisters>();
+    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<kProducerRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
   }
 #endif
 }
@@ -147,6 +147,7 @@ template <class T>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
     decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ typename T::CacheMaps cache_maps,
                   const __grid_constant__ QueryMaps query_maps) {
+  static_assert(T::kProducerRegisters * kGroupThreads + T::kConsumerRegisters * kConsumerThreads <= 168 * kDecodeThreads);
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
   if (threadIdx.x < kWarpSize) {
@@ -170,7 +171,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const int row_group = blockIdx.x % params.row_groups;
   const int group = cutlass::canonical_warp_group_idx();
   if (group == kConsumerGroups) {
-    adjust_registers<false>();
+    adjust_registers<T, false>();
     const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
     if (warp == 0) {
       load_keys<T>(shared, params, cache_maps, partition);
@@ -182,7 +183,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       }
     }
   } else {
-    adjust_registers<true>();
+    adjust_registers<T, true>();
     consume<T>(shared, params, partition, row_group, group);
   }
 }

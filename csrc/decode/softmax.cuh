@@ -212,15 +212,17 @@ template <class T>
 __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                                 const Piece& piece, int tile) {
   const int valid = piece.seq_len - tile * kTileTokens;
-  const int thread = threadIdx.x % T::kScoreThreads;
+  const int thread = anew(threadIdx.x % T::kScoreThreads);
   constexpr int kRowBytes = 128;  // of a chunk
   const int units = (kTileTokens - valid) * (kRowBytes / 16);
-  CUTE_UNROLL
-  for (int chunk = 0; chunk < T::kTileValueChunks; ++chunk) {
-    const int stage = at.ahead(chunk / T::kChunksPerStage).stage;
-    auto* rows = reinterpret_cast<uint4*>(shared.ring + stage * T::kStageBytes +
-                                          chunk % T::kChunksPerStage * (kTileTokens * kRowBytes) + valid * kRowBytes);
-    for (int i = thread; i < units; i += T::kScoreThreads) rows[i] = make_uint4(0, 0, 0, 0);
+#pragma unroll 1
+  for (int i = thread; i < units; i += T::kScoreThreads) {
+#pragma unroll 1
+    for (int chunk = 0; chunk < T::kTileValueChunks; ++chunk) {
+      char* rows = shared.ring + at.ahead(chunk / T::kChunksPerStage).stage * T::kStageBytes +
+                   (chunk % T::kChunksPerStage * kTileTokens + valid) * kRowBytes;
+      reinterpret_cast<uint4*>(rows)[i] = make_uint4(0, 0, 0, 0);
+    }
   }
 }
 

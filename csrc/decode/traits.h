@@ -32,11 +32,6 @@ constexpr int kConsumerThreads = kConsumerGroups * kGroupThreads;
 constexpr int kDecodeThreads = kConsumerThreads + kGroupThreads;
 constexpr int kQueryLoaderThreads = kGroupThreads - kWarpSize;  // the producer warpgroup less its TMA warp
 
-// setmaxnreg: what the role needs, within the register file.
-constexpr int kProducerRegisters = 40;
-constexpr int kConsumerRegisters = 232;
-static_assert(kProducerRegisters * kGroupThreads + kConsumerRegisters * kConsumerThreads <= 168 * kDecodeThreads);
-
 constexpr int kChunkColumns = 64;  // 128 bytes, one swizzle row
 constexpr int kChunks = kHeadDim / kChunkColumns;
 constexpr int kValueChunks = kLatentDim / kChunkColumns;
@@ -122,6 +117,9 @@ struct Traits : RowTile<kRowTile_> {
   using Element = Element_;
   using Probability = Element;
   static_assert(sizeof(Element) == 2);
+  // setmaxnreg: what the role needs, within the register file.
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
   static constexpr bool kFp8Cache = false;
   // Three chunks a stage (24 KB a copy) load faster than one; at 64 rows two tiles fit only in single chunks.
   static constexpr int kChunksPerStage = kSharedTiles ? 1 : 3;
