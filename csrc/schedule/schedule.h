@@ -35,6 +35,9 @@ constexpr int64_t kSplitRows = 2;
 // More rows than kMemoryRows are bound by tensor cores: their tiles take longer, and no less where others have ended.
 constexpr int64_t kMemoryRows = 32;
 constexpr int64_t kManySplitRows = 8;
+// With fewer partitions and up to kMemoryRows rows none reads faster because others have ended (an H20 has 78, and a sixth of
+// an H200's tensor cores): there a split costs less than the uneven load.
+constexpr int64_t kMemoryPartitions = 100;
 // Fixed pieces are no shorter than this: with fewer tiles a piece's start and its combination outweigh them.
 constexpr int64_t kFixedTiles = 16;
 
@@ -115,8 +118,11 @@ struct Plan {
     const int64_t share = line_share(of);
     const int64_t own = taken_bound(of, own_tiles);
     const int64_t most_split = of.batch < of.partitions ? of.batch : of.partitions;
-    const int64_t split_rows = of.row_tile > kMemoryRows ? kManySplitRows : kSplitRows;
-    const int64_t saved = ceil_div(most_split * of.row_tile, split_rows * of.partitions);
+    const int64_t rows = most_split * of.row_tile;
+    const int64_t many = kManySplitRows * of.partitions;
+    const int64_t saved = of.row_tile > kMemoryRows            ? (rows + many / 2) / many
+                          : of.partitions >= kMemoryPartitions ? ceil_div(rows, kSplitRows * of.partitions)
+                                                               : 0;
     return (own > 0 ? own : share) + of.piece_cost() + saved + share / kOwnTolerance;
   }
 
