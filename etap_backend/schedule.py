@@ -13,6 +13,8 @@ BATCH_INVARIANT_BYTES = 60 * 2**20
 """Workspace that a batch-invariant schedule may take to split requests; without splits it needs none of it."""
 CPU_SMS = 8
 """Partitions that a schedule on the CPU plans for: enough to split requests, small enough to follow by hand."""
+MEMORY_SMS = 100
+"""A Hopper GPU with fewer (an H20 has 78, an H100 at least 114) has few tensor cores for its memory."""
 
 
 def row_groups(rows: int) -> int:
@@ -130,6 +132,11 @@ class DecodeSchedule:
             raise ValueError(f"workspace: wanted a contiguous [>={floats}], got {list(workspace.shape)}")
         return workspace
 
+    def _rows_of_a_split(self, s_q: int) -> int:
+        """Query rows by which the batch's division weighs what a split costs beside a tile."""
+        # Where tensor cores are few, a tile takes the longer the more rows there are, and a piece's start and end do not.
+        return row_tile(s_q * self.num_heads) if self.num_sms >= MEMORY_SMS else ROW_TILES[0]
+
     def build(self, seq_lens: Tensor, s_q: int = 1) -> "DecodeSchedule":
         """Plan one step. Copies nothing to the host, allocates nothing, and may be captured in a CUDA graph.
 
@@ -159,6 +166,6 @@ class DecodeSchedule:
         if self.fixed_pieces:
             library().build_fixed_schedule(*buffers, partitions, self.fixed_pieces)
         else:
-            library().build_schedule(*buffers, partitions, row_tile(s_q * self.num_heads))
+            library().build_schedule(*buffers, partitions, self._rows_of_a_split(s_q))
         self.batch, self.s_q, self.partitions = seq_lens.shape[0], s_q, partitions
         return self

@@ -17,7 +17,15 @@ from etap_backend.schedule import ROW_TILES, DecodeSchedule, row_groups
 HEADER = Path(__file__).parent.parent / "csrc" / "schedule" / "schedule.h"
 PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, MEMORY_PARTITIONS, FIXED_TILES = (
     int(re.search(rf"k{name} = (\d+);", HEADER.read_text())[1])
-    for name in ("PieceRows", "OwnTolerance", "SplitRows", "MemoryRows", "ManySplitRows", "MemoryPartitions", "FixedTiles")
+    for name in (
+        "PieceRows",
+        "OwnTolerance",
+        "SplitRows",
+        "MemoryRows",
+        "ManySplitRows",
+        "MemoryPartitions",
+        "FixedTiles",
+    )
 )
 
 
@@ -232,6 +240,15 @@ def test_on_few_partitions_only_even_requests_stay_whole():
     for row_tile in (8, 16, 32):
         assert build([4096] * 64, 78, row_tile=row_tile)[1].any()
         assert not build([4096] * 78, 78, row_tile=row_tile)[1].any()
+
+
+@pytest.mark.parametrize("num_sms, alike", [(78, True), (132, False)])
+def test_many_rows_make_splits_dear_where_tensor_cores_are_many(num_sms, alike):
+    seq_lens = torch.full((64,), 512, dtype=torch.int32)
+    few_rows, many_rows = (DecodeSchedule(64, heads, max_s_q=4, device="cpu", num_sms=num_sms) for heads in (2, 16))
+    few_rows.build(seq_lens, s_q=4)
+    many_rows.build(seq_lens, s_q=4)
+    assert torch.equal(few_rows.work_ranges, many_rows.work_ranges) == alike
 
 
 def test_one_long_request_among_many_is_split_whatever_the_rows():

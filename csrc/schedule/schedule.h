@@ -36,7 +36,7 @@ constexpr int64_t kSplitRows = 2;
 constexpr int64_t kMemoryRows = 32;
 constexpr int64_t kManySplitRows = 8;
 // With fewer partitions and up to kMemoryRows rows none reads faster because others have ended (an H20 has 78, and a sixth of
-// an H200's tensor cores): there a split costs less than the uneven load.
+// an H200's tensor cores; its schedules are always weighed as with 8 rows): there a split costs less than the uneven load.
 constexpr int64_t kMemoryPartitions = 100;
 // Fixed pieces are no shorter than this: with fewer tiles a piece's start and its combination outweigh them.
 constexpr int64_t kFixedTiles = 16;
