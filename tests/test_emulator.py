@@ -132,6 +132,12 @@ def test_packed_conversion(code, target):
     assert run(code, x.numpy())[:, 0].tolist() == [int.from_bytes(row.tobytes(), "little") for row in raw]
 
 
+def test_integers_lose_and_regain_their_upper_half():
+    numbers = np.array([0, 1, 0xFFFF, 0x10000, 0x12345678, 0xFFFFFFFF], np.uint32)
+    got = run("cvt.u16.u32 %h0, %i0; cvt.u32.u16 %o0, %h0;", np.resize(numbers, 128), threads=128)[:, 0]
+    assert got.tolist() == np.resize(numbers & 0xFFFF, 128).tolist()
+
+
 def test_every_e4m3_value_becomes_its_half():
     pairs = np.arange(256, dtype=np.uint8).view(np.uint16).astype(np.uint32)
     got = run("cvt.u16.u32 %h0, %i0; cvt.rn.f16x2.e4m3x2 %o0, %h0;", pairs, threads=128)[:, 0]

@@ -273,7 +273,7 @@ def _cvta(t: Translator, item: Instruction, mask: str) -> str:
     return t.write(item.operands[0], "u64", t.read(item.operands[1], "u64"), mask)
 
 
-INTEGER_CONVERSIONS = ("cvt.s64.s32", "cvt.u16.u32", "cvt.u32.u64", "cvt.u64.u32")
+INTEGER_CONVERSIONS = ("cvt.s64.s32", "cvt.u16.u32", "cvt.u32.u16", "cvt.u32.u64", "cvt.u64.u32")
 CONVERSIONS = {
     "cvt.rn.bf16x2.f32": "pack2({0}, {1}, 'bf16')",
     "cvt.rn.f16x2.f32": "pack2({0}, {1}, 'f16')",
