@@ -134,7 +134,7 @@ class DecodeSchedule:
 
     def _rows_of_a_split(self, s_q: int) -> int:
         """Query rows by which the batch's division weighs what a split costs beside a tile."""
-        # Where tensor cores are few, a tile takes the longer the more rows there are, and a piece's start and end do not.
+        # Where tensor cores are few, a tile takes the longer the more rows there are, a piece's start and end do not.
         return row_tile(s_q * self.num_heads) if self.num_sms >= MEMORY_SMS else ROW_TILES[0]
 
     def build(self, seq_lens: Tensor, s_q: int = 1) -> "DecodeSchedule":
