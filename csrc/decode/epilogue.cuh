@@ -168,6 +168,7 @@ class WarpFactors {
       held_[i] = column_factors<T>(columns, T::kSharedTiles ? i : group, column);
     }
   }
+
   // As this thread's part of a fragment has them.
   __device__ __forceinline__ float own(int block, int bit) const { return of(held_[block / 4].own, block, bit); }
   __device__ __forceinline__ float other(int block, int bit) const { return of(held_[block / 4].other, block, bit); }

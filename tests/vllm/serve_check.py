@@ -441,6 +441,15 @@ def parse_shape(text: str) -> Shape:
     return Shape(int(matched[1]), int(matched[2]))
 
 
+def spread(readings: list[float]) -> dict:
+    return {
+        "median": statistics.median(readings),
+        "min": min(readings),
+        "max": max(readings),
+        "readings": readings,
+    }
+
+
 def time_per_token(client: Client, shape: Shape, repeats: int) -> dict:
     """Milliseconds for one decode step of the whole batch, repeated."""
     # By context alone, so that a smaller batch of the same context finds its prompts in the prefix cache.
@@ -449,24 +458,21 @@ def time_per_token(client: Client, shape: Shape, repeats: int) -> dict:
     client.decode_seconds(prompts, SHORT)
     seconds = [(client.decode_seconds(prompts, LONG), client.decode_seconds(prompts, SHORT)) for _ in range(repeats)]
     readings = [(long - short) / (LONG - SHORT) * 1000 for long, short in seconds]
-    median = statistics.median(readings)
     return {
         "shape": str(shape),
-        "tpot_ms": {"median": median, "min": min(readings), "max": max(readings), "readings": readings},
-        "tokens_per_second": shape.batch / median * 1000,
+        "tpot_ms": spread(readings),
+        "tokens_per_second": shape.batch / statistics.median(readings) * 1000,
     }
 
 
 @dataclass(frozen=True)
-class Turns:
+class Turns(Shape):
     """Prompts that come at once, each with new tokens after a cached context of its own."""
 
-    batch: int
-    context: int
     tokens: int
 
     def __str__(self) -> str:
-        return f"{self.batch}x{self.context}+{self.tokens}"
+        return f"{super().__str__()}+{self.tokens}"
 
 
 def parse_turns(text: str) -> Turns:
@@ -488,15 +494,7 @@ def time_to_first_token(client: Client, turns: Turns, repeats: int) -> dict:
 
     reading()
     readings = [reading() for _ in range(repeats)]
-    return {
-        "turns": str(turns),
-        "ttft_ms": {
-            "median": statistics.median(readings),
-            "min": min(readings),
-            "max": max(readings),
-            "readings": readings,
-        },
-    }
+    return {"turns": str(turns), "ttft_ms": spread(readings)}
 
 
 def make_command(
