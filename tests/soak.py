@@ -5,16 +5,17 @@
 Needs a Hopper GPU, the engine with etap-backend beside it, and a MODEL of tests/answers/train_model.py. Nothing else is
 to be installed, and other jobs may use the same GPU.
 
-Traffic: up to --concurrency requests at once, in waves; log-normal lengths from 1 token to the model's context, greedy
-and sampled, half over shared prefixes; some are streamed, and of some the client closes the stream. The KV cache is so
-small that requests are preempted. A run fails for
+Traffic: up to --concurrency requests at once, in waves. The first wave is of short requests: all of them run at once,
+so that the server has the memory of its largest batch before growth is looked for. Then log-normal lengths from 1
+token to the model's context, half over shared prefixes. Greedy and sampled; some are streamed, and of some the client
+closes the stream. The KV cache is so small that requests are preempted. A run fails for
 
 - an HTTP error, an answer that is too short, a request that does not end in --timeout seconds;
 - a log-probability that is not finite (engines send NaN as null), an error or `nan` in the server's log;
 - a wrong answer to a probe. These prompts of the model are answered by the idle server first, then again and again
   among the traffic and once after it: greedily, and in vLLM without drafts every second one forced along the first
   answer. Rounding depends on the batch; what is allowed for it is below, with its reasons;
-- memory that grows: of host and GPU, what the server's processes have in the last quarter of the time against the
+- memory that grows: of host and GPU, what the server's processes have in the last quarter of the samples against the
   second. Where nvidia-smi does not say what these processes have, the GPU's is reported as not known;
 - a run that proves nothing: nothing preempted (vLLM), nothing found in the prefix cache, nothing aborted, no drafts
   accepted, a model that does not know its prompts.
@@ -87,6 +88,8 @@ PROBES = 8  # of each kind
 FEW = 4
 PREFIXES = 16
 EDGE_LENGTHS = (1, 2, 63, 64, 65, 128, 129)
+SHORT_PROMPTS = EDGE_LENGTHS[:5]
+SHORT_REQUEST = 256  # tokens of a request of the first wave; the cache has room for 320 in each of 256
 MARGIN = 16  # tokens below the model's context, for drafts
 LEAST_SAMPLES = 16
 KEPT_EXAMPLES, MOST_FAILURES = 5, 500
@@ -246,6 +249,7 @@ class Traffic:
     def __init__(self, engine: Vllm | Sglang, wire: Wire, settings: Settings, tally: Tally):
         self.engine, self.wire, self.settings, self.tally = engine, wire, settings, tally
         self.stop, self.wanted, self.abandoned = threading.Event(), settings.concurrency, False
+        self.waves = 0
         self._rng = random.Random(settings.seed)
         self._prefixes = [self._rng.choices(PROMPT_TOKENS, k=self._length(500, 2)) for _ in range(PREFIXES)]
         self.threads = [
@@ -262,11 +266,16 @@ class Traffic:
 
     def new_wave(self) -> None:
         """Mostly everything at once, so that the cache overflows; sometimes few, whose graphs and splits are others."""
+        self.waves += 1
         most = self.settings.concurrency
-        self.wanted = self._rng.choice([most, most, most, max(1, most // 4), max(1, most // 32), 1])
+        if self.waves > 1:
+            self.wanted = self._rng.choice([most, most, most, max(1, most // 4), max(1, most // 32), 1])
 
     def request(self, rng: random.Random) -> tuple[list[int], int]:
         """A prompt, and how many tokens to add."""
+        if self.waves <= 1:
+            prompt = rng.choices(PROMPT_TOKENS, k=rng.choice(SHORT_PROMPTS))
+            return prompt, min(SHORT_REQUEST, self.settings.context) - MARGIN - len(prompt)
         prompt = list(rng.choice(self._prefixes)) if rng.random() < 0.5 else []
         prompt += rng.choices(PROMPT_TOKENS, k=self._length(60 if prompt else 300, 2, rng))
         prompt = prompt[: self.settings.context - MARGIN - 1]
@@ -405,17 +414,13 @@ def gpu_mib(pids: Sequence[int]) -> float | None:
     return sum(found) if found else None
 
 
-def growth(samples: Sequence[tuple[float, float | None]], seconds: float) -> float | None:
-    """Median of the last quarter of the time less that of the second; None where too little is known."""
-
-    def quarter(number: int) -> list[float]:
-        begin, end = (number - 1) * seconds / 4, number * seconds / 4
-        return [value for when, value in samples if value is not None and begin <= when <= end]
-
-    second, last = quarter(2), quarter(4)
-    if min(len(second), len(last)) < LEAST_SAMPLES // 4:
+def growth(samples: Sequence[float | None]) -> float | None:
+    """Median of the last quarter of the samples less that of the second; None where too little is known."""
+    known = [value for value in samples if value is not None]
+    if len(known) < LEAST_SAMPLES:
         return None
-    return statistics.median(last) - statistics.median(second)
+    quarter = len(known) // 4
+    return statistics.median(known[-quarter:]) - statistics.median(known[quarter : 2 * quarter])
 
 
 @dataclass
@@ -484,7 +489,7 @@ class Soak:
             self.document["failures"] += self.proves_nothing()
 
     def loop(self, pool: ThreadPoolExecutor) -> None:
-        """The time of the traffic."""
+        """The time of the traffic: longer than asked where a slow machine has not yet sampled memory often enough."""
         asked: Future | None = None
         due = {
             "sample": (self.settings.sample_every, self.sample),
@@ -493,7 +498,7 @@ class Soak:
         }
         next_at: dict[str, float] = {name: 0.0 for name in due}
         next_probe = self.settings.probe_every / 2
-        while (now := self.elapsed()) < self.settings.seconds:
+        while (now := self.elapsed()) < self.settings.seconds or len(self.samples) < LEAST_SAMPLES:
             if self.stop_file and self.stop_file.exists():
                 raise Stopped(f"by {self.stop_file.name}")
             if self.process.ended() is not None or sum(self.tally.failures.values()) > MOST_FAILURES:
@@ -530,11 +535,10 @@ class Soak:
 
     def memory(self) -> dict:
         """Growth in MiB by kind, with the samples; what is over its limit becomes a failure at the end."""
-        seconds = self.samples[-1][0] if self.samples else 0.0
         kinds = {"host": (1, self.settings.host_growth), "gpu": (2, self.settings.gpu_growth)}
         return {
             kind: {
-                "growth_mib": growth([(sample[0], sample[column]) for sample in self.samples], seconds),
+                "growth_mib": growth([sample[column] for sample in self.samples]),
                 "allowed_mib": allowed,
                 "samples": [(round(s[0], 1), None if s[column] is None else round(s[column], 1)) for s in self.samples],
             }

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -45,7 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
             late, turn = count > 70, count % 10
             if late and "server" in faults: os._exit(3)
             if late and "log" in faults: print("ValueError: Traceback (most recent call last):", flush=True)
-            if late and "host memory" in faults: hoard.append(bytearray(b"x" * 2**18))
+            if late and "host memory" in faults: hoard.append(bytearray(b"x" * 2**19))
         if late and turn == 0 and "HTTP error" in faults: return self.reply("out of luck", 500)
         if late and turn == 1 and "hung" in faults: time.sleep(600)
         forced = asked.get("vllm_xargs", {}).get("forced_tokens")
@@ -100,7 +101,7 @@ def run(model, faults, monkeypatch, **changes):
     """Exit status and the file that was written."""
     monkeypatch.setenv("FAULTS", faults)
     output = model.parent / "soak.json"
-    options = {"seconds": 1.5, "concurrency": 8, "timeout": 1.0, "probe_every": 0.2, "sample_every": 0.05}
+    options = {"seconds": 1.5, "concurrency": 8, "timeout": 20.0, "probe_every": 0.2, "sample_every": 0.05}
     options |= {"wave_every": 0.3, "write_every": 0.5, "host_growth": 24, "ready": 20, "output": output}
     with pytest.raises(typer.Exit) as ended:
         soak.main(model, [], **(DEFAULTS | options | changes))
@@ -167,7 +168,7 @@ def test_a_good_run_passes_and_says_what_it_saw(model, monkeypatch):
     ],
 )
 def test_each_fault_is_found(model, monkeypatch, faults, said):
-    code, document = run(model, faults, monkeypatch)
+    code, document = run(model, faults, monkeypatch, **({"timeout": 1.0} if faults == "hung" else {}))
     assert code == 1
     for text in said:
         assert any(re.search(text, line) for line in document["failures"]), (text, document["failures"])
@@ -215,13 +216,29 @@ def test_gpu_memory_is_that_of_the_given_processes_or_not_known(tmp_path, monkey
     assert soak.gpu_mib([7]) is None
 
 
+def test_the_first_wave_is_the_largest_batch_and_fits_the_cache():
+    settings = soak.Settings(600, 256, 240, 4096, 0.15, 0.25, 20, 5, 10, 60, 512, 256, 0)
+    traffic = soak.Traffic(soak.Vllm(), soak.Wire("", "", 1), settings, soak.Tally())
+    rng = random.Random(0)
+
+    def most_pages():
+        lengths = [len(prompt) + tokens + soak.MARGIN for prompt, tokens in (traffic.request(rng) for _ in range(2000))]
+        return max(-(-length // 64) for length in lengths)
+
+    traffic.new_wave()
+    assert traffic.wanted == 256 and 256 * most_pages() <= 1280
+    traffic.new_wave()
+    assert most_pages() > 32
+
+
 def test_growth_is_between_the_second_and_the_last_quarter():
-    warming_up = [(second, 1000.0 if second >= 20 else 10.0 * second) for second in range(101)]
-    assert soak.growth(warming_up, 100) == 0
-    leaking = [(second, 1000 + 2.0 * second) for second in range(101)]
-    assert soak.growth(leaking, 100) == pytest.approx(100, abs=3)
-    assert soak.growth([(second, None) for second in range(101)], 100) is None
-    assert soak.growth(leaking[::20], 100) is None
+    warming_up = [1000.0 if second >= 20 else 10.0 * second for second in range(101)]
+    assert soak.growth(warming_up) == 0
+    leaking = [1000 + 2.0 * second for second in range(101)]
+    assert soak.growth(leaking) == pytest.approx(100, abs=3)
+    assert soak.growth([None, *leaking, None]) == soak.growth(leaking)
+    assert soak.growth([None] * 101) is None
+    assert soak.growth(leaking[:15]) is None and soak.growth(leaking[:16]) == pytest.approx(16)
 
 
 def test_numbers_of_sglang_are_read_too():
