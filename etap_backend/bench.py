@@ -347,8 +347,6 @@ def environment(proxy: bool) -> dict:
     queried = "driver_version,clocks.max.sm,clocks.max.mem,power.limit"
     nvidia = _output_of("nvidia-smi", f"--query-gpu={queried}", "--format=csv,noheader", "--id=0")
     driver, *clocks = (nvidia or "unknown").split(", ")
-    source = str(Path(__file__).parent)
-    commit = os.environ.get("ETAP_COMMIT") or _output_of("git", "-C", source, "describe", "--always", "--dirty")
     versions = {provider.package: provider.version() for provider in peers.PROVIDERS.values()}
     name = torch.cuda.get_device_name()
     return {
@@ -362,7 +360,7 @@ def environment(proxy: bool) -> dict:
             "torch": torch.__version__,
             "cuda": torch.version.cuda,
         },
-        "commit": commit or "unknown",
+        "commit": report.commit(),
         "command": shlex.join(["etap", *sys.argv[1:]]),
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
     }

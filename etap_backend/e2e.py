@@ -490,17 +490,10 @@ def provenance(engine: Engine, python: str) -> dict:
         "python": version,
         "versions": {package: found for package, found in versions.items() if found}
         | {"etap-backend": etap_backend.__version__},
-        "commit": os.environ.get("ETAP_COMMIT") or _commit(),
+        "commit": report.commit(),
         "library_sha256": hashlib.sha256(Path(library).read_bytes()).hexdigest() if library else None,
         "command": shlex.join(["etap", *sys.argv[1:]]),
     }
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    with suppress(OSError, subprocess.SubprocessError):
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return "unknown"
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -20,7 +22,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from etap_backend import configs, plan
+from etap_backend import configs, plan, report
 from etap_backend.e2e_report import shape_of, shape_text
 from etap_backend.plan import Deployment, Gpu, Model
 
@@ -28,6 +30,7 @@ from etap_backend.plan import Deployment, Gpu, Model
 KERNELS = {"etap": "etap", "flashmla": "FlashMLA", "flash_attn_mla": "FA3", "fa3": "FA3"}
 TARGET_RANKS = 8
 PROXY = "H20 proxy"
+MEASURED_WITH = ("gpu", "driver", "versions", "commit", "command", "date")  # of every file that an estimate rests on
 
 
 @dataclass(frozen=True)
@@ -256,10 +259,11 @@ def main(
     output: Annotated[Path | None, typer.Option(help="JSON file for the estimates.")] = None,
 ) -> None:
     """Estimate from end-to-end readings what eight H20 would do."""
-    console, benchmarks = Console(), [json.loads(path.read_text()) for path in kernels]
+    documents = {path: json.loads(path.read_text()) for path in (*results, *kernels)}
+    console, benchmarks = Console(), [documents[path] for path in kernels]
     written = {}
     for path in results:
-        document = json.loads(path.read_text())
+        document = documents[path]
         try:
             found, reasons = estimate(document, benchmarks, target)
         except ValueError as error:
@@ -269,7 +273,15 @@ def main(
             console.print(reason, markup=False, highlight=False)
         written[path.stem] = [asdict(one) for one in found]
     if output:
-        output.write_text(json.dumps({"kind": "estimate", "target": target, "estimates": written}, indent=1) + "\n")
+        made_with = {
+            "commit": report.commit(),
+            "command": shlex.join(["python", "-m", "etap_backend.estimate", *sys.argv[1:]]),
+            "sources": {
+                path.name: {key: document[key] for key in MEASURED_WITH if key in document}
+                for path, document in documents.items()
+            },
+        }
+        report.write({"kind": "estimate", "target": target, **made_with, "estimates": written}, output)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,11 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import subprocess
 from collections import defaultdict
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 from textwrap import fill
@@ -36,6 +39,16 @@ def write(document: dict, path: Path) -> None:
     part = path.with_suffix(".part")
     part.write_text(json.dumps(document, indent=1) + "\n")
     part.replace(path)
+
+
+def commit() -> str:
+    """The commit that a result is made with: ETAP_COMMIT, or what git says of these sources."""
+    if named := os.environ.get("ETAP_COMMIT"):
+        return named
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    with suppress(OSError, subprocess.SubprocessError):
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
+    return "unknown"
 
 
 def tflops(row: dict, us: float) -> float:

@@ -178,5 +178,9 @@ def test_the_program_writes_what_it_shows(tmp_path):
     result = CliRunner().invoke(app, [str(source), *files, "--output", str(output)], env={"COLUMNS": "200"})
     assert result.exit_code == 0, result.output
     assert "ESTIMATE for 8 x H20-96G" in result.output and "TRITON_MLA was not measured" in result.output
-    (written,) = json.loads(output.read_text())["estimates"]["e2e"]
+    whole = json.loads(output.read_text())
+    (written,) = whole["estimates"]["e2e"]
     assert written["attention_there"]["source"].startswith("H20 proxy")
+    measured_with = {"gpu", "driver", "versions", "commit", "command", "date"}
+    assert whole["commit"] and whole["sources"].keys() == {"e2e.json", "targets.json", "targets-h20-proxy.json"}
+    assert all(measured_with <= whole["sources"][name].keys() for name in ("targets.json", "targets-h20-proxy.json"))
