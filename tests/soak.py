@@ -249,7 +249,7 @@ class Traffic:
     def __init__(self, engine: Vllm | Sglang, wire: Wire, settings: Settings, tally: Tally):
         self.engine, self.wire, self.settings, self.tally = engine, wire, settings, tally
         self.stop, self.wanted, self.abandoned = threading.Event(), settings.concurrency, False
-        self.waves = 0
+        self.first_wave = True
         self._rng = random.Random(settings.seed)
         self._prefixes = [self._rng.choices(PROMPT_TOKENS, k=self._length(500, 2)) for _ in range(PREFIXES)]
         self.threads = [
@@ -266,14 +266,12 @@ class Traffic:
 
     def new_wave(self) -> None:
         """Mostly everything at once, so that the cache overflows; sometimes few, whose graphs and splits are others."""
-        self.waves += 1
-        most = self.settings.concurrency
-        if self.waves > 1:
-            self.wanted = self._rng.choice([most, most, most, max(1, most // 4), max(1, most // 32), 1])
+        self.first_wave, most = False, self.settings.concurrency
+        self.wanted = self._rng.choice([most, most, most, max(1, most // 4), max(1, most // 32), 1])
 
     def request(self, rng: random.Random) -> tuple[list[int], int]:
         """A prompt, and how many tokens to add."""
-        if self.waves <= 1:
+        if self.first_wave:
             prompt = rng.choices(PROMPT_TOKENS, k=rng.choice(SHORT_PROMPTS))
             return prompt, min(SHORT_REQUEST, self.settings.context) - MARGIN - len(prompt)
         prompt = list(rng.choice(self._prefixes)) if rng.random() < 0.5 else []
@@ -496,7 +494,7 @@ class Soak:
             "wave": (self.settings.wave_every, self.traffic.new_wave),
             "write": (self.settings.write_every, self.note),
         }
-        next_at: dict[str, float] = {name: 0.0 for name in due}
+        next_at = {"sample": 0.0, "wave": self.settings.wave_every, "write": 0.0}
         next_probe = self.settings.probe_every / 2
         while (now := self.elapsed()) < self.settings.seconds or len(self.samples) < LEAST_SAMPLES:
             if self.stop_file and self.stop_file.exists():
@@ -655,7 +653,7 @@ def main(
     ] = "auto",
     cache_tokens: Annotated[int, typer.Option(help="Size of the KV cache in tokens.")] = 1280 * 64,
     memory_share: Annotated[float, typer.Option(help="Of the GPU, that the server may take.")] = 0.25,
-    seconds: Annotated[float, typer.Option(min=1, help="How long the traffic lasts.")] = 600,
+    seconds: Annotated[float, typer.Option(min=1, help="How long the traffic lasts, at least.")] = 600,
     concurrency: Annotated[int, typer.Option(min=1, help="Most requests at once.")] = 256,
     timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 240,
     abort_share: Annotated[float, typer.Option(help="Of the requests, whose stream the client closes.")] = 0.15,

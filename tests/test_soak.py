@@ -225,7 +225,6 @@ def test_the_first_wave_is_the_largest_batch_and_fits_the_cache():
         lengths = [len(prompt) + tokens + soak.MARGIN for prompt, tokens in (traffic.request(rng) for _ in range(2000))]
         return max(-(-length // 64) for length in lengths)
 
-    traffic.new_wave()
     assert traffic.wanted == 256 and 256 * most_pages() <= 1280
     traffic.new_wave()
     assert most_pages() > 32
