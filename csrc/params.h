@@ -33,7 +33,7 @@ struct ScheduleParams {
   int32_t batch;
   int32_t partitions;
   int32_t fixed_pieces;  // most pieces of a request where its length alone decides; 0: the batch does
-  int32_t row_tile;      // query rows of a CTA, 8, 16, 32 or 64, as far as they make splits dear; nothing to fixed pieces
+  int32_t row_tile;      // query rows of a CTA, 8, 16, 32 or 64, or 0 where they make no split dear; nothing to fixed pieces
 };
 
 enum class QueryType : int32_t { kBFloat16, kFloat16, kE4M3 };

@@ -134,8 +134,9 @@ class DecodeSchedule:
 
     def _rows_of_a_split(self, s_q: int) -> int:
         """Query rows by which the batch's division weighs what a split costs beside a tile."""
-        # Where tensor cores are few, a tile takes the longer the more rows there are, a piece's start and end do not.
-        return row_tile(s_q * self.num_heads) if self.num_sms >= MEMORY_SMS else ROW_TILES[0]
+        # Where tensor cores are few, a tile takes longer with more rows, a piece's start and end do not, and
+        # no CTA reads faster because others have ended.
+        return row_tile(s_q * self.num_heads) if self.num_sms >= MEMORY_SMS else 0
 
     def build(self, seq_lens: Tensor, s_q: int = 1) -> "DecodeSchedule":
         """Plan one step. Copies nothing to the host, allocates nothing, and may be captured in a CUDA graph.

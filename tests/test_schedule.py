@@ -15,7 +15,7 @@ from etap_backend.executor import pieces
 from etap_backend.schedule import ROW_TILES, DecodeSchedule, row_groups
 
 HEADER = Path(__file__).parent.parent / "csrc" / "schedule" / "schedule.h"
-PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, MEMORY_PARTITIONS, FIXED_TILES = (
+PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, FIXED_TILES = (
     int(re.search(rf"k{name} = (\d+);", HEADER.read_text())[1])
     for name in (
         "PieceRows",
@@ -23,7 +23,6 @@ PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, MEMORY_PART
         "SplitRows",
         "MemoryRows",
         "ManySplitRows",
-        "MemoryPartitions",
         "FixedTiles",
     )
 )
@@ -73,12 +72,8 @@ def whole_load(lengths, partitions: int, row_tile: int) -> int:
     """What a partition of whole requests may cost: as much as one that splits them, and what that saves."""
     share = line_share(lengths, partitions, row_tile)
     rows = min(len(lengths), partitions) * row_tile
-    saved = 0
-    if row_tile > MEMORY_ROWS:
-        many = MANY_SPLIT_ROWS * partitions
-        saved = (rows + many // 2) // many
-    elif partitions >= MEMORY_PARTITIONS:
-        saved = math.ceil(rows / (SPLIT_ROWS * partitions))
+    many = MANY_SPLIT_ROWS * partitions
+    saved = (rows + many // 2) // many if row_tile > MEMORY_ROWS else math.ceil(rows / (SPLIT_ROWS * partitions))
     split = own_bound(lengths, partitions, row_tile) or share
     return split + piece_cost(row_tile) + saved + share // OWN_TOLERANCE
 
@@ -235,11 +230,10 @@ def test_how_many_rows_leave_requests_whole():
     assert build([128] * 4, 132, row_tile=64)[1].any()  # few requests: there is hardly anything to combine
 
 
-def test_on_few_partitions_only_even_requests_stay_whole():
+def test_where_splits_are_not_dear_only_even_requests_stay_whole():
     """64 on 78 partitions, an H20's: the 14 that get none would be missed."""
-    for row_tile in (8, 16, 32):
-        assert build([4096] * 64, 78, row_tile=row_tile)[1].any()
-        assert not build([4096] * 78, 78, row_tile=row_tile)[1].any()
+    assert build([4096] * 64, 78, row_tile=0)[1].any()
+    assert not build([4096] * 78, 78, row_tile=0)[1].any()
 
 
 @pytest.mark.parametrize("num_sms, alike", [(78, True), (132, False)])

@@ -102,7 +102,7 @@ void schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offs
 
 void build_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
                     int64_t row_tile) {
-  check_at_least("row_tile", row_tile, 1);
+  check_at_least("row_tile", row_tile, 0);
   schedule(seq_lens, work_ranges, split_offsets, partitions, 0, row_tile);
 }
 

@@ -13,7 +13,7 @@
 namespace etap {
 namespace {
 
-constexpr int kThreads = 512;
+constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / kWarpSize;
 using Scan = cub::BlockScan<int64_t, kThreads>;
 
@@ -74,15 +74,17 @@ __host__ __device__ int64_t heaviest_whole(const ScheduleParams& params, int fir
   return heaviest;
 }
 
-__device__ Plan choose_plan(const Batch& batch, typename Scan::TempStorage& storage, int64_t (&s_bound)[kWarps]) {
+// tiles_before: those of the requests before the thread's.
+__device__ Plan choose_plan(const Batch& batch, typename Scan::TempStorage& storage, int64_t (&s_bound)[kWarps],
+                            int64_t& tiles_before) {
   const ScheduleParams& params = batch.params;
   const bool decides = params.fixed_pieces == 0;
   int64_t mine = 0;
 #pragma unroll 1
   for (int r = batch.first; r < batch.last; ++r) mine += batch.tiles(r);
   const int64_t heaviest = decides ? heaviest_whole(params, threadIdx.x, kThreads) : 0;
-  int64_t before, tiles;
-  Scan(storage).ExclusiveSum(mine, before, tiles);
+  int64_t tiles;
+  Scan(storage).ExclusiveSum(mine, tiles_before, tiles);
   __syncthreads();
   const BatchShape shape{params.batch, tiles, params.partitions, params.row_tile};
   int64_t own_tiles = 0;
@@ -163,13 +165,16 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
   const Batch batch(params);
 #pragma unroll 1
   for (int p = threadIdx.x; p < params.partitions; p += kThreads) params.work_ranges[p].split_request = -1;
-  const Plan plan = choose_plan(batch, storage, s_bound);
+  int64_t tiles_before;
+  const Plan plan = choose_plan(batch, storage, s_bound, tiles_before);
 
-  int64_t length = 0;
+  int64_t place = plan.place(batch.first, tiles_before);
+  if (plan.own()) {
+    int64_t length = 0;
 #pragma unroll 1
-  for (int r = batch.first; r < batch.last; ++r) length += plan.length(batch.tiles(r));
-  int64_t place;
-  Scan(storage).ExclusiveSum(length, place);
+    for (int r = batch.first; r < batch.last; ++r) length += plan.length(batch.tiles(r));
+    Scan(storage).ExclusiveSum(length, place);
+  }
   s_place[threadIdx.x] = place;
   __syncthreads();
   write_splits(batch, plan, place, storage);

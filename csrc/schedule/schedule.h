@@ -35,9 +35,6 @@ constexpr int64_t kSplitRows = 2;
 // More rows than kMemoryRows are bound by tensor cores: their tiles take longer, and no less where others have ended.
 constexpr int64_t kMemoryRows = 32;
 constexpr int64_t kManySplitRows = 8;
-// With fewer partitions and up to kMemoryRows rows none reads faster because others have ended (an H20 has 78, and a sixth of
-// an H200's tensor cores; its schedules are always weighed as with 8 rows): there a split costs less than the uneven load.
-constexpr int64_t kMemoryPartitions = 100;
 // Fixed pieces are no shorter than this: with fewer tiles a piece's start and its combination outweigh them.
 constexpr int64_t kFixedTiles = 16;
 
@@ -73,7 +70,7 @@ struct BatchShape {
   int64_t batch;
   int64_t tiles;  // of all requests
   int64_t partitions;
-  int64_t row_tile;  // 0: any, for fixed pieces
+  int64_t row_tile;  // 0: splits are not dear, or pieces fixed
 
   __host__ __device__ int64_t piece_cost() const { return etap::piece_cost(row_tile); }
 };
@@ -120,9 +117,7 @@ struct Plan {
     const int64_t most_split = of.batch < of.partitions ? of.batch : of.partitions;
     const int64_t rows = most_split * of.row_tile;
     const int64_t many = kManySplitRows * of.partitions;
-    const int64_t saved = of.row_tile > kMemoryRows            ? (rows + many / 2) / many
-                          : of.partitions >= kMemoryPartitions ? ceil_div(rows, kSplitRows * of.partitions)
-                                                               : 0;
+    const int64_t saved = of.row_tile > kMemoryRows ? (rows + many / 2) / many : ceil_div(rows, kSplitRows * of.partitions);
     return (own > 0 ? own : share) + of.piece_cost() + saved + share / kOwnTolerance;
   }
 
@@ -150,6 +145,11 @@ struct Plan {
   // Length of a request of n tiles on the line: partitions, requests, or costs.
   __host__ __device__ int64_t length(int64_t n) const {
     return own() ? own_pieces(n) : counted ? 1 : n + piece_cost;
+  }
+
+  // Where request r lies on the line, with so many tiles before it; not of own partitions, which follow from each request.
+  __host__ __device__ int64_t place(int64_t r, int64_t tiles_before) const {
+    return counted ? r : tiles_before + r * piece_cost;
   }
 
   // Where partition p begins on the line.

@@ -37,7 +37,7 @@ CACHE = ROOT / "build" / "ptx"
 
 LATENT, ROPE, TILE, GROUP_ROWS, CHUNK = 512, 64, 64, 64, 64
 CHUNKS, VALUE_CHUNKS = (LATENT + ROPE) // CHUNK, LATENT // CHUNK
-DECODE_THREADS, COMBINE_WARPS, SCHEDULE_THREADS = 384, 8, 512
+DECODE_THREADS, COMBINE_WARPS, SCHEDULE_THREADS = 384, 8, 256
 FP8 = torch.float8_e4m3fn
 ELEMENTS = {torch.bfloat16: "bfloat16_t", torch.float16: "half_t"}
 QUERY_TYPES = [torch.bfloat16, torch.float16, FP8]  # etap::QueryType
