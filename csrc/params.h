@@ -74,6 +74,7 @@ struct DecodeParams {
   const float* q_scale;
   QueryType query_type;
   bool float16_out;
+  bool rows_on_lanes;  // partial_out lies as O = P·V leaves it: see combine.cu
   bool paired_dims;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
 };
 

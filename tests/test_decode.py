@@ -195,6 +195,19 @@ def test_ragged_batches(device, cache, batch):
 
 
 @pytest.mark.gpu
+@bf16_or_fp8_cache
+@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("batch", [2, 20, 40, 80])
+def test_requests_of_many_and_of_few_splits(batch, heads, cache):
+    """The combination takes them together, up to four at a time, and those of many splits by themselves."""
+    problem = build(Case((20_000, *[700 + 10 * i for i in range(batch - 1)]), heads=heads, seed=19, **cache), "cuda")
+    runner = Runner(problem)
+    out, lse = runner.run()
+    assert runner.schedule.split_offsets[1] > 8
+    check(out, lse, problem, truth(problem))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("kind", [{}, FP8_CACHE, KINDS["bf16 q, fp8 math"]], ids=["bf16", "fp8", "fp8 math"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 def test_many_runs_of_ctas_with_many_pieces(heads, kind):

@@ -55,6 +55,11 @@ def test_decode(dtype, heads, s_q, num_sms):
     verify(Case(LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, dtype=dtype), seed=num_sms)
 
 
+def test_requests_of_many_and_of_few_splits():
+    """A block of the combination takes two at a time, or one whose splits its warps divide."""
+    verify(Case((2000, *(200,) * 15), heads=16, num_sms=46), seed=1)
+
+
 @pytest.mark.parametrize("fp8_math", [False, True])
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
@@ -137,18 +142,19 @@ def test_interleavings(kind, heads, lengths, timing):
 
 WAIT = r"(mbarrier\.try_wait\.parity\.shared::cta\.b64 p, \[%r\d+\]), (%r\d+);"
 FAULT_CASE = Case((200, 449), num_sms=1)
+ROWS_CASE = Case((200, 449), heads=64, num_sms=1)
 
 
 @cache
-def own_text() -> tuple[str, str]:
-    """PTX and name of the bf16 decode kernel for 16 rows, alone."""
+def own_text(kernel: str = ", 16>") -> tuple[str, str]:
+    """PTX and name of a bf16 decode kernel, that for 16 rows or RowsTraits', alone."""
     module = kernels.module("bf16")
-    name = module.find("decode_kernel", ", 16>")
+    name = module.find("decode_kernel", kernel)
     return module.only(name), name
 
 
-def patched(site: re.Match, instead: str) -> Kernel:
-    text, name = own_text()
+def patched(site: re.Match, instead: str, kernel: str = ", 16>") -> Kernel:
+    text, name = own_text(kernel)
     return Kernel(Module(text[: site.start()] + instead + text[site.end() :]), name)
 
 
@@ -205,17 +211,17 @@ def test_an_access_behind_a_tensor_is_found():
     assert re.search(r"(?s)out of bounds.*ld\.global.*\.cuh:\d+", fault_of(patched(site, f"{site[1]}+4194304];")))
 
 
-def waits_of(source_line: str) -> list[re.Match]:
-    """The waits that a line of decode/kernel.cuh was compiled to."""
-    text, _ = own_text()
-    lines = (kernels.CSRC / "decode" / "kernel.cuh").read_text().splitlines()
+def waits_of(source_line: str, source="kernel", kernel=", 16>", wait=WAIT) -> list[re.Match]:
+    """The waits that a line of decode/SOURCE.cuh was compiled to."""
+    text, _ = own_text(kernel)
+    lines = (kernels.CSRC / "decode" / f"{source}.cuh").read_text().splitlines()
     (number,) = (n for n, line in enumerate(lines, 1) if source_line in line)
-    (file,) = re.findall(r'\.file (\d+) "[^"]*decode/kernel\.cuh"', text)
-    # A wait is inlined several levels deep; the outermost level is the last that names kernel.cuh.
+    (file,) = re.findall(rf'\.file (\d+) "[^"]*decode/{source}\.cuh"', text)
+    # A wait is inlined several levels deep; the outermost level is the last that names the source.
     levels = rf"(?m)\.loc\s+{file} (\d+)|inlined_at {file} (\d+)"
     places = [(place.start(), int(place[1] or place[2])) for place in re.finditer(levels, text)]
-    sites = re.finditer(WAIT, text)
-    return [site for site in sites if [line for at, line in places if at < site.start()][-1] == number]
+    sites = re.finditer(wait, text)
+    return [site for site in sites if [0, *(line for at, line in places if at < site.start())][-1] == number]
 
 
 def test_merging_into_stages_that_were_not_granted_is_found():
@@ -230,6 +236,33 @@ def test_merging_into_stages_that_were_not_granted_is_found():
     )
 
 
-def test_the_kernel_without_a_planted_fault_has_none():
-    text, name = own_text()
-    assert fault_of(Kernel(Module(text), name)) == ""
+ROWS_FAULTS = {
+    "fence of a zeroed tail": (r"fence\.proxy\.async\.shared::cta;", "", "without fence.proxy.async"),
+    "fence of products' registers": (r"wgmma\.fence\.sync\.aligned;", "", "wgmma.fence"),
+    "wait for a product": (r"wgmma\.wait_group\.sync\.aligned 0;", "", "in flight"),
+}
+
+
+@pytest.mark.parametrize("name", ROWS_FAULTS)
+def test_missing_synchronisation_of_64_rows_is_found(name):
+    pattern, instead, says = ROWS_FAULTS[name]
+    sites = list(re.finditer(pattern, own_text("RowsTraits")[0]))
+    found = [fault_of(patched(site, instead, "RowsTraits"), ROWS_CASE) for site in sites[:: max(1, len(sites) // 4)]]
+    assert any(re.search(says, fault) for fault in found), found
+
+
+@pytest.mark.parametrize(
+    "line, says",
+    [("meet(T::hand_over_barrier(owner)", "."), ("ptx::barrier_sync(kGroupBarrier + group", "inf/NaN elsewhere")],
+    ids=["taking P before it is there", "products before V's tail is zero"],
+)
+def test_missing_meetings_of_64_rows_are_found(line, says):
+    sites = waits_of(line, "rows", "RowsTraits", r"barrier\.cta\.sync\.aligned %r\d+, %r\d+;")
+    found = [fault_of(patched(site, "", "RowsTraits"), ROWS_CASE) for site in sites]
+    assert any(re.search(says, fault) for fault in found), found
+
+
+@pytest.mark.parametrize("kernel, case", [(", 16>", FAULT_CASE), ("RowsTraits", ROWS_CASE)])
+def test_the_kernel_without_a_planted_fault_has_none(kernel, case):
+    text, name = own_text(kernel)
+    assert fault_of(Kernel(Module(text), name), case) == ""

@@ -235,6 +235,7 @@ DecodeParams decode_params(const TensorView& q, const Optional<TensorView>& q_ro
       .q_scale = scale_of(q_scale),
       .query_type = query_type(q),
       .float16_out = same(out.dtype(), kFloat16),
+      .rows_on_lanes = row_tile(rows) == 64 && !same(kv_cache.dtype(), kE4M3Bytes),
       .paired_dims = same(kv_cache.dtype(), kE4M3Bytes),
   };
   const int64_t partial_rows = 2 * partitions * params.row_groups * params.row_tile;

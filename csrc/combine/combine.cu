@@ -21,7 +21,8 @@ constexpr int kBlockVectors = kSliceWarps * kWarpSize;  // float4s of one slice 
 // Below every log2-sum-exp, and finite, so that a split that saw no token (-inf) weighs 0 and not NaN.
 constexpr float kNoSplit = -1e30f;
 
-// What a lane holds of a partial: two neighbouring rows of the output (columns of O^T), two value dims, 8 apart.
+// What a lane holds of a partial: two neighbouring rows of the output (columns of O^T) and two value dims, 8 apart; or,
+// where the rows were on WGMMA's M (kOneRow), one row, of which the weights have two copies, and twice two value dims.
 struct Sum {
   float4 value = {0.0f, 0.0f, 0.0f, 0.0f};
 
@@ -51,68 +52,75 @@ struct Totals {
   }
 };
 
-// Write a lane's part of the result, transposed between the lanes to rows of 8 value dims.
-template <class Element>
+// Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
+template <class Element, bool kOneRow>
 __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request,
                                            int first_row, int dim) {
   const int lane = threadIdx.x % kWarpSize;
   const float2 scale = {totals.sum.x == 0.0f ? 0.0f : 1.0f / totals.sum.x,
                         totals.sum.y == 0.0f ? 0.0f : 1.0f / totals.sum.y};
-  const uint32_t low = pack<Element>(sum.value.x * scale.x, sum.value.y * scale.y);
-  const uint32_t high = pack<Element>(sum.value.z * scale.x, sum.value.w * scale.y);
-  const uint32_t low_row = ptx::movmatrix_trans(low);
-  const uint32_t high_row = ptx::movmatrix_trans(high);
+  uint32_t low = pack<Element>(sum.value.x * scale.x, sum.value.y * scale.y);
+  uint32_t high = pack<Element>(sum.value.z * scale.x, sum.value.w * scale.y);
+  if constexpr (!kOneRow) {
+    low = ptx::movmatrix_trans(low);
+    high = ptx::movmatrix_trans(high);
+  }
   const int row = first_row + lane / 4;
-  if (row >= params.rows) return;
   auto* out = static_cast<uint16_t*>(params.out) + (int64_t(request) * params.rows + row) * kLatentDim + dim;
+  const uint2 paired = neighbouring_dims<true>(low, high), apart = neighbouring_dims<false>(low, high);
+  if (row >= params.rows) return;
   if (params.paired_dims) {
-    store_dims<true>(out + lane % 4 * 4, low_row, high_row);
+    *reinterpret_cast<uint2*>(out + lane_dim<true>(lane)) = paired;
   } else {
-    store_dims<false>(out + lane % 4 * 2, low_row, high_row);
+    *reinterpret_cast<uint2*>(out + lane_dim<false>(lane)) = apart;
   }
 }
 
+template <bool kOneRow>
 __device__ __forceinline__ void write_lse(const DecodeParams& params, const Totals& totals, int request, int first_row) {
   const int lane = threadIdx.x % kWarpSize;
-  const int row = first_row + lane * 2;
+  const int row = first_row + (kOneRow ? lane / 4 : lane * 2);
   float* lse = params.lse + int64_t(request) * params.rows + row;
   const auto natural = [](float reference, float sum) {
     return sum == 0.0f ? -INFINITY : (reference + log2f(sum)) * kLn2;
   };
-  if (lane < 4 && row < params.rows) lse[0] = natural(totals.reference.x, totals.sum.x);
-  if (lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);
+  if ((kOneRow ? lane % 4 == 0 : lane < 4) && row < params.rows) lse[0] = natural(totals.reference.x, totals.sum.x);
+  if (!kOneRow && lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);
 }
 
-// Where a lane finds its part of a task's first partial, and how far the next split's lies.
-struct Source {
-  const float4* value;
-  const float2* lse;
-  int64_t value_stride;
-  int64_t lse_stride;
-  int splits;
+// Partials as a lane finds them, strides from split to split. There are at most two a partition, which int counts.
+struct Partials {
+  const float4* value;  // of the first split of the first task
+  const float* lse;
+  int value_stride;
+  int lse_stride;
 };
 
-// Sum splits first, first + step, ... of kTasks tasks, whose values lie at task_offset. kAhead splits are in flight, their
-// log-sum-exps with them: nothing waits for anything but memory.
-template <int kAhead, int kTasks>
-__device__ __forceinline__ Totals sum_splits(const Source& from, const int (&task_offset)[kTasks], int first, int step,
-                                             Sum (&sums)[kTasks]) {
-  Totals totals;
-#pragma unroll 1
-  for (int split = first; split < from.splits; split += step * kAhead) {
-    float2 lse[kAhead];
-    float4 value[kAhead][kTasks];
+// Splits on their way, log-sum-exps and values, so that nothing waits for anything but memory.
+template <int kAhead, bool kOneRow, int kTasks>
+struct Flight {
+  float2 lse[kAhead];
+  float4 value[kAhead][kTasks];
+
+  // Ask for the partials first, first + step, ... before `end`, of kTasks tasks, whose values lie at task_offset.
+  __device__ __forceinline__ void load(const Partials& from, const int (&task_offset)[kTasks], int first, int step, int end) {
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
-      const int at = split + a * step;
+      const int at = first + a * step;
       lse[a] = make_float2(-INFINITY, -INFINITY);  // behind the last split: weighs nothing
-      if (at < from.splits) lse[a] = from.lse[at * from.lse_stride];
+      if (at < end) {
+        const float* found = from.lse + at * from.lse_stride;
+        lse[a] = kOneRow ? make_float2(*found, *found) : *reinterpret_cast<const float2*>(found);
+      }
 #pragma unroll
       for (int t = 0; t < kTasks; ++t) {
         value[a][t] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (at < from.splits) value[a][t] = from.value[at * from.value_stride + task_offset[t]];
+        if (at < end) value[a][t] = from.value[at * from.value_stride + task_offset[t]];
       }
     }
+  }
+
+  __device__ __forceinline__ void add_to(Totals& totals, Sum (&sums)[kTasks]) const {
     float2 maximum = lse[0];
 #pragma unroll
     for (int a = 1; a < kAhead; ++a) maximum = {fmaxf(maximum.x, lse[a].x), fmaxf(maximum.y, lse[a].y)};
@@ -127,8 +135,7 @@ __device__ __forceinline__ Totals sum_splits(const Source& from, const int (&tas
       for (int t = 0; t < kTasks; ++t) sums[t].add(weight, value[a][t]);
     }
   }
-  return totals;
-}
+};
 
 constexpr int kFewSplits = 8;
 
@@ -159,80 +166,174 @@ struct Shares {
   }
 };
 
-// A task is 8 rows x 16 value dims of a split request. A block takes kTasks tasks of the same rows (8, or 1 where few
-// requests can be split and blocks are what is wanted). With few splits each warp sums its own task; with many the warps
-// divide the splits and sum all tasks. The grid is (steps of a request, requests).
-template <class Element, int kTasks>
+// A split request as the list has it; request < 0: the list has ended.
+struct Entry {
+  int request;
+  int slot;
+  int splits;
+
+  __device__ __forceinline__ Entry(const DecodeParams& params, int i) : request(-1), slot(0), splits(0) {
+    if (i < min(params.batch, params.partitions)) {
+      const WorkRange& row = params.work_ranges[i];
+      request = row.split_request;
+      slot = row.split_slot;
+      splits = request < 0 ? 0 : row.split_pieces;
+    }
+  }
+  Entry() = default;
+};
+
+// A task is 8 rows x 16 value dims of a split request. A block takes kTasks tasks of the same rows: 8, or 1 where few
+// requests can be split and blocks are what is wanted. All that does not depend on the request is worked out here, before
+// the kernel waits for the one that writes the partials.
+template <class Element, int kTasks, bool kOneRow>
+struct Block {
+  const DecodeParams& params;
+  const unsigned warp = threadIdx.x / kWarpSize;
+  const unsigned lane = threadIdx.x % kWarpSize;
+  int first_row;
+  int first_dim;
+  int slice_stride;  // of partial values, from a task to the one 64 value dims behind it
+  Partials partials;
+
+  __device__ __forceinline__ explicit Block(const DecodeParams& params) : params(params) {
+    const unsigned blocks_per_group = params.row_tile / 8;
+    const unsigned slice = blockIdx.x * kTasks / kSliceWarps % kSlices;
+    const unsigned quarter = blockIdx.x * kTasks % kSliceWarps;
+    const unsigned rows = blockIdx.x * kTasks / (kSliceWarps * kSlices);
+    const unsigned group = rows / blocks_per_group;
+    const unsigned row_block = rows % blocks_per_group;
+    first_row = anew(group * kMaxRowTile + row_block * 8);
+    first_dim = anew(slice * 64 + quarter * 16);
+    slice_stride = anew(blocks_per_group * kBlockVectors);
+    const unsigned vectors = ((group * kSlices + slice) * blocks_per_group + row_block) * kBlockVectors;
+    const unsigned value = vectors + quarter * kWarpSize + lane;
+    const unsigned lse = group * params.row_tile + row_block * 8 + (kOneRow ? lane / 4 : lane % 4 * 2);
+    partials.lse_stride = anew(params.row_groups * params.row_tile);
+    partials.value_stride = partials.lse_stride * (kLatentDim / 4);
+    partials.value = reinterpret_cast<const float4*>(params.partial_out) + anew(value);
+    partials.lse = params.partial_lse + anew(lse);
+  }
+
+  // Of the block's task t, beside the first one's.
+  __device__ __forceinline__ int offset(unsigned t) const {
+    return t / kSliceWarps * slice_stride + t % kSliceWarps * kWarpSize;
+  }
+
+  __device__ __forceinline__ void write(int request, const Sum& sum, const Totals& totals) const {
+    const int dim = first_dim + warp * 16;
+    write_rows<Element, kOneRow>(params, sum, totals, request, first_row, dim);
+    if (dim == 0) write_lse<kOneRow>(params, totals, request, first_row);
+  }
+
+  // Requests of few splits: each warp sums its own task of kEntries of them, all splits in flight.
+  template <int kEntries>
+  __device__ __forceinline__ void sum_alone(const Entry (&entries)[kEntries]) const {
+    constexpr int kAhead = kFewSplits / kEntries;
+    const int offsets[1] = {offset(warp)};
+    Totals totals[kEntries];
+    Sum sums[kEntries][1];
+#pragma unroll 1
+    for (int split = 0; split < most_splits(entries); split += kAhead) {
+      Flight<kAhead, kOneRow, 1> flights[kEntries];
+#pragma unroll
+      for (int e = 0; e < kEntries; ++e) {
+        flights[e].load(partials, offsets, entries[e].slot + split, 1, entries[e].slot + entries[e].splits);
+      }
+#pragma unroll
+      for (int e = 0; e < kEntries; ++e) flights[e].add_to(totals[e], sums[e]);
+    }
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      if (entries[e].request >= 0) write(entries[e].request, sums[e][0], totals[e]);
+    }
+  }
+
+  // A request of many: the warps divide them and sum all tasks, and add up in shared memory.
+  __device__ __forceinline__ void sum_together(const Entry& entry, Shares<kTasks>& shared) const {
+    constexpr int kAhead = kTasks == 1 ? 4 : 1;
+    const int end = entry.slot + entry.splits;
+    int offsets[kTasks];
+#pragma unroll
+    for (int t = 0; t < kTasks; ++t) offsets[t] = offset(t);
+    Totals share;
+    Sum sums[kTasks];
+#pragma unroll 1
+    for (int at = entry.slot + warp; at < end; at += kWarps * kAhead) {
+      Flight<kAhead, kOneRow, kTasks> flight;
+      flight.load(partials, offsets, at, kWarps, end);
+      flight.add_to(share, sums);
+    }
+    __syncthreads();  // the last entry's shares are read
+    shared.totals[warp][lane] = share;
+#pragma unroll
+    for (int t = 0; t < kTasks; ++t) shared.sums[warp][t][lane] = sums[t];
+    __syncthreads();
+    if (warp >= kTasks) return;
+    Sum sum;
+    const Totals totals = shared.merge(warp, sum);
+    write(entry.request, sum, totals);
+  }
+
+  template <int kEntries>
+  __device__ __forceinline__ static int most_splits(const Entry (&entries)[kEntries]) {
+    int most = entries[0].splits;
+#pragma unroll
+    for (int e = 1; e < kEntries; ++e) most = max(most, entries[e].splits);
+    return most;
+  }
+};
+
+// The grid is (steps of a request, requests); a block takes kEntries requests of the list at a time, for memory has a long way,
+// and a request after the other would go it each time.
+template <class Element, int kTasks, int kEntries, bool kOneRow>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm : kWideBlocksPerSm)
     combine_kernel(const __grid_constant__ DecodeParams params) {
-  constexpr int kAhead = kTasks == 1 ? 4 : 1;
   __shared__ Shares<kTasks> shared;
-  const int warp = threadIdx.x / kWarpSize;
-  const int lane = threadIdx.x % kWarpSize;
-  const int blocks_per_group = params.row_tile / 8;
-  const int first_task = blockIdx.x * kTasks;
-  const int row_block = first_task / (kSliceWarps * kSlices);
-  const int group = row_block / blocks_per_group;
-  const int block = row_block % blocks_per_group;
-  const auto offset = [&](int task) {
-    return task / kSliceWarps % kSlices * blocks_per_group * kBlockVectors + task % kSliceWarps * kWarpSize;
-  };
-  Source from;
-  from.lse_stride = int64_t(params.row_groups) * params.row_tile / 2;
-  from.value_stride = int64_t(params.row_groups) * params.row_tile * kLatentDim / 4;
-  const auto* lse = reinterpret_cast<const float2*>(params.partial_lse) + (group * params.row_tile + block * 8) / 2 + lane % 4;
-  const auto* value = reinterpret_cast<const float4*>(params.partial_out) +
-                      (group * kSlices * blocks_per_group + block) * kBlockVectors + lane;
-  const int entries = min(params.batch, params.partitions);
+  const Block<Element, kTasks, kOneRow> block(params);
   cudaTriggerProgrammaticLaunchCompletion();
-  cudaGridDependencySynchronize();
 
-  for (int i = blockIdx.y; i < entries; i += gridDim.y) {
-    const WorkRange& entry = params.work_ranges[i];
-    const int request = entry.split_request;
-    if (request < 0) return;
-    from.splits = entry.split_pieces;
-    from.lse = lse + entry.split_slot * from.lse_stride;
-    from.value = value + entry.split_slot * from.value_stride;
-    Totals totals;
-    Sum sum[1];
-    if (kTasks > 1 && from.splits <= kFewSplits) {
-      totals = sum_splits<kFewSplits>(from, {offset(first_task + warp)}, 0, 1, sum);
-    } else {
-      Sum sums[kTasks];
-      int offsets[kTasks];
+  bool waited = false;
+  for (int i = blockIdx.y;; i += kEntries * gridDim.y) {
+    Entry entries[kEntries];
 #pragma unroll
-      for (int t = 0; t < kTasks; ++t) offsets[t] = offset(first_task + t);
-      const Totals share = sum_splits<kAhead>(from, offsets, warp, kWarps, sums);
-      __syncthreads();  // the last entry's shares are read
-      shared.totals[warp][lane] = share;
-#pragma unroll
-      for (int t = 0; t < kTasks; ++t) shared.sums[warp][t][lane] = sums[t];
-      __syncthreads();
-      if (warp < kTasks) totals = shared.merge(warp, sum[0]);
+    for (int e = 0; e < kEntries; ++e) entries[e] = Entry(params, i + e * gridDim.y);
+    // The list is older than the decode kernel, which lets this one begin only when it has seen the list complete.
+    if (!waited) cudaGridDependencySynchronize();
+    waited = true;
+    if (entries[0].request < 0) return;
+    if (kTasks > 1 && block.most_splits(entries) <= kFewSplits) {
+      block.sum_alone(entries);
+      continue;
     }
-    if (warp >= kTasks) continue;
-    const int task = first_task + warp;
-    const int first_row = group * kMaxRowTile + block * 8;
-    const int slice = task / kSliceWarps % kSlices;
-    const int quarter = task % kSliceWarps;
-    write_rows<Element>(params, sum[0], totals, request, first_row, slice * 64 + quarter * 16);
-    if (slice == 0 && quarter == 0) write_lse(params, totals, request, first_row);
+#pragma unroll 1
+    for (int e = 0; e < kEntries; ++e) {
+      const Entry entry(params, i + e * gridDim.y);
+      if (entry.request >= 0) block.sum_together(entry, shared);
+    }
   }
 }
 
-}  // namespace
-
-template <class Element>
-void launch_combine(const DecodeParams& params, cudaStream_t stream) {
+template <class Element, bool kOneRow>
+void launch_kernel(const DecodeParams& params, cudaStream_t stream) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
   const int multiprocessors = params.partitions * params.row_groups;
   const bool wide = requests * tasks > kBlocksPerSm * multiprocessors;
   const int steps = wide ? tasks / kWarps : tasks;
   const int fitting = std::max((wide ? kWideBlocksPerSm : kBlocksPerSm) * multiprocessors / steps, 1);
-  auto* kernel = wide ? combine_kernel<Element, kWarps> : combine_kernel<Element, 1>;
+  auto* kernel = !wide                     ? combine_kernel<Element, 1, 1, kOneRow>
+                 : requests <= fitting     ? combine_kernel<Element, kWarps, 1, kOneRow>
+                 : requests <= 2 * fitting ? combine_kernel<Element, kWarps, 2, kOneRow>
+                                           : combine_kernel<Element, kWarps, 4, kOneRow>;
   launch_overlapping(kernel, dim3(steps, std::min(requests, fitting)), kWarps * kWarpSize, 0, stream, params);
+}
+
+}  // namespace
+
+template <class Element>
+void launch_combine(const DecodeParams& params, cudaStream_t stream) {
+  params.rows_on_lanes ? launch_kernel<Element, true>(params, stream) : launch_kernel<Element, false>(params, stream);
 }
 
 template void launch_combine<cutlass::bfloat16_t>(const DecodeParams&, cudaStream_t);

@@ -17,7 +17,12 @@ __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// The same; true for all when any of them passed true. Orders memory as a barrier.
+// Arrive there without waiting.
+__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
+}
+
+// As barrier_sync; true for all when any of them passed true. Orders memory as a barrier.
 __device__ __forceinline__ bool barrier_any(bool value, int barrier, int threads) {
   uint32_t any;
   asm volatile(

@@ -47,16 +47,20 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
   return {float(pair[0]), float(pair[1])};
 }
 
-// Store what a lane has of one row and 16 value dims: pairs of neighbours, 8 apart, or, where the tile's rows r and r + 8
-// are dims 2r and 2r + 1, the even ones and the odd ones of four.
+// What a lane has of one row and 16 value dims, first and second: pairs of neighbours, 8 apart, or, where the tile's rows r and
+// r + 8 are dims 2r and 2r + 1 (kPairedDims), the even ones and the odd ones of four. To be stored as four neighbours, from
+// lane_dim on: so the four lanes of a row fill a sector of memory.
 template <bool kPairedDims>
-__device__ __forceinline__ void store_dims(uint16_t* out, uint32_t first, uint32_t second) {
-  if constexpr (kPairedDims) {
-    *reinterpret_cast<uint2*>(out) = make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
-  } else {
-    *reinterpret_cast<uint32_t*>(out) = first;
-    *reinterpret_cast<uint32_t*>(out + 8) = second;
-  }
+__device__ __forceinline__ uint2 neighbouring_dims(uint32_t first, uint32_t second) {
+  if constexpr (kPairedDims) return make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
+  const bool odd = threadIdx.x % 2;
+  const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
+  return odd ? make_uint2(other, second) : make_uint2(first, other);
+}
+
+template <bool kPairedDims>
+__device__ __forceinline__ int lane_dim(int lane) {
+  return kPairedDims ? lane % 4 * 4 : lane % 2 * 8 + lane % 4 / 2 * 4;
 }
 
 }  // namespace etap

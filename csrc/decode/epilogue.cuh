@@ -63,7 +63,7 @@ __device__ __forceinline__ void write_output(const Destination<T>& to, int first
     return;
   }
   const int lane = thread % kWarpSize;
-  auto* out = to.out + lane / 4 * kLatentDim + first_dim + thread / kWarpSize * 16 + lane % 4 * (T::kFp8Cache ? 4 : 2);
+  auto* out = to.out + lane / 4 * kLatentDim + first_dim + thread / kWarpSize * 16 + lane_dim<T::kFp8Cache>(lane);
   const int rows = to.rows - lane / 4;
   CUTE_UNROLL
   for (int block = 0; block < kBlocks; ++block) {
@@ -75,7 +75,8 @@ __device__ __forceinline__ void write_output(const Destination<T>& to, int first
       };
       const uint32_t first = transposed(0);
       const uint32_t second = transposed(1);
-      if (rows > block * 8) store_dims<T::kFp8Cache>(out + block * 8 * kLatentDim + m * 64, first, second);
+      const uint2 dims = neighbouring_dims<T::kFp8Cache>(first, second);
+      if (rows > block * 8) *reinterpret_cast<uint2*>(out + block * 8 * kLatentDim + m * 64) = dims;
     }
   }
 }

@@ -189,7 +189,8 @@ template <class T, class Meanwhile>
 __device__ __forceinline__ void add_output_fp8(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
                                                const char* probabilities, OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
-  const char* tile = shared.ring + at.stage * T::kStageBytes + first_value_chunk<T>(group) / 2 * T::kWideBytes;
+  const int first_chunk = T::kSharedTiles ? group * T::kOutputSlices : 0;
+  const char* tile = shared.ring + at.stage * T::kStageBytes + first_chunk / 2 * T::kWideBytes;
   Products<T, typename T::OutputMma, 2 * T::kOutputSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;
   products.mma.accumulate_ = GMMA::ScaleOut::One;
   const auto slice = products.mma.get_thread_slice(0);

@@ -27,6 +27,8 @@ struct Fp8Traits : RowTile<kRowTile_> {
   static constexpr int kWideChunks = kLatentDim / kWideColumns;
   static constexpr int kWideBytes = kTileTokens * kWideColumns;
   static constexpr int kRopeBytes = kTileTokens * kRopeDim;
+  static constexpr bool kRowsOnM = false;
+  __device__ __forceinline__ static int first_chunk(int, int) { return 0; }
   static constexpr int kTileValueChunks = kWideChunks;
   static constexpr int kChunksPerStage = kWideChunks;
   static constexpr int kStagesPerTile = 1;

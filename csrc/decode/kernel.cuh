@@ -1,4 +1,4 @@
-// MLA decode, transposed: S^T = K·Q^T, O^T = V^T·P^T.
+// MLA decode, transposed: S^T = K·Q^T, O^T = V^T·P^T. (64 rows of a 16-bit cache are not: rows.cuh.)
 //
 // Glossary   st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens in shared memory]   ot: O^T [value dims x rows]
 //            tile: 64 tokens   piece: a run of tiles of one request   row: (query token, head), packed
@@ -12,7 +12,7 @@
 // keys             8 x 24 KB (*)     TMA bytes -> both consumers             4 warps (tiles alternate) or 8 (shared)
 // queries          1                 TMA bytes or 96 threads -> both         8 warps, after the piece's last S^T
 // grants           4 a consumer      key producer -> the tile's consumer     (nothing to release)
-// (*) 7 at 32 rows, 17 x 8 KB at 64; of an FP8 cache 3 to 5 whole tiles of 36 KB, and the consumers read the query rows
+// (*) 7 at 32 rows; of an FP8 cache 3 to 5 whole tiles of 36 KB, and the consumers read the query rows
 //
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each
@@ -25,6 +25,7 @@
 #include "decode/fp8_products.cuh"
 #include "decode/fp8_queries.cuh"
 #include "decode/load.cuh"
+#include "decode/rows.cuh"
 
 namespace etap {
 
@@ -40,8 +41,7 @@ __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, 
   if constexpr (T::kFp8Cache) {
     compute_scores_fp8<T>(shared, at, group, st);
   } else {
-    compute_scores<T>(shared, at, group, st);
-    release_key_stages<T>(shared, at, group);
+    compute_scores<T>(shared, at, st);
     if (last && threadIdx.x % kWarpSize == 0) shared.queries.release(query_at);
   }
   const int tile_end = (tile + 1) * kTileTokens;
@@ -68,9 +68,9 @@ __device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, 
   if constexpr (T::kFp8Cache) {
     add_output_fp8<T>(shared, at, group, probabilities, ot, [&] { softmax.accumulate(); });
   } else {
-    start_output<T>(shared, at, group, probabilities, ot);
+    start_output<T>(shared, at, probabilities, ot);
     softmax.accumulate();
-    finish_output<T>(shared, at, group, ot);
+    finish_output<T>(shared, at, ot);
   }
 }
 
@@ -131,16 +131,18 @@ __device__ __forceinline__ void consume(typename T::SharedStorage& shared, const
   }
 }
 
-// Debug builds keep the registers of the launch: sanitizers instrument code that setmaxnreg then leaves too few for.
+// Debug builds keep the registers of the launch: sanitizers instrument code that setmaxnreg then leaves too few for. With 64
+// rows on M they would spill, and what memcheck does at a spill changes registers that a product may still read.
 template <class T, bool kConsumer>
 __device__ __forceinline__ void adjust_registers() {
-#ifndef ETAP_SPIN_LIMIT
+#ifdef ETAP_SPIN_LIMIT
+  if constexpr (!T::kRowsOnM) return;
+#endif
   if constexpr (kConsumer) {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
   } else {
     cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
   }
-#endif
 }
 
 template <class T>
@@ -160,12 +162,14 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     }
     shared.keys.init(threadIdx.x, 1, T::kStageReleases);
     shared.queries.init(threadIdx.x, query_maps.usable ? 1 : kQueryLoaderThreads, kConsumerThreads / kWarpSize);
-    if (threadIdx.x < kConsumerGroups) shared.granted[threadIdx.x].init();
+    if constexpr (!T::kRowsOnM) {
+      if (threadIdx.x < kConsumerGroups) shared.granted[threadIdx.x].init();
+    }
     cutlass::arch::fence_barrier_init();
   }
   __syncthreads();
-  cudaTriggerProgrammaticLaunchCompletion();
   cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();  // only now: the combination may read the schedule as soon as it begins
 
   const int partition = blockIdx.x / params.row_groups;
   const int row_group = blockIdx.x % params.row_groups;
@@ -184,7 +188,11 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     }
   } else {
     adjust_registers<T, true>();
-    consume<T>(shared, params, partition, row_group, group);
+    if constexpr (T::kRowsOnM) {
+      consume_rows<T>(shared, params, partition, row_group, group);
+    } else {
+      consume<T>(shared, params, partition, row_group, group);
+    }
   }
 }
 

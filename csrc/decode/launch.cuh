@@ -120,7 +120,12 @@ void launch_row_tile(const DecodeParams& params, const CacheParams& cache, cudaS
     case 8: return launch_kernel<T<Element, 8>>(params, cache, stream);
     case 16: return launch_kernel<T<Element, 16>>(params, cache, stream);
     case 32: return launch_kernel<T<Element, 32>>(params, cache, stream);
-    default: return launch_kernel<T<Element, 64>>(params, cache, stream);
+    default:
+      if constexpr (std::is_same_v<T<Element, 32>, Traits<Element, 32>>) {
+        return launch_kernel<RowsTraits<Element>>(params, cache, stream);
+      } else {
+        return launch_kernel<T<Element, 64>>(params, cache, stream);
+      }
   }
 }
 

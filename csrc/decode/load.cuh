@@ -47,13 +47,13 @@ class PageFetcher {
 // Fill a ring stage with its columns of 64 tokens, from `row` of the page on.
 template <class T>
 __device__ __forceinline__ void copy_stage(const typename T::CacheMaps& maps, uint64_t* barrier, char* target, int page,
-                                           int row, int stage) {
+                                           int row, int chunk) {
   constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
   if constexpr (T::kFp8Cache) {
     cute::SM90_TMA_LOAD_4D::copy(&maps.latent, barrier, kHint, target, 0, row, 0, page);
     cute::SM90_TMA_LOAD_3D::copy(&maps.rope, barrier, kHint, target + T::kWideChunks * T::kWideBytes, 0, row, page);
   } else {
-    cute::SM90_TMA_LOAD_4D::copy(&maps.rows, barrier, kHint, target, 0, row, stage * T::kChunksPerStage, page);
+    cute::SM90_TMA_LOAD_4D::copy(&maps.rows, barrier, kHint, target, 0, row, chunk, page);
   }
 }
 
@@ -81,10 +81,12 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
         shared.keys.acquire(at);
         if (!elected) continue;
         shared.keys.expect_bytes(at, T::kStageBytes);
-        copy_stage<T>(maps, shared.keys.full_barrier(at), shared.ring + at.stage * T::kStageBytes, page, row, stage);
-        if (!T::kSharedTiles && stage == 0) {
+        copy_stage<T>(maps, shared.keys.full_barrier(at), shared.ring + at.stage * T::kStageBytes, page, row,
+                      T::first_chunk(stage, tiles_begun));
+        if constexpr (!T::kSharedTiles) {
           const int i = tile - piece.begin_tile;
-          shared.granted[i % kConsumerGroups].signal((i % kConsumerGroups == 0 ? even : odd) + i / kConsumerGroups);
+          const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
+          if (stage == 0) shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);
         }
       }
     }

@@ -1,4 +1,4 @@
-// O^T += V^T·P^T of one tile: the warpgroup's slices of 64 value dims x all rows, in float32 registers.
+// O^T += V^T·P^T of one tile: slices of 64 value dims x all rows, in float32 registers.
 #pragma once
 
 #include "decode/traits.h"
@@ -26,35 +26,13 @@ __device__ __forceinline__ void scale_columns(OutputFragment<T>& ot, Factor&& fa
   }
 }
 
-// The first value chunk of a warpgroup: all eight where tiles alternate, its half where they are shared.
-template <class T>
-__device__ __forceinline__ int first_value_chunk(int group) {
-  return T::kSharedTiles ? group * T::kOutputSlices : 0;
-}
-
-// Stages [begin, end) of a tile hold the value chunks that this warpgroup multiplies with P^T.
-template <class T>
-__device__ __forceinline__ int first_value_stage(int group) {
-  return first_value_chunk<T>(group) / T::kChunksPerStage;
-}
+// Stages of a tile that hold value dims, which a warpgroup multiplies with P^T.
 template <class T>
 constexpr int kValueStages = (T::kOutputSlices + T::kChunksPerStage - 1) / T::kChunksPerStage;
 
-// Give back the stages that only S^T needed.
-template <class T>
-__device__ __forceinline__ void release_key_stages(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                                   int group) {
-  const int first = first_value_stage<T>(group);
-  if (threadIdx.x % kWarpSize != 0) return;
-  CUTE_UNROLL
-  for (int stage = 0; stage < T::kStagesPerTile; ++stage) {
-    if (stage < first || stage >= first + kValueStages<T>) shared.keys.release(at.ahead(stage));
-  }
-}
-
 // Start the products, one group of WGMMAs a stage.
 template <class T>
-__device__ __forceinline__ void start_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+__device__ __forceinline__ void start_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                              const char* probabilities, OutputFragment<T>& ot) {
   using namespace cute;
   using Element = typename T::Element;
@@ -64,13 +42,12 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
   auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(probabilities)),
                           typename T::Probabilities{});  // (rows, 64 tokens)
   auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
-  const int first_stage = first_value_stage<T>(group);
 
   warpgroup_fence_operand(ot);
   warpgroup_arrive();
   CUTE_UNROLL
   for (int stage = 0; stage < kValueStages<T>; ++stage) {
-    const auto from = at.ahead(first_stage + stage);
+    const auto from = at.ahead(stage);
     CUTE_UNROLL
     for (int c = 0; c < T::kChunksPerStage; ++c) {
       const int m = stage * T::kChunksPerStage + c;
@@ -87,19 +64,18 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
 }
 
 template <int kOutstanding, class T>
-__device__ __forceinline__ void finish_output_stages(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                                     int group) {
+__device__ __forceinline__ void finish_output_stages(typename T::SharedStorage& shared, RingPosition<T::kStages> at) {
   cute::warpgroup_wait<kOutstanding>();
   constexpr int kStage = kValueStages<T> - 1 - kOutstanding;
-  if (threadIdx.x % kWarpSize == 0) shared.keys.release(at.ahead(first_value_stage<T>(group) + kStage));
-  if constexpr (kOutstanding > 0) finish_output_stages<kOutstanding - 1, T>(shared, at, group);
+  if (threadIdx.x % kWarpSize == 0) shared.keys.release(at.ahead(kStage));
+  if constexpr (kOutstanding > 0) finish_output_stages<kOutstanding - 1, T>(shared, at);
 }
 
 // Wait for the products and give each stage back as soon as its own are done.
 template <class T>
-__device__ __forceinline__ void finish_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+__device__ __forceinline__ void finish_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                               OutputFragment<T>& ot) {
-  finish_output_stages<kValueStages<T> - 1, T>(shared, at, group);
+  finish_output_stages<kValueStages<T> - 1, T>(shared, at);
   cute::warpgroup_fence_operand(ot);
 }
 

@@ -12,13 +12,12 @@ using ScoreFragment = decltype(cute::partition_fragment_C(typename T::ScoreMma{}
 // The products start stage by stage as the tile arrives, and are complete on return.
 template <class T>
 __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                               int group, ScoreFragment<T>& st) {
+                                               ScoreFragment<T>& st) {
   using namespace cute;
   using Element = typename T::Element;
   typename T::ScoreMma mma;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
-  const char* query = shared.query + (T::kSharedTiles ? group * T::kScoreColumns * kChunkColumns * 2 : 0);
 
   warpgroup_fence_operand(st);
   CUTE_UNROLL
@@ -32,7 +31,7 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
       auto s_key = make_tensor(
           make_smem_ptr(reinterpret_cast<const Element*>(shared.ring + from.stage * T::kStageBytes + c * kChunkBytes)),
           typename T::KeyChunk{});  // (64 tokens, 64 columns)
-      auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(query + chunk * T::kQueryChunkBytes)),
+      auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(shared.query + chunk * T::kQueryChunkBytes)),
                                  typename T::QueryChunk{});  // (score columns, 64 columns)
       auto r_key = slice.make_fragment_A(slice.partition_A(s_key));
       auto r_query = slice.make_fragment_B(slice.partition_B(s_query));

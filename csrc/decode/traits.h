@@ -1,9 +1,10 @@
-// Every number and layout of the decode kernel, with the facts derived from them asserted.
+// Every number and layout of the transposed decode kernels, with the facts derived from them asserted.
 //
 // Two consumer warpgroups divide the work in one of two ways:
 //  - up to 32 query rows each holds a whole O^T (512 x rows) and they take the tiles in turn ("alternate tiles");
-//  - at 64 rows O^T of 512 x 64 needs both register files, so each holds half of the value dim of every tile and half of
-//    the columns of S^T, and P^T is shared ("shared tiles").
+//  - at 64 rows of an FP8 cache O^T of 512 x 64 needs both register files, so each holds half of the value dim of every
+//    tile and half of the columns of S^T, and P^T is shared ("shared tiles"). 64 rows of a 16-bit cache are not transposed:
+//    rows.cuh.
 #pragma once
 
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
@@ -43,7 +44,8 @@ constexpr int kBytesInFlight = 72 * 1024;
 
 // Named barriers; 0 is __syncthreads'.
 constexpr int kConsumersBarrier = 1;
-constexpr int kGroupBarrier = 2;  // + warpgroup
+constexpr int kGroupBarrier = 2;     // + warpgroup
+constexpr int kHandOverBarrier = 4;  // + warpgroup and warp
 
 // P^T is taken against a reference maximum that may lag: exponents up to this much above it are let through, since
 // 2^8 costs neither float32 sums nor bf16/fp16 P^T any precision, and a new maximum then costs nothing in most tiles.
@@ -108,9 +110,10 @@ struct SharedMemory {
   }
 };
 
-// A cache of the queries' own type, multiplied as it lies in shared memory.
+// A cache of the queries' own type, multiplied as it lies in shared memory: up to 32 rows.
 template <class Element_, int kRowTile_>
 struct Traits : RowTile<kRowTile_> {
+  static_assert(!RowTile<kRowTile_>::kSharedTiles);
   using Base = RowTile<kRowTile_>;
   using Base::kRowTile, Base::kSharedTiles, Base::kScoreColumns, Base::kSliceBytes, Base::kMergeSlices;
   using SharedStorage = SharedMemory<Traits>;
@@ -121,17 +124,19 @@ struct Traits : RowTile<kRowTile_> {
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kFp8Cache = false;
-  // Three chunks a stage (24 KB a copy) load faster than one; at 64 rows two tiles fit only in single chunks.
-  static constexpr int kChunksPerStage = kSharedTiles ? 1 : 3;
+  // Three chunks a stage (24 KB a copy) load faster than one.
+  static constexpr int kChunksPerStage = 3;
   static constexpr int kTileValueChunks = kValueChunks;  // 128 bytes of each row of a tile
   static constexpr int kStagesPerTile = kChunks / kChunksPerStage;
   static constexpr int kStageBytes = kChunksPerStage * kChunkBytes;
-  static constexpr int kStages = kSharedTiles ? 17 : kRowTile == 32 ? 7 : 8;
+  static constexpr bool kRowsOnM = false;
+  __device__ __forceinline__ static int first_chunk(int stage, int) { return stage * kChunksPerStage; }
+  static constexpr int kStages = kRowTile == 32 ? 7 : 8;
   static_assert(kChunks % kChunksPerStage == 0 && kStages >= kStagesPerTile);
-  static constexpr int kSlicesPerMergeStage = kSharedTiles ? 1 : kStageBytes / kSliceBytes;
+  static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
   static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
   static_assert(kConsumerGroups * kMergeStages <= kStages);
-  static_assert(kSharedTiles || grants_fit(kStages, kStagesPerTile, kMergeStages));
+  static_assert(grants_fit(kStages, kStagesPerTile, kMergeStages));
 
   // Powers of two: how far P^T lies above its value against the reference, and how far above 1 it may get.
   static constexpr float kProbabilityShift = 0.0f;

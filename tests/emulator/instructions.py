@@ -249,7 +249,7 @@ def _mov(t: Translator, item: Instruction, mask: str) -> str:
     return t.write(target, kind, t.read(source, kind), mask)
 
 
-COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
+COMPARISONS = {"neu": "!=", "eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 
 
 def _setp(t: Translator, item: Instruction, mask: str) -> str:

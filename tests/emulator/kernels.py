@@ -134,6 +134,7 @@ class DecodeParams(ctypes.Structure):
         ("q_scale", ctypes.c_uint64),
         ("query_type", ctypes.c_int32),
         ("float16_out", ctypes.c_bool),
+        ("rows_on_lanes", ctypes.c_bool),
         ("paired_dims", ctypes.c_bool),
     ]
 
@@ -232,6 +233,7 @@ def _decode_params(memory: Memory, problem, schedule, out, lse, softmax_scale: f
     params.partial_out = add_tensor(memory, schedule.workspace, "workspace")
     params.partial_lse = params.partial_out + 4 * LATENT * 2 * params.partitions * params.row_groups * params.row_tile
     params.query_type = QUERY_TYPES.index(q.dtype)
+    params.rows_on_lanes = params.row_tile == 64 and problem.kv_cache.dtype != FP8
     params.float16_out, params.paired_dims = out.dtype == torch.float16, problem.kv_cache.dtype == FP8
     return params
 
@@ -247,7 +249,10 @@ def decode_kernel(problem) -> Kernel:
         source, element = ("fp8_math", "float_e4m3_t") if case.fp8_math else ("fp8", "half_t")
         return kernel(source, "decode_kernel", f"Fp8Traits<cutlass::{element}, {row_tile}>")
     source = {torch.bfloat16: "bf16", torch.float16: "fp16"}[problem.q.dtype]
-    return kernel(source, "decode_kernel", f"::Traits<cutlass::{ELEMENTS[problem.q.dtype]}, {row_tile}>")
+    element = f"cutlass::{ELEMENTS[problem.q.dtype]}"
+    if row_tile == 64:
+        return kernel(source, "decode_kernel", f"::RowsTraits<{element}>")
+    return kernel(source, "decode_kernel", f"::Traits<{element}, {row_tile}>")
 
 
 def run_decode(problem, schedule, out, lse, softmax_scale: float, *, decode: Kernel | None = None, **how) -> set[int]:
@@ -281,7 +286,9 @@ def _run_combine(params: DecodeParams, dtype: torch.dtype, memory: Memory, **how
     wide = requests * tasks > 3 * multiprocessors
     steps = tasks // COMBINE_WARPS if wide else tasks
     fitting = max((2 if wide else 3) * multiprocessors // steps, 1)
-    combine = kernel("combine", "combine_kernel", ELEMENTS[dtype], f", {COMBINE_WARPS if wide else 1}>")
+    entries = 1 if not wide or requests <= fitting else 2 if requests <= 2 * fitting else 4
+    values = f", {COMBINE_WARPS if wide else 1}, {entries}, {str(params.rows_on_lanes).lower()}>"
+    combine = kernel("combine", "combine_kernel", ELEMENTS[dtype], values)
     combine.launch((steps, min(requests, fitting)), COMBINE_WARPS * 32, 0, [bytes(params)], memory, **how)
 
 

@@ -27,9 +27,10 @@ def ret(t: Translator, item: Instruction | None):
 def _barrier(t: Translator, item: Instruction):
     if item.opcode == "bar.warp.sync":
         return _among_members(t, item, lambda warp, bits: None)
-    if item.opcode not in ("bar.sync", "barrier.cta.sync.aligned", "barrier.cta.red.or.pred.aligned"):
+    known = ("bar.sync", "barrier.cta.sync.aligned", "barrier.cta.arrive.aligned", "barrier.cta.red.or.pred.aligned")
+    if item.opcode not in known:
         raise UnknownInstruction(str(item))
-    votes = "red" in item.parts
+    votes, waits = "red" in item.parts, "arrive" not in item.parts
     operands = item.operands[1:-1] if votes else item.operands
     number = t.reader(operands[0], "u32")
     count = t.reader(operands[1], "u32") if len(operands) > 1 else None
@@ -42,6 +43,9 @@ def _barrier(t: Translator, item: Instruction):
             if at >= 16 or threads % LANES:
                 raise EmulationError(f"barrier {at} with {threads} threads")
             group.ticket = cta.meet(at, threads, predicate(warp) if votes else None)
+            if not waits:
+                group.ticket = None
+                return None
         barrier, generation = group.ticket
         if barrier.generation == generation:
             return f"barrier {barrier.number}"
@@ -109,6 +113,17 @@ def _redux(t: Translator, item: Instruction):
     def run(warp, bits: int):
         result = function.reduce(value(warp)[lanes_of(bits)], dtype=np.uint32)
         put(warp, item.operands[0], np.full(LANES, result), bits)
+
+    return _among_members(t, item, run)
+
+
+def _vote(t: Translator, item: Instruction):
+    if item.opcode != "vote.sync.any.pred":
+        raise UnknownInstruction(str(item))
+    value = t.reader(item.operands[1], "pred")
+
+    def run(warp, bits: int):
+        put(warp, item.operands[0], np.full(LANES, bool(value(warp)[lanes_of(bits)].any())), bits)
 
     return _among_members(t, item, run)
 
@@ -228,6 +243,7 @@ OPERATIONS = {
     "barrier": _barrier,
     "shfl": _shfl,
     "redux": _redux,
+    "vote": _vote,
     "movmatrix": matrix_instruction,
     "ldmatrix": matrix_instruction,
     "stmatrix": matrix_instruction,
