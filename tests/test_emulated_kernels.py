@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -53,6 +54,22 @@ def verify(case: Case, **how) -> None:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_decode(dtype, heads, s_q, num_sms):
     verify(Case(LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, dtype=dtype), seed=num_sms)
+
+
+@pytest.mark.parametrize("heads", HEADS)
+def test_bits_do_not_depend_on_what_a_cta_decoded_before(heads):
+    """Behind an odd number of tiles a piece begins elsewhere in the ring, and with 64 rows with the other consumer."""
+    problem = build(Case((64, 450), heads=heads, num_sms=1), "cpu")
+    results = []
+    for requests in ([1], [0, 1]):
+        case = replace(problem.case, lengths=tuple(problem.case.lengths[r] for r in requests))
+        rows = dict(q=problem.q[requests], call_q=problem.q[requests], seq_lens=problem.seq_lens[requests])
+        part = replace(problem, case=case, block_table=problem.block_table[requests], **rows)
+        runner = Runner(part)
+        runner.schedule.build(part.seq_lens)
+        kernels.run_decode(part, runner.schedule, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+        results.append([tensor[-1].view(torch.uint8) for tensor in (runner.out.tensor, runner.lse.tensor)])
+    assert all(torch.equal(alone, behind) for alone, behind in zip(*results, strict=True))
 
 
 def test_requests_of_many_and_of_few_splits():

@@ -82,7 +82,7 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
         if (!elected) continue;
         shared.keys.expect_bytes(at, T::kStageBytes);
         copy_stage<T>(maps, shared.keys.full_barrier(at), shared.ring + at.stage * T::kStageBytes, page, row,
-                      T::first_chunk(stage, tiles_begun));
+                      T::first_chunk(stage, tile - piece.begin_tile));
         if constexpr (!T::kSharedTiles) {
           const int i = tile - piece.begin_tile;
           const uint32_t before = i % kConsumerGroups == 0 ? even : odd;

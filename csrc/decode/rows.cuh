@@ -31,10 +31,12 @@ struct RowsTraits {
   static constexpr int kStages = kConsumerGroups * kStagesPerTile;
   static constexpr int kStageReleases = kWarpsPerGroup;
   static constexpr int kHalfChunks = kValueChunks / kConsumerGroups;
-  // The order in which a tile's chunks come: rope, which its owner's scores give back first, the owner's value dims, the
-  // other warpgroup's.
-  __device__ __forceinline__ static int first_chunk(int stage, int tile) {
-    return stage == 0 ? kValueChunks : (tile % kConsumerGroups * kHalfChunks + stage - 1) % kValueChunks;
+  // The order in which a tile's chunks come: rope, which its owner's scores give back first, the value dims of one
+  // warpgroup, the other's. The owner's come first, unless earlier pieces of the CTA had an odd number of tiles: scores are
+  // added up in this order, which follows from the tile's place in its piece, so that no bit depends on other requests.
+  __device__ __forceinline__ static int first_half(int i) { return i % kConsumerGroups; }
+  __device__ __forceinline__ static int first_chunk(int stage, int i) {
+    return stage == 0 ? kValueChunks : (first_half(i) * kHalfChunks + stage - 1) % kValueChunks;
   }
 
   // Where a warp hands P over to the same warp of the other warpgroup.
@@ -45,7 +47,7 @@ struct RowsTraits {
   static constexpr auto kMajorK = cute::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::GMMA::Major::MN;
   static constexpr int kOutputDims = kLatentDim / kConsumerGroups;
-  static constexpr int kFirstScores = 5;   // chunks of the first share of a tile's scores: rope and the owner's value dims
+  static constexpr int kFirstScores = 5;   // chunks of the first share of a tile's scores: rope and one half of the value dims
   static constexpr int kProductDims = 64;  // of one WGMMA
   static constexpr int kProducts = kOutputDims / kProductDims;
   using ScoreMma = decltype(cute::make_tiled_mma(
@@ -125,9 +127,9 @@ __device__ __forceinline__ void scale_rows(typename T::Output& o, const float (&
   for (int i = 0; i < cute::size(o); ++i) o(i) *= factor[i / 2 % 2];
 }
 
-// Start the share of S of an own tile that stages [kBegin, kEnd) have, one by one as they arrive: a group of WGMMAs.
+// Start the share of S of an own tile, its piece's i-th, that stages [kBegin, kEnd) have, one by one as they arrive: a group of WGMMAs.
 template <class T, int kBegin, int kEnd>
-__device__ __forceinline__ void start_row_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+__device__ __forceinline__ void start_row_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int i,
                                                  typename T::Scores& s) {
   using namespace cute;
   using Element = typename T::Element;
@@ -143,7 +145,7 @@ __device__ __forceinline__ void start_row_scores(typename T::SharedStorage& shar
     shared.keys.wait({at.stage + stage, at.parity});
     warpgroup_arrive();
     auto r_query = slice.make_fragment_A(
-        slice.partition_A(chunk_at(shared.query + T::first_chunk(stage, group) * T::kQueryChunkBytes)));
+        slice.partition_A(chunk_at(shared.query + T::first_chunk(stage, i) * T::kQueryChunkBytes)));
     auto r_key = slice.make_fragment_B(slice.partition_B(chunk_at(shared.ring + (at.stage + stage) * T::kStageBytes)));
     CUTE_UNROLL
     for (int k = 0; k < size<2>(r_key); ++k) {
@@ -312,10 +314,9 @@ struct RowConsumer {
   const int group;
   typename T::Output o;
 
-  // This warpgroup's half of the n-th tile begins at this stage.
-  __device__ __forceinline__ int half_stage(int n) const {
-    const int owner = n % kConsumerGroups;
-    return owner * T::kStagesPerTile + 1 + (owner == group ? 0 : T::kHalfChunks);
+  // This warpgroup's half of the CTA's n-th tile, its piece's i-th, begins at this stage.
+  __device__ __forceinline__ int half_stage(int n, int i) const {
+    return n % kConsumerGroups * T::kStagesPerTile + 1 + (T::first_half(i) == group ? 0 : T::kHalfChunks);
   }
 
   // The output of the other warpgroup's tile, the CTA's n-th.
@@ -329,9 +330,10 @@ struct RowConsumer {
 
   __device__ __forceinline__ void add_output(const Piece& piece, int tile, int n, const uint32_t (&p)[T::kWords]) {
     const int valid = piece.seq_len - tile * kTileTokens;
-    if (valid < kTileTokens) zero_half_tail<T>(shared, half_stage(n), group, valid);
-    start_row_output<T>(shared, half_stage(n), p, o);
-    finish_row_output<T>(shared, half_stage(n), o);
+    const int first = half_stage(n, tile - piece.begin_tile);
+    if (valid < kTileTokens) zero_half_tail<T>(shared, first, group, valid);
+    start_row_output<T>(shared, first, p, o);
+    finish_row_output<T>(shared, first, o);
   }
 
   // An own tile, the CTA's n-th, and the output of the one before it if it follows one in the piece: between two shares of
@@ -339,12 +341,13 @@ struct RowConsumer {
   __device__ __forceinline__ void own_tile(const Piece& piece, int tile, int n, bool last, RingPosition<1> query_at,
                                            RowState& state) {
     typename T::Scores s;
+    const int i = tile - piece.begin_tile;
     const auto at = tile_position<T>(n);
-    start_row_scores<T, 0, T::kFirstScores>(shared, at, group, s);
+    start_row_scores<T, 0, T::kFirstScores>(shared, at, i, s);
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(s);
     if (tile > piece.begin_tile) other_tile(piece, tile - 1, n - 1, state);
-    start_row_scores<T, T::kFirstScores, T::kStagesPerTile>(shared, at, group, s);
+    start_row_scores<T, T::kFirstScores, T::kStagesPerTile>(shared, at, i, s);
     cute::warpgroup_wait<0>();
     cute::warpgroup_fence_operand(s);
     if (threadIdx.x % kWarpSize == 0) {
