@@ -62,6 +62,21 @@ def test_bits_do_not_depend_on_the_batch(device, heads, s_q, max_batch, cache):
 
 
 @both_devices
+@pytest.mark.parametrize("max_batch", [8, 24, 40, 64])
+@pytest.mark.parametrize("heads", [16, 64, 128])
+def test_the_order_of_many_splits_does_not_depend_on_the_batch(device, heads, max_batch):
+    """How many requests a block of the combination takes at a time must not follow from how many there are."""
+    lengths = {"cpu": (2100, 1025, 1, 1100, 64), "cuda": (20_000, 9000, 1, 3000, 60_000)}[device]
+    problem = build(Case(lengths, heads=heads), device)
+    out, lse, _ = run(problem, [0, 1, 2, 3, 4], max_batch, None)
+    for requests in ([0], [0, 1], [3, 0, 2], [1, 0, 1, 4], [0] * 8):
+        some_out, some_lse, _ = run(problem, requests, max_batch, None)
+        for place, request in enumerate(requests):
+            assert same_bits(some_out[place], out[request]), f"output of request {request} among {requests}"
+            assert same_bits(some_lse[place], lse[request]), f"log-sum-exp of request {request} among {requests}"
+
+
+@both_devices
 def test_long_requests_are_split_where_the_workspace_has_room(device):
     problem = build(Case((4096, 100, 1025)), device)
     _, _, schedule = run(problem, [0, 1, 2], 3, 8)

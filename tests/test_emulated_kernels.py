@@ -18,6 +18,7 @@ from emulator import kernels
 from emulator.machine import TIMINGS, Kernel
 from emulator.ptx import EmulationError, Module
 
+from etap_backend import DecodeSchedule
 from etap_backend._library import library
 
 pytestmark = kernels.NEEDS_COMPILER
@@ -70,6 +71,23 @@ def test_bits_do_not_depend_on_what_a_cta_decoded_before(heads):
         kernels.run_decode(part, runner.schedule, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
         results.append([tensor[-1].view(torch.uint8) for tensor in (runner.out.tensor, runner.lse.tensor)])
     assert all(torch.equal(alone, behind) for alone, behind in zip(*results, strict=True))
+
+
+def test_the_order_of_splits_does_not_depend_on_the_batch():
+    """A request in three pieces alone and beside two short ones, in a batch-invariant schedule."""
+    problem = build(Case((2100, 1, 5), heads=64, num_sms=132), "cpu")
+    results = []
+    for batch in (1, 3):
+        case = replace(problem.case, lengths=problem.case.lengths[:batch])
+        rows = dict(q=problem.q[:batch], call_q=problem.q[:batch], seq_lens=problem.seq_lens[:batch])
+        part = replace(problem, case=case, block_table=problem.block_table[:batch], **rows)
+        schedule = DecodeSchedule(64, 64, device="cpu", num_sms=132, batch_invariant=True)
+        schedule.build(part.seq_lens)
+        assert schedule.split_offsets[1] == 3
+        runner = Runner(part)
+        kernels.run_decode(part, schedule, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+        results.append([tensor[0].view(torch.uint8) for tensor in (runner.out.tensor, runner.lse.tensor)])
+    assert all(torch.equal(alone, among) for alone, among in zip(*results, strict=True))
 
 
 def test_requests_of_many_and_of_few_splits():

@@ -103,7 +103,8 @@ struct Flight {
   float4 value[kAhead][kTasks];
 
   // Ask for the partials first, first + step, ... before `end`, of kTasks tasks, whose values lie at task_offset.
-  __device__ __forceinline__ void load(const Partials& from, const int (&task_offset)[kTasks], int first, int step, int end) {
+  __device__ __forceinline__ void load(const Partials& from, const int (&task_offset)[kTasks], int first, int step,
+                                       int end) {
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       const int at = first + a * step;
@@ -168,11 +169,12 @@ struct Shares {
 
 // A split request as the list has it; request < 0: the list has ended.
 struct Entry {
-  int request;
-  int slot;
-  int splits;
+  int request = -1;
+  int slot = 0;
+  int splits = 0;
 
-  __device__ __forceinline__ Entry(const DecodeParams& params, int i) : request(-1), slot(0), splits(0) {
+  Entry() = default;
+  __device__ __forceinline__ Entry(const DecodeParams& params, int i) {
     if (i < min(params.batch, params.partitions)) {
       const WorkRange& row = params.work_ranges[i];
       request = row.split_request;
@@ -180,7 +182,6 @@ struct Entry {
       splits = request < 0 ? 0 : row.split_pieces;
     }
   }
-  Entry() = default;
 };
 
 // A task is 8 rows x 16 value dims of a split request. A block takes kTasks tasks of the same rows: 8, or 1 where few
@@ -226,10 +227,13 @@ struct Block {
     if (dim == 0) write_lse<kOneRow>(params, totals, request, first_row);
   }
 
-  // Requests of few splits: each warp sums its own task of kEntries of them, all splits in flight.
+  // Those requests that have few splits: each warp sums its own task of all of them, the splits in flight together.
   template <int kEntries>
-  __device__ __forceinline__ void sum_alone(const Entry (&entries)[kEntries]) const {
+  __device__ __forceinline__ void sum_alone(const Entry (&all)[kEntries]) const {
     constexpr int kAhead = kFewSplits / kEntries;
+    Entry entries[kEntries];
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) entries[e] = all[e].splits > kFewSplits ? Entry() : all[e];
     const int offsets[1] = {offset(warp)};
     Totals totals[kEntries];
     Sum sums[kEntries][1];
@@ -284,11 +288,12 @@ struct Block {
   }
 };
 
-// The grid is (steps of a request, requests); a block takes kEntries requests of the list at a time, for memory has a long way,
-// and a request after the other would go it each time.
+// The grid is (steps of a request, requests); a block takes kEntries requests of the list at a time, for memory has a long
+// way, and a request after the other would go it each time.
 template <class Element, int kTasks, int kEntries, bool kOneRow>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm : kWideBlocksPerSm)
     combine_kernel(const __grid_constant__ DecodeParams params) {
+  constexpr int kAlone = kTasks > 1 ? kFewSplits : 0;  // most splits of a request that warps sum alone
   __shared__ Shares<kTasks> shared;
   const Block<Element, kTasks, kOneRow> block(params);
   cudaTriggerProgrammaticLaunchCompletion();
@@ -302,14 +307,13 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm 
     if (!waited) cudaGridDependencySynchronize();
     waited = true;
     if (entries[0].request < 0) return;
-    if (kTasks > 1 && block.most_splits(entries) <= kFewSplits) {
-      block.sum_alone(entries);
-      continue;
-    }
+    // In which way a request is summed follows from its own splits, as its bits do.
+    if constexpr (kTasks > 1) block.sum_alone(entries);
+    if (block.most_splits(entries) <= kAlone) continue;
 #pragma unroll 1
     for (int e = 0; e < kEntries; ++e) {
       const Entry entry(params, i + e * gridDim.y);
-      if (entry.request >= 0) block.sum_together(entry, shared);
+      if (entry.splits > kAlone) block.sum_together(entry, shared);
     }
   }
 }
@@ -322,10 +326,14 @@ void launch_kernel(const DecodeParams& params, cudaStream_t stream) {
   const bool wide = requests * tasks > kBlocksPerSm * multiprocessors;
   const int steps = wide ? tasks / kWarps : tasks;
   const int fitting = std::max((wide ? kWideBlocksPerSm : kBlocksPerSm) * multiprocessors / steps, 1);
-  auto* kernel = !wide                     ? combine_kernel<Element, 1, 1, kOneRow>
-                 : requests <= fitting     ? combine_kernel<Element, kWarps, 1, kOneRow>
-                 : requests <= 2 * fitting ? combine_kernel<Element, kWarps, 2, kOneRow>
-                                           : combine_kernel<Element, kWarps, 4, kOneRow>;
+  // As many at a time as a block has. Neither this nor `wide` depends on the batch where partitions are a multiple of it, as
+  // in batch-invariant schedules: sums are rounded in another order with each.
+  const int blocks = kWideBlocksPerSm * multiprocessors;
+  const int rounds = (requests * steps + blocks - 1) / blocks;
+  auto* kernel = !wide         ? combine_kernel<Element, 1, 1, kOneRow>
+                 : rounds == 1 ? combine_kernel<Element, kWarps, 1, kOneRow>
+                 : rounds == 2 ? combine_kernel<Element, kWarps, 2, kOneRow>
+                               : combine_kernel<Element, kWarps, 4, kOneRow>;
   launch_overlapping(kernel, dim3(steps, std::min(requests, fitting)), kWarps * kWarpSize, 0, stream, params);
 }
 

@@ -127,7 +127,8 @@ __device__ __forceinline__ void scale_rows(typename T::Output& o, const float (&
   for (int i = 0; i < cute::size(o); ++i) o(i) *= factor[i / 2 % 2];
 }
 
-// Start the share of S of an own tile, its piece's i-th, that stages [kBegin, kEnd) have, one by one as they arrive: a group of WGMMAs.
+// Start the share of S of an own tile, its piece's i-th, that stages [kBegin, kEnd) have, one by one as they arrive: a group
+// of WGMMAs.
 template <class T, int kBegin, int kEnd>
 __device__ __forceinline__ void start_row_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int i,
                                                  typename T::Scores& s) {

@@ -286,7 +286,8 @@ def _run_combine(params: DecodeParams, dtype: torch.dtype, memory: Memory, **how
     wide = requests * tasks > 3 * multiprocessors
     steps = tasks // COMBINE_WARPS if wide else tasks
     fitting = max((2 if wide else 3) * multiprocessors // steps, 1)
-    entries = 1 if not wide or requests <= fitting else 2 if requests <= 2 * fitting else 4
+    rounds = -(-requests * steps // (2 * multiprocessors))
+    entries = {1: 1, 2: 2}.get(rounds, 4) if wide else 1
     values = f", {COMBINE_WARPS if wide else 1}, {entries}, {str(params.rows_on_lanes).lower()}>"
     combine = kernel("combine", "combine_kernel", ELEMENTS[dtype], values)
     combine.launch((steps, min(requests, fitting)), COMBINE_WARPS * 32, 0, [bytes(params)], memory, **how)
