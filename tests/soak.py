@@ -5,9 +5,10 @@
 Needs a Hopper GPU, the engine with etap-backend beside it, and a MODEL of tests/answers/train_model.py. Nothing else is
 to be installed, and other jobs may use the same GPU.
 
-Traffic: up to --concurrency requests at once, in waves. The first wave is of short requests: all of them run at once,
-so that the server has the memory of its largest batch before growth is looked for. Then log-normal lengths from 1
-token to the model's context, half over shared prefixes. Greedy and sampled; some are streamed, and of some the client
+Traffic: up to --concurrency requests at once, in waves. The first wave is of short requests: all of them run at once;
+the second of requests over one prefix of half the context: one step prefills many of them. So the server has the memory
+of its largest batch and of its largest prefill before growth is looked for. Then log-normal lengths from 1 token to the
+model's context, half over shared prefixes. Greedy and sampled; some are streamed, and of some the client
 closes the stream. The KV cache is so small that requests are preempted. A run fails for
 
 - an HTTP error, an answer that is too short, a request that does not end in --timeout seconds;
@@ -90,6 +91,7 @@ PREFIXES = 16
 EDGE_LENGTHS = (1, 2, 63, 64, 65, 128, 129)
 SHORT_PROMPTS = EDGE_LENGTHS[:5]
 SHORT_REQUEST = 256  # tokens of a request of the first wave; the cache has room for 320 in each of 256
+BEHIND_PREFIX = 160  # tokens of a prompt of the second wave behind its prefix: more than are decoded, not prefilled
 MARGIN = 16  # tokens below the model's context, for drafts
 LEAST_SAMPLES = 16
 KEPT_EXAMPLES, MOST_FAILURES = 5, 500
@@ -249,9 +251,10 @@ class Traffic:
     def __init__(self, engine: Vllm | Sglang, wire: Wire, settings: Settings, tally: Tally):
         self.engine, self.wire, self.settings, self.tally = engine, wire, settings, tally
         self.stop, self.wanted, self.abandoned = threading.Event(), settings.concurrency, False
-        self.first_wave = True
+        self.wave = 0
         self._rng = random.Random(settings.seed)
         self._prefixes = [self._rng.choices(PROMPT_TOKENS, k=self._length(500, 2)) for _ in range(PREFIXES)]
+        self._long_prefix = self._rng.choices(PROMPT_TOKENS, k=settings.context // 2)
         self.threads = [
             threading.Thread(target=self._work, args=(index, random.Random(f"{settings.seed} {index}")), daemon=True)
             for index in range(settings.concurrency)
@@ -266,14 +269,20 @@ class Traffic:
 
     def new_wave(self) -> None:
         """Mostly everything at once, so that the cache overflows; sometimes few, whose graphs and splits are others."""
-        self.first_wave, most = False, self.settings.concurrency
+        self.wave, most = self.wave + 1, self.settings.concurrency
+        if self.wave == 1:
+            return
         self.wanted = self._rng.choice([most, most, most, max(1, most // 4), max(1, most // 32), 1])
 
     def request(self, rng: random.Random) -> tuple[list[int], int]:
         """A prompt, and how many tokens to add."""
-        if self.first_wave:
+        if self.wave == 0:
             prompt = rng.choices(PROMPT_TOKENS, k=rng.choice(SHORT_PROMPTS))
             return prompt, min(SHORT_REQUEST, self.settings.context) - MARGIN - len(prompt)
+        if self.wave == 1:
+            behind = min(BEHIND_PREFIX, self.settings.context // 4)
+            prompt = self._long_prefix + rng.choices(PROMPT_TOKENS, k=behind)
+            return prompt, max(1, min(SHORT_REQUEST - behind, self.settings.context - len(prompt)) - MARGIN)
         prompt = list(rng.choice(self._prefixes)) if rng.random() < 0.5 else []
         prompt += rng.choices(PROMPT_TOKENS, k=self._length(60 if prompt else 300, 2, rng))
         prompt = prompt[: self.settings.context - MARGIN - 1]

@@ -216,18 +216,33 @@ def test_gpu_memory_is_that_of_the_given_processes_or_not_known(tmp_path, monkey
     assert soak.gpu_mib([7]) is None
 
 
-def test_the_first_wave_is_the_largest_batch_and_fits_the_cache():
-    settings = soak.Settings(600, 256, 240, 4096, 0.15, 0.25, 20, 5, 10, 60, 512, 256, 0)
-    traffic = soak.Traffic(soak.Vllm(), soak.Wire("", "", 1), settings, soak.Tally())
+def pages(tokens: int) -> int:
+    return -(-tokens // 64)
+
+
+@pytest.fixture
+def traffic():
+    settings = soak.Settings(600, 256, 240, 8192, 0.15, 0.25, 20, 5, 10, 60, 512, 256, 0)
+    return soak.Traffic(soak.Vllm(), soak.Wire("", "", 1), settings, soak.Tally())
+
+
+def test_the_first_wave_is_the_largest_batch_and_fits_the_cache(traffic):
     rng = random.Random(0)
+    lengths = [len(prompt) + tokens + soak.MARGIN for prompt, tokens in (traffic.request(rng) for _ in range(2000))]
+    assert traffic.wanted == 256 and 256 * pages(max(lengths)) <= 1280
 
-    def most_pages():
-        lengths = [len(prompt) + tokens + soak.MARGIN for prompt, tokens in (traffic.request(rng) for _ in range(2000))]
-        return max(-(-length // 64) for length in lengths)
 
-    assert traffic.wanted == 256 and 256 * most_pages() <= 1280
+def test_the_second_wave_is_the_largest_prefill_and_fits_the_cache(traffic):
     traffic.new_wave()
-    assert most_pages() > 32
+    requests = [traffic.request(random.Random(seed)) for seed in range(256)]
+    (shared,) = {tuple(prompt[:4096]) for prompt, _ in requests}
+    behind = max(len(prompt) + tokens + soak.MARGIN for prompt, tokens in requests) - len(shared)
+    assert traffic.wanted == 256 and pages(len(shared)) + 256 * pages(behind) <= 1280
+    # What a step of 8192 tokens prefills of them sees more than the 65,536 cached tokens that vLLM takes at a time.
+    new_tokens = {len(prompt) - len(shared) for prompt, _ in requests}
+    assert min(new_tokens) > 128 and 8192 // max(new_tokens) * len(shared) > 65536
+    traffic.new_wave()
+    assert max(len(prompt) for prompt, _ in (traffic.request(random.Random(seed)) for seed in range(500))) > 2048
 
 
 def test_growth_is_between_the_second_and_the_last_quarter():
