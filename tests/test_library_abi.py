@@ -88,14 +88,31 @@ def test_it_holds_code_for_sm_90a_only():
     assert architectures == {"sm_90a"}
 
 
-@pytest.mark.parametrize("traits", ["6Traits.*bfloat16", "6Traits.*half", "Fp8Traits.*half", "Fp8Traits.*float_e4m3"])
-@pytest.mark.parametrize("row_tile", [8, 16, 32, 64])
-def test_each_decode_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_n(traits, row_tile):
-    name = re.compile(rf"decode_kernel.*{traits}_tELi{row_tile}E")
-    found = [sass for kernel, sass in kernels().items() if name.search(kernel)]
+def columns_of(kernel: str) -> set[int]:
+    """WGMMA's N in the one kernel whose name matches."""
+    found = [sass for name, sass in kernels().items() if re.search(kernel, name)]
     assert len(found) == 1
-    columns = {int(n) for n in re.findall(r"[HQ]GMMA\.64x(\d+)x", found[0])}
-    assert max(columns) == row_tile, "M is the 64 tokens of a tile, N the query rows and no more"
+    return {int(n) for n in re.findall(r"[HQ]GMMA\.64x(\d+)x", found[0])}
+
+
+@pytest.mark.parametrize(
+    "traits, row_tiles",
+    [
+        ("6Traits.*bfloat16", (8, 16, 32)),
+        ("6Traits.*half", (8, 16, 32)),
+        ("Fp8Traits.*half", (8, 16, 32, 64)),
+        ("Fp8Traits.*float_e4m3", (8, 16, 32, 64)),
+    ],
+)
+def test_each_transposed_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_n(traits, row_tiles):
+    for row_tile in row_tiles:
+        columns = columns_of(rf"decode_kernel.*{traits}_tELi{row_tile}E")
+        assert max(columns) == row_tile, "M is the 64 tokens of a tile, N the query rows and no more"
+
+
+@pytest.mark.parametrize("element", ["half", "bfloat16"])
+def test_64_rows_of_a_16_bit_cache_are_on_m(element):
+    assert columns_of(rf"decode_kernel.*RowsTraits.*{element}_t") == {64}, "N is a tile's tokens, and 64 value dims"
 
 
 def test_no_kernel_spills_or_has_a_stack():
