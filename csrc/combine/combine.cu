@@ -67,13 +67,9 @@ __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum
   }
   const int row = first_row + lane / 4;
   auto* out = static_cast<uint16_t*>(params.out) + (int64_t(request) * params.rows + row) * kLatentDim + dim;
-  const uint2 paired = neighbouring_dims<true>(low, high), apart = neighbouring_dims<false>(low, high);
-  if (row >= params.rows) return;
-  if (params.paired_dims) {
-    *reinterpret_cast<uint2*>(out + lane_dim<true>(lane)) = paired;
-  } else {
-    *reinterpret_cast<uint2*>(out + lane_dim<false>(lane)) = apart;
-  }
+  const bool paired = params.paired_dims;
+  const uint2 dims = paired ? neighbouring_dims<true>(low, high) : neighbouring_dims<false>(low, high);
+  if (row < params.rows) *reinterpret_cast<uint2*>(out + (paired ? lane_dim<true>(lane) : lane_dim<false>(lane))) = dims;
 }
 
 template <bool kOneRow>

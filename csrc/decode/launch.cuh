@@ -120,18 +120,16 @@ void launch_row_tile(const DecodeParams& params, const CacheParams& cache, cudaS
     case 8: return launch_kernel<T<Element, 8>>(params, cache, stream);
     case 16: return launch_kernel<T<Element, 16>>(params, cache, stream);
     case 32: return launch_kernel<T<Element, 32>>(params, cache, stream);
-    default:
-      if constexpr (std::is_same_v<T<Element, 32>, Traits<Element, 32>>) {
-        return launch_kernel<RowsTraits<Element>>(params, cache, stream);
-      } else {
-        return launch_kernel<T<Element, 64>>(params, cache, stream);
-      }
+    default: return launch_kernel<T<Element, 64>>(params, cache, stream);
   }
 }
 
+template <class Element, int kRowTile>
+using SixteenBitTraits = std::conditional_t<kRowTile == 64, RowsTraits<Element>, Traits<Element, kRowTile>>;
+
 template <class Element>
 void launch_decode(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream) {
-  launch_row_tile<Traits, Element>(params, cache, stream);
+  launch_row_tile<SixteenBitTraits, Element>(params, cache, stream);
 }
 
 template <class Math>
