@@ -6,9 +6,9 @@ Needs a Hopper GPU, the engine with etap-backend beside it, and a MODEL of tests
 to be installed, and other jobs may use the same GPU.
 
 Traffic: up to --concurrency requests at once, in waves. The first wave is of short requests: all of them run at once;
-the second of requests over one prefix of half the context: one step prefills many of them. So the server has the memory
-of its largest batch and of its largest prefill before growth is looked for. Then log-normal lengths from 1 token to the
-model's context, half over shared prefixes. Greedy and sampled; some are streamed, and of some the client
+the second of many new tokens behind one prefix of half the context, with so few to add that every step is full of
+prefills over it. So the server has the memory of its largest batch and of its largest prefill before growth is looked
+for. Then log-normal lengths from 1 token to the model's context, half over shared prefixes. Greedy and sampled; some are streamed, and of some the client
 closes the stream. The KV cache is so small that requests are preempted. A run fails for
 
 - an HTTP error, an answer that is too short, a request that does not end in --timeout seconds;
@@ -91,7 +91,9 @@ PREFIXES = 16
 EDGE_LENGTHS = (1, 2, 63, 64, 65, 128, 129)
 SHORT_PROMPTS = EDGE_LENGTHS[:5]
 SHORT_REQUEST = 256  # tokens of a request of the first wave; the cache has room for 320 in each of 256
-BEHIND_PREFIX = 160  # tokens of a prompt of the second wave behind its prefix: more than are decoded, not prefilled
+# A request of the second wave: tokens behind its prefix, so many that others wait for the engine and not for its front
+# end, and that a step of 8192 tokens prefills 16 requests, with 4096 tokens before each; and tokens to add.
+BEHIND_PREFIX, FEW_TOKENS = 512, 4
 MARGIN = 16  # tokens below the model's context, for drafts
 LEAST_SAMPLES = 16
 KEPT_EXAMPLES, MOST_FAILURES = 5, 500
@@ -282,7 +284,7 @@ class Traffic:
         if self.wave == 1:
             behind = min(BEHIND_PREFIX, self.settings.context // 4)
             prompt = self._long_prefix + rng.choices(PROMPT_TOKENS, k=behind)
-            return prompt, max(1, min(SHORT_REQUEST - behind, self.settings.context - len(prompt)) - MARGIN)
+            return prompt, FEW_TOKENS
         prompt = list(rng.choice(self._prefixes)) if rng.random() < 0.5 else []
         prompt += rng.choices(PROMPT_TOKENS, k=self._length(60 if prompt else 300, 2, rng))
         prompt = prompt[: self.settings.context - MARGIN - 1]
