@@ -8,8 +8,9 @@ to be installed, and other jobs may use the same GPU.
 Traffic: up to --concurrency requests at once, in waves. The first wave is of short requests: all of them run at once;
 the second of many new tokens behind one prefix of half the context, with so few to add that every step is full of
 prefills over it. So the server has the memory of its largest batch and of its largest prefill before growth is looked
-for. Then log-normal lengths from 1 token to the model's context, half over shared prefixes. Greedy and sampled; some are streamed, and of some the client
-closes the stream. The KV cache is so small that requests are preempted. A run fails for
+for. Then log-normal lengths from 1 token to the model's context, half over shared prefixes. Greedy and sampled; some
+are streamed, and of some the client closes the stream. The KV cache is so small that requests are preempted. A run
+fails for
 
 - an HTTP error, an answer that is too short, a request that does not end in --timeout seconds;
 - a log-probability that is not finite (engines send NaN as null), an error or `nan` in the server's log;
