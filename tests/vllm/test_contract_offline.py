@@ -1,0 +1,75 @@
+"""vLLM's bench programs as offline_bench.py calls them, with an engine that only counts."""
+
+import time
+from types import SimpleNamespace
+
+import pytest
+from offline_bench import LONG, SHORT, THROUGHPUT_OUTPUT, Asked, rows_of
+
+from etap_backend.e2e import prepare_model
+
+SECONDS_A_TOKEN = 1e-4
+POINTS, THROUGHPUT, ITERATIONS = [(3, 16), (2, 16), (1, 300)], [(2, 40)], 2
+
+
+class CountingEngine:
+    """In place of vllm.LLM: a step takes as long as the last one."""
+
+    llm_engine = SimpleNamespace(model_config=SimpleNamespace(max_model_len=10_000))
+
+    def __init__(self):
+        self.calls = []
+
+    def generate(self, prompts, sampling_params, **_):
+        of_each = sampling_params if isinstance(sampling_params, list) else [sampling_params]
+        (tokens,) = {parameters.max_tokens for parameters in of_each}
+        self.calls.append(([prompt.get("prompt_token_ids") or prompt["prompt"] for prompt in prompts], tokens))
+        time.sleep(SECONDS_A_TOKEN * tokens)
+        return []
+
+
+@pytest.fixture
+def engine(monkeypatch):
+    import vllm
+
+    counting, asked = CountingEngine(), []
+    monkeypatch.setattr(vllm.LLM, "from_engine_args", lambda arguments: asked.append(arguments) or counting)
+    return counting, asked
+
+
+def test_both_programs_run_on_one_engine(engine, tmp_path):
+    counting, engines = engine
+    prepared = prepare_model(
+        "deepseek-r1", {"num_hidden_layers": 2, "first_k_dense_replace": 1}, 8, 1, tmp_path / "model"
+    )
+    asked = Asked(prepared.model, POINTS, THROUGHPUT, ITERATIONS, ["--gpu-memory-utilization", "0.5"])
+    started, *rows = rows_of("ETAP", asked, tmp_path)
+    assert started["backend"] == "ETAP" and len(engines) == 1
+    config = engines[0].create_engine_config()
+    assert config.attention_config.backend.name == "ETAP" and config.cache_config.enable_prefix_caching
+    assert config.compilation_config.cudagraph_capture_sizes == [1, 2, 3]
+    assert config.compilation_config.cudagraph_mode.has_full_cudagraphs()
+    assert config.model_config.max_model_len >= 300 + LONG
+
+    assert [(row["program"], row["requests"], row["input"]) for row in rows] == [
+        *(("latency", *point) for point in POINTS),
+        *(("throughput", *point) for point in THROUGHPUT),
+    ]
+    for row in rows[: len(POINTS)]:
+        assert len(row["short_s"]) == len(row["long_s"]) == ITERATIONS
+        assert row["step_ms"] == pytest.approx(1000 * SECONDS_A_TOKEN, rel=0.3)
+    assert len(rows[-1]["tokens_per_second"]) == ITERATIONS and all(rows[-1]["tokens_per_second"])
+
+    # A point: one iteration that fills the prefix cache, the readings, and the long ones, all with the same prompts.
+    calls = iter(counting.calls)
+    for requests, length in POINTS:
+        of_point = [next(calls) for _ in range(1 + 2 * ITERATIONS)]
+        assert [tokens for _, tokens in of_point] == [SHORT] * (1 + ITERATIONS) + [LONG] * ITERATIONS
+        prompts = of_point[0][0]
+        assert [len(prompt) for prompt in prompts] == [length] * requests
+        assert all(others == prompts for others, _ in of_point)
+    # Fewer requests of a length are some of the more before, which the cache has; those of bench throughput are new.
+    assert counting.calls[5][0] == counting.calls[0][0][:2]
+    of_throughput = list(calls)
+    assert {tokens for _, tokens in of_throughput} == {THROUGHPUT_OUTPUT}
+    assert len({str(prompts) for prompts, _ in of_throughput}) == len(of_throughput) == 1 + ITERATIONS
