@@ -306,7 +306,7 @@ def plot(document: dict, stem: Path) -> list[Path]:
     for kind, draw in kinds.items():
         figure = draw(document)
         title = f"{document['title']} ({document['gpu']})"
-        figure.suptitle(fill(title, int(11 * figure.get_figwidth())))
+        figure.suptitle(fill(title, int(10 * figure.get_figwidth())))
         paths.append(stem.with_name(f"{stem.name}-{kind}.png"))
         figure.savefig(paths[-1], dpi=150)
     return paths
