@@ -615,12 +615,22 @@ def parse_changes(pairs: list[str], layers: int | None) -> dict[str, Any]:
     return changes | ({"num_hidden_layers": layers} if layers else {})
 
 
+def parse_point(text: str) -> tuple[int, int]:
+    """(requests, input tokens) of a text such as 16x16K. Raises ValueError when it is no such text."""
+    requests, _, length = text.partition("x")
+    if not requests.isdigit() or int(requests) < 1:
+        raise ValueError(f"wanted requests x tokens such as 16x16K, got {text!r}")
+    return int(requests), plan.tokens(length)
+
+
 def parse_profile(text: str | None, cases: list[Case]) -> tuple[int, int] | None:
     """(concurrency, input) of a text such as 16x16K. Raises ValueError when the cases have no such point."""
     if text is None:
         return None
-    concurrency, _, length = text.partition("x")
-    wanted = (int(concurrency) if concurrency.isdigit() else 0, plan.tokens(length))
+    try:
+        wanted = parse_point(text)
+    except ValueError as error:
+        raise ValueError(f"--profile: {error}") from error
     if wanted not in {(case.concurrency, case.input) for case in cases}:
         raise ValueError(f"--profile: wanted a point of this run, such as 16x16K, got {text}")
     return wanted

@@ -283,9 +283,8 @@ class Traffic:
             prompt = rng.choices(PROMPT_TOKENS, k=rng.choice(SHORT_PROMPTS))
             return prompt, min(SHORT_REQUEST, self.settings.context) - MARGIN - len(prompt)
         if self.wave == 1:
-            behind = min(BEHIND_PREFIX, self.settings.context // 4)
-            prompt = self._long_prefix + rng.choices(PROMPT_TOKENS, k=behind)
-            return prompt, FEW_TOKENS
+            behind = rng.choices(PROMPT_TOKENS, k=min(BEHIND_PREFIX, self.settings.context // 4))
+            return self._long_prefix + behind, FEW_TOKENS
         prompt = list(rng.choice(self._prefixes)) if rng.random() < 0.5 else []
         prompt += rng.choices(PROMPT_TOKENS, k=self._length(60 if prompt else 300, 2, rng))
         prompt = prompt[: self.settings.context - MARGIN - 1]

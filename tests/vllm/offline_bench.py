@@ -28,16 +28,17 @@ from rich.table import Table
 from serve_check import provenance
 
 from etap_backend import report
-from etap_backend.e2e import memory_given_back, prepare_model
+from etap_backend.bench import Stopped, stopping
+from etap_backend.e2e import MARGIN_TOKENS, memory_given_back, parse_point, prepare_model
+from etap_backend.grids import in_k
 
 MODEL = "deepseek-r1"
 BACKENDS = "ETAP,FLASHMLA,FLASH_ATTN_MLA"
 # Most requests first: the prompts of a point with fewer, of the same length, are in the cache then.
-POINTS = "128x2048,64x2048,16x2048,1x2048,128x16384,64x16384,16x16384,1x16384,128x65536,64x65536,16x65536,1x65536"
-THROUGHPUT = "256x2048,64x16384"
+POINTS = "128x2K,64x2K,16x2K,1x2K,128x16K,64x16K,16x16K,1x16K,128x64K,64x64K,16x64K,1x64K"
+THROUGHPUT = "256x2K,64x16K"
 SHORT, LONG = 2, 258  # output tokens
 THROUGHPUT_OUTPUT = 256
-PAGE = 64
 
 console = Console(width=120)
 
@@ -54,7 +55,8 @@ class Asked:
 
     def engine(self, backend: str) -> list[str]:
         batches = sorted({batch for batch, _ in self.points})
-        longest = max(length for _, length in [*self.points, *self.throughput]) + max(LONG, THROUGHPUT_OUTPUT) + PAGE
+        longest = max(length for _, length in [*self.points, *self.throughput])
+        longest += max(LONG, THROUGHPUT_OUTPUT) + MARGIN_TOKENS
         return [
             *("--model", self.model, "--load-format", "dummy", "--attention-backend", backend),
             *("--max-model-len", str(longest), "--max-num-seqs", str(max(batches)), "--enable-prefix-caching"),
@@ -175,13 +177,16 @@ def print_rows(rows: list[dict], backends: list[str]) -> None:
         for point in dict.fromkeys((row["requests"], row["input"]) for row in of_program):
             found = {row["backend"]: row for row in of_program if (row["requests"], row["input"]) == point}
             cells = [f"{value(found[backend]):,.2f}" if backend in found else "-" for backend in backends]
-            table.add_row(f"{point[0]} x {point[1]}", *cells)
+            table.add_row(f"{point[0]} x {in_k(point[1])}", *cells)
         console.print(table)
 
 
-def points_of(text: str) -> list[tuple[int, int]]:
-    """Pairs of a text such as 16x2048,1x65536; empty for an empty one."""
-    return [tuple(map(int, point.split("x"))) for point in text.split(",") if point]
+def points_of(text: str, option: str) -> list[tuple[int, int]]:
+    """Pairs of an option's text such as 16x2K,1x64K; empty for an empty one."""
+    try:
+        return [parse_point(point) for point in text.split(",") if point]
+    except ValueError as error:
+        raise typer.BadParameter(str(error), param_hint=option) from error
 
 
 def main(
@@ -198,12 +203,13 @@ def main(
 ) -> None:
     """Measure every backend; exit with 1 when a row is missing."""
     deadline = time.monotonic() + limit
+    wanted, served = points_of(points, "--points"), points_of(throughput, "--throughput")
     changes = {"num_hidden_layers": layers, "first_k_dense_replace": 1}
     names = backends.split(",")
     document = {"what": "vLLM's bench latency and throughput, one process"} | provenance(note)
     with tempfile.TemporaryDirectory() as folder:
         prepared = prepare_model(MODEL, changes, rank_of, 1, Path(folder))
-        asked = Asked(prepared.model, points_of(points), points_of(throughput), iterations, flags or [])
+        asked = Asked(prepared.model, wanted, served, iterations, flags or [])
         document |= {"model": MODEL, "weights": prepared.what, "output_tokens": [SHORT, LONG]}
         document |= {"throughput_output_tokens": THROUGHPUT_OUTPUT, "engines": [], "rows": [], "stopped": []}
 
@@ -211,11 +217,15 @@ def main(
             document["rows" if "program" in row else "engines"].append(row)
             report.write(document, output)
 
-        for backend in names:
-            with memory_given_back():
-                if reason := measured(backend, asked, deadline, keep):
-                    document["stopped"].append(reason)
-                    console.print(reason, style="red", markup=False)
+        try:
+            with stopping(None):  # else the engine's process would outlive this one
+                for backend in names:
+                    with memory_given_back():
+                        if reason := measured(backend, asked, deadline, keep):
+                            document["stopped"].append(reason)
+                            console.print(reason, style="red", markup=False)
+        except Stopped as reason:
+            document["stopped"].append(str(reason))
         report.write(document, output)
     print_rows(document["rows"], names)
     raise typer.Exit(bool(document["stopped"]))

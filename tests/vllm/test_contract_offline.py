@@ -4,7 +4,9 @@ import time
 from types import SimpleNamespace
 
 import pytest
-from offline_bench import LONG, SHORT, THROUGHPUT_OUTPUT, Asked, rows_of, step_ms
+import typer
+from offline_bench import LONG, SHORT, THROUGHPUT_OUTPUT, Asked, points_of, rows_of, step_ms
+from offline_bench import POINTS as SHIPPED
 
 from etap_backend.e2e import prepare_model
 
@@ -35,6 +37,15 @@ def engine(monkeypatch):
     counting, asked = CountingEngine(), []
     monkeypatch.setattr(vllm.LLM, "from_engine_args", lambda arguments: asked.append(arguments) or counting)
     return counting, asked
+
+
+def test_points_are_read_as_the_other_commands_read_them():
+    assert points_of("16x2K,1x65536", "--points") == [(16, 2048), (1, 65536)] and points_of("", "--points") == []
+    assert {length for _, length in points_of(SHIPPED, "--points")} == {2048, 16384, 65536}
+    for wrong in ("16", "x2K", "16x", "ax2K", "0x2K"):
+        with pytest.raises(typer.BadParameter, match="wanted") as refused:
+            points_of(wrong, "--throughput")
+        assert refused.value.param_hint == "--throughput"
 
 
 def test_both_programs_run_on_one_engine(engine, tmp_path):
