@@ -300,20 +300,20 @@ def _hand_over(context: typer.Context, run: Callable) -> None:
 @app.command(**PASSED_ON, short_help="Measure the kernels, and compare them with others'.")
 def bench(context: typer.Context) -> None:
     # Imported here: what it compares with and draws with is optional, and the other commands must work without.
-    from etap_backend.bench import bench as run
+    from etap_backend.lab.bench.command import bench as run
 
     _hand_over(context, run)
 
 
 @app.command(**PASSED_ON, short_help="Say what fits on which GPUs, and what ETAP gains there.")
 def plan(context: typer.Context) -> None:
-    from etap_backend.plan import plan as run
+    from etap_backend.lab.plan.command import plan as run
 
     _hand_over(context, run)
 
 
 @app.command(**PASSED_ON, short_help="Serve a model with ETAP and with an engine's own backends, and compare.")
 def e2e(context: typer.Context) -> None:
-    from etap_backend.e2e import e2e as run
+    from etap_backend.lab.e2e.command import e2e as run
 
     _hand_over(context, run)

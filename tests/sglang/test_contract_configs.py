@@ -10,7 +10,7 @@ import torch
 import yaml
 from sglang.srt.plugins import load_plugins
 
-from etap_backend.plan import PAGE_TOKENS, Deployment, memory_of, read_gpu, read_model
+from etap_backend.lab.plan.command import PAGE_TOKENS, Deployment, memory_of, read_gpu, read_model
 
 load_plugins()
 

@@ -11,7 +11,6 @@ import pytest
 IN_CONTRACT = os.environ.get("ETAP_CONTRACT") == "vllm"
 collect_ignore_glob = [] if IN_CONTRACT else ["test_contract_*.py"]
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))  # layer_cases
 
 # Attention as in DeepSeek-V3 on one of 8 ranks; everything else as small as it may be.
 MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
@@ -73,7 +72,7 @@ def fresh_workspaces(monkeypatch):
 @pytest.fixture
 def make_layer(engine_config):
     """Makes a real MLA layer with our backend, in a configuration with these EngineArgs; gives both."""
-    from layer_cases import HEADS, MAX_REQUESTS, build_layer
+    from etap_backend.lab.checks.vllm_layer import HEADS, MAX_REQUESTS, build_layer
     from vllm.config import set_current_vllm_config
 
     made = []
@@ -95,7 +94,7 @@ def make_layer(engine_config):
 @pytest.fixture
 def make(make_layer):
     """Makes a layer and its builder."""
-    from layer_cases import make_builder
+    from etap_backend.lab.checks.vllm_layer import make_builder
 
     def both(**arguments):
         layer, config = make_layer(**arguments)

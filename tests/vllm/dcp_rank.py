@@ -6,7 +6,7 @@ Groups, layer, builder, collectives and merging are vLLM's; Triton's interpreter
 import sys
 
 import torch
-from layer_cases import HEADS, KV_SCALE, LENGTHS, MAX_REQUESTS, SPECULATIVE, Problem, build_layer, decode, make_builder
+from etap_backend.lab.checks.vllm_layer import HEADS, KV_SCALE, LENGTHS, MAX_REQUESTS, SPECULATIVE, Problem, build_layer, decode, make_builder
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs

@@ -13,8 +13,7 @@ from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
 from vllm.plugins import load_general_plugins
 
-ANSWERS = Path(__file__).parents[1] / "answers"
-sys.path.insert(0, str(ANSWERS))
+ANSWERS = Path(train_model.__file__).parent
 import train_model  # noqa: E402
 
 SHAPE = train_model.Shape(hidden=128, layers=2, query_latent=64, feed_forward=192, expert_width=64, vocabulary=600)

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from etap_backend import configs, e2e
-from etap_backend.engines import ENGINES, Load, read_result
-from etap_backend.lifecycle import Failed, Generator
+from etap_backend.lab import configs
+from etap_backend.lab.e2e import command as e2e
+from etap_backend.lab.serving.engines import ENGINES, Load, read_result
+from etap_backend.lab.serving.lifecycle import Failed, Generator
 
 VLLM = ENGINES["vllm"]
 SCENARIOS = configs.shipped("e2e")

@@ -5,7 +5,7 @@ The truth is attention on what the cache's bytes stand for. Writing the cache an
 
 import pytest
 import torch
-from layer_cases import (
+from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
     CPU,
     FP8,

@@ -6,7 +6,7 @@ are not tested here.
 
 import pytest
 import torch
-from layer_cases import (
+from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
     CPU,
     HEADS,

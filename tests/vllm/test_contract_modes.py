@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from layer_cases import (
+from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
     HEADS,
     KV_SCALE,

@@ -5,10 +5,10 @@ from types import SimpleNamespace
 
 import pytest
 import typer
-from offline_bench import LONG, SHORT, THROUGHPUT_OUTPUT, Asked, points_of, rows_of, step_ms
-from offline_bench import POINTS as SHIPPED
+from etap_backend.lab.e2e.offline import LONG, SHORT, THROUGHPUT_OUTPUT, Asked, points_of, rows_of, step_ms
+from etap_backend.lab.e2e.offline import POINTS as SHIPPED
 
-from etap_backend.e2e import prepare_model
+from etap_backend.lab.e2e.command import prepare_model
 
 SECONDS_A_TOKEN = 1e-4
 POINTS, THROUGHPUT, ITERATIONS = [(3, 16), (2, 16), (1, 300)], [(2, 40)], 2

@@ -1,0 +1,109 @@
+"""Serves a small model on two "nodes" of one machine, one GPU each, and checks that ETAP runs in the workers of both.
+
+    python tests/two_nodes.py --engine vllm --log-folder nodes
+
+Needs two Hopper GPUs and the engine, with etap-backend, installed beside it. The nodes are two process groups that know
+of each other only what two machines would: an address, a port, their number. That tests what the plugin has to do with
+several nodes: it is loaded in processes that no process of the first node started.
+"""
+
+import json
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from etap_backend.lab.e2e import command as e2e
+from etap_backend.lab.serving.engines import ENGINES, SERVED_NAME, Engine, Serving
+from etap_backend.lab.serving.lifecycle import Failed, Process, free_port, tail
+
+NODES = 2
+NEW_TOKENS = 16
+PROMPT = list(range(1000, 1200))  # four pages of the KV cache
+CHANGES = {"num_hidden_layers": 4, "first_k_dense_replace": 1, "n_routed_experts": 64}
+
+
+def flags_of_node(engine: Engine, node: int, address: str, port: int) -> list[str]:
+    """What makes a server one node of two."""
+    common = ["--nnodes", str(NODES), "--node-rank", str(node)]
+    if engine.name == "sglang":
+        return [*common, "--dist-init-addr", f"{address}:{port}"]
+    return [*common, "--master-addr", address, "--master-port", str(port), *(["--headless"] if node else [])]
+
+
+def commands(engine: Engine, model: str, address: str, ports: tuple[int, int], backend: str) -> list[list[str]]:
+    """A command for each node; the first one answers on the first port, they meet at the second."""
+    serving = Serving(model, True, tp=NODES, pp=1, dp=1, max_context=1024, batches=(1, 4))
+    return [
+        engine.server(sys.executable, serving, backend, ports[0], flags_of_node(engine, node, address, ports[1]))
+        for node in range(NODES)
+    ]
+
+
+def completion(engine: Engine, url: str) -> int:
+    """Tokens that the server made of PROMPT."""
+    if engine.name == "sglang":
+        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}}
+        path, count = "/generate", lambda answer: answer["meta_info"]["completion_tokens"]
+    else:
+        body = {"model": SERVED_NAME, "prompt": PROMPT, "max_tokens": NEW_TOKENS, "ignore_eos": True}
+        path, count = "/v1/completions", lambda answer: answer["usage"]["completion_tokens"]
+    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        return count(json.loads(answer.read()))
+
+
+def wait(nodes: list[Process], url: str, seconds: float) -> None:
+    """Until the first node's /health answers. Raises Failed when a node ends or it takes too long."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        for node in nodes:
+            if (code := node.ended()) is not None:
+                raise Failed(f"{node.log.stem} ended with {code}:\n{tail(node.log)}")
+        try:
+            with urllib.request.urlopen(f"{url}/health", timeout=5):
+                return
+        except OSError:
+            time.sleep(0.5)
+    raise Failed("not ready:\n" + "\n".join(f"{node.log.stem}:\n{tail(node.log)}" for node in nodes))
+
+
+def main(
+    engine: Annotated[e2e.EngineName, typer.Option(help="Whose servers.")] = e2e.EngineName.vllm,
+    log_folder: Annotated[Path, typer.Option(help="For the nodes' logs and the model.")] = Path("nodes"),
+    address: Annotated[str, typer.Option(help="Of the first node, as the second reaches it.")] = "127.0.0.1",
+    scenario: Annotated[str, typer.Option(help="Whose environment variables the nodes get.")] = "decode-plain",
+    seconds: Annotated[float, typer.Option(help="Until the first node must be ready.")] = 300,
+) -> None:
+    """Exit with 0 when both nodes' workers ran ETAP and the model answered."""
+    served = ENGINES[engine.value]
+    model = e2e.prepare_model("deepseek-r1", CHANGES, 8, NODES, log_folder / "model").model
+    ports = free_port(), free_port()
+    wanted = e2e.read_scenario(scenario)
+    environment = {**wanted.environment, **getattr(wanted, engine.value).environment}
+    nodes = []
+    try:
+        for number, command in enumerate(commands(served, model, address, ports, served.ours)):
+            log = log_folder / f"{served.name}-node-{number}.log"
+            log.unlink(missing_ok=True)
+            nodes.append(Process(command, log, {**environment, "CUDA_VISIBLE_DEVICES": str(number)}))
+        wait(nodes, f"http://{address}:{ports[0]}", seconds)
+        made = completion(served, f"http://{address}:{ports[0]}")
+        silent = [
+            node.log.stem for node in nodes if not served.in_use(served.ours, node.log.read_text(errors="replace"))
+        ]
+    except Failed as failure:
+        sys.exit(str(failure))
+    finally:
+        for node in nodes:
+            node.end()
+    if made != NEW_TOKENS or silent:
+        sys.exit(f"wanted {NEW_TOKENS} tokens and {served.ours} in both logs, got {made} tokens and none in {silent}")
+    print(f"{served.name}: {NODES} nodes, {served.ours} in the workers of both, {made} tokens")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,70 @@
+"""The configuration files that are part of the product, and how one becomes an object that was checked."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+PACKAGE = Path(__file__).parents[1]
+# In a wheel the folder lies in the package; in a source tree beside it.
+FOLDER = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
+
+
+class Strict(BaseModel):
+    """Data of a file: a key that nobody reads is an error, and nothing changes after it was read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+Content = TypeVar("Content", bound=BaseModel)
+
+
+def shipped(kind: str, suffix: str = ".toml") -> list[str]:
+    """Names of the files of configs/`kind`."""
+    return sorted(path.stem for path in (FOLDER / kind).glob(f"*{suffix}"))
+
+
+def find(kind: str, name: str, suffix: str = ".toml") -> Path:
+    """The file that `name` means: a path that exists, or the name of a file of configs/`kind` in any case of letters.
+
+    Raises ValueError, listing what there is, when it means neither.
+    """
+    if (path := Path(name)).is_file():
+        return path
+    if (path := FOLDER / kind / f"{name.lower()}{suffix}").is_file():
+        return path
+    raise ValueError(f"{kind}: wanted a file or one of {', '.join(shipped(kind, suffix))}, got {name}")
+
+
+def read_toml_table(path: Path) -> dict:
+    """The file's content. Raises ValueError, naming the file, when it is not TOML."""
+    try:
+        return tomllib.loads(path.read_text())
+    except (tomllib.TOMLDecodeError, OSError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read_toml(path: Path, kind: type[Content]) -> Content:
+    """The file's content as a `kind`. Raises ValueError, naming file and key, when it is not one."""
+    content = read_toml_table(path)
+    try:
+        return parse(kind, content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def parse(kind: type[Content], data: object) -> Content:
+    """`data` as a `kind`. Raises ValueError with one line for each key that is wrong."""
+    try:
+        return kind.model_validate(data)
+    except ValidationError as error:
+        problems = (f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}, got {e['input']!r}" for e in error.errors())
+        raise ValueError("; ".join(problems)) from error

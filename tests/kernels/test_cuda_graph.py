@@ -1,0 +1,196 @@
+"""What engines do with a call: record it in a CUDA graph, replay it with other lengths, run it on any stream."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from etap_backend.lab.checks.cases import WILD_PAGES, Case, Guarded, Problem, build, decode
+from etap_backend.lab.checks.compare import check, truth
+
+from etap_backend import DecodeSchedule
+
+pytestmark = pytest.mark.gpu
+
+FP8_CACHE = {"kv_dtype": "fp8", "kv_scale": 0.0137}
+CACHES = {"bf16": {}, "fp8": FP8_CACHE, "fp8 math": {**FP8_CACHE, "fp8_math": True}}
+every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
+
+POOL_PAGES = 400
+BATCHES = [
+    (700, 64, 5000, 1, 0, 300),
+    (0, 0, 0, 0, 0, 0),
+    (12_000, 1, 1, 1, 1, 1),
+    (65,) * 6,
+    (1, 63, 127, 191, 255, 319),
+]
+
+
+class Recorded:
+    """Buffers that a graph was recorded with; `load` puts another problem of the same batch into them."""
+
+    def __init__(self, problem: Problem, num_sms: int | None = None):
+        case, batch = problem.case, len(problem.case.lengths)
+        self.schedule = DecodeSchedule(batch, case.heads, max_s_q=case.s_q, num_sms=num_sms)
+        self.out = Guarded(problem.q.shape[:3] + (512,), case.out_dtype, "cuda")
+        self.lse = Guarded(problem.q.shape[:3], torch.float32, "cuda")
+        wild = torch.tensor(WILD_PAGES, dtype=torch.int32, device="cuda")
+        self.table = wild.repeat(batch, POOL_PAGES // len(WILD_PAGES))
+        self.wild = self.table.clone()
+        self.static = replace(
+            problem, call_q=problem.q.clone(), kv_cache=problem.kv_cache.clone(), seq_lens=problem.seq_lens.clone()
+        )
+        self.static.block_table = self.table
+        self.load(problem)
+
+    def load(self, problem: Problem):
+        for guarded in (self.out, self.lse):
+            guarded.poison()
+        self.schedule.workspace.fill_(torch.nan)
+        self.table.copy_(self.wild)
+        self.table[:, : problem.block_table.shape[1]] = problem.block_table
+        self.static.call_q.copy_(problem.q)
+        self.static.kv_cache.copy_(problem.kv_cache)
+        self.static.seq_lens.copy_(problem.seq_lens)
+
+    def build(self):
+        self.schedule.build(self.static.seq_lens, self.static.case.s_q)
+
+    def decode(self):
+        decode(self.static, self.schedule, out=self.out.tensor, lse=self.lse.tensor)
+
+    def record(self, *steps) -> torch.cuda.CUDAGraph:
+        """A graph of the steps; they run once before, as engines do, so that nothing is loaded while recording."""
+        self.build()
+        for step in steps:
+            step()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for step in steps:
+                step()
+        return graph
+
+    def check(self, problem: Problem):
+        check(self.out.tensor, self.lse.tensor, problem, truth(problem))
+        self.out.check("out")
+        self.lse.check("lse")
+
+
+def problems(heads: int, s_q: int, **cache) -> list[Problem]:
+    cases = [
+        Case(lengths, heads, s_q, pool_pages=POOL_PAGES, seed=50 + i, **cache) for i, lengths in enumerate(BATCHES)
+    ]
+    return [build(case, "cuda") for case in cases]
+
+
+@every_cache
+@pytest.mark.parametrize("where", ["schedule built before each replay", "schedule built in the graph"])
+@pytest.mark.parametrize("heads, s_q", [(16, 1), (16, 2), (128, 1)])
+def test_one_graph_serves_other_lengths(heads, s_q, where, cache):
+    batches = problems(heads, s_q, **cache)
+    recorded = Recorded(batches[0])
+    inside = where == "schedule built in the graph"
+    graph = recorded.record(*[recorded.build] * inside, recorded.decode)
+    for problem in [*batches, *batches[::-1]]:
+        recorded.load(problem)
+        if not inside:
+            recorded.build()
+        graph.replay()
+        recorded.check(problem)
+
+
+@every_cache
+def test_a_graph_gives_the_bits_of_a_plain_call(cache):
+    problem = problems(16, 1, **cache)[0]
+    recorded = Recorded(problem)
+    graph = recorded.record(recorded.decode)
+    plain = recorded.out.tensor.clone(), recorded.lse.tensor.clone()
+    for _ in range(3):
+        recorded.load(problem)
+        recorded.build()
+        graph.replay()
+        assert torch.equal(recorded.out.tensor, plain[0]) and torch.equal(recorded.lse.tensor, plain[1])
+
+
+@every_cache
+def test_layers_of_one_graph_share_schedule_and_workspace(cache):
+    """The next layer's kernels may start while the last one's finish: what they share must stand that."""
+    layers = [build(Case(BATCHES[0], heads=16, seed=60 + layer, **cache), "cuda") for layer in range(8)]
+    schedule = DecodeSchedule(6, 16).build(layers[0].seq_lens)
+    results = [decode(problem, schedule) for problem in layers]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [decode(problem, schedule) for problem in layers]
+    for _ in range(5):
+        for out, lse in results:
+            out.fill_(torch.nan)
+            lse.fill_(torch.nan)
+        graph.replay()
+    for problem, (out, lse) in zip(layers, results, strict=True):
+        check(out, lse, problem, truth(problem))
+
+
+@every_cache
+def test_a_call_launches_our_kernels_and_nothing_else(cache):
+    """No copy, no memset: all that build and decode do are kernels, whose names the sanitizer's filter knows."""
+    recorded = Recorded(problems(16, 1, **cache)[0])
+    recorded.build()
+    recorded.decode()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        recorded.build()
+        recorded.decode()
+        torch.cuda.synchronize()
+    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(launched) == 3 and all("etap" in name for name in launched), launched
+
+
+@every_cache
+def test_build_and_decode_allocate_nothing_and_wait_for_nothing(cache):
+    recorded = Recorded(problems(16, 1, **cache)[0])
+    recorded.build()
+    recorded.decode()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda._sleep(200_000_000)
+    busy = torch.cuda.Event()
+    busy.record()
+    for _ in range(10):
+        recorded.build()
+        recorded.decode()
+    assert not busy.query(), "the host waited for the GPU"
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_the_current_stream_is_used():
+    """On any other stream the call would run before its inputs are there."""
+    earlier, later = problems(16, 1)[:2]
+    recorded = Recorded(later)
+    recorded.build()
+    recorded.decode()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        recorded.load(earlier)
+        recorded.build()
+        recorded.decode()
+    stream.synchronize()
+    recorded.check(earlier)
+
+
+def test_torch_compile_generates_code_around_the_call():
+    problem = problems(16, 1)[0]
+    schedule = DecodeSchedule(6, 16).build(problem.seq_lens)
+
+    @torch.compile(fullgraph=True)
+    def layer(scale):
+        out, lse = decode(problem, schedule)
+        return out * scale, lse
+
+    wanted = decode(problem, schedule)
+    got = layer(torch.ones((), device="cuda"))
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))

@@ -1,0 +1,143 @@
+"""The executor, the kernel's algorithm in plain torch: a piece, the merge, the whole, and the operator around it."""
+
+import pytest
+import torch
+from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build, decode
+from test_reference import contiguous_tokens, sdpa
+
+from etap_backend import DecodeSchedule, executor, mla_decode
+from etap_backend.support import LATENT_DIM
+
+
+def one_request(length: int, heads: int = 5, s_q: int = 1, dtype: str = "bfloat16"):
+    problem = build(Case((length,), heads, s_q, dtype), "cpu")
+    rows = problem.q.reshape(1, s_q * heads, 576)
+    batch = executor.batch_of(
+        rows, problem.kv_cache, None, None, problem.block_table, [length], heads, SOFTMAX_SCALE, False
+    )
+    return problem, batch
+
+
+def tolerance(dtype: torch.dtype) -> float:
+    """P is rounded to the input type, by half a unit in its last place; so is the output."""
+    return torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("length", [1, 63, 64, 65, 500])
+@pytest.mark.parametrize("s_q", [1, 2])
+def test_a_piece_is_the_attention_over_its_tiles(length, s_q, dtype):
+    problem, batch = one_request(length, s_q=s_q, dtype=dtype)
+    out, lse = executor.decode_piece(batch, 0, range(-(-length // 64)))
+    wanted = sdpa(problem, 0).reshape(-1, 512)
+    seen = lse.isfinite()
+    assert seen.tolist() == [length - s_q + t + 1 > 0 for t in range(s_q) for _ in range(5)]
+    error = (out[seen].double() - wanted[seen]).norm() / wanted[seen].norm()
+    assert error < tolerance(problem.q.dtype)
+    scores = batch.q[0, -1].double() @ contiguous_tokens(problem, 0).T * SOFTMAX_SCALE
+    assert lse[-1].item() == pytest.approx(torch.logsumexp(scores, 0).item(), abs=1e-5)
+
+
+@pytest.mark.parametrize("fp8_math", [False, True])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
+def test_a_piece_of_an_fp8_cache_is_the_attention_over_what_it_stands_for(dtype, fp8_math):
+    case = Case((500,), 5, 2, dtype, kv_dtype="fp8", kv_scale=0.0137, q_scale=0.021 if dtype[:6] == "float8" else None)
+    problem = build(case, "cpu")
+    rows = problem.q.reshape(1, 10, 576)
+    scales = (problem.q_scale, problem.kv_scale)
+    table = problem.block_table
+    batch = executor.batch_of(rows, problem.kv_cache, *scales, table, [500], 5, SOFTMAX_SCALE, fp8_math)
+    out, _ = executor.decode_piece(batch, 0, range(8))
+    wanted = sdpa(problem, 0).reshape(-1, 512)
+    error = ((out.double() - wanted).norm() / wanted.norm()).item()
+    # P, and queries that are rounded, with 3 bits after the leading one; else P in float16 and nothing rounded before.
+    low, high = (0.005, tolerance(torch.float8_e4m3fn)) if fp8_math else (1e-5, tolerance(torch.float16))
+    assert low < error < high
+
+
+@pytest.mark.parametrize("p_dtype, largest", [(torch.float16, 2.0**14), (torch.float8_e4m3fn, 2.0**7)])
+def test_query_rows_take_the_power_of_two_that_fills_the_products_type(p_dtype, largest):
+    rows = torch.tensor([1.0, 1.99, 2.0, 3e-30, 1e38, 0.0, 2.0**-130])[None, :, None].to(torch.bfloat16)
+    rows = rows * torch.tensor([1.0, -0.5, 2.0**-9])
+    q, factor = executor.product_queries(rows, p_dtype)
+    assert torch.equal(torch.log2(factor), torch.log2(factor).round())
+    assert q[0, :5, 0].ge(largest).all() and q[0, :5, 0].le(2 * largest).all()
+    torch.testing.assert_close(q * factor[..., None], rows.float(), rtol=torch.finfo(p_dtype).eps / 2, atol=1e-38)
+    assert q[0, 5].eq(0).all() and q.isfinite().all()
+    assert factor.ge(torch.finfo(torch.float32).tiny).all() and factor.reciprocal().isfinite().all()
+
+
+@pytest.mark.parametrize("p_dtype", [torch.float16, torch.float8_e4m3fn])
+def test_query_rows_of_the_products_type_or_of_fp8_stay_as_they_are(p_dtype):
+    for dtype in {p_dtype, torch.float8_e4m3fn}:
+        rows = torch.randn(2, 3, 576).to(dtype)
+        q, factor = executor.product_queries(rows, p_dtype)
+        assert torch.equal(q, rows.float()) and factor.eq(1).all()
+
+
+@pytest.mark.parametrize("cuts", [(1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
+def test_pieces_merge_to_the_whole(cuts):
+    problem, batch = one_request(500, s_q=2)
+    whole_out, whole_lse = executor.decode_piece(batch, 0, range(8))
+    bounds = (0, *cuts, 8)
+    parts = [executor.decode_piece(batch, 0, range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    out, lse = executor.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
+    torch.testing.assert_close(lse, whole_lse, rtol=1e-6, atol=1e-6)
+    assert (out - whole_out).norm() / whole_out.norm() < tolerance(problem.q.dtype)
+
+
+def test_merging_ignores_pieces_that_saw_nothing():
+    out, lse = torch.randn(3, 4, LATENT_DIM), torch.randn(3, 4)
+    out[1], lse[1] = 0, -torch.inf
+    out[:, 3], lse[:, 3] = 0, -torch.inf
+    merged_out, merged_lse = executor.combine(out, lse)
+    without_out, without_lse = executor.combine(out[[0, 2]], lse[[0, 2]])
+    torch.testing.assert_close(merged_out, without_out)
+    torch.testing.assert_close(merged_lse, without_lse)
+    assert merged_out[3].eq(0).all() and merged_lse[3] == -torch.inf
+
+
+@pytest.mark.parametrize("num_sms", [1, 2, 7, 64])
+@pytest.mark.parametrize("heads, s_q", [(16, 1), (40, 2)])
+def test_a_ragged_batch_agrees_with_torch_however_it_is_cut(num_sms, heads, s_q):
+    lengths = (300, 2, 64, 65, 0, 1000, 130)
+    problem = build(Case(lengths, heads, s_q, page_size=128, num_sms=num_sms), "cpu")
+    schedule = DecodeSchedule(len(lengths), heads, max_s_q=s_q, device="cpu", num_sms=num_sms)
+    out, lse = decode(problem, schedule.build(problem.seq_lens, s_q))
+    for request, length in enumerate(lengths):
+        if length == 0:
+            assert out[request].eq(0).all() and lse[request].eq(-torch.inf).all()
+            continue
+        wanted = sdpa(problem, request)
+        assert (out[request].double() - wanted).norm() / wanted.norm() < tolerance(out.dtype)
+
+
+def test_an_empty_batch_decodes_to_nothing():
+    problem = build(Case((64,), 16), "cpu")
+    schedule = DecodeSchedule(4, 16, device="cpu").build(problem.seq_lens[:0])
+    out, lse = mla_decode(
+        problem.q[:0], problem.kv_cache, problem.block_table[:0], problem.seq_lens[:0], schedule, softmax_scale=1.0
+    )
+    assert (out.shape, lse.shape) == ((0, 1, 16, 512), (0, 1, 16))
+
+
+def test_the_operator_is_registered_as_torch_wants_it():
+    problem = build(Case((70, 300), 16), "cpu")
+    schedule = DecodeSchedule(2, 16, device="cpu").build(problem.seq_lens)
+    buffers = (schedule.work_ranges, schedule.split_offsets, schedule.workspace)
+    outputs = (torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16), torch.zeros(2, 1, 16))
+    inputs = (problem.q, None, problem.kv_cache, None, None, problem.block_table, problem.seq_lens)
+    torch.library.opcheck(
+        torch.ops.etap_backend.mla_decode.default,
+        (*inputs, *buffers, *outputs, SOFTMAX_SCALE, schedule.partitions, False),
+        # The poison in what must not be read is NaN, which opcheck's comparison of unread inputs takes for a change.
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+def test_compiling_the_call_leaves_no_graph_break_and_the_same_bits():
+    problem = build(Case((70, 300), 16), "cpu")
+    schedule = DecodeSchedule(2, 16, device="cpu").build(problem.seq_lens)
+    compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
+    for got, wanted in zip(compiled(problem, schedule), decode(problem, schedule), strict=True):
+        assert torch.equal(got, wanted)

@@ -1,0 +1,92 @@
+"""The reference against torch's own attention in float64."""
+
+import pytest
+import torch
+from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
+from torch.nn.functional import scaled_dot_product_attention
+
+from etap_backend.reference import mla_decode_reference
+
+
+def contiguous_tokens(problem, request: int) -> torch.Tensor:
+    """Float64 [length, 576]: a request's tokens, gathered one by one."""
+    size = problem.case.page_size
+    cache, table = problem.kv_cache_3d, problem.block_table[request].tolist()
+    rows = [cache[table[token // size], token % size] for token in range(problem.case.lengths[request])]
+    return torch.stack(rows).double()
+
+
+def dequantised(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
+    return x if scale is None else x * scale.double()
+
+
+def sdpa(problem, request: int) -> torch.Tensor:
+    """[s_q, heads, 512] by scaled_dot_product_attention: one KV head for all query heads."""
+    keys = dequantised(contiguous_tokens(problem, request), problem.kv_scale)
+    length, s_q = len(keys), problem.case.s_q
+    position, last = torch.arange(length), torch.arange(s_q) + length - s_q
+    q = dequantised(problem.q[request].double(), problem.q_scale).transpose(0, 1)[None]
+    heads = q.shape[1]
+    k, v = keys.expand(1, heads, -1, -1), keys[:, :512].expand(1, heads, -1, -1)
+    mask = position[None] <= last[:, None]
+    return scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=SOFTMAX_SCALE)[0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("page_size, layout", [(64, "dense"), (128, "gapped"), (64, "headed")])
+@pytest.mark.parametrize("s_q", [1, 3])
+def test_it_agrees_with_torch(dtype, page_size, layout, s_q):
+    lengths = (3, 63, 64, 65, 200, 129)
+    problem = build(Case(lengths, 5, s_q, dtype, page_size, cache_layout=layout), "cpu")
+    out, lse = mla_decode_reference(problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    assert out.dtype == lse.dtype == torch.float64
+    for request in range(len(lengths)):
+        torch.testing.assert_close(out[request], sdpa(problem, request), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("q_scale", [None, 1e-3, 0.021, 1e3])
+@pytest.mark.parametrize("kv_scale", [None, 1e-3, 0.0137, 1e3])
+def test_it_agrees_with_torch_on_what_fp8_stands_for(q_scale, kv_scale):
+    case = Case((3, 64, 200), 5, s_q=2, dtype="float8_e4m3fn", q_scale=q_scale, kv_dtype="fp8", kv_scale=kv_scale)
+    problem = build(case, "cpu")
+    assert problem.kv_cache.isnan().any() and problem.kv_cache.dtype == problem.q.dtype == torch.float8_e4m3fn
+    arguments = (problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    out, lse = mla_decode_reference(*arguments, q_scale=problem.q_scale, kv_scale=problem.kv_scale)
+    for request in range(3):
+        torch.testing.assert_close(out[request], sdpa(problem, request), rtol=1e-9, atol=1e-12)
+    keys = dequantised(contiguous_tokens(problem, 2), problem.kv_scale)
+    scores = dequantised(problem.q[2, -1].double(), problem.q_scale) @ keys.T * SOFTMAX_SCALE
+    torch.testing.assert_close(lse[2, -1], scores.logsumexp(1), rtol=1e-12, atol=1e-12)
+
+
+def test_the_log_sum_exp_is_that_of_the_scores():
+    problem = build(Case((130,), 4), "cpu")
+    _, lse = mla_decode_reference(problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    scores = problem.q[0, 0].double() @ contiguous_tokens(problem, 0).T * SOFTMAX_SCALE
+    torch.testing.assert_close(lse[0, 0], scores.exp().sum(1).log(), rtol=1e-12, atol=1e-12)
+
+
+def test_rows_that_see_nothing_are_zero_with_log_sum_exp_minus_infinity():
+    problem = build(Case((0, 1, 2, 70), 2, s_q=3), "cpu")
+    out, lse = mla_decode_reference(problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    blind = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]]).bool()
+    assert out[blind].eq(0).all() and lse[blind].eq(-torch.inf).all()
+    assert out[~blind].ne(0).all() and lse[~blind].isfinite().all()
+
+
+def test_its_intermediate_type_is_the_one_asked_for():
+    problem = build(Case((500,), 16), "cpu")
+    arguments = (problem.q, problem.kv_cache, problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
+    truth, _ = mla_decode_reference(*arguments)
+    errors = [
+        (mla_decode_reference(*arguments, dtype=dtype)[0].double() - truth).norm() / truth.norm()
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    assert 1e-4 < errors[0] < 1e-1 and errors[1] < 1e-5
+
+
+def test_a_length_beyond_the_block_table_is_refused():
+    problem = build(Case((70,), 2), "cpu")
+    too_long = torch.tensor([64 * problem.block_table.shape[1] + 1])
+    with pytest.raises(ValueError, match="seq_lens: wanted at most 256 tokens.*got 257"):
+        mla_decode_reference(problem.q, problem.kv_cache, problem.block_table, too_long, SOFTMAX_SCALE)

@@ -1,0 +1,221 @@
+"""The parts of compare_answers.py that need no engine: what it takes as an answer, counts, and objects to."""
+
+import copy
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from etap_backend.lab.checks import answers as compare_answers
+from etap_backend.lab.checks import vllm_serve as serve_check
+from etap_backend.lab.checks import train_model
+from etap_backend.lab.checks.answers import ENGINES, Answer, CheckError, Variant
+
+
+def answer(tokens, logprob=-0.1, gap=3.0):
+    return Answer(list(tokens), [logprob] * len(tokens), [gap] * len(tokens))
+
+
+def test_replies_of_both_engines_become_the_same_answer():
+    expected = Answer([7, 9], [-0.25, -0.5], [1.75, 2.0])
+    openai = {
+        "tokens": ["token_id:7", "token_id:9"],
+        "token_logprobs": [-0.25, -0.5],
+        "top_logprobs": [{"token_id:7": -0.25, "token_id:8": -2.0}, {"token_id:9": -0.5, "token_id:1": -2.5}],
+    }
+    assert ENGINES["vllm"].parse({"choices": [{"logprobs": openai}]}) == expected
+    about = {
+        "output_token_logprobs": [[-0.25, 7, None], [-0.5, 9, None]],
+        "output_top_logprobs": [[[-0.25, 7, None], [-2.0, 8, None]], [[-0.5, 9, None], [-2.5, 1, None]]],
+    }
+    assert ENGINES["sglang"].parse({"meta_info": about}) == expected
+
+
+@pytest.mark.parametrize(
+    "given, forced, reason",
+    [
+        (answer([1, 2]), None, "wanted 3 tokens, got 2"),
+        (answer([1, 2, 3], logprob=float("nan")), None, "wanted finite"),
+        (answer([1, 2, 3], logprob=-9999.0), None, "wanted finite"),
+        (answer([1, 2, 3]), [1, 2, 4], "wanted the tokens"),
+    ],
+    ids=["short", "nan", "impossible", "not as forced"],
+)
+def test_incomplete_answers_are_refused(given, forced, reason):
+    with pytest.raises(CheckError, match=reason):
+        compare_answers.checked(given, 3, forced)
+
+
+def test_whole_answers_are_taken():
+    assert compare_answers.checked(answer([1, 2, 3]), 3, [1, 2, 3]) == answer([1, 2, 3])
+
+
+def test_comparison_counts_equal_answers_and_shows_where_others_part():
+    ours = [answer([1, 2, 3, 4]), answer([1, 2, 9, 4])]
+    result = compare_answers.compared(ours, [answer([1, 2, 3, 4]), answer([1, 2, 3, 4], gap=0.5)])
+    assert (result["equal"], result["prompts"], result["gaps_where_parted"]) == (1, 2, [0.5])
+    assert result["tokens_before_parting"] == 6 / 8
+
+
+def test_perplexity_is_of_tokens_not_of_answers():
+    answers = [answer([1], logprob=-2.0), answer([1, 2, 3], logprob=-1.0)]
+    assert compare_answers.perplexity(answers) == pytest.approx(math.exp(5 / 4))
+
+
+def test_counters_are_summed_over_their_labels():
+    text = '# HELP a_total x\na_total{engine="0"} 3.0\na_total{engine="1"} 4.0\nab_total 9.0\nb_total 2e3\n'
+    names = {"a": "a_total", "b": "b_total", "c": "c_total"}
+    assert compare_answers.read_counters(text, names) == {"a": 7.0, "b": 2000.0, "c": None}
+
+
+def records(wrong=0, logprob=-0.1, counters=None, second="ETAP"):
+    """Two backends; the second answers `wrong` of 256 prompts to recite differently."""
+    right = [[index % 100, 1, 2] for index in range(256)]
+
+    def server(changed, logprob):
+        def stage():
+            recited = [answer([*tokens[:2], 3] if i < changed else tokens, logprob) for i, tokens in enumerate(right)]
+            return {"recite": recited, "continuation": [answer([5, 6, 7], logprob)]}
+
+        stages = {name: stage() for name in ("together", "again", "forced")}
+        found = {"preempted": 3.0, "prefix tokens found": 64.0, "drafts": None, "drafts accepted": None}
+        return {"backend_in_use": True, "counters": found | (counters or {}), "stages": stages}
+
+    return right, {("FLASHMLA", "plain"): server(0, -0.1), (second, "plain"): server(wrong, logprob)}
+
+
+def failures(right, found):
+    known = {"recite": right}
+    servers = {" ".join(key): compare_answers.server_summary(record, known) for key, record in found.items()}
+    return compare_answers.judge(servers, compare_answers.pair_summaries(found, [backend for backend, _ in found]))
+
+
+def test_equal_answers_pass_and_up_to_one_in_a_hundred_may_differ():
+    assert failures(*records()) == []
+    assert failures(*records(wrong=2)) == []
+
+
+def test_more_than_one_in_a_hundred_different_fails():
+    found = failures(*records(wrong=3))
+    assert [line.split(":")[1] for line in found] == [" 253 of 256 answers equal, wanted 99%"] * 2
+
+
+@pytest.mark.parametrize("logprob, passes", [(-0.10099, True), (-0.1011, False), (-0.0989, False)])
+def test_perplexity_may_differ_by_a_thousandth(logprob, passes):
+    found = failures(*records(logprob=logprob))
+    assert (found == []) == passes and all("forced" in line and "perplexity" in line for line in found)
+
+
+@pytest.mark.parametrize("second", ["ETAP+fp8", "etap+fp8_e4m3+math"])
+@pytest.mark.parametrize("logprob, passes", [(-0.1049, True), (-0.1051, False), (-0.0949, False)])
+def test_perplexity_with_an_fp8_cache_may_differ_by_half_a_hundredth(second, logprob, passes):
+    found = failures(*records(logprob=logprob, second=second))
+    assert (found == []) == passes and all("forced" in line and "perplexity" in line for line in found)
+
+
+def test_answers_with_an_fp8_cache_must_equal_the_references():
+    assert failures(*records(wrong=2, second="ETAP+fp8")) == []
+    assert failures(*records(wrong=3, second="ETAP+fp8")) != []
+
+
+def test_another_backends_fp8_cache_is_reported_and_not_judged():
+    assert failures(*records(wrong=9, logprob=-0.2, second="FLASHMLA+fp8")) == []
+    right, found = records()
+    found["FLASHMLA+fp8", "plain"] = records(wrong=9, logprob=-0.2)[1]["ETAP", "plain"]
+    assert failures(right, found) == []
+
+
+def test_variants_have_their_flags_environment_and_proof():
+    names = compare_answers.with_cache(["FLASHMLA", "ETAP", "TRITON_MLA"], "fp8")
+    assert names == ["FLASHMLA", "ETAP+fp8", "ETAP+fp8+math", "FLASHMLA+fp8"]
+    plain, etap, math, other = map(Variant.parse, names)
+    assert plain == Variant("FLASHMLA") and etap == Variant("ETAP", "fp8") and math == Variant("ETAP", "fp8", True)
+    assert plain.flags == ["--kv-cache-dtype", "auto"] and plain.environment == {"ETAP_FP8_MATH": "0"}
+    assert etap.flags == ["--kv-cache-dtype", "fp8"] and plain.proof() == other.proof() == ""
+    assert etap.environment == {"ETAP_FP8_MATH": "0"} and math.environment == {"ETAP_FP8_MATH": "1"}
+    assert etap.proof() in "x ETAP decodes: KV cache FP8 (e4m3), math float16" and etap.proof() != math.proof()
+
+
+LOGS = """
+(Worker pid=7) INFO 11-21 07:52:04 [impl.py:107] ETAP decodes: KV cache FP8 (e4m3), math float16
+(EngineCore pid=5) INFO 11-21 07:53:04 [kv_cache_utils.py:2177] GPU KV cache size: 184,960 tokens
+(EngineCore pid=5) INFO 11-21 07:53:04 [kv_cache_utils.py:1147] GPU KV cache size: 92,480 tokens, Maximum concurrency 2x
+[2026-11-21 07:52:04 TP0] KV Cache is allocated. dtype: torch.float8_e4m3fn, #tokens: 198336, KV size: 6.49 GB
+[2026-11-21 07:52:05 TP0] Attention backend etap: KV cache FP8 (e4m3), math FP8 (e4m3)
+[2026-11-21 07:52:05 TP1] Attention backend etap: KV cache FP8 (e4m3), math FP8 (e4m3)
+"""
+
+
+def test_logs_say_what_the_cache_is_and_holds():
+    assert compare_answers.cache_lines(LOGS) == [
+        "ETAP decodes: KV cache FP8 (e4m3), math float16",
+        "GPU KV cache size: 184,960 tokens",
+        "GPU KV cache size: 92,480 tokens",
+        "KV Cache is allocated. dtype: torch.float8_e4m3fn, #tokens: 198336, KV size: 6.49 GB",
+        "Attention backend etap: KV cache FP8 (e4m3), math FP8 (e4m3)",
+    ]
+
+
+@pytest.mark.parametrize(
+    "cache, reference, fp8_math, rounds",
+    [("auto", "FLASHMLA", "1", False), ("fp8", "FLASHMLA", "0", True), ("fp8", "TRITON_MLA", "0", False),
+     ("fp8_e4m3", "TRITON_MLA", "1", True)],
+)  # fmt: skip
+def test_backends_that_round_queries_are_not_held_to_noise(monkeypatch, cache, reference, fp8_math, rounds):
+    monkeypatch.setenv("ETAP_FP8_MATH", fp8_math)
+    assert serve_check.rounds_queries(cache, reference) == rounds
+
+
+def test_a_run_that_proves_nothing_fails():
+    assert any("preempted: wanted some" in line for line in failures(*records(counters={"preempted": 0.0})))
+    assert any("prefix" in line for line in failures(*records(counters={"prefix tokens found": None})))
+    right, found = records(counters={"preempted": None, "drafts": 5.0, "drafts accepted": 2.0})
+    drafting = {(backend, "mtp"): record for (backend, _), record in found.items()}
+    assert any("mtp: preempted: wanted some" in line for line in failures(right, drafting))
+    right, found = records()
+    assert any("train longer" in line for line in failures([[0, 0, 0]] * 256, copy.deepcopy(found)))
+    found["ETAP", "plain"]["backend_in_use"] = False
+    assert any("in use" in line for line in failures(right, found))
+
+
+SIZES = {("vllm", True): "100", ("vllm", False): "100", ("sglang", True): "6400", ("sglang", False): "51200"}
+
+
+@pytest.mark.parametrize("engine, mode", [(name, mode) for name, engine in ENGINES.items() for mode in engine.modes])
+def test_commands_name_backend_and_small_cache(engine, mode):
+    asked = ENGINES[engine]
+    command = asked.command(Path("model"), asked.backends[1], mode, 6400)
+    assert asked.backends[1] in command and SIZES[engine, mode == "plain"] in command
+    assert any("speculative" in part for part in command) == (mode != "plain")
+
+
+def test_prompts_have_their_answers_and_share_prefixes():
+    by_heart, unseen = (train_model.Text(torch.randperm(20_000), passage=30_000, seed=1) for _ in range(2))
+    prompts = train_model.make_prompts(by_heart, unseen, known=8, open_ended=3, longest=2000)
+    assert [len(entries) for entries in prompts.values()] == [8, 8, 3]
+    tokens = by_heart.tokens.tolist()
+    for entry in prompts["recite"]:
+        begin = tokens.index(entry["prompt"][0])
+        assert tokens[begin:][: len(entry["prompt"]) + train_model.ANSWER_TOKENS] == entry["prompt"] + entry["answer"]
+    shorter, longer = (prompts["recite"][i]["prompt"] for i in (0, 1))
+    assert longer[: len(shorter)] == shorter
+    for entry in prompts["recall"]:
+        prompt, cue = entry["prompt"], [30_000, *entry["prompt"][-train_model.CUE_TOKENS :]]
+        first = next(i for i in range(len(prompt)) if prompt[i : i + len(cue)] == cue)
+        assert first + len(cue) < len(prompt) and prompt[first + len(cue) :][: len(entry["answer"])] == entry["answer"]
+        assert len(entry["answer"]) == train_model.ANSWER_TOKENS
+    a, b = (prompts["recall"][i]["prompt"] for i in (0, 1))
+    shared = -(train_model.CUE_TOKENS + 1)
+    assert a[:shared] == b[:shared] and len(a) >= 300
+    assert json.dumps(prompts)
+
+
+def test_recall_sequences_repeat_what_they_held():
+    text = train_model.Text(torch.arange(100_000), passage=100_001, seed=0)
+    sequence = text.recall(2048)
+    assert len(sequence) == 2048
+    tokens, counts = sequence.unique(return_counts=True)
+    assert (counts[tokens < 100_001] > 1).float().mean() > 0.1

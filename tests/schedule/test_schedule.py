@@ -1,0 +1,348 @@
+"""The schedule against a model that lays the batch out on a line, tile by tile, and cuts the line."""
+
+import math
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etap_backend import schedule
+from etap_backend._library import library
+from etap_backend.executor import pieces
+from etap_backend.schedule import ROW_TILES, DecodeSchedule, row_groups
+
+HEADER = Path(__file__).parents[2] / "csrc" / "schedule" / "schedule.h"
+PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, FIXED_TILES = (
+    int(re.search(rf"k{name} = (\d+);", HEADER.read_text())[1])
+    for name in (
+        "PieceRows",
+        "OwnTolerance",
+        "SplitRows",
+        "MemoryRows",
+        "ManySplitRows",
+        "FixedTiles",
+    )
+)
+
+
+def piece_cost(row_tile: int) -> int:
+    """What the start and the end of a piece cost, in tiles."""
+    return max(1, row_tile // PIECE_ROWS)
+
+
+def least_tiles(tiles: int) -> int:
+    """A piece of a request of so many tiles holds no fewer: below, its combination costs more than it saves."""
+    return math.ceil(math.sqrt(tiles) / 4)
+
+
+def least_bound(lengths, partitions: int) -> int:
+    """One tile a piece only where that leaves half of the partitions without work."""
+    tiles = sum(tiles_of(lengths))
+    return max(-(-tiles // partitions), 2 if 2 * tiles > partitions else 1)
+
+
+def line_share(lengths, partitions: int, row_tile: int) -> int:
+    """What a partition of the cost line has to do beside the fixed cost of one piece."""
+    return -(-(sum(tiles_of(lengths)) + piece_cost(row_tile) * len(lengths)) // partitions)
+
+
+def most_load(lengths, partitions: int, row_tile: int) -> int:
+    """Tiles of the busiest partition that own partitions may have, beside the fixed cost of one piece."""
+    share = line_share(lengths, partitions, row_tile)
+    return max(share, least_bound(lengths, partitions)) + share // OWN_TOLERANCE
+
+
+def own_bound(lengths, partitions: int, row_tile: int) -> int:
+    """The most tiles of a partition where each has one piece; 0 when the cost line serves the batch better."""
+    for bound in range(least_bound(lengths, partitions), most_load(lengths, partitions, row_tile) + 1):
+        if sum(own_partitions(lengths, bound)) <= partitions:
+            return bound
+    return 0
+
+
+def own_partitions(lengths, bound: int) -> list[int]:
+    """How many partitions each request gets to itself."""
+    return [max(1, -(-tiles // max(bound, least_tiles(tiles), 1))) for tiles in tiles_of(lengths)]
+
+
+def whole_load(lengths, partitions: int, row_tile: int) -> int:
+    """What a partition of whole requests may cost: as much as one that splits them, and what that saves."""
+    share = line_share(lengths, partitions, row_tile)
+    rows = min(len(lengths), partitions) * row_tile
+    many = MANY_SPLIT_ROWS * partitions
+    saved = (rows + many // 2) // many if row_tile > MEMORY_ROWS else math.ceil(rows / (SPLIT_ROWS * partitions))
+    split = own_bound(lengths, partitions, row_tile) or share
+    return split + piece_cost(row_tile) + saved + share // OWN_TOLERANCE
+
+
+def counted(requests: int, partitions: int) -> list[int]:
+    """The first request of each partition, and the end, where all have as many whole requests."""
+    return [-(-p * requests // partitions) for p in range(partitions + 1)]
+
+
+def stay_whole(lengths, partitions: int, row_tile: int) -> bool:
+    costs = [tiles + piece_cost(row_tile) for tiles in tiles_of(lengths)]
+    firsts = counted(len(lengths), partitions)
+    heaviest = max(sum(costs[first:end]) for first, end in zip(firsts, firsts[1:], strict=False))
+    return heaviest <= whole_load(lengths, partitions, row_tile)
+
+
+def model(lengths: list[int], partitions: int, row_tile: int) -> list[tuple[int, int]]:
+    """Where each partition begins, as (request, tile), and behind them the end of the batch."""
+    end = (len(lengths), 0)
+    if stay_whole(lengths, partitions, row_tile):
+        firsts = range(partitions + 1) if len(lengths) <= partitions else counted(len(lengths), partitions)
+        return [(min(first, len(lengths)), 0) for first in firsts]
+    if bound := own_bound(lengths, partitions, row_tile):
+        shares = zip(range(len(lengths)), tiles_of(lengths), own_partitions(lengths, bound), strict=True)
+        points = [(request, i * tiles // count) for request, tiles, count in shares for i in range(count)]
+        return points + [end] * (partitions + 1 - len(points))
+    line = []
+    for request, tiles in enumerate(tiles_of(lengths)):
+        line += [(request, 0)] * piece_cost(row_tile) + [(request, tile) for tile in range(tiles)]
+    parts = min(partitions, len(line))  # more would leave empty partitions between the pieces of one request
+    return [line[p * len(line) // parts] if p < parts else end for p in range(partitions)] + [end]
+
+
+def fixed_model(lengths: list[int], partitions: int, most: int) -> list[tuple[int, int]]:
+    """The same where a request's length alone decides into how many pieces, `most` at most, it is cut."""
+    end = (len(lengths), 0)
+    tiles = tiles_of(lengths)
+    if most > 1:
+        counts = [max(1, min(most, -(-n // FIXED_TILES))) for n in tiles]
+        points = [(r, i * n // k) for r, (n, k) in enumerate(zip(tiles, counts, strict=True)) for i in range(k)]
+        return points + [end] * (partitions + 1 - len(points))
+    places = [sum(tiles[:r]) + r for r in range(len(lengths) + 1)]
+    parts = min(partitions, places[-1])
+    cuts = [p * places[-1] // parts for p in range(parts)]
+    first = [next(r for r, place in enumerate(places) if place >= cut) for cut in cuts]
+    return [(r, 0) for r in first] + [end] * (partitions + 1 - parts)
+
+
+def build(
+    lengths, partitions: int, device: str = "cpu", fixed: int = 0, row_tile: int = 16
+) -> tuple[torch.Tensor, torch.Tensor]:
+    seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
+    # One row more than needed, and a number nobody plans: what lies behind must stay as it was.
+    work_ranges = torch.full((partitions + 1, 8), -99, dtype=torch.int32, device=device)
+    split_offsets = torch.full((len(lengths) + 2,), -99, dtype=torch.int32, device=device)
+    if fixed:
+        library().build_fixed_schedule(seq_lens, work_ranges, split_offsets, partitions, fixed)
+    else:
+        library().build_schedule(seq_lens, work_ranges, split_offsets, partitions, row_tile)
+    assert work_ranges[partitions:].eq(-99).all() and split_offsets[len(lengths) + 1 :].eq(-99).all()
+    return work_ranges[:partitions].cpu(), split_offsets[:-1].cpu()
+
+
+def tiles_of(lengths) -> list[int]:
+    return [-(-max(0, length) // 64) for length in lengths]
+
+
+def owned(lengths, work_ranges) -> list[tuple[int, range, int]]:
+    return list(pieces(work_ranges, len(work_ranges), tiles_of(lengths)))
+
+
+def check_invariants(lengths: list[int], partitions: int, work_ranges, split_offsets) -> None:
+    tiles, offsets = tiles_of(lengths), split_offsets.tolist()
+    runs = [[] for _ in lengths]
+    for request, run, split in owned(lengths, work_ranges):
+        assert split == len(runs[request]), "the pieces of a request are numbered in their order"
+        runs[request].append(run)
+    for request, request_runs in enumerate(runs):
+        assert [tile for run in request_runs for tile in run] == list(range(tiles[request])), "each tile once, in order"
+        assert request_runs, "an empty request too has its piece, which writes its zeros"
+        wanted = len(request_runs) if len(request_runs) > 1 else 0
+        assert offsets[request + 1] - offsets[request] == wanted
+    assert offsets[0] == 0 and offsets[-1] <= 2 * partitions, "the workspace has two slots a partition"
+    split_requests = [request for request, request_runs in enumerate(runs) if len(request_runs) > 1]
+    assert work_ranges[:, 5].tolist() == split_requests + [-1] * (partitions - len(split_requests))
+    for (slot, count), request in zip(work_ranges[:, 6:].tolist(), split_requests, strict=False):
+        assert (slot, count) == (offsets[request], len(runs[request]))
+
+
+def check_balance(lengths: list[int], partitions: int, row_tile: int, work_ranges) -> None:
+    most = max(most_load(lengths, partitions, row_tile), *map(least_tiles, tiles_of(lengths)), 0)
+    if not work_ranges[:, 5].ge(0).any():  # where nothing is split a little more is worth it
+        most = max(most, whole_load(lengths, partitions, row_tile) - piece_cost(row_tile))
+    for p in range(partitions):
+        mine = list(pieces(work_ranges[p : p + 1], 1, tiles_of(lengths)))
+        load = sum(len(run) for _, run, _ in mine) + piece_cost(row_tile) * len(mine)
+        assert load <= most + piece_cost(row_tile), "near the mean, and one more piece"
+
+
+MIXED = st.lists(
+    st.one_of(st.sampled_from([0, 1, 63, 64, 65, -5]), st.integers(0, 300), st.integers(0, 20_000)),
+    min_size=1,
+    max_size=300,
+)
+
+
+@st.composite
+def near_even(draw) -> list[int]:
+    """Requests about as long as each other, as they are where whole ones may be spread evenly."""
+    shortest, batch = draw(st.integers(0, 5_000)), draw(st.integers(1, 600))
+    longest = shortest + draw(st.sampled_from([0, 0, 64, 1_000]))
+    return draw(st.lists(st.integers(shortest, longest), min_size=batch, max_size=batch))
+
+
+LENGTHS = st.one_of(MIXED, near_even())
+PARTITIONS = st.integers(1, 264)
+TILES = st.sampled_from(ROW_TILES)
+SEARCH = settings(max_examples=150, deadline=None, derandomize=True)
+
+
+@SEARCH
+@given(LENGTHS, PARTITIONS, TILES)
+def test_the_host_builds_what_the_model_says(lengths, partitions, row_tile):
+    work_ranges, split_offsets = build(lengths, partitions, row_tile=row_tile)
+    points = model(lengths, partitions, row_tile)
+    assert work_ranges[:, :2].tolist() == [list(point) for point in points[:-1]]
+    assert work_ranges[:, 2:4].tolist() == [list(point) for point in points[1:]]
+    check_invariants(lengths, partitions, work_ranges, split_offsets)
+    check_balance(lengths, partitions, row_tile, work_ranges)
+
+
+@pytest.mark.gpu
+@SEARCH
+@given(LENGTHS, PARTITIONS, TILES)
+def test_the_device_builds_what_the_host_builds(lengths, partitions, row_tile):
+    pairs = (build(lengths, partitions, device, row_tile=row_tile) for device in ("cpu", "cuda"))
+    for on_host, on_device in zip(*pairs, strict=True):
+        assert on_device.tolist() == on_host.tolist()
+
+
+@pytest.mark.parametrize("batch, tokens", [(256, 1024), (256, 8192), (512, 256), (100, 1024)])
+def test_even_requests_stay_whole_where_a_split_costs_more_than_it_saves(batch, tokens):
+    work_ranges, split_offsets = build([tokens] * batch, 132, row_tile=32)
+    assert not split_offsets.any() and not work_ranges[:, 1].any()
+    counts = [len(list(pieces(work_ranges[p : p + 1], 1, [tokens // 64] * batch))) for p in range(132)]
+    assert max(counts) == -(-batch // 132) and sum(counts) == batch
+
+
+def test_how_many_rows_leave_requests_whole():
+    """64 on 132 partitions: in halves there is half the work a partition, but the more rows, the dearer is a split."""
+    for tokens, whole in ((4096, ()), (1024, (32,)), (512, (16, 32, 64)), (128, ROW_TILES)):
+        uncut = [tile for tile in ROW_TILES if not build([tokens] * 64, 132, row_tile=tile)[1].any()]
+        assert uncut == list(whole)
+    assert build([128] * 4, 132, row_tile=64)[1].any()  # few requests: there is hardly anything to combine
+
+
+def test_where_splits_are_not_dear_only_even_requests_stay_whole():
+    """64 on 78 partitions, an H20's: the 14 that get none would be missed."""
+    assert build([4096] * 64, 78, row_tile=0)[1].any()
+    assert not build([4096] * 78, 78, row_tile=0)[1].any()
+
+
+@pytest.mark.parametrize("num_sms, alike", [(78, True), (132, False)])
+def test_many_rows_make_splits_dear_where_tensor_cores_are_many(num_sms, alike):
+    seq_lens = torch.full((64,), 512, dtype=torch.int32)
+    few_rows, many_rows = (DecodeSchedule(64, heads, max_s_q=4, device="cpu", num_sms=num_sms) for heads in (2, 16))
+    few_rows.build(seq_lens, s_q=4)
+    many_rows.build(seq_lens, s_q=4)
+    assert torch.equal(few_rows.work_ranges, many_rows.work_ranges) == alike
+
+
+def test_one_long_request_among_many_is_split_whatever_the_rows():
+    lengths = [1024] * 255 + [65_536]
+    for row_tile in ROW_TILES:
+        work_ranges, split_offsets = build(lengths, 132, row_tile=row_tile)
+        assert split_offsets[-1] > split_offsets[-2]
+        check_balance(lengths, 132, row_tile, work_ranges)
+
+
+FIXED = st.one_of(st.just(1), st.integers(2, 40))
+
+
+def fixed_partitions(lengths, partitions: int, fixed: int) -> int:
+    """Pieces of their own need as many partitions as there may be pieces."""
+    return len(lengths) * fixed if fixed > 1 else partitions
+
+
+@SEARCH
+@given(LENGTHS, PARTITIONS, FIXED)
+def test_fixed_pieces_are_what_the_model_says(lengths, partitions, fixed):
+    partitions = fixed_partitions(lengths, partitions, fixed)
+    work_ranges, split_offsets = build(lengths, partitions, fixed=fixed)
+    points = fixed_model(lengths, partitions, fixed)
+    assert work_ranges[:, :2].tolist() == [list(point) for point in points[:-1]]
+    assert work_ranges[:, 2:4].tolist() == [list(point) for point in points[1:]]
+    check_invariants(lengths, partitions, work_ranges, split_offsets)
+    if fixed == 1:
+        assert not split_offsets.any() and not work_ranges[:, 1].any()
+
+
+@pytest.mark.gpu
+@SEARCH
+@given(LENGTHS, PARTITIONS, FIXED)
+def test_the_device_builds_the_same_fixed_pieces(lengths, partitions, fixed):
+    partitions = fixed_partitions(lengths, partitions, fixed)
+    pairs = zip(build(lengths, partitions, fixed=fixed), build(lengths, partitions, "cuda", fixed), strict=True)
+    for on_host, on_device in pairs:
+        assert on_device.tolist() == on_host.tolist()
+
+
+def test_fixed_pieces_need_partitions_for_all_of_them():
+    with pytest.raises(ValueError, match="partitions: wanted at least 6, got 5"):
+        build([1000, 2000], 5, fixed=3)
+    with pytest.raises(ValueError, match="fixed_pieces: wanted at least 1, got -1"):
+        build([1000], 5, fixed=-1)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_lengths_at_the_end_of_int32_do_not_overflow(device):
+    lengths, partitions = [2**31 - 1] * 300, 264
+    work_ranges, split_offsets = build(lengths, partitions, device)
+    place = 2**25 + piece_cost(16)  # of a request on the cost line
+    for p, begin in enumerate(work_ranges[:, :2].tolist()):
+        request, x = divmod(p * 300 * place // partitions, place)
+        assert begin == [request, max(0, x - piece_cost(16))]
+    assert work_ranges[-1, 2:4].tolist() == [300, 0] and split_offsets[-1] <= 2 * partitions
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_an_empty_batch_leaves_every_partition_empty(device):
+    work_ranges, split_offsets = build([], 7, device)
+    assert owned([], work_ranges) == [] and split_offsets.tolist() == [0]
+
+
+def test_one_long_request_goes_to_every_partition():
+    work_ranges, split_offsets = build([64 * 128], 8)
+    assert split_offsets.tolist() == [0, 8]
+    assert [len(run) for _, run, _ in owned([64 * 128], work_ranges)] == pytest.approx([16] * 8, abs=1)
+
+
+@pytest.mark.parametrize("heads, s_q, groups, tile", [(1, 1, 1, 8), (8, 1, 1, 8), (9, 1, 1, 16), (16, 2, 1, 32)])
+def test_rows_are_grouped_as_the_kernel_groups_them(heads, s_q, groups, tile):
+    assert (row_groups(heads * s_q), schedule.row_tile(heads * s_q)) == (groups, tile)
+
+
+@pytest.mark.parametrize("heads, groups", [(33, 1), (64, 1), (65, 2), (128, 2), (129, 3)])
+def test_more_than_32_rows_take_groups_of_64(heads, groups):
+    assert (row_groups(heads), schedule.row_tile(heads)) == (groups, 64)
+
+
+@pytest.mark.parametrize("heads, s_q, num_sms, partitions", [(16, 1, 132, 132), (128, 1, 132, 66), (128, 2, 3, 1)])
+def test_partitions_times_row_groups_fill_the_gpu(heads, s_q, num_sms, partitions):
+    schedule = DecodeSchedule(2, heads, max_s_q=s_q, device="cpu", num_sms=num_sms)
+    assert schedule.build(torch.tensor([100, 5], dtype=torch.int32), s_q).partitions == partitions
+
+
+def test_rebuilding_keeps_every_address():
+    schedule = DecodeSchedule(4, 16, max_s_q=2, device="cpu")
+    buffers = (schedule.work_ranges, schedule.split_offsets, schedule.workspace)
+    addresses = [buffer.data_ptr() for buffer in buffers]
+    for lengths, s_q in (([5000, 0], 1), ([1, 2, 3, 4], 2), ([], 1)):
+        assert schedule.build(torch.tensor(lengths, dtype=torch.int32), s_q) is schedule
+        assert (schedule.batch, schedule.s_q) == (len(lengths), s_q)
+        assert [buffer.data_ptr() for buffer in buffers] == addresses
+
+
+def test_schedules_share_a_workspace_that_is_large_enough():
+    floats = DecodeSchedule.workspace_floats(16, 2, 8)
+    shared = torch.empty(floats)
+    assert DecodeSchedule(4, 16, max_s_q=2, device="cpu", num_sms=8, workspace=shared).workspace is shared
+    with pytest.raises(ValueError, match="workspace"):
+        DecodeSchedule(4, 16, max_s_q=2, device="cpu", num_sms=8, workspace=shared[:-1])
