@@ -15,9 +15,9 @@ import math
 from dataclasses import dataclass
 
 import torch
-from etap_backend.lab.checks.cases import FP8, SOFTMAX_SCALE, Problem
 
 from etap_backend import reference
+from etap_backend.lab.checks.cases import FP8, SOFTMAX_SCALE, Problem
 
 FACTOR = 2.0
 # FlashMLA's bound for bf16; the difference goes with the square of the error, and fp16 has 3 more bits.
@@ -83,33 +83,57 @@ def cosine_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.where(size > 0, 1 - 2 * (a * b).sum(1) / size.clamp(min=1e-300), 0)
 
 
+@dataclass
+class Measure:
+    """One measure of a result, a value a request, and what it may be; wrong where it is not at most that."""
+
+    name: str
+    got: torch.Tensor  # [batch]
+    limit: torch.Tensor  # [batch]
+
+    def worst(self) -> tuple[float, float]:
+        """The largest share of its limit that a request has, and that request's value; 0 and 0 where all are 0."""
+        share = torch.where(self.limit > 0, self.got / self.limit, 0).nan_to_num(torch.inf)
+        request = int(share.argmax())
+        return share[request].item(), self.got[request].item()
+
+
+def measures(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted: Truth) -> list[Measure]:
+    """How far a result is from the truth, and how far it may be."""
+    out, lse = out.double(), lse.double()
+    error = out - wanted.out
+    lse_error = ((lse - wanted.lse) / wanted.lse.abs().clamp(min=1)).flatten(1)
+    lse_error = torch.where(torch.isfinite(wanted.lse.flatten(1)), lse_error.abs(), 0).amax(1)
+    cosine_limit, lse_limit = _limits(problem)
+    found = [
+        Measure("cosine difference", cosine_difference(out, wanted.out), torch.full_like(lse_error, cosine_limit)),
+        Measure("log-sum-exp error", lse_error, torch.full_like(lse_error, lse_limit)),
+    ]
+    if not problem.case.fp8_math:
+        found.append(Measure("largest error", error.flatten(1).abs().amax(1), wanted.max_error))
+        found.append(Measure("relative RMSE", relative_rmse(error, wanted.out), wanted.rmse))
+    return found
+
+
+def _limits(problem: Problem) -> tuple[float, float]:
+    """Of the cosine difference and of the log-sum-exp's error."""
+    if not problem.case.fp8_math:
+        return COSINE[plain_dtype(problem)], LSE
+    if problem.q.dtype != FP8:
+        return FP8_MATH_COSINE_ROUNDED_QUERIES, FP8_MATH_LSE_ROUNDED_QUERIES
+    return FP8_MATH_COSINE_ALIKE if problem.case.law == "clamped" else FP8_MATH_COSINE, FP8_MATH_LSE
+
+
 def problems_with(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted: Truth) -> list[str]:
     """What is wrong with a result, one line a request and measure; empty when all is well."""
-    out, lse = out.double(), lse.double()
     found = []
     for name, got, want in (("out", out, wanted.out), ("lse", lse, wanted.lse)):
         special = ~torch.isfinite(want)
         wrong = (torch.isfinite(got) == special) | (special & (got != want))
         found += _lines(wrong.flatten(1).any(1), f"{name}: inf/NaN elsewhere than in the reference", problem)
-    error = out - wanted.out
-    cosine = cosine_difference(out, wanted.out)
-    lse_error = ((lse - wanted.lse) / wanted.lse.abs().clamp(min=1)).flatten(1)
-    lse_error = torch.where(torch.isfinite(wanted.lse.flatten(1)), lse_error.abs(), 0).amax(1)
-    cosine_limit, lse_limit = COSINE[plain_dtype(problem)], LSE
-    if problem.case.fp8_math:
-        alike = problem.case.law == "clamped"
-        cosine_limit, lse_limit = FP8_MATH_COSINE_ALIKE if alike else FP8_MATH_COSINE, FP8_MATH_LSE
-    if problem.case.fp8_math and problem.q.dtype != FP8:
-        cosine_limit, lse_limit = FP8_MATH_COSINE_ROUNDED_QUERIES, FP8_MATH_LSE_ROUNDED_QUERIES
-    measures = [
-        ("cosine difference", cosine, torch.full_like(cosine, cosine_limit)),
-        ("log-sum-exp error", lse_error, torch.full_like(lse_error, lse_limit)),
-    ]
-    if not problem.case.fp8_math:
-        measures.append(("largest error", error.flatten(1).abs().amax(1), wanted.max_error))
-        measures.append(("relative RMSE", relative_rmse(error, wanted.out), wanted.rmse))
-    for measure, got, limit in measures:
-        found += _lines(~(got <= limit), measure, problem, got, limit)
+    for measure in measures(out, lse, problem, wanted):
+        wrong = ~(measure.got <= measure.limit)
+        found += _lines(wrong, measure.name, problem, measure.got, measure.limit)
     return found
 
 
