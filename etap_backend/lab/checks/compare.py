@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from etap_backend import reference
+from etap_backend import executor, reference
 from etap_backend.lab.checks.cases import FP8, SOFTMAX_SCALE, Problem
 
 FACTOR = 2.0
@@ -42,12 +42,15 @@ class Truth:
     lse: torch.Tensor  # float64 [batch, s_q, heads]
     max_error: torch.Tensor  # float64 [batch]
     rmse: torch.Tensor  # float64 [batch], relative
+    of_rounded_queries: bool
 
 
-def truth(problem: Problem) -> Truth:
+def truth(problem: Problem, *, of_rounded_queries: bool = False) -> Truth:
+    """Float64 on the problem's inputs; or on its queries as FP8 math rounds them, which is then no error of it."""
     arguments = (problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
     scales = {"q_scale": problem.q_scale, "kv_scale": problem.kv_scale}
-    out, lse = reference.mla_decode_reference(problem.q, problem.kv_cache, *arguments, **scales)
+    q = rounded_queries(problem.q) if of_rounded_queries else problem.q
+    out, lse = reference.mla_decode_reference(q, problem.kv_cache, *arguments, **scales)
     dtype = plain_dtype(problem)
     # Powers of two change no digit, but float16 could not hold the scores of an FP8 cache without its scale.
     power = 1.0 if problem.kv_scale is None else 2.0 ** math.floor(math.log2(problem.kv_scale))
@@ -62,7 +65,18 @@ def truth(problem: Problem) -> Truth:
         lse,
         max_error=FACTOR * torch.maximum(*(error.abs().amax(1) for error in errors)),
         rmse=FACTOR * torch.maximum(*(relative_rmse(error, out) for error in errors)),
+        of_rounded_queries=of_rounded_queries,
     )
+
+
+def rounds_queries(problem: Problem) -> bool:
+    return problem.case.fp8_math and problem.q.dtype != FP8
+
+
+def rounded_queries(q: torch.Tensor) -> torch.Tensor:
+    """What FP8 math multiplies for queries [batch, s_q, heads, 576] of a wider type, as float32."""
+    values, factor = executor.product_queries(q.flatten(1, 2).cpu(), FP8)
+    return (values * factor[..., None]).view(q.shape).to(q.device)
 
 
 def plain_dtype(problem: Problem) -> torch.dtype:
@@ -104,7 +118,7 @@ def measures(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted: Tru
     error = out - wanted.out
     lse_error = ((lse - wanted.lse) / wanted.lse.abs().clamp(min=1)).flatten(1)
     lse_error = torch.where(torch.isfinite(wanted.lse.flatten(1)), lse_error.abs(), 0).amax(1)
-    cosine_limit, lse_limit = _limits(problem)
+    cosine_limit, lse_limit = _limits(problem, wanted)
     found = [
         Measure("cosine difference", cosine_difference(out, wanted.out), torch.full_like(lse_error, cosine_limit)),
         Measure("log-sum-exp error", lse_error, torch.full_like(lse_error, lse_limit)),
@@ -115,11 +129,11 @@ def measures(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted: Tru
     return found
 
 
-def _limits(problem: Problem) -> tuple[float, float]:
+def _limits(problem: Problem, wanted: Truth) -> tuple[float, float]:
     """Of the cosine difference and of the log-sum-exp's error."""
     if not problem.case.fp8_math:
         return COSINE[plain_dtype(problem)], LSE
-    if problem.q.dtype != FP8:
+    if rounds_queries(problem) and not wanted.of_rounded_queries:
         return FP8_MATH_COSINE_ROUNDED_QUERIES, FP8_MATH_LSE_ROUNDED_QUERIES
     return FP8_MATH_COSINE_ALIKE if problem.case.law == "clamped" else FP8_MATH_COSINE, FP8_MATH_LSE
 
