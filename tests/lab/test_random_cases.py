@@ -79,6 +79,17 @@ def test_a_run_that_its_time_limit_ends_is_no_pass(tmp_path):
     assert not document["complete"] and document["stopped"] == "by the time limit of 1 s"
 
 
+def test_several_processes_run_the_same_cases(tmp_path):
+    _, one = invoke(tmp_path / "one.json", "--count", "9")
+    result, several = invoke(tmp_path / "several.json", "--count", "9", "--jobs", "2")
+    assert result.exit_code == 0, result.output
+    for key in ("cases", "wrong", "longest", "kinds", "complete"):
+        assert one[key] == several[key], key
+    result, cut = invoke(tmp_path / "cut.json", "--count", "100000", "--jobs", "2", "--time-limit", "1")
+    assert result.exit_code == 1 and cut["stopped"] == "by the time limit of 1 s"
+    assert cut["cases"] < 100_000 and not cut["complete"]
+
+
 def test_an_output_that_cannot_be_written_is_refused_before_the_first_case(tmp_path):
     (tmp_path / "file").touch()
     result, _ = invoke(tmp_path / "file" / "cases.json")

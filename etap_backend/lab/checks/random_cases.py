@@ -1,6 +1,6 @@
 """Random cases of the public call against float64, each twice with the same bits; none may be wrong.
 
-    python -m etap_backend.lab.checks.random_cases --count 3000 --seed 1 --output results/random-cases.json
+    python -m etap_backend.lab.checks.random_cases --count 3000 --seed 1 --output results/random.json
 
 Lengths from 0 to 70,000 tokens, 1 to 128 heads, 1 to 4 query tokens, caches in bfloat16, float16 and FP8, FP8 math,
 pages apart and aliased, q_rope apart, other numbers of CTAs. All that a call must not read is NaN or infinite, or a
@@ -13,8 +13,12 @@ exit status is 0 when `count` cases ran and none was wrong.
 
 from __future__ import annotations
 
+import multiprocessing
 import random
+import signal
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Annotated
 
@@ -109,12 +113,18 @@ class Worst:
         self.kinds: dict[str, dict] = {}
 
     def add(self, kind: str, found: list[Measure]) -> None:
+        worst = {measure.name: measure.worst() for measure in found}
+        self._join(kind, 1, {name: {"of_limit": share, "value": value} for name, (share, value) in worst.items()})
+
+    def join(self, kinds: dict[str, dict]) -> None:
+        for kind, about in kinds.items():
+            self._join(kind, about["cases"], about["worst"])
+
+    def _join(self, kind: str, cases: int, worst: dict[str, dict]) -> None:
         about = self.kinds.setdefault(kind, {"cases": 0, "worst": {}})
-        about["cases"] += 1
-        for measure in found:
-            share, value = measure.worst()
-            if share >= about["worst"].get(measure.name, {"of_limit": 0.0})["of_limit"]:
-                about["worst"][measure.name] = {"of_limit": share, "value": value}
+        about["cases"] += cases
+        for name, each in worst.items():
+            about["worst"][name] = max(each, about["worst"].get(name, each), key=lambda one: one["of_limit"])
 
 
 def run_case(case: Case, device: str, worst: Worst) -> list[str]:
@@ -138,28 +148,73 @@ def run_case(case: Case, device: str, worst: Worst) -> list[str]:
     return found
 
 
-def run(count: int, seed: int, device: str, time_limit: float | None, document: dict) -> None:
-    """Run the cases one after another and put what comes of them into the document, whatever ends the run."""
-    worst, begin = Worst(), time.monotonic()
+def run_cases(seed: int, indices: range, device: str, check: Callable[[], None]) -> dict:
+    """What came of these cases; `check` raises Stopped when no further one is to be begun."""
+    worst = Worst()
+    found = {"cases": 0, "wrong": 0, "longest": 0, "stopped": None, "failures": [], "kinds": worst.kinds}
     try:
-        with stopping(time_limit) as check:
-            for index in range(count):
-                check()
-                case = random_case(seed, index, device)
-                found = run_case(case, device, worst)
-                document["cases"] += 1
-                document["longest"] = max(document["longest"], *case.lengths)
-                if found:
-                    document["wrong"] += 1
-                    if len(document["failures"]) < MOST_FAILURES:
-                        document["failures"].append({"index": index, "case": repr(case), "problems": found})
-                        console.print(f"WRONG {index}: {case!r}", *found, sep="\n  ", style="red", markup=False)
-        document["complete"] = True
+        for index in indices:
+            check()
+            case = random_case(seed, index, device)
+            problems = run_case(case, device, worst)
+            found["cases"] += 1
+            found["longest"] = max(found["longest"], *case.lengths)
+            if problems:
+                found["wrong"] += 1
+                console.print(f"WRONG {index}: {case!r}", *problems, sep="\n  ", style="red", markup=False)
+                found["failures"].append({"index": index, "case": repr(case), "problems": problems})
+                del found["failures"][MOST_FAILURES:]
     except Stopped as reason:
-        document["stopped"] = str(reason)
-    finally:
-        document["seconds"] = round(time.monotonic() - begin, 1)
-        document["kinds"] = dict(sorted(worst.kinds.items()))
+        found["stopped"] = str(reason)
+    return found
+
+
+def run_cases_in_process(seed: int, indices: range, device: str, stop) -> dict:
+    """`run_cases` in a process of its own, which `stop`, an event, ends."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to answer
+        signal.signal(number, signal.SIG_IGN)
+
+    def check() -> None:
+        if stop.is_set():
+            raise Stopped("by its parent")
+
+    return run_cases(seed, indices, device, check)
+
+
+def run(count: int, seed: int, device: str, time_limit: float | None, jobs: int) -> dict:
+    """All cases, in this process or in several, each with its share of them; what came of them together."""
+    begin = time.monotonic()
+    with stopping(time_limit) as check:
+        if jobs == 1:
+            shares = [run_cases(seed, range(count), device, check)]
+        else:
+            shares = _run_in_processes(count, seed, device, check, jobs)
+    worst = Worst()
+    for share in shares:
+        worst.join(share["kinds"])
+    found = {key: sum(share[key] for share in shares) for key in ("cases", "wrong")}
+    return found | {
+        "longest": max(share["longest"] for share in shares),
+        "complete": found["cases"] == count,
+        "stopped": next(filter(None, (share["stopped"] for share in shares)), None),
+        "seconds": round(time.monotonic() - begin, 1),
+        "failures": sorted((one for share in shares for one in share["failures"]), key=lambda one: one["index"]),
+        "kinds": dict(sorted(worst.kinds.items())),
+    }
+
+
+def _run_in_processes(count: int, seed: int, device: str, check: Callable[[], None], jobs: int) -> list[dict]:
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager, ProcessPoolExecutor(jobs, mp_context=context) as pool:
+        stop, reason = manager.Event(), None
+        asked = [pool.submit(run_cases_in_process, seed, range(job, count, jobs), device, stop) for job in range(jobs)]
+        try:
+            while wait(asked, timeout=0.5).not_done:
+                check()
+        except Stopped as ended:
+            reason = str(ended)
+            stop.set()
+        return [one.result() | ({"stopped": reason} if reason else {}) for one in asked]
 
 
 def print_kinds(document: dict) -> None:
@@ -173,7 +228,8 @@ def print_kinds(document: dict) -> None:
 def main(
     count: Annotated[int, typer.Option(min=1, help="Cases.")] = 3000,
     seed: Annotated[int, typer.Option(min=0, max=10**12, help="Of the cases and of their tensors.")] = 0,
-    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("random-cases.json"),
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("random.json"),
+    jobs: Annotated[int, typer.Option(min=1, help="Processes; most of a short case is their work.")] = 1,
     time_limit: Annotated[
         float | None, typer.Option(min=1, help="Seconds after which the run ends, unfinished.")
     ] = None,
@@ -189,13 +245,10 @@ def main(
         "what": "random cases of the public call against float64, each twice",
         **about.model_dump(mode="json"),
         "device": "the compiled kernels" if device == "cuda" else "the executor on the CPU, small cases",
-        **{"seed": seed, "wanted": count, "cases": 0, "wrong": 0, "longest": 0},
-        **{"complete": False, "stopped": None, "seconds": 0.0, "failures": [], "kinds": {}},
+        **{"seed": seed, "wanted": count},
     }
-    try:
-        run(count, seed, device, time_limit, document)
-    finally:
-        write(document, output)
+    document |= run(count, seed, device, time_limit, jobs)
+    write(document, output)
     print_kinds(document)
     passed = document["complete"] and not document["wrong"]
     ending = f", stopped {document['stopped']}" if document["stopped"] else ""
