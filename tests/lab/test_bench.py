@@ -11,12 +11,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from command_line import etap
 from rich.console import Console
-from typer.testing import CliRunner
 
 from etap_backend.lab.bench import command as bench
 from etap_backend.lab.bench import report
-from etap_backend.cli import app
 from etap_backend.lab.bench.grids import H200_FLOOR, PROXY_FLOOR, Workload, floor_for, load_grid
 
 CONFIGS = Path(__file__).parents[2] / "configs" / "bench"
@@ -326,7 +325,7 @@ def test_the_time_limit_stops_a_run():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU to time")
 def test_without_a_gpu_the_command_refuses():
-    result = CliRunner().invoke(app, ["bench", str(CONFIGS / "targets.toml")])
+    result = etap("bench", str(CONFIGS / "targets.toml"))
     assert result.exit_code == 2
     assert "no CUDA device" in result.stderr
 
@@ -336,7 +335,7 @@ def test_a_short_run_writes_right_results(tmp_path):
     path = grid(tmp_path, "[[rows]]\nshapes = [[1, 1024], [16, 4096]]\ns_q = [1, 2]")
     output = tmp_path / "results.json"
     arguments = ["bench", str(path), "--only", "etap", "--replays", "3", "--output", str(output)]
-    result = CliRunner().invoke(app, arguments)
+    result = etap(*arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(output.read_text())
     assert document["complete"] and len(document["rows"]) == 4
@@ -353,7 +352,7 @@ def test_a_short_run_with_an_fp8_cache_writes_right_results(tmp_path):
     output = tmp_path / "results.json"
     only = [word for name in bench.peers.OWN for word in ("--only", name)]
     arguments = ["bench", str(path), "--kv-dtype", "fp8", *only, "--replays", "3", "--output", str(output)]
-    result = CliRunner().invoke(app, arguments)
+    result = etap(*arguments)
     assert result.exit_code == 0, result.output
     document = json.loads(output.read_text())
     assert document["complete"] and len(document["rows"]) == 4
@@ -367,5 +366,5 @@ def test_a_short_run_with_an_fp8_cache_writes_right_results(tmp_path):
 def test_a_run_cut_short_keeps_its_file(tmp_path):
     output = tmp_path / "results.json"
     arguments = ["bench", str(CONFIGS / "targets.toml"), "--only", "etap", "--time-limit", "0", "--output", str(output)]
-    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert etap(*arguments).exit_code == 0
     assert json.loads(output.read_text())["stopped"] == "by the time limit of 0 s"
