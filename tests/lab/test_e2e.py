@@ -20,18 +20,18 @@ from pathlib import Path
 
 import pytest
 import typer
+from command_line import etap
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
 from etap_backend.lab import configs
+from etap_backend.lab.bench.command import Stopped
 from etap_backend.lab.e2e import command as e2e
 from etap_backend.lab.e2e import profiling as e2e_profile
 from etap_backend.lab.e2e import report as e2e_report
 from etap_backend.lab.serving import dummy_model, lifecycle, rerun
-from etap_backend.lab.bench.command import Stopped
-from etap_backend.cli import app
 from etap_backend.lab.serving.engines import ENGINES, Engine, Serving, read_result
 
 SCENARIOS = configs.shipped("e2e")
@@ -835,7 +835,7 @@ def test_several_runs_become_one_file_that_says_which_row_is_of_which(document, 
 
 
 def invoke(*arguments: str):
-    return CliRunner().invoke(app, ["e2e", *arguments], env={"COLUMNS": "200"})
+    return etap("e2e", *arguments)
 
 
 @pytest.mark.parametrize(

@@ -10,13 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from command_line import etap
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
 from etap_backend.lab import configs
 from etap_backend.lab.plan import command as plan
-from etap_backend.cli import app
 from etap_backend.lab.plan.command import Deployment, make_plan, memory_of, read_gpu, read_model
 
 RESULTS = Path(__file__).parents[2] / "results"
@@ -333,7 +332,7 @@ def test_every_number_of_a_gpu_says_what_it_is(name):
 
 
 def etap_plan(*arguments: str) -> str:
-    result = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "200", "NO_COLOR": "1"})
+    result = etap("plan", *arguments)
     assert result.exit_code == 0, result.output
     return result.stdout
 
@@ -370,5 +369,5 @@ def test_the_screen_shows_what_an_fp8_cache_changes():
 
 @pytest.mark.parametrize("arguments, words", [(["--gpu", "A100"], "hardware"), (["--context", "64Q"], "64Q")])
 def test_the_command_refuses_what_it_cannot_plan(arguments, words):
-    result = CliRunner().invoke(app, ["plan", *arguments])
+    result = etap("plan", *arguments)
     assert result.exit_code == 2 and words in result.stderr
