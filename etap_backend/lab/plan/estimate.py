@@ -2,7 +2,7 @@
 
 Of every reading the attention is taken out at the measured time of its kernel on that GPU, and put back at the time
 measured on the H20 proxy; what is left is scaled by the ratio of the planner's estimates for both, which rest on the
-GPUs' nominal rates. It is an estimate, each step of it an assumption: docs/plan.md names them.
+GPUs' nominal rates. It is an estimate, each step of it an assumption: docs/measuring.md names them.
 """
 
 from __future__ import annotations
