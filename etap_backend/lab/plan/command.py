@@ -50,7 +50,7 @@ def plan(
         on = Deployment(count, ranks, dp, pp, dcp, cache_named(cache), tokens, batch, s_q, utilization)
         made = make_plan(described, hardware, on, attention_share)
         found = what_fits(described, hardware, on, attention_share)
-    except ValueError as error:
+    except (ValueError, ImportError) as error:  # the compiled library says how it groups query rows
         Console(stderr=True).print(f"etap plan: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error
     if as_json:

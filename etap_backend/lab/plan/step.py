@@ -68,14 +68,18 @@ def query_rows(model: Model, on: Deployment) -> int:
     return model.num_attention_heads // on.tp * on.dcp * on.s_q
 
 
+def kernel_rows(rows: int) -> tuple[int, int]:
+    """Groups that the transposed kernels make of query rows, and the rows that they compute for each."""
+    return row_groups(rows), row_tile(rows)
+
+
 def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = False) -> Attention:
     """The transposed kernel: rows rounded up to 8, 16, 32 or 64; beyond 64 in groups, each reading the cache.
 
     It reads an FP8 cache as such and multiplies it as float16, or with `fp8_math` as it is.
     """
-    rows = query_rows(model, on)
-    groups = row_groups(rows)
-    return _attention(model, gpu, on, groups * row_tile(rows), groups, gpu.etap, fp8_math=fp8_math)
+    groups, tile = kernel_rows(query_rows(model, on))
+    return _attention(model, gpu, on, groups * tile, groups, gpu.etap, fp8_math=fp8_math)
 
 
 def padded_attention(model: Model, gpu: Gpu, on: Deployment, call: Call | None = None) -> Attention:
