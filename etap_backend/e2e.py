@@ -165,7 +165,7 @@ def cases_of(points: list[Point]) -> list[Case]:
 
 @dataclass(frozen=True)
 class Turn:
-    """One server of a backend: the `number`-th of `of`, which share the readings."""
+    """One server of a backend: the `number`-th of at most `of`, which share the readings."""
 
     backend: str
     number: int = 1
@@ -177,11 +177,11 @@ class Turn:
 
 
 def turns_of(backends: list[str], times: int) -> list[Turn]:
-    """The backends in this order, `times` over; one that is named twice has two turns in each."""
+    """The backends in this order, `times` over. One that is named twice has two turns in each, and one that is named
+    less often than another has fewer readings: every server takes as many."""
     order = backends * times
-    return [
-        Turn(backend, order[: place + 1].count(backend), order.count(backend)) for place, backend in enumerate(order)
-    ]
+    most = max(map(order.count, order))
+    return [Turn(backend, order[: place + 1].count(backend), most) for place, backend in enumerate(order)]
 
 
 def host_ms() -> float:
