@@ -84,9 +84,12 @@ def now() -> str:
 
 def commit() -> str:
     """The commit that a result is made with: ETAP_COMMIT, or what git says of these sources; -dirty when changed."""
-    if named := os.environ.get("ETAP_COMMIT"):
-        return named
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    return os.environ.get("ETAP_COMMIT") or commit_of(Path(__file__).parent)
+
+
+def commit_of(folder: Path) -> str:
+    """What git says of the sources in a folder."""
+    command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
     return UNKNOWN
