@@ -27,12 +27,13 @@ from typer.testing import CliRunner
 
 from etap_backend.lab import configs
 from etap_backend.lab.e2e import command as e2e
-from etap_backend.lab.e2e import profiling as e2e_profile
-from etap_backend.lab.e2e import report as e2e_report
-from etap_backend.lab.serving import dummy_model, lifecycle, rerun
-from etap_backend.lab.bench.command import Stopped
-from etap_backend.cli import app
+from etap_backend.lab.e2e import model, profiling, report, rows, scenario
+from etap_backend.lab.e2e import run as running
+from etap_backend.lab.e2e.rows import Document, Measured, Skipped
+from etap_backend.lab.e2e.scenario import Case, Turn, cases_of, read_scenario, turns_of
+from etap_backend.lab.serving import client, dummy_model, lifecycle, rerun
 from etap_backend.lab.serving.engines import ENGINES, Engine, Serving, read_result
+from etap_backend.lab.stopping import Stopped
 
 SCENARIOS = configs.shipped("e2e")
 SERVING = Serving("/m", True, tp=8, pp=1, dp=1, max_context=4224, batches=(1, 16))

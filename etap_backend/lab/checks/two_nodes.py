@@ -54,13 +54,14 @@ def main(
 ) -> None:
     """Exit with 0 when both nodes' workers ran ETAP and the model answered."""
     served = ENGINES[engine.value]
-    model = prepare_model("deepseek-r1", CHANGES, 8, NODES, log_folder / "model").model
+    prepared = prepare_model("deepseek-r1", CHANGES, 8, NODES, log_folder / "model")
+    prepared.write()
     ports = free_port(), free_port()
     wanted = read_scenario(scenario)
     environment = {**wanted.environment, **getattr(wanted, engine.value).environment}
     nodes = []
     try:
-        for number, command in enumerate(commands(served, model, address, ports, served.ours)):
+        for number, command in enumerate(commands(served, prepared.model, address, ports, served.ours)):
             log = log_folder / f"{served.name}-node-{number}.log"
             log.unlink(missing_ok=True)
             nodes.append(Process(command, log, {**environment, "CUDA_VISIBLE_DEVICES": str(number)}))
