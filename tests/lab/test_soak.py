@@ -1,4 +1,4 @@
-"""tests/soak.py against a small HTTP server in the engine's place: a good run passes, and each fault fails it."""
+"""The soak against a small HTTP server in the engine's place: a good run passes, and each fault fails it."""
 
 import contextlib
 import json
@@ -15,6 +15,8 @@ import pytest
 import typer
 
 from etap_backend.lab.checks import soak
+from etap_backend.lab.serving import client
+from etap_backend.lab.serving.engines import ENGINES
 
 # Answers in vLLM's format: which tokens depends on the prompt alone, log-probabilities have a little noise. FAULTS
 # says what it does wrong once it has had enough requests to be in the middle of the traffic.
@@ -92,7 +94,10 @@ def model(tmp_path, monkeypatch):
     (folder / "training.json").write_text("{}")
     program = tmp_path / "server.py"
     program.write_text(SERVER)
-    monkeypatch.setattr(soak.Vllm, "command", lambda self, *_: [sys.executable, str(program)])
+    def command(self, python, serving, backend, port, flags):
+        return [sys.executable, str(program), "--host", "127.0.0.1", "--port", str(port)]
+
+    monkeypatch.setattr(type(ENGINES["vllm"]), "server", command)
     return folder
 
 
@@ -124,13 +129,13 @@ def left_of(program):
 
 
 def test_a_good_run_passes_and_says_what_it_saw(model, monkeypatch):
-    metrics_of, alive = soak.metrics_of, []
+    metrics, alive = client.metrics, []
 
     def watched(url):
         alive.append(len(left_of(model.parent / "server.py")))
-        return metrics_of(url)
+        return metrics(url)
 
-    monkeypatch.setattr(soak, "metrics_of", watched)
+    monkeypatch.setattr(client, "metrics", watched)
     code, document = run(model, "", monkeypatch)
     assert (code, document["failures"], document["complete"], document["faults"]) == (0, [], True, {})
     assert max(alive) == 2  # or what `run` asserts of the end would say nothing
@@ -204,17 +209,6 @@ def test_sigterm_ends_it_early_and_keeps_what_it_has(model, monkeypatch):
     assert document["failures"] == [] and document["requests"]["sent"] > 0
 
 
-def test_gpu_memory_is_that_of_the_given_processes_or_not_known(tmp_path, monkeypatch):
-    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-    program = tmp_path / "nvidia-smi"
-    program.write_text("#!/bin/sh\nprintf '7, 100\\n8, 250\\n9, [N/A]\\n'\n")
-    program.chmod(0o755)
-    assert soak.gpu_mib([7, 8, 9, 10]) == 350 and soak.gpu_mib([8]) == 250
-    assert soak.gpu_mib([9]) is None and soak.gpu_mib([11]) is None
-    program.write_text("#!/bin/sh\nexit 1\n")
-    assert soak.gpu_mib([7]) is None
-
-
 def pages(tokens: int) -> int:
     return -(-tokens // 64)
 
@@ -222,7 +216,7 @@ def pages(tokens: int) -> int:
 @pytest.fixture
 def traffic():
     settings = soak.Settings(600, 256, 240, 8192, 0.15, 0.25, 20, 5, 10, 60, 512, 256, 0)
-    return soak.Traffic(soak.Vllm(), soak.Wire("", "", 1), settings, soak.Tally())
+    return soak.Traffic(ENGINES["vllm"], soak.Wire("http://nowhere", 1), settings, soak.Tally())
 
 
 def test_the_first_wave_is_the_largest_batch_and_fits_the_cache(traffic):
@@ -259,9 +253,9 @@ def test_growth_is_between_the_second_and_the_last_quarter():
 def test_numbers_of_sglang_are_read_too():
     about = {"output_token_logprobs": [[-0.5, 7, None]], "completion_tokens": 12}
     about["output_top_logprobs"] = [[[-0.5, 7, None], [None, 8, None]]]
-    assert soak.tokens_in({"meta_info": about}, 5) == 12
-    with pytest.raises(soak.Faulty, match="got None"):
-        soak.must_be_finite({"meta_info": about})
+    assert ENGINES["sglang"].tokens_in({"meta_info": about}, 5) == 12
+    with pytest.raises(client.FailedRequest, match="got None"):
+        soak.must_be_finite(ENGINES["sglang"], {"meta_info": about})
 
 
 @pytest.mark.parametrize(

@@ -1,86 +1,18 @@
-"""The kernels that `etap bench` times, called as the engines call them, with all metadata built before the clock runs.
+"""The kernels that ours are compared with, called as the engines call them, all metadata built before the clock runs.
 
-Peers are called as in vLLM 0.26 (FlashMLA, FA3, Triton) and SGLang 0.5 (FlashInfer). Each is imported when asked for.
+As in vLLM 0.26 (FlashMLA, FA3, Triton) and SGLang 0.5 (FlashInfer), each imported when it is asked for. Each takes a
+row's inputs and gives its call; NotImplementedError says why a kernel does not take a row.
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from etap_backend.ops import mla_decode
-from etap_backend.schedule import DecodeSchedule
-from etap_backend.support import FP8, LATENT_DIM, ROPE_DIM
-
-Call = Callable[[Tensor], Tensor]
-"""Takes one copy of the KV cache [pages, page_size, 576], returns out with batch * s_q * heads * 512 elements."""
-
-
-@dataclass(frozen=True)
-class Inputs:
-    """What every kernel of a row is given, besides the cache."""
-
-    q: Tensor  # [batch, s_q, heads, 576], contiguous
-    block_table: Tensor  # int32 [batch, max_pages]
-    seq_lens: Tensor  # int32 [batch]
-    lengths: tuple[int, ...]  # the same on the host
-    page_size: int
-    softmax_scale: float
-    num_sms: int | None  # CTAs of our own launch; None means the device's multiprocessors
-    kv_dtype: torch.dtype = torch.bfloat16
-    kv_scale: float | None = None  # of an FP8 cache
-
-    @property
-    def kv_scale_tensor(self) -> Tensor | None:
-        return None if self.kv_scale is None else torch.tensor([self.kv_scale], device=self.q.device)
-
-    @property
-    def query_starts(self) -> Tensor:
-        batch, s_q = self.q.shape[:2]
-        return torch.arange(batch + 1, dtype=torch.int32, device=self.q.device) * s_q
-
-
-def to_fp8(x: Tensor, scale: float) -> Tensor:
-    """`x` / `scale` in e4m3, saturated: what times `scale` stands for x."""
-    return (x / scale).clamp(-448, 448).to(FP8)
-
-
-class Unsupported(Exception):
-    """A peer cannot run this row; the text says why."""
-
-
-def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
-    batch, s_q, heads, _ = inputs.q.shape
-    schedule = DecodeSchedule(batch, heads, max_s_q=s_q, device=inputs.q.device, num_sms=inputs.num_sms)
-    schedule.build(inputs.seq_lens, s_q)
-    out = inputs.q.new_empty(batch, s_q, heads, LATENT_DIM)
-    lse = inputs.q.new_empty(batch, s_q, heads, dtype=torch.float32)
-    kv_scale = inputs.kv_scale_tensor
-
-    def call(kv_cache: Tensor) -> Tensor:
-        return mla_decode(
-            inputs.q,
-            kv_cache,
-            inputs.block_table,
-            inputs.seq_lens,
-            schedule,
-            softmax_scale=inputs.softmax_scale,
-            kv_scale=kv_scale,
-            fp8_math=fp8_math,
-            out=out,
-            lse=lse,
-        )[0]
-
-    return call
-
-
-def etap_fp8_math(inputs: Inputs) -> Call:
-    return etap(inputs, fp8_math=True)
+from etap_backend.lab.bench.kernels import Call, Inputs, to_fp8
+from etap_backend.support import LATENT_DIM, ROPE_DIM
 
 
 def flashmla(inputs: Inputs) -> Call:
@@ -213,7 +145,7 @@ def triton(inputs: Inputs) -> Call:
 
     batch, s_q, heads, _ = inputs.q.shape
     if s_q > 1:
-        raise Unsupported("takes one query token a request")
+        raise NotImplementedError("takes one query token a request")
     multiprocessors = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
     # vLLM's choice: a power of two of at least 512 tokens a split, at most two splits a multiprocessor.
     wanted = max(1, max(inputs.lengths) // 512)
@@ -245,48 +177,3 @@ def triton(inputs: Inputs) -> Call:
         return out
 
     return call
-
-
-@dataclass(frozen=True)
-class Provider:
-    """A kernel by the name of its column; `package` is where it comes from, with the version that is installed."""
-
-    name: str
-    package: str
-    prepare: Callable[[Inputs], Call]
-
-    def version(self) -> str | None:
-        """Installed version of the package, or None without it."""
-        try:
-            return importlib.metadata.version(self.package)
-        except importlib.metadata.PackageNotFoundError:
-            return None
-
-
-OURS = "etap"
-FP8_MATH = "etap-fp8-math"
-OUR_BF16 = "etap-bf16"
-OWN = (OURS, FP8_MATH, OUR_BF16)
-"""Columns that are no peers'; the last is the time that a bf16 cache of the same tokens takes."""
-
-
-def _by_name(*providers: Provider) -> dict[str, Provider]:
-    return {provider.name: provider for provider in providers}
-
-
-PROVIDERS = _by_name(
-    Provider(OURS, "etap-backend", etap),
-    Provider("FlashMLA", "vllm", flashmla),
-    Provider("FA3", "vllm", fa3),
-    Provider("FlashInfer", "flashinfer-python", flashinfer),
-    Provider("Triton", "vllm", triton),
-)
-FP8_PROVIDERS = _by_name(
-    Provider(OURS, "etap-backend", etap),
-    Provider(FP8_MATH, "etap-backend", etap_fp8_math),
-    Provider(OUR_BF16, "etap-backend", etap),
-    Provider("FlashMLA", "vllm", flashmla_fp8),
-    Provider("FlashInfer", "flashinfer-python", flashinfer),
-    Provider("Triton", "vllm", triton),
-)
-"""The kernels of rows with an FP8 cache. All but FlashMLA's are given bf16 queries; FA3 has none for MLA."""

@@ -1,7 +1,7 @@
 """Decode problems (`Case`), their tensors (`Problem`), and guarded calls of the product on them (`Runner`).
 
-Whatever a request must not read is poison: NaN in every cache row past its length and in every page that nobody uses,
-wild page ids in the unused block-table entries, NaN beside the queries.
+Whatever a request must not read is poison: NaN and infinities in every cache row past its length, between the pages and
+in every page that nobody uses, wild page ids in the unused block-table entries, NaN and infinities beside the queries.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ class Case:
     q_layout: str = "packed"  # packed, strided (a window of a wider buffer), split (latent transposed, rope a window)
     cache_layout: str = "dense"  # dense, gapped (pages apart), headed (4-D: [pages, page_size, 1, 576])
     pool_pages: int = 0  # pages of the cache, at least; more than needed puts the used ones at its two ends
+    aliased: bool = False  # about half the block-table entries name a page that others name, too
     num_sms: int | None = None
     seed: int = 0
     kv_dtype: str = "same"  # same (the query's) or fp8
@@ -92,6 +93,7 @@ def build(case: Case, device: str) -> Problem:
         case.law,
         case.cache_layout,
         case.pool_pages,
+        case.aliased,
         case.seed,
         device,
     )
@@ -108,15 +110,17 @@ def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _poison(tensor: torch.Tensor) -> torch.Tensor:
-    """Fill with NaN; in FP8 with both that there are, 0x7f and 0xff."""
-    if tensor.dtype != FP8:
-        return tensor.fill_(torch.nan)
-    tensor.view(torch.uint8).fill_(0x7F)[..., 1::2] = 0xFF
+    """Fill with NaN and both infinities by turns; in FP8, which has none, with both its NaN, 0x7f and 0xff."""
+    if tensor.dtype == FP8:
+        tensor.view(torch.uint8).fill_(0x7F)[..., 1::2] = 0xFF
+        return tensor
+    tensor.fill_(torch.nan)[..., 1::3] = torch.inf
+    tensor[..., 2::3] = -torch.inf
     return tensor
 
 
 @lru_cache(maxsize=2)
-def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, seed, device):
+def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, aliased, seed, device):
     batch = len(lengths)
     pages_of = [-(-n // page_size) for n in lengths]
     needed = sum(pages_of)
@@ -146,9 +150,26 @@ def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, see
         # As bytes, since not every torch can index 8-bit floats on a GPU.
         place = torch.cat(token_pages).to(device), torch.cat(token_rows).to(device)
         cache.view(torch.uint8)[place] = _rounded(tokens * factor, dtype).view(torch.uint8)
+    if aliased:
+        for page in _alias(table, lengths, page_size, host):
+            _poison(cache[page])
     if layout == "headed":
         cache = cache.unsqueeze(2)
     return cache, table.to(device)[:, :width], torch.tensor(lengths, dtype=torch.int32, device=device)
+
+
+def _alias(table: torch.Tensor, lengths, page_size: int, host: torch.Generator) -> list[int]:
+    """Let about half the used entries name a full page of any request instead; the pages that nobody names any more."""
+    full = [page for row, length in zip(table.tolist(), lengths, strict=True) for page in row[: length // page_size]]
+    if not full:
+        return []
+    named = torch.arange(table.shape[1]) < torch.tensor([-(-length // page_size) for length in lengths])[:, None]
+    before = set(table[named].tolist())
+    exchanged = named & (torch.rand(table.shape, generator=host) < 0.5)
+    table[exchanged] = torch.tensor(full, dtype=torch.int32)[
+        torch.randint(len(full), (int(exchanged.sum()),), generator=host)
+    ]
+    return sorted(before - set(table[named].tolist()))
 
 
 def _align(tokens: torch.Tensor, lengths, law: str, directions: torch.Tensor, host: torch.Generator) -> None:
@@ -201,7 +222,7 @@ def _lay_out_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.
 
 
 class Guarded:
-    """A contiguous NaN-filled tensor between two guard regions, which `check` finds untouched or names."""
+    """A contiguous tensor of poison between two guard regions, which `check` finds untouched or names."""
 
     GUARD = 1024
 
@@ -211,8 +232,8 @@ class Guarded:
         self.tensor = self.whole[self.GUARD : self.GUARD + size].view(shape)
         self.poison()
 
-    def poison(self):
-        self.tensor.fill_(torch.nan)
+    def poison(self, value: float = torch.nan):
+        self.tensor.fill_(value)
 
     def check(self, name: str):
         before, after = self.whole[: self.GUARD], self.whole[self.whole.numel() - self.GUARD :]
@@ -235,9 +256,9 @@ class Runner:
         self.out = Guarded((batch, case.s_q, case.heads, LATENT), case.out_dtype, device)
         self.lse = Guarded((batch, case.s_q, case.heads), torch.float32, device)
 
-    def run(self) -> tuple[torch.Tensor, torch.Tensor]:
+    def run(self, poison: float = torch.nan) -> tuple[torch.Tensor, torch.Tensor]:
         for guarded in (self.workspace, self.out, self.lse):
-            guarded.poison()
+            guarded.poison(poison)
         self.schedule.build(self.problem.seq_lens, self.problem.case.s_q)
         out, lse = decode(self.problem, self.schedule, out=self.out.tensor, lse=self.lse.tensor)
         assert out.data_ptr() == self.out.tensor.data_ptr() and lse.data_ptr() == self.lse.tensor.data_ptr()

@@ -1,19 +1,16 @@
 """Serves one model with ETAP and with other attention backends of SGLang, and compares answers and decode speed.
 
-    python tests/sglang/serve_check.py MODEL --output serve-sglang.json [--speculative] [--kv-cache-dtype fp8_e4m3]
-        [-- flags for launch_server]
+    python -m etap_backend.lab.checks.sglang_serve MODEL --output serve-sglang.json [--speculative]
+        [--kv-cache-dtype fp8_e4m3] [-- flags for launch_server]
 
 Needs a Hopper GPU, SGLang and etap-backend installed beside it; no network. MODEL is a folder with a checkpoint of an
-MLA model, such as tests/answers/train_model.py makes. Of a folder without weights only the speed means anything
-(`--speed-only -- --load-format dummy`).
+MLA model, such as train_model.py makes. Of a folder without weights only the speed means anything (`--speed-only --
+--load-format dummy`).
 
 One server runs for each backend, then ETAP without CUDA graphs. Each answers the same concurrent greedy requests of 10
-to 4000 prompt tokens; prompts longer than a chunk are prefilled in several. They compare up to the first step at which
-two backends choose differently. Two yardsticks come from the first other backend's server:
-
-- noise: the same requests again, few at a time, which takes other kernels and so rounds elsewhere;
-- control: the first token's log-probability after the first three quarters of the prompt were replaced. If that moved
-  nothing, attention would not matter here and agreement would prove nothing.
+to 4000 prompt tokens; prompts longer than a chunk are prefilled in several. How answers are judged, and by which
+yardsticks: agreement.py. Both come from the first other backend's server; the control is the first token's
+log-probability behind another beginning.
 
 Every server then answers all requests once more from its radix cache: the answers are compared too, and the prompts
 must have been found there. With --speculative the model's own MTP layer drafts three tokens and the target verifies
@@ -23,20 +20,13 @@ With --kv-cache-dtype fp8_e4m3 every server has an FP8 cache. The others then ro
 too, and ETAP does not unless ETAP_FP8_MATH is 1, so noise is no bound to their difference. What each log says of the
 cache's type and of the tokens that fit is kept.
 
-Speed: the time of a step is the difference between a long and a short batch of the same prompts, whose prefill is
-cached, divided by the tokens between them. With --speculative a step makes several tokens.
+Speed: speed.py. With --speculative a step makes several tokens.
 """
 
-import asyncio
-import json
-import math
-import os
+from __future__ import annotations
+
 import re
-import shlex
-import signal
-import sys
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -47,138 +37,55 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-# What these two checks share: requests, agreement and its limits, processes. The engine's name is in none of it.
-from etap_backend.lab.checks.vllm_serve import (  # noqa: E402
-    FEW,
+from etap_backend import _library
+from etap_backend.lab.checks.agreement import (
     Agreement,
-    Answer,
-    CheckError,
-    Deadline,
     Request,
-    Server,
-    Shape,
     agreement,
-    cache_lines,
+    answer_in,
     make_requests,
     objections,
-    parse_shape,
-    provenance,
-    serving,
-    speed_table,
-    time_per_token,
-    version_of,
     with_another_beginning,
 )
+from etap_backend.lab.checks.speed import Shape, Timer, parse_shape, speed_table
+from etap_backend.lab.provenance import provenance
+from etap_backend.lab.results import must_be_writable, write
+from etap_backend.lab.serving import client
+from etap_backend.lab.serving.client import Deadline, Failed
+from etap_backend.lab.serving.engines import ENGINES, PAGE_TOKENS, Answer, Serving
+from etap_backend.lab.serving.servers import Served, served
+from etap_backend.lab.stopping import stopping
 
-ETAP = "etap"
+SGLANG = ENGINES["sglang"]
+ETAP = SGLANG.ours
 EAGER = "etap-eager"
-PAGE_TOKENS = 64
+FEW = 8  # concurrency of the second reading
 CHUNK_TOKENS = 2048
-PACKAGES = ("sglang", "sglang-kernel", "flashinfer-python")
-SPECULATIVE = (
-    *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", "3"),
-    *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4"),
-)
+DRAFT_TOKENS = 3
+PROGRAM = "python -m etap_backend.lab.checks.sglang_serve"
+PACKAGES = ("etap-backend", "sglang", "sglang-kernel", "flashinfer-python", "torch", "apache-tvm-ffi", "triton")
 
 console = Console(width=120)
-
-
-def parse_answer(result: dict, request: Request) -> Answer:
-    """The answer in one result of /generate. Raises CheckError unless it is complete and finite."""
-    meta = result["meta_info"]
-    logprobs = [float(logprob) for logprob, *_ in meta["output_token_logprobs"]]
-    tokens = [int(token) for _, token, *_ in meta["output_token_logprobs"]]
-    if len(tokens) != request.new_tokens:
-        raise CheckError(f"wanted {request.new_tokens} tokens, got {len(tokens)}")
-    best = [sorted((float(logprob) for logprob, *_ in step), reverse=True)[:2] for step in meta["output_top_logprobs"]]
-    for value in (*logprobs, *(value for step in best for value in step)):
-        if not -math.inf < value < 1e-3:
-            raise CheckError(f"wanted finite log-probabilities, got {value}")
-    return Answer(tokens, logprobs, [first - second for first, second in best])
 
 
 def first_token_moved(result: dict, answer: Answer) -> float:
     """How far the log-probability of an answer's first token is from what another context gives it."""
     ((logprob, token, *_),) = result["meta_info"]["output_token_ids_logprobs"][0]
     if token != answer.tokens[0]:
-        raise CheckError(f"wanted the log-probability of token {answer.tokens[0]}, got that of {token}")
+        raise Failed(f"wanted the log-probability of token {answer.tokens[0]}, got that of {token}")
     return abs(float(logprob) - answer.logprobs[0])
 
 
-def check_log(text: str, backend: str, eager: bool) -> None:
-    """Raise CheckError unless the log says that this backend decodes, with CUDA graphs as wanted."""
-    if not re.search(rf"\battention_backend'?[=:] ?'{backend}'", text):
-        raise CheckError(f"the log does not say that {backend} was asked for")
-    graphs = re.findall(r"Decode batch.*cuda graph: (True|False)", text)
+def must_have_graphs(log: str, eager: bool) -> None:
+    """Raise Failed unless the log says that decode ran with CUDA graphs as wanted."""
+    graphs = re.findall(r"Decode batch.*cuda graph: (True|False)", log)
     if not graphs or (("True" in graphs) == eager):
-        raise CheckError(f"CUDA graphs: wanted {not eager}, the log says {sorted(set(graphs))}")
+        raise Failed(f"CUDA graphs: wanted {not eager}, the log says {sorted(set(graphs))}")
 
 
 def most_running(text: str) -> int:
     """The most requests that the server had in one decode batch, from its log."""
     return max(map(int, re.findall(r"Decode batch.*#running-req: (\d+)", text)), default=0)
-
-
-@dataclass
-class Client:
-    """Requests to one server."""
-
-    server: Server
-    deadline: Deadline
-
-    def generate(self, bodies: list[dict], concurrency: int) -> list[dict]:
-        return asyncio.run(self._post_all(bodies, concurrency))
-
-    async def _post_all(self, bodies: list[dict], concurrency: int) -> list[dict]:
-        # Imported here: it comes with SGLang, and what needs no server is tested without.
-        import aiohttp
-
-        gate = asyncio.Semaphore(concurrency)
-        timeout = aiohttp.ClientTimeout(total=self.deadline.left(300, "requests"))
-
-        async def post(session, body: dict) -> dict:
-            async with gate, session.post(f"{self.server.url}/generate", json=body) as response:
-                if response.status != 200:
-                    raise CheckError(f"wanted status 200, got {response.status}: {(await response.text())[:500]}")
-                return await response.json()
-
-        # One connection for each request: they must be in flight at the same time.
-        connector = aiohttp.TCPConnector(limit=0)
-        try:
-            async with aiohttp.ClientSession(connector=connector, timeout=timeout) as session:
-                return await asyncio.gather(*(post(session, body) for body in bodies))
-        except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-            raise CheckError(f"wanted {len(bodies)} answers within {timeout.total:.0f} s, got {error!r}") from error
-
-    def results(self, requests: Sequence[Request], concurrency: int, tokens: Sequence[int] = ()) -> list[dict]:
-        """Results for all requests; `tokens` asks besides for the log-probability of one token for each."""
-        bodies = [body(request.prompt, request.new_tokens) | _with_logprobs() for request in requests]
-        for one, token in zip(bodies, tokens, strict=False):
-            one["token_ids_logprob"] = [token]
-        return self.generate(bodies, concurrency)
-
-    def forget(self) -> None:
-        """Empty the radix cache."""
-        request = urllib.request.Request(f"{self.server.url}/flush_cache", method="POST")
-        with urllib.request.urlopen(request, None, 60):
-            pass
-
-    def decode_seconds(self, prompts: Sequence[list[int]], new_tokens: int) -> float:
-        """Wall time until every prompt, all in flight at once, has its new tokens."""
-        start = time.monotonic()
-        self.generate([body(prompt, new_tokens) for prompt in prompts], len(prompts))
-        return time.monotonic() - start
-
-
-def body(prompt: list[int], new_tokens: int) -> dict:
-    return {
-        "input_ids": prompt,
-        "sampling_params": {"temperature": 0, "max_new_tokens": new_tokens, "ignore_eos": True},
-    }
-
-
-def _with_logprobs() -> dict:
-    return {"return_logprob": True, "top_logprobs_num": 2, "logprob_start_len": -1}
 
 
 @dataclass
@@ -201,60 +108,64 @@ class Check:
     yardsticks: tuple[Agreement, Agreement] | None = None
 
     @contextmanager
-    def server(self, name: str, backend: str) -> Iterator[Client]:
+    def server(self, name: str, backend: str) -> Iterator[Served]:
         eager = name == EAGER
-        longest = max([4096, *(shape.context for shape in self.shapes)]) + 1024
-        running = max([len(self.requests), *(shape.batch for shape in self.shapes)])
-        command = [
-            *(sys.executable, "-m", "sglang.launch_server", "--model-path", self.model, "--attention-backend", backend),
-            *("--page-size", str(PAGE_TOKENS), "--context-length", str(longest), "--skip-tokenizer-init"),
-            *("--max-running-requests", str(running), "--chunked-prefill-size", str(CHUNK_TOKENS)),
-            *("--random-seed", "0", "--skip-server-warmup", "--decode-log-interval", "1"),
-            *("--kv-cache-dtype", self.cache),
-            *(SPECULATIVE if self.speculative else ()),
-            *(("--disable-cuda-graph",) if eager else ()),
-            *self.flags,
+        serving = Serving(
+            self.model,
+            max_context=max([4096, *(shape.context for shape in self.shapes)]) + 1024,
+            max_requests=max([len(self.requests), *(shape.batch for shape in self.shapes)]),
+            draft_tokens=DRAFT_TOKENS if self.speculative else 0,
+        )
+        flags = [
+            *("--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK_TOKENS), "--decode-log-interval", "1"),
+            *("--kv-cache-dtype", self.cache, *((SGLANG.eager,) if eager else ()), *self.flags),
         ]
-        record = self.document["servers"].setdefault(name, {"command": shlex.join(["python", *command[1:]])})
-        console.print(f"[bold]{name}[/]: {record['command']}", highlight=False)
+        record = self.document["servers"].setdefault(name, {})
         log = self.output.with_name(f"{self.output.stem}-{name}.log")
-        start = time.monotonic()
-        with serving(command, log, dict(os.environ), self.ready, self.deadline) as server:
-            record["seconds_to_ready"] = time.monotonic() - start
-            record["cache"] = cache_lines(log.read_text(errors="replace"))
-            console.print(f"{name}: {'; '.join(record['cache'])}", highlight=False)
-            yield Client(server, self.deadline)
-            text = log.read_text(errors="replace")
-            check_log(text, backend, eager)
-            record["most_running_at_once"] = most_running(text)
+        seconds = self.deadline.left(self.ready, "the start of a server")
+        console.print(f"[bold]{name}[/]: starting, log in {log}")
+        with served(SGLANG, serving, backend, flags, log=log, seconds=seconds, about=record) as server:
+            console.print(f"{name}: ready after {record['seconds_to_ready']} s, {'; '.join(record['cache'])}")
+            yield server
+            must_have_graphs(server.text(), eager)
+            record["most_running_at_once"] = most_running(server.text())
         self.write()
 
     def write(self) -> None:
-        self.output.write_text(json.dumps(self.document, indent=1) + "\n")
+        write(self.document, self.output)
 
     def run(self) -> list[str]:
         """All servers; the reasons to fail, none when all is well."""
         failures = []
         for name in [*self.backends, *([EAGER] if ETAP in self.backends and self.requests else [])]:
             try:
-                with self.server(name, ETAP if name == EAGER else name) as client:
+                with self.server(name, ETAP if name == EAGER else name) as server:
                     if self.requests:
-                        failures += [f"{name}: {reason}" for reason in self.ask(name, client)]
+                        failures += [f"{name}: {reason}" for reason in self.ask(name, server)]
                     for shape in self.shapes if name != EAGER else ():
-                        speed = self.document["servers"][name].setdefault("decode", [])
-                        speed.append(time_per_token(client, shape, self.repeats))
+                        timed = Timer(server, self.deadline).time_per_token(shape, self.repeats)
+                        server.about.setdefault("decode", []).append(timed)
                         self.write()
-            except CheckError as error:
+            except Failed as error:
                 failures.append(f"{name}: {error}")
                 console.print(failures[-1], style="red", markup=False)
         return failures + self.judge()
 
-    def ask(self, name: str, client: Client) -> list[str]:
+    def replies(
+        self, server: Served, requests: Sequence[Request], concurrency: int, tokens: Sequence[int] = ()
+    ) -> list[dict]:
+        """Replies to all requests; `tokens` asks besides for the log-probability of one token for each."""
+        bodies = [SGLANG.body(request.prompt, request.new_tokens, logprobs=2) for request in requests]
+        for body, token in zip(bodies, tokens, strict=False):
+            body["token_ids_logprob"] = [token]
+        return server.ask(bodies, concurrency, self.deadline.left(300, "requests"))
+
+    def ask(self, name: str, server: Served) -> list[str]:
         """Answers new and from the radix cache, the yardsticks where they are still missing; what speaks against it."""
-        record = self.document["servers"][name]
-        results = client.results(self.requests, len(self.requests))
+        record = server.about
+        results = self.replies(server, self.requests, len(self.requests))
         self.answers[name] = self.parse(results)
-        again = client.results(self.requests, len(self.requests))
+        again = self.replies(server, self.requests, len(self.requests))
         self.answers[f"{name} from the radix cache"] = self.parse(again)
         # The last page of a prompt is computed again, and so is one that only just fills a page.
         wanted = sum(max(0, (len(request.prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS) for request in self.requests)
@@ -270,19 +181,20 @@ class Check:
             if record["tokens_a_verification"] <= 1.0:
                 found.append(f"speculation: wanted more than 1 token a verification, got {made} in {verified}")
         if self.yardsticks is None and name not in (ETAP, EAGER):
-            self.yardsticks = self.measure_yardsticks(name, client)
+            self.yardsticks = self.measure_yardsticks(name, server)
         return found
 
-    def parse(self, results: list[dict]) -> list[Answer]:
-        return [parse_answer(result, request) for result, request in zip(results, self.requests, strict=True)]
+    def parse(self, replies: list[dict]) -> list[Answer]:
+        pairs = zip(replies, self.requests, strict=True)
+        return [answer_in(SGLANG, reply, request.new_tokens) for reply, request in pairs]
 
-    def measure_yardsticks(self, name: str, client: Client) -> tuple[Agreement, Agreement]:
+    def measure_yardsticks(self, name: str, server: Served) -> tuple[Agreement, Agreement]:
         """Noise and control of this backend's answers."""
-        client.forget()
-        noise = agreement(self.parse(client.results(self.requests, FEW)), self.answers[name])
+        client.post(f"{server.url}/flush_cache")
+        noise = agreement(self.parse(self.replies(server, self.requests, FEW)), self.answers[name])
         pairs = [pair for pair in zip(self.requests, self.answers[name], strict=True) if len(pair[0].prompt) >= 128]
         changed = [replace(with_another_beginning(request), new_tokens=1) for request, _ in pairs]
-        results = client.results(changed, len(changed), [answer.tokens[0] for _, answer in pairs])
+        results = self.replies(server, changed, len(changed), [answer.tokens[0] for _, answer in pairs])
         moved = [first_token_moved(result, answer) for result, (_, answer) in zip(results, pairs, strict=True)]
         control = Agreement([[value] for value in moved])
         self.document["yardsticks"] = {"backend": name, "noise": noise.summary(), "control": control.summary()}
@@ -338,12 +250,13 @@ def main(
     note: Annotated[str, typer.Option(help="Put into the output: anything unusual about this installation.")] = "",
 ) -> None:
     """Compare ETAP with other attention backends of SGLang on this GPU; exit with 1 when the answers disagree."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    # A terminated check must still end its servers.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))
-    document = {"what": "SGLang serve check"} | provenance(note)
-    document["versions"] |= {package: version_of(package) for package in PACKAGES}
-    document |= {"speculative": speculative, "servers": {}, "yardsticks": None, "agreement": {}, "failures": []}
+    try:
+        must_be_writable(output)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    about = provenance(PROGRAM, packages=PACKAGES, library=_library.library_path(), note=note)
+    document = {"what": "SGLang serve check"} | about.model_dump() | {"speculative": speculative, "servers": {}}
+    document |= {"yardsticks": None, "agreement": {}, "failures": []}
     check = Check(
         model,
         backends.split(","),
@@ -358,13 +271,14 @@ def main(
         Deadline(time.monotonic() + limit),
         document,
     )
-    try:
-        document["failures"] = check.run()
-    except BaseException as error:
-        document["failures"].append(f"{type(error).__name__}: {error}")
-        raise
-    finally:
-        check.write()
+    with stopping(None):
+        try:
+            document["failures"] = check.run()
+        except BaseException as error:
+            document["failures"].append(f"{type(error).__name__}: {error}")
+            raise
+        finally:
+            check.write()
     print_tables(document)
     for failure in document["failures"]:
         console.print(f"FAILED {failure}", style="red", markup=False)

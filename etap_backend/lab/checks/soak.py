@@ -1,9 +1,10 @@
 """Soaks one server of vLLM or SGLang with ETAP: minutes of mixed traffic, and what must not happen meanwhile.
 
-    python tests/soak.py MODEL --engine vllm --output soak.json [--seconds 600] [--mode mtp] [-- flags for the server]
+    python -m etap_backend.lab.checks.soak MODEL --engine vllm --output soak.json [--seconds 600] [--mode mtp]
+        [-- flags for the server]
 
-Needs a Hopper GPU, the engine with etap-backend beside it, and a MODEL of tests/answers/train_model.py. Nothing else is
-to be installed, and other jobs may use the same GPU.
+Needs a Hopper GPU, the engine with etap-backend beside it, and a MODEL of train_model.py. Other jobs may use the same
+GPU.
 
 Traffic: up to --concurrency requests at once, in waves. The first wave is of short requests: all of them run at once;
 the second of many new tokens behind one prefix of half the context, with so few to add that every step is full of
@@ -18,7 +19,7 @@ fails for
   among the traffic and once after it: greedily, and in vLLM without drafts every second one forced along the first
   answer. Rounding depends on the batch; what is allowed for it is below, with its reasons;
 - memory that grows: of host and GPU, what the server's processes have in the last quarter of the samples against the
-  second. Where nvidia-smi does not say what these processes have, the GPU's is reported as not known;
+  second. Where the driver does not say what these processes have, the GPU's is reported as not known;
 - a run that proves nothing: nothing preempted (vLLM), nothing found in the prefix cache, nothing aborted, no drafts
   accepted, a model that does not know its prompts.
 
@@ -26,23 +27,20 @@ The file is replaced every minute. --stop-file, once there, and SIGTERM end the 
 which is no pass either. The exit status is 0 or 1.
 """
 
-import contextlib
-import http.client
-import json
+from __future__ import annotations
+
+import itertools
 import math
-import os
 import random
 import re
-import shlex
 import statistics
-import subprocess
 import sys
 import threading
 import time
-import urllib.parse
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -50,36 +48,19 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from etap_backend.lab.bench.command import Stopped, stopping
-from etap_backend.lab.e2e.command import metrics_of
-from etap_backend.lab.serving.lifecycle import Failed, Process, free_port, server
-from etap_backend.lab.bench.report import write
+from etap_backend import _library
+from etap_backend.lab import gpus
+from etap_backend.lab.checks.agreement import NOISE_FACTOR, PROMPT_TOKENS, agreement, answer_in, must_be_finite
+from etap_backend.lab.checks.answers import ASKED, PACKAGES, RIGHT_SHARE, Asked, Variant, right_share
+from etap_backend.lab.provenance import provenance
+from etap_backend.lab.results import must_be_writable, read_json, write
+from etap_backend.lab.serving import client
+from etap_backend.lab.serving.client import Failed, FailedRequest, Wire, described
+from etap_backend.lab.serving.engines import Answer, Engine
+from etap_backend.lab.serving.servers import Served, served
+from etap_backend.lab.stopping import Stopped, stopping
 
-HERE = Path(__file__).resolve().parent
-from etap_backend.lab.checks.answers import (  # noqa: E402
-    ENGINES,
-    ETAP,
-    MODES,
-    RIGHT_SHARE,
-    Answer,
-    Sglang,
-    Variant,
-    Vllm,
-    checked,
-    read_counters,
-    right_share,
-)
-from etap_backend.lab.checks.vllm_serve import (  # noqa: E402
-    IMPOSSIBLE,
-    NOISE_FACTOR,
-    PROMPT_TOKENS,
-    CheckError,
-    agreement,
-    cache_lines,
-    provenance,
-    version_of,
-)
-
+PROGRAM = "python -m etap_backend.lab.checks.soak"
 # Of correct kernels, answers of the trained model parted where the best two tokens were at most 0.125 nats apart, and
 # wrong ones at 1.2 and more (results/answers-vllm-triton.json). In results/vllm-serve.json the largest difference of a
 # step was 0.23 nats and the largest median of a request 0.064, where another context gave medians of 3.4.
@@ -103,14 +84,6 @@ BAD_LINE = re.compile(
 HARMLESS = re.compile(r"disconnected from the client side|SpecDecoding metrics")
 
 console = Console(width=120)
-
-
-class Faulty(Exception):
-    """What a request got instead of an answer; `kind` is what it is counted as."""
-
-    def __init__(self, kind: str, text: str):
-        super().__init__(text)
-        self.kind = kind
 
 
 @dataclass(frozen=True)
@@ -157,99 +130,10 @@ class Tally:
             return [f"{kind} ({count} times): {self.examples[kind][0]}" for kind, count in self.failures.items()]
 
 
-def logprobs_of(reply: dict) -> list[float | None]:
-    """All log-probabilities in a reply of either engine, or in one part of a stream."""
-    if "choices" in reply:
-        found = (reply["choices"][0].get("logprobs") if reply["choices"] else None) or {}
-        best = [value for step in found.get("top_logprobs") or () for value in step.values()]
-        return [*(found.get("token_logprobs") or ()), *best]
-    about = reply.get("meta_info", {})
-    best = [step[0] for steps in about.get("output_top_logprobs") or () for step in steps or ()]
-    return [*(step[0] for step in about.get("output_token_logprobs") or ()), *best]
-
-
-def tokens_in(reply: dict, before: int = 0) -> int:
-    """Tokens so far: vLLM's parts of a stream have the new ones, SGLang's say how many there are."""
-    if "choices" in reply:
-        found = (reply["choices"][0].get("logprobs") if reply["choices"] else None) or {}
-        return before + len(found.get("tokens") or ())
-    return reply.get("meta_info", {}).get("completion_tokens", before)
-
-
-def must_be_finite(reply: dict) -> None:
-    for value in logprobs_of(reply):
-        if value is None or not IMPOSSIBLE < value < 1e-3:
-            raise Faulty("not finite", f"wanted finite log-probabilities, got {value}")
-
-
-@dataclass(frozen=True)
-class Wire:
-    """Requests to one server, each over a connection of its own."""
-
-    url: str
-    path: str
-    timeout: float
-
-    @contextlib.contextmanager
-    def _sent(self, body: dict) -> Iterator[http.client.HTTPResponse]:
-        address = urllib.parse.urlsplit(self.url)
-        connection = http.client.HTTPConnection(address.hostname, address.port, timeout=self.timeout)
-        try:
-            connection.request("POST", self.path, json.dumps(body), {"Content-Type": "application/json"})
-            response = connection.getresponse()
-            if response.status != 200:
-                text = response.read(500).decode(errors="replace")
-                raise Faulty("HTTP error", f"wanted status 200, got {response.status}: {text}")
-            yield response
-        except TimeoutError as error:
-            raise Faulty("hung", f"no answer in {self.timeout:g} s: {_described(body)}") from error
-        except (OSError, http.client.HTTPException, json.JSONDecodeError) as error:
-            raise Faulty("HTTP error", f"{error!r}: {_described(body)}") from error
-        finally:
-            connection.close()
-
-    def whole(self, body: dict) -> dict:
-        """The reply. Raises Faulty when there is none, or one with numbers that are none."""
-        with self._sent(body) as response:
-            reply = json.loads(response.read())
-        must_be_finite(reply)
-        return reply
-
-    def streamed(self, body: dict, most_parts: int = sys.maxsize) -> tuple[int, bool]:
-        """Tokens that came and whether the stream ended before the client closed it, after so many parts."""
-        tokens, end = 0, time.monotonic() + self.timeout
-        with self._sent(body | {"stream": True}) as response:
-            for _ in range(most_parts):
-                while not (line := response.readline()).strip():
-                    if not line:
-                        raise Faulty("HTTP error", f"the stream broke off: {_described(body)}")
-                if time.monotonic() > end:
-                    raise Faulty("hung", f"the stream did not end in {self.timeout:g} s: {_described(body)}")
-                if (text := line.removeprefix(b"data:").strip()) == b"[DONE]":
-                    return tokens, True
-                part = json.loads(text)
-                if "error" in part:
-                    raise Faulty("HTTP error", f"in a stream: {part['error']}")
-                must_be_finite(part)
-                tokens = tokens_in(part, tokens)
-        return tokens, False
-
-
-def _described(body: dict) -> str:
-    prompt = body.get("prompt") or body.get("input_ids")
-    return f"{len(prompt)} prompt tokens, {_sampling(body)}, streamed {body.get('stream', False)}"
-
-
-def _sampling(body: dict) -> dict:
-    """Where a body of either engine has its sampling parameters."""
-    parameters = body.get("sampling_params", body)
-    return {key: parameters[key] for key in ("max_tokens", "max_new_tokens", "temperature") if key in parameters}
-
-
 class Traffic:
     """Threads that send one request after another, as many at once as the wave wants."""
 
-    def __init__(self, engine: Vllm | Sglang, wire: Wire, settings: Settings, tally: Tally):
+    def __init__(self, engine: Engine, wire: Wire, settings: Settings, tally: Tally):
         self.engine, self.wire, self.settings, self.tally = engine, wire, settings, tally
         self.stop, self.wanted, self.abandoned = threading.Event(), settings.concurrency, False
         self.wave = 0
@@ -296,29 +180,43 @@ class Traffic:
                 continue
             try:
                 self._one(rng)
-            except Faulty as fault:
+            except FailedRequest as fault:
                 if not self.abandoned:
                     self.tally.fail(fault.kind, str(fault))
                 self.stop.wait(1)
 
     def _one(self, rng: random.Random) -> None:
         prompt, tokens = self.request(rng)
-        body = self.engine.body(prompt, tokens, None)
-        body.get("sampling_params", body)["temperature"] = rng.choice([0, 0.7, 1.0])
         closes, ended = rng.random() < self.settings.abort_share, True
+        streams = closes or rng.random() < self.settings.stream_share
+        # SGLang repeats all log-probabilities in every part of a stream.
+        logprobs = 0 if streams and not self.engine.parts_are_new else 2
+        body = self.engine.body(prompt, tokens, temperature=rng.choice([0, 0.7, 1.0]), logprobs=logprobs)
         self.tally.count(sent=1)
-        if closes or rng.random() < self.settings.stream_share:
-            # SGLang repeats all log-probabilities in every part of a stream.
-            body = {key: value for key, value in body.items() if key not in ("return_logprob", "top_logprobs_num")}
-            got, ended = self.wire.streamed(body, rng.randrange(tokens) if closes else sys.maxsize)
+        if streams:
+            got, ended = self.streamed(body, rng.randrange(tokens) if closes else sys.maxsize)
         else:
-            got = tokens_in(self.wire.whole(body))
+            reply = self.wire.whole(body)
+            must_be_finite(self.engine, reply)
+            got = self.engine.tokens_in(reply)
         if not ended:
             self.tally.count(aborted=1, prompt_tokens=len(prompt), output_tokens=got)
         elif got != tokens:
-            raise Faulty("incomplete", f"wanted {tokens} tokens, got {got}: {_described(body)}")
+            raise FailedRequest("incomplete", f"wanted {tokens} tokens, got {got}: {described(body)}")
         else:
             self.tally.count(served=1, prompt_tokens=len(prompt), output_tokens=got)
+
+    def streamed(self, body: dict, most_parts: int) -> tuple[int, bool]:
+        """Tokens that came, and whether the stream ended before the client closed it, after so many parts."""
+        count, tokens, end = 0, 0, time.monotonic() + self.settings.timeout
+        with closing(self.wire.parts(body)) as parts:
+            for count, part in enumerate(itertools.islice(parts, most_parts), 1):  # noqa: B007
+                if time.monotonic() > end:
+                    said = f"the stream did not end in {self.settings.timeout:g} s: {described(body)}"
+                    raise FailedRequest("hung", said)
+                must_be_finite(self.engine, part)
+                tokens = self.engine.tokens_in(part, tokens)
+        return tokens, count < most_parts
 
     def drained(self) -> list[threading.Thread]:
         """Send nothing more; the threads whose request did not end in time."""
@@ -332,9 +230,9 @@ class Traffic:
 class Probes:
     """Prompts of which the idle server's answers are known."""
 
-    def __init__(self, engine: Vllm | Sglang, wire: Wire, model: Path, forces: bool):
+    def __init__(self, engine: Engine, wire: Wire, model: Path, forces: bool):
         self.engine, self.wire, self.forces = engine, wire, forces
-        entries = json.loads((model / "prompts.json").read_text())
+        entries = read_json(model / "prompts.json")
         self.kinds = [(kind, entry) for kind in ("recite", "recall") for entry in entries[kind][:PROBES]]
         self.reference: list[Answer] = []
         self.noise = 0.0
@@ -347,30 +245,25 @@ class Probes:
             entry, along = self.kinds[index][1], None
             if forced and self.forces and index % 2:
                 along = self.reference[index].tokens
-            body = self.engine.body(entry["prompt"], len(entry["answer"]), along)
+            tokens = len(entry["answer"])
             # Another salt finds nothing in the prefix cache.
-            body |= {"cache_salt": salt} if salt and isinstance(self.engine, Vllm) else {}
-            try:
-                return checked(self.engine.parse(self.wire.whole(body)), len(entry["answer"]), along)
-            except CheckError as error:
-                raise Faulty("wrong answer", str(error)) from error
+            body = self.engine.body(entry["prompt"], tokens, logprobs=2, forced=along, salt=salt)
+            return answer_in(self.engine, self.wire.whole(body), tokens, along)
 
         with ThreadPoolExecutor(concurrency) as pool:
             return list(pool.map(one, range(len(self.kinds))))
 
     def learn(self) -> dict:
-        """The idle server's answers, and how far it is from itself a few at a time. Raises CheckError if it is lost."""
+        """The idle server's answers, and how far it is from itself a few at a time. Raises Failed if it is lost."""
         self.reference = self.ask(len(self.kinds), False, "idle")
         again = agreement(self.ask(FEW, False, None), self.reference)
         self.noise = again.median() if any(again.differences) else math.nan
         known = [index for index, (kind, _) in enumerate(self.kinds) if kind == "recite"]
         right = right_share([self.reference[i] for i in known], [self.kinds[i][1]["answer"] for i in known])
         if right < RIGHT_SHARE:
-            raise CheckError(
-                f"wanted {RIGHT_SHARE:.0%} of the prompts known by heart answered rightly, got {right:.0%}"
-            )
+            raise Failed(f"wanted {RIGHT_SHARE:.0%} of the prompts known by heart answered rightly, got {right:.0%}")
         if wrong := self.objections(again):
-            raise CheckError(f"the idle server does not agree with itself: {'; '.join(wrong)}")
+            raise Failed(f"the idle server does not agree with itself: {'; '.join(wrong)}")
         return {"recite_right": right, "noise": again.summary()}
 
     def objections(self, found) -> list[str]:
@@ -389,7 +282,7 @@ class Probes:
         """Ask once more; every second round finds nothing in the prefix cache."""
         try:
             answers = self.ask(len(self.kinds), True, f"round {when}" if len(self.rounds) % 2 else None)
-        except Faulty as fault:
+        except FailedRequest as fault:
             tally.fail(fault.kind, f"probes: {fault}")
             return
         found = agreement(answers, self.reference)
@@ -398,27 +291,6 @@ class Probes:
             tally.fail("wrong answer", f"after {when:.0f} s: {text}")
         about = found.summary() if any(found.differences) else {"steps": 0, "parted": len(found.parted)}
         self.rounds.append({"seconds": round(when, 1)} | about | {"objections": wrong})
-
-
-def host_mib(pids: Sequence[int]) -> float:
-    """Resident memory of these processes, what they share counted for each."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError, IndexError):  # it may end while it is looked at
-            total += int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    return total / 2**20
-
-
-def gpu_mib(pids: Sequence[int]) -> float | None:
-    """Memory of these processes on all GPUs; None where nvidia-smi does not know any (it may count pids elsewhere)."""
-    command = ["nvidia-smi", "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"]
-    try:
-        lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.splitlines()
-    except (OSError, subprocess.SubprocessError):
-        return None
-    pairs = [line.split(", ") for line in lines]
-    found = [float(used) for pid, used in pairs if pid.isdigit() and int(pid) in pids and used.isdigit()]
-    return sum(found) if found else None
 
 
 def growth(samples: Sequence[float | None]) -> float | None:
@@ -452,10 +324,8 @@ class Log:
 class Soak:
     """One server under traffic; `document` is what is written, also when it ends half way."""
 
-    engine: Vllm | Sglang
+    server: Served
     mode: str
-    url: str
-    process: Process
     probes: Probes
     traffic: Traffic
     log: Log
@@ -473,7 +343,7 @@ class Soak:
         return time.monotonic() - self.begin
 
     def run(self) -> None:
-        """Learn, soak, drain, look once more. Raises Stopped when ended early, CheckError when it cannot begin."""
+        """Learn, soak, drain, look once more. Raises Stopped when ended early, Failed when it cannot begin."""
         self.document["probes"] = self.probes.learn()
         self.counters_before = self.counters()
         self.begin = time.monotonic()
@@ -482,7 +352,7 @@ class Soak:
         pool = ThreadPoolExecutor(1)
         try:
             self.loop(pool)
-            if self.process.ended() is None:
+            if self.server.process.ended() is None:
                 self.calm(pool)
         except BaseException:
             self.traffic.abandoned = True
@@ -492,7 +362,7 @@ class Soak:
             self.traffic.abandoned = True
             pool.shutdown(wait=False, cancel_futures=True)
             self.note()
-        if self.process.ended() is None:
+        if self.server.process.ended() is None:
             self.document["failures"] += self.proves_nothing()
 
     def loop(self, pool: ThreadPoolExecutor) -> None:
@@ -508,7 +378,7 @@ class Soak:
         while (now := self.elapsed()) < self.settings.seconds or len(self.samples) < LEAST_SAMPLES:
             if self.stop_file and self.stop_file.exists():
                 raise Stopped(f"by {self.stop_file.name}")
-            if self.process.ended() is not None or sum(self.tally.failures.values()) > MOST_FAILURES:
+            if self.server.process.ended() is not None or sum(self.tally.failures.values()) > MOST_FAILURES:
                 return
             for name, (every, action) in due.items():
                 if now >= next_at[name]:
@@ -526,19 +396,21 @@ class Soak:
         for thread in self.traffic.drained():
             self.tally.fail("hung", f"{thread.name} still waits for its request")
         pool.submit(self.probes.round, self.elapsed(), self.tally).result()
-        running = self.counters()["running"]
-        if running and isinstance(self.engine, Vllm):
+        running = self.running(self.server.metrics())
+        if running and self.server.engine.name == "vllm":
             self.tally.fail("left over", f"the idle server says that {running:.0f} requests are running")
 
     def sample(self) -> None:
-        pids = self.process.running()
-        self.most_running = max(self.most_running, self.counters()["running"] or 0)
-        self.samples.append((self.elapsed(), host_mib(pids), gpu_mib(pids)))
+        process, metrics = self.server.process, self.server.metrics()
+        self.most_running = max(self.most_running, self.running(metrics))
+        self.samples.append((self.elapsed(), process.host_mib(), gpus.process_mib(process.running())))
+
+    def running(self, metrics: dict[str, float]) -> float:
+        """Requests in the running batch."""
+        return metrics.get(self.server.engine.running, 0.0)
 
     def counters(self) -> dict[str, float | None]:
-        name = "vllm" if isinstance(self.engine, Vllm) else "sglang"
-        gauge = {"running": "vllm:num_requests_running" if name == "vllm" else "sglang:num_running_reqs"}
-        return read_counters(metrics_of(self.url), self.engine.counters | gauge)
+        return client.counted(self.server.metrics(), self.server.engine.counters)
 
     def memory(self) -> dict:
         """Growth in MiB by kind, with the samples; what is over its limit becomes a failure at the end."""
@@ -556,7 +428,7 @@ class Soak:
         """Bring the document up to date and write it."""
         for line in self.log.read():
             self.tally.fail("log", line)
-        if (code := self.process.ended()) is not None and "server" not in self.tally.failures:
+        if (code := self.server.process.ended()) is not None and "server" not in self.tally.failures:
             self.tally.fail("server", f"ended with {code} after {self.elapsed():.0f} s")
         after = self.counters()
         self.document |= {
@@ -565,7 +437,6 @@ class Soak:
             "counters": {
                 name: None if value is None else value - (self.counters_before.get(name) or 0)
                 for name, value in after.items()
-                if name != "running"
             },
             "faults": {kind: {"times": n, "examples": self.tally.examples[kind]} for kind, n in self.faults()},
             "memory": self.memory(),
@@ -589,7 +460,7 @@ class Soak:
         """What a run must have had to say anything, and did not; memory that grew."""
         counters, requests, found = self.document["counters"], self.tally.counts, []
         # SGLang reserves room for outputs, and so may get by without.
-        wanted = ["prefix tokens found", *(["preempted"] if isinstance(self.engine, Vllm) else [])]
+        wanted = ["prefix tokens found", *(["preempted"] if self.server.engine.name == "vllm" else [])]
         wanted += ["drafts accepted"] if self.mode != "plain" and "drafts accepted" in counters else []
         found += [f"{what}: wanted some, got {counters[what]}" for what in wanted if not counters[what]]
         found += [f"requests {what}: wanted some, got none" for what in ("served", "aborted") if not requests[what]]
@@ -605,10 +476,10 @@ class Soak:
 
 
 def soaked(
-    engine: Vllm | Sglang,
+    asked: Asked,
     mode: str,
     model: Path,
-    command: Callable[[int], list[str]],
+    flags: list[str],
     variant: Variant,
     settings: Settings,
     document: dict,
@@ -617,30 +488,29 @@ def soaked(
     stop_file: Path | None,
 ) -> None:
     """Serve and soak; fills in the document, whatever happens."""
-    port, tally = free_port(), Tally()
-    url, log, begin = f"http://127.0.0.1:{port}", output.with_suffix(".log"), time.monotonic()
-    log.unlink(missing_ok=True)
-    path = os.pathsep.join([str(HERE), *filter(None, [os.environ.get("PYTHONPATH")])])
-    started = command(port)
-    document["server"] = {"command": shlex.join(["python", *started[1:]])}
-    console.print(document["server"]["command"], highlight=False)
+    engine, tally, log = asked.engine, Tally(), output.with_suffix(".log")
+    document["server"] = {}
+    console.print(f"{engine.name} with {variant.backend}: starting, log in {log}", highlight=False)
     try:
-        with server(started, url, log, {"PYTHONPATH": path} | variant.environment, ready) as process:
-            text = log.read_text(errors="replace")
-            document["server"] |= {"seconds_to_ready": time.monotonic() - begin, "cache": cache_lines(text)}
-            proofs = (engine.proof(variant.backend), variant.proof())
-            if missing := [proof for proof in proofs if proof not in text]:
-                raise CheckError(f"the server's log does not say {missing[0]!r}")
-            wire = Wire(url, engine.path, settings.timeout)
-            probes = Probes(engine, wire, model, engine.forces and mode == "plain")
-            traffic = Traffic(engine, wire, settings, tally)
-            watched = Log(log, log.stat().st_size)
-            Soak(
-                engine, mode, url, process, probes, traffic, watched, settings, tally, document, output, stop_file
-            ).run()
+        with served(
+            engine,
+            asked.serving(model, mode),
+            variant.backend,
+            flags,
+            log=log,
+            seconds=ready,
+            about=document["server"],
+            environment=variant.environment,
+        ) as server:
+            server.must_say(variant.proof())
+            with closing(Wire(server.url + engine.path, settings.timeout)) as wire:
+                probes = Probes(engine, wire, model, asked.forces and mode == "plain")
+                traffic = Traffic(engine, wire, settings, tally)
+                watched = Log(log, log.stat().st_size)
+                Soak(server, mode, probes, traffic, watched, settings, tally, document, output, stop_file).run()
     except Stopped as reason:
         document["stopped"] = str(reason)
-    except (Failed, CheckError, Faulty) as error:
+    except Failed as error:
         document["failures"].append(str(error))
     finally:
         document["failures"] += tally.sentences()
@@ -679,30 +549,29 @@ def main(
     note: Annotated[str, typer.Option(help="Put into the output: anything unusual about this installation.")] = "",
 ) -> None:
     """Soak one server with ETAP; exit with 1 when anything was wrong or the run was cut short."""
-    if engine not in ENGINES or mode not in ENGINES[engine].modes:
-        raise typer.BadParameter(f"wanted an engine of {', '.join(ENGINES)} and a mode of {', '.join(MODES)} it has")
-    asked = ENGINES[engine]
-    name = backend or next(name for name in asked.backends if name.upper() == ETAP)
-    variant = Variant.parse(f"{name}+{kv_cache_dtype}")
-    context = json.loads((model / "config.json").read_text())["max_position_embeddings"]
+    if engine not in ASKED or mode not in ASKED[engine].modes:
+        said = "; ".join(f"{name} with {', '.join(each.modes)}" for name, each in ASKED.items())
+        raise typer.BadParameter(f"--engine, --mode: wanted {said}, got {engine} with {mode}")
+    asked = ASKED[engine]
+    variant = Variant.parse(f"{backend or asked.engine.ours}+{kv_cache_dtype}")
+    try:
+        must_be_writable(output)
+        training, config = (read_json(model / f"{name}.json") for name in ("training", "config"))
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
+    context = config["max_position_embeddings"]
     settings = Settings(
         *(seconds, concurrency, timeout, context, abort_share, stream_share, probe_every, sample_every),
         *(wave_every, write_every, host_growth, gpu_growth, seed),
     )
-    share = {"vllm": "--gpu-memory-utilization", "sglang": "--mem-fraction-static"}[engine]
-
-    def command(port: int) -> list[str]:
-        flags = [*variant.flags, share, str(memory_share), *(serve_flags or [])]
-        address = ["--host", "127.0.0.1", "--port", str(port)]
-        return [*asked.command(model, variant.backend, mode, cache_tokens), *address, *flags]
-
-    output.parent.mkdir(parents=True, exist_ok=True)
-    document = {"what": f"soak, {engine}"} | provenance(note)
-    document["versions"] |= {name: version_of(name) for name in ("sglang", "sglang-kernel", "flashinfer-python")}
-    document |= {"model": json.loads((model / "training.json").read_text()), "mode": mode, "backend": variant.backend}
-    document |= {"settings": asdict(settings), "complete": False, "stopped": None, "failures": []}
+    flags = [*asked.flags(mode, cache_tokens), *variant.flags, asked.engine.memory_share, str(memory_share)]
+    about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
+    document = {"what": f"soak, {engine}"} | about.model_dump() | {"model": training, "mode": mode}
+    document |= {"backend": variant.backend, "settings": asdict(settings)}
+    document |= {"complete": False, "stopped": None, "failures": []}
     with stopping(None):
-        soaked(asked, mode, model, command, variant, settings, document, output, ready, stop_file)
+        flags += serve_flags or []
+        soaked(asked, mode, model, flags, variant, settings, document, output, ready, stop_file)
     for failure in document["failures"]:
         console.print(f"FAILED {failure}", style="red", markup=False)
     passed = document["complete"] and not document["failures"]

@@ -1,14 +1,18 @@
-"""What `etap e2e` knows of the two engines: how each is started and loaded, and what its answers mean."""
+"""What the laboratory knows of the two engines: how each is started, asked and loaded, and what its replies, its log
+and its metrics mean."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-SERVED_NAME = "e2e"
+SERVED_NAME = "served"
 SEED = 0
+PAGE_TOKENS = 64
 
 
 @dataclass(frozen=True)
@@ -19,23 +23,31 @@ class Serving:
         model: folder or name of the model.
         dummy: its weights are made up by the engine.
         tp, pp, dp: tensor, pipeline and data parallelism.
-        max_context: longest request in tokens, output included.
-        batches: numbers of concurrent requests, for which CUDA graphs are captured.
-        draft_tokens: tokens that multi-token prediction drafts a step, 0 without.
+        max_context: longest request in tokens, output included; None for the model's.
+        batches: numbers of concurrent requests, for which CUDA graphs are captured; none for the engine's choice.
+        max_requests: most requests at a time; None for the largest of `batches`.
+        draft_tokens: tokens that are drafted a step, 0 without.
+        drafter: who drafts: the model's own layer for multi-token prediction, or its text so far (vLLM only).
         acceptance: draft tokens that are taken as accepted a step, plus one; None to let the weights decide.
         fp8_cache: the KV cache is in e4m3; else in the model's type.
     """
 
     model: str
-    dummy: bool
-    tp: int
-    pp: int
-    dp: int
-    max_context: int
-    batches: tuple[int, ...]
+    dummy: bool = False
+    tp: int = 1
+    pp: int = 1
+    dp: int = 1
+    max_context: int | None = None
+    batches: tuple[int, ...] = ()
     draft_tokens: int = 0
     acceptance: float | None = None
     fp8_cache: bool = False
+    max_requests: int | None = None
+    drafter: Literal["mtp", "ngram"] = "mtp"
+
+    @property
+    def most_requests(self) -> int:
+        return self.max_requests or max(self.batches)
 
 
 @dataclass(frozen=True)
@@ -52,6 +64,15 @@ class Load:
     seed: int = SEED
 
 
+@dataclass(frozen=True)
+class Answer:
+    """The tokens of one completion; for each its log-probability, and how far the best token is from the second."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    gaps: list[float]
+
+
 class Engine:
     """One serving engine."""
 
@@ -59,12 +80,30 @@ class Engine:
     package: str
     ours: str
     load_module: str
+    path: str
+    """Where completions are asked for."""
     kv_tokens: str
     full_graphs: str | None = None
-    """What the log has where decode runs in full CUDA graphs; None where an engine does not say."""
+    """What the log has where decode runs in full CUDA graphs; None where an engine does not say when it is ready."""
     cached: tuple[str, str]
+    """Samples of /metrics: prompt tokens that the prefix cache had, and all."""
+    running: str
+    """The sample that counts requests in the running batch."""
+    counters: dict[str, str]
+    """Further samples, by what they count."""
+    memory_share: str
+    """The flag for the share of the GPU's memory that the server may take."""
+    eager: str
+    """The flag for no CUDA graphs."""
+
+    parts_are_new: bool
+    """Whether a part of a stream has what is new alone; else it repeats all that came before."""
 
     def server(self, python: str, serving: Serving, backend: str, port: int, flags: list[str]) -> list[str]:
+        raise NotImplementedError
+
+    def small_cache(self, tokens: int) -> list[str]:
+        """Flags for a KV cache of so many tokens."""
         raise NotImplementedError
 
     def environment(self, serving: Serving) -> dict[str, str]:
@@ -72,6 +111,36 @@ class Engine:
         return {}
 
     def load(self, serving: Serving, load: Load, port: int, result: Path) -> list[str]:
+        raise NotImplementedError
+
+    def body(
+        self,
+        prompt: list[int],
+        tokens: int,
+        *,
+        temperature: float = 0,
+        logprobs: int = 0,
+        forced: Sequence[int] | None = None,
+        salt: str | None = None,
+    ) -> dict:
+        """A request for exactly so many tokens behind a prompt of token ids.
+
+        With `logprobs` the reply has log-probabilities, and so many of the best tokens at each step. `forced` names the
+        tokens of the answer, where the server was started with `forced_tokens`. Another `salt` finds nothing in the
+        prefix cache. SGLang takes neither of the two.
+        """
+        raise NotImplementedError
+
+    def answer(self, reply: dict) -> Answer:
+        """What a reply with log-probabilities of at least two tokens says."""
+        raise NotImplementedError
+
+    def logprobs_in(self, reply: dict) -> list[float | None]:
+        """All log-probabilities in a reply, or in one part of a stream."""
+        raise NotImplementedError
+
+    def tokens_in(self, reply: dict, before: int = 0) -> int:
+        """Tokens so far, after a reply or one more part of a stream."""
         raise NotImplementedError
 
     def in_use(self, backend: str, log: str) -> bool:
@@ -86,44 +155,66 @@ class Engine:
     def in_full_graphs(self, log: str) -> bool | None:
         return None if self.full_graphs is None else re.search(self.full_graphs, log) is not None
 
-    def cached_and_asked(self, metrics: str) -> tuple[float, float] | None:
-        """Prompt tokens found in the prefix cache so far and all prompt tokens, from the text of /metrics."""
-        sums = []
-        for name in self.cached:
-            samples = re.findall(rf"^{name}(?:\{{.*\}})? (\S+)$", metrics, re.MULTILINE)
-            if not samples:
-                return None
-            sums.append(sum(map(float, samples)))
-        return sums[0], sums[1]
+    def cached_and_asked(self, metrics: dict[str, float]) -> tuple[float, float] | None:
+        """Prompt tokens found in the prefix cache so far and all prompt tokens, from the samples of /metrics."""
+        found, asked = (metrics.get(name) for name in self.cached)
+        return None if found is None or asked is None else (found, asked)
+
+
+def _gaps(steps: Sequence[Sequence[float]]) -> list[float]:
+    best = [sorted(step, reverse=True)[:2] for step in steps]
+    return [first - second for first, second in best]
 
 
 class Vllm(Engine):
     name = package = "vllm"
     ours = "ETAP"
     load_module = "vllm.entrypoints.cli.main"
+    path = "/v1/completions"
     kv_tokens = r"GPU KV cache size: ([\d,]+) tokens"
     full_graphs = r"Capturing CUDA graphs \((decode, )?FULL\)"
     cached = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
+    running = "vllm:num_requests_running"
+    counters = {
+        "preempted": "vllm:num_preemptions_total",
+        "prefix tokens found": "vllm:prefix_cache_hits_total",
+        "drafts": "vllm:spec_decode_num_draft_tokens_total",
+        "drafts accepted": "vllm:spec_decode_num_accepted_tokens_total",
+    }
+    memory_share = "--gpu-memory-utilization"
+    eager = "--enforce-eager"
+    parts_are_new = True
 
     def server(self, python: str, serving: Serving, backend: str, port: int, flags: list[str]) -> list[str]:
-        # A step verifies all drafted tokens, so graphs are captured for as many rows; none between: starts are short.
-        sizes = sorted({batch * (1 + serving.draft_tokens) for batch in serving.batches})
         command = [
             *(python, "-m", "vllm.entrypoints.cli.main", "serve", serving.model, "--served-model-name", SERVED_NAME),
             *("--host", "127.0.0.1", "--port", str(port), "--attention-backend", backend, "--seed", str(SEED)),
             *("--tensor-parallel-size", str(serving.tp), "--pipeline-parallel-size", str(serving.pp)),
-            *("--data-parallel-size", str(serving.dp), "--max-model-len", str(serving.max_context)),
-            *("--max-num-seqs", str(max(serving.batches)), "--cudagraph-capture-sizes", *map(str, sizes)),
-            *("--load-format", "dummy" if serving.dummy else "auto", "--disable-uvicorn-access-log"),
+            *("--data-parallel-size", str(serving.dp), "--max-num-seqs", str(serving.most_requests)),
         ]
+        if serving.max_context:
+            command += ["--max-model-len", str(serving.max_context)]
+        if serving.batches:
+            # A step verifies all drafted tokens. Graphs for no other numbers of rows: starts are short.
+            sizes = sorted({batch * (1 + serving.draft_tokens) for batch in serving.batches})
+            command += ["--cudagraph-capture-sizes", *map(str, sizes)]
+        command += ["--load-format", "dummy" if serving.dummy else "auto", "--disable-uvicorn-access-log"]
         if serving.draft_tokens:
-            drafts = {"method": "mtp", "num_speculative_tokens": serving.draft_tokens}
-            if serving.acceptance is not None:
-                drafts |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": serving.acceptance}
-            command += ["--speculative-config", json.dumps(drafts)]
+            command += ["--speculative-config", json.dumps(self._drafts(serving))]
         if serving.fp8_cache:
             command += ["--kv-cache-dtype", "fp8"]
         return [*command, *flags]
+
+    def _drafts(self, serving: Serving) -> dict:
+        drafts = {"method": serving.drafter, "num_speculative_tokens": serving.draft_tokens}
+        if serving.drafter == "ngram":
+            drafts["prompt_lookup_max"] = 4
+        if serving.acceptance is not None:
+            drafts |= {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": serving.acceptance}
+        return drafts
+
+    def small_cache(self, tokens: int) -> list[str]:
+        return ["--block-size", str(PAGE_TOKENS), "--num-gpu-blocks-override", str(tokens // PAGE_TOKENS)]
 
     def load(self, serving: Serving, load: Load, port: int, result: Path) -> list[str]:
         return [
@@ -135,6 +226,31 @@ class Vllm(Engine):
             *("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name),
         ]
 
+    def body(self, prompt, tokens, *, temperature=0, logprobs=0, forced=None, salt=None) -> dict:
+        body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": temperature}
+        body |= {"ignore_eos": True}
+        if logprobs:
+            body |= {"logprobs": logprobs, "return_tokens_as_token_ids": True}
+        if forced is not None:
+            body |= {"vllm_xargs": {"forced_tokens": list(forced)}}
+        return body | ({} if salt is None else {"cache_salt": salt})
+
+    def _logprobs(self, reply: dict) -> dict:
+        return (reply["choices"][0].get("logprobs") if reply["choices"] else None) or {}
+
+    def answer(self, reply: dict) -> Answer:
+        found = self._logprobs(reply)
+        tokens = [int(token.removeprefix("token_id:")) for token in found["tokens"]]
+        return Answer(tokens, found["token_logprobs"], _gaps([step.values() for step in found["top_logprobs"]]))
+
+    def logprobs_in(self, reply: dict) -> list[float | None]:
+        found = self._logprobs(reply)
+        best = [value for step in found.get("top_logprobs") or () for value in step.values()]
+        return [*(found.get("token_logprobs") or ()), *best]
+
+    def tokens_in(self, reply: dict, before: int = 0) -> int:
+        return before + len(self._logprobs(reply).get("tokens") or ())
+
     def in_use(self, backend: str, log: str) -> bool:
         return f"Using AttentionBackendEnum.{backend.upper()} backend" in log
 
@@ -143,16 +259,30 @@ class Sglang(Engine):
     name = package = "sglang"
     ours = "etap"
     load_module = "sglang.benchmark.serving"
+    path = "/generate"
     kv_tokens = r"max_total_num_tokens=(\d+)"
     cached = ("sglang:cached_tokens_total", "sglang:prompt_tokens_total")
+    running = "sglang:num_running_reqs"
+    counters = {
+        "preempted": "sglang:num_retracted_requests_total",
+        "prefix tokens found": "sglang:cached_tokens_total",
+    }
+    memory_share = "--mem-fraction-static"
+    eager = "--disable-cuda-graph"
+    parts_are_new = False
 
     def server(self, python: str, serving: Serving, backend: str, port: int, flags: list[str]) -> list[str]:
         command = [
             *(python, "-m", "sglang.launch_server", "--model-path", serving.model, "--served-model-name", SERVED_NAME),
-            *("--host", "127.0.0.1", "--port", str(port), "--attention-backend", backend, "--page-size", "64"),
-            *("--tp-size", str(serving.tp), "--pp-size", str(serving.pp), "--dp-size", str(serving.dp)),
-            *("--context-length", str(serving.max_context), "--max-running-requests", str(max(serving.batches))),
-            *("--cuda-graph-bs-decode", *map(str, sorted(set(serving.batches)))),
+            *("--host", "127.0.0.1", "--port", str(port), "--attention-backend", backend),
+            *("--page-size", str(PAGE_TOKENS), "--tp-size", str(serving.tp), "--pp-size", str(serving.pp)),
+            *("--dp-size", str(serving.dp), "--max-running-requests", str(serving.most_requests)),
+        ]
+        if serving.max_context:
+            command += ["--context-length", str(serving.max_context)]
+        if serving.batches:
+            command += ["--cuda-graph-bs-decode", *map(str, sorted(set(serving.batches)))]
+        command += [
             *("--load-format", "dummy" if serving.dummy else "auto", "--skip-server-warmup", "--enable-metrics"),
             *("--random-seed", str(SEED)),
         ]
@@ -164,6 +294,9 @@ class Sglang(Engine):
         if serving.fp8_cache:
             command += ["--kv-cache-dtype", "fp8_e4m3"]
         return [*command, *flags]
+
+    def small_cache(self, tokens: int) -> list[str]:
+        return ["--max-total-tokens", str(tokens)]
 
     def environment(self, serving: Serving) -> dict[str, str]:
         if serving.draft_tokens and serving.acceptance is not None:
@@ -180,12 +313,38 @@ class Sglang(Engine):
             *("--ready-check-timeout-sec", "0", "--output-file", str(result)),
         ]
 
+    def body(self, prompt, tokens, *, temperature=0, logprobs=0, forced=None, salt=None) -> dict:
+        sampling = {"temperature": temperature, "max_new_tokens": tokens, "ignore_eos": True}
+        body = {"input_ids": prompt, "sampling_params": sampling}
+        return body | ({"return_logprob": True, "top_logprobs_num": logprobs} if logprobs else {})
+
+    def answer(self, reply: dict) -> Answer:
+        about = reply["meta_info"]
+        logprobs = [logprob for logprob, *_ in about["output_token_logprobs"]]
+        tokens = [token for _, token, *_ in about["output_token_logprobs"]]
+        return Answer(tokens, logprobs, _gaps([[one[0] for one in step] for step in about["output_top_logprobs"]]))
+
+    def logprobs_in(self, reply: dict) -> list[float | None]:
+        about = reply.get("meta_info", {})
+        best = [one[0] for step in about.get("output_top_logprobs") or () for one in step or ()]
+        return [*(one[0] for one in about.get("output_token_logprobs") or ()), *best]
+
+    def tokens_in(self, reply: dict, before: int = 0) -> int:
+        return reply.get("meta_info", {}).get("completion_tokens", before)
+
     def in_use(self, backend: str, log: str) -> bool:
         # 0.5.17 logs its arguments as a record, 0.5.23 as a dictionary.
         return re.search(rf"\battention_backend(=|': )'{re.escape(backend)}'", log) is not None
 
 
 ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), Sglang())}
+
+
+def cache_lines(log: str) -> list[str]:
+    """What a server's log says of the KV cache: its type, the math on it, how many tokens fit."""
+    said = r"GPU KV cache size: [\d,]+ tokens|KV Cache (?:is allocated|VA upper bound).*"
+    ours = r"(?:ETAP decodes|Attention backend etap): KV cache .*"
+    return list(dict.fromkeys(re.findall(f"{said}|{ours}", log)))
 
 
 def read_result(path: Path, prompts: int) -> dict:

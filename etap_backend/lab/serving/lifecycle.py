@@ -10,25 +10,27 @@ import shlex
 import signal
 import socket
 import subprocess
+import threading
 import time
-import urllib.error
-import urllib.request
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
-MARK = "ETAP_E2E_PROCESS"
+import psutil
+
+from etap_backend.lab import gpus
+from etap_backend.lab.serving import client
+from etap_backend.lab.serving.client import Failed
+
+MARK = "ETAP_LAB_PROCESS"
 TAIL_LINES = 30
 FIRST_ERRORS = 6
 ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception|Exit)\b: .+")
 GRACE_SECONDS = 10
+MEMORY_SECONDS, MEMORY_MIB = 30, 2048
 RERUN = Path(__file__).with_name("rerun.py")
-
-
-class Failed(RuntimeError):
-    """A process ended, or did not do in time, what it was started for; the text has the end of its log."""
 
 
 def free_port() -> int:
@@ -47,7 +49,10 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let no second Ctrl-C cut the cleaning up short."""
+    """Let no second Ctrl-C cut the cleaning up short; signals are the main thread's."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield
@@ -56,34 +61,11 @@ def uninterrupted() -> Iterator[None]:
             signal.signal(number, handler)
 
 
-@dataclass(frozen=True)
-class Found:
-    """A line of the table of processes."""
-
-    parent: int
-    session: int
-
-
-def _processes() -> dict[int, Found]:
-    """Every process that runs, zombies left out."""
-    table = {}
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            with suppress(OSError):  # it may end while it is looked at
-                state, parent, _, session = (folder / "stat").read_text().rpartition(")")[2].split()[:4]
-                if state != "Z":
-                    table[int(folder.name)] = Found(int(parent), int(session))
-    return table
-
-
-def _has(pid: int, variable: bytes) -> bool:
-    with suppress(OSError):  # others' processes are not ours to read
-        return variable in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return False
-
-
 class Process:
     """A process in a group of its own, known by a mark that everything it starts inherits."""
+
+    alive: ClassVar[set[Process]] = set()
+    """Those that have not been ended."""
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str] | None = None, **options):
         self.command, self.log, self.mark = command, log, uuid.uuid4().hex
@@ -98,6 +80,8 @@ class Process:
             start_new_session=True,
             **options,
         )
+        self.alive.add(self)
+        self._about = psutil.Process(self._process.pid)
         self.stdin = self._process.stdin
 
     @property
@@ -114,13 +98,27 @@ class Process:
         One sign is not enough: a child may open a session of its own, an orphan has another parent, and a process that
         gives itself a title, as the engines' workers do, overwrites the place where its mark could be read.
         """
-        table = _processes()
-        family, before = {self.pid}, 0
-        while len(family) > before:
-            before = len(family)
-            family |= {pid for pid, found in table.items() if found.parent in family}
-        wanted = f"{MARK}={self.mark}".encode()
-        return [pid for pid, found in table.items() if pid in family or found.session == self.pid or _has(pid, wanted)]
+        family = {self.pid}
+        with suppress(psutil.Error):
+            family |= {child.pid for child in self._about.children(recursive=True)}
+        return [process.pid for process in psutil.process_iter() if self._owns(process, family)]
+
+    def _owns(self, process: psutil.Process, family: set[int]) -> bool:
+        with suppress(psutil.Error, OSError):  # it may end while it is looked at, and others' are not ours to read
+            if process.status() == psutil.STATUS_ZOMBIE:
+                return False
+            if process.pid in family or os.getsid(process.pid) == self.pid:
+                return True
+            return process.environ().get(MARK) == self.mark
+        return False
+
+    def host_mib(self) -> float:
+        """Resident memory of all of it, what its processes share counted for each."""
+        total = 0
+        for pid in self.running():
+            with suppress(psutil.Error):
+                total += psutil.Process(pid).memory_info().rss
+        return total / 2**20
 
     def _signal_all(self, number: int) -> None:
         for pid in self.running():
@@ -141,14 +139,22 @@ class Process:
                 time.sleep(0.05)
             self._process.wait()
             self._output.close()
+            self.alive.discard(self)
+
+
+def end_all() -> None:
+    """End every process that other threads have started and still wait for."""
+    for process in list(Process.alive):
+        process.end()
 
 
 @contextmanager
 def server(command: list[str], url: str, log: Path, environment: dict[str, str], seconds: float) -> Iterator[Process]:
-    """A server whose /health answers; it ends with the block. Raises Failed when it does not come up in `seconds`."""
+    """A server whose /health answers; it ends with the block. Raises Failed when it does not come up in `seconds`, or
+    ends in the block."""
     process = Process(command, log, environment)
     try:
-        _wait_for_health(process, url, seconds)
+        until_healthy([process], url, seconds)
         yield process
         if (code := process.ended()) is not None:
             raise Failed(f"the server ended with {code} while it was in use:\n{tail(log)}")
@@ -156,16 +162,30 @@ def server(command: list[str], url: str, log: Path, environment: dict[str, str],
         process.end()
 
 
-def _wait_for_health(process: Process, url: str, seconds: float) -> None:
+def until_healthy(processes: list[Process], url: str, seconds: float) -> None:
+    """Wait for /health of a server that is one or several processes. Raises Failed when one ends or it takes longer."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if (code := process.ended()) is not None:
-            raise Failed(f"the server ended with {code}:\n{tail(process.log)}")
-        # Any answer with an error status comes as an HTTPError, which is a URLError.
-        with suppress(urllib.error.URLError, OSError), urllib.request.urlopen(f"{url}/health", timeout=5):
+        for process in processes:
+            if (code := process.ended()) is not None:
+                raise Failed(f"the server ended with {code}:\n{tail(process.log)}")
+        if client.is_healthy(url):
             return
         time.sleep(0.25)
-    raise Failed(f"the server was not ready after {seconds:.0f} s:\n{tail(process.log)}")
+    tails = "\n".join(tail(process.log) for process in processes)
+    raise Failed(f"the server was not ready after {seconds:.0f} s:\n{tails}")
+
+
+@contextmanager
+def memory_given_back() -> Iterator[None]:
+    """After the block, wait until the visible GPUs have the memory back; the driver takes a moment after a process."""
+    before = gpus.used_mib()
+    try:
+        yield
+    finally:
+        end = time.monotonic() + MEMORY_SECONDS
+        while before is not None and (gpus.used_mib() or 0) > before + MEMORY_MIB and time.monotonic() < end:
+            time.sleep(0.5)
 
 
 class Generator:

@@ -1,0 +1,81 @@
+"""Our own calls as `etap bench` times them, and what every kernel of a row is given.
+
+`etap bench --library` imports this module out of another source tree to call that tree's library: what it uses of
+itself and of `Inputs` is what trees have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etap_backend.ops import mla_decode
+from etap_backend.schedule import DecodeSchedule
+from etap_backend.support import FP8, LATENT_DIM
+
+Call = Callable[[Tensor], Tensor]
+"""Takes one copy of the KV cache [pages, page_size, 576], returns out with batch * s_q * heads * 512 elements."""
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What every kernel of a row is given, besides the cache."""
+
+    q: Tensor  # [batch, s_q, heads, 576], contiguous
+    block_table: Tensor  # int32 [batch, max_pages]
+    seq_lens: Tensor  # int32 [batch]
+    lengths: tuple[int, ...]  # the same on the host
+    page_size: int
+    softmax_scale: float
+    num_sms: int | None  # CTAs of our own launch; None means the device's multiprocessors
+    kv_dtype: torch.dtype = torch.bfloat16
+    kv_scale: float | None = None  # of an FP8 cache
+
+    @property
+    def kv_scale_tensor(self) -> Tensor | None:
+        return None if self.kv_scale is None else torch.tensor([self.kv_scale], device=self.q.device)
+
+    @property
+    def query_starts(self) -> Tensor:
+        batch, s_q = self.q.shape[:2]
+        return torch.arange(batch + 1, dtype=torch.int32, device=self.q.device) * s_q
+
+
+def to_fp8(x: Tensor, scale: float) -> Tensor:
+    """`x` / `scale` in e4m3, saturated: what times `scale` stands for x."""
+    return (x / scale).clamp(-448, 448).to(FP8)
+
+
+def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
+    """The decode call on these inputs, its schedule built."""
+    batch, s_q, heads, _ = inputs.q.shape
+    schedule = DecodeSchedule(batch, heads, max_s_q=s_q, device=inputs.q.device, num_sms=inputs.num_sms)
+    schedule.build(inputs.seq_lens, s_q)
+    out = inputs.q.new_empty(batch, s_q, heads, LATENT_DIM)
+    lse = inputs.q.new_empty(batch, s_q, heads, dtype=torch.float32)
+    kv_scale = inputs.kv_scale_tensor
+
+    def call(kv_cache: Tensor) -> Tensor:
+        return mla_decode(
+            inputs.q,
+            kv_cache,
+            inputs.block_table,
+            inputs.seq_lens,
+            schedule,
+            softmax_scale=inputs.softmax_scale,
+            kv_scale=kv_scale,
+            fp8_math=fp8_math,
+            out=out,
+            lse=lse,
+        )[0]
+
+    return call
+
+
+def schedule_build(seq_lens: Tensor, heads: int, num_sms: int | None) -> Callable[[], object]:
+    """What an engine does once a step for requests of these lengths."""
+    schedule = DecodeSchedule(seq_lens.shape[0], heads, device=seq_lens.device, num_sms=num_sms)
+    return lambda: schedule.build(seq_lens)

@@ -1,0 +1,97 @@
+"""Several builds of our own in one process, each called by the Python of its own source tree.
+
+A tree is imported under another name: its files are copied with the package's name changed in them, so that two of
+them, whose library takes other arguments, whose operator has another schema, stand side by side.
+"""
+
+from __future__ import annotations
+
+import importlib
+import re
+import shutil
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from etap_backend import _library
+from etap_backend.lab import configs, provenance
+from etap_backend.lab.bench.kernels import Call
+from etap_backend.lab.bench.rows import Library
+
+LIBRARY = Path("lib") / "libetap_backend.so"
+CALLERS = ("lab.bench.kernels", "peers")
+"""Modules that have `etap(inputs, fp8_math=)`: the second in trees of before there was a laboratory."""
+
+
+@dataclass(frozen=True)
+class Build:
+    """A name, the package folder whose Python calls the library, and the library."""
+
+    name: str
+    package: Path
+    library: Path
+
+
+def parse(text: str) -> Build:
+    """NAME=PATH, PATH being the folder of a package with lib/libetap_backend.so in it, or a library for this package.
+
+    Raises ValueError, naming --library, when it is neither.
+    """
+    name, equals, where = text.partition("=")
+    if not equals or not re.fullmatch(r"\w[\w.-]*", name):
+        raise ValueError(f"--library: wanted NAME=PATH, NAME of letters, digits, dots and dashes, got {text}")
+    path = Path(where).expanduser()
+    if path.is_dir() and (path / "_library.py").is_file():
+        package, library = path, path / LIBRARY
+    else:
+        package, library = configs.PACKAGE, path
+    if not library.is_file():
+        raise ValueError(f"--library: wanted a folder etap_backend with {LIBRARY} in it, or a library, got {where}")
+    return Build(name, package.resolve(), library.resolve())
+
+
+def load(build: Build, folder: Path) -> Callable[..., Call]:
+    """The build's `etap(inputs, fp8_math=)`, imported from a renamed copy of its package in `folder`.
+
+    Raises ValueError, naming --library, when package and library do not belong together.
+    """
+    alias = "etap_backend_" + re.sub(r"\W", "_", build.name)
+    _copy_renamed(build, folder / alias, alias)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        importlib.import_module(f"{alias}._library").library()
+        return _caller(alias).etap
+    except ImportError as error:
+        raise ValueError(f"--library {build.name}: {error}") from error
+
+
+def _copy_renamed(build: Build, to: Path, alias: str) -> None:
+    for source in build.package.rglob("*.py"):
+        copy = to / source.relative_to(build.package)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        # Its own variable besides, which nobody sets: a copy has its library beside it.
+        text = re.sub(r"\betap_backend\b", alias, source.read_text())
+        copy.write_text(text.replace(_library.PATH_VARIABLE, f"{_library.PATH_VARIABLE}_OF_{alias.upper()}"))
+    (to / LIBRARY).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(build.library, to / LIBRARY)
+
+
+def _caller(alias: str):
+    for name in CALLERS:
+        module = f"{alias}.{name}"
+        try:
+            return importlib.import_module(module)
+        except ModuleNotFoundError as error:
+            if error.name is None or not module.startswith(error.name):
+                raise
+    raise ImportError(f"wanted a package with {' or '.join(CALLERS)}, got none of them")
+
+
+def described(build: Build) -> Library:
+    return Library(
+        package=str(build.package),
+        sha256=provenance.sha256(build.library) or provenance.UNKNOWN,
+        commit=provenance.commit_of(build.package),
+    )

@@ -1,0 +1,201 @@
+"""What a results file of `etap bench` holds. Reading one imports no kernel."""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from etap_backend.lab.bench.floors import Floor
+from etap_backend.lab.configs import Strict
+from etap_backend.lab.provenance import Provenance
+from etap_backend.lab.units import in_k
+
+OURS = "etap"
+FP8_MATH = "etap-fp8-math"
+OUR_BF16 = "etap-bf16"
+OWN = (OURS, FP8_MATH, OUR_BF16)
+"""Columns that are no peers'; the last is the time that a bf16 cache of the same tokens takes."""
+MATH_SUFFIX = FP8_MATH.removeprefix(OURS)
+
+# Twice what plain torch errs in that type; the kernels of these tables lie between 1.6e-3 and 2.5e-3 in bf16.
+LARGEST_RMSE = {"bfloat16": 5e-3, "float16": 6e-4}
+FP8_MATH_RMSE = 4.5e-2  # the root of twice the cosine difference that it may have, 1e-3
+
+
+class Timing(Strict):
+    """Microseconds a call: median and interquartile range of the replays."""
+
+    us: float
+    iqr_us: float
+    replays: int
+
+
+class ScheduleBuild(Timing):
+    """Building the schedule of `batch` requests on the GPU, once a step."""
+
+    batch: int
+
+
+class Measured(Timing):
+    state: Literal["measured"] = "measured"
+    relative_rmse: float | None = None  # against float64; None where that was not asked for
+    same_bits: bool | None = None  # of a further library: whether its output is the first one's, bit for bit
+
+
+class Refused(Strict):
+    """The kernel does not take this row."""
+
+    state: Literal["refused"] = "refused"
+    reason: str
+
+
+class Failed(Strict):
+    """The kernel should take this row, and raised an error or gave a wrong result."""
+
+    state: Literal["failed"] = "failed"
+    error: str
+
+
+Result = Annotated[Measured | Refused | Failed, Field(discriminator="state")]
+
+
+class Shape(Strict):
+    """What a row was asked for."""
+
+    label: str
+    name: str  # of a batch that is not even
+    batch: int
+    length: int | None  # of every request, None where they differ
+    longest: int
+    tokens: int
+    heads: int
+    s_q: int
+    dtype: Literal["bfloat16", "float16"]
+    kv_dtype: Literal["same", "fp8"]
+    bytes: int  # of the cache, which a call must read
+    flops: int
+
+    @property
+    def fp8(self) -> bool:
+        return self.kv_dtype == "fp8"
+
+    @property
+    def batch_text(self) -> str:
+        """Its first column in tables, such as "16 x 4K"."""
+        return self.name or f"{self.batch} x {in_k(self.length)}"
+
+    def tflops(self, us: float) -> float:
+        return self.flops / us / 1e6
+
+    def gigabytes(self, us: float) -> float:
+        """Gigabytes a second."""
+        return self.bytes / us / 1e3
+
+
+class Row(Shape):
+    """A shape, and what became of each kernel on it."""
+
+    calls: int  # of a graph
+    rotated_bytes: int
+    floor_us: float | None
+    results: dict[str, Result]
+
+    def timing(self, name: str) -> Measured | None:
+        result = self.results.get(name)
+        return result if isinstance(result, Measured) else None
+
+    def us(self, name: str) -> float | None:
+        timing = self.timing(name)
+        return timing and timing.us
+
+
+class Options(Strict):
+    """What a run was asked for."""
+
+    kernels: list[str]
+    replays: int
+    validated: bool
+    num_sms: int | None
+    time_limit: float | None
+    h20_proxy: bool = False
+
+
+class Library(Strict):
+    """One of several builds of our own that were timed in turns."""
+
+    package: str  # the Python that called it
+    sha256: str
+    commit: str
+
+
+class Published(Strict):
+    """TFLOP/s of a kernel as others published them, of even batches, for the plots."""
+
+    kernel: str
+    gpu: str
+    source: str
+    batch: int = Field(ge=1)
+    heads: int = Field(ge=1)
+    tflops: dict[int, float]  # by tokens of each request
+
+
+class Document(Provenance):
+    """A results file of `etap bench`."""
+
+    kind: Literal["bench"] = "bench"
+    grid: str
+    title: str
+    multiprocessors: int
+    method: str
+    options: Options
+    libraries: dict[str, Library] = {}
+    published: list[Published] = []
+    floor: Floor | None
+    left_out: list[str] = []  # rows that the GPU has no memory for
+    complete: bool = False
+    stopped: str | None = None
+    schedule_build: ScheduleBuild | None = None
+    host_call: Timing | None = None
+    rows: list[Row] = []
+
+    @property
+    def names(self) -> list[str]:
+        """Kernels that have a time in at least one row, in their order of columns."""
+        timed = {name for row in self.rows for name in row.results if row.us(name)}
+        return [name for name in dict.fromkeys(name for row in self.rows for name in row.results) if name in timed]
+
+    @property
+    def own(self) -> list[str]:
+        """Those of `names` that are ours: with one library its kernels, else those of every library."""
+        ours = [name + suffix for name in self.libraries for suffix in ("", MATH_SUFFIX)] or OWN
+        return [name for name in self.names if name in ours]
+
+    @property
+    def peers(self) -> list[str]:
+        return [name for name in self.names if name not in self.own]
+
+
+def problems(document: Document) -> list[str]:
+    """Rows where a result of our own is missing or further from float64 than its type allows."""
+    ours = [name + suffix for name in document.libraries for suffix in ("", MATH_SUFFIX)] or OWN
+    wrong = []
+    for row in document.rows:
+        for name in ours:
+            limit = FP8_MATH_RMSE if name.endswith(MATH_SUFFIX) else LARGEST_RMSE[row.dtype]
+            match row.results.get(name):
+                case Failed(error=error):
+                    wrong.append(f"{row.label}: {name}: {error}")
+                case Measured(relative_rmse=float(rmse)) if not rmse <= limit:
+                    wrong.append(f"{row.label}: {name}: relative RMSE {rmse:.2e}, wanted at most {limit:.1e}")
+    return wrong
+
+
+def best_peer(document: Document, row: Row) -> float | None:
+    """Microseconds of the fastest kernel that is not ours."""
+    return min((us for name in document.peers if (us := row.us(name))), default=None)
+
+
+def ratio(over: float | None, under: float | None) -> float | None:
+    return over / under if over and under and math.isfinite(over / under) else None

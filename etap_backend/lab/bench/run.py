@@ -1,0 +1,92 @@
+"""One run of `etap bench`: its header, and row by row a file that is whole whatever ends the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+import etap_backend
+from etap_backend import _library
+from etap_backend.lab import results
+from etap_backend.lab.bench import libraries, measure
+from etap_backend.lab.bench.floors import floor_for
+from etap_backend.lab.bench.grids import Grid, Workload
+from etap_backend.lab.bench.libraries import Build
+from etap_backend.lab.bench.measure import Settings
+from etap_backend.lab.bench.providers import Kernels, ours
+from etap_backend.lab.bench.rows import OURS, Document, Options
+from etap_backend.lab.provenance import provenance
+from etap_backend.lab.stopping import Stopped, stopping
+
+
+def header(
+    grid: Grid, left_out: list[str], kernels: Kernels, settings: Settings, builds: list[Build], limit: float | None
+) -> Document:
+    """The document of a run that begins now, without a row."""
+    fp8 = any(workload.fp8 for workload in grid.workloads)
+    about = provenance("etap bench", packages=kernels.packages, library=None if builds else _library.library_path())
+    chip = torch.cuda.get_device_name()
+    gpu = f"H20 proxy ({chip.removeprefix('NVIDIA ')} throttled)" if settings.h20_proxy else chip
+    versions = {**about.versions, "etap-backend": etap_backend.__version__, **kernels.versions}
+    versions |= {"torch": torch.__version__, "cuda": torch.version.cuda or "none"}
+    floor = floor_for(gpu)
+    return Document(
+        **about.model_copy(update={"gpu": gpu, "versions": versions}).model_dump(),
+        grid=grid.name,
+        title=grid.title,
+        multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
+        method=method_of(fp8=fp8, h20_proxy=settings.h20_proxy),
+        options=Options(
+            kernels=kernels.names(grid.workloads),
+            replays=settings.replays,
+            validated=settings.validate,
+            num_sms=settings.num_sms,
+            time_limit=limit,
+            h20_proxy=settings.h20_proxy,
+        ),
+        libraries={build.name: libraries.described(build) for build in builds},
+        published=list(grid.published),
+        floor=floor and floor.said(fp8=fp8),
+        left_out=left_out,
+    )
+
+
+def method_of(*, fp8: bool, h20_proxy: bool) -> str:
+    return measure.METHOD + (measure.FP8_METHOD if fp8 else "") + (measure.PROXY_METHOD if h20_proxy else "")
+
+
+def run(
+    document: Document,
+    workloads: tuple[Workload, ...],
+    kernels: Kernels,
+    settings: Settings,
+    output: Path,
+    progress: Callable[[Workload], None],
+) -> Document:
+    """Measure row by row, `progress` being told each before; what was measured is in `output` whatever ends the run."""
+    rows = []
+    with stopping(document.options.time_limit) as check:
+        try:
+            pool = measure.CachePool(workloads)
+            if OURS in document.options.kernels:
+                document = document.model_copy(update=_once(workloads[0], pool, kernels, settings))
+            for workload in workloads:
+                check()
+                progress(workload)
+                rows.append(measure.measure(workload, pool, kernels, settings, document.floor))
+                document = document.model_copy(update={"rows": list(rows)})
+                results.write(document, output)
+            document = document.model_copy(update={"complete": True})
+        except Stopped as reason:
+            document = document.model_copy(update={"stopped": str(reason)})
+        finally:
+            results.write(document, output)
+    return document
+
+
+def _once(first: Workload, pool: measure.CachePool, kernels: Kernels, settings: Settings) -> dict:
+    """What is measured once a run: building a schedule, and what a call takes of the host."""
+    host_call = measure.measure_host(first, pool, ours(kernels), settings)
+    return {"schedule_build": measure.measure_schedule(settings), "host_call": host_call}

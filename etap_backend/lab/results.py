@@ -1,0 +1,86 @@
+"""Results files, and the places of a page that their tables go to."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from etap_backend.lab import configs
+
+FOLDER = Path(__file__).parents[2] / "results"
+PLACE = re.compile(
+    r"(?P<begin><!-- (?P<kind>[\w-]+) (?P<name>[\w.-]+)(?:: (?P<rows>[^\n]*?))? -->\n)"
+    r"(?P<body>.*?)(?P<end><!-- /(?P=kind) -->)",
+    re.DOTALL,
+)
+
+
+def write(document: dict | BaseModel, path: Path) -> None:
+    """Replace the file in one step, so that a run cut short never leaves half of one."""
+    content = document.model_dump(mode="json") if isinstance(document, BaseModel) else document
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.replace(path)
+
+
+def must_be_writable(path: Path, argument: str = "--output") -> None:
+    """Make the folder of a results file. Raises ValueError, naming the argument, when the file could not be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_dir():
+            raise IsADirectoryError("it is a folder")
+        part = path.with_name(f"{path.name}.part")
+        part.touch()
+        part.unlink()
+    except OSError as error:
+        raise ValueError(f"{argument}: wanted a file that can be written, got {path}: {error}") from error
+
+
+def read_json(path: Path) -> object:
+    """The file's content. Raises ValueError, naming the file, when it cannot be read or is not JSON."""
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def read(path: Path, kind: type[configs.Content]) -> configs.Content:
+    """The file's content as a `kind`. Raises ValueError, naming file and key, when it is not one."""
+    content = read_json(path)
+    try:
+        return configs.parse(kind, content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class Place:
+    """What stands between `<!-- KIND NAME -->` and `<!-- /KIND -->` of a page: a table made from results/NAME.json.
+
+    `<!-- KIND NAME: ROW; ROW -->` is the place of these rows only, each named by its first column.
+    """
+
+    kind: str
+    name: str
+    rows: tuple[str, ...]
+    body: str
+
+
+def places(text: str) -> list[Place]:
+    """The places of a page, in their order."""
+    return [_place(match) for match in PLACE.finditer(text)]
+
+
+def filled(text: str, table: Callable[[Place], str]) -> str:
+    """The page with what `table` gives in each of its places."""
+    return PLACE.sub(lambda match: f"{match['begin']}{table(_place(match))}\n{match['end']}", text)
+
+
+def _place(match: re.Match) -> Place:
+    rows = tuple(part.strip() for part in (match["rows"] or "").split(";") if part.strip())
+    return Place(match["kind"], match["name"], rows, match["body"].removesuffix("\n"))

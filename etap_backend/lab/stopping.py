@@ -1,0 +1,32 @@
+"""How a long run ends early: a signal or its time limit becomes one exception, and what was measured is kept."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+
+class Stopped(KeyboardInterrupt):
+    """The run ends early; the text says by what: "by SIGTERM", "by the time limit of 60 s"."""
+
+
+@contextmanager
+def stopping(time_limit: float | None) -> Iterator[Callable[[], None]]:
+    """Turn SIGTERM, Ctrl-C and the time limit in seconds into `Stopped`; call the yielded function between readings."""
+    deadline = None if time_limit is None else time.monotonic() + time_limit
+
+    def stop(number, frame):
+        raise Stopped(f"by {signal.Signals(number).name}")
+
+    def check():
+        if deadline is not None and time.monotonic() > deadline:
+            raise Stopped(f"by the time limit of {time_limit:g} s")
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield check
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,106 @@
+"""The tables of README.md and docs/: filled from results/, and checked against it.
+
+    python -m etap_backend.lab.tables            # fill every place between <!-- KIND NAME --> and <!-- /KIND -->
+    python -m etap_backend.lab.tables --check    # say what differs, and which results no page speaks of
+
+`<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K -->` some of its rows,
+`<!-- figures NAME: 16 x 64K -->` a sentence on them, `<!-- summary NAME -->` a wide sweep by query rows, and
+`<!-- e2e NAME -->` a table of `etap e2e`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from etap_backend.lab import results
+from etap_backend.lab.bench import report
+from etap_backend.lab.bench.rows import Document
+from etap_backend.lab.e2e import report as e2e_report
+from etap_backend.lab.results import Place
+
+ROOT = results.FOLDER.parent
+CITED = re.compile(r"results/([\w.-]+\.(?:json|png))")
+KINDS: dict[str, Callable[[Path, Place], str]] = {
+    "bench": lambda path, place: report.markdown(results.read(path, Document), place.rows),
+    "summary": lambda path, place: report.summary(results.read(path, Document)),
+    "figures": lambda path, place: report.figures(results.read(path, Document), place.rows),
+    "e2e": lambda path, place: e2e_report.markdown(results.read_json(path)),
+}
+
+
+def table(place: Place, folder: Path) -> str:
+    """What belongs in a place. Raises ValueError, naming the place, when there is nothing for it."""
+    try:
+        if place.kind not in KINDS:
+            raise ValueError(f"wanted one of {', '.join(KINDS)}")
+        return KINDS[place.kind](folder / f"{place.name}.json", place)
+    except ValueError as error:
+        raise ValueError(f"<!-- {place.kind} {place.name} -->: {error}") from error
+
+
+def pages(root: Path) -> list[Path]:
+    return [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.is_file()]
+
+
+def fill(root: Path) -> list[Path]:
+    """Fill all places of all pages; the pages that changed. Raises ValueError, naming page and place."""
+    changed = []
+    for page in pages(root):
+        text = page.read_text()
+        try:
+            filled = results.filled(text, lambda place: table(place, root / "results"))
+        except ValueError as error:
+            raise ValueError(f"{page.relative_to(root)}: {error}") from error
+        if filled != text:
+            page.write_text(filled)
+            changed.append(page)
+    return changed
+
+
+def complaints(root: Path) -> list[str]:
+    """Places that differ from their results, results that no page cites, and citations of what is not there."""
+    found, cited = [], set()
+    for page in pages(root):
+        name, text = page.relative_to(root), page.read_text()
+        mentioned = set(CITED.findall(text)) | {f"{place.name}.json" for place in results.places(text)}
+        found += [f"{name}: no results/{file}" for file in sorted(mentioned) if not (root / "results" / file).is_file()]
+        cited |= mentioned
+        for place in results.places(text):
+            try:
+                if table(place, root / "results") != place.body:
+                    found.append(
+                        f"{name}: <!-- {place.kind} {place.name} --> is not what results/{place.name}.json gives"
+                    )
+            except ValueError as error:
+                found.append(f"{name}: {error}")
+    there = sorted(path.relative_to(root / "results") for path in (root / "results").rglob("*") if path.is_file())
+    return found + [f"results/{path}: no page cites it" for path in there if str(path) not in cited]
+
+
+def main(
+    check: Annotated[
+        bool, typer.Option("--check", help="Change nothing; exit with 1 when something is wrong.")
+    ] = False,
+    root: Annotated[Path, typer.Option(help="The source tree.", exists=True, file_okay=False)] = ROOT,
+) -> None:
+    """Fill the tables of README.md and docs/ from results/, or check them."""
+    if check:
+        wrong = complaints(root)
+        for text in wrong:
+            typer.echo(text, err=True)
+        raise typer.Exit(1 if wrong else 0)
+    try:
+        for page in fill(root):
+            typer.echo(f"filled {page.relative_to(root)}")
+    except ValueError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(2) from error
+
+
+if __name__ == "__main__":
+    typer.run(main)
