@@ -63,8 +63,9 @@ test-gpu: $(STAMPS)/installed
 endif
 
 lint: $(STAMPS)/lint
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --output-format concise .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m etap_backend.lab.tables --check
 
 build: $(STAMPS)/build
 	$(BIN)/cmake -S csrc -B build/tree -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
@@ -84,8 +85,12 @@ $(STAMPS)/packaging: pyproject.toml $(STAMPS)/venv
 	$(call quietly,tools of packaging,$(BIN)/python -m pip install --group packaging)
 	@touch $@
 
+# The laboratory's requirements without the package, which would have to be compiled first.
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/venv
-	$(call quietly,tools of lint,$(BIN)/python -m pip install --group lint)
+	$(call quietly,tools of lint,$(BIN)/python -m pip install --group lint && $(BIN)/python -c "import sys; \
+	  toml = __import__('tomllib' if sys.version_info >= (3, 11) else 'tomli'); \
+	  print(*toml.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lab'], sep='\n')" \
+	  > $(STAMPS)/lab.txt && $(BIN)/python -m pip install -r $(STAMPS)/lab.txt)
 	@touch $@
 
 # The build requirements, as the build backend itself names them.
