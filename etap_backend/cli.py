@@ -22,6 +22,7 @@ LAB_MODULES = (
 )  # fmt: skip
 """What the extra `lab` installs, as it is imported."""
 PRODUCT_MODULES = ("torch", "tvm_ffi")
+ENGINES = ("sglang", "vllm")
 MAX_SEED = 2**64 - 1
 MAX_HEADS = 128  # what a model with MLA has when one GPU runs all of them
 
@@ -41,7 +42,7 @@ def _check(name: str, summary: str) -> Program:
 
 LAB = {
     "bench": Program("etap_backend.lab.bench.command", "bench", "measure the kernels beside others"),
-    "report": Program("etap_backend.lab.bench.report", "main", "tables and plots of benchmark results"),
+    "report": Program("etap_backend.lab.bench.show", "show", "tables and plots of benchmark results"),
     "plan": Program("etap_backend.lab.plan.command", "plan", "what fits on which GPUs, and what ETAP gains there"),
     "estimate": Program("etap_backend.lab.plan.estimate", "main", "from a measured server to one on an H20"),
     "e2e": Program("etap_backend.lab.e2e.command", "e2e", "serve a model with ETAP and other backends, and compare"),
@@ -50,10 +51,12 @@ LAB = {
 }
 CHECKS = {
     "answers": _check("answers", "greedy answers of a trained model, beside other backends"),
+    "random-cases": _check("random_cases", "random calls against float64, each twice with the same bits"),
     "sanitize": _check("sanitize", "the kernels under compute-sanitizer"),
     "sglang-serve": _check("sglang_serve", "an SGLang server from start to answers"),
     "soak": _check("soak", "a vLLM server under mixed load"),
     "threshold": _check("vllm_threshold", "which prompts vLLM had better decode"),
+    "train-model": _check("train_model", "make the small model that the answers are checked with"),
     "two-nodes": _check("two_nodes", "a server over two nodes"),
     "upstream": _check("vllm_upstream", "vLLM's own tests of attention backends"),
     "vllm-serve": _check("vllm_serve", "a vLLM server from start to answers"),
@@ -145,11 +148,12 @@ def _run(words: list[str]) -> int:
         return demo.run(options.device, options.heads, options.seed)
 
 
-def _what_to_install(error: ModuleNotFoundError) -> str | None:
-    """The requirement that brings the module that was not found, None for a module that no requirement of ours does."""
-    module = (error.name or "").partition(".")[0]
+def _what_to_install(module: str | None) -> str | None:
+    """The requirement that brings a module that was not found; None for a part of a package that is there."""
     if module in LAB_MODULES:
         return "etap-backend[lab]"
+    if module in ENGINES:
+        return f"etap-backend[{module}]"
     return "etap-backend" if module in PRODUCT_MODULES else None
 
 
@@ -165,9 +169,8 @@ def main(words: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except ModuleNotFoundError as error:
-        if not (requirement := _what_to_install(error)):
+        if not (requirement := _what_to_install(error.name)):
             raise
-        print(
-            f"etap {words[0]} needs {error.name}, which is not installed: pip install '{requirement}'", file=sys.stderr
-        )
+        what = f"etap {words[0]} needs {error.name}, which is not installed"
+        print(f"{what}: pip install '{requirement}'", file=sys.stderr)
         return USAGE_ERROR

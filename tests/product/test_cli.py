@@ -185,6 +185,26 @@ def test_ctrl_c_in_a_program_of_the_laboratory_ends_quietly(monkeypatch):
     assert cli.main(["plan"]) == 130
 
 
+@pytest.mark.parametrize("module, requirement", [("vllm", "etap-backend[vllm]"), ("tvm_ffi", "etap-backend")])
+def test_what_a_command_lacks_is_named_with_what_brings_it(monkeypatch, capsys, module, requirement):
+    def lacking(*_):
+        raise ModuleNotFoundError(f"No module named '{module}'", name=module)
+
+    monkeypatch.setattr(cli, "_hand_over", lacking)
+    assert cli.main(["check", "threshold"]) == 2
+    error = capsys.readouterr().err
+    assert error == f"etap check needs {module}, which is not installed: pip install '{requirement}'\n"
+
+
+def test_a_missing_part_of_what_is_installed_is_no_matter_of_installing(monkeypatch):
+    def lacking(*_):
+        raise ModuleNotFoundError("No module named 'torch.part'", name="torch.part")
+
+    monkeypatch.setattr(cli, "_hand_over", lacking)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["bench"])
+
+
 def test_the_package_offers_its_names_and_no_others():
     program = "import etap_backend; print(all(hasattr(etap_backend, name) for name in etap_backend.__all__))"
     run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, check=True)
