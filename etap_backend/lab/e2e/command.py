@@ -11,7 +11,6 @@ import json
 import math
 import os
 import shlex
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -47,6 +46,8 @@ MOST_CACHED = 0.05  # of prompts that should be new: a common first page at most
 PAGE_TOKENS = 64
 FIRST_READINGS = 2
 FIRST_TURN = 0.3
+HOST_LOOPS, HOST_LOOP_STEPS = 5, 400_000
+SMALL_MOE_LAYERS = 2
 
 
 class TurnOver(Exception):
@@ -167,6 +168,39 @@ def cases_of(points: list[Point]) -> list[Case]:
     ]
 
 
+@dataclass(frozen=True)
+class Turn:
+    """One server of a backend: the `number`-th of at most `of`, which share the readings."""
+
+    backend: str
+    number: int = 1
+    of: int = 1
+
+    def readings(self, case: Case) -> int:
+        """How many a case has after it."""
+        return -(-case.repeats * self.number // self.of)
+
+
+def turns_of(backends: list[str], times: int) -> list[Turn]:
+    """The backends in this order, `times` over. One that is named twice has two turns in each, and one that is named
+    less often than another has fewer readings: every server takes as many."""
+    order = backends * times
+    most = max(map(order.count, order))
+    return [Turn(backend, order[: place + 1].count(backend), most) for place, backend in enumerate(order)]
+
+
+def host_ms() -> float:
+    """Milliseconds of a fixed loop of plain Python, the fastest of a few: how fast this machine's CPU is just now."""
+
+    def loop() -> float:
+        begin, total = time.perf_counter(), 0
+        for number in range(HOST_LOOP_STEPS):
+            total += number
+        return 1e3 * (time.perf_counter() - begin)
+
+    return round(min(loop() for _ in range(HOST_LOOPS)), 2)
+
+
 def metrics_of(url: str) -> str:
     with suppress(OSError), urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
         return answer.read().decode()
@@ -195,7 +229,7 @@ class Run:
     specific: EngineScenario
     serving: Serving
     cases: list[Case]
-    backends: list[str]
+    turns: list[Turn]
     python: str
     flags: list[str]
     output: Path
@@ -203,6 +237,7 @@ class Run:
     deadline: float | None
     console: Console
     profile: tuple[int, int] | None = None  # concurrency and input length of the point that is profiled
+    throw_away: Serving | None = None  # of the small model whose server fills the caches
     turn_end: float | None = None
     fresh_seeds: int = 0
 
@@ -242,48 +277,69 @@ class Run:
     def write(self) -> None:
         report.write(self.document, self.output)
 
-    def missing(self, backend: str) -> list[Case]:
-        """Cases without all their readings; one that failed is tried again."""
-        rows = [row for row in self.document["rows"] if row["backend"] == backend]
+    @property
+    def number(self) -> int:
+        """This run's place among those that the document has rows of."""
+        return len(e2e_report.runs_of(self.document)) - 1
+
+    def missing(self, turn: Turn) -> list[Case]:
+        """Cases without the readings that they have after this turn; one that failed is tried again."""
+        rows = [row for row in self.document["rows"] if row["backend"] == turn.backend]
 
         def done(case: Case, row: dict) -> bool:
-            measured = "skipped" in row or ("error" not in row and len(row["readings"]) >= case.repeats)
+            measured = "skipped" in row or ("error" not in row and len(row["readings"]) >= turn.readings(case))
             return measured and case.same_as(row)
 
         return [case for case in self.cases if not any(done(case, row) for row in rows)]
 
     def all(self) -> None:
-        """Every backend in turn, each with its share of the time that is left, so that a run that is cut short has
-        something of all. Raises Stopped when it is."""
-        waiting = [backend for backend in self.backends if self.missing(backend)]
+        """Every turn, each with its share of the time that is left, so that a run that is cut short has something of
+        all. Raises Stopped when it is."""
+        waiting = [turn for turn in self.turns if self.missing(turn)]
         log = self.logs / f"{self.engine.name}.load.log"
         cut = []
         with Generator(self.python, self.engine.load_module, log, self.environment()) as generator:
-            for number, backend in enumerate(waiting):
+            if self.throw_away and waiting:
+                self.thrown_away(waiting[0].backend, generator)
+            for number, turn in enumerate(waiting):
                 if self.deadline is not None:
                     now = time.monotonic()
                     turns = len(waiting) - number
                     # The first server compiles what the others find in the caches, and gets a longer turn for it.
                     turns -= FIRST_TURN if number == 0 < turns - 1 else 0
                     self.turn_end = now + (self.deadline - now) / turns
-                if not self.turn(backend, generator):
-                    cut.append(backend)
+                if not self.turn(turn, generator):
+                    cut.append(turn.backend)
         if cut:
-            raise Stopped(f"by the time limit, in the turn of {', '.join(cut)}")
+            raise Stopped(f"by the time limit, in the turn of {', '.join(dict.fromkeys(cut))}")
 
-    def turn(self, backend: str, generator: Generator) -> bool:
+    def thrown_away(self, backend: str, generator: Generator) -> None:
+        """A server of a small model, driven once: what it compiles, the servers that are measured find in the caches.
+        Nothing of it is reported."""
+        scratch = {**self.document, "rows": [], "servers": {}}
+        first = replace(self.cases[0], repeats=1)
+        small = replace(
+            self, serving=self.throw_away, cases=[first], document=scratch, output=self.logs / "thrown-away.json",
+            profile=None, console=Console(quiet=True),
+        )  # fmt: skip
+        self.console.print(f"{backend}, a small model, thrown away: logs in {small.logs}")
+        small.turn(Turn(backend), generator)
+
+    def turn(self, turn: Turn, generator: Generator) -> bool:
         """One backend's turn; False when its time was up before it was through."""
-        cases = self.missing(backend)
-        self.document["rows"] = [
-            row
-            for row in self.document["rows"]
-            if row["backend"] != backend or not any(case.same_as(row) for case in cases)
-        ]
+        backend, cases = turn.backend, self.missing(turn)
+
+        def stays(row: dict) -> bool:
+            """What an earlier turn of this run measured goes on; of an earlier run, or failed, it begins anew."""
+            goes_on = turn.number > 1 and "error" not in row and row.get("run", 0) == self.number
+            return row["backend"] != backend or goes_on or not any(case.same_as(row) for case in cases)
+
+        self.document["rows"] = list(filter(stays, self.document["rows"]))
         record = self.document["servers"].setdefault(backend, {})
         record.pop("error", None)
         try:
             try:
-                self.backend(backend, cases, record, generator)
+                self.backend(turn, cases, record, generator)
             except Failed as failure:
                 # A time limit that ends a wait is not the server's fault.
                 self.seconds(1)
@@ -296,11 +352,12 @@ class Run:
             self.write()
         return True
 
-    def backend(self, backend: str, cases: list[Case], record: dict, generator: Generator) -> None:
+    def backend(self, turn: Turn, cases: list[Case], record: dict, generator: Generator) -> None:
         """One server and all that is measured on it."""
-        port = free_port()
+        backend, port = turn.backend, free_port()
         url, command = f"http://127.0.0.1:{port}", self.command(backend, port)
-        log = self.logs / f"{self.engine.name}-{backend.lower()}.log"
+        again = f"-{turn.number}" if turn.number > 1 else ""
+        log = self.logs / f"{self.engine.name}-{backend.lower()}{again}.log"
         log.unlink(missing_ok=True)
         record |= {"command": shlex.join(["python", *command[1:]]), "log": str(log)}
         self.console.print(f"[bold]{backend}[/]: starting, log in {log}")
@@ -316,23 +373,23 @@ class Run:
             record["full_cuda_graphs"] = self.engine.in_full_graphs(text)
             record["cache_tokens"] = room = self.engine.cache_tokens(text)
             self.console.print(f"{backend}: ready after {record['seconds_to_ready']:.0f} s, cache of {room} tokens")
-            cut = self.measure(backend, cases, room, generator, port, process)
+            cut = self.measure(turn, cases, room, generator, port, process)
             if process.ended() is None:
                 self.profiled(backend, generator, port)
             if cut:
                 raise TurnOver
 
     def measure(
-        self, backend: str, cases: list[Case], room: int | None, generator: Generator, port: int, process: Process
+        self, turn: Turn, cases: list[Case], room: int | None, generator: Generator, port: int, process: Process
     ) -> bool:
         """All cases of one server: two readings of each, then the rest, so that a cut costs readings before points.
         True when it was cut, to leave time for the profile."""
-        run = len(e2e_report.runs_of(self.document)) - 1
-        rows = {case: {"backend": backend, **case.describe(), "run": run, "readings": []} for case in cases}
+        rows = {case: self.row(turn.backend, case) for case in cases}
         sent: list[Case] = []
-        for most in (FIRST_READINGS, max(case.repeats for case in cases)):
+        for first in (FIRST_READINGS, math.inf):
             for case, row in rows.items():
-                if "skipped" in row or "error" in row or row.get("complete"):
+                most = min(first, turn.readings(case))
+                if "skipped" in row or "error" in row or len(row["readings"]) >= most:
                     continue
                 if self.short_of_time():
                     return True
@@ -342,7 +399,8 @@ class Run:
                 if room is not None and case.tokens > room:
                     row["skipped"] = f"needs a cache of {case.tokens:,} tokens, the server has {room:,}"
                 else:
-                    self.case(case, row, generator, port, most, "warm_up" in row or any(map(case.in_cache_after, sent)))
+                    known = case in sent or any(map(case.in_cache_after, sent))
+                    self.case(case, row, generator, port, most, known)
                     sent.append(case)
                 self.write()
                 if {"tpot_ms", "skipped", "error"} & row.keys():
@@ -350,6 +408,12 @@ class Run:
                 if process.ended() is not None:
                     return False  # the server's end reports it; the other cases stay to be measured
         return False
+
+    def row(self, backend: str, case: Case) -> dict:
+        """The case's row as an earlier turn left it, or a new one."""
+        fresh = {"backend": backend, **case.describe(), "run": self.number, "readings": []}
+        rows = (row for row in self.document["rows"] if row["backend"] == backend and case.same_as(row))
+        return next(rows, fresh)
 
     def case(self, case: Case, row: dict, generator: Generator, port: int, most: int, known: bool) -> None:
         """Readings of one case, `most` in all; `known` when its prompts are in the prefix cache already. A load
@@ -360,20 +424,21 @@ class Run:
                 # Fills the prefix cache where that is wanted, and lets the server compile what it has not met yet. One
                 # token would have no time per token.
                 row["warm_up"] = self.reading(replace(load, output=2, seed=self.seed(cached)), generator, port)
-            while len(row["readings"]) < min(most, case.repeats):
+            evicted = False
+            while len(row["readings"]) < most:
                 if self.short_of_time():
                     return
                 reading = self.reading(replace(load, seed=self.seed(cached)), generator, port)
                 share = reading["cached_share"]
                 if share is not None and not (least_cached(case) <= share if cached else share <= MOST_CACHED):
-                    if cached and "discarded" not in row:  # evicted since, and in the cache again now
-                        row["discarded"] = reading
+                    if cached and not evicted:  # it is in the cache again now
+                        row["discarded"], evicted = reading, True
                         continue
                     raise Failed(
                         f"prefill {case.prefill}, but {share:.0%} of the prompts' tokens were in the prefix cache"
                     )
                 row["readings"].append(reading)
-                row |= summary(row["readings"], self.scenario.gpus)
+                row |= e2e_report.summary(row["readings"], self.scenario.gpus)
                 self.write()
             row["complete"] = len(row["readings"]) == case.repeats
         except Failed as failure:
@@ -386,11 +451,12 @@ class Run:
         rows = [row for row in self.document["rows"] if row["backend"] == backend and row["readings"]]
         row = next((row for row in rows if (row["concurrency"], row["input"]) == self.profile), None)
         case = next((case for case in self.cases if row and case.same_as(row)), None)
-        if case is None:
+        if case is None or "attention_share" in row.get("profile", {}):
             return
         last = row["readings"][-1]
         # Long enough that the profiler, which takes a while to start, meets full decode steps.
-        output = min(e2e_profile.OUTPUT_TOKENS, self.serving.max_context - MARGIN_TOKENS - case.input)
+        output = max(case.output, math.ceil(1e3 * e2e_profile.LOAD_SECONDS / last["median_tpot_ms"]))
+        output = min(output, e2e_profile.OUTPUT_TOKENS, self.serving.max_context - MARGIN_TOKENS - case.input)
         load = replace(case.load, output=output, seed=self.seed(case.prefill == "cached"))
         until = last["seconds"] - last["duration"] + max(2e-3 * last["median_ttft_ms"], last["duration"] / 2)
         folder = self.traces(backend)
@@ -411,35 +477,17 @@ class Run:
     def reading(self, load: Load, generator: Generator, port: int) -> dict:
         with tempfile.TemporaryDirectory() as folder:
             result, url = Path(folder) / "result.json", f"http://127.0.0.1:{port}"
-            before, begin = metrics_of(url), time.monotonic()
+            host, before, begin = host_ms(), metrics_of(url), time.monotonic()
             generator.run(self.engine.load(self.serving, load, port, result), self.seconds(self.scenario.point_seconds))
             seconds = time.monotonic() - begin
             try:
                 return read_result(result, load.prompts) | {
                     "seconds": round(seconds, 3),  # of the whole run, the load generator's own preparations included
                     "cached_share": cached_share(self.engine, before, metrics_of(url)),
+                    "host_ms": [host, host_ms()],
                 }
             except (OSError, ValueError, KeyError) as error:
                 raise Failed(f"the load generator's result: {error!r}\n{tail(generator.log, 15)}") from error
-
-
-def summary(readings: list[dict], gpus: int) -> dict:
-    """Median and range over the readings of a case."""
-
-    def spread(values: list[float]) -> dict:
-        return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-    found = {
-        "tpot_ms": spread([reading["median_tpot_ms"] for reading in readings]),
-        "ttft_ms": spread([reading["median_ttft_ms"] for reading in readings]),
-        "tokens_per_second": spread([reading["output_throughput"] for reading in readings]),
-        "tokens_per_second_per_gpu": spread([reading["output_throughput"] / gpus for reading in readings]),
-    }
-    if steps := [reading["median_itl_ms"] for reading in readings if "median_itl_ms" in reading]:
-        found["itl_ms"] = spread(steps)
-    if accepted := [reading["acceptance_length"] for reading in readings if "acceptance_length" in reading]:
-        found["acceptance_length"] = spread(accepted)
-    return found
 
 
 def nvidia_smi(query: str, *options: str) -> list[str]:
@@ -539,6 +587,15 @@ def prepare_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: i
     if others := [f"{key} {value} (of {whole[key]})" for key, value in changes.items() if key not in said]:
         what += "; " + ", ".join(others)
     return Prepared(str(dummy_model.write(folder, config)), config, True, what)
+
+
+def small_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: int, folder: Path) -> str:
+    """Folder of the model with a few layers of each kind. Raises ValueError when it has its own weights."""
+    if name.lower() not in configs.shipped("models", ".json"):
+        raise ValueError(f"--throw-away: wanted a model of configs/models, got {name}")
+    whole = json.loads(configs.find("models", name, ".json").read_text()) | changes
+    layers = min(whole["num_hidden_layers"], whole.get("first_k_dense_replace", 0) + SMALL_MOE_LAYERS)
+    return prepare_model(name, changes | {"num_hidden_layers": layers}, rank_of, tp, folder).model
 
 
 def serving_of(scenario: Scenario, prepared: Prepared, cases: list[Case]) -> Serving:
@@ -681,6 +738,12 @@ def e2e(
     profile: Annotated[
         str | None, typer.Option(help="Also profile some decode steps of this point, as 16x16K, for attention's share.")
     ] = None,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Servers of each backend, in turn: A B A B; they share the readings.")
+    ] = 1,
+    throw_away: Annotated[
+        bool, typer.Option("--throw-away", help="First a server of few layers that fills the caches, not reported.")
+    ] = False,
     flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON file; results/e2e-<scenario>-<engine>.json if absent.")
@@ -702,30 +765,35 @@ def e2e(
         wanted = read_scenario(scenario)
         lengths = [plan.tokens(text) for text in context or []]
         points = chosen(wanted.points, lengths, concurrency)
-        points = [point.model_copy(update={"repeats": repeats or point.repeats}) for point in points]
         updates = {"model": model, "gpus": gpus}
         wanted = wanted.model_copy(update={key: value for key, value in updates.items() if value is not None})
         if (specific := getattr(wanted, engine.value)) is None:
             raise ValueError(f"{scenario}: wanted a table [{engine.value}], found none")
+        order = turns_of(_backends(driven, specific, backend), turns)
+        least = max(turn.of for turn in order)  # each server is to have a reading of every point
+        points = [point.model_copy(update={"repeats": max(repeats or point.repeats, least)}) for point in points]
         cases, folder = cases_of(points), output.with_suffix("") / "model"
         profiled = parse_profile(profile, cases)
         asked = parse_changes(changes or [], layers)
         prepared = prepare_model(wanted.model, asked, rank_of, wanted.tensor_parallel, folder)
         serving = serving_of(wanted, prepared, cases)
+        small = None
+        if throw_away:
+            aside = folder.with_name("model-thrown-away")
+            small = replace(serving, model=small_model(wanted.model, asked, rank_of, wanted.tensor_parallel, aside))
         fresh = header(wanted, driven, prepared, serving, python, note)
         document = resumed(output, fresh) if resume and output.exists() else fresh
     except ValueError as error:
         raise _refuse(str(error)) from error
     console = Console() if sys.stdout.isatty() else Console(width=180)
     deadline = None if time_limit is None else begin + time_limit
-    backends = _backends(driven, specific, backend)
     run = Run(
         driven,
         wanted,
         specific,
         serving,
         cases,
-        backends,
+        order,
         python,
         flag or [],
         output,
@@ -733,10 +801,11 @@ def e2e(
         deadline,
         console,
         profiled,
+        throw_away=small,
     )
     console.print(f"{wanted.title}: {prepared.what}, {wanted.gpus} GPUs", markup=False)
     if show:
-        for name in backends:
+        for name in dict.fromkeys(turn.backend for turn in order):
             console.print(shlex.join(run.command(name, 8000)), markup=False, highlight=False, soft_wrap=True)
         for case in cases:
             console.print(

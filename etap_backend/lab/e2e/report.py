@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -22,10 +23,14 @@ METHOD = (
     "the engine's own load generator, random prompts, greedy, all requests at once up to the concurrency; TPOT is the "
     "median over requests, ITL that over all steps; median and range over repeated readings; prefill served: prompts "
     "new to the server; prefill cached: the same prompts were sent before and are in the prefix cache, so readings are "
-    "decode alone"
+    "decode alone; tokens a chunk: of the stream, ITL lies between chunks; host ms: a fixed loop of plain Python on "
+    "the server's machine, the slower of before and after a reading: where it was timed, a point's readings are "
+    "compared that are within 10% of each other"
 )
 COMPARABLE = ("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions")
 RUN_KEYS = ("date", "commit", "library_sha256", "command", "note")
+TOLD = {"tpot_ms", "skipped", "error", "left_out"}
+HOST_TOLERANCE = 0.10
 DUMMY = "Dummy weights: times are those of the architecture, answers mean nothing, and experts are chosen as they fall."
 
 
@@ -60,6 +65,67 @@ def joined(documents: list[dict]) -> dict:
     stopped = dict.fromkeys(document["stopped"] for document in documents if document["stopped"])
     about = {"runs": runs, "rows": list(rows.values()), "servers": servers, "stopped": "; ".join(stopped) or None}
     return documents[-1] | about | {"complete": all(document["complete"] for document in documents)}
+
+
+def summary(readings: list[dict], gpus: int) -> dict:
+    """Median and range over the readings of a case."""
+
+    def spread(values: list[float]) -> dict:
+        return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+    found = {
+        "tpot_ms": spread([reading["median_tpot_ms"] for reading in readings]),
+        "ttft_ms": spread([reading["median_ttft_ms"] for reading in readings]),
+        "tokens_per_second": spread([reading["output_throughput"] for reading in readings]),
+        "tokens_per_second_per_gpu": spread([reading["output_throughput"] / gpus for reading in readings]),
+    }
+    if steps := [reading["median_itl_ms"] for reading in readings if "median_itl_ms" in reading]:
+        found["itl_ms"] = spread(steps)
+    if chunks := [reading["tokens_per_chunk"] for reading in readings if "tokens_per_chunk" in reading]:
+        found["tokens_per_chunk"] = spread(chunks)
+    if accepted := [reading["acceptance_length"] for reading in readings if "acceptance_length" in reading]:
+        found["acceptance_length"] = spread(accepted)
+    return found
+
+
+def host_of(reading: dict) -> float | None:
+    """The slower of the host's loops before and after a reading; None where it was not timed."""
+    return max(reading["host_ms"]) if "host_ms" in reading else None
+
+
+def _equal_host(rows: list[dict]) -> tuple[float, float] | None:
+    """The span of host times, HOST_TOLERANCE wide, that has readings of most of these rows, then most readings, then
+    the fastest; None where no host was timed."""
+    of_rows = [[host for reading in row["readings"] if (host := host_of(reading))] for row in rows]
+    hosts = [(host, number) for number, of_row in enumerate(of_rows) for host in of_row]
+
+    def held(low: float) -> tuple[int, int, float]:
+        within = [number for host, number in hosts if low <= host <= low * (1 + HOST_TOLERANCE)]
+        return len(set(within)), len(within), -low
+
+    low = max((host for host, _ in hosts), key=held, default=None)
+    return None if low is None else (low, low * (1 + HOST_TOLERANCE))
+
+
+def at_equal_host_speed(document: dict) -> dict:
+    """The document with those readings of each point whose hosts were within HOST_TOLERANCE of each other, and in
+    `left_out` how many others a row had. Readings from before hosts were timed stay."""
+    rows = []
+    for of_point in by_shape(document).values():
+        timed = [row for row in of_point.values() if row.get("readings")]
+        span = _equal_host(timed)
+        for row in of_point.values():
+            readings = [
+                reading
+                for reading in row.get("readings", [])
+                if not span or host_of(reading) is None or span[0] <= host_of(reading) <= span[1]
+            ]
+            if left_out := len(row.get("readings", [])) - len(readings):
+                of_all = {key: value for key, value in row.items() if key not in summary(row["readings"], 1)}
+                row = of_all | {"readings": readings, "left_out": left_out}
+                row |= summary(readings, document["gpus"]) if readings else {}
+            rows.append(row)
+    return document | {"rows": rows}
 
 
 def shape_of(row: dict) -> tuple:
@@ -98,6 +164,8 @@ def by_shape(document: dict) -> dict[tuple, dict[str, dict]]:
 def _range(row: dict, key: str) -> str:
     if key in row:
         return "{median:.2f} ({min:.2f} to {max:.2f})".format(**row[key])
+    if "left_out" in row:
+        return "another host speed"
     return "cache too small" if "skipped" in row else "failed" if "error" in row else "-"
 
 
@@ -115,6 +183,16 @@ def _percent(share: float | None, digits: int) -> str:
     return "-" if share is None else f"{share:.{digits}%}"
 
 
+def _hosts(row: dict) -> str:
+    hosts = [host for reading in row.get("readings", []) if (host := host_of(reading))]
+    return f"{min(hosts):.1f} to {max(hosts):.1f}" if hosts else "-"
+
+
+def _readings(row: dict) -> str:
+    left_out = f", {row['left_out']} left out" if "left_out" in row else ""
+    return f"{len(row.get('readings', []))}{left_out}"
+
+
 Column = Callable[[dict, dict], str]
 
 
@@ -130,6 +208,8 @@ def columns_of(document: dict) -> dict[str, Column]:
     if "itl_ms" in known:
         columns["ITL ms"] = lambda row, ours: _range(row, "itl_ms")
         columns[f"ITL / {name}'s"] = lambda row, ours: _against(row, ours, "itl_ms")
+    if "tokens_per_chunk" in known:
+        columns["tokens a chunk"] = lambda row, ours: _value(row, "tokens_per_chunk", 2)
     columns["TTFT ms"] = lambda row, ours: _value(row, "ttft_ms", 0)
     columns["tokens/s a GPU"] = lambda row, ours: _value(row, "tokens_per_second_per_gpu", 1)
     if "attention_share" in known:
@@ -138,7 +218,9 @@ def columns_of(document: dict) -> dict[str, Column]:
         columns["attention's share, profiled"] = lambda row, ours: _percent(
             row.get("profile", {}).get("attention_share"), 1
         )
-    columns["readings"] = lambda row, ours: str(len(row.get("readings", [])))
+    if any("host_ms" in reading for row in document["rows"] for reading in row.get("readings", [])):
+        columns["host ms"] = lambda row, ours: _hosts(row)
+    columns["readings"] = lambda row, ours: _readings(row)
     if len(runs_of(document)) > 1:
         columns["run"] = lambda row, ours: str(1 + row.get("run", 0))
     return columns
@@ -149,7 +231,7 @@ def cells_of(document: dict) -> list[list[str]]:
     columns, names = columns_of(document).values(), backends_of(document)
     ours, lines = ENGINES[document["engine"]].ours, []
     for rows in by_shape(document).values():
-        told = [rows[name] for name in names if {"tpot_ms", "skipped", "error"} & rows.get(name, {}).keys()]
+        told = [rows[name] for name in names if TOLD & rows.get(name, {}).keys()]
         lines += [[text(row, rows.get(ours, {})) for text in columns] for row in told]
     return lines
 
@@ -282,7 +364,8 @@ def main(
             raise typer.BadParameter(str(error), param_hint="--join") from error
         results = [join]
     benchmarks = [json.loads(path.read_text()) for path in kernels or []]
-    documents = [with_shares({**json.loads(path.read_text()), "file": path.stem}, benchmarks) for path in results]
+    read = [{**json.loads(path.read_text()), "file": path.stem} for path in results]
+    documents = [with_shares(at_equal_host_speed(document), benchmarks) for document in read]
     console = Console()
     for document in documents:
         print_document(document, console)

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from etap_backend.lab import configs
 from etap_backend.lab.bench import report
-from etap_backend.lab.e2e.report import shape_of, shape_text
+from etap_backend.lab.e2e.report import at_equal_host_speed, shape_of, shape_text
 from etap_backend.lab.plan import command as plan
 from etap_backend.lab.plan.command import Deployment, Gpu, Model
 
@@ -32,6 +32,7 @@ from etap_backend.lab.plan.command import Deployment, Gpu, Model
 KERNELS = {"etap": "etap", "flashmla": "FlashMLA", "flash_attn_mla": "FA3", "fa3": "FA3"}
 TARGET_RANKS = 8
 PROXY = "H20 proxy"
+MOST_IN_A_CHUNK = 1.05
 MEASURED_WITH = ("gpu", "driver", "versions", "commit", "command", "date")  # of every file that an estimate rests on
 
 
@@ -145,8 +146,10 @@ def servers_of(document: dict, target: str) -> Servers:
 
 def step_ms(document: dict, row: dict) -> float:
     """A decode step as served. Where all prompts are in the prefix cache and each step gives one token, it is the time
-    between two tokens; TPOT has in it what requests wait for the others' admission, and smaller batches at the end."""
-    if row["prefill"] == "cached" and not document["draft_tokens"] and "itl_ms" in row:
+    between two chunks of one token; TPOT has in it what requests wait for the others' admission, and smaller batches at
+    the end."""
+    alone = row.get("tokens_per_chunk", {}).get("median", 1.0) < MOST_IN_A_CHUNK
+    if row["prefill"] == "cached" and not document["draft_tokens"] and "itl_ms" in row and alone:
         return row["itl_ms"]["median"]
     return row["tpot_ms"]["median"] * row.get("acceptance_length", {}).get("median", 1.0)
 
@@ -265,7 +268,7 @@ def main(
     console, benchmarks = Console(), [documents[path] for path in kernels]
     written = {}
     for path in results:
-        document = documents[path]
+        document = at_equal_host_speed(documents[path])
         try:
             found, reasons = estimate(document, benchmarks, target)
         except ValueError as error:
