@@ -41,7 +41,7 @@ def _check(name: str, summary: str) -> Program:
 
 LAB = {
     "bench": Program("etap_backend.lab.bench.command", "bench", "measure the kernels beside others"),
-    "report": Program("etap_backend.lab.bench.report", "main", "tables and plots of benchmark results"),
+    "report": Program("etap_backend.lab.bench.show", "show", "tables and plots of benchmark results"),
     "plan": Program("etap_backend.lab.plan.command", "plan", "what fits on which GPUs, and what ETAP gains there"),
     "estimate": Program("etap_backend.lab.plan.estimate", "main", "from a measured server to one on an H20"),
     "e2e": Program("etap_backend.lab.e2e.command", "e2e", "serve a model with ETAP and other backends, and compare"),
@@ -50,6 +50,7 @@ LAB = {
 }
 CHECKS = {
     "answers": _check("answers", "greedy answers of a trained model, beside other backends"),
+    "random-cases": _check("random_cases", "random calls against float64, each twice with the same bits"),
     "sanitize": _check("sanitize", "the kernels under compute-sanitizer"),
     "sglang-serve": _check("sglang_serve", "an SGLang server from start to answers"),
     "soak": _check("soak", "a vLLM server under mixed load"),
