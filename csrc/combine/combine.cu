@@ -3,6 +3,7 @@
 #include <cutlass/numeric_types.h>
 
 #include <algorithm>
+#include <cfloat>
 
 #include "common/launch.cuh"
 #include "common/ptx.cuh"
@@ -19,7 +20,7 @@ constexpr int kSliceWarps = 4;
 constexpr int kBlockVectors = kSliceWarps * kWarpSize;  // float4s of one slice and column block
 
 // Below every log2-sum-exp, and finite, so that a split that saw no token (-inf) weighs 0 and not NaN.
-constexpr float kNoSplit = -1e30f;
+constexpr float kNoSplit = -FLT_MAX;
 
 // What a lane holds of a partial: two neighbouring rows of the output (columns of O^T) and two value dims, 8 apart; or,
 // where the rows were on WGMMA's M (kOneRow), one row, of which the weights have two copies, and twice two value dims.
