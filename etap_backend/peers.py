@@ -56,8 +56,8 @@ class Unsupported(Exception):
 
 def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
     batch, s_q, heads, _ = inputs.q.shape
-    schedule = DecodeSchedule(batch, heads, max_s_q=s_q, device=inputs.q.device, num_sms=inputs.num_sms)
-    schedule.build(inputs.seq_lens, s_q)
+    buffers = DecodeSchedule(batch, heads, max_s_q=s_q, device=inputs.q.device, num_sms=inputs.num_sms)
+    schedule = buffers.build(inputs.seq_lens, s_q)
     out = inputs.q.new_empty(batch, s_q, heads, LATENT_DIM)
     lse = inputs.q.new_empty(batch, s_q, heads, dtype=torch.float32)
     kv_scale = inputs.kv_scale_tensor

@@ -39,8 +39,7 @@ def emulate(case: Case, **how) -> tuple[list[str], set[int]]:
     """What is wrong with the emulated kernels' result on a case, and which segments of the decode kernel ran."""
     problem, wanted = problem_and_truth(case)
     runner = Runner(problem)
-    runner.schedule.build(problem.seq_lens, case.s_q)
-    ran = kernels.run_decode(problem, runner.schedule, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE, **how)
+    ran = kernels.run_decode(problem, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE, **how)
     return problems_with(runner.out.tensor, runner.lse.tensor, problem, wanted), ran
 
 
@@ -67,8 +66,7 @@ def test_bits_do_not_depend_on_what_a_cta_decoded_before(heads):
         rows = dict(q=problem.q[requests], call_q=problem.q[requests], seq_lens=problem.seq_lens[requests])
         part = replace(problem, case=case, block_table=problem.block_table[requests], **rows)
         runner = Runner(part)
-        runner.schedule.build(part.seq_lens)
-        kernels.run_decode(part, runner.schedule, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+        kernels.run_decode(part, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
         results.append([tensor[-1].view(torch.uint8) for tensor in (runner.out.tensor, runner.lse.tensor)])
     assert all(torch.equal(alone, behind) for alone, behind in zip(*results, strict=True))
 
@@ -82,10 +80,10 @@ def test_the_order_of_splits_does_not_depend_on_the_batch():
         rows = dict(q=problem.q[:batch], call_q=problem.q[:batch], seq_lens=problem.seq_lens[:batch])
         part = replace(problem, case=case, block_table=problem.block_table[:batch], **rows)
         schedule = DecodeSchedule(64, 64, device="cpu", num_sms=132, batch_invariant=True)
-        schedule.build(part.seq_lens)
+        planned = schedule.build(part.seq_lens)
         assert schedule.split_offsets[1] == 3
         runner = Runner(part)
-        kernels.run_decode(part, schedule, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+        kernels.run_decode(part, planned, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
         results.append([tensor[0].view(torch.uint8) for tensor in (runner.out.tensor, runner.lse.tensor)])
     assert all(torch.equal(alone, among) for alone, among in zip(*results, strict=True))
 

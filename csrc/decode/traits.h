@@ -20,14 +20,6 @@
 
 namespace etap {
 
-// The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,
-// requests); a copy takes a row tile.
-struct QueryMaps {
-  CUtensorMap latent;
-  CUtensorMap rope;
-  bool usable;
-};
-
 constexpr int kWarpsPerGroup = 4;
 constexpr int kGroupThreads = kWarpSize * kWarpsPerGroup;
 constexpr int kConsumerGroups = 2;
