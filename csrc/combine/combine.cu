@@ -299,7 +299,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm 
     Entry entries[kEntries];
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) entries[e] = Entry(params, i + e * gridDim.y);
-    // The list is older than the decode kernel, which lets this one begin only when it has seen the list complete.
+    // The list is older than the decode kernel, which waits for it before it lets this one begin (kernel.cuh; a test holds
+    // the order). Reading it behind the wait would be as right, and later.
     if (!waited) cudaGridDependencySynchronize();
     waited = true;
     if (entries[0].request < 0) return;
