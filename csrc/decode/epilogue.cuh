@@ -33,10 +33,18 @@ struct Destination {
   }
 };
 
-// A request without tokens: zeros and -inf, no page read.
+// A piece without tokens, of a request that has none or fewer than the schedule was built for: zeros and -inf, no page read.
 template <class T>
 __device__ __forceinline__ void write_empty(const Destination<T>& to) {
-  if (to.out == nullptr) return;  // a schedule of other lengths split this request
+  if (to.out == nullptr) {  // the combination adds nothing of it, but multiplies what lies there
+#pragma unroll 1
+    for (int i = threadIdx.x; i < T::kRowTile * kLatentDim / 4; i += kConsumerThreads) {
+      to.partial_out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#pragma unroll 1
+    for (int row = threadIdx.x; row < T::kRowTile; row += kConsumerThreads) to.partial_lse[row] = -INFINITY;
+    return;
+  }
 #pragma unroll 1
   for (int i = threadIdx.x; i < to.rows * kLatentDim / 8; i += kConsumerThreads) {
     reinterpret_cast<uint4*>(to.out)[i] = make_uint4(0, 0, 0, 0);

@@ -12,19 +12,13 @@
 
 #include <cuda.h>
 
+#include <cfloat>
+
 #include "common/pipeline.cuh"
 #include "common/warp.cuh"
 #include "params.h"
 
 namespace etap {
-
-// The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,
-// requests); a copy takes a row tile.
-struct QueryMaps {
-  CUtensorMap latent;
-  CUtensorMap rope;
-  bool usable;
-};
 
 constexpr int kWarpsPerGroup = 4;
 constexpr int kGroupThreads = kWarpSize * kWarpsPerGroup;
@@ -50,8 +44,8 @@ constexpr int kHandOverBarrier = 4;  // + warpgroup and warp
 // P^T is taken against a reference maximum that may lag: exponents up to this much above it are let through, since
 // 2^8 costs neither float32 sums nor bf16/fp16 P^T any precision, and a new maximum then costs nothing in most tiles.
 constexpr float kLazyMaximum = 8.0f;
-// "No token seen yet": finite, so that -inf (a masked score) minus it stays -inf and not NaN.
-constexpr float kNoMaximum = -1e30f;
+// "No token seen yet": finite, so that -inf (a masked score) minus it stays -inf and not NaN; and below every finite score.
+constexpr float kNoMaximum = -FLT_MAX;
 
 // Grants to one consumer that may be open at once: see Turns. Tiles and merges take their stages in turn, and the most are
 // open when every piece has one tile; a grant counts from its first stage on.

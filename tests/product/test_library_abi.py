@@ -18,7 +18,10 @@ from etap_backend import _library
 SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|ld-linux-x86-64)\.so\.\d+")
 SYSTEM_VERSIONS = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+")
 WEAK_HOOKS = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}
-BOUND = {"abi_version", "build_fixed_schedule", "build_schedule", "decode"}
+BOUND = {
+    *("abi_version", "constants", "decode_shape"),
+    *("build_fixed_schedule", "build_schedule", "check_decode", "decode", "decode_launches"),
+}
 
 
 @cache
