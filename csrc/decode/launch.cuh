@@ -125,12 +125,16 @@ void launch_row_tile(const DecodeParams& params, const CacheParams& cache, cudaS
 }
 
 template <class Element, int kRowTile>
-using SixteenBitTraits = std::conditional_t<kRowTile == 64, RowsTraits<Element>, Traits<Element, kRowTile>>;
+using SixteenBitTraits = std::conditional_t<kRowTile == 64, query_major::Traits<Element>, transposed::Traits<Element, kRowTile>>;
 
 template <class Element>
 void launch_decode(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream) {
   launch_row_tile<SixteenBitTraits, Element>(params, cache, stream);
 }
+
+template <class Math, int kRowTile>
+using Fp8Traits =
+    std::conditional_t<kRowTile == 64, transposed_fp8::SharedTilesTraits<Math>, transposed_fp8::Traits<Math, kRowTile>>;
 
 template <class Math>
 void launch_fp8_decode(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream) {
