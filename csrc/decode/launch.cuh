@@ -41,20 +41,20 @@ DecodeKernel describe() {
 template <class Element>
 DecodeKernel sixteen_bit_kernel(int row_tile) {
   switch (row_tile) {
-    case 8: return describe<Traits<Element, 8>>();
-    case 16: return describe<Traits<Element, 16>>();
-    case 32: return describe<Traits<Element, 32>>();
-    default: return describe<RowsTraits<Element>>();
+    case 8: return describe<transposed::Traits<Element, 8>>();
+    case 16: return describe<transposed::Traits<Element, 16>>();
+    case 32: return describe<transposed::Traits<Element, 32>>();
+    default: return describe<query_major::Traits<Element>>();
   }
 }
 
 template <class Math>
 DecodeKernel fp8_kernel(int row_tile) {
   switch (row_tile) {
-    case 8: return describe<Fp8Traits<Math, 8>>();
-    case 16: return describe<Fp8Traits<Math, 16>>();
-    case 32: return describe<Fp8Traits<Math, 32>>();
-    default: return describe<Fp8Traits<Math, 64>>();
+    case 8: return describe<transposed_fp8::Traits<Math, 8>>();
+    case 16: return describe<transposed_fp8::Traits<Math, 16>>();
+    case 32: return describe<transposed_fp8::Traits<Math, 32>>();
+    default: return describe<transposed_fp8::SharedTilesTraits<Math>>();
   }
 }
 

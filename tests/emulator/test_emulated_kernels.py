@@ -218,7 +218,7 @@ ROWS_CASE = Case((200, 449), heads=64, num_sms=1)
 
 @cache
 def own_text(kernel: str = ", 16>") -> tuple[str, str]:
-    """PTX and name of a bf16 decode kernel, that for 16 rows or RowsTraits', alone."""
+    """PTX and name of a bf16 decode kernel, that for 16 rows or query_major', alone."""
     module = kernels.module("bf16")
     name = module.find("decode_kernel", kernel)
     return module.only(name), name
@@ -282,7 +282,7 @@ def test_an_access_behind_a_tensor_is_found():
     assert re.search(r"(?s)out of bounds.*ld\.global.*\.cuh:\d+", fault_of(patched(site, f"{site[1]}+4194304];")))
 
 
-def waits_of(source_line: str, source="kernel", kernel=", 16>", wait=WAIT) -> list[re.Match]:
+def waits_of(source_line: str, source="transposed/consumer", kernel=", 16>", wait=WAIT) -> list[re.Match]:
     """The waits that a line of decode/SOURCE.cuh was compiled to."""
     text, _ = own_text(kernel)
     lines = (kernels.CSRC / "decode" / f"{source}.cuh").read_text().splitlines()
@@ -297,7 +297,7 @@ def waits_of(source_line: str, source="kernel", kernel=", 16>", wait=WAIT) -> li
 
 def test_merging_into_stages_that_were_not_granted_is_found():
     text, name = own_text()
-    sites = waits_of("if constexpr (!T::kSharedTiles) shared.granted[group].wait")
+    sites = waits_of("shared.granted[group].wait(grants_taken++);  // the stages for merging")
     assert sites
     for site in reversed(sites):
         text = text[: site.start()] + "setp.eq.u32 p, 0, 0;" + text[site.end() :]
@@ -317,23 +317,26 @@ ROWS_FAULTS = {
 @pytest.mark.parametrize("name", ROWS_FAULTS)
 def test_missing_synchronisation_of_64_rows_is_found(name):
     pattern, instead, says = ROWS_FAULTS[name]
-    sites = list(re.finditer(pattern, own_text("RowsTraits")[0]))
-    found = [fault_of(patched(site, instead, "RowsTraits"), ROWS_CASE) for site in sites[:: max(1, len(sites) // 4)]]
+    sites = list(re.finditer(pattern, own_text("query_major")[0]))
+    found = [fault_of(patched(site, instead, "query_major"), ROWS_CASE) for site in sites[:: max(1, len(sites) // 4)]]
     assert any(re.search(says, fault) for fault in found), found
 
 
 @pytest.mark.parametrize(
-    "line, says",
-    [("meet(T::hand_over_barrier(owner)", "."), ("ptx::barrier_sync(kGroupBarrier + group", "inf/NaN elsewhere")],
+    "source, line, says",
+    [
+        ("softmax", "event::probabilities_handed_over(owner).meet", "."),
+        ("output", "event::tail_zeroed(group).sync", "inf/NaN elsewhere"),
+    ],
     ids=["taking P before it is there", "products before V's tail is zero"],
 )
-def test_missing_meetings_of_64_rows_are_found(line, says):
-    sites = waits_of(line, "rows", "RowsTraits", r"barrier\.cta\.sync\.aligned %r\d+, %r\d+;")
-    found = [fault_of(patched(site, "", "RowsTraits"), ROWS_CASE) for site in sites]
+def test_missing_meetings_of_64_rows_are_found(source, line, says):
+    sites = waits_of(line, f"query_major/{source}", "query_major", r"barrier\.cta\.sync\.aligned %r\d+, %r\d+;")
+    found = [fault_of(patched(site, "", "query_major"), ROWS_CASE) for site in sites]
     assert any(re.search(says, fault) for fault in found), found
 
 
-@pytest.mark.parametrize("kernel, case", [(", 16>", FAULT_CASE), ("RowsTraits", ROWS_CASE)])
+@pytest.mark.parametrize("kernel, case", [(", 16>", FAULT_CASE), ("query_major", ROWS_CASE)])
 def test_the_kernel_without_a_planted_fault_has_none(kernel, case):
     text, name = own_text(kernel)
     assert fault_of(Kernel(Module(text), name), case) == ""
