@@ -61,7 +61,7 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
       const bool valid = token < params.s_q;  // rows of the tile behind the last one are zeros
       const Element* latent = valid ? q + token * params.q_stride_token + head * params.q_stride_head : q;
       const Element* rope = valid ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q_rope;
-      const int unit = swizzled<kChunkColumns * sizeof(Element)>(row, lane % kUnitsPerChunk);
+      const int unit = (lane % kUnitsPerChunk) ^ swizzle<kChunkColumns * sizeof(Element)>(row);
       char* target = shared.query + lane / kUnitsPerChunk * kChunkBytes + (row * kUnitsPerChunk + unit) * kUnitBytes;
       const auto copy = [&](int chunk, const Element* source) {
         cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(

@@ -81,7 +81,7 @@ struct Softmax {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     const int lane = threadIdx.x % kWarpSize;
     const int row = lane % 8;
-    const int token_unit = (warp * 2 + lane / 8 % 2) ^ row;
+    const int token_unit = (warp * 2 + lane / 8 % 2) ^ swizzle<128>(row);
     char* target = probabilities + T::first_column(group) * kTileTokens * 2 + lane / 16 * kBlockBytes + row * 128 +
                    token_unit * kUnitBytes;
     if constexpr (kBlocks == 1) {
@@ -101,7 +101,7 @@ struct Softmax {
   __device__ __forceinline__ void store_fours(char* probabilities) const {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     const int row = T::first_column(group) + threadIdx.x % (8 * kBlocks) % kWarpSize;
-    auto& target = *reinterpret_cast<cute::uint128_t*>(probabilities + row * 64 + (warp ^ (row / 2 % 4)) * kUnitBytes);
+    auto& target = *reinterpret_cast<cute::uint128_t*>(probabilities + row * 64 + (warp ^ swizzle<64>(row)) * kUnitBytes);
     if constexpr (kBlocks == 1) {
       cute::SM90_U16x2_STSM_T::copy(rounded[0], target);
     } else if constexpr (kBlocks == 2) {
