@@ -64,15 +64,16 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const int row_group = blockIdx.x % params.row_groups;
   const int group = cutlass::canonical_warp_group_idx();
   if (group == kConsumerGroups) {
-    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
-    const WarpRole role = warp_role(group);
-    if (role == WarpRole::kKeyProducer) {
-      load_keys<T>(shared, params, cache_maps, partition);
-    } else if constexpr (!T::kFp8Cache) {
-      load_queries<T>(shared, params, query_maps, partition, row_group, role);
+    adjust_registers<T, false>();
+    switch (const WarpRole role = producer_role()) {
+      case WarpRole::kKeyProducer:
+        load_keys<T>(shared, params, cache_maps, partition);
+        break;
+      default:  // the query producer and its helpers
+        if constexpr (!T::kFp8Cache) load_queries<T>(shared, params, query_maps, partition, row_group, role);
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+    adjust_registers<T, true>();
     T::Consumer::run(shared, params, partition, row_group, group);
   }
 }
