@@ -125,7 +125,8 @@ void launch_row_tile(const DecodeParams& params, const CacheParams& cache, cudaS
 }
 
 template <class Element, int kRowTile>
-using SixteenBitTraits = std::conditional_t<kRowTile == 64, query_major::Traits<Element>, transposed::Traits<Element, kRowTile>>;
+using SixteenBitTraits =
+    std::conditional_t<kRowTile == 64, query_major::Traits<Element>, transposed::Traits<Element, kRowTile>>;
 
 template <class Element>
 void launch_decode(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream) {

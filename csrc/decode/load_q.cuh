@@ -1,5 +1,5 @@
-// The query producers, of a cache of the queries' own type: one warp copies the rows of each piece with TMA, or, where their
-// strides allow no tensor map, three warps gather them.
+// The query producers, of a cache of the queries' own type: one warp copies the rows of each piece with TMA, or, where
+// their strides allow no tensor map, three warps gather them.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -25,7 +25,8 @@ __device__ __forceinline__ void copy_queries(typename T::SharedStorage& shared, 
     const auto copy = [&](const CUtensorMap& map, int first_chunk) {
       cute::SM90_TMA_LOAD_5D::copy(&map, shared.queries.full_barrier(at),
                                    static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                   &item<typename T::QueryChunk>(shared.query, first_chunk), 0, head, token, 0, walk.request());
+                                   &item<typename T::QueryChunk>(shared.query, first_chunk), 0, head, token, 0,
+                                   walk.request());
     };
     copy(maps.latent, 0);
     copy(maps.rope, kValueChunks);

@@ -22,7 +22,7 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
   const auto slice = mma.get_thread_slice(0);
   constexpr int kStages = T::kProductDims / kChunkColumns;
   warpgroup_fence_operand(o);
-  warpgroup_arrive();
+  ETAP_UNLESS_FAULT(output_fence, warpgroup_arrive());
   CUTE_UNROLL
   for (int n = 0; n < T::kProducts; ++n) {
     auto s_value = make_tensor(make_smem_ptr(&item<typename T::KeyStage>(shared.ring, first + n * kStages)[0][0]),
@@ -69,8 +69,9 @@ __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& share
       reinterpret_cast<uint4*>(tail)[i] = make_uint4(0, 0, 0, 0);
     }
   }
-  cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA once the warpgroup has met
-  event::tail_zeroed(group).sync();
+  // These writes, for WGMMA once the warpgroup has met.
+  ETAP_UNLESS_FAULT(tail_fence, cutlass::arch::fence_view_async_shared());
+  ETAP_UNLESS_FAULT(tail_meeting, event::tail_zeroed(group).sync());
 }
 
 }  // namespace etap::query_major

@@ -12,7 +12,6 @@ struct Consumer {
   typename T::SharedStorage& shared;
   const DecodeParams& params;
   const int row_group;
-  const int group;
   Softmax<T>& softmax;
   OutputFragment<T>& ot;
 
@@ -21,7 +20,7 @@ struct Consumer {
                                              int row_group, int group) {
     Softmax<T> softmax(shared, params.scale_log2, 1.0f, group);
     OutputFragment<T> ot;
-    Consumer consumer{shared, params, row_group, group, softmax, ot};
+    Consumer consumer{shared, params, row_group, softmax, ot};
     RingPosition<T::kStages> keys;
     RingPosition<1> queries;
     uint32_t grants_taken = 0;  // in all pieces
@@ -51,7 +50,8 @@ struct Consumer {
       }
       queries.advance(1);
       if (piece.tiles() == 0) continue;
-      shared.granted[group].wait(grants_taken++);  // the stages for merging, for the same reason
+      // The stages for merging, for the same reason.
+      ETAP_UNLESS_FAULT(merge_grant, shared.granted[group].wait(grants_taken++));
       merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
       keys.advance(kConsumerGroups * T::kMergeStages);
     }
@@ -60,6 +60,7 @@ struct Consumer {
   // One tile: wait for K, S^T, softmax, O^T, release. `first` and `last`: of this consumer's in the piece.
   __device__ __forceinline__ void consume_tile(const Piece& piece, int tile, bool first, bool last, RingPosition<1> queries,
                                                RingPosition<T::kStages> at, char* probabilities) {
+    const int group = softmax.group;
     // Wait for K, S^T.
     ScoreFragment<T> st;
     compute_scores<T>(shared, at, st);
@@ -75,7 +76,7 @@ struct Consumer {
     if (!renew) {
       const bool exceeds = softmax.exponentiate(st);
       softmax.store(probabilities);
-      renew = event::probabilities_written(group).any(exceeds);
+      renew = ETAP_OR_FAULT(probabilities_meeting, event::probabilities_written(group).any(exceeds), exceeds);
     }
     if (renew) {
       float correction[Softmax<T>::kColumns];

@@ -14,7 +14,6 @@ struct Consumer {
   typename T::SharedStorage& shared;
   const DecodeParams& params;
   const int row_group;
-  const int group;
   transposed::Softmax<T>& softmax;
   transposed::OutputFragment<T>& ot;
 
@@ -24,7 +23,7 @@ struct Consumer {
     const CacheScales scales(params);
     transposed::Softmax<T> softmax(shared, params.scale_log2, scales.kv, group);
     transposed::OutputFragment<T> ot;
-    Consumer consumer{shared, params, row_group, group, softmax, ot};
+    Consumer consumer{shared, params, row_group, softmax, ot};
     RingPosition<T::kStages> keys;
     uint32_t grants_taken = 0;  // in all pieces
     int pieces = 0;
@@ -53,6 +52,7 @@ struct Consumer {
   // One tile: wait for K, S^T, softmax, O^T, release. `first`: of this consumer's in the piece.
   __device__ __forceinline__ void consume_tile(const Piece& piece, int tile, bool first, RingPosition<T::kStages> at,
                                                char* probabilities) {
+    const int group = softmax.group;
     // Wait for K, S^T.
     transposed::ScoreFragment<T> st;
     compute_scores<T>(shared, at, group, st);

@@ -83,8 +83,9 @@ __device__ __forceinline__ void convert_values(const uint32_t (&words)[4], Opera
 }
 
 // Start one load's share of a product, a group of WGMMAs. The operand's registers are theirs until the group is waited for.
-template <class T, class Mma, class Rows, class Result>
-__device__ __forceinline__ void multiply(Mma& mma, const Operand<T>& operand, const Rows& b, int first_step, Result&& result) {
+template <class T, class Mma, class OperandB, class Result>
+__device__ __forceinline__ void multiply(Mma& mma, const Operand<T>& operand, const OperandB& b, int first_step,
+                                         Result&& result) {
   cute::warpgroup_arrive();
   CUTE_UNROLL
   for (int step = 0; step < T::kStepsPerLoad; ++step) {

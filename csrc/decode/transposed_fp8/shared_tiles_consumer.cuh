@@ -30,7 +30,6 @@ struct SharedTilesConsumer {
   typename T::SharedStorage& shared;
   const DecodeParams& params;
   const int row_group;
-  const int group;
   transposed::Softmax<T>& softmax;
   transposed::OutputFragment<T>& ot;
 
@@ -40,7 +39,7 @@ struct SharedTilesConsumer {
     const CacheScales scales(params);
     transposed::Softmax<T> softmax(shared, params.scale_log2, scales.kv, group);
     transposed::OutputFragment<T> ot;
-    SharedTilesConsumer consumer{shared, params, row_group, group, softmax, ot};
+    SharedTilesConsumer consumer{shared, params, row_group, softmax, ot};
     RingPosition<T::kStages> keys;
     PieceWalk walk(params, partition);
     while (!walk.done()) {
@@ -62,6 +61,7 @@ struct SharedTilesConsumer {
   // One tile: wait for K, S^T, softmax, O^T, release. `first`: of the piece.
   __device__ __forceinline__ void consume_tile(const Piece& piece, int tile, bool first, RingPosition<T::kStages> at,
                                                char* probabilities) {
+    const int group = softmax.group;
     // Wait for K, S^T: this warpgroup's columns.
     transposed::ScoreFragment<T> st;
     compute_scores<T>(shared, at, group, st);

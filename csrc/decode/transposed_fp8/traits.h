@@ -28,7 +28,8 @@ struct ReadScales {
   typename T::SharedStorage& shared;
   const int first;  // column of this warpgroup
 
-  __device__ __forceinline__ ReadScales(typename T::SharedStorage& shared, float, int first) : shared(shared), first(first) {}
+  __device__ __forceinline__ ReadScales(typename T::SharedStorage& shared, float, int first)
+      : shared(shared), first(first) {}
   __device__ __forceinline__ void load(int) {}
   __device__ __forceinline__ float operator()(int i) const {
     return shared.score_scales[first + transposed::fragment_column(i / 2, i % 2)];
