@@ -7,7 +7,7 @@
 //                  partition's work range for its row group (of kMaxRowTile rows), one after the other. One CTA an SM.
 //
 // Glossary         tile: 64 tokens   piece: a run of tiles of one request   row: (query token, head), packed
-//                  st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens in shared memory]   ot: O^T [value dims x rows]
+//                  st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens]   ot: O^T [value dims x rows]
 //                  s, p, o: the same not transposed   chunk: 64 columns (e4m3: 128) of a tile   stage: of the key ring
 //
 // Role             warps  registers       does
@@ -20,7 +20,7 @@
 // keys             8 x 24 KB (*)          TMA bytes -> the tile's consumer(s)     4 warps, or 8 that share tiles
 // queries          1                      TMA bytes or 96 threads -> both         8 warps, after the piece's last scores
 // grants           4 a consumer           key producer -> the tile's consumer     (nothing to release)
-// (*) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB, and the consumers read the query rows
+// (*) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB, and consumers read the query rows
 //
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each

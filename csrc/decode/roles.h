@@ -30,9 +30,9 @@ __device__ __forceinline__ WarpRole producer_role() {
   return warp == 0 ? WarpRole::kKeyProducer : warp == 1 ? WarpRole::kQueryProducer : WarpRole::kQueryHelper;
 }
 
-// The registers of a warpgroup's roles, by setmaxnreg. Debug builds keep those of the launch: sanitizers instrument code that
-// setmaxnreg then leaves too few for. Kernels that would spill with them take theirs all the same (what memcheck does at a
-// spill changes registers that a product may still read).
+// The registers of a warpgroup's roles, by setmaxnreg. Debug builds keep those of the launch: sanitizers instrument code
+// that setmaxnreg then leaves too few for. Kernels that would spill with them take theirs all the same (what memcheck
+// does at a spill changes registers that a product may still read).
 template <class T, bool kConsumer>
 __device__ __forceinline__ void adjust_registers() {
   static_assert(T::kProducerRegisters * kGroupThreads + T::kConsumerRegisters * kConsumerThreads <= 168 * kDecodeThreads);

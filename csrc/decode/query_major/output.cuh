@@ -11,7 +11,7 @@ __device__ __forceinline__ void scale_rows(typename T::Output& o, const float (&
   for (int i = 0; i < cute::size(o); ++i) o(i) *= factor[i / 2 % 2];
 }
 
-// Start this warpgroup's half of P·V, from stage `first` on: kProducts groups of WGMMAs. P's registers are theirs until then.
+// Start this warpgroup's half of P·V, from stage `first` on: kProducts groups of WGMMAs, which own P's registers meanwhile.
 template <class T>
 __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, int first, const uint32_t (&p)[T::kWords],
                                                  typename T::Output& o) {
@@ -55,8 +55,8 @@ __device__ __forceinline__ void finish_output(typename T::SharedStorage& shared,
   }
 }
 
-// Zero this half of V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN. Scores may still read there,
-// which are masked.
+// Zero this half of V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN. Scores may still read
+// there, which are masked.
 template <class T>
 __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& shared, int first, int group, int valid) {
   constexpr int kLineBytes = kChunkColumns * sizeof(typename T::Element);

@@ -11,8 +11,8 @@ __device__ __forceinline__ RingPosition<T::kStages> tile_position(int n) {
   return {n % kConsumerGroups * T::kStagesPerTile, uint32_t(n / kConsumerGroups % 2)};
 }
 
-// Start the share of S of an own tile, its piece's i-th, that stages [kBegin, kEnd) have, one by one as they arrive: a group
-// of WGMMAs.
+// Start the share of S of an own tile, its piece's i-th, that stages [kBegin, kEnd) have, one by one as they arrive: a
+// group of WGMMAs.
 template <class T, int kBegin, int kEnd>
 __device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int i,
                                                  typename T::Scores& s) {

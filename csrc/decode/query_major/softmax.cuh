@@ -6,7 +6,8 @@
 
 namespace etap::query_major {
 
-// What a thread keeps of its two rows, r and r + 8, over a piece. Sums are of its own tokens of the tiles its warpgroup owns.
+// What a thread keeps of its two rows, r and r + 8, over a piece. Sums are of its own tokens of the tiles its warpgroup
+// owns.
 struct RowState {
   float reference[2];
   float sums[2];

@@ -112,8 +112,8 @@ struct Softmax {
     }
   }
 
-  // Take this tile's column maxima into the reference and rescale the sums; O^T is to be multiplied with `correction`. Needs
-  // all threads of the warpgroup.
+  // Take this tile's column maxima into the reference and rescale the sums; O^T is to be multiplied with `correction`.
+  // Needs all threads of the warpgroup.
   __device__ __forceinline__ void renew(const ScoreFragment<T>& st, float (&correction)[kColumns]) {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     CUTE_UNROLL

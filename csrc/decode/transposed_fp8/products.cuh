@@ -110,8 +110,8 @@ struct LoadedProducts {
   Operand<T> operands[T::kOperands];
   Fragment parts[kParts];
 
-  template <class Fetch, class Convert, class Rows, class Result>
-  __device__ __forceinline__ void start(Fetch&& fetch, Convert&& convert, Rows&& rows, Result&& result) {
+  template <class Fetch, class Convert, class OperandB, class Result>
+  __device__ __forceinline__ void start(Fetch&& fetch, Convert&& convert, OperandB&& operand_b, Result&& result) {
     uint32_t words[2][4];
     fetch(0, words[0]);
     CUTE_UNROLL
@@ -129,9 +129,9 @@ struct LoadedProducts {
           mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
           cute::warpgroup_fence_operand(part);
         }
-        multiply<T>(mma, operand, rows(load), load % 2, part);
+        multiply<T>(mma, operand, operand_b(load), load % 2, part);
       } else {
-        multiply<T>(mma, operand, rows(load), load % 2 * T::kStepsPerLoad, result(load));
+        multiply<T>(mma, operand, operand_b(load), load % 2 * T::kStepsPerLoad, result(load));
       }
     }
   }

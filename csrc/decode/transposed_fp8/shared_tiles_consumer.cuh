@@ -1,5 +1,5 @@
-// A consumer warpgroup beside an FP8 cache with 64 rows: both go through every tile in step. Each computes the scores of half
-// of the columns and half of the value dims.
+// A consumer warpgroup beside an FP8 cache with 64 rows: both go through every tile in step. Each computes the scores of
+// half of the columns and half of the value dims.
 #pragma once
 
 #include "decode/transposed_fp8/products.cuh"

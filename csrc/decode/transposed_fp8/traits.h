@@ -1,5 +1,5 @@
-// Numbers and layouts for a cache of e4m3: both products take K and V from registers, where they arrive through matrix loads
-// that transpose V, and are float16 by then (every e4m3 value is one) or still e4m3.
+// Numbers and layouts for a cache of e4m3: both products take K and V from registers, where they arrive through matrix
+// loads that transpose V, and are float16 by then (every e4m3 value is one) or still e4m3.
 #pragma once
 
 #include <cutlass/float8.h>
