@@ -297,7 +297,7 @@ def waits_of(source_line: str, source="transposed/consumer", kernel=", 16>", wai
 
 def test_merging_into_stages_that_were_not_granted_is_found():
     text, name = own_text()
-    sites = waits_of("shared.granted[group].wait(grants_taken++);  // the stages for merging")
+    sites = waits_of("ETAP_UNLESS_FAULT(merge_grant")
     assert sites
     for site in reversed(sites):
         text = text[: site.start()] + "setp.eq.u32 p, 0, 0;" + text[site.end() :]

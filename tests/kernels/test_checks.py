@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import Case, build, decode
-from compare import check, truth
+from etap_backend.lab.checks.cases import Case, build, decode
+from etap_backend.lab.checks.compare import check, truth
 from refusals import REFUSALS, valid_call
 
 from etap_backend import DecodeSchedule, mla_decode, why_unsupported
