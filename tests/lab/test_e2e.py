@@ -543,7 +543,6 @@ def test_ctrl_c_ends_a_run_and_leaves_its_file_and_nothing_running(run, tmp_path
     program.write_text(
         "import sys\nfrom pathlib import Path\n"
         f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(e2e.__file__).parents[3])!r}]\n"
-        "import test_e2e\nfrom etap_backend.lab.e2e import command as e2e\nfrom etap_backend.lab.bench.command import Stopped, stopping\n"
         "from rich.console import Console\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "specific = e2e.EngineScenario(backends=['ETAP'])\n"
