@@ -49,7 +49,7 @@ def pages(root: Path) -> list[Path]:
 
 
 def fill(root: Path) -> tuple[list[Path], list[str]]:
-    """Fill the places of all pages: those that changed, and the places that nothing belongs in, which stay as they are."""
+    """Fill all places: the pages that changed, and the places that nothing belongs in, which stay as they are."""
     changed, refused = [], []
     for page in pages(root):
 
