@@ -1,12 +1,15 @@
 # Everything needs Python >= 3.10, a C++ compiler and a package index; compiler, engines and tools come from there.
 #
-#   make demo       build, install into .venv and run `etap demo`
-#   make test       all tests that need no GPU, the engines' contract tests among them
-#   make test-gpu   the tests marked gpu; fails where there is no Hopper GPU
-#   make wheel      the wheel that is published, in dist/
-#   make build      the library into etap_backend/lib, for work in the source tree
-#   make lint       ruff
+#   make demo           build, install into .venv and run `etap demo`
+#   make test           all tests that need no GPU: test-unit, then test-contract
+#   make test-unit      without engines; the kernels run in an emulator
+#   make test-contract  beside each supported version of vLLM and SGLang
+#   make test-gpu       the tests marked gpu; fails where there is no Hopper GPU
+#   make wheel          the wheel that is published, in dist/
+#   make build          the library into etap_backend/lib, for work in the source tree
+#   make lint           ruff, and whether documents and results agree
 #
+# Output of compilers and installers is in build/logs, its end on the screen where one fails.
 # make test-gpu NO_INSTALL=1 PYTHON=python3 installs nothing: it uses that interpreter's torch, pytest and hypothesis,
 # the source tree, and the library of an earlier `make build` (or the one that ETAP_LIBRARY names).
 
@@ -16,21 +19,37 @@ TORCH ?= torch==2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
-GPU_TESTS = $(shell grep -l "mark.gpu" tests/test_*.py)
+LOGS := build/logs
+GPU_TESTS = $(shell grep -rl "mark.gpu" tests --include "test_*.py")
 SOURCES := pyproject.toml README.md LICENSE $(shell find csrc etap_backend configs -type f -not -path '*/lib/*' -not -name '*.pyc')
+
+# $(call quietly,NAME,COMMANDS): what they print goes into NAME's log.
+quietly = @mkdir -p $(LOGS); echo "... $(1)"; log="$(LOGS)/$(subst $() ,-,$(1)).log"; \
+  { $(2); } > "$$log" 2>&1 || { tail -n 50 "$$log"; echo "failed: $(1), see $$log"; exit 1; }
 
 .PHONY: build clean demo lint test test-contract test-gpu test-unit wheel
 
 wheel: dist/built
 
-demo: $(STAMPS)/installed
+demo:
+	@echo "etap demo: a wheel is built (0.2 GB to download, 3 minutes on two cores), installed with $(TORCH) into $(VENV)"
+	@echo "(0.2 GB to download for the CPU build, 3 GB for the CUDA build), and one batch is decoded on what there is."
+	@$(MAKE) --no-print-directory $(STAMPS)/product
 	$(BIN)/etap demo
 
-test: test-unit test-contract
+# The engines come while the kernels are compiled and the unit tests run.
+test: $(STAMPS)/venv
+	@echo "All tests without a GPU: a wheel is built, then come unit tests, and contract tests in four engines' environments"
+	@echo "of 8 to 10 GB each (20 GB in all on disk, which is what is downloaded at most). 20 minutes on two cores, and the download."
+	@mkdir -p $(LOGS)
+	@$(BIN)/python tests/contract.py --install > $(LOGS)/engines.log 2>&1 & engines=$$!; \
+	  $(MAKE) --no-print-directory test-unit || { kill $$engines; exit 1; }; \
+	  wait $$engines || { tail -n 50 $(LOGS)/engines.log; exit 1; }; \
+	  $(MAKE) --no-print-directory test-contract
 
 # Compiles the kernels to PTX, for their tests in an emulator: with the build requirements, which may not be missing.
 test-unit: $(STAMPS)/installed $(STAMPS)/build
-	ETAP_REQUIRE_NVCC=1 $(BIN)/pytest -m "not gpu" --ignore tests/vllm --ignore tests/sglang
+	ETAP_REQUIRE_NVCC=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu" --ignore tests/vllm --ignore tests/sglang
 
 test-contract: dist/built
 	$(BIN)/python tests/contract.py --wheel dist/*.whl
@@ -44,8 +63,9 @@ test-gpu: $(STAMPS)/installed
 endif
 
 lint: $(STAMPS)/lint
-	$(BIN)/ruff check .
+	$(BIN)/ruff check --output-format concise .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m etap_backend.lab.tables --check
 
 build: $(STAMPS)/build
 	$(BIN)/cmake -S csrc -B build/tree -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
@@ -57,34 +77,44 @@ clean:
 	rm -rf $(VENV) .contract build dist etap_backend/lib
 
 $(STAMPS)/venv:
-	$(PYTHON) -m venv $(VENV) || uv venv --seed --python $(PYTHON) $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=25.1"
-	mkdir -p $(STAMPS) && touch $@
+	$(call quietly,environment,$(PYTHON) -m venv $(VENV) || uv venv --seed --python $(PYTHON) $(VENV) && \
+	  $(BIN)/python -m pip install --upgrade "pip>=25.1")
+	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/packaging: pyproject.toml $(STAMPS)/venv
-	$(BIN)/python -m pip install --quiet --group packaging
-	touch $@
+	$(call quietly,tools of packaging,$(BIN)/python -m pip install --group packaging)
+	@touch $@
 
+# The laboratory's requirements without the package, which would have to be compiled first.
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/venv
-	$(BIN)/python -m pip install --quiet --group lint
-	touch $@
+	$(call quietly,tools of lint,$(BIN)/python -m pip install --group lint && $(BIN)/python -c "import sys; \
+	  toml = __import__('tomllib' if sys.version_info >= (3, 11) else 'tomli'); \
+	  print(*toml.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lab'], sep='\n')" \
+	  > $(STAMPS)/lab.txt && $(BIN)/python -m pip install -r $(STAMPS)/lab.txt)
+	@touch $@
 
 # The build requirements, as the build backend itself names them.
 $(STAMPS)/build: pyproject.toml $(STAMPS)/packaging
-	$(BIN)/python -c "from build import ProjectBuilder as B; b = B('.'); print(*b.build_system_requires, sep='\n')" \
-	  > $(STAMPS)/build.txt
-	$(BIN)/python -m pip install --quiet -r $(STAMPS)/build.txt cmake ninja
-	touch $@
+	$(call quietly,build requirements,$(BIN)/python -c "from build import ProjectBuilder as B; \
+	  print(*B('.').build_system_requires, sep='\n')" > $(STAMPS)/build.txt && \
+	  $(BIN)/python -m pip install -r $(STAMPS)/build.txt cmake ninja)
+	@touch $@
 
 # auditwheel reads from the library which glibc it needs, names the wheel after that, and refuses any other dependency.
 dist/built: $(SOURCES) | $(STAMPS)/packaging
-	rm -rf dist build/raw
-	$(BIN)/python -m build --wheel --outdir build/raw
-	PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/raw/*.whl
-	touch $@
+	@rm -rf dist build/raw
+	$(call quietly,wheel,$(BIN)/python -m build --wheel --outdir build/raw && \
+	  PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/raw/*.whl)
+	@touch $@ && ls dist/*.whl
 
-$(STAMPS)/installed: pyproject.toml dist/built
-	$(BIN)/python -m pip install --quiet --group test $(TORCH)
-	$(BIN)/python -m pip install --quiet --force-reinstall --no-deps dist/*.whl
-	$(BIN)/python -m pip install --quiet dist/*.whl $(TORCH)
-	touch $@
+# The wheel first alone: the same version may be there already, of other sources.
+$(STAMPS)/product: dist/built
+	$(call quietly,wheel and torch installed,\
+	  $(BIN)/python -m pip install --force-reinstall --no-deps dist/*.whl && \
+	  $(BIN)/python -m pip install dist/*.whl $(TORCH))
+	@touch $@
+
+$(STAMPS)/installed: pyproject.toml $(STAMPS)/product
+	$(call quietly,tools of tests installed,\
+	  $(BIN)/python -m pip install --group test "$$(ls dist/*.whl)[lab]" $(TORCH))
+	@touch $@

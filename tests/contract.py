@@ -1,11 +1,13 @@
 """Runs the engines' contract tests, each supported version in its own environment, on a machine that needs no GPU.
 
     python tests/contract.py [--wheel dist/etap_backend-*.whl] [--engine vllm-0.26.0] [pytest arguments]
+    python tests/contract.py --install
 
-Needs a C compiler with binutils and a package index. Environments live in .contract/ and are made anew only when their
-lock file changes. Where the disk is small each one makes room for the next; an engine for which there is none even so
-is skipped, with a word, unless ETAP_REQUIRE_ENGINES is 1. Locks are made in tests/ENGINE/locks by the command in each
-one's head.
+Needs a C compiler with binutils and a package index. Environments live in .contract/, 20 GB on disk, and are made anew
+only when their lock file changes; --install makes them and tests nothing. Two engines are tested at a time, each with
+its output in .contract/ENGINE.log, which is shown where a test failed. Where the disk is small they go one by one, and
+each makes room for the next; an engine for which there is none even so is skipped, with a word, unless
+ETAP_REQUIRE_ENGINES is 1. Locks are made in tests/ENGINE/locks by the command in each one's head.
 """
 
 import argparse
@@ -15,7 +17,9 @@ import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +29,9 @@ ENVIRONMENTS = ROOT / ".contract"
 INSTALL_BYTES = 11 * 2**30  # the largest environment takes 9.7
 CACHED_BYTES = 50 * 2**30  # free disk from which all environments and the installer's cache fit
 INSTALL_SECONDS = 1200
-TEST_SECONDS = 900
+TEST_SECONDS = 1200
+AT_ONCE = 2  # engines under test: each is one process that mostly imports
+SHOWN_LINES = 100  # of the log of an engine whose tests failed
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,11 @@ def find_uv() -> str:
     return str(tools / "bin/uv")
 
 
+def is_made(engine: Engine) -> bool:
+    stamp = ENVIRONMENTS / str(engine) / "contract.stamp"
+    return stamp.exists() and stamp.read_text() == stamp_of(engine)
+
+
 def stamp_of(engine: Engine) -> str:
     """Hash of everything that an environment is made of, except the package under test."""
     parts = [sys.version.encode(), engine.lock.read_bytes()]
@@ -119,8 +130,7 @@ def make_room() -> None:
 def make_environment(uv: str, engine: Engine) -> Path:
     """The environment of one engine, installed when its stamp differs."""
     environment = ENVIRONMENTS / str(engine)
-    stamp = environment / "contract.stamp"
-    if stamp.exists() and stamp.read_text() == stamp_of(engine):
+    if is_made(engine):
         return environment
     shutil.rmtree(environment, ignore_errors=True)
     # A cache shares its files with the environments: with one, their removal would free nothing.
@@ -130,7 +140,7 @@ def make_environment(uv: str, engine: Engine) -> Path:
     install = (uv, "pip", "install", "--quiet", "--no-deps", *cache, "--python", environment)
     run(*install, "--requirement", engine.lock, timeout=INSTALL_SECONDS)
     run(*install, engine.fake_hopper, timeout=INSTALL_SECONDS)
-    stamp.write_text(stamp_of(engine))
+    (environment / "contract.stamp").write_text(stamp_of(engine))
     return environment
 
 
@@ -183,39 +193,63 @@ def find_wheel(given: Path | None) -> Path:
     return wheels[0].resolve()
 
 
+def test(engine: Engine, environment: Path, pytest_arguments: list[str]) -> bool:
+    """Run an engine's tests in its environment, and print how they ended."""
+    # Deprecations are between the engine and its dependencies.
+    options = ("-q", "--import-mode=importlib", "-W", "ignore::DeprecationWarning")
+    tests = sorted(engine.tests.glob("test_contract_*.py"))
+    command = [environment / "bin/pytest", *tests, *options, *pytest_arguments]
+    log = ENVIRONMENTS / f"{engine}.log"
+    start = time.monotonic()
+    with log.open("w") as output:
+        variables = contract_variables(engine, environment)
+        process = subprocess.Popen(command, cwd=ENVIRONMENTS, env=variables, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            passed = process.wait(TEST_SECONDS) == 0
+        except subprocess.TimeoutExpired:
+            process.kill()
+            output.write(f"ended after {TEST_SECONDS} s\n")
+            passed = False
+    lines = log.read_text(errors="replace").splitlines()
+    shown = lines[-1:] if passed else [f"the end of {log}:", *lines[-SHOWN_LINES:]]
+    print(f"{engine}, {time.monotonic() - start:.0f} s: " + "\n".join(shown), flush=True)
+    return passed
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="the wheel to test; default: the only one in dist/")
     parser.add_argument("--engine", choices=ENGINES, action="append", help="an engine's version; default: all")
+    parser.add_argument("--install", action="store_true", help="make the environments, where the disk has room for all")
     arguments, pytest_arguments = parser.parse_known_args()
-    wheel = find_wheel(arguments.wheel)
+    engines = [ENGINES[name] for name in arguments.engine or ENGINES]
     ENVIRONMENTS.mkdir(exist_ok=True)
+    roomy = free_disk() >= CACHED_BYTES or all(map(is_made, engines))
+    if arguments.install:
+        for engine in engines if roomy else ():
+            make_environment(find_uv(), engine)
+        return
+    wheel = find_wheel(arguments.wheel)
     uv = find_uv()
-    failed, skipped = [], []
-    for name in arguments.engine or ENGINES:
-        engine = ENGINES[name]
-        start = time.monotonic()
-        try:
-            environment = make_environment(uv, engine)
-        except NoRoomError as reason:
-            skipped.append(f"{name}: skipped, {reason}")
-            print(skipped[-1], flush=True)
-            continue
-        install_wheel(uv, environment, wheel)
-        installed = time.monotonic()
-        # Deprecations are between the engine and its dependencies.
-        options = ("--import-mode=importlib", "-W", "ignore::DeprecationWarning")
-        tests = sorted(engine.tests.glob("test_contract_*.py"))
-        command = [environment / "bin/pytest", *tests, *options, *pytest_arguments]
-        variables = contract_variables(engine, environment)
-        outcome = subprocess.run(command, cwd=ENVIRONMENTS, env=variables, timeout=TEST_SECONDS)
-        done = time.monotonic()
-        print(f"{engine}: install {installed - start:.0f} s, tests {done - installed:.0f} s", flush=True)
-        if outcome.returncode:
-            failed.append(name)
+    installing = threading.Lock()
+    skipped = []
+
+    def check(engine: Engine) -> bool:
+        with installing:
+            try:
+                environment = make_environment(uv, engine)
+            except NoRoomError as reason:
+                skipped.append(f"{engine}: skipped, {reason}")
+                print(skipped[-1], flush=True)
+                return True
+            install_wheel(uv, environment, wheel)
+        return test(engine, environment, pytest_arguments)
+
+    with ThreadPoolExecutor(AT_ONCE if roomy else 1) as pool:
+        passed = list(pool.map(check, engines))
     if skipped and os.environ.get("ETAP_REQUIRE_ENGINES") == "1":
         sys.exit("\n".join(skipped))
-    if failed:
+    if failed := [str(engine) for engine, fine in zip(engines, passed, strict=True) if not fine]:
         sys.exit(f"contract tests failed: {', '.join(failed)}")
 
 

@@ -1,32 +1,74 @@
-"""The command line as a user meets it: through its installed entry point, on a machine without and with a GPU."""
+"""The command line as a user meets it: in a process of its own, on a machine without and with a GPU."""
 
 import os
 import re
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from etap_backend import _library, cli
+import etap_backend
+from etap_backend import _library, cli, demo, doctor
 
-PROGRAM = "from etap_backend.cli import app; app(prog_name='etap')"
-
-
-def etap(*arguments: str, **environment: str) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, "-c", PROGRAM, *arguments],
-        env={**os.environ, "COLUMNS": "200", "NO_COLOR": "1", **environment},
-        cwd=Path(__file__).parent,  # not the source tree's root, which would hide the installed package
-        capture_output=True,
-        text=True,
-    )
+# A shell's background job ignores Ctrl-C, and what it starts inherits that.
+PROGRAM = (
+    "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    "from etap_backend.cli import main; sys.exit(main())"
+)
+HERE = Path(__file__).parent  # not the source tree's root, which would hide the installed package
 
 
-def test_the_demo_on_the_cpu_says_which_path_ran_and_its_error():
-    run = etap("demo", "--device", "cpu", "--seed", "1")
+def etap(*words: str, **environment: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, "-c", PROGRAM, *words]
+    variables = {**os.environ, "COLUMNS": "200", **environment}
+    return subprocess.run(command, env=variables, cwd=HERE, capture_output=True, text=True)
+
+
+def test_help_names_every_command():
+    run = etap("--help")
+    assert run.returncode == 0
+    for command in ("doctor", "demo", "check", *cli.LAB):
+        assert re.search(rf"^ +{command}\b", run.stdout, re.MULTILINE)
+    assert etap().returncode == 2
+
+
+def test_help_of_the_checks_names_every_check():
+    run = etap("check", "--help")
+    assert run.returncode == 0
+    assert all(re.search(rf"^ +{name}( |$)", run.stdout, re.MULTILINE) for name in cli.CHECKS)
+
+
+def test_the_version_is_the_package_s():
+    assert etap("--version").stdout == f"etap-backend {etap_backend.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [
+        (["demo", "--seed", str(2**64)], "--seed: wanted an integer from 0 to 18446744073709551615, got 184467"),
+        (["demo", "--seed", "9" * 5000], "--seed: wanted an integer from 0 to 18446744073709551615, got 999"),
+        (["demo", "--seed", "one"], "--seed: wanted an integer from 0 to 18446744073709551615, got one"),
+        (["demo", "--heads", "0"], "--heads: wanted an integer from 1 to 128, got 0"),
+        (["demo", "--device", "tpu"], "invalid choice: 'tpu'"),
+        (["doctor", "more"], "unrecognized arguments: more"),
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["check", "nothing"], "invalid choice: 'nothing'"),
+    ],
+)
+def test_what_cannot_be_meant_is_refused_in_one_line(words, text):
+    run = etap(*words)
+    assert run.returncode == 2 and text in run.stderr and "Traceback" not in run.stderr
+    assert len(run.stderr) < 500
+
+
+def test_the_demo_on_the_cpu_says_which_path_ran_and_its_error_and_no_time():
+    run = etap("demo", "--device", "cpu", "--seed", str(2**64 - 1))
     assert run.returncode == 0, run.stderr
     assert "Ran the reference executor in plain torch on the CPU, no GPU kernel (the CPU was asked for)." in run.stdout
+    assert "says nothing about speed" in run.stdout and "us a call" not in run.stdout
     ours, plain = map(
         float, re.search(r"error +(\S+) relative RMSE .* plain bfloat16 torch has (\S+)", run.stdout).groups()
     )
@@ -38,6 +80,7 @@ def test_the_demo_on_a_gpu_runs_the_kernels():
     run = etap("demo")
     assert run.returncode == 0, run.stderr
     assert "Ran the compiled sm_90a kernels on NVIDIA" in run.stdout
+    assert re.search(r"time +[1-9]\d* us a call", run.stdout)
 
 
 def test_without_a_gpu_the_demo_refuses_to_pretend():
@@ -45,48 +88,126 @@ def test_without_a_gpu_the_demo_refuses_to_pretend():
     assert run.returncode == 2 and "torch sees no CUDA device" in run.stderr
 
 
-def test_the_demo_notices_a_wrong_result(monkeypatch):
-    decode = cli.etap_backend.mla_decode
+def test_the_demo_notices_a_wrong_result(monkeypatch, capsys):
+    decode = demo.mla_decode
 
     def wrong(*arguments, **options):
         out, lse = decode(*arguments, **options)
         return out.mul_(1.01), lse
 
-    monkeypatch.setattr(cli.etap_backend, "mla_decode", wrong)
-    with pytest.raises(cli.typer.Exit) as caught:
-        cli.demo(cli.Device.cpu)
-    assert caught.value.exit_code == 1
+    monkeypatch.setattr(demo, "mla_decode", wrong)
+    assert cli.main(["demo", "--device", "cpu"]) == 1
+    assert "this result is wrong" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", ["demo", "doctor"])
 def test_without_the_library_nothing_is_well(command, tmp_path):
     run = etap(command, **{_library.PATH_VARIABLE: str(tmp_path / "gone.so")})
-    assert run.returncode == 1 and "no compiled library at" in run.stdout and "Traceback" not in run.stderr
+    assert run.returncode == 1 and "no compiled library at" in run.stdout + run.stderr
+    assert "Traceback" not in run.stderr
 
 
 def test_the_doctor_without_a_gpu_says_what_is_missing_and_what_to_do():
     run = etap("doctor", CUDA_VISIBLE_DEVICES="")
     assert run.returncode == 1
-    assert re.search(
-        r"GPU .* broken .* torch sees no CUDA device .* run where nvidia-smi lists a Hopper GPU", run.stdout
-    )
-    assert re.search(r"library .* ok .* ABI version", run.stdout)
+    assert re.search(r"GPU +broken +torch sees no CUDA device\n +run where nvidia-smi lists a Hopper GPU", run.stdout)
+    assert re.search(r"library +ok +ABI version", run.stdout)
 
 
 @pytest.mark.gpu
 def test_the_doctor_on_a_gpu_is_content():
     run = etap("doctor")
     assert run.returncode == 0, run.stdout
-    assert re.search(r"GPU .* ok .* driver .* ok .* library .* ok", run.stdout, re.DOTALL)
+    assert re.search(r"GPU +ok .*driver +ok .*library +ok", run.stdout, re.DOTALL)
 
 
-def test_an_engine_that_does_not_come_up_is_reported_with_its_own_words():
-    assert cli._why_probe_fails("raise RuntimeError('its own words')") == "RuntimeError: its own words"
-    assert cli._why_probe_fails("pass") is None
+@pytest.fixture(scope="module")
+def engine():
+    """An engine whose distribution is pytest's, so that it is installed here."""
+    return doctor.Engine(
+        "Engine", "pytest", "1.0", "--attention-backend ETAP", "pytest.etap_plugins", "ENGINE_PLUGINS", "pass"
+    )
 
 
-def test_help_names_every_command():
-    run = etap("--help")
-    assert run.returncode == 0
-    for command in ("doctor", "demo", "bench", "plan", "e2e"):
-        assert re.search(rf"{command} ", run.stdout)
+@pytest.fixture
+def entry_point(engine, tmp_path, monkeypatch):
+    """A distribution on the path whose entry point `etap` is in the engine's group."""
+    folder = tmp_path / "plugin-1.0.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
+    (folder / "entry_points.txt").write_text(f"[{engine.entry_points}]\netap = plugin:register\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+
+def test_an_engine_is_absent_or_lacks_the_entry_point_or_has_an_active_plugin(engine, request):
+    absent = doctor.check_engine(replace(engine, package="no-such-engine"))
+    assert absent.verdict is doctor.Verdict.ABSENT
+    assert absent.remedy == "pip install 'no-such-engine>=1.0' to serve with it"
+    assert "no entry point etap" in doctor.check_engine(engine).found
+    request.getfixturevalue("entry_point")
+    active = doctor.check_engine(engine)
+    assert active.verdict is doctor.Verdict.OK and active.found.endswith("plugin active")
+    assert "ENGINE_PLUGINS" in active.remedy and "--attention-backend ETAP selects it" in active.remedy
+
+
+@pytest.mark.parametrize("allowed, verdict", [("", "OFF"), ("other", "OFF"), ("etap", "OK"), ("other,etap", "OK")])
+def test_a_plugin_that_was_turned_off_is_not_broken(engine, entry_point, monkeypatch, allowed, verdict):
+    monkeypatch.setenv(engine.allow_list, allowed)
+    assert doctor.check_engine(engine).verdict is doctor.Verdict[verdict]
+
+
+def test_an_engine_that_does_not_come_up_is_reported_with_its_own_words(engine, entry_point):
+    broken = doctor.check_engine(replace(engine, probe="raise RuntimeError('its own words')"))
+    assert broken.verdict is doctor.Verdict.BROKEN
+    assert broken.found.endswith("not registered: RuntimeError: its own words")
+
+
+@pytest.mark.parametrize("command, module", [("demo", "torch"), ("plan", "typer"), ("bench", "torch")])
+def test_ctrl_c_ends_quietly_also_while_a_library_is_imported(command, module, tmp_path):
+    # In place of the library one that says when its import has begun, and takes long.
+    (tmp_path / f"{module}.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM, command],
+        env=environment, cwd=HERE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "importing\n"
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=30)
+    assert (process.returncode, errors) == (130, "")
+
+
+def test_ctrl_c_in_a_program_of_the_laboratory_ends_quietly(monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_hand_over", interrupted)
+    assert cli.main(["plan"]) == 130
+
+
+@pytest.mark.parametrize("module, requirement", [("vllm", "etap-backend[vllm]"), ("tvm_ffi", "etap-backend")])
+def test_what_a_command_lacks_is_named_with_what_brings_it(monkeypatch, capsys, module, requirement):
+    def lacking(*_):
+        raise ModuleNotFoundError(f"No module named '{module}'", name=module)
+
+    monkeypatch.setattr(cli, "_hand_over", lacking)
+    assert cli.main(["check", "threshold"]) == 2
+    error = capsys.readouterr().err
+    assert error == f"etap check needs {module}, which is not installed: pip install '{requirement}'\n"
+
+
+def test_a_missing_part_of_what_is_installed_is_no_matter_of_installing(monkeypatch):
+    def lacking(*_):
+        raise ModuleNotFoundError("No module named 'torch.part'", name="torch.part")
+
+    monkeypatch.setattr(cli, "_hand_over", lacking)
+    with pytest.raises(ModuleNotFoundError):
+        cli.main(["bench"])
+
+
+def test_the_package_offers_its_names_and_no_others():
+    program = "import etap_backend; print(all(hasattr(etap_backend, name) for name in etap_backend.__all__))"
+    run = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True, check=True)
+    assert run.stdout == "True\n"
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        etap_backend.nothing  # noqa: B018

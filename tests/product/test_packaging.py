@@ -2,7 +2,12 @@
 
 import configparser
 import email
+import importlib.metadata
+import os
 import re
+import subprocess
+import sys
+import venv
 import zipfile
 from pathlib import Path
 
@@ -10,10 +15,11 @@ import pytest
 from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection
 from packaging.requirements import Requirement
-from packaging.utils import parse_wheel_filename
+from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 import etap_backend
+from etap_backend import cli, doctor
 
 ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
@@ -69,24 +75,107 @@ def test_it_holds_the_package_and_one_library(wheel):
     assert wheel.getinfo(LIBRARY).file_size < 32 * 2**20
 
 
-def test_it_is_torch_free_at_build_time_and_unpinned_at_run_time(metadata):
-    requirements = {r.name: r for r in map(Requirement, metadata.get_all("Requires-Dist")) if not r.marker}
-    assert set(requirements) == {"apache-tvm-ffi", "torch", "typer", "rich", "pydantic"}
+def requirements_of(metadata, extra: str | None) -> dict[str, Requirement]:
+    """What the wheel requires beside the product's own requirements when this extra is asked for, on every Python."""
+    found = {}
+    for requirement in map(Requirement, metadata.get_all("Requires-Dist")):
+        marker = str(requirement.marker or "")
+        if (f'extra == "{extra}"' in marker) if extra else ("extra" not in marker):
+            found[requirement.name] = requirement
+    return found
+
+
+def test_the_product_requires_torch_unpinned_and_tvm_ffi_and_no_more(metadata):
+    requirements = requirements_of(metadata, None)
+    assert set(requirements) == {"apache-tvm-ffi", "torch"}
     assert not requirements["torch"].specifier
     tvm_ffi = requirements["apache-tvm-ffi"].specifier
-    assert ["0.1.10" in tvm_ffi, "0.1.13" in tvm_ffi, "0.1.9" in tvm_ffi, "0.2" in tvm_ffi] == [
-        True,
-        True,
-        False,
-        False,
-    ]
+    versions = ("0.1.9", "0.1.10", "0.1.13", "0.2")
+    assert [version in tvm_ffi for version in versions] == [False, True, True, False]
     assert metadata["Requires-Python"] == ">=3.10"
+
+
+def test_the_command_line_knows_what_the_laboratory_s_extra_installs(metadata):
+    names = requirements_of(metadata, "lab").keys() - {"tomli"}  # which only Python 3.10 needs
+    brought = importlib.metadata.packages_distributions()
+    found = [canonicalize_name(name) for module in cli.LAB_MODULES for name in brought.get(module, ())]
+    assert names == set(found) - {"tomli"} and len(cli.LAB_MODULES) == len(names) + 1
+
+
+def test_the_doctor_asks_for_the_engines_that_the_wheel_supports(metadata):
+    for engine in doctor.ENGINES:
+        (requirement,) = requirements_of(metadata, engine.package).values()
+        assert f">={engine.oldest}" in str(requirement.specifier).split(",")
+
+
+def closure(*names: str) -> set[str]:
+    """Distributions that these need on this machine, themselves among them."""
+    found: set[str] = set()
+    wanted = list(names)
+    while wanted:
+        name = wanted.pop()
+        if name in found:
+            continue
+        found.add(name)
+        for requirement in map(Requirement, importlib.metadata.requires(name) or ()):
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                wanted.append(canonicalize_name(requirement.name))
+    return found
+
+
+@pytest.fixture(scope="module")
+def bare_environment(wheel_path, tmp_path_factory) -> Path:
+    """An environment with torch, tvm_ffi, what they need, and the wheel without its dependencies."""
+    folder = tmp_path_factory.mktemp("bare")
+    venv.create(folder)
+    (packages,) = folder.glob("lib/python3*/site-packages")
+    for name in closure("torch", "apache-tvm-ffi"):
+        # Links, because torch takes gigabytes.
+        for file in importlib.metadata.files(name):
+            top = Path(file.parts[0])
+            if top.name != ".." and not (packages / top).exists():
+                (packages / top).symlink_to(Path(file.locate()).parents[len(file.parts) - 1] / top)
+    pip = [
+        sys.executable,
+        "-m",
+        "pip",
+        "--python",
+        folder / "bin/python",
+        "install",
+        "--quiet",
+        "--no-deps",
+        "--no-index",
+    ]
+    subprocess.run([*pip, wheel_path], check=True)
+    return folder
+
+
+def etap(environment: Path, *words: str) -> subprocess.CompletedProcess:
+    """`etap WORDS` as that environment installed it, with nothing of this process's own environment."""
+    variables = {"PATH": os.environ["PATH"], "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [environment / "bin/etap", *words], env=variables, cwd=environment, capture_output=True, text=True
+    )
+
+
+def test_beside_torch_and_tvm_ffi_the_wheel_needs_nothing_for_its_own_commands(bare_environment):
+    doctor_run = etap(bare_environment, "doctor")
+    assert re.search(rf"library +ok .*{re.escape(str(bare_environment))}", doctor_run.stdout), doctor_run.stderr
+    demo_run = etap(bare_environment, "demo")
+    assert demo_run.returncode == 0 and "Ran the reference executor" in demo_run.stdout, demo_run.stderr
+    assert doctor_run.stderr + demo_run.stderr == "", "such as a warning of a missing numpy"
+
+
+@pytest.mark.parametrize("words", [(name,) for name in cli.LAB] + [("check", name) for name in cli.CHECKS])
+def test_without_its_extra_a_command_says_what_to_install(bare_environment, words):
+    run = etap(bare_environment, *words, "--help")
+    assert run.returncode == 2 and run.stderr.endswith("not installed: pip install 'etap-backend[lab]'\n")
 
 
 def test_its_entry_points_name_what_is_in_it(wheel):
     parser = configparser.ConfigParser()
     parser.read_string(wheel.read(f"etap_backend-{etap_backend.__version__}.dist-info/entry_points.txt").decode())
-    assert parser["console_scripts"]["etap"] == "etap_backend.cli:app"
+    assert parser["console_scripts"]["etap"] == "etap_backend.cli:main"
     assert parser["vllm.general_plugins"]["etap"] == "etap_backend.vllm:register"
     assert parser["sglang.srt.plugins"]["etap"] == "etap_backend.sglang:register"
     for group in parser.sections():

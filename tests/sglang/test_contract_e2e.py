@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from etap_backend.lab import configs
+from etap_backend.lab.checks import two_nodes
 from etap_backend.lab.e2e import command as e2e
 from etap_backend.lab.serving.engines import ENGINES, Load, read_result
 from etap_backend.lab.serving.lifecycle import Failed, Generator
@@ -66,10 +67,7 @@ def test_sglang_refuses_a_flag_or_a_backend_that_it_has_not(dummy_folder):
             parse(SGLANG.server("python", wanted, backend, 8000, flags)[3:])
 
 
-def test_sglang_takes_the_flags_of_each_of_two_nodes(dummy_folder, monkeypatch):
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent))
-    import two_nodes
-
+def test_sglang_takes_the_flags_of_each_of_two_nodes(dummy_folder):
     model = e2e.prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder).model
     for node, command in enumerate(two_nodes.commands(SGLANG, model, "127.0.0.1", (8000, 8001), "etap")):
         parsed = parse(command[3:])

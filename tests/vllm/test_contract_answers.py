@@ -1,7 +1,6 @@
-"""Checkpoints of tests/answers/train_model.py: logits as from transformers, every weight finds its place in vLLM."""
+"""Checkpoints of `etap check train-model`: logits as from transformers, every weight finds its place in vLLM."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +12,10 @@ from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
 from vllm.plugins import load_general_plugins
 
-ANSWERS = Path(train_model.__file__).parent
-import train_model  # noqa: E402
+from etap_backend.lab.checks import train_model
 
 SHAPE = train_model.Shape(hidden=128, layers=2, query_latent=64, feed_forward=192, expert_width=64, vocabulary=600)
-TEXTS = {path.name: path.read_text() for path in sorted(ANSWERS.glob("*.py"))}
+TEXTS = {path.name: path.read_text() for path in sorted(Path(train_model.__file__).parent.glob("*.py"))}
 TEXTS |= {f"{name}{copy}": text * 5 for name, text in TEXTS.items() for copy in range(20)}
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from etap_backend.lab import configs
+from etap_backend.lab.checks import two_nodes
 from etap_backend.lab.e2e import command as e2e
 from etap_backend.lab.serving.engines import ENGINES, Load, read_result
 from etap_backend.lab.serving.lifecycle import Failed, Generator
@@ -75,11 +76,8 @@ def test_vllm_refuses_a_flag_that_it_has_not(dummy_folder):
         serve_arguments(command[4:])
 
 
-def test_vllm_makes_a_configuration_of_each_of_two_nodes(dummy_folder, monkeypatch):
+def test_vllm_makes_a_configuration_of_each_of_two_nodes(dummy_folder):
     from vllm.engine.arg_utils import AsyncEngineArgs
-
-    monkeypatch.syspath_prepend(str(Path(__file__).resolve().parent.parent))
-    import two_nodes
 
     model = e2e.prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder).model
     for node, command in enumerate(two_nodes.commands(VLLM, model, "127.0.0.1", (8000, 8001), "ETAP")):

@@ -1,0 +1,118 @@
+"""`etap demo`: one ragged batch through schedule, kernel and combination, compared with float64."""
+
+import statistics
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from etap_backend import doctor
+from etap_backend.ops import mla_decode
+from etap_backend.reference import mla_decode_reference, relative_rmse
+from etap_backend.schedule import DecodeSchedule
+from etap_backend.support import HEAD_DIM
+
+ON_THE_CPU = (
+    "The CPU follows the same schedule in plain torch: it shows that the installation is whole and its results are "
+    "right, and says nothing about speed."
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A ragged batch in a paged cache; what no request owns holds NaN and wild page numbers."""
+
+    q: torch.Tensor
+    kv_cache: torch.Tensor
+    block_table: torch.Tensor
+    seq_lens: torch.Tensor
+
+    @staticmethod
+    def random(lengths: list[int], heads: int, device: str, seed: int, page_size: int = 64) -> "Batch":
+        generator = torch.Generator().manual_seed(seed)
+        pages = [-(-length // page_size) for length in lengths]
+        order = torch.randperm(sum(pages), generator=generator).to(torch.int32)
+        table = torch.full((len(lengths), max(pages)), torch.iinfo(torch.int32).max, dtype=torch.int32)
+        cache = torch.full((sum(pages), page_size, HEAD_DIM), torch.nan, dtype=torch.bfloat16)
+        for request, used in enumerate(order.split(pages)):
+            table[request, : len(used)] = used
+            tokens = torch.randn(lengths[request], HEAD_DIM, generator=generator).bfloat16()
+            for page, rows in zip(used.tolist(), tokens.split(page_size), strict=True):
+                cache[page, : len(rows)] = rows
+        q = torch.randn(len(lengths), 1, heads, HEAD_DIM, generator=generator).bfloat16()
+        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        return Batch(q.to(device), cache.to(device), table.to(device), seq_lens.to(device))
+
+
+def _microseconds(call) -> float:
+    """Median time of one call between two events on the GPU, after the first calls have warmed it up."""
+    times = []
+    for _ in range(25):
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        call()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1e3)
+    return statistics.median(times[5:])
+
+
+def _choose_device(wanted: str) -> tuple[str, str]:
+    """Where the demo runs, and the sentence that says so. Raises ValueError where that is not possible."""
+    reason = "the CPU was asked for"
+    if wanted != "cpu":
+        finding = doctor.check_gpu()
+        if finding.verdict is doctor.Verdict.OK:
+            return "cuda", f"the compiled sm_90a kernels on {torch.cuda.get_device_name()}"
+        if wanted == "cuda":
+            raise ValueError(f"--device cuda: {finding.found}; {finding.remedy}")
+        reason = finding.found
+    return "cpu", f"the reference executor in plain torch on the CPU, no GPU kernel ({reason})"
+
+
+def run(device: str, heads: int, seed: int) -> int:
+    """Run the demo and print what it found.
+
+    Args:
+        device: auto, cuda or cpu.
+        heads: query heads.
+        seed: of lengths, queries and cache.
+
+    Gives 0 when the result is right, 1 when it is wrong or the compiled library is missing, 2 without the wanted GPU.
+    """
+    try:
+        where, sentence = _choose_device(device)
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 2
+    library = doctor.check_library()
+    if library.verdict is not doctor.Verdict.OK:
+        print(f"No demo without the compiled library, which also plans for the CPU. {library.found}", file=sys.stderr)
+        return 1
+    longest, requests = (8192, 16) if where == "cuda" else (1024, 6)
+    lengths = torch.randint(1, longest, (requests,), generator=torch.Generator().manual_seed(seed)).tolist()
+    scale = HEAD_DIM**-0.5
+    batch = Batch.random(lengths, heads, where, seed)
+    schedule = DecodeSchedule(requests, heads, device=where).build(batch.seq_lens)
+    inputs = (batch.q, batch.kv_cache, batch.block_table, batch.seq_lens)
+    out, lse = mla_decode(*inputs, schedule, softmax_scale=scale)
+    true_out, true_lse = mla_decode_reference(*inputs, scale)
+    plain_out, _ = mla_decode_reference(*inputs, scale, dtype=torch.bfloat16)
+    error, plain_error = relative_rmse(out, true_out), relative_rmse(plain_out, true_out)
+    pieces = schedule.split_offsets.diff().clamp(min=1).tolist()
+
+    print(f"Ran {sentence}.")
+    print(f"{requests} requests of {min(lengths)} to {max(lengths)} tokens, {heads} heads, bfloat16")
+    print(f"schedule     {sum(pieces)} pieces for {schedule.partitions} partitions, {max(pieces)} at most a request")
+    if where == "cuda":
+        outputs = {"out": out, "lse": lse}
+        us = _microseconds(lambda: mla_decode(*inputs, schedule, softmax_scale=scale, **outputs))
+        print(f"time         {us:,.0f} us a call")
+    print(f"error        {error:.2e} relative RMSE against float64; plain bfloat16 torch has {plain_error:.2e}")
+    print(f"log-sum-exp  {(lse.double() - true_lse).abs().max().item():.1e} at most")
+    if not error <= 2 * plain_error:
+        print("The error is more than twice that of plain bfloat16 torch: this result is wrong.", file=sys.stderr)
+        return 1
+    if where == "cpu":
+        print(ON_THE_CPU)
+    return 0

@@ -1,0 +1,156 @@
+"""`etap doctor`: what decoding and the serving engines need, what of it is there, and what to do about the rest."""
+
+import importlib.metadata
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from enum import Enum
+
+import torch
+
+from etap_backend import __version__, _library
+from etap_backend.support import why_unsupported
+
+MIN_DRIVER = 580  # the first driver that runs CUDA 13
+PROBE_SECONDS = 300
+
+
+class Verdict(Enum):
+    OK = "ok"
+    ABSENT = "not installed"
+    OFF = "turned off"
+    BROKEN = "broken"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What was found of one part; `remedy` tells what to do, or what can be done."""
+
+    verdict: Verdict
+    found: str
+    remedy: str = ""
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A serving engine, the entry points it reads, and a program that loads them and fails if ETAP is missing."""
+
+    name: str
+    package: str
+    oldest: str
+    option: str
+    entry_points: str
+    allow_list: str
+    probe: str
+
+
+ENGINES = (
+    Engine(
+        "vLLM",
+        "vllm",
+        "0.26",
+        "--attention-backend ETAP",
+        "vllm.general_plugins",
+        "VLLM_PLUGINS",
+        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
+        "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'",
+    ),
+    Engine(
+        "SGLang",
+        "sglang",
+        "0.5.17",
+        "--attention-backend etap",
+        "sglang.srt.plugins",
+        "SGLANG_PLUGINS",
+        "from etap_backend.sglang.compat import check_plugin; check_plugin()",
+    ),
+)
+
+
+def check_gpu() -> Finding:
+    """Whether every GPU that torch sees runs the kernels."""
+    if not torch.cuda.is_available():
+        remedy = "run where nvidia-smi lists a Hopper GPU (H100, H200, H20), with a CUDA build of torch"
+        return Finding(Verdict.BROKEN, "torch sees no CUDA device", remedy)
+    reasons = {}
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        reasons[torch.cuda.get_device_name(index)] = why_unsupported(
+            dtype=torch.bfloat16, compute_capability=capability
+        )
+    refused = [f"{name}: {reason}" for name, reason in reasons.items() if reason]
+    if refused:
+        return Finding(Verdict.BROKEN, "; ".join(refused), "choose a Hopper GPU (CUDA_VISIBLE_DEVICES)")
+    return Finding(Verdict.OK, f"{torch.cuda.device_count()} x {', '.join(reasons)}")
+
+
+def check_driver() -> Finding:
+    """Whether the NVIDIA driver runs the CUDA version that the kernels are compiled with."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        version = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
+    except (OSError, subprocess.CalledProcessError, IndexError):
+        remedy = f"install the NVIDIA driver, {MIN_DRIVER} or newer"
+        return Finding(Verdict.BROKEN, "nvidia-smi finds no driver", remedy)
+    if int(version.split(".")[0]) < MIN_DRIVER:
+        return Finding(Verdict.BROKEN, version, f"update the NVIDIA driver to {MIN_DRIVER} or newer")
+    return Finding(Verdict.OK, version)
+
+
+def check_library() -> Finding:
+    """Whether the compiled library is there, loads, and is of this package's version."""
+    try:
+        version = _library.library().abi_version()
+    except ImportError as error:
+        return Finding(Verdict.BROKEN, str(error), "reinstall etap-backend from its wheel")
+    return Finding(Verdict.OK, f"ABI version {version}, {_library.library_path()}")
+
+
+def _why_probe_fails(program: str) -> str | None:
+    """Run it in a process of its own: importing an engine takes long, changes the process and may end it."""
+    try:
+        probe = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROBE_SECONDS)
+    except subprocess.TimeoutExpired:
+        return f"nothing came for {PROBE_SECONDS} s"
+    if probe.returncode == 0:
+        return None
+    return (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+
+
+def check_engine(engine: Engine) -> Finding:
+    """Whether this engine would offer ETAP: installed, entry point known, not turned off, and it comes up."""
+    try:
+        version = importlib.metadata.version(engine.package)
+    except importlib.metadata.PackageNotFoundError:
+        return Finding(Verdict.ABSENT, "", f"pip install '{engine.package}>={engine.oldest}' to serve with it")
+    if "etap" not in importlib.metadata.entry_points(group=engine.entry_points).names:
+        remedy = "install etap-backend with pip: from a source tree alone its entry points are unknown"
+        return Finding(Verdict.BROKEN, f"{version}, no entry point etap in {engine.entry_points}", remedy)
+    allowed = os.environ.get(engine.allow_list)
+    if allowed is not None and "etap" not in allowed.split(","):
+        remedy = f"to turn it on, add etap to {engine.allow_list} or unset it"
+        return Finding(Verdict.OFF, f"{version}, {engine.allow_list}={allowed} leaves etap out", remedy)
+    if reason := _why_probe_fails(engine.probe):
+        remedy = f"{engine.name} does not come up with the plugin here; the reason above is its own"
+        return Finding(Verdict.BROKEN, f"{version}, not registered: {reason}", remedy)
+    remedy = f"{engine.option} selects it; {engine.allow_list} set to other plugins' names, or to nothing, turns it off"
+    return Finding(Verdict.OK, f"{version}, plugin active", remedy)
+
+
+def run() -> int:
+    """Print each finding as it comes; gives 1 when something is broken, else 0."""
+    checks: dict[str, Callable[[], Finding]] = {"GPU": check_gpu, "driver": check_driver, "library": check_library}
+    checks |= {engine.name: lambda engine=engine: check_engine(engine) for engine in ENGINES}
+    print(f"etap-backend {__version__}, torch {torch.__version__}")
+    broken = False
+    for name, check in checks.items():
+        print(f"{name:<9}", end="", flush=True)  # an engine takes half a minute to come up
+        finding = check()
+        broken |= finding.verdict is Verdict.BROKEN
+        print(f"{finding.verdict.value:<15}{finding.found}".rstrip())
+        if finding.remedy:
+            print(f"{'':<9}{'':<15}{finding.remedy}")
+    return int(broken)
