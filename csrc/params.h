@@ -1,6 +1,7 @@
 // What crosses from the host to the kernels: plain structs, one fact a line. Strides count elements.
 #pragma once
 
+#include <cuda.h>
 #include <cutlass/fast_math.h>
 
 #include <cstdint>
@@ -11,7 +12,8 @@ constexpr int kTileTokens = 64;   // tokens of one schedule unit: WGMMA's M
 constexpr int kLatentDim = 512;   // columns of V, the first of K
 constexpr int kRopeDim = 64;      // columns of K behind the latent
 constexpr int kHeadDim = kLatentDim + kRopeDim;
-constexpr int kMaxRowTile = 64;   // query rows (tokens x heads) that one CTA holds
+constexpr int kMinRowTile = 8;    // query rows (tokens x heads) that one CTA computes: 8, 16, 32 or 64
+constexpr int kMaxRowTile = 64;
 
 // The tiles one partition decodes: [begin, end) in (request, tile) order.
 struct WorkRange {
@@ -33,7 +35,7 @@ struct ScheduleParams {
   int32_t batch;
   int32_t partitions;
   int32_t fixed_pieces;  // most pieces of a request where its length alone decides; 0: the batch does
-  int32_t row_tile;      // query rows of a CTA, 8, 16, 32 or 64, or 0 where they make no split dear; nothing to fixed pieces
+  int32_t split_rows;    // query rows by which a split is dear, those of a CTA, or kCheapSplits; nothing to fixed pieces
 };
 
 enum class QueryType : int32_t { kBFloat16, kFloat16, kE4M3 };
@@ -78,13 +80,12 @@ struct DecodeParams {
   bool paired_dims;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
 };
 
-// The paged cache as TMA sees it: [pages, page_size, 576]. An FP8 element is one byte.
-struct CacheParams {
-  const void* data;
-  int64_t pages;
-  int64_t page_size;
-  int64_t page_stride;
-  int64_t row_stride;
+// The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,
+// requests); a copy takes a row tile.
+struct QueryMaps {
+  CUtensorMap latent;
+  CUtensorMap rope;
+  bool usable;
 };
 
 }  // namespace etap

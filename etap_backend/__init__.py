@@ -9,6 +9,7 @@ import importlib
 __version__ = "0.1.0"
 
 _MODULES = {
+    "BuiltSchedule": "etap_backend.schedule",
     "DecodeSchedule": "etap_backend.schedule",
     "mla_decode": "etap_backend.ops",
     "why_unsupported": "etap_backend.support",

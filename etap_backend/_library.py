@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tvm_ffi
 
-ABI_VERSION = 3
+ABI_VERSION = 4
 """What `abi_version()` of the library must return: raised whenever a compiled function changes its arguments."""
 
 PATH_VARIABLE = "ETAP_LIBRARY"
@@ -20,7 +20,7 @@ def library_path() -> Path:
 
 @functools.cache
 def library() -> tvm_ffi.Module:
-    """The loaded library, with the functions abi_version, build_schedule, build_fixed_schedule and decode.
+    """The loaded library, with the functions that the end of csrc/api/bindings.cpp lists.
 
     Raises ImportError when there is no library, when it does not load, or when its version is not this package's.
     """

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etap_backend.support import FP8, HEAD_DIM, LATENT_DIM, ROPE_DIM, TILE_TOKENS
+from etap_backend.support import FP8, HEAD_DIM, LATENT_DIM, TILE_TOKENS
 
-ROW_ALIGNMENT_BYTES = 16  # what TMA asks of every row's address
 PARTIAL_FLOATS = LATENT_DIM + 1  # an output row and its log-sum-exp
 # With an FP8 cache a query row is multiplied by the power of two that brings its largest element into [2^n, 2^(n+1)).
 QUERY_EXPONENT = {torch.float16: 14, FP8: 7}
@@ -131,70 +130,33 @@ def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]):
     for begin_request, begin_tile, end_request, end_tile, begin_split, *_ in work_ranges[:partitions].tolist():
         for request in range(begin_request, min(end_request + 1, len(tile_counts))):
             first = begin_tile if request == begin_request else 0
-            last = end_tile if request == end_request else tile_counts[request]
-            if request < end_request or first < last:
-                yield request, range(first, last), begin_split if request == begin_request else 0
+            last = min(end_tile, tile_counts[request]) if request == end_request else tile_counts[request]
+            if request < end_request or end_tile > 0:
+                yield request, range(first, max(first, last)), begin_split if request == begin_request else 0
 
 
-def _check_shape(name: str, tensor: Tensor, wanted: list) -> None:
-    """Strings in `wanted` stand for a size that this argument is free to choose."""
-    fits = tensor.dim() == len(wanted)
-    if not fits or any(isinstance(w, int) and w != s for w, s in zip(wanted, tensor.shape, strict=True)):
-        raise ValueError(f"{name}: wanted shape [{', '.join(map(str, wanted))}], got {list(tensor.shape)}")
-
-
-def _check_dtype(name: str, tensor: Tensor, wanted: torch.dtype) -> None:
-    if tensor.dtype != wanted:
-        wanted_name, found = (str(dtype).removeprefix("torch.") for dtype in (wanted, tensor.dtype))
-        raise TypeError(f"{name}: wanted {wanted_name}, got {found}")
-
-
-def _check_rows(name: str, tensor: Tensor) -> None:
-    """The last dimension contiguous and every row at a multiple of 16 bytes, as TMA wants it."""
-    if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
-        raise ValueError(f"{name}: wanted stride 1 in the last dimension, got strides {list(tensor.stride())}")
-    steps = [s for s, n in zip(tensor.stride()[:-1], tensor.shape[:-1], strict=True) if n > 1]
-    if tensor.data_ptr() % ROW_ALIGNMENT_BYTES or any(s * tensor.element_size() % ROW_ALIGNMENT_BYTES for s in steps):
-        place = f"address {tensor.data_ptr():#x} and strides {list(tensor.stride())}"
-        raise ValueError(f"{name}: wanted every row aligned to {ROW_ALIGNMENT_BYTES} bytes, got {place}")
-
-
-def _check_contiguous(name: str, tensor: Tensor) -> None:
-    if not tensor.is_contiguous():
-        raise ValueError(f"{name}: wanted a contiguous tensor, got strides {list(tensor.stride())}")
-
-
-def check_arguments(
-    q: Tensor, q_rope: Tensor | None, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, out: Tensor, lse: Tensor
-) -> None:
-    """Refuse what the compiled `decode` refuses, with ValueError or TypeError naming argument, wanted and got.
-
-    Types of queries, cache and output, and scales, are not looked at: `mla_decode` has, for both devices.
-    """
-    _check_shape("q", q, ["batch", "s_q", "heads", HEAD_DIM if q_rope is None else LATENT_DIM])
-    _check_rows("q", q)
-    batch, s_q, heads, _ = q.shape
-    if q_rope is not None:
-        _check_shape("q_rope", q_rope, [batch, s_q, heads, ROPE_DIM])
-        _check_rows("q_rope", q_rope)
-    _check_shape("kv_cache", kv_cache, ["pages", "page_size", HEAD_DIM])
-    if kv_cache.shape[1] < TILE_TOKENS or kv_cache.shape[1] % TILE_TOKENS:
-        raise ValueError(f"kv_cache: wanted page_size a multiple of {TILE_TOKENS}, got {kv_cache.shape[1]}")
-    _check_rows("kv_cache", kv_cache)
-    _check_dtype("block_table", block_table, torch.int32)
-    _check_shape("block_table", block_table, [batch, "max_pages"])
-    if block_table.shape[1] > 1 and block_table.stride(1) != 1:
-        strides = list(block_table.stride())
-        raise ValueError(f"block_table: wanted stride 1 in the last dimension, got strides {strides}")
-    _check_dtype("seq_lens", seq_lens, torch.int32)
-    _check_dtype("lse", lse, torch.float32)
-    for name, tensor, shape in (
-        ("seq_lens", seq_lens, [batch]),
-        ("out", out, [batch, s_q, heads, LATENT_DIM]),
-        ("lse", lse, [batch, s_q, heads]),
-    ):
-        _check_shape(name, tensor, shape)
-        _check_contiguous(name, tensor)
+def _check_contents(batch: Batch, tile_counts: list[int], planned: list[tuple[int, range, int]]) -> None:
+    """Refuse what a GPU could learn only by waiting for its own data."""
+    pages, page_size, _ = batch.kv_cache.shape
+    capacity = batch.block_table.shape[1] * page_size
+    longest = max(batch.seq_lens, default=0)
+    if longest > capacity:
+        raise ValueError(f"seq_lens: wanted at most {capacity} tokens (max_pages * page_size), got {longest}")
+    covered = [[] for _ in tile_counts]
+    for request, tiles, _ in planned:
+        covered[request].extend(tiles)
+    for request, tiles in enumerate(tile_counts):
+        if covered[request] != list(range(tiles)):
+            raise ValueError(
+                "schedule: wanted the buffers that build() filled for these requests, got others' work: "
+                f"of request {request} {len(covered[request])} of {tiles} tiles"
+            )
+    for request, length in enumerate(batch.seq_lens):
+        for page in batch.block_table[request, : -(-length // page_size)].tolist():
+            if not 0 <= page < pages:
+                raise ValueError(
+                    f"block_table: wanted pages from 0 to {pages - 1} for the tokens of request {request}, got {page}"
+                )
 
 
 def decode(
@@ -211,28 +173,29 @@ def decode(
     out: Tensor,
     lse: Tensor,
     softmax_scale: float,
+    requests: int,
+    s_q: int,
+    heads: int,
     partitions: int,
     fp8_math: bool,
 ) -> None:
-    """Decode on the CPU, with the arguments of the compiled `decode`; fills `out` and `lse`.
+    """Decode on the CPU, with the arguments of the compiled `decode`, which has checked them; fills `out` and `lse`.
 
-    Raises ValueError or TypeError for what the compiled function refuses, with the same text, and ValueError for a
-    length that the block table cannot hold, which a GPU could learn only by waiting for its own data.
+    Raises ValueError for lengths and pages that cannot be, which a GPU could learn only by waiting for its own data.
     """
-    check_arguments(q, q_rope, kv_cache, block_table, seq_lens, out, lse)
-    requests, s_q, heads, _ = q.shape
     rows = s_q * heads
     lengths = [max(0, length) for length in seq_lens.tolist()]
-    capacity = block_table.shape[1] * kv_cache.shape[1]
-    if max(lengths, default=0) > capacity:
-        raise ValueError(f"seq_lens: wanted at most {capacity} tokens (max_pages * page_size), got {max(lengths)}")
     packed = (q if q_rope is None else torch.cat([q, q_rope], dim=-1)).reshape(requests, rows, HEAD_DIM)
-    batch = batch_of(packed, kv_cache, q_scale, kv_scale, block_table, lengths, heads, softmax_scale, fp8_math)
+    pages = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
+    batch = batch_of(packed, pages, q_scale, kv_scale, block_table, lengths, heads, softmax_scale, fp8_math)
+    tile_counts = [-(-length // TILE_TOKENS) for length in lengths]
+    planned = list(pieces(work_ranges, partitions, tile_counts))
+    _check_contents(batch, tile_counts, planned)
     offsets = split_offsets[: requests + 1].tolist()
     slots = workspace[: offsets[-1] * rows * PARTIAL_FLOATS].view(offsets[-1], rows, PARTIAL_FLOATS)
     out_rows, lse_rows = out.view(requests, rows, LATENT_DIM), lse.view(requests, rows)
 
-    for request, tiles, split in pieces(work_ranges, partitions, [-(-length // TILE_TOKENS) for length in lengths]):
+    for request, tiles, split in planned:
         piece_out, piece_lse = decode_piece(batch, request, tiles)
         if offsets[request] == offsets[request + 1]:
             out_rows[request], lse_rows[request] = piece_out.to(out.dtype), piece_lse

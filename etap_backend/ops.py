@@ -1,98 +1,107 @@
 """The public call, and the torch operator behind it."""
 
-import math
+import functools
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from etap_backend import executor
 from etap_backend._library import library
-from etap_backend.schedule import DecodeSchedule
+from etap_backend.schedule import BuiltSchedule
 from etap_backend.support import DTYPES, FP8, LATENT_DIM
 
-# A hand-made registration: torch.library.custom_op costs several microseconds a call, as much as a short decode step.
+# The operator is what torch.compile and fake tensors see. Plain tensors go to the library directly: on its way through
+# torch's dispatcher a call with so many arguments takes as long as a short decode step.
+# Defined by hand: torch.library.custom_op costs several microseconds more.
 _LIBRARY = torch.library.Library("etap_backend", "DEF")
 _LIBRARY.define(
     "mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor? q_scale, Tensor? kv_scale, Tensor block_table, "
     "Tensor seq_lens, Tensor work_ranges, Tensor split_offsets, Tensor(a!) workspace, Tensor(b!) out, Tensor(c!) lse, "
-    "float softmax_scale, int partitions, bool fp8_math) -> ()",
+    "float softmax_scale, int batch, int s_q, int heads, int partitions, bool fp8_math) -> ()",
     # The strides of q, q_rope and kv_cache carry meaning: torch.compile must pass them as they are.
     tags=(torch.Tag.needs_fixed_stride_order,),
 )
+_TENSORS = (
+    *("q", "q_rope", "kv_cache", "q_scale", "kv_scale", "block_table", "seq_lens"),
+    *("work_ranges", "split_offsets", "workspace", "out", "lse"),
+)
+_OPTIONAL = ("q_rope", "q_scale", "kv_scale")
 
 
-def _decode_on_cuda(q: Tensor, q_rope: Tensor | None, kv_cache: Tensor, *others) -> None:
-    if kv_cache.dtype == FP8:
-        # As plain bytes: what carries tensors over to the library need not know 8-bit floats.
-        q, q_rope, kv_cache = (
-            x.view(torch.uint8) if x is not None and x.dtype == FP8 else x for x in (q, q_rope, kv_cache)
-        )
-    library().decode(q, q_rope, kv_cache, *others)
+@functools.cache
+def _compiled(name: str) -> Callable:
+    return library().get_function(name)
+
+
+def _refuse_what_cannot_cross(arguments: tuple) -> None:
+    """Name the argument that cannot be handed to the library; nothing where all can."""
+    for name, value in zip(_TENSORS, arguments, strict=False):
+        if value is None and name in _OPTIONAL:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name}: wanted a tensor, got {_type(value)}") from None
+        if value.device.type not in ("cpu", "cuda"):
+            raise ValueError(
+                f"{name}: wanted a tensor on a CUDA device or the CPU, got one on {value.device}"
+            ) from None
+        if value.layout != torch.strided:
+            raise TypeError(f"{name}: wanted a strided tensor, got one of layout {value.layout}") from None
+    softmax_scale, fp8_math = arguments[len(_TENSORS)], arguments[-1]
+    if not isinstance(softmax_scale, float | int):
+        raise TypeError(f"softmax_scale: wanted a number, got {_type(softmax_scale)}") from None
+    if not isinstance(fp8_math, bool | int):
+        raise TypeError(f"fp8_math: wanted a bool, got {_type(fp8_math)}") from None
+
+
+def _type(value: object) -> str:
+    return "None" if value is None else type(value).__name__
+
+
+def _call(name: str, arguments: tuple) -> None:
+    try:
+        _compiled(name)(*arguments)
+    except Exception:
+        # The library refuses by itself what it can look at. What never reached it is looked at here, and only then.
+        _refuse_what_cannot_cross(arguments)
+        raise
+
+
+def _decode_on_cuda(*arguments) -> None:
+    _call("decode", arguments)
+
+
+def _decode_on_cpu(*arguments) -> None:
+    _call("check_decode", arguments)
+    executor.decode(*arguments)
 
 
 _LIBRARY.impl("mla_decode", _decode_on_cuda, "CUDA")
-_LIBRARY.impl("mla_decode", executor.decode, "CPU")
+_LIBRARY.impl("mla_decode", _decode_on_cpu, "CPU")
 torch.library.register_fake("etap_backend::mla_decode", lambda *arguments: None, lib=_LIBRARY)
-_decode = torch.ops.etap_backend.mla_decode.default
-
-
-def _check_call(q: Tensor, schedule: DecodeSchedule, softmax_scale: float) -> None:
-    """What the operator itself cannot see: it is given the schedule's buffers, not what they were built for."""
-    if q.dim() != 4:
-        raise ValueError(f"q: wanted shape [batch, s_q, heads, 576 or 512], got {list(q.shape)}")
-    batch, s_q, heads, _ = q.shape
-    if schedule.batch is None:
-        raise ValueError("schedule: wanted one that was built, got one whose build() was never called")
-    if (batch, s_q, heads) != (schedule.batch, schedule.s_q, schedule.num_heads):
-        planned = f"batch {schedule.batch}, s_q {schedule.s_q}, {schedule.num_heads} heads"
-        raise ValueError(f"schedule: wanted one for q's batch {batch}, s_q {s_q}, {heads} heads, got {planned}")
-    if q.device != schedule.device:
-        raise ValueError(f"schedule: wanted one on {q.device} like q, got one on {schedule.device}")
-    if not 0.0 < softmax_scale < math.inf:
-        raise ValueError(f"softmax_scale: wanted a positive finite number, got {softmax_scale}")
+_operator = torch.ops.etap_backend.mla_decode.default
 
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _check_types(q: Tensor, q_rope: Tensor | None, kv_cache: Tensor, fp8_math: bool) -> None:
-    """The types of what may be FP8, which the compiled library is given as plain bytes."""
-    fp8_cache = kv_cache.dtype == FP8
-    if q.dtype not in DTYPES and not (fp8_cache and q.dtype == FP8):
-        wanted = "bfloat16 or float16, or float8_e4m3fn with an FP8 cache"
-        raise TypeError(f"q: wanted {wanted}, got {_name(q.dtype)}")
-    if q_rope is not None and q_rope.dtype != q.dtype:
-        raise TypeError(f"q_rope: wanted {_name(q.dtype)} like q, got {_name(q_rope.dtype)}")
-    if not fp8_cache and kv_cache.dtype != q.dtype:
-        raise TypeError(f"kv_cache: wanted {_name(q.dtype)} like q or float8_e4m3fn, got {_name(kv_cache.dtype)}")
-    if fp8_math and not fp8_cache:
-        raise ValueError(f"fp8_math: wanted False beside a kv_cache of {_name(kv_cache.dtype)}, got True")
-
-
-def _check_scale(name: str, scale: Tensor, scaled_name: str, scaled: Tensor) -> None:
-    if scaled.dtype != FP8:
-        raise ValueError(f"{name}: wanted None beside a {scaled_name} of {_name(scaled.dtype)}, got a tensor")
-    if scale.dtype != torch.float32:
-        raise TypeError(f"{name}: wanted float32, got {_name(scale.dtype)}")
-    if scale.dim() > 1 or scale.numel() != 1:
-        raise ValueError(f"{name}: wanted one element, shape [] or [1], got {list(scale.shape)}")
-    if scale.device != scaled.device:
-        raise ValueError(f"{name}: wanted a tensor on {scaled.device}, got one on {scale.device}")
-
-
-def _out_dtype(q: Tensor, out: Tensor | None, out_dtype: torch.dtype | None) -> torch.dtype:
-    """The type of an output that is allocated."""
+def _outputs(q: Tensor, out: Tensor | None, lse: Tensor | None, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
+    """Those of the outputs that were not given."""
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q: wanted a tensor, got {_type(q)}")
+    if q.dim() != 4:
+        raise ValueError(f"q: wanted shape [batch, s_q, heads, 576 or 512], got {list(q.shape)}")
     allowed = DTYPES if q.dtype == FP8 else (q.dtype,)
-    if out is not None and out.dtype not in allowed:
-        names = " or ".join(map(_name, allowed))
-        raise TypeError(f"out: wanted {names} for a q of {_name(q.dtype)}, got {_name(out.dtype)}")
     if out_dtype is not None and out_dtype not in allowed:
         names = " or ".join(map(_name, allowed))
         raise ValueError(f"out_dtype: wanted None or {names} for a q of {_name(q.dtype)}, got {_name(out_dtype)}")
-    if out_dtype is not None and out is not None and out.dtype != out_dtype:
+    if out is None:
+        out = q.new_empty(*q.shape[:3], LATENT_DIM, dtype=out_dtype or allowed[0])
+    elif out_dtype is not None and out.dtype != out_dtype:
         raise ValueError(f"out_dtype: wanted None or {_name(out.dtype)} like out, got {_name(out_dtype)}")
-    return out_dtype or allowed[0]
+    return out, q.new_empty(q.shape[:3], dtype=torch.float32) if lse is None else lse
 
 
 def mla_decode(
@@ -100,13 +109,14 @@ def mla_decode(
     kv_cache: Tensor,
     block_table: Tensor,
     seq_lens: Tensor,
-    schedule: DecodeSchedule,
+    schedule: BuiltSchedule,
     *,
     softmax_scale: float,
     q_rope: Tensor | None = None,
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
     fp8_math: bool = False,
+    workspace: Tensor | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -127,18 +137,22 @@ def mla_decode(
             given; float8_e4m3fn, too, where the cache has it. Any strides with a contiguous last dimension and every
             row at a multiple of 16 bytes.
         kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576], dtype of q or float8_e4m3fn; page_size a
-            multiple of 64. Rows are contiguous; pages may lie further apart than their size (stride(0)).
+            multiple of 64, at least one page. Rows are contiguous; pages may lie further apart than their size
+            (stride(0)), by less than 2^40 bytes.
         block_table: int32 [batch, max_pages]; the page that holds each page_size tokens. Rows may lie apart.
-        seq_lens: int32 [batch], tokens of each request, the new ones included; those that the schedule was built from.
-        schedule: built this step for this batch, s_q and number of heads.
+        seq_lens: int32 [batch], tokens of each request, the new ones included. With other lengths than the schedule was
+            built from the result is as right, but the work is divided for those.
+        schedule: what `DecodeSchedule.build` returned this step, for this batch, s_q and number of heads.
         softmax_scale: factor of the scores before softmax.
         q_rope: [batch, s_q, heads, 64], dtype of q, strides as free as q's.
         q_scale: float32 [] or [1] on q's device; what an element of a float8_e4m3fn q (and q_rope) is multiplied by
             for what it stands for, 1 when None.
         kv_scale: float32 [] or [1] on q's device; the same for a float8_e4m3fn cache.
         fp8_math: with an FP8 cache, multiply in float8_e4m3fn; queries of another type are rounded to it, row by row.
-        out: [batch, s_q, heads, 512], contiguous; allocated when None. Its dtype is q's; bfloat16 or float16 when q is
-            float8_e4m3fn.
+        workspace: float32 [>= DecodeSchedule.max_workspace_floats], contiguous, aligned to 16 bytes; the schedule's
+            when None. Calls that follow each other on one stream may share it.
+        out: [batch, s_q, heads, 512], contiguous, aligned to 16 bytes; allocated when None. Its dtype is q's; bfloat16
+            or float16 when q is float8_e4m3fn.
         lse: float32 [batch, s_q, heads], natural logarithm, contiguous; allocated when None.
         out_dtype: dtype of an output that is allocated: bfloat16 (when None) or float16 when q is float8_e4m3fn, else
             q's. If `out` is given, its dtype.
@@ -148,38 +162,24 @@ def mla_decode(
 
     Raises:
         ValueError, TypeError: an argument is not as described; the text names it, what was wanted and what came.
-        ImportError: CUDA tensors, and the compiled library is missing or of another version.
+        ImportError: the compiled library is missing or of another version.
     """
-    _check_call(q, schedule, softmax_scale)
-    if kv_cache.dim() == 4:
-        if kv_cache.shape[2] != 1:
-            raise ValueError(f"kv_cache: wanted shape [pages, page_size, 1, 576], got {list(kv_cache.shape)}")
-        kv_cache = kv_cache.squeeze(2)
-    _check_types(q, q_rope, kv_cache, fp8_math)
-    if q_scale is not None:
-        _check_scale("q_scale", q_scale, "q", q)
-    if kv_scale is not None:
-        _check_scale("kv_scale", kv_scale, "kv_cache", kv_cache)
-    dtype = _out_dtype(q, out, out_dtype)
-    if out is None:
-        out = q.new_empty(q.shape[0], q.shape[1], q.shape[2], LATENT_DIM, dtype=dtype)
-    if lse is None:
-        lse = q.new_empty(q.shape[0], q.shape[1], q.shape[2], dtype=torch.float32)
-    _decode(
-        q,
-        q_rope,
-        kv_cache,
-        q_scale,
-        kv_scale,
-        block_table,
-        seq_lens,
-        schedule.work_ranges,
-        schedule.split_offsets,
-        schedule.workspace,
-        out,
-        lse,
-        softmax_scale,
-        schedule.partitions,
-        fp8_math,
+    if not isinstance(schedule, BuiltSchedule):
+        raise TypeError(f"schedule: wanted what DecodeSchedule.build() returns, got {_type(schedule)}")
+    if out is None or lse is None or out_dtype is not None:
+        out, lse = _outputs(q, out, lse, out_dtype)
+    batch, s_q, heads, partitions, work_ranges, split_offsets, own_workspace = schedule
+    arguments = (
+        *(q, q_rope, kv_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets),
+        *(own_workspace if workspace is None else workspace, out, lse),
+        *(softmax_scale, batch, s_q, heads, partitions, fp8_math),
     )
+    if type(q) is not Tensor or is_compiling():
+        if not isinstance(q, Tensor):
+            _refuse_what_cannot_cross(arguments)
+        _operator(*arguments)
+    elif q.is_cuda:
+        _decode_on_cuda(*arguments)
+    else:
+        _decode_on_cpu(*arguments)
     return out, lse

@@ -49,6 +49,8 @@ def mla_decode_reference(
         if length <= 0:
             continue
         used_pages = block_table[request, : -(-length // page_size)].tolist()
+        if wild := [page for page in used_pages if not 0 <= page < pages]:
+            raise ValueError(f"block_table: wanted pages from 0 to {pages - 1} for request {request}, got {wild[0]}")
         keys = torch.cat([rows[page].to(dtype) for page in used_pages])[:length]
         for t in range(s_q):
             visible = keys[: max(0, length - s_q + t + 1)]

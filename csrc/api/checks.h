@@ -16,10 +16,10 @@ using tvm::ffi::TensorView;
 constexpr int64_t kAny = -1;  // a size that the argument is free to choose
 constexpr DLDataType kFloat16{kDLFloat, 16, 1};
 constexpr DLDataType kBFloat16{kDLBfloat, 16, 1};
-constexpr DLDataType kE4M3Bytes{kDLUInt, 8, 1};  // not every DLPack consumer knows 8-bit floats
+constexpr DLDataType kE4M3{kDLFloat8_e4m3fn, 8, 1};
 constexpr DLDataType kFloat32{kDLFloat, 32, 1};
 constexpr DLDataType kInt32{kDLInt, 32, 1};
-constexpr int64_t kRowAlignmentBytes = 16;  // of TMA and of 16-byte loads
+constexpr int64_t kAlignmentBytes = 16;  // of TMA, and of 16-byte loads and stores
 
 inline bool same(DLDataType a, DLDataType b) { return a.code == b.code && a.bits == b.bits && a.lanes == b.lanes; }
 inline int64_t element_bytes(DLDataType type) { return type.bits * type.lanes / 8; }
@@ -30,13 +30,19 @@ inline std::string text(tvm::ffi::ShapeView sizes) {
   return sizes.size() == 0 ? "[]" : out.str() + "]";
 }
 
+// As torch names it.
 inline std::string text(DLDataType type) {
-  const char* kind = type.code == kDLInt      ? "int"
-                     : type.code == kDLUInt   ? "uint"
-                     : type.code == kDLBfloat ? "bfloat"
-                     : type.code == kDLFloat  ? "float"
-                                              : "other type of bits ";
-  return kind + std::to_string(int(type.bits));
+  switch (type.code) {
+    case kDLFloat8_e4m3fn: return "float8_e4m3fn";
+    case kDLFloat8_e5m2: return "float8_e5m2";
+    case kDLBool: return "bool";
+    case kDLInt: return "int" + std::to_string(int(type.bits));
+    case kDLUInt: return "uint" + std::to_string(int(type.bits));
+    case kDLFloat: return "float" + std::to_string(int(type.bits));
+    case kDLBfloat: return "bfloat" + std::to_string(int(type.bits));
+    case kDLComplex: return "complex" + std::to_string(int(type.bits));
+    default: return "a type of " + std::to_string(int(type.bits)) + " bits";
+  }
 }
 
 inline std::string text(DLDevice device) {
@@ -44,20 +50,17 @@ inline std::string text(DLDevice device) {
   return (device.device_type == kDLCUDA ? "cuda:" : "other device ") + std::to_string(device.device_id);
 }
 
-inline void check_dtype(const char* name, const TensorView& tensor, std::initializer_list<DLDataType> wanted) {
-  std::string names;
-  for (DLDataType type : wanted) {
-    if (same(tensor.dtype(), type)) return;
-    names += (names.empty() ? "" : " or ") + text(type);
-  }
-  TVM_FFI_THROW(TypeError) << name << ": wanted " << names << ", got " << text(tensor.dtype());
+// like: what else has this type, for the text.
+inline void check_dtype(const char* name, const TensorView& tensor, DLDataType wanted, const char* like = "") {
+  if (same(tensor.dtype(), wanted)) return;
+  TVM_FFI_THROW(TypeError) << name << ": wanted " << text(wanted) << like << ", got " << text(tensor.dtype());
 }
 
+inline bool same(DLDevice a, DLDevice b) { return a.device_type == b.device_type && a.device_id == b.device_id; }
+
 inline void check_device(const char* name, const TensorView& tensor, DLDevice wanted) {
-  const DLDevice got = tensor.device();
-  if (got.device_type != wanted.device_type || got.device_id != wanted.device_id) {
-    TVM_FFI_THROW(ValueError) << name << ": wanted a tensor on " << text(wanted) << ", got one on " << text(got);
-  }
+  if (same(tensor.device(), wanted)) return;
+  TVM_FFI_THROW(ValueError) << name << ": wanted a tensor on " << text(wanted) << ", got one on " << text(tensor.device());
 }
 
 struct Size {
@@ -65,22 +68,26 @@ struct Size {
   const char* name = "";    // shown where the size is free
 };
 
+// Texts are put together only for a refusal: a call makes a dozen of these checks.
 inline void check_shape(const char* name, const TensorView& tensor, std::initializer_list<Size> wanted) {
   bool fits = size_t(tensor.ndim()) == wanted.size();
-  std::string sizes;
   int i = 0;
   for (const Size& size : wanted) {
     fits = fits && (size.value == kAny || tensor.size(i) == size.value);
-    sizes += (i++ ? ", " : "[") + (size.value == kAny ? std::string(size.name) : std::to_string(size.value));
+    ++i;
   }
-  if (!fits) {
-    TVM_FFI_THROW(ValueError) << name << ": wanted shape " << sizes << "], got " << text(tensor.shape());
+  if (fits) return;
+  std::string sizes;
+  for (const Size& size : wanted) {
+    sizes += (sizes.empty() ? "[" : ", ") + (size.value == kAny ? std::string(size.name) : std::to_string(size.value));
   }
+  TVM_FFI_THROW(ValueError) << name << ": wanted shape " << sizes << "], got " << text(tensor.shape());
 }
 
 inline void check_contiguous(const char* name, const TensorView& tensor) {
   if (!tensor.IsContiguous()) {
-    TVM_FFI_THROW(ValueError) << name << ": wanted a contiguous tensor, got strides " << text(tensor.strides());
+    TVM_FFI_THROW(ValueError) << name << ": wanted a contiguous tensor, got shape " << text(tensor.shape())
+                              << " with strides " << text(tensor.strides());
   }
 }
 
@@ -92,16 +99,26 @@ inline void check_last_stride(const char* name, const TensorView& tensor) {
   }
 }
 
+inline bool aligned(const TensorView& tensor) {
+  return reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kAlignmentBytes == 0;
+}
+
+inline void check_aligned(const char* name, const TensorView& tensor) {
+  if (aligned(tensor)) return;
+  TVM_FFI_THROW(ValueError) << name << ": wanted a tensor aligned to " << kAlignmentBytes << " bytes, got address "
+                            << tensor.data_ptr();
+}
+
 // The last dimension contiguous and every row at a multiple of 16 bytes.
 inline void check_rows(const char* name, const TensorView& tensor) {
   check_last_stride(name, tensor);
-  bool aligned = reinterpret_cast<uintptr_t>(tensor.data_ptr()) % kRowAlignmentBytes == 0;
+  bool fits = aligned(tensor);
   for (int i = 0; i + 1 < tensor.ndim(); ++i) {
     const int64_t step = tensor.stride(i) * element_bytes(tensor.dtype());
-    aligned = aligned && (tensor.size(i) <= 1 || step % kRowAlignmentBytes == 0);
+    fits = fits && (tensor.size(i) <= 1 || step % kAlignmentBytes == 0);
   }
-  if (!aligned) {
-    TVM_FFI_THROW(ValueError) << name << ": wanted every row aligned to " << kRowAlignmentBytes << " bytes, got address "
+  if (!fits) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted every row aligned to " << kAlignmentBytes << " bytes, got address "
                               << tensor.data_ptr() << " and strides " << text(tensor.strides());
   }
 }

@@ -3,8 +3,8 @@
 #include <cutlass/numeric_types.h>
 
 #include <algorithm>
+#include <cfloat>
 
-#include "common/launch.cuh"
 #include "common/ptx.cuh"
 #include "common/warp.cuh"
 
@@ -19,7 +19,7 @@ constexpr int kSliceWarps = 4;
 constexpr int kBlockVectors = kSliceWarps * kWarpSize;  // float4s of one slice and column block
 
 // Below every log2-sum-exp, and finite, so that a split that saw no token (-inf) weighs 0 and not NaN.
-constexpr float kNoSplit = -1e30f;
+constexpr float kNoSplit = -FLT_MAX;
 
 // What a lane holds of a partial: two neighbouring rows of the output (columns of O^T) and two value dims, 8 apart; or,
 // where the rows were on WGMMA's M (kOneRow), one row, of which the weights have two copies, and twice two value dims.
@@ -299,7 +299,8 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm 
     Entry entries[kEntries];
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) entries[e] = Entry(params, i + e * gridDim.y);
-    // The list is older than the decode kernel, which lets this one begin only when it has seen the list complete.
+    // The list is older than the decode kernel, which waits for it before it lets this one begin (kernel.cuh; a test holds
+    // the order). Reading it behind the wait would be as right, and later.
     if (!waited) cudaGridDependencySynchronize();
     waited = true;
     if (entries[0].request < 0) return;
@@ -314,8 +315,14 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm 
   }
 }
 
+template <class Element, int kTasks, int kEntries, bool kOneRow>
+KernelLaunch kernel_launch(dim3 blocks) {
+  return {reinterpret_cast<const void*>(combine_kernel<Element, kTasks, kEntries, kOneRow>), __PRETTY_FUNCTION__, blocks,
+          kWarps * kWarpSize, 0};
+}
+
 template <class Element, bool kOneRow>
-void launch_kernel(const DecodeParams& params, cudaStream_t stream) {
+KernelLaunch prepare(const DecodeParams& params) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
   const int multiprocessors = params.partitions * params.row_groups;
@@ -324,23 +331,21 @@ void launch_kernel(const DecodeParams& params, cudaStream_t stream) {
   const int fitting = std::max((wide ? kWideBlocksPerSm : kBlocksPerSm) * multiprocessors / steps, 1);
   // As many at a time as a block has. Neither this nor `wide` depends on the batch where partitions are a multiple of it, as
   // in batch-invariant schedules: sums are rounded in another order with each.
-  const int blocks = kWideBlocksPerSm * multiprocessors;
-  const int rounds = (requests * steps + blocks - 1) / blocks;
-  auto* kernel = !wide         ? combine_kernel<Element, 1, 1, kOneRow>
-                 : rounds == 1 ? combine_kernel<Element, kWarps, 1, kOneRow>
-                 : rounds == 2 ? combine_kernel<Element, kWarps, 2, kOneRow>
-                               : combine_kernel<Element, kWarps, 4, kOneRow>;
-  launch_overlapping(kernel, dim3(steps, std::min(requests, fitting)), kWarps * kWarpSize, 0, stream, params);
+  const int rounds = (requests * steps + kWideBlocksPerSm * multiprocessors - 1) / (kWideBlocksPerSm * multiprocessors);
+  const dim3 blocks(steps, std::min(requests, fitting));
+  if (!wide) return kernel_launch<Element, 1, 1, kOneRow>(blocks);
+  if (rounds == 1) return kernel_launch<Element, kWarps, 1, kOneRow>(blocks);
+  if (rounds == 2) return kernel_launch<Element, kWarps, 2, kOneRow>(blocks);
+  return kernel_launch<Element, kWarps, 4, kOneRow>(blocks);
 }
 
 }  // namespace
 
-template <class Element>
-void launch_combine(const DecodeParams& params, cudaStream_t stream) {
-  params.rows_on_lanes ? launch_kernel<Element, true>(params, stream) : launch_kernel<Element, false>(params, stream);
+KernelLaunch prepare_combine(const DecodeParams& params) {
+  if (params.float16_out) {
+    return params.rows_on_lanes ? prepare<cutlass::half_t, true>(params) : prepare<cutlass::half_t, false>(params);
+  }
+  return params.rows_on_lanes ? prepare<cutlass::bfloat16_t, true>(params) : prepare<cutlass::bfloat16_t, false>(params);
 }
-
-template void launch_combine<cutlass::bfloat16_t>(const DecodeParams&, cudaStream_t);
-template void launch_combine<cutlass::half_t>(const DecodeParams&, cudaStream_t);
 
 }  // namespace etap

@@ -1,14 +1,12 @@
 // Merge the partial results of split requests by their log-sum-exps.
 #pragma once
 
-#include <cuda_runtime.h>
-
+#include "common/launch.cuh"
 #include "params.h"
 
 namespace etap {
 
-// Launched right behind decode on the same stream; starts while decode's last CTAs still run.
-template <class Element>
-void launch_combine(const DecodeParams& params, cudaStream_t stream);
+// The launch of the kernel that merges the partial results behind a decode kernel of the same parameters.
+KernelLaunch prepare_combine(const DecodeParams& params);
 
 }  // namespace etap

@@ -51,14 +51,25 @@ __device__ __forceinline__ void spin(Barrier& barrier, uint32_t parity) {
 #endif
 }
 
-// Where threads read what others have just written. Debug builds meet twice: racecheck takes some accesses right behind a
-// named barrier of part of the CTA for earlier ones.
-__device__ __forceinline__ void meet(int barrier, int threads) {
-  ptx::barrier_sync(barrier, threads);
+// A hardware barrier of part of a CTA, by number. Each sync orders its threads' accesses to memory before and behind it.
+struct NamedBarrier {
+  int number;
+  int threads;
+
+  __device__ __forceinline__ void sync() const { ptx::barrier_sync(number, threads); }
+  // Without waiting, for those who only hand over.
+  __device__ __forceinline__ void arrive() const { ptx::barrier_arrive(number, threads); }
+  // True for all when any passed true.
+  __device__ __forceinline__ bool any(bool value) const { return ptx::barrier_any(value, number, threads); }
+  // Where threads read what others have just written. Debug builds meet twice: racecheck takes some accesses right behind a
+  // named barrier of part of the CTA for earlier ones.
+  __device__ __forceinline__ void meet() const {
+    sync();
 #ifdef ETAP_SPIN_LIMIT
-  ptx::barrier_sync(barrier, threads);
+    sync();
 #endif
-}
+  }
+};
 
 // Numbered events for one waiter, who may be up to kTurns behind: they take the barriers in turn.
 template <int kTurns>

@@ -1,19 +1,68 @@
-// Launches of the decode kernel.
+// From the parameters of a call to the launch of its decode kernel, in two steps: `prepare_decode` says all that the kernel
+// is given and touches no GPU, `launch` hands it over.
 #pragma once
 
-#include <cuda.h>
-#include <cuda_runtime.h>
+#include <atomic>
 
+#include "common/launch.cuh"
 #include "params.h"
 
 namespace etap {
 
-// A cache of the queries' type: bfloat16_t or half_t.
-template <class Element>
-void launch_decode(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream);
+// What the host needs to know of a compiled kernel: launch.cuh reads it off its traits.
+struct DecodeKernel {
+  const void* function;
+  const char* name;
+  int threads;
+  int shared_bytes;
+  std::atomic<uint64_t>* shared_memory_granted;  // a bit a device
+  CUtensorMapDataType map_type;
+  int chunk_columns;  // of the cache, as wide as its swizzle: 128 bytes
+  int chunks;
+  int copied_chunks;  // at a time
+  bool rope_apart;    // rows are not a whole number of chunks: what is left has a map of its own
+};
 
-// A cache of e4m3, multiplied as half_t or as float_e4m3_t.
+// The kernels for a 16-bit cache (bfloat16_t or half_t), and for one of e4m3 (multiplied as half_t or float_e4m3_t).
+template <class Element>
+DecodeKernel sixteen_bit_kernel(int row_tile);
 template <class Math>
-void launch_fp8_decode(const DecodeParams& params, const CacheParams& cache, cudaStream_t stream);
+DecodeKernel fp8_kernel(int row_tile);
+
+// The paged cache: [pages, page_size, 576]. Strides count elements; one of e4m3 is a byte.
+struct CacheParams {
+  const void* data;
+  int64_t pages;
+  int64_t page_size;
+  int64_t page_stride;
+  int64_t row_stride;
+  bool fp8;
+  bool fp8_math;
+};
+
+// A tensor map before the driver encodes it, innermost dimension first. No padding: maps are compared byte by byte.
+struct MapShape {
+  const void* data;
+  uint64_t extents[5];
+  uint64_t strides[4];  // bytes; of the second dimension and on
+  uint32_t box[5];
+  int32_t rank;
+  CUtensorMapDataType type;
+  CUtensorMapSwizzle swizzle;
+};
+
+struct DecodeLaunch {
+  KernelLaunch kernel;
+  std::atomic<uint64_t>* shared_memory_granted;
+  MapShape cache_maps[2];
+  int cache_map_count;
+  MapShape query_maps[2];
+  bool query_maps_usable;
+};
+
+constexpr int64_t kTmaStrideEnd = int64_t(1) << 40;  // bytes: TMA takes strides below
+
+DecodeLaunch prepare_decode(const DecodeParams& params, const CacheParams& cache);
+void launch(const DecodeLaunch& decode, const DecodeParams& params, cudaStream_t stream);
 
 }  // namespace etap

@@ -45,7 +45,7 @@ class PieceWalk {
     const int tiles = (seq_len + kTileTokens - 1) / kTileTokens;
     const int slots = params_.split_offsets[request_];
     const bool split = params_.split_offsets[request_ + 1] > slots;
-    // A schedule of other lengths gives wrong sums, but must not send a load past the request's pages.
+    // The schedule may be one of other lengths: a piece ends with its request, and may lie behind it.
     const int end_tile = request_ == end_request_ ? min(end_tile_, tiles) : tiles;
     const Piece piece{request_, seq_len, begin_tile_, end_tile, split ? slots + begin_split_ : -1};
     skip();

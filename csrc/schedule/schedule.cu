@@ -9,6 +9,7 @@
 #include "common/cuda_check.h"
 #include "common/ptx.cuh"
 #include "common/warp.cuh"
+#include "schedule/policies.h"
 
 namespace etap {
 namespace {
@@ -63,11 +64,11 @@ __host__ __device__ int64_t heaviest_whole(const ScheduleParams& params, int fir
   int64_t heaviest = 0;
 #pragma unroll 1
   for (int p = first; p < params.partitions; p += step) {
-    const int64_t end = Plan::first_counted(p + 1, params.batch, params.partitions);
+    const int64_t end = first_counted(p + 1, params.batch, params.partitions);
     int64_t cost = 0;
 #pragma unroll 1
-    for (int64_t r = Plan::first_counted(p, params.batch, params.partitions); r < end; ++r) {
-      cost += tiles_of(params.seq_lens[r]) + piece_cost(params.row_tile);
+    for (int64_t r = first_counted(p, params.batch, params.partitions); r < end; ++r) {
+      cost += tiles_of(params.seq_lens[r]) + piece_cost(params.split_rows);
     }
     heaviest = cost > heaviest ? cost : heaviest;
   }
@@ -75,7 +76,7 @@ __host__ __device__ int64_t heaviest_whole(const ScheduleParams& params, int fir
 }
 
 // tiles_before: those of the requests before the thread's.
-__device__ Plan choose_plan(const Batch& batch, typename Scan::TempStorage& storage, int64_t (&s_bound)[kWarps],
+__device__ Division choose_division(const Batch& batch, typename Scan::TempStorage& storage, int64_t (&s_bound)[kWarps],
                             int64_t& tiles_before) {
   const ScheduleParams& params = batch.params;
   const bool decides = params.fixed_pieces == 0;
@@ -86,7 +87,7 @@ __device__ Plan choose_plan(const Batch& batch, typename Scan::TempStorage& stor
   int64_t tiles;
   Scan(storage).ExclusiveSum(mine, tiles_before, tiles);
   __syncthreads();
-  const BatchShape shape{params.batch, tiles, params.partitions, params.row_tile};
+  const BatchShape shape{params.batch, tiles, params.partitions, params.split_rows};
   int64_t own_tiles = 0;
   if (decides && params.batch <= params.partitions) {
     const auto fits = [&](int64_t bound) {
@@ -98,23 +99,23 @@ __device__ Plan choose_plan(const Batch& batch, typename Scan::TempStorage& stor
       return __reduce_add_sync(0xffffffff, uint32_t(wanted)) <= uint32_t(params.partitions);
     };
     // What lies behind the largest bound that is taken need not be searched.
-    own_tiles = smallest_bound(Plan::least_bound(shape), Plan::most_bound(shape) + 1, fits, s_bound);
+    own_tiles = smallest_bound(shape.least_bound(), shape.most_bound() + 1, fits, s_bound);
   }
-  const bool over = heaviest > Plan::whole_bound(shape, own_tiles);
+  const bool over = heaviest > shape.whole_bound(own_tiles);
   const bool whole = decides && !ptx::barrier_any(over, 0, kThreads);
-  return Plan(shape, own_tiles, whole, params.fixed_pieces);
+  return decides ? Division::of_batch(shape, own_tiles, whole) : Division::of_lengths(shape, params.fixed_pieces);
 }
 
 // Partial slots and the list of split requests.
-__device__ void write_splits(const Batch& batch, const Plan& plan, int64_t place, typename Scan::TempStorage& storage) {
+__device__ void write_splits(const Batch& batch, const Division& division, int64_t place, typename Scan::TempStorage& storage) {
   const ScheduleParams& params = batch.params;
   constexpr int kCountShift = 32;  // slots and split requests, packed so that one scan counts both
   int64_t packed = 0;
   int64_t walk = place;
 #pragma unroll 1
   for (int r = batch.first; r < batch.last; ++r) {
-    const int64_t length = plan.length(batch.tiles(r));
-    const int64_t pieces = plan.pieces(walk, length);
+    const int64_t length = division.length(batch.tiles(r));
+    const int64_t pieces = division.pieces(walk, length);
     if (pieces > 1) packed += pieces + (int64_t(1) << kCountShift);
     walk += length;
   }
@@ -123,8 +124,8 @@ __device__ void write_splits(const Batch& batch, const Plan& plan, int64_t place
   walk = place;
 #pragma unroll 1
   for (int r = batch.first; r < batch.last; ++r) {
-    const int64_t length = plan.length(batch.tiles(r));
-    const int64_t pieces = plan.pieces(walk, length);
+    const int64_t length = division.length(batch.tiles(r));
+    const int64_t pieces = division.pieces(walk, length);
     params.split_offsets[r] = int32_t(before);
     if (pieces > 1) {
       WorkRange& entry = params.work_ranges[before >> kCountShift];
@@ -139,15 +140,15 @@ __device__ void write_splits(const Batch& batch, const Plan& plan, int64_t place
 }
 
 // r: the request at whose place on the line, or behind it, partition p begins.
-__device__ __host__ void write_range(const ScheduleParams& params, const Plan& plan, int p, int r, int64_t place) {
-  const bool next_whole = plan.whole() && r < params.batch && place < plan.begin(p);
+__device__ __host__ void write_range(const ScheduleParams& params, const Division& division, int p, int r, int64_t place) {
+  const bool next_whole = division.whole() && r < params.batch && place < division.begin(p);
   r += next_whole;
   const int64_t n = r < params.batch ? tiles_of(params.seq_lens[r]) : 0;
-  const int32_t tile = r < params.batch && !plan.whole() ? int32_t(plan.begin_tile(p, place, n)) : 0;
+  const int32_t tile = r < params.batch && !division.whole() ? int32_t(division.begin_tile(p, place, n)) : 0;
   WorkRange& range = params.work_ranges[p];
   range.begin_request = r;
   range.begin_tile = tile;
-  range.begin_split = tile > 0 ? int32_t(plan.begin_split(p, place)) : 0;
+  range.begin_split = tile > 0 ? int32_t(division.begin_split(p, place)) : 0;
   if (p > 0) {
     params.work_ranges[p - 1].end_request = r;
     params.work_ranges[p - 1].end_tile = tile;
@@ -166,23 +167,23 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
 #pragma unroll 1
   for (int p = threadIdx.x; p < params.partitions; p += kThreads) params.work_ranges[p].split_request = -1;
   int64_t tiles_before;
-  const Plan plan = choose_plan(batch, storage, s_bound, tiles_before);
+  const Division division = choose_division(batch, storage, s_bound, tiles_before);
 
-  int64_t place = plan.place(batch.first, tiles_before);
-  if (plan.own()) {
+  int64_t place = division.place(batch.first, tiles_before);
+  if (division.own()) {
     int64_t length = 0;
 #pragma unroll 1
-    for (int r = batch.first; r < batch.last; ++r) length += plan.length(batch.tiles(r));
+    for (int r = batch.first; r < batch.last; ++r) length += division.length(batch.tiles(r));
     Scan(storage).ExclusiveSum(length, place);
   }
   s_place[threadIdx.x] = place;
   __syncthreads();
-  write_splits(batch, plan, place, storage);
+  write_splits(batch, division, place, storage);
 
   // Partition p begins in the last thread's chunk that lies at or before its position.
 #pragma unroll 1
   for (int p = threadIdx.x; p < params.partitions; p += kThreads) {
-    const int64_t x = plan.begin(p);
+    const int64_t x = division.begin(p);
     int holder = 0;
     for (int step = kThreads / 2; step > 0; step /= 2) {
       const int probe = holder + step;
@@ -192,10 +193,10 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
     int64_t place_r = s_place[holder];
 #pragma unroll 1
     for (int64_t next = place_r; r < params.batch; ++r, place_r = next) {
-      next = place_r + plan.length(batch.tiles(r));
+      next = place_r + division.length(batch.tiles(r));
       if (x < next) break;
     }
-    write_range(params, plan, p, r, place_r);
+    write_range(params, division, p, r, place_r);
   }
 }
 
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
 // when the batch does not decide.
 int64_t own_tiles_on_host(const ScheduleParams& params, const BatchShape& shape) {
   if (params.fixed_pieces > 0 || params.batch > params.partitions) return 0;
-  for (int64_t bound = Plan::least_bound(shape);; ++bound) {
+  for (int64_t bound = shape.least_bound();; ++bound) {
     int64_t wanted = 0;
     for (int r = 0; r < params.batch; ++r) wanted += own_partitions(tiles_of(params.seq_lens[r]), bound);
     if (wanted <= params.partitions) return bound;
@@ -220,17 +221,18 @@ void build_schedule_on_device(const ScheduleParams& params, cudaStream_t stream)
 void build_schedule_on_host(const ScheduleParams& params) {
   const int64_t tiles = std::accumulate(params.seq_lens, params.seq_lens + params.batch, int64_t(0),
                                         [](int64_t sum, int32_t seq_len) { return sum + tiles_of(seq_len); });
-  const BatchShape shape{params.batch, tiles, params.partitions, params.row_tile};
+  const BatchShape shape{params.batch, tiles, params.partitions, params.split_rows};
   const int64_t own_tiles = own_tiles_on_host(params, shape);
-  const bool whole = params.fixed_pieces == 0 && heaviest_whole(params, 0, 1) <= Plan::whole_bound(shape, own_tiles);
-  const Plan plan(shape, own_tiles, whole, params.fixed_pieces);
+  const bool whole = params.fixed_pieces == 0 && heaviest_whole(params, 0, 1) <= shape.whole_bound(own_tiles);
+  const Division division = params.fixed_pieces > 0 ? Division::of_lengths(shape, params.fixed_pieces)
+                                                    : Division::of_batch(shape, own_tiles, whole);
   std::vector<int64_t> places(params.batch + 1, 0);
-  for (int r = 0; r < params.batch; ++r) places[r + 1] = places[r] + plan.length(tiles_of(params.seq_lens[r]));
+  for (int r = 0; r < params.batch; ++r) places[r + 1] = places[r] + division.length(tiles_of(params.seq_lens[r]));
 
   int slots = 0, splits = 0;
   for (int p = 0; p < params.partitions; ++p) params.work_ranges[p].split_request = -1;
   for (int r = 0; r < params.batch; ++r) {
-    const int64_t pieces = plan.pieces(places[r], places[r + 1] - places[r]);
+    const int64_t pieces = division.pieces(places[r], places[r + 1] - places[r]);
     params.split_offsets[r] = slots;
     if (pieces > 1) {
       WorkRange& entry = params.work_ranges[splits++];
@@ -243,8 +245,8 @@ void build_schedule_on_host(const ScheduleParams& params) {
   params.split_offsets[params.batch] = slots;
 
   for (int p = 0; p < params.partitions; ++p) {
-    const int r = int(std::upper_bound(places.begin() + 1, places.end(), plan.begin(p)) - places.begin()) - 1;
-    write_range(params, plan, p, r, places[r]);
+    const int r = int(std::upper_bound(places.begin() + 1, places.end(), division.begin(p)) - places.begin()) - 1;
+    write_range(params, division, p, r, places[r]);
   }
 }
 

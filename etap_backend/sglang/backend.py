@@ -19,7 +19,7 @@ from sglang.srt.layers.attention.flashmla_backend import (
 from sglang.srt.runtime_context import get_parallel, get_spec
 from torch import Tensor
 
-from etap_backend import DecodeSchedule, mla_decode, plugins, why_unsupported
+from etap_backend import BuiltSchedule, DecodeSchedule, mla_decode, plugins, why_unsupported
 from etap_backend.sglang import arguments, compat
 
 _logger = logging.getLogger(__name__)
@@ -31,7 +31,7 @@ class ETAPMetadata:
 
     block_table: Tensor  # int32 [requests, pages]
     seq_lens: Tensor  # int32 [requests], the step's own tokens included
-    schedule: DecodeSchedule
+    schedule: BuiltSchedule
 
 
 def _heads(model_runner) -> int:

@@ -116,7 +116,6 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         schedule = decode.schedule
         latent, rope = q if isinstance(q, tuple) else (q, None)
         per_request = (schedule.batch, schedule.s_q)
-        schedule.workspace = claim_workspace(schedule.workspace.numel())
         out, lse = mla_decode(
             latent.unflatten(0, per_request),
             kv_c_and_k_pe_cache,
@@ -127,5 +126,6 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
             q_rope=None if rope is None else rope.unflatten(0, per_request),
             kv_scale=layer._k_scale if self._fp8_cache else None,
             fp8_math=self._fp8_math,
+            workspace=claim_workspace(self._workspace_floats),
         )
         return out.flatten(0, 1), lse.flatten(0, 1)

@@ -19,7 +19,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from etap_backend import DecodeSchedule
+from etap_backend import BuiltSchedule, DecodeSchedule
 from etap_backend.vllm import compat
 
 # vLLM gives its handler and level to loggers below "vllm" only.
@@ -73,11 +73,35 @@ def claim_workspace(floats: int) -> Tensor:
     return workspace
 
 
+def decoded_requests(query_start_loc_cpu: Tensor, num_decode_tokens: int) -> tuple[int, int]:
+    """How many requests a step decodes, those that pad it among them, and with how many query tokens each.
+
+    Args:
+        query_start_loc_cpu: [requests + 1], where each request's query tokens begin; those that pad a step have none.
+        num_decode_tokens: rows of the queries, those of requests that pad the step among them.
+
+    Raises:
+        ValueError: requests have other numbers of query tokens than the first.
+    """
+    query_lens = query_start_loc_cpu.diff().tolist()
+    queried = len(query_lens) - query_lens.count(0)
+    # A step of padding alone has as many tokens for each request as there is room for.
+    s_q = query_lens[0] or max(1, num_decode_tokens // len(query_lens))
+    requests, left_over = divmod(num_decode_tokens, s_q)
+    uniform = query_lens == [s_q] * queried + [0] * (len(query_lens) - queried)
+    if left_over or not uniform or not queried <= requests <= len(query_lens):
+        raise ValueError(
+            f"query_start_loc_cpu: wanted as many query tokens for each request, {num_decode_tokens} in all, "
+            f"got {query_lens}"
+        )
+    return requests, s_q
+
+
 @dataclass
 class ETAPDecodeMetadata(MLACommonDecodeMetadata):
     """The decode part of a step; every request has schedule.s_q query tokens."""
 
-    schedule: DecodeSchedule
+    schedule: BuiltSchedule
 
 
 @dataclass
@@ -108,16 +132,16 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         _logger.info_once(f"{compat.NAME} decodes: steps of up to {max_s_q} tokens a request")
         # Decode context parallelism gathers the query heads of its ranks before forward_mqa.
         num_heads = self.num_heads * self.dcp_world_size
-        num_sms = num_compute_units(device.index)
         self.schedule = DecodeSchedule(
             vllm_config.scheduler_config.max_num_seqs,
             num_heads,
             max_s_q=max_s_q,
             device=device,
-            num_sms=num_sms,
-            workspace=claim_workspace(workspace_floats(vllm_config, num_heads, max_s_q, num_sms)),
+            num_sms=num_compute_units(device.index),
+            allocate_workspace=False,  # each call claims vLLM's
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
+        claim_workspace(self.schedule.max_workspace_floats)  # vLLM locks its size before the first step
         # vLLM advances the lengths of draft steps on the device, but not those of a rank's share of the context.
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
 
@@ -133,20 +157,16 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         dcp_tot_seq_lens_device: Tensor | None,
         max_query_len: int | None = None,
     ) -> ETAPDecodeMetadata:
-        requests = seq_lens_device.shape[0]
-        s_q, left_over = divmod(num_decode_tokens, requests)
-        if left_over:
-            raise ValueError(
-                f"num_decode_tokens: wanted the same number of query tokens for each of {requests} requests, "
-                f"got {num_decode_tokens} in all"
-            )
+        requests, s_q = decoded_requests(query_start_loc_cpu, num_decode_tokens)
+        seq_lens = seq_lens_device[:requests]
         return ETAPDecodeMetadata(
-            block_table=block_table_tensor,
-            seq_lens=seq_lens_device,
+            block_table=block_table_tensor[:requests],
+            seq_lens=seq_lens,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            schedule=self.schedule.build(seq_lens_device, s_q),
+            schedule=self.schedule.build(seq_lens, s_q),
         )
 
     def update_draft_decode_metadata(self, metadata: ETAPMetadata) -> None:
         """Plan the next draft step from the lengths that vLLM advanced on the device; vLLM may capture this."""
-        metadata.decode.schedule.build(metadata.decode.seq_lens, metadata.decode.schedule.s_q)
+        decode = metadata.decode
+        decode.schedule = self.schedule.build(decode.seq_lens, decode.schedule.s_q)

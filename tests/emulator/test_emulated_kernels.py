@@ -5,6 +5,7 @@ ETAP_EMULATOR_SEEDS=N tries N interleavings of every case that depends on them; 
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import replace
@@ -39,8 +40,7 @@ def emulate(case: Case, **how) -> tuple[list[str], set[int]]:
     """What is wrong with the emulated kernels' result on a case, and which segments of the decode kernel ran."""
     problem, wanted = problem_and_truth(case)
     runner = Runner(problem)
-    runner.schedule.build(problem.seq_lens, case.s_q)
-    ran = kernels.run_decode(problem, runner.schedule, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE, **how)
+    ran = kernels.run_decode(problem, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE, **how)
     return problems_with(runner.out.tensor, runner.lse.tensor, problem, wanted), ran
 
 
@@ -67,8 +67,7 @@ def test_bits_do_not_depend_on_what_a_cta_decoded_before(heads):
         rows = dict(q=problem.q[requests], call_q=problem.q[requests], seq_lens=problem.seq_lens[requests])
         part = replace(problem, case=case, block_table=problem.block_table[requests], **rows)
         runner = Runner(part)
-        runner.schedule.build(part.seq_lens)
-        kernels.run_decode(part, runner.schedule, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+        kernels.run_decode(part, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
         results.append([tensor[-1].view(torch.uint8) for tensor in (runner.out.tensor, runner.lse.tensor)])
     assert all(torch.equal(alone, behind) for alone, behind in zip(*results, strict=True))
 
@@ -82,10 +81,10 @@ def test_the_order_of_splits_does_not_depend_on_the_batch():
         rows = dict(q=problem.q[:batch], call_q=problem.q[:batch], seq_lens=problem.seq_lens[:batch])
         part = replace(problem, case=case, block_table=problem.block_table[:batch], **rows)
         schedule = DecodeSchedule(64, 64, device="cpu", num_sms=132, batch_invariant=True)
-        schedule.build(part.seq_lens)
+        planned = schedule.build(part.seq_lens)
         assert schedule.split_offsets[1] == 3
         runner = Runner(part)
-        kernels.run_decode(part, schedule, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+        kernels.run_decode(part, planned, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
         results.append([tensor[0].view(torch.uint8) for tensor in (runner.out.tensor, runner.lse.tensor)])
     assert all(torch.equal(alone, among) for alone, among in zip(*results, strict=True))
 
@@ -125,6 +124,43 @@ def test_layouts(heads, page_size, cache_layout, q_layout, kind):
 @pytest.mark.parametrize("law", ["dominating", "rising", "falling"])
 def test_maxima_that_come_late_or_early(law, kind, heads):
     verify(Case((129, 500), law=law, heads=heads, num_sms=2, **CACHES[kind]), seed=4)
+
+
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_schedule_of_other_lengths_gives_the_same_result(heads, kind):
+    """Pieces without tokens add nothing to what the others hold, though the workspace is full of NaN."""
+    planned_for = torch.tensor([700, 300, 64], dtype=torch.int32)
+    problem, wanted = problem_and_truth(Case((130, 0, 300), heads=heads, num_sms=9, **CACHES[kind]))
+    runner = Runner(problem)
+    planned = runner.schedule.build(planned_for)
+    assert planned.split_offsets[2] > planned.split_offsets[1] > 1
+    kernels.run_decode(problem, planned, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+    assert not problems_with(runner.out.tensor, runner.lse.tensor, problem, wanted)
+
+
+@pytest.mark.parametrize("num_sms", [1, 3])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_scores_far_below_zero_are_attended_to(heads, num_sms):
+    """All of a row's scores below -1e30, and such that float32 holds them: there is no difference between them."""
+    softmax_scale = math.log(2) / 32
+    problem = build(Case((200,), heads=heads, num_sms=num_sms), "cpu")
+    problem.q[:], problem.kv_cache[problem.block_table[0, :4].long()] = 2.0**55, -(2.0**55)
+    planned = (runner := Runner(problem)).build()
+    kernels.run_decode(problem, planned, runner.out.tensor, runner.lse.tensor, softmax_scale)
+    assert runner.out.tensor.eq(-(2.0**55)).all()
+    score = -(2.0**110) * 576 * softmax_scale
+    torch.testing.assert_close(runner.lse.tensor, torch.full_like(runner.lse.tensor, score), rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("source", ["bf16", "fp16", "fp8", "fp8_math"])
+def test_decode_waits_for_its_predecessor_before_it_lets_the_combination_begin(source):
+    """The combination reads the list of split requests as soon as it begins."""
+    module = kernels.module(source)
+    for name in module.names().values():
+        text = module.only(name)
+        assert text.count("griddepcontrol.launch_dependents") == 1
+        assert 0 < text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
 
 
 @pytest.mark.parametrize("row_tile", [8, 64])
@@ -182,7 +218,7 @@ ROWS_CASE = Case((200, 449), heads=64, num_sms=1)
 
 @cache
 def own_text(kernel: str = ", 16>") -> tuple[str, str]:
-    """PTX and name of a bf16 decode kernel, that for 16 rows or RowsTraits', alone."""
+    """PTX and name of a bf16 decode kernel, that for 16 rows or query_major', alone."""
     module = kernels.module("bf16")
     name = module.find("decode_kernel", kernel)
     return module.only(name), name
@@ -246,7 +282,7 @@ def test_an_access_behind_a_tensor_is_found():
     assert re.search(r"(?s)out of bounds.*ld\.global.*\.cuh:\d+", fault_of(patched(site, f"{site[1]}+4194304];")))
 
 
-def waits_of(source_line: str, source="kernel", kernel=", 16>", wait=WAIT) -> list[re.Match]:
+def waits_of(source_line: str, source="transposed/consumer", kernel=", 16>", wait=WAIT) -> list[re.Match]:
     """The waits that a line of decode/SOURCE.cuh was compiled to."""
     text, _ = own_text(kernel)
     lines = (kernels.CSRC / "decode" / f"{source}.cuh").read_text().splitlines()
@@ -261,7 +297,7 @@ def waits_of(source_line: str, source="kernel", kernel=", 16>", wait=WAIT) -> li
 
 def test_merging_into_stages_that_were_not_granted_is_found():
     text, name = own_text()
-    sites = waits_of("if constexpr (!T::kSharedTiles) shared.granted[group].wait")
+    sites = waits_of("shared.granted[group].wait(grants_taken++);  // the stages for merging")
     assert sites
     for site in reversed(sites):
         text = text[: site.start()] + "setp.eq.u32 p, 0, 0;" + text[site.end() :]
@@ -281,23 +317,26 @@ ROWS_FAULTS = {
 @pytest.mark.parametrize("name", ROWS_FAULTS)
 def test_missing_synchronisation_of_64_rows_is_found(name):
     pattern, instead, says = ROWS_FAULTS[name]
-    sites = list(re.finditer(pattern, own_text("RowsTraits")[0]))
-    found = [fault_of(patched(site, instead, "RowsTraits"), ROWS_CASE) for site in sites[:: max(1, len(sites) // 4)]]
+    sites = list(re.finditer(pattern, own_text("query_major")[0]))
+    found = [fault_of(patched(site, instead, "query_major"), ROWS_CASE) for site in sites[:: max(1, len(sites) // 4)]]
     assert any(re.search(says, fault) for fault in found), found
 
 
 @pytest.mark.parametrize(
-    "line, says",
-    [("meet(T::hand_over_barrier(owner)", "."), ("ptx::barrier_sync(kGroupBarrier + group", "inf/NaN elsewhere")],
+    "source, line, says",
+    [
+        ("softmax", "event::probabilities_handed_over(owner).meet", "."),
+        ("output", "event::tail_zeroed(group).sync", "inf/NaN elsewhere"),
+    ],
     ids=["taking P before it is there", "products before V's tail is zero"],
 )
-def test_missing_meetings_of_64_rows_are_found(line, says):
-    sites = waits_of(line, "rows", "RowsTraits", r"barrier\.cta\.sync\.aligned %r\d+, %r\d+;")
-    found = [fault_of(patched(site, "", "RowsTraits"), ROWS_CASE) for site in sites]
+def test_missing_meetings_of_64_rows_are_found(source, line, says):
+    sites = waits_of(line, f"query_major/{source}", "query_major", r"barrier\.cta\.sync\.aligned %r\d+, %r\d+;")
+    found = [fault_of(patched(site, "", "query_major"), ROWS_CASE) for site in sites]
     assert any(re.search(says, fault) for fault in found), found
 
 
-@pytest.mark.parametrize("kernel, case", [(", 16>", FAULT_CASE), ("RowsTraits", ROWS_CASE)])
+@pytest.mark.parametrize("kernel, case", [(", 16>", FAULT_CASE), ("query_major", ROWS_CASE)])
 def test_the_kernel_without_a_planted_fault_has_none(kernel, case):
     text, name = own_text(kernel)
     assert fault_of(Kernel(Module(text), name), case) == ""

@@ -57,6 +57,15 @@ def _wide(tensor: torch.Tensor, more: int, first: int = 0) -> torch.Tensor:
     return tensor.new_zeros(*tensor.shape[:-1], width + more)[..., first : first + width]
 
 
+def _shifted(tensor: torch.Tensor) -> torch.Tensor:
+    """The same shape, one element behind an aligned address."""
+    return tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape)
+
+
+def _workspace(call: dict, floats: int = 10**6, **options) -> torch.Tensor:
+    return torch.zeros(floats, **{"device": call["q"].device, **options})
+
+
 def _split(call: dict) -> dict:
     q = call["q"]
     return {"q": q[..., :512], "q_rope": q[..., 512:]}
@@ -174,12 +183,12 @@ REFUSALS = (
     Refusal("lse_dtype", TypeError, ("lse:", "float32", "float64"), lambda c: {"lse": c["lse"].double()}),
     Refusal("lse_shape", ValueError, ("lse:", "[3, 2, 16]", "[3, 16, 2]"), lambda c: {"lse": c["lse"].view(3, 16, 2)}),
     Refusal("lse_strides", ValueError, ("lse:", "contiguous", "17"), lambda c: {"lse": _wide(c["lse"], 1)}),
-    Refusal("scale_zero", ValueError, ("softmax_scale:", "positive", "0.0"), lambda c: {"softmax_scale": 0.0}),
+    Refusal("scale_zero", ValueError, ("softmax_scale:", "positive", "got 0"), lambda c: {"softmax_scale": 0.0}),
     Refusal("scale_nan", ValueError, ("softmax_scale:", "finite", "nan"), lambda c: {"softmax_scale": float("nan")}),
     Refusal(
         "schedule_unbuilt",
-        ValueError,
-        ("schedule:", "build() was never called"),
+        TypeError,
+        ("schedule:", "DecodeSchedule.build()", "got DecodeSchedule"),
         lambda c: {"schedule": DecodeSchedule(8, HEADS, device=c["q"].device, num_sms=8)},
     ),
     Refusal("schedule_batch", ValueError, ("schedule:", "batch 3", "batch 2"), lambda c: _other_schedule(c, batch=2)),
@@ -340,5 +349,76 @@ REFUSALS = (
         TypeError,
         ("out:", "bfloat16", "float16"),
         lambda c: _fp8(c, out=c["out"].half()),
+    ),
+    # What is no tensor, or has no memory.
+    *(
+        Refusal(
+            f"{name}_on_meta",
+            ValueError,
+            (f"{name}:", "CUDA device or the CPU", "got one on meta"),
+            lambda c, name=name: {name: c[name].to("meta")},
+        )
+        for name in ("q", "kv_cache", "block_table", "seq_lens", "out", "lse")
+    ),
+    *(
+        Refusal(f"{name}_none", TypeError, (f"{name}:", "wanted", "got None"), lambda c, name=name: {name: None})
+        for name in ("q", "kv_cache", "block_table", "seq_lens", "schedule", "softmax_scale", "fp8_math")
+    ),
+    Refusal("q_list_without_out", TypeError, ("q:", "a tensor", "got list"), lambda c: {"q": [0.0], "out": None}),
+    Refusal("table_list", TypeError, ("block_table:", "a tensor", "got list"), lambda c: {"block_table": [[0]]}),
+    Refusal("kv_scale_number", TypeError, ("kv_scale:", "a tensor", "got float"), lambda c: _fp8(c, kv_scale=1.0)),
+    Refusal("scale_text", TypeError, ("softmax_scale:", "a number", "got str"), lambda c: {"softmax_scale": "1"}),
+    Refusal("scale_infinite", ValueError, ("softmax_scale:", "finite"), lambda c: {"softmax_scale": float("inf")}),
+    Refusal(
+        "schedule_unlike",
+        TypeError,
+        ("schedule:", "DecodeSchedule.build()", "got tuple"),
+        lambda c: {"schedule": (1, 2)},
+    ),
+    # What kernels write or read 16 bytes at a time, and what TMA can reach.
+    Refusal("out_address", ValueError, ("out:", "16 bytes", "address"), lambda c: {"out": _shifted(c["out"])}),
+    Refusal(
+        "workspace_address",
+        ValueError,
+        ("workspace:", "16 bytes", "address"),
+        lambda c: {"workspace": _workspace(c)[1:]},
+    ),
+    Refusal(
+        "workspace_dtype",
+        TypeError,
+        ("workspace:", "float32", "float64"),
+        lambda c: {"workspace": _workspace(c, dtype=torch.float64)},
+    ),
+    Refusal("workspace_size", ValueError, ("workspace:", "[>=", "[99]"), lambda c: {"workspace": _workspace(c, 99)}),
+    Refusal(
+        "workspace_strides",
+        ValueError,
+        ("workspace:", "contiguous", "strides [2]"),
+        lambda c: {"workspace": _workspace(c)[::2]},
+    ),
+    Refusal("workspace_dims", ValueError, ("workspace:", "[1, 1000000]"), lambda c: {"workspace": _workspace(c)[None]}),
+    Refusal(
+        "workspace_on_meta", ValueError, ("workspace:", "meta"), lambda c: {"workspace": _workspace(c, device="meta")}
+    ),
+    Refusal(
+        "workspace_of_neither",
+        TypeError,
+        ("workspace:", "a tensor", "got None"),
+        lambda c: {"schedule": c["schedule"]._replace(workspace=None)},
+    ),
+    Refusal(
+        "no_pages", ValueError, ("kv_cache:", "one page", "[0, 64, 576]"), lambda c: {"kv_cache": c["kv_cache"][:0]}
+    ),
+    Refusal(
+        "cache_pages_in_one_place",
+        ValueError,
+        ("kv_cache:", "above 0", "[0, 576, 1]"),
+        lambda c: {"kv_cache": c["kv_cache"][:1].expand(PAGES, -1, -1)},
+    ),
+    Refusal(
+        "cache_rows_in_one_place",
+        ValueError,
+        ("kv_cache:", "above 0", "0, 1]"),
+        lambda c: {"kv_cache": c["kv_cache"][:, :1].expand(-1, PAGE_SIZE, -1)},
     ),
 )

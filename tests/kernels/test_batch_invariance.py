@@ -24,12 +24,12 @@ def run(problem: Problem, requests: list[int], max_batch: int, num_sms: int | No
     schedule.workspace.fill_(torch.nan)
     index = torch.tensor(requests, device=problem.q.device)
     seq_lens = problem.seq_lens[index]
-    schedule.build(seq_lens, case.s_q)
+    planned = schedule.build(seq_lens, case.s_q)
     out = torch.full((len(requests), case.s_q, case.heads, LATENT), torch.nan, dtype=case.torch_dtype).to(index.device)
     lse = torch.full((len(requests), case.s_q, case.heads), torch.nan, device=index.device)
     outputs = {"out": out, "lse": lse, "softmax_scale": SOFTMAX_SCALE, "kv_scale": problem.kv_scale}
     outputs["fp8_math"] = case.fp8_math
-    mla_decode(problem.q[index], problem.kv_cache, problem.block_table[index], seq_lens, schedule, **outputs)
+    mla_decode(problem.q[index], problem.kv_cache, problem.block_table[index], seq_lens, planned, **outputs)
     return out, lse, schedule
 
 

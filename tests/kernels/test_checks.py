@@ -2,9 +2,12 @@
 
 import pytest
 import torch
+from cases import Case, build, decode
+from compare import check, truth
 from refusals import REFUSALS, valid_call
 
 from etap_backend import DecodeSchedule, mla_decode, why_unsupported
+from etap_backend._library import library
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -46,11 +49,139 @@ def test_tensors_of_two_devices_are_refused():
         mla_decode(**{**call, "schedule": valid_call("cpu")["schedule"]})
 
 
+def as_the_library_takes_it(device: str, **spoiled) -> list:
+    """The valid call in the order of the compiled `decode`, with some of it replaced."""
+    call = valid_call(device)
+    call |= call["schedule"]._asdict() | {"q_scale": None, "kv_scale": None, "fp8_math": False}
+    names = "q q_rope kv_cache q_scale kv_scale block_table seq_lens work_ranges split_offsets workspace out lse"
+    names += " softmax_scale batch s_q num_heads partitions fp8_math"
+    return [{**call, **spoiled}[name] for name in names.split()]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", ["check_decode", "decode", "decode_launches"])
+@pytest.mark.parametrize(
+    "spoil, error, words",
+    [
+        (lambda device: {"partitions": 9}, ValueError, "work_ranges' size: wanted at least 9, got 8"),
+        (lambda device: {"partitions": 0}, ValueError, "partitions: wanted at least 1, got 0"),
+        (
+            lambda device: {"work_ranges": torch.zeros(8, 8, device=device)},
+            TypeError,
+            "work_ranges: wanted int32, got float32",
+        ),
+        (
+            lambda device: {"work_ranges": torch.zeros(8, 7, dtype=torch.int32, device=device)},
+            ValueError,
+            r"work_ranges: wanted shape \[partitions, 8\], got \[8, 7\]",
+        ),
+        (
+            lambda device: {"split_offsets": torch.zeros(4, device=device)},
+            TypeError,
+            "split_offsets: wanted int32, got float32",
+        ),
+        (
+            lambda device: {"split_offsets": torch.zeros(3, dtype=torch.int32, device=device)},
+            ValueError,
+            "split_offsets' size: wanted at least 4, got 3",
+        ),
+        (
+            lambda device: {"workspace": torch.zeros(99, device=device)},
+            ValueError,
+            r"workspace: wanted a contiguous \[>=262656\], got \[99\]",
+        ),
+        (lambda device: {"q": torch.zeros(3, 32, 576, device=device)}, ValueError, r"q: wanted shape \[batch, s_q"),
+        (lambda device: {"softmax_scale": float("nan")}, ValueError, "softmax_scale: wanted a positive finite number"),
+    ],
+)
+def test_a_direct_call_of_the_library_is_refused_as_well(spoil, error, words, function, device):
+    with pytest.raises(error, match=f"^{words}"):
+        getattr(library(), function)(*as_the_library_takes_it(device, **spoil(device)))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["split_offsets", "workspace", "work_ranges"])
+def test_a_direct_call_with_parts_of_a_schedule_elsewhere_is_refused(name):
+    there = getattr(valid_call("cuda")["schedule"], name).cpu()
+    with pytest.raises(ValueError, match="^(schedule|workspace): wanted .* on cuda:0.*got one on cpu"):
+        library().decode(*as_the_library_takes_it("cuda", **{name: there}))
+
+
+def test_the_compiled_decode_runs_on_gpus_only():
+    with pytest.raises(ValueError, match="^q: wanted a tensor on a CUDA device, got one on cpu"):
+        library().decode(*as_the_library_takes_it("cpu"))
+
+
+def test_pages_further_apart_than_tma_reaches_are_refused(tmp_path):
+    """Two pages 2^40 bytes apart, in a file without blocks."""
+    step = 2**39
+    file = torch.from_file(str(tmp_path / "sparse"), shared=True, size=step + 64 * 576, dtype=torch.bfloat16)
+    for apart, refused in ((step, True), (step - 8, False)):
+        call = valid_call("cpu") | {"kv_cache": file.as_strided((2, 64, 576), (apart, 576, 1))}
+        if refused:
+            with pytest.raises(ValueError, match=r"^kv_cache: wanted .*2\^40 bytes apart.*549755813888"):
+                mla_decode(**call)
+        else:
+            mla_decode(**call)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_single_page_may_have_any_stride(device):
+    call = valid_call(device)
+    pool = call["kv_cache"].new_zeros(64 * 576)
+    for stride in (0, 3, 2**50):
+        mla_decode(**{**call, "kv_cache": pool.as_strided((1, 64, 576), (stride, 576, 1))})
+
+
+@pytest.mark.parametrize("page", [7, -1, 2**31 - 1])
+def test_pages_that_are_not_there_are_refused_on_the_cpu(page):
+    call = valid_call("cpu")
+    call["block_table"][2, 1] = page
+    with pytest.raises(ValueError, match=f"^block_table: wanted pages from 0 to 6 .*request 2, got {page}"):
+        mla_decode(**call)
+    call["block_table"][2, 1], call["block_table"][1, 1] = 0, page  # behind the end of its request
+    mla_decode(**call)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("lengths", [(300, 0, 1, 64), (1500, 130, 2999, 0), (3000, 4000, 65, 1000)])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_other_lengths_than_the_schedules_give_the_same_result(heads, lengths, device):
+    """As a graph meets them: a piece ends with its request, and without tokens adds nothing to what the others hold."""
+    planned_for = torch.tensor([1500, 700, 3000, 64], dtype=torch.int32, device=device)
+    schedule = DecodeSchedule(4, heads, device=device, num_sms=24).build(planned_for)
+    assert schedule.split_offsets[-1] > 0
+    schedule.workspace.fill_(torch.nan)
+    problem = build(Case(lengths, heads), device)
+    check(*decode(problem, schedule), problem, truth(problem))
+
+
+def test_a_schedule_that_was_built_again_for_other_requests_is_refused_on_the_cpu():
+    call, schedule = valid_call("cpu"), DecodeSchedule(3, 16, max_s_q=2, device="cpu", num_sms=8)
+    first = schedule.build(call["seq_lens"], 2)
+    mla_decode(**{**call, "schedule": first})
+    schedule.build(call["seq_lens"][:1], 2)
+    with pytest.raises(ValueError, match="^schedule: wanted the buffers that build.. filled for these requests"):
+        mla_decode(**{**call, "schedule": first})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_call_may_bring_its_workspace(device):
+    call = valid_call(device)
+    schedule = DecodeSchedule(3, 16, max_s_q=2, device=device, num_sms=8, allocate_workspace=False)
+    planned = schedule.build(call["seq_lens"], 2)
+    assert planned.workspace is None
+    wanted = [tensor.clone() for tensor in mla_decode(**call)]
+    workspace = torch.full((schedule.max_workspace_floats,), torch.nan, device=device)
+    got = mla_decode(**{**call, "schedule": planned}, workspace=workspace)
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
 def test_a_length_beyond_the_block_table_is_refused_on_the_cpu():
     call = valid_call("cpu")
     lens = torch.tensor([70, 129, 1], dtype=torch.int32)
     with pytest.raises(ValueError, match="seq_lens: wanted at most 128 tokens.*got 129"):
-        mla_decode(**{**call, "seq_lens": lens, "schedule": call["schedule"].build(lens, 2)})
+        mla_decode(**{**call, "seq_lens": lens})
 
 
 @pytest.mark.parametrize(
@@ -60,6 +191,9 @@ def test_a_length_beyond_the_block_table_is_refused_on_the_cpu():
         ({"num_heads": 0}, "num_heads: wanted at least 1, got 0"),
         ({"max_s_q": -1}, "max_s_q: wanted at least 1, got -1"),
         ({"num_sms": 0}, "num_sms: wanted at least 1, got 0"),
+        ({"num_heads": 16.0}, "num_heads: wanted an int, got 16.0"),
+        ({"max_batch": None}, "max_batch: wanted an int, got None"),
+        ({"max_s_q": "2"}, "max_s_q: wanted an int, got '2'"),
         ({"workspace": torch.empty(5)}, "workspace: wanted a contiguous .* got .5."),
         ({"workspace": torch.empty(10**6, dtype=torch.float64)}, "workspace: wanted float32, got .*float64"),
     ],
@@ -75,16 +209,18 @@ def test_a_schedule_that_cannot_be_is_refused(arguments, words):
         (torch.ones(4, dtype=torch.int64), 1, "seq_lens: wanted int32, got .*int64"),
         (torch.ones(5, dtype=torch.int32), 1, "seq_lens: wanted .*batch <= 4.*got .5."),
         (torch.ones(2, 2, dtype=torch.int32), 1, "seq_lens: wanted .*got .2, 2."),
-        (torch.ones(8, dtype=torch.int32)[::2], 1, "seq_lens: wanted contiguous .*strides"),
+        (torch.ones(8, dtype=torch.int32)[::2], 1, "seq_lens: wanted a contiguous .*strides"),
         (torch.ones(4, dtype=torch.int32), 3, r"s_q: wanted 1 to 2 \(max_s_q\), got 3"),
-        (torch.ones(4, dtype=torch.int32), 0, r"s_q: wanted 1 to 2 \(max_s_q\), got 0"),
+        (torch.ones(4, dtype=torch.int32), 0, "s_q: wanted at least 1, got 0"),
+        (torch.ones(4, dtype=torch.int32), 1.0, "s_q: wanted an int, got 1.0"),
+        (torch.ones(4, dtype=torch.int32, device="meta"), 1, "seq_lens: wanted a tensor on cpu, got one on meta"),
+        ([1, 2], 1, "seq_lens: wanted a tensor, got list"),
     ],
 )
 def test_a_batch_that_the_schedule_cannot_hold_is_refused(seq_lens, s_q, words):
     schedule = DecodeSchedule(4, 16, max_s_q=2, device="cpu")
     with pytest.raises((ValueError, TypeError), match=words):
         schedule.build(seq_lens, s_q)
-    assert schedule.batch is None
 
 
 @pytest.mark.parametrize(

@@ -55,10 +55,10 @@ class Recorded:
         self.static.seq_lens.copy_(problem.seq_lens)
 
     def build(self):
-        self.schedule.build(self.static.seq_lens, self.static.case.s_q)
+        self.planned = self.schedule.build(self.static.seq_lens, self.static.case.s_q)
 
     def decode(self):
-        decode(self.static, self.schedule, out=self.out.tensor, lse=self.lse.tensor)
+        decode(self.static, self.planned, out=self.out.tensor, lse=self.lse.tensor)
 
     def record(self, *steps) -> torch.cuda.CUDAGraph:
         """A graph of the steps; they run once before, as engines do, so that nothing is loaded while recording."""

@@ -1,18 +1,20 @@
-"""The parts of compare_answers.py that need no engine: what it takes as an answer, counts, and objects to."""
+"""The parts of the comparison of answers that need no engine: what it takes as an answer, counts, and objects to."""
 
 import copy
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
 from etap_backend.lab.checks import answers as compare_answers
-from etap_backend.lab.checks import vllm_serve as serve_check
-from etap_backend.lab.checks import train_model
-from etap_backend.lab.checks.answers import ENGINES, Answer, CheckError, Variant
+from etap_backend.lab.checks import train_model, vllm_serve
+from etap_backend.lab.checks.agreement import answer_in
+from etap_backend.lab.checks.answers import ASKED, Variant
+from etap_backend.lab.serving import client
+from etap_backend.lab.serving.client import FailedRequest
+from etap_backend.lab.serving.engines import ENGINES, Answer, cache_lines
 
 
 def answer(tokens, logprob=-0.1, gap=3.0):
@@ -26,31 +28,24 @@ def test_replies_of_both_engines_become_the_same_answer():
         "token_logprobs": [-0.25, -0.5],
         "top_logprobs": [{"token_id:7": -0.25, "token_id:8": -2.0}, {"token_id:9": -0.5, "token_id:1": -2.5}],
     }
-    assert ENGINES["vllm"].parse({"choices": [{"logprobs": openai}]}) == expected
+    assert ENGINES["vllm"].answer({"choices": [{"logprobs": openai}]}) == expected
     about = {
         "output_token_logprobs": [[-0.25, 7, None], [-0.5, 9, None]],
         "output_top_logprobs": [[[-0.25, 7, None], [-2.0, 8, None]], [[-0.5, 9, None], [-2.5, 1, None]]],
     }
-    assert ENGINES["sglang"].parse({"meta_info": about}) == expected
+    assert ENGINES["sglang"].answer({"meta_info": about}) == expected
 
 
-@pytest.mark.parametrize(
-    "given, forced, reason",
-    [
-        (answer([1, 2]), None, "wanted 3 tokens, got 2"),
-        (answer([1, 2, 3], logprob=float("nan")), None, "wanted finite"),
-        (answer([1, 2, 3], logprob=-9999.0), None, "wanted finite"),
-        (answer([1, 2, 3]), [1, 2, 4], "wanted the tokens"),
-    ],
-    ids=["short", "nan", "impossible", "not as forced"],
-)
-def test_incomplete_answers_are_refused(given, forced, reason):
-    with pytest.raises(CheckError, match=reason):
-        compare_answers.checked(given, 3, forced)
-
-
-def test_whole_answers_are_taken():
-    assert compare_answers.checked(answer([1, 2, 3]), 3, [1, 2, 3]) == answer([1, 2, 3])
+@pytest.mark.parametrize("values, forced, reason", [([[-0.1, 1, None]], None, "wanted 3 tokens, got 1"),
+    ([[-0.1, 1, None], [-0.1, 2, None], [float("nan"), 3, None]], None, "wanted finite"),
+    ([[-0.1, 1, None], [-0.1, 2, None], [-9999.0, 3, None]], None, "wanted finite"),
+    ([[-0.1, 1, None], [-0.1, 2, None], [-0.1, 3, None]], [1, 2, 4], "wanted the tokens")],
+    ids=["short", "nan", "impossible", "not as forced"])  # fmt: skip
+def test_incomplete_answers_are_refused(values, forced, reason):
+    best = [[[-0.1, 1, None], [-2.0, 2, None]] for _ in values]
+    reply = {"meta_info": {"output_token_logprobs": values, "output_top_logprobs": best}}
+    with pytest.raises(FailedRequest, match=reason):
+        answer_in(ENGINES["sglang"], reply, 3, forced)
 
 
 def test_comparison_counts_equal_answers_and_shows_where_others_part():
@@ -68,7 +63,7 @@ def test_perplexity_is_of_tokens_not_of_answers():
 def test_counters_are_summed_over_their_labels():
     text = '# HELP a_total x\na_total{engine="0"} 3.0\na_total{engine="1"} 4.0\nab_total 9.0\nb_total 2e3\n'
     names = {"a": "a_total", "b": "b_total", "c": "c_total"}
-    assert compare_answers.read_counters(text, names) == {"a": 7.0, "b": 2000.0, "c": None}
+    assert client.counted(client.samples(text), names) == {"a": 7.0, "b": 2000.0, "c": None}
 
 
 def records(wrong=0, logprob=-0.1, counters=None, second="ETAP"):
@@ -82,7 +77,7 @@ def records(wrong=0, logprob=-0.1, counters=None, second="ETAP"):
 
         stages = {name: stage() for name in ("together", "again", "forced")}
         found = {"preempted": 3.0, "prefix tokens found": 64.0, "drafts": None, "drafts accepted": None}
-        return {"backend_in_use": True, "counters": found | (counters or {}), "stages": stages}
+        return {"counters": found | (counters or {}), "stages": stages}
 
     return right, {("FLASHMLA", "plain"): server(0, -0.1), (second, "plain"): server(wrong, logprob)}
 
@@ -150,7 +145,7 @@ LOGS = """
 
 
 def test_logs_say_what_the_cache_is_and_holds():
-    assert compare_answers.cache_lines(LOGS) == [
+    assert cache_lines(LOGS) == [
         "ETAP decodes: KV cache FP8 (e4m3), math float16",
         "GPU KV cache size: 184,960 tokens",
         "GPU KV cache size: 92,480 tokens",
@@ -166,7 +161,7 @@ def test_logs_say_what_the_cache_is_and_holds():
 )  # fmt: skip
 def test_backends_that_round_queries_are_not_held_to_noise(monkeypatch, cache, reference, fp8_math, rounds):
     monkeypatch.setenv("ETAP_FP8_MATH", fp8_math)
-    assert serve_check.rounds_queries(cache, reference) == rounds
+    assert vllm_serve.rounds_queries(cache, reference) == rounds
 
 
 def test_a_run_that_proves_nothing_fails():
@@ -177,19 +172,19 @@ def test_a_run_that_proves_nothing_fails():
     assert any("mtp: preempted: wanted some" in line for line in failures(right, drafting))
     right, found = records()
     assert any("train longer" in line for line in failures([[0, 0, 0]] * 256, copy.deepcopy(found)))
-    found["ETAP", "plain"]["backend_in_use"] = False
-    assert any("in use" in line for line in failures(right, found))
 
 
 SIZES = {("vllm", True): "100", ("vllm", False): "100", ("sglang", True): "6400", ("sglang", False): "51200"}
 
 
-@pytest.mark.parametrize("engine, mode", [(name, mode) for name, engine in ENGINES.items() for mode in engine.modes])
+@pytest.mark.parametrize("engine, mode", [(name, mode) for name, asked in ASKED.items() for mode in asked.modes])
 def test_commands_name_backend_and_small_cache(engine, mode):
-    asked = ENGINES[engine]
-    command = asked.command(Path("model"), asked.backends[1], mode, 6400)
-    assert asked.backends[1] in command and SIZES[engine, mode == "plain"] in command
+    asked, backend = ASKED[engine], ASKED[engine].backends[1]
+    command = asked.engine.server("python", asked.serving(Path("model"), mode), backend, 8000, asked.flags(mode, 6400))
+    assert backend in command and SIZES[engine, mode == "plain"] in command and "256" in command
     assert any("speculative" in part for part in command) == (mode != "plain")
+    assert ("--logits-processors" in command) == (asked.forces and mode == "plain")
+    assert any("ngram" in part for part in command) == (mode == "ngram")
 
 
 def test_prompts_have_their_answers_and_share_prefixes():

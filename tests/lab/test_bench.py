@@ -651,6 +651,12 @@ def test_builds_of_our_own_stand_side_by_side_each_called_by_its_own_tree(tmp_pa
     assert libraries.described(builds[1]).sha256 == libraries.described(builds[0]).sha256
 
 
+def test_a_build_that_this_package_calls_is_of_this_commit(monkeypatch, library, other_tree):
+    monkeypatch.setenv("ETAP_COMMIT", "abc1234")
+    own, other = (libraries.described(libraries.parse(f"a={path}")) for path in (library, other_tree))
+    assert own.commit == "abc1234" != other.commit
+
+
 def test_one_library_under_two_names_gives_the_same_bits(tmp_path, library, on_cpu):
     calls = {name: libraries.load(libraries.parse(f"{name}={library}"), tmp_path) for name in ("a", "b-2")}
     row = bench_of(Workload((100, 333), heads=4), providers.of_libraries(calls))
@@ -734,7 +740,13 @@ def test_a_short_run_writes_right_results(tmp_path):
     result = run_command(bench, str(path), "--only", "etap", "--replays", "3", "--output", str(output))
     assert result.exit_code == 0, result.output
     made = results.read(output, Document)
-    assert made.complete and len(made.rows) == 4 and made.library_sha256 and made.host_call and made.schedule_build
+    assert (
+        made.complete
+        and len(made.rows) == 4
+        and made.library_sha256
+        and made.host_calls["etap"].us > 0
+        and made.schedule_build
+    )
     for row in made.rows:
         assert 0 < row.timing("etap").relative_rmse < LARGEST_RMSE["bfloat16"]
         if row.floor_us:
@@ -764,6 +776,7 @@ def test_one_library_twice_takes_as_long_and_gives_the_same_bits(tmp_path, libra
     result = run_command(bench, str(path), *arguments, "--output", str(output))
     assert result.exit_code == 0, result.output
     made = results.read(output, Document)
+    assert list(made.host_calls) == ["a", "b"] and made.schedule_build is None
     plain, fp8 = made.rows
     for row, name, other in ((plain, "a", "b"), (fp8, "a", "b"), (fp8, "a-fp8-math", "b-fp8-math")):
         assert row.timing(other).same_bits and row.us(other) == pytest.approx(row.us(name), rel=0.05)

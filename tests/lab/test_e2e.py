@@ -20,19 +20,20 @@ from pathlib import Path
 
 import pytest
 import typer
-from command_line import etap
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
 from etap_backend.lab import configs
-from etap_backend.lab.bench.command import Stopped
 from etap_backend.lab.e2e import command as e2e
-from etap_backend.lab.e2e import profiling as e2e_profile
-from etap_backend.lab.e2e import report as e2e_report
-from etap_backend.lab.serving import dummy_model, lifecycle, rerun
+from etap_backend.lab.e2e import model, profiling, report, rows, scenario
+from etap_backend.lab.e2e import run as running
+from etap_backend.lab.e2e.rows import Document, Measured, Skipped
+from etap_backend.lab.e2e.scenario import Case, Turn, cases_of, read_scenario, turns_of
+from etap_backend.lab.serving import client, dummy_model, lifecycle, rerun
 from etap_backend.lab.serving.engines import ENGINES, Engine, Serving, read_result
+from etap_backend.lab.stopping import Stopped
 
 SCENARIOS = configs.shipped("e2e")
 SERVING = Serving("/m", True, tp=8, pp=1, dp=1, max_context=4224, batches=(1, 16))
@@ -221,9 +222,10 @@ def run(tmp_path, monkeypatch):
     scenario = e2e.Scenario(title="t", model="m", gpus=2, points=points, vllm=specific, ready_seconds=20)
     document = {"engine": "vllm", "rows": [], "servers": {}}
 
-    def make(backends=("ETAP", "FLASHMLA"), deadline=None, document=document):
+    def make(backends=("ETAP", "FLASHMLA"), deadline=None, document=document, times=1):
         console = Console(file=(tmp_path / "screen.txt").open("a"), width=200)
-        arguments = (engine, scenario, specific, SERVING, e2e.cases_of(points), list(backends), sys.executable, [])
+        turns = e2e.turns_of(list(backends), times)
+        arguments = (engine, scenario, specific, SERVING, e2e.cases_of(points), turns, sys.executable, [])
         return e2e.Run(*arguments, tmp_path / "out.json", document, deadline, console)
 
     make.loads = lambda: (tmp_path / "loads.txt").read_text().splitlines()
@@ -248,6 +250,63 @@ def test_a_run_measures_every_backend_and_case_and_ends_its_servers(run, tmp_pat
     for backend in ("etap", "flashmla"):
         assert not any(map(alive, children_in(made.logs / f"vllm-{backend}.log")))
     assert document["servers"]["ETAP"]["seconds_to_ready"] >= 0
+
+
+def test_servers_in_turns_share_the_readings_of_a_point(run):
+    """A B A B: each server has one of the two readings of a point, and a log of its own."""
+    made = run(times=2)
+    made.all()
+    document = json.loads(run.output.read_text())
+    assert [(row["backend"], row["concurrency"], len(row["readings"])) for row in document["rows"][:2]] == [
+        ("ETAP", 1, 2),
+        ("ETAP", 4, 2),
+    ]
+    assert len(document["rows"]) == 6 and all(row.get("complete") or "skipped" in row for row in document["rows"])
+    ports = list(dict.fromkeys(line.split()[2] for line in run.loads()))
+    assert len(ports) == 4 and {path.name for path in made.logs.glob("vllm-*")} == {
+        "vllm-etap.log", "vllm-etap-2.log", "vllm-flashmla.log", "vllm-flashmla-2.log",
+    }  # fmt: skip
+    asked = [line.split()[2] for line in run.loads()]
+    assert [asked.count(port) for port in ports] == [4] * 4, "a warm-up and a reading of two points on each"
+
+
+def test_a_backend_named_twice_has_two_turns_and_every_server_takes_as_many_readings():
+    turns = e2e.turns_of(["A", "B", "C", "A", "B"], 1)
+    assert [(turn.backend, turn.number, turn.of) for turn in turns] == [
+        ("A", 1, 2), ("B", 1, 2), ("C", 1, 2), ("A", 2, 2), ("B", 2, 2),
+    ]  # fmt: skip
+    case = e2e.Case(1024, 8, 1, "cached", 1, 3)
+    assert [turn.readings(case) for turn in turns] == [2, 2, 2, 3, 3]
+
+
+def test_a_server_that_is_thrown_away_comes_first_and_is_not_reported(run):
+    made = run(backends=("ETAP",))
+    made.throw_away = replace(SERVING, model="/small")
+    made.all()
+    document = json.loads(run.output.read_text())
+    ports = [line.split()[2] for line in run.loads()]
+    assert ports[0] == ports[1] != ports[2], "a warm-up and a reading of the first point, then another server"
+    assert len(ports) == 2 + 6 and [len(row["readings"]) for row in document["rows"]] == [2, 2, 0]
+    assert str(ports[0]) not in run.output.read_text()
+    thrown_away = made.logs / "thrown-away" / "vllm-etap.log"
+    assert children_in(thrown_away) and not any(map(alive, children_in(thrown_away)))
+
+
+def test_the_host_is_timed_before_and_after_each_reading(run, monkeypatch):
+    times = iter(range(100))
+    monkeypatch.setattr(e2e, "host_ms", lambda: float(next(times)))
+    made = run(backends=("ETAP",))
+    made.all()
+    first = made.document["rows"][0]
+    assert first["warm_up"]["host_ms"] == [0.0, 1.0]
+    assert [reading["host_ms"] for reading in first["readings"]] == [[2.0, 3.0], [4.0, 5.0]]
+
+
+def test_the_hosts_loop_takes_longer_the_more_it_does(monkeypatch):
+    fast = e2e.host_ms()
+    monkeypatch.setattr(e2e, "HOST_LOOP_STEPS", 20 * e2e.HOST_LOOP_STEPS)
+    monkeypatch.setattr(e2e, "HOST_LOOPS", 1)
+    assert 0 < fast < e2e.host_ms() / 4
 
 
 def test_a_backend_that_does_not_start_does_not_stop_the_others(run):
@@ -484,15 +543,14 @@ def test_ctrl_c_ends_a_run_and_leaves_its_file_and_nothing_running(run, tmp_path
     program.write_text(
         "import sys\nfrom pathlib import Path\n"
         f"sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(e2e.__file__).parents[3])!r}]\n"
-        "import test_e2e\nfrom etap_backend.lab.e2e import command as e2e\nfrom etap_backend.lab.bench.command import Stopped, stopping\n"
         "from rich.console import Console\n"
         f"folder = Path({str(tmp_path)!r})\n"
         "specific = e2e.EngineScenario(backends=['ETAP'])\n"
         "points = [e2e.Point(input=1024, output=8, concurrency=[1, 2])]\n"
         "scenario = e2e.Scenario(title='t', model='m', gpus=1, points=points, vllm=specific)\n"
         "cases, document = e2e.cases_of(points), {'engine': 'vllm', 'rows': [], 'servers': {}}\n"
-        "made = e2e.Run(test_e2e.Pretended(folder), scenario, specific, test_e2e.SERVING, cases, ['ETAP'],"
-        " sys.executable, [], folder / 'out.json', document, None, Console())\n"
+        "made = e2e.Run(test_e2e.Pretended(folder), scenario, specific, test_e2e.SERVING, cases,"
+        " [e2e.Turn('ETAP')], sys.executable, [], folder / 'out.json', document, None, Console())\n"
         "with stopping(None):\n"
         "    try:\n        made.all()\n"
         "    except Stopped as reason:\n        print('stopped', reason, flush=True); sys.exit(7)\n"
@@ -531,6 +589,24 @@ def test_the_scenarios_have_what_was_published_and_what_is_asked():
     assert {point.input for point in decode.points} >= {16384, 65536}
     assert {case.concurrency for case in e2e.cases_of(decode.points)} >= {1, 16, 64, 128}
     assert e2e.read_scenario("mtp").draft_tokens == 1
+
+
+def test_the_whole_depth_is_the_same_server_in_all_three_forms():
+    """What differs is what is compared: the cache's type, draft tokens, points. Nothing multicasts."""
+    full, fp8, mtp = (e2e.read_scenario(f"decode-full{end}") for end in ("", "-fp8", "-mtp"))
+    assert fp8.kv_dtype == "fp8" and (mtp.draft_tokens, mtp.acceptance) == (1, 1.9)
+    assert mtp.vllm == full.vllm and fp8.vllm.environment == full.vllm.environment
+    assert fp8.vllm.flags[:-1] == full.vllm.flags[:-1] and fp8.vllm.flags[-2] == "--kv-transfer-config"
+    plain = e2e.read_scenario("decode-plain").vllm.environment
+    assert full.environment["NCCL_NVLS_ENABLE"] == "0" and plain.items() <= full.vllm.environment.items()
+    assert (e2e.cases_of(full.points)[0].concurrency, e2e.cases_of(full.points)[0].input) == (16, 16384)
+
+
+def test_a_small_model_has_layers_of_each_kind(tmp_path):
+    pytest.importorskip("tokenizers", reason="the dummy model's tokenizer is made with it")
+    for changes, layers in (({}, 5), ({"num_hidden_layers": 4}, 4), ({"first_k_dense_replace": 1}, 3)):
+        folder = e2e.small_model("deepseek-r1", changes, 8, 4, tmp_path)
+        assert json.loads(Path(folder, "config.json").read_text())["num_hidden_layers"] == layers
 
 
 def test_a_scenario_like_another_has_its_points_and_its_own_environment():
@@ -629,6 +705,10 @@ def test_results_of_both_load_generators_are_read(tmp_path):
     path = tmp_path / "r.json"
     path.write_text(json.dumps(raw | {"spec_decode_acceptance_length": 1.9}))
     assert read_result(path, 4)["acceptance_length"] == 1.9 and "median_itl_ms" not in read_result(path, 4)
+    path.write_text(json.dumps(raw | {"total_output_tokens": 9, "itls": [[1.0, 1.0], [1.0], [], []]}))
+    assert read_result(path, 4)["tokens_per_chunk"] == pytest.approx(9 / 7), (
+        "one chunk more than intervals, of each request"
+    )
     path.write_text(json.dumps(raw) + "\n" + json.dumps(raw | {"median_tpot_ms": 6.0}) + "\n")
     assert read_result(path, 4)["median_tpot_ms"] == 6.0 and "acceptance_length" not in read_result(path, 4)
     with pytest.raises(ValueError, match="wanted 5 requests answered, got 4"):
@@ -677,7 +757,7 @@ def a_row(backend: str, concurrency: int, tpot: float, **other) -> dict:
     slower = reading | {"median_tpot_ms": tpot * 1.1}
     case = e2e.Case(16384, 128, concurrency, "cached", 1, 3)
     readings = [reading, slower, reading]
-    return {"backend": backend, **case.describe(), "readings": readings, **e2e.summary(readings, 8), **other}
+    return {"backend": backend, **case.describe(), "readings": readings, **e2e_report.summary(readings, 8), **other}
 
 
 @pytest.fixture
@@ -733,6 +813,50 @@ def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(docume
     assert "1.250" in screen.read_text() and "stopped by SIGINT; --resume goes on" in screen.read_text()
     assert "dummy weights, FP8 in blocks" in screen.read_text()
     assert "KV cache of 674,597 tokens, decode not in full CUDA graphs" in screen.read_text()
+
+
+def at_host(row: dict, *hosts: float) -> dict:
+    """The row with these hosts' times; a reading's is the slower of the two around it."""
+    readings = [reading | {"host_ms": [host - 1, host]} for reading, host in zip(row["readings"], hosts, strict=False)]
+    return row | {"readings": readings}
+
+
+def test_only_readings_of_equal_host_speed_are_compared(document):
+    ours, theirs = a_row("ETAP", 16, 16.0), a_row("FLASHMLA", 16, 20.0)
+    slow = a_row("FA", 16, 21.0)
+    document["rows"] = [at_host(ours, 40, 65, 43), at_host(theirs, 41, 42, 44), at_host(slow, 60, 62, 64)]
+    compared = e2e_report.at_equal_host_speed(document)
+    readings, ours = [len(row["readings"]) for row in compared["rows"]], compared["rows"][0]
+    assert readings == [2, 3, 0] and ours["left_out"] == 1 and "left_out" not in compared["rows"][1]
+    assert ours["tpot_ms"] == {"median": 16.0, "min": 16.0, "max": 16.0}, "without the reading of the slow host"
+    assert "tpot_ms" not in compared["rows"][2] and compared["rows"][2]["left_out"] == 3
+    lines = [line for line in e2e_report.markdown(compared).splitlines() if "16 x 16K" in line]
+    assert lines[0].endswith("| 40.0 to 43.0 | 2, 1 left out |") and "| 1.250 |" in lines[1]
+    assert "| FA | another host speed | - |" in lines[2] and lines[2].endswith("| 0, 3 left out |")
+    assert document["rows"][0]["tpot_ms"]["max"] == pytest.approx(17.6), "what was measured stays as it is"
+
+
+@given(st.lists(st.lists(st.floats(10, 100), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_readings_that_are_compared_have_hosts_within_the_tolerance(hosts):
+    rows = [
+        {"backend": name, **e2e.Case(1024, 8, 1, "cached", 1, 1).describe(), "readings": []} for name in "abcd"
+    ]  # fmt: skip
+    reading = {"median_tpot_ms": 1.0, "median_ttft_ms": 1.0, "output_throughput": 1.0}
+    for row, of_row in zip(rows, hosts, strict=False):
+        row["readings"] = [reading | {"host_ms": [host, host]} for host in of_row]
+    compared = e2e_report.at_equal_host_speed({"rows": rows, "gpus": 1})["rows"]
+    kept = [max(reading["host_ms"]) for row in compared for reading in row["readings"]]
+    assert kept and max(kept) <= min(kept) * (1 + e2e_report.HOST_TOLERANCE) * (1 + 1e-9)
+    assert all(
+        len(row["readings"]) + row.get("left_out", 0) == len(of) for row, of in zip(compared, hosts, strict=False)
+    )
+
+
+def test_readings_from_before_hosts_were_timed_stay(document):
+    assert e2e_report.at_equal_host_speed(document)["rows"] == sorted(
+        document["rows"], key=lambda row: (row["input"], row["concurrency"])
+    )
+    assert "host ms" not in e2e_report.columns_of(document)
 
 
 def test_the_share_that_a_profile_found_is_in_the_table(document):
@@ -794,7 +918,7 @@ def test_a_row_of_a_resumed_run_has_that_runs_commit(run, document, tmp_path):
     rows[1]["readings"] = readings
     path.write_text(json.dumps(a_run(document, "old", rows)))
     made = run(backends=["ETAP"], document=e2e.resumed(path, a_run(document, "new", [])))
-    assert made.missing("ETAP") == cases[1:], "two readings are wanted, whatever was wanted before"
+    assert made.missing(e2e.Turn("ETAP")) == cases[1:], "two readings are wanted, whatever was wanted before"
     made.all()
     runs = e2e_report.runs_of(made.document)
     found = {row["concurrency"]: runs[row.get("run", 0)]["commit"] for row in made.document["rows"][:2]}
@@ -835,7 +959,7 @@ def test_several_runs_become_one_file_that_says_which_row_is_of_which(document, 
 
 
 def invoke(*arguments: str):
-    return etap("e2e", *arguments)
+    return CliRunner().invoke(app, ["e2e", *arguments], env={"COLUMNS": "200"})
 
 
 @pytest.mark.parametrize(
@@ -846,6 +970,7 @@ def invoke(*arguments: str):
         (["decode", "--profile", "16x3K"], "--profile: wanted a point of this run"),
         (["decode", "--set", "layers"], "--set: wanted KEY=VALUE"),
         (["decode", "--rank-of", "7"], "rank_of: wanted a divisor"),
+        (["decode", "--model", "/data/r1", "--throw-away"], "--throw-away: wanted a model of configs/models"),
         (["decode", "--model", "/data/r1"], "--engine: wanted vllm installed"),
     ],
 )

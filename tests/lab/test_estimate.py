@@ -7,24 +7,44 @@ import re
 from pathlib import Path
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
-from etap_backend.lab.e2e import report as e2e_report
-from etap_backend.lab.plan import command as plan
-from etap_backend.lab.plan import estimate
-from etap_backend.lab.plan.command import Deployment
+from etap_backend.lab import configs, results
+from etap_backend.lab.bench.rows import Document, Measured
+from etap_backend.lab.plan import estimate_command
+from etap_backend.lab.plan.estimate import call_on, estimate
+from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
+from etap_backend.lab.plan.served import Served, measured_call, servers_of, with_shares
 
 RESULTS = Path(__file__).parents[2] / "results"
-R1 = plan.read_model("deepseek-r1")
+R1 = read_model("deepseek-r1")
 
 
-def bench(*names: str) -> list[dict]:
-    return [json.loads((RESULTS / f"{name}.json").read_text()) for name in names]
+def bench(*names: str) -> list[Document]:
+    return [results.read(RESULTS / f"{name}.json", Document) for name in names]
 
 
-H200, PROXY = bench("targets"), bench("targets-h20-proxy", "mtp-h20-proxy")
+def without(kernel: str, documents: list[Document]) -> list[Document]:
+    """The same, had this kernel not been timed."""
+    return [
+        document.model_copy(
+            update={
+                "rows": [
+                    row.model_copy(update={"results": {n: r for n, r in row.results.items() if n != kernel}})
+                    for row in document.rows
+                ]
+            }
+        )
+        for document in documents
+    ]
 
 
-def row(backend: str, concurrency: int, tpot_ms: float, given: int = 1024, made: int = 1024) -> dict:
+H200 = bench("targets")
+PROXY = without("FlashMLA", bench("targets-h20-proxy", "mtp-h20-proxy"))
+
+
+def a_row(backend: str, concurrency: int, tpot_ms: float, given: int = 1024, made: int = 1024) -> dict:
     shape = {"input": given, "output": made, "concurrency": concurrency, "prefill": "served"}
     return {"backend": backend, **shape, "tpot_ms": {"median": tpot_ms}}
 
@@ -34,54 +54,62 @@ def document(*rows: dict, **changes) -> dict:
     return whole | {"model_shape": R1.model_dump(), "draft_tokens": 0, "rows": list(rows)} | changes
 
 
+def served(*rows: dict, **changes) -> Served:
+    return configs.parse(Served, document(*rows, **changes))
+
+
+def at(documents: list[Document], batch: int, length: int):
+    """The row of the first document with this even batch."""
+    return next(row for row in documents[0].rows if (row.batch, row.length) == (batch, length))
+
+
 def test_a_measured_point_is_taken_as_it_was_measured():
     on = Deployment(batch=16, context=4096)
-    found = estimate.measured_call(R1, plan.read_gpu("h200"), on, "etap", H200)
-    wanted = next(
-        row["results"]["etap"]["us"] for row in H200[0]["rows"] if (row["batch"], row["length"]) == (16, 4096)
+    found = measured_call(R1, read_gpu("h200"), on, "etap", H200)
+    assert (
+        found.us == pytest.approx(at(H200, 16, 4096).us("etap"))
+        and found.source == "NVIDIA H200, 16 x 4K, 16 heads, s_q 1, x 1.00"
     )
-    assert found.us == pytest.approx(wanted) and found.source == "NVIDIA H200, 16 x 4K, 16 heads, s_q 1, x 1.00"
 
 
 def test_calls_with_an_fp8_cache_are_those_of_fp8_rows():
     """An FP8 cache was served: bf16 rows of the same shape must not stand for it, nor its rows for a bf16 cache."""
-    row = next(row for row in H200[0]["rows"] if (row["batch"], row["length"]) == (16, 4096))
-    fp8_row = {**row, "kv_dtype": "fp8", "results": {"etap": {"us": 17.5}}}
-    both = [{**H200[0], "rows": [row, fp8_row]}]
-    h200 = plan.read_gpu("h200")
+    row = at(H200, 16, 4096)
+    timing = Measured(us=17.5, iqr_us=0.1, replays=3)
+    fp8_row = row.model_copy(update={"kv_dtype": "fp8", "results": {"etap": timing}})
+    both = [H200[0].model_copy(update={"rows": [row, fp8_row]})]
+    h200 = read_gpu("h200")
     fp8, bf16 = (Deployment(batch=16, context=4096, cache=cache) for cache in ("fp8", "bfloat16"))
-    assert estimate.measured_call(R1, h200, fp8, "etap", both).us == pytest.approx(17.5)
-    assert estimate.measured_call(R1, h200, bf16, "etap", both).us == pytest.approx(row["results"]["etap"]["us"])
-    assert estimate.measured_call(R1, h200, fp8, "etap", H200) is None
-    assert estimate.call_on(R1, h200, fp8, "FlashMLA", PROXY) is None, "the planner's padded kernel is fitted to bf16"
-    servers = estimate.servers_of(document(), "h20-96g")
-    reading = {"input": 4032, "output": 128, "concurrency": 16}
-    assert [on.cache for on in servers.deployments(document(kv_dtype="fp8"), reading)] == ["fp8", "fp8"]
-    assert [on.cache for on in servers.deployments(document(), reading)] == ["bfloat16", "bfloat16"]
+    assert measured_call(R1, h200, fp8, "etap", both).us == pytest.approx(17.5)
+    assert measured_call(R1, h200, bf16, "etap", both).us == pytest.approx(row.us("etap"))
+    assert measured_call(R1, h200, fp8, "etap", H200) is None
+    assert call_on(R1, h200, fp8, "FlashMLA", PROXY) is None, "the planner's padded kernel is fitted to bf16"
+    for kv_dtype, caches in (("fp8", ["fp8", "fp8"]), ("same", ["bfloat16", "bfloat16"])):
+        read = served({**a_row("ETAP", 16, 1.0, 4032, 128)}, kv_dtype=kv_dtype)
+        assert [on.cache for on in servers_of(read, "h20-96g").deployments(read, read.rows[0])] == caches
 
 
 def test_between_measured_points_the_planner_leads():
     on = Deployment(batch=16, context=8192)
-    found = estimate.measured_call(R1, plan.read_gpu("h20-96g"), on, "etap", bench("targets-h20-proxy"))
-    (direct,) = [row for row in bench("paper-h20-proxy")[0]["rows"] if (row["batch"], row["length"]) == (16, 8192)]
-    assert found.us == pytest.approx(direct["results"]["etap"]["us"], rel=0.15)
+    found = measured_call(R1, read_gpu("h20-96g"), on, "etap", bench("targets-h20-proxy"))
+    assert found.us == pytest.approx(at(bench("paper-h20-proxy"), 16, 8192).us("etap"), rel=0.15)
 
 
 def test_on_the_same_server_nothing_changes():
     """Carried over to the GPU that it was measured on, a reading is itself."""
-    found, reasons = estimate.estimate(document(row("ETAP", 16, 17.2)), H200 + same_kernels(), "h200")
+    found, reasons = estimate(served(a_row("ETAP", 16, 17.2)), H200 + same_kernels(), "h200")
     assert not reasons and found[0].rest_factor == 1
     assert found[0].step_ms == pytest.approx(17.2) and found[0].tokens_per_second_per_gpu == pytest.approx(
         16 / 17.2 * 125
     )
 
 
-def same_kernels() -> list[dict]:
-    return [{**H200[0], "gpu": "H20 proxy, not really: the same readings"}]
+def same_kernels() -> list[Document]:
+    return [H200[0].model_copy(update={"gpu": "H20 proxy, not really: the same readings"})]
 
 
 def test_on_the_h20_attention_and_rest_are_each_replaced():
-    found, reasons = estimate.estimate(document(row("ETAP", 16, 17.2), row("FLASHMLA", 16, 17.4)), H200 + PROXY)
+    found, reasons = estimate(served(a_row("ETAP", 16, 17.2), a_row("FLASHMLA", 16, 17.4)), H200 + PROXY)
     ours, theirs = found
     assert not reasons
     for one in found:
@@ -98,54 +126,53 @@ def test_on_the_h20_attention_and_rest_are_each_replaced():
 def test_a_smaller_dummy_model_is_carried_over_to_the_whole():
     shape = R1.model_dump() | {"num_hidden_layers": 16, "num_attention_heads": 16, "moe_intermediate_size": 256}
     shape |= {"intermediate_size": 2304}
-    reading = document(row("ETAP", 16, 5.0), model_shape=shape, gpus=1, layout={"tp": 1, "pp": 1, "dp": 1})
-    (found,), _ = estimate.estimate(reading, H200 + PROXY)
+    reading = served(a_row("ETAP", 16, 5.0), model_shape=shape, gpus=1, layout={"tp": 1, "pp": 1, "dp": 1})
+    (found,), _ = estimate(reading, H200 + PROXY)
     assert found.attention_there_ms / found.attention_there.us * 1e3 == pytest.approx(61)
     assert found.rest_factor > 61 / 16
 
 
 def test_draft_tokens_make_a_step_of_several_tokens():
-    reading = document(row("ETAP", 16, 10.0, 4096, 256) | {"acceptance_length": {"median": 1.9}}, draft_tokens=1)
-    mtp = bench("mtp-h20-proxy")
-    (found,), _ = estimate.estimate(reading, [{**mtp[0], "gpu": "NVIDIA H200"}] + mtp)
+    reading = served(a_row("ETAP", 16, 10.0, 4096, 256) | {"acceptance_length": {"median": 1.9}}, draft_tokens=1)
+    (mtp,) = bench("mtp-h20-proxy")
+    (found,), _ = estimate(reading, [mtp.model_copy(update={"gpu": "NVIDIA H200"}), mtp])
     assert found.step_here_ms == pytest.approx(19.0) and found.tpot_ms == pytest.approx(found.step_ms / 1.9)
     assert "s_q 2" in found.attention_there.source
 
 
 def test_the_step_is_the_time_between_tokens_where_prompts_are_cached():
     """What requests wait for the others to be let in is no part of a decode step."""
-    both = row("ETAP", 16, 10.0, 4096, 256) | {"itl_ms": {"median": 8.0}, "prefill": "cached"}
-    served = both | {"prefill": "served"}
-    assert [estimate.step_ms(document(), one) for one in (both, served)] == [8.0, 10.0]
-    assert estimate.step_ms(document(draft_tokens=1), both | {"acceptance_length": {"median": 1.9}}) == 19.0
-    cached, mixed = estimate.with_shares(document(both, served, title="t", engine="vllm"), H200)["rows"]
-    assert cached["attention_share"] == pytest.approx(1.25 * mixed["attention_share"])
-    (ours, other), _ = estimate.estimate(document(both, served), H200 + PROXY)
+    cached = a_row("ETAP", 16, 10.0, 4096, 256) | {"itl_ms": {"median": 8.0}, "prefill": "cached"}
+    mixed = cached | {"prefill": "served"}
+    drafted = served(cached | {"acceptance_length": {"median": 1.9}}, draft_tokens=1)
+    assert [read.step_ms(read.rows[0]) for read in (served(cached), served(mixed), drafted)] == [8.0, 10.0, 19.0]
+    ours, other = with_shares(document(cached, mixed), H200)["rows"]
+    assert ours["attention_share"] == pytest.approx(1.25 * other["attention_share"])
+    (ours, other), _ = estimate(served(cached, mixed), H200 + PROXY)
     assert (ours.step_here_ms, other.step_here_ms) == (8.0, 10.0)
 
 
 @pytest.mark.parametrize(
     "reading, words",
     [
-        (row("FLASH_ATTN_MLA", 16, 17.2), "FLASH_ATTN_MLA was not measured on the H20 proxy"),
-        (row("TRITON_MLA", 16, 17.2), "TRITON_MLA was not measured on H200"),
-        (row("ETAP", 16, 0.5), "attention's .* ms is more than the step's 0.5 ms"),
+        (a_row("FLASH_ATTN_MLA", 16, 17.2), "FLASH_ATTN_MLA was not measured on the H20 proxy"),
+        (a_row("TRITON_MLA", 16, 17.2), "TRITON_MLA was not measured on H200"),
+        (a_row("ETAP", 16, 0.5), "attention's .* ms is more than the step's 0.5 ms"),
     ],
 )
 def test_where_nothing_was_measured_there_is_no_estimate(reading, words):
-    found, (reason,) = estimate.estimate(document(reading), H200 + PROXY)
+    found, (reason,) = estimate(served(reading), H200 + PROXY)
     assert not found
     assert re.search(words, reason)
 
 
 def test_attentions_share_is_that_of_the_measured_kernel_in_the_served_step():
-    reading = document(row("ETAP", 16, 10.0, 4000, 192), row("TRITON_MLA", 16, 12.0), title="t", engine="vllm")
-    ours, other = estimate.with_shares(reading, H200)["rows"]
-    (us,) = [r["results"]["etap"]["us"] for r in H200[0]["rows"] if (r["batch"], r["length"]) == (16, 4096)]
+    reading = document(a_row("ETAP", 16, 10.0, 4000, 192), a_row("TRITON_MLA", 16, 12.0))
+    ours, other = with_shares(reading, H200)["rows"]
+    us = at(H200, 16, 4096).us("etap")
     assert ours["attention_share"] == pytest.approx(61 * us / 1e3 / 10.0) and "attention_share" not in other
-    assert "attention's share" in e2e_report.columns_of({**reading, "rows": [ours, other]})
-    assert "attention_share" not in estimate.with_shares(reading, PROXY)["rows"][0], "the proxy is another GPU"
-    assert estimate.with_shares({**reading, "gpu": "NVIDIA B200"}, H200)["rows"] == reading["rows"]
+    assert "attention_share" not in with_shares(reading, PROXY)["rows"][0], "the proxy is another GPU"
+    assert with_shares({**reading, "gpu": "NVIDIA B200"}, H200)["rows"] == reading["rows"]
 
 
 @pytest.mark.parametrize(
@@ -153,31 +180,36 @@ def test_attentions_share_is_that_of_the_measured_kernel_in_the_served_step():
 )
 def test_what_is_not_known_is_refused(changes, words):
     with pytest.raises(ValueError, match=words):
-        estimate.estimate(document(**changes), H200 + PROXY)
+        estimate(served(**changes), H200 + PROXY)
 
 
 def test_distance_from_the_published_eight_h20():
     """sglang issue 8856: 8 x H20, TP8, FlashMLA, 16 requests at a time on AIME24: 423.7 tokens/s, 53 a GPU, whole run.
     From InferenceX PR 870 (8 x H200, SGLang 0.5.7, 16 at a time, 1K/1K: 17.2 ms) the estimate is a steady state of
-    shorter contexts: above the published run, by less than 60%. docs/e2e.md says so."""
-    (found,), _ = estimate.estimate(document(row("flashmla", 16, 17.2)), H200 + PROXY)
+    shorter contexts: above the published run, by less than 60%."""
+    (found,), _ = estimate(served(a_row("flashmla", 16, 17.2)), H200 + PROXY)
     assert 53 < found.tokens_per_second_per_gpu < 1.6 * 53
 
 
-def test_the_program_writes_what_it_shows(tmp_path):
-    import typer
-    from typer.testing import CliRunner
+APP = typer.Typer(add_completion=False)
+APP.command()(estimate_command.main)
 
+
+def run(*arguments: str):
+    return CliRunner().invoke(APP, list(arguments), env={"COLUMNS": "200", "NO_COLOR": "1"})
+
+
+def kernels(*files: Path) -> list[str]:
+    return [word for file in files for word in ("--kernels", str(file))]
+
+
+BENCHMARKS = kernels(RESULTS / "targets.json", RESULTS / "targets-h20-proxy.json")
+
+
+def test_the_program_writes_what_it_shows(tmp_path):
     source, output = tmp_path / "e2e.json", tmp_path / "estimate.json"
-    source.write_text(json.dumps(document(row("ETAP", 16, 17.2), row("TRITON_MLA", 16, 30.0))))
-    app = typer.Typer()
-    app.command()(estimate.main)
-    files = [
-        argument
-        for name in ("targets", "targets-h20-proxy")
-        for argument in ("--kernels", str(RESULTS / f"{name}.json"))
-    ]
-    result = CliRunner().invoke(app, [str(source), *files, "--output", str(output)], env={"COLUMNS": "200"})
+    source.write_text(json.dumps(document(a_row("ETAP", 16, 17.2), a_row("TRITON_MLA", 16, 30.0))))
+    result = run(str(source), *BENCHMARKS, "--output", str(output))
     assert result.exit_code == 0, result.output
     assert "ESTIMATE for 8 x H20-96G" in result.output and "TRITON_MLA was not measured" in result.output
     whole = json.loads(output.read_text())
@@ -186,3 +218,37 @@ def test_the_program_writes_what_it_shows(tmp_path):
     measured_with = {"gpu", "driver", "versions", "commit", "command", "date"}
     assert whole["commit"] and whole["sources"].keys() == {"e2e.json", "targets.json", "targets-h20-proxy.json"}
     assert all(measured_with <= whole["sources"][name].keys() for name in ("targets.json", "targets-h20-proxy.json"))
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("e2e-*.json")), ids=lambda path: path.stem)
+def test_files_of_end_to_end_runs_are_read(path):
+    assert results.read(path, Served).rows
+
+
+@pytest.mark.parametrize("text", ["[]", "{", "{}", "null", '{"rows": [3]}', None])
+def test_files_of_something_else_are_refused_by_name(tmp_path, text):
+    other, good = tmp_path / "other.json", tmp_path / "e2e.json"
+    good.write_text(json.dumps(document(a_row("ETAP", 16, 17.2))))
+    if text is not None:
+        other.write_text(text)
+    output = tmp_path / "estimate.json"
+    for arguments in ([str(other), *BENCHMARKS], [str(good), *kernels(other)]):
+        result = run(*arguments, "--output", str(output))
+        assert result.exit_code == 2 and result.stderr.startswith("etap estimate: ") and "other.json" in result.stderr
+        assert not output.exists()
+
+
+def test_a_benchmark_is_no_end_to_end_run_and_the_other_way_round(tmp_path):
+    good = tmp_path / "e2e.json"
+    good.write_text(json.dumps(document(a_row("ETAP", 16, 17.2))))
+    result = run(str(RESULTS / "targets.json"), *BENCHMARKS)
+    assert result.exit_code == 2 and "targets.json: gpus: Field required" in result.stderr
+    result = run(str(good), *kernels(good))
+    assert result.exit_code == 2 and "e2e.json: date: Field required" in result.stderr
+
+
+def test_a_target_that_is_not_there_is_refused(tmp_path):
+    good = tmp_path / "e2e.json"
+    good.write_text(json.dumps(document(a_row("ETAP", 16, 17.2))))
+    result = run(str(good), *BENCHMARKS, "--target", "B200")
+    assert result.exit_code == 2 and "hardware: wanted a file or one of" in result.stderr and "B200" in result.stderr

@@ -94,6 +94,7 @@ def model(tmp_path, monkeypatch):
     (folder / "training.json").write_text("{}")
     program = tmp_path / "server.py"
     program.write_text(SERVER)
+
     def command(self, python, serving, backend, port, flags):
         return [sys.executable, str(program), "--host", "127.0.0.1", "--port", str(port)]
 

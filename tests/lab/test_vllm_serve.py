@@ -1,29 +1,29 @@
-"""The parts of vllm/serve_check.py that need no GPU: what it accepts as an answer, compares, and objects to."""
+"""The parts of the serve check of vLLM that need no GPU: what it accepts as an answer, compares, and objects to."""
 
 import math
 import random
-import subprocess
-import sys
-import time
-from pathlib import Path
 
 import pytest
 import torch
+import typer
 
-from etap_backend.lab.checks import seeded_weights
-from etap_backend.lab.checks import vllm_serve as serve_check
-from etap_backend.lab.checks.vllm_serve import Agreement, Answer, CheckError, Request, agreement, objections
+from etap_backend.lab.checks import agreement as judged
+from etap_backend.lab.checks import seeded_weights, speed, vllm_serve
+from etap_backend.lab.checks.agreement import Agreement, Request, agreement, answer_in, objections
+from etap_backend.lab.serving.client import FailedRequest
+from etap_backend.lab.serving.engines import ENGINES, Answer
+
+VLLM = ENGINES["vllm"]
 
 
-def choice(tokens, logprobs, best=(-1.0, -2.0)):
+def reply(tokens, logprobs, best=(-1.0, -2.0)):
     top = {"token_id:7": best[0], "token_id:8": best[1]}
-    return {
-        "logprobs": {
-            "tokens": [f"token_id:{token}" for token in tokens],
-            "token_logprobs": list(logprobs),
-            "top_logprobs": [top | {f"token_id:{token}": value} for token, value in zip(tokens, logprobs, strict=True)],
-        }
+    logprobs = {
+        "tokens": [f"token_id:{token}" for token in tokens],
+        "token_logprobs": list(logprobs),
+        "top_logprobs": [top | {f"token_id:{token}": value} for token, value in zip(tokens, logprobs, strict=True)],
     }
+    return {"choices": [{"logprobs": logprobs}]}
 
 
 def scattered(median, requests=40, steps=30, seed=0):
@@ -35,56 +35,45 @@ NOISE, CONTROL = scattered(0.05), scattered(3.0)
 
 
 def test_requests_repeat_and_cover_the_page_edges():
-    requests = serve_check.make_requests(96)
-    assert requests == serve_check.make_requests(96)
-    assert {len(request.prompt) for request in requests} >= set(serve_check.EDGE_LENGTHS)
+    requests = judged.make_requests(96)
+    assert requests == judged.make_requests(96)
+    assert {len(request.prompt) for request in requests} >= set(judged.EDGE_LENGTHS)
     assert all(10 <= len(request.prompt) <= 4000 and 16 <= request.new_tokens <= 64 for request in requests)
     assert sum(request.forced is None for request in requests) == 48
 
 
 def test_another_beginning_keeps_the_end_and_the_forced_token():
     request = Request(list(range(2000, 2100)), 20, 5000)
-    changed = serve_check.with_another_beginning(request)
+    changed = judged.with_another_beginning(request)
     assert changed.prompt[75:] == request.prompt[75:]
     assert sum(a == b for a, b in zip(changed.prompt[:75], request.prompt[:75], strict=True)) < 5
     assert (changed.new_tokens, changed.forced) == (20, 5000)
 
 
 def test_answer_carries_tokens_logprobs_and_gaps():
-    answer = serve_check.parse_answer(choice([7, 7], [-1.0, -1.0], (-1.0, -1.25)), Request([1], 2))
+    answer = answer_in(VLLM, reply([7, 7], [-1.0, -1.0], (-1.0, -1.25)), 2)
     assert answer == Answer([7, 7], [-1.0, -1.0], [0.25, 0.25])
 
 
 def test_gap_is_between_the_best_two_even_where_another_token_is_forced():
-    answer = serve_check.parse_answer(choice([9], [-20.0], (-1.0, -1.5)), Request([1], 1, forced=9))
+    answer = answer_in(VLLM, reply([9], [-20.0], (-1.0, -1.5)), 1, [9])
     assert answer == Answer([9], [-20.0], [0.5])
 
 
 @pytest.mark.parametrize(
-    "given, request_, complaint",
+    "given, tokens, forced, complaint",
     [
-        (choice([7], [-1.0]), Request([1], 2), "wanted 2 tokens, got 1"),
-        (choice([7], [math.nan]), Request([1], 1), "finite"),
-        (choice([7], [-9999.0]), Request([1], 1), "finite"),
-        (choice([7], [-1.0], (-1.0, math.nan)), Request([1], 1), "finite"),
-        (choice([7, 8], [-1.0, -2.0]), Request([1], 2, forced=7), "wanted token 7 only"),
+        (reply([7], [-1.0]), 2, None, "wanted 2 tokens, got 1"),
+        (reply([7], [math.nan]), 1, None, "finite"),
+        (reply([7], [None]), 1, None, "finite"),
+        (reply([7], [-9999.0]), 1, None, "finite"),
+        (reply([7], [-1.0], (-1.0, math.nan)), 1, None, "finite"),
+        (reply([7, 8], [-1.0, -2.0]), 2, [7, 7], r"wanted the tokens \[7, 7\], got \[7, 8\]"),
     ],
 )
-def test_answers_that_are_refused(given, request_, complaint):
-    with pytest.raises(CheckError, match=complaint):
-        serve_check.parse_answer(given, request_)
-
-
-@pytest.mark.parametrize(
-    "metrics, running",
-    [
-        ('# TYPE x gauge\nvllm:num_requests_running{engine="0",model_name="check"} 96.0\n', 96),
-        ("vllm:num_requests_running 7\n", 7),
-        ('vllm:num_requests_waiting{engine="0"} 3.0\n', 0),
-    ],
-)
-def test_running_requests_are_read_from_metrics(metrics, running):
-    assert serve_check.requests_running(metrics) == running
+def test_answers_that_are_refused(given, tokens, forced, complaint):
+    with pytest.raises(FailedRequest, match=complaint):
+        answer_in(VLLM, given, tokens, forced)
 
 
 def test_steps_are_compared_up_to_the_one_that_parts():
@@ -96,7 +85,7 @@ def test_steps_are_compared_up_to_the_one_that_parts():
 
 
 def test_summary_tells_requests_too_short_to_be_judged_from_the_others():
-    summary = Agreement([[0.5] * 3, [0.25] * serve_check.REQUEST_STEPS, []]).summary()
+    summary = Agreement([[0.5] * 3, [0.25] * judged.REQUEST_STEPS, []]).summary()
     assert summary["largest_median_of_a_request"] == 0.5
     assert summary["largest_median_of_a_judged_request"] == 0.25
 
@@ -147,40 +136,23 @@ def test_not_a_number_is_never_agreement():
 
 @pytest.mark.parametrize("text", ["16", "x16", "0x16", "16x", "16x16,"])
 def test_shapes_that_are_refused(text):
-    with pytest.raises(serve_check.typer.BadParameter, match="BATCHxCONTEXT"):
-        serve_check.parse_shape(text)
+    with pytest.raises(typer.BadParameter, match="BATCHxCONTEXT"):
+        speed.parse_shape(text)
 
 
 @pytest.mark.parametrize("text", ["16x16", "16x16+", "16x16+0", "x16+2", "1x16+2,"])
 def test_next_turns_that_are_refused(text):
-    with pytest.raises(serve_check.typer.BadParameter, match="BATCHxCONTEXT\\+TOKENS"):
-        serve_check.parse_turns(text)
+    with pytest.raises(typer.BadParameter, match="BATCHxCONTEXT\\+TOKENS"):
+        speed.parse_turns(text)
 
 
 def test_next_turns_are_after_prefixes_of_whole_blocks_and_around_what_decode_takes():
-    turns = serve_check.make_turns()
-    assert turns == serve_check.make_turns() and serve_check.TURN_PREFIX % 64 == 0
-    assert {len(turn.prompt) - serve_check.TURN_PREFIX for turn in turns} >= {2, 37, 64, 127, 128, 129}
-    assert len({tuple(turn.prompt[: serve_check.TURN_PREFIX]) for turn in turns}) == 2
+    turns = vllm_serve.make_turns()
+    assert turns == vllm_serve.make_turns() and vllm_serve.TURN_PREFIX % 64 == 0
+    assert {len(turn.prompt) - vllm_serve.TURN_PREFIX for turn in turns} >= {2, 37, 64, 127, 128, 129}
+    assert len({tuple(turn.prompt[: vllm_serve.TURN_PREFIX]) for turn in turns}) == 2
     assert {turn.forced is None for turn in turns} == {True, False}
-    assert str(serve_check.parse_turns("8x16384+64")) == "8x16384+64"
-
-
-def test_a_server_ends_with_its_children(tmp_path):
-    marker = tmp_path / "alive"
-    child = f"import time, pathlib\nwhile True: pathlib.Path({str(marker)!r}).touch(); time.sleep(0.05)"
-    stubborn = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + child
-    parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); time.sleep(60)"
-    process = subprocess.Popen([sys.executable, "-c", parent], start_new_session=True)
-    end = time.monotonic() + 20
-    while not marker.exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert marker.exists()
-    serve_check.end_group(process)
-    time.sleep(0.3)
-    marker.unlink()
-    time.sleep(0.3)
-    assert not marker.exists()
+    assert str(speed.parse_turns("8x16384+64")) == "8x16384+64"
 
 
 def test_seeded_weights_depend_on_the_name_and_keep_the_variance():

@@ -18,7 +18,10 @@ from etap_backend import _library
 SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|ld-linux-x86-64)\.so\.\d+")
 SYSTEM_VERSIONS = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+")
 WEAK_HOOKS = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMCloneTable"}
-BOUND = {"abi_version", "build_fixed_schedule", "build_schedule", "decode"}
+BOUND = {
+    *("abi_version", "constants", "decode_shape"),
+    *("build_fixed_schedule", "build_schedule", "check_decode", "decode", "decode_launches"),
+}
 
 
 @cache
@@ -95,24 +98,29 @@ def columns_of(kernel: str) -> set[int]:
     return {int(n) for n in re.findall(r"[HQ]GMMA\.64x(\d+)x", found[0])}
 
 
+@pytest.mark.parametrize("row_tile", [8, 16, 32])
 @pytest.mark.parametrize(
-    "traits, row_tiles",
+    "traits",
     [
-        ("6Traits.*bfloat16", (8, 16, 32)),
-        ("6Traits.*half", (8, 16, 32)),
-        ("Fp8Traits.*half", (8, 16, 32, 64)),
-        ("Fp8Traits.*float_e4m3", (8, 16, 32, 64)),
+        "10transposed6Traits.*bfloat16",
+        "10transposed6Traits.*half",
+        "transposed_fp86Traits.*half",
+        "transposed_fp86Traits.*float_e4m3",
     ],
 )
-def test_each_transposed_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_n(traits, row_tiles):
-    for row_tile in row_tiles:
-        columns = columns_of(rf"decode_kernel.*{traits}_tELi{row_tile}E")
-        assert max(columns) == row_tile, "M is the 64 tokens of a tile, N the query rows and no more"
+def test_each_transposed_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_n(traits, row_tile):
+    columns = columns_of(rf"decode_kernel.*{traits}_tELi{row_tile}E")
+    assert max(columns) == row_tile, "M is the 64 tokens of a tile, N the query rows and no more"
+
+
+@pytest.mark.parametrize("math", ["half", "float_e4m3"])
+def test_64_rows_of_an_fp8_cache_are_on_n(math):
+    assert max(columns_of(rf"decode_kernel.*SharedTilesTraits.*{math}_t")) == 64
 
 
 @pytest.mark.parametrize("element", ["half", "bfloat16"])
 def test_64_rows_of_a_16_bit_cache_are_on_m(element):
-    assert columns_of(rf"decode_kernel.*RowsTraits.*{element}_t") == {64}, "N is a tile's tokens, and 64 value dims"
+    assert columns_of(rf"decode_kernel.*query_major.*{element}_t") == {64}, "N is a tile's tokens, and 64 value dims"
 
 
 def test_no_kernel_spills_or_has_a_stack():

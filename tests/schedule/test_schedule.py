@@ -1,31 +1,21 @@
 """The schedule against a model that lays the batch out on a line, tile by tile, and cuts the line."""
 
 import math
-import re
-from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etap_backend import schedule
+from etap_backend import support
 from etap_backend._library import library
 from etap_backend.executor import pieces
-from etap_backend.schedule import ROW_TILES, DecodeSchedule, row_groups
+from etap_backend.schedule import CHEAP_SPLITS, BuiltSchedule, DecodeSchedule, decode_shape
 
-HEADER = Path(__file__).parents[2] / "csrc" / "schedule" / "schedule.h"
-PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, FIXED_TILES = (
-    int(re.search(rf"k{name} = (\d+);", HEADER.read_text())[1])
-    for name in (
-        "PieceRows",
-        "OwnTolerance",
-        "SplitRows",
-        "MemoryRows",
-        "ManySplitRows",
-        "FixedTiles",
-    )
-)
+CONSTANTS = library().constants()
+NAMES = ("piece_rows", "own_tolerance", "split_rows", "memory_rows", "many_split_rows", "fixed_tiles")
+PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, FIXED_TILES = map(CONSTANTS.get, NAMES)
+ROW_TILES = (8, 16, 32, 64)
 
 
 def piece_cost(row_tile: int) -> int:
@@ -232,8 +222,8 @@ def test_how_many_rows_leave_requests_whole():
 
 def test_where_splits_are_not_dear_only_even_requests_stay_whole():
     """64 on 78 partitions, an H20's: the 14 that get none would be missed."""
-    assert build([4096] * 64, 78, row_tile=0)[1].any()
-    assert not build([4096] * 78, 78, row_tile=0)[1].any()
+    assert build([4096] * 64, 78, row_tile=CHEAP_SPLITS)[1].any()
+    assert not build([4096] * 78, 78, row_tile=CHEAP_SPLITS)[1].any()
 
 
 @pytest.mark.parametrize("num_sms, alike", [(78, True), (132, False)])
@@ -314,14 +304,26 @@ def test_one_long_request_goes_to_every_partition():
     assert [len(run) for _, run, _ in owned([64 * 128], work_ranges)] == pytest.approx([16] * 8, abs=1)
 
 
-@pytest.mark.parametrize("heads, s_q, groups, tile", [(1, 1, 1, 8), (8, 1, 1, 8), (9, 1, 1, 16), (16, 2, 1, 32)])
-def test_rows_are_grouped_as_the_kernel_groups_them(heads, s_q, groups, tile):
-    assert (row_groups(heads * s_q), schedule.row_tile(heads * s_q)) == (groups, tile)
+@pytest.mark.parametrize("fp8_cache", [False, True])
+@pytest.mark.parametrize(
+    "rows, groups, tile",
+    [(1, 1, 8), (8, 1, 8), (9, 1, 16), (32, 1, 32), (33, 1, 64), (64, 1, 64), (65, 2, 64), (128, 2, 64), (129, 3, 64)],
+)
+def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
+    """In groups of 64, and one group in the smallest tile that holds it."""
+    kernel = "transposed_fp8" if fp8_cache else "query_major" if tile == 64 else "transposed"
+    assert decode_shape(rows, fp8_cache) == (kernel, tile, groups, tile * 513)
 
 
-@pytest.mark.parametrize("heads, groups", [(33, 1), (64, 1), (65, 2), (128, 2), (129, 3)])
-def test_more_than_32_rows_take_groups_of_64(heads, groups):
-    assert (row_groups(heads), schedule.row_tile(heads)) == (groups, 64)
+def test_no_rows_have_no_shape():
+    with pytest.raises(ValueError, match="rows: wanted at least 1, got 0"):
+        decode_shape(0)
+
+
+def test_python_and_library_mean_the_same_numbers():
+    for name in ("tile_tokens", "latent_dim", "rope_dim", "work_range_fields"):
+        assert CONSTANTS[name] == getattr(support, name.upper())
+    assert CONSTANTS["cheap_splits"] == CHEAP_SPLITS
 
 
 @pytest.mark.parametrize("heads, s_q, num_sms, partitions", [(16, 1, 132, 132), (128, 1, 132, 66), (128, 2, 3, 1)])
@@ -332,12 +334,23 @@ def test_partitions_times_row_groups_fill_the_gpu(heads, s_q, num_sms, partition
 
 def test_rebuilding_keeps_every_address():
     schedule = DecodeSchedule(4, 16, max_s_q=2, device="cpu")
-    buffers = (schedule.work_ranges, schedule.split_offsets, schedule.workspace)
-    addresses = [buffer.data_ptr() for buffer in buffers]
+    addresses = {tuple(buffer.data_ptr() for buffer in schedule.build(torch.ones(1, dtype=torch.int32))[4:])}
     for lengths, s_q in (([5000, 0], 1), ([1, 2, 3, 4], 2), ([], 1)):
-        assert schedule.build(torch.tensor(lengths, dtype=torch.int32), s_q) is schedule
-        assert (schedule.batch, schedule.s_q) == (len(lengths), s_q)
-        assert [buffer.data_ptr() for buffer in buffers] == addresses
+        planned = schedule.build(torch.tensor(lengths, dtype=torch.int32), s_q)
+        assert (planned.batch, planned.s_q, planned.num_heads) == (len(lengths), s_q, 16)
+        addresses.add(tuple(buffer.data_ptr() for buffer in planned[4:]))
+    assert len(addresses) == 1
+
+
+def test_a_later_build_changes_nothing_of_what_an_earlier_one_returned():
+    schedule = DecodeSchedule(4, 64, max_s_q=2, device="cpu", num_sms=132)
+    first = schedule.build(torch.tensor([64, 64], dtype=torch.int32))
+    kept = BuiltSchedule(*first)
+    second = schedule.build(torch.tensor([64, 64, 64], dtype=torch.int32), 2)
+    assert second.partitions < first.partitions and second.batch == 3
+    assert first[:4] == kept[:4] == (2, 1, 64, 132)
+    with pytest.raises(AttributeError):
+        first.batch = 3
 
 
 def test_schedules_share_a_workspace_that_is_large_enough():

@@ -298,7 +298,7 @@ def test_draft_model_has_a_backend_for_each_of_its_steps(make, monkeypatch):
         batch.spec_info = object()
         steps.init_forward_metadata(batch)
         problem.check(attend(backend, problem, batch))
-        backend.schedule.batch = None
+        backend.forward_metadata = None
         steps.init_forward_metadata_out_graph(batch)
         problem.check(attend(backend, problem, batch))
 
@@ -351,6 +351,7 @@ def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, mode):
     later = Problem(runner, [700, 129, 64], s_q=s_q, seed=1)
     batch = later.batch(mode, [length - drafts for length in later.lengths])
     backend.init_forward_metadata_out_graph(batch)
+    schedule = backend.forward_metadata.schedule
     assert (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions) == kept
     backend.forward_metadata = captured
     later.check(attend(backend, later, batch))

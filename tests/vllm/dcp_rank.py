@@ -78,7 +78,7 @@ def run(config, rank: int, scale: float | None) -> tuple[torch.Tensor, torch.Ten
     # lengths with DCP.
     assert builder.reorder_batch_threshold == builder.schedule.max_s_q == 1
     try:
-        claim_workspace(builder.schedule.workspace.numel() + 1)
+        claim_workspace(builder.schedule.max_workspace_floats + 1)
     except AssertionError:
         pass  # locked at what the builder needs
     else:

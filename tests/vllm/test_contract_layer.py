@@ -30,7 +30,13 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker import workspace
 
 from etap_backend.vllm import impl
-from etap_backend.vllm.metadata import SHORT_PROMPT_TOKENS, claim_workspace, max_query_len, workspace_floats
+from etap_backend.vllm.metadata import (
+    SHORT_PROMPT_TOKENS,
+    claim_workspace,
+    decoded_requests,
+    max_query_len,
+    workspace_floats,
+)
 
 H200_SMS = 132
 
@@ -187,12 +193,60 @@ def test_more_heads_take_shorter_prompts(make, heads, tokens):
     assert (longer.num_decodes, longer.num_prefills) == (0, 1)
 
 
-def test_uneven_query_lengths_are_refused(make):
+@pytest.mark.parametrize(
+    "starts, tokens, wanted",
+    [
+        ([0, 1, 2, 3], 3, (3, 1)),
+        ([0, 2, 4], 4, (2, 2)),
+        ([0, 1, 2, 2, 2], 4, (4, 1)),  # a graph's padding: rows of the queries, but no tokens
+        ([0, 2, 4, 4, 4], 8, (4, 2)),
+        ([0, 2, 4, 4, 4], 4, (2, 2)),  # not four requests of one token
+        ([0, 4, 4], 4, (1, 4)),
+        ([0, 0, 0], 2, (2, 1)),
+    ],
+)
+def test_requests_are_told_from_their_own_query_lengths(starts, tokens, wanted):
+    assert decoded_requests(torch.tensor(starts, dtype=torch.int32), tokens) == wanted
+
+
+@pytest.mark.parametrize(
+    "starts, tokens", [([0, 1, 3], 3), ([0, 2, 3], 3), ([0, 1, 4], 4), ([0, 0, 1], 2), ([0, 2, 4], 2)]
+)
+def test_uneven_query_lengths_are_refused(starts, tokens):
+    with pytest.raises(ValueError, match="query_start_loc_cpu: wanted as many query tokens for each request"):
+        decoded_requests(torch.tensor(starts, dtype=torch.int32), tokens)
+
+
+def test_a_batch_of_two_requests_and_two_without_tokens_is_no_batch_of_four(make):
+    layer, builder = make(**SPECULATIVE)
+    problem = Problem([70, 129], 2)
+    common = problem.common_metadata()
+    starts = torch.tensor([0, 2, 4, 4, 4], dtype=torch.int32)
+    lengths = torch.tensor([70, 129, 0, 0], dtype=torch.int32)
+    table = torch.nn.functional.pad(common.block_table_tensor, (0, 0, 0, 2))
+    step = builder._build_decode(
+        block_table_tensor=table,
+        seq_lens_device=lengths,
+        max_seq_len=129,
+        query_start_loc_cpu=starts,
+        query_start_loc_device=starts,
+        num_decode_tokens=4,
+        dcp_tot_seq_lens_device=None,
+    )
+    assert (step.schedule.batch, step.schedule.s_q) == (2, 2)
+    whole = builder.build(0, common)
+    whole.decode = step
+    assert_as_exact_as_torch(decode(layer, problem, whole), problem, layer.kv_b_proj.weight)
+
+
+def test_two_steps_planned_ahead_keep_their_own_numbers(make):
+    """What is read in Python is each step's own; the buffers hold what was built last."""
     _, builder = make(**SPECULATIVE)
-    common = Problem([70, 129], 2).common_metadata()
-    common.num_actual_tokens = 3
-    with pytest.raises(ValueError, match="num_decode_tokens: wanted the same number"):
-        builder.build(0, common)
+    first = builder.build(0, Problem([70, 129, 64], 4).common_metadata()).decode
+    second = builder.build(0, Problem([2048], 128).common_metadata()).decode
+    assert (first.schedule.batch, first.schedule.s_q) == (3, 4)
+    assert (second.schedule.batch, second.schedule.s_q) == (1, 128)
+    assert first.schedule.partitions > second.schedule.partitions
 
 
 @pytest.mark.parametrize("s_q, arguments", [(1, {}), (4, SPECULATIVE)], ids=["decode", "speculative"])
@@ -209,8 +263,7 @@ def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, s_q, argumen
     blocks[:, : later.block_table.shape[1]] = later.block_table
     common.seq_lens.copy_(torch.tensor(later.lengths))
     captured.decode.block_table = blocks
-    rebuilt = builder.build(0, common)
-    assert rebuilt.decode.schedule is schedule
+    schedule = builder.build(0, common).decode.schedule
     assert (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions) == kept
     assert captured.decode.seq_lens.data_ptr() == common.seq_lens.data_ptr()
     assert_as_exact_as_torch(decode(layer, later, captured), later, layer.kv_b_proj.weight)
@@ -223,21 +276,21 @@ def test_a_graph_is_right_after_a_step_of_short_prompts(make_layer, s_q, argumen
     layer.impl.reserve_workspace()
     workspace.lock_workspace()
     builder = make_builder(layer, config)
-    schedule = builder.schedule
     later = Problem([700, 129, 64], s_q)
     common = later.common_metadata()
     captured = builder.build_for_cudagraph_capture(common)
 
-    def addresses():
-        return [getattr(schedule, name).data_ptr() for name in ("work_ranges", "split_offsets", "workspace")]
+    def planned(step):
+        schedule = step.decode.schedule
+        addresses = schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr()
+        return addresses, (schedule.batch, schedule.s_q, schedule.partitions)
 
-    kept, planned = addresses(), (schedule.batch, schedule.s_q, schedule.partitions)
     prompts = Problem([2048, 1800], 128, seed=3)
-    out = decode(layer, prompts, builder.build(0, prompts.common_metadata()))
+    between = builder.build(0, prompts.common_metadata())
+    out = decode(layer, prompts, between)
     assert_as_exact_as_torch(out, prompts, layer.kv_b_proj.weight)
-    assert schedule.partitions < planned[2] and addresses() == kept
-    builder.build(0, common)
-    assert (schedule.batch, schedule.s_q, schedule.partitions) == planned and addresses() == kept
+    assert planned(between)[0] == planned(captured)[0] and planned(between)[1] != planned(captured)[1]
+    assert planned(builder.build(0, common)) == planned(captured)
     assert_as_exact_as_torch(decode(layer, later, captured), later, layer.kv_b_proj.weight)
 
 
@@ -276,7 +329,7 @@ def test_workspace_is_claimed_while_vllm_measures_memory(make_layer, arguments, 
     assert step.num_decode_tokens == problem.tokens
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
     with pytest.raises(AssertionError, match="Workspace is locked"):
-        claim_workspace(builder.schedule.workspace.numel() + 1)
+        claim_workspace(builder.schedule.max_workspace_floats + 1)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 128])
@@ -298,8 +351,13 @@ def test_micro_batches_share_neither_schedule_nor_workspace(make, monkeypatch):
         monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda current=micro_batch: current)
         assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
     a, b = (step.decode.schedule for step in steps)
-    for name in ("work_ranges", "split_offsets", "workspace"):
+    for name in ("work_ranges", "split_offsets"):
         assert getattr(a, name).data_ptr() != getattr(b, name).data_ptr(), name
+    claimed = []
+    for micro_batch in range(2):
+        monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda current=micro_batch: current)
+        claimed.append(claim_workspace(first.schedule.max_workspace_floats))
+    assert claimed[0].data_ptr() != claimed[1].data_ptr()
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,8 @@ from etap_backend.lab.checks.vllm_layer import (
 )
 from vllm.config import CUDAGraphMode
 
+from etap_backend.vllm.metadata import claim_workspace
+
 RANKS_SECONDS = 240
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
@@ -119,7 +121,7 @@ def test_buffers_may_lose_their_contents_between_steps(make):
     for contents in (2**31 - 1, -7):
         schedule.work_ranges.fill_(contents)
         schedule.split_offsets.fill_(contents)
-        schedule.workspace.fill_(torch.nan)
+        claim_workspace(schedule.max_workspace_floats).fill_(torch.nan)
         out = decode(layer, problem, builder.build(0, problem.common_metadata()))
         assert_as_exact_as_torch(out, problem, weight_of(layer))
 

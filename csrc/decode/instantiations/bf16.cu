@@ -1,3 +1,3 @@
 #include "decode/launch.cuh"
 
-template void etap::launch_decode<cutlass::bfloat16_t>(const DecodeParams&, const CacheParams&, cudaStream_t);
+template etap::DecodeKernel etap::sixteen_bit_kernel<cutlass::bfloat16_t>(int);

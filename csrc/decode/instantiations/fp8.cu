@@ -1,3 +1,3 @@
 #include "decode/launch.cuh"
 
-template void etap::launch_fp8_decode<cutlass::half_t>(const DecodeParams&, const CacheParams&, cudaStream_t);
+template etap::DecodeKernel etap::fp8_kernel<cutlass::half_t>(int);

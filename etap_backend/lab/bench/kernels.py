@@ -52,8 +52,8 @@ def to_fp8(x: Tensor, scale: float) -> Tensor:
 def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
     """The decode call on these inputs, its schedule built."""
     batch, s_q, heads, _ = inputs.q.shape
-    schedule = DecodeSchedule(batch, heads, max_s_q=s_q, device=inputs.q.device, num_sms=inputs.num_sms)
-    schedule.build(inputs.seq_lens, s_q)
+    buffers = DecodeSchedule(batch, heads, max_s_q=s_q, device=inputs.q.device, num_sms=inputs.num_sms)
+    schedule = buffers.build(inputs.seq_lens, s_q)
     out = inputs.q.new_empty(batch, s_q, heads, LATENT_DIM)
     lse = inputs.q.new_empty(batch, s_q, heads, dtype=torch.float32)
     kv_scale = inputs.kv_scale_tensor
@@ -77,5 +77,5 @@ def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
 
 def schedule_build(seq_lens: Tensor, heads: int, num_sms: int | None) -> Callable[[], object]:
     """What an engine does once a step for requests of these lengths."""
-    schedule = DecodeSchedule(seq_lens.shape[0], heads, device=seq_lens.device, num_sms=num_sms)
-    return lambda: schedule.build(seq_lens)
+    buffers = DecodeSchedule(seq_lens.shape[0], heads, device=seq_lens.device, num_sms=num_sms)
+    return lambda: buffers.build(seq_lens)

@@ -35,6 +35,7 @@ MOST_CALLS, FEWEST_CALLS = 512, 4
 # Calls a graph, unless they would read more than that: its start weighs little then, as in an engine.
 USUAL_CALLS, USUAL_BYTES = 16, 10e9
 H20_SMS = 78
+HOST_TURNS = 9
 KV_SCALE = 0.0125  # of FP8 caches: their largest number stands for 5.6 standard deviations
 CHUNK_PAGES = 4096  # what is rounded to FP8 at a time
 METHOD = (
@@ -279,17 +280,19 @@ def measure_schedule(settings: Settings, batch: int = 256, builds: int = 100) ->
     return ScheduleBuild(batch=batch, **timing_of(graph.microseconds(events)).model_dump())
 
 
-def measure_host(workload: Workload, pool: CachePool, ours: Kernels, settings: Settings, calls: int = 200) -> Timing:
-    """Host time to launch one call of ours, in microseconds, where nothing waits for the GPU."""
+def measure_host(
+    workload: Workload, pool: CachePool, ours: Kernels, names: list[str], settings: Settings, calls: int = 200
+) -> dict[str, Timing]:
+    """Host time to launch one call of each of these, in microseconds, where nothing waits for the GPU; in turns."""
     row = Bench(workload, inputs_of(workload, settings.num_sms), pool, ours, settings)
-    call, copies = row.prepared(next(iter(ours.of(workload))))
-    times = []
-    for _ in range(9):
-        call(copies[0])
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        for _ in range(calls):
+    prepared, times = {name: row.prepared(name) for name in names}, {name: [] for name in names}
+    for _ in range(HOST_TURNS):
+        for name, (call, copies) in prepared.items():
             call(copies[0])
-        times.append((time.perf_counter() - begin) / calls * 1e6)
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(calls):
+                call(copies[0])
+            times[name].append((time.perf_counter() - begin) / calls * 1e6)
     torch.cuda.synchronize()
-    return timing_of(times)
+    return {name: timing_of(found) for name, found in times.items()}

@@ -101,8 +101,8 @@ def print_document(document: Document, console: Console) -> None:
     console.print(screen_table(document))
     if built := document.schedule_build:
         console.print(f"building the schedule of {built.batch} requests: {_spread(built)} us")
-    if document.host_call:
-        console.print(f"host, one call: {_spread(document.host_call)} us")
+    for name, timing in document.host_calls.items():
+        console.print(f"host, one call of {name}: {_spread(timing)} us", highlight=False)
     for text in (*library_lines(document), *error_lines(document)):
         console.print(text, markup=False, highlight=False)
     for text in failure_lines(document):

@@ -157,7 +157,7 @@ class Document(Provenance):
     complete: bool = False
     stopped: str | None = None
     schedule_build: ScheduleBuild | None = None
-    host_call: Timing | None = None
+    host_calls: dict[str, Timing] = {}  # what launching one call takes of the host, of ours or of each library
     rows: list[Row] = []
 
     @property

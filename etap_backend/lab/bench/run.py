@@ -15,7 +15,7 @@ from etap_backend.lab.bench.floors import floor_for
 from etap_backend.lab.bench.grids import Grid, Workload
 from etap_backend.lab.bench.libraries import Build
 from etap_backend.lab.bench.measure import Settings
-from etap_backend.lab.bench.providers import Kernels, ours
+from etap_backend.lab.bench.providers import Kernels
 from etap_backend.lab.bench.rows import OURS, Document, Options
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.stopping import Stopped, stopping
@@ -70,8 +70,7 @@ def run(
     with stopping(document.options.time_limit) as check:
         try:
             pool = measure.CachePool(workloads)
-            if OURS in document.options.kernels:
-                document = document.model_copy(update=_once(workloads[0], pool, kernels, settings))
+            document = document.model_copy(update=_once(document, workloads[0], pool, kernels, settings))
             for workload in workloads:
                 check()
                 progress(workload)
@@ -86,7 +85,10 @@ def run(
     return document
 
 
-def _once(first: Workload, pool: measure.CachePool, kernels: Kernels, settings: Settings) -> dict:
-    """What is measured once a run: building a schedule, and what a call takes of the host."""
-    host_call = measure.measure_host(first, pool, ours(kernels), settings)
-    return {"schedule_build": measure.measure_schedule(settings), "host_call": host_call}
+def _once(document: Document, first: Workload, pool: measure.CachePool, kernels: Kernels, settings: Settings) -> dict:
+    """What is measured once a run: what a call of ours takes of the host, and building a schedule."""
+    names = [name for name in (OURS, *document.libraries) if name in kernels.of(first)]
+    found: dict = {"host_calls": measure.measure_host(first, pool, kernels, names, settings)}
+    if OURS in names:
+        found["schedule_build"] = measure.measure_schedule(settings)
+    return found

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import torch
 
-from etap_backend import DecodeSchedule, mla_decode
+from etap_backend import BuiltSchedule, DecodeSchedule, mla_decode
 
 LATENT, ROPE = 512, 64
 HEAD_DIM = LATENT + ROPE
@@ -256,11 +256,13 @@ class Runner:
         self.out = Guarded((batch, case.s_q, case.heads, LATENT), case.out_dtype, device)
         self.lse = Guarded((batch, case.s_q, case.heads), torch.float32, device)
 
+    def build(self) -> BuiltSchedule:
+        return self.schedule.build(self.problem.seq_lens, self.problem.case.s_q)
+
     def run(self, poison: float = torch.nan) -> tuple[torch.Tensor, torch.Tensor]:
         for guarded in (self.workspace, self.out, self.lse):
             guarded.poison(poison)
-        self.schedule.build(self.problem.seq_lens, self.problem.case.s_q)
-        out, lse = decode(self.problem, self.schedule, out=self.out.tensor, lse=self.lse.tensor)
+        out, lse = decode(self.problem, self.build(), out=self.out.tensor, lse=self.lse.tensor)
         assert out.data_ptr() == self.out.tensor.data_ptr() and lse.data_ptr() == self.lse.tensor.data_ptr()
         return out, lse
 
@@ -270,7 +272,7 @@ class Runner:
         self.workspace.check("workspace")
 
 
-def decode(problem: Problem, schedule: DecodeSchedule, **outputs) -> tuple[torch.Tensor, torch.Tensor]:
+def decode(problem: Problem, schedule: BuiltSchedule, **outputs) -> tuple[torch.Tensor, torch.Tensor]:
     return mla_decode(
         problem.call_q,
         problem.kv_cache,

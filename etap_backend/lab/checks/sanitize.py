@@ -1,4 +1,6 @@
-"""A few decode problems under compute-sanitizer: `python tests/sanitize.py [memcheck racecheck synccheck ...]`.
+"""A few decode problems under compute-sanitizer.
+
+    python -m etap_backend.lab.checks.sanitize [memcheck racecheck synccheck ...]
 
 Small grids, so that each tool ends within about a minute; together they take every row tile, both types, split and
 whole requests, partial tiles and several pieces on one CTA. Only our kernels are instrumented.
@@ -6,13 +8,15 @@ whole requests, partial tiles and several pieces on one CTA. Only our kernels ar
 
 from __future__ import annotations
 
-import argparse
 import os
 import shutil
 import subprocess
 import sys
 import time
 from dataclasses import fields
+from typing import Annotated
+
+import typer
 
 from etap_backend.lab.checks.cases import Case, Problem, Runner, build
 from etap_backend.lab.checks.compare import check, truth
@@ -52,7 +56,7 @@ def run_cases() -> None:
 
 def sanitize(tool: str) -> int:
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=etap", "--error-exitcode", "9"]
-    command += [sys.executable, __file__, "--run-cases"]
+    command += [sys.executable, "-m", __spec__.name, "--run-cases"]
     # Without torch's pool every tensor is an allocation of its own, and memcheck sees where each one ends.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     begin = time.monotonic()
@@ -61,18 +65,20 @@ def sanitize(tool: str) -> int:
     return code
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("tools", nargs="*", default=["memcheck", "racecheck"])
-    parser.add_argument("--run-cases", action="store_true", help="run the cases in this process, without a sanitizer")
-    arguments = parser.parse_args()
-    if arguments.run_cases:
+def main(
+    tools: Annotated[list[str] | None, typer.Argument(help="memcheck, racecheck, synccheck or initcheck.")] = None,
+    run_cases_only: Annotated[
+        bool, typer.Option("--run-cases", help="Run the cases in this process, without a sanitizer.")
+    ] = False,
+) -> None:
+    """Run the cases under each tool, memcheck and racecheck when none is named; exit with the largest exit code."""
+    if run_cases_only:
         run_cases()
-        return 0
+        return
     if not shutil.which("compute-sanitizer"):
-        parser.error("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
-    return max(sanitize(tool) for tool in arguments.tools)
+        raise typer.BadParameter("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    raise typer.Exit(max(sanitize(tool) for tool in tools or ("memcheck", "racecheck")))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

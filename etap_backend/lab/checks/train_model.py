@@ -1,6 +1,6 @@
-"""Trains a small real model of the DeepSeek-V3 architecture, for compare_answers.py.
+"""Trains a small real model of the DeepSeek-V3 architecture, for the checks of answers.
 
-    python tests/answers/train_model.py OUTPUT [--seconds 240]
+    python -m etap_backend.lab.checks.train_model OUTPUT [--seconds 240]
 
 Needs torch, safetensors and tokenizers, and a GPU with 40 GB; no network. The text is Python's own standard library,
 its sources and its documentation (pydoc_data), as any machine has it. Attention has DeepSeek's dimensions (latent 512,

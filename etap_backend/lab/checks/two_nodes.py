@@ -1,24 +1,26 @@
 """Serves a small model on two "nodes" of one machine, one GPU each, and checks that ETAP runs in the workers of both.
 
-    python tests/two_nodes.py --engine vllm --log-folder nodes
+    python -m etap_backend.lab.checks.two_nodes --engine vllm --log-folder nodes
 
 Needs two Hopper GPUs and the engine, with etap-backend, installed beside it. The nodes are two process groups that know
 of each other only what two machines would: an address, a port, their number. That tests what the plugin has to do with
 several nodes: it is loaded in processes that no process of the first node started.
 """
 
-import json
+from __future__ import annotations
+
 import sys
-import time
-import urllib.request
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from etap_backend.lab.e2e import command as e2e
-from etap_backend.lab.serving.engines import ENGINES, SERVED_NAME, Engine, Serving
-from etap_backend.lab.serving.lifecycle import Failed, Process, free_port, tail
+from etap_backend.lab.e2e.model import prepare_model
+from etap_backend.lab.e2e.scenario import EngineName, read_scenario
+from etap_backend.lab.serving import client
+from etap_backend.lab.serving.client import Failed
+from etap_backend.lab.serving.engines import ENGINES, Engine, Serving
+from etap_backend.lab.serving.lifecycle import Process, free_port, until_healthy
 
 NODES = 2
 NEW_TOKENS = 16
@@ -36,43 +38,15 @@ def flags_of_node(engine: Engine, node: int, address: str, port: int) -> list[st
 
 def commands(engine: Engine, model: str, address: str, ports: tuple[int, int], backend: str) -> list[list[str]]:
     """A command for each node; the first one answers on the first port, they meet at the second."""
-    serving = Serving(model, True, tp=NODES, pp=1, dp=1, max_context=1024, batches=(1, 4))
+    serving = Serving(model, dummy=True, tp=NODES, max_context=1024, batches=(1, 4))
     return [
         engine.server(sys.executable, serving, backend, ports[0], flags_of_node(engine, node, address, ports[1]))
         for node in range(NODES)
     ]
 
 
-def completion(engine: Engine, url: str) -> int:
-    """Tokens that the server made of PROMPT."""
-    if engine.name == "sglang":
-        body = {"input_ids": PROMPT, "sampling_params": {"max_new_tokens": NEW_TOKENS, "ignore_eos": True}}
-        path, count = "/generate", lambda answer: answer["meta_info"]["completion_tokens"]
-    else:
-        body = {"model": SERVED_NAME, "prompt": PROMPT, "max_tokens": NEW_TOKENS, "ignore_eos": True}
-        path, count = "/v1/completions", lambda answer: answer["usage"]["completion_tokens"]
-    request = urllib.request.Request(url + path, json.dumps(body).encode(), {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        return count(json.loads(answer.read()))
-
-
-def wait(nodes: list[Process], url: str, seconds: float) -> None:
-    """Until the first node's /health answers. Raises Failed when a node ends or it takes too long."""
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        for node in nodes:
-            if (code := node.ended()) is not None:
-                raise Failed(f"{node.log.stem} ended with {code}:\n{tail(node.log)}")
-        try:
-            with urllib.request.urlopen(f"{url}/health", timeout=5):
-                return
-        except OSError:
-            time.sleep(0.5)
-    raise Failed("not ready:\n" + "\n".join(f"{node.log.stem}:\n{tail(node.log)}" for node in nodes))
-
-
 def main(
-    engine: Annotated[e2e.EngineName, typer.Option(help="Whose servers.")] = e2e.EngineName.vllm,
+    engine: Annotated[EngineName, typer.Option(help="Whose servers.")] = EngineName.vllm,
     log_folder: Annotated[Path, typer.Option(help="For the nodes' logs and the model.")] = Path("nodes"),
     address: Annotated[str, typer.Option(help="Of the first node, as the second reaches it.")] = "127.0.0.1",
     scenario: Annotated[str, typer.Option(help="Whose environment variables the nodes get.")] = "decode-plain",
@@ -80,18 +54,21 @@ def main(
 ) -> None:
     """Exit with 0 when both nodes' workers ran ETAP and the model answered."""
     served = ENGINES[engine.value]
-    model = e2e.prepare_model("deepseek-r1", CHANGES, 8, NODES, log_folder / "model").model
+    prepared = prepare_model("deepseek-r1", CHANGES, 8, NODES, log_folder / "model")
+    prepared.write()
     ports = free_port(), free_port()
-    wanted = e2e.read_scenario(scenario)
+    wanted = read_scenario(scenario)
     environment = {**wanted.environment, **getattr(wanted, engine.value).environment}
     nodes = []
     try:
-        for number, command in enumerate(commands(served, model, address, ports, served.ours)):
+        for number, command in enumerate(commands(served, prepared.model, address, ports, served.ours)):
             log = log_folder / f"{served.name}-node-{number}.log"
             log.unlink(missing_ok=True)
             nodes.append(Process(command, log, {**environment, "CUDA_VISIBLE_DEVICES": str(number)}))
-        wait(nodes, f"http://{address}:{ports[0]}", seconds)
-        made = completion(served, f"http://{address}:{ports[0]}")
+        url = f"http://{address}:{ports[0]}"
+        until_healthy(nodes, url, seconds)
+        reply = client.post(url + served.path, served.body(PROMPT, NEW_TOKENS, logprobs=2), 120)
+        made = served.tokens_in(reply)
         silent = [
             node.log.stem for node in nodes if not served.in_use(served.ours, node.log.read_text(errors="replace"))
         ]

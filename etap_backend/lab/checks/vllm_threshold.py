@@ -1,6 +1,6 @@
 """Where short prompts over a cached context are faster: in ETAP's decode kernel or in vLLM's prefill.
 
-    python tests/vllm/threshold_check.py --output threshold.json
+    python -m etap_backend.lab.checks.vllm_threshold --output threshold.json
 
 Needs a Hopper GPU and vLLM with etap-backend beside it. One layer of DeepSeek's attention is run both ways: vLLM's own
 layer with a metadata builder that lets prompts of that many tokens into forward_mqa, and with one that does not.
@@ -9,7 +9,6 @@ Prefill gathers the context and projects it up before it attends; decode reads t
 without the making of the metadata.
 """
 
-import json
 import statistics
 import tempfile
 from pathlib import Path
@@ -17,10 +16,8 @@ from typing import Annotated
 
 import torch
 import typer
-from etap_backend.lab.checks.vllm_layer import BLOCK, FP8, HEADS, LATENT, NAME, NOPE, ROPE, VALUE, build_layer
 from rich.console import Console
 from rich.table import Table
-from etap_backend.lab.checks.vllm_serve import provenance
 from vllm.config import VllmConfig, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -28,9 +25,16 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker import workspace
 
+from etap_backend import _library
+from etap_backend.lab import configs
+from etap_backend.lab.checks.vllm_layer import BLOCK, FP8, HEADS, LATENT, NAME, NOPE, ROPE, VALUE, build_layer
+from etap_backend.lab.provenance import provenance
+from etap_backend.lab.results import must_be_writable, read_json, write
 from etap_backend.vllm import metadata
 
-MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
+MODEL = "deepseek-r1"  # of which one attention layer runs, without quantization
+PROGRAM = "python -m etap_backend.lab.checks.vllm_threshold"
+PACKAGES = ("etap-backend", "vllm", "torch", "apache-tvm-ffi")
 console = Console(width=120)
 
 
@@ -42,7 +46,9 @@ def builder_of(longest: int, spec, config: VllmConfig, device: torch.device) -> 
 
 def make_config(longest: int, requests: int, heads: int, kv_cache_dtype: str) -> VllmConfig:
     with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(MODEL.read_text())
+        shipped = read_json(configs.find("models", MODEL, ".json"))
+        plain = {key: value for key, value in shipped.items() if key != "quantization_config"}
+        write(plain, Path(folder) / "config.json")
         overrides = {"max_position_embeddings": longest, "num_attention_heads": heads, "num_key_value_heads": heads}
         return EngineArgs(
             model=folder,
@@ -135,6 +141,10 @@ def main(
     repeats: Annotated[int, typer.Option(min=3, help="Timed calls of each.")] = 30,
 ) -> None:
     """Time both ways for every shape."""
+    try:
+        must_be_writable(output)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     load_general_plugins()
     device = torch.device("cuda:0")
     torch.set_default_device(device)
@@ -167,9 +177,9 @@ def main(
             f"{ratio:.2f}",
         )
     console.print(table)
-    document = {"what": f"short prompts as decodes or prefills, one layer of {heads} heads"} | provenance("")
-    document |= {"heads": heads, "kv_cache_dtype": kv_cache_dtype, "results": results}
-    output.write_text(json.dumps(document, indent=1) + "\n")
+    about = provenance(PROGRAM, packages=PACKAGES, library=_library.library_path())
+    document = {"what": f"short prompts as decodes or prefills, one layer of {heads} heads"} | about.model_dump()
+    write(document | {"heads": heads, "kv_cache_dtype": kv_cache_dtype, "results": results}, output)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Runs vLLM's own tests of MLA backends with ETAP in their list of backends.
 
-    python tests/vllm/upstream_tests.py CHECKOUT [--only-etap] [--kv-cache-dtype fp8] [--config FOLDER] [pytest options]
+    python -m etap_backend.lab.checks.vllm_upstream CHECKOUT [--only-etap] [--kv-cache-dtype fp8] [--config FOLDER]
+        [-- pytest options]
 
 CHECKOUT is vLLM's repository, or its source distribution, at the version that is installed; nothing of it is copied
 into this project. The tests are copied to a temporary folder, because beside CHECKOUT's own `vllm` folder they would
@@ -14,7 +15,6 @@ at the end the cases that ran it are counted: a passed case without it, or a bat
 is a failure.
 """
 
-import argparse
 import collections
 import importlib.metadata
 import json
@@ -23,8 +23,10 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
+from typing import Annotated, Literal
 
 import pytest
+import typer
 
 MODEL = "deepseek-ai/DeepSeek-R1"
 TESTS = Path("tests/v1/attention/test_mla_backends.py")
@@ -112,37 +114,39 @@ def check_config(config: Path) -> None:
             sys.exit(f"{config}/config.json: wanted {name} {value} as in {MODEL}, got {found.get(name)}")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("checkout", type=Path, help="vLLM's repository at the installed version")
-    parser.add_argument("--only-etap", action="store_true", help="take the other backends out of the lists")
-    parser.add_argument("--kv-cache-dtype", choices=("auto", "fp8"), default="auto", help="cases to run")
-    parser.add_argument("--config", type=Path, help=f"folder with config.json of {MODEL}; then no network is used")
-    arguments, pytest_arguments = parser.parse_known_args()
-    if not (arguments.checkout / TESTS).exists():
-        sys.exit(f"checkout: wanted vLLM's repository with {TESTS}, got {arguments.checkout}")
+def main(
+    checkout: Annotated[Path, typer.Argument(help="vLLM's repository at the installed version.")],
+    pytest_options: Annotated[list[str] | None, typer.Argument(help="For pytest, after --.")] = None,
+    only_etap: Annotated[bool, typer.Option("--only-etap", help="Take the other backends out of the lists.")] = False,
+    kv_cache_dtype: Annotated[Literal["auto", "fp8"], typer.Option(help="Cases to run.")] = "auto",
+    config: Annotated[Path | None, typer.Option(help=f"Folder with config.json of {MODEL}; else the network.")] = None,
+) -> None:
+    """Run vLLM's own MLA tests with ETAP; exit with pytest's status, or 1 when they prove nothing."""
+    options = pytest_options or []
+    if not (checkout / TESTS).exists():
+        raise typer.BadParameter(f"checkout: wanted vLLM's repository with {TESTS}, got {checkout}")
     if "etap" not in importlib.metadata.entry_points(group="vllm.general_plugins").names:
         sys.exit("etap-backend is not installed beside vLLM: no plugin named etap")
-    plugin = WithEtap(arguments.only_etap)
+    plugin = WithEtap(only_etap)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        if arguments.config:
-            check_config(arguments.config)
-            offline_hub(folder / "huggingface", arguments.config)
+        if config:
+            check_config(config)
+            offline_hub(folder / "huggingface", config)
         ignored = shutil.ignore_patterns("__pycache__")
-        shutil.copytree(arguments.checkout / "tests", folder / "tests", ignore=ignored)
+        shutil.copytree(checkout / "tests", folder / "tests", ignore=ignored)
         os.chdir(folder)
         sys.path.insert(0, str(folder))
         from vllm.plugins import load_general_plugins
 
         load_general_plugins()
-        selection = [] if "-k" in pytest_arguments else ["-k", f"{CORRECTNESS} and {arguments.kv_cache_dtype}"]
-        options = ["--rootdir", str(folder), "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning"]
-        outcome = pytest.main([str(TESTS), *selection, *options, *pytest_arguments], plugins=[plugin])
-    if outcome == 0 and "--collect-only" not in pytest_arguments and (reason := plugin.nothing_ran()):
+        selection = [] if "-k" in options else ["-k", f"{CORRECTNESS} and {kv_cache_dtype}"]
+        usual = ["--rootdir", str(folder), "-p", "no:cacheprovider", "-W", "ignore::DeprecationWarning"]
+        outcome = pytest.main([str(TESTS), *selection, *usual, *options], plugins=[plugin])
+    if outcome == 0 and "--collect-only" not in options and (reason := plugin.nothing_ran()):
         sys.exit(f"vLLM {importlib.metadata.version('vllm')}: {reason}")
     sys.exit(int(outcome))
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

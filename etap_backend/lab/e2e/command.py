@@ -1,475 +1,65 @@
 """`etap e2e`: ETAP and an engine's own attention backends behind the same server flags and the same load, in turn.
 
 For each backend a server is started, every point of the scenario is driven with the engine's own load generator, and
-the server is ended again. The file is whole after every reading, whatever ends the run; docs/e2e.md has the method.
+the server is ended again. The file is whole after every reading, whatever ends the run.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
-import os
 import shlex
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
-from enum import Enum
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated
 
 import typer
-from pydantic import Field
 from rich.console import Console
 
 import etap_backend
-from etap_backend.lab import configs
-from etap_backend.lab.bench import report
-from etap_backend.lab.e2e import profiling as e2e_profile
-from etap_backend.lab.e2e import report as e2e_report
-from etap_backend.lab.plan import command as plan
-from etap_backend.lab.serving import dummy_model
-from etap_backend.lab.bench.command import Stopped, stopping
-from etap_backend.lab.configs import Strict
-from etap_backend.lab.serving.engines import ENGINES, SEED, Engine, Load, Serving, read_result
-from etap_backend.lab.serving.lifecycle import Failed, Generator, Process, free_port, server, tail
+from etap_backend import _library
+from etap_backend.lab import gpus as driver
+from etap_backend.lab import results
+from etap_backend.lab.e2e import report, rows
+from etap_backend.lab.e2e.model import Prepared, parse_changes, prepare_model, serving_of, small_model
+from etap_backend.lab.e2e.rows import Document, Layout
+from etap_backend.lab.e2e.run import Run
+from etap_backend.lab.e2e.scenario import (
+    Case,
+    EngineName,
+    EngineScenario,
+    Scenario,
+    Turn,
+    cases_of,
+    chosen,
+    parse_profile,
+    read_scenario,
+    turns_of,
+)
+from etap_backend.lab.provenance import provenance
+from etap_backend.lab.serving.engines import ENGINES, Engine, Serving
+from etap_backend.lab.stopping import Stopped, stopping
+from etap_backend.lab.units import parse_tokens
 
-MARGIN_TOKENS = 64  # beyond input and output, for a request that the tokenizer made a little longer
-MEMORY_SECONDS = 30
-MOST_CACHED = 0.05  # of prompts that should be new: a common first page at most
-PAGE_TOKENS = 64
-FIRST_READINGS = 2
-FIRST_TURN = 0.3
+ASK_SECONDS = 120
+SHOWN_PORT, SHOWN_RESULT = 8000, Path("r.json")
 
 
-class TurnOver(Exception):
-    """A backend's share of the time limit is used up."""
+def must_have_gpus(wanted: int) -> None:
+    """Raises ValueError where there are not so many."""
+    if not (found := len(driver.gpus())):
+        raise ValueError("no GPU: the driver sees none, and engines serve on Hopper GPUs only; --show needs none")
+    if found < wanted:
+        raise ValueError(f"--gpus: wanted {wanted} GPUs, this machine shows {found}")
 
 
-class Point(Strict):
-    """Requests of one length, at one or several concurrencies.
+def engine_versions(engine: Engine, python: str) -> tuple[str, dict[str, str]]:
+    """Python's version and those of the packages that matter, as the engine's interpreter has them.
 
-    `prefill = "served"` is serving as it is: prompts are new, and prefill of some requests runs between the decode
-    steps of others. With "cached" the same prompts are sent once before, so that their cache is there already and a
-    reading is decode alone: what is long about a long context is then paid once for all readings.
+    Raises ValueError when there is no such interpreter, or no such engine in it.
     """
-
-    input: int = Field(gt=0)
-    output: int = Field(gt=1)
-    concurrency: list[int] = Field(min_length=1)
-    prefill: Literal["served", "cached"] = "served"
-    waves: int = Field(default=1, ge=1)  # prompts = waves x concurrency
-    repeats: int = Field(default=1, ge=1)
-
-
-class EngineScenario(Strict):
-    """What only one engine understands."""
-
-    backends: list[str] = Field(min_length=1)
-    flags: list[str] = []
-    environment: dict[str, str] = {}
-
-
-class Scenario(Strict):
-    """A file of configs/e2e."""
-
-    title: str
-    model: str  # a name of configs/models is served with dummy weights, anything else with its own
-    gpus: int = Field(gt=0)
-    pipeline_parallel: int = Field(default=1, ge=1)
-    data_parallel: int = Field(default=1, ge=1)
-    draft_tokens: int = Field(default=0, ge=0)
-    acceptance: float | None = Field(default=None, ge=1)
-    kv_dtype: Literal["same", "fp8"] = "same"  # of the KV cache: the model's type or e4m3
-    environment: dict[str, str] = {}
-    ready_seconds: float = Field(default=600, gt=0)
-    point_seconds: float = Field(default=300, gt=0)
-    points: list[Point] = Field(min_length=1)
-    vllm: EngineScenario | None = None
-    sglang: EngineScenario | None = None
-
-    @property
-    def tensor_parallel(self) -> int:
-        """Raises ValueError when the GPUs do not divide."""
-        over = self.pipeline_parallel * self.data_parallel
-        if self.gpus % over:
-            raise ValueError(f"gpus: wanted a multiple of pipeline x data parallel = {over}, got {self.gpus}")
-        return self.gpus // over
-
-
-def read_scenario(name: str) -> Scenario:
-    """A shipped scenario by name, or a file. `like = "other"` takes over what that scenario has and this has not;
-    of tables key by key. Raises ValueError, naming file and key, when it is not one."""
-    path = configs.find("e2e", name)
-    content = _with_inherited(configs.read_toml_table(path))
-    try:
-        return configs.parse(Scenario, content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
-
-
-def _with_inherited(content: dict) -> dict:
-    if (base := content.pop("like", None)) is None:
-        return content
-    inherited = _with_inherited(configs.read_toml_table(configs.find("e2e", base)))
-    tables = {
-        key: value | content[key] for key, value in inherited.items() if isinstance(value, dict) and key in content
-    }
-    return inherited | content | tables
-
-
-@dataclass(frozen=True)
-class Case:
-    """One row of the result for one backend."""
-
-    input: int
-    output: int
-    concurrency: int
-    prefill: str
-    waves: int
-    repeats: int
-
-    @property
-    def load(self) -> Load:
-        return Load(self.input, self.output, self.concurrency, self.waves * self.concurrency)
-
-    @property
-    def tokens(self) -> int:
-        """Cache that its requests need at the same time."""
-        prompts = self.load.prompts if self.prefill == "cached" else self.concurrency
-        return prompts * -(-(self.input + self.output) // PAGE_TOKENS) * PAGE_TOKENS
-
-    def in_cache_after(self, other: Case) -> bool:
-        """Whether `other` left this case's prompts in the prefix cache: the load generators give fewer and shorter
-        prompts of one seed the same beginnings."""
-        both_cached = self.prefill == other.prefill == "cached"
-        return both_cached and self.input <= other.input and self.load.prompts <= other.load.prompts
-
-    def describe(self) -> dict:
-        return {key: getattr(self, key) for key in ("input", "output", "concurrency", "prefill", "waves")}
-
-    def same_as(self, row: dict) -> bool:
-        return self.describe() == {key: row[key] for key in self.describe()}
-
-
-def cases_of(points: list[Point]) -> list[Case]:
-    return [
-        Case(point.input, point.output, concurrency, point.prefill, point.waves, point.repeats)
-        for point in points
-        for concurrency in point.concurrency
-    ]
-
-
-def metrics_of(url: str) -> str:
-    with suppress(OSError), urllib.request.urlopen(f"{url}/metrics", timeout=10) as answer:
-        return answer.read().decode()
-    return ""
-
-
-def cached_share(engine: Engine, before: str, after: str) -> float | None:
-    """Share of the prompt tokens between two texts of /metrics that the prefix cache had; None if they do not say."""
-    counts = [engine.cached_and_asked(text) for text in (before, after)]
-    if None in counts or counts[1][1] <= counts[0][1]:
-        return None
-    return (counts[1][0] - counts[0][0]) / (counts[1][1] - counts[0][1])
-
-
-def least_cached(case: Case) -> float:
-    """The last page of a prompt is computed again, and the tokenizer may have moved one more."""
-    return max(0.0, 0.95 * (1 - 2 * PAGE_TOKENS / case.input))
-
-
-@dataclass
-class Run:
-    """One run; `document` is what is written, also when it ends half way."""
-
-    engine: Engine
-    scenario: Scenario
-    specific: EngineScenario
-    serving: Serving
-    cases: list[Case]
-    backends: list[str]
-    python: str
-    flags: list[str]
-    output: Path
-    document: dict
-    deadline: float | None
-    console: Console
-    profile: tuple[int, int] | None = None  # concurrency and input length of the point that is profiled
-    turn_end: float | None = None
-    fresh_seeds: int = 0
-
-    @property
-    def logs(self) -> Path:
-        return self.output.with_suffix("")
-
-    def environment(self) -> dict[str, str]:
-        return {**self.scenario.environment, **self.specific.environment, **self.engine.environment(self.serving)}
-
-    def command(self, backend: str, port: int) -> list[str]:
-        flags = [*self.specific.flags, *self.flags]
-        if self.profile:
-            flags += e2e_profile.flags(self.engine.name, self.traces(backend))
-        return self.engine.server(self.python, self.serving, backend, port, flags)
-
-    def traces(self, backend: str) -> Path:
-        return self.logs.absolute() / f"{self.engine.name}-{backend.lower()}-traces"
-
-    def seconds(self, most: float) -> float:
-        """What `most` seconds are before the end of this turn. Raises Stopped when nothing is left of the run, TurnOver
-        when nothing is left for this backend."""
-        if self.deadline is None:
-            return most
-        now = time.monotonic()
-        if now >= self.deadline:
-            raise Stopped("by the time limit")
-        if now >= (end := self.turn_end or self.deadline):
-            raise TurnOver
-        return min(most, end - now)
-
-    def short_of_time(self) -> bool:
-        """Whether what is left of this turn is needed for the profile."""
-        left = math.inf if self.turn_end is None else self.turn_end - time.monotonic()
-        return self.profile is not None and left < e2e_profile.SECONDS
-
-    def write(self) -> None:
-        report.write(self.document, self.output)
-
-    def missing(self, backend: str) -> list[Case]:
-        """Cases without all their readings; one that failed is tried again."""
-        rows = [row for row in self.document["rows"] if row["backend"] == backend]
-
-        def done(case: Case, row: dict) -> bool:
-            measured = "skipped" in row or ("error" not in row and len(row["readings"]) >= case.repeats)
-            return measured and case.same_as(row)
-
-        return [case for case in self.cases if not any(done(case, row) for row in rows)]
-
-    def all(self) -> None:
-        """Every backend in turn, each with its share of the time that is left, so that a run that is cut short has
-        something of all. Raises Stopped when it is."""
-        waiting = [backend for backend in self.backends if self.missing(backend)]
-        log = self.logs / f"{self.engine.name}.load.log"
-        cut = []
-        with Generator(self.python, self.engine.load_module, log, self.environment()) as generator:
-            for number, backend in enumerate(waiting):
-                if self.deadline is not None:
-                    now = time.monotonic()
-                    turns = len(waiting) - number
-                    # The first server compiles what the others find in the caches, and gets a longer turn for it.
-                    turns -= FIRST_TURN if number == 0 < turns - 1 else 0
-                    self.turn_end = now + (self.deadline - now) / turns
-                if not self.turn(backend, generator):
-                    cut.append(backend)
-        if cut:
-            raise Stopped(f"by the time limit, in the turn of {', '.join(cut)}")
-
-    def turn(self, backend: str, generator: Generator) -> bool:
-        """One backend's turn; False when its time was up before it was through."""
-        cases = self.missing(backend)
-        self.document["rows"] = [
-            row
-            for row in self.document["rows"]
-            if row["backend"] != backend or not any(case.same_as(row) for case in cases)
-        ]
-        record = self.document["servers"].setdefault(backend, {})
-        record.pop("error", None)
-        try:
-            try:
-                self.backend(backend, cases, record, generator)
-            except Failed as failure:
-                # A time limit that ends a wait is not the server's fault.
-                self.seconds(1)
-                record["error"] = str(failure)
-                self.console.print(f"{backend}: {failure}", style="red", markup=False, highlight=False)
-        except TurnOver:
-            self.console.print(f"{backend}: its share of the time limit is over", style="yellow")
-            return False
-        finally:
-            self.write()
-        return True
-
-    def backend(self, backend: str, cases: list[Case], record: dict, generator: Generator) -> None:
-        """One server and all that is measured on it."""
-        port = free_port()
-        url, command = f"http://127.0.0.1:{port}", self.command(backend, port)
-        log = self.logs / f"{self.engine.name}-{backend.lower()}.log"
-        log.unlink(missing_ok=True)
-        record |= {"command": shlex.join(["python", *command[1:]]), "log": str(log)}
-        self.console.print(f"[bold]{backend}[/]: starting, log in {log}")
-        begin, environment = time.monotonic(), self.environment()
-        with (
-            memory_given_back(),
-            server(command, url, log, environment, self.seconds(self.scenario.ready_seconds)) as process,
-        ):
-            record["seconds_to_ready"] = round(time.monotonic() - begin, 1)
-            text = log.read_text(errors="replace")
-            if not self.engine.in_use(backend, text):
-                raise Failed(f"the server's log does not say that {backend} is in use:\n{tail(log)}")
-            record["full_cuda_graphs"] = self.engine.in_full_graphs(text)
-            record["cache_tokens"] = room = self.engine.cache_tokens(text)
-            self.console.print(f"{backend}: ready after {record['seconds_to_ready']:.0f} s, cache of {room} tokens")
-            cut = self.measure(backend, cases, room, generator, port, process)
-            if process.ended() is None:
-                self.profiled(backend, generator, port)
-            if cut:
-                raise TurnOver
-
-    def measure(
-        self, backend: str, cases: list[Case], room: int | None, generator: Generator, port: int, process: Process
-    ) -> bool:
-        """All cases of one server: two readings of each, then the rest, so that a cut costs readings before points.
-        True when it was cut, to leave time for the profile."""
-        run = len(e2e_report.runs_of(self.document)) - 1
-        rows = {case: {"backend": backend, **case.describe(), "run": run, "readings": []} for case in cases}
-        sent: list[Case] = []
-        for most in (FIRST_READINGS, max(case.repeats for case in cases)):
-            for case, row in rows.items():
-                if "skipped" in row or "error" in row or row.get("complete"):
-                    continue
-                if self.short_of_time():
-                    return True
-                self.seconds(1)
-                if row not in self.document["rows"]:
-                    self.document["rows"].append(row)
-                if room is not None and case.tokens > room:
-                    row["skipped"] = f"needs a cache of {case.tokens:,} tokens, the server has {room:,}"
-                else:
-                    self.case(case, row, generator, port, most, "warm_up" in row or any(map(case.in_cache_after, sent)))
-                    sent.append(case)
-                self.write()
-                if {"tpot_ms", "skipped", "error"} & row.keys():
-                    self.console.print(e2e_report.line(row), markup=False, highlight=False)
-                if process.ended() is not None:
-                    return False  # the server's end reports it; the other cases stay to be measured
-        return False
-
-    def case(self, case: Case, row: dict, generator: Generator, port: int, most: int, known: bool) -> None:
-        """Readings of one case, `most` in all; `known` when its prompts are in the prefix cache already. A load
-        generator that fails costs the case, not the server."""
-        load, cached = case.load, case.prefill == "cached"
-        try:
-            if not known:
-                # Fills the prefix cache where that is wanted, and lets the server compile what it has not met yet. One
-                # token would have no time per token.
-                row["warm_up"] = self.reading(replace(load, output=2, seed=self.seed(cached)), generator, port)
-            while len(row["readings"]) < min(most, case.repeats):
-                if self.short_of_time():
-                    return
-                reading = self.reading(replace(load, seed=self.seed(cached)), generator, port)
-                share = reading["cached_share"]
-                if share is not None and not (least_cached(case) <= share if cached else share <= MOST_CACHED):
-                    if cached and "discarded" not in row:  # evicted since, and in the cache again now
-                        row["discarded"] = reading
-                        continue
-                    raise Failed(
-                        f"prefill {case.prefill}, but {share:.0%} of the prompts' tokens were in the prefix cache"
-                    )
-                row["readings"].append(reading)
-                row |= summary(row["readings"], self.scenario.gpus)
-                self.write()
-            row["complete"] = len(row["readings"]) == case.repeats
-        except Failed as failure:
-            self.seconds(1)
-            row["error"] = str(failure)
-
-    def profiled(self, backend: str, generator: Generator, port: int) -> None:
-        """Attention's share of GPU time in decode steps of the wanted point. After all readings of this server: torch's
-        profiler may leave its hooks in the driver."""
-        rows = [row for row in self.document["rows"] if row["backend"] == backend and row["readings"]]
-        row = next((row for row in rows if (row["concurrency"], row["input"]) == self.profile), None)
-        case = next((case for case in self.cases if row and case.same_as(row)), None)
-        if case is None:
-            return
-        last = row["readings"][-1]
-        # Long enough that the profiler, which takes a while to start, meets full decode steps.
-        output = min(e2e_profile.OUTPUT_TOKENS, self.serving.max_context - MARGIN_TOKENS - case.input)
-        load = replace(case.load, output=output, seed=self.seed(case.prefill == "cached"))
-        until = last["seconds"] - last["duration"] + max(2e-3 * last["median_ttft_ms"], last["duration"] / 2)
-        folder = self.traces(backend)
-        try:
-            with e2e_profile.started_later(self.engine.name, f"http://127.0.0.1:{port}", folder, until):
-                self.reading(load, generator, port)
-            row["profile"] = e2e_profile.read(folder, self.seconds(e2e_profile.EXPORT_SECONDS))
-        except (Failed, OSError, ValueError, KeyError) as failure:
-            self.seconds(1)
-            row["profile"] = {"error": f"{type(failure).__name__}: {failure}"}
-        self.console.print(f"  {backend}: {e2e_profile.line(row['profile'])}", markup=False, highlight=False)
-
-    def seed(self, cached: bool) -> int:
-        """The one seed for prompts that are to be known already, a new one for prompts that are not."""
-        self.fresh_seeds += not cached
-        return SEED if cached else SEED + self.fresh_seeds
-
-    def reading(self, load: Load, generator: Generator, port: int) -> dict:
-        with tempfile.TemporaryDirectory() as folder:
-            result, url = Path(folder) / "result.json", f"http://127.0.0.1:{port}"
-            before, begin = metrics_of(url), time.monotonic()
-            generator.run(self.engine.load(self.serving, load, port, result), self.seconds(self.scenario.point_seconds))
-            seconds = time.monotonic() - begin
-            try:
-                return read_result(result, load.prompts) | {
-                    "seconds": round(seconds, 3),  # of the whole run, the load generator's own preparations included
-                    "cached_share": cached_share(self.engine, before, metrics_of(url)),
-                }
-            except (OSError, ValueError, KeyError) as error:
-                raise Failed(f"the load generator's result: {error!r}\n{tail(generator.log, 15)}") from error
-
-
-def summary(readings: list[dict], gpus: int) -> dict:
-    """Median and range over the readings of a case."""
-
-    def spread(values: list[float]) -> dict:
-        return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-    found = {
-        "tpot_ms": spread([reading["median_tpot_ms"] for reading in readings]),
-        "ttft_ms": spread([reading["median_ttft_ms"] for reading in readings]),
-        "tokens_per_second": spread([reading["output_throughput"] for reading in readings]),
-        "tokens_per_second_per_gpu": spread([reading["output_throughput"] / gpus for reading in readings]),
-    }
-    if steps := [reading["median_itl_ms"] for reading in readings if "median_itl_ms" in reading]:
-        found["itl_ms"] = spread(steps)
-    if accepted := [reading["acceptance_length"] for reading in readings if "acceptance_length" in reading]:
-        found["acceptance_length"] = spread(accepted)
-    return found
-
-
-def nvidia_smi(query: str, *options: str) -> list[str]:
-    command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader,nounits", *options]
-    with suppress(OSError, subprocess.SubprocessError):
-        output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-        return [line.strip() for line in output.splitlines()]
-    return []
-
-
-@contextmanager
-def memory_given_back() -> Iterator[None]:
-    """After the block, wait until the GPUs have the memory back; the driver takes a moment after a process."""
-
-    # Of a machine that is shared, what others do on other GPUs is not waited for.
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    ours = ["-i", visible] if visible else []
-
-    def used() -> int:
-        return sum(int(line) for line in nvidia_smi("memory.used", *ours) if line.isdigit())
-
-    before = used()
-    yield
-    end = time.monotonic() + MEMORY_SECONDS
-    while used() > before + 2048 and time.monotonic() < end:
-        time.sleep(0.5)
-
-
-def provenance(engine: Engine, python: str) -> dict:
-    """What a figure is worth nothing without."""
     packages = (engine.package, "torch", "apache-tvm-ffi", "flashinfer-python", "triton", "etap-backend")
     program = (
         "import importlib.metadata as m, json, sys\n"
@@ -478,184 +68,99 @@ def provenance(engine: Engine, python: str) -> dict:
         "    except m.PackageNotFoundError: return None\n"
         f"print(json.dumps([sys.version.split()[0], {{name: version(name) for name in {packages!r}}}]))"
     )
-    asked = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=120)
-    if asked.returncode:
-        raise ValueError(f"--python: wanted the engine's interpreter, got {python}: {asked.stderr.strip()[-300:]}")
-    version, versions = json.loads(asked.stdout)
+    try:
+        asked = subprocess.run([python, "-c", program], capture_output=True, text=True, timeout=ASK_SECONDS)
+        if asked.returncode:
+            raise ValueError(asked.stderr.strip()[-300:])
+        version, versions = json.loads(asked.stdout)
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        raise ValueError(f"--python: wanted the engine's interpreter, got {python}: {error}") from error
     if not versions[engine.package]:
         raise ValueError(f"--engine: wanted {engine.package} installed for {python}, found none")
-    gpus, library = nvidia_smi("name,memory.total,driver_version"), os.environ.get("ETAP_LIBRARY")
-    name, memory, driver = gpus[0].split(", ") if gpus else ("unknown", "unknown", "unknown")
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "gpu": name,
-        "gpu_memory_mib": memory,
-        "gpus_of_the_machine": len(gpus),
-        "driver": driver,
-        "python": version,
-        "versions": {package: found for package, found in versions.items() if found}
-        | {"etap-backend": etap_backend.__version__},
-        "commit": report.commit(),
-        "library_sha256": hashlib.sha256(Path(library).read_bytes()).hexdigest() if library else None,
-        "command": shlex.join(["etap", *sys.argv[1:]]),
-    }
+    found = {package: number for package, number in versions.items() if number}
+    return version, found | {"etap-backend": etap_backend.__version__}
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A model folder, its configuration where it can be read, and whether its weights are made up."""
+class Asked:
+    """A run as the command line asks for it, checked as far as that can be without GPU and engine."""
 
-    model: str
-    config: dict | None
-    dummy: bool
-    what: str
+    engine: Engine
+    scenario: Scenario
+    specific: EngineScenario
+    order: list[Turn]
+    cases: list[Case]
+    prepared: Prepared
+    serving: Serving
+    small: Prepared | None
+    profile: tuple[int, int] | None
 
+    def run(self, document: Document, python: str, flags: list[str], output: Path, deadline: float | None) -> Run:
+        console = Console() if sys.stdout.isatty() else Console(width=180)
+        small = replace(self.serving, model=self.small.model) if self.small else None
+        return Run(
+            *(self.engine, self.scenario, self.specific, self.serving, self.cases, self.order, python, flags),
+            *(output, document, deadline, console, self.profile, small),
+        )
 
-def prepare_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: int, folder: Path) -> Prepared:
-    """A shipped configuration becomes a folder for dummy weights; anything else is served as it is.
+    def document(self, python: str, note: str) -> Document:
+        """An empty one. Raises ValueError when the interpreter has no such engine."""
+        version, versions = engine_versions(self.engine, python)
+        about = provenance("etap e2e", versions=versions, python=version, library=_library.library_path(), note=note)
+        scenario, serving = self.scenario, self.serving
+        return Document(
+            **about.model_dump(),
+            title=scenario.title,
+            engine=self.engine.name,
+            model=scenario.model,
+            weights=self.prepared.what,
+            dummy=self.prepared.dummy,
+            model_shape=self.prepared.config,
+            gpus=scenario.gpus,
+            layout=Layout(tp=serving.tp, pp=serving.pp, dp=serving.dp),
+            draft_tokens=scenario.draft_tokens,
+            acceptance=serving.acceptance,
+            kv_dtype=scenario.kv_dtype,
+            environment=scenario.environment,
+            method=report.METHOD,
+        )
 
-    Raises ValueError when changes are wanted of a model that has its own weights, or of keys that it has not.
-    """
-    if name.lower() not in configs.shipped("models", ".json"):
-        if changes or rank_of:
-            raise ValueError(f"--set, --layers, --rank-of: wanted a model of configs/models, got {name}")
-        path, config = Path(name) / "config.json", None
-        with suppress(OSError):
-            config = json.loads(path.read_text())
-        return Prepared(name, config, False, "its own weights")
-    whole = json.loads(configs.find("models", name, ".json").read_text())
-    if unknown := set(changes) - set(whole):
-        raise ValueError(f"--set: wanted keys of {name}'s config.json, got {', '.join(sorted(unknown))}")
-    config = whole | changes
-    if config.get("quantization_config", whole) is None:
-        del config["quantization_config"]  # the engines take its presence for a wish
-    if rank_of:
-        config = dummy_model.of_one_rank(config, rank_of, tp)
-    kind = "FP8 in blocks" if config.get("quantization_config") else "bfloat16"
-    what = f"dummy weights, {kind}, {config['num_hidden_layers']} of {whole['num_hidden_layers']} layers"
-    if rank_of:
-        what += f", each GPU with the heads and widths of one of {rank_of} tensor-parallel ranks"
-    said = ("num_hidden_layers", "quantization_config")
-    if others := [f"{key} {value} (of {whole[key]})" for key, value in changes.items() if key not in said]:
-        what += "; " + ", ".join(others)
-    return Prepared(str(dummy_model.write(folder, config)), config, True, what)
-
-
-def serving_of(scenario: Scenario, prepared: Prepared, cases: list[Case]) -> Serving:
-    longest = max(case.input + case.output for case in cases) + MARGIN_TOKENS + scenario.draft_tokens
-    return Serving(
-        prepared.model,
-        prepared.dummy,
-        scenario.tensor_parallel,
-        scenario.pipeline_parallel,
-        scenario.data_parallel,
-        longest,
-        tuple(sorted({case.concurrency for case in cases})),
-        scenario.draft_tokens,
-        scenario.acceptance if prepared.dummy else None,
-        scenario.kv_dtype == "fp8",
-    )
-
-
-def header(scenario: Scenario, engine: Engine, prepared: Prepared, serving: Serving, python: str, note: str) -> dict:
-    shape = plan.Model.model_validate(prepared.config).model_dump() if prepared.config else None
-    return {
-        "kind": "e2e",
-        "title": scenario.title,
-        "engine": engine.name,
-        **provenance(engine, python),
-        "model": scenario.model,
-        "weights": prepared.what,
-        "dummy": prepared.dummy,
-        "model_shape": shape,
-        "gpus": scenario.gpus,
-        "layout": {"tp": serving.tp, "pp": serving.pp, "dp": serving.dp},
-        "draft_tokens": scenario.draft_tokens,
-        "acceptance": serving.acceptance,
-        "kv_dtype": scenario.kv_dtype,
-        "environment": scenario.environment,
-        "note": note,
-        "method": e2e_report.METHOD,
-        "complete": False,
-        "stopped": None,
-        "servers": {},
-        "rows": [],
-    }
+    def show(self, python: str, flags: list[str], console: Console) -> None:
+        """The commands of every server, and of the load generator at every point."""
+        flags = [*self.specific.flags, *flags]
+        commands = [
+            self.engine.server(python, self.serving, name, SHOWN_PORT, flags)
+            for name in dict.fromkeys(turn.backend for turn in self.order)
+        ]
+        for case in self.cases:
+            load = self.engine.load(self.serving, case.load, SHOWN_PORT, SHOWN_RESULT)
+            commands.append([python, "-m", self.engine.load_module, *load])
+        for command in commands:
+            console.print(shlex.join(command), markup=False, highlight=False, soft_wrap=True)
+        if self.prepared.dummy:
+            console.print(f"A run writes the model's folder: {self.prepared.model}", soft_wrap=True)
 
 
-def resumed(path: Path, fresh: dict) -> dict:
+def resumed(path: Path, fresh: Document) -> Document:
     """The document in `path` to go on with, as another run. Raises ValueError when it is of another comparison."""
-    before = json.loads(path.read_text())
     try:
-        e2e_report.must_be_comparable(before, fresh)
+        before = rows.read(path)
+        rows.must_be_comparable(before, fresh)
     except ValueError as error:
-        raise ValueError(f"--resume: {path} {error}") from error
-    [about] = e2e_report.runs_of(fresh)
-    return before | about | {"runs": [*e2e_report.runs_of(before), about], "complete": False, "stopped": None}
+        raise ValueError(f"--resume: {path}: {str(error).removeprefix(f'{path}: ')}") from error
+    [about] = fresh.all_runs
+    changes = about.model_dump() | {"runs": [*before.all_runs, about], "complete": False, "stopped": None}
+    return before.model_copy(update=changes)
 
 
-def chosen(points: list[Point], context: list[int] | None, concurrency: list[int] | None) -> list[Point]:
-    """The points of the wanted input lengths and concurrencies. Raises ValueError when none is left."""
-    kept = []
-    for point in points:
-        wanted = [number for number in point.concurrency if not concurrency or number in concurrency]
-        if wanted and (not context or point.input in context):
-            kept.append(point.model_copy(update={"concurrency": wanted}))
-    if not kept:
-        raise ValueError("--context, --concurrency: no point of the scenario has these")
-    return kept
-
-
-def parse_changes(pairs: list[str], layers: int | None) -> dict[str, Any]:
-    """{key: value} of KEY=VALUE texts. Raises ValueError when one is not such a text with a value in JSON."""
-    changes: dict[str, Any] = {}
-    for pair in pairs:
-        key, equals, value = pair.partition("=")
-        try:
-            changes[key] = json.loads(value)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"--set: wanted KEY=VALUE with a JSON value, got {pair!r}") from error
-        if not equals:
-            raise ValueError(f"--set: wanted KEY=VALUE, got {pair!r}")
-    return changes | ({"num_hidden_layers": layers} if layers else {})
-
-
-def parse_point(text: str) -> tuple[int, int]:
-    """(requests, input tokens) of a text such as 16x16K. Raises ValueError when it is no such text."""
-    requests, _, length = text.partition("x")
-    if not requests.isdigit() or int(requests) < 1:
-        raise ValueError(f"wanted requests x tokens such as 16x16K, got {text!r}")
-    return int(requests), plan.tokens(length)
-
-
-def parse_profile(text: str | None, cases: list[Case]) -> tuple[int, int] | None:
-    """(concurrency, input) of a text such as 16x16K. Raises ValueError when the cases have no such point."""
-    if text is None:
-        return None
-    try:
-        wanted = parse_point(text)
-    except ValueError as error:
-        raise ValueError(f"--profile: {error}") from error
-    if wanted not in {(case.concurrency, case.input) for case in cases}:
-        raise ValueError(f"--profile: wanted a point of this run, such as 16x16K, got {text}")
-    return wanted
-
-
-class EngineName(str, Enum):
-    vllm = "vllm"
-    sglang = "sglang"
+def _backends(specific: EngineScenario, wanted: list[str] | None) -> list[str]:
+    known = {name.lower(): name for name in specific.backends}
+    return [known.get(name.lower(), name) for name in wanted or specific.backends]
 
 
 def _refuse(text: str) -> typer.Exit:
     Console(stderr=True).print(f"etap e2e: {text}", style="red", markup=False, highlight=False)
     return typer.Exit(2)
-
-
-def _backends(engine: Engine, specific: EngineScenario, wanted: list[str] | None) -> list[str]:
-    if not wanted:
-        return specific.backends
-    known = {name.lower(): name for name in specific.backends}
-    return [known.get(name.lower(), name) for name in wanted]
 
 
 def e2e(
@@ -674,88 +179,90 @@ def e2e(
         list[str] | None, typer.Option("--set", help="KEY=VALUE of a dummy model's config.json; may be repeated.")
     ] = None,
     context: Annotated[list[str] | None, typer.Option(help="Only points of this input length, such as 16K.")] = None,
-    concurrency: Annotated[list[int] | None, typer.Option(help="Only this concurrency; may be repeated.")] = None,
+    concurrency: Annotated[
+        list[int] | None, typer.Option(min=1, help="Only this concurrency; may be repeated.")
+    ] = None,
     repeats: Annotated[
         int | None, typer.Option(min=1, help="Readings of each point, instead of the scenario's.")
     ] = None,
     profile: Annotated[
         str | None, typer.Option(help="Also profile some decode steps of this point, as 16x16K, for attention's share.")
     ] = None,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Servers of each backend, in turn: A B A B; they share the readings.")
+    ] = 1,
+    throw_away: Annotated[
+        bool, typer.Option("--throw-away", help="First a server of few layers that fills the caches, not reported.")
+    ] = False,
     flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON file; results/e2e-<scenario>-<engine>.json if absent.")
     ] = None,
-    time_limit: Annotated[float | None, typer.Option(help="Stop after this many seconds, keep what there is.")] = None,
+    time_limit: Annotated[
+        float | None, typer.Option(min=1, help="Stop after this many seconds, keep what there is.")
+    ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on with the output file; measure what it lacks.")
     ] = False,
     python: Annotated[str, typer.Option(help="Interpreter that has the engine.")] = sys.executable,
     note: Annotated[str, typer.Option(help="Put into the output: anything unusual about this machine.")] = "",
     plots: Annotated[bool, typer.Option(help="Draw a plot beside the JSON file.")] = True,
-    show: Annotated[bool, typer.Option("--show", help="Print the commands and the points, run nothing.")] = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the commands, run and write nothing.")] = False,
 ) -> None:
     """Serve one model with ETAP and with the engine's own attention backends, and compare what users see."""
     begin = time.monotonic()
-    driven = ENGINES[engine.value]
     output = output or Path("results") / f"e2e-{Path(scenario).stem}-{engine.value}.json"
     try:
         wanted = read_scenario(scenario)
-        lengths = [plan.tokens(text) for text in context or []]
-        points = chosen(wanted.points, lengths, concurrency)
-        points = [point.model_copy(update={"repeats": repeats or point.repeats}) for point in points]
         updates = {"model": model, "gpus": gpus}
         wanted = wanted.model_copy(update={key: value for key, value in updates.items() if value is not None})
         if (specific := getattr(wanted, engine.value)) is None:
             raise ValueError(f"{scenario}: wanted a table [{engine.value}], found none")
-        cases, folder = cases_of(points), output.with_suffix("") / "model"
-        profiled = parse_profile(profile, cases)
-        asked = parse_changes(changes or [], layers)
-        prepared = prepare_model(wanted.model, asked, rank_of, wanted.tensor_parallel, folder)
+        points = chosen(wanted.points, [parse_tokens(text) for text in context or []], concurrency)
+        order = turns_of(_backends(specific, backend), turns)
+        least = max(turn.of for turn in order)  # each server is to have a reading of every point
+        cases = cases_of(
+            [point.model_copy(update={"repeats": max(repeats or point.repeats, least)}) for point in points]
+        )
+        asked_for, tp = parse_changes(changes or [], layers), wanted.tensor_parallel
+        folder = output.with_suffix("") / "model"
+        prepared = prepare_model(wanted.model, asked_for, rank_of, tp, folder)
+        aside = folder.with_name("model-thrown-away")
+        small = small_model(wanted.model, asked_for, rank_of, tp, aside) if throw_away else None
         serving = serving_of(wanted, prepared, cases)
-        fresh = header(wanted, driven, prepared, serving, python, note)
-        document = resumed(output, fresh) if resume and output.exists() else fresh
-    except ValueError as error:
+        profiled = parse_profile(profile, cases)
+        asked = Asked(ENGINES[engine.value], wanted, specific, order, cases, prepared, serving, small, profiled)
+        if show:
+            asked.show(python, flag or [], Console())
+            return
+        must_have_gpus(wanted.gpus)
+        document = asked.document(python, note)
+        if resume and output.exists():
+            document = resumed(output, document)
+        results.must_be_writable(output)
+        for model_folder in filter(None, (prepared, small)):
+            model_folder.write()
+    except (ValueError, OSError) as error:
         raise _refuse(str(error)) from error
-    console = Console() if sys.stdout.isatty() else Console(width=180)
-    deadline = None if time_limit is None else begin + time_limit
-    backends = _backends(driven, specific, backend)
-    run = Run(
-        driven,
-        wanted,
-        specific,
-        serving,
-        cases,
-        backends,
-        python,
-        flag or [],
-        output,
-        document,
-        deadline,
-        console,
-        profiled,
-    )
-    console.print(f"{wanted.title}: {prepared.what}, {wanted.gpus} GPUs", markup=False)
-    if show:
-        for name in backends:
-            console.print(shlex.join(run.command(name, 8000)), markup=False, highlight=False, soft_wrap=True)
-        for case in cases:
-            console.print(
-                shlex.join(driven.load(serving, case.load, 8000, Path("r.json"))), markup=False, soft_wrap=True
-            )
-        return
+    run = asked.run(document, python, flag or [], output, None if time_limit is None else begin + time_limit)
+    run.console.print(f"{wanted.title}: {prepared.what}, {wanted.gpus} GPUs", markup=False)
     try:
         with stopping(time_limit):
             run.all()
-        document["complete"] = True
+        document.complete = True
     except Stopped as reason:
-        document["stopped"] = str(reason)
+        document.stopped = str(reason)
     finally:
         run.write()
-    e2e_report.print_document(document, console)
-    if plots and any("tpot_ms" in row for row in document["rows"]):
-        try:
-            e2e_report.plot(document, output.with_suffix(".png"))
-        except ImportError:
-            console.print("no plot: it needs matplotlib, of the extra 'bench'", style="yellow")
-    if problems := e2e_report.problems(document):
+    finish(document, output, run.console, plots)
+
+
+def finish(document: Document, output: Path, console: Console, plots: bool) -> None:
+    """Show what a run has measured; it failed where a server or a point did, and where there is no reading."""
+    report.print_document(document, console)
+    if plots and document.measured():
+        report.plot(document, output.with_suffix(".png"))
+    if problems := report.problems(document):
         raise _refuse("failed: " + "; ".join(problems))
+    if document.stopped and not document.measured():
+        raise _refuse(f"stopped {document.stopped}, before the first reading")

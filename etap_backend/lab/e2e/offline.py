@@ -1,6 +1,6 @@
 """Runs vLLM's own `bench latency` and `bench throughput` with ETAP and with other attention backends.
 
-    python tests/vllm/offline_bench.py --output offline-vllm.json
+    python -m etap_backend.lab.e2e.offline --output offline-vllm.json
 
 Needs a Hopper GPU and vLLM with etap-backend beside it. The model is DeepSeek-R1 in dummy weights, as wide as one of
 eight tensor-parallel ranks, as many layers as are asked for. Each backend's engine is started once, in a process of its
@@ -11,6 +11,8 @@ runs twice a point, with few and with many output tokens, over prompts that the 
 cache; the difference, divided by the steps between them, is the time of a decode step of the whole batch. `bench
 throughput` has new prompts, prefill and decode mixed. With few layers the host is what small batches wait for.
 """
+
+from __future__ import annotations
 
 import json
 import multiprocessing
@@ -25,13 +27,18 @@ from typing import Annotated
 import typer
 from rich.console import Console
 from rich.table import Table
-from etap_backend.lab.checks.vllm_serve import provenance
 
-from etap_backend.lab.bench import report
-from etap_backend.lab.bench.command import Stopped, stopping
-from etap_backend.lab.e2e.command import MARGIN_TOKENS, memory_given_back, parse_point, prepare_model
-from etap_backend.lab.bench.grids import in_k
+from etap_backend import _library
+from etap_backend.lab.e2e.model import MARGIN_TOKENS, prepare_model
+from etap_backend.lab.e2e.scenario import parse_point
+from etap_backend.lab.provenance import provenance
+from etap_backend.lab.results import must_be_writable, write
+from etap_backend.lab.serving.lifecycle import memory_given_back
+from etap_backend.lab.stopping import Stopped, stopping
+from etap_backend.lab.units import in_k
 
+PROGRAM = "python -m etap_backend.lab.e2e.offline"
+PACKAGES = ("etap-backend", "vllm", "torch", "apache-tvm-ffi", "flashinfer-python", "triton")
 MODEL = "deepseek-r1"
 BACKENDS = "ETAP,FLASHMLA,FLASH_ATTN_MLA"
 # Most requests first: the prompts of a point with fewer, of the same length, are in the cache then.
@@ -206,16 +213,22 @@ def main(
     wanted, served = points_of(points, "--points"), points_of(throughput, "--throughput")
     changes = {"num_hidden_layers": layers, "first_k_dense_replace": 1}
     names = backends.split(",")
-    document = {"what": "vLLM's bench latency and throughput, one process"} | provenance(note)
+    about = provenance(PROGRAM, packages=PACKAGES, library=_library.library_path(), note=note)
+    document = {"what": "vLLM's bench latency and throughput, one process"} | about.model_dump()
     with tempfile.TemporaryDirectory() as folder:
-        prepared = prepare_model(MODEL, changes, rank_of, 1, Path(folder))
+        try:
+            must_be_writable(output)
+            prepared = prepare_model(MODEL, changes, rank_of, 1, Path(folder))
+            prepared.write()
+        except ValueError as error:
+            raise typer.BadParameter(str(error)) from error
         asked = Asked(prepared.model, wanted, served, iterations, flags or [])
         document |= {"model": MODEL, "weights": prepared.what, "output_tokens": [SHORT, LONG]}
         document |= {"throughput_output_tokens": THROUGHPUT_OUTPUT, "engines": [], "rows": [], "stopped": []}
 
         def keep(row: dict) -> None:
             document["rows" if "program" in row else "engines"].append(row)
-            report.write(document, output)
+            write(document, output)
 
         try:
             with stopping(None):  # else the engine's process would outlive this one
@@ -226,7 +239,7 @@ def main(
                             console.print(reason, style="red", markup=False)
         except Stopped as reason:
             document["stopped"].append(str(reason))
-        report.write(document, output)
+        write(document, output)
     print_rows(document["rows"], names)
     raise typer.Exit(bool(document["stopped"]))
 

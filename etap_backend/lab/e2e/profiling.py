@@ -7,14 +7,17 @@ import json
 import re
 import threading
 import time
-import urllib.request
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from etap_backend.lab.e2e.rows import Profile
+from etap_backend.lab.serving import client
+
 STEPS = 10
 OUTPUT_TOKENS = 1024
+LOAD_SECONDS = 8  # of decoding while the profiler starts and records, within OUTPUT_TOKENS
 EXPORT_SECONDS = 30
 SECONDS = 20  # that it takes in all, about
 LISTED = 25
@@ -41,27 +44,21 @@ def flags(engine: str, folder: Path) -> list[str]:
     return ["--profiler-config", json.dumps(config | quiet)]
 
 
-def _post(url: str, body: dict | None = None) -> None:
-    data = b"" if body is None else json.dumps(body).encode()
-    request = urllib.request.Request(url, data, {"Content-Type": "application/json"}, method="POST")
-    urllib.request.urlopen(request, timeout=60).close()
-
-
 @contextmanager
 def started_later(engine: str, url: str, folder: Path, seconds: float) -> Iterator[None]:
     """Start the server's profiler so many seconds after the block begins, for STEPS steps, and end it with the block.
-    Raises OSError when the server does not take it."""
+    Raises Failed when the server does not take it."""
     steps = {"output_dir": str(folder), "num_steps": STEPS, "activities": ["CPU", "GPU"]}
     steps |= {"with_stack": False, "record_shapes": False}
     body = None if engine == "vllm" else steps
-    problems: list[OSError] = []
+    problems: list[client.Failed] = []
     for old in folder.rglob("*.json.gz"):
         old.unlink()
 
     def start() -> None:
         try:
-            _post(f"{url}/start_profile", body)
-        except OSError as error:
+            client.post(f"{url}/start_profile", body)
+        except client.Failed as error:
             problems.append(error)
 
     timer = threading.Timer(max(0.0, seconds), start)
@@ -74,23 +71,23 @@ def started_later(engine: str, url: str, folder: Path, seconds: float) -> Iterat
     if problems:
         raise problems[0]
     if engine == "vllm":  # SGLang's ends itself after its steps
-        _post(f"{url}/stop_profile")
+        client.post(f"{url}/stop_profile")
 
 
-def read(folder: Path, seconds: float) -> dict:
+def read(folder: Path, seconds: float) -> Profile:
     """The share of the trace that appears in `folder`. Raises ValueError when none does in time, or none with decode
     attention."""
     deadline = time.monotonic() + seconds
     while True:
         for path in sorted(folder.rglob("*.json.gz")):
             with suppress(OSError, EOFError, ValueError), gzip.open(path) as file:  # it may not be whole yet
-                return share_of(json.load(file)["traceEvents"]) | {"trace": path.name}
+                return share_of(json.load(file)["traceEvents"]).model_copy(update={"trace": path.name})
         if time.monotonic() > deadline:
             raise ValueError(f"no trace in {folder} after {seconds:.0f} s")
         time.sleep(0.5)
 
 
-def share_of(events: list[dict]) -> dict:
+def share_of(events: list[dict]) -> Profile:
     """GPU time of all kernels and of attention's, in milliseconds, and the longest kernels by name.
 
     Of decode steps only, where the engine marks its steps; `steps` is their number, or None where it does not. Kernels
@@ -108,13 +105,13 @@ def share_of(events: list[dict]) -> dict:
         for name, time_of_it in times.most_common(LISTED)
     ]
     total, attention = sum(times.values()), sum(_times_alone(of_attention))
-    return {
-        "attention_share": attention / total if attention else None,
-        "attention_ms": _ms(attention),
-        "kernels_ms": _ms(total),
-        "steps": steps,
-        "kernels": longest,
-    }
+    return Profile(
+        attention_share=attention / total if attention else None,
+        attention_ms=_ms(attention),
+        kernels_ms=_ms(total),
+        steps=steps,
+        kernels=longest,
+    )
 
 
 def _ms(microseconds: float) -> float:
@@ -152,14 +149,14 @@ def _times_alone(kernels: list[dict]) -> list[float]:
     return times
 
 
-def line(found: dict) -> str:
-    if "error" in found:
-        return f"profile: {found['error'].splitlines()[0]}"
-    if found["steps"] == 0:
+def line(found: Profile) -> str:
+    if found.error:
+        return f"profile: {found.error.splitlines()[0]}"
+    if found.steps == 0:
         return "profile: no decode step in the trace"
-    if found["attention_share"] is None:
+    if found.attention_share is None:
         return "profile: no attention kernel that is known by name"
-    of_what = f"{found['kernels_ms']:.1f} ms of kernels in the profile"
-    if found["steps"]:
-        of_what = f"{found['kernels_ms'] / found['steps']:.2f} ms of kernels a step, {found['steps']} steps profiled"
-    return f"attention {found['attention_share']:.1%} of {of_what}"
+    of_what = f"{found.kernels_ms:.1f} ms of kernels in the profile"
+    if found.steps:
+        of_what = f"{found.kernels_ms / found.steps:.2f} ms of kernels a step, {found.steps} steps profiled"
+    return f"attention {found.attention_share:.1%} of {of_what}"

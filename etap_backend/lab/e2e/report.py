@@ -1,11 +1,12 @@
-"""What becomes of the JSON of `etap e2e`: the table on the screen, the table in the README, the plot.
+"""What becomes of the JSON of `etap e2e`: the table on the screen, the table of a page, the plot.
 
-`python -m etap_backend.lab.e2e.report results/e2e-*.json --readme README.md --plots results` does all of it without a GPU.
+    python -m etap_backend.lab.e2e.report results/e2e-*.json --plots results
+
+does it without a GPU; `python -m etap_backend.lab.tables` puts the tables into the pages.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
@@ -14,240 +15,214 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from etap_backend.lab import results as files
+from etap_backend.lab.e2e.rows import Document, Failed, Measured, Skipped, at_equal_host_speed, joined, read
 from etap_backend.lab.serving.engines import ENGINES
-from etap_backend.lab.bench.grids import in_k
-from etap_backend.lab.bench.report import place_tables, write
+from etap_backend.lab.units import in_k
 
 METHOD = (
     "the engine's own load generator, random prompts, greedy, all requests at once up to the concurrency; TPOT is the "
     "median over requests, ITL that over all steps; median and range over repeated readings; prefill served: prompts "
     "new to the server; prefill cached: the same prompts were sent before and are in the prefix cache, so readings are "
-    "decode alone"
+    "decode alone; tokens a chunk: of the stream, ITL lies between chunks; host ms: a fixed loop of plain Python on "
+    "the server's machine, the slower of before and after a reading: where it was timed, a point's readings are "
+    "compared that are within 10% of each other"
 )
-COMPARABLE = ("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions")
-RUN_KEYS = ("date", "commit", "library_sha256", "command", "note")
 DUMMY = "Dummy weights: times are those of the architecture, answers mean nothing, and experts are chosen as they fall."
 
 
-def must_be_comparable(document: dict, other: dict) -> None:
-    """Raises ValueError when rows of the two do not belong into one table."""
-    # Documents of before there was a choice of the cache's type do not say it.
-    defaults = {"kv_dtype": "same"}
-    one, another = (defaults | each for each in (document, other))
-    if differing := [key for key in COMPARABLE if one.get(key) != another.get(key)]:
-        raise ValueError(f"differs in {', '.join(differing)}")
+Row = Measured | Skipped | Failed
 
 
-def runs_of(document: dict) -> list[dict]:
-    """What each run was that rows are of; a row's `run` counts from 0, and a row without is of the first."""
-    return document.get("runs") or [{key: document.get(key) for key in RUN_KEYS}]
-
-
-def joined(documents: list[dict]) -> dict:
-    """One document of several runs of one comparison. Of a backend's readings at a point the last document's stand.
-
-    Raises ValueError when they are of different comparisons.
-    """
-    runs = list({json.dumps(run): run for document in documents for run in runs_of(document)}.values())
-    rows, servers = {}, {}
-    for document in documents:
-        must_be_comparable(documents[0], document)
-        for row in document["rows"]:
-            key = row["backend"], *shape_of(row)
-            if "tpot_ms" in row or key not in rows:
-                rows[key] = row | {"run": runs.index(runs_of(document)[row.get("run", 0)])}
-        servers |= document["servers"]
-    stopped = dict.fromkeys(document["stopped"] for document in documents if document["stopped"])
-    about = {"runs": runs, "rows": list(rows.values()), "servers": servers, "stopped": "; ".join(stopped) or None}
-    return documents[-1] | about | {"complete": all(document["complete"] for document in documents)}
-
-
-def shape_of(row: dict) -> tuple:
-    return row["input"], row["output"], row["concurrency"], row["prefill"]
-
-
-def shape_text(shape: tuple) -> str:
-    given, made, concurrency, prefill = shape
-    return f"{concurrency} x {in_k(given)}/{in_k(made)}, {prefill}"
-
-
-def line(row: dict) -> str:
+def line(row: Row, gpus: int) -> str:
     """One row while the run goes on."""
-    what = f"  {row['backend']}, {shape_text(shape_of(row))}: "
-    if "skipped" in row or "error" in row:
-        return what + (row.get("skipped") or row["error"].splitlines()[0])
-    tpot, per_gpu = row["tpot_ms"], row["tokens_per_second_per_gpu"]["median"]
-    return f"{what}TPOT {tpot['median']:.2f} ms ({tpot['min']:.2f} to {tpot['max']:.2f}), {per_gpu:.1f} tokens/s a GPU"
+    what = f"  {row.backend}, {row.load_text}: "
+    match row:
+        case Skipped(reason=reason):
+            return what + reason
+        case Failed(error=error):
+            return what + error.splitlines()[0]
+    tpot, per_gpu = row.tpot_ms, row.tokens_per_second.median / gpus
+    return f"{what}TPOT {tpot.median:.2f} ms ({tpot.min:.2f} to {tpot.max:.2f}), {per_gpu:.1f} tokens/s a GPU"
 
 
-def backends_of(document: dict) -> list[str]:
+def backends_of(document: Document) -> list[str]:
     """Backends in their order, ours first."""
-    names = dict.fromkeys(row["backend"] for row in document["rows"])
-    ours = ENGINES[document["engine"]].ours
+    names = dict.fromkeys(row.backend for row in document.rows)
+    ours = ENGINES[document.engine].ours
     return sorted(names, key=lambda name: name != ours)
 
 
-def by_shape(document: dict) -> dict[tuple, dict[str, dict]]:
-    """{shape: {backend: row}} in the order of the rows."""
-    shapes: dict[tuple, dict[str, dict]] = {}
-    for row in document["rows"]:
-        shapes.setdefault(shape_of(row), {})[row["backend"]] = row
-    return shapes
+def _range(row: Row, key: str) -> str:
+    match row:
+        case Skipped():
+            return "cache too small"
+        case Failed():
+            return "failed"
+    if found := getattr(row, key):
+        return f"{found.median:.2f} ({found.min:.2f} to {found.max:.2f})"
+    return "another host speed" if row.left_out else "-"
 
 
-def _range(row: dict, key: str) -> str:
-    if key in row:
-        return "{median:.2f} ({min:.2f} to {max:.2f})".format(**row[key])
-    return "cache too small" if "skipped" in row else "failed" if "error" in row else "-"
+def _spread(row: Row | None, key: str):
+    return getattr(row, key) if isinstance(row, Measured) else None
 
 
-def _value(row: dict, key: str, digits: int) -> str:
-    return f"{row[key]['median']:,.{digits}f}" if key in row else "-"
+def _value(row: Row, key: str, digits: int, over: int = 1) -> str:
+    return f"{found.median / over:,.{digits}f}" if (found := _spread(row, key)) else "-"
 
 
-def _against(row: dict, ours: dict, key: str) -> str:
-    if row is ours or key not in row or key not in ours:
-        return "-"
-    return f"{row[key]['median'] / ours[key]['median']:.3f}"
+def _against(row: Row, ours: Row | None, key: str) -> str:
+    theirs, own = _spread(row, key), _spread(ours, key)
+    return "-" if row is ours or not theirs or not own else f"{theirs.median / own.median:.3f}"
 
 
 def _percent(share: float | None, digits: int) -> str:
     return "-" if share is None else f"{share:.{digits}%}"
 
 
-Column = Callable[[dict, dict], str]
+def _profiled(row: Row) -> float | None:
+    return row.profile.attention_share if isinstance(row, Measured) and row.profile else None
 
 
-def columns_of(document: dict) -> dict[str, Column]:
+def _hosts(row: Row) -> str:
+    hosts = [reading.host for reading in getattr(row, "readings", []) if reading.host]
+    return f"{min(hosts):.1f} to {max(hosts):.1f}" if hosts else "-"
+
+
+def _readings(row: Row) -> str:
+    left_out = f", {row.left_out} left out" if isinstance(row, Measured) and row.left_out else ""
+    return f"{len(getattr(row, 'readings', []))}{left_out}"
+
+
+Column = Callable[[Row, Row | None], str]
+
+
+def columns_of(document: Document) -> dict[str, Column]:
     """Title and text of each column; the text is of a row and of ours at the same point."""
-    name, known = ENGINES[document["engine"]].ours, {key for row in document["rows"] for key in row}
+    name, gpus, measured = ENGINES[document.engine].ours, document.gpus, document.measured()
     columns: dict[str, Column] = {
-        "requests x input/output, prefill": lambda row, ours: shape_text(shape_of(row)),
-        "backend": lambda row, ours: row["backend"],
+        "requests x input/output, prefill": lambda row, ours: row.load_text,
+        "backend": lambda row, ours: row.backend,
         "TPOT ms": lambda row, ours: _range(row, "tpot_ms"),
         f"TPOT / {name}'s": lambda row, ours: _against(row, ours, "tpot_ms"),
     }
-    if "itl_ms" in known:
+    if any(row.itl_ms for row in measured):
         columns["ITL ms"] = lambda row, ours: _range(row, "itl_ms")
         columns[f"ITL / {name}'s"] = lambda row, ours: _against(row, ours, "itl_ms")
+    if any(row.tokens_per_chunk for row in measured):
+        columns["tokens a chunk"] = lambda row, ours: _value(row, "tokens_per_chunk", 2)
     columns["TTFT ms"] = lambda row, ours: _value(row, "ttft_ms", 0)
-    columns["tokens/s a GPU"] = lambda row, ours: _value(row, "tokens_per_second_per_gpu", 1)
-    if "attention_share" in known:
-        columns["attention's share"] = lambda row, ours: _percent(row.get("attention_share"), 0)
-    if "profile" in known:
-        columns["attention's share, profiled"] = lambda row, ours: _percent(
-            row.get("profile", {}).get("attention_share"), 1
-        )
-    columns["readings"] = lambda row, ours: str(len(row.get("readings", [])))
-    if len(runs_of(document)) > 1:
-        columns["run"] = lambda row, ours: str(1 + row.get("run", 0))
+    columns["tokens/s a GPU"] = lambda row, ours: _value(row, "tokens_per_second", 1, gpus)
+    if any(row.attention_share is not None for row in measured):
+        columns["attention's share"] = lambda row, ours: _percent(getattr(row, "attention_share", None), 0)
+    if any(row.profile for row in measured):
+        columns["attention's share, profiled"] = lambda row, ours: _percent(_profiled(row), 1)
+    if any(reading.host for row in measured for reading in row.readings):
+        columns["host ms"] = lambda row, ours: _hosts(row)
+    columns["readings"] = lambda row, ours: _readings(row)
+    if len(document.all_runs) > 1:
+        columns["run"] = lambda row, ours: str(1 + row.run)
     return columns
 
 
-def cells_of(document: dict) -> list[list[str]]:
-    """The table's rows: all backends of a point, then the next point; without what was begun and has no reading."""
-    columns, names = columns_of(document).values(), backends_of(document)
-    ours, lines = ENGINES[document["engine"]].ours, []
-    for rows in by_shape(document).values():
-        told = [rows[name] for name in names if {"tpot_ms", "skipped", "error"} & rows.get(name, {}).keys()]
-        lines += [[text(row, rows.get(ours, {})) for text in columns] for row in told]
+def _told(row: Row | None) -> bool:
+    """Whether a row has anything to say; one that was only begun has not."""
+    return row is not None and (not isinstance(row, Measured) or bool(row.readings or row.left_out))
+
+
+def cells_of(document: Document) -> list[list[str]]:
+    """The table's rows: all backends of a point, then the next point."""
+    columns, names, lines = columns_of(document).values(), backends_of(document), []
+    for rows in document.by_shape().values():
+        ours = rows.get(ENGINES[document.engine].ours)
+        told = [rows[name] for name in names if _told(rows.get(name))]
+        lines += [[text(row, ours) for text in columns] for row in told]
     return lines
 
 
-def title_of(document: dict) -> str:
-    return f"{document['title']}, {document['engine']}, {document['gpus']} x {document['gpu']}: {document['weights']}"
+def title_of(document: Document) -> str:
+    return f"{document.title}, {document.engine}, {document.gpus} x {document.gpu}: {document.weights}"
 
 
-def provenance(document: dict) -> str:
-    versions = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
-    layout = ", ".join(f"{name} {size}" for name, size in document["layout"].items())
-    drafts = "; FP8 KV cache" if document.get("kv_dtype") == "fp8" else ""
-    if document["draft_tokens"]:
-        drafts += f"; {document['draft_tokens']} draft tokens"
-        if document["acceptance"]:
-            drafts += f", acceptance length {document['acceptance']} made up"
-    runs = runs_of(document)
-    notes = dict.fromkeys(run["note"] for run in runs)
-    weights = " ".join(filter(None, (f"{document['weights']}.", document["dummy"] and DUMMY, *notes)))
+def provenance(document: Document) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in document.versions.items())
+    layout = ", ".join(f"{name} {size}" for name, size in document.layout)
+    drafts = "; FP8 KV cache" if document.kv_dtype == "fp8" else ""
+    if document.draft_tokens:
+        drafts += f"; {document.draft_tokens} draft tokens"
+        if document.acceptance:
+            drafts += f", acceptance length {document.acceptance} made up"
+    runs = document.all_runs
+    notes = dict.fromkeys(run.note for run in runs)
+    weights = " ".join(filter(None, (f"{document.weights}.", document.dummy and DUMMY, *notes)))
     about = "; ".join(
-        f"{f'run {number}: ' if len(runs) > 1 else ''}commit {run['commit']}; {run['date']}; `{run['command']}`"
+        f"{f'run {number}: ' if len(runs) > 1 else ''}commit {run.commit}; {run.date}; `{run.command}`"
         for number, run in enumerate(runs, 1)
     )
     return (
-        f"{document['gpus']} x {document['gpu']}, {layout}{drafts}, driver {document['driver']}; {versions}; "
-        f"{about}. {weights}"
+        f"{document.gpus} x {document.gpu}, {layout}{drafts}, driver {document.driver}; {versions}; {about}. {weights}"
     )
 
 
-def problems(document: dict) -> list[str]:
+def problems(document: Document) -> list[str]:
     """Servers that failed and rows that did, by name; what the cache is too small for is none."""
-    servers = [
-        f"{name}: {record['error'].splitlines()[0]}"
-        for name, record in document["servers"].items()
-        if "error" in record
-    ]
-    rows = [line(row).strip() for row in document["rows"] if "error" in row]
-    return servers + rows
+    servers = [f"{name}: {about.error.splitlines()[0]}" for name, about in document.servers.items() if about.error]
+    return servers + [line(row, document.gpus).strip() for row in document.rows if isinstance(row, Failed)]
 
 
-def print_document(document: dict, console: Console) -> None:
+def print_document(document: Document, console: Console) -> None:
     table = Table(title=title_of(document), title_justify="left")
     for number, title in enumerate(columns_of(document)):
         table.add_column(title, justify="left" if number < 2 else "right")
     for cells in cells_of(document):
         table.add_row(*cells)
     console.print(table)
-    for name, record in document["servers"].items():
-        if "seconds_to_ready" in record:
-            room = f"{record['cache_tokens']:,}" if record.get("cache_tokens") else "unknown"
-            eager = ", [red]decode not in full CUDA graphs[/]" if record.get("full_cuda_graphs") is False else ""
-            console.print(f"{name}: ready after {record['seconds_to_ready']:.0f} s, KV cache of {room} tokens{eager}")
-        if "error" in record:
-            console.print(f"{name}: failed, see {record['log']}", style="red", markup=False, highlight=False)
-    for row in document["rows"]:
-        if "error" in row or "skipped" in row:
-            console.print(line(row).strip(), markup=False, highlight=False)
-    console.print(f"{provenance(document)}\n{document['method']}", markup=False, highlight=False)
-    if not document["complete"]:
-        console.print(f"stopped {document['stopped']}; --resume goes on", style="red")
+    for name, about in document.servers.items():
+        if about.seconds_to_ready is not None:
+            room = f"{about.cache_tokens:,}" if about.cache_tokens else "unknown"
+            eager = ", [red]decode not in full CUDA graphs[/]" if about.full_cuda_graphs is False else ""
+            console.print(f"{name}: ready after {about.seconds_to_ready:.0f} s, KV cache of {room} tokens{eager}")
+        if about.error:
+            console.print(f"{name}: failed, see {about.log}", style="red", markup=False, highlight=False)
+    for row in document.rows:
+        if not isinstance(row, Measured):
+            console.print(line(row, document.gpus).strip(), markup=False, highlight=False)
+    console.print(f"{provenance(document)}\n{document.method}", markup=False, highlight=False)
+    if not document.complete:
+        console.print(f"stopped {document.stopped}; --resume goes on", style="red")
 
 
-def markdown(document: dict) -> str:
+def markdown(document: Document) -> str:
+    """The table of a page: readings at equal speed of the host."""
+    document = at_equal_host_speed(document)
     columns = columns_of(document)
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(cells) + " |" for cells in cells_of(document)]
-    ending = "" if document["complete"] else f" Stopped {document['stopped']}; what is missing was not measured."
-    return "\n".join([*lines, "", f"{provenance(document)} TPOT: {document['method']}.{ending}"])
+    ending = "" if document.complete else f" Stopped {document.stopped}; what is missing was not measured."
+    return "\n".join([*lines, "", f"{provenance(document)} TPOT: {document.method}.{ending}"])
 
 
-def update_readme(readme: Path, documents: list[dict]) -> None:
-    """Put each table at its `<!-- e2e NAME -->`, NAME being that of the JSON file; see `place_tables`."""
-    place_tables(readme, "e2e", {document["file"]: markdown(document) for document in documents})
-
-
-def plot(document: dict, path: Path) -> None:
+def plot(document: Document, path: Path) -> None:
     """TPOT over the concurrency, one panel for each length; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    timed = [row for row in document["rows"] if "tpot_ms" in row]
-    lengths = list(dict.fromkeys((row["input"], row["output"], row["prefill"]) for row in timed))
+    lengths = list(dict.fromkeys((row.input, row.output, row.prefill) for row in document.measured()))
     figure, axes = pyplot.subplots(
         1, len(lengths), figsize=(1 + 4.2 * len(lengths), 4), squeeze=False, layout="constrained"
     )
     for axis, length in zip(axes.flat, lengths, strict=True):
         for name in backends_of(document):
-            rows = [row for row in timed if row["backend"] == name]
-            rows = sorted(
-                (row for row in rows if (row["input"], row["output"], row["prefill"]) == length),
-                key=lambda row: row["concurrency"],
-            )
-            middle = [row["tpot_ms"]["median"] for row in rows]
-            below = [row["tpot_ms"]["median"] - row["tpot_ms"]["min"] for row in rows]
-            above = [row["tpot_ms"]["max"] - row["tpot_ms"]["median"] for row in rows]
-            places = [row["concurrency"] for row in rows]
+            rows = [row for row in document.measured() if row.backend == name]
+            rows = [row for row in rows if (row.input, row.output, row.prefill) == length]
+            rows.sort(key=lambda row: row.concurrency)
+            middle = [row.tpot_ms.median for row in rows]
+            below = [row.tpot_ms.median - row.tpot_ms.min for row in rows]
+            above = [row.tpot_ms.max - row.tpot_ms.median for row in rows]
+            places = [row.concurrency for row in rows]
             axis.errorbar(places, middle, [below, above], marker="o", markersize=3, capsize=2, label=name)
         given, made, prefill = length
         axis.set(title=f"{in_k(given)} in, {in_k(made)} out, prefill {prefill}", xlabel="requests", ylabel="TPOT (ms)")
@@ -255,42 +230,36 @@ def plot(document: dict, path: Path) -> None:
         axis.xaxis.set_major_formatter("{x:g}")
         axis.set_ylim(bottom=0)
         axis.legend()
-    figure.suptitle(f"{document['title']}, {document['engine']}, {document['gpus']} x {document['gpu']}", fontsize=10)
-    figure.supxlabel(document["weights"], fontsize=7)
+    figure.suptitle(f"{document.title}, {document.engine}, {document.gpus} x {document.gpu}", fontsize=10)
+    figure.supxlabel(document.weights, fontsize=7)
     figure.savefig(path, dpi=150)
     pyplot.close(figure)
 
 
 def main(
-    results: Annotated[list[Path], typer.Argument(help="JSON files of `etap e2e`.", exists=True)],
-    readme: Annotated[Path | None, typer.Option(help="File whose marked places get the tables.", exists=True)] = None,
+    results: Annotated[list[Path], typer.Argument(help="JSON files of `etap e2e`.")],
     plots: Annotated[Path | None, typer.Option(help="Folder for the plots.", file_okay=False)] = None,
     join: Annotated[
         Path | None, typer.Option(help="Make one file of all, each row with the run that it is of, and show that.")
     ] = None,
-    kernels: Annotated[
-        list[Path] | None, typer.Option(help="JSON files of `etap bench` on that GPU, for attention's share of a step.")
-    ] = None,
 ) -> None:
-    """Print end-to-end results again, and put them into the README and into plots."""
-    from etap_backend.lab.plan.estimate import with_shares  # it reads rows with this module's functions
-
-    if join:
-        try:
-            write(joined([json.loads(path.read_text()) for path in results]), join)
-        except ValueError as error:
-            raise typer.BadParameter(str(error), param_hint="--join") from error
-        results = [join]
-    benchmarks = [json.loads(path.read_text()) for path in kernels or []]
-    documents = [with_shares({**json.loads(path.read_text()), "file": path.stem}, benchmarks) for path in results]
-    console = Console()
-    for document in documents:
-        print_document(document, console)
+    """Print end-to-end results again, join them, and draw them."""
+    try:
+        documents = {path.stem: read(path) for path in results}
+        if join:
+            files.must_be_writable(join, "--join")
+            documents = {join.stem: joined(list(documents.values()))}
+            files.write(documents[join.stem], join)
         if plots:
             plots.mkdir(parents=True, exist_ok=True)
-            plot(document, plots / f"{document['file']}.png")
-    if readme:
-        update_readme(readme, documents)
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
+    console = Console()
+    for name, document in documents.items():
+        compared = at_equal_host_speed(document)
+        print_document(compared, console)
+        if plots and compared.measured():
+            plot(compared, plots / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -1,46 +1,21 @@
 """What a server with H20 GPUs would do, estimated from end-to-end readings on another Hopper GPU.
 
-    python -m etap_backend.lab.plan.estimate results/e2e-decode-short-vllm.json --kernels results/targets.json \\
-        --kernels results/targets-h20-proxy.json
-
 Of every reading the attention is taken out at the measured time of its kernel on that GPU, and put back at the time
 measured on the H20 proxy; what is left is scaled by the ratio of the planner's estimates for both, which rest on the
-GPUs' nominal rates. It is an estimate, each step of it an assumption: docs/e2e.md names them.
+GPUs' nominal rates. It is an estimate, each step of it an assumption: docs/measuring.md names them.
 """
 
 from __future__ import annotations
 
-import json
-import math
-import shlex
-import sys
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Annotated
+from dataclasses import dataclass
 
-import typer
-from rich.console import Console
-from rich.table import Table
+from etap_backend.lab.bench.rows import Document
+from etap_backend.lab.plan.inputs import Deployment, Gpu, Model
+from etap_backend.lab.plan.served import Kernel, Reading, Served, Servers, expected_us, measured_call, servers_of
+from etap_backend.lab.plan.step import rest_of_step_ms
+from etap_backend.lab.units import load_text
 
-from etap_backend.lab import configs
-from etap_backend.lab.bench import report
-from etap_backend.lab.e2e.report import shape_of, shape_text
-from etap_backend.lab.plan import command as plan
-from etap_backend.lab.plan.command import Deployment, Gpu, Model
-
-# Kernels in the files of `etap bench`, by the engines' names of the backends that call them.
-KERNELS = {"etap": "etap", "flashmla": "FlashMLA", "flash_attn_mla": "FA3", "fa3": "FA3"}
-TARGET_RANKS = 8
 PROXY = "H20 proxy"
-MEASURED_WITH = ("gpu", "driver", "versions", "commit", "command", "date")  # of every file that an estimate rests on
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """Microseconds of one attention call, and where they come from."""
-
-    us: float
-    source: str
 
 
 @dataclass(frozen=True)
@@ -66,139 +41,42 @@ class Estimate:
         return self.attention_there_ms / self.step_ms
 
 
-def _calls(model: Model, gpu: Gpu, on: Deployment, kernel: str) -> float:
-    """Microseconds that the planner expects of a call of this kernel."""
-    attention = plan.etap_attention if kernel == "etap" else plan.padded_attention
-    return attention(model, gpu, on).call_us
-
-
-def _like(on: Deployment, row: dict) -> Deployment:
-    """The deployment with the batch of a row of `etap bench`."""
-    return Deployment(on.gpus, on.tp, 1, on.pp, 1, on.cache, row["length"], row["batch"], row["s_q"])
-
-
-def measured_call(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmarks: list[dict]) -> Kernel | None:
-    """The call's time in the nearest measured row of as many rows a request, moved to this shape by the planner's form.
-
-    None when no row of these benchmarks has this kernel with as many heads and query tokens and such a cache.
-    """
-    heads = model.num_attention_heads // on.tp
-    rows = [
-        (document, row)
-        for document in benchmarks
-        for row in document["rows"]
-        if row["length"] and row["dtype"] == "bfloat16" and (row["heads"], row["s_q"]) == (heads, on.s_q)
-        if "us" in row["results"].get(kernel, {}) and (row.get("kv_dtype") == "fp8") == (on.cache == "fp8")
-    ]
-    if not rows:
-        return None
-
-    def distance(row: dict) -> float:
-        return abs(math.log(row["batch"] / on.local_batch)) + abs(math.log(row["length"] / on.context))
-
-    document, row = min(rows, key=lambda pair: distance(pair[1]))
-    ratio = _calls(model, gpu, on, kernel) / _calls(model, gpu, _like(on, row), kernel)
-    return Kernel(row["results"][kernel]["us"] * ratio, f"{document['gpu']}, {row['label']}, x {ratio:.2f}")
-
-
-def call_on(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmarks: list[dict]) -> Kernel | None:
+def call_on(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmarks: list[Document]) -> Kernel | None:
     """Measured where possible; FlashMLA where it was not measured as the planner's padded kernel, which is fitted to
     it with a bfloat16 cache. None for what else was not measured."""
     if found := measured_call(model, gpu, on, kernel, benchmarks):
         return found
     if kernel == "FlashMLA" and on.cache == "bfloat16":
-        return Kernel(_calls(model, gpu, on, kernel), f"{gpu.name}: {gpu.padded.source}")
+        return Kernel(expected_us(model, gpu, on, kernel), f"{gpu.name}: {gpu.padded.source}")
     return None
 
 
-@dataclass(frozen=True)
-class Servers:
-    """The server that was measured and the one that is asked for, each with its model, GPU and deployment."""
-
-    model_here: Model
-    gpu_here: Gpu
-    model_there: Model
-    gpu_there: Gpu
-    tp_there: int = TARGET_RANKS
-
-    def deployments(self, document: dict, row: dict) -> tuple[Deployment, Deployment]:
-        layout = document["layout"]
-        context = row["input"] + row["output"] // 2
-        common = {"context": context, "batch": row["concurrency"], "s_q": 1 + document["draft_tokens"]}
-        common["cache"] = "fp8" if document.get("kv_dtype") == "fp8" else "bfloat16"
-        here = Deployment(document["gpus"], layout["tp"], layout["dp"], layout["pp"], **common)
-        return here, Deployment(self.tp_there, self.tp_there, **common)
+def shape_text(row: Reading) -> str:
+    return load_text(row.concurrency, row.input, row.output, row.prefill)
 
 
-def servers_of(document: dict, target: str) -> Servers:
-    """Raises ValueError when the measured GPU or model has no file of configs."""
-    name = next((name for name in configs.shipped("hardware") if name in document["gpu"].lower()), None)
-    if name is None:
-        raise ValueError(f"gpu: wanted one of {', '.join(configs.shipped('hardware'))}, got {document['gpu']}")
-    if document["model_shape"] is None:
-        raise ValueError(f"model: wanted a result with the model's shape, got none for {document['model']}")
-    here = Model.model_validate(document["model_shape"])
-    known = document["model"].lower() in configs.shipped("models", ".json")
-    there = plan.read_model(document["model"]) if known else here
-    return Servers(here, plan.read_gpu(name), there, plan.read_gpu(target))
-
-
-def step_ms(document: dict, row: dict) -> float:
-    """A decode step as served. Where all prompts are in the prefix cache and each step gives one token, it is the time
-    between two tokens; TPOT has in it what requests wait for the others' admission, and smaller batches at the end."""
-    if row["prefill"] == "cached" and not document["draft_tokens"] and "itl_ms" in row:
-        return row["itl_ms"]["median"]
-    return row["tpot_ms"]["median"] * row.get("acceptance_length", {}).get("median", 1.0)
-
-
-def with_shares(document: dict, benchmarks: list[dict]) -> dict:
-    """The document with the share of attention in a decode step in every row whose kernel these benchmarks have.
-
-    The share is layers x the kernel's own time over the step that was served; where prefill was served too, the step
-    has a part of that in it. A document of a GPU or a model that is not known comes back as it was.
-    """
-    try:
-        servers = servers_of(document, "h20-96g")
-    except ValueError:
-        return document
-    here = [benchmark for benchmark in benchmarks if benchmark["gpu"] == document["gpu"]]
-    rows = []
-    for row in document["rows"]:
-        kernel, on = KERNELS.get(row["backend"].lower()), servers.deployments(document, row)[0]
-        if (
-            "tpot_ms" in row
-            and kernel
-            and (call := measured_call(servers.model_here, servers.gpu_here, on, kernel, here))
-        ):
-            attention = call.us * servers.model_here.num_hidden_layers / 1e3
-            row = row | {"attention_share": attention / step_ms(document, row)}
-        rows.append(row)
-    return document | {"rows": rows}
-
-
-def estimate_row(document: dict, row: dict, servers: Servers, here: list[dict], there: list[dict]) -> Estimate | str:
+def estimate_row(
+    served: Served, row: Reading, servers: Servers, here: list[Document], there: list[Document]
+) -> Estimate | str:
     """The estimate for one row, or why there is none."""
-    kernel = KERNELS.get(row["backend"].lower())
-    on, on_there = servers.deployments(document, row)
+    on, on_there = servers.deployments(served, row)
     model, gpu = servers.model_here, servers.gpu_here
-    before = kernel and call_on(model, gpu, on, kernel, here)
-    after = kernel and call_on(servers.model_there, servers.gpu_there, on_there, kernel, there)
+    before = row.kernel and call_on(model, gpu, on, row.kernel, here)
+    after = row.kernel and call_on(servers.model_there, servers.gpu_there, on_there, row.kernel, there)
     if not before or not after:
-        return f"{row['backend']} was not measured on {'the H20 proxy' if before else gpu.name}"
-    accepted = row.get("acceptance_length", {}).get("median", 1.0)
-    step = step_ms(document, row)
+        return f"{row.backend} was not measured on {'the H20 proxy' if before else gpu.name}"
+    step = served.step_ms(row)
     attention = before.us * model.num_hidden_layers / 1e3
     if attention >= step:
         return f"attention's {attention:.1f} ms is more than the step's {step:.1f} ms"
-    factor = plan.rest_of_step_ms(servers.model_there, servers.gpu_there, on_there) / plan.rest_of_step_ms(
-        model, gpu, on
-    )
+    there_ms = rest_of_step_ms(servers.model_there, servers.gpu_there, on_there)
+    factor = there_ms / rest_of_step_ms(model, gpu, on)
     attention_there = after.us * servers.model_there.num_hidden_layers / 1e3
     step_there = (step - attention) * factor + attention_there
-    tpot = step_there / accepted
+    tpot = step_there / row.accepted
     return Estimate(
-        backend=row["backend"],
-        shape=shape_text(shape_of(row)),
+        backend=row.backend,
+        shape=shape_text(row),
         step_here_ms=step,
         attention_here=before,
         attention_here_ms=attention,
@@ -208,83 +86,19 @@ def estimate_row(document: dict, row: dict, servers: Servers, here: list[dict], 
         attention_there_ms=attention_there,
         step_ms=step_there,
         tpot_ms=tpot,
-        tokens_per_second_per_gpu=row["concurrency"] / tpot * 1e3 / servers.tp_there,
+        tokens_per_second_per_gpu=row.concurrency / tpot * 1e3 / servers.tp_there,
     )
 
 
-def estimate(document: dict, benchmarks: list[dict], target: str = "H20-96G") -> tuple[list[Estimate], list[str]]:
-    """Estimates for all timed rows of a document of `etap e2e`, and why there is none for the others.
+def estimate(served: Served, benchmarks: list[Document], target: str = "H20-96G") -> tuple[list[Estimate], list[str]]:
+    """Estimates for all timed rows of a server's readings, and why there is none for the others.
 
-    `benchmarks` are documents of `etap bench`; those of the H20 proxy stand for the H20. Raises ValueError when the GPU
-    or the model is not known.
+    Benchmarks of the H20 proxy stand for the H20. Raises ValueError when the GPU or the model is not known.
     """
-    servers = servers_of(document, target)
-    there = [benchmark for benchmark in benchmarks if PROXY in benchmark["gpu"]]
-    here = [benchmark for benchmark in benchmarks if PROXY not in benchmark["gpu"]]
-    timed = [row for row in document["rows"] if "tpot_ms" in row]
-    found = [estimate_row(document, row, servers, here, there) for row in timed]
-    reasons = [
-        f"{shape_text(shape_of(row))}: {why}" for row, why in zip(timed, found, strict=True) if isinstance(why, str)
-    ]
+    servers = servers_of(served, target)
+    there = [benchmark for benchmark in benchmarks if PROXY in benchmark.gpu]
+    here = [benchmark for benchmark in benchmarks if PROXY not in benchmark.gpu]
+    timed = [row for row in served.rows if row.tpot_ms]
+    found = [estimate_row(served, row, servers, here, there) for row in timed]
+    reasons = [f"{shape_text(row)}: {why}" for row, why in zip(timed, found, strict=True) if isinstance(why, str)]
     return [one for one in found if isinstance(one, Estimate)], reasons
-
-
-def table_of(document: dict, found: list[Estimate], target: str) -> Table:
-    table = Table(title_justify="left")
-    table.title = (
-        f"ESTIMATE for {TARGET_RANKS} x {target}, tensor parallel, from {document['gpus']} x {document['gpu']}"
-    )
-    for number, title in enumerate(
-        (
-            "requests",
-            "backend",
-            "step here",
-            "of it attention",
-            "rest x",
-            "attention there",
-            "step there ms",
-            "tokens/s a GPU",
-        )
-    ):
-        table.add_column(title, justify="left" if number < 2 else "right")
-    for one in found:
-        numbers = (one.step_here_ms, one.attention_here_ms, one.rest_factor, one.attention_there_ms, one.step_ms)
-        cells = [f"{number:.2f}" for number in numbers]
-        table.add_row(one.shape, one.backend, *cells, f"{one.tokens_per_second_per_gpu:.1f}")
-    return table
-
-
-def main(
-    results: Annotated[list[Path], typer.Argument(help="JSON files of `etap e2e`.", exists=True)],
-    kernels: Annotated[list[Path], typer.Option(help="JSON files of `etap bench`, of that GPU and of the H20 proxy.")],
-    target: Annotated[str, typer.Option(help="A GPU of configs/hardware.")] = "H20-96G",
-    output: Annotated[Path | None, typer.Option(help="JSON file for the estimates.")] = None,
-) -> None:
-    """Estimate from end-to-end readings what eight H20 would do."""
-    documents = {path: json.loads(path.read_text()) for path in (*results, *kernels)}
-    console, benchmarks = Console(), [documents[path] for path in kernels]
-    written = {}
-    for path in results:
-        document = documents[path]
-        try:
-            found, reasons = estimate(document, benchmarks, target)
-        except ValueError as error:
-            raise typer.BadParameter(f"{path}: {error}") from error
-        console.print(table_of(document, found, target))
-        for reason in reasons:
-            console.print(reason, markup=False, highlight=False)
-        written[path.stem] = [asdict(one) for one in found]
-    if output:
-        made_with = {
-            "commit": report.commit(),
-            "command": shlex.join(["python", "-m", "etap_backend.lab.plan.estimate", *sys.argv[1:]]),
-            "sources": {
-                path.name: {key: document[key] for key in MEASURED_WITH if key in document}
-                for path, document in documents.items()
-            },
-        }
-        report.write({"kind": "estimate", "target": target, **made_with, "estimates": written}, output)
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -124,7 +124,7 @@ def must_be_ok(status: int, text: str) -> None:
 def _as_failed_requests(seconds: float, what: str) -> Iterator[None]:
     try:
         yield
-    except (httpx.TimeoutException, asyncio.TimeoutError) as error:
+    except httpx.TimeoutException as error:
         raise FailedRequest("hung", f"no answer in {seconds:g} s: {what}") from error
     except (httpx.HTTPError, json.JSONDecodeError) as error:
         raise FailedRequest("HTTP error", f"{error!r}: {what}") from error
@@ -132,14 +132,14 @@ def _as_failed_requests(seconds: float, what: str) -> Iterator[None]:
 
 def ask_all(url: str, bodies: Sequence[dict], concurrency: int, seconds: float) -> list[dict]:
     """The replies to all, in order, `concurrency` at a time. Raises FailedRequest unless all come in `seconds`."""
-    return asyncio.run(_ask_all(url, _encoded(bodies), concurrency, seconds))
+    return _ask_all(url, _encoded(bodies), concurrency, seconds)
 
 
 def seconds_for(url: str, bodies: Sequence[dict], seconds: float) -> float:
     """Wall time until all, in flight at once, are answered; else as `ask_all`."""
     contents = _encoded(bodies)
     begin = time.monotonic()
-    asyncio.run(_ask_all(url, contents, len(contents), seconds))
+    _ask_all(url, contents, len(contents), seconds)
     return time.monotonic() - begin
 
 
@@ -147,19 +147,23 @@ def _encoded(bodies: Sequence[dict]) -> list[bytes]:
     return [json.dumps(body).encode() for body in bodies]
 
 
-async def _ask_all(url: str, contents: Sequence[bytes], concurrency: int, seconds: float) -> list[dict]:
-    gate = asyncio.Semaphore(concurrency)
+def _ask_all(url: str, contents: Sequence[bytes], concurrency: int, seconds: float) -> list[dict]:
+    end = time.monotonic() + seconds
 
-    async def ask(http: httpx.AsyncClient, content: bytes) -> dict:
-        async with gate:
-            answer = await http.post(url, content=content, headers={"Content-Type": "application/json"})
-        must_be_ok(answer.status_code, answer.text)
-        return answer.json()
+    def ask(content: bytes) -> dict:
+        with _as_failed_requests(seconds, f"{len(contents)} requests"):
+            left = max(0.001, end - time.monotonic())
+            answer = http.post(url, content=content, headers={"Content-Type": "application/json"}, timeout=left)
+            must_be_ok(answer.status_code, answer.text)
+            return answer.json()
 
-    with _as_failed_requests(seconds, f"{len(contents)} requests"):
-        async with httpx.AsyncClient(timeout=None, **OPTIONS) as http:
-            answers = asyncio.gather(*(ask(http, content) for content in contents))
-            return await asyncio.wait_for(answers, seconds)
+    # Threads take a third of the time that httpx's asynchronous client takes for as many requests.
+    pool = ThreadPoolExecutor(concurrency)
+    with httpx.Client(**OPTIONS) as http:
+        try:
+            return list(pool.map(ask, contents))
+        finally:  # what still waits for its answer ends with the server
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 class Wire:

@@ -17,6 +17,8 @@ def of_one_rank(config: dict, ranks: int, tp: int) -> dict:
     """
     changed = dict(config)
     for key in ("num_attention_heads", "num_key_value_heads", "intermediate_size", "moe_intermediate_size"):
+        if not isinstance(config[key], int):
+            raise ValueError(f"rank_of: wanted a whole number as {key}, got {config[key]!r}")
         if config[key] * tp % ranks:
             raise ValueError(f"rank_of: wanted a divisor of {key} {config[key]} x {tp}, got {ranks}")
         changed[key] = config[key] * tp // ranks
@@ -54,8 +56,9 @@ def write(folder: Path, config: dict) -> Path:
             "clean_up_tokenization_spaces": False,
         },
     }
+    made = tokenizer(config["vocab_size"])
     folder.mkdir(parents=True, exist_ok=True)
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n")
-    tokenizer(config["vocab_size"]).save(str(folder / "tokenizer.json"))
+    made.save(str(folder / "tokenizer.json"))
     return folder

@@ -223,7 +223,8 @@ class Vllm(Engine):
             *("--random-input-len", str(load.input), "--random-output-len", str(load.output), "--seed", str(load.seed)),
             *("--num-prompts", str(load.prompts), "--max-concurrency", str(load.concurrency), "--ignore-eos"),
             *("--ready-check-timeout-sec", "0", "--disable-tqdm", "--temperature", "0"),
-            *("--save-result", "--result-dir", str(result.parent), "--result-filename", result.name),
+            *("--save-result", "--save-detailed", "--result-dir", str(result.parent)),
+            *("--result-filename", result.name),
         ]
 
     def body(self, prompt, tokens, *, temperature=0, logprobs=0, forced=None, salt=None) -> dict:
@@ -366,5 +367,8 @@ def read_result(path: Path, prompts: int) -> dict:
     )
     reading = {key: raw[key] for key in (*keys, "duration", "output_throughput", "total_input_tokens") if key in raw}
     reading["total_output_tokens"] = raw["total_output_tokens"]
+    if "itls" in raw:  # vLLM's, one for each chunk of a stream after the first
+        chunks = sum(len(of_request) + 1 for of_request in raw["itls"])
+        reading["tokens_per_chunk"] = raw["total_output_tokens"] / chunks
     acceptance = raw.get("spec_decode_acceptance_length") or raw.get("accept_length")
     return reading | ({"acceptance_length": acceptance} if acceptance else {})

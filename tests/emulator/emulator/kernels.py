@@ -247,12 +247,14 @@ def decode_kernel(problem) -> Kernel:
     row_tile = row_tile_of(case.s_q * case.heads)
     if problem.kv_cache.dtype == FP8:
         source, element = ("fp8_math", "float_e4m3_t") if case.fp8_math else ("fp8", "half_t")
-        return kernel(source, "decode_kernel", f"Fp8Traits<cutlass::{element}, {row_tile}>")
+        if row_tile == 64:
+            return kernel(source, "decode_kernel", "::SharedTilesTraits<")
+        return kernel(source, "decode_kernel", f"::Traits<cutlass::{element}, {row_tile}>")
     source = {torch.bfloat16: "bf16", torch.float16: "fp16"}[problem.q.dtype]
     element = f"cutlass::{ELEMENTS[problem.q.dtype]}"
     if row_tile == 64:
-        return kernel(source, "decode_kernel", f"::RowsTraits<{element}>")
-    return kernel(source, "decode_kernel", f"::Traits<{element}, {row_tile}>")
+        return kernel(source, "decode_kernel", f"query_major::Traits<{element}>")
+    return kernel(source, "decode_kernel", f"transposed::Traits<{element}, {row_tile}>")
 
 
 def run_decode(problem, schedule, out, lse, softmax_scale: float, *, decode: Kernel | None = None, **how) -> set[int]:

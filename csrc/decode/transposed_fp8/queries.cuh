@@ -2,10 +2,20 @@
 // order in which matrix loads bring the columns of K.
 #pragma once
 
-#include "decode/fp8_traits.h"
 #include "decode/pieces.cuh"
+#include "decode/transposed_fp8/traits.h"
 
-namespace etap {
+namespace etap::transposed_fp8 {
+
+// What the values of the cache, and those of e4m3 queries, are multiplied with.
+struct CacheScales {
+  float kv = 1.0f, q = 1.0f;
+
+  __device__ __forceinline__ explicit CacheScales(const DecodeParams& params) {
+    if (params.kv_scale != nullptr) kv = *params.kv_scale;
+    if (params.q_scale != nullptr) q = *params.q_scale;
+  }
+};
 
 constexpr int kUnitColumns = 8;  // that a lane reads at once
 constexpr int kRowUnits = kHeadDim / kUnitColumns;
@@ -43,6 +53,12 @@ __device__ __forceinline__ int scale_exponent(uint32_t largest) {
 
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent + 127) << 23); }
 
+// Byte of a 16-byte unit in the rows of a query chunk.
+template <class T>
+__device__ __forceinline__ int operand_unit(int row, int unit) {
+  return row * T::kOperandLine + swizzled<T::kOperandLine>(row, unit) * kUnitBytes;
+}
+
 // A lane's eight columns. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of WGMMA's sixteen
 // for it, so pairs of columns change places: 0 2 4 6 first, then 1 3 5 7.
 template <class T>
@@ -74,17 +90,16 @@ template <class T, class Source>
 __device__ __forceinline__ void load_query_rows(typename T::SharedStorage& shared, const DecodeParams& params, int request,
                                                 int row_group, float score_scale) {
   constexpr bool kScaled = T::kFp8Math ? sizeof(Source) == 2 : std::is_same_v<Source, cutlass::bfloat16_t>;
-  constexpr int kWarps = kConsumerThreads / kWarpSize;
   constexpr int kRowsAtOnce = T::kRowTile == 8 ? 1 : 2;  // whose reads wait for each other's
   const int lane = threadIdx.x % kWarpSize;
   const auto* q = static_cast<const Source*>(params.q) + request * params.q_stride_batch;
   const auto* q_rope = static_cast<const Source*>(params.q_rope) + request * params.q_rope_stride_batch;
 #pragma unroll 1
-  for (int first = threadIdx.x / kWarpSize; first < T::kRowTile; first += kRowsAtOnce * kWarps) {
+  for (int first = threadIdx.x / kWarpSize; first < T::kRowTile; first += kRowsAtOnce * kConsumerWarps) {
     QueryUnit units[kRowsAtOnce][kLaneUnits];
     CUTE_UNROLL
     for (int i = 0; i < kRowsAtOnce; ++i) {
-      const int row = row_group * kMaxRowTile + first + i * kWarps;
+      const int row = row_group * kMaxRowTile + first + i * kConsumerWarps;
       const int token = row / params.heads;
       const int head = row - token * params.heads;
       CUTE_UNROLL
@@ -100,7 +115,7 @@ __device__ __forceinline__ void load_query_rows(typename T::SharedStorage& share
     }
     CUTE_UNROLL
     for (int i = 0; i < kRowsAtOnce; ++i) {
-      const int row = first + i * kWarps;
+      const int row = first + i * kConsumerWarps;
       int exponent = 0;
       if constexpr (kScaled) {
         uint32_t largest = 0;
@@ -133,7 +148,7 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
     load_query_rows<T, cutlass::float_e4m3_t>(shared, params, request, row_group, score_scale);
   }
   cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
-  meet(kConsumersBarrier, kConsumerThreads);
+  event::queries_written().meet();
 }
 
-}  // namespace etap
+}  // namespace etap::transposed_fp8

@@ -1,9 +1,9 @@
 // S^T = K·Q^T of one tile: [64 tokens x score columns] in float32 registers.
 #pragma once
 
-#include "decode/traits.h"
+#include "decode/transposed/traits.h"
 
-namespace etap {
+namespace etap::transposed {
 
 template <class T>
 using ScoreFragment = decltype(cute::partition_fragment_C(typename T::ScoreMma{},
@@ -14,7 +14,6 @@ template <class T>
 __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                                ScoreFragment<T>& st) {
   using namespace cute;
-  using Element = typename T::Element;
   typename T::ScoreMma mma;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
@@ -28,11 +27,10 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
     CUTE_UNROLL
     for (int c = 0; c < T::kChunksPerStage; ++c) {
       const int chunk = stage * T::kChunksPerStage + c;
-      auto s_key = make_tensor(
-          make_smem_ptr(reinterpret_cast<const Element*>(shared.ring + from.stage * T::kStageBytes + c * kChunkBytes)),
-          typename T::KeyChunk{});  // (64 tokens, 64 columns)
-      auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(shared.query + chunk * T::kQueryChunkBytes)),
-                                 typename T::QueryChunk{});  // (score columns, 64 columns)
+      auto s_key = make_tensor(make_smem_ptr(&item<typename T::KeyStage>(shared.ring, from.stage)[c][0][0]),
+                               typename T::KeyOperand{});  // (64 tokens, 64 columns)
+      auto s_query = make_tensor(make_smem_ptr(&item<typename T::QueryChunk>(shared.query, chunk)[0][0]),
+                                 typename T::QueryOperand{});  // (score columns, 64 columns)
       auto r_key = slice.make_fragment_A(slice.partition_A(s_key));
       auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
       CUTE_UNROLL
@@ -47,4 +45,4 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
   warpgroup_fence_operand(st);
 }
 
-}  // namespace etap
+}  // namespace etap::transposed

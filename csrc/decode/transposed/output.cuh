@@ -1,9 +1,9 @@
 // O^T += V^T·P^T of one tile: slices of 64 value dims x all rows, in float32 registers.
 #pragma once
 
-#include "decode/traits.h"
+#include "decode/transposed/traits.h"
 
-namespace etap {
+namespace etap::transposed {
 
 template <class T>
 using OutputFragment = decltype(cute::partition_fragment_C(
@@ -35,12 +35,10 @@ template <class T>
 __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                              const char* probabilities, OutputFragment<T>& ot) {
   using namespace cute;
-  using Element = typename T::Element;
   typename T::OutputMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
   const auto slice = mma.get_thread_slice(0);
-  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(probabilities)),
-                          typename T::Probabilities{});  // (rows, 64 tokens)
+  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)), typename T::ProbabilityOperand{});  // (rows, 64 tokens)
   auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
 
   warpgroup_fence_operand(ot);
@@ -52,9 +50,8 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
     for (int c = 0; c < T::kChunksPerStage; ++c) {
       const int m = stage * T::kChunksPerStage + c;
       if (m >= T::kOutputSlices) continue;
-      auto s_value = make_tensor(
-          make_smem_ptr(reinterpret_cast<const Element*>(shared.ring + from.stage * T::kStageBytes + c * kChunkBytes)),
-          typename T::ValueChunk{});  // (64 value dims, 64 tokens)
+      auto s_value = make_tensor(make_smem_ptr(&item<typename T::KeyStage>(shared.ring, from.stage)[c][0][0]),
+                                 typename T::ValueOperand{});  // (64 value dims, 64 tokens)
       auto r_value = slice.make_fragment_A(slice.partition_A(s_value));
       CUTE_UNROLL
       for (int k = 0; k < size<2>(r_value); ++k) gemm(mma, r_value(_, 0, k), r_pt(_, 0, k), ot(_, m, 0));
@@ -79,4 +76,4 @@ __device__ __forceinline__ void finish_output(typename T::SharedStorage& shared,
   cute::warpgroup_fence_operand(ot);
 }
 
-}  // namespace etap
+}  // namespace etap::transposed

@@ -1,30 +1,12 @@
 // Online softmax down the columns of S^T, against a reference maximum that is renewed only when it must be.
-//
-// A fragment of S^T gives a thread two neighbouring columns in every block of eight and two tokens (8 apart) of each:
-// register i holds column bit i & 1, token bit (i >> 1) & 1 and column block i >> 2.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
 
-#include "decode/output.cuh"
 #include "decode/pieces.cuh"
-#include "decode/scores.cuh"
+#include "decode/transposed/scores.cuh"
 
-namespace etap {
-
-__device__ __forceinline__ int fragment_column(int column_block, int column_bit) {
-  return column_block * 8 + threadIdx.x % 4 * 2 + column_bit;
-}
-
-// Multiply each column of O^T by its shared factor; where tiles are shared, O^T has the columns of both warpgroups.
-template <class T>
-__device__ __forceinline__ void scale_by_factors(const typename T::SharedStorage& shared, int group,
-                                                 OutputFragment<T>& ot) {
-  constexpr int kBlocks = T::kScoreColumns / 8;
-  scale_columns<T>(ot, [&](int block, int bit) {
-    return shared.factors[T::kSharedTiles ? block / kBlocks : group][fragment_column(block % kBlocks, bit)];
-  });
-}
+namespace etap::transposed {
 
 // The running state of a warpgroup's columns of S^T, spread over its threads as the fragment is.
 template <class T>
@@ -34,37 +16,30 @@ struct Softmax {
 
   typename T::SharedStorage& shared;
   const int group;
-  // To the log2 domain. Beside an FP8 cache each column has its own; with many columns no registers are left for them.
-  static constexpr bool kOwnScales = T::kFp8Cache && T::kRowTile <= 16;
-  float score_scale[kOwnScales ? kColumns : 1];
-  float inverse_value_scale;      // FP8 cache: 1 / what V's values are multiplied with
+  typename T::ScoreScales scale;  // of a column, to the log2 domain
+  float inverse_value_scale;      // 1 / what V's values are multiplied with
   float reference[kColumns];      // equal in all threads of a column
   float sums[kColumns];           // of P^T, this thread's tokens only: for the log-sum-exp
   float rounded_sums[kColumns];   // of P^T as the products see it: what O^T is divided by
   float tile_sums[kColumns];      // this tile's share of `sums`
   // P^T of this tile as the products see it: [column block][token bit] of two columns each, or, in 8 bits,
   // [column block] of the two tokens of both columns.
-  static constexpr int kRounded = 2 * kBlocks * sizeof(typename T::Probability) / 2;
-  uint32_t rounded[kRounded];
+  static constexpr bool kEightBits = sizeof(typename T::Probability) == 1;
+  static constexpr int kWords = kEightBits ? kBlocks : 2 * kBlocks;
+  uint32_t rounded[kWords];
 
   __device__ __forceinline__ Softmax(typename T::SharedStorage& shared, float scale_log2, float value_scale, int group)
-      : shared(shared), group(group), score_scale{scale_log2}, inverse_value_scale(1.0f / value_scale) {}
+      : shared(shared), group(group), scale(shared, scale_log2, T::first_column(group)),
+        inverse_value_scale(1.0f / value_scale) {}
 
+  // At the beginning of a piece, when its queries are there.
   __device__ __forceinline__ void reset() {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) {
       reference[i] = kNoMaximum;
       sums[i] = rounded_sums[i] = 0.0f;
-      if constexpr (kOwnScales) score_scale[i] = shared.score_scales[fragment_column(i / 2, i % 2)];
+      scale.load(i);
     }
-  }
-
-  __device__ __forceinline__ float scale(int column) const {
-    if constexpr (T::kFp8Cache && !kOwnScales) {
-      const int first = T::kSharedTiles ? group * T::kScoreColumns : 0;
-      return shared.score_scales[first + fragment_column(column / 2, column % 2)];
-    }
-    return score_scale[kOwnScales ? column : 0];
   }
 
   // P^T = 2^(scale * S^T - reference), rounded; true when an exponent is too far above the reference.
@@ -78,7 +53,7 @@ struct Softmax {
       exceeds |= low > T::kLargestExponent || high > T::kLargestExponent;
       const float p_low = ptx::ex2(low);
       const float p_high = ptx::ex2(high);
-      if constexpr (kRounded == 2 * kBlocks) {
+      if constexpr (!kEightBits) {
         rounded[i] = pack<typename T::Probability>(p_low, p_high);
       } else if (i % 2 == 1) {  // the sums have the first token's alone
         rounded[i / 2] = pack_four<typename T::Probability>(tile_sums[column], p_low, tile_sums[column + 1], p_high);
@@ -91,29 +66,33 @@ struct Softmax {
 
   // Write P^T with its tokens contiguous, [rows x 64 tokens] in the swizzle of operand B.
   __device__ __forceinline__ void store(char* probabilities) const {
-    if constexpr (kRounded == 2 * kBlocks) {
-      store_pairs(probabilities);
-    } else {
+    if constexpr (kEightBits) {
       store_fours(probabilities);
+    } else {
+      store_pairs(probabilities);
     }
     cutlass::arch::fence_view_async_shared();  // P^T (and zeroed V rows), for WGMMA once all threads have met
   }
 
+  // A warp's 16 tokens are two units; lanes 0 to 7 point at the first of eight columns, the next eight at the second, the
+  // other 16 at those of the next column block.
   __device__ __forceinline__ void store_pairs(char* probabilities) const {
+    constexpr int kBlockBytes = 8 * kTileTokens * 2;
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     const int lane = threadIdx.x % kWarpSize;
     const int row = lane % 8;
     const int token_unit = (warp * 2 + lane / 8 % 2) ^ row;
-    char* target = probabilities + (T::kSharedTiles ? group * T::kScoreColumns * kTileTokens * 2 : 0) +
-                   lane / 16 * 1024 + row * 128 + token_unit * 16;
+    char* target = probabilities + T::first_column(group) * kTileTokens * 2 + lane / 16 * kBlockBytes + row * 128 +
+                   token_unit * kUnitBytes;
     if constexpr (kBlocks == 1) {
-      cute::SM90_U16x4_STSM_T::copy(rounded[0], rounded[1], *reinterpret_cast<cute::uint128_t*>(target - lane / 16 * 1024));
+      target -= lane / 16 * kBlockBytes;
+      cute::SM90_U16x4_STSM_T::copy(rounded[0], rounded[1], *reinterpret_cast<cute::uint128_t*>(target));
     } else {
       CUTE_UNROLL
       for (int block = 0; block < kBlocks; block += 2) {
         cute::SM90_U16x8_STSM_T::copy(rounded[2 * block], rounded[2 * block + 1], rounded[2 * block + 2],
                                       rounded[2 * block + 3],
-                                      *reinterpret_cast<cute::uint128_t*>(target + block * 1024));
+                                      *reinterpret_cast<cute::uint128_t*>(target + block * kBlockBytes));
       }
     }
   }
@@ -121,8 +100,8 @@ struct Softmax {
   // In 8 bits a warp's 16 tokens are one unit, in the order 0, 8, 1, 9, ...: as V^T's operand has them.
   __device__ __forceinline__ void store_fours(char* probabilities) const {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
-    const int row = (T::kSharedTiles ? group * T::kScoreColumns : 0) + threadIdx.x % (8 * kBlocks) % kWarpSize;
-    auto& target = *reinterpret_cast<cute::uint128_t*>(probabilities + row * 64 + (warp ^ (row / 2 % 4)) * 16);
+    const int row = T::first_column(group) + threadIdx.x % (8 * kBlocks) % kWarpSize;
+    auto& target = *reinterpret_cast<cute::uint128_t*>(probabilities + row * 64 + (warp ^ (row / 2 % 4)) * kUnitBytes);
     if constexpr (kBlocks == 1) {
       cute::SM90_U16x2_STSM_T::copy(rounded[0], target);
     } else if constexpr (kBlocks == 2) {
@@ -132,8 +111,9 @@ struct Softmax {
     }
   }
 
-  // Take this tile's column maxima into the reference and rescale what was summed so far. Needs all score threads.
-  __device__ __forceinline__ void renew(const ScoreFragment<T>& st, OutputFragment<T>& ot) {
+  // Take this tile's column maxima into the reference and rescale the sums; O^T is to be multiplied with `correction`. Needs
+  // all threads of the warpgroup.
+  __device__ __forceinline__ void renew(const ScoreFragment<T>& st, float (&correction)[kColumns]) {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) {
@@ -145,8 +125,7 @@ struct Softmax {
       }
       if (threadIdx.x % kWarpSize < 4) shared.maximum(group, warp, fragment_column(i / 2, i % 2)) = maximum;
     }
-    ptx::barrier_sync(kGroupBarrier + group, kGroupThreads);
-    float correction[kColumns];
+    event::maxima_written(group).sync();
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) {
       const int column = fragment_column(i / 2, i % 2);
@@ -158,16 +137,6 @@ struct Softmax {
       sums[i] *= correction[i];
       rounded_sums[i] *= correction[i];
     }
-    if constexpr (T::kSharedTiles) {  // O^T holds both warpgroups' columns
-      CUTE_UNROLL
-      for (int i = 0; i < kColumns; ++i) {
-        if (threadIdx.x % kGroupThreads < 4) shared.factors[group][fragment_column(i / 2, i % 2)] = correction[i];
-      }
-      ptx::barrier_sync(T::score_barrier(group), T::kScoreThreads);
-      scale_by_factors<T>(shared, group, ot);
-    } else {
-      scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
-    }
   }
 
   // O^T is divided by the sum of what the products see, so that the rounding of a dominating key cancels; the
@@ -176,8 +145,8 @@ struct Softmax {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) sums[i] += tile_sums[i];
     CUTE_UNROLL
-    for (int i = 0; i < kRounded; ++i) {
-      if constexpr (kRounded == 2 * kBlocks) {
+    for (int i = 0; i < kWords; ++i) {
+      if constexpr (!kEightBits) {
         const float2 pair = unpack<typename T::Probability>(rounded[i]);
         rounded_sums[i / 2 * 2] += pair.x;
         rounded_sums[i / 2 * 2 + 1] += pair.y;
@@ -196,7 +165,7 @@ __device__ __forceinline__ void mask_scores(const DecodeParams& params, const Pi
                                             int group, ScoreFragment<T>& st) {
   const int thread = threadIdx.x % kGroupThreads;
   const int token = tile * kTileTokens + thread / kWarpSize * 16 + thread % kWarpSize / 4;
-  const int first_row = row_group * kMaxRowTile + (T::kSharedTiles ? group * T::kScoreColumns : 0);
+  const int first_row = row_group * kMaxRowTile + T::first_column(group);
   CUTE_UNROLL
   for (int i = 0; i < Softmax<T>::kColumns; ++i) {
     const int query_token = min((first_row + fragment_column(i / 2, i % 2)) / params.heads, params.s_q - 1);
@@ -207,23 +176,23 @@ __device__ __forceinline__ void mask_scores(const DecodeParams& params, const Pi
   }
 }
 
-// Zero V's rows behind the request's end: they may hold NaN, and 0 * NaN is NaN.
+// Zero V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN.
 template <class T>
 __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                                 const Piece& piece, int tile) {
   const int valid = piece.seq_len - tile * kTileTokens;
   const int thread = anew(threadIdx.x % T::kScoreThreads);
-  constexpr int kRowBytes = 128;  // of a chunk
-  const int units = (kTileTokens - valid) * (kRowBytes / 16);
+  constexpr int kLineBytes = 128;  // of a chunk's token
+  const int units = (kTileTokens - valid) * (kLineBytes / kUnitBytes);
 #pragma unroll 1
   for (int i = thread; i < units; i += T::kScoreThreads) {
 #pragma unroll 1
     for (int chunk = 0; chunk < T::kTileValueChunks; ++chunk) {
-      char* rows = shared.ring + at.ahead(chunk / T::kChunksPerStage).stage * T::kStageBytes +
-                   (chunk % T::kChunksPerStage * kTileTokens + valid) * kRowBytes;
-      reinterpret_cast<uint4*>(rows)[i] = make_uint4(0, 0, 0, 0);
+      char* tail = shared.ring + at.ahead(chunk / T::kChunksPerStage).stage * T::kStageBytes +
+                   (chunk % T::kChunksPerStage * kTileTokens + valid) * kLineBytes;
+      reinterpret_cast<uint4*>(tail)[i] = make_uint4(0, 0, 0, 0);
     }
   }
 }
 
-}  // namespace etap
+}  // namespace etap::transposed

@@ -8,10 +8,12 @@
 
 #include <cute/arch/copy_sm75.hpp>
 
-#include "decode/fp8_traits.h"
-#include "decode/softmax.cuh"
+#include "decode/pieces.cuh"
+#include "decode/transposed/output.cuh"
+#include "decode/transposed/scores.cuh"
+#include "decode/transposed_fp8/traits.h"
 
-namespace etap {
+namespace etap::transposed_fp8 {
 
 template <class T>
 using Operand = typename T::Element[T::kStepsPerLoad][T::kValuesPerStep];
@@ -99,7 +101,7 @@ __device__ __forceinline__ void multiply(Mma& mma, const Operand<T>& operand, co
 // were off by up to 5e-3 of their size, and O^T adds up thousands of tokens. So the e4m3 products of two loads get a sum of
 // their own, which float32 additions take over.
 template <class T, class Mma, int kLoads, class Fragment>
-struct Products {
+struct LoadedProducts {
   static constexpr int kParts = T::kFp8Math ? T::kOperands / 2 : 1;
 
   Mma mma;
@@ -153,13 +155,13 @@ struct Products {
 
 // S^T of one tile, complete on return.
 template <class T>
-__device__ __forceinline__ void compute_scores_fp8(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
-                                                   ScoreFragment<T>& st) {
+__device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+                                               transposed::ScoreFragment<T>& st) {
   using namespace cute;
   using Element = typename T::Element;
-  const char* query = shared.query + (T::kSharedTiles ? group * T::kScoreColumns * kChunkColumns * sizeof(Element) : 0);
+  const char* query = shared.query + T::first_column(group) * kChunkColumns * sizeof(Element);
   const char* tile = shared.ring + at.stage * T::kStageBytes;
-  Products<T, typename T::ScoreMma, kHeadDim / 32, decltype(make_fragment_like(st(_, 0, 0)))> products;
+  LoadedProducts<T, typename T::ScoreMma, kHeadDim / 32, decltype(make_fragment_like(st(_, 0, 0)))> products;
   const auto slice = products.mma.get_thread_slice(0);
   const auto result = [&](int) { return st(_, 0, 0); };
   if constexpr (T::kFp8Math) {
@@ -175,7 +177,7 @@ __device__ __forceinline__ void compute_scores_fp8(typename T::SharedStorage& sh
                  [&](int load) {
                    auto s_query = make_tensor(
                        make_smem_ptr(reinterpret_cast<const Element*>(query + load / 2 * T::kQueryChunkBytes)),
-                       typename T::QueryChunk{});  // (score columns, 64 columns)
+                       typename T::QueryOperand{});  // (score columns, 64 columns)
                    return slice.make_fragment_B(slice.partition_B(s_query));
                  },
                  result);
@@ -186,16 +188,16 @@ __device__ __forceinline__ void compute_scores_fp8(typename T::SharedStorage& sh
 // O^T += V^T·P^T of one tile, which is given back once it is in registers; `meanwhile` runs beside the last products, or
 // before the first where its registers are wanted.
 template <class T, class Meanwhile>
-__device__ __forceinline__ void add_output_fp8(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
-                                               const char* probabilities, OutputFragment<T>& ot, Meanwhile&& meanwhile) {
+__device__ __forceinline__ void add_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int first_slice,
+                                           const char* probabilities, transposed::OutputFragment<T>& ot,
+                                           Meanwhile&& meanwhile) {
   using namespace cute;
-  const int first_chunk = T::kSharedTiles ? group * T::kOutputSlices : 0;
-  const char* tile = shared.ring + at.stage * T::kStageBytes + first_chunk / 2 * T::kWideBytes;
-  Products<T, typename T::OutputMma, 2 * T::kOutputSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;
+  const char* tile = shared.ring + at.stage * T::kStageBytes + first_slice / 2 * T::kWideBytes;
+  LoadedProducts<T, typename T::OutputMma, 2 * T::kOutputSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;
   products.mma.accumulate_ = GMMA::ScaleOut::One;
   const auto slice = products.mma.get_thread_slice(0);
   auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)),
-                          typename T::Probabilities{});
+                          typename T::ProbabilityOperand{});
   auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
   const auto result = [&](int load) { return ot(_, load / 2, 0); };
 
@@ -212,4 +214,4 @@ __device__ __forceinline__ void add_output_fp8(typename T::SharedStorage& shared
   warpgroup_fence_operand(ot);
 }
 
-}  // namespace etap
+}  // namespace etap::transposed_fp8

@@ -1,0 +1,238 @@
+// One decode call: what the library is given, what of it is refused, and the parameters that it becomes.
+#pragma once
+
+#include <tvm/ffi/optional.h>
+
+#include <cmath>
+
+#include "api/checks.h"
+#include "decode/launch.h"
+#include "decode/shape.h"
+
+namespace etap {
+
+using tvm::ffi::Optional;
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr int kWorkRangeFields = sizeof(WorkRange) / sizeof(int32_t);
+
+struct DecodeCall {
+  const TensorView& q;
+  const Optional<TensorView>& q_rope;
+  const TensorView& kv_cache;  // [pages, page_size, 576] or [pages, page_size, 1, 576]
+  const Optional<TensorView>& q_scale;
+  const Optional<TensorView>& kv_scale;
+  const TensorView& block_table;
+  const TensorView& seq_lens;
+  const TensorView& work_ranges;
+  const TensorView& split_offsets;
+  const TensorView& workspace;
+  const TensorView& out;
+  const TensorView& lse;
+  double softmax_scale;
+  // What the schedule was built for.
+  int64_t planned_batch;
+  int64_t planned_s_q;
+  int64_t planned_heads;
+  int64_t partitions;
+  bool fp8_math;
+
+  int64_t batch() const { return q.size(0); }
+  int64_t s_q() const { return q.size(1); }
+  int64_t heads() const { return q.size(2); }
+  bool fp8_cache() const { return same(kv_cache.dtype(), kE4M3); }
+  DecodeShape shape() const { return decode_shape(s_q() * heads(), fp8_cache()); }
+};
+
+// What the types of queries, cache and result may be together.
+inline void check_types(const DecodeCall& call) {
+  const DLDataType q = call.q.dtype(), cache = call.kv_cache.dtype(), out = call.out.dtype();
+  const bool fp8_query = same(q, kE4M3);
+  if (!same(q, kBFloat16) && !same(q, kFloat16) && !(fp8_query && call.fp8_cache())) {
+    TVM_FFI_THROW(TypeError) << "q: wanted bfloat16 or float16, or float8_e4m3fn with an FP8 cache, got " << text(q);
+  }
+  if (call.q_rope.has_value()) check_dtype("q_rope", call.q_rope.value(), q, " like q");
+  if (!call.fp8_cache() && !same(cache, q)) {
+    TVM_FFI_THROW(TypeError) << "kv_cache: wanted " << text(q) << " like q or float8_e4m3fn, got " << text(cache);
+  }
+  if (fp8_query ? !same(out, kBFloat16) && !same(out, kFloat16) : !same(out, q)) {
+    TVM_FFI_THROW(TypeError) << "out: wanted " << (fp8_query ? "bfloat16 or float16" : text(q)) << " for a q of " << text(q)
+                             << ", got " << text(out);
+  }
+  if (call.fp8_math && !call.fp8_cache()) {
+    TVM_FFI_THROW(ValueError) << "fp8_math: wanted False beside a kv_cache of " << text(cache) << ", got True";
+  }
+}
+
+inline void check_scale(const char* name, const Optional<TensorView>& scale, const char* scaled_name,
+                        const TensorView& scaled) {
+  if (!scale.has_value()) return;
+  const TensorView& tensor = scale.value();
+  if (!same(scaled.dtype(), kE4M3)) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted None beside a " << scaled_name << " of " << text(scaled.dtype())
+                              << ", got a tensor";
+  }
+  check_dtype(name, tensor, kFloat32);
+  if (tensor.ndim() > 1 || tensor.numel() != 1) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted one element, shape [] or [1], got " << text(tensor.shape());
+  }
+  check_device(name, tensor, scaled.device());
+}
+
+inline void check_cache(const TensorView& cache, DLDevice device) {
+  if (cache.ndim() == 4) {
+    check_shape("kv_cache", cache, {{kAny, "pages"}, {kAny, "page_size"}, {1}, {kHeadDim}});
+  } else {
+    check_shape("kv_cache", cache, {{kAny, "pages"}, {kAny, "page_size"}, {kHeadDim}});
+  }
+  if (cache.size(0) < 1) TVM_FFI_THROW(ValueError) << "kv_cache: wanted at least one page, got " << text(cache.shape());
+  if (cache.size(1) < kTileTokens || cache.size(1) % kTileTokens != 0) {
+    TVM_FFI_THROW(ValueError) << "kv_cache: wanted page_size a multiple of " << kTileTokens << ", got " << cache.size(1);
+  }
+  check_rows("kv_cache", cache);
+  for (int i = 0; i < 2; ++i) {
+    const int64_t bytes = cache.stride(i) * element_bytes(cache.dtype());
+    if (cache.size(i) > 1 && (bytes <= 0 || bytes >= kTmaStrideEnd)) {
+      TVM_FFI_THROW(ValueError) << "kv_cache: wanted pages and rows above 0 and less than 2^40 bytes apart, as TMA does, got "
+                                << "strides " << text(cache.strides());
+    }
+  }
+  check_device("kv_cache", cache, device);
+}
+
+inline void check_schedule(const DecodeCall& call) {
+  if (call.planned_batch != call.batch() || call.planned_s_q != call.s_q() || call.planned_heads != call.heads()) {
+    TVM_FFI_THROW(ValueError) << "schedule: wanted one for q's batch " << call.batch() << ", s_q " << call.s_q() << ", "
+                              << call.heads() << " heads, got batch " << call.planned_batch << ", s_q " << call.planned_s_q
+                              << ", " << call.planned_heads << " heads";
+  }
+  const DLDevice device = call.q.device();
+  for (const TensorView* tensor : {&call.work_ranges, &call.split_offsets}) {
+    if (!same(tensor->device(), device)) {
+      TVM_FFI_THROW(ValueError) << "schedule: wanted one on " << text(device) << " like q, got one on "
+                                << text(tensor->device());
+    }
+  }
+  check_dtype("work_ranges", call.work_ranges, kInt32);
+  check_shape("work_ranges", call.work_ranges, {{kAny, "partitions"}, {kWorkRangeFields}});
+  check_contiguous("work_ranges", call.work_ranges);
+  check_dtype("split_offsets", call.split_offsets, kInt32);
+  check_shape("split_offsets", call.split_offsets, {{kAny, "batch + 1"}});
+  check_contiguous("split_offsets", call.split_offsets);
+  check_at_least("split_offsets' size", call.split_offsets.size(0), call.batch() + 1);
+  check_at_least("partitions", call.partitions, 1);
+  check_at_least("work_ranges' size", call.work_ranges.size(0), call.partitions);
+}
+
+inline void check_workspace(const DecodeCall& call) {
+  const TensorView& workspace = call.workspace;
+  check_device("workspace", workspace, call.q.device());
+  check_dtype("workspace", workspace, kFloat32);
+  const int64_t floats = call.partitions > 1 ? call.shape().workspace_floats(call.partitions) : 0;
+  if (workspace.ndim() != 1 || workspace.size(0) < floats || !workspace.IsContiguous()) {
+    TVM_FFI_THROW(ValueError) << "workspace: wanted a contiguous [>=" << floats << "], got " << text(workspace.shape())
+                              << " with strides " << text(workspace.strides());
+  }
+  check_aligned("workspace", workspace);
+}
+
+// Every refusal of a call that can be made without reading what its tensors hold.
+inline void check(const DecodeCall& call) {
+  const bool rope_apart = call.q_rope.has_value();
+  check_shape("q", call.q, {{kAny, "batch"}, {kAny, "s_q"}, {kAny, "heads"}, {rope_apart ? kLatentDim : kHeadDim}});
+  const int64_t batch = call.batch(), s_q = call.s_q(), heads = call.heads();
+  const DLDevice device = call.q.device();
+  check_types(call);
+  check_rows("q", call.q);
+  if (rope_apart) {
+    check_shape("q_rope", call.q_rope.value(), {{batch}, {s_q}, {heads}, {kRopeDim}});
+    check_rows("q_rope", call.q_rope.value());
+    check_device("q_rope", call.q_rope.value(), device);
+  }
+  check_schedule(call);
+  if (!(call.softmax_scale > 0.0) || !std::isfinite(call.softmax_scale)) {
+    TVM_FFI_THROW(ValueError) << "softmax_scale: wanted a positive finite number, got " << call.softmax_scale;
+  }
+  check_scale("q_scale", call.q_scale, "q", call.q);
+  check_scale("kv_scale", call.kv_scale, "kv_cache", call.kv_cache);
+  check_cache(call.kv_cache, device);
+  check_dtype("block_table", call.block_table, kInt32);
+  check_shape("block_table", call.block_table, {{batch}, {kAny, "max_pages"}});
+  check_last_stride("block_table", call.block_table);
+  check_device("block_table", call.block_table, device);
+  check_dtype("seq_lens", call.seq_lens, kInt32);
+  check_shape("seq_lens", call.seq_lens, {{batch}});
+  check_contiguous("seq_lens", call.seq_lens);
+  check_device("seq_lens", call.seq_lens, device);
+  check_shape("out", call.out, {{batch}, {s_q}, {heads}, {kLatentDim}});
+  check_contiguous("out", call.out);
+  check_aligned("out", call.out);
+  check_device("out", call.out, device);
+  check_dtype("lse", call.lse, kFloat32);
+  check_shape("lse", call.lse, {{batch}, {s_q}, {heads}});
+  check_contiguous("lse", call.lse);
+  check_device("lse", call.lse, device);
+  check_workspace(call);
+}
+
+inline DecodeParams decode_params(const DecodeCall& call) {
+  const TensorView& rope = call.q_rope.has_value() ? call.q_rope.value() : call.q;
+  const int64_t rope_offset = call.q_rope.has_value() ? 0 : kLatentDim * element_bytes(call.q.dtype());
+  const auto ints = [](const TensorView& tensor) { return static_cast<const int32_t*>(tensor.data_ptr()); };
+  const auto scale = [](const Optional<TensorView>& one) {
+    return one.has_value() ? static_cast<const float*>(one.value().data_ptr()) : nullptr;
+  };
+  const DecodeShape shape = call.shape();
+  auto* partials = static_cast<float*>(call.workspace.data_ptr());
+  return {
+      .q = call.q.data_ptr(),
+      .q_rope = static_cast<const char*>(rope.data_ptr()) + rope_offset,
+      .q_stride_batch = call.q.stride(0),
+      .q_stride_token = call.q.stride(1),
+      .q_stride_head = call.q.stride(2),
+      .q_rope_stride_batch = rope.stride(0),
+      .q_rope_stride_token = rope.stride(1),
+      .q_rope_stride_head = rope.stride(2),
+      .block_table = ints(call.block_table),
+      .block_table_stride = call.block_table.stride(0),
+      .max_pages = int32_t(std::min<int64_t>(call.block_table.size(1), INT32_MAX)),
+      .seq_lens = ints(call.seq_lens),
+      .work_ranges = static_cast<const WorkRange*>(call.work_ranges.data_ptr()),
+      .split_offsets = ints(call.split_offsets),
+      .out = call.out.data_ptr(),
+      .lse = static_cast<float*>(call.lse.data_ptr()),
+      .partial_out = partials,
+      .partial_lse = partials + shape.partial_rows(call.partitions) * kLatentDim,
+      .batch = int32_t(call.batch()),
+      .s_q = int32_t(call.s_q()),
+      .heads = int32_t(call.heads()),
+      .rows = int32_t(call.s_q() * call.heads()),
+      .row_tile = shape.row_tile,
+      .row_groups = shape.row_groups,
+      .partitions = int32_t(call.partitions),
+      .tiles_per_page = int32_t(call.kv_cache.size(1) / kTileTokens),
+      .scale_log2 = float(call.softmax_scale * kLog2E),
+      .kv_scale = scale(call.kv_scale),
+      .q_scale = scale(call.q_scale),
+      .query_type = same(call.q.dtype(), kBFloat16)  ? QueryType::kBFloat16
+                    : same(call.q.dtype(), kFloat16) ? QueryType::kFloat16
+                                                     : QueryType::kE4M3,
+      .float16_out = same(call.out.dtype(), kFloat16),
+      .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor,
+      .paired_dims = shape.kernel == DecodeKernelKind::kTransposedFp8,
+  };
+}
+
+inline CacheParams cache_params(const DecodeCall& call) {
+  return {
+      .data = call.kv_cache.data_ptr(),
+      .pages = call.kv_cache.size(0),
+      .page_size = call.kv_cache.size(1),
+      .page_stride = call.kv_cache.stride(0),
+      .row_stride = call.kv_cache.stride(1),
+      .fp8 = call.fp8_cache(),
+      .fp8_math = call.fp8_math,
+  };
+}
+
+}  // namespace etap

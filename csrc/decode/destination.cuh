@@ -1,0 +1,66 @@
+// Where a piece's result goes.
+#pragma once
+
+#include "decode/pieces.cuh"
+#include "decode/traits.h"
+
+namespace etap {
+
+// Where a piece's rows go: the result itself, or a float32 partial with a log2-sum-exp.
+template <class T>
+struct Destination {
+  uint16_t* out;        // float16 or bfloat16 [rows of the group, 512]; null: the partial
+  float* lse;           // [rows of the group], natural logarithm
+  float4* partial_out;  // [8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads]
+  float* partial_lse;   // [row_tile], log2
+  int rows;             // of the group, which the row tile may exceed
+  bool float16_out;
+
+  __device__ __forceinline__ Destination(const DecodeParams& params, const Piece& piece, int row_group) {
+    const int64_t row = int64_t(piece.request) * params.rows + row_group * kMaxRowTile;
+    const int64_t partial_row = (int64_t(piece.slot) * params.row_groups + row_group) * T::kRowTile;
+    const bool whole = piece.slot < 0;
+    out = whole ? static_cast<uint16_t*>(params.out) + row * kLatentDim : nullptr;
+    lse = params.lse + row;
+    partial_out = reinterpret_cast<float4*>(params.partial_out + partial_row * kLatentDim);
+    partial_lse = params.partial_lse + partial_row;
+    rows = min(params.rows - row_group * kMaxRowTile, T::kRowTile);
+    float16_out = params.float16_out;
+  }
+
+  // Two value dims in the result's type, which beside an FP8 cache is not the products'.
+  __device__ __forceinline__ uint32_t pack_out(float low, float high) const {
+    if constexpr (!T::kFp8Cache) return pack<typename T::Element>(low, high);
+    return float16_out ? pack<cutlass::half_t>(low, high) : pack<cutlass::bfloat16_t>(low, high);
+  }
+
+  __device__ __forceinline__ void write_lse(int row, float log2_sum_exp) const {
+    if (out != nullptr) {
+      lse[row] = log2_sum_exp * kLn2;
+    } else {
+      partial_lse[row] = log2_sum_exp;
+    }
+  }
+};
+
+// A piece without tokens, of a request that has none or fewer than the schedule was built for: zeros and -inf, no page read.
+template <class T>
+__device__ __forceinline__ void write_empty(const Destination<T>& to) {
+  if (to.out == nullptr) {  // the combination adds nothing of it, but multiplies what lies there
+#pragma unroll 1
+    for (int i = threadIdx.x; i < T::kRowTile * kLatentDim / 4; i += kConsumerThreads) {
+      to.partial_out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+#pragma unroll 1
+    for (int row = threadIdx.x; row < T::kRowTile; row += kConsumerThreads) to.partial_lse[row] = -INFINITY;
+    return;
+  }
+#pragma unroll 1
+  for (int i = threadIdx.x; i < to.rows * kLatentDim / 8; i += kConsumerThreads) {
+    reinterpret_cast<uint4*>(to.out)[i] = make_uint4(0, 0, 0, 0);
+  }
+#pragma unroll 1
+  for (int row = threadIdx.x; row < to.rows; row += kConsumerThreads) to.lse[row] = -INFINITY;
+}
+
+}  // namespace etap

@@ -1,0 +1,165 @@
+#include "decode/launch.h"
+
+#include <cudaTypedefs.h>
+#include <cutlass/float8.h>
+#include <cutlass/numeric_types.h>
+
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <type_traits>
+
+namespace etap {
+namespace {
+
+constexpr uint64_t kSwizzleBytes = 128;  // as wide as a chunk of columns
+
+// The driver's tensor-map encoder, found through the runtime so that the library needs no libcuda to load.
+PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* entry = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    ETAP_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
+    if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
+    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
+  }();
+  return encoder;
+}
+
+CUtensorMap encode(const MapShape& shape) {
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  CUtensorMap map;
+  // Promotion to 256 bytes costs 6% of the bandwidth: rows are 1152 bytes, so it fetches across their ends.
+  const CUresult status = tensor_map_encoder()(
+      &map, shape.type, shape.rank, const_cast<void*>(shape.data), shape.extents, shape.strides, shape.box, steps,
+      CU_TENSOR_MAP_INTERLEAVE_NONE, shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (status != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(int(status)));
+  return map;
+}
+
+// The map of a shape, encoded when this thread did not do so lately. What is encoded says all that a map depends on, so an
+// entry never grows stale; a shape takes the place of another with the same hash.
+const CUtensorMap& encoded(const MapShape& shape) {
+  static_assert(std::has_unique_object_representations_v<MapShape>);
+  struct Entry {
+    MapShape shape;
+    CUtensorMap map;
+  };
+  constexpr int kBits = 9;  // a few maps for each of a model's layers
+  thread_local const std::unique_ptr<Entry[]> entries(new Entry[1 << kBits]());
+  uint64_t words[sizeof(MapShape) / sizeof(uint64_t)], hash = 0;
+  std::memcpy(words, &shape, sizeof(shape));
+  for (uint64_t word : words) hash = (hash ^ word ^ hash >> 29) * 0x9e3779b97f4a7c15;
+  Entry& entry = entries[hash >> (64 - kBits)];
+  if (std::memcmp(&entry.shape, &shape, sizeof(shape)) != 0) {
+    entry.map = encode(shape);
+    entry.shape = shape;
+  }
+  return entry.map;
+}
+
+MapShape map_shape(const void* data, CUtensorMapDataType type, std::initializer_list<uint64_t> extents,
+                   std::initializer_list<uint64_t> strides, std::initializer_list<uint32_t> box, uint64_t box_bytes) {
+  MapShape shape{};
+  shape.data = data;
+  std::copy(extents.begin(), extents.end(), shape.extents);
+  std::copy(strides.begin(), strides.end(), shape.strides);
+  std::copy(box.begin(), box.end(), shape.box);
+  shape.rank = int32_t(extents.size());
+  shape.type = type;
+  shape.swizzle = box_bytes == kSwizzleBytes ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+  return shape;
+}
+
+// TMA wants a stride even where there is nothing to step to, and there any will do.
+uint64_t stride_bytes(int64_t extent, int64_t stride, uint64_t element_bytes) {
+  return (extent == 1 ? kHeadDim : stride) * element_bytes;
+}
+
+void prepare_cache_maps(const DecodeKernel& kernel, const CacheParams& cache, DecodeLaunch& to) {
+  const uint64_t element_bytes = cache.fp8 ? 1 : 2;
+  const uint64_t row = stride_bytes(cache.page_size, cache.row_stride, element_bytes);
+  const uint64_t page = stride_bytes(cache.pages, cache.page_stride, element_bytes);
+  const auto tokens = uint64_t(cache.page_size), pages = uint64_t(cache.pages), columns = uint64_t(kernel.chunk_columns);
+  to.cache_map_count = kernel.rope_apart ? 2 : 1;
+  to.cache_maps[0] = map_shape(
+      cache.data, kernel.map_type, {columns, tokens, uint64_t(kernel.chunks), pages}, {row, columns * element_bytes, page},
+      {uint32_t(columns), kTileTokens, uint32_t(kernel.copied_chunks), 1}, columns * element_bytes);
+  if (!kernel.rope_apart) return;
+  to.cache_maps[1] = map_shape(static_cast<const char*>(cache.data) + kLatentDim * element_bytes, kernel.map_type,
+                               {kRopeDim, tokens, pages}, {row, page}, {kRopeDim, kTileTokens, 1}, kRopeDim * element_bytes);
+}
+
+void prepare_query_maps(const DecodeKernel& kernel, const DecodeParams& params, DecodeLaunch& to) {
+  constexpr uint64_t kElementBytes = 2, kColumns = kRopeDim, kValueChunks = kLatentDim / kColumns;
+  const int box_heads = std::min(params.heads, params.row_tile);
+  // A stride of 0 (an expanded tensor) is none that TMA knows; those of single heads, tokens or requests mean nothing.
+  const auto known = [](int64_t extent, int64_t one, int64_t other) {
+    return extent == 1 || (std::min(one, other) > 0 && std::max(one, other) < kTmaStrideEnd / int64_t(kElementBytes));
+  };
+  to.query_maps_usable = params.heads % box_heads == 0 && params.row_tile % box_heads == 0 &&
+                         known(params.heads, params.q_stride_head, params.q_rope_stride_head) &&
+                         known(params.s_q, params.q_stride_token, params.q_rope_stride_token) &&
+                         known(params.batch, params.q_stride_batch, params.q_rope_stride_batch);
+  if (!to.query_maps_usable) return;
+  const auto map = [&](const void* data, int64_t head, int64_t token, int64_t request, uint64_t chunks) {
+    return map_shape(
+        data, kernel.map_type,
+        {kColumns, uint64_t(params.heads), uint64_t(params.s_q), chunks, uint64_t(params.batch)},
+        {stride_bytes(params.heads, head, kElementBytes), stride_bytes(params.s_q, token, kElementBytes),
+         kColumns * kElementBytes, stride_bytes(params.batch, request, kElementBytes)},
+        {kColumns, uint32_t(box_heads), uint32_t(params.row_tile / box_heads), uint32_t(chunks), 1}, kColumns * kElementBytes);
+  };
+  to.query_maps[0] =
+      map(params.q, params.q_stride_head, params.q_stride_token, params.q_stride_batch, kValueChunks);
+  to.query_maps[1] = map(params.q_rope, params.q_rope_stride_head, params.q_rope_stride_token, params.q_rope_stride_batch,
+                         kRopeDim / kColumns);
+}
+
+DecodeKernel kernel_of(const DecodeParams& params, const CacheParams& cache) {
+  if (cache.fp8) {
+    return cache.fp8_math ? fp8_kernel<cutlass::float_e4m3_t>(params.row_tile) : fp8_kernel<cutlass::half_t>(params.row_tile);
+  }
+  return params.query_type == QueryType::kFloat16 ? sixteen_bit_kernel<cutlass::half_t>(params.row_tile)
+                                                  : sixteen_bit_kernel<cutlass::bfloat16_t>(params.row_tile);
+}
+
+// Shared memory above 48 KB is granted once for each kernel and device.
+void allow_shared_memory(const KernelLaunch& kernel, std::atomic<uint64_t>& granted) {
+  int device;
+  ETAP_CUDA_CHECK(cudaGetDevice(&device));
+  const uint64_t bit = uint64_t(1) << (device % 64);
+  if (granted.load(std::memory_order_relaxed) & bit) return;
+  ETAP_CUDA_CHECK(
+      cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes));
+  granted.fetch_or(bit, std::memory_order_relaxed);
+}
+
+}  // namespace
+
+DecodeLaunch prepare_decode(const DecodeParams& params, const CacheParams& cache) {
+  const DecodeKernel kernel = kernel_of(params, cache);
+  DecodeLaunch decode{};
+  decode.kernel = {kernel.function, kernel.name, dim3(params.partitions * params.row_groups), kernel.threads,
+                   kernel.shared_bytes};
+  decode.shared_memory_granted = kernel.shared_memory_granted;
+  prepare_cache_maps(kernel, cache, decode);
+  if (!cache.fp8) prepare_query_maps(kernel, params, decode);
+  return decode;
+}
+
+void launch(const DecodeLaunch& decode, const DecodeParams& params, cudaStream_t stream) {
+  allow_shared_memory(decode.kernel, *decode.shared_memory_granted);
+  CUtensorMap cache_maps[2];
+  for (int i = 0; i < decode.cache_map_count; ++i) cache_maps[i] = encoded(decode.cache_maps[i]);
+  QueryMaps query_maps{};
+  query_maps.usable = decode.query_maps_usable;
+  if (query_maps.usable) {
+    query_maps.latent = encoded(decode.query_maps[0]);
+    query_maps.rope = encoded(decode.query_maps[1]);
+  }
+  const void* const arguments[] = {&params, cache_maps, &query_maps};
+  launch_overlapping(decode.kernel, arguments, stream);
+}
+
+}  // namespace etap

@@ -1,0 +1,95 @@
+// The key producer: one warp copies the cache tile by tile with TMA into the key ring.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "decode/pieces.cuh"
+#include "decode/traits.h"
+
+namespace etap {
+
+// The page of each tile is fetched 32 tiles at a time, a lane each, one batch ahead of its use. The first fetch does not
+// wait for the request's length: what lies behind it in the table is read, but never used.
+class PageFetcher {
+ public:
+  __device__ __forceinline__ PageFetcher(const DecodeParams& params, int request, int begin_tile)
+      : pages_(params.block_table + request * params.block_table_stride),
+        tiles_per_page_(params.tiles_per_page),
+        max_pages_(params.max_pages),
+        lane_(threadIdx.x % kWarpSize),
+        next_(fetch(begin_tile)) {}
+
+  // Page of begin_tile + i; called by the whole warp with i = 0, 1, 2, ...
+  __device__ __forceinline__ int page(int tile, int i) {
+    if (i % kWarpSize == 0) {
+      current_ = next_;
+      next_ = fetch(tile + kWarpSize);
+    }
+    return __shfl_sync(0xffffffff, current_, i % kWarpSize);
+  }
+
+ private:
+  __device__ __forceinline__ int fetch(int first_tile) const {
+    const int page = tiles_per_page_.div(first_tile + lane_);
+    return page < max_pages_ ? pages_[page] : 0;
+  }
+
+  const int32_t* pages_;  // of the request: [max_pages_]
+  const cutlass::FastDivmod& tiles_per_page_;
+  int max_pages_;
+  int lane_;
+  int current_ = 0;
+  int next_;
+};
+
+template <class T>
+__device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, const DecodeParams& params,
+                                          const typename T::CacheMaps& maps, int partition) {
+  constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
+  const bool elected = threadIdx.x % kWarpSize == 0;
+  RingPosition<T::kStages> at;
+  int tiles_begun = 0;
+  uint32_t even = 0, odd = 0;  // grants that consumers 0 and 1 got in earlier pieces
+  PieceWalk walk(params, partition);
+  while (!walk.done()) {
+    PageFetcher pages(params, walk.request(), walk.begin_tile());
+    const Piece piece = walk.next();
+    if (piece.tiles() == 0) continue;
+    for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, ++tiles_begun) {
+      const int i = tile - piece.begin_tile;
+      const int page = pages.page(tile, i);
+      const int token = params.tiles_per_page.rem(tile) * kTileTokens;  // of the page
+#pragma unroll
+      for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
+        // No more in flight than wanted; room in the ring.
+        shared.keys.wait(at.behind(tiles_begun < T::kTilesAlone ? 1 : kStagesInFlight));
+        shared.keys.acquire(at);
+        if (!elected) continue;
+        // The copy.
+        shared.keys.expect_bytes(at, T::kStageBytes);
+        maps.copy(shared.keys.full_barrier(at), item<typename T::KeyStage>(shared.ring, at.stage), page, token, T::first_chunk(stage, i));
+        if constexpr (T::kGrantsTiles) {
+          const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
+          if (stage == 0) shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);
+        }
+      }
+    }
+    if constexpr (T::kGrantsTiles) {
+      // Stages lent to the consumers for merging their halves: granted, not filled.
+      for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
+        shared.keys.acquire(at);
+        if (elected) shared.keys.commit(at);
+      }
+      even += (piece.tiles() + 1) / kConsumerGroups;
+      odd += piece.tiles() / kConsumerGroups;
+      if (elected) {
+        shared.granted[0].signal(even);
+        shared.granted[1].signal(odd);
+      }
+      ++even;
+      ++odd;
+    }
+  }
+}
+
+}  // namespace etap

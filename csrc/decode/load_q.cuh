@@ -1,0 +1,96 @@
+// The query producers, of a cache of the queries' own type: one warp copies the rows of each piece with TMA, or, where their
+// strides allow no tensor map, three warps gather them.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "decode/pieces.cuh"
+#include "decode/traits.h"
+
+namespace etap {
+
+// Query rows whose heads fill row tiles are one TMA copy of the latent part and one of the rope part. Asked for before the
+// piece's length is known: behind the first tiles of the cache they would arrive up to 5 us later.
+template <class T>
+__device__ __forceinline__ void copy_queries(typename T::SharedStorage& shared, const DecodeParams& params,
+                                             const QueryMaps& maps, int partition, int row_group) {
+  const int token = row_group * kMaxRowTile / params.heads;
+  const int head = row_group * kMaxRowTile - token * params.heads;
+  RingPosition<1> at;
+  for (PieceWalk walk(params, partition); !walk.done(); walk.skip(), at.advance(1)) {
+    shared.queries.acquire(at);
+    if (threadIdx.x % kWarpSize != 0) continue;
+    shared.queries.expect_bytes(at, T::kQueryBytes);
+    const auto copy = [&](const CUtensorMap& map, int first_chunk) {
+      cute::SM90_TMA_LOAD_5D::copy(&map, shared.queries.full_barrier(at),
+                                   static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                   &item<typename T::QueryChunk>(shared.query, first_chunk), 0, head, token, 0, walk.request());
+    };
+    copy(maps.latent, 0);
+    copy(maps.rope, kValueChunks);
+  }
+}
+
+// Query rows of any strides go through cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads. A warp
+// takes every kWarps-th row and steps from row to row without a division.
+template <class T>
+__device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared, const DecodeParams& params,
+                                               int partition, int row_group) {
+  using Element = typename T::Element;
+  constexpr int kWarps = kQueryProducerThreads / kWarpSize;
+  constexpr int kUnitElements = kUnitBytes / sizeof(Element);
+  constexpr int kUnitsPerChunk = kChunkColumns / kUnitElements;
+  constexpr int kChunkBytes = sizeof(typename T::QueryChunk);
+  constexpr int kLatentUnits = kLatentDim / kUnitElements;
+  const int lane = threadIdx.x % kWarpSize;
+  const int warp = threadIdx.x % kGroupThreads / kWarpSize - 1;
+  const int first_token = (row_group * kMaxRowTile + warp) / params.heads;
+  const int first_head = row_group * kMaxRowTile + warp - first_token * params.heads;
+  RingPosition<1> at;
+  PieceWalk walk(params, partition);
+  while (!walk.done()) {
+    const int64_t request = walk.request();
+    const auto* q = static_cast<const Element*>(params.q) + request * params.q_stride_batch + lane * kUnitElements;
+    const auto* q_rope = static_cast<const Element*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitElements;
+    int token = first_token;
+    int head = first_head;
+    shared.queries.acquire(at);
+#pragma unroll 1
+    for (int row = warp; row < T::kRowTile; row += kWarps) {
+      const bool valid = token < params.s_q;  // rows of the tile behind the last one are zeros
+      const Element* latent = valid ? q + token * params.q_stride_token + head * params.q_stride_head : q;
+      const Element* rope = valid ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q_rope;
+      const int unit = swizzled<kChunkColumns * sizeof(Element)>(row, lane % kUnitsPerChunk);
+      char* target = shared.query + lane / kUnitsPerChunk * kChunkBytes + (row * kUnitsPerChunk + unit) * kUnitBytes;
+      const auto copy = [&](int chunk, const Element* source) {
+        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
+            *reinterpret_cast<const cute::uint128_t*>(source),
+            *reinterpret_cast<cute::uint128_t*>(target + chunk * kChunkBytes), valid);
+      };
+      CUTE_UNROLL
+      for (int unit = 0; unit < kLatentUnits; unit += kWarpSize) {
+        copy(unit / kUnitsPerChunk, latent + unit * kUnitElements);
+      }
+      if (lane < kUnitsPerChunk) copy(kValueChunks, rope);
+      for (head += kWarps; head >= params.heads; head -= params.heads) ++token;
+    }
+    cute::cp_async_wait<0>();
+    cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
+    shared.queries.commit(at);
+    at.advance(1);
+    walk.skip();
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params,
+                                             const QueryMaps& maps, int partition, int row_group, WarpRole role) {
+  if (!maps.usable) {
+    gather_queries<T>(shared, params, partition, row_group);
+  } else if (role == WarpRole::kQueryProducer) {
+    copy_queries<T>(shared, params, maps, partition, row_group);
+  }
+}
+
+}  // namespace etap

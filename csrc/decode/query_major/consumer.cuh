@@ -1,0 +1,105 @@
+// A consumer warpgroup of 64 rows on M. Time going down, s the scores of a tile, o an addition to this half of O:
+//
+//   warpgroup 0: s(0)      softmax(0) o(0)          s(2) o(1) softmax(2) o(2)
+//   warpgroup 1:      s(1)            o(0) softmax(1) o(1)               s(3) o(2) ...
+#pragma once
+
+#include "decode/query_major/epilogue.cuh"
+#include "decode/query_major/scores.cuh"
+
+namespace etap::query_major {
+
+// What a consumer knows of its CTA, and what it holds. Tiles of a CTA are counted through all pieces (n), those of a piece
+// from its beginning (i).
+template <class T>
+struct Consumer {
+  typename T::SharedStorage& shared;
+  const DecodeParams& params;
+  const int group;
+  typename T::Output o;
+
+  // Decodes a partition's pieces.
+  __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
+                                             int row_group, int group) {
+    Consumer consumer{shared, params, group};
+    RingPosition<1> queries;
+    int n = 0;  // tiles of earlier pieces
+    int pieces = 0;
+    for (PieceWalk walk(params, partition); !walk.done(); queries.advance(1)) {
+      const Piece piece = walk.next();
+      const int tiles = piece.tiles();
+      const int first = (n + group) % kConsumerGroups;  // own tile
+      if (tiles == 0) write_empty<T>(Destination<T>(params, piece, row_group));
+      shared.queries.wait(queries);
+      if (tiles <= first) {  // no tile of this warpgroup's
+        __syncwarp();        // all lanes have seen this round
+        if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+      }
+      if (tiles == 0) continue;
+      RowState state(params, piece, row_group);
+      cute::clear(consumer.o);
+      for (int i = first; i < tiles; i += kConsumerGroups) {
+        consumer.own_tile(piece, piece.begin_tile + i, n + i, i + kConsumerGroups >= tiles, queries, state);
+      }
+      if ((n + tiles - 1 + group) % kConsumerGroups != 0) consumer.other_tile(piece, piece.end_tile - 1, n + tiles - 1, state);
+      n += tiles;
+      finish_piece<T>(shared, Destination<T>(params, piece, row_group), pieces++, group, state, consumer.o);
+    }
+  }
+
+  // An own tile, the CTA's n-th, and the output of the one before it if it follows one in the piece: between two shares of
+  // the scores, when P of that tile is there and the value dims of this one may still be on their way.
+  __device__ __forceinline__ void own_tile(const Piece& piece, int tile, int n, bool last, RingPosition<1> queries, RowState& state) {
+    const int i = tile - piece.begin_tile;
+    const auto at = tile_position<T>(n);
+
+    // Wait for K, S: rope and the half that comes first; O of the tile before; S: the other half.
+    typename T::Scores s;
+    start_scores<T, 0, T::kFirstScores>(shared, at, i, s);
+    finish_scores<T>(s);
+    if (tile > piece.begin_tile) other_tile(piece, tile - 1, n - 1, state);
+    start_scores<T, T::kFirstScores, T::kStagesPerTile>(shared, at, i, s);
+    finish_scores<T>(s);
+
+    // Release rope's stage, which no value dims are in, and the queries.
+    if (threadIdx.x % kWarpSize == 0) {
+      shared.keys.release(at);
+      if (last) shared.queries.release(queries);
+    }
+
+    // Softmax.
+    if ((tile + 1) * kTileTokens > piece.seq_len - params.s_q + 1) mask_scores<T>(state, tile, s);
+    uint32_t p[T::kWords];
+    float factor[2];
+    const bool renewed = exponentiate<T>(s, params.scale_log2, state, p, factor);
+    hand_over<T>(shared, group, state, p);
+    if (renewed && tile > piece.begin_tile) scale_rows<T>(o, factor);  // before a piece's first tile O is zero
+
+    // O, release.
+    add_output(piece, tile, n, p);
+  }
+
+  // The output of the other warpgroup's tile, the CTA's n-th.
+  __device__ __forceinline__ void other_tile(const Piece& piece, int tile, int n, RowState& state) {
+    uint32_t p[T::kWords];
+    float factor[2];
+    const bool renewed = take_over<T>(shared, 1 - group, state, p, factor);
+    if (renewed) scale_rows<T>(o, factor);
+    add_output(piece, tile, n, p);
+  }
+
+  __device__ __forceinline__ void add_output(const Piece& piece, int tile, int n, const uint32_t (&p)[T::kWords]) {
+    const int valid = piece.seq_len - tile * kTileTokens;
+    const int first = half_stage(n, tile - piece.begin_tile);
+    if (valid < kTileTokens) zero_value_tail<T>(shared, first, group, valid);
+    start_output<T>(shared, first, p, o);
+    finish_output<T>(shared, first, o);
+  }
+
+  // This warpgroup's half of the CTA's n-th tile, its piece's i-th, begins at this stage.
+  __device__ __forceinline__ int half_stage(int n, int i) const {
+    return n % kConsumerGroups * T::kStagesPerTile + 1 + (T::first_half(i) == group ? 0 : T::kHalfChunks);
+  }
+};
+
+}  // namespace etap::query_major

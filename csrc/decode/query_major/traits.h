@@ -1,0 +1,98 @@
+// Numbers and layouts of the kernel for 64 query rows with a cache of their type, which fill WGMMA's M: S = Q·K^T, O += P·V.
+//
+// A warpgroup owns every other tile, whose scores and softmax it does, and half of the value dims of all tiles. Its
+// threads hold the same rows of S, P and O, so a row's maximum needs four lanes only, and P goes from a thread to the
+// same thread of the other warpgroup as it is.
+#pragma once
+
+#include <cute/arch/copy_sm90_tma.hpp>
+
+#include "decode/traits.h"
+
+namespace etap::query_major {
+
+template <class T>
+struct Consumer;
+
+template <class Element_>
+struct Traits {
+  using Element = Element_;
+  using Consumer = query_major::Consumer<Traits>;
+  static constexpr int kRowTile = 64;
+  static constexpr bool kFp8Cache = false;
+  static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
+  static constexpr int kMergeStages = 0;
+  static constexpr bool kFitsLaunchRegisters = false;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  // The ring is two tiles, one of each warpgroup, and comes chunk by chunk.
+  using KeyStage = Element[kTileTokens][kChunkColumns];  // swizzled
+  static constexpr int kStageBytes = sizeof(KeyStage);
+  static constexpr int kChunksPerStage = 1;
+  static constexpr int kStagesPerTile = kChunks;
+  static constexpr int kStages = kConsumerGroups * kStagesPerTile;
+  static constexpr int kStageReleases = kWarpsPerGroup;
+  static constexpr int kTilesAlone = 0;
+  static constexpr int kHalfChunks = kValueChunks / kConsumerGroups;
+  // The order in which a tile's chunks come: rope, which its owner's scores give back first, the value dims of one
+  // warpgroup, the other's. The owner's come first, unless earlier pieces of the CTA had an odd number of tiles: scores are
+  // added up in this order, which follows from the tile's place i in its piece, so that no bit depends on other requests.
+  __host__ __device__ static constexpr int first_half(int i) { return i % kConsumerGroups; }
+  __host__ __device__ static constexpr int first_chunk(int stage, int i) {
+    return stage == 0 ? kValueChunks : (first_half(i) * kHalfChunks + stage - 1) % kValueChunks;
+  }
+
+  static constexpr auto kMajorK = cute::GMMA::Major::K;
+  static constexpr auto kMajorMN = cute::GMMA::Major::MN;
+  static constexpr int kOutputDims = kLatentDim / kConsumerGroups;
+  static constexpr int kFirstScores = 5;   // chunks of the first share of a tile's scores: rope and one half of the value dims
+  static constexpr int kProductDims = 64;  // of one WGMMA
+  static constexpr int kProducts = kOutputDims / kProductDims;
+  using ScoreMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileTokens>, cute::_64>, kMajorK,
+                                 kMajorK>()));
+  using OutputMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kProductDims>, cute::_64>, kMajorK,
+                                 kMajorMN>()));
+  // Q chunk [64 rows x 64 columns] and K chunk [64 tokens x 64 columns].
+  using Chunk =
+      decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{}, cute::Shape<cute::_64, cute::_64>{}));
+  // Value chunks side by side, as [value dims x 64 tokens].
+  using ValueChunks = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
+                                                   cute::Shape<cute::Int<kProductDims>, cute::_64>{},
+                                                   cute::Step<cute::_2, cute::_1>{}));
+  using Scores =
+      decltype(cute::partition_fragment_C(ScoreMma{}, cute::Shape<cute::_64, cute::Int<kTileTokens>>{}));
+  using Output = decltype(cute::partition_fragment_C(OutputMma{}, cute::Shape<cute::_64, cute::Int<kOutputDims>>{}));
+
+  using QueryChunk = Element[kRowTile][kChunkColumns];  // swizzled
+  static constexpr int kQueryBytes = kChunks * sizeof(QueryChunk);
+
+  struct CacheMaps {
+    CUtensorMap chunks;  // (64 columns, tokens of a page, 9 column chunks, pages)
+
+    // One chunk of 64 tokens, `token` the first of its page.
+    __device__ __forceinline__ void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int chunk) const {
+      constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+      cute::SM90_TMA_LOAD_4D::copy(&chunks, barrier, kHint, &stage, 0, token, chunk, page);
+    }
+  };
+
+  static constexpr int kWords = kTileTokens / 4;  // of a thread's P: pairs of neighbouring tokens
+  static constexpr int kQuads = kGroupThreads / 4;
+
+  struct SharedStorage {
+    alignas(1024) char ring[kStages * kStageBytes];  // KeyStage [kStages]
+    alignas(1024) char query[kQueryBytes];           // QueryChunk [kChunks]
+    uint4 probabilities[kWords / 4][kGroupThreads];  // the owner's of the last tile, for the same thread of the other
+    float2 references[kQuads];                       // of that tile's P: rows r and r + 8
+    float4 sums[2][kConsumerGroups][kQuads];         // at the end of every other piece: of P and of rounded P
+    Ring<kStages> keys;
+    Ring<1> queries;
+
+    __device__ __forceinline__ void init_grants() {}
+  };
+};
+
+}  // namespace etap::query_major

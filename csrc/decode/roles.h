@@ -1,0 +1,76 @@
+// Who does what in a CTA, and where its threads meet.
+#pragma once
+
+#include <cutlass/arch/reg_reconfig.h>
+#include <cutlass/cutlass.h>
+
+#include "common/pipeline.cuh"
+#include "common/warp.cuh"
+
+namespace etap {
+
+constexpr int kWarpsPerGroup = 4;
+constexpr int kGroupThreads = kWarpSize * kWarpsPerGroup;
+constexpr int kConsumerGroups = 2;
+constexpr int kConsumerThreads = kConsumerGroups * kGroupThreads;
+constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
+constexpr int kDecodeThreads = kConsumerThreads + kGroupThreads;  // the third warpgroup is the producers'
+constexpr int kQueryProducerThreads = kGroupThreads - kWarpSize;
+
+enum class WarpRole {
+  kConsumer,       // warpgroups 0 and 1: scores, softmax, output; merge; write
+  kKeyProducer,    // the first warp of warpgroup 2: the cache, by TMA
+  kQueryProducer,  // the second: the query rows, by TMA or, with its helpers, cp.async; idle beside an FP8 cache
+  kQueryHelper,    // the third and fourth
+};
+
+__device__ __forceinline__ WarpRole warp_role(int warpgroup) {
+  if (warpgroup < kConsumerGroups) return WarpRole::kConsumer;
+  const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
+  return warp == 0 ? WarpRole::kKeyProducer : warp == 1 ? WarpRole::kQueryProducer : WarpRole::kQueryHelper;
+}
+
+// The registers that a role needs, by setmaxnreg, which counts for whole warpgroups. Debug builds keep those of the launch:
+// sanitizers instrument code that setmaxnreg then leaves too few for. Kernels that would spill with them take theirs all the
+// same (what memcheck does at a spill changes registers that a product may still read).
+template <class T>
+__device__ __forceinline__ void take_registers(int warpgroup) {
+  static_assert(T::kProducerRegisters * kGroupThreads + T::kConsumerRegisters * kConsumerThreads <= 168 * kDecodeThreads);
+#ifdef ETAP_SPIN_LIMIT
+  if constexpr (T::kFitsLaunchRegisters) return;
+#endif
+  if (warpgroup == kConsumerGroups) {
+    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+  }
+}
+
+// Named barriers, each after the event that its threads wait for. Several events share a number where none of their threads
+// can be one event ahead; 0 is __syncthreads'.
+namespace event {
+
+// Of one consumer: 2 and 3.
+__device__ __forceinline__ NamedBarrier of_consumer(int group) { return {2 + group, kGroupThreads}; }
+__device__ __forceinline__ NamedBarrier probabilities_written(int group) { return of_consumer(group); }
+__device__ __forceinline__ NamedBarrier maxima_written(int group) { return of_consumer(group); }
+__device__ __forceinline__ NamedBarrier scores_read(int group) { return of_consumer(group); }
+__device__ __forceinline__ NamedBarrier tail_zeroed(int group) { return of_consumer(group); }
+
+// Of both consumers: 1.
+__device__ __forceinline__ NamedBarrier of_consumers() { return {1, kConsumerThreads}; }
+__device__ __forceinline__ NamedBarrier queries_written() { return of_consumers(); }
+__device__ __forceinline__ NamedBarrier sums_written() { return of_consumers(); }
+__device__ __forceinline__ NamedBarrier sums_read() { return of_consumers(); }
+__device__ __forceinline__ NamedBarrier factors_written() { return of_consumers(); }
+__device__ __forceinline__ NamedBarrier both_probabilities_written() { return of_consumers(); }
+__device__ __forceinline__ NamedBarrier both_scores_read() { return of_consumers(); }
+
+// Of this warp and the same one of the other consumer: 4 to 11.
+__device__ __forceinline__ NamedBarrier probabilities_handed_over(int owner) {
+  return {4 + owner * kWarpsPerGroup + int(threadIdx.x % kGroupThreads / kWarpSize), 2 * kWarpSize};
+}
+
+}  // namespace event
+
+}  // namespace etap

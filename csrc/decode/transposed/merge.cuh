@@ -1,0 +1,100 @@
+// The end of a piece where tiles alternate: the two O^T become one. Each consumer hands over half of its own, and finishes and
+// writes the other half.
+#pragma once
+
+#include "decode/transposed/epilogue.cuh"
+
+namespace etap::transposed {
+
+// Where a slice of the half that `target` keeps crosses from the other warpgroup: in stages of the key ring that the
+// producer granted, [target][merge stage], 16 bytes a thread and `quad`.
+template <class T>
+__device__ __forceinline__ float4* exchange_slot(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                                 int target, int m, int quad) {
+  using Slice = float4[T::kRowTile / 8][kGroupThreads];
+  static_assert(sizeof(Slice) == T::kSliceBytes);
+  const int stage = at.ahead(target * T::kMergeStages + m / T::kSlicesPerMergeStage).stage;
+  auto* slices = reinterpret_cast<Slice*>(shared.ring + stage * T::kStageBytes);
+  return &slices[m % T::kSlicesPerMergeStage][quad][threadIdx.x % kGroupThreads];
+}
+
+// Hand over the half of this warpgroup's O^T that the other one keeps.
+template <class T, int kGroup>
+__device__ __forceinline__ void give_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                          OutputFragment<T>& ot) {
+  CUTE_UNROLL
+  for (int m = 0; m < T::kMergeSlices; ++m) {
+    auto given = ot(cute::_, (1 - kGroup) * T::kMergeSlices + m, 0);
+    CUTE_UNROLL
+    for (int i = 0; i < T::kRowTile / 2; i += 4) {
+      *exchange_slot<T>(shared, at, 1 - kGroup, m, i / 4) = make_float4(given(i), given(i + 1), given(i + 2), given(i + 3));
+    }
+  }
+  cutlass::arch::fence_view_async_shared();  // these writes, before TMA fills the stages again
+}
+
+// Add the other warpgroup's part to the half that stays here, both normalised, and give the stages back.
+template <class T, int kGroup>
+__device__ __forceinline__ void take_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                          const WarpFactors<T>& factors, OutputFragment<T>& ot) {
+  CUTE_UNROLL
+  for (int block = 0; block < T::kRowTile / 8; ++block) {
+    const float low_own = factors.own(block, 0), low_other = factors.other(block, 0);
+    const float high_own = factors.own(block, 1), high_other = factors.other(block, 1);
+    CUTE_UNROLL
+    for (int m = 0; m < T::kMergeSlices; ++m) {
+      auto kept = ot(cute::make_coord(cute::_, cute::_, block), kGroup * T::kMergeSlices + m, 0);
+      const float4 taken = *exchange_slot<T>(shared, at, kGroup, m, block);
+      kept(0, 0) = kept(0, 0) * low_own + taken.x * low_other;
+      kept(1, 0) = kept(1, 0) * high_own + taken.y * high_other;
+      kept(0, 1) = kept(0, 1) * low_own + taken.z * low_other;
+      kept(1, 1) = kept(1, 1) * high_own + taken.w * high_other;
+    }
+  }
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) {
+    CUTE_UNROLL
+    for (int stage = 0; stage < T::kMergeStages; ++stage) shared.keys.release(at.ahead(kGroup * T::kMergeStages + stage));
+  }
+}
+
+// What a column of both warpgroups becomes, of which `own` is this one.
+template <class T>
+__device__ __forceinline__ ColumnFactors merged_factors(const ColumnSums<T::kScoreColumns>& columns, int own, int column) {
+  const int partner = 1 - own;
+  const float reference = fmaxf(columns.references[own][column], columns.references[partner][column]);
+  const float factor = ptx::ex2(columns.references[own][column] - reference);
+  float sum = factor * total(columns.sums[own][column]);
+  float rounded_sum = factor * total(columns.rounded_sums[own][column]);
+  const float other = ptx::ex2(columns.references[partner][column] - reference);
+  sum += other * total(columns.sums[partner][column]);
+  rounded_sum += other * total(columns.rounded_sums[partner][column]);
+  return normalised(factor, other, sum, rounded_sum, reference);
+}
+
+// Finish a piece in whose place `at` of the ring both consumers have stages lent to them; `pieces` counts those finished before.
+template <class T>
+__device__ __forceinline__ void merge_and_write(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                                int pieces, const Destination<T>& to,
+                                                const Softmax<T>& softmax, OutputFragment<T>& ot) {
+  const int group = softmax.group;
+  auto& columns = shared.columns[pieces % 2];
+  publish_columns<T>(columns, softmax);
+  if (group == 0) {  // which registers stay and which go must be known when compiling
+    give_half<T, 0>(shared, at, ot);
+  } else {
+    give_half<T, 1>(shared, at, ot);
+  }
+  event::sums_written().meet();
+  const WarpFactors<T> factors([&](int, int column) { return merged_factors<T>(columns, group, column); });
+  if (group == 0) {
+    take_half<T, 0>(shared, at, factors, ot);
+    write_output<T, T::kMergeSlices>(to, 0, 0, ot);
+    factors.write_lse(to);
+  } else {
+    take_half<T, 1>(shared, at, factors, ot);
+    write_output<T, T::kMergeSlices>(to, kLatentDim / 2, T::kMergeSlices, ot);
+  }
+}
+
+}  // namespace etap::transposed

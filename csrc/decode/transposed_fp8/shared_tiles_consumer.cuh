@@ -1,0 +1,94 @@
+// A consumer warpgroup beside an FP8 cache with 64 rows: both go through every tile in step. Each computes the scores of half
+// of the columns and half of the value dims.
+#pragma once
+
+#include "decode/transposed_fp8/products.cuh"
+#include "decode/transposed_fp8/queries.cuh"
+#include "decode/transposed_fp8/shared_tiles_epilogue.cuh"
+
+namespace etap::transposed_fp8 {
+
+// Multiply O^T, which has the columns of both warpgroups, with what both have found for their own.
+template <class T>
+__device__ __forceinline__ void scale_shared(typename T::SharedStorage& shared, int group,
+                                             const float (&correction)[transposed::Softmax<T>::kColumns],
+                                             transposed::OutputFragment<T>& ot) {
+  constexpr int kBlocks = T::kScoreColumns / 8;
+  CUTE_UNROLL
+  for (int i = 0; i < 2 * kBlocks; ++i) {
+    if (threadIdx.x % kGroupThreads < 4) shared.factors[group][transposed::fragment_column(i / 2, i % 2)] = correction[i];
+  }
+  event::factors_written().sync();
+  transposed::scale_columns<T>(ot, [&](int block, int bit) {
+    return shared.factors[block / kBlocks][transposed::fragment_column(block % kBlocks, bit)];
+  });
+}
+
+// One tile: wait for K, S^T, softmax, O^T, release.
+template <class T>
+__device__ __forceinline__ void consume_shared_tile(typename T::SharedStorage& shared, const DecodeParams& params,
+                                                    const Piece& piece, int tile, int row_group, bool first,
+                                                    RingPosition<T::kStages> at, char* probabilities,
+                                                    transposed::Softmax<T>& softmax, transposed::OutputFragment<T>& ot) {
+  const int group = softmax.group;
+  // Wait for K, S^T: this warpgroup's columns.
+  transposed::ScoreFragment<T> st;
+  compute_scores<T>(shared, at, group, st);
+
+  // Softmax.
+  const int tile_end = (tile + 1) * kTileTokens;
+  if (tile_end > piece.seq_len - params.s_q + 1) {
+    transposed::mask_scores<T>(params, piece, tile, row_group, group, st);
+    if (tile_end > piece.seq_len) {
+      // Matrix loads of the scores may still read there. What they get is masked; they should read no half-written value.
+      event::both_scores_read().sync();
+      transposed::zero_value_tail<T>(shared, at, piece, tile);
+    }
+  }
+  bool renew = first;
+  if (!renew) {
+    const bool exceeds = softmax.exponentiate(st);
+    softmax.store(probabilities);
+    renew = event::both_probabilities_written().any(exceeds);
+  }
+  if (renew) {
+    float correction[transposed::Softmax<T>::kColumns];
+    softmax.renew(st, correction);
+    scale_shared<T>(shared, group, correction, ot);
+    softmax.exponentiate(st);
+    softmax.store(probabilities);
+    event::both_probabilities_written().sync();
+  }
+
+  // O^T of this warpgroup's value dims, release.
+  add_output<T>(shared, at, group * T::kOutputSlices, probabilities, ot, [&] { softmax.accumulate(); });
+}
+
+template <class T>
+struct SharedTilesConsumer {
+  // Decodes a partition's pieces.
+  __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
+                                             int row_group, int group) {
+    const CacheScales scales(params);
+    transposed::Softmax<T> softmax(shared, params.scale_log2, scales.kv, group);
+    transposed::OutputFragment<T> ot;
+    RingPosition<T::kStages> keys;
+    PieceWalk walk(params, partition);
+    while (!walk.done()) {
+      const Piece piece = walk.next();
+      if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group));
+      if (piece.tiles() == 0) continue;
+      load_queries<T>(shared, params, piece.request, row_group, params.scale_log2 * scales.kv * scales.q);
+      softmax.reset();
+      cute::clear(ot);
+      for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
+        consume_shared_tile<T>(shared, params, piece, piece.begin_tile + i, row_group, i == 0, keys,
+                               shared.probabilities + i % 2 * T::kProbabilityBytes, softmax, ot);
+      }
+      write_shared<T>(shared, Destination<T>(params, piece, row_group), softmax, ot);
+      keys.advance(0);
+    }
+  }
+};
+
+}  // namespace etap::transposed_fp8

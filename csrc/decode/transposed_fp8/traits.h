@@ -1,0 +1,133 @@
+// Numbers and layouts for a cache of e4m3: both products take K and V from registers, where they arrive through matrix loads
+// that transpose V, and are float16 by then (every e4m3 value is one) or still e4m3.
+#pragma once
+
+#include <cutlass/float8.h>
+
+#include "decode/transposed/traits.h"
+
+namespace etap::transposed_fp8 {
+
+// What scores are multiplied with for the log2 domain: each query row has its own scale, which its thread holds.
+template <class T>
+struct HeldScales {
+  typename T::SharedStorage& shared;
+  float values[T::kScoreColumns / 4];
+
+  __device__ __forceinline__ HeldScales(typename T::SharedStorage& shared, float scale_log2, int)
+      : shared(shared), values{scale_log2} {}
+  __device__ __forceinline__ void load(int i) {
+    values[i] = shared.score_scales[transposed::fragment_column(i / 2, i % 2)];
+  }
+  __device__ __forceinline__ float operator()(int i) const { return values[i]; }
+};
+
+// The same with many rows, for which no registers are left.
+template <class T>
+struct ReadScales {
+  typename T::SharedStorage& shared;
+  const int first;  // column of this warpgroup
+
+  __device__ __forceinline__ ReadScales(typename T::SharedStorage& shared, float, int first) : shared(shared), first(first) {}
+  __device__ __forceinline__ void load(int) {}
+  __device__ __forceinline__ float operator()(int i) const {
+    return shared.score_scales[first + transposed::fragment_column(i / 2, i % 2)];
+  }
+};
+
+// What the products' type and the row tile settle. Math: the type of the products, half_t or float_e4m3_t. Tiles: how the
+// consumers divide the work, AlternateTiles or SharedTiles.
+template <class Math, class Tiles>
+struct Products : Tiles {
+  using Tiles::kRowTile, Tiles::kScoreColumns;
+  using Element = Math;
+  using Probability = Math;
+  static constexpr bool kFp8Cache = true;
+  static constexpr bool kFp8Math = sizeof(Math) == 1;
+  // Matrix loads bring pairs of value dims: rows r and r + 8 of O^T's 16 are dims 2r and 2r + 1.
+  static constexpr bool kPairedDims = true;
+  // The producer warpgroup has no query rows to gather.
+  static constexpr int kProducerRegisters = 24;
+  static constexpr int kConsumerRegisters = 240;
+
+  // A stage is a whole tile: four chunks of 128 latent columns (128 bytes, one swizzle line), then the rope columns.
+  static constexpr int kWideColumns = 128;
+  static constexpr int kWideChunks = kLatentDim / kWideColumns;
+  struct KeyStage {
+    uint8_t latent[kWideChunks][kTileTokens][kWideColumns];  // swizzled over 128 bytes
+    uint8_t rope[kTileTokens][kRopeDim];                     // swizzled over 64 bytes
+  };
+  static constexpr int kWideBytes = kTileTokens * kWideColumns;
+  static constexpr int kStageBytes = sizeof(KeyStage);
+  static_assert(kStageBytes == kTileTokens * kHeadDim);
+  static constexpr int kStagesPerTile = 1;
+  static constexpr int kChunksPerStage = kWideChunks;
+  static constexpr int kTileValueChunks = kWideChunks;
+  // Two tiles at a time would come at half the speed, and work on the first begin later.
+  static constexpr int kTilesAlone = 4;
+  __host__ __device__ static constexpr int first_chunk(int, int) { return 0; }
+
+  // P^T is kept this many powers of two above its value against the reference: small ones stay out of float16's and
+  // e4m3's subnormal numbers. What lies above the reference still fits: 2^15 of float16's 2^16, and 448 of e4m3.
+  static constexpr float kProbabilityShift = kFp8Math ? 8.0f : 7.0f;
+  static constexpr float kLargestExponent = kFp8Math ? 8.8f : 15.0f;
+
+  // WGMMAs take kStepColumns of the contraction; a matrix load brings 32 of them to a thread.
+  static constexpr int kStepColumns = kFp8Math ? 32 : 16;
+  static constexpr int kStepsPerLoad = 32 / kStepColumns;
+  static constexpr int kValuesPerStep = 4 * 4 / sizeof(Math);  // of operand A, a thread
+  // Operands that may wait for the tensor cores while the next are converted.
+  static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
+
+  static constexpr auto kMajorK = cute::GMMA::Major::K;
+  using ScoreMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Math, Math, float, cute::Shape<cute::_64, cute::Int<kScoreColumns>, cute::_64>, kMajorK,
+                                 kMajorK>()));
+  using OutputMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<Math, Math, float, cute::Shape<cute::_64, cute::Int<kRowTile>, cute::_64>, kMajorK,
+                                 kMajorK>()));
+
+  // Q chunk [score columns x 64 columns] and P^T [rows x 64 tokens], both K-major for operand B.
+  using Swizzle = std::conditional_t<kFp8Math, cute::GMMA::Layout_K_SW64_Atom<Math>, cute::GMMA::Layout_K_SW128_Atom<Math>>;
+  using QueryOperand = decltype(cute::tile_to_shape(Swizzle{}, cute::Shape<cute::Int<kScoreColumns>, cute::_64>{}));
+  using ProbabilityOperand = decltype(cute::tile_to_shape(Swizzle{}, cute::Shape<cute::Int<kRowTile>, cute::_64>{}));
+
+  static constexpr int kOperandLine = kChunkColumns * sizeof(Math);  // bytes of a row of operand B
+  using QueryChunk = Math[kRowTile][kChunkColumns];   // swizzled
+  using Probabilities = Math[kRowTile][kTileTokens];  // swizzled
+  static constexpr int kQueryChunkBytes = sizeof(QueryChunk);
+  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+  static constexpr int kProbabilityBytes = sizeof(Probabilities);
+
+  struct CacheMaps {
+    CUtensorMap latent;  // (128 columns, tokens of a page, 4 column chunks, pages)
+    CUtensorMap rope;    // (64 columns, tokens, pages)
+
+    // A tile, `token` the first of its page.
+    __device__ __forceinline__ void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int) const {
+      constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+      cute::SM90_TMA_LOAD_4D::copy(&latent, barrier, kHint, &stage.latent, 0, token, 0, page);
+      cute::SM90_TMA_LOAD_3D::copy(&rope, barrier, kHint, &stage.rope, 0, token, page);
+    }
+  };
+};
+
+template <class T>
+struct Consumer;
+
+// Up to 32 query rows: alternate tiles.
+template <class Math, int kRowTile_>
+struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
+  using Base = Products<Math, transposed::AlternateTiles<kRowTile_>>;
+  using Base::kRowTile, Base::kFp8Math, Base::kStageBytes, Base::kStagesPerTile, Base::kSliceBytes, Base::kMergeSlices;
+  using SharedStorage = transposed::SharedMemory<Traits>;
+  using ScoreScales = std::conditional_t<kRowTile <= 16, HeldScales<Traits>, ReadScales<Traits>>;
+  using Consumer = transposed_fp8::Consumer<Traits>;
+  static constexpr int kStages = kFp8Math || kRowTile <= 16 ? 5 : 4;
+  static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
+  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
+  static_assert(kConsumerGroups * kMergeStages <= kStages);
+  static_assert(grants_fit(kStages, kStagesPerTile, kMergeStages));
+};
+
+}  // namespace etap::transposed_fp8

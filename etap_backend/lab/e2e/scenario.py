@@ -1,0 +1,188 @@
+"""What `etap e2e` is asked for: a file of configs/e2e, its points, and the order in which backends take their turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from typing import Literal
+
+from pydantic import Field
+
+from etap_backend.lab import configs
+from etap_backend.lab.configs import Strict
+from etap_backend.lab.e2e.rows import Shape
+from etap_backend.lab.serving.engines import PAGE_TOKENS, Load
+from etap_backend.lab.units import parse_tokens
+
+
+class EngineName(str, Enum):
+    vllm = "vllm"
+    sglang = "sglang"
+
+
+class Point(Strict):
+    """Requests of one length, at one or several concurrencies.
+
+    `prefill = "served"` is serving as it is: prompts are new, and prefill of some requests runs between the decode
+    steps of others. With "cached" the same prompts are sent once before, so that their cache is there already and a
+    reading is decode alone: what is long about a long context is then paid once for all readings.
+    """
+
+    input: int = Field(gt=0)
+    output: int = Field(gt=1)
+    concurrency: list[int] = Field(min_length=1)
+    prefill: Literal["served", "cached"] = "served"
+    waves: int = Field(default=1, ge=1)  # prompts = waves x concurrency
+    repeats: int = Field(default=1, ge=1)
+
+
+class EngineScenario(Strict):
+    """What only one engine understands."""
+
+    backends: list[str] = Field(min_length=1)
+    flags: list[str] = []
+    environment: dict[str, str] = {}
+
+
+class Scenario(Strict):
+    """A file of configs/e2e."""
+
+    title: str
+    model: str  # a name of configs/models is served with dummy weights, anything else with its own
+    gpus: int = Field(gt=0)
+    pipeline_parallel: int = Field(default=1, ge=1)
+    data_parallel: int = Field(default=1, ge=1)
+    draft_tokens: int = Field(default=0, ge=0)
+    acceptance: float | None = Field(default=None, ge=1)
+    kv_dtype: Literal["same", "fp8"] = "same"  # of the KV cache: the model's type or e4m3
+    environment: dict[str, str] = {}
+    ready_seconds: float = Field(default=600, gt=0)
+    point_seconds: float = Field(default=300, gt=0)
+    points: list[Point] = Field(min_length=1)
+    vllm: EngineScenario | None = None
+    sglang: EngineScenario | None = None
+
+    @property
+    def tensor_parallel(self) -> int:
+        """Raises ValueError when the GPUs do not divide."""
+        over = self.pipeline_parallel * self.data_parallel
+        if self.gpus % over:
+            raise ValueError(f"gpus: wanted a multiple of pipeline x data parallel = {over}, got {self.gpus}")
+        return self.gpus // over
+
+
+def read_scenario(name: str) -> Scenario:
+    """A shipped scenario by name, or a file. `like = "other"` takes over what that scenario has and this has not;
+    of tables key by key. Raises ValueError, naming file and key, when it is not one."""
+    path = configs.find("e2e", name)
+    content = _with_inherited(configs.read_toml_table(path))
+    try:
+        return configs.parse(Scenario, content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _with_inherited(content: dict) -> dict:
+    if (base := content.pop("like", None)) is None:
+        return content
+    inherited = _with_inherited(configs.read_toml_table(configs.find("e2e", base)))
+    tables = {
+        key: value | content[key] for key, value in inherited.items() if isinstance(value, dict) and key in content
+    }
+    return inherited | content | tables
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of the result for one backend."""
+
+    input: int
+    output: int
+    concurrency: int
+    prefill: str
+    waves: int
+    repeats: int
+
+    @property
+    def load(self) -> Load:
+        return Load(self.input, self.output, self.concurrency, self.waves * self.concurrency)
+
+    @property
+    def tokens(self) -> int:
+        """Cache that its requests need at the same time."""
+        prompts = self.load.prompts if self.prefill == "cached" else self.concurrency
+        return prompts * -(-(self.input + self.output) // PAGE_TOKENS) * PAGE_TOKENS
+
+    def in_cache_after(self, other: Case) -> bool:
+        """Whether `other` left this case's prompts in the prefix cache: the load generators give fewer and shorter
+        prompts of one seed the same beginnings."""
+        both_cached = self.prefill == other.prefill == "cached"
+        return both_cached and self.input <= other.input and self.load.prompts <= other.load.prompts
+
+    def describe(self) -> dict:
+        return {key: getattr(self, key) for key in ("input", "output", "concurrency", "prefill", "waves")}
+
+    def same_as(self, row: Shape) -> bool:
+        return all(getattr(row, key) == value for key, value in self.describe().items())
+
+
+def cases_of(points: list[Point]) -> list[Case]:
+    return [
+        Case(point.input, point.output, concurrency, point.prefill, point.waves, point.repeats)
+        for point in points
+        for concurrency in point.concurrency
+    ]
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One server of a backend: the `number`-th of at most `of`, which share the readings."""
+
+    backend: str
+    number: int = 1
+    of: int = 1
+
+    def readings(self, case: Case) -> int:
+        """How many a case has after it."""
+        return -(-case.repeats * self.number // self.of)
+
+
+def turns_of(backends: list[str], times: int) -> list[Turn]:
+    """The backends in this order, `times` over. One that is named twice has two turns in each, and one that is named
+    less often than another has fewer readings: every server takes as many."""
+    order = backends * times
+    most = max(map(order.count, order))
+    return [Turn(backend, order[: place + 1].count(backend), most) for place, backend in enumerate(order)]
+
+
+def chosen(points: list[Point], context: list[int] | None, concurrency: list[int] | None) -> list[Point]:
+    """The points of the wanted input lengths and concurrencies. Raises ValueError when none is left."""
+    kept = []
+    for point in points:
+        wanted = [number for number in point.concurrency if not concurrency or number in concurrency]
+        if wanted and (not context or point.input in context):
+            kept.append(point.model_copy(update={"concurrency": wanted}))
+    if not kept:
+        raise ValueError("--context, --concurrency: no point of the scenario has these")
+    return kept
+
+
+def parse_point(text: str) -> tuple[int, int]:
+    """(requests, input tokens) of a text such as 16x16K. Raises ValueError when it is no such text."""
+    requests, _, length = text.partition("x")
+    if not requests.isdigit() or int(requests) < 1:
+        raise ValueError(f"wanted requests x tokens such as 16x16K, got {text!r}")
+    return int(requests), parse_tokens(length)
+
+
+def parse_profile(text: str | None, cases: list[Case]) -> tuple[int, int] | None:
+    """(concurrency, input) of a text such as 16x16K. Raises ValueError when the cases have no such point."""
+    if text is None:
+        return None
+    try:
+        wanted = parse_point(text)
+    except ValueError as error:
+        raise ValueError(f"--profile: {error}") from error
+    if wanted not in {(case.concurrency, case.input) for case in cases}:
+        raise ValueError(f"--profile: wanted a point of this run, such as 16x16K, got {text}")
+    return wanted

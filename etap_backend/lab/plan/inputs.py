@@ -1,0 +1,216 @@
+"""What a plan is made of: a model, a GPU, and how the one is served on the other. Each is checked before it is used."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from etap_backend.lab import configs, results
+from etap_backend.lab.configs import Strict
+
+# Beyond these a number is a mistake, and within them no sum or quotient of the planner leaves what a float holds.
+MOST = 2**31
+SMALLEST, GREATEST = 1e-3, 1e18
+LEAST_SHARE, MOST_SHARE = 0.001, 0.999
+
+CACHE_BYTES = {"bfloat16": 2, "fp8": 1}
+CACHE_NAMES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "auto": "bfloat16", "fp8": "fp8", "fp8_e4m3": "fp8"}
+"""What the engines call the caches."""
+
+Status = Literal["measured", "nominal", "derived", "given"]
+Size = Annotated[int, Field(gt=0, le=MOST)]
+Count = Annotated[int, Field(ge=0, le=MOST)]
+
+
+class Figure(Strict):
+    """A number, how it was come by, and from where."""
+
+    value: float = Field(ge=SMALLEST, le=GREATEST)
+    status: Status
+    source: str
+
+
+class Call(Strict):
+    """Time of one attention call: `fixed_us` + `factor` x its roofline.
+
+    `results` names the files of results/ that it was fitted to, and `kernel` their column.
+    """
+
+    fixed_us: float = Field(ge=0, le=GREATEST)
+    factor: float = Field(ge=1, le=GREATEST)
+    status: Status
+    source: str
+    kernel: str = ""
+    results: tuple[str, ...] = ()
+
+    def microseconds(self, roofline_us: float) -> float:
+        return self.fixed_us + self.factor * roofline_us
+
+
+class Gpu(Strict):
+    """A file of configs/hardware."""
+
+    name: str
+    memory_bytes: Figure
+    bandwidth: Figure  # bytes a second
+    sustained_bandwidth: Figure
+    bf16_flops: Figure  # dense operations a second
+    fp8_flops: Figure
+    sustained_bf16_flops: Figure
+    sms: Figure
+    etap: Call
+    padded: Call  # FlashMLA's kernels alone, built from its sources
+    padded_in_vllm: Call | None = None  # FlashMLA as vLLM ships and calls it, where that was measured
+
+    @property
+    def sustained_share(self) -> float:
+        """What WGMMA reaches of the nominal rate."""
+        return self.sustained_bf16_flops.value / self.bf16_flops.value
+
+    def sustained_flops(self, *, fp8: bool) -> float:
+        """Operations a second of WGMMA on 16-bit numbers or on FP8 ones, the latter with the share of the former."""
+        return self.fp8_flops.value * self.sustained_share if fp8 else self.sustained_bf16_flops.value
+
+    @property
+    def figures(self) -> dict[str, Figure]:
+        named = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: value for name, value in named if isinstance(value, Figure)}
+
+    @property
+    def calls(self) -> dict[str, Call]:
+        named = ((name, getattr(self, name)) for name in type(self).model_fields)
+        return {name: value for name, value in named if isinstance(value, Call)}
+
+
+class Quantization(BaseModel):
+    """The part of a model's quantization_config that says what a weight takes."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    quant_method: Literal["fp8"]
+    weight_block_size: tuple[Size, Size] | None = None
+
+
+class Model(BaseModel):
+    """What the planner reads of a Hugging Face config.json with multi-head latent attention."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    hidden_size: Size
+    num_hidden_layers: Size
+    num_attention_heads: Size
+    vocab_size: Size
+    intermediate_size: Size
+    kv_lora_rank: Size
+    qk_rope_head_dim: Size
+    qk_nope_head_dim: Size
+    v_head_dim: Size
+    q_lora_rank: Size | None = None
+    moe_intermediate_size: Count = 0
+    n_routed_experts: Count | None = None
+    n_shared_experts: Count | None = None
+    num_experts_per_tok: Count | None = None
+    first_k_dense_replace: Count = 0
+    num_nextn_predict_layers: Count = 0
+    tie_word_embeddings: bool = False
+    quantization_config: Quantization | None = None
+    index_topk: Count | None = None  # of sparse attention
+
+    @model_validator(mode="after")
+    def _experts_are_whole(self) -> Model:
+        if not self.n_routed_experts:
+            return self
+        if not (self.num_experts_per_tok and self.moe_intermediate_size):
+            raise ValueError("wanted num_experts_per_tok and moe_intermediate_size beside n_routed_experts")
+        if self.num_experts_per_tok > self.n_routed_experts:
+            wanted = f"at most n_routed_experts = {self.n_routed_experts}"
+            raise ValueError(f"num_experts_per_tok: wanted {wanted}, got {self.num_experts_per_tok}")
+        return self
+
+    @property
+    def moe_layers(self) -> int:
+        return max(0, self.num_hidden_layers - self.first_k_dense_replace) if self.n_routed_experts else 0
+
+    @property
+    def cache_row(self) -> int:
+        """Elements of the cache that one token takes in one layer."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of one quantised (or, without quantisation, any) weight, its share of a block's scale included."""
+        if not self.quantization_config:
+            return 2.0
+        rows, columns = self.quantization_config.weight_block_size or (128, 128)
+        return 1 + 4 / (rows * columns)
+
+
+def read_model(name: str) -> Model:
+    """A shipped model by name, or any config.json (or the folder that holds one). Raises ValueError otherwise."""
+    path = Path(name) / "config.json" if Path(name).is_dir() else configs.find("models", name, ".json")
+    return results.read(path, Model)
+
+
+def read_gpu(name: str) -> Gpu:
+    """A shipped GPU by name, or any file like it. Raises ValueError otherwise."""
+    return configs.read_toml(configs.find("hardware", name), Gpu)
+
+
+def cache_named(name: str) -> str:
+    """The planner's name of a cache type. Raises ValueError for what ETAP does not read."""
+    if name not in CACHE_NAMES:
+        raise ValueError(f"cache: wanted one of {', '.join(CACHE_NAMES)}, got {name}")
+    return CACHE_NAMES[name]
+
+
+@dataclass(frozen=True)
+class Deployment:
+    """Where and how a model is served.
+
+    Attributes:
+        gpus: how many, tp x dp x pp of them.
+        tp, dp, pp: tensor, data (replicated attention) and pipeline parallelism; experts are spread over tp x dp.
+        dcp: decode context parallelism, over how many of the tp ranks the tokens of a request are spread.
+        cache: type of the KV cache, bfloat16 or fp8.
+        context: tokens of every request, in the cache.
+        batch: requests that decode at the same time, on all GPUs together.
+        s_q: query tokens a request and step; more than 1 with multi-token prediction.
+        utilization: share of the GPU's memory that the engine may take.
+    """
+
+    gpus: int = 8
+    tp: int = 8
+    dp: int = 1
+    pp: int = 1
+    dcp: int = 1
+    cache: str = "bfloat16"
+    context: int = 16384
+    batch: int = 16
+    s_q: int = 1
+    utilization: float = 0.92
+
+    def check(self, model: Model) -> None:
+        """Raise ValueError, naming the argument, unless this can be."""
+        for name in ("gpus", "tp", "dp", "pp", "dcp", "context", "batch", "s_q"):
+            if not 1 <= (value := getattr(self, name)) <= MOST:
+                raise ValueError(f"{name}: wanted at least 1 and at most {MOST}, got {value}")
+        if not 0 < self.utilization <= 1:
+            raise ValueError(f"utilization: wanted more than 0 and at most 1, got {self.utilization}")
+        if self.cache not in CACHE_BYTES:
+            raise ValueError(f"cache: wanted one of {', '.join(CACHE_BYTES)}, got {self.cache}")
+        if self.tp * self.dp * self.pp != self.gpus:
+            raise ValueError(f"gpus: wanted tp x dp x pp = {self.tp * self.dp * self.pp}, got {self.gpus}")
+        if model.num_attention_heads % self.tp:
+            raise ValueError(f"tp: wanted a divisor of {model.num_attention_heads} heads, got {self.tp}")
+        if self.tp % self.dcp:
+            raise ValueError(f"dcp: wanted a divisor of tp = {self.tp}, got {self.dcp}")
+        if self.pp > model.num_hidden_layers:
+            raise ValueError(f"pp: wanted at most {model.num_hidden_layers} layers, got {self.pp}")
+
+    @property
+    def local_batch(self) -> int:
+        """Requests of one attention replica."""
+        return -(-self.batch // self.dp)

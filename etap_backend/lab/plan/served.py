@@ -1,0 +1,174 @@
+"""What a server's readings say of a decode step, and what the measured time of its attention kernel is of that."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from etap_backend.lab import configs
+from etap_backend.lab.bench.rows import OURS, Document, Row
+from etap_backend.lab.plan.inputs import Deployment, Gpu, Model, read_gpu, read_model
+from etap_backend.lab.plan.step import etap_attention, padded_attention
+
+# Kernels in the files of `etap bench`, by the engines' names of the backends that call them.
+KERNELS = {"etap": OURS, "flashmla": "FlashMLA", "flash_attn_mla": "FA3", "fa3": "FA3"}
+TARGET_RANKS = 8
+
+
+class Part(BaseModel):
+    """Of a file of `etap e2e`, which says more."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class Spread(Part):
+    median: float
+
+
+class Layout(Part):
+    tp: int
+    dp: int
+    pp: int
+
+
+class Reading(Part):
+    """A point of a backend; without `tpot_ms` it was not measured."""
+
+    backend: str
+    input: int
+    output: int
+    concurrency: int
+    prefill: str
+    tpot_ms: Spread | None = None
+    itl_ms: Spread | None = None
+    acceptance_length: Spread | None = None
+
+    @property
+    def kernel(self) -> str | None:
+        """Column of `etap bench` of the kernel that this backend calls."""
+        return KERNELS.get(self.backend.lower())
+
+    @property
+    def accepted(self) -> float:
+        """Tokens a step."""
+        return self.acceptance_length.median if self.acceptance_length else 1.0
+
+
+class Served(Part):
+    """A file of `etap e2e`, as far as the planner reads it."""
+
+    gpu: str
+    gpus: int
+    layout: Layout
+    model: str
+    model_shape: Model | None
+    draft_tokens: int
+    kv_dtype: str = "same"
+    rows: list[Reading]
+
+    def step_ms(self, row: Reading) -> float:
+        """A decode step as served. Where all prompts are in the prefix cache and each step gives one token, it is the
+        time between two tokens; TPOT has in it what requests wait for the others' admission, and smaller batches at the
+        end."""
+        if row.prefill == "cached" and not self.draft_tokens and row.itl_ms:
+            return row.itl_ms.median
+        return row.tpot_ms.median * row.accepted
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Microseconds of one attention call, and where they come from."""
+
+    us: float
+    source: str
+
+
+def expected_us(model: Model, gpu: Gpu, on: Deployment, kernel: str) -> float:
+    """Microseconds that the planner expects of a call of this kernel."""
+    attention = etap_attention if kernel == OURS else padded_attention
+    return attention(model, gpu, on).call_us
+
+
+def measured_call(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmarks: list[Document]) -> Kernel | None:
+    """The call's time in the nearest measured row of as many rows a request, moved to this shape by the planner's form.
+
+    None when no row of these benchmarks has this kernel with as many heads and query tokens and such a cache.
+    """
+    heads = model.num_attention_heads // on.tp
+    rows = [
+        (document, row)
+        for document in benchmarks
+        for row in document.rows
+        if row.length and row.dtype == "bfloat16" and (row.heads, row.s_q) == (heads, on.s_q)
+        if row.us(kernel) and row.fp8 == (on.cache == "fp8")
+    ]
+    if not rows:
+        return None
+
+    def distance(row: Row) -> float:
+        return abs(math.log(row.batch / on.local_batch)) + abs(math.log(row.length / on.context))
+
+    document, row = min(rows, key=lambda pair: distance(pair[1]))
+    like = Deployment(on.gpus, on.tp, 1, on.pp, 1, on.cache, row.length, row.batch, row.s_q)
+    ratio = expected_us(model, gpu, on, kernel) / expected_us(model, gpu, like, kernel)
+    return Kernel(row.us(kernel) * ratio, f"{document.gpu}, {row.label}, x {ratio:.2f}")
+
+
+@dataclass(frozen=True)
+class Servers:
+    """The server that was measured and the one that is asked for, each with its model, GPU and deployment."""
+
+    model_here: Model
+    gpu_here: Gpu
+    model_there: Model
+    gpu_there: Gpu
+    tp_there: int = TARGET_RANKS
+
+    def deployments(self, served: Served, row: Reading) -> tuple[Deployment, Deployment]:
+        common = {
+            "context": row.input + row.output // 2,
+            "batch": row.concurrency,
+            "s_q": 1 + served.draft_tokens,
+            "cache": "fp8" if served.kv_dtype == "fp8" else "bfloat16",
+        }
+        layout = served.layout
+        here = Deployment(served.gpus, layout.tp, layout.dp, layout.pp, **common)
+        return here, Deployment(self.tp_there, self.tp_there, **common)
+
+
+def servers_of(served: Served, target: str) -> Servers:
+    """Raises ValueError when the measured GPU or model has no file of configs."""
+    known = configs.shipped("hardware")
+    name = next((name for name in known if name in served.gpu.lower()), None)
+    if name is None:
+        raise ValueError(f"gpu: wanted one of {', '.join(known)}, got {served.gpu}")
+    here = served.model_shape
+    if here is None:
+        raise ValueError(f"model: wanted a result with the model's shape, got none for {served.model}")
+    shipped = served.model.lower() in configs.shipped("models", ".json")
+    there = read_model(served.model) if shipped else here
+    return Servers(here, read_gpu(name), there, read_gpu(target))
+
+
+def with_shares(document: dict, benchmarks: list[Document]) -> dict:
+    """A document of `etap e2e` with the share of attention in a decode step in every row whose kernel these have.
+
+    The share is layers x the kernel's own time over the step that was served; where prefill was served too, the step
+    has a part of that in it. A document of a GPU or a model that is not known comes back as it was.
+    """
+    served = configs.parse(Served, document)
+    try:
+        servers = servers_of(served, "h20-96g")
+    except ValueError:
+        return document
+    here = [benchmark for benchmark in benchmarks if benchmark.gpu == served.gpu]
+    rows = []
+    for row, reading in zip(document["rows"], served.rows, strict=True):
+        model, on = servers.model_here, servers.deployments(served, reading)[0]
+        timed = reading.tpot_ms and reading.kernel
+        if timed and (call := measured_call(model, servers.gpu_here, on, reading.kernel, here)):
+            row = row | {"attention_share": call.us * model.num_hidden_layers / 1e3 / served.step_ms(reading)}
+        rows.append(row)
+    return document | {"rows": rows}
