@@ -13,14 +13,14 @@ from functools import cache
 
 import pytest
 import torch
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, Problem, Runner, build
-from etap_backend.lab.checks.compare import Truth, problems_with, truth
 from emulator import kernels
 from emulator.machine import TIMINGS, Kernel
 from emulator.ptx import EmulationError, Module
 
 from etap_backend import DecodeSchedule
 from etap_backend._library import library
+from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, Problem, Runner, build
+from etap_backend.lab.checks.compare import Truth, problems_with, truth
 
 pytestmark = kernels.NEEDS_COMPILER
 
