@@ -18,7 +18,7 @@ from etap_backend.lab.bench.rows import (
     Measured,
     Row,
     Timing,
-    best_peer,
+    fastest,
     ratio,
 )
 
@@ -55,7 +55,7 @@ def comparisons(document: Document) -> list[Comparison]:
     ours, peers = document.own[0], document.peers
     found = [Comparison(f"{peer} / {ours}", _us(peer), _us(ours)) for peer in peers]
     if len(peers) > FEW_PEERS:
-        found = [Comparison(f"best peer / {ours}", lambda row: best_peer(document, row), _us(ours))]
+        found = [Comparison(f"best peer / {ours}", lambda row: fastest(row, peers), _us(ours))]
     if OUR_BF16 in document.own:
         found.append(Comparison(f"our bf16 / {ours}", _us(OUR_BF16), _us(ours)))
     return found
@@ -124,7 +124,8 @@ def library_lines(document: Document) -> list[str]:
         worst = max(found, key=found.get)
         middle = statistics.median(found.values())
         lines.append(f"{comparison.title}: median {middle:.3f}, at most {found[worst]:.3f} ({worst})")
-    timings = [(row, name, row.timing(name)) for row in document.rows for name in document.names]
+    names = document.names
+    timings = [(row, name, row.timing(name)) for row in document.rows for name in names]
     compared = [(row, name, timing) for row, name, timing in timings if timing and timing.same_bits is not None]
     other = [f"{row.label}: {name}" for row, name, timing in compared if not timing.same_bits]
     same = (
@@ -249,9 +250,9 @@ def figures(document: Document, only: tuple[str, ...]) -> str:
 def summary(document: Document) -> str:
     """A page's table of a wide sweep, by query rows: how the best peer compares, and where it is faster."""
     by_rows = defaultdict(list)
-    ours = document.own[0]
+    ours, peers = document.own[0], document.peers
     for row in document.rows:
-        if value := ratio(best_peer(document, row), row.us(ours)):
+        if value := ratio(fastest(row, peers), row.us(ours)):
             by_rows[row.heads * row.s_q].append((value, f"{row.batch_text}, {row.heads} heads, s_q {row.s_q}"))
     columns = ["query rows", "points", f"best peer / {ours}, least", "median", "most"]
     columns += ["points where a peer is faster by more than 2%", "the worst"]

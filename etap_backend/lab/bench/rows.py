@@ -192,9 +192,9 @@ def problems(document: Document) -> list[str]:
     return wrong
 
 
-def best_peer(document: Document, row: Row) -> float | None:
-    """Microseconds of the fastest kernel that is not ours."""
-    return min((us for name in document.peers if (us := row.us(name))), default=None)
+def fastest(row: Row, names: list[str]) -> float | None:
+    """Microseconds of the fastest of these kernels."""
+    return min((us for name in names if (us := row.us(name))), default=None)
 
 
 def ratio(over: float | None, under: float | None) -> float | None:

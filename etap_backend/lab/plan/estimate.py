@@ -10,10 +10,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etap_backend.lab.bench.rows import Document
+from etap_backend.lab.e2e.rows import Document as Served
+from etap_backend.lab.e2e.rows import Measured
 from etap_backend.lab.plan.inputs import Deployment, Gpu, Model
-from etap_backend.lab.plan.served import Kernel, Reading, Served, Servers, expected_us, measured_call, servers_of
+from etap_backend.lab.plan.served import (
+    Kernel,
+    Servers,
+    accepted,
+    expected_us,
+    kernel_of,
+    measured_call,
+    servers_of,
+    step_ms,
+)
 from etap_backend.lab.plan.step import rest_of_step_ms
-from etap_backend.lab.units import load_text
 
 PROXY = "H20 proxy"
 
@@ -35,11 +45,6 @@ class Estimate:
     tpot_ms: float
     tokens_per_second_per_gpu: float
 
-    @property
-    def share(self) -> float:
-        """Of the estimated step, what attention takes."""
-        return self.attention_there_ms / self.step_ms
-
 
 def call_on(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmarks: list[Document]) -> Kernel | None:
     """Measured where possible; FlashMLA where it was not measured as the planner's padded kernel, which is fitted to
@@ -51,21 +56,18 @@ def call_on(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmarks: lis
     return None
 
 
-def shape_text(row: Reading) -> str:
-    return load_text(row.concurrency, row.input, row.output, row.prefill)
-
-
 def estimate_row(
-    served: Served, row: Reading, servers: Servers, here: list[Document], there: list[Document]
+    served: Served, row: Measured, servers: Servers, here: list[Document], there: list[Document]
 ) -> Estimate | str:
     """The estimate for one row, or why there is none."""
     on, on_there = servers.deployments(served, row)
     model, gpu = servers.model_here, servers.gpu_here
-    before = row.kernel and call_on(model, gpu, on, row.kernel, here)
-    after = row.kernel and call_on(servers.model_there, servers.gpu_there, on_there, row.kernel, there)
+    kernel = kernel_of(row)
+    before = kernel and call_on(model, gpu, on, kernel, here)
+    after = kernel and call_on(servers.model_there, servers.gpu_there, on_there, kernel, there)
     if not before or not after:
         return f"{row.backend} was not measured on {'the H20 proxy' if before else gpu.name}"
-    step = served.step_ms(row)
+    step = step_ms(served, row)
     attention = before.us * model.num_hidden_layers / 1e3
     if attention >= step:
         return f"attention's {attention:.1f} ms is more than the step's {step:.1f} ms"
@@ -73,10 +75,10 @@ def estimate_row(
     factor = there_ms / rest_of_step_ms(model, gpu, on)
     attention_there = after.us * servers.model_there.num_hidden_layers / 1e3
     step_there = (step - attention) * factor + attention_there
-    tpot = step_there / row.accepted
+    tpot = step_there / accepted(row)
     return Estimate(
         backend=row.backend,
-        shape=shape_text(row),
+        shape=row.load_text,
         step_here_ms=step,
         attention_here=before,
         attention_here_ms=attention,
@@ -98,7 +100,7 @@ def estimate(served: Served, benchmarks: list[Document], target: str = "H20-96G"
     servers = servers_of(served, target)
     there = [benchmark for benchmark in benchmarks if PROXY in benchmark.gpu]
     here = [benchmark for benchmark in benchmarks if PROXY not in benchmark.gpu]
-    timed = [row for row in served.rows if row.tpot_ms]
+    timed = served.measured()
     found = [estimate_row(served, row, servers, here, there) for row in timed]
-    reasons = [f"{shape_text(row)}: {why}" for row, why in zip(timed, found, strict=True) if isinstance(why, str)]
+    reasons = [f"{row.load_text}: {why}" for row, why in zip(timed, found, strict=True) if isinstance(why, str)]
     return [one for one in found if isinstance(one, Estimate)], reasons

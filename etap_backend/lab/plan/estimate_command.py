@@ -17,8 +17,10 @@ from rich.table import Table
 
 from etap_backend.lab import results
 from etap_backend.lab.bench.rows import Document
+from etap_backend.lab.e2e.rows import Document as Served
+from etap_backend.lab.e2e.rows import at_equal_host_speed
 from etap_backend.lab.plan.estimate import Estimate, estimate
-from etap_backend.lab.plan.served import TARGET_RANKS, Served
+from etap_backend.lab.plan.served import TARGET_RANKS
 from etap_backend.lab.provenance import Provenance, command_line, commit
 
 COLUMNS = ("requests", "backend", "step here", "of it attention", "rest x", "attention there", "step there ms")
@@ -58,7 +60,7 @@ def main(
         sources = {path.name: made_with(path) for path in (*files, *kernels)}
         benchmarks = [results.read(path, Document) for path in kernels]
         for path in files:
-            served = results.read(path, Served)
+            served = at_equal_host_speed(results.read(path, Served))
             try:
                 found, reasons = estimate(served, benchmarks, target)
             except ValueError as error:

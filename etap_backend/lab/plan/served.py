@@ -5,76 +5,37 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict
-
 from etap_backend.lab import configs
 from etap_backend.lab.bench.rows import OURS, Document, Row
+from etap_backend.lab.e2e.rows import Document as Served
+from etap_backend.lab.e2e.rows import Measured
 from etap_backend.lab.plan.inputs import Deployment, Gpu, Model, read_gpu, read_model
 from etap_backend.lab.plan.step import etap_attention, padded_attention
 
 # Kernels in the files of `etap bench`, by the engines' names of the backends that call them.
 KERNELS = {"etap": OURS, "flashmla": "FlashMLA", "flash_attn_mla": "FA3", "fa3": "FA3"}
 TARGET_RANKS = 8
+MOST_IN_A_CHUNK = 1.05
 
 
-class Part(BaseModel):
-    """Of a file of `etap e2e`, which says more."""
-
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class Spread(Part):
-    median: float
+def kernel_of(row: Measured) -> str | None:
+    """Column of `etap bench` of the kernel that a row's backend calls."""
+    return KERNELS.get(row.backend.lower())
 
 
-class Layout(Part):
-    tp: int
-    dp: int
-    pp: int
+def accepted(row: Measured) -> float:
+    """Tokens a step."""
+    return row.acceptance_length.median if row.acceptance_length else 1.0
 
 
-class Reading(Part):
-    """A point of a backend; without `tpot_ms` it was not measured."""
-
-    backend: str
-    input: int
-    output: int
-    concurrency: int
-    prefill: str
-    tpot_ms: Spread | None = None
-    itl_ms: Spread | None = None
-    acceptance_length: Spread | None = None
-
-    @property
-    def kernel(self) -> str | None:
-        """Column of `etap bench` of the kernel that this backend calls."""
-        return KERNELS.get(self.backend.lower())
-
-    @property
-    def accepted(self) -> float:
-        """Tokens a step."""
-        return self.acceptance_length.median if self.acceptance_length else 1.0
-
-
-class Served(Part):
-    """A file of `etap e2e`, as far as the planner reads it."""
-
-    gpu: str
-    gpus: int
-    layout: Layout
-    model: str
-    model_shape: Model | None
-    draft_tokens: int
-    kv_dtype: str = "same"
-    rows: list[Reading]
-
-    def step_ms(self, row: Reading) -> float:
-        """A decode step as served. Where all prompts are in the prefix cache and each step gives one token, it is the
-        time between two tokens; TPOT has in it what requests wait for the others' admission, and smaller batches at the
-        end."""
-        if row.prefill == "cached" and not self.draft_tokens and row.itl_ms:
-            return row.itl_ms.median
-        return row.tpot_ms.median * row.accepted
+def step_ms(served: Served, row: Measured) -> float:
+    """A decode step as served. Where all prompts are in the prefix cache and each step gives one token, it is the time
+    between two chunks of one token; TPOT has in it what requests wait for the others' admission, and smaller batches at
+    the end."""
+    alone = not row.tokens_per_chunk or row.tokens_per_chunk.median < MOST_IN_A_CHUNK
+    if row.prefill == "cached" and not served.draft_tokens and row.itl_ms and alone:
+        return row.itl_ms.median
+    return row.tpot_ms.median * accepted(row)
 
 
 @dataclass(frozen=True)
@@ -126,7 +87,7 @@ class Servers:
     gpu_there: Gpu
     tp_there: int = TARGET_RANKS
 
-    def deployments(self, served: Served, row: Reading) -> tuple[Deployment, Deployment]:
+    def deployments(self, served: Served, row: Measured) -> tuple[Deployment, Deployment]:
         common = {
             "context": row.input + row.output // 2,
             "batch": row.concurrency,
@@ -144,31 +105,9 @@ def servers_of(served: Served, target: str) -> Servers:
     name = next((name for name in known if name in served.gpu.lower()), None)
     if name is None:
         raise ValueError(f"gpu: wanted one of {', '.join(known)}, got {served.gpu}")
-    here = served.model_shape
-    if here is None:
+    if served.model_shape is None:
         raise ValueError(f"model: wanted a result with the model's shape, got none for {served.model}")
+    here = configs.parse(Model, served.model_shape)
     shipped = served.model.lower() in configs.shipped("models", ".json")
     there = read_model(served.model) if shipped else here
     return Servers(here, read_gpu(name), there, read_gpu(target))
-
-
-def with_shares(document: dict, benchmarks: list[Document]) -> dict:
-    """A document of `etap e2e` with the share of attention in a decode step in every row whose kernel these have.
-
-    The share is layers x the kernel's own time over the step that was served; where prefill was served too, the step
-    has a part of that in it. A document of a GPU or a model that is not known comes back as it was.
-    """
-    served = configs.parse(Served, document)
-    try:
-        servers = servers_of(served, "h20-96g")
-    except ValueError:
-        return document
-    here = [benchmark for benchmark in benchmarks if benchmark.gpu == served.gpu]
-    rows = []
-    for row, reading in zip(document["rows"], served.rows, strict=True):
-        model, on = servers.model_here, servers.deployments(served, reading)[0]
-        timed = reading.tpot_ms and reading.kernel
-        if timed and (call := measured_call(model, servers.gpu_here, on, reading.kernel, here)):
-            row = row | {"attention_share": call.us * model.num_hidden_layers / 1e3 / served.step_ms(reading)}
-        rows.append(row)
-    return document | {"rows": rows}

@@ -1,0 +1,107 @@
+"""The tables of README.md and docs/: filled from results files, and every difference and omission found."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from etap_backend.lab import results, tables
+
+RESULTS = Path(__file__).parents[2] / "results"
+README = """a
+<!-- bench targets: 1 x 1K; 16 x 16K -->
+<!-- /bench -->
+b [all](results/sleep-vllm.json), ![picture](results/targets-latency.png)
+"""
+DOC = """<!-- bench targets -->
+old
+<!-- /bench -->
+<!-- summary wide -->
+<!-- /summary -->
+<!-- figures targets: 16 x 4K -->
+<!-- /figures -->
+<!-- e2e e2e-decode-short-vllm -->
+<!-- /e2e -->
+"""
+
+
+@pytest.fixture
+def root(tmp_path) -> Path:
+    for folder in ("docs", "results"):
+        (tmp_path / folder).mkdir()
+    for name in ("targets.json", "wide.json", "sleep-vllm.json", "e2e-decode-short-vllm.json"):
+        shutil.copy(RESULTS / name, tmp_path / "results")
+    (tmp_path / "results" / "targets-latency.png").write_bytes(b"")
+    (tmp_path / "README.md").write_text(README)
+    (tmp_path / "docs" / "results.md").write_text(DOC)
+    return tmp_path
+
+
+def run(root: Path, *arguments: str):
+    app = typer.Typer(add_completion=False)
+    app.command()(tables.main)
+    return CliRunner().invoke(app, ["--root", str(root), *arguments])
+
+
+def test_all_places_are_filled_and_then_nothing_differs(root):
+    assert len(tables.complaints(root)) == 5
+    result = run(root)
+    assert result.exit_code == 0 and result.stdout == "filled README.md\nfilled docs/results.md\n"
+    readme, doc = (root / "README.md").read_text(), (root / "docs" / "results.md").read_text()
+    assert readme.count("\n| 1") == 2 and "| 16 x 16K |" in readme and readme.startswith("a\n<!-- bench targets: 1 x")
+    assert readme.endswith("targets-latency.png)\n") and "old" not in doc
+    assert "| 128 x 4K |" in doc and "| query rows |" in doc and "16 x 4K tokens: etap " in doc and "| TPOT ms |" in doc
+    assert tables.complaints(root) == [] and run(root).stdout == "" and run(root, "--check").exit_code == 0
+
+
+def test_a_figure_that_is_not_its_files_is_found(root):
+    run(root)
+    page = root / "docs" / "results.md"
+    page.write_text(page.read_text().replace("| 128 x 4K | 16 | 1 | 135.7 |", "| 128 x 4K | 16 | 1 | 135.6 |"))
+    result = run(root, "--check")
+    assert result.exit_code == 1
+    assert result.stderr == "docs/results.md: <!-- bench targets --> is not what results/targets.json gives\n"
+    path = root / "results" / "targets.json"
+    document = results.read_json(path)
+    document["commit"] = "other"
+    results.write(document, path)
+    assert len(tables.complaints(root)) == 3, "the table, the sentence and the README's rows"
+
+
+def test_a_file_that_no_page_cites_is_found_and_one_that_is_not_there(root):
+    run(root)
+    (root / "results" / "tuning").mkdir()
+    (root / "results" / "tuning" / "targets.json").write_text("{}")
+    (root / "results" / "more.json").write_text("{}")
+    (root / "results" / "targets-latency.png").unlink()
+    assert tables.complaints(root) == [
+        "README.md: no results/targets-latency.png",
+        "results/more.json: no page cites it",
+        "results/tuning/targets.json: no page cites it",
+    ]
+
+
+@pytest.mark.parametrize(
+    "place, words",
+    [
+        ("<!-- bench nowhere -->\n<!-- /bench -->", "<!-- bench nowhere -->: .*nowhere.json"),
+        ("<!-- bench sleep-vllm -->\n<!-- /bench -->", "<!-- bench sleep-vllm -->: .*sleep-vllm.json: "),
+        ("<!-- bench targets: 9 x 9K -->\n<!-- /bench -->", "rows: wanted some of 1 x 1K, .*, got 9 x 9K"),
+        (
+            "<!-- chart targets -->\n<!-- /chart -->",
+            "<!-- chart targets -->: wanted one of bench, summary, figures, e2e",
+        ),
+    ],
+)
+def test_a_place_that_nothing_belongs_in_is_named_and_left_as_it_is(root, place, words):
+    page = root / "docs" / "z.md"
+    page.write_text(f"{place}\n")
+    result = run(root)
+    assert result.exit_code == 1 and page.read_text() == f"{place}\n"
+    assert re.search(f"^docs/z.md: .*{words}", result.stderr)
+    assert "filled docs/results.md" in result.stdout and len(tables.complaints(root)) in (1, 2)
