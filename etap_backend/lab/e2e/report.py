@@ -114,8 +114,6 @@ def columns_of(document: Document) -> dict[str, Column]:
         columns["tokens a chunk"] = lambda row, ours: _value(row, "tokens_per_chunk", 2)
     columns["TTFT ms"] = lambda row, ours: _value(row, "ttft_ms", 0)
     columns["tokens/s a GPU"] = lambda row, ours: _value(row, "tokens_per_second", 1, gpus)
-    if any(row.attention_share is not None for row in measured):
-        columns["attention's share"] = lambda row, ours: _percent(getattr(row, "attention_share", None), 0)
     if any(row.profile for row in measured):
         columns["attention's share, profiled"] = lambda row, ours: _percent(_profiled(row), 1)
     if any(reading.host for row in measured for reading in row.readings):

@@ -109,7 +109,6 @@ class Measured(Shape):
     complete: bool = False
     left_out: int | None = None  # readings at another speed of the host than those that are compared
     profile: Profile | None = None
-    attention_share: float | None = None
 
     def _spread(self, name: str) -> Spread | None:
         found = [value for reading in self.readings if (value := getattr(reading, name)) is not None]

@@ -1,0 +1,240 @@
+"""Rows and tables of `etap e2e`: old files too, readings at equal host speed, several runs in one file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import typer
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from etap_backend.lab.e2e import report, rows
+from etap_backend.lab.e2e.rows import Document, Failed, Measured, Profile, Reading, Skipped
+
+RESULTS = Path(__file__).parents[2] / "results"
+ABOUT = {
+    "title": "DeepSeek-R1, decode",
+    "engine": "vllm",
+    "gpu": "NVIDIA H200",
+    "gpus": 8,
+    "layout": {"tp": 8, "pp": 1, "dp": 1},
+    "driver": "580.1",
+    "versions": {"vllm": "0.26.0"},
+    "commit": "abc",
+    "date": "2026-01-01",
+    "command": "etap e2e decode",
+    "model": "deepseek-r1",
+    "model_shape": None,
+    "weights": "dummy weights, FP8 in blocks, 61 of 61 layers",
+    "dummy": True,
+    "draft_tokens": 0,
+    "acceptance": None,
+    "method": report.METHOD,
+    "complete": True,
+}
+
+
+def a_load(backend: str, concurrency: int, length: int = 16384) -> dict:
+    return {"backend": backend, "input": length, "output": 128, "concurrency": concurrency, "prefill": "cached"}
+
+
+def a_row(backend: str, concurrency: int, tpot: float, **other) -> Measured:
+    reading = Reading(median_tpot_ms=tpot, median_ttft_ms=50.0, output_throughput=concurrency / tpot * 1e3)
+    slower = reading.model_copy(update={"median_tpot_ms": tpot * 1.1})
+    return Measured(**a_load(backend, concurrency), readings=[reading, slower, reading], **other)
+
+
+def of_rows(*found, **changes) -> Document:
+    return Document(**{**ABOUT, "rows": list(found), **changes})
+
+
+@pytest.fixture
+def document() -> Document:
+    found = [a_row("FLASHMLA", 1, 12.0), a_row("FLASHMLA", 16, 20.0), a_row("FA", 16, 21.0)]
+    found += [a_row("ETAP", 1, 10.0), a_row("ETAP", 16, 16.0)]
+    found.append(Skipped(**a_load("ETAP", 16, 65536), reason="needs a cache"))
+    servers = {"ETAP": {"seconds_to_ready": 90.0, "cache_tokens": 674597, "full_cuda_graphs": False}}
+    return of_rows(*found, servers=servers)
+
+
+def changed(document: Document, **changes) -> Document:
+    return document.model_copy(update=changes)
+
+
+def without_null(content):
+    if isinstance(content, dict):
+        return {key: without_null(value) for key, value in content.items() if value is not None}
+    return [without_null(value) for value in content] if isinstance(content, list) else content
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("e2e-*.json")), ids=lambda path: path.stem)
+def test_the_files_that_there_are_can_be_read_and_lose_nothing(path):
+    old, read = without_null(json.loads(path.read_text())), rows.read(path)
+    assert len(read.rows) == len(old["rows"]) > 0
+    for new, row in zip(read.model_dump(mode="json")["rows"], old["rows"], strict=True):
+        row.pop("tokens_per_second_per_gpu", None)
+        assert row.items() <= new.items()
+    again = Document.model_validate_json(read.model_dump_json())
+    assert again == read, "a file of the new form is read as it was written"
+    assert report.markdown(read)
+
+
+def test_a_row_of_an_old_file_has_the_state_that_its_keys_tell():
+    old = [
+        {**a_load("ETAP", 1), "waves": 1, "skipped": "needs a cache", "readings": []},
+        {**a_load("ETAP", 2), "waves": 1, "error": "out of luck", "readings": [], "warm_up": None},
+        {**a_load("ETAP", 4), "waves": 1, "readings": [], "run": 0},
+    ]
+    found = of_rows(*old).rows
+    assert [type(row) for row in found] == [Skipped, Failed, Measured]
+    assert (found[0].reason, found[1].error, found[2].tpot_ms) == ("needs a cache", "out of luck", None)
+
+
+@pytest.mark.parametrize(
+    "content, words",
+    [
+        ("[]", "Input should be a valid dictionary"),
+        ("{", "Expecting property name"),
+        ('{"rows": [], "results": 3}', "title: Field required"),
+        (
+            json.dumps({**ABOUT, "rows": [{"state": "measured", "backend": "ETAP"}]}),
+            r"rows\.0\.measured\.input: Field required",
+        ),
+        (json.dumps({**ABOUT, "rows": [3]}), r"rows\.0"),
+    ],
+)
+def test_other_json_is_refused_with_its_name(tmp_path, content, words):
+    (path := tmp_path / "other.json").write_text(content)
+    with pytest.raises(ValueError, match=rf"(?s)other\.json: .*{words}"):
+        rows.read(path)
+    asked = invoke(str(path))
+    assert asked.exit_code == 2 and "other.json" in asked.output and "Traceback" not in asked.output
+
+
+def invoke(*arguments: str):
+    main = typer.Typer()
+    main.command()(report.main)
+    return CliRunner().invoke(main, arguments, env={"COLUMNS": "300"})
+
+
+def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(document, tmp_path):
+    text = report.markdown(document)
+    lines = [line for line in text.splitlines() if "16 x 16K/128, cached" in line]
+    assert "| ETAP | 16.00 (16.00 to 17.60) | - |" in lines[0], "ours comes first"
+    assert "| FLASHMLA | 20.00 (20.00 to 22.00) | 1.250 |" in lines[1] and lines[1].endswith("| 3 |")
+    assert "| FA | 21.00 (21.00 to 23.10) | 1.312 |" in lines[2] and len(lines) == 3
+    assert "cache too small" in text and "dummy weights" in text and "Dummy weights: times are" in text
+    assert "FP8 KV cache" not in text and "Stopped" not in text
+    cut = report.markdown(changed(document, complete=False, stopped="by SIGINT"))
+    assert cut.endswith("Stopped by SIGINT; what is missing was not measured.")
+    in_fp8 = report.markdown(changed(document, kv_dtype="fp8", draft_tokens=1))
+    assert "; FP8 KV cache; 1 draft tokens, driver" in in_fp8
+    screen = tmp_path / "screen.txt"
+    with screen.open("w") as file:
+        report.print_document(changed(document, complete=False, stopped="by SIGINT"), Console(width=220, file=file))
+    assert "1.250" in screen.read_text() and "stopped by SIGINT; --resume goes on" in screen.read_text()
+    assert "dummy weights, FP8 in blocks" in screen.read_text()
+    assert "KV cache of 674,597 tokens, decode not in full CUDA graphs" in screen.read_text()
+
+
+def at_host(row: Measured, *hosts: float) -> Measured:
+    """The row with these hosts' times; a reading's is the slower of the two around it."""
+    pairs = zip(row.readings, hosts, strict=True)
+    return changed(row, readings=[changed(reading, host_ms=(host - 1, host)) for reading, host in pairs])
+
+
+def test_only_readings_of_equal_host_speed_are_compared():
+    ours, theirs, slow = a_row("ETAP", 16, 16.0), a_row("FLASHMLA", 16, 20.0), a_row("FA", 16, 21.0)
+    document = of_rows(at_host(ours, 40, 65, 43), at_host(theirs, 41, 42, 44), at_host(slow, 60, 62, 64))
+    compared = rows.at_equal_host_speed(document)
+    assert [len(row.readings) for row in compared.rows] == [2, 3, 0]
+    assert [row.left_out for row in compared.rows] == [1, None, 3]
+    assert compared.rows[0].tpot_ms == rows.spread([16.0]), "without the reading of the slow host"
+    assert compared.rows[2].tpot_ms is None
+    assert rows.at_equal_host_speed(compared) == compared
+    lines = [line for line in report.markdown(document).splitlines() if "16 x 16K" in line]
+    assert lines[0].endswith("| 40.0 to 43.0 | 2, 1 left out |") and "| 1.250 |" in lines[1]
+    assert "| FA | another host speed | - |" in lines[2] and lines[2].endswith("| 0, 3 left out |")
+    assert document.rows[0].tpot_ms.max == pytest.approx(17.6), "what was measured stays as it is"
+
+
+@given(st.lists(st.lists(st.floats(10, 100), min_size=1, max_size=4), min_size=1, max_size=4))
+def test_readings_that_are_compared_have_hosts_within_the_tolerance(hosts):
+    reading = Reading(median_tpot_ms=1.0, median_ttft_ms=1.0, output_throughput=1.0)
+    found = [
+        Measured(**a_load(name, 1), readings=[changed(reading, host_ms=(host, host)) for host in of_row])
+        for name, of_row in zip("abcd", hosts, strict=False)
+    ]
+    compared = rows.at_equal_host_speed(of_rows(*found)).rows
+    kept = [reading.host for row in compared for reading in row.readings]
+    assert kept and max(kept) <= min(kept) * (1 + rows.HOST_TOLERANCE) * (1 + 1e-9)
+    assert [len(row.readings) + (row.left_out or 0) for row in compared] == [len(of_row) for of_row in hosts]
+
+
+def test_readings_from_before_hosts_were_timed_stay(document):
+    compared = rows.at_equal_host_speed(document)
+    assert sorted(map(str, compared.rows)) == sorted(map(str, document.rows))
+    assert "host ms" not in report.columns_of(document)
+
+
+def test_the_share_that_a_profile_found_is_in_the_table(document):
+    places = ((3, 9.876, Profile(attention_share=0.234)), (0, 8.888, Profile(error="no trace")))
+    for place, step, profile in places:
+        readings = [changed(reading, median_itl_ms=step) for reading in document.rows[place].readings]
+        document.rows[place] = changed(document.rows[place], readings=readings, profile=profile)
+    document.rows.append(Measured(**a_load("FA", 16, 65536)))
+    head, _, *lines = report.markdown(document).splitlines()
+    titles = head.split(" | ")
+    cells = [line.split(" | ") for line in lines if line.startswith("| ")]
+    backends = [line[1] for line in cells]
+    assert backends == ["ETAP", "FLASHMLA", "ETAP", "FLASHMLA", "FA", "ETAP"], "no row without a time"
+    shares = [line[titles.index("attention's share, profiled")] for line in cells]
+    assert shares == ["23.4%", "-", "-", "-", "-", "-"]
+    steps = [line[titles.index("ITL ms")] for line in cells]
+    assert steps[:3] == ["9.88 (9.88 to 9.88)", "8.89 (8.89 to 8.89)", "-"]
+    assert [line[titles.index("ITL / ETAP's")] for line in cells][:3] == ["-", "0.900", "-"]
+
+
+def test_the_plot_is_drawn(document, tmp_path):
+    pytest.importorskip("matplotlib", reason="the plots need matplotlib, of the extra 'lab'")
+    (path := tmp_path / "e2e.json").write_text(document.model_dump_json())
+    assert invoke(str(path), "--plots", str(tmp_path / "plots")).exit_code == 0
+    assert (tmp_path / "plots/e2e.png").read_bytes().startswith(b"\x89PNG")
+
+
+def a_run(document: Document, commit: str, found: list, **other) -> Document:
+    about = {"commit": commit, "command": f"etap e2e {commit}", "rows": found, "library_sha256": commit}
+    return changed(document, servers={"ETAP": rows.Server(log=commit)}, **about, **other)
+
+
+def test_several_runs_become_one_file_that_says_which_row_is_of_which(document, tmp_path):
+    again, begun = a_row("ETAP", 16, 15.0), Measured(**a_load("FA", 16))
+    old = a_run(document, "old", document.rows, note="old machine.", complete=False, stopped="by SIGINT")
+    paths = [tmp_path / "a.json", tmp_path / "b.json"]
+    new = a_run(document, "new", [a_row("FLASHMLA", 1, 11.0), again, begun])
+    for path, each in zip(paths, (old, new), strict=True):
+        path.write_text(each.model_dump_json())
+    output = tmp_path / "e2e-decode-vllm.json"
+    asked = invoke(*map(str, paths), "--join", str(output))
+    assert asked.exit_code == 0, asked.output
+    made = rows.read(output)
+    assert len(made.rows) == len(document.rows) and made.stopped == "by SIGINT" and not made.complete
+    lines = [line for line in report.markdown(made).splitlines() if "/128, cached" in line]
+    ends = {tuple(line.strip("| ").split(" | ")[index] for index in (0, 1, 2, -1)) for line in lines}
+    assert {row[1:] for row in ends if row[0].startswith("16 x 16K")} == {
+        ("ETAP", "15.00 (15.00 to 16.50)", "2"),
+        ("FLASHMLA", "20.00 (20.00 to 22.00)", "1"),
+        ("FA", "21.00 (21.00 to 23.10)", "1"),
+    }, "a row that was only begun replaces none"
+    text = report.markdown(made)
+    assert "run 1: commit old; 2026-01-01; `etap e2e old`; run 2: commit new; " in text and " old machine." in text
+    assert rows.joined([made, made, old]).runs == made.runs, "no run twice"
+    with pytest.raises(ValueError, match="differs in versions"):
+        rows.joined([old, changed(old, versions={})])
+    paths[1].write_text(changed(old, gpus=4).model_dump_json())
+    refused = invoke(*map(str, paths), "--join", str(output))
+    assert refused.exit_code == 2 and "differs in gpus" in refused.output
