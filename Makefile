@@ -50,7 +50,7 @@ test: $(STAMPS)/venv
 # Compiles the kernels to PTX, for their tests in an emulator: with the build requirements, which may not be missing.
 test-unit: $(STAMPS)/installed $(STAMPS)/build
 	$(call quietly,kernels for the emulator,\
-	  PYTHONPATH=tests/emulator $(BIN)/python -c "from emulator.kernels import compile_all; compile_all()")
+	  PYTHONPATH=tests/emulator $(BIN)/python -c "from kernels import compile_all; compile_all()")
 	ETAP_REQUIRE_NVCC=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu" \
 	  --ignore tests/vllm --ignore tests/sglang
 

@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     shared.init_grants();
     cutlass::arch::fence_barrier_init();
   }
-  ETAP_UNLESS_FAULT(launch_meeting, __syncthreads());
+  ETAP_MARKED(launch_meeting, __syncthreads());
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();  // only now: the combination may read the schedule as soon as it begins
 

@@ -66,7 +66,7 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
         shared.keys.acquire(at);
         if (!elected) continue;
         // The copy.
-        ETAP_UNLESS_FAULT(expected_bytes, shared.keys.expect_bytes(at, T::kStageBytes));
+        ETAP_MARKED(expected_bytes, shared.keys.expect_bytes(at, T::kStageBytes));
         auto& target = item<typename T::KeyStage>(shared.ring, at.stage);
         maps.copy(shared.keys.full_barrier(at), target, page, token, T::first_chunk(stage, i));
         if constexpr (T::kGrantsTiles) {

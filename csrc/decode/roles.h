@@ -4,7 +4,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
 
-#include "common/fault.h"
+#include "common/mark.h"
 #include "common/pipeline.cuh"
 #include "common/warp.cuh"
 

@@ -11,11 +11,12 @@ import re
 from dataclasses import replace
 from functools import cache
 
+import kernels
 import pytest
 import torch
-from emulator import kernels
-from emulator.machine import TIMINGS, Kernel
-from emulator.ptx import EmulationError, Module
+from emulator import faults
+from emulator.machine import TIMINGS
+from emulator.ptx import Edit, EmulationError, Entry
 
 from etap_backend import DecodeSchedule
 from etap_backend._library import library
@@ -157,13 +158,12 @@ def test_scores_far_below_zero_are_attended_to(heads, num_sms):
 def test_decode_waits_for_its_predecessor_before_it_lets_the_combination_begin(source):
     """The combination reads the list of split requests as soon as it begins."""
     module = kernels.module(source)
-    for name in module.names().values():
-        text = module.only(name)
-        assert text.count("griddepcontrol.launch_dependents") == 1
-        assert 0 < text.index("griddepcontrol.wait") < text.index("griddepcontrol.launch_dependents")
+    for name in module.names.values():
+        opcodes = [item.opcode for item in Entry(module, name).instructions() if "griddepcontrol" in item.parts]
+        assert opcodes == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
 
 
-@pytest.mark.parametrize("row_tile", [8, 64])
+@pytest.mark.parametrize("split_rows", [8, 64])
 @pytest.mark.parametrize(
     "lengths, partitions, fixed_pieces",
     [
@@ -171,18 +171,18 @@ def test_decode_waits_for_its_predecessor_before_it_lets_the_combination_begin(s
         *[((300,) * 16 + (299,) * 8, 12, 0), ((200, 129) * 5, 20, 0)],
     ],
 )
-def test_schedule_kernel_does_what_the_library_does_on_the_host(lengths, partitions, fixed_pieces, row_tile):
+def test_schedule_kernel_does_what_the_library_does_on_the_host(lengths, partitions, fixed_pieces, split_rows):
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     results = []
     for emulated in (True, False):
         ranges = torch.full((partitions, 8), -77, dtype=torch.int32)
         offsets = torch.full((len(lengths) + 1,), -77, dtype=torch.int32)
         if emulated:
-            kernels.run_schedule(seq_lens, ranges, offsets, fixed_pieces, row_tile)
+            kernels.run_schedule(seq_lens, ranges, offsets, fixed_pieces, split_rows)
         elif fixed_pieces:
             library().build_fixed_schedule(seq_lens, ranges, offsets, partitions, fixed_pieces)
         else:
-            library().build_schedule(seq_lens, ranges, offsets, partitions, row_tile)
+            library().build_schedule(seq_lens, ranges, offsets, partitions, split_rows)
         ranges[ranges[:, 5] == -1, 6:] = 0  # these mean nothing there
         results.append((ranges, offsets))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
@@ -211,30 +211,40 @@ def test_interleavings(kind, heads, lengths, timing):
 
 # ------------------------------------------------------------------------------------------------------ planted faults
 
-WAIT = r"(mbarrier\.try_wait\.parity\.shared::cta\.b64 p, \[%r\d+\]), (%r\d+);"
-FAULT_CASE = Case((200, 449), num_sms=1)
-ROWS_CASE = Case((200, 449), heads=64, num_sms=1)
+CASES = {"transposed": Case((200, 449), num_sms=1), "query_major": Case((200, 449), heads=64, num_sms=1)}
+WHOLE_TILES = Case((192,), num_sms=1)  # where a fault shows that another one, of a tail, would hide or come before
+FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator says where it is left out
+    ("transposed", "launch_meeting"): "no mbarrier",
+    ("transposed", "expected_bytes"): "deadlock",
+    ("transposed", "scores_commit"): "in flight",
+    ("transposed", "scores_wait"): "in flight",
+    ("transposed", "probabilities_fence"): "inf/NaN elsewhere",
+    ("transposed", "probabilities_meeting"): "never written|inf/NaN elsewhere",
+    ("transposed", "output_fence"): "wgmma.fence",
+    ("transposed", "output_wait"): "in flight",
+    ("transposed", "stage_release"): "deadlock",
+    # What it overwrites is a tile still on its way, or one that the other consumer still multiplies.
+    ("transposed", "merge_grant"): "in flight|inf/NaN elsewhere|cosine",
+    ("query_major", "scores_wait"): "in flight",
+    ("query_major", "hand_over_meeting"): ".",
+    ("query_major", "tail_fence"): "without fence.proxy.async",
+    ("query_major", "tail_meeting"): "inf/NaN elsewhere",
+    ("query_major", "output_fence"): "wgmma.fence",
+}
 
 
 @cache
-def own_text(kernel: str = ", 16>") -> tuple[str, str]:
-    """PTX and name of a bf16 decode kernel, that for 16 rows or query_major', alone."""
-    module = kernels.module("bf16")
-    name = module.find("decode_kernel", kernel)
-    return module.only(name), name
+def marked(kernel: str) -> Entry:
+    module = kernels.module("marked")
+    return Entry(module, next(name for full, name in module.names.items() if f"{kernel}::Traits<" in full))
 
 
-def patched(site: re.Match, instead: str, kernel: str = ", 16>") -> Kernel:
-    text, name = own_text(kernel)
-    return Kernel(Module(text[: site.start()] + instead + text[site.end() :]), name)
-
-
-def fault_of(kernel: Kernel, case: Case = FAULT_CASE, timings: tuple[str, ...] = TIMINGS) -> str:
-    """What the emulator says of a faulty decode kernel; empty when it finds nothing."""
+def fault_of(case: Case, edit: Edit | None = None) -> str:
+    """What the emulator says of the marked kernel of a case, changed by an edit; empty when it finds nothing."""
     for seed in range(3):
-        for timing in timings:
+        for timing in TIMINGS:
             try:
-                found, _ = emulate(case, decode=kernel, seed=seed, timing=timing)
+                found, _ = emulate(case, sources=kernels.MARKED, edit=edit, seed=seed, timing=timing)
             except EmulationError as error:
                 return str(error)
             if found:
@@ -242,101 +252,34 @@ def fault_of(kernel: Kernel, case: Case = FAULT_CASE, timings: tuple[str, ...] =
     return ""
 
 
-FAULTS = {
-    "first wait for a product": (r"wgmma\.wait_group\.sync\.aligned 0;", 0, "", "in flight"),
-    "last wait for a product": (r"wgmma\.wait_group\.sync\.aligned 0;", -1, "", "in flight"),
-    "commit of products": (r"wgmma\.commit_group\.sync\.aligned;", 0, "", "in flight"),
-    "fence of products' registers": (r"wgmma\.fence\.sync\.aligned;", -1, "", "wgmma.fence"),
-    "arrival at an mbarrier": (r"mbarrier\.arrive\.shared::cta\.b64 _, \[%r\d+\];", 3, "", "deadlock"),
-    "expected bytes": (r"mbarrier\.arrive\.expect_tx\.shared::cta\.b64 _, \[%r\d+\], %r\d+;", 0, "", "deadlock"),
-    "meeting over P^T": (
-        r"barrier\.cta\.red\.or\.pred\.aligned out, %r\d+, %r\d+, in;",
-        0,
-        "mov.pred out, in;",
-        "never written|inf/NaN elsewhere",
-    ),
-    "proxy fence of P^T": (r"fence\.proxy\.async\.shared::cta;", 1, "", "inf/NaN elsewhere"),
-    "meeting after the mbarriers' initialisation": (r"bar\.sync\s+0;", 0, "", "no mbarrier"),
-}
+@pytest.mark.parametrize("kernel", CASES)
+def test_the_kernel_without_a_planted_fault_has_none(kernel):
+    assert fault_of(CASES[kernel]) == ""
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_missing_synchronisation_is_found(name):
-    pattern, number, instead, says = FAULTS[name]
-    site = list(re.finditer(pattern, own_text()[0]))[number]
-    assert re.search(says, fault_of(patched(site, instead)))
+@pytest.mark.parametrize("kernel, mark", FAULTS)
+def test_missing_synchronisation_is_found(kernel, mark):
+    assert mark in marked(kernel).marks
+    case = WHOLE_TILES if mark in ("probabilities_fence", "merge_grant") else CASES[kernel]
+    assert re.search(FAULTS[kernel, mark], fault_of(case, faults.without(mark)))
+
+
+def test_every_mark_is_left_out_by_a_test():
+    assert {mark for _, mark in FAULTS} == marked("transposed").marks | marked("query_major").marks
 
 
 def test_waits_for_the_other_parity_are_found():
-    kernel = kernels.kernel("bf16", "decode_kernel", ", 16>")
-    idle = "\n".join(kernel.missed(emulate(FAULT_CASE)[1]))
-    sites = [site for site in re.finditer(WAIT, own_text()[0]) if site[0].rstrip(";") not in idle]
-    assert len(sites) > 8
-    for site in sites[:: len(sites) // 4]:
-        wrong = f".reg .b32 flipped; xor.b32 flipped, {site[2]}, 1; {site[1]}, flipped;"
-        assert fault_of(patched(site, wrong)), f"not found: {site[0]}"
+    waits = [item for item in marked("transposed").instructions() if "try_wait" in item.parts]
+    _, ran = emulate(CASES["transposed"], sources=kernels.MARKED)
+    kernel = kernels.kernel_of("transposed::Traits<cutlass::bfloat16_t, 16>", kernels.MARKED, None)
+    idle = kernel.missed(ran)
+    waits = [wait for wait in waits if wait.text not in idle]
+    assert len(waits) > 8
+    for wait in waits[:: len(waits) // 4]:
+        assert fault_of(CASES["transposed"], faults.other_parity(wait)), f"not found: {wait}"
 
 
 def test_an_access_behind_a_tensor_is_found():
-    site = re.search(r"(ld\.global\.u32\s+%r\d+, \[%rd\d+)\];", own_text()[0])
-    assert re.search(r"(?s)out of bounds.*ld\.global.*\.cuh:\d+", fault_of(patched(site, f"{site[1]}+4194304];")))
-
-
-def waits_of(source_line: str, source="transposed/consumer", kernel=", 16>", wait=WAIT) -> list[re.Match]:
-    """The waits that a line of decode/SOURCE.cuh was compiled to."""
-    text, _ = own_text(kernel)
-    lines = (kernels.CSRC / "decode" / f"{source}.cuh").read_text().splitlines()
-    (number,) = (n for n, line in enumerate(lines, 1) if source_line in line)
-    (file,) = re.findall(rf'\.file (\d+) "[^"]*decode/{source}\.cuh"', text)
-    # A wait is inlined several levels deep; the outermost level is the last that names the source.
-    levels = rf"(?m)\.loc\s+{file} (\d+)|inlined_at {file} (\d+)"
-    places = [(place.start(), int(place[1] or place[2])) for place in re.finditer(levels, text)]
-    sites = re.finditer(wait, text)
-    return [site for site in sites if [0, *(line for at, line in places if at < site.start())][-1] == number]
-
-
-def test_merging_into_stages_that_were_not_granted_is_found():
-    text, name = own_text()
-    sites = waits_of("ETAP_UNLESS_FAULT(merge_grant")
-    assert sites
-    for site in reversed(sites):
-        text = text[: site.start()] + "setp.eq.u32 p, 0, 0;" + text[site.end() :]
-    # What it overwrites is a tile still on its way, or one that the other consumer still multiplies.
-    assert re.search(
-        "in flight|inf/NaN elsewhere|cosine", fault_of(Kernel(Module(text), name), Case((192,), num_sms=1))
-    )
-
-
-ROWS_FAULTS = {
-    "fence of a zeroed tail": (r"fence\.proxy\.async\.shared::cta;", "", "without fence.proxy.async"),
-    "fence of products' registers": (r"wgmma\.fence\.sync\.aligned;", "", "wgmma.fence"),
-    "wait for a product": (r"wgmma\.wait_group\.sync\.aligned 0;", "", "in flight"),
-}
-
-
-@pytest.mark.parametrize("name", ROWS_FAULTS)
-def test_missing_synchronisation_of_64_rows_is_found(name):
-    pattern, instead, says = ROWS_FAULTS[name]
-    sites = list(re.finditer(pattern, own_text("query_major")[0]))
-    found = [fault_of(patched(site, instead, "query_major"), ROWS_CASE) for site in sites[:: max(1, len(sites) // 4)]]
-    assert any(re.search(says, fault) for fault in found), found
-
-
-@pytest.mark.parametrize(
-    "source, line, says",
-    [
-        ("softmax", "event::probabilities_handed_over(owner).meet", "."),
-        ("output", "event::tail_zeroed(group).sync", "inf/NaN elsewhere"),
-    ],
-    ids=["taking P before it is there", "products before V's tail is zero"],
-)
-def test_missing_meetings_of_64_rows_are_found(source, line, says):
-    sites = waits_of(line, f"query_major/{source}", "query_major", r"barrier\.cta\.sync\.aligned %r\d+, %r\d+;")
-    found = [fault_of(patched(site, "", "query_major"), ROWS_CASE) for site in sites]
-    assert any(re.search(says, fault) for fault in found), found
-
-
-@pytest.mark.parametrize("kernel, case", [(", 16>", FAULT_CASE), ("query_major", ROWS_CASE)])
-def test_the_kernel_without_a_planted_fault_has_none(kernel, case):
-    text, name = own_text(kernel)
-    assert fault_of(Kernel(Module(text), name), case) == ""
+    loads = (item for item in marked("transposed").instructions() if item.opcode == "ld.global.u32")
+    edit = faults.far_behind(next(load for load in loads if load.operands[1].offset == 0))
+    assert re.search(r"(?s)out of bounds.*ld\.global.*\.cuh:\d+", fault_of(CASES["transposed"], edit))

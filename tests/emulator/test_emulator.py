@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 
+import kernels
 import numpy as np
 import pytest
 import torch
-from emulator import kernels, machine
+from emulator import machine
 from emulator.formats import f32_to_bf16, f32_to_e4m3, to_f32
 from emulator.machine import TIMINGS, Kernel
 from emulator.memory import Memory, TensorMap

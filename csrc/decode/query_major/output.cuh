@@ -22,7 +22,7 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
   const auto slice = mma.get_thread_slice(0);
   constexpr int kStages = T::kProductDims / kChunkColumns;
   warpgroup_fence_operand(o);
-  ETAP_UNLESS_FAULT(output_fence, warpgroup_arrive());
+  ETAP_MARKED(output_fence, warpgroup_arrive());
   CUTE_UNROLL
   for (int n = 0; n < T::kProducts; ++n) {
     auto s_value = make_tensor(make_smem_ptr(&item<typename T::KeyStage>(shared.ring, first + n * kStages)[0][0]),
@@ -70,8 +70,8 @@ __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& share
     }
   }
   // These writes, for WGMMA once the warpgroup has met.
-  ETAP_UNLESS_FAULT(tail_fence, cutlass::arch::fence_view_async_shared());
-  ETAP_UNLESS_FAULT(tail_meeting, event::tail_zeroed(group).sync());
+  ETAP_MARKED(tail_fence, cutlass::arch::fence_view_async_shared());
+  ETAP_MARKED(tail_meeting, event::tail_zeroed(group).sync());
 }
 
 }  // namespace etap::query_major

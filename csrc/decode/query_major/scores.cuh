@@ -43,7 +43,7 @@ __device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, 
 // Complete on return.
 template <class T>
 __device__ __forceinline__ void finish_scores(typename T::Scores& s) {
-  ETAP_UNLESS_FAULT(scores_wait, cute::warpgroup_wait<0>());
+  ETAP_MARKED(scores_wait, cute::warpgroup_wait<0>());
   cute::warpgroup_fence_operand(s);
 }
 

@@ -106,7 +106,7 @@ template <class T>
 __device__ __forceinline__ bool take_over(typename T::SharedStorage& shared, int owner, RowState& state,
                                           uint32_t (&p)[T::kWords], float (&factor)[2]) {
   const int thread = threadIdx.x % kGroupThreads;
-  ETAP_UNLESS_FAULT(hand_over_meeting, event::probabilities_handed_over(owner).meet());
+  ETAP_MARKED(hand_over_meeting, event::probabilities_handed_over(owner).meet());
   CUTE_UNROLL
   for (int i = 0; i < T::kWords / 4; ++i) {
     const uint4 four = shared.probabilities[i][thread];

@@ -51,7 +51,7 @@ struct Consumer {
       queries.advance(1);
       if (piece.tiles() == 0) continue;
       // The stages for merging, for the same reason.
-      ETAP_UNLESS_FAULT(merge_grant, shared.granted[group].wait(grants_taken++));
+      ETAP_MARKED(merge_grant, shared.granted[group].wait(grants_taken++));
       merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
       keys.advance(kConsumerGroups * T::kMergeStages);
     }
@@ -76,7 +76,7 @@ struct Consumer {
     if (!renew) {
       const bool exceeds = softmax.exponentiate(st);
       softmax.store(probabilities);
-      renew = ETAP_OR_FAULT(probabilities_meeting, event::probabilities_written(group).any(exceeds), exceeds);
+      ETAP_MARKED(probabilities_meeting, renew = event::probabilities_written(group).any(exceeds));
     }
     if (renew) {
       float correction[Softmax<T>::kColumns];

@@ -72,7 +72,7 @@ struct Softmax {
       store_pairs(probabilities);
     }
     // P^T (and zeroed V tokens), for WGMMA once all threads have met.
-    ETAP_UNLESS_FAULT(probabilities_fence, cutlass::arch::fence_view_async_shared());
+    ETAP_MARKED(probabilities_fence, cutlass::arch::fence_view_async_shared());
   }
 
   // A warp's 16 tokens are two units; lanes 0 to 7 point at the first of eight columns, the next eight at the second, the

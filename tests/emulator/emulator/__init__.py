@@ -1,6 +1,6 @@
-"""Runs the project's compiled kernels (PTX for sm_90a) on numpy: what they do is tested where there is no GPU.
+"""Runs compiled kernels (PTX for sm_90a) on numpy: what they do is tested where there is no GPU.
 
-It executes what nvcc made of csrc, instruction by instruction, for every thread. What hardware does behind a program's
+It executes what nvcc made of them, instruction by instruction, for every thread. What hardware does behind a program's
 back (TMA copies, cp.async, WGMMA) happens at times that a seed draws: at once, as late as the program's waits allow, or
 in between; so do the warps of a CTA take turns. A mistake of the kernel raises `EmulationError` and names instruction,
 source line, warp and lanes:
@@ -14,14 +14,14 @@ source line, warp and lanes:
 
 An instruction that it does not know raises when the kernel is loaded; it knows those that our kernels use.
 
-Read in this order: kernels.py (what the tests call: compiles csrc, launches as the host does), ptx.py (text to
-instructions), machine.py (CTAs, warps, barriers, copies in flight, who runs next), instructions.py and operations.py
-(what each instruction does, alone or with others), tensor_cores.py (WGMMA). shared.py, memory.py, lanes.py and
-formats.py hold what these need.
+Read in this order: ptx.py (text to instructions), machine.py (CTAs, warps, barriers, copies in flight, who runs next),
+instructions.py and operations.py (what each instruction does, alone or with others), tensor_cores.py (WGMMA). shared.py,
+memory.py, lanes.py and formats.py hold what these need; faults.py plants faults in a kernel. Nothing here knows which
+kernels run: ../kernels.py compiles csrc and launches what the library says that a call launches.
 
 What it cannot see: registers, as PTX has as many as it likes (spills, and where ptxas reuses one too early); time and
 occupancy; memory ordering weaker than program order, as fences between threads do nothing here; races between CTAs,
 which run one after another; interleavings finer than straight-line code. WGMMA sums in float32, where hardware keeps
-fewer bits of e4m3 products; ex2, lg2 and divisions are exact here; and shared memory ends at the GPU's limit, not at
-the end of the kernel's own layout.
+fewer bits of e4m3 products; ex2, lg2 and divisions are exact here. Arrays lie where the process has them, so an access
+far outside of one may hit another one.
 """

@@ -21,6 +21,7 @@ from .ptx import (
     LANES,
     PARAM_BASE,
     SHARED_BASE,
+    Edit,
     EmulationError,
     Entry,
     Instruction,
@@ -53,8 +54,8 @@ class Segment:
 class Kernel:
     """One kernel of a module, translated; an instruction that is not known raises here."""
 
-    def __init__(self, module: Module, name: str):
-        self.entry = Entry(module, name)
+    def __init__(self, module: Module, name: str, edit: Edit | None = None):
+        self.entry = Entry(module, name, edit)
         self.translator = Translator(self.entry)
         self.segments: list[Segment] = []
         self._cut()

@@ -36,22 +36,17 @@ class TensorMap:
 
 
 class Memory:
-    """Numpy byte buffers at fake addresses, far from each other: an overrun of one hits nothing."""
+    """The arrays that a kernel may touch, where they lie in this process; it reads and writes them in place."""
 
     def __init__(self):
         self._buffers: list[tuple[int, int, np.ndarray, str]] = []  # begin, end, bytes, name
-        self._next = 0x1000_0000
 
-    def add(self, array: np.ndarray, name: str, offset: int = 0) -> int:
-        """Register a contiguous array, which kernels read and write in place; returns its address.
-
-        That is a multiple of 4096 plus `offset`.
-        """
+    def add(self, array: np.ndarray, name: str) -> int:
+        """Register a contiguous array; returns its address."""
         data = array.reshape(-1).view(np.uint8)
         if data.size and not np.shares_memory(data, array):
             raise ValueError(f"{name}: wanted a contiguous array")
-        begin = self._next + offset
-        self._next = (begin + data.size + (1 << 30)) // 4096 * 4096
+        begin = data.ctypes.data
         self._buffers.append((begin, begin + data.size, data, name))
         return begin
 

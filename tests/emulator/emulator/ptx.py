@@ -8,7 +8,9 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -94,6 +96,11 @@ class Label:
     name: str
 
 
+# Given an instruction and the mark around it: the PTX to run in its place, which may be its own text, or nothing. A
+# mark is the NAME between .pragma "begin NAME" and .pragma "end NAME"; outside of those it is empty.
+Edit = Callable[[Instruction, str], str]
+
+
 class Module:
     """The kernels of one PTX file."""
 
@@ -103,6 +110,7 @@ class Module:
         self.text = re.sub(r"//[^\n]*", "", text)
         self._starts = {m[1]: m.start() for m in re.finditer(r"\.entry\s+([\w$]+)", self.text)}
 
+    @cached_property
     def names(self) -> dict[str, str]:
         """Demangled name of each kernel -> its name in the PTX."""
         tool = shutil.which("c++filt")
@@ -111,20 +119,6 @@ class Module:
             raise FileNotFoundError("c++filt, which comes with the C++ compiler that builds the library")
         out = subprocess.run([tool], input="\n".join(mangled), capture_output=True, text=True, check=True).stdout
         return dict(zip(out.splitlines(), mangled, strict=True))
-
-    def find(self, *words: str) -> str:
-        """The PTX name of the one kernel whose demangled name holds all words."""
-        names = self.names()
-        found = [mangled for name, mangled in names.items() if all(word in name for word in words)]
-        if len(found) != 1:
-            raise KeyError(f"{len(found)} kernels hold {words}, of {list(names)}")
-        return found[0]
-
-    def only(self, name: str) -> str:
-        """PTX of one kernel, with what the module declares before its first."""
-        files = "".join(f'.file {n} "{path}"\n' for n, path in self.files.items())
-        header, body = self.source(name)
-        return f"{files}{self.text[: min(self._starts.values())]}{header}{{{body}}}"
 
     def source(self, name: str) -> tuple[str, str]:
         """Parameter list and body of a kernel."""
@@ -151,7 +145,7 @@ class Module:
 class Entry:
     """One kernel as it is written."""
 
-    def __init__(self, module: Module, name: str):
+    def __init__(self, module: Module, name: str, edit: Edit | None = None):
         self.module, self.name = module, name
         header, body = module.source(name)
         self.params = [
@@ -163,7 +157,12 @@ class Entry:
         self.param_bytes = self._lay_out_params()
         self.registers: list[Reg] = []
         self._names: dict[tuple[int, ...], dict[str, Reg]] = {(): {}}
-        self.items = self._parse(body)
+        self._opened = 0
+        self.marks: set[str] = set()
+        self.items = self._parse(body, edit)
+
+    def instructions(self) -> list[Instruction]:
+        return [item for item in self.items if isinstance(item, Instruction)]
 
     def _lay_out_shared(self, body: str) -> int:
         inside = _shared_variables(body)
@@ -184,17 +183,17 @@ class Entry:
             offset += size
         return offset
 
-    def _parse(self, body: str) -> list[Instruction | Label]:
+    def _parse(self, body: str, edit: Edit | None, scope: tuple = (), place: str = "?") -> list[Instruction | Label]:
         label = re.compile(r"([\w$%]+)\s*:(?!:)")
-        items, scope, opened, place, i = [], (), 0, "?", 0
+        items, mark, i = [], "", 0
         while True:
             while i < len(body) and body[i].isspace():
                 i += 1
             if i >= len(body):
                 return items
             if body[i] == "{":
-                opened += 1
-                scope += (opened,)
+                self._opened += 1
+                scope += (self._opened,)
                 self._names[scope] = {}
                 i += 1
             elif body[i] == "}":
@@ -213,11 +212,18 @@ class Entry:
                 i = end + 1
                 if text.startswith(".reg"):
                     self._declare(text, self._names[scope])
+                elif marked := re.match(r'\.pragma "(begin|end) (\w+)"', text):
+                    if (mark == "") != (marked[1] == "begin"):
+                        raise ValueError(f"{text} inside of {mark!r} in {self.name}")
+                    mark = marked[2] if mark == "" else ""
+                    self.marks.add(marked[2])
                 elif text.startswith("."):
                     if not text.startswith((".shared", ".pragma")):
                         raise UnknownInstruction(f"{text} in {self.name}")
                 elif text:
-                    items.append(self._instruction(text, place, scope))
+                    item = self._instruction(text, place, scope)
+                    instead = edit(item, mark) if edit else text
+                    items += [item] if instead == text else self._parse(instead, None, scope, place)
 
     def _declare(self, text: str, names: dict[str, Reg]) -> None:
         kind, rest = re.match(r"\.reg\s+\.(\w+)\s+(.*)", text).groups()

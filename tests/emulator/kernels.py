@@ -1,0 +1,183 @@
+"""The project's kernels in the emulator: compiled to PTX, and given what the library says that a call launches.
+
+Tests skip where there is no compiler, unless ETAP_REQUIRE_NVCC=1 demands one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+from emulator.machine import Kernel
+from emulator.memory import Memory, TensorMap
+from emulator.ptx import Edit, Module
+
+from etap_backend._library import library
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+CSRC = ROOT / "csrc"
+SOURCES = {  # those that compile for longest first
+    **{name: CSRC / "decode" / "instantiations" / f"{name}.cu" for name in ("bf16", "fp16", "fp8", "fp8_math")},
+    "products": HERE / "products.cu",
+    "marked": HERE / "marked.cu",
+    "schedule": CSRC / "schedule" / "schedule.cu",
+    "combine": CSRC / "combine" / "combine.cu",
+}
+SHIPPED = ("bf16", "fp16", "fp8", "fp8_math", "combine")  # the kernels of a call
+MARKED = ("marked", "combine")  # those in which faults are planted
+CACHE = ROOT / "build" / "ptx"
+
+SCHEDULE_THREADS = 256
+ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOAT16
+
+
+# ------------------------------------------------------------------------------------------------------------ compiling
+
+
+@cache
+def toolchain() -> tuple[str, str] | None:
+    """nvcc and CUTLASS's headers, as the build finds them; None where there are none."""
+    found = subprocess.run(
+        [sys.executable, CSRC / "cmake" / "find_wheels.py"], capture_output=True, text=True, check=True
+    )
+    wheels = dict(item.split("=", 1) for item in found.stdout.split(";"))
+    root = wheels["ETAP_CUDA_ROOT"]
+    nvcc = os.environ.get("CUDACXX") or (f"{root}/bin/nvcc" if root else shutil.which("nvcc"))
+    return (nvcc, wheels["ETAP_CUTLASS_INCLUDE"]) if nvcc and wheels["ETAP_CUTLASS_INCLUDE"] else None
+
+
+NEEDS_COMPILER = pytest.mark.skipif(
+    toolchain() is None and os.environ.get("ETAP_REQUIRE_NVCC") != "1",
+    reason="needs nvcc and CUTLASS's headers: the build requirements of pyproject.toml",
+)
+
+
+@cache
+def compile_all() -> dict[str, Path]:
+    """PTX of every source; what an earlier run compiled from the same sources with the same compiler is kept."""
+    if toolchain() is None:
+        raise FileNotFoundError("nvcc or CUTLASS's headers: install the build requirements of pyproject.toml")
+    nvcc, cutlass = toolchain()
+    key = hashlib.sha256(subprocess.run([nvcc, "--version"], capture_output=True, check=True).stdout)
+    for path in sorted([*CSRC.rglob("*.cu"), *CSRC.rglob("*.cuh"), *CSRC.rglob("*.h"), *HERE.glob("*.cu")]):
+        key.update(path.read_bytes())
+    folder = CACHE / key.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    targets = {name: folder / f"{name}.ptx" for name in SOURCES}
+
+    def compile_one(name: str) -> None:
+        target = targets[name]
+        if target.exists():
+            return
+        unfinished = target.with_suffix(f".{os.getpid()}")
+        flags = ["-std=c++17", "-lineinfo", "-gencode", "arch=compute_90a,code=compute_90a", "--expt-relaxed-constexpr"]
+        subprocess.run([nvcc, *flags, f"-I{CSRC}", f"-I{cutlass}", "-ptx", "-o", unfinished, SOURCES[name]], check=True)
+        unfinished.rename(target)
+
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(compile_one, SOURCES))
+    return targets
+
+
+@cache
+def module(name: str) -> Module:
+    return Module(compile_all()[name].read_text())
+
+
+@lru_cache(48)
+def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None) -> Kernel:
+    """The one kernel among sources that has these template arguments, in or out of our namespace, translated."""
+    pattern = re.compile(rf"<(etap::)?{re.escape(arguments)}>\(")
+    names = {(source, name): full for source in sources for full, name in module(source).names.items()}
+    found = [place for place, full in names.items() if pattern.search(full.replace(" >", ">"))]
+    if len(found) != 1:
+        raise KeyError(f"{len(found)} kernels have <{arguments}>, of {list(names.values())}")
+    ((source, name),) = found
+    return Kernel(module(source), name, edit)
+
+
+# ------------------------------------------------------------------------------------------------------------- launches
+
+
+def add_tensor(memory: Memory, tensor: torch.Tensor, name: str) -> None:
+    """Register just what a tensor spans."""
+    if tensor.numel():
+        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+        memory.add(tensor.as_strided((span,), (1,)).view(torch.uint8).numpy(), name)
+
+
+def tensor_map(numbers: list[int]) -> TensorMap:
+    """Of the numbers that `decode_launches` writes of one."""
+    address, kind, swizzle, rank, *rest = numbers
+    extents, strides, box = rest[:rank], rest[rank : 2 * rank - 1], rest[2 * rank - 1 :]
+    return TensorMap(address, ELEMENT_BYTES[kind], tuple(extents), tuple(strides), tuple(box), swizzle=16 << swizzle)
+
+
+def _template_arguments(pretty_function: str) -> str:
+    """Of "... [with A = a; int N = 1]"; a typedef stands there too, as itself."""
+    pairs = re.findall(r"(\w+) = ([^;\]]+)", pretty_function)
+    return ", ".join(value for key, value in pairs if value != key)
+
+
+def run_decode(problem, schedule, out, lse, softmax_scale: float, *, sources=SHIPPED, edit=None, **how) -> set[int]:
+    """Launch what the library does for a problem of etap_backend.lab.checks.cases; `out` and `lse` have the result.
+
+    Args:
+        sources: where the kernels are taken from, and how they are changed (see emulator.ptx.Edit).
+        how: seed and timing, see Kernel.launch.
+
+    Returns:
+        The segments of the decode kernel that ran.
+    """
+    tensors = dict(q=problem.call_q, q_rope=problem.call_q_rope, kv_cache=problem.kv_cache)
+    tensors |= dict(q_scale=problem.q_scale, kv_scale=problem.kv_scale)
+    tensors |= dict(block_table=problem.block_table, seq_lens=problem.seq_lens)
+    batch, s_q, heads, partitions, work_ranges, split_offsets, workspace = schedule
+    tensors |= dict(work_ranges=work_ranges, split_offsets=split_offsets, workspace=workspace, out=out, lse=lse)
+    memory = Memory()
+    for name, tensor in tensors.items():
+        if tensor is not None:
+            add_tensor(memory, tensor, name)
+    counts = (batch, s_q, heads, partitions, problem.case.fp8_math)
+    ran = []
+    for launch in library().decode_launches(*tensors.values(), softmax_scale, *counts):
+        name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
+        arguments = [bytes(params)]
+        if cache_maps:
+            queries = [*map(tensor_map, query_maps), bytes([1] + [0] * 127)] if query_maps else [bytes(3 * 128)]
+            arguments += [[*map(tensor_map, cache_maps)], queries]
+        kernel = kernel_of(_template_arguments(name), sources, edit)
+        ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
+    return ran[0]
+
+
+class ScheduleParams(ctypes.Structure):
+    """etap::ScheduleParams of csrc/params.h."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint64) for name in ("seq_lens", "work_ranges", "split_offsets")),
+        *((name, ctypes.c_int32) for name in ("batch", "partitions", "fixed_pieces", "split_rows")),
+    ]
+
+
+def run_schedule(seq_lens, work_ranges, split_offsets, fixed_pieces: int, split_rows: int) -> None:
+    """The schedule kernel, on tensors as etap_backend.DecodeSchedule has them."""
+    memory = Memory()
+    tensors = dict(seq_lens=seq_lens, work_ranges=work_ranges, split_offsets=split_offsets)
+    for name, tensor in tensors.items():
+        add_tensor(memory, tensor, name)
+    counts = (len(seq_lens), len(work_ranges), fixed_pieces, split_rows)
+    params = bytes(ScheduleParams(*(tensor.data_ptr() for tensor in tensors.values()), *counts))
+    (name,) = module("schedule").names.values()
+    Kernel(module("schedule"), name).launch((1, 1), SCHEDULE_THREADS, 0, [params], memory)
