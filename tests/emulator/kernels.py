@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import mmap
 import os
 import re
 import shutil
@@ -16,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from emulator.machine import Kernel
@@ -39,6 +41,7 @@ MARKED = ("marked", "combine")  # those in which faults are planted
 CACHE = ROOT / "build" / "ptx"
 
 SCHEDULE_THREADS = 256
+FAR = 1 << 28  # bytes on both sides of a tensor, a multiple of a page; none of them is ever touched
 ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOAT16
 
 
@@ -110,11 +113,19 @@ def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None) -> Ke
 # ------------------------------------------------------------------------------------------------------------- launches
 
 
-def add_tensor(memory: Memory, tensor: torch.Tensor, name: str) -> None:
-    """Register just what a tensor spans."""
-    if tensor.numel():
-        span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
-        memory.add(tensor.as_strided((span,), (1,)).view(torch.uint8).numpy(), name)
+def placed(memory: Memory, tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
+    """Copies of just what the tensors span, registered, and far from each other: an overrun of one hits nothing."""
+    return {name: None if tensor is None else _placed(memory, tensor, name) for name, tensor in tensors.items()}
+
+
+def _placed(memory: Memory, tensor: torch.Tensor, name: str) -> torch.Tensor:
+    span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+    flat = tensor.as_strided((span,), (1,)).view(torch.uint8).numpy()
+    room = mmap.mmap(-1, len(flat) + 2 * FAR, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    copy = np.frombuffer(room, np.uint8, len(flat), FAR + tensor.data_ptr() % mmap.PAGESIZE)
+    copy[:] = flat
+    memory.add(copy, name)
+    return torch.from_numpy(copy).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
 def tensor_map(numbers: list[int]) -> TensorMap:
@@ -146,12 +157,10 @@ def run_decode(problem, schedule, out, lse, softmax_scale: float, *, sources=SHI
     batch, s_q, heads, partitions, work_ranges, split_offsets, workspace = schedule
     tensors |= dict(work_ranges=work_ranges, split_offsets=split_offsets, workspace=workspace, out=out, lse=lse)
     memory = Memory()
-    for name, tensor in tensors.items():
-        if tensor is not None:
-            add_tensor(memory, tensor, name)
+    copies = placed(memory, tensors)
     counts = (batch, s_q, heads, partitions, problem.case.fp8_math)
     ran = []
-    for launch in library().decode_launches(*tensors.values(), softmax_scale, *counts):
+    for launch in library().decode_launches(*copies.values(), softmax_scale, *counts):
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
         arguments = [bytes(params)]
         if cache_maps:
@@ -159,6 +168,8 @@ def run_decode(problem, schedule, out, lse, softmax_scale: float, *, sources=SHI
             arguments += [[*map(tensor_map, cache_maps)], queries]
         kernel = kernel_of(_template_arguments(name), sources, edit)
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
+    out.copy_(copies["out"])
+    lse.copy_(copies["lse"])
     return ran[0]
 
 
@@ -174,10 +185,10 @@ class ScheduleParams(ctypes.Structure):
 def run_schedule(seq_lens, work_ranges, split_offsets, fixed_pieces: int, split_rows: int) -> None:
     """The schedule kernel, on tensors as etap_backend.DecodeSchedule has them."""
     memory = Memory()
-    tensors = dict(seq_lens=seq_lens, work_ranges=work_ranges, split_offsets=split_offsets)
-    for name, tensor in tensors.items():
-        add_tensor(memory, tensor, name)
+    copies = placed(memory, dict(seq_lens=seq_lens, work_ranges=work_ranges, split_offsets=split_offsets))
     counts = (len(seq_lens), len(work_ranges), fixed_pieces, split_rows)
-    params = bytes(ScheduleParams(*(tensor.data_ptr() for tensor in tensors.values()), *counts))
+    params = bytes(ScheduleParams(*(tensor.data_ptr() for tensor in copies.values()), *counts))
     (name,) = module("schedule").names.values()
     Kernel(module("schedule"), name).launch((1, 1), SCHEDULE_THREADS, 0, [params], memory)
+    work_ranges.copy_(copies["work_ranges"])
+    split_offsets.copy_(copies["split_offsets"])

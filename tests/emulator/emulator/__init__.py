@@ -15,13 +15,12 @@ source line, warp and lanes:
 An instruction that it does not know raises when the kernel is loaded; it knows those that our kernels use.
 
 Read in this order: ptx.py (text to instructions), machine.py (CTAs, warps, barriers, copies in flight, who runs next),
-instructions.py and operations.py (what each instruction does, alone or with others), tensor_cores.py (WGMMA). shared.py,
-memory.py, lanes.py and formats.py hold what these need; faults.py plants faults in a kernel. Nothing here knows which
-kernels run: ../kernels.py compiles csrc and launches what the library says that a call launches.
+instructions.py and operations.py (what each instruction does, alone or with others), tensor_cores.py (WGMMA).
+shared.py, memory.py, lanes.py and formats.py hold what these need; faults.py plants faults in a kernel. Nothing here
+knows which kernels run: ../kernels.py compiles csrc and launches what the library says that a call launches.
 
 What it cannot see: registers, as PTX has as many as it likes (spills, and where ptxas reuses one too early); time and
 occupancy; memory ordering weaker than program order, as fences between threads do nothing here; races between CTAs,
 which run one after another; interleavings finer than straight-line code. WGMMA sums in float32, where hardware keeps
-fewer bits of e4m3 products; ex2, lg2 and divisions are exact here. Arrays lie where the process has them, so an access
-far outside of one may hit another one.
+fewer bits of e4m3 products; ex2, lg2 and divisions are exact here.
 """
