@@ -13,14 +13,6 @@ void check_driver(CUresult status, const char* call) {
   throw std::runtime_error(std::string(call) + " failed: " + (text != nullptr ? text : std::to_string(int(status))));
 }
 
-// The driver launches in the thread's current context; the runtime makes it so when a thread first asks it to.
-void bind_thread(int device) {
-  thread_local bool bound = false;
-  if (bound) return;
-  ETAP_CUDA_CHECK(cudaSetDevice(device));
-  bound = true;
-}
-
 }  // namespace
 
 void* driver_function(const char* name, unsigned version) {
@@ -43,7 +35,6 @@ CUfunction KernelHandles::of(const void* function, int shared_bytes, int device)
 
 void launch_overlapping(const KernelLaunch& kernel, const void* const* arguments, int device, cudaStream_t stream) {
   static const auto launch = reinterpret_cast<PFN_cuLaunchKernelEx_v11060>(driver_function("cuLaunchKernelEx", 11060));
-  bind_thread(device);
   CUlaunchAttribute overlap{};
   overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
   overlap.value.programmaticStreamSerializationAllowed = 1;

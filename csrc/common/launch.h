@@ -36,7 +36,8 @@ struct KernelLaunch {
 };
 
 // Programmatic dependent launch: the kernel may start before its predecessor on the stream has ended, and waits for it
-// itself (cudaGridDependencySynchronize) before it reads or writes anything. device: the current one.
+// itself (cudaGridDependencySynchronize) before it reads or writes anything. device: the current one, in whose context this
+// thread is.
 void launch_overlapping(const KernelLaunch& kernel, const void* const* arguments, int device, cudaStream_t stream);
 
 }  // namespace etap
