@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from etap_backend import _library
 from etap_backend.lab import configs, results
-from etap_backend.lab.bench import kernels, libraries, measure, plots, providers, report
+from etap_backend.lab.bench import kernels, libraries, measure, plots, providers, report, run
 from etap_backend.lab.bench.command import bench, chosen, kernels_of
 from etap_backend.lab.bench.floors import H200_FLOOR, PROXY_FLOOR, floor_for
 from etap_backend.lab.bench.grids import Workload, find_grid, read_grid, read_grids
@@ -715,6 +715,52 @@ def test_wrong_results_of_a_library_are_found(libraries_document):
     assert len(problems(changed(libraries_document, rows=[wrong, *others]))) == 1
 
 
+# A run
+
+
+@pytest.fixture
+def an_h200(monkeypatch, on_cpu):
+    """No clock, but all around it: rows take no time, and the third cannot be measured."""
+    chip = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: chip)
+    monkeypatch.setattr(measure, "measure_host", lambda *of: {name: measure.timing_of([9.0] * 3) for name in of[3]})
+    monkeypatch.setattr(measure, "measure_schedule", lambda *_: None)
+
+    def row_of(workload, pool, of, settings, floor):
+        if workload.heads == 128:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return a_row(workload, **{name: 10.0 for name in of.of(workload)})
+
+    monkeypatch.setattr(measure, "measure", row_of)
+
+
+def test_a_run_is_whole_in_its_file_whatever_ends_it(tmp_path, an_h200):
+    path = grid(tmp_path, "[[rows]]\nheads = [8, 16, 128]\nshapes = [[1, 64]]")
+    made, output, of = read_grid(path), tmp_path / "r.json", providers.ours(providers.installed())
+    settings, seen = measure.Settings(), []
+    header = run.header(made, ["x"], of, settings, [], None)
+    assert (header.gpu, header.multiprocessors, header.left_out) == ("NVIDIA H200", 132, ["x"])
+    assert header.versions.keys() >= {"torch", "cuda", "etap-backend"} and header.options.kernels == ["etap"]
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        run.run(header, made.workloads, of, settings, output, seen.append)
+    kept = results.read(output, Document)
+    assert [row.heads for row in kept.rows] == [8, 16] and not kept.complete and kept.stopped is None
+    assert seen == list(made.workloads) and list(kept.host_calls) == ["etap"]
+    whole = run.run(header, made.workloads[:2], of, settings, output, seen.append)
+    assert whole.complete and results.read(output, Document) == whole
+    short = run.header(made, [], of, settings, [], 0.0)
+    assert run.run(short, made.workloads, of, settings, output, seen.append).stopped == "by the time limit of 0 s"
+    assert results.read(output, Document).rows == []
+
+
+def test_the_proxys_header_says_that_it_is_one(an_h200):
+    of, settings = providers.ours(providers.installed()), measure.Settings(num_sms=78, h20_proxy=True)
+    header = run.header(read_grids(["paper"]), [], of, settings, [], None)
+    assert header.gpu == "H20 proxy (H200 throttled)" and header.floor.bandwidth == PROXY_FLOOR.bandwidth
+    assert "holds the SMs beyond 78" in header.method and header.published and header.options.num_sms == 78
+
+
 # The command
 
 
@@ -726,6 +772,7 @@ def test_wrong_results_of_a_library_are_found(libraries_document):
         ([str(configs.FOLDER / "bench" / "targets.toml")], "no CUDA device"),
         (["targest"], "bench: wanted a file or one of"),
         (["targets", "--library", "x"], "--library: wanted NAME=PATH"),
+        (["targets", "--kv-dtype", "int8"], "--kv-dtype: wanted same or fp8, got int8"),
     ],
 )
 def test_without_a_gpu_the_command_refuses(arguments, words):

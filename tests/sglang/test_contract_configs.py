@@ -10,7 +10,8 @@ import torch
 import yaml
 from sglang.srt.plugins import load_plugins
 
-from etap_backend.lab.plan.command import PAGE_TOKENS, Deployment, memory_of, read_gpu, read_model
+from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
+from etap_backend.lab.plan.memory import PAGE_TOKENS, memory_of
 
 load_plugins()
 

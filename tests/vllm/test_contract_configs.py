@@ -13,7 +13,8 @@ from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from etap_backend.lab.plan.command import Deployment, memory_of, read_gpu, read_model
+from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
+from etap_backend.lab.plan.memory import memory_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted((CONFIGS / "vllm").glob("*.yaml"))

@@ -70,18 +70,12 @@ def chosen(kernels: Kernels, grid: Grid, only: list[str], skip: list[str]) -> Ke
     raise ValueError("--skip: wanted at least one kernel left to time, got none")
 
 
-def prepare(
-    names: list[str], kv_dtype: str | None, output: Path | None, suffix: str, memory: float
-) -> tuple[Grid, list[str], Path]:
-    """The rows that fit, those left out, and the file. Raises ValueError, naming the argument."""
-    if kv_dtype not in (None, *KV_DTYPES):
-        raise ValueError(f"--kv-dtype: wanted {' or '.join(KV_DTYPES)}, got {kv_dtype}")
-    grid, left_out = read_grids(names, kv_dtype).within(memory)
-    if not grid.workloads:
-        raise ValueError(f"grid: wanted rows that fit in {memory / 1e9:.0f} GB of free memory, got none in {grid.name}")
-    path = output or Path("results") / f"{grid.name}{'-fp8' if kv_dtype == 'fp8' else ''}{suffix}.json"
-    results.must_be_writable(path)
-    return grid, left_out, path
+def within(grid: Grid, memory: float) -> tuple[Grid, list[str]]:
+    """The rows that fit, and the labels of the others. Raises ValueError when none does."""
+    fitting, left_out = grid.within(memory)
+    if not fitting.workloads:
+        raise ValueError(f"grid: wanted rows that fit in {memory / 1e9:.1f} GB of free memory, got none in {grid.name}")
+    return fitting, left_out
 
 
 def _run(
@@ -121,12 +115,17 @@ def bench(
     stderr = Console(stderr=True)
     with tempfile.TemporaryDirectory(prefix="etap-bench-") as folder:
         try:
+            if kv_dtype not in (None, *KV_DTYPES):
+                raise ValueError(f"--kv-dtype: wanted {' or '.join(KV_DTYPES)}, got {kv_dtype}")
             builds = [libraries.parse(text) for text in library or []]
-            read_grids(grids, kv_dtype if kv_dtype in KV_DTYPES else None)  # a wrong name before a missing GPU
+            whole = read_grids(grids, kv_dtype)
             if reason := why_no_gpu():
                 raise ValueError(reason)
             free = torch.cuda.mem_get_info()[0]
-            grid, left_out, path = prepare(grids, kv_dtype, output, "-h20-proxy" if h20_proxy else "", free)
+            suffix = ("-fp8" if kv_dtype == "fp8" else "") + ("-h20-proxy" if h20_proxy else "")
+            path = output or Path("results") / f"{whole.name}{suffix}.json"
+            results.must_be_writable(path)
+            grid, left_out = within(whole, free)
             kernels = chosen(kernels_of(builds, peers, h20_proxy, Path(folder)), grid, only or [], skip or [])
         except ValueError as error:
             stderr.print(f"etap bench: {error}", style="red", markup=False, highlight=False)
