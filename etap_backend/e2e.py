@@ -609,7 +609,15 @@ def serving_of(scenario: Scenario, prepared: Prepared, cases: list[Case]) -> Ser
     )
 
 
-def header(scenario: Scenario, engine: Engine, prepared: Prepared, serving: Serving, python: str, note: str) -> dict:
+def header(
+    scenario: Scenario,
+    specific: EngineScenario,
+    engine: Engine,
+    prepared: Prepared,
+    serving: Serving,
+    python: str,
+    note: str,
+) -> dict:
     shape = plan.Model.model_validate(prepared.config).model_dump() if prepared.config else None
     return {
         "kind": "e2e",
@@ -625,7 +633,7 @@ def header(scenario: Scenario, engine: Engine, prepared: Prepared, serving: Serv
         "draft_tokens": scenario.draft_tokens,
         "acceptance": serving.acceptance,
         "kv_dtype": scenario.kv_dtype,
-        "environment": scenario.environment,
+        "environment": {**scenario.environment, **specific.environment},
         "note": note,
         "method": e2e_report.METHOD,
         "complete": False,
@@ -670,6 +678,15 @@ def parse_changes(pairs: list[str], layers: int | None) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set: wanted KEY=VALUE, got {pair!r}")
     return changes | ({"num_hidden_layers": layers} if layers else {})
+
+
+def parse_variables(pairs: list[str]) -> dict[str, str]:
+    """{name: value} of NAME=VALUE texts. Raises ValueError when one is no such text."""
+    split = [pair.partition("=") for pair in pairs]
+    for pair, (name, equals, _) in zip(pairs, split, strict=True):
+        if not (name and equals):
+            raise ValueError(f"--env: wanted NAME=VALUE, got {pair!r}")
+    return {name: value for name, _, value in split}
 
 
 def parse_point(text: str) -> tuple[int, int]:
@@ -740,6 +757,9 @@ def e2e(
         bool, typer.Option("--throw-away", help="First a server of few layers that fills the caches, not reported.")
     ] = False,
     flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, one more variable for the server; kept in the output.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON file; results/e2e-<scenario>-<engine>.json if absent.")
     ] = None,
@@ -764,6 +784,8 @@ def e2e(
         wanted = wanted.model_copy(update={key: value for key, value in updates.items() if value is not None})
         if (specific := getattr(wanted, engine.value)) is None:
             raise ValueError(f"{scenario}: wanted a table [{engine.value}], found none")
+        variables = {**specific.environment, **parse_variables(env or [])}
+        specific = specific.model_copy(update={"environment": variables})
         order = turns_of(_backends(driven, specific, backend), turns)
         least = max(turn.of for turn in order)  # each server is to have a reading of every point
         points = [point.model_copy(update={"repeats": max(repeats or point.repeats, least)}) for point in points]
@@ -776,7 +798,7 @@ def e2e(
         if throw_away:
             aside = folder.with_name("model-thrown-away")
             small = replace(serving, model=small_model(wanted.model, asked, rank_of, wanted.tensor_parallel, aside))
-        fresh = header(wanted, driven, prepared, serving, python, note)
+        fresh = header(wanted, specific, driven, prepared, serving, python, note)
         document = resumed(output, fresh) if resume and output.exists() else fresh
     except ValueError as error:
         raise _refuse(str(error)) from error

@@ -27,11 +27,15 @@ METHOD = (
     "the server's machine, the slower of before and after a reading: where it was timed, a point's readings are "
     "compared that are within 10% of each other"
 )
-COMPARABLE = ("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions")
+COMPARABLE = (
+    *("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions", "environment"),
+)
 RUN_KEYS = ("date", "commit", "library_sha256", "command", "note")
-TOLD = {"tpot_ms", "skipped", "error", "left_out"}
 HOST_TOLERANCE = 0.10
-DUMMY = "Dummy weights: times are those of the architecture, answers mean nothing, and experts are chosen as they fall."
+DUMMY = (
+    "Dummy weights: times are those of the architecture, answers mean nothing, and requests of a batch choose much the "
+    "same experts, so that the rest of a step is shorter than with a model's own."
+)
 
 
 def must_be_comparable(document: dict, other: dict) -> None:
@@ -109,7 +113,8 @@ def _equal_host(rows: list[dict]) -> tuple[float, float] | None:
 
 def at_equal_host_speed(document: dict) -> dict:
     """The document with those readings of each point whose hosts were within HOST_TOLERANCE of each other, and in
-    `left_out` how many others a row had. Readings from before hosts were timed stay."""
+    `left_out` how many others a row had. A row that has no such reading keeps its own and is `at_other_host`: it is
+    compared with none. Readings from before hosts were timed stay."""
     rows = []
     for of_point in by_shape(document).values():
         timed = [row for row in of_point.values() if row.get("readings")]
@@ -120,10 +125,11 @@ def at_equal_host_speed(document: dict) -> dict:
                 for reading in row.get("readings", [])
                 if not span or host_of(reading) is None or span[0] <= host_of(reading) <= span[1]
             ]
-            if left_out := len(row.get("readings", [])) - len(readings):
-                of_all = {key: value for key, value in row.items() if key not in summary(row["readings"], 1)}
-                row = of_all | {"readings": readings, "left_out": left_out}
-                row |= summary(readings, document["gpus"]) if readings else {}
+            left_out = len(row.get("readings", [])) - len(readings)
+            if left_out and readings:
+                row = row | {"readings": readings, "left_out": left_out} | summary(readings, document["gpus"])
+            elif left_out:
+                row = row | {"at_other_host": True}
             rows.append(row)
     return document | {"rows": rows}
 
@@ -164,8 +170,6 @@ def by_shape(document: dict) -> dict[tuple, dict[str, dict]]:
 def _range(row: dict, key: str) -> str:
     if key in row:
         return "{median:.2f} ({min:.2f} to {max:.2f})".format(**row[key])
-    if "left_out" in row:
-        return "another host speed"
     return "cache too small" if "skipped" in row else "failed" if "error" in row else "-"
 
 
@@ -174,7 +178,8 @@ def _value(row: dict, key: str, digits: int) -> str:
 
 
 def _against(row: dict, ours: dict, key: str) -> str:
-    if row is ours or key not in row or key not in ours:
+    at_one_host = not ("at_other_host" in row or "at_other_host" in ours)
+    if row is ours or key not in row or key not in ours or not at_one_host:
         return "-"
     return f"{row[key]['median'] / ours[key]['median']:.3f}"
 
@@ -190,7 +195,8 @@ def _hosts(row: dict) -> str:
 
 def _readings(row: dict) -> str:
     left_out = f", {row['left_out']} left out" if "left_out" in row else ""
-    return f"{len(row.get('readings', []))}{left_out}"
+    other = ", at another host speed" if "at_other_host" in row else ""
+    return f"{len(row.get('readings', []))}{left_out}{other}"
 
 
 Column = Callable[[dict, dict], str]
@@ -231,7 +237,7 @@ def cells_of(document: dict) -> list[list[str]]:
     columns, names = columns_of(document).values(), backends_of(document)
     ours, lines = ENGINES[document["engine"]].ours, []
     for rows in by_shape(document).values():
-        told = [rows[name] for name in names if TOLD & rows.get(name, {}).keys()]
+        told = [rows[name] for name in names if {"tpot_ms", "skipped", "error"} & rows.get(name, {}).keys()]
         lines += [[text(row, rows.get(ours, {})) for text in columns] for row in told]
     return lines
 

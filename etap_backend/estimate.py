@@ -5,7 +5,8 @@
 
 Of every reading the attention is taken out at the measured time of its kernel on that GPU, and put back at the time
 measured on the H20 proxy; what is left is scaled by the ratio of the planner's estimates for both, which rest on the
-GPUs' nominal rates. It is an estimate, each step of it an assumption: docs/e2e.md names them.
+GPUs' nominal rates. Where the reading's tokens chose fewer experts than an even choice has, what reading the others
+takes is added. It is an estimate, each step of it an assumption: docs/e2e.md names them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,9 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import statistics
 import sys
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +33,8 @@ KERNELS = {"etap": "etap", "flashmla": "FlashMLA", "flash_attn_mla": "FA3", "fa3
 TARGET_RANKS = 8
 PROXY = "H20 proxy"
 MOST_IN_A_CHUNK = 1.05
+MOE_KERNEL = "fused_moe_kernel"
+EVEN_ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # set where experts were drawn instead of chosen
 MEASURED_WITH = ("gpu", "driver", "versions", "commit", "command", "date")  # of every file that an estimate rests on
 
 
@@ -44,7 +48,11 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One reading carried over to another GPU; times in milliseconds a step, of all layers."""
+    """One reading carried over to another GPU; times in milliseconds a step, of all layers.
+
+    `experts_here` are a layer's that a step read, where they were fewer than an even choice's, and `experts_there_ms`
+    is what reading the others adds.
+    """
 
     backend: str
     shape: str
@@ -53,6 +61,8 @@ class Estimate:
     attention_here_ms: float
     rest_here_ms: float
     rest_factor: float
+    experts_here: float | None
+    experts_there_ms: float
     attention_there: Kernel
     attention_there_ms: float
     step_ms: float
@@ -152,6 +162,31 @@ def step_ms(document: dict, row: dict) -> float:
     return row["tpot_ms"]["median"] * row.get("acceptance_length", {}).get("median", 1.0)
 
 
+def experts_read(document: dict, row: dict, servers: Servers) -> float | None:
+    """Routed experts of a layer that a step of this row read: by the time of their kernel in profiles of as many
+    requests, at the bandwidth that the planner gives to products. None where nothing of the kind was profiled."""
+    model, gpu, on = servers.model_here, servers.gpu_here, servers.deployments(document, row)[0]
+    [experts] = [part for part in plan.weights_of(model, on) if part.experts]
+    times = [
+        kernel["ms"] / alike["profile"]["steps"]
+        for alike in document["rows"]
+        if alike["concurrency"] == row["concurrency"] and alike.get("profile", {}).get("steps")
+        for kernel in alike["profile"]["kernels"]
+        if kernel["name"] == MOE_KERNEL
+    ]
+    if not times:
+        return None
+    read = statistics.median(times) / 1e3 * gpu.sustained_bandwidth.value * plan.GEMM_BANDWIDTH.value
+    return read / experts.bytes_a_gpu * model.n_routed_experts
+
+
+def chooses_unevenly(document: dict, row: dict) -> bool:
+    """Whether the experts that a step reads are fewer than an even choice's: with made-up weights the tokens of a batch
+    are much alike, and so are the experts that they choose."""
+    tokens = row["concurrency"] * (1 + document["draft_tokens"])
+    return bool(document.get("dummy")) and tokens > 1 and not document.get("environment", {}).get(EVEN_ROUTING)
+
+
 def with_shares(document: dict, benchmarks: list[dict]) -> dict:
     """The document with the share of attention in a decode step in every row whose kernel these benchmarks have.
 
@@ -186,16 +221,19 @@ def estimate_row(document: dict, row: dict, servers: Servers, here: list[dict], 
     after = kernel and call_on(servers.model_there, servers.gpu_there, on_there, kernel, there)
     if not before or not after:
         return f"{row['backend']} was not measured on {'the H20 proxy' if before else gpu.name}"
+    experts = experts_read(document, row, servers) if chooses_unevenly(document, row) else None
+    if experts is None and chooses_unevenly(document, row):
+        return "how many experts its steps read is not known: nothing with as many requests was profiled"
     accepted = row.get("acceptance_length", {}).get("median", 1.0)
     step = step_ms(document, row)
     attention = before.us * model.num_hidden_layers / 1e3
     if attention >= step:
         return f"attention's {attention:.1f} ms is more than the step's {step:.1f} ms"
-    factor = plan.rest_of_step_ms(servers.model_there, servers.gpu_there, on_there) / plan.rest_of_step_ms(
-        model, gpu, on
-    )
+    as_here = plan.rest_of_step_ms(servers.model_there, servers.gpu_there, replace(on_there, experts=experts))
+    factor = as_here / plan.rest_of_step_ms(model, gpu, replace(on, experts=experts))
+    other_experts = plan.rest_of_step_ms(servers.model_there, servers.gpu_there, on_there) - as_here
     attention_there = after.us * servers.model_there.num_hidden_layers / 1e3
-    step_there = (step - attention) * factor + attention_there
+    step_there = (step - attention) * factor + other_experts + attention_there
     tpot = step_there / accepted
     return Estimate(
         backend=row["backend"],
@@ -205,6 +243,8 @@ def estimate_row(document: dict, row: dict, servers: Servers, here: list[dict], 
         attention_here_ms=attention,
         rest_here_ms=step - attention,
         rest_factor=factor,
+        experts_here=experts,
+        experts_there_ms=other_experts,
         attention_there=after,
         attention_there_ms=attention_there,
         step_ms=step_there,
@@ -242,6 +282,7 @@ def table_of(document: dict, found: list[Estimate], target: str) -> Table:
             "step here",
             "of it attention",
             "rest x",
+            "other experts",
             "attention there",
             "step there ms",
             "tokens/s a GPU",
@@ -249,8 +290,8 @@ def table_of(document: dict, found: list[Estimate], target: str) -> Table:
     ):
         table.add_column(title, justify="left" if number < 2 else "right")
     for one in found:
-        numbers = (one.step_here_ms, one.attention_here_ms, one.rest_factor, one.attention_there_ms, one.step_ms)
-        cells = [f"{number:.2f}" for number in numbers]
+        here = (one.step_here_ms, one.attention_here_ms, one.rest_factor)
+        cells = [f"{number:.2f}" for number in (*here, one.experts_there_ms, one.attention_there_ms, one.step_ms)]
         table.add_row(one.shape, one.backend, *cells, f"{one.tokens_per_second_per_gpu:.1f}")
     return table
 

@@ -159,6 +159,7 @@ class Deployment:
         batch: requests that decode at the same time, on all GPUs together.
         s_q: query tokens a request and step; more than 1 with multi-token prediction.
         utilization: share of the GPU's memory that the engine may take.
+        experts: routed experts of a layer that a step reads, where it is known; None when tokens choose evenly.
     """
 
     gpus: int = 8
@@ -171,6 +172,7 @@ class Deployment:
     batch: int = 16
     s_q: int = 1
     utilization: float = 0.92
+    experts: float | None = None
 
     def check(self, model: Model) -> None:
         """Raise ValueError, naming the argument, unless this can be."""
@@ -179,6 +181,9 @@ class Deployment:
                 raise ValueError(f"{name}: wanted at least 1, got {value}")
         if not 0 < self.utilization <= 1:
             raise ValueError(f"utilization: wanted more than 0 and at most 1, got {self.utilization}")
+        most = model.n_routed_experts or 0
+        if self.experts is not None and not 0 < self.experts <= most:
+            raise ValueError(f"experts: wanted more than 0 and at most the model's {most}, got {self.experts}")
         if self.cache not in CACHE_BYTES:
             raise ValueError(f"cache: wanted one of {', '.join(CACHE_BYTES)}, got {self.cache}")
         if self.tp * self.dp * self.pp != self.gpus:
@@ -338,7 +343,7 @@ def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> floa
     touched, rows = 1.0, on.local_batch * on.s_q
     if part.experts:
         tokens, chosen = on.batch * on.s_q, model.num_experts_per_tok / model.n_routed_experts
-        touched = 1 - (1 - chosen) ** tokens
+        touched = 1 - (1 - chosen) ** tokens if on.experts is None else on.experts / model.n_routed_experts
         rows = tokens * chosen / touched
     tiled = math.ceil(rows / PADDED_ROWS) * PADDED_ROWS
     quantised = model.quantization_config and part.bytes_each < 2
@@ -621,6 +626,9 @@ def plan(
     batch: Annotated[int, typer.Option(help="Requests that decode at the same time.")] = 16,
     s_q: Annotated[int, typer.Option(help="Query tokens a step: 1 + draft tokens of multi-token prediction.")] = 1,
     utilization: Annotated[float, typer.Option(help="Share of the memory that the engine may take.")] = 0.92,
+    experts: Annotated[
+        float | None, typer.Option(help="Routed experts of a layer that a step reads, instead of an even choice.")
+    ] = None,
     attention_share: Annotated[
         float | None, typer.Option(help="Measured share of a padded kernel in a step, instead of the estimate.")
     ] = None,
@@ -629,9 +637,8 @@ def plan(
     """Say what fits on these GPUs, how long decode attention takes there, and what ETAP gains."""
     try:
         described, hardware = read_model(model), read_gpu(gpu)
-        on = Deployment(
-            count, tp or max(1, count // max(1, dp * pp)), dp, pp, dcp, cache, tokens(context), batch, s_q, utilization
-        )
+        wide = tp or max(1, count // max(1, dp * pp))
+        on = Deployment(count, wide, dp, pp, dcp, cache, tokens(context), batch, s_q, utilization, experts)
         made = make_plan(described, hardware, on, attention_share)
     except ValueError as error:
         Console(stderr=True).print(f"etap plan: {error}", style="red", markup=False, highlight=False)

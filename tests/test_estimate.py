@@ -83,7 +83,9 @@ def test_on_the_h20_attention_and_rest_are_each_replaced():
     ours, theirs = found
     assert not reasons
     for one in found:
-        assert one.step_ms == pytest.approx(one.rest_here_ms * one.rest_factor + one.attention_there_ms)
+        rest_there = one.rest_here_ms * one.rest_factor + one.experts_there_ms
+        assert one.step_ms == pytest.approx(rest_there + one.attention_there_ms)
+        assert (one.experts_here, one.experts_there_ms) == (None, 0), "of real weights an even choice is assumed"
         assert one.attention_here_ms + one.rest_here_ms == pytest.approx(one.step_here_ms)
     assert ours.rest_factor == theirs.rest_factor > 1
     assert (
@@ -110,6 +112,12 @@ def test_draft_tokens_make_a_step_of_several_tokens():
     assert "s_q 2" in found.attention_there.source
 
 
+def test_chunks_of_several_tokens_are_no_steps():
+    reading = row("ETAP", 16, 10.0, 4096, 256) | {"itl_ms": {"median": 15.0}, "prefill": "cached"}
+    for tokens, step in ((1.02, 15.0), (1.4, 10.0)):
+        assert estimate.step_ms(document(), reading | {"tokens_per_chunk": {"median": tokens}}) == step
+
+
 def test_the_step_is_the_time_between_tokens_where_prompts_are_cached():
     """What requests wait for the others to be let in is no part of a decode step."""
     both = row("ETAP", 16, 10.0, 4096, 256) | {"itl_ms": {"median": 8.0}, "prefill": "cached"}
@@ -120,6 +128,28 @@ def test_the_step_is_the_time_between_tokens_where_prompts_are_cached():
     assert cached["attention_share"] == pytest.approx(1.25 * mixed["attention_share"])
     (ours, other), _ = estimate.estimate(document(both, served), H200 + PROXY)
     assert (ours.step_here_ms, other.step_here_ms) == (8.0, 10.0)
+
+
+FULL_DEPTH = json.loads((RESULTS / "e2e-decode-full-vllm.json").read_text())
+
+
+def test_experts_that_made_up_weights_do_not_choose_are_added():
+    """16 requests choose 102 experts of 256 in an even choice; how many a step read is known where it was profiled."""
+    servers = estimate.servers_of(FULL_DEPTH, "h20-96g")
+    point = next(row for row in FULL_DEPTH["rows"] if (row["concurrency"], row["input"]) == (16, 16384))
+    assert 8 < estimate.experts_read(FULL_DEPTH, point, servers) < 40
+    found, reasons = estimate.estimate(FULL_DEPTH, H200 + PROXY)
+    assert {one.shape.split("/")[0] for one in found} == {"16 x 16K", "16 x 2K", "1 x 2K"}
+    assert any("128 x 2K" in reason and "how many experts its steps read is not known" in reason for reason in reasons)
+    single = next(one for one in found if one.shape.startswith("1 x"))
+    several = next(one for one in found if one.shape.startswith("16 x 16K"))
+    assert single.experts_here is None and single.experts_there_ms == 0, "one token reads its eight, whichever"
+    server = plan.make_plan(R1, plan.read_gpu("h20-96g"), Deployment(batch=16, context=16384))
+    assert 0 < several.experts_there_ms < server.rest_ms
+    # Where experts were drawn evenly, or weights are a model's own, nothing is missing.
+    for changes in ({"environment": {estimate.EVEN_ROUTING: "uniform_random"}}, {"dummy": False}):
+        evenly, _ = estimate.estimate(FULL_DEPTH | changes, H200 + PROXY)
+        assert len(evenly) > len(found) and not any(one.experts_there_ms for one in evenly)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from etap_backend import configs, plan
+from etap_backend import configs, estimate, plan
 from etap_backend.cli import app
 from etap_backend.plan import Deployment, make_plan, memory_of, read_gpu, read_model
 
@@ -148,6 +148,49 @@ def test_step_of_sglang_on_h200(concurrency, tpot_ms):
 def test_step_of_vllm_on_h200():
     """vLLM 0.26.0, TP8 on 8 x H200, R1's architecture, dummy FP8 weights, FLASHMLA, batch 1 at 2K: 10.06 ms."""
     assert make_plan(R1, H200, on(1, 2 * K)).padded_step_ms == close(10.06)
+
+
+FULL_DEPTH = json.loads((RESULTS / "e2e-decode-full-vllm.json").read_text())
+SERVERS = estimate.servers_of(FULL_DEPTH, "h20-96g")
+
+
+def as_served(backend: str, batch: int, context: int) -> tuple[float, dict, Deployment]:
+    """A step of that reading, its row, and its deployment with as many experts as it read."""
+    shape = backend, batch, context
+    row = next(row for row in FULL_DEPTH["rows"] if (row["backend"], row["concurrency"], row["input"]) == shape)
+    where, _ = SERVERS.deployments(FULL_DEPTH, row)
+    experts = estimate.experts_read(FULL_DEPTH, row, SERVERS) if batch > 1 else None
+    return row["itl_ms"]["median"], row, replace(where, experts=experts)
+
+
+@pytest.mark.parametrize("batch, context", [(1, 2 * K), (16, 2 * K), (16, 16 * K)])
+def test_step_of_vllm_with_etap_at_full_depth(batch, context):
+    """vLLM 0.26.0, 61 layers on 4 x H200, each as one of eight ranks: results/e2e-decode-full-vllm.json. Nothing was
+    fitted to it. Points of other batches are not here: how many experts their dummy tokens chose was not read."""
+    step, _, where = as_served("ETAP", batch, context)
+    assert make_plan(SERVERS.model_here, H200, where).step_ms == close(step)
+
+
+@pytest.mark.parametrize("backend", ["ETAP", "FLASHMLA", "FLASH_ATTN_MLA"])
+def test_rest_of_a_step_at_full_depth(backend):
+    """The same at 16 x 16K, with the time that the profile has for attention: FLASHMLA as vLLM calls it takes 113 us a
+    layer there, its kernel alone 84."""
+    step, row, where = as_served(backend, 16, 16 * K)
+    attention = row["profile"]["attention_ms"] / row["profile"]["steps"]
+    assert plan.rest_of_step_ms(SERVERS.model_here, H200, where) + attention == close(step)
+
+
+def test_fewer_experts_take_less_and_an_even_choice_is_the_default():
+    few, even, all_of_them = (
+        plan.rest_of_step_ms(R1, H200, on(experts=experts)) for experts in (20, 256 * (1 - (1 - 1 / 32) ** 16), 256)
+    )
+    assert few < even < all_of_them and even == pytest.approx(plan.rest_of_step_ms(R1, H200, on()))
+
+
+@pytest.mark.parametrize("experts", [0, 257])
+def test_experts_that_the_model_has_not_are_refused(experts):
+    with pytest.raises(ValueError, match=f"experts: wanted more than 0 and at most the model's 256, got {experts}"):
+        make_plan(R1, H200, on(experts=experts))
 
 
 def readings(name: str, least_us: float):
