@@ -174,7 +174,7 @@ def test_step_of_vllm_with_etap_at_full_depth(batch, context):
 @pytest.mark.parametrize("backend", ["ETAP", "FLASHMLA", "FLASH_ATTN_MLA"])
 def test_rest_of_a_step_at_full_depth(backend):
     """The same at 16 x 16K, with the time that the profile has for attention: FLASHMLA as vLLM calls it takes 113 us a
-    layer there, its kernel alone 84."""
+    layer there, where the planner's padded kernel, fitted to FlashMLA alone, has 84."""
     step, row, where = as_served(backend, 16, 16 * K)
     attention = row["profile"]["attention_ms"] / row["profile"]["steps"]
     assert plan.rest_of_step_ms(SERVERS.model_here, H200, where) + attention == close(step)
