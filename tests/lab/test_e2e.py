@@ -333,6 +333,23 @@ def test_the_whole_depth_is_the_same_server_in_all_three_forms():
     assert (cases_of(full.points)[0].concurrency, cases_of(full.points)[0].input) == (16, 16384)
 
 
+def test_variables_of_the_command_line_reach_the_server_and_the_file(tmp_path, monkeypatch, two_gpus):
+    """What changes a step must not be lost: experts drawn evenly, say."""
+    monkeypatch.setattr(command, "engine_versions", lambda *_: ("3.12", {"vllm": "0.26.0"}))
+    monkeypatch.setattr(model.Prepared, "write", lambda _: None)
+    served = []
+    monkeypatch.setattr(Run, "all", lambda run: served.append(run.environment()))
+    even = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random", "A": "b=c", "VLLM_USE_DEEP_GEMM": "7"}
+    variables = [f"--env={name}={value}" for name, value in even.items()]
+    path = tmp_path / "o.json"
+    result = invoke("decode-full", "--gpus", "2", "--rank-of", "8", *variables, "--no-plots", "--output", str(path))
+    assert result.exit_code == 0, result.output
+    scenario = read_scenario("decode-full")
+    given = scenario.environment | scenario.vllm.environment
+    assert "VLLM_USE_DEEP_GEMM" in given and rows.read(path).environment == given | even
+    assert (given | even).items() <= served[0].items()
+
+
 def test_a_small_model_has_layers_of_each_kind(tmp_path):
     pytest.importorskip("tokenizers", reason="the dummy model's tokenizer is made with it")
     for changes, layers in (({}, 5), ({"num_hidden_layers": 4}, 4), ({"first_k_dense_replace": 1}, 3)):
@@ -422,6 +439,7 @@ def test_resuming_another_run_is_refused(tmp_path):
     for changes, words in (
         ({"weights": "its own weights", "gpus": 4}, "differs in weights, gpus"),
         ({"kv_dtype": "fp8"}, "differs in kv_dtype"),
+        ({"environment": {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}}, "differs in environment"),
     ):
         with pytest.raises(ValueError, match=rf"--resume: .*before\.json: {words}"):
             command.resumed(path, a_document(**changes))
@@ -464,6 +482,7 @@ REFUSED = [
     (["decode", "--time-limit", "0"], "--time-limit"),
     (["decode", "--profile", "16x3K"], "--profile: wanted a point of this run"),
     (["decode", "--set", "layers"], "--set: wanted KEY=VALUE"),
+    (["decode", "--env", "HOME"], "--env: wanted NAME=VALUE, got 'HOME'"),
     (["decode", "--set", "n_layers=3"], "--set: wanted keys of deepseek-r1's config.json"),
     (["decode", "--set", 'num_attention_heads="x"', "--rank-of", "8"], "rank_of: wanted a whole number as"),
     (["decode", "--rank-of", "7"], "rank_of: wanted a divisor"),

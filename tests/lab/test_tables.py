@@ -24,7 +24,7 @@ old
 <!-- /summary -->
 <!-- figures targets: 16 x 4K -->
 <!-- /figures -->
-<!-- e2e e2e-decode-short-vllm -->
+<!-- e2e e2e-decode-full-vllm -->
 <!-- /e2e -->
 """
 
@@ -33,7 +33,7 @@ old
 def root(tmp_path) -> Path:
     for folder in ("docs", "results"):
         (tmp_path / folder).mkdir()
-    for name in ("targets.json", "wide.json", "sleep-vllm.json", "e2e-decode-short-vllm.json"):
+    for name in ("targets.json", "wide.json", "sleep-vllm.json", "e2e-decode-full-vllm.json"):
         shutil.copy(RESULTS / name, tmp_path / "results")
     (tmp_path / "results" / "targets-latency.png").write_bytes(b"")
     (tmp_path / "README.md").write_text(README)

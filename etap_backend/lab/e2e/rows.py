@@ -14,7 +14,9 @@ from etap_backend.lab.provenance import Provenance
 from etap_backend.lab.units import load_text
 
 HOST_TOLERANCE = 0.10
-COMPARABLE = ("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions")
+COMPARABLE = (
+    *("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions", "environment"),
+)
 
 
 class Sparse(Strict):
@@ -108,6 +110,7 @@ class Measured(Shape):
     discarded: Reading | None = None  # of prompts that were to be in the cache and had been evicted
     complete: bool = False
     left_out: int | None = None  # readings at another speed of the host than those that are compared
+    at_other_host: bool | None = None  # no reading at the host speed that is compared: these are compared with none
     profile: Profile | None = None
 
     def _spread(self, name: str) -> Spread | None:
@@ -299,14 +302,18 @@ def _equal_host(rows: list[Measured]) -> tuple[float, float] | None:
 
 def at_equal_host_speed(document: Document) -> Document:
     """The document with those readings of each point whose hosts were within HOST_TOLERANCE of each other, and in
-    `left_out` how many others a row had. Readings from before hosts were timed stay."""
+    `left_out` how many others a row had. A row that has no such reading keeps its own and is `at_other_host`: it is
+    compared with none. Readings from before hosts were timed stay."""
     rows = []
     for of_point in document.by_shape().values():
         span = _equal_host([row for row in of_point.values() if isinstance(row, Measured)])
         for row in of_point.values():
             if span and isinstance(row, Measured):
                 kept = [reading for reading in row.readings if not reading.host or span[0] <= reading.host <= span[1]]
-                if left_out := len(row.readings) - len(kept):
+                left_out = len(row.readings) - len(kept)
+                if left_out and kept:
                     row = row.model_copy(update={"readings": kept, "left_out": left_out + (row.left_out or 0)})
+                elif left_out:
+                    row = row.model_copy(update={"at_other_host": True})
             rows.append(row)
     return document.model_copy(update={"rows": rows})

@@ -175,6 +175,15 @@ def parse_point(text: str) -> tuple[int, int]:
     return int(requests), parse_tokens(length)
 
 
+def parse_variables(pairs: list[str]) -> dict[str, str]:
+    """{name: value} of NAME=VALUE texts. Raises ValueError when one is no such text."""
+    split = [pair.partition("=") for pair in pairs]
+    for pair, (name, equals, _) in zip(pairs, split, strict=True):
+        if not (name and equals):
+            raise ValueError(f"--env: wanted NAME=VALUE, got {pair!r}")
+    return {name: value for name, _, value in split}
+
+
 def parse_profile(text: str | None, cases: list[Case]) -> tuple[int, int] | None:
     """(concurrency, input) of a text such as 16x16K. Raises ValueError when the cases have no such point."""
     if text is None:

@@ -2,12 +2,13 @@
 
 Of every reading the attention is taken out at the measured time of its kernel on that GPU, and put back at the time
 measured on the H20 proxy; what is left is scaled by the ratio of the planner's estimates for both, which rest on the
-GPUs' nominal rates. It is an estimate, each step of it an assumption: docs/measuring.md names them.
+GPUs' nominal rates. Where the reading's tokens chose fewer experts than an even choice has, what reading the others
+takes is added. It is an estimate, each step of it an assumption: docs/measuring.md names them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etap_backend.lab.bench.rows import Document
 from etap_backend.lab.e2e.rows import Document as Served
@@ -17,7 +18,9 @@ from etap_backend.lab.plan.served import (
     Kernel,
     Servers,
     accepted,
+    chooses_unevenly,
     expected_us,
+    experts_read,
     kernel_of,
     measured_call,
     servers_of,
@@ -30,7 +33,11 @@ PROXY = "H20 proxy"
 
 @dataclass(frozen=True)
 class Estimate:
-    """One reading carried over to another GPU; times in milliseconds a step, of all layers."""
+    """One reading carried over to another GPU; times in milliseconds a step, of all layers.
+
+    `experts_here` are a layer's that a step read, where they were fewer than an even choice's, and `experts_there_ms`
+    is what reading the others adds.
+    """
 
     backend: str
     shape: str
@@ -39,6 +46,8 @@ class Estimate:
     attention_here_ms: float
     rest_here_ms: float
     rest_factor: float
+    experts_here: float | None
+    experts_there_ms: float
     attention_there: Kernel
     attention_there_ms: float
     step_ms: float
@@ -67,14 +76,19 @@ def estimate_row(
     after = kernel and call_on(servers.model_there, servers.gpu_there, on_there, kernel, there)
     if not before or not after:
         return f"{row.backend} was not measured on {'the H20 proxy' if before else gpu.name}"
+    uneven = chooses_unevenly(served, row, model)
+    experts = experts_read(served, row, servers) if uneven else None
+    if uneven and experts is None:
+        return "how many experts its steps read is not known: nothing with as many requests was profiled"
     step = step_ms(served, row)
     attention = before.us * model.num_hidden_layers / 1e3
     if attention >= step:
         return f"attention's {attention:.1f} ms is more than the step's {step:.1f} ms"
-    there_ms = rest_of_step_ms(servers.model_there, servers.gpu_there, on_there)
-    factor = there_ms / rest_of_step_ms(model, gpu, on)
+    as_here = rest_of_step_ms(servers.model_there, servers.gpu_there, replace(on_there, experts=experts))
+    factor = as_here / rest_of_step_ms(model, gpu, replace(on, experts=experts))
+    other_experts = rest_of_step_ms(servers.model_there, servers.gpu_there, on_there) - as_here
     attention_there = after.us * servers.model_there.num_hidden_layers / 1e3
-    step_there = (step - attention) * factor + attention_there
+    step_there = (step - attention) * factor + other_experts + attention_there
     tpot = step_there / accepted(row)
     return Estimate(
         backend=row.backend,
@@ -84,6 +98,8 @@ def estimate_row(
         attention_here_ms=attention,
         rest_here_ms=step - attention,
         rest_factor=factor,
+        experts_here=experts,
+        experts_there_ms=other_experts,
         attention_there=after,
         attention_there_ms=attention_there,
         step_ms=step_there,

@@ -1,6 +1,6 @@
 """The command line of `etap estimate`.
 
-    etap estimate results/e2e-decode-short-vllm.json --kernels results/targets.json \\
+    etap estimate results/e2e-decode-full-vllm.json --kernels results/targets.json \\
         --kernels results/targets-h20-proxy.json
 """
 
@@ -23,17 +23,20 @@ from etap_backend.lab.plan.estimate import Estimate, estimate
 from etap_backend.lab.plan.served import TARGET_RANKS
 from etap_backend.lab.provenance import Provenance, command_line, commit
 
-COLUMNS = ("requests", "backend", "step here", "of it attention", "rest x", "attention there", "step there ms")
+COLUMNS = (
+    *("requests", "backend", "step here", "of it attention", "rest x"),
+    *("other experts", "attention there", "step there ms", "tokens/s a GPU"),
+)
 
 
 def table_of(served: Served, found: list[Estimate], target: str) -> Table:
     table = Table(title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.title = f"ESTIMATE for {TARGET_RANKS} x {target}, tensor parallel, from {served.gpus} x {served.gpu}"
-    for number, title in enumerate((*COLUMNS, "tokens/s a GPU")):
+    for number, title in enumerate(COLUMNS):
         table.add_column(title, justify="left" if number < 2 else "right")
     for one in found:
-        numbers = (one.step_here_ms, one.attention_here_ms, one.rest_factor, one.attention_there_ms, one.step_ms)
-        cells = [f"{number:.2f}" for number in numbers]
+        here = (one.step_here_ms, one.attention_here_ms, one.rest_factor)
+        cells = [f"{number:.2f}" for number in (*here, one.experts_there_ms, one.attention_there_ms, one.step_ms)]
         table.add_row(one.shape, one.backend, *cells, f"{one.tokens_per_second_per_gpu:.1f}")
     return table
 
