@@ -65,7 +65,7 @@ ENGINES = (
         "--attention-backend etap",
         "sglang.srt.plugins",
         "SGLANG_PLUGINS",
-        "from etap_backend.sglang.compat import check_plugin; check_plugin()",
+        "from etap_backend.sglang.registration import check_plugin; check_plugin()",
     ),
 )
 

@@ -99,7 +99,7 @@ def _outputs(q: Tensor, out: Tensor | None, lse: Tensor | None, out_dtype: torch
         raise ValueError(f"out_dtype: wanted None or {names} for a q of {_name(q.dtype)}, got {_name(out_dtype)}")
     if out is None:
         out = q.new_empty(*q.shape[:3], LATENT_DIM, dtype=out_dtype or allowed[0])
-    elif out_dtype is not None and out.dtype != out_dtype:
+    elif out_dtype is not None and isinstance(out, Tensor) and out.dtype != out_dtype:
         raise ValueError(f"out_dtype: wanted None or {_name(out.dtype)} like out, got {_name(out_dtype)}")
     return out, q.new_empty(q.shape[:3], dtype=torch.float32) if lse is None else lse
 

@@ -2,9 +2,10 @@
 
 import importlib.metadata
 import os
+import re
+from dataclasses import dataclass
 
 import torch
-from packaging.specifiers import SpecifierSet
 
 from etap_backend._library import library
 
@@ -12,7 +13,27 @@ FP8_MATH_VARIABLE = "ETAP_FP8_MATH"
 """Set to 1, an FP8 cache is multiplied as it is, by queries rounded to e4m3; otherwise as float16, exactly."""
 
 
-def why_unsupported_version(engine: str, package: str, name: str, supported: SpecifierSet) -> str | None:
+def release(version: str) -> tuple[int, ...]:
+    """The numbers of a version, three at least: (0, 33, 0) of 0.33.0rc1+cu130; with them versions compare."""
+    numbers = [int(number) for number in re.match(r"[\d.]*\d", version)[0].split(".")]
+    return (*numbers, *[0] * (3 - len(numbers)))
+
+
+@dataclass(frozen=True)
+class Versions:
+    """The versions of an engine from `oldest` on, `end` and later ones excluded."""
+
+    oldest: str
+    end: str
+
+    def __contains__(self, version: str) -> bool:
+        return release(self.oldest) <= release(version) < release(self.end)
+
+    def __str__(self) -> str:
+        return f">={self.oldest},<{self.end}"
+
+
+def why_unsupported_version(engine: str, package: str, name: str, supported: Versions) -> str | None:
     """Say why the installed version of an engine cannot run ETAP, or None when it can.
 
     Args:
@@ -22,7 +43,7 @@ def why_unsupported_version(engine: str, package: str, name: str, supported: Spe
         supported: the versions that can.
     """
     found = importlib.metadata.version(package)
-    if supported.contains(found):
+    if found in supported:
         return None
     return f"the attention backend {name} supports {engine} {supported}, this is {engine} {found}"
 

@@ -141,12 +141,14 @@ class DecodeSchedule:
             batch_invariant: cut requests by their own length only. Slower: a short batch does not fill the GPU.
 
         Raises:
-            ValueError: a count is below 1 or the workspace too small; TypeError: a count is no int, or the workspace
-                is not float32; ImportError: the compiled library is missing or of another version.
+            ValueError: a count is below 1, the workspace too small or the device not there; TypeError: a count is no
+                int, or the workspace is not float32; ImportError: there is no compiled library, or one of another version.
         """
         self.max_batch, self.num_heads = _count("max_batch", max_batch), _count("num_heads", num_heads)
         self.max_s_q = _count("max_s_q", max_s_q)
         self.device = torch.device(device)
+        if not (self.device.type == "cpu" or self.device.type == "cuda" and torch.cuda.is_available()):
+            raise ValueError(f"device: wanted the CPU or a CUDA device that torch sees, got {self.device}")
         if self.device.type == "cuda" and self.device.index is None:
             self.device = torch.device("cuda", torch.cuda.current_device())
         if num_sms is None:

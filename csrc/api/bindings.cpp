@@ -131,7 +131,7 @@ void decode(const DecodeCall& call) {
     const DeviceGuard guard(device.device_id);
     const cudaStream_t stream = current_stream(device);
     const DecodeParams params = decode_params(call);
-    launch(prepare_decode(params, cache_params(call)), params, stream);
+    launch(prepare_decode(params, cache_params(call)), params, device.device_id, stream);
     if (params.partitions == 1) return;
     const void* const arguments[] = {&params};
     launch_overlapping(prepare_combine(params), arguments, stream);

@@ -44,23 +44,17 @@ struct Destination {
 };
 
 // A piece without tokens, of a request that has none or fewer than the schedule was built for: zeros and -inf, no page read.
+// The combination adds nothing of such a partial result, but multiplies what lies there.
 template <class T>
 __device__ __forceinline__ void write_empty(const Destination<T>& to) {
-  if (to.out == nullptr) {  // the combination adds nothing of it, but multiplies what lies there
+  const bool whole = to.out != nullptr;
+  auto* out = whole ? reinterpret_cast<uint4*>(to.out) : reinterpret_cast<uint4*>(to.partial_out);
+  float* lse = whole ? to.lse : to.partial_lse;
+  const int units = whole ? to.rows * kLatentDim / 8 : T::kRowTile * kLatentDim / 4;  // of 16 bytes
 #pragma unroll 1
-    for (int i = threadIdx.x; i < T::kRowTile * kLatentDim / 4; i += kConsumerThreads) {
-      to.partial_out[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+  for (int i = threadIdx.x; i < units; i += kConsumerThreads) out[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-    for (int row = threadIdx.x; row < T::kRowTile; row += kConsumerThreads) to.partial_lse[row] = -INFINITY;
-    return;
-  }
-#pragma unroll 1
-  for (int i = threadIdx.x; i < to.rows * kLatentDim / 8; i += kConsumerThreads) {
-    reinterpret_cast<uint4*>(to.out)[i] = make_uint4(0, 0, 0, 0);
-  }
-#pragma unroll 1
-  for (int row = threadIdx.x; row < to.rows; row += kConsumerThreads) to.lse[row] = -INFINITY;
+  for (int row = threadIdx.x; row < to.rows; row += kConsumerThreads) lse[row] = -INFINITY;
 }
 
 }  // namespace etap

@@ -7,7 +7,7 @@
 //                  partition's work range for its row group (of kMaxRowTile rows), one after the other. One CTA an SM.
 //
 // Glossary         tile: 64 tokens   piece: a run of tiles of one request   row: (query token, head), packed
-//                  st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens in shared memory]   ot: O^T [value dims x rows]
+//                  st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens]   ot: O^T [value dims x rows]
 //                  s, p, o: the same not transposed   chunk: 64 columns (e4m3: 128) of a tile   stage: of the key ring
 //
 // Role             warps  registers       does
@@ -20,7 +20,7 @@
 // keys             8 x 24 KB (*)          TMA bytes -> the tile's consumer(s)     4 warps, or 8 that share tiles
 // queries          1                      TMA bytes or 96 threads -> both         8 warps, after the piece's last scores
 // grants           4 a consumer           key producer -> the tile's consumer     (nothing to release)
-// (*) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB, and the consumers read the query rows
+// (*) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB, and consumers read the query rows
 //
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each
@@ -56,7 +56,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     shared.init_grants();
     cutlass::arch::fence_barrier_init();
   }
-  __syncthreads();
+  ETAP_UNLESS_FAULT(launch_meeting, __syncthreads());
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();  // only now: the combination may read the schedule as soon as it begins
 
@@ -64,15 +64,16 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const int row_group = blockIdx.x % params.row_groups;
   const int group = cutlass::canonical_warp_group_idx();
   if (group == kConsumerGroups) {
-    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
-    const WarpRole role = warp_role(group);
-    if (role == WarpRole::kKeyProducer) {
-      load_keys<T>(shared, params, cache_maps, partition);
-    } else if constexpr (!T::kFp8Cache) {
-      load_queries<T>(shared, params, query_maps, partition, row_group, role);
+    adjust_registers<T, false>();
+    switch (const WarpRole role = producer_role()) {
+      case WarpRole::kKeyProducer:
+        load_keys<T>(shared, params, cache_maps, partition);
+        break;
+      default:  // the query producer and its helpers
+        if constexpr (!T::kFp8Cache) load_queries<T>(shared, params, query_maps, partition, row_group, role);
     }
   } else {
-    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+    adjust_registers<T, true>();
     T::Consumer::run(shared, params, partition, row_group, group);
   }
 }

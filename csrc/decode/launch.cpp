@@ -125,9 +125,7 @@ DecodeKernel kernel_of(const DecodeParams& params, const CacheParams& cache) {
 }
 
 // Shared memory above 48 KB is granted once for each kernel and device.
-void allow_shared_memory(const KernelLaunch& kernel, std::atomic<uint64_t>& granted) {
-  int device;
-  ETAP_CUDA_CHECK(cudaGetDevice(&device));
+void allow_shared_memory(const KernelLaunch& kernel, std::atomic<uint64_t>& granted, int device) {
   const uint64_t bit = uint64_t(1) << (device % 64);
   if (granted.load(std::memory_order_relaxed) & bit) return;
   ETAP_CUDA_CHECK(
@@ -148,8 +146,8 @@ DecodeLaunch prepare_decode(const DecodeParams& params, const CacheParams& cache
   return decode;
 }
 
-void launch(const DecodeLaunch& decode, const DecodeParams& params, cudaStream_t stream) {
-  allow_shared_memory(decode.kernel, *decode.shared_memory_granted);
+void launch(const DecodeLaunch& decode, const DecodeParams& params, int device, cudaStream_t stream) {
+  allow_shared_memory(decode.kernel, *decode.shared_memory_granted, device);
   CUtensorMap cache_maps[2];
   for (int i = 0; i < decode.cache_map_count; ++i) cache_maps[i] = encoded(decode.cache_maps[i]);
   QueryMaps query_maps{};

@@ -63,6 +63,7 @@ struct DecodeLaunch {
 constexpr int64_t kTmaStrideEnd = int64_t(1) << 40;  // bytes: TMA takes strides below
 
 DecodeLaunch prepare_decode(const DecodeParams& params, const CacheParams& cache);
-void launch(const DecodeLaunch& decode, const DecodeParams& params, cudaStream_t stream);
+// device: the current one.
+void launch(const DecodeLaunch& decode, const DecodeParams& params, int device, cudaStream_t stream);
 
 }  // namespace etap

@@ -66,8 +66,9 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
         shared.keys.acquire(at);
         if (!elected) continue;
         // The copy.
-        shared.keys.expect_bytes(at, T::kStageBytes);
-        maps.copy(shared.keys.full_barrier(at), item<typename T::KeyStage>(shared.ring, at.stage), page, token, T::first_chunk(stage, i));
+        ETAP_UNLESS_FAULT(expected_bytes, shared.keys.expect_bytes(at, T::kStageBytes));
+        auto& target = item<typename T::KeyStage>(shared.ring, at.stage);
+        maps.copy(shared.keys.full_barrier(at), target, page, token, T::first_chunk(stage, i));
         if constexpr (T::kGrantsTiles) {
           const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
           if (stage == 0) shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);

@@ -1,5 +1,5 @@
-// The query producers, of a cache of the queries' own type: one warp copies the rows of each piece with TMA, or, where their
-// strides allow no tensor map, three warps gather them.
+// The query producers, of a cache of the queries' own type: one warp copies the rows of each piece with TMA, or, where
+// their strides allow no tensor map, three warps gather them.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -25,7 +25,8 @@ __device__ __forceinline__ void copy_queries(typename T::SharedStorage& shared, 
     const auto copy = [&](const CUtensorMap& map, int first_chunk) {
       cute::SM90_TMA_LOAD_5D::copy(&map, shared.queries.full_barrier(at),
                                    static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                   &item<typename T::QueryChunk>(shared.query, first_chunk), 0, head, token, 0, walk.request());
+                                   &item<typename T::QueryChunk>(shared.query, first_chunk), 0, head, token, 0,
+                                   walk.request());
     };
     copy(maps.latent, 0);
     copy(maps.rope, kValueChunks);
@@ -61,7 +62,7 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
       const bool valid = token < params.s_q;  // rows of the tile behind the last one are zeros
       const Element* latent = valid ? q + token * params.q_stride_token + head * params.q_stride_head : q;
       const Element* rope = valid ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q_rope;
-      const int unit = swizzled<kChunkColumns * sizeof(Element)>(row, lane % kUnitsPerChunk);
+      const int unit = (lane % kUnitsPerChunk) ^ swizzle<kChunkColumns * sizeof(Element)>(row);
       char* target = shared.query + lane / kUnitsPerChunk * kChunkBytes + (row * kUnitsPerChunk + unit) * kUnitBytes;
       const auto copy = [&](int chunk, const Element* source) {
         cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(

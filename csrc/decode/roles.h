@@ -4,6 +4,7 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
 
+#include "common/fault.h"
 #include "common/pipeline.cuh"
 #include "common/warp.cuh"
 
@@ -17,32 +18,31 @@ constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
 constexpr int kDecodeThreads = kConsumerThreads + kGroupThreads;  // the third warpgroup is the producers'
 constexpr int kQueryProducerThreads = kGroupThreads - kWarpSize;
 
+// Warpgroups 0 and 1 are the consumers: scores, softmax, output; merge; write. Those of warpgroup 2:
 enum class WarpRole {
-  kConsumer,       // warpgroups 0 and 1: scores, softmax, output; merge; write
-  kKeyProducer,    // the first warp of warpgroup 2: the cache, by TMA
+  kKeyProducer,    // the first warp: the cache, by TMA
   kQueryProducer,  // the second: the query rows, by TMA or, with its helpers, cp.async; idle beside an FP8 cache
   kQueryHelper,    // the third and fourth
 };
 
-__device__ __forceinline__ WarpRole warp_role(int warpgroup) {
-  if (warpgroup < kConsumerGroups) return WarpRole::kConsumer;
+__device__ __forceinline__ WarpRole producer_role() {
   const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
   return warp == 0 ? WarpRole::kKeyProducer : warp == 1 ? WarpRole::kQueryProducer : WarpRole::kQueryHelper;
 }
 
-// The registers that a role needs, by setmaxnreg, which counts for whole warpgroups. Debug builds keep those of the launch:
-// sanitizers instrument code that setmaxnreg then leaves too few for. Kernels that would spill with them take theirs all the
-// same (what memcheck does at a spill changes registers that a product may still read).
-template <class T>
-__device__ __forceinline__ void take_registers(int warpgroup) {
+// The registers of a warpgroup's roles, by setmaxnreg. Debug builds keep those of the launch: sanitizers instrument code
+// that setmaxnreg then leaves too few for. Kernels that would spill with them take theirs all the same (what memcheck
+// does at a spill changes registers that a product may still read).
+template <class T, bool kConsumer>
+__device__ __forceinline__ void adjust_registers() {
   static_assert(T::kProducerRegisters * kGroupThreads + T::kConsumerRegisters * kConsumerThreads <= 168 * kDecodeThreads);
 #ifdef ETAP_SPIN_LIMIT
   if constexpr (T::kFitsLaunchRegisters) return;
 #endif
-  if (warpgroup == kConsumerGroups) {
-    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
-  } else {
+  if constexpr (kConsumer) {
     cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+  } else {
+    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
   }
 }
 

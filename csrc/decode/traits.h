@@ -50,17 +50,17 @@ constexpr bool are_traits() {
   static_assert(sizeof(typename T::Element) <= 2);
   // The cache as TMA sees it; copy() fills a stage.
   static_assert(sizeof(typename T::CacheMaps) % sizeof(CUtensorMap) == 0);
-  // KeyStage ring[kStages], query[kChunks][kRowTile][kChunkColumns], Ring<kStages> keys, Ring<1> queries, init_grants().
+  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries, init_grants().
   static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
-  // Made from (shared, params, partition, row group, warpgroup); run() decodes the partition.
+  // Consumer::run(shared, params, partition, row group, warpgroup) decodes the partition.
   static_assert(sizeof(typename T::Consumer) > 0);
   static_assert(T::kRowTile % 8 == 0 && T::kRowTile <= kMaxRowTile);  // query rows of a CTA
   static_assert(T::kProducerRegisters <= T::kConsumerRegisters);      // of a thread
-  static_assert(is_flag(T::kFitsLaunchRegisters));                    // consumers can do without more than the launch gives
-  static_assert(is_flag(T::kFp8Cache));         // e4m3, so that consumers load the query rows, and a result has its own type
+  static_assert(is_flag(T::kFitsLaunchRegisters));                    // consumers need no more than the launch gives
+  static_assert(is_flag(T::kFp8Cache));                               // e4m3: consumers load the queries
   static_assert(T::kStages >= T::kStagesPerTile);                     // the key ring; how many of it a tile takes
   static_assert(sizeof(typename T::KeyStage) == T::kStageBytes);      // what TMA brings to one
-  static_assert(T::first_chunk(0, 0) < kChunks);                      // of (a stage of a tile, the tile's place in its piece)
+  static_assert(T::first_chunk(0, 0) < kChunks);                      // of (stage of a tile, its place in the piece)
   static_assert(T::kStageReleases % kWarpsPerGroup == 0);             // warps that give a stage back
   static_assert(T::kTilesAlone >= 0);                                 // a CTA's first tiles that are asked for one by one
   static_assert(T::kMergeStages >= 0);                                // lent to each consumer at the end of a piece

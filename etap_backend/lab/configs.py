@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import reprlib
 import sys
 from pathlib import Path
 from typing import TypeVar
@@ -25,6 +26,10 @@ class Strict(BaseModel):
 
 
 Content = TypeVar("Content", bound=BaseModel)
+MOST_PROBLEMS = 12  # that an error tells
+SHORT = reprlib.Repr()
+SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 60
+SHORT.maxlist = SHORT.maxdict = 3
 
 
 def shipped(kind: str, suffix: str = ".toml") -> list[str]:
@@ -62,9 +67,15 @@ def read_toml(path: Path, kind: type[Content]) -> Content:
 
 
 def parse(kind: type[Content], data: object) -> Content:
-    """`data` as a `kind`. Raises ValueError with one line for each key that is wrong."""
+    """`data` as a `kind`. Raises ValueError with what was wanted and what came for the first keys that are wrong."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        problems = (f"{'.'.join(map(str, e['loc'])) or 'file'}: {e['msg']}, got {e['input']!r}" for e in error.errors())
-        raise ValueError("; ".join(problems)) from error
+        problems = [_problem(one) for one in error.errors()]
+        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
+        raise ValueError("; ".join(problems[:MOST_PROBLEMS] + more)) from error
+
+
+def _problem(error: dict) -> str:
+    what = f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}"
+    return what if error["type"] == "missing" else f"{what}, got {SHORT.repr(error['input'])}"

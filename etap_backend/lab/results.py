@@ -78,7 +78,12 @@ def places(text: str) -> list[Place]:
 
 def filled(text: str, table: Callable[[Place], str]) -> str:
     """The page with what `table` gives in each of its places."""
-    return PLACE.sub(lambda match: f"{match['begin']}{table(_place(match))}\n{match['end']}", text)
+
+    def whole(match: re.Match) -> str:
+        body = table(_place(match))
+        return match["begin"] + (f"{body}\n" if body else "") + match["end"]
+
+    return PLACE.sub(whole, text)
 
 
 def _place(match: re.Match) -> Place:

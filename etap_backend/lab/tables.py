@@ -48,19 +48,23 @@ def pages(root: Path) -> list[Path]:
     return [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.is_file()]
 
 
-def fill(root: Path) -> list[Path]:
-    """Fill all places of all pages; the pages that changed. Raises ValueError, naming page and place."""
-    changed = []
+def fill(root: Path) -> tuple[list[Path], list[str]]:
+    """Fill all places: the pages that changed, and the places that nothing belongs in, which stay as they are."""
+    changed, refused = [], []
     for page in pages(root):
+
+        def filled(place: Place, page: Path = page) -> str:
+            try:
+                return table(place, root / "results")
+            except ValueError as error:
+                refused.append(f"{page.relative_to(root)}: {error}")
+                return place.body
+
         text = page.read_text()
-        try:
-            filled = results.filled(text, lambda place: table(place, root / "results"))
-        except ValueError as error:
-            raise ValueError(f"{page.relative_to(root)}: {error}") from error
-        if filled != text:
-            page.write_text(filled)
+        if (new := results.filled(text, filled)) != text:
+            page.write_text(new)
             changed.append(page)
-    return changed
+    return changed, refused
 
 
 def complaints(root: Path) -> list[str]:
@@ -92,17 +96,12 @@ def main(
     root: Annotated[Path, typer.Option(help="The source tree.", exists=True, file_okay=False)] = ROOT,
 ) -> None:
     """Fill the tables of README.md and docs/ from results/, or check them."""
-    if check:
-        wrong = complaints(root)
-        for text in wrong:
-            typer.echo(text, err=True)
-        raise typer.Exit(1 if wrong else 0)
-    try:
-        for page in fill(root):
-            typer.echo(f"filled {page.relative_to(root)}")
-    except ValueError as error:
-        typer.echo(str(error), err=True)
-        raise typer.Exit(2) from error
+    changed, wrong = ([], complaints(root)) if check else fill(root)
+    for page in changed:
+        typer.echo(f"filled {page.relative_to(root)}")
+    for text in wrong:
+        typer.echo(text, err=True)
+    raise typer.Exit(1 if wrong else 0)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from torch import Tensor
 
 from etap_backend import BuiltSchedule, DecodeSchedule, mla_decode, plugins, why_unsupported
-from etap_backend.sglang import compat
+from etap_backend.sglang import arguments, compat
 
 _logger = logging.getLogger(__name__)
 
@@ -55,7 +55,7 @@ def _why_unsupported(model_runner) -> str | None:
         kv_cache_dtype=model_runner.kv_cache_dtype,
         compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
     )
-    reason = reason or compat.why_unsupported_speculation(
+    reason = reason or arguments.why_unsupported_speculation(
         spec.speculative_algorithm, spec.speculative_eagle_topk, get_parallel().attn_dcp_size
     )
     return reason or plugins.why_no_library()
@@ -255,10 +255,10 @@ class ETAPBackend(FlashMLABackend):
         k_rope: Tensor | None = None,
     ) -> Tensor:
         """Verify drafts or extend a draft model's cache as `forward_decode` does; prefill as FlashInfer does."""
-        arguments = (q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
+        inputs = (q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
         if self._decodes(forward_batch.forward_mode):
-            return self.forward_decode(*arguments)
-        return FlashInferMLAAttnBackend.forward_extend(self, *arguments)
+            return self.forward_decode(*inputs)
+        return FlashInferMLAAttnBackend.forward_extend(self, *inputs)
 
 
 class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):

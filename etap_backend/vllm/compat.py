@@ -6,12 +6,10 @@ import importlib.metadata
 import logging
 from enum import Enum
 
-from packaging.specifiers import SpecifierSet
-
 from etap_backend import plugins
 
 NAME = "ETAP"
-SUPPORTED_VERSIONS = SpecifierSet(">=0.26.0,<0.34", prereleases=True)
+SUPPORTED_VERSIONS = plugins.Versions("0.26.0", "0.34")
 
 _BACKEND_PATH = "etap_backend.vllm.backend.ETAPBackend"
 _REFUSAL_PATH = f"{__name__}.UnsupportedVersion"
@@ -143,5 +141,5 @@ def pads_tokens_of_no_request(vllm_config) -> bool:
     """
     import vllm.envs as envs
 
-    padded = SpecifierSet("<0.33").contains(importlib.metadata.version("vllm"), prereleases=True)
+    padded = plugins.release(importlib.metadata.version("vllm")) < (0, 33, 0)
     return padded and envs.VLLM_USE_BREAKABLE_CUDAGRAPH and vllm_config.use_v2_model_runner

@@ -13,14 +13,14 @@ from functools import cache
 
 import pytest
 import torch
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, Problem, Runner, build
-from etap_backend.lab.checks.compare import Truth, problems_with, truth
 from emulator import kernels
 from emulator.machine import TIMINGS, Kernel
 from emulator.ptx import EmulationError, Module
 
 from etap_backend import DecodeSchedule
 from etap_backend._library import library
+from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, Problem, Runner, build
+from etap_backend.lab.checks.compare import Truth, problems_with, truth
 
 pytestmark = kernels.NEEDS_COMPILER
 
@@ -297,7 +297,7 @@ def waits_of(source_line: str, source="transposed/consumer", kernel=", 16>", wai
 
 def test_merging_into_stages_that_were_not_granted_is_found():
     text, name = own_text()
-    sites = waits_of("shared.granted[group].wait(grants_taken++);  // the stages for merging")
+    sites = waits_of("ETAP_UNLESS_FAULT(merge_grant")
     assert sites
     for site in reversed(sites):
         text = text[: site.start()] + "setp.eq.u32 p, 0, 0;" + text[site.end() :]

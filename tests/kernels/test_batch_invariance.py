@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from etap_backend.lab.checks.cases import LATENT, SOFTMAX_SCALE, Case, Problem, build
-from etap_backend.lab.checks.compare import check, truth
 
 from etap_backend import DecodeSchedule, mla_decode
+from etap_backend.lab.checks.cases import LATENT, SOFTMAX_SCALE, Case, Problem, build
+from etap_backend.lab.checks.compare import check, truth
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = {

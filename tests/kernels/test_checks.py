@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from cases import Case, build, decode
-from compare import check, truth
+from etap_backend.lab.checks.cases import Case, build, decode
+from etap_backend.lab.checks.compare import check, truth
 from refusals import REFUSALS, valid_call
 
 from etap_backend import DecodeSchedule, mla_decode, why_unsupported
@@ -194,6 +194,7 @@ def test_a_length_beyond_the_block_table_is_refused_on_the_cpu():
         ({"num_heads": 16.0}, "num_heads: wanted an int, got 16.0"),
         ({"max_batch": None}, "max_batch: wanted an int, got None"),
         ({"max_s_q": "2"}, "max_s_q: wanted an int, got '2'"),
+        ({"device": "meta"}, "device: wanted the CPU or a CUDA device that torch sees, got meta"),
         ({"workspace": torch.empty(5)}, "workspace: wanted a contiguous .* got .5."),
         ({"workspace": torch.empty(10**6, dtype=torch.float64)}, "workspace: wanted float32, got .*float64"),
     ],
@@ -201,6 +202,12 @@ def test_a_length_beyond_the_block_table_is_refused_on_the_cpu():
 def test_a_schedule_that_cannot_be_is_refused(arguments, words):
     with pytest.raises((ValueError, TypeError), match=words):
         DecodeSchedule(**{"max_batch": 4, "num_heads": 16, "device": "cpu", **arguments})
+
+
+def test_a_schedule_for_a_gpu_that_is_not_there_is_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="^device: wanted the CPU or a CUDA device that torch sees, got cuda"):
+        DecodeSchedule(4, 16)
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from etap_backend.lab.checks.cases import WILD_PAGES, Case, Guarded, Problem, build, decode
-from etap_backend.lab.checks.compare import check, truth
 
 from etap_backend import DecodeSchedule
+from etap_backend.lab.checks.cases import WILD_PAGES, Case, Guarded, Problem, build, decode
+from etap_backend.lab.checks.compare import check, truth
 
 pytestmark = pytest.mark.gpu
 

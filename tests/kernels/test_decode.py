@@ -12,11 +12,11 @@ from functools import lru_cache
 
 import pytest
 import torch
-from etap_backend.lab.checks.cases import LAWS, Case, Runner, build, decode
-from etap_backend.lab.checks.compare import Truth, check, truth
 from refusals import REFUSALS
 
 from etap_backend import DecodeSchedule
+from etap_backend.lab.checks.cases import LAWS, Case, Runner, build, decode
+from etap_backend.lab.checks.compare import Truth, check, truth
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 # A scale as engines calibrate it for keys of size 1: neither a power of two nor small enough to saturate.

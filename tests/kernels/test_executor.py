@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build, decode
 from test_reference import contiguous_tokens, sdpa
 
 from etap_backend import DecodeSchedule, executor, mla_decode
+from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build, decode
 from etap_backend.support import LATENT_DIM
 
 

@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
 from torch.nn.functional import scaled_dot_product_attention
 
+from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
 from etap_backend.reference import mla_decode_reference
 
 

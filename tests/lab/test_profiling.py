@@ -136,9 +136,11 @@ def test_a_server_is_asked_for_a_profile_while_the_load_runs(engine, asked, tmp_
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Profiled) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        with profiling.started_later(engine, f"http://127.0.0.1:{server.server_port}", tmp_path, 0.1):
+        with profiling.started_later(engine, f"http://127.0.0.1:{server.server_port}", tmp_path, 1.5):
             assert not paths and not stale.exists()
-            time.sleep(0.6)
+            end = time.monotonic() + 30
+            while not paths and time.monotonic() < end:
+                time.sleep(0.05)
             assert paths == ["/start_profile"]
         assert profiling.read(tmp_path, 5).attention_share == 0.25 and paths == asked
         server.shutdown()

@@ -183,6 +183,24 @@ def test_a_file_of_something_else_is_refused_by_name(tmp_path, text, words):
         results.read(path, Number)
 
 
+class Numbers(BaseModel):
+    many: list[int]
+    one: Number
+
+
+def test_an_error_is_short_whatever_the_file_has(tmp_path):
+    path = tmp_path / "r.json"
+    results.write({"many": ["x" * 1000] * 20}, path)
+    with pytest.raises(ValueError) as error:
+        results.read(path, Numbers)
+    assert str(error.value).startswith(f"{path}: many.0: ") and str(error.value).endswith("; and 9 more")
+    assert len(str(error.value)) < 3000
+    results.write({"many": [], "other": ["x" * 1000] * 20}, path)
+    with pytest.raises(ValueError) as error:
+        results.read(path, Numbers)
+    assert str(error.value) == f"{path}: one: Field required"
+
+
 def test_an_output_that_cannot_be_written_is_refused_before_the_run(tmp_path):
     results.must_be_writable(tmp_path / "new" / "r.json")
     assert list((tmp_path / "new").iterdir()) == []

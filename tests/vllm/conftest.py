@@ -3,7 +3,6 @@
 import os
 import shutil
 import socket
-import sys
 from pathlib import Path
 
 import pytest
@@ -72,8 +71,9 @@ def fresh_workspaces(monkeypatch):
 @pytest.fixture
 def make_layer(engine_config):
     """Makes a real MLA layer with our backend, in a configuration with these EngineArgs; gives both."""
-    from etap_backend.lab.checks.vllm_layer import HEADS, MAX_REQUESTS, build_layer
     from vllm.config import set_current_vllm_config
+
+    from etap_backend.lab.checks.vllm_layer import HEADS, MAX_REQUESTS, build_layer
 
     made = []
 

@@ -6,7 +6,6 @@ Groups, layer, builder, collectives and merging are vLLM's; Triton's interpreter
 import sys
 
 import torch
-from etap_backend.lab.checks.vllm_layer import HEADS, KV_SCALE, LENGTHS, MAX_REQUESTS, SPECULATIVE, Problem, build_layer, decode, make_builder
 from vllm.config import set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
@@ -16,6 +15,17 @@ from vllm.v1.attention import ops
 from vllm.v1.worker import workspace
 from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 
+from etap_backend.lab.checks.vllm_layer import (
+    HEADS,
+    KV_SCALE,
+    LENGTHS,
+    MAX_REQUESTS,
+    SPECULATIVE,
+    Problem,
+    build_layer,
+    decode,
+    make_builder,
+)
 from etap_backend.vllm.metadata import claim_workspace
 
 RANKS = 2

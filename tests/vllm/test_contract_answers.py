@@ -106,7 +106,9 @@ def test_forced_tokens_leave_one_token_possible_at_each_step(engine_config):
     from vllm.v1.sample.logits_processor import BatchUpdate, build_logitsprocs
 
     config = engine_config(attention_backend="ETAP")
-    processors = build_logitsprocs(config, torch.device("cpu"), False, False, ["forced_tokens:ForcedTokens"])
+    processors = build_logitsprocs(
+        config, torch.device("cpu"), False, False, ["etap_backend.lab.checks.forced_tokens:ForcedTokens"]
+    )
     outputs = [[], []]
     forced = SamplingParams(extra_args={"forced_tokens": [7, 3]})
     added = [(0, forced, [1], outputs[0]), (1, SamplingParams(), [1], outputs[1])]

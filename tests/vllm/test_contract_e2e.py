@@ -13,9 +13,11 @@ import pytest
 
 from etap_backend.lab import configs
 from etap_backend.lab.checks import two_nodes
-from etap_backend.lab.e2e import command as e2e
+from etap_backend.lab.e2e.model import prepare_model, serving_of
+from etap_backend.lab.e2e.scenario import cases_of, read_scenario
+from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import ENGINES, Load, read_result
-from etap_backend.lab.serving.lifecycle import Failed, Generator
+from etap_backend.lab.serving.lifecycle import Generator
 
 VLLM = ENGINES["vllm"]
 SCENARIOS = configs.shipped("e2e")
@@ -27,10 +29,11 @@ def dummy_folder(tmp_path_factory):
 
 
 def serving(name, folder, gpus=1):
-    scenario = e2e.read_scenario(name).model_copy(update={"gpus": gpus})
+    scenario = read_scenario(name).model_copy(update={"gpus": gpus})
     changes = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
-    prepared = e2e.prepare_model(scenario.model, changes, 8, scenario.tensor_parallel, folder)
-    return scenario, e2e.serving_of(scenario, prepared, e2e.cases_of(scenario.points))
+    prepared = prepare_model(scenario.model, changes, 8, scenario.tensor_parallel, folder)
+    prepared.write()
+    return scenario, serving_of(scenario, prepared, cases_of(scenario.points))
 
 
 def serve_arguments(arguments):
@@ -79,8 +82,9 @@ def test_vllm_refuses_a_flag_that_it_has_not(dummy_folder):
 def test_vllm_makes_a_configuration_of_each_of_two_nodes(dummy_folder):
     from vllm.engine.arg_utils import AsyncEngineArgs
 
-    model = e2e.prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder).model
-    for node, command in enumerate(two_nodes.commands(VLLM, model, "127.0.0.1", (8000, 8001), "ETAP")):
+    prepared = prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder)
+    prepared.write()
+    for node, command in enumerate(two_nodes.commands(VLLM, prepared.model, "127.0.0.1", (8000, 8001), "ETAP")):
         parsed = serve_arguments(command[4:])
         parsed.model = parsed.model_tag or parsed.model
         made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config(headless=parsed.headless)

@@ -5,6 +5,9 @@ The truth is attention on what the cache's bytes stand for. Writing the cache an
 
 import pytest
 import torch
+from vllm.v1.worker import workspace
+
+from etap_backend import plugins
 from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
     CPU,
@@ -24,9 +27,6 @@ from etap_backend.lab.checks.vllm_layer import (
     decode,
     make_builder,
 )
-from vllm.v1.worker import workspace
-
-from etap_backend import plugins
 from etap_backend.vllm import impl
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")

@@ -6,6 +6,11 @@ are not tested here.
 
 import pytest
 import torch
+from vllm.platforms import current_platform
+from vllm.v1.attention import backend as attention_backend
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.worker import workspace
+
 from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
     CPU,
@@ -24,11 +29,6 @@ from etap_backend.lab.checks.vllm_layer import (
     empty_share,
     make_builder,
 )
-from vllm.platforms import current_platform
-from vllm.v1.attention import backend as attention_backend
-from vllm.v1.attention.backend import AttentionCGSupport
-from vllm.v1.worker import workspace
-
 from etap_backend.vllm import impl
 from etap_backend.vllm.metadata import (
     SHORT_PROMPT_TOKENS,

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from vllm.config import CUDAGraphMode
+
 from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
     HEADS,
@@ -26,8 +28,6 @@ from etap_backend.lab.checks.vllm_layer import (
     empty_share,
     make_builder,
 )
-from vllm.config import CUDAGraphMode
-
 from etap_backend.vllm.metadata import claim_workspace
 
 RANKS_SECONDS = 240

@@ -1,14 +1,14 @@
-"""vLLM's bench programs as offline_bench.py calls them, with an engine that only counts."""
+"""vLLM's bench programs as etap offline calls them, with an engine that only counts."""
 
 import time
 from types import SimpleNamespace
 
 import pytest
 import typer
+
+from etap_backend.lab.e2e.model import prepare_model
 from etap_backend.lab.e2e.offline import LONG, SHORT, THROUGHPUT_OUTPUT, Asked, points_of, rows_of, step_ms
 from etap_backend.lab.e2e.offline import POINTS as SHIPPED
-
-from etap_backend.lab.e2e.command import prepare_model
 
 SECONDS_A_TOKEN = 1e-4
 POINTS, THROUGHPUT, ITERATIONS = [(3, 16), (2, 16), (1, 300)], [(2, 40)], 2
@@ -53,6 +53,7 @@ def test_both_programs_run_on_one_engine(engine, tmp_path):
     prepared = prepare_model(
         "deepseek-r1", {"num_hidden_layers": 2, "first_k_dense_replace": 1}, 8, 1, tmp_path / "model"
     )
+    prepared.write()
     asked = Asked(prepared.model, POINTS, THROUGHPUT, ITERATIONS, ["--gpu-memory-utilization", "0.5"])
     started, *rows = rows_of("ETAP", asked, tmp_path)
     assert started["backend"] == "ETAP" and len(engines) == 1

@@ -41,7 +41,9 @@ struct Consumer {
       for (int i = first; i < tiles; i += kConsumerGroups) {
         consumer.own_tile(piece, piece.begin_tile + i, n + i, i + kConsumerGroups >= tiles, queries, state);
       }
-      if ((n + tiles - 1 + group) % kConsumerGroups != 0) consumer.other_tile(piece, piece.end_tile - 1, n + tiles - 1, state);
+      if ((n + tiles - 1 + group) % kConsumerGroups != 0) {
+        consumer.other_tile(piece, piece.end_tile - 1, n + tiles - 1, state);
+      }
       n += tiles;
       finish_piece<T>(shared, Destination<T>(params, piece, row_group), pieces++, group, state, consumer.o);
     }
@@ -49,7 +51,8 @@ struct Consumer {
 
   // An own tile, the CTA's n-th, and the output of the one before it if it follows one in the piece: between two shares of
   // the scores, when P of that tile is there and the value dims of this one may still be on their way.
-  __device__ __forceinline__ void own_tile(const Piece& piece, int tile, int n, bool last, RingPosition<1> queries, RowState& state) {
+  __device__ __forceinline__ void own_tile(const Piece& piece, int tile, int n, bool last, RingPosition<1> queries,
+                                           RowState& state) {
     const int i = tile - piece.begin_tile;
     const auto at = tile_position<T>(n);
 

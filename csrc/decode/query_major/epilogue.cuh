@@ -62,8 +62,8 @@ __device__ __forceinline__ void write_output(const Destination<T>& to, int group
 
 // Write this half of O, divided by the rows' sums, and the log-sum-exp. `pieces`: those that this CTA has finished before.
 template <class T>
-__device__ __forceinline__ void finish_piece(typename T::SharedStorage& shared, const Destination<T>& to, int pieces, int group,
-                                             const RowState& state, typename T::Output& o) {
+__device__ __forceinline__ void finish_piece(typename T::SharedStorage& shared, const Destination<T>& to, int pieces,
+                                             int group, const RowState& state, typename T::Output& o) {
   const int thread = anew(threadIdx.x % kGroupThreads);
   const int row = thread / kWarpSize * 16 + thread % kWarpSize / 4;
   float sums[4] = {state.sums[0], state.sums[1], state.rounded_sums[0], state.rounded_sums[1]};

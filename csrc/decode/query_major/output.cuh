@@ -11,7 +11,7 @@ __device__ __forceinline__ void scale_rows(typename T::Output& o, const float (&
   for (int i = 0; i < cute::size(o); ++i) o(i) *= factor[i / 2 % 2];
 }
 
-// Start this warpgroup's half of P·V, from stage `first` on: kProducts groups of WGMMAs. P's registers are theirs until then.
+// Start this warpgroup's half of P·V, from stage `first` on: kProducts groups of WGMMAs, which own P's registers meanwhile.
 template <class T>
 __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, int first, const uint32_t (&p)[T::kWords],
                                                  typename T::Output& o) {
@@ -22,7 +22,7 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
   const auto slice = mma.get_thread_slice(0);
   constexpr int kStages = T::kProductDims / kChunkColumns;
   warpgroup_fence_operand(o);
-  warpgroup_arrive();
+  ETAP_UNLESS_FAULT(output_fence, warpgroup_arrive());
   CUTE_UNROLL
   for (int n = 0; n < T::kProducts; ++n) {
     auto s_value = make_tensor(make_smem_ptr(&item<typename T::KeyStage>(shared.ring, first + n * kStages)[0][0]),
@@ -55,8 +55,8 @@ __device__ __forceinline__ void finish_output(typename T::SharedStorage& shared,
   }
 }
 
-// Zero this half of V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN. Scores may still read there,
-// which are masked.
+// Zero this half of V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN. Scores may still read
+// there, which are masked.
 template <class T>
 __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& shared, int first, int group, int valid) {
   constexpr int kLineBytes = kChunkColumns * sizeof(typename T::Element);
@@ -69,8 +69,9 @@ __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& share
       reinterpret_cast<uint4*>(tail)[i] = make_uint4(0, 0, 0, 0);
     }
   }
-  cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA once the warpgroup has met
-  event::tail_zeroed(group).sync();
+  // These writes, for WGMMA once the warpgroup has met.
+  ETAP_UNLESS_FAULT(tail_fence, cutlass::arch::fence_view_async_shared());
+  ETAP_UNLESS_FAULT(tail_meeting, event::tail_zeroed(group).sync());
 }
 
 }  // namespace etap::query_major

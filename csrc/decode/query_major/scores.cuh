@@ -11,8 +11,8 @@ __device__ __forceinline__ RingPosition<T::kStages> tile_position(int n) {
   return {n % kConsumerGroups * T::kStagesPerTile, uint32_t(n / kConsumerGroups % 2)};
 }
 
-// Start the share of S of an own tile, its piece's i-th, that stages [kBegin, kEnd) have, one by one as they arrive: a group
-// of WGMMAs.
+// Start the share of S of an own tile, its piece's i-th, that stages [kBegin, kEnd) have, one by one as they arrive: a
+// group of WGMMAs.
 template <class T, int kBegin, int kEnd>
 __device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int i,
                                                  typename T::Scores& s) {
@@ -27,8 +27,10 @@ __device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, 
   for (int stage = kBegin; stage < kEnd; ++stage) {
     shared.keys.wait({at.stage + stage, at.parity});
     warpgroup_arrive();
-    auto r_query = slice.make_fragment_A(slice.partition_A(chunk_at(&item<typename T::QueryChunk>(shared.query, T::first_chunk(stage, i))[0][0])));
-    auto r_key = slice.make_fragment_B(slice.partition_B(chunk_at(&item<typename T::KeyStage>(shared.ring, at.stage + stage)[0][0])));
+    const auto* query = &item<typename T::QueryChunk>(shared.query, T::first_chunk(stage, i))[0][0];
+    const auto* key = &item<typename T::KeyStage>(shared.ring, at.stage + stage)[0][0];
+    auto r_query = slice.make_fragment_A(slice.partition_A(chunk_at(query)));
+    auto r_key = slice.make_fragment_B(slice.partition_B(chunk_at(key)));
     CUTE_UNROLL
     for (int k = 0; k < size<2>(r_key); ++k) {
       gemm(mma, r_query(_, 0, k), r_key(_, 0, k), s(_, 0, 0));
@@ -41,7 +43,7 @@ __device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, 
 // Complete on return.
 template <class T>
 __device__ __forceinline__ void finish_scores(typename T::Scores& s) {
-  cute::warpgroup_wait<0>();
+  ETAP_UNLESS_FAULT(scores_wait, cute::warpgroup_wait<0>());
   cute::warpgroup_fence_operand(s);
 }
 

@@ -6,7 +6,8 @@
 
 namespace etap::query_major {
 
-// What a thread keeps of its two rows, r and r + 8, over a piece. Sums are of its own tokens of the tiles its warpgroup owns.
+// What a thread keeps of its two rows, r and r + 8, over a piece. Sums are of its own tokens of the tiles its warpgroup
+// owns.
 struct RowState {
   float reference[2];
   float sums[2];
@@ -105,7 +106,7 @@ template <class T>
 __device__ __forceinline__ bool take_over(typename T::SharedStorage& shared, int owner, RowState& state,
                                           uint32_t (&p)[T::kWords], float (&factor)[2]) {
   const int thread = threadIdx.x % kGroupThreads;
-  event::probabilities_handed_over(owner).meet();
+  ETAP_UNLESS_FAULT(hand_over_meeting, event::probabilities_handed_over(owner).meet());
   CUTE_UNROLL
   for (int i = 0; i < T::kWords / 4; ++i) {
     const uint4 four = shared.probabilities[i][thread];

@@ -1,4 +1,5 @@
-// Numbers and layouts of the kernel for 64 query rows with a cache of their type, which fill WGMMA's M: S = Q·K^T, O += P·V.
+// Numbers and layouts of the kernel for 64 query rows with a cache of their type, which fill WGMMA's M:
+// S = Q·K^T, O += P·V.
 //
 // A warpgroup owns every other tile, whose scores and softmax it does, and half of the value dims of all tiles. Its
 // threads hold the same rows of S, P and O, so a row's maximum needs four lanes only, and P goes from a thread to the
@@ -46,7 +47,7 @@ struct Traits {
   static constexpr auto kMajorK = cute::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::GMMA::Major::MN;
   static constexpr int kOutputDims = kLatentDim / kConsumerGroups;
-  static constexpr int kFirstScores = 5;   // chunks of the first share of a tile's scores: rope and one half of the value dims
+  static constexpr int kFirstScores = 5;   // chunks of the first share of a tile's scores: rope and half of the value dims
   static constexpr int kProductDims = 64;  // of one WGMMA
   static constexpr int kProducts = kOutputDims / kProductDims;
   using ScoreMma = decltype(cute::make_tiled_mma(

@@ -5,52 +5,27 @@
 
 namespace etap::transposed {
 
-// One tile: wait for K, S^T, softmax, O^T, release.
-template <class T>
-__device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, const DecodeParams& params,
-                                             const Piece& piece, int tile, int row_group, bool first, bool last,
-                                             RingPosition<1> query_at, RingPosition<T::kStages> at, char* probabilities,
-                                             Softmax<T>& softmax, OutputFragment<T>& ot) {
-  const int group = softmax.group;
-  ScoreFragment<T> st;
-  compute_scores<T>(shared, at, st);
-  if (last && threadIdx.x % kWarpSize == 0) shared.queries.release(query_at);
-  const int tile_end = (tile + 1) * kTileTokens;
-  if (tile_end > piece.seq_len - params.s_q + 1) {
-    mask_scores<T>(params, piece, tile, row_group, group, st);
-    if (tile_end > piece.seq_len) zero_value_tail<T>(shared, at, piece, tile);
-  }
-  bool renew = first;
-  if (!renew) {
-    const bool exceeds = softmax.exponentiate(st);
-    softmax.store(probabilities);
-    renew = event::probabilities_written(group).any(exceeds);
-  }
-  if (renew) {
-    float correction[Softmax<T>::kColumns];
-    softmax.renew(st, correction);
-    scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
-    softmax.exponentiate(st);
-    softmax.store(probabilities);
-    event::probabilities_written(group).sync();
-  }
-  start_output<T>(shared, at, probabilities, ot);
-  softmax.accumulate();
-  finish_output<T>(shared, at, ot);
-}
-
+// What a consumer knows of its CTA, and what it holds. Both consumers run the same instructions, so that they share the
+// instruction cache.
 template <class T>
 struct Consumer {
-  // Both consumers run the same instructions, so that they share the instruction cache.
+  typename T::SharedStorage& shared;
+  const DecodeParams& params;
+  const int row_group;
+  Softmax<T>& softmax;
+  OutputFragment<T>& ot;
+
+  // Decodes a partition's pieces.
   __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
                                              int row_group, int group) {
     Softmax<T> softmax(shared, params.scale_log2, 1.0f, group);
     OutputFragment<T> ot;
+    Consumer consumer{shared, params, row_group, softmax, ot};
     RingPosition<T::kStages> keys;
     RingPosition<1> queries;
     uint32_t grants_taken = 0;  // in all pieces
     int pieces = 0;
-    char* const probabilities = shared.probabilities + 2 * group * T::kProbabilityBytes;
+    char* const probabilities = shared.probabilities + 2 * group * T::kProbabilityBytes;  // this consumer's two
     PieceWalk walk(params, partition);
     while (!walk.done()) {
       const Piece piece = walk.next();
@@ -65,9 +40,9 @@ struct Consumer {
         // when its last one has arrived.
         shared.granted[group].wait(grants_taken++);
         const int mine = i / kConsumerGroups;
-        consume_tile<T>(shared, params, piece, piece.begin_tile + i, row_group, mine == 0,
-                        i + kConsumerGroups >= piece.tiles(), queries, keys, probabilities + mine % 2 * T::kProbabilityBytes,
-                        softmax, ot);
+        const bool last = i + kConsumerGroups >= piece.tiles();
+        consumer.consume_tile(piece, piece.begin_tile + i, mine == 0, last, queries, keys,
+                              probabilities + mine % 2 * T::kProbabilityBytes);
       }
       if (piece.tiles() <= group) {  // no tile for this consumer
         __syncwarp();                // all lanes have seen this round
@@ -75,10 +50,47 @@ struct Consumer {
       }
       queries.advance(1);
       if (piece.tiles() == 0) continue;
-      shared.granted[group].wait(grants_taken++);  // the stages for merging, for the same reason
+      // The stages for merging, for the same reason.
+      ETAP_UNLESS_FAULT(merge_grant, shared.granted[group].wait(grants_taken++));
       merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
       keys.advance(kConsumerGroups * T::kMergeStages);
     }
+  }
+
+  // One tile: wait for K, S^T, softmax, O^T, release. `first` and `last`: of this consumer's in the piece.
+  __device__ __forceinline__ void consume_tile(const Piece& piece, int tile, bool first, bool last, RingPosition<1> queries,
+                                               RingPosition<T::kStages> at, char* probabilities) {
+    const int group = softmax.group;
+    // Wait for K, S^T.
+    ScoreFragment<T> st;
+    compute_scores<T>(shared, at, st);
+    if (last && threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+
+    // Softmax.
+    const int tile_end = (tile + 1) * kTileTokens;
+    if (tile_end > piece.seq_len - params.s_q + 1) {
+      mask_scores<T>(params, piece, tile, row_group, group, st);
+      if (tile_end > piece.seq_len) zero_value_tail<T>(shared, at, piece, tile);
+    }
+    bool renew = first;
+    if (!renew) {
+      const bool exceeds = softmax.exponentiate(st);
+      softmax.store(probabilities);
+      renew = ETAP_OR_FAULT(probabilities_meeting, event::probabilities_written(group).any(exceeds), exceeds);
+    }
+    if (renew) {
+      float correction[Softmax<T>::kColumns];
+      softmax.renew(st, correction);
+      scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
+      softmax.exponentiate(st);
+      softmax.store(probabilities);
+      event::probabilities_written(group).sync();
+    }
+
+    // O^T, release.
+    start_output<T>(shared, at, probabilities, ot);
+    softmax.accumulate();
+    finish_output<T>(shared, at, ot);
   }
 };
 

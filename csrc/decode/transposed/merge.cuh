@@ -1,5 +1,5 @@
-// The end of a piece where tiles alternate: the two O^T become one. Each consumer hands over half of its own, and finishes and
-// writes the other half.
+// The end of a piece where tiles alternate: the two O^T become one. Each consumer hands over half of its own, and
+// finishes and writes the other half.
 #pragma once
 
 #include "decode/transposed/epilogue.cuh"
@@ -72,7 +72,8 @@ __device__ __forceinline__ ColumnFactors merged_factors(const ColumnSums<T::kSco
   return normalised(factor, other, sum, rounded_sum, reference);
 }
 
-// Finish a piece in whose place `at` of the ring both consumers have stages lent to them; `pieces` counts those finished before.
+// Finish a piece in whose place `at` of the ring both consumers have stages lent to them; `pieces` counts those finished
+// before.
 template <class T>
 __device__ __forceinline__ void merge_and_write(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                                 int pieces, const Destination<T>& to,

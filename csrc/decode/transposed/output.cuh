@@ -38,11 +38,12 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
   typename T::OutputMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
   const auto slice = mma.get_thread_slice(0);
-  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)), typename T::ProbabilityOperand{});  // (rows, 64 tokens)
+  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)),
+                          typename T::ProbabilityOperand{});  // (rows, 64 tokens)
   auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
 
   warpgroup_fence_operand(ot);
-  warpgroup_arrive();
+  ETAP_UNLESS_FAULT(output_fence, warpgroup_arrive());
   CUTE_UNROLL
   for (int stage = 0; stage < kValueStages<T>; ++stage) {
     const auto from = at.ahead(stage);
@@ -62,9 +63,9 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
 
 template <int kOutstanding, class T>
 __device__ __forceinline__ void finish_output_stages(typename T::SharedStorage& shared, RingPosition<T::kStages> at) {
-  cute::warpgroup_wait<kOutstanding>();
+  ETAP_UNLESS_FAULT(output_wait, cute::warpgroup_wait<kOutstanding>());
   constexpr int kStage = kValueStages<T> - 1 - kOutstanding;
-  if (threadIdx.x % kWarpSize == 0) shared.keys.release(at.ahead(kStage));
+  if (threadIdx.x % kWarpSize == 0) ETAP_UNLESS_FAULT(stage_release, shared.keys.release(at.ahead(kStage)));
   if constexpr (kOutstanding > 0) finish_output_stages<kOutstanding - 1, T>(shared, at);
 }
 

@@ -40,8 +40,8 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
       }
     }
   }
-  warpgroup_commit_batch();
-  warpgroup_wait<0>();
+  ETAP_UNLESS_FAULT(scores_commit, warpgroup_commit_batch());
+  ETAP_UNLESS_FAULT(scores_wait, warpgroup_wait<0>());
   warpgroup_fence_operand(st);
 }
 

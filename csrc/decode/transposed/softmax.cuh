@@ -71,7 +71,8 @@ struct Softmax {
     } else {
       store_pairs(probabilities);
     }
-    cutlass::arch::fence_view_async_shared();  // P^T (and zeroed V rows), for WGMMA once all threads have met
+    // P^T (and zeroed V tokens), for WGMMA once all threads have met.
+    ETAP_UNLESS_FAULT(probabilities_fence, cutlass::arch::fence_view_async_shared());
   }
 
   // A warp's 16 tokens are two units; lanes 0 to 7 point at the first of eight columns, the next eight at the second, the
@@ -81,7 +82,7 @@ struct Softmax {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     const int lane = threadIdx.x % kWarpSize;
     const int row = lane % 8;
-    const int token_unit = (warp * 2 + lane / 8 % 2) ^ row;
+    const int token_unit = (warp * 2 + lane / 8 % 2) ^ swizzle<128>(row);
     char* target = probabilities + T::first_column(group) * kTileTokens * 2 + lane / 16 * kBlockBytes + row * 128 +
                    token_unit * kUnitBytes;
     if constexpr (kBlocks == 1) {
@@ -101,7 +102,7 @@ struct Softmax {
   __device__ __forceinline__ void store_fours(char* probabilities) const {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     const int row = T::first_column(group) + threadIdx.x % (8 * kBlocks) % kWarpSize;
-    auto& target = *reinterpret_cast<cute::uint128_t*>(probabilities + row * 64 + (warp ^ (row / 2 % 4)) * kUnitBytes);
+    auto& target = *reinterpret_cast<cute::uint128_t*>(probabilities + row * 64 + (warp ^ swizzle<64>(row)) * kUnitBytes);
     if constexpr (kBlocks == 1) {
       cute::SM90_U16x2_STSM_T::copy(rounded[0], target);
     } else if constexpr (kBlocks == 2) {
@@ -111,8 +112,8 @@ struct Softmax {
     }
   }
 
-  // Take this tile's column maxima into the reference and rescale the sums; O^T is to be multiplied with `correction`. Needs
-  // all threads of the warpgroup.
+  // Take this tile's column maxima into the reference and rescale the sums; O^T is to be multiplied with `correction`.
+  // Needs all threads of the warpgroup.
   __device__ __forceinline__ void renew(const ScoreFragment<T>& st, float (&correction)[kColumns]) {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     CUTE_UNROLL

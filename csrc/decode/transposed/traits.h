@@ -8,8 +8,8 @@
 
 namespace etap::transposed {
 
-// A fragment of S^T gives a thread two neighbouring columns (query rows) in every block of eight, and two tokens (8 apart) of
-// each: register i holds column bit i & 1, token bit (i >> 1) & 1 and column block i >> 2.
+// A fragment of S^T gives a thread two neighbouring columns (query rows) in every block of eight, and two tokens (8
+// apart) of each: register i holds column bit i & 1, token bit (i >> 1) & 1 and column block i >> 2.
 __device__ __forceinline__ int fragment_column(int column_block, int column_bit) {
   return column_block * 8 + threadIdx.x % 4 * 2 + column_bit;
 }
@@ -62,7 +62,7 @@ struct SharedMemory {
   float score_scales[T::kFp8Cache ? T::kRowTile : 1];               // of each query row
   Ring<T::kStages> keys;
   Ring<1> queries;
-  Turns<kTurns> granted[kConsumerGroups];  // what the producer has begun for each consumer: its tiles, its stages for merging
+  Turns<kTurns> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
   __device__ __forceinline__ void init_grants() {
     if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init();

@@ -1,5 +1,5 @@
-// A consumer warpgroup beside an FP8 cache, up to 32 rows: as transposed/consumer.cuh, but K and V come through registers, and
-// the consumers read the queries.
+// A consumer warpgroup beside an FP8 cache, up to 32 rows: as transposed/consumer.cuh, but K and V come through
+// registers, and the consumers read the queries.
 #pragma once
 
 #include "decode/transposed/merge.cuh"
@@ -8,54 +8,22 @@
 
 namespace etap::transposed_fp8 {
 
-// One tile: wait for K, S^T, softmax, O^T, release.
-template <class T>
-__device__ __forceinline__ void consume_tile(typename T::SharedStorage& shared, const DecodeParams& params,
-                                             const Piece& piece, int tile, int row_group, bool first,
-                                             RingPosition<T::kStages> at, char* probabilities,
-                                             transposed::Softmax<T>& softmax, transposed::OutputFragment<T>& ot) {
-  const int group = softmax.group;
-  // Wait for K, S^T.
-  transposed::ScoreFragment<T> st;
-  compute_scores<T>(shared, at, group, st);
-
-  // Softmax.
-  const int tile_end = (tile + 1) * kTileTokens;
-  if (tile_end > piece.seq_len - params.s_q + 1) {
-    transposed::mask_scores<T>(params, piece, tile, row_group, group, st);
-    if (tile_end > piece.seq_len) {
-      // Matrix loads of the scores may still read there. What they get is masked; they should read no half-written value.
-      event::scores_read(group).sync();
-      transposed::zero_value_tail<T>(shared, at, piece, tile);
-    }
-  }
-  bool renew = first;
-  if (!renew) {
-    const bool exceeds = softmax.exponentiate(st);
-    softmax.store(probabilities);
-    renew = event::probabilities_written(group).any(exceeds);
-  }
-  if (renew) {
-    float correction[transposed::Softmax<T>::kColumns];
-    softmax.renew(st, correction);
-    transposed::scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
-    softmax.exponentiate(st);
-    softmax.store(probabilities);
-    event::probabilities_written(group).sync();
-  }
-
-  // O^T, release.
-  add_output<T>(shared, at, 0, probabilities, ot, [&] { softmax.accumulate(); });
-}
-
+// What a consumer knows of its CTA, and what it holds.
 template <class T>
 struct Consumer {
+  typename T::SharedStorage& shared;
+  const DecodeParams& params;
+  const int row_group;
+  transposed::Softmax<T>& softmax;
+  transposed::OutputFragment<T>& ot;
+
   // Decodes a partition's pieces.
   __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
                                              int row_group, int group) {
     const CacheScales scales(params);
     transposed::Softmax<T> softmax(shared, params.scale_log2, scales.kv, group);
     transposed::OutputFragment<T> ot;
+    Consumer consumer{shared, params, row_group, softmax, ot};
     RingPosition<T::kStages> keys;
     uint32_t grants_taken = 0;  // in all pieces
     int pieces = 0;
@@ -72,13 +40,50 @@ struct Consumer {
         if (i % kConsumerGroups != group) continue;
         shared.granted[group].wait(grants_taken++);
         const int mine = i / kConsumerGroups;
-        consume_tile<T>(shared, params, piece, piece.begin_tile + i, row_group, mine == 0, keys,
-                        probabilities + mine % 2 * T::kProbabilityBytes, softmax, ot);
+        consumer.consume_tile(piece, piece.begin_tile + i, mine == 0, keys,
+                              probabilities + mine % 2 * T::kProbabilityBytes);
       }
       shared.granted[group].wait(grants_taken++);
       transposed::merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
       keys.advance(kConsumerGroups * T::kMergeStages);
     }
+  }
+
+  // One tile: wait for K, S^T, softmax, O^T, release. `first`: of this consumer's in the piece.
+  __device__ __forceinline__ void consume_tile(const Piece& piece, int tile, bool first, RingPosition<T::kStages> at,
+                                               char* probabilities) {
+    const int group = softmax.group;
+    // Wait for K, S^T.
+    transposed::ScoreFragment<T> st;
+    compute_scores<T>(shared, at, group, st);
+
+    // Softmax.
+    const int tile_end = (tile + 1) * kTileTokens;
+    if (tile_end > piece.seq_len - params.s_q + 1) {
+      transposed::mask_scores<T>(params, piece, tile, row_group, group, st);
+      if (tile_end > piece.seq_len) {
+        // Matrix loads of the scores may still read there. What they get is masked; they should read no half-written value.
+        event::scores_read(group).sync();
+        transposed::zero_value_tail<T>(shared, at, piece, tile);
+      }
+    }
+    bool renew = first;
+    if (!renew) {
+      const bool exceeds = softmax.exponentiate(st);
+      softmax.store(probabilities);
+      renew = event::probabilities_written(group).any(exceeds);
+    }
+    if (renew) {
+      float correction[transposed::Softmax<T>::kColumns];
+      softmax.renew(st, correction);
+      transposed::scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
+      softmax.exponentiate(st);
+      softmax.store(probabilities);
+      event::probabilities_written(group).sync();
+    }
+
+    // O^T, release.
+    add_output<T>(shared, at, 0, probabilities, ot, [&] { softmax.accumulate(); });
   }
 };
 

@@ -37,9 +37,10 @@ __device__ __forceinline__ void load_keys_words(const char* tile, int load, uint
   const int row = threadIdx.x % kGroupThreads / kWarpSize * 16 + lane % 16;
   constexpr int kLoadsPerWide = T::kWideColumns / 32;
   const int unit = load % kLoadsPerWide * 2 + lane / 16;
-  const char* from = load < kLatentDim / 32
-                         ? tile + load / kLoadsPerWide * T::kWideBytes + row * 128 + (unit ^ (row % 8)) * 16
-                         : tile + T::kWideChunks * T::kWideBytes + row * 64 + (unit ^ (row / 2 % 4)) * 16;
+  const char* from =
+      load < kLatentDim / 32
+          ? tile + load / kLoadsPerWide * T::kWideBytes + row * 128 + (unit ^ swizzle<128>(row)) * kUnitBytes
+          : tile + T::kWideChunks * T::kWideBytes + row * 64 + (unit ^ swizzle<64>(row)) * kUnitBytes;
   cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
 }
 
@@ -62,7 +63,7 @@ template <class T>
 __device__ __forceinline__ void load_values_words(const char* tile, int slice, int half, uint32_t (&words)[4]) {
   const int lane = threadIdx.x % kWarpSize;
   const int unit = slice % 2 * 4 + threadIdx.x % kGroupThreads / kWarpSize;
-  const char* from = tile + slice / 2 * T::kWideBytes + (half * 32 + lane) * 128 + (unit ^ (lane % 8)) * 16;
+  const char* from = tile + slice / 2 * T::kWideBytes + (half * 32 + lane) * 128 + (unit ^ swizzle<128>(lane)) * kUnitBytes;
   cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
 }
 
@@ -82,8 +83,9 @@ __device__ __forceinline__ void convert_values(const uint32_t (&words)[4], Opera
 }
 
 // Start one load's share of a product, a group of WGMMAs. The operand's registers are theirs until the group is waited for.
-template <class T, class Mma, class Rows, class Result>
-__device__ __forceinline__ void multiply(Mma& mma, const Operand<T>& operand, const Rows& b, int first_step, Result&& result) {
+template <class T, class Mma, class OperandB, class Result>
+__device__ __forceinline__ void multiply(Mma& mma, const Operand<T>& operand, const OperandB& b, int first_step,
+                                         Result&& result) {
   cute::warpgroup_arrive();
   CUTE_UNROLL
   for (int step = 0; step < T::kStepsPerLoad; ++step) {
@@ -108,8 +110,8 @@ struct LoadedProducts {
   Operand<T> operands[T::kOperands];
   Fragment parts[kParts];
 
-  template <class Fetch, class Convert, class Rows, class Result>
-  __device__ __forceinline__ void start(Fetch&& fetch, Convert&& convert, Rows&& rows, Result&& result) {
+  template <class Fetch, class Convert, class OperandB, class Result>
+  __device__ __forceinline__ void start(Fetch&& fetch, Convert&& convert, OperandB&& operand_b, Result&& result) {
     uint32_t words[2][4];
     fetch(0, words[0]);
     CUTE_UNROLL
@@ -127,9 +129,9 @@ struct LoadedProducts {
           mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
           cute::warpgroup_fence_operand(part);
         }
-        multiply<T>(mma, operand, rows(load), load % 2, part);
+        multiply<T>(mma, operand, operand_b(load), load % 2, part);
       } else {
-        multiply<T>(mma, operand, rows(load), load % 2 * T::kStepsPerLoad, result(load));
+        multiply<T>(mma, operand, operand_b(load), load % 2 * T::kStepsPerLoad, result(load));
       }
     }
   }

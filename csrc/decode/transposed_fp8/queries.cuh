@@ -56,7 +56,7 @@ __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_f
 // Byte of a 16-byte unit in the rows of a query chunk.
 template <class T>
 __device__ __forceinline__ int operand_unit(int row, int unit) {
-  return row * T::kOperandLine + swizzled<T::kOperandLine>(row, unit) * kUnitBytes;
+  return row * T::kOperandLine + (unit ^ swizzle<T::kOperandLine>(row)) * kUnitBytes;
 }
 
 // A lane's eight columns. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of WGMMA's sixteen

@@ -1,5 +1,5 @@
-// A consumer warpgroup beside an FP8 cache with 64 rows: both go through every tile in step. Each computes the scores of half
-// of the columns and half of the value dims.
+// A consumer warpgroup beside an FP8 cache with 64 rows: both go through every tile in step. Each computes the scores of
+// half of the columns and half of the value dims.
 #pragma once
 
 #include "decode/transposed_fp8/products.cuh"
@@ -24,54 +24,22 @@ __device__ __forceinline__ void scale_shared(typename T::SharedStorage& shared, 
   });
 }
 
-// One tile: wait for K, S^T, softmax, O^T, release.
-template <class T>
-__device__ __forceinline__ void consume_shared_tile(typename T::SharedStorage& shared, const DecodeParams& params,
-                                                    const Piece& piece, int tile, int row_group, bool first,
-                                                    RingPosition<T::kStages> at, char* probabilities,
-                                                    transposed::Softmax<T>& softmax, transposed::OutputFragment<T>& ot) {
-  const int group = softmax.group;
-  // Wait for K, S^T: this warpgroup's columns.
-  transposed::ScoreFragment<T> st;
-  compute_scores<T>(shared, at, group, st);
-
-  // Softmax.
-  const int tile_end = (tile + 1) * kTileTokens;
-  if (tile_end > piece.seq_len - params.s_q + 1) {
-    transposed::mask_scores<T>(params, piece, tile, row_group, group, st);
-    if (tile_end > piece.seq_len) {
-      // Matrix loads of the scores may still read there. What they get is masked; they should read no half-written value.
-      event::both_scores_read().sync();
-      transposed::zero_value_tail<T>(shared, at, piece, tile);
-    }
-  }
-  bool renew = first;
-  if (!renew) {
-    const bool exceeds = softmax.exponentiate(st);
-    softmax.store(probabilities);
-    renew = event::both_probabilities_written().any(exceeds);
-  }
-  if (renew) {
-    float correction[transposed::Softmax<T>::kColumns];
-    softmax.renew(st, correction);
-    scale_shared<T>(shared, group, correction, ot);
-    softmax.exponentiate(st);
-    softmax.store(probabilities);
-    event::both_probabilities_written().sync();
-  }
-
-  // O^T of this warpgroup's value dims, release.
-  add_output<T>(shared, at, group * T::kOutputSlices, probabilities, ot, [&] { softmax.accumulate(); });
-}
-
+// What a consumer knows of its CTA, and what it holds.
 template <class T>
 struct SharedTilesConsumer {
+  typename T::SharedStorage& shared;
+  const DecodeParams& params;
+  const int row_group;
+  transposed::Softmax<T>& softmax;
+  transposed::OutputFragment<T>& ot;
+
   // Decodes a partition's pieces.
   __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
                                              int row_group, int group) {
     const CacheScales scales(params);
     transposed::Softmax<T> softmax(shared, params.scale_log2, scales.kv, group);
     transposed::OutputFragment<T> ot;
+    SharedTilesConsumer consumer{shared, params, row_group, softmax, ot};
     RingPosition<T::kStages> keys;
     PieceWalk walk(params, partition);
     while (!walk.done()) {
@@ -82,12 +50,49 @@ struct SharedTilesConsumer {
       softmax.reset();
       cute::clear(ot);
       for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
-        consume_shared_tile<T>(shared, params, piece, piece.begin_tile + i, row_group, i == 0, keys,
-                               shared.probabilities + i % 2 * T::kProbabilityBytes, softmax, ot);
+        consumer.consume_tile(piece, piece.begin_tile + i, i == 0, keys,
+                              shared.probabilities + i % 2 * T::kProbabilityBytes);
       }
       write_shared<T>(shared, Destination<T>(params, piece, row_group), softmax, ot);
       keys.advance(0);
     }
+  }
+
+  // One tile: wait for K, S^T, softmax, O^T, release. `first`: of the piece.
+  __device__ __forceinline__ void consume_tile(const Piece& piece, int tile, bool first, RingPosition<T::kStages> at,
+                                               char* probabilities) {
+    const int group = softmax.group;
+    // Wait for K, S^T: this warpgroup's columns.
+    transposed::ScoreFragment<T> st;
+    compute_scores<T>(shared, at, group, st);
+
+    // Softmax.
+    const int tile_end = (tile + 1) * kTileTokens;
+    if (tile_end > piece.seq_len - params.s_q + 1) {
+      transposed::mask_scores<T>(params, piece, tile, row_group, group, st);
+      if (tile_end > piece.seq_len) {
+        // Matrix loads of the scores may still read there. What they get is masked; they should read no half-written value.
+        event::both_scores_read().sync();
+        transposed::zero_value_tail<T>(shared, at, piece, tile);
+      }
+    }
+    bool renew = first;
+    if (!renew) {
+      const bool exceeds = softmax.exponentiate(st);
+      softmax.store(probabilities);
+      renew = event::both_probabilities_written().any(exceeds);
+    }
+    if (renew) {
+      float correction[transposed::Softmax<T>::kColumns];
+      softmax.renew(st, correction);
+      scale_shared<T>(shared, group, correction, ot);
+      softmax.exponentiate(st);
+      softmax.store(probabilities);
+      event::both_probabilities_written().sync();
+    }
+
+    // O^T of this warpgroup's value dims, release.
+    add_output<T>(shared, at, group * T::kOutputSlices, probabilities, ot, [&] { softmax.accumulate(); });
   }
 };
 

@@ -1,5 +1,6 @@
-// 64 query rows of an FP8 cache ("shared tiles"): O^T of 512 x 64 needs both register files, so each warpgroup holds half of
-// the value dims of every tile and half of the columns of S^T, and P^T is shared. (With a 16-bit cache: query_major/.)
+// 64 query rows of an FP8 cache ("shared tiles"): O^T of 512 x 64 needs both register files, so each warpgroup holds
+// half of the value dims of every tile and half of the columns of S^T, and P^T is shared. (With a 16-bit cache:
+// query_major/.)
 #pragma once
 
 #include "decode/transposed_fp8/traits.h"

@@ -1,5 +1,5 @@
-// Numbers and layouts for a cache of e4m3: both products take K and V from registers, where they arrive through matrix loads
-// that transpose V, and are float16 by then (every e4m3 value is one) or still e4m3.
+// Numbers and layouts for a cache of e4m3: both products take K and V from registers, where they arrive through matrix
+// loads that transpose V, and are float16 by then (every e4m3 value is one) or still e4m3.
 #pragma once
 
 #include <cutlass/float8.h>
@@ -28,7 +28,8 @@ struct ReadScales {
   typename T::SharedStorage& shared;
   const int first;  // column of this warpgroup
 
-  __device__ __forceinline__ ReadScales(typename T::SharedStorage& shared, float, int first) : shared(shared), first(first) {}
+  __device__ __forceinline__ ReadScales(typename T::SharedStorage& shared, float, int first)
+      : shared(shared), first(first) {}
   __device__ __forceinline__ void load(int) {}
   __device__ __forceinline__ float operator()(int i) const {
     return shared.score_scales[first + transposed::fragment_column(i / 2, i % 2)];

@@ -19,7 +19,7 @@ from etap_backend.lab.plan.inputs import (
     Status,
 )
 from etap_backend.lab.plan.memory import Memory, Weights, memory_of, weights_of
-from etap_backend.schedule import row_groups, row_tile
+from etap_backend.schedule import decode_shape
 from etap_backend.support import why_unsupported
 
 PADDED_ROWS = 64  # WGMMA's M: the rows of a kernel that puts queries there
@@ -68,18 +68,14 @@ def query_rows(model: Model, on: Deployment) -> int:
     return model.num_attention_heads // on.tp * on.dcp * on.s_q
 
 
-def kernel_rows(rows: int) -> tuple[int, int]:
-    """Groups that the transposed kernels make of query rows, and the rows that they compute for each."""
-    return row_groups(rows), row_tile(rows)
-
-
 def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = False) -> Attention:
-    """The transposed kernel: rows rounded up to 8, 16, 32 or 64; beyond 64 in groups, each reading the cache.
+    """Our kernels: rows rounded up to 8, 16, 32 or 64, in groups that each read the cache; the library says how.
 
     It reads an FP8 cache as such and multiplies it as float16, or with `fp8_math` as it is.
     """
-    groups, tile = kernel_rows(query_rows(model, on))
-    return _attention(model, gpu, on, groups * tile, groups, gpu.etap, fp8_math=fp8_math)
+    shape = decode_shape(query_rows(model, on), on.cache == "fp8")
+    rows = shape.row_groups * shape.row_tile
+    return _attention(model, gpu, on, rows, shape.row_groups, gpu.etap, fp8_math=fp8_math)
 
 
 def padded_attention(model: Model, gpu: Gpu, on: Deployment, call: Call | None = None) -> Attention:

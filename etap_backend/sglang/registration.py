@@ -1,0 +1,119 @@
+"""Where SGLang knows attention backends by name.
+
+SGLang asks a backend for little and decides much by comparing names with lists. Each function here names the list or
+the function of SGLang that it extends, and what would happen without.
+"""
+
+import inspect
+import logging
+
+from etap_backend.sglang.arguments import resolve_arguments
+from etap_backend.sglang.compat import NAME, why_unsupported_version
+
+_PAGE_HOOK = "sglang.srt.arg_groups.overrides._mla_backend_page_constraints"
+_DRAFT_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+
+_logger = logging.getLogger(__name__)
+
+
+class Unavailable(RuntimeError):
+    """ETAP is not registered in this SGLang, for the reason in the text."""
+
+
+def register() -> None:
+    """Register ETAP, or say in one line of the log why not; other attention backends are then not affected.
+
+    SGLang swallows what a plugin raises, and then refuses the name as an invalid choice.
+    """
+    try:
+        if reason := why_unsupported_version():
+            _logger.warning("etap-backend: %s; other attention backends are not affected", reason)
+            return
+        _register_names()
+    except Exception as error:
+        text = "etap-backend: the attention backend %s is not available: %s: %s"
+        _logger.error(text, NAME, type(error).__name__, error)
+        raise
+
+
+def _register_names() -> None:
+    """Enter ETAP where SGLang looks while it reads its arguments and makes its backends.
+
+    The lists are the choices of `--attention-backend` and its kin, those of the draft's backend where it has a list of
+    its own, and the backends that may use the chunked prefix cache (without: it is off).
+    """
+    from sglang.srt import server_args
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if NAME in ATTENTION_BACKENDS:
+        return
+    server_args.add_attention_backend_choices([NAME])
+    if hasattr(server_args, "add_draft_attention_backend_choices"):
+        server_args.add_draft_attention_backend_choices([NAME])
+    server_args.add_chunked_prefix_cache_attention_backend(NAME)
+    HookRegistry.register(_PAGE_HOOK, resolve_arguments, HookType.AFTER)
+    HookRegistry.register(_DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
+    register_attention_backend(NAME)(make_backend)
+    _logger.info("Attention backend %s registered", NAME)
+
+
+def make_backend(model_runner):
+    """SGLang's factory of the backend that `--attention-backend etap` names."""
+    from etap_backend.sglang.backend import ETAPBackend
+
+    return ETAPBackend(model_runner)
+
+
+def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_template: str, **options) -> None:
+    """Add ETAP to the backends that a draft model may have; runs before `DraftBackendFactory._create_backend`.
+
+    Without, SGLang says "EAGLE is not supported in decode attention backend etap". The factory calls it twice, for the
+    steps of drafting and for the draft's extension by the verified tokens, with a table for each.
+    """
+    decodes = backend_map.get("flashmla") == factory._create_flashmla_decode_backend
+    # Since 0.5.18 an entry of the table answers with the backend's name too, and this option exists.
+    named = "stamps_children" in inspect.signature(type(factory)._create_backend).parameters
+
+    def create():
+        from etap_backend.sglang.backend import ETAPBackend, ETAPMultiStepDraftBackend
+
+        runner = factory.draft_model_runner
+        if decodes:
+            backend = ETAPMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps)
+        else:
+            backend = ETAPBackend(runner)
+        return (NAME, backend) if named else backend
+
+    backend_map[NAME] = create
+
+
+class _Errors(logging.Handler):
+    """Keeps what SGLang's plugin loader reports as an error."""
+
+    def __init__(self):
+        super().__init__(logging.ERROR)
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep one line of the record and the exception behind it."""
+        cause = record.exc_info[1] if record.exc_info else None
+        self.texts.append(record.getMessage() + (f": {type(cause).__name__}: {cause}" if cause else ""))
+
+
+def check_plugin() -> None:
+    """Load SGLang's plugins as its server does, and raise Unavailable with what it swallowed, if ETAP is missing."""
+    from sglang.srt import plugins as loader
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    errors = _Errors()
+    logging.getLogger("sglang.srt.plugins").addHandler(errors)
+    loader.load_plugins()
+    if reason := why_unsupported_version():
+        raise Unavailable(reason)
+    missing = [hook for hook in (_PAGE_HOOK, _DRAFT_HOOK) if hook not in HookRegistry._patched]
+    if NAME in ATTENTION_BACKENDS and not missing:
+        return
+    what = f"{', '.join(missing)} not hooked" if NAME in ATTENTION_BACKENDS else f"no attention backend {NAME}"
+    raise Unavailable("; ".join([what, *errors.texts]))

@@ -1,0 +1,80 @@
+"""What a call launches, as the library itself says it: kernel, grid, and the cache and the queries as TMA sees them."""
+
+import pytest
+import torch
+from cases import SOFTMAX_SCALE, Case, build
+
+from etap_backend import DecodeSchedule
+from etap_backend._library import library
+from etap_backend.schedule import decode_shape
+
+
+def launches(case: Case, q: torch.Tensor | None = None, kv_cache: torch.Tensor | None = None) -> list:
+    problem = build(case, "cpu")
+    q = problem.call_q if q is None else q
+    batch, s_q, heads, _ = q.shape
+    schedule = DecodeSchedule(max(batch, 1), heads, max_s_q=s_q, device="cpu", num_sms=case.num_sms)
+    planned = schedule.build(problem.seq_lens[:batch], s_q)
+    out, lse = torch.empty(batch, s_q, heads, 512, dtype=case.out_dtype), torch.empty(batch, s_q, heads)
+    return library().decode_launches(
+        *(q, problem.call_q_rope, problem.kv_cache if kv_cache is None else kv_cache),
+        *(problem.q_scale, problem.kv_scale, problem.block_table[:batch], problem.seq_lens[:batch]),
+        *(planned.work_ranges, planned.split_offsets, planned.workspace, out, lse),
+        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, case.fp8_math),
+    )
+
+
+def dims(numbers) -> dict:
+    """A tensor map as `decode_launches` writes it."""
+    address, type_, swizzle, rank, *rest = numbers
+    parts = {"extents": rest[:rank], "strides": rest[rank : 2 * rank - 1], "box": rest[2 * rank - 1 :]}
+    return {"address": address, "type": type_, "swizzle": swizzle, **parts}
+
+
+@pytest.mark.parametrize("heads", [8, 16, 32, 64, 200])
+@pytest.mark.parametrize(
+    "kind, traits",
+    [
+        ({}, "Traits<cutlass::bfloat16_t, {}>"),
+        ({"dtype": "float16"}, "Traits<cutlass::half_t, {}>"),
+        ({"kv_dtype": "fp8"}, "Fp8Traits<cutlass::half_t, {}>"),
+        ({"kv_dtype": "fp8", "fp8_math": True}, "Fp8Traits<cutlass::float_e4m3_t, {}>"),
+    ],
+)
+def test_the_shape_names_kernel_and_grid(kind, traits, heads):
+    shape = decode_shape(heads, "kv_dtype" in kind)
+    decode, combine = launches(Case((300, 70), heads, num_sms=9, **kind))
+    wanted = traits.format(shape.row_tile)
+    if shape.kernel == "query_major":
+        wanted = wanted.replace("Traits", "RowsTraits").replace(", 64", "")
+    assert wanted in decode[0] and decode[1] == 9 // shape.row_groups * shape.row_groups
+    assert ("kOneRow = true" in combine[0]) == (shape.kernel == "query_major")
+
+
+def test_one_partition_has_nothing_to_combine_and_no_request_nothing_to_decode():
+    assert len(launches(Case((300,), 16, num_sms=1))) == 1
+    assert len(launches(Case((300,), 16, num_sms=1), q=torch.empty(0, 1, 16, 576, dtype=torch.bfloat16))) == 0
+
+
+def test_the_cache_of_one_page_may_say_any_stride():
+    pool = torch.zeros(64 * 576, dtype=torch.bfloat16)
+    for stride in (0, 3, 2**50):
+        decode = launches(Case((64,), 16, num_sms=1), kv_cache=pool.as_strided((1, 64, 576), (stride, 576, 1)))[0]
+        (cache,) = decode[6]
+        assert dims(cache)["strides"] == [1152, 128, 1152]
+
+
+@pytest.mark.parametrize(
+    "q, mapped",
+    [
+        (torch.zeros(1, 1, 16, 576, dtype=torch.bfloat16), True),
+        (torch.zeros(1, 2, 8, 576, dtype=torch.bfloat16), True),
+        (torch.zeros(1, 3, 8, 576, dtype=torch.bfloat16), True),
+        (torch.zeros(1, 1, 128, 576, dtype=torch.bfloat16), True),
+        (torch.zeros(1, 1, 24, 576, dtype=torch.bfloat16), False),  # heads do not fill a row tile
+        (torch.zeros(1, 1, 1, 576, dtype=torch.bfloat16).expand(-1, -1, 16, -1), False),  # TMA knows no stride of 0
+    ],
+)
+def test_queries_are_copied_by_tma_where_it_can(q, mapped):
+    decode = launches(Case((64,), 16, num_sms=1), q=q)[0]
+    assert len(decode[7]) == (2 if mapped else 0)
