@@ -8,14 +8,14 @@ takes is added. It is an estimate, each step of it an assumption: docs/measuring
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from etap_backend.lab.bench.rows import Document
 from etap_backend.lab.e2e.rows import Document as Served
 from etap_backend.lab.e2e.rows import Measured
+from etap_backend.lab.plan.estimates import Estimate, Kernel
 from etap_backend.lab.plan.inputs import Deployment, Gpu, Model
 from etap_backend.lab.plan.served import (
-    Kernel,
     Servers,
     accepted,
     chooses_unevenly,
@@ -31,37 +31,13 @@ from etap_backend.lab.plan.step import rest_of_step_ms
 PROXY = "H20 proxy"
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """One reading carried over to another GPU; times in milliseconds a step, of all layers.
-
-    `experts_here` are a layer's that a step read, where they were fewer than an even choice's, and `experts_there_ms`
-    is what reading the others adds.
-    """
-
-    backend: str
-    shape: str
-    step_here_ms: float
-    attention_here: Kernel
-    attention_here_ms: float
-    rest_here_ms: float
-    rest_factor: float
-    experts_here: float | None
-    experts_there_ms: float
-    attention_there: Kernel
-    attention_there_ms: float
-    step_ms: float
-    tpot_ms: float
-    tokens_per_second_per_gpu: float
-
-
 def call_on(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmarks: list[Document]) -> Kernel | None:
     """Measured where possible; FlashMLA where it was not measured as the planner's padded kernel, which is fitted to
     it with a bfloat16 cache. None for what else was not measured."""
     if found := measured_call(model, gpu, on, kernel, benchmarks):
         return found
     if kernel == "FlashMLA" and on.cache == "bfloat16":
-        return Kernel(expected_us(model, gpu, on, kernel), f"{gpu.name}: {gpu.padded.source}")
+        return Kernel(us=expected_us(model, gpu, on, kernel), source=f"{gpu.name}: {gpu.padded.source}")
     return None
 
 

@@ -10,6 +10,7 @@ from etap_backend.lab import configs
 from etap_backend.lab.bench.rows import OURS, Document, Row
 from etap_backend.lab.e2e.rows import Document as Served
 from etap_backend.lab.e2e.rows import Measured
+from etap_backend.lab.plan.estimates import Kernel
 from etap_backend.lab.plan.inputs import Deployment, Gpu, Model, read_gpu, read_model
 from etap_backend.lab.plan.memory import weights_of
 from etap_backend.lab.plan.step import GEMM_BANDWIDTH, etap_attention, padded_attention
@@ -42,14 +43,6 @@ def step_ms(served: Served, row: Measured) -> float:
     return row.tpot_ms.median * accepted(row)
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """Microseconds of one attention call, and where they come from."""
-
-    us: float
-    source: str
-
-
 def expected_us(model: Model, gpu: Gpu, on: Deployment, kernel: str) -> float:
     """Microseconds that the planner expects of a call of this kernel."""
     attention = etap_attention if kernel == OURS else padded_attention
@@ -78,7 +71,7 @@ def measured_call(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmark
     document, row = min(rows, key=lambda pair: distance(pair[1]))
     like = Deployment(on.gpus, on.tp, 1, on.pp, 1, on.cache, row.length, row.batch, row.s_q)
     ratio = expected_us(model, gpu, on, kernel) / expected_us(model, gpu, like, kernel)
-    return Kernel(row.us(kernel) * ratio, f"{document.gpu}, {row.label}, x {ratio:.2f}")
+    return Kernel(us=row.us(kernel) * ratio, source=f"{document.gpu}, {row.label}, x {ratio:.2f}")
 
 
 @dataclass(frozen=True)
