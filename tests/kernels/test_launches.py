@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from cases import SOFTMAX_SCALE, Case, build
+from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
 
 from etap_backend import DecodeSchedule
 from etap_backend._library import library
