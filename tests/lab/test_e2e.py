@@ -333,23 +333,6 @@ def test_the_whole_depth_is_the_same_server_in_all_three_forms():
     assert (cases_of(full.points)[0].concurrency, cases_of(full.points)[0].input) == (16, 16384)
 
 
-def test_variables_of_the_command_line_reach_the_server_and_the_file(tmp_path, monkeypatch, two_gpus):
-    """What changes a step must not be lost: experts drawn evenly, say."""
-    monkeypatch.setattr(command, "engine_versions", lambda *_: ("3.12", {"vllm": "0.26.0"}))
-    monkeypatch.setattr(model.Prepared, "write", lambda _: None)
-    served = []
-    monkeypatch.setattr(Run, "all", lambda run: served.append(run.environment()))
-    even = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random", "A": "b=c", "VLLM_USE_DEEP_GEMM": "7"}
-    variables = [f"--env={name}={value}" for name, value in even.items()]
-    path = tmp_path / "o.json"
-    result = invoke("decode-full", "--gpus", "2", "--rank-of", "8", *variables, "--no-plots", "--output", str(path))
-    assert result.exit_code == 0, result.output
-    scenario = read_scenario("decode-full")
-    given = scenario.environment | scenario.vllm.environment
-    assert "VLLM_USE_DEEP_GEMM" in given and rows.read(path).environment == given | even
-    assert (given | even).items() <= served[0].items()
-
-
 def test_a_small_model_has_layers_of_each_kind(tmp_path):
     pytest.importorskip("tokenizers", reason="the dummy model's tokenizer is made with it")
     for changes, layers in (({}, 5), ({"num_hidden_layers": 4}, 4), ({"first_k_dense_replace": 1}, 3)):
@@ -482,9 +465,9 @@ REFUSED = [
     (["decode", "--time-limit", "0"], "--time-limit"),
     (["decode", "--profile", "16x3K"], "--profile: wanted a point of this run"),
     (["decode", "--set", "layers"], "--set: wanted KEY=VALUE"),
-    (["decode", "--env", "HOME"], "--env: wanted NAME=VALUE, got 'HOME'"),
     (["decode", "--set", "n_layers=3"], "--set: wanted keys of deepseek-r1's config.json"),
     (["decode", "--set", 'num_attention_heads="x"', "--rank-of", "8"], "rank_of: wanted a whole number as"),
+    (["decode", "--env", "HOME"], "--env: wanted NAME=VALUE, got 'HOME'"),
     (["decode", "--rank-of", "7"], "rank_of: wanted a divisor"),
     (["decode", "--model", "/data/r1", "--throw-away"], "--throw-away: wanted a model of configs/models"),
 ]
@@ -541,6 +524,19 @@ def test_an_output_that_cannot_be_written_or_resumed_is_refused(tmp_path, monkey
     result = invoke("decode", "--gpus", "2", "--output", str(path), "--resume")
     assert result.exit_code == 2 and "o.json: file: Input should be a valid dictionary" in result.stderr
     assert path.read_text() == "[]" and sorted(path.name for path in tmp_path.iterdir()) == ["file", "o.json"]
+
+
+def test_variables_of_the_command_line_reach_the_server_and_the_file(tmp_path, monkeypatch, two_gpus):
+    """What changes a step must not be lost: experts drawn evenly, say."""
+    pytest.importorskip("tokenizers", reason="the dummy model's tokenizer is made with it")
+    monkeypatch.setattr(command, "engine_versions", lambda *_: ("3.12", {"vllm": "0.26.0"}))
+    seen = []
+    monkeypatch.setattr(Run, "all", lambda made: seen.append(made.environment()))
+    arguments = ["--gpus", "2", "--env", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random", "--env", "A=b=c"]
+    assert invoke("decode", *arguments, "--output", str(tmp_path / "o.json")).exit_code == 0
+    even = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random", "A": "b=c"}
+    assert even.items() <= seen[0].items() and even.items() <= rows.read(tmp_path / "o.json").environment.items()
+    assert (tmp_path / "o" / "model" / "config.json").is_file() and (tmp_path / "o.json").is_file()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -96,10 +96,11 @@ def _hosts(row: Row) -> str:
 
 
 def _readings(row: Row) -> str:
-    if not isinstance(row, Measured):
-        return str(len(getattr(row, "readings", [])))
-    left_out = f", {row.left_out} left out" if row.left_out else ""
-    return f"{len(row.readings)}{left_out}{', at another host speed' if row.at_other_host else ''}"
+    text = str(len(getattr(row, "readings", [])))
+    if isinstance(row, Measured):
+        text += f", {row.left_out} left out" if row.left_out else ""
+        text += ", at another host speed" if row.at_other_host else ""
+    return text
 
 
 Column = Callable[[Row, Row | None], str]

@@ -167,14 +167,6 @@ def chosen(points: list[Point], context: list[int] | None, concurrency: list[int
     return kept
 
 
-def parse_point(text: str) -> tuple[int, int]:
-    """(requests, input tokens) of a text such as 16x16K. Raises ValueError when it is no such text."""
-    requests, _, length = text.partition("x")
-    if not requests.isdigit() or int(requests) < 1:
-        raise ValueError(f"wanted requests x tokens such as 16x16K, got {text!r}")
-    return int(requests), parse_tokens(length)
-
-
 def parse_variables(pairs: list[str]) -> dict[str, str]:
     """{name: value} of NAME=VALUE texts. Raises ValueError when one is no such text."""
     split = [pair.partition("=") for pair in pairs]
@@ -182,6 +174,14 @@ def parse_variables(pairs: list[str]) -> dict[str, str]:
         if not (name and equals):
             raise ValueError(f"--env: wanted NAME=VALUE, got {pair!r}")
     return {name: value for name, _, value in split}
+
+
+def parse_point(text: str) -> tuple[int, int]:
+    """(requests, input tokens) of a text such as 16x16K. Raises ValueError when it is no such text."""
+    requests, _, length = text.partition("x")
+    if not requests.isdigit() or int(requests) < 1:
+        raise ValueError(f"wanted requests x tokens such as 16x16K, got {text!r}")
+    return int(requests), parse_tokens(length)
 
 
 def parse_profile(text: str | None, cases: list[Case]) -> tuple[int, int] | None:
