@@ -134,7 +134,7 @@ void decode(const DecodeCall& call) {
     launch(prepare_decode(params, cache_params(call)), params, device.device_id, stream);
     if (params.partitions == 1) return;
     const void* const arguments[] = {&params};
-    launch_overlapping(prepare_combine(params), arguments, stream);
+    launch_overlapping(prepare_combine(params), arguments, device.device_id, stream);
   });
 }
 
