@@ -19,11 +19,13 @@ from typer.testing import CliRunner
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.bench.rows import Document
+from etap_backend.lab.e2e import rows as e2e_rows
 from etap_backend.lab.plan import step
 from etap_backend.lab.plan.command import plan
 from etap_backend.lab.plan.fits import what_fits
 from etap_backend.lab.plan.inputs import CACHE_NAMES, Deployment, read_gpu, read_model
 from etap_backend.lab.plan.memory import RESERVE_BYTES, memory_of, parameters_of
+from etap_backend.lab.plan.served import experts_read, servers_of
 from etap_backend.lab.plan.step import make_plan
 
 ROOT = Path(__file__).parents[2]
@@ -157,6 +159,49 @@ def test_step_of_sglang_on_h200(concurrency, tpot_ms):
 def test_step_of_vllm_on_h200():
     """vLLM 0.26.0, TP8 on 8 x H200, R1's architecture, dummy FP8 weights, FLASHMLA, batch 1 at 2K: 10.06 ms."""
     assert make_plan(R1, H200, on(1, 2 * K)).padded_step_ms == close(10.06)
+
+
+FULL_DEPTH = e2e_rows.read(RESULTS / "e2e-decode-full-vllm.json")
+SERVERS = servers_of(FULL_DEPTH, "h20-96g")
+
+
+def as_served(backend: str, batch: int, context: int) -> tuple[float, e2e_rows.Measured, Deployment]:
+    """A step of that reading, its row, and its deployment with as many experts as it read."""
+    shape = backend, batch, context
+    row = next(row for row in FULL_DEPTH.measured() if (row.backend, row.concurrency, row.input) == shape)
+    where, _ = SERVERS.deployments(FULL_DEPTH, row)
+    experts = experts_read(FULL_DEPTH, row, SERVERS) if batch > 1 else None
+    return row.itl_ms.median, row, replace(where, experts=experts)
+
+
+@pytest.mark.parametrize("batch, context", [(1, 2 * K), (16, 2 * K), (16, 16 * K)])
+def test_step_of_vllm_with_etap_at_full_depth(batch, context):
+    """vLLM 0.26.0, 61 layers on 4 x H200, each as one of eight ranks: results/e2e-decode-full-vllm.json. Nothing was
+    fitted to it. Points of other batches are not here: how many experts their dummy tokens chose was not read."""
+    served, _, where = as_served("ETAP", batch, context)
+    assert make_plan(SERVERS.model_here, H200, where).step_ms == close(served)
+
+
+@pytest.mark.parametrize("backend", ["ETAP", "FLASHMLA", "FLASH_ATTN_MLA"])
+def test_rest_of_a_step_at_full_depth(backend):
+    """The same at 16 x 16K, with the time that the profile has for attention: FLASHMLA as vLLM calls it takes 113 us a
+    layer there, where the planner's padded kernel, fitted to FlashMLA alone, has 84."""
+    served, row, where = as_served(backend, 16, 16 * K)
+    attention = row.profile.attention_ms / row.profile.steps
+    assert step.rest_of_step_ms(SERVERS.model_here, H200, where) + attention == close(served)
+
+
+def test_fewer_experts_take_less_and_an_even_choice_is_the_default():
+    few, even, all_of_them = (
+        step.rest_of_step_ms(R1, H200, on(experts=experts)) for experts in (20, 256 * (1 - (1 - 1 / 32) ** 16), 256)
+    )
+    assert few < even < all_of_them and even == pytest.approx(step.rest_of_step_ms(R1, H200, on()))
+
+
+@pytest.mark.parametrize("experts", [0, 257])
+def test_experts_that_the_model_has_not_are_refused(experts):
+    with pytest.raises(ValueError, match=f"experts: wanted more than 0 and at most the model's 256, got {experts}"):
+        make_plan(R1, H200, on(experts=experts))
 
 
 def readings(name: str, kernel: str, least_us: float) -> list[tuple[int, int, int, float]]:

@@ -93,7 +93,7 @@ def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> floa
     touched, rows = 1.0, on.local_batch * on.s_q
     if part.experts:
         tokens, chosen = on.batch * on.s_q, model.num_experts_per_tok / model.n_routed_experts
-        touched = 1 - (1 - chosen) ** tokens
+        touched = 1 - (1 - chosen) ** tokens if on.experts is None else on.experts / model.n_routed_experts
         rows = tokens * chosen / touched
     tiled = math.ceil(rows / PADDED_ROWS) * PADDED_ROWS
     quantised = model.quantization_config and part.bytes_each < 2
