@@ -62,6 +62,7 @@ class Gpu(Strict):
     sustained_bf16_flops: Figure
     sms: Figure
     etap: Call
+    etap_fp8_math: Call | None = None  # with FP8 products, where they follow another line
     padded: Call  # FlashMLA's kernels alone, built from its sources
     padded_in_vllm: Call | None = None  # FlashMLA as vLLM ships and calls it, where that was measured
 

@@ -75,7 +75,8 @@ def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = F
     """
     shape = decode_shape(query_rows(model, on), on.cache == "fp8")
     rows = shape.row_groups * shape.row_tile
-    return _attention(model, gpu, on, rows, shape.row_groups, gpu.etap, fp8_math=fp8_math)
+    call = gpu.etap_fp8_math if fp8_math and gpu.etap_fp8_math else gpu.etap
+    return _attention(model, gpu, on, rows, shape.row_groups, call, fp8_math=fp8_math)
 
 
 def padded_attention(model: Model, gpu: Gpu, on: Deployment, call: Call | None = None) -> Attention:
