@@ -117,7 +117,9 @@ def rounding_of(problem: Problem, out: torch.Tensor) -> Rounding:
         rounded = torch.where(small, 0, weight * kind.eps / 2)
         at_random = SIGMAS / math.sqrt(3) * _size_of_sum(rounded, values, result)
         noise[request, t] = kv_factor * torch.minimum(at_random, _all_one_way(rounded, values, result))
-    return Rounding(lost + noise + half_ulp(out.abs() + lost + noise, problem.case.out_dtype), lost)
+    # The output is rounded to float32 before it is rounded to its type.
+    before = lost + noise + out.abs() * torch.finfo(torch.float32).eps
+    return Rounding(before + half_ulp(out.abs() + before, problem.case.out_dtype), lost)
 
 
 def _all_one_way(off: torch.Tensor, values: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
