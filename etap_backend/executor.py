@@ -3,6 +3,7 @@
 It exists to be read and to be tested against: what the schedule and the combination do wrong shows here without a GPU.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +16,24 @@ PARTIAL_FLOATS = LATENT_DIM + 1  # an output row and its log-sum-exp
 QUERY_EXPONENT = {torch.float16: 14, FP8: 7}
 # A row of (nearly) zeros is multiplied by no more, so that the factor and its reciprocal are normal float32 numbers.
 MOST_QUERY_EXPONENT = 126
-# What P, which is at most 1, is multiplied by before it is rounded: e4m3 holds nothing below 2^-9, but much up to 448.
-PROBABILITY_FACTOR = {torch.bfloat16: 1.0, torch.float16: 1.0, FP8: 256.0}
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where P is kept: its largest is 2^shift at a new reference, which is renewed when P would come above 2^most."""
+
+    shift: float
+    most: float
+
+
+# Of a cache in FP8 or not and P's type: kProbabilityShift and kLargestExponent of the kernels. The shift keeps small
+# P above what float16 and e4m3 lose, and what may come above it before the reference is renewed still fits.
+REFERENCES = {
+    (False, torch.bfloat16): Reference(0.0, 8.0),
+    (False, torch.float16): Reference(0.0, 8.0),
+    (True, torch.float16): Reference(7.0, 15.0),
+    (True, FP8): Reference(8.0, 8.8),
+}
 
 
 @dataclass(frozen=True)
@@ -32,6 +49,10 @@ class Batch:
     seq_lens: list[int]
     s_q: int
     heads: int
+
+    @property
+    def kept(self) -> Reference:
+        return REFERENCES[self.kv_cache.dtype == FP8, self.p_dtype]
 
     def tile(self, request: int, tile: int) -> Tensor:
         """K of one tile, float32 [tokens <= 64, 576]: only the tokens that the request has."""
@@ -94,28 +115,30 @@ def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tens
     visible = batch.visible(request)
     rows = visible.shape[0]
     ot = torch.zeros(LATENT_DIM, rows)
-    column_max = torch.full((rows,), float("-inf"))
+    kept = batch.kept
+    reference = torch.full((rows,), float("-inf"))
     column_sum = torch.zeros(rows)
     rounded_sum = torch.zeros(rows)
     for tile in tiles:
         k = batch.tile(request, tile)
-        st = (k @ qt) * batch.score_factor[request]
+        st = (k @ qt) * (batch.score_factor[request] / math.log(2))
         position = torch.arange(k.shape[0]) + tile * TILE_TOKENS
         st.masked_fill_(position[:, None] >= visible, float("-inf"))
-        new_max = torch.maximum(column_max, st.amax(dim=0))
-        # A column that has seen nothing has the maximum -inf; 0 as its reference keeps -inf - -inf out.
-        reference = torch.where(new_max.isinf(), 0.0, new_max)
-        pt = torch.exp(st - reference)
-        rounded_pt = (pt * PROBABILITY_FACTOR[batch.p_dtype]).to(batch.p_dtype).float()
-        correction = torch.exp(column_max - reference)
+        column_max = st.amax(dim=0)
+        renewed = torch.where(column_max - reference > kept.most, column_max - kept.shift, reference)
+        # A column that has seen nothing has the reference -inf; 0 instead keeps -inf - -inf out.
+        finite = torch.where(renewed.isinf(), 0.0, renewed)
+        pt = torch.exp2(st - finite)
+        rounded_pt = pt.to(batch.p_dtype).float()
+        correction = torch.exp2(reference - finite)
         column_sum = column_sum * correction + pt.sum(dim=0)
         # The output is divided by the sum of the rounded P, so that the rounding of a dominating key cancels; in the
         # log-sum-exp nothing would cancel it.
         rounded_sum = rounded_sum * correction + rounded_pt.sum(dim=0)
         ot = ot * correction + k[:, :LATENT_DIM].T @ rounded_pt
-        column_max = new_max
+        reference = renewed
     out = torch.where(rounded_sum > 0, ot / rounded_sum, 0.0).T
-    return out * batch.output_factor, column_max + torch.log(column_sum)
+    return out * batch.output_factor, (reference + torch.log2(column_sum)) * math.log(2)
 
 
 def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:

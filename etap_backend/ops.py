@@ -59,26 +59,19 @@ def _type(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def _call(name: str, arguments: tuple) -> None:
+def _run(on_cuda: bool, arguments: tuple) -> None:
     try:
-        _compiled(name)(*arguments)
+        _compiled("decode" if on_cuda else "check_decode")(*arguments)
     except Exception:
         # The library refuses by itself what it can look at. What never reached it is looked at here, and only then.
         _refuse_what_cannot_cross(arguments)
         raise
+    if not on_cuda:
+        executor.decode(*arguments)
 
 
-def _decode_on_cuda(*arguments) -> None:
-    _call("decode", arguments)
-
-
-def _decode_on_cpu(*arguments) -> None:
-    _call("check_decode", arguments)
-    executor.decode(*arguments)
-
-
-_LIBRARY.impl("mla_decode", _decode_on_cuda, "CUDA")
-_LIBRARY.impl("mla_decode", _decode_on_cpu, "CPU")
+_LIBRARY.impl("mla_decode", lambda *arguments: _run(True, arguments), "CUDA")
+_LIBRARY.impl("mla_decode", lambda *arguments: _run(False, arguments), "CPU")
 torch.library.register_fake("etap_backend::mla_decode", lambda *arguments: None, lib=_LIBRARY)
 _operator = torch.ops.etap_backend.mla_decode.default
 
@@ -178,8 +171,6 @@ def mla_decode(
         if not isinstance(q, Tensor):
             _refuse_what_cannot_cross(arguments)
         _operator(*arguments)
-    elif q.is_cuda:
-        _decode_on_cuda(*arguments)
     else:
-        _decode_on_cpu(*arguments)
+        _run(q.is_cuda, arguments)
     return out, lse

@@ -1,5 +1,7 @@
 """The truth that kernels and executor are measured against: plain attention, one request at a time, no tiles."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -36,12 +38,26 @@ def mla_decode_reference(
         out [batch, s_q, heads, 512] and lse [batch, s_q, heads] (natural logarithm), both in `dtype`.
     """
     batch, s_q, heads, _ = q.shape
-    pages, page_size = kv_cache.shape[:2]
-    rows = kv_cache.reshape(pages, page_size, -1) if kv_cache.dim() == 4 else kv_cache
     out = torch.zeros(batch, s_q, heads, LATENT_DIM, dtype=dtype, device=q.device)
     lse = torch.full((batch, s_q, heads), float("-inf"), dtype=dtype, device=q.device)
     kv_factor = 1.0 if kv_scale is None else kv_scale.item()
     score_factor = softmax_scale * kv_factor * (1.0 if q_scale is None else q_scale.item())
+    for request, t, scores, values in scores_and_values(q, kv_cache, block_table, seq_lens, score_factor, dtype):
+        lse[request, t] = torch.logsumexp(scores, dim=-1)
+        out[request, t] = torch.softmax(scores, dim=-1) @ values * kv_factor
+    return out, lse
+
+
+def scores_and_values(
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, score_factor: float, dtype: torch.dtype
+) -> Iterator[tuple[int, int, Tensor, Tensor]]:
+    """Yield (request, query token, scores [heads, tokens], values [tokens, 512]) of what each query token sees.
+
+    Arguments as of `mla_decode_reference`; values are as stored. Query tokens that see nothing are left out.
+    """
+    s_q = q.shape[1]
+    pages, page_size = kv_cache.shape[:2]
+    rows = kv_cache.reshape(pages, page_size, -1) if kv_cache.dim() == 4 else kv_cache
     capacity = block_table.shape[1] * page_size
     for request, length in enumerate(seq_lens.tolist()):
         if length > capacity:
@@ -54,12 +70,8 @@ def mla_decode_reference(
         keys = torch.cat([rows[page].to(dtype) for page in used_pages])[:length]
         for t in range(s_q):
             visible = keys[: max(0, length - s_q + t + 1)]
-            if visible.shape[0] == 0:
-                continue
-            scores = (q[request, t].to(dtype) @ visible.T) * score_factor
-            lse[request, t] = torch.logsumexp(scores, dim=-1)
-            out[request, t] = torch.softmax(scores, dim=-1) @ visible[:, :LATENT_DIM] * kv_factor
-    return out, lse
+            if visible.shape[0] > 0:
+                yield request, t, (q[request, t].to(dtype) @ visible.T) * score_factor, visible[:, :LATENT_DIM]
 
 
 def relative_rmse(result: Tensor, truth: Tensor) -> float:

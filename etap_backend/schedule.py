@@ -142,7 +142,7 @@ class DecodeSchedule:
 
         Raises:
             ValueError: a count is below 1, the workspace too small or the device not there; TypeError: a count is no
-                int, or the workspace is not float32; ImportError: there is no compiled library, or one of another version.
+                int, or the workspace is not float32; ImportError: there is no library, or one of another version.
         """
         self.max_batch, self.num_heads = _count("max_batch", max_batch), _count("num_heads", num_heads)
         self.max_s_q = _count("max_s_q", max_s_q)

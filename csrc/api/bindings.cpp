@@ -29,9 +29,12 @@ constexpr int64_t kAbiVersion = 4;
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device) {
+    // The driver's functions need the device's context in this thread, where a first cudaSetDevice puts it.
+    thread_local bool has_context = false;
     ETAP_CUDA_CHECK(cudaGetDevice(&previous_));
-    if (device != previous_) ETAP_CUDA_CHECK(cudaSetDevice(device));
     changed_ = device != previous_;
+    if (changed_ || !has_context) ETAP_CUDA_CHECK(cudaSetDevice(device));
+    has_context = true;
   }
   ~DeviceGuard() {
     if (changed_) cudaSetDevice(previous_);
@@ -134,7 +137,7 @@ void decode(const DecodeCall& call) {
     launch(prepare_decode(params, cache_params(call)), params, device.device_id, stream);
     if (params.partitions == 1) return;
     const void* const arguments[] = {&params};
-    launch_overlapping(prepare_combine(params), arguments, stream);
+    launch_overlapping(prepare_combine(params), arguments, device.device_id, stream);
   });
 }
 

@@ -317,8 +317,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm 
 
 template <class Element, int kTasks, int kEntries, bool kOneRow>
 KernelLaunch kernel_launch(dim3 blocks) {
-  return {reinterpret_cast<const void*>(combine_kernel<Element, kTasks, kEntries, kOneRow>), __PRETTY_FUNCTION__, blocks,
-          kWarps * kWarpSize, 0};
+  static KernelHandles handles;
+  return {reinterpret_cast<const void*>(combine_kernel<Element, kTasks, kEntries, kOneRow>), __PRETTY_FUNCTION__, &handles,
+          blocks, kWarps * kWarpSize, 0};
 }
 
 template <class Element, bool kOneRow>

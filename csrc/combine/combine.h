@@ -1,7 +1,7 @@
 // Merge the partial results of split requests by their log-sum-exps.
 #pragma once
 
-#include "common/launch.cuh"
+#include "common/launch.h"
 #include "params.h"
 
 namespace etap {

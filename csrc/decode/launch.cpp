@@ -14,23 +14,13 @@ namespace {
 
 constexpr uint64_t kSwizzleBytes = 128;  // as wide as a chunk of columns
 
-// The driver's tensor-map encoder, found through the runtime so that the library needs no libcuda to load.
-PFN_cuTensorMapEncodeTiled_v12000 tensor_map_encoder() {
-  static const auto encoder = [] {
-    void* entry = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    ETAP_CUDA_CHECK(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &entry, 12000, cudaEnableDefault, &found));
-    if (found != cudaDriverEntryPointSuccess) throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
-    return reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(entry);
-  }();
-  return encoder;
-}
-
 CUtensorMap encode(const MapShape& shape) {
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  static const auto encoder =
+      reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(driver_function("cuTensorMapEncodeTiled", 12000));
   CUtensorMap map;
   // Promotion to 256 bytes costs 6% of the bandwidth: rows are 1152 bytes, so it fetches across their ends.
-  const CUresult status = tensor_map_encoder()(
+  const CUresult status = encoder(
       &map, shape.type, shape.rank, const_cast<void*>(shape.data), shape.extents, shape.strides, shape.box, steps,
       CU_TENSOR_MAP_INTERLEAVE_NONE, shape.swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_128B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (status != CUDA_SUCCESS) throw std::runtime_error("cuTensorMapEncodeTiled failed: " + std::to_string(int(status)));
@@ -124,30 +114,19 @@ DecodeKernel kernel_of(const DecodeParams& params, const CacheParams& cache) {
                                                   : sixteen_bit_kernel<cutlass::bfloat16_t>(params.row_tile);
 }
 
-// Shared memory above 48 KB is granted once for each kernel and device.
-void allow_shared_memory(const KernelLaunch& kernel, std::atomic<uint64_t>& granted, int device) {
-  const uint64_t bit = uint64_t(1) << (device % 64);
-  if (granted.load(std::memory_order_relaxed) & bit) return;
-  ETAP_CUDA_CHECK(
-      cudaFuncSetAttribute(kernel.function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes));
-  granted.fetch_or(bit, std::memory_order_relaxed);
-}
-
 }  // namespace
 
 DecodeLaunch prepare_decode(const DecodeParams& params, const CacheParams& cache) {
   const DecodeKernel kernel = kernel_of(params, cache);
   DecodeLaunch decode{};
-  decode.kernel = {kernel.function, kernel.name, dim3(params.partitions * params.row_groups), kernel.threads,
-                   kernel.shared_bytes};
-  decode.shared_memory_granted = kernel.shared_memory_granted;
+  decode.kernel = {kernel.function, kernel.name, kernel.handles, dim3(params.partitions * params.row_groups),
+                   kernel.threads, kernel.shared_bytes};
   prepare_cache_maps(kernel, cache, decode);
   if (!cache.fp8) prepare_query_maps(kernel, params, decode);
   return decode;
 }
 
 void launch(const DecodeLaunch& decode, const DecodeParams& params, int device, cudaStream_t stream) {
-  allow_shared_memory(decode.kernel, *decode.shared_memory_granted, device);
   CUtensorMap cache_maps[2];
   for (int i = 0; i < decode.cache_map_count; ++i) cache_maps[i] = encoded(decode.cache_maps[i]);
   QueryMaps query_maps{};
@@ -157,7 +136,7 @@ void launch(const DecodeLaunch& decode, const DecodeParams& params, int device, 
     query_maps.rope = encoded(decode.query_maps[1]);
   }
   const void* const arguments[] = {&params, cache_maps, &query_maps};
-  launch_overlapping(decode.kernel, arguments, stream);
+  launch_overlapping(decode.kernel, arguments, device, stream);
 }
 
 }  // namespace etap

@@ -16,13 +16,13 @@ constexpr CUtensorMapDataType tensor_map_type() {
 template <class T>
 DecodeKernel describe() {
   static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
-  static std::atomic<uint64_t> shared_memory_granted{0};
+  static KernelHandles handles;
   DecodeKernel kernel{};
   kernel.function = reinterpret_cast<const void*>(decode_kernel<T>);
   kernel.name = __PRETTY_FUNCTION__;
   kernel.threads = kDecodeThreads;
   kernel.shared_bytes = int(sizeof(typename T::SharedStorage));
-  kernel.shared_memory_granted = &shared_memory_granted;
+  kernel.handles = &handles;
   if constexpr (T::kFp8Cache) {
     kernel.map_type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
     kernel.chunk_columns = T::kWideColumns;

@@ -2,9 +2,7 @@
 // is given and touches no GPU, `launch` hands it over.
 #pragma once
 
-#include <atomic>
-
-#include "common/launch.cuh"
+#include "common/launch.h"
 #include "params.h"
 
 namespace etap {
@@ -15,7 +13,7 @@ struct DecodeKernel {
   const char* name;
   int threads;
   int shared_bytes;
-  std::atomic<uint64_t>* shared_memory_granted;  // a bit a device
+  KernelHandles* handles;
   CUtensorMapDataType map_type;
   int chunk_columns;  // of the cache, as wide as its swizzle: 128 bytes
   int chunks;
@@ -53,7 +51,6 @@ struct MapShape {
 
 struct DecodeLaunch {
   KernelLaunch kernel;
-  std::atomic<uint64_t>* shared_memory_granted;
   MapShape cache_maps[2];
   int cache_map_count;
   MapShape query_maps[2];

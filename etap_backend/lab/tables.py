@@ -4,8 +4,8 @@
     python -m etap_backend.lab.tables --check    # say what differs, and which results no page speaks of
 
 `<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K -->` some of its rows,
-`<!-- figures NAME: 16 x 64K -->` a sentence on them, `<!-- summary NAME -->` a wide sweep by query rows, and
-`<!-- e2e NAME -->` a table of `etap e2e`.
+`<!-- figures NAME: 16 x 64K -->` a sentence on them, `<!-- summary NAME -->` a wide sweep by query rows,
+`<!-- e2e NAME -->` a table of `etap e2e`, and `<!-- estimate NAME -->` one of `etap estimate`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from etap_backend.lab.bench import report
 from etap_backend.lab.bench.rows import Document
 from etap_backend.lab.e2e import report as e2e_report
 from etap_backend.lab.e2e import rows as e2e_rows
+from etap_backend.lab.plan import estimates
 from etap_backend.lab.results import Place
 
 ROOT = results.FOLDER.parent
@@ -31,6 +32,7 @@ KINDS: dict[str, Callable[[Path, Place], str]] = {
     "summary": lambda path, place: report.summary(results.read(path, Document)),
     "figures": lambda path, place: report.figures(results.read(path, Document), place.rows),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.at_equal_host_speed(e2e_rows.read(path))),
+    "estimate": lambda path, place: estimates.markdown(path),
 }
 
 

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from etap_backend.lab.checks.cases import Case, build, decode
-from etap_backend.lab.checks.compare import check, truth
 from refusals import REFUSALS, valid_call
 
 from etap_backend import DecodeSchedule, mla_decode, why_unsupported
 from etap_backend._library import library
+from etap_backend.lab.checks.cases import Case, build, decode
+from etap_backend.lab.checks.compare import check, truth
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
@@ -194,3 +195,14 @@ def test_torch_compile_generates_code_around_the_call():
     wanted = decode(problem, schedule)
     got = layer(torch.ones((), device="cuda"))
     assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+def test_a_call_may_be_the_first_that_a_thread_asks_of_the_gpu():
+    problem = build(Case((300, 65, 4000)), "cuda")
+    planned = DecodeSchedule(3, 16).build(problem.seq_lens)
+    outputs = {"out": problem.q.new_empty(3, 1, 16, 512), "lse": problem.q.new_empty(3, 1, 16, dtype=torch.float32)}
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(1) as thread:
+        out, lse = thread.submit(decode, problem, planned, **outputs).result()
+    torch.cuda.synchronize()
+    check(out, lse, problem, truth(problem))

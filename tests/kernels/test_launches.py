@@ -2,10 +2,10 @@
 
 import pytest
 import torch
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
 
 from etap_backend import DecodeSchedule
 from etap_backend._library import library
+from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
 from etap_backend.schedule import decode_shape
 
 

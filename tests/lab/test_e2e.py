@@ -422,6 +422,7 @@ def test_resuming_another_run_is_refused(tmp_path):
     for changes, words in (
         ({"weights": "its own weights", "gpus": 4}, "differs in weights, gpus"),
         ({"kv_dtype": "fp8"}, "differs in kv_dtype"),
+        ({"environment": {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random"}}, "differs in environment"),
     ):
         with pytest.raises(ValueError, match=rf"--resume: .*before\.json: {words}"):
             command.resumed(path, a_document(**changes))
@@ -466,6 +467,7 @@ REFUSED = [
     (["decode", "--set", "layers"], "--set: wanted KEY=VALUE"),
     (["decode", "--set", "n_layers=3"], "--set: wanted keys of deepseek-r1's config.json"),
     (["decode", "--set", 'num_attention_heads="x"', "--rank-of", "8"], "rank_of: wanted a whole number as"),
+    (["decode", "--env", "HOME"], "--env: wanted NAME=VALUE, got 'HOME'"),
     (["decode", "--rank-of", "7"], "rank_of: wanted a divisor"),
     (["decode", "--model", "/data/r1", "--throw-away"], "--throw-away: wanted a model of configs/models"),
 ]
@@ -522,6 +524,19 @@ def test_an_output_that_cannot_be_written_or_resumed_is_refused(tmp_path, monkey
     result = invoke("decode", "--gpus", "2", "--output", str(path), "--resume")
     assert result.exit_code == 2 and "o.json: file: Input should be a valid dictionary" in result.stderr
     assert path.read_text() == "[]" and sorted(path.name for path in tmp_path.iterdir()) == ["file", "o.json"]
+
+
+def test_variables_of_the_command_line_reach_the_server_and_the_file(tmp_path, monkeypatch, two_gpus):
+    """What changes a step must not be lost: experts drawn evenly, say."""
+    pytest.importorskip("tokenizers", reason="the dummy model's tokenizer is made with it")
+    monkeypatch.setattr(command, "engine_versions", lambda *_: ("3.12", {"vllm": "0.26.0"}))
+    seen = []
+    monkeypatch.setattr(Run, "all", lambda made: seen.append(made.environment()))
+    arguments = ["--gpus", "2", "--env", "VLLM_MOE_ROUTING_SIMULATION_STRATEGY=uniform_random", "--env", "A=b=c"]
+    assert invoke("decode", *arguments, "--output", str(tmp_path / "o.json")).exit_code == 0
+    even = {"VLLM_MOE_ROUTING_SIMULATION_STRATEGY": "uniform_random", "A": "b=c"}
+    assert even.items() <= seen[0].items() and even.items() <= rows.read(tmp_path / "o.json").environment.items()
+    assert (tmp_path / "o" / "model" / "config.json").is_file() and (tmp_path / "o.json").is_file()
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -13,10 +13,12 @@ from typer.testing import CliRunner
 from etap_backend.lab import configs, results
 from etap_backend.lab.bench.rows import Document, Measured
 from etap_backend.lab.e2e.rows import Document as Served
+from etap_backend.lab.e2e.rows import read as read_served
 from etap_backend.lab.plan import estimate_command
 from etap_backend.lab.plan.estimate import call_on, estimate
 from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
-from etap_backend.lab.plan.served import measured_call, servers_of, step_ms
+from etap_backend.lab.plan.served import EVEN_ROUTING, experts_read, measured_call, servers_of, step_ms
+from etap_backend.lab.plan.step import make_plan
 
 RESULTS = Path(__file__).parents[2] / "results"
 R1 = read_model("deepseek-r1")
@@ -53,7 +55,7 @@ def a_row(backend: str, concurrency: int, tpot_ms: float, given: int = 1024, mad
 
 def document(*rows: dict, **changes) -> dict:
     whole = {"kind": "e2e", "title": "t", "engine": "vllm", "gpu": "NVIDIA H200", "gpus": 8, "method": "m"}
-    whole |= {"date": "2026-01-01T00:00:00+00:00", "command": "etap e2e", "weights": "dummy", "dummy": True}
+    whole |= {"date": "2026-01-01T00:00:00+00:00", "command": "etap e2e", "weights": "its own weights", "dummy": False}
     whole |= {"layout": {"tp": 8, "pp": 1, "dp": 1}, "model": "deepseek-r1", "model_shape": R1.model_dump(mode="json")}
     return whole | {"draft_tokens": 0, "acceptance": None, "rows": list(rows)} | changes
 
@@ -117,7 +119,9 @@ def test_on_the_h20_attention_and_rest_are_each_replaced():
     ours, theirs = found
     assert not reasons
     for one in found:
-        assert one.step_ms == pytest.approx(one.rest_here_ms * one.rest_factor + one.attention_there_ms)
+        rest_there = one.rest_here_ms * one.rest_factor + one.experts_there_ms
+        assert one.step_ms == pytest.approx(rest_there + one.attention_there_ms)
+        assert (one.experts_here, one.experts_there_ms) == (None, 0), "of real weights an even choice is assumed"
         assert one.attention_here_ms + one.rest_here_ms == pytest.approx(one.step_here_ms)
     assert ours.rest_factor == theirs.rest_factor > 1
     assert (
@@ -158,6 +162,28 @@ def test_the_step_is_the_time_between_tokens_where_prompts_are_cached():
     assert [step_ms(one, one.rows[0]) for one in read] == [8.0, 10.0, 19.0, 10.0]
     (ours, other), _ = estimate(served(cached, mixed), H200 + PROXY)
     assert (ours.step_here_ms, other.step_here_ms) == (8.0, 10.0)
+
+
+FULL_DEPTH = read_served(RESULTS / "e2e-decode-full-vllm.json")
+
+
+def test_experts_that_made_up_weights_do_not_choose_are_added():
+    """16 requests choose 102 experts of 256 in an even choice; how many a step read is known where it was profiled."""
+    servers = servers_of(FULL_DEPTH, "h20-96g")
+    point = next(row for row in FULL_DEPTH.measured() if (row.concurrency, row.input) == (16, 16384))
+    assert 8 < experts_read(FULL_DEPTH, point, servers) < 40
+    found, reasons = estimate(FULL_DEPTH, H200 + PROXY)
+    assert {one.shape.split("/")[0] for one in found} == {"16 x 16K", "16 x 2K", "1 x 2K"}
+    assert any("128 x 2K" in reason and "how many experts its steps read is not known" in reason for reason in reasons)
+    single = next(one for one in found if one.shape.startswith("1 x"))
+    several = next(one for one in found if one.shape.startswith("16 x 16K"))
+    assert single.experts_here is None and single.experts_there_ms == 0, "one token reads its eight, whichever"
+    server = make_plan(R1, read_gpu("h20-96g"), Deployment(batch=16, context=16384))
+    assert 0 < several.experts_there_ms < server.rest_ms
+    # Where experts were drawn evenly, or weights are a model's own, nothing is missing.
+    for changes in ({"environment": {EVEN_ROUTING: "uniform_random"}}, {"dummy": False}):
+        evenly, _ = estimate(FULL_DEPTH.model_copy(update=changes), H200 + PROXY)
+        assert len(evenly) > len(found) and not any(one.experts_there_ms for one in evenly)
 
 
 @pytest.mark.parametrize(

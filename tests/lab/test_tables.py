@@ -25,8 +25,10 @@ old
 <!-- /summary -->
 <!-- figures targets: 16 x 4K -->
 <!-- /figures -->
-<!-- e2e e2e-decode-short-vllm -->
+<!-- e2e e2e-decode-full-vllm -->
 <!-- /e2e -->
+<!-- estimate estimate-h20 -->
+<!-- /estimate -->
 """
 
 
@@ -34,7 +36,7 @@ old
 def root(tmp_path) -> Path:
     for folder in ("docs", "results"):
         (tmp_path / folder).mkdir()
-    for name in ("targets.json", "wide.json", "sleep-vllm.json", "e2e-decode-short-vllm.json"):
+    for name in ("targets.json", "wide.json", "sleep-vllm.json", "e2e-decode-full-vllm.json", "estimate-h20.json"):
         shutil.copy(RESULTS / name, tmp_path / "results")
     (tmp_path / "results" / "targets-latency.png").write_bytes(b"")
     (tmp_path / "README.md").write_text(README)
@@ -49,13 +51,14 @@ def run(root: Path, *arguments: str):
 
 
 def test_all_places_are_filled_and_then_nothing_differs(root):
-    assert len(tables.complaints(root)) == 5
+    assert len(tables.complaints(root)) == 6
     result = run(root)
     assert result.exit_code == 0 and result.stdout == "filled README.md\nfilled docs/results.md\n"
     readme, doc = (root / "README.md").read_text(), (root / "docs" / "results.md").read_text()
     assert readme.count("\n| 1") == 2 and "| 16 x 16K |" in readme and readme.startswith("a\n<!-- bench targets: 1 x")
     assert readme.endswith("targets-latency.png)\n") and "old" not in doc
     assert "| 128 x 4K |" in doc and "| query rows |" in doc and "16 x 4K tokens: etap " in doc and "| TPOT ms |" in doc
+    assert "| 16 x 16K/256, cached | ETAP | 15.39 |" in doc and "Estimate for H20-96G; commit " in doc
     assert tables.complaints(root) == [] and run(root).stdout == "" and run(root, "--check").exit_code == 0
 
 

@@ -10,7 +10,7 @@ from etap_backend.lab.e2e.model import prepare_model
 from etap_backend.lab.e2e.offline import LONG, SHORT, THROUGHPUT_OUTPUT, Asked, points_of, rows_of, step_ms
 from etap_backend.lab.e2e.offline import POINTS as SHIPPED
 
-SECONDS_A_TOKEN = 1e-4
+SECONDS_A_TOKEN = 1e-3
 POINTS, THROUGHPUT, ITERATIONS = [(3, 16), (2, 16), (1, 300)], [(2, 40)], 2
 
 
@@ -69,7 +69,7 @@ def test_both_programs_run_on_one_engine(engine, tmp_path):
     ]
     for row in rows[: len(POINTS)]:
         assert len(row["short_s"]) == len(row["long_s"]) == ITERATIONS
-        assert step_ms(row) == pytest.approx(1000 * SECONDS_A_TOKEN, rel=0.3)
+        assert 0.95 < step_ms(row) / (1000 * SECONDS_A_TOKEN) < 3, "a sleep may take longer on a busy machine"
     assert len(rows[-1]["tokens_per_second"]) == ITERATIONS and all(rows[-1]["tokens_per_second"])
 
     # A point: one iteration that fills the prefix cache, the readings, and the long ones, all with the same prompts.

@@ -94,23 +94,6 @@ def rounds_queries(cache: str, reference: str) -> bool:
     return cache.startswith("fp8") and (fp8_math or reference != KEEPS_QUERIES)
 
 
-def answers(
-    server: Served, requests: Sequence[Request], concurrency: int, salt: str, deadline: Deadline
-) -> list[Answer]:
-    """Answers to all requests, `concurrency` at a time."""
-    bodies = [
-        VLLM.body(request.prompt, request.new_tokens, logprobs=5, salt=salt)
-        # No allowed_token_ids: vLLM 0.26 gives one request the other's when it swaps two in its batch.
-        | ({} if request.forced is None else {"logit_bias": {str(request.forced): MOST_BIAS}})
-        for request in requests
-    ]
-    replies = server.ask(bodies, concurrency, deadline.left(150, "requests"))
-    return [
-        answer_in(VLLM, reply, r.new_tokens, None if r.forced is None else [r.forced] * r.new_tokens)
-        for reply, r in zip(replies, requests, strict=True)
-    ]
-
-
 @contextlib.contextmanager
 def loader_plugin() -> Iterator[dict[str, str]]:
     """Environment in which vLLM also finds the load format `seeded`, as a plugin that exists while the block runs."""
@@ -162,8 +145,18 @@ class Check:
         self.write()
 
     def ask(self, server: Served, requests: Sequence[Request], concurrency: int, salt: str) -> list[Answer]:
-        """Answers; another salt finds nothing in the prefix cache."""
-        return answers(server, requests, concurrency, salt, self.deadline)
+        """Answers to all requests, `concurrency` at a time; another salt finds nothing in the prefix cache."""
+        bodies = [
+            VLLM.body(request.prompt, request.new_tokens, logprobs=5, salt=salt)
+            # No allowed_token_ids: vLLM 0.26 gives one request the other's when it swaps two in its batch.
+            | ({} if request.forced is None else {"logit_bias": {str(request.forced): MOST_BIAS}})
+            for request in requests
+        ]
+        replies = server.ask(bodies, concurrency, self.deadline.left(150, "requests"))
+        return [
+            answer_in(VLLM, reply, r.new_tokens, None if r.forced is None else [r.forced] * r.new_tokens)
+            for reply, r in zip(replies, requests, strict=True)
+        ]
 
     def write(self) -> None:
         write(self.document, self.output)

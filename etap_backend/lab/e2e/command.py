@@ -35,6 +35,7 @@ from etap_backend.lab.e2e.scenario import (
     cases_of,
     chosen,
     parse_profile,
+    parse_variables,
     read_scenario,
     turns_of,
 )
@@ -121,7 +122,7 @@ class Asked:
             draft_tokens=scenario.draft_tokens,
             acceptance=serving.acceptance,
             kv_dtype=scenario.kv_dtype,
-            environment=scenario.environment,
+            environment={**scenario.environment, **self.specific.environment},
             method=report.METHOD,
         )
 
@@ -195,6 +196,9 @@ def e2e(
         bool, typer.Option("--throw-away", help="First a server of few layers that fills the caches, not reported.")
     ] = False,
     flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
+    env: Annotated[
+        list[str] | None, typer.Option(help="NAME=VALUE, one more variable for the server; kept in the output.")
+    ] = None,
     output: Annotated[
         Path | None, typer.Option(help="JSON file; results/e2e-<scenario>-<engine>.json if absent.")
     ] = None,
@@ -218,6 +222,8 @@ def e2e(
         wanted = wanted.model_copy(update={key: value for key, value in updates.items() if value is not None})
         if (specific := getattr(wanted, engine.value)) is None:
             raise ValueError(f"{scenario}: wanted a table [{engine.value}], found none")
+        variables = {**specific.environment, **parse_variables(env or [])}
+        specific = specific.model_copy(update={"environment": variables})
         points = chosen(wanted.points, [parse_tokens(text) for text in context or []], concurrency)
         order = turns_of(_backends(specific, backend), turns)
         least = max(turn.of for turn in order)  # each server is to have a reading of every point

@@ -28,7 +28,10 @@ METHOD = (
     "the server's machine, the slower of before and after a reading: where it was timed, a point's readings are "
     "compared that are within 10% of each other"
 )
-DUMMY = "Dummy weights: times are those of the architecture, answers mean nothing, and experts are chosen as they fall."
+DUMMY = (
+    "Dummy weights: times are those of the architecture, answers mean nothing, and requests of a batch choose much the "
+    "same experts, so that the rest of a step is shorter than with a model's own."
+)
 
 
 Row = Measured | Skipped | Failed
@@ -61,7 +64,7 @@ def _range(row: Row, key: str) -> str:
             return "failed"
     if found := getattr(row, key):
         return f"{found.median:.2f} ({found.min:.2f} to {found.max:.2f})"
-    return "another host speed" if row.left_out else "-"
+    return "-"
 
 
 def _spread(row: Row | None, key: str):
@@ -74,7 +77,9 @@ def _value(row: Row, key: str, digits: int, over: int = 1) -> str:
 
 def _against(row: Row, ours: Row | None, key: str) -> str:
     theirs, own = _spread(row, key), _spread(ours, key)
-    return "-" if row is ours or not theirs or not own else f"{theirs.median / own.median:.3f}"
+    if row is ours or not theirs or not own or row.at_other_host or ours.at_other_host:
+        return "-"
+    return f"{theirs.median / own.median:.3f}"
 
 
 def _percent(share: float | None, digits: int) -> str:
@@ -91,8 +96,11 @@ def _hosts(row: Row) -> str:
 
 
 def _readings(row: Row) -> str:
-    left_out = f", {row.left_out} left out" if isinstance(row, Measured) and row.left_out else ""
-    return f"{len(getattr(row, 'readings', []))}{left_out}"
+    text = str(len(getattr(row, "readings", [])))
+    if isinstance(row, Measured):
+        text += f", {row.left_out} left out" if row.left_out else ""
+        text += ", at another host speed" if row.at_other_host else ""
+    return text
 
 
 Column = Callable[[Row, Row | None], str]
@@ -126,7 +134,7 @@ def columns_of(document: Document) -> dict[str, Column]:
 
 def _told(row: Row | None) -> bool:
     """Whether a row has anything to say; one that was only begun has not."""
-    return row is not None and (not isinstance(row, Measured) or bool(row.readings or row.left_out))
+    return row is not None and (not isinstance(row, Measured) or bool(row.readings))
 
 
 def cells_of(document: Document) -> list[list[str]]:

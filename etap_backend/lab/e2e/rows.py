@@ -14,7 +14,9 @@ from etap_backend.lab.provenance import Provenance
 from etap_backend.lab.units import load_text
 
 HOST_TOLERANCE = 0.10
-COMPARABLE = ("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions")
+COMPARABLE = (
+    *("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions", "environment"),
+)
 
 
 class Sparse(Strict):
@@ -108,6 +110,7 @@ class Measured(Shape):
     discarded: Reading | None = None  # of prompts that were to be in the cache and had been evicted
     complete: bool = False
     left_out: int | None = None  # readings at another speed of the host than those that are compared
+    at_other_host: bool | None = None  # all were, so that the row is compared with none
     profile: Profile | None = None
 
     def _spread(self, name: str) -> Spread | None:
@@ -299,14 +302,18 @@ def _equal_host(rows: list[Measured]) -> tuple[float, float] | None:
 
 def at_equal_host_speed(document: Document) -> Document:
     """The document with those readings of each point whose hosts were within HOST_TOLERANCE of each other, and in
-    `left_out` how many others a row had. Readings from before hosts were timed stay."""
-    rows = []
+    `left_out` how many others a row had. A row that has no such reading keeps its own and is `at_other_host`: it is
+    compared with none. Readings from before hosts were timed stay."""
+    found = []
     for of_point in document.by_shape().values():
-        span = _equal_host([row for row in of_point.values() if isinstance(row, Measured)])
-        for row in of_point.values():
-            if span and isinstance(row, Measured):
-                kept = [reading for reading in row.readings if not reading.host or span[0] <= reading.host <= span[1]]
-                if left_out := len(row.readings) - len(kept):
-                    row = row.model_copy(update={"readings": kept, "left_out": left_out + (row.left_out or 0)})
-            rows.append(row)
-    return document.model_copy(update={"rows": rows})
+        span = _equal_host([row for row in of_point.values() if isinstance(row, Measured) and not row.at_other_host])
+        found += [_within(row, *span) if span and isinstance(row, Measured) else row for row in of_point.values()]
+    return document.model_copy(update={"rows": found})
+
+
+def _within(row: Measured, low: float, high: float) -> Measured:
+    kept = [reading for reading in row.readings if not reading.host or low <= reading.host <= high]
+    if not (left_out := len(row.readings) - len(kept)):
+        return row
+    changes = {"readings": kept, "left_out": left_out + (row.left_out or 0)} if kept else {"at_other_host": True}
+    return row.model_copy(update=changes)

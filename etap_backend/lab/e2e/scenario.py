@@ -167,6 +167,15 @@ def chosen(points: list[Point], context: list[int] | None, concurrency: list[int
     return kept
 
 
+def parse_variables(pairs: list[str]) -> dict[str, str]:
+    """{name: value} of NAME=VALUE texts. Raises ValueError when one is no such text."""
+    split = [pair.partition("=") for pair in pairs]
+    for pair, (name, equals, _) in zip(pairs, split, strict=True):
+        if not (name and equals):
+            raise ValueError(f"--env: wanted NAME=VALUE, got {pair!r}")
+    return {name: value for name, _, value in split}
+
+
 def parse_point(text: str) -> tuple[int, int]:
     """(requests, input tokens) of a text such as 16x16K. Raises ValueError when it is no such text."""
     requests, _, length = text.partition("x")

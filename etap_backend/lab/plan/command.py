@@ -36,6 +36,9 @@ def plan(
     batch: Annotated[int, typer.Option(help="Requests that decode at the same time.")] = 16,
     s_q: Annotated[int, typer.Option(help="Query tokens a step: 1 + draft tokens of multi-token prediction.")] = 1,
     utilization: Annotated[float, typer.Option(help="Share of the memory that the engine may take.")] = 0.92,
+    experts: Annotated[
+        float | None, typer.Option(help="Routed experts of a layer that a step reads, instead of an even choice.")
+    ] = None,
     attention_share: Annotated[
         float | None, typer.Option(help="Measured share of a padded kernel in a step, instead of the estimate.")
     ] = None,
@@ -47,7 +50,7 @@ def plan(
         described, hardware = read_model(model), read_gpu(gpu)
         ranks = max(1, count // max(1, dp * pp)) if tp is None else tp
         tokens = _named("context", parse_tokens, context)
-        on = Deployment(count, ranks, dp, pp, dcp, cache_named(cache), tokens, batch, s_q, utilization)
+        on = Deployment(count, ranks, dp, pp, dcp, cache_named(cache), tokens, batch, s_q, utilization, experts)
         made = make_plan(described, hardware, on, attention_share)
         found = what_fits(described, hardware, on, attention_share)
     except (ValueError, ImportError) as error:  # the compiled library says how it groups query rows

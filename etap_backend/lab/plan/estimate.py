@@ -2,22 +2,25 @@
 
 Of every reading the attention is taken out at the measured time of its kernel on that GPU, and put back at the time
 measured on the H20 proxy; what is left is scaled by the ratio of the planner's estimates for both, which rest on the
-GPUs' nominal rates. It is an estimate, each step of it an assumption: docs/measuring.md names them.
+GPUs' nominal rates. Where the reading's tokens chose fewer experts than an even choice has, what reading the others
+takes is added. It is an estimate, each step of it an assumption: docs/measuring.md names them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import replace
 
 from etap_backend.lab.bench.rows import Document
 from etap_backend.lab.e2e.rows import Document as Served
 from etap_backend.lab.e2e.rows import Measured
+from etap_backend.lab.plan.estimates import Estimate, Kernel
 from etap_backend.lab.plan.inputs import Deployment, Gpu, Model
 from etap_backend.lab.plan.served import (
-    Kernel,
     Servers,
     accepted,
+    chooses_unevenly,
     expected_us,
+    experts_read,
     kernel_of,
     measured_call,
     servers_of,
@@ -28,31 +31,13 @@ from etap_backend.lab.plan.step import rest_of_step_ms
 PROXY = "H20 proxy"
 
 
-@dataclass(frozen=True)
-class Estimate:
-    """One reading carried over to another GPU; times in milliseconds a step, of all layers."""
-
-    backend: str
-    shape: str
-    step_here_ms: float
-    attention_here: Kernel
-    attention_here_ms: float
-    rest_here_ms: float
-    rest_factor: float
-    attention_there: Kernel
-    attention_there_ms: float
-    step_ms: float
-    tpot_ms: float
-    tokens_per_second_per_gpu: float
-
-
 def call_on(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmarks: list[Document]) -> Kernel | None:
     """Measured where possible; FlashMLA where it was not measured as the planner's padded kernel, which is fitted to
     it with a bfloat16 cache. None for what else was not measured."""
     if found := measured_call(model, gpu, on, kernel, benchmarks):
         return found
     if kernel == "FlashMLA" and on.cache == "bfloat16":
-        return Kernel(expected_us(model, gpu, on, kernel), f"{gpu.name}: {gpu.padded.source}")
+        return Kernel(us=expected_us(model, gpu, on, kernel), source=f"{gpu.name}: {gpu.padded.source}")
     return None
 
 
@@ -67,14 +52,19 @@ def estimate_row(
     after = kernel and call_on(servers.model_there, servers.gpu_there, on_there, kernel, there)
     if not before or not after:
         return f"{row.backend} was not measured on {'the H20 proxy' if before else gpu.name}"
+    uneven = chooses_unevenly(served, row, model)
+    experts = experts_read(served, row, servers) if uneven else None
+    if uneven and experts is None:
+        return "how many experts its steps read is not known: nothing with as many requests was profiled"
     step = step_ms(served, row)
     attention = before.us * model.num_hidden_layers / 1e3
     if attention >= step:
         return f"attention's {attention:.1f} ms is more than the step's {step:.1f} ms"
-    there_ms = rest_of_step_ms(servers.model_there, servers.gpu_there, on_there)
-    factor = there_ms / rest_of_step_ms(model, gpu, on)
+    as_here = rest_of_step_ms(servers.model_there, servers.gpu_there, replace(on_there, experts=experts))
+    factor = as_here / rest_of_step_ms(model, gpu, replace(on, experts=experts))
+    other_experts = rest_of_step_ms(servers.model_there, servers.gpu_there, on_there) - as_here
     attention_there = after.us * servers.model_there.num_hidden_layers / 1e3
-    step_there = (step - attention) * factor + attention_there
+    step_there = (step - attention) * factor + other_experts + attention_there
     tpot = step_there / accepted(row)
     return Estimate(
         backend=row.backend,
@@ -84,6 +74,8 @@ def estimate_row(
         attention_here_ms=attention,
         rest_here_ms=step - attention,
         rest_factor=factor,
+        experts_here=experts,
+        experts_there_ms=other_experts,
         attention_there=after,
         attention_there_ms=attention_there,
         step_ms=step_there,

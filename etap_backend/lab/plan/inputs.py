@@ -62,6 +62,7 @@ class Gpu(Strict):
     sustained_bf16_flops: Figure
     sms: Figure
     etap: Call
+    etap_fp8_math: Call | None = None  # with FP8 products, where they follow another line
     padded: Call  # FlashMLA's kernels alone, built from its sources
     padded_in_vllm: Call | None = None  # FlashMLA as vLLM ships and calls it, where that was measured
 
@@ -179,6 +180,7 @@ class Deployment:
         batch: requests that decode at the same time, on all GPUs together.
         s_q: query tokens a request and step; more than 1 with multi-token prediction.
         utilization: share of the GPU's memory that the engine may take.
+        experts: routed experts of a layer that a step reads, where it is known; None when tokens choose evenly.
     """
 
     gpus: int = 8
@@ -191,6 +193,7 @@ class Deployment:
     batch: int = 16
     s_q: int = 1
     utilization: float = 0.92
+    experts: float | None = None
 
     def check(self, model: Model) -> None:
         """Raise ValueError, naming the argument, unless this can be."""
@@ -199,6 +202,9 @@ class Deployment:
                 raise ValueError(f"{name}: wanted at least 1 and at most {MOST}, got {value}")
         if not 0 < self.utilization <= 1:
             raise ValueError(f"utilization: wanted more than 0 and at most 1, got {self.utilization}")
+        most = model.n_routed_experts or 0
+        if self.experts is not None and not 0 < self.experts <= most:
+            raise ValueError(f"experts: wanted more than 0 and at most the model's {most}, got {self.experts}")
         if self.cache not in CACHE_BYTES:
             raise ValueError(f"cache: wanted one of {', '.join(CACHE_BYTES)}, got {self.cache}")
         if self.tp * self.dp * self.pp != self.gpus:

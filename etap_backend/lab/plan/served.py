@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import math
+import statistics
 from dataclasses import dataclass
 
 from etap_backend.lab import configs
 from etap_backend.lab.bench.rows import OURS, Document, Row
 from etap_backend.lab.e2e.rows import Document as Served
 from etap_backend.lab.e2e.rows import Measured
+from etap_backend.lab.plan.estimates import Kernel
 from etap_backend.lab.plan.inputs import Deployment, Gpu, Model, read_gpu, read_model
-from etap_backend.lab.plan.step import etap_attention, padded_attention
+from etap_backend.lab.plan.memory import weights_of
+from etap_backend.lab.plan.step import GEMM_BANDWIDTH, etap_attention, padded_attention
 
 # Kernels in the files of `etap bench`, by the engines' names of the backends that call them.
 KERNELS = {"etap": OURS, "flashmla": "FlashMLA", "flash_attn_mla": "FA3", "fa3": "FA3"}
 TARGET_RANKS = 8
 MOST_IN_A_CHUNK = 1.05
+MOE_KERNEL = "fused_moe_kernel"
+EVEN_ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # set where experts were drawn instead of chosen
 
 
 def kernel_of(row: Measured) -> str | None:
@@ -36,14 +41,6 @@ def step_ms(served: Served, row: Measured) -> float:
     if row.prefill == "cached" and not served.draft_tokens and row.itl_ms and alone:
         return row.itl_ms.median
     return row.tpot_ms.median * accepted(row)
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """Microseconds of one attention call, and where they come from."""
-
-    us: float
-    source: str
 
 
 def expected_us(model: Model, gpu: Gpu, on: Deployment, kernel: str) -> float:
@@ -74,7 +71,7 @@ def measured_call(model: Model, gpu: Gpu, on: Deployment, kernel: str, benchmark
     document, row = min(rows, key=lambda pair: distance(pair[1]))
     like = Deployment(on.gpus, on.tp, 1, on.pp, 1, on.cache, row.length, row.batch, row.s_q)
     ratio = expected_us(model, gpu, on, kernel) / expected_us(model, gpu, like, kernel)
-    return Kernel(row.us(kernel) * ratio, f"{document.gpu}, {row.label}, x {ratio:.2f}")
+    return Kernel(us=row.us(kernel) * ratio, source=f"{document.gpu}, {row.label}, x {ratio:.2f}")
 
 
 @dataclass(frozen=True)
@@ -111,3 +108,28 @@ def servers_of(served: Served, target: str) -> Servers:
     shipped = served.model.lower() in configs.shipped("models", ".json")
     there = read_model(served.model) if shipped else here
     return Servers(here, read_gpu(name), there, read_gpu(target))
+
+
+def experts_read(served: Served, row: Measured, servers: Servers) -> float | None:
+    """Routed experts of a layer that a step of this row read: by the time of their kernel in profiles of as many
+    requests, at the bandwidth that the planner gives to products. None where nothing of the kind was profiled."""
+    model, gpu, on = servers.model_here, servers.gpu_here, servers.deployments(served, row)[0]
+    (experts,) = (part for part in weights_of(model, on) if part.experts)
+    profiles = [one.profile for one in served.measured() if one.concurrency == row.concurrency and one.profile]
+    times = [
+        kernel["ms"] / profile.steps
+        for profile in profiles
+        for kernel in profile.kernels or []
+        if profile.steps and kernel["name"] == MOE_KERNEL
+    ]
+    if not times:
+        return None
+    read = statistics.median(times) / 1e3 * gpu.sustained_bandwidth.value * GEMM_BANDWIDTH.value
+    return read / experts.bytes_a_gpu * model.n_routed_experts
+
+
+def chooses_unevenly(served: Served, row: Measured, model: Model) -> bool:
+    """Whether the experts that a step reads are fewer than an even choice's: with made-up weights the tokens of a batch
+    are much alike, and so are the experts that they choose."""
+    several = row.concurrency * (1 + served.draft_tokens) > 1
+    return bool(model.n_routed_experts and served.dummy and several and not served.environment.get(EVEN_ROUTING))

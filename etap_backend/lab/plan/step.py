@@ -75,7 +75,8 @@ def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = F
     """
     shape = decode_shape(query_rows(model, on), on.cache == "fp8")
     rows = shape.row_groups * shape.row_tile
-    return _attention(model, gpu, on, rows, shape.row_groups, gpu.etap, fp8_math=fp8_math)
+    call = gpu.etap_fp8_math if fp8_math and gpu.etap_fp8_math else gpu.etap
+    return _attention(model, gpu, on, rows, shape.row_groups, call, fp8_math=fp8_math)
 
 
 def padded_attention(model: Model, gpu: Gpu, on: Deployment, call: Call | None = None) -> Attention:
@@ -93,7 +94,7 @@ def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> floa
     touched, rows = 1.0, on.local_batch * on.s_q
     if part.experts:
         tokens, chosen = on.batch * on.s_q, model.num_experts_per_tok / model.n_routed_experts
-        touched = 1 - (1 - chosen) ** tokens
+        touched = 1 - (1 - chosen) ** tokens if on.experts is None else on.experts / model.n_routed_experts
         rows = tokens * chosen / touched
     tiled = math.ceil(rows / PADDED_ROWS) * PADDED_ROWS
     quantised = model.quantization_config and part.bytes_each < 2

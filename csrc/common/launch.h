@@ -1,0 +1,43 @@
+// One way to launch a kernel that overlaps with its predecessor, and the driver's functions, found through the runtime so that
+// the library needs no libcuda to load.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <atomic>
+
+#include "common/cuda_check.h"
+
+namespace etap {
+
+// Raises where the driver lacks it. `version`: the one in which the function got this signature.
+void* driver_function(const char* name, unsigned version);
+
+// What the driver calls a kernel, one handle a device. The runtime would look it up, by the function's address, in every
+// launch: 0.4 us, of which a decode call has two.
+class KernelHandles {
+ public:
+  // Grants the shared memory, too, the first time. device: the current one.
+  CUfunction of(const void* function, int shared_bytes, int device);
+
+ private:
+  static constexpr int kDevices = 64;
+  std::atomic<CUfunction> of_device_[kDevices] = {};
+};
+
+struct KernelLaunch {
+  const void* function;
+  const char* name;  // holds the template arguments, as the compiler writes them
+  KernelHandles* handles;
+  dim3 blocks;
+  int threads;
+  int shared_bytes;
+};
+
+// Programmatic dependent launch: the kernel may start before its predecessor on the stream has ended, and waits for it
+// itself (cudaGridDependencySynchronize) before it reads or writes anything. device: the current one, in whose context this
+// thread is.
+void launch_overlapping(const KernelLaunch& kernel, const void* const* arguments, int device, cudaStream_t stream);
+
+}  // namespace etap
