@@ -182,6 +182,7 @@ def contract_variables(engine: Engine, environment: Path) -> dict[str, str]:
         "ETAP_CONTRACT": engine.name,
         "LD_LIBRARY_PATH": ":".join(library_path),
         "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",  # the other core is another engine's
         "PYTHONUNBUFFERED": "1",
     }  # fmt: skip
 
