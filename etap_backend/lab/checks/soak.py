@@ -112,14 +112,21 @@ class Tally:
         self.counts: Counter[str] = Counter()
         self.failures: Counter[str] = Counter()
         self.examples: dict[str, list[str]] = {}
-        self._lock = threading.Lock()
+        self._closed, self._lock = False, threading.Lock()
 
     def count(self, **amounts: int) -> None:
         with self._lock:
             self.counts.update(amounts)
 
+    def close(self) -> None:
+        """Count no more failures: what is still under way is cut off by the end of the run."""
+        with self._lock:
+            self._closed = True
+
     def fail(self, kind: str, text: str) -> None:
         with self._lock:
+            if self._closed:
+                return
             self.failures[kind] += 1
             examples = self.examples.setdefault(kind, [])
             if len(examples) < KEPT_EXAMPLES:
@@ -135,7 +142,7 @@ class Traffic:
 
     def __init__(self, engine: Engine, wire: Wire, settings: Settings, tally: Tally):
         self.engine, self.wire, self.settings, self.tally = engine, wire, settings, tally
-        self.stop, self.wanted, self.abandoned = threading.Event(), settings.concurrency, False
+        self.stop, self.wanted = threading.Event(), settings.concurrency
         self.wave = 0
         self._rng = random.Random(settings.seed)
         self._prefixes = [self._rng.choices(PROMPT_TOKENS, k=self._length(500, 2)) for _ in range(PREFIXES)]
@@ -181,8 +188,7 @@ class Traffic:
             try:
                 self._one(rng)
             except FailedRequest as fault:
-                if not self.abandoned:
-                    self.tally.fail(fault.kind, str(fault))
+                self.tally.fail(fault.kind, str(fault))
                 self.stop.wait(1)
 
     def _one(self, rng: random.Random) -> None:
@@ -354,12 +360,9 @@ class Soak:
             self.loop(pool)
             if self.server.process.ended() is None:
                 self.calm(pool)
-        except BaseException:
-            self.traffic.abandoned = True
-            raise
         finally:
+            self.tally.close()
             self.traffic.stop.set()
-            self.traffic.abandoned = True
             pool.shutdown(wait=False, cancel_futures=True)
             self.note()
         if self.server.process.ended() is None:
