@@ -42,16 +42,6 @@ def decode_shape(rows: int, fp8_cache: bool = False) -> DecodeShape:
     return DecodeShape(*library().decode_shape(rows, fp8_cache))
 
 
-def row_groups(rows: int) -> int:
-    """How many groups of at most 64 packed rows (row = query token * heads + head) cover `rows`."""
-    return decode_shape(rows).row_groups
-
-
-def row_tile(rows: int) -> int:
-    """Rows that the kernel computes for one group: the smallest of 8, 16, 32, 64 that holds min(rows, 64)."""
-    return decode_shape(rows).row_tile
-
-
 def fixed_pieces(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
     """Most pieces of a request in a batch-invariant schedule: as many as fill the GPU, if max_batch times them fit."""
     shape = decode_shape(num_heads * max_s_q)
