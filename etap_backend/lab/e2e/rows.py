@@ -72,7 +72,6 @@ class Profile(Sparse):
     steps: int | None = None
     kernels: list[dict] | None = None
     trace: str | None = None
-    recomputed: str | None = None
     error: str | None = None
 
 
