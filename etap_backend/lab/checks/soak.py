@@ -361,6 +361,7 @@ class Soak:
             if self.server.process.ended() is None:
                 self.calm(pool)
         finally:
+            self.look()
             self.tally.close()
             self.traffic.stop.set()
             pool.shutdown(wait=False, cancel_futures=True)
@@ -427,12 +428,16 @@ class Soak:
             for kind, (column, allowed) in kinds.items()
         }
 
-    def note(self) -> None:
-        """Bring the document up to date and write it."""
+    def look(self) -> None:
+        """Count what the server says and does wrong by itself."""
         for line in self.log.read():
             self.tally.fail("log", line)
         if (code := self.server.process.ended()) is not None and "server" not in self.tally.failures:
             self.tally.fail("server", f"ended with {code} after {self.elapsed():.0f} s")
+
+    def note(self) -> None:
+        """Bring the document up to date and write it."""
+        self.look()
         after = self.counters()
         self.document |= {
             "seconds": round(self.elapsed(), 1),
