@@ -469,6 +469,8 @@ REFUSED = [
     (["decode", "--set", 'num_attention_heads="x"', "--rank-of", "8"], "rank_of: wanted a whole number as"),
     (["decode", "--env", "HOME"], "--env: wanted NAME=VALUE, got 'HOME'"),
     (["decode", "--rank-of", "7"], "rank_of: wanted a divisor"),
+    (["decode", "--model", "kimi-k3"], "--model: wanted a model of text alone for dummy weights, got kimi-k3"),
+    (["decode", "--model", "kimi-k3", "--throw-away"], "--model: wanted a model of text alone for dummy weights"),
     (["decode", "--model", "/data/r1", "--throw-away"], "--throw-away: wanted a model of configs/models"),
 ]
 
