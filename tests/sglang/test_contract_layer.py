@@ -226,7 +226,7 @@ def test_other_numbers_of_heads(make, heads, mode):
 
 
 def test_the_pool_of_a_model_with_linear_attention_besides(make):
-    """Kimi-K3's pool has the rows of its 24 layers with latent attention only, and knows them by the model's numbers."""
+    """Kimi-K3's has rows for its 24 layers with latent attention only, and knows them by the model's numbers."""
     runner, _ = make(heads=12)
     problem, rows = Problem(runner, LENGTHS), runner.token_to_kv_pool
     runner.token_to_kv_pool = memory_pool.HybridLinearKVPool(

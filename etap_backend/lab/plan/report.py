@@ -79,6 +79,8 @@ def memory_lines(gpu: Gpu, on: Deployment, memory: Memory, beside: BesideBf16 | 
         left = _gb(memory.tokens * memory.cache_a_token)
         verdict = f"[red]{_shape(on)} does not fit:[/] {wanted}, {left} are left."
     room = f"{memory.tokens:,} tokens of {memory.cache_a_token:,} B"
+    if on.dcp > 1:
+        room += f" on each of {on.dcp} ranks, {memory.tokens * on.dcp:,} in all"
     if beside and beside.capacity_gain:
         room += f", {beside.capacity_gain:.2f}x the {beside.tokens:,} of bf16"
     state = f"state of linear attention {_gb(memory.state)}, " if memory.state else ""
