@@ -1,7 +1,7 @@
 """Kimi-K2's and Kimi-K3's attention on one of eight ranks: 8 heads, and 12, which are no power of two.
 
-Kimi-K3's model and its MLA layer are vLLM's own, since 0.33. The layer's fused kernel, which joins the parts of the query
-and writes the cache, is Triton's for a GPU; torch does the same in its place.
+Kimi-K3's model and its MLA layer are vLLM's own, since 0.33. The layer's fused kernel, which joins the parts of the
+query and writes the cache, is Triton's for a GPU; torch does the same in its place.
 """
 
 import importlib.util

@@ -84,14 +84,15 @@ def serving_of(scenario: Scenario, prepared: Prepared, cases: list[Case]) -> Ser
     return Serving(
         prepared.model,
         prepared.dummy,
-        scenario.tensor_parallel,
-        scenario.pipeline_parallel,
-        scenario.data_parallel,
-        longest,
-        tuple(sorted({case.concurrency for case in cases})),
-        scenario.draft_tokens,
-        scenario.acceptance if prepared.dummy else None,
-        scenario.kv_dtype == "fp8",
+        tp=scenario.tensor_parallel,
+        pp=scenario.pipeline_parallel,
+        dp=scenario.data_parallel,
+        dcp=scenario.decode_context_parallel,
+        max_context=longest,
+        batches=tuple(sorted({case.concurrency for case in cases})),
+        draft_tokens=scenario.draft_tokens,
+        acceptance=scenario.acceptance if prepared.dummy else None,
+        fp8_cache=scenario.kv_dtype == "fp8",
     )
 
 
