@@ -221,8 +221,10 @@ def test_layouts_want_as_many_gpus(served_model, monkeypatch):
     monkeypatch.setattr(compare_answers.gpus, "gpus", lambda: [None])
     app = typer.Typer()
     app.command()(compare_answers.main)
-    result = CliRunner().invoke(app, [str(served_model), "--layouts", "tp2"], env={"COLUMNS": "200"})
+    arguments = [str(served_model), "--layouts", "tp2", "--output", str(served_model / "out/answers.json")]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2 and "--layouts: wanted 2 GPUs, this machine shows 1" in result.output
+    assert not (served_model / "out").exists()
 
 
 LOGS = """

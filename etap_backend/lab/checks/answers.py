@@ -460,19 +460,21 @@ def main(
         raise typer.BadParameter(f"--modes: wanted some of {', '.join(asked.modes)}, got {', '.join(wrong)}")
     work = work or output.with_suffix("")
     try:
-        must_be_writable(output)
-        work.mkdir(parents=True, exist_ok=True)
         chosen = backends.split(",") if backends else list(asked.backends)
         chosen = with_cache(chosen, kv_cache_dtype) if kv_cache_dtype else chosen
         chosen = on_gpus(chosen, layouts.split(",")) if layouts else chosen
         must_have_gpus(max(Variant.parse(name).tp for name in chosen))
         several = read_scenario(scenario)
+        if (specific := getattr(several, engine)) is None:
+            raise ValueError(f"--scenario: wanted one with a table [{engine}], got {scenario}")
         deadline = Deadline(time.monotonic() + limit)
         run = Run(
             *(asked, model, work, chosen, wanted, cache_tokens, serve_flags or [], parallel, ready, deadline),
-            *(getattr(several, engine), several.environment),
+            *(specific, several.environment),
         )
         training = read_json(model / "training.json")
+        must_be_writable(output)
+        work.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
