@@ -3,15 +3,20 @@
 import copy
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+from fake_server import ANSWERING
+from typer.testing import CliRunner
 
 from etap_backend.lab.checks import answers as compare_answers
 from etap_backend.lab.checks import train_model, vllm_serve
 from etap_backend.lab.checks.agreement import answer_in
 from etap_backend.lab.checks.answers import ASKED, Variant
+from etap_backend.lab.provenance import Provenance
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.client import FailedRequest
 from etap_backend.lab.serving.engines import ENGINES, Answer, cache_lines
@@ -134,6 +139,94 @@ def test_variants_have_their_flags_environment_and_proof():
     assert etap.proof() in "x ETAP decodes: KV cache FP8 (e4m3), math float16" and etap.proof() != math.proof()
 
 
+def test_layouts_are_etaps_and_their_ranks_share_a_cache_of_as_many_tokens():
+    names = compare_answers.on_gpus(["FLASHMLA", "ETAP", "ETAP+fp8+math"], ["tp2", "dcp4"])
+    assert names[3:] == ["ETAP@tp2", "ETAP+fp8+math@tp2", "ETAP@dcp4", "ETAP+fp8+math@dcp4"]
+    assert Variant.parse(names[3]) == Variant("ETAP", tp=2)
+    assert Variant.parse(names[-1]) == Variant("ETAP", "fp8", True, tp=4, dcp=4)
+    for engine, sizes in (("vllm", ("100", "50")), ("sglang", ("6400", "3200"))):
+        for variant, size in zip((Variant("etap", tp=2), Variant("etap", tp=2, dcp=2)), sizes, strict=True):
+            assert size in ASKED[engine].flags("plain", 6400, variant)
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp0", "dp2", "tp2,", "TP2"])
+def test_what_is_no_layout_is_refused(text):
+    with pytest.raises(ValueError, match="--layouts: wanted some of tp2, dcp2 and the like, got"):
+        Variant.parse(f"ETAP@{text}")
+
+
+@pytest.mark.parametrize(
+    "one, other, judged",
+    [("ETAP@tp2", "FLASHMLA", True), ("ETAP@tp2", "ETAP", True), ("ETAP", "ETAP@tp2", False),
+     ("ETAP@dcp2", "ETAP@tp2", False), ("ETAP@tp2", "FLASHMLA@tp2", False), ("FLASHMLA@tp2", "FLASHMLA", False),
+     ("ETAP+fp8@tp2", "ETAP+fp8", True), ("ETAP+fp8@tp2", "ETAP", False), ("ETAP+fp8@tp2", "ETAP+fp8+math", False),
+     ("ETAP+fp8@tp2", "FLASHMLA", True), ("ETAP+fp8@tp2", "FLASHMLA+fp8", False)],
+)  # fmt: skip
+def test_who_is_judged_by_whom(one, other, judged):
+    assert compare_answers.judged_by(one, other) == judged
+
+
+@pytest.mark.parametrize("second", ["ETAP@tp2", "ETAP@dcp2"])
+def test_answers_of_several_gpus_must_equal_those_of_one(second):
+    assert failures(*records(wrong=2, second=second)) == []
+    assert len(failures(*records(wrong=3, second=second))) == 2
+    right, found = records()
+    found[second, "plain"] = records(wrong=3, logprob=-0.102)[1]["ETAP", "plain"]
+    texts = failures(right, found)
+    assert len(texts) == 8, "with the reference and with ETAP on one GPU: two stages, two kinds' perplexities"
+    assert sum("perplexity" in text for text in texts) == 4 and all(second in text for text in texts)
+
+
+@pytest.fixture
+def served_model(tmp_path, monkeypatch):
+    """A model's folder, and in vLLM's place a small HTTP server that gets vLLM's command line, on a machine of two."""
+
+    def entry(number):
+        prompt = [1000 + number, *range(2000, 2040)]
+        return {"prompt": prompt, "answer": [(sum(prompt) + step) % 1000 for step in range(4)]}
+
+    prompts = {kind: [entry(100 * k + number) for number in range(20)] for k, kind in enumerate(("recite", "recall"))}
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    (tmp_path / "training.json").write_text("{}")
+    program = tmp_path / "server.py"
+    program.write_text(ANSWERING)
+    vllm = type(ENGINES["vllm"])
+    command = vllm.server
+    monkeypatch.setattr(vllm, "server", lambda *of: [sys.executable, str(program), *command(*of)[1:]])
+    monkeypatch.setattr(compare_answers.gpus, "gpus", lambda: [None, None])
+    monkeypatch.setattr(compare_answers, "provenance", lambda *_, **__: Provenance.model_construct())
+    return tmp_path
+
+
+@pytest.mark.parametrize("fault", ["", "tp2", "dcp2"])
+def test_one_run_compares_one_gpu_and_both_layouts(served_model, monkeypatch, fault):
+    monkeypatch.setenv("FAULT", fault)
+    output = served_model / "answers.json"
+    arguments = [str(served_model), "--layouts", "tp2,dcp2", "--modes", "plain,mtp", "--output", str(output)]
+    app = typer.Typer()
+    app.command()(compare_answers.main)
+    result = CliRunner().invoke(app, [*arguments, "--backends", "FLASHMLA,ETAP"])
+    document = json.loads(output.read_text())
+    servers = ["FLASHMLA", "ETAP", "ETAP@tp2", "ETAP@dcp2"]
+    drafting = [f"{name} mtp" for name in servers[:3]]
+    assert list(document["servers"]) == [*(f"{name} plain" for name in servers), *drafting]
+    said = {name: Path(server["log"]).read_text() for name, server in document["servers"].items()}
+    for name, layout in (("ETAP plain", "tp1"), ("ETAP@tp2 mtp", "tp2"), ("ETAP@dcp2 plain", "dcp2")):
+        assert f"{layout} {'None' if layout == 'tp1' else '0'}" in said[name]
+    assert all(f"ETAP@{fault}" in text and "answers equal" in text for text in document["failures"])
+    assert bool(document["failures"]) == bool(fault) == bool(result.exit_code), result.output
+
+
+def test_layouts_want_as_many_gpus(served_model, monkeypatch):
+    monkeypatch.setattr(compare_answers.gpus, "gpus", lambda: [None])
+    app = typer.Typer()
+    app.command()(compare_answers.main)
+    arguments = [str(served_model), "--layouts", "tp2", "--output", str(served_model / "out/answers.json")]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and "--layouts: wanted 2 GPUs, this machine shows 1" in result.output
+    assert not (served_model / "out").exists()
+
+
 LOGS = """
 (Worker pid=7) INFO 11-21 07:52:04 [impl.py:107] ETAP decodes: KV cache FP8 (e4m3), math float16
 (EngineCore pid=5) INFO 11-21 07:53:04 [kv_cache_utils.py:2177] GPU KV cache size: 184,960 tokens
@@ -180,7 +273,8 @@ SIZES = {("vllm", True): "100", ("vllm", False): "100", ("sglang", True): "6400"
 @pytest.mark.parametrize("engine, mode", [(name, mode) for name, asked in ASKED.items() for mode in asked.modes])
 def test_commands_name_backend_and_small_cache(engine, mode):
     asked, backend = ASKED[engine], ASKED[engine].backends[1]
-    command = asked.engine.server("python", asked.serving(Path("model"), mode), backend, 8000, asked.flags(mode, 6400))
+    serving, flags = asked.serving(Path("model"), mode, Variant(backend)), asked.flags(mode, 6400, Variant(backend))
+    command = asked.engine.server("python", serving, backend, 8000, flags)
     assert backend in command and SIZES[engine, mode == "plain"] in command and "256" in command
     assert any("speculative" in part for part in command) == (mode != "plain")
     assert ("--logits-processors" in command) == (asked.forces and mode == "plain")

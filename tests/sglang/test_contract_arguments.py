@@ -1,5 +1,6 @@
 """What SGLang's own argument parser makes of the name etap, and what is refused there, before any weight is loaded."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -22,6 +23,9 @@ except ImportError:
 
 ETAP = ("--attention-backend", "etap")
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs/sglang"
+
+
+MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 
 
 @pytest.fixture
@@ -115,3 +119,29 @@ def test_unknown_name_is_refused_and_the_refusal_offers_etap(resolve, capsys):
     with pytest.raises(SystemExit):
         resolve("--attention-backend", "nosuch")
     assert "'etap'" in capsys.readouterr().err
+
+
+@pytest.fixture(params=["kimi-k2", "kimi-k3"])
+def kimi(request, tmp_path, monkeypatch):
+    """The folder of a whole Kimi model, of which only the config.json exists, on eight GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    shutil.copy(MODELS / f"{request.param}.json", tmp_path / "config.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+def test_kimis_attention_is_taken(resolve, kimi, cache):
+    view = resolve(*ETAP, "--tp-size", 8, "--kv-cache-dtype", cache, model=kimi)
+    assert (view.attention_backend, view.page_size, view.kv_cache_dtype) == ("etap", 64, cache)
+    assert not view.disable_radix_cache
+
+
+@pytest.mark.parametrize("kimi", ["kimi-k2"], indirect=True)
+def test_context_parallelism_of_kimi_k2(resolve, kimi):
+    assert resolve(*ETAP, "--tp-size", 8, "--dcp-size", 8, model=kimi).dcp_size == 8
+
+
+@pytest.mark.parametrize("kimi", ["kimi-k3"], indirect=True)
+def test_context_parallelism_of_kimi_k3_is_for_backends_that_sglang_names(resolve, kimi):
+    with pytest.raises(AssertionError, match="Kimi-K3 DCP must be .* got 'etap'"):
+        resolve(*ETAP, "--tp-size", 8, "--dcp-size", 8, model=kimi)

@@ -172,14 +172,14 @@ class Problem:
         assert error <= 2 * (plain.double() - exact).pow(2).mean().sqrt(), error
 
 
-def make_layer(heads=HEADS):
-    return RadixAttention(heads, LATENT + ROPE, SCALE, num_kv_heads=1, layer_id=0, v_head_dim=LATENT)
+def make_layer(heads=HEADS, layer_id=0):
+    return RadixAttention(heads, LATENT + ROPE, SCALE, num_kv_heads=1, layer_id=layer_id, v_head_dim=LATENT)
 
 
-def attend(backend, problem, batch, *, split=True, save=True):
+def attend(backend, problem, batch, *, split=True, save=True, layer_id=0):
     """One layer, called as SGLang's MLA models call it."""
     k, k_rope = problem.new_rows.unsqueeze(1).split([LATENT, ROPE], dim=-1)
-    layer = make_layer(problem.q.shape[1])
+    layer = make_layer(problem.q.shape[1], layer_id)
     with forward_context(ForwardContext(attn_backend=backend)):
         if split:
             keys = (k, k) if save else (None, None)
@@ -213,6 +213,30 @@ def test_decodes_as_exactly_as_torch(make, lengths, options, split):
     batch = problem.batch()
     backend.init_forward_metadata(batch)
     problem.check(attend(backend, problem, batch, split=split))
+
+
+@pytest.mark.parametrize("heads", [8, 12], ids=["Kimi-K2 on 8 ranks", "Kimi-K3 on 8 ranks"])
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
+def test_other_numbers_of_heads(make, heads, mode):
+    runner, backend = make(heads=heads, mode=mode)
+    problem = Problem(runner, [70, 200], s_q=1 if mode.is_decode() else DRAFTS)
+    batch = problem.batch(mode, seq_lens=None if mode.is_decode() else [length - DRAFTS for length in problem.lengths])
+    backend.init_forward_metadata(batch)
+    problem.check(attend(backend, problem, batch))
+
+
+def test_the_pool_of_a_model_with_linear_attention_besides(make):
+    """Kimi-K3's has rows for its 24 layers with latent attention only, and knows them by the model's numbers."""
+    runner, _ = make(heads=12)
+    problem, rows = Problem(runner, LENGTHS), runner.token_to_kv_pool
+    runner.token_to_kv_pool = memory_pool.HybridLinearKVPool(
+        size=rows.size, dtype=rows.dtype, page_size=PAGE, head_num=1, head_dim=LATENT + ROPE, device="cpu",
+        full_attention_layer_ids=[3], mamba_pool=None, use_mla=True, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE,
+        full_kv_pool=rows,
+    )  # fmt: skip
+    backend, batch = ATTENTION_BACKENDS["etap"](runner), problem.batch()
+    backend.init_forward_metadata(batch)
+    problem.check(attend(backend, problem, batch, layer_id=3))
 
 
 def test_it_is_a_flashmla_backend_that_needs_no_lengths_on_the_host(make):

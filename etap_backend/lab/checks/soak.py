@@ -502,7 +502,7 @@ def soaked(
     try:
         with served(
             engine,
-            asked.serving(model, mode),
+            asked.serving(model, mode, variant),
             variant.backend,
             flags,
             log=log,
@@ -572,7 +572,7 @@ def main(
         *(seconds, concurrency, timeout, context, abort_share, stream_share, probe_every, sample_every),
         *(wave_every, write_every, host_growth, gpu_growth, seed),
     )
-    flags = [*asked.flags(mode, cache_tokens), *variant.flags, asked.engine.memory_share, str(memory_share)]
+    flags = [*asked.flags(mode, cache_tokens, variant), *variant.flags, asked.engine.memory_share, str(memory_share)]
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
     document = {"what": f"soak, {engine}"} | about.model_dump() | {"model": training, "mode": mode}
     document |= {"backend": variant.backend, "settings": asdict(settings)}
