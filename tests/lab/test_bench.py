@@ -632,8 +632,8 @@ def other_tree(tmp_path, library) -> Path:
         (tree / "lib" / library.name).rename(tree / "lib" / "libetap_backend.so")
     executor = tree / "executor.py"
     text = executor.read_text()
-    assert text.count("torch.where(rounded_sum > 0, ot / rounded_sum, 0.0)") == 1
-    executor.write_text(text.replace("ot / rounded_sum", "2 * ot / rounded_sum"))
+    assert text.count("torch.where(divisor > 0, ot / divisor, 0.0)") == 1
+    executor.write_text(text.replace("ot / divisor", "2 * ot / divisor"))
     return tree
 
 
