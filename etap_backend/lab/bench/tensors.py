@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import torch
@@ -28,7 +29,7 @@ def copies_of(workload: Workload) -> int:
     return max(1, min(MOST_COPIES, most, -(-int(ROTATED_BYTES) // workload.kv_bytes)))
 
 
-class Pool:
+class Pool(ABC):
     """One buffer of random cache pages for all rows of a run, and what rows have of it."""
 
     def __init__(self, pages: int):
@@ -46,28 +47,29 @@ class Pool:
             self._others[dtype] = pages
         return self._others[dtype]
 
+    @abstractmethod
     def converted(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         """These bfloat16 pages in another type."""
-        raise NotImplementedError
 
+    @abstractmethod
     def cache_dtype(self, workload: Workload, provider: Provider) -> torch.dtype:
         """The type of the cache that a kernel of a row is given."""
-        raise NotImplementedError
 
+    @abstractmethod
     def inputs(self, workload: Workload, num_sms: int | None) -> Inputs | SparseInputs:
-        raise NotImplementedError
+        """What every kernel of a row is given."""
 
     def with_cache(self, inputs: Inputs | SparseInputs, dtype: torch.dtype) -> Inputs | SparseInputs:
         """These inputs beside a cache of that type."""
         return replace(inputs, kv_dtype=dtype)
 
+    @abstractmethod
     def copies(self, workload: Workload, dtype: torch.dtype) -> list[Copy]:
         """What calls take in turns, the same for every kernel."""
-        raise NotImplementedError
 
+    @abstractmethod
     def truth(self, inputs: Inputs | SparseInputs, copy: Copy) -> Tensor:
         """The output in float64 on what the cache stands for."""
-        raise NotImplementedError
 
 
 class DensePool(Pool):
