@@ -117,7 +117,10 @@ class Shape(Strict):
 
 
 class SparseShape(Shape):
-    """Of a sparse call: each of `batch` query tokens is a request of its own that attends to `length` gathered rows."""
+    """Of a sparse call: each of `batch` query tokens is a request of its own that attends to `length` gathered rows.
+
+    `tokens` counts the rows of all lists, `bytes` those of different rows.
+    """
 
     context: int  # rows of the cache that the lists are drawn from
 
