@@ -14,6 +14,7 @@ constexpr int kRopeDim = 64;      // columns of K behind the latent
 constexpr int kHeadDim = kLatentDim + kRopeDim;
 constexpr int kMinRowTile = 8;    // query rows (tokens x heads) that one CTA computes: 8, 16, 32 or 64
 constexpr int kMaxRowTile = 64;
+constexpr int kSparseFp8Rows = 32;  // the most beside listed FP8 rows
 
 // The tiles one partition decodes: [begin, end) in (request, tile) order.
 struct WorkRange {
@@ -66,7 +67,8 @@ struct DecodeParams {
   int32_t heads;
   int32_t rows;        // s_q * heads
   int32_t row_tile;    // 8, 16, 32 or 64
-  int32_t row_groups;  // ceil(rows / 64)
+  int32_t row_groups;  // ceil(rows / group_rows)
+  int32_t group_rows;  // 64, or 32 in sparse attention over FP8 rows
   int32_t partitions;
   cutlass::FastDivmod tiles_per_page;
   float scale_log2;  // softmax scale * log2(e)
@@ -78,6 +80,12 @@ struct DecodeParams {
   bool float16_out;
   bool rows_on_lanes;  // partial_out lies as O = P·V leaves it: see combine.cu
   bool paired_dims;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
+  // Sparse attention alone, where each query token is a request of its own and the work is divided by shapes alone: see
+  // decode/even_split.h. No work_ranges, split_offsets and block_table there; seq_lens may be null: list_length each.
+  int32_t list_length;      // entries of a token's list of cache rows
+  int32_t list_tiles;       // that it takes; 0: the schedule divides the work
+  int32_t partition_tiles;  // that a partition decodes
+  const float* sinks;       // [heads], null: none; natural logarithms
 };
 
 // The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,

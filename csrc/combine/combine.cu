@@ -7,6 +7,8 @@
 
 #include "common/ptx.cuh"
 #include "common/warp.cuh"
+#include "decode/even_split.h"
+#include "decode/sinks.cuh"
 
 namespace etap {
 namespace {
@@ -52,13 +54,24 @@ struct Totals {
   }
 };
 
+// What attention sinks leave of a lane's two rows' scale. The rows are a token's heads.
+template <bool kOneRow>
+__device__ __forceinline__ float2 beside_sinks(const DecodeParams& params, const Totals& totals, int first_row, float2 scale) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int low = first_row + (kOneRow ? lane / 4 : lane % 4 * 2), high = kOneRow ? low : low + 1;
+  if (low < params.rows) scale.x *= beside_sink(params.sinks[low], totals.reference.x + log2f(totals.sum.x));
+  if (high < params.rows) scale.y *= beside_sink(params.sinks[high], totals.reference.y + log2f(totals.sum.y));
+  return scale;
+}
+
 // Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
 template <class Element, bool kOneRow>
 __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request,
                                            int first_row, int dim) {
   const int lane = threadIdx.x % kWarpSize;
-  const float2 scale = {totals.sum.x == 0.0f ? 0.0f : 1.0f / totals.sum.x,
+  float2 scale = {totals.sum.x == 0.0f ? 0.0f : 1.0f / totals.sum.x,
                         totals.sum.y == 0.0f ? 0.0f : 1.0f / totals.sum.y};
+  if (params.sinks != nullptr) scale = beside_sinks<kOneRow>(params, totals, first_row, scale);
   uint32_t low = pack<Element>(sum.value.x * scale.x, sum.value.y * scale.y);
   uint32_t high = pack<Element>(sum.value.z * scale.x, sum.value.w * scale.y);
   if constexpr (!kOneRow) {
@@ -163,7 +176,8 @@ struct Shares {
   }
 };
 
-// A split request as the list has it; request < 0: the list has ended.
+// A split request as the schedule's list has it, whose end has request -1; or, where the work is divided evenly, of a token
+// that may be split, which has request -1 when it is not.
 struct Entry {
   int request = -1;
   int slot = 0;
@@ -171,7 +185,14 @@ struct Entry {
 
   Entry() = default;
   __device__ __forceinline__ Entry(const DecodeParams& params, int i) {
-    if (i < min(params.batch, params.partitions)) {
+    if (params.list_tiles > 0) {
+      const EvenSplit split(params);
+      const int token = split.candidate(i);
+      if (i >= split.candidates(params.batch) || split.pieces(token) == 1) return;
+      request = token;
+      slot = split.first_slot(token);
+      splits = split.pieces(token);
+    } else if (i < min(params.batch, params.partitions)) {
       const WorkRange& row = params.work_ranges[i];
       request = row.split_request;
       slot = row.split_slot;
@@ -200,7 +221,7 @@ struct Block {
     const unsigned rows = blockIdx.x * kTasks / (kSliceWarps * kSlices);
     const unsigned group = rows / blocks_per_group;
     const unsigned row_block = rows % blocks_per_group;
-    first_row = anew(group * kMaxRowTile + row_block * 8);
+    first_row = anew(group * params.group_rows + row_block * 8);
     first_dim = anew(slice * 64 + quarter * 16);
     slice_stride = anew(blocks_per_group * kBlockVectors);
     const unsigned vectors = ((group * kSlices + slice) * blocks_per_group + row_block) * kBlockVectors;
@@ -303,7 +324,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm 
     // the order). Reading it behind the wait would be as right, and later.
     if (!waited) cudaGridDependencySynchronize();
     waited = true;
-    if (entries[0].request < 0) return;
+    if (entries[0].request < 0 && (params.list_tiles == 0 || i >= EvenSplit(params).candidates(params.batch))) return;
     // In which way a request is summed follows from its own splits, as its bits do.
     if constexpr (kTasks > 1) block.sum_alone(entries);
     if (block.most_splits(entries) <= kAlone) continue;

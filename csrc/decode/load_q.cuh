@@ -39,7 +39,7 @@ template <class T>
 __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared, const DecodeParams& params,
                                                int partition, int row_group) {
   using Element = typename T::Element;
-  constexpr int kWarps = kQueryProducerThreads / kWarpSize;
+  constexpr int kWarps = T::kGathered ? 1 : kQueryProducerThreads / kWarpSize;  // the others gather the cache's rows
   constexpr int kUnitElements = kUnitBytes / sizeof(Element);
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitElements;
   constexpr int kChunkBytes = sizeof(typename T::QueryChunk);
@@ -49,7 +49,7 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
   const int first_token = (row_group * kMaxRowTile + warp) / params.heads;
   const int first_head = row_group * kMaxRowTile + warp - first_token * params.heads;
   RingPosition<1> at;
-  PieceWalk walk(params, partition);
+  typename T::Walk walk(params, partition);
   while (!walk.done()) {
     const int64_t request = walk.request();
     const auto* q = static_cast<const Element*>(params.q) + request * params.q_stride_batch + lane * kUnitElements;
