@@ -65,6 +65,13 @@ struct Consumer {
     start_scores<T, T::kFirstScores, T::kStagesPerTile>(shared, at, i, s);
     finish_scores<T>(s);
 
+    // The next tile's mask may take this one's place as soon as rope's stage is given back.
+    [[maybe_unused]] sparse::TileMask valid;
+    if constexpr (T::kGathered) {
+      valid = shared.valid[at.stage];
+      __syncwarp();
+    }
+
     // Release rope's stage, which no value dims are in, and the queries.
     if (threadIdx.x % kWarpSize == 0) {
       shared.keys.release(at);
@@ -73,7 +80,7 @@ struct Consumer {
 
     // Softmax.
     if constexpr (T::kGathered) {
-      sparse::hide_invalid<T>(shared.valid[at.stage], s);
+      sparse::hide_invalid<T>(valid, s);
     } else if ((tile + 1) * kTileTokens > piece.seq_len - params.s_q + 1) {
       mask_scores<T>(state, tile, s);
     }
