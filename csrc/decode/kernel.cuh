@@ -40,7 +40,7 @@
 
 namespace etap {
 
-// Arrivals that fill a stage of keys, and the queries where TMA does not bring them.
+// Arrivals that fill a stage of keys, and signals that grant it; arrivals that fill the queries where TMA does not bring them.
 template <class T>
 constexpr int key_arrivals() {
   if constexpr (T::kGathered) return T::kGatherWarps;
@@ -90,7 +90,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     }
     shared.keys.init(threadIdx.x, key_arrivals<T>(), T::kStageReleases);
     shared.queries.init(threadIdx.x, query_maps.usable ? 1 : query_arrivals<T>(), kConsumerWarps);
-    shared.init_grants();
+    shared.init_grants(key_arrivals<T>());
     cutlass::arch::fence_barrier_init();
   }
   ETAP_MARKED(launch_meeting, __syncthreads());

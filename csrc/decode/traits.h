@@ -52,7 +52,7 @@ constexpr bool are_traits() {
   static_assert(T::kGathered || sizeof(typename T::CacheMaps) % sizeof(CUtensorMap) == 0);
   // The pieces of a partition.
   static_assert(sizeof(typename T::Walk) > 0);
-  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries, init_grants().
+  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries, init_grants(signals).
   static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
   // Consumer::run(shared, params, partition, row group, warpgroup) decodes the partition.
   static_assert(sizeof(typename T::Consumer) > 0);

@@ -26,7 +26,7 @@ struct SharedMemory {
   Ring<T::kStages> keys;
   Ring<1> queries;
 
-  __device__ __forceinline__ void init_grants() {}
+  __device__ __forceinline__ void init_grants(int) {}
 };
 
 template <class Element_>

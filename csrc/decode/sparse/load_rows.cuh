@@ -164,19 +164,20 @@ __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, con
         ETAP_MARKED(rows_commit, shared.keys.commit(at));
         if constexpr (T::kGrantsTiles) {
           const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
-          if (stage == 0 && warp == 0) shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);
+          if (stage == 0) shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);
         }
       }
     }
     if constexpr (T::kGrantsTiles) {
-      // Stages lent to the consumers for merging their halves: granted, not filled.
+      // Stages lent to the consumers for merging their halves: granted, not filled. Nobody waits for them to be full, so that
+      // the grant must tell that all warps have passed them: one that has not would count in the stages' next round.
       for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
         shared.keys.acquire(at);
         if (lane == 0) shared.keys.commit(at);
       }
       even += (piece.tiles() + 1) / kConsumerGroups;
       odd += piece.tiles() / kConsumerGroups;
-      if (lane == 0 && warp == 0) {
+      if (lane == 0) {
         shared.granted[0].signal(even);
         shared.granted[1].signal(odd);
       }

@@ -66,8 +66,8 @@ struct SharedMemory {
   Ring<1> queries;
   Turns<kTurns> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
-  __device__ __forceinline__ void init_grants() {
-    if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init();
+  __device__ __forceinline__ void init_grants(int signals) {
+    if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);
   }
   __device__ __forceinline__ float& maximum(int group, int warp, int column) {
     return maxima[(group * kWarpsPerGroup + warp) * T::kScoreColumns + column];

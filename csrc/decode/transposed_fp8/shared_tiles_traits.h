@@ -34,8 +34,8 @@ struct SharedTilesMemory {
 
   Turns<kTurns> granted[kConsumerGroups];
 
-  __device__ __forceinline__ void init_grants() {
-    if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init();
+  __device__ __forceinline__ void init_grants(int signals) {
+    if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);
   }
   // Each warp's column maxima of one tile: only the place of the sums is left for them.
   __device__ __forceinline__ float& maximum(int group, int warp, int column) {
