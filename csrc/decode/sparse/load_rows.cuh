@@ -147,7 +147,7 @@ __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, con
       const WarpRows rows(fetcher.next(tile), cache.data);
 #pragma unroll 1
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
-        shared.keys.acquire(at);
+        ETAP_MARKED(rows_room, shared.keys.acquire(at));
         if (stage == 0 && lane * T::kGatherWarps + warp < kTileTokens / 4) {
           shared.valid[at.stage].fours[lane * T::kGatherWarps + warp] = rows.valid >> (lane * 4) & 15;
         }
@@ -158,13 +158,15 @@ __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, con
           copy_chunks<T>(rows, warp, T::first_chunk(stage, i), target);
         }
         // The stage is full when the copies of all lanes are there, which each of them counts, and the warps say so.
-        cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at));
+        ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at)));
         __syncwarp();
         if (lane != 0) continue;
         ETAP_MARKED(rows_commit, shared.keys.commit(at));
         if constexpr (T::kGrantsTiles) {
           const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
-          if (stage == 0) shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);
+          if (stage == 0) {
+            ETAP_MARKED(rows_grant, shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups));
+          }
         }
       }
     }
@@ -172,8 +174,8 @@ __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, con
       // Stages lent to the consumers for merging their halves: granted, not filled. Nobody waits for them to be full, so that
       // the grant must tell that all warps have passed them: one that has not would count in the stages' next round.
       for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
-        shared.keys.acquire(at);
-        if (lane == 0) shared.keys.commit(at);
+        ETAP_MARKED(lent_room, shared.keys.acquire(at));
+        if (lane == 0) ETAP_MARKED(lent_commit, shared.keys.commit(at));
       }
       even += (piece.tiles() + 1) / kConsumerGroups;
       odd += piece.tiles() / kConsumerGroups;

@@ -37,13 +37,13 @@ struct Consumer {
       cute::clear(ot);
       for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
         if (i % kConsumerGroups != group) continue;
-        shared.granted[group].wait(grants_taken++);
+        ETAP_MARKED(tile_grant, shared.granted[group].wait(grants_taken++));
         const int mine = i / kConsumerGroups;
         consumer.consume_tile(mine == 0, keys,
                               probabilities + mine % T::kProbabilityBuffers * kScales * T::kScaledBytes);
       }
       softmax.finish();
-      shared.granted[group].wait(grants_taken++);
+      ETAP_MARKED(merge_grant, shared.granted[group].wait(grants_taken++));
       transposed::merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
       keys.advance(kConsumerGroups * T::kMergeStages);
     }
@@ -53,7 +53,7 @@ struct Consumer {
   __device__ __forceinline__ void consume_tile(bool first, RingPosition<T::kStages> at, char* probabilities) {
     const int group = softmax.group;
     // Wait for K, S^T.
-    shared.keys.wait(at);
+    ETAP_MARKED(rows_wait, shared.keys.wait(at));
     const char* tile = shared.ring + at.stage * T::kStageBytes;
     transposed::ScoreFragment<T> st;
     const auto scales = TokenScales::read<T>(tile);
@@ -61,7 +61,7 @@ struct Consumer {
     sparse::hide_invalid<T>(shared.valid[at.stage], st);
 
     // Softmax. Where P^T has one buffer, meeting before its first store tells that no product of the last tile reads it.
-    if (T::kProbabilityBuffers == 1) event::scores_read(group).sync();
+    if constexpr (T::kProbabilityBuffers == 1) ETAP_MARKED(products_meeting, event::scores_read(group).sync());
     bool renew = first;
     if (!renew) {
       const bool exceeds = softmax.exponentiate(st);

@@ -46,8 +46,8 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
     if (has_rope) *reinterpret_cast<uint4*>(rope_chunk + operand_unit<T>(row, lane)) = rope;
     if (lane == 0) shared.score_scales[row] = params.scale_log2 * transposed_fp8::power_of_two(-exponent);
   }
-  cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
-  event::queries_written().meet();
+  ETAP_MARKED(queries_fence, cutlass::arch::fence_view_async_shared());  // these writes, for WGMMA
+  ETAP_MARKED(queries_meeting, event::queries_written().meet());
 }
 
 }  // namespace etap::sparse_fp8
