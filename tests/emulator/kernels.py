@@ -34,11 +34,13 @@ SOURCES = {  # those that compile for longest first
     **{name: CSRC / "decode" / "instantiations" / f"{name}.cu" for name in DECODES},
     "products": HERE / "products.cu",
     "marked": HERE / "marked.cu",
+    "marked_sparse": HERE / "marked_sparse.cu",
     "schedule": CSRC / "schedule" / "schedule.cu",
     "combine": CSRC / "combine" / "combine.cu",
 }
 SHIPPED = (*DECODES, "combine")  # the kernels of a call
 MARKED = ("marked", "combine")  # those in which faults are planted
+MARKED_SPARSE = ("marked_sparse", "combine")
 CACHE = ROOT / "build" / "ptx"
 
 SCHEDULE_THREADS = 256

@@ -141,7 +141,7 @@ def build(case: Case) -> Problem:
     tensors = dict(q=q, q_rope=q_rope, kv_cache=pages, **lists)
     tensors["sinks"] = torch.randn(case.heads, generator=generator) * 4 if case.sinks else None
     if case.sinks:
-        tensors["sinks"][:2] = torch.tensor([math.inf, -math.inf])
+        tensors["sinks"][-2:] = torch.tensor([math.inf, -math.inf])[-case.heads :]
     tensors["workspace"] = torch.full((2 * case.partitions * row_groups * piece_floats,), math.nan)
     tensors["out"] = torch.empty(case.tokens, case.heads, LATENT, dtype=torch.bfloat16)
     tensors["lse"] = torch.empty(case.tokens, case.heads)
