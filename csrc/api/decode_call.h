@@ -212,7 +212,6 @@ inline DecodeParams decode_params(const DecodeCall& call) {
       .rows = int32_t(call.s_q() * call.heads()),
       .row_tile = shape.row_tile,
       .row_groups = shape.row_groups,
-      .group_rows = shape.group_rows,
       .partitions = int32_t(call.partitions),
       .tiles_per_page = int32_t(call.kv_cache.size(1) / kTileTokens),
       .scale_log2 = float(call.softmax_scale * kLog2E),

@@ -149,7 +149,6 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .rows = int32_t(call.heads()),
       .row_tile = shape.row_tile,
       .row_groups = shape.row_groups,
-      .group_rows = shape.group_rows,
       // Those that have tiles.
       .partitions = int32_t((tiles + call.partition_tiles() - 1) / call.partition_tiles()),
       .tiles_per_page = 1,
@@ -158,6 +157,7 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .float16_out = false,
       .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor,
       .paired_dims = shape.kernel == DecodeKernelKind::kSparseFp8,
+      .group_rows = shape.group_rows,
       .list_length = int32_t(std::min<int64_t>(call.indices.size(1), INT32_MAX)),
       .list_tiles = int32_t(call.list_tiles()),
       .partition_tiles = int32_t(call.partition_tiles()),
