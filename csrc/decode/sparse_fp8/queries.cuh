@@ -36,7 +36,8 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
       CUTE_UNROLL
       for (float value : unit.values) largest = max(largest, __float_as_uint(fabsf(value)));
     }
-    const int exponent = transposed_fp8::scale_exponent<T>(__reduce_max_sync(0xffffffff, largest));
+    // Near 1: products are multiplied with the tokens' scales first, which may be large.
+    const int exponent = transposed_fp8::scale_exponent<T, 0>(__reduce_max_sync(0xffffffff, largest));
     CUTE_UNROLL
     for (int u = 0; u < kLatentUnits; ++u) {
       transposed_fp8::write_unit<T, typename T::ScoreElement>(shared.query, row, u * kWarpSize + lane, units[u],
