@@ -18,7 +18,7 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
   const auto* q = static_cast<const cutlass::bfloat16_t*>(params.q) + request * params.q_stride_batch + lane * kUnitColumns;
   const auto* q_rope =
       static_cast<const cutlass::bfloat16_t*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitColumns;
-  const bool has_rope = lane < kRopeDim / kUnitColumns;
+  const bool has_rope = lane < kRopeDim / kUnitColumns;  // of this lane
 #pragma unroll 2
   for (int row = threadIdx.x / kWarpSize; row < T::kRowTile; row += kConsumerWarps) {
     const int head = row_group * T::kGroupRows + row;
@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
     for (int u = 0; u < kLatentUnits; ++u) {
       if (exists) units[u] = transposed_fp8::read_unit(q + head * params.q_stride_head + u * kWarpSize * kUnitColumns);
     }
-    if (exists && has_rope) rope = *reinterpret_cast<const uint4*>(q_rope + head * params.q_rope_stride_head);
+    if (exists && has_rope && params.q_rope != nullptr) rope = *reinterpret_cast<const uint4*>(q_rope + head * params.q_rope_stride_head);
     uint32_t largest = 0;
     CUTE_UNROLL
     for (const auto& unit : units) {
