@@ -241,8 +241,48 @@ class Guarded:
         assert bool((after == 7).all()), f"{name}: bytes behind it were written"
 
 
-class Runner:
-    """Schedule, workspace and outputs of one problem, all guarded and poisoned before every run."""
+class GuardedCall:
+    """A call whose workspace and outputs are guarded, and poisoned before every run."""
+
+    workspace: Guarded
+    out: Guarded
+    lse: Guarded
+
+    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the call once, on these buffers."""
+        raise NotImplementedError
+
+    def poison(self, value: float = torch.nan) -> None:
+        for guarded in (self.workspace, self.out, self.lse):
+            guarded.poison(value)
+
+    def run(self, poison: float = torch.nan) -> tuple[torch.Tensor, torch.Tensor]:
+        self.poison(poison)
+        out, lse = self.call()
+        assert out.data_ptr() == self.out.tensor.data_ptr() and lse.data_ptr() == self.lse.tensor.data_ptr()
+        return out, lse
+
+    def check_guards(self) -> None:
+        self.out.check("out")
+        self.lse.check("lse")
+        self.workspace.check("workspace")
+
+    def differences(self, first: list[torch.Tensor], poisons: tuple[float, ...]) -> list[str]:
+        """What is wrong with further runs, one on buffers of each poison: other bits than the first, broken guards."""
+        found = []
+        for run, poison in enumerate(poisons, start=2):
+            for name, result, before in zip(("out", "lse"), self.run(poison), first, strict=True):
+                if not torch.equal(result.view(torch.uint8), before.view(torch.uint8)):
+                    found.append(f"{name}: run {run} gave other bits than run 1")
+        try:
+            self.check_guards()
+        except AssertionError as error:
+            found.append(str(error))
+        return found
+
+
+class Runner(GuardedCall):
+    """Schedule, workspace and outputs of one problem."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -259,17 +299,8 @@ class Runner:
     def build(self) -> BuiltSchedule:
         return self.schedule.build(self.problem.seq_lens, self.problem.case.s_q)
 
-    def run(self, poison: float = torch.nan) -> tuple[torch.Tensor, torch.Tensor]:
-        for guarded in (self.workspace, self.out, self.lse):
-            guarded.poison(poison)
-        out, lse = decode(self.problem, self.build(), out=self.out.tensor, lse=self.lse.tensor)
-        assert out.data_ptr() == self.out.tensor.data_ptr() and lse.data_ptr() == self.lse.tensor.data_ptr()
-        return out, lse
-
-    def check_guards(self):
-        self.out.check("out")
-        self.lse.check("lse")
-        self.workspace.check("workspace")
+    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return decode(self.problem, self.build(), out=self.out.tensor, lse=self.lse.tensor)
 
 
 def decode(problem: Problem, schedule: BuiltSchedule, **outputs) -> tuple[torch.Tensor, torch.Tensor]:

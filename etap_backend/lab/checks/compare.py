@@ -180,6 +180,8 @@ class Measure:
 
     def worst(self) -> tuple[float, float]:
         """The largest share of its limit that a request has, and that request's value; 0 and 0 where all are 0."""
+        if not len(self.got):
+            return 0.0, 0.0
         share = torch.where(self.limit > 0, self.got / self.limit, 0).nan_to_num(torch.inf)
         request = int(share.argmax())
         return share[request].item(), self.got[request].item()

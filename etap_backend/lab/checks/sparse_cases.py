@@ -9,7 +9,7 @@ graph that was recorded with one case may be replayed with another.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -22,10 +22,12 @@ from etap_backend.lab.checks.cases import (
     LATENT,
     SOFTMAX_SCALE,
     Guarded,
+    GuardedCall,
     draw,
     lay_out_queries,
     poison,
 )
+from etap_backend.sparse import CPU_SMS
 from etap_backend.support import SCALE_DIM, SCALES, SPARSE_FP8_ROW_BYTES
 
 CACHES = ("bf16", "fp8", "fp8 as e4m3")
@@ -103,12 +105,6 @@ class SparseProblem:
         """What says which rows a token attends to, as the reference takes it beside the cache."""
         names = ("indices", "block_table", "request_ids", "valid_counts")
         return {name: getattr(self, name) for name in names}
-
-
-def on_device(problem: SparseProblem, device: str) -> SparseProblem:
-    """The problem with its tensors copied to a device, with other strides."""
-    tensors = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name != "case"}
-    return SparseProblem(problem.case, **{name: x if x is None else x.to(device) for name, x in tensors.items()})
 
 
 def build(case: SparseCase, device: str) -> SparseProblem:
@@ -321,38 +317,45 @@ def _fp8_rows(case: SparseCase, values: torch.Tensor, device: str) -> torch.Tens
     return torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in stored], dim=1)
 
 
-class SparseRunner:
-    """Workspace and outputs of one problem, all guarded and poisoned before every run."""
+class SparseRunner(GuardedCall):
+    """Workspace and outputs of one problem."""
 
     def __init__(self, problem: SparseProblem):
         self.problem = problem
         case, device = problem.case, problem.q.device
-        self.num_sms = case.num_sms or (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 132
-        )
-        floats = sparse_workspace_floats(max(1, case.heads), case.fp8, self.num_sms)
+        on_gpu = device.type == "cuda"
+        sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else CPU_SMS
+        floats = sparse_workspace_floats(max(1, case.heads), case.fp8, case.num_sms or sms)
         self.workspace = Guarded((floats,), torch.float32, device)
         self.out = Guarded((case.tokens, case.heads, LATENT), torch.bfloat16, device)
         self.lse = Guarded((case.tokens, case.heads), torch.float32, device)
-
-    def poison(self, value: float = torch.nan) -> None:
-        for guarded in (self.workspace, self.out, self.lse):
-            guarded.poison(value)
 
     def call(self) -> tuple[torch.Tensor, torch.Tensor]:
         buffers = {"workspace": self.workspace.tensor, "out": self.out.tensor, "lse": self.lse.tensor}
         return decode(self.problem, num_sms=self.problem.case.num_sms, **buffers)
 
-    def run(self, poison: float = torch.nan) -> tuple[torch.Tensor, torch.Tensor]:
-        self.poison(poison)
-        out, lse = self.call()
-        assert out.data_ptr() == self.out.tensor.data_ptr() and lse.data_ptr() == self.lse.tensor.data_ptr()
-        return out, lse
 
-    def check_guards(self) -> None:
-        self.out.check("out")
-        self.lse.check("lse")
-        self.workspace.check("workspace")
+class RecordedCall:
+    """A CUDA graph of a problem's call, and replays of it with other problems of the same shapes."""
+
+    def __init__(self, problem: SparseProblem):
+        tensors = {name: value.clone() for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
+        self.static = replace(problem, **tensors)
+        self.runner = SparseRunner(self.static)
+        self.runner.run()  # as engines do, so that nothing is loaded while recording
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.runner.call()
+
+    def replay(self, problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs of the graph with another problem's tensors, in buffers that were poisoned."""
+        self.runner.poison()
+        for name, value in vars(self.static).items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(getattr(problem, name))
+        self.graph.replay()
+        return self.runner.out.tensor, self.runner.lse.tensor
 
 
 def decode(problem: SparseProblem, **more) -> tuple[torch.Tensor, torch.Tensor]:
