@@ -144,7 +144,7 @@ def remarks(on: Deployment, plan: Plan) -> list[str]:
     if beside := plan.beside_bf16:
         one, other = (beside.bf16.call_us / kernel.call_us for kernel in (plan.etap, beside.fp8_math))
         lines.append(
-            f"Against its own bfloat16 cache {one:.2f}x a call, {other:.2f}x with FP8 math (ETAP_FP8_MATH=1). Calls "
+            f"Against its own bfloat16 cache {one:.2f}x a call, {other:.2f}x with FP8 math. Calls "
             "are fitted to bfloat16 caches; those with FP8 ones from 65 us on were within 15% of it."
         )
     if plan.rest_status == "derived":
