@@ -78,8 +78,9 @@ def misfits(ours: type, newer: Iterable[str] = ()) -> list[str]:
             found += [] if name.startswith("_") or name in newer else [target]
         elif inspect.isroutine(value):
             mine, theirs = (inspect.signature(getattr(cls, name)).parameters for cls in (ours, base))
-            more = [key for key, one in theirs.items() if key not in mine and one.kind is not one.VAR_KEYWORD]
-            found += [f"{target}: new parameters {', '.join(more)}"] if more else []
+            more = ", ".join(key for key, one in theirs.items() if key not in mine and one.kind is not one.VAR_KEYWORD)
+            takes_all = any(one.kind is one.VAR_KEYWORD for one in mine.values())
+            found += [f"{target}: new parameters {more}"] if more and not takes_all else []
     return found
 
 
