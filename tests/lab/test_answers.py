@@ -128,14 +128,17 @@ def test_another_backends_fp8_cache_is_reported_and_not_judged():
     assert failures(right, found) == []
 
 
-def test_variants_have_their_flags_environment_and_proof():
+def test_variants_have_their_names_flags_and_proof():
     names = compare_answers.with_cache(["FLASHMLA", "ETAP", "TRITON_MLA"], "fp8")
     assert names == ["FLASHMLA", "ETAP+fp8", "ETAP+fp8+math", "FLASHMLA+fp8"]
     plain, etap, math, other = map(Variant.parse, names)
     assert plain == Variant("FLASHMLA") and etap == Variant("ETAP", "fp8") and math == Variant("ETAP", "fp8", True)
-    assert plain.flags == ["--kv-cache-dtype", "auto"] and plain.environment == {"ETAP_FP8_MATH": "0"}
-    assert etap.flags == ["--kv-cache-dtype", "fp8"] and plain.proof() == other.proof() == ""
-    assert etap.environment == {"ETAP_FP8_MATH": "0"} and math.environment == {"ETAP_FP8_MATH": "1"}
+    vllm, sglang = (ASKED[name].engine for name in ("vllm", "sglang"))
+    assert plain.asked_of(vllm) == plain.asked_of(sglang) == ("FLASHMLA", ["--kv-cache-dtype", "auto"])
+    fp8 = ["--kv-cache-dtype", "fp8"]
+    assert etap.asked_of(vllm) == ("ETAP", fp8) and plain.proof() == other.proof() == ""
+    assert math.asked_of(vllm) == ("ETAP", [*fp8, "--additional-config", '{"etap_fp8_math": true}'])
+    assert math.asked_of(sglang) == ("etap_fp8_math", fp8)
     assert etap.proof() in "x ETAP decodes: KV cache FP8 (e4m3), math float16" and etap.proof() != math.proof()
 
 
@@ -249,12 +252,11 @@ def test_logs_say_what_the_cache_is_and_holds():
 
 @pytest.mark.parametrize(
     "cache, reference, fp8_math, rounds",
-    [("auto", "FLASHMLA", "1", False), ("fp8", "FLASHMLA", "0", True), ("fp8", "TRITON_MLA", "0", False),
-     ("fp8_e4m3", "TRITON_MLA", "1", True)],
+    [("auto", "FLASHMLA", True, False), ("fp8", "FLASHMLA", False, True), ("fp8", "TRITON_MLA", False, False),
+     ("fp8_e4m3", "TRITON_MLA", True, True)],
 )  # fmt: skip
-def test_backends_that_round_queries_are_not_held_to_noise(monkeypatch, cache, reference, fp8_math, rounds):
-    monkeypatch.setenv("ETAP_FP8_MATH", fp8_math)
-    assert vllm_serve.rounds_queries(cache, reference) == rounds
+def test_backends_that_round_queries_are_not_held_to_noise(cache, reference, fp8_math, rounds):
+    assert vllm_serve.rounds_queries(cache, reference, fp8_math) == rounds
 
 
 def test_a_run_that_proves_nothing_fails():

@@ -109,13 +109,10 @@ class Variant:
     def one_gpu(self) -> bool:
         return self.tp == 1
 
-    @property
-    def flags(self) -> list[str]:
-        return ["--kv-cache-dtype", self.cache]
-
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"ETAP_FP8_MATH": str(int(self.fp8_math))}
+    def asked_of(self, engine: Engine) -> tuple[str, list[str]]:
+        """Name and flags by which a server is asked for it."""
+        name, flags = engine.fp8_math if self.fp8_math else (self.backend, [])
+        return name, ["--kv-cache-dtype", self.cache, *flags]
 
     def proof(self) -> str:
         """What the log says besides when ETAP has this cache and math."""
@@ -254,19 +251,20 @@ class Run:
         """Start a server, ask everything, and keep it in the work folder."""
         variant, engine, record = Variant.parse(backend), self.asked.engine, {}
         own = [] if variant.one_gpu else self.on_several.flags
-        flags = [*own, *self.asked.flags(mode, self.cache_tokens, variant), *variant.flags, *self.extra]
+        name, flags = variant.asked_of(engine)
+        flags = [*own, *self.asked.flags(mode, self.cache_tokens, variant), *flags, *self.extra]
         variables = {} if variant.one_gpu else {**self.variables, **self.on_several.environment}
         log, begin = self.work / f"{backend}-{mode}.log", time.monotonic()
         console.print(f"[bold]{backend} {mode}[/]: starting, log in {log}")
         with served(
             engine,
             self.asked.serving(self.model, mode, variant),
-            variant.backend,
+            name,
             flags,
             log=log,
             seconds=self.deadline.left(self.ready, "the start of a server"),
             about=record,
-            environment=variables | variant.environment,
+            environment=variables,
         ) as server:
             server.must_say(variant.proof())
             stages = {"together": self.ask(server, MANY), "again": self.ask(server, FEW)}

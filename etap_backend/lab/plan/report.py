@@ -154,7 +154,7 @@ def remarks(model: Model, on: Deployment, plan: Plan) -> list[str]:
         lines.append(f"With {PADDED_ROWS} query rows or more there is no padding that ETAP could save.")
     if beside := plan.beside_bf16:
         one, other = (beside.bf16.call_us / kernel.call_us for kernel in (plan.etap, beside.fp8_math))
-        lines.append(f"Against its bf16 cache {one:.2f}x a call, {other:.2f}x with FP8 math (* ETAP_FP8_MATH=1).")
+        lines.append(f"Against its bf16 cache {one:.2f}x a call, {other:.2f}x with FP8 math (*).")
     if model.linear_layers:
         lines.append(
             f"{len(model.attention_layers)} of {model.num_hidden_layers} layers have latent attention, nobody timed "

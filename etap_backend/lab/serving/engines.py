@@ -81,6 +81,8 @@ class Engine:
     name: str
     package: str
     ours: str
+    fp8_math: tuple[str, list[str]]
+    """Name and flags of ours that multiplies an FP8 cache as it is."""
     load_module: str
     path: str
     """Where completions are asked for."""
@@ -171,6 +173,7 @@ def _gaps(steps: Sequence[Sequence[float]]) -> list[float]:
 class Vllm(Engine):
     name = package = "vllm"
     ours = "ETAP"
+    fp8_math = (ours, ["--additional-config", json.dumps({"etap_fp8_math": True})])
     load_module = "vllm.entrypoints.cli.main"
     path = "/v1/completions"
     kv_tokens = r"GPU KV cache size: ([\d,]+) tokens"
@@ -263,6 +266,7 @@ class Vllm(Engine):
 class Sglang(Engine):
     name = package = "sglang"
     ours = "etap"
+    fp8_math = ("etap_fp8_math", [])
     load_module = "sglang.benchmark.serving"
     path = "/generate"
     kv_tokens = r"max_total_num_tokens=(\d+)"
