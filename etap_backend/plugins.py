@@ -62,10 +62,10 @@ def _has(found: object, names: list[str]) -> bool:
     return not known.isdisjoint(names)
 
 
-def misfits(ours: type, newer: Iterable[str] = ()) -> list[str]:
+def misfits(ours: type, of_some: Iterable[str] = ()) -> list[str]:
     """What of the engine's class, which ours derives from, our methods and attributes do not fit, by name.
 
-    A public one of ours that the base lacks would never be asked for, unless only newer versions ask for it; one whose
+    A public one of ours that the base lacks would never be asked for, unless only some versions ask for it; one whose
     parameters ours does not take could not be called.
     """
     base = inspect.getmro(ours)[1]
@@ -75,7 +75,7 @@ def misfits(ours: type, newer: Iterable[str] = ()) -> list[str]:
         if name.startswith("__"):
             continue
         if not hasattr(base, name):
-            found += [] if name.startswith("_") or name in newer else [target]
+            found += [] if name.startswith("_") or name in of_some else [target]
         elif inspect.isroutine(value):
             mine, theirs = (inspect.signature(getattr(cls, name)).parameters for cls in (ours, base))
             more = ", ".join(key for key, one in theirs.items() if key not in mine and one.kind is not one.VAR_KEYWORD)

@@ -16,10 +16,11 @@ USES = (
         "vllm.config:VllmConfig",
         has="additional_config model_config parallel_config scheduler_config speculative_config",
     ),
-    plugins.Use("vllm.config:ModelConfig", has="dtype"),
+    plugins.Use("vllm.config:ModelConfig", has="dtype max_model_len"),
     plugins.Use("vllm.config:ParallelConfig", has="decode_context_parallel_size use_ubatching"),
     plugins.Use("vllm.config:SchedulerConfig", has="max_num_seqs"),
     plugins.Use("vllm.config.cache:CacheDType"),
+    plugins.Use("vllm.distributed:get_dcp_group", positional=0),
     plugins.Use("vllm.envs", has="VLLM_BATCH_INVARIANT"),
     plugins.Use("vllm.logger:init_logger", positional=1),
     plugins.Use(f"{_MLA}:MLACommonBackend", has="validate_configuration"),
@@ -37,30 +38,32 @@ USES = (
     plugins.Use(f"{_MLA}:MLACommonMetadata", has="decode"),
     plugins.Use(
         f"{_MLA}:MLACommonMetadataBuilder",
-        has="num_heads dcp_world_size _build_decode _cudagraph_support query_len_support reorder_batch_threshold",
+        has="num_heads dcp_world_size dcp_local_block_size page_size model_config "
+        "_build_decode _cudagraph_support query_len_support reorder_batch_threshold",
     ),
-    plugins.Use(f"{_MLA}:MLACommonMetadataBuilder.__init__", positional=6),
-    plugins.Use(
-        f"{_MLA}:MLACommonMetadataBuilder._init_reorder_batch_threshold",
-        positional=2,
-        keywords="supports_spec_as_decode",
-    ),
-    plugins.Use(f"{_MLA}:QueryLenSupport", has="UNIFORM"),
+    plugins.Use(f"{_MLA}:MLACommonMetadataBuilder.__init__", positional=6, keywords="supports_dcp_with_varlen"),
+    plugins.Use(f"{_MLA}:MLACommonMetadataBuilder.build", positional=4),
+    plugins.Use(f"{_MLA}:QueryLenSupport", has="VARLEN"),
     plugins.Use("vllm.platforms.interface:DeviceCapability", has="major minor"),
     plugins.Use("vllm.utils.platform_utils:num_compute_units", positional=1),
     plugins.Use("vllm.v1.attention.backend:AttentionCGSupport", has="UNIFORM_BATCH"),
     plugins.Use("vllm.v1.attention.backend:AttentionLayer"),
     plugins.Use("vllm.v1.attention.backend:AttentionMetadataBuilder.__init__", positional=5),
     plugins.Use("vllm.v1.attention.backend:AttentionType", has="DECODER"),
+    plugins.Use("vllm.v1.attention.backend:CommonAttentionMetadata", has="max_query_len query_start_loc_cpu"),
     plugins.Use("vllm.v1.attention.backend:MLAAttentionImpl"),
+    plugins.Use("vllm.v1.attention.backends.utils:get_dcp_local_seq_lens", positional=4),
     plugins.Use("vllm.v1.kv_cache_interface:AttentionSpec"),
     plugins.Use("vllm.v1.worker.workspace:WorkspaceManager.get_simultaneous", positional=2),
     plugins.Use("vllm.v1.worker.workspace:current_workspace_manager", positional=0),
 )
 """What the backend needs when it is selected; the registry, which registration needs, is there then."""
 
-NEWER_HOOKS = ("supports_device_cpu_query_lens_mismatch", "reserve_workspace", "update_draft_decode_metadata")
-"""Methods of ours that older versions do not ask for."""
+HOOKS_OF_SOME = (
+    *("supports_device_cpu_query_lens_mismatch", "reserve_workspace", "update_draft_decode_metadata"),
+    "get_kv_cache_stride_order",  # until layouts have names
+)
+"""Methods of ours that only some of the versions ask for."""
 
 _BACKEND_PATH = "etap_backend.vllm.selected.ETAPBackend"
 

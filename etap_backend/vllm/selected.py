@@ -3,7 +3,7 @@
 from vllm.logger import init_logger
 
 from etap_backend import plugins
-from etap_backend.vllm.compat import ENGINE, NEWER_HOOKS, USES
+from etap_backend.vllm.compat import ENGINE, HOOKS_OF_SOME, USES
 
 
 class Refusal:
@@ -20,7 +20,7 @@ if reason is None:
     from etap_backend.vllm.backend import ETAPBackend
 
     classes = (ETAPBackend, ETAPBackend.get_impl_cls(), ETAPBackend.get_builder_cls())
-    reason = ENGINE.why_lacking(name for cls in classes for name in plugins.misfits(cls, NEWER_HOOKS))
+    reason = ENGINE.why_lacking(name for cls in classes for name in plugins.misfits(cls, HOOKS_OF_SOME))
 
 if reason:
     ETAPBackend = Refusal

@@ -188,8 +188,8 @@ LACKING = {
         f"{MLA}:MLACommonMetadata.decode",
     ),
     "member": (
-        lambda patch: patch.setattr(mla_attention, "QueryLenSupport", enum.Enum("QueryLenSupport", "VARLEN")),
-        f"{MLA}:QueryLenSupport.UNIFORM",
+        lambda patch: patch.setattr(mla_attention, "QueryLenSupport", enum.Enum("QueryLenSupport", "UNIFORM")),
+        f"{MLA}:QueryLenSupport.VARLEN",
     ),
     "hook": (without(AttentionBackend, "supports_combination"), f"{MLA}:MLACommonBackend.supports_combination"),
     "hook's parameter": (
