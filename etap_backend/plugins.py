@@ -38,8 +38,10 @@ class Use:
         """What of it is not there, by name."""
         try:
             found = pkgutil.resolve_name(self.target)
+        except AttributeError:
+            return [self.target]
         except Exception as error:  # the engine's module runs, and may fail in any way
-            return [f"{self.target} ({type(error).__name__}: {error})".splitlines()[0]]
+            return [f"{self.target.partition(':')[0]} ({type(error).__name__}: {error})".splitlines()[0]]
         lacking = [f"{self.target}.{names}" for names in self.has.split() if not _has(found, names.split("|"))]
         if self.positional is not None or self.keywords:
             signature = inspect.signature(getattr(found, "fn", found))  # a Triton kernel keeps its function there
@@ -115,7 +117,7 @@ class Engine:
 
     def why_lacking(self, lacking: Iterable[str]) -> str | None:
         """Say that this is missing, or None when nothing is."""
-        what = "; ".join(lacking)
+        what = "; ".join(dict.fromkeys(lacking))  # a module may be lacked several times
         return f"{self.name} {self.version} lacks what {self.backend} uses: {what}" if what else None
 
     def why_untested(self) -> str | None:

@@ -166,11 +166,11 @@ FLASHMLA = flashmla_backend.__name__
 LACKING = {
     "name": (
         lambda patch: patch.delattr(flashmla_backend, "maybe_create_verify_mask"),
-        f"{FLASHMLA}:maybe_create_verify_mask (AttributeError: ",
+        f"{FLASHMLA}:maybe_create_verify_mask",
     ),
     "module": (
         lambda patch: patch.setitem(sys.modules, "sglang.srt.layers.dcp.layout", None),
-        "sglang.srt.layers.dcp.layout:get_dcp_lens (ModuleNotFoundError: ",
+        "sglang.srt.layers.dcp.layout (ModuleNotFoundError: ",
     ),
     "parameter": (
         lambda patch: patch.setattr(flashmla_backend, "get_num_kv_index_blocks_flashmla", lambda width: 1),

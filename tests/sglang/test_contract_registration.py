@@ -117,7 +117,7 @@ def test_doctor_finds_the_plugin():
     [
         (OLDER_VERSION, "etap needs SGLang 0.5.17 or newer, this is SGLang 0.5.9"),
         (NO_LIST, "lacks what etap uses: sglang.srt.server_args.add_chunked_prefix_cache_attention_backend"),
-        (NO_HOOK, f"lacks what etap uses: {compat.DRAFT_HOOK} (AttributeError: "),
+        (NO_HOOK, f"lacks what etap uses: {compat.DRAFT_HOOK}"),
     ],
     ids=["older version", "list", "hook"],
 )
@@ -141,5 +141,5 @@ def test_an_error_that_sglang_swallows_is_in_one_line_and_told_by_the_doctor():
 def test_the_doctor_is_told_what_a_selected_backend_would_lack():
     output, _ = run_script(NO_KERNEL + LOADS_AND_CHECKS)
     (told,) = [line for line in output.splitlines() if line.startswith("unavailable: ")]
-    assert "flashmla_backend:create_flashmla_kv_indices_triton (AttributeError: " in told
+    assert "flashmla_backend:create_flashmla_kv_indices_triton" in told
     assert "registered: True True" in output

@@ -171,11 +171,11 @@ MLA = mla_attention.__name__
 LACKING = {
     "name": (
         without(workspace, "current_workspace_manager"),
-        "vllm.v1.worker.workspace:current_workspace_manager (AttributeError: ",
+        "vllm.v1.worker.workspace:current_workspace_manager",
     ),
     "module": (
         lambda patch: patch.setitem(sys.modules, "vllm.v1.kv_cache_interface", None),
-        "vllm.v1.kv_cache_interface:AttentionSpec (ModuleNotFoundError: ",
+        "vllm.v1.kv_cache_interface (ModuleNotFoundError: ",
     ),
     "parameter": (
         lambda patch: patch.setattr(platform_utils, "num_compute_units", lambda: 78),
