@@ -7,6 +7,10 @@
 
 namespace etap::sparse_fp8 {
 
+// How far below float16's upper end a query's largest element is put, as a power of two: products are multiplied with a
+// token's scales before the query's is taken back, and float32 must hold them with scales of up to 1e31.
+constexpr int kHeadroom = 8;
+
 // Called by both consumers when they are done with the last piece's scores; complete for both on return. A lane has two units
 // of the latent part and, of the first eight, one of the rope part.
 template <class T>
@@ -36,7 +40,7 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
       CUTE_UNROLL
       for (float value : unit.values) largest = max(largest, __float_as_uint(fabsf(value)));
     }
-    const int exponent = transposed_fp8::scale_exponent<T>(__reduce_max_sync(0xffffffff, largest));
+    const int exponent = max(-126, transposed_fp8::scale_exponent<T>(__reduce_max_sync(0xffffffff, largest)) - kHeadroom);
     CUTE_UNROLL
     for (int u = 0; u < kLatentUnits; ++u) {
       transposed_fp8::write_unit<T, typename T::ScoreElement>(shared.query, row, u * kWarpSize + lane, units[u],
