@@ -8,12 +8,13 @@
 namespace etap {
 
 constexpr DLDataType kUInt8{kDLUInt, 8, 1};
-constexpr int64_t kFp8RowBytes = 656;  // 512 values, 4 float32 scales, 64 bfloat16
+constexpr int64_t kFp8LatentBytes = 528;                          // 512 values, 4 float32 scales
+constexpr int64_t kFp8RowBytes = kFp8LatentBytes + kRopeDim * 2;  // and 64 bfloat16
 
 struct SparseCall {
   const TensorView& q;
   const Optional<TensorView>& q_rope;
-  const TensorView& kv_cache;  // [pages, page_size, 576 or 656] or with a 1 before the last
+  const TensorView& kv_cache;  // [pages, page_size, 576 or 512, or 656 or 528 bytes] or with a 1 before the last
   const TensorView& indices;
   const Optional<TensorView>& block_table;
   const Optional<TensorView>& request_ids;
@@ -28,6 +29,8 @@ struct SparseCall {
   int64_t tokens() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
   bool fp8_cache() const { return !same(kv_cache.dtype(), kBFloat16); }
+  // Whether rows have a rope part; queries have one then.
+  bool rope() const { return kv_cache.size(kv_cache.ndim() - 1) == (fp8_cache() ? kFp8RowBytes : kHeadDim); }
   DecodeShape shape() const { return sparse_shape(heads(), fp8_cache()); }
   int64_t list_tiles() const { return (indices.size(1) + kTileTokens - 1) / kTileTokens; }
   int64_t partition_tiles() const { return even_partition_tiles(tokens(), list_tiles(), partitions); }
@@ -36,15 +39,22 @@ struct SparseCall {
 inline void check_sparse_cache(const SparseCall& call) {
   const TensorView& cache = call.kv_cache;
   const DLDataType type = cache.dtype();
+  if (cache.ndim() < 3) {
+    TVM_FFI_THROW(ValueError) << "kv_cache: wanted shape [pages, page_size, row], got " << text(cache.shape());
+  }
   const bool fp8 = same(type, kUInt8) || same(type, kE4M3);
   if (!fp8 && !same(type, kBFloat16)) {
     TVM_FFI_THROW(TypeError) << "kv_cache: wanted bfloat16, or uint8 or float8_e4m3fn for FP8 rows, got " << text(type);
   }
-  const Size pages{kAny, "pages"}, page_size{kAny, "page_size"}, row{fp8 ? kFp8RowBytes : kHeadDim};
+  const Size pages{kAny, "pages"}, page_size{kAny, "page_size"}, row{kAny, fp8 ? "656 or 528" : "576 or 512"};
   if (cache.ndim() == 4) {
     check_shape("kv_cache", cache, {pages, page_size, {1}, row});
   } else {
     check_shape("kv_cache", cache, {pages, page_size, row});
+  }
+  const int64_t width = cache.size(cache.ndim() - 1);
+  if (!call.rope() && width != (fp8 ? kFp8LatentBytes : kLatentDim)) {
+    TVM_FFI_THROW(ValueError) << "kv_cache: wanted shape [pages, page_size, " << row.name << "], got " << text(cache.shape());
   }
   check_at_least("kv_cache's pages", cache.size(0), 1);
   check_at_least("kv_cache's page_size", cache.size(1), 1);
@@ -91,23 +101,31 @@ inline void check_indices(const SparseCall& call) {
   }
 }
 
+// Queries have the rope part that rows have, in q or apart.
+inline void check_queries(const SparseCall& call) {
+  const bool rope_apart = call.q_rope.has_value();
+  check_dtype("q", call.q, kBFloat16);
+  check_shape("q", call.q, {{kAny, "tokens"}, {kAny, "heads"}, {call.rope() && !rope_apart ? kHeadDim : kLatentDim}});
+  check_rows("q", call.q);
+  if (!rope_apart) return;
+  if (!call.rope()) {
+    TVM_FFI_THROW(ValueError) << "q_rope: wanted None beside a kv_cache without rope columns, got a tensor";
+  }
+  const TensorView& rope = call.q_rope.value();
+  check_dtype("q_rope", rope, kBFloat16, " like q");
+  check_shape("q_rope", rope, {{call.tokens()}, {call.heads()}, {kRopeDim}});
+  check_rows("q_rope", rope);
+  check_device("q_rope", rope, call.q.device());
+}
+
 // Every refusal of a call that can be made without reading what its tensors hold.
 inline void check(const SparseCall& call) {
-  const bool rope_apart = call.q_rope.has_value();
   const DLDevice device = call.q.device();
-  check_dtype("q", call.q, kBFloat16);
-  check_shape("q", call.q, {{kAny, "tokens"}, {kAny, "heads"}, {rope_apart ? kLatentDim : kHeadDim}});
+  check_sparse_cache(call);
+  check_queries(call);
   const int64_t tokens = call.tokens(), heads = call.heads();
-  check_rows("q", call.q);
-  if (rope_apart) {
-    check_dtype("q_rope", call.q_rope.value(), kBFloat16, " like q");
-    check_shape("q_rope", call.q_rope.value(), {{tokens}, {heads}, {kRopeDim}});
-    check_rows("q_rope", call.q_rope.value());
-    check_device("q_rope", call.q_rope.value(), device);
-  }
   check_softmax_scale(call.softmax_scale);
   check_at_least("partitions", call.partitions, 1);
-  check_sparse_cache(call);
   check_indices(call);
   check_dtype("out", call.out, kBFloat16, " like q");
   check_shape("out", call.out, {{tokens}, {heads}, {kLatentDim}});
@@ -133,7 +151,7 @@ inline DecodeParams decode_params(const SparseCall& call) {
   auto* partials = static_cast<float*>(call.workspace.data_ptr());
   return {
       .q = call.q.data_ptr(),
-      .q_rope = static_cast<const char*>(rope.data_ptr()) + rope_offset,
+      .q_rope = call.rope() ? static_cast<const char*>(rope.data_ptr()) + rope_offset : nullptr,
       .q_stride_batch = call.q.stride(0),
       .q_stride_head = call.q.stride(1),
       .q_rope_stride_batch = rope.stride(0),
@@ -171,6 +189,7 @@ inline sparse::GatheredCache gathered_cache(const SparseCall& call) {
   const bool positions = call.block_table.has_value();
   return {
       .data = static_cast<const char*>(cache.data_ptr()),
+      .row_bytes = int32_t(cache.size(cache.ndim() - 1) * bytes),
       .page_stride = cache.stride(0) * bytes,
       .row_stride = cache.stride(1) * bytes,
       .page_size = int32_t(cache.size(1)),

@@ -61,19 +61,20 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
     for (int row = warp; row < T::kRowTile; row += kWarps) {
       const bool valid = token < params.s_q;  // rows of the tile behind the last one are zeros
       const Element* latent = valid ? q + token * params.q_stride_token + head * params.q_stride_head : q;
-      const Element* rope = valid ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q_rope;
+      const bool has_rope = valid && (!T::kGathered || params.q_rope != nullptr);
+      const Element* rope = has_rope ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q;
       const int unit = (lane % kUnitsPerChunk) ^ swizzle<kChunkColumns * sizeof(Element)>(row);
       char* target = shared.query + lane / kUnitsPerChunk * kChunkBytes + (row * kUnitsPerChunk + unit) * kUnitBytes;
-      const auto copy = [&](int chunk, const Element* source) {
+      const auto copy = [&](int chunk, const Element* source, bool exists) {
         cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
             *reinterpret_cast<const cute::uint128_t*>(source),
-            *reinterpret_cast<cute::uint128_t*>(target + chunk * kChunkBytes), valid);
+            *reinterpret_cast<cute::uint128_t*>(target + chunk * kChunkBytes), exists);
       };
       CUTE_UNROLL
       for (int unit = 0; unit < kLatentUnits; unit += kWarpSize) {
-        copy(unit / kUnitsPerChunk, latent + unit * kUnitElements);
+        copy(unit / kUnitsPerChunk, latent + unit * kUnitElements, valid);
       }
-      if (lane < kUnitsPerChunk) copy(kValueChunks, rope);
+      if (lane < kUnitsPerChunk) copy(kValueChunks, rope, has_rope);
       for (head += kWarps; head >= params.heads; head -= params.heads) ++token;
     }
     cute::cp_async_wait<0>();

@@ -9,6 +9,7 @@ namespace etap::sparse {
 
 struct GatheredCache {
   const char* data;     // [pages, page_size, row]
+  int32_t row_bytes;    // with the rope part or without, which then counts as zeros
   int64_t page_stride;  // bytes
   int64_t row_stride;   // bytes
   cutlass::FastDivmod page_size;

@@ -71,20 +71,20 @@ class RowFetcher {
 struct WarpRows {
   const char* row;     // of this lane
   uint32_t valid;      // a bit a lane
-  const char* anyone;  // an address to name where nothing is read
+  const GatheredCache& cache;
 
-  __device__ __forceinline__ WarpRows(const char* row, const char* anyone)
-      : row(row), valid(__ballot_sync(0xffffffff, row != nullptr)), anyone(anyone) {}
+  __device__ __forceinline__ WarpRows(const char* row, const GatheredCache& cache)
+      : row(row), valid(__ballot_sync(0xffffffff, row != nullptr)), cache(cache) {}
 
   // The row that another lane holds. Called by the whole warp.
   __device__ __forceinline__ const char* held_by(int lane) const {
     return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(row), lane));
   }
-  // 16 bytes of it, or zeros.
+  // 16 bytes of it, or zeros where it does not exist or is no wider.
   __device__ __forceinline__ void copy(const char* from, int lane, int offset, char* target) const {
-    const bool exists = valid >> lane & 1;
+    const bool exists = (valid >> lane & 1) && offset < cache.row_bytes;
     cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-        *reinterpret_cast<const cute::uint128_t*>(exists ? from + offset : anyone),
+        *reinterpret_cast<const cute::uint128_t*>(exists ? from + offset : cache.data),
         *reinterpret_cast<cute::uint128_t*>(target), exists);
   }
 };
@@ -144,7 +144,7 @@ __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, con
     fetcher.begin(piece);
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile) {
       const int i = tile - piece.begin_tile;
-      const WarpRows rows(fetcher.next(tile), cache.data);
+      const WarpRows rows(fetcher.next(tile), cache);
 #pragma unroll 1
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
         ETAP_MARKED(rows_room, shared.keys.acquire(at));

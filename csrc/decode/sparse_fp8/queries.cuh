@@ -7,10 +7,6 @@
 
 namespace etap::sparse_fp8 {
 
-// How far below float16's upper end a query's largest element is put, as a power of two: products are multiplied with a
-// token's scales before the query's is taken back, and float32 must hold them with scales of up to 1e31.
-constexpr int kHeadroom = 8;
-
 // Called by both consumers when they are done with the last piece's scores; complete for both on return. A lane has two units
 // of the latent part and, of the first eight, one of the rope part.
 template <class T>
@@ -22,7 +18,7 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
   const auto* q = static_cast<const cutlass::bfloat16_t*>(params.q) + request * params.q_stride_batch + lane * kUnitColumns;
   const auto* q_rope =
       static_cast<const cutlass::bfloat16_t*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitColumns;
-  const bool has_rope = lane < kRopeDim / kUnitColumns;
+  const bool has_rope = lane < kRopeDim / kUnitColumns;  // of this lane
 #pragma unroll 2
   for (int row = threadIdx.x / kWarpSize; row < T::kRowTile; row += kConsumerWarps) {
     const int head = row_group * T::kGroupRows + row;
@@ -33,14 +29,15 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
     for (int u = 0; u < kLatentUnits; ++u) {
       if (exists) units[u] = transposed_fp8::read_unit(q + head * params.q_stride_head + u * kWarpSize * kUnitColumns);
     }
-    if (exists && has_rope) rope = *reinterpret_cast<const uint4*>(q_rope + head * params.q_rope_stride_head);
+    if (exists && has_rope && params.q_rope != nullptr) rope = *reinterpret_cast<const uint4*>(q_rope + head * params.q_rope_stride_head);
     uint32_t largest = 0;
     CUTE_UNROLL
     for (const auto& unit : units) {
       CUTE_UNROLL
       for (float value : unit.values) largest = max(largest, __float_as_uint(fabsf(value)));
     }
-    const int exponent = max(-126, transposed_fp8::scale_exponent<T>(__reduce_max_sync(0xffffffff, largest)) - kHeadroom);
+    // Near 1: products are multiplied with the tokens' scales first, which may be large.
+    const int exponent = transposed_fp8::scale_exponent<T, 0>(__reduce_max_sync(0xffffffff, largest));
     CUTE_UNROLL
     for (int u = 0; u < kLatentUnits; ++u) {
       transposed_fp8::write_unit<T, typename T::ScoreElement>(shared.query, row, u * kWarpSize + lane, units[u],

@@ -44,10 +44,10 @@ __device__ __forceinline__ QueryUnit read_unit(const Source* from) {
   return unit;
 }
 
-// The power of two that brings `largest` (the bits of a float without its sign) to the upper end of the products' type.
-template <class T>
+// The power of two that brings `largest` (the bits of a float without its sign) to 2^kWanted, or just above: by default the
+// upper end of the products' type.
+template <class T, int kWanted = T::kFp8Math ? 7 : 14>
 __device__ __forceinline__ int scale_exponent(uint32_t largest) {
-  constexpr int kWanted = T::kFp8Math ? 7 : 14;
   return max(-126, min(126, kWanted + 127 - int(largest >> 23)));
 }
 
