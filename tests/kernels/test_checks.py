@@ -331,7 +331,7 @@ def test_fp8_caches_are_supported_with_every_query(dtype, cache):
     [
         ({"dtype": torch.float16}, "dtype float16"),
         ({"dtype": torch.float8_e4m3fn}, "dtype float8_e4m3fn"),
-        ({"head_dim": 512}, "head_dim 512"),
+        ({"head_dim": 192}, "head_dim 192"),
         ({"v_head_dim": 128}, "v_head_dim 128"),
         ({"page_size": 0}, "page_size 0"),
         ({"top_k": 0}, "top_k 0"),
@@ -349,4 +349,5 @@ def test_unsupported_sparse_problems_have_a_reason(problem, word):
 @pytest.mark.parametrize("cache", [None, "auto", "bfloat16", torch.bfloat16, "fp8_ds_mla"])
 def test_supported_sparse_problems_have_none(cache):
     problem = {"num_heads": 3, "page_size": 1, "top_k": 100, "compute_capability": (9, 0)}
-    assert why_unsupported_sparse(dtype=torch.bfloat16, kv_cache_dtype=cache, **problem) is None
+    for head_dim in (576, 512):
+        assert why_unsupported_sparse(dtype=torch.bfloat16, kv_cache_dtype=cache, head_dim=head_dim, **problem) is None
