@@ -34,7 +34,7 @@ from etap_backend.lab.checks.compare import (
     size_of_sum,
 )
 from etap_backend.lab.checks.sparse_cases import SparseProblem
-from etap_backend.support import SCALE_DIM, SCALES
+from etap_backend.support import SCALE_DIM, SPARSE_FP8_BYTES
 
 BF16 = torch.finfo(torch.bfloat16)
 # Of the sum of a score's products without their signs: float32 additions, of which a tensor core cuts off the rest.
@@ -70,7 +70,7 @@ def truth(problem: SparseProblem) -> Truth:
 
 
 def _allow(found: Truth, token: int, q: torch.Tensor, rows: torch.Tensor, times: torch.Tensor, sinks) -> None:
-    """Fill in what one token's result may err by; q [heads, 576], rows as stored, each named so many times."""
+    """Fill in what one token's result may err by; q [heads, width], rows as stored, each named so many times."""
     keys = reference.what_rows_stand_for(rows, torch.float64)
     scores, lse = (q @ keys.T) * SOFTMAX_SCALE + times.log(), found.lse[token]
     off = SCORE * SOFTMAX_SCALE * (q.abs() @ keys.abs().T)
@@ -111,7 +111,7 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
     if rows.dtype != torch.uint8:
         small = torch.where(p < BF16.tiny, weight, 0)
         return size_of_sum(off, values, result), small @ values.abs() + small.sum(1, keepdim=True) * result.abs()
-    scales = rows[:, LATENT : LATENT + 4 * SCALES].contiguous().view(torch.float32).double().abs()
+    scales = rows[:, LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
     deviations, lost = [], []
     for scale, columns in zip(scales.T, values.split(SCALE_DIM, dim=1), strict=True):
         deviations.append((off.square() @ columns.square()).sqrt())
