@@ -85,10 +85,11 @@ def _allow(found: Truth, token: int, q: torch.Tensor, rows: torch.Tensor, times:
     deviation = (deviation.square() + size_of_sum(moved, values, result).square()).sqrt()
     lost = lost + SUM * (weight @ values.abs()) + BF16.tiny
 
-    share = torch.ones_like(lse) if sinks is None else torch.sigmoid(lse - sinks.double())
-    deviation, lost, size = deviation * share[:, None], lost * share[:, None], found.out[token].abs()
-    # The share of a sink goes with the log-sum-exp.
-    before = SIGMAS * deviation + lost + size * found.lse_error[token][:, None] + BF16.tiny
+    size = found.out[token].abs()
+    if sinks is not None:
+        lowest, share, highest = (torch.sigmoid(x - sinks.double())[:, None] for x in (below, lse, above))
+        deviation, lost = deviation * share, lost * share + result.abs() * (highest - lowest)
+    before = SIGMAS * deviation + lost + size * torch.finfo(torch.float32).eps + BF16.tiny
     found.max_error[token] = before + half_ulp(size + before, torch.bfloat16)
     found.rms_error[token] = (half_ulp(size, torch.bfloat16).square() / 3 + (deviation + lost).square()).sqrt()
 
@@ -104,7 +105,7 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
     """The deviation of what rounding P to bfloat16 costs [heads, 512], and what that type's range may cost.
 
     P is half an epsilon off at most, at worst uniformly, each row's by itself. P of a token's largest score is at least
-    1, and what is below bfloat16's normal numbers may be lost.
+    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale.
     """
     p = weight / times / (weight / times).amax(dim=1, keepdim=True)  # at most P
     off = BF16.eps / 2 / math.sqrt(3) * weight
@@ -115,7 +116,7 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
     deviations, lost = [], []
     for scale, columns in zip(scales.T, values.split(SCALE_DIM, dim=1), strict=True):
         deviations.append((off.square() @ columns.square()).sqrt())
-        lost.append(torch.where(p * scale < BF16.tiny, weight, 0) @ columns.abs())
+        lost.append(torch.where(p * scale.clamp(max=1) < BF16.tiny, weight, 0) @ columns.abs())
     return torch.cat(deviations, dim=1), torch.cat(lost, dim=1)
 
 
