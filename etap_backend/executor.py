@@ -178,9 +178,12 @@ def attend(rows: int, kept: Reference, tiles: Iterable[tuple[Tensor, Product]]) 
 
 def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the pieces of one request: [pieces, rows, 512] and [pieces, rows] to [rows, 512] and [rows]."""
-    lse = torch.logsumexp(partial_lse, dim=0)
-    weight = torch.exp(partial_lse - torch.where(lse.isinf(), 0.0, lse))
-    return (weight[..., None] * partial_out).sum(dim=0), lse
+    largest = partial_lse.amax(dim=0)
+    weight = torch.exp(partial_lse - torch.where(largest.isinf(), 0.0, largest))
+    # Divided by the sum: beside a very large log-sum-exp the logarithm of the number of pieces is lost.
+    total = weight.sum(dim=0)
+    out = (weight[..., None] * partial_out).sum(dim=0) / total.clamp(min=1)[:, None]
+    return out, largest + torch.log(total)
 
 
 def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]):

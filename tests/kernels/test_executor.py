@@ -97,6 +97,13 @@ def test_merging_ignores_pieces_that_saw_nothing():
     assert merged_out[3].eq(0).all() and merged_lse[3] == -torch.inf
 
 
+def test_pieces_of_very_large_scores_weigh_together_no_more_than_one():
+    out, lse = torch.randn(1, 4, LATENT_DIM).expand(3, -1, -1), torch.full((3, 4), 8e31)
+    merged_out, merged_lse = executor.combine(out, lse)
+    torch.testing.assert_close(merged_out, out[0])
+    assert merged_lse.eq(8e31).all()
+
+
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 64])
 @pytest.mark.parametrize("heads, s_q", [(16, 1), (40, 2)])
 def test_a_ragged_batch_agrees_with_torch_however_it_is_cut(num_sms, heads, s_q):
