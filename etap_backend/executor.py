@@ -102,7 +102,7 @@ def product_queries(rows: Tensor, p_dtype: torch.dtype) -> tuple[Tensor, Tensor]
         float32 [batch, rows, 576] of values that the type holds, and float32 [batch, rows] of powers of two.
     """
     if rows.dtype in (p_dtype, FP8):
-        return rows.float(), torch.ones(rows.shape[:2])
+        return rows.float(), torch.ones(rows.shape[:2], dtype=torch.float32)
     return scaled_queries(rows, p_dtype, QUERY_EXPONENT[p_dtype])
 
 
@@ -114,7 +114,8 @@ def scaled_queries(rows: Tensor, dtype: torch.dtype, wanted: int) -> tuple[Tenso
     rows = rows.float()
     _, exponent = torch.frexp(rows.abs().amax(dim=-1))  # the largest element lies in [2^(exponent - 1), 2^exponent)
     shift = (wanted + 1 - exponent).clamp(-MOST_QUERY_EXPONENT, MOST_QUERY_EXPONENT)
-    return torch.ldexp(rows, shift[..., None]).to(dtype).float(), torch.ldexp(torch.ones(shift.shape), -shift)
+    ones = torch.ones(shift.shape, dtype=torch.float32)
+    return torch.ldexp(rows, shift[..., None]).to(dtype).float(), torch.ldexp(ones, -shift)
 
 
 def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tensor]:
@@ -156,10 +157,9 @@ def attend(rows: int, kept: Reference, tiles: Iterable[tuple[Tensor, Product]]) 
         tiles: of each its scores in base 2, [tokens, rows], -inf where nothing is seen; and its product, which takes P
             [tokens, rows] and gives what it adds to the output [512, rows] and to the divisor [rows].
     """
-    ot = torch.zeros(LATENT_DIM, rows)
-    reference = torch.full((rows,), float("-inf"))
-    column_sum = torch.zeros(rows)
-    divisor = torch.zeros(rows)
+    ot = torch.zeros(LATENT_DIM, rows, dtype=torch.float32)
+    reference = torch.full((rows,), float("-inf"), dtype=torch.float32)
+    column_sum, divisor = torch.zeros(2, rows, dtype=torch.float32)
     for st, product in tiles:
         column_max = st.amax(dim=0)
         renewed = torch.where(column_max - reference > kept.most, column_max - kept.shift, reference)
@@ -178,9 +178,12 @@ def attend(rows: int, kept: Reference, tiles: Iterable[tuple[Tensor, Product]]) 
 
 def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
     """Merge the pieces of one request: [pieces, rows, 512] and [pieces, rows] to [rows, 512] and [rows]."""
-    lse = torch.logsumexp(partial_lse, dim=0)
-    weight = torch.exp(partial_lse - torch.where(lse.isinf(), 0.0, lse))
-    return (weight[..., None] * partial_out).sum(dim=0), lse
+    largest = partial_lse.amax(dim=0)
+    weight = torch.exp(partial_lse - torch.where(largest.isinf(), 0.0, largest))
+    # Divided by the sum: beside a very large log-sum-exp the logarithm of the number of pieces is lost.
+    total = weight.sum(dim=0)
+    out = (weight[..., None] * partial_out).sum(dim=0) / total.clamp(min=1)[:, None]
+    return out, largest + torch.log(total)
 
 
 def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]):

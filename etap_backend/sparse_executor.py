@@ -70,7 +70,7 @@ class Queries:
 def queries_of(q: Tensor, fp8: bool) -> Queries:
     """Of bfloat16 [heads, 576 or 512]. Beside FP8 rows the latent part is multiplied as float16."""
     if not fp8:
-        return Queries(q.float(), torch.ones(len(q)), q[:, :0].float())
+        return Queries(q.float(), torch.ones(len(q), dtype=torch.float32), q[:, :0].float())
     return Queries(*scaled_queries(q[:, :LATENT_DIM], torch.float16, 0), q[:, LATENT_DIM:].float())
 
 
@@ -86,7 +86,7 @@ def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
     elements, scales, rope = (part.contiguous() for part in rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1))
     values, scales = elements.view(FP8).float(), scales.view(torch.float32)
     groups = [slice(first, first + SCALE_DIM) for first in range(0, LATENT_DIM, SCALE_DIM)]
-    scores = torch.zeros(len(rows), len(q.factor))
+    scores = torch.zeros(len(rows), len(q.factor), dtype=torch.float32)
     for group, scale in zip(groups, scales.T, strict=True):
         scores += scale[:, None] * (values[:, group] @ q.latent[:, group].T)
     scores = scores * q.factor + rope.view(torch.bfloat16).float() @ q.rope.T

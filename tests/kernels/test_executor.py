@@ -97,6 +97,25 @@ def test_merging_ignores_pieces_that_saw_nothing():
     assert merged_out[3].eq(0).all() and merged_lse[3] == -torch.inf
 
 
+@pytest.mark.parametrize("kind", [{}, {"kv_dtype": "fp8"}])
+def test_torchs_default_type_changes_nothing(kind):
+    problem = build(Case((300, 2, 65), 16, **kind), "cpu")
+    schedule = DecodeSchedule(3, 16, device="cpu").build(problem.seq_lens)
+    wanted, before = decode(problem, schedule), torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert all(torch.equal(got, want) for got, want in zip(decode(problem, schedule), wanted, strict=True))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_pieces_of_very_large_scores_weigh_together_no_more_than_one():
+    out, lse = torch.randn(1, 4, LATENT_DIM).expand(3, -1, -1), torch.full((3, 4), 8e31)
+    merged_out, merged_lse = executor.combine(out, lse)
+    torch.testing.assert_close(merged_out, out[0])
+    assert merged_lse.eq(8e31).all()
+
+
 @pytest.mark.parametrize("num_sms", [1, 2, 7, 64])
 @pytest.mark.parametrize("heads, s_q", [(16, 1), (40, 2)])
 def test_a_ragged_batch_agrees_with_torch_however_it_is_cut(num_sms, heads, s_q):

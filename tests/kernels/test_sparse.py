@@ -352,6 +352,23 @@ def test_the_current_stream_is_used(cache):
     check(runner.out.tensor, runner.lse.tensor, problem, truth(problem))
 
 
+@pytest.fixture
+def bfloat16_by_default():
+    before = torch.get_default_dtype()
+    yield lambda: torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_dtype(before)
+
+
+@both_devices
+@every_cache
+def test_torchs_default_type_changes_nothing(device, cache, bfloat16_by_default):
+    """Engines set it to the model's while they build it."""
+    problem = build(SparseCase(4, 16, 300, cache, sinks="drawn", seed=44), device)
+    wanted = decode(problem)
+    bfloat16_by_default()
+    assert all(torch.equal(got, want) for got, want in zip(decode(problem), wanted, strict=True))
+
+
 @both_devices
 def test_the_softmax_scale_is_that_of_the_call(device):
     problem = build(SparseCase(3, 16, 100, seed=43), device)

@@ -187,7 +187,7 @@ def main(
     document = {
         "what": "FlashMLA's tests of sparse decoding, rows of 656 bytes, on the sparse call",
         **about.model_dump(mode="json"),
-        "flashmla_commit": commit_of(checkout),
+        "flashmla_commit": commit_of(checkout) if (checkout / ".git").exists() else None,
         "script_sha256": sha256(script),
     }
     document |= run(load(checkout, other or flash_mla_with_kvcache), wanted)

@@ -33,6 +33,7 @@ from etap_backend.lab.checks.sparse_cases import (
 from etap_backend.lab.checks.sparse_compare import measures, problems_with, truth
 
 MOST_HEADS = 128
+MOST_ROWS = 2**16  # tokens * heads, so that a GPU has room for the float64 results of several processes
 USUAL_LISTS = (1, 63, 64, 65, 100, 128, 512, 1024, 2048, 2176)
 
 
@@ -52,9 +53,11 @@ def random_sizes(draw: random.Random, device: str) -> dict[str, int]:
 
 def random_case(seed: int, index: int, device: str) -> SparseCase:
     draw = random.Random(f"sparse {seed} {index}")
+    sizes = random_sizes(draw, device)
+    heads = draw.choice([8, 16, 32, 64, 128, *[draw.randint(1, MOST_HEADS)] * 5])
     return SparseCase(
-        **random_sizes(draw, device),
-        heads=draw.choice([8, 16, 32, 64, 128, *[draw.randint(1, MOST_HEADS)] * 5]),
+        **sizes,
+        heads=min(heads, MOST_ROWS // max(1, sizes["tokens"])),
         cache=draw.choice(["bf16", *CACHES]),
         page_size=draw.choice([64, 64, 1, 16, draw.randint(1, 300)]),
         law=draw.choice(["normal", *LAWS]),

@@ -72,7 +72,7 @@ def truth(problem: SparseProblem) -> Truth:
 def _allow(found: Truth, token: int, q: torch.Tensor, rows: torch.Tensor, times: torch.Tensor, sinks) -> None:
     """Fill in what one token's result may err by; q [heads, width], rows as stored, each named so many times."""
     keys = reference.what_rows_stand_for(rows, torch.float64)
-    scores, lse = (q @ keys.T) * SOFTMAX_SCALE + times.log(), found.lse[token]
+    scores, lse = (q @ keys.T) * SOFTMAX_SCALE + times.double().log(), found.lse[token]
     off = SCORE * SOFTMAX_SCALE * (q.abs() @ keys.abs().T)
     above, below = torch.logsumexp(scores + off, 1), torch.logsumexp(scores - off, 1)
     found.lse_error[token] = torch.maximum(LSE * lse.abs().clamp(min=1), torch.maximum(above - lse, lse - below))
