@@ -43,6 +43,12 @@ class ETAPBackend(MLACommonBackend):
         """Tokens in a block of the KV cache. vLLM splits larger blocks that are a multiple of it."""
         return [TILE_TOKENS]
 
+    # For vLLM 0.26. 0.33 has named layouts, and takes a backend that excludes none to be content with all.
+    @staticmethod
+    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
+        """Order of the dimensions in memory: blocks first, at any distance, so that one may hold all layers."""
+        return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
+
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Width of a row of the KV cache."""

@@ -1,12 +1,13 @@
-"""What a step plans for all its layers: the decode schedule, in buffers that CUDA graphs may keep."""
+"""What a step plans for all its layers: its decode calls, in buffers that CUDA graphs may keep."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 import vllm.envs as envs
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.distributed import get_dcp_group
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
@@ -15,12 +16,13 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.utils.platform_utils import num_compute_units
-from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from etap_backend import BuiltSchedule, DecodeSchedule
 from etap_backend.vllm import compat
+from etap_backend.vllm.runs import MAX_RUNS, Run, TokenRequests, cut_into_runs, longest_decode, padded_query_lens
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
@@ -35,32 +37,51 @@ SHORT_PROMPT_ROWS = 2048
 def short_prompt_tokens(vllm_config: VllmConfig, num_heads: int) -> int:
     """Most new tokens of a prompt that go through the decode kernel: 1 where that must not be."""
     parallel = vllm_config.parallel_config
-    # The way that a prompt goes depends on its company, and with the way its bits.
-    depends_on_company = envs.VLLM_BATCH_INVARIANT
     # A prompt may hit blocks of the prefix cache that another one of its step is writing. vLLM keeps such two out of
     # different micro-batches, but not what it takes for a decode.
     reads_what_is_written = parallel.use_ubatching
-    if depends_on_company or reads_what_is_written or compat.pads_tokens_of_no_request(vllm_config):
+    if is_token_by_token(vllm_config) or reads_what_is_written or compat.pads_tokens_of_no_request(vllm_config):
         return 1
     return max(1, min(SHORT_PROMPT_TOKENS, SHORT_PROMPT_ROWS // num_heads))
 
 
-def max_query_len(vllm_config: VllmConfig, num_heads: int) -> int:
-    """Most query tokens for each request that vLLM sends to `forward_mqa`, before there is a builder to ask."""
-    if vllm_config.parallel_config.decode_context_parallel_size > 1:
-        return 1
-    return max(compat.max_decode_query_len(vllm_config), short_prompt_tokens(vllm_config, num_heads))
+def is_token_by_token(vllm_config: VllmConfig) -> bool:
+    """Whether each query token is planned as a request of its own.
+
+    With decode context parallelism because a rank has some of a request's last tokens only, and the kernel's causal
+    mask wants all. With batch invariance because the way that a token goes must not depend on those beside it.
+    """
+    return vllm_config.parallel_config.decode_context_parallel_size > 1 or envs.VLLM_BATCH_INVARIANT
 
 
-def workspace_floats(vllm_config: VllmConfig, num_heads: int, max_s_q: int, num_sms: int) -> int:
-    """Floats of scratch memory that the largest step needs."""
-    return DecodeSchedule.workspace_floats(
-        num_heads,
-        max_s_q,
-        num_sms,
-        max_batch=vllm_config.scheduler_config.max_num_seqs,
-        batch_invariant=envs.VLLM_BATCH_INVARIANT,
-    )
+class Limits(NamedTuple):
+    """What one call may be asked for.
+
+    Attributes:
+        verified: most query tokens of a request that is decoded: 1, and its drafts.
+        longest: most of any request that is sent to `forward_mqa`.
+        max_s_q: most of any request as a call has it.
+        max_batch: most requests as a call has them.
+    """
+
+    verified: int
+    longest: int
+    max_s_q: int
+    max_batch: int
+
+    @classmethod
+    def of(cls, vllm_config: VllmConfig, num_heads: int) -> "Limits":
+        """Those of a configuration with so many heads in a call; there need not be a builder yet."""
+        verified = compat.max_decode_query_len(vllm_config)
+        longest = max(verified, short_prompt_tokens(vllm_config, num_heads))
+        max_s_q = 1 if is_token_by_token(vllm_config) else longest
+        return cls(verified, longest, max_s_q, vllm_config.scheduler_config.max_num_seqs * verified)
+
+    def workspace_floats(self, num_heads: int, num_sms: int) -> int:
+        """Floats of scratch memory that the largest call needs."""
+        return DecodeSchedule.workspace_floats(
+            num_heads, self.max_s_q, num_sms, max_batch=self.max_batch, batch_invariant=envs.VLLM_BATCH_INVARIANT
+        )
 
 
 def claim_workspace(floats: int) -> Tensor:
@@ -73,35 +94,21 @@ def claim_workspace(floats: int) -> Tensor:
     return workspace
 
 
-def decoded_requests(query_start_loc_cpu: Tensor, num_decode_tokens: int) -> tuple[int, int]:
-    """How many requests a step decodes, those that pad it among them, and with how many query tokens each.
+class DecodeRun(NamedTuple):
+    """What one call decodes: query tokens of a step, and block table, lengths and schedule of their requests."""
 
-    Args:
-        query_start_loc_cpu: [requests + 1], where each request's query tokens begin; those that pad a step have none.
-        num_decode_tokens: rows of the queries, those of requests that pad the step among them.
-
-    Raises:
-        ValueError: requests have other numbers of query tokens than the first.
-    """
-    query_lens = query_start_loc_cpu.diff().tolist()
-    queried = len(query_lens) - query_lens.count(0)
-    # A step of padding alone has as many tokens for each request as there is room for.
-    s_q = query_lens[0] or max(1, num_decode_tokens // len(query_lens))
-    requests, left_over = divmod(num_decode_tokens, s_q)
-    uniform = query_lens == [s_q] * queried + [0] * (len(query_lens) - queried)
-    if left_over or not uniform or not queried <= requests <= len(query_lens):
-        raise ValueError(
-            f"query_start_loc_cpu: wanted as many query tokens for each request, {num_decode_tokens} in all, "
-            f"got {query_lens}"
-        )
-    return requests, s_q
+    tokens: slice
+    block_table: Tensor
+    seq_lens: Tensor
+    schedule: BuiltSchedule
 
 
 @dataclass
 class ETAPDecodeMetadata(MLACommonDecodeMetadata):
-    """The decode part of a step; every request has schedule.s_q query tokens."""
+    """The decode part of a step: its calls, and how many query tokens they decode; those behind are no request's."""
 
-    schedule: BuiltSchedule
+    runs: list[DecodeRun]
+    num_tokens: int
 
 
 @dataclass
@@ -112,38 +119,60 @@ class ETAPMetadata(MLACommonMetadata[ETAPDecodeMetadata]):
 class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
     """Plans each step, once for all layers and outside the CUDA graph that reads the plan.
 
-    vLLM makes a builder for each micro-batch, so the schedule's buffers belong here.
+    vLLM makes a builder for each micro-batch, so the schedules' buffers belong here. A step's calls need one each: all
+    are planned before the first layer.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
-    # An instance may have less. With decode context parallelism vLLM makes it 1 by itself.
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    # An instance may have less.
     reorder_batch_threshold: int = SHORT_PROMPT_TOKENS
 
     def __init__(
         self, kv_cache_spec: AttentionSpec, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ):
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, ETAPMetadata)
-        # Again, as vLLM did: now the number of heads is known. It raises this to the tokens that it verifies.
-        self._init_reorder_batch_threshold(
-            short_prompt_tokens(vllm_config, self.num_heads), supports_spec_as_decode=True
-        )
-        max_s_q = self.reorder_batch_threshold
-        _logger.info_once(f"{compat.NAME} decodes: steps of up to {max_s_q} tokens a request")
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, ETAPMetadata, supports_dcp_with_varlen=True)
         # Decode context parallelism gathers the query heads of its ranks before forward_mqa.
         num_heads = self.num_heads * self.dcp_world_size
-        self.schedule = DecodeSchedule(
-            vllm_config.scheduler_config.max_num_seqs,
-            num_heads,
-            max_s_q=max_s_q,
-            device=device,
-            num_sms=num_compute_units(device.index),
-            allocate_workspace=False,  # each call claims vLLM's
-            batch_invariant=envs.VLLM_BATCH_INVARIANT,
-        )
-        claim_workspace(self.schedule.max_workspace_floats)  # vLLM locks its size before the first step
-        # vLLM advances the lengths of draft steps on the device, but not those of a rank's share of the context.
-        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
+        self.limits = limits = Limits.of(vllm_config, num_heads)
+        self.reorder_batch_threshold = limits.longest
+        _logger.info_once(f"{compat.NAME} decodes: steps of up to {limits.longest} tokens a request")
+        self._token_by_token = is_token_by_token(vllm_config) and limits.verified > 1
+        self.schedules = [
+            DecodeSchedule(
+                limits.max_batch,
+                num_heads,
+                max_s_q=limits.max_s_q,
+                device=device,
+                num_sms=num_compute_units(device.index),
+                allocate_workspace=False,  # each call claims vLLM's
+                batch_invariant=envs.VLLM_BATCH_INVARIANT,
+            )
+            for _ in range(MAX_RUNS)
+        ]
+        claim_workspace(self.schedules[0].max_workspace_floats)  # vLLM locks its size before the first step
+        self._token_requests = None
+        if limits.verified > 1:
+            max_pages = self.model_config.max_model_len // self.page_size + 1
+            group = get_dcp_group() if self.dcp_world_size > 1 else None  # which need not be there for one rank
+            share = (group.world_size, group.rank_in_group, self.dcp_local_block_size) if group else (1, 0, 1)
+            self._token_requests = TokenRequests(limits.max_batch, max_pages, device, *share)
+        # vLLM advances the lengths of draft steps on the device, but not those of a rank's share of the context, nor
+        # those of single tokens.
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1 and not self._token_by_token
+
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
+    ) -> ETAPMetadata:
+        """vLLM's, with as many requests as decodes as MAX_RUNS calls can take."""
+        limits = self.limits
+        if common_attn_metadata.max_query_len > limits.verified:
+            query_lens = common_attn_metadata.query_start_loc_cpu.diff().tolist()
+            self.reorder_batch_threshold = longest_decode(query_lens, limits.longest, limits.verified)
+        try:
+            return super().build(common_prefix_len, common_attn_metadata, fast_build)
+        finally:
+            self.reorder_batch_threshold = limits.longest
 
     # vLLM calls it with keywords, max_query_len among them since 0.31.
     def _build_decode(
@@ -157,16 +186,29 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         dcp_tot_seq_lens_device: Tensor | None,
         max_query_len: int | None = None,
     ) -> ETAPDecodeMetadata:
-        requests, s_q = decoded_requests(query_start_loc_cpu, num_decode_tokens)
-        seq_lens = seq_lens_device[:requests]
+        query_lens = padded_query_lens(query_start_loc_cpu.diff().tolist(), num_decode_tokens)
+        num_tokens = sum(query_lens)
+        if self._token_by_token:
+            cut = [Run(slice(0, len(query_lens)), slice(0, num_tokens), 0)]
+        else:
+            cut = cut_into_runs(query_lens, self.limits.verified)
+        total_lens = seq_lens_device if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device
+        runs = []
+        for (requests, tokens, s_q), schedule in zip(cut, self.schedules[: len(cut)], strict=True):
+            table, seq_lens = block_table_tensor[requests], seq_lens_device[requests]
+            if not s_q:
+                starts = query_start_loc_device[: requests.stop + 1]
+                table, seq_lens = self._token_requests.fill(table, total_lens[requests], starts, tokens.stop)
+            runs.append(DecodeRun(tokens, table, seq_lens, schedule.build(seq_lens, s_q or 1)))
         return ETAPDecodeMetadata(
-            block_table=block_table_tensor[:requests],
-            seq_lens=seq_lens,
+            block_table=block_table_tensor,
+            seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            schedule=self.schedule.build(seq_lens, s_q),
+            runs=runs,
+            num_tokens=num_tokens,
         )
 
     def update_draft_decode_metadata(self, metadata: ETAPMetadata) -> None:
         """Plan the next draft step from the lengths that vLLM advanced on the device; vLLM may capture this."""
-        decode = metadata.decode
-        decode.schedule = self.schedule.build(decode.seq_lens, decode.schedule.s_q)
+        for run, schedule in zip(metadata.decode.runs, self.schedules, strict=False):
+            schedule.build(run.seq_lens, run.schedule.s_q)

@@ -3,6 +3,7 @@
 Groups, layer, builder, collectives and merging are vLLM's; Triton's interpreter runs the merging kernel.
 """
 
+import importlib.metadata
 import sys
 
 import torch
@@ -16,9 +17,10 @@ from vllm.v1.worker import workspace
 from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 
 from etap_backend.lab.checks.vllm_layer import (
+    CACHES,
+    DCP_CONFIGURATIONS,
+    DCP_STEPS,
     HEADS,
-    KV_SCALE,
-    LENGTHS,
     MAX_REQUESTS,
     SPECULATIVE,
     Problem,
@@ -29,14 +31,14 @@ from etap_backend.lab.checks.vllm_layer import (
 from etap_backend.vllm.metadata import claim_workspace
 
 RANKS = 2
-CACHES = {"auto": None, "fp8": KV_SCALE}
-"""Types of the KV cache, with their scales."""
 
 COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.DeviceCommunicatorBase"
 
 
 def prepare() -> None:
     """What a machine without a GPU cannot answer, and an attribute that Triton's interpreter lacks."""
+    real = importlib.metadata.version  # a newer version, for the warning that one rank gives
+    importlib.metadata.version = lambda name: "0.99.0" if name == "vllm" else real(name)
     load_general_plugins()
     torch.accelerator.empty_cache = lambda: None
     platform = type(current_platform)
@@ -49,16 +51,16 @@ def prepare() -> None:
         kernel.constexprs = [name for name in kernel.arg_names if name.isupper()]
 
 
-def share_of(problem: Problem, rank: int) -> tuple[Problem, list[int]]:
+def share_of(problem: Problem, rank: int, interleave: int) -> tuple[Problem, list[int]]:
     """The same step with the tokens that vLLM's interleaved cache gives to one rank, and their numbers."""
-    local = [rows[rank::RANKS] for rows in problem.stored]
-    share = Problem([max(1, len(rows)) for rows in local], 1)
+    local = [rows[torch.arange(len(rows)) // interleave % RANKS == rank] for rows in problem.stored]
+    share = Problem([max(1, len(rows)) for rows in local], problem.query_lens)
     share.q = problem.q[:, rank * HEADS : (rank + 1) * HEADS]
     share.store(local, len(share.cache))
     return share, [len(rows) for rows in local]
 
 
-def configuration(model: str, cache_dtype: str):
+def configuration(model: str, cache_dtype: str, interleave: int):
     heads = {"num_attention_heads": RANKS * HEADS, "num_key_value_heads": RANKS * HEADS}
     return EngineArgs(
         model=model,
@@ -71,49 +73,62 @@ def configuration(model: str, cache_dtype: str):
         hf_overrides=heads,
         tensor_parallel_size=RANKS,
         decode_context_parallel_size=RANKS,
+        cp_kv_cache_interleave_size=interleave,
         speculative_config=SPECULATIVE["speculative_config"],
     ).create_engine_config()
 
 
-def run(config, rank: int, scale: float | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and weight of this rank's layer."""
+def run(config, rank: int, scale: float | None) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Output of this rank's layer in each step, and its weight."""
     layer = build_layer(config, HEADS)
     layer._k_scale.fill_(scale or 1.0)
     layer.impl.reserve_workspace()
     workspace.lock_workspace()  # the builder may not need more
     builder = make_builder(layer, config)
     check_attention_cp_compatibility(config)
-    assert builder.schedule.num_heads == RANKS * HEADS
-    # Drafts and short prompts go through vLLM's prefill: it says so for a backend that does not claim varying query
-    # lengths with DCP.
-    assert builder.reorder_batch_threshold == builder.schedule.max_s_q == 1
+    schedule = builder.schedules[0]
+    assert schedule.num_heads == RANKS * HEADS
+    assert (builder.reorder_batch_threshold, schedule.max_s_q) == (4, 1), "drafts are decoded, each token by itself"
     try:
-        claim_workspace(builder.schedule.max_workspace_floats + 1)
+        claim_workspace(schedule.max_workspace_floats + 1)
     except AssertionError:
         pass  # locked at what the builder needs
     else:
         raise RuntimeError("the layer claimed more than its builder needs")
+    workspace.unlock_workspace()
     assert not builder.supports_draft_decode_metadata_update
-    problem = Problem(LENGTHS, 1, heads=RANKS * HEADS, kv_scale=scale)
-    share, lengths = share_of(problem, rank)
+    interleave = config.parallel_config.cp_kv_cache_interleave_size
+    weight = layer.kv_b_proj.weight.detach().clone()
+    return {name: (run_step(layer, builder, step, rank, interleave, scale), weight) for name, step in DCP_STEPS.items()}
+
+
+def run_step(layer, builder, step, rank: int, interleave: int, scale: float | None) -> torch.Tensor:
+    """Output of a step, whose metadata is that of a CUDA graph's capture with other lengths."""
+    problem = Problem(*step, heads=RANKS * HEADS, kv_scale=scale)
+    share, lengths = share_of(problem, rank, interleave)
     common = share.common_metadata()
-    common.seq_lens.copy_(torch.tensor(problem.lengths))
     common.dcp_local_seq_lens = torch.tensor(lengths, dtype=torch.int32)
-    step = builder.build(0, common)
-    assert step.decode.seq_lens.tolist() == lengths
-    return decode(layer, share, step), layer.kv_b_proj.weight.detach().clone()
+    common.seq_lens.fill_(4)
+    captured = builder.build_for_cudagraph_capture(common)
+    common.seq_lens.copy_(torch.tensor(problem.lengths))
+    planned = builder.build(0, common)
+    assert (planned.num_decodes, planned.num_decode_tokens) == (len(problem.lengths), problem.tokens)
+    (run,) = planned.decode.runs
+    assert run.schedule.batch == problem.tokens
+    return decode(layer, share, captured)
 
 
 def main(rank: int, port: str, model: str, output: str) -> None:
     prepare()
     results = {}
-    for cache_dtype, scale in CACHES.items():
-        config = configuration(model, cache_dtype)
+    for cache_dtype, interleave in DCP_CONFIGURATIONS:
+        config = configuration(model, cache_dtype, interleave)
         with set_current_vllm_config(config):
             if not results:
                 init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
                 initialize_model_parallel(RANKS, decode_context_model_parallel_size=RANKS, backend="gloo")
-            results[cache_dtype] = run(config, rank, scale)
+            for step, result in run(config, rank, CACHES[cache_dtype]).items():
+                results[cache_dtype, interleave, step] = result
     torch.save(results, output)
 
 

@@ -4,6 +4,8 @@ The reference executor stands in for the kernels; writing the cache, prefill, re
 are not tested here.
 """
 
+import itertools
+
 import pytest
 import torch
 from vllm.platforms import current_platform
@@ -30,13 +32,8 @@ from etap_backend.lab.checks.vllm_layer import (
     make_builder,
 )
 from etap_backend.vllm import impl
-from etap_backend.vllm.metadata import (
-    SHORT_PROMPT_TOKENS,
-    claim_workspace,
-    decoded_requests,
-    max_query_len,
-    workspace_floats,
-)
+from etap_backend.vllm.metadata import SHORT_PROMPT_TOKENS, Limits, claim_workspace
+from etap_backend.vllm.runs import MAX_RUNS, cut_into_runs, longest_decode, padded_query_lens
 
 H200_SMS = 132
 
@@ -120,13 +117,13 @@ def test_shares_of_a_context_merge_by_natural_log_sum_exp(make):
     torch.testing.assert_close(merged, whole.float(), rtol=2e-2, atol=2e-2)
 
 
-def test_prompts_beside_decodes_stay_with_vllms_prefill(make):
+def test_long_prompts_beside_decodes_stay_with_vllms_prefill(make):
     _, builder = make(**SPECULATIVE)
     problem = Problem([70, 129], 1)
-    step = builder.build(0, problem.common_metadata(prefill_lengths=[40, 9]))
+    step = builder.build(0, problem.common_metadata(prefill_lengths=[140, 9]))
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (2, 2, 2)
-    assert step.decode.seq_lens.tolist() == [70, 129]
-    assert (step.decode.schedule.batch, step.decode.schedule.s_q) == (2, 1)
+    assert step.decode.runs[0].seq_lens.tolist() == [70, 129]
+    assert (step.decode.runs[0].schedule.batch, step.decode.runs[0].schedule.s_q) == (2, 1)
 
 
 @pytest.mark.parametrize("lengths, s_q", [
@@ -148,14 +145,14 @@ def test_short_prompts_are_decodes_as_exact_as_torch(make, lengths, s_q, argumen
 
 def test_longer_prompts_are_prefilled(make):
     _, builder = make()
-    step = builder.build(0, Problem([129], 129).common_metadata(prefill_lengths=[7]))
+    step = builder.build(0, Problem([129], 129).common_metadata(prefill_lengths=[7]))  # behind a longer one
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills, step.decode) == (0, 0, 2, None)
 
 
 @pytest.mark.parametrize("context", [0, 200])
-@pytest.mark.parametrize("s_q, others", [(1, [37]), (1, [1000, 37]), (37, [36]), (37, [500, 37])], ids=str)
+@pytest.mark.parametrize("s_q, others", [(1, [137]), ([1, 37], [1000, 37]), (37, [136]), (37, [500, 37])], ids=str)
 def test_decode_and_prefill_share_a_step(make, monkeypatch, context, s_q, others):
-    """Those of the first one's length are decodes, be they decodes or prompts, as far as no other length comes between.
+    """Those before the first long prompt are decodes, be they decodes or prompts.
 
     vLLM's prefill needs a GPU: that it gets all other tokens, and only those, is what is seen of it here.
     """
@@ -184,7 +181,7 @@ def test_decode_and_prefill_share_a_step(make, monkeypatch, context, s_q, others
 def test_more_heads_take_shorter_prompts(make, heads, tokens):
     """2048 rows a request are what was timed."""
     layer, builder = make(heads=heads)
-    assert builder.reorder_batch_threshold == builder.schedule.max_s_q == tokens
+    assert builder.reorder_batch_threshold == builder.schedules[0].max_s_q == tokens
     problem = Problem([300, tokens], tokens, heads=heads)
     step = builder.build(0, problem.common_metadata())
     assert step.num_decode_tokens == 2 * tokens
@@ -193,28 +190,102 @@ def test_more_heads_take_shorter_prompts(make, heads, tokens):
     assert (longer.num_decodes, longer.num_prefills) == (0, 1)
 
 
-@pytest.mark.parametrize(
-    "starts, tokens, wanted",
-    [
-        ([0, 1, 2, 3], 3, (3, 1)),
-        ([0, 2, 4], 4, (2, 2)),
-        ([0, 1, 2, 2, 2], 4, (4, 1)),  # a graph's padding: rows of the queries, but no tokens
-        ([0, 2, 4, 4, 4], 8, (4, 2)),
-        ([0, 2, 4, 4, 4], 4, (2, 2)),  # not four requests of one token
-        ([0, 4, 4], 4, (1, 4)),
-        ([0, 0, 0], 2, (2, 1)),
-    ],
-)
-def test_requests_are_told_from_their_own_query_lengths(starts, tokens, wanted):
-    assert decoded_requests(torch.tensor(starts, dtype=torch.int32), tokens) == wanted
+@pytest.mark.parametrize("query_lens, tokens, wanted", [
+    ([1, 1, 1], 3, [1, 1, 1]),
+    ([2, 2], 4, [2, 2]),
+    ([1, 1, 0, 0], 4, [1, 1, 1, 1]),  # a graph's padding: rows of the queries, but no tokens
+    ([2, 2, 0, 0], 8, [2, 2, 2, 2]),
+    ([2, 2, 0, 0], 4, [2, 2]),  # not four requests of one token
+    ([4, 0], 4, [4]),
+    ([0, 0], 2, [1, 1]),
+    ([1, 3], 4, [1, 3]),  # not two of two
+    ([3, 1, 2], 6, [3, 1, 2]),
+    ([3, 1], 8, [3, 1]),  # rows of no request
+    ([3, 3], 8, [3, 3]),
+], ids=str)  # fmt: skip
+def test_requests_are_told_from_their_own_query_lengths(query_lens, tokens, wanted):
+    assert padded_query_lens(query_lens, tokens) == wanted
 
 
-@pytest.mark.parametrize(
-    "starts, tokens", [([0, 1, 3], 3), ([0, 2, 3], 3), ([0, 1, 4], 4), ([0, 0, 1], 2), ([0, 2, 4], 2)]
-)
-def test_uneven_query_lengths_are_refused(starts, tokens):
-    with pytest.raises(ValueError, match="query_start_loc_cpu: wanted as many query tokens for each request"):
-        decoded_requests(torch.tensor(starts, dtype=torch.int32), tokens)
+@pytest.mark.parametrize("query_lens, tokens", [([1, 3], 3), ([0, 1], 2), ([2, 0, 1], 3)], ids=str)
+def test_more_tokens_than_rows_and_gaps_are_refused(query_lens, tokens):
+    with pytest.raises(ValueError, match=f"query_start_loc_cpu: wanted requests of {tokens} query tokens at most"):
+        padded_query_lens(query_lens, tokens)
+
+
+@pytest.mark.parametrize("query_lens, verified, wanted, longest", [
+    ([1, 1, 1], 1, [(3, 1)], 128),
+    ([1, 1, 37, 37, 12], 1, [(2, 1), (2, 37), (1, 12)], 128),
+    ([1, 4, 37, 90], 4, [(1, 1), (1, 4), (1, 37), (1, 90)], 128),
+    ([1, 5, 6, 7, 90], 1, [(1, 1), (1, 5), (1, 6), (1, 7)], 89),  # the fifth run is left to prefill
+    ([1, 5, 90, 7, 6], 1, [(1, 1), (1, 5)], 89),
+    ([90, 5, 80, 7, 6], 1, [], 89),
+    ([1, 5, 6, 7, 129, 8], 1, [(1, 1), (1, 5), (1, 6), (1, 7)], 128),
+    ([4, 1, 4, 4, 1, 3], 4, [(6, 0)], 128),  # drafts of any number: one call
+    ([4, 1, 4, 4, 1, 37, 37], 4, [(5, 0), (2, 37)], 128),
+    ([4, 1, 4, 1, 4, 37, 38, 39, 40], 4, [(5, 0), (1, 37), (1, 38), (1, 39)], 39),
+    ([4, 4, 0, 0], 4, [(2, 4)], 128),
+], ids=str)  # fmt: skip
+def test_a_step_is_cut_into_few_runs(query_lens, verified, wanted, longest):
+    assert longest_decode(query_lens, 128, verified) == longest
+    decoded = list(itertools.takewhile(lambda n: 0 < n <= longest, query_lens))
+    runs = cut_into_runs(decoded, verified)
+    assert [(run.requests.stop - run.requests.start, run.s_q) for run in runs] == wanted
+    assert len(runs) <= MAX_RUNS
+    tokens = [0, *itertools.accumulate(query_lens)]
+    for run in runs:
+        assert (run.tokens.start, run.tokens.stop) == (tokens[run.requests.start], tokens[run.requests.stop])
+
+
+@pytest.mark.parametrize("query_lens, arguments, calls", [
+    ([1, 1, 37], {}, 2),
+    ([1, 128, 37, 2], {}, 4),
+    ([37, 90], {}, 2),
+    ([4, 4, 1, 37], SPECULATIVE, 3),
+    ([1, 4, 1, 4, 2], SPECULATIVE, 1),
+    ([4, 1, 4, 1, 4, 37, 5], SPECULATIVE, 3),
+], ids=str)  # fmt: skip
+def test_requests_of_different_query_lengths_are_decodes(make, query_lens, arguments, calls):
+    """Short prompts beside decodes, and drafts of different numbers, as with FLASH_ATTN_MLA."""
+    layer, builder = make(**arguments)
+    lengths = [700, 129, 300, 64, 1000, 65, 200][: len(query_lens)]
+    problem = Problem([max(*pair) for pair in zip(lengths, query_lens, strict=True)], query_lens)
+    step = builder.build(0, problem.common_metadata())
+    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (len(lengths), problem.tokens, 0)
+    assert len(step.decode.runs) == calls
+    assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
+
+
+def test_what_few_calls_cannot_decode_is_prefilled(make):
+    _, builder = make()
+    problem = Problem([700, 129, 300, 64], [1, 1, 5, 6])
+    step = builder.build(0, problem.common_metadata(prefill_lengths=[7, 8, 9]))
+    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (5, 20, 2)
+    assert [run.schedule.s_q for run in step.decode.runs] == [1, 5, 6, 7]
+    assert builder.reorder_batch_threshold == SHORT_PROMPT_TOKENS
+    assert builder.build(0, Problem([200], 128).common_metadata()).num_decodes == 1
+
+
+def test_calls_of_a_step_share_no_schedule(make):
+    """All are planned before the first layer runs."""
+    _, builder = make()
+    runs = builder.build(0, Problem([700, 129, 300, 64], [1, 2, 3, 4]).common_metadata()).decode.runs
+    for name in ("work_ranges", "split_offsets"):
+        assert len({getattr(run.schedule, name).data_ptr() for run in runs}) == len(runs) == MAX_RUNS, name
+
+
+def test_rows_of_no_request_are_zeros(make):
+    """vLLM 0.26's second model runner pads tokens beside breakable graphs, and not always requests with them."""
+    layer, builder = make(**SPECULATIVE)
+    problem = Problem([70, 129, 64], [4, 1, 3])
+    common = problem.common_metadata()
+    common.num_actual_tokens += 5
+    step = builder.build(0, common)
+    assert (step.num_decode_tokens, step.decode.num_tokens) == (13, 8)
+    q = torch.randn(13, HEADS, LATENT + ROPE).bfloat16()
+    out, lse = layer.impl.forward_mqa(q, problem.cache, step, layer)
+    assert out[:8].all() and lse[:8].isfinite().all()
+    assert not out[8:].any() and lse[8:].isneginf().all()
 
 
 def test_a_batch_of_two_requests_and_two_without_tokens_is_no_batch_of_four(make):
@@ -233,7 +304,7 @@ def test_a_batch_of_two_requests_and_two_without_tokens_is_no_batch_of_four(make
         num_decode_tokens=4,
         dcp_tot_seq_lens_device=None,
     )
-    assert (step.schedule.batch, step.schedule.s_q) == (2, 2)
+    assert [(run.schedule.batch, run.schedule.s_q) for run in step.runs] == [(2, 2)]
     whole = builder.build(0, common)
     whole.decode = step
     assert_as_exact_as_torch(decode(layer, problem, whole), problem, layer.kv_b_proj.weight)
@@ -241,12 +312,31 @@ def test_a_batch_of_two_requests_and_two_without_tokens_is_no_batch_of_four(make
 
 def test_two_steps_planned_ahead_keep_their_own_numbers(make):
     """What is read in Python is each step's own; the buffers hold what was built last."""
-    _, builder = make(**SPECULATIVE)
-    first = builder.build(0, Problem([70, 129, 64], 4).common_metadata()).decode
-    second = builder.build(0, Problem([2048], 128).common_metadata()).decode
-    assert (first.schedule.batch, first.schedule.s_q) == (3, 4)
-    assert (second.schedule.batch, second.schedule.s_q) == (1, 128)
-    assert first.schedule.partitions > second.schedule.partitions
+    layer, builder = make(**SPECULATIVE)
+    problem = Problem([70, 129, 64], 4)
+    common = problem.common_metadata()
+    first = builder.build(0, common)
+    (other,) = builder.build(0, Problem([2048], 128).common_metadata()).decode.runs
+    (mine,) = first.decode.runs
+    assert (mine.schedule.batch, mine.schedule.s_q) == (3, 4)
+    assert (other.schedule.batch, other.schedule.s_q) == (1, 128)
+    assert mine.schedule.partitions > other.schedule.partitions
+    builder.build(0, common)  # the buffers again as the first step's, whose metadata is not made anew
+    assert_as_exact_as_torch(decode(layer, problem, first), problem, layer.kv_b_proj.weight)
+
+
+def test_a_workspace_that_vllm_replaces_is_not_used_again(make):
+    """Until its graphs are captured vLLM may give the workspace's memory to others between any two calls."""
+    layer, builder = make()
+    problem = Problem([2000, 129], 1)
+    step = builder.build(0, problem.common_metadata())
+    decode(layer, problem, step)
+    before = claim_workspace(builder.schedules[0].max_workspace_floats)
+    claim_workspace(2 * before.numel())
+    before.fill_(torch.nan)
+    out = decode(layer, problem, step)
+    assert before.isnan().all()
+    assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
 
 
 @pytest.mark.parametrize("s_q, arguments", [(1, {}), (4, SPECULATIVE)], ids=["decode", "speculative"])
@@ -256,16 +346,16 @@ def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, s_q, argumen
     assert builder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
     common = Problem([4, 4, 4], s_q).common_metadata()
     captured = builder.build_for_cudagraph_capture(common)
-    schedule = captured.decode.schedule
+    schedule = captured.decode.runs[0].schedule
     kept = (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions)
     later = Problem([700, 129, 64], s_q)
     blocks = torch.zeros(3, 11, dtype=torch.int32)
     blocks[:, : later.block_table.shape[1]] = later.block_table
     common.seq_lens.copy_(torch.tensor(later.lengths))
-    captured.decode.block_table = blocks
-    schedule = builder.build(0, common).decode.schedule
+    captured.decode.runs = [captured.decode.runs[0]._replace(block_table=blocks)]
+    schedule = builder.build(0, common).decode.runs[0].schedule
     assert (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions) == kept
-    assert captured.decode.seq_lens.data_ptr() == common.seq_lens.data_ptr()
+    assert captured.decode.runs[0].seq_lens.data_ptr() == common.seq_lens.data_ptr()
     assert_as_exact_as_torch(decode(layer, later, captured), later, layer.kv_b_proj.weight)
 
 
@@ -281,7 +371,7 @@ def test_a_graph_is_right_after_a_step_of_short_prompts(make_layer, s_q, argumen
     captured = builder.build_for_cudagraph_capture(common)
 
     def planned(step):
-        schedule = step.decode.schedule
+        schedule = step.decode.runs[0].schedule
         addresses = schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr()
         return addresses, (schedule.batch, schedule.s_q, schedule.partitions)
 
@@ -323,13 +413,13 @@ def test_workspace_is_claimed_while_vllm_measures_memory(make_layer, arguments, 
     layer.forward_impl(q, q, q, torch.empty(0), None, output=output)
     workspace.lock_workspace()
     builder = make_builder(layer, config)
-    assert builder.schedule.num_sms == current_platform.num_compute_units()
+    assert builder.schedules[0].num_sms == current_platform.num_compute_units()
     problem = Problem([700, 129], s_q, heads=heads)
     step = builder.build(0, problem.common_metadata())
     assert step.num_decode_tokens == problem.tokens
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
     with pytest.raises(AssertionError, match="Workspace is locked"):
-        claim_workspace(builder.schedule.max_workspace_floats + 1)
+        claim_workspace(builder.schedules[0].max_workspace_floats + 1)
 
 
 @pytest.mark.parametrize("heads", [8, 16, 32, 128])
@@ -338,7 +428,7 @@ def test_workspace_does_not_grow_with_the_batch(engine_config, heads, arguments)
     sizes = set()
     for requests in (1, 1024):
         config = engine_config(attention_backend="ETAP", max_num_seqs=requests, **arguments)
-        sizes.add(4 * workspace_floats(config, heads, max_query_len(config, heads), H200_SMS))
+        sizes.add(4 * Limits.of(config, heads).workspace_floats(heads, H200_SMS))
     assert len(sizes) == 1 and sizes.pop() < 64e6
 
 
@@ -350,13 +440,13 @@ def test_micro_batches_share_neither_schedule_nor_workspace(make, monkeypatch):
     for micro_batch, (problem, step) in enumerate(zip(problems, steps, strict=True)):
         monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda current=micro_batch: current)
         assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
-    a, b = (step.decode.schedule for step in steps)
+    a, b = (step.decode.runs[0].schedule for step in steps)
     for name in ("work_ranges", "split_offsets"):
         assert getattr(a, name).data_ptr() != getattr(b, name).data_ptr(), name
     claimed = []
     for micro_batch in range(2):
         monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda current=micro_batch: current)
-        claimed.append(claim_workspace(first.schedule.max_workspace_floats))
+        claimed.append(claim_workspace(first.schedules[0].max_workspace_floats))
     assert claimed[0].data_ptr() != claimed[1].data_ptr()
 
 

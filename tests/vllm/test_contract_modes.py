@@ -4,11 +4,13 @@ On CPU tensors the reference executor stands in for the kernels; graphs are not 
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
 from importlib.metadata import version
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,10 +18,14 @@ from vllm.config import CUDAGraphMode
 
 from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
+    CACHES,
+    CPU,
+    DCP_CONFIGURATIONS,
+    DCP_STEPS,
     HEADS,
-    KV_SCALE,
     LATENT,
     LENGTHS,
+    NAME,
     ROPE,
     SPECULATIVE,
     Problem,
@@ -49,9 +55,14 @@ def test_cuda_graph_mode_stays_what_was_asked(make, mode, arguments, s_q):
     assert resolved == CUDAGraphMode[mode]
 
 
-@pytest.mark.parametrize("arguments, s_q", [({}, 1), (SPECULATIVE, 4)], ids=["decode", "speculative"])
-def test_padding_of_a_graph_stays_zero_step_after_step(make, arguments, s_q):
+@pytest.mark.parametrize("arguments, s_q, invariant", [
+    ({}, 1, "0"),
+    (SPECULATIVE, 4, "0"),
+    (SPECULATIVE, 4, "1"),
+], ids=["decode", "speculative", "token by token"])  # fmt: skip
+def test_padding_of_a_graph_stays_zero_step_after_step(make, monkeypatch, arguments, s_q, invariant):
     """The same buffers serve a full batch and then a smaller one, padded to the size of the captured one."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     layer, builder = make(**arguments)
     for lengths in ([200, 300, 65, 70], [200, 0, 0, 0], [0, 0, 0, 0]):
         problem = Problem(lengths, s_q) if any(lengths) else Problem([1, 0, 0, 0], s_q)
@@ -94,9 +105,9 @@ def test_last_token_of_a_chunked_prompt_is_a_decode(make):
     """vLLM sends a chunk of one token through forward_mqa, whether the request generates or is still being read."""
     layer, builder = make()
     problem = Problem([129, 70], 1)
-    common = problem.common_metadata(prefill_lengths=[5])
+    common = problem.common_metadata(prefill_lengths=[205])
     step = builder.build(0, common)
-    assert (step.num_decodes, step.num_prefills, step.decode.schedule.batch) == (2, 1, 2)
+    assert (step.num_decodes, step.num_prefills, step.decode.runs[0].schedule.batch) == (2, 1, 2)
     tokens = problem.tokens
     out, lse = layer.impl.forward_mqa(torch.randn(tokens, HEADS, LATENT + ROPE).bfloat16(), problem.cache, step, layer)
     assert out.shape[0] == lse.shape[0] == tokens and out.isfinite().all()
@@ -117,7 +128,7 @@ def test_buffers_may_lose_their_contents_between_steps(make):
     """Sleep mode frees what vLLM allocated with the KV cache, our buffers among it, and gives back other contents."""
     layer, builder = make(enable_sleep_mode=True)
     problem = Problem([700, 129], 1)
-    schedule = builder.schedule
+    schedule = builder.schedules[0]
     for contents in (2**31 - 1, -7):
         schedule.work_ranges.fill_(contents)
         schedule.split_offsets.fill_(contents)
@@ -126,13 +137,57 @@ def test_buffers_may_lose_their_contents_between_steps(make):
         assert_as_exact_as_torch(out, problem, weight_of(layer))
 
 
-def test_cache_blocks_may_lie_apart(make):
-    """Layouts that put a block's layers side by side, for KV connectors."""
+LAYERS = ["model.layers.1.self_attn.attn", NAME, "model.layers.2.self_attn.attn"]
+"""Those whose rows of a block lie side by side."""
+
+
+def caches_of_026(layer, config, blocks, monkeypatch):
+    """What vLLM 0.26 allocates for a KV connector that wants each block of all layers in one piece."""
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+    from vllm.v1.worker import kv_connector_model_runner_mixin as runner
+    from vllm.v1.worker.gpu.attn_utils import get_kv_cache_spec
+    from vllm.v1.worker.utils import AttentionGroup
+
+    connector = SimpleNamespace(prefer_cross_layer_blocks=True)
+    monkeypatch.setattr(runner, "has_kv_transfer_group", lambda: True)
+    monkeypatch.setattr(runner, "get_kv_transfer_group", lambda: connector)
+    spec = get_kv_cache_spec(config)[NAME]
+    groups = [[AttentionGroup(layer.get_attn_backend(), LAYERS, spec, 0)]]
+    mixin = runner.KVConnectorModelRunnerMixin
+    assert mixin.use_uniform_kv_cache(groups), "vLLM would lay the layers out apart, and the connector would do without"
+    tensors = [KVCacheTensor(blocks * spec.page_size_bytes, [name]) for name in LAYERS]
+    kv_cache_config = KVCacheConfig(blocks, tensors, [KVCacheGroupSpec(LAYERS, spec)])
+    return mixin.allocate_uniform_kv_caches(kv_cache_config, groups, "auto", CPU, [BLOCK])[0]
+
+
+def caches_of_033(layer, config, blocks, monkeypatch):
+    """What vLLM 0.33 allocates in the layout that puts blocks first, and all layers into each."""
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+    from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    monkeypatch.setenv("VLLM_KV_CACHE_LAYOUT", "BLHNC")
+    spec = layer.get_kv_cache_spec(config)
+    supported = [each.name for each in get_supported_kv_cache_layouts([layer.get_attn_backend()])]
+    layout = resolve_kv_cache_layout(config, [supported], [spec])
+    memory = len(LAYERS) * blocks * spec.page_size_bytes
+    kv_cache_config = get_kv_cache_config_from_groups(config, [KVCacheGroupSpec(LAYERS, spec)], memory)
+    caches = allocate_kv_cache(kv_cache_config, CPU, layout, [BLOCK])
+    return {name: cache.squeeze(1) for name, cache in caches.items()}
+
+
+def test_layers_of_a_block_may_lie_side_by_side(make, monkeypatch):
+    """As KV connectors have them, which move a block of all layers at once; in vLLM's own allocation."""
     layer, builder = make()
     problem = Problem([300, 129], 1)
-    apart = torch.full((problem.cache.shape[0], 3, BLOCK, LATENT + ROPE), float("nan"), dtype=torch.bfloat16)
-    apart[:, 1] = problem.cache
-    problem.cache = apart[:, 1]
+    allocate = caches_of_026 if version("vllm") == "0.26.0" else caches_of_033
+    caches = allocate(layer, builder.vllm_config, len(problem.cache), monkeypatch)
+    for name in LAYERS:
+        caches[name].copy_(problem.cache if name == NAME else torch.nan)
+    problem.cache = caches[NAME]
+    row = LATENT + ROPE
+    assert problem.cache.stride() == (len(LAYERS) * BLOCK * row, row, 1)
     out = decode(layer, problem, builder.build(0, problem.common_metadata()))
     assert_as_exact_as_torch(out, problem, weight_of(layer))
 
@@ -142,7 +197,7 @@ def test_cache_blocks_may_lie_apart(make):
 def test_other_numbers_of_heads(make, heads, arguments, s_q):
     layer, builder = make(heads=heads, **arguments)
     problem = Problem([70, 200], s_q, heads=heads)
-    assert builder.schedule.num_heads == heads
+    assert builder.schedules[0].num_heads == heads
     out = decode(layer, problem, builder.build(0, problem.common_metadata()))
     assert_as_exact_as_torch(out, problem, weight_of(layer))
 
@@ -166,8 +221,9 @@ def test_batch_invariance_gives_a_request_the_same_bits_in_any_company(make, bat
     layer, builder = make()
     problem = Problem([2300, 64, 129, 1100], 1)
     together = decode(layer, problem, builder.build(0, problem.common_metadata()))
-    assert builder.schedule.fixed_pieces > 1
-    assert builder.schedule.split_offsets[:5].tolist() == [0, 3, 3, 3, 5], "37 and 18 tiles are cut, short requests not"
+    assert builder.schedules[0].fixed_pieces > 1
+    offsets = builder.schedules[0].split_offsets[:5].tolist()
+    assert offsets == [0, 3, 3, 3, 5], "37 and 18 tiles are cut, short requests not"
     for requests in ([0], [3, 0], [1, 2, 3]):
         common = problem.common_metadata()
         part = Problem([problem.lengths[request] for request in requests], 1)
@@ -195,14 +251,33 @@ def test_batch_invariance_keeps_the_prefix_cache_and_its_workspace_is_reserved(m
     q = torch.zeros(4, HEADS, 192, dtype=torch.bfloat16)
     layer.forward_impl(q, q, q, torch.empty(0), None, output=torch.zeros(4, HEADS * 128, dtype=torch.bfloat16))
     workspace.lock_workspace()
-    assert make_builder(layer, config).schedule.fixed_pieces > 1
+    assert make_builder(layer, config).schedules[0].fixed_pieces > 1
+
+
+def test_batch_invariance_verifies_drafts_with_the_same_bits_in_any_company(make, batch_invariant):
+    """Each token is a request of its own: neither others' numbers of drafts count, nor the request's own."""
+    layer, builder = make(**SPECULATIVE)
+    lengths, query_lens = [2000, 64, 129, 1100, 5, 70], [4, 1, 3, 4, 1, 2]
+    problem = Problem(lengths, query_lens)
+    step = builder.build(0, problem.common_metadata())
+    assert (step.num_decodes, len(step.decode.runs)) == (6, 1)
+    together = decode(layer, problem, step)
+    assert_as_exact_as_torch(together, problem, weight_of(layer))
+    for requests in ([0], [3, 0], [2, 5, 1]):
+        part = Problem([lengths[i] for i in requests], [query_lens[i] for i in requests])
+        rows = torch.cat([torch.arange(problem.tokens).split(query_lens)[i] for i in requests])
+        part.q, part.cache, part.block_table = problem.q[rows], problem.cache, problem.block_table[requests]
+        assert torch.equal(decode(layer, part, builder.build(0, part.common_metadata())), together[rows])
+    last = Problem([2000], 1)
+    last.q, last.cache, last.block_table = problem.q[3:4], problem.cache, problem.block_table[:1]
+    assert torch.equal(decode(layer, last, builder.build(0, last.common_metadata())), together[3:4])
 
 
 @pytest.mark.parametrize("arguments, tokens", [({}, 1), (SPECULATIVE, 4)], ids=["plain", "speculative"])
 def test_batch_invariance_leaves_short_prompts_to_prefill(make, batch_invariant, arguments, tokens):
     """Whether one is a decode would depend on the others' lengths."""
     layer, builder = make(**arguments)
-    assert builder.reorder_batch_threshold == builder.schedule.max_s_q == tokens
+    assert (builder.reorder_batch_threshold, builder.schedules[0].max_s_q) == (tokens, 1)
     for others in ([], [37], [40, 7]):
         step = builder.build(0, Problem([37], 37).common_metadata(others))
         assert (step.num_decodes, step.num_prefills) == (0, 1 + len(others))
@@ -213,7 +288,7 @@ def test_micro_batches_leave_short_prompts_to_prefill(make, arguments, tokens):
     """A prompt may hit blocks that another one of its step is writing, and vLLM parts no two decodes for that."""
     _, builder = make(enable_dbo=True, all2all_backend="deepep_low_latency", **arguments)
     assert builder.vllm_config.parallel_config.use_ubatching
-    assert builder.reorder_batch_threshold == builder.schedule.max_s_q == tokens
+    assert builder.reorder_batch_threshold == builder.schedules[0].max_s_q == tokens
 
 
 @pytest.mark.parametrize("runner, tokens_of_026", [("1", 1), ("0", 128)], ids=["V2", "V1"])
@@ -223,7 +298,7 @@ def test_padding_that_belongs_to_no_request_is_no_decode(make, monkeypatch, runn
     monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", runner)
     _, builder = make()
     old = version("vllm") == "0.26.0"
-    assert builder.reorder_batch_threshold == builder.schedule.max_s_q == (tokens_of_026 if old else 128)
+    assert builder.reorder_batch_threshold == builder.schedules[0].max_s_q == (tokens_of_026 if old else 128)
 
 
 @pytest.fixture(scope="module")
@@ -247,19 +322,26 @@ def two_ranks(model_directory, tmp_path_factory):
     finally:
         for process in ranks:
             process.kill()
-    assert codes == [0, 0], "".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(2))
-    return [torch.load(folder / str(rank)) for rank in range(2)]
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(2)]
+    assert codes == [0, 0], "".join(log[-3000:] for log in logs)
+    return [torch.load(folder / str(rank)) | {"log": log} for rank, log in enumerate(logs)]
 
 
-@pytest.mark.parametrize("cache, scale", [("auto", None), ("fp8", KV_SCALE)])
+@pytest.mark.parametrize("step", DCP_STEPS)
+@pytest.mark.parametrize("cache, interleave", DCP_CONFIGURATIONS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_ranks, rank, cache, scale):
-    """The last request has one token: rank 1 has none of it, and gets its heads' result from rank 0."""
-    out, weight = two_ranks[rank][cache]
-    everyone = Problem(LENGTHS, 1, heads=2 * HEADS, kv_scale=scale)
-    mine = Problem(LENGTHS, 1)
+def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_ranks, rank, cache, interleave, step):
+    """Drafts among them. A request has few tokens: one rank has none, and gets its heads' result from the other."""
+    out, weight = two_ranks[rank][cache, interleave, step]
+    everyone = Problem(*DCP_STEPS[step], heads=2 * HEADS, kv_scale=CACHES[cache])
+    mine = Problem(*DCP_STEPS[step])
     mine.q, mine.kv = everyone.q[:, rank * HEADS : (rank + 1) * HEADS], everyone.kv
     assert_as_exact_as_torch(out, mine, weight)
+
+
+def test_of_a_newer_version_one_rank_warns(two_ranks):
+    counts = [len(re.findall(r"vLLM 0\.99\.0 has all that ETAP uses, but", rank["log"])) for rank in two_ranks]
+    assert counts == [1, 0]
 
 
 def test_prefill_context_parallelism_is_refused(make):

@@ -1,5 +1,7 @@
 """Steps of decoding for vLLM's own MLA layer, and what they should give: shared by the contract tests of the layer."""
 
+import itertools
+
 import torch
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.linear import ColumnParallelLinear
@@ -15,11 +17,22 @@ LENGTHS = [70, 129, 1]
 CPU = torch.device("cpu")
 FP8 = torch.float8_e4m3fn
 KV_SCALE = 0.3  # no power of two: it must not be rounded into the values
+CACHES = {"auto": None, "fp8": KV_SCALE}
+"""Types of the KV cache, with their scales."""
+DCP_CONFIGURATIONS = [("auto", 1), ("fp8", 1), ("auto", 16)]
+"""With decode context parallelism: type of the cache, and how many tokens that follow one another a rank has."""
+DCP_STEPS = {
+    "decode": (LENGTHS, 1),
+    "drafts": ([700, 129, 5, 64], 4),
+    "drafts of different numbers": ([700, 129, 1, 6], [4, 2, 1, 3]),
+}
+"""Lengths of a step's requests, and their query tokens."""
 
 
 class Problem:
     """One step of decoding: requests with their cache, and every token's query and key.
 
+    `s_q` is the query tokens of each request, a list where their numbers differ.
     With `kv_scale` the cache is FP8, as bytes like vLLM's; `kv` is what its values stand for, times the scale.
     """
 
@@ -29,8 +42,9 @@ class Problem:
         def normal(*shape):
             return torch.randn(shape, generator=random).bfloat16()
 
-        self.lengths, self.s_q, self.heads = lengths, s_q, heads
-        self.tokens = len(lengths) * s_q
+        self.lengths, self.heads = lengths, heads
+        self.query_lens = [s_q] * len(lengths) if isinstance(s_q, int) else s_q
+        self.tokens = sum(self.query_lens)
         self.q = normal(self.tokens, heads, NOPE + ROPE)
         rows = [normal(length, LATENT + ROPE) for length in lengths]
         self.stored = rows if kv_scale is None else [(row.float() / kv_scale).to(FP8) for row in rows]
@@ -54,7 +68,8 @@ class Problem:
 
     def common_metadata(self, prefill_lengths=(), context=0):
         """vLLM's description of the batch: the decodes, then prompts over so much context, which has no blocks here."""
-        query_lens = [self.s_q if length else 0 for length in self.lengths] + list(prefill_lengths)
+        query_lens = [n if length else 0 for n, length in zip(self.query_lens, self.lengths, strict=True)]
+        query_lens += prefill_lengths
         totals = self.lengths + [context + length for length in prefill_lengths]
         seq_lens = torch.tensor(totals, dtype=torch.int32)
         starts = torch.tensor([0] + query_lens).cumsum(0).int()
@@ -83,13 +98,13 @@ def unabsorbed(problem, weight, dtype):
     heads = problem.heads
     weight = weight.to(dtype).view(heads, NOPE + VALUE, LATENT)
     out = torch.zeros(problem.tokens, heads, VALUE, dtype=dtype)
-    for request, rows in enumerate(problem.kv):
+    ends = itertools.accumulate(problem.query_lens)
+    for rows, query_len, end in zip(problem.kv, problem.query_lens, ends, strict=True):
         latent, rope = rows.to(dtype).split([LATENT, ROPE], dim=-1)
         key_value = torch.einsum("hdl,tl->htd", weight, latent)
         key = torch.cat([key_value[..., :NOPE], rope.expand(heads, -1, -1)], dim=-1)
-        for token in range(problem.s_q):
-            row = request * problem.s_q + token
-            seen = len(rows) - problem.s_q + token + 1
+        for row in range(end - query_len, end):
+            seen = len(rows) + row + 1 - end
             if seen > 0:
                 scores = torch.einsum("hd,htd->ht", problem.q[row].to(dtype), key[:, :seen]) * SCALE
                 out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), key_value[:, :seen, NOPE:])
