@@ -246,40 +246,41 @@ PLACES = (
 )
 LISTS = (  # top_k, share of invalid entries, valid counts, partitions
     (1, 0.0, None, 2),
-    (130, 1.0, None, 4),
+    (130, 1.0, None, 9),
     (130, 0.95, (130, 64, 1), 1),
-    (193, 0.3, (0, 500, 65), 5),
+    (193, 0.3, (0, 500, 65), 6),
     (193, 0.0, (64, -3, 128), 1),
 )
 MIXED = (0.0, 1e-30, 1e30, 0.01)
 SCALES = (((0.0,), False), ((1e-30,), False), ((1e30,), False), ((1e30,), True), (MIXED, False), ((3.0, -0.02), False))
 
 
-# One partition for all; tokens in several pieces, at most two of them in a partition; pieces of one tile; more
-# partitions than tiles.
+# Partitions of three tiles where tokens have five, of four where they have three, and of one.
 @pytest.mark.parametrize("fp8, heads", KERNELS)
-@pytest.mark.parametrize("tokens, top_k, partitions", [(1, 64, 1), (3, 130, 2), (5, 130, 7), (2, 65, 5)])
+@pytest.mark.parametrize("tokens, top_k, partitions", [(2, 300, 4), (5, 130, 4), (2, 65, 5)])
 def test_every_kernel(fp8, heads, tokens, top_k, partitions):
-    case = Case(heads, top_k, tokens, partitions, fp8, counts=tuple(range(top_k, top_k - tokens, -1)))
-    verify(case, seed=heads)
+    tiles = library().sparse_partition_tiles(tokens, top_k, partitions)
+    assert tiles == {300: 3, 130: 4, 65: 1}[top_k]
+    counts = tuple(range(top_k, top_k - tokens, -1))
+    verify(Case(heads, top_k, tokens, partitions, fp8, counts=counts), seed=heads)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("heads, partitions", [(3, 1), (40, 4), (100, 1), (100, 2)])
-def test_heads_that_fill_no_tile_or_more_than_one(heads, fp8, partitions):
-    verify(Case(heads, 100, 3 - partitions % 2, partitions, fp8, sinks=True, q_layout="split"), seed=heads)
+@pytest.mark.parametrize("heads, tokens, partitions", [(3, 2, 1), (40, 1, 2), (100, 2, 1), (100, 1, 2)])
+def test_heads_that_fill_no_tile_or_more_than_one(heads, fp8, tokens, partitions):
+    verify(Case(heads, 100, tokens, partitions, fp8, sinks=True, q_layout="split"), seed=heads)
 
 
 @pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 16)])
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place.values())))
 def test_where_rows_lie(fp8, heads, place):
-    verify(Case(heads, 130, 3, 2, fp8, q_layout="shared", **place), seed=4)
+    verify(Case(heads, 100, 3, 2, fp8, q_layout="shared", **place), seed=4)
 
 
 @pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 8)])
 @pytest.mark.parametrize("q_layout", ["packed", "split"])
 def test_rows_without_rope(fp8, heads, q_layout):
-    verify(Case(heads, 130, 2, 4, fp8, rope=False, q_layout=q_layout, cache_layout="gapped"), seed=7)
+    verify(Case(heads, 100, 1, 2, fp8, rope=False, q_layout=q_layout, cache_layout="gapped"), seed=7)
 
 
 @pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 32)])
@@ -291,7 +292,7 @@ def test_lists_of_few_entries(fp8, heads, top_k, invalid, counts, partitions):
 @pytest.mark.parametrize("heads", [8, 32])
 @pytest.mark.parametrize("scales, alike", SCALES)
 def test_scales_of_any_size(heads, scales, alike):
-    verify(Case(heads, 130, 2, 3, fp8=True, scales=scales, alike=alike), seed=6)
+    verify(Case(heads, 100, 1, 2, fp8=True, scales=scales, alike=alike), seed=6)
 
 
 @pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 16)])
@@ -344,7 +345,7 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "other_rows_fence": NONSENSE,
     "queries_fence": NONSENSE,
     "queries_meeting": NONSENSE,
-    "lent_room": "more arrivals|never written|in flight",
+    "lent_room": f"more arrivals|never written|in flight|{NONSENSE}",
     "lent_commit": "deadlock",
     "merge_grant": f"deadlock|in flight|{NONSENSE}",
     "stage_release": "deadlock",
