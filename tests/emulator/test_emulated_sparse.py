@@ -196,7 +196,10 @@ def truth(case: Case) -> Truth:
         weights = torch.softmax(scores, dim=-1) * left[:, None]
         out[token] = weights @ values
         far = values.abs() if case.fp8 else values.abs() + out[token].abs().amax(0)
-        at_random = 6 / math.sqrt(3) * u * (weights.square() @ far.square()).sqrt()
+        # P of the entries that name one row are rounded alike.
+        _, alike = torch.unique(keys, dim=0, return_inverse=True)
+        together = weights @ (alike[:, None] == alike).double()
+        at_random = 6 / math.sqrt(3) * u * ((weights * together) @ far.square()).sqrt()
         exact = 1e-5 * (weights @ values.abs()) + tiny * values.abs().sum(0)
         before = torch.minimum(at_random, u * (weights @ far)) + exact
         limit[token] = before + (out[token].abs() + before) * u
