@@ -40,6 +40,7 @@ class Case:
     tokens: int = 2
     partitions: int = 1
     fp8: bool = False
+    rope: bool = True
     page_size: int = 64
     pages: int = 5
     requests: int = 0  # of a block table through which indices are positions; 0: they are physical rows
@@ -52,13 +53,18 @@ class Case:
     cache_layout: str = "dense"  # dense, gapped (pages and rows apart), headed (4-D)
     seed: int = 0
 
+    @property
+    def width(self) -> int:
+        """Columns of a row."""
+        return HEAD_DIM if self.rope else LATENT
+
 
 @dataclass(frozen=True)
 class Problem:
     case: Case
     tensors: dict[str, torch.Tensor | None]  # the call's arguments in order
-    keys: list[torch.Tensor]  # float64 [rows that count, 576] of each token
-    q: torch.Tensor  # float64 [tokens, heads, 576]
+    keys: list[torch.Tensor]  # float64 [rows that count, width] of each token
+    q: torch.Tensor  # float64 [tokens, heads, width]
 
 
 def queries(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -66,17 +72,17 @@ def queries(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch
         return torch.ones(shape).bfloat16() if case.alike else torch.randn(shape, generator=generator).bfloat16()
 
     if case.q_layout == "packed":
-        return normal(case.tokens, case.heads, HEAD_DIM), None
+        return normal(case.tokens, case.heads, case.width), None
     if case.q_layout == "shared":
-        return normal(1, case.heads, HEAD_DIM).expand(case.tokens, -1, -1), None
+        return normal(1, case.heads, case.width).expand(case.tokens, -1, -1), None
     latent = normal(case.heads, case.tokens, LATENT).transpose(0, 1)
-    return latent, normal(case.tokens, case.heads, ROPE + 128)[..., 128:]
+    return latent, normal(case.tokens, case.heads, ROPE + 128)[..., 128:] if case.rope else None
 
 
 def cache_rows(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as they are stored, [rows, 576] bfloat16 or [rows, 656] bytes, and what they stand for in float64."""
+    """Rows as they are stored, bfloat16 or bytes of FP8 rows, and what they stand for in float64."""
     rows = case.pages * case.page_size
-    values = torch.randn(rows, HEAD_DIM, generator=generator)
+    values = torch.randn(rows, case.width, generator=generator)
     if not case.fp8:
         return values.bfloat16(), values.bfloat16().double()
     picked = torch.randint(len(case.scales), (rows, LATENT // GROUP), generator=generator)
@@ -190,7 +196,10 @@ def truth(case: Case) -> Truth:
         weights = torch.softmax(scores, dim=-1) * left[:, None]
         out[token] = weights @ values
         far = values.abs() if case.fp8 else values.abs() + out[token].abs().amax(0)
-        at_random = 6 / math.sqrt(3) * u * (weights.square() @ far.square()).sqrt()
+        # P of the entries that name one row are rounded alike.
+        _, alike = torch.unique(keys, dim=0, return_inverse=True)
+        together = weights @ (alike[:, None] == alike).double()
+        at_random = 6 / math.sqrt(3) * u * ((weights * together) @ far.square()).sqrt()
         exact = 1e-5 * (weights @ values.abs()) + tiny * values.abs().sum(0)
         before = torch.minimum(at_random, u * (weights @ far)) + exact
         limit[token] = before + (out[token].abs() + before) * u
@@ -240,35 +249,41 @@ PLACES = (
 )
 LISTS = (  # top_k, share of invalid entries, valid counts, partitions
     (1, 0.0, None, 2),
-    (130, 1.0, None, 4),
+    (130, 1.0, None, 9),
     (130, 0.95, (130, 64, 1), 1),
-    (193, 0.3, (0, 500, 65), 5),
+    (193, 0.3, (0, 500, 65), 6),
     (193, 0.0, (64, -3, 128), 1),
 )
 MIXED = (0.0, 1e-30, 1e30, 0.01)
 SCALES = (((0.0,), False), ((1e-30,), False), ((1e30,), False), ((1e30,), True), (MIXED, False), ((3.0, -0.02), False))
 
 
-# One partition for all; tokens in several pieces, at most two of them in a partition; pieces of one tile; more
-# partitions than tiles.
+# Partitions of three tiles where tokens have five, of four where they have three, and of one.
 @pytest.mark.parametrize("fp8, heads", KERNELS)
-@pytest.mark.parametrize("tokens, top_k, partitions", [(1, 64, 1), (3, 130, 2), (5, 200, 7), (2, 65, 5)])
+@pytest.mark.parametrize("tokens, top_k, partitions", [(2, 300, 4), (5, 130, 4), (2, 65, 5)])
 def test_every_kernel(fp8, heads, tokens, top_k, partitions):
-    case = Case(heads, top_k, tokens, partitions, fp8, counts=tuple(range(top_k, top_k - tokens, -1)))
-    verify(case, seed=heads)
+    tiles = library().sparse_partition_tiles(tokens, top_k, partitions)
+    assert tiles == {300: 3, 130: 4, 65: 1}[top_k]
+    counts = tuple(range(top_k, top_k - tokens, -1))
+    verify(Case(heads, top_k, tokens, partitions, fp8, counts=counts), seed=heads)
 
 
 @pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("heads", [3, 40, 100])
-@pytest.mark.parametrize("partitions", [1, 4])
-def test_heads_that_fill_no_tile_or_more_than_one(heads, fp8, partitions):
-    verify(Case(heads, 130, 2, partitions, fp8, sinks=True, q_layout="split"), seed=heads)
+@pytest.mark.parametrize("heads, tokens, partitions", [(3, 2, 1), (40, 1, 2), (100, 2, 1), (100, 1, 2)])
+def test_heads_that_fill_no_tile_or_more_than_one(heads, fp8, tokens, partitions):
+    verify(Case(heads, 100, tokens, partitions, fp8, sinks=True, q_layout="split"), seed=heads)
 
 
 @pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 16)])
-@pytest.mark.parametrize("place", PLACES, ids=str)
+@pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place.values())))
 def test_where_rows_lie(fp8, heads, place):
-    verify(Case(heads, 130, 3, 2, fp8, q_layout="shared", **place), seed=4)
+    verify(Case(heads, 100, 3, 2, fp8, q_layout="shared", **place), seed=4)
+
+
+@pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 8)])
+@pytest.mark.parametrize("q_layout", ["packed", "split"])
+def test_rows_without_rope(fp8, heads, q_layout):
+    verify(Case(heads, 100, 1, 2, fp8, rope=False, q_layout=q_layout, cache_layout="gapped"), seed=7)
 
 
 @pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 32)])
@@ -280,7 +295,7 @@ def test_lists_of_few_entries(fp8, heads, top_k, invalid, counts, partitions):
 @pytest.mark.parametrize("heads", [8, 32])
 @pytest.mark.parametrize("scales, alike", SCALES)
 def test_scales_of_any_size(heads, scales, alike):
-    verify(Case(heads, 130, 2, 3, fp8=True, scales=scales, alike=alike), seed=6)
+    verify(Case(heads, 100, 1, 2, fp8=True, scales=scales, alike=alike), seed=6)
 
 
 @pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 16)])
@@ -288,7 +303,7 @@ def test_bits_do_not_depend_on_what_a_cta_decoded_before(fp8, heads):
     """Behind an odd number of tiles a piece begins elsewhere in the ring, and with 64 rows with the other consumer."""
     behind = verify(Case(heads, 130, 2, fp8=fp8, invalid=0.0, counts=(1, 130)))
     problem = build(Case(heads, 130, 2, fp8=fp8, invalid=0.0, counts=(1, 130)))
-    alone = {name: tensor[1:] if name in PER_TOKEN else tensor for name, tensor in problem.tensors.items()}
+    alone = {name: x[1:] if name in PER_TOKEN and x is not None else x for name, x in problem.tensors.items()}
     kernels.run_sparse(alone, SOFTMAX_SCALE, 1)
     for bits, name in zip(behind, ("out", "lse"), strict=True):
         assert torch.equal(bits[1:], alone[name].view(bits.dtype))
@@ -300,11 +315,11 @@ def test_bits_do_not_depend_on_what_a_cta_decoded_before(fp8, heads):
 # follows at once.
 INTERLEAVED = [
     *[Case(heads, 130, 3, fp8=fp8, counts=(130, 64, 65)) for fp8, heads in KERNELS],
-    *[Case(heads, 64, 5, fp8=fp8, invalid=0.5) for fp8, heads in KERNELS],
+    *[Case(heads, 64, 4, fp8=fp8, invalid=0.5) for fp8, heads in KERNELS],
 ]
 
 
-@pytest.mark.parametrize("case", INTERLEAVED, ids=str)
+@pytest.mark.parametrize("case", INTERLEAVED, ids=lambda case: f"{case.fp8}-{case.heads}-{case.top_k}")
 def test_interleavings(case):
     wanted = verify(case, timing="early")
     for seed in SEEDS:
@@ -333,7 +348,7 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "other_rows_fence": NONSENSE,
     "queries_fence": NONSENSE,
     "queries_meeting": NONSENSE,
-    "lent_room": "more arrivals|never written|in flight",
+    "lent_room": f"more arrivals|never written|in flight|{NONSENSE}",
     "lent_commit": "deadlock",
     "merge_grant": f"deadlock|in flight|{NONSENSE}",
     "stage_release": "deadlock",
