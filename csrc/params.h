@@ -14,6 +14,7 @@ constexpr int kRopeDim = 64;      // columns of K behind the latent
 constexpr int kHeadDim = kLatentDim + kRopeDim;
 constexpr int kMinRowTile = 8;    // query rows (tokens x heads) that one CTA computes: 8, 16, 32 or 64
 constexpr int kMaxRowTile = 64;
+constexpr int kSparseFp8Rows = 32;  // the most beside listed FP8 rows
 
 // The tiles one partition decodes: [begin, end) in (request, tile) order.
 struct WorkRange {
@@ -44,19 +45,19 @@ struct DecodeParams {
   const void* q;       // [batch, s_q, heads, 512 or 576]
   const void* q_rope;  // [batch, s_q, heads, 64]
   int64_t q_stride_batch;
-  int64_t q_stride_token;
+  int64_t q_stride_token = 0;
   int64_t q_stride_head;
   int64_t q_rope_stride_batch;
-  int64_t q_rope_stride_token;
+  int64_t q_rope_stride_token = 0;
   int64_t q_rope_stride_head;
-  const int32_t* block_table;  // [batch, max_pages]
-  int64_t block_table_stride;
-  int32_t max_pages;
-  const int32_t* seq_lens;       // [batch]
-  const WorkRange* work_ranges;  // [partitions]
-  const int32_t* split_offsets;  // [batch + 1]
-  void* out;                     // [batch, rows, 512]
-  float* lse;                    // [batch, rows], natural log
+  const int32_t* block_table = nullptr;  // [batch, max_pages]
+  int64_t block_table_stride = 0;
+  int32_t max_pages = 0;
+  const int32_t* seq_lens = nullptr;       // [batch]
+  const WorkRange* work_ranges = nullptr;  // [partitions]
+  const int32_t* split_offsets = nullptr;  // [batch + 1]
+  void* out;                               // [batch, rows, 512]
+  float* lse;                              // [batch, rows], natural log
   // Partial O^T as WGMMA's registers hold it, so that all copies are 16 bytes wide and coalesced:
   // [slots, row_groups, 8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads, 4]
   float* partial_out;
@@ -66,18 +67,25 @@ struct DecodeParams {
   int32_t heads;
   int32_t rows;        // s_q * heads
   int32_t row_tile;    // 8, 16, 32 or 64
-  int32_t row_groups;  // ceil(rows / 64)
+  int32_t row_groups;  // ceil(rows / group_rows)
   int32_t partitions;
   cutlass::FastDivmod tiles_per_page;
   float scale_log2;  // softmax scale * log2(e)
   // For an FP8 cache alone: what its values and those of e4m3 queries are multiplied with (null: 1), what the queries are,
   // and whether the result is float16 or bfloat16.
-  const float* kv_scale;
-  const float* q_scale;
+  const float* kv_scale = nullptr;
+  const float* q_scale = nullptr;
   QueryType query_type;
   bool float16_out;
   bool rows_on_lanes;  // partial_out lies as O = P·V leaves it: see combine.cu
   bool paired_dims;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
+  // Sparse attention alone, where each query token is a request of its own and the work is divided by shapes alone: see
+  // decode/even_split.h. No work_ranges, split_offsets and block_table there; seq_lens may be null: list_length each.
+  int32_t group_rows = kMaxRowTile;  // query rows of all row groups but the last
+  int32_t list_length = 0;           // entries of a token's list of cache rows
+  int32_t list_tiles = 0;            // that it takes; 0: the schedule divides the work
+  int32_t partition_tiles = 0;       // that a partition decodes
+  const float* sinks = nullptr;      // [heads], null: none; natural logarithms
 };
 
 // The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,

@@ -24,16 +24,18 @@ class DecodeShape(NamedTuple):
     """What a number of query rows (query tokens * heads) means for the kernels; the compiled library says it.
 
     Attributes:
-        kernel: "transposed", "transposed_fp8" or "query_major".
+        kernel: "transposed", "transposed_fp8", "query_major" or "sparse_fp8".
         row_tile: rows that a CTA computes: 8, 16, 32 or 64.
         row_groups: CTAs that share a piece of a request, each with other rows of it.
         piece_floats: what a CTA's partial result of one piece takes of the workspace.
+        group_rows: rows of all groups but the last.
     """
 
     kernel: str
     row_tile: int
     row_groups: int
     piece_floats: int
+    group_rows: int
 
 
 @functools.cache

@@ -9,7 +9,7 @@
 
 #include <atomic>
 
-#include "api/decode_call.h"
+#include "api/sparse_call.h"
 #include "combine/combine.h"
 #include "schedule/policies.h"
 #include "schedule/schedule.h"
@@ -23,7 +23,7 @@ using tvm::ffi::Map;
 using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
-constexpr int64_t kAbiVersion = 4;
+constexpr int64_t kAbiVersion = 5;
 
 // Makes the tensors' device current for the launches of one call.
 class DeviceGuard {
@@ -155,12 +155,17 @@ Array<int64_t> numbers(const MapShape& map) {
 // A kernel's name, blocks in x and y, threads, shared bytes, parameters, and its tensor maps: the cache's, the queries'.
 using Launch = Tuple<String, int64_t, int64_t, int64_t, int64_t, Bytes, Array<Array<int64_t>>, Array<Array<int64_t>>>;
 
+template <class Params>
+Bytes bytes_of(const Params& params) {
+  return Bytes(reinterpret_cast<const char*>(&params), sizeof(params));
+}
+
 Launch launch_of(const KernelLaunch& kernel, const DecodeParams& params, const DecodeLaunch& maps) {
   Array<Array<int64_t>> cache, queries;
   for (int i = 0; i < maps.cache_map_count; ++i) cache.push_back(numbers(maps.cache_maps[i]));
   for (int i = 0; maps.query_maps_usable && i < 2; ++i) queries.push_back(numbers(maps.query_maps[i]));
   return Launch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.threads),
-                int64_t(kernel.shared_bytes), Bytes(reinterpret_cast<const char*>(&params), sizeof(params)), cache, queries);
+                int64_t(kernel.shared_bytes), bytes_of(params), cache, queries);
 }
 
 // What `decode` launches, for those who run it elsewhere: on tensors of the CPU too.
@@ -184,13 +189,77 @@ auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, O
                   lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, fp8_math});
 }
 
-// Kernel, row tile, row groups, floats of a piece's partial result.
-using Shape = Tuple<String, int64_t, int64_t, int64_t>;
+// Whether a token is in several pieces.
+bool splits(const DecodeParams& params) { return params.partition_tiles % params.list_tiles != 0 && params.partitions > 1; }
+
+void sparse_decode(const SparseCall& call) {
+  check(call);
+  reporting_cuda_errors([&] {
+    const DLDevice device = call.q.device();
+    check_hopper("q", device);
+    if (call.tokens() == 0 || call.heads() == 0) return;
+    const DeviceGuard guard(device.device_id);
+    const cudaStream_t stream = current_stream(device);
+    const DecodeParams params = decode_params(call);
+    const sparse::GatheredCache cache = gathered_cache(call);
+    const QueryMaps no_maps{};
+    const void* const arguments[] = {&params, &cache, &no_maps};
+    launch_overlapping(sparse::prepare(params, call.fp8_cache()), arguments, device.device_id, stream);
+    if (splits(params)) launch_overlapping(prepare_combine(params), arguments, device.device_id, stream);
+  });
+}
+
+void check_sparse_decode(const SparseCall& call) { check(call); }
+
+// A kernel's name, blocks in x and y, threads, shared bytes, parameters, and the cache's.
+using SparseLaunch = Tuple<String, int64_t, int64_t, int64_t, int64_t, Bytes, Bytes>;
+
+// What `sparse_decode` launches, for those who run it elsewhere: on tensors of the CPU too.
+Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
+  check(call);
+  Array<SparseLaunch> all;
+  if (call.tokens() == 0 || call.heads() == 0) return all;
+  const DecodeParams params = decode_params(call);
+  const auto add = [&](const KernelLaunch& kernel, Bytes cache) {
+    all.push_back(SparseLaunch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.threads),
+                               int64_t(kernel.shared_bytes), bytes_of(params), cache));
+  };
+  add(sparse::prepare(params, call.fp8_cache()), bytes_of(gathered_cache(call)));
+  if (splits(params)) add(prepare_combine(params), Bytes());
+  return all;
+}
+
+template <auto kAction>
+auto with_sparse_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, TensorView indices,
+                      Optional<TensorView> block_table, Optional<TensorView> request_ids, Optional<TensorView> valid_counts,
+                      Optional<TensorView> sinks, TensorView workspace, TensorView out, TensorView lse, double softmax_scale,
+                      int64_t partitions) {
+  return kAction({q, q_rope, kv_cache, indices, block_table, request_ids, valid_counts, sinks, workspace, out, lse,
+                  softmax_scale, partitions});
+}
+
+// Kernel, row tile, row groups, floats of a piece's partial result, rows of a group.
+using Shape = Tuple<String, int64_t, int64_t, int64_t, int64_t>;
+
+Shape numbers(const DecodeShape& of) {
+  return Shape(String(name_of(of.kernel)), int64_t(of.row_tile), int64_t(of.row_groups), int64_t(of.piece_floats),
+               int64_t(of.group_rows));
+}
 
 Shape shape(int64_t rows, bool fp8_cache) {
   check_at_least("rows", rows, 1);
-  const DecodeShape of = decode_shape(rows, fp8_cache);
-  return Shape(String(name_of(of.kernel)), int64_t(of.row_tile), int64_t(of.row_groups), int64_t(of.piece_floats));
+  return numbers(decode_shape(rows, fp8_cache));
+}
+
+Shape sparse_decode_shape(int64_t heads, bool fp8_cache) {
+  check_at_least("heads", heads, 1);
+  return numbers(sparse_shape(heads, fp8_cache));
+}
+
+int64_t sparse_partition_tiles(int64_t tokens, int64_t top_k, int64_t partitions) {
+  check_at_least("top_k", top_k, 1);
+  check_at_least("partitions", partitions, 1);
+  return even_partition_tiles(tokens, (top_k + kTileTokens - 1) / kTileTokens, partitions);
 }
 
 // Numbers that Python and the tests share with the kernels.
@@ -217,7 +286,12 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(abi_version, etap::abi_version);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_fixed_schedule, etap::build_fixed_schedule);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(build_schedule, etap::build_schedule);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_decode, etap::with_call<etap::check_decode>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(check_sparse_decode, etap::with_sparse_call<etap::check_sparse_decode>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(constants, etap::constants);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode, etap::with_call<etap::decode>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_launches, etap::with_call<etap::decode_launches>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_shape, etap::shape);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode, etap::with_sparse_call<etap::sparse_decode>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_launches, etap::with_sparse_call<etap::sparse_decode_launches>);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_shape, etap::sparse_decode_shape);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_partition_tiles, etap::sparse_partition_tiles);

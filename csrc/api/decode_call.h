@@ -124,16 +124,21 @@ inline void check_schedule(const DecodeCall& call) {
   check_at_least("work_ranges' size", call.work_ranges.size(0), call.partitions);
 }
 
-inline void check_workspace(const DecodeCall& call) {
-  const TensorView& workspace = call.workspace;
-  check_device("workspace", workspace, call.q.device());
+// For the partial results of so many partitions; one alone has none.
+inline void check_workspace(const TensorView& workspace, DLDevice device, const DecodeShape& shape, int64_t partitions) {
+  check_device("workspace", workspace, device);
   check_dtype("workspace", workspace, kFloat32);
-  const int64_t floats = call.partitions > 1 ? call.shape().workspace_floats(call.partitions) : 0;
+  const int64_t floats = partitions > 1 ? shape.workspace_floats(partitions) : 0;
   if (workspace.ndim() != 1 || workspace.size(0) < floats || !workspace.IsContiguous()) {
     TVM_FFI_THROW(ValueError) << "workspace: wanted a contiguous [>=" << floats << "], got " << text(workspace.shape())
                               << " with strides " << text(workspace.strides());
   }
   check_aligned("workspace", workspace);
+}
+
+inline void check_softmax_scale(double scale) {
+  if (scale > 0.0 && std::isfinite(scale)) return;
+  TVM_FFI_THROW(ValueError) << "softmax_scale: wanted a positive finite number, got " << scale;
 }
 
 // Every refusal of a call that can be made without reading what its tensors hold.
@@ -150,9 +155,7 @@ inline void check(const DecodeCall& call) {
     check_device("q_rope", call.q_rope.value(), device);
   }
   check_schedule(call);
-  if (!(call.softmax_scale > 0.0) || !std::isfinite(call.softmax_scale)) {
-    TVM_FFI_THROW(ValueError) << "softmax_scale: wanted a positive finite number, got " << call.softmax_scale;
-  }
+  check_softmax_scale(call.softmax_scale);
   check_scale("q_scale", call.q_scale, "q", call.q);
   check_scale("kv_scale", call.kv_scale, "kv_cache", call.kv_cache);
   check_cache(call.kv_cache, device);
@@ -172,7 +175,7 @@ inline void check(const DecodeCall& call) {
   check_shape("lse", call.lse, {{batch}, {s_q}, {heads}});
   check_contiguous("lse", call.lse);
   check_device("lse", call.lse, device);
-  check_workspace(call);
+  check_workspace(call.workspace, device, call.shape(), call.partitions);
 }
 
 inline DecodeParams decode_params(const DecodeCall& call) {

@@ -7,6 +7,8 @@
 
 #include "common/ptx.cuh"
 #include "common/warp.cuh"
+#include "decode/even_split.h"
+#include "decode/sinks.cuh"
 
 namespace etap {
 namespace {
@@ -52,13 +54,24 @@ struct Totals {
   }
 };
 
+// What attention sinks leave of a lane's two rows' scale. The rows are a token's heads.
+template <bool kOneRow>
+__device__ __forceinline__ float2 beside_sinks(const DecodeParams& params, const Totals& totals, int first_row, float2 scale) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int low = first_row + (kOneRow ? lane / 4 : lane % 4 * 2), high = kOneRow ? low : low + 1;
+  if (low < params.rows) scale.x *= beside_sink(params.sinks[low], totals.reference.x + log2f(totals.sum.x));
+  if (high < params.rows) scale.y *= beside_sink(params.sinks[high], totals.reference.y + log2f(totals.sum.y));
+  return scale;
+}
+
 // Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
-template <class Element, bool kOneRow>
+template <class Element, bool kOneRow, bool kEven>
 __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request,
                                            int first_row, int dim) {
   const int lane = threadIdx.x % kWarpSize;
-  const float2 scale = {totals.sum.x == 0.0f ? 0.0f : 1.0f / totals.sum.x,
+  float2 scale = {totals.sum.x == 0.0f ? 0.0f : 1.0f / totals.sum.x,
                         totals.sum.y == 0.0f ? 0.0f : 1.0f / totals.sum.y};
+  if (kEven && params.sinks != nullptr) scale = beside_sinks<kOneRow>(params, totals, first_row, scale);
   uint32_t low = pack<Element>(sum.value.x * scale.x, sum.value.y * scale.y);
   uint32_t high = pack<Element>(sum.value.z * scale.x, sum.value.w * scale.y);
   if constexpr (!kOneRow) {
@@ -163,27 +176,40 @@ struct Shares {
   }
 };
 
-// A split request as the list has it; request < 0: the list has ended.
+// A split request.
 struct Entry {
   int request = -1;
   int slot = 0;
   int splits = 0;
 
-  Entry() = default;
-  __device__ __forceinline__ Entry(const DecodeParams& params, int i) {
+  // The schedule's i-th, request -1 behind the last.
+  __device__ __forceinline__ static Entry listed(const DecodeParams& params, int i) {
+    Entry entry;
     if (i < min(params.batch, params.partitions)) {
       const WorkRange& row = params.work_ranges[i];
-      request = row.split_request;
-      slot = row.split_slot;
-      splits = request < 0 ? 0 : row.split_pieces;
+      entry.request = row.split_request;
+      entry.slot = row.split_slot;
+      entry.splits = entry.request < 0 ? 0 : row.split_pieces;
     }
+    return entry;
+  }
+  // The i-th token that may be split, request -1 where it is not.
+  __device__ __forceinline__ static Entry even(const DecodeParams& params, int i) {
+    const EvenSplit split(params);
+    Entry entry;
+    if (i < split.candidates(params.batch) && split.pieces(split.candidate(i)) > 1) {
+      entry.request = split.candidate(i);
+      entry.slot = split.first_slot(entry.request);
+      entry.splits = split.pieces(entry.request);
+    }
+    return entry;
   }
 };
 
 // A task is 8 rows x 16 value dims of a split request. A block takes kTasks tasks of the same rows: 8, or 1 where few
 // requests can be split and blocks are what is wanted. All that does not depend on the request is worked out here, before
 // the kernel waits for the one that writes the partials.
-template <class Element, int kTasks, bool kOneRow>
+template <class Element, int kTasks, bool kOneRow, bool kEven>
 struct Block {
   const DecodeParams& params;
   const unsigned warp = threadIdx.x / kWarpSize;
@@ -200,7 +226,7 @@ struct Block {
     const unsigned rows = blockIdx.x * kTasks / (kSliceWarps * kSlices);
     const unsigned group = rows / blocks_per_group;
     const unsigned row_block = rows % blocks_per_group;
-    first_row = anew(group * kMaxRowTile + row_block * 8);
+    first_row = anew(group * (kEven ? params.group_rows : kMaxRowTile) + row_block * 8);
     first_dim = anew(slice * 64 + quarter * 16);
     slice_stride = anew(blocks_per_group * kBlockVectors);
     const unsigned vectors = ((group * kSlices + slice) * blocks_per_group + row_block) * kBlockVectors;
@@ -219,7 +245,7 @@ struct Block {
 
   __device__ __forceinline__ void write(int request, const Sum& sum, const Totals& totals) const {
     const int dim = first_dim + warp * 16;
-    write_rows<Element, kOneRow>(params, sum, totals, request, first_row, dim);
+    write_rows<Element, kOneRow, kEven>(params, sum, totals, request, first_row, dim);
     if (dim == 0) write_lse<kOneRow>(params, totals, request, first_row);
   }
 
@@ -286,43 +312,44 @@ struct Block {
 
 // The grid is (steps of a request, requests); a block takes kEntries requests of the list at a time, for memory has a long
 // way, and a request after the other would go it each time.
-template <class Element, int kTasks, int kEntries, bool kOneRow>
+template <class Element, int kTasks, int kEntries, bool kOneRow, bool kEven>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm : kWideBlocksPerSm)
     combine_kernel(const __grid_constant__ DecodeParams params) {
   constexpr int kAlone = kTasks > 1 ? kFewSplits : 0;  // most splits of a request that warps sum alone
   __shared__ Shares<kTasks> shared;
-  const Block<Element, kTasks, kOneRow> block(params);
+  const Block<Element, kTasks, kOneRow, kEven> block(params);
   cudaTriggerProgrammaticLaunchCompletion();
 
+  const auto entry = [&](int i) { return kEven ? Entry::even(params, i) : Entry::listed(params, i); };
   bool waited = false;
   for (int i = blockIdx.y;; i += kEntries * gridDim.y) {
     Entry entries[kEntries];
 #pragma unroll
-    for (int e = 0; e < kEntries; ++e) entries[e] = Entry(params, i + e * gridDim.y);
+    for (int e = 0; e < kEntries; ++e) entries[e] = entry(i + e * gridDim.y);
     // The list is older than the decode kernel, which waits for it before it lets this one begin (kernel.cuh; a test holds
     // the order). Reading it behind the wait would be as right, and later.
     if (!waited) cudaGridDependencySynchronize();
     waited = true;
-    if (entries[0].request < 0) return;
+    if (kEven ? i >= EvenSplit(params).candidates(params.batch) : entries[0].request < 0) return;
     // In which way a request is summed follows from its own splits, as its bits do.
     if constexpr (kTasks > 1) block.sum_alone(entries);
     if (block.most_splits(entries) <= kAlone) continue;
 #pragma unroll 1
     for (int e = 0; e < kEntries; ++e) {
-      const Entry entry(params, i + e * gridDim.y);
-      if (entry.splits > kAlone) block.sum_together(entry, shared);
+      const Entry one = entry(i + e * gridDim.y);
+      if (one.splits > kAlone) block.sum_together(one, shared);
     }
   }
 }
 
-template <class Element, int kTasks, int kEntries, bool kOneRow>
+template <class Element, int kTasks, int kEntries, bool kOneRow, bool kEven>
 KernelLaunch kernel_launch(dim3 blocks) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(combine_kernel<Element, kTasks, kEntries, kOneRow>), __PRETTY_FUNCTION__, &handles,
+  return {reinterpret_cast<const void*>(combine_kernel<Element, kTasks, kEntries, kOneRow, kEven>), __PRETTY_FUNCTION__, &handles,
           blocks, kWarps * kWarpSize, 0};
 }
 
-template <class Element, bool kOneRow>
+template <class Element, bool kOneRow, bool kEven = false>
 KernelLaunch prepare(const DecodeParams& params) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
@@ -334,15 +361,19 @@ KernelLaunch prepare(const DecodeParams& params) {
   // in batch-invariant schedules: sums are rounded in another order with each.
   const int rounds = (requests * steps + kWideBlocksPerSm * multiprocessors - 1) / (kWideBlocksPerSm * multiprocessors);
   const dim3 blocks(steps, std::min(requests, fitting));
-  if (!wide) return kernel_launch<Element, 1, 1, kOneRow>(blocks);
-  if (rounds == 1) return kernel_launch<Element, kWarps, 1, kOneRow>(blocks);
-  if (rounds == 2) return kernel_launch<Element, kWarps, 2, kOneRow>(blocks);
-  return kernel_launch<Element, kWarps, 4, kOneRow>(blocks);
+  if (!wide) return kernel_launch<Element, 1, 1, kOneRow, kEven>(blocks);
+  if (rounds == 1) return kernel_launch<Element, kWarps, 1, kOneRow, kEven>(blocks);
+  if (rounds == 2) return kernel_launch<Element, kWarps, 2, kOneRow, kEven>(blocks);
+  return kernel_launch<Element, kWarps, 4, kOneRow, kEven>(blocks);
 }
 
 }  // namespace
 
 KernelLaunch prepare_combine(const DecodeParams& params) {
+  if (params.list_tiles > 0) {
+    return params.rows_on_lanes ? prepare<cutlass::bfloat16_t, true, true>(params)
+                                : prepare<cutlass::bfloat16_t, false, true>(params);
+  }
   if (params.float16_out) {
     return params.rows_on_lanes ? prepare<cutlass::half_t, true>(params) : prepare<cutlass::half_t, false>(params);
   }

@@ -71,13 +71,14 @@ struct NamedBarrier {
   }
 };
 
-// Numbered events for one waiter, who may be up to kTurns behind: they take the barriers in turn.
+// Numbered events for one waiter, who may be up to kTurns behind: they take the barriers in turn. Each has happened when all
+// of its signals were given.
 template <int kTurns>
 struct Turns {
   Barrier barriers[kTurns];
 
-  __device__ __forceinline__ void init() {
-    for (Barrier& barrier : barriers) barrier.init(1);
+  __device__ __forceinline__ void init(int signals) {
+    for (Barrier& barrier : barriers) barrier.init(signals);
   }
   __device__ __forceinline__ void signal(uint32_t turn) { barriers[turn % kTurns].arrive(); }
   __device__ __forceinline__ void wait(uint32_t turn) { spin(barriers[turn % kTurns], turn / kTurns % 2); }

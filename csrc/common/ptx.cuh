@@ -12,6 +12,13 @@ __device__ __forceinline__ float ex2(float x) {
   return y;
 }
 
+// Two products of bfloat16; subnormal numbers count.
+__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+  uint32_t c;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
+  return c;
+}
+
 // Wait for `threads` threads at a named barrier.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "decode/pieces.cuh"
+#include "decode/sinks.cuh"
 #include "decode/traits.h"
 
 namespace etap {
@@ -11,20 +12,22 @@ template <class T>
 struct Destination {
   uint16_t* out;        // float16 or bfloat16 [rows of the group, 512]; null: the partial
   float* lse;           // [rows of the group], natural logarithm
+  const float* sinks;   // [rows of the group]; null: none, or the combination's business
   float4* partial_out;  // [8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads]
   float* partial_lse;   // [row_tile], log2
   int rows;             // of the group, which the row tile may exceed
   bool float16_out;
 
   __device__ __forceinline__ Destination(const DecodeParams& params, const Piece& piece, int row_group) {
-    const int64_t row = int64_t(piece.request) * params.rows + row_group * kMaxRowTile;
+    const int64_t row = int64_t(piece.request) * params.rows + row_group * T::kGroupRows;
     const int64_t partial_row = (int64_t(piece.slot) * params.row_groups + row_group) * T::kRowTile;
     const bool whole = piece.slot < 0;
     out = whole ? static_cast<uint16_t*>(params.out) + row * kLatentDim : nullptr;
     lse = params.lse + row;
+    sinks = whole && T::kGathered && params.sinks != nullptr ? params.sinks + row_group * T::kGroupRows : nullptr;
     partial_out = reinterpret_cast<float4*>(params.partial_out + partial_row * kLatentDim);
     partial_lse = params.partial_lse + partial_row;
-    rows = min(params.rows - row_group * kMaxRowTile, T::kRowTile);
+    rows = min(params.rows - row_group * T::kGroupRows, T::kRowTile);
     float16_out = params.float16_out;
   }
 
@@ -32,6 +35,12 @@ struct Destination {
   __device__ __forceinline__ uint32_t pack_out(float low, float high) const {
     if constexpr (!T::kFp8Cache) return pack<typename T::Element>(low, high);
     return float16_out ? pack<cutlass::half_t>(low, high) : pack<cutlass::bfloat16_t>(low, high);
+  }
+
+  // What attention sinks leave of a row.
+  __device__ __forceinline__ float beside_sink(int row, float log2_sum_exp) const {
+    if (!T::kGathered || sinks == nullptr || row >= rows) return 1.0f;
+    return etap::beside_sink(sinks[row], log2_sum_exp);
   }
 
   __device__ __forceinline__ void write_lse(int row, float log2_sum_exp) const {

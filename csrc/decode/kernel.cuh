@@ -31,11 +31,47 @@
 #include "decode/load_kv.cuh"
 #include "decode/load_q.cuh"
 #include "decode/query_major/consumer.cuh"
+#include "decode/sparse/load_rows.cuh"
+#include "decode/sparse/traits.h"
+#include "decode/sparse_fp8/consumer.cuh"
 #include "decode/transposed/consumer.cuh"
 #include "decode/transposed_fp8/consumer.cuh"
 #include "decode/transposed_fp8/shared_tiles_consumer.cuh"
 
 namespace etap {
+
+// Arrivals that fill a stage of keys, and signals that grant it; arrivals that fill the queries where TMA does not bring them.
+template <class T>
+constexpr int key_arrivals() {
+  if constexpr (T::kGathered) return T::kGatherWarps;
+  return 1;
+}
+template <class T>
+constexpr int query_arrivals() {
+  return T::kGathered ? kWarpSize : kQueryProducerThreads;
+}
+
+// What a warp of the third warpgroup does. Beside an FP8 cache the consumers read the queries.
+template <class T>
+__device__ __forceinline__ void produce(typename T::SharedStorage& shared, const DecodeParams& params,
+                                        const typename T::CacheMaps& cache_maps, const QueryMaps& query_maps, int partition,
+                                        int row_group) {
+  const WarpRole role = producer_role();
+  if constexpr (T::kGathered) {
+    const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
+    if constexpr (T::kFp8Cache) {
+      sparse::load_rows<T>(shared, params, cache_maps, partition, warp);
+    } else if (role == WarpRole::kQueryProducer) {
+      gather_queries<T>(shared, params, partition, row_group);
+    } else {
+      sparse::load_rows<T>(shared, params, cache_maps, partition, warp == 0 ? 0 : warp - 1);
+    }
+  } else if (role == WarpRole::kKeyProducer) {
+    load_keys<T>(shared, params, cache_maps, partition);
+  } else if constexpr (!T::kFp8Cache) {
+    load_queries<T>(shared, params, query_maps, partition, row_group, role);
+  }
+}
 
 template <class T>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
@@ -45,16 +81,16 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
   if (threadIdx.x < kWarpSize) {
-    if (threadIdx.x < sizeof(cache_maps) / sizeof(CUtensorMap)) {
+    if (!T::kGathered && threadIdx.x < sizeof(cache_maps) / sizeof(CUtensorMap)) {
       cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache_maps) + threadIdx.x);
     }
     if (threadIdx.x == 0 && query_maps.usable) {
       cute::prefetch_tma_descriptor(&query_maps.latent);
       cute::prefetch_tma_descriptor(&query_maps.rope);
     }
-    shared.keys.init(threadIdx.x, 1, T::kStageReleases);
-    shared.queries.init(threadIdx.x, query_maps.usable ? 1 : kQueryProducerThreads, kConsumerWarps);
-    shared.init_grants();
+    shared.keys.init(threadIdx.x, key_arrivals<T>(), T::kStageReleases);
+    shared.queries.init(threadIdx.x, query_maps.usable ? 1 : query_arrivals<T>(), kConsumerWarps);
+    shared.init_grants(key_arrivals<T>());
     cutlass::arch::fence_barrier_init();
   }
   ETAP_MARKED(launch_meeting, __syncthreads());
@@ -66,13 +102,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const int group = cutlass::canonical_warp_group_idx();
   if (group == kConsumerGroups) {
     adjust_registers<T, false>();
-    switch (const WarpRole role = producer_role()) {
-      case WarpRole::kKeyProducer:
-        load_keys<T>(shared, params, cache_maps, partition);
-        break;
-      default:  // the query producer and its helpers
-        if constexpr (!T::kFp8Cache) load_queries<T>(shared, params, query_maps, partition, row_group, role);
-    }
+    produce<T>(shared, params, cache_maps, query_maps, partition, row_group);
   } else {
     adjust_registers<T, true>();
     T::Consumer::run(shared, params, partition, row_group, group);

@@ -39,7 +39,7 @@ template <class T>
 __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared, const DecodeParams& params,
                                                int partition, int row_group) {
   using Element = typename T::Element;
-  constexpr int kWarps = kQueryProducerThreads / kWarpSize;
+  constexpr int kWarps = T::kGathered ? 1 : kQueryProducerThreads / kWarpSize;  // the others gather the cache's rows
   constexpr int kUnitElements = kUnitBytes / sizeof(Element);
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitElements;
   constexpr int kChunkBytes = sizeof(typename T::QueryChunk);
@@ -49,7 +49,7 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
   const int first_token = (row_group * kMaxRowTile + warp) / params.heads;
   const int first_head = row_group * kMaxRowTile + warp - first_token * params.heads;
   RingPosition<1> at;
-  PieceWalk walk(params, partition);
+  typename T::Walk walk(params, partition);
   while (!walk.done()) {
     const int64_t request = walk.request();
     const auto* q = static_cast<const Element*>(params.q) + request * params.q_stride_batch + lane * kUnitElements;
@@ -61,19 +61,20 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
     for (int row = warp; row < T::kRowTile; row += kWarps) {
       const bool valid = token < params.s_q;  // rows of the tile behind the last one are zeros
       const Element* latent = valid ? q + token * params.q_stride_token + head * params.q_stride_head : q;
-      const Element* rope = valid ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q_rope;
+      const bool has_rope = valid && (!T::kGathered || params.q_rope != nullptr);
+      const Element* rope = has_rope ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q;
       const int unit = (lane % kUnitsPerChunk) ^ swizzle<kChunkColumns * sizeof(Element)>(row);
       char* target = shared.query + lane / kUnitsPerChunk * kChunkBytes + (row * kUnitsPerChunk + unit) * kUnitBytes;
-      const auto copy = [&](int chunk, const Element* source) {
+      const auto copy = [&](int chunk, const Element* source, bool exists) {
         cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
             *reinterpret_cast<const cute::uint128_t*>(source),
-            *reinterpret_cast<cute::uint128_t*>(target + chunk * kChunkBytes), valid);
+            *reinterpret_cast<cute::uint128_t*>(target + chunk * kChunkBytes), exists);
       };
       CUTE_UNROLL
       for (int unit = 0; unit < kLatentUnits; unit += kWarpSize) {
-        copy(unit / kUnitsPerChunk, latent + unit * kUnitElements);
+        copy(unit / kUnitsPerChunk, latent + unit * kUnitElements, valid);
       }
-      if (lane < kUnitsPerChunk) copy(kValueChunks, rope);
+      if (lane < kUnitsPerChunk) copy(kValueChunks, rope, has_rope);
       for (head += kWarps; head >= params.heads; head -= params.heads) ++token;
     }
     cute::cp_async_wait<0>();

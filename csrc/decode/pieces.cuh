@@ -1,6 +1,7 @@
 // The request pieces of a partition, as every role of a CTA walks them.
 #pragma once
 
+#include "decode/even_split.h"
 #include "params.h"
 
 namespace etap {
@@ -58,6 +59,40 @@ class PieceWalk {
   int begin_tile_;
   int begin_split_;
   int end_request_;
+  int end_tile_;
+};
+
+// The same where the work is divided evenly: see even_split.h.
+class EvenWalk {
+ public:
+  __device__ __forceinline__ EvenWalk(const DecodeParams& params, int partition)
+      : params_(params),
+        partition_(partition),
+        tile_(partition * params.partition_tiles),
+        end_tile_(min(tile_ + params.partition_tiles, params.batch * params.list_tiles)) {}
+
+  __device__ __forceinline__ bool done() const { return tile_ >= end_tile_; }
+  __device__ __forceinline__ int request() const { return tile_ / params_.list_tiles; }
+
+  __device__ __forceinline__ void skip() { tile_ = (request() + 1) * params_.list_tiles; }
+
+  __device__ __forceinline__ Piece next() {
+    const EvenSplit split(params_);
+    const int token = request();
+    const int first = token * split.tiles;
+    const int listed = params_.seq_lens == nullptr ? params_.list_length : params_.seq_lens[token];
+    const int seq_len = max(min(listed, params_.list_length), 0);
+    const int end_tile = min(min(end_tile_ - first, split.tiles), (seq_len + kTileTokens - 1) / kTileTokens);
+    const int slot = split.pieces(token) > 1 ? split.first_partition(token) + partition_ : -1;
+    const Piece piece{token, seq_len, tile_ - first, end_tile, slot};
+    skip();
+    return piece;
+  }
+
+ private:
+  const DecodeParams& params_;
+  int partition_;
+  int tile_;
   int end_tile_;
 };
 

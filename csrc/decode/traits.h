@@ -48,13 +48,15 @@ constexpr bool are_traits() {
   constexpr auto is_flag = [](auto flag) { return std::is_same_v<decltype(flag), bool>; };
   // Of both products' operands.
   static_assert(sizeof(typename T::Element) <= 2);
-  // The cache as TMA sees it; copy() fills a stage.
-  static_assert(sizeof(typename T::CacheMaps) % sizeof(CUtensorMap) == 0);
-  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries, init_grants().
+  // The cache as TMA sees it, copy() fills a stage; or as producers gather its rows, kGatherWarps of them.
+  static_assert(T::kGathered || sizeof(typename T::CacheMaps) % sizeof(CUtensorMap) == 0);
+  // The pieces of a partition.
+  static_assert(sizeof(typename T::Walk) > 0);
+  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries, init_grants(signals).
   static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
   // Consumer::run(shared, params, partition, row group, warpgroup) decodes the partition.
   static_assert(sizeof(typename T::Consumer) > 0);
-  static_assert(T::kRowTile % 8 == 0 && T::kRowTile <= kMaxRowTile);  // query rows of a CTA
+  static_assert(T::kRowTile % 8 == 0 && T::kRowTile <= T::kGroupRows);  // query rows of a CTA, and of all but the last group
   static_assert(T::kProducerRegisters <= T::kConsumerRegisters);      // of a thread
   static_assert(is_flag(T::kFitsLaunchRegisters));                    // consumers need no more than the launch gives
   static_assert(is_flag(T::kFp8Cache));                               // e4m3: consumers load the queries

@@ -29,15 +29,18 @@ from etap_backend._library import library
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
+DECODES = ("bf16", "fp16", "fp8", "fp8_math", "sparse_bf16", "sparse_fp8")
 SOURCES = {  # those that compile for longest first
-    **{name: CSRC / "decode" / "instantiations" / f"{name}.cu" for name in ("bf16", "fp16", "fp8", "fp8_math")},
+    **{name: CSRC / "decode" / "instantiations" / f"{name}.cu" for name in DECODES},
     "products": HERE / "products.cu",
     "marked": HERE / "marked.cu",
+    "marked_sparse": HERE / "marked_sparse.cu",
     "schedule": CSRC / "schedule" / "schedule.cu",
     "combine": CSRC / "combine" / "combine.cu",
 }
-SHIPPED = ("bf16", "fp16", "fp8", "fp8_math", "combine")  # the kernels of a call
+SHIPPED = (*DECODES, "combine")  # the kernels of a call
 MARKED = ("marked", "combine")  # those in which faults are planted
+MARKED_SPARSE = ("marked_sparse", "combine")
 CACHE = ROOT / "build" / "ptx"
 
 SCHEDULE_THREADS = 256
@@ -100,10 +103,14 @@ def module(name: str) -> Module:
 
 @lru_cache(48)
 def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None) -> Kernel:
-    """The one kernel among sources that has these template arguments, in or out of our namespace, translated."""
-    pattern = re.compile(rf"<(etap::)?{re.escape(arguments)}>\(")
+    """The one kernel among sources that has these template arguments, in or out of our namespaces, translated."""
+    pattern = re.compile(rf"<(\w+::)?{re.escape(arguments.replace('etap::', ''))}>\(")
     names = {(source, name): full for source in sources for full, name in module(source).names.items()}
-    found = [place for place, full in names.items() if pattern.search(full.replace(" >", ">"))]
+    found = [
+        place
+        for place, full in names.items()
+        if pattern.search(full.replace("etap::", "").replace(" >", ">"))
+    ]
     if len(found) != 1:
         raise KeyError(f"{len(found)} kernels have <{arguments}>, of {list(names.values())}")
     ((source, name),) = found
@@ -170,6 +177,21 @@ def run_decode(problem, schedule, out, lse, softmax_scale: float, *, sources=SHI
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
     out.copy_(copies["out"])
     lse.copy_(copies["lse"])
+    return ran[0]
+
+
+def run_sparse(tensors: dict, softmax_scale: float, partitions: int, *, sources=SHIPPED, edit=None, **how) -> set[int]:
+    """The same for a sparse call; `tensors` are its arguments in order, and those named out and lse have the result."""
+    memory = Memory()
+    copies = placed(memory, tensors)
+    ran = []
+    for launch in library().sparse_decode_launches(*copies.values(), softmax_scale, partitions):
+        name, x, y, threads, shared_bytes, params, cache = launch
+        arguments = [bytes(params), *([bytes(cache), bytes(3 * 128)] if cache else [])]
+        kernel = kernel_of(_template_arguments(name), sources, edit)
+        ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
+    tensors["out"].copy_(copies["out"])
+    tensors["lse"].copy_(copies["lse"])
     return ran[0]
 
 

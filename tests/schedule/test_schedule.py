@@ -312,7 +312,7 @@ def test_one_long_request_goes_to_every_partition():
 def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
     """In groups of 64, and one group in the smallest tile that holds it."""
     kernel = "transposed_fp8" if fp8_cache else "query_major" if tile == 64 else "transposed"
-    assert decode_shape(rows, fp8_cache) == (kernel, tile, groups, tile * 513)
+    assert decode_shape(rows, fp8_cache) == (kernel, tile, groups, tile * 513, 64)
 
 
 def test_no_rows_have_no_shape():

@@ -6,6 +6,7 @@
 
 #include "decode/query_major/epilogue.cuh"
 #include "decode/query_major/scores.cuh"
+#include "decode/sparse/validity.cuh"
 
 namespace etap::query_major {
 
@@ -25,7 +26,7 @@ struct Consumer {
     RingPosition<1> queries;
     int n = 0;  // tiles of earlier pieces
     int pieces = 0;
-    for (PieceWalk walk(params, partition); !walk.done(); queries.advance(1)) {
+    for (typename T::Walk walk(params, partition); !walk.done(); queries.advance(1)) {
       const Piece piece = walk.next();
       const int tiles = piece.tiles();
       const int first = (n + group) % kConsumerGroups;  // own tile
@@ -64,6 +65,13 @@ struct Consumer {
     start_scores<T, T::kFirstScores, T::kStagesPerTile>(shared, at, i, s);
     finish_scores<T>(s);
 
+    // The next tile's mask may take this one's place as soon as rope's stage is given back.
+    [[maybe_unused]] sparse::TileMask valid;
+    if constexpr (T::kGathered) {
+      valid = shared.valid[at.stage];
+      __syncwarp();
+    }
+
     // Release rope's stage, which no value dims are in, and the queries.
     if (threadIdx.x % kWarpSize == 0) {
       shared.keys.release(at);
@@ -71,7 +79,11 @@ struct Consumer {
     }
 
     // Softmax.
-    if ((tile + 1) * kTileTokens > piece.seq_len - params.s_q + 1) mask_scores<T>(state, tile, s);
+    if constexpr (T::kGathered) {
+      sparse::hide_invalid<T>(valid, s);
+    } else if ((tile + 1) * kTileTokens > piece.seq_len - params.s_q + 1) {
+      mask_scores<T>(state, tile, s);
+    }
     uint32_t p[T::kWords];
     float factor[2];
     const bool renewed = exponentiate<T>(s, params.scale_log2, state, p, factor);
@@ -94,7 +106,7 @@ struct Consumer {
   __device__ __forceinline__ void add_output(const Piece& piece, int tile, int n, const uint32_t (&p)[T::kWords]) {
     const int valid = piece.seq_len - tile * kTileTokens;
     const int first = half_stage(n, tile - piece.begin_tile);
-    if (valid < kTileTokens) zero_value_tail<T>(shared, first, group, valid);
+    if (!T::kGathered && valid < kTileTokens) zero_value_tail<T>(shared, first, group, valid);
     start_output<T>(shared, first, p, o);
     finish_output<T>(shared, first, o);
   }

@@ -84,6 +84,7 @@ __device__ __forceinline__ void finish_piece(typename T::SharedStorage& shared, 
     inverse[h] = all[h] == 0.0f ? 0.0f : __fdividef(1.0f, all[2 + h]);  // 0: the row saw no token; NaN stays NaN
     const float lse = all[h] == 0.0f ? -INFINITY : state.reference[h] + __log2f(all[h]);
     if (group == 0 && thread % 4 == 0 && row + 8 * h < to.rows) to.write_lse(row + 8 * h, lse);
+    if constexpr (T::kGathered) inverse[h] *= to.beside_sink(row + 8 * h, lse);
   }
   scale_rows<T>(o, inverse);
   write_output<T>(to, group, o);

@@ -21,6 +21,8 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
   mma.accumulate_ = GMMA::ScaleOut::One;
   const auto slice = mma.get_thread_slice(0);
   constexpr int kStages = T::kProductDims / kChunkColumns;
+  // What cp.async wrote of a tile that the other warpgroup waited for, for WGMMA.
+  if constexpr (T::kGathered) ETAP_MARKED(other_rows_fence, cutlass::arch::fence_view_async_shared());
   warpgroup_fence_operand(o);
   ETAP_MARKED(output_fence, warpgroup_arrive());
   CUTE_UNROLL

@@ -26,6 +26,8 @@ __device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, 
   CUTE_UNROLL
   for (int stage = kBegin; stage < kEnd; ++stage) {
     shared.keys.wait({at.stage + stage, at.parity});
+    // What cp.async wrote, for WGMMA.
+    if constexpr (T::kGathered) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
     warpgroup_arrive();
     const auto* query = &item<typename T::QueryChunk>(shared.query, T::first_chunk(stage, i))[0][0];
     const auto* key = &item<typename T::KeyStage>(shared.ring, at.stage + stage)[0][0];

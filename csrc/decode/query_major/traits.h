@@ -8,6 +8,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "decode/pieces.cuh"
 #include "decode/traits.h"
 
 namespace etap::query_major {
@@ -15,12 +16,28 @@ namespace etap::query_major {
 template <class T>
 struct Consumer;
 
+template <class T>
+struct SharedMemory {
+  alignas(1024) char ring[T::kStages * T::kStageBytes];  // KeyStage [kStages]
+  alignas(1024) char query[T::kQueryBytes];              // QueryChunk [kChunks]
+  uint4 probabilities[T::kWords / 4][kGroupThreads];  // the owner's of the last tile, for the same thread of the other
+  float2 references[T::kQuads];                       // of that tile's P: rows r and r + 8
+  float4 sums[2][kConsumerGroups][T::kQuads];         // at the end of every other piece: of P and of rounded P
+  Ring<T::kStages> keys;
+  Ring<1> queries;
+
+  __device__ __forceinline__ void init_grants(int) {}
+};
+
 template <class Element_>
 struct Traits {
   using Element = Element_;
   using Consumer = query_major::Consumer<Traits>;
+  using Walk = PieceWalk;
   static constexpr int kRowTile = 64;
+  static constexpr int kGroupRows = kMaxRowTile;
   static constexpr bool kFp8Cache = false;
+  static constexpr bool kGathered = false;
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
   static constexpr bool kFitsLaunchRegisters = false;
@@ -83,17 +100,7 @@ struct Traits {
   static constexpr int kWords = kTileTokens / 4;  // of a thread's P: pairs of neighbouring tokens
   static constexpr int kQuads = kGroupThreads / 4;
 
-  struct SharedStorage {
-    alignas(1024) char ring[kStages * kStageBytes];  // KeyStage [kStages]
-    alignas(1024) char query[kQueryBytes];           // QueryChunk [kChunks]
-    uint4 probabilities[kWords / 4][kGroupThreads];  // the owner's of the last tile, for the same thread of the other
-    float2 references[kQuads];                       // of that tile's P: rows r and r + 8
-    float4 sums[2][kConsumerGroups][kQuads];         // at the end of every other piece: of P and of rounded P
-    Ring<kStages> keys;
-    Ring<1> queries;
-
-    __device__ __forceinline__ void init_grants() {}
-  };
+  using SharedStorage = SharedMemory<Traits>;
 };
 
 }  // namespace etap::query_major

@@ -1,6 +1,7 @@
 // A consumer warpgroup of the transposed kernel: an attention of its own over every other tile.
 #pragma once
 
+#include "decode/sparse/validity.cuh"
 #include "decode/transposed/merge.cuh"
 
 namespace etap::transposed {
@@ -26,7 +27,7 @@ struct Consumer {
     uint32_t grants_taken = 0;  // in all pieces
     int pieces = 0;
     char* const probabilities = shared.probabilities + 2 * group * T::kProbabilityBytes;  // this consumer's two
-    PieceWalk walk(params, partition);
+    typename T::Walk walk(params, partition);
     while (!walk.done()) {
       const Piece piece = walk.next();
       if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group));
@@ -68,7 +69,9 @@ struct Consumer {
 
     // Softmax.
     const int tile_end = (tile + 1) * kTileTokens;
-    if (tile_end > piece.seq_len - params.s_q + 1) {
+    if constexpr (T::kGathered) {
+      sparse::hide_invalid<T>(shared.valid[at.stage], st);
+    } else if (tile_end > piece.seq_len - params.s_q + 1) {
       mask_scores<T>(params, piece, tile, row_group, group, st);
       if (tile_end > piece.seq_len) zero_value_tail<T>(shared, at, piece, tile);
     }

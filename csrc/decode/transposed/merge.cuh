@@ -87,7 +87,15 @@ __device__ __forceinline__ void merge_and_write(typename T::SharedStorage& share
     give_half<T, 1>(shared, at, ot);
   }
   event::sums_written().meet();
-  const WarpFactors<T> factors([&](int, int column) { return merged_factors<T>(columns, group, column); });
+  const WarpFactors<T> factors([&](int, int column) {
+    ColumnFactors merged = merged_factors<T>(columns, group, column);
+    if constexpr (T::kGathered) {
+      const float left = to.beside_sink(column, merged.lse);
+      merged.own *= left;
+      merged.other *= left;
+    }
+    return merged;
+  });
   if (group == 0) {
     take_half<T, 0>(shared, at, factors, ot);
     write_output<T, T::kMergeSlices>(to, 0, 0, ot);

@@ -23,6 +23,8 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
   for (int stage = 0; stage < T::kStagesPerTile; ++stage) {
     const auto from = at.ahead(stage);
     shared.keys.wait(from);
+    // What cp.async wrote, for WGMMA.
+    if constexpr (T::kGathered) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
     warpgroup_arrive();
     CUTE_UNROLL
     for (int c = 0; c < T::kChunksPerStage; ++c) {

@@ -4,6 +4,7 @@
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
+#include "decode/pieces.cuh"
 #include "decode/traits.h"
 
 namespace etap::transposed {
@@ -36,6 +37,7 @@ struct ColumnSums {
 template <int kRowTile_>
 struct AlternateTiles {
   static constexpr int kRowTile = kRowTile_;
+  static constexpr int kGroupRows = kMaxRowTile;
   static constexpr bool kGrantsTiles = true;
   static constexpr bool kFitsLaunchRegisters = true;
   static constexpr int kStageReleases = kWarpsPerGroup;
@@ -64,8 +66,8 @@ struct SharedMemory {
   Ring<1> queries;
   Turns<kTurns> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
-  __device__ __forceinline__ void init_grants() {
-    if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init();
+  __device__ __forceinline__ void init_grants(int signals) {
+    if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);
   }
   __device__ __forceinline__ float& maximum(int group, int warp, int column) {
     return maxima[(group * kWarpsPerGroup + warp) * T::kScoreColumns + column];
@@ -86,10 +88,12 @@ struct Traits : AlternateTiles<kRowTile_> {
   using ScoreScales = UniformScale;
   using SharedStorage = SharedMemory<Traits>;
   using Consumer = transposed::Consumer<Traits>;
+  using Walk = PieceWalk;
   static_assert(sizeof(Element) == 2);
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kFp8Cache = false;
+  static constexpr bool kGathered = false;
   static constexpr bool kPairedDims = false;
 
   // Three chunks a stage (24 KB a copy) load faster than one.

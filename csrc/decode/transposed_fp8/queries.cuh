@@ -44,10 +44,10 @@ __device__ __forceinline__ QueryUnit read_unit(const Source* from) {
   return unit;
 }
 
-// The power of two that brings `largest` (the bits of a float without its sign) to the upper end of the products' type.
-template <class T>
+// The power of two that brings `largest` (the bits of a float without its sign) to 2^kWanted, or just above: by default the
+// upper end of the products' type.
+template <class T, int kWanted = T::kFp8Math ? 7 : 14>
 __device__ __forceinline__ int scale_exponent(uint32_t largest) {
-  constexpr int kWanted = T::kFp8Math ? 7 : 14;
   return max(-126, min(126, kWanted + 127 - int(largest >> 23)));
 }
 
@@ -61,7 +61,7 @@ __device__ __forceinline__ int operand_unit(int row, int unit) {
 
 // A lane's eight columns. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of WGMMA's sixteen
 // for it, so pairs of columns change places: 0 2 4 6 first, then 1 3 5 7.
-template <class T>
+template <class T, class Element = typename T::Element>
 __device__ __forceinline__ void write_unit(char* query, int row, int index, const QueryUnit& unit, float factor) {
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitColumns;
   char* chunk = query + index / kUnitsPerChunk * T::kQueryChunkBytes;
@@ -71,10 +71,10 @@ __device__ __forceinline__ void write_unit(char* query, int row, int index, cons
   for (int i = 0; i < kUnitColumns; i += 4) {
     const float(&v)[kUnitColumns] = unit.values;
     if constexpr (T::kFp8Math) {
-      words[i / 4] = pack_four<typename T::Element>(v[i] * factor, v[i + 1] * factor, v[i + 2] * factor, v[i + 3] * factor);
+      words[i / 4] = pack_four<Element>(v[i] * factor, v[i + 1] * factor, v[i + 2] * factor, v[i + 3] * factor);
     } else {
-      words[i / 2] = pack<typename T::Element>(v[i] * factor, v[i + 1] * factor);
-      words[i / 2 + 1] = pack<typename T::Element>(v[i + 2] * factor, v[i + 3] * factor);
+      words[i / 2] = pack<Element>(v[i] * factor, v[i + 1] * factor);
+      words[i / 2 + 1] = pack<Element>(v[i + 2] * factor, v[i + 3] * factor);
     }
   }
   if constexpr (T::kFp8Math) {

@@ -9,6 +9,7 @@ namespace etap::transposed_fp8 {
 
 struct SharedTiles {
   static constexpr int kRowTile = 64;
+  static constexpr int kGroupRows = kMaxRowTile;
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
   static constexpr bool kFitsLaunchRegisters = true;
@@ -33,8 +34,8 @@ struct SharedTilesMemory {
 
   Turns<kTurns> granted[kConsumerGroups];
 
-  __device__ __forceinline__ void init_grants() {
-    if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init();
+  __device__ __forceinline__ void init_grants(int signals) {
+    if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);
   }
   // Each warp's column maxima of one tile: only the place of the sums is left for them.
   __device__ __forceinline__ float& maximum(int group, int warp, int column) {

@@ -44,6 +44,8 @@ struct Products : Tiles {
   using Element = Math;
   using Probability = Math;
   static constexpr bool kFp8Cache = true;
+  static constexpr bool kGathered = false;
+  using Walk = PieceWalk;
   static constexpr bool kFp8Math = sizeof(Math) == 1;
   // Matrix loads bring pairs of value dims: rows r and r + 8 of O^T's 16 are dims 2r and 2r + 1.
   static constexpr bool kPairedDims = true;

@@ -11,7 +11,7 @@ def without(name: str) -> Edit:
     """Leaves out what a mark names: its barriers, fences, arrivals and waits, wherever it was inlined."""
 
     def edit(item: Instruction, mark: str) -> str:
-        if mark != name or item.parts[0] not in SYNCHRONISATION:
+        if mark != name or item.parts[0] not in SYNCHRONISATION and item.parts[:3] != ("cp", "async", "mbarrier"):
             return item.text
         if "try_wait" in item.parts:
             return f"setp.eq.u32 {item.operands[0].name}, 0, 0;"

@@ -44,6 +44,12 @@ def to_f32(raw: np.ndarray, kind: str) -> np.ndarray:
     return E4M3[raw]
 
 
+def multiply_bf16x2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Two products in a register of 32 bits; float32 holds each exactly, but for subnormal ones."""
+    x, y = (bf16_to_f32(pair.view(np.uint16)) for pair in (a, b))
+    return f32_to_bf16(x * y).view(np.uint32)
+
+
 def pack2(high: np.ndarray, low: np.ndarray, kind: str) -> np.ndarray:
     """Two float32 a lane as one register of 32 bits (f16, bf16) or 16 (e4m3)."""
     x = np.stack([low, high], axis=1).reshape(-1)

@@ -20,7 +20,8 @@ class Translator:
 
     def __init__(self, entry: Entry):
         self.entry = entry
-        helpers = (_fma, _ftz, _shl, _shr, _div, _rem, _mul_wide, _mul_hi, _bfi, _prmt, formats.pack2)
+        helpers = (_fma, _ftz, _shl, _shr, _div, _rem, _mul_wide, _mul_hi, _bfi, _prmt)
+        helpers += (formats.pack2, formats.multiply_bf16x2)
         self.names = {f.__name__: f for f in helpers} | {dtype.name: dtype for dtype in DTYPES.values()}
         self.names |= {"np": np, "where": np.where, "E4M3": formats.E4M3}
 
@@ -213,6 +214,9 @@ def _product(integer: str, real: str | None):
 
     def translate(t: Translator, item: Instruction, mask: str) -> str:
         kind, mode = item.parts[-1], item.parts[1]
+        if item.opcode == "mul.rn.bf16x2":
+            a, b = (t.read(operand, kind) for operand in item.operands[1:])
+            return t.write(item.operands[0], kind, f"multiply_bf16x2({a}, {b})", mask)
         if mode not in ("wide", "hi"):
             return same(t, item, mask)
         if item.parts[0] != "mul":

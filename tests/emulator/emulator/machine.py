@@ -10,6 +10,7 @@ import random
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 
@@ -175,6 +176,8 @@ class MBarrier:
     pending: int
     transaction_bytes: int = 0
     phase: int = 0
+    gathering: tuple = ()  # what those who have arrived know of copies, see Warp.known
+    told: tuple = ()  # to those who see a phase completed
 
 
 @dataclass
@@ -185,10 +188,17 @@ class NamedBarrier:
     expected: int = 0  # 0: all threads of the CTA
     gathering: list[np.ndarray] = field(default_factory=list)
     votes: list[np.ndarray] = field(default_factory=list)  # of the generation before
+    known: tuple = ()  # to those who have arrived, see Warp.known
+    told: tuple = ()  # what the generation before knew
+
+
+def _latest(a: tuple, b: tuple) -> tuple:
+    """What both know together; nothing is ()."""
+    return a if a == b or not b else tuple(map(max, a, b)) if a else b
 
 
 class Warp:
-    def __init__(self, cta: Cta, index: int):
+    def __init__(self, cta: Cta, index: int, warps: int):
         self.cta, self.index = cta, index
         poison = {
             dtype: np.full(LANES * dtype.itemsize, 0 if dtype.kind == "b" else 0xFF, np.uint8).view(dtype)
@@ -198,7 +208,10 @@ class Warp:
         self.groups = [Group(0, FULL)]
         self.live = FULL
         self.here: tuple[Segment, int] | None = None  # and the lanes that run it, for messages
-        self.copies: list[tuple[np.ndarray, np.ndarray]] = []  # cp.async in flight: units, data
+        self.copies: list[Callable] = []  # cp.async in flight, and the arrivals that wait for them, oldest first
+        self.copies_begun = 0
+        self.known = (0,) * warps  # of each warp, how many of its cp.async are there and known to be
+        self.fenced = np.array(self.known)  # `known` at the last fence.proxy.async
         self.products = ProductsInFlight(cta, self)
 
     def end(self, group: Group, bits: int) -> None:
@@ -211,6 +224,9 @@ class Warp:
             if self.products.any():
                 raise EmulationError("a warp ended with WGMMAs in flight")
             self.cta.warp_ended()
+
+    def learn(self, told: tuple) -> None:
+        self.known = _latest(self.known, told)
 
     # What the translated code calls: all lanes' addresses, and a mask of those that count or None.
 
@@ -279,7 +295,7 @@ class Cta:
         self.give_up = False  # try_wait returns false instead of waiting
         self._issued: dict[tuple[int, int], tuple] = {}  # (warpgroup, number of WGMMA): what it is, warps that did
         self.warps: list[Warp] = []
-        self.warps += [Warp(self, n) for n in range(warps)]
+        self.warps += [Warp(self, n, warps) for n in range(warps)]
         # Half of the CTAs have priorities among the warps that change now and then: one warp may fall far behind.
         self.priorities = [rng.random() for _ in self.warps] if rng.random() < 0.5 else None
 
@@ -298,8 +314,9 @@ class Cta:
             raise EmulationError(f"no mbarrier at {address:#x} (offset {address - SHARED_BASE})")
         return self.barriers[address]
 
-    def arrive(self, address: int, *, arrivals: int = 1, transaction_bytes: int = 0) -> None:
+    def arrive(self, address: int, *, arrivals: int = 1, transaction_bytes: int = 0, told: tuple = ()) -> None:
         barrier = self.barrier(address)
+        barrier.gathering = _latest(barrier.gathering, told)
         barrier.transaction_bytes += transaction_bytes
         barrier.pending -= arrivals
         if barrier.pending < 0 or abs(barrier.transaction_bytes) >= 1 << 20:
@@ -310,9 +327,10 @@ class Cta:
         if barrier.pending == 0 and barrier.transaction_bytes == 0:
             barrier.phase += 1
             barrier.pending = barrier.expected
+            barrier.told = barrier.gathering
             self.events += 1
 
-    def meet(self, number: int, threads: int, vote: np.ndarray | None) -> tuple[NamedBarrier, int]:
+    def meet(self, number: int, threads: int, known: tuple, vote: np.ndarray | None) -> tuple[NamedBarrier, int]:
         """A warp arrives at a named barrier; returns that and the generation that it waits for the end of."""
         barrier = self.named.setdefault(number, NamedBarrier(number))
         generation = barrier.generation
@@ -322,6 +340,7 @@ class Cta:
             )
         barrier.expected = threads
         barrier.arrived += LANES
+        barrier.known = _latest(barrier.known, known)
         if vote is not None:
             barrier.gathering.append(vote)
         self.progress += 1
@@ -340,6 +359,7 @@ class Cta:
             raise EmulationError(f"barrier {barrier.number}: {barrier.arrived} threads arrived, {wanted} expected")
         if barrier.arrived == wanted:
             barrier.votes, barrier.gathering = barrier.gathering, []
+            barrier.told = barrier.known
             barrier.arrived = 0
             barrier.generation += 1
             self.events += 1
@@ -378,17 +398,30 @@ class Cta:
         """cp.async of a warp's lanes."""
         units = self.shared.index(address, 16)
         self.shared.begin_copy(units)
-        warp.copies.append((units, data))
+        warp.copies_begun += 1
+        warp.copies.append(partial(self.shared.end_copy, units, data, warp.index, warp.copies_begun))
         if self.timing == "early":
-            self.finish_copies(warp)
-
-    def finish_copies(self, warp: Warp) -> None:
-        while warp.copies:
             self._finish_copy(warp)
 
-    def _finish_copy(self, warp: Warp) -> None:
-        units, data = warp.copies.pop(0)
-        self.shared.end_copy(units, data, warp.index)
+    def announce_copies(self, warp: Warp, addresses: np.ndarray) -> None:
+        """cp.async.mbarrier.arrive of lanes: arrivals, expected from now on, when the warp's copies are there."""
+        told = warp.known[: warp.index] + (warp.copies_begun,) + warp.known[warp.index + 1 :]
+        for address, lanes in zip(*np.unique(addresses, return_counts=True), strict=True):
+            self.barrier(int(address)).pending += int(lanes)
+            warp.copies.append(partial(self.arrive, int(address), arrivals=int(lanes), told=told))
+        if self.timing == "early":
+            while warp.copies:
+                self._finish_copy(warp)
+
+    def finish_copies(self, warp: Warp) -> None:
+        """The warp waits for its copies."""
+        while warp.copies:
+            self._finish_copy(warp)
+        warp.learn(warp.known[: warp.index] + (warp.copies_begun,) + warp.known[warp.index + 1 :])
+
+    @staticmethod
+    def _finish_copy(warp: Warp) -> None:
+        warp.copies.pop(0)()
 
     def check_same_product(self, warp: Warp, number: int, product: Product) -> None:
         """All four warps of a warpgroup issue the same WGMMAs in the same order."""
@@ -433,13 +466,16 @@ class Cta:
                 raise type(error)(f"{error}\n{self._where(warp)}") from error
             if self.steps > MOST_STEPS:
                 raise EmulationError(f"livelock: {self.steps} segments were run\n{self._report()}")
-        if self.transfers:
-            raise EmulationError(f"a CTA ended with {len(self.transfers)} TMA copies in flight")
+        if self.transfers or any(warp.copies for warp in self.warps):
+            raise EmulationError("a CTA ended with copies in flight")
 
     def _unblock(self, stuck_at: int) -> int:
         """All warps wait: let a copy arrive, or the polls see once that nothing has; returns when that was."""
         if self.transfers:
             self._finish_transfer()
+            return stuck_at
+        if copying := [warp for warp in self.warps if warp.copies]:
+            self._finish_copy(self.rng.choice(copying))
             return stuck_at
         polls = any(group.waits == "try_wait" for warp in self.warps for group in warp.groups)
         if stuck_at == self.progress or not polls:

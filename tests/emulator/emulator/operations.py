@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 
 from .instructions import Translator
-from .lanes import FULL, active, aligned, lanes_of, lanewise, put, uniform
+from .lanes import FULL, active, aligned, bits_of, lanes_of, lanewise, put, uniform
 from .ptx import LANES, SINK, EmulationError, Instruction, Mem, UnknownInstruction, Vec
 from .tensor_cores import matrix_instruction, wgmma
 
@@ -42,7 +42,7 @@ def _barrier(t: Translator, item: Instruction):
             threads = uniform(count(warp), group.bits, "the barrier's count") if count else 0
             if at >= 16 or threads % LANES:
                 raise EmulationError(f"barrier {at} with {threads} threads")
-            group.ticket = cta.meet(at, threads, predicate(warp) if votes else None)
+            group.ticket = cta.meet(at, threads, warp.known, predicate(warp) if votes else None)
             if not waits:
                 group.ticket = None
                 return None
@@ -50,6 +50,7 @@ def _barrier(t: Translator, item: Instruction):
         if barrier.generation == generation:
             return f"barrier {barrier.number}"
         group.ticket = None
+        warp.learn(barrier.told)
         if votes:
             put(warp, item.operands[0], np.full(LANES, np.stack(barrier.votes).any()), FULL)
         return None
@@ -118,12 +119,14 @@ def _redux(t: Translator, item: Instruction):
 
 
 def _vote(t: Translator, item: Instruction):
-    if item.opcode != "vote.sync.any.pred":
+    if item.opcode not in ("vote.sync.any.pred", "vote.sync.ballot.b32"):
         raise UnknownInstruction(str(item))
     value = t.reader(item.operands[1], "pred")
 
     def run(warp, bits: int):
-        put(warp, item.operands[0], np.full(LANES, bool(value(warp)[lanes_of(bits)].any())), bits)
+        voted = bits_of(value(warp)) & bits
+        result = bool(voted) if "any" in item.parts else np.uint32(voted)
+        put(warp, item.operands[0], np.full(LANES, result), bits)
 
     return _among_members(t, item, run)
 
@@ -145,9 +148,9 @@ def _mbarrier(t: Translator, item: Instruction):
             if what == "init":
                 cta.init_barrier(at, number)
             elif what == "arrive":
-                cta.arrive(at, arrivals=number)
+                cta.arrive(at, arrivals=number, told=warp.known)
             else:
-                cta.arrive(at, transaction_bytes=number)
+                cta.arrive(at, transaction_bytes=number, told=warp.known)
 
     return lanewise(item, run)
 
@@ -158,7 +161,10 @@ def _mbarrier_wait(t: Translator, item: Instruction):
     def run(cta, warp, bits: int):
         addresses, parities, done = address(warp), parity(warp), np.zeros(LANES, bool)
         for lane in np.flatnonzero(lanes_of(bits)):
-            done[lane] = cta.barrier(int(addresses[lane])).phase & 1 != int(parities[lane]) & 1
+            barrier = cta.barrier(int(addresses[lane]))
+            done[lane] = barrier.phase & 1 != int(parities[lane]) & 1
+            if done[lane]:
+                warp.learn(barrier.told)
         # It may give up waiting: always when nothing else can happen, and now and then as hardware does.
         if not done[lanes_of(bits)].any() and not cta.give_up and cta.rng.random() > 0.02:
             return "try_wait"
@@ -176,6 +182,7 @@ def _fence(t: Translator, item: Instruction):
     def run(cta, warp, bits: int):
         if proxy:
             cta.shared.fence(warp.index)
+            warp.fenced = np.array(warp.known)
 
     return lanewise(item, run)
 
@@ -185,6 +192,8 @@ def _cp(t: Translator, item: Instruction):
         return _tensor_copy(t, item)
     if item.opcode.startswith("cp.async.cg.shared.global"):
         return _async_copy(t, item)
+    if item.opcode == "cp.async.mbarrier.arrive.shared::cta.b64":
+        return _announcement(t, item)
     if item.opcode == "cp.async.wait_all":
         return lanewise(item, lambda cta, warp, bits: cta.finish_copies(warp))
     raise UnknownInstruction(str(item))
@@ -235,6 +244,12 @@ def _async_copy(t: Translator, item: Instruction):
         cta.start_copy(warp, to(warp)[lanes], data)
 
     return lanewise(item, run)
+
+
+def _announcement(t: Translator, item: Instruction):
+    """An arrival when the lane's copies are there, which the mbarrier waits for from now on."""
+    address = t.address(item.operands[0])
+    return lanewise(item, lambda cta, warp, bits: cta.announce_copies(warp, address(warp)[lanes_of(bits)]))
 
 
 OPERATIONS = {

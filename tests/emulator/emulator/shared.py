@@ -15,6 +15,7 @@ from .ptx import SHARED_BASE, EmulationError
 MAX_SHARED = 232448
 UNWRITTEN, IN_FLIGHT, BARRIER = 1, 2, 4  # flags of a byte; none: it holds data
 WHY = {UNWRITTEN: "never written", IN_FLIGHT: "being filled by a copy in flight", BARRIER: "an mbarrier"}
+COPIED = 128  # added to the mark of an unfenced write by cp.async
 ONES = {1: np.uint8(1), 2: np.uint16(0x0101), 4: np.uint32(0x01010101), 8: np.uint64(0x0101010101010101)}
 LOCKED = {size: ones * ones.dtype.type(IN_FLIGHT | BARRIER) for size, ones in ONES.items()}
 
@@ -26,13 +27,14 @@ class SharedMemory:
         self.end = SHARED_BASE + -(-size // 16) * 16
         data = np.full(self.end, 0xFF, np.uint8)  # NaN in every type
         state = np.full(self.end, UNWRITTEN, np.uint8)
-        unfenced = np.zeros(self.end, np.uint8)  # 1 + the warp whose write is not fenced
+        unfenced = np.zeros(self.end, np.uint8)  # 1 + the warp whose write is not fenced (+ COPIED)
+        self._numbers = np.zeros(self.end // 16, np.int64)  # of the cp.async that brought a unit, among its warp's
         self._state, self._unfenced = state, unfenced
         self._views, self._state_views, self._unfenced_views = (
             {n: x.view(f"uint{n * 8}") for n in (1, 2, 4, 8)} for x in (data, state, unfenced)
         )
         self._data_units, self._state_units, self._unfenced_units = (x.reshape(-1, 16) for x in (data, state, unfenced))
-        self._written: dict[int, list] = defaultdict(list)  # by warp: (item bytes, index) since its last fence
+        self._written: dict[int, list] = defaultdict(list)  # by warp: (item bytes, index, mark) since its last fence
 
     def index(self, address: np.ndarray, size: int, count: int = 1) -> np.ndarray:
         """Indices of the first of `count` items; accesses are aligned to all of them."""
@@ -59,13 +61,17 @@ class SharedMemory:
         for n, value in enumerate(values):
             self._put(index + n, size, value, warp)
 
-    def read_units(self, units: np.ndarray, what: str, *, poison_unfenced: bool = False) -> np.ndarray:
-        """Bytes [..., 16]; on request NaN where a write is not fenced yet, which a kernel may read and throw away."""
+    def read_units(self, units: np.ndarray, what: str, fenced: np.ndarray | None = None) -> np.ndarray:
+        """Bytes [..., 16], for an asynchronous unit NaN where a write is not fenced, which a kernel may throw away.
+
+        fenced: how many of each warp's cp.async the reader has fenced itself; None for an ordinary read.
+        """
         if self._state_units.view(np.uint64)[units].any():
             self._refuse(units, 16, what)
         raw = self._data_units[units]
-        if poison_unfenced:
-            raw[self._unfenced_units[units] > 0] = 0xFF
+        if fenced is not None and (marks := self._unfenced_units[units]).any():
+            seen = (marks > COPIED) & (fenced[(marks % COPIED).astype(np.int64) - 1] >= self._numbers[units][..., None])
+            raw[(marks > 0) & ~seen] = 0xFF
         return raw
 
     def store_units(self, units: np.ndarray, raw: np.ndarray, warp: int) -> None:
@@ -78,12 +84,13 @@ class SharedMemory:
         self._data_units[units] = 0xFF
         self._state_units[units] = IN_FLIGHT
 
-    def end_copy(self, units: np.ndarray, raw: np.ndarray, warp: int | None) -> None:
+    def end_copy(self, units: np.ndarray, raw: np.ndarray, warp: int | None, number: int = 0) -> None:
         """The data arrives; a warp's own cp.async is a write of its that the asynchronous units may not see yet."""
         self._state_units[units] = 0
         self._data_units[units] = raw
         if warp is not None:
-            self._mark(units[:, None] * 2 + np.arange(2), 8, warp)
+            self._mark(units[:, None] * 2 + np.arange(2), 8, warp, COPIED)
+            self._numbers[units] = number
 
     def lock_barrier(self, address: int) -> None:
         self.index(np.array([address], np.uint32), 8)
@@ -91,16 +98,16 @@ class SharedMemory:
 
     def fence(self, warp: int) -> None:
         """What the warp has written so far is visible to the asynchronous units."""
-        for size, index in self._written.pop(warp, ()):
+        for size, index, mark in self._written.pop(warp, ()):
             marks = self._unfenced_views[size]
             found = marks[index]
-            marks[index] = np.where(found == (warp + 1) * ONES[size], 0, found)
+            marks[index] = np.where(found == mark, 0, found)
 
     def refuse_unfenced(self, units: np.ndarray, what: str) -> None:
         marks = self._unfenced_units[units]
         if marks.any():
             raise EmulationError(
-                f"{what} shared memory that warp {int(marks.max()) - 1} wrote without fence.proxy.async since"
+                f"{what} shared memory that warp {int(marks.max()) % COPIED - 1} wrote without fence.proxy.async since"
             )
 
     def _put(self, index: np.ndarray, size: int, value: np.ndarray, warp: int) -> None:
@@ -110,9 +117,10 @@ class SharedMemory:
         self._state_views[size][index] = 0
         self._mark(index, size, warp)
 
-    def _mark(self, index: np.ndarray, size: int, warp: int) -> None:
-        self._unfenced_views[size][index] = (warp + 1) * ONES[size]
-        self._written[warp].append((size, index))
+    def _mark(self, index: np.ndarray, size: int, warp: int, how: int = 0) -> None:
+        mark = (warp + 1 + how) * ONES[size]
+        self._unfenced_views[size][index] = mark
+        self._written[warp].append((size, index, mark))
 
     def _refuse(self, index: np.ndarray, size: int, what: str) -> None:
         flags = self._state.reshape(-1, size)[index].max(axis=-1).reshape(-1)

@@ -33,6 +33,7 @@ class Product:
     b: int  # a descriptor
     accumulate: bool
     transposed: tuple[bool, bool]
+    fenced: np.ndarray  # of the warp that issued it, then
     done: bool = False
 
 
@@ -160,7 +161,8 @@ def _wgmma_product(t: Translator, item: Instruction):
         a_operand = a.items if in_registers else uniform(a_of(warp), FULL, "descriptor A")
         b_operand = uniform(b_of(warp), FULL, "descriptor B")
         accumulates = bool(uniform(scale_d(warp), FULL, "scale-d"))
-        warp.products.issue(Product(item, columns, kind, d.items, a_operand, b_operand, accumulates, transposed))
+        operands = (a_operand, b_operand, accumulates, transposed)
+        warp.products.issue(Product(item, columns, kind, d.items, *operands, warp.fenced))
         if cta.timing == "early":
             for waiting in list(warp.products.pending()):
                 warp.products.run(waiting)
@@ -176,7 +178,7 @@ def operand(shared, descriptor: int, rows: int, product: Product, transposed: bo
     if int(units.max()) >= shared.end // 16 or int(units.min()) < SHARED_BASE // 16:
         raise EmulationError(f"descriptor {descriptor:#x} leaves shared memory: {product.instruction}")
     what = f"{product.instruction.parts[4]} WGMMA at {product.instruction.place}: read of"
-    raw = shared.read_units(units, what, poison_unfenced=True)  # [rows, units, 16] or [rows / 8, k, 16]
+    raw = shared.read_units(units, what, product.fenced)  # [rows, units, 16] or [rows / 8, k, 16]
     values = to_f32(raw, product.kind)
     if transposed:
         values = np.ascontiguousarray(values.transpose(0, 2, 1))

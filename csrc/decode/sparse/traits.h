@@ -1,0 +1,28 @@
+// Sparse attention over rows of bfloat16: the dense kernels, with another way for the cache into shared memory.
+#pragma once
+
+#include "decode/query_major/traits.h"
+#include "decode/sparse/cache.h"
+#include "decode/sparse/validity.cuh"
+#include "decode/transposed/traits.h"
+
+namespace etap::sparse {
+
+// The traits of a dense kernel, and its consumer and shared memory for those made of them.
+template <class Dense, template <class> class DenseConsumer, template <class> class DenseMemory>
+struct GatheredTraits : Dense {
+  static constexpr bool kGathered = true;
+  static constexpr int kGatherWarps = 3;  // the fourth producer brings the queries
+  using Walk = EvenWalk;
+  using CacheMaps = GatheredCache;
+  using Consumer = DenseConsumer<GatheredTraits>;
+  struct SharedStorage : DenseMemory<GatheredTraits> {
+    TileMask valid[Dense::kStages];  // of each tile, at its first stage
+  };
+};
+
+template <int kRowTile>
+using Traits = GatheredTraits<transposed::Traits<cutlass::bfloat16_t, kRowTile>, transposed::Consumer, transposed::SharedMemory>;
+using WideTraits = GatheredTraits<query_major::Traits<cutlass::bfloat16_t>, query_major::Consumer, query_major::SharedMemory>;
+
+}  // namespace etap::sparse

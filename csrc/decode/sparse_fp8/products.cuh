@@ -1,0 +1,189 @@
+// S^T = K·Q^T and O^T += V^T·P^T of one tile of FP8 rows: see transposed_fp8/products.cuh for how matrix loads bring K and V.
+#pragma once
+
+#include "decode/sparse_fp8/traits.h"
+#include "decode/transposed_fp8/products.cuh"
+
+namespace etap::sparse_fp8 {
+
+using Words = uint32_t[4];
+using Operands = uint32_t[2][4];  // two steps of WGMMA
+
+// What matrix loads give a warp of a unit of its 16 tokens and the one behind it.
+template <class T>
+__device__ __forceinline__ void load_key_units(const char* tile, int offset, Words& words) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int row = threadIdx.x % kGroupThreads / kWarpSize * 16 + lane % 16;
+  const char* from = tile + row * T::kRowBytes + offset + lane / 16 * kUnitBytes;
+  cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+}
+
+// Tokens [32 * half, 32 * half + 32) of the warp's 16 value dims in a slice of 64.
+template <class T>
+__device__ __forceinline__ void load_value_units(const char* tile, int slice, int half, Words& words) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int unit = slice * 4 + threadIdx.x % kGroupThreads / kWarpSize;
+  const char* from = tile + (half * 32 + lane) * T::kRowBytes + unit * kUnitBytes;
+  cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+}
+
+// Bytes 0 and 2, and bytes 1 and 3, of four e4m3 values as bfloat16, exactly: the exponent's and mantissa's bits are moved to
+// where bfloat16 has them, and 2^120 makes up for the difference of the exponents' biases. (A NaN becomes 480; it has
+// made scores NaN before.)
+__device__ __forceinline__ uint2 to_bfloat16(uint32_t word) {
+  constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x07f007f0, kBias = 0x7b807b80;
+  const uint32_t even = (word << 8 & kSigns) | (word << 4 & kMagnitudes);
+  const uint32_t odd = (word & kSigns) | (word >> 4 & kMagnitudes);
+  return {ptx::mul_bf16x2(even, kBias), ptx::mul_bf16x2(odd, kBias)};
+}
+
+// Start a load's share of a product, a group of WGMMAs.
+template <class Element, class Mma, class OperandB, class Result>
+__device__ __forceinline__ void multiply(Mma& mma, const Operands& operands, const OperandB& b, int first_step,
+                                         Result&& result) {
+  cute::warpgroup_arrive();
+  CUTE_UNROLL
+  for (int step = 0; step < 2; ++step) {
+    const auto a = cute::make_tensor(cute::make_rmem_ptr(reinterpret_cast<const Element*>(operands[step])),
+                                     cute::Layout<cute::_8>{});
+    cute::gemm(mma, a, b(cute::_, 0, first_step + step), result);
+    mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// The scales of a thread's two tokens, 8 apart.
+struct TokenScales {
+  float of[2][kScales];
+
+  template <class T>
+  __device__ __forceinline__ static TokenScales read(const char* tile) {
+    const int thread = threadIdx.x % kGroupThreads;
+    const char* row = tile + (thread / kWarpSize * 16 + thread % kWarpSize / 4) * T::kRowBytes + kLatentDim;
+    TokenScales scales;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const float4 four = *reinterpret_cast<const float4*>(row + i * 8 * T::kRowBytes);
+      scales.of[i][0] = four.x, scales.of[i][1] = four.y, scales.of[i][2] = four.z, scales.of[i][3] = four.w;
+    }
+    return scales;
+  }
+};
+
+// S^T of one tile in the log2 domain, complete on return. Each 128 columns and the rope part have a sum of their own, two of
+// which are under way at a time.
+template <class T>
+__device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, const char* tile,
+                                               const TokenScales& scales, float scale_log2,
+                                               transposed::ScoreFragment<T>& st) {
+  using namespace cute;
+  constexpr int kLoadsPerPart = kScaledColumns / 32;
+  constexpr int kLatentLoads = kLatentDim / 32;
+  constexpr int kLoads = kLatentLoads + kRopeDim / 32;
+  typename T::ScoreMma mma;
+  typename T::RopeMma rope_mma;
+  const auto slice = mma.get_thread_slice(0);
+  const auto rope_slice = rope_mma.get_thread_slice(0);
+  decltype(make_fragment_like(st(_, 0, 0))) parts[2];
+  Operands operands[T::kOperands];
+  Words words[2];
+
+  const auto fetch = [&](int load) {
+    const int offset = load < kLatentLoads ? load * 32 : T::kRopeOffset + (load - kLatentLoads) * 64;
+    load_key_units<T>(tile, offset, words[load % 2]);
+  };
+  const auto take_over = [&](int part) {
+    warpgroup_fence_operand(parts[part % 2]);
+    CUTE_UNROLL
+    for (int i = 0; i < size(st); ++i) {
+      const float value = parts[part % 2](i);
+      if (part == kScales) {
+        st(i) = st(i) * shared.score_scales[transposed::fragment_column(i / 4, i % 2)] + value * scale_log2;
+      } else {
+        st(i) = part == 0 ? value * scales.of[i / 2 % 2][0] : fmaf(value, scales.of[i / 2 % 2][part], st(i));
+      }
+    }
+  };
+
+  fetch(0);
+  CUTE_UNROLL
+  for (int load = 0; load < kLoads; ++load) {
+    const int part = load / kLoadsPerPart;
+    auto& operand = operands[load % T::kOperands];
+    if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
+    const char* chunk = shared.query + min(load / 2, kValueChunks) * T::kQueryChunkBytes;
+    if (load % kLoadsPerPart == 0) {
+      if (part >= 2) take_over(part - 2);
+      warpgroup_fence_operand(parts[part % 2]);
+      mma.accumulate_ = rope_mma.accumulate_ = GMMA::ScaleOut::Zero;
+    }
+    const Words& from = words[load % 2];
+    if (load < kLatentLoads) {
+      if (load + 1 < kLatentLoads) fetch(load + 1);
+      CUTE_UNROLL
+      for (int i = 0; i < 4; ++i) {
+        const uint2 halves = transposed_fp8::to_halves(from[i]);
+        operand[i / 2][i % 2] = halves.x;
+        operand[i / 2][i % 2 + 2] = halves.y;
+      }
+      auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::ScoreElement*>(chunk)),
+                                 typename T::template Operand<typename T::ScoreElement>{});
+      multiply<typename T::ScoreElement>(mma, operand, slice.make_fragment_B(slice.partition_B(s_query)), load % 2 * 2,
+                                         parts[part % 2]);
+    } else {
+      // 16 columns of bfloat16 are two units, and need no conversion.
+      CUTE_UNROLL
+      for (int step = 0; step < 2; ++step) {
+        load_key_units<T>(tile, T::kRopeOffset + (load - kLatentLoads) * 64 + step * 32, operand[step]);
+      }
+      auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::RopeElement*>(chunk)),
+                                 typename T::template Operand<typename T::RopeElement>{});
+      multiply<typename T::RopeElement>(rope_mma, operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)),
+                                        load % 2 * 2, parts[part % 2]);
+    }
+  }
+  warpgroup_wait<0>();
+  take_over(kScales - 1);
+  take_over(kScales);
+}
+
+// O^T += V^T·P^T of one tile, which is given back once it is in registers; `meanwhile` runs beside the last products.
+template <class T, class Meanwhile>
+__device__ __forceinline__ void add_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                           const char* probabilities, transposed::OutputFragment<T>& ot,
+                                           Meanwhile&& meanwhile) {
+  using namespace cute;
+  constexpr int kLoads = 2 * T::kOutputSlices;
+  const char* tile = shared.ring + at.stage * T::kStageBytes;
+  typename T::OutputMma mma;
+  mma.accumulate_ = GMMA::ScaleOut::One;
+  const auto slice = mma.get_thread_slice(0);
+  Operands operands[T::kOperands];
+  Words words[2];
+  warpgroup_fence_operand(ot);
+  load_value_units<T>(tile, 0, 0, words[0]);
+  CUTE_UNROLL
+  for (int load = 0; load < kLoads; ++load) {
+    if (load + 1 < kLoads) load_value_units<T>(tile, (load + 1) / 2, (load + 1) % 2, words[(load + 1) % 2]);
+    if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
+    auto& operand = operands[load % T::kOperands];
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const uint2 pairs = to_bfloat16(words[load % 2][i]);
+      operand[i / 2][i % 2 * 2] = pairs.x;
+      operand[i / 2][i % 2 * 2 + 1] = pairs.y;
+    }
+    const char* scaled = probabilities + load / 2 * 64 / kScaledColumns * T::kScaledBytes;
+    auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(scaled)),
+                            typename T::ProbabilityOperand{});
+    multiply<typename T::Element>(mma, operand, slice.make_fragment_B(slice.partition_B(s_pt)), load % 2 * 2,
+                                  ot(_, load / 2, 0));
+  }
+  __syncwarp();
+  if (threadIdx.x % kWarpSize == 0) ETAP_MARKED(stage_release, shared.keys.release(at));
+  meanwhile();
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(ot);
+}
+
+}  // namespace etap::sparse_fp8

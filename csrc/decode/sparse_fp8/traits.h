@@ -1,0 +1,102 @@
+// Numbers and layouts of sparse attention over FP8 rows: 512 values of e4m3, a float32 scale for each 128 of them, 64 values
+// of bfloat16. Rows lie in shared memory as they do in the cache: 656 bytes are an odd number of 16-byte units, so that
+// matrix loads of eight rows touch all banks. Their values reach the products through registers, as float16 for the scores
+// and as bfloat16 for the output, exactly; the scales are applied to the scores of each 128 columns and to P^T.
+#pragma once
+
+#include "decode/sparse/cache.h"
+#include "decode/sparse/validity.cuh"
+#include "decode/transposed/traits.h"
+#include "decode/transposed_fp8/traits.h"
+
+namespace etap::sparse_fp8 {
+
+constexpr int kScaledColumns = 128;  // that have a scale
+constexpr int kScales = kLatentDim / kScaledColumns;
+
+// Scores are in the log2 domain already.
+struct NoScale {
+  template <class SharedStorage>
+  __device__ __forceinline__ NoScale(const SharedStorage&, float, int) {}
+  __device__ __forceinline__ void load(int) {}
+  __device__ __forceinline__ float operator()(int) const { return 1.0f; }
+};
+
+template <class T>
+struct Consumer;
+
+template <class T>
+struct SharedMemory : transposed::SharedMemory<T> {
+  sparse::TileMask valid[T::kStages];
+};
+
+template <int kRowTile_>
+struct Traits : transposed::AlternateTiles<kRowTile_> {
+  using Base = transposed::AlternateTiles<kRowTile_>;
+  using Base::kRowTile, Base::kScoreColumns, Base::kSliceBytes, Base::kMergeSlices;
+  static_assert(kRowTile <= 32);
+  static constexpr int kGroupRows = kSparseFp8Rows;
+  static constexpr bool kGathered = true;
+  static constexpr int kGatherWarps = 4;
+  using Walk = EvenWalk;
+  using CacheMaps = sparse::GatheredCache;
+  using Element = cutlass::bfloat16_t;  // of the output's products
+  using ScoreElement = cutlass::half_t;
+  using RopeElement = cutlass::bfloat16_t;
+  using Probability = Element;
+  using ScoreScales = NoScale;
+  using SharedStorage = SharedMemory<Traits>;
+  using Consumer = sparse_fp8::Consumer<Traits>;
+  static constexpr bool kFp8Cache = true;
+  static constexpr bool kFp8Math = false;
+  static constexpr bool kPairedDims = true;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+
+  // A stage is a whole tile.
+  static constexpr int kRowBytes = kLatentDim + kScales * 4 + kRopeDim * 2;
+  static constexpr int kRopeOffset = kLatentDim + kScales * 4;
+  using KeyStage = uint8_t[kTileTokens][kRowBytes];
+  static constexpr int kStageBytes = sizeof(KeyStage);
+  static constexpr int kStagesPerTile = 1;
+  static constexpr int kStages = kRowTile == 32 ? 3 : 4;
+  static constexpr int kTilesAlone = 0;
+  __host__ __device__ static constexpr int first_chunk(int, int) { return 0; }
+  static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
+  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
+  static_assert(kConsumerGroups * kMergeStages <= kStages);
+  static_assert(grants_fit(kStages, kStagesPerTile, kMergeStages));
+
+  static constexpr float kProbabilityShift = 0.0f;
+  static constexpr float kLargestExponent = kLazyMaximum;
+
+  // A matrix load brings 32 columns of K, or 32 tokens of 16 value dims, for two steps of WGMMA.
+  static constexpr int kStepsPerLoad = 2;
+  static constexpr int kValuesPerStep = 8;
+  static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
+
+  static constexpr auto kMajorK = cute::GMMA::Major::K;
+  template <class E, int kColumns>
+  using Mma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<E, E, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_64>, kMajorK, kMajorK>()));
+  using ScoreMma = Mma<ScoreElement, kScoreColumns>;
+  using RopeMma = Mma<RopeElement, kScoreColumns>;
+  using OutputMma = Mma<Element, kRowTile>;
+
+  // Q chunk [score columns x 64 columns], the last one rope, and P^T [rows x 64 tokens], K-major for operand B.
+  template <class E>
+  using Operand = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<E>{},
+                                               cute::Shape<cute::Int<kRowTile>, cute::_64>{}));
+  using ProbabilityOperand = Operand<Element>;
+  static constexpr int kOperandLine = 128;  // bytes of a row of operand B
+  using QueryChunk = ScoreElement[kRowTile][kChunkColumns];   // swizzled
+  using Probabilities = Element[kRowTile][kTileTokens];  // swizzled
+  static constexpr int kQueryChunkBytes = sizeof(QueryChunk);
+  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+  // P^T times the scales of each 128 columns. At 32 rows there is room for one of a consumer, not two.
+  static constexpr int kScaledBytes = sizeof(Probabilities);
+  static constexpr int kProbabilityBuffers = kRowTile == 32 ? 1 : 2;
+  static constexpr int kProbabilityBytes = kScales * kScaledBytes * kProbabilityBuffers / 2;
+};
+
+}  // namespace etap::sparse_fp8
