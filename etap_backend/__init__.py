@@ -12,7 +12,10 @@ _MODULES = {
     "BuiltSchedule": "etap_backend.schedule",
     "DecodeSchedule": "etap_backend.schedule",
     "mla_decode": "etap_backend.ops",
+    "sparse_mla_decode": "etap_backend.sparse",
+    "sparse_workspace_floats": "etap_backend.sparse",
     "why_unsupported": "etap_backend.support",
+    "why_unsupported_sparse": "etap_backend.support",
 }
 
 __all__ = ["__version__", "reference", *_MODULES]

@@ -3,7 +3,9 @@
 It exists to be read and to be tested against: what the schedule and the combination do wrong shows here without a GPU.
 """
 
+import functools
 import math
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +13,7 @@ from torch import Tensor
 
 from etap_backend.support import FP8, HEAD_DIM, LATENT_DIM, TILE_TOKENS
 
+Product = Callable[[Tensor], tuple[Tensor, Tensor]]
 PARTIAL_FLOATS = LATENT_DIM + 1  # an output row and its log-sum-exp
 # With an FP8 cache a query row is multiplied by the power of two that brings its largest element into [2^n, 2^(n+1)).
 QUERY_EXPONENT = {torch.float16: 14, FP8: 7}
@@ -113,32 +116,56 @@ def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tens
     """
     qt = batch.q[request].T
     visible = batch.visible(request)
-    rows = visible.shape[0]
+
+    def scores_and_products() -> Iterator[tuple[Tensor, Product]]:
+        for tile in tiles:
+            k = batch.tile(request, tile)
+            st = (k @ qt) * (batch.score_factor[request] / math.log(2))
+            position = torch.arange(k.shape[0]) + tile * TILE_TOKENS
+            st.masked_fill_(position[:, None] >= visible, float("-inf"))
+            yield st, functools.partial(rounded_product, k[:, :LATENT_DIM], batch.p_dtype)
+
+    out, lse = attend(visible.shape[0], batch.kept, scores_and_products())
+    return out * batch.output_factor, lse
+
+
+def rounded_product(values: Tensor, p_dtype: torch.dtype, pt: Tensor) -> tuple[Tensor, Tensor]:
+    """V^T [512, tokens] times P^T [tokens, rows] rounded, and what the result is to be divided by.
+
+    That is the sum of the rounded P, so that the rounding of a dominating key cancels; in the log-sum-exp nothing would
+    cancel it.
+    """
+    rounded_pt = pt.to(p_dtype).float()
+    return values.T @ rounded_pt, rounded_pt.sum(dim=0)
+
+
+def attend(rows: int, kept: Reference, tiles: Iterable[tuple[Tensor, Product]]) -> tuple[Tensor, Tensor]:
+    """Attention over tiles, one after the other: float32 out [rows, 512] and lse [rows].
+
+    Args:
+        rows: columns of each tile's scores.
+        kept: where P is kept.
+        tiles: of each its scores in base 2, [tokens, rows], -inf where nothing is seen; and its product, which takes P
+            [tokens, rows] and gives what it adds to the output [512, rows] and to the divisor [rows].
+    """
     ot = torch.zeros(LATENT_DIM, rows)
-    kept = batch.kept
     reference = torch.full((rows,), float("-inf"))
     column_sum = torch.zeros(rows)
-    rounded_sum = torch.zeros(rows)
-    for tile in tiles:
-        k = batch.tile(request, tile)
-        st = (k @ qt) * (batch.score_factor[request] / math.log(2))
-        position = torch.arange(k.shape[0]) + tile * TILE_TOKENS
-        st.masked_fill_(position[:, None] >= visible, float("-inf"))
+    divisor = torch.zeros(rows)
+    for st, product in tiles:
         column_max = st.amax(dim=0)
         renewed = torch.where(column_max - reference > kept.most, column_max - kept.shift, reference)
         # A column that has seen nothing has the reference -inf; 0 instead keeps -inf - -inf out.
         finite = torch.where(renewed.isinf(), 0.0, renewed)
         pt = torch.exp2(st - finite)
-        rounded_pt = pt.to(batch.p_dtype).float()
         correction = torch.exp2(reference - finite)
         column_sum = column_sum * correction + pt.sum(dim=0)
-        # The output is divided by the sum of the rounded P, so that the rounding of a dominating key cancels; in the
-        # log-sum-exp nothing would cancel it.
-        rounded_sum = rounded_sum * correction + rounded_pt.sum(dim=0)
-        ot = ot * correction + k[:, :LATENT_DIM].T @ rounded_pt
+        more_ot, more_divisor = product(pt)
+        divisor = divisor * correction + more_divisor
+        ot = ot * correction + more_ot
         reference = renewed
-    out = torch.where(rounded_sum > 0, ot / rounded_sum, 0.0).T
-    return out * batch.output_factor, (reference + torch.log2(column_sum)) * math.log(2)
+    out = torch.where(divisor > 0, ot / divisor, 0.0).T
+    return out, (reference + torch.log2(column_sum)) * math.log(2)
 
 
 def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,99 +1,48 @@
-"""The public call, and the torch operator behind it."""
-
-import functools
-from collections.abc import Callable
+"""The public call of dense attention."""
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from etap_backend import executor
-from etap_backend._library import library
+from etap_backend._operator import Operator, compiled, dtype_name, type_name
 from etap_backend.schedule import BuiltSchedule
 from etap_backend.support import DTYPES, FP8, LATENT_DIM
 
-# The operator is what torch.compile and fake tensors see. Plain tensors go to the library directly: on its way through
-# torch's dispatcher a call with so many arguments takes as long as a short decode step.
-# Defined by hand: torch.library.custom_op costs several microseconds more.
-_LIBRARY = torch.library.Library("etap_backend", "DEF")
-_LIBRARY.define(
+
+def _on_cuda(*arguments) -> None:
+    compiled("decode")(*arguments)
+
+
+def _on_cpu(*arguments) -> None:
+    compiled("check_decode")(*arguments)
+    executor.decode(*arguments)
+
+
+_decode = Operator(
     "mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor? q_scale, Tensor? kv_scale, Tensor block_table, "
     "Tensor seq_lens, Tensor work_ranges, Tensor split_offsets, Tensor(a!) workspace, Tensor(b!) out, Tensor(c!) lse, "
     "float softmax_scale, int batch, int s_q, int heads, int partitions, bool fp8_math) -> ()",
-    # The strides of q, q_rope and kv_cache carry meaning: torch.compile must pass them as they are.
-    tags=(torch.Tag.needs_fixed_stride_order,),
+    _on_cuda,
+    _on_cpu,
 )
-_TENSORS = (
-    *("q", "q_rope", "kv_cache", "q_scale", "kv_scale", "block_table", "seq_lens"),
-    *("work_ranges", "split_offsets", "workspace", "out", "lse"),
-)
-_OPTIONAL = ("q_rope", "q_scale", "kv_scale")
-
-
-@functools.cache
-def _compiled(name: str) -> Callable:
-    return library().get_function(name)
-
-
-def _refuse_what_cannot_cross(arguments: tuple) -> None:
-    """Name the argument that cannot be handed to the library; nothing where all can."""
-    for name, value in zip(_TENSORS, arguments, strict=False):
-        if value is None and name in _OPTIONAL:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name}: wanted a tensor, got {_type(value)}") from None
-        if value.device.type not in ("cpu", "cuda"):
-            raise ValueError(
-                f"{name}: wanted a tensor on a CUDA device or the CPU, got one on {value.device}"
-            ) from None
-        if value.layout != torch.strided:
-            raise TypeError(f"{name}: wanted a strided tensor, got one of layout {value.layout}") from None
-    softmax_scale, fp8_math = arguments[len(_TENSORS)], arguments[-1]
-    if not isinstance(softmax_scale, float | int):
-        raise TypeError(f"softmax_scale: wanted a number, got {_type(softmax_scale)}") from None
-    if not isinstance(fp8_math, bool | int):
-        raise TypeError(f"fp8_math: wanted a bool, got {_type(fp8_math)}") from None
-
-
-def _type(value: object) -> str:
-    return "None" if value is None else type(value).__name__
-
-
-def _run(on_cuda: bool, arguments: tuple) -> None:
-    try:
-        _compiled("decode" if on_cuda else "check_decode")(*arguments)
-    except Exception:
-        # The library refuses by itself what it can look at. What never reached it is looked at here, and only then.
-        _refuse_what_cannot_cross(arguments)
-        raise
-    if not on_cuda:
-        executor.decode(*arguments)
-
-
-_LIBRARY.impl("mla_decode", lambda *arguments: _run(True, arguments), "CUDA")
-_LIBRARY.impl("mla_decode", lambda *arguments: _run(False, arguments), "CPU")
-torch.library.register_fake("etap_backend::mla_decode", lambda *arguments: None, lib=_LIBRARY)
-_operator = torch.ops.etap_backend.mla_decode.default
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _outputs(q: Tensor, out: Tensor | None, lse: Tensor | None, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
     """Those of the outputs that were not given."""
     if not isinstance(q, Tensor):
-        raise TypeError(f"q: wanted a tensor, got {_type(q)}")
+        raise TypeError(f"q: wanted a tensor, got {type_name(q)}")
     if q.dim() != 4:
         raise ValueError(f"q: wanted shape [batch, s_q, heads, 576 or 512], got {list(q.shape)}")
     allowed = DTYPES if q.dtype == FP8 else (q.dtype,)
     if out_dtype is not None and out_dtype not in allowed:
-        names = " or ".join(map(_name, allowed))
-        raise ValueError(f"out_dtype: wanted None or {names} for a q of {_name(q.dtype)}, got {_name(out_dtype)}")
+        names = " or ".join(map(dtype_name, allowed))
+        raise ValueError(
+            f"out_dtype: wanted None or {names} for a q of {dtype_name(q.dtype)}, got {dtype_name(out_dtype)}"
+        )
     if out is None:
         out = q.new_empty(*q.shape[:3], LATENT_DIM, dtype=out_dtype or allowed[0])
     elif out_dtype is not None and isinstance(out, Tensor) and out.dtype != out_dtype:
-        raise ValueError(f"out_dtype: wanted None or {_name(out.dtype)} like out, got {_name(out_dtype)}")
+        raise ValueError(f"out_dtype: wanted None or {dtype_name(out.dtype)} like out, got {dtype_name(out_dtype)}")
     return out, q.new_empty(q.shape[:3], dtype=torch.float32) if lse is None else lse
 
 
@@ -158,7 +107,7 @@ def mla_decode(
         ImportError: the compiled library is missing or of another version.
     """
     if not isinstance(schedule, BuiltSchedule):
-        raise TypeError(f"schedule: wanted what DecodeSchedule.build() returns, got {_type(schedule)}")
+        raise TypeError(f"schedule: wanted what DecodeSchedule.build() returns, got {type_name(schedule)}")
     if out is None or lse is None or out_dtype is not None:
         out, lse = _outputs(q, out, lse, out_dtype)
     batch, s_q, heads, partitions, work_ranges, split_offsets, own_workspace = schedule
@@ -167,10 +116,5 @@ def mla_decode(
         *(own_workspace if workspace is None else workspace, out, lse),
         *(softmax_scale, batch, s_q, heads, partitions, fp8_math),
     )
-    if type(q) is not Tensor or is_compiling():
-        if not isinstance(q, Tensor):
-            _refuse_what_cannot_cross(arguments)
-        _operator(*arguments)
-    else:
-        _run(q.is_cuda, arguments)
+    _decode(q, arguments)
     return out, lse

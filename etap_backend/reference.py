@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from etap_backend.support import LATENT_DIM
+from etap_backend.support import FP8, LATENT_DIM, SCALE_DIM, SCALES
 
 
 def mla_decode_reference(
@@ -72,6 +72,84 @@ def scores_and_values(
             visible = keys[: max(0, length - s_q + t + 1)]
             if visible.shape[0] > 0:
                 yield request, t, (q[request, t].to(dtype) @ visible.T) * score_factor, visible[:, :LATENT_DIM]
+
+
+def sparse_mla_decode_reference(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    softmax_scale: float,
+    *,
+    block_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    valid_counts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dtype: torch.dtype = torch.float64,
+) -> tuple[Tensor, Tensor]:
+    """Sparse MLA decode attention in `dtype` on the given (already rounded) inputs.
+
+    Args:
+        q: [tokens, heads, 576].
+        kv_cache, indices, block_table, request_ids, valid_counts, sinks: as of `sparse_mla_decode`. Cache rows that no
+            list names, and the block-table entries of positions that none names, are never read.
+        softmax_scale: factor of the scores before softmax.
+        dtype: type of every intermediate result, and of what the elements of an FP8 cache stand for.
+
+    Returns:
+        out [tokens, heads, 512] and lse [tokens, heads] (natural logarithm), both in `dtype`.
+    """
+    tokens, heads, _ = q.shape
+    out = torch.zeros(tokens, heads, LATENT_DIM, dtype=dtype, device=q.device)
+    lse = torch.full((tokens, heads), float("-inf"), dtype=dtype, device=q.device)
+    for token, rows in named_rows(kv_cache, indices, block_table, request_ids, valid_counts):
+        keys = what_rows_stand_for(rows, dtype)
+        scores = (q[token].to(dtype) @ keys.T) * softmax_scale
+        lse[token] = torch.logsumexp(scores, dim=-1)
+        out[token] = torch.softmax(scores, dim=-1) @ keys[:, :LATENT_DIM]
+        if sinks is not None:
+            out[token] *= torch.sigmoid(lse[token] - sinks.to(dtype))[:, None]
+    return out, lse
+
+
+def named_rows(
+    kv_cache: Tensor,
+    indices: Tensor,
+    block_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    valid_counts: Tensor | None = None,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield (token, rows) of the cache rows that a token's list names, in its order, without tokens that name none.
+
+    Arguments as of `sparse_mla_decode`; rows are as stored, bfloat16 [named, 576] or uint8 [named, 656].
+    """
+    cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
+    cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+    pages, page_size, _ = cache.shape
+    requests = [None] * len(indices) if request_ids is None else request_ids.tolist()
+    counts = [indices.shape[1]] * len(indices) if valid_counts is None else valid_counts.clamp(min=0).tolist()
+    for token, (request, count) in enumerate(zip(requests, counts, strict=True)):
+        entries = indices[token, :count].long()
+        entries = entries[entries >= 0]
+        page = entries // page_size
+        if block_table is not None:
+            if not 0 <= request < len(block_table):
+                continue
+            entries = entries[page < block_table.shape[1]]
+            page = block_table[request, entries // page_size].long()
+        there = (page >= 0) & (page < pages)
+        if there.any():
+            yield token, cache[page[there], entries[there] % page_size]
+
+
+def what_rows_stand_for(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """Cache rows bfloat16 [n, 576] or uint8 [n, 656], the latter with their scales, as [n, 576] in `dtype`."""
+    if rows.dtype != torch.uint8:
+        return rows.to(dtype)
+    elements, scales, rope = rows.split([LATENT_DIM, 4 * SCALES, rows.shape[1] - LATENT_DIM - 4 * SCALES], dim=1)
+    # Exact in float64, and rounded once in narrower types.
+    scales = scales.contiguous().view(torch.float32).double().repeat_interleave(SCALE_DIM, dim=1)
+    latent = elements.contiguous().view(FP8).double() * scales
+    return torch.cat([latent.to(dtype), rope.contiguous().view(torch.bfloat16).to(dtype)], dim=1)
 
 
 def relative_rmse(result: Tensor, truth: Tensor) -> float:

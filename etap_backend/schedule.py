@@ -51,15 +51,15 @@ def fixed_pieces(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> 
     return max(1, min(num_sms // shape.row_groups, BATCH_INVARIANT_BYTES // (2 * slot_bytes * max_batch)))
 
 
-def _count(name: str, value: int) -> int:
-    """`value` as an int of at least 1, or ValueError or TypeError."""
+def count(name: str, value: int) -> int:
+    """`value` as an int of at least 1, or a ValueError or TypeError that names the argument."""
     try:
-        count = operator.index(value)
+        number = operator.index(value)
     except TypeError:
         raise TypeError(f"{name}: wanted an int, got {value!r}") from None
-    if count < 1:
+    if number < 1:
         raise ValueError(f"{name}: wanted at least 1, got {value}")
-    return count
+    return number
 
 
 class BuiltSchedule(NamedTuple):
@@ -136,8 +136,8 @@ class DecodeSchedule:
             ValueError: a count is below 1, the workspace too small or the device not there; TypeError: a count is no
                 int, or the workspace is not float32; ImportError: there is no library, or one of another version.
         """
-        self.max_batch, self.num_heads = _count("max_batch", max_batch), _count("num_heads", num_heads)
-        self.max_s_q = _count("max_s_q", max_s_q)
+        self.max_batch, self.num_heads = count("max_batch", max_batch), count("num_heads", num_heads)
+        self.max_s_q = count("max_s_q", max_s_q)
         self.device = torch.device(device)
         if not (self.device.type == "cpu" or self.device.type == "cuda" and torch.cuda.is_available()):
             raise ValueError(f"device: wanted the CPU or a CUDA device that torch sees, got {self.device}")
@@ -146,7 +146,7 @@ class DecodeSchedule:
         if num_sms is None:
             on_gpu = self.device.type == "cuda"
             num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else CPU_SMS
-        self.num_sms = num_sms = _count("num_sms", num_sms)
+        self.num_sms = num_sms = count("num_sms", num_sms)
         most = (self.max_batch, self.num_heads, self.max_s_q, num_sms)
         self.fixed_pieces = fixed_pieces(*most) if batch_invariant else 0
         ranges = max(num_sms, self.max_batch * self.fixed_pieces if self.fixed_pieces > 1 else 0)
@@ -197,7 +197,7 @@ class DecodeSchedule:
             raise TypeError(f"seq_lens: wanted a tensor, got {type(seq_lens).__name__}")
         if seq_lens.device != self.device:
             raise ValueError(f"seq_lens: wanted a tensor on {self.device}, got one on {seq_lens.device}")
-        if (s_q := _count("s_q", s_q)) > self.max_s_q:
+        if (s_q := count("s_q", s_q)) > self.max_s_q:
             raise ValueError(f"s_q: wanted 1 to {self.max_s_q} (max_s_q), got {s_q}")
         batch, shape = seq_lens.shape[0] if seq_lens.dim() else 0, decode_shape(s_q * self.num_heads)
         partitions = max(1, self.num_sms // shape.row_groups)

@@ -5,6 +5,11 @@ import torch
 LATENT_DIM = 512
 ROPE_DIM = 64
 HEAD_DIM = LATENT_DIM + ROPE_DIM
+SCALE_DIM = 128
+"""Columns of a row of a sparse FP8 cache that share a scale."""
+SCALES = LATENT_DIM // SCALE_DIM
+SPARSE_FP8_ROW_BYTES = LATENT_DIM + 4 * SCALES + 2 * ROPE_DIM
+"""Of a sparse FP8 cache: 512 elements in e4m3, 4 float32 scales, 64 rope elements in bfloat16."""
 TILE_TOKENS = 64
 WORK_RANGE_FIELDS = 8
 COMPUTE_CAPABILITY = (9, 0)
@@ -12,9 +17,12 @@ DTYPES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
 """Of an FP8 KV cache in the engines' dense layout, 576 bytes a token; the queries of one may be in it too."""
 
+SPARSE_FP8 = "fp8_ds_mla"
+"""The engines' name of the cache with rows of 656 bytes."""
+
 _CACHE_DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8, "fp8_e4m3": FP8}
 _FOREIGN_CACHES = {
-    "fp8_ds_mla": "it is the layout of sparse attention",
+    SPARSE_FP8: "it is the layout of sparse attention",
     "fp8_e5m2": "the kernels read 8-bit floats in e4m3 only",
     "float8_e5m2": "the kernels read 8-bit floats in e4m3 only",
     "nvfp4": "the kernels read no 4-bit floats",
@@ -38,6 +46,28 @@ def _why_dtypes(dtype: torch.dtype, cache: "torch.dtype | str") -> str | None:
     wanted = "fp8 (e4m3) like the query" if dtype == FP8 else f"{_name(dtype)} like the query, or fp8 (e4m3)"
     why = [f"{reason}; " for foreign, reason in _FOREIGN_CACHES.items() if _name(cache).startswith(foreign)]
     return f"kv_cache_dtype {_name(cache)} is not supported: {''.join(why)}wanted {wanted}"
+
+
+def _why_gpu(compute_capability: tuple[int, int] | None) -> str | None:
+    if compute_capability is None or tuple(compute_capability) == COMPUTE_CAPABILITY:
+        return None
+    found = ".".join(map(str, compute_capability))
+    return f"compute capability {found} is not supported: the kernels are compiled for sm_90a (Hopper, 9.0) only"
+
+
+def _why_widths(head_dim: int, v_head_dim: int) -> str | None:
+    if head_dim != HEAD_DIM:
+        return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope {ROPE_DIM})"
+    if v_head_dim != LATENT_DIM:
+        return f"v_head_dim {v_head_dim} is not supported: wanted {LATENT_DIM}"
+    return None
+
+
+def _why_counts(**counts: int | None) -> str | None:
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            return f"{name} {value} is not supported: wanted at least 1"
+    return None
 
 
 def why_unsupported(
@@ -64,20 +94,45 @@ def why_unsupported(
         compute_capability: (major, minor) of the GPU; None when not known yet.
         s_q: query tokens for each request.
     """
-    if compute_capability is not None and tuple(compute_capability) != COMPUTE_CAPABILITY:
-        found = ".".join(map(str, compute_capability))
-        return f"compute capability {found} is not supported: the kernels are compiled for sm_90a (Hopper, 9.0) only"
-    cache = _cache_dtype(kv_cache_dtype, dtype)
-    if reason := _why_dtypes(dtype, cache):
+    if reason := _why_gpu(compute_capability) or _why_dtypes(dtype, _cache_dtype(kv_cache_dtype, dtype)):
         return reason
-    if head_dim != HEAD_DIM:
-        return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope {ROPE_DIM})"
-    if v_head_dim != LATENT_DIM:
-        return f"v_head_dim {v_head_dim} is not supported: wanted {LATENT_DIM}"
+    if reason := _why_widths(head_dim, v_head_dim):
+        return reason
     if page_size < TILE_TOKENS or page_size % TILE_TOKENS:
         return f"page_size {page_size} is not supported: wanted a multiple of {TILE_TOKENS} tokens"
-    if num_heads is not None and num_heads < 1:
-        return f"num_heads {num_heads} is not supported: wanted at least 1"
-    if s_q < 1:
-        return f"s_q {s_q} is not supported: wanted at least 1"
-    return None
+    return _why_counts(num_heads=num_heads, s_q=s_q)
+
+
+def why_unsupported_sparse(
+    *,
+    dtype: torch.dtype,
+    num_heads: int | None = None,
+    head_dim: int = HEAD_DIM,
+    v_head_dim: int = LATENT_DIM,
+    page_size: int = TILE_TOKENS,
+    kv_cache_dtype: "torch.dtype | str | None" = None,
+    compute_capability: tuple[int, int] | None = None,
+    top_k: int = 1,
+) -> str | None:
+    """Say why a sparse decode problem cannot run, or None when it can.
+
+    Args:
+        dtype: type of the query, bfloat16.
+        num_heads: query heads on this GPU; None when not known yet.
+        head_dim: width of a query in elements (latent + rope), 576.
+        v_head_dim: width of an output row in elements (latent), 512.
+        page_size: tokens in a page of the KV cache, any number.
+        kv_cache_dtype: bfloat16 or its name; or "fp8_ds_mla", rows of 656 bytes; None and "auto" mean the query's.
+        compute_capability: (major, minor) of the GPU; None when not known yet.
+        top_k: entries of a query token's list, any number.
+    """
+    if reason := _why_gpu(compute_capability):
+        return reason
+    if dtype != torch.bfloat16:
+        return f"dtype {_name(dtype)} is not supported: wanted bfloat16"
+    cache = _cache_dtype(kv_cache_dtype, dtype)
+    if cache not in (torch.bfloat16, SPARSE_FP8):
+        wanted = f"bfloat16, or {SPARSE_FP8} (rows of {SPARSE_FP8_ROW_BYTES} bytes with scales of their own)"
+        return f"kv_cache_dtype {_name(cache)} is not supported: wanted {wanted}"
+    reason = _why_widths(head_dim, v_head_dim)
+    return reason or _why_counts(page_size=page_size, num_heads=num_heads, top_k=top_k)

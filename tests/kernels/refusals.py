@@ -44,20 +44,20 @@ class Refusal:
         mla_decode(**{**arguments, **self.spoil(arguments)})
 
 
-def _strided(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
+def strided(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
     """The same shape, with steps of `step` elements in `dim` (1: the step of a contiguous tensor)."""
     shape = list(tensor.shape)
     shape[dim] *= step
     return tensor.new_zeros(shape)[(slice(None),) * (dim % tensor.dim()) + (slice(None, None, step),)]
 
 
-def _wide(tensor: torch.Tensor, more: int, first: int = 0) -> torch.Tensor:
+def wide(tensor: torch.Tensor, more: int, first: int = 0) -> torch.Tensor:
     """The same shape as a window of rows that are `more` elements longer."""
     width = tensor.shape[-1]
     return tensor.new_zeros(*tensor.shape[:-1], width + more)[..., first : first + width]
 
 
-def _shifted(tensor: torch.Tensor) -> torch.Tensor:
+def shifted(tensor: torch.Tensor) -> torch.Tensor:
     """The same shape, one element behind an aligned address."""
     return tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape)
 
@@ -95,9 +95,9 @@ REFUSALS = (
     Refusal("q_dims", ValueError, ("q:", "[3, 32, 576]"), lambda c: {"q": c["q"].flatten(1, 2)}),
     Refusal("q_width", ValueError, ("q:", "576", "[3, 2, 16, 512]"), lambda c: {"q": c["q"][..., :512]}),
     Refusal("q_width_beside_rope", ValueError, ("q:", "512", "[3, 2, 16, 576]"), lambda c: {**_split(c), "q": c["q"]}),
-    Refusal("q_last_stride", ValueError, ("q:", "stride 1", "2]"), lambda c: {"q": _strided(c["q"], -1, 2)}),
-    Refusal("q_row_step", ValueError, ("q:", "16 bytes", "580"), lambda c: {"q": _wide(c["q"], 4)}),
-    Refusal("q_first_row", ValueError, ("q:", "16 bytes", "address"), lambda c: {"q": _wide(c["q"], 8, first=4)}),
+    Refusal("q_last_stride", ValueError, ("q:", "stride 1", "2]"), lambda c: {"q": strided(c["q"], -1, 2)}),
+    Refusal("q_row_step", ValueError, ("q:", "16 bytes", "580"), lambda c: {"q": wide(c["q"], 4)}),
+    Refusal("q_first_row", ValueError, ("q:", "16 bytes", "address"), lambda c: {"q": wide(c["q"], 8, first=4)}),
     Refusal(
         "rope_dtype",
         TypeError,
@@ -114,7 +114,7 @@ REFUSALS = (
         "rope_row_step",
         ValueError,
         ("q_rope:", "16 bytes", "68"),
-        lambda c: {**_split(c), "q_rope": _wide(_split(c)["q_rope"], 4)},
+        lambda c: {**_split(c), "q_rope": wide(_split(c)["q_rope"], 4)},
     ),
     Refusal(
         "cache_dtype", TypeError, ("kv_cache:", "bfloat16", "float16"), lambda c: {"kv_cache": c["kv_cache"].half()}
@@ -144,13 +144,13 @@ REFUSALS = (
         lambda c: {"kv_cache": c["kv_cache"].new_zeros(PAGES, 96, 576)},
     ),
     Refusal(
-        "cache_row_step", ValueError, ("kv_cache:", "16 bytes", "580"), lambda c: {"kv_cache": _wide(c["kv_cache"], 4)}
+        "cache_row_step", ValueError, ("kv_cache:", "16 bytes", "580"), lambda c: {"kv_cache": wide(c["kv_cache"], 4)}
     ),
     Refusal(
         "cache_last_stride",
         ValueError,
         ("kv_cache:", "stride 1", "2]"),
-        lambda c: {"kv_cache": _strided(c["kv_cache"], -1, 2)},
+        lambda c: {"kv_cache": strided(c["kv_cache"], -1, 2)},
     ),
     Refusal(
         "table_dtype", TypeError, ("block_table:", "int32", "int64"), lambda c: {"block_table": c["block_table"].long()}
@@ -165,7 +165,7 @@ REFUSALS = (
         "table_stride",
         ValueError,
         ("block_table:", "stride 1", "2]"),
-        lambda c: {"block_table": _strided(c["block_table"], 1, 2)},
+        lambda c: {"block_table": strided(c["block_table"], 1, 2)},
     ),
     Refusal("lens_dtype", TypeError, ("seq_lens:", "int32", "int64"), lambda c: {"seq_lens": c["seq_lens"].long()}),
     Refusal("lens_batch", ValueError, ("seq_lens:", "[3]", "[2]"), lambda c: {"seq_lens": c["seq_lens"][:2]}),
@@ -173,16 +173,16 @@ REFUSALS = (
         "lens_stride",
         ValueError,
         ("seq_lens:", "contiguous", "[2]"),
-        lambda c: {"seq_lens": _strided(c["seq_lens"], 0, 2)},
+        lambda c: {"seq_lens": strided(c["seq_lens"], 0, 2)},
     ),
     Refusal("out_dtype", TypeError, ("out:", "bfloat16", "float32"), lambda c: {"out": c["out"].float()}),
     Refusal(
         "out_shape", ValueError, ("out:", "[3, 2, 16, 512]", "[3, 2, 16, 256]"), lambda c: {"out": c["out"][..., :256]}
     ),
-    Refusal("out_strides", ValueError, ("out:", "contiguous", "520"), lambda c: {"out": _wide(c["out"], 8)}),
+    Refusal("out_strides", ValueError, ("out:", "contiguous", "520"), lambda c: {"out": wide(c["out"], 8)}),
     Refusal("lse_dtype", TypeError, ("lse:", "float32", "float64"), lambda c: {"lse": c["lse"].double()}),
     Refusal("lse_shape", ValueError, ("lse:", "[3, 2, 16]", "[3, 16, 2]"), lambda c: {"lse": c["lse"].view(3, 16, 2)}),
-    Refusal("lse_strides", ValueError, ("lse:", "contiguous", "17"), lambda c: {"lse": _wide(c["lse"], 1)}),
+    Refusal("lse_strides", ValueError, ("lse:", "contiguous", "17"), lambda c: {"lse": wide(c["lse"], 1)}),
     Refusal("scale_zero", ValueError, ("softmax_scale:", "positive", "got 0"), lambda c: {"softmax_scale": 0.0}),
     Refusal("scale_nan", ValueError, ("softmax_scale:", "finite", "nan"), lambda c: {"softmax_scale": float("nan")}),
     Refusal(
@@ -240,19 +240,19 @@ REFUSALS = (
         "fp8_cache_row_step",
         ValueError,
         ("kv_cache:", "16 bytes", "584"),
-        lambda c: {"kv_cache": _wide(_fp8(c)["kv_cache"], 8)},
+        lambda c: {"kv_cache": wide(_fp8(c)["kv_cache"], 8)},
     ),
     Refusal(
         "fp8_query_row_step",
         ValueError,
         ("q:", "16 bytes", "584"),
-        lambda c: _fp8_query(c, q=_wide(_fp8_query(c)["q"], 8)),
+        lambda c: _fp8_query(c, q=wide(_fp8_query(c)["q"], 8)),
     ),
     Refusal(
         "fp8_rope_first_row",
         ValueError,
         ("q_rope:", "16 bytes", "address"),
-        lambda c: _fp8(c, q=_fp8_query(c)["q"][..., :512], q_rope=_wide(_fp8_query(c)["q"][..., 512:], 16, first=8)),
+        lambda c: _fp8(c, q=_fp8_query(c)["q"][..., :512], q_rope=wide(_fp8_query(c)["q"][..., 512:], 16, first=8)),
     ),
     Refusal(
         "kv_scale_of_another_cache",
@@ -376,7 +376,7 @@ REFUSALS = (
         lambda c: {"schedule": (1, 2)},
     ),
     # What kernels write or read 16 bytes at a time, and what TMA can reach.
-    Refusal("out_address", ValueError, ("out:", "16 bytes", "address"), lambda c: {"out": _shifted(c["out"])}),
+    Refusal("out_address", ValueError, ("out:", "16 bytes", "address"), lambda c: {"out": shifted(c["out"])}),
     Refusal(
         "workspace_address",
         ValueError,

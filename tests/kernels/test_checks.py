@@ -4,7 +4,7 @@ import pytest
 import torch
 from refusals import REFUSALS, valid_call
 
-from etap_backend import DecodeSchedule, mla_decode, why_unsupported
+from etap_backend import DecodeSchedule, mla_decode, why_unsupported, why_unsupported_sparse
 from etap_backend._library import library
 from etap_backend.lab.checks.cases import Case, build, decode
 from etap_backend.lab.checks.compare import check, truth
@@ -273,3 +273,29 @@ def test_supported_problems_have_none(problem):
 def test_fp8_caches_are_supported_with_every_query(dtype, cache):
     assert why_unsupported(dtype=dtype, kv_cache_dtype=cache) is None
     assert why_unsupported(dtype=dtype, kv_cache_dtype=cache, page_size=16).startswith("page_size 16")
+
+
+@pytest.mark.parametrize(
+    "problem, word",
+    [
+        ({"dtype": torch.float16}, "dtype float16"),
+        ({"dtype": torch.float8_e4m3fn}, "dtype float8_e4m3fn"),
+        ({"head_dim": 512}, "head_dim 512"),
+        ({"v_head_dim": 128}, "v_head_dim 128"),
+        ({"page_size": 0}, "page_size 0"),
+        ({"top_k": 0}, "top_k 0"),
+        ({"num_heads": 0}, "num_heads 0"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype float8_e4m3fn"),
+        ({"kv_cache_dtype": torch.float8_e4m3fn}, "kv_cache_dtype float8_e4m3fn"),
+        ({"kv_cache_dtype": "nvfp4_ds_mla"}, "kv_cache_dtype nvfp4_ds_mla"),
+        ({"compute_capability": (10, 0)}, "compute capability 10.0"),
+    ],
+)
+def test_unsupported_sparse_problems_have_a_reason(problem, word):
+    assert why_unsupported_sparse(**{"dtype": torch.bfloat16, **problem}).startswith(f"{word} is not supported")
+
+
+@pytest.mark.parametrize("cache", [None, "auto", "bfloat16", torch.bfloat16, "fp8_ds_mla"])
+def test_supported_sparse_problems_have_none(cache):
+    problem = {"num_heads": 3, "page_size": 1, "top_k": 100, "compute_capability": (9, 0)}
+    assert why_unsupported_sparse(dtype=torch.bfloat16, kv_cache_dtype=cache, **problem) is None

@@ -5,7 +5,9 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
-from etap_backend.reference import mla_decode_reference
+from etap_backend.lab.checks.sparse_cases import COUNTS, HOLES, SparseCase
+from etap_backend.lab.checks.sparse_cases import build as build_sparse
+from etap_backend.reference import mla_decode_reference, named_rows, sparse_mla_decode_reference
 
 
 def contiguous_tokens(problem, request: int) -> torch.Tensor:
@@ -90,3 +92,54 @@ def test_a_length_beyond_the_block_table_is_refused():
     too_long = torch.tensor([64 * problem.block_table.shape[1] + 1])
     with pytest.raises(ValueError, match="seq_lens: wanted at most 256 tokens.*got 257"):
         mla_decode_reference(problem.q, problem.kv_cache, problem.block_table, too_long, SOFTMAX_SCALE)
+
+
+def stored_rows(problem, token: int) -> torch.Tensor:
+    """The cache rows that a token's list names, by the problem's own account, gathered one by one."""
+    case, cache = problem.case, problem.kv_cache
+    if case.fp8:
+        cache = cache.view(torch.uint8)
+    rows = cache.squeeze(2) if cache.dim() == 4 else cache
+    named = [row for row in problem.meant[token].tolist() if row >= 0]
+    return torch.stack([rows[row // case.page_size, row % case.page_size] for row in named] or [rows[0, 0, :0]])
+
+
+def keys_of(rows: torch.Tensor) -> torch.Tensor:
+    """Float64 [n, 576] of stored rows, a group of 128 columns after the other."""
+    if rows.dtype == torch.bfloat16:
+        return rows.double()
+    groups = [
+        rows[:, 128 * g : 128 * g + 128].view(torch.float8_e4m3fn).double()
+        * rows[:, 512 + 4 * g : 516 + 4 * g].view(torch.float32).double()
+        for g in range(4)
+    ]
+    return torch.cat([*groups, rows[:, 528:].view(torch.bfloat16).double()], dim=1)
+
+
+@pytest.mark.parametrize("cache", ["bf16", "fp8", "fp8 as e4m3"])
+@pytest.mark.parametrize("requests", [0, 3])
+@pytest.mark.parametrize("holes", HOLES)
+@pytest.mark.parametrize("counts", COUNTS)
+def test_the_sparse_one_agrees_with_torch(counts, holes, requests, cache):
+    case = SparseCase(6, 4, 70, cache, holes=holes, counts=counts, sinks="infinite", requests=requests, page_size=16)
+    problem = build_sparse(case, "cpu")
+    lists = problem.lists()
+    out, lse = sparse_mla_decode_reference(
+        problem.q, problem.kv_cache, softmax_scale=SOFTMAX_SCALE, sinks=problem.sinks, **lists
+    )
+    assert out.dtype == lse.dtype == torch.float64
+    found = dict(named_rows(problem.kv_cache, **lists))
+    for token in range(case.tokens):
+        rows = stored_rows(problem, token)
+        if not rows.numel():
+            assert token not in found and out[token].eq(0).all() and lse[token].eq(-torch.inf).all()
+            continue
+        assert torch.equal(found[token].view(torch.uint8), rows.view(torch.uint8))
+        keys = keys_of(rows)
+        k, v = keys.expand(1, 4, -1, -1), keys[:, :512].expand(1, 4, -1, -1)
+        q = problem.q[token].double()
+        plain = scaled_dot_product_attention(q[None, :, None], k, v, scale=SOFTMAX_SCALE)[0, :, 0]
+        sums = (q @ keys.T * SOFTMAX_SCALE).exp().sum(1)
+        share = sums / (sums + problem.sinks.double().exp())
+        torch.testing.assert_close(lse[token], sums.log(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out[token], plain * share[:, None], rtol=1e-9, atol=1e-12)

@@ -6,8 +6,9 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from etap_backend.lab.checks import cases, random_cases
+from etap_backend.lab.checks import cases, random_cases, random_sparse_cases, sparse_cases
 from etap_backend.lab.checks.cases import Case, build
+from etap_backend.lab.checks.sparse_cases import SparseCase
 
 
 def invoke(output, *arguments):
@@ -70,7 +71,7 @@ def test_other_bits_in_the_second_run_are_found(tmp_path, decode_with):
     decode_with(one_bit)
     result, document = invoke(tmp_path / "cases.json", "--count", "3")
     assert result.exit_code == 1 and document["wrong"] == 3
-    assert document["failures"][0]["problems"] == ["lse: the second run gave other bits than the first"]
+    assert document["failures"][0]["problems"] == ["lse: run 2 gave other bits than run 1"]
 
 
 def test_a_run_that_its_time_limit_ends_is_no_pass(tmp_path):
@@ -110,6 +111,43 @@ def test_the_cases_of_a_gpu_cover_what_they_promise():
         counts = [sum(getattr(case, what) == value for case in found) for value in {getattr(c, what) for c in found}]
         assert len(counts) > 1 and min(counts) > 100, what
     assert random_cases.random_case(1, 5, "cuda") == found[5] != random_cases.random_case(2, 5, "cuda")
+
+
+def test_the_sparse_executor_is_right_in_all_of_them(tmp_path):
+    result, document = invoke(tmp_path / "cases.json", "--sparse", "--count", "40", "--seed", "3")
+    assert result.exit_code == 0, result.output
+    assert (document["cases"], document["wrong"], document["complete"]) == (40, 0, True)
+    assert "sparse" in document["what"] and "bfloat16 rows" in document["kinds"]
+    assert all(0 <= each["of_limit"] <= 1 for kind in document["kinds"].values() for each in kind["worst"].values())
+
+
+def test_a_wrong_sparse_result_is_found_and_its_case_can_be_built_again(tmp_path, monkeypatch):
+    right = sparse_cases.decode
+
+    def wrong(problem, **options):
+        out, lse = right(problem, **options)
+        return out.mul_(1.02), lse
+
+    monkeypatch.setattr(sparse_cases, "decode", wrong)
+    result, document = invoke(tmp_path / "cases.json", "--sparse", "--count", "12", "--seed", "5")
+    assert result.exit_code == 1 and document["wrong"] >= 6 and document["complete"]
+    failure = document["failures"][0]
+    again = eval(failure["case"], {"SparseCase": SparseCase})
+    assert again == random_sparse_cases.random_case(5, failure["index"], "cpu")
+    assert any("RMSE" in problem for problem in failure["problems"])
+
+
+def test_the_sparse_cases_of_a_gpu_cover_what_they_promise():
+    found = [random_sparse_cases.random_case(1, index, "cuda") for index in range(3000)]
+    assert {case.heads for case in found} == set(range(1, 129))
+    assert min(case.tokens for case in found) == 0 and max(case.tokens for case in found) > 3500
+    assert min(case.top_k for case in found) == 1 and max(case.top_k for case in found) > 8000
+    assert sum(case.top_k == 2048 for case in found) > 100
+    every = ["cache", "law", "scales", "holes", "counts", "sinks", "repeats", "q_layout", "cache_layout"]
+    for what in every:
+        counts = [sum(getattr(case, what) == value for case in found) for value in {getattr(c, what) for c in found}]
+        assert len(counts) > 1 and min(counts) > 100, what
+    assert sum(case.requests > 0 for case in found) > 1000
 
 
 @pytest.mark.parametrize("kv_dtype", ["same", "fp8"])

@@ -86,7 +86,7 @@ def imports() -> tuple[Import, ...]:
 
 def test_the_graph_is_that_of_this_package():
     known = {(i.importer, i.imported) for i in imports()}
-    assert ("etap_backend.ops", "etap_backend._library") in known
+    assert ("etap_backend.ops", "etap_backend._operator") in known
     assert ("etap_backend.doctor", "etap_backend.support") in known
     assert any(i.importer.startswith(LAB) and not i.imported.startswith(LAB) for i in imports())
 

@@ -21,6 +21,8 @@ WEAK_HOOKS = {"__gmon_start__", "_ITM_deregisterTMCloneTable", "_ITM_registerTMC
 BOUND = {
     *("abi_version", "constants", "decode_shape"),
     *("build_fixed_schedule", "build_schedule", "check_decode", "decode", "decode_launches"),
+    *("check_sparse_decode", "sparse_decode", "sparse_decode_launches"),
+    *("sparse_decode_shape", "sparse_partition_tiles"),
 }
 
 

@@ -97,19 +97,19 @@ def build(case: Case, device: str) -> Problem:
         case.seed,
         device,
     )
-    q = _draw((len(case.lengths), case.s_q, case.heads, HEAD_DIM), case.law, case.seed, "q", device)
+    q = draw((len(case.lengths), case.s_q, case.heads, HEAD_DIM), case.law, case.seed, "q", device)
     if case.law in ALIGNED_LAWS:
         q = 0.5 * q + _shared_direction(len(case.lengths), case.seed, device)[:, None, None]
     q = _rounded(q * 2.0**case.q_power / (case.q_scale or 1.0), case.torch_dtype)
     scales = [None if s is None else torch.tensor(s, device=device) for s in (case.q_scale, case.kv_scale)]
-    return Problem(case, q, *_lay_out_queries(q, case.q_layout), kv_cache, block_table, seq_lens, *scales)
+    return Problem(case, q, *lay_out_queries(q, case.q_layout), kv_cache, block_table, seq_lens, *scales)
 
 
 def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return x.clamp(-FP8_MAX, FP8_MAX).to(dtype) if dtype == FP8 else x.to(dtype)
 
 
-def _poison(tensor: torch.Tensor) -> torch.Tensor:
+def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill with NaN and both infinities by turns; in FP8, which has none, with both its NaN, 0x7f and 0xff."""
     if tensor.dtype == FP8:
         tensor.view(torch.uint8).fill_(0x7F)[..., 1::2] = 0xFF
@@ -142,8 +142,8 @@ def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, ali
         first += pages
 
     rows_apart = page_size + (8 if layout == "gapped" else 0)
-    cache = _poison(torch.empty(pool, rows_apart, HEAD_DIM, dtype=dtype, device=device))[:, :page_size]
-    tokens = _draw((sum(lengths), HEAD_DIM), law, seed, "kv", device)
+    cache = poison(torch.empty(pool, rows_apart, HEAD_DIM, dtype=dtype, device=device))[:, :page_size]
+    tokens = draw((sum(lengths), HEAD_DIM), law, seed, "kv", device)
     if law in ALIGNED_LAWS:
         _align(tokens, lengths, law, _shared_direction(batch, seed, device), host)
     if sum(lengths):
@@ -152,7 +152,7 @@ def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, ali
         cache.view(torch.uint8)[place] = _rounded(tokens * factor, dtype).view(torch.uint8)
     if aliased:
         for page in _alias(table, lengths, page_size, host):
-            _poison(cache[page])
+            poison(cache[page])
     if layout == "headed":
         cache = cache.unsqueeze(2)
     return cache, table.to(device)[:, :width], torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -188,7 +188,7 @@ def _generator(seed: int, stream: str, device: str) -> torch.Generator:
     return torch.Generator(device).manual_seed(1000 * seed + ("q", "kv", "direction").index(stream))
 
 
-def _draw(shape, law: str, seed: int, stream: str, device: str) -> torch.Tensor:
+def draw(shape, law: str, seed: int, stream: str, device: str) -> torch.Tensor:
     generator = _generator(seed, stream, device)
     x = torch.randn(shape, generator=generator, device=device)
     if law == "clamped":
@@ -204,18 +204,18 @@ def _shared_direction(batch: int, seed: int, device: str) -> torch.Tensor:
     return torch.randn(batch, HEAD_DIM, generator=_generator(seed, "direction", device), device=device)
 
 
-def _lay_out_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+def lay_out_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     batch, s_q, heads, _ = q.shape
     if layout == "packed":
         return q, None
     if layout == "strided":
-        wide = _poison(q.new_empty(batch, s_q, heads + 3, HEAD_DIM + 64))
+        wide = poison(q.new_empty(batch, s_q, heads + 3, HEAD_DIM + 64))
         window = wide[:, :, 1 : heads + 1, 32 : 32 + HEAD_DIM]
         window.copy_(q)
         return window, None
     latent = q.new_empty(heads, batch, s_q, LATENT).permute(1, 2, 0, 3)
     latent.copy_(q[..., :LATENT])
-    wide = _poison(q.new_empty(batch, s_q, heads, 128 + ROPE))
+    wide = poison(q.new_empty(batch, s_q, heads, 128 + ROPE))
     rope = wide[..., 128:]
     rope.copy_(q[..., LATENT:])
     return latent, rope
@@ -241,8 +241,48 @@ class Guarded:
         assert bool((after == 7).all()), f"{name}: bytes behind it were written"
 
 
-class Runner:
-    """Schedule, workspace and outputs of one problem, all guarded and poisoned before every run."""
+class GuardedCall:
+    """A call whose workspace and outputs are guarded, and poisoned before every run."""
+
+    workspace: Guarded
+    out: Guarded
+    lse: Guarded
+
+    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Make the call once, on these buffers."""
+        raise NotImplementedError
+
+    def poison(self, value: float = torch.nan) -> None:
+        for guarded in (self.workspace, self.out, self.lse):
+            guarded.poison(value)
+
+    def run(self, poison: float = torch.nan) -> tuple[torch.Tensor, torch.Tensor]:
+        self.poison(poison)
+        out, lse = self.call()
+        assert out.data_ptr() == self.out.tensor.data_ptr() and lse.data_ptr() == self.lse.tensor.data_ptr()
+        return out, lse
+
+    def check_guards(self) -> None:
+        self.out.check("out")
+        self.lse.check("lse")
+        self.workspace.check("workspace")
+
+    def differences(self, first: list[torch.Tensor], poisons: tuple[float, ...]) -> list[str]:
+        """What is wrong with further runs, one on buffers of each poison: other bits than the first, broken guards."""
+        found = []
+        for run, poison in enumerate(poisons, start=2):
+            for name, result, before in zip(("out", "lse"), self.run(poison), first, strict=True):
+                if not torch.equal(result.view(torch.uint8), before.view(torch.uint8)):
+                    found.append(f"{name}: run {run} gave other bits than run 1")
+        try:
+            self.check_guards()
+        except AssertionError as error:
+            found.append(str(error))
+        return found
+
+
+class Runner(GuardedCall):
+    """Schedule, workspace and outputs of one problem."""
 
     def __init__(self, problem: Problem):
         self.problem = problem
@@ -259,17 +299,8 @@ class Runner:
     def build(self) -> BuiltSchedule:
         return self.schedule.build(self.problem.seq_lens, self.problem.case.s_q)
 
-    def run(self, poison: float = torch.nan) -> tuple[torch.Tensor, torch.Tensor]:
-        for guarded in (self.workspace, self.out, self.lse):
-            guarded.poison(poison)
-        out, lse = decode(self.problem, self.build(), out=self.out.tensor, lse=self.lse.tensor)
-        assert out.data_ptr() == self.out.tensor.data_ptr() and lse.data_ptr() == self.lse.tensor.data_ptr()
-        return out, lse
-
-    def check_guards(self):
-        self.out.check("out")
-        self.lse.check("lse")
-        self.workspace.check("workspace")
+    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
+        return decode(self.problem, self.build(), out=self.out.tensor, lse=self.lse.tensor)
 
 
 def decode(problem: Problem, schedule: BuiltSchedule, **outputs) -> tuple[torch.Tensor, torch.Tensor]:

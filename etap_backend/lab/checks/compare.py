@@ -17,6 +17,7 @@ limit may have twice the executor's cosine difference.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -115,7 +116,7 @@ def rounding_of(problem: Problem, out: torch.Tensor) -> Rounding:
         off = torch.where(small, torch.minimum(weight, least * largest), 0)
         lost[request, t] = kv_factor * _all_one_way(off, values, result)
         rounded = torch.where(small, 0, weight * kind.eps / 2)
-        at_random = SIGMAS / math.sqrt(3) * _size_of_sum(rounded, values, result)
+        at_random = SIGMAS / math.sqrt(3) * size_of_sum(rounded, values, result)
         noise[request, t] = kv_factor * torch.minimum(at_random, _all_one_way(rounded, values, result))
     # The output is rounded to float32 before it is rounded to its type.
     before = lost + noise + out.abs() * torch.finfo(torch.float32).eps
@@ -127,7 +128,7 @@ def _all_one_way(off: torch.Tensor, values: torch.Tensor, result: torch.Tensor) 
     return off @ values.abs() + off.sum(-1, keepdim=True) * result.abs()
 
 
-def _size_of_sum(off: torch.Tensor, values: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
+def size_of_sum(off: torch.Tensor, values: torch.Tensor, result: torch.Tensor) -> torch.Tensor:
     """The root of the sum of (off * (V - result))^2 over the tokens, [heads, 512]."""
     square = off.square()
     spread = square @ values.square() - 2 * result * (square @ values) + square.sum(-1, keepdim=True) * result.square()
@@ -179,6 +180,8 @@ class Measure:
 
     def worst(self) -> tuple[float, float]:
         """The largest share of its limit that a request has, and that request's value; 0 and 0 where all are 0."""
+        if not len(self.got):
+            return 0.0, 0.0
         share = torch.where(self.limit > 0, self.got / self.limit, 0).nan_to_num(torch.inf)
         request = int(share.argmax())
         return share[request].item(), self.got[request].item()
@@ -197,19 +200,19 @@ def measures(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted: Tru
         cosine_limit = torch.maximum(cosine_limit, FACTOR * of_executor)
     found = [Measure("cosine difference", cosine, cosine_limit), Measure("log-sum-exp error", lse_error, lse_limit)]
     if not problem.case.fp8_math:
-        found.append(_largest_error(error.flatten(1).abs(), wanted.max_error.flatten(1)))
+        found.append(largest_error(error.flatten(1).abs(), wanted.max_error.flatten(1), "largest error"))
         found.append(Measure("relative RMSE", relative_rmse(error, wanted.out), wanted.rmse))
     return found
 
 
-def _largest_error(error: torch.Tensor, limit: torch.Tensor) -> Measure:
+def largest_error(error: torch.Tensor, limit: torch.Tensor, name: str) -> Measure:
     """Of each request the element [batch, elements] that comes nearest to its limit, or is furthest beyond."""
     if error.shape[1] == 0:
-        return Measure("largest error", *error.new_zeros(2, len(error)))
+        return Measure(name, *error.new_zeros(2, len(error)))
     share = torch.where(error > 0, error / limit, 0).nan_to_num(torch.inf, torch.inf)
     share = torch.where(error.isnan(), torch.inf, share)
     at = share.argmax(1, keepdim=True)
-    return Measure("largest error", error.gather(1, at).squeeze(1), limit.gather(1, at).squeeze(1))
+    return Measure(name, error.gather(1, at).squeeze(1), limit.gather(1, at).squeeze(1))
 
 
 def executed(problem: Problem) -> torch.Tensor:
@@ -233,25 +236,37 @@ def _limits(problem: Problem, wanted: Truth) -> tuple[float, float]:
 
 def problems_with(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted: Truth) -> list[str]:
     """What is wrong with a result, one line a request and measure; empty when all is well."""
+    found = elsewhere(out, lse, wanted.out, wanted.lse)
+    lengths = problem.case.lengths
+    return failures(
+        [*found, *measures(out, lse, problem, wanted)],
+        lambda request: f"request {request} of {lengths[request]} tokens",
+    )
+
+
+def elsewhere(
+    out: torch.Tensor, lse: torch.Tensor, wanted_out: torch.Tensor, wanted_lse: torch.Tensor
+) -> list[Measure]:
+    """Of outputs and log-sum-exps the infinities and NaN that are not those of the reference: none may be."""
     found = []
-    for name, got, want in (("out", out, wanted.out), ("lse", lse, wanted.lse)):
+    for name, got, want in (("out", out, wanted_out), ("lse", lse, wanted_lse)):
         special = ~torch.isfinite(want)
         wrong = (torch.isfinite(got) == special) | (special & (got != want))
-        found += _lines(wrong.flatten(1).any(1), f"{name}: inf/NaN elsewhere than in the reference", problem)
-    for measure in measures(out, lse, problem, wanted):
-        wrong = ~(measure.got <= measure.limit)
-        found += _lines(wrong, measure.name, problem, measure.got, measure.limit)
+        count = wrong.flatten(1).sum(1).double()
+        found.append(Measure(f"{name}: inf/NaN elsewhere than in the reference", count, torch.zeros_like(count)))
     return found
 
 
-def _lines(wrong, what, problem, got=None, limit=None, most=4) -> list[str]:
-    requests = wrong.nonzero().flatten().tolist()
+def failures(found: list[Measure], name_of: Callable[[int], str], most: int = 4) -> list[str]:
+    """A line for each measure and request that is beyond its limit; the first few of them, then their number."""
     lines = []
-    for request in requests[:most]:
-        values = "" if got is None else f" {got[request]:.3e}, at most {limit[request]:.3e}"
-        lines.append(f"{what}{values} in request {request} of {problem.case.lengths[request]} tokens")
-    if len(requests) > most:
-        lines.append(f"{what}: {len(requests) - most} more requests")
+    for measure in found:
+        requests = (~(measure.got <= measure.limit)).nonzero().flatten().tolist()
+        for request in requests[:most]:
+            values = f"{measure.got[request]:.3e}, at most {measure.limit[request]:.3e}"
+            lines.append(f"{measure.name} {values} in {name_of(request)}")
+        if len(requests) > most:
+            lines.append(f"{measure.name}: {len(requests) - most} more")
     return lines
 
 

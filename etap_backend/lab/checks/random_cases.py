@@ -1,6 +1,6 @@
 """Random cases of the public call against float64, each twice with the same bits; none may be wrong.
 
-    python -m etap_backend.lab.checks.random_cases --count 3000 --seed 1 --output results/random.json
+    python -m etap_backend.lab.checks.random_cases --count 3000 --seed 1 --output results/random.json [--sparse]
 
 Lengths from 0 to 70,000 tokens, 1 to 128 heads, 1 to 4 query tokens, caches in bfloat16, float16 and FP8, FP8 math,
 pages apart and aliased, q_rope apart, other numbers of CTAs. All that a call must not read is NaN or infinite, or a
@@ -19,8 +19,9 @@ import signal
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, wait
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -28,6 +29,7 @@ from rich.console import Console
 from rich.table import Table
 
 from etap_backend import _library
+from etap_backend.lab.checks import random_sparse_cases
 from etap_backend.lab.checks.cases import LAWS, Case, Runner, build
 from etap_backend.lab.checks.compare import Measure, measures, problems_with, rounds_queries, truth
 from etap_backend.lab.provenance import provenance
@@ -127,8 +129,8 @@ class Worst:
             about["worst"][name] = max(each, about["worst"].get(name, each), key=lambda one: one["of_limit"])
 
 
-def run_case(case: Case, device: str, worst: Worst) -> list[str]:
-    """What is wrong with the call on this case."""
+def run_case(case: Case, device: str) -> tuple[list[str], list[Measure]]:
+    """What is wrong with the call on this case, and how far its results are from the truth."""
     problem = build(case, device)
     wanted = truth(problem)
     runner = Runner(problem)
@@ -137,28 +139,51 @@ def run_case(case: Case, device: str, worst: Worst) -> list[str]:
     if found and rounds_queries(problem):
         wanted = truth(problem, of_rounded_queries=True)
         found = problems_with(*first, problem, wanted)
-    worst.add(kind_of(case), measures(*first, problem, wanted))
-    for name, result, before in zip(("out", "lse"), runner.run(poison=torch.inf), first, strict=True):
-        if not torch.equal(result.view(torch.uint8), before.view(torch.uint8)):
-            found.append(f"{name}: the second run gave other bits than the first")
-    try:
-        runner.check_guards()
-    except AssertionError as error:
-        found.append(str(error))
-    return found
+    return found + runner.differences(first, (torch.inf,)), measures(*first, problem, wanted)
 
 
-def run_cases(seed: int, indices: range, device: str, check: Callable[[], None]) -> dict:
-    """What came of these cases; `check` raises Stopped when no further one is to be begun."""
+@dataclass(frozen=True)
+class Subject:
+    """A call: how its cases are drawn, run and named."""
+
+    what: str
+    random_case: Callable[[int, int, str], Any]
+    run_case: Callable[[Any, str], tuple[list[str], list[Measure]]]
+    kind_of: Callable[[Any], str]
+    longest: Callable[[Any], int]
+
+
+SUBJECTS = {
+    "dense": Subject(
+        "random cases of the public call against float64, each twice",
+        random_case,
+        run_case,
+        kind_of,
+        lambda case: max(case.lengths),
+    ),
+    "sparse": Subject(
+        "random cases of the sparse call against float64, each three times, and in replayed CUDA graphs",
+        random_sparse_cases.random_case,
+        random_sparse_cases.run_case,
+        random_sparse_cases.kind_of,
+        lambda case: case.top_k,
+    ),
+}
+
+
+def run_cases(name: str, seed: int, indices: range, device: str, check: Callable[[], None]) -> dict:
+    """What came of these cases of a subject; `check` raises Stopped when no further one is to be begun."""
+    subject = SUBJECTS[name]
     worst = Worst()
     found = {"cases": 0, "wrong": 0, "longest": 0, "stopped": None, "failures": [], "kinds": worst.kinds}
     try:
         for index in indices:
             check()
-            case = random_case(seed, index, device)
-            problems = run_case(case, device, worst)
+            case = subject.random_case(seed, index, device)
+            problems, measured = subject.run_case(case, device)
+            worst.add(subject.kind_of(case), measured)
             found["cases"] += 1
-            found["longest"] = max(found["longest"], *case.lengths)
+            found["longest"] = max(found["longest"], subject.longest(case))
             if problems:
                 found["wrong"] += 1
                 console.print(f"WRONG {index}: {case!r}", *problems, sep="\n  ", style="red", markup=False)
@@ -169,7 +194,7 @@ def run_cases(seed: int, indices: range, device: str, check: Callable[[], None])
     return found
 
 
-def run_cases_in_process(seed: int, indices: range, device: str, stop) -> dict:
+def run_cases_in_process(name: str, seed: int, indices: range, device: str, stop) -> dict:
     """`run_cases` in a process of its own, which `stop`, an event, ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent's to answer
         signal.signal(number, signal.SIG_IGN)
@@ -178,17 +203,17 @@ def run_cases_in_process(seed: int, indices: range, device: str, stop) -> dict:
         if stop.is_set():
             raise Stopped("by its parent")
 
-    return run_cases(seed, indices, device, check)
+    return run_cases(name, seed, indices, device, check)
 
 
-def run(count: int, seed: int, device: str, time_limit: float | None, jobs: int) -> dict:
+def run(name: str, count: int, seed: int, device: str, time_limit: float | None, jobs: int) -> dict:
     """All cases, in this process or in several, each with its share of them; what came of them together."""
     begin = time.monotonic()
     with stopping(time_limit) as check:
         if jobs == 1:
-            shares = [run_cases(seed, range(count), device, check)]
+            shares = [run_cases(name, seed, range(count), device, check)]
         else:
-            shares = _run_in_processes(count, seed, device, check, jobs)
+            shares = _run_in_processes(name, count, seed, device, check, jobs)
     worst = Worst()
     for share in shares:
         worst.join(share["kinds"])
@@ -203,11 +228,13 @@ def run(count: int, seed: int, device: str, time_limit: float | None, jobs: int)
     }
 
 
-def _run_in_processes(count: int, seed: int, device: str, check: Callable[[], None], jobs: int) -> list[dict]:
+def _run_in_processes(name: str, count: int, seed: int, device: str, check: Callable, jobs: int) -> list[dict]:
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(jobs, mp_context=context) as pool:
         stop, reason = manager.Event(), None
-        asked = [pool.submit(run_cases_in_process, seed, range(job, count, jobs), device, stop) for job in range(jobs)]
+        asked = [
+            pool.submit(run_cases_in_process, name, seed, range(job, count, jobs), device, stop) for job in range(jobs)
+        ]
         try:
             while wait(asked, timeout=0.5).not_done:
                 check()
@@ -229,6 +256,7 @@ def main(
     count: Annotated[int, typer.Option(min=1, help="Cases.")] = 3000,
     seed: Annotated[int, typer.Option(min=0, max=10**12, help="Of the cases and of their tensors.")] = 0,
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("random.json"),
+    sparse: Annotated[bool, typer.Option("--sparse", help="Of the sparse call.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes; most of a short case is their work.")] = 1,
     time_limit: Annotated[
         float | None, typer.Option(min=1, help="Seconds after which the run ends, unfinished.")
@@ -241,13 +269,14 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     about = provenance(PROGRAM, packages=("etap-backend", "torch", "apache-tvm-ffi"), library=_library.library_path())
+    name = "sparse" if sparse else "dense"
     document = {
-        "what": "random cases of the public call against float64, each twice",
+        "what": SUBJECTS[name].what,
         **about.model_dump(mode="json"),
         "device": "the compiled kernels" if device == "cuda" else "the executor on the CPU, small cases",
         **{"seed": seed, "wanted": count},
     }
-    document |= run(count, seed, device, time_limit, jobs)
+    document |= run(name, count, seed, device, time_limit, jobs)
     write(document, output)
     print_kinds(document)
     passed = document["complete"] and not document["wrong"]

@@ -3,7 +3,8 @@
     python -m etap_backend.lab.checks.sanitize [memcheck racecheck synccheck ...]
 
 Small grids, so that each tool ends within about a minute; together they take every row tile, both types, split and
-whole requests, partial tiles and several pieces on one CTA. Only our kernels are instrumented.
+whole requests, partial tiles and several pieces on one CTA, of the dense call and of the sparse one. Only our kernels
+are instrumented.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Annotated
 
 import typer
 
-from etap_backend.lab.checks.cases import Case, Problem, Runner, build
-from etap_backend.lab.checks.compare import check, truth
+from etap_backend.lab.checks import cases, compare, sparse_cases, sparse_compare
+from etap_backend.lab.checks.cases import Case, Problem, Runner
+from etap_backend.lab.checks.sparse_cases import SparseCase, SparseProblem, SparseRunner
 
 CASES = (
     Case((0, 1, 65, 200, 500), heads=16, num_sms=5),
@@ -34,23 +36,38 @@ CASES = (
     Case((3, 260), heads=32, dtype="float8_e4m3fn", num_sms=3, kv_dtype="fp8", fp8_math=True, seed=8),
     Case((129, 320), heads=64, s_q=2, num_sms=3, cache_layout="gapped", kv_dtype="fp8", fp8_math=True, seed=9),
 )
+SPARSE_CASES = (
+    SparseCase(3, 16, 200, holes="anywhere", num_sms=5, seed=20),
+    SparseCase(2, 8, 130, counts="drawn", sinks="infinite", num_sms=1, q_layout="split", seed=21),
+    SparseCase(3, 32, 300, requests=2, holes="wild", num_sms=4, page_size=16, seed=22),
+    SparseCase(2, 100, 130, holes="all", num_sms=6, cache_layout="gapped", seed=23),
+    SparseCase(3, 16, 200, "fp8", holes="anywhere", num_sms=5, seed=24),
+    SparseCase(2, 8, 130, "fp8", counts="drawn", sinks="infinite", num_sms=1, q_layout="split", seed=25),
+    SparseCase(3, 32, 300, "fp8", requests=2, holes="wild", num_sms=4, page_size=16, scales="mixed", seed=26),
+    SparseCase(2, 64, 130, "fp8", holes="all", num_sms=6, cache_layout="rows apart", law="rising", seed=27),
+)
 
 
-def on_host(problem: Problem) -> Problem:
+def on_host(problem: Problem | SparseProblem) -> Problem | SparseProblem:
     tensors = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name != "case"}
-    return Problem(problem.case, **{name: x if x is None else x.cpu() for name, x in tensors.items()})
+    return type(problem)(problem.case, **{name: x if x is None else x.cpu() for name, x in tensors.items()})
+
+
+def run_case(case: Case | SparseCase) -> None:
+    sparse = isinstance(case, SparseCase)
+    problem = (sparse_cases if sparse else cases).build(case, "cuda")
+    runner = (SparseRunner if sparse else Runner)(problem)
+    out, lse = runner.run()
+    # On the CPU: racecheck ends cuBLAS's kernels with an illegal access, also where it instruments nothing.
+    problem, compared = on_host(problem), sparse_compare if sparse else compare
+    compared.check(out.cpu(), lse.cpu(), problem, compared.truth(problem))
+    runner.check_guards()
 
 
 def run_cases() -> None:
-    for case in CASES:
+    for case in (*CASES, *SPARSE_CASES):
         begin = time.monotonic()
-        problem = build(case, "cuda")
-        runner = Runner(problem)
-        out, lse = runner.run()
-        # On the CPU: racecheck ends cuBLAS's kernels with an illegal access, also where it instruments nothing.
-        problem = on_host(problem)
-        check(out.cpu(), lse.cpu(), problem, truth(problem))
-        runner.check_guards()
+        run_case(case)
         print(f"right after {time.monotonic() - begin:.1f} s: {case!r}", flush=True)
 
 

@@ -1,0 +1,90 @@
+"""The way of a public call to the library: past torch's dispatcher for plain tensors, through it for compilers."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from etap_backend._library import library
+
+_LIBRARY = torch.library.Library("etap_backend", "DEF")
+
+
+@functools.cache
+def compiled(name: str) -> Callable:
+    """A function of the compiled library."""
+    return library().get_function(name)
+
+
+def type_name(value: object) -> str:
+    """As a refusal names what came."""
+    return "None" if value is None else type(value).__name__
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """As a refusal names a type of elements."""
+    return str(dtype).removeprefix("torch.")
+
+
+class Operator:
+    """A torch operator with the arguments of a function of the library.
+
+    The operator is what torch.compile and fake tensors see. Plain tensors go to the library directly: on its way
+    through torch's dispatcher a call with so many arguments takes as long as a short decode step.
+    """
+
+    def __init__(self, schema: str, on_cuda: Callable[..., None], on_cpu: Callable[..., None]):
+        """Register it.
+
+        Args:
+            schema: torch's, without the namespace.
+            on_cuda, on_cpu: what runs the arguments there, and refuses by itself what it can look at.
+        """
+        # Defined by hand: torch.library.custom_op costs several microseconds more. The strides of queries and caches
+        # carry meaning: torch.compile must pass them as they are.
+        _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
+        name = schema.partition("(")[0]
+        self._on_cuda, self._on_cpu = on_cuda, on_cpu
+        _LIBRARY.impl(name, lambda *arguments: self._run(True, arguments), "CUDA")
+        _LIBRARY.impl(name, lambda *arguments: self._run(False, arguments), "CPU")
+        torch.library.register_fake(f"etap_backend::{name}", lambda *arguments: None, lib=_LIBRARY)
+        self._operator = getattr(torch.ops.etap_backend, name).default
+
+    def __call__(self, q: Tensor, arguments: tuple) -> None:
+        """Run the arguments where `q`, one of them, is."""
+        if type(q) is not Tensor or is_compiling():
+            if not isinstance(q, Tensor):
+                self._refuse_what_cannot_cross(arguments)
+            self._operator(*arguments)
+        else:
+            self._run(q.is_cuda, arguments)
+
+    def _run(self, on_cuda: bool, arguments: tuple) -> None:
+        try:
+            (self._on_cuda if on_cuda else self._on_cpu)(*arguments)
+        except Exception:
+            # What never reached the library is looked at here, and only then.
+            self._refuse_what_cannot_cross(arguments)
+            raise
+
+    def _refuse_what_cannot_cross(self, arguments: tuple) -> None:
+        """Name the argument that cannot be handed to the library; nothing where all can."""
+        for wanted, value in zip(self._operator._schema.arguments, arguments, strict=True):
+            kind = str(wanted.type)
+            if kind == "Tensor" or kind == "Optional[Tensor]" and value is not None:
+                _refuse_no_tensor(wanted.name, value)
+            elif kind == "float" and not isinstance(value, float | int):
+                raise TypeError(f"{wanted.name}: wanted a number, got {type_name(value)}") from None
+            elif kind == "bool" and not isinstance(value, bool | int):
+                raise TypeError(f"{wanted.name}: wanted a bool, got {type_name(value)}") from None
+
+
+def _refuse_no_tensor(name: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: wanted a tensor, got {type_name(value)}") from None
+    if value.device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name}: wanted a tensor on a CUDA device or the CPU, got one on {value.device}") from None
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: wanted a strided tensor, got one of layout {value.layout}") from None

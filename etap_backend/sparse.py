@@ -1,0 +1,177 @@
+"""The public call of sparse attention, where every query token has a list of the cache rows that it attends to."""
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from etap_backend import sparse_executor
+from etap_backend._library import library
+from etap_backend._operator import Operator, compiled, type_name
+from etap_backend.schedule import count
+from etap_backend.support import LATENT_DIM
+
+CPU_SMS = 132
+"""CTAs that the CPU's executor divides a call for: an H200's, so that it walks the same pieces."""
+
+
+class SparseShape(NamedTuple):
+    """What a number of heads means for the sparse kernels; the compiled library says it.
+
+    Attributes:
+        kernel: name of the kernel.
+        row_tile: heads that a CTA computes: 8, 16, 32 or 64.
+        row_groups: CTAs that share a piece of a token's list, each with other heads of it.
+        piece_floats: what a CTA's partial result of one piece takes of the workspace.
+        group_rows: heads of a row group.
+    """
+
+    kernel: str
+    row_tile: int
+    row_groups: int
+    piece_floats: int
+    group_rows: int
+
+    def partitions(self, num_sms: int) -> int:
+        """Parts that a call's work is divided into, each for one CTA (for as many as there are row groups)."""
+        return max(1, num_sms // self.row_groups)
+
+    def workspace_floats(self, num_sms: int) -> int:
+        """Floats of the partial results: a partition begins in one token's list and ends in another's."""
+        return 2 * self.partitions(num_sms) * self.row_groups * self.piece_floats
+
+
+@functools.cache
+def sparse_decode_shape(heads: int, fp8_cache: bool = False) -> SparseShape:
+    """Ask the library; raises ImportError where there is none, and ValueError for less than one head."""
+    return SparseShape(*library().sparse_decode_shape(heads, fp8_cache))
+
+
+def sparse_workspace_floats(heads: int, fp8_cache: bool, num_sms: int) -> int:
+    """Floats that the workspace of a `sparse_mla_decode` may have to have, whatever its tokens and lists.
+
+    Args:
+        heads: query heads on this GPU.
+        fp8_cache: whether the cache has rows of 656 bytes.
+        num_sms: CTAs that the calls are launched on.
+
+    Raises:
+        ValueError, TypeError: a count is below 1 or no int; ImportError: no library, or one of another version.
+    """
+    return sparse_decode_shape(count("heads", heads), bool(fp8_cache)).workspace_floats(count("num_sms", num_sms))
+
+
+@functools.cache
+def _sms(device: torch.device) -> int:
+    return CPU_SMS if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _as_the_library_takes_it(q, q_rope, kv_cache, *rest) -> tuple:
+    """The operator's arguments with a workspace, and with partitions in place of num_sms."""
+    *named, workspace, out, lse, softmax_scale, num_sms = rest
+    heads = q.shape[1] if q.dim() == 3 else 0
+    shape = sparse_decode_shape(max(1, heads), kv_cache.element_size() == 1)
+    num_sms = _sms(q.device) if num_sms is None else count("num_sms", num_sms)
+    if workspace is None:
+        workspace = q.new_empty(shape.workspace_floats(num_sms), dtype=torch.float32)
+    return (q, q_rope, kv_cache, *named, workspace, out, lse, softmax_scale, shape.partitions(num_sms))
+
+
+def _on_cuda(*arguments) -> None:
+    compiled("sparse_decode")(*_as_the_library_takes_it(*arguments))
+
+
+def _on_cpu(*arguments) -> None:
+    arguments = _as_the_library_takes_it(*arguments)
+    compiled("check_sparse_decode")(*arguments)
+    sparse_executor.decode(*arguments)
+
+
+# The workspace and the partitions are found behind the operator: torch.compile cannot look into the library.
+_decode = Operator(
+    "sparse_mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor indices, Tensor? block_table, "
+    "Tensor? request_ids, Tensor? valid_counts, Tensor? sinks, Tensor(a!)? workspace, Tensor(b!) out, Tensor(c!) lse, "
+    "float softmax_scale, int? num_sms) -> ()",
+    _on_cuda,
+    _on_cpu,
+)
+
+
+def sparse_mla_decode(
+    q: Tensor,
+    kv_cache: Tensor,
+    indices: Tensor,
+    *,
+    softmax_scale: float,
+    q_rope: Tensor | None = None,
+    block_table: Tensor | None = None,
+    request_ids: Tensor | None = None,
+    valid_counts: Tensor | None = None,
+    sinks: Tensor | None = None,
+    workspace: Tensor | None = None,
+    num_sms: int | None = None,
+    out: Tensor | None = None,
+    lse: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """One layer's sparse MLA attention: every query token attends to the cache rows that its list names.
+
+    Tokens are independent: whether they are requests' next ones, drafts to verify or a prompt's, what each may see is
+    in its list. An entry that names no row is as if it were not there: a negative one, a row past the cache's last, a
+    position past the block table or on a page that is not in the cache, any entry of a token of no known request. Such
+    entries may be anywhere, and nothing is read for them. A row that is named twice counts twice. A token whose list
+    names no row gets output 0 and log-sum-exp -inf. Cache rows that no list names may hold anything.
+
+    The work is divided by shapes alone, so that no schedule is built, and a token's result has the same bits whatever
+    the other tokens of a call of the same shape hold. On CUDA tensors the compiled kernels run on the current stream,
+    with no allocation when `out`, `lse` and `workspace` are given and no copy to the host; on CPU tensors
+    `etap_backend.sparse_executor` runs.
+
+    A row of an FP8 cache has 656 bytes: 512 elements in e4m3, 4 float32 scales, each of 128 of them, and 64 rope
+    elements in bfloat16. An element stands for itself times its scale, which may be any number.
+
+    Args:
+        q: bfloat16 [tokens, heads, 576], or its latent part [tokens, heads, 512] when q_rope is given. Any strides with
+            a contiguous last dimension and every row at a multiple of 16 bytes.
+        kv_cache: bfloat16 [pages, page_size, 576], or uint8 or float8_e4m3fn [pages, page_size, 656]; in either case
+            [pages, page_size, 1, ...], too. Any page_size, at least one page. Rows are contiguous and at multiples of
+            16 bytes; rows and pages may lie further apart than their size.
+        indices: int32 [tokens, top_k], top_k at least 1. Row of the cache, page * page_size + place in the page; with
+            block_table, position in the token's request. Lists may lie apart.
+        softmax_scale: factor of the scores before softmax.
+        q_rope: bfloat16 [tokens, heads, 64], strides as free as q's.
+        block_table: int32 [requests, max_pages]; the page that holds each page_size tokens of a request. Rows may lie
+            apart.
+        request_ids: int32 [tokens], row of block_table for each token; given where block_table is.
+        valid_counts: int32 [tokens]; only so many entries of each list count, from its beginning. All when None.
+        sinks: float32 [heads], natural logarithm: the output is multiplied by 1 / (1 + exp(sink - lse)), lse stays as
+            it is. +inf makes the output 0, -inf and None leave it alone.
+        workspace: float32 [>= sparse_workspace_floats(heads, fp8_cache, num_sms)], contiguous, aligned to 16 bytes;
+            allocated when None. Calls that follow each other on one stream may share it.
+        num_sms: CTAs to launch; all of the GPU's multiprocessors when None (132 on the CPU).
+        out: bfloat16 [tokens, heads, 512], contiguous, aligned to 16 bytes; allocated when None.
+        lse: float32 [tokens, heads], natural logarithm, contiguous; allocated when None.
+
+    Returns:
+        out and lse.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described; the text names it, what was wanted and what came.
+        ImportError: the compiled library is missing or of another version.
+    """
+    if out is None or lse is None:
+        out, lse = _outputs(q, out, lse)
+    arguments = (q, q_rope, kv_cache, indices, block_table, request_ids, valid_counts, sinks, workspace, out, lse)
+    _decode(q, (*arguments, softmax_scale, num_sms))
+    return out, lse
+
+
+def _outputs(q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Those of the outputs that were not given."""
+    if not isinstance(q, Tensor):
+        raise TypeError(f"q: wanted a tensor, got {type_name(q)}")
+    if q.dim() != 3:
+        raise ValueError(f"q: wanted shape [tokens, heads, 576 or 512], got {list(q.shape)}")
+    if out is None:
+        out = q.new_empty(*q.shape[:2], LATENT_DIM)
+    return out, q.new_empty(q.shape[:2], dtype=torch.float32) if lse is None else lse

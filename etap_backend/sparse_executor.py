@@ -1,0 +1,164 @@
+"""The sparse kernels' algorithm in plain torch, for the CPU: the same partitions and pieces, the same rounding of P."""
+
+import functools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etap_backend._library import library
+from etap_backend.executor import PARTIAL_FLOATS, REFERENCES, Product, attend, combine, rounded_product
+from etap_backend.support import FP8, HEAD_DIM, LATENT_DIM, SCALE_DIM, SCALES, TILE_TOKENS
+
+KEPT = REFERENCES[False, torch.bfloat16]
+
+
+@dataclass(frozen=True)
+class Lists:
+    """What the tokens of a call attend to."""
+
+    kv_cache: Tensor  # [pages, page_size, 576 elements or 656 bytes]
+    indices: Tensor  # [tokens, top_k]
+    block_table: Tensor | None
+    request_ids: Tensor | None
+    counts: list[int]  # entries of each token that count
+
+    def rows(self, token: int, tile: int) -> tuple[Tensor, Tensor]:
+        """Of a tile's entries the cache rows, [64 or less, width] with zeros where none is named, and which are."""
+        first = tile * TILE_TOKENS
+        entries = self.indices[token, first : first + TILE_TOKENS].long()
+        counted = torch.arange(first, first + len(entries)) < self.counts[token]
+        pages, page_size, width = self.kv_cache.shape
+        page, offset = entries.clamp(min=0) // page_size, entries.clamp(min=0) % page_size
+        if self.block_table is not None:
+            page = self._translated(token, page)
+        valid = counted & (entries >= 0) & (page >= 0) & (page < pages)
+        rows = torch.zeros(len(entries), width, dtype=self.kv_cache.dtype)
+        rows[valid] = self.kv_cache[page[valid], offset[valid]]
+        return rows, valid
+
+    def _translated(self, token: int, logical: Tensor) -> Tensor:
+        """The cache's page of each of a request's, -1 where the block table does not reach."""
+        requests, max_pages = self.block_table.shape
+        request = int(self.request_ids[token])
+        page = torch.full_like(logical, -1)
+        if 0 <= request < requests:
+            there = logical < max_pages
+            page[there] = self.block_table[request, logical[there]].long()
+        return page
+
+
+def scores_and_product(q: Tensor, rows: Tensor) -> tuple[Tensor, Product]:
+    """K Q^T of some cache rows, [tokens, heads], and the product that takes their P; q is float32 [heads, 576].
+
+    FP8 elements are multiplied as they are: their scales multiply the scores of 128 columns at a time, and in the
+    product with V they multiply P before it is rounded. So the output is divided by the sum of P as it was.
+    """
+    if rows.dtype != torch.uint8:
+        keys = rows.float()
+        return keys @ q.T, functools.partial(rounded_product, keys[:, :LATENT_DIM], rows.dtype)
+    values = rows[:, :LATENT_DIM].view(FP8).float()
+    scales = rows[:, LATENT_DIM : LATENT_DIM + 4 * SCALES].view(torch.float32)
+    rope = rows[:, LATENT_DIM + 4 * SCALES :].view(torch.bfloat16).float()
+    groups = [slice(first, first + SCALE_DIM) for first in range(0, LATENT_DIM, SCALE_DIM)]
+    scores = rope @ q[:, LATENT_DIM:].T
+    for group, scale in zip(groups, scales.T, strict=True):
+        scores += scale[:, None] * (values[:, group] @ q[:, group].T)
+
+    def product(pt: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [
+            values[:, group].T @ (pt * scale[:, None]).bfloat16().float()
+            for group, scale in zip(groups, scales.T, strict=True)
+        ]
+        return torch.cat(parts), pt.sum(dim=0)
+
+    return scores, product
+
+
+def decode_piece(q: Tensor, lists: Lists, token: int, tiles: range, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of one token, q float32 [heads, 576], over some tiles of its list: out [heads, 512] and lse [heads]."""
+
+    def scores_and_products() -> Iterator[tuple[Tensor, Product]]:
+        for tile in tiles:
+            rows, valid = lists.rows(token, tile)
+            scores, product = scores_and_product(q, rows)
+            st = scores * (softmax_scale / math.log(2))
+            yield st.masked_fill(~valid[:, None], float("-inf")), product
+
+    return attend(q.shape[0], KEPT, scores_and_products())
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Tiles of a token's list that one partition decodes; slot: of its partial result, None where it is the whole."""
+
+    token: int
+    tiles: range
+    slot: int | None
+
+
+def pieces(tokens: int, tiles: int, partition_tiles: int) -> Iterator[Piece]:
+    """The pieces in the order of the partitions, of which each has the next `partition_tiles` of all tokens' tiles."""
+    for first in range(0, tokens * tiles, partition_tiles):
+        last = min(first + partition_tiles, tokens * tiles)
+        while first < last:
+            token, begin = divmod(first, tiles)
+            end = min(tiles, begin + last - first)
+            partition = first // partition_tiles
+            first_partition = token * tiles // partition_tiles
+            whole = first_partition == (token * tiles + tiles - 1) // partition_tiles
+            yield Piece(token, range(begin, end), None if whole else first_partition + partition)
+            first += end - begin
+
+
+def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
+    """Output rows [heads, 512] of log-sum-exp [heads] beside a sink, which takes a share of the weights."""
+    return out if sinks is None else out * torch.sigmoid(lse - sinks).nan_to_num(0.0)[:, None]
+
+
+def decode(
+    q: Tensor,
+    q_rope: Tensor | None,
+    kv_cache: Tensor,
+    indices: Tensor,
+    block_table: Tensor | None,
+    request_ids: Tensor | None,
+    valid_counts: Tensor | None,
+    sinks: Tensor | None,
+    workspace: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    partitions: int,
+) -> None:
+    """Decode on the CPU, with the arguments of the compiled `sparse_decode`, which has checked them; fills out, lse."""
+    tokens, heads = q.shape[:2]
+    if tokens * heads == 0:
+        return
+    packed = (q if q_rope is None else torch.cat([q, q_rope], dim=-1)).reshape(tokens, heads, HEAD_DIM).float()
+    cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
+    cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+    top_k = indices.shape[1]
+    counts = [top_k] * tokens if valid_counts is None else valid_counts.tolist()
+    lists = Lists(cache, indices, block_table, request_ids, counts)
+    partition_tiles = library().sparse_partition_tiles(tokens, top_k, partitions)
+    slot_floats = heads * PARTIAL_FLOATS
+    slots = workspace[: workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
+    partial: dict[int, list[int]] = {}  # slots of each token that is split
+
+    for piece in pieces(tokens, -(-top_k // TILE_TOKENS), partition_tiles):
+        piece_out, piece_lse = decode_piece(packed[piece.token], lists, piece.token, piece.tiles, softmax_scale)
+        if piece.slot is None:
+            out[piece.token] = with_sinks(piece_out, piece_lse, sinks).to(out.dtype)
+            lse[piece.token] = piece_lse
+        else:
+            slot = slots[piece.slot]
+            slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = piece_out, piece_lse
+            partial.setdefault(piece.token, []).append(piece.slot)
+
+    for token, its_slots in partial.items():
+        parts = slots[its_slots]
+        merged_out, lse[token] = combine(parts[..., :LATENT_DIM], parts[..., LATENT_DIM])
+        out[token] = with_sinks(merged_out, lse[token], sinks).to(out.dtype)

@@ -1,0 +1,352 @@
+"""The sparse call against float64: the compiled kernels on a Hopper GPU, the executor on the CPU.
+
+Both take the same tests; the CPU's problems are smaller. Every case runs several times on poisoned outputs and
+workspace, between guard bytes, and must give the same bits each time.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from sparse_refusals import REFUSALS
+
+from etap_backend import sparse_mla_decode, sparse_workspace_floats
+from etap_backend.lab.checks.cases import LAWS, SOFTMAX_SCALE
+from etap_backend.lab.checks.sparse_cases import (
+    CACHE_LAYOUTS,
+    COUNTS,
+    HOLES,
+    Q_LAYOUTS,
+    SCALE_LAWS,
+    SINKS,
+    RecordedCall,
+    SparseCase,
+    SparseRunner,
+    build,
+    decode,
+)
+from etap_backend.lab.checks.sparse_compare import check, truth
+from etap_backend.support import SPARSE_FP8_ROW_BYTES
+
+both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+every_cache = pytest.mark.parametrize("cache", ["bf16", "fp8"])
+EVERYTHING = {"holes": "wild", "counts": "drawn", "sinks": "infinite"}
+RUNS = {"cpu": 2, "cuda": 3}
+
+
+def on_each(names: str, *, cpu, cuda):
+    """Parameters of both devices; of a GPU many more, as a case takes it milliseconds."""
+    on_gpu = [pytest.param("cuda", *values, marks=pytest.mark.gpu) for values in cuda]
+    return pytest.mark.parametrize(f"device, {names}", [("cpu", *values) for values in cpu] + on_gpu)
+
+
+def verify(case: SparseCase, device: str) -> None:
+    problem = build(case, device)
+    runner = SparseRunner(problem)
+    first = [result.clone() for result in runner.run()]
+    check(*first, problem, truth(problem))
+    found = runner.differences(first, (torch.nan,) * (RUNS[device] - 1))
+    assert not found, "\n".join([*found, f"the case: {case!r}"])
+
+
+HEADS = (1, 5, 8, 12, 16, 24, 32, 64, 96, 128)
+TOKENS = (0, 1, 2, 7, 16, 33, 130, 300)
+TOP_KS = (1, 63, 64, 65, 100, 128, 512, 2048)
+
+
+@every_cache
+@on_each(
+    "heads, tokens",
+    cpu=[*product(HEADS, (1, 3)), *product((2,), TOKENS), *product((16, 40), (0, 7, 33))],
+    cuda=product(HEADS, TOKENS),
+)
+def test_heads_and_tokens(device, heads, tokens, cache):
+    verify(SparseCase(tokens, heads, {"cpu": 65, "cuda": 512}[device], cache, seed=1, **EVERYTHING), device)
+
+
+@every_cache
+@on_each(
+    "heads, tokens, top_k",
+    cpu=[*product((16,), (1, 3), TOP_KS), *product((64,), (2,), TOP_KS)],
+    cuda=product((8, 16, 32, 64), (1, 2, 7, 33, 300), TOP_KS),
+)
+def test_lengths_of_lists(device, heads, tokens, top_k, cache):
+    verify(SparseCase(tokens, heads, top_k, cache, seed=2), device)
+
+
+@every_cache
+@pytest.mark.parametrize("requests", [0, 3], ids=["rows", "positions"])
+@pytest.mark.parametrize("counts", COUNTS)
+@pytest.mark.parametrize("holes", HOLES)
+@on_each("heads, tokens", cpu=[(12, 6)], cuda=product((16, 64), (33, 150)))
+def test_what_lists_may_hold(device, heads, tokens, holes, counts, requests, cache):
+    case = SparseCase(tokens, heads, 200, cache, holes=holes, counts=counts, requests=requests, seed=3)
+    verify(case, device)
+    verify(replace(case, repeats=True), device)
+
+
+@every_cache
+@pytest.mark.parametrize("law", LAWS)
+@on_each("heads, tokens", cpu=[(16, 3), (64, 2)], cuda=product((8, 16, 32, 64), (3, 40)))
+def test_input_laws(device, heads, tokens, law, cache):
+    verify(SparseCase(tokens, heads, 520, cache, law=law, seed=4), device)
+
+
+@pytest.mark.parametrize("scales", SCALE_LAWS)
+@pytest.mark.parametrize("law", ["normal", "outliers", "dominating"])
+@on_each("heads, tokens", cpu=[(16, 3)], cuda=product((8, 16, 32, 64), (3, 40)))
+def test_scales_of_rows(device, heads, tokens, law, scales):
+    verify(SparseCase(tokens, heads, 300, "fp8", law=law, scales=scales, sinks="drawn", seed=5), device)
+
+
+@both_devices
+@pytest.mark.parametrize("cache", ["bf16", "fp8", "fp8 as e4m3"])
+@pytest.mark.parametrize("requests", [0, 2], ids=["rows", "positions"])
+@pytest.mark.parametrize("page_size", [1, 16, 64, 100])
+@pytest.mark.parametrize("cache_layout", CACHE_LAYOUTS)
+def test_layouts_of_the_cache(device, cache_layout, page_size, requests, cache):
+    layout = {"cache_layout": cache_layout, "page_size": page_size}
+    verify(SparseCase(4, 8, 130, cache, holes="wild", requests=requests, seed=6, **layout), device)
+
+
+@both_devices
+@every_cache
+@pytest.mark.parametrize("q_layout", Q_LAYOUTS)
+@pytest.mark.parametrize("heads", [1, 12, 16, 64, 100])
+def test_layouts_of_the_queries(device, heads, q_layout, cache):
+    verify(SparseCase(4, heads, 70, cache, q_layout=q_layout, seed=7), device)
+
+
+@both_devices
+@every_cache
+@pytest.mark.parametrize("sinks", SINKS)
+@pytest.mark.parametrize("holes", ["none", "all"])
+@pytest.mark.parametrize("num_sms", [1, 132])
+def test_sinks_of_whole_and_of_split_lists(device, num_sms, holes, sinks, cache):
+    verify(SparseCase(4, 12, 512, cache, sinks=sinks, holes=holes, num_sms=num_sms, seed=8), device)
+
+
+@every_cache
+@pytest.mark.parametrize("num_sms", [132, 78, 7, 2, 1])
+@on_each(
+    "heads, tokens", cpu=[(8, 1), (8, 3), (8, 20), (128, 2)], cuda=product((8, 16, 32, 64, 128), (1, 3, 20, 131, 264))
+)
+def test_numbers_of_multiprocessors(device, heads, tokens, num_sms, cache):
+    verify(SparseCase(tokens, heads, 200, cache, num_sms=num_sms, seed=9, **EVERYTHING), device)
+
+
+@on_each("seed", cpu=[(seed,) for seed in range(30)], cuda=[(seed,) for seed in range(200)])
+def test_random_cases(device, seed):
+    draw = random.Random(seed)
+    case = SparseCase(
+        tokens=draw.choice({"cpu": (1, 2, 3, 7), "cuda": TOKENS}[device]),
+        heads=draw.choice(HEADS),
+        top_k=draw.choice({"cpu": TOP_KS[:-2], "cuda": TOP_KS}[device]),
+        cache=draw.choice(["bf16", "fp8", "fp8 as e4m3"]),
+        page_size=draw.choice([1, 16, 64, 100]),
+        law=draw.choice(LAWS),
+        scales=draw.choice(SCALE_LAWS),
+        holes=draw.choice(HOLES),
+        counts=draw.choice(COUNTS),
+        sinks=draw.choice(SINKS),
+        repeats=draw.random() < 0.2,
+        requests=draw.choice([0, 0, 1, 4]),
+        q_layout=draw.choice(Q_LAYOUTS),
+        cache_layout=draw.choice(CACHE_LAYOUTS),
+        num_sms=draw.choice([None, 132, 78, 5, 1]),
+        seed=100 + seed,
+    )
+    verify(case, device)
+
+
+@both_devices
+@every_cache
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_tokens_bits_do_not_depend_on_its_company(device, cache, heads):
+    """Neither on what the other tokens' lists, counts and queries hold, nor on how often the call was made."""
+    problem = build(SparseCase(9, heads, 200, cache, counts="drawn", sinks="drawn", seed=9), device)
+    out, lse = decode(problem, num_sms=7)
+    for kept in (0, 4, 8):
+        others = torch.arange(9, device=device) != kept
+        changed = replace(problem, call_q=problem.q.clone(), indices=problem.indices.clone())
+        changed.valid_counts = problem.valid_counts.clone()
+        changed.call_q[others] = torch.nan
+        changed.indices[others] = problem.indices[kept]
+        changed.valid_counts[others] = 150
+        some_out, some_lse = decode(changed, num_sms=7)
+        assert torch.equal(some_out[kept], out[kept]) and torch.equal(some_lse[kept], lse[kept])
+        assert not torch.equal(some_out[others], out[others])
+
+
+@both_devices
+@every_cache
+def test_outputs_and_workspace_are_allocated_when_not_given(device, cache):
+    problem = build(SparseCase(5, 12, 300, cache, seed=10), device)
+    wanted = [result.clone() for result in SparseRunner(problem).run()]
+    got = decode(problem)
+    assert [tensor.dtype for tensor in got] == [torch.bfloat16, torch.float32]
+    assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+
+
+@both_devices
+@every_cache
+def test_nothing_to_do(device, cache):
+    for tokens, heads in ((0, 16), (3, 0), (0, 0)):
+        problem = build(SparseCase(tokens, heads, 65, cache), device)
+        out, lse = decode(problem)
+        assert out.shape == (tokens, heads, 512) and lse.shape == (tokens, heads)
+
+
+@both_devices
+@every_cache
+def test_the_call_lives_inside_torch_compile(device, cache):
+    problem = build(SparseCase(5, 16, 130, cache, holes="anywhere", requests=2, seed=11), device)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def layer(scale):
+        out, lse = decode(problem)
+        return out * scale, lse
+
+    wanted = decode(problem)
+    assert all(torch.equal(a, b) for a, b in zip(layer(torch.ones((), device=device)), wanted, strict=True))
+
+
+@both_devices
+def test_a_prompts_tokens(device):
+    """As many rows as an engine hands over with a prompt, each with what it may see: position t sees t + 1 others."""
+    tokens, heads = {"cpu": (70, 2), "cuda": (3000, 16)}[device]
+    case = SparseCase(tokens, heads, 64, requests=1, seed=12)
+    problem = build(case, device)
+    problem.valid_counts = torch.arange(tokens, dtype=torch.int32, device=device) + 1
+    problem.meant[torch.arange(64, device=device) >= problem.valid_counts[:, None]] = -1
+    check(*SparseRunner(problem).run(), problem, truth(problem))
+
+
+@both_devices
+def test_refused_calls_leave_everything_usable(device):
+    for refusal in REFUSALS:
+        with pytest.raises(refusal.error):
+            refusal.call(device)
+    verify(SparseCase(5, 16, 130, seed=13), device)
+
+
+@pytest.mark.gpu
+@every_cache
+def test_cache_rows_beyond_2_to_the_31_bytes_and_elements(cache):
+    case = SparseCase(20, 16, 2048, cache, pool_pages=75_000, seed=14)
+    assert case.pool_pages * case.page_size * (SPARSE_FP8_ROW_BYTES if case.fp8 else 576) > 2**31
+    verify(case, "cuda")
+    verify(replace(case, requests=3), "cuda")
+
+
+@pytest.mark.gpu
+@every_cache
+@pytest.mark.parametrize("requests", [0, 1])
+def test_pages_far_apart(cache, requests):
+    """Rows of few pages, the last of them more than 2^31 bytes and elements behind the first."""
+    verify(SparseCase(20, 16, 1024, cache, requests=requests, pool_pages=40, far_pages=True, seed=15), "cuda")
+
+
+@pytest.mark.gpu
+@every_cache
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_many_runs_of_ctas_with_many_pieces(heads, cache):
+    """What the warpgroups hand each other from piece to piece depends on timing."""
+    runner = SparseRunner(build(SparseCase(300, heads, 100, cache, num_sms=20, seed=16, **EVERYTHING), "cuda"))
+    first = [result.clone() for result in runner.run()]
+    assert runner.differences(first, (torch.nan,) * 60) == []
+
+
+@pytest.mark.gpu
+@every_cache
+@pytest.mark.parametrize("requests", [0, 3], ids=["rows", "positions"])
+@pytest.mark.parametrize("heads", [16, 128])
+def test_one_graph_serves_other_lists(heads, requests, cache):
+    case = SparseCase(16, heads, 512, cache, requests=requests, counts="drawn", sinks="drawn")
+    problems = [build(replace(case, holes=holes, seed=20 + i), "cuda") for i, holes in enumerate(HOLES)]
+    recorded = RecordedCall(problems[0])
+    for problem in [*problems, *problems[::-1]]:
+        results = recorded.replay(problem)
+        check(*results, problem, truth(problem))
+        recorded.runner.check_guards()
+        assert all(torch.equal(got, plain) for got, plain in zip(results, decode(problem), strict=True))
+
+
+@pytest.mark.gpu
+@every_cache
+def test_layers_of_one_graph_share_a_workspace(cache):
+    """The next layer's kernels may start while the last one's finish: what they share must stand that."""
+    layers = [build(SparseCase(6, 16, 512, cache, seed=30 + layer), "cuda") for layer in range(8)]
+    shared = torch.empty(sparse_workspace_floats(16, cache == "fp8", 132), device="cuda")
+    results = [decode(problem, workspace=shared, num_sms=132) for problem in layers]
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = [decode(problem, workspace=shared, num_sms=132) for problem in layers]
+    for _ in range(5):
+        for result in (result for both in results for result in both):
+            result.fill_(torch.nan)
+        graph.replay()
+    for problem, (out, lse) in zip(layers, results, strict=True):
+        check(out, lse, problem, truth(problem))
+
+
+@pytest.mark.gpu
+@every_cache
+def test_the_call_allocates_nothing_and_waits_for_nothing(cache):
+    problem = build(SparseCase(6, 16, 512, cache, requests=2, counts="drawn", sinks="drawn", seed=40), "cuda")
+    runner = SparseRunner(problem)
+    runner.run()
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    torch.cuda._sleep(200_000_000)
+    busy = torch.cuda.Event()
+    busy.record()
+    for _ in range(10):
+        runner.call()
+    assert not busy.query(), "the host waited for the GPU"
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+@pytest.mark.gpu
+@every_cache
+def test_a_call_launches_our_kernels_and_nothing_else(cache):
+    runner = SparseRunner(build(SparseCase(6, 16, 512, cache, sinks="drawn", seed=41), "cuda"))
+    runner.run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        runner.call()
+        torch.cuda.synchronize()
+    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 1 <= len(launched) <= 2 and all("etap" in name for name in launched), launched
+
+
+@pytest.mark.gpu
+@every_cache
+def test_the_current_stream_is_used(cache):
+    """On any other stream the call would run before its inputs are there."""
+    problem = build(SparseCase(6, 16, 512, cache, seed=42), "cuda")
+    static = replace(problem, indices=torch.full_like(problem.indices, -1))
+    runner = SparseRunner(static)
+    runner.run()
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(100_000_000)
+        static.indices.copy_(problem.indices)
+        runner.call()
+    stream.synchronize()
+    check(runner.out.tensor, runner.lse.tensor, problem, truth(problem))
+
+
+@both_devices
+def test_the_softmax_scale_is_that_of_the_call(device):
+    problem = build(SparseCase(3, 16, 100, seed=43), device)
+    out, lse = decode(problem)
+    doubled = replace(problem, call_q=problem.q * 2)
+    same = sparse_mla_decode(doubled.call_q, problem.kv_cache, problem.indices, softmax_scale=SOFTMAX_SCALE / 2)
+    assert torch.equal(same[0], out) and torch.equal(same[1], lse)

@@ -1,0 +1,124 @@
+"""The sparse executor: how lists are cut, what a piece is, and the operator around it; what its cases are made of."""
+
+import pytest
+import torch
+
+from etap_backend import executor, sparse_executor
+from etap_backend._library import library
+from etap_backend.lab.checks.cases import SOFTMAX_SCALE
+from etap_backend.lab.checks.sparse_cases import SparseCase, SparseRunner, build, decode
+from etap_backend.lab.checks.sparse_compare import problems_with, truth
+from etap_backend.sparse import sparse_decode_shape, sparse_workspace_floats
+
+
+@pytest.mark.parametrize("partitions", [1, 2, 7, 66, 132])
+@pytest.mark.parametrize("top_k", [1, 64, 65, 512, 2048, 2176])
+@pytest.mark.parametrize("tokens", [1, 2, 7, 33, 131, 300])
+def test_pieces_are_all_tiles_once_in_slots_of_their_own(tokens, top_k, partitions):
+    tiles = -(-top_k // 64)
+    each = library().sparse_partition_tiles(tokens, top_k, partitions)
+    pieces = list(sparse_executor.pieces(tokens, tiles, each))
+    covered = [(piece.token, tile) for piece in pieces for tile in piece.tiles]
+    assert covered == [(token, tile) for token in range(tokens) for tile in range(tiles)]
+    slots = [p.slot for p in pieces if p.slot is not None]
+    assert len(set(slots)) == len(slots) and all(0 <= slot < 2 * partitions for slot in slots)
+    for token in range(tokens):
+        of_token = [p for p in pieces if p.token == token]
+        assert (len(of_token) == 1) == (of_token[0].slot is None)
+        assert [p.slot for p in of_token[1:]] == [of_token[0].slot + i for i in range(1, len(of_token))]
+    assert -(-tokens * tiles // each) <= partitions
+
+
+@pytest.mark.parametrize("tokens, tiles", [(1, 1), (16, 4), (64, 16), (132, 32), (264, 64)])
+def test_partitions_end_where_lists_do_where_that_costs_little(tokens, tiles):
+    assert library().sparse_partition_tiles(tokens, 2048, 132) == tiles
+
+
+def lists_of(problem) -> sparse_executor.Lists:
+    cache = problem.kv_cache.view(torch.uint8) if problem.case.fp8 else problem.kv_cache
+    counts = [problem.case.top_k] * problem.case.tokens
+    return sparse_executor.Lists(cache, problem.indices, problem.block_table, problem.request_ids, counts)
+
+
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+@pytest.mark.parametrize("cuts", [(), (1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
+def test_pieces_merge_to_the_whole(cuts, cache):
+    problem = build(SparseCase(1, 5, 500, cache, holes="anywhere"), "cpu")
+    bounds = (0, *cuts, 8)
+    arguments = (problem.q[0].float(), lists_of(problem), 0)
+    parts = [
+        sparse_executor.decode_piece(*arguments, range(a, b), SOFTMAX_SCALE)
+        for a, b in zip(bounds, bounds[1:], strict=False)
+    ]
+    out, lse = executor.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
+    assert problems_with(out[None].bfloat16(), lse[None], truth(problem)) == []
+
+
+def test_an_fp8_row_is_not_multiplied_out():
+    """Its scale multiplies P, which is rounded then: a single key is as far off as bfloat16 rounds the scale."""
+    problem = build(SparseCase(1, 4, 1, "fp8"), "cpu")
+    out, lse = sparse_executor.decode_piece(problem.q[0].float(), lists_of(problem), 0, range(1), SOFTMAX_SCALE)
+    wanted = truth(problem)
+    rows, _ = lists_of(problem).rows(0, 0)
+    scales = rows[:, 512:528].contiguous().view(torch.float32)
+    rounded = scales.bfloat16().double() / scales.double()
+    torch.testing.assert_close(out.double(), wanted.out[0] * rounded.repeat_interleave(128, dim=1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(lse.double(), wanted.lse[0], rtol=1e-6, atol=1e-6)
+    assert (out.double() != wanted.out[0]).any()
+
+
+def test_the_workspace_is_two_partial_results_a_cta():
+    for heads, fp8 in ((1, True), (16, True), (16, False), (64, False), (128, True)):
+        shape = sparse_decode_shape(heads, fp8)
+        assert shape.row_groups * shape.group_rows >= heads and shape.piece_floats >= shape.row_tile * 513
+        assert sparse_workspace_floats(heads, fp8, 132) == shape.workspace_floats(132)
+        assert shape.workspace_floats(132) >= 2 * shape.partitions(132) * heads * 513
+    with pytest.raises(ValueError, match="^heads: wanted at least 1, got 0"):
+        sparse_workspace_floats(0, True, 132)
+    with pytest.raises(TypeError, match="^num_sms: wanted an int, got '7'"):
+        sparse_workspace_floats(16, True, "7")
+
+
+@pytest.mark.parametrize("case", [SparseCase(3, 4, 70), SparseCase(3, 4, 70, "fp8", requests=2, counts="drawn")])
+def test_a_row_that_no_entry_names_is_poison(case):
+    problem = build(case, "cpu")
+    cache = problem.kv_cache.view(torch.uint8) if case.fp8 else problem.kv_cache
+    named = torch.zeros(case.pages * case.page_size, dtype=torch.bool)
+    named[problem.meant[problem.meant >= 0]] = True
+    rows = cache.reshape(len(named), -1)
+    assert named.any() and (~named).sum() >= named.sum()
+    if case.fp8:
+        for part, dtype in (((0, 512), torch.float8_e4m3fn), ((512, 528), torch.float32), ((528, 656), torch.bfloat16)):
+            numbers = rows[:, slice(*part)].contiguous().view(dtype).float()
+            assert numbers[~named].isnan().all() and numbers[named].isfinite().all()
+    else:
+        assert not rows[~named].isfinite().any() and rows[named].isfinite().all()
+
+
+def test_a_wrong_result_is_found():
+    problem = build(SparseCase(3, 16, 100, "fp8", sinks="drawn"), "cpu")
+    wanted = truth(problem)
+    out, lse = SparseRunner(problem).run()
+    assert problems_with(out, lse, wanted) == []
+    assert any("RMSE" in line for line in problems_with(out * 1.01, lse, wanted))
+    assert any("log-sum-exp" in line for line in problems_with(out, lse + 1e-4, wanted))
+    spoiled = out.clone()
+    spoiled[1, 2, 3] += 0.1 * out[1].abs().max()
+    assert any("largest error" in line and "token 1" in line for line in problems_with(spoiled, lse, wanted))
+    spoiled[1, 2, 3] = torch.nan
+    assert any("NaN" in line for line in problems_with(spoiled, lse, wanted))
+    without = decode(build(SparseCase(3, 16, 100, "fp8"), "cpu"))[0]
+    assert problems_with(without, lse, wanted)
+
+
+def test_the_operator_is_registered_as_torch_wants_it():
+    problem = build(SparseCase(3, 16, 100, requests=2, counts="drawn", sinks="drawn"), "cpu")
+    floats = sparse_workspace_floats(16, False, 7)
+    lists = (problem.block_table, problem.request_ids, problem.valid_counts, problem.sinks)
+    outputs = (torch.zeros(floats), torch.zeros(3, 16, 512, dtype=torch.bfloat16), torch.zeros(3, 16))
+    torch.library.opcheck(
+        torch.ops.etap_backend.sparse_mla_decode.default,
+        (problem.q, None, problem.kv_cache, problem.indices, *lists, *outputs, SOFTMAX_SCALE, 7),
+        # The poison in what must not be read is NaN, which opcheck's comparison of unread inputs takes for a change.
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
