@@ -11,7 +11,7 @@ from etap_backend import plugins
 NAME = "ETAP"
 SUPPORTED_VERSIONS = plugins.Versions("0.26.0", "0.34")
 
-_BACKEND_PATH = "etap_backend.vllm.backend.ETAPBackend"
+_BACKEND_PATH = "etap_backend.vllm.backend.SelectedBackend"
 _REFUSAL_PATH = f"{__name__}.UnsupportedVersion"
 
 # vLLM gives its handler and level to loggers below "vllm" only.

@@ -10,7 +10,10 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention import selector
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend, FlashMLAImpl, FlashMLAMetadataBuilder
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from etap_backend.vllm.sparse import ETAPSparseBackend
 
 load_general_plugins()
 ETAPBackend = AttentionBackendEnum.ETAP.get_class()
@@ -125,6 +128,8 @@ CLASSES = [
     (ETAPBackend, FlashMLABackend),
     (ETAPBackend.get_impl_cls(), FlashMLAImpl),
     (ETAPBackend.get_builder_cls(), FlashMLAMetadataBuilder),
+    (ETAPSparseBackend, FlashMLASparseBackend),
+    (ETAPSparseBackend.get_impl_cls(), FlashMLASparseImpl),
 ]
 
 
