@@ -3,7 +3,7 @@
 #   make demo           build, install into .venv and run `etap demo`
 #   make test           all tests that need no GPU: test-unit, then test-contract
 #   make test-unit      without engines; the kernels run in an emulator
-#   make test-contract  beside each supported version of vLLM and SGLang
+#   make test-contract  beside each tested version of vLLM and SGLang
 #   make test-gpu       the tests marked gpu; fails where there is no Hopper GPU
 #   make wheel          the wheel that is published, in dist/
 #   make build          the library into etap_backend/lib, for work in the source tree

@@ -10,8 +10,10 @@ from enum import Enum
 
 import torch
 
-from etap_backend import __version__, _library
+from etap_backend import __version__, _library, plugins
+from etap_backend.sglang import compat as sglang
 from etap_backend.support import why_unsupported
+from etap_backend.vllm import compat as vllm
 
 MIN_DRIVER = 580  # the first driver that runs CUDA 13
 PROBE_SECONDS = 300
@@ -34,34 +36,29 @@ class Finding:
 
 
 @dataclass(frozen=True)
-class Engine:
-    """A serving engine, the entry points it reads, and a program that loads them and fails if ETAP is missing."""
+class Plugin:
+    """Ours in an engine: the entry points it reads, and a program that fails, with a line, where ETAP cannot run."""
 
-    name: str
-    package: str
-    oldest: str
+    engine: plugins.Engine
     option: str
     entry_points: str
     allow_list: str
     probe: str
 
 
-ENGINES = (
-    Engine(
-        "vLLM",
-        "vllm",
-        "0.26",
+PLUGINS = (
+    Plugin(
+        vllm.ENGINE,
         "--attention-backend ETAP",
         "vllm.general_plugins",
         "VLLM_PLUGINS",
         "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
-        "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'",
+        "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'\n"
+        "from etap_backend.vllm.selected import reason; raise SystemExit(reason)",
     ),
-    Engine(
-        "SGLang",
-        "sglang",
-        "0.5.17",
+    Plugin(
+        sglang.ENGINE,
         "--attention-backend etap",
         "sglang.srt.plugins",
         "SGLANG_PLUGINS",
@@ -120,30 +117,32 @@ def _why_probe_fails(program: str) -> str | None:
     return (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
 
 
-def check_engine(engine: Engine) -> Finding:
-    """Whether this engine would offer ETAP: installed, entry point known, not turned off, and it comes up."""
+def check_plugin(plugin: Plugin) -> Finding:
+    """Whether this engine would run ETAP: installed, entry point known, not turned off, and it has what ETAP uses."""
+    engine = plugin.engine
     try:
-        version = importlib.metadata.version(engine.package)
+        version = engine.version
     except importlib.metadata.PackageNotFoundError:
         return Finding(Verdict.ABSENT, "", f"pip install '{engine.package}>={engine.oldest}' to serve with it")
-    if "etap" not in importlib.metadata.entry_points(group=engine.entry_points).names:
+    version += ", tested" if engine.is_tested else f", not tested ({engine} were)"
+    if "etap" not in importlib.metadata.entry_points(group=plugin.entry_points).names:
         remedy = "install etap-backend with pip: from a source tree alone its entry points are unknown"
-        return Finding(Verdict.BROKEN, f"{version}, no entry point etap in {engine.entry_points}", remedy)
-    allowed = os.environ.get(engine.allow_list)
+        return Finding(Verdict.BROKEN, f"{version}, no entry point etap in {plugin.entry_points}", remedy)
+    allowed = os.environ.get(plugin.allow_list)
     if allowed is not None and "etap" not in allowed.split(","):
-        remedy = f"to turn it on, add etap to {engine.allow_list} or unset it"
-        return Finding(Verdict.OFF, f"{version}, {engine.allow_list}={allowed} leaves etap out", remedy)
-    if reason := _why_probe_fails(engine.probe):
+        remedy = f"to turn it on, add etap to {plugin.allow_list} or unset it"
+        return Finding(Verdict.OFF, f"{version}, {plugin.allow_list}={allowed} leaves etap out", remedy)
+    if reason := _why_probe_fails(plugin.probe):
         remedy = f"{engine.name} does not come up with the plugin here; the reason above is its own"
-        return Finding(Verdict.BROKEN, f"{version}, not registered: {reason}", remedy)
-    remedy = f"{engine.option} selects it; {engine.allow_list} set to other plugins' names, or to nothing, turns it off"
+        return Finding(Verdict.BROKEN, f"{version}, not usable: {reason}", remedy)
+    remedy = f"{plugin.option} selects it; {plugin.allow_list} set to other plugins' names, or to nothing, turns it off"
     return Finding(Verdict.OK, f"{version}, plugin active", remedy)
 
 
 def run() -> int:
     """Print each finding as it comes; gives 1 when something is broken, else 0."""
     checks: dict[str, Callable[[], Finding]] = {"GPU": check_gpu, "driver": check_driver, "library": check_library}
-    checks |= {engine.name: lambda engine=engine: check_engine(engine) for engine in ENGINES}
+    checks |= {plugin.engine.name: lambda plugin=plugin: check_plugin(plugin) for plugin in PLUGINS}
     print(f"etap-backend {__version__}, torch {torch.__version__}")
     broken = False
     for name, check in checks.items():

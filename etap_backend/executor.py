@@ -103,10 +103,18 @@ def product_queries(rows: Tensor, p_dtype: torch.dtype) -> tuple[Tensor, Tensor]
     """
     if rows.dtype in (p_dtype, FP8):
         return rows.float(), torch.ones(rows.shape[:2])
+    return scaled_queries(rows, p_dtype, QUERY_EXPONENT[p_dtype])
+
+
+def scaled_queries(rows: Tensor, dtype: torch.dtype, wanted: int) -> tuple[Tensor, Tensor]:
+    """Rows [..., columns] in `dtype`, the largest element of each brought to 2^wanted or just above; as float32.
+
+    Beside them what makes up for it, powers of two [...].
+    """
     rows = rows.float()
     _, exponent = torch.frexp(rows.abs().amax(dim=-1))  # the largest element lies in [2^(exponent - 1), 2^exponent)
-    shift = (QUERY_EXPONENT[p_dtype] + 1 - exponent).clamp(max=MOST_QUERY_EXPONENT)
-    return torch.ldexp(rows, shift[..., None]).to(p_dtype).float(), torch.ldexp(torch.ones(shift.shape), -shift)
+    shift = (wanted + 1 - exponent).clamp(-MOST_QUERY_EXPONENT, MOST_QUERY_EXPONENT)
+    return torch.ldexp(rows, shift[..., None]).to(dtype).float(), torch.ldexp(torch.ones(shift.shape), -shift)
 
 
 def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tensor]:

@@ -1,16 +1,15 @@
-"""What the plugins for the serving engines share."""
+"""What the plugins for the serving engines share: what they need of an engine, and what they say in its log."""
 
 import importlib.metadata
-import os
+import inspect
+import pkgutil
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from etap_backend._library import library
-
-FP8_MATH_VARIABLE = "ETAP_FP8_MATH"
-"""Set to 1, an FP8 cache is multiplied as it is, by queries rounded to e4m3; otherwise as float16, exactly."""
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -20,32 +19,112 @@ def release(version: str) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Versions:
-    """The versions of an engine from `oldest` on, `end` and later ones excluded."""
+class Use:
+    """Something of an engine that a plugin uses; looking for it imports the engine's module.
 
+    Attributes:
+        target: `module`, `module:name` or `module:Class.name`.
+        has: its attributes that are used, fields and members among them, in one text; of `new|old` one is enough.
+        positional: arguments it is called with by position, `self` among them; None where it is not called so.
+        keywords: those it is called with by name, in one text; `**` at its end stands for more, from the engine itself.
+    """
+
+    target: str
+    has: str = ""
+    positional: int | None = None
+    keywords: str = ""
+
+    def lacking(self) -> list[str]:
+        """What of it is not there, by name."""
+        try:
+            found = pkgutil.resolve_name(self.target)
+        except AttributeError:
+            return [self.target]
+        except Exception as error:  # the engine's module runs, and may fail in any way
+            return [f"{self.target.partition(':')[0]} ({type(error).__name__}: {error})".splitlines()[0]]
+        lacking = [f"{self.target}.{names}" for names in self.has.split() if not _has(found, names.split("|"))]
+        if self.positional is not None or self.keywords:
+            signature = inspect.signature(getattr(found, "fn", found))  # a Triton kernel keeps its function there
+            names = self.keywords.split()
+            bind = signature.bind_partial if names[-1:] == ["**"] else signature.bind
+            try:
+                bind(*[None] * (self.positional or 0), **dict.fromkeys(name for name in names if name != "**"))
+            except TypeError as error:
+                lacking.append(f"{self.target}: {error}")
+        return lacking
+
+
+def _has(found: object, names: list[str]) -> bool:
+    """Whether an object has one of these attributes, or its instances, if it is a class: fields, or used by methods."""
+    known = {name for name in names if hasattr(found, name)}
+    for owner in inspect.getmro(found) if inspect.isclass(found) else ():
+        known |= getattr(owner, "__dataclass_fields__", {}).keys()
+        for function in filter(inspect.isfunction, vars(owner).values()):
+            known |= set(inspect.unwrap(function).__code__.co_names)
+    return not known.isdisjoint(names)
+
+
+def misfits(ours: type, of_some: Iterable[str] = ()) -> list[str]:
+    """What of the engine's class, which ours derives from, our methods and attributes do not fit, by name.
+
+    A public one of ours that the base lacks would never be asked for, unless only some versions ask for it; one whose
+    parameters ours does not take could not be called.
+    """
+    base = inspect.getmro(ours)[1]
+    found = []
+    for name, value in vars(ours).items():
+        target = f"{base.__module__}:{base.__qualname__}.{name}"
+        if name.startswith("__"):
+            continue
+        if not hasattr(base, name):
+            found += [] if name.startswith("_") or name in of_some else [target]
+        elif inspect.isroutine(value):
+            mine, theirs = (inspect.signature(getattr(cls, name)).parameters for cls in (ours, base))
+            more = ", ".join(key for key, one in theirs.items() if key not in mine and one.kind is not one.VAR_KEYWORD)
+            takes_all = any(one.kind is one.VAR_KEYWORD for one in mine.values())
+            found += [f"{target}: new parameters {more}"] if more and not takes_all else []
+    return found
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A serving engine, its package, the backend's name in it, and the two ends of the versions that were tested."""
+
+    name: str
+    package: str
+    backend: str
     oldest: str
-    end: str
-
-    def __contains__(self, version: str) -> bool:
-        return release(self.oldest) <= release(version) < release(self.end)
+    newest: str
 
     def __str__(self) -> str:
-        return f">={self.oldest},<{self.end}"
+        return f"{self.name} {self.oldest} to {self.newest}"
 
+    @property
+    def version(self) -> str:
+        """The one that is installed."""
+        return importlib.metadata.version(self.package)
 
-def why_unsupported_version(engine: str, package: str, name: str, supported: Versions) -> str | None:
-    """Say why the installed version of an engine cannot run ETAP, or None when it can.
+    @property
+    def is_tested(self) -> bool:
+        """Whether the installed version is one of those that were tested, or between them."""
+        return release(self.oldest) <= release(self.version) <= release(self.newest)
 
-    Args:
-        engine: the engine's name, for the text.
-        package: its distribution on the package index.
-        name: ETAP's name in that engine.
-        supported: the versions that can.
-    """
-    found = importlib.metadata.version(package)
-    if found in supported:
-        return None
-    return f"the attention backend {name} supports {engine} {supported}, this is {engine} {found}"
+    def why_too_old(self) -> str | None:
+        """Say why the installed version cannot run ETAP, or None when it may."""
+        if release(self.version) >= release(self.oldest):
+            return None
+        return f"{self.backend} needs {self.name} {self.oldest} or newer, this is {self.name} {self.version}"
+
+    def why_lacking(self, lacking: Iterable[str]) -> str | None:
+        """Say that this is missing, or None when nothing is."""
+        what = "; ".join(dict.fromkeys(lacking))  # a module may be lacked several times
+        return f"{self.name} {self.version} lacks what {self.backend} uses: {what}" if what else None
+
+    def why_untested(self) -> str | None:
+        """Say that the installed version, which lacks nothing, was not tested, or None when it was."""
+        if self.is_tested:
+            return None
+        return f"{self.name} {self.version} has all that {self.backend} uses, but the tests of it ran in {self}"
 
 
 def why_no_library() -> str | None:
@@ -55,14 +134,6 @@ def why_no_library() -> str | None:
     except ImportError as error:
         return str(error)
     return None
-
-
-def wants_fp8_math() -> bool:
-    """What the environment variable ETAP_FP8_MATH says; raises ValueError unless it is 1, 0, empty or unset."""
-    value = os.environ.get(FP8_MATH_VARIABLE, "")
-    if value not in ("", "0", "1"):
-        raise ValueError(f"{FP8_MATH_VARIABLE}: wanted 0 or 1, got {value!r}")
-    return value == "1"
 
 
 def types_text(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> str:

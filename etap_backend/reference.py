@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from etap_backend.support import FP8, LATENT_DIM, SCALE_DIM, SCALES
+from etap_backend.support import FP8, LATENT_DIM, SCALE_DIM, SPARSE_FP8_BYTES
 
 
 def mla_decode_reference(
@@ -89,7 +89,7 @@ def sparse_mla_decode_reference(
     """Sparse MLA decode attention in `dtype` on the given (already rounded) inputs.
 
     Args:
-        q: [tokens, heads, 576].
+        q: [tokens, heads, 576, or 512 where rows have no rope].
         kv_cache, indices, block_table, request_ids, valid_counts, sinks: as of `sparse_mla_decode`. Cache rows that no
             list names, and the block-table entries of positions that none names, are never read.
         softmax_scale: factor of the scores before softmax.
@@ -120,7 +120,7 @@ def named_rows(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (token, rows) of the cache rows that a token's list names, in its order, without tokens that name none.
 
-    Arguments as of `sparse_mla_decode`; rows are as stored, bfloat16 [named, 576] or uint8 [named, 656].
+    Arguments as of `sparse_mla_decode`; rows are as stored, bfloat16 [named, 576 or 512] or uint8 [named, 656 or 528].
     """
     cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
     cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
@@ -142,14 +142,13 @@ def named_rows(
 
 
 def what_rows_stand_for(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cache rows bfloat16 [n, 576] or uint8 [n, 656], the latter with their scales, as [n, 576] in `dtype`."""
+    """Cache rows as of `named_rows`, those of bytes with their scales, as [n, 576 or 512] in `dtype`."""
     if rows.dtype != torch.uint8:
         return rows.to(dtype)
-    elements, scales, rope = rows.split([LATENT_DIM, 4 * SCALES, rows.shape[1] - LATENT_DIM - 4 * SCALES], dim=1)
+    elements, scales, rope = (part.contiguous() for part in rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1))
     # Exact in float64, and rounded once in narrower types.
-    scales = scales.contiguous().view(torch.float32).double().repeat_interleave(SCALE_DIM, dim=1)
-    latent = elements.contiguous().view(FP8).double() * scales
-    return torch.cat([latent.to(dtype), rope.contiguous().view(torch.bfloat16).to(dtype)], dim=1)
+    latent = elements.view(FP8).double() * scales.view(torch.float32).double().repeat_interleave(SCALE_DIM, dim=1)
+    return torch.cat([latent.to(dtype), rope.view(torch.bfloat16).to(dtype)], dim=1)
 
 
 def relative_rmse(result: Tensor, truth: Tensor) -> float:

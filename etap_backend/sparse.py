@@ -1,7 +1,6 @@
 """The public call of sparse attention, where every query token has a list of the cache rows that it attends to."""
 
 import functools
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,43 +8,27 @@ from torch import Tensor
 from etap_backend import sparse_executor
 from etap_backend._library import library
 from etap_backend._operator import Operator, compiled, type_name
-from etap_backend.schedule import count
+from etap_backend.schedule import DecodeShape, count
 from etap_backend.support import LATENT_DIM
 
 CPU_SMS = 132
 """CTAs that the CPU's executor divides a call for: an H200's, so that it walks the same pieces."""
 
 
-class SparseShape(NamedTuple):
-    """What a number of heads means for the sparse kernels; the compiled library says it.
-
-    Attributes:
-        kernel: name of the kernel.
-        row_tile: heads that a CTA computes: 8, 16, 32 or 64.
-        row_groups: CTAs that share a piece of a token's list, each with other heads of it.
-        piece_floats: what a CTA's partial result of one piece takes of the workspace.
-        group_rows: heads of a row group.
-    """
-
-    kernel: str
-    row_tile: int
-    row_groups: int
-    piece_floats: int
-    group_rows: int
-
-    def partitions(self, num_sms: int) -> int:
-        """Parts that a call's work is divided into, each for one CTA (for as many as there are row groups)."""
-        return max(1, num_sms // self.row_groups)
-
-    def workspace_floats(self, num_sms: int) -> int:
-        """Floats of the partial results: a partition begins in one token's list and ends in another's."""
-        return 2 * self.partitions(num_sms) * self.row_groups * self.piece_floats
-
-
 @functools.cache
-def sparse_decode_shape(heads: int, fp8_cache: bool = False) -> SparseShape:
+def sparse_decode_shape(heads: int, fp8_cache: bool = False) -> DecodeShape:
     """Ask the library; raises ImportError where there is none, and ValueError for less than one head."""
-    return SparseShape(*library().sparse_decode_shape(heads, fp8_cache))
+    return DecodeShape(*library().sparse_decode_shape(heads, fp8_cache))
+
+
+def _partitions(shape: DecodeShape, num_sms: int) -> int:
+    """Parts that a call's work is divided into, each for one CTA (for as many as there are row groups)."""
+    return max(1, num_sms // shape.row_groups)
+
+
+def _workspace_floats(shape: DecodeShape, partitions: int) -> int:
+    """A partition begins in one token's list and ends in another's: it holds at most two pieces of split ones."""
+    return 2 * partitions * shape.row_groups * shape.piece_floats
 
 
 def sparse_workspace_floats(heads: int, fp8_cache: bool, num_sms: int) -> int:
@@ -53,13 +36,14 @@ def sparse_workspace_floats(heads: int, fp8_cache: bool, num_sms: int) -> int:
 
     Args:
         heads: query heads on this GPU.
-        fp8_cache: whether the cache has rows of 656 bytes.
+        fp8_cache: whether the cache's rows are FP8.
         num_sms: CTAs that the calls are launched on.
 
     Raises:
         ValueError, TypeError: a count is below 1 or no int; ImportError: no library, or one of another version.
     """
-    return sparse_decode_shape(count("heads", heads), bool(fp8_cache)).workspace_floats(count("num_sms", num_sms))
+    shape = sparse_decode_shape(count("heads", heads), bool(fp8_cache))
+    return _workspace_floats(shape, _partitions(shape, count("num_sms", num_sms)))
 
 
 @functools.cache
@@ -72,10 +56,10 @@ def _as_the_library_takes_it(q, q_rope, kv_cache, *rest) -> tuple:
     *named, workspace, out, lse, softmax_scale, num_sms = rest
     heads = q.shape[1] if q.dim() == 3 else 0
     shape = sparse_decode_shape(max(1, heads), kv_cache.element_size() == 1)
-    num_sms = _sms(q.device) if num_sms is None else count("num_sms", num_sms)
+    partitions = _partitions(shape, _sms(q.device) if num_sms is None else count("num_sms", num_sms))
     if workspace is None:
-        workspace = q.new_empty(shape.workspace_floats(num_sms), dtype=torch.float32)
-    return (q, q_rope, kv_cache, *named, workspace, out, lse, softmax_scale, shape.partitions(num_sms))
+        workspace = q.new_empty(_workspace_floats(shape, partitions), dtype=torch.float32)
+    return (q, q_rope, kv_cache, *named, workspace, out, lse, softmax_scale, partitions)
 
 
 def _on_cuda(*arguments) -> None:
@@ -128,14 +112,16 @@ def sparse_mla_decode(
     `etap_backend.sparse_executor` runs.
 
     A row of an FP8 cache has 656 bytes: 512 elements in e4m3, 4 float32 scales, each of 128 of them, and 64 rope
-    elements in bfloat16. An element stands for itself times its scale, which may be any number.
+    elements in bfloat16. An element stands for itself times its scale, which may be any number up to 2^100 in size.
+
+    Rows without rope (512 wide, FP8 ones of 528 bytes, which end with the scales) go with queries without it.
 
     Args:
-        q: bfloat16 [tokens, heads, 576], or its latent part [tokens, heads, 512] when q_rope is given. Any strides with
-            a contiguous last dimension and every row at a multiple of 16 bytes.
-        kv_cache: bfloat16 [pages, page_size, 576], or uint8 or float8_e4m3fn [pages, page_size, 656]; in either case
-            [pages, page_size, 1, ...], too. Any page_size, at least one page. Rows are contiguous and at multiples of
-            16 bytes; rows and pages may lie further apart than their size.
+        q: bfloat16 [tokens, heads, 576], or its latent part [tokens, heads, 512] when q_rope is given or rows have no
+            rope. Any strides with a contiguous last dimension and every row at a multiple of 16 bytes.
+        kv_cache: bfloat16 [pages, page_size, 576 or 512], or uint8 or float8_e4m3fn [pages, page_size, 656 or 528]; in
+            either case [pages, page_size, 1, ...], too. Any page_size, at least one page. Rows are contiguous and at
+            multiples of 16 bytes; rows and pages may lie further apart than their size.
         indices: int32 [tokens, top_k], top_k at least 1. Row of the cache, page * page_size + place in the page; with
             block_table, position in the token's request. Lists may lie apart.
         softmax_scale: factor of the scores before softmax.

@@ -9,8 +9,16 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend.executor import PARTIAL_FLOATS, REFERENCES, Product, attend, combine, rounded_product
-from etap_backend.support import FP8, HEAD_DIM, LATENT_DIM, SCALE_DIM, SCALES, TILE_TOKENS
+from etap_backend.executor import (
+    PARTIAL_FLOATS,
+    REFERENCES,
+    Product,
+    attend,
+    combine,
+    rounded_product,
+    scaled_queries,
+)
+from etap_backend.support import FP8, LATENT_DIM, SCALE_DIM, SPARSE_FP8_BYTES, TILE_TOKENS
 
 KEPT = REFERENCES[False, torch.bfloat16]
 
@@ -19,7 +27,7 @@ KEPT = REFERENCES[False, torch.bfloat16]
 class Lists:
     """What the tokens of a call attend to."""
 
-    kv_cache: Tensor  # [pages, page_size, 576 elements or 656 bytes]
+    kv_cache: Tensor  # [pages, page_size, 576 or 512 elements, or 656 or 528 bytes]
     indices: Tensor  # [tokens, top_k]
     block_table: Tensor | None
     request_ids: Tensor | None
@@ -50,22 +58,38 @@ class Lists:
         return page
 
 
-def scores_and_product(q: Tensor, rows: Tensor) -> tuple[Tensor, Product]:
-    """K Q^T of some cache rows, [tokens, heads], and the product that takes their P; q is float32 [heads, 576].
+@dataclass(frozen=True)
+class Queries:
+    """A token's queries as the products take them; those beside bfloat16 rows are all in `latent`."""
+
+    latent: Tensor  # float32 [heads, 512; beside bfloat16 rows with rope 576]
+    factor: Tensor  # float32 [heads]: what products with latent are multiplied by
+    rope: Tensor  # float32 [heads, 64 or 0]
+
+
+def queries_of(q: Tensor, fp8: bool) -> Queries:
+    """Of bfloat16 [heads, 576 or 512]. Beside FP8 rows the latent part is multiplied as float16."""
+    if not fp8:
+        return Queries(q.float(), torch.ones(len(q)), q[:, :0].float())
+    return Queries(*scaled_queries(q[:, :LATENT_DIM], torch.float16, 0), q[:, LATENT_DIM:].float())
+
+
+def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
+    """K Q^T of some cache rows, [tokens, heads], and the product that takes their P.
 
     FP8 elements are multiplied as they are: their scales multiply the scores of 128 columns at a time, and in the
     product with V they multiply P before it is rounded. So the output is divided by the sum of P as it was.
     """
     if rows.dtype != torch.uint8:
         keys = rows.float()
-        return keys @ q.T, functools.partial(rounded_product, keys[:, :LATENT_DIM], rows.dtype)
-    values = rows[:, :LATENT_DIM].view(FP8).float()
-    scales = rows[:, LATENT_DIM : LATENT_DIM + 4 * SCALES].view(torch.float32)
-    rope = rows[:, LATENT_DIM + 4 * SCALES :].view(torch.bfloat16).float()
+        return keys @ q.latent.T, functools.partial(rounded_product, keys[:, :LATENT_DIM], rows.dtype)
+    elements, scales, rope = (part.contiguous() for part in rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1))
+    values, scales = elements.view(FP8).float(), scales.view(torch.float32)
     groups = [slice(first, first + SCALE_DIM) for first in range(0, LATENT_DIM, SCALE_DIM)]
-    scores = rope @ q[:, LATENT_DIM:].T
+    scores = torch.zeros(len(rows), len(q.factor))
     for group, scale in zip(groups, scales.T, strict=True):
-        scores += scale[:, None] * (values[:, group] @ q[:, group].T)
+        scores += scale[:, None] * (values[:, group] @ q.latent[:, group].T)
+    scores = scores * q.factor + rope.view(torch.bfloat16).float() @ q.rope.T
 
     def product(pt: Tensor) -> tuple[Tensor, Tensor]:
         parts = [
@@ -77,8 +101,8 @@ def scores_and_product(q: Tensor, rows: Tensor) -> tuple[Tensor, Product]:
     return scores, product
 
 
-def decode_piece(q: Tensor, lists: Lists, token: int, tiles: range, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of one token, q float32 [heads, 576], over some tiles of its list: out [heads, 512] and lse [heads]."""
+def decode_piece(q: Queries, lists: Lists, token: int, tiles: range, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of one token over some tiles of its list: float32 out [heads, 512] and lse [heads]."""
 
     def scores_and_products() -> Iterator[tuple[Tensor, Product]]:
         for tile in tiles:
@@ -87,7 +111,7 @@ def decode_piece(q: Tensor, lists: Lists, token: int, tiles: range, softmax_scal
             st = scores * (softmax_scale / math.log(2))
             yield st.masked_fill(~valid[:, None], float("-inf")), product
 
-    return attend(q.shape[0], KEPT, scores_and_products())
+    return attend(len(q.factor), KEPT, scores_and_products())
 
 
 @dataclass(frozen=True)
@@ -137,7 +161,7 @@ def decode(
     tokens, heads = q.shape[:2]
     if tokens * heads == 0:
         return
-    packed = (q if q_rope is None else torch.cat([q, q_rope], dim=-1)).reshape(tokens, heads, HEAD_DIM).float()
+    packed = q if q_rope is None else torch.cat([q, q_rope], dim=-1)
     cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
     cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
     top_k = indices.shape[1]
@@ -149,7 +173,8 @@ def decode(
     partial: dict[int, list[int]] = {}  # slots of each token that is split
 
     for piece in pieces(tokens, -(-top_k // TILE_TOKENS), partition_tiles):
-        piece_out, piece_lse = decode_piece(packed[piece.token], lists, piece.token, piece.tiles, softmax_scale)
+        queries = queries_of(packed[piece.token], cache.dtype == torch.uint8)
+        piece_out, piece_lse = decode_piece(queries, lists, piece.token, piece.tiles, softmax_scale)
         if piece.slot is None:
             out[piece.token] = with_sinks(piece_out, piece_lse, sinks).to(out.dtype)
             lse[piece.token] = piece_lse

@@ -8,8 +8,8 @@ HEAD_DIM = LATENT_DIM + ROPE_DIM
 SCALE_DIM = 128
 """Columns of a row of a sparse FP8 cache that share a scale."""
 SCALES = LATENT_DIM // SCALE_DIM
-SPARSE_FP8_ROW_BYTES = LATENT_DIM + 4 * SCALES + 2 * ROPE_DIM
-"""Of a sparse FP8 cache: 512 elements in e4m3, 4 float32 scales, 64 rope elements in bfloat16."""
+SPARSE_FP8_BYTES = LATENT_DIM + 4 * SCALES
+"""Of a row of a sparse FP8 cache before its rope part, if it has one: 512 elements in e4m3 and 4 float32 scales."""
 TILE_TOKENS = 64
 WORK_RANGE_FIELDS = 8
 COMPUTE_CAPABILITY = (9, 0)
@@ -55,9 +55,7 @@ def _why_gpu(compute_capability: tuple[int, int] | None) -> str | None:
     return f"compute capability {found} is not supported: the kernels are compiled for sm_90a (Hopper, 9.0) only"
 
 
-def _why_widths(head_dim: int, v_head_dim: int) -> str | None:
-    if head_dim != HEAD_DIM:
-        return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope {ROPE_DIM})"
+def _why_v_head_dim(v_head_dim: int) -> str | None:
     if v_head_dim != LATENT_DIM:
         return f"v_head_dim {v_head_dim} is not supported: wanted {LATENT_DIM}"
     return None
@@ -96,7 +94,9 @@ def why_unsupported(
     """
     if reason := _why_gpu(compute_capability) or _why_dtypes(dtype, _cache_dtype(kv_cache_dtype, dtype)):
         return reason
-    if reason := _why_widths(head_dim, v_head_dim):
+    if head_dim != HEAD_DIM:
+        return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope {ROPE_DIM})"
+    if reason := _why_v_head_dim(v_head_dim):
         return reason
     if page_size < TILE_TOKENS or page_size % TILE_TOKENS:
         return f"page_size {page_size} is not supported: wanted a multiple of {TILE_TOKENS} tokens"
@@ -119,10 +119,11 @@ def why_unsupported_sparse(
     Args:
         dtype: type of the query, bfloat16.
         num_heads: query heads on this GPU; None when not known yet.
-        head_dim: width of a query in elements (latent + rope), 576.
+        head_dim: width of a query in elements, 576 (latent + rope) or 512 (a model without rope).
         v_head_dim: width of an output row in elements (latent), 512.
         page_size: tokens in a page of the KV cache, any number.
-        kv_cache_dtype: bfloat16 or its name; or "fp8_ds_mla", rows of 656 bytes; None and "auto" mean the query's.
+        kv_cache_dtype: bfloat16 or its name; or "fp8_ds_mla", rows of 656 bytes (528 without rope); None and "auto"
+            mean the query's.
         compute_capability: (major, minor) of the GPU; None when not known yet.
         top_k: entries of a query token's list, any number.
     """
@@ -132,7 +133,9 @@ def why_unsupported_sparse(
         return f"dtype {_name(dtype)} is not supported: wanted bfloat16"
     cache = _cache_dtype(kv_cache_dtype, dtype)
     if cache not in (torch.bfloat16, SPARSE_FP8):
-        wanted = f"bfloat16, or {SPARSE_FP8} (rows of {SPARSE_FP8_ROW_BYTES} bytes with scales of their own)"
+        wanted = f"bfloat16, or {SPARSE_FP8} (rows with scales of their own)"
         return f"kv_cache_dtype {_name(cache)} is not supported: wanted {wanted}"
-    reason = _why_widths(head_dim, v_head_dim)
+    if head_dim not in (HEAD_DIM, LATENT_DIM):
+        return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope) or {LATENT_DIM}"
+    reason = _why_v_head_dim(v_head_dim)
     return reason or _why_counts(page_size=page_size, num_heads=num_heads, top_k=top_k)

@@ -1,7 +1,11 @@
 """Runs the engines' contract tests, each supported version in its own environment, on a machine that needs no GPU.
 
     python tests/contract.py [--wheel dist/etap_backend-*.whl] [--engine vllm-0.26.0] [pytest arguments]
+    python tests/contract.py --newest
     python tests/contract.py --install
+
+Both ends of the tested versions have a lock file. --engine takes any other version too, which is resolved when its
+environment is made; --newest those that the package index has beyond the tested ones, and says where there is none.
 
 Needs a C compiler with binutils and a package index. Environments live in .contract/, 20 GB on disk, and are made anew
 only when their lock file changes; --install makes them and tests nothing. Two engines are tested at a time, each with
@@ -80,7 +84,34 @@ def _sglang(version: str) -> Engine:
     return Engine("sglang", version, ("sgl_kernel", "flash_mla"), tuple(variables.items()))
 
 
+MAKE = {"vllm": _vllm, "sglang": _sglang}
 ENGINES = {str(engine): engine for engine in (_vllm("0.26.0"), _vllm("0.33.0"), _sglang("0.5.17"), _sglang("0.5.23"))}
+
+
+def engine_named(text: str) -> Engine:
+    """The engine that `vllm-0.34.0` stands for."""
+    name, _, version = text.partition("-")
+    if name not in MAKE or not version[:1].isdigit():
+        raise argparse.ArgumentTypeError(f"wanted an engine and its version, as {', '.join(ENGINES)}, got {text}")
+    return MAKE[name](version)
+
+
+def newest_engines() -> list[Engine]:
+    """Those of the package index that are newer than every tested one."""
+    found = []
+    for name, make in MAKE.items():
+        command = (sys.executable, "-m", "pip", "index", "versions", name)
+        listed = run(*command, capture_output=True, text=True, timeout=INSTALL_SECONDS).stdout
+        version = re.search(r"^[\w-]+ \(([^)]+)\)", listed, re.MULTILINE)[1]
+        tested = [engine.version for engine in ENGINES.values() if engine.name == name]
+        newer = all(numbers(version) > numbers(one) for one in tested)
+        print(f"{name}: the newest is {version}, {'not' if newer else 'among those'} tested", flush=True)
+        found += [make(version)] if newer else []
+    return found
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.match(r"\d+(\.\d+)*", version)[0].split(".")))
 
 
 def run(*command: object, **kwargs) -> subprocess.CompletedProcess:
@@ -104,9 +135,19 @@ def is_made(engine: Engine) -> bool:
 
 def stamp_of(engine: Engine) -> str:
     """Hash of everything that an environment is made of, except the package under test."""
-    parts = [sys.version.encode(), engine.lock.read_bytes()]
+    asked = engine.lock.read_bytes() if engine.lock.exists() else str(requirements(engine)).encode()
+    parts = [sys.version.encode(), asked]
     parts += [path.read_bytes() for path in sorted(engine.fake_hopper.glob("*.*"))]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()
+
+
+def requirements(engine: Engine) -> list[object]:
+    """What the installer is told: a lock file, or without one this version and what it asks for."""
+    if engine.lock.exists():
+        return ["--no-deps", "--requirement", engine.lock.relative_to(HERE)]
+    bounds = {option: engine.lock.with_name(f"{option}.txt") for option in ("constraints", "overrides")}
+    given = [(f"--{option}", file.relative_to(HERE)) for option, file in bounds.items() if file.exists()]
+    return [*(part for pair in given for part in pair), f"{engine.name}=={engine.version}", "pytest"]
 
 
 class NoRoomError(Exception):
@@ -137,9 +178,9 @@ def make_environment(uv: str, engine: Engine) -> Path:
     cache = () if free_disk() >= CACHED_BYTES else ("--no-cache",)
     make_room()
     run(uv, "venv", "--quiet", "--clear", "--python", sys.executable, environment)
-    install = (uv, "pip", "install", "--quiet", "--no-deps", *cache, "--python", environment)
-    run(*install, "--requirement", engine.lock, timeout=INSTALL_SECONDS)
-    run(*install, engine.fake_hopper, timeout=INSTALL_SECONDS)
+    install = (uv, "pip", "install", "--quiet", *cache, "--python", environment)
+    run(*install, *requirements(engine), cwd=HERE, timeout=INSTALL_SECONDS)
+    run(*install, "--no-deps", engine.fake_hopper, timeout=INSTALL_SECONDS)
     (environment / "contract.stamp").write_text(stamp_of(engine))
     return environment
 
@@ -220,13 +261,14 @@ def test(engine: Engine, environment: Path, pytest_arguments: list[str]) -> bool
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="the wheel to test; default: the only one in dist/")
-    parser.add_argument("--engine", choices=ENGINES, action="append", help="an engine's version; default: all")
+    parser.add_argument("--engine", type=engine_named, action="append", help=f"default: {', '.join(ENGINES)}")
+    parser.add_argument("--newest", action="store_true", help="test what is newer than the tested versions instead")
     parser.add_argument("--install", action="store_true", help="make the environments, where the disk has room for all")
     arguments, pytest_arguments = parser.parse_known_args()
-    engines = [ENGINES[name] for name in arguments.engine or ENGINES]
+    engines = newest_engines() if arguments.newest else arguments.engine or list(ENGINES.values())
     ENVIRONMENTS.mkdir(exist_ok=True)
     roomy = free_disk() >= CACHED_BYTES or all(map(is_made, engines))
-    if arguments.install:
+    if arguments.install or not engines:
         for engine in engines if roomy else ():
             make_environment(find_uv(), engine)
         return

@@ -14,7 +14,7 @@ from etap_backend.lab import configs
 
 FOLDER = Path(__file__).parents[2] / "results"
 PLACE = re.compile(
-    r"(?P<begin><!-- (?P<kind>[\w-]+) (?P<name>[\w.-]+)(?:: (?P<rows>[^\n]*?))? -->\n)"
+    r"(?P<begin><!-- (?P<kind>[\w-]+) (?P<name>[\w.-]+)(?P<may_lack>\??)(?:: (?P<rows>[^\n]*?))? -->\n)"
     r"(?P<body>.*?)(?P<end><!-- /(?P=kind) -->)",
     re.DOTALL,
 )
@@ -51,7 +51,11 @@ def read_json(path: Path) -> object:
 
 def read(path: Path, kind: type[configs.Content]) -> configs.Content:
     """The file's content as a `kind`. Raises ValueError, naming file and key, when it is not one."""
-    content = read_json(path)
+    return parse(path, read_json(path), kind)
+
+
+def parse(path: Path, content: object, kind: type[configs.Content]) -> configs.Content:
+    """What was read from a file, as a `kind`. Raises ValueError, naming file and key, when it is not one."""
     try:
         return configs.parse(kind, content)
     except ValueError as error:
@@ -62,13 +66,19 @@ def read(path: Path, kind: type[configs.Content]) -> configs.Content:
 class Place:
     """What stands between `<!-- KIND NAME -->` and `<!-- /KIND -->` of a page: a table made from results/NAME.json.
 
-    `<!-- KIND NAME: ROW; ROW -->` is the place of these rows only, each named by its first column.
+    `<!-- KIND NAME: ROW; ROW -->` is the place of these rows only, each named by its first column, and
+    `<!-- KIND NAME? -->` one whose file need not be there.
     """
 
     kind: str
     name: str
     rows: tuple[str, ...]
     body: str
+    may_lack: bool = False
+
+    @property
+    def file(self) -> str:
+        return f"{self.name}.json"
 
 
 def places(text: str) -> list[Place]:
@@ -88,4 +98,4 @@ def filled(text: str, table: Callable[[Place], str]) -> str:
 
 def _place(match: re.Match) -> Place:
     rows = tuple(part.strip() for part in (match["rows"] or "").split(";") if part.strip())
-    return Place(match["kind"], match["name"], rows, match["body"].removesuffix("\n"))
+    return Place(match["kind"], match["name"], rows, match["body"].removesuffix("\n"), bool(match["may_lack"]))

@@ -5,7 +5,8 @@
 
 `<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K -->` some of its rows,
 `<!-- figures NAME: 16 x 64K -->` a sentence on them, `<!-- summary NAME -->` a wide sweep by query rows,
-`<!-- e2e NAME -->` a table of `etap e2e`, and `<!-- estimate NAME -->` one of `etap estimate`.
+`<!-- e2e NAME -->` a table of `etap e2e`, and `<!-- estimate NAME -->` one of `etap estimate`. A place whose NAME ends
+in a question mark says that nothing was measured until there is such a file.
 """
 
 from __future__ import annotations
@@ -19,18 +20,19 @@ import typer
 
 from etap_backend.lab import results
 from etap_backend.lab.bench import report
-from etap_backend.lab.bench.rows import Document
+from etap_backend.lab.bench import rows as bench_rows
 from etap_backend.lab.e2e import report as e2e_report
 from etap_backend.lab.e2e import rows as e2e_rows
 from etap_backend.lab.plan import estimates
 from etap_backend.lab.results import Place
 
 ROOT = results.FOLDER.parent
+NOT_YET = "Not measured yet."
 CITED = re.compile(r"results/([\w.-]+\.(?:json|png))")
 KINDS: dict[str, Callable[[Path, Place], str]] = {
-    "bench": lambda path, place: report.markdown(results.read(path, Document), place.rows),
-    "summary": lambda path, place: report.summary(results.read(path, Document)),
-    "figures": lambda path, place: report.figures(results.read(path, Document), place.rows),
+    "bench": lambda path, place: report.markdown(bench_rows.read(path), place.rows),
+    "summary": lambda path, place: report.summary(bench_rows.read(path)),
+    "figures": lambda path, place: report.figures(bench_rows.read(path), place.rows),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.at_equal_host_speed(e2e_rows.read(path))),
     "estimate": lambda path, place: estimates.markdown(path),
 }
@@ -41,7 +43,8 @@ def table(place: Place, folder: Path) -> str:
     try:
         if place.kind not in KINDS:
             raise ValueError(f"wanted one of {', '.join(KINDS)}")
-        return KINDS[place.kind](folder / f"{place.name}.json", place)
+        path = folder / place.file
+        return NOT_YET if place.may_lack and not path.is_file() else KINDS[place.kind](path, place)
     except ValueError as error:
         raise ValueError(f"<!-- {place.kind} {place.name} -->: {error}") from error
 
@@ -76,15 +79,14 @@ def complaints(root: Path) -> list[str]:
         name, text = page.relative_to(root), page.read_text()
         # The commands of captions name the files that they wrote then, which may have other names now.
         own_words = results.filled(text, lambda place: "")
-        mentioned = set(CITED.findall(own_words)) | {f"{place.name}.json" for place in results.places(text)}
+        mentioned = set(CITED.findall(own_words))
+        mentioned |= {place.file for place in results.places(text) if place.body != NOT_YET}
         found += [f"{name}: no results/{file}" for file in sorted(mentioned) if not (root / "results" / file).is_file()]
         cited |= mentioned
         for place in results.places(text):
             try:
                 if table(place, root / "results") != place.body:
-                    found.append(
-                        f"{name}: <!-- {place.kind} {place.name} --> is not what results/{place.name}.json gives"
-                    )
+                    found.append(f"{name}: <!-- {place.kind} {place.name} --> is not what results/{place.file} gives")
             except ValueError as error:
                 found.append(f"{name}: {error}")
     there = sorted(path.relative_to(root / "results") for path in (root / "results").rglob("*") if path.is_file())

@@ -3,7 +3,7 @@
 import torch
 
 from etap_backend import plugins
-from etap_backend.sglang.compat import NAME, uses_mla
+from etap_backend.sglang import compat
 from etap_backend.support import TILE_TOKENS, why_unsupported
 
 SPECULATIVE_ALGORITHMS = (None, "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
@@ -13,15 +13,18 @@ _DTYPES = {"half": torch.float16, "float16": torch.float16, "float": torch.float
 _CACHE_DTYPES = {"bf16": "bfloat16"}
 
 
-def resolve_arguments(declared: dict, view) -> dict | None:
-    """Refuse arguments that ETAP cannot serve, before any weight is loaded, and set a page size of 64 where it is free.
+def names_chosen(view) -> tuple[str | None, ...]:
+    """The attention backends of the model, and last that of a draft model."""
+    model = (view.attention_backend, view.decode_attention_backend, view.prefill_attention_backend)
+    return (*model, view.speculative_draft_attention_backend)
 
-    Runs after `_mla_backend_page_constraints`, which does the latter for the backends that SGLang knows; without, the
-    page size would be 1.
+
+def resolve_arguments(declared: dict, view, name: str) -> dict | None:
+    """Refuse arguments that ETAP, under this name, cannot serve, and set a page size of 64 where it is free.
+
+    Raises:
+        ValueError: the text says why.
     """
-    chosen = (view.attention_backend, view.decode_attention_backend, view.prefill_attention_backend)
-    if NAME not in (*chosen, view.speculative_draft_attention_backend):
-        return None
     page_size = declared.get("page_size", view.page_size)
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     reason = why_unsupported(
@@ -33,10 +36,10 @@ def resolve_arguments(declared: dict, view) -> dict | None:
     reason = reason or why_unsupported_speculation(
         view.speculative_algorithm, view.speculative_eagle_topk, view.dcp_size
     )
-    if reason is None and NAME in chosen and not uses_mla(view):
+    if reason is None and name in names_chosen(view)[:-1] and not compat.uses_mla(view):
         reason = "the model's attention is not MLA"
     if reason := reason or plugins.why_no_library():
-        raise ValueError(f"--attention-backend {NAME}: {reason}")
+        raise ValueError(f"--attention-backend {name}: {reason}")
     if page_size is None:
         return declared | {"page_size": TILE_TOKENS}
     return None

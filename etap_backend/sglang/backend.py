@@ -74,6 +74,7 @@ class ETAPBackend(FlashMLABackend):
         kv_indptr_buf: Tensor | None = None,
         kv_last_page_len_buf: Tensor | None = None,
         *,
+        fp8_math: bool = False,
         draft_step: int | None = None,
         workspace: Tensor | None = None,
     ):
@@ -83,6 +84,7 @@ class ETAPBackend(FlashMLABackend):
             model_runner: SGLang's.
             skip_prefill: whether prefill never reaches this backend.
             kv_indptr_buf, kv_last_page_len_buf: buffers of the base class.
+            fp8_math: whether to multiply an FP8 cache as it is; no other cache is.
             draft_step: which of a draft model's steps this backend serves; None when it is not for one of them.
             workspace: a DecodeSchedule's, to share among backends that run one after another.
 
@@ -94,7 +96,7 @@ class ETAPBackend(FlashMLABackend):
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, kv_last_page_len_buf)
         compat.register_model_support()
         fp8_cache = model_runner.kv_cache_dtype != model_runner.dtype
-        self._fp8_math = fp8_cache and plugins.wants_fp8_math()
+        self._fp8_math = fp8_cache and fp8_math
         if draft_step is None:
             types = plugins.types_text(model_runner.dtype, fp8_cache, self._fp8_math)
             _logger.info("Attention backend %s: %s", compat.NAME, types)
@@ -267,7 +269,7 @@ class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
     In step i a request has i + 1 tokens more than the batch says, its drafts so far.
     """
 
-    def __init__(self, model_runner, topk: int, speculative_num_steps: int):
+    def __init__(self, model_runner, topk: int, speculative_num_steps: int, *, fp8_math: bool = False):
         """Make a backend for each step but the last, which needs no attention.
 
         Raises:
@@ -280,6 +282,7 @@ class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
         self.attn_backends: list[ETAPBackend] = []
         workspace = None
         for step in range(speculative_num_steps - 1):
-            backend = ETAPBackend(model_runner, skip_prefill=True, draft_step=step, workspace=workspace)
+            options = {"fp8_math": fp8_math, "draft_step": step, "workspace": workspace}
+            backend = ETAPBackend(model_runner, skip_prefill=True, **options)
             workspace = backend.schedule.workspace
             self.attn_backends.append(backend)

@@ -1,16 +1,98 @@
-"""What differs between SGLang versions, each with its reason and when it can go; and the lists of its models."""
+"""What ETAP uses of SGLang; what differs between versions, with the reason and when it can go; its models' lists."""
 
 from etap_backend import plugins
 
 NAME = "etap"
-SUPPORTED_VERSIONS = plugins.Versions("0.5.17", "0.5.24")
+FP8_MATH_NAME = "etap_fp8_math"
+"""ETAP that multiplies an FP8 cache as it is, by queries rounded to e4m3; the other does as float16, exactly. A name of
+its own goes to all ranks with SGLang's arguments, an environment need not be the same for all.
+"""
+NAMES = (NAME, FP8_MATH_NAME)
+ENGINE = plugins.Engine("SGLang", "sglang", NAME, oldest="0.5.17", newest="0.5.23")
+
+PAGE_HOOK = "sglang.srt.arg_groups.overrides._mla_backend_page_constraints"
+DRAFT_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+
+REGISTRATION_USES = (
+    plugins.Use(PAGE_HOOK, positional=1),
+    plugins.Use(DRAFT_HOOK, positional=1, keywords="backend_name backend_map error_template **"),
+    plugins.Use("sglang.srt.layers.attention.attention_registry:ATTENTION_BACKENDS"),
+    plugins.Use("sglang.srt.layers.attention.attention_registry:register_attention_backend", positional=1),
+    plugins.Use("sglang.srt.plugins.hook_registry:HookRegistry.register", positional=3),
+    plugins.Use("sglang.srt.plugins.hook_registry:HookType", has="AFTER BEFORE"),
+    plugins.Use(
+        "sglang.srt.server_args", has="add_attention_backend_choices add_chunked_prefix_cache_attention_backend"
+    ),
+    plugins.Use(
+        "sglang.srt.server_args:ServerArgs",
+        has="attention_backend dcp_size decode_attention_backend dtype kv_cache_dtype page_size "
+        "prefill_attention_backend speculative_algorithm speculative_draft_attention_backend speculative_eagle_topk",
+    ),
+)
+"""Without these the names stay unknown."""
+
+_ATTENTION = "sglang.srt.layers.attention"
+_BATCH = "sglang.srt.model_executor.forward_batch_info"
+_PREFILL = f"{_ATTENTION}.flashinfer_mla_backend:FlashInferMLAAttnBackend"
+_MODELS = "sglang.srt.models.deepseek_common"
+_POOL = "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool"
+USES = (
+    plugins.Use("sglang.srt.configs.model_config:ModelConfig", has="kv_lora_rank num_attention_heads qk_rope_head_dim"),
+    plugins.Use(
+        "sglang.srt.model_executor.model_runner:ModelRunner",
+        has="device dtype kv_cache_dtype model_config page_size use_mla_backend",
+    ),
+    plugins.Use("sglang.kernels.ops.attention.dcp_kernels:create_mla_kv_page_table_for_dcp"),
+    plugins.Use(
+        f"{_ATTENTION}.flashmla_backend:FlashMLABackend",
+        has="num_draft_tokens kv_indptr device req_to_token page_size token_to_kv_pool is_draft_runner skip_prefill "
+        "max_context_len forward_metadata",
+    ),
+    plugins.Use(f"{_ATTENTION}.flashmla_backend:FlashMLABackend.__init__", positional=5),
+    plugins.Use(f"{_ATTENTION}.flashmla_backend:FlashMLAMultiStepDraftBackend"),
+    plugins.Use(
+        f"{_ATTENTION}.flashmla_backend:create_flashmla_kv_indices_triton", positional=7, keywords="PAGED_SIZE"
+    ),
+    plugins.Use(f"{_ATTENTION}.flashmla_backend:get_num_kv_index_blocks_flashmla", positional=2),
+    plugins.Use(
+        f"{_ATTENTION}.flashmla_backend:maybe_create_verify_mask",
+        keywords="is_draft_runner skip_prefill max_bs max_context_len num_draft_tokens device is_read",
+    ),
+    plugins.Use(_PREFILL),
+    plugins.Use(f"{_PREFILL}.forward_extend", positional=9),
+    plugins.Use(f"{_PREFILL}.init_forward_metadata", positional=2),
+    plugins.Use(f"{_PREFILL}.init_forward_metadata_out_graph", positional=3),
+    plugins.Use("sglang.srt.layers.dcp.layout:get_dcp_lens", positional=3),
+    plugins.Use(
+        "sglang.srt.layers.radix_attention:RadixAttention",
+        has="head_dim layer_id logit_cap scaling tp_q_head_num v_head_dim",
+    ),
+    plugins.Use("sglang.srt.mem_cache.memory_pool"),
+    plugins.Use(f"{_POOL}.get_key_buffer", positional=2),
+    plugins.Use(f"{_POOL}.set_kv_buffer", positional=5),
+    plugins.Use(f"{_POOL}.set_mla_kv_buffer", positional=5),
+    plugins.Use(
+        f"{_BATCH}:ForwardBatch",
+        has="batch_size extend_seq_lens forward_mode out_cache_loc req_pool_indices seq_lens",
+    ),
+    plugins.Use(f"{_BATCH}:ForwardMode", has="is_decode is_decode_or_idle is_draft_extend_v2 is_idle is_target_verify"),
+    plugins.Use(f"{_MODELS}.attention_backend_handler:AttentionBackendRegistry.register", positional=2),
+    plugins.Use(f"{_MODELS}.attention_backend_handler", has="handle_attention_flashmla"),
+    plugins.Use(
+        f"{_MODELS}.attention_forward_methods.forward_mla", has="is_mla_dcp_lse_base_on_e|_is_mla_dcp_lse_base_on_e"
+    ),
+    plugins.Use(f"{_MODELS}.utils", has="FORWARD_ABSORB_CORE_ATTENTION_BACKENDS"),
+    plugins.Use("sglang.srt.runtime_context:ParallelContext", has="attn_dcp_rank attn_dcp_size attn_tp_size"),
+    plugins.Use("sglang.srt.runtime_context:get_parallel", positional=0),
+    plugins.Use("sglang.srt.runtime_context:get_spec", positional=0),
+    plugins.Use(
+        "sglang.srt.speculative.draft_utils:DraftBackendFactory",
+        has="_create_flashmla_decode_backend draft_model_runner speculative_num_steps topk",
+    ),
+)
+"""What the backend needs when it is selected."""
 
 PAGES_PER_PROGRAM = 64  # of a block table, filled by one Triton program
-
-
-def why_unsupported_version() -> str | None:
-    """Say why the installed SGLang cannot run ETAP, or None when it can."""
-    return plugins.why_unsupported_version("SGLang", "sglang", NAME, SUPPORTED_VERSIONS)
 
 
 def uses_mla(view) -> bool:
@@ -79,12 +161,13 @@ def register_model_support() -> None:
     from sglang.srt.models.deepseek_common import utils
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 
-    handler.AttentionBackendRegistry.register(NAME, handler.handle_attention_flashmla)
     if NAME in utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         return
-    utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(NAME)
+    for name in NAMES:
+        handler.AttentionBackendRegistry.register(name, handler.handle_attention_flashmla)
+        utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
     # It is public since 0.5.18.
     public = "is_mla_dcp_lse_base_on_e"
     function = public if hasattr(forward_mla, public) else f"_{public}"
     known = getattr(forward_mla, function)
-    setattr(forward_mla, function, lambda attention_backend: attention_backend == NAME or known(attention_backend))
+    setattr(forward_mla, function, lambda attention_backend: attention_backend in NAMES or known(attention_backend))

@@ -4,14 +4,22 @@ SGLang asks a backend for little and decides much by comparing names with lists.
 the function of SGLang that it extends, and what would happen without.
 """
 
+import functools
 import inspect
 import logging
 
-from etap_backend.sglang.arguments import resolve_arguments
-from etap_backend.sglang.compat import NAME, why_unsupported_version
-
-_PAGE_HOOK = "sglang.srt.arg_groups.overrides._mla_backend_page_constraints"
-_DRAFT_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+from etap_backend import plugins
+from etap_backend.sglang import arguments
+from etap_backend.sglang.compat import (
+    DRAFT_HOOK,
+    ENGINE,
+    FP8_MATH_NAME,
+    NAME,
+    NAMES,
+    PAGE_HOOK,
+    REGISTRATION_USES,
+    USES,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -26,7 +34,7 @@ def register() -> None:
     SGLang swallows what a plugin raises, and then refuses the name as an invalid choice.
     """
     try:
-        if reason := why_unsupported_version():
+        if reason := why_unregistered():
             _logger.warning("etap-backend: %s; other attention backends are not affected", reason)
             return
         _register_names()
@@ -48,21 +56,58 @@ def _register_names() -> None:
 
     if NAME in ATTENTION_BACKENDS:
         return
-    server_args.add_attention_backend_choices([NAME])
+    server_args.add_attention_backend_choices(list(NAMES))
     if hasattr(server_args, "add_draft_attention_backend_choices"):
-        server_args.add_draft_attention_backend_choices([NAME])
-    server_args.add_chunked_prefix_cache_attention_backend(NAME)
-    HookRegistry.register(_PAGE_HOOK, resolve_arguments, HookType.AFTER)
-    HookRegistry.register(_DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
-    register_attention_backend(NAME)(make_backend)
-    _logger.info("Attention backend %s registered", NAME)
+        server_args.add_draft_attention_backend_choices(list(NAMES))
+    HookRegistry.register(PAGE_HOOK, resolve_arguments, HookType.AFTER)
+    HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
+    for name in NAMES:
+        server_args.add_chunked_prefix_cache_attention_backend(name)
+        register_attention_backend(name)(functools.partial(make_backend, fp8_math=name == FP8_MATH_NAME))
+    _logger.info("Attention backends %s registered", " and ".join(NAMES))
 
 
-def make_backend(model_runner):
-    """SGLang's factory of the backend that `--attention-backend etap` names."""
+def why_unregistered() -> str | None:
+    """Say by name why ETAP is not registered in the installed SGLang, or None when it is."""
+    return ENGINE.why_too_old() or ENGINE.why_lacking(name for use in REGISTRATION_USES for name in use.lacking())
+
+
+def why_unusable() -> str | None:
+    """Say by name what the backend lacks in the installed SGLang, or None; imports SGLang's backends and models."""
+    if reason := ENGINE.why_lacking(name for use in USES for name in use.lacking()):
+        return reason
+    from etap_backend.sglang.backend import ETAPBackend, ETAPMultiStepDraftBackend
+
+    return ENGINE.why_lacking(name for cls in (ETAPBackend, ETAPMultiStepDraftBackend) for name in plugins.misfits(cls))
+
+
+def resolve_arguments(declared: dict, view) -> dict | None:
+    """Look for what ETAP uses and resolve its arguments, where it was chosen, before any weight is loaded.
+
+    Runs after `_mla_backend_page_constraints`, which sets the page size of the backends that SGLang knows; without, it
+    would be 1.
+    """
+    name = next((name for name in arguments.names_chosen(view) if name in NAMES), None)
+    if name is None:
+        return None
+    if reason := why_unusable():
+        raise ValueError(f"--attention-backend {name}: {reason}")
+    resolved = arguments.resolve_arguments(declared, view, name)
+    _warn_untested()
+    return resolved
+
+
+@functools.cache  # SGLang may resolve its arguments again
+def _warn_untested() -> None:
+    if untested := ENGINE.why_untested():
+        _logger.warning("etap-backend: %s", untested)
+
+
+def make_backend(model_runner, fp8_math: bool):
+    """SGLang's factory of the backend that `--attention-backend` names."""
     from etap_backend.sglang.backend import ETAPBackend
 
-    return ETAPBackend(model_runner)
+    return ETAPBackend(model_runner, fp8_math=fp8_math)
 
 
 def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_template: str, **options) -> None:
@@ -75,17 +120,17 @@ def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_tem
     # Since 0.5.18 an entry of the table answers with the backend's name too, and this option exists.
     named = "stamps_children" in inspect.signature(type(factory)._create_backend).parameters
 
-    def create():
+    def create(name: str):
         from etap_backend.sglang.backend import ETAPBackend, ETAPMultiStepDraftBackend
 
-        runner = factory.draft_model_runner
+        runner, fp8_math = factory.draft_model_runner, name == FP8_MATH_NAME
         if decodes:
-            backend = ETAPMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps)
+            backend = ETAPMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps, fp8_math=fp8_math)
         else:
-            backend = ETAPBackend(runner)
-        return (NAME, backend) if named else backend
+            backend = ETAPBackend(runner, fp8_math=fp8_math)
+        return (name, backend) if named else backend
 
-    backend_map[NAME] = create
+    backend_map |= {name: functools.partial(create, name) for name in NAMES}
 
 
 class _Errors(logging.Handler):
@@ -110,10 +155,11 @@ def check_plugin() -> None:
     errors = _Errors()
     logging.getLogger("sglang.srt.plugins").addHandler(errors)
     loader.load_plugins()
-    if reason := why_unsupported_version():
+    if reason := why_unregistered():
         raise Unavailable(reason)
-    missing = [hook for hook in (_PAGE_HOOK, _DRAFT_HOOK) if hook not in HookRegistry._patched]
-    if NAME in ATTENTION_BACKENDS and not missing:
-        return
-    what = f"{', '.join(missing)} not hooked" if NAME in ATTENTION_BACKENDS else f"no attention backend {NAME}"
-    raise Unavailable("; ".join([what, *errors.texts]))
+    missing = [hook for hook in (PAGE_HOOK, DRAFT_HOOK) if hook not in HookRegistry._patched]
+    if NAME not in ATTENTION_BACKENDS or missing:
+        what = f"{', '.join(missing)} not hooked" if NAME in ATTENTION_BACKENDS else f"no attention backend {NAME}"
+        raise Unavailable("; ".join([what, *errors.texts]))
+    if reason := why_unusable():
+        raise Unavailable(reason)

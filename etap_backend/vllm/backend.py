@@ -3,11 +3,9 @@
 from typing import ClassVar
 
 import torch
-from vllm.config import get_current_vllm_config_or_none
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionBackend
 
 from etap_backend import plugins
 from etap_backend.support import COMPUTE_CAPABILITY, DTYPES, HEAD_DIM, TILE_TOKENS, why_unsupported
@@ -95,20 +93,3 @@ class ETAPBackend(MLACommonBackend):
         if reason is None and use_sparse:
             reason = "sparse attention without index_topk in the model's configuration is not supported"
         return reason or plugins.why_no_library()
-
-
-def __getattr__(name: str) -> type[AttentionBackend]:
-    """SelectedBackend is the class that the name ETAP stands for: the one for the attention of the model.
-
-    vLLM asks for the class before it says whether a layer's attention is sparse, and a class answers for one of both.
-    It builds sparse layers where the model's configuration has index_topk.
-    """
-    if name != "SelectedBackend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    config = get_current_vllm_config_or_none()
-    model = None if config is None else config.model_config
-    if model is None or not hasattr(model.hf_text_config, "index_topk"):
-        return ETAPBackend
-    from etap_backend.vllm.sparse import ETAPSparseBackend
-
-    return ETAPSparseBackend

@@ -1,48 +1,115 @@
-"""Differences between vLLM versions, each with its reason, the versions and when it can go."""
+"""What ETAP uses of vLLM; and differences between versions, each with its reason, the versions and when it can go."""
 
-import contextlib
 import copyreg
-import importlib.metadata
 import logging
 from enum import Enum
 
 from etap_backend import plugins
 
 NAME = "ETAP"
-SUPPORTED_VERSIONS = plugins.Versions("0.26.0", "0.34")
+ENGINE = plugins.Engine("vLLM", "vllm", NAME, oldest="0.26.0", newest="0.33.0")
 
-_BACKEND_PATH = "etap_backend.vllm.backend.SelectedBackend"
-_REFUSAL_PATH = f"{__name__}.UnsupportedVersion"
+_MLA = "vllm.model_executor.layers.attention.mla_attention"
+USES = (
+    plugins.Use("vllm.config:get_current_vllm_config", positional=0),
+    plugins.Use("vllm.config:get_current_vllm_config_or_none", positional=0),
+    plugins.Use(
+        "vllm.config:VllmConfig",
+        has="additional_config model_config parallel_config scheduler_config speculative_config",
+    ),
+    plugins.Use("vllm.config:ModelConfig", has="dtype max_model_len"),
+    plugins.Use("vllm.config:ParallelConfig", has="decode_context_parallel_size use_ubatching"),
+    plugins.Use("vllm.config:SchedulerConfig", has="max_num_seqs"),
+    plugins.Use("vllm.config.cache:CacheDType"),
+    plugins.Use("vllm.distributed:get_dcp_group", positional=0),
+    plugins.Use("vllm.envs", has="VLLM_BATCH_INVARIANT"),
+    plugins.Use("vllm.logger:init_logger", positional=1),
+    plugins.Use(f"{_MLA}:MLACommonBackend", has="validate_configuration"),
+    plugins.Use(f"{_MLA}:MLACommonDecodeMetadata", keywords="block_table seq_lens dcp_tot_seq_lens"),
+    plugins.Use(
+        f"{_MLA}:MLACommonImpl",
+        has="supports_quant_query_input kv_lora_rank scale "
+        "can_return_lse_for_decode lse_base_on_e supports_dcp supports_pcp",
+    ),
+    plugins.Use(
+        f"{_MLA}:MLACommonImpl.__init__",
+        keywords="num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
+        "attn_type kv_sharing_target_layer_name **",
+    ),
+    plugins.Use(f"{_MLA}:MLACommonMetadata", has="decode"),
+    plugins.Use(
+        f"{_MLA}:MLACommonMetadataBuilder",
+        has="num_heads dcp_world_size dcp_local_block_size page_size model_config "
+        "_build_decode _cudagraph_support query_len_support reorder_batch_threshold",
+    ),
+    plugins.Use(f"{_MLA}:MLACommonMetadataBuilder.__init__", positional=6, keywords="supports_dcp_with_varlen"),
+    plugins.Use(f"{_MLA}:MLACommonMetadataBuilder.build", positional=4),
+    plugins.Use(f"{_MLA}:QueryLenSupport", has="VARLEN"),
+    plugins.Use("vllm.platforms.interface:DeviceCapability", has="major minor"),
+    plugins.Use("vllm.utils.platform_utils:num_compute_units", positional=1),
+    plugins.Use("vllm.v1.attention.backend:AttentionCGSupport", has="UNIFORM_BATCH"),
+    plugins.Use("vllm.v1.attention.backend:AttentionLayer"),
+    plugins.Use("vllm.v1.attention.backend:AttentionMetadataBuilder.__init__", positional=5),
+    plugins.Use("vllm.v1.attention.backend:AttentionType", has="DECODER"),
+    plugins.Use("vllm.v1.attention.backend:CommonAttentionMetadata", has="max_query_len query_start_loc_cpu"),
+    plugins.Use("vllm.v1.attention.backend:MLAAttentionImpl"),
+    plugins.Use("vllm.v1.attention.backends.utils:get_dcp_local_seq_lens", positional=4),
+    plugins.Use("vllm.v1.kv_cache_interface:AttentionSpec"),
+    plugins.Use("vllm.v1.worker.workspace:WorkspaceManager.get_simultaneous", positional=2),
+    plugins.Use("vllm.v1.worker.workspace:current_workspace_manager", positional=0),
+)
+"""What the backend needs when it is selected; the registry, which registration needs, is there then."""
+
+_SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
+_BACKENDS = "vllm.v1.attention.backends.mla"
+SPARSE_USES = (
+    plugins.Use("vllm.config:ModelConfig", has="hf_text_config"),
+    plugins.Use(
+        f"{_SPARSE}:SparseMLACommonImpl",
+        has="supports_quant_query_input kv_lora_rank scale dcp_world_size dcp_rank "
+        "can_return_lse_for_decode lse_base_on_e supports_dcp supports_pcp",
+    ),
+    plugins.Use(
+        f"{_SPARSE}:SparseMLACommonImpl.__init__",
+        keywords="num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
+        "attn_type kv_sharing_target_layer_name **",
+    ),
+    plugins.Use(
+        f"{_BACKENDS}.flashattn_mla_sparse:FlashAttnMLASparseMetadata",
+        has="block_table req_id_per_token block_size cp_kv_cache_interleave_size",
+    ),
+    plugins.Use(
+        f"{_BACKENDS}.flashattn_mla_sparse:FlashAttnMLASparseMetadataBuilder._init_reorder_batch_threshold",
+        positional=4,
+    ),
+    plugins.Use(f"{_BACKENDS}.flashmla_sparse:FlashMLASparseBackend", has="validate_configuration"),
+    plugins.Use(
+        f"{_BACKENDS}.sparse_utils:triton_filter_and_convert_dcp_index",
+        positional=3,
+        keywords="dcp_size dcp_rank cp_kv_cache_interleave_size BLOCK_SIZE NUM_TOPK_TOKENS compact_valid_to_front",
+    ),
+)
+"""What the backend of models with sparse attention needs besides."""
+
+HOOKS_OF_SOME = (
+    *("supports_device_cpu_query_lens_mismatch", "reserve_workspace", "update_draft_decode_metadata"),
+    "get_kv_cache_stride_order",  # until layouts have names
+)
+"""Methods of ours that only some of the versions ask for."""
+
+_BACKEND_PATH = "etap_backend.vllm.selected.Backend"
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = logging.getLogger(f"vllm.{__name__}")
 
 
-def why_unsupported_version() -> str | None:
-    """Say why the installed vLLM cannot run ETAP, or None when it can."""
-    return plugins.why_unsupported_version("vLLM", "vllm", NAME, SUPPORTED_VERSIONS)
-
-
-class UnsupportedVersion:
-    """What the name ETAP stands for in a vLLM outside the supported range: vLLM's own selection reports the reason."""
-
-    @classmethod
-    def validate_configuration(cls, *args, **kwargs) -> list[str]:
-        """vLLM's question to a selected backend: the reasons against it."""
-        reason = why_unsupported_version()
-        return [reason] if reason else []
-
-
 def register() -> None:
-    """Register ETAP. In an unsupported vLLM this only warns, so that a start with another backend goes on."""
-    reason = why_unsupported_version()
-    if reason is None:
+    """Register ETAP. Where vLLM's registry is another one this only warns: a start with another backend goes on."""
+    try:
         backend_member()
-        return
-    _logger.warning("%s; other attention backends are not affected", reason)
-    # Nothing is known about that version's registry. Without a member the name is simply an unknown one.
-    with contextlib.suppress(Exception):
-        backend_member()
+    except Exception as error:  # nothing is known of that registry
+        reason = ENGINE.why_too_old() or ENGINE.why_lacking([f"{type(error).__name__}: {error}"])
+        _logger.warning("%s; other attention backends are not affected", reason)
 
 
 def backend_member() -> Enum:
@@ -50,8 +117,7 @@ def backend_member() -> Enum:
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if NAME not in AttentionBackendEnum.__members__:
-        path = _BACKEND_PATH if why_unsupported_version() is None else _REFUSAL_PATH
-        _add_member(AttentionBackendEnum, path)
+        _add_member(AttentionBackendEnum, _BACKEND_PATH)
         _make_picklable(AttentionBackendEnum)
         _logger.info("Attention backend %s registered", NAME)
     return AttentionBackendEnum[NAME]
@@ -141,5 +207,5 @@ def pads_tokens_of_no_request(vllm_config) -> bool:
     """
     import vllm.envs as envs
 
-    padded = plugins.release(importlib.metadata.version("vllm")) < (0, 33, 0)
+    padded = plugins.release(ENGINE.version) < (0, 33, 0)
     return padded and envs.VLLM_USE_BREAKABLE_CUDAGRAPH and vllm_config.use_v2_model_runner

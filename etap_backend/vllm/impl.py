@@ -5,7 +5,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import get_current_vllm_config
+from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.utils.platform_utils import num_compute_units
@@ -17,6 +17,24 @@ from etap_backend.vllm.metadata import ETAPMetadata, Limits, claim_workspace
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
+
+FP8_MATH_OPTION = "etap_fp8_math"
+"""`--additional-config '{"etap_fp8_math": true}'`: an FP8 cache is multiplied as it is, by queries rounded to e4m3;
+otherwise as float16, exactly. vLLM's configuration is the same for all ranks, an environment need not be.
+"""
+
+
+def wants_fp8_math(config: VllmConfig) -> bool:
+    """What the option says; raises ValueError unless it is true, false or absent, and for other options of ETAP's."""
+    options = config.additional_config
+    if not isinstance(options, dict):  # another plugin's own class
+        return False
+    if unknown := [name for name in options if name.lower().startswith("etap") and name != FP8_MATH_OPTION]:
+        raise ValueError(f"additional_config: wanted {FP8_MATH_OPTION} at most, got {', '.join(unknown)}")
+    value = options.get(FP8_MATH_OPTION, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"additional_config: {FP8_MATH_OPTION}: wanted true or false, got {value!r}")
+    return value
 
 
 def refuse_variants(attn_type: str, **wanted_none: object) -> None:
@@ -84,7 +102,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         if reason:
             raise NotImplementedError(f"{compat.NAME}: {reason}")
         self._fp8_cache = kv_cache_dtype.startswith("fp8")
-        self._fp8_math = self._fp8_cache and plugins.wants_fp8_math()
+        self._fp8_math = wants_fp8_math(config) and self._fp8_cache
         # The kernels round each query row by a scale of its own, if at all; vLLM would with one for all of them.
         self.supports_quant_query_input = False
         types = plugins.types_text(config.model_config.dtype, self._fp8_cache, self._fp8_math)

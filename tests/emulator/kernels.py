@@ -106,11 +106,7 @@ def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None) -> Ke
     """The one kernel among sources that has these template arguments, in or out of our namespaces, translated."""
     pattern = re.compile(rf"<(\w+::)?{re.escape(arguments.replace('etap::', ''))}>\(")
     names = {(source, name): full for source in sources for full, name in module(source).names.items()}
-    found = [
-        place
-        for place, full in names.items()
-        if pattern.search(full.replace("etap::", "").replace(" >", ">"))
-    ]
+    found = [place for place, full in names.items() if pattern.search(full.replace("etap::", "").replace(" >", ">"))]
     if len(found) != 1:
         raise KeyError(f"{len(found)} kernels have <{arguments}>, of {list(names.values())}")
     ((source, name),) = found

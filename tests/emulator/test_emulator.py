@@ -133,6 +133,17 @@ def test_packed_conversion(code, target):
     assert run(code, x.numpy())[:, 0].tolist() == [int.from_bytes(row.tobytes(), "little") for row in raw]
 
 
+def test_products_of_two_bf16():
+    """Subnormal numbers, zeros, infinities and NaN as well; torch multiplies in float32 and rounds once."""
+    bits = random_bits(2, threads=256)
+    bits[:8, 0] = [0x00018001, 0x7F807F80, 0x00000000, 0x7FC07FC0, 0x007F0001, 0x80000000, 0x7F7F7F7F, 0x00700010]
+    bits[:8, 1] = 0x7B807B80
+    a, b = (torch.from_numpy(np.ascontiguousarray(bits[:, n]).view(np.int16)).view(torch.bfloat16) for n in range(2))
+    got = run("mul.rn.bf16x2 %o0, %i0, %i1;", bits, threads=256)[:, 0].copy().view(np.int16)
+    got, want = torch.from_numpy(got).view(torch.bfloat16).float(), (a.float() * b.float()).bfloat16().float()
+    torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
+
+
 def test_integers_lose_and_regain_their_upper_half():
     numbers = np.array([0, 1, 0xFFFF, 0x10000, 0x12345678, 0xFFFFFFFF], np.uint32)
     got = run("cvt.u16.u32 %h0, %i0; cvt.u32.u16 %o0, %h0;", np.resize(numbers, 128), threads=128)[:, 0]
@@ -159,6 +170,7 @@ def test_exchanges_between_lanes():
     for code, want in {
         "redux.sync.add.u32 %o0, %i0, -1;": np.full(LANES, x.sum(dtype=np.uint32)),
         "redux.sync.max.u32 %o0, %i0, -1;": np.full(LANES, x.max()),
+        "setp.gt.u32 %p0, %lane, 20; vote.sync.ballot.b32 %o0, %p0, -1;": np.full(LANES, 0xFFE00000),
         "shfl.sync.bfly.b32 %o0|%p0, %i0, 5, 31, -1;": x[lane ^ 5],
         "shfl.sync.idx.b32 %o0, %i0, 3, 0x181f, -1;": x[lane // 8 * 8 + 3],
         "shfl.sync.up.b32 %o0, %i0, 4, 0, -1;": x[np.where(lane >= 4, lane - 4, lane)],
@@ -234,6 +246,20 @@ def test_cp_async_fills_with_zeros(timing):
     np.testing.assert_array_equal(run(code, bits, outputs=4, timing=timing), want)
 
 
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_an_mbarrier_that_waits_for_copies(timing):
+    """Each lane's arrival is one more than the barrier was initialised for."""
+    code = """setp.eq.s32 %p0, %t, 0; @%p0 mbarrier.init.shared::cta.b64 [%sh+4096], 1; bar.sync 0;
+    mad.lo.s32 %i4, %t, 16, %sh; cp.async.cg.shared.global [%i4], [%in], 16;
+    cp.async.mbarrier.arrive.shared::cta.b64 [%sh+4096]; bar.sync 0;
+    @%p0 mbarrier.arrive.shared::cta.b64 _, [%sh+4096];
+    WAIT: mbarrier.try_wait.parity.shared::cta.b64 %p1, [%sh+4096], 0; @!%p1 bra WAIT;
+    xor.b32 %i5, %t, 33; mad.lo.s32 %i4, %i5, 16, %sh; ld.shared.v4.u32 {%o0, %o1, %o2, %o3}, [%i4];"""
+    bits = random_bits(4, threads=64)
+    got = run(code, bits, outputs=4, threads=64, timing=timing)
+    np.testing.assert_array_equal(got, bits[np.arange(64) ^ 33])
+
+
 INIT = "setp.eq.s32 %p0, %t, 0; @%p0 mbarrier.init.shared::cta.b64 [%sh], 1; bar.warp.sync -1;"
 MISTAKES = {
     "frobnicate.b32 %o0, %i0;": (UnknownInstruction, r"frobnicate\.b32 %o0, %i0"),
@@ -250,6 +276,12 @@ MISTAKES = {
     INIT + "W: mbarrier.try_wait.parity.shared::cta.b64 %p1, [%sh], 0; @!%p1 bra W;": (
         EmulationError,
         r"(?s)deadlock.*phase 0, 1 of 1",
+    ),
+    "cp.async.cg.shared.global [%sh], [%in], 16;": (EmulationError, "ended with copies in flight"),
+    INIT + "cp.async.mbarrier.arrive.shared::cta.b64 [%sh]; "
+    "W: mbarrier.try_wait.parity.shared::cta.b64 %p1, [%sh], 0; @!%p1 bra W;": (
+        EmulationError,
+        "(?s)deadlock.*phase 0",
     ),
     "cp.async.cg.shared.global [%sh], [%in], 16; ld.shared.u32 %o0, [%sh];": (EmulationError, "in flight"),
     "A: bra A;": (EmulationError, "livelock"),

@@ -1,10 +1,11 @@
 """What must be refused is refused, by the same words on the CPU and on the GPU; what is allowed is not."""
 
 import pytest
+import sparse_refusals
 import torch
 from refusals import REFUSALS, valid_call
 
-from etap_backend import DecodeSchedule, mla_decode, why_unsupported, why_unsupported_sparse
+from etap_backend import DecodeSchedule, mla_decode, sparse_mla_decode, why_unsupported, why_unsupported_sparse
 from etap_backend._library import library
 from etap_backend.lab.checks.cases import Case, build, decode
 from etap_backend.lab.checks.compare import check, truth
@@ -23,8 +24,15 @@ def test_refused(refusal, device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("refusal", sparse_refusals.REFUSALS, ids=str)
+def test_refused_by_the_sparse_call(refusal, device):
+    test_refused(refusal, device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_the_unspoiled_call_is_allowed(device):
     mla_decode(**valid_call(device))
+    sparse_mla_decode(**sparse_refusals.valid_call(device))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -110,6 +118,49 @@ def test_a_direct_call_with_parts_of_a_schedule_elsewhere_is_refused(name):
 def test_the_compiled_decode_runs_on_gpus_only():
     with pytest.raises(ValueError, match="^q: wanted a tensor on a CUDA device, got one on cpu"):
         library().decode(*as_the_library_takes_it("cpu"))
+    with pytest.raises(ValueError, match="^q: wanted a tensor on a CUDA device, got one on cpu"):
+        library().sparse_decode(*as_the_library_takes_sparse_calls("cpu"))
+
+
+def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
+    """The valid sparse call in the order of the compiled `sparse_decode`, with some of it replaced."""
+    call = sparse_refusals.valid_call(device) | {"workspace": torch.zeros(10**6, device=device), "partitions": 8}
+    names = "q q_rope kv_cache indices block_table request_ids valid_counts sinks workspace out lse softmax_scale"
+    return [{**call, **spoiled}[name] for name in (*names.split(), "partitions")]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("function", ["check_sparse_decode", "sparse_decode", "sparse_decode_launches"])
+@pytest.mark.parametrize(
+    "spoil, error, words",
+    [
+        (lambda device: {"partitions": 0}, ValueError, "partitions: wanted at least 1, got 0"),
+        (lambda device: {"softmax_scale": float("nan")}, ValueError, "softmax_scale: wanted a positive finite number"),
+        (
+            lambda device: {"workspace": torch.zeros(99, device=device)},
+            ValueError,
+            r"workspace: wanted a contiguous \[>=131328\], got \[99\]",
+        ),
+        (
+            lambda device: {"indices": torch.zeros(3, 100, device=device)},
+            TypeError,
+            "indices: wanted int32, got float32",
+        ),
+    ],
+)
+def test_a_direct_sparse_call_of_the_library_is_refused_as_well(spoil, error, words, function, device):
+    with pytest.raises(error, match=f"^{words}"):
+        getattr(library(), function)(*as_the_library_takes_sparse_calls(device, **spoil(device)))
+
+
+@pytest.mark.gpu
+def test_sparse_calls_with_tensors_of_two_devices_are_refused():
+    call = sparse_refusals.valid_call("cuda")
+    call |= sparse_refusals.table(call, workspace=torch.zeros(10**6, device="cuda"))
+    for name, value in call.items():
+        if isinstance(value, torch.Tensor) and name != "q":
+            with pytest.raises(ValueError, match=f"^{name}: wanted .*cuda"):
+                sparse_mla_decode(**{**call, name: value.cpu()})
 
 
 def test_pages_further_apart_than_tma_reaches_are_refused(tmp_path):
@@ -280,7 +331,7 @@ def test_fp8_caches_are_supported_with_every_query(dtype, cache):
     [
         ({"dtype": torch.float16}, "dtype float16"),
         ({"dtype": torch.float8_e4m3fn}, "dtype float8_e4m3fn"),
-        ({"head_dim": 512}, "head_dim 512"),
+        ({"head_dim": 192}, "head_dim 192"),
         ({"v_head_dim": 128}, "v_head_dim 128"),
         ({"page_size": 0}, "page_size 0"),
         ({"top_k": 0}, "top_k 0"),
@@ -298,4 +349,5 @@ def test_unsupported_sparse_problems_have_a_reason(problem, word):
 @pytest.mark.parametrize("cache", [None, "auto", "bfloat16", torch.bfloat16, "fp8_ds_mla"])
 def test_supported_sparse_problems_have_none(cache):
     problem = {"num_heads": 3, "page_size": 1, "top_k": 100, "compute_capability": (9, 0)}
-    assert why_unsupported_sparse(dtype=torch.bfloat16, kv_cache_dtype=cache, **problem) is None
+    for head_dim in (576, 512):
+        assert why_unsupported_sparse(dtype=torch.bfloat16, kv_cache_dtype=cache, head_dim=head_dim, **problem) is None

@@ -3,10 +3,13 @@
 import pytest
 import torch
 
-from etap_backend import DecodeSchedule
+from etap_backend import DecodeSchedule, sparse_workspace_floats
 from etap_backend._library import library
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
+from etap_backend.lab.checks.sparse_cases import SparseCase
+from etap_backend.lab.checks.sparse_cases import build as build_sparse
 from etap_backend.schedule import decode_shape
+from etap_backend.sparse import sparse_decode_shape
 
 
 def launches(case: Case, q: torch.Tensor | None = None, kv_cache: torch.Tensor | None = None) -> list:
@@ -78,3 +81,35 @@ def test_the_cache_of_one_page_may_say_any_stride():
 def test_queries_are_copied_by_tma_where_it_can(q, mapped):
     decode = launches(Case((64,), 16, num_sms=1), q=q)[0]
     assert len(decode[7]) == (2 if mapped else 0)
+
+
+def sparse_launches(case: SparseCase) -> list:
+    problem = build_sparse(case, "cpu")
+    partitions = case.num_sms // sparse_decode_shape(max(1, case.heads), case.fp8).row_groups
+    workspace = torch.empty(sparse_workspace_floats(max(1, case.heads), case.fp8, case.num_sms))
+    out, lse = torch.empty(case.tokens, case.heads, 512, dtype=torch.bfloat16), torch.empty(case.tokens, case.heads)
+    lists = (problem.indices, problem.block_table, problem.request_ids, problem.valid_counts)
+    return library().sparse_decode_launches(
+        *(problem.call_q, problem.call_q_rope, problem.kv_cache, *lists, problem.sinks),
+        *(workspace, out, lse, SOFTMAX_SCALE, partitions),
+    )
+
+
+@pytest.mark.parametrize(
+    "heads, row_tile", [(1, 8), (8, 8), (12, 16), (16, 16), (24, 32), (32, 32), (64, 64), (128, 64)]
+)
+def test_the_heads_name_the_sparse_kernel(heads, row_tile):
+    for fp8 in (False, True):
+        shape = sparse_decode_shape(heads, fp8)
+        wanted = min(row_tile, 32) if fp8 else row_tile
+        assert shape.row_tile == wanted and shape.row_groups == -(-heads // shape.group_rows)
+        decode, combine = sparse_launches(SparseCase(1, heads, 2048, "fp8" if fp8 else "bf16", num_sms=12))
+        partition_tiles = library().sparse_partition_tiles(1, 2048, 12 // shape.row_groups)
+        assert decode[1] * decode[2] == -(-32 // partition_tiles) * shape.row_groups
+        traits = f"sparse_fp8::Traits<{wanted}>" if fp8 else f"GatheredTraits<etap::{shape.kernel}::Traits<"
+        assert traits in decode[0] and "combine" in combine[0]
+
+
+def test_whole_lists_have_nothing_to_combine_and_no_token_nothing_to_decode():
+    assert len(sparse_launches(SparseCase(1, 16, 2048, num_sms=1))) == 1
+    assert len(sparse_launches(SparseCase(0, 16, 64, num_sms=1))) == 0

@@ -30,7 +30,6 @@ from etap_backend.lab.checks.sparse_cases import (
     decode,
 )
 from etap_backend.lab.checks.sparse_compare import check, truth
-from etap_backend.support import SPARSE_FP8_ROW_BYTES
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 every_cache = pytest.mark.parametrize("cache", ["bf16", "fp8"])
@@ -121,6 +120,16 @@ def test_layouts_of_the_queries(device, heads, q_layout, cache):
     verify(SparseCase(4, heads, 70, cache, q_layout=q_layout, seed=7), device)
 
 
+@every_cache
+@pytest.mark.parametrize("q_layout", ["packed", "strided"])
+@pytest.mark.parametrize("page_size", [1, 64])
+@on_each("heads, tokens", cpu=product((1, 16, 64), (3,)), cuda=product(HEADS, (1, 7, 130)))
+def test_rows_without_rope(device, heads, tokens, page_size, q_layout, cache):
+    layout = {"page_size": page_size, "q_layout": q_layout}
+    verify(SparseCase(tokens, heads, 150, cache, rope=False, seed=18, **layout, **EVERYTHING), device)
+    verify(SparseCase(tokens, heads, 150, cache, rope=False, seed=19, law="dominating", scales="mixed"), device)
+
+
 @both_devices
 @every_cache
 @pytest.mark.parametrize("sinks", SINKS)
@@ -195,7 +204,7 @@ def test_outputs_and_workspace_are_allocated_when_not_given(device, cache):
 @both_devices
 @every_cache
 def test_nothing_to_do(device, cache):
-    for tokens, heads in ((0, 16), (3, 0), (0, 0)):
+    for tokens, heads in ((0, 16), (1, 0)):
         problem = build(SparseCase(tokens, heads, 65, cache), device)
         out, lse = decode(problem)
         assert out.shape == (tokens, heads, 512) and lse.shape == (tokens, heads)
@@ -238,7 +247,7 @@ def test_refused_calls_leave_everything_usable(device):
 @every_cache
 def test_cache_rows_beyond_2_to_the_31_bytes_and_elements(cache):
     case = SparseCase(20, 16, 2048, cache, pool_pages=75_000, seed=14)
-    assert case.pool_pages * case.page_size * (SPARSE_FP8_ROW_BYTES if case.fp8 else 576) > 2**31
+    assert case.pool_pages * case.page_size * case.row_width > 2**31
     verify(case, "cuda")
     verify(replace(case, requests=3), "cuda")
 

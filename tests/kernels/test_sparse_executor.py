@@ -45,7 +45,7 @@ def lists_of(problem) -> sparse_executor.Lists:
 def test_pieces_merge_to_the_whole(cuts, cache):
     problem = build(SparseCase(1, 5, 500, cache, holes="anywhere"), "cpu")
     bounds = (0, *cuts, 8)
-    arguments = (problem.q[0].float(), lists_of(problem), 0)
+    arguments = (sparse_executor.queries_of(problem.q[0], cache == "fp8"), lists_of(problem), 0)
     parts = [
         sparse_executor.decode_piece(*arguments, range(a, b), SOFTMAX_SCALE)
         for a, b in zip(bounds, bounds[1:], strict=False)
@@ -57,7 +57,8 @@ def test_pieces_merge_to_the_whole(cuts, cache):
 def test_an_fp8_row_is_not_multiplied_out():
     """Its scale multiplies P, which is rounded then: a single key is as far off as bfloat16 rounds the scale."""
     problem = build(SparseCase(1, 4, 1, "fp8"), "cpu")
-    out, lse = sparse_executor.decode_piece(problem.q[0].float(), lists_of(problem), 0, range(1), SOFTMAX_SCALE)
+    queries = sparse_executor.queries_of(problem.q[0], True)
+    out, lse = sparse_executor.decode_piece(queries, lists_of(problem), 0, range(1), SOFTMAX_SCALE)
     wanted = truth(problem)
     rows, _ = lists_of(problem).rows(0, 0)
     scales = rows[:, 512:528].contiguous().view(torch.float32)
@@ -71,8 +72,9 @@ def test_the_workspace_is_two_partial_results_a_cta():
     for heads, fp8 in ((1, True), (16, True), (16, False), (64, False), (128, True)):
         shape = sparse_decode_shape(heads, fp8)
         assert shape.row_groups * shape.group_rows >= heads and shape.piece_floats >= shape.row_tile * 513
-        assert sparse_workspace_floats(heads, fp8, 132) == shape.workspace_floats(132)
-        assert shape.workspace_floats(132) >= 2 * shape.partitions(132) * heads * 513
+        floats = sparse_workspace_floats(heads, fp8, 132)
+        assert floats == 2 * (132 // shape.row_groups) * shape.row_groups * shape.piece_floats
+        assert floats >= 2 * (132 // shape.row_groups) * heads * 513
     with pytest.raises(ValueError, match="^heads: wanted at least 1, got 0"):
         sparse_workspace_floats(0, True, 132)
     with pytest.raises(TypeError, match="^num_sms: wanted an int, got '7'"):

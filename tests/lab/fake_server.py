@@ -23,6 +23,49 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
+# Answers in vLLM's format to vLLM's command line, and says with which layout and variables it was started. FAULT names
+# a layout, tp2 or dcp2, that answers one prompt in ten wrongly, or is "silent": the second node names no backend then.
+ANSWERING = """
+import http.server, json, os, sys, time
+def flag(name): return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else "1"
+fault, node = os.environ.get("FAULT", ""), "--headless" in sys.argv
+layout = "dcp2" if flag("--decode-context-parallel-size") == "2" else f"tp{flag('--tensor-parallel-size')}"
+if not (node and fault == "silent"):
+    print(f"Using AttentionBackendEnum.{flag('--attention-backend')} backend.")
+print("GPU KV cache size: 64 tokens", layout, os.environ.get("NCCL_NVLS_ENABLE"), flush=True)
+if node: time.sleep(600)
+COUNTED = "num_preemptions", "prefix_cache_hits", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
+count = 0
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    def reply(self, text, kind):
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def do_GET(self):
+        self.reply("".join(f"vllm:{name}_total {count}\\n" for name in COUNTED), "text/plain")
+
+    def do_POST(self):
+        global count
+        count += 1
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        forced = asked.get("vllm_xargs", {}).get("forced_tokens")
+        first = sum(asked["prompt"]) % 1000
+        wrong = fault == layout and first % 10 == 0
+        names = [f"token_id:{t}" for t in forced or [(first + n + wrong) % 1000 for n in range(asked["max_tokens"])]]
+        best = [{name: -0.1, "token_id:9999": -2.1} for name in names]
+        logprobs = {"tokens": names, "token_logprobs": [-0.1] * len(names), "top_logprobs": best}
+        self.reply(json.dumps({"choices": [{"logprobs": logprobs}]}), "application/json")
+
+    def log_message(self, *_): pass
+
+class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128
+Server(("127.0.0.1", int(flag("--port"))), Handler).serve_forever()
+"""
+
 
 def alive(pid: int) -> bool:
     try:

@@ -3,15 +3,20 @@
 import copy
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
 import torch
+import typer
+from fake_server import ANSWERING
+from typer.testing import CliRunner
 
 from etap_backend.lab.checks import answers as compare_answers
 from etap_backend.lab.checks import train_model, vllm_serve
 from etap_backend.lab.checks.agreement import answer_in
 from etap_backend.lab.checks.answers import ASKED, Variant
+from etap_backend.lab.provenance import Provenance
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.client import FailedRequest
 from etap_backend.lab.serving.engines import ENGINES, Answer, cache_lines
@@ -123,15 +128,106 @@ def test_another_backends_fp8_cache_is_reported_and_not_judged():
     assert failures(right, found) == []
 
 
-def test_variants_have_their_flags_environment_and_proof():
+def test_variants_have_their_names_flags_and_proof():
     names = compare_answers.with_cache(["FLASHMLA", "ETAP", "TRITON_MLA"], "fp8")
     assert names == ["FLASHMLA", "ETAP+fp8", "ETAP+fp8+math", "FLASHMLA+fp8"]
     plain, etap, math, other = map(Variant.parse, names)
     assert plain == Variant("FLASHMLA") and etap == Variant("ETAP", "fp8") and math == Variant("ETAP", "fp8", True)
-    assert plain.flags == ["--kv-cache-dtype", "auto"] and plain.environment == {"ETAP_FP8_MATH": "0"}
-    assert etap.flags == ["--kv-cache-dtype", "fp8"] and plain.proof() == other.proof() == ""
-    assert etap.environment == {"ETAP_FP8_MATH": "0"} and math.environment == {"ETAP_FP8_MATH": "1"}
+    vllm, sglang = (ASKED[name].engine for name in ("vllm", "sglang"))
+    assert plain.asked_of(vllm) == plain.asked_of(sglang) == ("FLASHMLA", ["--kv-cache-dtype", "auto"])
+    fp8 = ["--kv-cache-dtype", "fp8"]
+    assert etap.asked_of(vllm) == ("ETAP", fp8) and plain.proof() == other.proof() == ""
+    assert math.asked_of(vllm) == ("ETAP", [*fp8, "--additional-config", '{"etap_fp8_math": true}'])
+    assert math.asked_of(sglang) == ("etap_fp8_math", fp8)
     assert etap.proof() in "x ETAP decodes: KV cache FP8 (e4m3), math float16" and etap.proof() != math.proof()
+
+
+def test_layouts_are_etaps_and_their_ranks_share_a_cache_of_as_many_tokens():
+    names = compare_answers.on_gpus(["FLASHMLA", "ETAP", "ETAP+fp8+math"], ["tp2", "dcp4"])
+    assert names[3:] == ["ETAP@tp2", "ETAP+fp8+math@tp2", "ETAP@dcp4", "ETAP+fp8+math@dcp4"]
+    assert Variant.parse(names[3]) == Variant("ETAP", tp=2)
+    assert Variant.parse(names[-1]) == Variant("ETAP", "fp8", True, tp=4, dcp=4)
+    for engine, sizes in (("vllm", ("100", "50")), ("sglang", ("6400", "3200"))):
+        for variant, size in zip((Variant("etap", tp=2), Variant("etap", tp=2, dcp=2)), sizes, strict=True):
+            assert size in ASKED[engine].flags("plain", 6400, variant)
+
+
+@pytest.mark.parametrize("text", ["", "tp", "tp0", "dp2", "tp2,", "TP2"])
+def test_what_is_no_layout_is_refused(text):
+    with pytest.raises(ValueError, match="--layouts: wanted some of tp2, dcp2 and the like, got"):
+        Variant.parse(f"ETAP@{text}")
+
+
+@pytest.mark.parametrize(
+    "one, other, judged",
+    [("ETAP@tp2", "FLASHMLA", True), ("ETAP@tp2", "ETAP", True), ("ETAP", "ETAP@tp2", False),
+     ("ETAP@dcp2", "ETAP@tp2", False), ("ETAP@tp2", "FLASHMLA@tp2", False), ("FLASHMLA@tp2", "FLASHMLA", False),
+     ("ETAP+fp8@tp2", "ETAP+fp8", True), ("ETAP+fp8@tp2", "ETAP", False), ("ETAP+fp8@tp2", "ETAP+fp8+math", False),
+     ("ETAP+fp8@tp2", "FLASHMLA", True), ("ETAP+fp8@tp2", "FLASHMLA+fp8", False)],
+)  # fmt: skip
+def test_who_is_judged_by_whom(one, other, judged):
+    assert compare_answers.judged_by(one, other) == judged
+
+
+@pytest.mark.parametrize("second", ["ETAP@tp2", "ETAP@dcp2"])
+def test_answers_of_several_gpus_must_equal_those_of_one(second):
+    assert failures(*records(wrong=2, second=second)) == []
+    assert len(failures(*records(wrong=3, second=second))) == 2
+    right, found = records()
+    found[second, "plain"] = records(wrong=3, logprob=-0.102)[1]["ETAP", "plain"]
+    texts = failures(right, found)
+    assert len(texts) == 8, "with the reference and with ETAP on one GPU: two stages, two kinds' perplexities"
+    assert sum("perplexity" in text for text in texts) == 4 and all(second in text for text in texts)
+
+
+@pytest.fixture
+def served_model(tmp_path, monkeypatch):
+    """A model's folder, and in vLLM's place a small HTTP server that gets vLLM's command line, on a machine of two."""
+
+    def entry(number):
+        prompt = [1000 + number, *range(2000, 2040)]
+        return {"prompt": prompt, "answer": [(sum(prompt) + step) % 1000 for step in range(4)]}
+
+    prompts = {kind: [entry(100 * k + number) for number in range(20)] for k, kind in enumerate(("recite", "recall"))}
+    (tmp_path / "prompts.json").write_text(json.dumps(prompts))
+    (tmp_path / "training.json").write_text("{}")
+    program = tmp_path / "server.py"
+    program.write_text(ANSWERING)
+    vllm = type(ENGINES["vllm"])
+    command = vllm.server
+    monkeypatch.setattr(vllm, "server", lambda *of: [sys.executable, str(program), *command(*of)[1:]])
+    monkeypatch.setattr(compare_answers.gpus, "gpus", lambda: [None, None])
+    monkeypatch.setattr(compare_answers, "provenance", lambda *_, **__: Provenance.model_construct())
+    return tmp_path
+
+
+@pytest.mark.parametrize("fault", ["", "tp2", "dcp2"])
+def test_one_run_compares_one_gpu_and_both_layouts(served_model, monkeypatch, fault):
+    monkeypatch.setenv("FAULT", fault)
+    output = served_model / "answers.json"
+    arguments = [str(served_model), "--layouts", "tp2,dcp2", "--modes", "plain,mtp", "--output", str(output)]
+    app = typer.Typer()
+    app.command()(compare_answers.main)
+    result = CliRunner().invoke(app, [*arguments, "--backends", "FLASHMLA,ETAP"])
+    document = json.loads(output.read_text())
+    servers = ["FLASHMLA", "ETAP", "ETAP@tp2", "ETAP@dcp2"]
+    drafting = [f"{name} mtp" for name in servers[:3]]
+    assert list(document["servers"]) == [*(f"{name} plain" for name in servers), *drafting]
+    said = {name: Path(server["log"]).read_text() for name, server in document["servers"].items()}
+    for name, layout in (("ETAP plain", "tp1"), ("ETAP@tp2 mtp", "tp2"), ("ETAP@dcp2 plain", "dcp2")):
+        assert f"{layout} {'None' if layout == 'tp1' else '0'}" in said[name]
+    assert all(f"ETAP@{fault}" in text and "answers equal" in text for text in document["failures"])
+    assert bool(document["failures"]) == bool(fault) == bool(result.exit_code), result.output
+
+
+def test_layouts_want_as_many_gpus(served_model, monkeypatch):
+    monkeypatch.setattr(compare_answers.gpus, "gpus", lambda: [None])
+    app = typer.Typer()
+    app.command()(compare_answers.main)
+    arguments = [str(served_model), "--layouts", "tp2", "--output", str(served_model / "out/answers.json")]
+    result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
+    assert result.exit_code == 2 and "--layouts: wanted 2 GPUs, this machine shows 1" in result.output
+    assert not (served_model / "out").exists()
 
 
 LOGS = """
@@ -156,12 +252,11 @@ def test_logs_say_what_the_cache_is_and_holds():
 
 @pytest.mark.parametrize(
     "cache, reference, fp8_math, rounds",
-    [("auto", "FLASHMLA", "1", False), ("fp8", "FLASHMLA", "0", True), ("fp8", "TRITON_MLA", "0", False),
-     ("fp8_e4m3", "TRITON_MLA", "1", True)],
+    [("auto", "FLASHMLA", True, False), ("fp8", "FLASHMLA", False, True), ("fp8", "TRITON_MLA", False, False),
+     ("fp8_e4m3", "TRITON_MLA", True, True)],
 )  # fmt: skip
-def test_backends_that_round_queries_are_not_held_to_noise(monkeypatch, cache, reference, fp8_math, rounds):
-    monkeypatch.setenv("ETAP_FP8_MATH", fp8_math)
-    assert vllm_serve.rounds_queries(cache, reference) == rounds
+def test_backends_that_round_queries_are_not_held_to_noise(cache, reference, fp8_math, rounds):
+    assert vllm_serve.rounds_queries(cache, reference, fp8_math) == rounds
 
 
 def test_a_run_that_proves_nothing_fails():
@@ -180,7 +275,8 @@ SIZES = {("vllm", True): "100", ("vllm", False): "100", ("sglang", True): "6400"
 @pytest.mark.parametrize("engine, mode", [(name, mode) for name, asked in ASKED.items() for mode in asked.modes])
 def test_commands_name_backend_and_small_cache(engine, mode):
     asked, backend = ASKED[engine], ASKED[engine].backends[1]
-    command = asked.engine.server("python", asked.serving(Path("model"), mode), backend, 8000, asked.flags(mode, 6400))
+    serving, flags = asked.serving(Path("model"), mode, Variant(backend)), asked.flags(mode, 6400, Variant(backend))
+    command = asked.engine.server("python", serving, backend, 8000, flags)
     assert backend in command and SIZES[engine, mode == "plain"] in command and "256" in command
     assert any("speculative" in part for part in command) == (mode != "plain")
     assert ("--logits-processors" in command) == (asked.forces and mode == "plain")

@@ -344,7 +344,8 @@ def test_a_scenario_like_another_has_its_points_and_its_own_environment():
     like, base = read_scenario("decode-plain"), read_scenario("decode")
     assert like.points == base.points and like.vllm.backends == base.vllm.backends
     assert base.environment == {} and like.environment["NCCL_NVLS_ENABLE"] == "0"
-    assert like.sglang.flags == base.sglang.flags and "SGLANG_ENABLE_JIT_DEEPGEMM" in like.sglang.environment
+    assert like.sglang.flags[:4] == base.sglang.flags and "SGLANG_ENABLE_JIT_DEEPGEMM" in like.sglang.environment
+    assert "--disable-custom-all-reduce" in like.sglang.flags and like.sglang.backends == base.sglang.backends
 
 
 @pytest.mark.parametrize(
@@ -469,6 +470,9 @@ REFUSED = [
     (["decode", "--set", 'num_attention_heads="x"', "--rank-of", "8"], "rank_of: wanted a whole number as"),
     (["decode", "--env", "HOME"], "--env: wanted NAME=VALUE, got 'HOME'"),
     (["decode", "--rank-of", "7"], "rank_of: wanted a divisor"),
+    (["decode", "--dcp", "3"], "decode_context_parallel: wanted a divisor of tensor parallel 8, got 3"),
+    (["decode", "--model", "kimi-k3"], "--model: wanted a model of text alone for dummy weights, got kimi-k3"),
+    (["decode", "--model", "kimi-k3", "--throw-away"], "--model: wanted a model of text alone for dummy weights"),
     (["decode", "--model", "/data/r1", "--throw-away"], "--throw-away: wanted a model of configs/models"),
 ]
 
@@ -552,3 +556,25 @@ def test_show_needs_neither_gpu_nor_engine_and_writes_nothing(engine, tmp_path, 
     module = ENGINES[engine].load_module
     assert all(words[2] == module for words in commands[servers:])
     assert "model" in result.stdout.splitlines()[-1]
+
+
+@pytest.mark.parametrize("engine, flag", [("vllm", "--decode-context-parallel-size"), ("sglang", "--dcp-size")])
+def test_two_gpus_as_ranks_of_eight_with_and_without_context_parallelism(engine, flag, tmp_path):
+    arguments = ("decode-short", "--engine", engine, "--gpus", "2", "--rank-of", "8", "--show", "--python", "py")
+    for more, shares in (((), None), (("--dcp", "2"), "2")):
+        result = invoke(*arguments, *more, "--output", str(tmp_path / "o.json"))
+        assert result.exit_code == 0, result.output
+        lines = [shlex.split(line) for line in result.stdout.splitlines() if line.startswith("py ")]
+        servers = [words for words in lines if "--attention-backend" in words]
+        assert len(servers) == len(getattr(read_scenario("decode-short"), engine).backends)
+        for words in servers:
+            assert words[words.index("--tensor-parallel-size" if engine == "vllm" else "--tp-size") + 1] == "2"
+            assert (words[words.index(flag) + 1] if flag in words else None) == shares
+
+
+def test_a_document_tells_context_parallelism_where_there_is_some():
+    assert "tp 2, pp 1, dp 1, driver" in report.provenance(a_document())
+    with_shares = a_document(layout={"tp": 2, "pp": 1, "dp": 1, "dcp": 2})
+    assert "tp 2, pp 1, dp 1, dcp 2, driver" in report.provenance(with_shares)
+    with pytest.raises(ValueError, match="layout"):
+        rows.must_be_comparable(a_document(), with_shares)

@@ -144,6 +144,12 @@ def test_a_smaller_dummy_model_is_carried_over_to_the_whole():
     assert found.rest_factor > 61 / 16
 
 
+def test_context_parallelism_has_no_estimate():
+    reading = served(a_row("ETAP", 16, 5.0), layout={"tp": 8, "pp": 1, "dp": 1, "dcp": 2})
+    with pytest.raises(ValueError, match="layout: wanted a result without context parallelism, got dcp 2"):
+        estimate(reading, H200 + PROXY)
+
+
 def test_draft_tokens_make_a_step_of_several_tokens():
     reading = served(a_row("ETAP", 16, 10.0, 4096, 256, acceptance_length=1.9), draft_tokens=1)
     (mtp,) = bench("mtp-h20-proxy")

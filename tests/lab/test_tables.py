@@ -89,6 +89,22 @@ def test_a_file_that_no_page_cites_is_found_and_one_that_is_not_there(root):
     ]
 
 
+def test_a_place_whose_file_need_not_be_there_says_so_until_it_is(root):
+    page = root / "docs" / "z.md"
+    page.write_text("<!-- bench later? -->\n<!-- /bench -->\n")
+    assert run(root).exit_code == 0
+    assert page.read_text() == "<!-- bench later? -->\nNot measured yet.\n<!-- /bench -->\n"
+    assert tables.complaints(root) == []
+    shutil.copy(RESULTS / "targets.json", root / "results" / "later.json")
+    assert len(tables.complaints(root)) == 2, "the page differs, and the file is not cited"
+    assert run(root).exit_code == 0 and "| 128 x 4K |" in page.read_text() and tables.complaints(root) == []
+    (root / "results" / "later.json").unlink()
+    assert tables.complaints(root) == [
+        "docs/z.md: no results/later.json",
+        "docs/z.md: <!-- bench later --> is not what results/later.json gives",
+    ]
+
+
 @pytest.mark.parametrize(
     "place, words",
     [

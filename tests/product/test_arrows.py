@@ -22,6 +22,7 @@ LAZY = {
     ("etap_backend.sglang", "register"),  # SGLang too; and `etap doctor` imports the package where there is no SGLang
     ("etap_backend.sglang.registration", "make_backend"),  # the backend's module imports the engine's models
     ("etap_backend.sglang.registration", "create"),
+    ("etap_backend.sglang.registration", "why_unusable"),
 }
 """The functions that may import modules of this package when they are called, each with its reason."""
 

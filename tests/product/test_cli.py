@@ -6,12 +6,13 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 
 import etap_backend
-from etap_backend import _library, cli, demo, doctor
+from etap_backend import _library, cli, demo, doctor, plugins
 
 # A shell's background job ignores Ctrl-C, and what it starts inherits that.
 PROGRAM = (
@@ -122,44 +123,49 @@ def test_the_doctor_on_a_gpu_is_content():
 
 
 @pytest.fixture(scope="module")
-def engine():
-    """An engine whose distribution is pytest's, so that it is installed here."""
-    return doctor.Engine(
-        "Engine", "pytest", "1.0", "--attention-backend ETAP", "pytest.etap_plugins", "ENGINE_PLUGINS", "pass"
-    )
+def plugin():
+    """A plugin for an engine whose distribution is pytest's, so that it is installed here."""
+    engine = plugins.Engine("Engine", "pytest", "ETAP", oldest="1.0", newest=version("pytest"))
+    return doctor.Plugin(engine, "--attention-backend ETAP", "pytest.etap_plugins", "ENGINE_PLUGINS", "pass")
 
 
 @pytest.fixture
-def entry_point(engine, tmp_path, monkeypatch):
+def entry_point(plugin, tmp_path, monkeypatch):
     """A distribution on the path whose entry point `etap` is in the engine's group."""
     folder = tmp_path / "plugin-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: plugin\nVersion: 1.0\n")
-    (folder / "entry_points.txt").write_text(f"[{engine.entry_points}]\netap = plugin:register\n")
+    (folder / "entry_points.txt").write_text(f"[{plugin.entry_points}]\netap = plugin:register\n")
     monkeypatch.syspath_prepend(str(tmp_path))
 
 
-def test_an_engine_is_absent_or_lacks_the_entry_point_or_has_an_active_plugin(engine, request):
-    absent = doctor.check_engine(replace(engine, package="no-such-engine"))
+def test_an_engine_is_absent_or_lacks_the_entry_point_or_has_an_active_plugin(plugin, request):
+    absent = doctor.check_plugin(replace(plugin, engine=replace(plugin.engine, package="no-such-engine")))
     assert absent.verdict is doctor.Verdict.ABSENT
     assert absent.remedy == "pip install 'no-such-engine>=1.0' to serve with it"
-    assert "no entry point etap" in doctor.check_engine(engine).found
+    assert "no entry point etap" in doctor.check_plugin(plugin).found
     request.getfixturevalue("entry_point")
-    active = doctor.check_engine(engine)
-    assert active.verdict is doctor.Verdict.OK and active.found.endswith("plugin active")
+    active = doctor.check_plugin(plugin)
+    assert active.verdict is doctor.Verdict.OK and active.found == f"{version('pytest')}, tested, plugin active"
     assert "ENGINE_PLUGINS" in active.remedy and "--attention-backend ETAP selects it" in active.remedy
 
 
+def test_a_newer_engine_is_not_broken_and_the_doctor_says_that_it_was_not_tested(plugin, entry_point):
+    newer = doctor.check_plugin(replace(plugin, engine=replace(plugin.engine, newest="1.5")))
+    assert newer.verdict is doctor.Verdict.OK
+    assert newer.found == f"{version('pytest')}, not tested (Engine 1.0 to 1.5 were), plugin active"
+
+
 @pytest.mark.parametrize("allowed, verdict", [("", "OFF"), ("other", "OFF"), ("etap", "OK"), ("other,etap", "OK")])
-def test_a_plugin_that_was_turned_off_is_not_broken(engine, entry_point, monkeypatch, allowed, verdict):
-    monkeypatch.setenv(engine.allow_list, allowed)
-    assert doctor.check_engine(engine).verdict is doctor.Verdict[verdict]
+def test_a_plugin_that_was_turned_off_is_not_broken(plugin, entry_point, monkeypatch, allowed, verdict):
+    monkeypatch.setenv(plugin.allow_list, allowed)
+    assert doctor.check_plugin(plugin).verdict is doctor.Verdict[verdict]
 
 
-def test_an_engine_that_does_not_come_up_is_reported_with_its_own_words(engine, entry_point):
-    broken = doctor.check_engine(replace(engine, probe="raise RuntimeError('its own words')"))
+def test_an_engine_that_does_not_come_up_is_reported_with_its_own_words(plugin, entry_point):
+    broken = doctor.check_plugin(replace(plugin, probe="raise RuntimeError('its own words')"))
     assert broken.verdict is doctor.Verdict.BROKEN
-    assert broken.found.endswith("not registered: RuntimeError: its own words")
+    assert broken.found.endswith("not usable: RuntimeError: its own words")
 
 
 @pytest.mark.parametrize("command, module", [("demo", "torch"), ("plan", "typer"), ("bench", "torch")])

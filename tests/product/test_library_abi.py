@@ -104,14 +104,16 @@ def columns_of(kernel: str) -> set[int]:
 @pytest.mark.parametrize(
     "traits",
     [
-        "10transposed6Traits.*bfloat16",
-        "10transposed6Traits.*half",
-        "transposed_fp86Traits.*half",
-        "transposed_fp86Traits.*float_e4m3",
+        "10transposed6Traits.*bfloat16_tEL",
+        "10transposed6Traits.*half_tEL",
+        "14transposed_fp86Traits.*half_tEL",
+        "14transposed_fp86Traits.*float_e4m3_tEL",
+        "6sparse14GatheredTraitsINS_10transposed6Traits.*bfloat16_tEL",
+        "10sparse_fp86TraitsIL",
     ],
 )
 def test_each_transposed_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_n(traits, row_tile):
-    columns = columns_of(rf"decode_kernel.*{traits}_tELi{row_tile}E")
+    columns = columns_of(rf"decode_kernelINS_{traits}i{row_tile}E")
     assert max(columns) == row_tile, "M is the 64 tokens of a tile, N the query rows and no more"
 
 
@@ -120,9 +122,16 @@ def test_64_rows_of_an_fp8_cache_are_on_n(math):
     assert max(columns_of(rf"decode_kernel.*SharedTilesTraits.*{math}_t")) == 64
 
 
-@pytest.mark.parametrize("element", ["half", "bfloat16"])
-def test_64_rows_of_a_16_bit_cache_are_on_m(element):
-    assert columns_of(rf"decode_kernel.*query_major.*{element}_t") == {64}, "N is a tile's tokens, and 64 value dims"
+@pytest.mark.parametrize(
+    "traits",
+    [
+        "11query_major6Traits.*half_t",
+        "11query_major6Traits.*bfloat16_t",
+        "6sparse14GatheredTraitsINS_11query_major6Traits.*bfloat16_t",
+    ],
+)
+def test_64_rows_of_a_16_bit_cache_are_on_m(traits):
+    assert columns_of(rf"decode_kernelINS_{traits}") == {64}, "N is a tile's tokens, and 64 value dims"
 
 
 def test_no_kernel_spills_or_has_a_stack():

@@ -1,5 +1,9 @@
 """What SGLang's own argument parser makes of the name etap, and what is refused there, before any weight is loaded."""
 
+import dataclasses
+import importlib.metadata
+import pickle
+import shutil
 import sys
 from pathlib import Path
 
@@ -9,7 +13,13 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
+from sglang.srt.layers.attention import flashmla_backend  # noqa: E402
+from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend  # noqa: E402
+from sglang.srt.model_executor import forward_batch_info  # noqa: E402
+from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla  # noqa: E402
 from sglang.srt.server_args import prepare_server_args  # noqa: E402 - reads the choices that plugins extend
+
+from etap_backend.sglang import compat, registration  # noqa: E402
 
 try:
     from sglang.srt.arg_groups.overrides import resolved_view
@@ -24,26 +34,42 @@ ETAP = ("--attention-backend", "etap")
 CONFIGS = Path(__file__).resolve().parent.parent.parent / "configs/sglang"
 
 
+MODELS = Path(__file__).resolve().parents[2] / "configs/models"
+
+
 @pytest.fixture
 def resolve(model_directory, monkeypatch):
     """Resolves flags as the launcher does."""
 
-    def call(*flags, model=model_directory):
+    def call(*flags, model=model_directory, raw=False):
         command = ["--model-path", model, "--skip-tokenizer-init", "--load-format", "dummy", *flags]
         monkeypatch.setattr(sys, "argv", ["launch_server", *map(str, command)])
-        arguments = prepare_server_args(list(map(str, command)))
-        if hasattr(arguments, "resolve_once"):
-            arguments.resolve_once()
-        return resolved_view(arguments)
+        parsed = prepare_server_args(list(map(str, command)))
+        if hasattr(parsed, "resolve_once"):
+            parsed.resolve_once()
+        return parsed if raw else resolved_view(parsed)
 
     return call
 
 
+@pytest.mark.parametrize("name", ["etap", "etap_fp8_math"])
 @pytest.mark.parametrize("flag", ["--attention-backend", "--decode-attention-backend", "--prefill-attention-backend"])
-def test_name_is_a_choice_and_sets_the_page_size(resolve, flag):
-    view = resolve(flag, "etap")
-    assert getattr(view, flag.removeprefix("--").replace("-", "_")) == "etap"
+def test_name_is_a_choice_and_sets_the_page_size(resolve, flag, name):
+    view = resolve(flag, name)
+    assert getattr(view, flag.removeprefix("--").replace("-", "_")) == name
     assert view.page_size == 64
+
+
+def test_a_name_goes_to_all_ranks_with_the_arguments(resolve):
+    """What SGLang pickles for its schedulers has it, and their environment has no part in it."""
+    arguments = resolve("--attention-backend", "etap_fp8_math", raw=True)
+    assert resolved_view(pickle.loads(pickle.dumps(arguments))).attention_backend == "etap_fp8_math"
+
+
+def test_a_mistyped_name_is_refused(resolve, capsys):
+    with pytest.raises(SystemExit):
+        resolve("--attention-backend", "etap_fp8")
+    assert "invalid choice: 'etap_fp8'" in capsys.readouterr().err
 
 
 def test_other_backends_keep_their_page_size(resolve):
@@ -68,8 +94,9 @@ def test_fp8_cache_with_every_type_of_model(resolve, dtype):
     assert (view.attention_backend, view.kv_cache_dtype, view.page_size) == ("etap", "fp8_e4m3", 64)
 
 
-def test_chunked_prefix_cache_stays_on(resolve):
-    assert not resolve(*ETAP).disable_chunked_prefix_cache
+@pytest.mark.parametrize("name", ["etap", "etap_fp8_math"])
+def test_chunked_prefix_cache_stays_on(resolve, name):
+    assert not resolve("--attention-backend", name).disable_chunked_prefix_cache
 
 
 @pytest.mark.parametrize(
@@ -89,6 +116,108 @@ def test_chunked_prefix_cache_stays_on(resolve):
 def test_refuses(resolve, flags, reason):
     with pytest.raises(ValueError, match=f"--attention-backend etap: {reason}"):
         resolve(*ETAP, *flags)
+
+
+@pytest.fixture
+def version(monkeypatch):
+    """Gives SGLang another version, and makes ETAP forget of which it warned."""
+    real = importlib.metadata.version
+
+    def change(version):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "sglang" else real(name))
+        registration._warn_untested.cache_clear()
+
+    yield change
+    registration._warn_untested.cache_clear()
+
+
+@pytest.fixture
+def warnings(monkeypatch):
+    """What ETAP warns of; SGLang configures logging anew and drops the handlers that pytest made."""
+    lines = []
+    monkeypatch.setattr(registration._logger, "handle", lambda record: lines.append(record.getMessage()))
+    return lines
+
+
+@pytest.mark.parametrize("tested", [compat.ENGINE.oldest, compat.ENGINE.newest])
+def test_a_tested_version_resolves_without_a_warning(resolve, version, warnings, tested):
+    version(tested)
+    resolve(*ETAP)
+    assert not warnings
+
+
+def test_a_newer_version_resolves_with_one_warning(resolve, version, warnings):
+    version("0.9.0")
+    resolve("--attention-backend", "fa3")
+    assert not warnings
+    assert resolve(*ETAP).page_size == resolve("--attention-backend", "etap_fp8_math").page_size == 64
+    assert warnings == [
+        "etap-backend: SGLang 0.9.0 has all that etap uses, but the tests of it ran in SGLang 0.5.17 to 0.5.23"
+    ]
+
+
+def with_more_parameters(patch):
+    def more(self, q, k, v, layer, forward_batch, save_kv_cache=True, *, window_left): ...
+
+    patch.setattr(FlashMLABackend, "forward_decode", more)
+
+
+FLASHMLA = flashmla_backend.__name__
+LACKING = {
+    "name": (
+        lambda patch: patch.delattr(flashmla_backend, "maybe_create_verify_mask"),
+        f"{FLASHMLA}:maybe_create_verify_mask",
+    ),
+    "module": (
+        lambda patch: patch.setitem(sys.modules, "sglang.srt.layers.dcp.layout", None),
+        "sglang.srt.layers.dcp.layout (ModuleNotFoundError: ",
+    ),
+    "parameter": (
+        lambda patch: patch.setattr(flashmla_backend, "get_num_kv_index_blocks_flashmla", lambda width: 1),
+        f"{FLASHMLA}:get_num_kv_index_blocks_flashmla: too many positional arguments",
+    ),
+    "field": (
+        lambda patch: patch.setattr(
+            forward_batch_info, "ForwardBatch", dataclasses.make_dataclass("Other", ["batch_size"])
+        ),
+        "sglang.srt.model_executor.forward_batch_info:ForwardBatch.extend_seq_lens",
+    ),
+    "member": (
+        lambda patch: patch.delattr(forward_batch_info.ForwardMode, "is_draft_extend_v2"),
+        "sglang.srt.model_executor.forward_batch_info:ForwardMode.is_draft_extend_v2",
+    ),
+    "function of another name": (
+        lambda patch: [patch.delattr(forward_mla, name) for name in vars(forward_mla).copy() if "lse_base" in name],
+        "sglang.srt.models.deepseek_common.attention_forward_methods.forward_mla.is_mla_dcp_lse_base_on_e",
+    ),
+    "hook": (
+        lambda patch: [
+            patch.delattr(cls, "init_cuda_graph_state")
+            for cls in FlashMLABackend.__mro__
+            if "init_cuda_graph_state" in vars(cls)
+        ],
+        f"{FLASHMLA}:FlashMLABackend.init_cuda_graph_state",
+    ),
+    "hook's parameter": (
+        with_more_parameters,
+        f"{FLASHMLA}:FlashMLABackend.forward_decode: new parameters window_left",
+    ),
+}
+"""By what of SGLang is gone: how it goes, and how the refusal begins to name it."""
+
+
+@pytest.mark.parametrize("installed", [compat.ENGINE.newest, "0.9.0"])
+@pytest.mark.parametrize("what", LACKING)
+def test_what_sglang_lacks_is_named_before_weights_are_loaded(resolve, version, warnings, monkeypatch, what, installed):
+    version(installed)
+    remove, name = LACKING[what]
+    with monkeypatch.context() as patch:
+        remove(patch)
+        with pytest.raises(ValueError, match="--attention-backend etap: ") as refusal:
+            resolve(*ETAP)
+        assert f"SGLang {installed} lacks what etap uses: {name}" in str(refusal.value)
+        assert not warnings, "nothing runs, so there is nothing to be warned of"
+        assert resolve("--attention-backend", "fa3").page_size == 1
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (8, 9), (10, 0), (12, 0)], ids=str)
@@ -115,3 +244,29 @@ def test_unknown_name_is_refused_and_the_refusal_offers_etap(resolve, capsys):
     with pytest.raises(SystemExit):
         resolve("--attention-backend", "nosuch")
     assert "'etap'" in capsys.readouterr().err
+
+
+@pytest.fixture(params=["kimi-k2", "kimi-k3"])
+def kimi(request, tmp_path, monkeypatch):
+    """The folder of a whole Kimi model, of which only the config.json exists, on eight GPUs."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    shutil.copy(MODELS / f"{request.param}.json", tmp_path / "config.json")
+    return tmp_path
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+def test_kimis_attention_is_taken(resolve, kimi, cache):
+    view = resolve(*ETAP, "--tp-size", 8, "--kv-cache-dtype", cache, model=kimi)
+    assert (view.attention_backend, view.page_size, view.kv_cache_dtype) == ("etap", 64, cache)
+    assert not view.disable_radix_cache
+
+
+@pytest.mark.parametrize("kimi", ["kimi-k2"], indirect=True)
+def test_context_parallelism_of_kimi_k2(resolve, kimi):
+    assert resolve(*ETAP, "--tp-size", 8, "--dcp-size", 8, model=kimi).dcp_size == 8
+
+
+@pytest.mark.parametrize("kimi", ["kimi-k3"], indirect=True)
+def test_context_parallelism_of_kimi_k3_is_for_backends_that_sglang_names(resolve, kimi):
+    with pytest.raises(AssertionError, match="Kimi-K3 DCP must be .* got 'etap'"):
+        resolve(*ETAP, "--tp-size", 8, "--dcp-size", 8, model=kimi)

@@ -36,7 +36,8 @@ def settings(config_file):
 def test_there_is_one_for_each_deployment():
     names = {path.stem for path in FILES}
     deployments = {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
-    assert names == {"smoke-1gpu", "deepseek-r1-8xh20-96g-fp8-cache"} | deployments
+    small = {f"deepseek-r1-8xh20-96g-{kind}" for kind in ("fp8-cache", "dcp8", "dcp2-fp8-cache")}
+    assert names == {"smoke-1gpu"} | small | deployments
 
 
 def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
@@ -60,6 +61,7 @@ def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, mon
         if name != "model-path":
             assert getattr(arguments, name.replace("-", "_")) == wanted, name
     assert ("kv-cache-dtype" in settings) == config_file.stem.endswith("-fp8-cache")
+    assert settings.get("dcp-size", 1) == int((re.search(r"-dcp(\d)", config_file.stem) or (0, 1))[1])
     assert ("speculative-algorithm" in settings) == config_file.stem.endswith("-mtp")
 
 
@@ -77,5 +79,7 @@ def test_comments_count_the_cache_as_sglang_does(config_file, settings):
     tokens = int((plan.usable - plan.weights) / (a_token * PAGE_TOKENS)) * PAGE_TOKENS
     assert a_token == plan.cache_a_token
     assert f"KV cache: {tokens:,} tokens" in text
-    assert tokens >= 2 * settings["context-length"], "two requests of the greatest length"
+    shared = tokens * settings.get("dcp-size", 1)
+    assert shared == tokens or f"{shared:,} of requests" in text
+    assert shared >= 2 * settings["context-length"], "two requests of the greatest length"
     assert plan.total * (1 - fraction) >= plan.reserve, "activations, CUDA graphs and NCCL have what they need"

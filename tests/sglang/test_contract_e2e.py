@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from etap_backend.lab import configs
-from etap_backend.lab.checks import two_nodes
+from etap_backend.lab.checks import answers, two_nodes
 from etap_backend.lab.e2e.model import prepare_model, serving_of
 from etap_backend.lab.e2e.scenario import cases_of, read_scenario
 from etap_backend.lab.serving.client import Failed
@@ -29,8 +29,8 @@ def dummy_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("dummy")
 
 
-def serving(name, folder):
-    scenario = read_scenario(name).model_copy(update={"gpus": 1})
+def serving(name, folder, **changes_of_the_scenario):
+    scenario = read_scenario(name).model_copy(update={"gpus": 1} | changes_of_the_scenario)
     changes = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
     prepared = prepare_model(scenario.model, changes, 8, scenario.tensor_parallel, folder)
     prepared.write()
@@ -63,6 +63,48 @@ def test_sglang_takes_every_scenarios_flags(name, dummy_folder):
         assert parsed.disable_radix_cache is False and parsed.enable_metrics
 
 
+@pytest.mark.parametrize("name", [name for name in SCENARIOS if name.endswith("-plain") or name == "decode-full-mtp"])
+def test_two_gpus_need_no_all_reduce_that_is_built_at_start_up(name, dummy_folder, monkeypatch):
+    """With two ranks SGLang would compile an all-reduce of its own, and take FlashInfer's, which is compiled too."""
+    import torch
+    from sglang.srt.plugins import load_plugins
+    from sglang.srt.server_args import prepare_server_args
+
+    load_plugins()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    scenario, wanted = serving(name, dummy_folder, gpus=2)
+    command = SGLANG.server("python", wanted, "etap", 8000, scenario.sglang.flags)[3:]
+    monkeypatch.setattr(sys, "argv", ["launch_server", *command])
+    arguments = prepare_server_args(command)
+    if hasattr(arguments, "resolve_once"):
+        from sglang.srt.arg_groups.overrides import resolved_view
+
+        arguments.resolve_once()
+        arguments = resolved_view(arguments)
+    assert arguments.tp_size == 2 and arguments.disable_custom_all_reduce
+    assert arguments.flashinfer_allreduce_fusion_backend is None
+
+
+@pytest.mark.parametrize("name", ["decode-short", "decode-full"])
+@pytest.mark.parametrize("backend", ["etap", "flashmla", "flashinfer"])
+def test_sglang_takes_decode_context_parallelism(name, backend, dummy_folder):
+    scenario, wanted = serving(name, dummy_folder, gpus=2, decode_context_parallel=2)
+    parsed = parse(SGLANG.server("python", wanted, backend, 8000, scenario.sglang.flags)[3:])
+    assert (parsed.tp_size, parsed.dcp_size, parsed.attention_backend) == (2, 2, backend)
+
+
+@pytest.mark.parametrize("name", ["etap@tp2", "etap@dcp2", "etap+fp8_e4m3@tp2"])
+def test_sglang_takes_the_flags_of_the_answers_on_two_gpus(name, dummy_folder):
+    """The check's flags come behind those of the scenario, and the last of two counts."""
+    scenario, _ = serving("decode-plain", dummy_folder, gpus=2)
+    asked, variant = answers.ASKED["sglang"], answers.Variant.parse(name)
+    flags = [*scenario.sglang.flags, *asked.flags("plain", 6400, variant), *variant.flags]
+    parsed = parse(SGLANG.server("python", asked.serving(dummy_folder, "plain", variant), "etap", 8000, flags)[3:])
+    assert (parsed.tp_size, parsed.dcp_size, parsed.kv_cache_dtype) == (2, variant.dcp, variant.cache)
+    assert parsed.max_total_tokens * variant.dcp == 6400 and parsed.mem_fraction_static == answers.MEMORY_SHARE
+    assert parsed.disable_custom_all_reduce and parsed.enforce_disable_flashinfer_allreduce_fusion
+
+
 def test_sglang_refuses_a_flag_or_a_backend_that_it_has_not(dummy_folder):
     _, wanted = serving("decode", dummy_folder)
     for backend, flags in (("nosuch", []), ("fa3", ["--no-such-flag"])):
@@ -73,8 +115,11 @@ def test_sglang_refuses_a_flag_or_a_backend_that_it_has_not(dummy_folder):
 def test_sglang_takes_the_flags_of_each_of_two_nodes(dummy_folder):
     prepared = prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder)
     prepared.write()
-    for node, command in enumerate(two_nodes.commands(SGLANG, prepared.model, "127.0.0.1", (8000, 8001), "etap")):
+    flags = read_scenario("decode-plain").sglang.flags
+    of_nodes = two_nodes.commands(SGLANG, prepared.model, "127.0.0.1", (8000, 8001), "etap", flags)
+    for node, command in enumerate(of_nodes):
         parsed = parse(command[3:])
+        assert parsed.disable_custom_all_reduce
         assert (parsed.nnodes, parsed.node_rank, parsed.tp_size) == (2, node, 2)
         assert (parsed.dist_init_addr, parsed.attention_backend) == ("127.0.0.1:8001", "etap")
 

@@ -28,7 +28,6 @@ from sglang.test.kits.attention_unittest.attention_methods.mla_attention import 
     TinyMLAModelConfig,
 )
 
-from etap_backend import plugins
 from etap_backend.reference import mla_decode_reference
 from etap_backend.sglang import backend as backend_module
 
@@ -54,11 +53,6 @@ def write_rows(buffer, loc, latent, rope):
     size, rank = get_parallel().attn_dcp_size, get_parallel().attn_dcp_rank
     mine = loc % size == rank
     buffer[loc[mine] // size] = torch.cat([latent, rope], dim=-1)[mine]
-
-
-@pytest.fixture(autouse=True)
-def variables(monkeypatch):
-    monkeypatch.delenv(plugins.FP8_MATH_VARIABLE, raising=False)
 
 
 @pytest.fixture(autouse=True)
@@ -172,14 +166,14 @@ class Problem:
         assert error <= 2 * (plain.double() - exact).pow(2).mean().sqrt(), error
 
 
-def make_layer(heads=HEADS):
-    return RadixAttention(heads, LATENT + ROPE, SCALE, num_kv_heads=1, layer_id=0, v_head_dim=LATENT)
+def make_layer(heads=HEADS, layer_id=0):
+    return RadixAttention(heads, LATENT + ROPE, SCALE, num_kv_heads=1, layer_id=layer_id, v_head_dim=LATENT)
 
 
-def attend(backend, problem, batch, *, split=True, save=True):
+def attend(backend, problem, batch, *, split=True, save=True, layer_id=0):
     """One layer, called as SGLang's MLA models call it."""
     k, k_rope = problem.new_rows.unsqueeze(1).split([LATENT, ROPE], dim=-1)
-    layer = make_layer(problem.q.shape[1])
+    layer = make_layer(problem.q.shape[1], layer_id)
     with forward_context(ForwardContext(attn_backend=backend)):
         if split:
             keys = (k, k) if save else (None, None)
@@ -192,9 +186,9 @@ def attend(backend, problem, batch, *, split=True, save=True):
 def make(request):
     """Makes a runner and our backend on it, by its name; stale entries of its block table are wild."""
 
-    def both(**options):
+    def both(name="etap", **options):
         runner = make_runner(**({"fp8_kv_cache": request.param} | options))
-        backend = ATTENTION_BACKENDS["etap"](runner)
+        backend = ATTENTION_BACKENDS[name](runner)
         backend._block_table.fill_(WILD)
         return runner, backend
 
@@ -213,6 +207,30 @@ def test_decodes_as_exactly_as_torch(make, lengths, options, split):
     batch = problem.batch()
     backend.init_forward_metadata(batch)
     problem.check(attend(backend, problem, batch, split=split))
+
+
+@pytest.mark.parametrize("heads", [8, 12], ids=["Kimi-K2 on 8 ranks", "Kimi-K3 on 8 ranks"])
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
+def test_other_numbers_of_heads(make, heads, mode):
+    runner, backend = make(heads=heads, mode=mode)
+    problem = Problem(runner, [70, 200], s_q=1 if mode.is_decode() else DRAFTS)
+    batch = problem.batch(mode, seq_lens=None if mode.is_decode() else [length - DRAFTS for length in problem.lengths])
+    backend.init_forward_metadata(batch)
+    problem.check(attend(backend, problem, batch))
+
+
+def test_the_pool_of_a_model_with_linear_attention_besides(make):
+    """Kimi-K3's has rows for its 24 layers with latent attention only, and knows them by the model's numbers."""
+    runner, _ = make(heads=12)
+    problem, rows = Problem(runner, LENGTHS), runner.token_to_kv_pool
+    runner.token_to_kv_pool = memory_pool.HybridLinearKVPool(
+        size=rows.size, dtype=rows.dtype, page_size=PAGE, head_num=1, head_dim=LATENT + ROPE, device="cpu",
+        full_attention_layer_ids=[3], mamba_pool=None, use_mla=True, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE,
+        full_kv_pool=rows,
+    )  # fmt: skip
+    backend, batch = ATTENTION_BACKENDS["etap"](runner), problem.batch()
+    backend.init_forward_metadata(batch)
+    problem.check(attend(backend, problem, batch, layer_id=3))
 
 
 def test_it_is_a_flashmla_backend_that_needs_no_lengths_on_the_host(make):
@@ -273,15 +291,15 @@ class DraftRunner:
     hybrid_gdn_config = kimi_linear_config = mamba2_config = mambaish_config = None
 
 
-def make_factory(runner, monkeypatch, topk=1):
+def make_factory(runner, monkeypatch, topk=1, name="etap"):
     factory = DraftBackendFactory.__new__(DraftBackendFactory)
     factory.draft_model_runner, factory.topk, factory.speculative_num_steps = runner, topk, DRAFTS - 1
-    factory.server_args, factory.draft_attn_backend = runner.server_args, "etap"
+    factory.server_args, factory.draft_attn_backend = runner.server_args, name
     factory.seed_dsa_topk_from_draft_extend, factory.qsa_profile = False, None
     # Wrappers for models that are not MLA; they read configurations that a runner for tests lacks.
-    for name in ("attn_backend_wrapper_for_draft_decode", "attn_backend_wrapper_for_draft_extend"):
-        if hasattr(attention_registry, name):
-            monkeypatch.setattr(attention_registry, name, lambda runner, backend: backend)
+    for wrapper in ("attn_backend_wrapper_for_draft_decode", "attn_backend_wrapper_for_draft_extend"):
+        if hasattr(attention_registry, wrapper):
+            monkeypatch.setattr(attention_registry, wrapper, lambda runner, backend: backend)
     return factory
 
 
@@ -307,6 +325,15 @@ def test_draft_model_has_a_backend_that_extends_its_cache(make, monkeypatch):
     runner, backend = make(mode=ForwardMode.DRAFT_EXTEND_V2)
     extension = make_factory(DraftRunner(runner), monkeypatch).create_draft_extend_backend()
     assert type(extension) is type(backend) and extension.draft_step is None
+
+
+@pytest.mark.parametrize("fp8_math", [False, True])
+@pytest.mark.parametrize("make", [True], indirect=True, ids=[""])
+def test_a_draft_model_multiplies_as_its_backends_name_says(make, monkeypatch, fp8_math):
+    runner, _ = make(mode=ForwardMode.TARGET_VERIFY)
+    factory = make_factory(DraftRunner(runner), monkeypatch, name="etap_fp8_math" if fp8_math else "etap")
+    backends = [*factory.create_decode_backend().attn_backends, factory.create_draft_extend_backend()]
+    assert [backend._fp8_math for backend in backends] == [fp8_math] * (DRAFTS - 1)
 
 
 def test_trees_of_drafts_are_refused(make, monkeypatch):
@@ -459,10 +486,9 @@ def test_an_fp8_cache_has_no_scale(make):
 
 @FP8_CACHE
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
-def test_fp8_math_is_as_exact_as_its_types_allow(make, monkeypatch, mode):
+def test_fp8_math_is_as_exact_as_its_types_allow(make, mode):
     """At most twice the error of attention in float64 that rounds to e4m3 what the kernel rounds."""
-    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, "1")
-    runner, backend = make(mode=mode)
+    runner, backend = make("etap_fp8_math", mode=mode)
     s_q, drafts = (1, 0) if mode.is_decode() else (DRAFTS, DRAFTS)
     problem = Problem(runner, [70, 300], s_q=s_q)
     batch = problem.batch(mode, [length - drafts for length in problem.lengths])
@@ -490,26 +516,18 @@ def attention_of(problem, round_to):
     return torch.stack(out)
 
 
-@FP8_CACHE
-def test_fp8_math_is_on_or_off(make, monkeypatch):
-    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, "yes")
-    with pytest.raises(ValueError, match="ETAP_FP8_MATH: wanted 0 or 1, got 'yes'"):
-        make()
-
-
 @pytest.mark.parametrize(
-    "options, fp8_math, types",
+    "name, options, types",
     [
-        ({}, "1", "KV cache bfloat16, math bfloat16"),
-        ({"fp8_kv_cache": True}, "0", r"KV cache FP8 \(e4m3\), math float16"),
-        ({"fp8_kv_cache": True}, "1", r"KV cache FP8 \(e4m3\), math FP8 \(e4m3\)"),
+        ("etap_fp8_math", {}, "KV cache bfloat16, math bfloat16"),
+        ("etap", {"fp8_kv_cache": True}, r"KV cache FP8 \(e4m3\), math float16"),
+        ("etap_fp8_math", {"fp8_kv_cache": True}, r"KV cache FP8 \(e4m3\), math FP8 \(e4m3\)"),
     ],
     ids=str,
 )
-def test_the_log_names_cache_and_math(monkeypatch, caplog, options, fp8_math, types):
-    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, fp8_math)
+def test_the_log_names_cache_and_math(caplog, name, options, types):
     with caplog.at_level("INFO", logger=backend_module.__name__):
-        ATTENTION_BACKENDS["etap"](make_runner(**options))
+        ATTENTION_BACKENDS[name](make_runner(**options))
     assert re.fullmatch(f"Attention backend etap: {types}", caplog.messages[-1])
 
 

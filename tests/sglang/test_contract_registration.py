@@ -12,7 +12,7 @@ from sglang.srt.models.deepseek_common import utils
 from sglang.srt.plugins import load_plugins
 
 import etap_backend.sglang
-from etap_backend.sglang import compat
+from etap_backend.sglang import compat, registration
 
 load_plugins()
 
@@ -40,15 +40,30 @@ except registration.Unavailable as error:
 print("registered:", "etap" in ATTENTION_BACKENDS, "flashmla" in ATTENTION_BACKENDS)
 """
 
-UNSUPPORTED_VERSION = """
+OLDER_VERSION = """
 import importlib.metadata
 real = importlib.metadata.version
-importlib.metadata.version = lambda name: "0.9.0" if name == "sglang" else real(name)
+importlib.metadata.version = lambda name: "0.5.9" if name == "sglang" else real(name)
 """
 
-BROKEN_PLUGIN = """
+NO_LIST = """
 from sglang.srt import server_args
 del server_args.add_chunked_prefix_cache_attention_backend
+"""
+
+NO_HOOK = """
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+del DraftBackendFactory._create_backend
+"""
+
+SWALLOWED = """
+from sglang.srt import server_args
+server_args.add_chunked_prefix_cache_attention_backend = server_args.add_attention_backend_choices([])
+"""
+
+NO_KERNEL = """
+from sglang.srt.layers.attention import flashmla_backend
+del flashmla_backend.create_flashmla_kv_indices_triton
 """
 
 
@@ -64,8 +79,8 @@ def test_entry_point_is_installed_once_and_names_register():
     assert point.load() is etap_backend.sglang.register
 
 
-def test_installed_version_is_supported():
-    assert compat.why_unsupported_version() is None
+def test_the_installed_version_has_all_that_is_used():
+    assert registration.why_unregistered() is None and registration.why_unusable() is None
 
 
 def test_registering_again_changes_nothing():
@@ -73,16 +88,18 @@ def test_registering_again_changes_nothing():
     factory = ATTENTION_BACKENDS["etap"]
     etap_backend.sglang.register()
     assert list(server_args.ATTENTION_BACKEND_CHOICES) == before
-    assert before.count("etap") == 1 and ATTENTION_BACKENDS["etap"] is factory
-    assert server_args.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS.count("etap") == 1
+    assert ATTENTION_BACKENDS["etap"] is factory
+    for name in compat.NAMES:
+        assert before.count(name) == server_args.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS.count(name) == 1
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_models_route_prefill_as_with_flashmla_and_hand_over_the_parts(times):
     compat.register_model_support()
     registry = handler.AttentionBackendRegistry
-    assert registry.get_handler("etap") is registry.get_handler("flashmla") is handler.handle_attention_flashmla
-    assert utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count("etap") == 1
+    for name in compat.NAMES:
+        assert registry.get_handler(name) is registry.get_handler("flashmla") is handler.handle_attention_flashmla
+        assert utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(name) == 1
 
 
 def test_plugin_and_import_touch_no_cuda():
@@ -95,18 +112,34 @@ def test_doctor_finds_the_plugin():
     assert "found" in output and "registered: True True" in output
 
 
-def test_unsupported_version_is_refused_in_one_line_and_to_the_doctor():
-    output, errors = run_script(UNSUPPORTED_VERSION + LOADS_AND_CHECKS)
-    reason = f"the attention backend etap supports SGLang {compat.SUPPORTED_VERSIONS}, this is SGLang 0.9.0"
-    assert f"unavailable: {reason}" in output
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (OLDER_VERSION, "etap needs SGLang 0.5.17 or newer, this is SGLang 0.5.9"),
+        (NO_LIST, "lacks what etap uses: sglang.srt.server_args.add_chunked_prefix_cache_attention_backend"),
+        (NO_HOOK, f"lacks what etap uses: {compat.DRAFT_HOOK}"),
+    ],
+    ids=["older version", "list", "hook"],
+)
+def test_what_keeps_the_names_unknown_is_in_one_line_and_told_by_the_doctor(change, reason):
+    output, errors = run_script(change + LOADS_AND_CHECKS)
+    (told,) = [line for line in output.splitlines() if line.startswith("unavailable: ")]
+    assert reason in told
     assert "registered: False True" in output
     (line,) = [line for line in errors.splitlines() if reason in line]
     assert "other attention backends are not affected" in line
 
 
 def test_an_error_that_sglang_swallows_is_in_one_line_and_told_by_the_doctor():
-    output, errors = run_script(BROKEN_PLUGIN + LOADS_AND_CHECKS)
-    assert "unavailable: no attention backend etap; Failed to execute general plugin: etap: AttributeError" in output
+    output, errors = run_script(SWALLOWED + LOADS_AND_CHECKS)
+    assert "unavailable: no attention backend etap; Failed to execute general plugin: etap: TypeError" in output
     assert "registered: False True" in output
     (line,) = [line for line in errors.splitlines() if "the attention backend etap is not available" in line]
-    assert "AttributeError" in line and "add_chunked_prefix_cache_attention_backend" in line
+    assert "TypeError" in line
+
+
+def test_the_doctor_is_told_what_a_selected_backend_would_lack():
+    output, _ = run_script(NO_KERNEL + LOADS_AND_CHECKS)
+    (told,) = [line for line in output.splitlines() if line.startswith("unavailable: ")]
+    assert "flashmla_backend:create_flashmla_kv_indices_triton" in told
+    assert "registered: True True" in output

@@ -23,23 +23,46 @@ def free_port():
         return probe.getsockname()[1]
 
 
-@pytest.fixture(scope="module")
-def served(model_directory, tmp_path_factory):
-    """What the server wrote."""
-    log = tmp_path_factory.mktemp("serve") / "server.log"
+# Every Python of the second server imports this.
+NEWER_VERSION = """
+import importlib.metadata
+real = importlib.metadata.version
+importlib.metadata.version = lambda name: "0.9.0" if name == "sglang" else real(name)
+"""
+
+
+def start(model_directory, name, log, **variables):
     command = [
         sys.executable, "-m", "sglang.launch_server", "--model-path", model_directory, "--load-format", "dummy",
-        "--skip-tokenizer-init", "--attention-backend", "etap", "--port", free_port(), "--log-level", "info",
+        "--skip-tokenizer-init", "--attention-backend", name, "--port", free_port(), "--log-level", "info",
     ]  # fmt: skip
     with log.open("w") as output:
-        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True, "env": os.environ}
-        server = subprocess.Popen(list(map(str, command)), **options)
+        options = {"stdout": output, "stderr": subprocess.STDOUT, "start_new_session": True}
+        return subprocess.Popen(list(map(str, command)), env=os.environ | variables, **options)
+
+
+@pytest.fixture(scope="module")
+def logs(model_directory, tmp_path_factory):
+    """What two servers wrote; they run at the same time because all they do is import."""
+    folder = tmp_path_factory.mktemp("serve")
+    (folder / "sitecustomize.py").write_text(NEWER_VERSION)
+    path = os.pathsep.join([str(folder), *filter(None, [os.environ.get("PYTHONPATH")])])
+    servers = [
+        start(model_directory, "etap", folder / "installed.log"),
+        start(model_directory, "etap_fp8_math", folder / "newer.log", PYTHONPATH=path),
+    ]
     try:
-        assert server.wait(SERVE_SECONDS) != 0
+        assert all(server.wait(SERVE_SECONDS) != 0 for server in servers)
     finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(server.pid, signal.SIGKILL)
-    return log.read_text()
+        for server in servers:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(server.pid, signal.SIGKILL)
+    return {name: (folder / f"{name}.log").read_text() for name in ("installed", "newer")}
+
+
+@pytest.fixture(params=["installed", "newer"])
+def served(request, logs):
+    return logs[request.param]
 
 
 def test_scheduler_goes_on_to_the_missing_gpu(served):
@@ -49,7 +72,12 @@ def test_scheduler_goes_on_to_the_missing_gpu(served):
 
 def test_server_starts_with_the_name(served):
     # Older versions print the arguments as a call, later ones as a dictionary of what the user gave.
-    assert re.search(r"\battention_backend'?[=:] ?'etap'", served), served
+    assert re.search(r"\battention_backend'?[=:] ?'etap(_fp8_math)?'", served), served
+
+
+def test_only_a_newer_version_is_warned_of_and_once(logs):
+    warnings = {name: re.findall(r"SGLang 0\.9\.0 has all that etap uses, but", log) for name, log in logs.items()}
+    assert {name: len(found) for name, found in warnings.items()} == {"installed": 0, "newer": 1}, logs["newer"]
 
 
 def test_no_plugin_failed(served):

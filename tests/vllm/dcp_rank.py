@@ -3,6 +3,7 @@
 Groups, layer, builder, collectives and merging are vLLM's; Triton's interpreter runs the merging kernel.
 """
 
+import importlib.metadata
 import sys
 
 import torch
@@ -36,6 +37,8 @@ COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.D
 
 def prepare() -> None:
     """What a machine without a GPU cannot answer, and an attribute that Triton's interpreter lacks."""
+    real = importlib.metadata.version  # a newer version, for the warning that one rank gives
+    importlib.metadata.version = lambda name: "0.99.0" if name == "vllm" else real(name)
     load_general_plugins()
     torch.accelerator.empty_cache = lambda: None
     platform = type(current_platform)

@@ -5,12 +5,15 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
+from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
@@ -42,7 +45,17 @@ def cache_bytes_a_token(text):
 def test_there_is_one_for_each_deployment():
     names = {path.stem for path in FILES}
     deployments = {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
-    assert names == {"smoke-1gpu", "deepseek-r1-8xh20-96g-fp8-cache"} | deployments
+    small = {f"deepseek-r1-8xh20-96g-{kind}" for kind in ("fp8-cache", "dcp8", "dcp2-fp8-cache")}
+    assert names == {"smoke-1gpu"} | small | deployments
+
+
+def selected_for(config):
+    """What each layer of this configuration gets: vLLM asks the backend that was named whether it can."""
+    selector._cached_get_attn_backend.cache_clear()
+    heads = config.model_config.get_num_attention_heads(config.parallel_config)
+    with set_current_vllm_config(config):
+        layer = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": config.cache_config.cache_dtype}
+        return selector.get_attn_backend(**layer, use_mla=True, num_heads=heads)
 
 
 def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
@@ -61,6 +74,10 @@ def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monke
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     assert config.model_config.model == str(folder)
     assert config.attention_config.backend is AttentionBackendEnum.ETAP
+    assert selected_for(config) is AttentionBackendEnum.ETAP.get_class()
+    ranks_of_a_context = config.parallel_config.decode_context_parallel_size
+    assert ranks_of_a_context == settings.get("decode-context-parallel-size", 1)
+    assert ranks_of_a_context == int((re.search(r"-dcp(\d)", config_file.stem) or (0, 1))[1])
     assert config.parallel_config.tensor_parallel_size == settings.get("tensor-parallel-size", 1)
     assert config.model_config.max_model_len == settings["max-model-len"]
     assert config.scheduler_config.max_num_seqs == settings["max-num-seqs"]
@@ -78,7 +95,9 @@ def test_comments_count_the_cache_as_the_plan_does(config_file, settings):
     tokens = int(re.search(r"KV cache: ([\d,]+) tokens", text)[1].replace(",", ""))
     left = float(re.search(r"([\d.]+) GB  KV cache", text)[1])
     assert tokens == pytest.approx(left * 1e9 / a_token, rel=0.02)
-    assert tokens >= 2 * settings["max-model-len"], "two requests of the greatest length"
+    shared = tokens * settings.get("decode-context-parallel-size", 1)
+    assert shared == tokens or f"{shared:,} of requests" in text
+    assert shared >= 2 * settings["max-model-len"], "two requests of the greatest length"
     gpu = next((gpu for name, gpu in GPUS.items() if name in config_file.stem), "H100")
     ranks = settings.get("tensor-parallel-size", 1)
     s_q = 1 + settings.get("speculative-config", {}).get("num_speculative_tokens", 0)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from etap_backend.lab import configs
-from etap_backend.lab.checks import two_nodes
+from etap_backend.lab.checks import answers, two_nodes
 from etap_backend.lab.e2e.model import prepare_model, serving_of
 from etap_backend.lab.e2e.scenario import cases_of, read_scenario
 from etap_backend.lab.serving.client import Failed
@@ -28,8 +28,8 @@ def dummy_folder(tmp_path_factory):
     return tmp_path_factory.mktemp("dummy")
 
 
-def serving(name, folder, gpus=1):
-    scenario = read_scenario(name).model_copy(update={"gpus": gpus})
+def serving(name, folder, **changes_of_the_scenario):
+    scenario = read_scenario(name).model_copy(update={"gpus": 1} | changes_of_the_scenario)
     changes = {"num_hidden_layers": 4, "first_k_dense_replace": 1}
     prepared = prepare_model(scenario.model, changes, 8, scenario.tensor_parallel, folder)
     prepared.write()
@@ -72,6 +72,55 @@ def test_vllm_makes_a_configuration_of_every_scenario(name, dummy_folder):
         assert (made.speculative_config is not None) == (scenario.draft_tokens > 0)
 
 
+@pytest.mark.parametrize("shares", [1, 2])
+@pytest.mark.parametrize("name", ["decode-short", "decode-full", "decode-full-fp8", "decode-full-mtp"])
+def test_vllm_makes_a_configuration_of_two_gpus(name, shares, dummy_folder, monkeypatch):
+    """Tensor parallelism of two, and decode context parallelism of as many, each GPU as one of eight ranks."""
+    from vllm.config import set_current_vllm_config
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+    from vllm.v1.attention import selector
+
+    monkeypatch.setattr(type(current_platform), "device_count", classmethod(lambda cls: 2))
+    scenario, wanted = serving(name, dummy_folder, gpus=2, decode_context_parallel=shares)
+    for backend in scenario.vllm.backends:
+        parsed = serve_arguments(VLLM.server("python", wanted, backend, 8000, scenario.vllm.flags)[4:])
+        parsed.model = parsed.model_tag or parsed.model
+        made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+        parallel = made.parallel_config
+        assert (parallel.tensor_parallel_size, parallel.decode_context_parallel_size) == (2, shares)
+        assert made.model_config.get_num_attention_heads(parallel) == 16
+        assert not made.compilation_config.pass_config.fuse_allreduce_rms, "it would use NVLink multicast"
+        selector._cached_get_attn_backend.cache_clear()
+        with set_current_vllm_config(made):
+            layer = {"head_size": 576, "dtype": made.model_config.dtype, "use_mla": True, "num_heads": 16}
+            chosen = selector.get_attn_backend(kv_cache_dtype=made.cache_config.cache_dtype, **layer)
+        assert chosen.get_name() == backend
+
+
+@pytest.mark.parametrize("name", ["ETAP@tp2", "ETAP@dcp2", "ETAP+fp8@tp2"])
+@pytest.mark.parametrize("mode", ["plain", "mtp"])
+def test_vllm_makes_a_configuration_of_the_answers_on_two_gpus(name, mode, dummy_folder, monkeypatch):
+    """The check's flags come behind those of the scenario, and the last of two counts."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.platforms import current_platform
+
+    monkeypatch.setattr(type(current_platform), "device_count", classmethod(lambda cls: 2))
+    scenario, _ = serving("decode-plain", dummy_folder, gpus=2)
+    asked, variant = answers.ASKED["vllm"], answers.Variant.parse(name)
+    flags = [*scenario.vllm.flags, *asked.flags(mode, 6400, variant), *variant.flags, "--max-model-len", "4096"]
+    command = VLLM.server("python", asked.serving(dummy_folder, mode, variant), "ETAP", 8000, flags)
+    parsed = serve_arguments(command[4:])
+    parsed.model = parsed.model_tag or parsed.model
+    made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    parallel, cache = made.parallel_config, made.cache_config
+    assert (parallel.tensor_parallel_size, parallel.decode_context_parallel_size) == (2, variant.dcp)
+    assert (cache.gpu_memory_utilization, cache.cache_dtype) == (answers.MEMORY_SHARE, variant.cache)
+    assert cache.num_gpu_blocks_override * 64 * variant.dcp == 6400
+    assert not made.compilation_config.pass_config.fuse_allreduce_rms
+    assert (made.speculative_config is not None) == (mode == "mtp")
+
+
 def test_vllm_refuses_a_flag_that_it_has_not(dummy_folder):
     _, wanted = serving("decode", dummy_folder)
     command = VLLM.server("python", wanted, "ETAP", 8000, ["--no-such-flag"])
@@ -84,7 +133,9 @@ def test_vllm_makes_a_configuration_of_each_of_two_nodes(dummy_folder):
 
     prepared = prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder)
     prepared.write()
-    for node, command in enumerate(two_nodes.commands(VLLM, prepared.model, "127.0.0.1", (8000, 8001), "ETAP")):
+    flags = read_scenario("decode-plain").vllm.flags
+    of_nodes = two_nodes.commands(VLLM, prepared.model, "127.0.0.1", (8000, 8001), "ETAP", flags)
+    for node, command in enumerate(of_nodes):
         parsed = serve_arguments(command[4:])
         parsed.model = parsed.model_tag or parsed.model
         made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config(headless=parsed.headless)

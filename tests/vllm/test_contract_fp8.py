@@ -3,11 +3,14 @@
 The truth is attention on what the cache's bytes stand for. Writing the cache and prefill, which reads it, need a GPU.
 """
 
+import pickle
+
 import pytest
 import torch
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.worker import workspace
 
-from etap_backend import plugins
 from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
     CPU,
@@ -29,12 +32,9 @@ from etap_backend.lab.checks.vllm_layer import (
 )
 from etap_backend.vllm import impl
 
+FP8_MATH = {"additional_config": {"etap_fp8_math": True}}
+
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
-
-
-@pytest.fixture(autouse=True)
-def variables(monkeypatch):
-    monkeypatch.delenv(plugins.FP8_MATH_VARIABLE, raising=False)
 
 
 @pytest.fixture
@@ -133,13 +133,12 @@ def test_queries_and_scale_reach_the_kernel_as_they_are(make_fp8, monkeypatch):
 @pytest.mark.parametrize(
     "s_q, arguments", [(1, {}), (4, SPECULATIVE), (20, {})], ids=["decode", "speculative", "short prompts"]
 )
-def test_fp8_math_is_as_exact_as_its_types_allow(make_fp8, monkeypatch, s_q, arguments):
+def test_fp8_math_is_as_exact_as_its_types_allow(make_fp8, s_q, arguments):
     """At most twice the error of attention in float64 that rounds to e4m3 what the kernel does: queries, probabilities.
 
     Queries are rounded after their largest element was scaled to e4m3's range, probabilities from 1 downwards.
     """
-    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, "1")
-    layer, builder = make_fp8(**arguments)
+    layer, builder = make_fp8(**arguments, **FP8_MATH)
     assert layer.impl.supports_quant_query_input is False
     problem = Problem([300, 129], s_q, kv_scale=KV_SCALE)
     random = torch.Generator().manual_seed(7)
@@ -169,16 +168,31 @@ def attention_of(q, problem, round_to):
     return torch.stack(out), torch.stack(lse)
 
 
-@pytest.mark.parametrize("value", ["2", "yes"])
-def test_fp8_math_is_on_or_off(make_fp8, monkeypatch, value):
-    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, value)
-    with pytest.raises(ValueError, match=f"ETAP_FP8_MATH: wanted 0 or 1, got '{value}'"):
-        make_fp8()
+@pytest.mark.parametrize("value", [1, "true", "yes", None])
+def test_fp8_math_is_on_or_off(make_layer, value):
+    for cache in ("fp8", "auto"):
+        with pytest.raises(ValueError, match=f"additional_config: etap_fp8_math: wanted true or false, got {value!r}"):
+            make_layer(kv_cache_dtype=cache, additional_config={"etap_fp8_math": value})
 
 
-def test_fp8_math_is_for_fp8_caches(make, monkeypatch):
-    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, "1")
-    layer, builder = make()
+def test_a_mistyped_option_is_refused_and_those_of_others_are_not(make_layer):
+    with pytest.raises(ValueError, match="additional_config: wanted etap_fp8_math at most, got etap_fp8_mat"):
+        make_layer(additional_config={"etap_fp8_mat": True})
+    make_layer(additional_config={"gdn_prefill_backend": "triton"})
+
+
+@pytest.mark.parametrize("flags", [["--additional-config", '{"etap_fp8_math": true}'],
+                                   ["--additional-config.etap_fp8_math", "true"]], ids=len)  # fmt: skip
+def test_all_ranks_get_the_flag_with_the_configuration(model_directory, flags):
+    """What vLLM pickles for its workers has it, and their environment has no part in it."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    command = ["--model", str(model_directory), "--attention-backend", "ETAP", "--skip-tokenizer-init", *flags]
+    config = EngineArgs.from_cli_args(parser.parse_args(command)).create_engine_config()
+    assert impl.wants_fp8_math(pickle.loads(pickle.dumps(config)))
+
+
+def test_fp8_math_is_for_fp8_caches(make):
+    layer, builder = make(**FP8_MATH)
     problem = Problem(LENGTHS, 1)
     out = decode(layer, problem, builder.build(0, problem.common_metadata()))
     assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
@@ -193,13 +207,12 @@ def test_a_layer_may_be_left_out_of_fp8(make_fp8):
     assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
 
 
-@pytest.mark.parametrize("fp8_math, math", [("0", "float16"), ("1", "FP8 (e4m3)")])
-def test_the_log_names_cache_and_math(make_fp8, monkeypatch, fp8_math, math):
-    monkeypatch.setenv(plugins.FP8_MATH_VARIABLE, fp8_math)
+@pytest.mark.parametrize("options, math", [({}, "float16"), (FP8_MATH, "FP8 (e4m3)")])
+def test_the_log_names_cache_and_math(make_fp8, monkeypatch, options, math):
     lines = []
     # Real code says it once a process, and an earlier test may have been the one.
     monkeypatch.setattr(impl._logger, "info_once", lines.append)
-    make_fp8()
+    make_fp8(**options)
     assert lines == [f"ETAP decodes: KV cache FP8 (e4m3), math {math}"]
 
 

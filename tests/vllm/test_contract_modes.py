@@ -4,6 +4,7 @@ On CPU tensors the reference executor stands in for the kernels; graphs are not 
 """
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -321,8 +322,9 @@ def two_ranks(model_directory, tmp_path_factory):
     finally:
         for process in ranks:
             process.kill()
-    assert codes == [0, 0], "".join((folder / f"{rank}.log").read_text()[-3000:] for rank in range(2))
-    return [torch.load(folder / str(rank)) for rank in range(2)]
+    logs = [(folder / f"{rank}.log").read_text() for rank in range(2)]
+    assert codes == [0, 0], "".join(log[-3000:] for log in logs)
+    return [torch.load(folder / str(rank)) | {"log": log} for rank, log in enumerate(logs)]
 
 
 @pytest.mark.parametrize("step", DCP_STEPS)
@@ -335,6 +337,11 @@ def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_rank
     mine = Problem(*DCP_STEPS[step])
     mine.q, mine.kv = everyone.q[:, rank * HEADS : (rank + 1) * HEADS], everyone.kv
     assert_as_exact_as_torch(out, mine, weight)
+
+
+def test_of_a_newer_version_one_rank_warns(two_ranks):
+    counts = [len(re.findall(r"vLLM 0\.99\.0 has all that ETAP uses, but", rank["log"])) for rank in two_ranks]
+    assert counts == [1, 0]
 
 
 def test_prefill_context_parallelism_is_refused(make):

@@ -1,18 +1,30 @@
 """What vLLM's own selection says when the user names ETAP: accepted, or refused with the reason."""
 
+import dataclasses
+import enum
+import importlib.metadata
 import inspect
+import logging
+import sys
 
 import pytest
 import torch
+from vllm import logger
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.layers.attention import mla_attention
+from vllm.model_executor.layers.attention.mla_attention import MLACommonMetadataBuilder
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
+from vllm.utils import platform_utils
 from vllm.v1.attention import selector
+from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend, FlashMLAImpl, FlashMLAMetadataBuilder
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker import workspace
 
+from etap_backend.vllm import compat
 from etap_backend.vllm.sparse import ETAPSparseBackend
 
 load_general_plugins()
@@ -105,6 +117,105 @@ def test_refuses_without_the_compiled_library(select, monkeypatch, tmp_path):
     finally:
         monkeypatch.undo()
         _library.library.cache_clear()
+
+
+@pytest.fixture
+def select_anew(select, monkeypatch):
+    """Selects as a process does that has not yet; gives also what vLLM logs of ETAP."""
+    lines, real = [], importlib.metadata.version
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: lines.append(record.getMessage())
+
+    def call(version=compat.ENGINE.newest, **changes):
+        monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "vllm" else real(name))
+        monkeypatch.delitem(sys.modules, "etap_backend.vllm.selected", raising=False)
+        logger._print_warning_once.cache_clear()
+        return select(**changes)
+
+    logging.getLogger("vllm").addHandler(handler)
+    yield call, lines
+    logging.getLogger("vllm").removeHandler(handler)
+
+
+@pytest.mark.parametrize("version", [compat.ENGINE.oldest, compat.ENGINE.newest, f"{compat.ENGINE.newest}.post1"])
+def test_a_tested_version_is_selected_without_a_warning(select_anew, version):
+    call, lines = select_anew
+    assert call(version) is ETAPBackend and not lines
+
+
+def test_a_newer_version_is_selected_with_one_warning(select_anew, select):
+    call, lines = select_anew
+    assert call("0.99.0") is select(dtype=torch.float16) is ETAPBackend
+    assert lines == ["vLLM 0.99.0 has all that ETAP uses, but the tests of it ran in vLLM 0.26.0 to 0.33.0"]
+
+
+def test_an_older_version_is_refused(select_anew):
+    call, lines = select_anew
+    with pytest.raises(ValueError, match="ETAP needs vLLM 0.26.0 or newer, this is vLLM 0.25.9"):
+        call("0.25.9")
+    assert not lines
+
+
+def without(owner, name):
+    return lambda patch: patch.delattr(owner, name)
+
+
+def with_more_parameters(patch):
+    old = MLACommonMetadataBuilder._build_decode
+
+    def more(self, *, window_left, **given):
+        return old(self, **given)
+
+    patch.setattr(MLACommonMetadataBuilder, "_build_decode", more)
+
+
+MLA = mla_attention.__name__
+LACKING = {
+    "name": (
+        without(workspace, "current_workspace_manager"),
+        "vllm.v1.worker.workspace:current_workspace_manager",
+    ),
+    "module": (
+        lambda patch: patch.setitem(sys.modules, "vllm.v1.kv_cache_interface", None),
+        "vllm.v1.kv_cache_interface (ModuleNotFoundError: ",
+    ),
+    "parameter": (
+        lambda patch: patch.setattr(platform_utils, "num_compute_units", lambda: 78),
+        "vllm.utils.platform_utils:num_compute_units: too many positional arguments",
+    ),
+    "field": (
+        lambda patch: patch.setattr(
+            mla_attention, "MLACommonMetadata", dataclasses.make_dataclass("Other", ["prefill"])
+        ),
+        f"{MLA}:MLACommonMetadata.decode",
+    ),
+    "member": (
+        lambda patch: patch.setattr(mla_attention, "QueryLenSupport", enum.Enum("QueryLenSupport", "UNIFORM")),
+        f"{MLA}:QueryLenSupport.VARLEN",
+    ),
+    "hook": (without(AttentionBackend, "supports_combination"), f"{MLA}:MLACommonBackend.supports_combination"),
+    "hook's parameter": (
+        with_more_parameters,
+        f"{MLA}:MLACommonMetadataBuilder._build_decode: new parameters window_left",
+    ),
+}
+"""By what of vLLM is gone: how it goes, and how the refusal begins to name it."""
+
+
+@pytest.mark.parametrize("version", [compat.ENGINE.newest, "0.99.0"])
+@pytest.mark.parametrize("what", LACKING)
+def test_what_vllm_lacks_is_named_in_its_own_refusal(select_anew, monkeypatch, what, version):
+    call, lines = select_anew
+    remove, name = LACKING[what]
+    assert call(version) is ETAPBackend
+    lines.clear()
+    with monkeypatch.context() as patch:
+        remove(patch)
+        with pytest.raises(ValueError, match="ETAP is not valid for this configuration") as refusal:
+            call(version)
+        assert f"vLLM {version} lacks what ETAP uses: {name}" in str(refusal.value)
+        assert not lines, "nothing runs, so there is nothing to be warned of"
+        assert call(version, attention_backend="FLASH_ATTN_MLA").get_name() == "FLASH_ATTN_MLA"
 
 
 def test_selection_without_a_name_stays_vllms_own(select):

@@ -37,7 +37,7 @@ struct Consumer {
       cute::clear(ot);
       for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
         if (i % kConsumerGroups != group) continue;
-        ETAP_MARKED(tile_grant, shared.granted[group].wait(grants_taken++));
+        shared.granted[group].wait(grants_taken++);
         const int mine = i / kConsumerGroups;
         consumer.consume_tile(mine == 0, keys,
                               probabilities + mine % T::kProbabilityBuffers * kScales * T::kScaledBytes);

@@ -62,8 +62,8 @@ def chosen(kernels: Kernels, grid: Grid, only: list[str], skip: list[str]) -> Ke
     for argument, asked in (("--only", only), ("--skip", skip)):
         if unknown := [name for name in asked if name.lower() not in known]:
             raise ValueError(f"{argument}: wanted one of {', '.join(names)}, got {', '.join(unknown)}")
-    everything = {**kernels.plain, **kernels.fp8}
-    wanted = [known[name.lower()] for name in only] or [n for n in names if n in OWN or everything[n].there]
+    there = {name for each in kernels.of_kinds.values() for name, provider in each.items() if provider.there}
+    wanted = [known[name.lower()] for name in only] or [n for n in names if n in OWN or n in there]
     skipped = {known[name.lower()] for name in skip}
     if left := [name for name in wanted if name not in skipped]:
         return kernels.chosen(left)

@@ -27,13 +27,35 @@ class Floor(Strict):
         return self.model_copy(update={"text": f"max({roofs}) + {self.launch_us} us"})
 
 
+class GatherFloor(Floor):
+    """Of the sparse call: `bandwidth` is that of gathering rows of 1152 bytes one by one."""
+
+    fp8_bandwidth: float  # the same of rows of 656 bytes
+
+    def seconds(self, *, kv_bytes: int, flops: float, fp8: bool) -> float:
+        """Products are taken in 16 bits for FP8 rows too: every kernel widens them, a row's rope part is bf16."""
+        return max(kv_bytes / (self.fp8_bandwidth if fp8 else self.bandwidth), flops / self.flops)
+
+    def said(self, *, fp8: bool) -> GatherFloor:
+        rate = f"{self.bandwidth / 1e12:.2f} TB/s"
+        if fp8:
+            rate += f" (rows of 656 bytes: {self.fp8_bandwidth / 1e12:.2f})"
+        roofs = f"gathered bytes / {rate}, operations / {self.flops / 1e12:.0f} TFLOP/s"
+        return self.model_copy(update={"text": f"max({roofs}) + {self.launch_us} us"})
+
+
 # Both measured on an H200, with 132 CTAs at its own rate and with 78 CTAs and throttled WGMMA.
 H200_FLOOR = Floor(bandwidth=4.57e12, flops=947e12)
 PROXY_FLOOR = Floor(bandwidth=4.30e12, flops=132e12)
+# As many CTAs. Gathering 2048 rows for each of 8, 16, 64 and 128 tokens into shared memory by 16-byte cp.async, and
+# nothing else, takes this time to 6% more.
+H200_GATHER_FLOOR = GatherFloor(bandwidth=4.46e12, fp8_bandwidth=3.71e12, flops=947e12, launch_us=2.7)
+PROXY_GATHER_FLOOR = GatherFloor(bandwidth=4.36e12, fp8_bandwidth=2.92e12, flops=132e12, launch_us=2.6)
 
 
-def floor_for(gpu: str) -> Floor | None:
-    """The floor of a GPU by its name, or None where nothing was measured."""
+def floor_for(gpu: str, *, sparse: bool = False) -> Floor | None:
+    """The floor of a GPU by its name, of the dense call or of the sparse one; None where nothing was measured."""
+    h200, proxy = (H200_GATHER_FLOOR, PROXY_GATHER_FLOOR) if sparse else (H200_FLOOR, PROXY_FLOOR)
     if "H20 proxy" in gpu:
-        return PROXY_FLOOR
-    return H200_FLOOR if "H200" in gpu else None
+        return proxy
+    return h200 if "H200" in gpu else None

@@ -11,12 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from etap_backend.lab import configs
-from etap_backend.lab.bench.rows import Published, Shape
+from etap_backend.lab.bench.rows import Published, Shape, SparseShape
 from etap_backend.lab.configs import Strict
 from etap_backend.lab.units import in_k
-from etap_backend.support import HEAD_DIM, LATENT_DIM
+from etap_backend.support import HEAD_DIM, LATENT_DIM, SPARSE_FP8_ROW_BYTES
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1}
+PAGE_SIZE = 64
 MEMORY_SHARE = 0.8  # of the GPU's, that caches may take
 
 DType = Literal["bfloat16", "float16"]
@@ -40,6 +41,11 @@ class Workload:
     @property
     def fp8(self) -> bool:
         return self.kv_dtype == "fp8"
+
+    @property
+    def kind(self) -> str:
+        """Which kernels there are for it, one of `providers.KINDS`."""
+        return "fp8" if self.fp8 else "plain"
 
     @property
     def tokens(self) -> int:
@@ -82,6 +88,43 @@ class Workload:
             bytes=self.kv_bytes,
             flops=self.flops,
         )
+
+
+@dataclass(frozen=True)
+class SparseWorkload(Workload):
+    """One row of the sparse call: each query token is a request of its own that attends to as many gathered rows."""
+
+    context: int = 0  # rows of the cache that the lists are drawn from
+
+    @property
+    def kind(self) -> str:
+        return "sparse_fp8" if self.fp8 else "sparse"
+
+    @property
+    def top_k(self) -> int:
+        return self.lengths[0]
+
+    @property
+    def row_bytes(self) -> int:
+        return SPARSE_FP8_ROW_BYTES if self.fp8 else HEAD_DIM * ELEMENT_BYTES[self.dtype]
+
+    @property
+    def kv_bytes(self) -> int:
+        """Where tokens share rows, as in a prefill, a row counts once."""
+        return min(self.tokens, self.context) * self.row_bytes
+
+    @property
+    def memory_bytes(self) -> int:
+        return self.context * (HEAD_DIM * ELEMENT_BYTES[self.dtype] + (SPARSE_FP8_ROW_BYTES if self.fp8 else 0))
+
+    @property
+    def label(self) -> str:
+        shape = f"{len(self.lengths)} x {in_k(self.top_k)} of {in_k(self.context)}, {self.heads} heads"
+        return shape + (", FP8 rows" if self.fp8 else "")
+
+    @property
+    def shape(self) -> SparseShape:
+        return SparseShape(**super().shape.model_dump(), context=self.context)
 
 
 class LogNormal(Strict):
@@ -153,12 +196,42 @@ class Table(Strict):
         return [Workload(lengths, heads, s_q, self.dtype, name, cache) for heads, s_q, (name, lengths) in rows]
 
 
+class SparseTable(Strict):
+    """A [[sparse]] table: every kind of cache with every number of heads and of query tokens."""
+
+    tokens: Counts
+    heads: Counts = [16]
+    kv_dtype: Annotated[list[KvDType], Field(min_length=1)] = ["same"]  # fp8: rows of 656 bytes, or bfloat16
+    top_k: Count = 2048
+    context: Count  # rows of the cache that each token's are drawn from
+
+    @model_validator(mode="after")
+    def _enough_rows(self) -> SparseTable:
+        if self.context % PAGE_SIZE or self.context < self.top_k:
+            raise ValueError(f"context: wanted a multiple of {PAGE_SIZE} of at least top_k, got {self.context}")
+        return self
+
+    def workloads(self, kv_dtype: KvDType | None) -> list[Workload]:
+        rows = product([kv_dtype] if kv_dtype else self.kv_dtype, self.heads, self.tokens)
+        return [
+            SparseWorkload((self.top_k,) * tokens, heads, kv_dtype=cache, context=self.context)
+            for cache, heads, tokens in rows
+        ]
+
+
 class File(Strict):
-    """A file of configs/bench."""
+    """A file of configs/bench: [[rows]] of the dense call, or [[sparse]] ones."""
 
     title: str | None = None
-    rows: list[Table] = Field(min_length=1)
+    rows: list[Table] = []
+    sparse: list[SparseTable] = []
     published: list[Published] = []
+
+    @model_validator(mode="after")
+    def _of_one_call(self) -> File:
+        if bool(self.rows) == bool(self.sparse):
+            raise ValueError("wanted [[rows]], or [[sparse]]")
+        return self
 
 
 @dataclass(frozen=True)
@@ -169,6 +242,10 @@ class Grid:
     title: str
     workloads: tuple[Workload, ...]
     published: tuple[Published, ...] = ()
+
+    @property
+    def sparse(self) -> bool:
+        return isinstance(self.workloads[0], SparseWorkload)
 
     def within(self, memory_bytes: float) -> tuple[Grid, list[str]]:
         """The rows whose cache leaves room on a GPU with this much free, and the labels of the others."""
@@ -189,15 +266,20 @@ def read_grid(path: Path, kv_dtype: KvDType | None = None) -> Grid:
     Raises ValueError, naming file and key, when it is not like `Table`.
     """
     file = configs.read_toml(path, File)
-    workloads = tuple(workload for table in file.rows for workload in table.workloads(kv_dtype))
-    return Grid(path.stem, file.title or path.stem, workloads, tuple(file.published))
+    workloads = (workload for table in (*file.rows, *file.sparse) for workload in table.workloads(kv_dtype))
+    return Grid(path.stem, file.title or path.stem, tuple(dict.fromkeys(workloads)), tuple(file.published))
 
 
 def read_grids(names: list[str], kv_dtype: KvDType | None = None) -> Grid:
-    """One grid of several, each by path or name; a row that several have is measured once."""
+    """One grid of several, each by path or name; a row that several have is measured once.
+
+    Raises ValueError when they are of different calls.
+    """
     grids = [read_grid(find_grid(name), kv_dtype) for name in names]
     if len(grids) == 1:
         return grids[0]
+    if len({grid.sparse for grid in grids}) > 1:
+        raise ValueError(f"grids: wanted all of the dense call or all of the sparse one, got {', '.join(names)}")
     workloads = dict.fromkeys(workload for grid in grids for workload in grid.workloads)
     published = tuple(one for grid in grids for one in grid.published)
     name = "-".join(grid.name for grid in grids)

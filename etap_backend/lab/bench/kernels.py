@@ -14,10 +14,15 @@ from torch import Tensor
 
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import DecodeSchedule
+from etap_backend.sparse import sparse_mla_decode, sparse_workspace_floats
 from etap_backend.support import FP8, LATENT_DIM
 
-Call = Callable[[Tensor], Tensor]
-"""Takes one copy of the KV cache [pages, page_size, 576], returns out with batch * s_q * heads * 512 elements."""
+Copy = tuple[Tensor, ...]
+"""What differs from call to call: one copy of the KV cache [pages, page_size, 576] alone; of the sparse call its cache,
+the same with 576 bfloat16 or 656 uint8 a row, and int32 [tokens, top_k], the rows of each token."""
+
+Call = Callable[..., Tensor]
+"""Takes a copy's tensors, returns out with batch * s_q * heads * 512 elements, or tokens * heads * 512."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,17 @@ class Inputs:
         return torch.arange(batch + 1, dtype=torch.int32, device=self.q.device) * s_q
 
 
+@dataclass(frozen=True)
+class SparseInputs:
+    """What every kernel of a row of the sparse call is given, besides the cache and the lists."""
+
+    q: Tensor  # bfloat16 [tokens, heads, 576], contiguous
+    top_k: int
+    softmax_scale: float
+    num_sms: int | None  # CTAs of our own launch; None means the device's multiprocessors
+    kv_dtype: torch.dtype = torch.bfloat16  # or uint8: FP8 rows
+
+
 def to_fp8(x: Tensor, scale: float) -> Tensor:
     """`x` / `scale` in e4m3, saturated: what times `scale` stands for x."""
     return (x / scale).clamp(-448, 448).to(FP8)
@@ -68,6 +84,30 @@ def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
             softmax_scale=inputs.softmax_scale,
             kv_scale=kv_scale,
             fp8_math=fp8_math,
+            out=out,
+            lse=lse,
+        )[0]
+
+    return call
+
+
+def etap_sparse(inputs: SparseInputs) -> Call:
+    """The sparse call on these inputs, its buffers allocated."""
+    tokens, heads, _ = inputs.q.shape
+    out = inputs.q.new_empty(tokens, heads, LATENT_DIM)
+    lse = inputs.q.new_empty(tokens, heads, dtype=torch.float32)
+    num_sms = inputs.num_sms or torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+    floats = sparse_workspace_floats(heads, inputs.kv_dtype == torch.uint8, num_sms)
+    workspace = inputs.q.new_empty(floats, dtype=torch.float32)
+
+    def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
+        return sparse_mla_decode(
+            inputs.q,
+            kv_cache,
+            indices,
+            softmax_scale=inputs.softmax_scale,
+            workspace=workspace,
+            num_sms=num_sms,
             out=out,
             lse=lse,
         )[0]

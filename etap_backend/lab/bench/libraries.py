@@ -10,18 +10,18 @@ import importlib
 import re
 import shutil
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 from etap_backend import _library
 from etap_backend.lab import configs, provenance
-from etap_backend.lab.bench.kernels import Call
 from etap_backend.lab.bench.rows import Library
 
 LIBRARY = Path("lib") / "libetap_backend.so"
 CALLERS = ("lab.bench.kernels", "peers")
-"""Modules that have `etap(inputs, fp8_math=)`: the second in trees of before there was a laboratory."""
+"""Modules that have `etap(inputs, fp8_math=)`, and `etap_sparse(inputs)` where the tree has that call: the second in
+trees of before there was a laboratory."""
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def parse(text: str) -> Build:
     return Build(name, package.resolve(), library.resolve())
 
 
-def load(build: Build, folder: Path) -> Callable[..., Call]:
-    """The build's `etap(inputs, fp8_math=)`, imported from a renamed copy of its package in `folder`.
+def load(build: Build, folder: Path) -> ModuleType:
+    """The build's module of CALLERS, imported from a renamed copy of its package in `folder`.
 
     Raises ValueError, naming --library, when package and library do not belong together.
     """
@@ -62,7 +62,7 @@ def load(build: Build, folder: Path) -> Callable[..., Call]:
         sys.path.insert(0, str(folder))
     try:
         importlib.import_module(f"{alias}._library").library()
-        return _caller(alias).etap
+        return _caller(alias)
     except ImportError as error:
         raise ValueError(f"--library {build.name}: {error}") from error
 
@@ -78,7 +78,7 @@ def _copy_renamed(build: Build, to: Path, alias: str) -> None:
     shutil.copy(build.library, to / LIBRARY)
 
 
-def _caller(alias: str):
+def _caller(alias: str) -> ModuleType:
     for name in CALLERS:
         module = f"{alias}.{name}"
         try:

@@ -12,37 +12,53 @@ import statistics
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from etap_backend.lab.bench import kernels
 from etap_backend.lab.bench.floors import Floor
-from etap_backend.lab.bench.grids import Workload
+from etap_backend.lab.bench.grids import PAGE_SIZE, Workload
 from etap_backend.lab.bench.hold import sms_held
-from etap_backend.lab.bench.kernels import Call, Inputs
-from etap_backend.lab.bench.providers import Kernels, Provider
-from etap_backend.lab.bench.rows import MATH_SUFFIX, Failed, Measured, Refused, Result, Row, ScheduleBuild, Timing
-from etap_backend.reference import mla_decode_reference, relative_rmse
-from etap_backend.support import FP8, HEAD_DIM
+from etap_backend.lab.bench.kernels import Call, Copy, Inputs, SparseInputs
+from etap_backend.lab.bench.providers import Kernels
+from etap_backend.lab.bench.rows import (
+    MATH_SUFFIX,
+    Failed,
+    Measured,
+    Refused,
+    Result,
+    Row,
+    ScheduleBuild,
+    Timing,
+    row_of,
+)
+from etap_backend.lab.bench.tensors import DEVICE, KV_SCALE, MOST_COPIES, ROTATED_BYTES, Pool, copies_of
+from etap_backend.reference import relative_rmse
 
-DEVICE = "cuda"
-PAGE_SIZE = 64
-SOFTMAX_SCALE = HEAD_DIM**-0.5
-ROTATED_BYTES = 400e6  # an H200's L2 holds 60 MB
-MOST_CALLS, FEWEST_CALLS = 512, 4
+FEWEST_CALLS = 4
 # Calls a graph, unless they would read more than that: its start weighs little then, as in an engine.
 USUAL_CALLS, USUAL_BYTES = 16, 10e9
 H20_SMS = 78
 HOST_TURNS = 9
-KV_SCALE = 0.0125  # of FP8 caches: their largest number stands for 5.6 standard deviations
-CHUNK_PAGES = 4096  # what is rounded to FP8 at a time
-METHOD = (
+CLOCK = (
     "CUDA graph replays, time of a graph / its calls, median and interquartile range of the replays, "
-    f"kernels taking turns; calls rotate over copies of the cache of {ROTATED_BYTES / 1e6:.0f} MB together "
-    f"(at most {MOST_CALLS} copies); inputs N(0, 1), page {PAGE_SIZE}, shuffled block table; "
+    "kernels taking turns; "
+)
+METHOD = (
+    f"{CLOCK}calls rotate over copies of the cache of {ROTATED_BYTES / 1e6:.0f} MB together "
+    f"(at most {MOST_COPIES} copies); inputs N(0, 1), page {PAGE_SIZE}, shuffled block table; "
     "scheduling metadata built before"
+)
+SPARSE_METHOD = (
+    f"{CLOCK}each token has a list of physical rows, drawn evenly from the whole cache, none twice; calls rotate over "
+    f"lists without a row in common, of {ROTATED_BYTES / 1e6:.0f} MB of rows together (at most {MOST_COPIES} calls), "
+    f"unless one call names every row of the cache; inputs N(0, 1), page {PAGE_SIZE}; scheduling metadata built before"
+)
+SPARSE_FP8_METHOD = (
+    "; FP8 rows have 656 bytes, a scale is the largest magnitude of its 128 columns / 448, errors are against float64 "
+    "on what they stand for"
 )
 PROXY_METHOD = f"; a waiting kernel holds the SMs beyond {H20_SMS}, so that every call runs on the same ones"
 FP8_METHOD = (
@@ -60,63 +76,6 @@ class Settings:
     num_sms: int | None = None
     h20_proxy: bool = False
     libraries: tuple[str, ...] = ()  # whose outputs are compared with the first one's, bit for bit
-
-
-class CachePool:
-    """One buffer of random cache pages for all rows of a run, cut into copies for the row at hand."""
-
-    def __init__(self, workloads: tuple[Workload, ...]):
-        pages = max(self._pages(workload) * copies_of(workload) for workload in workloads)
-        self.pages = torch.empty(pages, PAGE_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE).normal_()
-        self._others: dict[torch.dtype, torch.Tensor] = {}
-
-    @staticmethod
-    def _pages(workload: Workload) -> int:
-        return sum(-(-length // PAGE_SIZE) for length in workload.lengths)
-
-    def _pages_in(self, dtype: torch.dtype) -> torch.Tensor:
-        if dtype == self.pages.dtype:
-            return self.pages
-        if dtype not in self._others:
-            pages = torch.empty_like(self.pages, dtype=dtype)
-            for to, chunk in zip(pages.split(CHUNK_PAGES), self.pages.split(CHUNK_PAGES), strict=True):
-                to.copy_(kernels.to_fp8(chunk, KV_SCALE) if dtype == FP8 else chunk)
-            self._others[dtype] = pages
-        return self._others[dtype]
-
-    def copies(self, workload: Workload, dtype: torch.dtype) -> list[torch.Tensor]:
-        pages, each = self._pages_in(dtype), self._pages(workload)
-        return [pages[first * each : (first + 1) * each] for first in range(copies_of(workload))]
-
-
-def copies_of(workload: Workload) -> int:
-    return max(1, min(MOST_CALLS, -(-int(ROTATED_BYTES) // workload.kv_bytes)))
-
-
-def cache_dtype(workload: Workload, provider: Provider) -> torch.dtype:
-    """The type of the cache that a kernel of a row is given."""
-    if workload.fp8 and not provider.bf16_cache:
-        return FP8
-    return getattr(torch, workload.dtype)
-
-
-def inputs_of(workload: Workload, num_sms: int | None) -> Inputs:
-    batch = len(workload.lengths)
-    pages = [-(-length // PAGE_SIZE) for length in workload.lengths]
-    shuffled = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-    block_table = torch.zeros(batch, max(pages), dtype=torch.int32)
-    for row, ids in zip(block_table, shuffled.split(pages), strict=True):
-        row[: len(ids)] = ids
-    q = torch.randn(batch, workload.s_q, workload.heads, HEAD_DIM, device=DEVICE)
-    return Inputs(
-        q=q.to(getattr(torch, workload.dtype)),
-        block_table=block_table.to(DEVICE),
-        seq_lens=torch.tensor(workload.lengths, dtype=torch.int32, device=DEVICE),
-        lengths=workload.lengths,
-        page_size=PAGE_SIZE,
-        softmax_scale=SOFTMAX_SCALE,
-        num_sms=num_sms,
-    )
 
 
 class Captured:
@@ -159,8 +118,8 @@ def timing_of(times: list[float]) -> Timing:
     return Timing(us=statistics.median(times), iqr_us=quartiles[2] - quartiles[0], replays=len(times))
 
 
-def _on_a_copy(call: Call, copies: list[torch.Tensor], index: int) -> torch.Tensor:
-    return call(copies[index % len(copies)])
+def _on_a_copy(call: Call, copies: list[Copy], index: int) -> torch.Tensor:
+    return call(*copies[index % len(copies)])
 
 
 @dataclass(frozen=True)
@@ -168,17 +127,18 @@ class Bench:
     """One row's tensors and kernels."""
 
     workload: Workload
-    inputs: Inputs
-    pool: CachePool
+    inputs: Inputs | SparseInputs
+    pool: Pool
     kernels: Kernels
     settings: Settings
 
-    def prepared(self, name: str) -> tuple[Call, list[torch.Tensor]]:
-        """A kernel's call, and copies of the cache in its type to call it with."""
-        provider = self.kernels.of(self.workload)[name]
-        dtype = cache_dtype(self.workload, provider)
-        scale = KV_SCALE if dtype == FP8 else None
-        call = provider.prepare(replace(self.inputs, kv_dtype=dtype, kv_scale=scale))
+    def cache_dtype(self, name: str) -> torch.dtype:
+        return self.pool.cache_dtype(self.workload, self.kernels.of(self.workload)[name])
+
+    def prepared(self, name: str) -> tuple[Call, list[Copy]]:
+        """A kernel's call, and what to call it with, the cache in its type."""
+        dtype = self.cache_dtype(name)
+        call = self.kernels.of(self.workload)[name].prepare(self.pool.with_cache(self.inputs, dtype))
         return call, self.pool.copies(self.workload, dtype)
 
     @property
@@ -206,15 +166,11 @@ class Bench:
         """Relative RMSE of each kernel's last result against float64 on what its own cache stands for."""
         wanted, errors = {}, {}
         for name, graph in graphs.items():
-            dtype = cache_dtype(self.workload, self.kernels.of(self.workload)[name])
+            dtype = self.cache_dtype(name)
             if dtype not in wanted:
                 copies = self.pool.copies(self.workload, dtype)
-                scale = torch.tensor(KV_SCALE) if dtype == FP8 else None
-                table, lengths = self.inputs.block_table, self.inputs.seq_lens
                 last_copy = copies[(graph.calls - 1) % len(copies)]
-                wanted[dtype], _ = mla_decode_reference(
-                    self.inputs.q, last_copy, table, lengths, SOFTMAX_SCALE, kv_scale=scale
-                )
+                wanted[dtype] = self.pool.truth(self.pool.with_cache(self.inputs, dtype), last_copy)
             errors[name] = relative_rmse(graph.result, wanted[dtype])
         return errors
 
@@ -231,11 +187,9 @@ def same_bits(graphs: dict[str, Captured], libraries: tuple[str, ...]) -> dict[s
     return same
 
 
-def measure(
-    workload: Workload, pool: CachePool, kernels_of_run: Kernels, settings: Settings, floor: Floor | None
-) -> Row:
+def measure(workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: Settings, floor: Floor | None) -> Row:
     """One row: every kernel on the same tensors, replays taking turns."""
-    row = Bench(workload, inputs_of(workload, settings.num_sms), pool, kernels_of_run, settings)
+    row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, kernels_of_run, settings)
     torch.cuda.synchronize()
     graphs, results = row.captured()
     events = {name: [] for name in graphs}
@@ -249,8 +203,8 @@ def measure(
     errors = row.errors(graphs) if settings.validate else {}
     results |= results_of(timings, errors, same_bits(graphs, settings.libraries))
     shape = workload.shape
-    return Row(
-        **shape.model_dump(),
+    return row_of(
+        shape,
         calls=row.calls,
         rotated_bytes=copies_of(workload) * workload.kv_bytes,
         floor_us=floor and floor.microseconds(kv_bytes=shape.bytes, flops=shape.flops, fp8=shape.fp8),
@@ -281,18 +235,18 @@ def measure_schedule(settings: Settings, batch: int = 256, builds: int = 100) ->
 
 
 def measure_host(
-    workload: Workload, pool: CachePool, ours: Kernels, names: list[str], settings: Settings, calls: int = 200
+    workload: Workload, pool: Pool, ours: Kernels, names: list[str], settings: Settings, calls: int = 200
 ) -> dict[str, Timing]:
     """Host time to launch one call of each of these, in microseconds, where nothing waits for the GPU; in turns."""
-    row = Bench(workload, inputs_of(workload, settings.num_sms), pool, ours, settings)
+    row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, ours, settings)
     prepared, times = {name: row.prepared(name) for name in names}, {name: [] for name in names}
     for _ in range(HOST_TURNS):
         for name, (call, copies) in prepared.items():
-            call(copies[0])
+            call(*copies[0])
             torch.cuda.synchronize()
             begin = time.perf_counter()
             for _ in range(calls):
-                call(copies[0])
+                call(*copies[0])
             times[name].append((time.perf_counter() - begin) / calls * 1e6)
     torch.cuda.synchronize()
     return {name: timing_of(found) for name, found in times.items()}

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from etap_backend.lab.bench.kernels import Call, Inputs, to_fp8
+from etap_backend.lab.bench.kernels import Call, Inputs, SparseInputs, to_fp8
 from etap_backend.support import LATENT_DIM, ROPE_DIM
 
 
@@ -102,6 +102,97 @@ def fa3(inputs: Inputs) -> Call:
             fa_version=3,
             scheduler_metadata=metadata,
             num_splits=most_splits,
+        )
+
+    return call
+
+
+def flashmla_sparse_fp8(inputs: SparseInputs, *, pad: bool = True) -> Call:
+    """As vLLM calls it where a rank has few heads: all tokens one batch, queries copied among zeros for each call.
+
+    Without `pad` the kernels alone, on queries that have as many heads before.
+    """
+    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
+
+    metadata, _ = get_mla_metadata()  # filled by the first call, which comes before the timed ones
+    q, heads, padded = _padded(inputs, 64 if inputs.q.shape[1] <= 64 else 128, pad)
+
+    def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
+        queries = q.unsqueeze(0)
+        if q.shape[1] < padded:
+            queries = q.new_zeros((1, q.shape[0], padded, q.shape[2]))
+            queries[:, :, :heads, :] = q
+        out, _ = flash_mla_with_kvcache(
+            q=queries,
+            k_cache=kv_cache.unsqueeze(-2),
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=LATENT_DIM,
+            tile_scheduler_metadata=metadata,
+            is_fp8_kvcache=True,
+            indices=indices.unsqueeze(0),
+            softmax_scale=inputs.softmax_scale,
+        )
+        return out[0, :, :heads]
+
+    return call
+
+
+def flashmla_sparse(inputs: SparseInputs, *, pad: bool = True) -> Call:
+    """The kernel for bfloat16 rows, of prefills above all, as vLLM calls it; `pad` as above."""
+    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_sparse_fwd
+
+    counts = _full_counts(inputs)
+    q, heads, padded = _padded(inputs, -(-inputs.q.shape[1] // 64) * 64, pad)
+
+    def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
+        queries = q
+        if q.shape[1] < padded:
+            queries = q.new_empty((q.shape[0], padded, q.shape[2]))
+            queries[:, :heads, :] = q
+        rows = kv_cache.view(-1, 1, kv_cache.shape[-1])
+        lists = indices.unsqueeze(1)
+        return flash_mla_sparse_fwd(queries, rows, lists, inputs.softmax_scale, topk_length=counts)[0][:, :heads]
+
+    return call
+
+
+def _full_counts(inputs: SparseInputs) -> Tensor:
+    return torch.full(inputs.q.shape[:1], inputs.top_k, dtype=torch.int32, device=inputs.q.device)
+
+
+def _padded(inputs: SparseInputs, padded: int, pad: bool) -> tuple[Tensor, int, int]:
+    """Queries, how many of their heads count, and how many FlashMLA takes; without `pad` they have so many already."""
+    heads = inputs.q.shape[1]
+    if pad:
+        return inputs.q, heads, padded
+    if heads == padded:
+        raise NotImplementedError(f"{heads} heads are not padded, so this is the call as vLLM makes it")
+    return torch.nn.functional.pad(inputs.q, (0, 0, 0, padded - heads)), heads, padded
+
+
+def fa3_sparse(inputs: SparseInputs) -> Call:
+    """As vLLM's FLASH_ATTN_MLA_SPARSE: pages of one token, a list is a page table, a token a request."""
+    from vllm.vllm_flash_attn import flash_attn_varlen_func
+
+    tokens = inputs.q.shape[0]
+    counts = _full_counts(inputs)
+    q_latent, q_rope = inputs.q.split([LATENT_DIM, ROPE_DIM], dim=-1)
+
+    def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
+        return flash_attn_varlen_func(
+            q=q_rope,
+            k=kv_cache[:, :, LATENT_DIM:].view(-1, 1, 1, ROPE_DIM),
+            v=kv_cache[:, :, :LATENT_DIM].view(-1, 1, 1, LATENT_DIM),
+            q_v=q_latent,
+            max_seqlen_q=1,
+            cu_seqlens_q=torch.arange(0, tokens + 1, dtype=torch.int32, device=q_rope.device),
+            max_seqlen_k=indices.shape[1],
+            seqused_k=counts,
+            block_table=indices,
+            softmax_scale=inputs.softmax_scale,
+            causal=True,
+            fa_version=3,
         )
 
     return call

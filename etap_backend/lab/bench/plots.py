@@ -19,26 +19,21 @@ COLOURS = {
     FP8_MATH: "#8f2d56",
     OUR_BF16: "#f2a6b0",
     "FlashMLA": "#30638e",
+    "FlashMLA alone": "#7fb2d9",
     "authors' ETAP": "#5b8e7d",
     "FA3": "#00798c",
     "FlashInfer": "#edae49",
     "Triton": "#8d96a3",
 }
 PADDED_ROWS = 64  # WGMMA's M
-LEAST_CONTEXTS = 3  # of a series: fewer are no line
-Series = list[tuple[tuple[int, int, int], list[Row]]]
-"""((heads, s_q, batch), rows by context)."""
+LEAST_PLACES = 3  # of a series: fewer are no line
 
 
-def series_of(document: Document) -> Series:
-    """Every even batch size with at least three contexts."""
-
-    def key(row: Row) -> tuple[int, int, int]:
-        return row.heads, row.s_q, row.batch
-
-    even = sorted((row for row in document.rows if row.length), key=lambda row: (*key(row), row.length))
-    series = [(shape, list(rows)) for shape, rows in groupby(even, key)]
-    return [(shape, rows) for shape, rows in series if len(rows) >= LEAST_CONTEXTS]
+def series_of(document: Document) -> list[list[Row]]:
+    """The rows of each panel: every even batch size with at least three contexts, or what sparse rows have for it."""
+    placed = sorted((row for row in document.rows if row.place), key=lambda row: (*row.series, row.place))
+    series = [list(rows) for _, rows in groupby(placed, lambda row: row.series)]
+    return [rows for rows in series if len(rows) >= LEAST_PLACES]
 
 
 def order_of(document: Document) -> list[str]:
@@ -63,11 +58,6 @@ def legend(figure: Figure, axes: list[Axes]) -> None:
     figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(len(found), 6), fontsize=8)
 
 
-def shape_title(shape: tuple[int, int, int]) -> str:
-    heads, s_q, batch = shape
-    return f"{batch} request{'s' * (batch > 1)}, {heads} heads" + (f", {s_q} query tokens" if s_q > 1 else "")
-
-
 def roof(document: Document, row: Row, *, padded: bool = False) -> float:
     """TFLOP/s that the GPU allows this row at best, or with its query rows padded to WGMMA's 64."""
     wasted = max(1.0, PADDED_ROWS / (row.heads * row.s_q)) if padded else 1.0
@@ -75,11 +65,11 @@ def roof(document: Document, row: Row, *, padded: bool = False) -> float:
 
 
 def bars(document: Document) -> Figure:
-    """TFLOP/s of every kernel over the context under the roof, one panel a batch size; published figures as marks."""
+    """TFLOP/s of every kernel under the roof, a panel for each series; published figures as marks."""
     series, names = series_of(document), order_of(document)
     figure, axes = panels(len(series), height=4.4)
     width = 0.84 / len(names)
-    for axis, (shape, rows) in zip(axes, series, strict=True):
+    for axis, rows in zip(axes, series, strict=True):
         for position, name in enumerate(names):
             places = [index + (position - (len(names) - 1) / 2) * width for index in range(len(rows))]
             heights = [row.tflops(us) if (us := row.us(name)) else 0 for row in rows]
@@ -87,24 +77,22 @@ def bars(document: Document) -> Figure:
             texts = [f"{height:.0f}" if height else "" for height in heights]
             for label in axis.bar_label(drawn, texts, fontsize=6, padding=1.5, zorder=4):
                 label.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.3})
-            _mark(axis, document, name, shape, dict(zip((row.length for row in rows), places, strict=True)), width)
+            _mark(axis, document, name, rows, places, width)
         if document.floor:
             _roofs(axis, document, rows)
-        axis.set_xticks(range(len(rows)), [in_k(row.length) for row in rows])
-        axis.set(title=shape_title(shape), xlabel="context (tokens)", ylabel="TFLOP/s")
+        axis.set_xticks(range(len(rows)), [in_k(row.place) for row in rows])
+        axis.set(title=rows[0].series_text, xlabel=document.AXIS, ylabel="TFLOP/s")
         axis.spines[["top", "right"]].set_visible(False)
     legend(figure, axes)
     return figure
 
 
-def _mark(
-    axis: Axes, document: Document, kernel: str, shape: tuple[int, int, int], places: dict[int, float], width: float
-) -> None:
+def _mark(axis: Axes, document: Document, kernel: str, rows: list[Row], places: list[float], width: float) -> None:
     """What others published of this kernel, as dashes across its bars."""
-    heads, s_q, batch = shape
     for one in document.published:
-        if (one.kernel, one.heads, one.batch, s_q) == (kernel, heads, batch, 1):
-            marks = {places[tokens]: value for tokens, value in one.tflops.items() if tokens in places}
+        if one.kernel == kernel and (one.heads, 1, one.batch) == rows[0].series:
+            found = zip(rows, places, strict=True)
+            marks = {place: one.tflops[row.place] for row, place in found if row.place in one.tflops}
             label = f"published, {one.gpu} ({one.source})"
             axis.hlines(
                 list(marks.values()),
@@ -127,21 +115,21 @@ def _roofs(axis: Axes, document: Document, rows: list[Row]) -> None:
 
 
 def latency(document: Document) -> Figure:
-    """Time of a call over the context against the floor, one panel a batch size."""
+    """Time of a call against the floor, a panel for each series."""
     series = series_of(document)
     figure, axes = panels(len(series))
-    for axis, (shape, rows) in zip(axes, series, strict=True):
+    for axis, rows in zip(axes, series, strict=True):
         for name in order_of(document):
-            points = [(row.length, us) for row in rows if (us := row.us(name))]
+            points = [(row.place, us) for row in rows if (us := row.us(name))]
             if points:
                 axis.plot(*zip(*points, strict=True), marker="o", markersize=3, label=name, color=COLOURS.get(name))
         if rows[0].floor_us:
-            axis.plot([row.length for row in rows], [row.floor_us for row in rows], "k--", label="floor")
+            axis.plot([row.place for row in rows], [row.floor_us for row in rows], "k--", label="floor")
         axis.set_xscale("log", base=2)
         _plain_log_ticks(axis)
-        axis.set_xticks([row.length for row in rows], [in_k(row.length) for row in rows], fontsize=7)
+        axis.set_xticks([row.place for row in rows], [in_k(row.place) for row in rows], fontsize=7)
         axis.xaxis.set_minor_locator(NullLocator())
-        axis.set(title=shape_title(shape), xlabel="context (tokens)", ylabel="us a call")
+        axis.set(title=rows[0].series_text, xlabel=document.AXIS, ylabel="us a call")
     legend(figure, axes)
     return figure
 
@@ -162,7 +150,7 @@ def plot(document: Document, kind: str, stem: Path) -> Path:
     if kind not in KINDS:
         raise ValueError(f"kind: wanted one of {', '.join(KINDS)}, got {kind}")
     if not document.names or not series_of(document):
-        raise ValueError(f"{kind}: wanted at least {LEAST_CONTEXTS} contexts of an even batch, got none")
+        raise ValueError(f"{kind}: wanted at least {LEAST_PLACES} rows for a panel, got none")
     figure = KINDS[kind](document)
     title = f"{document.title}, {document.gpu}"
     figure.suptitle(fill(title, int(10 * figure.get_figwidth())))

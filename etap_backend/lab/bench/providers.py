@@ -13,10 +13,13 @@ from types import ModuleType
 from etap_backend.lab import provenance
 from etap_backend.lab.bench import kernels, peers
 from etap_backend.lab.bench.grids import Workload
-from etap_backend.lab.bench.kernels import Call, Inputs
+from etap_backend.lab.bench.kernels import Call, Inputs, SparseInputs
 from etap_backend.lab.bench.rows import FP8_MATH, MATH_SUFFIX, OUR_BF16, OURS, OWN
 
-Prepare = Callable[[Inputs], Call]
+Prepare = Callable[[Inputs], Call] | Callable[[SparseInputs], Call]
+KINDS = {"plain": "PEERS", "fp8": "FP8_PEERS", "sparse": "SPARSE_PEERS", "sparse_fp8": "SPARSE_FP8_PEERS"}
+"""Of rows, the dense call's and the sparse one's, each with a 16-bit cache and with an FP8 one; what a file of --peers
+calls their kernels."""
 
 
 @dataclass(frozen=True)
@@ -45,14 +48,20 @@ def _by_name(*providers: Provider) -> Providers:
 
 @dataclass(frozen=True)
 class Kernels:
-    """The kernels of rows with a 16-bit cache and of rows with an FP8 one, and versions of what brings them."""
+    """The kernels of each of KINDS, and versions of what brings them."""
 
     plain: Providers
     fp8: Providers
+    sparse: Providers
+    sparse_fp8: Providers
     versions: dict[str, str] = field(default_factory=dict)
 
+    @property
+    def of_kinds(self) -> dict[str, Providers]:
+        return {kind: getattr(self, kind) for kind in KINDS}
+
     def of(self, workload: Workload) -> Providers:
-        return self.fp8 if workload.fp8 else self.plain
+        return self.of_kinds[workload.kind]
 
     def names(self, workloads: tuple[Workload, ...]) -> list[str]:
         """Of all kernels that any of these rows has."""
@@ -60,12 +69,12 @@ class Kernels:
 
     @property
     def packages(self) -> list[str]:
-        everything = (*self.plain.values(), *self.fp8.values())
+        everything = (provider for each in self.of_kinds.values() for provider in each.values())
         return list(dict.fromkeys(provider.package for provider in everything if provider.package))
 
     def chosen(self, names: list[str]) -> Kernels:
-        plain, fp8 = ({n: p for n, p in each.items() if n in names} for each in (self.plain, self.fp8))
-        return Kernels(plain, fp8, self.versions)
+        left = {kind: {n: p for n, p in each.items() if n in names} for kind, each in self.of_kinds.items()}
+        return Kernels(**left, versions=self.versions)
 
 
 def installed() -> Kernels:
@@ -88,7 +97,18 @@ def installed() -> Kernels:
         Provider("FlashMLA", peers.flashmla_fp8, "vllm"),
         *in_both,
     )
-    return Kernels(plain, fp8)
+    sparse = _by_name(
+        Provider(OURS, kernels.etap_sparse, "etap-backend"),
+        Provider("FlashMLA", peers.flashmla_sparse, "vllm"),
+        Provider("FlashMLA alone", partial(peers.flashmla_sparse, pad=False), "vllm"),
+        Provider("FA3", peers.fa3_sparse, "vllm"),
+    )
+    sparse_fp8 = _by_name(
+        Provider(OURS, kernels.etap_sparse, "etap-backend"),
+        Provider("FlashMLA", peers.flashmla_sparse_fp8, "vllm"),
+        Provider("FlashMLA alone", partial(peers.flashmla_sparse_fp8, pad=False), "vllm"),
+    )
+    return Kernels(plain, fp8, sparse, sparse_fp8)
 
 
 def ours(all_of_them: Kernels) -> Kernels:
@@ -99,22 +119,25 @@ def ours(all_of_them: Kernels) -> Kernels:
 def with_file(before: Kernels, path: Path) -> Kernels:
     """These kernels and those of a Python file, which may take the place of one of the same name.
 
-    The file defines PEERS, {column: prepare}, for rows with a 16-bit cache, or FP8_PEERS for the others, or both, and
-    may define VERSIONS, {name: version}. `prepare` is given a row's `kernels.Inputs`; it returns a call that takes one
-    copy of the cache [pages, page_size, 576], launches on torch's current stream, can be captured in a CUDA graph and
-    returns its output, or raises NotImplementedError with the reason why the kernel does not take the row.
+    The file defines PEERS, {column: prepare}, for rows with a 16-bit cache, FP8_PEERS for those with an FP8 one,
+    SPARSE_PEERS and SPARSE_FP8_PEERS for those of the sparse call, or several of them, and may define VERSIONS, {name:
+    version}. `prepare` is given a row's `kernels.Inputs` or `SparseInputs`; it returns a call that takes the tensors of
+    a `kernels.Copy`, launches on torch's current stream, can be captured in a CUDA graph and returns its output, or
+    raises NotImplementedError with the reason why the kernel does not take the row.
 
     Raises ValueError, naming --peers, when the file is not like that.
     """
     module = _module_of(path)
-    found = [getattr(module, name, {}) for name in ("PEERS", "FP8_PEERS")]
-    if not any(found) or not all(isinstance(each, dict) and all(map(callable, each.values())) for each in found):
-        raise ValueError(f"--peers: wanted a file that defines PEERS or FP8_PEERS, {{column: function}}, got {path}")
-    if taken := [name for each in found for name in each if name in OWN]:
+    found = {kind: getattr(module, name, {}) for kind, name in KINDS.items()}
+    tables = list(found.values())
+    if not any(tables) or not all(isinstance(each, dict) and all(map(callable, each.values())) for each in tables):
+        wanted = ", ".join(KINDS.values())
+        raise ValueError(f"--peers: wanted a file that defines one of {wanted}, {{column: function}}, got {path}")
+    if taken := [name for each in tables for name in each if name in OWN]:
         raise ValueError(f"--peers: wanted other columns than {', '.join(OWN)}, got {', '.join(taken)}")
-    plain, fp8 = ([Provider(name, prepare) for name, prepare in each.items()] for each in found)
+    more = {kind: _by_name(*(Provider(name, made) for name, made in each.items())) for kind, each in found.items()}
     versions = {**before.versions, **getattr(module, "VERSIONS", {})}
-    return Kernels(before.plain | _by_name(*plain), before.fp8 | _by_name(*fp8), versions)
+    return Kernels(**{kind: each | more[kind] for kind, each in before.of_kinds.items()}, versions=versions)
 
 
 def _module_of(path: Path) -> ModuleType:
@@ -130,8 +153,10 @@ def _module_of(path: Path) -> ModuleType:
     return module
 
 
-def of_libraries(calls: dict[str, Callable[..., Call]]) -> Kernels:
-    """The kernels of several builds of our own; `calls` has each one's `kernels.etap` by its name."""
-    plain = [Provider(name, call) for name, call in calls.items()]
-    math = [Provider(name + MATH_SUFFIX, partial(call, fp8_math=True)) for name, call in calls.items()]
-    return Kernels(_by_name(*plain), _by_name(*plain, *math))
+def of_libraries(modules: dict[str, ModuleType]) -> Kernels:
+    """The kernels of several builds of our own; `modules` has each one's `kernels` by its name."""
+    plain = [Provider(name, module.etap) for name, module in modules.items()]
+    math = [Provider(name + MATH_SUFFIX, partial(module.etap, fp8_math=True)) for name, module in modules.items()]
+    # Trees of before there was a sparse call have no rows of it.
+    sparse = [Provider(name, module.etap_sparse) for name, module in modules.items() if hasattr(module, "etap_sparse")]
+    return Kernels(_by_name(*plain), _by_name(*plain, *math), _by_name(*sparse), _by_name(*sparse))

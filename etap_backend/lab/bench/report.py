@@ -181,10 +181,9 @@ def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
     rows = rows_named(document, only) if only else document.rows
     first, *others = document.names or ["-"]
     compared = comparisons(document)
-    fixed = [("heads", {row.heads for row in rows}), ("s_q", {row.s_q for row in rows})]
-    shown = [title for title, values in fixed if not only or len(values) > 1]
+    shown = [title for title in document.OTHERS if not only or len({getattr(row, title) for row in rows}) > 1]
     digits = 3 if document.libraries else 2
-    columns = ["requests x tokens", *shown, "floor", f"**{first}**", "TFLOP/s", *others]
+    columns = [document.BATCHES, *shown, "floor", f"**{first}**", "TFLOP/s", *others]
     columns += [comparison.title for comparison in compared]
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     for row in rows:
@@ -228,8 +227,8 @@ def source(document: Document) -> str:
 
 
 def short_caption(document: Document, rows: list[Row]) -> str:
-    shapes = dict.fromkeys(f"{row.heads} heads, {row.s_q} query token{'s' * (row.s_q > 1)}" for row in rows)
-    return f"Microseconds a call, {' or '.join(shapes)} a request; {source(document)}.{_endings(document)}"
+    shapes = dict.fromkeys(row.others_text for row in rows)
+    return f"Microseconds a call, {' or '.join(shapes)}; {source(document)}.{_endings(document)}"
 
 
 def figures(document: Document, only: tuple[str, ...]) -> str:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from pathlib import Path
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from etap_backend.lab.bench.floors import Floor
+from etap_backend.lab import results
+from etap_backend.lab.bench.floors import Floor, GatherFloor
 from etap_backend.lab.configs import Strict
 from etap_backend.lab.provenance import Provenance
 from etap_backend.lab.units import in_k
@@ -86,12 +88,61 @@ class Shape(Strict):
         """Its first column in tables, such as "16 x 4K"."""
         return self.name or f"{self.batch} x {in_k(self.length)}"
 
+    @property
+    def others_text(self) -> str:
+        """What a caption says of the rest."""
+        return f"{self.heads} heads, {self.s_q} query token{'s' * (self.s_q > 1)} a request"
+
+    @property
+    def series(self) -> tuple[int, int, int]:
+        """What rows of one panel of a plot have in common."""
+        return self.heads, self.s_q, self.batch
+
+    @property
+    def place(self) -> int | None:
+        """Where it lies on a panel's axis; None where it belongs in none."""
+        return self.length
+
+    @property
+    def series_text(self) -> str:
+        requests = f"{self.batch} request{'s' * (self.batch > 1)}, {self.heads} heads"
+        return requests + (f", {self.s_q} query tokens" if self.s_q > 1 else "")
+
     def tflops(self, us: float) -> float:
         return self.flops / us / 1e6
 
     def gigabytes(self, us: float) -> float:
         """Gigabytes a second."""
         return self.bytes / us / 1e3
+
+
+class SparseShape(Shape):
+    """Of a sparse call: each of `batch` query tokens is a request of its own that attends to `length` gathered rows.
+
+    `tokens` counts the rows of all lists, `bytes` those of different rows.
+    """
+
+    context: int  # rows of the cache that the lists are drawn from
+
+    @property
+    def cache(self) -> str:
+        return "FP8" if self.fp8 else "bf16"
+
+    @property
+    def others_text(self) -> str:
+        return f"{self.heads} heads, {self.cache} rows"
+
+    @property
+    def series(self) -> tuple[int, int, int]:
+        return self.heads, self.length, self.fp8
+
+    @property
+    def place(self) -> int:
+        return self.batch
+
+    @property
+    def series_text(self) -> str:
+        return f"{self.others_text}, top-k {self.length}"
 
 
 class Row(Shape):
@@ -109,6 +160,15 @@ class Row(Shape):
     def us(self, name: str) -> float | None:
         timing = self.timing(name)
         return timing and timing.us
+
+
+class SparseRow(SparseShape, Row):
+    pass
+
+
+def row_of(shape: Shape, **measured) -> Row:
+    """A shape's row, `measured` being its other fields."""
+    return (SparseRow if isinstance(shape, SparseShape) else Row)(**shape.model_dump(), **measured)
 
 
 class Options(Strict):
@@ -144,6 +204,10 @@ class Published(Strict):
 class Document(Provenance):
     """A results file of `etap bench`."""
 
+    BATCHES: ClassVar[str] = "requests x tokens"  # what the rows' batch_text is
+    OTHERS: ClassVar[tuple[str, ...]] = ("heads", "s_q")  # what else tells rows apart in a table
+    AXIS: ClassVar[str] = "context (tokens)"  # of plots
+
     kind: Literal["bench"] = "bench"
     grid: str
     title: str
@@ -175,6 +239,25 @@ class Document(Provenance):
     @property
     def peers(self) -> list[str]:
         return [name for name in self.names if name not in self.own]
+
+
+class SparseDocument(Document):
+    """A results file of `etap bench` on the sparse call."""
+
+    BATCHES: ClassVar[str] = "tokens x top-k"
+    OTHERS: ClassVar[tuple[str, ...]] = ("heads", "cache")
+    AXIS: ClassVar[str] = "query tokens"
+
+    kind: Literal["bench-sparse"] = "bench-sparse"
+    floor: GatherFloor | None
+    rows: list[SparseRow] = []
+
+
+def read(path: Path) -> Document:
+    """A results file of either call. Raises ValueError, naming file and key, when it is none."""
+    content = results.read_json(path)
+    sparse = isinstance(content, dict) and content.get("kind") == SparseDocument.model_fields["kind"].default
+    return results.parse(path, content, SparseDocument if sparse else Document)
 
 
 def problems(document: Document) -> list[str]:

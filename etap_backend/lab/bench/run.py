@@ -10,13 +10,13 @@ import torch
 import etap_backend
 from etap_backend import _library
 from etap_backend.lab import results
-from etap_backend.lab.bench import libraries, measure
+from etap_backend.lab.bench import libraries, measure, tensors
 from etap_backend.lab.bench.floors import floor_for
 from etap_backend.lab.bench.grids import Grid, Workload
 from etap_backend.lab.bench.libraries import Build
 from etap_backend.lab.bench.measure import Settings
 from etap_backend.lab.bench.providers import Kernels
-from etap_backend.lab.bench.rows import OURS, Document, Options
+from etap_backend.lab.bench.rows import OURS, Document, Options, SparseDocument
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.stopping import Stopped, stopping
 
@@ -25,19 +25,19 @@ def header(
     grid: Grid, left_out: list[str], kernels: Kernels, settings: Settings, builds: list[Build], limit: float | None
 ) -> Document:
     """The document of a run that begins now, without a row."""
-    fp8 = any(workload.fp8 for workload in grid.workloads)
+    fp8, sparse = any(workload.fp8 for workload in grid.workloads), grid.sparse
     about = provenance("etap bench", packages=kernels.packages, library=None if builds else _library.library_path())
     chip = torch.cuda.get_device_name()
     gpu = f"H20 proxy ({chip.removeprefix('NVIDIA ')} throttled)" if settings.h20_proxy else chip
     versions = {**about.versions, "etap-backend": etap_backend.__version__, **kernels.versions}
     versions |= {"torch": torch.__version__, "cuda": torch.version.cuda or "none"}
-    floor = floor_for(gpu)
-    return Document(
+    floor = floor_for(gpu, sparse=sparse)
+    return (SparseDocument if sparse else Document)(
         **about.model_copy(update={"gpu": gpu, "versions": versions}).model_dump(),
         grid=grid.name,
         title=grid.title,
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
-        method=method_of(fp8=fp8, h20_proxy=settings.h20_proxy),
+        method=method_of(fp8=fp8, sparse=sparse, h20_proxy=settings.h20_proxy),
         options=Options(
             kernels=kernels.names(grid.workloads),
             replays=settings.replays,
@@ -53,8 +53,11 @@ def header(
     )
 
 
-def method_of(*, fp8: bool, h20_proxy: bool) -> str:
-    return measure.METHOD + (measure.FP8_METHOD if fp8 else "") + (measure.PROXY_METHOD if h20_proxy else "")
+def method_of(*, fp8: bool, sparse: bool, h20_proxy: bool) -> str:
+    of_call, of_fp8 = (
+        (measure.SPARSE_METHOD, measure.SPARSE_FP8_METHOD) if sparse else (measure.METHOD, measure.FP8_METHOD)
+    )
+    return of_call + (of_fp8 if fp8 else "") + (measure.PROXY_METHOD if h20_proxy else "")
 
 
 def run(
@@ -69,7 +72,7 @@ def run(
     rows = []
     with stopping(document.options.time_limit) as check:
         try:
-            pool = measure.CachePool(workloads)
+            pool = tensors.pool_of(workloads)
             document = document.model_copy(update=_once(document, workloads[0], pool, kernels, settings))
             for workload in workloads:
                 check()
@@ -85,10 +88,10 @@ def run(
     return document
 
 
-def _once(document: Document, first: Workload, pool: measure.CachePool, kernels: Kernels, settings: Settings) -> dict:
+def _once(document: Document, first: Workload, pool: tensors.Pool, kernels: Kernels, settings: Settings) -> dict:
     """What is measured once a run: what a call of ours takes of the host, and building a schedule."""
     names = [name for name in (OURS, *document.libraries) if name in kernels.of(first)]
     found: dict = {"host_calls": measure.measure_host(first, pool, kernels, names, settings)}
-    if OURS in names:
+    if OURS in names and not isinstance(document, SparseDocument):  # whose call needs no schedule
         found["schedule_build"] = measure.measure_schedule(settings)
     return found

@@ -8,9 +8,7 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from etap_backend.lab import results
-from etap_backend.lab.bench import plots, report
-from etap_backend.lab.bench.rows import Document
+from etap_backend.lab.bench import plots, report, rows
 
 
 def show(
@@ -22,7 +20,7 @@ def show(
     """Print benchmark results again, and draw them; pages are filled by `python -m etap_backend.lab.tables`."""
     console = Console()
     try:
-        documents = {path: results.read(path, Document) for path in files}
+        documents = {path: rows.read(path) for path in files}
         for path, document in documents.items():
             report.print_document(document, console)
             for kind in plot or []:

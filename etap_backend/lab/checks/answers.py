@@ -3,6 +3,7 @@
     python -m etap_backend.lab.checks.train_model MODEL
     python -m etap_backend.lab.checks.answers MODEL --engine vllm --output results/answers-vllm.json
     python -m etap_backend.lab.checks.answers MODEL --engine vllm --output answers-fp8.json --kv-cache-dtype fp8
+    python -m etap_backend.lab.checks.answers MODEL --engine vllm --output answers-two-gpus.json --layouts tp2,dcp2
     python -m etap_backend.lab.checks.answers MODEL --engine vllm --parallel 4 -- --kv-cache-memory-bytes 1000000000
 
 Needs a Hopper GPU and the engine with etap-backend beside it. For each backend and mode (plain; mtp: the model's own
@@ -23,6 +24,11 @@ With --kv-cache-dtype the reference keeps the model's own type of cache, and the
 ETAP with it and FP8 math, and the reference's backend with it. ETAP's answers must then equal the reference's as above,
 and its perplexity may differ by 0.5%; how the last one does is reported beside it.
 
+With --layouts there are servers of ETAP on several GPUs besides: tp2 is tensor parallelism of two ranks, dcp2 the same
+with decode context parallelism of two. Their answers must equal the reference's and ETAP's on one GPU as above. They
+get the flags and variables of --scenario, which keep NVLink multicast and compilers out of a start. Under context
+parallelism nothing is drafted: SGLang refuses that with ETAP, vLLM prefills drafts.
+
 Servers that a --work folder has answers of are not started again, so a run may be continued. With --parallel several
 run at once on the GPU; vLLM then needs --kv-cache-memory-bytes, because it takes what others allocate for its own.
 """
@@ -30,11 +36,12 @@ run at once on the GPU; vLLM then needs --kv-cache-memory-bytes, because it take
 from __future__ import annotations
 
 import math
+import re
 import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
 
@@ -43,7 +50,9 @@ from rich.console import Console
 from rich.table import Table
 
 from etap_backend import _library
+from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import answer_in
+from etap_backend.lab.e2e.scenario import EngineScenario, read_scenario
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
 from etap_backend.lab.serving import client
@@ -70,16 +79,22 @@ console = Console(width=120)
 
 @dataclass(frozen=True)
 class Variant:
-    """An attention backend and its KV cache, as `ETAP`, `ETAP+fp8` or `ETAP+fp8+math`, the last with FP8 math."""
+    """An attention backend, its KV cache and its GPUs: `ETAP`, `ETAP+fp8`, `ETAP+fp8+math` with FP8 math, `ETAP@tp2`,
+    `ETAP@dcp2`."""
 
     backend: str
     cache: str = "auto"
     fp8_math: bool = False
+    tp: int = 1
+    dcp: int = 1
 
     @classmethod
     def parse(cls, name: str) -> Variant:
-        backend, cache, math = (*name.split("+"), "", "")[:3]
-        return cls(backend, cache or "auto", math == "math")
+        """Raises ValueError when behind an @ there is no layout."""
+        first, at, layout = name.partition("@")
+        backend, cache, math = (*first.split("+"), "", "")[:3]
+        tp, dcp = parse_layout(layout) if at else (1, 1)
+        return cls(backend, cache or "auto", math == "math", tp, dcp)
 
     @property
     def is_etap(self) -> bool:
@@ -91,18 +106,39 @@ class Variant:
         return self.cache == "auto"
 
     @property
-    def flags(self) -> list[str]:
-        return ["--kv-cache-dtype", self.cache]
+    def one_gpu(self) -> bool:
+        return self.tp == 1
 
-    @property
-    def environment(self) -> dict[str, str]:
-        return {"ETAP_FP8_MATH": str(int(self.fp8_math))}
+    def asked_of(self, engine: Engine) -> tuple[str, list[str]]:
+        """Name and flags by which a server is asked for it."""
+        name, flags = engine.fp8_math if self.fp8_math else (self.backend, [])
+        return name, ["--kv-cache-dtype", self.cache, *flags]
 
     def proof(self) -> str:
         """What the log says besides when ETAP has this cache and math."""
         if not self.is_etap or self.own_cache:
             return ""
         return f"KV cache FP8 (e4m3), math {'FP8 (e4m3)' if self.fp8_math else 'float16'}"
+
+
+def parse_layout(text: str) -> tuple[int, int]:
+    """Ranks of tensor and of decode context parallelism, from tp2, dcp2 or the like. Raises ValueError otherwise."""
+    if not (found := re.fullmatch(r"(tp|dcp)([1-9]\d*)", text)):
+        raise ValueError(f"--layouts: wanted some of tp2, dcp2 and the like, got {text!r}")
+    ranks = int(found[2])
+    return ranks, ranks if found[1] == "dcp" else 1
+
+
+def must_have_gpus(wanted: int) -> None:
+    """Raises ValueError where several are wanted and there are not so many."""
+    if wanted > 1 and (found := len(gpus.gpus())) < wanted:
+        raise ValueError(f"--layouts: wanted {wanted} GPUs, this machine shows {found}")
+
+
+def on_gpus(backends: list[str], layouts: list[str]) -> list[str]:
+    """These, and ETAP in each layout besides."""
+    etap = [name for name in backends if Variant.parse(name).is_etap]
+    return [*backends, *(f"{name}@{layout}" for layout in layouts for name in etap)]
 
 
 def with_cache(backends: list[str], cache: str) -> list[str]:
@@ -128,13 +164,13 @@ class Asked:
     forces: bool
     roomy: tuple[str, ...] = ()
 
-    def serving(self, model: Path, mode: str) -> Serving:
+    def serving(self, model: Path, mode: str, variant: Variant) -> Serving:
         drafts = {"draft_tokens": DRAFT_TOKENS, "drafter": mode} if mode != "plain" else {}
-        return Serving(str(model), max_requests=MANY, **drafts)
+        return Serving(str(model), tp=variant.tp, dcp=variant.dcp, max_requests=MANY, **drafts)
 
-    def flags(self, mode: str, cache_tokens: int) -> list[str]:
+    def flags(self, mode: str, cache_tokens: int, variant: Variant) -> list[str]:
         """Besides those of every server: a small cache, and in plain mode what forces answers."""
-        room = 8 * cache_tokens if mode in self.roomy else cache_tokens
+        room = (8 * cache_tokens if mode in self.roomy else cache_tokens) // variant.dcp
         forcing = ["--logits-processors", "etap_backend.lab.checks.forced_tokens:ForcedTokens"]
         flags = [*self.engine.small_cache(room), self.engine.memory_share, str(MEMORY_SHARE)]
         return [*flags, *(forcing if self.forces and mode == "plain" else [])]
@@ -185,6 +221,8 @@ class Run:
     parallel: int
     ready: float
     deadline: Deadline
+    on_several: EngineScenario
+    variables: dict[str, str]
     records: dict[tuple[str, str], Future] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -212,18 +250,21 @@ class Run:
     def serve(self, backend: str, mode: str) -> dict:
         """Start a server, ask everything, and keep it in the work folder."""
         variant, engine, record = Variant.parse(backend), self.asked.engine, {}
-        flags = [*self.asked.flags(mode, self.cache_tokens), *variant.flags, *self.extra]
+        own = [] if variant.one_gpu else self.on_several.flags
+        name, flags = variant.asked_of(engine)
+        flags = [*own, *self.asked.flags(mode, self.cache_tokens, variant), *flags, *self.extra]
+        variables = {} if variant.one_gpu else {**self.variables, **self.on_several.environment}
         log, begin = self.work / f"{backend}-{mode}.log", time.monotonic()
         console.print(f"[bold]{backend} {mode}[/]: starting, log in {log}")
         with served(
             engine,
-            self.asked.serving(self.model, mode),
-            variant.backend,
+            self.asked.serving(self.model, mode, variant),
+            name,
             flags,
             log=log,
             seconds=self.deadline.left(self.ready, "the start of a server"),
             about=record,
-            environment=variant.environment,
+            environment=variables,
         ) as server:
             server.must_say(variant.proof())
             stages = {"together": self.ask(server, MANY), "again": self.ask(server, FEW)}
@@ -256,11 +297,16 @@ class Run:
                 kinds[kind] = [Answer(**answer) for answer in answers]
         return record
 
+    def servers(self) -> list[tuple[str, str]]:
+        """Backends and modes: all, but drafts under context parallelism."""
+        every = ((backend, mode) for mode in self.modes for backend in self.backends)
+        return [(backend, mode) for backend, mode in every if mode == "plain" or Variant.parse(backend).dcp == 1]
+
     def all(self) -> tuple[dict[tuple[str, str], dict], list[str]]:
         """Every server's record, and what failed; those that are not there yet are run, the reference first."""
         found, failures = {}, []
         with ThreadPoolExecutor(self.parallel) as pool:
-            for key in [(backend, mode) for mode in self.modes for backend in self.backends]:
+            for key in self.servers():
                 self.records[key] = pool.submit(lambda key: self.load(*key) or self.serve(*key), key)
             try:
                 for key, record in self.records.items():
@@ -317,17 +363,23 @@ def judge(servers: dict[str, dict], pairs: list[dict]) -> list[str]:
             if not value and (what in ("preempted", "prefix tokens found") or not name.endswith(" plain")):
                 found.append(f"{name}: {what}: wanted some, got {value}")
     for pair in pairs:
-        must_agree = pair["mode"] == pair["other_mode"] and judged_together(pair["backend"], pair["other"])
+        two = pair["backend"], pair["other"]
+        must_agree = pair["mode"] == pair["other_mode"] and (judged_by(*two) or judged_by(*reversed(two)))
         if must_agree and pair["kind"] in judged and pair["equal_share"] < EQUAL_SHARE:
             names = f"{pair['backend']} and {pair['other']}, {pair['mode']}, {pair['stage']}, {pair['kind']}"
             found.append(f"{names}: {pair['equal']} of {pair['prompts']} answers equal, wanted {EQUAL_SHARE:.0%}")
     return found + judge_perplexity(servers, judged)
 
 
-def judged_together(one: str, other: str) -> bool:
-    """Whether these two must agree: ETAP and another backend with the same cache, ETAP and one with the model's own."""
-    a, b = Variant.parse(one), Variant.parse(other)
-    return a.is_etap != b.is_etap and (a if b.is_etap else b).own_cache
+def judged_by(one: str, other: str) -> bool:
+    """Whether the first, ETAP, must agree with the second: another backend on one GPU with the model's own cache, or
+    ETAP with the same cache on one GPU where the first has several."""
+    ours, theirs = Variant.parse(one), Variant.parse(other)
+    if not ours.is_etap or not theirs.one_gpu:
+        return False
+    if not theirs.is_etap:
+        return theirs.own_cache
+    return replace(ours, tp=1, dcp=1) == theirs and not ours.one_gpu
 
 
 def judge_perplexity(servers: dict[str, dict], judged: list[str]) -> list[str]:
@@ -335,8 +387,8 @@ def judge_perplexity(servers: dict[str, dict], judged: list[str]) -> list[str]:
     found = []
     for name, server in servers.items():
         variant, mode = name.split()
-        for other, theirs in servers.items() if Variant.parse(variant).is_etap else ():
-            if other.split()[1] != mode or not judged_together(variant, other.split()[0]):
+        for other, theirs in servers.items():
+            if other.split()[1] != mode or not judged_by(variant, other.split()[0]):
                 continue
             share = PERPLEXITY_SHARE if Variant.parse(variant).own_cache else FP8_PERPLEXITY_SHARE
             stage = "forced" if "forced" in server["perplexity"] else "together"
@@ -389,6 +441,10 @@ def main(
     modes: Annotated[str, typer.Option(help="Of plain, mtp, ngram.")] = "plain,mtp",
     cache_tokens: Annotated[int, typer.Option(help="Size of the KV cache in tokens.")] = 640 * 64,
     kv_cache_dtype: Annotated[str, typer.Option(help="Compare this cache with the model's own type: fp8_e4m3.")] = "",
+    layouts: Annotated[str, typer.Option(help="ETAP on several GPUs besides, such as tp2,dcp2.")] = "",
+    scenario: Annotated[
+        str, typer.Option(help="Whose flags and environment variables servers on several GPUs get.")
+    ] = "decode-plain",
     parallel: Annotated[int, typer.Option(min=1, help="Servers at a time.")] = 1,
     ready: Annotated[float, typer.Option(help="Seconds until a server must be ready.")] = 300,
     limit: Annotated[float, typer.Option(help="Seconds for everything.")] = 1800,
@@ -402,13 +458,21 @@ def main(
         raise typer.BadParameter(f"--modes: wanted some of {', '.join(asked.modes)}, got {', '.join(wrong)}")
     work = work or output.with_suffix("")
     try:
-        must_be_writable(output)
-        work.mkdir(parents=True, exist_ok=True)
         chosen = backends.split(",") if backends else list(asked.backends)
         chosen = with_cache(chosen, kv_cache_dtype) if kv_cache_dtype else chosen
+        chosen = on_gpus(chosen, layouts.split(",")) if layouts else chosen
+        must_have_gpus(max(Variant.parse(name).tp for name in chosen))
+        several = read_scenario(scenario)
+        if (specific := getattr(several, engine)) is None:
+            raise ValueError(f"--scenario: wanted one with a table [{engine}], got {scenario}")
         deadline = Deadline(time.monotonic() + limit)
-        run = Run(asked, model, work, chosen, wanted, cache_tokens, serve_flags or [], parallel, ready, deadline)
+        run = Run(
+            *(asked, model, work, chosen, wanted, cache_tokens, serve_flags or [], parallel, ready, deadline),
+            *(specific, several.environment),
+        )
         training = read_json(model / "training.json")
+        must_be_writable(output)
+        work.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:
         raise typer.BadParameter(str(error)) from error
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)

@@ -205,17 +205,17 @@ def _shared_direction(batch: int, seed: int, device: str) -> torch.Tensor:
 
 
 def lay_out_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    batch, s_q, heads, _ = q.shape
+    batch, s_q, heads, width = q.shape
     if layout == "packed":
         return q, None
     if layout == "strided":
-        wide = poison(q.new_empty(batch, s_q, heads + 3, HEAD_DIM + 64))
-        window = wide[:, :, 1 : heads + 1, 32 : 32 + HEAD_DIM]
+        wide = poison(q.new_empty(batch, s_q, heads + 3, width + 64))
+        window = wide[:, :, 1 : heads + 1, 32 : 32 + width]
         window.copy_(q)
         return window, None
     latent = q.new_empty(heads, batch, s_q, LATENT).permute(1, 2, 0, 3)
     latent.copy_(q[..., :LATENT])
-    wide = poison(q.new_empty(batch, s_q, heads, 128 + ROPE))
+    wide = poison(q.new_empty(batch, s_q, heads, 128 + width - LATENT))
     rope = wide[..., 128:]
     rope.copy_(q[..., LATENT:])
     return latent, rope

@@ -1,9 +1,10 @@
 """Random cases of the sparse call, for `random_cases --sparse`: how they are drawn and run.
 
 Up to 4096 tokens, 1 to 128 heads, lists of up to 8192 entries with every kind of hole, rows and positions, valid
-counts, sinks, bfloat16 rows and FP8 rows with every kind of scales, pages of any size and apart, other numbers of CTAs.
-Every row that no list names is poison. Each case runs three times with the same bits; on a GPU it is recorded in a CUDA
-graph, too, which is replayed with other queries, rows and lists of the same shapes, and again with its own.
+counts, sinks, bfloat16 rows and FP8 rows with every kind of scales, with rope and without, pages of any size and apart,
+other numbers of CTAs. Every row that no list names is poison. Each case runs three times with the same bits. On a GPU
+it is recorded in a CUDA graph, too, which is replayed with queries, rows and lists of another case of the same shapes,
+and again with its own.
 """
 
 from __future__ import annotations
@@ -68,11 +69,13 @@ def random_case(seed: int, index: int, device: str) -> SparseCase:
         pool_pages=draw.choice([0, 0, draw.randint(1, 1000 if device == "cuda" else 20)]),
         num_sms=draw.choice([None, None, None, 132, 78, draw.randint(1, 132)]),
         seed=1_000_000 * seed + index,
+        rope=draw.random() < 0.75,
     )
 
 
 def kind_of(case: SparseCase) -> str:
-    return f"fp8 rows, {case.scales} scales" if case.fp8 else "bfloat16 rows"
+    rows = f"fp8 rows, {case.scales} scales" if case.fp8 else "bfloat16 rows"
+    return rows if case.rope else f"{rows}, no rope"
 
 
 def run_case(case: SparseCase, device: str) -> tuple[list[str], list[Measure]]:

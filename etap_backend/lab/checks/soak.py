@@ -497,18 +497,18 @@ def soaked(
 ) -> None:
     """Serve and soak; fills in the document, whatever happens."""
     engine, tally, log = asked.engine, Tally(), output.with_suffix(".log")
+    name, variant_flags = variant.asked_of(engine)
     document["server"] = {}
     console.print(f"{engine.name} with {variant.backend}: starting, log in {log}", highlight=False)
     try:
         with served(
             engine,
-            asked.serving(model, mode),
-            variant.backend,
-            flags,
+            asked.serving(model, mode, variant),
+            name,
+            [*variant_flags, *flags],
             log=log,
             seconds=ready,
             about=document["server"],
-            environment=variant.environment,
         ) as server:
             server.must_say(variant.proof())
             with closing(Wire(server.url + engine.path, settings.timeout)) as wire:
@@ -572,7 +572,7 @@ def main(
         *(seconds, concurrency, timeout, context, abort_share, stream_share, probe_every, sample_every),
         *(wave_every, write_every, host_growth, gpu_growth, seed),
     )
-    flags = [*asked.flags(mode, cache_tokens), *variant.flags, asked.engine.memory_share, str(memory_share)]
+    flags = [*asked.flags(mode, cache_tokens, variant), asked.engine.memory_share, str(memory_share)]
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
     document = {"what": f"soak, {engine}"} | about.model_dump() | {"model": training, "mode": mode}
     document |= {"backend": variant.backend, "settings": asdict(settings)}

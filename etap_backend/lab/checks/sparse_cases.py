@@ -28,7 +28,7 @@ from etap_backend.lab.checks.cases import (
     poison,
 )
 from etap_backend.sparse import CPU_SMS
-from etap_backend.support import SCALE_DIM, SCALES, SPARSE_FP8_ROW_BYTES
+from etap_backend.support import SCALE_DIM, SCALES, SPARSE_FP8_BYTES
 
 CACHES = ("bf16", "fp8", "fp8 as e4m3")
 HOLES = ("none", "tail", "anywhere", "wild", "all")
@@ -50,7 +50,7 @@ class SparseCase:
     tokens: int
     heads: int = 16
     top_k: int = 128
-    cache: str = "bf16"  # or rows of 656 bytes, as uint8 (fp8) or as float8_e4m3fn
+    cache: str = "bf16"  # or FP8 rows, as uint8 (fp8) or as float8_e4m3fn
     page_size: int = 64
     law: str = "normal"
     scales: str = "fitted"  # of FP8 rows: amax / 448, that rounded up to powers of two, ..., all of these in a row
@@ -65,10 +65,25 @@ class SparseCase:
     far_pages: bool = False  # pages 2^27 bytes apart, so that a few of them reach beyond 2^31 bytes and elements
     num_sms: int | None = None
     seed: int = 0
+    rope: bool = True  # of queries and rows
 
     @property
     def fp8(self) -> bool:
         return self.cache != "bf16"
+
+    @property
+    def width(self) -> int:
+        """Columns of queries and of what rows stand for."""
+        return HEAD_DIM if self.rope else LATENT
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.fp8 else torch.bfloat16
+
+    @property
+    def row_width(self) -> int:
+        """Elements of a stored row, bytes of an FP8 one."""
+        return SPARSE_FP8_BYTES + 2 * (self.width - LATENT) if self.fp8 else self.width
 
     @property
     def context(self) -> int:
@@ -90,7 +105,7 @@ class SparseProblem:
     """A case's tensors. `q` is always the packed query; `call_q` and `call_q_rope` are what the call is given."""
 
     case: SparseCase
-    q: torch.Tensor  # bfloat16 [tokens, heads, 576]
+    q: torch.Tensor  # bfloat16 [tokens, heads, 576, or 512 without rope]
     call_q: torch.Tensor
     call_q_rope: torch.Tensor | None
     kv_cache: torch.Tensor
@@ -212,7 +227,7 @@ class _Lists:
 
 
 def _queries(case: SparseCase, device: str) -> torch.Tensor:
-    q = draw((case.tokens, case.heads, HEAD_DIM), case.law, case.seed, "q", device)
+    q = draw((case.tokens, case.heads, case.width), case.law, case.seed, "q", device)
     if case.law in ALIGNED_LAWS:
         q = 0.5 * q + _direction(case, device)
     if case.q_layout == "expanded":
@@ -223,15 +238,15 @@ def _queries(case: SparseCase, device: str) -> torch.Tensor:
 
 
 def _direction(case: SparseCase, device: str) -> torch.Tensor:
-    """[576]: the part that all queries share with the keys of aligned laws."""
-    return draw((HEAD_DIM,), "normal", case.seed, "direction", device)
+    """[width]: the part that all queries share with the keys of aligned laws."""
+    return draw((case.width,), "normal", case.seed, "direction", device)
 
 
 def _call_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     if layout == "expanded":  # one row for all, with strides 0
         return q[:1, :1].expand(q.shape), None
     latent, rope = lay_out_queries(q[:, None], layout)
-    return latent.squeeze(1), None if rope is None else rope.squeeze(1)
+    return latent.squeeze(1), None if rope is None or q.shape[-1] == LATENT else rope.squeeze(1)
 
 
 def _sinks(case: SparseCase, host: torch.Generator) -> torch.Tensor | None:
@@ -246,7 +261,7 @@ def _sinks(case: SparseCase, host: torch.Generator) -> torch.Tensor | None:
 
 def _cache(case: SparseCase, lists: _Lists, q: torch.Tensor, device: str) -> torch.Tensor:
     """The cache with values in the rows that entries mean, and poison everywhere else."""
-    width, dtype = (SPARSE_FP8_ROW_BYTES, torch.uint8) if case.fp8 else (HEAD_DIM, torch.bfloat16)
+    width, dtype = case.row_width, case.row_dtype
     if case.far_pages:
         step = FAR_PAGES_BYTES // dtype.itemsize
         whole = torch.empty((case.pages - 1) * step + case.page_size * width, dtype=dtype, device=device)
@@ -278,8 +293,8 @@ def _poison_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _values(case: SparseCase, lists: _Lists, rows: torch.Tensor, device: str) -> torch.Tensor:
-    """Float32 [rows, 576]: what the named rows are to hold, up to rounding."""
-    values = draw((len(rows), HEAD_DIM), case.law, case.seed, "kv", device)
+    """Float32 [rows, width]: what the named rows are to hold, up to rounding."""
+    values = draw((len(rows), case.width), case.law, case.seed, "kv", device)
     if case.law not in ALIGNED_LAWS or not len(rows):
         return values
     # Where a row stands among those that its request's lists may name: the order of rising and falling lists.
@@ -294,7 +309,7 @@ def _values(case: SparseCase, lists: _Lists, rows: torch.Tensor, device: str) ->
 
 
 def _fp8_rows(case: SparseCase, values: torch.Tensor, device: str) -> torch.Tensor:
-    """Bytes [rows, 656] of float32 values [rows, 576]."""
+    """Bytes [rows, 656 or 528] of float32 values [rows, 576 or 512]."""
     host = torch.Generator().manual_seed(case.seed + 1)
     groups = values[:, :LATENT].view(len(values), SCALES, SCALE_DIM)
     fitted = groups.abs().amax(dim=2) / FP8_MAX

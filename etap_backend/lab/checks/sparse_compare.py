@@ -34,7 +34,7 @@ from etap_backend.lab.checks.compare import (
     size_of_sum,
 )
 from etap_backend.lab.checks.sparse_cases import SparseProblem
-from etap_backend.support import SCALE_DIM, SCALES
+from etap_backend.support import SCALE_DIM, SPARSE_FP8_BYTES
 
 BF16 = torch.finfo(torch.bfloat16)
 # Of the sum of a score's products without their signs: float32 additions, of which a tensor core cuts off the rest.
@@ -70,7 +70,7 @@ def truth(problem: SparseProblem) -> Truth:
 
 
 def _allow(found: Truth, token: int, q: torch.Tensor, rows: torch.Tensor, times: torch.Tensor, sinks) -> None:
-    """Fill in what one token's result may err by; q [heads, 576], rows as stored, each named so many times."""
+    """Fill in what one token's result may err by; q [heads, width], rows as stored, each named so many times."""
     keys = reference.what_rows_stand_for(rows, torch.float64)
     scores, lse = (q @ keys.T) * SOFTMAX_SCALE + times.log(), found.lse[token]
     off = SCORE * SOFTMAX_SCALE * (q.abs() @ keys.abs().T)
@@ -85,10 +85,11 @@ def _allow(found: Truth, token: int, q: torch.Tensor, rows: torch.Tensor, times:
     deviation = (deviation.square() + size_of_sum(moved, values, result).square()).sqrt()
     lost = lost + SUM * (weight @ values.abs()) + BF16.tiny
 
-    share = torch.ones_like(lse) if sinks is None else torch.sigmoid(lse - sinks.double())
-    deviation, lost, size = deviation * share[:, None], lost * share[:, None], found.out[token].abs()
-    # The share of a sink goes with the log-sum-exp.
-    before = SIGMAS * deviation + lost + size * found.lse_error[token][:, None] + BF16.tiny
+    size = found.out[token].abs()
+    if sinks is not None:
+        lowest, share, highest = (torch.sigmoid(x - sinks.double())[:, None] for x in (below, lse, above))
+        deviation, lost = deviation * share, lost * share + result.abs() * (highest - lowest)
+    before = SIGMAS * deviation + lost + size * torch.finfo(torch.float32).eps + BF16.tiny
     found.max_error[token] = before + half_ulp(size + before, torch.bfloat16)
     found.rms_error[token] = (half_ulp(size, torch.bfloat16).square() / 3 + (deviation + lost).square()).sqrt()
 
@@ -104,18 +105,18 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
     """The deviation of what rounding P to bfloat16 costs [heads, 512], and what that type's range may cost.
 
     P is half an epsilon off at most, at worst uniformly, each row's by itself. P of a token's largest score is at least
-    1, and what is below bfloat16's normal numbers may be lost.
+    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale.
     """
     p = weight / times / (weight / times).amax(dim=1, keepdim=True)  # at most P
     off = BF16.eps / 2 / math.sqrt(3) * weight
     if rows.dtype != torch.uint8:
         small = torch.where(p < BF16.tiny, weight, 0)
         return size_of_sum(off, values, result), small @ values.abs() + small.sum(1, keepdim=True) * result.abs()
-    scales = rows[:, LATENT : LATENT + 4 * SCALES].contiguous().view(torch.float32).double().abs()
+    scales = rows[:, LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
     deviations, lost = [], []
     for scale, columns in zip(scales.T, values.split(SCALE_DIM, dim=1), strict=True):
         deviations.append((off.square() @ columns.square()).sqrt())
-        lost.append(torch.where(p * scale < BF16.tiny, weight, 0) @ columns.abs())
+        lost.append(torch.where(p * scale.clamp(max=1) < BF16.tiny, weight, 0) @ columns.abs())
     return torch.cat(deviations, dim=1), torch.cat(lost, dim=1)
 
 

@@ -36,11 +36,15 @@ def flags_of_node(engine: Engine, node: int, address: str, port: int) -> list[st
     return [*common, "--master-addr", address, "--master-port", str(port), *(["--headless"] if node else [])]
 
 
-def commands(engine: Engine, model: str, address: str, ports: tuple[int, int], backend: str) -> list[list[str]]:
-    """A command for each node; the first one answers on the first port, they meet at the second."""
+def commands(
+    engine: Engine, model: str, address: str, ports: tuple[int, int], backend: str, flags: list[str]
+) -> list[list[str]]:
+    """A command for each node, with these flags; the first one answers on the first port, they meet at the second."""
     serving = Serving(model, dummy=True, tp=NODES, max_context=1024, batches=(1, 4))
     return [
-        engine.server(sys.executable, serving, backend, ports[0], flags_of_node(engine, node, address, ports[1]))
+        engine.server(
+            sys.executable, serving, backend, ports[0], flags + flags_of_node(engine, node, address, ports[1])
+        )
         for node in range(NODES)
     ]
 
@@ -49,7 +53,9 @@ def main(
     engine: Annotated[EngineName, typer.Option(help="Whose servers.")] = EngineName.vllm,
     log_folder: Annotated[Path, typer.Option(help="For the nodes' logs and the model.")] = Path("nodes"),
     address: Annotated[str, typer.Option(help="Of the first node, as the second reaches it.")] = "127.0.0.1",
-    scenario: Annotated[str, typer.Option(help="Whose environment variables the nodes get.")] = "decode-plain",
+    scenario: Annotated[
+        str, typer.Option(help="Whose flags and environment variables the nodes get.")
+    ] = "decode-plain",
     seconds: Annotated[float, typer.Option(help="Until the first node must be ready.")] = 300,
 ) -> None:
     """Exit with 0 when both nodes' workers ran ETAP and the model answered."""
@@ -58,10 +64,11 @@ def main(
     prepared.write()
     ports = free_port(), free_port()
     wanted = read_scenario(scenario)
-    environment = {**wanted.environment, **getattr(wanted, engine.value).environment}
-    nodes = []
+    specific = getattr(wanted, engine.value)
+    environment, nodes = {**wanted.environment, **specific.environment}, []
     try:
-        for number, command in enumerate(commands(served, prepared.model, address, ports, served.ours)):
+        of_nodes = commands(served, prepared.model, address, ports, served.ours, specific.flags)
+        for number, command in enumerate(of_nodes):
             log = log_folder / f"{served.name}-node-{number}.log"
             log.unlink(missing_ok=True)
             nodes.append(Process(command, log, {**environment, "CUDA_VISIBLE_DEVICES": str(number)}))

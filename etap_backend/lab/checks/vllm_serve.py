@@ -13,7 +13,7 @@ the others decode greedily. How they are judged, and by which yardsticks: agreem
 requests behind another beginning.
 
 With --kv-cache-dtype fp8 all three have an FP8 cache. FLASHMLA then rounds queries and probabilities to e4m3, as ETAP
-does with ETAP_FP8_MATH=1, so noise is no bound to differences from it; it is one to those between ETAP and TRITON_MLA,
+does with --fp8-math, so noise is no bound to differences from it; it is one to those between ETAP and TRITON_MLA,
 which do not. What each log says of the cache's type and of the tokens that fit is kept.
 
 Next turns. Prompts of 2 to 300 tokens over a cached prefix, one at a time, so that each is a step of its own: up to 128
@@ -88,9 +88,8 @@ def make_turns(seed: int = 2) -> list[Request]:
     ]
 
 
-def rounds_queries(cache: str, reference: str) -> bool:
+def rounds_queries(cache: str, reference: str, fp8_math: bool) -> bool:
     """Whether ETAP or its reference rounds queries and probabilities to e4m3, which differs more than noise."""
-    fp8_math = os.environ.get("ETAP_FP8_MATH") == "1"
     return cache.startswith("fp8") and (fp8_math or reference != KEEPS_QUERIES)
 
 
@@ -118,6 +117,7 @@ class Check:
     repeats: int
     requests: list[Request]
     cache: str
+    fp8_math: bool
     flags: list[str]
     output: Path
     ready: float
@@ -214,7 +214,7 @@ class Check:
                 found.append(f"{case}: no answers")
                 continue
             result = agreement(self.answers[key], self.answers[reference][: len(self.answers[key])])
-            loose = eager or rounds_queries(self.cache, self.reference)
+            loose = eager or rounds_queries(self.cache, self.reference, self.fp8_math)
             against = objections(result, *self.yardsticks, eager=loose)
             found += [f"{case}: {objection}" for objection in against]
             self.document["agreement"][case] = result.summary() | {
@@ -282,6 +282,7 @@ def main(
     ),
     repeats: Annotated[int, typer.Option(min=1, help="Timings of each batch.")] = 7,
     kv_cache_dtype: Annotated[str, typer.Option(help="Type of every server's KV cache, such as fp8.")] = "auto",
+    fp8_math: Annotated[bool, typer.Option("--fp8-math", help="ETAP multiplies an FP8 cache as it is.")] = False,
     requests: Annotated[int, typer.Option(min=32, help="Concurrent requests.")] = 96,
     ready: Annotated[float, typer.Option(help="Seconds until a server must be ready.")] = 300,
     limit: Annotated[float, typer.Option(help="Seconds for everything.")] = 1800,
@@ -307,7 +308,8 @@ def main(
             repeats,
             make_requests(requests),
             kv_cache_dtype,
-            serve_flags or [],
+            fp8_math,
+            [*(VLLM.fp8_math[1] if fp8_math else ()), *(serve_flags or [])],
             output,
             ready,
             Deadline(time.monotonic() + limit),

@@ -118,7 +118,7 @@ class Asked:
             dummy=self.prepared.dummy,
             model_shape=self.prepared.config,
             gpus=scenario.gpus,
-            layout=Layout(tp=serving.tp, pp=serving.pp, dp=serving.dp),
+            layout=Layout(tp=serving.tp, pp=serving.pp, dp=serving.dp, dcp=serving.dcp),
             draft_tokens=scenario.draft_tokens,
             acceptance=serving.acceptance,
             kv_dtype=scenario.kv_dtype,
@@ -172,6 +172,9 @@ def e2e(
     ] = None,
     backend: Annotated[list[str] | None, typer.Option(help="Only this attention backend; may be repeated.")] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs, instead of the scenario's.")] = None,
+    dcp: Annotated[
+        int | None, typer.Option(min=1, help="Decode context parallel, over so many of the tensor-parallel ranks.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers of a dummy model.")] = None,
     rank_of: Annotated[
         int | None, typer.Option(min=1, help="Give each GPU the work of one of so many tensor-parallel ranks.")
@@ -218,7 +221,7 @@ def e2e(
     output = output or Path("results") / f"e2e-{Path(scenario).stem}-{engine.value}.json"
     try:
         wanted = read_scenario(scenario)
-        updates = {"model": model, "gpus": gpus}
+        updates = {"model": model, "gpus": gpus, "decode_context_parallel": dcp}
         wanted = wanted.model_copy(update={key: value for key, value in updates.items() if value is not None})
         if (specific := getattr(wanted, engine.value)) is None:
             raise ValueError(f"{scenario}: wanted a table [{engine.value}], found none")

@@ -32,6 +32,14 @@ class Prepared:
             dummy_model.write(Path(self.model), self.config)
 
 
+def _shipped_config(name: str) -> dict:
+    """Raises ValueError for one that has more than text: its images would want a processor besides the tokenizer."""
+    config = json.loads(configs.find("models", name, ".json").read_text())
+    if "text_config" in config:
+        raise ValueError(f"--model: wanted a model of text alone for dummy weights, got {name}")
+    return config
+
+
 def prepare_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: int, folder: Path) -> Prepared:
     """A shipped configuration becomes a folder for dummy weights, once it is written; anything else is served as it is.
 
@@ -44,7 +52,7 @@ def prepare_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: i
         with suppress(OSError):
             config = json.loads(path.read_text())
         return Prepared(name, config, False, "its own weights")
-    whole = json.loads(configs.find("models", name, ".json").read_text())
+    whole = _shipped_config(name)
     if unknown := set(changes) - set(whole):
         raise ValueError(f"--set: wanted keys of {name}'s config.json, got {', '.join(sorted(unknown))}")
     config = whole | changes
@@ -66,7 +74,7 @@ def small_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: int
     """The model with a few layers of each kind. Raises ValueError when it has its own weights."""
     if name.lower() not in configs.shipped("models", ".json"):
         raise ValueError(f"--throw-away: wanted a model of configs/models, got {name}")
-    whole = json.loads(configs.find("models", name, ".json").read_text()) | changes
+    whole = _shipped_config(name) | changes
     layers = min(whole["num_hidden_layers"], whole.get("first_k_dense_replace", 0) + SMALL_MOE_LAYERS)
     return prepare_model(name, changes | {"num_hidden_layers": layers}, rank_of, tp, folder)
 
@@ -76,14 +84,15 @@ def serving_of(scenario: Scenario, prepared: Prepared, cases: list[Case]) -> Ser
     return Serving(
         prepared.model,
         prepared.dummy,
-        scenario.tensor_parallel,
-        scenario.pipeline_parallel,
-        scenario.data_parallel,
-        longest,
-        tuple(sorted({case.concurrency for case in cases})),
-        scenario.draft_tokens,
-        scenario.acceptance if prepared.dummy else None,
-        scenario.kv_dtype == "fp8",
+        tp=scenario.tensor_parallel,
+        pp=scenario.pipeline_parallel,
+        dp=scenario.data_parallel,
+        dcp=scenario.decode_context_parallel,
+        max_context=longest,
+        batches=tuple(sorted({case.concurrency for case in cases})),
+        draft_tokens=scenario.draft_tokens,
+        acceptance=scenario.acceptance if prepared.dummy else None,
+        fp8_cache=scenario.kv_dtype == "fp8",
     )
 
 

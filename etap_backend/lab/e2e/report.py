@@ -153,7 +153,7 @@ def title_of(document: Document) -> str:
 
 def provenance(document: Document) -> str:
     versions = ", ".join(f"{package} {version}" for package, version in document.versions.items())
-    layout = ", ".join(f"{name} {size}" for name, size in document.layout)
+    layout = ", ".join(f"{name} {size}" for name, size in document.layout if name != "dcp" or size > 1)
     drafts = "; FP8 KV cache" if document.kv_dtype == "fp8" else ""
     if document.draft_tokens:
         drafts += f"; {document.draft_tokens} draft tokens"

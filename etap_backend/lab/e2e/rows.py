@@ -196,11 +196,12 @@ class Server(Sparse):
 
 
 class Layout(Strict):
-    """Tensor, pipeline and data parallelism."""
+    """Tensor, pipeline and data parallelism, and decode context parallelism."""
 
     tp: int
     pp: int
     dp: int
+    dcp: int = 1
 
 
 class RunOf(Strict):

@@ -52,6 +52,7 @@ class Scenario(Strict):
     gpus: int = Field(gt=0)
     pipeline_parallel: int = Field(default=1, ge=1)
     data_parallel: int = Field(default=1, ge=1)
+    decode_context_parallel: int = Field(default=1, ge=1)
     draft_tokens: int = Field(default=0, ge=0)
     acceptance: float | None = Field(default=None, ge=1)
     kv_dtype: Literal["same", "fp8"] = "same"  # of the KV cache: the model's type or e4m3
@@ -68,7 +69,10 @@ class Scenario(Strict):
         over = self.pipeline_parallel * self.data_parallel
         if self.gpus % over:
             raise ValueError(f"gpus: wanted a multiple of pipeline x data parallel = {over}, got {self.gpus}")
-        return self.gpus // over
+        ranks, shares = self.gpus // over, self.decode_context_parallel
+        if ranks % shares:
+            raise ValueError(f"decode_context_parallel: wanted a divisor of tensor parallel {ranks}, got {shares}")
+        return ranks
 
 
 def read_scenario(name: str) -> Scenario:

@@ -57,13 +57,13 @@ def estimate_row(
     if uneven and experts is None:
         return "how many experts its steps read is not known: nothing with as many requests was profiled"
     step = step_ms(served, row)
-    attention = before.us * model.num_hidden_layers / 1e3
+    attention = before.us * len(model.attention_layers) / 1e3
     if attention >= step:
         return f"attention's {attention:.1f} ms is more than the step's {step:.1f} ms"
     as_here = rest_of_step_ms(servers.model_there, servers.gpu_there, replace(on_there, experts=experts))
     factor = as_here / rest_of_step_ms(model, gpu, replace(on, experts=experts))
     other_experts = rest_of_step_ms(servers.model_there, servers.gpu_there, on_there) - as_here
-    attention_there = after.us * servers.model_there.num_hidden_layers / 1e3
+    attention_there = after.us * len(servers.model_there.attention_layers) / 1e3
     step_there = (step - attention) * factor + other_experts + attention_there
     tpot = step_there / accepted(row)
     return Estimate(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.configs import Strict
@@ -91,12 +91,32 @@ class Quantization(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
-    quant_method: Literal["fp8"]
+    quant_method: Literal["fp8", "compressed-tensors"]
     weight_block_size: tuple[Size, Size] | None = None
+    format: Literal["mxfp4-pack-quantized"] | None = None  # of compressed-tensors
+
+    @model_validator(mode="after")
+    def _format_is_known(self) -> Quantization:
+        if self.quant_method == "compressed-tensors" and self.format is None:
+            raise ValueError("wanted format mxfp4-pack-quantized beside quant_method compressed-tensors, got none")
+        return self
+
+
+class LinearAttention(BaseModel):
+    """The part of a model's linear_attn_config that says what its layers without a KV cache hold (Kimi's KDA)."""
+
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+    full_attn_layers: tuple[Size, ...] = Field(min_length=1)  # counted from 1
+    num_heads: Size
+    head_dim: Size
+    short_conv_kernel_size: Size
+    use_full_rank_gate: bool = False
 
 
 class Model(BaseModel):
-    """What the planner reads of a Hugging Face config.json with multi-head latent attention."""
+    """What the planner reads of a Hugging Face config.json with multi-head latent attention; of a multimodal model its
+    text_config."""
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
@@ -111,14 +131,36 @@ class Model(BaseModel):
     v_head_dim: Size
     q_lora_rank: Size | None = None
     moe_intermediate_size: Count = 0
-    n_routed_experts: Count | None = None
-    n_shared_experts: Count | None = None
-    num_experts_per_tok: Count | None = None
+    n_routed_experts: Count | None = Field(None, validation_alias=AliasChoices("n_routed_experts", "num_experts"))
+    n_shared_experts: Count | None = Field(
+        None, validation_alias=AliasChoices("n_shared_experts", "num_shared_experts")
+    )
+    num_experts_per_tok: Count | None = Field(
+        None, validation_alias=AliasChoices("num_experts_per_tok", "num_experts_per_token")
+    )
+    routed_expert_hidden_size: Size | None = None  # where routed experts work on a projection of the hidden states
     first_k_dense_replace: Count = 0
     num_nextn_predict_layers: Count = 0
     tie_word_embeddings: bool = False
     quantization_config: Quantization | None = None
     index_topk: Count | None = None  # of sparse attention
+    mla_use_output_gate: bool = False
+    linear_attn_config: LinearAttention | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _text_alone(cls, data: object) -> object:
+        if isinstance(data, dict) and isinstance(text := data.get("text_config"), dict):
+            return {"quantization_config": data.get("quantization_config")} | text
+        return data
+
+    @model_validator(mode="after")
+    def _full_attention_is_in_the_model(self) -> Model:
+        layers = self.linear_attn_config.full_attn_layers if self.linear_attn_config else ()
+        if len(set(layers)) < len(layers) or max(layers, default=0) > self.num_hidden_layers:
+            wanted = f"different numbers of at most num_hidden_layers = {self.num_hidden_layers}"
+            raise ValueError(f"linear_attn_config.full_attn_layers: wanted {wanted}, got {list(layers)}")
+        return self
 
     @model_validator(mode="after")
     def _experts_are_whole(self) -> Model:
@@ -136,17 +178,42 @@ class Model(BaseModel):
         return max(0, self.num_hidden_layers - self.first_k_dense_replace) if self.n_routed_experts else 0
 
     @property
+    def attention_layers(self) -> tuple[int, ...]:
+        """Layers with latent attention and a KV cache, counted from 1."""
+        return self.linear_attn_config.full_attn_layers if self.linear_attn_config else self.all_layers
+
+    @property
+    def all_layers(self) -> tuple[int, ...]:
+        return tuple(range(1, self.num_hidden_layers + 1))
+
+    @property
+    def linear_layers(self) -> int:
+        """Layers with linear attention, which keep a state of fixed size for each request."""
+        return self.num_hidden_layers - len(self.attention_layers)
+
+    @property
     def cache_row(self) -> int:
         """Elements of the cache that one token takes in one layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     @property
+    def fp8_weights(self) -> bool:
+        """Whether products with the quantised weights are FP8's."""
+        return self.quantization_config is not None and self.quantization_config.quant_method == "fp8"
+
+    @property
     def weight_bytes(self) -> float:
-        """Bytes of one quantised (or, without quantisation, any) weight, its share of a block's scale included."""
-        if not self.quantization_config:
+        """Bytes of a weight that is no routed expert's, its share of a block's scale included."""
+        if not self.fp8_weights:
             return 2.0
         rows, columns = self.quantization_config.weight_block_size or (128, 128)
         return 1 + 4 / (rows * columns)
+
+    @property
+    def expert_bytes(self) -> float:
+        """Bytes of a routed expert's weight: MXFP4 has a byte of scale for 32 of 4 bits, and is the experts' alone."""
+        mxfp4 = self.quantization_config is not None and not self.fp8_weights
+        return 4 / 8 + 1 / 32 if mxfp4 else self.weight_bytes
 
 
 def read_model(name: str) -> Model:
@@ -213,6 +280,9 @@ class Deployment:
             raise ValueError(f"tp: wanted a divisor of {model.num_attention_heads} heads, got {self.tp}")
         if self.tp % self.dcp:
             raise ValueError(f"dcp: wanted a divisor of tp = {self.tp}, got {self.dcp}")
+        linear = model.linear_attn_config
+        if linear and linear.num_heads % self.tp:
+            raise ValueError(f"tp: wanted a divisor of {linear.num_heads} heads of linear attention, got {self.tp}")
         if self.pp > model.num_hidden_layers:
             raise ValueError(f"pp: wanted at most {model.num_hidden_layers} layers, got {self.pp}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 from etap_backend.lab.plan.inputs import CACHE_BYTES, Deployment, Figure, Gpu, Model
@@ -34,23 +35,30 @@ def weights_of(model: Model, on: Deployment) -> list[Weights]:
     """All weights of the model, divided as the engines divide them."""
     hidden, heads = model.hidden_size, model.num_attention_heads
     head_k = model.qk_nope_head_dim + model.qk_rope_head_dim
-    layers, moe = model.num_hidden_layers, model.moe_layers
-    if on.s_q > 1:  # the layer that predicts the next tokens
-        layers, moe = layers + model.num_nextn_predict_layers, moe + model.num_nextn_predict_layers
+    predicting = model.num_nextn_predict_layers if on.s_q > 1 else 0  # layers that predict the next tokens
+    layers, moe = len(model.attention_layers) + predicting, model.moe_layers + predicting
+    dense_layers = model.num_hidden_layers + predicting - moe
     down = hidden * model.cache_row + (hidden * model.q_lora_rank if model.q_lora_rank else 0)
     up = (model.q_lora_rank or hidden) * heads * head_k + heads * model.v_head_dim * hidden
+    up += hidden * heads * model.v_head_dim if model.mla_use_output_gate else 0
     latent = model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
     expert, dense = 3 * hidden * model.moe_intermediate_size, 3 * hidden * model.intermediate_size
+    routed = 3 * (model.routed_expert_hidden_size or hidden) * model.moe_intermediate_size
+    between = 2 * hidden * (model.routed_expert_hidden_size or 0)
+    linear, linear_a_rank = _linear_attention(model)
     wide, spread, each = on.tp, on.tp * on.dp, model.weight_bytes
     head = model.vocab_size * hidden
     parts = [
         Weights("attention, latent projections", layers * down, 1, each),
         Weights("attention, heads", layers * up, wide, each),
         Weights("attention, latent to heads", layers * latent, wide, each, read_by_decode=False),
-        Weights("dense layers", (layers - moe) * dense, wide, each),
+        Weights("linear attention, heads", model.linear_layers * linear, wide, each),
+        Weights("linear attention, gate's latent", model.linear_layers * linear_a_rank, 1, each),
+        Weights("dense layers", dense_layers * dense, wide, each),
         Weights("shared experts", moe * (model.n_shared_experts or 0) * expert, wide, each),
         Weights("router", moe * hidden * (model.n_routed_experts or 0), 1, 2.0),
-        Weights("experts", moe * (model.n_routed_experts or 0) * expert, spread, each, experts=True),
+        Weights("experts' projections", moe * between, 1, each),
+        Weights("experts", moe * (model.n_routed_experts or 0) * routed, spread, model.expert_bytes, experts=True),
         Weights("embedding", head, wide, 2.0, ends=True, read_by_decode=False),
         Weights("output head", 0 if model.tie_word_embeddings else head, wide, 2.0, ends=True),
     ]
@@ -59,10 +67,38 @@ def weights_of(model: Model, on: Deployment) -> list[Weights]:
     return [part for part in (*parts, absorbed) if part.parameters]
 
 
+def _linear_attention(model: Model) -> tuple[int, int]:
+    """Weights of a layer with Kimi's delta attention: divided by tensor parallelism, and on every rank."""
+    if (linear := model.linear_attn_config) is None:
+        return 0, 0
+    hidden, width = model.hidden_size, linear.num_heads * linear.head_dim
+    # Queries, keys, values and output; the step of each head; the forget gate's second half; three convolutions.
+    divided = 4 * hidden * width + hidden * linear.num_heads + linear.head_dim * width
+    divided += 3 * width * linear.short_conv_kernel_size
+    gate = (hidden * width, 0) if linear.use_full_rank_gate else (linear.head_dim * width, hidden * linear.head_dim)
+    return divided + gate[0], hidden * linear.head_dim + gate[1]
+
+
 def parameters_of(model: Model) -> int:
     """Parameters of the model without its next-token predictor and without biases and norms."""
     parts = weights_of(model, Deployment(gpus=1, tp=1))
     return sum(part.parameters for part in parts if part.name != "attention, absorbed copy")
+
+
+def state_bytes(model: Model, on: Deployment) -> int:
+    """What linear attention keeps of one request on a rank: in every layer a float32 matrix of each head, and the
+    convolutions' last inputs in bfloat16, as both engines have it."""
+    if (linear := model.linear_attn_config) is None:
+        return 0
+    heads = linear.num_heads // on.tp
+    convolved = 3 * heads * linear.head_dim * (linear.short_conv_kernel_size - 1)
+    return -(-model.linear_layers // on.pp) * (4 * heads * linear.head_dim**2 + 2 * convolved)
+
+
+def _attention_layers_of_a_stage(model: Model, pp: int) -> int:
+    """Layers with a KV cache of the pipeline stage that has most of them."""
+    stage = -(-model.num_hidden_layers // pp)
+    return max(Counter((layer - 1) // stage for layer in model.attention_layers).values())
 
 
 @dataclass(frozen=True)
@@ -73,9 +109,28 @@ class Memory:
     usable: float
     weights: float
     reserve: float
+    state_a_request: int  # of linear attention
+    requests: int  # that decode on this GPU
     cache_a_token: int
-    tokens: int
     tokens_wanted: int
+
+    @property
+    def left(self) -> int:
+        """Bytes for requests: KV cache, and state of linear attention."""
+        return max(0, math.floor(self.usable - self.weights - self.reserve))
+
+    @property
+    def state(self) -> int:
+        return self.requests * self.state_a_request
+
+    @property
+    def tokens(self) -> int:
+        """Tokens for which there is a KV cache, in whole pages."""
+        return max(0, self.left - self.state) // (self.cache_a_token * PAGE_TOKENS) * PAGE_TOKENS
+
+    def requests_of(self, tokens: int) -> int:
+        """How many requests fit that need so many tokens of the cache on this GPU."""
+        return self.left // (tokens * self.cache_a_token + self.state_a_request)
 
     @property
     def fits(self) -> bool:
@@ -93,14 +148,18 @@ def tokens_on_a_gpu(on: Deployment) -> int:
 
 def memory_of(model: Model, gpu: Gpu, on: Deployment) -> Memory:
     on.check(model)
-    layers = -(-model.num_hidden_layers // on.pp) + (model.num_nextn_predict_layers if on.s_q > 1 else 0)
+    layers = _attention_layers_of_a_stage(model, on.pp) + (model.num_nextn_predict_layers if on.s_q > 1 else 0)
     # The fullest stage has ceil(layers / pp) layers and an end of the model; its other parts are shared out evenly.
     stage = -(-model.num_hidden_layers // on.pp) / model.num_hidden_layers
     weights = sum(part.bytes_a_gpu * (1 if part.ends else stage) for part in weights_of(model, on))
     usable = gpu.memory_bytes.value * on.utilization
-    cache_a_token = model.cache_row * CACHE_BYTES[on.cache] * layers
-    left = usable - weights - RESERVE_BYTES.value
-    tokens = max(0, math.floor(left / (cache_a_token * PAGE_TOKENS)) * PAGE_TOKENS)
     return Memory(
-        gpu.memory_bytes.value, usable, weights, RESERVE_BYTES.value, cache_a_token, tokens, tokens_on_a_gpu(on)
+        total=gpu.memory_bytes.value,
+        usable=usable,
+        weights=weights,
+        reserve=RESERVE_BYTES.value,
+        state_a_request=state_bytes(model, on),
+        requests=on.local_batch,
+        cache_a_token=model.cache_row * CACHE_BYTES[on.cache] * layers,
+        tokens_wanted=tokens_on_a_gpu(on),
     )

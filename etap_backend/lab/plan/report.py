@@ -14,6 +14,8 @@ from etap_backend.lab.plan.memory import RESERVE_BYTES, Memory, parameters_of, w
 from etap_backend.lab.plan.step import GEMM_BANDWIDTH, LAYER_US, PADDED_ROWS, Attention, BesideBf16, Gain, Plan
 from etap_backend.lab.units import in_k
 
+SHORT = {"bfloat16": "bf16", "fp8": "FP8"}
+COUNTED = ("left", "state", "tokens", "cache_wanted", "fits")  # of the memory, beside its fields
 ASSUMPTIONS = {"layer_us": LAYER_US, "gemm_bandwidth_share": GEMM_BANDWIDTH, "reserve_bytes": RESERVE_BYTES}
 
 
@@ -25,7 +27,7 @@ def document(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, foun
         "deployment": asdict(on),
         "assumptions": {key: figure.model_dump() for key, figure in ASSUMPTIONS.items()},
         "weights": [{**asdict(part), "bytes_a_gpu": part.bytes_a_gpu} for part in weights_of(model, on)],
-        "memory": {**asdict(plan.memory), "cache_wanted": plan.memory.cache_wanted, "fits": plan.memory.fits},
+        "memory": {**asdict(plan.memory), **{key: getattr(plan.memory, key) for key in COUNTED}},
         "attention": {
             "etap": asdict(plan.etap),
             "padded": asdict(plan.padded),
@@ -50,16 +52,16 @@ def _gb(value: float) -> str:
     return f"{value / 1e9:.1f} GB"
 
 
-def _table(title: str, *columns: str, words: int = 1) -> Table:
-    """`words` columns of words, then columns of numbers."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+def _columns(*columns: str, words: int = 1) -> Table:
+    """A table without lines: `words` columns of words, then columns of numbers."""
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for number, column in enumerate(columns):
-        table.add_column(column, justify="left" if number < words else "right", overflow="fold")
+        table.add_column(column, justify="left" if number < words else "right", no_wrap=number < words)
     return table
 
 
-def _gain_text(gain: Gain) -> str:
-    return f"{gain.tokens:+.0%} tokens/s, {gain.call:.2f}x a call" + ("*" if gain.fp8_math else "")
+def _gain_cells(gain: Gain) -> tuple[str, str]:
+    return f"{gain.tokens:+.0%}" + ("*" if gain.fp8_math else ""), f"{gain.call:.2f}x"
 
 
 def _shape(on: Deployment) -> str:
@@ -67,59 +69,68 @@ def _shape(on: Deployment) -> str:
 
 
 def memory_lines(gpu: Gpu, on: Deployment, memory: Memory, beside: BesideBf16 | None) -> list[str]:
-    """Where the bytes of a GPU go, and whether batch and context fit."""
-    room = f"{memory.tokens:,} tokens of {memory.cache_a_token:,} B"
-    if beside:
-        more = f"{beside.capacity_gain:.2f}x" if beside.capacity_gain else "all"
-        room += f" (FP8 holds {more} of the {beside.tokens:,} in bfloat16)"
-    lines = [
-        f"A GPU has {_gb(memory.total)} ({gpu.memory_bytes.status}), {on.utilization:.0%} of it for the engine; "
-        f"derived: weights {_gb(memory.weights)}, activations, graphs and NCCL {_gb(memory.reserve)}, KV cache {room}."
-    ]
-    wanted = f"{memory.tokens_wanted:,} tokens = {_gb(memory.cache_wanted)} a GPU"
+    """Whether batch and context fit, and where the bytes of a GPU go."""
+    wanted = f"its KV cache is {memory.tokens_wanted:,} tokens = {_gb(memory.cache_wanted)} a GPU"
     if memory.tokens == 0:
-        lines.append(f"[red]The weights do not leave room for a KV cache on {on.gpus} x {gpu.name}.[/]")
+        verdict = f"[red]The weights leave no room for a KV cache on {on.gpus} x {gpu.name}.[/]"
     elif memory.fits:
-        lines.append(f"[green]{_shape(on)} fits:[/] its KV cache is {wanted}.")
+        verdict = f"[green]{_shape(on)} fits:[/] {wanted}."
     else:
         left = _gb(memory.tokens * memory.cache_a_token)
-        lines.append(
-            f"[red]{_shape(on)} does not fit beside the weights:[/] its KV cache is {wanted}, and {left} are left. The "
-            "times below are those of the shape all the same."
-        )
-    return lines
+        verdict = f"[red]{_shape(on)} does not fit:[/] {wanted}, {left} are left."
+    room = f"{memory.tokens:,} tokens of {memory.cache_a_token:,} B"
+    if on.dcp > 1:
+        room += f" on each of {on.dcp} ranks, {memory.tokens * on.dcp:,} in all"
+    if beside and beside.capacity_gain:
+        room += f", {beside.capacity_gain:.2f}x the {beside.tokens:,} of bf16"
+    state = f"state of linear attention {_gb(memory.state)}, " if memory.state else ""
+    bytes_of_a_gpu = (
+        f"Of a GPU's {_gb(memory.total)} the engine has {on.utilization:.0%}: weights {_gb(memory.weights)}, "
+        f"activations and NCCL {_gb(memory.reserve)}, {state}KV cache for {room}."
+    )
+    return [verdict, bytes_of_a_gpu]
 
 
-def alternatives_table(found: list[Alternative], on: Deployment) -> Table:
-    columns = (_shape(on), f"requests of {in_k(on.context)}", f"context of {on.batch}", "ETAP gains")
-    table = _table("What fits, the first line being what was asked", "", *columns, words=2)
-    for row in found:
-        verdict = "[green]fits[/]" if row.fits else "[red]does not[/]"
-        table.add_row(row.change, verdict, f"{row.most_requests:,}", f"{row.most_context:,}", _gain_text(row.gain))
+def alternatives_table(found: list[Alternative]) -> Table:
+    """A line for what was asked and each other layout that holds anything, with what it holds and gains by cache."""
+    caches = list(dict.fromkeys(row.cache for row in found))
+    numbers = [column for cache in caches for column in (f"{SHORT[cache]} requests", "tokens", "gain")]
+    table = _columns("", *numbers)
+    rows: dict[str, list[str]] = {}
+    holding = {row.layout for row in found if row.tokens} | {found[0].layout}
+    for row in (row for row in found if row.layout in holding):
+        gain = _gain_cells(row.gain)[0] if row.fits else "-"
+        rows.setdefault(row.layout, []).extend((f"{row.most_requests:,}", f"{row.most_context:,}", gain))
+    for layout, cells in rows.items():
+        table.add_row(layout, *cells)
     return table
 
 
 def attention_table(gpu: Gpu, plan: Plan) -> Table:
-    title = f"Decode attention and step on one {gpu.name} (rest of a step {plan.rest_ms:.1f} ms, {plan.rest_status})"
-    table = _table(title, "", "call us", "roofline us", "rows", "all layers ms", "step ms", "ETAP gains")
+    numbers = ("call us", "rows", "layers ms", "step ms", "gain", "a call")
+    table = _columns(f"On one {gpu.name}", "", "bound", *numbers, words=3)
     fitted = plan.beside_bf16 is None  # calls were fitted to bfloat16 caches
     kernels: list[tuple[str, Attention, Status]] = [("ETAP", plan.etap, gpu.etap.status if fitted else "derived")]
     if beside := plan.beside_bf16:
         kernels.append(("ETAP, FP8 math", beside.fp8_math, "derived"))
-        kernels.append(("ETAP, bfloat16 cache", beside.bf16, gpu.etap.status))
+        kernels.append(("ETAP, bf16 cache", beside.bf16, gpu.etap.status))
     own = len(kernels)
     kernels.append(("FlashMLA alone", plan.padded, gpu.padded.status if fitted else "derived"))
     if plan.padded_in_vllm and gpu.padded_in_vllm:
         kernels.append(("FlashMLA in vLLM", plan.padded_in_vllm, gpu.padded_in_vllm.status))
     for number, (name, kernel, status) in enumerate(kernels):
-        gain = _gain_text(plan.gain_over(kernel)) if number >= own else ""
-        calls = (f"{kernel.call_us:.1f} {status}", f"{kernel.roofline_us:.1f} {kernel.bound}", str(kernel.rows))
-        table.add_row(name, *calls, f"{kernel.step_ms:.2f}", f"{plan.step_with(kernel):.1f}", gain)
+        gain = _gain_cells(plan.gain_over(kernel)) if number >= own else ("", "")
+        call = (status, kernel.bound.removesuffix(" cores"), f"{kernel.call_us:.1f}", str(kernel.rows))
+        table.add_row(name, *call, f"{kernel.step_ms:.2f}", f"{plan.step_with(kernel):.1f}", *gain)
     return table
 
 
 def sources_table(gpu: Gpu) -> Table:
-    table = _table("What the numbers are", "", "value", "", "source", words=4)
+    table = Table(
+        title="What the numbers are", title_justify="left", title_style="bold", box=SIMPLE_HEAD, pad_edge=False
+    )
+    for column in ("", "value", "", "source"):
+        table.add_column(column, overflow="fold")
     for name, figure in {**gpu.figures, **ASSUMPTIONS}.items():
         table.add_row(name.replace("_", " "), f"{figure.value:,.4g}", figure.status, figure.source)
     for name, call in gpu.calls.items():
@@ -127,30 +138,27 @@ def sources_table(gpu: Gpu) -> Table:
         source = "; ".join(filter(None, (call.source, files and f"{call.kernel} of {files}")))
         form = f"{call.fixed_us:g} us + {call.factor:g} x roofline"
         table.add_row(f"call, {name.replace('_', ' ')}", form, call.status, source)
+    fp8 = "the same, with an FP8 cache's roofline; from 65 us on within 15% of results/targets-fp8*.json"
+    table.add_row("call, FP8 cache", "", "derived", fp8)
     return table
 
 
-def remarks(on: Deployment, plan: Plan) -> list[str]:
+def remarks(model: Model, on: Deployment, plan: Plan) -> list[str]:
     """What the tables do not say."""
     rate = on.batch / plan.step_ms * 1e3 / on.gpus
     lines = [
         f"Attention is {plan.share:.0%} of a step with FlashMLA alone; with ETAP {rate:.0f} tokens/s a GPU, prefill of "
-        "other requests not in it."
+        f"others not in it. The rest of a step, {plan.rest_ms:.1f} ms, is {plan.rest_status}."
     ]
-    if plan.padded_in_vllm:
-        lines.append("FlashMLA alone: its kernels, built from its sources; in vLLM: as vLLM 0.26 ships and calls it.")
     if plan.etap.rows >= PADDED_ROWS:
         lines.append(f"With {PADDED_ROWS} query rows or more there is no padding that ETAP could save.")
     if beside := plan.beside_bf16:
         one, other = (beside.bf16.call_us / kernel.call_us for kernel in (plan.etap, beside.fp8_math))
+        lines.append(f"Against its bf16 cache {one:.2f}x a call, {other:.2f}x with FP8 math (*).")
+    if model.linear_layers:
         lines.append(
-            f"Against its own bfloat16 cache {one:.2f}x a call, {other:.2f}x with FP8 math (ETAP_FP8_MATH=1). Calls "
-            "are fitted to bfloat16 caches; those with FP8 ones from 65 us on were within 15% of it."
-        )
-    if plan.rest_status == "derived":
-        lines.append(
-            "The rest of a step is fitted to 8 x H200 and carried over by rates, which makes a gain elsewhere an upper "
-            "estimate: give the share of attention that you measured as --attention-share."
+            f"{len(model.attention_layers)} of {model.num_hidden_layers} layers have latent attention, nobody timed "
+            "the others here."
         )
     return lines
 
@@ -158,14 +166,23 @@ def remarks(on: Deployment, plan: Plan) -> list[str]:
 def print_plan(
     name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, found: list[Alternative], console: Console
 ) -> None:
-    layout = f"tp {on.tp}, dp {on.dp}, pp {on.pp}, dcp {on.dcp}, {on.cache} cache"
-    size = f"{parameters_of(model) / 1e9:.0f} G parameters"
-    console.print(f"[bold]{name}[/] ({size}) on {on.gpus} x {gpu.name}: {layout}, {_shape(on)}, s_q {on.s_q}")
+    several = (f"{key} {getattr(on, key)}" for key in ("dp", "pp", "dcp", "s_q") if getattr(on, key) > 1)
+    layout = ", ".join((f"tp {on.tp}", *several))
+    size = f"{parameters_of(model) / 1e9:.0f} G"
+    console.print(f"[bold]{name}[/] ({size}), {on.gpus} x {gpu.name}: {layout}, {on.cache} cache, {_shape(on)}")
     for line in memory_lines(gpu, on, plan.memory, plan.beside_bf16):
         console.print(line, highlight=False)
     console.print(attention_table(gpu, plan))
-    for line in remarks(on, plan):
+    for line in remarks(model, on, plan):
         console.print(line, markup=False, highlight=False)
-    console.print(alternatives_table(found, on))
-    math = "* with FP8 math, as FlashMLA multiplies an FP8 cache. " if any(one.gain.fp8_math for one in found) else ""
-    console.print(f"{math}Where each number is from: --sources.", markup=False, highlight=False)
+    title = (
+        f"What fits: requests of {in_k(on.context)}; tokens of each of {on.batch}; the gain, where {_shape(on)} fits"
+    )
+    console.print(title, style="bold", highlight=False)
+    console.print(alternatives_table(found))
+    starred = plan.beside_bf16 is None and any(one.gain.fp8_math for one in found if one.fits)
+    math = "* with FP8 math, as FlashMLA has it. " if starred else ""
+    upper = ""
+    if plan.rest_status == "derived":
+        upper = "A step's gain is an estimate, off an H200 an upper one: better give --attention-share. "
+    console.print(f"{math}{upper}Where each number is from: --sources.", markup=False, highlight=False)

@@ -104,6 +104,8 @@ def servers_of(served: Served, target: str) -> Servers:
         raise ValueError(f"gpu: wanted one of {', '.join(known)}, got {served.gpu}")
     if served.model_shape is None:
         raise ValueError(f"model: wanted a result with the model's shape, got none for {served.model}")
+    if served.layout.dcp > 1:  # `etap bench` has no such calls, of several ranks' heads on a share of the tokens
+        raise ValueError(f"layout: wanted a result without context parallelism, got dcp {served.layout.dcp}")
     here = configs.parse(Model, served.model_shape)
     shipped = served.model.lower() in configs.shipped("models", ".json")
     there = read_model(served.model) if shipped else here

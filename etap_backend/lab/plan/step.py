@@ -18,7 +18,7 @@ from etap_backend.lab.plan.inputs import (
     Model,
     Status,
 )
-from etap_backend.lab.plan.memory import Memory, Weights, memory_of, weights_of
+from etap_backend.lab.plan.memory import Memory, Weights, memory_of, state_bytes, weights_of
 from etap_backend.schedule import decode_shape
 from etap_backend.support import why_unsupported
 
@@ -59,7 +59,7 @@ def _attention(
     tensor = 2 * rows * tokens * (model.cache_row + model.kv_lora_rank) / gpu.sustained_flops(fp8=fp8_math)
     roofline = max(memory, tensor) * 1e6
     us = call.microseconds(roofline)
-    layers = model.num_hidden_layers
+    layers = len(model.attention_layers)
     return Attention(rows, roofline, "memory" if memory >= tensor else "tensor cores", us, us * layers / 1e3)
 
 
@@ -97,8 +97,7 @@ def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> floa
         touched = 1 - (1 - chosen) ** tokens if on.experts is None else on.experts / model.n_routed_experts
         rows = tokens * chosen / touched
     tiled = math.ceil(rows / PADDED_ROWS) * PADDED_ROWS
-    quantised = model.quantization_config and part.bytes_each < 2
-    rate = gpu.sustained_flops(fp8=bool(quantised))
+    rate = gpu.sustained_flops(fp8=model.fp8_weights and part.bytes_each < 2)
     memory = touched * part.bytes_a_gpu / (gpu.sustained_bandwidth.value * GEMM_BANDWIDTH.value)
     return max(memory, 2 * tiled * touched * part.parameters / part.shards / rate)
 
@@ -106,7 +105,9 @@ def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> floa
 def rest_of_step_ms(model: Model, gpu: Gpu, on: Deployment) -> float:
     """Time of a decode step without the attention kernel (derived). Prefill of other requests is not in it."""
     gemms = sum(_gemm_seconds(part, model, gpu, on) for part in weights_of(model, on) if part.read_by_decode)
-    return gemms * 1e3 + model.num_hidden_layers * LAYER_US.value / 1e3
+    # Linear attention reads and writes its state.
+    states = 2 * on.local_batch * state_bytes(model, replace(on, pp=1)) / gpu.sustained_bandwidth.value
+    return (gemms + states) * 1e3 + model.num_hidden_layers * LAYER_US.value / 1e3
 
 
 @dataclass(frozen=True)

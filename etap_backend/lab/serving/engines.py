@@ -23,6 +23,7 @@ class Serving:
         model: folder or name of the model.
         dummy: its weights are made up by the engine.
         tp, pp, dp: tensor, pipeline and data parallelism.
+        dcp: decode context parallelism, over how many of the tp ranks a request's tokens are spread.
         max_context: longest request in tokens, output included; None for the model's.
         batches: numbers of concurrent requests, for which CUDA graphs are captured; none for the engine's choice.
         max_requests: most requests at a time; None for the largest of `batches`.
@@ -37,6 +38,7 @@ class Serving:
     tp: int = 1
     pp: int = 1
     dp: int = 1
+    dcp: int = 1
     max_context: int | None = None
     batches: tuple[int, ...] = ()
     draft_tokens: int = 0
@@ -79,6 +81,8 @@ class Engine:
     name: str
     package: str
     ours: str
+    fp8_math: tuple[str, list[str]]
+    """Name and flags of ours that multiplies an FP8 cache as it is."""
     load_module: str
     path: str
     """Where completions are asked for."""
@@ -103,7 +107,7 @@ class Engine:
         raise NotImplementedError
 
     def small_cache(self, tokens: int) -> list[str]:
-        """Flags for a KV cache of so many tokens."""
+        """Flags for a KV cache of so many tokens on each rank."""
         raise NotImplementedError
 
     def environment(self, serving: Serving) -> dict[str, str]:
@@ -169,6 +173,7 @@ def _gaps(steps: Sequence[Sequence[float]]) -> list[float]:
 class Vllm(Engine):
     name = package = "vllm"
     ours = "ETAP"
+    fp8_math = (ours, ["--additional-config", json.dumps({"etap_fp8_math": True})])
     load_module = "vllm.entrypoints.cli.main"
     path = "/v1/completions"
     kv_tokens = r"GPU KV cache size: ([\d,]+) tokens"
@@ -192,6 +197,8 @@ class Vllm(Engine):
             *("--tensor-parallel-size", str(serving.tp), "--pipeline-parallel-size", str(serving.pp)),
             *("--data-parallel-size", str(serving.dp), "--max-num-seqs", str(serving.most_requests)),
         ]
+        if serving.dcp > 1:
+            command += ["--decode-context-parallel-size", str(serving.dcp)]
         if serving.max_context:
             command += ["--max-model-len", str(serving.max_context)]
         if serving.batches:
@@ -259,6 +266,7 @@ class Vllm(Engine):
 class Sglang(Engine):
     name = package = "sglang"
     ours = "etap"
+    fp8_math = ("etap_fp8_math", [])
     load_module = "sglang.benchmark.serving"
     path = "/generate"
     kv_tokens = r"max_total_num_tokens=(\d+)"
@@ -279,6 +287,8 @@ class Sglang(Engine):
             *("--page-size", str(PAGE_TOKENS), "--tp-size", str(serving.tp), "--pp-size", str(serving.pp)),
             *("--dp-size", str(serving.dp), "--max-running-requests", str(serving.most_requests)),
         ]
+        if serving.dcp > 1:
+            command += ["--dcp-size", str(serving.dcp)]
         if serving.max_context:
             command += ["--context-length", str(serving.max_context)]
         if serving.batches:

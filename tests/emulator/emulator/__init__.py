@@ -10,7 +10,11 @@ source line, warp and lanes:
 - registers of a WGMMA in flight touched, or used without wgmma.fence before it;
 - TMA into shared memory written without fence.proxy.async since (a WGMMA that reads such memory gets NaN: tails of a
   tile are, and thrown away);
+- a WGMMA that reads what cp.async brought and neither the copying warp nor the reading one has fenced (NaN, too). The
+  reader's fence counts for copies that it knew to be there: by a barrier, or from warps that knew, through one;
 - misuse of mbarriers and named barriers, operands that differ where a warp must agree, and deadlock.
+
+A warp knows what any of its lanes knows, and a fence is all lanes'. Its cp.async arrive in the order of the program.
 
 An instruction that it does not know raises when the kernel is loaded; it knows those that our kernels use.
 

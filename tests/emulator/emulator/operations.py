@@ -237,7 +237,7 @@ def _async_copy(t: Translator, item: Instruction):
     def run(cta, warp, bits: int):
         lanes = lanes_of(bits)
         counts, addresses = count_of(warp)[lanes], source_at(warp)[lanes]
-        if not np.isin(counts, (0, 16)).all():
+        if not ((counts == 0) | (counts == 16)).all():
             raise EmulationError(f"cp.async of {counts.tolist()} bytes: our kernels copy 16 or none")
         data = np.zeros((len(counts), 16), np.uint8)
         data[counts == 16] = cta.memory.load(addresses[counts == 16], 16)

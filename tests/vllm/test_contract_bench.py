@@ -1,0 +1,77 @@
+"""The peers of `etap bench` for the sparse call, as the installed vLLM takes them: Python and operators' schemas are
+vLLM's own, the GPU kernels behind them are replaced by what they are documented to compute."""
+
+import pytest
+import torch
+
+from etap_backend.lab.bench import tensors
+from etap_backend.lab.bench.grids import SparseWorkload
+from etap_backend.lab.bench.providers import installed
+from etap_backend.reference import relative_rmse, sparse_mla_decode_reference
+
+
+@pytest.fixture
+def kernels(monkeypatch):
+    """CPU kernels of vLLM's operators; what they were asked for is in the list."""
+    import vllm.third_party.flashmla.flash_mla_interface  # noqa: F401
+    import vllm.vllm_flash_attn  # noqa: F401
+
+    seen = []
+
+    def decode(q, kv, indices, topk_length, sink, metadata, splits, extra, extra_indices, extra_length, d_v, scale, *_):
+        assert indices.shape[:2] == q.shape[:2] and q.shape[2] in (64, 128) and kv.shape[2:] == (1, 656) and d_v == 512
+        assert (metadata is None) == (not seen) and topk_length is sink is extra is extra_indices is None
+        result, lse = sparse_mla_decode_reference(q[0], kv, indices[0], scale)
+        seen.append("decode")
+        return result.to(q.dtype)[None], lse.float()[None], torch.zeros(1), torch.zeros(1)
+
+    def prefill(q, kv, indices, scale, d_v, sink, topk_length, *_):
+        assert q.shape[1] % 64 == 0 and kv.shape[1:] == (1, 576) and indices.shape[:2] == (len(q), 1) and d_v == 512
+        assert topk_length.tolist() == [indices.shape[2]] * len(q)
+        result, lse = sparse_mla_decode_reference(q.nan_to_num(), kv.unsqueeze(1), indices[:, 0], scale)
+        seen.append("prefill")
+        return [result.to(q.dtype), lse.float(), lse.float()]
+
+    def fa3(q, k, v, *rest):
+        (q_v, _, starts, _, _, _, used, longest_q, longest_k, table), scale = rest[2:12], rest[20]
+        assert starts.tolist() == list(range(len(q) + 1)) and used.tolist() == [table.shape[1]] * len(q)
+        assert k.shape[1:] == (1, 1, 64) and v.shape[1:] == (1, 1, 512)
+        assert (longest_q, longest_k) == (1, table.shape[1])
+        rows = torch.cat([v, k], dim=-1).squeeze(2)
+        result, lse = sparse_mla_decode_reference(torch.cat([q_v, q], dim=-1), rows, table, scale)
+        seen.append("fa3")
+        return [result.to(q.dtype), lse.float().T, torch.zeros(0), torch.zeros(0)]
+
+    flashmla = torch.library.Library("_flashmla_C", "IMPL", "CPU")
+    flashmla.impl("sparse_decode_fwd", decode)
+    flashmla.impl("sparse_prefill_fwd", prefill)
+    flash_attention = torch.library.Library("_vllm_fa3_C", "IMPL", "CPU")
+    flash_attention.impl("fwd", fa3)
+    monkeypatch.setattr(tensors, "DEVICE", "cpu")
+    yield seen
+    flashmla._destroy()
+    flash_attention._destroy()
+
+
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
+@pytest.mark.parametrize("kv_dtype", ["same", "fp8"])
+def test_peers_of_the_sparse_call_are_called_as_the_engine_calls_them(kernels, heads, kv_dtype):
+    workload = SparseWorkload((128,) * 5, heads, kv_dtype=kv_dtype, context=1024)
+    pool = tensors.pool_of((workload,))
+    dtype = torch.uint8 if workload.fp8 else torch.bfloat16
+    inputs = pool.with_cache(pool.inputs(workload, 8), dtype)
+    (copy,) = pool.copies(workload, dtype)
+    truth = pool.truth(inputs, copy)
+    names = [name for name in installed().of(workload) if name != "etap"]
+    assert names == (["FlashMLA", "FlashMLA alone"] + ["FA3"] * (not workload.fp8))
+    for name in names:
+        kernels.clear()
+        prepare = installed().of(workload)[name].prepare
+        if name == "FlashMLA alone" and heads >= 64:
+            with pytest.raises(NotImplementedError, match=f"{heads} heads are not padded"):
+                prepare(inputs)
+            continue
+        call = prepare(inputs)
+        for _ in range(2):
+            assert relative_rmse(call(*copy), truth) < 3e-3
+        assert kernels == [{"FA3": "fa3"}.get(name, "decode" if workload.fp8 else "prefill")] * 2

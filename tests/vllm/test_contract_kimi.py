@@ -1,0 +1,145 @@
+"""Kimi-K2's and Kimi-K3's attention on one of eight ranks: 8 heads, and 12, which are no power of two.
+
+Kimi-K3's model and its MLA layer are vLLM's own, since 0.33. The layer's fused kernel, which joins the parts of the
+query and writes the cache, is Triton's for a GPU; torch does the same in its place.
+"""
+
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
+from vllm.platforms import current_platform
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from etap_backend.lab.checks.vllm_layer import (
+    BLOCK,
+    CPU,
+    KV_SCALE,
+    LATENT,
+    NOPE,
+    ROPE,
+    SCALE,
+    SPECULATIVE,
+    VALUE,
+    Problem,
+    assert_as_exact_as_torch,
+    decode,
+)
+
+load_general_plugins()
+ETAPBackend = AttentionBackendEnum.ETAP.get_class()
+
+MODELS = Path(__file__).resolve().parents[2] / "configs/models"
+HEADS = {"kimi-k2": 8, "kimi-k3": 12}
+RANKS = 8
+HIDDEN = 768
+NAME = "model.layers.3.self_attn.mla_attn"
+KIMI_K3 = importlib.util.find_spec("vllm.models.kimi_k3") is not None
+
+pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
+needs_kimi_k3 = pytest.mark.skipif(not KIMI_K3, reason="this vLLM has no Kimi-K3; 0.33 has")
+
+
+def engine_config(folder: Path, config: dict, **arguments):
+    """vLLM's configuration of a model of which only the config.json exists."""
+    (folder / "config.json").write_text(json.dumps(config))
+    defaults = {"max_model_len": 2048, "max_num_seqs": 8, "skip_tokenizer_init": True, "load_format": "dummy"}
+    return EngineArgs(model=str(folder), attention_backend="ETAP", **(defaults | arguments)).create_engine_config()
+
+
+def shipped(model: str) -> dict:
+    return json.loads((MODELS / f"{model}.json").read_text())
+
+
+@pytest.mark.parametrize("model", ["kimi-k2", pytest.param("kimi-k3", marks=needs_kimi_k3)])
+def test_vllm_makes_a_configuration_of_the_whole_model_with_etap(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(current_platform), "device_count", classmethod(lambda cls: RANKS))
+    config = engine_config(tmp_path, shipped(model), tensor_parallel_size=RANKS)
+    assert config.attention_config.backend is AttentionBackendEnum.ETAP
+    assert config.model_config.get_num_attention_heads(config.parallel_config) == HEADS[model]
+    assert config.model_config.use_mla and config.model_config.get_head_size() == LATENT + ROPE
+
+
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+@pytest.mark.parametrize("arguments, s_q", [({}, 1), (SPECULATIVE, 4)], ids=["decode", "speculative"])
+def test_layer_decodes_as_exactly_as_torch(make, heads, cache, arguments, s_q):
+    layer, builder = make(heads=heads, kv_cache_dtype=cache, **arguments)
+    scale = KV_SCALE if cache == "fp8" else None
+    if scale:
+        layer._k_scale.fill_(scale)
+    problem = Problem([70, 200], s_q, heads=heads, kv_scale=scale)
+    assert builder.schedule.num_heads == heads
+    out = decode(layer, problem, builder.build(0, problem.common_metadata()))
+    assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
+
+
+def concat_and_insert(latent, rope, new_latent, new_rope, cache, slots, **_):
+    """What Kimi-K3's fused kernel does where nothing is rotated or quantised."""
+    cache.flatten(0, 1)[slots] = torch.cat([new_latent, new_rope.flatten(1)], -1)
+    return torch.cat([latent, rope], -1)
+
+
+@pytest.fixture
+def kimi_k3_layer(tmp_path, monkeypatch):
+    """Kimi-K3's own MLA layer with the heads of one of eight ranks, and the configuration that it is in."""
+    from vllm.models.kimi_k3.nvidia import mla
+
+    monkeypatch.setattr(mla, "fused_mla_decode_q_concat_kv_cache_insert", concat_and_insert)
+    whole = shipped("kimi-k3")
+    text = whole["text_config"] | {"num_attention_heads": HEADS["kimi-k3"], "num_key_value_heads": HEADS["kimi-k3"]}
+    text |= {"hidden_size": HIDDEN}
+    text["linear_attn_config"] = text["linear_attn_config"] | {"num_heads": HEADS["kimi-k3"]}
+    config = engine_config(tmp_path, whole | {"text_config": text})
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with set_current_vllm_config(config):
+            layer = mla.MultiHeadLatentAttention(
+                config.model_config.hf_text_config, HIDDEN, HEADS["kimi-k3"], NOPE, ROPE, VALUE, 128, LATENT,
+                use_output_gate=True, cache_config=config.cache_config, prefix=NAME,
+            )  # fmt: skip
+            torch.manual_seed(1)
+            layer.kv_b_proj.weight.data.normal_(std=LATENT**-0.5)
+            layer.process_weights_after_loading(torch.bfloat16)
+            current_platform.update_block_size_for_backend(config)
+            yield layer, config
+    finally:
+        torch.set_default_dtype(dtype)
+
+
+@needs_kimi_k3
+def test_kimi_k3s_own_layer_has_etap_and_pages_that_it_can_split(kimi_k3_layer):
+    layer, config = kimi_k3_layer
+    assert layer.get_attn_backend() is ETAPBackend and type(layer.impl) is ETAPBackend.get_impl_cls()
+    spec = layer.get_kv_cache_spec(config)
+    assert spec.block_size % BLOCK == 0 and spec.page_size_bytes == spec.block_size * 1152
+    assert config.cache_config.block_size > BLOCK, "a page holds a layer's state of linear attention"
+
+
+@needs_kimi_k3
+def test_kimi_k3s_own_layer_decodes_as_exactly_as_torch(kimi_k3_layer):
+    """Nothing is rotated, and a row still has 576 elements: 512 of the latent, 64 of the key that all heads share."""
+    layer, config = kimi_k3_layer
+    problem = Problem([70, 200, 1], 1, heads=HEADS["kimi-k3"])
+    spec = layer.get_kv_cache_spec(config)
+    builder = ETAPBackend.get_builder_cls()(spec.copy_with_new_block_size(BLOCK), [NAME], config, CPU)
+    step = builder.build(0, problem.common_metadata())
+    last = [length - 1 for length in problem.lengths]
+    slots = torch.tensor(
+        [int(row[t // BLOCK]) * BLOCK + t % BLOCK for row, t in zip(problem.block_table, last, strict=True)]
+    )
+    new = problem.cache.flatten(0, 1)[slots].clone()
+    problem.cache.flatten(0, 1)[slots] = torch.nan
+    layer.kv_cache = problem.cache
+    layer.impl.scale = SCALE
+    out = torch.full((problem.tokens, problem.heads * VALUE), torch.nan)
+    with set_forward_context({NAME: step}, config, slot_mapping={NAME: slots}):
+        layer._attention(torch.tensor(last), problem.q, new[:, :LATENT], new[:, None, LATENT:], out)
+    assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
