@@ -66,7 +66,7 @@ SPARSE_USES = (
     plugins.Use("vllm.config:ModelConfig", has="hf_text_config"),
     plugins.Use(
         f"{_SPARSE}:SparseMLACommonImpl",
-        has="supports_quant_query_input kv_lora_rank scale dcp_world_size dcp_rank "
+        has="supports_quant_query_input kv_lora_rank scale dcp_world_size "
         "can_return_lse_for_decode lse_base_on_e supports_dcp supports_pcp",
     ),
     plugins.Use(
