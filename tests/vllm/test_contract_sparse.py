@@ -4,6 +4,7 @@ The reference executor stands in for the kernels. A layer's indexer needs a GPU:
 """
 
 import itertools
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -104,6 +105,20 @@ def test_refuses(select, changes, reason):
     with pytest.raises(ValueError, match="ETAP is not valid") as refusal:
         select(**changes)
     assert reason in str(refusal.value)
+
+
+def test_what_vllm_lacks_for_sparse_attention_refuses_no_other_model(select, monkeypatch):
+    monkeypatch.delitem(sys.modules, "etap_backend.vllm.selected")
+    monkeypatch.delattr(sparse_utils, "triton_filter_and_convert_dcp_index")
+    with pytest.raises(ValueError, match="lacks what ETAP uses: .*sparse_utils:triton_filter_and_convert_dcp_index"):
+        select()
+    assert select(model={}, use_sparse=False) is ETAPBackend
+
+
+def test_refuses_batch_invariance(select, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="batch invariance not supported"):
+        select()
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)], ids=str)
@@ -418,6 +433,29 @@ def test_shares_of_two_ranks_merge_to_the_whole(make, cache, interleave):
     assert parts[1][1][2].isneginf().all() and not parts[1][0][2].any()
     torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-5)
     torch.testing.assert_close(merged, whole.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_replayed_graph_reads_the_next_step_in_the_same_buffers(make):
+    layer, builder, indexer = make()
+    first, second = SparseProblem([70, 700, 129], 1), SparseProblem([300, 64, 500], 1, seed=5)
+    common = first.common_metadata()
+    captured = builder.build(0, common)
+    following = second.common_metadata()
+    common.block_table_tensor[:, : following.block_table_tensor.shape[1]] = following.block_table_tensor
+    common.query_start_loc.copy_(following.query_start_loc)
+    assert builder.build(0, following).req_id_per_token.data_ptr() == captured.req_id_per_token.data_ptr()
+    indexer.topk_indices_buffer[:3] = second.lists
+    assert_as_exact_as_torch(decode(layer, second, captured), second, layer)
+
+
+def test_draft_steps_in_one_graph_find_their_requests_again(make):
+    _, builder, _ = make(**SPECULATIVE)
+    if not getattr(builder, "supports_draft_decode_metadata_update", False):
+        pytest.skip("vLLM 0.26 builds metadata for each draft step")
+    metadata = builder.build(0, SparseProblem(LENGTHS, 1).common_metadata())
+    metadata.req_id_per_token.fill_(7)
+    builder.update_draft_decode_metadata(metadata)
+    assert metadata.req_id_per_token.tolist() == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("arguments", [{}, SPECULATIVE], ids=["plain", "speculative"])
