@@ -91,5 +91,5 @@ class ETAPBackend(MLACommonBackend):
             compute_capability=(device_capability.major, device_capability.minor),
         )
         if reason is None and use_sparse:
-            reason = "sparse attention is not supported"
+            reason = "sparse attention without index_topk in the model's configuration is not supported"
         return reason or plugins.why_no_library()

@@ -12,6 +12,7 @@ ENGINE = plugins.Engine("vLLM", "vllm", NAME, oldest="0.26.0", newest="0.33.0")
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
 USES = (
     plugins.Use("vllm.config:get_current_vllm_config", positional=0),
+    plugins.Use("vllm.config:get_current_vllm_config_or_none", positional=0),
     plugins.Use(
         "vllm.config:VllmConfig",
         has="additional_config model_config parallel_config scheduler_config speculative_config",
@@ -59,13 +60,44 @@ USES = (
 )
 """What the backend needs when it is selected; the registry, which registration needs, is there then."""
 
+_SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
+_BACKENDS = "vllm.v1.attention.backends.mla"
+SPARSE_USES = (
+    plugins.Use("vllm.config:ModelConfig", has="hf_text_config"),
+    plugins.Use(
+        f"{_SPARSE}:SparseMLACommonImpl",
+        has="supports_quant_query_input kv_lora_rank scale dcp_world_size "
+        "can_return_lse_for_decode lse_base_on_e supports_dcp supports_pcp",
+    ),
+    plugins.Use(
+        f"{_SPARSE}:SparseMLACommonImpl.__init__",
+        keywords="num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
+        "attn_type kv_sharing_target_layer_name **",
+    ),
+    plugins.Use(
+        f"{_BACKENDS}.flashattn_mla_sparse:FlashAttnMLASparseMetadata",
+        has="block_table req_id_per_token block_size cp_kv_cache_interleave_size",
+    ),
+    plugins.Use(
+        f"{_BACKENDS}.flashattn_mla_sparse:FlashAttnMLASparseMetadataBuilder._init_reorder_batch_threshold",
+        positional=4,
+    ),
+    plugins.Use(f"{_BACKENDS}.flashmla_sparse:FlashMLASparseBackend", has="validate_configuration"),
+    plugins.Use(
+        f"{_BACKENDS}.sparse_utils:triton_filter_and_convert_dcp_index",
+        positional=3,
+        keywords="dcp_size dcp_rank cp_kv_cache_interleave_size BLOCK_SIZE NUM_TOPK_TOKENS compact_valid_to_front",
+    ),
+)
+"""What the backend of models with sparse attention needs besides."""
+
 HOOKS_OF_SOME = (
     *("supports_device_cpu_query_lens_mismatch", "reserve_workspace", "update_draft_decode_metadata"),
     "get_kv_cache_stride_order",  # until layouts have names
 )
 """Methods of ours that only some of the versions ask for."""
 
-_BACKEND_PATH = "etap_backend.vllm.selected.ETAPBackend"
+_BACKEND_PATH = "etap_backend.vllm.selected.Backend"
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = logging.getLogger(f"vllm.{__name__}")

@@ -37,6 +37,16 @@ def wants_fp8_math(config: VllmConfig) -> bool:
     return value
 
 
+def refuse_variants(attn_type: str, **wanted_none: object) -> None:
+    """Raise NotImplementedError for variants of attention that no kernel computes; keywords are arguments by name."""
+    for name, value in wanted_none.items():
+        if value:
+            raise NotImplementedError(f"{compat.NAME}: {name} is not supported, got {value}")
+    if attn_type != AttentionType.DECODER:
+        wanted = AttentionType.DECODER.value
+        raise NotImplementedError(f"{compat.NAME}: attn_type: wanted {wanted}, got {attn_type}")
+
+
 class ETAPImpl(MLACommonImpl[ETAPMetadata]):
     """One layer's MLA attention: decodes and short prompts by ETAP's kernels, prefill by vLLM's own."""
 
@@ -74,17 +84,9 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
             kv_sharing_target_layer_name,
             **mla_args,
         )
-        wanted_none = {
-            "alibi_slopes": alibi_slopes,
-            "sliding_window": sliding_window,
-            "logits_soft_cap": logits_soft_cap,
-        }
-        for name, value in wanted_none.items():
-            if value:
-                raise NotImplementedError(f"{compat.NAME}: {name} is not supported, got {value}")
-        if attn_type != AttentionType.DECODER:
-            wanted = AttentionType.DECODER.value
-            raise NotImplementedError(f"{compat.NAME}: attn_type: wanted {wanted}, got {attn_type}")
+        refuse_variants(
+            attn_type, alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap
+        )
         config = get_current_vllm_config()
         # Decode context parallelism gathers the query heads of its ranks, which the base class counts later until 0.27.
         kernel_heads = num_heads * config.parallel_config.decode_context_parallel_size

@@ -70,21 +70,24 @@ def fresh_workspaces(monkeypatch):
 
 @pytest.fixture
 def make_layer(engine_config):
-    """Makes a real MLA layer with our backend, in a configuration with these EngineArgs; gives both."""
+    """Makes a real MLA layer with our backend, in a configuration with these EngineArgs; gives both.
+
+    `layer_arguments` are the layer's own.
+    """
     from vllm.config import set_current_vllm_config
 
     from etap_backend.lab.checks.vllm_layer import HEADS, MAX_REQUESTS, build_layer
 
     made = []
 
-    def make(heads=HEADS, **arguments):
+    def make(heads=HEADS, layer_arguments=None, **arguments):
         override = {"num_attention_heads": heads, "num_key_value_heads": heads}
         defaults = {"attention_backend": "ETAP", "max_num_seqs": MAX_REQUESTS, "hf_overrides": override}
         config = engine_config(**(defaults | arguments))
         context = set_current_vllm_config(config)
         context.__enter__()
         made.append(context)
-        return build_layer(config, heads), config
+        return build_layer(config, heads, **(layer_arguments or {})), config
 
     yield make
     for context in made:

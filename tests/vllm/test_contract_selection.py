@@ -20,10 +20,12 @@ from vllm.utils import platform_utils
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend, FlashMLAImpl, FlashMLAMetadataBuilder
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker import workspace
 
 from etap_backend.vllm import compat
+from etap_backend.vllm.sparse import ETAPSparseBackend
 
 load_general_plugins()
 ETAPBackend = AttentionBackendEnum.ETAP.get_class()
@@ -237,6 +239,8 @@ CLASSES = [
     (ETAPBackend, FlashMLABackend),
     (ETAPBackend.get_impl_cls(), FlashMLAImpl),
     (ETAPBackend.get_builder_cls(), FlashMLAMetadataBuilder),
+    (ETAPSparseBackend, FlashMLASparseBackend),
+    (ETAPSparseBackend.get_impl_cls(), FlashMLASparseImpl),
 ]
 
 

@@ -111,8 +111,11 @@ def unabsorbed(problem, weight, dtype):
     return out.flatten(1)
 
 
-def build_layer(config, heads):
-    """A real MLA layer of one rank's heads; call it with the configuration set as vLLM's current one."""
+def build_layer(config, heads, **arguments):
+    """A real MLA layer of one rank's heads; call it with the configuration set as vLLM's current one.
+
+    Keywords are the layer's own, those of a sparse one.
+    """
     ranks = config.parallel_config.tensor_parallel_size
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -121,7 +124,8 @@ def build_layer(config, heads):
         torch.manual_seed(1)
         projection.weight.data.normal_(std=LATENT**-0.5)
         dimensions = (NOPE, ROPE, VALUE, 512, LATENT)
-        layer = MLAAttention(heads, SCALE, *dimensions, projection, cache_config=config.cache_config, prefix=NAME)
+        shared = {"cache_config": config.cache_config, "prefix": NAME}
+        layer = MLAAttention(heads, SCALE, *dimensions, projection, **shared, **arguments)
     finally:
         torch.set_default_dtype(dtype)
     layer.process_weights_after_loading(torch.bfloat16)

@@ -1,0 +1,230 @@
+"""Sparse attention (DeepSeek-V3.2, GLM-5): the backend, what it plans for a step, and what each layer runs.
+
+The layer's indexer writes for each query token which positions of its request it attends to. Whether tokens are
+decoded, verify drafts or are a prompt's makes no difference then: one call takes them all, with nothing planned ahead.
+"""
+
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.config.cache import CacheDType
+from vllm.logger import init_logger
+from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
+from vllm.platforms.interface import DeviceCapability
+from vllm.utils.platform_utils import num_compute_units
+from vllm.v1.attention.backend import AttentionLayer
+from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
+    FlashAttnMLASparseMetadata,
+    FlashAttnMLASparseMetadataBuilder,
+)
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
+from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_convert_dcp_index
+
+from etap_backend import plugins, sparse_mla_decode, sparse_workspace_floats
+from etap_backend.support import COMPUTE_CAPABILITY, HEAD_DIM, SPARSE_FP8, why_unsupported_sparse
+from etap_backend.vllm import compat
+from etap_backend.vllm.impl import refuse_variants
+from etap_backend.vllm.metadata import claim_workspace
+
+# vLLM gives its handler and level to loggers below "vllm" only.
+_logger = init_logger(f"vllm.{__name__}")
+
+
+class ETAPSparseMetadataBuilder(FlashAttnMLASparseMetadataBuilder):
+    """vLLM's own for a backend without a schedule; with decode context parallelism requests may be of any length."""
+
+    def _init_reorder_batch_threshold(
+        self,
+        reorder_batch_threshold: int | None = 1,
+        supports_spec_as_decode: bool = False,
+        supports_dcp_with_varlen: bool = False,
+    ) -> None:
+        super()._init_reorder_batch_threshold(reorder_batch_threshold, supports_spec_as_decode, True)
+
+
+class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
+    """One layer's sparse MLA attention by ETAP's kernels; what vLLM computes densely stays vLLM's."""
+
+    can_return_lse_for_decode: ClassVar[bool] = True
+    lse_base_on_e: ClassVar[bool] = True
+    supports_dcp: ClassVar[bool] = True
+    supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
+    # Combined with decode context parallelism it gathers other heads than the workspace is for.
+    supports_pcp: ClassVar[bool] = False
+
+    def __init__(
+        self,
+        num_heads: int,
+        head_size: int,
+        scale: float,
+        num_kv_heads: int,
+        alibi_slopes: list[float] | None,
+        sliding_window: int | None,
+        kv_cache_dtype: str,
+        logits_soft_cap: float | None,
+        attn_type: str,
+        kv_sharing_target_layer_name: str | None,
+        indexer: Any = None,
+        topk_indices_buffer: Tensor | None = None,
+        index_group_builder: object = None,
+        **mla_args,
+    ) -> None:
+        # Without the buffer vLLM 0.33 makes no group of layers that share converted indices, and no memory for them.
+        super().__init__(
+            num_heads,
+            head_size,
+            scale,
+            num_kv_heads,
+            alibi_slopes,
+            sliding_window,
+            kv_cache_dtype,
+            logits_soft_cap,
+            attn_type,
+            kv_sharing_target_layer_name,
+            **mla_args,
+        )
+        refuse_variants(
+            attn_type, alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap
+        )
+        config = get_current_vllm_config()
+        # Decode context parallelism gathers the query heads of its ranks.
+        kernel_heads = num_heads * config.parallel_config.decode_context_parallel_size
+        reason = why_unsupported_sparse(
+            dtype=config.model_config.dtype,
+            num_heads=kernel_heads,
+            head_dim=head_size,
+            v_head_dim=self.kv_lora_rank,
+            kv_cache_dtype=kv_cache_dtype,
+        )
+        if reason is None and indexer is None and topk_indices_buffer is None:
+            reason = "indexer or topk_indices_buffer: wanted one of both, got None"
+        if reason:
+            raise NotImplementedError(f"{compat.NAME}: {reason}")
+        # Asked for its buffer in each call: a draft model's gets the target's after its layers are made.
+        self._indexer = indexer
+        self._given_indices = topk_indices_buffer
+        self.supports_quant_query_input = False
+        fp8_cache = kv_cache_dtype == SPARSE_FP8
+        _logger.info_once(
+            f"{compat.NAME} decodes: sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
+        )
+        self._num_sms = num_compute_units()
+        self._workspace_floats = sparse_workspace_floats(kernel_heads, fp8_cache, self._num_sms)
+        if not compat.reserves_in_profile_run():
+            self.reserve_workspace()
+
+    def reserve_workspace(self) -> None:
+        """Claim the workspace, the same for any step, while vLLM measures the memory that the model needs."""
+        claim_workspace(self._workspace_floats)
+
+    def forward_mqa(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_c_and_k_pe_cache: Tensor,
+        attn_metadata: FlashAttnMLASparseMetadata,
+        layer: AttentionLayer,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of this layer for a step's decodes, or for all of its tokens.
+
+        Args:
+            q: (latent part [tokens, heads, 512], rope part [tokens, heads, 64]), both with any strides, or both parts
+                in one tensor [tokens, heads, 576].
+            kv_c_and_k_pe_cache: bfloat16 [blocks, block size, 576] or uint8 [blocks, block size, 656]; blocks may lie
+                apart.
+            attn_metadata: this step's, from the builder.
+            layer: vLLM's; scales of this cache are in its rows.
+
+        Returns:
+            The output in the latent space, bfloat16 [tokens, heads, 512], and float32 [tokens, heads] log-sum-exp, base
+            e. Tokens without an index on this rank have output 0 and log-sum-exp -inf.
+        """
+        latent, rope = q if isinstance(q, tuple) else (q, None)
+        tokens = latent.shape[0]
+        indices = self._given_indices if self._indexer is None else self._indexer.topk_indices_buffer
+        indices, block_table = indices[:tokens], attn_metadata.block_table
+        request_ids = attn_metadata.req_id_per_token[:tokens]
+        if self.dcp_world_size > 1:
+            # Positions are those on all ranks; the result is rows of the cache, -1 where another rank has the token.
+            indices = triton_filter_and_convert_dcp_index(
+                request_ids,
+                block_table,
+                indices,
+                dcp_size=self.dcp_world_size,
+                dcp_rank=self.dcp_rank,
+                cp_kv_cache_interleave_size=attn_metadata.cp_kv_cache_interleave_size,
+                BLOCK_SIZE=attn_metadata.block_size,
+                NUM_TOPK_TOKENS=indices.shape[1],
+                compact_valid_to_front=False,
+            )
+            block_table = request_ids = None
+        return sparse_mla_decode(
+            latent,
+            kv_c_and_k_pe_cache,
+            indices,
+            softmax_scale=self.scale,
+            q_rope=rope,
+            block_table=block_table,
+            request_ids=request_ids,
+            workspace=claim_workspace(self._workspace_floats),
+            num_sms=self._num_sms,
+        )
+
+
+class ETAPSparseBackend(FlashMLASparseBackend):
+    """Sparse MLA attention with ETAP's kernels; cache layouts, and the writing of the cache, are vLLM's own.
+
+    The name stays FLASHMLA_SPARSE, as vLLM's own subclasses of it have it: by that name vLLM stores `fp8` in rows with
+    scales of their own, fp8_ds_mla, where it would store one scale for all otherwise.
+    """
+
+    # Those that are refused are listed too: of types that are not, vLLM says no more than "not supported".
+    supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
+        "auto", "bfloat16", "float16", "fp8", "fp8_ds_mla", "fp8_e4m3", "fp8_e5m2", "nvfp4", "nvfp4_ds_mla",
+    ]  # fmt: skip
+
+    @staticmethod
+    def get_builder_cls() -> type[ETAPSparseMetadataBuilder]:
+        """The class that describes each step."""
+        return ETAPSparseMetadataBuilder
+
+    @staticmethod
+    def get_impl_cls() -> type[ETAPSparseImpl]:
+        """The class that runs each layer."""
+        return ETAPSparseImpl
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        """Width of a query."""
+        return [HEAD_DIM]
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Hopper only."""
+        return (capability.major, capability.minor) == COMPUTE_CAPABILITY
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: CacheDType | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        """Say why the kernels cannot run this, or None when they can."""
+        reason = why_unsupported_sparse(
+            dtype=dtype,
+            head_dim=head_size,
+            kv_cache_dtype=SPARSE_FP8 if kv_cache_dtype == "fp8" else kv_cache_dtype,
+            compute_capability=(device_capability.major, device_capability.minor),
+        )
+        # vLLM has it since 0.33 at the latest.
+        if reason is None and getattr(get_current_vllm_config().attention_config, "hisparse_config", None):
+            reason = "a KV cache in host memory (HiSparse) is not supported"
+        return reason or plugins.why_no_library()

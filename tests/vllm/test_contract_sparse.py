@@ -1,0 +1,510 @@
+"""Models with sparse attention in a real vLLM: what ETAP stands for, and vLLM's own layer around it on CPU tensors.
+
+The reference executor stands in for the kernels. A layer's indexer needs a GPU: its lists are written here.
+"""
+
+import itertools
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+import triton
+from triton.runtime.interpreter import InterpretedFunction
+from vllm.config import set_current_vllm_config
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.plugins import load_general_plugins
+from vllm.v1.attention import backend as attention_backend
+from vllm.v1.attention import selector
+from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.mla import sparse_utils
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker import workspace
+
+from etap_backend import sparse_workspace_floats
+from etap_backend.lab.checks.vllm_layer import (
+    BLOCK,
+    FP8,
+    HEADS,
+    LATENT,
+    NOPE,
+    ROPE,
+    SCALE,
+    SPECULATIVE,
+    VALUE,
+    Problem,
+    decode,
+    make_builder,
+)
+from etap_backend.vllm import compat, sparse
+from etap_backend.vllm.backend import ETAPBackend
+from etap_backend.vllm.metadata import claim_workspace
+from etap_backend.vllm.sparse import ETAPSparseBackend
+
+load_general_plugins()
+
+TOP_K = 128  # as in vLLM's own tests of sparse backends
+H20_SMS = 78  # of the pretended GPU
+MAX_TOKENS = 2048
+SPARSE_MODEL = {
+    "architectures": ["DeepseekV32ForCausalLM"], "index_topk": TOP_K, "index_n_heads": 32, "index_head_dim": 128,
+}  # fmt: skip
+LAYER = {"head_size": LATENT + ROPE, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "use_mla": True}
+ROW_BYTES = {"auto": 2 * (LATENT + ROPE), "fp8": 656}
+NOTHING = -1
+LENGTHS = [70, 700, 129, 1]
+STEPS = {
+    "decode": (LENGTHS, 1, {}),
+    "drafts": ([70, 700, 4], 4, SPECULATIVE),
+    "drafts of different numbers": ([70, 700, 4], [1, 4, 2], SPECULATIVE),
+}
+"""Lengths of a step's requests, their query tokens, and arguments of the engine."""
+
+
+@pytest.fixture
+def select(engine_config):
+    """Selects as a sparse layer of DeepSeek-V3.2 does; keywords differ from that."""
+
+    def call(model=SPARSE_MODEL, engine=None, **changes):
+        selector._cached_get_attn_backend.cache_clear()
+        config = engine_config(attention_backend="ETAP", hf_overrides=model, **(engine or {}))
+        with set_current_vllm_config(config):
+            return selector.get_attn_backend(**(LAYER | {"use_sparse": True, "num_heads": HEADS} | changes))
+
+    yield call
+    selector._cached_get_attn_backend.cache_clear()
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_ds_mla"},
+    {"num_heads": 8}, {"num_heads": 128},
+], ids=str)  # fmt: skip
+def test_one_name_serves_sparse_and_dense_models(select, changes):
+    assert select(**changes) is ETAPSparseBackend
+    assert select(model={}, use_sparse=False) is ETAPBackend
+    assert select(**changes) is ETAPSparseBackend
+
+
+def test_without_a_model_the_name_stands_for_the_dense_backend():
+    assert AttentionBackendEnum.ETAP.get_class() is ETAPBackend
+
+
+@pytest.mark.parametrize("changes, reason", [
+    ({"kv_cache_dtype": "fp8_e4m3"}, "kv_cache_dtype float8_e4m3fn is not supported: wanted bfloat16, or fp8_ds_mla"),
+    ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype fp8_e5m2 is not supported"),
+    ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype nvfp4 is not supported"),
+    ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 is not supported"),
+    ({"dtype": torch.float16}, "dtype float16 is not supported: wanted bfloat16"),
+    ({"head_size": 512}, "head_size not supported"),
+    ({"has_sink": True}, "sink"),
+    ({"use_sparse": False}, "non-sparse not supported"),
+    ({"model": {}}, "sparse attention without index_topk in the model's configuration is not supported"),
+], ids=str)  # fmt: skip
+def test_refuses(select, changes, reason):
+    with pytest.raises(ValueError, match="ETAP is not valid") as refusal:
+        select(**changes)
+    assert reason in str(refusal.value)
+
+
+def test_what_vllm_lacks_for_sparse_attention_refuses_no_other_model(select, monkeypatch):
+    monkeypatch.delitem(sys.modules, "etap_backend.vllm.selected")
+    monkeypatch.delattr(sparse_utils, "triton_filter_and_convert_dcp_index")
+    with pytest.raises(ValueError, match="lacks what ETAP uses: .*sparse_utils:triton_filter_and_convert_dcp_index"):
+        select()
+    assert select(model={}, use_sparse=False) is ETAPBackend
+
+
+def test_refuses_batch_invariance(select, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="batch invariance not supported"):
+        select()
+
+
+@pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)], ids=str)
+def test_refuses_other_gpus(select, monkeypatch, capability):
+    monkeypatch.setattr(type(current_platform), "capability", DeviceCapability(*capability))
+    with pytest.raises(ValueError, match="compiled for sm_90a"):
+        select()
+
+
+def test_refuses_a_cache_in_host_memory(select, engine_config, monkeypatch):
+    config = engine_config(attention_backend="ETAP", hf_overrides=SPARSE_MODEL)
+    if not hasattr(config.attention_config, "hisparse_config"):
+        pytest.skip("vLLM 0.26 has no HiSparse")
+    monkeypatch.setattr(config.attention_config, "hisparse_config", object())
+    with set_current_vllm_config(config):
+        reason = ETAPSparseBackend.supports_combination(
+            576, torch.bfloat16, "auto", None, True, False, True, False, DeviceCapability(9, 0)
+        )
+    assert reason == "a KV cache in host memory (HiSparse) is not supported"
+
+
+class SparseProblem(Problem):
+    """A step in which each query token has a list of positions of its request, as an indexer leaves it.
+
+    A list has the token's last positions and some of those before, in no order; entries that name none are between
+    them. The cache is vLLM's, bfloat16 or rows of 656 bytes.
+    """
+
+    def __init__(self, lengths, s_q, cache="auto", seed=0, heads=HEADS, top_k=TOP_K):
+        super().__init__(lengths, s_q, seed, heads)
+        self.random = torch.Generator().manual_seed(seed + 1)
+        ends = itertools.accumulate(self.query_lens)
+        self.top_k = top_k
+        self.lists = torch.full((self.tokens, top_k), NOTHING, dtype=torch.int32)
+        for length, query_len, end in zip(lengths, self.query_lens, ends, strict=True):
+            for row in range(end - query_len, end):
+                self.lists[row] = self.list_of(length + row + 1 - end)
+        if cache == "fp8":
+            packed, self.kv = zip(*map(pack, self.kv), strict=True)
+            bf16 = self.cache
+            self.cache = torch.full((*bf16.shape[:2], ROW_BYTES["fp8"]), 0xFF, dtype=torch.uint8)  # NaN
+            for request, rows in enumerate(packed):
+                for begin in range(0, len(rows), BLOCK):
+                    part = rows[begin : begin + BLOCK]
+                    self.cache[self.block_table[request, begin // BLOCK], : len(part)] = part
+
+    def list_of(self, seen):
+        """Entries for a token that sees so many positions, a quarter of them none."""
+        named = torch.randperm(max(seen, 0), generator=self.random)[: self.top_k * 3 // 4].int()
+        entries = torch.nn.functional.pad(named, (0, self.top_k - len(named)), value=NOTHING)
+        return entries[torch.randperm(self.top_k, generator=self.random)]
+
+
+def pack(rows):
+    """Rows of 656 bytes as vLLM's writer leaves them, and what they stand for."""
+    latent, rope = rows.split([LATENT, ROPE], dim=-1)
+    groups = latent.float().view(len(rows), 4, 128)
+    scales = groups.abs().amax(dim=-1) / 448
+    values = (groups / scales[..., None]).to(FP8)
+    packed = torch.cat([values.view(torch.uint8).flatten(1), scales.view(torch.uint8), rope.view(torch.uint8)], dim=1)
+    stands_for = (values.double() * scales[..., None].double()).flatten(1)
+    return packed, torch.cat([stands_for, rope.double()], dim=1)
+
+
+def unabsorbed(problem, weight, dtype):
+    """Attention of each token over the up-projected keys and values that its list names: [tokens, heads * 128]."""
+    weight = weight.to(dtype).view(problem.heads, NOPE + VALUE, LATENT)
+    out = torch.zeros(problem.tokens, problem.heads, VALUE, dtype=dtype)
+    owners = [request for request, tokens in enumerate(problem.query_lens) for _ in range(tokens)]
+    for row, request in enumerate(owners):
+        named = problem.lists[row][problem.lists[row] != NOTHING].long()
+        if not len(named):
+            continue
+        latent, rope = problem.kv[request][named].to(dtype).split([LATENT, ROPE], dim=-1)
+        key_value = torch.einsum("hdl,tl->htd", weight, latent)
+        key = torch.cat([key_value[..., :NOPE], rope.expand(problem.heads, -1, -1)], dim=-1)
+        scores = torch.einsum("hd,htd->ht", problem.q[row].to(dtype), key) * SCALE
+        out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), key_value[..., NOPE:])
+    return out.flatten(1)
+
+
+def assert_as_exact_as_torch(out, problem, layer):
+    """At most twice the error that the same attention has when torch computes it in bfloat16."""
+    weight = layer.kv_b_proj.weight
+    exact = unabsorbed(problem, weight, torch.float64)
+    assert exact.abs().max() > 0.1
+    error = (out.double() - exact).pow(2).mean().sqrt()
+    torch_error = (unabsorbed(problem, weight, torch.bfloat16).double() - exact).pow(2).mean().sqrt()
+    assert error <= 2 * torch_error, (error, torch_error)
+
+
+@pytest.fixture(autouse=True)
+def interpreted(monkeypatch):
+    """vLLM's own kernels around ours, by Triton's interpreter."""
+    kernels = [(sparse_utils, "_convert_req_index_to_global_index_kernel")]
+    if hasattr(attention_backend, "max_decode_query_len"):  # since 0.31
+        from vllm.v1.attention.ops import metadata
+
+        kernels = [(metadata, "_token_request"), (metadata, "_token_request_mapping_kernel"), (triton.language, "sum")]
+        kernels.append((sparse_utils.ConvertReqIndexToGlobalIndexKernel, "kernel"))
+    for owner, name in kernels:
+        monkeypatch.setattr(owner, name, InterpretedFunction(getattr(owner, name).fn))
+
+
+@pytest.fixture
+def make(one_rank, fresh_workspaces, make_layer):
+    """Makes a sparse layer, its builder and what holds its lists, as an indexer or without one."""
+
+    def all_three(heads=HEADS, cache="auto", has_indexer=True, top_k=TOP_K, **arguments):
+        buffer = torch.full((MAX_TOKENS, top_k), 2**30, dtype=torch.int32)
+        indexer = SimpleNamespace(topk_indices_buffer=buffer)
+        override = SPARSE_MODEL | {"index_topk": top_k, "num_attention_heads": heads, "num_key_value_heads": heads}
+        layer_arguments = {
+            "use_sparse": True,
+            "topk_indices_buffer": buffer,
+            "indexer": indexer if has_indexer else None,
+        }
+        engine = {"kv_cache_dtype": cache, "hf_overrides": override}
+        layer, config = make_layer(heads, layer_arguments, **(engine | arguments))
+        return layer, make_builder(layer, config), indexer
+
+    return all_three
+
+
+def run(layer, builder, indexer, problem, common=None):
+    """A step of the layer, after its indexer."""
+    indexer.topk_indices_buffer[: problem.tokens] = problem.lists
+    return decode(layer, problem, builder.build(0, common or problem.common_metadata()))
+
+
+@pytest.mark.parametrize("cache", ROW_BYTES)
+@pytest.mark.parametrize("step", STEPS)
+def test_layer_decodes_as_exactly_as_torch(make, cache, step):
+    lengths, s_q, arguments = STEPS[step]
+    layer, builder, indexer = make(cache=cache, **arguments)
+    problem = SparseProblem(lengths, s_q, cache)
+    metadata = builder.build(0, problem.common_metadata())
+    assert (metadata.num_decodes, metadata.num_decode_tokens, metadata.num_prefills) == (
+        len(lengths),
+        problem.tokens,
+        0,
+    )
+    assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
+
+
+@pytest.mark.parametrize("heads", [8, 32, 128])
+def test_layer_decodes_other_numbers_of_heads(make, heads):
+    layer, builder, indexer = make(heads)
+    problem = SparseProblem([70, 700], 1, heads=heads)
+    assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
+
+
+@pytest.mark.parametrize("cache, stored", [("auto", "auto"), ("bfloat16", "auto"), ("fp8", "fp8_ds_mla")])
+def test_cache_is_vllms(make, cache, stored):
+    """`fp8` becomes rows with scales of their own, by the backend's name."""
+    layer, builder, _ = make(cache=cache)
+    assert layer.get_attn_backend() is ETAPSparseBackend
+    assert layer.kv_cache_dtype == stored
+    spec = builder.kv_cache_spec
+    row_bytes = ROW_BYTES["auto" if stored == "auto" else "fp8"]
+    assert (spec.block_size, spec.page_size_bytes) == (BLOCK, BLOCK * row_bytes)
+    if hasattr(ETAPSparseBackend, "get_kv_cache_shape"):
+        shape = ETAPSparseBackend.get_kv_cache_shape(3, BLOCK, 1, LATENT + ROPE, cache_dtype_str=stored)
+        assert shape == (3, BLOCK, row_bytes if stored == "fp8_ds_mla" else LATENT + ROPE)
+
+
+def test_blocks_may_lie_apart(make):
+    layer, builder, indexer = make(cache="fp8")
+    problem = SparseProblem(LENGTHS, 1, "fp8")
+    apart = torch.zeros(len(problem.cache), 3, *problem.cache.shape[1:], dtype=torch.uint8)
+    apart[:, 1] = problem.cache
+    problem.cache = apart[:, 1]
+    assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
+
+
+@pytest.mark.parametrize("cache", ROW_BYTES)
+def test_a_step_with_a_long_prompt_is_one_call(make, monkeypatch, cache):
+    """One that is longer than the lists: vLLM sends decodes and prompts together."""
+    layer, builder, indexer = make(cache=cache)
+    problem = SparseProblem([700, 130, 300], [1, 1, 300], cache)
+    metadata = builder.build(0, problem.common_metadata())
+    assert (metadata.num_decodes, metadata.num_prefills, metadata.prefill_max_seq_len) == (2, 1, 300)
+    calls = []
+    kernel = sparse.sparse_mla_decode
+    monkeypatch.setattr(
+        sparse, "sparse_mla_decode", lambda q, *rest, **more: calls.append(len(q)) or kernel(q, *rest, **more)
+    )
+    assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
+    assert calls == [problem.tokens]
+
+
+def test_short_prompts_beside_decodes_stay_with_vllms_prefill(make, monkeypatch):
+    """Of no more tokens than the lists have entries: vLLM computes them densely."""
+    layer, builder, indexer = make(top_k=256)
+    problem = SparseProblem([700, 130, 200], [1, 1, 200], top_k=256)
+    dense = []
+    monkeypatch.setattr(layer.impl, "forward_mha", lambda q, *_, output, **__: dense.append(q) or output.fill_(7))
+    output = run(layer, builder, indexer, problem)
+    problem.query_lens, problem.tokens = [1, 1], 2
+    assert_as_exact_as_torch(output[:2], problem, layer)
+    assert torch.equal(dense[0], problem.q[2:]) and (output[2:] == 7).all()
+
+
+def test_lists_are_read_where_the_indexer_has_them_now(make):
+    """A draft model's indexer gets the target's buffer when its layers are made."""
+    layer, builder, indexer = make()
+    problem = SparseProblem(LENGTHS, 1)
+    indexer.topk_indices_buffer = torch.full_like(indexer.topk_indices_buffer, NOTHING)
+    assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
+
+
+def test_a_layer_without_an_indexer_reads_the_buffer_that_it_was_given(make):
+    layer, builder, indexer = make(has_indexer=False)
+    problem = SparseProblem(LENGTHS, 1)
+    assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
+
+
+def test_hooks_of_the_fused_layer(make):
+    """vLLM 0.33's layer of DeepSeek-V3.2 calls them around the indexer; there is no group of layers to tell."""
+    layer, builder, _ = make()
+    if not hasattr(layer.impl, "prepare_for_batch"):
+        pytest.skip("vLLM 0.26 has no groups of layers")
+    assert layer.impl.index_group is None and not layer.impl.masked_mha_available
+    layer.impl.record_logical_topk_ready()
+    layer.impl.prepare_for_batch(builder.build(0, SparseProblem(LENGTHS, 1).common_metadata()))
+
+
+@pytest.mark.parametrize("cache", ROW_BYTES)
+def test_entries_and_tokens_of_nothing_give_zeros(make, cache):
+    """Rows that pad a step for a CUDA graph: of request 0, with what an earlier step left, or of an empty list."""
+    layer, builder, indexer = make(cache=cache, **SPECULATIVE)
+    problem = SparseProblem([70, 700, 0], [4, 4, 4], cache)
+    indexer.topk_indices_buffer[12:] = 2**31 - 1
+    problem.lists[8] = NOTHING
+    problem.lists[9:12] = torch.tensor([2**30, -(2**31), NOTHING, 2**20], dtype=torch.int32).repeat(TOP_K // 4)
+    out = run(layer, builder, indexer, problem)
+    problem.lists[9:12] = NOTHING
+    assert_as_exact_as_torch(out, problem, layer)
+    assert not out[8:].any()
+
+
+def test_an_entry_named_twice_counts_twice(make):
+    layer, builder, indexer = make()
+    problem = SparseProblem([70, 700], 1)
+    problem.lists[0, :40] = problem.lists[1, :40] = 3
+    assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
+
+
+def test_query_reaches_the_kernel_without_a_copy(make, monkeypatch):
+    layer, builder, indexer = make()
+    problem = SparseProblem(LENGTHS, 1)
+    given, passed = [], []
+    forward_mqa, kernel = layer.impl.forward_mqa, sparse.sparse_mla_decode
+    monkeypatch.setattr(layer.impl, "forward_mqa", lambda q, *rest: given.append(q) or forward_mqa(q, *rest))
+    monkeypatch.setattr(
+        sparse, "sparse_mla_decode", lambda q, *rest, **more: passed.append((q, rest, more)) or kernel(q, *rest, **more)
+    )
+    run(layer, builder, indexer, problem)
+    (latent, rope), (q, (cache, lists), more) = given[0], passed[0]
+    assert q is latent and more["q_rope"] is rope and cache is problem.cache
+    assert rope.data_ptr() == problem.q[..., NOPE:].data_ptr()
+    assert lists.data_ptr() == indexer.topk_indices_buffer.data_ptr()
+    assert more["block_table"].shape[0] == len(LENGTHS) and more["request_ids"].tolist() == [0, 1, 2, 3]
+
+
+def test_query_in_one_tensor_and_strided_gives_the_same(make):
+    layer, builder, indexer = make()
+    problem = SparseProblem(LENGTHS, 1)
+    metadata = builder.build(0, problem.common_metadata())
+    indexer.topk_indices_buffer[:4] = problem.lists
+    q = torch.randn(4, HEADS, LATENT + ROPE).bfloat16()
+    latent, rope = q.split([LATENT, ROPE], dim=-1)
+    transposed = latent.transpose(0, 1).contiguous().transpose(0, 1)
+    wide = torch.nn.functional.pad(rope, (NOPE, 0))[..., NOPE:]
+    whole = layer.impl.forward_mqa(q, problem.cache, metadata, layer)
+    split = layer.impl.forward_mqa((transposed, wide), problem.cache, metadata, layer)
+    assert [tuple(part.shape) for part in whole] == [(4, HEADS, LATENT), (4, HEADS)]
+    assert whole[0].is_contiguous() and whole[1].is_contiguous() and whole[1].dtype == torch.float32
+    assert all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
+    none = layer.impl.forward_mqa(q[:0], problem.cache, metadata, layer)
+    assert [tuple(part.shape) for part in none] == [(0, HEADS, LATENT), (0, HEADS)]
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+@pytest.mark.parametrize("cache", ROW_BYTES)
+def test_shares_of_two_ranks_merge_to_the_whole(make, cache, interleave):
+    """Decode context parallelism: lists have positions on both ranks, and each rank's cache its own tokens only."""
+    layer, builder, indexer = make(cache=cache)
+    impl = layer.impl
+    assert impl.can_return_lse_for_decode and impl.supports_dcp and impl.lse_base_on_e
+    problem = SparseProblem([70, 700, 129], 1, cache)
+    problem.lists[2] = torch.where(problem.lists[2] // interleave % 2 == 0, problem.lists[2], NOTHING)
+    indexer.topk_indices_buffer[:3] = problem.lists
+    q = torch.randn(3, HEADS, LATENT + ROPE).bfloat16()
+    metadata = builder.build(0, problem.common_metadata())
+    whole, whole_lse = impl.forward_mqa(q, problem.cache, metadata, layer)
+    metadata.cp_kv_cache_interleave_size = interleave
+    parts, rows = [], torch.arange(problem.block_table.shape[1] * BLOCK)
+    for rank in range(2):
+        cache_of_rank = torch.full_like(problem.cache.view(torch.uint8), 0xFF).view(problem.cache.dtype)
+        mine = rows // interleave % 2 == rank
+        for request, length in enumerate(problem.lengths):
+            held = rows[mine & (rows < length)]
+            block = problem.block_table[request]
+            stored = problem.cache[block[held // BLOCK], held % BLOCK]
+            place = torch.arange(len(held))
+            cache_of_rank[block[place // BLOCK], place % BLOCK] = stored
+        impl.dcp_world_size, impl.dcp_rank = 2, rank
+        parts.append(impl.forward_mqa(q, cache_of_rank, metadata, layer))
+    lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in parts]), dim=0)
+    merged = sum(out.float() * (part_lse - lse).exp()[..., None] for out, part_lse in parts)
+    assert parts[1][1][2].isneginf().all() and not parts[1][0][2].any()
+    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-5)
+    torch.testing.assert_close(merged, whole.float(), rtol=2e-2, atol=2e-2)
+
+
+def test_a_replayed_graph_reads_the_next_step_in_the_same_buffers(make):
+    layer, builder, indexer = make()
+    first, second = SparseProblem([70, 700, 129], 1), SparseProblem([300, 64, 500], 1, seed=5)
+    common = first.common_metadata()
+    captured = builder.build(0, common)
+    following = second.common_metadata()
+    common.block_table_tensor[:, : following.block_table_tensor.shape[1]] = following.block_table_tensor
+    common.query_start_loc.copy_(following.query_start_loc)
+    assert builder.build(0, following).req_id_per_token.data_ptr() == captured.req_id_per_token.data_ptr()
+    indexer.topk_indices_buffer[:3] = second.lists
+    assert_as_exact_as_torch(decode(layer, second, captured), second, layer)
+
+
+def test_draft_steps_in_one_graph_find_their_requests_again(make):
+    _, builder, _ = make(**SPECULATIVE)
+    if not getattr(builder, "supports_draft_decode_metadata_update", False):
+        pytest.skip("vLLM 0.26 builds metadata for each draft step")
+    metadata = builder.build(0, SparseProblem(LENGTHS, 1).common_metadata())
+    metadata.req_id_per_token.fill_(7)
+    builder.update_draft_decode_metadata(metadata)
+    assert metadata.req_id_per_token.tolist() == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("arguments", [{}, SPECULATIVE], ids=["plain", "speculative"])
+def test_full_graphs_and_what_counts_as_a_decode(make, arguments):
+    _, builder, _ = make(**arguments)
+    assert builder.get_cudagraph_support(builder.vllm_config, builder.kv_cache_spec) is AttentionCGSupport.UNIFORM_BATCH
+    assert builder.reorder_batch_threshold == 128 and not builder.require_uniform_decodes
+
+
+def test_with_decode_context_parallelism_drafts_are_decodes(make, monkeypatch):
+    _, builder, _ = make()
+    monkeypatch.setattr(builder.vllm_config.parallel_config, "decode_context_parallel_size", 2)
+    builder._init_reorder_batch_threshold(128, supports_spec_as_decode=True)
+    assert builder.reorder_batch_threshold == 128
+
+
+@pytest.mark.parametrize("cache", ROW_BYTES)
+@pytest.mark.parametrize("heads", [8, 16, 128])
+def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
+    """It is the same for any step, and no step claims more."""
+    layer, builder, indexer = make(heads, cache)
+    if compat.reserves_in_profile_run():
+        layer.impl.reserve_workspace()
+    workspace.lock_workspace()
+    problem = SparseProblem([700, 300], 64, cache, heads=heads)
+    assert run(layer, builder, indexer, problem).isfinite().all()
+    floats = sparse_workspace_floats(heads, cache == "fp8", H20_SMS)
+    with pytest.raises(AssertionError, match="Workspace is locked"):
+        claim_workspace(floats + 1000)
+
+
+@pytest.mark.parametrize("changes, reason", [
+    ({"logits_soft_cap": 30.0}, "logits_soft_cap is not supported"),
+    ({"sliding_window": 128}, "sliding_window is not supported"),
+    ({"attn_type": "encoder_only"}, "attn_type: wanted decoder"),
+    ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype float8_e4m3fn is not supported"),
+    ({"head_size": 320}, "head_dim 320 is not supported"),
+    ({"kv_lora_rank": 256}, "v_head_dim 256 is not supported"),
+    ({"topk_indices_buffer": None}, "indexer or topk_indices_buffer: wanted one of both"),
+], ids=str)  # fmt: skip
+def test_implementation_refuses(make, changes, reason):
+    layer, _, indexer = make()
+    arguments = {
+        "num_heads": HEADS, "head_size": LATENT + ROPE, "scale": SCALE, "num_kv_heads": 1, "alibi_slopes": None,
+        "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None, "q_lora_rank": 512, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE, "qk_head_dim": NOPE + ROPE, "v_head_dim": VALUE, "kv_b_proj": layer.kv_b_proj,
+        "topk_indices_buffer": indexer.topk_indices_buffer,
+    }  # fmt: skip
+    type(layer.impl)(**arguments)
+    with pytest.raises(NotImplementedError, match=f"ETAP: {reason}"):
+        type(layer.impl)(**(arguments | changes))
