@@ -23,7 +23,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_convert_dcp_index
 
 from etap_backend import plugins, sparse_mla_decode, sparse_workspace_floats
-from etap_backend.support import COMPUTE_CAPABILITY, HEAD_DIM, SPARSE_FP8, why_unsupported_sparse
+from etap_backend.support import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
 from etap_backend.vllm import compat
 from etap_backend.vllm.impl import refuse_variants
 from etap_backend.vllm.metadata import claim_workspace
@@ -130,9 +130,9 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
 
         Args:
             q: (latent part [tokens, heads, 512], rope part [tokens, heads, 64]), both with any strides, or both parts
-                in one tensor [tokens, heads, 576].
-            kv_c_and_k_pe_cache: bfloat16 [blocks, block size, 576] or uint8 [blocks, block size, 656]; blocks may lie
-                apart.
+                in one tensor [tokens, heads, 576]. Without rope its part has width 0, and the tensor 512.
+            kv_c_and_k_pe_cache: bfloat16 [blocks, block size, 576, 512 without rope] or uint8 [blocks, block size,
+                656]; blocks may lie apart.
             attn_metadata: this step's, from the builder.
             layer: vLLM's; scales of this cache are in its rows.
 
@@ -164,7 +164,7 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
             kv_c_and_k_pe_cache,
             indices,
             softmax_scale=self.scale,
-            q_rope=rope,
+            q_rope=rope if self.qk_rope_head_dim else None,
             block_table=block_table,
             request_ids=request_ids,
             workspace=claim_workspace(self._workspace_floats),
@@ -196,8 +196,8 @@ class ETAPSparseBackend(FlashMLASparseBackend):
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Width of a query."""
-        return [HEAD_DIM]
+        """Widths of a query: with rope, and of a model without."""
+        return [HEAD_DIM, LATENT_DIM]
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
@@ -224,7 +224,10 @@ class ETAPSparseBackend(FlashMLASparseBackend):
             kv_cache_dtype=SPARSE_FP8 if kv_cache_dtype == "fp8" else kv_cache_dtype,
             compute_capability=(device_capability.major, device_capability.minor),
         )
-        # vLLM has it since 0.33 at the latest.
+        if reason is None and head_size == LATENT_DIM and kv_cache_dtype in ("fp8", SPARSE_FP8):
+            # vLLM stores rows of 656 bytes even so, and the kernels take 528 for queries without rope.
+            reason = f"kv_cache_dtype {kv_cache_dtype} is not supported for a model without rope"
+        # Not all versions have it.
         if reason is None and getattr(get_current_vllm_config().attention_config, "hisparse_config", None):
             reason = "a KV cache in host memory (HiSparse) is not supported"
         return reason or plugins.why_no_library()

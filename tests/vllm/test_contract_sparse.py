@@ -78,7 +78,7 @@ def select(engine_config):
 
 @pytest.mark.parametrize("changes", [
     {}, {"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_ds_mla"},
-    {"num_heads": 8}, {"num_heads": 128},
+    {"num_heads": 8}, {"num_heads": 128}, {"head_size": 512},
 ], ids=str)  # fmt: skip
 def test_one_name_serves_sparse_and_dense_models(select, changes):
     assert select(**changes) is ETAPSparseBackend
@@ -96,7 +96,9 @@ def test_without_a_model_the_name_stands_for_the_dense_backend():
     ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype nvfp4 is not supported"),
     ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 is not supported"),
     ({"dtype": torch.float16}, "dtype float16 is not supported: wanted bfloat16"),
-    ({"head_size": 512}, "head_size not supported"),
+    ({"head_size": 320}, "head_dim 320 is not supported: wanted 576"),
+    ({"head_size": 512, "kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not supported for a model without rope"),
+    ({"head_size": 512, "kv_cache_dtype": "fp8_ds_mla"}, "is not supported for a model without rope"),
     ({"has_sink": True}, "sink"),
     ({"use_sparse": False}, "non-sparse not supported"),
     ({"model": {}}, "sparse attention without index_topk in the model's configuration is not supported"),
@@ -487,6 +489,34 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
         claim_workspace(floats + 1000)
 
 
+def arguments_of(layer, indexer):
+    """What vLLM makes the layer's implementation with."""
+    return {
+        "num_heads": HEADS, "head_size": LATENT + ROPE, "scale": SCALE, "num_kv_heads": 1, "alibi_slopes": None,
+        "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None, "q_lora_rank": 512, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE, "qk_head_dim": NOPE + ROPE, "v_head_dim": VALUE, "kv_b_proj": layer.kv_b_proj,
+        "topk_indices_buffer": indexer.topk_indices_buffer,
+    }  # fmt: skip
+
+
+def test_rows_without_rope(make):
+    """GLM-5.3-Flash: the rope part of the query has width 0."""
+    layer, builder, indexer = make()
+    no_rope = {"head_size": LATENT, "qk_rope_head_dim": 0, "qk_head_dim": NOPE}
+    impl = type(layer.impl)(**(arguments_of(layer, indexer) | no_rope))
+    problem = SparseProblem(LENGTHS, 1)
+    indexer.topk_indices_buffer[:4] = problem.lists
+    latent = torch.randn(4, HEADS, LATENT).bfloat16()
+    cache = problem.cache[..., :LATENT].contiguous()
+    out, lse = impl.forward_mqa((latent, latent[..., :0]), cache, builder.build(0, problem.common_metadata()), layer)
+    for token, entries in enumerate(problem.lists):
+        rows = problem.kv[token][entries[entries != NOTHING].long(), :LATENT].double()
+        scores = latent[token].double() @ rows.T * SCALE
+        torch.testing.assert_close(lse[token].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out[token].double(), scores.softmax(-1) @ rows, rtol=2e-2, atol=2e-2)
+
+
 @pytest.mark.parametrize("changes, reason", [
     ({"logits_soft_cap": 30.0}, "logits_soft_cap is not supported"),
     ({"sliding_window": 128}, "sliding_window is not supported"),
@@ -498,13 +528,7 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
 ], ids=str)  # fmt: skip
 def test_implementation_refuses(make, changes, reason):
     layer, _, indexer = make()
-    arguments = {
-        "num_heads": HEADS, "head_size": LATENT + ROPE, "scale": SCALE, "num_kv_heads": 1, "alibi_slopes": None,
-        "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder",
-        "kv_sharing_target_layer_name": None, "q_lora_rank": 512, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE,
-        "qk_rope_head_dim": ROPE, "qk_head_dim": NOPE + ROPE, "v_head_dim": VALUE, "kv_b_proj": layer.kv_b_proj,
-        "topk_indices_buffer": indexer.topk_indices_buffer,
-    }  # fmt: skip
+    arguments = arguments_of(layer, indexer)
     type(layer.impl)(**arguments)
     with pytest.raises(NotImplementedError, match=f"ETAP: {reason}"):
         type(layer.impl)(**(arguments | changes))
