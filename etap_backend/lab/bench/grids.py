@@ -14,9 +14,10 @@ from etap_backend.lab import configs
 from etap_backend.lab.bench.rows import Published, Shape, SparseShape
 from etap_backend.lab.configs import Strict
 from etap_backend.lab.units import in_k
-from etap_backend.support import HEAD_DIM, LATENT_DIM, SPARSE_FP8_ROW_BYTES
+from etap_backend.support import HEAD_DIM, LATENT_DIM, ROPE_DIM, SPARSE_FP8_BYTES
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1}
+FP8_ROW_BYTES = SPARSE_FP8_BYTES + ROPE_DIM * ELEMENT_BYTES["bfloat16"]  # of a sparse cache
 PAGE_SIZE = 64
 MEMORY_SHARE = 0.8  # of the GPU's, that caches may take
 
@@ -106,7 +107,7 @@ class SparseWorkload(Workload):
 
     @property
     def row_bytes(self) -> int:
-        return SPARSE_FP8_ROW_BYTES if self.fp8 else HEAD_DIM * ELEMENT_BYTES[self.dtype]
+        return FP8_ROW_BYTES if self.fp8 else HEAD_DIM * ELEMENT_BYTES[self.dtype]
 
     @property
     def kv_bytes(self) -> int:
@@ -115,7 +116,7 @@ class SparseWorkload(Workload):
 
     @property
     def memory_bytes(self) -> int:
-        return self.context * (HEAD_DIM * ELEMENT_BYTES[self.dtype] + (SPARSE_FP8_ROW_BYTES if self.fp8 else 0))
+        return self.context * (HEAD_DIM * ELEMENT_BYTES[self.dtype] + (FP8_ROW_BYTES if self.fp8 else 0))
 
     @property
     def label(self) -> str:
