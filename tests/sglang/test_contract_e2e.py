@@ -98,8 +98,9 @@ def test_sglang_takes_the_flags_of_the_answers_on_two_gpus(name, dummy_folder):
     """The check's flags come behind those of the scenario, and the last of two counts."""
     scenario, _ = serving("decode-plain", dummy_folder, gpus=2)
     asked, variant = answers.ASKED["sglang"], answers.Variant.parse(name)
-    flags = [*scenario.sglang.flags, *asked.flags("plain", 6400, variant), *variant.flags]
-    parsed = parse(SGLANG.server("python", asked.serving(dummy_folder, "plain", variant), "etap", 8000, flags)[3:])
+    backend, own = variant.asked_of(SGLANG)
+    flags = [*scenario.sglang.flags, *asked.flags("plain", 6400, variant), *own]
+    parsed = parse(SGLANG.server("python", asked.serving(dummy_folder, "plain", variant), backend, 8000, flags)[3:])
     assert (parsed.tp_size, parsed.dcp_size, parsed.kv_cache_dtype) == (2, variant.dcp, variant.cache)
     assert parsed.max_total_tokens * variant.dcp == 6400 and parsed.mem_fraction_static == answers.MEMORY_SHARE
     assert parsed.disable_custom_all_reduce and parsed.enforce_disable_flashinfer_allreduce_fusion

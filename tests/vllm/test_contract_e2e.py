@@ -108,8 +108,9 @@ def test_vllm_makes_a_configuration_of_the_answers_on_two_gpus(name, mode, dummy
     monkeypatch.setattr(type(current_platform), "device_count", classmethod(lambda cls: 2))
     scenario, _ = serving("decode-plain", dummy_folder, gpus=2)
     asked, variant = answers.ASKED["vllm"], answers.Variant.parse(name)
-    flags = [*scenario.vllm.flags, *asked.flags(mode, 6400, variant), *variant.flags, "--max-model-len", "4096"]
-    command = VLLM.server("python", asked.serving(dummy_folder, mode, variant), "ETAP", 8000, flags)
+    backend, own = variant.asked_of(VLLM)
+    flags = [*scenario.vllm.flags, *asked.flags(mode, 6400, variant), *own, "--max-model-len", "4096"]
+    command = VLLM.server("python", asked.serving(dummy_folder, mode, variant), backend, 8000, flags)
     parsed = serve_arguments(command[4:])
     parsed.model = parsed.model_tag or parsed.model
     made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
