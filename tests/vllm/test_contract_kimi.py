@@ -75,7 +75,7 @@ def test_layer_decodes_as_exactly_as_torch(make, heads, cache, arguments, s_q):
     if scale:
         layer._k_scale.fill_(scale)
     problem = Problem([70, 200], s_q, heads=heads, kv_scale=scale)
-    assert builder.schedule.num_heads == heads
+    assert builder.schedules[0].num_heads == heads
     out = decode(layer, problem, builder.build(0, problem.common_metadata()))
     assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
 
