@@ -27,7 +27,7 @@ and its perplexity may differ by 0.5%; how the last one does is reported beside 
 With --layouts there are servers of ETAP on several GPUs besides: tp2 is tensor parallelism of two ranks, dcp2 the same
 with decode context parallelism of two. Their answers must equal the reference's and ETAP's on one GPU as above. They
 get the flags and variables of --scenario, which keep NVLink multicast and compilers out of a start. Under context
-parallelism nothing is drafted: SGLang refuses that with ETAP, vLLM prefills drafts.
+parallelism nothing is drafted here: SGLang refuses that with ETAP.
 
 Servers that a --work folder has answers of are not started again, so a run may be continued. With --parallel several
 run at once on the GPU; vLLM then needs --kv-cache-memory-bytes, because it takes what others allocate for its own.
