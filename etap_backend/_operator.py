@@ -23,11 +23,6 @@ def type_name(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """As a refusal names a type of elements."""
-    return str(dtype).removeprefix("torch.")
-
-
 class Operator:
     """A torch operator with the arguments of a function of the library.
 

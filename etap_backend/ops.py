@@ -4,9 +4,9 @@ import torch
 from torch import Tensor
 
 from etap_backend import executor
-from etap_backend._operator import Operator, compiled, dtype_name, type_name
+from etap_backend._operator import Operator, compiled, type_name
 from etap_backend.schedule import BuiltSchedule
-from etap_backend.support import DTYPES, FP8, LATENT_DIM
+from etap_backend.support import DTYPES, FP8, LATENT_DIM, dtype_name
 
 
 def _on_cuda(*arguments) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from etap_backend._library import library
+from etap_backend.support import dtype_name
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -138,6 +139,6 @@ def why_no_library() -> str | None:
 
 def types_text(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> str:
     """What the engines' logs say of the types of the KV cache and of the math on it; `dtype` is the model's."""
-    model, fp8 = str(dtype).removeprefix("torch."), "FP8 (e4m3)"
+    model, fp8 = dtype_name(dtype), "FP8 (e4m3)"
     math = fp8 if fp8_math else "float16" if fp8_cache else model
     return f"KV cache {fp8 if fp8_cache else model}, math {math}"

@@ -30,7 +30,8 @@ _FOREIGN_CACHES = {
 """What the names of other caches begin with, and why they are none of ours."""
 
 
-def _name(dtype: object) -> str:
+def dtype_name(dtype: object) -> str:
+    """As a refusal or a log names a type of elements; an engine's own name for one stays as it is."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -40,12 +41,13 @@ def _cache_dtype(kv_cache_dtype: "torch.dtype | str | None", dtype: torch.dtype)
 
 def _why_dtypes(dtype: torch.dtype, cache: "torch.dtype | str") -> str | None:
     if dtype not in (*DTYPES, FP8):
-        return f"dtype {_name(dtype)} is not supported: wanted bfloat16 or float16, or float8_e4m3fn with an FP8 cache"
+        wanted = "bfloat16 or float16, or float8_e4m3fn with an FP8 cache"
+        return f"dtype {dtype_name(dtype)} is not supported: wanted {wanted}"
     if cache in (dtype, FP8):
         return None
-    wanted = "fp8 (e4m3) like the query" if dtype == FP8 else f"{_name(dtype)} like the query, or fp8 (e4m3)"
-    why = [f"{reason}; " for foreign, reason in _FOREIGN_CACHES.items() if _name(cache).startswith(foreign)]
-    return f"kv_cache_dtype {_name(cache)} is not supported: {''.join(why)}wanted {wanted}"
+    wanted = "fp8 (e4m3) like the query" if dtype == FP8 else f"{dtype_name(dtype)} like the query, or fp8 (e4m3)"
+    why = [f"{reason}; " for foreign, reason in _FOREIGN_CACHES.items() if dtype_name(cache).startswith(foreign)]
+    return f"kv_cache_dtype {dtype_name(cache)} is not supported: {''.join(why)}wanted {wanted}"
 
 
 def _why_gpu(compute_capability: tuple[int, int] | None) -> str | None:
@@ -130,11 +132,11 @@ def why_unsupported_sparse(
     if reason := _why_gpu(compute_capability):
         return reason
     if dtype != torch.bfloat16:
-        return f"dtype {_name(dtype)} is not supported: wanted bfloat16"
+        return f"dtype {dtype_name(dtype)} is not supported: wanted bfloat16"
     cache = _cache_dtype(kv_cache_dtype, dtype)
     if cache not in (torch.bfloat16, SPARSE_FP8):
         wanted = f"bfloat16, or {SPARSE_FP8} (rows with scales of their own)"
-        return f"kv_cache_dtype {_name(cache)} is not supported: wanted {wanted}"
+        return f"kv_cache_dtype {dtype_name(cache)} is not supported: wanted {wanted}"
     if head_dim not in (HEAD_DIM, LATENT_DIM):
         return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope) or {LATENT_DIM}"
     reason = _why_v_head_dim(v_head_dim)
