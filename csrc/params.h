@@ -41,6 +41,32 @@ struct ScheduleParams {
 
 enum class QueryType : int32_t { kBFloat16, kFloat16, kE4M3 };
 
+// The paged cache. Strides in bytes.
+struct PagedCache {
+  const char* latent;  // [pages, page_size, 512]
+  const char* rope;    // [pages, page_size, 64]
+  int64_t latent_page_stride;
+  int64_t latent_row_stride;
+  int64_t rope_page_stride;
+  int64_t rope_row_stride;
+  int32_t pages;
+  int32_t page_size;
+};
+
+// The distances of rows in units such that 32 bits count all, for those who hold many addresses.
+struct RowSteps {
+  uint32_t unit_bytes;  // a power of two, of which both are multiples
+  uint32_t page;
+  uint32_t row;
+};
+
+// How a tile of it comes to shared memory.
+enum class KeyLoad : int32_t {
+  kTiles,  // by TMA, whole
+  kParts,  // by TMA, in parts that a page holds, or where latent and rope are no neighbours
+  kRows,   // row by row, with cp.async
+};
+
 struct DecodeParams {
   const void* q;       // [batch, s_q, heads, 512 or 576]
   const void* q_rope;  // [batch, s_q, heads, 64]
@@ -69,7 +95,7 @@ struct DecodeParams {
   int32_t row_tile;    // 8, 16, 32 or 64
   int32_t row_groups;  // ceil(rows / group_rows)
   int32_t partitions;
-  cutlass::FastDivmod tiles_per_page;
+  cutlass::FastDivmod parts_per_page;
   float scale_log2;  // softmax scale * log2(e)
   // For an FP8 cache alone: what its values and those of e4m3 queries are multiplied with (null: 1), what the queries are,
   // and whether the result is float16 or bfloat16.
@@ -86,6 +112,12 @@ struct DecodeParams {
   int32_t list_tiles = 0;            // that it takes; 0: the schedule divides the work
   int32_t partition_tiles = 0;       // that a partition decodes
   const float* sinks = nullptr;      // [heads], null: none; natural logarithms
+  // Dense attention alone.
+  PagedCache cache = {};
+  KeyLoad key_load = KeyLoad::kTiles;
+  RowSteps latent_steps = {};
+  RowSteps rope_steps = {};
+  int32_t part_tokens = kTileTokens;  // that are copied together: 64, 32, 16 or, row by row, 1
 };
 
 // The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,

@@ -60,9 +60,8 @@ class Batch:
     def tile(self, request: int, tile: int) -> Tensor:
         """K of one tile, float32 [tokens <= 64, 576]: only the tokens that the request has."""
         page_size = self.kv_cache.shape[1]
-        page, first = divmod(tile * TILE_TOKENS, page_size)
-        tokens = min(TILE_TOKENS, self.seq_lens[request] - tile * TILE_TOKENS)
-        return self.kv_cache[self.block_table[request, page], first : first + tokens].float()
+        tokens = torch.arange(tile * TILE_TOKENS, min((tile + 1) * TILE_TOKENS, self.seq_lens[request]))
+        return self.kv_cache[self.block_table[request, tokens // page_size].long(), tokens % page_size].float()
 
     def visible(self, request: int) -> Tensor:
         """Tokens that each packed row sees, [rows]: causal inside the query block."""
@@ -224,6 +223,7 @@ def decode(
     q: Tensor,
     q_rope: Tensor | None,
     kv_cache: Tensor,
+    rope_cache: Tensor | None,
     q_scale: Tensor | None,
     kv_scale: Tensor | None,
     block_table: Tensor,
@@ -247,7 +247,8 @@ def decode(
     rows = s_q * heads
     lengths = [max(0, length) for length in seq_lens.tolist()]
     packed = (q if q_rope is None else torch.cat([q, q_rope], dim=-1)).reshape(requests, rows, HEAD_DIM)
-    pages = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
+    parts = [part.squeeze(2) if part.dim() == 4 else part for part in (kv_cache, rope_cache) if part is not None]
+    pages = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
     batch = batch_of(packed, pages, q_scale, kv_scale, block_table, lengths, heads, softmax_scale, fp8_math)
     tile_counts = [-(-length // TILE_TOKENS) for length in lengths]
     planned = list(pieces(work_ranges, partitions, tile_counts))

@@ -19,9 +19,10 @@ def _on_cpu(*arguments) -> None:
 
 
 _decode = Operator(
-    "mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor? q_scale, Tensor? kv_scale, Tensor block_table, "
-    "Tensor seq_lens, Tensor work_ranges, Tensor split_offsets, Tensor(a!) workspace, Tensor(b!) out, Tensor(c!) lse, "
-    "float softmax_scale, int batch, int s_q, int heads, int partitions, bool fp8_math) -> ()",
+    "mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor? rope_cache, Tensor? q_scale, Tensor? kv_scale, "
+    "Tensor block_table, Tensor seq_lens, Tensor work_ranges, Tensor split_offsets, Tensor(a!) workspace, "
+    "Tensor(b!) out, Tensor(c!) lse, float softmax_scale, int batch, int s_q, int heads, int partitions, "
+    "bool fp8_math) -> ()",
     _on_cuda,
     _on_cpu,
 )
@@ -55,6 +56,7 @@ def mla_decode(
     *,
     softmax_scale: float,
     q_rope: Tensor | None = None,
+    rope_cache: Tensor | None = None,
     q_scale: Tensor | None = None,
     kv_scale: Tensor | None = None,
     fp8_math: bool = False,
@@ -78,15 +80,17 @@ def mla_decode(
         q: bfloat16 or float16 [batch, s_q, heads, 576], or its latent part [batch, s_q, heads, 512] when q_rope is
             given; float8_e4m3fn, too, where the cache has it. Any strides with a contiguous last dimension and every
             row at a multiple of 16 bytes.
-        kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576], dtype of q or float8_e4m3fn; page_size a
-            multiple of 64, at least one page. Rows are contiguous; pages may lie further apart than their size
-            (stride(0)), by less than 2^40 bytes.
+        kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576], dtype of q or float8_e4m3fn, or its latent part
+            [.., 512] when rope_cache is given; at least one page. Any page_size: multiples of 64 are fastest, those of
+            16 next, others are gathered row by row. Each row is contiguous, at a multiple of 16 bytes; rows and pages
+            may lie apart (stride(1), stride(0)), by less than 2^40 bytes.
         block_table: int32 [batch, max_pages]; the page that holds each page_size tokens. Rows may lie apart.
         seq_lens: int32 [batch], tokens of each request, the new ones included. With other lengths than the schedule was
             built from the result is as right, but the work is divided for those.
         schedule: what `DecodeSchedule.build` returned this step, for this batch, s_q and number of heads.
         softmax_scale: factor of the scores before softmax.
         q_rope: [batch, s_q, heads, 64], dtype of q, strides as free as q's.
+        rope_cache: [pages, page_size, 64] or [pages, page_size, 1, 64], dtype of kv_cache, strides as free as its.
         q_scale: float32 [] or [1] on q's device; what an element of a float8_e4m3fn q (and q_rope) is multiplied by
             for what it stands for, 1 when None.
         kv_scale: float32 [] or [1] on q's device; the same for a float8_e4m3fn cache.
@@ -112,7 +116,7 @@ def mla_decode(
         out, lse = _outputs(q, out, lse, out_dtype)
     batch, s_q, heads, partitions, work_ranges, split_offsets, own_workspace = schedule
     arguments = (
-        *(q, q_rope, kv_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets),
+        *(q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets),
         *(own_workspace if workspace is None else workspace, out, lse),
         *(softmax_scale, batch, s_q, heads, partitions, fp8_math),
     )

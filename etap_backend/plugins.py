@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from etap_backend._library import library
-from etap_backend.support import dtype_name
+from etap_backend.support import TILE_TOKENS, dtype_name
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -134,6 +134,16 @@ def why_no_library() -> str | None:
         library()
     except ImportError as error:
         return str(error)
+    return None
+
+
+def why_page_size(page_size: int) -> str | None:
+    """Say why an engine's pages may not have so many tokens, or None when they may.
+
+    The kernels take any number; that no engine gains from smaller pages has not been looked at yet.
+    """
+    if page_size % TILE_TOKENS:
+        return f"page_size {page_size} is not supported: wanted a multiple of {TILE_TOKENS} tokens"
     return None
 
 

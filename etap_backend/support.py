@@ -88,7 +88,7 @@ def why_unsupported(
         num_heads: query heads on this GPU; None when not known yet.
         head_dim: width of a query and of a cache row in elements (latent + rope), 576.
         v_head_dim: width of an output row in elements (latent), 512.
-        page_size: tokens in a page of the KV cache, a multiple of 64.
+        page_size: tokens in a page of the KV cache, any number.
         kv_cache_dtype: a dtype or an engine's name for it: the query's, or FP8 (float8_e4m3fn, "fp8", "fp8_e4m3") in
             the dense layout of 576 bytes a token; None and "auto" mean the query's.
         compute_capability: (major, minor) of the GPU; None when not known yet.
@@ -100,9 +100,7 @@ def why_unsupported(
         return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope {ROPE_DIM})"
     if reason := _why_v_head_dim(v_head_dim):
         return reason
-    if page_size < TILE_TOKENS or page_size % TILE_TOKENS:
-        return f"page_size {page_size} is not supported: wanted a multiple of {TILE_TOKENS} tokens"
-    return _why_counts(num_heads=num_heads, s_q=s_q)
+    return _why_counts(page_size=page_size, num_heads=num_heads, s_q=s_q)
 
 
 def why_unsupported_sparse(

@@ -23,7 +23,7 @@ using tvm::ffi::Map;
 using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
-constexpr int64_t kAbiVersion = 5;
+constexpr int64_t kAbiVersion = 6;
 
 // Makes the tensors' device current for the launches of one call.
 class DeviceGuard {
@@ -134,7 +134,7 @@ void decode(const DecodeCall& call) {
     const DeviceGuard guard(device.device_id);
     const cudaStream_t stream = current_stream(device);
     const DecodeParams params = decode_params(call);
-    launch(prepare_decode(params, cache_params(call)), params, device.device_id, stream);
+    launch(prepare_decode(params, call.cache_type()), params, device.device_id, stream);
     if (params.partitions == 1) return;
     const void* const arguments[] = {&params};
     launch_overlapping(prepare_combine(params), arguments, device.device_id, stream);
@@ -174,19 +174,19 @@ Array<Launch> decode_launches(const DecodeCall& call) {
   Array<Launch> all;
   if (call.batch() == 0 || call.s_q() * call.heads() == 0) return all;
   const DecodeParams params = decode_params(call);
-  const DecodeLaunch decode = prepare_decode(params, cache_params(call));
+  const DecodeLaunch decode = prepare_decode(params, call.cache_type());
   all.push_back(launch_of(decode.kernel, params, decode));
   if (params.partitions > 1) all.push_back(launch_of(prepare_combine(params), params, {}));
   return all;
 }
 
 template <auto kAction>
-auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, Optional<TensorView> q_scale,
-               Optional<TensorView> kv_scale, TensorView block_table, TensorView seq_lens, TensorView work_ranges,
+auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, Optional<TensorView> rope_cache,
+               Optional<TensorView> q_scale, Optional<TensorView> kv_scale, TensorView block_table, TensorView seq_lens, TensorView work_ranges,
                TensorView split_offsets, TensorView workspace, TensorView out, TensorView lse, double softmax_scale,
                int64_t planned_batch, int64_t planned_s_q, int64_t planned_heads, int64_t partitions, bool fp8_math) {
-  return kAction({q, q_rope, kv_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets, workspace, out,
-                  lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, fp8_math});
+  return kAction({q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets,
+                  workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, fp8_math});
 }
 
 // Whether a token is in several pieces.

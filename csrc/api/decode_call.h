@@ -19,7 +19,8 @@ constexpr int kWorkRangeFields = sizeof(WorkRange) / sizeof(int32_t);
 struct DecodeCall {
   const TensorView& q;
   const Optional<TensorView>& q_rope;
-  const TensorView& kv_cache;  // [pages, page_size, 576] or [pages, page_size, 1, 576]
+  const TensorView& kv_cache;  // [pages, page_size, 576] or [pages, page_size, 1, 576]; 512 beside a rope_cache
+  const Optional<TensorView>& rope_cache;  // [pages, page_size, 64] or [pages, page_size, 1, 64]
   const Optional<TensorView>& q_scale;
   const Optional<TensorView>& kv_scale;
   const TensorView& block_table;
@@ -41,6 +42,7 @@ struct DecodeCall {
   int64_t s_q() const { return q.size(1); }
   int64_t heads() const { return q.size(2); }
   bool fp8_cache() const { return same(kv_cache.dtype(), kE4M3); }
+  CacheType cache_type() const { return {fp8_cache(), fp8_math}; }
   DecodeShape shape() const { return decode_shape(s_q() * heads(), fp8_cache()); }
 };
 
@@ -52,6 +54,7 @@ inline void check_types(const DecodeCall& call) {
     TVM_FFI_THROW(TypeError) << "q: wanted bfloat16 or float16, or float8_e4m3fn with an FP8 cache, got " << text(q);
   }
   if (call.q_rope.has_value()) check_dtype("q_rope", call.q_rope.value(), q, " like q");
+  if (call.rope_cache.has_value()) check_dtype("rope_cache", call.rope_cache.value(), cache, " like kv_cache");
   if (!call.fp8_cache() && !same(cache, q)) {
     TVM_FFI_THROW(TypeError) << "kv_cache: wanted " << text(q) << " like q or float8_e4m3fn, got " << text(cache);
   }
@@ -79,25 +82,44 @@ inline void check_scale(const char* name, const Optional<TensorView>& scale, con
   check_device(name, tensor, scaled.device());
 }
 
-inline void check_cache(const TensorView& cache, DLDevice device) {
+// One of the cache's tensors: [pages, page_size, columns], the first two sizes those of another one if given.
+inline void check_cache(const char* name, const TensorView& cache, int64_t columns, Size pages, Size page_size,
+                        DLDevice device) {
   if (cache.ndim() == 4) {
-    check_shape("kv_cache", cache, {{kAny, "pages"}, {kAny, "page_size"}, {1}, {kHeadDim}});
+    check_shape(name, cache, {pages, page_size, {1}, {columns}});
   } else {
-    check_shape("kv_cache", cache, {{kAny, "pages"}, {kAny, "page_size"}, {kHeadDim}});
+    check_shape(name, cache, {pages, page_size, {columns}});
   }
-  if (cache.size(0) < 1) TVM_FFI_THROW(ValueError) << "kv_cache: wanted at least one page, got " << text(cache.shape());
-  if (cache.size(1) < kTileTokens || cache.size(1) % kTileTokens != 0) {
-    TVM_FFI_THROW(ValueError) << "kv_cache: wanted page_size a multiple of " << kTileTokens << ", got " << cache.size(1);
+  if (cache.size(0) < 1 || cache.size(1) < 1) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted at least one page of at least one token, got " << text(cache.shape());
   }
-  check_rows("kv_cache", cache);
+  if (std::max(cache.size(0), cache.size(1)) > INT32_MAX) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted less than 2^31 pages and tokens in a page, got " << text(cache.shape());
+  }
+  check_rows(name, cache);
   for (int i = 0; i < 2; ++i) {
     const int64_t bytes = cache.stride(i) * element_bytes(cache.dtype());
     if (cache.size(i) > 1 && (bytes <= 0 || bytes >= kTmaStrideEnd)) {
-      TVM_FFI_THROW(ValueError) << "kv_cache: wanted pages and rows above 0 and less than 2^40 bytes apart, as TMA does, got "
+      TVM_FFI_THROW(ValueError) << name << ": wanted pages and rows above 0 and less than 2^40 bytes apart, as TMA does, got "
                                 << "strides " << text(cache.strides());
     }
   }
-  check_device("kv_cache", cache, device);
+  if (part_tokens(cache.size(1)) == 1) {  // rows are gathered
+    const int64_t bytes = element_bytes(cache.dtype());
+    if (row_steps(cache.size(0), cache.stride(0) * bytes, cache.size(1), cache.stride(1) * bytes).unit_bytes == 0) {
+      TVM_FFI_THROW(ValueError) << name << ": wanted pages of a multiple of 16 tokens, or strides with a larger power of two in "
+                                << "them: 32 bits do not count the steps of a size " << text(cache.shape()) << " with strides "
+                                << text(cache.strides());
+    }
+  }
+  check_device(name, cache, device);
+}
+
+inline void check_caches(const DecodeCall& call, DLDevice device) {
+  const bool rope_apart = call.rope_cache.has_value();
+  check_cache("kv_cache", call.kv_cache, rope_apart ? kLatentDim : kHeadDim, {kAny, "pages"}, {kAny, "page_size"}, device);
+  if (!rope_apart) return;
+  check_cache("rope_cache", call.rope_cache.value(), kRopeDim, {call.kv_cache.size(0)}, {call.kv_cache.size(1)}, device);
 }
 
 inline void check_schedule(const DecodeCall& call) {
@@ -158,7 +180,7 @@ inline void check(const DecodeCall& call) {
   check_softmax_scale(call.softmax_scale);
   check_scale("q_scale", call.q_scale, "q", call.q);
   check_scale("kv_scale", call.kv_scale, "kv_cache", call.kv_cache);
-  check_cache(call.kv_cache, device);
+  check_caches(call, device);
   check_dtype("block_table", call.block_table, kInt32);
   check_shape("block_table", call.block_table, {{batch}, {kAny, "max_pages"}});
   check_last_stride("block_table", call.block_table);
@@ -178,6 +200,23 @@ inline void check(const DecodeCall& call) {
   check_workspace(call.workspace, device, call.shape(), call.partitions);
 }
 
+inline PagedCache paged_cache(const DecodeCall& call) {
+  const bool rope_apart = call.rope_cache.has_value();
+  const TensorView& latent = call.kv_cache;
+  const TensorView& rope = rope_apart ? call.rope_cache.value() : latent;
+  const int64_t bytes = element_bytes(latent.dtype());
+  return {
+      .latent = static_cast<const char*>(latent.data_ptr()),
+      .rope = static_cast<const char*>(rope.data_ptr()) + (rope_apart ? 0 : kLatentDim * bytes),
+      .latent_page_stride = latent.stride(0) * bytes,
+      .latent_row_stride = latent.stride(1) * bytes,
+      .rope_page_stride = rope.stride(0) * bytes,
+      .rope_row_stride = rope.stride(1) * bytes,
+      .pages = int32_t(latent.size(0)),
+      .page_size = int32_t(latent.size(1)),
+  };
+}
+
 inline DecodeParams decode_params(const DecodeCall& call) {
   const TensorView& rope = call.q_rope.has_value() ? call.q_rope.value() : call.q;
   const int64_t rope_offset = call.q_rope.has_value() ? 0 : kLatentDim * element_bytes(call.q.dtype());
@@ -187,7 +226,7 @@ inline DecodeParams decode_params(const DecodeCall& call) {
   };
   const DecodeShape shape = call.shape();
   auto* partials = static_cast<float*>(call.workspace.data_ptr());
-  return {
+  DecodeParams params{
       .q = call.q.data_ptr(),
       .q_rope = static_cast<const char*>(rope.data_ptr()) + rope_offset,
       .q_stride_batch = call.q.stride(0),
@@ -213,7 +252,6 @@ inline DecodeParams decode_params(const DecodeCall& call) {
       .row_tile = shape.row_tile,
       .row_groups = shape.row_groups,
       .partitions = int32_t(call.partitions),
-      .tiles_per_page = int32_t(call.kv_cache.size(1) / kTileTokens),
       .scale_log2 = float(call.softmax_scale * kLog2E),
       .kv_scale = scale(call.kv_scale),
       .q_scale = scale(call.q_scale),
@@ -223,19 +261,10 @@ inline DecodeParams decode_params(const DecodeCall& call) {
       .float16_out = same(call.out.dtype(), kFloat16),
       .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor,
       .paired_dims = shape.kernel == DecodeKernelKind::kTransposedFp8,
+      .cache = paged_cache(call),
   };
-}
-
-inline CacheParams cache_params(const DecodeCall& call) {
-  return {
-      .data = call.kv_cache.data_ptr(),
-      .pages = call.kv_cache.size(0),
-      .page_size = call.kv_cache.size(1),
-      .page_stride = call.kv_cache.stride(0),
-      .row_stride = call.kv_cache.stride(1),
-      .fp8 = call.fp8_cache(),
-      .fp8_math = call.fp8_math,
-  };
+  choose_key_load(params, call.cache_type());
+  return params;
 }
 
 }  // namespace etap

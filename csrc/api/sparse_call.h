@@ -169,7 +169,7 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .row_groups = shape.row_groups,
       // Those that have tiles.
       .partitions = int32_t((tiles + call.partition_tiles() - 1) / call.partition_tiles()),
-      .tiles_per_page = 1,
+      .parts_per_page = 1,
       .scale_log2 = float(call.softmax_scale * kLog2E),
       .query_type = QueryType::kBFloat16,
       .float16_out = false,

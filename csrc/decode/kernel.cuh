@@ -28,7 +28,7 @@
 //   consumer 1:            st(1) softmax(1) ot(1)    st(3) ...    one's softmax hides behind the other's products.
 #pragma once
 
-#include "decode/load_kv.cuh"
+#include "decode/gather_kv.cuh"
 #include "decode/load_q.cuh"
 #include "decode/query_major/consumer.cuh"
 #include "decode/sparse/load_rows.cuh"
@@ -40,57 +40,77 @@
 
 namespace etap {
 
-// Arrivals that fill a stage of keys, and signals that grant it; arrivals that fill the queries where TMA does not bring them.
-template <class T>
-constexpr int key_arrivals() {
-  if constexpr (T::kGathered) return T::kGatherWarps;
-  return 1;
-}
-template <class T>
-constexpr int query_arrivals() {
-  return T::kGathered ? kWarpSize : kQueryProducerThreads;
+// What a kernel is given of the cache.
+template <class T, bool kWholeTiles>
+using Cache = std::conditional_t<kWholeTiles, typename T::CacheMaps, PartMaps>;
+
+// Whether warps gather the cache's rows: a list's, or a tile's where its parts are too small for TMA.
+template <class T, bool kWholeTiles>
+__device__ __forceinline__ bool gathers(const DecodeParams& params) {
+  return T::kGathered || (!kWholeTiles && params.key_load == KeyLoad::kRows);
 }
 
+// Warps that gather queries which TMA cannot bring: the others may all be there for the cache.
+template <class T, bool kWholeTiles>
+constexpr int kQueryWarps = T::kGathered || !kWholeTiles ? 1 : kQueryProducerThreads / kWarpSize;
+
 // What a warp of the third warpgroup does. Beside an FP8 cache the consumers read the queries.
-template <class T>
+template <class T, bool kWholeTiles>
 __device__ __forceinline__ void produce(typename T::SharedStorage& shared, const DecodeParams& params,
-                                        const typename T::CacheMaps& cache_maps, const QueryMaps& query_maps, int partition,
+                                        const Cache<T, kWholeTiles>& cache, const QueryMaps& query_maps, int partition,
                                         int row_group) {
   const WarpRole role = producer_role();
   if constexpr (T::kGathered) {
     const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
     if constexpr (T::kFp8Cache) {
-      sparse::load_rows<T>(shared, params, cache_maps, partition, warp);
+      sparse::load_rows<T>(shared, params, cache, partition, warp);
     } else if (role == WarpRole::kQueryProducer) {
-      gather_queries<T>(shared, params, partition, row_group);
+      gather_queries<T, kQueryWarps<T, true>>(shared, params, partition, row_group);
     } else {
-      sparse::load_rows<T>(shared, params, cache_maps, partition, warp == 0 ? 0 : warp - 1);
+      sparse::load_rows<T>(shared, params, cache, partition, warp == 0 ? 0 : warp - 1);
     }
-  } else if (role == WarpRole::kKeyProducer) {
-    load_keys<T>(shared, params, cache_maps, partition);
+  } else if constexpr (kWholeTiles) {
+    if (role == WarpRole::kKeyProducer) {
+      load_keys<T>(shared, params, cache, partition);
+    } else if constexpr (!T::kFp8Cache) {
+      load_queries<T, kQueryWarps<T, true>>(shared, params, query_maps, partition, row_group, role);
+    }
+  } else if (T::kFp8Cache || role != WarpRole::kQueryProducer) {
+    const int producer = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
+    const int warp = T::kFp8Cache || producer == 0 ? producer : producer - 1;
+    if (gathers<T, false>(params)) {
+      gather_keys<T>(shared, params, partition, warp);
+    } else {
+      load_parts<T>(shared, params, cache, partition, warp);
+    }
   } else if constexpr (!T::kFp8Cache) {
-    load_queries<T>(shared, params, query_maps, partition, row_group, role);
+    load_queries<T, kQueryWarps<T, false>>(shared, params, query_maps, partition, row_group, role);
   }
 }
 
-template <class T>
+// kWholeTiles: of the cache, by one copy each; else in parts or rows, as params says. A kernel for both would cost the former:
+// ptxas orders the consumers' instructions otherwise for it.
+template <class T, bool kWholeTiles = true>
 __global__ void __launch_bounds__(kDecodeThreads, 1)
-    decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ typename T::CacheMaps cache_maps,
+    decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ Cache<T, kWholeTiles> cache,
                   const __grid_constant__ QueryMaps query_maps) {
   static_assert(are_traits<T>());
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
   if (threadIdx.x < kWarpSize) {
-    if (!T::kGathered && threadIdx.x < sizeof(cache_maps) / sizeof(CUtensorMap)) {
-      cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache_maps) + threadIdx.x);
+    const bool gathered = gathers<T, kWholeTiles>(params);
+    if (!T::kGathered && !gathered && threadIdx.x < sizeof(cache) / sizeof(CUtensorMap)) {
+      cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache) + threadIdx.x);
     }
     if (threadIdx.x == 0 && query_maps.usable) {
       cute::prefetch_tma_descriptor(&query_maps.latent);
       cute::prefetch_tma_descriptor(&query_maps.rope);
     }
-    shared.keys.init(threadIdx.x, key_arrivals<T>(), T::kStageReleases);
-    shared.queries.init(threadIdx.x, query_maps.usable ? 1 : query_arrivals<T>(), kConsumerWarps);
-    shared.init_grants(key_arrivals<T>());
+    // Arrivals that fill a stage of keys, and signals that grant it; arrivals that fill the queries.
+    const int key_arrivals = gathered ? T::kGatherWarps : 1;
+    shared.keys.init(threadIdx.x, key_arrivals, T::kStageReleases);
+    shared.queries.init(threadIdx.x, query_maps.usable ? 1 : kQueryWarps<T, kWholeTiles> * kWarpSize, kConsumerWarps);
+    shared.init_grants(key_arrivals);
     cutlass::arch::fence_barrier_init();
   }
   ETAP_MARKED(launch_meeting, __syncthreads());
@@ -102,7 +122,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const int group = cutlass::canonical_warp_group_idx();
   if (group == kConsumerGroups) {
     adjust_registers<T, false>();
-    produce<T>(shared, params, cache_maps, query_maps, partition, row_group);
+    produce<T, kWholeTiles>(shared, params, cache, query_maps, partition, row_group);
   } else {
     adjust_registers<T, true>();
     T::Consumer::run(shared, params, partition, row_group, group);

@@ -62,22 +62,22 @@ MapShape map_shape(const void* data, CUtensorMapDataType type, std::initializer_
 }
 
 // TMA wants a stride even where there is nothing to step to, and there any will do.
-uint64_t stride_bytes(int64_t extent, int64_t stride, uint64_t element_bytes) {
-  return (extent == 1 ? kHeadDim : stride) * element_bytes;
-}
+uint64_t stride_bytes(int64_t extent, int64_t bytes) { return extent == 1 ? 2 * kHeadDim : bytes; }
 
-void prepare_cache_maps(const DecodeKernel& kernel, const CacheParams& cache, DecodeLaunch& to) {
-  const uint64_t element_bytes = cache.fp8 ? 1 : 2;
-  const uint64_t row = stride_bytes(cache.page_size, cache.row_stride, element_bytes);
-  const uint64_t page = stride_bytes(cache.pages, cache.page_stride, element_bytes);
+void prepare_cache_maps(const DecodeKernel& kernel, const DecodeParams& params, uint64_t element_bytes, DecodeLaunch& to) {
+  const PagedCache& cache = params.cache;
   const auto tokens = uint64_t(cache.page_size), pages = uint64_t(cache.pages), columns = uint64_t(kernel.chunk_columns);
+  const auto box_tokens = uint32_t(params.part_tokens);
   to.cache_map_count = kernel.rope_apart ? 2 : 1;
   to.cache_maps[0] = map_shape(
-      cache.data, kernel.map_type, {columns, tokens, uint64_t(kernel.chunks), pages}, {row, columns * element_bytes, page},
-      {uint32_t(columns), kTileTokens, uint32_t(kernel.copied_chunks), 1}, columns * element_bytes);
+      cache.latent, kernel.map_type, {columns, tokens, uint64_t(kernel.chunks), pages},
+      {stride_bytes(tokens, cache.latent_row_stride), columns * element_bytes, stride_bytes(pages, cache.latent_page_stride)},
+      {uint32_t(columns), box_tokens, uint32_t(kernel.copied_chunks), 1}, columns * element_bytes);
   if (!kernel.rope_apart) return;
-  to.cache_maps[1] = map_shape(static_cast<const char*>(cache.data) + kLatentDim * element_bytes, kernel.map_type,
-                               {kRopeDim, tokens, pages}, {row, page}, {kRopeDim, kTileTokens, 1}, kRopeDim * element_bytes);
+  to.cache_maps[1] = map_shape(
+      cache.rope, kernel.map_type, {kRopeDim, tokens, pages},
+      {stride_bytes(tokens, cache.rope_row_stride), stride_bytes(pages, cache.rope_page_stride)}, {kRopeDim, box_tokens, 1},
+      kRopeDim * element_bytes);
 }
 
 void prepare_query_maps(const DecodeKernel& kernel, const DecodeParams& params, DecodeLaunch& to) {
@@ -96,8 +96,8 @@ void prepare_query_maps(const DecodeKernel& kernel, const DecodeParams& params, 
     return map_shape(
         data, kernel.map_type,
         {kColumns, uint64_t(params.heads), uint64_t(params.s_q), chunks, uint64_t(params.batch)},
-        {stride_bytes(params.heads, head, kElementBytes), stride_bytes(params.s_q, token, kElementBytes),
-         kColumns * kElementBytes, stride_bytes(params.batch, request, kElementBytes)},
+        {stride_bytes(params.heads, head * kElementBytes), stride_bytes(params.s_q, token * kElementBytes),
+         kColumns * kElementBytes, stride_bytes(params.batch, request * kElementBytes)},
         {kColumns, uint32_t(box_heads), uint32_t(params.row_tile / box_heads), uint32_t(chunks), 1}, kColumns * kElementBytes);
   };
   to.query_maps[0] =
@@ -106,28 +106,55 @@ void prepare_query_maps(const DecodeKernel& kernel, const DecodeParams& params, 
                          kRopeDim / kColumns);
 }
 
-DecodeKernel kernel_of(const DecodeParams& params, const CacheParams& cache) {
+DecodeKernel kernel_of(const DecodeParams& params, CacheType cache) {
+  const bool whole_tiles = params.key_load == KeyLoad::kTiles;
   if (cache.fp8) {
-    return cache.fp8_math ? fp8_kernel<cutlass::float_e4m3_t>(params.row_tile) : fp8_kernel<cutlass::half_t>(params.row_tile);
+    return cache.fp8_math ? fp8_kernel<cutlass::float_e4m3_t>(params.row_tile, whole_tiles)
+                          : fp8_kernel<cutlass::half_t>(params.row_tile, whole_tiles);
   }
-  return params.query_type == QueryType::kFloat16 ? sixteen_bit_kernel<cutlass::half_t>(params.row_tile)
-                                                  : sixteen_bit_kernel<cutlass::bfloat16_t>(params.row_tile);
+  return params.query_type == QueryType::kFloat16 ? sixteen_bit_kernel<cutlass::half_t>(params.row_tile, whole_tiles)
+                                                  : sixteen_bit_kernel<cutlass::bfloat16_t>(params.row_tile, whole_tiles);
 }
 
 }  // namespace
 
-DecodeLaunch prepare_decode(const DecodeParams& params, const CacheParams& cache) {
+RowSteps row_steps(int64_t pages, int64_t page_stride, int64_t page_size, int64_t row_stride) {
+  // Of a single page or row nothing is a step, whatever its stride says.
+  const int64_t page = pages == 1 ? 0 : page_stride, row = page_size == 1 ? 0 : row_stride;
+  const int64_t both = page | row | int64_t(1) << 31, unit = both & -both;
+  const double last = double(pages - 1) * double(page / unit) + double(page_size - 1) * double(row / unit);
+  if (last > double(UINT32_MAX)) return {};
+  return {uint32_t(unit), uint32_t(page / unit), uint32_t(row / unit)};
+}
+
+void choose_key_load(DecodeParams& params, CacheType type) {
+  const PagedCache& cache = params.cache;
+  const bool rows_whole = cache.rope == cache.latent + kLatentDim * (type.fp8 ? 1 : 2) &&
+                          cache.rope_page_stride == cache.latent_page_stride &&
+                          cache.rope_row_stride == cache.latent_row_stride;
+  const int part = part_tokens(cache.page_size);
+  params.part_tokens = part;
+  params.parts_per_page = cutlass::FastDivmod(cache.page_size / part);
+  params.latent_steps = row_steps(cache.pages, cache.latent_page_stride, cache.page_size, cache.latent_row_stride);
+  params.rope_steps = row_steps(cache.pages, cache.rope_page_stride, cache.page_size, cache.rope_row_stride);
+  // Of an FP8 cache the rope part has a copy of its own in any case.
+  params.key_load = part == 1                                      ? KeyLoad::kRows
+                    : part == kTileTokens && (type.fp8 || rows_whole) ? KeyLoad::kTiles
+                                                                      : KeyLoad::kParts;
+}
+
+DecodeLaunch prepare_decode(const DecodeParams& params, CacheType cache) {
   const DecodeKernel kernel = kernel_of(params, cache);
   DecodeLaunch decode{};
   decode.kernel = {kernel.function, kernel.name, kernel.handles, dim3(params.partitions * params.row_groups),
                    kernel.threads, kernel.shared_bytes};
-  prepare_cache_maps(kernel, cache, decode);
+  if (params.key_load != KeyLoad::kRows) prepare_cache_maps(kernel, params, cache.fp8 ? 1 : 2, decode);
   if (!cache.fp8) prepare_query_maps(kernel, params, decode);
   return decode;
 }
 
 void launch(const DecodeLaunch& decode, const DecodeParams& params, int device, cudaStream_t stream) {
-  CUtensorMap cache_maps[2];
+  CUtensorMap cache_maps[2]{};
   for (int i = 0; i < decode.cache_map_count; ++i) cache_maps[i] = encoded(decode.cache_maps[i]);
   QueryMaps query_maps{};
   query_maps.usable = decode.query_maps_usable;

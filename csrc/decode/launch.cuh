@@ -13,12 +13,12 @@ constexpr CUtensorMapDataType tensor_map_type() {
   return std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-template <class T>
+template <class T, bool kWholeTiles>
 DecodeKernel describe() {
   static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
   static KernelHandles handles;
   DecodeKernel kernel{};
-  kernel.function = reinterpret_cast<const void*>(decode_kernel<T>);
+  kernel.function = reinterpret_cast<const void*>(decode_kernel<T, kWholeTiles>);
   kernel.name = __PRETTY_FUNCTION__;
   kernel.threads = kDecodeThreads;
   kernel.shared_bytes = int(sizeof(typename T::SharedStorage));
@@ -26,35 +26,41 @@ DecodeKernel describe() {
   if constexpr (T::kFp8Cache) {
     kernel.map_type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
     kernel.chunk_columns = T::kWideColumns;
-    kernel.chunks = kernel.copied_chunks = T::kWideChunks;
+    kernel.chunks = T::kWideChunks;
+    kernel.copied_chunks = kWholeTiles ? T::kWideChunks : 1;
     kernel.rope_apart = true;
   } else {
     kernel.map_type = tensor_map_type<typename T::Element>();
     kernel.chunk_columns = kChunkColumns;
-    kernel.chunks = kChunks;
-    kernel.copied_chunks = T::kChunksPerStage;
-    kernel.rope_apart = false;
+    kernel.chunks = kWholeTiles ? kChunks : kValueChunks;
+    kernel.copied_chunks = kWholeTiles ? T::kChunksPerStage : 1;
+    kernel.rope_apart = !kWholeTiles;
   }
   return kernel;
 }
 
+template <class T>
+DecodeKernel describe(bool whole_tiles) {
+  return whole_tiles ? describe<T, true>() : describe<T, false>();
+}
+
 template <class Element>
-DecodeKernel sixteen_bit_kernel(int row_tile) {
+DecodeKernel sixteen_bit_kernel(int row_tile, bool whole_tiles) {
   switch (row_tile) {
-    case 8: return describe<transposed::Traits<Element, 8>>();
-    case 16: return describe<transposed::Traits<Element, 16>>();
-    case 32: return describe<transposed::Traits<Element, 32>>();
-    default: return describe<query_major::Traits<Element>>();
+    case 8: return describe<transposed::Traits<Element, 8>>(whole_tiles);
+    case 16: return describe<transposed::Traits<Element, 16>>(whole_tiles);
+    case 32: return describe<transposed::Traits<Element, 32>>(whole_tiles);
+    default: return describe<query_major::Traits<Element>>(whole_tiles);
   }
 }
 
 template <class Math>
-DecodeKernel fp8_kernel(int row_tile) {
+DecodeKernel fp8_kernel(int row_tile, bool whole_tiles) {
   switch (row_tile) {
-    case 8: return describe<transposed_fp8::Traits<Math, 8>>();
-    case 16: return describe<transposed_fp8::Traits<Math, 16>>();
-    case 32: return describe<transposed_fp8::Traits<Math, 32>>();
-    default: return describe<transposed_fp8::SharedTilesTraits<Math>>();
+    case 8: return describe<transposed_fp8::Traits<Math, 8>>(whole_tiles);
+    case 16: return describe<transposed_fp8::Traits<Math, 16>>(whole_tiles);
+    case 32: return describe<transposed_fp8::Traits<Math, 32>>(whole_tiles);
+    default: return describe<transposed_fp8::SharedTilesTraits<Math>>(whole_tiles);
   }
 }
 

@@ -2,6 +2,8 @@
 // is given and touches no GPU, `launch` hands it over.
 #pragma once
 
+#include <numeric>
+
 #include "common/launch.h"
 #include "params.h"
 
@@ -22,21 +24,30 @@ struct DecodeKernel {
 };
 
 // The kernels for a 16-bit cache (bfloat16_t or half_t), and for one of e4m3 (multiplied as half_t or float_e4m3_t).
+// whole_tiles: copied so, not in parts or rows.
 template <class Element>
-DecodeKernel sixteen_bit_kernel(int row_tile);
+DecodeKernel sixteen_bit_kernel(int row_tile, bool whole_tiles);
 template <class Math>
-DecodeKernel fp8_kernel(int row_tile);
+DecodeKernel fp8_kernel(int row_tile, bool whole_tiles);
 
-// The paged cache: [pages, page_size, 576]. Strides count elements; one of e4m3 is a byte.
-struct CacheParams {
-  const void* data;
-  int64_t pages;
-  int64_t page_size;
-  int64_t page_stride;
-  int64_t row_stride;
+// The type of the cache, e4m3 or the queries', and how the former is multiplied.
+struct CacheType {
   bool fp8;
   bool fp8_math;
 };
+
+// Tokens that no page's end separates, as many as are copied together. Parts of 8 would take TMA 72 copies a tile of 16 bits:
+// below 16 rows are gathered.
+constexpr int part_tokens(int64_t page_size) {
+  const int part = int(std::gcd(page_size, int64_t(kTileTokens)));
+  return part < 16 ? 1 : part;
+}
+
+// Strides in bytes. All zeros where 32 bits do not reach the last row.
+RowSteps row_steps(int64_t pages, int64_t page_stride, int64_t page_size, int64_t row_stride);
+
+// How the cache's tiles are copied: what params.cache says of where they lie decides.
+void choose_key_load(DecodeParams& params, CacheType type);
 
 // A tensor map before the driver encodes it, innermost dimension first. No padding: maps are compared byte by byte.
 struct MapShape {
@@ -59,7 +70,7 @@ struct DecodeLaunch {
 
 constexpr int64_t kTmaStrideEnd = int64_t(1) << 40;  // bytes: TMA takes strides below
 
-DecodeLaunch prepare_decode(const DecodeParams& params, const CacheParams& cache);
+DecodeLaunch prepare_decode(const DecodeParams& params, CacheType cache);
 // device: the current one.
 void launch(const DecodeLaunch& decode, const DecodeParams& params, int device, cudaStream_t stream);
 

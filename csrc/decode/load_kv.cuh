@@ -1,4 +1,5 @@
-// The key producer: one warp copies the cache tile by tile with TMA into the key ring.
+// The key producer: one warp copies the cache tile by tile with TMA into the key ring. (Where a page does not hold whole tiles:
+// load_parts.cuh, gather_kv.cuh.)
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -8,34 +9,36 @@
 
 namespace etap {
 
-// The page of each tile is fetched 32 tiles at a time, a lane each, one batch ahead of its use. The first fetch does not
-// wait for the request's length: what lies behind it in the table is read, but never used.
+// The page of each part of a tile (of whole tiles, of each tile) is fetched 32 parts at a time, a lane each, one batch ahead
+// of its use. The first fetch does not wait for the request's length: what lies behind it in the table is read, but never
+// used.
 class PageFetcher {
  public:
-  __device__ __forceinline__ PageFetcher(const DecodeParams& params, int request, int begin_tile)
+  __device__ __forceinline__ PageFetcher(const DecodeParams& params, int request, int begin_part)
       : pages_(params.block_table + request * params.block_table_stride),
-        tiles_per_page_(params.tiles_per_page),
+        parts_per_page_(params.parts_per_page),
         max_pages_(params.max_pages),
         lane_(threadIdx.x % kWarpSize),
-        next_(fetch(begin_tile)) {}
+        next_(fetch(begin_part)) {}
 
-  // Page of begin_tile + i; called by the whole warp with i = 0, 1, 2, ...
-  __device__ __forceinline__ int page(int tile, int i) {
+  // To `part`, begin_part + i; called with i = 0, 1, 2, ..., or with the first one's of each tile.
+  __device__ __forceinline__ void advance(int part, int i) {
     if (i % kWarpSize == 0) {
       current_ = next_;
-      next_ = fetch(tile + kWarpSize);
+      next_ = fetch(part + kWarpSize);
     }
-    return __shfl_sync(0xffffffff, current_, i % kWarpSize);
   }
+  // Page of begin_part + i, or of one that follows in its tile; called by the whole warp.
+  __device__ __forceinline__ int page(int i) const { return __shfl_sync(0xffffffff, current_, i % kWarpSize); }
 
  private:
-  __device__ __forceinline__ int fetch(int first_tile) const {
-    const int page = tiles_per_page_.div(first_tile + lane_);
+  __device__ __forceinline__ int fetch(int first_part) const {
+    const int page = parts_per_page_.div(first_part + lane_);
     return page < max_pages_ ? pages_[page] : 0;
   }
 
   const int32_t* pages_;  // of the request: [max_pages_]
-  const cutlass::FastDivmod& tiles_per_page_;
+  const cutlass::FastDivmod& parts_per_page_;
   int max_pages_;
   int lane_;
   int current_ = 0;
@@ -57,8 +60,9 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
     if (piece.tiles() == 0) continue;
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, ++tiles_begun) {
       const int i = tile - piece.begin_tile;
-      const int page = pages.page(tile, i);
-      const int token = params.tiles_per_page.rem(tile) * kTileTokens;  // of the page
+      pages.advance(tile, i);
+      const int page = pages.page(i);
+      const int token = params.parts_per_page.rem(tile) * kTileTokens;  // of the page
 #pragma unroll
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
         // No more in flight than wanted; room in the ring.

@@ -35,11 +35,10 @@ __device__ __forceinline__ void copy_queries(typename T::SharedStorage& shared, 
 
 // Query rows of any strides go through cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads. A warp
 // takes every kWarps-th row and steps from row to row without a division.
-template <class T>
+template <class T, int kWarps>
 __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared, const DecodeParams& params,
                                                int partition, int row_group) {
   using Element = typename T::Element;
-  constexpr int kWarps = T::kGathered ? 1 : kQueryProducerThreads / kWarpSize;  // the others gather the cache's rows
   constexpr int kUnitElements = kUnitBytes / sizeof(Element);
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitElements;
   constexpr int kChunkBytes = sizeof(typename T::QueryChunk);
@@ -85,11 +84,12 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
   }
 }
 
-template <class T>
+// kWarps: that may gather.
+template <class T, int kWarps>
 __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params,
                                              const QueryMaps& maps, int partition, int row_group, WarpRole role) {
   if (!maps.usable) {
-    gather_queries<T>(shared, params, partition, row_group);
+    gather_queries<T, kWarps>(shared, params, partition, row_group);
   } else if (role == WarpRole::kQueryProducer) {
     copy_queries<T>(shared, params, maps, partition, row_group);
   }

@@ -1,6 +1,7 @@
 // The numbers that all decode kernels share, and the list of what each kernel's traits provide.
 #pragma once
 
+#include <cute/arch/copy_sm90_tma.hpp>
 #include <cute/atom/mma_traits_sm90_gmma.hpp>
 #include <cute/tensor.hpp>
 
@@ -41,6 +42,23 @@ __device__ __forceinline__ Item& item(char* array, int i) {
   return *reinterpret_cast<Item*>(array + i * int(sizeof(Item)));
 }
 
+// A cache row is read once for each row group: it should push nothing else out of L2.
+constexpr auto kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+
+// The cache as TMA sees it where tiles are copied in parts, a chunk at a time.
+struct PartMaps {
+  CUtensorMap latent;  // (columns of a chunk, tokens of a page, chunks, pages)
+  CUtensorMap rope;    // (64 columns, tokens, pages)
+
+  // Of a part's tokens, `token` the first of its page.
+  __device__ __forceinline__ void copy_latent(uint64_t* barrier, void* target, int page, int token, int chunk) const {
+    cute::SM90_TMA_LOAD_4D::copy(&latent, barrier, kReadOnce, target, 0, token, chunk, page);
+  }
+  __device__ __forceinline__ void copy_rope(uint64_t* barrier, void* target, int page, int token) const {
+    cute::SM90_TMA_LOAD_3D::copy(&rope, barrier, kReadOnce, target, 0, token, page);
+  }
+};
+
 // What traits provide for what all kernels share: the kernel itself, its launch, the producers, where results go. What else
 // they have is between a kernel's own files.
 template <class T>
@@ -48,8 +66,9 @@ constexpr bool are_traits() {
   constexpr auto is_flag = [](auto flag) { return std::is_same_v<decltype(flag), bool>; };
   // Of both products' operands.
   static_assert(sizeof(typename T::Element) <= 2);
-  // The cache as TMA sees it, copy() fills a stage; or as producers gather its rows, kGatherWarps of them.
+  // The cache as TMA sees it, copy() fills a stage, and copy_part() from PartMaps; or lists of its rows.
   static_assert(T::kGathered || sizeof(typename T::CacheMaps) % sizeof(CUtensorMap) == 0);
+  static_assert(T::kGatherWarps <= kWarpsPerGroup);                   // that copy rows where TMA does not
   // The pieces of a partition.
   static_assert(sizeof(typename T::Walk) > 0);
   // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries, init_grants(signals).

@@ -25,14 +25,16 @@ def resolve_arguments(declared: dict, view, name: str) -> dict | None:
     Raises:
         ValueError: the text says why.
     """
-    page_size = declared.get("page_size", view.page_size)
+    asked_for = declared.get("page_size", view.page_size)
+    page_size = TILE_TOKENS if asked_for is None else asked_for
     capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
     reason = why_unsupported(
         dtype=_DTYPES.get(view.dtype, torch.bfloat16),
-        page_size=TILE_TOKENS if page_size is None else page_size,
+        page_size=page_size,
         kv_cache_dtype=_cache_dtype(view.kv_cache_dtype, view.dtype),
         compute_capability=capability,
     )
+    reason = reason or plugins.why_page_size(page_size)
     reason = reason or why_unsupported_speculation(
         view.speculative_algorithm, view.speculative_eagle_topk, view.dcp_size
     )
@@ -40,7 +42,7 @@ def resolve_arguments(declared: dict, view, name: str) -> dict | None:
         reason = "the model's attention is not MLA"
     if reason := reason or plugins.why_no_library():
         raise ValueError(f"--attention-backend {name}: {reason}")
-    if page_size is None:
+    if asked_for is None:
         return declared | {"page_size": TILE_TOKENS}
     return None
 

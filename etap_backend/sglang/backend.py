@@ -55,6 +55,7 @@ def _why_unsupported(model_runner) -> str | None:
         kv_cache_dtype=model_runner.kv_cache_dtype,
         compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
     )
+    reason = reason or plugins.why_page_size(model_runner.page_size)
     reason = reason or arguments.why_unsupported_speculation(
         spec.speculative_algorithm, spec.speculative_eagle_topk, get_parallel().attn_dcp_size
     )

@@ -83,13 +83,15 @@ class ETAPBackend(MLACommonBackend):
         device_capability: DeviceCapability,
     ) -> str | None:
         """Say why the kernels cannot run this, or None when they can."""
+        page_size = TILE_TOKENS if block_size is None else block_size
         reason = why_unsupported(
             dtype=dtype,
             head_dim=head_size,
-            page_size=TILE_TOKENS if block_size is None else block_size,
+            page_size=page_size,
             kv_cache_dtype=kv_cache_dtype,
             compute_capability=(device_capability.major, device_capability.minor),
         )
+        reason = reason or plugins.why_page_size(page_size)
         if reason is None and use_sparse:
             reason = "sparse attention without index_topk in the model's configuration is not supported"
         return reason or plugins.why_no_library()

@@ -104,7 +104,7 @@ def module(name: str) -> Module:
 @lru_cache(48)
 def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None) -> Kernel:
     """The one kernel among sources that has these template arguments, in or out of our namespaces, translated."""
-    pattern = re.compile(rf"<(\w+::)?{re.escape(arguments.replace('etap::', ''))}>\(")
+    pattern = re.compile(rf"<(\w+::)?{re.escape(arguments.replace('etap::', ''))}(, true)?>\(")  # kWholeTiles' default
     names = {(source, name): full for source in sources for full, name in module(source).names.items()}
     found = [place for place, full in names.items() if pattern.search(full.replace("etap::", "").replace(" >", ">"))]
     if len(found) != 1:
@@ -154,7 +154,8 @@ def run_decode(problem, schedule, out, lse, softmax_scale: float, *, sources=SHI
     Returns:
         The segments of the decode kernel that ran.
     """
-    tensors = dict(q=problem.call_q, q_rope=problem.call_q_rope, kv_cache=problem.kv_cache)
+    tensors = dict(q=problem.call_q, q_rope=problem.call_q_rope)
+    tensors |= dict(kv_cache=problem.call_kv_cache, rope_cache=problem.rope_cache)
     tensors |= dict(q_scale=problem.q_scale, kv_scale=problem.kv_scale)
     tensors |= dict(block_table=problem.block_table, seq_lens=problem.seq_lens)
     batch, s_q, heads, partitions, work_ranges, split_offsets, workspace = schedule
@@ -166,9 +167,10 @@ def run_decode(problem, schedule, out, lse, softmax_scale: float, *, sources=SHI
     for launch in library().decode_launches(*copies.values(), softmax_scale, *counts):
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
         arguments = [bytes(params)]
-        if cache_maps:
+        if not ran:  # the combination is given the first alone
             queries = [*map(tensor_map, query_maps), bytes([1] + [0] * 127)] if query_maps else [bytes(3 * 128)]
-            arguments += [[*map(tensor_map, cache_maps)], queries]
+            # Kernels that gather rows have the maps of those that copy parts, and use none.
+            arguments += [[*map(tensor_map, cache_maps)] if cache_maps else bytes(2 * 128), queries]
         kernel = kernel_of(_template_arguments(name), sources, edit)
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
     out.copy_(copies["out"])

@@ -1,6 +1,12 @@
-// One decode kernel of each form for a 16-bit cache, with the marks of common/mark.h.
+// Decode kernels for a 16-bit cache, one of each form that copies whole tiles, and those that copy parts or gather rows, with
+// that for an FP8 cache, with the marks of common/mark.h.
 #define ETAP_MARKS
 #include "decode/launch.cuh"
 
-etap::DecodeKernel transposed() { return etap::describe<etap::transposed::Traits<cutlass::bfloat16_t, 16>>(); }
-etap::DecodeKernel query_major() { return etap::describe<etap::query_major::Traits<cutlass::bfloat16_t>>(); }
+using etap::DecodeKernel, etap::describe;
+
+DecodeKernel transposed() { return describe<etap::transposed::Traits<cutlass::bfloat16_t, 16>, true>(); }
+DecodeKernel query_major() { return describe<etap::query_major::Traits<cutlass::bfloat16_t>, true>(); }
+DecodeKernel transposed_rows() { return describe<etap::transposed::Traits<cutlass::bfloat16_t, 16>, false>(); }
+DecodeKernel query_major_rows() { return describe<etap::query_major::Traits<cutlass::bfloat16_t>, false>(); }
+DecodeKernel fp8_rows() { return describe<etap::transposed_fp8::Traits<cutlass::half_t, 16>, false>(); }

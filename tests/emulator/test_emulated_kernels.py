@@ -122,6 +122,42 @@ def test_layouts(heads, page_size, cache_layout, q_layout, kind):
     verify(Case((0, 65, 300), heads=heads, num_sms=4, **layouts, **CACHES[kind]), seed=3)
 
 
+# Rows are gathered (1, 5, 24, 100), parts of 16 or 32 tokens copied; a page ends in a tile, or a tile in a page.
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("kind", [*CACHES.values(), {"dtype": "float16"}], ids=[*CACHES, "fp16"])
+def test_small_pages(kind, page_size, heads):
+    verify(Case(LENGTHS, heads=heads, page_size=page_size, num_sms=2, **kind), seed=page_size)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("heads, cache_layout, q_layout", [(16, "gapped", "strided"), (24, "headed", "split")])
+@pytest.mark.parametrize("page_size", [5, 24, 32, 48, 80, 96, 100])
+def test_pages_of_any_size(page_size, heads, cache_layout, q_layout, kind):
+    layouts = dict(page_size=page_size, cache_layout=cache_layout, q_layout=q_layout)
+    verify(Case((0, 65, 300), heads=heads, s_q=2, num_sms=4, **layouts, **CACHES[kind]), seed=6)
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("page_size", [1, 32, 64, 128])
+def test_latent_and_rope_in_two_tensors(page_size, heads, kind):
+    verify(Case((65, 300), heads=heads, num_sms=2, page_size=page_size, cache_layout="apart", **CACHES[kind]), seed=7)
+
+
+def test_a_page_that_the_cache_lacks_is_not_read():
+    """An engine's mistake must not end in another tensor: its tokens count as zeros, however tiles are copied."""
+    for page_size in (1, 16, 64):
+        problem = build(Case((192,), page_size=page_size, num_sms=1), "cpu")
+        problem.kv_cache.fill_(1)
+        wild = torch.tensor([2**31 - 1, -1, len(problem.kv_cache)], dtype=torch.int32).repeat(70)
+        problem.block_table[0, :] = wild[: problem.block_table.shape[1]]
+        runner = Runner(problem)
+        kernels.run_decode(problem, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+        assert runner.out.tensor.eq(0).all()
+        torch.testing.assert_close(runner.lse.tensor, torch.full_like(runner.lse.tensor, math.log(192)))
+
+
 @pytest.mark.parametrize("kind, heads", [("bf16", 16), ("bf16", 64), ("fp8", 16)])
 @pytest.mark.parametrize("law", ["dominating", "rising", "falling"])
 def test_maxima_that_come_late_or_early(law, kind, heads):
@@ -204,15 +240,22 @@ RAGGED += [("bf16", 64, (129, 0, 64)), ("bf16", 64, (320, 1, 192, 64))]
 
 
 @pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("page_size", [64, 32, 1])
 @pytest.mark.parametrize("kind, heads, lengths", LENT_STAGES + RAGGED)
-def test_interleavings(kind, heads, lengths, timing):
+def test_interleavings(kind, heads, lengths, page_size, timing):
     for seed in SEEDS:
-        verify(Case(lengths, heads=heads, num_sms=1, **CACHES[kind]), seed=seed, timing=timing)
+        verify(Case(lengths, heads=heads, page_size=page_size, num_sms=1, **CACHES[kind]), seed=seed, timing=timing)
 
 
 # ------------------------------------------------------------------------------------------------------ planted faults
 
-CASES = {"transposed": Case((200, 449), num_sms=1), "query_major": Case((200, 449), heads=64, num_sms=1)}
+CASES = {
+    "transposed": Case((200, 449), num_sms=1),
+    "query_major": Case((200, 449), heads=64, num_sms=1),
+    "transposed rows": Case((200, 449), num_sms=1, page_size=1),
+    "query_major rows": Case((200, 449), heads=64, num_sms=1, page_size=1),
+    "transposed_fp8 rows": Case((200, 449), num_sms=1, page_size=1, kv_dtype="fp8"),
+}
 WHOLE_TILES = Case((192,), num_sms=1)  # where a fault shows that another one, of a tail, would hide or come before
 FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator says where it is left out
     ("transposed", "launch_meeting"): "no mbarrier",
@@ -226,6 +269,16 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed", "stage_release"): "deadlock",
     # What it overwrites is a tile still on its way, or one that the other consumer still multiplies.
     ("transposed", "merge_grant"): "in flight|inf/NaN elsewhere|cosine",
+    ("transposed rows", "rows_room"): "in flight|inf/NaN elsewhere|cosine|more arrivals",
+    ("transposed rows", "rows_wait"): "in flight",
+    ("transposed rows", "rows_fence"): "inf/NaN elsewhere",
+    ("transposed rows", "rows_grant"): "deadlock",
+    ("transposed rows", "lent_commit"): "deadlock",
+    ("query_major rows", "rows_wait"): "in flight",
+    ("query_major rows", "rows_fence"): "inf/NaN elsewhere",
+    ("transposed_fp8 rows", "rows_room"): "in flight|inf/NaN elsewhere|cosine|more arrivals",
+    ("transposed_fp8 rows", "rows_arrival"): "in flight|inf/NaN elsewhere",
+    ("transposed_fp8 rows", "rows_commit"): "deadlock",
     ("query_major", "scores_wait"): "in flight",
     ("query_major", "hand_over_meeting"): ".",
     ("query_major", "tail_fence"): "without fence.proxy.async",
@@ -237,7 +290,11 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
 @cache
 def marked(kernel: str) -> Entry:
     module = kernels.module("marked")
-    return Entry(module, next(name for full, name in module.names.items() if f"{kernel}::Traits<" in full))
+    form, _, rows = kernel.partition(" ")
+    last = f", {'false' if rows else 'true'}>("
+    return Entry(
+        module, next(name for full, name in module.names.items() if f"{form}::Traits<" in full and last in full)
+    )
 
 
 def fault_of(case: Case, edit: Edit) -> str:
@@ -267,7 +324,7 @@ def test_missing_synchronisation_is_found(kernel, mark):
 
 
 def test_every_mark_is_left_out_by_a_test():
-    assert {mark for _, mark in FAULTS} == marked("transposed").marks | marked("query_major").marks
+    assert {mark for _, mark in FAULTS} == set().union(*(marked(kernel).marks for kernel in CASES))
 
 
 def test_waits_for_the_other_parity_are_found():

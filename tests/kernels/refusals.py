@@ -22,6 +22,7 @@ def valid_call(device: str) -> dict:
         "schedule": DecodeSchedule(BATCH, HEADS, max_s_q=S_Q, device=device, num_sms=8).build(seq_lens, S_Q),
         "softmax_scale": 576**-0.5,
         "q_rope": None,
+        "rope_cache": None,
         "out": torch.zeros(BATCH, S_Q, HEADS, 512, **options),
         "lse": torch.zeros(BATCH, S_Q, HEADS, dtype=torch.float32, device=device),
     }
@@ -69,6 +70,11 @@ def _workspace(call: dict, floats: int = 10**6, **options) -> torch.Tensor:
 def _split(call: dict) -> dict:
     q = call["q"]
     return {"q": q[..., :512], "q_rope": q[..., 512:]}
+
+
+def _apart(call: dict) -> dict:
+    cache = call["kv_cache"]
+    return {"kv_cache": cache[..., :512], "rope_cache": cache[..., 512:]}
 
 
 def _fp8(call: dict, **more) -> dict:
@@ -132,16 +138,52 @@ REFUSALS = (
         lambda c: {"kv_cache": c["kv_cache"].new_zeros(PAGES, PAGE_SIZE, 2, 576)},
     ),
     Refusal(
-        "page_size_small",
+        "page_size_zero",
         ValueError,
-        ("kv_cache:", "multiple of 64", "32"),
-        lambda c: {"kv_cache": c["kv_cache"][:, :32]},
+        ("kv_cache:", "at least one token", "[7, 0, 576]"),
+        lambda c: {"kv_cache": c["kv_cache"][:, :0]},
     ),
     Refusal(
-        "page_size_odd",
+        "cache_width_beside_rope",
         ValueError,
-        ("kv_cache:", "multiple of 64", "96"),
-        lambda c: {"kv_cache": c["kv_cache"].new_zeros(PAGES, 96, 576)},
+        ("kv_cache:", "512", "[7, 64, 576]"),
+        lambda c: {**_apart(c), "kv_cache": c["kv_cache"]},
+    ),
+    Refusal(
+        "rope_cache_dtype",
+        TypeError,
+        ("rope_cache:", "bfloat16 like kv_cache", "float16"),
+        lambda c: {**_apart(c), "rope_cache": _apart(c)["rope_cache"].half()},
+    ),
+    Refusal(
+        "rope_cache_width",
+        ValueError,
+        ("rope_cache:", "[7, 64, 64]", "[7, 64, 32]"),
+        lambda c: {**_apart(c), "rope_cache": _apart(c)["rope_cache"][..., :32]},
+    ),
+    Refusal(
+        "rope_cache_of_other_pages",
+        ValueError,
+        ("rope_cache:", "[7, 64, 64]", "[7, 32, 64]"),
+        lambda c: {**_apart(c), "rope_cache": _apart(c)["rope_cache"][:, :32]},
+    ),
+    Refusal(
+        "rope_cache_row_step",
+        ValueError,
+        ("rope_cache:", "16 bytes", "68"),
+        lambda c: {**_apart(c), "rope_cache": wide(_apart(c)["rope_cache"], 4)},
+    ),
+    Refusal(
+        "rope_cache_rows_in_one_place",
+        ValueError,
+        ("rope_cache:", "above 0", "0, 1]"),
+        lambda c: {**_apart(c), "rope_cache": _apart(c)["rope_cache"][:, :1].expand(-1, PAGE_SIZE, -1)},
+    ),
+    Refusal(
+        "rope_cache_on_meta",
+        ValueError,
+        ("rope_cache:", "got one on meta"),
+        lambda c: {**_apart(c), "rope_cache": _apart(c)["rope_cache"].to("meta")},
     ),
     Refusal(
         "cache_row_step", ValueError, ("kv_cache:", "16 bytes", "580"), lambda c: {"kv_cache": wide(c["kv_cache"], 4)}

@@ -166,11 +166,48 @@ def test_a_scale_may_have_one_dimension_or_none_and_one_is_as_good_as_1(device):
 @both_devices
 @pytest.mark.parametrize("kind", [{}, KINDS["fp8 q, fp8"]], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("page_size", [64, 128, 256])
-@pytest.mark.parametrize("cache_layout", ["dense", "gapped", "headed"])
+@pytest.mark.parametrize("cache_layout", ["dense", "gapped", "headed", "apart"])
 @pytest.mark.parametrize("q_layout", ["packed", "strided", "split"])
 def test_layouts(device, kind, page_size, cache_layout, q_layout):
     case = Case((0, 1, 65, 255, 256, 257, 600), page_size=page_size, cache_layout=cache_layout, q_layout=q_layout)
     verify(replace(case, heads=16, s_q=2, seed=3, **kind), device)
+
+
+@both_devices
+@every_kind
+@pytest.mark.parametrize("page_size", [1, 16, 32])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_small_pages(device, kind, page_size, heads):
+    lengths = {"cpu": (0, 1, 63, 64, 65, 200), "cuda": (0, 1, 15, 16, 17, 1000, 4097, 20_000)}[device]
+    verify(Case(lengths, heads=heads, page_size=page_size, seed=21, **kind), device)
+
+
+@both_devices
+@bf16_or_fp8_cache
+@pytest.mark.parametrize("page_size", [2, 5, 24, 48, 63, 80, 96, 100, 192, 1000])
+@pytest.mark.parametrize(
+    "heads, cache_layout, q_layout", [(16, "gapped", "packed"), (24, "apart", "strided"), (64, "headed", "split")]
+)
+def test_pages_of_any_size(device, cache, page_size, cache_layout, heads, q_layout):
+    layouts = dict(page_size=page_size, cache_layout=cache_layout, q_layout=q_layout)
+    verify(Case((0, 1, 99, 300, 700), heads=heads, s_q=2, num_sms=7, seed=22, **layouts, **cache), device)
+
+
+@both_devices
+@bf16_or_fp8_cache
+@pytest.mark.parametrize("heads, s_q", [(16, 1), (64, 2)])
+def test_the_page_size_changes_no_bit(device, cache, heads, s_q):
+    """However its rows come to shared memory, the same cache gives the same result."""
+    problem = build(Case((64, 700, 1, 333), heads=heads, s_q=s_q, seed=23, **cache), device)
+    wanted = [result.clone() for result in Runner(problem).run()]
+    whole, table = problem.kv_cache, problem.block_table.clone()
+    table[table < 0], table[table >= len(whole)] = 0, 0
+    for size in (1, 16, 32):
+        within = torch.arange(64 // size, dtype=torch.int32, device=device)
+        problem.kv_cache = whole.reshape(-1, size, 576)
+        problem.block_table = (table[..., None] * len(within) + within).flatten(1)
+        for got, want in zip(Runner(problem).run(), wanted, strict=True):
+            assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
 
 
 @both_devices
@@ -210,11 +247,12 @@ def test_requests_of_many_and_of_few_splits(batch, heads, cache):
 @pytest.mark.gpu
 @pytest.mark.parametrize("kind", [{}, FP8_CACHE, KINDS["bf16 q, fp8 math"]], ids=["bf16", "fp8", "fp8 math"])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
-def test_many_runs_of_ctas_with_many_pieces(heads, kind):
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_many_runs_of_ctas_with_many_pieces(page_size, heads, kind):
     """What the warpgroups hand each other from piece to piece depends on timing: a race once showed in a run of 75."""
     draw = random.Random(heads)
     lengths = tuple(min(16_000, int(draw.lognormvariate(7.0, 1.2))) for _ in range(200))
-    runner = Runner(build(Case(lengths, heads=heads, seed=10, **kind), "cuda"))
+    runner = Runner(build(Case(lengths, heads=heads, page_size=page_size, seed=10, **kind), "cuda"))
     first = [result.clone() for result in runner.run()]
     for run in range(60):
         for name, result, before in zip(("out", "lse"), runner.run(), first, strict=True):
@@ -239,10 +277,10 @@ def test_random_cases(device, seed):
         lengths=tuple(int(longest ** draw.random()) - draw.randrange(2) for _ in range(draw.choice([1, 2, 5, 9]))),
         heads=draw.choice([1, 2, 8, 12, 16, 20, 32, 64, 100, 128]),
         s_q=draw.choice([1, 1, 2, 3, 4]),
-        page_size=draw.choice([64, 128, 256]),
+        page_size=draw.choice([64, 128, 256, 1, 16, 32, draw.randint(1, 300)]),
         law=draw.choice(LAWS),
         q_layout=draw.choice(["packed", "strided", "split"]),
-        cache_layout=draw.choice(["dense", "gapped", "headed"]),
+        cache_layout=draw.choice(["dense", "gapped", "headed", "apart"]),
         num_sms=draw.choice([None, 132, 78, 5, 1]),
         seed=100 + seed,
         **draw.choice(list(KINDS.values())),
@@ -253,9 +291,10 @@ def test_random_cases(device, seed):
 @pytest.mark.gpu
 @bf16_or_fp8_cache
 def test_cache_of_more_than_2_to_the_31_bytes_and_elements(cache):
-    case = Case((5000, 64, 1, 0, 3000), page_size=64, pool_pages=60_000, seed=7, **cache)
-    assert case.pool_pages * case.page_size * 576 > 2**31
-    verify(case, "cuda")
+    for page_size in (64, 16, 1):
+        pool_pages = 60_000 * 64 // page_size
+        verify(Case((5000, 64, 1, 0, 3000), page_size=page_size, pool_pages=pool_pages, seed=7, **cache), "cuda")
+    assert 60_000 * 64 * 576 > 2**31
 
 
 @both_devices

@@ -145,7 +145,7 @@ def test_the_operator_is_registered_as_torch_wants_it():
     schedule = DecodeSchedule(2, 16, device="cpu").build(problem.seq_lens)
     buffers = (schedule.work_ranges, schedule.split_offsets, schedule.workspace)
     outputs = (torch.zeros(2, 1, 16, 512, dtype=torch.bfloat16), torch.zeros(2, 1, 16))
-    inputs = (problem.q, None, problem.kv_cache, None, None, problem.block_table, problem.seq_lens)
+    inputs = (problem.q, None, problem.kv_cache, None, None, None, problem.block_table, problem.seq_lens)
     torch.library.opcheck(
         torch.ops.etap_backend.mla_decode.default,
         (*inputs, *buffers, *outputs, SOFTMAX_SCALE, *schedule[:4], False),

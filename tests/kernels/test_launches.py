@@ -12,7 +12,7 @@ from etap_backend.schedule import decode_shape
 from etap_backend.sparse import sparse_decode_shape
 
 
-def launches(case: Case, q: torch.Tensor | None = None, kv_cache: torch.Tensor | None = None) -> list:
+def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = None) -> list:
     problem = build(case, "cpu")
     q = problem.call_q if q is None else q
     batch, s_q, heads, _ = q.shape
@@ -20,7 +20,7 @@ def launches(case: Case, q: torch.Tensor | None = None, kv_cache: torch.Tensor |
     planned = schedule.build(problem.seq_lens[:batch], s_q)
     out, lse = torch.empty(batch, s_q, heads, 512, dtype=case.out_dtype), torch.empty(batch, s_q, heads)
     return library().decode_launches(
-        *(q, problem.call_q_rope, problem.kv_cache if kv_cache is None else kv_cache),
+        *(q, problem.call_q_rope, *(caches or (problem.call_kv_cache, problem.rope_cache))),
         *(problem.q_scale, problem.kv_scale, problem.block_table[:batch], problem.seq_lens[:batch]),
         *(planned.work_ranges, planned.split_offsets, planned.workspace, out, lse),
         *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, case.fp8_math),
@@ -62,9 +62,38 @@ def test_one_partition_has_nothing_to_combine_and_no_request_nothing_to_decode()
 def test_the_cache_of_one_page_may_say_any_stride():
     pool = torch.zeros(64 * 576, dtype=torch.bfloat16)
     for stride in (0, 3, 2**50):
-        decode = launches(Case((64,), 16, num_sms=1), kv_cache=pool.as_strided((1, 64, 576), (stride, 576, 1)))[0]
+        decode = launches(Case((64,), 16, num_sms=1), caches=(pool.as_strided((1, 64, 576), (stride, 576, 1)), None))[0]
         (cache,) = decode[6]
         assert dims(cache)["strides"] == [1152, 128, 1152]
+
+
+@pytest.mark.parametrize(
+    "page_size, layout, kind, whole, tokens",
+    [
+        *[(size, "dense", {}, True, 64) for size in (64, 128, 576)],
+        *[(size, "dense", {}, False, tokens) for size, tokens in ((32, 32), (96, 32), (16, 16), (80, 16))],
+        *[(size, "headed", {}, False, 0) for size in (1, 8, 40, 63, 100)],
+        *[(size, "apart", {}, False, tokens) for size, tokens in ((64, 64), (32, 32), (1, 0))],
+        *[(size, "apart", {"kv_dtype": "fp8"}, size == 64, tokens) for size, tokens in ((64, 64), (16, 16), (8, 0))],
+    ],
+)
+def test_tiles_are_copied_whole_in_parts_or_row_by_row(page_size, layout, kind, whole, tokens):
+    case = Case((300,), 16, page_size=page_size, cache_layout=layout, num_sms=1, **kind)
+    decode = launches(case)[0]
+    assert f"kWholeTiles = {str(whole).lower()}" in decode[0]
+    maps = [dims(numbers) for numbers in decode[6]]
+    assert [numbers["box"][1] for numbers in maps] == [tokens] * (0 if tokens == 0 else 1 if whole and not kind else 2)
+    problem = build(case, "cpu")
+    rope = problem.rope_cache if layout == "apart" else problem.kv_cache_3d[..., 512:]
+    for numbers, part in zip(maps, (problem.call_kv_cache, rope), strict=False):
+        assert numbers["address"] % 16 == 0 and numbers["extents"][1] == page_size
+        assert numbers["strides"][-1] == part.stride(0) * part.element_size()
+
+
+def test_neighbouring_latent_and_rope_are_copied_as_one():
+    cache = build(Case((64,), 16, num_sms=1), "cpu").kv_cache
+    parts = (cache[..., :512], cache[..., 512:])
+    assert launches(Case((64,), 16, num_sms=1), caches=parts)[0][0] == launches(Case((64,), 16, num_sms=1))[0][0]
 
 
 @pytest.mark.parametrize(

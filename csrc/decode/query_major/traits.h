@@ -38,6 +38,7 @@ struct Traits {
   static constexpr int kGroupRows = kMaxRowTile;
   static constexpr bool kFp8Cache = false;
   static constexpr bool kGathered = false;
+  static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
   static constexpr bool kFitsLaunchRegisters = false;
@@ -92,10 +93,18 @@ struct Traits {
 
     // One chunk of 64 tokens, `token` the first of its page.
     __device__ __forceinline__ void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int chunk) const {
-      constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-      cute::SM90_TMA_LOAD_4D::copy(&chunks, barrier, kHint, &stage, 0, token, chunk, page);
+      cute::SM90_TMA_LOAD_4D::copy(&chunks, barrier, kReadOnce, &stage, 0, token, chunk, page);
     }
   };
+  // Of a part alone, whose tokens are the tile's from `first` on.
+  __device__ __forceinline__ static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first,
+                                                   int page, int token, int chunk) {
+    if (chunk < kValueChunks) {
+      maps.copy_latent(barrier, &stage[first], page, token, chunk);
+    } else {
+      maps.copy_rope(barrier, &stage[first], page, token);
+    }
+  }
 
   static constexpr int kWords = kTileTokens / 4;  // of a thread's P: pairs of neighbouring tokens
   static constexpr int kQuads = kGroupThreads / 4;

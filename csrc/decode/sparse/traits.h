@@ -12,7 +12,6 @@ namespace etap::sparse {
 template <class Dense, template <class> class DenseConsumer, template <class> class DenseMemory>
 struct GatheredTraits : Dense {
   static constexpr bool kGathered = true;
-  static constexpr int kGatherWarps = 3;  // the fourth producer brings the queries
   using Walk = EvenWalk;
   using CacheMaps = GatheredCache;
   using Consumer = DenseConsumer<GatheredTraits>;

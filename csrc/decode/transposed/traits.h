@@ -94,6 +94,7 @@ struct Traits : AlternateTiles<kRowTile_> {
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kFp8Cache = false;
   static constexpr bool kGathered = false;
+  static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
   static constexpr bool kPairedDims = false;
 
   // Three chunks a stage (24 KB a copy) load faster than one.
@@ -143,10 +144,22 @@ struct Traits : AlternateTiles<kRowTile_> {
 
     // A stage's chunks, `chunk` the first, of 64 tokens, `token` the first of its page.
     __device__ __forceinline__ void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int chunk) const {
-      constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-      cute::SM90_TMA_LOAD_4D::copy(&chunks, barrier, kHint, &stage, 0, token, chunk, page);
+      cute::SM90_TMA_LOAD_4D::copy(&chunks, barrier, kReadOnce, &stage, 0, token, chunk, page);
     }
   };
+  // Of a part alone, whose tokens are the tile's from `first` on.
+  __device__ __forceinline__ static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first,
+                                                   int page, int token, int chunk) {
+    CUTE_UNROLL
+    for (int c = 0; c < kChunksPerStage; ++c) {
+      char* const target = reinterpret_cast<char*>(&stage[c][first]);
+      if (chunk + c < kValueChunks) {
+        maps.copy_latent(barrier, target, page, token, chunk + c);
+      } else {
+        maps.copy_rope(barrier, target, page, token);
+      }
+    }
+  }
 };
 
 }  // namespace etap::transposed

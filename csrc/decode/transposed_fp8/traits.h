@@ -45,6 +45,7 @@ struct Products : Tiles {
   using Probability = Math;
   static constexpr bool kFp8Cache = true;
   static constexpr bool kGathered = false;
+  static constexpr int kGatherWarps = 4;
   using Walk = PieceWalk;
   static constexpr bool kFp8Math = sizeof(Math) == 1;
   // Matrix loads bring pairs of value dims: rows r and r + 8 of O^T's 16 are dims 2r and 2r + 1.
@@ -108,11 +109,17 @@ struct Products : Tiles {
 
     // A tile, `token` the first of its page.
     __device__ __forceinline__ void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int) const {
-      constexpr auto kHint = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
-      cute::SM90_TMA_LOAD_4D::copy(&latent, barrier, kHint, &stage.latent, 0, token, 0, page);
-      cute::SM90_TMA_LOAD_3D::copy(&rope, barrier, kHint, &stage.rope, 0, token, page);
+      cute::SM90_TMA_LOAD_4D::copy(&latent, barrier, kReadOnce, &stage.latent, 0, token, 0, page);
+      cute::SM90_TMA_LOAD_3D::copy(&rope, barrier, kReadOnce, &stage.rope, 0, token, page);
     }
   };
+  // A part alone, whose tokens are the tile's from `first` on.
+  __device__ __forceinline__ static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first,
+                                                   int page, int token, int) {
+    CUTE_UNROLL
+    for (int c = 0; c < kWideChunks; ++c) maps.copy_latent(barrier, &stage.latent[c][first], page, token, c);
+    maps.copy_rope(barrier, &stage.rope[first], page, token);
+  }
 };
 
 template <class T>

@@ -38,6 +38,7 @@ class Workload:
     dtype: str = "bfloat16"
     name: str = ""  # for batches that are not even
     kv_dtype: str = "same"
+    page_size: int = PAGE_SIZE
 
     @property
     def fp8(self) -> bool:
@@ -70,7 +71,8 @@ class Workload:
     def label(self) -> str:
         shape = self.name or f"{len(self.lengths)} x {in_k(self.lengths[0])}"
         types = ("" if self.dtype == "bfloat16" else f", {self.dtype}") + (", FP8 cache" if self.fp8 else "")
-        return f"{shape}, {self.heads} heads, s_q {self.s_q}{types}"
+        pages = "" if self.page_size == PAGE_SIZE else f", pages of {self.page_size}"
+        return f"{shape}, {self.heads} heads, s_q {self.s_q}{types}{pages}"
 
     @property
     def shape(self) -> Shape:
@@ -144,7 +146,7 @@ class LogNormal(Strict):
 
 
 class Table(Strict):
-    """A [[rows]] table: its batches, each with all of its heads and s_q.
+    """A [[rows]] table: its batches, each with all of its heads, s_q and page sizes.
 
     Batches come in one of four ways: `shapes` (pairs of requests and tokens), `batch` and `tokens` (all combinations),
     or a `name` with `mixed` (pairs of requests and tokens in one batch) or with `lognormal`; beside the last two
@@ -155,6 +157,7 @@ class Table(Strict):
     s_q: Counts = [1]
     dtype: DType = "bfloat16"
     kv_dtype: KvDType = "same"  # fp8 (e4m3), or the query's
+    page_size: Counts = [PAGE_SIZE]
     shapes: Batches | None = None
     batch: Counts | None = None
     tokens: Counts | None = None
@@ -192,9 +195,12 @@ class Table(Strict):
         return made
 
     def workloads(self, kv_dtype: KvDType | None) -> list[Workload]:
-        rows = product(self.heads, self.s_q, self.batches())
+        rows = product(self.heads, self.s_q, self.batches(), self.page_size)
         cache = kv_dtype or self.kv_dtype
-        return [Workload(lengths, heads, s_q, self.dtype, name, cache) for heads, s_q, (name, lengths) in rows]
+        return [
+            Workload(lengths, heads, s_q, self.dtype, name, cache, page_size)
+            for heads, s_q, (name, lengths), page_size in rows
+        ]
 
 
 class SparseTable(Strict):

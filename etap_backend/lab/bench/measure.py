@@ -48,8 +48,8 @@ CLOCK = (
 )
 METHOD = (
     f"{CLOCK}calls rotate over copies of the cache of {ROTATED_BYTES / 1e6:.0f} MB together "
-    f"(at most {MOST_COPIES} copies); inputs N(0, 1), page {PAGE_SIZE}, shuffled block table; "
-    "scheduling metadata built before"
+    f"(at most {MOST_COPIES} copies); inputs N(0, 1), page {PAGE_SIZE} where a row names no other, "
+    "shuffled block table; scheduling metadata built before"
 )
 SPARSE_METHOD = (
     f"{CLOCK}each token has a list of physical rows, drawn evenly from the whole cache, none twice; calls rotate over "

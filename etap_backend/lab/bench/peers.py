@@ -14,10 +14,18 @@ from torch import Tensor
 from etap_backend.lab.bench.kernels import Call, Inputs, SparseInputs, to_fp8
 from etap_backend.support import LATENT_DIM, ROPE_DIM
 
+FLASHMLA_PAGE_SIZE = 64
+
+
+def _refuse_other_pages(inputs: Inputs) -> None:
+    if inputs.page_size != FLASHMLA_PAGE_SIZE:
+        raise NotImplementedError(f"takes pages of {FLASHMLA_PAGE_SIZE} tokens")
+
 
 def flashmla(inputs: Inputs) -> Call:
     from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
 
+    _refuse_other_pages(inputs)
     # Filled by the first call, which comes before the timed ones.
     metadata, _ = get_mla_metadata()
 
@@ -41,6 +49,7 @@ def flashmla_fp8(inputs: Inputs) -> Call:
     from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache_fp8, get_mla_metadata_dense_fp8
 
     s_q, heads = inputs.q.shape[1:3]
+    _refuse_other_pages(inputs)
     metadata, splits = get_mla_metadata_dense_fp8(inputs.seq_lens, s_q * heads, 1)
     q = to_fp8(inputs.q, inputs.kv_scale)  # as vLLM hands them over; the rounding is not timed
     scale = inputs.kv_scale_tensor

@@ -76,11 +76,14 @@ class DensePool(Pool):
     """The buffer is cut into copies for the row at hand."""
 
     def __init__(self, workloads: tuple[Workload, ...]):
-        super().__init__(max(self._pages(workload) * copies_of(workload) for workload in workloads))
+        super().__init__(-(-max(self._rows(workload) * copies_of(workload) for workload in workloads) // PAGE_SIZE))
 
     @staticmethod
-    def _pages(workload: Workload) -> int:
-        return sum(-(-length // PAGE_SIZE) for length in workload.lengths)
+    def _pages_of_requests(workload: Workload) -> list[int]:
+        return [-(-length // workload.page_size) for length in workload.lengths]
+
+    def _rows(self, workload: Workload) -> int:
+        return sum(self._pages_of_requests(workload)) * workload.page_size
 
     def converted(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         return kernels.to_fp8(pages, KV_SCALE) if dtype == FP8 else pages.to(dtype)
@@ -92,7 +95,7 @@ class DensePool(Pool):
 
     def inputs(self, workload: Workload, num_sms: int | None) -> Inputs:
         batch = len(workload.lengths)
-        pages = [-(-length // PAGE_SIZE) for length in workload.lengths]
+        pages = self._pages_of_requests(workload)
         shuffled = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).to(torch.int32)
         block_table = torch.zeros(batch, max(pages), dtype=torch.int32)
         for row, ids in zip(block_table, shuffled.split(pages), strict=True):
@@ -103,7 +106,7 @@ class DensePool(Pool):
             block_table=block_table.to(DEVICE),
             seq_lens=torch.tensor(workload.lengths, dtype=torch.int32, device=DEVICE),
             lengths=workload.lengths,
-            page_size=PAGE_SIZE,
+            page_size=workload.page_size,
             softmax_scale=SOFTMAX_SCALE,
             num_sms=num_sms,
         )
@@ -112,8 +115,8 @@ class DensePool(Pool):
         return replace(inputs, kv_dtype=dtype, kv_scale=KV_SCALE if dtype == FP8 else None)
 
     def copies(self, workload: Workload, dtype: torch.dtype) -> list[Copy]:
-        pages, each = self.pages_in(dtype), self._pages(workload)
-        return [(pages[first * each : (first + 1) * each],) for first in range(copies_of(workload))]
+        rows = self.pages_in(dtype).flatten(0, 1)[: self._rows(workload) * copies_of(workload)]
+        return [(part.unflatten(0, (-1, workload.page_size)),) for part in rows.split(self._rows(workload))]
 
     def truth(self, inputs: Inputs, copy: Copy) -> Tensor:
         scale = inputs.kv_scale_tensor

@@ -37,7 +37,7 @@ class Case:
     page_size: int = 64
     law: str = "normal"
     q_layout: str = "packed"  # packed, strided (a window of a wider buffer), split (latent transposed, rope a window)
-    cache_layout: str = "dense"  # dense, gapped (pages apart), headed (4-D: [pages, page_size, 1, 576])
+    cache_layout: str = "dense"  # gapped (pages apart), headed ([pages, page_size, 1, 576]), apart (see lay_apart)
     pool_pages: int = 0  # pages of the cache, at least; more than needed puts the used ones at its two ends
     aliased: bool = False  # about half the block-table entries name a page that others name, too
     num_sms: int | None = None
@@ -72,11 +72,17 @@ class Problem:
     q: torch.Tensor  # [batch, s_q, heads, 576]
     call_q: torch.Tensor
     call_q_rope: torch.Tensor | None
-    kv_cache: torch.Tensor  # [pages, page_size, 576], or 4-D in the headed layout
+    kv_cache: torch.Tensor  # [pages, page_size, 576], or 4-D in the headed layout; always the whole rows
     block_table: torch.Tensor  # int32 [batch, max_pages], a window of a wider buffer
     seq_lens: torch.Tensor  # int32 [batch]
     q_scale: torch.Tensor | None = None
     kv_scale: torch.Tensor | None = None
+    latent_cache: torch.Tensor | None = None  # in the apart layout what the call is given: windows of wider buffers
+    rope_cache: torch.Tensor | None = None
+
+    @property
+    def call_kv_cache(self) -> torch.Tensor:
+        return self.kv_cache if self.latent_cache is None else self.latent_cache
 
     @property
     def kv_cache_3d(self) -> torch.Tensor:
@@ -102,7 +108,8 @@ def build(case: Case, device: str) -> Problem:
         q = 0.5 * q + _shared_direction(len(case.lengths), case.seed, device)[:, None, None]
     q = _rounded(q * 2.0**case.q_power / (case.q_scale or 1.0), case.torch_dtype)
     scales = [None if s is None else torch.tensor(s, device=device) for s in (case.q_scale, case.kv_scale)]
-    return Problem(case, q, *lay_out_queries(q, case.q_layout), kv_cache, block_table, seq_lens, *scales)
+    apart = lay_apart(kv_cache) if case.cache_layout == "apart" else ()
+    return Problem(case, q, *lay_out_queries(q, case.q_layout), kv_cache, block_table, seq_lens, *scales, *apart)
 
 
 def _rounded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -221,6 +228,17 @@ def lay_out_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.T
     return latent, rope
 
 
+def lay_apart(cache: torch.Tensor) -> list[torch.Tensor]:
+    """Latent and rope part of every row, each a window of a wider buffer: no strides of one are those of the other."""
+    parts = []
+    for part, room in ((cache[..., :LATENT], 32), (cache[..., LATENT:], 64)):
+        pages, rows, columns = part.shape
+        window = poison(cache.new_empty(pages, rows + 1, room + columns))[:, :rows, room:]
+        window.view(torch.uint8).copy_(part.view(torch.uint8))
+        parts.append(window)
+    return parts
+
+
 class Guarded:
     """A contiguous tensor of poison between two guard regions, which `check` finds untouched or names."""
 
@@ -306,12 +324,13 @@ class Runner(GuardedCall):
 def decode(problem: Problem, schedule: BuiltSchedule, **outputs) -> tuple[torch.Tensor, torch.Tensor]:
     return mla_decode(
         problem.call_q,
-        problem.kv_cache,
+        problem.call_kv_cache,
         problem.block_table,
         problem.seq_lens,
         schedule,
         softmax_scale=SOFTMAX_SCALE,
         q_rope=problem.call_q_rope,
+        rope_cache=problem.rope_cache,
         q_scale=problem.q_scale,
         kv_scale=problem.kv_scale,
         fp8_math=problem.case.fp8_math,

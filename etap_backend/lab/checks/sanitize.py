@@ -35,6 +35,13 @@ CASES = (
     Case((130, 700), heads=8, num_sms=3, dtype="float16", q_layout="split", kv_dtype="fp8", seed=7),
     Case((3, 260), heads=32, dtype="float8_e4m3fn", num_sms=3, kv_dtype="fp8", fp8_math=True, seed=8),
     Case((129, 320), heads=64, s_q=2, num_sms=3, cache_layout="gapped", kv_dtype="fp8", fp8_math=True, seed=9),
+    Case((0, 1, 65, 200, 500), heads=16, num_sms=5, page_size=1, seed=11),
+    Case((129, 320), heads=64, num_sms=3, page_size=1, cache_layout="apart", seed=12),
+    Case((130, 500), heads=24, num_sms=3, page_size=16, q_layout="strided", seed=13),
+    Case((130, 500), heads=24, num_sms=3, page_size=5, q_layout="strided", seed=14),
+    Case((129, 450), heads=64, num_sms=2, page_size=32, seed=15),
+    Case((0, 1, 65, 200, 500), heads=16, num_sms=5, page_size=1, kv_dtype="fp8", seed=16),
+    Case((129, 320), heads=64, num_sms=3, page_size=16, cache_layout="apart", kv_dtype="fp8", fp8_math=True, seed=17),
 )
 SPARSE_CASES = (
     SparseCase(3, 16, 200, holes="anywhere", num_sms=5, seed=20),

@@ -210,6 +210,8 @@ class Warp:
         self.here: tuple[Segment, int] | None = None  # and the lanes that run it, for messages
         self.copies: list[Callable] = []  # cp.async in flight, and the arrivals that wait for them, oldest first
         self.copies_begun = 0
+        self.copies_there = 0  # of whole groups
+        self.groups_begun = self.groups_there = 0
         self.known = (0,) * warps  # of each warp, how many of its cp.async are there and known to be
         self.fenced = np.array(self.known)  # `known` at the last fence.proxy.async
         self.products = ProductsInFlight(cta, self)
@@ -224,6 +226,10 @@ class Warp:
             if self.products.any():
                 raise EmulationError("a warp ended with WGMMAs in flight")
             self.cta.warp_ended()
+
+    def group_arrives(self, copies: int) -> None:
+        self.groups_there += 1
+        self.copies_there = copies
 
     def learn(self, told: tuple) -> None:
         self.known = _latest(self.known, told)
@@ -413,11 +419,18 @@ class Cta:
             while warp.copies:
                 self._finish_copy(warp)
 
-    def finish_copies(self, warp: Warp) -> None:
-        """The warp waits for its copies."""
-        while warp.copies:
+    @staticmethod
+    def commit_copies(warp: Warp) -> None:
+        """cp.async.commit_group: the warp's copies since the last one are a group."""
+        warp.groups_begun += 1
+        warp.copies.append(partial(warp.group_arrives, warp.copies_begun))
+
+    def finish_copies(self, warp: Warp, groups: int | None) -> None:
+        """The warp waits for all its copies, or for all but those of its latest groups."""
+        while warp.copies and (groups is None or warp.groups_begun - warp.groups_there > groups):
             self._finish_copy(warp)
-        warp.learn(warp.known[: warp.index] + (warp.copies_begun,) + warp.known[warp.index + 1 :])
+        there = warp.copies_begun if groups is None else warp.copies_there
+        warp.learn(warp.known[: warp.index] + (there,) + warp.known[warp.index + 1 :])
 
     @staticmethod
     def _finish_copy(warp: Warp) -> None:

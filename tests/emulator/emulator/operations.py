@@ -119,20 +119,20 @@ def _redux(t: Translator, item: Instruction):
 
 
 def _vote(t: Translator, item: Instruction):
-    if item.opcode not in ("vote.sync.any.pred", "vote.sync.ballot.b32"):
+    if item.opcode not in ("vote.sync.any.pred", "vote.sync.all.pred", "vote.sync.ballot.b32"):
         raise UnknownInstruction(str(item))
     value = t.reader(item.operands[1], "pred")
 
     def run(warp, bits: int):
         voted = bits_of(value(warp)) & bits
-        result = bool(voted) if "any" in item.parts else np.uint32(voted)
+        result = {"any": bool(voted), "all": voted == bits, "ballot": np.uint32(voted)}[item.parts[2]]
         put(warp, item.operands[0], np.full(LANES, result), bits)
 
     return _among_members(t, item, run)
 
 
 def _mbarrier(t: Translator, item: Instruction):
-    if item.opcode == "mbarrier.try_wait.parity.shared::cta.b64":
+    if item.opcode in ("mbarrier.try_wait.parity.shared::cta.b64", "mbarrier.test_wait.parity.shared::cta.b64"):
         return _mbarrier_wait(t, item)
     operands = [x for x in item.operands if x != SINK]
     what = item.opcode.removeprefix("mbarrier.").removesuffix(".shared::cta.b64")
@@ -166,7 +166,8 @@ def _mbarrier_wait(t: Translator, item: Instruction):
             if done[lane]:
                 warp.learn(barrier.told)
         # It may give up waiting: always when nothing else can happen, and now and then as hardware does.
-        if not done[lanes_of(bits)].any() and not cta.give_up and cta.rng.random() > 0.02:
+        waits = "try_wait" in item.parts and not cta.give_up and cta.rng.random() > 0.02
+        if waits and not done[lanes_of(bits)].any():
             return "try_wait"
         put(warp, item.operands[0], done, bits)
         return None
@@ -194,8 +195,11 @@ def _cp(t: Translator, item: Instruction):
         return _async_copy(t, item)
     if item.opcode == "cp.async.mbarrier.arrive.shared::cta.b64":
         return _announcement(t, item)
-    if item.opcode == "cp.async.wait_all":
-        return lanewise(item, lambda cta, warp, bits: cta.finish_copies(warp))
+    if item.opcode == "cp.async.commit_group":
+        return lanewise(item, lambda cta, warp, bits: cta.commit_copies(warp))
+    if item.opcode in ("cp.async.wait_all", "cp.async.wait_group"):
+        groups = int(item.operands[0].text) if item.operands else None
+        return lanewise(item, lambda cta, warp, bits: cta.finish_copies(warp, groups))
     raise UnknownInstruction(str(item))
 
 

@@ -1,0 +1,87 @@
+// The key producers where a page holds a part of a tile, or latent and rope are no neighbours: warps that share the parts of a
+// tile, each a TMA copy a chunk. One warp alone would take as long to ask for 36 copies as memory to bring them.
+#pragma once
+
+#include "decode/load_kv.cuh"
+
+namespace etap {
+
+// Tells consumers that take tiles in turn that theirs has been begun, and that the stages for merging are theirs: see
+// transposed/consumer.cuh. One lane of a warp signals.
+template <class T>
+class Grants {
+ public:
+  // The i-th tile of a piece.
+  __device__ __forceinline__ void grant_tile(typename T::SharedStorage& shared, int i) const {
+    const uint32_t before = i % kConsumerGroups == 0 ? even_ : odd_;
+    shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);
+  }
+  // The end of a piece; called by all lanes.
+  __device__ __forceinline__ void grant_merge(typename T::SharedStorage& shared, int tiles, bool signals) {
+    even_ += (tiles + 1) / kConsumerGroups;
+    odd_ += tiles / kConsumerGroups;
+    if (signals) {
+      shared.granted[0].signal(even_);
+      shared.granted[1].signal(odd_);
+    }
+    ++even_;
+    ++odd_;
+  }
+
+ private:
+  uint32_t even_ = 0, odd_ = 0;  // that consumers 0 and 1 got in earlier pieces
+};
+
+// All warps go through all stages; the first one says how many bytes are to come, and grants.
+template <class T>
+__device__ __forceinline__ void load_parts(typename T::SharedStorage& shared, const DecodeParams& params,
+                                           const PartMaps& maps, int partition, int warp) {
+  constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
+  const bool elected = threadIdx.x % kWarpSize == 0;
+  const int parts = kTileTokens / params.part_tokens;
+  RingPosition<T::kStages> at;
+  int tiles_begun = 0;
+  [[maybe_unused]] Grants<T> grants;
+  PieceWalk walk(params, partition);
+  while (!walk.done()) {
+    PageFetcher pages(params, walk.request(), walk.begin_tile() * parts);
+    const Piece piece = walk.next();
+    if (piece.tiles() == 0) continue;
+    for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, ++tiles_begun) {
+      const int i = tile - piece.begin_tile;
+      pages.advance(tile * parts, i * parts);
+#pragma unroll
+      for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
+        // As in load_keys.
+        shared.keys.wait(at.behind(tiles_begun < T::kTilesAlone ? 1 : kStagesInFlight));
+        shared.keys.acquire(at);
+        if (warp == 0 && elected) {
+          ETAP_MARKED(part_bytes, shared.keys.expect_bytes(at, T::kStageBytes));
+          if constexpr (T::kGrantsTiles) {
+            if (stage == 0) grants.grant_tile(shared, i);
+          }
+        }
+        // The warps take turns in beginning, so that over the stages of a tile each has as many parts as the others.
+#pragma unroll 1
+        for (int part = (warp + stage) % T::kGatherWarps; part < parts; part += T::kGatherWarps) {
+          // Of a part behind the request's end nothing is read: there is no page -1.
+          const int held = pages.page(i * parts + part);
+          const int page = (tile * parts + part) * params.part_tokens < piece.seq_len ? held : -1;
+          const int token = params.parts_per_page.rem(tile * parts + part) * params.part_tokens;
+          if (!elected) continue;
+          T::copy_part(maps, shared.keys.full_barrier(at), item<typename T::KeyStage>(shared.ring, at.stage),
+                       part * params.part_tokens, page, token, T::first_chunk(stage, i));
+        }
+      }
+    }
+    if constexpr (T::kGrantsTiles) {
+      for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
+        shared.keys.acquire(at);
+        if (warp == 0 && elected) shared.keys.commit(at);
+      }
+      grants.grant_merge(shared, piece.tiles(), warp == 0 && elected);
+    }
+  }
+}
+
+}  // namespace etap
