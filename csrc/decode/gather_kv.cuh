@@ -65,7 +65,7 @@ class CopiedRows {
   template <int kLines>
   __device__ __forceinline__ void copy_latent(int offset, char* target) const {
     const char* const columns = params_.cache.latent + offset + lane() % 8 * kUnitBytes;
-    const int row = warp_ * 4 + anew(lane()) / 8;
+    const int row = warp_ * 4 + uint32_t(anew(lane())) / 8;
     const int first = row * kLineBytes + (lane() % 8 ^ swizzle<kLineBytes>(row)) * kUnitBytes;
 #pragma unroll(kHeld)
     for (int k = 0; k < kGroups; ++k) {
@@ -89,9 +89,10 @@ class CopiedRows {
     const char* const columns = params_.cache.rope + lane() % kRowUnits * kUnitBytes;
 #pragma unroll(kHeld)
     for (int k = 0; k < kGroups; k += 8 / kRowUnits) {
-      const int held = k * 4 + anew(lane()) / kRowUnits;
+      const uint32_t at = uint32_t(anew(lane())) / kRowUnits;  // of the rows of these groups
+      const int held = k * 4 + at;
       const char* const from = columns + uint64_t(held_by(held, rope_)) * params_.rope_steps.unit_bytes;
-      const int row = (warp_ + held / 4 * T::kGatherWarps) * 4 + held % 4;
+      const uint32_t row = (warp_ + (k + at / 4) * T::kGatherWarps) * 4 + at % 4;
       char* const to = target + row * kRopeBytes + (lane() % kRowUnits ^ swizzle<kRopeBytes>(row)) * kUnitBytes;
       if (has_group(k)) copy(from, held, to);
     }
@@ -224,8 +225,7 @@ __device__ __forceinline__ void gather_keys(typename T::SharedStorage& shared, c
       }
     }
     if constexpr (T::kGrantsTiles) {
-      // All warps must have passed these stages before consumers give them back: one that has not would count in their next
-      // round.
+      // As in load_parts.
       for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
         acquire();
         if (lane == 0) ETAP_MARKED(lent_commit, shared.keys.commit(at));

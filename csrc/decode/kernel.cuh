@@ -44,12 +44,6 @@ namespace etap {
 template <class T, bool kWholeTiles>
 using Cache = std::conditional_t<kWholeTiles, typename T::CacheMaps, PartMaps>;
 
-// Whether warps gather the cache's rows: a list's, or a tile's where its parts are too small for TMA.
-template <class T, bool kWholeTiles>
-__device__ __forceinline__ bool gathers(const DecodeParams& params) {
-  return T::kGathered || (!kWholeTiles && params.key_load == KeyLoad::kRows);
-}
-
 // Warps that gather queries which TMA cannot bring: the others may all be there for the cache.
 template <class T, bool kWholeTiles>
 constexpr int kQueryWarps = T::kGathered || !kWholeTiles ? 1 : kQueryProducerThreads / kWarpSize;
@@ -78,7 +72,7 @@ __device__ __forceinline__ void produce(typename T::SharedStorage& shared, const
   } else if (T::kFp8Cache || role != WarpRole::kQueryProducer) {
     const int producer = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
     const int warp = T::kFp8Cache || producer == 0 ? producer : producer - 1;
-    if (gathers<T, false>(params)) {
+    if (params.key_load == KeyLoad::kRows) {
       gather_keys<T>(shared, params, partition, warp);
     } else {
       load_parts<T>(shared, params, cache, partition, warp);
@@ -98,7 +92,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
   if (threadIdx.x < kWarpSize) {
-    const bool gathered = gathers<T, kWholeTiles>(params);
+    const bool gathered = T::kGathered || (!kWholeTiles && params.key_load == KeyLoad::kRows);  // no TMA for the cache
     if (!T::kGathered && !gathered && threadIdx.x < sizeof(cache) / sizeof(CUtensorMap)) {
       cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache) + threadIdx.x);
     }
@@ -107,10 +101,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
       cute::prefetch_tma_descriptor(&query_maps.rope);
     }
     // Arrivals that fill a stage of keys, and signals that grant it; arrivals that fill the queries.
-    const int key_arrivals = gathered ? T::kGatherWarps : 1;
-    shared.keys.init(threadIdx.x, key_arrivals, T::kStageReleases);
+    constexpr int kKeyArrivals = T::kGathered || !kWholeTiles ? T::kGatherWarps : 1;
+    shared.keys.init(threadIdx.x, kKeyArrivals, T::kStageReleases);
     shared.queries.init(threadIdx.x, query_maps.usable ? 1 : kQueryWarps<T, kWholeTiles> * kWarpSize, kConsumerWarps);
-    shared.init_grants(key_arrivals);
+    shared.init_grants(kKeyArrivals);
     cutlass::arch::fence_barrier_init();
   }
   ETAP_MARKED(launch_meeting, __syncthreads());

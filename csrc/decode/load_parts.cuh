@@ -7,7 +7,7 @@
 namespace etap {
 
 // Tells consumers that take tiles in turn that theirs has been begun, and that the stages for merging are theirs: see
-// transposed/consumer.cuh. One lane of a warp signals.
+// transposed/consumer.cuh. One lane of each producer warp signals.
 template <class T>
 class Grants {
  public:
@@ -32,7 +32,8 @@ class Grants {
   uint32_t even_ = 0, odd_ = 0;  // that consumers 0 and 1 got in earlier pieces
 };
 
-// All warps go through all stages; the first one says how many bytes are to come, and grants.
+// All warps go through all stages and arrive at each, so that none falls a round behind, also where it has no part; the first
+// one says how many bytes are to come.
 template <class T>
 __device__ __forceinline__ void load_parts(typename T::SharedStorage& shared, const DecodeParams& params,
                                            const PartMaps& maps, int partition, int warp) {
@@ -55,10 +56,14 @@ __device__ __forceinline__ void load_parts(typename T::SharedStorage& shared, co
         // As in load_keys.
         shared.keys.wait(at.behind(tiles_begun < T::kTilesAlone ? 1 : kStagesInFlight));
         shared.keys.acquire(at);
-        if (warp == 0 && elected) {
-          ETAP_MARKED(part_bytes, shared.keys.expect_bytes(at, T::kStageBytes));
+        if (elected) {
+          if (warp == 0) {
+            ETAP_MARKED(part_bytes, shared.keys.expect_bytes(at, T::kStageBytes));
+          } else {
+            ETAP_MARKED(part_arrival, shared.keys.commit(at));
+          }
           if constexpr (T::kGrantsTiles) {
-            if (stage == 0) grants.grant_tile(shared, i);
+            if (stage == 0) ETAP_MARKED(part_grant, grants.grant_tile(shared, i));
           }
         }
         // The warps take turns in beginning, so that over the stages of a tile each has as many parts as the others.
@@ -75,11 +80,13 @@ __device__ __forceinline__ void load_parts(typename T::SharedStorage& shared, co
       }
     }
     if constexpr (T::kGrantsTiles) {
+      // All warps must have passed these stages before consumers give them back: one that has not would count in their next
+      // round.
       for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
         shared.keys.acquire(at);
-        if (warp == 0 && elected) shared.keys.commit(at);
+        if (elected) shared.keys.commit(at);
       }
-      grants.grant_merge(shared, piece.tiles(), warp == 0 && elected);
+      grants.grant_merge(shared, piece.tiles(), elected);
     }
   }
 }

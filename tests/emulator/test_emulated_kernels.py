@@ -253,6 +253,7 @@ CASES = {
     "transposed": Case((200, 449), num_sms=1),
     "query_major": Case((200, 449), heads=64, num_sms=1),
     "transposed rows": Case((200, 449), num_sms=1, page_size=1),
+    "transposed parts": Case((200, 449), num_sms=1, page_size=32),
     "query_major rows": Case((200, 449), heads=64, num_sms=1, page_size=1),
     "transposed_fp8 rows": Case((200, 449), num_sms=1, page_size=1, kv_dtype="fp8"),
 }
@@ -269,14 +270,17 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed", "stage_release"): "deadlock",
     # What it overwrites is a tile still on its way, or one that the other consumer still multiplies.
     ("transposed", "merge_grant"): "in flight|inf/NaN elsewhere|cosine",
-    ("transposed rows", "rows_room"): "in flight|inf/NaN elsewhere|cosine|more arrivals",
+    ("transposed rows", "rows_room"): "deadlock|in flight|inf/NaN elsewhere|cosine|more arrivals",
     ("transposed rows", "rows_wait"): "in flight",
     ("transposed rows", "rows_fence"): "inf/NaN elsewhere",
     ("transposed rows", "rows_grant"): "deadlock",
     ("transposed rows", "lent_commit"): "deadlock",
+    ("transposed parts", "part_bytes"): "deadlock",
+    ("transposed parts", "part_arrival"): "deadlock",
+    ("transposed parts", "part_grant"): "deadlock",
     ("query_major rows", "rows_wait"): "in flight",
     ("query_major rows", "rows_fence"): "inf/NaN elsewhere",
-    ("transposed_fp8 rows", "rows_room"): "in flight|inf/NaN elsewhere|cosine|more arrivals",
+    ("transposed_fp8 rows", "rows_room"): "deadlock|in flight|inf/NaN elsewhere|cosine|more arrivals",
     ("transposed_fp8 rows", "rows_arrival"): "in flight|inf/NaN elsewhere",
     ("transposed_fp8 rows", "rows_commit"): "deadlock",
     ("query_major", "scores_wait"): "in flight",
@@ -290,8 +294,8 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
 @cache
 def marked(kernel: str) -> Entry:
     module = kernels.module("marked")
-    form, _, rows = kernel.partition(" ")
-    last = f", {'false' if rows else 'true'}>("
+    form, _, other_pages = kernel.partition(" ")
+    last = f", {'false' if other_pages else 'true'}>("
     return Entry(
         module, next(name for full, name in module.names.items() if f"{form}::Traits<" in full and last in full)
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 from .ptx import Edit, Instruction
 
 SYNCHRONISATION = ("bar", "barrier", "mbarrier", "fence", "wgmma")
+OF_COPIES = ("mbarrier", "wait_all", "wait_group")  # of cp.async
 
 
 def without(name: str) -> Edit:
     """Leaves out what a mark names: its barriers, fences, arrivals and waits, wherever it was inlined."""
 
     def edit(item: Instruction, mark: str) -> str:
-        if mark != name or item.parts[0] not in SYNCHRONISATION and item.parts[:3] != ("cp", "async", "mbarrier"):
+        of_copies = item.parts[:2] == ("cp", "async") and item.parts[2] in OF_COPIES
+        if mark != name or not (item.parts[0] in SYNCHRONISATION or of_copies):
             return item.text
         if "try_wait" in item.parts:
             return f"setp.eq.u32 {item.operands[0].name}, 0, 0;"
