@@ -246,6 +246,31 @@ def test_cp_async_fills_with_zeros(timing):
     np.testing.assert_array_equal(run(code, bits, outputs=4, timing=timing), want)
 
 
+GROUPS = """mad.lo.s32 %i4, %t, 32, %sh; add.u32 %i5, %i4, 16;
+    cp.async.cg.shared.global [%i4], [%in], 16; cp.async.commit_group;
+    cp.async.cg.shared.global [%i5], [%in], 16; cp.async.commit_group;
+    cp.async.wait_group 1; bar.warp.sync -1;"""
+
+
+@pytest.mark.parametrize("timing", TIMINGS)
+def test_the_first_of_two_groups_of_copies_is_waited_for(timing):
+    bits = random_bits(4)
+    code = f"{GROUPS} ld.shared.v4.u32 {{%o0, %o1, %o2, %o3}}, [%i4]; cp.async.wait_group 0;"
+    np.testing.assert_array_equal(run(code, bits, outputs=4, timing=timing), bits)
+    with pytest.raises(EmulationError, match="being filled by a copy in flight"):
+        run(f"{GROUPS} ld.shared.u32 %o0, [%i5]; cp.async.wait_group 0;", bits, timing="late")
+
+
+def test_a_look_at_an_mbarrier_does_not_wait():
+    code = """setp.eq.s32 %p0, %t, 0; @%p0 mbarrier.init.shared::cta.b64 [%sh+4096], 1; bar.sync 0;
+    mbarrier.test_wait.parity.shared::cta.b64 %p1, [%sh+4096], 0; selp.u32 %o0, 1, 0, %p1; bar.warp.sync -1;
+    @%p0 mbarrier.arrive.shared::cta.b64 _, [%sh+4096]; bar.warp.sync -1;
+    mbarrier.test_wait.parity.shared::cta.b64 %p1, [%sh+4096], 0; selp.u32 %o1, 1, 0, %p1;
+    setp.lt.u32 %p2, %t, 31; vote.sync.all.pred %p3, %p1, -1; selp.u32 %o2, 1, 0, %p3;
+    vote.sync.all.pred %p3, %p2, -1; selp.u32 %o3, 1, 0, %p3;"""
+    assert run(code, random_bits(1), outputs=4).tolist() == [[0, 1, 1, 0]] * LANES
+
+
 @pytest.mark.parametrize("timing", TIMINGS)
 def test_an_mbarrier_that_waits_for_copies(timing):
     """Each lane's arrival is one more than the barrier was initialised for."""
