@@ -26,6 +26,9 @@
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each
 //   consumer 1:            st(1) softmax(1) ot(1)    st(3) ...    one's softmax hides behind the other's products.
+//
+// Where pages hold no whole tiles (kWholeTiles is false), the key producer and the query helpers (beside an FP8 cache all four
+// warps) share the copies, in parts by TMA or row by row: load_parts.cuh, gather_kv.cuh.
 #pragma once
 
 #include "decode/gather_kv.cuh"
