@@ -184,7 +184,7 @@ def test_a_short_table_has_the_time_between_tokens_and_marks_other_hosts():
     lines = report.markdown(document, ("1 x 16K", "16 x 16K")).splitlines()
     assert lines[0] == "| requests x tokens | ETAP | FLASHMLA |"
     assert lines[2:4] == ["| 1 x 16K | - | 11.50 |", r"| 16 x 16K | 15.50 | 19.25\* |"]
-    assert "8 x NVIDIA H200, driver 580.1; vllm 0.26.0; commit abc." in lines[-1] and "other host" in lines[-1]
+    assert "8 x NVIDIA H200, driver 580.1; vllm 0.26.0; commit abc; dummy" in lines[-1] and "other host" in lines[-1]
     assert "other host" not in report.markdown(document, ("1 x 16K",))
     with pytest.raises(ValueError, match="rows: wanted some of 1 x 16K, 16 x 16K, got 2 x 16K"):
         report.markdown(document, ("2 x 16K",))

@@ -153,11 +153,8 @@ def title_of(document: Document) -> str:
     return f"{document.title}, {document.engine}, {document.gpus} x {document.gpu}: {document.weights}"
 
 
-def _versions(document: Document) -> str:
-    return ", ".join(f"{package} {version}" for package, version in document.versions.items())
-
-
 def provenance(document: Document) -> str:
+    versions = ", ".join(f"{package} {version}" for package, version in document.versions.items())
     layout = ", ".join(f"{name} {size}" for name, size in document.layout if name != "dcp" or size > 1)
     drafts = "; FP8 KV cache" if document.kv_dtype == "fp8" else ""
     if document.draft_tokens:
@@ -173,7 +170,7 @@ def provenance(document: Document) -> str:
         for number, run in enumerate(runs, 1)
     )
     where = f"{document.gpus} x {document.gpu}, {layout}{drafts}, driver {document.driver}"
-    return f"{where}; {_versions(document)}; {about}. {weights}"
+    return f"{where}; {versions}; {about}. {weights}"
 
 
 def problems(document: Document) -> list[str]:
@@ -234,9 +231,11 @@ def _between_tokens(document: Document, only: tuple[str, ...]) -> str:
 
     lines = ["| requests x tokens | " + " | ".join(names) + " |", "|" + "---|" * (1 + len(names))]
     lines += ["| " + " | ".join([load, *(cell(points[load].get(name)) for name in names)]) + " |" for load in only]
-    where = f"{document.gpus} x {document.gpu}, driver {document.driver}; {_versions(document)}"
+    compared = [name for name in (document.engine, "etap-backend") if name in document.versions]
+    where = f"{document.gpus} x {document.gpu}, driver {document.driver}"
     commits = ", ".join(dict.fromkeys(run.commit for run in document.all_runs))
-    about = f"Milliseconds between two tokens (ITL); {where}; commit {commits}. {document.weights}."
+    versions = ", ".join(f"{name} {document.versions[name]}" for name in compared)
+    about = f"Milliseconds between two tokens (ITL); {where}; {versions}; commit {commits}; {document.weights}."
     starred = f" {AT_OTHER_HOST} at another host speed." if any(AT_OTHER_HOST in line for line in lines) else ""
     return "\n".join([*lines, "", about + starred])
 
