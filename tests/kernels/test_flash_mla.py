@@ -5,9 +5,11 @@ Unused cache rows are NaN and unused block-table entries 2147480000, queries and
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -29,7 +31,8 @@ KINDS = {
 }
 KV_SCALE, Q_SCALE = 0.0137, 0.021
 WILD = 2147480000
-HERE = __file__.rpartition("/")[0]
+HERE = Path(__file__).parent  # not the source tree's root, which would hide the installed package
+PAGE = HERE.parents[1] / "docs/flash_mla.md"
 
 
 @dataclass
@@ -433,6 +436,18 @@ def test_it_takes_the_place_of_another_flash_mla_only_when_told_to(tmp_path, bef
     assert "ImportError: flash_mla: wanted no other one" in refused and str(tmp_path / "flash_mla.py") in refused
     assert run(f"{path}install(replace=True){after}") == "tuple\n"
     assert run(f"{path}{after[2:]}") == "str\n", "importing the module alone takes no place"
+
+
+def test_the_programs_of_the_page_run():
+    first, second = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(first, names)
+    keys = names["kv_cache"].double().flatten(0, 1).view(2, 256, 1, 576)
+    keys = [own[:tokens] for own, tokens in zip(keys, (200, 7), strict=True)]
+    out, lse = Dense({}, names["q"].double(), keys).truth(True)
+    torch.testing.assert_close(names["out"].double(), out, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(names["lse"].double(), lse, rtol=1e-5, atol=1e-5)
+    assert run(f"{second}\nimport flash_mla as f; print(f is flash_mla)") == "True\n"
 
 
 def run(program: str) -> str:
