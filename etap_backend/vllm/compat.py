@@ -169,9 +169,11 @@ def rebuild_member() -> Enum:
 
 
 def why_no_indexer() -> str | None:
-    """Say why vLLM cannot choose the tokens of sparse attention, or None when it can; ETAP is not asked for that."""
-    from vllm.utils.import_utils import has_deep_gemm
-
+    """Say why vLLM cannot choose the tokens of sparse attention, or None; without it a model fails as it is loaded."""
+    try:
+        from vllm.utils.import_utils import has_deep_gemm
+    except ImportError:  # a vLLM of which that is not known
+        return None
     return None if has_deep_gemm() else "DeepGEMM, which vLLM's indexer needs, is not installed"
 
 

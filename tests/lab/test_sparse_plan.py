@@ -121,11 +121,27 @@ def test_layers_without_an_indexer_keep_no_keys(tmp_path, changes, indexers):
     assert memory_of(model, H200, on()).cache_a_token == 78 * 1152 + indexers * 132
 
 
-def test_where_the_models_fit():
-    """On 8 x H20-96G, at 0.95, V3.2 leaves room for 53K tokens, and GLM-5 for none; on 141 GB both fit."""
-    memory = memory_of(V32, H20, on(utilization=0.95))
-    assert memory.tokens == 53120 and memory_of(V32, H20, on(utilization=0.95, cache="fp8")).tokens == 86592
-    assert memory_of(GLM5, H20, on(utilization=0.95)).tokens == 0 < memory_of(GLM5, H20_141, on()).tokens
+@pytest.mark.parametrize(
+    "model, gpu, utilization, bf16, fp8",
+    [
+        (V32, H20, 0.95, 53120, 86592),
+        (V32, H20_141, 0.92, 579136, 943744),
+        (GLM5, H20, 0.95, 0, 0),
+        (GLM5, H20_141, 0.92, 360640, 587648),
+        (FLASH, H20_141, 0.92, 7809920, None),
+    ],
+)
+def test_what_fits_is_what_the_page_says(model, gpu, utilization, bf16, fp8):
+    said = (Path(__file__).parents[2] / "docs/plan.md").read_text()
+    for cache, tokens in (("bfloat16", bf16), ("fp8", fp8)):
+        if tokens is not None:
+            assert memory_of(model, gpu, on(utilization=utilization, cache=cache)).tokens == tokens
+            assert f"| {tokens:,} |" in said or not tokens
+
+
+def test_the_bounds_that_the_page_names():
+    made = make_sparse_plan(V32, H20_141, on(context=64 * K), {})
+    assert (round(made.indexer.least_ms, 1), round(made.layers * made.roofline.us / 1e3, 1)) == (4.0, 0.5)
 
 
 # What is not planned
