@@ -292,6 +292,12 @@ def test_heads_that_were_not_timed_take_the_rows_of_all():
     assert call.source.startswith("6 rows of etap")
 
 
+def test_rows_without_rope_take_the_line_of_those_with_it():
+    call = make_sparse_plan(FLASH, H200, on(), ON_H200).ours.call
+    assert call.status == "derived" and call.source.endswith("of rows with rope")
+    assert (call.fixed_us, call.factor) == pytest.approx(LINES["etap"], rel=1e-6)
+
+
 def test_a_step_is_a_lower_bound_and_a_gain_an_upper_one():
     made = make_sparse_plan(V32, H200, on(), ON_H200)
     fixed, factor = LINES["etap"]

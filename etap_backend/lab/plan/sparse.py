@@ -4,8 +4,8 @@ one of this GPU it is not measured, and no step is told. What the indexer takes 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
 
 from etap_backend.lab import results
@@ -21,8 +21,6 @@ LEAST_POINTS = 3  # of a line, where two would always lie on one
 PROXY, PROXY_RATES = "H20 proxy", "h20-96g"
 LIKE = {"H100": "H200", "H800": "H200"}
 """Chips whose calls, where they were not timed, are as the other's with their own rates."""
-
-Line = tuple[bench.SparseDocument, list[bench.SparseRow]]
 
 
 def benchmarks(files: list[Path] | None = None) -> dict[str, bench.SparseDocument]:
@@ -105,9 +103,12 @@ def _is_of_a_whole_gpu(document: bench.SparseDocument) -> bool:
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """fixed >= 0 and factor >= 1 of us = fixed + factor x roofline, for (roofline, us): least squares of the relative
     distances."""
-    weighed = [(1 / us**2, roofline, us) for roofline, us in points]
-    w, x, y = (sum(one[0] * of(one) for one in weighed) for of in (lambda _: 1, lambda one: one[1], lambda one: one[2]))
-    xx, xy = (sum(one[0] * one[1] * one[of] for one in weighed) for of in (1, 2))
+
+    def total(of: Callable[[float, float], float]) -> float:
+        return sum(of(roofline, us) / us**2 for roofline, us in points)
+
+    w, x, y = total(lambda x, y: 1), total(lambda x, y: x), total(lambda x, y: y)
+    xx, xy = total(lambda x, y: x * x), total(lambda x, y: x * y)
     spread = w * xx - x * x
     factor = max(1.0, (w * xy - x * y) / spread) if spread > 1e-9 * w * xx else 1.0
     fixed = (y - factor * x) / w
@@ -190,7 +191,7 @@ class SparsePlan:
     rest_ms: float
     bf16_tokens: int | None  # that fit in bfloat16, with an FP8 cache
 
-    @cached_property
+    @property
     def ours(self) -> Kernel | None:
         return next((kernel for kernel in self.kernels if kernel.name == bench.OURS), None)
 
@@ -240,6 +241,8 @@ def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment, documents: dict[str
 
     kernels = []
     for name, call in fitted_calls(gpu, documents, heads, fp8).items():
+        if not model.qk_rope_head_dim:
+            call = call.model_copy(update={"status": "derived", "source": f"{call.source}; of rows with rope"})
         least = roofline(name)
         us = call.microseconds(least.us)
         kernels.append(Kernel(name, call, Attention(least.rows, least.us, least.bound, us, us * layers / 1e3)))
