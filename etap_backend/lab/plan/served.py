@@ -106,6 +106,8 @@ def servers_of(served: Served, target: str) -> Servers:
     if served.layout.dcp > 1:  # `etap bench` has no such calls, of several ranks' heads on a share of the tokens
         raise ValueError(f"layout: wanted a result without context parallelism, got dcp {served.layout.dcp}")
     here = configs.parse(Model, served.model_shape)
+    if here.sparse:
+        raise ValueError(f"model: wanted a result of dense attention, got index_topk {here.index_topk}")
     shipped = served.model.lower() in configs.shipped("models", ".json")
     there = read_model(served.model) if shipped else here
     return Servers(here, read_gpu(name), there, read_gpu(target))
