@@ -94,7 +94,7 @@ template <class T>
 class ChunkCopier {
  public:
   __device__ __forceinline__ ChunkCopier(const GatheredCache& cache, int warp)
-      : warp_(warp), chunks_(cache.row_bytes / kLineBytes) {
+      : has_rope_(cache.row_bytes > kLatentDim * int(sizeof(typename T::Element))), has_last_(warp < kOctets % T::kGatherWarps) {
     const int row = threadIdx.x % kWarpSize / kLineUnits, unit = threadIdx.x % kLineUnits;
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -113,17 +113,20 @@ class ChunkCopier {
     valid_ = rows.valid >> row;
   }
 
-  // Copies the chunks of a stage, which begins at this address.
-  __device__ __forceinline__ void copy(int first_chunk, uint32_t stage) const {
+  // Copies chunks that follow each other in the rows and in shared memory, from this address on. The last of a run may be
+  // rope.
+  template <int kRunChunks, bool kRope>
+  __device__ __forceinline__ void copy(int first_chunk, uint32_t target) const {
     CUTE_UNROLL
     for (int i = 0; i < kHalves; ++i) {
-      if (warp_ + i / 2 * T::kGatherWarps >= kOctets) break;
+      if (i == 2 * (kOctets / T::kGatherWarps) && !has_last_) break;
       const uint64_t from = from_[i] + first_chunk * kLineBytes;
-      const uint32_t target = stage + places_[i % 2] + i / 2 * T::kGatherWarps * kOctetRows * kLineBytes;
+      const uint32_t to = target + places_[i % 2] + i / 2 * T::kGatherWarps * kOctetRows * kLineBytes;
       const bool exists = valid_ >> (i * kHalfRows) & 1;
       CUTE_UNROLL
-      for (int c = 0; c < T::kChunksPerStage; ++c) {
-        ptx::copy_async_16(target + c * kTileTokens * kLineBytes, from + c * kLineBytes, exists && first_chunk + c < chunks_);
+      for (int c = 0; c < kRunChunks; ++c) {
+        const bool within = !kRope || c < kRunChunks - 1 || has_rope_;
+        ptx::copy_async_16(to + c * kTileTokens * kLineBytes, from + c * kLineBytes, exists && within);
       }
     }
   }
@@ -131,55 +134,63 @@ class ChunkCopier {
  private:
   static constexpr int kHalves = 2 * ((kOctets + T::kGatherWarps - 1) / T::kGatherWarps);
 
-  const int warp_;
-  const int chunks_;  // of a row: columns behind them are zeros
-  int places_[2];     // in a chunk, of the warp's first octet's halves
+  const bool has_rope_;  // otherwise its columns are zeros
+  const bool has_last_;  // the octet that only some warps have
+  int places_[2];        // in a chunk, of the warp's first octet's halves
   uint64_t from_[kHalves];
   uint32_t valid_ = 0;  // bit 4i: the i-th of them
 };
 
-// The same for whole rows as they are: lines and one more unit, which the lanes that hold the rows copy.
+// The same for whole rows as they are. Eight lanes take the five lines of 128 bytes of the cache in which a row begins, those
+// before its beginning what lies in the sixth; so no sector is fetched twice. The 41st unit comes from the lanes that hold the
+// rows.
 template <class T>
 class RowCopier {
  public:
   __device__ __forceinline__ RowCopier(const GatheredCache& cache, int warp)
       : row_bytes_(cache.row_bytes),
-        offset_(threadIdx.x % kLineUnits * kUnitBytes),
-        place_((warp * kOctetRows + threadIdx.x % kWarpSize / kLineUnits) * T::kRowBytes + offset_),
-        own_place_((warp + threadIdx.x % kWarpSize / kOctetRows * T::kGatherWarps) * kOctetRows + threadIdx.x % kOctetRows) {}
+        lane_(anew(threadIdx.x % kWarpSize)),
+        offset_(lane_ % kLineUnits * kUnitBytes),
+        place_((warp * kOctetRows + lane_ / kLineUnits) * T::kRowBytes),
+        own_place_(((warp + lane_ / kOctetRows * T::kGatherWarps) * kOctetRows + lane_ % kOctetRows) * T::kRowBytes) {}
 
   __device__ __forceinline__ void take(const WarpRows& rows) { rows_ = rows; }
 
   // Called by the whole warp.
-  __device__ __forceinline__ void copy(int, uint32_t stage) const {
-    const int row = threadIdx.x % kWarpSize / kLineUnits;
+  template <int, bool>
+  __device__ __forceinline__ void copy(int, uint32_t tile) const {
+    const int row = lane_ / kLineUnits;
     const uint32_t valid = rows_.valid >> row;
     CUTE_UNROLL
     for (int i = 0; i < kHalves; ++i) {
-      const uint64_t from = rows_.held_by(i * kHalfRows + row) + offset_;
-      const uint32_t target = stage + place_ + (i / 2 * T::kGatherWarps * kOctetRows + i % 2 * kHalfRows) * T::kRowBytes;
+      const uint64_t from = rows_.held_by(i * kHalfRows + row);
+      const uint32_t to = tile + place_ + (i / 2 * T::kGatherWarps * kOctetRows + i % 2 * kHalfRows) * T::kRowBytes;
       const bool exists = valid >> (i * kHalfRows) & 1;
+      const int begin = offset_ - int(from % kLineBytes);  // of this lane's unit of the first line, in the row
       CUTE_UNROLL
       for (int line = 0; line < kLines; ++line) {
-        const bool within = (line + 1) * kLineBytes <= kLatentDim || line * kLineBytes + offset_ < row_bytes_;
-        ptx::copy_async_16(target + line * kLineBytes, from + line * kLineBytes, exists && within);
+        const int at = line == 0 && begin < 0 ? begin + kLast : begin + line * kLineBytes;
+        // Units of the second to fourth line are latent columns.
+        const bool within = (line > 0 && (line + 1) * kLineBytes <= kLatentDim) || at < row_bytes_;
+        ptx::copy_async_16(to + at, from + at, exists && within);
       }
     }
-    if (threadIdx.x % kWarpSize < kHalves * kHalfRows) {
-      constexpr int kLast = kLines * kLineBytes;
-      ptx::copy_async_16(stage + own_place_ * T::kRowBytes + kLast, rows_.row + kLast, rows_.exists && kLast < row_bytes_);
+    if (lane_ < kHalves * kHalfRows) {
+      ptx::copy_async_16(tile + own_place_ + kLast, rows_.row + kLast, rows_.exists && kLast < row_bytes_);
     }
   }
 
  private:
   static constexpr int kLines = T::kRowBytes / kLineBytes;
+  static constexpr int kLast = kLines * kLineBytes;  // where the last unit begins
   static constexpr int kHalves = kTileTokens / T::kGatherWarps / kHalfRows;
-  static_assert(T::kRowBytes == kLines * kLineBytes + kUnitBytes && kOctets % T::kGatherWarps == 0);
+  static_assert(T::kRowBytes == kLast + kUnitBytes && kOctets % T::kGatherWarps == 0);
 
   const int row_bytes_;  // units behind them are zeros
+  const int lane_;
   const int offset_;     // of this lane, in a line
-  const int place_;      // in a tile, of this lane's line of the warp's first row
-  const int own_place_;  // row of a tile that this lane holds
+  const int place_;      // in a tile, of the row of the warp's first four that this lane copies
+  const int own_place_;  // of the row that this lane holds
   WarpRows rows_;
 };
 
@@ -189,6 +200,7 @@ __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, con
   const int lane = threadIdx.x % kWarpSize;
   const int four = (warp + lane / 2 * T::kGatherWarps) * 2 + lane % 2;  // rows whose bits of the mask this lane writes
   const uint32_t ring = cute::cast_smem_ptr_to_uint(shared.ring);
+  constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   RingPosition<T::kStages> at;
   uint32_t even = 0, odd = 0;  // grants that consumers 0 and 1 got in earlier pieces
   RowFetcher<T::kGatherWarps> fetcher(cache, warp);
@@ -202,25 +214,33 @@ __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, con
       const int i = tile - piece.begin_tile;
       const WarpRows rows(fetcher.next(tile), cache);
       copier.take(rows);
-#pragma unroll 1
-      for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
-        ETAP_MARKED(rows_room, shared.keys.acquire(at));
-        if (stage == 0 && four < kTileTokens / kHalfRows) {
+      cute::for_each(cute::make_seq<T::kRuns>{}, [&](auto run) {
+        constexpr int kBegin = T::run_begin(run), kRunStages = T::run_begin(run + 1) - kBegin;
+        // No more in flight than wanted; room in the ring.
+        shared.keys.wait(at.behind(kStagesInFlight));
+        CUTE_UNROLL
+        for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_room, shared.keys.acquire(at.ahead(s)));
+        if (kBegin == 0 && four < kTileTokens / kHalfRows) {
           shared.valid[at.stage].fours[four] = rows.valid >> (lane * kHalfRows) & 15;
         }
-        copier.copy(T::first_chunk(stage, i), ring + at.stage * T::kStageBytes);
-        // The stage is full when the copies of all lanes are there, which each of them counts, and the warps say so.
-        ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at)));
+        copier.template copy<kRunStages * T::kChunksPerStage, run == T::kRopeRun>(T::first_chunk(kBegin, i),
+                                                                                 ring + at.stage * T::kStageBytes);
+        // A stage is full when the copies of all lanes are there, which each of them counts, and the warps say so.
+        CUTE_UNROLL
+        for (int s = 0; s < kRunStages; ++s) {
+          ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at.ahead(s))));
+        }
         __syncwarp();
-        if (lane != 0) continue;
-        ETAP_MARKED(rows_commit, shared.keys.commit(at));
-        if constexpr (T::kGrantsTiles) {
-          const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
-          if (stage == 0) {
-            ETAP_MARKED(rows_grant, shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups));
+        if (lane == 0) {
+          CUTE_UNROLL
+          for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_commit, shared.keys.commit(at.ahead(s)));
+          if constexpr (T::kGrantsTiles) {
+            const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
+            if (kBegin == 0) ETAP_MARKED(rows_grant, shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups));
           }
         }
-      }
+        at.advance(kRunStages);
+      });
     }
     if constexpr (T::kGrantsTiles) {
       // Stages lent to the consumers for merging their halves: granted, not filled. Nobody waits for them to be full, so that
