@@ -36,7 +36,7 @@ from etap_backend.lab.checks.compare import (
 from etap_backend.lab.checks.sparse_cases import SparseProblem
 from etap_backend.support import FP8, SCALE_DIM, SPARSE_FP8_BYTES
 
-BF16 = torch.finfo(torch.bfloat16)
+BF16, FLOAT = torch.finfo(torch.bfloat16), torch.finfo(torch.float32)
 # Of the sum of a score's products without their signs: float32 additions, of which a tensor core cuts off the rest.
 SCORE = 2.0**-20
 # Of the sum of an output element's products without their signs: up to 128 additions in float32, cut off.
@@ -105,9 +105,10 @@ def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
     if sinks is not None:
         lowest, share, highest = (torch.sigmoid(x - sinks.double()[:, None]) for x in (below, lse, above))
         out = result * share
-        deviation, lost = deviation * share, lost * share + result.abs() * (highest - lowest)
+        # A share below float32's normal numbers may be lost.
+        deviation, lost = deviation * share, lost * share + result.abs() * (highest - lowest + FLOAT.tiny)
     size = out.abs()
-    before = SIGMAS * deviation + lost + size * torch.finfo(torch.float32).eps + BF16.tiny
+    before = SIGMAS * deviation + lost + size * FLOAT.eps + BF16.tiny
     lse_error = torch.maximum(LSE * lse.abs().clamp(min=1), torch.maximum(above - lse, lse - below))
 
     found.out[part] = torch.where(any_row, out, 0)
