@@ -9,7 +9,7 @@ import inspect
 import logging
 
 from etap_backend import plugins
-from etap_backend.sglang import arguments
+from etap_backend.sglang import arguments, compat
 from etap_backend.sglang.compat import (
     DRAFT_HOOK,
     ENGINE,
@@ -18,6 +18,9 @@ from etap_backend.sglang.compat import (
     NAMES,
     PAGE_HOOK,
     REGISTRATION_USES,
+    SPARSE_HOOK,
+    SPARSE_HOOK_USE,
+    SPARSE_USES,
     USES,
 )
 
@@ -60,6 +63,8 @@ def _register_names() -> None:
     if hasattr(server_args, "add_draft_attention_backend_choices"):
         server_args.add_draft_attention_backend_choices(list(NAMES))
     HookRegistry.register(PAGE_HOOK, resolve_arguments, HookType.AFTER)
+    if not SPARSE_HOOK_USE.lacking():
+        HookRegistry.register(SPARSE_HOOK, arguments.resolve_sparse_kernels, HookType.AFTER)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
     for name in NAMES:
         server_args.add_chunked_prefix_cache_attention_backend(name)
@@ -81,6 +86,16 @@ def why_unusable() -> str | None:
     return ENGINE.why_lacking(name for cls in (ETAPBackend, ETAPMultiStepDraftBackend) for name in plugins.misfits(cls))
 
 
+def why_sparse_unusable() -> str | None:
+    """Say by name what the backend lacks besides in the installed SGLang for sparse attention, or None."""
+    if reason := ENGINE.why_lacking(name for use in SPARSE_USES for name in use.lacking()):
+        return reason
+    from etap_backend.sglang.sparse import ETAPSparseBackend, ETAPSparseMultiStepDraftBackend
+
+    classes = (ETAPSparseBackend, ETAPSparseMultiStepDraftBackend)
+    return ENGINE.why_lacking(name for cls in classes for name in plugins.misfits(cls))
+
+
 def resolve_arguments(declared: dict, view) -> dict | None:
     """Look for what ETAP uses and resolve its arguments, where it was chosen, before any weight is loaded.
 
@@ -90,7 +105,10 @@ def resolve_arguments(declared: dict, view) -> dict | None:
     name = next((name for name in arguments.names_chosen(view) if name in NAMES), None)
     if name is None:
         return None
-    if reason := why_unusable():
+    reason = why_unusable()
+    if reason is None and compat.is_sparse(compat.model_config(view)):
+        reason = why_sparse_unusable()
+    if reason:
         raise ValueError(f"--attention-backend {name}: {reason}")
     resolved = arguments.resolve_arguments(declared, view, name)
     _warn_untested()
@@ -105,6 +123,10 @@ def _warn_untested() -> None:
 
 def make_backend(model_runner, fp8_math: bool):
     """SGLang's factory of the backend that `--attention-backend` names."""
+    if compat.is_sparse(model_runner.model_config):
+        from etap_backend.sglang.sparse import ETAPSparseBackend
+
+        return ETAPSparseBackend(model_runner)
     from etap_backend.sglang.backend import ETAPBackend
 
     return ETAPBackend(model_runner, fp8_math=fp8_math)
@@ -121,16 +143,29 @@ def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_tem
     named = "stamps_children" in inspect.signature(type(factory)._create_backend).parameters
 
     def create(name: str):
-        from etap_backend.sglang.backend import ETAPBackend, ETAPMultiStepDraftBackend
-
-        runner, fp8_math = factory.draft_model_runner, name == FP8_MATH_NAME
-        if decodes:
-            backend = ETAPMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps, fp8_math=fp8_math)
-        else:
-            backend = ETAPBackend(runner, fp8_math=fp8_math)
+        sparse = compat.is_sparse(factory.draft_model_runner.model_config)
+        backend = _make_sparse_draft(factory, decodes) if sparse else _make_draft(factory, decodes, name)
         return (name, backend) if named else backend
 
     backend_map |= {name: functools.partial(create, name) for name in NAMES}
+
+
+def _make_draft(factory, decodes: bool, name: str):
+    from etap_backend.sglang.backend import ETAPBackend, ETAPMultiStepDraftBackend
+
+    runner, fp8_math = factory.draft_model_runner, name == FP8_MATH_NAME
+    if decodes:
+        return ETAPMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps, fp8_math=fp8_math)
+    return ETAPBackend(runner, fp8_math=fp8_math)
+
+
+def _make_sparse_draft(factory, decodes: bool):
+    from etap_backend.sglang.sparse import ETAPSparseBackend, ETAPSparseMultiStepDraftBackend
+
+    runner, seeds = factory.draft_model_runner, factory.seed_dsa_topk_from_draft_extend
+    if decodes:
+        return ETAPSparseMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps, seeds)
+    return ETAPSparseBackend(runner, seed_dsa_topk_from_draft_extend=seeds)
 
 
 class _Errors(logging.Handler):
