@@ -104,7 +104,7 @@ SPARSE_USES = (
     SPARSE_HOOK_USE,
     plugins.Use(
         "sglang.srt.server_args:ServerArgs",
-        has="dsa_decode_backend dsa_prefill_backend enable_hisparse enable_prefill_cp",
+        has="disable_chunked_prefix_cache dsa_decode_backend dsa_prefill_backend enable_hisparse enable_prefill_cp",
     ),
     plugins.Use(
         _SPARSE,
@@ -123,6 +123,8 @@ SPARSE_USES = (
     ),
     plugins.Use(f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnMultiStepBackend", has="attn_backends"),
     plugins.Use(f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnMultiStepBackend.__init__", positional=5),
+    plugins.Use("sglang.srt.runtime_context:get_context", positional=0),
+    plugins.Use("sglang.srt.runtime_context:RuntimeContext.override", positional=2, keywords="**"),
     plugins.Use("sglang.srt.utils:get_device_core_count", positional=0),
     plugins.Use(f"{_MODELS}.attention_backend_handler", has="handle_attention_dsa"),
     plugins.Use("sglang.srt.speculative.draft_utils:DraftBackendFactory", has="seed_dsa_topk_from_draft_extend"),

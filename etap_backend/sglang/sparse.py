@@ -9,7 +9,7 @@ import logging
 
 import torch
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, DeepseekSparseAttnMultiStepBackend
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_context, get_parallel, get_spec
 from sglang.srt.utils import get_device_core_count
 from torch import Tensor
 
@@ -82,6 +82,8 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             seed_dsa_topk_from_draft_extend=seed_dsa_topk_from_draft_extend,
         )
         compat.register_model_support()
+        # SGLang has it for dense attention only, and goes by the name, which stands for both here.
+        get_context().override("etap_backend", disable_chunked_prefix_cache=True)
         self.dsa_decode_impl = _KERNEL
         if self.dsa_prefill_impl == compat.NAME:
             # Where nothing is padded, SGLang's choice.

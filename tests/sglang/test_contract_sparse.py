@@ -27,7 +27,7 @@ from sglang.srt.model_executor.forward_context import ForwardContext, forward_co
 from sglang.srt.models.deepseek_common import attention_backend_handler
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_parallel, get_schedule
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods.dsa_attention import (
     DSAAttentionCase,
@@ -404,6 +404,8 @@ def test_it_is_sglangs_backend_that_needs_no_lengths_on_the_host(make):
     # SGLang captures CUDA graphs of prefill and of draft extension for the classes that it knows.
     assert isinstance(backend, DeepseekSparseAttnBackend)
     assert backend.needs_cpu_seq_lens is False and backend.get_cuda_graph_seq_len_fill_value() == 1
+    # Else full CUDA graphs of prefill would be captured for its dense attention over chunks of a prefix.
+    assert get_schedule().disable_chunked_prefix_cache
 
 
 def test_queries_lists_and_cache_reach_the_kernel_without_a_copy(make, our_calls):
