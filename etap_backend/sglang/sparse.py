@@ -94,11 +94,12 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         if workspace is None:
             floats = sparse_workspace_floats(self.num_q_heads, self.dsa_kv_cache_store_fp8, self._num_sms)
             workspace = torch.empty(floats, dtype=torch.float32, device=self.device)
+        self.workspace = workspace
+        if not speculative_num_steps:
             cache = SPARSE_FP8 if self.dsa_kv_cache_store_fp8 else dtype_name(model_runner.kv_cache_dtype)
             prefill = compat.NAME if self.dsa_prefill_impl == _KERNEL else self.dsa_prefill_impl
             text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s"
             _logger.info(text, compat.NAME, cache, prefill)
-        self.workspace = workspace
 
     def _forward_fa3(
         self,
