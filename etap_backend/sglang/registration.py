@@ -77,23 +77,27 @@ def why_unregistered() -> str | None:
     return ENGINE.why_too_old() or ENGINE.why_lacking(name for use in REGISTRATION_USES for name in use.lacking())
 
 
-def why_unusable() -> str | None:
-    """Say by name what the backend lacks in the installed SGLang, or None; imports SGLang's backends and models."""
-    if reason := ENGINE.why_lacking(name for use in USES for name in use.lacking()):
-        return reason
+def _classes(sparse: bool) -> tuple[type, type]:
+    """The backend, and that of a draft model's steps; importing them imports SGLang's backends and models."""
+    if sparse:
+        from etap_backend.sglang.sparse import ETAPSparseBackend, ETAPSparseMultiStepDraftBackend
+
+        return ETAPSparseBackend, ETAPSparseMultiStepDraftBackend
     from etap_backend.sglang.backend import ETAPBackend, ETAPMultiStepDraftBackend
 
-    return ENGINE.why_lacking(name for cls in (ETAPBackend, ETAPMultiStepDraftBackend) for name in plugins.misfits(cls))
+    return ETAPBackend, ETAPMultiStepDraftBackend
 
 
-def why_sparse_unusable() -> str | None:
-    """Say by name what the backend lacks besides in the installed SGLang for sparse attention, or None."""
-    if reason := ENGINE.why_lacking(name for use in SPARSE_USES for name in use.lacking()):
+def why_unusable(sparse: bool = False) -> str | None:
+    """Say by name what a backend lacks in the installed SGLang, or None; imports SGLang's backends and models.
+
+    Args:
+        sparse: whether for sparse attention, what it needs besides, or for dense attention.
+    """
+    uses = SPARSE_USES if sparse else USES
+    if reason := ENGINE.why_lacking(name for use in uses for name in use.lacking()):
         return reason
-    from etap_backend.sglang.sparse import ETAPSparseBackend, ETAPSparseMultiStepDraftBackend
-
-    classes = (ETAPSparseBackend, ETAPSparseMultiStepDraftBackend)
-    return ENGINE.why_lacking(name for cls in classes for name in plugins.misfits(cls))
+    return ENGINE.why_lacking(name for cls in _classes(sparse) for name in plugins.misfits(cls))
 
 
 def resolve_arguments(declared: dict, view) -> dict | None:
@@ -107,7 +111,7 @@ def resolve_arguments(declared: dict, view) -> dict | None:
         return None
     reason = why_unusable()
     if reason is None and compat.is_sparse(compat.model_config(view)):
-        reason = why_sparse_unusable()
+        reason = why_unusable(sparse=True)
     if reason:
         raise ValueError(f"--attention-backend {name}: {reason}")
     resolved = arguments.resolve_arguments(declared, view, name)
@@ -123,13 +127,9 @@ def _warn_untested() -> None:
 
 def make_backend(model_runner, fp8_math: bool):
     """SGLang's factory of the backend that `--attention-backend` names."""
-    if compat.is_sparse(model_runner.model_config):
-        from etap_backend.sglang.sparse import ETAPSparseBackend
-
-        return ETAPSparseBackend(model_runner)
-    from etap_backend.sglang.backend import ETAPBackend
-
-    return ETAPBackend(model_runner, fp8_math=fp8_math)
+    sparse = compat.is_sparse(model_runner.model_config)
+    backend, _ = _classes(sparse)
+    return backend(model_runner) if sparse else backend(model_runner, fp8_math=fp8_math)
 
 
 def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_template: str, **options) -> None:
@@ -143,29 +143,20 @@ def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_tem
     named = "stamps_children" in inspect.signature(type(factory)._create_backend).parameters
 
     def create(name: str):
-        sparse = compat.is_sparse(factory.draft_model_runner.model_config)
-        backend = _make_sparse_draft(factory, decodes) if sparse else _make_draft(factory, decodes, name)
+        runner = factory.draft_model_runner
+        sparse = compat.is_sparse(runner.model_config)
+        if sparse:
+            options = {"seed_dsa_topk_from_draft_extend": factory.seed_dsa_topk_from_draft_extend}
+        else:
+            options = {"fp8_math": name == FP8_MATH_NAME}
+        single, steps = _classes(sparse)
+        if decodes:
+            backend = steps(runner, factory.topk, factory.speculative_num_steps, **options)
+        else:
+            backend = single(runner, **options)
         return (name, backend) if named else backend
 
     backend_map |= {name: functools.partial(create, name) for name in NAMES}
-
-
-def _make_draft(factory, decodes: bool, name: str):
-    from etap_backend.sglang.backend import ETAPBackend, ETAPMultiStepDraftBackend
-
-    runner, fp8_math = factory.draft_model_runner, name == FP8_MATH_NAME
-    if decodes:
-        return ETAPMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps, fp8_math=fp8_math)
-    return ETAPBackend(runner, fp8_math=fp8_math)
-
-
-def _make_sparse_draft(factory, decodes: bool):
-    from etap_backend.sglang.sparse import ETAPSparseBackend, ETAPSparseMultiStepDraftBackend
-
-    runner, seeds = factory.draft_model_runner, factory.seed_dsa_topk_from_draft_extend
-    if decodes:
-        return ETAPSparseMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps, seeds)
-    return ETAPSparseBackend(runner, seed_dsa_topk_from_draft_extend=seeds)
 
 
 class _Errors(logging.Handler):

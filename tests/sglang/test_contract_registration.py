@@ -82,7 +82,7 @@ def test_entry_point_is_installed_once_and_names_register():
 
 def test_the_installed_version_has_all_that_is_used():
     assert registration.why_unregistered() is None
-    assert registration.why_unusable() is None and registration.why_sparse_unusable() is None
+    assert registration.why_unusable() is None and registration.why_unusable(sparse=True) is None
 
 
 def test_registering_again_changes_nothing():
