@@ -79,8 +79,8 @@ def mla_decode(
             given; float8_e4m3fn, too, where the cache has it. Any strides with a contiguous last dimension and every
             row at a multiple of 16 bytes.
         kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576], dtype of q or float8_e4m3fn; page_size a
-            multiple of 64, at least one page. Rows are contiguous; pages may lie further apart than their size
-            (stride(0)), by less than 2^40 bytes.
+            multiple of 64, at least one page. Rows are contiguous and at multiples of 16 bytes; rows and pages may lie
+            further apart than their size, by less than 2^40 bytes.
         block_table: int32 [batch, max_pages]; the page that holds each page_size tokens. Rows may lie apart.
         seq_lens: int32 [batch], tokens of each request, the new ones included. With other lengths than the schedule was
             built from the result is as right, but the work is divided for those.

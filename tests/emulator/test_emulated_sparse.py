@@ -348,7 +348,7 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "other_rows_fence": NONSENSE,
     "queries_fence": NONSENSE,
     "queries_meeting": NONSENSE,
-    "lent_room": f"more arrivals|never written|in flight|{NONSENSE}",
+    "lent_room": f"deadlock|more arrivals|never written|in flight|{NONSENSE}",
     "lent_commit": "deadlock",
     "merge_grant": f"deadlock|in flight|{NONSENSE}",
     "stage_release": "deadlock",
