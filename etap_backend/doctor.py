@@ -86,8 +86,9 @@ PLUGINS = (
         "--attention-backend etap",
         "sglang.srt.plugins",
         "SGLANG_PLUGINS",
-        "from etap_backend.sglang.registration import check_plugin; check_plugin()",
-        "'ETAP serves it in vLLM only'",
+        "from etap_backend.sglang import registration; registration.check_plugin()",
+        "registration.why_unusable(sparse=True)",
+        "--kv-cache-dtype auto, bfloat16 or fp8_e4m3",
     ),
 )
 
