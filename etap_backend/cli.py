@@ -51,10 +51,12 @@ LAB = {
 }
 CHECKS = {
     "answers": _check("answers", "greedy answers of a trained model, beside other backends"),
+    "flashmla-dense": _check("flashmla_dense", "FlashMLA's own tests of dense decoding, on our call"),
     "flashmla-sparse": _check("flashmla_sparse", "FlashMLA's own tests of sparse decoding, on our call"),
     "random-cases": _check("random_cases", "random calls against float64, each twice with the same bits"),
     "sanitize": _check("sanitize", "the kernels under compute-sanitizer"),
     "sglang-serve": _check("sglang_serve", "an SGLang server from start to answers"),
+    "sglang-sparse": _check("sglang_sparse", "sparse attention in SGLang, beside SGLang's own kernels"),
     "soak": _check("soak", "a vLLM server under mixed load"),
     "threshold": _check("vllm_threshold", "which prompts vLLM had better decode"),
     "train-model": _check("train_model", "make the small model that the answers are checked with"),

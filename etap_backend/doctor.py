@@ -17,6 +17,17 @@ from etap_backend.vllm import compat as vllm
 
 MIN_DRIVER = 580  # the first driver that runs CUDA 13
 PROBE_SECONDS = 300
+SPARSE_SAID = "etap, sparse attention: "
+ASK_SPARSE = """
+try:
+    why_not = {expression}
+except Exception as error:
+    why_not = type(error).__name__ + ": " + str(error)
+print("{said}" + (why_not or "").partition("\\n")[0])
+"""
+"""What a probe ends with; its line has nothing behind the mark where sparse attention can run."""
+SPARSE_MODELS = "sparse attention (DeepSeek-V3.2, GLM-5)"
+FOREIGN_SPARSE = "DeepSeek-V4 is not served: its sparse attention has cache formats that ETAP does not read"
 
 
 class Verdict(Enum):
@@ -28,22 +39,32 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one part; `remedy` tells what to do, or what can be done."""
+    """What was found of one part; `remedy` tells what to do, or what can be done, `sparse` what is served of that."""
 
     verdict: Verdict
     found: str
     remedy: str = ""
+    sparse: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Plugin:
-    """Ours in an engine: the entry points it reads, and a program that fails, with a line, where ETAP cannot run."""
+    """Ours in an engine.
+
+    Attributes:
+        engine, option, entry_points, allow_list: which one, what selects ETAP, and what it reads plugins from.
+        probe: a program that fails, with a line, where ETAP cannot run.
+        why_not_sparse: an expression behind it, of the reason why sparse attention cannot run, or None.
+        sparse: how sparse attention is had where it can.
+    """
 
     engine: plugins.Engine
     option: str
     entry_points: str
     allow_list: str
     probe: str
+    why_not_sparse: str
+    sparse: str = ""
 
 
 PLUGINS = (
@@ -55,14 +76,19 @@ PLUGINS = (
         "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
         "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'\n"
-        "from etap_backend.vllm.selected import reason; raise SystemExit(reason)",
+        "from etap_backend.vllm import compat, selected\n"
+        "if selected.reason: raise SystemExit(selected.reason)",
+        "selected.why_not_sparse() or compat.why_no_indexer()",
+        "--kv-cache-dtype auto, bfloat16 or fp8 (stored as fp8_ds_mla); models without rope (GLM-5.3-Flash) not in fp8",
     ),
     Plugin(
         sglang.ENGINE,
         "--attention-backend etap",
         "sglang.srt.plugins",
         "SGLANG_PLUGINS",
-        "from etap_backend.sglang.registration import check_plugin; check_plugin()",
+        "from etap_backend.sglang import registration; registration.check_plugin()",
+        "registration.why_unusable(sparse=True)",
+        "--kv-cache-dtype auto, bfloat16 or fp8_e4m3",
     ),
 )
 
@@ -106,15 +132,23 @@ def check_library() -> Finding:
     return Finding(Verdict.OK, f"ABI version {version}, {_library.library_path()}")
 
 
-def _why_probe_fails(program: str) -> str | None:
-    """Run it in a process of its own: importing an engine takes long, changes the process and may end it."""
+def _probe(plugin: Plugin) -> tuple[str | None, tuple[str, ...]]:
+    """Why the plugin cannot run, or None, and then lines on sparse attention.
+
+    In a process of its own: importing an engine takes long, changes the process and may end it.
+    """
+    program = plugin.probe + ASK_SPARSE.format(expression=plugin.why_not_sparse, said=SPARSE_SAID)
     try:
         probe = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"nothing came for {PROBE_SECONDS} s"
-    if probe.returncode == 0:
-        return None
-    return (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1]
+        return f"nothing came for {PROBE_SECONDS} s", ()
+    if probe.returncode:
+        return (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1], ()
+    # Engines print too.
+    said = [line.removeprefix(SPARSE_SAID) for line in probe.stdout.splitlines() if line.startswith(SPARSE_SAID)]
+    if reason := said[-1]:
+        return None, (f"no {SPARSE_MODELS}: {reason}",)
+    return None, (f"{SPARSE_MODELS} too: {plugin.sparse}", FOREIGN_SPARSE)
 
 
 def check_plugin(plugin: Plugin) -> Finding:
@@ -132,11 +166,12 @@ def check_plugin(plugin: Plugin) -> Finding:
     if allowed is not None and "etap" not in allowed.split(","):
         remedy = f"to turn it on, add etap to {plugin.allow_list} or unset it"
         return Finding(Verdict.OFF, f"{version}, {plugin.allow_list}={allowed} leaves etap out", remedy)
-    if reason := _why_probe_fails(plugin.probe):
+    reason, sparse = _probe(plugin)
+    if reason:
         remedy = f"{engine.name} does not come up with the plugin here; the reason above is its own"
         return Finding(Verdict.BROKEN, f"{version}, not usable: {reason}", remedy)
     remedy = f"{plugin.option} selects it; {plugin.allow_list} set to other plugins' names, or to nothing, turns it off"
-    return Finding(Verdict.OK, f"{version}, plugin active", remedy)
+    return Finding(Verdict.OK, f"{version}, plugin active", remedy, sparse)
 
 
 def run() -> int:
@@ -150,6 +185,6 @@ def run() -> int:
         finding = check()
         broken |= finding.verdict is Verdict.BROKEN
         print(f"{finding.verdict.value:<15}{finding.found}".rstrip())
-        if finding.remedy:
-            print(f"{'':<9}{'':<15}{finding.remedy}")
+        for more in filter(None, (finding.remedy, *finding.sparse)):
+            print(f"{'':<9}{'':<15}{more}")
     return int(broken)

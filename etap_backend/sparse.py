@@ -47,7 +47,8 @@ def sparse_workspace_floats(heads: int, fp8_cache: bool, num_sms: int) -> int:
 
 
 @functools.cache
-def _sms(device: torch.device) -> int:
+def device_sms(device: torch.device) -> int:
+    """CTAs that fill a device: a GPU's multiprocessors."""
     return CPU_SMS if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
 
 
@@ -56,7 +57,7 @@ def _as_the_library_takes_it(q, q_rope, kv_cache, *rest) -> tuple:
     *named, workspace, out, lse, softmax_scale, num_sms = rest
     heads = q.shape[1] if q.dim() == 3 else 0
     shape = sparse_decode_shape(max(1, heads), kv_cache.element_size() == 1)
-    partitions = _partitions(shape, _sms(q.device) if num_sms is None else count("num_sms", num_sms))
+    partitions = _partitions(shape, device_sms(q.device) if num_sms is None else count("num_sms", num_sms))
     if workspace is None:
         workspace = q.new_empty(_workspace_floats(shape, partitions), dtype=torch.float32)
     return (q, q_rope, kv_cache, *named, workspace, out, lse, softmax_scale, partitions)

@@ -52,6 +52,11 @@ __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
   return y;
 }
 
+// Copy 16 bytes of global memory to an address of shared memory, zeros where they do not exist, which are then not read.
+__device__ __forceinline__ void copy_async_16(uint32_t target, uint64_t source, bool exists) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
+}
+
 // Whether the barrier's phase of this parity has completed.
 __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;

@@ -4,7 +4,7 @@ import torch
 
 from etap_backend import plugins
 from etap_backend.sglang import compat
-from etap_backend.support import TILE_TOKENS, why_unsupported
+from etap_backend.support import SPARSE_FP8, TILE_TOKENS, why_unsupported, why_unsupported_sparse
 
 SPECULATIVE_ALGORITHMS = (None, "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
 """Those whose drafts are a chain when topk is 1; the others may verify a tree, whose mask the kernels do not take."""
@@ -15,8 +15,11 @@ _CACHE_DTYPES = {"bf16": "bfloat16"}
 
 def names_chosen(view) -> tuple[str | None, ...]:
     """The attention backends of the model, and last that of a draft model."""
-    model = (view.attention_backend, view.decode_attention_backend, view.prefill_attention_backend)
-    return (*model, view.speculative_draft_attention_backend)
+    return (*_names_of_model(view), view.speculative_draft_attention_backend)
+
+
+def _names_of_model(view) -> tuple[str | None, ...]:
+    return view.attention_backend, view.decode_attention_backend, view.prefill_attention_backend
 
 
 def resolve_arguments(declared: dict, view, name: str) -> dict | None:
@@ -25,26 +28,91 @@ def resolve_arguments(declared: dict, view, name: str) -> dict | None:
     Raises:
         ValueError: the text says why.
     """
-    asked_for = declared.get("page_size", view.page_size)
-    page_size = TILE_TOKENS if asked_for is None else asked_for
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
+    page_size = declared.get("page_size", view.page_size)
+    model = compat.model_config(view)
+    of_model = name in _names_of_model(view)
+    if compat.is_sparse(model):
+        reason = _why_unsupported_sparse(view, model, name) if of_model else None
+    else:
+        reason = _why_unsupported(view, TILE_TOKENS if page_size is None else page_size)
+        if reason is None and of_model and not compat.is_mla(model):
+            reason = "the model's attention is not MLA"
+    reason = reason or why_unsupported_speculation(
+        view.speculative_algorithm, view.speculative_eagle_topk, view.dcp_size
+    )
+    if reason := reason or plugins.why_no_library():
+        raise ValueError(f"--attention-backend {name}: {reason}")
+    if page_size is None:
+        return declared | {"page_size": TILE_TOKENS}
+    return None
+
+
+def _why_unsupported(view, page_size: int) -> str | None:
     reason = why_unsupported(
         dtype=_DTYPES.get(view.dtype, torch.bfloat16),
         page_size=page_size,
         kv_cache_dtype=_cache_dtype(view.kv_cache_dtype, view.dtype),
-        compute_capability=capability,
+        compute_capability=_compute_capability(),
     )
-    reason = reason or plugins.why_page_size(page_size)
-    reason = reason or why_unsupported_speculation(
-        view.speculative_algorithm, view.speculative_eagle_topk, view.dcp_size
+    return reason or plugins.why_page_size(page_size)
+
+
+def _why_unsupported_sparse(view, model, name: str) -> str | None:
+    cache_dtype = _cache_dtype(view.kv_cache_dtype, view.dtype)
+    reason = why_unsupported_sparse(
+        dtype=_DTYPES.get(view.dtype, torch.bfloat16),
+        head_dim=model.kv_lora_rank + model.qk_rope_head_dim,
+        v_head_dim=model.kv_lora_rank,
+        kv_cache_dtype=SPARSE_FP8 if cache_dtype == "fp8_e4m3" else cache_dtype,
+        compute_capability=_compute_capability(),
     )
-    if reason is None and name in names_chosen(view)[:-1] and not compat.uses_mla(view):
-        reason = "the model's attention is not MLA"
-    if reason := reason or plugins.why_no_library():
-        raise ValueError(f"--attention-backend {name}: {reason}")
-    if asked_for is None:
-        return declared | {"page_size": TILE_TOKENS}
+    if reason:
+        return reason
+    if name == compat.FP8_MATH_NAME:
+        return f"it multiplies FP8 caches of dense attention, and the model's is sparse: wanted {compat.NAME}"
+    # SGLang has filled in the model's by now, so that one is there for each phase.
+    if others := sorted(set(_names_of_model(view)) - {None, name}):
+        wanted = "wanted it for the whole model; --dsa-prefill-backend chooses the kernels of prefill"
+        return f"beside {others[0]} it is not supported with sparse attention: {wanted}"
+    draft_name = view.speculative_draft_attention_backend
+    if draft_name in ("dsa", "nsa"):
+        return f"speculative_draft_attention_backend {draft_name} is not supported: wanted {name}, or none"
     return None
+
+
+def resolve_sparse_kernels(declared: dict, view) -> dict | None:
+    """Name ETAP as the kernel of sparse decode, and of prefill unless the user chose one, where ETAP was chosen.
+
+    Raises:
+        ValueError: the user chose kernels beside which it cannot run; the text says which.
+    """
+    if compat.NAME not in _names_of_model(view):
+        return None
+    decode, prefill = view.dsa_decode_backend, view.dsa_prefill_backend
+    reason = _why_unsupported_variant(view)
+    if reason is None and decode not in (None, compat.NAME):
+        reason = f"--dsa-decode-backend {decode} is not supported: wanted none, ETAP decodes"
+    if reason is None and prefill == "fa3":
+        reason = "--dsa-prefill-backend fa3 is not supported: ETAP stands in its place; wanted another, or none"
+    if reason:
+        raise ValueError(f"--attention-backend {compat.NAME}: {reason}")
+    kernels = {"dsa_decode_backend": compat.NAME, "dsa_prefill_backend": prefill or compat.NAME}
+    return declared | kernels
+
+
+def _why_unsupported_variant(view) -> str | None:
+    variants = {
+        "decode context parallelism (dcp_size)": view.dcp_size > 1,
+        "prefill context parallelism (enable_prefill_cp)": view.enable_prefill_cp,
+        "a KV cache in host memory (enable_hisparse)": view.enable_hisparse,
+        "attention sinks (learnable_sink)": getattr(compat.model_config(view).hf_config, "learnable_sink", False),
+    }
+    unsupported = [variant for variant, present in variants.items() if present]
+    return f"{unsupported[0]} is not supported with sparse attention" if unsupported else None
+
+
+def _compute_capability() -> tuple[int, int] | None:
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else None
 
 
 def _cache_dtype(name: str, dtype: str) -> str:

@@ -11,6 +11,7 @@ NAMES = (NAME, FP8_MATH_NAME)
 ENGINE = plugins.Engine("SGLang", "sglang", NAME, oldest="0.5.17", newest="0.5.23")
 
 PAGE_HOOK = "sglang.srt.arg_groups.overrides._mla_backend_page_constraints"
+SPARSE_HOOK = "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution"
 DRAFT_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 
 REGISTRATION_USES = (
@@ -35,9 +36,15 @@ _ATTENTION = "sglang.srt.layers.attention"
 _BATCH = "sglang.srt.model_executor.forward_batch_info"
 _PREFILL = f"{_ATTENTION}.flashinfer_mla_backend:FlashInferMLAAttnBackend"
 _MODELS = "sglang.srt.models.deepseek_common"
+_SPARSE = f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnBackend"
 _POOL = "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool"
 USES = (
-    plugins.Use("sglang.srt.configs.model_config:ModelConfig", has="kv_lora_rank num_attention_heads qk_rope_head_dim"),
+    plugins.Use(
+        "sglang.srt.configs.model_config:ModelConfig",
+        has="attention_arch hf_config kv_lora_rank num_attention_heads qk_rope_head_dim",
+    ),
+    plugins.Use("sglang.srt.configs.model_config:AttentionArch", has="MLA"),
+    plugins.Use("sglang.srt.configs.model_config:is_deepseek_dsa", positional=1),
     plugins.Use(
         "sglang.srt.model_executor.model_runner:ModelRunner",
         has="device dtype kv_cache_dtype model_config page_size use_mla_backend",
@@ -92,20 +99,66 @@ USES = (
 )
 """What the backend needs when it is selected."""
 
+SPARSE_HOOK_USE = plugins.Use(SPARSE_HOOK, positional=1)
+SPARSE_USES = (
+    SPARSE_HOOK_USE,
+    plugins.Use(
+        "sglang.srt.server_args:ServerArgs",
+        has="disable_chunked_prefix_cache dsa_decode_backend dsa_prefill_backend enable_hisparse enable_prefill_cp",
+    ),
+    plugins.Use(
+        _SPARSE,
+        has="dsa_decode_impl dsa_kv_cache_store_fp8 dsa_prefill_impl enable_auto_select_prefill_impl num_q_heads",
+    ),
+    plugins.Use(
+        f"{_SPARSE}.__init__",
+        positional=2,
+        keywords="skip_prefill speculative_step_id topk speculative_num_steps seed_dsa_topk_from_draft_extend",
+    ),
+    plugins.Use(
+        f"{_SPARSE}._forward_fa3",
+        positional=1,
+        keywords="q_rope kv_cache v_head_dim q_nope page_table cache_seqlens cu_seqlens_q cu_seqlens_k max_seqlen_q "
+        "sm_scale logit_cap page_size",
+    ),
+    plugins.Use(f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnMultiStepBackend", has="attn_backends"),
+    plugins.Use(f"{_ATTENTION}.dsa_backend:DeepseekSparseAttnMultiStepBackend.__init__", positional=5),
+    plugins.Use("sglang.srt.runtime_context:get_context", positional=0),
+    plugins.Use("sglang.srt.runtime_context:RuntimeContext.override", positional=2, keywords="**"),
+    plugins.Use("sglang.srt.utils:get_device_core_count", positional=0),
+    plugins.Use(f"{_MODELS}.attention_backend_handler", has="handle_attention_dsa"),
+    plugins.Use("sglang.srt.speculative.draft_utils:DraftBackendFactory", has="seed_dsa_topk_from_draft_extend"),
+)
+"""What the backend needs besides for a model with sparse attention."""
+
 PAGES_PER_PROGRAM = 64  # of a block table, filled by one Triton program
 
 
-def uses_mla(view) -> bool:
-    """Whether SGLang runs this model's attention as MLA.
+def is_mla(model_config) -> bool:
+    """Whether SGLang runs this model's attention as MLA."""
+    from sglang.srt.configs.model_config import AttentionArch
+
+    return model_config.attention_arch == AttentionArch.MLA
+
+
+def is_sparse(model_config) -> bool:
+    """Whether SGLang builds this model's attention layers as sparse ones."""
+    from sglang.srt.configs.model_config import is_deepseek_dsa
+
+    return is_deepseek_dsa(model_config.hf_config)
+
+
+def model_config(view):
+    """SGLang's description of the model that its arguments name.
 
     Reason: a method of the arguments became a function when they were taken apart.
     Versions: below 0.5.19. Goes when 0.5.19 is the oldest one supported.
     """
     try:
-        from sglang.srt.arg_groups.model_override_base import use_mla_backend
+        from sglang.srt.arg_groups.model_override_base import model_config_of
     except ImportError:
-        return view.use_mla_backend()
-    return use_mla_backend(view)
+        return view.get_model_config()
+    return model_config_of(view)
 
 
 def write_location(forward_batch):
@@ -153,18 +206,22 @@ def fill_rank_share(backend, req_pool_indices, lengths, table) -> None:
 def register_model_support() -> None:
     """Enter ETAP where SGLang's MLA models look; here and not in `register`, because it imports those models.
 
-    They route prefill as with FlashMLA (without: Triton's routes), hand over the latent and the rope part of queries
-    and keys apart (without: concatenated, a copy of each for every layer), and under decode context parallelism take
-    our log-sum-exp as a natural one (without: base 2).
+    They route prefill as with FlashMLA, sparse ones as with SGLang's sparse backend (without: Triton's routes), hand
+    over the latent and the rope part of queries and keys apart (without: concatenated, a copy of each for every layer),
+    and under decode context parallelism take our log-sum-exp as a natural one (without: base 2).
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 
+    def route(attn, forward_batch):
+        sparse = getattr(attn, "use_dsa", False)
+        return (handler.handle_attention_dsa if sparse else handler.handle_attention_flashmla)(attn, forward_batch)
+
     if NAME in utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         return
     for name in NAMES:
-        handler.AttentionBackendRegistry.register(name, handler.handle_attention_flashmla)
+        handler.AttentionBackendRegistry.register(name, route)
         utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
     # It is public since 0.5.18.
     public = "is_mla_dcp_lse_base_on_e"

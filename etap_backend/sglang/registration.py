@@ -9,7 +9,7 @@ import inspect
 import logging
 
 from etap_backend import plugins
-from etap_backend.sglang import arguments
+from etap_backend.sglang import arguments, compat
 from etap_backend.sglang.compat import (
     DRAFT_HOOK,
     ENGINE,
@@ -18,6 +18,9 @@ from etap_backend.sglang.compat import (
     NAMES,
     PAGE_HOOK,
     REGISTRATION_USES,
+    SPARSE_HOOK,
+    SPARSE_HOOK_USE,
+    SPARSE_USES,
     USES,
 )
 
@@ -60,6 +63,8 @@ def _register_names() -> None:
     if hasattr(server_args, "add_draft_attention_backend_choices"):
         server_args.add_draft_attention_backend_choices(list(NAMES))
     HookRegistry.register(PAGE_HOOK, resolve_arguments, HookType.AFTER)
+    if not SPARSE_HOOK_USE.lacking():
+        HookRegistry.register(SPARSE_HOOK, arguments.resolve_sparse_kernels, HookType.AFTER)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
     for name in NAMES:
         server_args.add_chunked_prefix_cache_attention_backend(name)
@@ -72,13 +77,27 @@ def why_unregistered() -> str | None:
     return ENGINE.why_too_old() or ENGINE.why_lacking(name for use in REGISTRATION_USES for name in use.lacking())
 
 
-def why_unusable() -> str | None:
-    """Say by name what the backend lacks in the installed SGLang, or None; imports SGLang's backends and models."""
-    if reason := ENGINE.why_lacking(name for use in USES for name in use.lacking()):
-        return reason
+def _classes(sparse: bool) -> tuple[type, type]:
+    """The backend, and that of a draft model's steps; importing them imports SGLang's backends and models."""
+    if sparse:
+        from etap_backend.sglang.sparse import ETAPSparseBackend, ETAPSparseMultiStepDraftBackend
+
+        return ETAPSparseBackend, ETAPSparseMultiStepDraftBackend
     from etap_backend.sglang.backend import ETAPBackend, ETAPMultiStepDraftBackend
 
-    return ENGINE.why_lacking(name for cls in (ETAPBackend, ETAPMultiStepDraftBackend) for name in plugins.misfits(cls))
+    return ETAPBackend, ETAPMultiStepDraftBackend
+
+
+def why_unusable(sparse: bool = False) -> str | None:
+    """Say by name what a backend lacks in the installed SGLang, or None; imports SGLang's backends and models.
+
+    Args:
+        sparse: whether for sparse attention, what it needs besides, or for dense attention.
+    """
+    uses = SPARSE_USES if sparse else USES
+    if reason := ENGINE.why_lacking(name for use in uses for name in use.lacking()):
+        return reason
+    return ENGINE.why_lacking(name for cls in _classes(sparse) for name in plugins.misfits(cls))
 
 
 def resolve_arguments(declared: dict, view) -> dict | None:
@@ -90,7 +109,10 @@ def resolve_arguments(declared: dict, view) -> dict | None:
     name = next((name for name in arguments.names_chosen(view) if name in NAMES), None)
     if name is None:
         return None
-    if reason := why_unusable():
+    reason = why_unusable()
+    if reason is None and compat.is_sparse(compat.model_config(view)):
+        reason = why_unusable(sparse=True)
+    if reason:
         raise ValueError(f"--attention-backend {name}: {reason}")
     resolved = arguments.resolve_arguments(declared, view, name)
     _warn_untested()
@@ -105,9 +127,9 @@ def _warn_untested() -> None:
 
 def make_backend(model_runner, fp8_math: bool):
     """SGLang's factory of the backend that `--attention-backend` names."""
-    from etap_backend.sglang.backend import ETAPBackend
-
-    return ETAPBackend(model_runner, fp8_math=fp8_math)
+    sparse = compat.is_sparse(model_runner.model_config)
+    backend, _ = _classes(sparse)
+    return backend(model_runner) if sparse else backend(model_runner, fp8_math=fp8_math)
 
 
 def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_template: str, **options) -> None:
@@ -121,13 +143,17 @@ def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_tem
     named = "stamps_children" in inspect.signature(type(factory)._create_backend).parameters
 
     def create(name: str):
-        from etap_backend.sglang.backend import ETAPBackend, ETAPMultiStepDraftBackend
-
-        runner, fp8_math = factory.draft_model_runner, name == FP8_MATH_NAME
-        if decodes:
-            backend = ETAPMultiStepDraftBackend(runner, factory.topk, factory.speculative_num_steps, fp8_math=fp8_math)
+        runner = factory.draft_model_runner
+        sparse = compat.is_sparse(runner.model_config)
+        if sparse:
+            options = {"seed_dsa_topk_from_draft_extend": factory.seed_dsa_topk_from_draft_extend}
         else:
-            backend = ETAPBackend(runner, fp8_math=fp8_math)
+            options = {"fp8_math": name == FP8_MATH_NAME}
+        single, steps = _classes(sparse)
+        if decodes:
+            backend = steps(runner, factory.topk, factory.speculative_num_steps, **options)
+        else:
+            backend = single(runner, **options)
         return (name, backend) if named else backend
 
     backend_map |= {name: functools.partial(create, name) for name in NAMES}

@@ -168,6 +168,15 @@ def rebuild_member() -> Enum:
     return backend_member()
 
 
+def why_no_indexer() -> str | None:
+    """Say why vLLM cannot choose the tokens of sparse attention, or None; without it a model fails as it is loaded."""
+    try:
+        from vllm.utils.import_utils import has_deep_gemm
+    except ImportError:  # a vLLM of which that is not known
+        return None
+    return None if has_deep_gemm() else "DeepGEMM, which vLLM's indexer needs, is not installed"
+
+
 def reserves_in_profile_run() -> bool:
     """Whether vLLM calls `reserve_workspace` of the implementation while it measures the memory that a model needs.
 

@@ -40,8 +40,14 @@ def _backend_or_refusal(backend: str, why_not: str | None) -> type:
 
 
 @functools.cache
+def why_not_sparse() -> str | None:
+    """Say why vLLM cannot run ETAP with models of sparse attention, or None when it can."""
+    return reason or _why_lacking(_SPARSE, SPARSE_USES)
+
+
+@functools.cache
 def _sparse() -> type:
-    return _backend_or_refusal(_SPARSE, reason or _why_lacking(_SPARSE, SPARSE_USES))
+    return _backend_or_refusal(_SPARSE, why_not_sparse())
 
 
 def __getattr__(name: str) -> type:

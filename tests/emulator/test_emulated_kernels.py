@@ -113,6 +113,8 @@ def test_decode_from_an_fp8_cache(dtype, q_scale, heads, s_q, num_sms, fp8_math)
     [
         (24, 128, "gapped", "strided"),
         (3, 256, "headed", "split"),
+        (16, 128, "rows apart", "packed"),
+        (64, 64, "rows apart", "packed"),
         (128, 64, "dense", "strided"),
         (16, 64, "dense", "split"),
     ],

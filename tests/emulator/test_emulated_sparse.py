@@ -339,7 +339,7 @@ LENT_AGAIN = Case(16, 64, 4)  # where what is lent held what was lent before
 NONSENSE = "NaN or infinity|elements, the first"
 FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it is left out, in each kernel that has it
     "launch_meeting": "no mbarrier",
-    "rows_room": NONSENSE,
+    "rows_room": f"deadlock|{NONSENSE}",
     "rows_arrival": f"in flight|{NONSENSE}",
     "rows_commit": "deadlock",
     "rows_grant": "deadlock",
@@ -348,7 +348,7 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "other_rows_fence": NONSENSE,
     "queries_fence": NONSENSE,
     "queries_meeting": NONSENSE,
-    "lent_room": f"more arrivals|never written|in flight|{NONSENSE}",
+    "lent_room": f"deadlock|more arrivals|never written|in flight|{NONSENSE}",
     "lent_commit": "deadlock",
     "merge_grant": f"deadlock|in flight|{NONSENSE}",
     "stage_release": "deadlock",

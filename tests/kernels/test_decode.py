@@ -166,7 +166,7 @@ def test_a_scale_may_have_one_dimension_or_none_and_one_is_as_good_as_1(device):
 @both_devices
 @pytest.mark.parametrize("kind", [{}, KINDS["fp8 q, fp8"]], ids=["bf16", "fp8"])
 @pytest.mark.parametrize("page_size", [64, 128, 256])
-@pytest.mark.parametrize("cache_layout", ["dense", "gapped", "headed", "apart"])
+@pytest.mark.parametrize("cache_layout", ["dense", "gapped", "rows apart", "headed", "apart"])
 @pytest.mark.parametrize("q_layout", ["packed", "strided", "split"])
 def test_layouts(device, kind, page_size, cache_layout, q_layout):
     case = Case((0, 1, 65, 255, 256, 257, 600), page_size=page_size, cache_layout=cache_layout, q_layout=q_layout)
@@ -280,7 +280,7 @@ def test_random_cases(device, seed):
         page_size=draw.choice([64, 128, 256, 1, 16, 32, draw.randint(1, 300)]),
         law=draw.choice(LAWS),
         q_layout=draw.choice(["packed", "strided", "split"]),
-        cache_layout=draw.choice(["dense", "gapped", "headed", "apart"]),
+        cache_layout=draw.choice(["dense", "gapped", "rows apart", "headed", "apart"]),
         num_sms=draw.choice([None, 132, 78, 5, 1]),
         seed=100 + seed,
         **draw.choice(list(KINDS.values())),

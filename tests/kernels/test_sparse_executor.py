@@ -1,13 +1,27 @@
 """The sparse executor: how lists are cut, what a piece is, and the operator around it; what its cases are made of."""
 
+import random
+
 import pytest
 import torch
 
 from etap_backend import executor, sparse_executor
 from etap_backend._library import library
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE
-from etap_backend.lab.checks.sparse_cases import SparseCase, SparseRunner, build, decode
+from etap_backend.lab.checks.sparse_cases import (
+    CACHE_LAYOUTS,
+    CACHES,
+    COUNTS,
+    HOLES,
+    SCALE_LAWS,
+    SINKS,
+    SparseCase,
+    SparseRunner,
+    build,
+    decode,
+)
 from etap_backend.lab.checks.sparse_compare import problems_with, truth
+from etap_backend.reference import sparse_mla_decode_reference
 from etap_backend.sparse import sparse_decode_shape, sparse_workspace_floats
 
 
@@ -52,6 +66,32 @@ def test_pieces_merge_to_the_whole(cuts, cache):
     ]
     out, lse = executor.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
     assert problems_with(out[None].bfloat16(), lse[None], truth(problem)) == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_the_truth_is_the_references_on_the_calls_own_lists(seed):
+    draw = random.Random(seed)
+    case = SparseCase(
+        tokens=7,
+        heads=5,
+        top_k=100,
+        cache=draw.choice(CACHES),
+        page_size=draw.choice([1, 16, 100]),
+        scales=draw.choice(SCALE_LAWS),
+        holes=draw.choice(HOLES),
+        counts=draw.choice(COUNTS),
+        sinks=draw.choice(SINKS),
+        repeats=draw.random() < 0.5,
+        requests=draw.choice([0, 3]),
+        cache_layout=draw.choice(CACHE_LAYOUTS),
+        seed=seed,
+    )
+    problem = build(case, "cpu")
+    wanted = sparse_mla_decode_reference(
+        problem.q, problem.kv_cache, softmax_scale=SOFTMAX_SCALE, sinks=problem.sinks, **problem.lists()
+    )
+    found = truth(problem)
+    torch.testing.assert_close((found.out, found.lse), wanted, rtol=1e-9, atol=1e-12 * wanted[0].abs().max().item())
 
 
 def test_an_fp8_row_is_not_multiplied_out():

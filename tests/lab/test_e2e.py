@@ -330,6 +330,7 @@ def test_the_whole_depth_is_the_same_server_in_all_three_forms():
     assert fp8.vllm.flags[:-1] == full.vllm.flags[:-1] and fp8.vllm.flags[-2] == "--kv-transfer-config"
     plain = read_scenario("decode-plain").vllm.environment
     assert full.environment["NCCL_NVLS_ENABLE"] == "0" and plain.items() <= full.vllm.environment.items()
+    assert full.vllm.environment[rows.EVEN_ROUTING] and rows.EVEN_ROUTING not in plain
     assert (cases_of(full.points)[0].concurrency, cases_of(full.points)[0].input) == (16, 16384)
 
 

@@ -177,6 +177,31 @@ def test_readings_that_are_compared_have_hosts_within_the_tolerance(hosts):
     assert [len(row.readings) + (row.left_out or 0) for row in compared] == [len(of_row) for of_row in hosts]
 
 
+def test_a_short_table_has_the_time_between_tokens_and_marks_other_hosts():
+    ours, theirs = a_row("ETAP", 16, 16.0), a_row("FLASHMLA", 16, 20.0)
+    found = [at_host(with_itl(ours, 15.5), 40, 40, 43), at_host(with_itl(theirs, 19.25), 60, 62, 64)]
+    document = of_rows(with_itl(a_row("FLASHMLA", 1, 12.0), 11.5), *found)
+    lines = report.markdown(document, ("1 x 16K", "16 x 16K")).splitlines()
+    assert lines[0] == "| requests x tokens | ETAP | FLASHMLA |"
+    assert lines[2:4] == ["| 1 x 16K | - | 11.50 |", r"| 16 x 16K | 15.50 | 19.25\* |"]
+    assert "8 x NVIDIA H200, driver 580.1; vllm 0.26.0; commit abc; dummy" in lines[-1] and "other host" in lines[-1]
+    assert "other host" not in report.markdown(document, ("1 x 16K",))
+    with pytest.raises(ValueError, match="rows: wanted some of 1 x 16K, 16 x 16K, got 2 x 16K"):
+        report.markdown(document, ("2 x 16K",))
+
+
+def with_itl(row: Measured, ms: float) -> Measured:
+    return changed(row, readings=[changed(reading, median_itl_ms=ms) for reading in row.readings])
+
+
+def test_a_page_says_whether_experts_were_drawn(document):
+    assert "choose much the same experts" in report.markdown(document)
+    drawn = report.markdown(changed(document, environment={rows.EVEN_ROUTING: "uniform_random"}))
+    assert "experts are drawn, all equally likely" in drawn and "much the same" not in drawn
+    own = changed(document, dummy=False, environment={rows.EVEN_ROUTING: "uniform_random"})
+    assert "Dummy" not in report.markdown(own)
+
+
 def test_readings_from_before_hosts_were_timed_stay(document):
     compared = rows.at_equal_host_speed(document)
     assert sorted(map(str, compared.rows)) == sorted(map(str, document.rows))

@@ -1,4 +1,4 @@
-"""FlashMLA's call over the sparse one, and the run of a script with the functions that FlashMLA's has."""
+"""The run of a script with the functions that FlashMLA's sparse one has."""
 
 import dataclasses
 import json
@@ -9,9 +9,9 @@ import torch
 import typer
 from typer.testing import CliRunner
 
-from etap_backend.lab.checks import flashmla_sparse
+from etap_backend.compat import flash_mla
+from etap_backend.lab.checks import flashmla, flashmla_sparse
 from etap_backend.lab.checks.sparse_cases import SparseCase, build
-from etap_backend.reference import sparse_mla_decode_reference
 
 SCRIPT = """
 import dataclasses, sys
@@ -97,78 +97,26 @@ def test_another_folder_than_flashmlas_is_refused(tmp_path):
     assert result.exit_code == 2 and "FlashMLA's repository" in result.output
 
 
-def arguments(problem, tokens: int, s_q: int) -> dict:
-    case = problem.case
-    return {
-        "q": problem.q.view(tokens, s_q, case.heads, 576),
-        "k_cache": problem.kv_cache,
-        "block_table": None,
-        "cache_seqlens": None,
-        "head_dim_v": 512,
-        "tile_scheduler_metadata": None,
-        "softmax_scale": 0.05,
-        "is_fp8_kvcache": True,
-        "indices": problem.indices.reshape(tokens, s_q, case.top_k),
-        "attn_sink": problem.sinks,
-    }
-
-
-def test_the_call_is_theirs_in_shapes_and_in_what_an_empty_list_gives():
-    problem = build(
-        SparseCase(6, 5, 70, "fp8 as e4m3", cache_layout="headed", page_size=7, holes="all", sinks="drawn"), "cpu"
-    )
-    out, lse = flashmla_sparse.flash_mla_with_kvcache(**arguments(problem, 2, 3))
-    truth, true_lse = sparse_mla_decode_reference(
-        problem.q, problem.kv_cache, problem.indices, 0.05, sinks=problem.sinks
-    )
-    assert (out.shape, lse.shape) == ((2, 3, 5, 512), (2, 5, 3))
-    torch.testing.assert_close(out.double().flatten(0, 1), truth, rtol=0.02, atol=0.01)
-    wanted = true_lse.masked_fill(true_lse.isinf(), torch.inf).view(2, 3, 5).transpose(1, 2)
-    assert wanted.isinf().any()
-    torch.testing.assert_close(lse.double(), wanted, rtol=1e-5, atol=1e-5)
-
-
-def test_their_lengths_of_lists_are_a_requests():
-    problem = build(SparseCase(6, 5, 70, "fp8 as e4m3"), "cpu")
-    call = arguments(problem, 2, 3)
-    out, _ = flashmla_sparse.flash_mla_with_kvcache(**call, topk_length=torch.tensor([3, 70], dtype=torch.int32))
-    call["indices"] = call["indices"].clone()
-    call["indices"][0, :, 3:] = -1
-    assert torch.equal(out, flashmla_sparse.flash_mla_with_kvcache(**call)[0])
-
-
-def test_what_the_sparse_call_has_not_is_refused():
-    problem = build(SparseCase(6, 5, 70, "fp8 as e4m3"), "cpu")
-    call = arguments(problem, 2, 3)
-    for spoiled in (
-        {"indices": None},
-        {"causal": True},
-        {"is_fp8_kvcache": False},
-        {"head_dim_v": 256},
-        {"q": call["q"][..., :512]},
-        {"extra_k_cache": problem.kv_cache},
-    ):
-        with pytest.raises(NotImplementedError):
-            flashmla_sparse.flash_mla_with_kvcache(**{**call, **spoiled})
-
-
 def test_errors_of_two_kernels_are_compared_on_the_same_tensors():
-    problem = build(SparseCase(6, 64, 70, "fp8 as e4m3"), "cpu")
+    case = SparseCase(6, 64, 70, "fp8 as e4m3", cache_layout="headed")
+    problem = build(case, "cpu")
 
     def worse(*words):
-        out, lse = flashmla_sparse.flash_mla_with_kvcache(*words)
+        out, lse = flash_mla.flash_mla_with_kvcache(*words)
         return out * 1.01, lse
 
-    module = flashmla_sparse.stand_in(worse)
-    both = flashmla_sparse.Beside(module)
-    call = arguments(problem, 2, 3)
-    words = (call["q"], problem.kv_cache, None, None, 512, None, None, 0.05, False, True, call["indices"], None)
-    out, _ = both(*words)
-    assert torch.equal(out, flashmla_sparse.flash_mla_with_kvcache(**call)[0])
+    both = flashmla_sparse.Beside(flashmla.stand_in(worse))
+    q, indices = problem.q.view(2, 3, 64, 576), problem.indices.reshape(2, 3, 70)
+
+    def words(q):
+        metadata, _ = flash_mla.get_mla_metadata()
+        return q, problem.kv_cache, None, None, 512, metadata, None, 0.05, False, True, indices, None
+
+    out, _ = both(*words(q))
+    assert torch.equal(out, flash_mla.flash_mla_with_kvcache(*words(q))[0])
     found = both.summary()["64"]
     assert found["calls"] == 1 and 0.001 < found["ours"] < 0.004 < 0.009 < found["theirs"] and found["ratio"] < 0.5
-    with_other_heads = (call["q"][:, :, :16], *words[1:])
-    both(*with_other_heads)
+    both(*words(q[:, :, :16]))
     assert set(both.summary()) == {"64"}
 
 

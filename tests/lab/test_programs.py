@@ -18,7 +18,7 @@ from etap_backend.lab.checks import sanitize
 
 LAB = Path(etap_backend.__file__).parent / "lab"
 CHECKS = sorted(path.stem for path in (LAB / "checks").glob("*.py") if '__name__ == "__main__"' in path.read_text())
-NEEDS_VLLM = {"vllm_threshold"}
+NEEDS_AN_ENGINE = {"sglang_sparse", "vllm_threshold"}
 GONE = re.compile(
     r"tests/(answers|soak|sanitize|two_nodes|vllm/(serve|offline|threshold|upstream)|sglang/serve)|compare_answers"
 )
@@ -30,7 +30,7 @@ def test_a_check_says_how_it_is_run(name):
     assert f"    python -m etap_backend.lab.checks.{name} " in f"{ast.get_docstring(ast.parse(text), clean=False)} "
 
 
-@pytest.mark.parametrize("name", sorted({*CHECKS} - NEEDS_VLLM))
+@pytest.mark.parametrize("name", sorted({*CHECKS} - NEEDS_AN_ENGINE))
 def test_a_check_lists_its_options(name):
     app = typer.Typer()
     app.command()(importlib.import_module(f"etap_backend.lab.checks.{name}").main)

@@ -16,6 +16,8 @@ RESULTS = Path(__file__).parents[2] / "results"
 README = """a
 <!-- bench targets: 1 x 1K; 16 x 16K -->
 <!-- /bench -->
+<!-- e2e e2e-decode-full-vllm: 1 x 2K -->
+<!-- /e2e -->
 b [all](results/sleep-vllm.json), ![picture](results/targets-latency.png)
 """
 DOC = """<!-- bench targets -->
@@ -51,14 +53,16 @@ def run(root: Path, *arguments: str):
 
 
 def test_all_places_are_filled_and_then_nothing_differs(root):
-    assert len(tables.complaints(root)) == 6
+    assert len(tables.complaints(root)) == 7
     result = run(root)
     assert result.exit_code == 0 and result.stdout == "filled README.md\nfilled docs/results.md\n"
     readme, doc = (root / "README.md").read_text(), (root / "docs" / "results.md").read_text()
-    assert readme.count("\n| 1") == 2 and "| 16 x 16K |" in readme and readme.startswith("a\n<!-- bench targets: 1 x")
+    assert readme.count("\n| 1") == 3 and "| 1 x 2K | 8.23 | 9.91 | 8.62 |" in readme
+    assert "| 16 x 16K |" in readme and readme.startswith("a\n<!-- bench targets: 1 x")
     assert readme.endswith("targets-latency.png)\n") and "old" not in doc
     assert "| 128 x 4K |" in doc and "| query rows |" in doc and "16 x 4K tokens: etap " in doc and "| TPOT ms |" in doc
-    assert "| 16 x 16K/256, cached | ETAP | 15.39 |" in doc and "Estimate for H20-96G; commit " in doc
+    assert "| 16 x 16K/256, cached | ETAP | 21.58 |" in doc and "Estimate for H20-96G; commit " in doc
+    assert "| e2e-tp2-fp8-vllm |\n" in doc, "several readings: each line says of which"
     assert tables.complaints(root) == [] and run(root).stdout == "" and run(root, "--check").exit_code == 0
 
 
@@ -111,6 +115,7 @@ def test_a_place_whose_file_need_not_be_there_says_so_until_it_is(root):
         ("<!-- bench nowhere -->\n<!-- /bench -->", "<!-- bench nowhere -->: .*nowhere.json"),
         ("<!-- bench sleep-vllm -->\n<!-- /bench -->", "<!-- bench sleep-vllm -->: .*sleep-vllm.json: "),
         ("<!-- bench targets: 9 x 9K -->\n<!-- /bench -->", "rows: wanted some of 1 x 1K, .*, got 9 x 9K"),
+        ("<!-- e2e e2e-decode-full-vllm: 9 x 9K -->\n<!-- /e2e -->", "rows: wanted some of 16 x 16K, .*, got 9 x 9K"),
         (
             "<!-- chart targets -->\n<!-- /chart -->",
             "<!-- chart targets -->: wanted one of bench, summary, figures, e2e",

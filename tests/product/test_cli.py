@@ -126,7 +126,7 @@ def test_the_doctor_on_a_gpu_is_content():
 def plugin():
     """A plugin for an engine whose distribution is pytest's, so that it is installed here."""
     engine = plugins.Engine("Engine", "pytest", "ETAP", oldest="1.0", newest=version("pytest"))
-    return doctor.Plugin(engine, "--attention-backend ETAP", "pytest.etap_plugins", "ENGINE_PLUGINS", "pass")
+    return doctor.Plugin(engine, "--attention-backend ETAP", "pytest.etap_plugins", "ENGINE_PLUGINS", "pass", "None")
 
 
 @pytest.fixture
@@ -160,6 +160,28 @@ def test_a_newer_engine_is_not_broken_and_the_doctor_says_that_it_was_not_tested
 def test_a_plugin_that_was_turned_off_is_not_broken(plugin, entry_point, monkeypatch, allowed, verdict):
     monkeypatch.setenv(plugin.allow_list, allowed)
     assert doctor.check_plugin(plugin).verdict is doctor.Verdict[verdict]
+
+
+@pytest.mark.parametrize(
+    "why_not, said",
+    [
+        ("None", "sparse attention (DeepSeek-V3.2, GLM-5) too: --with-it"),
+        ("'it lacks\\na part'", "no sparse attention (DeepSeek-V3.2, GLM-5): it lacks"),
+        ("1 / 0", "no sparse attention (DeepSeek-V3.2, GLM-5): ZeroDivisionError: division by zero"),
+    ],
+)
+def test_what_an_engine_says_of_sparse_attention_is_told_and_breaks_nothing(
+    plugin, entry_point, monkeypatch, capsys, why_not, said
+):
+    probe = "print('the engine says this')"
+    sparse = replace(plugin, probe=probe, why_not_sparse=why_not, sparse="--with-it")
+    finding = doctor.check_plugin(sparse)
+    assert finding.verdict is doctor.Verdict.OK and finding.sparse[0] == said
+    assert ("DeepSeek-V4" in finding.sparse[-1]) == (why_not == "None")
+    monkeypatch.setattr(doctor, "PLUGINS", (sparse,))
+    doctor.run()
+    printed = capsys.readouterr().out
+    assert all(f"{line}\n" in printed for line in finding.sparse)
 
 
 def test_an_engine_that_does_not_come_up_is_reported_with_its_own_words(plugin, entry_point):

@@ -17,7 +17,7 @@ VERSIONS = (
     "0.9.1", "0.25.9", "0.26", "0.26.0", "0.26.0+cu130", "0.26.1.dev5+g0123456.cu130", "0.30.2.post1", "0.33.0rc1",
     "0.33.1", "0.33.10", "0.34", "0.34.0", "0.34.1", "1.0.0", "0.99.0",
 )  # fmt: skip
-USES = {"vllm": vllm.USES + vllm.SPARSE_USES, "sglang": (*sglang.REGISTRATION_USES, *sglang.USES)}
+USES = {"vllm": vllm.USES + vllm.SPARSE_USES, "sglang": (*sglang.REGISTRATION_USES, *sglang.USES, *sglang.SPARSE_USES)}
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib.metadata
+import json
 import pickle
 import shutil
 import sys
@@ -13,7 +14,8 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
-from sglang.srt.layers.attention import flashmla_backend  # noqa: E402
+from sglang.srt.layers.attention import dsa_backend, flashmla_backend  # noqa: E402
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend  # noqa: E402
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend  # noqa: E402
 from sglang.srt.model_executor import forward_batch_info  # noqa: E402
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla  # noqa: E402
@@ -270,3 +272,123 @@ def test_context_parallelism_of_kimi_k2(resolve, kimi):
 def test_context_parallelism_of_kimi_k3_is_for_backends_that_sglang_names(resolve, kimi):
     with pytest.raises(AssertionError, match="Kimi-K3 DCP must be .* got 'etap'"):
         resolve(*ETAP, "--tp-size", 8, "--dcp-size", 8, model=kimi)
+
+
+SPARSE_MODELS = {
+    "DeepSeek-V3.2": {"architectures": ["DeepseekV32ForCausalLM"], "model_type": "deepseek_v32"},
+    "GLM-5": {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"},
+}
+INDEXER = {"index_topk": 128, "index_n_heads": 32, "index_head_dim": 128}
+MTP = (
+    "--speculative-algorithm", "EAGLE", "--speculative-num-steps", 3, "--speculative-eagle-topk", 1,
+    "--speculative-num-draft-tokens", 4,
+)  # fmt: skip
+
+
+def changed_model(model_directory, folder, **changes):
+    config = json.loads((model_directory / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(params=SPARSE_MODELS)
+def sparse_model(request, model_directory, tmp_path):
+    """The folder of a small model with sparse attention, of which only the config.json exists."""
+    return changed_model(model_directory, tmp_path, **INDEXER, **SPARSE_MODELS[request.param])
+
+
+def sparse_kernels(view):
+    return view.attention_backend, view.dsa_prefill_backend, view.dsa_decode_backend
+
+
+@pytest.mark.parametrize("cache, stored", [("auto", "bfloat16"), ("bf16", "bfloat16"), ("fp8_e4m3", "fp8_e4m3")])
+@pytest.mark.parametrize("speculation", [(), MTP], ids=["", "MTP"])
+def test_sparse_attention_by_the_same_name(resolve, sparse_model, cache, stored, speculation):
+    view = resolve(*ETAP, "--kv-cache-dtype", cache, *speculation, model=sparse_model)
+    assert sparse_kernels(view) == ("etap", "etap", "etap")
+    assert (view.page_size, view.kv_cache_dtype) == (64, stored)
+
+
+def test_the_kernels_of_sparse_attention_go_to_all_ranks_with_the_arguments(resolve, sparse_model):
+    arguments = resolve(*ETAP, model=sparse_model, raw=True)
+    assert sparse_kernels(resolved_view(pickle.loads(pickle.dumps(arguments)))) == ("etap", "etap", "etap")
+
+
+@pytest.mark.parametrize("cache, prefill, decode", [
+    ("auto", "flashmla_sparse", "fa3"), ("fp8_e4m3", "flashmla_kv", "flashmla_kv"),
+])  # fmt: skip
+def test_without_the_name_sparse_attention_is_sglangs(resolve, sparse_model, cache, prefill, decode):
+    view = resolve("--kv-cache-dtype", cache, model=sparse_model)
+    assert sparse_kernels(view) == ("dsa", prefill, decode)
+
+
+@pytest.mark.parametrize("prefill", ["flashmla_sparse", "flashmla_kv", "tilelang"])
+def test_prefill_of_sparse_attention_may_have_another_kernel(resolve, sparse_model, prefill):
+    view = resolve(*ETAP, "--dsa-prefill-backend", prefill, model=sparse_model)
+    assert sparse_kernels(view) == ("etap", prefill, "etap")
+
+
+@pytest.mark.parametrize("sparse_model", ["DeepSeek-V3.2"], indirect=True)
+@pytest.mark.parametrize("flags, reason", [
+    (("--dsa-decode-backend", "flashmla_kv"), "--dsa-decode-backend flashmla_kv is not supported: wanted none"),
+    (("--dsa-prefill-backend", "fa3"), "--dsa-prefill-backend fa3 is not supported: ETAP stands in its place"),
+    (("--dtype", "float16"), "dtype float16 is not supported: wanted bfloat16"),
+    (("--prefill-attention-backend", "dsa"), "beside dsa it is not supported with sparse attention"),
+    (("--decode-attention-backend", "fa3"), "beside fa3 it is not supported with sparse attention"),
+    ((*MTP, "--speculative-draft-attention-backend", "dsa"), "speculative_draft_attention_backend dsa is not"),
+    (
+        ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 4),
+        "speculative algorithm NGRAM is not supported",
+    ),
+    (("--enable-hisparse", "--disable-radix-cache"), "a KV cache in host memory .* is not supported with sparse"),
+], ids=str)  # fmt: skip
+def test_refuses_with_sparse_attention(resolve, sparse_model, flags, reason):
+    with pytest.raises(ValueError, match=f"--attention-backend etap: {reason}"):
+        resolve(*ETAP, *flags, model=sparse_model)
+
+
+def test_a_part_of_the_name_is_refused_with_sparse_attention(resolve, sparse_model):
+    with pytest.raises(ValueError, match="--attention-backend etap: beside fa3 it is not supported with sparse"):
+        resolve("--decode-attention-backend", "etap", model=sparse_model)
+
+
+def test_fp8_math_is_refused_with_sparse_attention(resolve, sparse_model):
+    reason = "it multiplies FP8 caches of dense attention, and the model's is sparse: wanted etap"
+    with pytest.raises(ValueError, match=f"--attention-backend etap_fp8_math: {reason}"):
+        resolve("--attention-backend", "etap_fp8_math", model=sparse_model)
+
+
+@pytest.mark.parametrize("parallelism, reason", [
+    (("--dcp-size", 8), "decode context parallelism"),
+    (("--enable-prefill-cp", "--cp-strategy", "interleave"), "prefill context parallelism"),
+], ids=str)  # fmt: skip
+def test_context_parallelism_is_refused_with_sparse_attention(resolve, sparse_model, monkeypatch, parallelism, reason):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(ValueError, match=f"--attention-backend etap: {reason} .* is not supported with sparse"):
+        resolve(*ETAP, "--tp-size", 8, *parallelism, model=sparse_model)
+
+
+@pytest.mark.parametrize("changes, reason", [
+    ({"kv_lora_rank": 256}, "head_dim 320 is not supported: wanted 576"),
+    ({"qk_rope_head_dim": 32}, "head_dim 544 is not supported: wanted 576"),
+], ids=str)  # fmt: skip
+def test_other_dimensions_of_sparse_attention_are_refused(resolve, model_directory, tmp_path, changes, reason):
+    model = changed_model(model_directory, tmp_path, **INDEXER, **SPARSE_MODELS["DeepSeek-V3.2"], **changes)
+    with pytest.raises(ValueError, match=f"--attention-backend etap: {reason}"):
+        resolve(*ETAP, model=model)
+
+
+def test_deepseek_v4_gets_sglangs_own_backend(resolve, model_directory, tmp_path):
+    """Whatever is named; SGLang says so in its log."""
+    changes = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "head_dim": 512}
+    changes |= {"compress_ratios": [4, 4], "sliding_window": 128}
+    view = resolve(*ETAP, model=changed_model(model_directory, tmp_path, **INDEXER, **changes))
+    assert view.attention_backend == "dsv4"
+
+
+@pytest.mark.parametrize("sparse_model", ["DeepSeek-V3.2"], indirect=True)
+def test_what_sglang_lacks_for_sparse_attention_refuses_no_other_model(resolve, sparse_model, monkeypatch):
+    monkeypatch.delattr(DeepseekSparseAttnBackend, "_forward_fa3")
+    with pytest.raises(ValueError, match=f"lacks what etap uses: {dsa_backend.__name__}:.*_forward_fa3"):
+        resolve(*ETAP, model=sparse_model)
+    assert resolve(*ETAP).attention_backend == "etap"

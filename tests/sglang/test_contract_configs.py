@@ -19,7 +19,12 @@ from sglang.srt.server_args import prepare_server_args  # noqa: E402 - reads the
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted((CONFIGS / "sglang").glob("*.yaml"))
-MODELS = {"deepseek-ai/DeepSeek-R1": "deepseek-r1", "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite"}
+MODELS = {
+    "deepseek-ai/DeepSeek-R1": "deepseek-r1",
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite",
+    "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
+    "zai-org/GLM-5-FP8": "glm-5-fp8",
+}
 GPUS = {"96g": "H20-96G", "141g": "H20-141G"}
 
 
@@ -37,7 +42,8 @@ def test_there_is_one_for_each_deployment():
     names = {path.stem for path in FILES}
     deployments = {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
     small = {f"deepseek-r1-8xh20-96g-{kind}" for kind in ("fp8-cache", "dcp8", "dcp2-fp8-cache")}
-    assert names == {"smoke-1gpu"} | small | deployments
+    sparse = {"deepseek-v3.2-8xh20-96g-fp8-cache", "deepseek-v3.2-8xh20-141g", "glm-5-fp8-8xh20-141g"}
+    assert names == {"smoke-1gpu"} | small | deployments | sparse
 
 
 def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
@@ -68,9 +74,10 @@ def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, mon
 def test_comments_count_the_cache_as_sglang_does(config_file, settings):
     """The fraction is of the whole memory, and the cache is what the weights leave of it."""
     text = config_file.read_text()
-    layers, width, size, product = re.search(r"of (\d+) layers x (\d+) x (\d+) = ([\d,]+) bytes", text).groups()
-    a_token = int(product.replace(",", ""))
-    assert int(layers) * int(width) * int(size) == a_token
+    form = r"of (\d+) layers x (?:(\d+) x (\d+)|\(([\d,]+) \+ (\d+)\)) = ([\d,]+) bytes"
+    layers, *one, a_token = (int((found or "0").replace(",", "")) for found in re.search(form, text).groups())
+    width, size, row, key = one
+    assert layers * (width * size + row + key) == a_token
     gpu = next((gpu for name, gpu in GPUS.items() if name in config_file.stem), "H100")
     ranks, fraction = settings.get("tp-size", 1), settings["mem-fraction-static"]
     s_q, cache = settings.get("speculative-num-draft-tokens", 1), "fp8" if "kv-cache-dtype" in settings else "bfloat16"

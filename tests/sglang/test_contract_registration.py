@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from importlib.metadata import entry_points
+from types import SimpleNamespace
 
 import pytest
 from sglang.srt import server_args
@@ -80,7 +81,8 @@ def test_entry_point_is_installed_once_and_names_register():
 
 
 def test_the_installed_version_has_all_that_is_used():
-    assert registration.why_unregistered() is None and registration.why_unusable() is None
+    assert registration.why_unregistered() is None
+    assert registration.why_unusable() is None and registration.why_unusable(sparse=True) is None
 
 
 def test_registering_again_changes_nothing():
@@ -94,11 +96,15 @@ def test_registering_again_changes_nothing():
 
 
 @pytest.mark.parametrize("times", [1, 2])
-def test_models_route_prefill_as_with_flashmla_and_hand_over_the_parts(times):
+def test_models_route_prefill_as_with_sglangs_backends_and_hand_over_the_parts(times, monkeypatch):
     compat.register_model_support()
-    registry = handler.AttentionBackendRegistry
+    for kind in ("flashmla", "dsa"):
+        monkeypatch.setattr(handler, f"handle_attention_{kind}", lambda attn, batch, kind=kind: (kind, attn, batch))
+    dense, sparse, batch = SimpleNamespace(), SimpleNamespace(use_dsa=True), object()
     for name in compat.NAMES:
-        assert registry.get_handler(name) is registry.get_handler("flashmla") is handler.handle_attention_flashmla
+        route = handler.AttentionBackendRegistry.get_handler(name)
+        assert route(dense, batch) == ("flashmla", dense, batch)
+        assert route(sparse, batch) == ("dsa", sparse, batch)
         assert utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(name) == 1
 
 

@@ -21,7 +21,12 @@ from etap_backend.lab.plan.memory import memory_of
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted((CONFIGS / "vllm").glob("*.yaml"))
-MODELS = {"deepseek-ai/DeepSeek-R1": "deepseek-r1", "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite"}
+MODELS = {
+    "deepseek-ai/DeepSeek-R1": "deepseek-r1",
+    "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite",
+    "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
+    "zai-org/GLM-5-FP8": "glm-5-fp8",
+}
 GPUS = {"96g": "H20-96G", "141g": "H20-141G"}
 
 
@@ -36,26 +41,29 @@ def settings(config_file):
 
 
 def cache_bytes_a_token(text):
-    """The figure of a comment, and whether its product is right."""
-    layers, width, size, product = re.search(r"of (\d+) layers x (\d+) x (\d+) = ([\d,]+) bytes", text).groups()
-    assert int(layers) * int(width) * int(size) == int(product.replace(",", ""))
-    return int(product.replace(",", ""))
+    """The figure of a comment, and whether its product is right: of elements, or of a row's bytes and an indexer's."""
+    form = r"of (\d+) layers x (?:(\d+) x (\d+)|\(([\d,]+) \+ (\d+)\)) = ([\d,]+) bytes"
+    layers, *one, product = (int((found or "0").replace(",", "")) for found in re.search(form, text).groups())
+    width, size, row, key = one
+    assert layers * (width * size + row + key) == product
+    return product
 
 
 def test_there_is_one_for_each_deployment():
     names = {path.stem for path in FILES}
     deployments = {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
     small = {f"deepseek-r1-8xh20-96g-{kind}" for kind in ("fp8-cache", "dcp8", "dcp2-fp8-cache")}
-    assert names == {"smoke-1gpu"} | small | deployments
+    sparse = {"deepseek-v3.2-8xh20-96g-fp8-cache", "deepseek-v3.2-8xh20-141g", "glm-5-fp8-8xh20-141g"}
+    assert names == {"smoke-1gpu"} | small | deployments | sparse
 
 
-def selected_for(config):
+def selected_for(config, sparse):
     """What each layer of this configuration gets: vLLM asks the backend that was named whether it can."""
     selector._cached_get_attn_backend.cache_clear()
     heads = config.model_config.get_num_attention_heads(config.parallel_config)
     with set_current_vllm_config(config):
         layer = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": config.cache_config.cache_dtype}
-        return selector.get_attn_backend(**layer, use_mla=True, num_heads=heads)
+        return selector.get_attn_backend(**layer, use_mla=True, use_sparse=sparse, num_heads=heads)
 
 
 def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
@@ -74,7 +82,10 @@ def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monke
     config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
     assert config.model_config.model == str(folder)
     assert config.attention_config.backend is AttentionBackendEnum.ETAP
-    assert selected_for(config) is AttentionBackendEnum.ETAP.get_class()
+    sparse = read_model(MODELS[settings["model"]]).sparse
+    with set_current_vllm_config(config):
+        backend = AttentionBackendEnum.ETAP.get_class()
+    assert selected_for(config, sparse) is backend and backend.is_sparse() == sparse
     ranks_of_a_context = config.parallel_config.decode_context_parallel_size
     assert ranks_of_a_context == settings.get("decode-context-parallel-size", 1)
     assert ranks_of_a_context == int((re.search(r"-dcp(\d)", config_file.stem) or (0, 1))[1])

@@ -11,6 +11,7 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import etap_backend.vllm
+from etap_backend import doctor
 from etap_backend.vllm import compat, selected
 
 SCRIPT_SECONDS = 180
@@ -75,6 +76,14 @@ def run_script(script):
 def test_entry_point_is_installed_once_and_names_register():
     (point,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "etap"]
     assert point.load() is etap_backend.vllm.register
+
+
+def test_the_doctor_finds_the_plugin_and_what_it_serves():
+    (vllm,) = (plugin for plugin in doctor.PLUGINS if plugin.engine is compat.ENGINE)
+    finding = doctor.check_plugin(vllm)
+    assert finding.verdict is doctor.Verdict.OK, finding
+    assert finding.sparse[0].startswith("sparse attention (DeepSeek-V3.2, GLM-5) too: --kv-cache-dtype auto, ")
+    assert "DeepSeek-V4 is not served" in finding.sparse[1]
 
 
 def test_the_installed_version_has_all_that_is_used():

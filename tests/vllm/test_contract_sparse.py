@@ -3,8 +3,12 @@
 The reference executor stands in for the kernels. A layer's indexer needs a GPU: its lists are written here.
 """
 
+import importlib
+import importlib.util
 import itertools
+import shutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -12,6 +16,7 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
@@ -44,6 +49,10 @@ from etap_backend.vllm.sparse import ETAPSparseBackend
 
 load_general_plugins()
 
+MODELS = Path(__file__).resolve().parents[2] / "configs/models"
+RANKS = 8
+GLM5_NEXT = importlib.util.find_spec("vllm.models.glm5next") is not None
+needs_glm5_next = pytest.mark.skipif(not GLM5_NEXT, reason="this vLLM has no GLM-5.3-Flash; 0.33 has")
 TOP_K = 128  # as in vLLM's own tests of sparse backends
 H20_SMS = 78  # of the pretended GPU
 MAX_TOKENS = 2048
@@ -115,6 +124,33 @@ def test_what_vllm_lacks_for_sparse_attention_refuses_no_other_model(select, mon
     with pytest.raises(ValueError, match="lacks what ETAP uses: .*sparse_utils:triton_filter_and_convert_dcp_index"):
         select()
     assert select(model={}, use_sparse=False) is ETAPBackend
+
+
+def test_the_doctor_is_told_what_sparse_attention_would_lack(monkeypatch):
+    selected = importlib.import_module("etap_backend.vllm.selected")
+    assert selected.why_not_sparse() is None and compat.why_no_indexer() is None
+    monkeypatch.setattr("vllm.utils.import_utils.has_deep_gemm", lambda: False)
+    assert compat.why_no_indexer() == "DeepGEMM, which vLLM's indexer needs, is not installed"
+    monkeypatch.delattr(sparse_utils, "triton_filter_and_convert_dcp_index")
+    assert "lacks what ETAP uses: " in selected.why_not_sparse.__wrapped__() and selected.reason is None
+
+
+@pytest.mark.parametrize("model, head_size, heads", [
+    ("deepseek-v3.2", 576, 16), ("glm-5-fp8", 576, 8), pytest.param("glm-5.3-flash", 512, 8, marks=needs_glm5_next),
+])  # fmt: skip
+def test_vllm_makes_a_configuration_of_the_whole_model_with_etap(model, head_size, heads, tmp_path, monkeypatch):
+    monkeypatch.setattr(type(current_platform), "device_count", classmethod(lambda cls: RANKS))
+    shutil.copy(MODELS / f"{model}.json", tmp_path / "config.json")
+    arguments = {"max_model_len": 2048, "max_num_seqs": 8, "skip_tokenizer_init": True, "load_format": "dummy"}
+    arguments |= {"attention_backend": "ETAP", "tensor_parallel_size": RANKS}
+    config = EngineArgs(model=str(tmp_path), **arguments).create_engine_config()
+    assert config.model_config.use_mla and config.model_config.get_head_size() == head_size
+    assert config.model_config.get_num_attention_heads(config.parallel_config) == heads
+    selector._cached_get_attn_backend.cache_clear()
+    with set_current_vllm_config(config):
+        layer = LAYER | {"use_sparse": True, "head_size": head_size, "num_heads": heads}
+        assert selector.get_attn_backend(**layer) is ETAPSparseBackend
+    selector._cached_get_attn_backend.cache_clear()
 
 
 def test_refuses_batch_invariance(select, monkeypatch):

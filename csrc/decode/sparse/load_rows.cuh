@@ -2,8 +2,7 @@
 // key ring. One bulk copy a row is up to twice as slow.
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
-
+#include "common/ptx.cuh"
 #include "decode/pieces.cuh"
 #include "decode/sparse/cache.h"
 #include "decode/sparse/validity.cuh"
@@ -11,13 +10,20 @@
 
 namespace etap::sparse {
 
-// Row groups of four are dealt to the warps in turn. A lane fetches one row of its warp's: lane 4k + j the j-th of its k-th
-// group, its index two tiles before it is copied and its page one, so that neither is waited for.
+// A warp copies eight rows at a time, four by each instruction: eight lanes a row, a line of 128 bytes each.
+constexpr int kOctetRows = 8;
+constexpr int kOctets = kTileTokens / kOctetRows;
+constexpr int kHalfRows = kOctetRows / 2;
+constexpr int kLineUnits = 8;
+constexpr int kLineBytes = kLineUnits * kUnitBytes;
+
+// Octets are dealt to the warps in turn. A lane fetches one row of its warp's: lane 8k + j the j-th of its k-th octet, its
+// index two tiles before it is copied and its page one, so that neither is waited for.
 template <int kWarps>
 class RowFetcher {
  public:
   __device__ __forceinline__ RowFetcher(const GatheredCache& cache, int warp)
-      : cache_(cache), row_((warp + threadIdx.x % kWarpSize / 4 * kWarps) * 4 + threadIdx.x % 4) {}
+      : cache_(cache), row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarps) * kOctetRows + threadIdx.x % kOctetRows) {}
 
   __device__ __forceinline__ void begin(const Piece& piece) {
     list_ = cache_.indices + piece.request * cache_.index_stride;
@@ -69,74 +75,140 @@ class RowFetcher {
 
 // A warp's rows of a tile, as its lanes hold them.
 struct WarpRows {
-  const char* row;     // of this lane
-  uint32_t valid;      // a bit a lane
-  const GatheredCache& cache;
+  bool exists = false;  // this lane's row
+  uint64_t row = 0;     // where it begins; one that does not exist: where the cache begins, which is not read
+  uint32_t valid = 0;   // a bit a lane
 
+  WarpRows() = default;
   __device__ __forceinline__ WarpRows(const char* row, const GatheredCache& cache)
-      : row(row), valid(__ballot_sync(0xffffffff, row != nullptr)), cache(cache) {}
+      : exists(row != nullptr), row(reinterpret_cast<uint64_t>(exists ? row : cache.data)),
+        valid(__ballot_sync(0xffffffff, exists)) {}
 
   // The row that another lane holds. Called by the whole warp.
-  __device__ __forceinline__ const char* held_by(int lane) const {
-    return reinterpret_cast<const char*>(__shfl_sync(0xffffffff, reinterpret_cast<uint64_t>(row), lane));
-  }
-  // 16 bytes of it, or zeros where it does not exist or is no wider.
-  __device__ __forceinline__ void copy(const char* from, int lane, int offset, char* target) const {
-    const bool exists = (valid >> lane & 1) && offset < cache.row_bytes;
-    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-        *reinterpret_cast<const cute::uint128_t*>(exists ? from + offset : cache.data),
-        *reinterpret_cast<cute::uint128_t*>(target), exists);
-  }
+  __device__ __forceinline__ uint64_t held_by(int lane) const { return __shfl_sync(0xffffffff, row, lane); }
 };
 
-// The chunks of a stage, [tokens x 64 columns] each in WGMMA's swizzle: eight lanes a row.
+// The rows of a tile that a lane copies lines of, one of each half octet of its warp's, for chunks of [tokens x 64 columns]
+// each in WGMMA's swizzle.
 template <class T>
-__device__ __forceinline__ void copy_chunks(const WarpRows& rows, int warp, int first_chunk, char* stage) {
-  constexpr int kLineBytes = kChunkColumns * sizeof(typename T::Element);
-  const int lane = threadIdx.x % kWarpSize;
-#pragma unroll 2
-  for (int group = warp, k = 0; group < kTileTokens / 4; group += T::kGatherWarps, ++k) {
-    const int row = group * 4 + lane / 8;
-    const int holder = k * 4 + lane / 8;
-    const char* from = rows.held_by(holder);
-    char* target = stage + row * kLineBytes + (lane % 8 ^ swizzle<kLineBytes>(row)) * kUnitBytes;
+class ChunkCopier {
+ public:
+  __device__ __forceinline__ ChunkCopier(const GatheredCache& cache, int warp)
+      : has_rope_(cache.row_bytes > kLatentDim * int(sizeof(typename T::Element))), has_last_(warp < kOctets % T::kGatherWarps) {
+    const int row = threadIdx.x % kWarpSize / kLineUnits, unit = threadIdx.x % kLineUnits;
     CUTE_UNROLL
-    for (int c = 0; c < T::kChunksPerStage; ++c) {
-      rows.copy(from, holder, (first_chunk + c) * kLineBytes + lane % 8 * kUnitBytes, target + c * kTileTokens * kLineBytes);
+    for (int half = 0; half < 2; ++half) {
+      const int row_of_octet = half * kHalfRows + row;
+      places_[half] = (warp * kOctetRows + row_of_octet) * kLineBytes + (unit ^ swizzle<kLineBytes>(row_of_octet)) * kUnitBytes;
     }
   }
-}
 
-// Whole rows as they are: the latent part by 32 lanes, then what is behind it of all rows in one run of units.
+  // Takes the rows of a tile. Called by the whole warp.
+  __device__ __forceinline__ void take(const WarpRows& rows) {
+    const int row = threadIdx.x % kWarpSize / kLineUnits;
+    CUTE_UNROLL
+    for (int i = 0; i < kHalves; ++i) {
+      from_[i] = rows.held_by(i * kHalfRows + row) + threadIdx.x % kLineUnits * kUnitBytes;
+    }
+    valid_ = rows.valid >> row;
+  }
+
+  // Copies chunks that follow each other in the rows and in shared memory, from this address on. The last of a run may be
+  // rope.
+  template <int kRunChunks, bool kRope>
+  __device__ __forceinline__ void copy(int first_chunk, uint32_t target) const {
+    CUTE_UNROLL
+    for (int i = 0; i < kHalves; ++i) {
+      if (i == 2 * (kOctets / T::kGatherWarps) && !has_last_) break;
+      const uint64_t from = from_[i] + first_chunk * kLineBytes;
+      const uint32_t to = target + places_[i % 2] + i / 2 * T::kGatherWarps * kOctetRows * kLineBytes;
+      const bool exists = valid_ >> (i * kHalfRows) & 1;
+      CUTE_UNROLL
+      for (int c = 0; c < kRunChunks; ++c) {
+        const bool within = !kRope || c < kRunChunks - 1 || has_rope_;
+        ptx::copy_async_16(to + c * kTileTokens * kLineBytes, from + c * kLineBytes, exists && within);
+      }
+    }
+  }
+
+ private:
+  static constexpr int kHalves = 2 * ((kOctets + T::kGatherWarps - 1) / T::kGatherWarps);
+
+  const bool has_rope_;  // otherwise its columns are zeros
+  const bool has_last_;  // the octet that only some warps have
+  int places_[2];        // in a chunk, of the warp's first octet's halves
+  uint64_t from_[kHalves];
+  uint32_t valid_ = 0;  // bit 4i: the i-th of them
+};
+
+// The same for whole rows as they are. Eight lanes take the five lines of 128 bytes of the cache in which a row begins, those
+// before its beginning what lies in the sixth; so no sector is fetched twice. The 41st unit comes from the lanes that hold the
+// rows.
 template <class T>
-__device__ __forceinline__ void copy_rows(const WarpRows& rows, int warp, char* stage) {
-  constexpr int kLatentUnits = kLatentDim / kUnitBytes;
-  constexpr int kTailUnits = T::kRowBytes / kUnitBytes - kLatentUnits;
-  constexpr int kWarpRows = kTileTokens / T::kGatherWarps;
-  static_assert(kLatentUnits == kWarpSize && kTileTokens / 4 % T::kGatherWarps == 0);
-  const int lane = threadIdx.x % kWarpSize;
-  const auto place = [&](int held) { return stage + ((warp + held / 4 * T::kGatherWarps) * 4 + held % 4) * T::kRowBytes; };
-#pragma unroll 4
-  for (int held = 0; held < kWarpRows; ++held) {
-    const int offset = lane * kUnitBytes;
-    rows.copy(rows.held_by(held), held, offset, place(held) + offset);
+class RowCopier {
+ public:
+  __device__ __forceinline__ RowCopier(const GatheredCache& cache, int warp)
+      : row_bytes_(cache.row_bytes),
+        lane_(anew(threadIdx.x % kWarpSize)),
+        offset_(lane_ % kLineUnits * kUnitBytes),
+        place_((warp * kOctetRows + lane_ / kLineUnits) * T::kRowBytes),
+        own_place_(((warp + lane_ / kOctetRows * T::kGatherWarps) * kOctetRows + lane_ % kOctetRows) * T::kRowBytes) {}
+
+  __device__ __forceinline__ void take(const WarpRows& rows) { rows_ = rows; }
+
+  // Called by the whole warp.
+  template <int, bool>
+  __device__ __forceinline__ void copy(int, uint32_t tile) const {
+    const int row = lane_ / kLineUnits;
+    const uint32_t valid = rows_.valid >> row;
+    CUTE_UNROLL
+    for (int i = 0; i < kHalves; ++i) {
+      const uint64_t from = rows_.held_by(i * kHalfRows + row);
+      const uint32_t to = tile + place_ + (i / 2 * T::kGatherWarps * kOctetRows + i % 2 * kHalfRows) * T::kRowBytes;
+      const bool exists = valid >> (i * kHalfRows) & 1;
+      const int begin = offset_ - int(from % kLineBytes);  // of this lane's unit of the first line, in the row
+      CUTE_UNROLL
+      for (int line = 0; line < kLines; ++line) {
+        const int at = line == 0 && begin < 0 ? begin + kLast : begin + line * kLineBytes;
+        // Units of the second to fourth line are latent columns.
+        const bool within = (line > 0 && (line + 1) * kLineBytes <= kLatentDim) || at < row_bytes_;
+        ptx::copy_async_16(to + at, from + at, exists && within);
+      }
+    }
+    if (lane_ < kHalves * kHalfRows) {
+      ptx::copy_async_16(tile + own_place_ + kLast, rows_.row + kLast, rows_.exists && kLast < row_bytes_);
+    }
   }
-#pragma unroll 1
-  for (int first = 0; first < kWarpRows * kTailUnits; first += kWarpSize) {
-    const int held = min((first + lane) / kTailUnits, kWarpRows - 1);
-    const int unit = kLatentUnits + first + lane - held * kTailUnits;
-    const char* from = rows.held_by(held);
-    if (unit < kLatentUnits + kTailUnits) rows.copy(from, held, unit * kUnitBytes, place(held) + unit * kUnitBytes);
-  }
-}
+
+ private:
+  static constexpr int kLines = T::kRowBytes / kLineBytes;
+  static constexpr int kLast = kLines * kLineBytes;  // where the last unit begins
+  static constexpr int kHalves = kTileTokens / T::kGatherWarps / kHalfRows;
+  static_assert(T::kRowBytes == kLast + kUnitBytes && kOctets % T::kGatherWarps == 0);
+
+  const int row_bytes_;  // units behind them are zeros
+  const int lane_;
+  const int offset_;     // of this lane, in a line
+  const int place_;      // in a tile, of the row of the warp's first four that this lane copies
+  const int own_place_;  // of the row that this lane holds
+  WarpRows rows_;
+};
+
+// Tiles of a partition from which on a call is taken for a prompt's: its tokens name the same rows again and again, which then
+// come from L2, whose answers more requests do not delay. (At 64 rows the products take longer than either.)
+constexpr int kPromptTiles = 256;
 
 template <class T>
 __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, const DecodeParams& params,
                                           const GatheredCache& cache, int partition, int warp) {
   const int lane = threadIdx.x % kWarpSize;
+  const int four = (warp + lane / 2 * T::kGatherWarps) * 2 + lane % 2;  // rows whose bits of the mask this lane writes
+  const uint32_t ring = cute::cast_smem_ptr_to_uint(shared.ring);
+  constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   RingPosition<T::kStages> at;
   uint32_t even = 0, odd = 0;  // grants that consumers 0 and 1 got in earlier pieces
   RowFetcher<T::kGatherWarps> fetcher(cache, warp);
+  std::conditional_t<T::kFp8Cache, RowCopier<T>, ChunkCopier<T>> copier(cache, warp);
   EvenWalk walk(params, partition);
   while (!walk.done()) {
     const Piece piece = walk.next();
@@ -145,30 +217,34 @@ __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, con
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile) {
       const int i = tile - piece.begin_tile;
       const WarpRows rows(fetcher.next(tile), cache);
-#pragma unroll 1
-      for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
-        ETAP_MARKED(rows_room, shared.keys.acquire(at));
-        if (stage == 0 && lane * T::kGatherWarps + warp < kTileTokens / 4) {
-          shared.valid[at.stage].fours[lane * T::kGatherWarps + warp] = rows.valid >> (lane * 4) & 15;
+      copier.take(rows);
+      cute::for_each(cute::make_seq<T::kRuns>{}, [&](auto run) {
+        constexpr int kBegin = T::run_begin(run), kRunStages = T::run_begin(run + 1) - kBegin;
+        // No more in flight than wanted; room in the ring.
+        if (T::kRowTile == 64 || params.partition_tiles < kPromptTiles) shared.keys.wait(at.behind(kStagesInFlight));
+        CUTE_UNROLL
+        for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_room, shared.keys.acquire(at.ahead(s)));
+        if (kBegin == 0 && four < kTileTokens / kHalfRows) {
+          shared.valid[at.stage].fours[four] = rows.valid >> (lane * kHalfRows) & 15;
         }
-        char* target = shared.ring + at.stage * T::kStageBytes;
-        if constexpr (T::kFp8Cache) {
-          copy_rows<T>(rows, warp, target);
-        } else {
-          copy_chunks<T>(rows, warp, T::first_chunk(stage, i), target);
+        copier.template copy<kRunStages * T::kChunksPerStage, run == T::kRopeRun>(T::first_chunk(kBegin, i),
+                                                                                 ring + at.stage * T::kStageBytes);
+        // A stage is full when the copies of all lanes are there, which each of them counts, and the warps say so.
+        CUTE_UNROLL
+        for (int s = 0; s < kRunStages; ++s) {
+          ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at.ahead(s))));
         }
-        // The stage is full when the copies of all lanes are there, which each of them counts, and the warps say so.
-        ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at)));
         __syncwarp();
-        if (lane != 0) continue;
-        ETAP_MARKED(rows_commit, shared.keys.commit(at));
-        if constexpr (T::kGrantsTiles) {
-          const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
-          if (stage == 0) {
-            ETAP_MARKED(rows_grant, shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups));
+        if (lane == 0) {
+          CUTE_UNROLL
+          for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_commit, shared.keys.commit(at.ahead(s)));
+          if constexpr (T::kGrantsTiles) {
+            const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
+            if (kBegin == 0) ETAP_MARKED(rows_grant, shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups));
           }
         }
-      }
+        at.advance(kRunStages);
+      });
     }
     if constexpr (T::kGrantsTiles) {
       // Stages lent to the consumers for merging their halves: granted, not filled. Nobody waits for them to be full, so that

@@ -12,6 +12,14 @@ namespace etap::sparse {
 template <class Dense, template <class> class DenseConsumer, template <class> class DenseMemory>
 struct GatheredTraits : Dense {
   static constexpr bool kGathered = true;
+  static constexpr int kGatherWarps = 3;  // the fourth producer brings the queries
+  // Stages of a tile that are filled together, chunks that follow each other in a row: the r-th run's begin.
+  static constexpr int kRuns = 3;
+  static constexpr int kRopeRun = Dense::kRowTile == 64 ? 0 : kRuns - 1;
+  static constexpr int run_begin(int r) {
+    if constexpr (Dense::kRowTile == 64) return r == 0 ? 0 : 1 + (r - 1) * Dense::kHalfChunks;
+    return r;
+  }
   using Walk = EvenWalk;
   using CacheMaps = GatheredCache;
   using Consumer = DenseConsumer<GatheredTraits>;

@@ -19,8 +19,10 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
   const auto* q_rope =
       static_cast<const cutlass::bfloat16_t*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitColumns;
   const bool has_rope = lane < kRopeDim / kUnitColumns;  // of this lane
+  const int warp = anew(threadIdx.x) / kWarpSize;
 #pragma unroll 2
-  for (int row = threadIdx.x / kWarpSize; row < T::kRowTile; row += kConsumerWarps) {
+  for (int first = 0; first < T::kRowTile; first += kConsumerWarps) {
+    const int row = first + warp;
     const int head = row_group * T::kGroupRows + row;
     const bool exists = head < params.heads;  // rows of the tile behind the last one are zeros
     transposed_fp8::QueryUnit units[kLatentUnits] = {};

@@ -38,6 +38,9 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   static constexpr int kGroupRows = kSparseFp8Rows;
   static constexpr bool kGathered = true;
   static constexpr int kGatherWarps = 4;
+  static constexpr int kRuns = 1;
+  static constexpr int kRopeRun = 0;
+  static constexpr int run_begin(int r) { return r; }
   using Walk = EvenWalk;
   using CacheMaps = sparse::GatheredCache;
   using Element = cutlass::bfloat16_t;  // of the output's products
@@ -59,6 +62,7 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   using KeyStage = uint8_t[kTileTokens][kRowBytes];
   static constexpr int kStageBytes = sizeof(KeyStage);
   static constexpr int kStagesPerTile = 1;
+  static constexpr int kChunksPerStage = 1;
   static constexpr int kStages = kRowTile == 32 ? 3 : 4;
   static constexpr int kTilesAlone = 0;
   __host__ __device__ static constexpr int first_chunk(int, int) { return 0; }

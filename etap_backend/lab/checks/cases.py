@@ -37,7 +37,8 @@ class Case:
     page_size: int = 64
     law: str = "normal"
     q_layout: str = "packed"  # packed, strided (a window of a wider buffer), split (latent transposed, rope a window)
-    cache_layout: str = "dense"  # gapped (pages apart), headed ([pages, page_size, 1, 576]), apart (see lay_apart)
+    # gapped (pages apart), rows apart, headed ([pages, page_size, 1, 576]), apart (see lay_apart)
+    cache_layout: str = "dense"
     pool_pages: int = 0  # pages of the cache, at least; more than needed puts the used ones at its two ends
     aliased: bool = False  # about half the block-table entries name a page that others name, too
     num_sms: int | None = None
@@ -148,8 +149,8 @@ def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, ali
         token_rows.append(position % page_size)
         first += pages
 
-    rows_apart = page_size + (8 if layout == "gapped" else 0)
-    cache = poison(torch.empty(pool, rows_apart, HEAD_DIM, dtype=dtype, device=device))[:, :page_size]
+    rows, columns = page_size + 8 * (layout == "gapped"), HEAD_DIM + 64 * (layout == "rows apart")
+    cache = poison(torch.empty(pool, rows, columns, dtype=dtype, device=device))[:, :page_size, :HEAD_DIM]
     tokens = draw((sum(lengths), HEAD_DIM), law, seed, "kv", device)
     if law in ALIGNED_LAWS:
         _align(tokens, lengths, law, _shared_direction(batch, seed, device), host)

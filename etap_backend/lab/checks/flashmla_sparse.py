@@ -2,10 +2,9 @@
 
     python -m etap_backend.lab.checks.flashmla_sparse CHECKOUT [--output FILE] [--heads 16 ...] [--beside MODULE]
 
-CHECKOUT is FlashMLA's repository; nothing of it is copied. Its tests import `flash_mla`, which here is a module that
-hands the call over to `sparse_mla_decode`. Run are the cases of the format with rows of 656 bytes (576 columns): those
-with 64 and 128 heads as they are, and those of 64 once more with each further number of heads. Cases that time a kernel
-are checked like the others, and not timed. As in FlashMLA's script, the first wrong case ends the run.
+CHECKOUT is FlashMLA's repository. Run are the cases of the format with rows of 656 bytes (576 columns): those with 64
+and 128 heads as they are, and those of 64 once more with each further number of heads. Cases that time a kernel are
+checked like the others, and not timed. As in FlashMLA's script, the first wrong case ends the run.
 
 With `--beside flash_mla.flash_mla_interface` (or `vllm.third_party.flashmla.flash_mla_interface`), FlashMLA's own
 kernel runs on the same tensors where it takes them, and both are held against float64: the relative RMSE of ours may be
@@ -19,19 +18,16 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import math
-import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 from rich.console import Console
 
-from etap_backend import _library, sparse_mla_decode
-from etap_backend.lab.provenance import commit_of, provenance, sha256
-from etap_backend.lab.results import must_be_writable, write
+from etap_backend.compat import flash_mla
+from etap_backend.lab.checks import flashmla
+from etap_backend.lab.results import write
 from etap_backend.reference import relative_rmse, sparse_mla_decode_reference
 
 PROGRAM = "python -m etap_backend.lab.checks.flashmla_sparse"
@@ -45,46 +41,6 @@ ALLOWED_RATIO = 1.05
 console = Console(width=160)
 
 
-def flash_mla_with_kvcache(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: None,
-    cache_seqlens: None,
-    head_dim_v: int,
-    tile_scheduler_metadata: object,
-    num_splits: None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    is_fp8_kvcache: bool = False,
-    indices: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_k_cache: None = None,
-    extra_indices_in_kvcache: None = None,
-    topk_length: torch.Tensor | None = None,
-    extra_topk_length: None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """FlashMLA's call where it is sparse and of rows of 656 bytes; returns [b, s_q, h, 512] and [b, h, s_q].
-
-    Raises NotImplementedError for what the sparse call has not.
-    """
-    if indices is None or causal or not is_fp8_kvcache or q.shape[-1] != COLUMNS or head_dim_v != 512:
-        raise NotImplementedError(f"wanted sparse attention over rows of {COLUMNS} columns in FP8")
-    if any(extra is not None for extra in (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)):
-        raise NotImplementedError("extra_k_cache: wanted None, got a second cache")
-    batch, s_q, heads, _ = q.shape
-    out, lse = sparse_mla_decode(
-        q.flatten(0, 1),
-        k_cache,
-        indices.flatten(0, 1),
-        softmax_scale=COLUMNS**-0.5 if softmax_scale is None else softmax_scale,
-        valid_counts=None if topk_length is None else topk_length.repeat_interleave(s_q),
-        sinks=attn_sink,
-    )
-    # A token whose list names nothing has +inf there.
-    lse = lse.masked_fill(lse == -torch.inf, torch.inf)
-    return out.view(batch, s_q, heads, 512), lse.view(batch, s_q, heads).transpose(1, 2)
-
-
 @dataclasses.dataclass
 class Beside:
     """Another `flash_mla_with_kvcache` on the same tensors; of both the squares of errors, by number of heads."""
@@ -93,7 +49,8 @@ class Beside:
     squares: dict[int, list[tuple[float, float]]] = dataclasses.field(default_factory=dict)
 
     def __call__(self, q, k_cache, block_table, seq_lens, width, metadata, splits, softmax_scale, *rest, **named):
-        ours = flash_mla_with_kvcache(q, k_cache, None, None, width, None, None, softmax_scale, *rest, **named)
+        call = (q, k_cache, None, None, width, metadata, None, softmax_scale)
+        ours = flash_mla.flash_mla_with_kvcache(*call, *rest, **named)
         if q.shape[2] not in THEIR_HEADS or q.shape[0] * q.shape[1] > MOST_BESIDE_TOKENS:
             return ours
         call = (q, k_cache, None, None, width, self.module.get_mla_metadata()[0], None, softmax_scale)
@@ -114,14 +71,6 @@ class Beside:
             ours, theirs = (math.sqrt(sum(one) / len(squares)) for one in zip(*squares, strict=True))
             found[str(heads)] = {"calls": len(squares), "ours": ours, "theirs": theirs, "ratio": ours / theirs}
         return found
-
-
-def stand_in(call: Callable) -> types.ModuleType:
-    """The module that the tests import as flash_mla."""
-    module = types.ModuleType("flash_mla")
-    module.flash_mla_with_kvcache = call
-    module.get_mla_metadata = lambda *arguments, **named: (None, None)
-    return module
 
 
 def cases_of(their_cases: list, heads: tuple[int, ...]) -> list:
@@ -161,13 +110,6 @@ def run(tests: Any, heads: tuple[int, ...]) -> dict:
     return found
 
 
-def load(checkout: Path, call: Callable) -> types.ModuleType:
-    """Their script as a module, with `call` as FlashMLA's."""
-    sys.modules["flash_mla"] = stand_in(call)
-    sys.path.insert(0, str(checkout / SCRIPT.parent))
-    return importlib.import_module(SCRIPT.stem)
-
-
 def main(
     checkout: Annotated[Path, typer.Argument(help="FlashMLA's repository.")],
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("flashmla-sparse.json"),
@@ -175,22 +117,11 @@ def main(
     beside: Annotated[str | None, typer.Option(help="Module with FlashMLA's own call, to compare errors with.")] = None,
 ) -> None:
     """Run FlashMLA's own tests of sparse decoding on our call; exit with 1 unless all ran and none is wrong."""
-    script, wanted = checkout / SCRIPT, tuple(heads or ALL_HEADS)
-    if not script.is_file():
-        raise typer.BadParameter(f"checkout: wanted FlashMLA's repository with {SCRIPT}, got {checkout}")
-    try:
-        must_be_writable(output)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
+    what = "FlashMLA's tests of sparse decoding, rows of 656 bytes, on the sparse call"
+    document = flashmla.begin(PROGRAM, what, checkout, SCRIPT, output)
     other = Beside(importlib.import_module(beside)) if beside else None
-    about = provenance(PROGRAM, packages=("etap-backend", "torch", "apache-tvm-ffi"), library=_library.library_path())
-    document = {
-        "what": "FlashMLA's tests of sparse decoding, rows of 656 bytes, on the sparse call",
-        **about.model_dump(mode="json"),
-        "flashmla_commit": commit_of(checkout) if (checkout / ".git").exists() else None,
-        "script_sha256": sha256(script),
-    }
-    document |= run(load(checkout, other or flash_mla_with_kvcache), wanted)
+    tests = flashmla.load(checkout, SCRIPT, other or flash_mla.flash_mla_with_kvcache)
+    document |= run(tests, tuple(heads or ALL_HEADS))
     passed = document["complete"]
     if other:
         document |= {"beside": beside, "relative_rmse": other.summary()}

@@ -94,7 +94,7 @@ def random_case(seed: int, index: int, device: str) -> Case:
         page_size=draw.choice([64, 64, 128, 256, 1, 5, 16, 32, 80]),
         law=draw.choice(["normal", *LAWS]),
         q_layout=draw.choice(["packed", "strided", "split"]),
-        cache_layout=draw.choice(["dense", "gapped", "headed", "apart"]),
+        cache_layout=draw.choice(["dense", "gapped", "rows apart", "headed", "apart"]),
         pool_pages=draw.choice([0, 0, draw.randint(1, 1000 if device == "cuda" else 20)]),
         aliased=draw.random() < 0.25,
         num_sms=draw.choice([None, None, None, 132, 78, draw.randint(1, 132)]),

@@ -34,13 +34,14 @@ from etap_backend.lab.checks.compare import (
     size_of_sum,
 )
 from etap_backend.lab.checks.sparse_cases import SparseProblem
-from etap_backend.support import SCALE_DIM, SPARSE_FP8_BYTES
+from etap_backend.support import FP8, SCALE_DIM, SPARSE_FP8_BYTES
 
-BF16 = torch.finfo(torch.bfloat16)
+BF16, FLOAT = torch.finfo(torch.bfloat16), torch.finfo(torch.float32)
 # Of the sum of a score's products without their signs: float32 additions, of which a tensor core cuts off the rest.
 SCORE = 2.0**-20
 # Of the sum of an output element's products without their signs: up to 128 additions in float32, cut off.
 SUM = 2.0**-17
+ROWS_AT_A_TIME = {"cpu": 1, "cuda": 2**15}  # of all tokens: a CPU takes one token after the other
 
 
 @dataclass
@@ -55,69 +56,93 @@ class Truth:
 
 
 def truth(problem: SparseProblem) -> Truth:
-    lists = problem.lists()
-    out, lse = reference.sparse_mla_decode_reference(
-        problem.q, problem.kv_cache, softmax_scale=SOFTMAX_SCALE, sinks=problem.sinks, **lists
-    )
+    """Of each token what `meant` says that it attends to; many tokens at a time, as a GPU likes it."""
+    tokens, heads, _ = problem.q.shape
+    like = {"dtype": torch.float64, "device": problem.q.device}
+    out, lse = torch.zeros(tokens, heads, LATENT, **like), torch.zeros(tokens, heads, **like)
     found = Truth(out, lse, *(torch.zeros_like(x) for x in (out, out, lse)))
-    for token, rows in reference.named_rows(problem.kv_cache, **lists):
-        # A row that is named several times has the same P each time, which is rounded the same way.
-        ids = problem.meant[token][problem.meant[token] >= 0]
-        _, place, times = ids.unique(return_inverse=True, return_counts=True)
-        rows = rows[torch.empty_like(times).scatter_(0, place, torch.arange(len(ids), device=ids.device))]
-        _allow(found, token, problem.q[token].double(), rows, times, problem.sinks)
+    step = max(1, ROWS_AT_A_TIME[problem.q.device.type] // problem.case.top_k)
+    for first in range(0, tokens, step):
+        _fill(found, slice(first, first + step), problem)
     return found
 
 
-def _allow(found: Truth, token: int, q: torch.Tensor, rows: torch.Tensor, times: torch.Tensor, sinks) -> None:
-    """Fill in what one token's result may err by; q [heads, width], rows as stored, each named so many times."""
-    keys = reference.what_rows_stand_for(rows, torch.float64)
-    scores, lse = (q @ keys.T) * SOFTMAX_SCALE + times.double().log(), found.lse[token]
-    off = SCORE * SOFTMAX_SCALE * (q.abs() @ keys.abs().T)
-    above, below = torch.logsumexp(scores + off, 1), torch.logsumexp(scores - off, 1)
-    found.lse_error[token] = torch.maximum(LSE * lse.abs().clamp(min=1), torch.maximum(above - lse, lse - below))
+def _named(problem: SparseProblem, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows as stored [tokens, top_k, width] that some tokens name, each once, and how often [tokens, top_k].
 
-    weight = torch.softmax(scores, dim=1)
-    moved = _moved(weight, torch.exp((scores + off - below[:, None]).clamp(max=0)), scores - off - above[:, None])
-    values = keys[:, :LATENT]
+    Those that none names are zeros, and named 0 times: a row that is named several times has the same P each time,
+    which is rounded the same way.
+    """
+    ids, _ = problem.meant[part].sort(dim=1)
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    ends = torch.searchsorted(ids, ids, right=True)
+    times = torch.where(first & (ids >= 0), ends - torch.arange(ids.shape[1], device=ids.device), 0)
+    cache = problem.kv_cache.squeeze(2) if problem.kv_cache.dim() == 4 else problem.kv_cache
+    cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+    ids = ids.clamp(min=0)
+    rows = cache[ids // cache.shape[1], ids % cache.shape[1]]
+    return torch.where(times[..., None] > 0, rows, 0), times
+
+
+def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
+    """The truth of some tokens, and what their results may err by."""
+    q, sinks = problem.q[part].double(), problem.sinks
+    rows, times = _named(problem, part)
+    keys = reference.what_rows_stand_for(rows.flatten(0, 1), torch.float64).unflatten(0, times.shape)
+    values, any_row = keys[..., :LATENT], (times > 0).any(1)[:, None, None]
+    scores = (q @ keys.mT) * SOFTMAX_SCALE + times.double().log()[:, None]
+    off = SCORE * SOFTMAX_SCALE * (q.abs() @ keys.abs().mT)
+    below, lse, above = (torch.logsumexp(x, 2, keepdim=True) for x in (scores - off, scores, scores + off))
+    weight = torch.softmax(scores, dim=2)
     result = weight @ values
-    deviation, lost = _rounding_of_p(rows, weight, times, values, result)
+
+    moved = _moved(weight, torch.exp((scores + off - below).clamp(max=0)), scores - off - above)
+    deviation, lost = _rounding_of_p(rows, weight, times[:, None].clamp(min=1), values, result)
     deviation = (deviation.square() + size_of_sum(moved, values, result).square()).sqrt()
     lost = lost + SUM * (weight @ values.abs()) + BF16.tiny
-
-    size = found.out[token].abs()
+    out = result
     if sinks is not None:
-        lowest, share, highest = (torch.sigmoid(x - sinks.double())[:, None] for x in (below, lse, above))
-        deviation, lost = deviation * share, lost * share + result.abs() * (highest - lowest)
-    before = SIGMAS * deviation + lost + size * torch.finfo(torch.float32).eps + BF16.tiny
-    found.max_error[token] = before + half_ulp(size + before, torch.bfloat16)
-    found.rms_error[token] = (half_ulp(size, torch.bfloat16).square() / 3 + (deviation + lost).square()).sqrt()
+        lowest, share, highest = (torch.sigmoid(x - sinks.double()[:, None]) for x in (below, lse, above))
+        out = result * share
+        # A share below float32's normal numbers may be lost.
+        deviation, lost = deviation * share, lost * share + result.abs() * (highest - lowest + FLOAT.tiny)
+    size = out.abs()
+    before = SIGMAS * deviation + lost + size * FLOAT.eps + BF16.tiny
+    lse_error = torch.maximum(LSE * lse.abs().clamp(min=1), torch.maximum(above - lse, lse - below))
+
+    found.out[part] = torch.where(any_row, out, 0)
+    found.lse[part] = lse[..., 0]
+    found.lse_error[part] = torch.where(any_row, lse_error, 0)[..., 0]
+    found.max_error[part] = torch.where(any_row, before + half_ulp(size + before, torch.bfloat16), 0)
+    rms = (half_ulp(size, torch.bfloat16).square() / 3 + (deviation + lost).square()).sqrt()
+    found.rms_error[part] = torch.where(any_row, rms, 0)
 
 
 def _moved(weight: torch.Tensor, highest: torch.Tensor, log_lowest: torch.Tensor) -> torch.Tensor:
-    """By how much weights [heads, tokens] may change where scores err: what one gains, the others lose."""
+    """By how much weights [tokens, heads, rows] may change where scores err: what one gains, the others lose."""
     up, down = (highest - weight).clamp(min=0), (weight - torch.exp(log_lowest)).clamp(min=0)
-    others_up, others_down = (x.sum(1, keepdim=True) - x for x in (up, down))
+    others_up, others_down = (x.sum(2, keepdim=True) - x for x in (up, down))
     return torch.maximum(torch.minimum(up, others_down), torch.minimum(down, others_up))
 
 
 def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, torch.Tensor]:
-    """The deviation of what rounding P to bfloat16 costs [heads, 512], and what that type's range may cost.
+    """The deviation of what rounding P to bfloat16 costs [tokens, heads, 512], and what that type's range may cost.
 
     P is half an epsilon off at most, at worst uniformly, each row's by itself. P of a token's largest score is at least
     1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale.
     """
-    p = weight / times / (weight / times).amax(dim=1, keepdim=True)  # at most P
+    p = weight / times / (weight / times).amax(dim=2, keepdim=True)  # at most P
     off = BF16.eps / 2 / math.sqrt(3) * weight
     if rows.dtype != torch.uint8:
         small = torch.where(p < BF16.tiny, weight, 0)
-        return size_of_sum(off, values, result), small @ values.abs() + small.sum(1, keepdim=True) * result.abs()
-    scales = rows[:, LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
+        return size_of_sum(off, values, result), small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
+    scales = rows[..., LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
     deviations, lost = [], []
-    for scale, columns in zip(scales.T, values.split(SCALE_DIM, dim=1), strict=True):
+    for scale, columns in zip(scales[:, None].unbind(3), values.split(SCALE_DIM, dim=2), strict=True):
         deviations.append((off.square() @ columns.square()).sqrt())
         lost.append(torch.where(p * scale.clamp(max=1) < BF16.tiny, weight, 0) @ columns.abs())
-    return torch.cat(deviations, dim=1), torch.cat(lost, dim=1)
+    return torch.cat(deviations, dim=2), torch.cat(lost, dim=2)
 
 
 def measures(out: torch.Tensor, lse: torch.Tensor, wanted: Truth) -> list[Measure]:

@@ -28,10 +28,12 @@ METHOD = (
     "the server's machine, the slower of before and after a reading: where it was timed, a point's readings are "
     "compared that are within 10% of each other"
 )
-DUMMY = (
-    "Dummy weights: times are those of the architecture, answers mean nothing, and requests of a batch choose much the "
-    "same experts, so that the rest of a step is shorter than with a model's own."
+DUMMY = "Dummy weights: times are those of the architecture, answers mean nothing, and "
+SAME_EXPERTS = (
+    "requests of a batch choose much the same experts, so that the rest of a step is shorter than with a model's own."
 )
+DRAWN_EXPERTS = "each token's experts are drawn, all equally likely, in place of the router's choice."
+AT_OTHER_HOST = "\\*"
 
 
 Row = Measured | Skipped | Failed
@@ -161,14 +163,14 @@ def provenance(document: Document) -> str:
             drafts += f", acceptance length {document.acceptance} made up"
     runs = document.all_runs
     notes = dict.fromkeys(run.note for run in runs)
-    weights = " ".join(filter(None, (f"{document.weights}.", document.dummy and DUMMY, *notes)))
+    dummy = document.dummy and DUMMY + (DRAWN_EXPERTS if document.draws_experts else SAME_EXPERTS)
+    weights = " ".join(filter(None, (f"{document.weights}.", dummy, *notes)))
     about = "; ".join(
         f"{f'run {number}: ' if len(runs) > 1 else ''}commit {run.commit}; {run.date}; `{run.command}`"
         for number, run in enumerate(runs, 1)
     )
-    return (
-        f"{document.gpus} x {document.gpu}, {layout}{drafts}, driver {document.driver}; {versions}; {about}. {weights}"
-    )
+    where = f"{document.gpus} x {document.gpu}, {layout}{drafts}, driver {document.driver}"
+    return f"{where}; {versions}; {about}. {weights}"
 
 
 def problems(document: Document) -> list[str]:
@@ -199,14 +201,43 @@ def print_document(document: Document, console: Console) -> None:
         console.print(f"stopped {document.stopped}; --resume goes on", style="red")
 
 
-def markdown(document: Document) -> str:
-    """The table of a page: readings at equal speed of the host."""
+def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
+    """The table of a page: readings at equal speed of the host.
+
+    With `only`, the time between two tokens at these loads, such as "16 x 16K", and a short caption: the whole table
+    has the command and the method. Raises ValueError when the document has no such load.
+    """
     document = at_equal_host_speed(document)
+    if only:
+        return _between_tokens(document, only)
     columns = columns_of(document)
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(cells) + " |" for cells in cells_of(document)]
     ending = "" if document.complete else f" Stopped {document.stopped}; what is missing was not measured."
     return "\n".join([*lines, "", f"{provenance(document)} TPOT: {document.method}.{ending}"])
+
+
+def _between_tokens(document: Document, only: tuple[str, ...]) -> str:
+    """A row for each of these loads, a column for each backend."""
+    names, points = backends_of(document), {}
+    for rows in document.by_shape().values():
+        points[next(iter(rows.values())).load_text.partition("/")[0]] = rows
+    if missing := [text for text in only if text not in points]:
+        raise ValueError(f"rows: wanted some of {', '.join(points)}, got {', '.join(missing)}")
+
+    def cell(row: Row | None) -> str:
+        text = _value(row, "itl_ms", 2)
+        return text + AT_OTHER_HOST if isinstance(row, Measured) and row.at_other_host else text
+
+    lines = ["| requests x tokens | " + " | ".join(names) + " |", "|" + "---|" * (1 + len(names))]
+    lines += ["| " + " | ".join([load, *(cell(points[load].get(name)) for name in names)]) + " |" for load in only]
+    compared = [name for name in (document.engine, "etap-backend") if name in document.versions]
+    where = f"{document.gpus} x {document.gpu}, driver {document.driver}"
+    commits = ", ".join(dict.fromkeys(run.commit for run in document.all_runs))
+    versions = ", ".join(f"{name} {document.versions[name]}" for name in compared)
+    about = f"Milliseconds between two tokens (ITL); {where}; {versions}; commit {commits}; {document.weights}."
+    starred = f" {AT_OTHER_HOST} at another host speed." if any(AT_OTHER_HOST in line for line in lines) else ""
+    return "\n".join([*lines, "", about + starred])
 
 
 def plot(document: Document, path: Path) -> None:

@@ -14,6 +14,7 @@ from etap_backend.lab.provenance import Provenance
 from etap_backend.lab.units import load_text
 
 HOST_TOLERANCE = 0.10
+EVEN_ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # set where experts were drawn instead of chosen
 COMPARABLE = (
     *("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions", "environment"),
 )
@@ -243,6 +244,11 @@ class Document(Provenance):
     def all_runs(self) -> list[RunOf]:
         """What each run was that rows are of."""
         return self.runs or [RunOf(**{key: getattr(self, key) for key in RunOf.model_fields})]
+
+    @property
+    def draws_experts(self) -> bool:
+        """Whether each token's experts were drawn, all equally likely, instead of chosen by the model's router."""
+        return bool(self.environment.get(EVEN_ROUTING))
 
     def by_shape(self) -> dict[tuple, dict[str, Measured | Skipped | Failed]]:
         """{shape: {backend: row}} in the order of the rows."""

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from etap_backend.lab.plan.fits import what_fits
+from etap_backend.lab.plan.fits import plan_of, what_fits
 from etap_backend.lab.plan.inputs import CACHE_NAMES, Deployment, cache_named, read_gpu, read_model
 from etap_backend.lab.plan.report import document, print_plan, sources_table
-from etap_backend.lab.plan.step import make_plan
+from etap_backend.lab.plan.sparse import benchmarks
 from etap_backend.lab.units import parse_tokens
 
 
@@ -42,6 +43,10 @@ def plan(
     attention_share: Annotated[
         float | None, typer.Option(help="Measured share of a padded kernel in a step, instead of the estimate.")
     ] = None,
+    kernels: Annotated[
+        list[Path] | None,
+        typer.Option(help="Files of `etap bench sparse`, which tell a sparse call's time, instead of results/sparse*."),
+    ] = None,
     sources: Annotated[bool, typer.Option("--sources", help="Also show where each number is from.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
@@ -51,8 +56,11 @@ def plan(
         ranks = max(1, count // max(1, dp * pp)) if tp is None else tp
         tokens = _named("context", parse_tokens, context)
         on = Deployment(count, ranks, dp, pp, dcp, cache_named(cache), tokens, batch, s_q, utilization, experts)
-        made = make_plan(described, hardware, on, attention_share)
-        found = what_fits(described, hardware, on, attention_share)
+        if kernels and not described.sparse:
+            raise ValueError(f"kernels: wanted none for dense attention, got {', '.join(map(str, kernels))}")
+        timed = benchmarks(kernels) if described.sparse else {}
+        made = plan_of(described, hardware, on, attention_share, timed)
+        found = what_fits(described, hardware, on, attention_share, timed)
     except (ValueError, ImportError) as error:  # the compiled library says how it groups query rows
         Console(stderr=True).print(f"etap plan: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error
@@ -62,7 +70,7 @@ def plan(
     console = Console()
     print_plan(model, described, hardware, on, made, found, console)
     if sources:
-        console.print(sources_table(hardware))
+        console.print(sources_table(hardware, described, made))
 
 
 def _named(argument: str, parse, text: str):

@@ -1,6 +1,6 @@
 """The command line of `etap estimate`.
 
-    etap estimate results/e2e-decode-full-vllm.json --kernels results/targets.json \\
+    etap estimate results/e2e-decode-full-even-vllm.json --kernels results/targets.json \\
         --kernels results/targets-h20-proxy.json
 """
 

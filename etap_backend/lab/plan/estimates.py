@@ -64,9 +64,11 @@ def cells_of(one: Estimate) -> list[str]:
 def markdown(path: Path) -> str:
     """The table of a page. Raises ValueError when the file is none of `etap estimate`."""
     document = results.read(path, Document)
-    titles = ("requests x input/output, prefill", "backend", *TITLES)
+    several = len(document.estimates) > 1
+    titles = ["requests x input/output, prefill", "backend", *TITLES] + ["readings"] * several
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
-    lines += ["| " + " | ".join(cells_of(one)) + " |" for found in document.estimates.values() for one in found]
+    for name, found in document.estimates.items():
+        lines += ["| " + " | ".join(cells_of(one) + [name] * several) + " |" for one in found]
     sources = "; ".join(f"{name}: {of.gpu}, commit {of.commit}" for name, of in document.sources.items())
     about = f"Estimate for {document.target}; commit {document.commit}; `{document.command}`. From {sources}."
     return "\n".join([*lines, "", about])

@@ -5,9 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from etap_backend.lab import configs
+from etap_backend.lab.bench.rows import SparseDocument
 from etap_backend.lab.plan.inputs import Deployment, Gpu, Model, read_gpu
 from etap_backend.lab.plan.memory import PAGE_TOKENS
-from etap_backend.lab.plan.step import Gain, make_plan
+from etap_backend.lab.plan.sparse import SparsePlan, make_sparse_plan
+from etap_backend.lab.plan.step import Gain, Plan, make_plan, why_not
+
+Benchmarks = dict[str, SparseDocument]
 
 
 @dataclass(frozen=True)
@@ -20,26 +24,40 @@ class Alternative:
     tokens_wanted: int
     most_requests: int  # of this context, on all GPUs
     most_context: int  # of this batch
-    gain: Gain
+    gain: Gain | None  # None where no kernel was timed
 
     @property
     def fits(self) -> bool:
         return self.tokens >= self.tokens_wanted
 
 
-def _alternative(layout: str, model: Model, gpu: Gpu, on: Deployment, share: float | None) -> Alternative:
-    made = make_plan(model, gpu, on, share)
+def plan_of(model: Model, gpu: Gpu, on: Deployment, share: float | None, benchmarks: Benchmarks) -> Plan | SparsePlan:
+    """The plan of either kind of attention. Raises ValueError, naming the argument, when there can be none."""
+    if not model.sparse:
+        return make_plan(model, gpu, on, share)
+    if share is not None:
+        raise ValueError(f"attention_share: wanted none for sparse attention, got {share}")
+    return make_sparse_plan(model, gpu, on, benchmarks)
+
+
+def _alternative(
+    layout: str, model: Model, gpu: Gpu, on: Deployment, share: float | None, benchmarks: Benchmarks
+) -> Alternative:
+    made = plan_of(model, gpu, on, share, benchmarks)
     memory = made.memory
     most = memory.requests_of(memory.tokens_wanted // on.local_batch) * on.dp
     context = memory.tokens // PAGE_TOKENS // on.local_batch * PAGE_TOKENS * on.dcp
-    gain = made.gain_over(made.padded)
+    gain = made.gain if isinstance(made, SparsePlan) else made.gain_over(made.padded)
     return Alternative(layout, on.cache, memory.tokens, memory.tokens_wanted, most, context, gain)
 
 
-def what_fits(model: Model, gpu: Gpu, on: Deployment, attention_share: float | None = None) -> list[Alternative]:
+def what_fits(
+    model: Model, gpu: Gpu, on: Deployment, attention_share: float | None = None, benchmarks: Benchmarks | None = None
+) -> list[Alternative]:
     """The deployment as it is, and with another cache, more context parallelism, other or more GPUs.
 
     A measured `attention_share` is that of the deployment as it is; what changes is told by the planner's own.
+    `benchmarks` are files of the sparse call, which tell its time.
     """
     asked = f"{on.gpus} x {gpu.name}"
     layouts = {asked: (gpu, on)}
@@ -56,10 +74,11 @@ def what_fits(model: Model, gpu: Gpu, on: Deployment, attention_share: float | N
     changes = [
         (layout, where, replace(how, cache=cache))
         for cache in dict.fromkeys((on.cache, "fp8"))
+        if why_not(model, replace(on, cache=cache)) is None
         for layout, (where, how) in layouts.items()
     ]
     shares = [attention_share] + [None] * (len(changes) - 1)
     return [
-        _alternative(layout, model, where, how, share)
+        _alternative(layout, model, where, how, share, benchmarks or {})
         for (layout, where, how), share in zip(changes, shares, strict=True)
     ]

@@ -10,6 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.configs import Strict
+from etap_backend.support import SCALE_DIM, SPARSE_FP8_BYTES
 
 # Beyond these a number is a mistake, and within them no sum or quotient of the planner leaves what a float holds.
 MOST = 2**31
@@ -19,6 +20,8 @@ LEAST_SHARE, MOST_SHARE = 0.001, 0.999
 CACHE_BYTES = {"bfloat16": 2, "fp8": 1}
 CACHE_NAMES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "auto": "bfloat16", "fp8": "fp8", "fp8_e4m3": "fp8"}
 """What the engines call the caches."""
+FOREIGN_SPARSE = "deepseek_v4"
+"""What the model types begin with whose sparse attention is another one."""
 
 Status = Literal["measured", "nominal", "derived", "given"]
 Size = Annotated[int, Field(gt=0, le=MOST)]
@@ -120,13 +123,14 @@ class Model(BaseModel):
 
     model_config = ConfigDict(extra="ignore", frozen=True)
 
+    model_type: str = ""
     hidden_size: Size
     num_hidden_layers: Size
     num_attention_heads: Size
     vocab_size: Size
     intermediate_size: Size
     kv_lora_rank: Size
-    qk_rope_head_dim: Size
+    qk_rope_head_dim: Count
     qk_nope_head_dim: Size
     v_head_dim: Size
     q_lora_rank: Size | None = None
@@ -143,15 +147,26 @@ class Model(BaseModel):
     num_nextn_predict_layers: Count = 0
     tie_word_embeddings: bool = False
     quantization_config: Quantization | None = None
-    index_topk: Count | None = None  # of sparse attention
+    index_topk: Count | None = None  # of sparse attention; what follows is its indexer's
+    index_n_heads: Count | None = None
+    index_head_dim: Count | None = None
+    index_kpool: Size = 1  # tokens whose keys are kept, and chosen, as one
+    index_topk_freq: Size = 1  # each so many layers one chooses, and the others take what it chose
+    index_skip_topk_offset: Count = 2
+    index_topk_pattern: str | None = None  # F for a layer that chooses, S for one that does not
     mla_use_output_gate: bool = False
     linear_attn_config: LinearAttention | None = None
+    layer_types: tuple[str, ...] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _text_alone(cls, data: object) -> object:
         if isinstance(data, dict) and isinstance(text := data.get("text_config"), dict):
-            return {"quantization_config": data.get("quantization_config")} | text
+            data = {"quantization_config": data.get("quantization_config")} | text
+        if isinstance(data, dict) and str(kind := data.get("model_type", "")).startswith(FOREIGN_SPARSE):
+            raise ValueError(
+                f"model_type: {kind} has compressed caches in formats of its own, which ETAP does not read"
+            )
         return data
 
     @model_validator(mode="after")
@@ -160,6 +175,19 @@ class Model(BaseModel):
         if len(set(layers)) < len(layers) or max(layers, default=0) > self.num_hidden_layers:
             wanted = f"different numbers of at most num_hidden_layers = {self.num_hidden_layers}"
             raise ValueError(f"linear_attn_config.full_attn_layers: wanted {wanted}, got {list(layers)}")
+        return self
+
+    @model_validator(mode="after")
+    def _layer_types_are_of_all_layers(self) -> Model:
+        if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
+            wanted = f"as many as num_hidden_layers = {self.num_hidden_layers}"
+            raise ValueError(f"layer_types: wanted {wanted}, got {len(self.layer_types)}")
+        return self
+
+    @model_validator(mode="after")
+    def _indexer_is_whole(self) -> Model:
+        if self.sparse and not (self.index_n_heads and self.index_head_dim and self.q_lora_rank):
+            raise ValueError("wanted index_n_heads, index_head_dim and q_lora_rank beside index_topk")
         return self
 
     @model_validator(mode="after")
@@ -179,8 +207,27 @@ class Model(BaseModel):
 
     @property
     def attention_layers(self) -> tuple[int, ...]:
-        """Layers with latent attention and a KV cache, counted from 1."""
-        return self.linear_attn_config.full_attn_layers if self.linear_attn_config else self.all_layers
+        """Layers with latent attention and a KV cache, counted from 1 (GLM's full_attn_layers are from 0)."""
+        if self.linear_attn_config is None:
+            return self.all_layers
+        if self.layer_types is None:
+            return self.linear_attn_config.full_attn_layers
+        return tuple(layer for layer, kind in enumerate(self.layer_types, 1) if kind != "linear_attention")
+
+    @property
+    def sparse(self) -> bool:
+        return bool(self.index_topk)
+
+    @property
+    def indexer_layers(self) -> tuple[int, ...]:
+        """Those of the attention layers that have an indexer, which chooses for the layers behind it too."""
+        return tuple(layer for layer in self.attention_layers if self.sparse and self._chooses(layer - 1))
+
+    def _chooses(self, layer: int) -> bool:
+        """Whether this layer, counted from 0, has an indexer: the engines' rule."""
+        if self.index_topk_pattern is not None:
+            return self.index_topk_pattern[layer : layer + 1] != "S"
+        return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq == 0
 
     @property
     def all_layers(self) -> tuple[int, ...]:
@@ -196,6 +243,19 @@ class Model(BaseModel):
         """Elements of the cache that one token takes in one layer."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
+    def cache_row_bytes(self, cache: str) -> int:
+        """What they take. FP8 rows of sparse attention have scales in them and a rope part of two bytes an element."""
+        if self.sparse and cache == "fp8":
+            return SPARSE_FP8_BYTES + CACHE_BYTES["bfloat16"] * self.qk_rope_head_dim
+        return self.cache_row * CACHE_BYTES[cache]
+
+    @property
+    def index_row_bytes(self) -> int:
+        """What a token takes in an indexer's cache: its key in FP8, with a float32 scale for each 128 elements."""
+        if not self.sparse:
+            return 0
+        return -(-(self.index_head_dim + 4 * (self.index_head_dim // SCALE_DIM)) // self.index_kpool)
+
     @property
     def fp8_weights(self) -> bool:
         """Whether products with the quantised weights are FP8's."""
@@ -208,6 +268,11 @@ class Model(BaseModel):
             return 2.0
         rows, columns = self.quantization_config.weight_block_size or (128, 128)
         return 1 + 4 / (rows * columns)
+
+    @property
+    def attention_bytes(self) -> float:
+        """Bytes of an attention weight: GLM-5.3-Flash's FP8 checkpoint has them in bfloat16."""
+        return 2.0 if self.model_type.startswith("glm5_next") else self.weight_bytes
 
     @property
     def expert_bytes(self) -> float:

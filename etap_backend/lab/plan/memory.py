@@ -6,12 +6,16 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from etap_backend.lab.plan.inputs import CACHE_BYTES, Deployment, Figure, Gpu, Model
+from etap_backend.lab.plan.inputs import Deployment, Figure, Gpu, Model
 
 PAGE_TOKENS = 64
 # Activations of the largest prefill chunk, CUDA graphs, NCCL, allocator: what is missing between weights and cache in
 # the one 8 x H200 start that reported its cache (674,597 tokens at vLLM 0.26.0's default share of the memory, 0.92).
 RESERVE_BYTES = Figure(value=5.6e9, status="derived", source="8 x H200, vLLM 0.26.0: memory less weights less KV cache")
+
+# What vLLM 0.26 to 0.33 allocate for the indexer of sparse attention: 512 MiB for the scores of a prefill, and
+# 40 keys of 132 bytes for each of 163,840 tokens, DeepSeek-V3.2's longest context. With a lower --max-model-len less.
+INDEXER_RESERVE_BYTES = Figure(value=1.4e9, status="derived", source="vLLM 0.26.0 and 0.33.0: the indexer's buffers")
 
 
 @dataclass(frozen=True)
@@ -46,14 +50,18 @@ def weights_of(model: Model, on: Deployment) -> list[Weights]:
     routed = 3 * (model.routed_expert_hidden_size or hidden) * model.moe_intermediate_size
     between = 2 * hidden * (model.routed_expert_hidden_size or 0)
     linear, linear_a_rank = _linear_attention(model)
-    wide, spread, each = on.tp, on.tp * on.dp, model.weight_bytes
+    index_queries, index_keys = _indexer(model)
+    indexers = len(model.indexer_layers) + (predicting if model.sparse else 0)
+    wide, spread, each, attention = on.tp, on.tp * on.dp, model.weight_bytes, model.attention_bytes
     head = model.vocab_size * hidden
     parts = [
-        Weights("attention, latent projections", layers * down, 1, each),
-        Weights("attention, heads", layers * up, wide, each),
-        Weights("attention, latent to heads", layers * latent, wide, each, read_by_decode=False),
-        Weights("linear attention, heads", model.linear_layers * linear, wide, each),
-        Weights("linear attention, gate's latent", model.linear_layers * linear_a_rank, 1, each),
+        Weights("attention, latent projections", layers * down, 1, attention),
+        Weights("attention, heads", layers * up, wide, attention),
+        Weights("attention, latent to heads", layers * latent, wide, attention, read_by_decode=False),
+        Weights("indexer, queries", indexers * index_queries, 1, attention),
+        Weights("indexer, keys and gates", indexers * index_keys, 1, 2.0),
+        Weights("linear attention, heads", model.linear_layers * linear, wide, attention),
+        Weights("linear attention, gate's latent", model.linear_layers * linear_a_rank, 1, attention),
         Weights("dense layers", dense_layers * dense, wide, each),
         Weights("shared experts", moe * (model.n_shared_experts or 0) * expert, wide, each),
         Weights("router", moe * hidden * (model.n_routed_experts or 0), 1, 2.0),
@@ -79,6 +87,16 @@ def _linear_attention(model: Model) -> tuple[int, int]:
     return divided + gate[0], hidden * linear.head_dim + gate[1]
 
 
+def _indexer(model: Model) -> tuple[int, int]:
+    """Weights of a layer's indexer, which every rank has whole: those of its queries, and those that stay in two bytes,
+    of its keys, of its heads' gates and, where keys are pooled, of the pool's."""
+    if not model.sparse:
+        return 0, 0
+    pool = model.index_head_dim if model.index_kpool > 1 else 0
+    keys = model.hidden_size * (model.index_head_dim + model.index_n_heads + pool)
+    return model.q_lora_rank * model.index_n_heads * model.index_head_dim, keys
+
+
 def parameters_of(model: Model) -> int:
     """Parameters of the model without its next-token predictor and without biases and norms."""
     parts = weights_of(model, Deployment(gpus=1, tp=1))
@@ -95,10 +113,10 @@ def state_bytes(model: Model, on: Deployment) -> int:
     return -(-model.linear_layers // on.pp) * (4 * heads * linear.head_dim**2 + 2 * convolved)
 
 
-def _attention_layers_of_a_stage(model: Model, pp: int) -> int:
-    """Layers with a KV cache of the pipeline stage that has most of them."""
+def _most_in_a_stage(layers: tuple[int, ...], model: Model, pp: int) -> int:
+    """How many of these layers the pipeline stage has that has most of them."""
     stage = -(-model.num_hidden_layers // pp)
-    return max(Counter((layer - 1) // stage for layer in model.attention_layers).values())
+    return max(Counter((layer - 1) // stage for layer in layers).values(), default=0)
 
 
 @dataclass(frozen=True)
@@ -112,6 +130,7 @@ class Memory:
     state_a_request: int  # of linear attention
     requests: int  # that decode on this GPU
     cache_a_token: int
+    indexer_a_token: int  # of that, in the caches of indexers
     tokens_wanted: int
 
     @property
@@ -148,7 +167,11 @@ def tokens_on_a_gpu(on: Deployment) -> int:
 
 def memory_of(model: Model, gpu: Gpu, on: Deployment) -> Memory:
     on.check(model)
-    layers = _attention_layers_of_a_stage(model, on.pp) + (model.num_nextn_predict_layers if on.s_q > 1 else 0)
+    predicting = model.num_nextn_predict_layers if on.s_q > 1 else 0
+    layers, indexers = (
+        _most_in_a_stage(of, model, on.pp) + predicting for of in (model.attention_layers, model.indexer_layers)
+    )
+    indexer_a_token = indexers * model.index_row_bytes
     # The fullest stage has ceil(layers / pp) layers and an end of the model; its other parts are shared out evenly.
     stage = -(-model.num_hidden_layers // on.pp) / model.num_hidden_layers
     weights = sum(part.bytes_a_gpu * (1 if part.ends else stage) for part in weights_of(model, on))
@@ -157,9 +180,10 @@ def memory_of(model: Model, gpu: Gpu, on: Deployment) -> Memory:
         total=gpu.memory_bytes.value,
         usable=usable,
         weights=weights,
-        reserve=RESERVE_BYTES.value,
+        reserve=RESERVE_BYTES.value + (INDEXER_RESERVE_BYTES.value if model.sparse else 0),
         state_a_request=state_bytes(model, on),
         requests=on.local_batch,
-        cache_a_token=model.cache_row * CACHE_BYTES[on.cache] * layers,
+        cache_a_token=model.cache_row_bytes(on.cache) * layers + indexer_a_token,
+        indexer_a_token=indexer_a_token,
         tokens_wanted=tokens_on_a_gpu(on),
     )

@@ -20,7 +20,6 @@ KERNELS = {"etap": OURS, "flashmla": "FlashMLA", "flash_attn_mla": "FA3", "fa3":
 TARGET_RANKS = 8
 MOST_IN_A_CHUNK = 1.05
 MOE_KERNEL = "fused_moe_kernel"
-EVEN_ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # set where experts were drawn instead of chosen
 
 
 def kernel_of(row: Measured) -> str | None:
@@ -107,6 +106,8 @@ def servers_of(served: Served, target: str) -> Servers:
     if served.layout.dcp > 1:  # `etap bench` has no such calls, of several ranks' heads on a share of the tokens
         raise ValueError(f"layout: wanted a result without context parallelism, got dcp {served.layout.dcp}")
     here = configs.parse(Model, served.model_shape)
+    if here.sparse:
+        raise ValueError(f"model: wanted a result of dense attention, got index_topk {here.index_topk}")
     shipped = served.model.lower() in configs.shipped("models", ".json")
     there = read_model(served.model) if shipped else here
     return Servers(here, read_gpu(name), there, read_gpu(target))
@@ -134,4 +135,4 @@ def chooses_unevenly(served: Served, row: Measured, model: Model) -> bool:
     """Whether the experts that a step reads are fewer than an even choice's: with made-up weights the tokens of a batch
     are much alike, and so are the experts that they choose."""
     several = row.concurrency * (1 + served.draft_tokens) > 1
-    return bool(model.n_routed_experts and served.dummy and several and not served.environment.get(EVEN_ROUTING))
+    return bool(model.n_routed_experts and served.dummy and several and not served.draws_experts)

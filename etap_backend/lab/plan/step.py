@@ -20,7 +20,7 @@ from etap_backend.lab.plan.inputs import (
 )
 from etap_backend.lab.plan.memory import Memory, Weights, memory_of, state_bytes, weights_of
 from etap_backend.schedule import decode_shape
-from etap_backend.support import why_unsupported
+from etap_backend.support import SPARSE_FP8, why_unsupported, why_unsupported_sparse
 
 PADDED_ROWS = 64  # WGMMA's M: the rows of a kernel that puts queries there
 
@@ -33,11 +33,22 @@ GEMM_BANDWIDTH = Figure(value=0.75, status="derived", source="of the sustained b
 
 def why_not(model: Model, on: Deployment) -> str | None:
     """Why ETAP cannot decode this model, or None when it can."""
-    if model.index_topk:
-        return f"index_topk {model.index_topk}: ETAP has dense attention, this model's is sparse"
-    return why_unsupported(
-        dtype=torch.bfloat16, kv_cache_dtype=on.cache, head_dim=model.cache_row, v_head_dim=model.kv_lora_rank
-    )
+    shape = {"dtype": torch.bfloat16, "head_dim": model.cache_row, "v_head_dim": model.kv_lora_rank}
+    if not model.sparse:
+        return why_unsupported(kv_cache_dtype=on.cache, **shape)
+    fp8 = on.cache == "fp8"
+    reason = why_unsupported_sparse(kv_cache_dtype=SPARSE_FP8 if fp8 else on.cache, top_k=model.index_topk, **shape)
+    if reason is None and fp8 and not model.qk_rope_head_dim:
+        # The kernels take rows of 528 bytes for queries without rope.
+        reason = "cache fp8 is not supported for a model without rope: vLLM stores rows of 656 bytes all the same"
+    return reason
+
+
+def check(model: Model, on: Deployment) -> None:
+    """Raise ValueError, naming the argument, when the deployment cannot be or ETAP cannot run the model."""
+    on.check(model)
+    if reason := why_not(model, on):
+        raise ValueError(f"model: wanted one that ETAP runs: {reason}")
 
 
 @dataclass(frozen=True)
@@ -181,15 +192,13 @@ def _beside_bf16(model: Model, gpu: Gpu, on: Deployment, tokens_in_fp8: int) -> 
 
 
 def make_plan(model: Model, gpu: Gpu, on: Deployment, attention_share: float | None = None) -> Plan:
-    """Memory, attention and step of a deployment.
+    """Memory, attention and step of a deployment of a model with dense attention.
 
     `attention_share` is the measured share of attention in a step with a padded kernel, where one is known; it then
     says how long the rest takes instead of the built-in estimate. Raises ValueError, naming the argument, when the
     deployment cannot be or ETAP cannot run the model.
     """
-    on.check(model)
-    if reason := why_not(model, on):
-        raise ValueError(f"model: wanted one that ETAP runs: {reason}")
+    check(model, on)
     memory, padded = memory_of(model, gpu, on), padded_attention(model, gpu, on)
     if attention_share is None:
         rest, status = rest_of_step_ms(model, gpu, on), "derived"

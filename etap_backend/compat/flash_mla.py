@@ -1,0 +1,486 @@
+"""FlashMLA's calls on ETAP's kernels: what `import flash_mla` gives on a Hopper GPU, as of FlashMLA 9241ae3.
+
+`from etap_backend.compat import flash_mla` in place of `import flash_mla`; or `install()`, before the program imports
+`flash_mla` by itself.
+"""
+
+import functools
+import importlib.util
+import math
+import sys
+from dataclasses import dataclass, field, fields
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from etap_backend._operator import type_name
+from etap_backend.ops import mla_decode
+from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
+from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
+from etap_backend.support import HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported, why_unsupported_sparse
+
+__all__ = [
+    "FlashMLASchedMeta",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_decoding_metadata",
+    "get_mla_metadata",
+    "install",
+]
+
+NAMES = ("flash_mla", "flash_mla.flash_mla_interface")
+"""Modules whose place `install` takes."""
+UNSPLIT_BATCH = 1024
+"""A batch-invariant schedule with room for so many requests splits none, whatever their heads."""
+FORMATS = {"V32": (HEAD_DIM, 656), "V32_NO_ROPE": (LATENT_DIM, 528)}
+"""Columns of a query and bytes of a row, by the names that `kv_format` may have. V4.1's rows have 528 bytes, too."""
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """The plan of a step's calls; the first of them fills it, for all of the same shapes.
+
+    Attributes:
+        have_initialized, config: set by the first call.
+        tile_scheduler_metadata, num_splits: what `get_mla_decoding_metadata` returns. May be assigned before the first
+            call, which else makes them.
+        workspace: for partial results.
+    """
+
+    @dataclass
+    class Config:
+        """What the calls have in common."""
+
+        b: int
+        s_q: int
+        h_q: int
+        page_block_size: int
+        h_k: int
+        causal: bool
+        is_fp8_kvcache: bool
+        topk: int | None
+        extra_page_block_size: int | None
+        extra_topk: int | None
+        enable_batch_invariant: bool
+
+    have_initialized: bool = False
+    config: Config | None = None
+    tile_scheduler_metadata: Tensor | None = None
+    num_splits: Tensor | None = None
+    workspace: Tensor | None = field(default=None, repr=False)
+
+
+def install(*, replace: bool = False) -> ModuleType:
+    """Let `import flash_mla` give this module, in this process and from now on.
+
+    What the program took out of another FlashMLA before stays as it was.
+
+    Args:
+        replace: take the place of a FlashMLA that is imported or installed, too. Without it that is refused.
+
+    Returns:
+        This module.
+
+    Raises:
+        ImportError: there is another FlashMLA, and `replace` is False.
+    """
+    here, there = sys.modules[__name__], sys.modules.get(NAMES[0])
+    if there is not here and not replace:
+        spec = importlib.util.find_spec(NAMES[0]) if there is None else there.__spec__
+        if there or spec:
+            where = spec.origin if spec else "this process"
+            raise ImportError(f"flash_mla: wanted no other one than ETAP's, or replace=True; got one in {where}")
+    sys.modules.update(dict.fromkeys(NAMES, here))
+    return here
+
+
+def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
+    """An empty plan, which the first call fills; arguments are taken for the older interface's sake, and ignored."""
+    return FlashMLASchedMeta(), None
+
+
+def get_mla_decoding_metadata(
+    seqlens_k: Tensor,
+    num_q_tokens_per_head_k: int,
+    h_k: int,
+    h_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    use_legacy: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """The plan as two tensors, for programs that copy it into buffers of their own. Copies nothing to the host.
+
+    Args:
+        seqlens_k: int32 [b], tokens of each request, the new ones included.
+        num_q_tokens_per_head_k: s_q * h_q // h_k.
+        h_k, h_q, is_fp8_kvcache, topk, use_legacy: ignored; the plan does not depend on them, and sparse calls have no
+            plan.
+
+    Returns:
+        tile_scheduler_metadata, int32 [multiprocessors, 8], and num_splits, int32 [b + 1]. What they mean is ETAP's:
+        FlashMLA's kernels cannot take them, nor these calls FlashMLA's.
+
+    Raises:
+        ValueError, TypeError: an argument is not as described.
+    """
+    if not isinstance(seqlens_k, Tensor) or seqlens_k.dim() != 1:
+        got = list(seqlens_k.shape) if isinstance(seqlens_k, Tensor) else type_name(seqlens_k)
+        raise ValueError(f"seqlens_k: wanted an int32 tensor of shape [b], got {got}")
+    planned = _build(seqlens_k, seqlens_k.shape[0], num_q_tokens_per_head_k, seqlens_k.device, False)
+    return planned.work_ranges, planned.split_offsets
+
+
+def flash_mla_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    block_table: Tensor | None,
+    cache_seqlens: Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | Tensor,
+    num_splits: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool | None = None,
+    indices: Tensor | None = None,
+    attn_sink: Tensor | None = None,
+    extra_k_cache: None = None,
+    extra_indices_in_kvcache: None = None,
+    topk_length: Tensor | None = None,
+    extra_topk_length: None = None,
+    *,
+    out: Tensor | None = None,
+    enable_batch_invariant: bool = False,
+    descale_q: Tensor | None = None,
+    descale_k: Tensor | None = None,
+    kv_format: str | None = None,
+    use_legacy: bool = False,
+    fp8_math: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Decode attention over a paged cache: dense with a block table, sparse with lists of rows (`indices`).
+
+    May be captured in a CUDA graph, the first call of a plan, too: replays then plan for the lengths of their time.
+    With other lengths than it was made for a plan gives results as right, but divides the work for those.
+
+    Several KV heads are as many launches, of which each reads its own rows of the cache in place.
+
+    Args:
+        q: [b, s_q, h_q, 576], any strides with a contiguous last dimension. Dense: bfloat16, float16, or float8_e4m3fn
+            with a cache of that type. Sparse: bfloat16; [..., 512] with rows without rope. Any number of heads.
+        k_cache: [num_blocks, page_block_size, h_k, 576]: dense, of q's type or float8_e4m3fn, h_k a divisor of h_q,
+            page sizes as `etap_backend.why_unsupported` says; sparse, bfloat16, h_k 1, any page size. Or sparse in FP8,
+            of a type of 8 bits: [num_blocks, page_block_size, 1, 656] (V3.2), or 528 for V32_NO_ROPE.
+        block_table: dense: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything.
+        cache_seqlens: dense: int32 [b], tokens of each request, the new ones included.
+        head_dim_v: 512.
+        tile_scheduler_metadata: what `get_mla_metadata` returned, for calls of the same shapes and one stream; or the
+            first tensor of `get_mla_decoding_metadata`.
+        num_splits: the second tensor with the first, None with a FlashMLASchedMeta.
+        softmax_scale: factor of the scores; 1 / sqrt(q's columns) when None.
+        causal: dense: query token i sees the first cache_seqlens - (s_q - 1 - i) tokens, else it sees all.
+        is_fp8_kvcache: None and False leave it to the cache's type; True wants one of 8 bits.
+        indices: int32 [b, s_q, topk], block * page_block_size + place in the block, of any number; an entry that is
+            negative or past the cache is as if it were not there.
+        attn_sink: sparse: float32 [h_q], natural logarithm; the output is multiplied by 1 / (1 + exp(sink - lse)).
+        topk_length: sparse: int32 [b]; only so many entries of each list count.
+        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: None; there is no second cache.
+        out: [b, s_q, h_q, 512], contiguous, of the output's type; allocated when None.
+        enable_batch_invariant: no request is split, so that its result has the same bits in every batch. Slower.
+        descale_q, descale_k: float32 [1]; what elements of an FP8 q and of a dense FP8 cache are multiplied by.
+        kv_format: None, "V32" or "V32_NO_ROPE" (rows of 528 bytes with 4 float32 scales), for sparse FP8 caches.
+        use_legacy: ignored.
+        fp8_math: not FlashMLA's: with a dense FP8 cache, multiply in float8_e4m3fn instead of float16.
+
+    Returns:
+        out [b, s_q, h_q, 512], of q's type, bfloat16 for an FP8 q; and lse, float32 [b, h_q, s_q], natural logarithm.
+        Both are contiguous. A query that sees nothing has out 0 and lse +inf.
+
+    Raises:
+        NotImplementedError: something that FlashMLA has and this has not; the text names it.
+        ValueError, TypeError: an argument is not as described. The texts of `mla_decode` and `sparse_mla_decode` say
+            kv_cache for k_cache and seq_lens for cache_seqlens.
+    """
+    given = {"attn_sink": attn_sink, "topk_length": topk_length, "kv_format": kv_format}
+    dense_only = {"causal": causal, "descale_q": descale_q, "descale_k": descale_k, "fp8_math": fp8_math}
+    _refuse_second_cache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
+    config = _config(q, k_cache, causal, is_fp8_kvcache, indices, enable_batch_invariant)
+    _check_metadata(tile_scheduler_metadata, num_splits, config)
+    _check_out(out, (*q.shape[:3], LATENT_DIM))
+    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
+    if indices is None:
+        _check_absent("without indices", given)
+        _check_dims("block_table", block_table, 2, "[b, max_num_blocks_per_seq]")
+        _check_dims("cache_seqlens", cache_seqlens, 1, "[b]")
+        group = config.h_q // config.h_k
+        _refuse(_why_not_dense(q.dtype, k_cache.dtype, group, q.shape[-1], head_dim_v, k_cache.shape[1]))
+        planned = _planned(tile_scheduler_metadata, num_splits, q, cache_seqlens, config)
+        options = {"softmax_scale": scale, "q_scale": descale_q, "kv_scale": descale_k, "fp8_math": fp8_math}
+        out, lse = _dense(q, k_cache, block_table, cache_seqlens, planned, out, options)
+    else:
+        _check_absent("with indices", dense_only)
+        _refuse(_why_not_sparse(q.dtype, k_cache.dtype, config.h_q, q.shape[-1], head_dim_v))
+        _check_format(q.shape[-1], k_cache, kv_format)
+        planned = None
+        options = {"softmax_scale": scale, "sinks": attn_sink}
+        out, lse = _sparse(q, k_cache, indices, topk_length, enable_batch_invariant, out, options)
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        _keep(tile_scheduler_metadata, config, planned)
+    return out, _their_lse(lse.transpose(1, 2))
+
+
+def flash_mla_sparse_fwd(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = LATENT_DIM,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+) -> tuple[Tensor, None, Tensor]:
+    """Attention of a prompt's tokens, each to the rows that its list names.
+
+    Args:
+        q: bfloat16 [s_q, h_q, 576 or 512], any number of heads.
+        kv: bfloat16 [s_kv, 1, 576 or 512], columns as q has.
+        indices: int32 [s_q, 1, topk]; an entry that is negative or at least s_kv is as if it were not there.
+        sm_scale: factor of the scores.
+        d_v: 512.
+        attn_sink: float32 [h_q], natural logarithm, as in `flash_mla_with_kvcache`.
+        topk_length: int32 [s_q]; only so many entries of each list count.
+        out: bfloat16 [s_q, h_q, 512], contiguous; allocated when None.
+
+    Returns:
+        out [s_q, h_q, 512]; None where FlashMLA has the largest score of each query, which these kernels do not keep;
+        float32 lse [s_q, h_q], natural logarithm, +inf for a query whose list names nothing.
+
+    Raises:
+        NotImplementedError, ValueError, TypeError: as `flash_mla_with_kvcache`.
+    """
+    for name, tensor, wanted in (
+        ("q", q, "[s_q, h_q, d]"),
+        ("kv", kv, "[s_kv, 1, d]"),
+        ("indices", indices, "[s_q, 1, topk]"),
+    ):
+        _check_dims(name, tensor, 3, wanted)
+        if name != "q" and tensor.shape[1] != 1:
+            raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
+    _refuse(_why_not_sparse(q.dtype, kv.dtype, q.shape[1], q.shape[2], d_v))
+    out, lse = sparse_mla_decode(
+        q, kv.transpose(0, 1), indices[:, 0], softmax_scale=sm_scale, sinks=attn_sink, valid_counts=topk_length, out=out
+    )
+    return out, None, _their_lse(lse)
+
+
+def _refuse(reason: str | None) -> None:
+    if reason:
+        raise NotImplementedError(reason)
+
+
+def _refuse_second_cache(k_cache: object, indices: object, topk_length: object) -> None:
+    given = {"k_cache": k_cache, "indices_in_kvcache": indices, "topk_length": topk_length}
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"extra_{name}: wanted None, as there is no second cache, got {type_name(value)}")
+
+
+def _check_absent(where: str, values: dict[str, object]) -> None:
+    for name, value in values.items():
+        if value is not None and value is not False:
+            got = value if isinstance(value, bool | str) else type_name(value)
+            raise ValueError(f"{name}: wanted None or False {where}, got {got}")
+
+
+def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: wanted a tensor, got {type_name(tensor)}")
+    if tensor.dim() != dims:
+        raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
+
+
+@functools.lru_cache(maxsize=256)
+def _why_not_dense(dtype, cache_dtype, heads: int, head_dim: int, head_dim_v: int, page_size: int) -> str | None:
+    return why_unsupported(
+        dtype=dtype,
+        kv_cache_dtype=cache_dtype,
+        num_heads=heads,
+        head_dim=head_dim,
+        v_head_dim=head_dim_v,
+        page_size=page_size,
+    )
+
+
+@functools.lru_cache(maxsize=256)
+def _why_not_sparse(dtype, cache_dtype, heads: int, head_dim: int, head_dim_v: int) -> str | None:
+    cache = SPARSE_FP8 if cache_dtype.itemsize == 1 else cache_dtype
+    return why_unsupported_sparse(
+        dtype=dtype, kv_cache_dtype=cache, num_heads=heads, head_dim=head_dim, v_head_dim=head_dim_v
+    )
+
+
+def _check_format(columns: int, k_cache: Tensor, kv_format: str | None) -> None:
+    """Rows of bytes, whose size alone does not say what they mean, are of a format that the sparse call reads."""
+    if k_cache.element_size() > 1:
+        return _check_absent(f"beside a k_cache of {k_cache.dtype}", {"kv_format": kv_format})
+    name, width = kv_format or "V32", k_cache.shape[-1]
+    if FORMATS.get(name) != (columns, width):
+        known = ", ".join(f"{name}: {columns} columns, {width} bytes" for name, (columns, width) in FORMATS.items())
+        got = f"kv_format {kv_format}, {columns} columns, {width} bytes"
+        raise NotImplementedError(f"k_cache: wanted rows of a format that is served ({known}), got {got}")
+
+
+def _config(q, k_cache, causal, is_fp8_kvcache, indices, batch_invariant) -> FlashMLASchedMeta.Config:
+    """What a plan's calls have in common, of tensors whose dimensions are looked at here."""
+    _check_dims("q", q, 4, "[b, s_q, h_q, d]")
+    _check_dims("k_cache", k_cache, 4, "[num_blocks, page_block_size, h_k, d]")
+    if indices is not None:
+        _check_dims("indices", indices, 3, "[b, s_q, topk]")
+    batch, s_q, heads, _ = q.shape
+    _, page_size, kv_heads, _ = k_cache.shape
+    if heads < 1 or kv_heads < 1 or heads % kv_heads or indices is not None and kv_heads > 1:
+        wanted = "1 KV head with indices" if indices is not None else "KV heads that divide the query heads"
+        raise ValueError(f"k_cache: wanted {wanted}, got {kv_heads} for {heads}")
+    if is_fp8_kvcache and k_cache.element_size() > 1:
+        raise ValueError(f"is_fp8_kvcache: wanted False beside a k_cache of {k_cache.dtype}, got True")
+    if indices is not None and indices.shape[:2] != q.shape[:2]:
+        raise ValueError(f"indices: wanted [{batch}, {s_q}, topk] for q's shape, got {list(indices.shape)}")
+    fp8, top_k = k_cache.element_size() == 1, None if indices is None else indices.shape[2]
+    flags = (bool(causal), fp8, top_k, None, None, bool(batch_invariant))
+    return FlashMLASchedMeta.Config(batch, s_q, heads, page_size, kv_heads, *flags)
+
+
+def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedMeta.Config) -> None:
+    """One of the two forms, and if calls were made with it, ones like this."""
+    by_hand = isinstance(metadata, Tensor)
+    if not by_hand and not isinstance(metadata, FlashMLASchedMeta):
+        wanted = "what get_mla_metadata or get_mla_decoding_metadata returned"
+        raise TypeError(f"tile_scheduler_metadata: wanted {wanted}, got {type_name(metadata)}")
+    if by_hand != isinstance(num_splits, Tensor) or not by_hand and num_splits is not None:
+        wanted = "a tensor beside a tensor" if by_hand else "None beside a FlashMLASchedMeta"
+        raise TypeError(f"num_splits: wanted {wanted}, got {type_name(num_splits)}")
+    if not by_hand and metadata.have_initialized:
+        if metadata.config != config:
+            pairs = (
+                (each.name, getattr(metadata.config, each.name), getattr(config, each.name)) for each in fields(config)
+            )
+            name, before, now = next(pair for pair in pairs if pair[1] != pair[2])
+            raise ValueError(f"tile_scheduler_metadata: wanted one of calls with {name} {now}, got one with {before}")
+        return
+    splits = by_hand or metadata.tile_scheduler_metadata is not None
+    if config.enable_batch_invariant and config.topk is None and splits:
+        wanted = "False with a plan of get_mla_decoding_metadata, which splits requests"
+        raise ValueError(f"enable_batch_invariant: wanted {wanted}, got True")
+
+
+def _check_out(out: object, shape: tuple[int, ...]) -> None:
+    if out is None:
+        return
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out: wanted a tensor, got {type_name(out)}")
+    if out.shape != shape or not out.is_contiguous():
+        got = f"{list(out.shape)} with strides {list(out.stride())}"
+        raise ValueError(f"out: wanted a contiguous {list(shape)}, got {got}")
+
+
+def _build(seq_lens: Tensor, batch: int, rows: int, device: torch.device, batch_invariant: bool) -> BuiltSchedule:
+    """Plan for so many rows, query tokens times heads of one KV head; how they are shaped plays no part."""
+    most = max(batch, UNSPLIT_BATCH) if batch_invariant else batch
+    schedule = DecodeSchedule(most, rows, device=device, allocate_workspace=False, batch_invariant=batch_invariant)
+    return schedule.build(seq_lens)
+
+
+def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: FlashMLASchedMeta.Config) -> BuiltSchedule:
+    """The plan of each KV head's call.
+
+    Without a causal mask all queries of a request see the same tokens, as the heads of one query token do; so that is
+    what they are for the kernel.
+    """
+    group = config.h_q // config.h_k
+    rows, tokens = config.s_q * group, config.s_q if config.causal else 1
+    work_ranges, split_offsets, workspace = metadata, num_splits, None
+    if isinstance(metadata, FlashMLASchedMeta):
+        work_ranges, split_offsets = metadata.tile_scheduler_metadata, metadata.num_splits
+        workspace = metadata.workspace
+    if work_ranges is None:
+        built = _build(cache_seqlens, config.b, rows, q.device, config.enable_batch_invariant)
+        work_ranges, split_offsets = built.work_ranges, built.split_offsets
+    sms = work_ranges.shape[0]
+    if workspace is None:
+        workspace = q.new_empty(DecodeSchedule.workspace_floats(rows, 1, sms), dtype=torch.float32)
+    partitions = max(1, sms // decode_shape(rows).row_groups)
+    return BuiltSchedule(config.b, tokens, rows // tokens, partitions, work_ranges, split_offsets, workspace)
+
+
+def _keep(metadata: FlashMLASchedMeta, config: FlashMLASchedMeta.Config, planned: BuiltSchedule | None) -> None:
+    """For the calls that follow, once one has been made."""
+    metadata.have_initialized, metadata.config = True, config
+    if planned:
+        metadata.tile_scheduler_metadata, metadata.num_splits = planned.work_ranges, planned.split_offsets
+        metadata.workspace = planned.workspace
+
+
+def _dense(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options: dict) -> tuple[Tensor, Tensor]:
+    """A call for each KV head, which is a view of the cache; out and lse [b, s_q, h_q]."""
+    kv_heads = k_cache.shape[2]
+    if kv_heads == 1:
+        return _dense_head(q, k_cache, block_table, cache_seqlens, planned, out, options)
+    group = q.shape[2] // kv_heads
+    options = {**options, "out_dtype": None if out is None else out.dtype}
+    results = [
+        _dense_head(
+            q[:, :, head * group : (head + 1) * group],
+            k_cache[:, :, head],
+            block_table,
+            cache_seqlens,
+            planned,
+            None,
+            options,
+        )
+        for head in range(kv_heads)
+    ]
+    outs, lses = zip(*results, strict=True)
+    return torch.cat(outs, dim=2, out=out), torch.cat(lses, dim=2)
+
+
+def _dense_head(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options) -> tuple[Tensor, Tensor]:
+    """The queries of one KV head, in the shape that the plan gives them; out and lse [b, s_q, heads] as q has."""
+    shape, asked = q.shape[:3], planned[:3]
+    if shape == asked:
+        return mla_decode(q, k_cache, block_table, cache_seqlens, planned, out=out, **options)
+    whole = None if out is None else out.view(*asked, LATENT_DIM)
+    rows = q.reshape(*asked, q.shape[3])
+    out, lse = mla_decode(rows, k_cache, block_table, cache_seqlens, planned, out=whole, **options)
+    return out.view(*shape, LATENT_DIM), lse.view(shape)
+
+
+def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, options: dict) -> tuple[Tensor, Tensor]:
+    """One call over all query tokens; out and lse [b, s_q, h_q].
+
+    Batch-invariant, as many calls as it takes to give each token a partition of its own, in which nothing splits it.
+    """
+    batch, s_q, heads, _ = q.shape
+    tokens, lists = q.flatten(0, 1), indices.flatten(0, 1)
+    counts = None if topk_length is None else topk_length[:, None].expand(batch, s_q).flatten()
+    cache = k_cache.view(torch.uint8) if k_cache.dtype == torch.int8 else k_cache
+    out = q.new_empty(batch, s_q, heads, LATENT_DIM) if out is None else out
+    lse = q.new_empty(batch, s_q, heads, dtype=torch.float32)
+    groups = sparse_decode_shape(heads, cache.element_size() == 1).row_groups
+    most = max(1, device_sms(q.device) // groups) if batch_invariant else max(1, batch * s_q)
+    for first in range(0, batch * s_q, most):
+        part = slice(first, min(first + most, batch * s_q))
+        sparse_mla_decode(
+            tokens[part],
+            cache,
+            lists[part],
+            valid_counts=None if counts is None else counts[part],
+            num_sms=(part.stop - first) * groups if batch_invariant else None,
+            out=out.view(-1, heads, LATENT_DIM)[part],
+            lse=lse.view(-1, heads)[part],
+            **options,
+        )
+    return out, lse
+
+
+def _their_lse(lse: Tensor) -> Tensor:
+    """Contiguous, and +inf for queries that see nothing, which are -inf in ETAP."""
+    return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf).contiguous()

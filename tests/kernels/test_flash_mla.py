@@ -1,0 +1,457 @@
+"""FlashMLA's calls on ETAP, against float64 by FlashMLA's own rules: its data, its mask, its limits.
+
+Unused cache rows are NaN and unused block-table entries 2147480000, queries and cache lie in wider buffers.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+from etap_backend import why_unsupported
+from etap_backend.compat import flash_mla
+from etap_backend.lab.checks import sparse_compare
+from etap_backend.lab.checks.cases import SOFTMAX_SCALE
+from etap_backend.lab.checks.sparse_cases import SparseCase
+from etap_backend.lab.checks.sparse_cases import build as build_sparse
+
+both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+FP8 = torch.float8_e4m3fn
+KINDS = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "bf16 q, fp8": (torch.bfloat16, FP8),
+    "fp8": (FP8, FP8),
+}
+KV_SCALE, Q_SCALE = 0.0137, 0.021
+WILD = 2147480000
+HERE = Path(__file__).parent  # not the source tree's root, which would hide the installed package
+PAGE = HERE.parents[1] / "docs/flash_mla.md"
+
+
+@dataclass
+class Dense:
+    """A dense call's tensors, and what they stand for in float64."""
+
+    call: dict
+    q: torch.Tensor
+    keys: list[torch.Tensor]  # [tokens, h_k, 576] of each request
+
+    def run(self, **more) -> tuple[torch.Tensor, torch.Tensor]:
+        metadata, splits = flash_mla.get_mla_metadata()
+        plan = {"tile_scheduler_metadata": metadata, "num_splits": splits}
+        return flash_mla.flash_mla_with_kvcache(**self.call | plan | more)
+
+    def truth(self, causal: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        """float64 out and lse; key i is seen by query token t of s_q when i <= t + s_k - s_q, or always."""
+        batch, s_q, h_q, _ = self.q.shape
+        out, lse = self.q.new_zeros(batch, s_q, h_q, 512), self.q.new_full((batch, h_q, s_q), torch.inf)
+        for i, keys in enumerate(self.keys):
+            tokens, h_k, _ = keys.shape
+            of_heads = keys.repeat_interleave(h_q // h_k, dim=1)
+            scores = torch.einsum("qhd,khd->hqk", self.q[i], of_heads) * 576**-0.5
+            if causal:
+                seen = torch.ones(s_q, tokens, dtype=torch.bool, device=scores.device).tril(tokens - s_q)
+                scores.masked_fill_(~seen, -torch.inf)
+            sums = scores.logsumexp(-1)
+            lse[i] = sums.masked_fill(sums.isneginf(), torch.inf)
+            out[i] = torch.einsum("hqk,khd->qhd", scores.softmax(-1).nan_to_num(0), of_heads[..., :512])
+        return out, lse
+
+
+def dense(lengths, h_q=16, h_k=1, s_q=1, kind="bf16", device="cpu", seed=0, pages=None) -> Dense:
+    torch.manual_seed(seed)
+    batch, (dtype, kv_dtype) = len(lengths), KINDS[kind]
+    most = pages or -(-max(*lengths, 1) // 64) + 1
+    q = (torch.randn(batch + 1, s_q, h_q + 1, 576 + 128) / 10).clamp(-1, 1)
+    cache = (torch.randn(batch * most + 1, 64, h_k, 576 + 128) / 10).clamp(-1, 1)
+    q = (q / Q_SCALE if dtype == FP8 else q).to(dtype)[:batch, :, :h_q, :576]
+    cache = (cache / KV_SCALE if kv_dtype == FP8 else cache).to(kv_dtype)[:-1, ..., :576]
+    table = torch.randperm(batch * most, dtype=torch.int32).view(batch, most)
+    keys, unused = [], torch.ones(cache.shape[:2], dtype=torch.bool)
+    for i, length in enumerate(lengths):
+        used = torch.arange(length)
+        page, place = table[i, used // 64].long(), used % 64
+        keys.append(cache[page, place].double() * (KV_SCALE if kv_dtype == FP8 else 1))
+        unused[page, place] = False
+        table[i, -(-length // 64) :] = WILD
+    if kv_dtype == FP8:
+        cache.view(torch.uint8)[unused] = 0x7F  # NaN
+    else:
+        cache[unused] = torch.nan
+    truth_q, keys = (q.double() * (Q_SCALE if dtype == FP8 else 1)).to(device), [one.to(device) for one in keys]
+    call = {
+        "q": q.to(device),
+        "k_cache": cache.to(device),
+        "block_table": table.to(device),
+        "cache_seqlens": torch.tensor(lengths, dtype=torch.int32, device=device),
+        "head_dim_v": 512,
+        "descale_q": torch.tensor([Q_SCALE], device=device) if dtype == FP8 else None,
+        "descale_k": torch.tensor([KV_SCALE], device=device) if kv_dtype == FP8 else None,
+    }
+    return Dense(call, truth_q, keys)
+
+
+def check(results, wanted, q_dtype=torch.bfloat16) -> None:
+    """FlashMLA's limits for its dense kernel: absolute or relative, and the cosine; infinities in the same places."""
+    (out, lse), (true_out, true_lse) = results, wanted
+    assert out.dtype == (torch.bfloat16 if q_dtype == FP8 else q_dtype) and out.shape == true_out.shape
+    assert lse.dtype == torch.float32 and lse.shape == true_lse.shape
+    assert out.is_contiguous() and lse.is_contiguous()
+    out, lse = out.double(), lse.double()
+    assert torch.equal(lse.isposinf(), true_lse.isposinf()) and not lse.isneginf().any()
+    assert out.transpose(1, 2)[true_lse.isinf()].eq(0).all()
+    for ours, truth, most, share in (out, true_out, 8e-4, 2.01 / 128), (lse, true_lse, 1e-6, 8.01 / 65536):
+        ours, truth = (one.masked_fill(one.isposinf(), 0) for one in (ours, truth))
+        error = (ours - truth).abs()
+        wrong = (error >= most) & (error >= share * (truth.abs() + 1e-6))
+        assert not wrong.any(), (error[wrong].max(), truth[wrong][:3])
+    assert 1 - 2 * (out * true_out).sum() / ((out**2).sum() + (true_out**2).sum()).clamp(min=1e-12) < 5e-6
+
+
+@both_devices
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("s_q", [1, 2, 4])
+@pytest.mark.parametrize("h_q, h_k", [(1, 1), (9, 3), (63, 1), (64, 8), (126, 2), (128, 1)])
+def test_dense_is_as_flashmla_defines_it(device, h_q, h_k, s_q, causal, kind):
+    problem = dense((140, 0, 1, 64, 3, 300), h_q, h_k, s_q, kind, device)
+    check(problem.run(causal=causal), problem.truth(causal), KINDS[kind][0])
+
+
+@both_devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("h_q, h_k", [(16, 1), (6, 3)])
+def test_two_tensors_are_as_good_as_the_object(device, h_q, h_k, causal):
+    problem = dense((700, 65, 0), h_q, h_k, 2, device=device)
+    wanted = problem.run(causal=causal)
+    ranges, splits = flash_mla.get_mla_decoding_metadata(problem.call["cache_seqlens"], 2 * h_q // h_k, h_k)
+    assert ranges.dtype == splits.dtype == torch.int32 and ranges.shape[1] == 8 and splits.shape == (4,)
+    buffer = splits.new_full((9,), -1)
+    buffer[:4].copy_(splits)
+    plan = {"tile_scheduler_metadata": ranges.clone(), "num_splits": buffer[:4]}
+    by_hand = flash_mla.FlashMLASchedMeta(tile_scheduler_metadata=ranges, num_splits=splits)
+    for more in plan, {"tile_scheduler_metadata": by_hand}:
+        assert all(map(torch.equal, problem.run(causal=causal, **more), wanted))
+    assert by_hand.have_initialized and by_hand.tile_scheduler_metadata is ranges
+
+
+@both_devices
+def test_one_plan_serves_the_layers_of_a_step_and_is_right_for_other_lengths(device):
+    problems = [dense((300, 65, 1), seed=seed, device=device) for seed in (0, 1)]
+    problems.append(dense((64, 900, 0), device=device))
+    metadata, _ = flash_mla.get_mla_metadata()
+    for problem in problems:
+        check(problem.run(tile_scheduler_metadata=metadata), problem.truth(False))
+    assert metadata.config.b == 3 and metadata.config.h_k == 1 and metadata.config.topk is None
+    assert metadata.tile_scheduler_metadata.shape[1] == 8 and metadata.num_splits.shape == (4,)
+
+
+def test_a_plan_for_other_shapes_is_refused_by_name_and_a_refused_call_leaves_it_empty():
+    problem, metadata = dense((300, 65)), flash_mla.get_mla_metadata()[0]
+    with pytest.raises(ValueError, match="block_table"):
+        problem.run(tile_scheduler_metadata=metadata, block_table=problem.call["block_table"][:1])
+    assert metadata == flash_mla.FlashMLASchedMeta()
+    problem.run(tile_scheduler_metadata=metadata)
+    for other, name in (dense((300, 65), h_q=8), "h_q"), (dense((300,)), "b"), (dense((300, 65), s_q=2), "s_q"):
+        with pytest.raises(ValueError, match=f"^tile_scheduler_metadata: wanted one of calls with {name} "):
+            other.run(tile_scheduler_metadata=metadata)
+    with pytest.raises(ValueError, match="calls with causal True, got one with False"):
+        problem.run(tile_scheduler_metadata=metadata, causal=True)
+
+
+@both_devices
+@pytest.mark.parametrize("h_q, h_k", [(16, 1), (6, 3)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_output_goes_where_it_is_wanted(device, causal, h_q, h_k):
+    problem = dense((300, 0, 65), h_q, h_k, 2, device=device)
+    wanted = problem.run(causal=causal)
+    buffer = torch.full((5, 2, h_q, 512), torch.nan, dtype=torch.bfloat16, device=device)
+    out, lse = problem.run(causal=causal, out=buffer[1:4])
+    assert out.data_ptr() == buffer[1:4].data_ptr() and torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+    assert buffer[[0, 4]].isnan().all()
+    with pytest.raises(ValueError, match=r"^out: wanted a contiguous \[3, 2, "):
+        problem.run(causal=causal, out=buffer[1:4].transpose(1, 2))
+    with pytest.raises((TypeError, ValueError), match="^out(_dtype)?: wanted .*bfloat16.*, got float16"):
+        problem.run(causal=causal, out=buffer[1:4].to(torch.float16))
+
+
+@both_devices
+@pytest.mark.parametrize("h_q, h_k", [(8, 1), (6, 3)])
+def test_batch_invariant_bits_do_not_depend_on_the_batch(device, h_q, h_k):
+    lengths = {"cpu": (2000, *[65] * 11), "cuda": (5000, *[2000] * 11)}[device]
+    problem = dense(lengths, h_q, h_k, device=device)
+
+    def first(requests: int, **more) -> list[torch.Tensor]:
+        names = "q", "block_table", "cache_seqlens"
+        results = problem.run(**{name: problem.call[name][:requests] for name in names}, **more)
+        return [one[0] for one in results]
+
+    alone, beside = (first(requests, enable_batch_invariant=True) for requests in (1, 12))
+    assert all(map(torch.equal, alone, beside))
+    assert not torch.equal(first(1)[0], first(12)[0]), "without it they do"
+    check([one[None] for one in alone], [one[:1] for one in problem.truth(False)])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16, 64, 65])
+def test_a_batch_invariant_plan_splits_nothing_whatever_its_rows(rows):
+    lengths = torch.tensor([100_000, 5], dtype=torch.int32)
+    planned = flash_mla._build(lengths, 2, rows, lengths.device, True)
+    assert planned.split_offsets[:3].tolist() == [0, 0, 0]
+    assert flash_mla._build(lengths, 2, rows, lengths.device, False).split_offsets[1] > 1
+
+
+@pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128, 192])
+def test_page_sizes_are_those_of_the_product(page_size):
+    problem = dense((page_size,), pages=6)
+    k_cache = problem.call["k_cache"].contiguous()[:6].view(-1, page_size, 1, 576)
+    rows = k_cache.flatten(0, 1).nan_to_num(0.5)
+    call = {"k_cache": rows.view(k_cache.shape), "block_table": torch.zeros(1, 1, dtype=torch.int32)}
+    if reason := why_unsupported(dtype=torch.bfloat16, page_size=page_size):
+        with pytest.raises(NotImplementedError, match=f"^{reason}$".replace("(", r"\(").replace(")", r"\)")):
+            problem.run(**call)
+    else:
+        wanted = Dense({}, problem.q, [rows[:page_size].double()]).truth(False)
+        check(problem.run(**call), wanted)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["object filled in the graph", "object filled before", "tensors copied into buffers"])
+@pytest.mark.parametrize("h_q, h_k, s_q, causal", [(16, 1, 1, False), (16, 1, 2, True), (16, 2, 2, False)])
+def test_a_graph_serves_other_lengths(h_q, h_k, s_q, causal, form):
+    shape = {"h_q": h_q, "h_k": h_k, "s_q": s_q, "device": "cuda", "pages": 100}
+    problems = [dense(lengths, seed=9, **shape) for lengths in ((700, 5000, 1), (64, 0, 6000), (2, 65, 3))]
+    static = Dense({name: one.clone() if name in LOADED else one for name, one in problems[0].call.items()}, None, [])
+    rows = s_q * h_q // h_k
+    metadata, splits = flash_mla.get_mla_metadata()
+    if form == "tensors copied into buffers":
+        metadata, splits = flash_mla.get_mla_decoding_metadata(static.call["cache_seqlens"], rows, h_k)
+    plan = {"tile_scheduler_metadata": metadata, "num_splits": splits, "causal": causal}
+    # Once before, as engines do, so that nothing is loaded while recording.
+    static.run(**plan | ({"tile_scheduler_metadata": flash_mla.get_mla_metadata()[0]} if "in the" in form else {}))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        layers = [static.run(**plan) for _ in range(3)]
+    for problem in [*problems, *problems[::-1]]:
+        for name in LOADED:
+            static.call[name].copy_(problem.call[name])
+        if splits is not None:
+            for buffer, one in zip(
+                (metadata, splits),
+                flash_mla.get_mla_decoding_metadata(static.call["cache_seqlens"], rows, h_k),
+                strict=True,
+            ):
+                buffer.copy_(one)
+        graph.replay()
+        for layer in layers:
+            check(layer, problem.truth(causal))
+
+
+LOADED = ("q", "k_cache", "block_table", "cache_seqlens")
+
+
+LAYOUTS = {
+    "656 bytes": {"cache": "fp8 as e4m3", "cache_layout": "headed", "page_size": 7},
+    "528 bytes without rope": {"cache": "fp8", "cache_layout": "headed", "rope": False},
+    "bf16": {"cache_layout": "headed", "page_size": 61},
+}
+
+
+def sparse_call(problem, batch: int, s_q: int) -> dict:
+    case = problem.case
+    return {
+        "q": problem.q.view(batch, s_q, case.heads, case.width),
+        "k_cache": problem.kv_cache,
+        "block_table": None,
+        "cache_seqlens": None,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": flash_mla.get_mla_metadata()[0],
+        "softmax_scale": SOFTMAX_SCALE,
+        "is_fp8_kvcache": case.fp8,
+        "indices": problem.indices.reshape(batch, s_q, case.top_k),
+        "attn_sink": problem.sinks,
+        "kv_format": None if case.rope else "V32_NO_ROPE",
+    }
+
+
+def check_sparse(out: torch.Tensor, lse: torch.Tensor, problem) -> None:
+    """By our policy; `lse` [tokens, heads], whose empty rows are theirs."""
+    assert lse.isposinf().any() and not lse.isneginf().any()
+    sparse_compare.check(out, lse.masked_fill(lse.isposinf(), -torch.inf), problem, sparse_compare.truth(problem))
+
+
+@both_devices
+@pytest.mark.parametrize("heads", [5, 16, 64])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_sparse_rows_of_any_format_heads_and_page_size(device, layout, heads):
+    problem = build_sparse(SparseCase(6, heads, 130, holes="all", sinks="infinite", **LAYOUTS[layout]), device)
+    buffer = torch.full((2, 3, heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
+    for more in {}, {"out": buffer}, {"enable_batch_invariant": True}:
+        out, lse = flash_mla.flash_mla_with_kvcache(**sparse_call(problem, 2, 3), **more)
+        assert (out.shape, lse.shape) == ((2, 3, heads, 512), (2, heads, 3)) and lse.is_contiguous()
+        check_sparse(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), problem)
+    assert not buffer.isnan().any()
+
+
+@both_devices
+def test_lengths_of_sparse_lists_are_a_requests(device):
+    problem = build_sparse(SparseCase(6, 5, 70, "fp8 as e4m3", cache_layout="headed"), device)
+    call = sparse_call(problem, 2, 3)
+    lengths = torch.tensor([3, 70], dtype=torch.int32, device=device)
+    out, lse = flash_mla.flash_mla_with_kvcache(**call, topk_length=lengths)
+    call["indices"] = call["indices"].clone()
+    call["indices"][0, :, 3:] = -1
+    assert all(map(torch.equal, (out, lse), flash_mla.flash_mla_with_kvcache(**call)))
+
+
+@both_devices
+@pytest.mark.parametrize("tokens", [20, 150])
+def test_batch_invariant_sparse_bits_do_not_depend_on_the_batch(device, tokens):
+    """150 tokens are more than one call gives a partition of their own."""
+    problem = build_sparse(SparseCase(tokens, 16, 2048, "fp8", cache_layout="headed", page_size=61), device)
+    call = sparse_call(problem, tokens, 1)
+
+    def first(requests: int, invariant: bool) -> torch.Tensor:
+        some = {name: call[name][:requests] for name in ("q", "indices")}
+        some["tile_scheduler_metadata"] = flash_mla.get_mla_metadata()[0]
+        return flash_mla.flash_mla_with_kvcache(**call | some, enable_batch_invariant=invariant)[0][0]
+
+    assert torch.equal(first(1, True), first(tokens, True))
+    assert not torch.equal(first(1, False), first(tokens, False)), "without it they do"
+
+
+@both_devices
+@pytest.mark.parametrize("rope", [True, False])
+def test_a_prompts_tokens(device, rope):
+    problem = build_sparse(SparseCase(7, 24, 130, page_size=200, rope=rope, holes="all", sinks="drawn"), device)
+    kv = problem.kv_cache.flatten(0, 1)[:, None]
+    out, largest, lse = flash_mla.flash_mla_sparse_fwd(
+        problem.q, kv, problem.indices[:, None], SOFTMAX_SCALE, attn_sink=problem.sinks
+    )
+    assert largest is None
+    check_sparse(out, lse, problem)
+    counts = torch.arange(7, dtype=torch.int32, device=device) * 20
+    counted, _, _ = flash_mla.flash_mla_sparse_fwd(
+        problem.q, kv, problem.indices[:, None], SOFTMAX_SCALE, 512, None, counts
+    )
+    cut = problem.indices.masked_fill(torch.arange(130, device=device) >= counts[:, None], -1)
+    assert torch.equal(counted, flash_mla.flash_mla_sparse_fwd(problem.q, kv, cut[:, None], SOFTMAX_SCALE)[0])
+
+
+META = flash_mla.FlashMLASchedMeta
+TENSORS = flash_mla.get_mla_decoding_metadata(torch.tensor([65, 1], dtype=torch.int32), 16, 1)
+ROWS = torch.zeros(4, 64, 1, 656, dtype=torch.uint8)
+LISTS = {"indices": torch.zeros(2, 1, 64, dtype=torch.int32), "k_cache": ROWS}
+REFUSALS = {
+    "rows without rope": (NotImplementedError, "^head_dim 512 ",
+                          lambda c: {name: c[name][..., :512] for name in ("q", "k_cache")}),
+    "another value width": (NotImplementedError, "^v_head_dim 256 ", {"head_dim_v": 256}),
+    "another type": (NotImplementedError, "^dtype float32 ", lambda c: {"q": c["q"].float()}),
+    "a cache of another type": (NotImplementedError, "^kv_cache_dtype float16 ",
+                                lambda c: {"k_cache": c["k_cache"].half()}),
+    "a second cache": (NotImplementedError, "^extra_k_cache: ", {"extra_k_cache": ROWS}),
+    "its lists": (NotImplementedError, "^extra_indices_in_kvcache: ", {"extra_indices_in_kvcache": ROWS}),
+    "their lengths": (NotImplementedError, "^extra_topk_length: ", {"extra_topk_length": ROWS}),
+    "V4": (NotImplementedError, "V32: 576 columns, 656 bytes.* got kv_format None, 512 columns, 584 bytes",
+           lambda c: {**LISTS, "q": c["q"][..., :512], "k_cache": ROWS[..., :584]}),
+    "V4.1, by its size alone": (NotImplementedError, "got kv_format None, 512 columns, 528 bytes",
+                                lambda c: {**LISTS, "q": c["q"][..., :512], "k_cache": ROWS[..., :528]}),
+    "V4.1": (NotImplementedError, "kv_format V41", {**LISTS, "kv_format": "V41"}),
+    "a sparse float16 query": (NotImplementedError, "^dtype float16 ", lambda c: {**LISTS, "q": c["q"].half()}),
+    "KV heads that do not divide": (ValueError, "^k_cache: wanted KV heads that divide",
+                                    lambda c: {"k_cache": c["k_cache"].expand(-1, -1, 3, -1)}),
+    "sparse KV heads": (ValueError, "^k_cache: wanted 1 KV head", {**LISTS, "k_cache": ROWS.expand(-1, -1, 2, -1)}),
+    "a causal sparse call": (ValueError, "^causal: .* with indices, got True", {**LISTS, "causal": True}),
+    "a scale of a sparse cache": (ValueError, "^descale_k: .* with indices", {**LISTS, "descale_k": torch.ones(1)}),
+    "FP8 math of a sparse cache": (ValueError, "^fp8_math: .* with indices", {**LISTS, "fp8_math": True}),
+    "sinks without lists": (ValueError, "^attn_sink: .* without indices", {"attn_sink": torch.zeros(16)}),
+    "lengths without lists": (ValueError, "^topk_length: .* without indices", {"topk_length": torch.zeros(2)}),
+    "a format without lists": (ValueError, "^kv_format: .* got V32", {"kv_format": "V32"}),
+    "lists of another batch": (ValueError, r"^indices: wanted \[2, 1, topk\]",
+                               {**LISTS, "indices": LISTS["indices"][:1]}),
+    "no FP8 cache": (ValueError, "^is_fp8_kvcache: ", {"is_fp8_kvcache": True}),
+    "three dimensions": (ValueError, r"^k_cache: wanted shape \[num_blocks,",
+                         lambda c: {"k_cache": c["k_cache"][:, :, 0]}),
+    "no query": (TypeError, "^q: wanted a tensor, got None", {"q": None}),
+    "no plan": (TypeError, "^tile_scheduler_metadata: .* got None", {"tile_scheduler_metadata": None}),
+    "half a plan": (TypeError, "^num_splits: wanted a tensor", {"tile_scheduler_metadata": TENSORS[0]}),
+    "a plan and a half": (TypeError, "^num_splits: wanted None", {"num_splits": TENSORS[1]}),
+    "a plan that splits": (ValueError, "^enable_batch_invariant: ", {
+        "tile_scheduler_metadata": TENSORS[0], "num_splits": TENSORS[1], "enable_batch_invariant": True}),
+    "an object with one": (ValueError, "^enable_batch_invariant: ", {
+        "tile_scheduler_metadata": META(False, None, *TENSORS), "enable_batch_invariant": True}),
+    "a plan of fewer requests": (ValueError, "^split_offsets", {
+        "tile_scheduler_metadata": TENSORS[0], "num_splits": TENSORS[1][:2]}),
+    "an output that is none": (TypeError, "^out: wanted a tensor", {"out": 1}),
+    "no lengths": (TypeError, "^cache_seqlens: wanted a tensor, got None", {"cache_seqlens": None}),
+    "no table": (TypeError, "^block_table: wanted a tensor, got None", {"block_table": None}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSALS)
+def test_what_is_not_served_is_refused_by_name(name):
+    kind, text, spoiled = REFUSALS[name]
+    problem = dense((65, 1))
+    with pytest.raises(kind, match=text):
+        problem.run(**(spoiled(problem.call) if callable(spoiled) else spoiled))
+
+
+def test_metadata_wants_the_lengths():
+    for wrong in None, torch.zeros(2, 2, dtype=torch.int32):
+        with pytest.raises(ValueError, match=r"^seqlens_k: wanted an int32 tensor of shape \[b\]"):
+            flash_mla.get_mla_decoding_metadata(wrong, 16, 1)
+
+
+def test_a_prompts_rows_have_one_head():
+    q, kv = torch.zeros(2, 16, 576, dtype=torch.bfloat16), torch.zeros(9, 2, 576, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=r"^kv: wanted shape \[s_kv, 1, d\], got \[9, 2, 576\]"):
+        flash_mla.flash_mla_sparse_fwd(q, kv, torch.zeros(2, 1, 64, dtype=torch.int32), 0.1)
+
+
+INSTALLED = {
+    "install(); import flash_mla; print(flash_mla.FlashMLASchedMeta is FlashMLASchedMeta)": "True",
+    "install(); from flash_mla.flash_mla_interface import get_mla_metadata as f; print(f()[1])": "None",
+    "print(install() is install())": "True",
+    "install(); from flash_mla import flash_attn_varlen_func": "cannot import name 'flash_attn_varlen_func'",
+}
+
+
+@pytest.mark.parametrize("program, wanted", INSTALLED.items())
+def test_it_takes_the_place_of_a_flash_mla_that_is_not_there(program, wanted):
+    assert wanted in run(program)
+
+
+@pytest.mark.parametrize("before", ["", "import flash_mla; "])
+def test_it_takes_the_place_of_another_flash_mla_only_when_told_to(tmp_path, before):
+    (tmp_path / "flash_mla.py").write_text("def get_mla_metadata(): return 'another'")
+    path = f"import sys; sys.path.append({str(tmp_path)!r}); {before}"
+    after = "; import flash_mla; print(type(flash_mla.get_mla_metadata()).__name__)"
+    refused = run(f"{path}install(){after}")
+    assert "ImportError: flash_mla: wanted no other one" in refused and str(tmp_path / "flash_mla.py") in refused
+    assert run(f"{path}install(replace=True){after}") == "tuple\n"
+    assert run(f"{path}{after[2:]}") == "str\n", "importing the module alone takes no place"
+
+
+def test_the_programs_of_the_page_run():
+    first, second = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    names: dict = {}
+    exec(first, names)
+    keys = names["kv_cache"].double().flatten(0, 1).view(2, 256, 1, 576)
+    keys = [own[:tokens] for own, tokens in zip(keys, (200, 7), strict=True)]
+    out, lse = Dense({}, names["q"].double(), keys).truth(True)
+    torch.testing.assert_close(names["out"].double(), out, rtol=0.02, atol=0.01)
+    torch.testing.assert_close(names["lse"].double(), lse, rtol=1e-5, atol=1e-5)
+    assert run(f"{second}\nimport flash_mla as f; print(f is flash_mla)") == "True\n"
+
+
+def run(program: str) -> str:
+    head = "from etap_backend.compat.flash_mla import FlashMLASchedMeta, install; "
+    command = [sys.executable, "-c", head + program]
+    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
+    return done.stdout + done.stderr

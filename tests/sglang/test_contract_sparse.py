@@ -1,0 +1,447 @@
+"""SGLang's pools, batches and attention layer around our backend of sparse attention, on CPU tensors, with both caches.
+
+The runner is the one of SGLang's own tests of that attention. The reference executor stands in for the kernels and
+Triton's interpreter runs SGLang's, but for two that it cannot run: one writes rows, one counts what each draft sees. A
+layer's indexer needs a GPU, and so does what SGLang plans for it: its lists are written here, as its fused top-k writes
+them. Real CUDA graphs and memory are not tested here.
+"""
+
+import importlib
+import importlib.util
+import re
+import sys
+from contextlib import ExitStack
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.kernels.ops.attention.dsa.dequant_k_cache import dequantize_k_cache
+from sglang.srt.layers.attention import attention_registry, dsa_backend
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.dsa import dsa_backend_mtp_precompute
+from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend
+from sglang.srt.mem_cache import memory_pool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.deepseek_common import attention_backend_handler
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
+
+from etap_backend import sparse_workspace_floats
+from etap_backend.lab.checks.sglang_sparse import (
+    DRAFTS,
+    FP8,
+    HEADS,
+    LATENT,
+    NOTHING,
+    ONE_RANK,
+    ROPE,
+    STEPS,
+    TOP_K,
+    Problem,
+    make_layer,
+    make_runner,
+    pack,
+)
+from etap_backend.reference import relative_rmse, sparse_mla_decode_reference, what_rows_stand_for
+from etap_backend.sglang import sparse
+from etap_backend.sglang.sparse import ETAPSparseBackend
+
+load_plugins()
+
+H20_SMS = 78  # of the pretended GPU
+
+# 0.5.17 has FlashMLA in a package of its own.
+_INTERFACE = "sglang.kernels.ops.attention.flash_mla_interface"
+FLASHMLA = importlib.import_module(_INTERFACE if importlib.util.find_spec(_INTERFACE) else "sgl_kernel.flash_mla")
+
+
+def write_rows(buffer, loc, latent, rope):
+    """What the pool's kernel does, in elements of the cache or in bytes."""
+    buffer[loc] = torch.cat([latent, rope], dim=-1).view(buffer.dtype)
+
+
+def seen_by_drafts(extend_seq_lens, seq_lens, total_len, max_q_len):
+    """Tokens that each draft token sees, itself included."""
+    spans = [torch.arange(length - new + 1, length + 1) for length, new in zip(seq_lens, extend_seq_lens, strict=True)]
+    return torch.cat(spans).int()
+
+
+@pytest.fixture(autouse=True)
+def no_gpu(monkeypatch):
+    monkeypatch.setattr(dsa_backend, "seqlens_expand_triton", seen_by_drafts)
+    monkeypatch.setattr(memory_pool, "set_mla_kv_buffer_triton", write_rows)
+    # Since 0.5.20 the pool's writer is one that knows decode context parallelism, too.
+    monkeypatch.setattr(memory_pool, "set_mla_kv_buffer_dcp_sharded_triton", write_rows, raising=False)
+    # DeepGEMM's schedule and top-k's plan, for the indexer, and fused kernels in place of torch's.
+    monkeypatch.setattr(dsa_backend, "is_cuda", lambda: False)
+    monkeypatch.setattr(dsa_backend_mtp_precompute, "_is_cuda", False)
+    monkeypatch.setenv("SGLANG_OPT_USE_TOPK_V2", "0")
+    for package in ("attention", "attention.dsa"):
+        monkeypatch.setitem(sys.modules, f"sglang.kernels.ops.{package}.fused_metadata_copy", None)
+    # Prompts of no more tokens are computed densely.
+    monkeypatch.setenv("SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD", str(TOP_K))
+    zeros = torch.zeros
+    monkeypatch.setattr(torch, "zeros", lambda *size, pin_memory=False, **options: zeros(*size, **options))
+
+
+@pytest.fixture(autouse=True)
+def parallel():
+    """One rank; sets other widths until the test ends."""
+    with ExitStack() as stack:
+
+        def override(**values):
+            stack.enter_context(get_parallel().override(**values))
+
+        override(**ONE_RANK)
+        yield override
+
+
+@pytest.fixture(params=[False, True], ids=["bfloat16 cache", "FP8 cache"])
+def make(request):
+    """Makes a runner and our backend on it."""
+
+    def both(name="etap", **options):
+        runner = make_runner(**({"fp8_kv_cache": request.param} | options))
+        return runner, ATTENTION_BACKENDS[name](runner)
+
+    return both
+
+
+@pytest.fixture
+def sglangs_kernels(monkeypatch):
+    """What SGLang's own backend calls, by torch in float64; counts the calls."""
+    calls = []
+
+    def attention(q, rows, lists, scale):
+        calls.append(len(q))
+        exact, _ = sparse_mla_decode_reference(q, rows.view(-1, 1, rows.shape[-1]), lists, softmax_scale=scale)
+        return exact.bfloat16()
+
+    def flash_attn_with_kvcache(*, q, qv, k_cache, v_cache, page_table, cache_seqlens, softmax_scale, **others):
+        counted = torch.arange(page_table.shape[1]) < cache_seqlens[:, None]
+        rows = torch.cat([v_cache, k_cache], dim=-1)
+        lists = page_table.masked_fill(~counted, NOTHING)
+        return attention(torch.cat([qv, q], dim=-1), rows, lists, softmax_scale)
+
+    def flash_mla_sparse_fwd(*, q, kv, indices, sm_scale, **others):
+        return attention(q, kv, indices[:, 0], sm_scale), None, None
+
+    def flash_mla_with_kvcache(*, q, k_cache, indices, softmax_scale, **others):
+        return attention(q[:, 0], k_cache, indices[:, 0], softmax_scale).unsqueeze(1), None
+
+    for kernel in (flash_mla_sparse_fwd, flash_mla_with_kvcache):
+        monkeypatch.setattr(FLASHMLA, kernel.__name__, kernel)
+    monkeypatch.setattr(
+        FLASHMLA, "get_mla_metadata", lambda **of: (torch.ones(1), torch.ones(len(of["cache_seqlens"])))
+    )
+    monkeypatch.setattr(dsa_backend, "flash_attn_with_kvcache", flash_attn_with_kvcache)
+    monkeypatch.setattr(dsa_backend, "concat_mla_absorb_q_general", lambda *parts: torch.cat(parts, dim=-1))
+    return calls
+
+
+@pytest.fixture
+def our_calls(monkeypatch):
+    """The arguments of each call of our kernel, by name."""
+    calls = []
+    kernel = sparse.sparse_mla_decode
+
+    def call(q, kv_cache, indices, **more):
+        calls.append({"q": q, "kv_cache": kv_cache, "indices": indices} | more)
+        return kernel(q, kv_cache, indices, **more)
+
+    monkeypatch.setattr(sparse, "sparse_mla_decode", call)
+    return calls
+
+
+@pytest.mark.parametrize("make", [True], indirect=True, ids=[""])
+def test_rows_of_an_fp8_cache_are_read_as_sglang_reads_them(make):
+    runner, _ = make()
+    rows, slots = torch.randn(8, 1, LATENT + ROPE).bfloat16(), torch.arange(8)
+    runner.token_to_kv_pool.set_mla_kv_buffer(make_layer(), slots, *rows.split([LATENT, ROPE], dim=-1))
+    written = runner.token_to_kv_pool.get_key_buffer(0)[:8].view(torch.uint8)
+    packed = pack(rows, FP8).view(torch.uint8)
+    # The interpreter rounds in its own way, to e4m3 and to bfloat16.
+    assert torch.equal(written[..., LATENT:], packed[..., LATENT:])
+    for stored in (written, packed):
+        read = what_rows_stand_for(stored.squeeze(1), torch.float64)
+        sglangs = dequantize_k_cache(stored.view(FP8).view(1, 8, 1, -1)).view(8, -1)
+        torch.testing.assert_close(sglangs.double(), read, rtol=2**-7, atol=0)
+        assert relative_rmse(read, rows.double().view(read.shape)) < 0.1
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_step_is_one_call_as_exact_as_torch(make, our_calls, step):
+    mode, lengths, new = STEPS[step]
+    runner, backend = make(mode=mode)
+    problem = Problem(runner, mode, lengths, new)
+    problem.run(backend)
+    assert [len(call["q"]) for call in our_calls] == [problem.tokens]
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_sglangs_own_backend_reads_the_same_rows(make, sglangs_kernels, our_calls, step):
+    """With the kernels that SGLang chooses on Hopper, on the same cache, lists and batch."""
+    mode, lengths, new = STEPS[step]
+    runner, backend = make(mode=mode)
+    fp8_cache = runner.token_to_kv_pool.dsa_kv_cache_store_fp8
+    problem, batch = Problem(runner, mode, lengths, new), None
+    outs = []
+    own = {
+        "prefill": "flashmla_kv" if fp8_cache else "flashmla_sparse",
+        "decode": "flashmla_kv" if fp8_cache else "fa3",
+    }
+    for runs in (backend, ATTENTION_BACKENDS["dsa"](make_runner(mode=mode, fp8_kv_cache=fp8_cache, **own))):
+        runs.token_to_kv_pool, runs.req_to_token_pool = runner.token_to_kv_pool, runner.req_to_token_pool
+        batch = problem.batch()
+        runs.init_forward_metadata(batch)
+        outs.append(problem.attend(runs, batch))
+    assert type(runs) is DeepseekSparseAttnBackend and len(sglangs_kernels) == len(our_calls) == 1
+    problem.check(outs[0])
+    problem.check(outs[1])
+
+
+@pytest.mark.parametrize("heads", [8, 12, 32, 128])
+def test_other_numbers_of_heads(make, heads):
+    runner, backend = make(heads=heads)
+    Problem(runner, *STEPS["decode"]).run(backend)
+
+
+@pytest.mark.parametrize("heads, ours", [(8, True), (16, True), (32, True), (64, False), (128, False)])
+def test_prompts_are_ours_where_sglangs_kernels_would_pad_heads(make, sglangs_kernels, our_calls, heads, ours):
+    runner, backend = make(heads=heads, mode=ForwardMode.EXTEND)
+    Problem(runner, *STEPS["prompts"]).run(backend)
+    assert (len(our_calls), len(sglangs_kernels)) == ((1, 0) if ours else (0, 1))
+
+
+@pytest.mark.parametrize("prefill", ["flashmla_sparse", "flashmla_auto"])
+def test_prompts_go_where_the_user_sends_them(make, sglangs_kernels, our_calls, prefill):
+    runner, backend = make(mode=ForwardMode.EXTEND, prefill=prefill)
+    own = ATTENTION_BACKENDS["dsa"](make_runner(prefill=prefill, fp8_kv_cache=backend.dsa_kv_cache_store_fp8))
+    assert backend.get_topk_transform_method(ForwardMode.EXTEND) == own.get_topk_transform_method(ForwardMode.EXTEND)
+    if not backend.dsa_kv_cache_store_fp8:
+        Problem(runner, *STEPS["prompts"]).run(backend)
+        assert (len(our_calls), len(sglangs_kernels)) == (0, 1)
+
+
+def test_lists_of_prompts_name_rows_of_the_cache(make):
+    """As SGLang's indexer is told; rows of a prompt's own keys would be another numbering."""
+    _, backend = make(mode=ForwardMode.EXTEND)
+    assert backend.get_topk_transform_method(ForwardMode.EXTEND).name == "PAGED"
+
+
+def test_short_prompts_stay_with_sglangs_dense_attention(make):
+    runner, backend = make(mode=ForwardMode.EXTEND)
+    route = attention_backend_handler.AttentionBackendRegistry.get_handler("etap")
+    layer = SimpleNamespace(use_dsa=True)
+    for length, method in ((TOP_K, AttnForwardMethod.MHA_ONE_SHOT), (TOP_K + 1, AttnForwardMethod.MLA)):
+        batch = Problem(runner, ForwardMode.EXTEND, [length], length).batch()
+        backend.init_forward_metadata(batch)
+        with forward_context(ForwardContext(attn_backend=backend)):
+            assert route(layer, batch) == method
+
+
+def test_it_is_sglangs_backend_that_needs_no_lengths_on_the_host(make):
+    _, backend = make()
+    # SGLang captures CUDA graphs of prefill and of draft extension for the classes that it knows.
+    assert isinstance(backend, DeepseekSparseAttnBackend)
+    assert backend.needs_cpu_seq_lens is False and backend.get_cuda_graph_seq_len_fill_value() == 1
+    # Else full CUDA graphs of prefill would be captured for its dense attention over chunks of a prefix.
+    assert get_schedule().disable_chunked_prefix_cache
+
+
+def test_queries_lists_and_cache_reach_the_kernel_without_a_copy(make, our_calls):
+    runner, backend = make()
+    problem = Problem(runner, *STEPS["decode"])
+    problem.run(backend)
+    (call,) = our_calls
+    given = {"q": problem.q, "q_rope": problem.q_rope, "indices": problem.lists, "kv_cache": problem.cache}
+    for name, tensor in given.items():
+        assert (call[name].data_ptr(), call[name].stride()) == (tensor.data_ptr(), tensor.stride()), name
+    assert call["valid_counts"].tolist() == [70, 128, 128, 1]
+
+
+def test_the_workspace_is_one_for_all_steps(make, our_calls):
+    runner, backend = make(mode=ForwardMode.EXTEND)
+    Problem(runner, *STEPS["prompts"]).run(backend)
+    Problem(runner, *STEPS["decode"], seed=1).run(backend)
+    assert {call["workspace"].data_ptr() for call in our_calls} == {backend.workspace.data_ptr()}
+    assert backend.workspace.numel() == sparse_workspace_floats(HEADS, backend.dsa_kv_cache_store_fp8, H20_SMS)
+
+
+def test_a_layer_reads_nothing_back_to_the_host(make, monkeypatch):
+    runner, backend = make()
+    problem = Problem(runner, *STEPS["decode"])
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    monkeypatch.setattr(sparse, "sparse_mla_decode", lambda q, *rest, **more: (torch.empty_like(q), None))
+    monkeypatch.setattr(runner.token_to_kv_pool, "set_mla_kv_buffer", lambda *arguments: None)
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *arguments, _name=name: pytest.fail(f"{_name} was called"))
+    problem.attend(backend, batch)
+
+
+@pytest.mark.parametrize("step", ["decode", "drafts"])
+def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, our_calls, step):
+    """A graph keeps addresses of the capture; later steps only plan again, into the same buffers."""
+    mode, lengths, new = STEPS[step]
+    runner, backend = make(mode=mode)
+    backend.init_cuda_graph_state(8, 8 * DRAFTS)
+    first = Problem(runner, mode, [DRAFTS] * 4, new)
+    backend.init_forward_metadata_out_graph(first.batch(), in_capture=True)
+    captured = backend.forward_metadata
+    first.check(first.attend(backend, first.batch()))
+    later = Problem(runner, mode, lengths, new, seed=1)
+    backend.init_forward_metadata_out_graph(later.batch())
+    assert backend.forward_metadata is captured
+    later.check(later.attend(backend, later.batch()))
+    before, after = ({name: call[name].data_ptr() for name in ("valid_counts", "workspace")} for call in our_calls)
+    assert before == after
+    assert our_calls[1]["valid_counts"].tolist() == later.seen().clamp(max=TOP_K).tolist()
+
+
+def test_tokens_that_pad_a_step_give_zeros(make):
+    """SGLang pads lists to the queries by empty ones; counts it pads for some steps only."""
+    runner, backend = make()
+    problem = Problem(runner, *STEPS["decode"])
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    real = problem.attend(backend, batch)
+    for name in ("q", "q_rope"):
+        part = getattr(problem, name)
+        setattr(problem, name, torch.cat([part, torch.ones_like(part[:2])]))
+    problem.tokens += 2
+    out = problem.attend(backend, batch)
+    assert not out[4:].any()
+    torch.testing.assert_close(out[:4], real, rtol=0, atol=2e-2)
+
+
+def test_counts_of_tokens_that_are_not_there_are_left_out(make, our_calls):
+    runner, backend = make()
+    problem = Problem(runner, *STEPS["decode"])
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    counts = backend.forward_metadata.dsa_cache_seqlens_int32
+    padded = torch.cat([counts, torch.full((3,), 2**30, dtype=torch.int32)])
+    object.__setattr__(backend.forward_metadata, "dsa_cache_seqlens_int32", padded)
+    problem.check(problem.attend(backend, batch))
+    assert our_calls[0]["valid_counts"].tolist() == counts.tolist()
+
+
+def test_entries_that_name_no_row_may_be_anywhere(make):
+    runner, backend = make()
+    problem = Problem(runner, *STEPS["decode"])
+    problem.lists[0, 3:9] = NOTHING
+    problem.lists[1, ::2] = 2**31 - 1
+    problem.lists[2] = NOTHING
+    problem.run(backend)
+
+
+class DraftRunner:
+    """What SGLang's factory of draft backends asks of the draft model's runner, beside what a runner has."""
+
+    def __init__(self, runner):
+        self.__dict__.update(vars(runner))
+        self.use_mla_backend, self.is_draft_worker, self.draft_attention_backend = True, True, "etap"
+
+    hybrid_gdn_config = kimi_linear_config = mamba2_config = mambaish_config = None
+
+
+@pytest.fixture
+def factory(make, monkeypatch):
+    """SGLang's, for a draft model that reuses the target's lists."""
+    runner, _ = make(mode=ForwardMode.TARGET_VERIFY)
+    made = DraftBackendFactory.__new__(DraftBackendFactory)
+    made.draft_model_runner, made.topk, made.speculative_num_steps = DraftRunner(runner), 1, DRAFTS - 1
+    made.server_args, made.draft_attn_backend = runner.server_args, "etap"
+    made.seed_dsa_topk_from_draft_extend, made.qsa_profile = True, None
+    # Wrappers for models that are not MLA; they read configurations that a runner for tests lacks.
+    for wrapper in ("attn_backend_wrapper_for_draft_decode", "attn_backend_wrapper_for_draft_extend"):
+        if hasattr(attention_registry, wrapper):
+            monkeypatch.setattr(attention_registry, wrapper, lambda runner, backend: backend)
+    return made
+
+
+def test_a_draft_models_steps_share_a_workspace(factory, caplog):
+    with caplog.at_level("INFO", logger=sparse.__name__):
+        steps = factory.create_decode_backend()
+    assert not caplog.messages
+    assert isinstance(steps, dsa_backend.DeepseekSparseAttnMultiStepBackend)
+    assert [type(backend) for backend in steps.attn_backends] == [ETAPSparseBackend] * (DRAFTS - 2)
+    assert [backend.speculative_step_id for backend in steps.attn_backends] == [0, 1]
+    assert len({backend.workspace.data_ptr() for backend in steps.attn_backends}) == 1
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["eager", "graph"])
+def test_a_draft_models_steps_read_the_lists_of_the_call(factory, our_calls, ahead):
+    """The first step's lists are those that the draft's extension left, in a buffer of its own."""
+    steps, runner = factory.create_decode_backend(), factory.draft_model_runner
+    problem = Problem(runner, *STEPS["decode"])
+    batch = problem.batch(spec_info=None)
+    if ahead:
+        steps.init_cuda_graph_state(8, 8)
+        steps.init_forward_metadata_out_graph(Problem(runner, ForwardMode.DECODE, [1] * 4, 1).batch(), in_capture=True)
+        problem = Problem(runner, *STEPS["decode"])
+        steps.init_forward_metadata_out_graph(batch)
+    else:
+        steps.init_forward_metadata(batch)
+    seeds = torch.full((16, TOP_K), 2**30, dtype=torch.int32)
+    seeds[: problem.tokens] = problem.lists
+    lists = [seeds[: problem.tokens], problem.lists]
+    for backend, given in zip(steps.attn_backends, lists, strict=True):
+        problem.check(problem.attend(backend, batch, given))
+    assert [call["indices"].data_ptr() for call in our_calls] == [given.data_ptr() for given in lists]
+
+
+def test_a_draft_models_cache_is_extended_by_a_backend_of_its_own(factory):
+    extension = factory.create_draft_extend_backend()
+    assert type(extension) is ETAPSparseBackend
+    Problem(factory.draft_model_runner, *STEPS["draft extension"]).run(extension)
+
+
+def test_sglangs_own_name_stays_sglangs(make):
+    for name in ("dsa", "nsa"):
+        _, own = make(name, prefill="flashmla_sparse", decode="fa3")
+        assert type(own) is DeepseekSparseAttnBackend
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        ({"dtype": torch.float16}, "dtype float16 is not supported: wanted bfloat16"),
+        ({"kv_lora_rank": 256}, "head_dim 320 is not supported: wanted 576"),
+    ],
+    ids=str,
+)
+def test_refuses(options, reason):
+    with pytest.raises(ValueError, match=f"attention backend etap: {reason}"):
+        ATTENTION_BACKENDS["etap"](make_runner(**options))
+
+
+def test_refuses_a_cap_of_the_scores(make):
+    runner, backend = make()
+    problem = Problem(runner, *STEPS["decode"])
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    layer = make_layer()
+    layer.logit_cap = 30.0
+    with pytest.raises(ValueError, match="logit_cap 30.0 is not supported"):
+        backend.forward_decode(problem.q, None, None, layer, batch, q_rope=problem.q_rope, topk_indices=problem.lists)
+
+
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        ({}, "KV cache bfloat16, prefill by etap"),
+        ({"fp8_kv_cache": True}, "KV cache fp8_ds_mla, prefill by etap"),
+        ({"heads": 128}, "KV cache bfloat16, prefill by flashmla_auto"),
+        ({"prefill": "flashmla_sparse"}, "KV cache bfloat16, prefill by flashmla_sparse"),
+    ],
+    ids=str,
+)
+def test_the_log_names_cache_and_prefill(caplog, options, text):
+    with caplog.at_level("INFO", logger=sparse.__name__):
+        ATTENTION_BACKENDS["etap"](make_runner(**options))
+    assert re.fullmatch(f"Attention backend etap: sparse attention, {text}", caplog.messages[-1])
