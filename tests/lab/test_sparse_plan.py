@@ -350,7 +350,7 @@ def test_a_dense_plan_of_a_sparse_result_is_not_made():
     from etap_backend.lab.e2e import rows as served
     from etap_backend.lab.plan.served import servers_of
 
-    document = served.read(results.FOLDER / "e2e-decode-full-vllm.json")
+    document = served.read(Path(__file__).parents[2] / "results/e2e-decode-full-vllm.json")
     shape = json.loads((configs.FOLDER / "models" / "deepseek-v3.2.json").read_text())
     with pytest.raises(ValueError, match="model: wanted a result of dense attention, got index_topk 2048"):
         servers_of(document.model_copy(update={"model_shape": shape}), "h20-96g")
