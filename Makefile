@@ -39,7 +39,7 @@ demo:
 
 # The engines come while the kernels are compiled and the unit tests run.
 test: $(STAMPS)/venv
-	@echo "Builds the wheel, then runs all tests that need no GPU: under 30 minutes on two cores, with the download of"
+	@echo "Builds the wheel, then runs all tests that need no GPU: about 30 minutes on two cores, with the download of"
 	@echo "what make demo needs and of four engines, 20 to 35 GB on disk in .contract and the installer's cache, 11 where less is free."
 	@mkdir -p $(LOGS)
 	@$(BIN)/python tests/contract.py --install > $(LOGS)/engines.log 2>&1 & engines=$$!; \
