@@ -182,9 +182,10 @@ Array<Launch> decode_launches(const DecodeCall& call) {
 
 template <auto kAction>
 auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, Optional<TensorView> rope_cache,
-               Optional<TensorView> q_scale, Optional<TensorView> kv_scale, TensorView block_table, TensorView seq_lens, TensorView work_ranges,
-               TensorView split_offsets, TensorView workspace, TensorView out, TensorView lse, double softmax_scale,
-               int64_t planned_batch, int64_t planned_s_q, int64_t planned_heads, int64_t partitions, bool fp8_math) {
+               Optional<TensorView> q_scale, Optional<TensorView> kv_scale, TensorView block_table, TensorView seq_lens,
+               TensorView work_ranges, TensorView split_offsets, TensorView workspace, TensorView out, TensorView lse,
+               double softmax_scale, int64_t planned_batch, int64_t planned_s_q, int64_t planned_heads, int64_t partitions,
+               bool fp8_math) {
   return kAction({q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets,
                   workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, fp8_math});
 }

@@ -21,6 +21,11 @@ from etap_backend.lab import gpus
 UNKNOWN = "unknown"
 
 
+def as_from_here(text: str) -> str:
+    """The text with its paths as from the folder that the program runs in: a results file names none of its machine."""
+    return text.replace(f"{Path.cwd()}/", "")
+
+
 class Provenance(BaseModel):
     """The part that every results file has; fields lie at its top level, beside what was measured."""
 

@@ -10,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from etap_backend.lab import results, tables
+from etap_backend.lab import provenance, results, tables
 
 RESULTS = Path(__file__).parents[2] / "results"
 README = """a
@@ -129,3 +129,13 @@ def test_a_place_that_nothing_belongs_in_is_named_and_left_as_it_is(root, place,
     assert result.exit_code == 1 and page.read_text() == f"{place}\n"
     assert re.search(f"^docs/z.md: .*{words}", result.stderr)
     assert "filled docs/results.md" in result.stdout and len(tables.complaints(root)) in (1, 2)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
+def test_no_result_names_a_path_of_its_machine(path):
+    assert re.findall(r"(?<![\w.:/-])/(?:tmp|root|home|work|opt|mnt|usr)/[^\s\"']*", path.read_text()) == []
+
+
+def test_paths_are_recorded_as_from_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert provenance.as_from_here(f"serve model {tmp_path}/traces/1 /elsewhere") == "serve model traces/1 /elsewhere"

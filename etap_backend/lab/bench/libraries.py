@@ -93,7 +93,7 @@ def described(build: Build) -> Library:
     """What a results file says of a build; the commit of one that this package calls is that of the run."""
     own = build.package == configs.PACKAGE.resolve()
     return Library(
-        package=str(build.package),
+        package=provenance.as_from_here(str(build.package)),
         sha256=provenance.sha256(build.library) or provenance.UNKNOWN,
         commit=provenance.commit() if own else provenance.commit_of(build.package),
     )

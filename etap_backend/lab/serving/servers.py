@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from etap_backend.lab.provenance import as_from_here
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import Engine, Serving, cache_lines
@@ -63,7 +64,7 @@ def served(
     port = free_port()
     url, command = f"http://127.0.0.1:{port}", engine.server(python, serving, backend, port, flags)
     log.unlink(missing_ok=True)
-    about |= {"command": shlex.join(["python", *command[1:]]), "log": str(log)}
+    about |= {"command": as_from_here(shlex.join(["python", *command[1:]])), "log": str(log)}
     begin = time.monotonic()
     with memory_given_back(), server(command, url, log, environment or {}, seconds) as process:
         about["seconds_to_ready"] = round(time.monotonic() - begin, 1)
