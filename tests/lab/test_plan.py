@@ -13,16 +13,14 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
+from plan_screens import etap_plan, run, words_of
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.bench.rows import Document
 from etap_backend.lab.e2e import rows as e2e_rows
 from etap_backend.lab.plan import step
-from etap_backend.lab.plan.command import plan
 from etap_backend.lab.plan.fits import what_fits
 from etap_backend.lab.plan.inputs import CACHE_NAMES, Deployment, read_gpu, read_model
 from etap_backend.lab.plan.memory import RESERVE_BYTES, memory_of, parameters_of, weights_of
@@ -590,24 +588,6 @@ def test_results_that_a_call_was_fitted_to_are_there(name):
     for field, call in read_gpu(name).calls.items():
         assert bool(call.kernel) == bool(call.results), field
         assert all((RESULTS / f"{file}.json").is_file() for file in call.results), field
-
-
-APP = typer.Typer(add_completion=False)
-APP.command()(plan)
-
-
-def run(*arguments: str, columns: int = 200):
-    return CliRunner().invoke(APP, list(arguments), env={"COLUMNS": str(columns), "NO_COLOR": "1"})
-
-
-def etap_plan(*arguments: str, columns: int = 200) -> str:
-    result = run(*arguments, columns=columns)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def words_of(*arguments: str) -> str:
-    return " ".join(etap_plan(*arguments).split())
 
 
 def test_the_screen_says_that_the_papers_point_does_not_fit_and_what_does():

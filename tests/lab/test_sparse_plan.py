@@ -10,16 +10,14 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-import typer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from typer.testing import CliRunner
+from plan_screens import etap_plan, run, words_of
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.bench import rows
 from etap_backend.lab.bench.grids import SparseWorkload
 from etap_backend.lab.bench.rows import Measured, Options, SparseDocument
-from etap_backend.lab.plan.command import plan
 from etap_backend.lab.plan.fits import what_fits
 from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
 from etap_backend.lab.plan.memory import memory_of, weights_of
@@ -379,24 +377,6 @@ def test_a_given_file_of_another_kind_is_refused(tmp_path, content):
     results.write(content, tmp_path / "a.json")
     with pytest.raises(ValueError, match="a.json: wanted a file of `etap bench` on the sparse call, got kind"):
         benchmarks([tmp_path / "a.json"])
-
-
-APP = typer.Typer(add_completion=False)
-APP.command()(plan)
-
-
-def run(*arguments: str, columns: int = 200):
-    return CliRunner().invoke(APP, list(arguments), env={"COLUMNS": str(columns), "NO_COLOR": "1"})
-
-
-def etap_plan(*arguments: str, columns: int = 200) -> str:
-    result = run(*arguments, columns=columns)
-    assert result.exit_code == 0, result.output
-    return result.stdout
-
-
-def words_of(*arguments: str) -> str:
-    return " ".join(etap_plan(*arguments).split())
 
 
 def test_the_screen_says_what_was_not_measured(folder):
