@@ -1,11 +1,8 @@
 """The run of a script with the functions that FlashMLA's dense one has."""
 
-import json
-import sys
-
 import pytest
 import typer
-from typer.testing import CliRunner
+from flashmla_checkout import runner
 
 from etap_backend.lab.checks import flashmla_dense
 
@@ -45,23 +42,8 @@ def main(dtype):
 @pytest.fixture
 def invoke(tmp_path, monkeypatch):
     """Run the program on a script whose cache has this value; it wants 0.5."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    app = typer.Typer()
-    app.command()(flashmla_dense.main)
-
-    def run(value: float, *words: str):
-        for name in ("flash_mla", flashmla_dense.SCRIPT.stem):
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        folder = tmp_path / str(value) / "tests"
-        folder.mkdir(parents=True)
-        (folder / flashmla_dense.SCRIPT.name).write_text(SCRIPT.replace("VALUE", str(value)))
-        output = tmp_path / "result.json"
-        result = CliRunner().invoke(app, [str(folder.parent), "--output", str(output), *words])
-        return result, json.loads(output.read_text())
-
-    yield run
-    for name in ("flash_mla", flashmla_dense.SCRIPT.stem):
-        sys.modules.pop(name, None)
+    with runner(flashmla_dense, tmp_path, monkeypatch) as run:
+        yield lambda value, *words: run(SCRIPT.replace("VALUE", str(value)), *words)
 
 
 KINDS = [f"h_kv {heads}, {mask}" for heads in (1, 2) for mask in ("not causal", "causal")]

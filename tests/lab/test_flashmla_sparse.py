@@ -1,12 +1,11 @@
 """The run of a script with the functions that FlashMLA's sparse one has."""
 
 import dataclasses
-import json
-import sys
 
 import pytest
 import torch
 import typer
+from flashmla_checkout import runner
 from typer.testing import CliRunner
 
 from etap_backend.compat import flash_mla
@@ -57,23 +56,8 @@ def main():
 @pytest.fixture
 def invoke(tmp_path, monkeypatch):
     """Run the program on a script whose cache has this scale; it wants 0.5."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    app = typer.Typer()
-    app.command()(flashmla_sparse.main)
-
-    def run(factor: float, *words: str):
-        for name in ("flash_mla", flashmla_sparse.SCRIPT.stem):
-            monkeypatch.delitem(sys.modules, name, raising=False)
-        folder = tmp_path / str(factor) / "tests"
-        folder.mkdir(parents=True)
-        (folder / flashmla_sparse.SCRIPT.name).write_text(SCRIPT.replace("FACTOR", f"[{factor}]"))
-        output = tmp_path / "result.json"
-        result = CliRunner().invoke(app, [str(folder.parent), "--output", str(output), *words])
-        return result, json.loads(output.read_text())
-
-    yield run
-    for name in ("flash_mla", flashmla_sparse.SCRIPT.stem):
-        sys.modules.pop(name, None)
+    with runner(flashmla_sparse, tmp_path, monkeypatch) as run:
+        yield lambda scale, *words: run(SCRIPT.replace("FACTOR", f"[{scale}]"), *words)
 
 
 def test_their_cases_of_our_format_run_with_more_heads(invoke):
