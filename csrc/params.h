@@ -95,7 +95,7 @@ struct DecodeParams {
   int32_t row_tile;    // 8, 16, 32 or 64
   int32_t row_groups;  // ceil(rows / group_rows)
   int32_t partitions;
-  cutlass::FastDivmod parts_per_page;
+  cutlass::FastDivmod parts_per_page = {};
   float scale_log2;  // softmax scale * log2(e)
   // For an FP8 cache alone: what its values and those of e4m3 queries are multiplied with (null: 1), what the queries are,
   // and whether the result is float16 or bfloat16.
