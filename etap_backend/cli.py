@@ -55,6 +55,7 @@ CHECKS = {
     "flashmla-sparse": _check("flashmla_sparse", "FlashMLA's own tests of sparse decoding, on our call"),
     "random-cases": _check("random_cases", "random calls against float64, each twice with the same bits"),
     "sanitize": _check("sanitize", "the kernels under compute-sanitizer"),
+    "sglang-kit": _check("sglang_kit", "SGLang's own tests of sparse attention, with ETAP"),
     "sglang-serve": _check("sglang_serve", "an SGLang server from start to answers"),
     "sglang-sparse": _check("sglang_sparse", "sparse attention in SGLang, beside SGLang's own kernels"),
     "soak": _check("soak", "a vLLM server under mixed load"),

@@ -18,7 +18,7 @@ from etap_backend.lab.checks import sanitize
 
 LAB = Path(etap_backend.__file__).parent / "lab"
 CHECKS = sorted(path.stem for path in (LAB / "checks").glob("*.py") if '__name__ == "__main__"' in path.read_text())
-NEEDS_AN_ENGINE = {"sglang_sparse", "vllm_threshold"}
+NEEDS_AN_ENGINE = {"sglang_kit", "sglang_sparse", "vllm_threshold"}
 GONE = re.compile(
     r"tests/(answers|soak|sanitize|two_nodes|vllm/(serve|offline|threshold|upstream)|sglang/serve)|compare_answers"
 )
