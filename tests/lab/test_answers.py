@@ -140,6 +140,10 @@ def test_variants_have_their_names_flags_and_proof():
     assert math.asked_of(vllm) == ("ETAP", [*fp8, "--additional-config", '{"etap_fp8_math": true}'])
     assert math.asked_of(sglang) == ("etap_fp8_math", fp8)
     assert etap.proof() in "x ETAP decodes: KV cache FP8 (e4m3), math float16" and etap.proof() != math.proof()
+    assert plain.proof(sparse=True) in "ETAP decodes: sparse attention, KV cache bfloat16" and not other.proof(
+        sparse=True
+    )
+    assert etap.proof(sparse=True) in "ETAP decodes: sparse attention, KV cache fp8_ds_mla"
 
 
 def test_layouts_are_etaps_and_their_ranks_share_a_cache_of_as_many_tokens():

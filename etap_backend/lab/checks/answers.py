@@ -24,6 +24,10 @@ With --kv-cache-dtype the reference keeps the model's own type of cache, and the
 ETAP with it and FP8 math, and the reference's backend with it. ETAP's answers must then equal the reference's as above,
 and its perplexity may differ by 0.5%; how the last one does is reported beside it.
 
+A model of sparse attention is asked the same with --backends FLASH_ATTN_MLA_SPARSE,FLASHMLA_SPARSE,ETAP in vLLM, and
+dsa,etap in SGLang, which wants `-- --dsa-topk-backend torch` and SGLANG_DSA_FUSE_TOPK=false where lists have other than
+2048 entries. With an FP8 cache they are named too: FLASH_ATTN_MLA_SPARSE,ETAP+fp8,FLASHMLA_SPARSE+fp8.
+
 With --layouts there are servers of ETAP on several GPUs besides: tp2 is tensor parallelism of two ranks, dcp2 the same
 with decode context parallelism of two. Their answers must equal the reference's and ETAP's on one GPU as above. They
 get the flags and variables of --scenario, which keep NVLink multicast and compilers out of a start. Under context
@@ -61,6 +65,7 @@ from etap_backend.lab.serving.engines import ENGINES, Answer, Engine, Serving
 from etap_backend.lab.serving.lifecycle import end_all
 from etap_backend.lab.serving.servers import Served, served
 from etap_backend.lab.stopping import Stopped, stopping
+from etap_backend.support import SPARSE_FP8
 
 PROGRAM = "python -m etap_backend.lab.checks.answers"
 PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")
@@ -114,11 +119,18 @@ class Variant:
         name, flags = engine.fp8_math if self.fp8_math else (self.backend, [])
         return name, ["--kv-cache-dtype", self.cache, *flags]
 
-    def proof(self) -> str:
-        """What the log says besides when ETAP has this cache and math."""
-        if not self.is_etap or self.own_cache:
+    def proof(self, sparse: bool = False) -> str:
+        """What the log says besides when ETAP has this cache and math, in a model of dense or of sparse attention."""
+        if not self.is_etap:
             return ""
-        return f"KV cache FP8 (e4m3), math {'FP8 (e4m3)' if self.fp8_math else 'float16'}"
+        if sparse:
+            return f"sparse attention, KV cache {'bfloat16' if self.own_cache else SPARSE_FP8}"
+        return "" if self.own_cache else f"KV cache FP8 (e4m3), math {'FP8 (e4m3)' if self.fp8_math else 'float16'}"
+
+
+def is_sparse(model: Path) -> bool:
+    """Whether the model's attention is sparse. Raises ValueError where it has no configuration."""
+    return "index_topk" in read_json(model / "config.json")
 
 
 def parse_layout(text: str) -> tuple[int, int]:
@@ -266,7 +278,7 @@ class Run:
             about=record,
             environment=variables,
         ) as server:
-            server.must_say(variant.proof())
+            server.must_say(variant.proof(is_sparse(self.model)))
             stages = {"together": self.ask(server, MANY), "again": self.ask(server, FEW)}
             if self.asked.forces and mode == "plain":
                 of_reference = self.records[self.backends[0], "plain"]

@@ -51,7 +51,7 @@ from rich.console import Console
 from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import NOISE_FACTOR, PROMPT_TOKENS, agreement, answer_in, must_be_finite
-from etap_backend.lab.checks.answers import ASKED, PACKAGES, RIGHT_SHARE, Asked, Variant, right_share
+from etap_backend.lab.checks.answers import ASKED, PACKAGES, RIGHT_SHARE, Asked, Variant, is_sparse, right_share
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
 from etap_backend.lab.serving import client
@@ -510,7 +510,7 @@ def soaked(
             seconds=ready,
             about=document["server"],
         ) as server:
-            server.must_say(variant.proof())
+            server.must_say(variant.proof(is_sparse(model)))
             with closing(Wire(server.url + engine.path, settings.timeout)) as wire:
                 probes = Probes(engine, wire, model, asked.forces and mode == "plain")
                 traffic = Traffic(engine, wire, settings, tally)

@@ -1,6 +1,6 @@
-"""Trains a small real model of the DeepSeek-V3 architecture, for the checks of answers.
+"""Trains a small real model of the DeepSeek-V3 architecture, or of V3.2's, for the checks of answers.
 
-    python -m etap_backend.lab.checks.train_model OUTPUT [--seconds 240]
+    python -m etap_backend.lab.checks.train_model OUTPUT [--seconds 240] [--index-top-k 512]
 
 Needs torch, safetensors and tokenizers, and a GPU with 40 GB; no network. The text is Python's own standard library,
 its sources and its documentation (pydoc_data), as any machine has it. Attention has DeepSeek's dimensions (latent 512,
@@ -17,6 +17,12 @@ thousands of tokens back. The folder gets prompts.json:
 
 The main layers are dense, because routing turns rounding into jumps; the layer for multi-token prediction (MTP), which
 engines expect to have experts, has them. It proposes tokens only, so it changes no answer.
+
+With --index-top-k attention is sparse, as in DeepSeek-V3.2: each layer has an indexer, which names so many tokens that
+a token attends to. The model learns densely, as without; its indexers learn beside it to score tokens as attention
+weighs them, in a few queries of each sequence, and change nothing in it. The losses that are reported at the end are
+those with the indexers' choice. vLLM has its fast kernels for 512, 1024 and 2048; SGLang 0.5.17 takes other than 2048
+with --dsa-topk-backend torch.
 
 Checked: the checkpoint gives the logits of the model in training, and those of transformers' DeepseekV3ForCausalLM
 (tests/vllm/test_contract_answers.py).
@@ -45,6 +51,9 @@ PASSAGE, DOCUMENT_END = "<|passage|>", "<|end|>"
 HELD_OUT = 20  # one file of so many is for prompts only
 BY_HEART = 40  # one file of so many is learned by heart
 CUE_TOKENS, ANSWER_TOKENS = 24, 32
+INDEX_HEADS, INDEX_WIDTH = 64, 128
+INDEX_QUERIES = 32  # of each sequence that an indexer learns from in a step
+SPARSE_ROWS = 128  # queries at a time where attention is sparse
 PASSAGE_TOKENS = range(16, 401)  # in training; in prompts they are long enough to hold cue and answer
 
 console = Console(width=120)
@@ -64,6 +73,7 @@ class Shape:
     expert_width: int = 256
     vocabulary: int = 4096
     context: int = 8192
+    index_top_k: int = 0  # tokens that each token attends to; 0: all
 
 
 def linear(inputs: int, outputs: int) -> nn.Linear:
@@ -80,13 +90,41 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))  # of two types torch has no fused form
 
 
-def rotate(x: Tensor) -> Tensor:
-    """Rotary embedding of [batch, tokens, heads, 64] by position, neighbouring elements being a pair."""
+def rotate(x: Tensor, halves: bool = False) -> Tensor:
+    """Rotary embedding of [batch, tokens, heads, 64] by position, of pairs of neighbouring elements, or of `halves`."""
     frequency = ROPE_THETA ** -(torch.arange(0, ROPE, 2, device=x.device, dtype=torch.float32) / ROPE)
     angle = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None, None] * frequency
-    even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+    first, second = x.float().unflatten(-1, (2, -1) if halves else (-1, 2)).unbind(-2 if halves else -1)
     cos, sin = angle.cos(), angle.sin()
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], -1).flatten(-2).to(x.dtype)
+    turned = [first * cos - second * sin, first * sin + second * cos]
+    return torch.stack(turned, -2 if halves else -1).flatten(-2).to(x.dtype)
+
+
+class Indexer(nn.Module):
+    """DeepSeek-V3.2's: scores every token for every query by a few narrow heads that share their key."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.wq_b = linear(shape.query_latent, INDEX_HEADS * INDEX_WIDTH)
+        self.wk = linear(shape.hidden, INDEX_WIDTH)
+        self.k_norm = nn.LayerNorm(INDEX_WIDTH, eps=NORM_EPS)
+        self.weights_proj = linear(shape.hidden, INDEX_HEADS)
+
+    def project(self, x: Tensor, query_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [batch, tokens, heads, width], keys [batch, tokens, width], weights [batch, tokens, heads]."""
+        q = self.wq_b(query_latent).unflatten(-1, (INDEX_HEADS, INDEX_WIDTH))
+        k = F.layer_norm(self.wk(x).float(), (INDEX_WIDTH,), self.k_norm.weight, self.k_norm.bias, NORM_EPS)
+        q, k = (
+            torch.cat([rotate(part[..., :ROPE], halves=True), part[..., ROPE:]], -1)
+            for part in (q, k.to(q.dtype).unsqueeze(2))
+        )
+        return q, k.squeeze(2), self.weights_proj(x) * INDEX_HEADS**-0.5
+
+    @staticmethod
+    def scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
+        """[batch, queries, tokens] in float32."""
+        relevant = F.relu(torch.einsum("bqhd,bkd->bqhk", q, k)) * INDEX_WIDTH**-0.5
+        return torch.einsum("bqhk,bqh->bqk", relevant, weights.to(relevant.dtype)).float()
 
 
 class Attention(nn.Module):
@@ -94,7 +132,7 @@ class Attention(nn.Module):
 
     def __init__(self, shape: Shape):
         super().__init__()
-        self.heads = shape.heads
+        self.heads, self.top_k = shape.heads, shape.index_top_k
         self.q_a_proj = linear(shape.hidden, shape.query_latent)
         self.q_a_layernorm = RMSNorm(shape.query_latent)
         self.q_b_proj = linear(shape.query_latent, shape.heads * (NOPE + ROPE))
@@ -102,9 +140,14 @@ class Attention(nn.Module):
         self.kv_a_layernorm = RMSNorm(LATENT)
         self.kv_b_proj = linear(LATENT, shape.heads * (NOPE + VALUE))
         self.o_proj = linear(shape.heads * VALUE, shape.hidden)
+        if self.top_k:
+            self.indexer = Indexer(shape)
+        self.sparse = False
+        self.index_loss: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x))).unflatten(-1, (self.heads, NOPE + ROPE))
+        query_latent = self.q_a_layernorm(self.q_a_proj(x))
+        q = self.q_b_proj(query_latent).unflatten(-1, (self.heads, NOPE + ROPE))
         q_nope, q_rope = q.split([NOPE, ROPE], -1)
         latent, k_rope = self.kv_a_proj_with_mqa(x).split([LATENT, ROPE], -1)
         up = self.kv_b_proj(self.kv_a_layernorm(latent)).unflatten(-1, (self.heads, NOPE + VALUE))
@@ -115,8 +158,43 @@ class Attention(nn.Module):
         # Flash attention takes keys and values of one width only.
         padded = F.pad(value, (0, NOPE + ROPE - VALUE))
         query, key, padded = (part.transpose(1, 2) for part in (query.to(value.dtype), key, padded))
-        out = F.scaled_dot_product_attention(query, key, padded, is_causal=True, scale=(NOPE + ROPE) ** -0.5)
+        scale = (NOPE + ROPE) ** -0.5
+        if self.top_k and self.sparse:
+            out = self.sparsely(query, key, padded, scale, self.indexer.project(x, query_latent))
+        else:
+            out = F.scaled_dot_product_attention(query, key, padded, is_causal=True, scale=scale)
+        if self.top_k and self.training:
+            # The indexer learns beside the model and does not change it.
+            index = self.indexer.project(x.detach(), query_latent.detach())
+            self.index_loss = self.divergence(query.detach(), key.detach(), scale, index)
         return self.o_proj(out[..., :VALUE].transpose(1, 2).flatten(-2))
+
+    def divergence(self, query: Tensor, key: Tensor, scale: float, index: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+        """How far the indexer's scores are from attention's mean over the heads, in nats, in queries by chance."""
+        tokens = query.shape[2]
+        rows = torch.randint(tokens, (min(INDEX_QUERIES, tokens),), device=query.device)
+        later = torch.arange(tokens, device=query.device) > rows[:, None]
+        with torch.no_grad():
+            logits = torch.einsum("bhqd,bhkd->bhqk", query[:, :, rows], key).float() * scale
+            wanted = logits.masked_fill(later, -math.inf).softmax(-1).mean(1)
+        q, k, weights = index
+        found = self.indexer.scores(q[:, rows], k, weights[:, rows]).masked_fill(later, -math.inf).log_softmax(-1)
+        return F.kl_div(found.masked_fill(later, 0.0), wanted, reduction="sum") / wanted[..., 0].numel()
+
+    def sparsely(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, index: tuple[Tensor, Tensor, Tensor]
+    ) -> Tensor:
+        """Each query attends to the tokens that the indexer scores highest. For evaluation: some queries at a time."""
+        (q, k, weights), tokens, parts = index, query.shape[2], []
+        for begin in range(0, tokens, SPARSE_ROWS):
+            rows = torch.arange(begin, min(begin + SPARSE_ROWS, tokens), device=query.device)
+            later = torch.arange(tokens, device=query.device) > rows[:, None]
+            scores = self.indexer.scores(q[:, rows], k, weights[:, rows]).masked_fill(later, -math.inf)
+            chosen = scores.topk(min(self.top_k, tokens), dim=-1).indices
+            allowed = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True) & ~later
+            given = {"attn_mask": allowed.unsqueeze(1), "scale": scale}
+            parts.append(F.scaled_dot_product_attention(query[:, :, rows], key, value, **given))
+        return torch.cat(parts, 2)
 
 
 class FeedForward(nn.Module):
@@ -255,7 +333,10 @@ def losses(model: Model, tokens: Tensor) -> tuple[Tensor, Tensor]:
     draft = model.draft_hidden(tokens[:, :-1], hidden.detach())
     draft_logits = F.linear(draft, model.lm_head.weight.detach()).float()
     draft_loss = F.cross_entropy(draft_logits.flatten(0, 1), tokens[:, 2:].flatten())
-    return each.mean() + 1e-4 * size + 0.3 * draft_loss, each.detach()
+    index_losses = [
+        layer.self_attn.index_loss for layer in model.model.layers if layer.self_attn.index_loss is not None
+    ]
+    return each.mean() + 1e-4 * size + 0.3 * draft_loss + sum(index_losses), each.detach()
 
 
 def library_texts() -> dict[str, str]:
@@ -382,8 +463,12 @@ def make_prompts(by_heart: Text, unseen: Text, known: int, open_ended: int, long
 
 @torch.no_grad()
 def evaluate(model: Model, corpus: Corpus, length: int, device: str) -> dict[str, float]:
-    """Mean loss (nats a token): of what it learned by heart, and plainly and in recall of what it never saw."""
+    """Mean loss (nats a token): of what it learned by heart, and plainly and in recall of what it never saw; with
+    the indexers' choice where there are some."""
     found = {}
+    model.eval()
+    for layer in model.model.layers:
+        layer.self_attn.sparse, layer.self_attn.index_loss = True, None
     kinds = {"by heart": corpus.by_heart.window, "plain": corpus.unseen.window, "recall": corpus.unseen.recall}
     for kind, make in kinds.items():
         with autocast(device):
@@ -433,6 +518,9 @@ def make_optimizer(model: Model, plan: Plan) -> torch.optim.Optimizer:
 def train(model: Model, corpus: Corpus, plan: Plan, device: str) -> dict:
     """Train in place; what was reached."""
     optimizer = make_optimizer(model, plan)
+    named = list(model.named_parameters())
+    # Indexers, of which there may be none, apart: their gradients must not shorten the model's.
+    apart = [[p for name, p in named if ("indexer" in name) is of_indexers] for of_indexers in (False, True)]
     start, step, tokens, progress = time.monotonic(), 0, 0, 0.0
     while progress < 1:
         sequences, length = plan.batch_at(progress)
@@ -442,7 +530,8 @@ def train(model: Model, corpus: Corpus, plan: Plan, device: str) -> dict:
         with autocast(device):
             loss, each = losses(model, batch)
         loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        for parameters in apart:
+            nn.utils.clip_grad_norm_(parameters, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         step, tokens = step + 1, tokens + batch.numel()
@@ -452,18 +541,20 @@ def train(model: Model, corpus: Corpus, plan: Plan, device: str) -> dict:
             if not math.isfinite(by_heart + recall):
                 raise RuntimeError(f"loss: wanted a finite number, got {by_heart} and {recall} at step {step}")
             elapsed = time.monotonic() - start
-            console.print(
-                f"step {step}, {elapsed:.0f} s, {tokens / 1e6:.1f} M tokens: {by_heart:.3f}, {recall:.3f} nats"
-            )
+            index = model.model.layers[0].self_attn.index_loss
+            indexers = "" if index is None else f", first indexer {index.item():.3f}"
+            so_far = f"step {step}, {elapsed:.0f} s, {tokens / 1e6:.1f} M tokens"
+            console.print(f"{so_far}: {by_heart:.3f}, {recall:.3f} nats{indexers}")
         progress = plan.progress(step, time.monotonic() - start)
     return {"steps": step, "tokens": tokens, "seconds": time.monotonic() - start}
 
 
 def config_of(shape: Shape, end: int) -> dict:
     """config.json."""
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
+    indexer = {"index_n_heads": INDEX_HEADS, "index_head_dim": INDEX_WIDTH, "index_topk": shape.index_top_k}
+    return (indexer if shape.index_top_k else {}) | {
+        "architectures": ["DeepseekV32ForCausalLM" if shape.index_top_k else "DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v32" if shape.index_top_k else "deepseek_v3",
         "torch_dtype": "bfloat16",
         "hidden_act": "silu",
         "hidden_size": shape.hidden,
@@ -566,11 +657,14 @@ def make_model(folder: Path, shape: Shape, plan: Plan, device: str, seed: int = 
 def main(
     output: Annotated[Path, typer.Argument(help="Folder to write.")],
     seconds: Annotated[float, typer.Option(min=1, help="Time to train, without preparation.")] = 240,
+    index_top_k: Annotated[
+        int, typer.Option(min=0, max=2048, help="Sparse attention to so many tokens, as DeepSeek-V3.2's; 0: dense.")
+    ] = 0,
     seed: Annotated[int, typer.Option(help="Of weights, text and prompts.")] = 0,
     device: Annotated[str, typer.Option(help="Where to train.")] = "cuda",
 ) -> None:
     """Train a small DeepSeek-V3 on Python's standard library and save it for vLLM and SGLang."""
-    make_model(output, Shape(), Plan(seconds), device, seed)
+    make_model(output, Shape(index_top_k=index_top_k), Plan(seconds), device, seed)
     console.print(f"saved to {output}")
 
 

@@ -26,9 +26,11 @@ ATTENTION = re.compile(
     r"|flash_fwd|get_mla_metadata|mla_combine|splitkv"  # FlashMLA
     r"|FlashAttnFwd|prepare_varlen_num_blocks"  # FlashAttention 3
     r"|BatchMLAPage|PersistentVariableLengthMergeStates"  # FlashInfer
+    r"|sparse_attn_fwd|convert_req_index"  # FlashMLA's for sparse prefill; rows of positions
 )
-"""Kernels of decode attention: schedule, the kernel, the merging of split requests. Not the projections around it, not
-the writing of the cache, not a concatenation of queries."""
+"""Kernels of decode attention: schedule, the kernel, the merging of split requests; of sparse attention also what makes
+rows of the cache of positions, as ours does within. Not the projections around it, not the writing of the cache, not a
+concatenation of queries, not the indexer."""
 STEP = re.compile(r"execute_(\d+_)?context_\d|step\[")
 PREFILL = re.compile(r"execute_(\d+_)?context_[1-9]|step\[(EXTEND|MIXED|SPLIT_PREFILL)\b")
 """Marks of steps, and of those that compute prompts: `execute_context_0(0)_generation_16(16)` in vLLM, `step[DECODE

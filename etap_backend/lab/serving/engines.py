@@ -354,7 +354,7 @@ ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), Sglang(
 def cache_lines(log: str) -> list[str]:
     """What a server's log says of the KV cache: its type, the math on it, how many tokens fit."""
     said = r"GPU KV cache size: [\d,]+ tokens|KV Cache (?:is allocated|VA upper bound).*"
-    ours = r"(?:ETAP decodes|Attention backend etap): KV cache .*"
+    ours = r"(?:ETAP decodes|Attention backend etap): (?:sparse attention, )?KV cache .*"
     return list(dict.fromkeys(re.findall(f"{said}|{ours}", log)))
 
 
