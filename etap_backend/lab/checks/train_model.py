@@ -21,8 +21,8 @@ engines expect to have experts, has them. It proposes tokens only, so it changes
 With --index-top-k attention is sparse, as in DeepSeek-V3.2: each layer has an indexer, which names so many tokens that
 a token attends to. The model learns densely, as without; its indexers learn beside it to score tokens as attention
 weighs them, in a few queries of each sequence, and change nothing in it. The losses that are reported at the end are
-those with the indexers' choice. vLLM has its fast kernels for 512, 1024 and 2048; SGLang 0.5.17 takes other than 2048
-with --dsa-topk-backend torch.
+those with the indexers' choice. vLLM has its fast kernels for 512, 1024 and 2048. SGLang 0.5.17 takes 2048 alone: the
+weights do not depend on the number, so a copy of the folder serves whose config.json has that index_topk.
 
 Checked: the checkpoint gives the logits of the model in training, and those of transformers' DeepseekV3ForCausalLM
 (tests/vllm/test_contract_answers.py).
