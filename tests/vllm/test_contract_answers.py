@@ -1,6 +1,7 @@
 """Checkpoints of `etap check train-model`: logits as from transformers, every weight finds its place in vLLM."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,21 +11,25 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
 from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
+from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
 from etap_backend.lab.checks import train_model
+from etap_backend.vllm.backend import ETAPBackend
+from etap_backend.vllm.sparse import ETAPSparseBackend
 
 SHAPE = train_model.Shape(hidden=128, layers=2, query_latent=64, feed_forward=192, expert_width=64, vocabulary=600)
 TEXTS = {path.name: path.read_text() for path in sorted(Path(train_model.__file__).parent.glob("*.py"))}
 TEXTS |= {f"{name}{copy}": text * 5 for name, text in TEXTS.items() for copy in range(20)}
 
 
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory):
+@pytest.fixture(scope="module", params=[0, 32], ids=["dense", "sparse"])
+def trained(request, tmp_path_factory):
     """A miniature, trained for a few steps, with weights so large that attention and rotation show in the logits."""
+    shape = replace(SHAPE, index_top_k=request.param)
     folder = tmp_path_factory.mktemp("trained")
     plan = train_model.Plan(0, steps=3, lengths=(128, 256, 1024), tokens=(512, 1024, 4096))
-    model = train_model.make_model(folder, SHAPE, plan, "cpu", texts=TEXTS)
+    model = train_model.make_model(folder, shape, plan, "cpu", texts=TEXTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:
@@ -39,7 +44,7 @@ def trained(tmp_path_factory):
 def test_transformers_gives_the_logits_of_the_model_in_training(trained):
     folder, model = trained
     reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    assert type(reference).__name__ == "DeepseekV3ForCausalLM"
+    assert type(reference).__name__ == f"DeepseekV3{'2' if model.shape.index_top_k else ''}ForCausalLM"
     tokens = torch.randint(SHAPE.vocabulary, (2, 300), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours, theirs = model.lm_head(model.hidden(tokens)), reference(tokens).logits
@@ -47,6 +52,23 @@ def test_transformers_gives_the_logits_of_the_model_in_training(trained):
         turned = model.lm_head(model.hidden(tokens.flip(1)))[:, -1]
     torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-4)
     assert ours.std() > 0.5 and (turned - ours[:, 0]).abs().max() > 0.5
+
+
+def test_attention_is_sparse_where_there_are_indexers(trained):
+    _, model = trained
+    tokens = torch.randint(SHAPE.vocabulary, (1, 300), generator=torch.Generator().manual_seed(1))
+    try:
+        with torch.no_grad():
+            sparse = model.hidden(tokens)
+            for layer in model.model.layers:
+                layer.self_attn.sparse = False
+            dense = model.hidden(tokens)
+    finally:
+        for layer in model.model.layers:
+            layer.self_attn.sparse = True
+    top_k = model.shape.index_top_k
+    first, later = (sparse - dense).abs().amax(-1)[0].split([32, 268])
+    assert first.max() < 1e-4 and (later.min() > 1e-3 if top_k else later.max() == 0)
 
 
 def test_tokenizer_and_prompts_belong_together(trained):
@@ -81,8 +103,12 @@ def vllm_config(trained, one_rank, fresh_workspaces, monkeypatch):
     "model_class, attention",
     [(DeepseekV3ForCausalLM, "model.layers.1.self_attn"), (DeepSeekMTP, "model.layers.2.mtp_block.self_attn")],
 )
-def test_every_weight_of_vllms_model_is_in_the_checkpoint(trained, vllm_config, model_class, attention):
+def test_every_weight_of_vllms_model_is_in_the_checkpoint(
+    request, trained, vllm_config, model_class, attention, monkeypatch
+):
     config = vllm_config
+    # Sparse models make their buffer of lists on the platform's device.
+    monkeypatch.setattr(type(current_platform), "device_type", "cpu")
     if model_class is DeepSeekMTP:
         draft = vllm_config.speculative_config.draft_model_config
         assert draft.hf_config.architectures == ["DeepSeekMTPModel"]
@@ -95,7 +121,8 @@ def test_every_weight_of_vllms_model_is_in_the_checkpoint(trained, vllm_config, 
     loaded = model.load_weights(load_file(trained[0] / "model.safetensors").items())
     assert {name for name, _ in model.named_parameters()} <= set(loaded)
     layer = model.get_submodule(attention)
-    assert layer.mla_attn.mla_attn.attn_backend.get_name() == "ETAP"
+    backend = ETAPSparseBackend if "sparse" in request.node.name else ETAPBackend
+    assert layer.mla_attn.mla_attn.attn_backend is backend
     assert layer.scaling == pytest.approx((train_model.NOPE + train_model.ROPE) ** -0.5)
     assert layer.rotary_emb.is_neox_style is False
 

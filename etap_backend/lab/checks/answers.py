@@ -25,8 +25,7 @@ ETAP with it and FP8 math, and the reference's backend with it. ETAP's answers m
 and its perplexity may differ by 0.5%; how the last one does is reported beside it.
 
 A model of sparse attention is asked the same with --backends FLASH_ATTN_MLA_SPARSE,FLASHMLA_SPARSE,ETAP in vLLM, and
-dsa,etap in SGLang, which wants `-- --dsa-topk-backend torch` and SGLANG_DSA_FUSE_TOPK=false where lists have other than
-2048 entries. With an FP8 cache they are named too: FLASH_ATTN_MLA_SPARSE,ETAP+fp8,FLASHMLA_SPARSE+fp8.
+dsa,etap in SGLang. With an FP8 cache they are named too: FLASH_ATTN_MLA_SPARSE,ETAP+fp8,FLASHMLA_SPARSE+fp8.
 
 With --layouts there are servers of ETAP on several GPUs besides: tp2 is tensor parallelism of two ranks, dcp2 the same
 with decode context parallelism of two. Their answers must equal the reference's and ETAP's on one GPU as above. They

@@ -21,8 +21,8 @@ engines expect to have experts, has them. It proposes tokens only, so it changes
 With --index-top-k attention is sparse, as in DeepSeek-V3.2: each layer has an indexer, which names so many tokens that
 a token attends to. The model learns densely, as without; its indexers learn beside it to score tokens as attention
 weighs them, in a few queries of each sequence, and change nothing in it. The losses that are reported at the end are
-those with the indexers' choice. vLLM has its fast kernels for 512, 1024 and 2048; SGLang 0.5.17 takes other than 2048
-with --dsa-topk-backend torch.
+those with the indexers' choice. vLLM has its fast kernels for 512, 1024 and 2048. SGLang 0.5.17 takes 2048 alone: the
+weights do not depend on the number, so a copy of the folder serves whose config.json has that index_topk.
 
 Checked: the checkpoint gives the logits of the model in training, and those of transformers' DeepseekV3ForCausalLM
 (tests/vllm/test_contract_answers.py).
@@ -90,10 +90,11 @@ class RMSNorm(nn.RMSNorm):
         return super().forward(x.to(self.weight.dtype))  # of two types torch has no fused form
 
 
-def rotate(x: Tensor, halves: bool = False) -> Tensor:
+def rotate(x: Tensor, positions: Tensor | None = None, halves: bool = False) -> Tensor:
     """Rotary embedding of [batch, tokens, heads, 64] by position, of pairs of neighbouring elements, or of `halves`."""
+    positions = torch.arange(x.shape[1], device=x.device) if positions is None else positions
     frequency = ROPE_THETA ** -(torch.arange(0, ROPE, 2, device=x.device, dtype=torch.float32) / ROPE)
-    angle = torch.arange(x.shape[1], device=x.device, dtype=torch.float32)[:, None, None] * frequency
+    angle = positions.float()[:, None, None] * frequency
     first, second = x.float().unflatten(-1, (2, -1) if halves else (-1, 2)).unbind(-2 if halves else -1)
     cos, sin = angle.cos(), angle.sin()
     turned = [first * cos - second * sin, first * sin + second * cos]
@@ -110,15 +111,16 @@ class Indexer(nn.Module):
         self.k_norm = nn.LayerNorm(INDEX_WIDTH, eps=NORM_EPS)
         self.weights_proj = linear(shape.hidden, INDEX_HEADS)
 
-    def project(self, x: Tensor, query_latent: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries [batch, tokens, heads, width], keys [batch, tokens, width], weights [batch, tokens, heads]."""
-        q = self.wq_b(query_latent).unflatten(-1, (INDEX_HEADS, INDEX_WIDTH))
+    def project(self, x: Tensor, query_latent: Tensor, rows: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries [batch, rows, heads, width], keys [batch, tokens, width], weights [batch, rows, heads]; some rows
+        or all."""
+        rows = torch.arange(x.shape[1], device=x.device) if rows is None else rows
+        q = self.wq_b(query_latent[:, rows]).unflatten(-1, (INDEX_HEADS, INDEX_WIDTH))
         k = F.layer_norm(self.wk(x).float(), (INDEX_WIDTH,), self.k_norm.weight, self.k_norm.bias, NORM_EPS)
-        q, k = (
-            torch.cat([rotate(part[..., :ROPE], halves=True), part[..., ROPE:]], -1)
-            for part in (q, k.to(q.dtype).unsqueeze(2))
-        )
-        return q, k.squeeze(2), self.weights_proj(x) * INDEX_HEADS**-0.5
+        k = k.to(q.dtype).unsqueeze(2)
+        q = torch.cat([rotate(q[..., :ROPE], rows, halves=True), q[..., ROPE:]], -1)
+        k = torch.cat([rotate(k[..., :ROPE], halves=True), k[..., ROPE:]], -1)
+        return q, k.squeeze(2), self.weights_proj(x[:, rows]) * INDEX_HEADS**-0.5
 
     @staticmethod
     def scores(q: Tensor, k: Tensor, weights: Tensor) -> Tensor:
@@ -160,16 +162,15 @@ class Attention(nn.Module):
         query, key, padded = (part.transpose(1, 2) for part in (query.to(value.dtype), key, padded))
         scale = (NOPE + ROPE) ** -0.5
         if self.top_k and self.sparse:
-            out = self.sparsely(query, key, padded, scale, self.indexer.project(x, query_latent))
+            out = self.sparsely(query, key, padded, scale, x, query_latent)
         else:
             out = F.scaled_dot_product_attention(query, key, padded, is_causal=True, scale=scale)
         if self.top_k and self.training:
             # The indexer learns beside the model and does not change it.
-            index = self.indexer.project(x.detach(), query_latent.detach())
-            self.index_loss = self.divergence(query.detach(), key.detach(), scale, index)
+            self.index_loss = self.divergence(query.detach(), key.detach(), scale, x.detach(), query_latent.detach())
         return self.o_proj(out[..., :VALUE].transpose(1, 2).flatten(-2))
 
-    def divergence(self, query: Tensor, key: Tensor, scale: float, index: tuple[Tensor, Tensor, Tensor]) -> Tensor:
+    def divergence(self, query: Tensor, key: Tensor, scale: float, x: Tensor, query_latent: Tensor) -> Tensor:
         """How far the indexer's scores are from attention's mean over the heads, in nats, in queries by chance."""
         tokens = query.shape[2]
         rows = torch.randint(tokens, (min(INDEX_QUERIES, tokens),), device=query.device)
@@ -177,19 +178,19 @@ class Attention(nn.Module):
         with torch.no_grad():
             logits = torch.einsum("bhqd,bhkd->bhqk", query[:, :, rows], key).float() * scale
             wanted = logits.masked_fill(later, -math.inf).softmax(-1).mean(1)
-        q, k, weights = index
-        found = self.indexer.scores(q[:, rows], k, weights[:, rows]).masked_fill(later, -math.inf).log_softmax(-1)
+        scores = self.indexer.scores(*self.indexer.project(x, query_latent, rows))
+        found = scores.masked_fill(later, -math.inf).log_softmax(-1)
         return F.kl_div(found.masked_fill(later, 0.0), wanted, reduction="sum") / wanted[..., 0].numel()
 
     def sparsely(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, index: tuple[Tensor, Tensor, Tensor]
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, x: Tensor, query_latent: Tensor
     ) -> Tensor:
         """Each query attends to the tokens that the indexer scores highest. For evaluation: some queries at a time."""
-        (q, k, weights), tokens, parts = index, query.shape[2], []
+        tokens, parts = query.shape[2], []
         for begin in range(0, tokens, SPARSE_ROWS):
             rows = torch.arange(begin, min(begin + SPARSE_ROWS, tokens), device=query.device)
             later = torch.arange(tokens, device=query.device) > rows[:, None]
-            scores = self.indexer.scores(q[:, rows], k, weights[:, rows]).masked_fill(later, -math.inf)
+            scores = self.indexer.scores(*self.indexer.project(x, query_latent, rows)).masked_fill(later, -math.inf)
             chosen = scores.topk(min(self.top_k, tokens), dim=-1).indices
             allowed = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, chosen, True) & ~later
             given = {"attn_mask": allowed.unsqueeze(1), "scale": scale}
