@@ -516,7 +516,9 @@ def test_vllms_form_says_its_own_names(none_installed):
 
 THEIRS = """
 import torch
-def flash_attn_with_kvcache(q, k_cache, v_cache, k=None, v=None, qv=None, softcap=0.0, table=None, *, only_qv=False):
+def flash_attn_with_kvcache(
+    q, k_cache, v_cache, k=None, v=None, qv=None, softcap=0.0, page_table=None, *, cache_seqlens=None, only_qv=False
+):
     "Theirs."
     return "theirs", tuple(q.shape), softcap
 """
