@@ -19,10 +19,10 @@ from etap_backend.lab.provenance import commit_of, provenance, sha256
 from etap_backend.lab.results import must_be_writable
 
 
-def begin(program: str, what: str, checkout: Path, script: Path, output: Path) -> dict:
+def begin(program: str, what: str, checkout: Path, script: Path, output: Path, *, whose: str = "FlashMLA") -> dict:
     """The head of a results file; refuses a folder without the script, and a file that cannot be written."""
     if not (checkout / script).is_file():
-        raise typer.BadParameter(f"checkout: wanted FlashMLA's repository with {script}, got {checkout}")
+        raise typer.BadParameter(f"checkout: wanted {whose}'s repository with {script}, got {checkout}")
     try:
         must_be_writable(output)
     except ValueError as error:
@@ -31,7 +31,7 @@ def begin(program: str, what: str, checkout: Path, script: Path, output: Path) -
     return {
         "what": what,
         **about.model_dump(mode="json"),
-        "flashmla_commit": commit_of(checkout) if (checkout / ".git").exists() else None,
+        f"{whose.lower()}_commit": commit_of(checkout) if (checkout / ".git").exists() else None,
         "script_sha256": sha256(checkout / script),
     }
 

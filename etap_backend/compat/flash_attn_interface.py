@@ -1,0 +1,653 @@
+"""FlashAttention-3's calls with `qv` on ETAP's kernels: what `import flash_attn_interface` gives for MLA on Hopper.
+
+As of FlashAttention 0251105 (`hopper/flash_attn_interface.py`), of sgl-kernel's copy, and of vLLM 0.26 to 0.33's varlen
+form. `from etap_backend.compat import flash_attn_interface` in place of `import flash_attn_interface`; or `install`,
+which puts ETAP in front of an installed FlashAttention-3. What is not served is handed to that one, or refused by name.
+"""
+
+import functools
+import importlib
+import inspect
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from etap_backend._operator import type_name
+from etap_backend.ops import mla_decode
+from etap_backend.schedule import CPU_SMS, BuiltSchedule, DecodeSchedule, decode_shape
+from etap_backend.support import FP8, LATENT_DIM, ROPE_DIM, WORK_RANGE_FIELDS, dtype_name, why_unsupported
+
+__all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "install"]
+
+NAME = "flash_attn_interface"
+"""Under which this module is imported where there is no FlashAttention-3."""
+PROMPT_ROWS = 2048
+"""Query rows (tokens * heads) of a request from which on it is a prompt: FlashAttention-3, if there is one, gets it."""
+WITHOUT_EFFECT = (
+    *(
+        "num_splits",
+        "pack_gqa",
+        "sm_margin",
+        "rotary_interleaved",
+        "rotary_seqlens",
+        "cu_seqlens_k_new",
+        "max_seqlen_k",
+    ),
+    *("deterministic", "return_attn_probs", "cp_rank", "cp_tot_seqused_k"),
+)
+"""Parameters that say how to compute, or that mean nothing without others that are not served."""
+NEUTRAL = {"window_size": (-1, -1), "fa_version": 3, "ver": 3, "cp_world_size": 1}
+"""Values of parameters that ask for nothing besides; None, False and 0 do not either."""
+SERVED = (
+    *(
+        "q",
+        "k_cache",
+        "v_cache",
+        "qv",
+        "cache_seqlens",
+        "cache_batch_idx",
+        "page_table",
+        "cu_seqlens_q",
+        "max_seqlen_q",
+    ),
+    *(
+        "q_descale",
+        "k_descale",
+        "v_descale",
+        "softmax_scale",
+        "causal",
+        "scheduler_metadata",
+        "return_softmax_lse",
+        "out",
+    ),
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """A function of theirs.
+
+    Attributes:
+        function, modules: its name, and where it may be installed.
+        names: its names of parameters that the first form calls otherwise, by that one's names.
+        score_columns: softmax_scale is 1 / sqrt of so many where it is None.
+    """
+
+    function: str
+    modules: tuple[str, ...]
+    names: dict[str, str] = field(compare=False)  # a dict has no hash
+    score_columns: int
+
+    def name(self, name: str) -> str:
+        """Theirs of a parameter."""
+        return self.names.get(name, name)
+
+
+WITH_KVCACHE = Form(
+    "flash_attn_with_kvcache", (NAME, f"flash_attn_3.{NAME}", "sgl_kernel.flash_attn"), {}, ROPE_DIM + LATENT_DIM
+)
+VARLEN = Form(
+    "flash_attn_varlen_func",
+    ("vllm.vllm_flash_attn",),
+    {"k_cache": "k", "v_cache": "v", "qv": "q_v", "cache_seqlens": "seqused_k", "page_table": "block_table"},
+    ROPE_DIM,
+)
+METADATA = Form("get_scheduler_metadata", (*WITH_KVCACHE.modules, *VARLEN.modules), {}, 0)
+
+
+@dataclass(frozen=True)
+class Call:
+    """The arguments of a call by their names, and what they are where the caller gives none."""
+
+    form: Form
+    given: dict[str, object]
+    defaults: dict[str, object]
+
+    def __getitem__(self, name: str):
+        return self.given.get(self.form.name(name))
+
+    def said(self, name: str, wanted: str, got: object) -> str:
+        """A refusal's text; of a tensor its shape came."""
+        shown = list(got.shape) if isinstance(got, Tensor) else type_name(got) if got is None else got
+        return f"{self.form.name(name)}: wanted {wanted}, got {shown}"
+
+
+def install(name: str = NAME) -> ModuleType:
+    """Put ETAP in front of FlashAttention-3's functions in a module, in this process and from now on.
+
+    A call that is served goes to ETAP's kernels, any other one to the function that was there. What the program took
+    out of the module before stays as it was. Without a FlashAttention-3, `import flash_attn_interface` gives this
+    module.
+
+    Args:
+        name: of the module: "flash_attn_interface", "sgl_kernel.flash_attn" (SGLang), "vllm.vllm_flash_attn" (vLLM), or
+            another one that has `flash_attn_with_kvcache(qv=...)` or `flash_attn_varlen_func(q_v=...)`. It is imported.
+
+    Returns:
+        The module.
+
+    Raises:
+        ImportError: there is no such module, or it cannot be imported.
+        ValueError: it has none of the functions.
+    """
+    here = sys.modules[__name__]
+    try:
+        module = importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if not name == error.name == NAME:
+            raise
+        module = sys.modules[NAME] = here
+    if module is here:
+        return here
+    found = [form for form in (WITH_KVCACHE, VARLEN) if form.name("qv") in _parameters(module, form)]
+    if not found:
+        wanted = "flash_attn_with_kvcache(qv=...) or flash_attn_varlen_func(q_v=...)"
+        raise ValueError(f"name: wanted a module with {wanted}, got {name}")
+    for form in found:
+        theirs = getattr(module, form.function)
+        if not hasattr(theirs, "handed_to"):
+            setattr(module, form.function, _in_front(form, theirs))
+    return module
+
+
+def flash_attn_with_kvcache(
+    q: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    k: None = None,
+    v: None = None,
+    qv: Tensor | None = None,
+    rotary_cos: None = None,
+    rotary_sin: None = None,
+    cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None,
+    cache_leftpad: None = None,
+    page_table: Tensor | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k_new: Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    rotary_seqlens: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: tuple[int, int] = (-1, -1),
+    attention_chunk: int | None = 0,
+    softcap: float = 0.0,
+    rotary_interleaved: bool = True,
+    scheduler_metadata: Tensor | None = None,
+    num_splits: int = 0,
+    pack_gqa: bool | None = None,
+    sm_margin: int = 0,
+    return_softmax_lse: bool = False,
+    *,
+    out: Tensor | None = None,
+    **others: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """Decode attention of MLA over a cache in two tensors, with pages of any size or one stretch for each request.
+
+    May be captured in a CUDA graph; nothing is copied to the host. Queries may be ragged, one request's tokens behind
+    another's: `cu_seqlens_q` says where each begins.
+
+    Args:
+        q: [b, s_q, h, 64], the rope part of the queries; with cu_seqlens_q [total_q, h, 64]. bfloat16, float16, or
+            float8_e4m3fn where the cache has it. Any strides with a contiguous last dimension, any number of heads.
+        k_cache: [num_blocks, page_block_size, 1, 64], rows' rope part, of q's type or float8_e4m3fn. Without page_table
+            [b, seqlen, 1, 64]; with cache_batch_idx [any number, seqlen, 1, 64]. It and v_cache may be two parts of one
+            tensor's rows.
+        v_cache: [.., 512], rows' latent part, which is also multiplied by qv; the rest as of k_cache.
+        qv: [b, s_q, h, 512] or [total_q, h, 512], the latent part of the queries, of q's type.
+        cache_seqlens: int32 [b] or an int, tokens of each request, the new ones included; all there is room for when
+            None.
+        cache_batch_idx: int32 [b], the row of page_table, or else of the caches, that is each request's.
+        page_table: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything.
+        cu_seqlens_q: int32 [b + 1], where each request's tokens begin in q, and where the last one's end: at total_q.
+            Requests of max_seqlen_q tokens each may be followed by some without any, and rows of q for those.
+        max_seqlen_q: most tokens of a request, with cu_seqlens_q. b times as many rows of q are requests of so many.
+        q_descale: float32, one element, which may be expanded to [b, 1]; what elements of an FP8 q and qv are
+            multiplied by. Without effect beside others, as FlashAttention's.
+        k_descale, v_descale: the same of an FP8 cache, both the same tensor or both None.
+        softmax_scale: factor of the scores; 1 / sqrt(576) when None.
+        causal: query token i of a request sees the first cache_seqlens - (its s_q - 1 - i) tokens, else it sees all.
+        scheduler_metadata: what this module's `get_scheduler_metadata` returned, or None: then each call plans.
+            FlashAttention's own is ignored. Ragged queries that are served token by token plan anyway.
+        return_softmax_lse: return lse, too.
+        out: like q with 512 columns, contiguous, of the output's type; allocated when None.
+        num_splits, pack_gqa, sm_margin, rotary_interleaved, rotary_seqlens, cu_seqlens_k_new: without effect.
+        k, v, rotary_cos, rotary_sin, cache_leftpad, window_size, attention_chunk, softcap, others: what these ask for
+            is not served. others are those of newer versions and of sgl-kernel's copy.
+
+    Returns:
+        out [b, s_q, h, 512] or [total_q, h, 512], of q's type, bfloat16 for an FP8 q. With return_softmax_lse also lse,
+        float32 [b, h, s_q] or [h, total_q], natural logarithm, contiguous. A query that sees nothing has out 0 and lse
+        -inf; rows of q behind cu_seqlens_q's end get no meaning. What was handed over returns what it returns.
+
+    Raises:
+        NotImplementedError: a call that is not served, and no FlashAttention-3 is installed.
+        ValueError, TypeError: an argument is not as described. The texts of `mla_decode` say kv_cache for v_cache,
+            rope_cache for k_cache, q for qv, q_rope for q, block_table for page_table, seq_lens for cache_seqlens.
+    """
+    return _asked(WITH_KVCACHE, locals())
+
+
+def flash_attn_varlen_func(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    max_seqlen_q: int,
+    cu_seqlens_q: Tensor,
+    max_seqlen_k: int,
+    cu_seqlens_k: None = None,
+    seqused_k: Tensor | None = None,
+    q_v: Tensor | None = None,
+    dropout_p: float = 0.0,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    window_size: list[int] | None = None,
+    softcap: float = 0.0,
+    alibi_slopes: None = None,
+    deterministic: bool = False,
+    return_attn_probs: bool = False,
+    block_table: Tensor | None = None,
+    return_softmax_lse: bool = False,
+    out: Tensor | None = None,
+    scheduler_metadata: Tensor | None = None,
+    q_descale: Tensor | None = None,
+    k_descale: Tensor | None = None,
+    v_descale: Tensor | None = None,
+    num_splits: int = 0,
+    output_scale: None = None,
+    fa_version: int = 2,
+    s_aux: None = None,
+    cp_world_size: int = 1,
+    cp_rank: int = 0,
+    cp_tot_seqused_k: Tensor | None = None,
+    **others: object,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """vLLM's form of the same call, `vllm.vllm_flash_attn.flash_attn_varlen_func(..., q_v=..., fa_version=3)`.
+
+    Args:
+        q, q_v, max_seqlen_q, cu_seqlens_q: as q, qv and the rest of `flash_attn_with_kvcache`, ragged.
+        k, v, block_table, seqused_k: as its k_cache, v_cache, page_table and cache_seqlens.
+        softmax_scale: factor of the scores; 1 / sqrt(64) when None, as vLLM has it.
+        fa_version: 3.
+        causal, return_softmax_lse, out, scheduler_metadata, q_descale, k_descale, v_descale: as there.
+        max_seqlen_k, deterministic, return_attn_probs, num_splits, cp_rank, cp_tot_seqused_k: without effect.
+        cu_seqlens_k, dropout_p, window_size, softcap, alibi_slopes, output_scale, s_aux, cp_world_size, others: what
+            these ask for is not served. others are those of newer versions.
+
+    Returns, raises: as `flash_attn_with_kvcache`.
+    """
+    return _asked(VARLEN, locals())
+
+
+def get_scheduler_metadata(
+    batch_size: int,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    num_heads_q: int,
+    num_heads_kv: int,
+    headdim: int,
+    cache_seqlens: Tensor,
+    qkv_dtype: torch.dtype = torch.bfloat16,
+    headdim_v: int | None = None,
+    **others: object,
+) -> Tensor:
+    """The plan of a step's calls, for all its layers. Copies nothing to the host and may be captured in a CUDA graph.
+
+    Args:
+        batch_size, max_seqlen_q, num_heads_q: of the calls.
+        cache_seqlens: int32 [batch_size], tokens of each request, the new ones included.
+        num_heads_kv, headdim, headdim_v: 1, 64 and 512.
+        max_seqlen_k, qkv_dtype, others: the plan does not depend on them.
+
+    Returns:
+        int32 [n, 8], of a shape that follows from batch_size and the GPU. What it means is ETAP's: FlashAttention's
+        kernels cannot take it. With other lengths than it was made for a call gives results as right, but divides the
+        work for those; batch, max_seqlen_q and heads must be the plan's.
+
+    Raises:
+        NotImplementedError: sizes that are not served, and no FlashAttention-3 is installed, which would get them.
+        ValueError, TypeError: an argument is not as described.
+    """
+    given = dict(locals())
+    sizes = num_heads_kv, headdim, headdim_v
+    if sizes != (1, ROPE_DIM, LATENT_DIM):
+        reason = f"num_heads_kv, headdim, headdim_v: wanted 1, {ROPE_DIM}, {LATENT_DIM}, got {sizes}"
+        call = Call(METADATA, given | given.pop("others"), _defaults(METADATA.function))
+        return _hand_over(call, _installed(METADATA), reason)
+    if not isinstance(cache_seqlens, Tensor) or cache_seqlens.shape != (batch_size,):
+        got = list(cache_seqlens.shape) if isinstance(cache_seqlens, Tensor) else type_name(cache_seqlens)
+        raise ValueError(f"cache_seqlens: wanted an int32 tensor of shape [{batch_size}], got {got}")
+    # So many offsets that they fill rows of the same width.
+    room = _offset_rows(batch_size) * WORK_RANGE_FIELDS - 1
+    rows = max_seqlen_q * num_heads_q
+    schedule = DecodeSchedule(room, rows, device=cache_seqlens.device, allocate_workspace=False)
+    built = schedule.build(cache_seqlens)
+    return torch.cat([built.work_ranges, built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
+
+
+def _offset_rows(batch: int) -> int:
+    return -(-(batch + 1) // WORK_RANGE_FIELDS)
+
+
+def _parameters(module: ModuleType, form: Form) -> dict[str, inspect.Parameter]:
+    theirs = getattr(module, form.function, None)
+    return dict(inspect.signature(theirs).parameters) if callable(theirs) else {}
+
+
+def _in_front(form: Form, theirs: Callable) -> Callable:
+    """Answers what is served, and hands the rest to `theirs`; its arguments are theirs."""
+    parameters = inspect.signature(theirs).parameters
+    names = tuple(name for name, one in parameters.items() if one.kind is one.POSITIONAL_OR_KEYWORD)
+    defaults = {name: one.default for name, one in parameters.items() if one.default is not one.empty}
+
+    @functools.wraps(theirs)
+    def call(*arguments, **named):
+        if len(arguments) > len(names):
+            return theirs(*arguments, **named)
+        given = defaults | dict(zip(names, arguments, strict=False)) | named
+        return _answer(Call(form, given, defaults), lambda: theirs)
+
+    call.handed_to = theirs
+    return call
+
+
+@functools.cache
+def _defaults(function: str) -> dict[str, object]:
+    parameters = inspect.signature(getattr(sys.modules[__name__], function)).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
+@functools.cache
+def _installed(form: Form) -> Callable | None:
+    """The first function of FlashAttention-3 that can be imported; None where none can."""
+    for name in form.modules:
+        try:
+            module = importlib.import_module(name)
+        except ImportError:  # not there, or a build for other machines
+            continue
+        if module is not sys.modules[__name__] and (theirs := getattr(module, form.function, None)):
+            return theirs
+    return None
+
+
+def _asked(form: Form, given: dict) -> Tensor | tuple:
+    """A call of this module's own function."""
+    given = dict(given)
+    call = Call(form, given | given.pop("others"), _defaults(form.function))
+    return _answer(call, lambda: _installed(form))
+
+
+def _answer(call: Call, find: Callable[[], Callable | None]) -> Tensor | tuple:
+    """Serve the call, or hand it to what `find` gives."""
+    reason = _why_others(call) or _why_no_mla(call) or _why_scales(call)
+    if reason:
+        return _hand_over(call, find(), reason)
+    batch, longest = _check_queries(call)
+    if longest * call["q"].shape[-2] > PROMPT_ROWS and (theirs := find()):
+        return _hand_over(call, theirs, "")
+    return _serve(call, batch, longest)
+
+
+def _hand_over(call: Call, theirs: Callable | None, reason: str) -> object:
+    if theirs is None:
+        raise NotImplementedError(f"{reason}; and no FlashAttention-3 was found that serves it")
+    given = {
+        name: value
+        for name, value in call.given.items()
+        if name not in call.defaults or value is not call.defaults[name]
+    }
+    if _is_ours(given.get("scheduler_metadata")):
+        del given["scheduler_metadata"]
+    return theirs(**given)
+
+
+def _is_ours(metadata: object) -> bool:
+    """Theirs has one dimension."""
+    return isinstance(metadata, Tensor) and metadata.dim() == 2
+
+
+@functools.cache
+def _passed_over(form: Form) -> frozenset[str]:
+    """Parameters of a form that ask for nothing that is not served, whatever their values."""
+    return frozenset((*map(form.name, SERVED), *WITHOUT_EFFECT))
+
+
+def _why_others(call: Call) -> str | None:
+    """Name a parameter that asks for what these kernels have not."""
+    passed_over = _passed_over(call.form)
+    for name, value in call.given.items():
+        if value is None or value is False or name in passed_over:
+            continue
+        value, wanted = tuple(value) if isinstance(value, list) else value, NEUTRAL.get(name, 0)
+        if isinstance(value, Tensor) or value != wanted:
+            return call.said(name, str(NEUTRAL.get(name, "none")), value)
+    return None
+
+
+def _why_no_mla(call: Call) -> str | None:
+    """Name what is not MLA's: a latent part and one KV head, in sizes that the kernels have."""
+    if call["qv"] is None:
+        return call.said("qv", "the latent part of the queries, as of MLA", None)
+    for name, width in ("q", ROPE_DIM), ("qv", LATENT_DIM), ("k_cache", ROPE_DIM), ("v_cache", LATENT_DIM):
+        tensor = call[name]
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{call.form.name(name)}: wanted a tensor, got {type_name(tensor)}")
+        if tensor.shape[-1:] != (width,):
+            return call.said(name, f"{width} columns", tensor)
+        if "cache" in name and (tensor.dim() != 4 or tensor.shape[2] != 1):
+            return call.said(name, f"[num_blocks, page_block_size, 1, {width}]", tensor)
+    q, k_cache = call["q"], call["k_cache"]
+    return _why_types(q.dtype, k_cache.dtype)
+
+
+@functools.lru_cache(maxsize=64)
+def _why_types(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
+    return why_unsupported(dtype=dtype, kv_cache_dtype=cache_dtype)
+
+
+def _why_scales(call: Call) -> str | None:
+    """Name a scale that is not one for all requests, or the cache's where they are two."""
+    for name in "q_descale", "k_descale", "v_descale":
+        scale = call[name]
+        if scale is None or not _is_scaled(call, name):
+            continue
+        if not isinstance(scale, Tensor):
+            raise TypeError(f"{name}: wanted a tensor, got {type_name(scale)}")
+        if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
+            return call.said(name, "one element, which may be expanded to [b, 1]", scale)
+    if not _is_scaled(call, "k_descale"):
+        return None
+    places = [None if call[name] is None else call[name].data_ptr() for name in ("k_descale", "v_descale")]
+    if places[0] != places[1]:
+        return "k_descale, v_descale: wanted one tensor for both, or None for both, got two"
+    return None
+
+
+def _is_scaled(call: Call, name: str) -> bool:
+    """Elements of 16 bits stand for themselves, and FlashAttention ignores their scales."""
+    return call["q" if name == "q_descale" else "k_cache"].dtype == FP8
+
+
+def _scale(call: Call, name: str) -> Tensor | None:
+    """As one element, float32 [1]."""
+    scale = call[name]
+    if scale is None or not _is_scaled(call, name):
+        return None
+    return scale[(0,) * scale.dim()].view(1)
+
+
+def _check_queries(call: Call) -> tuple[int, int]:
+    """Requests, and most query tokens of one; what cannot be is refused."""
+    q, qv, starts = call["q"], call["qv"], call["cu_seqlens_q"]
+    dims, shape = (4, "[b, s_q, h, 64]") if starts is None else (3, "[total_q, h, 64]")
+    if q.dim() != dims:
+        raise ValueError(call.said("q", f"shape {shape}", q))
+    if qv.shape[:-1] != q.shape[:-1]:
+        raise ValueError(call.said("qv", f"{[*q.shape[:-1], LATENT_DIM]} for q's shape", qv))
+    if starts is None:
+        return q.shape[0], q.shape[1]
+    if not isinstance(starts, Tensor) or starts.dim() != 1 or starts.dtype != torch.int32 or len(starts) < 2:
+        got = f"{dtype_name(starts.dtype)} {list(starts.shape)}" if isinstance(starts, Tensor) else type_name(starts)
+        raise ValueError(call.said("cu_seqlens_q", "an int32 tensor of shape [b + 1], b at least 1", got))
+    longest = call["max_seqlen_q"]
+    if not isinstance(longest, int) or longest < 1:
+        raise ValueError(call.said("max_seqlen_q", "an int of at least 1 with cu_seqlens_q", longest))
+    return starts.shape[0] - 1, longest
+
+
+def _check_out(call: Call, shape: tuple[int, ...]) -> None:
+    out = call["out"]
+    if out is None:
+        return
+    if not isinstance(out, Tensor):
+        raise TypeError(f"out: wanted a tensor, got {type_name(out)}")
+    if out.shape != shape or not out.is_contiguous():
+        raise ValueError(f"out: wanted a contiguous {list(shape)}, got {list(out.shape)} with strides {out.stride()}")
+
+
+def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
+    """Block table [b, pages] and lengths [b]; a cache without pages is one page for each request."""
+    table, rows, lengths = call["page_table"], call["cache_batch_idx"], call["cache_seqlens"]
+    caches, page_size = call["k_cache"].shape[:2]
+    device = call["k_cache"].device
+    if table is None:
+        # Where a row is named for each request there may be any number of them.
+        if rows is None and caches != batch:
+            raise ValueError(call.said("k_cache", f"[{batch}, seqlen, 1, 64] without page_table", call["k_cache"]))
+        table = torch.arange(batch, dtype=torch.int32, device=device)[:, None] if rows is None else rows[:, None]
+    elif not isinstance(table, Tensor) or table.dim() != 2 or rows is None and table.shape[0] != batch:
+        raise ValueError(call.said("page_table", f"an int32 tensor of shape [{batch}, pages]", table))
+    elif rows is not None:
+        table = table.index_select(0, rows)
+    if lengths is None or isinstance(lengths, int):
+        room = table.shape[1] * page_size
+        lengths = torch.full((batch,), room if lengths is None else lengths, dtype=torch.int32, device=device)
+    elif not isinstance(lengths, Tensor) or lengths.shape != (batch,):
+        raise ValueError(call.said("cache_seqlens", f"an int, or an int32 tensor of shape [{batch}]", lengths))
+    return table if table.stride(-1) == 1 else table.contiguous(), lengths.contiguous()
+
+
+def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tensor]:
+    q, qv, starts, out = call["q"], call["qv"], call["cu_seqlens_q"], call["out"]
+    _check_out(call, (*q.shape[:-1], LATENT_DIM))
+    if q.numel() == 0:
+        out = q.new_empty(*q.shape[:-1], LATENT_DIM, dtype=_out_dtype(q)) if out is None else out
+        lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
+    else:
+        table, lengths = _cache(call, batch)
+        if starts is None:
+            out, lse = _decode(call, q, qv, table, lengths, out)
+        elif q.shape[0] == batch * longest:
+            shape = (batch, longest)
+            whole = None if out is None else out.unflatten(0, shape)
+            parts = (part.unflatten(0, shape) for part in (q, qv))
+            out, lse = (one.flatten(0, 1) for one in _decode(call, *parts, table, lengths, whole))
+        elif _padding_pays(q, call["k_cache"], batch, longest):
+            out, lse = _padded(call, starts, longest, table, lengths)
+        else:
+            out, lse = _token_by_token(call, starts, table, lengths)
+    # theirs: [b, h, s_q] or [h, total_q]
+    return (out, lse.transpose(-2, -1).contiguous()) if call["return_softmax_lse"] else out
+
+
+def _out_dtype(q: Tensor) -> torch.dtype:
+    return torch.bfloat16 if q.dtype == FP8 else q.dtype
+
+
+def _padding_pays(q: Tensor, k_cache: Tensor, batch: int, longest: int) -> bool:
+    """Whether requests padded to one length read their contexts less often than their tokens one by one."""
+    fp8, (tokens, heads) = k_cache.dtype == FP8, q.shape[:2]
+    padded = batch * decode_shape(longest * heads, fp8).row_groups
+    return padded <= tokens * decode_shape(heads, fp8).row_groups
+
+
+def _token_requests(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """The request of each query token, and how many of the request's tokens follow it; below 0 behind the last one."""
+    number = torch.arange(tokens, dtype=torch.int32, device=starts.device)
+    request = torch.bucketize(number, starts[1:], right=True, out_int32=True).clamp_(max=starts.shape[0] - 2)
+    return request, starts[1:].index_select(0, request) - 1 - number
+
+
+def _padded(call: Call, starts: Tensor, longest: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Each request's tokens at the end of as many rows as the longest has: so the causal rule fits every length.
+
+    The rows before them repeat tokens of others; nothing takes their results.
+    """
+    q, qv = call["q"], call["qv"]
+    row = torch.arange(-longest, 0, dtype=torch.int32, device=q.device)
+    token = (starts[1:, None] + row).clamp_(0, q.shape[0] - 1).flatten()
+    shape = (starts.shape[0] - 1, longest)
+    parts = (_rows(part, token).unflatten(0, shape) for part in (q, qv))
+    out, lse = _decode(call, *parts, table, lengths, None)
+    request, following = _token_requests(starts, q.shape[0])
+    place = ((request + 1) * longest - 1 - following).clamp_(0, token.shape[0] - 1)
+    out, lse = out.flatten(0, 1), lse.flatten(0, 1)
+    return torch.index_select(out, 0, place, out=call["out"]), lse.index_select(0, place)
+
+
+def _rows(part: Tensor, token: Tensor) -> Tensor:
+    """A copy of these tokens' rows; not every torch selects rows of 8-bit floats."""
+    bits = part.view(torch.uint8) if part.dtype == FP8 else part
+    return bits.index_select(0, token).view(part.dtype)
+
+
+def _token_by_token(call: Call, starts: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token a request of its own, which sees the context up to itself; nothing but block-table rows is copied."""
+    q, qv, out = call["q"], call["qv"], call["out"]
+    request, following = _token_requests(starts, q.shape[0])
+    seen = lengths.index_select(0, request)
+    seen = seen - following if call["causal"] else seen
+    seen = seen.masked_fill_(following < 0, 0)
+    parts = (part[:, None] for part in (q, qv))
+    whole = None if out is None else out[:, None]
+    results = _decode(call, *parts, table.index_select(0, request), seen, whole, planned=False)
+    return tuple(one.squeeze(1) for one in results)
+
+
+def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: bool = True) -> tuple[Tensor, Tensor]:
+    """The call of `mla_decode` for q [b, s_q, h, 64] and qv; out [b, s_q, h, 512] and lse [b, s_q, h].
+
+    Without a causal mask all queries of a request see the same tokens, as the heads of one query token do; so that is
+    what they are for the kernel.
+    """
+    batch, s_q, heads, _ = q.shape
+    tokens = s_q if call["causal"] else 1
+    asked = (batch, tokens, s_q * heads // tokens)
+    plan = _planned(call["scheduler_metadata"] if planned else None, lengths, batch, s_q * heads)
+    scale = call["softmax_scale"]
+    done, lse = mla_decode(
+        qv.reshape(*asked, LATENT_DIM),
+        call["v_cache"],
+        table,
+        lengths,
+        plan._replace(s_q=tokens, num_heads=asked[2]),
+        softmax_scale=call.form.score_columns**-0.5 if scale is None else scale,
+        q_rope=q.reshape(*asked, ROPE_DIM),
+        rope_cache=call["k_cache"],
+        q_scale=_scale(call, "q_descale"),
+        kv_scale=_scale(call, "k_descale"),
+        out=None if out is None else out.view(*asked, LATENT_DIM),
+    )
+    return done.view(batch, s_q, heads, LATENT_DIM), lse.view(batch, s_q, heads)
+
+
+def _planned(metadata: object, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
+    """The plan of `get_scheduler_metadata`, or one for this call; how rows are shaped plays no part in it."""
+    if not _is_ours(metadata):
+        return DecodeSchedule(batch, rows, device=lengths.device).build(lengths)
+    gpu = lengths.is_cuda
+    sms = torch.cuda.get_device_properties(lengths.device).multi_processor_count if gpu else CPU_SMS
+    shape = (sms + _offset_rows(batch), WORK_RANGE_FIELDS)
+    if metadata.shape != shape:
+        wanted = f"what get_scheduler_metadata returned for {batch} requests, {list(shape)}"
+        raise ValueError(f"scheduler_metadata: wanted {wanted}, got {list(metadata.shape)}")
+    workspace = lengths.new_empty(DecodeSchedule.workspace_floats(rows, 1, sms), dtype=torch.float32)
+    partitions = max(1, sms // decode_shape(rows).row_groups)
+    return BuiltSchedule(batch, 1, rows, partitions, metadata[:sms], metadata[sms:].flatten(), workspace)
