@@ -51,6 +51,7 @@ LAB = {
 }
 CHECKS = {
     "answers": _check("answers", "greedy answers of a trained model, beside other backends"),
+    "flashinfer-mla": _check("flashinfer_mla", "FlashInfer's own tests of paged MLA attention, on our wrapper"),
     "flashmla-dense": _check("flashmla_dense", "FlashMLA's own tests of dense decoding, on our call"),
     "flashmla-sparse": _check("flashmla_sparse", "FlashMLA's own tests of sparse decoding, on our call"),
     "random-cases": _check("random_cases", "random calls against float64, each twice with the same bits"),
