@@ -25,6 +25,7 @@ BACKENDS = ("auto", "etap", "fa2", "fa3")
 """What a program may have asked FlashInfer for on a Hopper GPU; the others take calls of another form."""
 CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 DENSE = ("cum_seq_lens_q", "block_tables", "seq_lens")
+ENDS = ("qo_indptr", "kv_indptr")
 CHOICES = {
     "query_layout": (None, "packed", "split"),
     "kv_cache_layout": (None, "packed", "split"),
@@ -206,8 +207,8 @@ class BatchMLAPagedAttentionWrapper:
         `max_kv_len` tokens.
 
         Args:
-            qo_indptr: int32 [b + 1], where each request's query tokens begin; the first begin at 0.
-            kv_indptr: int32 [b + 1], where each request's pages begin in kv_indices.
+            qo_indptr: int32 [>= b + 1], where each request's query tokens begin; the first begin at 0.
+            kv_indptr: int32 [>= b + 1], where each request's pages begin in kv_indices.
             kv_indices: int32 [>= kv_indptr[-1]], pages.
             kv_len_arr: int32 [b], tokens of each request, the new ones included.
             num_heads: query heads.
@@ -238,6 +239,8 @@ class BatchMLAPagedAttentionWrapper:
                 raise NotImplementedError(f"{name}: wanted {wanted}, got {given[name]!r}")
         tensors, form, max_q_len = _forms({name: given[name] for name in (*CSR, *DENSE, "max_q_len")}, metadata)
         batch = _check_requests(tensors, form, self.device)
+        # FlashInfer looks at as many ends as there are lengths; programs hand over more.
+        tensors |= {name: tensors[name][: batch + 1] for name in ENDS if name in tensors}
         plan = _Plan(batch, num_heads, page_size, causal, sm_scale, q_data_type, kv_data_type, max_q_len)
         _check_plan(plan, head_dim_ckv, head_dim_kpe, output_dtype)
         if self._use_cuda_graph and self._plan is not None:
@@ -568,7 +571,8 @@ def _check_requests(given: dict[str, Tensor], form: tuple[str, ...], device: tor
     for name, tensor in given.items():
         dims = 2 if name == DENSE[1] else 1
         wanted = shapes.get(name, "[b, max_pages]")
-        if tensor.dtype != torch.int32 or tensor.dim() != dims or len(tensor) != sizes.get(name, len(tensor)):
+        fits = tensor.dtype == torch.int32 and tensor.dim() == dims
+        if not fits or len(tensor) != sizes.get(name, len(tensor)) and not (name in ENDS and len(tensor) > batch):
             raise ValueError(f"{name}: wanted int32 {wanted} for {batch} requests, got {_shape(tensor)}")
         if tensor.device.type != "cpu" and tensor.device != device:
             raise ValueError(f"{name}: wanted a tensor on {device} or the CPU, got one on {tensor.device}")

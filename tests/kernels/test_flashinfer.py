@@ -216,6 +216,13 @@ def test_results_go_where_they_are_wanted_and_in_the_base_that_is(device):
     torch.testing.assert_close(natural * math.log2(math.e), base_2)
 
 
+def test_ends_behind_the_last_request_are_not_looked_at():
+    problem = make(LENGTHS, [2, 0, 2, 2, 1])
+    for name in ("qo_indptr", "kv_indptr"):
+        problem.requests[name] = torch.cat((problem.requests[name], torch.tensor([3, WILD], dtype=torch.int32)))
+    check(problem.results(), problem)
+
+
 @both_devices
 @pytest.mark.parametrize("packed", [False, True])
 def test_structural_arguments(device, packed):
