@@ -52,6 +52,7 @@ LAB = {
 CHECKS = {
     "answers": _check("answers", "greedy answers of a trained model, beside other backends"),
     "fa3-mla": _check("fa3_mla", "FlashAttention-3's own test of its KV cache in MLA's sizes, on our call"),
+    "flashinfer-mla": _check("flashinfer_mla", "FlashInfer's own tests of paged MLA attention, on our wrapper"),
     "flashmla-dense": _check("flashmla_dense", "FlashMLA's own tests of dense decoding, on our call"),
     "flashmla-sparse": _check("flashmla_sparse", "FlashMLA's own tests of sparse decoding, on our call"),
     "random-cases": _check("random_cases", "random calls against float64, each twice with the same bits"),

@@ -207,16 +207,16 @@ def fa3_sparse(inputs: SparseInputs) -> Call:
     return call
 
 
-def flashinfer(inputs: Inputs) -> Call:
-    from flashinfer.mla import BatchMLAPagedAttentionWrapper
+def flashinfer(inputs: Inputs, *, wrapper_type: type | None = None) -> Call:
+    """Its wrapper, or another of the same calls."""
+    if wrapper_type is None:
+        from flashinfer.mla import BatchMLAPagedAttentionWrapper as wrapper_type
 
     s_q, heads = inputs.q.shape[1:3]
     pages = [-(-length // inputs.page_size) for length in inputs.lengths]
     page_starts = torch.tensor([0, *pages], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     page_ids = torch.cat([row[:used] for row, used in zip(inputs.block_table, pages, strict=True)])
-    wrapper = BatchMLAPagedAttentionWrapper(
-        torch.empty(128 << 20, dtype=torch.int8, device=inputs.q.device), backend="fa3"
-    )
+    wrapper = wrapper_type(torch.empty(128 << 20, dtype=torch.int8, device=inputs.q.device), backend="fa3")
     wrapper.plan(
         inputs.query_starts,
         page_starts.to(inputs.q.device),

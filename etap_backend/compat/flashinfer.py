@@ -1,0 +1,682 @@
+"""FlashInfer's wrapper of paged MLA attention on ETAP's kernels, with the arguments of FlashInfer 0.6 and 0.7.
+
+`from etap_backend.compat.flashinfer import BatchMLAPagedAttentionWrapper`; or `install()`, after which FlashInfer's own
+wrapper knows `backend="etap"`.
+"""
+
+import functools
+import inspect
+import math
+from collections.abc import Collection
+from itertools import groupby
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from etap_backend._operator import type_name
+from etap_backend.ops import mla_decode
+from etap_backend.schedule import BuiltSchedule, DecodeSchedule, count
+from etap_backend.support import DTYPES, FP8, LATENT_DIM, ROPE_DIM, dtype_name, why_unsupported
+
+__all__ = ["BatchMLAPagedAttentionWrapper", "install"]
+
+BACKENDS = ("auto", "etap", "fa2", "fa3")
+"""What a program may have asked FlashInfer for on a Hopper GPU; the others take calls of another form."""
+CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
+DENSE = ("cum_seq_lens_q", "block_tables", "seq_lens")
+ENDS = ("qo_indptr", "kv_indptr")
+CHOICES = {
+    "query_layout": (None, "packed", "split"),
+    "kv_cache_layout": (None, "packed", "split"),
+    "lse_mode": ("none", "base2", "basee"),
+    "output_scale": ("none",),
+    "scale_mode": ("default", "kv-per-tensor"),
+    "use_profiler": (False,),
+    "skip_softmax": (False,),
+    "enable_pdl": (None, False),
+    "use_sinks": (False,),
+}
+"""What arguments of a plan may be that choose among FlashInfer's backends, or among their forms."""
+NOT_SERVED = (
+    *("profiler_buffer", "kv_len", "page_table", "o_scale", "ckv_scale_arr", "sinks"),
+    *("skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"),
+)
+"""Arguments of a run that have to be None."""
+MAX_RUNS = 4
+"""Most calls for a batch of mixed query lengths; where it takes more, one serves queries padded to the longest."""
+TABLE_BYTES = 1 << 30
+"""Most that the block table takes which is made of page lists whose longest is not known."""
+
+
+def install(*, backends: Collection[str] = ("etap",)) -> type:
+    """Let FlashInfer's own wrapper answer with this one, in this process and from now on.
+
+    Wrappers that were made before stay as they are, and so do those of other backends. The class stays FlashInfer's;
+    who took it out of `flashinfer.mla` before has it as well.
+
+    Args:
+        backends: for which values of its `backend`; ("etap", "auto", "fa3") to serve programs as they are.
+
+    Returns:
+        FlashInfer's class.
+
+    Raises:
+        ImportError: there is no FlashInfer, or one with another wrapper.
+        ValueError: `backends` has one whose calls have another form.
+    """
+    if others := [name for name in backends if name not in BACKENDS]:
+        raise ValueError(f"backends: wanted some of {', '.join(BACKENDS)}, got {', '.join(map(str, others))}")
+    from flashinfer.mla import BatchMLAPagedAttentionWrapper as theirs
+
+    make = getattr(theirs.__init__, "_flashinfers", theirs.__init__)
+    wanted, got = inspect.signature(BatchMLAPagedAttentionWrapper), inspect.signature(make)
+    if list(wanted.parameters) != list(got.parameters)[1:]:
+        raise ImportError(f"flashinfer: wanted a wrapper that takes {wanted}, as in 0.6 and 0.7, got {got}")
+
+    @functools.wraps(make)
+    def init(self, *args, **kwargs) -> None:
+        given = wanted.bind(*args, **kwargs)
+        given.apply_defaults()
+        if given.arguments["backend"] not in backends:
+            return make(self, *args, **kwargs)
+        own = BatchMLAPagedAttentionWrapper(*args, **kwargs)
+        # The instance's come before the class's. FlashInfer's table of backends would not do: it makes a backend anew
+        # in every plan, and a captured graph would keep the buffers of the one before.
+        self.plan, self.run, self._backend = own.plan, own.run, "etap"
+
+    init._flashinfers = make
+    theirs.__init__ = init
+    return theirs
+
+
+class _Plan(NamedTuple):
+    """What a plan's calls have in common; in later plans of a wrapper for CUDA graphs it has to be the same."""
+
+    batch: int
+    num_heads: int
+    page_size: int
+    causal: bool
+    sm_scale: float
+    q_data_type: torch.dtype
+    kv_data_type: torch.dtype
+    max_q_len: int | None
+
+
+class _Requests(NamedTuple):
+    """A plan's requests, on the wrapper's device.
+
+    Attributes:
+        starts: int32 [b + 1], the first query token of each.
+        block_table: int32 [b, max_pages].
+        seq_lens: int32 [b].
+        query_lens: query tokens of each, where the host knows them.
+    """
+
+    starts: Tensor
+    block_table: Tensor
+    seq_lens: Tensor
+    query_lens: list[int] | None
+
+
+class BatchMLAPagedAttentionWrapper:
+    """Plans once a step, then decodes each layer; an instance serves one stream.
+
+    With `use_cuda_graph` a captured `run` may be replayed after each further `plan`, for as many requests and query
+    tokens as it was captured with.
+    """
+
+    def __init__(
+        self,
+        float_workspace_buffer: Tensor,
+        use_cuda_graph: bool = False,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        backend: str = "auto",
+    ) -> None:
+        """Take the buffers.
+
+        Args:
+            float_workspace_buffer: contiguous, of any type; for partial results, 128 MiB are enough. Its device is that
+                of the queries and the cache. Wrappers of one stream may share it.
+            use_cuda_graph: plans are copied into buffers that never move.
+            qo_indptr, kv_indptr, kv_indices, kv_len_arr: with use_cuda_graph, int32 buffers for page lists: [b + 1],
+                [b + 1], [most pages of all requests], [b]. Else, and for block tables, not looked at.
+            backend: one of BACKENDS, which all mean these kernels.
+
+        Raises:
+            ValueError, TypeError: an argument is not as described.
+        """
+        if not isinstance(float_workspace_buffer, Tensor):
+            raise TypeError(f"float_workspace_buffer: wanted a tensor, got {type_name(float_workspace_buffer)}")
+        if not float_workspace_buffer.is_contiguous():
+            raise ValueError(f"float_workspace_buffer: wanted a contiguous one, got {_shape(float_workspace_buffer)}")
+        if backend not in BACKENDS:
+            raise ValueError(f"backend: wanted one of {', '.join(BACKENDS)}, got {backend!r}")
+        self.device = float_workspace_buffer.device
+        self._workspace = float_workspace_buffer.view(-1).view(torch.uint8)
+        self._use_cuda_graph = bool(use_cuda_graph)
+        self._buffers = dict(zip(CSR, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
+        for name, buffer in self._buffers.items():
+            if use_cuda_graph and buffer is not None:
+                _check_buffer(name, buffer, self.device)
+        self._plan: _Plan | None = None
+        self._requests: _Requests | None = None
+        self._calls: _Calls | None = None
+        self._scales: dict[float, Tensor] = {}
+
+    def plan(
+        self,
+        qo_indptr: Tensor | None = None,
+        kv_indptr: Tensor | None = None,
+        kv_indices: Tensor | None = None,
+        kv_len_arr: Tensor | None = None,
+        num_heads: int | None = None,
+        head_dim_ckv: int | None = None,
+        head_dim_kpe: int | None = None,
+        page_size: int | None = None,
+        causal: bool | None = None,
+        sm_scale: float | None = None,
+        q_data_type: torch.dtype | None = None,
+        kv_data_type: torch.dtype | None = None,
+        use_profiler: bool = False,
+        *,
+        metadata: object | None = None,
+        cum_seq_lens_q: Tensor | None = None,
+        block_tables: Tensor | None = None,
+        seq_lens: Tensor | None = None,
+        max_q_len: int | None = None,
+        max_kv_len: int | None = None,
+        query_layout: str | None = None,
+        kv_cache_layout: str | None = None,
+        lse_mode: str = "none",
+        output_dtype: torch.dtype | None = None,
+        output_scale: str = "none",
+        scale_mode: str = "default",
+        skip_softmax: bool = False,
+        enable_pdl: bool | None = None,
+        use_sinks: bool = False,
+    ) -> None:
+        """Say what the step's requests are, as page lists or as a block table.
+
+        Copies nothing to the host. What is on the CPU is looked at, without use_cuda_graph. What is on the GPU is not:
+        then requests have equally many query tokens, or at most `max_q_len`, which is checked on the GPU by an
+        assertion; and a block table is made of the page lists, with room in each row for all of them or for
+        `max_kv_len` tokens.
+
+        Args:
+            qo_indptr: int32 [>= b + 1], where each request's query tokens begin; the first begin at 0.
+            kv_indptr: int32 [>= b + 1], where each request's pages begin in kv_indices.
+            kv_indices: int32 [>= kv_indptr[-1]], pages.
+            kv_len_arr: int32 [b], tokens of each request, the new ones included.
+            num_heads: query heads.
+            head_dim_ckv, head_dim_kpe: 512 and 64.
+            page_size: tokens in a page, any number.
+            causal: a request's last query token sees all of its tokens, each before it one less; else all see all.
+            sm_scale: factor of the scores.
+            q_data_type: bfloat16 or float16.
+            kv_data_type: q_data_type or float8_e4m3fn.
+            metadata: FlashInfer's MLAPlanMetadata in place of qo_indptr to kv_len_arr, or of cum_seq_lens_q to
+                max_q_len. Of one that has both the block table is taken.
+            cum_seq_lens_q, block_tables, seq_lens: int32 [b + 1], [b, max_pages] and [b]: the other form of the
+                requests. Unused entries of the table may hold anything.
+            max_q_len: most query tokens of a request, with either form.
+            max_kv_len: not FlashInfer's: most tokens of a request, for page lists. With use_cuda_graph of all plans.
+            query_layout, kv_cache_layout, lse_mode: not needed; any are served, whatever was said here.
+            output_dtype: None or q_data_type.
+            output_scale, scale_mode, use_profiler, skip_softmax, enable_pdl, use_sinks: as CHOICES says.
+
+        Raises:
+            NotImplementedError: something that FlashInfer has and this has not; the text names it.
+            ValueError, TypeError: an argument is not as described, or, with use_cuda_graph, not what it was before.
+        """
+        given = locals()
+        for name, known in CHOICES.items():
+            if given[name] not in known:
+                wanted = " or ".join(map(repr, known))
+                raise NotImplementedError(f"{name}: wanted {wanted}, got {given[name]!r}")
+        tensors, form, max_q_len = _forms({name: given[name] for name in (*CSR, *DENSE, "max_q_len")}, metadata)
+        batch = _check_requests(tensors, form, self.device)
+        # FlashInfer looks at as many ends as there are lengths; programs hand over more.
+        tensors |= {name: tensors[name][: batch + 1] for name in ENDS if name in tensors}
+        plan = _Plan(batch, num_heads, page_size, causal, sm_scale, q_data_type, kv_data_type, max_q_len)
+        _check_plan(plan, head_dim_ckv, head_dim_kpe, output_dtype)
+        if self._use_cuda_graph and self._plan is not None:
+            _check_same(plan, self._plan)
+        self._requests = self._placed(tensors, form, plan, max_kv_len)
+        self._plan = plan
+        if not self._use_cuda_graph:
+            self._calls = None
+        elif self._calls is not None:
+            self._calls.build(self._requests)
+
+    def run(
+        self,
+        q_nope: Tensor | None = None,
+        q_pe: Tensor | None = None,
+        ckv_cache: Tensor | None = None,
+        kpe_cache: Tensor | None = None,
+        out: Tensor | None = None,
+        lse: Tensor | None = None,
+        return_lse: bool = False,
+        profiler_buffer: None = None,
+        kv_len: None = None,
+        page_table: None = None,
+        return_lse_base_on_e: bool = False,
+        o_scale: None = None,
+        *,
+        query: Tensor | tuple[Tensor, Tensor] | None = None,
+        kv_cache: Tensor | tuple[Tensor, Tensor] | None = None,
+        ckv_scale: float | None = None,
+        ckv_scale_arr: None = None,
+        kpe_scale: float | None = None,
+        sinks: None = None,
+        skip_softmax_threshold_scale_factor: None = None,
+        bmm1_scale: None = None,
+        bmm2_scale: None = None,
+        fp8_math: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Decode one layer. May be captured in a CUDA graph, best after a call that was not.
+
+        Args:
+            q_nope, q_pe: [tokens, num_heads, 512] and [.., 64] of the planned type, strides free but the last. Tokens
+                of all requests, one after another.
+            ckv_cache, kpe_cache: [pages, page_size, 512] and [.., 64] of the planned type, each row contiguous; parts
+                of one tensor or two of their own.
+            out: [tokens, num_heads, 512] of the planned query type, contiguous; allocated when None.
+            lse: float32 [tokens, num_heads], contiguous; allocated when None. Is filled without return_lse, too.
+            return_lse: return the log-sum-exp beside the output.
+            return_lse_base_on_e: natural logarithm instead of base 2.
+            query, kv_cache: in place of the pairs above: a pair, or one tensor whose rows have 576 columns.
+            ckv_scale, kpe_scale: with an FP8 cache: what its elements are multiplied by. If they differ, q_pe is
+                multiplied by kpe_scale / ckv_scale and rounded to its type.
+            profiler_buffer, kv_len, page_table, o_scale, ckv_scale_arr, sinks, skip_softmax_threshold_scale_factor,
+                bmm1_scale, bmm2_scale: None.
+            fp8_math: not FlashInfer's: with an FP8 cache, multiply in float8_e4m3fn instead of float16.
+
+        Returns:
+            out, or (out, lse). A query that sees nothing has out 0 and lse -inf.
+
+        Raises:
+            RuntimeError: there is no plan yet.
+            NotImplementedError: something that FlashInfer has and this has not; the text names it.
+            ValueError, TypeError: an argument is not as described. Texts of `mla_decode` say q and q_rope for q_nope
+                and q_pe, rope_cache for kpe_cache.
+        """
+        given = locals()
+        for name in NOT_SERVED:
+            if given[name] is not None:
+                raise NotImplementedError(f"{name}: wanted None, got {type_name(given[name])}")
+        plan, requests = self._plan, self._requests
+        if plan is None or requests is None:
+            raise RuntimeError("run: wanted a plan before it, got none")
+        q, q_rope = _pair("query", query, {"q_nope": q_nope, "q_pe": q_pe}, plan.q_data_type)
+        kv, rope = _pair("kv_cache", kv_cache, {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache}, plan.kv_data_type)
+        if q.shape[1] != plan.num_heads:
+            raise ValueError(f"q_nope: wanted {plan.num_heads} heads as planned, got {list(q.shape)}")
+        if kv.shape[1] != plan.page_size:
+            raise ValueError(f"ckv_cache: wanted pages of {plan.page_size} tokens as planned, got {list(kv.shape)}")
+        kv_scale, q_rope = self._scaled(q_rope, plan.kv_data_type, ckv_scale, kpe_scale)
+        wants_lse = return_lse or lse is not None
+        out = _result("out", out, (*q.shape[:2], LATENT_DIM), plan.q_data_type, q)
+        lse = _result("lse", lse, (*q.shape[:2],), torch.float32, q)
+        if not len(q) or not len(kv) or not plan.batch:
+            # Without queries or pages there is nothing to launch.
+            out.zero_()
+            lse.fill_(-math.inf)
+            return (out, lse) if return_lse else out
+        options = {"softmax_scale": plan.sm_scale, "kv_scale": kv_scale, "fp8_math": fp8_math}
+        self._calls_for(len(q)).run(q, q_rope, kv, rope, out, lse, options)
+        if wants_lse and not return_lse_base_on_e:
+            lse.mul_(math.log2(math.e))
+        return (out, lse) if return_lse else out
+
+    def _placed(self, given: dict[str, Tensor], form: tuple[str, ...], plan: _Plan, max_kv_len: object) -> _Requests:
+        """The requests where the calls find them; with use_cuda_graph always at the same place."""
+        starts = given[form[0]]
+        looked_at = not self._use_cuda_graph and starts.device.type == "cpu"
+        query_lens = _query_lens(form[0], starts) if looked_at else None
+        if form is CSR:
+            width = self._table_width(given, plan, max_kv_len)
+        first, *pages, lengths = (self._place(name, tensor) for name, tensor in given.items())
+        table = pages[0] if form is DENSE else self._table(plan.batch, width, *pages)
+        return _Requests(first, table, lengths, query_lens)
+
+    def _place(self, name: str, tensor: Tensor) -> Tensor:
+        if not self._use_cuda_graph:
+            return tensor.to(self.device, non_blocking=True)
+        buffer = self._buffers.get(name)
+        if buffer is None and name in CSR:
+            raise ValueError(f"{name}: wanted a buffer in the wrapper for CUDA graphs, got None")
+        if buffer is None:
+            buffer = self._buffers[name] = torch.empty_like(tensor, device=self.device)
+        part = buffer[: len(tensor)] if name == "kv_indices" else buffer
+        if part.shape != tensor.shape:
+            raise ValueError(f"{name}: wanted {_shape(buffer)} as the wrapper's buffer has, got {_shape(tensor)}")
+        return part.copy_(tensor, non_blocking=True)
+
+    def _table_width(self, given: dict[str, Tensor], plan: _Plan, max_kv_len: object) -> int:
+        """Pages in a row of a block table that is made of page lists."""
+        starts, pages = given["kv_indptr"], given["kv_indices"]
+        if not self._use_cuda_graph and starts.device.type == "cpu":
+            return _most_pages(given, plan.page_size)
+        if max_kv_len is not None:
+            width = -(-count("max_kv_len", max_kv_len) // plan.page_size)
+            _assert_on_device(starts.diff() <= width, f"kv_indptr: wanted max_kv_len's {width} pages at most, got more")
+            return width
+        entries = len(pages if self._buffers["kv_indices"] is None else self._buffers["kv_indices"])
+        most = TABLE_BYTES // (4 * (plan.batch + 1))
+        if entries > most:
+            wanted = f"max_kv_len, or at most {most} entries for {plan.batch} requests"
+            raise ValueError(f"kv_indices: wanted {wanted}, whose pages the host cannot count, got {entries}")
+        return max(1, entries)
+
+    def _table(self, batch: int, width: int, starts: Tensor, pages: Tensor) -> Tensor:
+        """Page lists as a block table, made on the device."""
+        table = self._buffers.get("table")
+        if table is None:
+            # The row behind the requests' takes what lies behind their pages.
+            table = torch.empty(batch + 1, width, dtype=torch.int32, device=self.device)
+        if self._use_cuda_graph:
+            self._buffers["table"] = table
+        place = torch.arange(len(pages), dtype=torch.int32, device=self.device)
+        row = torch.searchsorted(starts[1:], place, right=True)
+        table[row, (place - starts[row]).clamp_(max=table.shape[1] - 1)] = pages
+        return table[:batch]
+
+    def _calls_for(self, tokens: int) -> "_Calls":
+        """The calls for so many query tokens, planned."""
+        calls = self._calls
+        if calls is None or calls.tokens != tokens:
+            if calls is not None and self._use_cuda_graph:
+                raise ValueError(f"q_nope: wanted {calls.tokens} query tokens as before, got {tokens}")
+            calls = self._calls = _Calls(self._plan, self._requests, tokens, self._workspace)
+        # What a capture plans is there only where it is replayed.
+        if not calls.built or calls.built_in_capture and not _capturing(self.device):
+            calls.build(self._requests)
+        return calls
+
+    def _scaled(self, q_rope: Tensor, kv_dtype: torch.dtype, ckv: object, kpe: object) -> tuple[Tensor | None, Tensor]:
+        """The cache's scale on the device, None for one of 16 bits; and q_rope, which makes up for the rope's."""
+        for name, scale in {"ckv_scale": ckv, "kpe_scale": kpe}.items():
+            if kv_dtype != FP8 and scale is not None:
+                raise ValueError(f"{name}: wanted None with a cache of {dtype_name(kv_dtype)}, got {scale}")
+            if kv_dtype == FP8 and not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
+                raise ValueError(f"{name}: wanted a positive finite number with an FP8 cache, got {scale}")
+        if kv_dtype != FP8:
+            return None, q_rope
+        scale = self._scales.get(ckv)
+        if scale is None:
+            scale = torch.full((1,), ckv, dtype=torch.float32, device=self.device)
+            if not _capturing(self.device):
+                self._scales[ckv] = scale
+        return scale, q_rope if kpe == ckv else q_rope * (kpe / ckv)
+
+
+class _Run(NamedTuple):
+    """Requests that one call decodes.
+
+    Attributes:
+        requests: which of the plan's.
+        tokens: which of the query tokens.
+        s_q: query tokens of each; at most so many where `padded`.
+        padded: whether queries are copied, so that each request has s_q.
+    """
+
+    requests: slice
+    tokens: slice
+    s_q: int
+    padded: bool
+
+
+def _cut(plan: _Plan, query_lens: list[int] | None, tokens: int) -> list[_Run]:
+    """Runs of requests with equally many query tokens, or one of all whose queries are padded."""
+    everything = slice(0, plan.batch), slice(0, tokens)
+    if query_lens is None:
+        s_q = plan.max_q_len or tokens // plan.batch
+        if plan.max_q_len is None and tokens % plan.batch:
+            wanted = f"equally many query tokens for each of {plan.batch} requests, max_q_len, or qo_indptr on the CPU"
+            raise ValueError(f"q_nope: wanted {wanted}, got {tokens}")
+        return [_Run(*everything, s_q, padded=tokens != plan.batch * s_q)]
+    if sum(query_lens) != tokens:
+        raise ValueError(f"q_nope: wanted {sum(query_lens)} query tokens as planned, got {tokens}")
+    runs, request, token = [], 0, 0
+    for s_q, group in groupby(query_lens):
+        requests = len(list(group))
+        end = token + s_q * requests
+        if s_q:
+            runs.append(_Run(slice(request, request + requests), slice(token, end), s_q, padded=False))
+        request, token = request + requests, end
+    return runs if len(runs) <= MAX_RUNS else [_Run(*everything, max(query_lens), padded=True)]
+
+
+class _Call:
+    """One run's call: its schedule, and where padded queries come from and go to."""
+
+    def __init__(self, run: _Run, plan: _Plan, tokens: int, checked: bool, workspace: Tensor):
+        """Allocate for it; `checked` where the host has seen the query lengths."""
+        self.run, self.tokens, self._checked = run, tokens, checked
+        requests = run.requests.stop - run.requests.start
+        # Without a causal mask all queries of a request see the same tokens, as the heads of one query token do; so
+        # that is what they are for the kernel.
+        s_q = run.s_q if plan.causal else 1
+        self.shape = (requests, s_q, run.s_q * plan.num_heads // s_q)
+        device = workspace.device
+        self._schedule = DecodeSchedule(requests, self.shape[2], max_s_q=s_q, device=device, allocate_workspace=False)
+        size = 4 * self._schedule.max_workspace_floats
+        if workspace.numel() < size:
+            wanted = f"at least {size} bytes for {run.s_q} query tokens with {plan.num_heads} heads"
+            raise ValueError(f"float_workspace_buffer: wanted {wanted}, got {workspace.numel()}")
+        self._workspace = workspace[:size].view(torch.float32)
+        self._built: BuiltSchedule | None = None
+        self._seq_lens = self._block_table = None
+        if run.padded:
+            self._source = torch.empty(requests * run.s_q, dtype=torch.int32, device=device)
+            self._target = torch.empty(tokens, dtype=torch.int32, device=device)
+
+    def build(self, requests: _Requests) -> None:
+        """Plan for the lengths of now, on the device."""
+        mine, s_q = self.run.requests, self.run.s_q
+        self._seq_lens, self._block_table = requests.seq_lens[mine], requests.block_table[mine]
+        if not self._checked:
+            lengths, most = requests.starts.diff(), "at most" if self.run.padded else "exactly"
+            wanted = f"qo_indptr: wanted {most} {s_q} query tokens for each request, or it on the CPU, got others"
+            _assert_on_device(lengths <= s_q if self.run.padded else lengths == s_q, wanted)
+        if self.run.padded:
+            self._pad(requests.starts)
+        self._built = self._schedule.build(self._seq_lens, self.shape[1])
+
+    def _pad(self, starts: Tensor) -> None:
+        """A request's query tokens are the last of its s_q rows, so that the mask is theirs; those before are any."""
+        s_q, ends = self.run.s_q, starts[1:]
+        row = torch.arange(s_q, dtype=torch.int32, device=ends.device)
+        self._source.view(-1, s_q).copy_((ends[:, None] - s_q + row).clamp_(0, self.tokens - 1))
+        token = torch.arange(self.tokens, dtype=torch.int32, device=ends.device)
+        request = torch.searchsorted(ends, token, right=True, out_int32=True).clamp_(max=len(ends) - 1)
+        self._target.copy_((request * s_q + token - ends[request] + s_q).clamp_(0, len(self._source) - 1))
+
+    def __call__(self, q, q_rope, kv, rope, out, lse, options: dict) -> None:
+        """Write the run's rows of out and lse."""
+        mine = self.run.tokens
+        queries = [part.index_select(0, self._source) if self.run.padded else part[mine] for part in (q, q_rope)]
+        q, q_rope = (part.reshape(*self.shape, part.shape[-1]) for part in queries)
+        results = {}
+        if not self.run.padded:
+            results = {"out": out[mine].view(*self.shape, LATENT_DIM), "lse": lse[mine].view(self.shape)}
+        cache = (kv, self._block_table, self._seq_lens, self._built)
+        padded = mla_decode(q, *cache, q_rope=q_rope, rope_cache=rope, workspace=self._workspace, **results, **options)
+        if self.run.padded:
+            heads = lse.shape[1]
+            torch.index_select(padded[0].view(-1, heads, LATENT_DIM), 0, self._target, out=out)
+            torch.index_select(padded[1].view(-1, heads), 0, self._target, out=lse)
+
+
+class _Calls:
+    """What a plan means for a number of query tokens; a layer's calls follow one another on one workspace."""
+
+    def __init__(self, plan: _Plan, requests: _Requests, tokens: int, workspace: Tensor):
+        """Allocate for them."""
+        self.tokens = tokens
+        self.built = self.built_in_capture = False
+        checked = requests.query_lens is not None
+        runs = _cut(plan, requests.query_lens, tokens)
+        self._calls = [_Call(run, plan, tokens, checked, workspace) for run in runs]
+
+    def build(self, requests: _Requests) -> None:
+        for call in self._calls:
+            call.build(requests)
+        self.built, self.built_in_capture = True, _capturing(requests.starts.device)
+
+    def run(self, *arguments) -> None:
+        for call in self._calls:
+            call(*arguments)
+
+
+def _capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def _assert_on_device(right: Tensor, wanted: str) -> None:
+    """Refuse what the host does not look at: where not all are right, an assertion fails, on a GPU some time later."""
+    torch._assert_async(right.all(), wanted)
+
+
+def _shape(tensor: Tensor) -> str:
+    return f"{list(tensor.shape)} of {dtype_name(tensor.dtype)}"
+
+
+def _forms(given: dict[str, object], metadata: object) -> tuple[dict[str, Tensor], tuple[str, ...], object]:
+    """The requests' tensors in one of the two forms, its names, and max_q_len."""
+    if metadata is not None:
+        if doubled := [name for name, value in given.items() if value is not None]:
+            raise ValueError(f"{doubled[0]}: wanted None beside metadata, got {type_name(given[doubled[0]])}")
+        given = {name: getattr(metadata, name, None) for name in given}
+    dense, csr = (any(given[name] is not None for name in form) for form in (DENSE, CSR))
+    if dense and csr and metadata is None:
+        raise ValueError(f"{CSR[0]}: wanted None beside a block table, or the table's arguments None, got both")
+    form = DENSE if dense else CSR
+    for name in form:
+        if not isinstance(given[name], Tensor):
+            raise TypeError(f"{name}: wanted a tensor, got {type_name(given[name])}")
+    return {name: given[name] for name in form}, form, given["max_q_len"]
+
+
+def _check_requests(given: dict[str, Tensor], form: tuple[str, ...], device: torch.device) -> int:
+    """Number of requests, in tensors that agree in it."""
+    batch = len(given[form[-1]]) if given[form[-1]].dim() else 0
+    shapes = {form[0]: "[b + 1]", "kv_indptr": "[b + 1]", form[-1]: "[b]", "kv_indices": "[pages]"}
+    sizes = {form[0]: batch + 1, "kv_indptr": batch + 1, form[-1]: batch, DENSE[1]: batch}
+    for name, tensor in given.items():
+        dims = 2 if name == DENSE[1] else 1
+        wanted = shapes.get(name, "[b, max_pages]")
+        fits = tensor.dtype == torch.int32 and tensor.dim() == dims
+        if not fits or len(tensor) != sizes.get(name, len(tensor)) and not (name in ENDS and len(tensor) > batch):
+            raise ValueError(f"{name}: wanted int32 {wanted} for {batch} requests, got {_shape(tensor)}")
+        if tensor.device.type != "cpu" and tensor.device != device:
+            raise ValueError(f"{name}: wanted a tensor on {device} or the CPU, got one on {tensor.device}")
+    return batch
+
+
+def _check_buffer(name: str, buffer: object, device: torch.device) -> None:
+    if not isinstance(buffer, Tensor):
+        raise TypeError(f"{name}: wanted a tensor, got {type_name(buffer)}")
+    if buffer.dtype != torch.int32 or buffer.dim() != 1 or not buffer.is_contiguous() or buffer.device != device:
+        wanted = f"a contiguous int32 tensor of one dimension on {device}"
+        raise ValueError(f"{name}: wanted {wanted}, got {_shape(buffer)} on {buffer.device}")
+
+
+def _most_pages(given: dict[str, Tensor], page_size: int) -> int:
+    """Pages of the longest list, where the host has the lists' ends, and may have the lengths too."""
+    starts, lengths = given["kv_indptr"], given["kv_len_arr"]
+    counts = starts.diff()
+    if len(counts) and (int(starts[0]) or int(counts.min()) < 0 or int(starts[-1]) > len(given["kv_indices"])):
+        wanted = f"ascending numbers from 0 to at most {len(given['kv_indices'])}, the pages"
+        raise ValueError(f"kv_indptr: wanted {wanted}, got {starts.tolist()[:8]}")
+    if lengths.device.type == "cpu" and (lengths > counts * page_size).any():
+        wrong = int((lengths > counts * page_size).nonzero()[0])
+        wanted = f"pages for {int(lengths[wrong])} tokens of request {wrong}"
+        raise ValueError(f"kv_indptr: wanted {wanted}, got {int(counts[wrong])} of {page_size}")
+    return max(1, int(counts.max())) if len(counts) else 1
+
+
+def _query_lens(name: str, starts: Tensor) -> list[int]:
+    lengths = starts.diff().tolist()
+    if int(starts[0]) or min(lengths, default=0) < 0:
+        raise ValueError(f"{name}: wanted ascending numbers from 0, got {starts.tolist()[:8]}")
+    return lengths
+
+
+def _check_plan(plan: _Plan, head_dim_ckv: object, head_dim_kpe: object, output_dtype: object) -> None:
+    """Refuse what is missing, and what these kernels cannot run."""
+    given = {**plan._asdict(), "head_dim_ckv": head_dim_ckv, "head_dim_kpe": head_dim_kpe}
+    for name, value in given.items():
+        if value is None and name != "max_q_len":
+            raise TypeError(f"{name}: wanted one, got None")
+    for name in ("num_heads", "page_size", "max_q_len"):
+        if given[name] is not None:
+            count(name, given[name])
+    if plan.q_data_type not in DTYPES:
+        wanted = " or ".join(map(dtype_name, DTYPES))
+        raise NotImplementedError(f"q_data_type: wanted {wanted}, got {dtype_name(plan.q_data_type)}")
+    if (head_dim_ckv, head_dim_kpe) != (LATENT_DIM, ROPE_DIM):
+        wanted, got = f"{LATENT_DIM} and {ROPE_DIM}", f"{head_dim_ckv} and {head_dim_kpe}"
+        raise NotImplementedError(f"head_dim_ckv, head_dim_kpe: wanted {wanted}, got {got}")
+    reason = why_unsupported(
+        dtype=plan.q_data_type,
+        kv_cache_dtype=plan.kv_data_type,
+        num_heads=plan.num_heads,
+        page_size=plan.page_size,
+    )
+    if reason:
+        raise NotImplementedError(reason)
+    if output_dtype not in (None, plan.q_data_type):
+        wanted = f"None or {dtype_name(plan.q_data_type)} like q_data_type"
+        raise NotImplementedError(f"output_dtype: wanted {wanted}, got {dtype_name(output_dtype)}")
+
+
+def _check_same(now: _Plan, before: _Plan) -> None:
+    for name, old in before._asdict().items():
+        new = getattr(now, name)
+        if new != old:
+            raise ValueError(f"{name}: wanted {old} as in the first plan for CUDA graphs, got {new}")
+
+
+def _pair(name: str, whole: object, parts: dict[str, object], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Latent and rope, [.., 512] and [.., 64], of one tensor or of two."""
+    if whole is not None:
+        if doubled := [part for part, value in parts.items() if value is not None]:
+            raise ValueError(f"{doubled[0]}: wanted None beside {name}, got {type_name(parts[doubled[0]])}")
+        if isinstance(whole, Tensor):
+            _check_part(name, whole, LATENT_DIM + ROPE_DIM, dtype)
+            return whole[..., :LATENT_DIM], whole[..., LATENT_DIM:]
+        if not isinstance(whole, tuple) or len(whole) != len(parts):
+            raise TypeError(f"{name}: wanted a tensor or a pair of them, got {type_name(whole)}")
+        parts = dict(zip(parts, whole, strict=True))
+    for (part, tensor), width in zip(parts.items(), (LATENT_DIM, ROPE_DIM), strict=True):
+        _check_part(part, tensor, width, dtype)
+    (_, latent), (name, rope) = parts.items()
+    if latent.shape[:2] != rope.shape[:2]:
+        raise ValueError(f"{name}: wanted {[*latent.shape[:2], ROPE_DIM]}, got {list(rope.shape)}")
+    return latent, rope
+
+
+def _check_part(name: str, tensor: object, width: int, dtype: torch.dtype) -> None:
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{name}: wanted a tensor, got {type_name(tensor)}")
+    if tensor.dim() != 3 or tensor.shape[2] != width:
+        raise ValueError(f"{name}: wanted three dimensions, the last of {width}, got {list(tensor.shape)}")
+    if tensor.dtype != dtype:
+        raise ValueError(f"{name}.dtype: wanted {dtype_name(dtype)} as planned, got {dtype_name(tensor.dtype)}")
+
+
+def _result(name: str, given: object, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> Tensor:
+    if given is None:
+        return q.new_empty(shape, dtype=dtype)
+    if not isinstance(given, Tensor):
+        raise TypeError(f"{name}: wanted a tensor, got {type_name(given)}")
+    if given.shape != shape or given.dtype != dtype or not given.is_contiguous():
+        wanted = f"a contiguous {list(shape)} of {dtype_name(dtype)}"
+        raise ValueError(f"{name}: wanted {wanted}, got {_shape(given)} with strides {list(given.stride())}")
+    return given
