@@ -47,7 +47,8 @@ test: $(STAMPS)/venv
 	  wait $$engines || { tail -n 50 $(LOGS)/engines.log; exit 1; }; \
 	  $(MAKE) --no-print-directory test-contract
 
-# Compiles the kernels to PTX, for their tests in an emulator: with the build requirements, which may not be missing.
+# Takes the kernels' PTX from the wheel's build, for their tests in an emulator, and compiles what tests add to them: with
+# the build requirements, which may not be missing.
 test-unit: $(STAMPS)/installed $(STAMPS)/build
 	$(call quietly,kernels for the emulator,\
 	  PYTHONPATH=tests/emulator $(BIN)/python -c "from kernels import compile_all; compile_all()")
@@ -107,7 +108,7 @@ $(STAMPS)/build: pyproject.toml $(STAMPS)/packaging
 # auditwheel reads from the library which glibc it needs, names the wheel after that, and refuses any other dependency.
 dist/built: $(SOURCES) | $(STAMPS)/packaging
 	@rm -rf dist build/raw
-	$(call quietly,wheel,$(BIN)/python -m build --wheel --outdir build/raw && \
+	$(call quietly,wheel,$(BIN)/python -m build --wheel --outdir build/raw -C cmake.define.ETAP_KEEP_PTX=ON && \
 	  PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/raw/*.whl)
 	@touch $@ && ls dist/*.whl
 

@@ -2,12 +2,16 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
 
 IN_CONTRACT = os.environ.get("ETAP_CONTRACT") == "sglang"
 collect_ignore_glob = [] if IN_CONTRACT else ["test_contract_*.py"]
+
+# For scripts_in_forks; last, because a folder there has the engine's name.
+sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 # Attention as in DeepSeek-V3 on one of 8 ranks; everything else as small as it may be.
 MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"

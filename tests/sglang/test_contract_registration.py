@@ -1,11 +1,10 @@
 """The name etap in a real SGLang: found through the entry point, offered as a choice, errors made visible."""
 
-import subprocess
-import sys
 from importlib.metadata import entry_points
 from types import SimpleNamespace
 
 import pytest
+import scripts_in_forks
 from sglang.srt import server_args
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.models.deepseek_common import attention_backend_handler as handler
@@ -17,7 +16,12 @@ from etap_backend.sglang import compat, registration
 
 load_plugins()
 
-SCRIPT_SECONDS = 180
+# Nothing of this loads a plugin.
+IMPORTS = """
+import sglang.srt.layers.attention.attention_registry, sglang.srt.layers.attention.flashmla_backend
+import sglang.srt.plugins, sglang.srt.server_args, sglang.srt.speculative.draft_utils
+assert not any(name.startswith("etap_backend") for name in sys.modules)
+"""
 
 # Any use of CUDA goes through the lazy initialisation.
 TOUCHES_NO_CUDA = """
@@ -68,11 +72,10 @@ del flashmla_backend.create_flashmla_kv_indices_triton
 """
 
 
-def run_script(script):
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr
+@pytest.fixture(scope="module")
+def run_script(tmp_path_factory):
+    with scripts_in_forks.runner(IMPORTS, tmp_path_factory.mktemp("scripts")) as run:
+        yield run
 
 
 def test_entry_point_is_installed_once_and_names_register():
@@ -108,12 +111,12 @@ def test_models_route_prefill_as_with_sglangs_backends_and_hand_over_the_parts(t
         assert utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(name) == 1
 
 
-def test_plugin_and_import_touch_no_cuda():
+def test_plugin_and_import_touch_no_cuda(run_script):
     output, _ = run_script(TOUCHES_NO_CUDA)
     assert output.strip().endswith("True")
 
 
-def test_doctor_finds_the_plugin():
+def test_doctor_finds_the_plugin(run_script):
     output, _ = run_script(LOADS_AND_CHECKS)
     assert "found" in output and "registered: True True" in output
 
@@ -127,7 +130,7 @@ def test_doctor_finds_the_plugin():
     ],
     ids=["older version", "list", "hook"],
 )
-def test_what_keeps_the_names_unknown_is_in_one_line_and_told_by_the_doctor(change, reason):
+def test_what_keeps_the_names_unknown_is_in_one_line_and_told_by_the_doctor(change, reason, run_script):
     output, errors = run_script(change + LOADS_AND_CHECKS)
     (told,) = [line for line in output.splitlines() if line.startswith("unavailable: ")]
     assert reason in told
@@ -136,7 +139,7 @@ def test_what_keeps_the_names_unknown_is_in_one_line_and_told_by_the_doctor(chan
     assert "other attention backends are not affected" in line
 
 
-def test_an_error_that_sglang_swallows_is_in_one_line_and_told_by_the_doctor():
+def test_an_error_that_sglang_swallows_is_in_one_line_and_told_by_the_doctor(run_script):
     output, errors = run_script(SWALLOWED + LOADS_AND_CHECKS)
     assert "unavailable: no attention backend etap; Failed to execute general plugin: etap: TypeError" in output
     assert "registered: False True" in output
@@ -144,7 +147,7 @@ def test_an_error_that_sglang_swallows_is_in_one_line_and_told_by_the_doctor():
     assert "TypeError" in line
 
 
-def test_the_doctor_is_told_what_a_selected_backend_would_lack():
+def test_the_doctor_is_told_what_a_selected_backend_would_lack(run_script):
     output, _ = run_script(NO_KERNEL + LOADS_AND_CHECKS)
     (told,) = [line for line in output.splitlines() if line.startswith("unavailable: ")]
     assert "flashmla_backend:create_flashmla_kv_indices_triton" in told

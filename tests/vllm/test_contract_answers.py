@@ -20,7 +20,7 @@ from etap_backend.vllm.sparse import ETAPSparseBackend
 
 SHAPE = train_model.Shape(hidden=128, layers=2, query_latent=64, feed_forward=192, expert_width=64, vocabulary=600)
 TEXTS = {path.name: path.read_text() for path in sorted(Path(train_model.__file__).parent.glob("*.py"))}
-TEXTS |= {f"{name}{copy}": text * 5 for name, text in TEXTS.items() for copy in range(20)}
+TEXTS |= {f"{name}{copy}": text[:4000] for name, text in TEXTS.items() for copy in range(20)}
 
 
 @pytest.fixture(scope="module", params=[0, 32], ids=["dense", "sparse"])
@@ -28,7 +28,7 @@ def trained(request, tmp_path_factory):
     """A miniature, trained for a few steps, with weights so large that attention and rotation show in the logits."""
     shape = replace(SHAPE, index_top_k=request.param)
     folder = tmp_path_factory.mktemp("trained")
-    plan = train_model.Plan(0, steps=3, lengths=(128, 256, 1024), tokens=(512, 1024, 4096))
+    plan = train_model.Plan(0, steps=3, lengths=(128, 256, 512), tokens=(512, 1024, 2048))
     model = train_model.make_model(folder, shape, plan, "cpu", texts=TEXTS)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

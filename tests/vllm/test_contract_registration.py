@@ -1,12 +1,11 @@
 """The name ETAP in a real vLLM: found through the entry point, selected by the user, carried to other processes."""
 
 import pickle
-import subprocess
-import sys
 from importlib.metadata import entry_points
 
 import cloudpickle
 import pytest
+import scripts_in_forks
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
@@ -14,7 +13,11 @@ import etap_backend.vllm
 from etap_backend import doctor
 from etap_backend.vllm import compat, selected
 
-SCRIPT_SECONDS = 180
+# Nothing of this loads a plugin.
+IMPORTS = """
+import vllm.platforms, vllm.plugins, vllm.v1.attention.backends.registry, vllm.v1.attention.selector
+assert not any(name.startswith("etap_backend") for name in sys.modules)
+"""
 
 # Any use of CUDA goes through the lazy initialisation.
 TOUCHES_NO_CUDA = """
@@ -66,11 +69,10 @@ def plugins():
     load_general_plugins()
 
 
-def run_script(script):
-    command = [sys.executable, "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=SCRIPT_SECONDS)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout, done.stderr
+@pytest.fixture(scope="module")
+def run_script(tmp_path_factory):
+    with scripts_in_forks.runner(IMPORTS, tmp_path_factory.mktemp("scripts")) as run:
+        yield run
 
 
 def test_entry_point_is_installed_once_and_names_register():
@@ -113,7 +115,7 @@ def test_members_survive_pickling(module):
     assert b"rebuild_member" not in module.dumps(AttentionBackendEnum.FLASHMLA)
 
 
-def test_a_process_that_unpickled_the_member_can_pickle_it_for_the_next():
+def test_a_process_that_unpickled_the_member_can_pickle_it_for_the_next(run_script):
     pickled = pickle.dumps(AttentionBackendEnum.ETAP).hex()
     output, _ = run_script(SECOND_PICKLING.format(pickled=pickled))
     assert output.splitlines()[-1] == "ETAP True"
@@ -136,12 +138,12 @@ def test_unknown_name_is_refused_and_the_refusal_offers_etap(engine_config):
         engine_config(attention_backend="NOSUCH")
 
 
-def test_registration_and_import_touch_no_cuda():
+def test_registration_and_import_touch_no_cuda(run_script):
     output, _ = run_script(TOUCHES_NO_CUDA)
     assert output.strip().endswith("ETAP")
 
 
-def test_a_newer_version_runs_with_one_warning():
+def test_a_newer_version_runs_with_one_warning(run_script):
     output, errors = run_script(NEWER_VERSION)
     ours, theirs = "etap_backend.vllm.backend.ETAPBackend", "vllm.v1.attention.backends.mla.flashattn_mla"
     assert [line for line in output.splitlines() if line.startswith((ours, theirs))] == [
@@ -153,7 +155,7 @@ def test_a_newer_version_runs_with_one_warning():
     assert f"but the tests of it ran in {compat.ENGINE}" in warning
 
 
-def test_another_registry_leaves_other_backends_alone_and_is_named():
+def test_another_registry_leaves_other_backends_alone_and_is_named(run_script):
     output, errors = run_script(ANOTHER_REGISTRY)
     assert "goes on" in output
     (warning,) = [

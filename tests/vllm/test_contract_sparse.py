@@ -226,15 +226,19 @@ def unabsorbed(problem, weight, dtype):
     weight = weight.to(dtype).view(problem.heads, NOPE + VALUE, LATENT)
     out = torch.zeros(problem.tokens, problem.heads, VALUE, dtype=dtype)
     owners = [request for request, tokens in enumerate(problem.query_lens) for _ in range(tokens)]
+    projected = []
+    for rows in problem.kv:
+        latent, rope = rows.to(dtype).split([LATENT, ROPE], dim=-1)
+        key_value = torch.einsum("hdl,tl->htd", weight, latent)
+        key = torch.cat([key_value[..., :NOPE], rope.expand(problem.heads, -1, -1)], dim=-1)
+        projected.append((key, key_value[..., NOPE:]))
     for row, request in enumerate(owners):
         named = problem.lists[row][problem.lists[row] != NOTHING].long()
         if not len(named):
             continue
-        latent, rope = problem.kv[request][named].to(dtype).split([LATENT, ROPE], dim=-1)
-        key_value = torch.einsum("hdl,tl->htd", weight, latent)
-        key = torch.cat([key_value[..., :NOPE], rope.expand(problem.heads, -1, -1)], dim=-1)
+        key, value = (part[:, named] for part in projected[request])
         scores = torch.einsum("hd,htd->ht", problem.q[row].to(dtype), key) * SCALE
-        out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), key_value[..., NOPE:])
+        out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), value)
     return out.flatten(1)
 
 

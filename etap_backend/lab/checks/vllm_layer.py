@@ -103,11 +103,11 @@ def unabsorbed(problem, weight, dtype):
         latent, rope = rows.to(dtype).split([LATENT, ROPE], dim=-1)
         key_value = torch.einsum("hdl,tl->htd", weight, latent)
         key = torch.cat([key_value[..., :NOPE], rope.expand(heads, -1, -1)], dim=-1)
-        for row in range(end - query_len, end):
-            seen = len(rows) + row + 1 - end
-            if seen > 0:
-                scores = torch.einsum("hd,htd->ht", problem.q[row].to(dtype), key[:, :seen]) * SCALE
-                out[row] = torch.einsum("ht,htd->hd", scores.softmax(-1), key_value[:, :seen, NOPE:])
+        scores = torch.einsum("qhd,htd->hqt", problem.q[end - query_len : end].to(dtype), key) * SCALE
+        last = torch.arange(len(rows) - query_len, len(rows))  # what each query token sees last
+        scores.masked_fill_(torch.arange(len(rows)) > last[:, None], float("-inf"))
+        seen = scores.softmax(-1).nan_to_num(0.0)  # a token that sees nothing gets 0
+        out[end - query_len : end] = torch.einsum("hqt,htd->qhd", seen, key_value[..., NOPE:])
     return out.flatten(1)
 
 

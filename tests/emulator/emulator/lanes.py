@@ -45,7 +45,7 @@ def put(warp, reg, value: np.ndarray, bits: int) -> None:
 
 def uniform(values: np.ndarray, bits: int, what: str) -> int:
     """The value that all lanes agree on."""
-    chosen = values[lanes_of(bits)]
+    chosen = values if bits == FULL else values[lanes_of(bits)]
     if (chosen != chosen[0]).any():
         raise EmulationError(f"{what} differs between the lanes: {chosen.tolist()}")
     return int(chosen[0])

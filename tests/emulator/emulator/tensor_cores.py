@@ -122,6 +122,8 @@ class ProductsInFlight:
         """wgmma.fence must lie between other accesses to a WGMMA's registers and it."""
         if self.used_since_fence is None:
             raise EmulationError("WGMMA without a wgmma.fence before it")
+        if not regs:
+            return
         for number in self.used_since_fence:
             segment = self.cta.kernel.segments[number]
             if not regs.isdisjoint(segment.touched if reads_too else segment.writes):
@@ -172,10 +174,8 @@ def _wgmma_product(t: Translator, item: Instruction):
 
 def operand(shared, descriptor: int, rows: int, product: Product, transposed: bool, quarter=None) -> np.ndarray:
     """[rows, K] or a quarter of the rows, in float32 from shared memory."""
-    units = descriptor_units(descriptor, rows, transposed)
-    if quarter is not None:
-        units = np.split(units, 4)[quarter]
-    if int(units.max()) >= shared.end // 16 or int(units.min()) < SHARED_BASE // 16:
+    units, first, last = operand_units(descriptor, rows, transposed, quarter)
+    if last >= shared.end // 16 or first < SHARED_BASE // 16:
         raise EmulationError(f"descriptor {descriptor:#x} leaves shared memory: {product.instruction}")
     what = f"{product.instruction.parts[4]} WGMMA at {product.instruction.place}: read of"
     raw = shared.read_units(units, what, product.fenced)  # [rows, units, 16] or [rows / 8, k, 16]
@@ -186,6 +186,14 @@ def operand(shared, descriptor: int, rows: int, product: Product, transposed: bo
 
 
 @cache
+def operand_units(descriptor: int, rows: int, transposed: bool, quarter: int | None) -> tuple[np.ndarray, int, int]:
+    """An operand's units or a quarter of them, with the first and the last that any of them is."""
+    units = descriptor_units(descriptor, rows, transposed)
+    if quarter is not None:
+        units = np.split(units, 4)[quarter]
+    return units, int(units.min()), int(units.max())
+
+
 def descriptor_units(descriptor: int, rows: int, transposed: bool) -> np.ndarray:
     """Where an operand's units of 16 bytes lie, in shared memory addresses / 16.
 

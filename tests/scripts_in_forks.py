@@ -1,0 +1,63 @@
+"""Small programs that each need a Python of their own with an engine imported: children of one that has imported it."""
+
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+SCRIPT_SECONDS = 180
+
+# Reads paths of scripts, answers with each one's exit status; beside a script lies what it wrote.
+PARENT = """
+import os, sys, traceback
+answers = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)
+{imports}
+for path in map(str.strip, sys.stdin):
+    child = os.fork()
+    if not child:
+        for stream, end in ((1, "out"), (2, "err")):
+            os.dup2(os.open(path + "." + end, os.O_CREAT | os.O_WRONLY), stream)
+        status = 1
+        try:
+            with open(path) as script:
+                exec(compile(script.read(), path, "exec"), {{"__name__": "__main__"}})
+            status = 0
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(status)
+    print(os.waitpid(child, 0)[1], file=answers, flush=True)
+"""
+
+Run = Callable[[str], tuple[str, str]]
+
+
+@contextmanager
+def runner(imports: str, folder: Path) -> Iterator[Run]:
+    """Gives a function that runs a script where `imports` has run and nothing else, and returns its output and errors.
+
+    The scripts lie in `folder`. One that fails, or takes longer than SCRIPT_SECONDS, fails the test.
+    """
+    command = [sys.executable, "-c", PARENT.format(imports=imports)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        count = 0
+
+        def run(script: str) -> tuple[str, str]:
+            nonlocal count
+            count += 1
+            path = folder / f"{count}.py"
+            path.write_text(f"import signal; signal.alarm({SCRIPT_SECONDS})\n{script}")
+            parent.stdin.write(f"{path}\n")
+            parent.stdin.flush()
+            status = parent.stdout.readline()
+            written = [path.with_name(f"{path.name}.{end}") for end in ("out", "err")]
+            output, errors = (file.read_text() if file.exists() else "" for file in written)
+            assert status == "0\n", f"status {status!r}: {output}{errors}"
+            return output, errors
+
+        yield run
+        parent.stdin.close()
