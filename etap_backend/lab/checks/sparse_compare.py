@@ -7,8 +7,8 @@ that RMSE where the inputs make it larger; the log-sum-exp by 1e-5, of itself wh
 scores of these inputs leave open. The policy holds for each token by itself.
 
 P of an FP8 row is rounded after its scale has multiplied it, for 128 columns at a time, to bfloat16 or, among ordinary
-scales, float16; and the output is divided by the sum of P as it was: so the rounding of a dominating key does not cancel
-there, as it does for bfloat16 rows.
+scales, float16; and the output is divided by the sum of P as it was. So the rounding of a dominating key does not
+cancel there, as it does for bfloat16 rows.
 """
 
 from __future__ import annotations
@@ -131,8 +131,8 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
     """The deviation of what rounding P to bfloat16 costs [tokens, heads, 512], and what that type's range may cost.
 
     P is half an epsilon off at most, at worst uniformly, each row's by itself. P of a token's largest score is at least
-    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale. P times
-    2^7 and an ordinary scale may be in float16, whose subnormal numbers are off by half of the least.
+    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale. P
+    times 2^7 and an ordinary scale may be in float16, whose subnormal numbers are off by half of the least.
     """
     p = weight / times / (weight / times).amax(dim=2, keepdim=True)  # at most P
     off = BF16.eps / 2 / math.sqrt(3) * weight
