@@ -59,6 +59,8 @@ struct Consumer {
     const auto scales = TokenScales::read<T>(tile);
     compute_scores<T>(shared, tile, scales, params.scale_log2, st);
     sparse::hide_invalid<T>(shared.valid[at.stage], st);
+    ValueFetches<T> values{tile};
+    if (T::kFetchesAhead) values.begin();
 
     // Softmax. Where P^T has one buffer, meeting before its first store tells that no product of the last tile reads it.
     if constexpr (T::kProbabilityBuffers == 1) ETAP_MARKED(products_meeting, event::scores_read(group).sync());
@@ -78,7 +80,7 @@ struct Consumer {
     }
 
     // O^T, release.
-    add_output<T>(shared, at, probabilities, ot, [&] { softmax.accumulate(); });
+    add_output<T>(shared, at, values, probabilities, ot, [&] { softmax.accumulate(); });
   }
 };
 

@@ -71,7 +71,7 @@ struct TokenScales {
 };
 
 // S^T of one tile in the log2 domain, complete on return. Each 128 columns and the rope part have a sum of their own, two of
-// which are under way at a time.
+// which are under way at a time. What comes from shared memory is asked for a few loads ahead, as are the queries' scales.
 template <class T>
 __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, const char* tile,
                                                const TokenScales& scales, float scale_log2,
@@ -79,47 +79,69 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
   using namespace cute;
   constexpr int kLoadsPerPart = kScaledColumns / 32;
   constexpr int kLatentLoads = kLatentDim / 32;
-  constexpr int kLoads = kLatentLoads + kRopeDim / 32;
+  constexpr int kRopeLoads = kRopeDim / 32;
+  constexpr int kLoads = kLatentLoads + kRopeLoads;
+  constexpr int kRopeFetch = kLatentLoads - (T::kFetches - 1);
   typename T::ScoreMma mma;
   typename T::RopeMma rope_mma;
   const auto slice = mma.get_thread_slice(0);
   const auto rope_slice = rope_mma.get_thread_slice(0);
   decltype(make_fragment_like(st(_, 0, 0))) parts[2];
   Operands operands[T::kOperands];
-  Words words[2];
+  Operands rope[kRopeLoads];
+  Words words[T::kFetches];
+  constexpr int kColumns = T::kScoreColumns / 4;  // of a thread
+  float query_scales[kColumns];
 
   const auto fetch = [&](int load) {
-    const int offset = load < kLatentLoads ? load * 32 : T::kRopeOffset + (load - kLatentLoads) * 64;
-    load_key_units<T>(tile, offset, words[load % 2]);
+    if (load < kLatentLoads) load_key_units<T>(tile, load * 32, words[load % T::kFetches]);
   };
+  // 16 columns of bfloat16 are two units, and need no conversion.
+  const auto fetch_rope = [&](int load, Operands& operand) {
+    CUTE_UNROLL
+    for (int step = 0; step < 2; ++step) {
+      load_key_units<T>(tile, T::kRopeOffset + load * 64 + step * 32, operand[step]);
+    }
+  };
+  CUTE_UNROLL
+  for (int load = 0; load < T::kFetches - 1; ++load) fetch(load);
+  const auto query_scale = [&](int column) {
+    return shared.score_scales[transposed::fragment_column(column / 2, column % 2)];
+  };
+  CUTE_UNROLL
+  for (int i = 0; i < kColumns; ++i) query_scales[i] = T::kFetchesAhead ? query_scale(i) : 0.0f;
   const auto take_over = [&](int part) {
     warpgroup_fence_operand(parts[part % 2]);
     CUTE_UNROLL
     for (int i = 0; i < size(st); ++i) {
       const float value = parts[part % 2](i);
       if (part == kScales) {
-        st(i) = st(i) * shared.score_scales[transposed::fragment_column(i / 4, i % 2)] + value * scale_log2;
+        const int column = i / 4 * 2 + i % 2;
+        st(i) = st(i) * (T::kFetchesAhead ? query_scales[column] : query_scale(column)) + value * scale_log2;
       } else {
         st(i) = part == 0 ? value * scales.of[i / 2 % 2][0] : fmaf(value, scales.of[i / 2 % 2][part], st(i));
       }
     }
   };
 
-  fetch(0);
   CUTE_UNROLL
   for (int load = 0; load < kLoads; ++load) {
     const int part = load / kLoadsPerPart;
     auto& operand = operands[load % T::kOperands];
     if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
+    if (T::kFetchesAhead && load == kRopeFetch) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRopeLoads; ++r) fetch_rope(r, rope[r]);
+    }
     const char* chunk = shared.query + min(load / 2, kValueChunks) * T::kQueryChunkBytes;
     if (load % kLoadsPerPart == 0) {
       if (part >= 2) take_over(part - 2);
       warpgroup_fence_operand(parts[part % 2]);
       mma.accumulate_ = rope_mma.accumulate_ = GMMA::ScaleOut::Zero;
     }
-    const Words& from = words[load % 2];
+    const Words& from = words[load % T::kFetches];
     if (load < kLatentLoads) {
-      if (load + 1 < kLatentLoads) fetch(load + 1);
+      fetch(load + T::kFetches - 1);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         const uint2 halves = transposed_fp8::to_halves(from[i]);
@@ -131,14 +153,11 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
       multiply<typename T::ScoreElement>(mma, operand, slice.make_fragment_B(slice.partition_B(s_query)), load % 2 * 2,
                                          parts[part % 2]);
     } else {
-      // 16 columns of bfloat16 are two units, and need no conversion.
-      CUTE_UNROLL
-      for (int step = 0; step < 2; ++step) {
-        load_key_units<T>(tile, T::kRopeOffset + (load - kLatentLoads) * 64 + step * 32, operand[step]);
-      }
+      auto& rope_operand = T::kFetchesAhead ? rope[load - kLatentLoads] : operand;
+      if (!T::kFetchesAhead) fetch_rope(load - kLatentLoads, rope_operand);
       auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::RopeElement*>(chunk)),
                                  typename T::template Operand<typename T::RopeElement>{});
-      multiply<typename T::RopeElement>(rope_mma, operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)),
+      multiply<typename T::RopeElement>(rope_mma, rope_operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)),
                                         load % 2 * 2, parts[part % 2]);
     }
   }
@@ -147,29 +166,44 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
   take_over(kScales);
 }
 
+// V of one tile on its way to registers, a few loads ahead.
+template <class T>
+struct ValueFetches {
+  static constexpr int kLoads = 2 * T::kOutputSlices;
+
+  const char* tile;
+  Words words[T::kFetches];
+
+  __device__ __forceinline__ void begin() {
+    CUTE_UNROLL
+    for (int load = 0; load < T::kFetches - 1; ++load) fetch(load);
+  }
+  __device__ __forceinline__ void fetch(int load) {
+    if (load < kLoads) load_value_units<T>(tile, load / 2, load % 2, words[load % T::kFetches]);
+  }
+};
+
 // O^T += V^T·P^T of one tile, which is given back once it is in registers; `meanwhile` runs beside the last products.
 template <class T, class Meanwhile>
 __device__ __forceinline__ void add_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                           const char* probabilities, transposed::OutputFragment<T>& ot,
-                                           Meanwhile&& meanwhile) {
+                                           ValueFetches<T>& values, const char* probabilities,
+                                           transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
-  constexpr int kLoads = 2 * T::kOutputSlices;
-  const char* tile = shared.ring + at.stage * T::kStageBytes;
+  constexpr int kLoads = ValueFetches<T>::kLoads;
   typename T::OutputMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
   const auto slice = mma.get_thread_slice(0);
   Operands operands[T::kOperands];
-  Words words[2];
   warpgroup_fence_operand(ot);
-  load_value_units<T>(tile, 0, 0, words[0]);
+  if (!T::kFetchesAhead) values.begin();
   CUTE_UNROLL
   for (int load = 0; load < kLoads; ++load) {
-    if (load + 1 < kLoads) load_value_units<T>(tile, (load + 1) / 2, (load + 1) % 2, words[(load + 1) % 2]);
+    values.fetch(load + T::kFetches - 1);
     if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
     auto& operand = operands[load % T::kOperands];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const uint2 pairs = to_bfloat16(words[load % 2][i]);
+      const uint2 pairs = to_bfloat16(values.words[load % T::kFetches][i]);
       operand[i / 2][i % 2 * 2] = pairs.x;
       operand[i / 2][i % 2 * 2 + 1] = pairs.y;
     }

@@ -35,8 +35,9 @@ struct ScaledSoftmax : transposed::Softmax<T> {
         const float scale = scales.of[i % 2][scaled];
         rounded[i] = pack<typename T::Probability>(p[2 * i] * scale, p[2 * i + 1] * scale);
       }
-      Base::store(probabilities + scaled * T::kScaledBytes);
+      Base::store_pairs(probabilities + scaled * T::kScaledBytes);
     }
+    ETAP_MARKED(probabilities_fence, cutlass::arch::fence_view_async_shared());
   }
 
   __device__ __forceinline__ void accumulate() {

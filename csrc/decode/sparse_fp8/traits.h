@@ -78,6 +78,10 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   static constexpr int kStepsPerLoad = 2;
   static constexpr int kValuesPerStep = 8;
   static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
+  // Loads on their way, the one in work included; whether the first ones, and what else is known to be wanted, are asked for
+  // before the last phase's end. At 32 rows registers are short.
+  static constexpr int kFetches = kRowTile <= 16 ? 4 : 2;
+  static constexpr bool kFetchesAhead = kRowTile <= 16;
 
   static constexpr auto kMajorK = cute::GMMA::Major::K;
   template <class E, int kColumns>
