@@ -64,23 +64,33 @@ struct Consumer {
 
     // Softmax. Where P^T has one buffer, meeting before its first store tells that no product of the last tile reads it.
     if constexpr (T::kProbabilityBuffers == 1) ETAP_MARKED(products_meeting, event::scores_read(group).sync());
-    bool renew = first;
+    bool renew = first, wide = scales.template beyond_half<T>();
     if (!renew) {
       const bool exceeds = softmax.exponentiate(st);
-      softmax.store(scales, probabilities);
-      ETAP_MARKED(probabilities_meeting, renew = event::probabilities_written(group).any(exceeds));
+      softmax.template store<typename T::Probability>(scales, probabilities);
+      ETAP_MARKED(probabilities_meeting, renew = event::probabilities_written(group).any(exceeds || wide));
     }
     if (renew) {
       float correction[transposed::Softmax<T>::kColumns];
       softmax.renew(st, correction);
       transposed::scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
       softmax.exponentiate(st);
-      softmax.store(scales, probabilities);
+      wide = event::probabilities_written(group).any(wide);
+      if (wide) {
+        softmax.template store<typename T::WideProbability>(scales, probabilities);
+      } else {
+        softmax.template store<typename T::Probability>(scales, probabilities);
+      }
       event::probabilities_written(group).sync();
     }
 
     // O^T, release.
-    add_output<T>(shared, at, values, probabilities, ot, [&] { softmax.accumulate(); });
+    const auto accumulate = [&] { softmax.accumulate(); };
+    if (wide) {
+      add_output<typename T::WideProbability>(shared, at, values, probabilities, ot, accumulate);
+    } else {
+      add_output<typename T::Probability>(shared, at, values, probabilities, ot, accumulate);
+    }
   }
 };
 

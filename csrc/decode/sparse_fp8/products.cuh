@@ -1,6 +1,8 @@
 // S^T = K·Q^T and O^T += V^T·P^T of one tile of FP8 rows: see transposed_fp8/products.cuh for how matrix loads bring K and V.
 #pragma once
 
+#include <type_traits>
+
 #include "decode/sparse_fp8/traits.h"
 #include "decode/transposed_fp8/products.cuh"
 
@@ -68,10 +70,24 @@ struct TokenScales {
     }
     return scales;
   }
+
+  // Whether one of a row is beyond float16's bounds; the four threads that hold the same two rows look at a column each. Those
+  // of rows that do not exist are 0.
+  template <class T>
+  __device__ __forceinline__ bool beyond_half() const {
+    const int column = threadIdx.x % kScales;
+    bool beyond = false;
+    CUTE_UNROLL
+    for (const auto& row : of) {
+      const float scale = fabsf(column < 2 ? (column == 0 ? row[0] : row[1]) : (column == 2 ? row[2] : row[3]));
+      beyond |= scale > T::kLargestScale || (scale < T::kLeastScale && scale != 0.0f);
+    }
+    return beyond;
+  }
 };
 
-// S^T of one tile in the log2 domain, complete on return. Each 128 columns and the rope part have a sum of their own, two of
-// which are under way at a time. What comes from shared memory is asked for a few loads ahead, as are the queries' scales.
+// S^T of one tile in the log2 domain, complete on return. Each 128 columns and the rope part have a sum of their own, one or
+// two of which are under way at a time. What comes from shared memory is asked for a few loads ahead, as are the queries' scales.
 template <class T>
 __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, const char* tile,
                                                const TokenScales& scales, float scale_log2,
@@ -81,12 +97,12 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
   constexpr int kLatentLoads = kLatentDim / 32;
   constexpr int kRopeLoads = kRopeDim / 32;
   constexpr int kLoads = kLatentLoads + kRopeLoads;
-  constexpr int kRopeFetch = kLatentLoads - (T::kFetches - 1);
+  constexpr int kRopeFetch = kLatentLoads - T::kFetches;
   typename T::ScoreMma mma;
   typename T::RopeMma rope_mma;
   const auto slice = mma.get_thread_slice(0);
   const auto rope_slice = rope_mma.get_thread_slice(0);
-  decltype(make_fragment_like(st(_, 0, 0))) parts[2];
+  decltype(make_fragment_like(st(_, 0, 0))) parts[T::kParts];
   Operands operands[T::kOperands];
   Operands rope[kRopeLoads];
   Words words[T::kFetches];
@@ -104,17 +120,17 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
     }
   };
   CUTE_UNROLL
-  for (int load = 0; load < T::kFetches - 1; ++load) fetch(load);
+  for (int load = 0; load < T::kFetches; ++load) fetch(load);
   const auto query_scale = [&](int column) {
     return shared.score_scales[transposed::fragment_column(column / 2, column % 2)];
   };
   CUTE_UNROLL
   for (int i = 0; i < kColumns; ++i) query_scales[i] = T::kFetchesAhead ? query_scale(i) : 0.0f;
   const auto take_over = [&](int part) {
-    warpgroup_fence_operand(parts[part % 2]);
+    warpgroup_fence_operand(parts[part % T::kParts]);
     CUTE_UNROLL
     for (int i = 0; i < size(st); ++i) {
-      const float value = parts[part % 2](i);
+      const float value = parts[part % T::kParts](i);
       if (part == kScales) {
         const int column = i / 4 * 2 + i % 2;
         st(i) = st(i) * (T::kFetchesAhead ? query_scales[column] : query_scale(column)) + value * scale_log2;
@@ -135,35 +151,36 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
     }
     const char* chunk = shared.query + min(load / 2, kValueChunks) * T::kQueryChunkBytes;
     if (load % kLoadsPerPart == 0) {
-      if (part >= 2) take_over(part - 2);
-      warpgroup_fence_operand(parts[part % 2]);
+      if (T::kParts == 1) warpgroup_wait<0>();
+      if (part >= T::kParts) take_over(part - T::kParts);
+      warpgroup_fence_operand(parts[part % T::kParts]);
       mma.accumulate_ = rope_mma.accumulate_ = GMMA::ScaleOut::Zero;
     }
     const Words& from = words[load % T::kFetches];
     if (load < kLatentLoads) {
-      fetch(load + T::kFetches - 1);
       CUTE_UNROLL
       for (int i = 0; i < 4; ++i) {
         const uint2 halves = transposed_fp8::to_halves(from[i]);
         operand[i / 2][i % 2] = halves.x;
         operand[i / 2][i % 2 + 2] = halves.y;
       }
+      fetch(load + T::kFetches);
       auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::ScoreElement*>(chunk)),
                                  typename T::template Operand<typename T::ScoreElement>{});
       multiply<typename T::ScoreElement>(mma, operand, slice.make_fragment_B(slice.partition_B(s_query)), load % 2 * 2,
-                                         parts[part % 2]);
+                                         parts[part % T::kParts]);
     } else {
       auto& rope_operand = T::kFetchesAhead ? rope[load - kLatentLoads] : operand;
       if (!T::kFetchesAhead) fetch_rope(load - kLatentLoads, rope_operand);
       auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::RopeElement*>(chunk)),
                                  typename T::template Operand<typename T::RopeElement>{});
       multiply<typename T::RopeElement>(rope_mma, rope_operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)),
-                                        load % 2 * 2, parts[part % 2]);
+                                        load % 2 * 2, parts[part % T::kParts]);
     }
   }
   warpgroup_wait<0>();
-  take_over(kScales - 1);
-  take_over(kScales);
+  CUTE_UNROLL
+  for (int part = kScales + 1 - T::kParts; part <= kScales; ++part) take_over(part);
 }
 
 // V of one tile on its way to registers, a few loads ahead.
@@ -176,46 +193,56 @@ struct ValueFetches {
 
   __device__ __forceinline__ void begin() {
     CUTE_UNROLL
-    for (int load = 0; load < T::kFetches - 1; ++load) fetch(load);
+    for (int load = 0; load < T::kFetches; ++load) fetch(load);
   }
   __device__ __forceinline__ void fetch(int load) {
     if (load < kLoads) load_value_units<T>(tile, load / 2, load % 2, words[load % T::kFetches]);
   }
 };
 
-// O^T += V^T·P^T of one tile, which is given back once it is in registers; `meanwhile` runs beside the last products.
-template <class T, class Meanwhile>
+// Four e4m3 values, bytes 0 and 2, and bytes 1 and 3, as an operand of the output's products.
+template <class E>
+__device__ __forceinline__ uint2 convert_values(uint32_t word) {
+  if constexpr (std::is_same_v<E, cutlass::half_t>) {
+    return transposed_fp8::to_halves(__byte_perm(word, 0, 0x3120));
+  } else {
+    return to_bfloat16(word);
+  }
+}
+
+// O^T += V^T·P^T of one tile, P^T in E, which is given back once it is in registers; `meanwhile` runs
+// beside the last products, or before the first where registers are short.
+template <class E, class T, class Meanwhile>
 __device__ __forceinline__ void add_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                            ValueFetches<T>& values, const char* probabilities,
                                            transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
   constexpr int kLoads = ValueFetches<T>::kLoads;
-  typename T::OutputMma mma;
+  typename T::template Mma<E, T::kRowTile> mma;  // all have the fragments of T::OutputMma
   mma.accumulate_ = GMMA::ScaleOut::One;
   const auto slice = mma.get_thread_slice(0);
   Operands operands[T::kOperands];
   warpgroup_fence_operand(ot);
+  if (!T::kFetchesAhead) meanwhile();
   if (!T::kFetchesAhead) values.begin();
   CUTE_UNROLL
   for (int load = 0; load < kLoads; ++load) {
-    values.fetch(load + T::kFetches - 1);
     if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
     auto& operand = operands[load % T::kOperands];
     CUTE_UNROLL
     for (int i = 0; i < 4; ++i) {
-      const uint2 pairs = to_bfloat16(values.words[load % T::kFetches][i]);
+      const uint2 pairs = convert_values<E>(values.words[load % T::kFetches][i]);
       operand[i / 2][i % 2 * 2] = pairs.x;
       operand[i / 2][i % 2 * 2 + 1] = pairs.y;
     }
+    values.fetch(load + T::kFetches);
     const char* scaled = probabilities + load / 2 * 64 / kScaledColumns * T::kScaledBytes;
-    auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(scaled)),
-                            typename T::ProbabilityOperand{});
-    multiply<typename T::Element>(mma, operand, slice.make_fragment_B(slice.partition_B(s_pt)), load % 2 * 2,
-                                  ot(_, load / 2, 0));
+    auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const E*>(scaled)), typename T::template Operand<E>{});
+    multiply<E>(mma, operand, slice.make_fragment_B(slice.partition_B(s_pt)), load % 2 * 2, ot(_, load / 2, 0));
   }
   __syncwarp();
   if (threadIdx.x % kWarpSize == 0) ETAP_MARKED(stage_release, shared.keys.release(at));
-  meanwhile();
+  if (T::kFetchesAhead) meanwhile();
   warpgroup_wait<0>();
   warpgroup_fence_operand(ot);
 }

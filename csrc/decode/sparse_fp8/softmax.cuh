@@ -27,13 +27,14 @@ struct ScaledSoftmax : transposed::Softmax<T> {
     return exceeds;
   }
 
+  template <class E>
   __device__ __forceinline__ void store(const TokenScales& scales, char* probabilities) {
     CUTE_UNROLL
     for (int scaled = 0; scaled < kScales; ++scaled) {
       CUTE_UNROLL
       for (int i = 0; i < 2 * kBlocks; ++i) {
         const float scale = scales.of[i % 2][scaled];
-        rounded[i] = pack<typename T::Probability>(p[2 * i] * scale, p[2 * i + 1] * scale);
+        rounded[i] = pack<E>(p[2 * i] * scale, p[2 * i + 1] * scale);
       }
       Base::store_pairs(probabilities + scaled * T::kScaledBytes);
     }

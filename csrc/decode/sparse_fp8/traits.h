@@ -1,7 +1,8 @@
 // Numbers and layouts of sparse attention over FP8 rows: 512 values of e4m3, a float32 scale for each 128 of them, 64 values
 // of bfloat16. Rows lie in shared memory as they do in the cache: 656 bytes are an odd number of 16-byte units, so that
-// matrix loads of eight rows touch all banks. Their values reach the products through registers, as float16 for the scores
-// and as bfloat16 for the output, exactly; the scales are applied to the scores of each 128 columns and to P^T.
+// matrix loads of eight rows touch all banks. Their values reach the products through registers as float16, exactly; the
+// scales are applied to the scores of each 128 columns and to P^T. A tile with a scale that float16 has no room for beside P
+// takes the output's product in bfloat16, which has float32's range, at three times the instructions.
 #pragma once
 
 #include "decode/sparse/cache.h"
@@ -43,10 +44,14 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   static constexpr int run_begin(int r) { return r; }
   using Walk = EvenWalk;
   using CacheMaps = sparse::GatheredCache;
-  using Element = cutlass::bfloat16_t;  // of the output's products
+  using Element = cutlass::bfloat16_t;  // of queries, rope part and output
   using ScoreElement = cutlass::half_t;
   using RopeElement = cutlass::bfloat16_t;
-  using Probability = Element;
+  // Of the output's products, and where a tile's scales are beyond these bounds. P is at most 2^15, so that P times a scale
+  // stays finite; that of a tile's largest score, 2^7 when its reference was set, is a normal number.
+  using Probability = cutlass::half_t;
+  using WideProbability = cutlass::bfloat16_t;
+  static constexpr float kLeastScale = 0x1p-13f, kLargestScale = 1.0f;
   using ScoreScales = NoScale;
   using SharedStorage = SharedMemory<Traits>;
   using Consumer = sparse_fp8::Consumer<Traits>;
@@ -71,17 +76,18 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   static_assert(kConsumerGroups * kMergeStages <= kStages);
   static_assert(grants_fit(kStages, kStagesPerTile, kMergeStages));
 
-  static constexpr float kProbabilityShift = 0.0f;
-  static constexpr float kLargestExponent = kLazyMaximum;
+  static constexpr float kProbabilityShift = 7.0f;
+  static constexpr float kLargestExponent = kProbabilityShift + kLazyMaximum;
 
   // A matrix load brings 32 columns of K, or 32 tokens of 16 value dims, for two steps of WGMMA.
   static constexpr int kStepsPerLoad = 2;
   static constexpr int kValuesPerStep = 8;
   static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
-  // Loads on their way, the one in work included; whether the first ones, and what else is known to be wanted, are asked for
-  // before the last phase's end. At 32 rows registers are short.
-  static constexpr int kFetches = kRowTile <= 16 ? 4 : 2;
+  // Loads on their way while one is in work; whether the first ones, and what else is known to be wanted, are asked for before
+  // the last phase's end. At 32 rows registers are short.
+  static constexpr int kFetches = kRowTile <= 16 ? 3 : 2;
   static constexpr bool kFetchesAhead = kRowTile <= 16;
+  static constexpr int kParts = kRowTile <= 16 ? 2 : 1;  // sums of scores under way
 
   static constexpr auto kMajorK = cute::GMMA::Major::K;
   template <class E, int kColumns>
@@ -89,16 +95,15 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
       cute::GMMA::rs_op_selector<E, E, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_64>, kMajorK, kMajorK>()));
   using ScoreMma = Mma<ScoreElement, kScoreColumns>;
   using RopeMma = Mma<RopeElement, kScoreColumns>;
-  using OutputMma = Mma<Element, kRowTile>;
+  using OutputMma = Mma<Probability, kRowTile>;
 
   // Q chunk [score columns x 64 columns], the last one rope, and P^T [rows x 64 tokens], K-major for operand B.
   template <class E>
   using Operand = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<E>{},
                                                cute::Shape<cute::Int<kRowTile>, cute::_64>{}));
-  using ProbabilityOperand = Operand<Element>;
   static constexpr int kOperandLine = 128;  // bytes of a row of operand B
   using QueryChunk = ScoreElement[kRowTile][kChunkColumns];   // swizzled
-  using Probabilities = Element[kRowTile][kTileTokens];  // swizzled
+  using Probabilities = Probability[kRowTile][kTileTokens];  // swizzled
   static constexpr int kQueryChunkBytes = sizeof(QueryChunk);
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
   // P^T times the scales of each 128 columns. At 32 rows there is room for one of a consumer, not two.
