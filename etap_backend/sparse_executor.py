@@ -20,7 +20,8 @@ from etap_backend.executor import (
 )
 from etap_backend.support import FP8, LATENT_DIM, SCALE_DIM, SPARSE_FP8_BYTES, TILE_TOKENS
 
-KEPT = REFERENCES[False, torch.bfloat16]
+# Scales of FP8 rows for which float16 holds P times scale: kLeastScale and kLargestScale of the kernels.
+LEAST_SCALE, LARGEST_SCALE = 2.0**-13, 1.0
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,8 @@ def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
     """K Q^T of some cache rows, [tokens, heads], and the product that takes their P.
 
     FP8 elements are multiplied as they are: their scales multiply the scores of 128 columns at a time, and in the
-    product with V they multiply P before it is rounded. So the output is divided by the sum of P as it was.
+    product with V they multiply P before it is rounded: to float16, or to bfloat16 where a scale of the tile is beyond
+    what float16 has room for. So the output is divided by the sum of P as it was.
     """
     if rows.dtype != torch.uint8:
         keys = rows.float()
@@ -91,9 +93,13 @@ def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
         scores += scale[:, None] * (values[:, group] @ q.latent[:, group].T)
     scores = scores * q.factor + rope.view(torch.bfloat16).float() @ q.rope.T
 
+    size = scales.abs()
+    ordinary = ((size >= LEAST_SCALE) & (size <= LARGEST_SCALE)) | (size == 0)
+    p_dtype = torch.float16 if ordinary.all() else torch.bfloat16
+
     def product(pt: Tensor) -> tuple[Tensor, Tensor]:
         parts = [
-            values[:, group].T @ (pt * scale[:, None]).bfloat16().float()
+            values[:, group].T @ (pt * scale[:, None]).to(p_dtype).float()
             for group, scale in zip(groups, scales.T, strict=True)
         ]
         return torch.cat(parts), pt.sum(dim=0)
@@ -111,7 +117,9 @@ def decode_piece(q: Queries, lists: Lists, token: int, tiles: range, softmax_sca
             st = scores * (softmax_scale / math.log(2))
             yield st.masked_fill(~valid[:, None], float("-inf")), product
 
-    return attend(len(q.factor), KEPT, scores_and_products())
+    fp8 = lists.kv_cache.dtype == torch.uint8
+    kept = REFERENCES[fp8, torch.float16 if fp8 else torch.bfloat16]
+    return attend(len(q.factor), kept, scores_and_products())
 
 
 @dataclass(frozen=True)

@@ -94,15 +94,16 @@ def test_the_truth_is_the_references_on_the_calls_own_lists(seed):
     torch.testing.assert_close((found.out, found.lse), wanted, rtol=1e-9, atol=1e-12 * wanted[0].abs().max().item())
 
 
-def test_an_fp8_row_is_not_multiplied_out():
-    """Its scale multiplies P, which is rounded then: a single key is as far off as bfloat16 rounds the scale."""
-    problem = build(SparseCase(1, 4, 1, "fp8"), "cpu")
+@pytest.mark.parametrize(("scales", "p_dtype"), [("fitted", torch.float16), ("tiny", torch.bfloat16)])
+def test_an_fp8_row_is_not_multiplied_out(scales, p_dtype):
+    """Its scale multiplies P, which is rounded then: a single key is as far off as P's type rounds the scale."""
+    problem = build(SparseCase(1, 4, 1, "fp8", scales=scales), "cpu")
     queries = sparse_executor.queries_of(problem.q[0], True)
     out, lse = sparse_executor.decode_piece(queries, lists_of(problem), 0, range(1), SOFTMAX_SCALE)
     wanted = truth(problem)
     rows, _ = lists_of(problem).rows(0, 0)
     scales = rows[:, 512:528].contiguous().view(torch.float32)
-    rounded = scales.bfloat16().double() / scales.double()
+    rounded = scales.to(p_dtype).double() / scales.double()
     torch.testing.assert_close(out.double(), wanted.out[0] * rounded.repeat_interleave(128, dim=1), rtol=1e-6, atol=0)
     torch.testing.assert_close(lse.double(), wanted.lse[0], rtol=1e-6, atol=1e-6)
     assert (out.double() != wanted.out[0]).any()

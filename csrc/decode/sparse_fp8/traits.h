@@ -58,6 +58,7 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   static constexpr bool kFp8Cache = true;
   static constexpr bool kFp8Math = false;
   static constexpr bool kPairedDims = true;
+  static constexpr bool kFitsLaunchRegisters = kRowTile < 16;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
 
@@ -85,7 +86,7 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
   // Loads on their way while one is in work; whether the first ones, and what else is known to be wanted, are asked for before
   // the last phase's end. At 32 rows registers are short.
-  static constexpr int kFetches = kRowTile <= 16 ? 3 : 2;
+  static constexpr int kFetches = kRowTile <= 16 ? 3 : 1;
   static constexpr bool kFetchesAhead = kRowTile <= 16;
   static constexpr int kParts = kRowTile <= 16 ? 2 : 1;  // sums of scores under way
 

@@ -6,8 +6,9 @@ the same roundings cost at random; the cosine difference by what is allowed the 
 that RMSE where the inputs make it larger; the log-sum-exp by 1e-5, of itself where it is above 1, or by what float32
 scores of these inputs leave open. The policy holds for each token by itself.
 
-P of an FP8 row is rounded after its scale has multiplied it, for 128 columns at a time, and the output is divided by
-the sum of P as it was: so the rounding of a dominating key does not cancel there, as it does for bfloat16 rows.
+P of an FP8 row is rounded after its scale has multiplied it, for 128 columns at a time, to bfloat16 or, among ordinary
+scales, float16; and the output is divided by the sum of P as it was: so the rounding of a dominating key does not cancel
+there, as it does for bfloat16 rows.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from etap_backend import reference
+from etap_backend import executor, reference, sparse_executor
 from etap_backend.lab.checks.cases import LATENT, SOFTMAX_SCALE
 from etap_backend.lab.checks.compare import (
     COSINE,
@@ -36,7 +37,7 @@ from etap_backend.lab.checks.compare import (
 from etap_backend.lab.checks.sparse_cases import SparseProblem
 from etap_backend.support import FP8, SCALE_DIM, SPARSE_FP8_BYTES
 
-BF16, FLOAT = torch.finfo(torch.bfloat16), torch.finfo(torch.float32)
+BF16, HALF, FLOAT = (torch.finfo(x) for x in (torch.bfloat16, torch.float16, torch.float32))
 # Of the sum of a score's products without their signs: float32 additions, of which a tensor core cuts off the rest.
 SCORE = 2.0**-20
 # Of the sum of an output element's products without their signs: up to 128 additions in float32, cut off.
@@ -130,7 +131,8 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
     """The deviation of what rounding P to bfloat16 costs [tokens, heads, 512], and what that type's range may cost.
 
     P is half an epsilon off at most, at worst uniformly, each row's by itself. P of a token's largest score is at least
-    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale.
+    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale. P times
+    2^7 and an ordinary scale may be in float16, whose subnormal numbers are off by half of the least.
     """
     p = weight / times / (weight / times).amax(dim=2, keepdim=True)  # at most P
     off = BF16.eps / 2 / math.sqrt(3) * weight
@@ -139,9 +141,16 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
         return size_of_sum(off, values, result), small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
     scales = rows[..., LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
     deviations, lost = [], []
-    for scale, columns in zip(scales[:, None].unbind(3), values.split(SCALE_DIM, dim=2), strict=True):
+    ordinary = (scales >= sparse_executor.LEAST_SCALE) & (scales <= sparse_executor.LARGEST_SCALE)
+    shift = 2.0 ** executor.REFERENCES[True, torch.float16].shift
+    most = times * (weight / times).amax(dim=2, keepdim=True)  # what P = 1 would weigh
+    parts = zip(scales[:, None].unbind(3), ordinary[:, None].unbind(3), values.split(SCALE_DIM, dim=2), strict=True)
+    for scale, is_ordinary, columns in parts:
         deviations.append((off.square() @ columns.square()).sqrt())
-        lost.append(torch.where(p * scale.clamp(max=1) < BF16.tiny, weight, 0) @ columns.abs())
+        small = torch.where(p * scale.clamp(max=1) < BF16.tiny, weight, 0)
+        subnormal = is_ordinary & (p * shift * scale < HALF.tiny)
+        rounded = torch.minimum(weight, most * (HALF.tiny * HALF.eps / 2 / shift) / scale)
+        lost.append((small + torch.where(subnormal, rounded, 0)) @ columns.abs())
     return torch.cat(deviations, dim=2), torch.cat(lost, dim=2)
 
 
