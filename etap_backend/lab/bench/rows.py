@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -14,6 +15,7 @@ from etap_backend.lab.configs import Strict
 from etap_backend.lab.provenance import Provenance
 from etap_backend.lab.units import in_k
 
+PAGE_SIZE = 64  # where a row names no other
 OURS = "etap"
 FP8_MATH = "etap-fp8-math"
 OUR_BF16 = "etap-bf16"
@@ -87,6 +89,12 @@ class Shape(Strict):
     def batch_text(self) -> str:
         """Its first column in tables, such as "16 x 4K"."""
         return self.name or f"{self.batch} x {in_k(self.length)}"
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a page, which the label names where they are not the usual ones."""
+        named = re.search(r"pages of (\d+)", self.label)
+        return int(named[1]) if named else PAGE_SIZE
 
     @property
     def others_text(self) -> str:
@@ -205,7 +213,10 @@ class Document(Provenance):
     """A results file of `etap bench`."""
 
     BATCHES: ClassVar[str] = "requests x tokens"  # what the rows' batch_text is
-    OTHERS: ClassVar[tuple[str, ...]] = ("heads", "s_q")  # what else tells rows apart in a table
+    OTHERS: ClassVar[tuple[str, ...]] = (
+        "heads",
+        "s_q",
+    )  # what else tells rows apart in a table; and page_size, if it does
     AXIS: ClassVar[str] = "context (tokens)"  # of plots
 
     kind: Literal["bench"] = "bench"
