@@ -28,42 +28,39 @@ NAME = "flash_attn_interface"
 PROMPT_ROWS = 2048
 """Query rows (tokens * heads) of a request from which on it is a prompt: FlashAttention-3, if there is one, gets it."""
 WITHOUT_EFFECT = (
-    *(
-        "num_splits",
-        "pack_gqa",
-        "sm_margin",
-        "rotary_interleaved",
-        "rotary_seqlens",
-        "cu_seqlens_k_new",
-        "max_seqlen_k",
-    ),
-    *("deterministic", "return_attn_probs", "cp_rank", "cp_tot_seqused_k"),
+    "num_splits",
+    "pack_gqa",
+    "sm_margin",
+    "rotary_interleaved",
+    "rotary_seqlens",
+    "cu_seqlens_k_new",
+    "max_seqlen_k",
+    "deterministic",
+    "return_attn_probs",
+    "cp_rank",
+    "cp_tot_seqused_k",
 )
 """Parameters that say how to compute, or that mean nothing without others that are not served."""
 NEUTRAL = {"window_size": (-1, -1), "fa_version": 3, "ver": 3, "cp_world_size": 1}
 """Values of parameters that ask for nothing besides; None, False and 0 do not either."""
 SERVED = (
-    *(
-        "q",
-        "k_cache",
-        "v_cache",
-        "qv",
-        "cache_seqlens",
-        "cache_batch_idx",
-        "page_table",
-        "cu_seqlens_q",
-        "max_seqlen_q",
-    ),
-    *(
-        "q_descale",
-        "k_descale",
-        "v_descale",
-        "softmax_scale",
-        "causal",
-        "scheduler_metadata",
-        "return_softmax_lse",
-        "out",
-    ),
+    "q",
+    "k_cache",
+    "v_cache",
+    "qv",
+    "cache_seqlens",
+    "cache_batch_idx",
+    "page_table",
+    "cu_seqlens_q",
+    "max_seqlen_q",
+    "q_descale",
+    "k_descale",
+    "v_descale",
+    "softmax_scale",
+    "causal",
+    "scheduler_metadata",
+    "return_softmax_lse",
+    "out",
 )
 
 
