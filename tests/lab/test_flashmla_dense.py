@@ -5,6 +5,7 @@ import typer
 from flashmla_checkout import runner
 
 from etap_backend.lab.checks import flashmla_dense
+from etap_backend.lab.checks.their_tests import part_of
 
 SCRIPT = """
 import dataclasses
@@ -69,11 +70,11 @@ def test_a_wrong_case_is_no_pass_and_ends_nothing(invoke):
 
 def test_parts_are_the_whole():
     cases = list(range(10))
-    parts = [flashmla_dense.part_of(cases, f"{i}/3") for i in (1, 2, 3)]
+    parts = [part_of(cases, f"{i}/3") for i in (1, 2, 3)]
     assert parts[1] == [1, 4, 7] and sorted(sum(parts, [])) == cases
     for wrong in ("0/3", "4/3", "1", "a/b"):
         with pytest.raises(typer.BadParameter, match="wanted I/N"):
-            flashmla_dense.part_of(cases, wrong)
+            part_of(cases, wrong)
 
 
 def test_no_cases_are_no_pass():

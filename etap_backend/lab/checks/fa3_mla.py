@@ -33,8 +33,7 @@ import typer
 from rich.console import Console
 
 from etap_backend.compat import flash_attn_interface as fa3
-from etap_backend.lab.checks import flashmla
-from etap_backend.lab.checks.flashmla_dense import part_of
+from etap_backend.lab.checks.their_tests import KEPT_FAILURES, KEPT_TEXT, begin, part_of
 from etap_backend.lab.results import write
 from etap_backend.reference import relative_rmse
 from etap_backend.support import LATENT_DIM, ROPE_DIM
@@ -44,8 +43,6 @@ SCRIPT = Path("hopper/test_flash_attn.py")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 NOT_SERVED = ("APPENDKV", "BACKWARD", "FP8", "LOCAL")
 """What their script leaves out of its lists when told to by a variable of the environment."""
-KEPT_FAILURES = 20
-KEPT_TEXT = 600  # characters of what a wrong case printed
 ALLOWED_RATIO = 1.05
 
 console = Console(width=160)
@@ -200,7 +197,7 @@ def main(
     """Run FlashAttention-3's own test of its KV cache on ETAP; exit with 1 unless all ran and none is wrong."""
     part_of([], part)
     what = "FlashAttention-3's test of its KV cache on ETAP, 64 + 512 columns, one KV head"
-    document = flashmla.begin(PROGRAM, what, checkout, SCRIPT, output, whose="FlashAttention")
+    document = begin(PROGRAM, what, checkout, SCRIPT, output, whose="FlashAttention")
     document |= {"dtype": dtype, "part": part}
     call = Beside(importlib.import_module(beside) if beside else None)
     test = load(checkout, call).test_flash_attn_kvcache

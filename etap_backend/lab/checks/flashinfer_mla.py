@@ -24,11 +24,9 @@ import pytest
 import typer
 from rich.console import Console
 
-from etap_backend import _library
 from etap_backend.compat import flashinfer
-from etap_backend.lab.checks.flashmla_dense import KEPT_FAILURES, KEPT_TEXT, part_of
-from etap_backend.lab.provenance import commit_of, provenance, sha256
-from etap_backend.lab.results import must_be_writable, write
+from etap_backend.lab.checks.their_tests import KEPT_FAILURES, KEPT_TEXT, begin, part_of
+from etap_backend.lab.results import write
 
 PROGRAM = "python -m etap_backend.lab.checks.flashinfer_mla"
 SCRIPT = Path("tests/attention/test_deepseek_mla.py")
@@ -118,24 +116,6 @@ def run(cases: list[Case]) -> dict:
     return {"cases": counts, "complete": complete, "failed": len(failures), "failures": failures[:KEPT_FAILURES]}
 
 
-def begin(checkout: Path, output: Path) -> dict:
-    """The head of the results file; refuses a folder without the tests, and a file that cannot be written."""
-    if not (checkout / SCRIPT).is_file():
-        raise typer.BadParameter(f"checkout: wanted FlashInfer's repository with {SCRIPT}, got {checkout}")
-    try:
-        must_be_writable(output)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    packages = ("etap-backend", "torch", "apache-tvm-ffi", "flashinfer-python")
-    return {
-        "what": "FlashInfer's tests of paged MLA attention on ETAP",
-        **provenance(PROGRAM, packages=packages, library=_library.library_path()).model_dump(mode="json"),
-        "flashinfer_commit": commit_of(checkout) if (checkout / ".git").exists() else None,
-        "script_sha256": sha256(checkout / SCRIPT),
-        "left_out": LEFT_OUT,
-    }
-
-
 def main(
     checkout: Annotated[Path, typer.Argument(help="FlashInfer's repository.")],
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("flashinfer-mla.json"),
@@ -143,7 +123,9 @@ def main(
 ) -> None:
     """Run FlashInfer's own tests of paged MLA attention on ETAP; exit with 1 unless all ran and none is wrong."""
     part_of([], part)
-    document = begin(checkout, output) | {"part": part}
+    what = "FlashInfer's tests of paged MLA attention on ETAP"
+    document = begin(PROGRAM, what, checkout, SCRIPT, output, whose="FlashInfer", packages=("flashinfer-python",))
+    document |= {"left_out": LEFT_OUT, "part": part}
     document |= run(part_of(cases_of(load(checkout)), part))
     write(document, output)
     console.print(document["cases"], *document["failures"][:3])

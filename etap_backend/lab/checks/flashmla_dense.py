@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -24,13 +23,12 @@ from rich.console import Console
 
 from etap_backend.compat import flash_mla
 from etap_backend.lab.checks import flashmla
+from etap_backend.lab.checks.their_tests import KEPT_FAILURES, KEPT_TEXT, begin, part_of
 from etap_backend.lab.results import write
 
 PROGRAM = "python -m etap_backend.lab.checks.flashmla_dense"
 SCRIPT = Path("tests/test_flash_mla_dense_decoding.py")
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-KEPT_FAILURES = 20
-KEPT_TEXT = 600  # characters of what a wrong case printed
 
 console = Console(width=160)
 
@@ -67,15 +65,6 @@ def run(judge: Callable, cases: list) -> dict:
     return {"cases": counts, "complete": complete, "failed": len(failures), "failures": failures[:KEPT_FAILURES]}
 
 
-def part_of(cases: list, part: str) -> list:
-    """Those of part "2/4": the second of every four."""
-    numbers = re.fullmatch(r"(\d+)/(\d+)", part)
-    first, every = map(int, numbers.groups()) if numbers else (0, 0)
-    if not 1 <= first <= every:
-        raise typer.BadParameter(f"--part: wanted I/N with I from 1 to N, got {part}")
-    return cases[first - 1 :: every]
-
-
 def main(
     checkout: Annotated[Path, typer.Argument(help="FlashMLA's repository.")],
     output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("flashmla-dense.json"),
@@ -85,7 +74,7 @@ def main(
     """Run FlashMLA's own tests of dense decoding on ETAP; exit with 1 unless all ran and none is wrong."""
     part_of([], part)
     what = "FlashMLA's tests of dense decoding on ETAP"
-    document = flashmla.begin(PROGRAM, what, checkout, SCRIPT, output) | {"dtype": dtype, "part": part}
+    document = begin(PROGRAM, what, checkout, SCRIPT, output) | {"dtype": dtype, "part": part}
     tests = flashmla.load(checkout, SCRIPT, flash_mla.flash_mla_with_kvcache)
     document |= run(tests.test_flash_mla, part_of(cases_of(tests, DTYPES[dtype]), part))
     write(document, output)

@@ -27,6 +27,7 @@ from rich.console import Console
 
 from etap_backend.compat import flash_mla
 from etap_backend.lab.checks import flashmla
+from etap_backend.lab.checks.their_tests import begin
 from etap_backend.lab.results import write
 from etap_backend.reference import relative_rmse, sparse_mla_decode_reference
 
@@ -118,7 +119,7 @@ def main(
 ) -> None:
     """Run FlashMLA's own tests of sparse decoding on our call; exit with 1 unless all ran and none is wrong."""
     what = "FlashMLA's tests of sparse decoding, rows of 656 bytes, on the sparse call"
-    document = flashmla.begin(PROGRAM, what, checkout, SCRIPT, output)
+    document = begin(PROGRAM, what, checkout, SCRIPT, output)
     other = Beside(importlib.import_module(beside)) if beside else None
     tests = flashmla.load(checkout, SCRIPT, other or flash_mla.flash_mla_with_kvcache)
     document |= run(tests, tuple(heads or ALL_HEADS))
