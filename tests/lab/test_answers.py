@@ -194,7 +194,8 @@ def served_model(tmp_path, monkeypatch):
 
     prompts = {kind: [entry(100 * k + number) for number in range(20)] for k, kind in enumerate(("recite", "recall"))}
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
-    (tmp_path / "training.json").write_text("{}")
+    for name in ("training.json", "config.json"):
+        (tmp_path / name).write_text("{}")
     program = tmp_path / "server.py"
     program.write_text(ANSWERING)
     vllm = type(ENGINES["vllm"])
