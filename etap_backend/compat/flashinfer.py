@@ -39,8 +39,15 @@ CHOICES = {
 }
 """What arguments of a plan may be that choose among FlashInfer's backends, or among their forms."""
 NOT_SERVED = (
-    *("profiler_buffer", "kv_len", "page_table", "o_scale", "ckv_scale_arr", "sinks"),
-    *("skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"),
+    "profiler_buffer",
+    "kv_len",
+    "page_table",
+    "o_scale",
+    "ckv_scale_arr",
+    "sinks",
+    "skip_softmax_threshold_scale_factor",
+    "bmm1_scale",
+    "bmm2_scale",
 )
 """Arguments of a run that have to be None."""
 MAX_RUNS = 4
