@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.models.deepseek_mtp import DeepSeekMTP
-from vllm.model_executor.models.deepseek_v2 import DeepseekV3ForCausalLM
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
@@ -100,19 +100,19 @@ def vllm_config(trained, one_rank, fresh_workspaces, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "model_class, attention",
-    [(DeepseekV3ForCausalLM, "model.layers.1.self_attn"), (DeepSeekMTP, "model.layers.2.mtp_block.self_attn")],
+    "drafts, attention", [(False, "model.layers.1.self_attn"), (True, "model.layers.2.mtp_block.self_attn")]
 )
 def test_every_weight_of_vllms_model_is_in_the_checkpoint(
-    request, trained, vllm_config, model_class, attention, monkeypatch
+    request, trained, vllm_config, drafts, attention, monkeypatch
 ):
     config = vllm_config
     # Sparse models make their buffer of lists on the platform's device.
     monkeypatch.setattr(type(current_platform), "device_type", "cpu")
-    if model_class is DeepSeekMTP:
+    if drafts:
         draft = vllm_config.speculative_config.draft_model_config
-        assert draft.hf_config.architectures == ["DeepSeekMTPModel"]
         config = vllm_config.with_hf_config(draft.hf_config, draft.hf_config.architectures)
+    (architecture,) = config.model_config.hf_config.architectures
+    model_class = ModelRegistry.models[architecture].load_model_cls()
     torch.set_default_dtype(torch.bfloat16)
     try:
         model = model_class(vllm_config=config, prefix="")
@@ -122,8 +122,9 @@ def test_every_weight_of_vllms_model_is_in_the_checkpoint(
     assert {name for name, _ in model.named_parameters()} <= set(loaded)
     layer = model.get_submodule(attention)
     backend = ETAPSparseBackend if "sparse" in request.node.name else ETAPBackend
-    assert layer.mla_attn.mla_attn.attn_backend is backend
-    assert layer.scaling == pytest.approx((train_model.NOPE + train_model.ROPE) ** -0.5)
+    mla = next(module for module in layer.modules() if isinstance(module, MLAAttention))
+    assert mla.attn_backend is backend
+    assert mla.scale == pytest.approx((train_model.NOPE + train_model.ROPE) ** -0.5)
     assert layer.rotary_emb.is_neox_style is False
 
 
