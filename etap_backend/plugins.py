@@ -12,6 +12,9 @@ import torch
 from etap_backend._library import library
 from etap_backend.support import TILE_TOKENS, dtype_name
 
+CHEAP_PAGE_ROWS = 32
+"""Most query rows of the kernels to which pages smaller than a tile cost little."""
+
 
 def release(version: str) -> tuple[int, ...]:
     """The numbers of a version, three at least: (0, 33, 0) of 0.33.0rc1+cu130; with them versions compare."""
@@ -137,14 +140,12 @@ def why_no_library() -> str | None:
     return None
 
 
-def why_page_size(page_size: int) -> str | None:
-    """Say why an engine's pages may not have so many tokens, or None when they may.
-
-    The kernels take any number; that no engine gains from smaller pages has not been looked at yet.
-    """
-    if page_size % TILE_TOKENS:
-        return f"page_size {page_size} is not supported: wanted a multiple of {TILE_TOKENS} tokens"
-    return None
+def small_pages_text(page_size: int, rows: int) -> str | None:
+    """What an engine's log says where small pages may cost much, or None; `rows` are heads * tokens of a request."""
+    if page_size % TILE_TOKENS == 0 or rows <= CHEAP_PAGE_ROWS:
+        return None
+    found = f"pages of {page_size} tokens with {rows} query rows (heads * tokens) for each request"
+    return f"{found}: with more than {CHEAP_PAGE_ROWS}, decoding may take much longer than with pages of {TILE_TOKENS}"
 
 
 def types_text(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> str:

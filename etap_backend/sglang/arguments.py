@@ -23,7 +23,7 @@ def _names_of_model(view) -> tuple[str | None, ...]:
 
 
 def resolve_arguments(declared: dict, view, name: str) -> dict | None:
-    """Refuse arguments that ETAP, under this name, cannot serve, and set a page size of 64 where it is free.
+    """Refuse arguments that ETAP, under this name, cannot serve, and set a page size of 64 where the user gives none.
 
     Raises:
         ValueError: the text says why.
@@ -54,7 +54,18 @@ def _why_unsupported(view, page_size: int) -> str | None:
         kv_cache_dtype=_cache_dtype(view.kv_cache_dtype, view.dtype),
         compute_capability=_compute_capability(),
     )
-    return reason or plugins.why_page_size(page_size)
+    return reason or why_page_size(page_size)
+
+
+def why_page_size(page_size: int) -> str | None:
+    """Say why pages may not have so many tokens, or None when they may.
+
+    The kernels take any number, but SGLang's own, which fills the block table, steps through it in powers of two.
+    """
+    most = compat.TOKENS_PER_PROGRAM
+    if page_size & (page_size - 1) or page_size > most:
+        return f"page_size {page_size} is not supported: wanted a power of two of at most {most}"
+    return None
 
 
 def _why_unsupported_sparse(view, model, name: str) -> str | None:

@@ -55,7 +55,7 @@ def _why_unsupported(model_runner) -> str | None:
         kv_cache_dtype=model_runner.kv_cache_dtype,
         compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
     )
-    reason = reason or plugins.why_page_size(model_runner.page_size)
+    reason = reason or arguments.why_page_size(model_runner.page_size)
     reason = reason or arguments.why_unsupported_speculation(
         spec.speculative_algorithm, spec.speculative_eagle_topk, get_parallel().attn_dcp_size
     )
@@ -77,7 +77,7 @@ class ETAPBackend(FlashMLABackend):
         *,
         fp8_math: bool = False,
         draft_step: int | None = None,
-        workspace: Tensor | None = None,
+        first: "ETAPBackend | None" = None,
     ):
         """Allocate what every step needs.
 
@@ -87,7 +87,8 @@ class ETAPBackend(FlashMLABackend):
             kv_indptr_buf, kv_last_page_len_buf: buffers of the base class.
             fp8_math: whether to multiply an FP8 cache as it is; no other cache is.
             draft_step: which of a draft model's steps this backend serves; None when it is not for one of them.
-            workspace: a DecodeSchedule's, to share among backends that run one after another.
+            first: that of a draft model's first step, to share its workspace and block table: the steps run one after
+                another, and a later one enters the same pages and some more.
 
         Raises:
             ValueError: the kernels cannot run this model or these arguments; the text says why.
@@ -103,13 +104,21 @@ class ETAPBackend(FlashMLABackend):
             _logger.info("Attention backend %s: %s", compat.NAME, types)
         self.draft_step = draft_step
         self._returns_lse = get_parallel().attn_dcp_size > 1
-        drafts = self.num_draft_tokens if draft_step is None else None
+        drafts = (self.num_draft_tokens if draft_step is None else None) or 1
+        slow = plugins.small_pages_text(self.page_size, _heads(model_runner) * drafts)
+        if slow and draft_step is None:
+            _logger.warning("Attention backend %s: %s", compat.NAME, slow)
         max_requests = self.kv_indptr.shape[0] - 1  # those of the pool, padded as SGLang pads a step
+        workspace = None if first is None else first.schedule.workspace
         self.schedule = DecodeSchedule(
-            max_requests, _heads(model_runner), max_s_q=drafts or 1, device=self.device, workspace=workspace
+            max_requests, _heads(model_runner), max_s_q=drafts, device=self.device, workspace=workspace
         )
+        # With pages of one token it is as large as SGLang's own table.
         pages = -(-self.req_to_token.shape[1] // self.page_size)
-        self._block_table = torch.zeros(max_requests, pages, dtype=torch.int32, device=self.device)
+        if first is None:
+            self._block_table = torch.zeros(max_requests, pages, dtype=torch.int32, device=self.device)
+        else:
+            self._block_table = first._block_table
         self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, block_kv_indices: Tensor | None = None) -> None:
@@ -281,9 +290,7 @@ class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
         self.topk = topk
         self.speculative_num_steps = speculative_num_steps
         self.attn_backends: list[ETAPBackend] = []
-        workspace = None
         for step in range(speculative_num_steps - 1):
-            options = {"fp8_math": fp8_math, "draft_step": step, "workspace": workspace}
-            backend = ETAPBackend(model_runner, skip_prefill=True, **options)
-            workspace = backend.schedule.workspace
-            self.attn_backends.append(backend)
+            first = self.attn_backends[0] if step else None
+            options = {"fp8_math": fp8_math, "draft_step": step, "first": first}
+            self.attn_backends.append(ETAPBackend(model_runner, skip_prefill=True, **options))

@@ -131,7 +131,8 @@ SPARSE_USES = (
 )
 """What the backend needs besides for a model with sparse attention."""
 
-PAGES_PER_PROGRAM = 64  # of a block table, filled by one Triton program
+TOKENS_PER_PROGRAM = 4096
+"""Whose pages one Triton program enters in the block table, as in SGLang's kernels; a page has no more."""
 
 
 def is_mla(model_config) -> bool:
@@ -185,10 +186,10 @@ def fill_rank_share(backend, req_pool_indices, lengths, table) -> None:
     from sglang.srt.layers.dcp.layout import get_dcp_lens
     from sglang.srt.runtime_context import get_parallel
 
-    parallel = get_parallel()
+    parallel, pages_per_program = get_parallel(), TOKENS_PER_PROGRAM // backend.page_size
     lengths.copy_(get_dcp_lens(lengths, parallel.attn_dcp_size, parallel.attn_dcp_rank))
     no_unified_pool = {"v2p_ptr": None, "HAS_V2P": False} if "HAS_V2P" in fill.arg_names else {}
-    fill[(len(lengths), -(-table.shape[1] // PAGES_PER_PROGRAM))](
+    fill[(len(lengths), -(-table.shape[1] // pages_per_program))](
         backend.req_to_token,
         req_pool_indices,
         lengths,
@@ -198,7 +199,7 @@ def fill_rank_share(backend, req_pool_indices, lengths, table) -> None:
         PHYSICAL_PAGE_SIZE=backend.page_size,
         DCP_SIZE=parallel.attn_dcp_size,
         DCP_RANK=parallel.attn_dcp_rank,
-        PAGES_PER_BLOCK=PAGES_PER_PROGRAM,
+        PAGES_PER_BLOCK=pages_per_program,
         **no_unified_pool,
     )
 

@@ -1,8 +1,10 @@
 """The attention backend as vLLM selects it: names, classes and what it can run."""
 
+import math
 from typing import ClassVar
 
 import torch
+from vllm.config import get_current_vllm_config_or_none
 from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.platforms.interface import DeviceCapability
@@ -12,6 +14,11 @@ from etap_backend.support import COMPUTE_CAPABILITY, DTYPES, HEAD_DIM, TILE_TOKE
 from etap_backend.vllm import compat
 from etap_backend.vllm.impl import ETAPImpl
 from etap_backend.vllm.metadata import ETAPMetadataBuilder
+
+BLOCK_SIZES = (TILE_TOKENS, 32, 16)
+"""Tokens in a block as the kernels get it. They take any number; vLLM's own MLA backends take multiples of 16, and what
+it runs itself, prefill and the writing of the cache, was made for those.
+"""
 
 
 class ETAPBackend(MLACommonBackend):
@@ -40,8 +47,26 @@ class ETAPBackend(MLACommonBackend):
     # vLLM passes the specification of the KV cache since 0.31.
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int]:
-        """Tokens in a block of the KV cache. vLLM splits larger blocks that are a multiple of it."""
-        return [TILE_TOKENS]
+        """Tokens in a block of the KV cache. vLLM splits larger blocks that are a multiple of it.
+
+        The largest of BLOCK_SIZES that divides the cache's blocks, and 64 before their size is chosen: whoever does not
+        ask for other blocks keeps those, beside other backends and caches of several types, too. All of them where
+        neither is known; vLLM then takes the largest that divides.
+        """
+        if kv_cache_spec is not None:
+            block_size = kv_cache_spec.block_size
+        else:
+            config = get_current_vllm_config_or_none()
+            if config is None:
+                return list(BLOCK_SIZES)
+            cache = config.cache_config
+            block_size = cache.block_size if cache.user_specified_block_size else TILE_TOKENS
+        return [max(min(BLOCK_SIZES), math.gcd(block_size, TILE_TOKENS))]
+
+    @classmethod
+    def get_preferred_block_size(cls, default_block_size: int) -> int:
+        """Tokens in a block where the user names no number: vLLM's default if it is a multiple of 64, else 64."""
+        return default_block_size if default_block_size % TILE_TOKENS == 0 else TILE_TOKENS
 
     # For vLLM 0.26. 0.33 has named layouts, and takes a backend that excludes none to be content with all.
     @staticmethod
@@ -91,7 +116,8 @@ class ETAPBackend(MLACommonBackend):
             kv_cache_dtype=kv_cache_dtype,
             compute_capability=(device_capability.major, device_capability.minor),
         )
-        reason = reason or plugins.why_page_size(page_size)
+        if reason is None and page_size % min(BLOCK_SIZES):
+            reason = f"block_size {page_size} is not supported: wanted a multiple of {min(BLOCK_SIZES)} tokens"
         if reason is None and use_sparse:
             reason = "sparse attention without index_topk in the model's configuration is not supported"
         return reason or plugins.why_no_library()

@@ -15,8 +15,9 @@ USES = (
     plugins.Use("vllm.config:get_current_vllm_config_or_none", positional=0),
     plugins.Use(
         "vllm.config:VllmConfig",
-        has="additional_config model_config parallel_config scheduler_config speculative_config",
+        has="additional_config cache_config model_config parallel_config scheduler_config speculative_config",
     ),
+    plugins.Use("vllm.config:CacheConfig", has="block_size user_specified_block_size"),
     plugins.Use("vllm.config:ModelConfig", has="dtype max_model_len"),
     plugins.Use("vllm.config:ParallelConfig", has="decode_context_parallel_size use_ubatching"),
     plugins.Use("vllm.config:SchedulerConfig", has="max_num_seqs"),

@@ -127,7 +127,8 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         Args:
             q: (latent part [tokens, heads, 512], rope part [tokens, heads, 64]), both with any strides, or both parts
                 in one tensor [tokens, heads, 576]. A request's tokens follow one another.
-            kv_c_and_k_pe_cache: [blocks, 64, 576], dtype of q, or e4m3: a value is what is stored times layer._k_scale.
+            kv_c_and_k_pe_cache: [blocks, block size, 576], dtype of q, or e4m3: a value is what is stored times
+                layer._k_scale.
             attn_metadata: this step's, from the builder.
             layer: vLLM's, for the scale; it stays on the device, where vLLM may still change it.
 

@@ -20,7 +20,7 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from etap_backend import BuiltSchedule, DecodeSchedule
+from etap_backend import BuiltSchedule, DecodeSchedule, plugins
 from etap_backend.vllm import compat
 from etap_backend.vllm.runs import MAX_RUNS, Run, TokenRequests, cut_into_runs, longest_decode, padded_query_lens
 
@@ -137,6 +137,9 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         self.limits = limits = Limits.of(vllm_config, num_heads)
         self.reorder_batch_threshold = limits.longest
         _logger.info_once(f"{compat.NAME} decodes: steps of up to {limits.longest} tokens a request")
+        rows = num_heads * min(limits.verified, limits.max_s_q)
+        if slow := plugins.small_pages_text(self.page_size, rows):
+            _logger.warning_once(f"{compat.NAME}: {slow}")
         self._token_by_token = is_token_by_token(vllm_config) and limits.verified > 1
         self.schedules = [
             DecodeSchedule(

@@ -85,7 +85,7 @@ def test_prefill_may_have_another_backend(resolve):
     assert view.page_size == 64
 
 
-@pytest.mark.parametrize("page_size", [64, 128])
+@pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128])
 def test_page_size_of_the_user_stays(resolve, page_size):
     assert resolve(*ETAP, "--page-size", page_size).page_size == page_size
 
@@ -104,8 +104,9 @@ def test_chunked_prefix_cache_stays_on(resolve, name):
 @pytest.mark.parametrize(
     "flags, reason",
     [
-        (("--page-size", 16), "page_size 16 is not supported: wanted a multiple of 64"),
-        (("--page-size", 1), "page_size 1 is not supported: wanted a multiple of 64"),
+        (("--page-size", 48), "page_size 48 is not supported: wanted a power of two of at most 4096"),
+        (("--page-size", 192), "page_size 192 is not supported: wanted a power of two of at most 4096"),
+        (("--page-size", 8192), "page_size 8192 is not supported: wanted a power of two of at most 4096"),
         (("--dtype", "float32"), "dtype float32 is not supported"),
         (("--kv-cache-dtype", "fp8_e5m2"), "kv_cache_dtype fp8_e5m2 is not supported"),
         (

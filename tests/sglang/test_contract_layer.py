@@ -111,9 +111,9 @@ class Problem:
         self.kv = [keys.to(runner.kv_cache_dtype) for keys in rows]
         table = runner.req_to_token_pool.req_to_token
         table.fill_(WILD)
-        pages = CONTEXT // (PAGE * ranks)
-        order = 1 + torch.randperm(len(lengths) * pages, generator=random)
-        self.slots = (order[:, None] * PAGE * ranks + torch.arange(PAGE * ranks)).view(len(lengths), -1).int()
+        page = runner.page_size * ranks
+        order = 1 + torch.randperm(len(lengths) * (CONTEXT // page), generator=random)
+        self.slots = (order[:, None] * page + torch.arange(page)).view(len(lengths), -1).int()
         # Not the first rows of the pool: a batch may hold any requests of it.
         self.requests = torch.arange(table.shape[0])[-len(lengths) :]
         for request, slots, length in zip(self.requests.tolist(), self.slots, lengths, strict=True):
@@ -195,10 +195,17 @@ def make(request):
     return both
 
 
+OTHER_PAGES = [1, 2, 16, 32, 256]
+
+
 @pytest.mark.parametrize("split", [True, False], ids=["split", "concatenated"])
 @pytest.mark.parametrize(
     "lengths, options",
-    [(LENGTHS, {}), ([1024], {}), ([300, 64, 65], {"dtype": torch.float16}), ([70, 129], {"heads": 128})],
+    [
+        *((LENGTHS, {}), ([1024], {}), ([300, 64, 65], {"dtype": torch.float16}), ([70, 129], {"heads": 128})),
+        *(([70, 300, 1, 1024], {"page_size": page}) for page in OTHER_PAGES),
+        ([70, 129], {"page_size": 1, "heads": 128}),
+    ],
     ids=str,
 )
 def test_decodes_as_exactly_as_torch(make, lengths, options, split):
@@ -254,10 +261,12 @@ def test_rows_written_before_are_not_written_again(make):
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["eager", "graph"])
-@pytest.mark.parametrize("lengths", [[70, 129, 4], [1024], [65, 67]], ids=str)
-def test_verifies_drafts(make, lengths, ahead):
+@pytest.mark.parametrize(
+    "lengths, page", [([70, 129, 4], PAGE), ([1024], PAGE), ([65, 67], PAGE), ([70, 129, 4], 1), ([1024], 16)], ids=str
+)
+def test_verifies_drafts(make, lengths, page, ahead):
     """The batch's lengths are those without the drafts."""
-    runner, backend = make(mode=ForwardMode.TARGET_VERIFY)
+    runner, backend = make(mode=ForwardMode.TARGET_VERIFY, page_size=page)
     problem = Problem(runner, lengths, s_q=DRAFTS)
     batch = problem.batch(ForwardMode.TARGET_VERIFY, [length - DRAFTS for length in lengths])
     (backend.init_forward_metadata_out_graph if ahead else backend.init_forward_metadata)(batch)
@@ -265,8 +274,9 @@ def test_verifies_drafts(make, lengths, ahead):
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["eager", "graph"])
-def test_extends_a_draft_models_cache(make, ahead):
-    runner, backend = make(mode=ForwardMode.DRAFT_EXTEND_V2)
+@pytest.mark.parametrize("page", [PAGE, 1])
+def test_extends_a_draft_models_cache(make, ahead, page):
+    runner, backend = make(mode=ForwardMode.DRAFT_EXTEND_V2, page_size=page)
     problem = Problem(runner, LENGTHS[:2], s_q=DRAFTS)
     batch = problem.batch(ForwardMode.DRAFT_EXTEND_V2, extend_seq_lens=torch.tensor([DRAFTS, DRAFTS]))
     (backend.init_forward_metadata_out_graph if ahead else backend.init_forward_metadata)(batch)
@@ -303,12 +313,15 @@ def make_factory(runner, monkeypatch, topk=1, name="etap"):
     return factory
 
 
-def test_draft_model_has_a_backend_for_each_of_its_steps(make, monkeypatch):
+@pytest.mark.parametrize("page", [PAGE, 1])
+def test_draft_model_has_a_backend_for_each_of_its_steps(make, monkeypatch, page):
     """In step i a request has i + 1 tokens more than the batch says."""
-    runner, _ = make(mode=ForwardMode.TARGET_VERIFY)
+    runner, target = make(mode=ForwardMode.TARGET_VERIFY, page_size=page)
     steps = make_factory(DraftRunner(runner), monkeypatch).create_decode_backend()
     assert len(steps.attn_backends) == DRAFTS - 2
     assert len({backend.schedule.workspace.data_ptr() for backend in steps.attn_backends}) == 1
+    tables = {backend._block_table.data_ptr() for backend in steps.attn_backends}
+    assert len(tables) == 1 and target._block_table.data_ptr() not in tables
     problem = Problem(runner, [70, 129, 66], new=1)
     for step, backend in enumerate(steps.attn_backends):
         backend._block_table.fill_(WILD)
@@ -364,9 +377,10 @@ def test_batch_padded_for_a_cuda_graph_leaves_the_other_requests_alone(make):
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
-def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, mode):
+@pytest.mark.parametrize("page", [PAGE, 1])
+def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, mode, page):
     """A graph keeps addresses and host values of the capture; later steps only plan again, into the same buffers."""
-    runner, backend = make(mode=mode)
+    runner, backend = make(mode=mode, page_size=page)
     backend.init_cuda_graph_state(8, 8 * DRAFTS)
     s_q = 1 if mode.is_decode() else DRAFTS
     drafts = 0 if mode.is_decode() else DRAFTS
@@ -416,12 +430,13 @@ def test_an_idle_rank_plans_nothing(make):
     assert backend.forward_metadata is None
 
 
-def test_ranks_of_decode_context_parallelism_merge_by_natural_log_sum_exp(make, parallel):
+@pytest.mark.parametrize("page", [PAGE, 1, 16])
+def test_ranks_of_decode_context_parallelism_merge_by_natural_log_sum_exp(make, parallel, page):
     """Each rank has every second token, decodes with the heads of both, and weighs its output with exp(lse)."""
     parts = []
     for rank in (0, 1):
         parallel(attn_dcp_size=2, attn_dcp_rank=rank, dcp_enabled=True)
-        runner, backend = make()
+        runner, backend = make(page_size=page)
         assert backend.schedule.num_heads == 2 * HEADS
         problem = Problem(runner, [70, 260, 1], ranks=2)
         problem.write(rank, keep=1)
@@ -444,7 +459,7 @@ def test_ranks_of_decode_context_parallelism_merge_by_natural_log_sum_exp(make, 
 @pytest.mark.parametrize(
     "options, reason",
     [
-        ({"page_size": 16}, "page_size 16 is not supported: wanted a multiple of 64"),
+        ({"page_size": 48}, "page_size 48 is not supported: wanted a power of two of at most 4096"),
         ({"dtype": torch.float32}, "dtype float32 is not supported"),
         ({"kv_lora_rank": 256}, "head_dim 320 is not supported"),
     ],
@@ -529,6 +544,26 @@ def test_the_log_names_cache_and_math(caplog, name, options, types):
     with caplog.at_level("INFO", logger=backend_module.__name__):
         ATTENTION_BACKENDS[name](make_runner(**options))
     assert re.fullmatch(f"Attention backend etap: {types}", caplog.messages[-1])
+
+
+@pytest.mark.parametrize(
+    "options, rows",
+    [
+        ({"page_size": 1}, None),
+        ({"page_size": 16, "heads": 32}, None),
+        ({"heads": 128}, None),
+        ({"page_size": 256, "heads": 128}, None),
+        ({"page_size": 1, "heads": 64}, 64),
+        ({"page_size": 16, "mode": ForwardMode.TARGET_VERIFY}, 64),
+    ],
+    ids=str,
+)
+def test_the_log_warns_of_small_pages_for_many_rows(caplog, options, rows):
+    ATTENTION_BACKENDS["etap"](make_runner(**options))
+    lines = [record.getMessage() for record in caplog.records if record.name == backend_module.__name__]
+    page = options.get("page_size", PAGE)
+    begin = f"Attention backend etap: pages of {page} tokens with {rows} query rows (heads * tokens) for each request: "
+    assert [line.startswith(begin) for line in lines if "pages" in line] == ([True] if rows else [])
 
 
 def test_an_fp8_cache_takes_half_the_bytes():

@@ -54,18 +54,19 @@ def prepare() -> None:
 def share_of(problem: Problem, rank: int, interleave: int) -> tuple[Problem, list[int]]:
     """The same step with the tokens that vLLM's interleaved cache gives to one rank, and their numbers."""
     local = [rows[torch.arange(len(rows)) // interleave % RANKS == rank] for rows in problem.stored]
-    share = Problem([max(1, len(rows)) for rows in local], problem.query_lens)
+    share = Problem([max(1, len(rows)) for rows in local], problem.query_lens, block=problem.block)
     share.q = problem.q[:, rank * HEADS : (rank + 1) * HEADS]
     share.store(local, len(share.cache))
     return share, [len(rows) for rows in local]
 
 
-def configuration(model: str, cache_dtype: str, interleave: int):
+def configuration(model: str, cache_dtype: str, interleave: int, block: int):
     heads = {"num_attention_heads": RANKS * HEADS, "num_key_value_heads": RANKS * HEADS}
     return EngineArgs(
         model=model,
         attention_backend="ETAP",
         kv_cache_dtype=cache_dtype,
+        block_size=block,
         max_model_len=2048,
         max_num_seqs=MAX_REQUESTS,
         skip_tokenizer_init=True,
@@ -104,7 +105,7 @@ def run(config, rank: int, scale: float | None) -> dict[str, tuple[torch.Tensor,
 
 def run_step(layer, builder, step, rank: int, interleave: int, scale: float | None) -> torch.Tensor:
     """Output of a step, whose metadata is that of a CUDA graph's capture with other lengths."""
-    problem = Problem(*step, heads=RANKS * HEADS, kv_scale=scale)
+    problem = Problem(*step, heads=RANKS * HEADS, kv_scale=scale, block=builder.page_size)
     share, lengths = share_of(problem, rank, interleave)
     common = share.common_metadata()
     common.dcp_local_seq_lens = torch.tensor(lengths, dtype=torch.int32)
@@ -121,14 +122,14 @@ def run_step(layer, builder, step, rank: int, interleave: int, scale: float | No
 def main(rank: int, port: str, model: str, output: str) -> None:
     prepare()
     results = {}
-    for cache_dtype, interleave in DCP_CONFIGURATIONS:
-        config = configuration(model, cache_dtype, interleave)
+    for cache_dtype, interleave, block in DCP_CONFIGURATIONS:
+        config = configuration(model, cache_dtype, interleave, block)
         with set_current_vllm_config(config):
             if not results:
                 init_distributed_environment(RANKS, rank, f"tcp://127.0.0.1:{port}", rank, backend="gloo")
                 initialize_model_parallel(RANKS, decode_context_model_parallel_size=RANKS, backend="gloo")
             for step, result in run(config, rank, CACHES[cache_dtype]).items():
-                results[cache_dtype, interleave, step] = result
+                results[cache_dtype, interleave, block, step] = result
     torch.save(results, output)
 
 

@@ -5,6 +5,7 @@ are not tested here.
 """
 
 import itertools
+import re
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from vllm.v1.worker import workspace
 
 from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
+    CACHES,
     CPU,
     HEADS,
     LATENT,
@@ -31,7 +33,7 @@ from etap_backend.lab.checks.vllm_layer import (
     empty_share,
     make_builder,
 )
-from etap_backend.vllm import impl
+from etap_backend.vllm import impl, metadata
 from etap_backend.vllm.metadata import SHORT_PROMPT_TOKENS, Limits, claim_workspace
 from etap_backend.vllm.runs import MAX_RUNS, cut_into_runs, longest_decode, padded_query_lens
 
@@ -53,6 +55,47 @@ def test_layer_decodes_as_exactly_as_torch(make, lengths, s_q, arguments):
     step = builder.build(0, problem.common_metadata())
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (len(lengths), problem.tokens, 0)
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
+
+
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("lengths, s_q, arguments, invariant", [
+    ([70, 129, 1, 16], 1, {}, "0"),
+    ([2048], 1, {}, "0"),
+    ([70, 129, 1], 1, {"heads": 128}, "0"),
+    ([700, 300], 37, {}, "0"),  # short prompts
+    ([700, 129, 300, 64], [1, 4, 37, 37], SPECULATIVE, "0"),
+    ([70, 33, 300, 5, 17, 2000], [4, 1, 4, 2, 1, 3], SPECULATIVE, "0"),  # token by token
+    ([2000, 64, 129], [4, 1, 3], SPECULATIVE, "1"),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("block", [16, 32])
+def test_blocks_of_other_sizes(make, monkeypatch, block, lengths, s_q, arguments, invariant, cache):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
+    layer, builder = make(block_size=block, kv_cache_dtype=cache, **arguments)
+    layer._k_scale.fill_(CACHES[cache] or 1.0)
+    assert builder.kv_cache_spec.block_size == builder.page_size == block
+    problem = Problem(lengths, s_q, heads=arguments.get("heads", HEADS), kv_scale=CACHES[cache], block=block)
+    step = builder.build(0, problem.common_metadata())
+    assert (step.num_decodes, step.num_prefills) == (len(lengths), 0)
+    assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
+
+
+@pytest.mark.parametrize("arguments, rows", [
+    ({"block_size": 16}, None),
+    ({"block_size": 16, "heads": 32}, None),
+    ({"block_size": 64, "heads": 128}, None),
+    ({"heads": 128}, None),
+    ({"block_size": 16, "heads": 64}, 64),
+    ({"block_size": 32, **SPECULATIVE}, 64),
+], ids=str)  # fmt: skip
+def test_the_log_warns_of_small_blocks_for_many_rows(make, monkeypatch, arguments, rows):
+    lines = []
+    monkeypatch.setattr(metadata._logger, "warning_once", lines.append)
+    make(**arguments)
+    assert [re.sub(":.*", "", line.removeprefix("ETAP: ")) for line in lines] == (
+        [f"pages of {arguments['block_size']} tokens with {rows} query rows (heads * tokens) for each request"]
+        if rows
+        else []
+    )
 
 
 def test_block_size_and_page_bytes(make):

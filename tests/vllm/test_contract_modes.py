@@ -57,15 +57,16 @@ def test_cuda_graph_mode_stays_what_was_asked(make, mode, arguments, s_q):
 
 @pytest.mark.parametrize("arguments, s_q, invariant", [
     ({}, 1, "0"),
+    ({"block_size": 16}, 1, "0"),
     (SPECULATIVE, 4, "0"),
     (SPECULATIVE, 4, "1"),
-], ids=["decode", "speculative", "token by token"])  # fmt: skip
+], ids=["decode", "blocks of 16", "speculative", "token by token"])  # fmt: skip
 def test_padding_of_a_graph_stays_zero_step_after_step(make, monkeypatch, arguments, s_q, invariant):
     """The same buffers serve a full batch and then a smaller one, padded to the size of the captured one."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     layer, builder = make(**arguments)
     for lengths in ([200, 300, 65, 70], [200, 0, 0, 0], [0, 0, 0, 0]):
-        problem = Problem(lengths, s_q) if any(lengths) else Problem([1, 0, 0, 0], s_q)
+        problem = Problem(lengths if any(lengths) else [1, 0, 0, 0], s_q, block=builder.page_size)
         common = problem.common_metadata()
         if not any(lengths):
             common.seq_lens.zero_()
@@ -76,12 +77,13 @@ def test_padding_of_a_graph_stays_zero_step_after_step(make, monkeypatch, argume
             assert_as_exact_as_torch(out, problem, weight_of(layer))
 
 
-def test_a_prefix_that_requests_share_is_read_by_each(make):
+@pytest.mark.parametrize("block, shared", [(64, 128), (16, 144)], ids=str)
+def test_a_prefix_that_requests_share_is_read_by_each(make, block, shared):
     """Prefix caching: two requests' block tables name the same blocks, and their own behind them."""
-    layer, builder = make()
-    problem = Problem([192, 192, 70], 1)
-    problem.kv[1][:128] = problem.kv[0][:128]
-    problem.block_table[1, :2] = problem.block_table[0, :2]
+    layer, builder = make(block_size=block)
+    problem = Problem([192, 192, 70], 1, block=block)
+    problem.kv[1][:shared] = problem.kv[0][:shared]
+    problem.block_table[1, : shared // block] = problem.block_table[0, : shared // block]
     out = decode(layer, problem, builder.build(0, problem.common_metadata()))
     assert_as_exact_as_torch(out, problem, weight_of(layer))
 
@@ -328,11 +330,12 @@ def two_ranks(model_directory, tmp_path_factory):
 
 
 @pytest.mark.parametrize("step", DCP_STEPS)
-@pytest.mark.parametrize("cache, interleave", DCP_CONFIGURATIONS)
+@pytest.mark.parametrize("configuration", DCP_CONFIGURATIONS, ids=str)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_ranks, rank, cache, interleave, step):
+def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_ranks, rank, configuration, step):
     """Drafts among them. A request has few tokens: one rank has none, and gets its heads' result from the other."""
-    out, weight = two_ranks[rank][cache, interleave, step]
+    out, weight = two_ranks[rank][(*configuration, step)]
+    cache = configuration[0]
     everyone = Problem(*DCP_STEPS[step], heads=2 * HEADS, kv_scale=CACHES[cache])
     mine = Problem(*DCP_STEPS[step])
     mine.q, mine.kv = everyone.q[:, rank * HEADS : (rank + 1) * HEADS], everyone.kv

@@ -1,5 +1,6 @@
 """What vLLM's own selection says when the user names ETAP: accepted, or refused with the reason."""
 
+import contextlib
 import dataclasses
 import enum
 import importlib.metadata
@@ -22,10 +23,14 @@ from vllm.v1.attention.backend import AttentionBackend
 from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend, FlashMLAImpl, FlashMLAMetadataBuilder
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.worker import workspace
+from vllm.v1.worker.utils import select_common_block_size
 
 from etap_backend.vllm import compat
 from etap_backend.vllm.sparse import ETAPSparseBackend
+
+pytestmark = pytest.mark.usefixtures("one_rank")
 
 load_general_plugins()
 ETAPBackend = AttentionBackendEnum.ETAP.get_class()
@@ -63,6 +68,9 @@ def select(engine_config):
         {"num_heads": 128},
         {"block_size": 64},
         {"block_size": 128},
+        {"block_size": 16},
+        {"block_size": 32},
+        {"block_size": 48},
     ],
     ids=str,
 )
@@ -85,7 +93,8 @@ def test_accepts(select, changes):
         ({"kv_cache_dtype": "nvfp4"}, "kv_cache_dtype nvfp4 is not supported: the kernels read no 4-bit floats"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 is not supported: wanted bfloat16 like the query"),
         ({"head_size": 320}, "head_dim 320 is not supported: wanted 576"),
-        ({"block_size": 16}, "page_size 16 is not supported: wanted a multiple of 64"),
+        ({"block_size": 8}, "block_size 8 is not supported: wanted a multiple of 16 tokens"),
+        ({"block_size": 40}, "block_size 40 is not supported: wanted a multiple of 16 tokens"),
         ({"use_sparse": True}, "sparse"),
         ({"use_mla": False}, "non-MLA not supported"),
         ({"has_sink": True}, "sink"),
@@ -222,8 +231,31 @@ def test_selection_without_a_name_stays_vllms_own(select):
     assert select(attention_backend=None).get_name() not in ("ETAP", None)
 
 
-def test_block_size_becomes_64_by_itself():
-    assert ETAPBackend.get_preferred_block_size(16) == 64
+@pytest.mark.parametrize("asked, chosen", [(None, 64), (16, 16), (32, 32), (48, 48), (64, 64), (128, 128)], ids=str)
+def test_block_size_is_64_unless_the_user_asks_for_another(make_layer, asked, chosen):
+    _, config = make_layer(block_size=asked)
+    assert config.cache_config.block_size == chosen
+
+
+def test_vllms_default_of_16_is_not_taken_beside_another_backend_either(engine_config):
+    """vLLM 0.33 looks for a size that all of a model's backends take, and takes its default where it is one."""
+    flash_attention = AttentionBackendEnum.FLASH_ATTN_MLA.get_class()
+    config = engine_config(attention_backend="ETAP")
+    with set_current_vllm_config(config):
+        assert not ETAPBackend.supports_block_size(16) and flash_attention.supports_block_size(16)
+    if choose := getattr(current_platform, "_preferred_block_size_for_backends", None):
+        assert choose([ETAPBackend, flash_attention], 16, config) == 64
+
+
+@pytest.mark.parametrize("block, split", [(16, 16), (32, 32), (48, 16), (64, 64), (96, 32), (128, 64), (1328, 16)])
+@pytest.mark.parametrize("configured", [False, True], ids=["", "configured"])
+def test_larger_blocks_are_split_into_the_largest_that_fit(engine_config, block, split, configured):
+    config = engine_config(attention_backend="ETAP", block_size=block)
+    with set_current_vllm_config(config) if configured else contextlib.nullcontext():
+        assert select_common_block_size(block, [ETAPBackend]) == split
+    spec = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+    if "kv_cache_specs" in inspect.signature(select_common_block_size).parameters:
+        assert select_common_block_size(block, [ETAPBackend], [spec]) == split
 
 
 def overridden(ours, host):

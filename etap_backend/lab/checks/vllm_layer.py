@@ -19,8 +19,9 @@ FP8 = torch.float8_e4m3fn
 KV_SCALE = 0.3  # no power of two: it must not be rounded into the values
 CACHES = {"auto": None, "fp8": KV_SCALE}
 """Types of the KV cache, with their scales."""
-DCP_CONFIGURATIONS = [("auto", 1), ("fp8", 1), ("auto", 16)]
-"""With decode context parallelism: type of the cache, and how many tokens that follow one another a rank has."""
+DCP_CONFIGURATIONS = [("auto", 1, BLOCK), ("fp8", 1, BLOCK), ("auto", 16, BLOCK), ("auto", 1, 16)]
+"""With decode context parallelism: type of the cache, how many tokens that follow one another a rank has, and those of
+a block."""
 DCP_STEPS = {
     "decode": (LENGTHS, 1),
     "drafts": ([700, 129, 5, 64], 4),
@@ -34,36 +35,36 @@ class Problem:
 
     `s_q` is the query tokens of each request, a list where their numbers differ.
     With `kv_scale` the cache is FP8, as bytes like vLLM's; `kv` is what its values stand for, times the scale.
+    `block` is the tokens in a block of the cache.
     """
 
-    def __init__(self, lengths, s_q, seed=0, heads=HEADS, kv_scale=None):
+    def __init__(self, lengths, s_q, seed=0, heads=HEADS, kv_scale=None, block=BLOCK):
         random = torch.Generator().manual_seed(seed)
 
         def normal(*shape):
             return torch.randn(shape, generator=random).bfloat16()
 
-        self.lengths, self.heads = lengths, heads
+        self.lengths, self.heads, self.block = lengths, heads, block
         self.query_lens = [s_q] * len(lengths) if isinstance(s_q, int) else s_q
         self.tokens = sum(self.query_lens)
         self.q = normal(self.tokens, heads, NOPE + ROPE)
         rows = [normal(length, LATENT + ROPE) for length in lengths]
         self.stored = rows if kv_scale is None else [(row.float() / kv_scale).to(FP8) for row in rows]
         self.kv = rows if kv_scale is None else [row.double() * kv_scale for row in self.stored]
-        widest = max(2, -(-max(lengths) // BLOCK))
+        widest = max(2, -(-max(lengths) // block))
         blocks = 1 + torch.randperm(len(lengths) * widest, generator=random).int()
         self.block_table = blocks.view(len(lengths), widest).clone()
         self.store(self.stored, 1 + blocks.numel())
         for request, length in enumerate(lengths):
-            self.block_table[request, -(-length // BLOCK) :] = 2**30
+            self.block_table[request, -(-length // block) :] = 2**30
 
     def store(self, rows_of_requests, blocks):
         """Make the cache: these rows, and NaN everywhere else."""
         dtype = rows_of_requests[0].dtype
-        cache = torch.full((blocks, BLOCK, LATENT + ROPE), float("nan"), dtype=dtype)
+        cache = torch.full((blocks, self.block, LATENT + ROPE), float("nan"), dtype=dtype)
         for request, rows in enumerate(rows_of_requests):
-            for begin in range(0, len(rows), BLOCK):
-                part = rows[begin : begin + BLOCK]
-                cache[self.block_table[request, begin // BLOCK], : len(part)] = part
+            for index, part in enumerate(rows.split(self.block)):
+                cache[self.block_table[request, index], : len(part)] = part
         self.cache = cache.view(torch.uint8) if dtype == FP8 else cache
 
     def common_metadata(self, prefill_lengths=(), context=0):

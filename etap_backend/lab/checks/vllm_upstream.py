@@ -124,7 +124,7 @@ class WithEtap(Counting):
                 backends.clear()
             if etap not in backends:
                 backends.append(etap)
-        (module.BACKEND_BLOCK_SIZES[etap],) = etap.get_class().get_supported_kernel_block_sizes()
+        module.BACKEND_BLOCK_SIZES[etap] = max(etap.get_class().get_supported_kernel_block_sizes())
         self.wanted["batch"] = list(module.BATCH_SPECS)
         run = module.run_attention_backend
 
