@@ -36,7 +36,7 @@ from etap_backend.lab.checks.vllm_layer import (
 )
 from etap_backend.vllm.metadata import claim_workspace
 
-RANKS_SECONDS = 240
+RANKS_SECONDS = 360
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 

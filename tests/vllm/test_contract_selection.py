@@ -232,7 +232,7 @@ def test_selection_without_a_name_stays_vllms_own(select):
 
 
 @pytest.mark.parametrize("asked, chosen", [(None, 64), (16, 16), (32, 32), (48, 48), (64, 64), (128, 128)], ids=str)
-def test_block_size_is_64_unless_the_user_asks_for_another(make_layer, asked, chosen):
+def test_block_size_is_64_unless_the_user_asks_for_another(make_layer, fresh_workspaces, asked, chosen):
     _, config = make_layer(block_size=asked)
     assert config.cache_config.block_size == chosen
 
