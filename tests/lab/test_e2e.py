@@ -11,6 +11,7 @@ import shlex
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -238,6 +239,8 @@ def test_the_time_limit_ends_a_run_and_resuming_measures_only_the_rest(run, cloc
 def test_time_for_the_profile_is_left_even_where_points_are_not_measured(run, clock, monkeypatch):
     """A server without a profiler, so the profile fails; that it was asked for is what counts."""
     monkeypatch.setattr(profiling, "SECONDS", 450)
+    timer = threading.Timer  # which would wait for seconds of the clock that is not real
+    monkeypatch.setattr(profiling.threading, "Timer", lambda _, start: timer(0, start))
     made = run(backends=("ETAP",), deadline=600)
     made.profile = (1, 1024)
     made.serving = replace(SERVING, max_context=8192)
