@@ -1,6 +1,5 @@
 """What vLLM's own selection says when the user names ETAP: accepted, or refused with the reason."""
 
-import contextlib
 import dataclasses
 import enum
 import importlib.metadata
@@ -249,10 +248,10 @@ def test_vllms_default_of_16_is_not_taken_beside_another_backend_either(engine_c
 
 @pytest.mark.parametrize("block, split", [(16, 16), (32, 32), (48, 16), (64, 64), (96, 32), (128, 64), (1328, 16)])
 @pytest.mark.parametrize("configured", [False, True], ids=["", "configured"])
-def test_larger_blocks_are_split_into_the_largest_that_fit(engine_config, block, split, configured):
-    config = engine_config(attention_backend="ETAP", block_size=block)
-    with set_current_vllm_config(config) if configured else contextlib.nullcontext():
-        assert select_common_block_size(block, [ETAPBackend]) == split
+def test_larger_blocks_are_split_into_the_largest_that_fit(engine_config, block, split, configured, monkeypatch):
+    config = engine_config(attention_backend="ETAP", block_size=block) if configured else None
+    monkeypatch.setattr("etap_backend.vllm.backend.get_current_vllm_config_or_none", lambda: config)
+    assert select_common_block_size(block, [ETAPBackend]) == split
     spec = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     if "kv_cache_specs" in inspect.signature(select_common_block_size).parameters:
         assert select_common_block_size(block, [ETAPBackend], [spec]) == split
