@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import type_name
+from etap_backend.compat import check_out
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import CPU_SMS, BuiltSchedule, DecodeSchedule, decode_shape
 from etap_backend.support import FP8, LATENT_DIM, ROPE_DIM, WORK_RANGE_FIELDS, dtype_name, why_unsupported
@@ -499,16 +500,6 @@ def _check_queries(call: Call) -> tuple[int, int]:
     return starts.shape[0] - 1, longest
 
 
-def _check_out(call: Call, shape: tuple[int, ...]) -> None:
-    out = call["out"]
-    if out is None:
-        return
-    if not isinstance(out, Tensor):
-        raise TypeError(f"out: wanted a tensor, got {type_name(out)}")
-    if out.shape != shape or not out.is_contiguous():
-        raise ValueError(f"out: wanted a contiguous {list(shape)}, got {list(out.shape)} with strides {out.stride()}")
-
-
 def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
     """Block table [b, pages] and lengths [b]; a cache without pages is one page for each request."""
     table, rows, lengths = call["page_table"], call["cache_batch_idx"], call["cache_seqlens"]
@@ -533,7 +524,7 @@ def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
 
 def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tensor]:
     q, qv, starts, out = call["q"], call["qv"], call["cu_seqlens_q"], call["out"]
-    _check_out(call, (*q.shape[:-1], LATENT_DIM))
+    check_out(out, (*q.shape[:-1], LATENT_DIM))
     if q.numel() == 0:
         out = q.new_empty(*q.shape[:-1], LATENT_DIM, dtype=_out_dtype(q)) if out is None else out
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)

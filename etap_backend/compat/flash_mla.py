@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import type_name
+from etap_backend.compat import check_out
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
@@ -205,7 +206,7 @@ def flash_mla_with_kvcache(
     _refuse_second_cache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     config = _config(q, k_cache, causal, is_fp8_kvcache, indices, enable_batch_invariant)
     _check_metadata(tile_scheduler_metadata, num_splits, config)
-    _check_out(out, (*q.shape[:3], LATENT_DIM))
+    check_out(out, (*q.shape[:3], LATENT_DIM))
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is None:
         _check_absent("without indices", given)
@@ -370,16 +371,6 @@ def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedM
     if config.enable_batch_invariant and config.topk is None and splits:
         wanted = "False with a plan of get_mla_decoding_metadata, which splits requests"
         raise ValueError(f"enable_batch_invariant: wanted {wanted}, got True")
-
-
-def _check_out(out: object, shape: tuple[int, ...]) -> None:
-    if out is None:
-        return
-    if not isinstance(out, Tensor):
-        raise TypeError(f"out: wanted a tensor, got {type_name(out)}")
-    if out.shape != shape or not out.is_contiguous():
-        got = f"{list(out.shape)} with strides {list(out.stride())}"
-        raise ValueError(f"out: wanted a contiguous {list(shape)}, got {got}")
 
 
 def _build(seq_lens: Tensor, batch: int, rows: int, device: torch.device, batch_invariant: bool) -> BuiltSchedule:

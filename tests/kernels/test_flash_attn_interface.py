@@ -9,29 +9,17 @@ from __future__ import annotations
 import importlib.util
 import math
 import re
-import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from types import ModuleType
 
 import pytest
 import torch
+from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices, run_program
 
 from etap_backend.compat import flash_attn_interface as fa3
 
-both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-FP8 = torch.float8_e4m3fn
-KINDS = {
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "fp16": (torch.float16, torch.float16),
-    "bf16 q, fp8": (torch.bfloat16, FP8),
-    "fp8": (FP8, FP8),
-}
-KV_SCALE, Q_SCALE = 0.0137, 0.021
-WILD = 2147480000
-HERE = Path(__file__).parent  # not the source tree's root, which would hide the installed package
-PAGE = HERE.parents[1] / "docs/flash_attn_interface.md"
+PAGE = DOCS / "flash_attn_interface.md"
 LENGTHS = (140, 0, 1, 64, 3, 300)
 
 
@@ -573,8 +561,7 @@ def test_what_cannot_be_installed_over_is_refused(other):
 
 def run(program: str) -> str:
     head = "from etap_backend.compat.flash_attn_interface import install; "
-    done = subprocess.run([sys.executable, "-c", head + program], cwd=HERE, capture_output=True, text=True)
-    return done.stdout + done.stderr
+    return run_program(head + program)
 
 
 def test_the_programs_of_the_page_run():

@@ -6,13 +6,11 @@ Unused cache rows are NaN and unused block-table entries 2147480000, queries and
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
+from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices, run_program
 
 from etap_backend import why_unsupported
 from etap_backend.compat import flash_mla
@@ -21,18 +19,7 @@ from etap_backend.lab.checks.cases import SOFTMAX_SCALE
 from etap_backend.lab.checks.sparse_cases import SparseCase
 from etap_backend.lab.checks.sparse_cases import build as build_sparse
 
-both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-FP8 = torch.float8_e4m3fn
-KINDS = {
-    "bf16": (torch.bfloat16, torch.bfloat16),
-    "fp16": (torch.float16, torch.float16),
-    "bf16 q, fp8": (torch.bfloat16, FP8),
-    "fp8": (FP8, FP8),
-}
-KV_SCALE, Q_SCALE = 0.0137, 0.021
-WILD = 2147480000
-HERE = Path(__file__).parent  # not the source tree's root, which would hide the installed package
-PAGE = HERE.parents[1] / "docs/flash_mla.md"
+PAGE = DOCS / "flash_mla.md"
 
 
 @dataclass
@@ -452,6 +439,4 @@ def test_the_programs_of_the_page_run():
 
 def run(program: str) -> str:
     head = "from etap_backend.compat.flash_mla import FlashMLASchedMeta, install; "
-    command = [sys.executable, "-c", head + program]
-    done = subprocess.run(command, cwd=HERE, capture_output=True, text=True)
-    return done.stdout + done.stderr
+    return run_program(head + program)

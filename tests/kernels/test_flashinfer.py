@@ -9,23 +9,21 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from types import SimpleNamespace
 
+import drop_ins
 import pytest
 import torch
+from drop_ins import FP8, WILD, both_devices
 
 from etap_backend.compat import flashinfer
 from etap_backend.compat.flashinfer import BatchMLAPagedAttentionWrapper
 
-both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-FP8 = torch.float8_e4m3fn
-KINDS = {"bf16": (torch.bfloat16,) * 2, "fp16": (torch.float16,) * 2, "bf16 q, fp8": (torch.bfloat16, FP8)}
+KINDS = {name: kinds for name, kinds in drop_ins.KINDS.items() if name != "fp8"}  # FP8 queries are not served
 SCALE = 192**-0.5
 CKV_SCALE = 0.0137
-WILD = 2147480000
 WORKSPACE = 128 << 20
-PAGE = Path(__file__).parents[2] / "docs/flashinfer.md"
+PAGE = drop_ins.DOCS / "flashinfer.md"
 CSR = ("qo_indptr", "kv_indptr", "kv_indices", "kv_len_arr")
 
 

@@ -181,10 +181,8 @@ def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
     rows = rows_named(document, only) if only else document.rows
     first, *others = document.names or ["-"]
     compared = comparisons(document)
-    varies = {title for title in (*document.OTHERS, "page_size") if len({getattr(row, title) for row in rows}) > 1}
-    shown = [title for title in document.OTHERS if not only or title in varies] + ["page_size"] * (
-        "page_size" in varies
-    )
+    values = {title: {getattr(row, title) for row in rows} for title in (*document.OTHERS, "page_size")}
+    shown = [title for title, found in values.items() if len(found) > 1 or (title in document.OTHERS and not only)]
     digits = 3 if document.libraries else 2
     columns = [document.BATCHES, *shown, "floor", f"**{first}**", "TFLOP/s", *others]
     columns += [comparison.title for comparison in compared]

@@ -213,10 +213,7 @@ class Document(Provenance):
     """A results file of `etap bench`."""
 
     BATCHES: ClassVar[str] = "requests x tokens"  # what the rows' batch_text is
-    OTHERS: ClassVar[tuple[str, ...]] = (
-        "heads",
-        "s_q",
-    )  # what else tells rows apart in a table; and page_size, if it does
+    OTHERS: ClassVar[tuple[str, ...]] = ("heads", "s_q")  # what else tells rows apart in a table, beside page_size
     AXIS: ClassVar[str] = "context (tokens)"  # of plots
 
     kind: Literal["bench"] = "bench"

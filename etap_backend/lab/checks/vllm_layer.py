@@ -107,7 +107,7 @@ def unabsorbed(problem, weight, dtype):
         scores = torch.einsum("qhd,htd->hqt", problem.q[end - query_len : end].to(dtype), key) * SCALE
         last = torch.arange(len(rows) - query_len, len(rows))  # what each query token sees last
         scores.masked_fill_(torch.arange(len(rows)) > last[:, None], float("-inf"))
-        seen = scores.softmax(-1).nan_to_num(0.0)  # a token that sees nothing gets 0
+        seen = scores.softmax(-1).masked_fill(last[:, None] < 0, 0.0)  # a token that sees nothing gets 0
         out[end - query_len : end] = torch.einsum("hqt,htd->qhd", seen, key_value[..., NOPE:])
     return out.flatten(1)
 

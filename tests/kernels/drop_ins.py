@@ -1,0 +1,28 @@
+"""What the tests of other libraries' calls on ETAP share."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+FP8 = torch.float8_e4m3fn
+KINDS = {
+    "bf16": (torch.bfloat16, torch.bfloat16),
+    "fp16": (torch.float16, torch.float16),
+    "bf16 q, fp8": (torch.bfloat16, FP8),
+    "fp8": (FP8, FP8),
+}
+"""Types of queries and cache."""
+KV_SCALE, Q_SCALE = 0.0137, 0.021
+WILD = 2147480000  # in unused entries of block tables
+HERE = Path(__file__).parent  # not the source tree's root, which would hide the installed package
+DOCS = HERE.parents[1] / "docs"
+
+
+def run_program(program: str) -> str:
+    """What a program says in a Python of its own."""
+    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
+    return done.stdout + done.stderr
