@@ -24,7 +24,8 @@ def check(tmp_path, monkeypatch):
 
     def run(fault: str) -> list[str]:
         monkeypatch.setenv("FAULT", fault)
-        two_nodes.main(EngineName.vllm, tmp_path / "nodes", "127.0.0.1", "decode-plain", 20)
+        flags = ["--gpu-memory-utilization", "0.4"]
+        two_nodes.main(flags, EngineName.vllm, tmp_path / "nodes", "127.0.0.1", "decode-plain", 20)
         return [(tmp_path / f"nodes/vllm-node-{node}.log").read_text() for node in (0, 1)]
 
     yield run
@@ -46,6 +47,7 @@ def test_both_nodes_run_etap_and_get_the_scenarios_flags_and_variables(check, ca
     assert "2 nodes, ETAP in the workers of both, 16 tokens" in capsys.readouterr().out
     for node, log in enumerate(logs):
         assert f"--node-rank {node}" in log and "fuse_allreduce_rms" in log and "tp2 0" in log
+        assert "--gpu-memory-utilization 0.4" in log
 
 
 def test_a_node_that_does_not_name_etap_fails_it(check):

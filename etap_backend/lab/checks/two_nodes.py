@@ -1,10 +1,11 @@
 """Serves a small model on two "nodes" of one machine, one GPU each, and checks that ETAP runs in the workers of both.
 
-    python -m etap_backend.lab.checks.two_nodes --engine vllm --log-folder nodes
+    python -m etap_backend.lab.checks.two_nodes --engine vllm --log-folder nodes [-- flags for both servers]
 
 Needs two Hopper GPUs and the engine, with etap-backend, installed beside it. The nodes are two process groups that know
 of each other only what two machines would: an address, a port, their number. That tests what the plugin has to do with
-several nodes: it is loaded in processes that no process of the first node started.
+several nodes: it is loaded in processes that no process of the first node started. Where others use the GPUs too, a
+flag has to say how much of their memory the nodes may take.
 """
 
 from __future__ import annotations
@@ -50,6 +51,7 @@ def commands(
 
 
 def main(
+    serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for both servers, after --.")] = None,
     engine: Annotated[EngineName, typer.Option(help="Whose servers.")] = EngineName.vllm,
     log_folder: Annotated[Path, typer.Option(help="For the nodes' logs and the model.")] = Path("nodes"),
     address: Annotated[str, typer.Option(help="Of the first node, as the second reaches it.")] = "127.0.0.1",
@@ -67,7 +69,8 @@ def main(
     specific = getattr(wanted, engine.value)
     environment, nodes = {**wanted.environment, **specific.environment}, []
     try:
-        of_nodes = commands(served, prepared.model, address, ports, served.ours, specific.flags)
+        flags = [*specific.flags, *(serve_flags or [])]
+        of_nodes = commands(served, prepared.model, address, ports, served.ours, flags)
         for number, command in enumerate(of_nodes):
             log = log_folder / f"{served.name}-node-{number}.log"
             log.unlink(missing_ok=True)
