@@ -102,6 +102,7 @@ def test_their_cases_run_with_our_sizes_and_without_what_is_not_served(invoke, d
     assert set(document["cases"]) == KINDS and document["calls"] == 16 * 4
     assert document["complete"] and document["failures"] == [] and document["dtype"] == dtype
     assert document["script_sha256"] and document["flashattention_commit"] is None
+    assert flash_attn_interface.NAME not in sys.modules  # where our call would find it to hand prompts to
 
 
 def test_a_wrong_case_is_no_pass_and_ends_nothing(invoke):

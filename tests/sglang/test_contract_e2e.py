@@ -117,12 +117,13 @@ def test_sglang_takes_the_flags_of_each_of_two_nodes(dummy_folder):
     prepared = prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder)
     prepared.write()
     flags = read_scenario("decode-plain").sglang.flags
-    of_nodes = two_nodes.commands(SGLANG, prepared.model, "127.0.0.1", (8000, 8001), "etap", flags)
+    of_nodes = two_nodes.commands(SGLANG, prepared.model, "127.0.0.1", (8000, 8001, 8002), "etap", flags)
     for node, command in enumerate(of_nodes):
         parsed = parse(command[3:])
         assert parsed.disable_custom_all_reduce
         assert (parsed.nnodes, parsed.node_rank, parsed.tp_size) == (2, node, 2)
-        assert (parsed.dist_init_addr, parsed.attention_backend) == ("127.0.0.1:8001", "etap")
+        assert (parsed.dist_init_addr, parsed.attention_backend) == ("127.0.0.1:8002", "etap")
+        assert parsed.port == 8000 + node
 
 
 def test_the_log_says_which_backend_runs(dummy_folder):

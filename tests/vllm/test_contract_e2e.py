@@ -135,7 +135,7 @@ def test_vllm_makes_a_configuration_of_each_of_two_nodes(dummy_folder):
     prepared = prepare_model("deepseek-r1", two_nodes.CHANGES, 8, 2, dummy_folder)
     prepared.write()
     flags = read_scenario("decode-plain").vllm.flags
-    of_nodes = two_nodes.commands(VLLM, prepared.model, "127.0.0.1", (8000, 8001), "ETAP", flags)
+    of_nodes = two_nodes.commands(VLLM, prepared.model, "127.0.0.1", (8000, 8001, 8002), "ETAP", flags)
     for node, command in enumerate(of_nodes):
         parsed = serve_arguments(command[4:])
         parsed.model = parsed.model_tag or parsed.model

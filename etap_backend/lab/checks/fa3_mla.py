@@ -135,9 +135,10 @@ def load(checkout: Path, call: Callable) -> Any:
     module.flash_attn_with_kvcache, module.get_scheduler_metadata = call, fa3.get_scheduler_metadata
     for name in "flash_attn_func", "flash_attn_varlen_func", "flash_attn_combine":  # of tests that do not run
         setattr(module, name, None)
-    sys.modules[fa3.NAME] = module
     sys.path.insert(0, str(checkout / SCRIPT.parent))
+    sys.modules[fa3.NAME] = module
     tests = importlib.import_module(SCRIPT.stem)
+    del sys.modules[fa3.NAME]  # or our call takes it for an installed FlashAttention-3 and hands it prompts
     tests.itertools = types.SimpleNamespace(product=product_with_our_values)
     return tests
 

@@ -38,13 +38,14 @@ def flags_of_node(engine: Engine, node: int, address: str, port: int) -> list[st
 
 
 def commands(
-    engine: Engine, model: str, address: str, ports: tuple[int, int], backend: str, flags: list[str]
+    engine: Engine, model: str, address: str, ports: tuple[int, int, int], backend: str, flags: list[str]
 ) -> list[list[str]]:
-    """A command for each node, with these flags; the first one answers on the first port, they meet at the second."""
+    """A command for each node, with these flags. They answer on the first and the second port (of vLLM's second node
+    nothing does, SGLang's says that it is alive) and meet at the third."""
     serving = Serving(model, dummy=True, tp=NODES, max_context=1024, batches=(1, 4))
     return [
         engine.server(
-            sys.executable, serving, backend, ports[0], flags + flags_of_node(engine, node, address, ports[1])
+            sys.executable, serving, backend, ports[node], flags + flags_of_node(engine, node, address, ports[-1])
         )
         for node in range(NODES)
     ]
@@ -64,7 +65,7 @@ def main(
     served = ENGINES[engine.value]
     prepared = prepare_model("deepseek-r1", CHANGES, 8, NODES, log_folder / "model")
     prepared.write()
-    ports = free_port(), free_port()
+    ports = free_port(), free_port(), free_port()
     wanted = read_scenario(scenario)
     specific = getattr(wanted, engine.value)
     environment, nodes = {**wanted.environment, **specific.environment}, []
