@@ -27,7 +27,8 @@ __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_m
 NAME = "flash_attn_interface"
 """Under which this module is imported where there is no FlashAttention-3."""
 PROMPT_ROWS = 2048
-"""Query rows (tokens * heads) of a request from which on it is a prompt: FlashAttention-3, if there is one, gets it."""
+"""Query rows (tokens * heads) of a request above which it is a prompt. FlashAttention-3, if there is one, gets those in
+bfloat16. It refuses FP8 with qv, and builds without float16, as sgl-kernel's, end the process on it."""
 WITHOUT_EFFECT = (
     "num_splits",
     "pack_gqa",
@@ -388,7 +389,8 @@ def _answer(call: Call, find: Callable[[], Callable | None]) -> Tensor | tuple:
     if reason:
         return _hand_over(call, find(), reason)
     batch, longest = _check_queries(call)
-    if longest * call["q"].shape[-2] > PROMPT_ROWS and (theirs := find()):
+    prompt = longest * call["q"].shape[-2] > PROMPT_ROWS
+    if prompt and call["q"].dtype == torch.bfloat16 and (theirs := find()):
         return _hand_over(call, theirs, "")
     return _serve(call, batch, longest)
 

@@ -410,6 +410,13 @@ def test_prompts_are_handed_over_where_there_is_a_flash_attention(installed):
     check(long.run(causal=True), long.truth(True))
 
 
+def test_prompts_in_float16_are_served_whatever_is_installed(installed):
+    """sgl-kernel's FlashAttention-3 has no kernels for it and ends the process."""
+    problem = problem_of((300,), fa3.PROMPT_ROWS // 16 + 1, kind="fp16")
+    check(problem.run(causal=True), problem.truth(True), torch.float16)
+    assert not installed.calls
+
+
 def test_prompts_are_served_where_there_is_none(none_installed):
     problem = problem_of((300,), fa3.PROMPT_ROWS // 16 + 1)
     check(problem.run(causal=True), problem.truth(True))

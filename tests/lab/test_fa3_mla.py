@@ -74,6 +74,7 @@ def invoke(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     for what in fa3_mla.NOT_SERVED:  # so that they are as before behind the test
         monkeypatch.setenv(f"FLASH_ATTENTION_DISABLE_{what}", "FALSE")
+    monkeypatch.setattr(flash_attn_interface, "PROMPT_ROWS", flash_attn_interface.PROMPT_ROWS)  # put back, too
     names = (flash_attn_interface.NAME, fa3_mla.SCRIPT.stem)
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
