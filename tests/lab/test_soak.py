@@ -151,6 +151,14 @@ def test_a_good_run_passes_and_says_what_it_saw(model, monkeypatch):
     assert "server.py --host" in document["server"]["command"]
 
 
+def test_a_sparse_models_indexer_has_room_to_grow_into_and_its_server_must_say_that_it_is_one(model, monkeypatch):
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"index_topk": 512}))
+    code, document = run(model, "", monkeypatch)
+    assert document["settings"]["gpu_growth"] == 1 + 512
+    assert code == 1 and "sparse attention" in document["failures"][0]
+
+
 @pytest.mark.parametrize(
     "faults, said",
     [

@@ -19,7 +19,8 @@ fails for
   among the traffic and once after it: greedily, and in vLLM without drafts every second one forced along the first
   answer. Rounding depends on the batch; what is allowed for it is below, with its reasons;
 - memory that grows: of host and GPU, what the server's processes have in the last quarter of the samples against the
-  second. Where the driver does not say what these processes have, the GPU's is reported as not known;
+  second. Where the driver does not say what these processes have, the GPU's is reported as not known. A model of sparse
+  attention may take 512 MiB more: as many has vLLM for the scores of its indexer, once a step's prefills want them;
 - a run that proves nothing: nothing preempted (vLLM), nothing found in the prefix cache, nothing aborted, no drafts
   accepted, a model that does not know its prompts.
 
@@ -76,6 +77,7 @@ SHORT_REQUEST = 256  # tokens of a request of the first wave; the cache has room
 BEHIND_PREFIX, FEW_TOKENS = 512, 4
 MARGIN = 16  # tokens below the model's context, for drafts
 LEAST_SAMPLES = 16
+INDEXER_MIB = 512  # vLLM's VLLM_SPARSE_INDEXER_MAX_LOGITS_MB
 KEPT_EXAMPLES, MOST_FAILURES = 5, 500
 BAD_LINE = re.compile(
     r"\bERROR\b|\bCRITICAL\b|Traceback \(most recent call last\)|CUDA error|illegal memory access|\b(?i:nan)\b"
@@ -570,7 +572,7 @@ def main(
     context = config["max_position_embeddings"]
     settings = Settings(
         *(seconds, concurrency, timeout, context, abort_share, stream_share, probe_every, sample_every),
-        *(wave_every, write_every, host_growth, gpu_growth, seed),
+        *(wave_every, write_every, host_growth, gpu_growth + INDEXER_MIB * is_sparse(model), seed),
     )
     flags = [*asked.flags(mode, cache_tokens, variant), asked.engine.memory_share, str(memory_share)]
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
