@@ -5,8 +5,9 @@
 
 `<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K -->` some of its rows,
 `<!-- figures NAME: 16 x 64K -->` a sentence on them, `<!-- summary NAME -->` a wide sweep by query rows,
-`<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time between two tokens at some loads, and
-`<!-- estimate NAME -->` a table of `etap estimate`. A place whose NAME ends in a question mark says that nothing was
+`<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time between two tokens at some loads,
+`<!-- estimate NAME -->` a table of `etap estimate`, and `<!-- drop-in NAME: FlashMLA -->` a sentence on the drop-in for
+it. A place whose NAME ends in a question mark says that nothing was
 measured until there is such a file.
 """
 
@@ -36,7 +37,14 @@ KINDS: dict[str, Callable[[Path, Place], str]] = {
     "figures": lambda path, place: report.figures(bench_rows.read(path), place.rows),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.read(path), place.rows),
     "estimate": lambda path, place: estimates.markdown(path),
+    "drop-in": lambda path, place: drop_in_sentences(bench_rows.read(path), place.rows),
 }
+
+
+def drop_in_sentences(document: bench_rows.Document, originals: tuple[str, ...]) -> str:
+    """How the drop-ins for these compare with them, and where that was measured."""
+    said = " ".join(report.drop_in_sentence(document, original) for original in originals)
+    return f"{said} {report.source(document)}."
 
 
 def table(place: Place, folder: Path) -> str:

@@ -118,7 +118,7 @@ def test_the_shipped_grids_are_found_by_name_and_can_be_read(name):
 
 
 def test_a_grid_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(ValueError, match="bench: wanted a file or one of fp16, heads, .*, got targest"):
+    with pytest.raises(ValueError, match="bench: wanted a file or one of drop-ins, .*, fp16, heads, .*, got targest"):
         find_grid("targest")
 
 
