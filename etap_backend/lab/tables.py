@@ -6,9 +6,9 @@
 `<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K -->` some of its rows,
 `<!-- figures NAME: 16 x 64K -->` a sentence on them, `<!-- summary NAME -->` a wide sweep by query rows,
 `<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time between two tokens at some loads,
-`<!-- estimate NAME -->` a table of `etap estimate`, and `<!-- drop-in NAME: FlashMLA -->` a sentence on the drop-in for
-it. A place whose NAME ends in a question mark says that nothing was
-measured until there is such a file.
+`<!-- estimate NAME -->` a table of `etap estimate`, `<!-- drop-in NAME: FlashMLA -->` a sentence on the drop-in for
+it, and `<!-- tests NAME -->` one on another project's tests. A place whose NAME ends in a question mark says that
+nothing was measured until there is such a file.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import typer
 from etap_backend.lab import results
 from etap_backend.lab.bench import report
 from etap_backend.lab.bench import rows as bench_rows
+from etap_backend.lab.checks import their_tests
 from etap_backend.lab.e2e import report as e2e_report
 from etap_backend.lab.e2e import rows as e2e_rows
 from etap_backend.lab.plan import estimates
@@ -37,6 +38,7 @@ KINDS: dict[str, Callable[[Path, Place], str]] = {
     "figures": lambda path, place: report.figures(bench_rows.read(path), place.rows),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.read(path), place.rows),
     "estimate": lambda path, place: estimates.markdown(path),
+    "tests": lambda path, place: their_tests.sentence(results.read_json(path)),
     "drop-in": lambda path, place: drop_in_sentences(bench_rows.read(path), place.rows),
 }
 
