@@ -171,7 +171,7 @@ def drop_in_sentence(document: Document, original: str) -> str:
         for text, values in ((f"up to {FEW_HEADS} heads", few), (f"more than {FEW_HEADS} heads", many))
         if values and (middle := statistics.median(values))
     ]
-    slower = [f"{row.label} ({value:.2f})" for row, value in found if value < 1]
+    slower = [f"{row.label} ({value:.2f})" for row, value in found if round(value, 2) < 1]
     behind = f"slower at {'; '.join(slower)}" if slower else f"slower at none of {len(found)} points"
     return f"{', '.join(said)}; {behind}."
 
