@@ -195,6 +195,7 @@ def test_a_run_measures_the_hosts_of_drop_ins(monkeypatch):
     workload = WORKLOADS["plain"]
     monkeypatch.setattr(measure, "measure_drop_in_hosts", lambda first, *rest: {"of": first})
     assert run._once(None, workload, None, own(), measure.Settings()) == {"host_calls": {"of": workload}}
+    assert run._once(None, workload, None, own(), measure.Settings(h20_proxy=True)) == {}
 
 
 # What is said of them

@@ -92,10 +92,13 @@ def run(
 def _once(document: Document, first: Workload, pool: tensors.Pool, kernels: Kernels, settings: Settings) -> dict:
     """What is measured once a run: what a call of ours takes of the host, and building a schedule.
 
-    Of drop-ins and their originals what calls of both take, and those with a plan.
+    Of drop-ins and their originals what calls of both take, and those with a plan; on the proxy, where the originals
+    are kernels without their Python, nothing.
     """
     if not {*kernels.of(first)}.isdisjoint(DROP_INS):
-        return {"host_calls": measure.measure_drop_in_hosts(first, pool, kernels, settings)}
+        return (
+            {} if settings.h20_proxy else {"host_calls": measure.measure_drop_in_hosts(first, pool, kernels, settings)}
+        )
     names = [name for name in (OURS, *document.libraries) if name in kernels.of(first)]
     found: dict = {"host_calls": measure.measure_host(first, pool, kernels, names, settings)}
     if OURS in names and not isinstance(document, SparseDocument):  # whose call needs no schedule
