@@ -62,8 +62,8 @@ SPARSE_FP8_METHOD = (
     "on what they stand for"
 )
 DROP_IN_METHOD = (
-    "; calls are made as users of each library make them, of its drop-in (compat.*) in the same words; host times are "
-    "of calls one behind another, with the plan of a step before each where that is said, and its copies to the host"
+    "; calls are made as users of each library make them, of its drop-in (compat.*) in the same words with the same "
+    "queries; host times are of calls one behind another, with the plan of a step before each where that is said"
 )
 PROXY_METHOD = f"; a waiting kernel holds the SMs beyond {H20_SMS}, so that every call runs on the same ones"
 FP8_METHOD = (
