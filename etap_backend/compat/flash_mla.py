@@ -474,4 +474,5 @@ def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, option
 
 def _their_lse(lse: Tensor) -> Tensor:
     """Contiguous, and +inf for queries that see nothing, which are -inf in ETAP."""
-    return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf).contiguous()
+    contiguous = lse.new_empty(lse.shape)
+    return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf, out=contiguous)

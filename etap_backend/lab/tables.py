@@ -5,9 +5,10 @@
 
 `<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K -->` some of its rows,
 `<!-- figures NAME: 16 x 64K -->` a sentence on them, `<!-- summary NAME -->` a wide sweep by query rows,
-`<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time between two tokens at some loads, and
-`<!-- estimate NAME -->` a table of `etap estimate`. A place whose NAME ends in a question mark says that nothing was
-measured until there is such a file.
+`<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time between two tokens at some loads,
+`<!-- estimate NAME -->` a table of `etap estimate`, `<!-- drop-in NAME: FlashMLA -->` a sentence on the drop-in for
+it, and `<!-- tests NAME -->` one on another project's tests. A place whose NAME ends in a question mark says that
+nothing was measured until there is such a file.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import typer
 from etap_backend.lab import results
 from etap_backend.lab.bench import report
 from etap_backend.lab.bench import rows as bench_rows
+from etap_backend.lab.checks import their_tests
 from etap_backend.lab.e2e import report as e2e_report
 from etap_backend.lab.e2e import rows as e2e_rows
 from etap_backend.lab.plan import estimates
@@ -36,7 +38,15 @@ KINDS: dict[str, Callable[[Path, Place], str]] = {
     "figures": lambda path, place: report.figures(bench_rows.read(path), place.rows),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.read(path), place.rows),
     "estimate": lambda path, place: estimates.markdown(path),
+    "tests": lambda path, place: their_tests.sentence(results.read_json(path)),
+    "drop-in": lambda path, place: drop_in_sentences(bench_rows.read(path), place.rows),
 }
+
+
+def drop_in_sentences(document: bench_rows.Document, originals: tuple[str, ...]) -> str:
+    """How the drop-ins for these compare with them, and where that was measured."""
+    said = " ".join(report.drop_in_sentence(document, original) for original in originals)
+    return f"{said} {report.source(document)}."
 
 
 def table(place: Place, folder: Path) -> str:

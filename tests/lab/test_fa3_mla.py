@@ -74,8 +74,8 @@ def invoke(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", [*sys.path])
     for what in fa3_mla.NOT_SERVED:  # so that they are as before behind the test
         monkeypatch.setenv(f"FLASH_ATTENTION_DISABLE_{what}", "FALSE")
-    monkeypatch.setattr(flash_attn_interface, "PROMPT_ROWS", flash_attn_interface.PROMPT_ROWS)  # put back, too
-    names = (flash_attn_interface.NAME, fa3_mla.SCRIPT.stem)
+    names = (*flash_attn_interface.WITH_KVCACHE.modules, fa3_mla.SCRIPT.stem)
+    flash_attn_interface._installed.cache_clear()
     for name in names:
         monkeypatch.delitem(sys.modules, name, raising=False)
     app = typer.Typer()
@@ -93,6 +93,14 @@ def invoke(tmp_path, monkeypatch):
     yield run
     for name in names:
         sys.modules.pop(name, None)
+    flash_attn_interface._installed.cache_clear()
+
+
+def test_prompts_are_not_handed_to_another_one(invoke, monkeypatch):
+    monkeypatch.setattr(flash_attn_interface, "PROMPT_ROWS", 2)
+    result, document = invoke(0.5)
+    assert result.exit_code == 0, document["failures"][:1]
+    assert document["calls"] == 16 * 4, "a call was handed back to the stand-in"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -103,7 +111,6 @@ def test_their_cases_run_with_our_sizes_and_without_what_is_not_served(invoke, d
     assert set(document["cases"]) == KINDS and document["calls"] == 16 * 4
     assert document["complete"] and document["failures"] == [] and document["dtype"] == dtype
     assert document["script_sha256"] and document["flashattention_commit"] is None
-    assert flash_attn_interface.NAME not in sys.modules  # where our call would find it to hand prompts to
 
 
 def test_a_wrong_case_is_no_pass_and_ends_nothing(invoke):

@@ -20,7 +20,7 @@ from etap_backend.lab.bench.grids import Grid, Workload, read_grids
 from etap_backend.lab.bench.libraries import Build
 from etap_backend.lab.bench.measure import H20_SMS, Settings
 from etap_backend.lab.bench.providers import Kernels
-from etap_backend.lab.bench.rows import OWN, Document, problems
+from etap_backend.lab.bench.rows import DROP_INS, OWN, Document, problems
 from etap_backend.lab.bench.run import header, run
 from etap_backend.support import COMPUTE_CAPABILITY
 
@@ -36,8 +36,12 @@ def why_no_gpu() -> str | None:
     return None
 
 
-def kernels_of(builds: list[Build], peers_file: Path | None, h20_proxy: bool, folder: Path) -> Kernels:
+def kernels_of(
+    builds: list[Build], peers_file: Path | None, h20_proxy: bool, folder: Path, *, drop_ins: bool = False
+) -> Kernels:
     """The kernels that the arguments allow. Raises ValueError, naming the argument, when they cannot be had."""
+    if builds and drop_ins:
+        raise ValueError("--library: wanted without a grid of drop-ins, which are beside others' calls")
     if builds:
         if len({build.name for build in builds}) < len(builds):
             raise ValueError("--library: wanted different names")
@@ -49,7 +53,7 @@ def kernels_of(builds: list[Build], peers_file: Path | None, h20_proxy: bool, fo
             f"--h20-proxy: wanted {_library.PATH_VARIABLE}, the library built with the throttled toolchain, "
             "but it is not set"
         )
-    found = providers.installed()
+    found = providers.of_drop_ins() if drop_ins else providers.installed()
     if h20_proxy:  # the installed peers' binaries are not throttled; those of a file are taken to be
         found = providers.ours(found)
     return providers.with_file(found, peers_file) if peers_file else found
@@ -63,7 +67,7 @@ def chosen(kernels: Kernels, grid: Grid, only: list[str], skip: list[str]) -> Ke
         if unknown := [name for name in asked if name.lower() not in known]:
             raise ValueError(f"{argument}: wanted one of {', '.join(names)}, got {', '.join(unknown)}")
     there = {name for each in kernels.of_kinds.values() for name, provider in each.items() if provider.there}
-    wanted = [known[name.lower()] for name in only] or [n for n in names if n in OWN or n in there]
+    wanted = [known[name.lower()] for name in only] or [n for n in names if n in (*OWN, *DROP_INS) or n in there]
     skipped = {known[name.lower()] for name in skip}
     if left := [name for name in wanted if name not in skipped]:
         return kernels.chosen(left)
@@ -126,7 +130,8 @@ def bench(
             path = output or Path("results") / f"{whole.name}{suffix}.json"
             results.must_be_writable(path)
             grid, left_out = within(whole, free)
-            kernels = chosen(kernels_of(builds, peers, h20_proxy, Path(folder)), grid, only or [], skip or [])
+            known = kernels_of(builds, peers, h20_proxy, Path(folder), drop_ins=grid.calls == "drop-ins")
+            kernels = chosen(known, grid, only or [], skip or [])
         except ValueError as error:
             stderr.print(f"etap bench: {error}", style="red", markup=False, highlight=False)
             raise typer.Exit(2) from error

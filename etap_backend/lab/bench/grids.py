@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Literal
@@ -22,6 +22,7 @@ MEMORY_SHARE = 0.8  # of the GPU's, that caches may take
 
 DType = Literal["bfloat16", "float16"]
 KvDType = Literal["same", "fp8"]
+Calls = Literal["decode", "drop-ins"]
 Count = Annotated[int, Field(ge=1, strict=True)]
 Counts = Annotated[list[Count], Field(min_length=1)]
 Batches = Annotated[list[tuple[Count, Count]], Field(min_length=1)]
@@ -229,6 +230,7 @@ class File(Strict):
     """A file of configs/bench: [[rows]] of the dense call, or [[sparse]] ones."""
 
     title: str | None = None
+    calls: Calls = "decode"  # mla_decode and its peers, or the drop-ins and what they stand in for
     rows: list[Table] = []
     sparse: list[SparseTable] = []
     published: list[Published] = []
@@ -248,6 +250,7 @@ class Grid:
     title: str
     workloads: tuple[Workload, ...]
     published: tuple[Published, ...] = ()
+    calls: Calls = "decode"
 
     @property
     def sparse(self) -> bool:
@@ -258,7 +261,7 @@ class Grid:
         fits = [workload.memory_bytes < MEMORY_SHARE * memory_bytes for workload in self.workloads]
         kept = tuple(workload for workload, fit in zip(self.workloads, fits, strict=True) if fit)
         left_out = [workload.label for workload, fit in zip(self.workloads, fits, strict=True) if not fit]
-        return Grid(self.name, self.title, kept, self.published), left_out
+        return replace(self, workloads=kept), left_out
 
 
 def find_grid(name: str) -> Path:
@@ -273,7 +276,8 @@ def read_grid(path: Path, kv_dtype: KvDType | None = None) -> Grid:
     """
     file = configs.read_toml(path, File)
     workloads = (workload for table in (*file.rows, *file.sparse) for workload in table.workloads(kv_dtype))
-    return Grid(path.stem, file.title or path.stem, tuple(dict.fromkeys(workloads)), tuple(file.published))
+    unique = tuple(dict.fromkeys(workloads))
+    return Grid(path.stem, file.title or path.stem, unique, tuple(file.published), file.calls)
 
 
 def read_grids(names: list[str], kv_dtype: KvDType | None = None) -> Grid:
@@ -286,7 +290,9 @@ def read_grids(names: list[str], kv_dtype: KvDType | None = None) -> Grid:
         return grids[0]
     if len({grid.sparse for grid in grids}) > 1:
         raise ValueError(f"grids: wanted all of the dense call or all of the sparse one, got {', '.join(names)}")
+    if len({grid.calls for grid in grids}) > 1:
+        raise ValueError(f"grids: wanted all of drop-ins or none, got {', '.join(names)}")
     workloads = dict.fromkeys(workload for grid in grids for workload in grid.workloads)
     published = tuple(one for grid in grids for one in grid.published)
     name = "-".join(grid.name for grid in grids)
-    return Grid(name, "; ".join(grid.title for grid in grids), tuple(workloads), published)
+    return Grid(name, "; ".join(grid.title for grid in grids), tuple(workloads), published, grids[0].calls)

@@ -26,6 +26,17 @@ Call = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
+class Planned:
+    """A call, and the planning that its users do once a step, before the first layer's."""
+
+    call: Call
+    plan: Callable[[], None]
+
+    def __call__(self, *copy: Tensor) -> Tensor:
+        return self.call(*copy)
+
+
+@dataclass(frozen=True)
 class Inputs:
     """What every kernel of a row is given, besides the cache."""
 

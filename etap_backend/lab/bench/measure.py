@@ -21,10 +21,11 @@ from etap_backend.lab.bench import kernels
 from etap_backend.lab.bench.floors import Floor
 from etap_backend.lab.bench.grids import PAGE_SIZE, Workload
 from etap_backend.lab.bench.hold import sms_held
-from etap_backend.lab.bench.kernels import Call, Copy, Inputs, SparseInputs
+from etap_backend.lab.bench.kernels import Call, Copy, Inputs, Planned, SparseInputs
 from etap_backend.lab.bench.providers import Kernels
 from etap_backend.lab.bench.rows import (
     MATH_SUFFIX,
+    WITH_PLAN,
     Failed,
     Measured,
     Refused,
@@ -59,6 +60,10 @@ SPARSE_METHOD = (
 SPARSE_FP8_METHOD = (
     "; FP8 rows have 656 bytes, a scale is the largest magnitude of its 128 columns / 448, errors are against float64 "
     "on what they stand for"
+)
+DROP_IN_METHOD = (
+    "; calls are made as users of each library make them, of its drop-in (compat.*) in the same words with the same "
+    "queries; host times are of calls one behind another, with the plan of a step before each where that is said"
 )
 PROXY_METHOD = f"; a waiting kernel holds the SMs beyond {H20_SMS}, so that every call runs on the same ones"
 FP8_METHOD = (
@@ -239,14 +244,44 @@ def measure_host(
 ) -> dict[str, Timing]:
     """Host time to launch one call of each of these, in microseconds, where nothing waits for the GPU; in turns."""
     row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, ours, settings)
-    prepared, times = {name: row.prepared(name) for name in names}, {name: [] for name in names}
-    for _ in range(HOST_TURNS):
-        for name, (call, copies) in prepared.items():
+    prepared = {name: row.prepared(name) for name in names}
+    return _host_times({name: partial(call, *copies[0]) for name, (call, copies) in prepared.items()}, calls)
+
+
+def measure_drop_in_hosts(
+    workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: Settings, calls: int = 50
+) -> dict[str, Timing]:
+    """Host time of a call of each drop-in and of each original that can be called, and of the plan and a call.
+
+    A plan that copies something to the host waits for what runs on the GPU: then this counts, too.
+    """
+    row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, kernels_of_run, settings)
+    found = {}
+    for name in kernels_of_run.of(workload):
+        with suppress(Exception):  # the rows say what cannot be called, and why
+            call, copies = row.prepared(name)
             call(*copies[0])
+            found[name] = partial(call, *copies[0])
+            if isinstance(call, Planned):
+                found[WITH_PLAN.format(name)] = partial(_plan_and_call, call, copies[0])
+    return _host_times(found, calls)
+
+
+def _plan_and_call(planned: Planned, copy: Copy) -> None:
+    planned.plan()
+    planned(*copy)
+
+
+def _host_times(found: dict[str, Callable[[], object]], calls: int) -> dict[str, Timing]:
+    """Of each, launched so many times one behind another, in turns."""
+    times = {name: [] for name in found}
+    for _ in range(HOST_TURNS):
+        for name, launch in found.items():
+            launch()
             torch.cuda.synchronize()
             begin = time.perf_counter()
             for _ in range(calls):
-                call(*copies[0])
+                launch()
             times[name].append((time.perf_counter() - begin) / calls * 1e6)
     torch.cuda.synchronize()
-    return {name: timing_of(found) for name, found in times.items()}
+    return {name: timing_of(each) for name, each in times.items()}

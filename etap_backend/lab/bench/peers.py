@@ -1,20 +1,25 @@
 """The kernels that ours are compared with, called as the engines call them, all metadata built before the clock runs.
 
 As in vLLM 0.26 (FlashMLA, FA3, Triton) and SGLang 0.5 (FlashInfer), each imported when it is asked for. Each takes a
-row's inputs and gives its call; NotImplementedError says why a kernel does not take a row.
+row's inputs and gives its call; NotImplementedError says why a kernel does not take a row. Other functions of the same
+calls, as ETAP's drop-ins have them, may be named in place of a library's.
 """
 
 from __future__ import annotations
 
+import importlib
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from etap_backend.lab.bench.kernels import Call, Inputs, SparseInputs, to_fp8
+from etap_backend.lab.bench.kernels import Call, Inputs, Planned, SparseInputs, to_fp8
 from etap_backend.support import LATENT_DIM, ROPE_DIM
 
 FLASHMLA_PAGE_SIZE = 64
+FLASHMLA = "vllm.third_party.flashmla.flash_mla_interface"
+FA3 = "vllm.vllm_flash_attn"
 
 
 def _refuse_other_pages(inputs: Inputs) -> None:
@@ -22,15 +27,21 @@ def _refuse_other_pages(inputs: Inputs) -> None:
         raise NotImplementedError(f"takes pages of {FLASHMLA_PAGE_SIZE} tokens")
 
 
-def flashmla(inputs: Inputs) -> Call:
-    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
-
+def flashmla(
+    inputs: Inputs, *, module: str = FLASHMLA, new_metadata: Callable[[Inputs], object] | None = None
+) -> Planned:
+    """`new_metadata` makes the metadata of a step in place of the module's `get_mla_metadata`."""
+    theirs = importlib.import_module(module)
     _refuse_other_pages(inputs)
-    # Filled by the first call, which comes before the timed ones.
-    metadata, _ = get_mla_metadata()
+    metadata = None
+
+    def plan() -> None:
+        nonlocal metadata
+        # Filled by the first call, which comes before the timed ones.
+        metadata = new_metadata(inputs) if new_metadata else theirs.get_mla_metadata()[0]
 
     def call(kv_cache: Tensor) -> Tensor:
-        return flash_mla_with_kvcache(
+        return theirs.flash_mla_with_kvcache(
             q=inputs.q,
             k_cache=kv_cache.unsqueeze(-2),
             block_table=inputs.block_table,
@@ -42,20 +53,30 @@ def flashmla(inputs: Inputs) -> Call:
             is_fp8_kvcache=False,
         )[0]
 
-    return call
+    plan()
+    return Planned(call, plan)
 
 
-def flashmla_fp8(inputs: Inputs) -> Call:
-    from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache_fp8, get_mla_metadata_dense_fp8
+def flashmla_fp8(
+    inputs: Inputs, *, decode: Callable | None = None, new_metadata: Callable[..., tuple] | None = None
+) -> Planned:
+    """`decode` and `new_metadata` are vLLM's functions of the dense FP8 kernel, or both others."""
+    if decode is None:
+        from vllm.v1.attention.ops.flashmla import flash_mla_with_kvcache_fp8 as decode
+        from vllm.v1.attention.ops.flashmla import get_mla_metadata_dense_fp8 as new_metadata
 
     s_q, heads = inputs.q.shape[1:3]
     _refuse_other_pages(inputs)
-    metadata, splits = get_mla_metadata_dense_fp8(inputs.seq_lens, s_q * heads, 1)
+    metadata = splits = None
     q = to_fp8(inputs.q, inputs.kv_scale)  # as vLLM hands them over; the rounding is not timed
     scale = inputs.kv_scale_tensor
 
+    def plan() -> None:
+        nonlocal metadata, splits
+        metadata, splits = new_metadata(inputs.seq_lens, s_q * heads, 1)
+
     def call(kv_cache: Tensor) -> Tensor:
-        return flash_mla_with_kvcache_fp8(
+        return decode(
             q=q,
             k_cache=kv_cache.unsqueeze(-2),
             block_table=inputs.block_table,
@@ -69,34 +90,38 @@ def flashmla_fp8(inputs: Inputs) -> Call:
             descale_k=scale,
         )[0]
 
-    return call
+    plan()
+    return Planned(call, plan)
 
 
-def fa3(inputs: Inputs) -> Call:
-    from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
-
+def fa3(inputs: Inputs, *, module: str = FA3) -> Planned:
+    theirs = importlib.import_module(module)
     batch, s_q, heads, _ = inputs.q.shape
     longest, starts = max(inputs.lengths), inputs.query_starts
     most_splits = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
-    metadata = get_scheduler_metadata(
-        batch_size=batch,
-        max_seqlen_q=s_q,
-        max_seqlen_k=longest,
-        num_heads_q=heads,
-        num_heads_kv=1,
-        headdim=ROPE_DIM,
-        cache_seqlens=inputs.seq_lens,
-        qkv_dtype=inputs.q.dtype,
-        headdim_v=LATENT_DIM,
-        page_size=inputs.page_size,
-        cu_seqlens_q=starts,
-        causal=True,
-        num_splits=most_splits,
-    )
+    metadata = None
     q_latent, q_rope = inputs.q.flatten(0, 1).split([LATENT_DIM, ROPE_DIM], dim=-1)
 
+    def plan() -> None:
+        nonlocal metadata
+        metadata = theirs.get_scheduler_metadata(
+            batch_size=batch,
+            max_seqlen_q=s_q,
+            max_seqlen_k=longest,
+            num_heads_q=heads,
+            num_heads_kv=1,
+            headdim=ROPE_DIM,
+            cache_seqlens=inputs.seq_lens,
+            qkv_dtype=inputs.q.dtype,
+            headdim_v=LATENT_DIM,
+            page_size=inputs.page_size,
+            cu_seqlens_q=starts,
+            causal=True,
+            num_splits=most_splits,
+        )
+
     def call(kv_cache: Tensor) -> Tensor:
-        return flash_attn_varlen_func(
+        return theirs.flash_attn_varlen_func(
             q=q_rope,
             k=kv_cache[..., LATENT_DIM:].unsqueeze(-2),
             v=kv_cache[..., :LATENT_DIM].unsqueeze(-2),
@@ -113,25 +138,32 @@ def fa3(inputs: Inputs) -> Call:
             num_splits=most_splits,
         )
 
-    return call
+    plan()
+    return Planned(call, plan)
 
 
-def flashmla_sparse_fp8(inputs: SparseInputs, *, pad: bool = True) -> Call:
+def flashmla_sparse_fp8(inputs: SparseInputs, *, pad: bool = True, module: str = FLASHMLA) -> Planned:
     """As vLLM calls it where a rank has few heads: all tokens one batch, queries copied among zeros for each call.
 
-    Without `pad` the kernels alone, on queries that have as many heads before.
+    Without `pad` the kernels alone, on queries that have as many heads before. Another module's take any number.
     """
-    from vllm.third_party.flashmla.flash_mla_interface import flash_mla_with_kvcache, get_mla_metadata
+    theirs = importlib.import_module(module)
+    metadata = None
+    if module == FLASHMLA:
+        q, heads, padded = _padded(inputs, 64 if inputs.q.shape[1] <= 64 else 128, pad)
+    else:
+        q, heads, padded = _padded(inputs, inputs.q.shape[1], True)
 
-    metadata, _ = get_mla_metadata()  # filled by the first call, which comes before the timed ones
-    q, heads, padded = _padded(inputs, 64 if inputs.q.shape[1] <= 64 else 128, pad)
+    def plan() -> None:
+        nonlocal metadata
+        metadata = theirs.get_mla_metadata()[0]  # filled by the first call, which comes before the timed ones
 
     def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
         queries = q.unsqueeze(0)
         if q.shape[1] < padded:
             queries = q.new_zeros((1, q.shape[0], padded, q.shape[2]))
             queries[:, :, :heads, :] = q
-        out, _ = flash_mla_with_kvcache(
+        out, _ = theirs.flash_mla_with_kvcache(
             q=queries,
             k_cache=kv_cache.unsqueeze(-2),
             block_table=None,
@@ -144,7 +176,8 @@ def flashmla_sparse_fp8(inputs: SparseInputs, *, pad: bool = True) -> Call:
         )
         return out[0, :, :heads]
 
-    return call
+    plan()
+    return Planned(call, plan)
 
 
 def flashmla_sparse(inputs: SparseInputs, *, pad: bool = True) -> Call:
@@ -207,8 +240,8 @@ def fa3_sparse(inputs: SparseInputs) -> Call:
     return call
 
 
-def flashinfer(inputs: Inputs, *, wrapper_type: type | None = None) -> Call:
-    """Its wrapper, or another of the same calls."""
+def flashinfer(inputs: Inputs, *, wrapper_type: type | None = None) -> Planned:
+    """`wrapper_type` is FlashInfer's, or another of the same calls."""
     if wrapper_type is None:
         from flashinfer.mla import BatchMLAPagedAttentionWrapper as wrapper_type
 
@@ -216,28 +249,21 @@ def flashinfer(inputs: Inputs, *, wrapper_type: type | None = None) -> Call:
     pages = [-(-length // inputs.page_size) for length in inputs.lengths]
     page_starts = torch.tensor([0, *pages], dtype=torch.int32).cumsum(0, dtype=torch.int32)
     page_ids = torch.cat([row[:used] for row, used in zip(inputs.block_table, pages, strict=True)])
+    lists = (inputs.query_starts, page_starts.to(inputs.q.device), page_ids, inputs.seq_lens)
+    sizes = (heads, LATENT_DIM, ROPE_DIM, inputs.page_size)
     wrapper = wrapper_type(torch.empty(128 << 20, dtype=torch.int8, device=inputs.q.device), backend="fa3")
-    wrapper.plan(
-        inputs.query_starts,
-        page_starts.to(inputs.q.device),
-        page_ids,
-        inputs.seq_lens,
-        heads,
-        LATENT_DIM,
-        ROPE_DIM,
-        inputs.page_size,
-        s_q > 1,
-        inputs.softmax_scale,
-        inputs.q.dtype,
-        inputs.kv_dtype,
-    )
+
+    def plan() -> None:
+        wrapper.plan(*lists, *sizes, s_q > 1, inputs.softmax_scale, inputs.q.dtype, inputs.kv_dtype)
+
     q_latent, q_rope = inputs.q.flatten(0, 1).split([LATENT_DIM, ROPE_DIM], dim=-1)
     scales = {} if inputs.kv_scale is None else {"ckv_scale": inputs.kv_scale, "kpe_scale": inputs.kv_scale}
 
     def call(kv_cache: Tensor) -> Tensor:
         return wrapper.run(q_latent, q_rope, kv_cache[..., :LATENT_DIM], kv_cache[..., LATENT_DIM:], **scales)
 
-    return call
+    plan()
+    return Planned(call, plan)
 
 
 def triton(inputs: Inputs) -> Call:

@@ -11,10 +11,20 @@ from pathlib import Path
 from types import ModuleType
 
 from etap_backend.lab import provenance
-from etap_backend.lab.bench import kernels, peers
+from etap_backend.lab.bench import drop_ins, kernels, peers
 from etap_backend.lab.bench.grids import Workload
 from etap_backend.lab.bench.kernels import Call, Inputs, SparseInputs
-from etap_backend.lab.bench.rows import FP8_MATH, MATH_SUFFIX, OUR_BF16, OURS, OWN
+from etap_backend.lab.bench.rows import (
+    AS_FA3,
+    AS_FLASHINFER,
+    AS_FLASHMLA,
+    DROP_INS,
+    FP8_MATH,
+    MATH_SUFFIX,
+    OUR_BF16,
+    OURS,
+    OWN,
+)
 
 Prepare = Callable[[Inputs], Call] | Callable[[SparseInputs], Call]
 KINDS = {"plain": "PEERS", "fp8": "FP8_PEERS", "sparse": "SPARSE_PEERS", "sparse_fp8": "SPARSE_FP8_PEERS"}
@@ -111,9 +121,34 @@ def installed() -> Kernels:
     return Kernels(plain, fp8, sparse, sparse_fp8)
 
 
+def of_drop_ins() -> Kernels:
+    """The drop-ins, each beside what it stands in for; FA3 has no kernel for MLA with an FP8 cache."""
+    in_both = (
+        Provider(AS_FLASHINFER, drop_ins.flashinfer),
+        Provider(DROP_INS[AS_FLASHINFER], peers.flashinfer, "flashinfer-python"),
+    )
+    plain = _by_name(
+        Provider(AS_FLASHMLA, drop_ins.flash_mla),
+        Provider(DROP_INS[AS_FLASHMLA], peers.flashmla, "vllm"),
+        *in_both,
+        Provider(AS_FA3, drop_ins.fa3),
+        Provider(DROP_INS[AS_FA3], peers.fa3, "vllm"),
+    )
+    fp8 = _by_name(
+        Provider(AS_FLASHMLA, drop_ins.flash_mla_fp8),
+        Provider(DROP_INS[AS_FLASHMLA], peers.flashmla_fp8, "vllm"),
+        *in_both,
+    )
+    sparse_fp8 = _by_name(
+        Provider(AS_FLASHMLA, drop_ins.flash_mla_sparse),
+        Provider(DROP_INS[AS_FLASHMLA], peers.flashmla_sparse_fp8, "vllm"),
+    )
+    return Kernels(plain, fp8, {}, sparse_fp8)
+
+
 def ours(all_of_them: Kernels) -> Kernels:
     """Without the peers."""
-    return all_of_them.chosen(list(OWN))
+    return all_of_them.chosen([*OWN, *DROP_INS])
 
 
 def with_file(before: Kernels, path: Path) -> Kernels:
@@ -133,8 +168,9 @@ def with_file(before: Kernels, path: Path) -> Kernels:
     if not any(tables) or not all(isinstance(each, dict) and all(map(callable, each.values())) for each in tables):
         wanted = ", ".join(KINDS.values())
         raise ValueError(f"--peers: wanted a file that defines one of {wanted}, {{column: function}}, got {path}")
-    if taken := [name for each in tables for name in each if name in OWN]:
-        raise ValueError(f"--peers: wanted other columns than {', '.join(OWN)}, got {', '.join(taken)}")
+    if taken := [name for each in tables for name in each if name in (*OWN, *DROP_INS)]:
+        known = ", ".join((*OWN, *DROP_INS))
+        raise ValueError(f"--peers: wanted other columns than {known}, got {', '.join(taken)}")
     more = {kind: _by_name(*(Provider(name, made) for name, made in each.items())) for kind, each in found.items()}
     versions = {**before.versions, **getattr(module, "VERSIONS", {})}
     return Kernels(**{kind: each | more[kind] for kind, each in before.of_kinds.items()}, versions=versions)

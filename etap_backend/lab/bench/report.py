@@ -13,6 +13,7 @@ from rich.table import Table
 from etap_backend.lab.bench.rows import (
     MATH_SUFFIX,
     OUR_BF16,
+    WITH_PLAN,
     Document,
     Failed,
     Measured,
@@ -24,6 +25,8 @@ from etap_backend.lab.bench.rows import (
 
 FEW_PEERS = 2  # each of so few has a column of its own beside ours
 BEHIND = 0.98  # a ratio that counts as slower: the readings of a run differ by less
+TOLD_APART = ("cache", "page_size")  # columns of a table whose rows differ in them
+FEW_HEADS = 32  # more than others' kernels pad to 64
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,9 @@ def comparisons(document: Document) -> list[Comparison]:
         return [
             Comparison(f"{over} / {under}", _us(over), _us(under)) for over, under in pairs if over in document.names
         ]
+    if document.drop_ins:
+        pairs = [(original, name) for name, original in document.drop_ins.items()]
+        return [Comparison(f"{over} / {under}", _us(over), _us(under)) for over, under in pairs]
     if not document.own:
         return []
     ours, peers = document.own[0], document.peers
@@ -103,7 +109,7 @@ def print_document(document: Document, console: Console) -> None:
         console.print(f"building the schedule of {built.batch} requests: {_spread(built)} us")
     for name, timing in document.host_calls.items():
         console.print(f"host, one call of {name}: {_spread(timing)} us", highlight=False)
-    for text in (*library_lines(document), *error_lines(document)):
+    for text in (*drop_in_lines(document), *library_lines(document), *error_lines(document)):
         console.print(text, markup=False, highlight=False)
     for text in failure_lines(document):
         console.print(text, style="red", markup=False, highlight=False)
@@ -132,6 +138,42 @@ def library_lines(document: Document) -> list[str]:
         f"{len(compared) - len(other)} of {len(compared)} outputs have the bits of {next(iter(document.libraries))}'s"
     )
     return [*lines, same + (f", not {'; '.join(other)}" if other else "")]
+
+
+def drop_in_lines(document: Document) -> list[str]:
+    """How many times as fast as its original each drop-in is."""
+    return [f"{name}: {drop_in_sentence(document, original)}" for name, original in document.drop_ins.items()]
+
+
+def _host_lines(document: Document) -> list[str]:
+    """What launching a call takes of the host, of drop-ins and their originals."""
+    said = []
+    for name in (name for pair in document.drop_ins.items() for name in reversed(pair)):
+        if timing := document.host_calls.get(name):
+            planned = document.host_calls.get(WITH_PLAN.format(name))
+            said.append(f"{name} {number(timing.us)} us" + (f", {number(planned.us)} with its plan" if planned else ""))
+    return [f"Host time of one call of {document.rows[0].label}: {'; '.join(said)}."] if said else []
+
+
+def drop_in_sentence(document: Document, original: str) -> str:
+    """How many times as fast as that column the drop-in for it is, with few heads and with many; where it is slower.
+
+    Raises ValueError when the document has no such column beside a drop-in.
+    """
+    known = {theirs: name for name, theirs in document.drop_ins.items()}
+    if original not in known:
+        raise ValueError(f"rows: wanted one of {', '.join(known)}, got {original}")
+    pairs = [(row, ratio(row.us(original), row.us(known[original]))) for row in document.rows]
+    found = [(row, value) for row, value in pairs if value]
+    few, many = ([value for row, value in found if (row.heads <= FEW_HEADS) == small] for small in (True, False))
+    said = [
+        f"{min(values):.2f} to {max(values):.2f} times as fast as {original} with {text} (median {middle:.2f})"
+        for text, values in ((f"up to {FEW_HEADS} heads", few), (f"more than {FEW_HEADS} heads", many))
+        if values and (middle := statistics.median(values))
+    ]
+    slower = [f"{row.label} ({value:.2f})" for row, value in found if round(value, 2) < 1]
+    behind = f"slower at {'; '.join(slower)}" if slower else f"slower at none of {len(found)} points"
+    return f"{', '.join(said)}; {behind}."
 
 
 def error_lines(document: Document) -> list[str]:
@@ -181,7 +223,8 @@ def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
     rows = rows_named(document, only) if only else document.rows
     first, *others = document.names or ["-"]
     compared = comparisons(document)
-    values = {title: {getattr(row, title) for row in rows} for title in (*document.OTHERS, "page_size")}
+    titles = dict.fromkeys((*document.OTHERS, *TOLD_APART))
+    values = {title: {getattr(row, title) for row in rows} for title in titles}
     shown = [title for title, found in values.items() if len(found) > 1 or (title in document.OTHERS and not only)]
     digits = 3 if document.libraries else 2
     columns = [document.BATCHES, *shown, "floor", f"**{first}**", "TFLOP/s", *others]
@@ -199,7 +242,10 @@ def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
             *(number(comparison.of(row), digits) for comparison in compared),
         ]
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", short_caption(document, rows) if only else caption(document)])
+    if only:
+        return "\n".join([*lines, "", short_caption(document, rows)])
+    below = (*drop_in_lines(document), *_host_lines(document), caption(document))
+    return "\n".join([*lines, *(line for text in below for line in ("", text))])
 
 
 def rows_named(document: Document, only: tuple[str, ...]) -> list[Row]:

@@ -22,6 +22,10 @@ OUR_BF16 = "etap-bf16"
 OWN = (OURS, FP8_MATH, OUR_BF16)
 """Columns that are no peers'; the last is the time that a bf16 cache of the same tokens takes."""
 MATH_SUFFIX = FP8_MATH.removeprefix(OURS)
+AS_FLASHMLA, AS_FLASHINFER, AS_FA3 = "compat.flash_mla", "compat.flashinfer", "compat.flash_attn_interface"
+DROP_INS = {AS_FLASHMLA: "FlashMLA", AS_FLASHINFER: "FlashInfer", AS_FA3: "FA3"}
+"""Columns of the drop-ins of `etap_backend.compat`, and those of the libraries whose calls they answer."""
+WITH_PLAN = "{} with its plan"  # of host_calls
 
 # Twice what plain torch errs in that type; the kernels of these tables lie between 1.6e-3 and 2.5e-3 in bf16.
 LARGEST_RMSE = {"bfloat16": 5e-3, "float16": 6e-4}
@@ -86,6 +90,10 @@ class Shape(Strict):
         return self.kv_dtype == "fp8"
 
     @property
+    def cache(self) -> str:
+        return "FP8" if self.fp8 else {"bfloat16": "bf16", "float16": "fp16"}[self.dtype]
+
+    @property
     def batch_text(self) -> str:
         """Its first column in tables, such as "16 x 4K"."""
         return self.name or f"{self.batch} x {in_k(self.length)}"
@@ -131,10 +139,6 @@ class SparseShape(Shape):
     """
 
     context: int  # rows of the cache that the lists are drawn from
-
-    @property
-    def cache(self) -> str:
-        return "FP8" if self.fp8 else "bf16"
 
     @property
     def others_text(self) -> str:
@@ -213,7 +217,7 @@ class Document(Provenance):
     """A results file of `etap bench`."""
 
     BATCHES: ClassVar[str] = "requests x tokens"  # what the rows' batch_text is
-    OTHERS: ClassVar[tuple[str, ...]] = ("heads", "s_q")  # what else tells rows apart in a table, beside page_size
+    OTHERS: ClassVar[tuple[str, ...]] = ("heads", "s_q")  # what else tells rows apart in a table
     AXIS: ClassVar[str] = "context (tokens)"  # of plots
 
     kind: Literal["bench"] = "bench"
@@ -229,7 +233,9 @@ class Document(Provenance):
     complete: bool = False
     stopped: str | None = None
     schedule_build: ScheduleBuild | None = None
-    host_calls: dict[str, Timing] = {}  # what launching one call takes of the host, of ours or of each library
+    # What launching one call takes of the host, of ours or of each library; of drop-ins' and their originals' also
+    # WITH_PLAN.
+    host_calls: dict[str, Timing] = {}
     rows: list[Row] = []
 
     @property
@@ -240,13 +246,17 @@ class Document(Provenance):
 
     @property
     def own(self) -> list[str]:
-        """Those of `names` that are ours: with one library its kernels, else those of every library."""
-        ours = [name + suffix for name in self.libraries for suffix in ("", MATH_SUFFIX)] or OWN
-        return [name for name in self.names if name in ours]
+        """Those of `names` that are ours: with one library its kernels, else those of every library; or drop-ins."""
+        return [name for name in self.names if name in _ours(self)]
 
     @property
     def peers(self) -> list[str]:
         return [name for name in self.names if name not in self.own]
+
+    @property
+    def drop_ins(self) -> dict[str, str]:
+        """The drop-ins that were timed beside what they stand in for, and the column of that."""
+        return {name: original for name, original in DROP_INS.items() if {name, original} <= {*self.names}}
 
 
 class SparseDocument(Document):
@@ -270,17 +280,27 @@ def read(path: Path) -> Document:
 
 def problems(document: Document) -> list[str]:
     """Rows where a result of our own is missing or further from float64 than its type allows."""
-    ours = [name + suffix for name in document.libraries for suffix in ("", MATH_SUFFIX)] or OWN
     wrong = []
     for row in document.rows:
-        for name in ours:
-            limit = FP8_MATH_RMSE if name.endswith(MATH_SUFFIX) else LARGEST_RMSE[row.dtype]
+        for name in _ours(document):
+            limit = FP8_MATH_RMSE if _rounds_more(name, row) else LARGEST_RMSE[row.dtype]
             match row.results.get(name):
                 case Failed(error=error):
                     wrong.append(f"{row.label}: {name}: {error}")
                 case Measured(relative_rmse=float(rmse)) if not rmse <= limit:
                     wrong.append(f"{row.label}: {name}: relative RMSE {rmse:.2e}, wanted at most {limit:.1e}")
     return wrong
+
+
+def _ours(document: Document) -> tuple[str, ...]:
+    """Columns that may be ours in a document."""
+    return tuple(name + suffix for name in document.libraries for suffix in ("", MATH_SUFFIX)) or (*OWN, *DROP_INS)
+
+
+def _rounds_more(name: str, row: Row) -> bool:
+    """Whether operands are rounded to e4m3 that the row's truth does not round: probabilities, or queries as FlashMLA
+    wants them beside an FP8 cache."""
+    return name.endswith(MATH_SUFFIX) or name == AS_FLASHMLA and row.fp8 and not isinstance(row, SparseShape)
 
 
 def fastest(row: Row, names: list[str]) -> float | None:

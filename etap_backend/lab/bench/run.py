@@ -16,7 +16,7 @@ from etap_backend.lab.bench.grids import Grid, Workload
 from etap_backend.lab.bench.libraries import Build
 from etap_backend.lab.bench.measure import Settings
 from etap_backend.lab.bench.providers import Kernels
-from etap_backend.lab.bench.rows import OURS, Document, Options, SparseDocument
+from etap_backend.lab.bench.rows import DROP_INS, OURS, Document, Options, SparseDocument
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.stopping import Stopped, stopping
 
@@ -37,7 +37,7 @@ def header(
         grid=grid.name,
         title=grid.title,
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
-        method=method_of(fp8=fp8, sparse=sparse, h20_proxy=settings.h20_proxy),
+        method=method_of(fp8=fp8, sparse=sparse, drop_ins=grid.calls == "drop-ins", h20_proxy=settings.h20_proxy),
         options=Options(
             kernels=kernels.names(grid.workloads),
             replays=settings.replays,
@@ -53,11 +53,12 @@ def header(
     )
 
 
-def method_of(*, fp8: bool, sparse: bool, h20_proxy: bool) -> str:
+def method_of(*, fp8: bool, sparse: bool, drop_ins: bool = False, h20_proxy: bool) -> str:
     of_call, of_fp8 = (
         (measure.SPARSE_METHOD, measure.SPARSE_FP8_METHOD) if sparse else (measure.METHOD, measure.FP8_METHOD)
     )
-    return of_call + (of_fp8 if fp8 else "") + (measure.PROXY_METHOD if h20_proxy else "")
+    of_users = measure.DROP_IN_METHOD if drop_ins else ""
+    return of_call + (of_fp8 if fp8 else "") + of_users + (measure.PROXY_METHOD if h20_proxy else "")
 
 
 def run(
@@ -89,7 +90,15 @@ def run(
 
 
 def _once(document: Document, first: Workload, pool: tensors.Pool, kernels: Kernels, settings: Settings) -> dict:
-    """What is measured once a run: what a call of ours takes of the host, and building a schedule."""
+    """What is measured once a run: what a call of ours takes of the host, and building a schedule.
+
+    Of drop-ins and their originals what calls of both take, and those with a plan; on the proxy, where the originals
+    are kernels without their Python, nothing.
+    """
+    if not {*kernels.of(first)}.isdisjoint(DROP_INS):
+        return (
+            {} if settings.h20_proxy else {"host_calls": measure.measure_drop_in_hosts(first, pool, kernels, settings)}
+        )
     names = [name for name in (OURS, *document.libraries) if name in kernels.of(first)]
     found: dict = {"host_calls": measure.measure_host(first, pool, kernels, names, settings)}
     if OURS in names and not isinstance(document, SparseDocument):  # whose call needs no schedule
