@@ -108,24 +108,29 @@ __device__ __forceinline__ void cluster_arrive_relaxed() {
 }
 __device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-// Where another CTA of the cluster has what lies at this address here.
+// Where another CTA of the cluster has what lies at this address here. Worked out at this place.
 __device__ __forceinline__ uint32_t map_to_rank(uint32_t shared, uint32_t rank) {
   uint32_t mapped;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared), "r"(rank));
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared), "r"(rank));
   return mapped;
 }
 
-// Read shared memory of a CTA of the cluster.
+// Read shared memory of a CTA of the cluster, kOffset bytes behind an address.
+template <int kOffset>
 __device__ __forceinline__ float2 load_cluster_float2(uint32_t mapped) {
   float2 x;
-  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2];" : "=f"(x.x), "=f"(x.y) : "r"(mapped) : "memory");
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2 + %3];"
+               : "=f"(x.x), "=f"(x.y)
+               : "r"(mapped), "n"(kOffset)
+               : "memory");
   return x;
 }
+template <int kOffset>
 __device__ __forceinline__ float4 load_cluster_float4(uint32_t mapped) {
   float4 x;
-  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
-               : "r"(mapped)
+               : "r"(mapped), "n"(kOffset)
                : "memory");
   return x;
 }

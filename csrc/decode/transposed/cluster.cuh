@@ -44,44 +44,53 @@ __device__ __forceinline__ void show_nothing(typename T::SharedStorage& shared) 
 }
 
 // Sum the parts of kParts CTAs, of which each writes its share of the value dims. A warp has tasks of the same eight rows.
+// Called between the halves of the cluster's barrier, so that addresses are ready when it opens.
 template <class T, int kParts>
 __device__ __forceinline__ void sum_parts(typename T::SharedStorage& shared, const DecodeParams& params, int request,
                                           int row_group) {
+  using Part = ClusterPart<T>;
   constexpr int kBlocks = T::kRowTile / 8;
   constexpr int kWarpsOfBlock = kConsumerWarps / kBlocks;
   constexpr int kShare = kLatentDim / kTaskDims / kParts;  // tasks of eight rows
   constexpr int kTasks = (kShare + kWarpsOfBlock - 1) / kWarpsOfBlock;
   static_assert(kShare % kWarpsOfBlock == 0 || kTasks == 1);
-  using Part = ClusterPart<T>;
   const unsigned warp = threadIdx.x / kWarpSize, lane = threadIdx.x % kWarpSize;
-  const unsigned block = warp % kBlocks, first = warp / kBlocks;
-  const unsigned rank = ptx::cluster_rank();
-  const auto task = [&](unsigned t) { return rank * kShare + first + t * kWarpsOfBlock; };
-  if (first < kShare) {
+  const unsigned block = warp % kBlocks, rank = ptx::cluster_rank();
+  const bool has_task = warp / kBlocks < kShare;
+  const unsigned task = rank * kShare + warp / kBlocks;  // the warp's first; each next one kWarpsOfBlock behind
+
+  // Each CTA begins with its own part, so that they do not all ask the same one. The order follows from the value dim.
+  const auto& slice = Part::of(shared).values[task / kWarpsPerGroup][block];
+  const uint32_t value = cute::cast_smem_ptr_to_uint(&slice[task % kWarpsPerGroup * kWarpSize + lane]);
+  const uint32_t lse = cute::cast_smem_ptr_to_uint(&Part::of(shared).lse[block * 8 + lane % 4 * 2]);
+  uint32_t values[kParts], lses[kParts];
+  CUTE_UNROLL
+  for (unsigned p = 0; p < kParts; ++p) {
+    values[p] = ptx::map_to_rank(value, (rank + p) % kParts);
+    lses[p] = ptx::map_to_rank(lse, (rank + p) % kParts);
+  }
+  ETAP_MARKED(parts_meeting, ptx::cluster_wait());
+  if (has_task) {
     Flight<kParts, kTasks> flight;
-    const uint32_t values = cute::cast_smem_ptr_to_uint(&Part::of(shared).values[0][block][lane]);
-    const uint32_t lse = cute::cast_smem_ptr_to_uint(&Part::of(shared).lse[block * 8 + lane % 4 * 2]);
-    // Each CTA begins with its own, so that they do not all ask the same one. The order follows from the value dim.
-    CUTE_UNROLL
-    for (unsigned p = 0; p < kParts; ++p) {
-      const uint32_t from = (rank + p) % kParts;
-      flight.lse[p] = ptx::load_cluster_float2(ptx::map_to_rank(lse, from));
-      CUTE_UNROLL
-      for (int t = 0; t < kTasks; ++t) {
-        const uint32_t slice = task(t) / kWarpsPerGroup, quarter = task(t) % kWarpsPerGroup;
-        const uint32_t offset = (slice * kBlocks * kGroupThreads + quarter * kWarpSize) * sizeof(float4);
-        flight.value[p][t] = ptx::load_cluster_float4(ptx::map_to_rank(values + offset, from));
-      }
-    }
+    cute::for_each(cute::make_seq<kParts>{}, [&](auto p) {
+      flight.lse[p] = ptx::load_cluster_float2<0>(lses[p]);
+      cute::for_each(cute::make_seq<kTasks>{}, [&](auto t) {
+        constexpr int kBehind = t * kWarpsOfBlock;
+        constexpr int kOffset = kBehind / kWarpsPerGroup * int(sizeof(Part::values[0])) +
+                                kBehind % kWarpsPerGroup * kWarpSize * int(sizeof(float4));
+        flight.value[p][t] = ptx::load_cluster_float4<kOffset>(values[p]);
+      });
+    });
     Totals totals;
     Sum sums[kTasks];
     flight.add_to(totals, sums);
     const int first_row = row_group * T::kGroupRows + block * 8;
     CUTE_UNROLL
     for (int t = 0; t < kTasks; ++t) {
-      write_rows<cutlass::bfloat16_t, false, true>(params, sums[t], totals, request, first_row, task(t) * kTaskDims);
+      write_rows<cutlass::bfloat16_t, false, true>(params, sums[t], totals, request, first_row,
+                                                    (task + t * kWarpsOfBlock) * kTaskDims);
     }
-    if (task(0) == 0) etap::write_lse<false>(params, totals, request, first_row);
+    if (task == 0) etap::write_lse<false>(params, totals, request, first_row);
   }
   // A CTA that has ended has no shared memory for others to read.
   ptx::cluster_arrive_relaxed();
@@ -92,7 +101,7 @@ __device__ __forceinline__ void sum_parts(typename T::SharedStorage& shared, con
 template <class T>
 __device__ __forceinline__ void sum_cluster(typename T::SharedStorage& shared, const DecodeParams& params, int request,
                                             int row_group) {
-  ETAP_MARKED(parts_meeting, ptx::cluster_arrive(); ptx::cluster_wait());
+  ETAP_MARKED(parts_meeting, ptx::cluster_arrive());
   switch (ptx::cluster_size()) {
     case 2: return sum_parts<T, 2>(shared, params, request, row_group);
     case 4: return sum_parts<T, 4>(shared, params, request, row_group);
