@@ -190,8 +190,10 @@ auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, O
                   workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, fp8_math});
 }
 
-// Whether a token is in several pieces.
-bool splits(const DecodeParams& params) { return params.partition_tiles % params.list_tiles != 0 && params.partitions > 1; }
+// Whether a token is in several pieces, which the decode kernel does not sum itself.
+bool combines(const DecodeParams& params, const KernelLaunch& decode) {
+  return decode.cluster == 1 && params.partition_tiles % params.list_tiles != 0 && params.partitions > 1;
+}
 
 void sparse_decode(const SparseCall& call) {
   check(call);
@@ -205,28 +207,33 @@ void sparse_decode(const SparseCall& call) {
     const sparse::GatheredCache cache = gathered_cache(call);
     const QueryMaps no_maps{};
     const void* const arguments[] = {&params, &cache, &no_maps};
-    launch_overlapping(sparse::prepare(params, call.fp8_cache()), arguments, device.device_id, stream);
-    if (splits(params)) launch_overlapping(prepare_combine(params), arguments, device.device_id, stream);
+    KernelLaunch kernel = sparse::prepare(params, call.fp8_cache(), cluster_pieces(params) > 1);
+    if (kernel.cluster > 1 && !kernel.handles->clusters_fit(kernel, device.device_id)) {
+      kernel = sparse::prepare(params, call.fp8_cache(), false);
+    }
+    launch_overlapping(kernel, arguments, device.device_id, stream);
+    if (combines(params, kernel)) launch_overlapping(prepare_combine(params), arguments, device.device_id, stream);
   });
 }
 
 void check_sparse_decode(const SparseCall& call) { check(call); }
 
-// A kernel's name, blocks in x and y, threads, shared bytes, parameters, and the cache's.
-using SparseLaunch = Tuple<String, int64_t, int64_t, int64_t, int64_t, Bytes, Bytes>;
+// A kernel's name, blocks in x and y, CTAs of a cluster, threads, shared bytes, parameters, and the cache's.
+using SparseLaunch = Tuple<String, int64_t, int64_t, int64_t, int64_t, int64_t, Bytes, Bytes>;
 
-// What `sparse_decode` launches, for those who run it elsewhere: on tensors of the CPU too.
+// What `sparse_decode` launches where clusters fit, for those who run it elsewhere: on tensors of the CPU too.
 Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
   check(call);
   Array<SparseLaunch> all;
   if (call.tokens() == 0 || call.heads() == 0) return all;
   const DecodeParams params = decode_params(call);
   const auto add = [&](const KernelLaunch& kernel, Bytes cache) {
-    all.push_back(SparseLaunch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.threads),
-                               int64_t(kernel.shared_bytes), bytes_of(params), cache));
+    all.push_back(SparseLaunch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.cluster),
+                               int64_t(kernel.threads), int64_t(kernel.shared_bytes), bytes_of(params), cache));
   };
-  add(sparse::prepare(params, call.fp8_cache()), bytes_of(gathered_cache(call)));
-  if (splits(params)) add(prepare_combine(params), Bytes());
+  const KernelLaunch kernel = sparse::prepare(params, call.fp8_cache(), cluster_pieces(params) > 1);
+  add(kernel, bytes_of(gathered_cache(call)));
+  if (combines(params, kernel)) add(prepare_combine(params), Bytes());
   return all;
 }
 

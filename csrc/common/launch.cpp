@@ -13,6 +13,30 @@ void check_driver(CUresult status, const char* call) {
   throw std::runtime_error(std::string(call) + " failed: " + (text != nullptr ? text : std::to_string(int(status))));
 }
 
+constexpr int kMostAttributes = 2;
+
+// `attributes`: room for those that the configuration points to, its cluster before all others.
+CUlaunchConfig launch_config(const KernelLaunch& kernel, CUlaunchAttribute (&attributes)[kMostAttributes], CUstream stream) {
+  CUlaunchConfig config{};
+  config.gridDimX = kernel.blocks.x;
+  config.gridDimY = kernel.blocks.y;
+  config.gridDimZ = kernel.blocks.z;
+  config.blockDimX = kernel.threads;
+  config.blockDimY = config.blockDimZ = 1;
+  config.sharedMemBytes = kernel.shared_bytes;
+  config.hStream = stream;
+  config.attrs = attributes;
+  if (kernel.cluster > 1) {
+    CUlaunchAttribute& cluster = attributes[config.numAttrs++] = {};
+    cluster.id = CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION;
+    cluster.value.clusterDim = {unsigned(kernel.cluster), 1, 1};
+  }
+  CUlaunchAttribute& overlap = attributes[config.numAttrs++] = {};
+  overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
+  overlap.value.programmaticStreamSerializationAllowed = 1;
+  return config;
+}
+
 }  // namespace
 
 void* driver_function(const char* name, unsigned version) {
@@ -23,32 +47,40 @@ void* driver_function(const char* name, unsigned version) {
   return entry;
 }
 
-CUfunction KernelHandles::of(const void* function, int shared_bytes, int device) {
+CUfunction KernelHandles::of(const KernelLaunch& kernel, int device) {
   std::atomic<CUfunction>& known = of_device_[device % kDevices];
   CUfunction handle = known.load(std::memory_order_relaxed);
   if (handle != nullptr) return handle;
-  ETAP_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes));
+  const void* const function = kernel.function;
+  ETAP_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes));
+  if (kernel.cluster > 1) ETAP_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));
   ETAP_CUDA_CHECK(cudaGetFuncBySymbol(&handle, function));
   known.store(handle, std::memory_order_relaxed);
   return handle;
 }
 
+bool KernelHandles::clusters_fit(const KernelLaunch& kernel, int device) {
+  int size = 0;
+  while (1 << size < kernel.cluster) ++size;
+  std::atomic<int>& known = clusters_[device % kDevices][size];
+  int clusters = known.load(std::memory_order_relaxed) - 1;
+  if (clusters < 0) {
+    static const auto ask =
+        reinterpret_cast<PFN_cuOccupancyMaxActiveClusters_v11070>(driver_function("cuOccupancyMaxActiveClusters", 11070));
+    CUlaunchAttribute attributes[kMostAttributes];
+    CUlaunchConfig config = launch_config(kernel, attributes, nullptr);
+    config.numAttrs = 1;  // how launches overlap says nothing of room
+    check_driver(ask(&clusters, of(kernel, device), &config), "cuOccupancyMaxActiveClusters");
+    known.store(clusters + 1, std::memory_order_relaxed);
+  }
+  return int64_t(clusters) * kernel.cluster >= kernel.blocks.x;
+}
+
 void launch_overlapping(const KernelLaunch& kernel, const void* const* arguments, int device, cudaStream_t stream) {
   static const auto launch = reinterpret_cast<PFN_cuLaunchKernelEx_v11060>(driver_function("cuLaunchKernelEx", 11060));
-  CUlaunchAttribute overlap{};
-  overlap.id = CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION;
-  overlap.value.programmaticStreamSerializationAllowed = 1;
-  CUlaunchConfig config{};
-  config.gridDimX = kernel.blocks.x;
-  config.gridDimY = kernel.blocks.y;
-  config.gridDimZ = kernel.blocks.z;
-  config.blockDimX = kernel.threads;
-  config.blockDimY = config.blockDimZ = 1;
-  config.sharedMemBytes = kernel.shared_bytes;
-  config.hStream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  const CUfunction function = kernel.handles->of(kernel.function, kernel.shared_bytes, device);
+  CUlaunchAttribute attributes[kMostAttributes];
+  const CUlaunchConfig config = launch_config(kernel, attributes, stream);
+  const CUfunction function = kernel.handles->of(kernel, device);
   check_driver(launch(&config, function, const_cast<void**>(arguments), nullptr), "cuLaunchKernelEx");
 }
 

@@ -14,16 +14,22 @@ namespace etap {
 // Raises where the driver lacks it. `version`: the one in which the function got this signature.
 void* driver_function(const char* name, unsigned version);
 
+struct KernelLaunch;
+
 // What the driver calls a kernel, one handle a device. The runtime would look it up, by the function's address, in every
 // launch: 0.4 us, of which a decode call has two.
 class KernelHandles {
  public:
-  // Grants the shared memory, too, the first time. device: the current one.
-  CUfunction of(const void* function, int shared_bytes, int device);
+  // Grants the shared memory, and clusters of more than 8, too, the first time. device: the current one.
+  CUfunction of(const KernelLaunch& kernel, int device);
+  // Whether the GPU has room for all of a launch's clusters at once, which its SMs may be too few or too scattered for. Asked
+  // of the driver once for each size of them.
+  bool clusters_fit(const KernelLaunch& kernel, int device);
 
  private:
-  static constexpr int kDevices = 64;
+  static constexpr int kDevices = 64, kClusterSizes = 5;  // powers of two
   std::atomic<CUfunction> of_device_[kDevices] = {};
+  std::atomic<int> clusters_[kDevices][kClusterSizes] = {};  // at once, and 1; 0: not yet known
 };
 
 struct KernelLaunch {
@@ -33,6 +39,7 @@ struct KernelLaunch {
   dim3 blocks;
   int threads;
   int shared_bytes;
+  int cluster = 1;  // CTAs, neighbours in x, that read each other's shared memory
 };
 
 // Programmatic dependent launch: the kernel may start before its predecessor on the stream has ended, and waits for it

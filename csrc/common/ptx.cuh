@@ -87,4 +87,52 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
   return done != 0;
 }
 
+// This CTA's place in its cluster, and how many there are; both along x.
+__device__ __forceinline__ uint32_t cluster_rank() {
+  uint32_t rank;
+  asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+  return rank;
+}
+__device__ __forceinline__ uint32_t cluster_size() {
+  uint32_t size;
+  asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+  return size;
+}
+
+// The barrier of a cluster's threads, in two halves: what was read and written before the first comes before what anyone does
+// behind the second. Threads that have ended are not waited for.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+// For those who have only read, and used what they read: spares them a wait for their own writes to memory.
+__device__ __forceinline__ void cluster_arrive_relaxed() {
+  asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
+}
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+// Where another CTA of the cluster has what lies at this address here. Worked out at this place.
+__device__ __forceinline__ uint32_t map_to_rank(uint32_t shared, uint32_t rank) {
+  uint32_t mapped;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared), "r"(rank));
+  return mapped;
+}
+
+// Read shared memory of a CTA of the cluster, kOffset bytes behind an address.
+template <int kOffset>
+__device__ __forceinline__ float2 load_cluster_float2(uint32_t mapped) {
+  float2 x;
+  asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2 + %3];"
+               : "=f"(x.x), "=f"(x.y)
+               : "r"(mapped), "n"(kOffset)
+               : "memory");
+  return x;
+}
+template <int kOffset>
+__device__ __forceinline__ float4 load_cluster_float4(uint32_t mapped) {
+  float4 x;
+  asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "r"(mapped), "n"(kOffset)
+               : "memory");
+  return x;
+}
+
 }  // namespace etap::ptx

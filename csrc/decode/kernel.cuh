@@ -6,6 +6,7 @@
 //
 // Grid             CTAs: partitions x row groups, those of a partition neighbours. One CTA decodes the pieces of its
 //                  partition's work range for its row group (of kMaxRowTile rows), one after the other. One CTA an SM.
+//                  Where the pieces of a request are a cluster (kClustered), a row group's are neighbours.
 //
 // Glossary         tile: 64 tokens   piece: a run of tiles of one request   row: (query token, head), packed
 //                  st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens]   ot: O^T [value dims x rows]
@@ -114,8 +115,9 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();  // only now: the combination may read the schedule as soon as it begins
 
-  const int partition = blockIdx.x / params.row_groups;
-  const int row_group = blockIdx.x % params.row_groups;
+  const unsigned place = T::kClustered ? blockIdx.x / ptx::cluster_size() : blockIdx.x;
+  const int partition = place / params.row_groups;  // or, where they are a cluster, all partitions of a request
+  const int row_group = place % params.row_groups;
   const int group = cutlass::canonical_warp_group_idx();
   if (group == kConsumerGroups) {
     adjust_registers<T, false>();

@@ -1,6 +1,7 @@
 // The request pieces of a partition, as every role of a CTA walks them.
 #pragma once
 
+#include "common/ptx.cuh"
 #include "decode/even_split.h"
 #include "params.h"
 
@@ -62,6 +63,12 @@ class PieceWalk {
   int end_tile_;
 };
 
+// Entries of a token's list that count.
+__device__ __forceinline__ int list_length(const DecodeParams& params, int token) {
+  const int listed = params.seq_lens == nullptr ? params.list_length : params.seq_lens[token];
+  return max(min(listed, params.list_length), 0);
+}
+
 // The same where the work is divided evenly: see even_split.h.
 class EvenWalk {
  public:
@@ -80,8 +87,7 @@ class EvenWalk {
     const EvenSplit split(params_);
     const int token = request();
     const int first = token * split.tiles;
-    const int listed = params_.seq_lens == nullptr ? params_.list_length : params_.seq_lens[token];
-    const int seq_len = max(min(listed, params_.list_length), 0);
+    const int seq_len = list_length(params_, token);
     const int end_tile = min(min(end_tile_ - first, split.tiles), (seq_len + kTileTokens - 1) / kTileTokens);
     const int slot = split.pieces(token) > 1 ? split.first_partition(token) + partition_ : -1;
     const Piece piece{token, seq_len, tile_ - first, end_tile, slot};
@@ -94,6 +100,29 @@ class EvenWalk {
   int partition_;
   int tile_;
   int end_tile_;
+};
+
+// The one piece of a CTA where those of a request are a cluster.
+class ClusterWalk {
+ public:
+  __device__ __forceinline__ ClusterWalk(const DecodeParams& params, int request) : params_(params), request_(request) {}
+
+  __device__ __forceinline__ bool done() const { return done_; }
+  __device__ __forceinline__ int request() const { return request_; }
+  __device__ __forceinline__ void skip() { done_ = true; }
+
+  __device__ __forceinline__ Piece next() {
+    const int begin_tile = ptx::cluster_rank() * params_.partition_tiles;
+    const int seq_len = list_length(params_, request_);
+    const int end_tile = min(begin_tile + params_.partition_tiles, (seq_len + kTileTokens - 1) / kTileTokens);
+    skip();
+    return {request_, seq_len, begin_tile, end_tile, 0};
+  }
+
+ private:
+  const DecodeParams& params_;
+  const int request_;
+  bool done_ = false;
 };
 
 }  // namespace etap

@@ -62,6 +62,7 @@ __device__ __forceinline__ NamedBarrier of_consumers() { return {1, kConsumerThr
 __device__ __forceinline__ NamedBarrier queries_written() { return of_consumers(); }
 __device__ __forceinline__ NamedBarrier sums_written() { return of_consumers(); }
 __device__ __forceinline__ NamedBarrier sums_read() { return of_consumers(); }
+__device__ __forceinline__ NamedBarrier halves_taken() { return of_consumers(); }
 __device__ __forceinline__ NamedBarrier factors_written() { return of_consumers(); }
 __device__ __forceinline__ NamedBarrier both_probabilities_written() { return of_consumers(); }
 __device__ __forceinline__ NamedBarrier both_scores_read() { return of_consumers(); }

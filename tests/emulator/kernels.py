@@ -195,10 +195,10 @@ def run_sparse(tensors: dict, softmax_scale: float, partitions: int, *, sources=
     copies = placed(memory, tensors)
     ran = []
     for launch in library().sparse_decode_launches(*copies.values(), softmax_scale, partitions):
-        name, x, y, threads, shared_bytes, params, cache = launch
+        name, x, y, cluster, threads, shared_bytes, params, cache = launch
         arguments = [bytes(params), *([bytes(cache), bytes(3 * 128)] if cache else [])]
         kernel = kernel_of(_template_arguments(name), sources, edit)
-        ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
+        ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, cluster=cluster, **how))
     tensors["out"].copy_(copies["out"])
     tensors["lse"].copy_(copies["lse"])
     return ran[0]

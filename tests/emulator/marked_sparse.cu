@@ -4,6 +4,7 @@
 
 using etap::DecodeParams, etap::KernelLaunch, etap::sparse::kernel_launch;
 
-KernelLaunch transposed(const DecodeParams& params) { return kernel_launch<etap::sparse::Traits<16>>(params); }
+KernelLaunch transposed(const DecodeParams& params) { return kernel_launch<etap::sparse::Traits<16, false>>(params); }
+KernelLaunch clustered(const DecodeParams& params) { return kernel_launch<etap::sparse::Traits<16, true>>(params); }
 KernelLaunch query_major(const DecodeParams& params) { return kernel_launch<etap::sparse::WideTraits>(params); }
-KernelLaunch fp8(const DecodeParams& params) { return kernel_launch<etap::sparse_fp8::Traits<32>>(params); }
+KernelLaunch fp8(const DecodeParams& params) { return kernel_launch<etap::sparse_fp8::Traits<32, false>>(params); }

@@ -309,6 +309,61 @@ def test_bits_do_not_depend_on_what_a_cta_decoded_before(fp8, heads):
         assert torch.equal(bits[1:], alone[name].view(bits.dtype))
 
 
+# ------------------------------------------------------------------------------------------------------------- clusters
+
+IN_CLUSTERS = [k for k in KERNELS if k != (False, 64)]
+
+
+def clusters(case: Case) -> list[int]:
+    """CTAs of a cluster in each of a case's launches."""
+    tensors = build(case).tensors.values()
+    return [launch[3] for launch in library().sparse_decode_launches(*tensors, SOFTMAX_SCALE, case.partitions)]
+
+
+# Pieces of a tile, and of three, behind which what the CTAs show each other lies over stages lent for merging.
+@pytest.mark.parametrize("fp8, heads", IN_CLUSTERS)
+@pytest.mark.parametrize("pieces, tiles", [(2, 1), (2, 3), (4, 1), (8, 1), (16, 1)])
+def test_pieces_that_a_cluster_sums(fp8, heads, pieces, tiles):
+    tokens = 2 if pieces < 8 else 1
+    case = Case(heads, pieces * tiles * TILE, tokens, tokens * pieces, fp8, sinks=True)
+    assert clusters(case) == [pieces]
+    verify(case, seed=heads)
+
+
+@pytest.mark.parametrize("fp8, heads", IN_CLUSTERS)
+@pytest.mark.parametrize("counts", [(100, 0, 256), (1, 65, -1)])
+def test_clusters_with_pieces_without_entries(fp8, heads, counts):
+    case = Case(heads, 256, 3, 12, fp8, counts=counts)
+    assert clusters(case) == [4]
+    verify(case, seed=heads)
+    verify(Case(heads, 256, 3, 12, fp8, invalid=1.0, sinks=True), seed=heads)
+
+
+@pytest.mark.parametrize("heads", [40, 96])
+def test_a_cluster_for_each_row_group(heads):
+    case = Case(heads, 256, 2, 8, fp8=True, sinks=True, q_layout="split", requests=2)
+    assert clusters(case) == [4]
+    verify(case, seed=heads)
+
+
+@pytest.mark.parametrize("fp8, heads", [(False, 8), (True, 16)])
+def test_a_clusters_bits_do_not_depend_on_the_other_tokens(fp8, heads):
+    case = Case(heads, 256, 3, 12, fp8, counts=(256, 100, 130))
+    wanted = verify(case, timing="early")
+    problem = build(case)
+    alone = {name: x[1:2] if name in PER_TOKEN and x is not None else x for name, x in problem.tensors.items()}
+    kernels.run_sparse(alone, SOFTMAX_SCALE, 4, seed=1, timing="late")
+    for bits, name in zip(wanted, ("out", "lse"), strict=True):
+        assert torch.equal(bits[1:2], alone[name].view(bits.dtype))
+
+
+def test_what_no_cluster_sums_is_combined():
+    three, many = Case(16, 192, 1, 3), Case(16, 2048, 1, 32)  # pieces that are no power of two, or more than 16
+    wide, across = Case(64, 256, 1, 4), Case(16, 320, 2, 4)  # rows on M; a partition of two tokens
+    for case in (three, many, wide, across):
+        assert clusters(case) == [1, 1]
+
+
 # -------------------------------------------------------------------------------------------------------- interleavings
 
 # Pieces whose stages, of tiles and lent for merging, come to lie on one another in turn; a mask that the next tile's
@@ -316,6 +371,8 @@ def test_bits_do_not_depend_on_what_a_cta_decoded_before(fp8, heads):
 INTERLEAVED = [
     *[Case(heads, 130, 3, fp8=fp8, counts=(130, 64, 65)) for fp8, heads in KERNELS],
     *[Case(heads, 64, 4, fp8=fp8, invalid=0.5) for fp8, heads in KERNELS],
+    *[Case(heads, 384, 1, 2, fp8=fp8) for fp8, heads in IN_CLUSTERS],
+    *[Case(heads, 256, 1, 4, fp8=fp8, counts=(100,)) for fp8, heads in IN_CLUSTERS],
 ]
 
 
@@ -332,6 +389,7 @@ def test_interleavings(case):
 
 FAULTY = {
     "transposed": Case(16, 130, 2, invalid=0.3),
+    "clustered": Case(16, 384, 1, 2, invalid=0.3),
     "query_major": Case(64, 200, 1, invalid=0.3),
     "fp8": Case(32, 130, 2, fp8=True, invalid=0.3),
 }
@@ -360,11 +418,15 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "hand_over_meeting": f"never written|{NONSENSE}",
     "output_fence": "wgmma.fence",
     "output_wait": "in flight",
+    "halves_meeting": NONSENSE,
+    "parts_meeting": f"never written|an mbarrier|{NONSENSE}",
+    "cluster_end": "has ended",
 }
 PLANTED = {
     "transposed": "launch_meeting lent_commit lent_room merge_grant output_fence output_wait probabilities_fence "
     "probabilities_meeting rows_arrival rows_commit rows_fence rows_grant rows_room scores_commit "
     "scores_wait stage_release",
+    "clustered": "cluster_end halves_meeting parts_meeting",  # and those of transposed
     "query_major": "hand_over_meeting launch_meeting other_rows_fence output_fence rows_arrival rows_commit rows_fence "
     "rows_room scores_wait",
     "fp8": "launch_meeting lent_commit lent_room merge_grant probabilities_fence probabilities_meeting "
@@ -376,8 +438,9 @@ PLANTED = {
 @cache
 def marks(kernel: str) -> set[str]:
     module = kernels.module("marked_sparse")
-    wanted = {"transposed": "transposed::Traits<", "query_major": "query_major::Traits<", "fp8": "sparse_fp8::Traits<"}
-    return Entry(module, next(name for full, name in module.names.items() if wanted[kernel] in full)).marks
+    wanted = {"transposed": "transposed::Traits<.*false", "clustered": "transposed::Traits<.*SharedMemory, true"}
+    wanted |= {"query_major": "query_major::Traits<", "fp8": "sparse_fp8::Traits<"}
+    return Entry(module, next(name for full, name in module.names.items() if re.search(wanted[kernel], full))).marks
 
 
 def fault_of(case: Case, edit: Edit) -> str:
@@ -407,4 +470,5 @@ def test_missing_synchronisation_is_found(kernel, mark):
 
 @pytest.mark.parametrize("kernel", PLANTED)
 def test_every_mark_is_left_out_by_a_test(kernel):
-    assert set(PLANTED[kernel].split()) == marks(kernel)
+    shared = marks("transposed") if kernel == "clustered" else set()
+    assert set(PLANTED[kernel].split()) == marks(kernel) - shared

@@ -132,11 +132,29 @@ def test_the_heads_name_the_sparse_kernel(heads, row_tile):
         shape = sparse_decode_shape(heads, fp8)
         wanted = min(row_tile, 32) if fp8 else row_tile
         assert shape.row_tile == wanted and shape.row_groups == -(-heads // shape.group_rows)
-        decode, combine = sparse_launches(SparseCase(1, heads, 2048, "fp8" if fp8 else "bf16", num_sms=12))
-        partition_tiles = library().sparse_partition_tiles(1, 2048, 12 // shape.row_groups)
+        num_sms = 6 * shape.row_groups  # partitions of six tiles, which are no whole fraction of a token
+        decode, combine = sparse_launches(SparseCase(1, heads, 2048, "fp8" if fp8 else "bf16", num_sms=num_sms))
+        partition_tiles = library().sparse_partition_tiles(1, 2048, 6)
         assert decode[1] * decode[2] == -(-32 // partition_tiles) * shape.row_groups
-        traits = f"sparse_fp8::Traits<{wanted}>" if fp8 else f"GatheredTraits<etap::{shape.kernel}::Traits<"
+        traits = f"sparse_fp8::Traits<{wanted}, false>" if fp8 else f"GatheredTraits<etap::{shape.kernel}::Traits<"
         assert traits in decode[0] and "combine" in combine[0]
+
+
+@pytest.mark.parametrize("tokens, cluster", [(1, 1), (4, 1), (8, 16), (16, 8), (24, 1), (32, 4), (64, 2), (128, 1)])
+@pytest.mark.parametrize("cache, heads", [("bf16", 16), ("bf16", 32), ("fp8", 8), ("fp8", 16)])
+def test_pieces_of_a_token_are_a_cluster_that_needs_no_combination(cache, heads, tokens, cluster):
+    """Where they are 2, 4, 8 or 16, on an H200's multiprocessors."""
+    decode, *combine = sparse_launches(SparseCase(tokens, heads, 2048, cache, num_sms=132))
+    assert decode[3] == cluster and decode[1] % cluster == 0
+    assert len(combine) == (cluster == 1 and tokens != 128)
+
+
+def test_rows_on_m_and_row_groups_of_32():
+    for tokens in (16, 32):
+        decode, combine = sparse_launches(SparseCase(tokens, 64, 2048, num_sms=132))
+        assert decode[3] == 1 and "combine" in combine[0]
+    (decode,) = sparse_launches(SparseCase(16, 64, 2048, "fp8", num_sms=132))
+    assert (decode[1], decode[3]) == (16 * 4 * 2, 4)
 
 
 def test_whole_lists_have_nothing_to_combine_and_no_token_nothing_to_decode():

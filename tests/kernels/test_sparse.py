@@ -148,6 +148,23 @@ def test_numbers_of_multiprocessors(device, heads, tokens, num_sms, cache):
     verify(SparseCase(tokens, heads, 200, cache, num_sms=num_sms, seed=9, **EVERYTHING), device)
 
 
+@every_cache
+@pytest.mark.parametrize("holes", ["wild", "tail", "all"])
+@on_each("heads, tokens", cpu=[(12, 16)], cuda=product((1, 8, 16, 32, 40, 128), (5, 8, 9, 16, 28, 32, 60, 64)))
+def test_pieces_that_clusters_sum(device, heads, tokens, holes, cache):
+    """16, 8, 4 and 2 pieces a token on 132 multiprocessors, some of them without entries."""
+    top_k = {"cpu": 512, "cuda": 2048}[device]
+    case = SparseCase(tokens, heads, top_k, cache, holes=holes, counts="drawn", sinks="infinite", num_sms=132, seed=21)
+    verify(case, device)
+    verify(replace(case, counts="none", sinks="none", requests=3), device)
+
+
+@both_devices
+@every_cache
+def test_more_clusters_than_a_gpu_has_room_for(device, cache):
+    verify(SparseCase(60, 16, 512, cache, num_sms=1000, seed=22, **EVERYTHING), device)
+
+
 @on_each("seed", cpu=[(seed,) for seed in range(30)], cuda=[(seed,) for seed in range(200)])
 def test_random_cases(device, seed):
     draw = random.Random(seed)
@@ -175,10 +192,11 @@ def test_random_cases(device, seed):
 @both_devices
 @every_cache
 @pytest.mark.parametrize("heads", [16, 64])
-def test_a_tokens_bits_do_not_depend_on_its_company(device, cache, heads):
+@pytest.mark.parametrize("num_sms", [7, 132])
+def test_a_tokens_bits_do_not_depend_on_its_company(device, cache, heads, num_sms):
     """Neither on what the other tokens' lists, counts and queries hold, nor on how often the call was made."""
     problem = build(SparseCase(9, heads, 200, cache, counts="drawn", sinks="drawn", seed=9), device)
-    out, lse = decode(problem, num_sms=7)
+    out, lse = decode(problem, num_sms=num_sms)
     for kept in (0, 4, 8):
         others = torch.arange(9, device=device) != kept
         changed = replace(problem, call_q=problem.q.clone(), indices=problem.indices.clone())
@@ -186,7 +204,7 @@ def test_a_tokens_bits_do_not_depend_on_its_company(device, cache, heads):
         changed.call_q[others] = torch.nan
         changed.indices[others] = problem.indices[kept]
         changed.valid_counts[others] = 150
-        some_out, some_lse = decode(changed, num_sms=7)
+        some_out, some_lse = decode(changed, num_sms=num_sms)
         assert torch.equal(some_out[kept], out[kept]) and torch.equal(some_lse[kept], lse[kept])
         assert not torch.equal(some_out[others], out[others])
 
@@ -273,9 +291,9 @@ def test_many_runs_of_ctas_with_many_pieces(heads, cache):
 @pytest.mark.gpu
 @every_cache
 @pytest.mark.parametrize("requests", [0, 3], ids=["rows", "positions"])
-@pytest.mark.parametrize("heads", [16, 128])
-def test_one_graph_serves_other_lists(heads, requests, cache):
-    case = SparseCase(16, heads, 512, cache, requests=requests, counts="drawn", sinks="drawn")
+@pytest.mark.parametrize("heads, top_k", [(16, 512), (16, 448), (128, 512)])  # in clusters of 8; combined
+def test_one_graph_serves_other_lists(heads, top_k, requests, cache):
+    case = SparseCase(16, heads, top_k, cache, requests=requests, counts="drawn", sinks="drawn")
     problems = [build(replace(case, holes=holes, seed=20 + i), "cuda") for i, holes in enumerate(HOLES)]
     recorded = RecordedCall(problems[0])
     for problem in [*problems, *problems[::-1]]:

@@ -38,6 +38,7 @@ struct Traits {
   static constexpr int kGroupRows = kMaxRowTile;
   static constexpr bool kFp8Cache = false;
   static constexpr bool kGathered = false;
+  static constexpr bool kClustered = false;
   static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;

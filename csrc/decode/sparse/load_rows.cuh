@@ -212,7 +212,7 @@ __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, con
   uint32_t even = 0, odd = 0;  // grants that consumers 0 and 1 got in earlier pieces
   RowFetcher<T::kGatherWarps> fetcher(cache, warp);
   std::conditional_t<T::kFp8Cache, RowCopier<T>, ChunkCopier<T>> copier(cache, warp);
-  EvenWalk walk(params, partition);
+  typename T::Walk walk(params, partition);
   while (!walk.done()) {
     const Piece piece = walk.next();
     if (piece.tiles() == 0) continue;

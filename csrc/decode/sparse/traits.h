@@ -9,9 +9,10 @@
 namespace etap::sparse {
 
 // The traits of a dense kernel, and its consumer and shared memory for those made of them.
-template <class Dense, template <class> class DenseConsumer, template <class> class DenseMemory>
+template <class Dense, template <class> class DenseConsumer, template <class> class DenseMemory, bool kClustered_>
 struct GatheredTraits : Dense {
   static constexpr bool kGathered = true;
+  static constexpr bool kClustered = kClustered_;
   static constexpr int kGatherWarps = 3;  // the fourth producer brings the queries
   // Stages of a tile that are filled together, chunks that follow each other in a row: the r-th run's begin.
   static constexpr int kRuns = 3;
@@ -20,7 +21,7 @@ struct GatheredTraits : Dense {
     if constexpr (Dense::kRowTile == 64) return r == 0 ? 0 : 1 + (r - 1) * Dense::kHalfChunks;
     return r;
   }
-  using Walk = EvenWalk;
+  using Walk = std::conditional_t<kClustered, ClusterWalk, EvenWalk>;
   using CacheMaps = GatheredCache;
   using Consumer = DenseConsumer<GatheredTraits>;
   struct SharedStorage : DenseMemory<GatheredTraits> {
@@ -28,8 +29,10 @@ struct GatheredTraits : Dense {
   };
 };
 
-template <int kRowTile>
-using Traits = GatheredTraits<transposed::Traits<cutlass::bfloat16_t, kRowTile>, transposed::Consumer, transposed::SharedMemory>;
-using WideTraits = GatheredTraits<query_major::Traits<cutlass::bfloat16_t>, query_major::Consumer, query_major::SharedMemory>;
+template <int kRowTile, bool kClustered>
+using Traits = GatheredTraits<transposed::Traits<cutlass::bfloat16_t, kRowTile>, transposed::Consumer, transposed::SharedMemory,
+                              kClustered>;
+using WideTraits =
+    GatheredTraits<query_major::Traits<cutlass::bfloat16_t>, query_major::Consumer, query_major::SharedMemory, false>;
 
 }  // namespace etap::sparse

@@ -30,7 +30,7 @@ struct Consumer {
     typename T::Walk walk(params, partition);
     while (!walk.done()) {
       const Piece piece = walk.next();
-      if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group));
+      if (piece.tiles() == 0) transposed::finish_empty<T>(shared, Destination<T>(params, piece, row_group));
       if (piece.tiles() == 0) continue;
       load_queries<T>(shared, params, piece.request, row_group);
       softmax.reset();
@@ -47,6 +47,7 @@ struct Consumer {
       transposed::merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
       keys.advance(kConsumerGroups * T::kMergeStages);
     }
+    if constexpr (T::kClustered) transposed::sum_cluster<T>(shared, params, partition, row_group);
   }
 
   // One tile: wait for K, S^T, softmax, O^T, release. `first`: of this consumer's in the piece.

@@ -31,18 +31,19 @@ struct SharedMemory : transposed::SharedMemory<T> {
   sparse::TileMask valid[T::kStages];
 };
 
-template <int kRowTile_>
+template <int kRowTile_, bool kClustered_>
 struct Traits : transposed::AlternateTiles<kRowTile_> {
   using Base = transposed::AlternateTiles<kRowTile_>;
   using Base::kRowTile, Base::kScoreColumns, Base::kSliceBytes, Base::kMergeSlices;
   static_assert(kRowTile <= 32);
   static constexpr int kGroupRows = kSparseFp8Rows;
   static constexpr bool kGathered = true;
+  static constexpr bool kClustered = kClustered_;
   static constexpr int kGatherWarps = 4;
   static constexpr int kRuns = 1;
   static constexpr int kRopeRun = 0;
   static constexpr int run_begin(int r) { return r; }
-  using Walk = EvenWalk;
+  using Walk = std::conditional_t<kClustered, ClusterWalk, EvenWalk>;
   using CacheMaps = sparse::GatheredCache;
   using Element = cutlass::bfloat16_t;  // of queries, rope part and output
   using ScoreElement = cutlass::half_t;

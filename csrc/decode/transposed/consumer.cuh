@@ -30,7 +30,7 @@ struct Consumer {
     typename T::Walk walk(params, partition);
     while (!walk.done()) {
       const Piece piece = walk.next();
-      if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group));
+      if (piece.tiles() == 0) finish_empty<T>(shared, Destination<T>(params, piece, row_group));
       shared.queries.wait(queries);
       softmax.reset();
       cute::clear(ot);
@@ -56,6 +56,7 @@ struct Consumer {
       merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
       keys.advance(kConsumerGroups * T::kMergeStages);
     }
+    if constexpr (T::kClustered) sum_cluster<T>(shared, params, partition, row_group);
   }
 
   // One tile: wait for K, S^T, softmax, O^T, release. `first` and `last`: of this consumer's in the piece.

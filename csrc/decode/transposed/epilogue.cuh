@@ -93,15 +93,18 @@ class WarpFactors {
   __device__ __forceinline__ float own(int block, int bit) const { return of(held_[block / 4].own, block, bit); }
   __device__ __forceinline__ float other(int block, int bit) const { return of(held_[block / 4].other, block, bit); }
 
-  // Called by the warps of one warpgroup, of which the first writes.
-  __device__ __forceinline__ void write_lse(const Destination<T>& to) const {
+  // write(row, lse) of the first `rows`. Called by the warps of one warpgroup, of which the first writes.
+  template <class Write>
+  __device__ __forceinline__ void write_lse(int rows, Write&& write) const {
     if (threadIdx.x % kGroupThreads >= kWarpSize) return;
     CUTE_UNROLL
     for (int i = 0; i < kHeld; ++i) {
       const int row = i * kWarpSize + anew(threadIdx.x % kWarpSize);
-      if (row >= to.rows) continue;
-      to.write_lse(row, held_[i].lse);
+      if (row < rows) write(row, held_[i].lse);
     }
+  }
+  __device__ __forceinline__ void write_lse(const Destination<T>& to) const {
+    write_lse(to.rows, [&](int row, float lse) { to.write_lse(row, lse); });
   }
 
  private:
@@ -115,6 +118,18 @@ class WarpFactors {
   ColumnFactors held_[kHeld];
 };
 
+// Write slices [first_slice, first_slice + kSlices) of O^T as they lie in this thread's registers, to where its first four
+// values go.
+template <class T, int kSlices>
+__device__ __forceinline__ void write_partial(float4* partial, int first_slice, const OutputFragment<T>& ot) {
+  constexpr int kBlocks = T::kRowTile / 8;
+  CUTE_UNROLL
+  for (int i = 0; i < kSlices * kBlocks; ++i) {
+    auto block = ot(cute::make_coord(cute::_, cute::_, i % kBlocks), first_slice + i / kBlocks, 0);
+    partial[i * kGroupThreads] = make_float4(block(0, 0), block(1, 0), block(0, 1), block(1, 1));
+  }
+}
+
 // Write this warpgroup's half of O^T, slices [first_slice, first_slice + kSlices) of its registers: a partial result as it
 // lies in them; a final one with its 8 x 8 blocks transposed between the lanes, so that rows (value dims) become columns.
 // Each thread has one base address and constant offsets from it, so that no address is kept over the main loop.
@@ -124,12 +139,7 @@ __device__ __forceinline__ void write_output(const Destination<T>& to, int first
   constexpr int kBlocks = T::kRowTile / 8;
   const int thread = anew(threadIdx.x % kGroupThreads);
   if (to.out == nullptr) {
-    float4* partial = to.partial_out + first_dim / 64 * kBlocks * kGroupThreads + thread;
-    CUTE_UNROLL
-    for (int i = 0; i < kSlices * kBlocks; ++i) {
-      auto block = ot(cute::make_coord(cute::_, cute::_, i % kBlocks), first_slice + i / kBlocks, 0);
-      partial[i * kGroupThreads] = make_float4(block(0, 0), block(1, 0), block(0, 1), block(1, 1));
-    }
+    write_partial<T, kSlices>(to.partial_out + first_dim / 64 * kBlocks * kGroupThreads + thread, first_slice, ot);
     return;
   }
   const int lane = thread % kWarpSize;

@@ -2,7 +2,7 @@
 // finishes and writes the other half.
 #pragma once
 
-#include "decode/transposed/epilogue.cuh"
+#include "decode/transposed/cluster.cuh"
 
 namespace etap::transposed {
 
@@ -98,11 +98,31 @@ __device__ __forceinline__ void merge_and_write(typename T::SharedStorage& share
   });
   if (group == 0) {
     take_half<T, 0>(shared, at, factors, ot);
-    write_output<T, T::kMergeSlices>(to, 0, 0, ot);
-    factors.write_lse(to);
+    if constexpr (T::kClustered) {
+      ETAP_MARKED(halves_meeting, event::halves_taken().sync());
+      show_half<T, 0>(shared, factors, ot);
+    } else {
+      write_output<T, T::kMergeSlices>(to, 0, 0, ot);
+      factors.write_lse(to);
+    }
   } else {
     take_half<T, 1>(shared, at, factors, ot);
-    write_output<T, T::kMergeSlices>(to, kLatentDim / 2, T::kMergeSlices, ot);
+    if constexpr (T::kClustered) {
+      ETAP_MARKED(halves_meeting, event::halves_taken().sync());
+      show_half<T, 1>(shared, factors, ot);
+    } else {
+      write_output<T, T::kMergeSlices>(to, kLatentDim / 2, T::kMergeSlices, ot);
+    }
+  }
+}
+
+// The same of a piece without tokens.
+template <class T>
+__device__ __forceinline__ void finish_empty(typename T::SharedStorage& shared, const Destination<T>& to) {
+  if constexpr (T::kClustered) {
+    show_nothing<T>(shared);
+  } else {
+    write_empty<T>(to);
   }
 }
 

@@ -94,6 +94,7 @@ struct Traits : AlternateTiles<kRowTile_> {
   static constexpr int kConsumerRegisters = 232;
   static constexpr bool kFp8Cache = false;
   static constexpr bool kGathered = false;
+  static constexpr bool kClustered = false;
   static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
   static constexpr bool kPairedDims = false;
 

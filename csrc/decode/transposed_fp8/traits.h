@@ -45,6 +45,7 @@ struct Products : Tiles {
   using Probability = Math;
   static constexpr bool kFp8Cache = true;
   static constexpr bool kGathered = false;
+  static constexpr bool kClustered = false;
   static constexpr int kGatherWarps = 4;
   using Walk = PieceWalk;
   static constexpr bool kFp8Math = sizeof(Math) == 1;

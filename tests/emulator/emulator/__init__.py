@@ -12,7 +12,8 @@ source line, warp and lanes:
   tile are, and thrown away);
 - a WGMMA that reads what cp.async brought and neither the copying warp nor the reading one has fenced (NaN, too). The
   reader's fence counts for copies that it knew to be there: by a barrier, or from warps that knew, through one;
-- misuse of mbarriers and named barriers, operands that differ where a warp must agree, and deadlock.
+- misuse of mbarriers, named barriers and the cluster's, shared memory of a CTA that has ended, operands that differ
+  where a warp must agree, and deadlock.
 
 A warp knows what any of its lanes knows, and a fence is all lanes'. Its cp.async arrive in the order of the program.
 
@@ -25,6 +26,6 @@ knows which kernels run: ../kernels.py compiles csrc and launches what the libra
 
 What it cannot see: registers, as PTX has as many as it likes (spills, and where ptxas reuses one too early); time and
 occupancy; memory ordering weaker than program order, as fences between threads do nothing here; races between CTAs,
-which run one after another; interleavings finer than straight-line code. WGMMA sums in float32, where hardware keeps
-fewer bits of e4m3 products; ex2, lg2 and divisions are exact here.
+which run one after another (those of a cluster take turns); interleavings finer than straight-line code. WGMMA sums in
+float32, where hardware keeps fewer bits of e4m3 products; ex2, lg2 and divisions are exact here.
 """

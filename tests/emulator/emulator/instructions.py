@@ -300,17 +300,17 @@ def _cvt(t: Translator, item: Instruction, mask: str) -> str:
 
 def _memory_shape(item: Instruction) -> tuple[str, int, str]:
     """Space, number of items and type of a load or store."""
-    shape = re.fullmatch(r"(?:ld|st)\.(global|shared|param)(?:\.v([24]))?\.(\w+)", item.opcode)
+    shape = re.fullmatch(r"(?:ld|st)\.(global|shared|shared::cluster|param)(?:\.v([24]))?\.(\w+)", item.opcode)
     if shape is None or shape[3] not in DTYPES:
         raise UnknownInstruction(str(item))
-    return shape[1], int(shape[2] or 1), shape[3]
+    return shape[1].removeprefix("shared::"), int(shape[2] or 1), shape[3]
 
 
 def _ld(t: Translator, item: Instruction, mask: str) -> str:
     space, count, kind = _memory_shape(item)
     target, source = item.operands
     targets = target.items if isinstance(target, Vec) else (target,)
-    address = t.address_text(source, "u32" if space == "shared" else "u64")
+    address = t.address_text(source, "u32" if space in ("shared", "cluster") else "u64")
     loaded = f"t = w.load_{space}({address}, {mask}, {DTYPES[kind].itemsize}, {count})"
     parts = [t.write(x, kind, f"t[{n}].view({DTYPES[kind].name})", mask) for n, x in enumerate(targets)]
     return "; ".join([loaded, *parts])
@@ -318,13 +318,24 @@ def _ld(t: Translator, item: Instruction, mask: str) -> str:
 
 def _st(t: Translator, item: Instruction, mask: str) -> str:
     space, _, kind = _memory_shape(item)
-    if space == "param":
+    if space in ("param", "cluster"):
         raise UnknownInstruction(str(item))
     target, value = item.operands
     values = value.items if isinstance(value, Vec) else (value,)
     size = DTYPES[kind].itemsize
     raw = ", ".join(t.read(x, f"b{size * 8}") for x in values)
     return f"w.store_{space}({t.address_text(target, 'u32' if space == 'shared' else 'u64')}, {mask}, {size}, [{raw}])"
+
+
+CLUSTER_SHIFT = 24  # shared memory of a cluster's CTA: an address above it has its rank + 1, one below is the CTA's own
+
+
+def _mapa(t: Translator, item: Instruction, mask: str) -> str:
+    if item.opcode != "mapa.shared::cluster.u32":
+        raise UnknownInstruction(str(item))
+    target, address, rank = item.operands
+    mapped = f"{t.read(address, 'u32')} + (({t.read(rank, 'u32')} + np.uint32(1)) << np.uint32({CLUSTER_SHIFT}))"
+    return t.write(target, "u32", mapped, mask)
 
 
 def _call(name: str, *kinds: str):
@@ -373,6 +384,7 @@ TRANSLATIONS = {
     "cvt": _cvt,
     "ld": _ld,
     "st": _st,
+    "mapa": _mapa,
     "bfi": _call("_bfi", "b32", "b32", "u32", "u32"),
     "prmt": _call("_prmt", "b32", "b32", "b32"),
     "prefetch": _nothing,

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
 
-from .instructions import Translator
+from .instructions import CLUSTER_SHIFT, Translator
 from .lanes import FULL, Group, bits_of, lanes_of
 from .memory import Memory, TensorMap
 from .operations import OPERATIONS, ret
@@ -69,13 +69,15 @@ class Kernel:
         params: list,
         memory: Memory,
         *,
+        cluster: int = 1,
         seed: int = 0,
         timing: str = "random",
     ) -> set[int]:
-        """Run the grid, one CTA after another; returns the segments that ran (see `missed`).
+        """Run the grid, one cluster after another; returns the segments that ran (see `missed`).
 
         Args:
             grid: CTAs in x and y.
+            cluster: neighbours in x that run together.
             block: threads.
             shared_bytes: dynamic shared memory.
             params: for each parameter bytes, a TensorMap, or a list of those (a struct that holds tensor maps).
@@ -87,13 +89,18 @@ class Kernel:
             raise EmulationError(f"more than {MAX_SHARED} bytes of shared memory")
         data, maps = self._fill_params(params)
         ran: set[int] = set()
+        if grid[0] % cluster:
+            raise ValueError(f"grid: wanted clusters of {cluster} in x, got {grid}")
         with np.errstate(all="ignore"):
-            for number in range(grid[0] * grid[1]):
-                rng = random.Random(seed * 1_000_003 + number)
-                place = {"%ctaid.x": number % grid[0], "%ctaid.y": number // grid[0], "%nctaid.y": grid[1]}
-                cta = Cta(self, place, block // LANES, shared_bytes, data, maps, memory, rng, timing)
-                cta.run()
-                ran |= cta.ran
+            for first in range(0, grid[0] * grid[1], cluster):
+                ctas = []
+                for number in range(first, first + cluster):
+                    rng = random.Random(seed * 1_000_003 + number)
+                    place = {"%ctaid.x": number % grid[0], "%ctaid.y": number // grid[0], "%nctaid.y": grid[1]}
+                    place |= {"%cluster_ctarank": number - first, "%cluster_nctarank": cluster}
+                    ctas.append(Cta(self, place, block // LANES, shared_bytes, data, maps, memory, rng, timing))
+                Cluster(ctas).run()
+                ran = ran.union(*(cta.ran for cta in ctas))
         return ran
 
     def missed(self, ran: set[int]) -> list[str]:
@@ -212,6 +219,7 @@ class Warp:
         self.copies_begun = 0
         self.copies_there = 0  # of whole groups
         self.groups_begun = self.groups_there = 0
+        self.cluster_phase: int | None = None  # of the cluster's barrier at which it has arrived and not yet waited
         self.known = (0,) * warps  # of each warp, how many of its cp.async are there and known to be
         self.fenced = np.array(self.known)  # `known` at the last fence.proxy.async
         self.products = ProductsInFlight(cta, self)
@@ -272,6 +280,17 @@ class Warp:
             return np.zeros((count, LANES), f"uint{size * 8}")
         return self.cta.shared.load(_safe(address, mask), size, count)
 
+    def load_cluster(self, address, mask, size, count):
+        """Shared memory of the cluster's CTAs, as `mapa` names it."""
+        out = np.zeros((count, LANES), f"uint{size * 8}")
+        taking = np.ones(LANES, bool) if mask is None else mask
+        for window in np.unique(address[taking] >> CLUSTER_SHIFT):
+            there = taking & (address >> CLUSTER_SHIFT == window)
+            shared = self.cta.cluster.shared_of(self.cta, int(window))
+            loaded = shared.load(_safe(address, there) & np.uint32((1 << CLUSTER_SHIFT) - 1), size, count)
+            out[:, there] = np.stack(loaded)[:, there]
+        return out
+
     def store_shared(self, address, mask, size, values):
         if mask is not None:
             address, values = address[mask], [value[mask] for value in values]
@@ -282,6 +301,56 @@ class Warp:
 def _safe(address: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
     """Lanes that do not take part read where one does."""
     return address if mask is None else np.where(mask, address, address[mask.argmax()])
+
+
+class Cluster:
+    """CTAs that take turns, meet at a barrier of all their threads and read each other's shared memory."""
+
+    def __init__(self, ctas: list[Cta]):
+        self.ctas = ctas
+        self.phase = 0
+        self.arrived: set[Warp] = set()
+        self.stuck: set[Cta] = set()  # since any of them went on
+        for cta in ctas:
+            cta.cluster = self
+
+    def run(self) -> None:
+        turns = {cta: cta.turns() for cta in self.ctas}
+        draw = self.ctas[0].rng
+        while turns:
+            cta = draw.choice(list(turns)) if len(turns) > 1 else next(iter(turns))
+            if next(turns[cta], "ended") == "ended":
+                del turns[cta]
+
+    def arrive(self, warp: Warp) -> None:
+        if warp.cluster_phase is not None:
+            raise EmulationError("a warp arrives at the cluster's barrier again and has not waited")
+        warp.cluster_phase = self.phase
+        self.arrived.add(warp)
+        self.settle()
+
+    def settle(self) -> None:
+        """The barrier's phase ends when all warps that have not ended are there."""
+        if self.arrived and all(warp in self.arrived for cta in self.ctas for warp in cta.warps if warp.live):
+            self.arrived.clear()
+            self.phase += 1
+            for cta in self.ctas:
+                cta.events += 1
+                cta.progress += 1
+
+    def waits(self, cta: Cta) -> bool:
+        """A CTA cannot go on alone; False when none can."""
+        self.stuck.add(cta)
+        return any(other.running() and other not in self.stuck for other in self.ctas)
+
+    def shared_of(self, cta: Cta, window: int) -> SharedMemory:
+        """Of the CTA itself (0) or of the one with a rank (from 1 on)."""
+        if window > len(self.ctas):
+            raise EmulationError(f"shared memory of CTA {window - 1} in a cluster of {len(self.ctas)}")
+        other = self.ctas[window - 1] if window else cta
+        if not other.running():
+            raise EmulationError("shared memory of a CTA that has ended")
+        return other.shared
 
 
 class Cta:
@@ -304,6 +373,10 @@ class Cta:
         self.warps += [Warp(self, n, warps) for n in range(warps)]
         # Half of the CTAs have priorities among the warps that change now and then: one warp may fall far behind.
         self.priorities = [rng.random() for _ in self.warps] if rng.random() < 0.5 else None
+        self.cluster: Cluster  # sets it
+
+    def running(self) -> bool:
+        return any(warp.live for warp in self.warps)
 
     # -- barriers
 
@@ -358,6 +431,7 @@ class Cta:
         for barrier in self.named.values():  # warps that have ended are not waited for
             if barrier.arrived and barrier.expected == 0:
                 self._settle(barrier)
+        self.cluster.settle()
 
     def _settle(self, barrier: NamedBarrier) -> None:
         wanted = barrier.expected or LANES * sum(bool(warp.live) for warp in self.warps)
@@ -460,13 +534,16 @@ class Cta:
 
     # -- taking turns
 
-    def run(self) -> None:
+    def turns(self) -> Iterator[None]:
+        """Runs the CTA, one warp's turn at a time."""
         stuck_at = -1
-        while any(warp.live for warp in self.warps):
+        while self.running():
+            yield
             ready = [w for w in self.warps if any(not g.waits or g.since != self.events for g in w.groups)]
             if not ready:
                 stuck_at = self._unblock(stuck_at)
                 continue
+            self.cluster.stuck.clear()
             warp = self._choose(ready)
             try:
                 for _ in range(self.rng.randint(1, 24)):
@@ -492,6 +569,8 @@ class Cta:
             return stuck_at
         polls = any(group.waits == "try_wait" for warp in self.warps for group in warp.groups)
         if stuck_at == self.progress or not polls:
+            if self.cluster.waits(self):
+                return stuck_at
             raise EmulationError(f"deadlock\n{self._report()}")
         self.give_up = True
         for warp in self.warps:

@@ -24,9 +24,31 @@ def ret(t: Translator, item: Instruction | None):
     return run
 
 
+CLUSTER_BARRIER = tuple(
+    f"barrier.cluster.{half}.aligned" for half in ("arrive.release", "arrive.relaxed", "wait.acquire")
+)
+
+
+def _cluster_barrier(item: Instruction):
+    def arrive(cta, warp, group):
+        cta.cluster.arrive(warp)
+
+    def wait(cta, warp, group):
+        if warp.cluster_phase is None:
+            raise EmulationError("a warp waits at the cluster's barrier and has not arrived")
+        if warp.cluster_phase == cta.cluster.phase:
+            return "the cluster's barrier"
+        warp.cluster_phase = None
+        return None
+
+    return aligned(item, arrive if "arrive" in item.parts else wait)
+
+
 def _barrier(t: Translator, item: Instruction):
     if item.opcode == "bar.warp.sync":
         return _among_members(t, item, lambda warp, bits: None)
+    if item.opcode in CLUSTER_BARRIER:
+        return _cluster_barrier(item)
     known = ("bar.sync", "barrier.cta.sync.aligned", "barrier.cta.arrive.aligned", "barrier.cta.red.or.pred.aligned")
     if item.opcode not in known:
         raise UnknownInstruction(str(item))

@@ -1,0 +1,113 @@
+// The weighted sum of partial results by their log-sum-exps, of what a lane holds of it, and that written as the result.
+#pragma once
+
+#include <cfloat>
+
+#include "common/ptx.cuh"
+#include "common/warp.cuh"
+#include "decode/sinks.cuh"
+#include "params.h"
+
+namespace etap {
+
+// Below every log2-sum-exp, and finite, so that a split that saw no token (-inf) weighs 0 and not NaN.
+constexpr float kNoSplit = -FLT_MAX;
+
+// What a lane holds of a partial: two neighbouring rows of the output (columns of O^T) and two value dims, 8 apart; or,
+// where the rows were on WGMMA's M (kOneRow), one row, of which the weights have two copies, and twice two value dims.
+struct Sum {
+  float4 value = {0.0f, 0.0f, 0.0f, 0.0f};
+
+  __device__ __forceinline__ void scale(float2 weight) {
+    value = {value.x * weight.x, value.y * weight.y, value.z * weight.x, value.w * weight.y};
+  }
+  __device__ __forceinline__ void add(float2 weight, float4 more) {
+    value.x += weight.x * more.x;
+    value.y += weight.y * more.y;
+    value.z += weight.x * more.z;
+    value.w += weight.y * more.w;
+  }
+};
+
+// Of each of the lane's two rows: a reference at or above every log2-sum-exp seen, and the splits' sum against it.
+struct Totals {
+  float2 reference = {kNoSplit, kNoSplit};
+  float2 sum = {0.0f, 0.0f};
+
+  // Weigh what was summed so far for a reference that may be larger; returns the weight.
+  __device__ __forceinline__ float2 raise(float2 maximum) {
+    maximum = {fmaxf(reference.x, maximum.x), fmaxf(reference.y, maximum.y)};
+    const float2 weight = {ptx::ex2(reference.x - maximum.x), ptx::ex2(reference.y - maximum.y)};
+    reference = maximum;
+    sum = {sum.x * weight.x, sum.y * weight.y};
+    return weight;
+  }
+};
+
+// What attention sinks leave of a lane's two rows' scale. The rows are a token's heads.
+template <bool kOneRow>
+__device__ __forceinline__ float2 beside_sinks(const DecodeParams& params, const Totals& totals, int first_row, float2 scale) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int low = first_row + (kOneRow ? lane / 4 : lane % 4 * 2), high = kOneRow ? low : low + 1;
+  if (low < params.rows) scale.x *= beside_sink(params.sinks[low], totals.reference.x + log2f(totals.sum.x));
+  if (high < params.rows) scale.y *= beside_sink(params.sinks[high], totals.reference.y + log2f(totals.sum.y));
+  return scale;
+}
+
+// Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
+template <class Element, bool kOneRow, bool kEven>
+__device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request,
+                                           int first_row, int dim) {
+  const int lane = threadIdx.x % kWarpSize;
+  float2 scale = {totals.sum.x == 0.0f ? 0.0f : 1.0f / totals.sum.x,
+                        totals.sum.y == 0.0f ? 0.0f : 1.0f / totals.sum.y};
+  if (kEven && params.sinks != nullptr) scale = beside_sinks<kOneRow>(params, totals, first_row, scale);
+  uint32_t low = pack<Element>(sum.value.x * scale.x, sum.value.y * scale.y);
+  uint32_t high = pack<Element>(sum.value.z * scale.x, sum.value.w * scale.y);
+  if constexpr (!kOneRow) {
+    low = ptx::movmatrix_trans(low);
+    high = ptx::movmatrix_trans(high);
+  }
+  const int row = first_row + lane / 4;
+  auto* out = static_cast<uint16_t*>(params.out) + (int64_t(request) * params.rows + row) * kLatentDim + dim;
+  const bool paired = params.paired_dims;
+  const uint2 dims = paired ? neighbouring_dims<true>(low, high) : neighbouring_dims<false>(low, high);
+  if (row < params.rows) *reinterpret_cast<uint2*>(out + (paired ? lane_dim<true>(lane) : lane_dim<false>(lane))) = dims;
+}
+
+template <bool kOneRow>
+__device__ __forceinline__ void write_lse(const DecodeParams& params, const Totals& totals, int request, int first_row) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int row = first_row + (kOneRow ? lane / 4 : lane * 2);
+  float* lse = params.lse + int64_t(request) * params.rows + row;
+  const auto natural = [](float reference, float sum) {
+    return sum == 0.0f ? -INFINITY : (reference + log2f(sum)) * kLn2;
+  };
+  if ((kOneRow ? lane % 4 == 0 : lane < 4) && row < params.rows) lse[0] = natural(totals.reference.x, totals.sum.x);
+  if (!kOneRow && lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);
+}
+
+// Splits on their way, log-sum-exps and values, so that nothing waits for anything but memory.
+template <int kAhead, int kTasks>
+struct Flight {
+  float2 lse[kAhead];
+  float4 value[kAhead][kTasks];
+
+  __device__ __forceinline__ void add_to(Totals& totals, Sum (&sums)[kTasks]) const {
+    float2 maximum = lse[0];
+#pragma unroll
+    for (int a = 1; a < kAhead; ++a) maximum = {fmaxf(maximum.x, lse[a].x), fmaxf(maximum.y, lse[a].y)};
+    const float2 rescale = totals.raise(maximum);
+#pragma unroll
+    for (int t = 0; t < kTasks; ++t) sums[t].scale(rescale);
+#pragma unroll
+    for (int a = 0; a < kAhead; ++a) {
+      const float2 weight = {ptx::ex2(lse[a].x - totals.reference.x), ptx::ex2(lse[a].y - totals.reference.y)};
+      totals.sum = {totals.sum.x + weight.x, totals.sum.y + weight.y};
+#pragma unroll
+      for (int t = 0; t < kTasks; ++t) sums[t].add(weight, value[a][t]);
+    }
+  }
+};
+
+}  // namespace etap
