@@ -60,7 +60,7 @@ __device__ __forceinline__ void produce(typename T::SharedStorage& shared, const
   const WarpRole role = producer_role();
   if constexpr (T::kGathered) {
     const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
-    if constexpr (T::kFp8Cache) {
+    if constexpr (T::kGatherWarps == kWarpsPerGroup) {
       sparse::load_rows<T>(shared, params, cache, partition, warp);
     } else if (role == WarpRole::kQueryProducer) {
       gather_queries<T, kQueryWarps<T, true>>(shared, params, partition, row_group);

@@ -427,8 +427,8 @@ PLANTED = {
     "probabilities_meeting rows_arrival rows_commit rows_fence rows_grant rows_room scores_commit "
     "scores_wait stage_release",
     "clustered": "cluster_end halves_meeting parts_meeting",  # and those of transposed
-    "query_major": "hand_over_meeting launch_meeting other_rows_fence output_fence rows_arrival rows_commit rows_fence "
-    "rows_room scores_wait",
+    "query_major": "hand_over_meeting launch_meeting other_rows_fence output_fence queries_meeting rows_arrival "
+    "rows_commit rows_fence rows_room scores_wait",
     "fp8": "launch_meeting lent_commit lent_room merge_grant probabilities_fence probabilities_meeting "
     "products_meeting queries_fence queries_meeting rows_arrival rows_commit rows_grant rows_room rows_wait "
     "stage_release",

@@ -6,6 +6,7 @@
 
 #include "decode/query_major/epilogue.cuh"
 #include "decode/query_major/scores.cuh"
+#include "decode/sparse/queries.cuh"
 #include "decode/sparse/validity.cuh"
 
 namespace etap::query_major {
@@ -31,12 +32,15 @@ struct Consumer {
       const int tiles = piece.tiles();
       const int first = (n + group) % kConsumerGroups;  // own tile
       if (tiles == 0) write_empty<T>(Destination<T>(params, piece, row_group));
-      shared.queries.wait(queries);
-      if (tiles <= first) {  // no tile of this warpgroup's
-        __syncwarp();        // all lanes have seen this round
-        if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+      if constexpr (!T::kGathered) {
+        shared.queries.wait(queries);
+        if (tiles <= first) {  // no tile of this warpgroup's
+          __syncwarp();        // all lanes have seen this round
+          if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+        }
       }
       if (tiles == 0) continue;
+      if constexpr (T::kGathered) sparse::gather_queries<T>(shared, params, piece.request, row_group);
       RowState state(params, piece, row_group);
       cute::clear(consumer.o);
       for (int i = first; i < tiles; i += kConsumerGroups) {
@@ -75,7 +79,7 @@ struct Consumer {
     // Release rope's stage, which no value dims are in, and the queries.
     if (threadIdx.x % kWarpSize == 0) {
       shared.keys.release(at);
-      if (last) shared.queries.release(queries);
+      if (!T::kGathered && last) shared.queries.release(queries);
     }
 
     // Softmax.

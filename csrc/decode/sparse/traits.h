@@ -13,7 +13,8 @@ template <class Dense, template <class> class DenseConsumer, template <class> cl
 struct GatheredTraits : Dense {
   static constexpr bool kGathered = true;
   static constexpr bool kClustered = kClustered_;
-  static constexpr int kGatherWarps = 3;  // the fourth producer brings the queries
+  // 64 query rows the consumers gather, fewer the fourth producer.
+  static constexpr int kGatherWarps = Dense::kRowTile == 64 ? 4 : 3;
   // Stages of a tile that are filled together, chunks that follow each other in a row: the r-th run's begin.
   static constexpr int kRuns = 3;
   static constexpr int kRopeRun = Dense::kRowTile == 64 ? 0 : kRuns - 1;

@@ -1,0 +1,49 @@
+// The query rows of a token as they are, where both consumers gather them: one producer warp takes 64 rows several
+// microseconds, which a piece would begin with.
+#pragma once
+
+#include "common/ptx.cuh"
+#include "decode/pieces.cuh"
+#include "decode/traits.h"
+
+namespace etap::sparse {
+
+// Called by both consumers when they are done with the last piece's scores; complete for both on return. A lane has two units
+// of a row's latent part and, of the first eight, one of the rope part.
+template <class T>
+__device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared, const DecodeParams& params, int request,
+                                               int row_group) {
+  using Element = typename T::Element;
+  constexpr int kUnitColumns = kUnitBytes / sizeof(Element);
+  constexpr int kUnitsPerChunk = kChunkColumns / kUnitColumns;
+  constexpr int kLatentUnits = kLatentDim / kUnitColumns;
+  constexpr int kChunkBytes = sizeof(typename T::QueryChunk);
+  const int warp = anew(threadIdx.x) / kWarpSize, lane = threadIdx.x % kWarpSize;
+  const auto* q = static_cast<const Element*>(params.q) + request * params.q_stride_batch + lane * kUnitColumns;
+  const auto* q_rope = static_cast<const Element*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitColumns;
+  const uint32_t target = cute::cast_smem_ptr_to_uint(shared.query) + lane / kUnitsPerChunk * kChunkBytes;
+  CUTE_UNROLL
+  for (int first = 0; first < T::kRowTile; first += kConsumerWarps) {
+    const int row = first + warp;
+    const int head = row_group * T::kGroupRows + row;
+    const bool exists = head < params.heads;  // rows of the tile behind the last one are zeros
+    const bool has_rope = exists && params.q_rope != nullptr;
+    const Element* latent = exists ? q + head * params.q_stride_head : q;
+    const Element* rope = has_rope ? q_rope + head * params.q_rope_stride_head : q;
+    const int unit = lane % kUnitsPerChunk ^ swizzle<kChunkColumns * sizeof(Element)>(row);
+    const uint32_t to = target + (row * kUnitsPerChunk + unit) * kUnitBytes;
+    CUTE_UNROLL
+    for (int u = 0; u < kLatentUnits; u += kWarpSize) {
+      ptx::copy_async_16(to + u / kUnitsPerChunk * kChunkBytes, reinterpret_cast<uint64_t>(latent + u * kUnitColumns), exists);
+    }
+    if (lane < kUnitsPerChunk) {
+      ptx::copy_async_16(to + kValueChunks * kChunkBytes, reinterpret_cast<uint64_t>(rope), has_rope);
+    }
+  }
+  cute::cp_async_wait<0>();
+  // These writes, for WGMMA. Beside rows of 16 bits, which cp.async brings too, the consumers fence before every product.
+  if constexpr (T::kFp8Cache) ETAP_MARKED(queries_fence, cutlass::arch::fence_view_async_shared());
+  ETAP_MARKED(queries_meeting, event::queries_written().meet());
+}
+
+}  // namespace etap::sparse
