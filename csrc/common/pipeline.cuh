@@ -5,6 +5,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "common/ptx.cuh"
+#include "common/warp.cuh"
 
 namespace etap {
 
@@ -84,6 +85,15 @@ struct Turns {
   __device__ __forceinline__ void wait(uint32_t turn) { spin(barriers[turn % kTurns], turn / kTurns % 2); }
 };
 
+// One lane of a warp in step releases for all. In debug builds each does for itself: racecheck does not see that what the others
+// have read comes before it.
+#ifdef ETAP_SPIN_LIMIT
+constexpr int kReleasingLanes = kWarpSize;
+#else
+constexpr int kReleasingLanes = 1;
+#endif
+__device__ __forceinline__ bool releases() { return threadIdx.x % kWarpSize < kReleasingLanes; }
+
 // One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release.
 template <int kStages>
 struct Ring {
@@ -93,10 +103,10 @@ struct Ring {
   Barrier empty[kStages];
 
   // Called by the threads 0 to kStages - 1 at least; each sets up one stage.
-  __device__ __forceinline__ void init(int thread, int producer_arrivals, int consumer_arrivals) {
+  __device__ __forceinline__ void init(int thread, int producer_arrivals, int consumer_warps) {
     if (thread >= kStages) return;
     full[thread].init(producer_arrivals);
-    empty[thread].init(consumer_arrivals);
+    empty[thread].init(consumer_warps * kReleasingLanes);
   }
   __device__ __forceinline__ void acquire(Position at) { spin(empty[at.stage], at.parity ^ 1); }
   // Whether acquire would not wait now.
@@ -108,6 +118,7 @@ struct Ring {
     full[at.stage].arrive_and_expect_tx(bytes);
   }
   __device__ __forceinline__ void commit(Position at) { full[at.stage].arrive(); }
+  // By lanes that release.
   __device__ __forceinline__ void release(Position at) { empty[at.stage].arrive(); }
   __device__ __forceinline__ uint64_t* full_barrier(Position at) {
     return reinterpret_cast<uint64_t*>(&full[at.stage]);

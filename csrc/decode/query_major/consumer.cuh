@@ -36,7 +36,7 @@ struct Consumer {
         shared.queries.wait(queries);
         if (tiles <= first) {  // no tile of this warpgroup's
           __syncwarp();        // all lanes have seen this round
-          if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+          if (releases()) shared.queries.release(queries);
         }
       }
       if (tiles == 0) continue;
@@ -77,7 +77,7 @@ struct Consumer {
     }
 
     // Release rope's stage, which no value dims are in, and the queries.
-    if (threadIdx.x % kWarpSize == 0) {
+    if (releases()) {
       shared.keys.release(at);
       if (!T::kGathered && last) shared.queries.release(queries);
     }

@@ -44,7 +44,7 @@ template <class T, int kOutstanding = T::kProducts - 1>
 __device__ __forceinline__ void finish_output(typename T::SharedStorage& shared, int first, typename T::Output& o) {
   constexpr int kStages = T::kHalfChunks / T::kProducts;
   cute::warpgroup_wait<kOutstanding>();
-  if (threadIdx.x % kWarpSize == 0) {
+  if (releases()) {
     CUTE_UNROLL
     for (int stage = 0; stage < kStages; ++stage) {
       shared.keys.release({first + (T::kProducts - 1 - kOutstanding) * kStages + stage, 0});

@@ -241,7 +241,7 @@ __device__ __forceinline__ void add_output(typename T::SharedStorage& shared, Ri
     multiply<E>(mma, operand, slice.make_fragment_B(slice.partition_B(s_pt)), load % 2 * 2, ot(_, load / 2, 0));
   }
   __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) ETAP_MARKED(stage_release, shared.keys.release(at));
+  if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at));
   if (T::kFetchesAhead) meanwhile();
   warpgroup_wait<0>();
   warpgroup_fence_operand(ot);

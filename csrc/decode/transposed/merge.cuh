@@ -52,7 +52,7 @@ __device__ __forceinline__ void take_half(typename T::SharedStorage& shared, Rin
     }
   }
   __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) {
+  if (releases()) {
     CUTE_UNROLL
     for (int stage = 0; stage < T::kMergeStages; ++stage) shared.keys.release(at.ahead(kGroup * T::kMergeStages + stage));
   }

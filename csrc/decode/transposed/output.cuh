@@ -65,7 +65,7 @@ template <int kOutstanding, class T>
 __device__ __forceinline__ void finish_output_stages(typename T::SharedStorage& shared, RingPosition<T::kStages> at) {
   ETAP_MARKED(output_wait, cute::warpgroup_wait<kOutstanding>());
   constexpr int kStage = kValueStages<T> - 1 - kOutstanding;
-  if (threadIdx.x % kWarpSize == 0) ETAP_MARKED(stage_release, shared.keys.release(at.ahead(kStage)));
+  if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at.ahead(kStage)));
   if constexpr (kOutstanding > 0) finish_output_stages<kOutstanding - 1, T>(shared, at);
 }
 

@@ -13,17 +13,21 @@ template <class T>
 struct Consumer {
   typename T::SharedStorage& shared;
   const DecodeParams& params;
-  const int row_group;
   transposed::Softmax<T>& softmax;
   transposed::OutputFragment<T>& ot;
 
+  // The CTA's, worked out where it is wanted: a register that kept it through the products would be spilled.
+  __device__ __forceinline__ static int row_group_of(const DecodeParams& params) {
+    return params.row_groups == 1 ? 0 : anew(blockIdx.x) % params.row_groups;
+  }
+
   // Decodes a partition's pieces.
   __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                             int row_group, int group) {
+                                             int /* row_group */, int group) {
     const CacheScales scales(params);
     transposed::Softmax<T> softmax(shared, params.scale_log2, scales.kv, group);
     transposed::OutputFragment<T> ot;
-    Consumer consumer{shared, params, row_group, softmax, ot};
+    Consumer consumer{shared, params, softmax, ot};
     RingPosition<T::kStages> keys;
     uint32_t grants_taken = 0;  // in all pieces
     int pieces = 0;
@@ -31,9 +35,9 @@ struct Consumer {
     PieceWalk walk(params, partition);
     while (!walk.done()) {
       const Piece piece = walk.next();
-      if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group));
+      if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group_of(params)));
       if (piece.tiles() == 0) continue;
-      load_queries<T>(shared, params, piece.request, row_group, params.scale_log2 * scales.kv * scales.q);
+      load_queries<T>(shared, params, piece.request, row_group_of(params), params.scale_log2 * scales.kv * scales.q);
       softmax.reset();
       cute::clear(ot);
       for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
@@ -44,7 +48,7 @@ struct Consumer {
                               probabilities + mine % 2 * T::kProbabilityBytes);
       }
       shared.granted[group].wait(grants_taken++);
-      transposed::merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
+      transposed::merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group_of(params)), softmax, ot);
       keys.advance(kConsumerGroups * T::kMergeStages);
     }
   }
@@ -60,7 +64,7 @@ struct Consumer {
     // Softmax.
     const int tile_end = (tile + 1) * kTileTokens;
     if (tile_end > piece.seq_len - params.s_q + 1) {
-      transposed::mask_scores<T>(params, piece, tile, row_group, group, st);
+      transposed::mask_scores<T>(params, piece, tile, row_group_of(params), group, st);
       if (tile_end > piece.seq_len) {
         // Matrix loads of the scores may still read there. What they get is masked; they should read no half-written value.
         event::scores_read(group).sync();

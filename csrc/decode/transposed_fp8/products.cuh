@@ -112,17 +112,18 @@ struct LoadedProducts {
 
   template <class Fetch, class Convert, class OperandB, class Result>
   __device__ __forceinline__ void start(Fetch&& fetch, Convert&& convert, OperandB&& operand_b, Result&& result) {
-    uint32_t words[2][4];
-    fetch(0, words[0]);
+    uint32_t words[T::kFetches][4];
+    CUTE_UNROLL
+    for (int load = 0; load < T::kFetches; ++load) fetch(load, words[load]);
     CUTE_UNROLL
     for (int load = 0; load < kLoads; ++load) {
-      if (load + 1 < kLoads) fetch(load + 1, words[(load + 1) % 2]);
       if (load >= T::kOperands) {
         cute::warpgroup_wait<T::kFp8Math ? T::kOperands - 2 : T::kOperands - 1>();
         if (T::kFp8Math && load % 2 == 0) take_over(load / 2 - kParts, result);
       }
       auto& operand = operands[load % T::kOperands];
-      convert(words[load % 2], operand);
+      convert(words[load % T::kFetches], operand);
+      if (load + T::kFetches < kLoads) fetch(load + T::kFetches, words[load % T::kFetches]);
       if constexpr (T::kFp8Math) {
         auto& part = parts[load / 2 % kParts];
         if (load % 2 == 0) {
@@ -210,7 +211,7 @@ __device__ __forceinline__ void add_output(typename T::SharedStorage& shared, Ri
                  [](const auto& words, auto& operand) { convert_values<T>(words, operand); }, [&](int) { return r_pt; },
                  result);
   __syncwarp();
-  if (threadIdx.x % kWarpSize == 0) shared.keys.release(at);
+  if (releases()) shared.keys.release(at);
   if (!kFewRegisters) meanwhile();
   products.finish(result);
   warpgroup_fence_operand(ot);

@@ -83,6 +83,7 @@ struct Products : Tiles {
   static constexpr int kValuesPerStep = 4 * 4 / sizeof(Math);  // of operand A, a thread
   // Operands that may wait for the tensor cores while the next are converted.
   static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
+  static constexpr int kFetches = kRowTile <= 16 ? 3 : 2;  // matrix loads on their way while one is converted
 
   static constexpr auto kMajorK = cute::GMMA::Major::K;
   using ScoreMma = decltype(cute::make_tiled_mma(
