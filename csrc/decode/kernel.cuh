@@ -49,29 +49,22 @@ template <class T, bool kWholeTiles>
 using Cache = std::conditional_t<kWholeTiles, typename T::CacheMaps, PartMaps>;
 
 // Warps that gather queries which TMA cannot bring: the others may all be there for the cache.
-template <class T, bool kWholeTiles>
-constexpr int kQueryWarps = T::kGathered || !kWholeTiles ? 1 : kQueryProducerThreads / kWarpSize;
+template <bool kWholeTiles>
+constexpr int kQueryWarps = kWholeTiles ? kQueryProducerThreads / kWarpSize : 1;
 
-// What a warp of the third warpgroup does. Beside an FP8 cache the consumers read the queries.
+// What a warp of the third warpgroup does. Beside an FP8 cache and beside lists the consumers read the queries.
 template <class T, bool kWholeTiles>
 __device__ __forceinline__ void produce(typename T::SharedStorage& shared, const DecodeParams& params,
                                         const Cache<T, kWholeTiles>& cache, const QueryMaps& query_maps, int partition,
                                         int row_group) {
   const WarpRole role = producer_role();
   if constexpr (T::kGathered) {
-    const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
-    if constexpr (T::kGatherWarps == kWarpsPerGroup) {
-      sparse::load_rows<T>(shared, params, cache, partition, warp);
-    } else if (role == WarpRole::kQueryProducer) {
-      gather_queries<T, kQueryWarps<T, true>>(shared, params, partition, row_group);
-    } else {
-      sparse::load_rows<T>(shared, params, cache, partition, warp == 0 ? 0 : warp - 1);
-    }
+    sparse::load_rows<T>(shared, params, cache, partition, cutlass::canonical_warp_idx_sync() % kWarpsPerGroup);
   } else if constexpr (kWholeTiles) {
     if (role == WarpRole::kKeyProducer) {
       load_keys<T>(shared, params, cache, partition);
     } else if constexpr (!T::kFp8Cache) {
-      load_queries<T, kQueryWarps<T, true>>(shared, params, query_maps, partition, row_group, role);
+      load_queries<T, kQueryWarps<true>>(shared, params, query_maps, partition, row_group, role);
     }
   } else if (T::kFp8Cache || role != WarpRole::kQueryProducer) {
     const int producer = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
@@ -82,7 +75,7 @@ __device__ __forceinline__ void produce(typename T::SharedStorage& shared, const
       load_parts<T>(shared, params, cache, partition, warp);
     }
   } else if constexpr (!T::kFp8Cache) {
-    load_queries<T, kQueryWarps<T, false>>(shared, params, query_maps, partition, row_group, role);
+    load_queries<T, kQueryWarps<false>>(shared, params, query_maps, partition, row_group, role);
   }
 }
 
@@ -107,7 +100,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     // Arrivals that fill a stage of keys, and signals that grant it; arrivals that fill the queries.
     constexpr int kKeyArrivals = T::kGathered || !kWholeTiles ? T::kGatherWarps : 1;
     shared.keys.init(threadIdx.x, kKeyArrivals, T::kStageReleases);
-    shared.queries.init(threadIdx.x, query_maps.usable ? 1 : kQueryWarps<T, kWholeTiles> * kWarpSize, kConsumerWarps);
+    shared.queries.init(threadIdx.x, query_maps.usable ? 1 : kQueryWarps<kWholeTiles> * kWarpSize, kConsumerWarps);
     shared.init_grants(kKeyArrivals);
     cutlass::arch::fence_barrier_init();
   }

@@ -48,7 +48,7 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
   const int first_token = (row_group * kMaxRowTile + warp) / params.heads;
   const int first_head = row_group * kMaxRowTile + warp - first_token * params.heads;
   RingPosition<1> at;
-  typename T::Walk walk(params, partition);
+  PieceWalk walk(params, partition);
   while (!walk.done()) {
     const int64_t request = walk.request();
     const auto* q = static_cast<const Element*>(params.q) + request * params.q_stride_batch + lane * kUnitElements;
@@ -60,8 +60,7 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
     for (int row = warp; row < T::kRowTile; row += kWarps) {
       const bool valid = token < params.s_q;  // rows of the tile behind the last one are zeros
       const Element* latent = valid ? q + token * params.q_stride_token + head * params.q_stride_head : q;
-      const bool has_rope = valid && (!T::kGathered || params.q_rope != nullptr);
-      const Element* rope = has_rope ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q;
+      const Element* rope = valid ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q;
       const int unit = (lane % kUnitsPerChunk) ^ swizzle<kChunkColumns * sizeof(Element)>(row);
       char* target = shared.query + lane / kUnitsPerChunk * kChunkBytes + (row * kUnitsPerChunk + unit) * kUnitBytes;
       const auto copy = [&](int chunk, const Element* source, bool exists) {
@@ -73,7 +72,7 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
       for (int unit = 0; unit < kLatentUnits; unit += kWarpSize) {
         copy(unit / kUnitsPerChunk, latent + unit * kUnitElements, valid);
       }
-      if (lane < kUnitsPerChunk) copy(kValueChunks, rope, has_rope);
+      if (lane < kUnitsPerChunk) copy(kValueChunks, rope, valid);
       for (head += kWarps; head >= params.heads; head -= params.heads) ++token;
     }
     cute::cp_async_wait<0>();

@@ -1,5 +1,5 @@
-// The query rows of a token as they are, where both consumers gather them: one producer warp takes 64 rows several
-// microseconds, which a piece would begin with.
+// The query rows of a token as they are, which both consumers gather: a piece begins with that, and one producer warp takes 64
+// rows several microseconds.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -41,8 +41,7 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
     }
   }
   cute::cp_async_wait<0>();
-  // These writes, for WGMMA. Beside rows of 16 bits, which cp.async brings too, the consumers fence before every product.
-  if constexpr (T::kFp8Cache) ETAP_MARKED(queries_fence, cutlass::arch::fence_view_async_shared());
+  // For WGMMA the consumers fence before every product, for the cache's rows too.
   ETAP_MARKED(queries_meeting, event::queries_written().meet());
 }
 

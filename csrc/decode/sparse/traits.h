@@ -13,8 +13,7 @@ template <class Dense, template <class> class DenseConsumer, template <class> cl
 struct GatheredTraits : Dense {
   static constexpr bool kGathered = true;
   static constexpr bool kClustered = kClustered_;
-  // 64 query rows the consumers gather, fewer the fourth producer.
-  static constexpr int kGatherWarps = Dense::kRowTile == 64 ? 4 : 3;
+  static constexpr int kGatherWarps = 4;  // the consumers gather the queries
   // Stages of a tile that are filled together, chunks that follow each other in a row: the r-th run's begin.
   static constexpr int kRuns = 3;
   static constexpr int kRopeRun = Dense::kRowTile == 64 ? 0 : kRuns - 1;

@@ -1,6 +1,7 @@
 // A consumer warpgroup of the transposed kernel: an attention of its own over every other tile.
 #pragma once
 
+#include "decode/sparse/queries.cuh"
 #include "decode/sparse/validity.cuh"
 #include "decode/transposed/merge.cuh"
 
@@ -31,7 +32,11 @@ struct Consumer {
     while (!walk.done()) {
       const Piece piece = walk.next();
       if (piece.tiles() == 0) finish_empty<T>(shared, Destination<T>(params, piece, row_group));
-      shared.queries.wait(queries);
+      if constexpr (!T::kGathered) {
+        shared.queries.wait(queries);
+      } else if (piece.tiles() > 0) {
+        sparse::gather_queries<T>(shared, params, piece.request, row_group);
+      }
       softmax.reset();
       cute::clear(ot);
       for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
@@ -45,9 +50,9 @@ struct Consumer {
         consumer.consume_tile(piece, piece.begin_tile + i, mine == 0, last, queries, keys,
                               probabilities + mine % 2 * T::kProbabilityBytes);
       }
-      if (piece.tiles() <= group) {  // no tile for this consumer
-        __syncwarp();                // all lanes have seen this round
-        if (threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+      if (!T::kGathered && piece.tiles() <= group) {  // no tile for this consumer
+        __syncwarp();                                 // all lanes have seen this round
+        if (releases()) shared.queries.release(queries);
       }
       queries.advance(1);
       if (piece.tiles() == 0) continue;
@@ -66,7 +71,7 @@ struct Consumer {
     // Wait for K, S^T.
     ScoreFragment<T> st;
     compute_scores<T>(shared, at, st);
-    if (last && threadIdx.x % kWarpSize == 0) shared.queries.release(queries);
+    if (!T::kGathered && last && releases()) shared.queries.release(queries);
 
     // Softmax.
     const int tile_end = (tile + 1) * kTileTokens;
