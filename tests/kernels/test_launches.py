@@ -5,6 +5,7 @@ import torch
 
 from etap_backend import DecodeSchedule, sparse_workspace_floats
 from etap_backend._library import library
+from etap_backend.lab.checks import sanitize
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
 from etap_backend.lab.checks.sparse_cases import SparseCase
 from etap_backend.lab.checks.sparse_cases import build as build_sparse
@@ -147,6 +148,11 @@ def test_pieces_of_a_token_are_a_cluster_that_needs_no_combination(cache, heads,
     decode, *combine = sparse_launches(SparseCase(tokens, heads, 2048, cache, num_sms=132))
     assert decode[3] == cluster and decode[1] % cluster == 0
     assert len(combine) == (cluster == 1 and tokens != 128)
+
+
+def test_the_sanitizers_see_clusters_of_both_caches():
+    found = {(case.cache, sparse_launches(case)[0][3]) for case in sanitize.SPARSE_CASES}
+    assert {("bf16", 4), ("fp8", 2)} <= found
 
 
 def test_rows_on_m_and_row_groups_of_32():
