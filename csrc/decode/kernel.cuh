@@ -15,14 +15,15 @@
 // Role             warps  registers       does
 // consumer 0, 1    4 + 4  232 (FP8 240)   scores, softmax, output of tiles; merge; write
 // key producer     1      40 (FP8 24)     K tiles, TMA, stage by stage into the key ring
-// query producer   1      40 (FP8 24)     the query rows of each piece, TMA (beside an FP8 cache: nothing)
+// query producer   1      40 (FP8 24)     the query rows of each piece, TMA (FP8: nothing; lists: rows)
 // query helper     2      40 (FP8 24)     with it, by cp.async, where TMA cannot
 //
 // Pipeline         stages                 producer -> consumer                    released by
 // keys             8 x 24 KB (*)          TMA bytes -> the tile's consumer(s)     4 warps, or 8 that share tiles
 // queries          1                      TMA bytes or 96 threads -> both         8 warps, after the piece's last scores
 // grants           4 a consumer           key producer -> the tile's consumer     (nothing to release)
-// (*) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB, and consumers read the query rows
+// (*) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB. There, and beside lists, consumers
+// read the query rows.
 //
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each
