@@ -108,14 +108,12 @@ class ClusterWalk {
   __device__ __forceinline__ ClusterWalk(const DecodeParams& params, int request) : params_(params), request_(request) {}
 
   __device__ __forceinline__ bool done() const { return done_; }
-  __device__ __forceinline__ int request() const { return request_; }
-  __device__ __forceinline__ void skip() { done_ = true; }
 
   __device__ __forceinline__ Piece next() {
     const int begin_tile = ptx::cluster_rank() * params_.partition_tiles;
     const int seq_len = list_length(params_, request_);
     const int end_tile = min(begin_tile + params_.partition_tiles, (seq_len + kTileTokens - 1) / kTileTokens);
-    skip();
+    done_ = true;
     return {request_, seq_len, begin_tile, end_tile, 0};
   }
 

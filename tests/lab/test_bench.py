@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from bench_documents import document_of
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -31,7 +32,6 @@ from etap_backend.lab.bench.rows import (
     Failed,
     Library,
     Measured,
-    Options,
     Published,
     Refused,
     Row,
@@ -72,20 +72,12 @@ def document() -> Document:
     rows = [with_result(row, "FlashInfer", measured(row.us("FA3") + 1)) for row in rows]
     uneven = a_row(Workload((65536, 1024), s_q=2, name="skewed"), etap=50.0)
     rows.append(with_result(uneven, "FA3", Failed(error="RuntimeError: no")))
-    return Document(
-        grid="targets",
+    return document_of(
+        "targets",
         title="MLA decode",
-        gpu="NVIDIA H200",
-        multiprocessors=132,
-        options=Options(kernels=["etap"], replays=21, validated=True, num_sms=None, time_limit=None),
         driver="580.1",
         versions={"vllm": "0.26.0", "torch": "2.11.0"},
-        commit="abc1234",
-        command="etap bench targets",
-        date="2026-01-01T00:00:00+00:00",
-        method="graphs",
         floor=H200_FLOOR.said(fp8=False),
-        complete=True,
         rows=rows,
     )
 

@@ -9,6 +9,7 @@ from types import ModuleType
 import pytest
 import torch
 import typer
+from bench_documents import document_of
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -28,7 +29,6 @@ from etap_backend.lab.bench.rows import (
     LARGEST_RMSE,
     Document,
     Measured,
-    Options,
     Refused,
     Row,
     problems,
@@ -211,19 +211,11 @@ def a_row(heads: int, requests: int = 16, kv_dtype: str = "same", rmse: float = 
 @pytest.fixture
 def document() -> Document:
     timing = {"iqr_us": 1.0, "replays": 9}
-    return Document(
-        grid="drop-ins",
+    return document_of(
+        "drop-ins",
         title="Drop-ins",
-        gpu="NVIDIA H200",
-        multiprocessors=132,
-        options=Options(kernels=["etap"], replays=21, validated=True, num_sms=None, time_limit=None),
-        versions={"vllm": "0.26.0"},
-        commit="abc1234",
-        command="etap bench drop-ins",
-        date="2026-01-01T00:00:00+00:00",
         method=method_of(fp8=True, sparse=False, drop_ins=True, h20_proxy=False),
         floor=H200_FLOOR.said(fp8=True),
-        complete=True,
         host_calls={
             AS_FLASHMLA: {"us": 20.0, **timing},
             f"{AS_FLASHMLA} with its plan": {"us": 55.0, **timing},

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
+from bench_documents import document_of
 from rich.console import Console
 from typer.testing import CliRunner
 
@@ -21,7 +22,6 @@ from etap_backend.lab.bench.rows import (
     LARGEST_RMSE,
     Document,
     Measured,
-    Options,
     Refused,
     SparseDocument,
     SparseRow,
@@ -56,19 +56,11 @@ def document() -> SparseDocument:
     wide = a_row(decode(16, 64, "fp8"), etap=30.0, FlashMLA=31.0)
     wide = wide.model_copy(update={"results": {**wide.results, "FlashMLA alone": refused}})
     bf16 = [a_row(decode(n), etap=n / 2 + 8, FA3=n / 2 + 13) for n in (1, 16, 128)]
-    return SparseDocument(
-        grid="sparse",
+    return document_of(
+        "sparse",
+        SparseDocument,
         title="Sparse MLA decode",
-        gpu="NVIDIA H200",
-        multiprocessors=132,
-        options=Options(kernels=["etap"], replays=21, validated=True, num_sms=None, time_limit=None),
-        versions={"vllm": "0.26.0"},
-        commit="abc1234",
-        command="etap bench sparse",
-        date="2026-01-01T00:00:00+00:00",
-        method="graphs",
         floor=H200_GATHER_FLOOR.said(fp8=True),
-        complete=True,
         rows=[*fp8, wide, *bf16],
     )
 

@@ -88,13 +88,17 @@ struct WarpRows {
   __device__ __forceinline__ uint64_t held_by(int lane) const { return __shfl_sync(0xffffffff, row, lane); }
 };
 
+// Half octets of a warp.
+template <class T>
+constexpr int kHalvesOf = 2 * kOctets / T::kGatherWarps;
+
 // The rows of a tile that a lane copies lines of, one of each half octet of its warp's, for chunks of [tokens x 64 columns]
 // each in WGMMA's swizzle.
 template <class T>
 class ChunkCopier {
  public:
   __device__ __forceinline__ ChunkCopier(const GatheredCache& cache, int warp)
-      : has_rope_(cache.row_bytes > kLatentDim * int(sizeof(typename T::Element))), has_last_(warp < kOctets % T::kGatherWarps) {
+      : has_rope_(cache.row_bytes > kLatentDim * int(sizeof(typename T::Element))) {
     const int row = threadIdx.x % kWarpSize / kLineUnits, unit = threadIdx.x % kLineUnits;
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -119,7 +123,6 @@ class ChunkCopier {
   __device__ __forceinline__ void copy(int first_chunk, uint32_t target) const {
     CUTE_UNROLL
     for (int i = 0; i < kHalves; ++i) {
-      if (i == 2 * (kOctets / T::kGatherWarps) && !has_last_) break;
       const uint64_t from = from_[i] + first_chunk * kLineBytes;
       const uint32_t to = target + places_[i % 2] + i / 2 * T::kGatherWarps * kOctetRows * kLineBytes;
       const bool exists = valid_ >> (i * kHalfRows) & 1;
@@ -132,10 +135,9 @@ class ChunkCopier {
   }
 
  private:
-  static constexpr int kHalves = 2 * ((kOctets + T::kGatherWarps - 1) / T::kGatherWarps);
+  static constexpr int kHalves = kHalvesOf<T>;
 
   const bool has_rope_;  // otherwise its columns are zeros
-  const bool has_last_;  // the octet that only some warps have
   int places_[2];        // in a chunk, of the warp's first octet's halves
   uint64_t from_[kHalves];
   uint32_t valid_ = 0;  // bit 4i: the i-th of them
@@ -183,8 +185,8 @@ class RowCopier {
  private:
   static constexpr int kLines = T::kRowBytes / kLineBytes;
   static constexpr int kLast = kLines * kLineBytes;  // where the last unit begins
-  static constexpr int kHalves = kTileTokens / T::kGatherWarps / kHalfRows;
-  static_assert(T::kRowBytes == kLast + kUnitBytes && kOctets % T::kGatherWarps == 0);
+  static constexpr int kHalves = kHalvesOf<T>;
+  static_assert(T::kRowBytes == kLast + kUnitBytes);
 
   const int row_bytes_;  // units behind them are zeros
   const int lane_;
@@ -201,6 +203,7 @@ constexpr int kPromptTiles = 256;
 template <class T>
 __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, const DecodeParams& params,
                                           const GatheredCache& cache, int partition, int warp) {
+  static_assert(kOctets % T::kGatherWarps == 0);
   const int lane = threadIdx.x % kWarpSize;
   const int four = (warp + lane / 2 * T::kGatherWarps) * 2 + lane % 2;  // rows whose bits of the mask this lane writes
   const uint32_t ring = cute::cast_smem_ptr_to_uint(shared.ring);

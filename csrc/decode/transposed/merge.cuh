@@ -72,6 +72,20 @@ __device__ __forceinline__ ColumnFactors merged_factors(const ColumnSums<T::kSco
   return normalised(factor, other, sum, rounded_sum, reference);
 }
 
+// Merge the half that stays here and write it, or show it to the cluster; the first warpgroup the log-sum-exps, too.
+template <class T, int kGroup>
+__device__ __forceinline__ void finish_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                            const Destination<T>& to, const WarpFactors<T>& factors, OutputFragment<T>& ot) {
+  take_half<T, kGroup>(shared, at, factors, ot);
+  if constexpr (T::kClustered) {
+    ETAP_MARKED(halves_meeting, event::halves_taken().sync());
+    show_half<T, kGroup>(shared, factors, ot);
+  } else {
+    write_output<T, T::kMergeSlices>(to, kGroup * kLatentDim / 2, kGroup * T::kMergeSlices, ot);
+    if (kGroup == 0) factors.write_lse(to);
+  }
+}
+
 // Finish a piece in whose place `at` of the ring both consumers have stages lent to them; `pieces` counts those finished
 // before.
 template <class T>
@@ -97,22 +111,9 @@ __device__ __forceinline__ void merge_and_write(typename T::SharedStorage& share
     return merged;
   });
   if (group == 0) {
-    take_half<T, 0>(shared, at, factors, ot);
-    if constexpr (T::kClustered) {
-      ETAP_MARKED(halves_meeting, event::halves_taken().sync());
-      show_half<T, 0>(shared, factors, ot);
-    } else {
-      write_output<T, T::kMergeSlices>(to, 0, 0, ot);
-      factors.write_lse(to);
-    }
+    finish_half<T, 0>(shared, at, to, factors, ot);
   } else {
-    take_half<T, 1>(shared, at, factors, ot);
-    if constexpr (T::kClustered) {
-      ETAP_MARKED(halves_meeting, event::halves_taken().sync());
-      show_half<T, 1>(shared, factors, ot);
-    } else {
-      write_output<T, T::kMergeSlices>(to, kLatentDim / 2, T::kMergeSlices, ot);
-    }
+    finish_half<T, 1>(shared, at, to, factors, ot);
   }
 }
 

@@ -29,6 +29,7 @@ def flash_mla_fp8(inputs: Inputs) -> Planned:
 
 
 def flash_mla_sparse(inputs: SparseInputs) -> Planned:
+    """FlashMLA's call has no argument for fewer multiprocessors, so they are made up where ETAP asks for them."""
     made = peers.flashmla_sparse_fp8(inputs, module=compat.__name__)
     if inputs.num_sms is None:
         return made

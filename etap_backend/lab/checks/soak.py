@@ -19,8 +19,8 @@ fails for
   among the traffic and once after it: greedily, and in vLLM without drafts every second one forced along the first
   answer. Rounding depends on the batch; what is allowed for it is below, with its reasons;
 - memory that grows: of host and GPU, what the server's processes have in the last quarter of the samples against the
-  second. Where the driver does not say what these processes have, the GPU's is reported as not known. A model of sparse
-  attention may take 512 MiB more: as many has vLLM for the scores of its indexer, once a step's prefills want them;
+  second. Where the driver does not say what these processes have, the GPU's is reported as not known. In vLLM a model
+  of sparse attention may take 512 MiB more: as many there are for the scores of its indexer, once prefills want them;
 - a run that proves nothing: nothing preempted (vLLM), nothing found in the prefix cache, nothing aborted, no drafts
   accepted, a model that does not know its prompts.
 
@@ -570,9 +570,10 @@ def main(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     context = config["max_position_embeddings"]
+    gpu_growth += INDEXER_MIB * (engine == "vllm" and is_sparse(model))
     settings = Settings(
         *(seconds, concurrency, timeout, context, abort_share, stream_share, probe_every, sample_every),
-        *(wave_every, write_every, host_growth, gpu_growth + INDEXER_MIB * is_sparse(model), seed),
+        *(wave_every, write_every, host_growth, gpu_growth, seed),
     )
     flags = [*asked.flags(mode, cache_tokens, variant), asked.engine.memory_share, str(memory_share)]
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)

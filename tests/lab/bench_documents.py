@@ -1,0 +1,19 @@
+"""A results file of `etap bench`, as tests of what is made of one want it."""
+
+from etap_backend.lab.bench.rows import Document, Options
+
+
+def document_of(grid: str, kind: type[Document] = Document, **differing: object) -> Document:
+    """A complete one of this grid, of one H200, with these fields besides or in place of the usual ones."""
+    usual = {
+        "gpu": "NVIDIA H200",
+        "multiprocessors": 132,
+        "options": Options(kernels=["etap"], replays=21, validated=True, num_sms=None, time_limit=None),
+        "versions": {"vllm": "0.26.0"},
+        "commit": "abc1234",
+        "command": f"etap bench {grid}",
+        "date": "2026-01-01T00:00:00+00:00",
+        "method": "graphs",
+        "complete": True,
+    }
+    return kind(**(usual | {"grid": grid} | differing))
