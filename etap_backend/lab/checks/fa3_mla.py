@@ -32,6 +32,7 @@ import torch
 import typer
 from rich.console import Console
 
+from etap_backend._library import library_path
 from etap_backend.compat import flash_attn_interface as fa3
 from etap_backend.lab.checks.their_tests import KEPT_FAILURES, KEPT_TEXT, begin, part_of
 from etap_backend.lab.results import write
@@ -199,7 +200,7 @@ def main(
     """Run FlashAttention-3's own test of its KV cache on ETAP; exit with 1 unless all ran and none is wrong."""
     part_of([], part)
     what = "FlashAttention-3's test of its KV cache on ETAP, 64 + 512 columns, one KV head"
-    document = begin(PROGRAM, what, checkout, SCRIPT, output, whose="FlashAttention")
+    document = begin(PROGRAM, what, checkout, SCRIPT, output, library_path(), whose="FlashAttention")
     document |= {"dtype": dtype, "part": part}
     call = Beside(importlib.import_module(beside) if beside else None)
     test = load(checkout, call).test_flash_attn_kvcache

@@ -24,11 +24,13 @@ import pytest
 import typer
 from rich.console import Console
 
+from etap_backend._library import library_path
 from etap_backend.compat import flashinfer
 from etap_backend.lab.checks.their_tests import KEPT_FAILURES, KEPT_TEXT, begin, part_of
 from etap_backend.lab.results import write
 
 PROGRAM = "python -m etap_backend.lab.checks.flashinfer_mla"
+PACKAGES = ("flashinfer-python",)
 SCRIPT = Path("tests/attention/test_deepseek_mla.py")
 BACKEND = "fa3"
 PREFIXES = ("test_batch_mla_", "test_fp8_kv_")
@@ -124,7 +126,7 @@ def main(
     """Run FlashInfer's own tests of paged MLA attention on ETAP; exit with 1 unless all ran and none is wrong."""
     part_of([], part)
     what = "FlashInfer's tests of paged MLA attention on ETAP"
-    document = begin(PROGRAM, what, checkout, SCRIPT, output, whose="FlashInfer", packages=("flashinfer-python",))
+    document = begin(PROGRAM, what, checkout, SCRIPT, output, library_path(), whose="FlashInfer", packages=PACKAGES)
     document |= {"left_out": LEFT_OUT, "part": part}
     document |= run(part_of(cases_of(load(checkout)), part))
     write(document, output)

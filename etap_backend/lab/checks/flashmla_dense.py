@@ -21,6 +21,7 @@ import torch
 import typer
 from rich.console import Console
 
+from etap_backend._library import library_path
 from etap_backend.compat import flash_mla
 from etap_backend.lab.checks import flashmla
 from etap_backend.lab.checks.their_tests import KEPT_FAILURES, KEPT_TEXT, begin, part_of
@@ -74,7 +75,7 @@ def main(
     """Run FlashMLA's own tests of dense decoding on ETAP; exit with 1 unless all ran and none is wrong."""
     part_of([], part)
     what = "FlashMLA's tests of dense decoding on ETAP"
-    document = begin(PROGRAM, what, checkout, SCRIPT, output) | {"dtype": dtype, "part": part}
+    document = begin(PROGRAM, what, checkout, SCRIPT, output, library_path()) | {"dtype": dtype, "part": part}
     tests = flashmla.load(checkout, SCRIPT, flash_mla.flash_mla_with_kvcache)
     document |= run(tests.test_flash_mla, part_of(cases_of(tests, DTYPES[dtype]), part))
     write(document, output)

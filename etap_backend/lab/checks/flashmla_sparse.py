@@ -25,6 +25,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 
+from etap_backend._library import library_path
 from etap_backend.compat import flash_mla
 from etap_backend.lab.checks import flashmla
 from etap_backend.lab.checks.their_tests import begin
@@ -119,7 +120,7 @@ def main(
 ) -> None:
     """Run FlashMLA's own tests of sparse decoding on our call; exit with 1 unless all ran and none is wrong."""
     what = "FlashMLA's tests of sparse decoding, rows of 656 bytes, on the sparse call"
-    document = begin(PROGRAM, what, checkout, SCRIPT, output)
+    document = begin(PROGRAM, what, checkout, SCRIPT, output, library_path())
     other = Beside(importlib.import_module(beside)) if beside else None
     tests = flashmla.load(checkout, SCRIPT, other or flash_mla.flash_mla_with_kvcache)
     document |= run(tests, tuple(heads or ALL_HEADS))

@@ -15,7 +15,6 @@ from typing import Annotated
 
 import typer
 
-from etap_backend import _library
 from etap_backend.lab.provenance import commit_of, provenance, sha256
 from etap_backend.lab.results import must_be_writable, read_json, write
 
@@ -31,6 +30,7 @@ def begin(
     checkout: Path,
     script: Path,
     output: Path,
+    library: Path,
     *,
     whose: str = "FlashMLA",
     packages: tuple = (),
@@ -43,7 +43,7 @@ def begin(
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     packages = ("etap-backend", "torch", "apache-tvm-ffi", *packages)
-    about = provenance(program, packages=packages, library=_library.library_path())
+    about = provenance(program, packages=packages, library=library)
     return {
         "what": what,
         **about.model_dump(mode="json"),
