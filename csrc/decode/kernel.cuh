@@ -39,6 +39,7 @@
 #include "decode/sparse/load_rows.cuh"
 #include "decode/sparse/traits.h"
 #include "decode/sparse_fp8/consumer.cuh"
+#include "decode/sparse_fp8/shared_tiles_consumer.cuh"
 #include "decode/transposed/consumer.cuh"
 #include "decode/transposed_fp8/consumer.cuh"
 #include "decode/transposed_fp8/shared_tiles_consumer.cuh"
