@@ -386,16 +386,17 @@ FAULTY = {
     "clustered": Case(16, 384, 1, 2, invalid=0.3),
     "query_major": Case(64, 200, 1, invalid=0.3),
     "fp8": Case(32, 130, 2, fp8=True, invalid=0.3),
+    "fp8_shared": Case(64, 200, 2, fp8=True, invalid=0.3),
 }
 LENT_AGAIN = Case(16, 64, 4)  # where what is lent held what was lent before
 NONSENSE = "NaN or infinity|elements, the first"
 FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it is left out, in each kernel that has it
     "launch_meeting": "no mbarrier",
-    "rows_room": f"deadlock|{NONSENSE}",
+    "rows_room": f"deadlock|never written|{NONSENSE}",
     "rows_arrival": f"in flight|{NONSENSE}",
     "rows_commit": "deadlock",
     "rows_grant": "deadlock",
-    "rows_wait": "in flight",
+    "rows_wait": "in flight|never written",
     "rows_fence": NONSENSE,
     "other_rows_fence": NONSENSE,
     "queries_fence": NONSENSE,
@@ -409,6 +410,7 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "probabilities_fence": NONSENSE,
     "probabilities_meeting": f"never written|{NONSENSE}",
     "products_meeting": NONSENSE,
+    "shares_meeting": f"never written|{NONSENSE}",
     "hand_over_meeting": f"never written|{NONSENSE}",
     "output_fence": "wgmma.fence",
     "output_wait": "in flight",
@@ -426,6 +428,8 @@ PLANTED = {
     "fp8": "launch_meeting lent_commit lent_room merge_grant probabilities_fence probabilities_meeting "
     "products_meeting queries_fence queries_meeting rows_arrival rows_commit rows_grant rows_room rows_wait "
     "stage_release",
+    "fp8_shared": "launch_meeting probabilities_fence probabilities_meeting queries_fence queries_meeting rows_arrival "
+    "rows_commit rows_room rows_wait shares_meeting stage_release",
 }
 
 
@@ -433,7 +437,7 @@ PLANTED = {
 def marks(kernel: str) -> set[str]:
     module = kernels.module("marked_sparse")
     wanted = {"transposed": "transposed::Traits<.*false", "clustered": "transposed::Traits<.*SharedMemory, true"}
-    wanted |= {"query_major": "query_major::Traits<", "fp8": "sparse_fp8::Traits<"}
+    wanted |= {"query_major": "query_major::Traits<", "fp8": "sparse_fp8::Traits<", "fp8_shared": "sparse_fp8::Shared"}
     return Entry(module, next(name for full, name in module.names.items() if re.search(wanted[kernel], full))).marks
 
 

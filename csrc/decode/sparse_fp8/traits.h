@@ -148,8 +148,8 @@ struct SharedTilesTraits : Products<transposed_fp8::SharedTiles, false> {
 
   static constexpr int kStages = 2;
   static constexpr int kOperands = 2;
-  static constexpr int kFetches = 1;
-  static constexpr bool kFetchesAhead = false;
+  static constexpr int kFetches = 2;
+  static constexpr bool kFetchesAhead = true;
   using ShareMma = Mma<ScoreElement, kRowTile>;
 
   // One P^T for both: when shares of scores have been given, both are done with the last one.
