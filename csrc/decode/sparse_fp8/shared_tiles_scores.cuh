@@ -11,8 +11,8 @@ template <class T>
 using ScoreShare =
     decltype(cute::partition_fragment_C(typename T::ShareMma{}, cute::Shape<cute::_64, cute::Int<T::kRowTile>>{}));
 
-// What a share is multiplied with behind the first 128 columns, and behind the second, of a thread's two tokens: so one
-// accumulator takes a * A + b * B, as (a / b * A + B) * b.
+// What a share is multiplied with behind its first 128 columns, and behind its second, for a thread's two tokens: one accumulator
+// takes a * A + b * B as (a / b * A + B) * b.
 struct ShareFactors {
   float first[2], second[2];
 
@@ -24,7 +24,7 @@ struct ShareFactors {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const float2 scales = *reinterpret_cast<const float2*>(row + i * 8 * T::kRowBytes + group * sizeof(float2));
-      // B counts at least 2^-64 times as much as A, which float32 has no room for beside A, and 2^-100, which is nothing.
+      // b is at least 2^-64 * a: what is too much then float32 has no room for beside A. And 2^-100, which is as good as 0.
       const float least = fmaxf(0x1p-64f * fabsf(scales.x), 0x1p-100f);
       const float b = fabsf(scales.y) < least ? least : scales.y;
       const float inverse = __fdividef(1.0f, b);

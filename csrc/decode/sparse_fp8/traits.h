@@ -77,7 +77,7 @@ struct Products : Tiles {
   template <class E, int kColumns>
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<E, E, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_64>, kMajorK, kMajorK>()));
-  using ScoreMma = Mma<ScoreElement, kScoreColumns>;
+  using ScoreMma = Mma<ScoreElement, kScoreColumns>;  // has the fragment of finished scores
   using RopeMma = Mma<RopeElement, kRowTile>;
   using OutputMma = Mma<Probability, kRowTile>;
 
