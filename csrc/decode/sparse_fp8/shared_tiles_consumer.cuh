@@ -43,14 +43,17 @@ struct SharedTilesConsumer {
     ETAP_MARKED(rows_wait, shared.keys.wait(at));
     const char* tile = shared.ring + at.stage * T::kStageBytes;
     transposed::ScoreFragment<T> st;
-    compute_shared_scores<T>(shared, tile, group, st);
-    sparse::hide_invalid_rows(shared.valid[at.stage], st);
     ValueFetches<T> values{tile + group * (kLatentDim / kConsumerGroups)};
-    if (T::kFetchesAhead) values.begin();
+    TokenScales scales;
+    compute_shared_scores<T>(shared, tile, group, st, [&] {
+      scales = TokenScales::read<T>(tile);
+      if (T::kFetchesAhead) values.begin();
+    });
+    sparse::hide_invalid_rows(shared.valid[at.stage], st);
 
     // Softmax.
     const bool wide = write_probabilities<T>(
-        softmax, st, TokenScales::read<T>(tile), first, event::both_probabilities_written(), shared.probabilities,
+        softmax, st, scales, first, event::both_probabilities_written(), shared.probabilities,
         [&](const auto& correction) { transposed_fp8::scale_shared<T>(shared, group, correction, ot); });
 
     // O^T of this warpgroup's value dims, release.

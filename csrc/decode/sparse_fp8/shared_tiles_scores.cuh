@@ -128,10 +128,10 @@ __device__ __forceinline__ void take_share(typename T::SharedStorage& shared, co
   }
 }
 
-// S^T of one tile and this warpgroup's rows in the log2 domain.
-template <class T>
+// S^T of one tile and this warpgroup's rows in the log2 domain; `meanwhile` runs while the other warpgroup may be late.
+template <class T, class Meanwhile>
 __device__ __forceinline__ void compute_shared_scores(typename T::SharedStorage& shared, const char* tile, int group,
-                                                      transposed::ScoreFragment<T>& st) {
+                                                      transposed::ScoreFragment<T>& st, Meanwhile&& meanwhile) {
   ScoreShare<T> share;
   compute_share<T>(shared, tile, group, share);
   if (group == 0) {
@@ -139,6 +139,7 @@ __device__ __forceinline__ void compute_shared_scores(typename T::SharedStorage&
   } else {
     give_share<T, 1>(shared, share);
   }
+  meanwhile();
   ETAP_MARKED(shares_meeting, event::shares_written().meet());
   if (group == 0) {
     take_share<T, 0>(shared, share, st);
