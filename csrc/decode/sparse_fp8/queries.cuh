@@ -2,6 +2,8 @@
 // is.
 #pragma once
 
+#include <algorithm>
+
 #include "decode/sparse_fp8/traits.h"
 #include "decode/transposed_fp8/queries.cuh"
 
@@ -67,47 +69,28 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
       static_cast<const cutlass::bfloat16_t*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitColumns;
   const bool has_rope = lane < kRopeLanes;
   const int warp = anew(threadIdx.x) / kWarpSize;
-  if constexpr (T::kRowTile == 64) {
-    constexpr int kRowsAtOnce = 4;  // whose reads do not wait for each other's
-    const bool reads_rope = has_rope && params.q_rope != nullptr;
+  const bool reads_rope = has_rope && params.q_rope != nullptr;
+  constexpr int kRowsAtOnce = std::min(4, T::kRowTile / kConsumerWarps);  // whose reads do not wait for each other's
 #pragma unroll 1
-    for (int first = 0; first < T::kRowTile; first += kRowsAtOnce * kConsumerWarps) {
-      uint4 raw[kRowsAtOnce][kLatentUnits], rope[kRowsAtOnce] = {};
+  for (int first = 0; first < T::kRowTile; first += kRowsAtOnce * kConsumerWarps) {
+    uint4 raw[kRowsAtOnce][kLatentUnits], rope[kRowsAtOnce] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      // Rows of the tile behind the last one repeat it.
+      const int head = min(row_group * T::kGroupRows + first + i * kConsumerWarps + warp, params.heads - 1);
+      const auto* from = reinterpret_cast<const uint4*>(q + head * params.q_stride_head);
       CUTE_UNROLL
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        // Rows of the tile behind the last one repeat it.
-        const int head = min(row_group * T::kGroupRows + first + i * kConsumerWarps + warp, params.heads - 1);
-        const auto* from = reinterpret_cast<const uint4*>(q + head * params.q_stride_head);
-        CUTE_UNROLL
-        for (int u = 0; u < kLatentUnits; ++u) raw[i][u] = from[u * kWarpSize];
-        if (reads_rope) rope[i] = *reinterpret_cast<const uint4*>(q_rope + head * params.q_rope_stride_head);
-      }
-      CUTE_UNROLL
-      for (int i = 0; i < kRowsAtOnce; ++i) {
-        transposed_fp8::QueryUnit units[kLatentUnits];
-        CUTE_UNROLL
-        for (int u = 0; u < kLatentUnits; ++u) {
-          units[u] = transposed_fp8::read_unit(reinterpret_cast<const cutlass::bfloat16_t*>(&raw[i][u]));
-        }
-        write_query<T>(shared, params, first + i * kConsumerWarps + warp, units, rope[i]);
-      }
+      for (int u = 0; u < kLatentUnits; ++u) raw[i][u] = from[u * kWarpSize];
+      if (reads_rope) rope[i] = *reinterpret_cast<const uint4*>(q_rope + head * params.q_rope_stride_head);
     }
-  } else {
-#pragma unroll 2
-    for (int first = 0; first < T::kRowTile; first += kConsumerWarps) {
-      const int row = first + warp;
-      const int head = row_group * T::kGroupRows + row;
-      const bool exists = head < params.heads;  // rows of the tile behind the last one are zeros
-      transposed_fp8::QueryUnit units[kLatentUnits] = {};
-      uint4 rope = {};
+    CUTE_UNROLL
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      transposed_fp8::QueryUnit units[kLatentUnits];
       CUTE_UNROLL
       for (int u = 0; u < kLatentUnits; ++u) {
-        if (exists) units[u] = transposed_fp8::read_unit(q + head * params.q_stride_head + u * kWarpSize * kUnitColumns);
+        units[u] = transposed_fp8::read_unit(reinterpret_cast<const cutlass::bfloat16_t*>(&raw[i][u]));
       }
-      if (exists && has_rope && params.q_rope != nullptr) {
-        rope = *reinterpret_cast<const uint4*>(q_rope + head * params.q_rope_stride_head);
-      }
-      write_query<T>(shared, params, row, units, rope);
+      write_query<T>(shared, params, first + i * kConsumerWarps + warp, units, rope[i]);
     }
   }
   ETAP_MARKED(queries_fence, cutlass::arch::fence_view_async_shared());  // these writes, for WGMMA
