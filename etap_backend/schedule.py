@@ -62,6 +62,19 @@ def count(name: str, value: int) -> int:
     return number
 
 
+def _device(device: torch.device | str) -> torch.device:
+    """The device with its number, or a ValueError for one that schedules do not live on."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):  # no name of a device, or nothing that could be one
+        found = None
+    if found is None or found.type != "cpu" and not (found.type == "cuda" and torch.cuda.is_available()):
+        raise ValueError(f"device: wanted the CPU or a CUDA device that torch sees, got {device}")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
 class BuiltSchedule(NamedTuple):
     """What `DecodeSchedule.build` planned for one step, as `mla_decode` takes it.
 
@@ -138,11 +151,7 @@ class DecodeSchedule:
         """
         self.max_batch, self.num_heads = count("max_batch", max_batch), count("num_heads", num_heads)
         self.max_s_q = count("max_s_q", max_s_q)
-        self.device = torch.device(device)
-        if not (self.device.type == "cpu" or self.device.type == "cuda" and torch.cuda.is_available()):
-            raise ValueError(f"device: wanted the CPU or a CUDA device that torch sees, got {self.device}")
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = _device(device)
         if num_sms is None:
             on_gpu = self.device.type == "cuda"
             num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else CPU_SMS
@@ -165,7 +174,12 @@ class DecodeSchedule:
     def workspace_floats(
         num_heads: int, max_s_q: int, num_sms: int, *, max_batch: int = 1, batch_invariant: bool = False
     ) -> int:
-        """Floats that the partial results need: at most two pieces a CTA, each with its output rows and log-sum-exp."""
+        """Floats that the partial results need: at most two pieces a CTA, each with its output rows and log-sum-exp.
+
+        Arguments as of the schedule. Raises ValueError and TypeError for a count that is below 1 or no int.
+        """
+        num_heads, max_s_q = count("num_heads", num_heads), count("max_s_q", max_s_q)
+        num_sms, max_batch = count("num_sms", num_sms), count("max_batch", max_batch)
         shape = decode_shape(num_heads * max_s_q)
         pieces = fixed_pieces(max_batch, num_heads, max_s_q, num_sms) if batch_invariant else 0
         ctas = max(num_sms, max_batch * pieces * shape.row_groups if pieces > 1 else 0)
@@ -173,6 +187,8 @@ class DecodeSchedule:
 
     def _check_workspace(self, workspace: Tensor) -> None:
         floats = self.max_workspace_floats
+        if not isinstance(workspace, Tensor):
+            raise TypeError(f"workspace: wanted a tensor, got {type(workspace).__name__}")
         if workspace.dtype != torch.float32:
             raise TypeError(f"workspace: wanted float32, got {workspace.dtype}")
         if workspace.device != self.device:

@@ -363,6 +363,12 @@ REFUSALS = (
         lambda c: {"out": None, "out_dtype": torch.float16},
     ),
     Refusal(
+        "out_dtype_text",
+        TypeError,
+        ("out_dtype:", "torch.dtype", "got str"),
+        lambda c: {"out": None, "out_dtype": "bfloat16"},
+    ),
+    Refusal(
         "out_dtype_unlike_query_beside_fp8_cache",
         ValueError,
         ("out_dtype:", "None or bfloat16", "float16"),
