@@ -198,8 +198,8 @@ def flash_mla_with_kvcache(
         q: [b, s_q, h_q, 576], any strides with a contiguous last dimension. Dense: bfloat16, float16, or float8_e4m3fn
             with a cache of that type. Sparse: bfloat16; [..., 512] with rows without rope. Any number of heads.
         k_cache: [num_blocks, page_block_size, h_k, 576]: dense, of q's type or float8_e4m3fn, h_k a divisor of h_q,
-            page sizes as `etap_backend.why_unsupported` says; sparse, bfloat16, h_k 1, any page size. Or sparse in FP8,
-            of a type of 8 bits: [num_blocks, page_block_size, 1, 656] (V3.2), or 528 for V32_NO_ROPE.
+            or sparse, bfloat16, h_k 1; any page size. Or sparse in FP8, of a type of 8 bits: [num_blocks,
+            page_block_size, 1, 656] (V3.2), or 528 for V32_NO_ROPE.
         block_table: dense: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything.
         cache_seqlens: dense: int32 [b], tokens of each request, the new ones included.
         head_dim_v: 512.

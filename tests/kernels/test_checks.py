@@ -36,6 +36,16 @@ def test_the_unspoiled_call_is_allowed(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_what_lies_between_the_requests_of_a_buffer_is_nobodys(device):
+    """An output there shares no memory with the queries."""
+    call = valid_call(device)
+    own, between = call["q"][0].numel(), call["out"].numel()
+    buffer = call["q"].new_zeros(3, own + between)
+    out = buffer[0, own:].view(call["out"].shape)
+    mla_decode(**{**call, "q": buffer[:, :own].view(call["q"].shape), "out": out})
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fp8_query", [False, True])
 def test_the_unspoiled_call_with_an_fp8_cache_is_allowed(device, fp8_query):
     call, scale = valid_call(device), torch.ones((), device=device)
