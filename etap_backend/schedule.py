@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
+from etap_backend._operator import Operator, compiled
 from etap_backend.support import WORK_RANGE_FIELDS
 
 BATCH_INVARIANT_BYTES = 60 * 2**20
@@ -18,6 +19,23 @@ MEMORY_SMS = 100
 """A Hopper GPU with fewer (an H20 has 78, an H100 at least 114) has few tensor cores for its memory."""
 CHEAP_SPLITS = 0
 """Rows by which splits are weighed on such a GPU: none."""
+
+
+def _fill(*arguments) -> None:
+    *buffers, partitions, fixed_pieces, split_rows = arguments
+    if fixed_pieces:
+        compiled("build_fixed_schedule")(*buffers, partitions, fixed_pieces)
+    else:
+        compiled("build_schedule")(*buffers, partitions, split_rows)
+
+
+# As an operator, so that fake tensors, which have no memory, do not reach the library.
+_build = Operator(
+    "build_schedule(Tensor seq_lens, Tensor(a!) work_ranges, Tensor(b!) split_offsets, int partitions, "
+    "int fixed_pieces, int split_rows) -> ()",
+    _fill,
+    _fill,
+)
 
 
 class DecodeShape(NamedTuple):
@@ -219,10 +237,7 @@ class DecodeSchedule:
         partitions = max(1, self.num_sms // shape.row_groups)
         if self.fixed_pieces > 1:
             partitions = max(1, batch * self.fixed_pieces)
-        buffers = (seq_lens, self.work_ranges, self.split_offsets)
-        if self.fixed_pieces:
-            library().build_fixed_schedule(*buffers, partitions, self.fixed_pieces)
-        else:
-            split_rows = shape.row_tile if self.num_sms >= MEMORY_SMS else CHEAP_SPLITS
-            library().build_schedule(*buffers, partitions, split_rows)
-        return BuiltSchedule(batch, s_q, self.num_heads, partitions, *buffers[1:], self.workspace)
+        split_rows = shape.row_tile if self.num_sms >= MEMORY_SMS else CHEAP_SPLITS
+        buffers = (self.work_ranges, self.split_offsets)
+        _build(seq_lens, (seq_lens, *buffers, partitions, self.fixed_pieces, split_rows))
+        return BuiltSchedule(batch, s_q, self.num_heads, partitions, *buffers, self.workspace)
