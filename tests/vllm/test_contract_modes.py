@@ -126,15 +126,20 @@ def test_lengths_on_the_host_may_be_behind(make):
     assert_as_exact_as_torch(out, problem, weight_of(layer))
 
 
-def test_buffers_may_lose_their_contents_between_steps(make):
+@pytest.mark.parametrize("lengths, s_q, arguments", [
+    ([700, 129], 1, {}),
+    ([70, 33, 300, 5, 17, 2000], [4, 1, 4, 2, 1, 3], SPECULATIVE),  # token by token
+], ids=["decode", "drafts of different numbers"])  # fmt: skip
+def test_buffers_may_lose_their_contents_between_steps(make, lengths, s_q, arguments):
     """Sleep mode frees what vLLM allocated with the KV cache, our buffers among it, and gives back other contents."""
-    layer, builder = make(enable_sleep_mode=True)
-    problem = Problem([700, 129], 1)
-    schedule = builder.schedules[0]
+    layer, builder = make(enable_sleep_mode=True, **arguments)
+    problem = Problem(lengths, s_q)
+    owners = [*builder.schedules, *filter(None, [builder._token_requests])]
+    buffers = [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
     for contents in (2**31 - 1, -7):
-        schedule.work_ranges.fill_(contents)
-        schedule.split_offsets.fill_(contents)
-        claim_workspace(schedule.max_workspace_floats).fill_(torch.nan)
+        for buffer in buffers:
+            buffer.fill_(contents)
+        claim_workspace(builder.schedules[0].max_workspace_floats).fill_(torch.nan)
         out = decode(layer, problem, builder.build(0, problem.common_metadata()))
         assert_as_exact_as_torch(out, problem, weight_of(layer))
 
