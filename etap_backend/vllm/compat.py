@@ -94,6 +94,7 @@ SPARSE_USES = (
 
 HOOKS_OF_SOME = (
     *("supports_device_cpu_query_lens_mismatch", "reserve_workspace", "update_draft_decode_metadata"),
+    "prepare_for_batch",
     "get_kv_cache_stride_order",  # until layouts have names
 )
 """Methods of ours that only some of the versions ask for."""

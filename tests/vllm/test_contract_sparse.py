@@ -17,6 +17,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
@@ -33,6 +34,7 @@ from etap_backend.lab.checks.vllm_layer import (
     FP8,
     HEADS,
     LATENT,
+    NAME,
     NOPE,
     ROPE,
     SCALE,
@@ -378,6 +380,19 @@ def test_a_layer_without_an_indexer_reads_the_buffer_that_it_was_given(make):
     assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
 
 
+@pytest.mark.parametrize("has_indexer", [True, False])
+def test_a_buffer_that_a_model_gives_the_layer_later_is_read(make, has_indexer):
+    """As vLLM 0.33's HY V4 gives the target's buffer to its draft model, by the implementation's own property."""
+    layer, builder, indexer = make(has_indexer=has_indexer)
+    if not isinstance(getattr(type(layer.impl), "topk_indices_buffer", None), property):
+        pytest.skip("vLLM 0.26 gives it to modules only")
+    problem = SparseProblem(LENGTHS, 1)
+    layer.impl.topk_indices_buffer = target = torch.full_like(indexer.topk_indices_buffer, NOTHING)
+    target[: problem.tokens] = problem.lists
+    metadata = builder.build(0, problem.common_metadata())
+    assert_as_exact_as_torch(decode(layer, problem, metadata), problem, layer)
+
+
 def test_hooks_of_the_fused_layer(make):
     """vLLM 0.33's layer of DeepSeek-V3.2 calls them around the indexer; there is no group of layers to tell."""
     layer, builder, _ = make()
@@ -525,6 +540,35 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
     problem = SparseProblem([700, 300], 64, cache, heads=heads)
     assert run(layer, builder, indexer, problem).isfinite().all()
     floats = sparse_workspace_floats(heads, cache == "fp8", H20_SMS)
+    with pytest.raises(AssertionError, match="Workspace is locked"):
+        claim_workspace(floats + 1000)
+
+
+def test_workspace_is_claimed_in_the_profile_run_of_the_fused_layer(make):
+    """vLLM 0.33's own layer of DeepSeek-V3.2 and GLM-5, as far as it runs without a GPU: to the batch that is none."""
+    if not compat.reserves_in_profile_run():
+        pytest.skip("vLLM 0.26: claimed when the layer is made")
+    from vllm.models.deepseek_v32.attention import DeepseekV32Attention
+
+    layer, builder, _ = make()
+
+    class Prepared(Exception):
+        pass
+
+    def end(*_):
+        raise Prepared
+
+    projected = torch.zeros(3, 512 + LATENT + ROPE)
+    fused = SimpleNamespace(
+        impl=layer.impl, layer_name=NAME, indexer=None, hisparse_cache=None, num_local_heads=HEADS, v_head_dim=VALUE,
+        q_lora_rank=512, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, _should_prepare_mqa_query=end,
+        fused_qkv_a_proj=lambda hidden: (projected,),
+    )  # fmt: skip
+    with set_forward_context(None, builder.vllm_config, num_tokens=3, slot_mapping={}), pytest.raises(Prepared):
+        DeepseekV32Attention.forward(fused, torch.arange(3), torch.zeros(3, 64))
+    workspace.lock_workspace()
+    floats = sparse_workspace_floats(HEADS, False, H20_SMS)
+    assert claim_workspace(floats).numel() == floats
     with pytest.raises(AssertionError, match="Workspace is locked"):
         claim_workspace(floats + 1000)
 
