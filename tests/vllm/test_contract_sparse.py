@@ -396,7 +396,7 @@ def test_a_buffer_that_a_model_gives_the_layer_later_is_read(make, has_indexer):
 def test_hooks_of_the_fused_layer(make):
     """vLLM 0.33's layer of DeepSeek-V3.2 calls them around the indexer; there is no group of layers to tell."""
     layer, builder, _ = make()
-    if not hasattr(layer.impl, "prepare_for_batch"):
+    if not hasattr(layer.impl, "record_logical_topk_ready"):
         pytest.skip("vLLM 0.26 has no groups of layers")
     assert layer.impl.index_group is None and not layer.impl.masked_mha_available
     layer.impl.record_logical_topk_ready()
@@ -571,6 +571,18 @@ def test_workspace_is_claimed_in_the_profile_run_of_the_fused_layer(make):
     assert claim_workspace(floats).numel() == floats
     with pytest.raises(AssertionError, match="Workspace is locked"):
         claim_workspace(floats + 1000)
+
+
+@pytest.mark.parametrize("heads, sms, said", [
+    (16, 132, False), (64, 132, True), (128, 132, True), (96, 132, False), (128, H20_SMS, False),
+])  # fmt: skip
+def test_the_log_warns_where_flashmla_pads_nothing(make, monkeypatch, heads, sms, said):
+    lines = []
+    monkeypatch.setattr(sparse, "num_compute_units", lambda *_: sms)
+    monkeypatch.setattr(sparse._logger, "warning_once", lines.append)
+    make(heads)
+    begin = f"ETAP: {heads} query heads in a call, of which FLASHMLA_SPARSE pads none: steps of many tokens may take "
+    assert [line.startswith(begin) for line in lines] == [True] * said
 
 
 def arguments_of(layer, indexer):
