@@ -66,7 +66,8 @@ def _has(found: object, names: list[str]) -> bool:
     known = {name for name in names if hasattr(found, name)}
     for owner in inspect.getmro(found) if inspect.isclass(found) else ():
         known |= getattr(owner, "__dataclass_fields__", {}).keys()
-        for function in filter(inspect.isfunction, vars(owner).values()):
+        functions = (getattr(value, "__func__", value) for value in vars(owner).values())  # __new__ is a static method
+        for function in filter(inspect.isfunction, functions):
             known |= set(inspect.unwrap(function).__code__.co_names)
     return not known.isdisjoint(names)
 
