@@ -3,13 +3,8 @@
 On CPU tensors the reference executor stands in for the kernels; graphs are not captured, weights not loaded.
 """
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,8 +30,6 @@ from etap_backend.lab.checks.vllm_layer import (
     make_builder,
 )
 from etap_backend.vllm.metadata import claim_workspace
-
-RANKS_SECONDS = 360
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 
@@ -309,29 +302,9 @@ def test_padding_that_belongs_to_no_request_is_no_decode(make, monkeypatch, runn
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_directory, tmp_path_factory):
-    """Output and weight for each type of cache, of each of two ranks that share every context, from dcp_rank.py."""
-    folder = tmp_path_factory.mktemp("dcp")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = Path(__file__).with_name("dcp_rank.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ranks = []
-    for rank in range(2):
-        command = [sys.executable, script, rank, port, model_directory, folder / str(rank)]
-        output = (folder / f"{rank}.log").open("w")
-        ranks.append(
-            subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=subprocess.STDOUT)
-        )
-    try:
-        codes = [process.wait(RANKS_SECONDS) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    logs = [(folder / f"{rank}.log").read_text() for rank in range(2)]
-    assert codes == [0, 0], "".join(log[-3000:] for log in logs)
-    return [torch.load(folder / str(rank)) | {"log": log} for rank, log in enumerate(logs)]
+def two_ranks(on_two_ranks):
+    """Output and weight for each type of cache, of each of two ranks that share every context."""
+    return on_two_ranks("dcp_rank.py")
 
 
 @pytest.mark.parametrize("step", DCP_STEPS)

@@ -187,8 +187,8 @@ class SparseProblem(Problem):
     them. The cache is vLLM's, bfloat16 or rows of 656 bytes.
     """
 
-    def __init__(self, lengths, s_q, cache="auto", seed=0, heads=HEADS, top_k=TOP_K):
-        super().__init__(lengths, s_q, seed, heads)
+    def __init__(self, lengths, s_q, cache="auto", seed=0, heads=HEADS, top_k=TOP_K, block=BLOCK):
+        super().__init__(lengths, s_q, seed, heads, block=block)
         self.random = torch.Generator().manual_seed(seed + 1)
         ends = itertools.accumulate(self.query_lens)
         self.top_k = top_k
@@ -196,14 +196,15 @@ class SparseProblem(Problem):
         for length, query_len, end in zip(lengths, self.query_lens, ends, strict=True):
             for row in range(end - query_len, end):
                 self.lists[row] = self.list_of(length + row + 1 - end)
+        self.rows = self.kv
         if cache == "fp8":
             packed, self.kv = zip(*map(pack, self.kv), strict=True)
+            self.rows = list(packed)
             bf16 = self.cache
             self.cache = torch.full((*bf16.shape[:2], ROW_BYTES["fp8"]), 0xFF, dtype=torch.uint8)  # NaN
             for request, rows in enumerate(packed):
-                for begin in range(0, len(rows), BLOCK):
-                    part = rows[begin : begin + BLOCK]
-                    self.cache[self.block_table[request, begin // BLOCK], : len(part)] = part
+                for index, part in enumerate(rows.split(block)):
+                    self.cache[self.block_table[request, index], : len(part)] = part
 
     def list_of(self, seen):
         """Entries for a token that sees so many positions, a quarter of them none."""
@@ -327,6 +328,15 @@ def test_cache_is_vllms(make, cache, stored):
     if hasattr(ETAPSparseBackend, "get_kv_cache_shape"):
         shape = ETAPSparseBackend.get_kv_cache_shape(3, BLOCK, 1, LATENT + ROPE, cache_dtype_str=stored)
         assert shape == (3, BLOCK, row_bytes if stored == "fp8_ds_mla" else LATENT + ROPE)
+
+
+@pytest.mark.parametrize("cache", ROW_BYTES)
+def test_larger_blocks(make, cache):
+    """vLLM 0.33 leaves those of a multiple of 64 tokens whole."""
+    layer, builder, indexer = make(cache=cache, block_size=128)
+    assert builder.kv_cache_spec.block_size == 128
+    problem = SparseProblem(LENGTHS, 1, cache, block=128)
+    assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
 
 
 def test_blocks_may_lie_apart(make):
@@ -490,6 +500,48 @@ def test_shares_of_two_ranks_merge_to_the_whole(make, cache, interleave):
     assert parts[1][1][2].isneginf().all() and not parts[1][0][2].any()
     torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-5)
     torch.testing.assert_close(merged, whole.float(), rtol=2e-2, atol=2e-2)
+
+
+RANK_STEPS = {
+    "decode": ([700, 129, 5, 64], 1),
+    "drafts of different numbers": ([700, 129, 1, 6], [4, 2, 1, 3]),
+    "beside a long prompt": ([700, 130], [1, 130]),
+}
+RANK_CASES = [
+    ("auto", 16, "decode"), ("auto", 16, "drafts of different numbers"),
+    ("fp8", 1, "drafts of different numbers"), ("fp8", 1, "beside a long prompt"),
+]  # fmt: skip
+"""Type of the cache, how many tokens that follow one another a rank has, and the step."""
+
+
+def rank_problem(cache, step):
+    return SparseProblem(*RANK_STEPS[step], cache, heads=2 * HEADS)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(on_two_ranks, tmp_path_factory):
+    """Output and weight of each case, of each of two ranks that share every context."""
+
+    def saved(cache, _, step):
+        problem = rank_problem(cache, step)
+        about = {"lengths": problem.lengths, "query_lens": problem.query_lens, "q": problem.q, "lists": problem.lists}
+        return about | {"rows": problem.rows}
+
+    buffer = torch.full((MAX_TOKENS, TOP_K), NOTHING, dtype=torch.int32)
+    path = tmp_path_factory.mktemp("steps") / "steps"
+    torch.save({"model": SPARSE_MODEL, "buffer": buffer, "steps": {case: saved(*case) for case in RANK_CASES}}, path)
+    return on_two_ranks("dcp_rank_sparse.py", path)
+
+
+@pytest.mark.parametrize("case", RANK_CASES, ids=str)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_ranks, rank, case):
+    """Drafts among them, and prompts. A rank that has none of a list gets its heads' result from the other."""
+    out, weight = two_ranks[rank][case]
+    cache, _, step = case
+    everyone = rank_problem(cache, step)
+    everyone.heads, everyone.q = HEADS, everyone.q[:, rank * HEADS : (rank + 1) * HEADS]
+    assert_as_exact_as_torch(out, everyone, SimpleNamespace(kv_b_proj=SimpleNamespace(weight=weight)))
 
 
 def test_a_replayed_graph_reads_the_next_step_in_the_same_buffers(make):
