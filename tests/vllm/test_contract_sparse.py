@@ -203,8 +203,9 @@ class SparseProblem(Problem):
             bf16 = self.cache
             self.cache = torch.full((*bf16.shape[:2], ROW_BYTES["fp8"]), 0xFF, dtype=torch.uint8)  # NaN
             for request, rows in enumerate(packed):
-                for index, part in enumerate(rows.split(block)):
-                    self.cache[self.block_table[request, index], : len(part)] = part
+                for begin in range(0, len(rows), block):
+                    part = rows[begin : begin + block]
+                    self.cache[self.block_table[request, begin // block], : len(part)] = part
 
     def list_of(self, seen):
         """Entries for a token that sees so many positions, a quarter of them none."""
