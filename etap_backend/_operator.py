@@ -69,14 +69,15 @@ class Operator:
         for wanted, value in zip(self._operator._schema.arguments, arguments, strict=True):
             kind = str(wanted.type)
             if kind == "Tensor" or kind == "Optional[Tensor]" and value is not None:
-                _refuse_no_tensor(wanted.name, value)
+                check_tensor(wanted.name, value)
             elif kind == "float" and not isinstance(value, float | int):
                 raise TypeError(f"{wanted.name}: wanted a number, got {type_name(value)}") from None
             elif kind == "bool" and not isinstance(value, bool | int):
                 raise TypeError(f"{wanted.name}: wanted a bool, got {type_name(value)}") from None
 
 
-def _refuse_no_tensor(name: str, value: object) -> None:
+def check_tensor(name: str, value: object) -> None:
+    """Refuse what is no tensor, and tensors that no function of the library takes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type_name(value)}") from None
     if value.device.type not in ("cpu", "cuda"):

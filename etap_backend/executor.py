@@ -219,6 +219,7 @@ def _check_contents(batch: Batch, tile_counts: list[int], planned: list[tuple[in
                 )
 
 
+@torch.inference_mode()
 def decode(
     q: Tensor,
     q_rope: Tensor | None,
@@ -241,6 +242,8 @@ def decode(
     fp8_math: bool,
 ) -> None:
     """Decode on the CPU, with the arguments of the compiled `decode`, which has checked them; fills `out` and `lse`.
+
+    Like the kernels it is nothing that autograd sees.
 
     Raises ValueError for lengths and pages that cannot be, which a GPU could learn only by waiting for its own data.
     """

@@ -34,6 +34,8 @@ def _outputs(q: Tensor, out: Tensor | None, lse: Tensor | None, out_dtype: torch
         raise TypeError(f"q: wanted a tensor, got {type_name(q)}")
     if q.dim() != 4:
         raise ValueError(f"q: wanted shape [batch, s_q, heads, 576 or 512], got {list(q.shape)}")
+    if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
+        raise TypeError(f"out_dtype: wanted None or a torch.dtype, got {type_name(out_dtype)}")
     allowed = DTYPES if q.dtype == FP8 else (q.dtype,)
     if out_dtype is not None and out_dtype not in allowed:
         names = " or ".join(map(dtype_name, allowed))
@@ -71,6 +73,8 @@ def mla_decode(
     row that sees none (seq_len 0, say) gets output 0 and log-sum-exp -inf. Cache rows past a request's length and
     unused block-table entries may hold anything. On CUDA tensors the compiled kernels run on the current stream, with
     no allocation when `out` and `lse` are given and no copy to the host; on CPU tensors `etap_backend.executor` runs.
+    Nothing of it is recorded for gradients. `out`, `lse` and the workspace share no memory with each other, queries or
+    cache.
 
     An FP8 cache takes half the memory. Its elements are multiplied as float16, which holds each of them exactly, so
     that nothing is lost but what the cache's own rounding lost; `fp8_math` multiplies them as they are, which needs

@@ -10,10 +10,13 @@ from dataclasses import dataclass
 import torch
 
 from etap_backend._library import library
+from etap_backend.schedule import MEMORY_SMS
 from etap_backend.support import TILE_TOKENS, dtype_name
 
 CHEAP_PAGE_ROWS = 32
 """Most query rows of the kernels to which pages smaller than a tile cost little."""
+FLASHMLA_HEADS = 64
+"""FlashMLA's sparse kernels on Hopper compute a multiple of so many heads; fewer are padded."""
 
 
 def release(version: str) -> tuple[int, ...]:
@@ -63,7 +66,8 @@ def _has(found: object, names: list[str]) -> bool:
     known = {name for name in names if hasattr(found, name)}
     for owner in inspect.getmro(found) if inspect.isclass(found) else ():
         known |= getattr(owner, "__dataclass_fields__", {}).keys()
-        for function in filter(inspect.isfunction, vars(owner).values()):
+        functions = (getattr(value, "__func__", value) for value in vars(owner).values())  # __new__ is a static method
+        for function in filter(inspect.isfunction, functions):
             known |= set(inspect.unwrap(function).__code__.co_names)
     return not known.isdisjoint(names)
 
@@ -146,6 +150,15 @@ def small_pages_text(page_size: int, rows: int) -> str | None:
         return None
     found = f"pages of {page_size} tokens with {rows} query rows (heads * tokens) for each request"
     return f"{found}: with more than {CHEAP_PAGE_ROWS}, decoding may take much longer than with pages of {TILE_TOKENS}"
+
+
+def unpadded_heads_text(heads: int, num_sms: int, peer: str) -> str | None:
+    """What an engine's log says where sparse attention may be faster through `peer`, which has FlashMLA's kernels, or
+    None; `heads` are those of a call, `num_sms` the GPU's multiprocessors."""
+    if heads % FLASHMLA_HEADS or num_sms < MEMORY_SMS:
+        return None
+    found = f"{heads} query heads in a call, of which {peer} pads none"
+    return f"{found}: steps of many tokens may take longer than through it on a GPU of {num_sms} multiprocessors"
 
 
 def types_text(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> str:

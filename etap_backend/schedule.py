@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
+from etap_backend._operator import Operator, compiled
 from etap_backend.support import WORK_RANGE_FIELDS
 
 BATCH_INVARIANT_BYTES = 60 * 2**20
@@ -18,6 +19,23 @@ MEMORY_SMS = 100
 """A Hopper GPU with fewer (an H20 has 78, an H100 at least 114) has few tensor cores for its memory."""
 CHEAP_SPLITS = 0
 """Rows by which splits are weighed on such a GPU: none."""
+
+
+def _fill(*arguments) -> None:
+    *buffers, partitions, fixed_pieces, split_rows = arguments
+    if fixed_pieces:
+        compiled("build_fixed_schedule")(*buffers, partitions, fixed_pieces)
+    else:
+        compiled("build_schedule")(*buffers, partitions, split_rows)
+
+
+# As an operator, so that fake tensors, which have no memory, do not reach the library.
+_build = Operator(
+    "build_schedule(Tensor seq_lens, Tensor(a!) work_ranges, Tensor(b!) split_offsets, int partitions, "
+    "int fixed_pieces, int split_rows) -> ()",
+    _fill,
+    _fill,
+)
 
 
 class DecodeShape(NamedTuple):
@@ -60,6 +78,19 @@ def count(name: str, value: int) -> int:
     if number < 1:
         raise ValueError(f"{name}: wanted at least 1, got {value}")
     return number
+
+
+def _device(device: torch.device | str) -> torch.device:
+    """The device with its number, or a ValueError for one that schedules do not live on."""
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError):  # no name of a device, or nothing that could be one
+        found = None
+    if found is None or found.type != "cpu" and not (found.type == "cuda" and torch.cuda.is_available()):
+        raise ValueError(f"device: wanted the CPU or a CUDA device that torch sees, got {device}")
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
 
 
 class BuiltSchedule(NamedTuple):
@@ -138,11 +169,7 @@ class DecodeSchedule:
         """
         self.max_batch, self.num_heads = count("max_batch", max_batch), count("num_heads", num_heads)
         self.max_s_q = count("max_s_q", max_s_q)
-        self.device = torch.device(device)
-        if not (self.device.type == "cpu" or self.device.type == "cuda" and torch.cuda.is_available()):
-            raise ValueError(f"device: wanted the CPU or a CUDA device that torch sees, got {self.device}")
-        if self.device.type == "cuda" and self.device.index is None:
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = _device(device)
         if num_sms is None:
             on_gpu = self.device.type == "cuda"
             num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else CPU_SMS
@@ -165,7 +192,12 @@ class DecodeSchedule:
     def workspace_floats(
         num_heads: int, max_s_q: int, num_sms: int, *, max_batch: int = 1, batch_invariant: bool = False
     ) -> int:
-        """Floats that the partial results need: at most two pieces a CTA, each with its output rows and log-sum-exp."""
+        """Floats that the partial results need: at most two pieces a CTA, each with its output rows and log-sum-exp.
+
+        Arguments as of the schedule. Raises ValueError and TypeError for a count that is below 1 or no int.
+        """
+        num_heads, max_s_q = count("num_heads", num_heads), count("max_s_q", max_s_q)
+        num_sms, max_batch = count("num_sms", num_sms), count("max_batch", max_batch)
         shape = decode_shape(num_heads * max_s_q)
         pieces = fixed_pieces(max_batch, num_heads, max_s_q, num_sms) if batch_invariant else 0
         ctas = max(num_sms, max_batch * pieces * shape.row_groups if pieces > 1 else 0)
@@ -173,6 +205,8 @@ class DecodeSchedule:
 
     def _check_workspace(self, workspace: Tensor) -> None:
         floats = self.max_workspace_floats
+        if not isinstance(workspace, Tensor):
+            raise TypeError(f"workspace: wanted a tensor, got {type(workspace).__name__}")
         if workspace.dtype != torch.float32:
             raise TypeError(f"workspace: wanted float32, got {workspace.dtype}")
         if workspace.device != self.device:
@@ -203,10 +237,7 @@ class DecodeSchedule:
         partitions = max(1, self.num_sms // shape.row_groups)
         if self.fixed_pieces > 1:
             partitions = max(1, batch * self.fixed_pieces)
-        buffers = (seq_lens, self.work_ranges, self.split_offsets)
-        if self.fixed_pieces:
-            library().build_fixed_schedule(*buffers, partitions, self.fixed_pieces)
-        else:
-            split_rows = shape.row_tile if self.num_sms >= MEMORY_SMS else CHEAP_SPLITS
-            library().build_schedule(*buffers, partitions, split_rows)
-        return BuiltSchedule(batch, s_q, self.num_heads, partitions, *buffers[1:], self.workspace)
+        split_rows = shape.row_tile if self.num_sms >= MEMORY_SMS else CHEAP_SPLITS
+        buffers = (self.work_ranges, self.split_offsets)
+        _build(seq_lens, (seq_lens, *buffers, partitions, self.fixed_pieces, split_rows))
+        return BuiltSchedule(batch, s_q, self.num_heads, partitions, *buffers, self.workspace)

@@ -110,7 +110,8 @@ def sparse_mla_decode(
     The work is divided by shapes alone, so that no schedule is built, and a token's result has the same bits whatever
     the other tokens of a call of the same shape hold. On CUDA tensors the compiled kernels run on the current stream,
     with no allocation when `out`, `lse` and `workspace` are given and no copy to the host; on CPU tensors
-    `etap_backend.sparse_executor` runs.
+    `etap_backend.sparse_executor` runs. Nothing of it is recorded for gradients. `out`, `lse` and
+    `workspace` share no memory with each other, queries, cache or lists.
 
     A row of an FP8 cache has 656 bytes: 512 elements in e4m3, 4 float32 scales, each of 128 of them, and 64 rope
     elements in bfloat16. An element stands for itself times its scale, which may be any number up to 2^100 in size.

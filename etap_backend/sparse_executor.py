@@ -150,6 +150,7 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     return out if sinks is None else out * torch.sigmoid(lse - sinks).nan_to_num(0.0)[:, None]
 
 
+@torch.inference_mode()
 def decode(
     q: Tensor,
     q_rope: Tensor | None,
@@ -165,7 +166,10 @@ def decode(
     softmax_scale: float,
     partitions: int,
 ) -> None:
-    """Decode on the CPU, with the arguments of the compiled `sparse_decode`, which has checked them; fills out, lse."""
+    """Decode on the CPU, with the arguments of the compiled `sparse_decode`, which has checked them; fills out, lse.
+
+    Like the kernels it is nothing that autograd sees.
+    """
     tokens, heads = q.shape[:2]
     if tokens * heads == 0:
         return

@@ -3,6 +3,7 @@
 
 #include <tvm/ffi/container/tensor.h>
 #include <tvm/ffi/error.h>
+#include <tvm/ffi/optional.h>
 
 #include <initializer_list>
 #include <sstream>
@@ -11,6 +12,7 @@
 
 namespace etap {
 
+using tvm::ffi::Optional;
 using tvm::ffi::TensorView;
 
 constexpr int64_t kAny = -1;  // a size that the argument is free to choose
@@ -125,6 +127,41 @@ inline void check_rows(const char* name, const TensorView& tensor) {
 
 inline void check_at_least(const char* name, int64_t value, int64_t wanted) {
   if (value < wanted) TVM_FFI_THROW(ValueError) << name << ": wanted at least " << wanted << ", got " << value;
+}
+
+// Memory from a tensor's first element to its last; dense: no gaps where another's elements could lie.
+struct Extent {
+  const char* name;
+  uintptr_t begin = 0, end = 0;
+  bool dense = false;
+};
+
+inline Extent extent(const char* name, const TensorView& tensor) {
+  const int64_t *sizes = tensor.shape().data(), *strides = tensor.strides().data();
+  int64_t count = 1, last = 0;
+  for (int i = 0; i < tensor.ndim(); ++i) {
+    count *= sizes[i];
+    last += (sizes[i] - 1) * strides[i];
+  }
+  if (count == 0) return {name};
+  const auto begin = reinterpret_cast<uintptr_t>(tensor.data_ptr());
+  return {name, begin, begin + (last + 1) * element_bytes(tensor.dtype()), last < count};
+}
+
+inline Extent extent(const char* name, const Optional<TensorView>& tensor) {
+  return tensor.has_value() ? extent(name, tensor.value()) : Extent{name};
+}
+
+// What is written lies in no other's memory: kernels write some of it while they read.
+inline void check_apart(std::initializer_list<Extent> written, std::initializer_list<Extent> read) {
+  const auto check = [](const Extent& one, const Extent& other) {
+    if (!other.dense || one.begin >= other.end || other.begin >= one.end) return;
+    TVM_FFI_THROW(ValueError) << one.name << ": wanted memory of its own, got some of " << other.name << "'s";
+  };
+  for (const Extent* one = written.begin(); one != written.end(); ++one) {
+    for (const Extent& other : read) check(*one, other);
+    for (const Extent* other = written.begin(); other != one; ++other) check(*one, *other);
+  }
 }
 
 }  // namespace etap

@@ -1,8 +1,6 @@
 // One decode call: what the library is given, what of it is refused, and the parameters that it becomes.
 #pragma once
 
-#include <tvm/ffi/optional.h>
-
 #include <cmath>
 
 #include "api/checks.h"
@@ -10,8 +8,6 @@
 #include "decode/shape.h"
 
 namespace etap {
-
-using tvm::ffi::Optional;
 
 constexpr double kLog2E = 1.4426950408889634;
 constexpr int kWorkRangeFields = sizeof(WorkRange) / sizeof(int32_t);
@@ -198,6 +194,9 @@ inline void check(const DecodeCall& call) {
   check_contiguous("lse", call.lse);
   check_device("lse", call.lse, device);
   check_workspace(call.workspace, device, call.shape(), call.partitions);
+  check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
+              {extent("q", call.q), extent("q_rope", call.q_rope), extent("kv_cache", call.kv_cache),
+               extent("rope_cache", call.rope_cache)});
 }
 
 inline PagedCache paged_cache(const DecodeCall& call) {

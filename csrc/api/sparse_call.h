@@ -137,6 +137,9 @@ inline void check(const SparseCall& call) {
   check_contiguous("lse", call.lse);
   check_device("lse", call.lse, device);
   check_workspace(call.workspace, device, call.shape(), call.partitions);
+  check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
+              {extent("q", call.q), extent("q_rope", call.q_rope), extent("kv_cache", call.kv_cache),
+               extent("indices", call.indices)});
 }
 
 inline const int32_t* integers(const Optional<TensorView>& tensor) {

@@ -1,16 +1,43 @@
 """Other libraries' calls, answered by ETAP: a module each, with that library's names, shapes and conventions."""
 
+import re
+from collections.abc import Callable, Mapping
+from typing import TypeVar
+
+import torch
 from torch import Tensor
 
-from etap_backend._operator import type_name
+from etap_backend._operator import check_tensor
+from etap_backend.support import DTYPES, FP8, dtype_name
+
+Result = TypeVar("Result")
 
 
-def check_out(out: object, shape: tuple[int, ...]) -> None:
-    """Refuse what is given for an output and is none of this shape; None is."""
+def renamed(text: str, names: Mapping[str, str]) -> str:
+    """A text of ETAP's in the caller's words: `names` has the caller's names by ETAP's."""
+    return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
+
+
+def named(names: Mapping[str, str], call: Callable[..., Result], *arguments: object, **options: object) -> Result:
+    """What `call` returns; what it refuses it refuses in the caller's words, `names` as of `renamed`."""
+    try:
+        return call(*arguments, **options)
+    except (ValueError, TypeError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(renamed(str(error), names)) from error
+
+
+def output_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What an output of such queries may be, first what it is where none is given."""
+    return DTYPES if q_dtype == FP8 else (q_dtype,)
+
+
+def check_out(name: str, out: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor) -> None:
+    """Refuse what is given for an output beside queries and cannot be one; None is."""
     if out is None:
         return
-    if not isinstance(out, Tensor):
-        raise TypeError(f"out: wanted a tensor, got {type_name(out)}")
-    if out.shape != shape or not out.is_contiguous():
-        got = f"{list(out.shape)} with strides {list(out.stride())}"
-        raise ValueError(f"out: wanted a contiguous {list(shape)}, got {got}")
+    check_tensor(name, out)
+    if out.shape != shape or out.dtype not in dtypes or out.device != q.device or not out.is_contiguous():
+        wanted = f"a contiguous {list(shape)} of {' or '.join(map(dtype_name, dtypes))} on {q.device}"
+        got = f"{list(out.shape)} of {dtype_name(out.dtype)} on {out.device} with strides {list(out.stride())}"
+        raise ValueError(f"{name}: wanted {wanted}, got {got}")

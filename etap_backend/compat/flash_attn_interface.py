@@ -11,13 +11,14 @@ import inspect
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from numbers import Integral
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from etap_backend._operator import type_name
-from etap_backend.compat import check_out
+from etap_backend._operator import check_tensor, type_name
+from etap_backend.compat import check_out, named, output_dtypes, renamed
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import CPU_SMS, BuiltSchedule, DecodeSchedule, decode_shape
 from etap_backend.support import FP8, LATENT_DIM, ROPE_DIM, WORK_RANGE_FIELDS, dtype_name, why_unsupported
@@ -65,6 +66,23 @@ SERVED = (
     "out",
 )
 
+NAMES = {
+    "q": "qv",
+    "q_rope": "q",
+    "kv_cache": "v_cache",
+    "rope_cache": "k_cache",
+    "q_scale": "q_descale",
+    "kv_scale": "k_descale",
+    "block_table": "page_table",
+    "seq_lens": "cache_seqlens",
+    "schedule": "scheduler_metadata",
+    "work_ranges": "scheduler_metadata",
+    "split_offsets": "scheduler_metadata",
+}
+"""`flash_attn_with_kvcache`'s of what ETAP's refusals name."""
+TYPE_NAMES = {"dtype": "q.dtype", "kv_cache_dtype": "k_cache.dtype"}
+PLAN_NAMES = {"seq_lens": "cache_seqlens", "num_heads": "max_seqlen_q * num_heads_q"}
+
 
 @dataclass(frozen=True)
 class Form:
@@ -84,6 +102,11 @@ class Form:
     def name(self, name: str) -> str:
         """Theirs of a parameter."""
         return self.names.get(name, name)
+
+    @functools.cached_property
+    def refused(self) -> dict[str, str]:
+        """Theirs of what ETAP's refusals name."""
+        return {ours: self.name(name) for ours, name in NAMES.items()}
 
 
 WITH_KVCACHE = Form(
@@ -108,6 +131,12 @@ class Call:
 
     def __getitem__(self, name: str):
         return self.given.get(self.form.name(name))
+
+    @property
+    def refused(self) -> dict[str, str]:
+        """The caller's names of what ETAP's refusals name."""
+        names = self.form.refused
+        return names if self["page_table"] is not None else names | {"block_table": "cache_batch_idx"}
 
     def said(self, name: str, wanted: str, got: object) -> str:
         """A refusal's text; of a tensor its shape came."""
@@ -228,8 +257,7 @@ def flash_attn_with_kvcache(
 
     Raises:
         NotImplementedError: a call that is not served, and no FlashAttention-3 is installed.
-        ValueError, TypeError: an argument is not as described. The texts of `mla_decode` say kv_cache for v_cache,
-            rope_cache for k_cache, q for qv, q_rope for q, block_table for page_table, seq_lens for cache_seqlens.
+        ValueError, TypeError: an argument is not as described.
     """
     return _asked(WITH_KVCACHE, locals())
 
@@ -306,9 +334,9 @@ def get_scheduler_metadata(
         max_seqlen_k, qkv_dtype, others: the plan does not depend on them.
 
     Returns:
-        int32 [n, 8], of a shape that follows from batch_size and the GPU. What it means is ETAP's: FlashAttention's
-        kernels cannot take it. With other lengths than it was made for a call gives results as right, but divides the
-        work for those; batch, max_seqlen_q and heads must be the plan's.
+        int32 [n, 8] with an n that follows from batch_size, max_seqlen_q * num_heads_q and the GPU. What it means is
+        ETAP's: FlashAttention's kernels cannot take it. With other lengths than it was made for a call gives results as
+        right, but divides the work for those; with another n than a call's it is refused.
 
     Raises:
         NotImplementedError: sizes that are not served, and no FlashAttention-3 is installed, which would get them.
@@ -320,19 +348,17 @@ def get_scheduler_metadata(
         reason = f"num_heads_kv, headdim, headdim_v: wanted 1, {ROPE_DIM}, {LATENT_DIM}, got {sizes}"
         call = Call(METADATA, given | given.pop("others"), _defaults(METADATA.function))
         return _hand_over(call, _installed(METADATA), reason)
-    if not isinstance(cache_seqlens, Tensor) or cache_seqlens.shape != (batch_size,):
-        got = list(cache_seqlens.shape) if isinstance(cache_seqlens, Tensor) else type_name(cache_seqlens)
-        raise ValueError(f"cache_seqlens: wanted an int32 tensor of shape [{batch_size}], got {got}")
-    # So many offsets that they fill rows of the same width.
-    room = _offset_rows(batch_size) * WORK_RANGE_FIELDS - 1
-    rows = max_seqlen_q * num_heads_q
-    schedule = DecodeSchedule(room, rows, device=cache_seqlens.device, allocate_workspace=False)
-    built = schedule.build(cache_seqlens)
-    return torch.cat([built.work_ranges, built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
+    check_tensor("cache_seqlens", cache_seqlens)
+    if cache_seqlens.shape != (batch_size,):
+        raise ValueError(f"cache_seqlens: wanted shape [{batch_size}], got {list(cache_seqlens.shape)}")
+    # As many rows of offsets as there are offsets, so that the shape says for how many requests they are.
+    room, rows = (batch_size + 1) * WORK_RANGE_FIELDS - 1, max_seqlen_q * num_heads_q
+    built = named(PLAN_NAMES, _build, cache_seqlens, room, rows, cache_seqlens.device)
+    return torch.cat([built.work_ranges[: built.partitions], built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
 
 
-def _offset_rows(batch: int) -> int:
-    return -(-(batch + 1) // WORK_RANGE_FIELDS)
+def _build(lengths: Tensor, batch: int, rows: int, device: torch.device, **more: bool) -> BuiltSchedule:
+    return DecodeSchedule(batch, rows, device=device, **more).build(lengths)
 
 
 def _parameters(module: ModuleType, form: Form) -> dict[str, inspect.Parameter]:
@@ -437,14 +463,13 @@ def _why_no_mla(call: Call) -> str | None:
         return call.said("qv", "the latent part of the queries, as of MLA", None)
     for name, width in ("q", ROPE_DIM), ("qv", LATENT_DIM), ("k_cache", ROPE_DIM), ("v_cache", LATENT_DIM):
         tensor = call[name]
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"{call.form.name(name)}: wanted a tensor, got {type_name(tensor)}")
+        check_tensor(call.form.name(name), tensor)
         if tensor.shape[-1:] != (width,):
             return call.said(name, f"{width} columns", tensor)
         if "cache" in name and (tensor.dim() != 4 or tensor.shape[2] != 1):
             return call.said(name, f"[num_blocks, page_block_size, 1, {width}]", tensor)
-    q, k_cache = call["q"], call["k_cache"]
-    return _why_types(q.dtype, k_cache.dtype)
+    reason = _why_types(call["q"].dtype, call["k_cache"].dtype)
+    return reason and renamed(reason, {ours: call.form.name(name) for ours, name in TYPE_NAMES.items()})
 
 
 @functools.lru_cache(maxsize=64)
@@ -458,8 +483,7 @@ def _why_scales(call: Call) -> str | None:
         scale = call[name]
         if scale is None or not _is_scaled(call, name):
             continue
-        if not isinstance(scale, Tensor):
-            raise TypeError(f"{name}: wanted a tensor, got {type_name(scale)}")
+        check_tensor(name, scale)
         if any(size != 1 and stride != 0 for size, stride in zip(scale.shape, scale.stride(), strict=True)):
             return call.said(name, "one element, which may be expanded to [b, 1]", scale)
     if not _is_scaled(call, "k_descale"):
@@ -496,17 +520,24 @@ def _check_queries(call: Call) -> tuple[int, int]:
     if not isinstance(starts, Tensor) or starts.dim() != 1 or starts.dtype != torch.int32 or len(starts) < 2:
         got = f"{dtype_name(starts.dtype)} {list(starts.shape)}" if isinstance(starts, Tensor) else type_name(starts)
         raise ValueError(call.said("cu_seqlens_q", "an int32 tensor of shape [b + 1], b at least 1", got))
-    longest = call["max_seqlen_q"]
-    if not isinstance(longest, int) or longest < 1:
-        raise ValueError(call.said("max_seqlen_q", "an int of at least 1 with cu_seqlens_q", longest))
+    if starts.device != q.device:
+        raise ValueError(call.said("cu_seqlens_q", f"a tensor on {q.device} like q", f"one on {starts.device}"))
+    longest = _int(call["max_seqlen_q"])
+    if longest is None or longest < 1:
+        raise ValueError(call.said("max_seqlen_q", "an int of at least 1 with cu_seqlens_q", call["max_seqlen_q"]))
     return starts.shape[0] - 1, longest
+
+
+def _int(value: object) -> int | None:
+    """Of what is one, numpy's, too; a tensor would have to be copied to the host."""
+    return int(value) if isinstance(value, Integral) else None
 
 
 def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
     """Block table [b, pages] and lengths [b]; a cache without pages is one page for each request."""
-    table, rows, lengths = call["page_table"], call["cache_batch_idx"], call["cache_seqlens"]
-    caches, page_size = call["k_cache"].shape[:2]
-    device = call["k_cache"].device
+    table, caches, page_size = call["page_table"], *call["k_cache"].shape[:2]
+    rows = _numbers(call, "cache_batch_idx", batch) if call["cache_batch_idx"] is not None else None
+    device = call["q"].device
     if table is None:
         # Where a row is named for each request there may be any number of them.
         if rows is None and caches != batch:
@@ -516,19 +547,39 @@ def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
         raise ValueError(call.said("page_table", f"an int32 tensor of shape [{batch}, pages]", table))
     elif rows is not None:
         table = table.index_select(0, rows)
-    if lengths is None or isinstance(lengths, int):
-        room = table.shape[1] * page_size
-        lengths = torch.full((batch,), room if lengths is None else lengths, dtype=torch.int32, device=device)
-    elif not isinstance(lengths, Tensor) or lengths.shape != (batch,):
-        raise ValueError(call.said("cache_seqlens", f"an int, or an int32 tensor of shape [{batch}]", lengths))
+    lengths = _lengths(call, batch, table.shape[1] * page_size)
     return table if table.stride(-1) == 1 else table.contiguous(), lengths.contiguous()
+
+
+def _numbers(call: Call, name: str, batch: int, wanted: str = "") -> Tensor:
+    """A number for each request, beside the queries; `wanted` is what may stand for them, too."""
+    given, device = call[name], call["q"].device
+    if not isinstance(given, Tensor) or given.shape != (batch,):
+        raise ValueError(call.said(name, f"{wanted}an int32 tensor of shape [{batch}]", given))
+    if given.dtype != torch.int32:
+        raise TypeError(call.said(name, "int32", dtype_name(given.dtype)))
+    if given.device != device:
+        raise ValueError(call.said(name, f"a tensor on {device} like q", f"one on {given.device}"))
+    return given
+
+
+def _lengths(call: Call, batch: int, room: int) -> Tensor:
+    """Tokens of each request, of which a block table has pages for so many."""
+    given, device = call["cache_seqlens"], call["q"].device
+    number = room if given is None else _int(given)
+    if number is None:
+        return _numbers(call, "cache_seqlens", batch, "an int, or ")
+    if not 0 <= number <= room:
+        raise ValueError(call.said("cache_seqlens", f"from 0 to {room}, what there is room for", number))
+    return torch.full((batch,), number, dtype=torch.int32, device=device)
 
 
 def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tensor]:
     q, qv, starts, out = call["q"], call["qv"], call["cu_seqlens_q"], call["out"]
-    check_out(out, (*q.shape[:-1], LATENT_DIM))
+    dtypes = output_dtypes(q.dtype)
+    check_out("out", out, (*q.shape[:-1], LATENT_DIM), dtypes, q)
     if q.numel() == 0:
-        out = q.new_empty(*q.shape[:-1], LATENT_DIM, dtype=_out_dtype(q)) if out is None else out
+        out = q.new_empty(*q.shape[:-1], LATENT_DIM, dtype=dtypes[0]) if out is None else out
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     else:
         table, lengths = _cache(call, batch)
@@ -545,10 +596,6 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
             out, lse = _token_by_token(call, starts, table, lengths)
     # theirs: [b, h, s_q] or [h, total_q]
     return (out, lse.transpose(-2, -1).contiguous()) if call["return_softmax_lse"] else out
-
-
-def _out_dtype(q: Tensor) -> torch.dtype:
-    return torch.bfloat16 if q.dtype == FP8 else q.dtype
 
 
 def _padding_pays(q: Tensor, k_cache: Tensor, batch: int, longest: int) -> bool:
@@ -610,9 +657,11 @@ def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: b
     batch, s_q, heads, _ = q.shape
     tokens = s_q if call["causal"] else 1
     asked = (batch, tokens, s_q * heads // tokens)
-    plan = _planned(call["scheduler_metadata"] if planned else None, lengths, batch, s_q * heads)
+    plan = _planned(call, lengths, batch, s_q * heads) if planned else _own_plan(call, lengths, batch, s_q * heads)
     scale = call["softmax_scale"]
-    done, lse = mla_decode(
+    done, lse = named(
+        call.refused,
+        mla_decode,
         qv.reshape(*asked, LATENT_DIM),
         call["v_cache"],
         table,
@@ -628,16 +677,23 @@ def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: b
     return done.view(batch, s_q, heads, LATENT_DIM), lse.view(batch, s_q, heads)
 
 
-def _planned(metadata: object, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
+def _own_plan(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
+    return named(call.refused, _build, lengths, batch, rows, lengths.device)
+
+
+def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
     """The plan of `get_scheduler_metadata`, or one for this call; how rows are shaped plays no part in it."""
+    metadata = call["scheduler_metadata"]
+    if metadata is not None:
+        check_tensor("scheduler_metadata", metadata)
     if not _is_ours(metadata):
-        return DecodeSchedule(batch, rows, device=lengths.device).build(lengths)
+        return _own_plan(call, lengths, batch, rows)
     gpu = lengths.is_cuda
     sms = torch.cuda.get_device_properties(lengths.device).multi_processor_count if gpu else CPU_SMS
-    shape = (sms + _offset_rows(batch), WORK_RANGE_FIELDS)
+    partitions = max(1, sms // decode_shape(rows).row_groups)
+    shape = (partitions + batch + 1, WORK_RANGE_FIELDS)
     if metadata.shape != shape:
-        wanted = f"what get_scheduler_metadata returned for {batch} requests, {list(shape)}"
+        wanted = f"what get_scheduler_metadata returned for {batch} requests of {rows} query rows, {list(shape)}"
         raise ValueError(f"scheduler_metadata: wanted {wanted}, got {list(metadata.shape)}")
     workspace = lengths.new_empty(DecodeSchedule.workspace_floats(rows, 1, sms), dtype=torch.float32)
-    partitions = max(1, sms // decode_shape(rows).row_groups)
-    return BuiltSchedule(batch, 1, rows, partitions, metadata[:sms], metadata[sms:].flatten(), workspace)
+    return BuiltSchedule(batch, 1, rows, partitions, metadata[:partitions], metadata[partitions:].flatten(), workspace)

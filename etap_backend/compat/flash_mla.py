@@ -14,12 +14,20 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from etap_backend._operator import type_name
-from etap_backend.compat import check_out
+from etap_backend._operator import check_tensor, type_name
+from etap_backend.compat import check_out, named, output_dtypes, renamed
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
-from etap_backend.support import HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported, why_unsupported_sparse
+from etap_backend.support import (
+    HEAD_DIM,
+    LATENT_DIM,
+    SPARSE_FP8,
+    WORK_RANGE_FIELDS,
+    dtype_name,
+    why_unsupported,
+    why_unsupported_sparse,
+)
 
 __all__ = [
     "FlashMLASchedMeta",
@@ -30,8 +38,28 @@ __all__ = [
     "install",
 ]
 
-NAMES = ("flash_mla", "flash_mla.flash_mla_interface")
-"""Modules whose place `install` takes."""
+MODULES = ("flash_mla", "flash_mla.flash_mla_interface")
+"""Those whose place `install` takes."""
+NAMES = {
+    "dtype": "q.dtype",
+    "head_dim": "q's head_dim",
+    "num_heads": "q's heads",
+    "kv_cache": "k_cache",
+    "kv_cache_dtype": "k_cache.dtype",
+    "page_size": "page_block_size",
+    "v_head_dim": "head_dim_v",
+    "seq_lens": "cache_seqlens",
+    "work_ranges": "tile_scheduler_metadata",
+    "schedule": "tile_scheduler_metadata",
+    "split_offsets": "num_splits",
+    "q_scale": "descale_q",
+    "kv_scale": "descale_k",
+    "valid_counts": "topk_length",
+    "sinks": "attn_sink",
+}
+"""FlashMLA's of what ETAP's refusals name."""
+PROMPT_NAMES = NAMES | {"kv_cache": "kv", "page_size": "s_kv", "v_head_dim": "d_v", "softmax_scale": "sm_scale"}
+PLAN_NAMES = {"seq_lens": "seqlens_k", "num_heads": "num_q_tokens_per_head_k"}
 UNSPLIT_BATCH = 1024
 """A batch-invariant schedule with room for so many requests splits none, whatever their heads."""
 FORMATS = {"V32": (HEAD_DIM, 656), "V32_NO_ROPE": (LATENT_DIM, 528)}
@@ -86,13 +114,14 @@ def install(*, replace: bool = False) -> ModuleType:
     Raises:
         ImportError: there is another FlashMLA, and `replace` is False.
     """
-    here, there = sys.modules[__name__], sys.modules.get(NAMES[0])
+    here, there = sys.modules[__name__], sys.modules.get(MODULES[0])
     if there is not here and not replace:
-        spec = importlib.util.find_spec(NAMES[0]) if there is None else there.__spec__
+        spec = importlib.util.find_spec(MODULES[0]) if there is None else there.__spec__
         if there or spec:
             where = spec.origin if spec else "this process"
             raise ImportError(f"flash_mla: wanted no other one than ETAP's, or replace=True; got one in {where}")
-    sys.modules.update(dict.fromkeys(NAMES, here))
+    sys.modules.update(dict.fromkeys(MODULES, here))
+    here.flash_mla_interface = here  # for `import flash_mla.flash_mla_interface as ...`
     return here
 
 
@@ -119,16 +148,16 @@ def get_mla_decoding_metadata(
             plan.
 
     Returns:
-        tile_scheduler_metadata, int32 [multiprocessors, 8], and num_splits, int32 [b + 1]. What they mean is ETAP's:
-        FlashMLA's kernels cannot take them, nor these calls FlashMLA's.
+        tile_scheduler_metadata, int32 [n, 8] with an n that follows from the GPU and num_q_tokens_per_head_k, and
+        num_splits, int32 [b + 1]. What they mean is ETAP's: FlashMLA's kernels cannot take them, nor these calls
+        FlashMLA's.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
     """
-    if not isinstance(seqlens_k, Tensor) or seqlens_k.dim() != 1:
-        got = list(seqlens_k.shape) if isinstance(seqlens_k, Tensor) else type_name(seqlens_k)
-        raise ValueError(f"seqlens_k: wanted an int32 tensor of shape [b], got {got}")
-    planned = _build(seqlens_k, seqlens_k.shape[0], num_q_tokens_per_head_k, seqlens_k.device, False)
+    _check_dims("seqlens_k", seqlens_k, 1, "[b]")
+    of = (seqlens_k, seqlens_k.shape[0], num_q_tokens_per_head_k, seqlens_k.device, False)
+    planned = named(PLAN_NAMES, _build, *of)
     return planned.work_ranges, planned.split_offsets
 
 
@@ -169,8 +198,8 @@ def flash_mla_with_kvcache(
         q: [b, s_q, h_q, 576], any strides with a contiguous last dimension. Dense: bfloat16, float16, or float8_e4m3fn
             with a cache of that type. Sparse: bfloat16; [..., 512] with rows without rope. Any number of heads.
         k_cache: [num_blocks, page_block_size, h_k, 576]: dense, of q's type or float8_e4m3fn, h_k a divisor of h_q,
-            page sizes as `etap_backend.why_unsupported` says; sparse, bfloat16, h_k 1, any page size. Or sparse in FP8,
-            of a type of 8 bits: [num_blocks, page_block_size, 1, 656] (V3.2), or 528 for V32_NO_ROPE.
+            or sparse, bfloat16, h_k 1; any page size. Or sparse in FP8, of a type of 8 bits: [num_blocks,
+            page_block_size, 1, 656] (V3.2), or 528 for V32_NO_ROPE.
         block_table: dense: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything.
         cache_seqlens: dense: int32 [b], tokens of each request, the new ones included.
         head_dim_v: 512.
@@ -198,15 +227,14 @@ def flash_mla_with_kvcache(
 
     Raises:
         NotImplementedError: something that FlashMLA has and this has not; the text names it.
-        ValueError, TypeError: an argument is not as described. The texts of `mla_decode` and `sparse_mla_decode` say
-            kv_cache for k_cache and seq_lens for cache_seqlens.
+        ValueError, TypeError: an argument is not as described.
     """
     given = {"attn_sink": attn_sink, "topk_length": topk_length, "kv_format": kv_format}
     dense_only = {"causal": causal, "descale_q": descale_q, "descale_k": descale_k, "fp8_math": fp8_math}
     _refuse_second_cache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     config = _config(q, k_cache, causal, is_fp8_kvcache, indices, enable_batch_invariant)
     _check_metadata(tile_scheduler_metadata, num_splits, config)
-    check_out(out, (*q.shape[:3], LATENT_DIM))
+    check_out("out", out, (*q.shape[:3], LATENT_DIM), output_dtypes(q.dtype), q)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is None:
         _check_absent("without indices", given)
@@ -214,6 +242,8 @@ def flash_mla_with_kvcache(
         _check_dims("cache_seqlens", cache_seqlens, 1, "[b]")
         group = config.h_q // config.h_k
         _refuse(_why_not_dense(q.dtype, k_cache.dtype, group, q.shape[-1], head_dim_v, k_cache.shape[1]))
+        if q.numel() == 0:
+            return _nothing(q, out)
         planned = _planned(tile_scheduler_metadata, num_splits, q, cache_seqlens, config)
         options = {"softmax_scale": scale, "q_scale": descale_q, "kv_scale": descale_k, "fp8_math": fp8_math}
         out, lse = _dense(q, k_cache, block_table, cache_seqlens, planned, out, options)
@@ -238,7 +268,10 @@ def flash_mla_sparse_fwd(
     attn_sink: Tensor | None = None,
     topk_length: Tensor | None = None,
     out: Tensor | None = None,
-) -> tuple[Tensor, None, Tensor]:
+    *,
+    use_legacy: bool = False,
+    return_log2_lse: bool | None = None,
+) -> tuple[Tensor, None, Tensor | None]:
     """Attention of a prompt's tokens, each to the rows that its list names.
 
     Args:
@@ -250,6 +283,8 @@ def flash_mla_sparse_fwd(
         attn_sink: float32 [h_q], natural logarithm, as in `flash_mla_with_kvcache`.
         topk_length: int32 [s_q]; only so many entries of each list count.
         out: bfloat16 [s_q, h_q, 512], contiguous; allocated when None.
+        use_legacy: ignored.
+        return_log2_lse: True for lse in base 2, False for none, as sgl-flash-mla has it.
 
     Returns:
         out [s_q, h_q, 512]; None where FlashMLA has the largest score of each query, which these kernels do not keep;
@@ -266,16 +301,20 @@ def flash_mla_sparse_fwd(
         _check_dims(name, tensor, 3, wanted)
         if name != "q" and tensor.shape[1] != 1:
             raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
-    _refuse(_why_not_sparse(q.dtype, kv.dtype, q.shape[1], q.shape[2], d_v))
-    out, lse = sparse_mla_decode(
-        q, kv.transpose(0, 1), indices[:, 0], softmax_scale=sm_scale, sinks=attn_sink, valid_counts=topk_length, out=out
-    )
-    return out, None, _their_lse(lse)
+    if kv.dtype != torch.bfloat16:
+        raise TypeError(f"kv: wanted bfloat16, got {dtype_name(kv.dtype)}")
+    _refuse(_why_not_sparse(q.dtype, kv.dtype, q.shape[1], q.shape[2], d_v), PROMPT_NAMES)
+    options = {"softmax_scale": sm_scale, "sinks": attn_sink, "valid_counts": topk_length, "out": out}
+    out, lse = named(PROMPT_NAMES, sparse_mla_decode, q, kv.transpose(0, 1), indices[:, 0], **options)
+    if return_log2_lse is False:
+        return out, None, None
+    lse = _their_lse(lse)
+    return out, None, lse.mul_(math.log2(math.e)) if return_log2_lse else lse
 
 
-def _refuse(reason: str | None) -> None:
+def _refuse(reason: str | None, names: dict[str, str] = NAMES) -> None:
     if reason:
-        raise NotImplementedError(reason)
+        raise NotImplementedError(renamed(reason, names))
 
 
 def _refuse_second_cache(k_cache: object, indices: object, topk_length: object) -> None:
@@ -293,8 +332,7 @@ def _check_absent(where: str, values: dict[str, object]) -> None:
 
 
 def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: wanted a tensor, got {type_name(tensor)}")
+    check_tensor(name, tensor)
     if tensor.dim() != dims:
         raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
 
@@ -322,7 +360,7 @@ def _why_not_sparse(dtype, cache_dtype, heads: int, head_dim: int, head_dim_v: i
 def _check_format(columns: int, k_cache: Tensor, kv_format: str | None) -> None:
     """Rows of bytes, whose size alone does not say what they mean, are of a format that the sparse call reads."""
     if k_cache.element_size() > 1:
-        return _check_absent(f"beside a k_cache of {k_cache.dtype}", {"kv_format": kv_format})
+        return _check_absent(f"beside a k_cache of {dtype_name(k_cache.dtype)}", {"kv_format": kv_format})
     name, width = kv_format or "V32", k_cache.shape[-1]
     if FORMATS.get(name) != (columns, width):
         known = ", ".join(f"{name}: {columns} columns, {width} bytes" for name, (columns, width) in FORMATS.items())
@@ -338,11 +376,13 @@ def _config(q, k_cache, causal, is_fp8_kvcache, indices, batch_invariant) -> Fla
         _check_dims("indices", indices, 3, "[b, s_q, topk]")
     batch, s_q, heads, _ = q.shape
     _, page_size, kv_heads, _ = k_cache.shape
-    if heads < 1 or kv_heads < 1 or heads % kv_heads or indices is not None and kv_heads > 1:
+    if heads < 1:
+        raise ValueError(f"q: wanted at least one head, got {list(q.shape)}")
+    if kv_heads < 1 or heads % kv_heads or indices is not None and kv_heads > 1:
         wanted = "1 KV head with indices" if indices is not None else "KV heads that divide the query heads"
         raise ValueError(f"k_cache: wanted {wanted}, got {kv_heads} for {heads}")
     if is_fp8_kvcache and k_cache.element_size() > 1:
-        raise ValueError(f"is_fp8_kvcache: wanted False beside a k_cache of {k_cache.dtype}, got True")
+        raise ValueError(f"is_fp8_kvcache: wanted False beside a k_cache of {dtype_name(k_cache.dtype)}, got True")
     if indices is not None and indices.shape[:2] != q.shape[:2]:
         raise ValueError(f"indices: wanted [{batch}, {s_q}, topk] for q's shape, got {list(indices.shape)}")
     fp8, top_k = k_cache.element_size() == 1, None if indices is None else indices.shape[2]
@@ -374,10 +414,31 @@ def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedM
 
 
 def _build(seq_lens: Tensor, batch: int, rows: int, device: torch.device, batch_invariant: bool) -> BuiltSchedule:
-    """Plan for so many rows, query tokens times heads of one KV head; how they are shaped plays no part."""
-    most = max(batch, UNSPLIT_BATCH) if batch_invariant else batch
+    """Plan for so many rows, query tokens times heads of one KV head; how they are shaped plays no part.
+
+    There are as many work ranges as partitions: in a tensor that the caller hands over, its shape alone says how many.
+    """
+    most = max(batch, UNSPLIT_BATCH if batch_invariant else 1)
     schedule = DecodeSchedule(most, rows, device=device, allocate_workspace=False, batch_invariant=batch_invariant)
-    return schedule.build(seq_lens)
+    built = schedule.build(seq_lens)
+    work_ranges, split_offsets = built.work_ranges[: built.partitions], built.split_offsets[: batch + 1]
+    return built._replace(work_ranges=work_ranges, split_offsets=split_offsets)
+
+
+def _check_plan(work_ranges: object, split_offsets: object, batch: int) -> None:
+    """Refuse tensors of other shapes than a plan of so many requests has; what they hold is not looked at."""
+    _check_dims("tile_scheduler_metadata", work_ranges, 2, "[n, 8]")
+    rows, columns = work_ranges.shape
+    if rows < 1 or columns != WORK_RANGE_FIELDS:
+        wanted = f"at least one row of {WORK_RANGE_FIELDS}"
+        raise ValueError(f"tile_scheduler_metadata: wanted {wanted}, got {[rows, columns]}")
+    _check_requests("num_splits", split_offsets, batch + 1)
+
+
+def _check_requests(name: str, tensor: object, wanted: int) -> None:
+    _check_dims(name, tensor, 1, f"[{wanted}]")
+    if tensor.shape[0] != wanted:
+        raise ValueError(f"{name}: wanted shape [{wanted}], got {list(tensor.shape)}")
 
 
 def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: FlashMLASchedMeta.Config) -> BuiltSchedule:
@@ -393,12 +454,14 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: Fla
         work_ranges, split_offsets = metadata.tile_scheduler_metadata, metadata.num_splits
         workspace = metadata.workspace
     if work_ranges is None:
-        built = _build(cache_seqlens, config.b, rows, q.device, config.enable_batch_invariant)
+        built = named(NAMES, _build, cache_seqlens, config.b, rows, q.device, config.enable_batch_invariant)
         work_ranges, split_offsets = built.work_ranges, built.split_offsets
-    sms = work_ranges.shape[0]
+    else:
+        _check_plan(work_ranges, split_offsets, config.b)
+    partitions = work_ranges.shape[0]
     if workspace is None:
-        workspace = q.new_empty(DecodeSchedule.workspace_floats(rows, 1, sms), dtype=torch.float32)
-    partitions = max(1, sms // decode_shape(rows).row_groups)
+        ctas = partitions * decode_shape(rows).row_groups
+        workspace = q.new_empty(DecodeSchedule.workspace_floats(rows, 1, ctas), dtype=torch.float32)
     return BuiltSchedule(config.b, tokens, rows // tokens, partitions, work_ranges, split_offsets, workspace)
 
 
@@ -408,6 +471,13 @@ def _keep(metadata: FlashMLASchedMeta, config: FlashMLASchedMeta.Config, planned
     if planned:
         metadata.tile_scheduler_metadata, metadata.num_splits = planned.work_ranges, planned.split_offsets
         metadata.workspace = planned.workspace
+
+
+def _nothing(q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The results of no requests, or of requests without query tokens."""
+    batch, s_q, heads, _ = q.shape
+    out = q.new_empty(batch, s_q, heads, LATENT_DIM, dtype=output_dtypes(q.dtype)[0]) if out is None else out
+    return out, q.new_empty(batch, heads, s_q, dtype=torch.float32)
 
 
 def _dense(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options: dict) -> tuple[Tensor, Tensor]:
@@ -437,10 +507,10 @@ def _dense_head(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, 
     """The queries of one KV head, in the shape that the plan gives them; out and lse [b, s_q, heads] as q has."""
     shape, asked = q.shape[:3], planned[:3]
     if shape == asked:
-        return mla_decode(q, k_cache, block_table, cache_seqlens, planned, out=out, **options)
+        return named(NAMES, mla_decode, q, k_cache, block_table, cache_seqlens, planned, out=out, **options)
     whole = None if out is None else out.view(*asked, LATENT_DIM)
     rows = q.reshape(*asked, q.shape[3])
-    out, lse = mla_decode(rows, k_cache, block_table, cache_seqlens, planned, out=whole, **options)
+    out, lse = named(NAMES, mla_decode, rows, k_cache, block_table, cache_seqlens, planned, out=whole, **options)
     return out.view(*shape, LATENT_DIM), lse.view(shape)
 
 
@@ -451,7 +521,10 @@ def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, option
     """
     batch, s_q, heads, _ = q.shape
     tokens, lists = q.flatten(0, 1), indices.flatten(0, 1)
-    counts = None if topk_length is None else topk_length[:, None].expand(batch, s_q).flatten()
+    counts = None
+    if topk_length is not None:
+        _check_requests("topk_length", topk_length, batch)
+        counts = topk_length[:, None].expand(batch, s_q).contiguous().flatten()
     cache = k_cache.view(torch.uint8) if k_cache.dtype == torch.int8 else k_cache
     out = q.new_empty(batch, s_q, heads, LATENT_DIM) if out is None else out
     lse = q.new_empty(batch, s_q, heads, dtype=torch.float32)
@@ -459,7 +532,9 @@ def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, option
     most = max(1, device_sms(q.device) // groups) if batch_invariant else max(1, batch * s_q)
     for first in range(0, batch * s_q, most):
         part = slice(first, min(first + most, batch * s_q))
-        sparse_mla_decode(
+        named(
+            NAMES,
+            sparse_mla_decode,
             tokens[part],
             cache,
             lists[part],

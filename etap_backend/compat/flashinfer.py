@@ -9,12 +9,14 @@ import inspect
 import math
 from collections.abc import Collection
 from itertools import groupby
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from etap_backend._operator import type_name
+from etap_backend._operator import check_tensor, type_name
+from etap_backend.compat import check_out, named, renamed
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, count
 from etap_backend.support import DTYPES, FP8, LATENT_DIM, ROPE_DIM, dtype_name, why_unsupported
@@ -50,6 +52,25 @@ NOT_SERVED = (
     "bmm2_scale",
 )
 """Arguments of a run that have to be None."""
+NAMES = {
+    "q": "q_nope",
+    "q_rope": "q_pe",
+    "kv_cache": "ckv_cache",
+    "rope_cache": "kpe_cache",
+    "workspace": "float_workspace_buffer",
+}
+"""FlashInfer's of what ETAP's refusals name."""
+NAMES_IN_FORMS = {
+    CSR: {"block_table": "kv_indices", "seq_lens": "kv_len_arr"},
+    DENSE: {"block_table": "block_tables"},
+}
+PLAN_NAMES = {"dtype": "q_data_type", "kv_cache_dtype": "kv_data_type"}
+READ_IN_PLACE = ("kv_indptr", "kv_indices", "block_tables")
+"""What a plan does not copy where it need not: programs may write the rest anew before they run."""
+SAID = {CSR: "page lists", DENSE: "a block table"}
+ALIGNMENT = 16
+"""Bytes, of a workspace."""
+FLOAT32 = torch.finfo(torch.float32)
 MAX_RUNS = 4
 """Most calls for a batch of mixed query lengths; where it takes more, one serves queries padded to the longest."""
 TABLE_BYTES = 1 << 30
@@ -98,8 +119,13 @@ def install(*, backends: Collection[str] = ("etap",)) -> type:
 
 
 class _Plan(NamedTuple):
-    """What a plan's calls have in common; in later plans of a wrapper for CUDA graphs it has to be the same."""
+    """What a plan's calls have in common; in later plans of a wrapper for CUDA graphs it has to be the same.
 
+    Attributes:
+        metadata: CSR or DENSE, the form of the requests.
+    """
+
+    metadata: tuple[str, ...]
     batch: int
     num_heads: int
     page_size: int
@@ -108,6 +134,7 @@ class _Plan(NamedTuple):
     q_data_type: torch.dtype
     kv_data_type: torch.dtype
     max_q_len: int | None
+    max_kv_len: int | None
 
 
 class _Requests(NamedTuple):
@@ -156,14 +183,14 @@ class BatchMLAPagedAttentionWrapper:
         Raises:
             ValueError, TypeError: an argument is not as described.
         """
-        if not isinstance(float_workspace_buffer, Tensor):
-            raise TypeError(f"float_workspace_buffer: wanted a tensor, got {type_name(float_workspace_buffer)}")
+        check_tensor("float_workspace_buffer", float_workspace_buffer)
         if not float_workspace_buffer.is_contiguous():
             raise ValueError(f"float_workspace_buffer: wanted a contiguous one, got {_shape(float_workspace_buffer)}")
         if backend not in BACKENDS:
             raise ValueError(f"backend: wanted one of {', '.join(BACKENDS)}, got {backend!r}")
         self.device = float_workspace_buffer.device
-        self._workspace = float_workspace_buffer.view(-1).view(torch.uint8)
+        space = float_workspace_buffer.view(-1).view(torch.uint8)
+        self._workspace = space[-space.data_ptr() % ALIGNMENT :]
         self._use_cuda_graph = bool(use_cuda_graph)
         self._buffers = dict(zip(CSR, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
         for name, buffer in self._buffers.items():
@@ -211,7 +238,7 @@ class BatchMLAPagedAttentionWrapper:
         Copies nothing to the host. What is on the CPU is looked at, without use_cuda_graph. What is on the GPU is not:
         then requests have equally many query tokens, or at most `max_q_len`, which is checked on the GPU by an
         assertion; and a block table is made of the page lists, with room in each row for all of them or for
-        `max_kv_len` tokens.
+        `max_kv_len` tokens. A plan keeps what it was given, but for a block table on the GPU: each run reads that.
 
         Args:
             qo_indptr: int32 [>= b + 1], where each request's query tokens begin; the first begin at 0.
@@ -248,11 +275,12 @@ class BatchMLAPagedAttentionWrapper:
         batch = _check_requests(tensors, form, self.device)
         # FlashInfer looks at as many ends as there are lengths; programs hand over more.
         tensors |= {name: tensors[name][: batch + 1] for name in ENDS if name in tensors}
-        plan = _Plan(batch, num_heads, page_size, causal, sm_scale, q_data_type, kv_data_type, max_q_len)
+        problem = (num_heads, page_size, causal, sm_scale, q_data_type, kv_data_type)
+        plan = _Plan(form, batch, *problem, max_q_len, max_kv_len)
         _check_plan(plan, head_dim_ckv, head_dim_kpe, output_dtype)
         if self._use_cuda_graph and self._plan is not None:
             _check_same(plan, self._plan)
-        self._requests = self._placed(tensors, form, plan, max_kv_len)
+        self._requests = self._placed(tensors, plan)
         self._plan = plan
         if not self._use_cuda_graph:
             self._calls = None
@@ -309,8 +337,8 @@ class BatchMLAPagedAttentionWrapper:
         Raises:
             RuntimeError: there is no plan yet.
             NotImplementedError: something that FlashInfer has and this has not; the text names it.
-            ValueError, TypeError: an argument is not as described. Texts of `mla_decode` say q and q_rope for q_nope
-                and q_pe, rope_cache for kpe_cache.
+            ValueError, TypeError: an argument is not as described. Parts of `query` and `kv_cache` have the names of
+                those that they replace.
         """
         given = locals()
         for name in NOT_SERVED:
@@ -319,8 +347,9 @@ class BatchMLAPagedAttentionWrapper:
         plan, requests = self._plan, self._requests
         if plan is None or requests is None:
             raise RuntimeError("run: wanted a plan before it, got none")
-        q, q_rope = _pair("query", query, {"q_nope": q_nope, "q_pe": q_pe}, plan.q_data_type)
-        kv, rope = _pair("kv_cache", kv_cache, {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache}, plan.kv_data_type)
+        of_query, of_cache = (plan.q_data_type, self.device), (plan.kv_data_type, self.device)
+        q, q_rope = _pair("query", query, {"q_nope": q_nope, "q_pe": q_pe}, *of_query)
+        kv, rope = _pair("kv_cache", kv_cache, {"ckv_cache": ckv_cache, "kpe_cache": kpe_cache}, *of_cache)
         if q.shape[1] != plan.num_heads:
             raise ValueError(f"q_nope: wanted {plan.num_heads} heads as planned, got {list(q.shape)}")
         if kv.shape[1] != plan.page_size:
@@ -329,6 +358,8 @@ class BatchMLAPagedAttentionWrapper:
         wants_lse = return_lse or lse is not None
         out = _result("out", out, (*q.shape[:2], LATENT_DIM), plan.q_data_type, q)
         lse = _result("lse", lse, (*q.shape[:2],), torch.float32, q)
+        if requests.query_lens is not None and not len(q):
+            _check_tokens(requests.query_lens, 0)
         if not len(q) or not len(kv) or not plan.batch:
             # Without queries or pages there is nothing to launch.
             out.zero_()
@@ -340,20 +371,27 @@ class BatchMLAPagedAttentionWrapper:
             lse.mul_(math.log2(math.e))
         return (out, lse) if return_lse else out
 
-    def _placed(self, given: dict[str, Tensor], form: tuple[str, ...], plan: _Plan, max_kv_len: object) -> _Requests:
+    def _placed(self, given: dict[str, Tensor], plan: _Plan) -> _Requests:
         """The requests where the calls find them; with use_cuda_graph always at the same place."""
+        form = plan.metadata
         starts = given[form[0]]
         looked_at = not self._use_cuda_graph and starts.device.type == "cpu"
         query_lens = _query_lens(form[0], starts) if looked_at else None
-        if form is CSR:
-            width = self._table_width(given, plan, max_kv_len)
-        first, *pages, lengths = (self._place(name, tensor) for name, tensor in given.items())
+        width = self._table_width(given, plan) if form is CSR else 0
+        # A refused plan has written nothing.
+        places = [self._place(name, tensor) for name, tensor in given.items()]
+        for place, tensor in zip(places, given.values(), strict=True):
+            if place is not tensor:
+                place.copy_(tensor, non_blocking=True)
+        first, *pages, lengths = places
         table = pages[0] if form is DENSE else self._table(plan.batch, width, *pages)
         return _Requests(first, table, lengths, query_lens)
 
     def _place(self, name: str, tensor: Tensor) -> Tensor:
+        """Where to copy it; pages that are there stay where they are, and are read until the last run."""
         if not self._use_cuda_graph:
-            return tensor.to(self.device, non_blocking=True)
+            there = name in READ_IN_PLACE and tensor.device == self.device
+            return tensor if there else torch.empty_like(tensor, device=self.device)
         buffer = self._buffers.get(name)
         if buffer is None and name in CSR:
             raise ValueError(f"{name}: wanted a buffer in the wrapper for CUDA graphs, got None")
@@ -362,15 +400,15 @@ class BatchMLAPagedAttentionWrapper:
         part = buffer[: len(tensor)] if name == "kv_indices" else buffer
         if part.shape != tensor.shape:
             raise ValueError(f"{name}: wanted {_shape(buffer)} as the wrapper's buffer has, got {_shape(tensor)}")
-        return part.copy_(tensor, non_blocking=True)
+        return part
 
-    def _table_width(self, given: dict[str, Tensor], plan: _Plan, max_kv_len: object) -> int:
+    def _table_width(self, given: dict[str, Tensor], plan: _Plan) -> int:
         """Pages in a row of a block table that is made of page lists."""
         starts, pages = given["kv_indptr"], given["kv_indices"]
         if not self._use_cuda_graph and starts.device.type == "cpu":
             return _most_pages(given, plan.page_size)
-        if max_kv_len is not None:
-            width = -(-count("max_kv_len", max_kv_len) // plan.page_size)
+        if plan.max_kv_len is not None:
+            width = -(-plan.max_kv_len // plan.page_size)
             _assert_on_device(starts.diff() <= width, f"kv_indptr: wanted max_kv_len's {width} pages at most, got more")
             return width
         entries = len(pages if self._buffers["kv_indices"] is None else self._buffers["kv_indices"])
@@ -410,16 +448,16 @@ class BatchMLAPagedAttentionWrapper:
         for name, scale in {"ckv_scale": ckv, "kpe_scale": kpe}.items():
             if kv_dtype != FP8 and scale is not None:
                 raise ValueError(f"{name}: wanted None with a cache of {dtype_name(kv_dtype)}, got {scale}")
-            if kv_dtype == FP8 and not (isinstance(scale, int | float) and math.isfinite(scale) and scale > 0):
-                raise ValueError(f"{name}: wanted a positive finite number with an FP8 cache, got {scale}")
+            if kv_dtype == FP8 and not (isinstance(scale, Real) and FLOAT32.tiny <= scale <= FLOAT32.max):
+                raise ValueError(f"{name}: wanted a positive finite number of float32 with an FP8 cache, got {scale}")
         if kv_dtype != FP8:
             return None, q_rope
         scale = self._scales.get(ckv)
         if scale is None:
-            scale = torch.full((1,), ckv, dtype=torch.float32, device=self.device)
+            scale = torch.full((1,), float(ckv), dtype=torch.float32, device=self.device)
             if not _capturing(self.device):
                 self._scales[ckv] = scale
-        return scale, q_rope if kpe == ckv else q_rope * (kpe / ckv)
+        return scale, q_rope if kpe == ckv else q_rope * float(kpe / ckv)
 
 
 class _Run(NamedTuple):
@@ -447,8 +485,7 @@ def _cut(plan: _Plan, query_lens: list[int] | None, tokens: int) -> list[_Run]:
             wanted = f"equally many query tokens for each of {plan.batch} requests, max_q_len, or qo_indptr on the CPU"
             raise ValueError(f"q_nope: wanted {wanted}, got {tokens}")
         return [_Run(*everything, s_q, padded=tokens != plan.batch * s_q)]
-    if sum(query_lens) != tokens:
-        raise ValueError(f"q_nope: wanted {sum(query_lens)} query tokens as planned, got {tokens}")
+    _check_tokens(query_lens, tokens)
     runs, request, token = [], 0, 0
     for s_q, group in groupby(query_lens):
         requests = len(list(group))
@@ -457,6 +494,11 @@ def _cut(plan: _Plan, query_lens: list[int] | None, tokens: int) -> list[_Run]:
             runs.append(_Run(slice(request, request + requests), slice(token, end), s_q, padded=False))
         request, token = request + requests, end
     return runs if len(runs) <= MAX_RUNS else [_Run(*everything, max(query_lens), padded=True)]
+
+
+def _check_tokens(query_lens: list[int], tokens: int) -> None:
+    if sum(query_lens) != tokens:
+        raise ValueError(f"q_nope: wanted {sum(query_lens)} query tokens as planned, got {tokens}")
 
 
 class _Call:
@@ -478,6 +520,7 @@ class _Call:
             raise ValueError(f"float_workspace_buffer: wanted {wanted}, got {workspace.numel()}")
         self._workspace = workspace[:size].view(torch.float32)
         self._built: BuiltSchedule | None = None
+        self._names = NAMES | NAMES_IN_FORMS[plan.metadata]
         self._seq_lens = self._block_table = None
         if run.padded:
             self._source = torch.empty(requests * run.s_q, dtype=torch.int32, device=device)
@@ -493,7 +536,7 @@ class _Call:
             _assert_on_device(lengths <= s_q if self.run.padded else lengths == s_q, wanted)
         if self.run.padded:
             self._pad(requests.starts)
-        self._built = self._schedule.build(self._seq_lens, self.shape[1])
+        self._built = named(self._names, self._schedule.build, self._seq_lens, self.shape[1])
 
     def _pad(self, starts: Tensor) -> None:
         """A request's query tokens are the last of its s_q rows, so that the mask is theirs; those before are any."""
@@ -513,7 +556,8 @@ class _Call:
         if not self.run.padded:
             results = {"out": out[mine].view(*self.shape, LATENT_DIM), "lse": lse[mine].view(self.shape)}
         cache = (kv, self._block_table, self._seq_lens, self._built)
-        padded = mla_decode(q, *cache, q_rope=q_rope, rope_cache=rope, workspace=self._workspace, **results, **options)
+        options = {**options, **results, "q_rope": q_rope, "rope_cache": rope, "workspace": self._workspace}
+        padded = named(self._names, mla_decode, q, *cache, **options)
         if self.run.padded:
             heads = lse.shape[1]
             torch.index_select(padded[0].view(-1, heads, LATENT_DIM), 0, self._target, out=out)
@@ -559,6 +603,8 @@ def _forms(given: dict[str, object], metadata: object) -> tuple[dict[str, Tensor
     if metadata is not None:
         if doubled := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{doubled[0]}: wanted None beside metadata, got {type_name(given[doubled[0]])}")
+        if not any(hasattr(metadata, name) for name in given):
+            raise TypeError(f"metadata: wanted FlashInfer's MLAPlanMetadata, got {type_name(metadata)}")
         given = {name: getattr(metadata, name, None) for name in given}
     dense, csr = (any(given[name] is not None for name in form) for form in (DENSE, CSR))
     if dense and csr and metadata is None:
@@ -582,7 +628,8 @@ def _check_requests(given: dict[str, Tensor], form: tuple[str, ...], device: tor
         if not fits or len(tensor) != sizes.get(name, len(tensor)) and not (name in ENDS and len(tensor) > batch):
             raise ValueError(f"{name}: wanted int32 {wanted} for {batch} requests, got {_shape(tensor)}")
         if tensor.device.type != "cpu" and tensor.device != device:
-            raise ValueError(f"{name}: wanted a tensor on {device} or the CPU, got one on {tensor.device}")
+            wanted = "the CPU" if device.type == "cpu" else f"{device} or the CPU"
+            raise ValueError(f"{name}: wanted a tensor on {wanted}, got one on {tensor.device}")
     return batch
 
 
@@ -619,11 +666,17 @@ def _check_plan(plan: _Plan, head_dim_ckv: object, head_dim_kpe: object, output_
     """Refuse what is missing, and what these kernels cannot run."""
     given = {**plan._asdict(), "head_dim_ckv": head_dim_ckv, "head_dim_kpe": head_dim_kpe}
     for name, value in given.items():
-        if value is None and name != "max_q_len":
+        if value is None and name not in ("max_q_len", "max_kv_len"):
             raise TypeError(f"{name}: wanted one, got None")
-    for name in ("num_heads", "page_size", "max_q_len"):
+    for name in ("num_heads", "page_size", "max_q_len", "max_kv_len"):
         if given[name] is not None:
             count(name, given[name])
+    if not (isinstance(plan.sm_scale, Real) and math.isfinite(plan.sm_scale) and plan.sm_scale > 0):
+        raise ValueError(f"sm_scale: wanted a positive finite number, got {plan.sm_scale!r}")
+    dtypes = {"q_data_type": plan.q_data_type, "kv_data_type": plan.kv_data_type, "output_dtype": output_dtype}
+    for name, dtype in dtypes.items():
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{name}: wanted a torch.dtype, got {dtype!r}")
     if plan.q_data_type not in DTYPES:
         wanted = " or ".join(map(dtype_name, DTYPES))
         raise NotImplementedError(f"q_data_type: wanted {wanted}, got {dtype_name(plan.q_data_type)}")
@@ -637,7 +690,7 @@ def _check_plan(plan: _Plan, head_dim_ckv: object, head_dim_kpe: object, output_
         page_size=plan.page_size,
     )
     if reason:
-        raise NotImplementedError(reason)
+        raise NotImplementedError(renamed(reason, PLAN_NAMES))
     if output_dtype not in (None, plan.q_data_type):
         wanted = f"None or {dtype_name(plan.q_data_type)} like q_data_type"
         raise NotImplementedError(f"output_dtype: wanted {wanted}, got {dtype_name(output_dtype)}")
@@ -647,43 +700,42 @@ def _check_same(now: _Plan, before: _Plan) -> None:
     for name, old in before._asdict().items():
         new = getattr(now, name)
         if new != old:
+            old, new = (SAID.get(one, one) for one in (old, new))
             raise ValueError(f"{name}: wanted {old} as in the first plan for CUDA graphs, got {new}")
 
 
-def _pair(name: str, whole: object, parts: dict[str, object], dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+def _pair(
+    name: str, whole: object, parts: dict[str, object], dtype: torch.dtype, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Latent and rope, [.., 512] and [.., 64], of one tensor or of two."""
     if whole is not None:
         if doubled := [part for part, value in parts.items() if value is not None]:
             raise ValueError(f"{doubled[0]}: wanted None beside {name}, got {type_name(parts[doubled[0]])}")
         if isinstance(whole, Tensor):
-            _check_part(name, whole, LATENT_DIM + ROPE_DIM, dtype)
+            _check_part(name, whole, LATENT_DIM + ROPE_DIM, dtype, device)
             return whole[..., :LATENT_DIM], whole[..., LATENT_DIM:]
         if not isinstance(whole, tuple) or len(whole) != len(parts):
             raise TypeError(f"{name}: wanted a tensor or a pair of them, got {type_name(whole)}")
         parts = dict(zip(parts, whole, strict=True))
     for (part, tensor), width in zip(parts.items(), (LATENT_DIM, ROPE_DIM), strict=True):
-        _check_part(part, tensor, width, dtype)
+        _check_part(part, tensor, width, dtype, device)
     (_, latent), (name, rope) = parts.items()
     if latent.shape[:2] != rope.shape[:2]:
         raise ValueError(f"{name}: wanted {[*latent.shape[:2], ROPE_DIM]}, got {list(rope.shape)}")
     return latent, rope
 
 
-def _check_part(name: str, tensor: object, width: int, dtype: torch.dtype) -> None:
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{name}: wanted a tensor, got {type_name(tensor)}")
+def _check_part(name: str, tensor: object, width: int, dtype: torch.dtype, device: torch.device) -> None:
+    check_tensor(name, tensor)
     if tensor.dim() != 3 or tensor.shape[2] != width:
         raise ValueError(f"{name}: wanted three dimensions, the last of {width}, got {list(tensor.shape)}")
     if tensor.dtype != dtype:
         raise ValueError(f"{name}.dtype: wanted {dtype_name(dtype)} as planned, got {dtype_name(tensor.dtype)}")
+    if tensor.device != device:
+        wanted = f"a tensor on {device} like float_workspace_buffer"
+        raise ValueError(f"{name}: wanted {wanted}, got one on {tensor.device}")
 
 
-def _result(name: str, given: object, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> Tensor:
-    if given is None:
-        return q.new_empty(shape, dtype=dtype)
-    if not isinstance(given, Tensor):
-        raise TypeError(f"{name}: wanted a tensor, got {type_name(given)}")
-    if given.shape != shape or given.dtype != dtype or not given.is_contiguous():
-        wanted = f"a contiguous {list(shape)} of {dtype_name(dtype)}"
-        raise ValueError(f"{name}: wanted {wanted}, got {_shape(given)} with strides {list(given.stride())}")
-    return given
+def _result(name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> Tensor:
+    check_out(name, given, shape, (dtype,), q)
+    return q.new_empty(shape, dtype=dtype) if given is None else given

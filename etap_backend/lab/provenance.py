@@ -45,6 +45,17 @@ class Provenance(BaseModel):
     note: str = ""
 
 
+def without_note(command: str) -> str:
+    """A command without its `--note`, for where the note stands beside it."""
+    kept, words = [], iter(shlex.split(command))
+    for word in words:
+        if word == "--note":
+            next(words, None)
+        elif not word.startswith("--note="):
+            kept.append(word)
+    return shlex.join(kept)
+
+
 def provenance(
     program: str,
     *,

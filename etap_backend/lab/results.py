@@ -62,6 +62,15 @@ def parse(path: Path, content: object, kind: type[configs.Content]) -> configs.C
         raise ValueError(f"{path}: {error}") from error
 
 
+def beside_the_usual(method: str, usual: str) -> str:
+    """What a page says of a file's method: the parts, each ended by a semicolon, that are not in the usual one.
+
+    docs/measuring.md tells the usual one, so that most files leave nothing to say.
+    """
+    known = usual.split("; ")
+    return "; ".join(part for part in method.split("; ") if part not in known)
+
+
 @dataclass(frozen=True)
 class Place:
     """What stands between `<!-- KIND NAME -->` and `<!-- /KIND -->` of a page: a table made from results/NAME.json.

@@ -31,7 +31,10 @@ def resolve_arguments(declared: dict, view, name: str) -> dict | None:
     page_size = declared.get("page_size", view.page_size)
     model = compat.model_config(view)
     of_model = name in _names_of_model(view)
-    if compat.is_sparse(model):
+    if getattr(model.hf_text_config, "llama_4_scaling", None):
+        # SGLang multiplies queries by it for backends that take them in one tensor, and forgets it for the others.
+        reason = "a model whose queries are scaled by position (llama_4_scaling) is not supported"
+    elif compat.is_sparse(model):
         reason = _why_unsupported_sparse(view, model, name) if of_model else None
     else:
         reason = _why_unsupported(view, TILE_TOKENS if page_size is None else page_size)

@@ -108,7 +108,9 @@ class ETAPBackend(FlashMLABackend):
         slow = plugins.small_pages_text(self.page_size, _heads(model_runner) * drafts)
         if slow and draft_step is None:
             _logger.warning("Attention backend %s: %s", compat.NAME, slow)
-        max_requests = self.kv_indptr.shape[0] - 1  # those of the pool, padded as SGLang pads a step
+        # Those of the pool; SGLang pads a step so that the ranks divide it, 0.5.17 without counting that there.
+        ranks = get_parallel().attn_tp_size
+        max_requests = -(-(self.kv_indptr.shape[0] - 1) // ranks) * ranks
         workspace = None if first is None else first.schedule.workspace
         self.schedule = DecodeSchedule(
             max_requests, _heads(model_runner), max_s_q=drafts, device=self.device, workspace=workspace

@@ -41,7 +41,7 @@ _POOL = "sglang.srt.mem_cache.memory_pool:MLATokenToKVPool"
 USES = (
     plugins.Use(
         "sglang.srt.configs.model_config:ModelConfig",
-        has="attention_arch hf_config kv_lora_rank num_attention_heads qk_rope_head_dim",
+        has="attention_arch hf_config hf_text_config kv_lora_rank num_attention_heads qk_rope_head_dim",
     ),
     plugins.Use("sglang.srt.configs.model_config:AttentionArch", has="MLA"),
     plugins.Use("sglang.srt.configs.model_config:is_deepseek_dsa", positional=1),

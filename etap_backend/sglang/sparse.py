@@ -23,9 +23,6 @@ _KERNEL = "fa3"
 """Whose calls are ours: of SGLang's kernels the one that takes both parts of the queries where they are, rows of the
 cache and how many of them are valid."""
 
-_PADDED_HEADS = 64
-"""SGLang's kernels for prefill on Hopper compute a multiple of so many heads."""
-
 
 def _why_unsupported(model_runner) -> str | None:
     config, spec = model_runner.model_config, get_spec()
@@ -87,7 +84,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         self.dsa_decode_impl = _KERNEL
         if self.dsa_prefill_impl == compat.NAME:
             # Where nothing is padded, SGLang's choice.
-            ours = self.num_q_heads % _PADDED_HEADS != 0
+            ours = self.num_q_heads % plugins.FLASHMLA_HEADS != 0
             self.dsa_prefill_impl = _KERNEL if ours else "flashmla_auto"
             self.enable_auto_select_prefill_impl = not ours
         self._num_sms = get_device_core_count()
@@ -100,6 +97,8 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             prefill = compat.NAME if self.dsa_prefill_impl == _KERNEL else self.dsa_prefill_impl
             text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s"
             _logger.info(text, compat.NAME, cache, prefill)
+            if slow := plugins.unpadded_heads_text(self.num_q_heads, self._num_sms, "SGLang's own backend, dsa,"):
+                _logger.warning("Attention backend %s: %s", compat.NAME, slow)
 
     def _forward_fa3(
         self,

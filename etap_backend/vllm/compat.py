@@ -65,9 +65,10 @@ _SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _BACKENDS = "vllm.v1.attention.backends.mla"
 SPARSE_USES = (
     plugins.Use("vllm.config:ModelConfig", has="hf_text_config"),
+    plugins.Use("vllm.config:VllmConfig", has="attention_config"),
     plugins.Use(
         f"{_SPARSE}:SparseMLACommonImpl",
-        has="supports_quant_query_input kv_lora_rank scale dcp_world_size "
+        has="supports_quant_query_input kv_lora_rank qk_rope_head_dim scale dcp_rank dcp_world_size "
         "can_return_lse_for_decode lse_base_on_e supports_dcp supports_pcp",
     ),
     plugins.Use(
@@ -94,6 +95,7 @@ SPARSE_USES = (
 
 HOOKS_OF_SOME = (
     *("supports_device_cpu_query_lens_mismatch", "reserve_workspace", "update_draft_decode_metadata"),
+    "prepare_for_batch",
     "get_kv_cache_stride_order",  # until layouts have names
 )
 """Methods of ours that only some of the versions ask for."""

@@ -98,7 +98,7 @@ class TokenRequests:
         dcp_interleave: int,
     ):
         """Allocate for max_tokens query tokens of requests with max_pages pages on this rank."""
-        self._numbers = torch.arange(max_tokens, dtype=torch.int32, device=device)
+        # Nothing here may outlast a step: vLLM's sleep mode gives the memory back with other contents.
         self._seq_lens = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_tokens, max_pages, dtype=torch.int32, device=device)
         self._share = (dcp_size, dcp_rank, dcp_interleave)
@@ -114,7 +114,7 @@ class TokenRequests:
             query_start_loc: int32 [requests + 1], on the device.
             num_tokens: query tokens; those behind the last request's pad the step, and get length 0.
         """
-        token = self._numbers[:num_tokens]
+        token = torch.arange(num_tokens, dtype=torch.int32, device=query_start_loc.device)
         request = torch.bucketize(token, query_start_loc[1:], right=True).clamp_(max=len(seq_lens) - 1)
         later = query_start_loc[request + 1] - 1 - token
         total = (seq_lens[request] - later).clamp_(min=0).masked_fill_(later < 0, 0)

@@ -102,15 +102,18 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
             reason = "indexer or topk_indices_buffer: wanted one of both, got None"
         if reason:
             raise NotImplementedError(f"{compat.NAME}: {reason}")
-        # Asked for its buffer in each call: a draft model's gets the target's after its layers are made.
+        # Asked for its buffer in each call: a draft model's gets the target's after its layers are made. The names are
+        # those behind 0.33's property `topk_indices_buffer`, by which some models replace the buffer.
         self._indexer = indexer
-        self._given_indices = topk_indices_buffer
+        self._topk_indices_buffer = topk_indices_buffer
         self.supports_quant_query_input = False
         fp8_cache = kv_cache_dtype == SPARSE_FP8
         _logger.info_once(
             f"{compat.NAME} decodes: sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
         )
         self._num_sms = num_compute_units()
+        if slow := plugins.unpadded_heads_text(kernel_heads, self._num_sms, FlashMLASparseBackend.get_name()):
+            _logger.warning_once(f"{compat.NAME}: {slow}")
         self._workspace_floats = sparse_workspace_floats(kernel_heads, fp8_cache, self._num_sms)
         if not compat.reserves_in_profile_run():
             self.reserve_workspace()
@@ -118,6 +121,14 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
     def reserve_workspace(self) -> None:
         """Claim the workspace, the same for any step, while vLLM measures the memory that the model needs."""
         claim_workspace(self._workspace_floats)
+
+    def prepare_for_batch(self, attn_metadata: FlashAttnMLASparseMetadata | None) -> None:
+        """Claim the workspace in the profile run, in which there is no batch.
+
+        vLLM 0.33's own layer of DeepSeek-V3.2 and GLM-5 calls this there, and never `reserve_workspace`.
+        """
+        if attn_metadata is None:
+            self.reserve_workspace()
 
     def forward_mqa(
         self,
@@ -142,7 +153,7 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
         """
         latent, rope = q if isinstance(q, tuple) else (q, None)
         tokens = latent.shape[0]
-        indices = self._given_indices if self._indexer is None else self._indexer.topk_indices_buffer
+        indices = self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
         indices, block_table = indices[:tokens], attn_metadata.block_table
         request_ids = attn_metadata.req_id_per_token[:tokens]
         if self.dcp_world_size > 1:

@@ -63,6 +63,11 @@ def shifted(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape)
 
 
+def inside(other: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """What is like `like`, in the memory of `other`."""
+    return other.flatten().view(torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape)
+
+
 def _workspace(call: dict, floats: int = 10**6, **options) -> torch.Tensor:
     return torch.zeros(floats, **{"device": call["q"].device, **options})
 
@@ -363,6 +368,12 @@ REFUSALS = (
         lambda c: {"out": None, "out_dtype": torch.float16},
     ),
     Refusal(
+        "out_dtype_text",
+        TypeError,
+        ("out_dtype:", "torch.dtype", "got str"),
+        lambda c: {"out": None, "out_dtype": "bfloat16"},
+    ),
+    Refusal(
         "out_dtype_unlike_query_beside_fp8_cache",
         ValueError,
         ("out_dtype:", "None or bfloat16", "float16"),
@@ -450,6 +461,22 @@ REFUSALS = (
     ),
     Refusal(
         "no_pages", ValueError, ("kv_cache:", "one page", "[0, 64, 576]"), lambda c: {"kv_cache": c["kv_cache"][:0]}
+    ),
+    # What is written while others are read.
+    Refusal("out_in_q", ValueError, ("out:", "its own", "q's"), lambda c: {"out": inside(c["q"], c["out"])}),
+    Refusal("lse_in_q", ValueError, ("lse:", "its own", "q's"), lambda c: {"lse": inside(c["q"], c["lse"])}),
+    Refusal(
+        "out_in_cache",
+        ValueError,
+        ("out:", "its own", "kv_cache's"),
+        lambda c: {"out": inside(c["kv_cache"], c["out"])},
+    ),
+    Refusal("lse_in_out", ValueError, ("lse:", "its own", "out's"), lambda c: {"lse": inside(c["out"], c["lse"])}),
+    Refusal(
+        "lse_in_workspace",
+        ValueError,
+        ("workspace:", "its own", "lse's"),
+        lambda c: {"workspace": (workspace := _workspace(c)), "lse": inside(workspace, c["lse"])},
     ),
     Refusal(
         "cache_pages_in_one_place",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from refusals import shifted, strided, wide
+from refusals import inside, shifted, strided, wide
 
 from etap_backend import sparse_mla_decode
 
@@ -192,6 +192,16 @@ REFUSALS = (
     ),
     Refusal(
         "workspace_on_meta", ValueError, ("workspace:", "meta"), lambda c: {"workspace": workspace(c, device="meta")}
+    ),
+    # What is written while others are read.
+    *(
+        Refusal(
+            f"{name}_in_{other}",
+            ValueError,
+            (f"{name}:", "its own", f"{other}'s"),
+            lambda c, name=name, other=other: {name: inside(c[other], c[name])},
+        )
+        for name, other in (("out", "kv_cache"), ("lse", "q"), ("lse", "out"), ("lse", "indices"))
     ),
     # What is no tensor, or has no memory.
     *(

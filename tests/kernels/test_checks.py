@@ -36,6 +36,16 @@ def test_the_unspoiled_call_is_allowed(device):
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_what_lies_between_the_requests_of_a_buffer_is_nobodys(device):
+    """An output there shares no memory with the queries."""
+    call = valid_call(device)
+    own, between = call["q"][0].numel(), call["out"].numel()
+    buffer = call["q"].new_zeros(3, own + between)
+    out = buffer[0, own:].view(call["out"].shape)
+    mla_decode(**{**call, "q": buffer[:, :own].view(call["q"].shape), "out": out})
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("fp8_query", [False, True])
 def test_the_unspoiled_call_with_an_fp8_cache_is_allowed(device, fp8_query):
     call, scale = valid_call(device), torch.ones((), device=device)
@@ -45,6 +55,29 @@ def test_the_unspoiled_call_with_an_fp8_cache_is_allowed(device, fp8_query):
         call["q"] = call["q"].to(torch.float8_e4m3fn)
         mla_decode(**call, q_scale=scale, kv_scale=scale, out_dtype=torch.bfloat16)
         mla_decode(**{**call, "out": call["out"].half()})
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("name", ["q", "kv_cache", "out"])
+@pytest.mark.parametrize(
+    "call, valid", [(mla_decode, valid_call), (sparse_mla_decode, sparse_refusals.valid_call)], ids=["dense", "sparse"]
+)
+def test_autograd_sees_nothing_of_a_call(call, valid, name, device):
+    arguments = valid(device)
+    wanted = call(**{**arguments, "out": None, "lse": None})
+    arguments[name] = arguments[name].clone().requires_grad_()
+    out, lse = call(**arguments)
+    assert out.grad_fn is None and lse.grad_fn is None and not lse.requires_grad
+    assert torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tensors_of_inference_mode_serve_outside_of_it(device):
+    for call, valid in (mla_decode, valid_call), (sparse_mla_decode, sparse_refusals.valid_call):
+        with torch.inference_mode():
+            arguments = valid(device)
+            wanted = [one.clone() for one in call(**arguments)]
+        assert all(map(torch.equal, call(**arguments), wanted))
 
 
 @pytest.mark.gpu
@@ -262,6 +295,9 @@ def test_a_length_beyond_the_block_table_is_refused_on_the_cpu():
         ({"max_batch": None}, "max_batch: wanted an int, got None"),
         ({"max_s_q": "2"}, "max_s_q: wanted an int, got '2'"),
         ({"device": "meta"}, "device: wanted the CPU or a CUDA device that torch sees, got meta"),
+        ({"device": "gpu"}, "device: wanted the CPU or a CUDA device that torch sees, got gpu"),
+        ({"device": None}, "device: wanted the CPU or a CUDA device that torch sees, got None"),
+        ({"workspace": [0.0]}, "workspace: wanted a tensor, got list"),
         ({"workspace": torch.empty(5)}, "workspace: wanted a contiguous .* got .5."),
         ({"workspace": torch.empty(10**6, dtype=torch.float64)}, "workspace: wanted float32, got .*float64"),
     ],
@@ -269,6 +305,21 @@ def test_a_length_beyond_the_block_table_is_refused_on_the_cpu():
 def test_a_schedule_that_cannot_be_is_refused(arguments, words):
     with pytest.raises((ValueError, TypeError), match=words):
         DecodeSchedule(**{"max_batch": 4, "num_heads": 16, "device": "cpu", **arguments})
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        ({"num_heads": 0}, "num_heads: wanted at least 1, got 0"),
+        ({"num_heads": 16.0}, "num_heads: wanted an int, got 16.0"),
+        ({"max_s_q": None}, "max_s_q: wanted an int, got None"),
+        ({"num_sms": -1}, "num_sms: wanted at least 1, got -1"),
+        ({"max_batch": 0, "batch_invariant": True}, "max_batch: wanted at least 1, got 0"),
+    ],
+)
+def test_a_workspace_for_nothing_is_refused(arguments, words):
+    with pytest.raises((ValueError, TypeError), match=f"^{words}"):
+        DecodeSchedule.workspace_floats(**{"num_heads": 16, "max_s_q": 1, "num_sms": 8, **arguments})
 
 
 def test_a_schedule_for_a_gpu_that_is_not_there_is_refused(monkeypatch):

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from test_reference import contiguous_tokens, sdpa
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from etap_backend import DecodeSchedule, executor, mla_decode
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build, decode
@@ -152,6 +153,27 @@ def test_the_operator_is_registered_as_torch_wants_it():
         # The poison in what must not be read is NaN, which opcheck's comparison of unread inputs takes for a change.
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
+
+
+def test_building_a_schedule_is_an_operator_too():
+    schedule = DecodeSchedule(3, 16, device="cpu")
+    lengths = torch.tensor([70, 300, 4000], dtype=torch.int32)
+    torch.library.opcheck(
+        torch.ops.etap_backend.build_schedule.default,
+        (lengths, schedule.work_ranges, schedule.split_offsets, 8, 0, 16),
+        test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
+    )
+
+
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_fake_tensors_go_through_a_step(batch_invariant):
+    """As a compiler or a count of memory sends them; they have no memory that the library could look at."""
+    with FakeTensorMode():
+        lengths, table = torch.ones(2, dtype=torch.int32), torch.zeros(2, 9, dtype=torch.int32)
+        planned = DecodeSchedule(2, 16, device="cpu", batch_invariant=batch_invariant).build(lengths)
+        q, cache = (torch.zeros(*shape, 576, dtype=torch.bfloat16) for shape in ((2, 1, 16), (9, 64)))
+        out, lse = mla_decode(q, cache, table, lengths, planned, softmax_scale=SOFTMAX_SCALE)
+    assert (out.shape, lse.shape, out.dtype) == ((2, 1, 16, 512), (2, 1, 16), torch.bfloat16)
 
 
 def test_compiling_the_call_leaves_no_graph_break_and_the_same_bits():

@@ -239,12 +239,18 @@ def test_one_plan_serves_the_layers_of_a_step_and_is_right_for_other_lengths(dev
     assert all(map(torch.equal, problems[0].run(causal=causal, scheduler_metadata=theirs), plain))
 
 
+def call_of(problem: Problem, **more) -> fa3.Call:
+    return fa3.Call(fa3.WITH_KVCACHE, problem.call | more, {})
+
+
 def test_a_plan_is_what_a_call_would_make():
     problem = problem_of((700, 65, 3), 2)
     plan = fa3.get_scheduler_metadata(3, 2, 0, 16, 1, 64, problem.call["cache_seqlens"], headdim_v=512)
-    made = fa3._planned(None, problem.call["cache_seqlens"], 3, 32)
-    given = fa3._planned(plan, problem.call["cache_seqlens"], 3, 32)
-    assert given[:4] == made[:4] and torch.equal(given.work_ranges, made.work_ranges)
+    made, given = (
+        fa3._planned(call_of(problem, scheduler_metadata=one), problem.call["cache_seqlens"], 3, 32)
+        for one in (None, plan)
+    )
+    assert given[:4] == made[:4] and torch.equal(given.work_ranges, made.work_ranges[: made.partitions])
     assert torch.equal(given.split_offsets[:4], made.split_offsets[:4]) and made.split_offsets[1] > 1
 
 
@@ -332,8 +338,8 @@ NOT_SERVED = {
     "another value width": (r"^v_cache: wanted 512 columns", lambda c: {"v_cache": c["v_cache"][..., :256]}),
     "several KV heads": (r"^k_cache: wanted \[num_blocks, page_block_size, 1, 64\], got \[\d+, 64, 3, 64\]",
                          lambda c: {"k_cache": c["k_cache"].expand(-1, -1, 3, -1)}),
-    "another type": ("^dtype float32 ", lambda c: {"q": c["q"].float()}),
-    "a cache of another type": ("^kv_cache_dtype float16 ", lambda c: {"k_cache": c["k_cache"].half()}),
+    "another type": (r"^q\.dtype float32 ", lambda c: {"q": c["q"].float()}),
+    "a cache of another type": (r"^k_cache\.dtype float16 ", lambda c: {"k_cache": c["k_cache"].half()}),
     "a window": (r"^window_size: wanted \(-1, -1\), got \(3, 0\)", {"window_size": (3, 0)}),
     "a window in a list": (r"^window_size: .* got \(3, 0\)", {"window_size": [3, 0]}),
     "a window in a tensor": (r"^window_size: .* got \[2\]", {"window_size": torch.tensor([3, 0])}),
@@ -453,9 +459,44 @@ REFUSALS = {
     "lengths of fewer": (ValueError, "^cache_seqlens: wanted an int, or ",
                          lambda c: {"cache_seqlens": c["cache_seqlens"][:2]}),
     "more stretches": (ValueError, r"^k_cache: wanted \[6, seqlen, 1, 64\] without page_table", {"page_table": None}),
-    "a latent part in other pages": (ValueError, "^rope_cache: wanted shape ", lambda c: {"k_cache": c["k_cache"][:9]}),
+    "a latent part in other pages": (ValueError, "^k_cache: wanted shape ", lambda c: {"k_cache": c["k_cache"][:9]}),
     "an output that is none": (TypeError, "^out: wanted a tensor", {"out": 1}),
-    "a plan of other requests": (ValueError, r"^scheduler_metadata: wanted .* for 6 requests, \[9, 8\], got \[8, 8\]",
+    "an output of another type": (ValueError, "^out: wanted a contiguous .* of bfloat16 on cpu, got .* of float32",
+                                  {"out": torch.zeros(6, 1, 16, 512)}),
+    "an output of another type beside no queries": (
+        ValueError, r"^out: wanted a contiguous \[6, 0, 16, 512\] of bfloat16",
+        lambda c: {"q": c["q"][:, :0], "qv": c["qv"][:, :0], "out": torch.zeros(6, 0, 16, 512)}),
+    "lengths of 64 bits": (TypeError, "^cache_seqlens: wanted int32, got int64",
+                           lambda c: {"cache_seqlens": c["cache_seqlens"].long()}),
+    "lengths without memory": (ValueError, "^cache_seqlens: wanted a tensor on cpu like q, got one on meta",
+                               lambda c: {"cache_seqlens": c["cache_seqlens"].to("meta")}),
+    "a length that there is no room for": (ValueError, "^cache_seqlens: wanted from 0 to 384, .* got 385",
+                                           {"cache_seqlens": 385}),
+    "less than nothing": (ValueError, "^cache_seqlens: wanted from 0 to 384, .* got -1", {"cache_seqlens": -1}),
+    "half a token": (ValueError, "^cache_seqlens: wanted an int, or .* got 0.5", {"cache_seqlens": 0.5}),
+    "a table of 64 bits": (TypeError, "^page_table: wanted int32, got int64",
+                           lambda c: {"page_table": c["page_table"].long()}),
+    "numbers of rows in a list": (ValueError, r"^cache_batch_idx: wanted an int32 tensor of shape \[6\], got \[0\]",
+                                  {"cache_batch_idx": [0]}),
+    "numbers of rows of 64 bits": (TypeError, "^cache_batch_idx: wanted int32, got int64",
+                                   {"cache_batch_idx": torch.arange(6)}),
+    "fewer numbers of rows": (ValueError, r"^cache_batch_idx: wanted an int32 tensor of shape \[6\], got \[3\]",
+                              {"cache_batch_idx": torch.arange(3, dtype=torch.int32)}),
+    "queries that step": (ValueError, "^q: wanted stride 1",
+                          lambda c: {"q": c["q"].repeat_interleave(2, -1)[..., ::2]}),
+    "latent parts that step": (ValueError, "^qv: wanted stride 1",
+                               lambda c: {"qv": c["qv"].repeat_interleave(2, -1)[..., ::2]}),
+    "values that step": (ValueError, "^v_cache: wanted stride 1",
+                         lambda c: {"v_cache": c["v_cache"].repeat_interleave(2, -1)[..., ::2]}),
+    "two types of queries": (TypeError, "^q: wanted float16 like qv, got bfloat16", lambda c: {"qv": c["qv"].half()}),
+    "no pages": (ValueError, "^v_cache: wanted at least one page",
+                 lambda c: {name: c[name][:0] for name in ("k_cache", "v_cache")}),
+    "a scale of queries": (TypeError, "^softmax_scale: wanted a number, got str", {"softmax_scale": "1"}),
+    "a plan that is no tensor": (TypeError, "^scheduler_metadata: wanted a tensor, got list",
+                                 {"scheduler_metadata": [1]}),
+    "a plan of another type": (TypeError, "^scheduler_metadata: wanted int32, got float32",
+                               {"scheduler_metadata": torch.zeros(15, 8)}),
+    "a plan of other requests": (ValueError, r"^scheduler_metadata: .* for 6 requests of 16 .*\[15, 8\], got \[8, 8\]",
                                  {"scheduler_metadata": torch.zeros(8, 8, dtype=torch.int32)}),
 }  # fmt: skip
 
@@ -469,7 +510,45 @@ def test_what_cannot_be_is_refused_by_name(installed, name):
         problem.run(**(spoiled(problem.call) if callable(spoiled) else spoiled))
 
 
+def test_plans_of_other_requests_and_heads_are_refused():
+    """On a GPU they would leave out a part of the work."""
+    lengths = torch.tensor((700, 65, 3, 1, 1, 1), dtype=torch.int32)
+    problem = problem_of(lengths.tolist(), heads=128)
+    for batch, heads in (6, 16), (3, 128), (5, 128):
+        plan = fa3.get_scheduler_metadata(batch, 1, 0, heads, 1, 64, lengths[:batch], headdim_v=512)
+        with pytest.raises(ValueError, match="^scheduler_metadata: wanted what .* for 6 requests of 128 query rows"):
+            problem.run(scheduler_metadata=plan)
+
+
+@pytest.mark.parametrize("more, text", [
+    ({"cache_seqlens": None}, "cache_seqlens: wanted a tensor, got None"),
+    ({"cache_seqlens": torch.zeros(2)}, "cache_seqlens: wanted int32, got float32"),
+    ({"batch_size": 3}, r"cache_seqlens: wanted shape \[3\], got \[2\]"),
+    ({"max_seqlen_q": 0}, r"max_seqlen_q \* num_heads_q: wanted at least 1, got 0"),
+])  # fmt: skip
+def test_plans_that_cannot_be_are_refused(more, text):
+    call = {"batch_size": 2, "max_seqlen_q": 1, "max_seqlen_k": 9, "num_heads_q": 16, "num_heads_kv": 1, "headdim": 64}
+    call |= {"cache_seqlens": torch.ones(2, dtype=torch.int32), "headdim_v": 512}
+    with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+        fa3.get_scheduler_metadata(**call | more)
+
+
+def test_a_row_of_the_cache_that_is_not_there_is_refused_by_its_number():
+    problem = problem_of(page_size=None)
+    with pytest.raises(ValueError, match="^cache_batch_idx: wanted pages from 0 to 5 .* got 6"):
+        problem.run(cache_batch_idx=torch.arange(1, 7, dtype=torch.int32))
+
+
+def test_numpys_ints_are_ints():
+    numpy = pytest.importorskip("numpy")
+    problem = problem_of((48, 48, 48), (1, 2, 1))
+    given = problem.run(cache_seqlens=numpy.int64(48), max_seqlen_q=numpy.int32(2))
+    assert all(map(torch.equal, given, problem.run()))
+
+
 @pytest.mark.parametrize("wrong, text", [
+    ({"cu_seqlens_q": torch.zeros(7, dtype=torch.int32, device="meta")}, "^cu_seqlens_q: wanted a tensor on cpu like"),
+    ({"out": torch.zeros(7, 16, 512)}, r"^out: wanted a contiguous \[7, 16, 512\] of bfloat16 on cpu, got .* float32"),
     ({"max_seqlen_q": None}, "^max_seqlen_q: wanted an int of at least 1 with cu_seqlens_q, got None"),
     ({"max_seqlen_q": 0}, "^max_seqlen_q: .* got 0"),
     ({"cu_seqlens_q": torch.zeros(7)}, r"^cu_seqlens_q: wanted an int32 .* got float32 \[7\]"),
@@ -505,8 +584,15 @@ def test_vllms_form_says_its_own_names(none_installed):
     ):
         with pytest.raises(NotImplementedError, match=text):
             problem.run_varlen(**wrong)
-    with pytest.raises(ValueError, match="^seqused_k: wanted"):
-        problem.run_varlen(seqused_k=problem.call["cache_seqlens"][:2])
+    lengths, k = problem.call["cache_seqlens"], problem.call["k_cache"]
+    for wrong, text in (
+        ({"seqused_k": lengths[:2]}, "^seqused_k: wanted"),
+        ({"seqused_k": lengths.long()}, "^seqused_k: wanted int32, got int64"),
+        ({"k": k.repeat_interleave(2, -1)[..., ::2]}, "^k: wanted stride 1"),
+        ({"block_table": problem.call["page_table"].long()}, "^block_table: wanted int32"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=text):
+            problem.run_varlen(**wrong)
 
 
 THEIRS = """

@@ -5,6 +5,7 @@ Unused cache rows are NaN and unused block-table entries 2147480000, queries and
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 
@@ -129,6 +130,31 @@ def test_two_tensors_are_as_good_as_the_object(device, h_q, h_k, causal):
 
 
 @both_devices
+@pytest.mark.parametrize("h_q", [8, 16, 128])
+def test_two_tensors_of_other_heads_divide_the_work_otherwise_and_are_as_right(device, h_q):
+    """128 heads are two row groups, which half as many work ranges are for."""
+    problem = dense((700, 65, 0), h_q, device=device)
+    for rows in 16, 128:
+        ranges, splits = flash_mla.get_mla_decoding_metadata(problem.call["cache_seqlens"], rows, 1)
+        check(problem.run(tile_scheduler_metadata=ranges, num_splits=splits), problem.truth(False))
+
+
+@both_devices
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_requests_and_no_query_tokens_are_no_work(device, kind):
+    problem = dense((65, 1), kind=kind, device=device)
+    call = problem.call
+    none = {name: call[name][:0] for name in ("q", "block_table", "cache_seqlens")}
+    for shape, more in ((0, 1), none), ((2, 0), {"q": call["q"][:, :0]}):
+        out, lse = problem.run(**more)
+        assert out.shape == (*shape, 16, 512) and lse.shape == (shape[0], 16, shape[1])
+        assert out.dtype == (KINDS[kind][0] if KINDS[kind][0] != FP8 else torch.bfloat16) and lse.dtype == torch.float32
+    ranges, splits = flash_mla.get_mla_decoding_metadata(none["cache_seqlens"], 16, 1)
+    assert splits.shape == (1,)
+    problem.run(**none, tile_scheduler_metadata=ranges, num_splits=splits)
+
+
+@both_devices
 def test_one_plan_serves_the_layers_of_a_step_and_is_right_for_other_lengths(device):
     problems = [dense((300, 65, 1), seed=seed, device=device) for seed in (0, 1)]
     problems.append(dense((64, 900, 0), device=device))
@@ -164,7 +190,7 @@ def test_the_output_goes_where_it_is_wanted(device, causal, h_q, h_k):
     assert buffer[[0, 4]].isnan().all()
     with pytest.raises(ValueError, match=r"^out: wanted a contiguous \[3, 2, "):
         problem.run(causal=causal, out=buffer[1:4].transpose(1, 2))
-    with pytest.raises((TypeError, ValueError), match="^out(_dtype)?: wanted .*bfloat16.*, got float16"):
+    with pytest.raises(ValueError, match="^out: wanted .* of bfloat16 on .*, got .* of float16 "):
         problem.run(causal=causal, out=buffer[1:4].to(torch.float16))
 
 
@@ -199,12 +225,9 @@ def test_page_sizes_are_those_of_the_product(page_size):
     k_cache = problem.call["k_cache"].contiguous()[:6].view(-1, page_size, 1, 576)
     rows = k_cache.flatten(0, 1).nan_to_num(0.5)
     call = {"k_cache": rows.view(k_cache.shape), "block_table": torch.zeros(1, 1, dtype=torch.int32)}
-    if reason := why_unsupported(dtype=torch.bfloat16, page_size=page_size):
-        with pytest.raises(NotImplementedError, match=f"^{reason}$".replace("(", r"\(").replace(")", r"\)")):
-            problem.run(**call)
-    else:
-        wanted = Dense({}, problem.q, [rows[:page_size].double()]).truth(False)
-        check(problem.run(**call), wanted)
+    assert why_unsupported(dtype=torch.bfloat16, page_size=page_size) is None
+    wanted = Dense({}, problem.q, [rows[:page_size].double()]).truth(False)
+    check(problem.run(**call), wanted)
 
 
 @pytest.mark.gpu
@@ -297,6 +320,18 @@ def test_lengths_of_sparse_lists_are_a_requests(device):
 
 
 @both_devices
+@pytest.mark.parametrize("batch, s_q", [(1, 6), (6, 1), (3, 2)])
+def test_lengths_of_sparse_lists_may_lie_apart_and_be_one(device, batch, s_q):
+    problem = build_sparse(SparseCase(6, 5, 70, "fp8 as e4m3", cache_layout="headed"), device)
+    call = sparse_call(problem, batch, s_q)
+    lengths = torch.full((2 * batch,), 3, dtype=torch.int32, device=device)[::2]
+    results = flash_mla.flash_mla_with_kvcache(**call, topk_length=lengths)
+    call["indices"] = call["indices"][..., :3]
+    call["tile_scheduler_metadata"] = flash_mla.get_mla_metadata()[0]
+    assert all(map(torch.equal, results, flash_mla.flash_mla_with_kvcache(**call)))
+
+
+@both_devices
 @pytest.mark.parametrize("tokens", [20, 150])
 def test_batch_invariant_sparse_bits_do_not_depend_on_the_batch(device, tokens):
     """150 tokens are more than one call gives a partition of their own."""
@@ -331,16 +366,27 @@ def test_a_prompts_tokens(device, rope):
     assert torch.equal(counted, flash_mla.flash_mla_sparse_fwd(problem.q, kv, cut[:, None], SOFTMAX_SCALE)[0])
 
 
+def test_a_prompts_statistics_are_as_sgl_flash_mla_is_asked_for_them():
+    problem = build_sparse(SparseCase(7, 16, 130, page_size=200, holes="all"), "cpu")
+    call = (problem.q, problem.kv_cache.flatten(0, 1)[:, None], problem.indices[:, None], SOFTMAX_SCALE)
+    out, _, natural = flash_mla.flash_mla_sparse_fwd(*call, use_legacy=True, return_log2_lse=None)
+    other, _, base_2 = flash_mla.flash_mla_sparse_fwd(*call, use_legacy=True, return_log2_lse=True)
+    torch.testing.assert_close(base_2, natural / math.log(2))
+    assert natural.isposinf().any() and torch.equal(out, other)
+    assert flash_mla.flash_mla_sparse_fwd(*call, return_log2_lse=False)[1:] == (None, None)
+
+
 META = flash_mla.FlashMLASchedMeta
 TENSORS = flash_mla.get_mla_decoding_metadata(torch.tensor([65, 1], dtype=torch.int32), 16, 1)
+LENGTHS = torch.ones(3, dtype=torch.int32)
 ROWS = torch.zeros(4, 64, 1, 656, dtype=torch.uint8)
 LISTS = {"indices": torch.zeros(2, 1, 64, dtype=torch.int32), "k_cache": ROWS}
 REFUSALS = {
-    "rows without rope": (NotImplementedError, "^head_dim 512 ",
+    "rows without rope": (NotImplementedError, "^q's head_dim 512 ",
                           lambda c: {name: c[name][..., :512] for name in ("q", "k_cache")}),
-    "another value width": (NotImplementedError, "^v_head_dim 256 ", {"head_dim_v": 256}),
-    "another type": (NotImplementedError, "^dtype float32 ", lambda c: {"q": c["q"].float()}),
-    "a cache of another type": (NotImplementedError, "^kv_cache_dtype float16 ",
+    "another value width": (NotImplementedError, "^head_dim_v 256 ", {"head_dim_v": 256}),
+    "another type": (NotImplementedError, r"^q\.dtype float32 ", lambda c: {"q": c["q"].float()}),
+    "a cache of another type": (NotImplementedError, r"^k_cache\.dtype float16 ",
                                 lambda c: {"k_cache": c["k_cache"].half()}),
     "a second cache": (NotImplementedError, "^extra_k_cache: ", {"extra_k_cache": ROWS}),
     "its lists": (NotImplementedError, "^extra_indices_in_kvcache: ", {"extra_indices_in_kvcache": ROWS}),
@@ -350,7 +396,7 @@ REFUSALS = {
     "V4.1, by its size alone": (NotImplementedError, "got kv_format None, 512 columns, 528 bytes",
                                 lambda c: {**LISTS, "q": c["q"][..., :512], "k_cache": ROWS[..., :528]}),
     "V4.1": (NotImplementedError, "kv_format V41", {**LISTS, "kv_format": "V41"}),
-    "a sparse float16 query": (NotImplementedError, "^dtype float16 ", lambda c: {**LISTS, "q": c["q"].half()}),
+    "a sparse float16 query": (NotImplementedError, r"^q\.dtype float16 ", lambda c: {**LISTS, "q": c["q"].half()}),
     "KV heads that do not divide": (ValueError, "^k_cache: wanted KV heads that divide",
                                     lambda c: {"k_cache": c["k_cache"].expand(-1, -1, 3, -1)}),
     "sparse KV heads": (ValueError, "^k_cache: wanted 1 KV head", {**LISTS, "k_cache": ROWS.expand(-1, -1, 2, -1)}),
@@ -373,9 +419,43 @@ REFUSALS = {
         "tile_scheduler_metadata": TENSORS[0], "num_splits": TENSORS[1], "enable_batch_invariant": True}),
     "an object with one": (ValueError, "^enable_batch_invariant: ", {
         "tile_scheduler_metadata": META(False, None, *TENSORS), "enable_batch_invariant": True}),
-    "a plan of fewer requests": (ValueError, "^split_offsets", {
+    "a plan of fewer requests": (ValueError, r"^num_splits: wanted shape \[3\], got \[2\]", {
         "tile_scheduler_metadata": TENSORS[0], "num_splits": TENSORS[1][:2]}),
     "an output that is none": (TypeError, "^out: wanted a tensor", {"out": 1}),
+    "lengths of 64 bits": (TypeError, "^cache_seqlens: wanted int32, got int64",
+                           lambda c: {"cache_seqlens": c["cache_seqlens"].long()}),
+    "lengths of more requests": (ValueError, "^cache_seqlens: wanted", {"cache_seqlens": LENGTHS}),
+    "a table of 64 bits": (TypeError, "^block_table: wanted int32, got int64",
+                           lambda c: {"block_table": c["block_table"].long()}),
+    "no pages": (ValueError, "^k_cache: wanted at least one page", lambda c: {"k_cache": c["k_cache"][:0]}),
+    "rows that step": (ValueError, "^k_cache: wanted stride 1",
+                       lambda c: {"k_cache": c["k_cache"].repeat_interleave(2, -1)[..., ::2]}),
+    "a cache without memory": (ValueError, "^k_cache: .* got one on meta",
+                               lambda c: {"k_cache": c["k_cache"].to("meta")}),
+    "queries without memory": (ValueError, "^q: .* got one on meta", lambda c: {"q": c["q"].to("meta")}),
+    "no heads": (ValueError, r"^q: wanted at least one head, got \[2, 1, 0, 576\]", lambda c: {"q": c["q"][:, :, :0]}),
+    "a scale of queries of 16 bits": (ValueError, "^descale_q: wanted None beside a q of bfloat16",
+                                      {"descale_q": torch.ones(1)}),
+    "a scale of a cache of 16 bits": (ValueError, "^descale_k: wanted None beside a k_cache of bfloat16",
+                                      {"descale_k": torch.ones(1)}),
+    "a scale that is no tensor": (TypeError, "^descale_k: wanted a tensor, got float",
+                                  lambda c: {"k_cache": c["k_cache"].to(FP8), "descale_k": 0.5}),
+    "a plan of one dimension": (ValueError, r"^tile_scheduler_metadata: wanted shape \[n, 8\], got \[8\]", {
+        "tile_scheduler_metadata": TENSORS[0][0], "num_splits": TENSORS[1]}),
+    "a plan of nothing": (ValueError, "^tile_scheduler_metadata: wanted at least one row of 8", {
+        "tile_scheduler_metadata": TENSORS[0][:0], "num_splits": TENSORS[1]}),
+    "a plan of another type": (TypeError, "^tile_scheduler_metadata: wanted int32, got float32", {
+        "tile_scheduler_metadata": TENSORS[0].float(), "num_splits": TENSORS[1]}),
+    "a plan of more requests": (ValueError, r"^num_splits: wanted shape \[3\], got \[4\]", {
+        "tile_scheduler_metadata": TENSORS[0], "num_splits": torch.zeros(4, dtype=torch.int32)}),
+    "sparse lengths of more requests": (ValueError, r"^topk_length: wanted shape \[2\], got \[3\]",
+                                        {**LISTS, "topk_length": LENGTHS}),
+    "sparse lengths that are no tensor": (TypeError, "^topk_length: wanted a tensor, got list",
+                                          {**LISTS, "topk_length": [1, 2]}),
+    "sparse lengths of 64 bits": (TypeError, "^topk_length: wanted int32, got int64",
+                                  {**LISTS, "topk_length": LENGTHS[:2].long()}),
+    "sinks of other heads": (ValueError, r"^attn_sink: wanted shape \[16\], got \[8\]",
+                             {**LISTS, "attn_sink": torch.zeros(8)}),
     "no lengths": (TypeError, "^cache_seqlens: wanted a tensor, got None", {"cache_seqlens": None}),
     "no table": (TypeError, "^block_table: wanted a tensor, got None", {"block_table": None}),
 }  # fmt: skip
@@ -390,20 +470,41 @@ def test_what_is_not_served_is_refused_by_name(name):
 
 
 def test_metadata_wants_the_lengths():
-    for wrong in None, torch.zeros(2, 2, dtype=torch.int32):
-        with pytest.raises(ValueError, match=r"^seqlens_k: wanted an int32 tensor of shape \[b\]"):
-            flash_mla.get_mla_decoding_metadata(wrong, 16, 1)
+    lengths = torch.ones(2, dtype=torch.int32)
+    for wrong, rows, text in (
+        (None, 16, "seqlens_k: wanted a tensor, got None"),
+        (lengths[None], 16, r"seqlens_k: wanted shape \[b\], got \[1, 2\]"),
+        (lengths.long(), 16, "seqlens_k: wanted int32, got int64"),
+        (lengths.to("meta"), 16, "seqlens_k: wanted a tensor on .* got one on meta"),
+        (lengths, 0, "num_q_tokens_per_head_k: wanted at least 1, got 0"),
+        (lengths, None, "num_q_tokens_per_head_k: wanted an int, got None"),
+    ):
+        with pytest.raises((TypeError, ValueError), match=f"^{text}"):
+            flash_mla.get_mla_decoding_metadata(wrong, rows, 1)
 
 
-def test_a_prompts_rows_have_one_head():
-    q, kv = torch.zeros(2, 16, 576, dtype=torch.bfloat16), torch.zeros(9, 2, 576, dtype=torch.bfloat16)
-    with pytest.raises(ValueError, match=r"^kv: wanted shape \[s_kv, 1, d\], got \[9, 2, 576\]"):
-        flash_mla.flash_mla_sparse_fwd(q, kv, torch.zeros(2, 1, 64, dtype=torch.int32), 0.1)
+KV = torch.zeros(9, 1, 576, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("wrong, kind, text", [
+    ({"kv": KV.expand(9, 2, 576)}, ValueError, r"^kv: wanted shape \[s_kv, 1, d\], got \[9, 2, 576\]"),
+    ({"kv": torch.zeros(9, 1, 528, dtype=torch.uint8)}, TypeError, "^kv: wanted bfloat16, got uint8"),
+    ({"kv": KV[:0]}, ValueError, "^kv's s_kv: wanted at least 1, got 0"),
+    ({"d_v": 256}, NotImplementedError, "^d_v 256 is not supported: wanted 512"),
+    ({"sm_scale": None}, TypeError, "^sm_scale: wanted a number, got None"),
+    ({"topk_length": LENGTHS}, ValueError, r"^topk_length: wanted shape \[2\], got \[3\]"),
+])  # fmt: skip
+def test_what_a_prompt_cannot_have_is_refused_by_name(wrong, kind, text):
+    call = {"q": torch.zeros(2, 16, 576, dtype=torch.bfloat16), "kv": KV, "sm_scale": 0.1}
+    with pytest.raises(kind, match=text):
+        flash_mla.flash_mla_sparse_fwd(**call | {"indices": torch.zeros(2, 1, 64, dtype=torch.int32)} | wrong)
 
 
 INSTALLED = {
     "install(); import flash_mla; print(flash_mla.FlashMLASchedMeta is FlashMLASchedMeta)": "True",
     "install(); from flash_mla.flash_mla_interface import get_mla_metadata as f; print(f()[1])": "None",
+    "install(); import flash_mla.flash_mla_interface as f; print(f.get_mla_metadata()[1])": "None",
+    "install(); import flash_mla.flash_mla_interface; print(flash_mla.flash_mla_interface is flash_mla)": "True",
     "print(install() is install())": "True",
     "install(); from flash_mla import flash_attn_varlen_func": "cannot import name 'flash_attn_varlen_func'",
 }

@@ -335,7 +335,14 @@ PLAN_REFUSALS = {
     "no rope": (NotImplementedError, "^head_dim_ckv, head_dim_kpe: wanted 512 and 64, got 512 and 0",
                 {"head_dim_kpe": 0}),
     "FP8 queries": (NotImplementedError, "^q_data_type: .* got float8_e4m3fn", {"q_data_type": FP8}),
-    "a cache of another type": (NotImplementedError, "^kv_cache_dtype float16 ", {"kv_data_type": torch.float16}),
+    "a cache of another type": (NotImplementedError, "^kv_data_type float16 ", {"kv_data_type": torch.float16}),
+    "a type by its name": (TypeError, "^q_data_type: wanted a torch.dtype, got 'float16'", {"q_data_type": "float16"}),
+    "a cache by its name": (TypeError, "^kv_data_type: wanted a torch.dtype, got 'fp8'", {"kv_data_type": "fp8"}),
+    **{f"a scale of {scale!r}": (ValueError, "^sm_scale: wanted a positive finite number, got ", {"sm_scale": scale})
+       for scale in (0.0, math.nan, "1", torch.tensor(0.1))},
+    "no longest length": (ValueError, "^max_kv_len: wanted at least 1, got 0", {"max_kv_len": 0}),
+    "requests that are no metadata": (TypeError, "^metadata: wanted FlashInfer's MLAPlanMetadata, got int",
+                                      {**dict.fromkeys(CSR), "metadata": 3}),
     "another output": (NotImplementedError, "^output_dtype: ", {"output_dtype": torch.float32}),
     "a profiler": (NotImplementedError, "^use_profiler: wanted False, got True", {"use_profiler": True}),
     "sinks": (NotImplementedError, "^use_sinks: ", {"use_sinks": True}),
@@ -376,6 +383,14 @@ RUN_REFUSALS = {
                     lambda r: {name: r[name][:, 1:] for name in ("q_nope", "q_pe")}),
     "other pages": (ValueError, "^ckv_cache: wanted pages of 16 tokens as planned",
                     lambda r: {name: r[name][:, 1:] for name in ("ckv_cache", "kpe_cache")}),
+    "columns that step": (ValueError, "^ckv_cache: wanted stride 1",
+                          lambda r: {"ckv_cache": r["ckv_cache"].repeat_interleave(2, -1)[..., ::2]}),
+    "rope columns that step": (ValueError, "^q_pe: wanted stride 1",
+                               lambda r: {"q_pe": r["q_pe"].repeat_interleave(2, -1)[..., ::2]}),
+    "a query without memory": (ValueError, "^q_nope: .* got one on meta", lambda r: {"q_nope": r["q_nope"].to("meta")}),
+    "FP8 math without FP8": (ValueError, "^fp8_math: wanted False beside a ckv_cache of bfloat16", {"fp8_math": True}),
+    "no queries": (ValueError, "^q_nope: wanted 5 query tokens as planned, got 0",
+                   lambda r: {name: r[name][:0] for name in ("q_nope", "q_pe")}),
     "fewer queries": (ValueError, "^q_nope: wanted 5 query tokens as planned, got 4",
                       lambda r: {name: r[name][1:] for name in ("q_nope", "q_pe")}),
     "a scale without FP8": (ValueError, "^ckv_scale: wanted None with a cache of bfloat16", {"ckv_scale": 1.0}),
@@ -399,12 +414,13 @@ def test_runs_that_are_not_served_are_refused_by_name(name):
 
 
 @pytest.mark.parametrize(
-    "scales", [{"ckv_scale": None}, {"kpe_scale": None}, {"kpe_scale": 0.0}, {"ckv_scale": math.inf}]
+    "scales",
+    [{"ckv_scale": None}, {"kpe_scale": None}, {"kpe_scale": 0.0}, {"ckv_scale": math.inf}, {"ckv_scale": 1e-50}],
 )
 def test_an_fp8_cache_has_its_scales(scales):
     problem = make(LENGTHS, [1] * 5, kind="bf16 q, fp8")
     problem.run |= scales
-    with pytest.raises(ValueError, match=f"^{next(iter(scales))}: wanted a positive finite number with an FP8 cache"):
+    with pytest.raises(ValueError, match=f"^{next(iter(scales))}: wanted a positive finite number of float32 with "):
         problem.results()
 
 
@@ -413,11 +429,43 @@ def test_wrappers_that_cannot_be_are_refused_by_name():
     for wrong, kind, text in (
         ({"backend": "cutlass"}, ValueError, "^backend: wanted one of auto, etap, fa2, fa3, got 'cutlass'"),
         ({"float_workspace_buffer": None}, TypeError, "^float_workspace_buffer: wanted a tensor"),
+        ({"float_workspace_buffer": space.to("meta")}, ValueError, "^float_workspace_buffer: .* got one on meta"),
         ({"float_workspace_buffer": space.view(2, -1).T}, ValueError, "^float_workspace_buffer: wanted a contiguous"),
         ({"use_cuda_graph": True, "kv_indptr": space}, ValueError, "^kv_indptr: wanted a contiguous int32 .* of int8"),
     ):
         with pytest.raises(kind, match=text):
             BatchMLAPagedAttentionWrapper(**{"float_workspace_buffer": space} | wrong)
+
+
+@both_devices
+def test_a_workspace_may_begin_anywhere(device):
+    problem = make(LENGTHS, [1] * 5, device=device)
+    space = torch.empty(WORKSPACE, dtype=torch.int8, device=device)[1:]
+    check(problem.results(BatchMLAPagedAttentionWrapper(space)), problem)
+
+
+@both_devices
+@pytest.mark.parametrize("form", ["page lists", "block table"])
+def test_a_plan_keeps_its_lengths(device, form):
+    """Programs write the next plan's before they run this one's."""
+    problem = make(LENGTHS, [2] * 5, device=device)
+    csr = problem.requests
+    if form == "block table":
+        table = {"cum_seq_lens_q": csr["qo_indptr"], "block_tables": problem.block_table, "seq_lens": csr["kv_len_arr"]}
+        problem.requests = table | {"max_q_len": 2}
+    wrapper = problem.wrapper()
+    wrapper.plan(**problem.requests, **problem.plan)
+    for name in problem.requests.keys() - {"block_tables", "max_q_len"}:
+        problem.requests[name].fill_(WILD)
+    check(wrapper.run(**problem.run, return_lse=True), problem)
+
+
+@both_devices
+def test_lengths_may_lie_apart(device):
+    problem = make(LENGTHS, [2] * 5, device=device)
+    lengths = problem.requests["kv_len_arr"].repeat_interleave(2)
+    problem.requests["kv_len_arr"] = lengths[::2]
+    check(problem.results(), problem)
 
 
 def test_too_small_a_workspace_is_refused_by_size():
@@ -434,10 +482,16 @@ def test_plans_for_graphs_have_the_shapes_of_the_first():
         problem.results(wrapper, causal=False)
     with pytest.raises(ValueError, match="^q_nope: wanted 10 query tokens as before, got 5"):
         wrapper.run(**problem.run | {name: problem.run[name][:5] for name in ("q_nope", "q_pe")})
+    table = {"cum_seq_lens_q": problem.requests["qo_indptr"], "block_tables": problem.block_table}
+    with pytest.raises(ValueError, match="^metadata: wanted page lists as in the first plan .*, got a block table"):
+        problem.results(wrapper, **dict.fromkeys(CSR), **table, seq_lens=problem.requests["kv_len_arr"])
+    with pytest.raises(ValueError, match="^max_kv_len: wanted None as in the first plan for CUDA graphs, got 130"):
+        problem.results(wrapper, max_kv_len=130)
     with pytest.raises(ValueError, match="^batch: wanted 5"):
         make(LENGTHS[:4], [2] * 4).results(wrapper)
     with pytest.raises(ValueError, match=r"^kv_indices: wanted \[700\] of int32 as the wrapper's buffer has, got \[7"):
-        problem.results(wrapper, kv_indices=torch.zeros(701, dtype=torch.int32))
+        make((1,) * 5, [2] * 5).results(wrapper, kv_indices=torch.zeros(701, dtype=torch.int32))
+    check(wrapper.run(**problem.run, return_lse=True), problem)
     with pytest.raises(ValueError, match="^qo_indptr: wanted a buffer in the wrapper for CUDA graphs, got None"):
         problem.results(problem.wrapper(use_cuda_graph=True))
 

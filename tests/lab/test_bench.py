@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from etap_backend import _library
 from etap_backend.lab import configs, results
-from etap_backend.lab.bench import kernels, libraries, measure, plots, providers, report, run, tensors
+from etap_backend.lab.bench import kernels, libraries, measure, method, plots, providers, report, run, tensors
 from etap_backend.lab.bench.command import bench, chosen, kernels_of
 from etap_backend.lab.bench.floors import H200_FLOOR, PROXY_FLOOR, floor_for
 from etap_backend.lab.bench.grids import Workload, find_grid, read_grid, read_grids
@@ -333,7 +333,37 @@ def test_a_pages_table_has_times_ratios_and_what_it_was_made_with(document):
     text = report.markdown(document)
     assert "| requests x tokens | heads | s_q | floor | **etap** | TFLOP/s | FlashMLA | FA3 | FlashInfer |" in text
     assert "| 16 x 64K | 16 | 1 | 267.8 | **335.7** |" in text and "| skewed | 16 | 2 |" in text
-    assert "NVIDIA H200, 132 SMs, driver 580.1" in text and "`etap bench targets`" in text and "graphs" in text
+    assert "NVIDIA H200, 132 SMs, driver 580.1" in text and "`etap bench targets`" in text
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_a_page_leaves_the_usual_method_to_measuring_md_and_a_screen_does_not(document, sparse):
+    usual = method.method_of(fp8=True, sparse=sparse, drop_ins=not sparse, h20_proxy=True)
+    told = changed(document, method=usual)
+    for text in (report.markdown(told), report.markdown(told, ("16 x 4K",)), report.summary(told)):
+        assert "Method" not in text and not any(part in text for part in usual.split("; "))
+    assert " ".join(text_of(told).split()).find(usual) > 0
+    older = usual.replace("page 64 where a row names no other", "page 64")
+    assert report.markdown(changed(document, method=older)) == report.markdown(told)
+
+
+def test_a_page_says_in_what_a_files_method_is_another(document):
+    usual = method.method_of(fp8=True, sparse=False, h20_proxy=False)
+    other = changed(document, method=usual.replace("the scale 0.0125", "the scale 0.5"), note="By hand.")
+    said = "Method: FP8 caches are e4m3 with the scale 0.5, errors are against float64 on what they stand for. By hand."
+    assert report.markdown(other).endswith(f" {said}") and report.summary(other).endswith(f" {said}")
+
+
+def test_measuring_md_has_the_methods_numbers():
+    page = (RESULTS.parent / "docs" / "measuring.md").read_text()
+    dense, sparse, proxy = (
+        page.partition(f"\n{title}\n")[2].partition("\n#")[0]
+        for title in ("## Kernels", "### The sparse call", "## The H20 proxy")
+    )
+    rotated = f"{method.ROTATED_BYTES / 1e6:.0f} MB"
+    for number in (rotated, method.MOST_COPIES, method.KV_SCALE, measure.Settings().replays, measure.USUAL_CALLS):
+        assert f" {number}" in dense, number
+    assert rotated in sparse and f" {method.MOST_COPIES} calls" in sparse and f" {method.H20_SMS} CTAs" in proxy
 
 
 def test_some_rows_of_a_table_have_a_short_caption(document):
@@ -341,7 +371,7 @@ def test_some_rows_of_a_table_have_a_short_caption(document):
     header, _, one, other, _, caption = text.splitlines()
     assert header.startswith("| requests x tokens | floor | **etap** |")
     assert one.startswith("| 16 x 4K |") and other.startswith("| 16 x 64K |")
-    assert "16 heads, 1 query token a request; NVIDIA H200" in caption and "graphs" not in caption
+    assert "16 heads, 1 query token a request; NVIDIA H200" in caption and "floor" not in caption
     for needed in ("driver 580.1", "torch 2.11.0", "commit abc1234", "`etap bench targets`"):
         assert needed in caption
     with pytest.raises(ValueError, match="rows: wanted some of 16 x 512, 16 x 4K, 16 x 64K, skewed, got 16 x 4k"):

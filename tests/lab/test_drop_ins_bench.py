@@ -20,6 +20,7 @@ from etap_backend.lab.bench.command import bench, chosen, kernels_of
 from etap_backend.lab.bench.floors import H200_FLOOR
 from etap_backend.lab.bench.grids import SparseWorkload, Workload, find_grid, read_grid, read_grids
 from etap_backend.lab.bench.kernels import Planned
+from etap_backend.lab.bench.method import method_of
 from etap_backend.lab.bench.rows import (
     AS_FA3,
     AS_FLASHINFER,
@@ -34,7 +35,6 @@ from etap_backend.lab.bench.rows import (
     problems,
     row_of,
 )
-from etap_backend.lab.bench.run import method_of
 from etap_backend.lab.results import Place
 
 WORKLOADS = {
@@ -253,10 +253,13 @@ def test_below_it_stands_how_they_compare_and_what_calls_take_of_the_host(docume
         "Host time of one call of 16 x 4K, 16 heads, s_q 1: FlashMLA 30.0 us; compat.flash_mla 20.0 us, 55.0 with its "
         "plan."
     ) in lines
-    assert "users of each library make them" in lines[-1]
     text = io.StringIO()
     report.print_document(document, Console(width=300, file=text))
-    assert infer in text.getvalue() and "host, one call of compat.flash_mla with its plan: 55.0" in text.getvalue()
+    assert (
+        "users of each library make them" in text.getvalue()
+        and infer in text.getvalue()
+        and "host, one call of compat.flash_mla with its plan: 55.0" in text.getvalue()
+    )
 
 
 def test_a_pages_sentence_says_where_it_was_measured(document):

@@ -130,7 +130,9 @@ def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(docume
     assert "| ETAP | 16.00 (16.00 to 17.60) | - |" in lines[0], "ours comes first"
     assert "| FLASHMLA | 20.00 (20.00 to 22.00) | 1.250 |" in lines[1] and lines[1].endswith("| 3 |")
     assert "| FA | 21.00 (21.00 to 23.10) | 1.312 |" in lines[2] and len(lines) == 3
-    assert "cache too small" in text and "dummy weights" in text and "Dummy weights: times are" in text
+    assert "cache too small" in text and text.endswith(
+        "; dummy weights, FP8 in blocks, 61 of 61 layers, experts as dummy weights choose them."
+    )
     assert "FP8 KV cache" not in text and "Stopped" not in text
     cut = report.markdown(changed(document, complete=False, stopped="by SIGINT"))
     assert cut.endswith("Stopped by SIGINT; what is missing was not measured.")
@@ -140,7 +142,8 @@ def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(docume
     with screen.open("w") as file:
         report.print_document(changed(document, complete=False, stopped="by SIGINT"), Console(width=220, file=file))
     assert "1.250" in screen.read_text() and "stopped by SIGINT; --resume goes on" in screen.read_text()
-    assert "dummy weights, FP8 in blocks" in screen.read_text()
+    whole = " ".join(screen.read_text().split())
+    assert "61 of 61 layers. Dummy weights: times are" in whole and report.METHOD in whole
     assert "KV cache of 674,597 tokens, decode not in full CUDA graphs" in screen.read_text()
 
 
@@ -194,12 +197,35 @@ def with_itl(row: Measured, ms: float) -> Measured:
     return changed(row, readings=[changed(reading, median_itl_ms=ms) for reading in row.readings])
 
 
-def test_a_page_says_whether_experts_were_drawn(document):
-    assert "choose much the same experts" in report.markdown(document)
-    drawn = report.markdown(changed(document, environment={rows.EVEN_ROUTING: "uniform_random"}))
-    assert "experts are drawn, all equally likely" in drawn and "much the same" not in drawn
-    own = changed(document, dummy=False, environment={rows.EVEN_ROUTING: "uniform_random"})
-    assert "Dummy" not in report.markdown(own)
+def test_page_and_screen_say_whether_experts_were_drawn(document):
+    assert "choose much the same experts" in report.provenance(document)
+    drawn = changed(document, environment={rows.EVEN_ROUTING: "uniform_random"})
+    said = report.provenance(drawn)
+    assert "experts are drawn, all equally likely" in said and "much the same" not in said
+    assert report.markdown(drawn).endswith(", experts drawn.")
+    own = changed(drawn, dummy=False)
+    assert "Dummy" not in report.provenance(own) and "experts" not in report.markdown(own)
+
+
+def test_a_page_says_of_the_method_what_measuring_md_does_not(document):
+    usual = report.METHOD.split("; ")
+    assert report.caption(changed(document, method="; ".join(usual[:3]))) == report.caption(document)
+    assert not any(part in report.caption(document) for part in usual)
+    other = changed(document, method="; ".join([*usual, "prompts of ones"]), note="New machine.")
+    assert report.caption(other).endswith(" choose them. Method: prompts of ones. New machine.")
+
+
+def test_a_note_stands_beside_the_command_and_not_in_it(document):
+    noted = changed(document, command="etap e2e decode --note 'A host of one'\"'\"'s own.' --gpus 8", note="A host.")
+    said = report.markdown(noted)
+    assert "`etap e2e decode --gpus 8`" in said and said.endswith(" A host.") and "one's" not in said
+
+
+def test_of_one_reading_there_is_no_range(document):
+    (row,) = (row for row in document.rows if row.backend == "FA")
+    alone = changed(row, readings=[changed(row.readings[0], host_ms=(9.0, 10.0))])
+    (line,) = (line for line in report.markdown(of_rows(alone)).splitlines() if "| FA |" in line)
+    assert line.startswith("| 16 x 16K/128, cached | FA | 21.00 | - |") and line.endswith("| 10.0 | 1 |")
 
 
 def test_readings_from_before_hosts_were_timed_stay(document):
@@ -258,7 +284,10 @@ def test_several_runs_become_one_file_that_says_which_row_is_of_which(document, 
         ("FA", "21.00 (21.00 to 23.10)", "1"),
     }, "a row that was only begun replaces none"
     text = report.markdown(made)
-    assert "run 1: commit old; 2026-01-01; `etap e2e old`; run 2: commit new; " in text and " old machine." in text
+    assert "run 1: commit old; 2026-01-01; `etap e2e old`; run 2: commit new; " in text
+    assert text.endswith(" old machine. Stopped by SIGINT; what is missing was not measured.")
+    of_new = changed(made, rows=[row for row in made.rows if row.run == 1])
+    assert "commit old" not in report.markdown(of_new) and "run 2: commit new" in report.markdown(of_new)
     assert rows.joined([made, made, old]).runs == made.runs, "no run twice"
     with pytest.raises(ValueError, match="differs in versions"):
         rows.joined([old, changed(old, versions={})])

@@ -144,6 +144,19 @@ def test_provenance_says_what_made_a_figure(driver, monkeypatch, tmp_path):
     assert provenance.provenance("python -m x", versions={"vllm": "1"}).command == "python -m x 1"
 
 
+@pytest.mark.parametrize(
+    "command, shown",
+    [
+        ("etap e2e x --note 'a b' --gpus 2", "etap e2e x --gpus 2"),
+        ("etap e2e x --note=a --skip 'b c'", "etap e2e x --skip 'b c'"),
+        ("etap e2e --note", "etap e2e"),
+        ("", ""),
+    ],
+)
+def test_a_command_without_its_note(command, shown):
+    assert provenance.without_note(command) == shown
+
+
 def test_without_a_driver_the_gpu_is_unknown(monkeypatch):
     def no_driver():
         raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)

@@ -62,6 +62,7 @@ def test_all_places_are_filled_and_then_nothing_differs(root):
     assert readme.endswith("targets-latency.png)\n") and "old" not in doc
     assert "| 128 x 4K |" in doc and "| query rows |" in doc and "16 x 4K tokens: etap " in doc and "| TPOT ms |" in doc
     assert "| 16 x 16K/256, cached | ETAP | 21.58 |" in doc and "Estimate for H20-96G; commit " in doc
+    assert "`. e2e-decode-full-even-vllm, e2e-tp2-fp8-vllm, e2e-tp2-mtp-vllm: NVIDIA H200, commit " in doc
     assert "| e2e-tp2-fp8-vllm |\n" in doc, "several readings: each line says of which"
     assert tables.complaints(root) == [] and run(root).stdout == "" and run(root, "--check").exit_code == 0
 

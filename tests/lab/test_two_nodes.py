@@ -4,6 +4,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from fake_server import ANSWERING
 
 from etap_backend.lab.checks import two_nodes
@@ -22,10 +23,10 @@ def check(tmp_path, monkeypatch):
     monkeypatch.setattr(vllm, "server", lambda *of: [sys.executable, str(program), *command(*of)[1:]])
     monkeypatch.setattr(two_nodes, "prepare_model", lambda *of: Written(str(of[-1])))
 
-    def run(fault: str) -> list[str]:
+    def run(fault: str, scenario: str = "decode-plain") -> list[str]:
         monkeypatch.setenv("FAULT", fault)
         flags = ["--gpu-memory-utilization", "0.4"]
-        two_nodes.main(flags, EngineName.vllm, tmp_path / "nodes", "127.0.0.1", "decode-plain", 20)
+        two_nodes.main(flags, EngineName.vllm, tmp_path / "nodes", "127.0.0.1", scenario, 20)
         return [(tmp_path / f"nodes/vllm-node-{node}.log").read_text() for node in (0, 1)]
 
     yield run
@@ -53,3 +54,23 @@ def test_both_nodes_run_etap_and_get_the_scenarios_flags_and_variables(check, ca
 def test_a_node_that_does_not_name_etap_fails_it(check):
     with pytest.raises(SystemExit, match=r"none in \['vllm-node-1'\]"):
         check("silent")
+
+
+OF_SGLANG_ALONE = """
+title = "SGLang's"
+model = "deepseek-r1"
+gpus = 1
+points = [{ input = 64, output = 2, concurrency = [1] }]
+[sglang]
+backends = ["etap"]
+"""
+
+
+@pytest.mark.parametrize("name, said", [
+    ("no-such", "no-such"), ("sglang.toml", r"--scenario: wanted one with a table \[vllm\], got .*sglang\.toml"),
+])  # fmt: skip
+def test_a_scenario_that_is_none_or_of_another_engine_is_refused_and_nothing_written(check, tmp_path, name, said):
+    (tmp_path / "sglang.toml").write_text(OF_SGLANG_ALONE)
+    with pytest.raises(typer.BadParameter, match=said):
+        check("", str(tmp_path / name))
+    assert not (tmp_path / "nodes").exists()

@@ -39,6 +39,11 @@ def test_only_an_older_version_is_refused_and_only_a_newer_one_is_untested(monke
 class Base:
     field: int
 
+    def __new__(cls, size):
+        made = super().__new__(cls)
+        made.rank = 0
+        return made
+
     def __init__(self, size):
         self.size = size
 
@@ -64,6 +69,7 @@ class Base:
         (plugins.Use("etap_backend.plugins:Use", has="target lacking"), []),
         (plugins.Use("etap_backend.plugins:Use", has="gone"), "etap_backend.plugins:Use.gone"),
         (plugins.Use(f"{__name__}:Base", has="size asked", positional=1), []),
+        (plugins.Use(f"{__name__}:Base", has="rank gone"), f"{__name__}:Base.gone"),
         (plugins.Use(f"{__name__}:Base", positional=2), f"{__name__}:Base: too many positional arguments"),
         (plugins.Use(f"{__name__}:Base.asked", positional=2, keywords="two three"), []),
         (

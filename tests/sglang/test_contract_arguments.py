@@ -379,6 +379,15 @@ def test_other_dimensions_of_sparse_attention_are_refused(resolve, model_directo
         resolve(*ETAP, model=model)
 
 
+def test_queries_that_are_scaled_by_position_are_refused(resolve, model_directory, tmp_path):
+    """Mistral-Large-3's: SGLang scales them for no backend that takes their two parts, as ETAP does."""
+    scaling = {"llama_4_scaling": {"original_max_position_embeddings": 8192, "beta": 0.1}}
+    model = changed_model(model_directory, tmp_path, **scaling)
+    assert resolve("--attention-backend", "flashmla", model=model).attention_backend == "flashmla"
+    with pytest.raises(ValueError, match=r"--attention-backend etap: a model whose queries .* \(llama_4_scaling\)"):
+        resolve(*ETAP, model=model)
+
+
 def test_deepseek_v4_gets_sglangs_own_backend(resolve, model_directory, tmp_path):
     """Whatever is named; SGLang says so in its log."""
     changes = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "head_dim": 512}

@@ -376,6 +376,20 @@ def test_batch_padded_for_a_cuda_graph_leaves_the_other_requests_alone(make):
     assert not out[3:].any()
 
 
+def test_a_full_pool_padded_for_the_ranks_is_planned(make, parallel):
+    """With data parallel attention SGLang pads a step without a CUDA graph so that the ranks of a group divide it."""
+    parallel(tp_size=4, attn_tp_size=4, moe_tp_size=4)
+    runner, backend = make(requests=6)
+    problem = Problem(runner, [70, 129, 1, 300, 64, 65])
+    batch = problem.batch()
+    batch.batch_size = 8
+    batch.req_pool_indices = torch.cat([problem.requests, torch.zeros(2, dtype=torch.int64)])
+    batch.seq_lens = torch.tensor([*problem.lengths, 1, 1])
+    backend.init_forward_metadata(batch)
+    assert backend.forward_metadata.seq_lens.tolist() == [*problem.lengths, 1, 1]
+    assert backend.forward_metadata.schedule.batch == len(backend.forward_metadata.block_table) == 8
+
+
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
 @pytest.mark.parametrize("page", [PAGE, 1])
 def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, mode, page):

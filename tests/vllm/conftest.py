@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -15,6 +16,7 @@ collect_ignore_glob = [] if IN_CONTRACT else ["test_contract_*.py"]
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 
+RANKS_SECONDS = 360
 # Attention as in DeepSeek-V3 on one of 8 ranks; everything else as small as it may be.
 MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
 
@@ -70,6 +72,36 @@ def fresh_workspaces(monkeypatch):
     workspace.init_workspace_manager(torch.device("cpu"), 2)
     yield
     workspace.reset_workspace_manager()
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks(model_directory, tmp_path_factory):
+    """Runs a script of this folder as two ranks, `script RANK PORT MODEL OUTPUT ARGUMENTS`; gives what each saved."""
+
+    def run(script, *arguments):
+        import torch
+
+        folder = tmp_path_factory.mktemp("ranks")
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        environment = os.environ | {"TRITON_INTERPRET": "1"}
+        ranks = []
+        for rank in range(2):
+            of_all = [Path(__file__).with_name(script), rank, port, model_directory, folder / str(rank)]
+            command = [sys.executable, *map(str, [*of_all, *arguments])]
+            with (folder / f"{rank}.log").open("w") as output:
+                ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+        try:
+            codes = [process.wait(RANKS_SECONDS) for process in ranks]
+        finally:
+            for process in ranks:
+                process.kill()
+        logs = [(folder / f"{rank}.log").read_text() for rank in range(2)]
+        assert codes == [0, 0], "".join(log[-3000:] for log in logs)
+        return [torch.load(folder / str(rank)) | {"log": log} for rank, log in enumerate(logs)]
+
+    return run
 
 
 @pytest.fixture

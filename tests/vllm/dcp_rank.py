@@ -60,7 +60,8 @@ def share_of(problem: Problem, rank: int, interleave: int) -> tuple[Problem, lis
     return share, [len(rows) for rows in local]
 
 
-def configuration(model: str, cache_dtype: str, interleave: int, block: int):
+def configuration(model: str, cache_dtype: str, interleave: int, block: int, **changes):
+    """vLLM's, of two ranks; keywords change the model's."""
     heads = {"num_attention_heads": RANKS * HEADS, "num_key_value_heads": RANKS * HEADS}
     return EngineArgs(
         model=model,
@@ -71,7 +72,7 @@ def configuration(model: str, cache_dtype: str, interleave: int, block: int):
         max_num_seqs=MAX_REQUESTS,
         skip_tokenizer_init=True,
         load_format="dummy",
-        hf_overrides=heads,
+        hf_overrides=heads | changes,
         tensor_parallel_size=RANKS,
         decode_context_parallel_size=RANKS,
         cp_kv_cache_interleave_size=interleave,

@@ -3,13 +3,8 @@
 On CPU tensors the reference executor stands in for the kernels; graphs are not captured, weights not loaded.
 """
 
-import os
 import re
-import socket
-import subprocess
-import sys
 from importlib.metadata import version
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -35,8 +30,6 @@ from etap_backend.lab.checks.vllm_layer import (
     make_builder,
 )
 from etap_backend.vllm.metadata import claim_workspace
-
-RANKS_SECONDS = 360
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 
@@ -126,15 +119,20 @@ def test_lengths_on_the_host_may_be_behind(make):
     assert_as_exact_as_torch(out, problem, weight_of(layer))
 
 
-def test_buffers_may_lose_their_contents_between_steps(make):
+@pytest.mark.parametrize("lengths, s_q, arguments", [
+    ([700, 129], 1, {}),
+    ([70, 33, 300, 5, 17, 2000], [4, 1, 4, 2, 1, 3], SPECULATIVE),  # token by token
+], ids=["decode", "drafts of different numbers"])  # fmt: skip
+def test_buffers_may_lose_their_contents_between_steps(make, lengths, s_q, arguments):
     """Sleep mode frees what vLLM allocated with the KV cache, our buffers among it, and gives back other contents."""
-    layer, builder = make(enable_sleep_mode=True)
-    problem = Problem([700, 129], 1)
-    schedule = builder.schedules[0]
+    layer, builder = make(enable_sleep_mode=True, **arguments)
+    problem = Problem(lengths, s_q)
+    owners = [*builder.schedules, *filter(None, [builder._token_requests])]
+    buffers = [value for owner in owners for value in vars(owner).values() if isinstance(value, torch.Tensor)]
     for contents in (2**31 - 1, -7):
-        schedule.work_ranges.fill_(contents)
-        schedule.split_offsets.fill_(contents)
-        claim_workspace(schedule.max_workspace_floats).fill_(torch.nan)
+        for buffer in buffers:
+            buffer.fill_(contents)
+        claim_workspace(builder.schedules[0].max_workspace_floats).fill_(torch.nan)
         out = decode(layer, problem, builder.build(0, problem.common_metadata()))
         assert_as_exact_as_torch(out, problem, weight_of(layer))
 
@@ -304,29 +302,9 @@ def test_padding_that_belongs_to_no_request_is_no_decode(make, monkeypatch, runn
 
 
 @pytest.fixture(scope="module")
-def two_ranks(model_directory, tmp_path_factory):
-    """Output and weight for each type of cache, of each of two ranks that share every context, from dcp_rank.py."""
-    folder = tmp_path_factory.mktemp("dcp")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    script = Path(__file__).with_name("dcp_rank.py")
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    ranks = []
-    for rank in range(2):
-        command = [sys.executable, script, rank, port, model_directory, folder / str(rank)]
-        output = (folder / f"{rank}.log").open("w")
-        ranks.append(
-            subprocess.Popen(list(map(str, command)), env=environment, stdout=output, stderr=subprocess.STDOUT)
-        )
-    try:
-        codes = [process.wait(RANKS_SECONDS) for process in ranks]
-    finally:
-        for process in ranks:
-            process.kill()
-    logs = [(folder / f"{rank}.log").read_text() for rank in range(2)]
-    assert codes == [0, 0], "".join(log[-3000:] for log in logs)
-    return [torch.load(folder / str(rank)) | {"log": log} for rank, log in enumerate(logs)]
+def two_ranks(on_two_ranks):
+    """Output and weight for each type of cache, of each of two ranks that share every context."""
+    return on_two_ranks("dcp_rank.py")
 
 
 @pytest.mark.parametrize("step", DCP_STEPS)

@@ -17,6 +17,7 @@ import triton
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
+from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
@@ -33,6 +34,7 @@ from etap_backend.lab.checks.vllm_layer import (
     FP8,
     HEADS,
     LATENT,
+    NAME,
     NOPE,
     ROPE,
     SCALE,
@@ -185,8 +187,8 @@ class SparseProblem(Problem):
     them. The cache is vLLM's, bfloat16 or rows of 656 bytes.
     """
 
-    def __init__(self, lengths, s_q, cache="auto", seed=0, heads=HEADS, top_k=TOP_K):
-        super().__init__(lengths, s_q, seed, heads)
+    def __init__(self, lengths, s_q, cache="auto", seed=0, heads=HEADS, top_k=TOP_K, block=BLOCK):
+        super().__init__(lengths, s_q, seed, heads, block=block)
         self.random = torch.Generator().manual_seed(seed + 1)
         ends = itertools.accumulate(self.query_lens)
         self.top_k = top_k
@@ -194,14 +196,16 @@ class SparseProblem(Problem):
         for length, query_len, end in zip(lengths, self.query_lens, ends, strict=True):
             for row in range(end - query_len, end):
                 self.lists[row] = self.list_of(length + row + 1 - end)
+        self.rows = self.kv
         if cache == "fp8":
             packed, self.kv = zip(*map(pack, self.kv), strict=True)
+            self.rows = list(packed)
             bf16 = self.cache
             self.cache = torch.full((*bf16.shape[:2], ROW_BYTES["fp8"]), 0xFF, dtype=torch.uint8)  # NaN
             for request, rows in enumerate(packed):
-                for begin in range(0, len(rows), BLOCK):
-                    part = rows[begin : begin + BLOCK]
-                    self.cache[self.block_table[request, begin // BLOCK], : len(part)] = part
+                for begin in range(0, len(rows), block):
+                    part = rows[begin : begin + block]
+                    self.cache[self.block_table[request, begin // block], : len(part)] = part
 
     def list_of(self, seen):
         """Entries for a token that sees so many positions, a quarter of them none."""
@@ -327,6 +331,15 @@ def test_cache_is_vllms(make, cache, stored):
         assert shape == (3, BLOCK, row_bytes if stored == "fp8_ds_mla" else LATENT + ROPE)
 
 
+@pytest.mark.parametrize("cache", ROW_BYTES)
+def test_larger_blocks(make, cache):
+    """vLLM 0.33 leaves those of a multiple of 64 tokens whole."""
+    layer, builder, indexer = make(cache=cache, block_size=128)
+    assert builder.kv_cache_spec.block_size == 128
+    problem = SparseProblem(LENGTHS, 1, cache, block=128)
+    assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
+
+
 def test_blocks_may_lie_apart(make):
     layer, builder, indexer = make(cache="fp8")
     problem = SparseProblem(LENGTHS, 1, "fp8")
@@ -378,10 +391,23 @@ def test_a_layer_without_an_indexer_reads_the_buffer_that_it_was_given(make):
     assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
 
 
+@pytest.mark.parametrize("has_indexer", [True, False])
+def test_a_buffer_that_a_model_gives_the_layer_later_is_read(make, has_indexer):
+    """As vLLM 0.33's HY V4 gives the target's buffer to its draft model, by the implementation's own property."""
+    layer, builder, indexer = make(has_indexer=has_indexer)
+    if not isinstance(getattr(type(layer.impl), "topk_indices_buffer", None), property):
+        pytest.skip("vLLM 0.26 gives it to modules only")
+    problem = SparseProblem(LENGTHS, 1)
+    layer.impl.topk_indices_buffer = target = torch.full_like(indexer.topk_indices_buffer, NOTHING)
+    target[: problem.tokens] = problem.lists
+    metadata = builder.build(0, problem.common_metadata())
+    assert_as_exact_as_torch(decode(layer, problem, metadata), problem, layer)
+
+
 def test_hooks_of_the_fused_layer(make):
     """vLLM 0.33's layer of DeepSeek-V3.2 calls them around the indexer; there is no group of layers to tell."""
     layer, builder, _ = make()
-    if not hasattr(layer.impl, "prepare_for_batch"):
+    if not hasattr(layer.impl, "record_logical_topk_ready"):
         pytest.skip("vLLM 0.26 has no groups of layers")
     assert layer.impl.index_group is None and not layer.impl.masked_mha_available
     layer.impl.record_logical_topk_ready()
@@ -477,6 +503,48 @@ def test_shares_of_two_ranks_merge_to_the_whole(make, cache, interleave):
     torch.testing.assert_close(merged, whole.float(), rtol=2e-2, atol=2e-2)
 
 
+RANK_STEPS = {
+    "decode": ([700, 129, 5, 64], 1),
+    "drafts of different numbers": ([700, 129, 1, 6], [4, 2, 1, 3]),
+    "beside a long prompt": ([700, 130], [1, 130]),
+}
+RANK_CASES = [
+    ("auto", 16, "decode"), ("auto", 16, "drafts of different numbers"),
+    ("fp8", 1, "drafts of different numbers"), ("fp8", 1, "beside a long prompt"),
+]  # fmt: skip
+"""Type of the cache, how many tokens that follow one another a rank has, and the step."""
+
+
+def rank_problem(cache, step):
+    return SparseProblem(*RANK_STEPS[step], cache, heads=2 * HEADS)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(on_two_ranks, tmp_path_factory):
+    """Output and weight of each case, of each of two ranks that share every context."""
+
+    def saved(cache, _, step):
+        problem = rank_problem(cache, step)
+        about = {"lengths": problem.lengths, "query_lens": problem.query_lens, "q": problem.q, "lists": problem.lists}
+        return about | {"rows": problem.rows}
+
+    buffer = torch.full((MAX_TOKENS, TOP_K), NOTHING, dtype=torch.int32)
+    path = tmp_path_factory.mktemp("steps") / "steps"
+    torch.save({"model": SPARSE_MODEL, "buffer": buffer, "steps": {case: saved(*case) for case in RANK_CASES}}, path)
+    return on_two_ranks("dcp_rank_sparse.py", path)
+
+
+@pytest.mark.parametrize("case", RANK_CASES, ids=str)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_ranks, rank, case):
+    """Drafts among them, and prompts. A rank that has none of a list gets its heads' result from the other."""
+    out, weight = two_ranks[rank][case]
+    cache, _, step = case
+    everyone = rank_problem(cache, step)
+    everyone.heads, everyone.q = HEADS, everyone.q[:, rank * HEADS : (rank + 1) * HEADS]
+    assert_as_exact_as_torch(out, everyone, SimpleNamespace(kv_b_proj=SimpleNamespace(weight=weight)))
+
+
 def test_a_replayed_graph_reads_the_next_step_in_the_same_buffers(make):
     layer, builder, indexer = make()
     first, second = SparseProblem([70, 700, 129], 1), SparseProblem([300, 64, 500], 1, seed=5)
@@ -527,6 +595,47 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
     floats = sparse_workspace_floats(heads, cache == "fp8", H20_SMS)
     with pytest.raises(AssertionError, match="Workspace is locked"):
         claim_workspace(floats + 1000)
+
+
+def test_workspace_is_claimed_in_the_profile_run_of_the_fused_layer(make):
+    """vLLM 0.33's own layer of DeepSeek-V3.2 and GLM-5, as far as it runs without a GPU: to the batch that is none."""
+    if not compat.reserves_in_profile_run():
+        pytest.skip("vLLM 0.26: claimed when the layer is made")
+    from vllm.models.deepseek_v32.attention import DeepseekV32Attention
+
+    layer, builder, _ = make()
+
+    class Prepared(Exception):
+        pass
+
+    def end(*_):
+        raise Prepared
+
+    projected = torch.zeros(3, 512 + LATENT + ROPE)
+    fused = SimpleNamespace(
+        impl=layer.impl, layer_name=NAME, indexer=None, hisparse_cache=None, num_local_heads=HEADS, v_head_dim=VALUE,
+        q_lora_rank=512, kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, _should_prepare_mqa_query=end,
+        fused_qkv_a_proj=lambda hidden: (projected,),
+    )  # fmt: skip
+    with set_forward_context(None, builder.vllm_config, num_tokens=3, slot_mapping={}), pytest.raises(Prepared):
+        DeepseekV32Attention.forward(fused, torch.arange(3), torch.zeros(3, 64))
+    workspace.lock_workspace()
+    floats = sparse_workspace_floats(HEADS, False, H20_SMS)
+    assert claim_workspace(floats).numel() == floats
+    with pytest.raises(AssertionError, match="Workspace is locked"):
+        claim_workspace(floats + 1000)
+
+
+@pytest.mark.parametrize("heads, sms, said", [
+    (16, 132, False), (64, 132, True), (128, 132, True), (96, 132, False), (128, H20_SMS, False),
+])  # fmt: skip
+def test_the_log_warns_where_flashmla_pads_nothing(make, monkeypatch, heads, sms, said):
+    lines = []
+    monkeypatch.setattr(sparse, "num_compute_units", lambda *_: sms)
+    monkeypatch.setattr(sparse._logger, "warning_once", lines.append)
+    make(heads)
+    begin = f"ETAP: {heads} query heads in a call, of which FLASHMLA_SPARSE pads none: steps of many tokens may take "
+    assert [line.startswith(begin) for line in lines] == [True] * said
 
 
 def arguments_of(layer, indexer):

@@ -18,7 +18,8 @@ from etap_backend.lab import configs, results
 from etap_backend.lab.bench import libraries, providers, report
 from etap_backend.lab.bench.grids import Grid, Workload, read_grids
 from etap_backend.lab.bench.libraries import Build
-from etap_backend.lab.bench.measure import H20_SMS, Settings
+from etap_backend.lab.bench.measure import Settings
+from etap_backend.lab.bench.method import H20_SMS
 from etap_backend.lab.bench.providers import Kernels
 from etap_backend.lab.bench.rows import DROP_INS, OWN, Document, problems
 from etap_backend.lab.bench.run import header, run

@@ -58,7 +58,8 @@ def _metadata(inputs: Inputs) -> compat.FlashMLASchedMeta:
         batch, s_q, heads, _ = inputs.q.shape
         options = {"device": inputs.q.device, "num_sms": inputs.num_sms, "allocate_workspace": False}
         built = DecodeSchedule(batch, s_q * heads, **options).build(inputs.seq_lens)
-        metadata.tile_scheduler_metadata, metadata.num_splits = built.work_ranges, built.split_offsets
+        metadata.tile_scheduler_metadata = built.work_ranges[: built.partitions]
+        metadata.num_splits = built.split_offsets
     return metadata
 
 

@@ -19,9 +19,10 @@ import torch
 
 from etap_backend.lab.bench import kernels
 from etap_backend.lab.bench.floors import Floor
-from etap_backend.lab.bench.grids import PAGE_SIZE, Workload
+from etap_backend.lab.bench.grids import Workload
 from etap_backend.lab.bench.hold import sms_held
 from etap_backend.lab.bench.kernels import Call, Copy, Inputs, Planned, SparseInputs
+from etap_backend.lab.bench.method import H20_SMS
 from etap_backend.lab.bench.providers import Kernels
 from etap_backend.lab.bench.rows import (
     MATH_SUFFIX,
@@ -35,41 +36,13 @@ from etap_backend.lab.bench.rows import (
     Timing,
     row_of,
 )
-from etap_backend.lab.bench.tensors import DEVICE, KV_SCALE, MOST_COPIES, ROTATED_BYTES, Pool, copies_of
+from etap_backend.lab.bench.tensors import DEVICE, Pool, copies_of
 from etap_backend.reference import relative_rmse
 
 FEWEST_CALLS = 4
 # Calls a graph, unless they would read more than that: its start weighs little then, as in an engine.
 USUAL_CALLS, USUAL_BYTES = 16, 10e9
-H20_SMS = 78
 HOST_TURNS = 9
-CLOCK = (
-    "CUDA graph replays, time of a graph / its calls, median and interquartile range of the replays, "
-    "kernels taking turns; "
-)
-METHOD = (
-    f"{CLOCK}calls rotate over copies of the cache of {ROTATED_BYTES / 1e6:.0f} MB together "
-    f"(at most {MOST_COPIES} copies); inputs N(0, 1), page {PAGE_SIZE} where a row names no other, "
-    "shuffled block table; scheduling metadata built before"
-)
-SPARSE_METHOD = (
-    f"{CLOCK}each token has a list of physical rows, drawn evenly from the whole cache, none twice; calls rotate over "
-    f"lists without a row in common, of {ROTATED_BYTES / 1e6:.0f} MB of rows together (at most {MOST_COPIES} calls), "
-    f"unless one call names every row of the cache; inputs N(0, 1), page {PAGE_SIZE}; scheduling metadata built before"
-)
-SPARSE_FP8_METHOD = (
-    "; FP8 rows have 656 bytes, a scale is the largest magnitude of its 128 columns / 448, errors are against float64 "
-    "on what they stand for"
-)
-DROP_IN_METHOD = (
-    "; calls are made as users of each library make them, of its drop-in (compat.*) in the same words with the same "
-    "queries; host times are of calls one behind another, with the plan of a step before each where that is said"
-)
-PROXY_METHOD = f"; a waiting kernel holds the SMs beyond {H20_SMS}, so that every call runs on the same ones"
-FP8_METHOD = (
-    f"; FP8 caches are e4m3 with the scale {KV_SCALE}, errors are against float64 on what they stand for; FlashMLA is "
-    "given queries in e4m3, rounded before, all others bf16 ones"
-)
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""The tables of a benchmark: on the screen, and in Markdown for a page. Drawing one imports no kernel."""
+"""The tables of a benchmark: on the screen, with the whole method, and in Markdown for a page of docs/, where
+measuring.md has the method. Drawing one imports no kernel."""
 
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.table import Table
 
+from etap_backend.lab.bench import method
 from etap_backend.lab.bench.rows import (
     MATH_SUFFIX,
     OUR_BF16,
@@ -22,6 +24,7 @@ from etap_backend.lab.bench.rows import (
     fastest,
     ratio,
 )
+from etap_backend.lab.results import beside_the_usual
 
 FEW_PEERS = 2  # each of so few has a column of its own beside ours
 BEHIND = 0.98  # a ratio that counts as slower: the readings of a run differ by less
@@ -217,8 +220,8 @@ def provenance_line(document: Document) -> str:
 def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
     """A page's table: microseconds a call, the floor, and over ours the peers' times and that of our bf16.
 
-    With `only`, rows of these batches, such as "16 x 4K", and a short caption: the whole table has the method. Raises
-    ValueError when the document has no such row.
+    With `only`, rows of these batches, such as "16 x 4K", and a short caption: the whole table has date and floor.
+    Raises ValueError when the document has no such row.
     """
     rows = rows_named(document, only) if only else document.rows
     first, *others = document.names or ["-"]
@@ -257,12 +260,14 @@ def rows_named(document: Document, only: tuple[str, ...]) -> list[Row]:
 
 
 def _endings(document: Document) -> str:
+    """What is special to a table."""
+    other = beside_the_usual(document.method, method.USUAL)
     stopped = "" if document.complete else f" Stopped {document.stopped}: what is missing was not measured."
-    return (f" {document.note}" if document.note else "") + stopped
+    return (f" Method: {other}." if other else "") + (f" {document.note}" if document.note else "") + stopped
 
 
 def caption(document: Document) -> str:
-    return f"Microseconds a call. {provenance_line(document)}. {document.method}.{_endings(document)}"
+    return f"Microseconds a call. {provenance_line(document)}.{_endings(document)}"
 
 
 def source(document: Document) -> str:
@@ -309,4 +314,4 @@ def summary(document: Document) -> str:
         least, label = min(found)
         cells = [rows, len(values), f"{least:.3f}", f"{statistics.median(values):.2f}", f"{values[-1]:.2f}", behind]
         lines.append("| " + " | ".join(map(str, [*cells, label if least < 1 else "-"])) + " |")
-    return "\n".join([*lines, "", f"{provenance_line(document)}. {document.method}.{_endings(document)}"])
+    return "\n".join([*lines, "", f"{provenance_line(document)}.{_endings(document)}"])

@@ -15,6 +15,7 @@ from etap_backend.lab.bench.floors import floor_for
 from etap_backend.lab.bench.grids import Grid, Workload
 from etap_backend.lab.bench.libraries import Build
 from etap_backend.lab.bench.measure import Settings
+from etap_backend.lab.bench.method import method_of
 from etap_backend.lab.bench.providers import Kernels
 from etap_backend.lab.bench.rows import DROP_INS, OURS, Document, Options, SparseDocument
 from etap_backend.lab.provenance import provenance
@@ -51,14 +52,6 @@ def header(
         floor=floor and floor.said(fp8=fp8),
         left_out=left_out,
     )
-
-
-def method_of(*, fp8: bool, sparse: bool, drop_ins: bool = False, h20_proxy: bool) -> str:
-    of_call, of_fp8 = (
-        (measure.SPARSE_METHOD, measure.SPARSE_FP8_METHOD) if sparse else (measure.METHOD, measure.FP8_METHOD)
-    )
-    of_users = measure.DROP_IN_METHOD if drop_ins else ""
-    return of_call + (of_fp8 if fp8 else "") + of_users + (measure.PROXY_METHOD if h20_proxy else "")
 
 
 def run(

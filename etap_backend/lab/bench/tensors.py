@@ -11,15 +11,13 @@ from torch import Tensor
 from etap_backend.lab.bench import kernels
 from etap_backend.lab.bench.grids import PAGE_SIZE, SparseWorkload, Workload
 from etap_backend.lab.bench.kernels import Copy, Inputs, SparseInputs
+from etap_backend.lab.bench.method import KV_SCALE, MOST_COPIES, ROTATED_BYTES
 from etap_backend.lab.bench.providers import Provider
 from etap_backend.reference import mla_decode_reference, sparse_mla_decode_reference
 from etap_backend.support import FP8, HEAD_DIM, LATENT_DIM, SCALE_DIM
 
 DEVICE = "cuda"
 SOFTMAX_SCALE = HEAD_DIM**-0.5
-ROTATED_BYTES = 400e6  # an H200's L2 holds 60 MB
-MOST_COPIES = 512
-KV_SCALE = 0.0125  # of FP8 caches: their largest number stands for 5.6 standard deviations
 CHUNK_PAGES = 4096  # what is rounded to FP8 at a time
 
 

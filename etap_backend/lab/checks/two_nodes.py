@@ -63,11 +63,15 @@ def main(
 ) -> None:
     """Exit with 0 when both nodes' workers ran ETAP and the model answered."""
     served = ENGINES[engine.value]
-    prepared = prepare_model("deepseek-r1", CHANGES, 8, NODES, log_folder / "model")
-    prepared.write()
+    try:
+        wanted = read_scenario(scenario)
+        if (specific := getattr(wanted, engine.value)) is None:
+            raise ValueError(f"--scenario: wanted one with a table [{engine.value}], got {scenario}")
+        prepared = prepare_model("deepseek-r1", CHANGES, 8, NODES, log_folder / "model")
+        prepared.write()
+    except (ValueError, OSError) as error:
+        raise typer.BadParameter(str(error)) from error
     ports = free_port(), free_port(), free_port()
-    wanted = read_scenario(scenario)
-    specific = getattr(wanted, engine.value)
     environment, nodes = {**wanted.environment, **specific.environment}, []
     try:
         flags = [*specific.flags, *(serve_flags or [])]

@@ -1,4 +1,5 @@
-"""What becomes of the JSON of `etap e2e`: the table on the screen, the table of a page, the plot.
+"""What becomes of the JSON of `etap e2e`: the table on the screen, with the whole method, the table of a page of docs/,
+where measuring.md has the method, the plot.
 
     python -m etap_backend.lab.e2e.report results/e2e-*.json --plots results
 
@@ -17,6 +18,8 @@ from rich.table import Table
 
 from etap_backend.lab import results as files
 from etap_backend.lab.e2e.rows import Document, Failed, Measured, Skipped, at_equal_host_speed, joined, read
+from etap_backend.lab.provenance import without_note
+from etap_backend.lab.results import beside_the_usual
 from etap_backend.lab.serving.engines import ENGINES
 from etap_backend.lab.units import in_k
 
@@ -65,7 +68,8 @@ def _range(row: Row, key: str) -> str:
         case Failed():
             return "failed"
     if found := getattr(row, key):
-        return f"{found.median:.2f} ({found.min:.2f} to {found.max:.2f})"
+        alone = len(row.readings) == 1
+        return f"{found.median:.2f}" + ("" if alone else f" ({found.min:.2f} to {found.max:.2f})")
     return "-"
 
 
@@ -94,7 +98,7 @@ def _profiled(row: Row) -> float | None:
 
 def _hosts(row: Row) -> str:
     hosts = [reading.host for reading in getattr(row, "readings", []) if reading.host]
-    return f"{min(hosts):.1f} to {max(hosts):.1f}" if hosts else "-"
+    return " to ".join(f"{host:.1f}" for host in sorted({min(hosts), max(hosts)})) if hosts else "-"
 
 
 def _readings(row: Row) -> str:
@@ -153,7 +157,8 @@ def title_of(document: Document) -> str:
     return f"{document.title}, {document.engine}, {document.gpus} x {document.gpu}: {document.weights}"
 
 
-def provenance(document: Document) -> str:
+def made_with(document: Document) -> str:
+    """GPUs, versions, commits, commands, and what the weights were."""
     versions = ", ".join(f"{package} {version}" for package, version in document.versions.items())
     layout = ", ".join(f"{name} {size}" for name, size in document.layout if name != "dcp" or size > 1)
     drafts = "; FP8 KV cache" if document.kv_dtype == "fp8" else ""
@@ -161,16 +166,35 @@ def provenance(document: Document) -> str:
         drafts += f"; {document.draft_tokens} draft tokens"
         if document.acceptance:
             drafts += f", acceptance length {document.acceptance} made up"
-    runs = document.all_runs
-    notes = dict.fromkeys(run.note for run in runs)
-    dummy = document.dummy and DUMMY + (DRAWN_EXPERTS if document.draws_experts else SAME_EXPERTS)
-    weights = " ".join(filter(None, (f"{document.weights}.", dummy, *notes)))
-    about = "; ".join(
-        f"{f'run {number}: ' if len(runs) > 1 else ''}commit {run.commit}; {run.date}; `{run.command}`"
-        for number, run in enumerate(runs, 1)
-    )
+    runs, shown = document.all_runs, {row.run for row in document.rows}
+    said = [f"commit {run.commit}; {run.date}; `{without_note(run.command)}`" for run in runs]
+    numbered = [f"run {1 + number}: {text}" for number, text in enumerate(said) if number in shown]
+    about = "; ".join(numbered if len(runs) > 1 else said)
     where = f"{document.gpus} x {document.gpu}, {layout}{drafts}, driver {document.driver}"
-    return f"{where}; {versions}; {about}. {weights}"
+    return f"{where}; {versions}; {about}; {document.weights}"
+
+
+def notes_of(document: Document) -> str:
+    return " ".join(dict.fromkeys(run.note for run in document.all_runs if run.note))
+
+
+def provenance(document: Document) -> str:
+    """The screen's: it says what dummy weights mean, too."""
+    dummy = document.dummy and DUMMY + (DRAWN_EXPERTS if document.draws_experts else SAME_EXPERTS)
+    return " ".join(filter(None, (f"{made_with(document)}.", dummy, notes_of(document))))
+
+
+def caption(document: Document) -> str:
+    """A page's, without what measuring.md says of every table."""
+    experts = "drawn" if document.draws_experts else "as dummy weights choose them"
+    other = beside_the_usual(document.method, METHOD)
+    said = [
+        made_with(document) + (f", experts {experts}." if document.dummy else "."),
+        other and f"Method: {other}.",
+        notes_of(document),
+        "" if document.complete else f"Stopped {document.stopped}; what is missing was not measured.",
+    ]
+    return " ".join(filter(None, said))
 
 
 def problems(document: Document) -> list[str]:
@@ -205,7 +229,7 @@ def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
     """The table of a page: readings at equal speed of the host.
 
     With `only`, the time between two tokens at these loads, such as "16 x 16K", and a short caption: the whole table
-    has the command and the method. Raises ValueError when the document has no such load.
+    has the command. Raises ValueError when the document has no such load.
     """
     document = at_equal_host_speed(document)
     if only:
@@ -213,8 +237,7 @@ def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
     columns = columns_of(document)
     lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
     lines += ["| " + " | ".join(cells) + " |" for cells in cells_of(document)]
-    ending = "" if document.complete else f" Stopped {document.stopped}; what is missing was not measured."
-    return "\n".join([*lines, "", f"{provenance(document)} TPOT: {document.method}.{ending}"])
+    return "\n".join([*lines, "", caption(document)])
 
 
 def _between_tokens(document: Document, only: tuple[str, ...]) -> str:

@@ -69,6 +69,9 @@ def markdown(path: Path) -> str:
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for name, found in document.estimates.items():
         lines += ["| " + " | ".join(cells_of(one) + [name] * several) + " |" for one in found]
-    sources = "; ".join(f"{name}: {of.gpu}, commit {of.commit}" for name, of in document.sources.items())
-    about = f"Estimate for {document.target}; commit {document.commit}; `{document.command}`. From {sources}."
+    by_origin: dict[str, list[str]] = {}
+    for name, of in document.sources.items():
+        by_origin.setdefault(f"{of.gpu}, commit {of.commit}", []).append(name.removesuffix(".json"))
+    sources = "; ".join(f"{', '.join(names)}: {origin}" for origin, names in by_origin.items())
+    about = f"Estimate for {document.target}; commit {document.commit}; `{document.command}`. {sources}."
     return "\n".join([*lines, "", about])
