@@ -353,12 +353,12 @@ def get_scheduler_metadata(
         raise ValueError(f"cache_seqlens: wanted shape [{batch_size}], got {list(cache_seqlens.shape)}")
     # As many rows of offsets as there are offsets, so that the shape says for how many requests they are.
     room, rows = (batch_size + 1) * WORK_RANGE_FIELDS - 1, max_seqlen_q * num_heads_q
-    built = named(PLAN_NAMES, _build, cache_seqlens, room, rows, cache_seqlens.device)
+    built = named(PLAN_NAMES, _build, cache_seqlens, room, rows, allocate_workspace=False)
     return torch.cat([built.work_ranges[: built.partitions], built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
 
 
-def _build(lengths: Tensor, batch: int, rows: int, device: torch.device, **more: bool) -> BuiltSchedule:
-    return DecodeSchedule(batch, rows, device=device, **more).build(lengths)
+def _build(lengths: Tensor, batch: int, rows: int, *, allocate_workspace: bool) -> BuiltSchedule:
+    return DecodeSchedule(batch, rows, device=lengths.device, allocate_workspace=allocate_workspace).build(lengths)
 
 
 def _parameters(module: ModuleType, form: Form) -> dict[str, inspect.Parameter]:
@@ -678,7 +678,7 @@ def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: b
 
 
 def _own_plan(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
-    return named(call.refused, _build, lengths, batch, rows, lengths.device)
+    return named(call.refused, _build, lengths, batch, rows, allocate_workspace=True)
 
 
 def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:

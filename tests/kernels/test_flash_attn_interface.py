@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices, run_program
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from etap_backend.compat import flash_attn_interface as fa3
 
@@ -508,6 +509,27 @@ def test_what_cannot_be_is_refused_by_name(installed, name):
     problem = problem_of()
     with pytest.raises(kind, match=text):
         problem.run(**(spoiled(problem.call) if callable(spoiled) else spoiled))
+
+
+class Allocations(TorchDispatchMode):
+    """The elements of each tensor that torch makes."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = []
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        made = function(*arguments, **(options or {}))
+        self.elements += [made.numel()] if isinstance(made, torch.Tensor) else []
+        return made
+
+
+def test_a_plan_allocates_no_workspace():
+    """A step's is made anew each step, and each call has a workspace of its own."""
+    lengths = torch.tensor((700, 65, 3), dtype=torch.int32)
+    with Allocations() as allocations:
+        plan = fa3.get_scheduler_metadata(3, 1, 0, 16, 1, 64, lengths, headdim_v=512)
+    assert plan.numel() in allocations.elements and max(allocations.elements) <= plan.numel()
 
 
 def test_plans_of_other_requests_and_heads_are_refused():
