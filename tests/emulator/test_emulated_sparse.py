@@ -49,6 +49,7 @@ class Case:
     sinks: bool = False
     scales: tuple[float, ...] = (0.01, 0.02, 0.005)  # of FP8 rows, drawn from these
     alike: bool = False  # FP8 rows and queries of one number each, the largest of e4m3 and 1
+    latent: float = 1.0  # times the queries' latent part
     q_layout: str = "packed"  # packed, split (latent transposed, rope a window), shared (all tokens have the same rows)
     cache_layout: str = "dense"  # dense, gapped (pages and rows apart), headed (4-D)
     seed: int = 0
@@ -72,7 +73,9 @@ def queries(case: Case, generator: torch.Generator) -> tuple[torch.Tensor, torch
         return torch.ones(shape).bfloat16() if case.alike else torch.randn(shape, generator=generator).bfloat16()
 
     if case.q_layout == "packed":
-        return normal(case.tokens, case.heads, case.width), None
+        q = normal(case.tokens, case.heads, case.width)
+        q[..., :LATENT] *= case.latent
+        return q, None
     if case.q_layout == "shared":
         return normal(1, case.heads, case.width).expand(case.tokens, -1, -1), None
     latent = normal(case.heads, case.tokens, LATENT).transpose(0, 1)
@@ -296,6 +299,15 @@ def test_lists_of_few_entries(fp8, heads, top_k, invalid, counts, partitions):
 @pytest.mark.parametrize("scales, alike", SCALES)
 def test_scales_of_any_size(heads, scales, alike):
     verify(Case(heads, 100, 1, 2, fp8=True, scales=scales, alike=alike), seed=6)
+
+
+# The latent part's scores are as large as the rope part's, queries and scales far from 1; scales of 0 beside them.
+@pytest.mark.parametrize("heads", [8, 32, 64])
+@pytest.mark.parametrize("latent, scale", [(1e30, 1e-32), (1e-30, 1e28)])
+@pytest.mark.parametrize("zeros", [False, True])
+def test_scales_that_queries_make_up_for(heads, latent, scale, zeros):
+    scales = (scale, 0.3 * scale, *((0.0,) if zeros else ()))
+    verify(Case(heads, 100, 1, 2, fp8=True, scales=scales, latent=latent), seed=8)
 
 
 @pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 16), (True, 64)])

@@ -9,25 +9,6 @@
 
 namespace etap::sparse_fp8 {
 
-// The largest of eight bfloat16, the bits of a float without its sign.
-__device__ __forceinline__ uint32_t largest_of(const uint4& eight) {
-  uint32_t largest = 0;
-  CUTE_UNROLL
-  for (uint32_t pair : {eight.x, eight.y, eight.z, eight.w}) {
-    largest = max(largest, max(pair << 16 & 0x7fff0000, pair & 0x7fff0000));
-  }
-  return largest;
-}
-
-// Eight bfloat16 times a power of two.
-__device__ __forceinline__ uint4 scaled(const uint4& eight, float factor) {
-  const auto scaled_pair = [&](uint32_t pair) {
-    const float2 two = unpack<cutlass::bfloat16_t>(pair);
-    return pack<cutlass::bfloat16_t>(two.x * factor, two.y * factor);
-  };
-  return {scaled_pair(eight.x), scaled_pair(eight.y), scaled_pair(eight.z), scaled_pair(eight.w)};
-}
-
 constexpr int kLatentUnits = kLatentDim / transposed_fp8::kUnitColumns / kWarpSize;  // of a lane
 constexpr int kRopeLanes = kRopeDim / transposed_fp8::kUnitColumns;                  // the first ones have a unit each
 
@@ -44,7 +25,6 @@ __device__ __forceinline__ void write_query(typename T::SharedStorage& shared, c
     CUTE_UNROLL
     for (float value : unit.values) largest = max(largest, __float_as_uint(fabsf(value)));
   }
-  if constexpr (T::kRopeScaled) largest = max(largest, largest_of(rope));
   // Near 1: products are multiplied with the tokens' scales first, which may be large.
   const int exponent = transposed_fp8::scale_exponent<T, 0>(__reduce_max_sync(0xffffffff, largest));
   CUTE_UNROLL
@@ -52,10 +32,9 @@ __device__ __forceinline__ void write_query(typename T::SharedStorage& shared, c
     transposed_fp8::write_unit<T, typename T::ScoreElement>(shared.query, row, u * kWarpSize + lane, units[u],
                                                             transposed_fp8::power_of_two(exponent));
   }
-  if constexpr (T::kRopeScaled) rope = scaled(rope, transposed_fp8::power_of_two(exponent));
   char* rope_chunk = shared.query + kValueChunks * T::kQueryChunkBytes;
   if (has_rope) *reinterpret_cast<uint4*>(rope_chunk + operand_unit<T>(row, lane)) = rope;
-  if (lane == 0) shared.score_scales[row] = params.scale_log2 * transposed_fp8::power_of_two(-exponent);
+  if (lane == 0) shared.score_scales[row] = (T::kScoresScaledLast ? 1.0f : params.scale_log2) * transposed_fp8::power_of_two(-exponent);
 }
 
 // Called by both consumers when they are done with the last piece's scores; complete for both on return.

@@ -12,6 +12,7 @@ namespace etap::sparse_fp8 {
 template <class T>
 struct SharedTilesConsumer {
   typename T::SharedStorage& shared;
+  const DecodeParams& params;
   ScaledSoftmax<T>& softmax;
   transposed::OutputFragment<T>& ot;
 
@@ -20,7 +21,7 @@ struct SharedTilesConsumer {
                                              int row_group, int group) {
     ScaledSoftmax<T> softmax(shared, params.scale_log2, 1.0f, group);
     transposed::OutputFragment<T> ot;
-    SharedTilesConsumer consumer{shared, softmax, ot};
+    SharedTilesConsumer consumer{shared, params, softmax, ot};
     RingPosition<T::kStages> keys;
     typename T::Walk walk(params, partition);
     while (!walk.done()) {
@@ -45,7 +46,7 @@ struct SharedTilesConsumer {
     transposed::ScoreFragment<T> st;
     ValueFetches<T> values{tile + group * (kLatentDim / kConsumerGroups)};
     TokenScales scales;
-    compute_shared_scores<T>(shared, tile, group, st, [&] {
+    compute_shared_scores<T>(shared, tile, group, params.scale_log2, st, [&] {
       scales = TokenScales::read<T>(tile);
       if (T::kFetchesAhead) values.begin();
     });

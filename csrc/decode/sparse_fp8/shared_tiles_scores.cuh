@@ -24,19 +24,24 @@ struct ShareFactors {
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
       const float2 scales = *reinterpret_cast<const float2*>(row + i * 8 * T::kRowBytes + group * sizeof(float2));
-      // b is at least 2^-64 * a: what is too much then float32 has no room for beside A. And 2^-100, which is as good as 0.
-      const float least = fmaxf(0x1p-64f * fabsf(scales.x), 0x1p-100f);
-      const float b = fabsf(scales.y) < least ? least : scales.y;
-      const float inverse = __fdividef(1.0f, b);
-      const float ratio = scales.x * inverse;
-      factors.first[i] = fmaf(fmaf(-ratio, b, scales.x), inverse, ratio);  // to the last bit but for rounding
+      // b is at least 2^-64 * a: what is too much then float32 has no room for beside A. And 2^-124, for its inverse.
+      const float least = fmaxf(0x1p-64f * fabsf(scales.x), 0x1p-124f);
+      const bool alone = scales.x == 0.0f;  // B
+      const float b = fabsf(scales.y) < least && !alone ? least : scales.y;
+      // Quarters, whose inverses __fdividef has for the largest numbers, too.
+      const float divisor = 0.25f * b, dividend = 0.25f * scales.x;
+      const float inverse = __fdividef(1.0f, divisor);
+      const float ratio = dividend * inverse;
+      // To the last bit but for rounding.
+      factors.first[i] = alone ? 0.0f : fmaf(fmaf(-ratio, divisor, dividend), inverse, ratio);
       factors.second[i] = b;
     }
     return factors;
   }
 };
 
-// This warpgroup's share of S^T of one tile, in the queries' scale; complete on return.
+// This warpgroup's share of S^T of one tile; complete on return. The queries' latent part has a power of two for each row, which
+// is taken back before the rope part's products are added.
 template <class T>
 __device__ __forceinline__ void compute_share(typename T::SharedStorage& shared, const char* tile, int group,
                                               ScoreShare<T>& share) {
@@ -62,11 +67,11 @@ __device__ __forceinline__ void compute_share(typename T::SharedStorage& shared,
   CUTE_UNROLL
   for (int load = 0; load < T::kFetches; ++load) fetch(load);
   const auto factors = ShareFactors::read<T>(tile, group);
-  const auto multiply_sum = [&](const float(&factor)[2]) {
+  const auto multiply_sum = [&](auto&& factor) {
     warpgroup_wait<0>();
     warpgroup_fence_operand(share);
     CUTE_UNROLL
-    for (int i = 0; i < size(share); ++i) share(i) *= factor[i / 2 % 2];
+    for (int i = 0; i < size(share); ++i) share(i) *= factor(i);
     warpgroup_fence_operand(share);
   };
 
@@ -77,7 +82,7 @@ __device__ __forceinline__ void compute_share(typename T::SharedStorage& shared,
     if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
     convert_keys(words[load % T::kFetches], operand);
     fetch(load + T::kFetches);
-    if (load == kLoadsPerScale) multiply_sum(factors.first);
+    if (load == kLoadsPerScale) multiply_sum([&](int i) { return factors.first[i / 2 % 2]; });
     auto s_query = make_tensor(
         make_smem_ptr(reinterpret_cast<const typename T::ScoreElement*>(query + load / 2 * T::kQueryChunkBytes)),
         typename T::template Operand<typename T::ScoreElement>{});
@@ -87,7 +92,9 @@ __device__ __forceinline__ void compute_share(typename T::SharedStorage& shared,
   auto& operand = operands[kLatentLoads % T::kOperands];
   warpgroup_wait<T::kOperands - 1>();
   load_rope<T>(tile, group, operand);
-  multiply_sum(factors.second);
+  multiply_sum([&](int i) {
+    return factors.second[i / 2 % 2] * shared.score_scales[transposed::fragment_column(i / 4, i % 2)];
+  });
   auto s_query = make_tensor(
       make_smem_ptr(reinterpret_cast<const typename T::RopeElement*>(shared.query + kValueChunks * T::kQueryChunkBytes)),
       typename T::template Operand<typename T::RopeElement>{});
@@ -113,25 +120,24 @@ __device__ __forceinline__ void give_share(typename T::SharedStorage& shared, co
 // from it: where tokens' scales are large, what one rounding less leaves over may be as well.)
 template <class T, int kGroup>
 __device__ __forceinline__ void take_share(typename T::SharedStorage& shared, const ScoreShare<T>& share,
-                                           transposed::ScoreFragment<T>& st) {
+                                           float scale_log2, transposed::ScoreFragment<T>& st) {
   constexpr int kFirst = T::first_column(kGroup) / 2;
   CUTE_UNROLL
   for (int i = 0; i < T::kScoreColumns / 2; i += 4) {
     const float4 taken = shared.shares[kGroup][i / 4][threadIdx.x % kGroupThreads];
-    const float low = shared.score_scales[T::first_column(kGroup) + transposed::fragment_column(i / 4, 0)];
-    const float high = shared.score_scales[T::first_column(kGroup) + transposed::fragment_column(i / 4, 1)];
     const int at = kFirst + i;
-    st(i) = __fmul_rn(share(at) + taken.x, low);
-    st(i + 1) = __fmul_rn(share(at + 1) + taken.y, high);
-    st(i + 2) = __fmul_rn(share(at + 2) + taken.z, low);
-    st(i + 3) = __fmul_rn(share(at + 3) + taken.w, high);
+    st(i) = __fmul_rn(share(at) + taken.x, scale_log2);
+    st(i + 1) = __fmul_rn(share(at + 1) + taken.y, scale_log2);
+    st(i + 2) = __fmul_rn(share(at + 2) + taken.z, scale_log2);
+    st(i + 3) = __fmul_rn(share(at + 3) + taken.w, scale_log2);
   }
 }
 
 // S^T of one tile and this warpgroup's rows in the log2 domain; `meanwhile` runs while the other warpgroup may be late.
 template <class T, class Meanwhile>
 __device__ __forceinline__ void compute_shared_scores(typename T::SharedStorage& shared, const char* tile, int group,
-                                                      transposed::ScoreFragment<T>& st, Meanwhile&& meanwhile) {
+                                                      float scale_log2, transposed::ScoreFragment<T>& st,
+                                                      Meanwhile&& meanwhile) {
   ScoreShare<T> share;
   compute_share<T>(shared, tile, group, share);
   if (group == 0) {
@@ -142,9 +148,9 @@ __device__ __forceinline__ void compute_shared_scores(typename T::SharedStorage&
   meanwhile();
   ETAP_MARKED(shares_meeting, event::shares_written().meet());
   if (group == 0) {
-    take_share<T, 0>(shared, share, st);
+    take_share<T, 0>(shared, share, scale_log2, st);
   } else {
-    take_share<T, 1>(shared, share, st);
+    take_share<T, 1>(shared, share, scale_log2, st);
   }
 }
 

@@ -105,7 +105,7 @@ struct Traits : Products<transposed::AlternateTiles<kRowTile_>, kClustered> {
   static constexpr bool kFitsLaunchRegisters = kRowTile < 16;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
-  static constexpr bool kRopeScaled = false;
+  static constexpr bool kScoresScaledLast = false;  // into the log2 domain: the rope part with the latent one, or by itself
 
   static constexpr int kStages = kRowTile == 32 ? 3 : 4;
   static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
@@ -144,7 +144,7 @@ struct SharedTilesTraits : Products<transposed_fp8::SharedTiles, false> {
   static constexpr bool kFitsLaunchRegisters = false;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
-  static constexpr bool kRopeScaled = true;  // queries' rope part with the latent part's factor: one sum takes both
+  static constexpr bool kScoresScaledLast = true;
 
   static constexpr int kStages = 2;
   static constexpr int kOperands = 2;
