@@ -14,7 +14,6 @@ constexpr int kRopeDim = 64;      // columns of K behind the latent
 constexpr int kHeadDim = kLatentDim + kRopeDim;
 constexpr int kMinRowTile = 8;    // query rows (tokens x heads) that one CTA computes: 8, 16, 32 or 64
 constexpr int kMaxRowTile = 64;
-constexpr int kSparseFp8Rows = 32;  // the most beside listed FP8 rows
 
 // The tiles one partition decodes: [begin, end) in (request, tile) order.
 struct WorkRange {

@@ -41,9 +41,9 @@ constexpr int64_t even_partition_tiles(int64_t tokens, int64_t tiles, int64_t pa
 }
 
 // CTAs of a cluster that holds the pieces of a token, 1 where pieces are no partitions, or none that clusters have room for
-// (more than 8 take the GPU's leave), or where the rows are on WGMMA's M, whose kernel sums nothing itself.
+// (more than 8 take the GPU's leave), or where a CTA has 64 rows: those kernels sum nothing themselves.
 inline int cluster_pieces(const DecodeParams& params) {
-  if (params.rows_on_lanes || params.list_tiles % params.partition_tiles != 0) return 1;
+  if (params.row_tile == kMaxRowTile || params.list_tiles % params.partition_tiles != 0) return 1;
   const int pieces = params.list_tiles / params.partition_tiles;
   return pieces == 2 || pieces == 4 || pieces == 8 || pieces == 16 ? pieces : 1;
 }

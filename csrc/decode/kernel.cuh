@@ -2,6 +2,7 @@
 //
 //   transposed/      S^T = K·Q^T, O^T = V^T·P^T: a cache of the queries' type, up to 32 rows
 //   transposed_fp8/  the same for a cache of e4m3, operands by way of registers; at 64 rows the consumers share tiles
+//                    (sparse_fp8/: for listed FP8 rows with scales)
 //   query_major/     S = Q·K^T, O = P·V: 64 rows of a cache of the queries' type, which fill WGMMA's M
 //
 // Grid             CTAs: partitions x row groups, those of a partition neighbours. One CTA decodes the pieces of its
@@ -39,6 +40,7 @@
 #include "decode/sparse/load_rows.cuh"
 #include "decode/sparse/traits.h"
 #include "decode/sparse_fp8/consumer.cuh"
+#include "decode/sparse_fp8/shared_tiles_consumer.cuh"
 #include "decode/transposed/consumer.cuh"
 #include "decode/transposed_fp8/consumer.cuh"
 #include "decode/transposed_fp8/shared_tiles_consumer.cuh"

@@ -66,6 +66,7 @@ __device__ __forceinline__ NamedBarrier halves_taken() { return of_consumers(); 
 __device__ __forceinline__ NamedBarrier factors_written() { return of_consumers(); }
 __device__ __forceinline__ NamedBarrier both_probabilities_written() { return of_consumers(); }
 __device__ __forceinline__ NamedBarrier both_scores_read() { return of_consumers(); }
+__device__ __forceinline__ NamedBarrier shares_written() { return of_consumers(); }
 
 // Of this warp and the same one of the other consumer: 4 to 11.
 __device__ __forceinline__ NamedBarrier probabilities_handed_over(int owner) {

@@ -51,9 +51,9 @@ constexpr DecodeShape decode_shape(int64_t rows, bool fp8_cache) {
 
 // Of sparse attention, where the rows are a token's heads.
 constexpr DecodeShape sparse_shape(int64_t heads, bool fp8_cache) {
-  if (!fp8_cache) return decode_shape(heads, false);
-  const int32_t row_tile = heads > 16 ? kSparseFp8Rows : heads > 8 ? 16 : 8;
-  return decode_shape(DecodeKernelKind::kSparseFp8, heads, row_tile, kSparseFp8Rows);
+  DecodeShape shape = decode_shape(heads, false);
+  if (fp8_cache) shape.kernel = DecodeKernelKind::kSparseFp8;
+  return shape;
 }
 
 }  // namespace etap

@@ -8,3 +8,4 @@ KernelLaunch transposed(const DecodeParams& params) { return kernel_launch<etap:
 KernelLaunch clustered(const DecodeParams& params) { return kernel_launch<etap::sparse::Traits<16, true>>(params); }
 KernelLaunch query_major(const DecodeParams& params) { return kernel_launch<etap::sparse::WideTraits>(params); }
 KernelLaunch fp8(const DecodeParams& params) { return kernel_launch<etap::sparse_fp8::Traits<32, false>>(params); }
+KernelLaunch fp8_shared(const DecodeParams& params) { return kernel_launch<etap::sparse_fp8::SharedTilesTraits>(params); }

@@ -131,13 +131,13 @@ def sparse_launches(case: SparseCase) -> list:
 def test_the_heads_name_the_sparse_kernel(heads, row_tile):
     for fp8 in (False, True):
         shape = sparse_decode_shape(heads, fp8)
-        wanted = min(row_tile, 32) if fp8 else row_tile
-        assert shape.row_tile == wanted and shape.row_groups == -(-heads // shape.group_rows)
+        assert shape.row_tile == row_tile and shape.row_groups == -(-heads // shape.group_rows)
         num_sms = 6 * shape.row_groups  # partitions of six tiles, which are no whole fraction of a token
         decode, combine = sparse_launches(SparseCase(1, heads, 2048, "fp8" if fp8 else "bf16", num_sms=num_sms))
         partition_tiles = library().sparse_partition_tiles(1, 2048, 6)
         assert decode[1] * decode[2] == -(-32 // partition_tiles) * shape.row_groups
-        traits = f"sparse_fp8::Traits<{wanted}, false>" if fp8 else f"GatheredTraits<etap::{shape.kernel}::Traits<"
+        form = "SharedTilesTraits" if row_tile == 64 else f"Traits<{row_tile}, false>"
+        traits = f"sparse_fp8::{form}" if fp8 else f"GatheredTraits<etap::{shape.kernel}::Traits<"
         assert traits in decode[0] and "combine" in combine[0]
 
 
@@ -155,12 +155,11 @@ def test_the_sanitizers_see_clusters_of_both_caches():
     assert {("bf16", 4), ("fp8", 2)} <= found
 
 
-def test_rows_on_m_and_row_groups_of_32():
-    for tokens in (16, 32):
-        decode, combine = sparse_launches(SparseCase(tokens, 64, 2048, num_sms=132))
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+def test_pieces_of_64_rows_are_combined(cache):
+    for tokens, heads in ((16, 64), (32, 33), (16, 128)):
+        decode, combine = sparse_launches(SparseCase(tokens, heads, 2048, cache, num_sms=132))
         assert decode[3] == 1 and "combine" in combine[0]
-    (decode,) = sparse_launches(SparseCase(16, 64, 2048, "fp8", num_sms=132))
-    assert (decode[1], decode[3]) == (16 * 4 * 2, 4)
 
 
 def test_whole_lists_have_nothing_to_combine_and_no_token_nothing_to_decode():

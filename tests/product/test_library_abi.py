@@ -96,7 +96,7 @@ def test_it_holds_code_for_sm_90a_only():
 def columns_of(kernel: str) -> set[int]:
     """WGMMA's N in the kernels of a name: dense for whole tiles and for parts, sparse on their own and in clusters."""
     found = [sass for name, sass in kernels().items() if re.search(kernel, name)]
-    assert len(found) == (1 if "sparse" in kernel and "query_major" in kernel else 2)
+    assert len(found) == (1 if re.search("sparse.*(query_major|SharedTiles)", kernel) else 2)
     (columns,) = {frozenset(map(int, re.findall(r"[HQ]GMMA\.64x(\d+)x", sass))) for sass in found}
     return set(columns)
 
@@ -121,6 +121,10 @@ def test_each_transposed_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_
 @pytest.mark.parametrize("math", ["half", "float_e4m3"])
 def test_64_rows_of_an_fp8_cache_are_on_n(math):
     assert max(columns_of(rf"decode_kernel.*SharedTilesTraits.*{math}_t")) == 64
+
+
+def test_64_rows_beside_listed_fp8_rows_are_on_n():
+    assert columns_of("sparse_fp8.*SharedTilesTraits") == {64}
 
 
 @pytest.mark.parametrize(

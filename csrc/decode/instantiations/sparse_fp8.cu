@@ -12,6 +12,7 @@ KernelLaunch launch_of(const DecodeParams& params) {
 }
 
 KernelLaunch prepare_fp8(const DecodeParams& params, bool clustered) {
+  if (params.row_tile == sparse_fp8::SharedTilesTraits::kRowTile) return kernel_launch<sparse_fp8::SharedTilesTraits>(params);
   return clustered ? launch_of<true>(params) : launch_of<false>(params);
 }
 

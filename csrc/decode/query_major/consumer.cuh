@@ -84,7 +84,7 @@ struct Consumer {
 
     // Softmax.
     if constexpr (T::kGathered) {
-      sparse::hide_invalid<T>(valid, s);
+      sparse::hide_invalid_columns(valid, s);
     } else if ((tile + 1) * kTileTokens > piece.seq_len - params.s_q + 1) {
       mask_scores<T>(state, tile, s);
     }

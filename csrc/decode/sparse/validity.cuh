@@ -12,25 +12,28 @@ struct alignas(16) TileMask {
   __device__ __forceinline__ uint32_t word(int i) const { return reinterpret_cast<const uint32_t*>(fours)[i]; }
 };
 
-// Of S^T or S, tokens as the fragments hold them: see transposed/traits.h and query_major/softmax.cuh.
-template <class T, class Scores>
-__device__ __forceinline__ void hide_invalid(const TileMask& mask, Scores& scores) {
+// Of S^T, tokens as its fragment holds them: see transposed/traits.h.
+template <class Scores>
+__device__ __forceinline__ void hide_invalid_rows(const TileMask& mask, Scores& st) {
   const int lane = threadIdx.x % kWarpSize;
-  if constexpr (T::kRowTile == 64) {
-    const int first = lane % 4 / 2 * 8 + lane % 2 * 2;
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) {
-      const int eight = i / 4;  // tokens
-      const uint32_t bit = mask.word(eight / 2) >> (first + eight % 2 * 16 + i % 2) & 1;
-      if (!bit) scores(i) = -INFINITY;
-    }
-  } else {
-    const uint32_t sixteen = mask.word(threadIdx.x / kWarpSize % kWarpsPerGroup) >> (lane / 16 * 8 + lane / 4 % 4);
-    CUTE_UNROLL
-    for (int i = 0; i < cute::size(scores); ++i) {
-      const uint32_t bit = sixteen >> (i / 2 % 2 * 16) & 1;
-      if (!bit) scores(i) = -INFINITY;
-    }
+  const uint32_t sixteen = mask.word(threadIdx.x / kWarpSize % kWarpsPerGroup) >> (lane / 16 * 8 + lane / 4 % 4);
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(st); ++i) {
+    const uint32_t bit = sixteen >> (i / 2 % 2 * 16) & 1;
+    if (!bit) st(i) = -INFINITY;
+  }
+}
+
+// Of S: see query_major/softmax.cuh.
+template <class Scores>
+__device__ __forceinline__ void hide_invalid_columns(const TileMask& mask, Scores& s) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int first = lane % 4 / 2 * 8 + lane % 2 * 2;
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(s); ++i) {
+    const int eight = i / 4;  // tokens
+    const uint32_t bit = mask.word(eight / 2) >> (first + eight % 2 * 16 + i % 2) & 1;
+    if (!bit) s(i) = -INFINITY;
   }
 }
 

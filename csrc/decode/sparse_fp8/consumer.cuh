@@ -8,6 +8,34 @@
 
 namespace etap::sparse_fp8 {
 
+// P^T of a tile, times the tokens' scales, for the threads of `meeting`; whether it is of the wide type. `first`: of theirs in
+// the piece. rescale(correction) where O^T is to be multiplied with that for a new reference.
+template <class T, class Rescale>
+__device__ __forceinline__ bool write_probabilities(ScaledSoftmax<T>& softmax, const transposed::ScoreFragment<T>& st,
+                                                    const TokenScales& scales, bool first, NamedBarrier meeting,
+                                                    char* probabilities, Rescale&& rescale) {
+  bool renew = first, wide = scales.template beyond_half<T>();
+  if (!renew) {
+    const bool exceeds = softmax.exponentiate(st);
+    softmax.template store<typename T::Probability>(scales, probabilities);
+    ETAP_MARKED(probabilities_meeting, renew = meeting.any(exceeds || wide));
+  }
+  if (renew) {
+    float correction[transposed::Softmax<T>::kColumns];
+    softmax.renew(st, correction);
+    rescale(correction);
+    softmax.exponentiate(st);
+    wide = meeting.any(wide);
+    if (wide) {
+      softmax.template store<typename T::WideProbability>(scales, probabilities);
+    } else {
+      softmax.template store<typename T::Probability>(scales, probabilities);
+    }
+    meeting.sync();
+  }
+  return wide;
+}
+
 // What a consumer knows of its CTA, and what it holds.
 template <class T>
 struct Consumer {
@@ -59,31 +87,16 @@ struct Consumer {
     transposed::ScoreFragment<T> st;
     const auto scales = TokenScales::read<T>(tile);
     compute_scores<T>(shared, tile, scales, params.scale_log2, st);
-    sparse::hide_invalid<T>(shared.valid[at.stage], st);
+    sparse::hide_invalid_rows(shared.valid[at.stage], st);
     ValueFetches<T> values{tile};
     if (T::kFetchesAhead) values.begin();
 
     // Softmax. Where P^T has one buffer, meeting before its first store tells that no product of the last tile reads it.
     if constexpr (T::kProbabilityBuffers == 1) ETAP_MARKED(products_meeting, event::scores_read(group).sync());
-    bool renew = first, wide = scales.template beyond_half<T>();
-    if (!renew) {
-      const bool exceeds = softmax.exponentiate(st);
-      softmax.template store<typename T::Probability>(scales, probabilities);
-      ETAP_MARKED(probabilities_meeting, renew = event::probabilities_written(group).any(exceeds || wide));
-    }
-    if (renew) {
-      float correction[transposed::Softmax<T>::kColumns];
-      softmax.renew(st, correction);
-      transposed::scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
-      softmax.exponentiate(st);
-      wide = event::probabilities_written(group).any(wide);
-      if (wide) {
-        softmax.template store<typename T::WideProbability>(scales, probabilities);
-      } else {
-        softmax.template store<typename T::Probability>(scales, probabilities);
-      }
-      event::probabilities_written(group).sync();
-    }
+    const bool wide = write_probabilities<T>(
+        softmax, st, scales, first, event::probabilities_written(group), probabilities, [&](const auto& correction) {
+          transposed::scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
+        });
 
     // O^T, release.
     const auto accumulate = [&] { softmax.accumulate(); };

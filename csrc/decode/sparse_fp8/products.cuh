@@ -39,6 +39,25 @@ __device__ __forceinline__ uint2 to_bfloat16(uint32_t word) {
   return {ptx::mul_bf16x2(even, kBias), ptx::mul_bf16x2(odd, kBias)};
 }
 
+// 32 columns of K's latent part, as float16.
+__device__ __forceinline__ void convert_keys(const Words& words, Operands& operands) {
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const uint2 halves = transposed_fp8::to_halves(words[i]);
+    operands[i / 2][i % 2] = halves.x;
+    operands[i / 2][i % 2 + 2] = halves.y;
+  }
+}
+
+// 32 columns of its rope part: 16 of bfloat16 are two units, and need no conversion.
+template <class T>
+__device__ __forceinline__ void load_rope(const char* tile, int load, Operands& operands) {
+  CUTE_UNROLL
+  for (int step = 0; step < 2; ++step) {
+    load_key_units<T>(tile, T::kRopeOffset + load * 64 + step * 32, operands[step]);
+  }
+}
+
 // Start a load's share of a product, a group of WGMMAs.
 template <class Element, class Mma, class OperandB, class Result>
 __device__ __forceinline__ void multiply(Mma& mma, const Operands& operands, const OperandB& b, int first_step,
@@ -112,13 +131,6 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
   const auto fetch = [&](int load) {
     if (load < kLatentLoads) load_key_units<T>(tile, load * 32, words[load % T::kFetches]);
   };
-  // 16 columns of bfloat16 are two units, and need no conversion.
-  const auto fetch_rope = [&](int load, Operands& operand) {
-    CUTE_UNROLL
-    for (int step = 0; step < 2; ++step) {
-      load_key_units<T>(tile, T::kRopeOffset + load * 64 + step * 32, operand[step]);
-    }
-  };
   CUTE_UNROLL
   for (int load = 0; load < T::kFetches; ++load) fetch(load);
   const auto query_scale = [&](int column) {
@@ -147,7 +159,7 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
     if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
     if (T::kFetchesAhead && load == kRopeFetch) {
       CUTE_UNROLL
-      for (int r = 0; r < kRopeLoads; ++r) fetch_rope(r, rope[r]);
+      for (int r = 0; r < kRopeLoads; ++r) load_rope<T>(tile, r, rope[r]);
     }
     const char* chunk = shared.query + min(load / 2, kValueChunks) * T::kQueryChunkBytes;
     if (load % kLoadsPerPart == 0) {
@@ -158,12 +170,7 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
     }
     const Words& from = words[load % T::kFetches];
     if (load < kLatentLoads) {
-      CUTE_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        const uint2 halves = transposed_fp8::to_halves(from[i]);
-        operand[i / 2][i % 2] = halves.x;
-        operand[i / 2][i % 2 + 2] = halves.y;
-      }
+      convert_keys(from, operand);
       fetch(load + T::kFetches);
       auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::ScoreElement*>(chunk)),
                                  typename T::template Operand<typename T::ScoreElement>{});
@@ -171,7 +178,7 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
                                          parts[part % T::kParts]);
     } else {
       auto& rope_operand = T::kFetchesAhead ? rope[load - kLatentLoads] : operand;
-      if (!T::kFetchesAhead) fetch_rope(load - kLatentLoads, rope_operand);
+      if (!T::kFetchesAhead) load_rope<T>(tile, load - kLatentLoads, rope_operand);
       auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::RopeElement*>(chunk)),
                                  typename T::template Operand<typename T::RopeElement>{});
       multiply<typename T::RopeElement>(rope_mma, rope_operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)),

@@ -8,7 +8,7 @@
 #include "decode/sparse/cache.h"
 #include "decode/sparse/validity.cuh"
 #include "decode/transposed/traits.h"
-#include "decode/transposed_fp8/traits.h"
+#include "decode/transposed_fp8/shared_tiles_traits.h"
 
 namespace etap::sparse_fp8 {
 
@@ -31,12 +31,10 @@ struct SharedMemory : transposed::SharedMemory<T> {
   sparse::TileMask valid[T::kStages];
 };
 
-template <int kRowTile_, bool kClustered_>
-struct Traits : transposed::AlternateTiles<kRowTile_> {
-  using Base = transposed::AlternateTiles<kRowTile_>;
-  using Base::kRowTile, Base::kScoreColumns, Base::kSliceBytes, Base::kMergeSlices;
-  static_assert(kRowTile <= 32);
-  static constexpr int kGroupRows = kSparseFp8Rows;
+// What does not depend on the number of query rows. Tiles: how the consumers divide the work, AlternateTiles or SharedTiles.
+template <class Tiles, bool kClustered_>
+struct Products : Tiles {
+  using Tiles::kRowTile, Tiles::kScoreColumns;
   static constexpr bool kGathered = true;
   static constexpr bool kClustered = kClustered_;
   static constexpr int kGatherWarps = 4;
@@ -53,15 +51,10 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   using Probability = cutlass::half_t;
   using WideProbability = cutlass::bfloat16_t;
   static constexpr float kLeastScale = 0x1p-13f, kLargestScale = 1.0f;
-  using ScoreScales = NoScale;
-  using SharedStorage = SharedMemory<Traits>;
-  using Consumer = sparse_fp8::Consumer<Traits>;
   static constexpr bool kFp8Cache = true;
   static constexpr bool kFp8Math = false;
   static constexpr bool kPairedDims = true;
-  static constexpr bool kFitsLaunchRegisters = kRowTile < 16;
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  using ScoreScales = NoScale;
 
   // A stage is a whole tile.
   static constexpr int kRowBytes = kLatentDim + kScales * 4 + kRopeDim * 2;
@@ -70,13 +63,8 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   static constexpr int kStageBytes = sizeof(KeyStage);
   static constexpr int kStagesPerTile = 1;
   static constexpr int kChunksPerStage = 1;
-  static constexpr int kStages = kRowTile == 32 ? 3 : 4;
   static constexpr int kTilesAlone = 0;
   __host__ __device__ static constexpr int first_chunk(int, int) { return 0; }
-  static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
-  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
-  static_assert(kConsumerGroups * kMergeStages <= kStages);
-  static_assert(grants_fit(kStages, kStagesPerTile, kMergeStages));
 
   static constexpr float kProbabilityShift = 7.0f;
   static constexpr float kLargestExponent = kProbabilityShift + kLazyMaximum;
@@ -84,19 +72,13 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   // A matrix load brings 32 columns of K, or 32 tokens of 16 value dims, for two steps of WGMMA.
   static constexpr int kStepsPerLoad = 2;
   static constexpr int kValuesPerStep = 8;
-  static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
-  // Loads on their way while one is in work; whether the first ones, and what else is known to be wanted, are asked for before
-  // the last phase's end. At 32 rows registers are short.
-  static constexpr int kFetches = kRowTile <= 16 ? 3 : 1;
-  static constexpr bool kFetchesAhead = kRowTile <= 16;
-  static constexpr int kParts = kRowTile <= 16 ? 2 : 1;  // sums of scores under way
 
   static constexpr auto kMajorK = cute::GMMA::Major::K;
   template <class E, int kColumns>
   using Mma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<E, E, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_64>, kMajorK, kMajorK>()));
-  using ScoreMma = Mma<ScoreElement, kScoreColumns>;
-  using RopeMma = Mma<RopeElement, kScoreColumns>;
+  using ScoreMma = Mma<ScoreElement, kScoreColumns>;  // has the fragment of finished scores
+  using RopeMma = Mma<RopeElement, kRowTile>;
   using OutputMma = Mma<Probability, kRowTile>;
 
   // Q chunk [score columns x 64 columns], the last one rope, and P^T [rows x 64 tokens], K-major for operand B.
@@ -108,10 +90,70 @@ struct Traits : transposed::AlternateTiles<kRowTile_> {
   using Probabilities = Probability[kRowTile][kTileTokens];  // swizzled
   static constexpr int kQueryChunkBytes = sizeof(QueryChunk);
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
-  // P^T times the scales of each 128 columns. At 32 rows there is room for one of a consumer, not two.
   static constexpr int kScaledBytes = sizeof(Probabilities);
+};
+
+// Up to 32 query rows: alternate tiles.
+template <int kRowTile_, bool kClustered>
+struct Traits : Products<transposed::AlternateTiles<kRowTile_>, kClustered> {
+  using Base = Products<transposed::AlternateTiles<kRowTile_>, kClustered>;
+  using Base::kRowTile, Base::kStageBytes, Base::kStagesPerTile, Base::kSliceBytes, Base::kMergeSlices, Base::kScaledBytes;
+  static_assert(kRowTile <= 32);
+  using SharedStorage = SharedMemory<Traits>;
+  using Consumer = sparse_fp8::Consumer<Traits>;
+  static constexpr int kGroupRows = 32;  // more share tiles
+  static constexpr bool kFitsLaunchRegisters = kRowTile < 16;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr bool kScoresScaledLast = false;  // into the log2 domain: the rope part with the latent one, or by itself
+
+  static constexpr int kStages = kRowTile == 32 ? 3 : 4;
+  static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
+  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
+  static_assert(kConsumerGroups * kMergeStages <= kStages);
+  static_assert(grants_fit(kStages, kStagesPerTile, kMergeStages));
+
+  static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
+  // Loads on their way while one is in work; whether the first ones, and what else is known to be wanted, are asked for before
+  // the last phase's end. At 32 rows registers are short.
+  static constexpr int kFetches = kRowTile <= 16 ? 3 : 1;
+  static constexpr bool kFetchesAhead = kRowTile <= 16;
+  static constexpr int kParts = kRowTile <= 16 ? 2 : 1;  // sums of scores under way
+
+  // P^T times the scales of each 128 columns. At 32 rows there is room for one of a consumer, not two.
   static constexpr int kProbabilityBuffers = kRowTile == 32 ? 1 : 2;
   static constexpr int kProbabilityBytes = kScales * kScaledBytes * kProbabilityBuffers / 2;
+};
+
+template <class T>
+struct SharedTilesMemory : transposed_fp8::SharedTilesMemory<T> {
+  sparse::TileMask valid[T::kStages];
+  // What each warpgroup is given for its columns of S^T: by the same thread of the other one, which has the same places.
+  float4 shares[kConsumerGroups][T::kScoreColumns / 8][kGroupThreads];
+};
+
+template <class T>
+struct SharedTilesConsumer;
+
+// 33 to 64 query rows: shared tiles. A warpgroup has half of the latent columns, as columns of K and as value dims, and half of
+// the rope columns; so that no value is converted twice. Of S^T it has its columns' share for all rows, and finishes half of
+// the rows with the other's share.
+struct SharedTilesTraits : Products<transposed_fp8::SharedTiles, false> {
+  using SharedStorage = SharedTilesMemory<SharedTilesTraits>;
+  using Consumer = SharedTilesConsumer<SharedTilesTraits>;
+  static constexpr bool kFitsLaunchRegisters = false;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
+  static constexpr bool kScoresScaledLast = true;
+
+  static constexpr int kStages = 2;
+  static constexpr int kOperands = 2;
+  static constexpr int kFetches = 2;
+  static constexpr bool kFetchesAhead = true;
+  using ShareMma = Mma<ScoreElement, kRowTile>;
+
+  // One P^T for both: when shares of scores have been given, both are done with the last one.
+  static constexpr int kProbabilityBytes = kScales * kScaledBytes / 2;
 };
 
 }  // namespace etap::sparse_fp8

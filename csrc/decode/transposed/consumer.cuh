@@ -76,7 +76,7 @@ struct Consumer {
     // Softmax.
     const int tile_end = (tile + 1) * kTileTokens;
     if constexpr (T::kGathered) {
-      sparse::hide_invalid<T>(shared.valid[at.stage], st);
+      sparse::hide_invalid_rows(shared.valid[at.stage], st);
     } else if (tile_end > piece.seq_len - params.s_q + 1) {
       mask_scores<T>(params, piece, tile, row_group, group, st);
       if (tile_end > piece.seq_len) zero_value_tail<T>(shared, at, piece, tile);

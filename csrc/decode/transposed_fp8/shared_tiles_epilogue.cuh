@@ -19,7 +19,9 @@ __device__ __forceinline__ void write_shared(typename T::SharedStorage& shared, 
     const float own = ptx::ex2(columns.references[owner][column] - reference);
     const float sum = own * transposed::total(columns.sums[owner][column]);
     const float rounded_sum = own * transposed::total(columns.rounded_sums[owner][column]);
-    return transposed::normalised(own, 0.0f, sum, rounded_sum, reference);
+    transposed::ColumnFactors factors = transposed::normalised(own, 0.0f, sum, rounded_sum, reference);
+    if constexpr (T::kGathered) factors.own *= to.beside_sink(T::first_column(owner) + column, factors.lse);
+    return factors;
   });
   transposed::scale_columns<T>(ot, [&](int block, int bit) { return factors.own(block, bit); });
   if (group == 0) factors.write_lse(to);

@@ -53,7 +53,8 @@ SPARSE_CASES = (
     SparseCase(3, 32, 300, "fp8", requests=2, holes="wild", num_sms=4, page_size=16, scales="mixed", seed=26),
     SparseCase(2, 64, 130, "fp8", holes="all", num_sms=6, cache_layout="rows apart", law="rising", seed=27),
     SparseCase(2, 16, 250, holes="anywhere", sinks="infinite", num_sms=8, seed=28),  # clusters of 4 ...
-    SparseCase(2, 64, 250, "fp8", counts="drawn", holes="anywhere", num_sms=8, scales="mixed", seed=29),  # ... and of 2
+    SparseCase(2, 32, 250, "fp8", counts="drawn", holes="anywhere", num_sms=4, scales="mixed", seed=29),  # ... and of 2
+    SparseCase(3, 100, 200, "fp8", counts="drawn", num_sms=4, scales="mixed", sinks="infinite", seed=30),
 )
 
 
