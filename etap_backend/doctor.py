@@ -27,7 +27,6 @@ print("{said}" + (why_not or "").partition("\\n")[0])
 """
 """What a probe ends with; its line has nothing behind the mark where sparse attention can run."""
 SPARSE_MODELS = "sparse attention (DeepSeek-V3.2, GLM-5)"
-UNPADDED_SPARSE = "with 64 or 128 heads a rank (data parallel attention) FlashMLA may be faster there, as on an H200"
 FOREIGN_SPARSE = "DeepSeek-V4 is not served: its sparse attention has cache formats that ETAP does not read"
 
 
@@ -149,7 +148,7 @@ def _probe(plugin: Plugin) -> tuple[str | None, tuple[str, ...]]:
     said = [line.removeprefix(SPARSE_SAID) for line in probe.stdout.splitlines() if line.startswith(SPARSE_SAID)]
     if reason := said[-1]:
         return None, (f"no {SPARSE_MODELS}: {reason}",)
-    return None, (f"{SPARSE_MODELS} too: {plugin.sparse}", UNPADDED_SPARSE, FOREIGN_SPARSE)
+    return None, (f"{SPARSE_MODELS} too: {plugin.sparse}", FOREIGN_SPARSE)
 
 
 def check_plugin(plugin: Plugin) -> Finding:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 import torch
 
 from etap_backend._library import library
-from etap_backend.schedule import MEMORY_SMS
 from etap_backend.support import TILE_TOKENS, dtype_name
 
 CHEAP_PAGE_ROWS = 32
@@ -150,15 +149,6 @@ def small_pages_text(page_size: int, rows: int) -> str | None:
         return None
     found = f"pages of {page_size} tokens with {rows} query rows (heads * tokens) for each request"
     return f"{found}: with more than {CHEAP_PAGE_ROWS}, decoding may take much longer than with pages of {TILE_TOKENS}"
-
-
-def unpadded_heads_text(heads: int, num_sms: int, peer: str) -> str | None:
-    """What an engine's log says where sparse attention may be faster through `peer`, which has FlashMLA's kernels, or
-    None; `heads` are those of a call, `num_sms` the GPU's multiprocessors."""
-    if heads % FLASHMLA_HEADS or num_sms < MEMORY_SMS:
-        return None
-    found = f"{heads} query heads in a call, of which {peer} pads none"
-    return f"{found}: steps of many tokens may take longer than through it on a GPU of {num_sms} multiprocessors"
 
 
 def types_text(dtype: torch.dtype, fp8_cache: bool, fp8_math: bool) -> str:

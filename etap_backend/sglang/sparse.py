@@ -97,8 +97,6 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             prefill = compat.NAME if self.dsa_prefill_impl == _KERNEL else self.dsa_prefill_impl
             text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s"
             _logger.info(text, compat.NAME, cache, prefill)
-            if slow := plugins.unpadded_heads_text(self.num_q_heads, self._num_sms, "SGLang's own backend, dsa,"):
-                _logger.warning("Attention backend %s: %s", compat.NAME, slow)
 
     def _forward_fa3(
         self,

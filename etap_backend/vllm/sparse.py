@@ -112,8 +112,6 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
             f"{compat.NAME} decodes: sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
         )
         self._num_sms = num_compute_units()
-        if slow := plugins.unpadded_heads_text(kernel_heads, self._num_sms, FlashMLASparseBackend.get_name()):
-            _logger.warning_once(f"{compat.NAME}: {slow}")
         self._workspace_floats = sparse_workspace_floats(kernel_heads, fp8_cache, self._num_sms)
         if not compat.reserves_in_profile_run():
             self.reserve_workspace()

@@ -178,7 +178,6 @@ def test_what_an_engine_says_of_sparse_attention_is_told_and_breaks_nothing(
     finding = doctor.check_plugin(sparse)
     assert finding.verdict is doctor.Verdict.OK and finding.sparse[0] == said
     assert ("DeepSeek-V4" in finding.sparse[-1]) == (why_not == "None")
-    assert any("64 or 128 heads a rank" in line for line in finding.sparse) == (why_not == "None")
     monkeypatch.setattr(doctor, "PLUGINS", (sparse,))
     doctor.run()
     printed = capsys.readouterr().out

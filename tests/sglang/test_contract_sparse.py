@@ -445,12 +445,3 @@ def test_the_log_names_cache_and_prefill(caplog, options, text):
     with caplog.at_level("INFO", logger=sparse.__name__):
         ATTENTION_BACKENDS["etap"](make_runner(**options))
     assert re.fullmatch(f"Attention backend etap: sparse attention, {text}", caplog.messages[-1])
-
-
-@pytest.mark.parametrize("heads, sms, said", [(16, 132, False), (64, 132, True), (128, 132, True), (128, 78, False)])
-def test_the_log_warns_where_flashmla_pads_nothing(caplog, monkeypatch, heads, sms, said):
-    monkeypatch.setattr(sparse, "get_device_core_count", lambda: sms)
-    ATTENTION_BACKENDS["etap"](make_runner(heads=heads))
-    lines = [record.getMessage() for record in caplog.records if record.name == sparse.__name__]
-    begin = f"Attention backend etap: {heads} query heads in a call, of which SGLang's own backend, dsa, pads none: "
-    assert [line.startswith(begin) for line in lines if "heads" in line] == [True] * said

@@ -626,18 +626,6 @@ def test_workspace_is_claimed_in_the_profile_run_of_the_fused_layer(make):
         claim_workspace(floats + 1000)
 
 
-@pytest.mark.parametrize("heads, sms, said", [
-    (16, 132, False), (64, 132, True), (128, 132, True), (96, 132, False), (128, H20_SMS, False),
-])  # fmt: skip
-def test_the_log_warns_where_flashmla_pads_nothing(make, monkeypatch, heads, sms, said):
-    lines = []
-    monkeypatch.setattr(sparse, "num_compute_units", lambda *_: sms)
-    monkeypatch.setattr(sparse._logger, "warning_once", lines.append)
-    make(heads)
-    begin = f"ETAP: {heads} query heads in a call, of which FLASHMLA_SPARSE pads none: steps of many tokens may take "
-    assert [line.startswith(begin) for line in lines] == [True] * said
-
-
 def arguments_of(layer, indexer):
     """What vLLM makes the layer's implementation with."""
     return {
