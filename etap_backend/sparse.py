@@ -47,6 +47,7 @@ def sparse_workspace_floats(heads: int, fp8_cache: bool, num_sms: int) -> int:
 
 
 @functools.cache
+@functools.cache
 def device_sms(device: torch.device) -> int:
     """CTAs that fill a device: a GPU's multiprocessors."""
     return CPU_SMS if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count

@@ -21,6 +21,7 @@ from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, output_dtypes, renamed
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import CPU_SMS, BuiltSchedule, DecodeSchedule, decode_shape
+from etap_backend.sparse import device_sms
 from etap_backend.support import FP8, LATENT_DIM, ROPE_DIM, WORK_RANGE_FIELDS, dtype_name, why_unsupported
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "install"]
@@ -121,16 +122,18 @@ VARLEN = Form(
 METADATA = Form("get_scheduler_metadata", (*WITH_KVCACHE.modules, *VARLEN.modules), {}, 0)
 
 
-@dataclass(frozen=True)
-class Call:
-    """The arguments of a call by their names, and what they are where the caller gives none."""
+class Call(dict):
+    """The arguments of a call, by the names of the first form; None where there is none."""
 
-    form: Form
-    given: dict[str, object]
-    defaults: dict[str, object]
+    def __init__(self, form: Form, given: dict[str, object], defaults: dict[str, object]):
+        """`given` and `defaults`, what arguments are where the caller gives none, are by the form's names."""
+        super().__init__(given)
+        self.form, self.given, self.defaults = form, given, defaults
+        for ours, theirs in form.names.items():
+            self[ours] = given.get(theirs)
 
-    def __getitem__(self, name: str):
-        return self.given.get(self.form.name(name))
+    def __missing__(self, name: str) -> None:
+        return None
 
     @property
     def refused(self) -> dict[str, str]:
@@ -688,8 +691,7 @@ def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedul
         check_tensor("scheduler_metadata", metadata)
     if not _is_ours(metadata):
         return _own_plan(call, lengths, batch, rows)
-    gpu = lengths.is_cuda
-    sms = torch.cuda.get_device_properties(lengths.device).multi_processor_count if gpu else CPU_SMS
+    sms = device_sms(lengths.device) if lengths.is_cuda else CPU_SMS
     partitions = max(1, sms // decode_shape(rows).row_groups)
     shape = (partitions + batch + 1, WORK_RANGE_FIELDS)
     if metadata.shape != shape:

@@ -549,5 +549,5 @@ def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, option
 
 def _their_lse(lse: Tensor) -> Tensor:
     """Contiguous, and +inf for queries that see nothing, which are -inf in ETAP."""
-    contiguous = lse.new_empty(lse.shape)
+    contiguous = lse if lse.is_contiguous() else lse.new_empty(lse.shape)
     return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf, out=contiguous)

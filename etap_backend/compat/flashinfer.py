@@ -358,15 +358,16 @@ class BatchMLAPagedAttentionWrapper:
         wants_lse = return_lse or lse is not None
         out = _result("out", out, (*q.shape[:2], LATENT_DIM), plan.q_data_type, q)
         lse = _result("lse", lse, (*q.shape[:2],), torch.float32, q)
-        if requests.query_lens is not None and not len(q):
+        tokens = q.shape[0]
+        if requests.query_lens is not None and not tokens:
             _check_tokens(requests.query_lens, 0)
-        if not len(q) or not len(kv) or not plan.batch:
+        if not tokens or not kv.shape[0] or not plan.batch:
             # Without queries or pages there is nothing to launch.
             out.zero_()
             lse.fill_(-math.inf)
             return (out, lse) if return_lse else out
         options = {"softmax_scale": plan.sm_scale, "kv_scale": kv_scale, "fp8_math": fp8_math}
-        self._calls_for(len(q)).run(q, q_rope, kv, rope, out, lse, options)
+        self._calls_for(tokens).run(q, q_rope, kv, rope, out, lse, options)
         if wants_lse and not return_lse_base_on_e:
             lse.mul_(math.log2(math.e))
         return (out, lse) if return_lse else out
@@ -549,19 +550,20 @@ class _Call:
 
     def __call__(self, q, q_rope, kv, rope, out, lse, options: dict) -> None:
         """Write the run's rows of out and lse."""
-        mine = self.run.tokens
-        queries = [part.index_select(0, self._source) if self.run.padded else part[mine] for part in (q, q_rope)]
-        q, q_rope = (part.reshape(*self.shape, part.shape[-1]) for part in queries)
-        results = {}
-        if not self.run.padded:
-            results = {"out": out[mine].view(*self.shape, LATENT_DIM), "lse": lse[mine].view(self.shape)}
-        cache = (kv, self._block_table, self._seq_lens, self._built)
-        options = {**options, **results, "q_rope": q_rope, "rope_cache": rope, "workspace": self._workspace}
-        padded = named(self._names, mla_decode, q, *cache, **options)
-        if self.run.padded:
+        padded, mine = self.run.padded, self.run.tokens
+        if padded:
+            q, q_rope = (part.index_select(0, self._source) for part in (q, q_rope))
+        elif mine.stop - mine.start < self.tokens:
+            q, q_rope, out, lse = (part[mine] for part in (q, q_rope, out, lse))
+        results = {} if padded else {"out": out.view(*self.shape, LATENT_DIM), "lse": lse.view(self.shape)}
+        options = {**options, **results, "rope_cache": rope, "workspace": self._workspace}
+        options["q_rope"] = q_rope.reshape(*self.shape, ROPE_DIM)
+        q = q.reshape(*self.shape, LATENT_DIM)
+        results = named(self._names, mla_decode, q, kv, self._block_table, self._seq_lens, self._built, **options)
+        if padded:
             heads = lse.shape[1]
-            torch.index_select(padded[0].view(-1, heads, LATENT_DIM), 0, self._target, out=out)
-            torch.index_select(padded[1].view(-1, heads), 0, self._target, out=lse)
+            torch.index_select(results[0].view(-1, heads, LATENT_DIM), 0, self._target, out=out)
+            torch.index_select(results[1].view(-1, heads), 0, self._target, out=lse)
 
 
 class _Calls:
