@@ -559,11 +559,11 @@ class _Call:
         options = {**options, **results, "rope_cache": rope, "workspace": self._workspace}
         options["q_rope"] = q_rope.reshape(*self.shape, ROPE_DIM)
         q = q.reshape(*self.shape, LATENT_DIM)
-        results = named(self._names, mla_decode, q, kv, self._block_table, self._seq_lens, self._built, **options)
+        done = named(self._names, mla_decode, q, kv, self._block_table, self._seq_lens, self._built, **options)
         if padded:
             heads = lse.shape[1]
-            torch.index_select(results[0].view(-1, heads, LATENT_DIM), 0, self._target, out=out)
-            torch.index_select(results[1].view(-1, heads), 0, self._target, out=lse)
+            torch.index_select(done[0].view(-1, heads, LATENT_DIM), 0, self._target, out=out)
+            torch.index_select(done[1].view(-1, heads), 0, self._target, out=lse)
 
 
 class _Calls:
