@@ -78,10 +78,9 @@ class Operator:
 
 def check_tensor(name: str, value: object) -> None:
     """Refuse what is no tensor, and tensors that no function of the library takes."""
-    if isinstance(value, Tensor) and (value.is_cuda or value.is_cpu) and value.layout is torch.strided:
-        return
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type_name(value)}") from None
-    if value.device.type not in ("cpu", "cuda"):
+    if not (value.is_cuda or value.is_cpu):
         raise ValueError(f"{name}: wanted a tensor on a CUDA device or the CPU, got one on {value.device}") from None
-    raise TypeError(f"{name}: wanted a strided tensor, got one of layout {value.layout}") from None
+    if value.layout != torch.strided:
+        raise TypeError(f"{name}: wanted a strided tensor, got one of layout {value.layout}") from None

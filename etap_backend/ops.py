@@ -6,7 +6,7 @@ from torch import Tensor
 from etap_backend import executor
 from etap_backend._operator import Operator, compiled, type_name
 from etap_backend.schedule import BuiltSchedule
-from etap_backend.support import DTYPES, FP8, LATENT_DIM, dtype_name
+from etap_backend.support import LATENT_DIM, dtype_name, output_dtypes
 
 
 def _on_cuda(*arguments) -> None:
@@ -36,7 +36,7 @@ def _outputs(q: Tensor, out: Tensor | None, lse: Tensor | None, out_dtype: torch
         raise ValueError(f"q: wanted shape [batch, s_q, heads, 576 or 512], got {list(q.shape)}")
     if out_dtype is not None and not isinstance(out_dtype, torch.dtype):
         raise TypeError(f"out_dtype: wanted None or a torch.dtype, got {type_name(out_dtype)}")
-    allowed = DTYPES if q.dtype == FP8 else (q.dtype,)
+    allowed = output_dtypes(q.dtype)
     if out_dtype is not None and out_dtype not in allowed:
         names = " or ".join(map(dtype_name, allowed))
         raise ValueError(

@@ -14,8 +14,6 @@ from etap_backend.support import TILE_TOKENS, dtype_name
 
 CHEAP_PAGE_ROWS = 32
 """Most query rows of the kernels to which pages smaller than a tile cost little."""
-FLASHMLA_HEADS = 64
-"""FlashMLA's sparse kernels on Hopper compute a multiple of so many heads; fewer are padded."""
 
 
 def release(version: str) -> tuple[int, ...]:

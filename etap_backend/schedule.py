@@ -80,6 +80,12 @@ def count(name: str, value: int) -> int:
     return number
 
 
+@functools.cache
+def sms_of(device: torch.device, on_cpu: int = CPU_SMS) -> int:
+    """CTAs that fill a device: a GPU's multiprocessors, or what the CPU's executor divides the work for."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else on_cpu
+
+
 def _device(device: torch.device | str) -> torch.device:
     """The device with its number, or a ValueError for one that schedules do not live on."""
     try:
@@ -171,8 +177,7 @@ class DecodeSchedule:
         self.max_s_q = count("max_s_q", max_s_q)
         self.device = _device(device)
         if num_sms is None:
-            on_gpu = self.device.type == "cuda"
-            num_sms = torch.cuda.get_device_properties(self.device).multi_processor_count if on_gpu else CPU_SMS
+            num_sms = sms_of(self.device)
         self.num_sms = num_sms = count("num_sms", num_sms)
         most = (self.max_batch, self.num_heads, self.max_s_q, num_sms)
         self.fixed_pieces = fixed_pieces(*most) if batch_invariant else 0

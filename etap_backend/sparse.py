@@ -8,7 +8,7 @@ from torch import Tensor
 from etap_backend import sparse_executor
 from etap_backend._library import library
 from etap_backend._operator import Operator, compiled, type_name
-from etap_backend.schedule import DecodeShape, count
+from etap_backend.schedule import DecodeShape, count, sms_of
 from etap_backend.support import LATENT_DIM
 
 CPU_SMS = 132
@@ -46,11 +46,9 @@ def sparse_workspace_floats(heads: int, fp8_cache: bool, num_sms: int) -> int:
     return _workspace_floats(shape, _partitions(shape, count("num_sms", num_sms)))
 
 
-@functools.cache
-@functools.cache
 def device_sms(device: torch.device) -> int:
-    """CTAs that fill a device: a GPU's multiprocessors."""
-    return CPU_SMS if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+    """CTAs that a call on a device is divided for."""
+    return sms_of(device, CPU_SMS)
 
 
 def _as_the_library_takes_it(q, q_rope, kv_cache, *rest) -> tuple:

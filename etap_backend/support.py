@@ -35,6 +35,11 @@ def dtype_name(dtype: object) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+def output_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
+    """What a dense call's output may be for such queries, first what it is where none is given."""
+    return DTYPES if q_dtype == FP8 else (q_dtype,)
+
+
 def _cache_dtype(kv_cache_dtype: "torch.dtype | str | None", dtype: torch.dtype) -> "torch.dtype | str":
     return dtype if kv_cache_dtype in (None, "auto") else _CACHE_DTYPE_NAMES.get(kv_cache_dtype, kv_cache_dtype)
 

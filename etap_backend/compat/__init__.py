@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor
-from etap_backend.support import DTYPES, FP8, dtype_name
+from etap_backend.support import dtype_name
 
 Result = TypeVar("Result")
 
@@ -25,11 +25,6 @@ def named(names: Mapping[str, str], call: Callable[..., Result], *arguments: obj
     except (ValueError, TypeError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(renamed(str(error), names)) from error
-
-
-def output_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """What an output of such queries may be, first what it is where none is given."""
-    return DTYPES if q_dtype == FP8 else (q_dtype,)
 
 
 def check_out(name: str, out: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor) -> None:

@@ -18,11 +18,18 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, output_dtypes, renamed
+from etap_backend.compat import check_out, named, renamed
 from etap_backend.ops import mla_decode
-from etap_backend.schedule import CPU_SMS, BuiltSchedule, DecodeSchedule, decode_shape
-from etap_backend.sparse import device_sms
-from etap_backend.support import FP8, LATENT_DIM, ROPE_DIM, WORK_RANGE_FIELDS, dtype_name, why_unsupported
+from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape, sms_of
+from etap_backend.support import (
+    FP8,
+    LATENT_DIM,
+    ROPE_DIM,
+    WORK_RANGE_FIELDS,
+    dtype_name,
+    output_dtypes,
+    why_unsupported,
+)
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "install"]
 
@@ -691,7 +698,7 @@ def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedul
         check_tensor("scheduler_metadata", metadata)
     if not _is_ours(metadata):
         return _own_plan(call, lengths, batch, rows)
-    sms = device_sms(lengths.device) if lengths.is_cuda else CPU_SMS
+    sms = sms_of(lengths.device)
     partitions = max(1, sms // decode_shape(rows).row_groups)
     shape = (partitions + batch + 1, WORK_RANGE_FIELDS)
     if metadata.shape != shape:

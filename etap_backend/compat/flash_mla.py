@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, output_dtypes, renamed
+from etap_backend.compat import check_out, named, renamed
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
@@ -25,6 +25,7 @@ from etap_backend.support import (
     SPARSE_FP8,
     WORK_RANGE_FIELDS,
     dtype_name,
+    output_dtypes,
     why_unsupported,
     why_unsupported_sparse,
 )

@@ -23,6 +23,9 @@ _KERNEL = "fa3"
 """Whose calls are ours: of SGLang's kernels the one that takes both parts of the queries where they are, rows of the
 cache and how many of them are valid."""
 
+_PADDED_HEADS = 64
+"""SGLang's kernels for prefill on Hopper compute a multiple of so many heads."""
+
 
 def _why_unsupported(model_runner) -> str | None:
     config, spec = model_runner.model_config, get_spec()
@@ -84,7 +87,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         self.dsa_decode_impl = _KERNEL
         if self.dsa_prefill_impl == compat.NAME:
             # Where nothing is padded, SGLang's choice.
-            ours = self.num_q_heads % plugins.FLASHMLA_HEADS != 0
+            ours = self.num_q_heads % _PADDED_HEADS != 0
             self.dsa_prefill_impl = _KERNEL if ours else "flashmla_auto"
             self.enable_auto_select_prefill_impl = not ours
         self._num_sms = get_device_core_count()

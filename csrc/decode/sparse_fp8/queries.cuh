@@ -34,7 +34,8 @@ __device__ __forceinline__ void write_query(typename T::SharedStorage& shared, c
   }
   char* rope_chunk = shared.query + kValueChunks * T::kQueryChunkBytes;
   if (has_rope) *reinterpret_cast<uint4*>(rope_chunk + operand_unit<T>(row, lane)) = rope;
-  if (lane == 0) shared.score_scales[row] = (T::kScoresScaledLast ? 1.0f : params.scale_log2) * transposed_fp8::power_of_two(-exponent);
+  const float scale_log2 = T::kScoresScaledLast ? 1.0f : params.scale_log2;
+  if (lane == 0) shared.score_scales[row] = scale_log2 * transposed_fp8::power_of_two(-exponent);
 }
 
 // Called by both consumers when they are done with the last piece's scores; complete for both on return.

@@ -105,7 +105,8 @@ struct Traits : Products<transposed::AlternateTiles<kRowTile_>, kClustered> {
   static constexpr bool kFitsLaunchRegisters = kRowTile < 16;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;
-  static constexpr bool kScoresScaledLast = false;  // into the log2 domain: the rope part with the latent one, or by itself
+  // Whether scores are brought into the log2 domain when their parts have been added up, or each part as it is added.
+  static constexpr bool kScoresScaledLast = false;
 
   static constexpr int kStages = kRowTile == 32 ? 3 : 4;
   static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;

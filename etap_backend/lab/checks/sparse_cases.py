@@ -27,7 +27,7 @@ from etap_backend.lab.checks.cases import (
     lay_out_queries,
     poison,
 )
-from etap_backend.sparse import CPU_SMS
+from etap_backend.sparse import device_sms
 from etap_backend.support import SCALE_DIM, SCALES, SPARSE_FP8_BYTES
 
 CACHES = ("bf16", "fp8", "fp8 as e4m3")
@@ -338,9 +338,7 @@ class SparseRunner(GuardedCall):
     def __init__(self, problem: SparseProblem):
         self.problem = problem
         case, device = problem.case, problem.q.device
-        on_gpu = device.type == "cuda"
-        sms = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else CPU_SMS
-        floats = sparse_workspace_floats(max(1, case.heads), case.fp8, case.num_sms or sms)
+        floats = sparse_workspace_floats(max(1, case.heads), case.fp8, case.num_sms or device_sms(device))
         self.workspace = Guarded((floats,), torch.float32, device)
         self.out = Guarded((case.tokens, case.heads, LATENT), torch.bfloat16, device)
         self.lse = Guarded((case.tokens, case.heads), torch.float32, device)
