@@ -117,7 +117,7 @@ struct Traits : Products<transposed::AlternateTiles<kRowTile_>, kClustered> {
   static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
   // Loads on their way while one is in work; whether the first ones, and what else is known to be wanted, are asked for before
   // the last phase's end. At 32 rows registers are short.
-  static constexpr int kFetches = kRowTile <= 16 ? 3 : 1;
+  static constexpr int kFetches = kRowTile <= 16 ? 3 : 2;
   static constexpr bool kFetchesAhead = kRowTile <= 16;
   static constexpr int kParts = kRowTile <= 16 ? 2 : 1;  // sums of scores under way
 

@@ -117,9 +117,10 @@ struct LoadedProducts {
     for (int load = 0; load < T::kFetches; ++load) fetch(load, words[load]);
     CUTE_UNROLL
     for (int load = 0; load < kLoads; ++load) {
-      if (load >= T::kOperands) {
+      // Sums of two loads are waited for in pairs, which frees both operands.
+      if (load >= T::kOperands && (!T::kFp8Math || load % 2 == 0)) {
         cute::warpgroup_wait<T::kFp8Math ? T::kOperands - 2 : T::kOperands - 1>();
-        if (T::kFp8Math && load % 2 == 0) take_over(load / 2 - kParts, result);
+        if (T::kFp8Math) take_over(load / 2 - kParts, result);
       }
       auto& operand = operands[load % T::kOperands];
       convert(words[load % T::kFetches], operand);
