@@ -96,6 +96,7 @@ struct DecodeParams {
   int32_t partitions;
   cutlass::FastDivmod parts_per_page = {};
   float scale_log2;  // softmax scale * log2(e)
+  float empty_lse;   // of rows that see no token; partial_lse has -inf of them
   // For an FP8 cache alone: what its values and those of e4m3 queries are multiplied with (null: 1), what the queries are,
   // and whether the result is float16 or bfloat16.
   const float* kv_scale = nullptr;

@@ -185,6 +185,11 @@ def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
     return out, largest + torch.log(total)
 
 
+def final_lse(lse: Tensor, empty_lse: float) -> Tensor:
+    """What the caller gets of log-sum-exps, of which those of rows that saw nothing are -inf."""
+    return lse.masked_fill(lse.isneginf(), empty_lse)
+
+
 def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]):
     """Yield (request, tiles, split index) of every piece, partition by partition as the kernel walks them."""
     for begin_request, begin_tile, end_request, end_tile, begin_split, *_ in work_ranges[:partitions].tolist():
@@ -240,6 +245,7 @@ def decode(
     heads: int,
     partitions: int,
     fp8_math: bool,
+    empty_lse: float,
 ) -> None:
     """Decode on the CPU, with the arguments of the compiled `decode`, which has checked them; fills `out` and `lse`.
 
@@ -263,7 +269,7 @@ def decode(
     for request, tiles, split in planned:
         piece_out, piece_lse = decode_piece(batch, request, tiles)
         if offsets[request] == offsets[request + 1]:
-            out_rows[request], lse_rows[request] = piece_out.to(out.dtype), piece_lse
+            out_rows[request], lse_rows[request] = piece_out.to(out.dtype), final_lse(piece_lse, empty_lse)
         else:
             slot = slots[offsets[request] + split]
             slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = piece_out, piece_lse
@@ -271,5 +277,5 @@ def decode(
     for request in range(requests):
         partial = slots[offsets[request] : offsets[request + 1]]
         if len(partial):
-            merged_out, lse_rows[request] = combine(partial[..., :LATENT_DIM], partial[..., LATENT_DIM])
-            out_rows[request] = merged_out.to(out.dtype)
+            merged_out, merged_lse = combine(partial[..., :LATENT_DIM], partial[..., LATENT_DIM])
+            out_rows[request], lse_rows[request] = merged_out.to(out.dtype), final_lse(merged_lse, empty_lse)

@@ -1,5 +1,7 @@
 """The public call of dense attention."""
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ _decode = Operator(
     "mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor? rope_cache, Tensor? q_scale, Tensor? kv_scale, "
     "Tensor block_table, Tensor seq_lens, Tensor work_ranges, Tensor split_offsets, Tensor(a!) workspace, "
     "Tensor(b!) out, Tensor(c!) lse, float softmax_scale, int batch, int s_q, int heads, int partitions, "
-    "bool fp8_math) -> ()",
+    "bool fp8_math, float empty_lse) -> ()",
     _on_cuda,
     _on_cpu,
 )
@@ -66,15 +68,16 @@ def mla_decode(
     out: Tensor | None = None,
     lse: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    empty_lse: float = -math.inf,
 ) -> tuple[Tensor, Tensor]:
     """One layer's MLA decode attention over a paged KV cache.
 
     Causal inside the query block: row t of a request's s_q query tokens sees its first seq_len - s_q + t + 1 tokens. A
-    row that sees none (seq_len 0, say) gets output 0 and log-sum-exp -inf. Cache rows past a request's length and
-    unused block-table entries may hold anything. On CUDA tensors the compiled kernels run on the current stream, with
-    no allocation when `out` and `lse` are given and no copy to the host; on CPU tensors `etap_backend.executor` runs.
-    Nothing of it is recorded for gradients. `out`, `lse` and the workspace share no memory with each other, queries or
-    cache.
+    row that sees none (seq_len 0, say) gets output 0 and log-sum-exp `empty_lse`. Cache rows past a request's length
+    and unused block-table entries may hold anything. On CUDA tensors the compiled kernels run on the current stream,
+    with no allocation when `out` and `lse` are given and no copy to the host; on CPU tensors `etap_backend.executor`
+    runs. Nothing of it is recorded for gradients. `out`, `lse` and the workspace share no memory with each other,
+    queries or cache.
 
     An FP8 cache takes half the memory. Its elements are multiplied as float16, which holds each of them exactly, so
     that nothing is lost but what the cache's own rounding lost; `fp8_math` multiplies them as they are, which needs
@@ -106,6 +109,7 @@ def mla_decode(
         lse: float32 [batch, s_q, heads], natural logarithm, contiguous; allocated when None.
         out_dtype: dtype of an output that is allocated: bfloat16 (when None) or float16 when q is float8_e4m3fn, else
             q's. If `out` is given, its dtype.
+        empty_lse: log-sum-exp of rows that see no token, -inf or, as FlashMLA has it, +inf.
 
     Returns:
         out and lse.
@@ -122,7 +126,7 @@ def mla_decode(
     arguments = (
         *(q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets),
         *(own_workspace if workspace is None else workspace, out, lse),
-        *(softmax_scale, batch, s_q, heads, partitions, fp8_math),
+        *(softmax_scale, batch, s_q, heads, partitions, fp8_math, empty_lse),
     )
     _decode(q, arguments)
     return out, lse

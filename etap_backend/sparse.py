@@ -1,6 +1,7 @@
 """The public call of sparse attention, where every query token has a list of the cache rows that it attends to."""
 
 import functools
+import math
 
 import torch
 from torch import Tensor
@@ -53,13 +54,13 @@ def device_sms(device: torch.device) -> int:
 
 def _as_the_library_takes_it(q, q_rope, kv_cache, *rest) -> tuple:
     """The operator's arguments with a workspace, and with partitions in place of num_sms."""
-    *named, workspace, out, lse, softmax_scale, num_sms = rest
+    *named, workspace, out, lse, softmax_scale, num_sms, empty_lse = rest
     heads = q.shape[1] if q.dim() == 3 else 0
     shape = sparse_decode_shape(max(1, heads), kv_cache.element_size() == 1)
     partitions = _partitions(shape, device_sms(q.device) if num_sms is None else count("num_sms", num_sms))
     if workspace is None:
         workspace = q.new_empty(_workspace_floats(shape, partitions), dtype=torch.float32)
-    return (q, q_rope, kv_cache, *named, workspace, out, lse, softmax_scale, partitions)
+    return (q, q_rope, kv_cache, *named, workspace, out, lse, softmax_scale, partitions, empty_lse)
 
 
 def _on_cuda(*arguments) -> None:
@@ -76,7 +77,7 @@ def _on_cpu(*arguments) -> None:
 _decode = Operator(
     "sparse_mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor indices, Tensor? block_table, "
     "Tensor? request_ids, Tensor? valid_counts, Tensor? sinks, Tensor(a!)? workspace, Tensor(b!) out, Tensor(c!) lse, "
-    "float softmax_scale, int? num_sms) -> ()",
+    "float softmax_scale, int? num_sms, float empty_lse) -> ()",
     _on_cuda,
     _on_cpu,
 )
@@ -97,6 +98,7 @@ def sparse_mla_decode(
     num_sms: int | None = None,
     out: Tensor | None = None,
     lse: Tensor | None = None,
+    empty_lse: float = -math.inf,
 ) -> tuple[Tensor, Tensor]:
     """One layer's sparse MLA attention: every query token attends to the cache rows that its list names.
 
@@ -104,7 +106,7 @@ def sparse_mla_decode(
     in its list. An entry that names no row is as if it were not there: a negative one, a row past the cache's last, a
     position past the block table or on a page that is not in the cache, any entry of a token of no known request. Such
     entries may be anywhere, and nothing is read for them. A row that is named twice counts twice. A token whose list
-    names no row gets output 0 and log-sum-exp -inf. Cache rows that no list names may hold anything.
+    names no row gets output 0 and log-sum-exp `empty_lse`. Cache rows that no list names may hold anything.
 
     The work is divided by shapes alone, so that no schedule is built, and a token's result has the same bits whatever
     the other tokens of a call of the same shape hold. On CUDA tensors the compiled kernels run on the current stream,
@@ -138,6 +140,7 @@ def sparse_mla_decode(
         num_sms: CTAs to launch; all of the GPU's multiprocessors when None (132 on the CPU).
         out: bfloat16 [tokens, heads, 512], contiguous, aligned to 16 bytes; allocated when None.
         lse: float32 [tokens, heads], natural logarithm, contiguous; allocated when None.
+        empty_lse: log-sum-exp of tokens whose list names no row, -inf or, as FlashMLA has it, +inf.
 
     Returns:
         out and lse.
@@ -149,7 +152,7 @@ def sparse_mla_decode(
     if out is None or lse is None:
         out, lse = _outputs(q, out, lse)
     arguments = (q, q_rope, kv_cache, indices, block_table, request_ids, valid_counts, sinks, workspace, out, lse)
-    _decode(q, (*arguments, softmax_scale, num_sms))
+    _decode(q, (*arguments, softmax_scale, num_sms, empty_lse))
     return out, lse
 
 

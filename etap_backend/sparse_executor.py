@@ -15,6 +15,7 @@ from etap_backend.executor import (
     Product,
     attend,
     combine,
+    final_lse,
     rounded_product,
     scaled_queries,
 )
@@ -165,6 +166,7 @@ def decode(
     lse: Tensor,
     softmax_scale: float,
     partitions: int,
+    empty_lse: float,
 ) -> None:
     """Decode on the CPU, with the arguments of the compiled `sparse_decode`, which has checked them; fills out, lse.
 
@@ -189,7 +191,7 @@ def decode(
         piece_out, piece_lse = decode_piece(queries, lists, piece.token, piece.tiles, softmax_scale)
         if piece.slot is None:
             out[piece.token] = with_sinks(piece_out, piece_lse, sinks).to(out.dtype)
-            lse[piece.token] = piece_lse
+            lse[piece.token] = final_lse(piece_lse, empty_lse)
         else:
             slot = slots[piece.slot]
             slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = piece_out, piece_lse
@@ -197,5 +199,6 @@ def decode(
 
     for token, its_slots in partial.items():
         parts = slots[its_slots]
-        merged_out, lse[token] = combine(parts[..., :LATENT_DIM], parts[..., LATENT_DIM])
-        out[token] = with_sinks(merged_out, lse[token], sinks).to(out.dtype)
+        merged_out, merged_lse = combine(parts[..., :LATENT_DIM], parts[..., LATENT_DIM])
+        out[token] = with_sinks(merged_out, merged_lse, sinks).to(out.dtype)
+        lse[token] = final_lse(merged_lse, empty_lse)

@@ -23,7 +23,7 @@ using tvm::ffi::Map;
 using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
-constexpr int64_t kAbiVersion = 6;
+constexpr int64_t kAbiVersion = 7;
 
 // Makes the tensors' device current for the launches of one call.
 class DeviceGuard {
@@ -185,9 +185,10 @@ auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, O
                Optional<TensorView> q_scale, Optional<TensorView> kv_scale, TensorView block_table, TensorView seq_lens,
                TensorView work_ranges, TensorView split_offsets, TensorView workspace, TensorView out, TensorView lse,
                double softmax_scale, int64_t planned_batch, int64_t planned_s_q, int64_t planned_heads, int64_t partitions,
-               bool fp8_math) {
+               bool fp8_math, double empty_lse) {
   return kAction({q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets,
-                  workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, fp8_math});
+                  workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, fp8_math,
+                  empty_lse});
 }
 
 // Whether a token is in several pieces, which the decode kernel does not sum itself.
@@ -241,9 +242,9 @@ template <auto kAction>
 auto with_sparse_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, TensorView indices,
                       Optional<TensorView> block_table, Optional<TensorView> request_ids, Optional<TensorView> valid_counts,
                       Optional<TensorView> sinks, TensorView workspace, TensorView out, TensorView lse, double softmax_scale,
-                      int64_t partitions) {
+                      int64_t partitions, double empty_lse) {
   return kAction({q, q_rope, kv_cache, indices, block_table, request_ids, valid_counts, sinks, workspace, out, lse,
-                  softmax_scale, partitions});
+                  softmax_scale, partitions, empty_lse});
 }
 
 // Kernel, row tile, row groups, floats of a piece's partial result, rows of a group.

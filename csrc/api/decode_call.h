@@ -33,6 +33,7 @@ struct DecodeCall {
   int64_t planned_heads;
   int64_t partitions;
   bool fp8_math;
+  double empty_lse;
 
   int64_t batch() const { return q.size(0); }
   int64_t s_q() const { return q.size(1); }
@@ -159,6 +160,11 @@ inline void check_softmax_scale(double scale) {
   TVM_FFI_THROW(ValueError) << "softmax_scale: wanted a positive finite number, got " << scale;
 }
 
+inline void check_empty_lse(double empty_lse) {
+  if (std::isinf(empty_lse)) return;
+  TVM_FFI_THROW(ValueError) << "empty_lse: wanted -inf or inf, got " << empty_lse;
+}
+
 // Every refusal of a call that can be made without reading what its tensors hold.
 inline void check(const DecodeCall& call) {
   const bool rope_apart = call.q_rope.has_value();
@@ -174,6 +180,7 @@ inline void check(const DecodeCall& call) {
   }
   check_schedule(call);
   check_softmax_scale(call.softmax_scale);
+  check_empty_lse(call.empty_lse);
   check_scale("q_scale", call.q_scale, "q", call.q);
   check_scale("kv_scale", call.kv_scale, "kv_cache", call.kv_cache);
   check_caches(call, device);
@@ -252,6 +259,7 @@ inline DecodeParams decode_params(const DecodeCall& call) {
       .row_groups = shape.row_groups,
       .partitions = int32_t(call.partitions),
       .scale_log2 = float(call.softmax_scale * kLog2E),
+      .empty_lse = float(call.empty_lse),
       .kv_scale = scale(call.kv_scale),
       .q_scale = scale(call.q_scale),
       .query_type = same(call.q.dtype(), kBFloat16)  ? QueryType::kBFloat16

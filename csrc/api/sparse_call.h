@@ -25,6 +25,7 @@ struct SparseCall {
   const TensorView& lse;
   double softmax_scale;
   int64_t partitions;
+  double empty_lse;
 
   int64_t tokens() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
@@ -125,6 +126,7 @@ inline void check(const SparseCall& call) {
   check_queries(call);
   const int64_t tokens = call.tokens(), heads = call.heads();
   check_softmax_scale(call.softmax_scale);
+  check_empty_lse(call.empty_lse);
   check_at_least("partitions", call.partitions, 1);
   check_indices(call);
   check_dtype("out", call.out, kBFloat16, " like q");
@@ -174,6 +176,7 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .partitions = int32_t((tiles + call.partition_tiles() - 1) / call.partition_tiles()),
       .parts_per_page = 1,
       .scale_log2 = float(call.softmax_scale * kLog2E),
+      .empty_lse = float(call.empty_lse),
       .query_type = QueryType::kBFloat16,
       .float16_out = false,
       .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor,

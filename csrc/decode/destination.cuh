@@ -12,6 +12,7 @@ template <class T>
 struct Destination {
   uint16_t* out;        // float16 or bfloat16 [rows of the group, 512]; null: the partial
   float* lse;           // [rows of the group], natural logarithm
+  float empty_lse;      // there of rows that see no token
   const float* sinks;   // [rows of the group]; null: none, or the combination's business
   float4* partial_out;  // [8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads]
   float* partial_lse;   // [row_tile], log2
@@ -24,6 +25,7 @@ struct Destination {
     const bool whole = piece.slot < 0;
     out = whole ? static_cast<uint16_t*>(params.out) + row * kLatentDim : nullptr;
     lse = params.lse + row;
+    empty_lse = params.empty_lse;
     sinks = whole && T::kGathered && params.sinks != nullptr ? params.sinks + row_group * T::kGroupRows : nullptr;
     partial_out = reinterpret_cast<float4*>(params.partial_out + partial_row * kLatentDim);
     partial_lse = params.partial_lse + partial_row;
@@ -45,25 +47,27 @@ struct Destination {
 
   __device__ __forceinline__ void write_lse(int row, float log2_sum_exp) const {
     if (out != nullptr) {
-      lse[row] = log2_sum_exp * kLn2;
+      lse[row] = log2_sum_exp == -INFINITY ? empty_lse : log2_sum_exp * kLn2;
     } else {
       partial_lse[row] = log2_sum_exp;
     }
   }
 };
 
-// A piece without tokens, of a request that has none or fewer than the schedule was built for: zeros and -inf, no page read.
-// The combination adds nothing of such a partial result, but multiplies what lies there.
+// A piece without tokens, of a request that has none or fewer than the schedule was built for: zeros and the log-sum-exp of
+// rows that see none, no page read. The combination adds nothing of such a partial result (-inf), but multiplies what lies
+// there.
 template <class T>
 __device__ __forceinline__ void write_empty(const Destination<T>& to) {
   const bool whole = to.out != nullptr;
   auto* out = whole ? reinterpret_cast<uint4*>(to.out) : reinterpret_cast<uint4*>(to.partial_out);
   float* lse = whole ? to.lse : to.partial_lse;
+  const float none = whole ? to.empty_lse : -INFINITY;
   const int units = whole ? to.rows * kLatentDim / 8 : T::kRowTile * kLatentDim / 4;  // of 16 bytes
 #pragma unroll 1
   for (int i = threadIdx.x; i < units; i += kConsumerThreads) out[i] = make_uint4(0, 0, 0, 0);
 #pragma unroll 1
-  for (int row = threadIdx.x; row < to.rows; row += kConsumerThreads) lse[row] = -INFINITY;
+  for (int row = threadIdx.x; row < to.rows; row += kConsumerThreads) lse[row] = none;
 }
 
 }  // namespace etap

@@ -65,6 +65,8 @@ UNSPLIT_BATCH = 1024
 """A batch-invariant schedule with room for so many requests splits none, whatever their heads."""
 FORMATS = {"V32": (HEAD_DIM, 656), "V32_NO_ROPE": (LATENT_DIM, 528)}
 """Columns of a query and bytes of a row, by the names that `kv_format` may have. V4.1's rows have 528 bytes, too."""
+EMPTY_LSE = math.inf
+"""Log-sum-exp of queries that see nothing, which is -inf in ETAP."""
 
 
 @dataclass
@@ -246,18 +248,19 @@ def flash_mla_with_kvcache(
         if q.numel() == 0:
             return _nothing(q, out)
         planned = _planned(tile_scheduler_metadata, num_splits, q, cache_seqlens, config)
-        options = {"softmax_scale": scale, "q_scale": descale_q, "kv_scale": descale_k, "fp8_math": fp8_math}
+        scales = {"softmax_scale": scale, "q_scale": descale_q, "kv_scale": descale_k}
+        options = {**scales, "fp8_math": fp8_math, "empty_lse": EMPTY_LSE}
         out, lse = _dense(q, k_cache, block_table, cache_seqlens, planned, out, options)
     else:
         _check_absent("with indices", dense_only)
         _refuse(_why_not_sparse(q.dtype, k_cache.dtype, config.h_q, q.shape[-1], head_dim_v))
         _check_format(q.shape[-1], k_cache, kv_format)
         planned = None
-        options = {"softmax_scale": scale, "sinks": attn_sink}
+        options = {"softmax_scale": scale, "sinks": attn_sink, "empty_lse": EMPTY_LSE}
         out, lse = _sparse(q, k_cache, indices, topk_length, enable_batch_invariant, out, options)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         _keep(tile_scheduler_metadata, config, planned)
-    return out, _their_lse(lse.transpose(1, 2))
+    return out, lse.contiguous()
 
 
 def flash_mla_sparse_fwd(
@@ -305,11 +308,10 @@ def flash_mla_sparse_fwd(
     if kv.dtype != torch.bfloat16:
         raise TypeError(f"kv: wanted bfloat16, got {dtype_name(kv.dtype)}")
     _refuse(_why_not_sparse(q.dtype, kv.dtype, q.shape[1], q.shape[2], d_v), PROMPT_NAMES)
-    options = {"softmax_scale": sm_scale, "sinks": attn_sink, "valid_counts": topk_length, "out": out}
-    out, lse = named(PROMPT_NAMES, sparse_mla_decode, q, kv.transpose(0, 1), indices[:, 0], **options)
+    options = {"softmax_scale": sm_scale, "sinks": attn_sink, "valid_counts": topk_length, "empty_lse": EMPTY_LSE}
+    out, lse = named(PROMPT_NAMES, sparse_mla_decode, q, kv.transpose(0, 1), indices[:, 0], out=out, **options)
     if return_log2_lse is False:
         return out, None, None
-    lse = _their_lse(lse)
     return out, None, lse.mul_(math.log2(math.e)) if return_log2_lse else lse
 
 
@@ -482,7 +484,7 @@ def _nothing(q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
 
 
 def _dense(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options: dict) -> tuple[Tensor, Tensor]:
-    """A call for each KV head, which is a view of the cache; out and lse [b, s_q, h_q]."""
+    """A call for each KV head, which is a view of the cache; out [b, s_q, h_q, 512] and lse [b, h_q, s_q]."""
     kv_heads = k_cache.shape[2]
     if kv_heads == 1:
         return _dense_head(q, k_cache, block_table, cache_seqlens, planned, out, options)
@@ -501,22 +503,23 @@ def _dense(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, 
         for head in range(kv_heads)
     ]
     outs, lses = zip(*results, strict=True)
-    return torch.cat(outs, dim=2, out=out), torch.cat(lses, dim=2)
+    return torch.cat(outs, dim=2, out=out), torch.cat(lses, dim=1)
 
 
 def _dense_head(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options) -> tuple[Tensor, Tensor]:
-    """The queries of one KV head, in the shape that the plan gives them; out and lse [b, s_q, heads] as q has."""
+    """The queries of one KV head, in the shape that the plan gives them; results as of `_dense`."""
     shape, asked = q.shape[:3], planned[:3]
     if shape == asked:
-        return named(NAMES, mla_decode, q, k_cache, block_table, cache_seqlens, planned, out=out, **options)
+        out, lse = named(NAMES, mla_decode, q, k_cache, block_table, cache_seqlens, planned, out=out, **options)
+        return out, lse.transpose(1, 2)
     whole = None if out is None else out.view(*asked, LATENT_DIM)
     rows = q.reshape(*asked, q.shape[3])
     out, lse = named(NAMES, mla_decode, rows, k_cache, block_table, cache_seqlens, planned, out=whole, **options)
-    return out.view(*shape, LATENT_DIM), lse.view(shape)
+    return out.view(*shape, LATENT_DIM), lse.view(shape).transpose(1, 2)
 
 
 def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, options: dict) -> tuple[Tensor, Tensor]:
-    """One call over all query tokens; out and lse [b, s_q, h_q].
+    """One call over all query tokens; results as of `_dense`.
 
     Batch-invariant, as many calls as it takes to give each token a partition of its own, in which nothing splits it.
     """
@@ -545,10 +548,4 @@ def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, option
             lse=lse.view(-1, heads)[part],
             **options,
         )
-    return out, lse
-
-
-def _their_lse(lse: Tensor) -> Tensor:
-    """Contiguous, and +inf for queries that see nothing, which are -inf in ETAP."""
-    contiguous = lse if lse.is_contiguous() else lse.new_empty(lse.shape)
-    return torch.nan_to_num(lse, nan=math.nan, posinf=math.inf, neginf=math.inf, out=contiguous)
+    return out, lse.transpose(1, 2)

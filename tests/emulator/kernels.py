@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import math
 import mmap
 import os
 import re
@@ -155,7 +156,9 @@ def _template_arguments(pretty_function: str) -> str:
     return ", ".join(value for key, value in pairs if value != key)
 
 
-def run_decode(problem, schedule, out, lse, softmax_scale: float, *, sources=SHIPPED, edit=None, **how) -> set[int]:
+def run_decode(
+    problem, schedule, out, lse, softmax_scale: float, *, empty_lse=-math.inf, sources=SHIPPED, edit=None, **how
+) -> set[int]:
     """Launch what the library does for a problem of etap_backend.lab.checks.cases; `out` and `lse` have the result.
 
     Args:
@@ -173,9 +176,9 @@ def run_decode(problem, schedule, out, lse, softmax_scale: float, *, sources=SHI
     tensors |= dict(work_ranges=work_ranges, split_offsets=split_offsets, workspace=workspace, out=out, lse=lse)
     memory = Memory()
     copies = placed(memory, tensors)
-    counts = (batch, s_q, heads, partitions, problem.case.fp8_math)
+    rest = (batch, s_q, heads, partitions, problem.case.fp8_math, empty_lse)
     ran = []
-    for launch in library().decode_launches(*copies.values(), softmax_scale, *counts):
+    for launch in library().decode_launches(*copies.values(), softmax_scale, *rest):
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
         arguments = [bytes(params)]
         if not ran:  # the combination is given the first alone
@@ -189,12 +192,14 @@ def run_decode(problem, schedule, out, lse, softmax_scale: float, *, sources=SHI
     return ran[0]
 
 
-def run_sparse(tensors: dict, softmax_scale: float, partitions: int, *, sources=SHIPPED, edit=None, **how) -> set[int]:
+def run_sparse(
+    tensors: dict, softmax_scale: float, partitions: int, *, empty_lse=-math.inf, sources=SHIPPED, edit=None, **how
+) -> set[int]:
     """The same for a sparse call; `tensors` are its arguments in order, and those named out and lse have the result."""
     memory = Memory()
     copies = placed(memory, tensors)
     ran = []
-    for launch in library().sparse_decode_launches(*copies.values(), softmax_scale, partitions):
+    for launch in library().sparse_decode_launches(*copies.values(), softmax_scale, partitions, empty_lse):
         name, x, y, cluster, threads, shared_bytes, params, cache = launch
         arguments = [bytes(params), *([bytes(cache), bytes(3 * 128)] if cache else [])]
         kernel = kernel_of(_template_arguments(name), sources, edit)

@@ -179,6 +179,25 @@ def test_a_schedule_of_other_lengths_gives_the_same_result(heads, kind):
     assert not problems_with(runner.out.tensor, runner.lse.tensor, problem, wanted)
 
 
+# A partition for all, and pieces: of a request that has no tokens any more, too, which the combination finds.
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("heads", [4, 16, 32])
+@pytest.mark.parametrize("num_sms", [1, 9])
+def test_rows_that_see_nothing_have_the_log_sum_exp_that_is_asked_for(num_sms, heads, kind):
+    problem, wanted = problem_and_truth(Case((130, 0, 300, 1), heads=heads, s_q=2, num_sms=num_sms, **CACHES[kind]))
+    runner = Runner(problem)
+    planned = runner.schedule.build(torch.tensor([300, 700, 300, 1], dtype=torch.int32), 2)
+    assert (planned.split_offsets[2] > planned.split_offsets[1]) == (num_sms > 1)
+    out, lse = runner.out.tensor, runner.lse.tensor
+    kernels.run_decode(problem, planned, out, lse, SOFTMAX_SCALE)
+    assert not problems_with(out, lse, problem, wanted)
+    before_out, before_lse = out.clone(), lse.clone()
+    assert before_lse.isneginf().sum() == 3 * heads  # two query tokens of nothing, one before the only token
+    runner.poison()
+    kernels.run_decode(problem, planned, out, lse, SOFTMAX_SCALE, empty_lse=math.inf)
+    assert torch.equal(out, before_out) and torch.equal(lse, before_lse.masked_fill(before_lse.isneginf(), math.inf))
+
+
 @pytest.mark.parametrize("num_sms", [1, 3])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_scores_far_below_zero_are_attended_to(heads, num_sms):

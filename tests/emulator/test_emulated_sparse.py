@@ -310,6 +310,20 @@ def test_scales_that_queries_make_up_for(heads, latent, scale, zeros):
     verify(Case(heads, 100, 1, 2, fp8=True, scales=scales, latent=latent), seed=8)
 
 
+# Whole lists, pieces that are combined, and what a cluster sums where it can.
+@pytest.mark.parametrize("fp8, heads", KERNELS)
+@pytest.mark.parametrize("top_k, partitions, launches", [(130, 1, [1]), (130, 9, [1, 1]), (256, 12, [4])])
+def test_rows_that_see_nothing_have_the_log_sum_exp_that_is_asked_for(top_k, partitions, launches, fp8, heads):
+    case = Case(heads, top_k, 3, partitions, fp8, counts=(100, 0, top_k), sinks=True)
+    assert clusters(case) == ([1, 1] if launches == [4] and heads == 64 else launches)
+    out, lse = verify(case)
+    lse = lse.view(torch.float32)
+    assert lse.isneginf().sum() == heads
+    _, _, (other_out, other_lse) = emulate(case, empty_lse=math.inf)
+    assert torch.equal(other_out, out)
+    assert torch.equal(other_lse.view(torch.float32), lse.masked_fill(lse.isneginf(), math.inf))
+
+
 @pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 16), (True, 64)])
 def test_bits_do_not_depend_on_what_a_cta_decoded_before(fp8, heads):
     """Behind an odd number of tiles a piece begins elsewhere in the ring, and with 64 rows with the other consumer."""
@@ -328,8 +342,8 @@ IN_CLUSTERS = [k for k in KERNELS if k[1] < 64]
 
 def clusters(case: Case) -> list[int]:
     """CTAs of a cluster in each of a case's launches."""
-    tensors = build(case).tensors.values()
-    return [launch[3] for launch in library().sparse_decode_launches(*tensors, SOFTMAX_SCALE, case.partitions)]
+    arguments = (*build(case).tensors.values(), SOFTMAX_SCALE, case.partitions, -math.inf)
+    return [launch[3] for launch in library().sparse_decode_launches(*arguments)]
 
 
 # Pieces of a tile, and of three, behind which what the CTAs show each other lies over stages lent for merging.

@@ -421,6 +421,17 @@ REFUSALS = (
     Refusal("table_list", TypeError, ("block_table:", "a tensor", "got list"), lambda c: {"block_table": [[0]]}),
     Refusal("kv_scale_number", TypeError, ("kv_scale:", "a tensor", "got float"), lambda c: _fp8(c, kv_scale=1.0)),
     Refusal("scale_text", TypeError, ("softmax_scale:", "a number", "got str"), lambda c: {"softmax_scale": "1"}),
+    *(
+        Refusal(
+            f"empty_lse_{value}",
+            ValueError,
+            ("empty_lse:", "-inf or inf", f"got {value:g}"),
+            lambda c, value=value: {"empty_lse": value},
+        )
+        for value in (0.0, float("nan"))
+    ),
+    Refusal("empty_lse_text", TypeError, ("empty_lse:", "a number", "got str"), lambda c: {"empty_lse": "inf"}),
+    Refusal("empty_lse_none", TypeError, ("empty_lse:", "a number", "got None"), lambda c: {"empty_lse": None}),
     Refusal("scale_infinite", ValueError, ("softmax_scale:", "finite"), lambda c: {"softmax_scale": float("inf")}),
     Refusal(
         "schedule_unlike",

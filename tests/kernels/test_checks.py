@@ -1,5 +1,7 @@
 """What must be refused is refused, by the same words on the CPU and on the GPU; what is allowed is not."""
 
+import math
+
 import pytest
 import sparse_refusals
 import torch
@@ -94,10 +96,11 @@ def as_the_library_takes_it(device: str, **spoiled) -> list:
     """The valid call in the order of the compiled `decode`, with some of it replaced."""
     call = valid_call(device)
     call |= call["schedule"]._asdict() | {"q_scale": None, "kv_scale": None, "fp8_math": False}
+    call["empty_lse"] = -math.inf
     names = (
         "q q_rope kv_cache rope_cache q_scale kv_scale block_table seq_lens work_ranges split_offsets workspace out lse"
     )
-    names += " softmax_scale batch s_q num_heads partitions fp8_math"
+    names += " softmax_scale batch s_q num_heads partitions fp8_math empty_lse"
     return [{**call, **spoiled}[name] for name in names.split()]
 
 
@@ -135,6 +138,7 @@ def as_the_library_takes_it(device: str, **spoiled) -> list:
         ),
         (lambda device: {"q": torch.zeros(3, 32, 576, device=device)}, ValueError, r"q: wanted shape \[batch, s_q"),
         (lambda device: {"softmax_scale": float("nan")}, ValueError, "softmax_scale: wanted a positive finite number"),
+        (lambda device: {"empty_lse": 0.0}, ValueError, "empty_lse: wanted -inf or inf, got 0"),
     ],
 )
 def test_a_direct_call_of_the_library_is_refused_as_well(spoil, error, words, function, device):
@@ -160,8 +164,9 @@ def test_the_compiled_decode_runs_on_gpus_only():
 def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
     """The valid sparse call in the order of the compiled `sparse_decode`, with some of it replaced."""
     call = sparse_refusals.valid_call(device) | {"workspace": torch.zeros(10**6, device=device), "partitions": 8}
+    call["empty_lse"] = -math.inf
     names = "q q_rope kv_cache indices block_table request_ids valid_counts sinks workspace out lse softmax_scale"
-    return [{**call, **spoiled}[name] for name in (*names.split(), "partitions")]
+    return [{**call, **spoiled}[name] for name in (*names.split(), "partitions", "empty_lse")]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -171,6 +176,7 @@ def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
     [
         (lambda device: {"partitions": 0}, ValueError, "partitions: wanted at least 1, got 0"),
         (lambda device: {"softmax_scale": float("nan")}, ValueError, "softmax_scale: wanted a positive finite number"),
+        (lambda device: {"empty_lse": 0.0}, ValueError, "empty_lse: wanted -inf or inf, got 0"),
         (
             lambda device: {"workspace": torch.zeros(99, device=device)},
             ValueError,

@@ -6,6 +6,7 @@ times on poisoned outputs and workspace, between guard bytes, and must give the 
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from functools import lru_cache
@@ -343,6 +344,26 @@ def test_outputs_are_allocated_when_not_given(device, cache):
 def test_pieces_of_which_a_row_sees_nothing(device, cache, heads):
     """The last tile of these requests belongs to the last query tokens only, and is a piece of its own."""
     verify(Case((65, 66, 129, 130, 2, 67), heads=heads, s_q=4, num_sms=132, seed=12, **cache), device)
+
+
+@both_devices
+@every_kind
+@pytest.mark.parametrize("heads", [4, 16, 32])
+@pytest.mark.parametrize("num_sms", [1, 132])
+def test_rows_that_see_nothing_have_the_log_sum_exp_that_is_asked_for(device, kind, heads, num_sms):
+    """No tokens, query tokens before the only one, a plan's pieces of what has none any more; NaN stays what it is."""
+    problem = build(Case((130, 0, 300, 1), heads, s_q=2, num_sms=num_sms, seed=25, **kind), device)
+    problem.q[2, 0, 0] = torch.nan
+    runner = Runner(problem)
+    planned = runner.schedule.build(torch.tensor([300, 700, 300, 1], dtype=torch.int32, device=device), 2)
+    assert (planned.split_offsets[2] > planned.split_offsets[1]) == (num_sms > 1)
+    out, lse = decode(problem, planned)
+    assert lse[2, 0, 0].isnan() and lse.isneginf().sum() == 3 * heads
+    runner.workspace.poison()
+    other_out, other_lse = decode(problem, planned, empty_lse=math.inf)
+    assert torch.equal(other_out.view(torch.uint8), out.view(torch.uint8))
+    wanted = lse.masked_fill(lse.isneginf(), math.inf)
+    assert torch.equal(other_lse.view(torch.int32), wanted.view(torch.int32))
 
 
 @both_devices

@@ -376,6 +376,31 @@ def test_a_prompts_statistics_are_as_sgl_flash_mla_is_asked_for_them():
     assert flash_mla.flash_mla_sparse_fwd(*call, return_log2_lse=False)[1:] == (None, None)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_dense_call_with_a_plan_launches_our_kernels_and_nothing_else(causal):
+    problem, metadata = dense((700, 0, 65), device="cuda"), flash_mla.get_mla_metadata()[0]
+    check_launches(lambda: problem.run(causal=causal, tile_scheduler_metadata=metadata))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_sparse_call_launches_our_kernels_and_nothing_else(layout):
+    problem = build_sparse(SparseCase(6, 16, 512, holes="all", sinks="drawn", **LAYOUTS[layout]), "cuda")
+    call = sparse_call(problem, 6, 1)
+    check_launches(lambda: flash_mla.flash_mla_with_kvcache(**call))
+
+
+def check_launches(call) -> None:
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert 1 <= len(launched) <= 2 and all("etap" in name for name in launched), launched
+
+
 META = flash_mla.FlashMLASchedMeta
 TENSORS = flash_mla.get_mla_decoding_metadata(torch.tensor([65, 1], dtype=torch.int32), 16, 1)
 LENGTHS = torch.ones(3, dtype=torch.int32)

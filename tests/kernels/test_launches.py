@@ -1,5 +1,7 @@
 """What a call launches, as the library itself says it: kernel, grid, and the cache and the queries as TMA sees them."""
 
+import math
+
 import pytest
 import torch
 
@@ -24,7 +26,7 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
         *(q, problem.call_q_rope, *(caches or (problem.call_kv_cache, problem.rope_cache))),
         *(problem.q_scale, problem.kv_scale, problem.block_table[:batch], problem.seq_lens[:batch]),
         *(planned.work_ranges, planned.split_offsets, planned.workspace, out, lse),
-        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, case.fp8_math),
+        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, case.fp8_math, -math.inf),
     )
 
 
@@ -121,7 +123,7 @@ def sparse_launches(case: SparseCase) -> list:
     lists = (problem.indices, problem.block_table, problem.request_ids, problem.valid_counts)
     return library().sparse_decode_launches(
         *(problem.call_q, problem.call_q_rope, problem.kv_cache, *lists, problem.sinks),
-        *(workspace, out, lse, SOFTMAX_SCALE, partitions),
+        *(workspace, out, lse, SOFTMAX_SCALE, partitions, -math.inf),
     )
 
 

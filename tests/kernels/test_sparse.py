@@ -6,6 +6,7 @@ workspace, between guard bytes, and must give the same bits each time.
 
 from __future__ import annotations
 
+import math
 import random
 from dataclasses import replace
 from itertools import product
@@ -157,6 +158,21 @@ def test_pieces_that_clusters_sum(device, heads, tokens, holes, cache):
     case = SparseCase(tokens, heads, top_k, cache, holes=holes, counts="drawn", sinks="infinite", num_sms=132, seed=21)
     verify(case, device)
     verify(replace(case, counts="none", sinks="none", requests=3), device)
+
+
+@both_devices
+@every_cache
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("num_sms", [1, 7, 132])  # whole lists, pieces that are combined, clusters of up to 32 heads
+def test_tokens_of_no_row_have_the_log_sum_exp_that_is_asked_for(device, num_sms, heads, cache):
+    problem = build(SparseCase(8, heads, 1024, cache, holes="all", sinks="infinite", num_sms=num_sms, seed=23), device)
+    problem.call_q[-1, 0] = torch.nan
+    out, lse = decode(problem, num_sms=num_sms)
+    assert lse.isneginf().any() and lse[-1, 0].isnan()
+    other_out, other_lse = decode(problem, num_sms=num_sms, empty_lse=math.inf)
+    assert torch.equal(other_out.view(torch.uint8), out.view(torch.uint8))
+    wanted = lse.masked_fill(lse.isneginf(), math.inf)
+    assert torch.equal(other_lse.view(torch.int32), wanted.view(torch.int32))
 
 
 @both_devices

@@ -161,7 +161,7 @@ def test_the_operator_is_registered_as_torch_wants_it():
     outputs = (torch.zeros(floats), torch.zeros(3, 16, 512, dtype=torch.bfloat16), torch.zeros(3, 16))
     torch.library.opcheck(
         torch.ops.etap_backend.sparse_mla_decode.default,
-        (problem.q, None, problem.kv_cache, problem.indices, *lists, *outputs, SOFTMAX_SCALE, 7),
+        (problem.q, None, problem.kv_cache, problem.indices, *lists, *outputs, SOFTMAX_SCALE, 7, -torch.inf),
         # The poison in what must not be read is NaN, which opcheck's comparison of unread inputs takes for a change.
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
