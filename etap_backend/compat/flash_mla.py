@@ -226,7 +226,8 @@ def flash_mla_with_kvcache(
 
     Returns:
         out [b, s_q, h_q, 512], of q's type, bfloat16 for an FP8 q; and lse, float32 [b, h_q, s_q], natural logarithm.
-        Both are contiguous. A query that sees nothing has out 0 and lse +inf.
+        out is contiguous, and lse is as of [b, s_q, h_q], FlashMLA's strides, too. A query that sees nothing has out 0
+        and lse +inf.
 
     Raises:
         NotImplementedError: something that FlashMLA has and this has not; the text names it.
@@ -260,7 +261,7 @@ def flash_mla_with_kvcache(
         out, lse = _sparse(q, k_cache, indices, topk_length, enable_batch_invariant, out, options)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         _keep(tile_scheduler_metadata, config, planned)
-    return out, lse.contiguous()
+    return out, lse.transpose(1, 2)
 
 
 def flash_mla_sparse_fwd(
@@ -480,11 +481,11 @@ def _nothing(q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
     """The results of no requests, or of requests without query tokens."""
     batch, s_q, heads, _ = q.shape
     out = q.new_empty(batch, s_q, heads, LATENT_DIM, dtype=output_dtypes(q.dtype)[0]) if out is None else out
-    return out, q.new_empty(batch, heads, s_q, dtype=torch.float32)
+    return out, q.new_empty(batch, s_q, heads, dtype=torch.float32).transpose(1, 2)
 
 
 def _dense(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options: dict) -> tuple[Tensor, Tensor]:
-    """A call for each KV head, which is a view of the cache; out [b, s_q, h_q, 512] and lse [b, h_q, s_q]."""
+    """A call for each KV head, which is a view of the cache; out [b, s_q, h_q, 512] and lse [b, s_q, h_q]."""
     kv_heads = k_cache.shape[2]
     if kv_heads == 1:
         return _dense_head(q, k_cache, block_table, cache_seqlens, planned, out, options)
@@ -503,19 +504,18 @@ def _dense(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, 
         for head in range(kv_heads)
     ]
     outs, lses = zip(*results, strict=True)
-    return torch.cat(outs, dim=2, out=out), torch.cat(lses, dim=1)
+    return torch.cat(outs, dim=2, out=out), torch.cat(lses, dim=2)
 
 
 def _dense_head(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options) -> tuple[Tensor, Tensor]:
     """The queries of one KV head, in the shape that the plan gives them; results as of `_dense`."""
     shape, asked = q.shape[:3], planned[:3]
     if shape == asked:
-        out, lse = named(NAMES, mla_decode, q, k_cache, block_table, cache_seqlens, planned, out=out, **options)
-        return out, lse.transpose(1, 2)
+        return named(NAMES, mla_decode, q, k_cache, block_table, cache_seqlens, planned, out=out, **options)
     whole = None if out is None else out.view(*asked, LATENT_DIM)
     rows = q.reshape(*asked, q.shape[3])
     out, lse = named(NAMES, mla_decode, rows, k_cache, block_table, cache_seqlens, planned, out=whole, **options)
-    return out.view(*shape, LATENT_DIM), lse.view(shape).transpose(1, 2)
+    return out.view(*shape, LATENT_DIM), lse.view(shape)
 
 
 def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, options: dict) -> tuple[Tensor, Tensor]:
@@ -548,4 +548,4 @@ def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, option
             lse=lse.view(-1, heads)[part],
             **options,
         )
-    return out, lse.transpose(1, 2)
+    return out, lse

@@ -91,7 +91,7 @@ def check(results, wanted, q_dtype=torch.bfloat16) -> None:
     (out, lse), (true_out, true_lse) = results, wanted
     assert out.dtype == (torch.bfloat16 if q_dtype == FP8 else q_dtype) and out.shape == true_out.shape
     assert lse.dtype == torch.float32 and lse.shape == true_lse.shape
-    assert out.is_contiguous() and lse.is_contiguous()
+    assert out.is_contiguous() and lse.transpose(1, 2).is_contiguous()  # FlashMLA's strides
     out, lse = out.double(), lse.double()
     assert torch.equal(lse.isposinf(), true_lse.isposinf()) and not lse.isneginf().any()
     assert out.transpose(1, 2)[true_lse.isinf()].eq(0).all()
@@ -303,7 +303,8 @@ def test_sparse_rows_of_any_format_heads_and_page_size(device, layout, heads):
     buffer = torch.full((2, 3, heads, 512), torch.nan, dtype=torch.bfloat16, device=device)
     for more in {}, {"out": buffer}, {"enable_batch_invariant": True}:
         out, lse = flash_mla.flash_mla_with_kvcache(**sparse_call(problem, 2, 3), **more)
-        assert (out.shape, lse.shape) == ((2, 3, heads, 512), (2, heads, 3)) and lse.is_contiguous()
+        assert (out.shape, lse.shape) == ((2, 3, heads, 512), (2, heads, 3))
+        assert lse.transpose(1, 2).is_contiguous()
         check_sparse(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), problem)
     assert not buffer.isnan().any()
 
@@ -378,16 +379,19 @@ def test_a_prompts_statistics_are_as_sgl_flash_mla_is_asked_for_them():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
-def test_a_dense_call_with_a_plan_launches_our_kernels_and_nothing_else(causal):
-    problem, metadata = dense((700, 0, 65), device="cuda"), flash_mla.get_mla_metadata()[0]
+@pytest.mark.parametrize("s_q", [1, 2])
+def test_a_dense_call_with_a_plan_launches_our_kernels_and_nothing_else(s_q, causal):
+    problem, metadata = dense((700, 0, 65), s_q=s_q, device="cuda"), flash_mla.get_mla_metadata()[0]
+    problem.call["q"] = problem.call["q"].contiguous()  # so that other rows of it are a view
     check_launches(lambda: problem.run(causal=causal, tile_scheduler_metadata=metadata))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_sparse_call_launches_our_kernels_and_nothing_else(layout):
+@pytest.mark.parametrize("batch, s_q", [(6, 1), (2, 3)])
+def test_a_sparse_call_launches_our_kernels_and_nothing_else(batch, s_q, layout):
     problem = build_sparse(SparseCase(6, 16, 512, holes="all", sinks="drawn", **LAYOUTS[layout]), "cuda")
-    call = sparse_call(problem, 6, 1)
+    call = sparse_call(problem, batch, s_q)
     check_launches(lambda: flash_mla.flash_mla_with_kvcache(**call))
 
 
