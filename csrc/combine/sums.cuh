@@ -82,8 +82,8 @@ __device__ __forceinline__ void write_lse(const DecodeParams& params, const Tota
   float* lse = params.lse + int64_t(request) * params.rows + row;
   // A sum of 0 has the logarithm -inf. Asked of the sum instead, the compiler branches, and spills where registers are few.
   const auto natural = [&](float reference, float sum) {
-    const float lse = (reference + log2f(sum)) * kLn2;
-    return lse == -INFINITY ? params.empty_lse : lse;
+    const float value = (reference + log2f(sum)) * kLn2;
+    return value == -INFINITY ? params.empty_lse : value;
   };
   if ((kOneRow ? lane % 4 == 0 : lane < 4) && row < params.rows) lse[0] = natural(totals.reference.x, totals.sum.x);
   if (!kOneRow && lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);

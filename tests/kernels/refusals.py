@@ -101,6 +101,13 @@ def _other_schedule(call: dict, batch=BATCH, heads=HEADS, s_q=S_Q) -> dict:
     return {"schedule": DecodeSchedule(8, heads, max_s_q=4, device=device, num_sms=8).build(lens, s_q)}
 
 
+# What both calls refuse of their `empty_lse`: the fields of a Refusal.
+EMPTY_LSE = (
+    ("empty_lse_zero", ValueError, ("empty_lse:", "-inf or inf", "got 0"), lambda c: {"empty_lse": 0.0}),
+    ("empty_lse_nan", ValueError, ("empty_lse:", "-inf or inf", "got nan"), lambda c: {"empty_lse": float("nan")}),
+    ("empty_lse_text", TypeError, ("empty_lse:", "a number", "got str"), lambda c: {"empty_lse": "inf"}),
+    ("empty_lse_none", TypeError, ("empty_lse:", "a number", "got None"), lambda c: {"empty_lse": None}),
+)
 REFUSALS = (
     Refusal("q_dtype", TypeError, ("q:", "bfloat16 or float16", "float32"), lambda c: {"q": c["q"].float()}),
     Refusal("q_dims", ValueError, ("q:", "[3, 32, 576]"), lambda c: {"q": c["q"].flatten(1, 2)}),
@@ -421,17 +428,7 @@ REFUSALS = (
     Refusal("table_list", TypeError, ("block_table:", "a tensor", "got list"), lambda c: {"block_table": [[0]]}),
     Refusal("kv_scale_number", TypeError, ("kv_scale:", "a tensor", "got float"), lambda c: _fp8(c, kv_scale=1.0)),
     Refusal("scale_text", TypeError, ("softmax_scale:", "a number", "got str"), lambda c: {"softmax_scale": "1"}),
-    *(
-        Refusal(
-            f"empty_lse_{value}",
-            ValueError,
-            ("empty_lse:", "-inf or inf", f"got {value:g}"),
-            lambda c, value=value: {"empty_lse": value},
-        )
-        for value in (0.0, float("nan"))
-    ),
-    Refusal("empty_lse_text", TypeError, ("empty_lse:", "a number", "got str"), lambda c: {"empty_lse": "inf"}),
-    Refusal("empty_lse_none", TypeError, ("empty_lse:", "a number", "got None"), lambda c: {"empty_lse": None}),
+    *(Refusal(*case) for case in EMPTY_LSE),
     Refusal("scale_infinite", ValueError, ("softmax_scale:", "finite"), lambda c: {"softmax_scale": float("inf")}),
     Refusal(
         "schedule_unlike",

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from refusals import inside, shifted, strided, wide
+from refusals import EMPTY_LSE, inside, shifted, strided, wide
 
 from etap_backend import sparse_mla_decode
 
@@ -168,17 +168,7 @@ REFUSALS = (
         for value in (0.0, -1.0, float("nan"), float("inf"))
     ),
     Refusal("scale_text", TypeError, ("softmax_scale:", "a number", "got str"), lambda c: {"softmax_scale": "1"}),
-    *(
-        Refusal(
-            f"empty_lse_{value}",
-            ValueError,
-            ("empty_lse:", "-inf or inf", f"got {value:g}"),
-            lambda c, value=value: {"empty_lse": value},
-        )
-        for value in (0.0, float("nan"))
-    ),
-    Refusal("empty_lse_text", TypeError, ("empty_lse:", "a number", "got str"), lambda c: {"empty_lse": "inf"}),
-    Refusal("empty_lse_none", TypeError, ("empty_lse:", "a number", "got None"), lambda c: {"empty_lse": None}),
+    *(Refusal(*case) for case in EMPTY_LSE),
     Refusal("sms_zero", ValueError, ("num_sms:", "at least 1", "got 0"), lambda c: {"num_sms": 0}),
     Refusal("sms_float", TypeError, ("num_sms:", "an int", "got 8.0"), lambda c: {"num_sms": 8.0}),
     Refusal("workspace_size", ValueError, ("workspace:", "[>=", "[99]"), lambda c: {"workspace": workspace(c, 99)}),
