@@ -59,7 +59,7 @@ struct Consumer {
     const int group = softmax.group;
     // Wait for K, S^T.
     transposed::ScoreFragment<T> st;
-    compute_scores<T>(shared, at, group, st);
+    compute_scores<T>(shared, params, at, group, st);
 
     // Softmax.
     const int tile_end = (tile + 1) * kTileTokens;
