@@ -277,6 +277,11 @@ CASES = {
     "transposed parts": Case((200, 449), num_sms=1, page_size=32),
     "query_major rows": Case((200, 449), heads=64, num_sms=1, page_size=1),
     "transposed_fp8 rows": Case((200, 449), num_sms=1, page_size=1, kv_dtype="fp8"),
+    "transposed_fp8_math rows": Case((200, 449), num_sms=1, page_size=1, kv_dtype="fp8", fp8_math=True),
+}
+TRAITS = {  # of kernels whose name does not say them
+    "transposed_fp8": "transposed_fp8::Traits<cutlass::half_t",
+    "transposed_fp8_math": "transposed_fp8::Traits<cutlass::float_e4m3_t",
 }
 WHOLE_TILES = Case((192,), num_sms=1)  # where a fault shows that another one, of a tail, would hide or come before
 FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator says where it is left out
@@ -304,6 +309,7 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed_fp8 rows", "rows_room"): "deadlock|in flight|inf/NaN elsewhere|cosine|more arrivals",
     ("transposed_fp8 rows", "rows_arrival"): "in flight|inf/NaN elsewhere",
     ("transposed_fp8 rows", "rows_commit"): "deadlock",
+    ("transposed_fp8_math rows", "rows_fence"): "inf/NaN elsewhere",
     ("query_major", "scores_wait"): "in flight",
     ("query_major", "hand_over_meeting"): ".",
     ("query_major", "tail_fence"): "without fence.proxy.async",
@@ -316,10 +322,8 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
 def marked(kernel: str) -> Entry:
     module = kernels.module("marked")
     form, _, other_pages = kernel.partition(" ")
-    last = f", {'false' if other_pages else 'true'}>("
-    return Entry(
-        module, next(name for full, name in module.names.items() if f"{form}::Traits<" in full and last in full)
-    )
+    first, last = TRAITS.get(form, f"{form}::Traits<"), f", {'false' if other_pages else 'true'}>("
+    return Entry(module, next(name for full, name in module.names.items() if first in full and last in full))
 
 
 def fault_of(case: Case, edit: Edit) -> str:
