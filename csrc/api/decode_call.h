@@ -203,7 +203,9 @@ inline void check(const DecodeCall& call) {
   check_workspace(call.workspace, device, call.shape(), call.partitions);
   check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
               {extent("q", call.q), extent("q_rope", call.q_rope), extent("kv_cache", call.kv_cache),
-               extent("rope_cache", call.rope_cache)});
+               extent("rope_cache", call.rope_cache), extent("block_table", call.block_table),
+               extent("seq_lens", call.seq_lens), extent("work_ranges", call.work_ranges),
+               extent("split_offsets", call.split_offsets)});
 }
 
 inline PagedCache paged_cache(const DecodeCall& call) {

@@ -141,7 +141,9 @@ inline void check(const SparseCall& call) {
   check_workspace(call.workspace, device, call.shape(), call.partitions);
   check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
               {extent("q", call.q), extent("q_rope", call.q_rope), extent("kv_cache", call.kv_cache),
-               extent("indices", call.indices)});
+               extent("indices", call.indices), extent("block_table", call.block_table),
+               extent("request_ids", call.request_ids), extent("valid_counts", call.valid_counts),
+               extent("sinks", call.sinks)});
 }
 
 inline const int32_t* integers(const Optional<TensorView>& tensor) {

@@ -6,8 +6,8 @@ namespace etap {
 constexpr int kUnitBytes = 16;  // what the swizzle moves as a whole
 
 // Unit u of a line of 128 or 64 bytes lies at u ^ swizzle<kLineBytes>(line): units change places by the line's number in
-// eight (128), or in four pairs (64), so that the same unit of eight lines touches all banks. Line 0 lies at a multiple of
-// 1,024.
+// eight (128), or in four pairs (64), so that the same unit of eight lines touches all banks. Line 0 lies at a multiple
+// of eight lines.
 template <int kLineBytes>
 __device__ __forceinline__ int swizzle(int line) {
   static_assert(kLineBytes == 128 || kLineBytes == 64);

@@ -1,5 +1,5 @@
 // The query producers, of a cache of the queries' own type: one warp copies the rows of each piece with TMA, or, where
-// their strides allow no tensor map, three warps gather them.
+// their strides allow no tensor map, three warps gather them (one where pages are small).
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>

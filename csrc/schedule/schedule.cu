@@ -19,7 +19,7 @@ constexpr int kWarps = kThreads / kWarpSize;
 using Scan = cub::BlockScan<int64_t, kThreads>;
 
 // The smallest bound on the tiles of a partition with which `fits(bound)` holds lies in [low, high]; high fits.
-// Every warp tries another bound, so that the range shrinks to a sixteenth with each round.
+// Every warp tries another bound, so that the range shrinks to an eighth with each round.
 template <class Fits>
 __device__ int64_t smallest_bound(int64_t low, int64_t high, Fits&& fits, int64_t (&s_bound)[kWarps]) {
   const int warp = threadIdx.x / kWarpSize;

@@ -5,10 +5,10 @@
 
 using namespace cute;
 
-// D [64, N] = A [64, 64] B [N, 64]^T, all row-major in global memory.
-template <class Element, class AtomA, class AtomB, GMMA::Major kMajorA, int kN, bool kRegistersA>
+// D [64, N] = A [64, K] B [N, K]^T, all row-major in global memory.
+template <class Element, class AtomA, class AtomB, GMMA::Major kMajorA, int kN, int kK, bool kRegistersA>
 __device__ void multiply(const Element* a, const Element* b, float* d) {
-  constexpr int kM = 64, kK = 64;
+  constexpr int kM = 64;
   using LayoutA = decltype(tile_to_shape(AtomA{}, Shape<Int<kM>, Int<kK>>{}));
   using LayoutB = decltype(tile_to_shape(AtomB{}, Shape<Int<kN>, Int<kK>>{}));
   using Tile = Shape<Int<kM>, Int<kN>, Int<kK>>;
@@ -59,16 +59,18 @@ __device__ void multiply(const Element* a, const Element* b, float* d) {
   }
 }
 
-#define PRODUCT(NAME, ELEMENT, ATOM_A, ATOM_B, MAJOR_A, N, REGISTERS)                                                     \
+#define PRODUCT(NAME, ELEMENT, ATOM_A, ATOM_B, MAJOR_A, N, K, REGISTERS)                                                  \
   extern "C" __global__ void __launch_bounds__(128) NAME(const ELEMENT* a, const ELEMENT* b, float* d) {                  \
-    multiply<ELEMENT, GMMA::ATOM_A<ELEMENT>, GMMA::ATOM_B<ELEMENT>, GMMA::Major::MAJOR_A, N, REGISTERS>(a, b, d);         \
+    multiply<ELEMENT, GMMA::ATOM_A<ELEMENT>, GMMA::ATOM_B<ELEMENT>, GMMA::Major::MAJOR_A, N, K, REGISTERS>(a, b, d);      \
   }
 
-// S^T and O^T of decode/traits.h, then those of decode/fp8_traits.h, whose A is converted in registers.
-PRODUCT(scores_bf16_n8, bfloat16_t, Layout_K_SW128_Atom, Layout_K_SW128_Atom, K, 8, false)
-PRODUCT(scores_f16_n64, half_t, Layout_K_SW128_Atom, Layout_K_SW128_Atom, K, 64, false)
-PRODUCT(output_bf16_n16, bfloat16_t, Layout_MN_SW128_Atom, Layout_K_SW128_Atom, MN, 16, false)
-PRODUCT(output_f16_n32, half_t, Layout_MN_SW128_Atom, Layout_K_SW128_Atom, MN, 32, false)
-PRODUCT(registers_f16_n16, half_t, Layout_K_SW128_Atom, Layout_K_SW128_Atom, K, 16, true)
-PRODUCT(registers_e4m3_n8, float_e4m3_t, Layout_K_SW64_Atom, Layout_K_SW64_Atom, K, 8, true)
-PRODUCT(registers_e4m3_n64, float_e4m3_t, Layout_K_SW64_Atom, Layout_K_SW64_Atom, K, 64, true)
+// S^T and O^T of decode/transposed, then those of decode/transposed_fp8: A converted in registers, or latent and rope columns.
+PRODUCT(scores_bf16_n8, bfloat16_t, Layout_K_SW128_Atom, Layout_K_SW128_Atom, K, 8, 64, false)
+PRODUCT(scores_f16_n64, half_t, Layout_K_SW128_Atom, Layout_K_SW128_Atom, K, 64, 64, false)
+PRODUCT(output_bf16_n16, bfloat16_t, Layout_MN_SW128_Atom, Layout_K_SW128_Atom, MN, 16, 64, false)
+PRODUCT(output_f16_n32, half_t, Layout_MN_SW128_Atom, Layout_K_SW128_Atom, MN, 32, 64, false)
+PRODUCT(registers_f16_n16, half_t, Layout_K_SW128_Atom, Layout_K_SW128_Atom, K, 16, 64, true)
+PRODUCT(registers_e4m3_n8, float_e4m3_t, Layout_K_SW64_Atom, Layout_K_SW64_Atom, K, 8, 64, true)
+PRODUCT(registers_e4m3_n64, float_e4m3_t, Layout_K_SW64_Atom, Layout_K_SW64_Atom, K, 64, 64, true)
+PRODUCT(scores_e4m3_n16, float_e4m3_t, Layout_K_SW128_Atom, Layout_K_SW64_Atom, K, 16, 128, false)
+PRODUCT(scores_e4m3_n8, float_e4m3_t, Layout_K_SW64_Atom, Layout_K_SW64_Atom, K, 8, 64, false)

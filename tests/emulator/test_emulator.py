@@ -17,18 +17,18 @@ from emulator.ptx import LANES, EmulationError, Module, UnknownInstruction
 # --------------------------------------------------------------------------------------------- WGMMA and CuTe's layouts
 
 PRODUCTS = re.findall(
-    r"^PRODUCT\((\w+), (?:\w+), .*, (\d+), \w+\)$", kernels.SOURCES["products"].read_text(), flags=re.M
+    r"^PRODUCT\((\w+), (?:\w+), .*, (\d+), (\d+), \w+\)$", kernels.SOURCES["products"].read_text(), flags=re.M
 )
 ENCODERS = {"bf16": f32_to_bf16, "f16": lambda x: x.astype(np.float16), "e4m3": f32_to_e4m3}
 
 
 @kernels.NEEDS_COMPILER
 @pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("name, columns", PRODUCTS)
-def test_products_of_cute(name, columns, timing):
+@pytest.mark.parametrize("name, columns, depth", PRODUCTS)
+def test_products_of_cute(name, columns, depth, timing):
     kind = name.split("_")[1]
     generator = np.random.default_rng(0)
-    a, b = (ENCODERS[kind](generator.standard_normal((rows, 64), np.float32)) for rows in (64, int(columns)))
+    a, b = (ENCODERS[kind](generator.standard_normal((rows, int(depth)), np.float32)) for rows in (64, int(columns)))
     d = np.full((64, int(columns)), np.nan, np.float32)
     memory = Memory()
     pointers = [memory.add(x, which).to_bytes(8, "little") for x, which in ((a, "a"), (b, "b"), (d, "d"))]

@@ -481,6 +481,21 @@ REFUSALS = (
     ),
     Refusal("lse_in_out", ValueError, ("lse:", "its own", "out's"), lambda c: {"lse": inside(c["out"], c["lse"])}),
     Refusal(
+        "lse_in_block_table",
+        ValueError,
+        ("lse:", "its own", "block_table's"),
+        lambda c: {"block_table": (table := c["block_table"].repeat(1, 32)), "lse": inside(table, c["lse"])},
+    ),
+    Refusal(
+        "lse_in_split_offsets",
+        ValueError,
+        ("lse:", "its own", "split_offsets's"),
+        lambda c: {
+            "schedule": (schedule := c["schedule"]._replace(split_offsets=c["block_table"].flatten().repeat(16))),
+            "lse": inside(schedule.split_offsets, c["lse"]),
+        },
+    ),
+    Refusal(
         "lse_in_workspace",
         ValueError,
         ("workspace:", "its own", "lse's"),

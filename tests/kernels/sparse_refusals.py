@@ -204,6 +204,12 @@ REFUSALS = (
         )
         for name, other in (("out", "kv_cache"), ("lse", "q"), ("lse", "out"), ("lse", "indices"))
     ),
+    Refusal(
+        "sinks_in_lse",
+        ValueError,
+        ("lse:", "its own", "sinks's"),
+        lambda c: {"sinks": c["lse"][0]},
+    ),
     # What is no tensor, or has no memory.
     *(
         spoiled(f"{name}_on_meta", ValueError, lambda x: x.to("meta"), f"{name}:", "the CPU", "meta", of=of)

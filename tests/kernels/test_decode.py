@@ -195,7 +195,7 @@ def test_pages_of_any_size(device, cache, page_size, cache_layout, heads, q_layo
 
 
 @both_devices
-@bf16_or_fp8_cache
+@pytest.mark.parametrize("cache", [{}, FP8_CACHE, {**FP8_CACHE, "fp8_math": True}], ids=["bf16", "fp8", "fp8_math"])
 @pytest.mark.parametrize("heads, s_q", [(16, 1), (64, 2)])
 def test_the_page_size_changes_no_bit(device, cache, heads, s_q):
     """However its rows come to shared memory, the same cache gives the same result."""

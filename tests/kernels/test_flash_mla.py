@@ -98,7 +98,7 @@ def check(results, wanted, q_dtype=torch.bfloat16) -> None:
     for ours, truth, most, share in (out, true_out, 8e-4, 2.01 / 128), (lse, true_lse, 1e-6, 8.01 / 65536):
         ours, truth = (one.masked_fill(one.isposinf(), 0) for one in (ours, truth))
         error = (ours - truth).abs()
-        wrong = (error >= most) & (error >= share * (truth.abs() + 1e-6))
+        wrong = ~((error < most) | (error < share * (truth.abs() + 1e-6)))  # NaN is wrong, too
         assert not wrong.any(), (error[wrong].max(), truth[wrong][:3])
     assert 1 - 2 * (out * true_out).sum() / ((out**2).sum() + (true_out**2).sum()).clamp(min=1e-12) < 5e-6
 

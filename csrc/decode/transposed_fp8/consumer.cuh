@@ -1,5 +1,5 @@
-// A consumer warpgroup beside an FP8 cache, up to 32 rows: as transposed/consumer.cuh, but K and V come through
-// registers, and the consumers read the queries.
+// A consumer warpgroup beside an FP8 cache, up to 32 rows: as transposed/consumer.cuh, but V, and K where
+// products are float16, come through registers, and the consumers read the queries.
 #pragma once
 
 #include "decode/transposed/merge.cuh"

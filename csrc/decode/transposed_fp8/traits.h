@@ -66,6 +66,9 @@ struct Products : Tiles {
   static constexpr int kWideBytes = kTileTokens * kWideColumns;
   static constexpr int kStageBytes = sizeof(KeyStage);
   static_assert(kStageBytes == kTileTokens * kHeadDim);
+  // As WGMMA's descriptors have them: swizzled lines of two chunks, then rope's, from multiples of 1,024 on.
+  static_assert(kWideColumns == 2 * kChunkColumns && kChunks == kValueChunks + 1 && kRopeDim == kChunkColumns);
+  static_assert(offsetof(KeyStage, rope) == kWideChunks * kWideBytes && kWideBytes % 1024 == 0 && kStageBytes % 1024 == 0);
   static constexpr int kStagesPerTile = 1;
   static constexpr int kChunksPerStage = kWideChunks;
   static constexpr int kTileValueChunks = kWideChunks;
