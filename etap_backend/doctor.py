@@ -53,6 +53,8 @@ class Plugin:
 
     Attributes:
         engine, option, entry_points, allow_list: which one, what selects ETAP, and what it reads plugins from.
+        allowed: the names in a value of the allow list, as the engine reads them; None for all.
+        turned_off_by: values of the allow list that leave ETAP out.
         probe: a program that fails, with a line, where ETAP cannot run.
         why_not_sparse: an expression behind it, of the reason why sparse attention cannot run, or None.
         sparse: how sparse attention is had where it can.
@@ -62,9 +64,15 @@ class Plugin:
     option: str
     entry_points: str
     allow_list: str
+    allowed: Callable[[str], list[str] | None]
+    turned_off_by: str
     probe: str
     why_not_sparse: str
     sparse: str = ""
+
+
+def _in_sglangs_list(value: str) -> list[str] | None:
+    return [name.strip() for name in value.split(",")] if value else None
 
 
 PLUGINS = (
@@ -73,6 +81,8 @@ PLUGINS = (
         "--attention-backend ETAP",
         "vllm.general_plugins",
         "VLLM_PLUGINS",
+        lambda value: value.split(","),
+        "other plugins' names, or to nothing,",
         "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
         "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'\n"
@@ -86,6 +96,8 @@ PLUGINS = (
         "--attention-backend etap",
         "sglang.srt.plugins",
         "SGLANG_PLUGINS",
+        _in_sglangs_list,
+        "other plugins' names",
         "from etap_backend.sglang import registration; registration.check_plugin()",
         "registration.why_unusable(sparse=True)",
         "--kv-cache-dtype auto, bfloat16 or fp8_e4m3",
@@ -162,15 +174,16 @@ def check_plugin(plugin: Plugin) -> Finding:
     if "etap" not in importlib.metadata.entry_points(group=plugin.entry_points).names:
         remedy = "install etap-backend with pip: from a source tree alone its entry points are unknown"
         return Finding(Verdict.BROKEN, f"{version}, no entry point etap in {plugin.entry_points}", remedy)
-    allowed = os.environ.get(plugin.allow_list)
-    if allowed is not None and "etap" not in allowed.split(","):
+    value = os.environ.get(plugin.allow_list)
+    allowed = None if value is None else plugin.allowed(value)
+    if allowed is not None and "etap" not in allowed:
         remedy = f"to turn it on, add etap to {plugin.allow_list} or unset it"
-        return Finding(Verdict.OFF, f"{version}, {plugin.allow_list}={allowed} leaves etap out", remedy)
+        return Finding(Verdict.OFF, f"{version}, {plugin.allow_list}={value} leaves etap out", remedy)
     reason, sparse = _probe(plugin)
     if reason:
         remedy = f"{engine.name} does not come up with the plugin here; the reason above is its own"
         return Finding(Verdict.BROKEN, f"{version}, not usable: {reason}", remedy)
-    remedy = f"{plugin.option} selects it; {plugin.allow_list} set to other plugins' names, or to nothing, turns it off"
+    remedy = f"{plugin.option} selects it; {plugin.allow_list} set to {plugin.turned_off_by} turns it off"
     return Finding(Verdict.OK, f"{version}, plugin active", remedy, sparse)
 
 

@@ -92,11 +92,11 @@ def _device(device: torch.device | str) -> torch.device:
         found = torch.device(device)
     except (RuntimeError, TypeError):  # no name of a device, or nothing that could be one
         found = None
-    if found is None or found.type != "cpu" and not (found.type == "cuda" and torch.cuda.is_available()):
+    if found is not None and found.type == "cpu":
+        return torch.device("cpu")  # as tensors there say it, without a number
+    if found is None or found.type != "cuda" or (found.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device: wanted the CPU or a CUDA device that torch sees, got {device}")
-    if found.type == "cuda" and found.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
 class BuiltSchedule(NamedTuple):

@@ -156,8 +156,9 @@ inline void check_workspace(const TensorView& workspace, DLDevice device, const 
 }
 
 inline void check_softmax_scale(double scale) {
-  if (scale > 0.0 && std::isfinite(scale)) return;
-  TVM_FFI_THROW(ValueError) << "softmax_scale: wanted a positive finite number, got " << scale;
+  const float scale_log2 = float(scale * kLog2E);
+  if (scale_log2 > 0.0f && std::isfinite(scale_log2)) return;
+  TVM_FFI_THROW(ValueError) << "softmax_scale: wanted a positive finite number of float32, got " << scale;
 }
 
 inline void check_empty_lse(double empty_lse) {

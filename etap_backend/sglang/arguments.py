@@ -89,7 +89,7 @@ def _why_unsupported_sparse(view, model, name: str) -> str | None:
         wanted = "wanted it for the whole model; --dsa-prefill-backend chooses the kernels of prefill"
         return f"beside {others[0]} it is not supported with sparse attention: {wanted}"
     draft_name = view.speculative_draft_attention_backend
-    if draft_name in ("dsa", "nsa"):
+    if draft_name in ("dsa", "nsa", compat.FP8_MATH_NAME):
         return f"speculative_draft_attention_backend {draft_name} is not supported: wanted {name}, or none"
     return None
 

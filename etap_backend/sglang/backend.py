@@ -226,10 +226,10 @@ class ETAPBackend(FlashMLABackend):
         Returns:
             [tokens, heads * 512]; under decode context parallelism with float32 [tokens, heads] log-sum-exp, base e.
         """
-        if k is not None and save_kv_cache:
-            self._write(k, v, k_rope, layer, forward_batch)
         if layer.logit_cap:
             raise ValueError(f"attention backend {compat.NAME}: logit_cap {layer.logit_cap} is not supported")
+        if k is not None and save_kv_cache:
+            self._write(k, v, k_rope, layer, forward_batch)
         metadata = self.forward_metadata
         per_request = (metadata.schedule.batch, metadata.schedule.s_q)
         heads, width = layer.tp_q_head_num, layer.head_dim if q_rope is None else layer.v_head_dim

@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_conver
 from etap_backend import plugins, sparse_mla_decode, sparse_workspace_floats
 from etap_backend.support import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
 from etap_backend.vllm import compat
-from etap_backend.vllm.impl import refuse_variants
+from etap_backend.vllm.impl import FP8_MATH_OPTION, refuse_variants, wants_fp8_math
 from etap_backend.vllm.metadata import claim_workspace
 
 # vLLM gives its handler and level to loggers below "vllm" only.
@@ -100,6 +100,10 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
         )
         if reason is None and indexer is None and topk_indices_buffer is None:
             reason = "indexer or topk_indices_buffer: wanted one of both, got None"
+        if reason is None and wants_fp8_math(config):
+            reason = (
+                f"{FP8_MATH_OPTION} multiplies FP8 caches of dense attention, and the model's is sparse: wanted false"
+            )
         if reason:
             raise NotImplementedError(f"{compat.NAME}: {reason}")
         # Asked for its buffer in each call: a draft model's gets the target's after its layers are made. The names are

@@ -430,6 +430,7 @@ REFUSALS = (
     Refusal("scale_text", TypeError, ("softmax_scale:", "a number", "got str"), lambda c: {"softmax_scale": "1"}),
     *(Refusal(*case) for case in EMPTY_LSE),
     Refusal("scale_infinite", ValueError, ("softmax_scale:", "finite"), lambda c: {"softmax_scale": float("inf")}),
+    Refusal("scale_of_float64", ValueError, ("softmax_scale:", "float32", "1e+39"), lambda c: {"softmax_scale": 1e39}),
     Refusal(
         "schedule_unlike",
         TypeError,

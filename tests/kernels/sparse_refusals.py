@@ -165,7 +165,7 @@ REFUSALS = (
             ("softmax_scale:", "positive finite", f"got {value:g}"),
             lambda c, value=value: {"softmax_scale": value},
         )
-        for value in (0.0, -1.0, float("nan"), float("inf"))
+        for value in (0.0, -1.0, float("nan"), float("inf"), 1e39)
     ),
     Refusal("scale_text", TypeError, ("softmax_scale:", "a number", "got str"), lambda c: {"softmax_scale": "1"}),
     *(Refusal(*case) for case in EMPTY_LSE),

@@ -303,6 +303,7 @@ def test_a_length_beyond_the_block_table_is_refused_on_the_cpu():
         ({"device": "meta"}, "device: wanted the CPU or a CUDA device that torch sees, got meta"),
         ({"device": "gpu"}, "device: wanted the CPU or a CUDA device that torch sees, got gpu"),
         ({"device": None}, "device: wanted the CPU or a CUDA device that torch sees, got None"),
+        ({"device": "cuda:99"}, "device: wanted the CPU or a CUDA device that torch sees, got cuda:99"),
         ({"workspace": [0.0]}, "workspace: wanted a tensor, got list"),
         ({"workspace": torch.empty(5)}, "workspace: wanted a contiguous .* got .5."),
         ({"workspace": torch.empty(10**6, dtype=torch.float64)}, "workspace: wanted float32, got .*float64"),
@@ -328,8 +329,13 @@ def test_a_workspace_for_nothing_is_refused(arguments, words):
         DecodeSchedule.workspace_floats(**{"num_heads": 16, "max_s_q": 1, "num_sms": 8, **arguments})
 
 
+def test_a_schedule_on_the_cpu_by_number_takes_what_lies_there():
+    schedule = DecodeSchedule(1, 16, device="cpu:0")
+    assert schedule.build(torch.ones(1, dtype=torch.int32)).work_ranges.device == torch.device("cpu")
+
+
 def test_a_schedule_for_a_gpu_that_is_not_there_is_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(ValueError, match="^device: wanted the CPU or a CUDA device that torch sees, got cuda"):
         DecodeSchedule(4, 16)
 

@@ -126,7 +126,8 @@ def test_the_doctor_on_a_gpu_is_content():
 def plugin():
     """A plugin for an engine whose distribution is pytest's, so that it is installed here."""
     engine = plugins.Engine("Engine", "pytest", "ETAP", oldest="1.0", newest=version("pytest"))
-    return doctor.Plugin(engine, "--attention-backend ETAP", "pytest.etap_plugins", "ENGINE_PLUGINS", "pass", "None")
+    lists = ("pytest.etap_plugins", "ENGINE_PLUGINS", lambda value: value.split(","), "other plugins' names")
+    return doctor.Plugin(engine, "--attention-backend ETAP", *lists, "pass", "None")
 
 
 @pytest.fixture
@@ -154,6 +155,13 @@ def test_a_newer_engine_is_not_broken_and_the_doctor_says_that_it_was_not_tested
     newer = doctor.check_plugin(replace(plugin, engine=replace(plugin.engine, newest="1.5")))
     assert newer.verdict is doctor.Verdict.OK
     assert newer.found == f"{version('pytest')}, not tested (Engine 1.0 to 1.5 were), plugin active"
+
+
+def test_each_engine_reads_its_list_of_plugins_by_its_own_rule():
+    """vLLM 0.26's `VLLM_PLUGINS` in envs.py, SGLang 0.5.17's `SGLANG_PLUGINS` in srt/plugins."""
+    lists = {plugin.allow_list: plugin.allowed for plugin in doctor.PLUGINS}
+    assert lists["VLLM_PLUGINS"]("") == [""] and lists["VLLM_PLUGINS"]("mine, etap") == ["mine", " etap"]
+    assert lists["SGLANG_PLUGINS"]("") is None and lists["SGLANG_PLUGINS"]("mine, etap") == ["mine", "etap"]
 
 
 @pytest.mark.parametrize("allowed, verdict", [("", "OFF"), ("other", "OFF"), ("etap", "OK"), ("other,etap", "OK")])

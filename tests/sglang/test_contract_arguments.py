@@ -338,6 +338,10 @@ def test_prefill_of_sparse_attention_may_have_another_kernel(resolve, sparse_mod
     (("--decode-attention-backend", "fa3"), "beside fa3 it is not supported with sparse attention"),
     ((*MTP, "--speculative-draft-attention-backend", "dsa"), "speculative_draft_attention_backend dsa is not"),
     (
+        (*MTP, "--speculative-draft-attention-backend", "etap_fp8_math"),
+        "speculative_draft_attention_backend etap_fp8_math is not supported: wanted etap, or none",
+    ),
+    (
         ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 4),
         "speculative algorithm NGRAM is not supported",
     ),

@@ -669,3 +669,14 @@ def test_implementation_refuses(make, changes, reason):
     type(layer.impl)(**arguments)
     with pytest.raises(NotImplementedError, match=f"ETAP: {reason}"):
         type(layer.impl)(**(arguments | changes))
+
+
+@pytest.mark.parametrize("options, error, words", [
+    ({"etap_fp8_math": True}, NotImplementedError, "ETAP: etap_fp8_math multiplies FP8 caches of dense attention"),
+    ({"etap_fp8_math": "yes"}, ValueError, "additional_config: etap_fp8_math: wanted true or false, got 'yes'"),
+    ({"etap_fp8_mat": True}, ValueError, "additional_config: wanted etap_fp8_math at most, got etap_fp8_mat"),
+], ids=str)  # fmt: skip
+def test_options_of_dense_attention_are_refused(make, options, error, words):
+    make(additional_config={"etap_fp8_math": False})
+    with pytest.raises(error, match=words):
+        make(additional_config=options)
