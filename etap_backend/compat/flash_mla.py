@@ -16,6 +16,7 @@ from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, renamed
+from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
@@ -78,6 +79,7 @@ class FlashMLASchedMeta:
         tile_scheduler_metadata, num_splits: what `get_mla_decoding_metadata` returns. May be assigned before the first
             call, which else makes them.
         workspace: for partial results.
+        capture: the CUDA graph's capture that recorded how the plan is made; None for one that is there.
     """
 
     @dataclass
@@ -101,6 +103,7 @@ class FlashMLASchedMeta:
     tile_scheduler_metadata: Tensor | None = None
     num_splits: Tensor | None = None
     workspace: Tensor | None = field(default=None, repr=False)
+    capture: object | None = field(default=None, repr=False)
 
 
 def install(*, replace: bool = False) -> ModuleType:
@@ -192,7 +195,8 @@ def flash_mla_with_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """Decode attention over a paged cache: dense with a block table, sparse with lists of rows (`indices`).
 
-    May be captured in a CUDA graph, the first call of a plan, too: replays then plan for the lengths of their time.
+    May be captured in a CUDA graph, the first call of a plan, too: replays then plan for the lengths of their time, and
+    calls that are not of this capture make a plan of their own. A graph reads a plan that was there before in place.
     With other lengths than it was made for a plan gives results as right, but divides the work for those.
 
     Several KV heads are as many launches, of which each reads its own rows of the cache in place.
@@ -455,8 +459,7 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: Fla
     rows, tokens = config.s_q * group, config.s_q if config.causal else 1
     work_ranges, split_offsets, workspace = metadata, num_splits, None
     if isinstance(metadata, FlashMLASchedMeta):
-        work_ranges, split_offsets = metadata.tile_scheduler_metadata, metadata.num_splits
-        workspace = metadata.workspace
+        work_ranges, split_offsets, workspace = _kept(metadata, q.device)
     if work_ranges is None:
         built = named(NAMES, _build, cache_seqlens, config.b, rows, q.device, config.enable_batch_invariant)
         work_ranges, split_offsets = built.work_ranges, built.split_offsets
@@ -469,10 +472,22 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: Fla
     return BuiltSchedule(config.b, tokens, rows // tokens, partitions, work_ranges, split_offsets, workspace)
 
 
+def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Work ranges, split offsets and workspace of the calls before, each None where this one has to make its own.
+
+    What a capture recorded has run nowhere but in its graph's replays: others find anything in its buffers.
+    """
+    if metadata.capture is not None and metadata.capture != capture_id(device):
+        return None, None, None
+    return metadata.tile_scheduler_metadata, metadata.num_splits, metadata.workspace
+
+
 def _keep(metadata: FlashMLASchedMeta, config: FlashMLASchedMeta.Config, planned: BuiltSchedule | None) -> None:
     """For the calls that follow, once one has been made."""
     metadata.have_initialized, metadata.config = True, config
     if planned:
+        if planned.work_ranges is not metadata.tile_scheduler_metadata:
+            metadata.capture = capture_id(planned.work_ranges.device)
         metadata.tile_scheduler_metadata, metadata.num_splits = planned.work_ranges, planned.split_offsets
         metadata.workspace = planned.workspace
 
