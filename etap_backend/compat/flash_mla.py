@@ -9,6 +9,7 @@ import importlib.util
 import math
 import sys
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from types import ModuleType
 
 import torch
@@ -242,6 +243,7 @@ def flash_mla_with_kvcache(
     _refuse_second_cache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     config = _config(q, k_cache, causal, is_fp8_kvcache, indices, enable_batch_invariant)
     _check_metadata(tile_scheduler_metadata, num_splits, config)
+    _check_int("head_dim_v", head_dim_v)
     check_out("out", out, (*q.shape[:3], LATENT_DIM), output_dtypes(q.dtype), q)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is None:
@@ -312,6 +314,7 @@ def flash_mla_sparse_fwd(
             raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
     if kv.dtype != torch.bfloat16:
         raise TypeError(f"kv: wanted bfloat16, got {dtype_name(kv.dtype)}")
+    _check_int("d_v", d_v)
     _refuse(_why_not_sparse(q.dtype, kv.dtype, q.shape[1], q.shape[2], d_v), PROMPT_NAMES)
     options = {"softmax_scale": sm_scale, "sinks": attn_sink, "valid_counts": topk_length, "empty_lse": EMPTY_LSE}
     out, lse = named(PROMPT_NAMES, sparse_mla_decode, q, kv.transpose(0, 1), indices[:, 0], out=out, **options)
@@ -345,6 +348,12 @@ def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> None:
         raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
 
 
+def _check_int(name: str, value: object) -> None:
+    """Refuse what the cached questions below cannot take: a list has no hash."""
+    if not isinstance(value, Integral):
+        raise TypeError(f"{name}: wanted an int, got {value!r}")
+
+
 @functools.lru_cache(maxsize=256)
 def _why_not_dense(dtype, cache_dtype, heads: int, head_dim: int, head_dim_v: int, page_size: int) -> str | None:
     return why_unsupported(
@@ -369,6 +378,8 @@ def _check_format(columns: int, k_cache: Tensor, kv_format: str | None) -> None:
     """Rows of bytes, whose size alone does not say what they mean, are of a format that the sparse call reads."""
     if k_cache.element_size() > 1:
         return _check_absent(f"beside a k_cache of {dtype_name(k_cache.dtype)}", {"kv_format": kv_format})
+    if kv_format is not None and not isinstance(kv_format, str):
+        raise TypeError(f"kv_format: wanted a str or None, got {kv_format!r}")
     name, width = kv_format or "V32", k_cache.shape[-1]
     if FORMATS.get(name) != (columns, width):
         known = ", ".join(f"{name}: {columns} columns, {width} bytes" for name, (columns, width) in FORMATS.items())

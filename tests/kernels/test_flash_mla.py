@@ -507,6 +507,10 @@ REFUSALS = {
     "rows without rope": (NotImplementedError, "^q's head_dim 512 ",
                           lambda c: {name: c[name][..., :512] for name in ("q", "k_cache")}),
     "another value width": (NotImplementedError, "^head_dim_v 256 ", {"head_dim_v": 256}),
+    "a list of value widths": (TypeError, r"^head_dim_v: wanted an int, got \[512\]", {"head_dim_v": [512]}),
+    "a sparse list of them": (TypeError, r"^head_dim_v: wanted an int, got \[512\]", {**LISTS, "head_dim_v": [512]}),
+    "a list of formats": (TypeError, r"^kv_format: wanted a str or None, got \['V32'\]",
+                          {**LISTS, "kv_format": ["V32"]}),
     "another type": (NotImplementedError, r"^q\.dtype float32 ", lambda c: {"q": c["q"].float()}),
     "a cache of another type": (NotImplementedError, r"^k_cache\.dtype float16 ",
                                 lambda c: {"k_cache": c["k_cache"].half()}),
@@ -613,6 +617,7 @@ KV = torch.zeros(9, 1, 576, dtype=torch.bfloat16)
     ({"kv": torch.zeros(9, 1, 528, dtype=torch.uint8)}, TypeError, "^kv: wanted bfloat16, got uint8"),
     ({"kv": KV[:0]}, ValueError, "^kv's s_kv: wanted at least 1, got 0"),
     ({"d_v": 256}, NotImplementedError, "^d_v 256 is not supported: wanted 512"),
+    ({"d_v": [512]}, TypeError, r"^d_v: wanted an int, got \[512\]"),
     ({"sm_scale": None}, TypeError, "^sm_scale: wanted a number, got None"),
     ({"topk_length": LENGTHS}, ValueError, r"^topk_length: wanted shape \[2\], got \[3\]"),
 ])  # fmt: skip
