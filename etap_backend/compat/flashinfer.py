@@ -449,7 +449,7 @@ class BatchMLAPagedAttentionWrapper:
         for name, scale in {"ckv_scale": ckv, "kpe_scale": kpe}.items():
             if kv_dtype != FP8 and scale is not None:
                 raise ValueError(f"{name}: wanted None with a cache of {dtype_name(kv_dtype)}, got {scale}")
-            if kv_dtype == FP8 and not (isinstance(scale, Real) and FLOAT32.tiny <= scale <= FLOAT32.max):
+            if kv_dtype == FP8 and not _is_float32(scale):
                 raise ValueError(f"{name}: wanted a positive finite number of float32 with an FP8 cache, got {scale}")
         if kv_dtype != FP8:
             return None, q_rope
@@ -673,8 +673,10 @@ def _check_plan(plan: _Plan, head_dim_ckv: object, head_dim_kpe: object, output_
     for name in ("num_heads", "page_size", "max_q_len", "max_kv_len"):
         if given[name] is not None:
             count(name, given[name])
-    if not (isinstance(plan.sm_scale, Real) and math.isfinite(plan.sm_scale) and plan.sm_scale > 0):
-        raise ValueError(f"sm_scale: wanted a positive finite number, got {plan.sm_scale!r}")
+    # Powers are of 2 in the kernels, which therefore take log2(e) times the scale.
+    if not (_is_float32(plan.sm_scale) and _is_float32(plan.sm_scale * math.log2(math.e))):
+        wanted = "a positive finite number of float32, log2(e) times it too"
+        raise ValueError(f"sm_scale: wanted {wanted}, got {plan.sm_scale!r}")
     dtypes = {"q_data_type": plan.q_data_type, "kv_data_type": plan.kv_data_type, "output_dtype": output_dtype}
     for name, dtype in dtypes.items():
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -696,6 +698,11 @@ def _check_plan(plan: _Plan, head_dim_ckv: object, head_dim_kpe: object, output_
     if output_dtype not in (None, plan.q_data_type):
         wanted = f"None or {dtype_name(plan.q_data_type)} like q_data_type"
         raise NotImplementedError(f"output_dtype: wanted {wanted}, got {dtype_name(output_dtype)}")
+
+
+def _is_float32(scale: object) -> bool:
+    """Whether it is a number that the kernels' float32 holds as a positive and finite one."""
+    return isinstance(scale, Real) and FLOAT32.tiny <= scale <= FLOAT32.max
 
 
 def _check_same(now: _Plan, before: _Plan) -> None:

@@ -312,6 +312,10 @@ def test_a_plan_waits_for_nothing(query_lens, longest, for_graphs):
     check(results, problem)
 
 
+def test_a_scale_below_the_largest_gives_numbers():
+    assert not any(one.isnan().any() for one in make(LENGTHS, [1] * 5).results(sm_scale=2.3e38))
+
+
 NUMBERS = torch.arange(6, dtype=torch.int32)
 PLAN_REFUSALS = {
     "no requests": (TypeError, "^qo_indptr: wanted a tensor, got None", {**dict.fromkeys(CSR)}),
@@ -338,8 +342,9 @@ PLAN_REFUSALS = {
     "a cache of another type": (NotImplementedError, "^kv_data_type float16 ", {"kv_data_type": torch.float16}),
     "a type by its name": (TypeError, "^q_data_type: wanted a torch.dtype, got 'float16'", {"q_data_type": "float16"}),
     "a cache by its name": (TypeError, "^kv_data_type: wanted a torch.dtype, got 'fp8'", {"kv_data_type": "fp8"}),
-    **{f"a scale of {scale!r}": (ValueError, "^sm_scale: wanted a positive finite number, got ", {"sm_scale": scale})
-       for scale in (0.0, math.nan, "1", torch.tensor(0.1))},
+    **{f"a scale of {scale!r}": (ValueError, "^sm_scale: wanted a positive finite number of float32, .* got ",
+                                 {"sm_scale": scale})
+       for scale in (0.0, math.nan, "1", torch.tensor(0.1), 3e38, 1e39, 1e-50, 10**400)},
     "no longest length": (ValueError, "^max_kv_len: wanted at least 1, got 0", {"max_kv_len": 0}),
     "requests that are no metadata": (TypeError, "^metadata: wanted FlashInfer's MLAPlanMetadata, got int",
                                       {**dict.fromkeys(CSR), "metadata": 3}),
