@@ -377,7 +377,7 @@ class BatchMLAPagedAttentionWrapper:
         form = plan.metadata
         starts = given[form[0]]
         looked_at = not self._use_cuda_graph and starts.device.type == "cpu"
-        query_lens = _query_lens(form[0], starts) if looked_at else None
+        query_lens = _query_lens(form[0], starts, plan.max_q_len) if looked_at else None
         width = self._table_width(given, plan) if form is CSR else 0
         # A refused plan has written nothing.
         places = [self._place(name, tensor) for name, tensor in given.items()]
@@ -407,9 +407,9 @@ class BatchMLAPagedAttentionWrapper:
         """Pages in a row of a block table that is made of page lists."""
         starts, pages = given["kv_indptr"], given["kv_indices"]
         if not self._use_cuda_graph and starts.device.type == "cpu":
-            return _most_pages(given, plan.page_size)
+            return _most_pages(given, plan)
         if plan.max_kv_len is not None:
-            width = -(-plan.max_kv_len // plan.page_size)
+            width = _pages(plan.max_kv_len, plan)
             _assert_on_device(starts.diff() <= width, f"kv_indptr: wanted max_kv_len's {width} pages at most, got more")
             return width
         entries = len(pages if self._buffers["kv_indices"] is None else self._buffers["kv_indices"])
@@ -643,9 +643,13 @@ def _check_buffer(name: str, buffer: object, device: torch.device) -> None:
         raise ValueError(f"{name}: wanted {wanted}, got {_shape(buffer)} on {buffer.device}")
 
 
-def _most_pages(given: dict[str, Tensor], page_size: int) -> int:
+def _pages(tokens: int, plan: _Plan) -> int:
+    return -(-tokens // plan.page_size)
+
+
+def _most_pages(given: dict[str, Tensor], plan: _Plan) -> int:
     """Pages of the longest list, where the host has the lists' ends, and may have the lengths too."""
-    starts, lengths = given["kv_indptr"], given["kv_len_arr"]
+    starts, lengths, page_size = given["kv_indptr"], given["kv_len_arr"], plan.page_size
     counts = starts.diff()
     if len(counts) and (int(starts[0]) or int(counts.min()) < 0 or int(starts[-1]) > len(given["kv_indices"])):
         wanted = f"ascending numbers from 0 to at most {len(given['kv_indices'])}, the pages"
@@ -654,13 +658,20 @@ def _most_pages(given: dict[str, Tensor], page_size: int) -> int:
         wrong = int((lengths > counts * page_size).nonzero()[0])
         wanted = f"pages for {int(lengths[wrong])} tokens of request {wrong}"
         raise ValueError(f"kv_indptr: wanted {wanted}, got {int(counts[wrong])} of {page_size}")
-    return max(1, int(counts.max())) if len(counts) else 1
+    longest = max(1, int(counts.max())) if len(counts) else 1
+    if plan.max_kv_len is not None and longest > _pages(plan.max_kv_len, plan):
+        wanted = f"room for the {longest} pages of {page_size} of a request in kv_indptr"
+        raise ValueError(f"max_kv_len: wanted {wanted}, got {plan.max_kv_len}")
+    return longest
 
 
-def _query_lens(name: str, starts: Tensor) -> list[int]:
+def _query_lens(name: str, starts: Tensor, most: int | None) -> list[int]:
+    """Query tokens of each request, where the host has their ends: at most `most`."""
     lengths = starts.diff().tolist()
     if int(starts[0]) or min(lengths, default=0) < 0:
         raise ValueError(f"{name}: wanted ascending numbers from 0, got {starts.tolist()[:8]}")
+    if most is not None and (longest := max(lengths, default=0)) > most:
+        raise ValueError(f"max_q_len: wanted at least the {longest} query tokens of a request in {name}, got {most}")
     return lengths
 
 

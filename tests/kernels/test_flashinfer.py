@@ -165,6 +165,25 @@ def test_plans_for_graphs_are_not_looked_at(device, causal, query_lens, longest)
     assert len(addresses) == 1
 
 
+@both_devices
+@pytest.mark.parametrize("form", ["page lists", "block table"])
+def test_longest_lengths_hold_for_what_the_host_sees(device, form):
+    """Lists on the CPU for a wrapper anywhere: the plan refuses what would end in an assertion on the GPU."""
+    problem, csr = make(LENGTHS, [1, 3, 0, 2, 3], device=device), "page lists"
+    on_cpu = {name: one.cpu() for name, one in problem.requests.items()}
+    if form != csr:
+        on_cpu = {"cum_seq_lens_q": on_cpu["qo_indptr"], "block_tables": problem.block_table,
+                  "seq_lens": on_cpu["kv_len_arr"]}  # fmt: skip
+    problem.requests = on_cpu
+    check(problem.results(max_q_len=3, max_kv_len=130), problem)
+    check(problem.results(max_q_len=3, max_kv_len=129), problem)  # as many pages
+    with pytest.raises(ValueError, match=f"^max_q_len: wanted at least the 3 .* in {next(iter(on_cpu))}, got 2"):
+        problem.results(max_q_len=2)
+    if form == csr:
+        with pytest.raises(ValueError, match="^max_kv_len: wanted room for the 9 pages of 16 "):
+            problem.results(max_kv_len=128)
+
+
 def test_lengths_that_are_not_looked_at_are_asserted():
     problem = make(LENGTHS, [2, 1, 2, 3, 2])
     with pytest.raises(RuntimeError, match="^qo_indptr: wanted exactly 2 query tokens for each request"):
@@ -345,6 +364,12 @@ PLAN_REFUSALS = {
     **{f"a scale of {scale!r}": (ValueError, "^sm_scale: wanted a positive finite number of float32, .* got ",
                                  {"sm_scale": scale})
        for scale in (0.0, math.nan, "1", torch.tensor(0.1), 3e38, 1e39, 1e-50, 10**400)},
+    "a request of more query tokens": (
+        ValueError, "^max_q_len: wanted at least the 3 query tokens of a request in qo_indptr, got 2",
+        {"qo_indptr": torch.tensor([0, 1, 1, 4, 4, 5], dtype=torch.int32), "max_q_len": 2}),
+    "a longer request": (
+        ValueError, "^max_kv_len: wanted room for the 9 pages of 16 of a request in kv_indptr, got 128",
+        {"max_kv_len": 128}),
     "no longest length": (ValueError, "^max_kv_len: wanted at least 1, got 0", {"max_kv_len": 0}),
     "requests that are no metadata": (TypeError, "^metadata: wanted FlashInfer's MLAPlanMetadata, got int",
                                       {**dict.fromkeys(CSR), "metadata": 3}),
