@@ -66,7 +66,8 @@ NAMES_IN_FORMS = {
 }
 PLAN_NAMES = {"dtype": "q_data_type", "kv_cache_dtype": "kv_data_type"}
 READ_IN_PLACE = ("kv_indptr", "kv_indices", "block_tables")
-"""What a plan does not copy where it need not: programs may write the rest anew before they run."""
+"""What a plan does not copy where it need not. It has read page lists by its end; of all these only a block table has
+to stay as it is until the last run."""
 SAID = {CSR: "page lists", DENSE: "a block table"}
 ALIGNMENT = 16
 """Bytes, of a workspace."""
@@ -389,7 +390,10 @@ class BatchMLAPagedAttentionWrapper:
         return _Requests(first, table, lengths, query_lens)
 
     def _place(self, name: str, tensor: Tensor) -> Tensor:
-        """Where to copy it; pages that are there stay where they are, and are read until the last run."""
+        """Where to copy it; pages that are there stay where they are.
+
+        Of those page lists are read once, by the plan, and a block table until the last run.
+        """
         if not self._use_cuda_graph:
             there = name in READ_IN_PLACE and tensor.device == self.device
             return tensor if there else torch.empty_like(tensor, device=self.device)
