@@ -17,6 +17,7 @@ from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, renamed
+from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, count
 from etap_backend.support import DTYPES, FP8, LATENT_DIM, ROPE_DIM, dtype_name, why_unsupported
@@ -443,8 +444,8 @@ class BatchMLAPagedAttentionWrapper:
             if calls is not None and self._use_cuda_graph:
                 raise ValueError(f"q_nope: wanted {calls.tokens} query tokens as before, got {tokens}")
             calls = self._calls = _Calls(self._plan, self._requests, tokens, self._workspace)
-        # What a capture plans is there only where it is replayed.
-        if not calls.built or calls.built_in_capture and not _capturing(self.device):
+        # What a capture plans is there only where it is replayed, which another graph's replays do not wait for.
+        if not calls.built or calls.capture is not None and calls.capture != capture_id(self.device):
             calls.build(self._requests)
         return calls
 
@@ -460,7 +461,7 @@ class BatchMLAPagedAttentionWrapper:
         scale = self._scales.get(ckv)
         if scale is None:
             scale = torch.full((1,), float(ckv), dtype=torch.float32, device=self.device)
-            if not _capturing(self.device):
+            if capture_id(self.device) is None:
                 self._scales[ckv] = scale
         return scale, q_rope if kpe == ckv else q_rope * float(kpe / ckv)
 
@@ -576,7 +577,7 @@ class _Calls:
     def __init__(self, plan: _Plan, requests: _Requests, tokens: int, workspace: Tensor):
         """Allocate for them."""
         self.tokens = tokens
-        self.built = self.built_in_capture = False
+        self.built, self.capture = False, None
         checked = requests.query_lens is not None
         runs = _cut(plan, requests.query_lens, tokens)
         self._calls = [_Call(run, plan, tokens, checked, workspace) for run in runs]
@@ -584,15 +585,11 @@ class _Calls:
     def build(self, requests: _Requests) -> None:
         for call in self._calls:
             call.build(requests)
-        self.built, self.built_in_capture = True, _capturing(requests.starts.device)
+        self.built, self.capture = True, capture_id(requests.starts.device)
 
     def run(self, *arguments) -> None:
         for call in self._calls:
             call(*arguments)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _assert_on_device(right: Tensor, wanted: str) -> None:

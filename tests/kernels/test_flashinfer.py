@@ -316,6 +316,21 @@ def test_a_graph_serves_other_lengths(kind, query_lens, longest, causal, warm):
 
 
 @pytest.mark.gpu
+def test_each_graph_of_a_plan_can_be_replayed_alone():
+    problem, graphs, layers = make((700, 1500, 1, 4), [1] * 4, device="cuda"), [], []
+    problem.results()  # so that nothing is loaded while recording
+    wrapper = problem.graph_wrapper()
+    wrapper.plan(**problem.requests, **problem.plan)
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            layers.append(wrapper.run(**problem.run, return_lse=True))
+    for graph, layer in zip(graphs[::-1], layers[::-1], strict=True):
+        graph.replay()
+        check(layer, problem)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("for_graphs", [False, True])
 @pytest.mark.parametrize("query_lens, longest", [([1] * 5, None), ([3] * 5, None), ([1, 3, 0, 2, 3], 3)])
 def test_a_plan_waits_for_nothing(query_lens, longest, for_graphs):
@@ -329,6 +344,24 @@ def test_a_plan_waits_for_nothing(query_lens, longest, for_graphs):
     finally:
         torch.cuda.set_sync_debug_mode(before)
     check(results, problem)
+
+
+@pytest.mark.parametrize("after", [None, "in another capture"])
+def test_a_plan_that_was_only_recorded_is_made_anew(monkeypatch, after):
+    """As a capture leaves it: nothing has filled its buffers, which are refused here as they are."""
+    problem, now = make(LENGTHS, [1] * 5), ["in a capture"]
+    monkeypatch.setattr(flashinfer, "capture_id", lambda device: now[0], raising=False)
+    monkeypatch.setattr(flashinfer, "_capturing", lambda device: now[0] is not None, raising=False)
+    wrapper = problem.graph_wrapper()
+    problem.results(wrapper)
+    (call,) = wrapper._calls._calls
+    call._schedule.work_ranges.zero_()
+    with pytest.raises(
+        ValueError, match="^schedule: wanted the buffers that build"
+    ):  # runs of one capture share a plan
+        wrapper.run(**problem.run)
+    now[0] = after
+    check(wrapper.run(**problem.run, return_lse=True), problem)
 
 
 def test_a_scale_below_the_largest_gives_numbers():
