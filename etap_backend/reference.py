@@ -36,6 +36,10 @@ def mla_decode_reference(
 
     Returns:
         out [batch, s_q, heads, 512] and lse [batch, s_q, heads] (natural logarithm), both in `dtype`.
+
+    Raises:
+        ValueError: a request has more tokens than its row of the block table has room for, or a page that it uses is
+            not in the cache.
     """
     batch, s_q, heads, _ = q.shape
     out = torch.zeros(batch, s_q, heads, LATENT_DIM, dtype=dtype, device=q.device)
@@ -53,7 +57,8 @@ def scores_and_values(
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
     """Yield (request, query token, scores [heads, tokens], values [tokens, 512]) of what each query token sees.
 
-    Arguments as of `mla_decode_reference`; values are as stored. Query tokens that see nothing are left out.
+    Arguments and refusals as of `mla_decode_reference`; values are as stored. Query tokens that see nothing are left
+    out.
     """
     s_q = q.shape[1]
     pages, page_size = kv_cache.shape[:2]

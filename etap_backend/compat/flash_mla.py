@@ -9,6 +9,7 @@ import importlib.util
 import math
 import sys
 from dataclasses import dataclass, field, fields
+from numbers import Integral
 from types import ModuleType
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, renamed
+from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
@@ -78,6 +80,7 @@ class FlashMLASchedMeta:
         tile_scheduler_metadata, num_splits: what `get_mla_decoding_metadata` returns. May be assigned before the first
             call, which else makes them.
         workspace: for partial results.
+        capture: the CUDA graph's capture that recorded how the plan is made; None for one that is there.
     """
 
     @dataclass
@@ -101,6 +104,7 @@ class FlashMLASchedMeta:
     tile_scheduler_metadata: Tensor | None = None
     num_splits: Tensor | None = None
     workspace: Tensor | None = field(default=None, repr=False)
+    capture: object | None = field(default=None, repr=False)
 
 
 def install(*, replace: bool = False) -> ModuleType:
@@ -192,7 +196,8 @@ def flash_mla_with_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """Decode attention over a paged cache: dense with a block table, sparse with lists of rows (`indices`).
 
-    May be captured in a CUDA graph, the first call of a plan, too: replays then plan for the lengths of their time.
+    May be captured in a CUDA graph, the first call of a plan, too: replays then plan for the lengths of their time, and
+    calls that are not of this capture make a plan of their own. A graph reads a plan that was there before in place.
     With other lengths than it was made for a plan gives results as right, but divides the work for those.
 
     Several KV heads are as many launches, of which each reads its own rows of the cache in place.
@@ -238,6 +243,7 @@ def flash_mla_with_kvcache(
     _refuse_second_cache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     config = _config(q, k_cache, causal, is_fp8_kvcache, indices, enable_batch_invariant)
     _check_metadata(tile_scheduler_metadata, num_splits, config)
+    _check_int("head_dim_v", head_dim_v)
     check_out("out", out, (*q.shape[:3], LATENT_DIM), output_dtypes(q.dtype), q)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is None:
@@ -308,6 +314,7 @@ def flash_mla_sparse_fwd(
             raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
     if kv.dtype != torch.bfloat16:
         raise TypeError(f"kv: wanted bfloat16, got {dtype_name(kv.dtype)}")
+    _check_int("d_v", d_v)
     _refuse(_why_not_sparse(q.dtype, kv.dtype, q.shape[1], q.shape[2], d_v), PROMPT_NAMES)
     options = {"softmax_scale": sm_scale, "sinks": attn_sink, "valid_counts": topk_length, "empty_lse": EMPTY_LSE}
     out, lse = named(PROMPT_NAMES, sparse_mla_decode, q, kv.transpose(0, 1), indices[:, 0], out=out, **options)
@@ -341,6 +348,12 @@ def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> None:
         raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
 
 
+def _check_int(name: str, value: object) -> None:
+    """Refuse what the cached questions below cannot take: a list has no hash."""
+    if not isinstance(value, Integral):
+        raise TypeError(f"{name}: wanted an int, got {value!r}")
+
+
 @functools.lru_cache(maxsize=256)
 def _why_not_dense(dtype, cache_dtype, heads: int, head_dim: int, head_dim_v: int, page_size: int) -> str | None:
     return why_unsupported(
@@ -365,6 +378,8 @@ def _check_format(columns: int, k_cache: Tensor, kv_format: str | None) -> None:
     """Rows of bytes, whose size alone does not say what they mean, are of a format that the sparse call reads."""
     if k_cache.element_size() > 1:
         return _check_absent(f"beside a k_cache of {dtype_name(k_cache.dtype)}", {"kv_format": kv_format})
+    if kv_format is not None and not isinstance(kv_format, str):
+        raise TypeError(f"kv_format: wanted a str or None, got {kv_format!r}")
     name, width = kv_format or "V32", k_cache.shape[-1]
     if FORMATS.get(name) != (columns, width):
         known = ", ".join(f"{name}: {columns} columns, {width} bytes" for name, (columns, width) in FORMATS.items())
@@ -455,8 +470,7 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: Fla
     rows, tokens = config.s_q * group, config.s_q if config.causal else 1
     work_ranges, split_offsets, workspace = metadata, num_splits, None
     if isinstance(metadata, FlashMLASchedMeta):
-        work_ranges, split_offsets = metadata.tile_scheduler_metadata, metadata.num_splits
-        workspace = metadata.workspace
+        work_ranges, split_offsets, workspace = _kept(metadata, q.device)
     if work_ranges is None:
         built = named(NAMES, _build, cache_seqlens, config.b, rows, q.device, config.enable_batch_invariant)
         work_ranges, split_offsets = built.work_ranges, built.split_offsets
@@ -469,10 +483,22 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: Fla
     return BuiltSchedule(config.b, tokens, rows // tokens, partitions, work_ranges, split_offsets, workspace)
 
 
+def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Tensor | None, ...]:
+    """Work ranges, split offsets and workspace of the calls before, each None where this one has to make its own.
+
+    What a capture recorded has run nowhere but in its graph's replays: others find anything in its buffers.
+    """
+    if metadata.capture is not None and metadata.capture != capture_id(device):
+        return None, None, None
+    return metadata.tile_scheduler_metadata, metadata.num_splits, metadata.workspace
+
+
 def _keep(metadata: FlashMLASchedMeta, config: FlashMLASchedMeta.Config, planned: BuiltSchedule | None) -> None:
     """For the calls that follow, once one has been made."""
     metadata.have_initialized, metadata.config = True, config
     if planned:
+        if planned.work_ranges is not metadata.tile_scheduler_metadata:
+            metadata.capture = capture_id(planned.work_ranges.device)
         metadata.tile_scheduler_metadata, metadata.num_splits = planned.work_ranges, planned.split_offsets
         metadata.workspace = planned.workspace
 

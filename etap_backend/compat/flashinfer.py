@@ -17,6 +17,7 @@ from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, renamed
+from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, count
 from etap_backend.support import DTYPES, FP8, LATENT_DIM, ROPE_DIM, dtype_name, why_unsupported
@@ -66,7 +67,8 @@ NAMES_IN_FORMS = {
 }
 PLAN_NAMES = {"dtype": "q_data_type", "kv_cache_dtype": "kv_data_type"}
 READ_IN_PLACE = ("kv_indptr", "kv_indices", "block_tables")
-"""What a plan does not copy where it need not: programs may write the rest anew before they run."""
+"""What a plan does not copy where it need not. It has read page lists by its end; of all these only a block table has
+to stay as it is until the last run."""
 SAID = {CSR: "page lists", DENSE: "a block table"}
 ALIGNMENT = 16
 """Bytes, of a workspace."""
@@ -377,7 +379,7 @@ class BatchMLAPagedAttentionWrapper:
         form = plan.metadata
         starts = given[form[0]]
         looked_at = not self._use_cuda_graph and starts.device.type == "cpu"
-        query_lens = _query_lens(form[0], starts) if looked_at else None
+        query_lens = _query_lens(form[0], starts, plan.max_q_len) if looked_at else None
         width = self._table_width(given, plan) if form is CSR else 0
         # A refused plan has written nothing.
         places = [self._place(name, tensor) for name, tensor in given.items()]
@@ -389,7 +391,10 @@ class BatchMLAPagedAttentionWrapper:
         return _Requests(first, table, lengths, query_lens)
 
     def _place(self, name: str, tensor: Tensor) -> Tensor:
-        """Where to copy it; pages that are there stay where they are, and are read until the last run."""
+        """Where to copy it; pages that are there stay where they are.
+
+        Of those page lists are read once, by the plan, and a block table until the last run.
+        """
         if not self._use_cuda_graph:
             there = name in READ_IN_PLACE and tensor.device == self.device
             return tensor if there else torch.empty_like(tensor, device=self.device)
@@ -407,9 +412,9 @@ class BatchMLAPagedAttentionWrapper:
         """Pages in a row of a block table that is made of page lists."""
         starts, pages = given["kv_indptr"], given["kv_indices"]
         if not self._use_cuda_graph and starts.device.type == "cpu":
-            return _most_pages(given, plan.page_size)
+            return _most_pages(given, plan)
         if plan.max_kv_len is not None:
-            width = -(-plan.max_kv_len // plan.page_size)
+            width = _pages(plan.max_kv_len, plan)
             _assert_on_device(starts.diff() <= width, f"kv_indptr: wanted max_kv_len's {width} pages at most, got more")
             return width
         entries = len(pages if self._buffers["kv_indices"] is None else self._buffers["kv_indices"])
@@ -439,8 +444,8 @@ class BatchMLAPagedAttentionWrapper:
             if calls is not None and self._use_cuda_graph:
                 raise ValueError(f"q_nope: wanted {calls.tokens} query tokens as before, got {tokens}")
             calls = self._calls = _Calls(self._plan, self._requests, tokens, self._workspace)
-        # What a capture plans is there only where it is replayed.
-        if not calls.built or calls.built_in_capture and not _capturing(self.device):
+        # What a capture plans is there only where it is replayed, which another graph's replays do not wait for.
+        if not calls.built or calls.capture is not None and calls.capture != capture_id(self.device):
             calls.build(self._requests)
         return calls
 
@@ -449,14 +454,14 @@ class BatchMLAPagedAttentionWrapper:
         for name, scale in {"ckv_scale": ckv, "kpe_scale": kpe}.items():
             if kv_dtype != FP8 and scale is not None:
                 raise ValueError(f"{name}: wanted None with a cache of {dtype_name(kv_dtype)}, got {scale}")
-            if kv_dtype == FP8 and not (isinstance(scale, Real) and FLOAT32.tiny <= scale <= FLOAT32.max):
+            if kv_dtype == FP8 and not _is_float32(scale):
                 raise ValueError(f"{name}: wanted a positive finite number of float32 with an FP8 cache, got {scale}")
         if kv_dtype != FP8:
             return None, q_rope
         scale = self._scales.get(ckv)
         if scale is None:
             scale = torch.full((1,), float(ckv), dtype=torch.float32, device=self.device)
-            if not _capturing(self.device):
+            if capture_id(self.device) is None:
                 self._scales[ckv] = scale
         return scale, q_rope if kpe == ckv else q_rope * float(kpe / ckv)
 
@@ -572,7 +577,7 @@ class _Calls:
     def __init__(self, plan: _Plan, requests: _Requests, tokens: int, workspace: Tensor):
         """Allocate for them."""
         self.tokens = tokens
-        self.built = self.built_in_capture = False
+        self.built, self.capture = False, None
         checked = requests.query_lens is not None
         runs = _cut(plan, requests.query_lens, tokens)
         self._calls = [_Call(run, plan, tokens, checked, workspace) for run in runs]
@@ -580,15 +585,11 @@ class _Calls:
     def build(self, requests: _Requests) -> None:
         for call in self._calls:
             call.build(requests)
-        self.built, self.built_in_capture = True, _capturing(requests.starts.device)
+        self.built, self.capture = True, capture_id(requests.starts.device)
 
     def run(self, *arguments) -> None:
         for call in self._calls:
             call(*arguments)
-
-
-def _capturing(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def _assert_on_device(right: Tensor, wanted: str) -> None:
@@ -643,9 +644,13 @@ def _check_buffer(name: str, buffer: object, device: torch.device) -> None:
         raise ValueError(f"{name}: wanted {wanted}, got {_shape(buffer)} on {buffer.device}")
 
 
-def _most_pages(given: dict[str, Tensor], page_size: int) -> int:
+def _pages(tokens: int, plan: _Plan) -> int:
+    return -(-tokens // plan.page_size)
+
+
+def _most_pages(given: dict[str, Tensor], plan: _Plan) -> int:
     """Pages of the longest list, where the host has the lists' ends, and may have the lengths too."""
-    starts, lengths = given["kv_indptr"], given["kv_len_arr"]
+    starts, lengths, page_size = given["kv_indptr"], given["kv_len_arr"], plan.page_size
     counts = starts.diff()
     if len(counts) and (int(starts[0]) or int(counts.min()) < 0 or int(starts[-1]) > len(given["kv_indices"])):
         wanted = f"ascending numbers from 0 to at most {len(given['kv_indices'])}, the pages"
@@ -654,13 +659,20 @@ def _most_pages(given: dict[str, Tensor], page_size: int) -> int:
         wrong = int((lengths > counts * page_size).nonzero()[0])
         wanted = f"pages for {int(lengths[wrong])} tokens of request {wrong}"
         raise ValueError(f"kv_indptr: wanted {wanted}, got {int(counts[wrong])} of {page_size}")
-    return max(1, int(counts.max())) if len(counts) else 1
+    longest = max(1, int(counts.max())) if len(counts) else 1
+    if plan.max_kv_len is not None and longest > _pages(plan.max_kv_len, plan):
+        wanted = f"room for the {longest} pages of {page_size} of a request in kv_indptr"
+        raise ValueError(f"max_kv_len: wanted {wanted}, got {plan.max_kv_len}")
+    return longest
 
 
-def _query_lens(name: str, starts: Tensor) -> list[int]:
+def _query_lens(name: str, starts: Tensor, most: int | None) -> list[int]:
+    """Query tokens of each request, where the host has their ends: at most `most`."""
     lengths = starts.diff().tolist()
     if int(starts[0]) or min(lengths, default=0) < 0:
         raise ValueError(f"{name}: wanted ascending numbers from 0, got {starts.tolist()[:8]}")
+    if most is not None and (longest := max(lengths, default=0)) > most:
+        raise ValueError(f"max_q_len: wanted at least the {longest} query tokens of a request in {name}, got {most}")
     return lengths
 
 
@@ -673,8 +685,10 @@ def _check_plan(plan: _Plan, head_dim_ckv: object, head_dim_kpe: object, output_
     for name in ("num_heads", "page_size", "max_q_len", "max_kv_len"):
         if given[name] is not None:
             count(name, given[name])
-    if not (isinstance(plan.sm_scale, Real) and math.isfinite(plan.sm_scale) and plan.sm_scale > 0):
-        raise ValueError(f"sm_scale: wanted a positive finite number, got {plan.sm_scale!r}")
+    # Powers are of 2 in the kernels, which therefore take log2(e) times the scale.
+    if not (_is_float32(plan.sm_scale) and _is_float32(plan.sm_scale * math.log2(math.e))):
+        wanted = "a positive finite number of float32, log2(e) times it too"
+        raise ValueError(f"sm_scale: wanted {wanted}, got {plan.sm_scale!r}")
     dtypes = {"q_data_type": plan.q_data_type, "kv_data_type": plan.kv_data_type, "output_dtype": output_dtype}
     for name, dtype in dtypes.items():
         if dtype is not None and not isinstance(dtype, torch.dtype):
@@ -696,6 +710,11 @@ def _check_plan(plan: _Plan, head_dim_ckv: object, head_dim_kpe: object, output_
     if output_dtype not in (None, plan.q_data_type):
         wanted = f"None or {dtype_name(plan.q_data_type)} like q_data_type"
         raise NotImplementedError(f"output_dtype: wanted {wanted}, got {dtype_name(output_dtype)}")
+
+
+def _is_float32(scale: object) -> bool:
+    """Whether it is a number that the kernels' float32 holds as a positive and finite one."""
+    return isinstance(scale, Real) and FLOAT32.tiny <= scale <= FLOAT32.max
 
 
 def _check_same(now: _Plan, before: _Plan) -> None:

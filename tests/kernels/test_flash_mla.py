@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import re
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
 from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices, run_program
 
 from etap_backend import why_unsupported
-from etap_backend.compat import flash_mla
+from etap_backend.compat import _capture, flash_mla
+from etap_backend.compat._capture import capture_id
 from etap_backend.lab.checks import sparse_compare
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE
 from etap_backend.lab.checks.sparse_cases import SparseCase
@@ -262,6 +264,97 @@ def test_a_graph_serves_other_lengths(h_q, h_k, s_q, causal, form):
             check(layer, problem.truth(causal))
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("h_q, h_k, s_q, causal", [(16, 1, 1, False), (16, 1, 2, True), (16, 2, 2, False)])
+def test_a_plan_that_a_capture_made_serves_no_call_outside_of_it(h_q, h_k, s_q, causal):
+    problem = dense((700, 5000, 1), h_q, h_k, s_q, device="cuda", pages=100)
+    problem.run(causal=causal)  # so that nothing is loaded while recording
+    metadata, plans, graphs, results = flash_mla.get_mla_metadata()[0], [], [], []
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            layers = [problem.run(causal=causal, tile_scheduler_metadata=metadata) for _ in range(2)]
+            plans.append((metadata.tile_scheduler_metadata, metadata.capture))
+        results.append(layers)
+    assert plans[0][0] is not plans[1][0] and plans[0][1] != plans[1][1], "the driver tells captures apart"
+    check(problem.run(causal=causal, tile_scheduler_metadata=metadata), problem.truth(causal))
+    assert metadata.capture is None and metadata.tile_scheduler_metadata is not plans[1][0]
+    for graph, layers in zip(graphs[::-1], results[::-1], strict=True):  # the second without the first
+        graph.replay()
+        for layer in layers:
+            check(layer, problem.truth(causal))
+
+
+@pytest.mark.gpu
+def test_layers_of_a_capture_share_its_plan():
+    problem, metadata, plans = dense((700, 65), device="cuda"), flash_mla.get_mla_metadata()[0], []
+    problem.run()
+    with torch.cuda.graph(torch.cuda.CUDAGraph()):
+        for _ in range(3):
+            problem.run(tile_scheduler_metadata=metadata)
+            plans.append(metadata.tile_scheduler_metadata)
+    assert isinstance(metadata.capture, int) and plans[0] is plans[1] is plans[2]
+
+
+CAPTURED = "in a capture"
+
+
+@pytest.mark.parametrize("after", [None, "in another"])
+def test_a_plan_that_was_only_recorded_is_made_anew(monkeypatch, after):
+    """As a capture leaves it: nothing has filled its buffers, which say here that there is no work."""
+    problem, metadata, now = dense((700, 65)), flash_mla.get_mla_metadata()[0], [CAPTURED]
+    monkeypatch.setattr(flash_mla, "capture_id", lambda device: now[0], raising=False)
+    problem.run(tile_scheduler_metadata=metadata)
+    recorded = metadata.tile_scheduler_metadata
+    problem.run(tile_scheduler_metadata=metadata)
+    assert metadata.tile_scheduler_metadata is recorded, "layers of one capture share a plan"
+    recorded.zero_()
+    now[0] = after
+    check(problem.run(tile_scheduler_metadata=metadata), problem.truth(False))
+    made = metadata.tile_scheduler_metadata
+    assert made is not recorded and metadata.capture == after
+    check(problem.run(tile_scheduler_metadata=metadata), problem.truth(False))
+    assert metadata.tile_scheduler_metadata is made
+
+
+@pytest.mark.parametrize("assigned", [False, True])
+def test_a_plan_that_is_there_serves_captures_as_well(monkeypatch, assigned):
+    problem, metadata, now = dense((65, 1)), flash_mla.get_mla_metadata()[0], [None]
+    monkeypatch.setattr(flash_mla, "capture_id", lambda device: now[0], raising=False)
+    if assigned:
+        metadata = META(tile_scheduler_metadata=TENSORS[0], num_splits=TENSORS[1])
+        now[0] = CAPTURED
+    problem.run(tile_scheduler_metadata=metadata)
+    made = metadata.tile_scheduler_metadata
+    for now[0] in CAPTURED, "in another", None:
+        problem.run(tile_scheduler_metadata=metadata)
+        assert metadata.tile_scheduler_metadata is made and metadata.capture is None
+
+
+def test_captures_that_the_driver_does_not_tell_apart_are_each_another(monkeypatch):
+    """A driver that is not there, that refuses, or says that the capture is no longer active."""
+    cuda = torch.device("cuda")
+    assert capture_id(torch.device("cpu")) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert capture_id(cuda) is None
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+
+    def driver(status: int, error: int = 0):
+        def ask(stream, to_status, to_number, *unwanted) -> int:
+            assert stream == 7 and unwanted == (None, None, None)
+            to_status._obj.value, to_number._obj.value = status, 41
+            return error
+
+        return ask
+
+    monkeypatch.setattr(_capture, "_driver", lambda: driver(_capture.ACTIVE))
+    assert capture_id(cuda) == capture_id(cuda) == 41
+    for broken in None, driver(_capture.ACTIVE, error=1), driver(2):
+        monkeypatch.setattr(_capture, "_driver", lambda broken=broken: broken)
+        assert capture_id(cuda) != capture_id(cuda) and capture_id(cuda) is not None
+
+
 LOADED = ("q", "k_cache", "block_table", "cache_seqlens")
 
 
@@ -414,6 +507,10 @@ REFUSALS = {
     "rows without rope": (NotImplementedError, "^q's head_dim 512 ",
                           lambda c: {name: c[name][..., :512] for name in ("q", "k_cache")}),
     "another value width": (NotImplementedError, "^head_dim_v 256 ", {"head_dim_v": 256}),
+    "a list of value widths": (TypeError, r"^head_dim_v: wanted an int, got \[512\]", {"head_dim_v": [512]}),
+    "a sparse list of them": (TypeError, r"^head_dim_v: wanted an int, got \[512\]", {**LISTS, "head_dim_v": [512]}),
+    "a list of formats": (TypeError, r"^kv_format: wanted a str or None, got \['V32'\]",
+                          {**LISTS, "kv_format": ["V32"]}),
     "another type": (NotImplementedError, r"^q\.dtype float32 ", lambda c: {"q": c["q"].float()}),
     "a cache of another type": (NotImplementedError, r"^k_cache\.dtype float16 ",
                                 lambda c: {"k_cache": c["k_cache"].half()}),
@@ -520,6 +617,7 @@ KV = torch.zeros(9, 1, 576, dtype=torch.bfloat16)
     ({"kv": torch.zeros(9, 1, 528, dtype=torch.uint8)}, TypeError, "^kv: wanted bfloat16, got uint8"),
     ({"kv": KV[:0]}, ValueError, "^kv's s_kv: wanted at least 1, got 0"),
     ({"d_v": 256}, NotImplementedError, "^d_v 256 is not supported: wanted 512"),
+    ({"d_v": [512]}, TypeError, r"^d_v: wanted an int, got \[512\]"),
     ({"sm_scale": None}, TypeError, "^sm_scale: wanted a number, got None"),
     ({"topk_length": LENGTHS}, ValueError, r"^topk_length: wanted shape \[2\], got \[3\]"),
 ])  # fmt: skip

@@ -165,6 +165,25 @@ def test_plans_for_graphs_are_not_looked_at(device, causal, query_lens, longest)
     assert len(addresses) == 1
 
 
+@both_devices
+@pytest.mark.parametrize("form", ["page lists", "block table"])
+def test_longest_lengths_hold_for_what_the_host_sees(device, form):
+    """Lists on the CPU for a wrapper anywhere: the plan refuses what would end in an assertion on the GPU."""
+    problem, csr = make(LENGTHS, [1, 3, 0, 2, 3], device=device), "page lists"
+    on_cpu = {name: one.cpu() for name, one in problem.requests.items()}
+    if form != csr:
+        on_cpu = {"cum_seq_lens_q": on_cpu["qo_indptr"], "block_tables": problem.block_table,
+                  "seq_lens": on_cpu["kv_len_arr"]}  # fmt: skip
+    problem.requests = on_cpu
+    check(problem.results(max_q_len=3, max_kv_len=130), problem)
+    check(problem.results(max_q_len=3, max_kv_len=129), problem)  # as many pages
+    with pytest.raises(ValueError, match=f"^max_q_len: wanted at least the 3 .* in {next(iter(on_cpu))}, got 2"):
+        problem.results(max_q_len=2)
+    if form == csr:
+        with pytest.raises(ValueError, match="^max_kv_len: wanted room for the 9 pages of 16 "):
+            problem.results(max_kv_len=128)
+
+
 def test_lengths_that_are_not_looked_at_are_asserted():
     problem = make(LENGTHS, [2, 1, 2, 3, 2])
     with pytest.raises(RuntimeError, match="^qo_indptr: wanted exactly 2 query tokens for each request"):
@@ -297,6 +316,21 @@ def test_a_graph_serves_other_lengths(kind, query_lens, longest, causal, warm):
 
 
 @pytest.mark.gpu
+def test_each_graph_of_a_plan_can_be_replayed_alone():
+    problem, graphs, layers = make((700, 1500, 1, 4), [1] * 4, device="cuda"), [], []
+    problem.results()  # so that nothing is loaded while recording
+    wrapper = problem.graph_wrapper()
+    wrapper.plan(**problem.requests, **problem.plan)
+    for _ in range(2):
+        graphs.append(torch.cuda.CUDAGraph())
+        with torch.cuda.graph(graphs[-1]):
+            layers.append(wrapper.run(**problem.run, return_lse=True))
+    for graph, layer in zip(graphs[::-1], layers[::-1], strict=True):
+        graph.replay()
+        check(layer, problem)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("for_graphs", [False, True])
 @pytest.mark.parametrize("query_lens, longest", [([1] * 5, None), ([3] * 5, None), ([1, 3, 0, 2, 3], 3)])
 def test_a_plan_waits_for_nothing(query_lens, longest, for_graphs):
@@ -310,6 +344,28 @@ def test_a_plan_waits_for_nothing(query_lens, longest, for_graphs):
     finally:
         torch.cuda.set_sync_debug_mode(before)
     check(results, problem)
+
+
+@pytest.mark.parametrize("after", [None, "in another capture"])
+def test_a_plan_that_was_only_recorded_is_made_anew(monkeypatch, after):
+    """As a capture leaves it: nothing has filled its buffers, which are refused here as they are."""
+    problem, now = make(LENGTHS, [1] * 5), ["in a capture"]
+    monkeypatch.setattr(flashinfer, "capture_id", lambda device: now[0], raising=False)
+    monkeypatch.setattr(flashinfer, "_capturing", lambda device: now[0] is not None, raising=False)
+    wrapper = problem.graph_wrapper()
+    problem.results(wrapper)
+    (call,) = wrapper._calls._calls
+    call._schedule.work_ranges.zero_()
+    with pytest.raises(
+        ValueError, match="^schedule: wanted the buffers that build"
+    ):  # runs of one capture share a plan
+        wrapper.run(**problem.run)
+    now[0] = after
+    check(wrapper.run(**problem.run, return_lse=True), problem)
+
+
+def test_a_scale_below_the_largest_gives_numbers():
+    assert not any(one.isnan().any() for one in make(LENGTHS, [1] * 5).results(sm_scale=2.3e38))
 
 
 NUMBERS = torch.arange(6, dtype=torch.int32)
@@ -338,8 +394,15 @@ PLAN_REFUSALS = {
     "a cache of another type": (NotImplementedError, "^kv_data_type float16 ", {"kv_data_type": torch.float16}),
     "a type by its name": (TypeError, "^q_data_type: wanted a torch.dtype, got 'float16'", {"q_data_type": "float16"}),
     "a cache by its name": (TypeError, "^kv_data_type: wanted a torch.dtype, got 'fp8'", {"kv_data_type": "fp8"}),
-    **{f"a scale of {scale!r}": (ValueError, "^sm_scale: wanted a positive finite number, got ", {"sm_scale": scale})
-       for scale in (0.0, math.nan, "1", torch.tensor(0.1))},
+    **{f"a scale of {scale!r}": (ValueError, "^sm_scale: wanted a positive finite number of float32, .* got ",
+                                 {"sm_scale": scale})
+       for scale in (0.0, math.nan, "1", torch.tensor(0.1), 3e38, 1e39, 1e-50, 10**400)},
+    "a request of more query tokens": (
+        ValueError, "^max_q_len: wanted at least the 3 query tokens of a request in qo_indptr, got 2",
+        {"qo_indptr": torch.tensor([0, 1, 1, 4, 4, 5], dtype=torch.int32), "max_q_len": 2}),
+    "a longer request": (
+        ValueError, "^max_kv_len: wanted room for the 9 pages of 16 of a request in kv_indptr, got 128",
+        {"max_kv_len": 128}),
     "no longest length": (ValueError, "^max_kv_len: wanted at least 1, got 0", {"max_kv_len": 0}),
     "requests that are no metadata": (TypeError, "^metadata: wanted FlashInfer's MLAPlanMetadata, got int",
                                       {**dict.fromkeys(CSR), "metadata": 3}),

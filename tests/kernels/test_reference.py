@@ -87,11 +87,16 @@ def test_its_intermediate_type_is_the_one_asked_for():
     assert 1e-4 < errors[0] < 1e-1 and errors[1] < 1e-5
 
 
-def test_a_length_beyond_the_block_table_is_refused():
+def test_a_length_beyond_the_block_table_and_a_page_beyond_the_cache_are_refused():
     problem = build(Case((70,), 2), "cpu")
     too_long = torch.tensor([64 * problem.block_table.shape[1] + 1])
     with pytest.raises(ValueError, match="seq_lens: wanted at most 256 tokens.*got 257"):
         mla_decode_reference(problem.q, problem.kv_cache, problem.block_table, too_long, SOFTMAX_SCALE)
+    pages = len(problem.kv_cache)
+    table = problem.block_table.clone()
+    table[0, 1] = pages
+    with pytest.raises(ValueError, match=f"block_table: wanted pages from 0 to {pages - 1} for request 0, got {pages}"):
+        mla_decode_reference(problem.q, problem.kv_cache, table, problem.seq_lens, SOFTMAX_SCALE)
 
 
 def stored_rows(problem, token: int) -> torch.Tensor:
