@@ -244,9 +244,10 @@ def flash_attn_with_kvcache(
             None.
         cache_batch_idx: int32 [b], the row of page_table, or else of the caches, that is each request's.
         page_table: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything.
-        cu_seqlens_q: int32 [b + 1], where each request's tokens begin in q, and where the last one's end: at total_q.
-            Requests of max_seqlen_q tokens each may be followed by some without any, and rows of q for those.
-        max_seqlen_q: most tokens of a request, with cu_seqlens_q. b times as many rows of q are requests of so many.
+        cu_seqlens_q: int32 [b + 1], where each request's tokens begin in q, and where the last one's end: at total_q
+            or before it, where rows pad q. Requests without tokens may stand anywhere; behind all others where
+            max_seqlen_q is 1 and q has b rows, as row i is then request i's.
+        max_seqlen_q: most tokens of a request, with cu_seqlens_q.
         q_descale: float32, one element, which may be expanded to [b, 1]; what elements of an FP8 q and qv are
             multiplied by. Without effect beside others, as FlashAttention's.
         k_descale, v_descale: the same of an FP8 cache, both the same tensor or both None.
@@ -595,11 +596,8 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
         table, lengths = _cache(call, batch)
         if starts is None:
             out, lse = _decode(call, q, qv, table, lengths, out)
-        elif q.shape[0] == batch * longest:
-            shape = (batch, longest)
-            whole = None if out is None else out.unflatten(0, shape)
-            parts = (part.unflatten(0, shape) for part in (q, qv))
-            out, lse = (one.flatten(0, 1) for one in _decode(call, *parts, table, lengths, whole))
+        elif longest == 1 and q.shape[0] == batch:
+            out, lse = _singly(call, table, lengths, planned=True)
         elif _padding_pays(q, call["k_cache"], batch, longest):
             out, lse = _padded(call, starts, longest, table, lengths)
         else:
@@ -615,28 +613,25 @@ def _padding_pays(q: Tensor, k_cache: Tensor, batch: int, longest: int) -> bool:
     return padded <= tokens * decode_shape(heads, fp8).row_groups
 
 
-def _token_requests(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The request of each query token, and how many of the request's tokens follow it; below 0 behind the last one."""
-    number = torch.arange(tokens, dtype=torch.int32, device=starts.device)
-    request = torch.bucketize(number, starts[1:], right=True, out_int32=True).clamp_(max=starts.shape[0] - 2)
-    return request, starts[1:].index_select(0, request) - 1 - number
-
-
 def _padded(call: Call, starts: Tensor, longest: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Each request's tokens at the end of as many rows as the longest has: so the causal rule fits every length.
 
-    The rows before them repeat tokens of others; nothing takes their results.
+    The rows before them repeat tokens of others; nothing takes their results. Requests that are equally long come this
+    way, too, as only the device knows that they are. Small kernels are what this costs, hence one `arange`.
     """
-    q, qv = call["q"], call["qv"]
-    row = torch.arange(-longest, 0, dtype=torch.int32, device=q.device)
-    token = (starts[1:, None] + row).clamp_(0, q.shape[0] - 1).flatten()
-    shape = (starts.shape[0] - 1, longest)
-    parts = (_rows(part, token).unflatten(0, shape) for part in (q, qv))
+    (tokens, heads), batch, ends = call["q"].shape[:2], starts.shape[0] - 1, starts[1:]
+    numbers = torch.arange(-longest, tokens + longest, dtype=torch.int32, device=starts.device)
+    token = (ends[:, None] + numbers[:longest]).clamp_(0, tokens - 1).flatten()
+    parts = (_rows(call[name], token).unflatten(0, (batch, longest)) for name in ("q", "qv"))
     out, lse = _decode(call, *parts, table, lengths, None)
-    request, following = _token_requests(starts, q.shape[0])
-    place = ((request + 1) * longest - 1 - following).clamp_(0, token.shape[0] - 1)
-    out, lse = out.flatten(0, 1), lse.flatten(0, 1)
-    return torch.index_select(out, 0, place, out=call["out"]), lse.index_select(0, place)
+    request = torch.bucketize(numbers[longest:-longest], starts[1:-1], right=True, out_int32=True)
+    # Row (request + 1) * longest lies behind the request as its end does behind its tokens. Rows of q behind the last
+    # token have no place, and take what the last one has.
+    place = (numbers[2 * longest :] - ends.index_select(0, request)).add_(request, alpha=longest)
+    place.clamp_(0, batch * longest - 1)
+    done = torch.index_select(out.view(-1, heads, LATENT_DIM), 0, place, out=call["out"])
+    # Selected as theirs lies, [h, total_q].
+    return done, lse.view(-1, heads).T.index_select(1, place).T if call["return_softmax_lse"] else lse
 
 
 def _rows(part: Tensor, token: Tensor) -> Tensor:
@@ -647,14 +642,20 @@ def _rows(part: Tensor, token: Tensor) -> Tensor:
 
 def _token_by_token(call: Call, starts: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Each token a request of its own, which sees the context up to itself; nothing but block-table rows is copied."""
-    q, qv, out = call["q"], call["qv"], call["out"]
-    request, following = _token_requests(starts, q.shape[0])
+    number = torch.arange(1, call["q"].shape[0] + 1, dtype=torch.int32, device=starts.device)
+    request = torch.bucketize(number, starts[1:-1], out_int32=True)
+    following = starts[1:].index_select(0, request) - number  # tokens of the same request; below 0 behind the last one
     seen = lengths.index_select(0, request)
     seen = seen - following if call["causal"] else seen
     seen = seen.masked_fill_(following < 0, 0)
-    parts = (part[:, None] for part in (q, qv))
+    return _singly(call, table.index_select(0, request), seen, planned=False)
+
+
+def _singly(call: Call, table: Tensor, lengths: Tensor, *, planned: bool) -> tuple[Tensor, Tensor]:
+    """Row i of q sees lengths[i] tokens, of the pages in table's row i."""
+    out = call["out"]
     whole = None if out is None else out[:, None]
-    results = _decode(call, *parts, table.index_select(0, request), seen, whole, planned=False)
+    results = _decode(call, call["q"][:, None], call["qv"][:, None], table, lengths, whole, planned=planned)
     return tuple(one.squeeze(1) for one in results)
 
 

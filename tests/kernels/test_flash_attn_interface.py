@@ -194,6 +194,54 @@ def test_more_rows_than_tokens_and_a_larger_bound(device, causal):
         check((out[:tokens], lse[:, :tokens].contiguous()), problem.truth(causal))
 
 
+def padded_rows(problem: Problem, rows: int) -> dict[str, torch.Tensor]:
+    """Its queries and so many rows in all; those behind its tokens are NaN."""
+    parts = {name: problem.call[name] for name in ("q", "qv")}
+    return {
+        name: torch.cat([part, part.new_full((rows - len(part), *part.shape[1:]), torch.nan)])
+        for name, part in parts.items()
+    }
+
+
+AS_MANY_ROWS = {
+    "shorter ones": ((3, 2), 4, 16),
+    "shorter ones, 128 heads": ((3, 2), 4, 128),
+    "one alone": ((3,), 5, 16),
+    "none in the middle": ((3, 0, 1, 0, 4), 4, 16),
+    "none at first": ((0, 2, 1), 2, 16),
+    "one token each, then none": ((1, 1, 1, 0, 0), 1, 16),
+    "equal, then none": ((2, 2, 2, 0), 2, 16),
+    "equal": ((3, 3, 3), 3, 16),
+}
+
+
+@both_devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", AS_MANY_ROWS)
+def test_as_many_rows_as_equal_lengths_have_are_of_the_lengths_that_are_given(device, name, causal):
+    """A CUDA graph has batch * max_seqlen_q rows and is replayed with shorter requests."""
+    counts, longest, heads = AS_MANY_ROWS[name]
+    problem = problem_of(LENGTHS[: len(counts)], counts, heads=heads, device=device)
+    tokens, given = sum(counts), padded_rows(problem, len(counts) * longest) | {"max_seqlen_q": longest}
+    out, lse = problem.run(causal=causal, **given)
+    assert out.shape[0] == lse.shape[1] == len(counts) * longest
+    check((out[:tokens], lse[:, :tokens].contiguous()), problem.truth(causal))
+    buffer = torch.full_like(out, torch.nan)
+    assert problem.run(causal=causal, out=buffer, return_softmax_lse=False, **given).data_ptr() == buffer.data_ptr()
+    assert torch.equal(buffer[:tokens], out[:tokens])
+
+
+@pytest.mark.parametrize("counts", [(3, 3, 3), (3, 1, 2), (3,)])
+def test_ragged_queries_take_as_many_small_kernels_as_the_page_says(counts):
+    taken = []
+    for queries in counts, max(counts):
+        problem = problem_of((5, 6, 7)[: len(counts)], queries)
+        with Allocations() as allocations:
+            problem.run(causal=True, return_softmax_lse=False)
+        taken.append(len(allocations.kernels))
+    assert taken[0] - taken[1] == 11 and "11 small kernels" in PAGE.read_text()
+
+
 @both_devices
 @pytest.mark.parametrize("page_size", [64, None])
 def test_rows_of_the_cache_by_their_numbers(device, page_size):
@@ -301,6 +349,24 @@ def test_a_graph_serves_other_lengths(counts, causal):
         graph.replay()
         for layer in layers:
             check(layer, problem.truth(causal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("longest, replayed", [(3, ((3, 3, 3), (3, 1, 2), (0, 2, 0))), (1, ((1, 1, 1), (1, 1, 0)))])
+def test_a_graph_of_equal_lengths_is_replayed_with_shorter_ones(longest, replayed):
+    problems = [problem_of((700, 65, 300), counts, device="cuda") for counts in replayed]
+    calls = [one.call | padded_rows(one, 3 * longest) for one in problems]
+    loaded = [name for name, one in calls[0].items() if isinstance(one, torch.Tensor)]
+    static = Problem(calls[0] | {name: calls[0][name].clone() for name in loaded}, [], [])
+    static.run(causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = static.run(causal=True)
+    for problem, call, counts in zip(problems, calls, replayed, strict=True):
+        for name in loaded:
+            static.call[name].copy_(call[name])
+        graph.replay()
+        check((out[: sum(counts)], lse[:, : sum(counts)].contiguous()), problem.truth(True))
 
 
 @pytest.mark.gpu
@@ -512,15 +578,17 @@ def test_what_cannot_be_is_refused_by_name(installed, name):
 
 
 class Allocations(TorchDispatchMode):
-    """The elements of each tensor that torch makes."""
+    """The elements of each tensor that torch makes, and the operators that write one."""
 
     def __init__(self):
         super().__init__()
-        self.elements = []
+        self.elements, self.kernels = [], []
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         made = function(*arguments, **(options or {}))
         self.elements += [made.numel()] if isinstance(made, torch.Tensor) else []
+        only_memory = function.is_view or "empty" in function.name() or "view" in function.name()
+        self.kernels += [] if only_memory else [function.name()]
         return made
 
 
