@@ -288,6 +288,47 @@ def test_one_plan_serves_the_layers_of_a_step_and_is_right_for_other_lengths(dev
     assert all(map(torch.equal, problems[0].run(causal=causal, scheduler_metadata=theirs), plain))
 
 
+FIRSTS = {"one token each": (1,) * 6, "ragged": (2, 1, 4, 3, 1, 2), "equal": 2}
+
+
+@both_devices
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("name", FIRSTS)
+def test_with_one_split_bits_do_not_depend_on_the_batch(device, name, planned):
+    """As vLLM and SGLang ask for batch invariance."""
+    counts, lengths = FIRSTS[name], {"cpu": (2000, *[65] * 5), "cuda": (5000, *[2000] * 5)}[device]
+    problem = problem_of(lengths, counts, device=device)
+    own = 1 if name == "equal" else counts[0]
+
+    def first(requests: int, splits: int) -> list[torch.Tensor]:
+        some = {key: problem.call[key][:requests] for key in ("page_table", "cache_seqlens")}
+        some |= {
+            key: problem.call[key][: requests if name == "equal" else sum(counts[:requests])] for key in ("q", "qv")
+        }
+        if name != "equal":
+            most = max(counts[:requests])
+            some |= {"cu_seqlens_q": problem.call["cu_seqlens_q"][: requests + 1], "max_seqlen_q": most}
+        if planned:
+            most = problem.call["q"].shape[1] if name == "equal" else most
+            sizes = (requests, most, 0, 16, 1, 64, some["cache_seqlens"])
+            some["scheduler_metadata"] = fa3.get_scheduler_metadata(*sizes, headdim_v=512, num_splits=splits)
+        out, lse = problem.run(causal=True, num_splits=splits, **some)
+        return [out[:own], lse[:own] if name == "equal" else lse[:, :own]]
+
+    alone, beside = (first(requests, 1) for requests in (1, 6))
+    assert all(map(torch.equal, alone, beside))
+    assert not torch.equal(first(1, 0)[0], first(6, 0)[0]), "without it they do"
+    check(problem.run(causal=True, num_splits=1), problem.truth(True))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 65, 256])
+def test_a_plan_for_one_split_has_the_shape_of_others_and_splits_nothing(rows):
+    lengths = torch.tensor([100_000, 5], dtype=torch.int32)
+    plans = [fa3.get_scheduler_metadata(2, 1, 0, rows, 1, 64, lengths, headdim_v=512, num_splits=n) for n in (0, 1, 2)]
+    splits = [plan[-3:].flatten()[:3].tolist() for plan in plans]
+    assert plans[0].shape == plans[1].shape and splits[1] == [0, 0, 0] and splits[0][1] > 1 and splits[2] == splits[0]
+
+
 def call_of(problem: Problem, **more) -> fa3.Call:
     return fa3.Call(fa3.WITH_KVCACHE, problem.call | more, {})
 
@@ -483,6 +524,36 @@ def test_prompts_are_handed_over_where_there_is_a_flash_attention(installed):
     check(long.run(causal=True), long.truth(True))
 
 
+def of_fixed_parameters(
+    q,
+    k_cache,
+    v_cache,
+    qv=None,
+    cache_seqlens=None,
+    page_table=None,
+    softcap=0.0,
+    causal=False,
+    return_softmax_lse=False,
+):
+    """As FlashAttention's own, which has no `out`."""
+    return "theirs"  # fmt: skip
+
+
+def test_prompts_with_what_the_installed_one_does_not_take_are_served(installed, monkeypatch):
+    monkeypatch.setattr(installed, "flash_attn_with_kvcache", of_fixed_parameters)
+    fa3._installed.cache_clear()
+    problem = problem_of((300,), fa3.PROMPT_ROWS // 16 + 1)
+    given = {name: value for name, value in problem.call.items() if value is not None}
+    assert Problem(given, [], []).run(causal=True) == "theirs"
+    out = torch.full((1, fa3.PROMPT_ROWS // 16 + 1, 16, 512), torch.nan, dtype=torch.bfloat16)
+    results = Problem(given, [], []).run(causal=True, out=out)
+    assert results[0].data_ptr() == out.data_ptr()
+    check(results, problem.truth(True))
+    text = "^softcap: wanted none, got 0.5; and FlashAttention-3's flash_attn_with_kvcache, .* takes no out$"
+    with pytest.raises(NotImplementedError, match=text):
+        problem.run(softcap=0.5, out=out)
+
+
 def test_prompts_in_float16_are_served_whatever_is_installed(installed):
     """sgl-kernel's FlashAttention-3 has no kernels for it and ends the process."""
     problem = problem_of((300,), fa3.PROMPT_ROWS // 16 + 1, kind="fp16")
@@ -590,6 +661,27 @@ class Allocations(TorchDispatchMode):
         only_memory = function.is_view or "empty" in function.name() or "view" in function.name()
         self.kernels += [] if only_memory else [function.name()]
         return made
+
+
+@pytest.mark.parametrize(
+    "page_size, longest, columns", [(16, 65, 5), (16, 80, 5), (16, 81, 6), (64, 0, 1), (16, 999, 10)]
+)
+def test_pages_that_no_request_reaches_are_not_copied(page_size, longest, columns, monkeypatch):
+    lengths, counts = (min(longest, 144), 3, 1), (1, 1, 30)
+    problem = problem_of(lengths, counts, heads=64, page_size=page_size)
+    short = 10 - problem.call["page_table"].shape[1]
+    wide = torch.nn.functional.pad(problem.call["page_table"], (0, short), value=WILD)
+    selected = []
+    select = torch.Tensor.index_select
+    monkeypatch.setattr(
+        torch.Tensor, "index_select", lambda *given: (selected.append(given[0].shape), select(*given))[1]
+    )
+    check(problem.run_varlen(causal=True, block_table=wide, max_seqlen_k=longest), problem.truth(True))
+    assert (3, columns) in selected
+    problem.run_varlen(causal=True, block_table=wide, max_seqlen_k=torch.tensor(longest))
+    assert selected[-1] == (3, 10), "what would have to be copied to the host bounds nothing"
+    problem.run_varlen(causal=True, block_table=wide.clamp(max=0), max_seqlen_k=longest, seqused_k=None)
+    assert selected[-1] == (3, 10), "all there is room for"
 
 
 def test_a_plan_allocates_no_workspace():
