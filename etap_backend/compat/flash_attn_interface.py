@@ -19,6 +19,7 @@ from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, renamed
+from etap_backend.compat.flash_mla import UNSPLIT_BATCH
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape, sms_of
 from etap_backend.support import (
@@ -39,13 +40,11 @@ PROMPT_ROWS = 2048
 """Query rows (tokens * heads) of a request above which it is a prompt. FlashAttention-3, if there is one, gets those in
 bfloat16. It refuses FP8 with qv, and builds without float16, as sgl-kernel's, end the process on it."""
 WITHOUT_EFFECT = (
-    "num_splits",
     "pack_gqa",
     "sm_margin",
     "rotary_interleaved",
     "rotary_seqlens",
     "cu_seqlens_k_new",
-    "max_seqlen_k",
     "deterministic",
     "return_attn_probs",
     "cp_rank",
@@ -64,12 +63,14 @@ SERVED = (
     "page_table",
     "cu_seqlens_q",
     "max_seqlen_q",
+    "max_seqlen_k",
     "q_descale",
     "k_descale",
     "v_descale",
     "softmax_scale",
     "causal",
     "scheduler_metadata",
+    "num_splits",
     "return_softmax_lse",
     "out",
 )
@@ -244,9 +245,10 @@ def flash_attn_with_kvcache(
             None.
         cache_batch_idx: int32 [b], the row of page_table, or else of the caches, that is each request's.
         page_table: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything.
-        cu_seqlens_q: int32 [b + 1], where each request's tokens begin in q, and where the last one's end: at total_q.
-            Requests of max_seqlen_q tokens each may be followed by some without any, and rows of q for those.
-        max_seqlen_q: most tokens of a request, with cu_seqlens_q. b times as many rows of q are requests of so many.
+        cu_seqlens_q: int32 [b + 1], where each request's tokens begin in q, and where the last one's end: at total_q
+            or before it, where rows pad q. Requests without tokens may stand anywhere; behind all others where
+            max_seqlen_q is 1 and q has b rows, as row i is then request i's.
+        max_seqlen_q: most tokens of a request, with cu_seqlens_q.
         q_descale: float32, one element, which may be expanded to [b, 1]; what elements of an FP8 q and qv are
             multiplied by. Without effect beside others, as FlashAttention's.
         k_descale, v_descale: the same of an FP8 cache, both the same tensor or both None.
@@ -256,7 +258,9 @@ def flash_attn_with_kvcache(
             FlashAttention's own is ignored. Ragged queries that are served token by token plan anyway.
         return_softmax_lse: return lse, too.
         out: like q with 512 columns, contiguous, of the output's type; allocated when None.
-        num_splits, pack_gqa, sm_margin, rotary_interleaved, rotary_seqlens, cu_seqlens_k_new: without effect.
+        num_splits: 1 asks for results whose bits do not depend on the batch: no context is split, and ragged queries
+            are served token by token. A plan must have been made with 1, too. Other numbers are without effect.
+        pack_gqa, sm_margin, rotary_interleaved, rotary_seqlens, cu_seqlens_k_new: without effect.
         k, v, rotary_cos, rotary_sin, cache_leftpad, window_size, attention_chunk, softcap, others: what these ask for
             is not served. others are those of newer versions and of sgl-kernel's copy.
 
@@ -313,8 +317,9 @@ def flash_attn_varlen_func(
         k, v, block_table, seqused_k: as its k_cache, v_cache, page_table and cache_seqlens.
         softmax_scale: factor of the scores; 1 / sqrt(64) when None, as vLLM has it.
         fa_version: 3.
-        causal, return_softmax_lse, out, scheduler_metadata, q_descale, k_descale, v_descale: as there.
-        max_seqlen_k, deterministic, return_attn_probs, num_splits, cp_rank, cp_tot_seqused_k: without effect.
+        causal, return_softmax_lse, out, scheduler_metadata, num_splits, q_descale, k_descale, v_descale: as there.
+        max_seqlen_k: no request has more tokens in the cache; fewer pages' numbers are copied for some ragged queries.
+        deterministic, return_attn_probs, cp_rank, cp_tot_seqused_k: without effect.
         cu_seqlens_k, dropout_p, window_size, softcap, alibi_slopes, output_scale, s_aux, cp_world_size, others: what
             these ask for is not served. others are those of newer versions.
 
@@ -333,6 +338,8 @@ def get_scheduler_metadata(
     cache_seqlens: Tensor,
     qkv_dtype: torch.dtype = torch.bfloat16,
     headdim_v: int | None = None,
+    *,
+    num_splits: int = 0,
     **others: object,
 ) -> Tensor:
     """The plan of a step's calls, for all its layers. Copies nothing to the host and may be captured in a CUDA graph.
@@ -341,6 +348,7 @@ def get_scheduler_metadata(
         batch_size, max_seqlen_q, num_heads_q: of the calls.
         cache_seqlens: int32 [batch_size], tokens of each request, the new ones included.
         num_heads_kv, headdim, headdim_v: 1, 64 and 512.
+        num_splits: of the calls; 1 splits no request.
         max_seqlen_k, qkv_dtype, others: the plan does not depend on them.
 
     Returns:
@@ -363,12 +371,17 @@ def get_scheduler_metadata(
         raise ValueError(f"cache_seqlens: wanted shape [{batch_size}], got {list(cache_seqlens.shape)}")
     # As many rows of offsets as there are offsets, so that the shape says for how many requests they are.
     room, rows = (batch_size + 1) * WORK_RANGE_FIELDS - 1, max_seqlen_q * num_heads_q
-    built = named(PLAN_NAMES, _build, cache_seqlens, room, rows, allocate_workspace=False)
+    unsplit = _int(num_splits) == 1
+    built = named(PLAN_NAMES, _build, cache_seqlens, room, rows, unsplit, allocate_workspace=False)
     return torch.cat([built.work_ranges[: built.partitions], built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
 
 
-def _build(lengths: Tensor, batch: int, rows: int, *, allocate_workspace: bool) -> BuiltSchedule:
-    return DecodeSchedule(batch, rows, device=lengths.device, allocate_workspace=allocate_workspace).build(lengths)
+def _build(lengths: Tensor, room: int, rows: int, unsplit: bool, *, allocate_workspace: bool) -> BuiltSchedule:
+    """Plan for so many query rows of each request, with offsets for `room` requests; all of them whole if `unsplit`."""
+    options = {"allocate_workspace": allocate_workspace, "batch_invariant": unsplit}
+    most = max(room, UNSPLIT_BATCH) if unsplit else room
+    built = DecodeSchedule(most, rows, device=lengths.device, **options).build(lengths)
+    return built._replace(split_offsets=built.split_offsets[: room + 1])
 
 
 def _parameters(module: ModuleType, form: Form) -> dict[str, inspect.Parameter]:
@@ -427,13 +440,25 @@ def _answer(call: Call, find: Callable[[], Callable | None]) -> Tensor | tuple:
     batch, longest = _check_queries(call)
     prompt = longest * call["q"].shape[-2] > PROMPT_ROWS
     if prompt and call["q"].dtype == torch.bfloat16 and (theirs := find()):
-        return _hand_over(call, theirs, "")
+        given = _handed(call)
+        if not _not_taken(theirs, given):
+            return theirs(**given)
     return _serve(call, batch, longest)
 
 
 def _hand_over(call: Call, theirs: Callable | None, reason: str) -> object:
+    """What is not served here, for this reason."""
     if theirs is None:
         raise NotImplementedError(f"{reason}; and no FlashAttention-3 was found that serves it")
+    given = _handed(call)
+    if unknown := _not_taken(theirs, given):
+        function = f"FlashAttention-3's {call.form.function}"
+        raise NotImplementedError(f"{reason}; and {function}, which would get it, takes no {unknown}")
+    return theirs(**given)
+
+
+def _handed(call: Call) -> dict[str, object]:
+    """What the caller gave of its own, without a plan that only these kernels read."""
     given = {
         name: value
         for name, value in call.given.items()
@@ -441,7 +466,20 @@ def _hand_over(call: Call, theirs: Callable | None, reason: str) -> object:
     }
     if _is_ours(given.get("scheduler_metadata")):
         del given["scheduler_metadata"]
-    return theirs(**given)
+    return given
+
+
+def _not_taken(theirs: Callable, given: dict[str, object]) -> str | None:
+    """Name an argument that a function has no parameter for."""
+    taken = _taken(theirs)
+    return None if taken is None else next((name for name in given if name not in taken), None)
+
+
+@functools.lru_cache(maxsize=64)
+def _taken(theirs: Callable) -> frozenset[str] | None:
+    """Names of the parameters of a function; None where it takes any."""
+    parameters = inspect.signature(theirs).parameters.values()
+    return None if any(one.kind is one.VAR_KEYWORD for one in parameters) else frozenset(one.name for one in parameters)
 
 
 def _is_ours(metadata: object) -> bool:
@@ -585,6 +623,10 @@ def _lengths(call: Call, batch: int, room: int) -> Tensor:
 
 
 def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tensor]:
+    """The results, by the way that fits the lengths.
+
+    Unsplit requests are not padded: the longest one would choose the kernel, and with it the bits, of all the others.
+    """
     q, qv, starts, out = call["q"], call["qv"], call["cu_seqlens_q"], call["out"]
     dtypes = output_dtypes(q.dtype)
     check_out("out", out, (*q.shape[:-1], LATENT_DIM), dtypes, q)
@@ -595,12 +637,9 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
         table, lengths = _cache(call, batch)
         if starts is None:
             out, lse = _decode(call, q, qv, table, lengths, out)
-        elif q.shape[0] == batch * longest:
-            shape = (batch, longest)
-            whole = None if out is None else out.unflatten(0, shape)
-            parts = (part.unflatten(0, shape) for part in (q, qv))
-            out, lse = (one.flatten(0, 1) for one in _decode(call, *parts, table, lengths, whole))
-        elif _padding_pays(q, call["k_cache"], batch, longest):
+        elif longest == 1 and q.shape[0] == batch:
+            out, lse = _singly(call, table, lengths, planned=True)
+        elif not _unsplit(call) and _padding_pays(q, call["k_cache"], batch, longest):
             out, lse = _padded(call, starts, longest, table, lengths)
         else:
             out, lse = _token_by_token(call, starts, table, lengths)
@@ -615,28 +654,25 @@ def _padding_pays(q: Tensor, k_cache: Tensor, batch: int, longest: int) -> bool:
     return padded <= tokens * decode_shape(heads, fp8).row_groups
 
 
-def _token_requests(starts: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The request of each query token, and how many of the request's tokens follow it; below 0 behind the last one."""
-    number = torch.arange(tokens, dtype=torch.int32, device=starts.device)
-    request = torch.bucketize(number, starts[1:], right=True, out_int32=True).clamp_(max=starts.shape[0] - 2)
-    return request, starts[1:].index_select(0, request) - 1 - number
-
-
 def _padded(call: Call, starts: Tensor, longest: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Each request's tokens at the end of as many rows as the longest has: so the causal rule fits every length.
 
-    The rows before them repeat tokens of others; nothing takes their results.
+    The rows before them repeat tokens of others; nothing takes their results. Requests that are equally long come this
+    way, too, as only the device knows that they are. Small kernels are what this costs, hence one `arange`.
     """
-    q, qv = call["q"], call["qv"]
-    row = torch.arange(-longest, 0, dtype=torch.int32, device=q.device)
-    token = (starts[1:, None] + row).clamp_(0, q.shape[0] - 1).flatten()
-    shape = (starts.shape[0] - 1, longest)
-    parts = (_rows(part, token).unflatten(0, shape) for part in (q, qv))
+    (tokens, heads), batch, ends = call["q"].shape[:2], starts.shape[0] - 1, starts[1:]
+    numbers = torch.arange(-longest, tokens + longest, dtype=torch.int32, device=starts.device)
+    token = (ends[:, None] + numbers[:longest]).clamp_(0, tokens - 1).flatten()
+    parts = (_rows(call[name], token).unflatten(0, (batch, longest)) for name in ("q", "qv"))
     out, lse = _decode(call, *parts, table, lengths, None)
-    request, following = _token_requests(starts, q.shape[0])
-    place = ((request + 1) * longest - 1 - following).clamp_(0, token.shape[0] - 1)
-    out, lse = out.flatten(0, 1), lse.flatten(0, 1)
-    return torch.index_select(out, 0, place, out=call["out"]), lse.index_select(0, place)
+    request = torch.bucketize(numbers[longest:-longest], starts[1:-1], right=True, out_int32=True)
+    # Row (request + 1) * longest lies behind the request as its end does behind its tokens. Rows of q behind the last
+    # token have no place, and take what the last one has.
+    place = (numbers[2 * longest :] - ends.index_select(0, request)).add_(request, alpha=longest)
+    place.clamp_(0, batch * longest - 1)
+    done = torch.index_select(out.view(-1, heads, LATENT_DIM), 0, place, out=call["out"])
+    # Selected as theirs lies, [h, total_q].
+    return done, lse.view(-1, heads).T.index_select(1, place).T if call["return_softmax_lse"] else lse
 
 
 def _rows(part: Tensor, token: Tensor) -> Tensor:
@@ -646,15 +682,35 @@ def _rows(part: Tensor, token: Tensor) -> Tensor:
 
 
 def _token_by_token(call: Call, starts: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
-    """Each token a request of its own, which sees the context up to itself; nothing but block-table rows is copied."""
-    q, qv, out = call["q"], call["qv"], call["out"]
-    request, following = _token_requests(starts, q.shape[0])
+    """Each token a request of its own, which sees the context up to itself; block-table rows are all that is copied."""
+    number = torch.arange(1, call["q"].shape[0] + 1, dtype=torch.int32, device=starts.device)
+    request = torch.bucketize(number, starts[1:-1], out_int32=True)
+    following = starts[1:].index_select(0, request) - number  # tokens of the same request; below 0 behind the last one
     seen = lengths.index_select(0, request)
     seen = seen - following if call["causal"] else seen
     seen = seen.masked_fill_(following < 0, 0)
-    parts = (part[:, None] for part in (q, qv))
+    return _singly(call, _narrow(call, table).index_select(0, request), seen, planned=False)
+
+
+def _narrow(call: Call, table: Tensor) -> Tensor:
+    """The columns that max_seqlen_k leaves of a block table.
+
+    All of them in a CUDA graph, whose replays may bring longer contexts than its capture, and where no tensor has the
+    lengths, which may then be all there is room for.
+    """
+    longest = _int(call["max_seqlen_k"])
+    if longest is None or not isinstance(call["cache_seqlens"], Tensor):
+        return table
+    if table.is_cuda and torch.cuda.is_current_stream_capturing():
+        return table
+    return table[:, : max(1, -(-longest // max(1, call["k_cache"].shape[1])))]
+
+
+def _singly(call: Call, table: Tensor, lengths: Tensor, *, planned: bool) -> tuple[Tensor, Tensor]:
+    """Row i of q sees lengths[i] tokens, of the pages in table's row i."""
+    out = call["out"]
     whole = None if out is None else out[:, None]
-    results = _decode(call, *parts, table.index_select(0, request), seen, whole, planned=False)
+    results = _decode(call, call["q"][:, None], call["qv"][:, None], table, lengths, whole, planned=planned)
     return tuple(one.squeeze(1) for one in results)
 
 
@@ -687,8 +743,13 @@ def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: b
     return done.view(batch, s_q, heads, LATENT_DIM), lse.view(batch, s_q, heads)
 
 
+def _unsplit(call: Call) -> bool:
+    """One split is how engines ask for bits that do not depend on the batch."""
+    return _int(call["num_splits"]) == 1
+
+
 def _own_plan(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
-    return named(call.refused, _build, lengths, batch, rows, allocate_workspace=True)
+    return named(call.refused, _build, lengths, batch, rows, _unsplit(call), allocate_workspace=True)
 
 
 def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:

@@ -194,6 +194,54 @@ def test_more_rows_than_tokens_and_a_larger_bound(device, causal):
         check((out[:tokens], lse[:, :tokens].contiguous()), problem.truth(causal))
 
 
+def padded_rows(problem: Problem, rows: int) -> dict[str, torch.Tensor]:
+    """Its queries and so many rows in all; those behind its tokens are NaN."""
+    parts = {name: problem.call[name] for name in ("q", "qv")}
+    return {
+        name: torch.cat([part, part.new_full((rows - len(part), *part.shape[1:]), torch.nan)])
+        for name, part in parts.items()
+    }
+
+
+AS_MANY_ROWS = {
+    "shorter ones": ((3, 2), 4, 16),
+    "shorter ones, 128 heads": ((3, 2), 4, 128),
+    "one alone": ((3,), 5, 16),
+    "none in the middle": ((3, 0, 1, 0, 4), 4, 16),
+    "none at first": ((0, 2, 1), 2, 16),
+    "one token each, then none": ((1, 1, 1, 0, 0), 1, 16),
+    "equal, then none": ((2, 2, 2, 0), 2, 16),
+    "equal": ((3, 3, 3), 3, 16),
+}
+
+
+@both_devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", AS_MANY_ROWS)
+def test_as_many_rows_as_equal_lengths_have_are_of_the_lengths_that_are_given(device, name, causal):
+    """A CUDA graph has batch * max_seqlen_q rows and is replayed with shorter requests."""
+    counts, longest, heads = AS_MANY_ROWS[name]
+    problem = problem_of(LENGTHS[: len(counts)], counts, heads=heads, device=device)
+    tokens, given = sum(counts), padded_rows(problem, len(counts) * longest) | {"max_seqlen_q": longest}
+    out, lse = problem.run(causal=causal, **given)
+    assert out.shape[0] == lse.shape[1] == len(counts) * longest
+    check((out[:tokens], lse[:, :tokens].contiguous()), problem.truth(causal))
+    buffer = torch.full_like(out, torch.nan)
+    assert problem.run(causal=causal, out=buffer, return_softmax_lse=False, **given).data_ptr() == buffer.data_ptr()
+    assert torch.equal(buffer[:tokens], out[:tokens])
+
+
+@pytest.mark.parametrize("counts", [(3, 3, 3), (3, 1, 2), (3,)])
+def test_ragged_queries_take_as_many_small_kernels_as_the_page_says(counts):
+    taken = []
+    for queries in counts, max(counts):
+        problem = problem_of((5, 6, 7)[: len(counts)], queries)
+        with Allocations() as allocations:
+            problem.run(causal=True, return_softmax_lse=False)
+        taken.append(len(allocations.kernels))
+    assert taken[0] - taken[1] == 11 and "11 small kernels" in PAGE.read_text()
+
+
 @both_devices
 @pytest.mark.parametrize("page_size", [64, None])
 def test_rows_of_the_cache_by_their_numbers(device, page_size):
@@ -238,6 +286,47 @@ def test_one_plan_serves_the_layers_of_a_step_and_is_right_for_other_lengths(dev
     theirs = torch.full((17,), 123, dtype=torch.int32, device=device)
     plain = problems[0].run(causal=causal)
     assert all(map(torch.equal, problems[0].run(causal=causal, scheduler_metadata=theirs), plain))
+
+
+FIRSTS = {"one token each": (1,) * 6, "ragged": (2, 1, 4, 3, 1, 2), "equal": 2}
+
+
+@both_devices
+@pytest.mark.parametrize("planned", [False, True])
+@pytest.mark.parametrize("name", FIRSTS)
+def test_with_one_split_bits_do_not_depend_on_the_batch(device, name, planned):
+    """As vLLM and SGLang ask for batch invariance."""
+    counts, lengths = FIRSTS[name], {"cpu": (2000, *[65] * 5), "cuda": (5000, *[2000] * 5)}[device]
+    problem = problem_of(lengths, counts, device=device)
+    own = 1 if name == "equal" else counts[0]
+
+    def first(requests: int, splits: int) -> list[torch.Tensor]:
+        some = {key: problem.call[key][:requests] for key in ("page_table", "cache_seqlens")}
+        some |= {
+            key: problem.call[key][: requests if name == "equal" else sum(counts[:requests])] for key in ("q", "qv")
+        }
+        if name != "equal":
+            most = max(counts[:requests])
+            some |= {"cu_seqlens_q": problem.call["cu_seqlens_q"][: requests + 1], "max_seqlen_q": most}
+        if planned:
+            most = problem.call["q"].shape[1] if name == "equal" else most
+            sizes = (requests, most, 0, 16, 1, 64, some["cache_seqlens"])
+            some["scheduler_metadata"] = fa3.get_scheduler_metadata(*sizes, headdim_v=512, num_splits=splits)
+        out, lse = problem.run(causal=True, num_splits=splits, **some)
+        return [out[:own], lse[:own] if name == "equal" else lse[:, :own]]
+
+    alone, beside = (first(requests, 1) for requests in (1, 6))
+    assert all(map(torch.equal, alone, beside))
+    assert not torch.equal(first(1, 0)[0], first(6, 0)[0]), "without it they do"
+    check(problem.run(causal=True, num_splits=1), problem.truth(True))
+
+
+@pytest.mark.parametrize("rows", [1, 16, 64, 65, 256])
+def test_a_plan_for_one_split_has_the_shape_of_others_and_splits_nothing(rows):
+    lengths = torch.tensor([100_000, 5], dtype=torch.int32)
+    plans = [fa3.get_scheduler_metadata(2, 1, 0, rows, 1, 64, lengths, headdim_v=512, num_splits=n) for n in (0, 1, 2)]
+    splits = [plan[-3:].flatten()[:3].tolist() for plan in plans]
+    assert plans[0].shape == plans[1].shape and splits[1] == [0, 0, 0] and splits[0][1] > 1 and splits[2] == splits[0]
 
 
 def call_of(problem: Problem, **more) -> fa3.Call:
@@ -301,6 +390,24 @@ def test_a_graph_serves_other_lengths(counts, causal):
         graph.replay()
         for layer in layers:
             check(layer, problem.truth(causal))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("longest, replayed", [(3, ((3, 3, 3), (3, 1, 2), (0, 2, 0))), (1, ((1, 1, 1), (1, 1, 0)))])
+def test_a_graph_of_equal_lengths_is_replayed_with_shorter_ones(longest, replayed):
+    problems = [problem_of((700, 65, 300), counts, device="cuda") for counts in replayed]
+    calls = [one.call | padded_rows(one, 3 * longest) for one in problems]
+    loaded = [name for name, one in calls[0].items() if isinstance(one, torch.Tensor)]
+    static = Problem(calls[0] | {name: calls[0][name].clone() for name in loaded}, [], [])
+    static.run(causal=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = static.run(causal=True)
+    for problem, call, counts in zip(problems, calls, replayed, strict=True):
+        for name in loaded:
+            static.call[name].copy_(call[name])
+        graph.replay()
+        check((out[: sum(counts)], lse[:, : sum(counts)].contiguous()), problem.truth(True))
 
 
 @pytest.mark.gpu
@@ -417,6 +524,36 @@ def test_prompts_are_handed_over_where_there_is_a_flash_attention(installed):
     check(long.run(causal=True), long.truth(True))
 
 
+def of_fixed_parameters(
+    q,
+    k_cache,
+    v_cache,
+    qv=None,
+    cache_seqlens=None,
+    page_table=None,
+    softcap=0.0,
+    causal=False,
+    return_softmax_lse=False,
+):
+    """As FlashAttention's own, which has no `out`."""
+    return "theirs"  # fmt: skip
+
+
+def test_prompts_with_what_the_installed_one_does_not_take_are_served(installed, monkeypatch):
+    monkeypatch.setattr(installed, "flash_attn_with_kvcache", of_fixed_parameters)
+    fa3._installed.cache_clear()
+    problem = problem_of((300,), fa3.PROMPT_ROWS // 16 + 1)
+    given = {name: value for name, value in problem.call.items() if value is not None}
+    assert Problem(given, [], []).run(causal=True) == "theirs"
+    out = torch.full((1, fa3.PROMPT_ROWS // 16 + 1, 16, 512), torch.nan, dtype=torch.bfloat16)
+    results = Problem(given, [], []).run(causal=True, out=out)
+    assert results[0].data_ptr() == out.data_ptr()
+    check(results, problem.truth(True))
+    text = "^softcap: wanted none, got 0.5; and FlashAttention-3's flash_attn_with_kvcache, .* takes no out$"
+    with pytest.raises(NotImplementedError, match=text):
+        problem.run(softcap=0.5, out=out)
+
+
 def test_prompts_in_float16_are_served_whatever_is_installed(installed):
     """sgl-kernel's FlashAttention-3 has no kernels for it and ends the process."""
     problem = problem_of((300,), fa3.PROMPT_ROWS // 16 + 1, kind="fp16")
@@ -512,16 +649,39 @@ def test_what_cannot_be_is_refused_by_name(installed, name):
 
 
 class Allocations(TorchDispatchMode):
-    """The elements of each tensor that torch makes."""
+    """The elements of each tensor that torch makes, and the operators that write one."""
 
     def __init__(self):
         super().__init__()
-        self.elements = []
+        self.elements, self.kernels = [], []
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
         made = function(*arguments, **(options or {}))
         self.elements += [made.numel()] if isinstance(made, torch.Tensor) else []
+        only_memory = function.is_view or "empty" in function.name() or "view" in function.name()
+        self.kernels += [] if only_memory else [function.name()]
         return made
+
+
+@pytest.mark.parametrize(
+    "page_size, longest, columns", [(16, 65, 5), (16, 80, 5), (16, 81, 6), (64, 0, 1), (16, 999, 10)]
+)
+def test_pages_that_no_request_reaches_are_not_copied(page_size, longest, columns, monkeypatch):
+    lengths, counts = (min(longest, 144), 3, 1), (1, 1, 30)
+    problem = problem_of(lengths, counts, heads=64, page_size=page_size)
+    short = 10 - problem.call["page_table"].shape[1]
+    wide = torch.nn.functional.pad(problem.call["page_table"], (0, short), value=WILD)
+    selected = []
+    select = torch.Tensor.index_select
+    monkeypatch.setattr(
+        torch.Tensor, "index_select", lambda *given: (selected.append(given[0].shape), select(*given))[1]
+    )
+    check(problem.run_varlen(causal=True, block_table=wide, max_seqlen_k=longest), problem.truth(True))
+    assert (3, columns) in selected
+    problem.run_varlen(causal=True, block_table=wide, max_seqlen_k=torch.tensor(longest))
+    assert selected[-1] == (3, 10), "what would have to be copied to the host bounds nothing"
+    problem.run_varlen(causal=True, block_table=wide.clamp(max=0), max_seqlen_k=longest, seqused_k=None)
+    assert selected[-1] == (3, 10), "all there is room for"
 
 
 def test_a_plan_allocates_no_workspace():
