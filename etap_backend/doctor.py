@@ -54,7 +54,6 @@ class Plugin:
     Attributes:
         engine, option, entry_points, allow_list: which one, what selects ETAP, and what it reads plugins from.
         allowed: the names in a value of the allow list, as the engine reads them; None for all.
-        turned_off_by: values of the allow list that leave ETAP out.
         probe: a program that fails, with a line, where ETAP cannot run.
         why_not_sparse: an expression behind it, of the reason why sparse attention cannot run, or None.
         sparse: how sparse attention is had where it can.
@@ -65,7 +64,6 @@ class Plugin:
     entry_points: str
     allow_list: str
     allowed: Callable[[str], list[str] | None]
-    turned_off_by: str
     probe: str
     why_not_sparse: str
     sparse: str = ""
@@ -82,7 +80,6 @@ PLUGINS = (
         "vllm.general_plugins",
         "VLLM_PLUGINS",
         lambda value: value.split(","),
-        "other plugins' names, or to nothing,",
         "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
         "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'\n"
@@ -97,7 +94,6 @@ PLUGINS = (
         "sglang.srt.plugins",
         "SGLANG_PLUGINS",
         _in_sglangs_list,
-        "other plugins' names",
         "from etap_backend.sglang import registration; registration.check_plugin()",
         "registration.why_unusable(sparse=True)",
         "--kv-cache-dtype auto, bfloat16 or fp8_e4m3",
@@ -183,7 +179,8 @@ def check_plugin(plugin: Plugin) -> Finding:
     if reason:
         remedy = f"{engine.name} does not come up with the plugin here; the reason above is its own"
         return Finding(Verdict.BROKEN, f"{version}, not usable: {reason}", remedy)
-    remedy = f"{plugin.option} selects it; {plugin.allow_list} set to {plugin.turned_off_by} turns it off"
+    others = "other plugins' names" + (", or to nothing," if plugin.allowed("") is not None else "")
+    remedy = f"{plugin.option} selects it; {plugin.allow_list} set to {others} turns it off"
     return Finding(Verdict.OK, f"{version}, plugin active", remedy, sparse)
 
 

@@ -8,9 +8,27 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor
+from etap_backend.schedule import BuiltSchedule, DecodeSchedule
 from etap_backend.support import dtype_name
 
 Result = TypeVar("Result")
+UNSPLIT_BATCH = 1024
+"""A batch-invariant schedule with room for so many requests splits none, whatever their heads."""
+
+
+def plan(
+    lengths: Tensor, room: int, rows: int, device: torch.device, batch_invariant: bool, *, allocate_workspace=False
+) -> BuiltSchedule:
+    """Plan for so many query rows of each request, tokens times heads; how they are shaped plays no part.
+
+    There are as many work ranges as partitions, and offsets for `room` requests: in tensors that a caller hands over
+    the shapes alone say how many.
+    """
+    most = max(room, UNSPLIT_BATCH if batch_invariant else 1)
+    options = {"allocate_workspace": allocate_workspace, "batch_invariant": batch_invariant}
+    built = DecodeSchedule(most, rows, device=device, **options).build(lengths)
+    work_ranges, split_offsets = built.work_ranges[: built.partitions], built.split_offsets[: room + 1]
+    return built._replace(work_ranges=work_ranges, split_offsets=split_offsets)
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:

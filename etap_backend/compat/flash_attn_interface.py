@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, renamed
-from etap_backend.compat.flash_mla import UNSPLIT_BATCH
+from etap_backend.compat import check_out, named, plan, renamed
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape, sms_of
 from etap_backend.support import (
@@ -371,17 +370,8 @@ def get_scheduler_metadata(
         raise ValueError(f"cache_seqlens: wanted shape [{batch_size}], got {list(cache_seqlens.shape)}")
     # As many rows of offsets as there are offsets, so that the shape says for how many requests they are.
     room, rows = (batch_size + 1) * WORK_RANGE_FIELDS - 1, max_seqlen_q * num_heads_q
-    unsplit = _int(num_splits) == 1
-    built = named(PLAN_NAMES, _build, cache_seqlens, room, rows, unsplit, allocate_workspace=False)
-    return torch.cat([built.work_ranges[: built.partitions], built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
-
-
-def _build(lengths: Tensor, room: int, rows: int, unsplit: bool, *, allocate_workspace: bool) -> BuiltSchedule:
-    """Plan for so many query rows of each request, with offsets for `room` requests; all of them whole if `unsplit`."""
-    options = {"allocate_workspace": allocate_workspace, "batch_invariant": unsplit}
-    most = max(room, UNSPLIT_BATCH) if unsplit else room
-    built = DecodeSchedule(most, rows, device=lengths.device, **options).build(lengths)
-    return built._replace(split_offsets=built.split_offsets[: room + 1])
+    built = named(PLAN_NAMES, plan, cache_seqlens, room, rows, cache_seqlens.device, _unsplit(num_splits))
+    return torch.cat([built.work_ranges, built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
 
 
 def _parameters(module: ModuleType, form: Form) -> dict[str, inspect.Parameter]:
@@ -639,7 +629,7 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
             out, lse = _decode(call, q, qv, table, lengths, out)
         elif longest == 1 and q.shape[0] == batch:
             out, lse = _singly(call, table, lengths, planned=True)
-        elif not _unsplit(call) and _padding_pays(q, call["k_cache"], batch, longest):
+        elif not _unsplit(call["num_splits"]) and _padding_pays(q, call["k_cache"], batch, longest):
             out, lse = _padded(call, starts, longest, table, lengths)
         else:
             out, lse = _token_by_token(call, starts, table, lengths)
@@ -743,13 +733,14 @@ def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: b
     return done.view(batch, s_q, heads, LATENT_DIM), lse.view(batch, s_q, heads)
 
 
-def _unsplit(call: Call) -> bool:
+def _unsplit(num_splits: object) -> bool:
     """One split is how engines ask for bits that do not depend on the batch."""
-    return _int(call["num_splits"]) == 1
+    return _int(num_splits) == 1
 
 
 def _own_plan(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
-    return named(call.refused, _build, lengths, batch, rows, _unsplit(call), allocate_workspace=True)
+    unsplit = _unsplit(call["num_splits"])
+    return named(call.refused, plan, lengths, batch, rows, lengths.device, unsplit, allocate_workspace=True)
 
 
 def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:

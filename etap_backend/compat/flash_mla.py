@@ -9,17 +9,16 @@ import importlib.util
 import math
 import sys
 from dataclasses import dataclass, field, fields
-from numbers import Integral
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, renamed
+from etap_backend.compat import check_out, named, plan, renamed
 from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
-from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
+from etap_backend.schedule import BuiltSchedule, DecodeSchedule, count, decode_shape
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
 from etap_backend.support import (
     HEAD_DIM,
@@ -63,8 +62,6 @@ NAMES = {
 """FlashMLA's of what ETAP's refusals name."""
 PROMPT_NAMES = NAMES | {"kv_cache": "kv", "page_size": "s_kv", "v_head_dim": "d_v", "softmax_scale": "sm_scale"}
 PLAN_NAMES = {"seq_lens": "seqlens_k", "num_heads": "num_q_tokens_per_head_k"}
-UNSPLIT_BATCH = 1024
-"""A batch-invariant schedule with room for so many requests splits none, whatever their heads."""
 FORMATS = {"V32": (HEAD_DIM, 656), "V32_NO_ROPE": (LATENT_DIM, 528)}
 """Columns of a query and bytes of a row, by the names that `kv_format` may have. V4.1's rows have 528 bytes, too."""
 EMPTY_LSE = math.inf
@@ -164,7 +161,7 @@ def get_mla_decoding_metadata(
     """
     _check_dims("seqlens_k", seqlens_k, 1, "[b]")
     of = (seqlens_k, seqlens_k.shape[0], num_q_tokens_per_head_k, seqlens_k.device, False)
-    planned = named(PLAN_NAMES, _build, *of)
+    planned = named(PLAN_NAMES, plan, *of)
     return planned.work_ranges, planned.split_offsets
 
 
@@ -243,7 +240,7 @@ def flash_mla_with_kvcache(
     _refuse_second_cache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     config = _config(q, k_cache, causal, is_fp8_kvcache, indices, enable_batch_invariant)
     _check_metadata(tile_scheduler_metadata, num_splits, config)
-    _check_int("head_dim_v", head_dim_v)
+    count("head_dim_v", head_dim_v)  # those who ask below keep answers by it
     check_out("out", out, (*q.shape[:3], LATENT_DIM), output_dtypes(q.dtype), q)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is None:
@@ -314,7 +311,7 @@ def flash_mla_sparse_fwd(
             raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
     if kv.dtype != torch.bfloat16:
         raise TypeError(f"kv: wanted bfloat16, got {dtype_name(kv.dtype)}")
-    _check_int("d_v", d_v)
+    count("d_v", d_v)
     _refuse(_why_not_sparse(q.dtype, kv.dtype, q.shape[1], q.shape[2], d_v), PROMPT_NAMES)
     options = {"softmax_scale": sm_scale, "sinks": attn_sink, "valid_counts": topk_length, "empty_lse": EMPTY_LSE}
     out, lse = named(PROMPT_NAMES, sparse_mla_decode, q, kv.transpose(0, 1), indices[:, 0], out=out, **options)
@@ -346,12 +343,6 @@ def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> None:
     check_tensor(name, tensor)
     if tensor.dim() != dims:
         raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
-
-
-def _check_int(name: str, value: object) -> None:
-    """Refuse what the cached questions below cannot take: a list has no hash."""
-    if not isinstance(value, Integral):
-        raise TypeError(f"{name}: wanted an int, got {value!r}")
 
 
 @functools.lru_cache(maxsize=256)
@@ -432,18 +423,6 @@ def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedM
         raise ValueError(f"enable_batch_invariant: wanted {wanted}, got True")
 
 
-def _build(seq_lens: Tensor, batch: int, rows: int, device: torch.device, batch_invariant: bool) -> BuiltSchedule:
-    """Plan for so many rows, query tokens times heads of one KV head; how they are shaped plays no part.
-
-    There are as many work ranges as partitions: in a tensor that the caller hands over, its shape alone says how many.
-    """
-    most = max(batch, UNSPLIT_BATCH if batch_invariant else 1)
-    schedule = DecodeSchedule(most, rows, device=device, allocate_workspace=False, batch_invariant=batch_invariant)
-    built = schedule.build(seq_lens)
-    work_ranges, split_offsets = built.work_ranges[: built.partitions], built.split_offsets[: batch + 1]
-    return built._replace(work_ranges=work_ranges, split_offsets=split_offsets)
-
-
 def _check_plan(work_ranges: object, split_offsets: object, batch: int) -> None:
     """Refuse tensors of other shapes than a plan of so many requests has; what they hold is not looked at."""
     _check_dims("tile_scheduler_metadata", work_ranges, 2, "[n, 8]")
@@ -472,7 +451,7 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: Fla
     if isinstance(metadata, FlashMLASchedMeta):
         work_ranges, split_offsets, workspace = _kept(metadata, q.device)
     if work_ranges is None:
-        built = named(NAMES, _build, cache_seqlens, config.b, rows, q.device, config.enable_batch_invariant)
+        built = named(NAMES, plan, cache_seqlens, config.b, rows, q.device, config.enable_batch_invariant)
         work_ranges, split_offsets = built.work_ranges, built.split_offsets
     else:
         _check_plan(work_ranges, split_offsets, config.b)

@@ -536,7 +536,7 @@ def of_fixed_parameters(
     return_softmax_lse=False,
 ):
     """As FlashAttention's own, which has no `out`."""
-    return "theirs"  # fmt: skip
+    return "theirs"
 
 
 def test_prompts_with_what_the_installed_one_does_not_take_are_served(installed, monkeypatch):

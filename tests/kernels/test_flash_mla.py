@@ -15,7 +15,7 @@ import torch
 from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices, run_program
 
 from etap_backend import why_unsupported
-from etap_backend.compat import _capture, flash_mla
+from etap_backend.compat import _capture, flash_mla, plan
 from etap_backend.compat._capture import capture_id
 from etap_backend.lab.checks import sparse_compare
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE
@@ -216,9 +216,9 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(device, h_q, h_k):
 @pytest.mark.parametrize("rows", [1, 8, 16, 64, 65])
 def test_a_batch_invariant_plan_splits_nothing_whatever_its_rows(rows):
     lengths = torch.tensor([100_000, 5], dtype=torch.int32)
-    planned = flash_mla._build(lengths, 2, rows, lengths.device, True)
+    planned = plan(lengths, 2, rows, lengths.device, True)
     assert planned.split_offsets[:3].tolist() == [0, 0, 0]
-    assert flash_mla._build(lengths, 2, rows, lengths.device, False).split_offsets[1] > 1
+    assert plan(lengths, 2, rows, lengths.device, False).split_offsets[1] > 1
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128, 192])
@@ -303,7 +303,7 @@ CAPTURED = "in a capture"
 def test_a_plan_that_was_only_recorded_is_made_anew(monkeypatch, after):
     """As a capture leaves it: nothing has filled its buffers, which say here that there is no work."""
     problem, metadata, now = dense((700, 65)), flash_mla.get_mla_metadata()[0], [CAPTURED]
-    monkeypatch.setattr(flash_mla, "capture_id", lambda device: now[0], raising=False)
+    monkeypatch.setattr(flash_mla, "capture_id", lambda device: now[0])
     problem.run(tile_scheduler_metadata=metadata)
     recorded = metadata.tile_scheduler_metadata
     problem.run(tile_scheduler_metadata=metadata)
@@ -320,7 +320,7 @@ def test_a_plan_that_was_only_recorded_is_made_anew(monkeypatch, after):
 @pytest.mark.parametrize("assigned", [False, True])
 def test_a_plan_that_is_there_serves_captures_as_well(monkeypatch, assigned):
     problem, metadata, now = dense((65, 1)), flash_mla.get_mla_metadata()[0], [None]
-    monkeypatch.setattr(flash_mla, "capture_id", lambda device: now[0], raising=False)
+    monkeypatch.setattr(flash_mla, "capture_id", lambda device: now[0])
     if assigned:
         metadata = META(tile_scheduler_metadata=TENSORS[0], num_splits=TENSORS[1])
         now[0] = CAPTURED

@@ -350,15 +350,13 @@ def test_a_plan_waits_for_nothing(query_lens, longest, for_graphs):
 def test_a_plan_that_was_only_recorded_is_made_anew(monkeypatch, after):
     """As a capture leaves it: nothing has filled its buffers, which are refused here as they are."""
     problem, now = make(LENGTHS, [1] * 5), ["in a capture"]
-    monkeypatch.setattr(flashinfer, "capture_id", lambda device: now[0], raising=False)
-    monkeypatch.setattr(flashinfer, "_capturing", lambda device: now[0] is not None, raising=False)
+    monkeypatch.setattr(flashinfer, "capture_id", lambda device: now[0])
     wrapper = problem.graph_wrapper()
     problem.results(wrapper)
     (call,) = wrapper._calls._calls
     call._schedule.work_ranges.zero_()
-    with pytest.raises(
-        ValueError, match="^schedule: wanted the buffers that build"
-    ):  # runs of one capture share a plan
+    # Runs of one capture share a plan.
+    with pytest.raises(ValueError, match="^schedule: wanted the buffers that build"):
         wrapper.run(**problem.run)
     now[0] = after
     check(wrapper.run(**problem.run, return_lse=True), problem)

@@ -126,7 +126,7 @@ def test_the_doctor_on_a_gpu_is_content():
 def plugin():
     """A plugin for an engine whose distribution is pytest's, so that it is installed here."""
     engine = plugins.Engine("Engine", "pytest", "ETAP", oldest="1.0", newest=version("pytest"))
-    lists = ("pytest.etap_plugins", "ENGINE_PLUGINS", lambda value: value.split(","), "other plugins' names")
+    lists = ("pytest.etap_plugins", "ENGINE_PLUGINS", lambda value: value.split(","))
     return doctor.Plugin(engine, "--attention-backend ETAP", *lists, "pass", "None")
 
 
