@@ -64,7 +64,7 @@ __device__ void multiply(const Element* a, const Element* b, float* d) {
     multiply<ELEMENT, GMMA::ATOM_A<ELEMENT>, GMMA::ATOM_B<ELEMENT>, GMMA::Major::MAJOR_A, N, K, REGISTERS>(a, b, d);      \
   }
 
-// S^T and O^T of decode/transposed, then those of decode/transposed_fp8: A converted in registers, or latent and rope columns.
+// S^T and O^T of decode/transposed, then those of decode/transposed_fp8, whose A comes from registers; e4m3 from shared memory.
 PRODUCT(scores_bf16_n8, bfloat16_t, Layout_K_SW128_Atom, Layout_K_SW128_Atom, K, 8, 64, false)
 PRODUCT(scores_f16_n64, half_t, Layout_K_SW128_Atom, Layout_K_SW128_Atom, K, 64, 64, false)
 PRODUCT(output_bf16_n16, bfloat16_t, Layout_MN_SW128_Atom, Layout_K_SW128_Atom, MN, 16, 64, false)
