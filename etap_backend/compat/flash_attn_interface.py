@@ -16,6 +16,7 @@ from types import ModuleType
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, plan, renamed
@@ -247,7 +248,8 @@ def flash_attn_with_kvcache(
         cu_seqlens_q: int32 [b + 1], where each request's tokens begin in q, and where the last one's end: at total_q
             or before it, where rows pad q. Requests without tokens may stand anywhere; behind all others where
             max_seqlen_q is 1 and q has b rows, as row i is then request i's.
-        max_seqlen_q: most tokens of a request, with cu_seqlens_q.
+        max_seqlen_q: no request has more tokens, with cu_seqlens_q. 2 lets requests without tokens stand anywhere even
+            where q has b rows.
         q_descale: float32, one element, which may be expanded to [b, 1]; what elements of an FP8 q and qv are
             multiplied by. Without effect beside others, as FlashAttention's.
         k_descale, v_descale: the same of an FP8 cache, both the same tensor or both None.
@@ -628,6 +630,8 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
         if starts is None:
             out, lse = _decode(call, q, qv, table, lengths, out)
         elif longest == 1 and q.shape[0] == batch:
+            if starts.is_cpu:
+                _check_places(call, starts)
             out, lse = _singly(call, table, lengths, planned=True)
         elif not _unsplit(call["num_splits"]) and _padding_pays(q, call["k_cache"], batch, longest):
             out, lse = _padded(call, starts, longest, table, lengths)
@@ -635,6 +639,16 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
             out, lse = _token_by_token(call, starts, table, lengths)
     # theirs: [b, h, s_q] or [h, total_q]
     return (out, lse.transpose(-2, -1).contiguous()) if call["return_softmax_lse"] else out
+
+
+def _check_places(call: Call, starts: Tensor) -> None:
+    """Refuse requests whose token is not in their own row of q, which on a GPU only a copy to the host would show."""
+    if type(starts) is not Tensor or is_compiling():  # fake tensors have no numbers
+        return
+    numbers = starts.tolist()
+    if numbers != [min(row, numbers[-1]) for row in range(len(numbers))]:
+        wanted = "a token for each request and those without one last, or max_seqlen_q 2, where q has b rows"
+        raise ValueError(call.said("cu_seqlens_q", wanted, numbers))
 
 
 def _padding_pays(q: Tensor, k_cache: Tensor, batch: int, longest: int) -> bool:

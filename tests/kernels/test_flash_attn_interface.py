@@ -16,6 +16,7 @@ from types import ModuleType
 import pytest
 import torch
 from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices, run_program
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from etap_backend.compat import flash_attn_interface as fa3
@@ -229,6 +230,44 @@ def test_as_many_rows_as_equal_lengths_have_are_of_the_lengths_that_are_given(de
     buffer = torch.full_like(out, torch.nan)
     assert problem.run(causal=causal, out=buffer, return_softmax_lse=False, **given).data_ptr() == buffer.data_ptr()
     assert torch.equal(buffer[:tokens], out[:tokens])
+
+
+WITHOUT_A_TOKEN = [(1, 0, 1), (0, 1, 1, 1), (1, 0, 0, 1, 0)]
+
+
+@both_devices
+@pytest.mark.parametrize("num_splits", [0, 1])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("counts", WITHOUT_A_TOKEN)
+def test_requests_without_a_token_stand_anywhere_where_one_might_have_two(device, counts, causal, num_splits):
+    """As many rows as requests: told that none has more than one token, row i is taken for request i's."""
+    problem = problem_of(LENGTHS[: len(counts)], counts, device=device)
+    tokens, given = sum(counts), padded_rows(problem, len(counts)) | {"max_seqlen_q": 2, "num_splits": num_splits}
+    out, lse = problem.run(causal=causal, **given)
+    check((out[:tokens], lse[:, :tokens].contiguous()), problem.truth(causal))
+
+
+@pytest.mark.parametrize("counts", WITHOUT_A_TOKEN)
+def test_requests_without_a_token_before_others_are_refused_where_the_host_sees_them(counts):
+    problem = problem_of(LENGTHS[: len(counts)], counts)
+    problem.call |= padded_rows(problem, len(counts))
+    out = torch.full((len(counts), 16, 512), torch.nan, dtype=torch.bfloat16)
+    numbers = problem.call["cu_seqlens_q"].tolist()
+    text = f"^cu_seqlens_q: wanted a token for each request .* or max_seqlen_q 2, .* got {re.escape(str(numbers))}$"
+    for run, more in (problem.run, {}), (problem.run_varlen, {}), (problem.run, {"num_splits": 1}):
+        with pytest.raises(ValueError, match=text):
+            run(causal=True, out=out, **more)
+    assert out.isnan().all()
+
+
+def test_starts_without_numbers_are_not_looked_at():
+    problem = problem_of((5, 6, 7), (1, 1, 1))
+    with FakeTensorMode() as mode:
+        fake = {
+            name: mode.from_tensor(one) if isinstance(one, torch.Tensor) else one for name, one in problem.call.items()
+        }
+        out, lse = Problem(fake, [], []).run(causal=True)
+    assert out.shape == (3, 16, 512) and lse.shape == (16, 3)
 
 
 @pytest.mark.parametrize("counts", [(3, 3, 3), (3, 1, 2), (3,)])
