@@ -1,7 +1,7 @@
 """What each layer runs."""
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -37,14 +37,26 @@ def wants_fp8_math(config: VllmConfig) -> bool:
     return value
 
 
-def refuse_variants(attn_type: str, **wanted_none: object) -> None:
-    """Raise NotImplementedError for variants of attention that no kernel computes; keywords are arguments by name."""
-    for name, value in wanted_none.items():
-        if value:
-            raise NotImplementedError(f"{compat.NAME}: {name} is not supported, got {value}")
-    if attn_type != AttentionType.DECODER:
+def asked_of_kernels(arguments: dict[str, Any], latent_dim: int) -> tuple[VllmConfig, dict[str, Any]]:
+    """vLLM's configuration, and by `why_unsupported`'s names what a layer made with these arguments asks of a call.
+
+    Raises NotImplementedError for variants of attention that no kernel computes.
+    """
+    for name in "alibi_slopes", "sliding_window", "logits_soft_cap":
+        if arguments[name]:
+            raise NotImplementedError(f"{compat.NAME}: {name} is not supported, got {arguments[name]}")
+    if arguments["attn_type"] != AttentionType.DECODER:
         wanted = AttentionType.DECODER.value
-        raise NotImplementedError(f"{compat.NAME}: attn_type: wanted {wanted}, got {attn_type}")
+        raise NotImplementedError(f"{compat.NAME}: attn_type: wanted {wanted}, got {arguments['attn_type']}")
+    config = get_current_vllm_config()
+    return config, {
+        "dtype": config.model_config.dtype,
+        # Decode context parallelism gathers the query heads of its ranks, which the base class counts later until 0.27.
+        "num_heads": arguments["num_heads"] * config.parallel_config.decode_context_parallel_size,
+        "head_dim": arguments["head_size"],
+        "v_head_dim": latent_dim,
+        "kv_cache_dtype": arguments["kv_cache_dtype"],
+    }
 
 
 class ETAPImpl(MLACommonImpl[ETAPMetadata]):
@@ -57,57 +69,21 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
     # Combined with decode context parallelism it gathers other heads than the builder plans for.
     supports_pcp: ClassVar[bool] = False
 
-    def __init__(
-        self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
-        **mla_args,
-    ) -> None:
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **mla_args,
-        )
-        refuse_variants(
-            attn_type, alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap
-        )
-        config = get_current_vllm_config()
-        # Decode context parallelism gathers the query heads of its ranks, which the base class counts later until 0.27.
-        kernel_heads = num_heads * config.parallel_config.decode_context_parallel_size
-        limits = Limits.of(config, kernel_heads)
-        reason = why_unsupported(
-            dtype=config.model_config.dtype,
-            num_heads=kernel_heads,
-            head_dim=head_size,
-            v_head_dim=self.kv_lora_rank,
-            kv_cache_dtype=kv_cache_dtype,
-            s_q=limits.max_s_q,
-        )
+    def __init__(self, **arguments) -> None:
+        """All by name, as vLLM gives them."""
+        super().__init__(**arguments)
+        config, asked = asked_of_kernels(arguments, self.kv_lora_rank)
+        limits = Limits.of(config, asked["num_heads"])
+        reason = why_unsupported(**asked, s_q=limits.max_s_q)
         if reason:
             raise NotImplementedError(f"{compat.NAME}: {reason}")
-        self._fp8_cache = kv_cache_dtype.startswith("fp8")
+        self._fp8_cache = asked["kv_cache_dtype"].startswith("fp8")
         self._fp8_math = wants_fp8_math(config) and self._fp8_cache
         # The kernels round each query row by a scale of its own, if at all; vLLM would with one for all of them.
         self.supports_quant_query_input = False
-        types = plugins.types_text(config.model_config.dtype, self._fp8_cache, self._fp8_math)
+        types = plugins.types_text(asked["dtype"], self._fp8_cache, self._fp8_math)
         _logger.info_once(f"{compat.NAME} decodes: {types}")
-        self._workspace_floats = limits.workspace_floats(kernel_heads, num_compute_units())
+        self._workspace_floats = limits.workspace_floats(asked["num_heads"], num_compute_units())
         if not compat.reserves_in_profile_run():
             self.reserve_workspace()
 

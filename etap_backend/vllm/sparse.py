@@ -25,7 +25,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_conver
 from etap_backend import plugins, sparse_mla_decode, sparse_workspace_floats
 from etap_backend.support import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
 from etap_backend.vllm import compat
-from etap_backend.vllm.impl import FP8_MATH_OPTION, refuse_variants, wants_fp8_math
+from etap_backend.vllm.impl import FP8_MATH_OPTION, asked_of_kernels, wants_fp8_math
 from etap_backend.vllm.metadata import claim_workspace
 
 # vLLM gives its handler and level to loggers below "vllm" only.
@@ -56,48 +56,17 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
 
     def __init__(
         self,
-        num_heads: int,
-        head_size: int,
-        scale: float,
-        num_kv_heads: int,
-        alibi_slopes: list[float] | None,
-        sliding_window: int | None,
-        kv_cache_dtype: str,
-        logits_soft_cap: float | None,
-        attn_type: str,
-        kv_sharing_target_layer_name: str | None,
+        *,
         indexer: Any = None,
         topk_indices_buffer: Tensor | None = None,
         index_group_builder: object = None,
-        **mla_args,
+        **arguments,
     ) -> None:
+        """All by name, as vLLM gives them."""
         # Without the buffer vLLM 0.33 makes no group of layers that share converted indices, and no memory for them.
-        super().__init__(
-            num_heads,
-            head_size,
-            scale,
-            num_kv_heads,
-            alibi_slopes,
-            sliding_window,
-            kv_cache_dtype,
-            logits_soft_cap,
-            attn_type,
-            kv_sharing_target_layer_name,
-            **mla_args,
-        )
-        refuse_variants(
-            attn_type, alibi_slopes=alibi_slopes, sliding_window=sliding_window, logits_soft_cap=logits_soft_cap
-        )
-        config = get_current_vllm_config()
-        # Decode context parallelism gathers the query heads of its ranks.
-        kernel_heads = num_heads * config.parallel_config.decode_context_parallel_size
-        reason = why_unsupported_sparse(
-            dtype=config.model_config.dtype,
-            num_heads=kernel_heads,
-            head_dim=head_size,
-            v_head_dim=self.kv_lora_rank,
-            kv_cache_dtype=kv_cache_dtype,
-        )
+        super().__init__(**arguments)
+        config, asked = asked_of_kernels(arguments, self.kv_lora_rank)
+        reason = why_unsupported_sparse(**asked)
         if reason is None and indexer is None and topk_indices_buffer is None:
             reason = "indexer or topk_indices_buffer: wanted one of both, got None"
         if reason is None and wants_fp8_math(config):
@@ -111,12 +80,12 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
         self._indexer = indexer
         self._topk_indices_buffer = topk_indices_buffer
         self.supports_quant_query_input = False
-        fp8_cache = kv_cache_dtype == SPARSE_FP8
+        fp8_cache = asked["kv_cache_dtype"] == SPARSE_FP8
         _logger.info_once(
             f"{compat.NAME} decodes: sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
         )
         self._num_sms = num_compute_units()
-        self._workspace_floats = sparse_workspace_floats(kernel_heads, fp8_cache, self._num_sms)
+        self._workspace_floats = sparse_workspace_floats(asked["num_heads"], fp8_cache, self._num_sms)
         if not compat.reserves_in_profile_run():
             self.reserve_workspace()
 
