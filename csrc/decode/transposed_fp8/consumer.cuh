@@ -1,5 +1,5 @@
-// A consumer warpgroup beside an FP8 cache, up to 32 rows: as transposed/consumer.cuh, but K and V come through
-// registers, and the consumers read the queries.
+// A consumer warpgroup beside an FP8 cache, up to 32 rows: as transposed/consumer.cuh, but V, and K where
+// products are float16, come through registers, and the consumers read the queries.
 #pragma once
 
 #include "decode/transposed/merge.cuh"
@@ -59,7 +59,7 @@ struct Consumer {
     const int group = softmax.group;
     // Wait for K, S^T.
     transposed::ScoreFragment<T> st;
-    compute_scores<T>(shared, at, group, st);
+    compute_scores<T>(shared, params, at, group, st);
 
     // Softmax.
     const int tile_end = (tile + 1) * kTileTokens;

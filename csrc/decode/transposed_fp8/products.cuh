@@ -1,4 +1,4 @@
-// S^T = K·Q^T and O^T += V^T·P^T of one tile of e4m3, with K and V^T in registers.
+// S^T = K·Q^T and O^T += V^T·P^T of one tile of e4m3, with V^T in registers, and K where products are float16.
 //
 // A matrix load of four 8 x 16-byte blocks gives a thread four words. Of K, rows r = lane / 4 and r + 8 of its warp's 16
 // tokens, columns 4c to 4c + 3 (c = lane % 4) of two units of 16. Of V, transposed in pairs of bytes: value dims 2r and
@@ -48,13 +48,9 @@ template <class T>
 __device__ __forceinline__ void convert_keys(const uint32_t (&words)[4], Operand<T>& operand) {
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) {
-    if constexpr (T::kFp8Math) {
-      set_operand<T>(operand, 0, i, words[i]);
-    } else {
-      const uint2 halves = to_halves(words[i]);
-      set_operand<T>(operand, i / 2, i % 2, halves.x);
-      set_operand<T>(operand, i / 2, i % 2 + 2, halves.y);
-    }
+    const uint2 halves = to_halves(words[i]);
+    set_operand<T>(operand, i / 2, i % 2, halves.x);
+    set_operand<T>(operand, i / 2, i % 2 + 2, halves.y);
   }
 }
 
@@ -157,24 +153,68 @@ struct LoadedProducts {
   }
 };
 
-// S^T of one tile, complete on return.
+// S^T = K·Q^T of one tile in e4m3, K as it lies in shared memory. Sums are of two steps, as above.
 template <class T>
-__device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
-                                               transposed::ScoreFragment<T>& st) {
+__device__ __forceinline__ void multiply_shared_keys(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
   using namespace cute;
   using Element = typename T::Element;
-  const char* query = shared.query + T::first_column(group) * kChunkColumns * sizeof(Element);
-  const char* tile = shared.ring + at.stage * T::kStageBytes;
+  typename T::ScoreMma mma;
+  const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
+  decltype(make_fragment_like(st(_, 0, 0))) sums[T::kScoreSums];
+  const auto multiply_chunk = [&](int chunk, const auto& r_key, int first_step) {
+    auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(query + chunk * T::kQueryChunkBytes)),
+                               typename T::QueryOperand{});  // (score columns, 64 columns)
+    const auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
+    auto& sum = sums[chunk % T::kScoreSums];
+    warpgroup_fence_operand(sum);
+    warpgroup_arrive();
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    CUTE_UNROLL
+    for (int step = 0; step < size<2>(r_query); ++step) {
+      gemm(mma, r_key(_, 0, first_step + step), r_query(_, 0, step), sum);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+  };
+  const auto take_over = [&](int chunk) {
+    auto& sum = sums[chunk % T::kScoreSums];
+    warpgroup_fence_operand(sum);
+    CUTE_UNROLL
+    for (int i = 0; i < size(sum); ++i) st(i) = chunk == 0 ? sum(i) : st(i) + sum(i);
+  };
+
+  constexpr int kMostWaiting = 7;  // that a wait can name
+  CUTE_UNROLL
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if (chunk >= T::kScoreSums) {
+      warpgroup_wait<cute::min(kMostWaiting, T::kScoreSums - 1)>();
+      take_over(chunk - T::kScoreSums);
+    }
+    if (chunk < kValueChunks) {
+      auto s_key = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(tile + chunk / 2 * T::kWideBytes)),
+                               typename T::LatentOperand{});
+      multiply_chunk(chunk, slice.make_fragment_A(slice.partition_A(s_key)), chunk % 2 * 2);
+    } else {
+      auto s_key = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(tile + T::kWideChunks * T::kWideBytes)),
+                               typename T::RopeOperand{});
+      multiply_chunk(chunk, slice.make_fragment_A(slice.partition_A(s_key)), 0);
+    }
+  }
+  for_each(make_seq<T::kScoreSums>{}, [&](auto i) {
+    warpgroup_wait<cute::min(kMostWaiting, T::kScoreSums - 1 - i)>();
+    take_over(kChunks - T::kScoreSums + i);
+  });
+}
+
+// The same in float16, K through registers.
+template <class T>
+__device__ __forceinline__ void multiply_loaded_keys(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
+  using namespace cute;
+  using Element = typename T::Element;
   LoadedProducts<T, typename T::ScoreMma, kHeadDim / 32, decltype(make_fragment_like(st(_, 0, 0)))> products;
   const auto slice = products.mma.get_thread_slice(0);
   const auto result = [&](int) { return st(_, 0, 0); };
-  if constexpr (T::kFp8Math) {
-    clear(st);
-  } else {
-    products.mma.accumulate_ = GMMA::ScaleOut::Zero;
-  }
-
-  shared.keys.wait(at);
+  products.mma.accumulate_ = GMMA::ScaleOut::Zero;
   warpgroup_fence_operand(st);
   products.start([&](int load, auto& words) { load_keys_words<T>(tile, load, words); },
                  [](const auto& words, auto& operand) { convert_keys<T>(words, operand); },
@@ -187,6 +227,22 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
                  result);
   products.finish(result);
   warpgroup_fence_operand(st);
+}
+
+// S^T of one tile, complete on return.
+template <class T>
+__device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, const DecodeParams& params,
+                                               RingPosition<T::kStages> at, int group, transposed::ScoreFragment<T>& st) {
+  const char* query = shared.query + T::first_column(group) * kChunkColumns * sizeof(typename T::Element);
+  const char* tile = shared.ring + at.stage * T::kStageBytes;
+  shared.keys.wait(at);
+  if constexpr (T::kFp8Math) {
+    // What cp.async wrote, for WGMMA.
+    if (params.key_load == KeyLoad::kRows) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
+    multiply_shared_keys<T>(tile, query, st);
+  } else {
+    multiply_loaded_keys<T>(tile, query, st);
+  }
 }
 
 // O^T += V^T·P^T of one tile, which is given back once it is in registers; `meanwhile` runs beside the last products, or
