@@ -79,7 +79,7 @@ struct Products : Tiles {
   static constexpr float kLargestExponent = kFp8Math ? 8.8f : 15.0f;
 
   // Sums of e4m3 products, of 64 columns of K each, under way at once.
-  static constexpr int kScoreSums = kRowTile <= 16 ? kChunks : 2;
+  static constexpr int kScoreSums = kRowTile <= 16 ? 8 : 2;
   // Then a consumer's next S^T is begun before this tile's O^T, so that the tensor cores have it while V is converted.
   static constexpr bool kScoresAhead = kFp8Math && kRowTile <= 16;
 
