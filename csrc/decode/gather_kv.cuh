@@ -210,8 +210,8 @@ __device__ __forceinline__ void gather_keys(typename T::SharedStorage& shared, c
         acquire();
         copy_stage<T>(copied, T::first_chunk(stage, i), shared.ring + at.stage * T::kStageBytes);
         if constexpr (T::kFp8Cache) {
-          // Matrix loads read it, for which cp.async's own arrivals will do: the stage is full when all lanes' copies are
-          // there, and the warps have said so.
+          // cp.async's own arrivals will do: matrix loads read it, and before WGMMA the consumers pass a fence. The stage is
+          // full when all lanes' copies are there, and the warps have said so.
           ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at)));
           __syncwarp();
           if (lane == 0) ETAP_MARKED(rows_commit, shared.keys.commit(at));

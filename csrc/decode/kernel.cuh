@@ -1,7 +1,7 @@
 // MLA decode. Three kernels of one frame, this file: who does what, and in which order it starts. Each has a folder:
 //
 //   transposed/      S^T = K·Q^T, O^T = V^T·P^T: a cache of the queries' type, up to 32 rows
-//   transposed_fp8/  the same for a cache of e4m3, operands by way of registers; at 64 rows the consumers share tiles
+//   transposed_fp8/  the same for a cache of e4m3, V^T by way of registers; at 64 rows the consumers share tiles
 //                    (sparse_fp8/: for listed FP8 rows with scales)
 //   query_major/     S = Q·K^T, O = P·V: 64 rows of a cache of the queries' type, which fill WGMMA's M
 //

@@ -310,6 +310,7 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed_fp8 rows", "rows_arrival"): "in flight|inf/NaN elsewhere",
     ("transposed_fp8 rows", "rows_commit"): "deadlock",
     ("transposed_fp8_math rows", "probabilities_fence"): "inf/NaN elsewhere|cosine",
+    ("transposed_fp8_math rows", "rows_fence"): "inf/NaN elsewhere",
     ("transposed_fp8_math rows", "rows_arrival"): "in flight|inf/NaN elsewhere",
     ("transposed_fp8_math rows", "rows_commit"): "deadlock",
     ("transposed_fp8_math rows", "lent_commit"): "deadlock",

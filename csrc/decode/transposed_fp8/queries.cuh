@@ -1,5 +1,5 @@
-// The query rows of a piece beside an FP8 cache: read, scaled into the range of the products' type, and laid out in the
-// order in which matrix loads bring the columns of K.
+// The query rows of a piece beside an FP8 cache: read, scaled into the range of the products' type, and laid out as
+// the columns of K come: in the order of matrix loads where products are float16.
 #pragma once
 
 #include "decode/pieces.cuh"

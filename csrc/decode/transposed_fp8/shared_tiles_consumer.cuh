@@ -64,7 +64,7 @@ struct SharedTilesConsumer {
     const int group = softmax.group;
     // Wait for K, S^T: this warpgroup's columns.
     transposed::ScoreFragment<T> st;
-    compute_scores<T>(shared, at, group, st);
+    compute_scores<T>(shared, params, at, group, st);
 
     // Softmax.
     const int tile_end = (tile + 1) * kTileTokens;

@@ -1,5 +1,6 @@
-// Numbers and layouts for a cache of e4m3: both products take K and V from registers, where they arrive through matrix
-// loads that transpose V, and are float16 by then (every e4m3 value is one) or still e4m3.
+// Numbers and layouts for a cache of e4m3. float16 products take K and V from registers, where they arrive through matrix
+// loads that transpose V, and are float16 by then (every e4m3 value is one). e4m3 products take K as it lies in shared
+// memory, V from registers, since WGMMA transposes 16-bit numbers only.
 #pragma once
 
 #include <cutlass/float8.h>
@@ -77,6 +78,11 @@ struct Products : Tiles {
   static constexpr float kProbabilityShift = kFp8Math ? 8.0f : 7.0f;
   static constexpr float kLargestExponent = kFp8Math ? 8.8f : 15.0f;
 
+  // Sums of e4m3 products, of 64 columns of K each, under way at once.
+  static constexpr int kScoreSums = kRowTile <= 16 ? 8 : 2;
+  // Then a consumer's next S^T is begun before this tile's O^T, so that the tensor cores have it while V is converted.
+  static constexpr bool kScoresAhead = kFp8Math && kRowTile <= 16;
+
   // WGMMAs take kStepColumns of the contraction; a matrix load brings 32 of them to a thread.
   static constexpr int kStepColumns = kFp8Math ? 32 : 16;
   static constexpr int kStepsPerLoad = 32 / kStepColumns;
@@ -86,13 +92,21 @@ struct Products : Tiles {
   static constexpr int kFetches = kRowTile <= 16 ? 3 : 2;  // matrix loads on their way while one is converted
 
   static constexpr auto kMajorK = cute::GMMA::Major::K;
-  using ScoreMma = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<Math, Math, float, cute::Shape<cute::_64, cute::Int<kScoreColumns>, cute::_64>, kMajorK,
-                                 kMajorK>()));
+  using ScoreShape = cute::Shape<cute::_64, cute::Int<kScoreColumns>, cute::_64>;
+  using RegisterScoreMma =
+      decltype(cute::make_tiled_mma(cute::GMMA::rs_op_selector<Math, Math, float, ScoreShape, kMajorK, kMajorK>()));
+  using SharedScoreMma =
+      decltype(cute::make_tiled_mma(cute::GMMA::ss_op_selector<Math, Math, float, ScoreShape, kMajorK, kMajorK>()));
+  using ScoreMma = std::conditional_t<kFp8Math, SharedScoreMma, RegisterScoreMma>;
   using OutputMma = decltype(cute::make_tiled_mma(
       cute::GMMA::rs_op_selector<Math, Math, float, cute::Shape<cute::_64, cute::Int<kRowTile>, cute::_64>, kMajorK,
                                  kMajorK>()));
 
+  // K as it lies in shared memory, [tokens x 128 latent columns] and [tokens x 64 rope columns].
+  using LatentOperand = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<cutlass::float_e4m3_t>{},
+                                                   cute::Shape<cute::_64, cute::Int<kWideColumns>>{}));
+  using RopeOperand = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW64_Atom<cutlass::float_e4m3_t>{},
+                                                 cute::Shape<cute::_64, cute::Int<kRopeDim>>{}));
   // Q chunk [score columns x 64 columns] and P^T [rows x 64 tokens], both K-major for operand B.
   using Swizzle = std::conditional_t<kFp8Math, cute::GMMA::Layout_K_SW64_Atom<Math>, cute::GMMA::Layout_K_SW128_Atom<Math>>;
   using QueryOperand = decltype(cute::tile_to_shape(Swizzle{}, cute::Shape<cute::Int<kScoreColumns>, cute::_64>{}));
@@ -133,7 +147,7 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   using Base = Products<Math, transposed::AlternateTiles<kRowTile_>>;
   using Base::kRowTile, Base::kFp8Math, Base::kStageBytes, Base::kStagesPerTile, Base::kSliceBytes, Base::kMergeSlices;
   using SharedStorage = transposed::SharedMemory<Traits>;
-  using ScoreScales = std::conditional_t<kRowTile <= 16, HeldScales<Traits>, ReadScales<Traits>>;
+  using ScoreScales = std::conditional_t<kRowTile <= 16 && !Base::kScoresAhead, HeldScales<Traits>, ReadScales<Traits>>;
   using Consumer = transposed_fp8::Consumer<Traits>;
   static constexpr int kStages = kFp8Math || kRowTile <= 16 ? 5 : 4;
   static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
