@@ -1,5 +1,5 @@
-// A consumer warpgroup beside an FP8 cache, up to 32 rows: as transposed/consumer.cuh, but K and V come through
-// registers, and the consumers read the queries.
+// A consumer warpgroup beside an FP8 cache, up to 32 rows: as transposed/consumer.cuh, but V, and K where
+// products are float16, come through registers, and the consumers read the queries.
 #pragma once
 
 #include "decode/transposed/merge.cuh"
@@ -15,8 +15,6 @@ struct Consumer {
   const DecodeParams& params;
   transposed::Softmax<T>& softmax;
   transposed::OutputFragment<T>& ot;
-  SharedKeyProducts<T> ahead;  // of the next tile, where scores are begun ahead
-  uint32_t grants_taken = 0;   // in all pieces
 
   // The CTA's, worked out where it is wanted: a register that kept it through the products would be spilled.
   __device__ __forceinline__ static int row_group_of(const DecodeParams& params) {
@@ -31,6 +29,7 @@ struct Consumer {
     transposed::OutputFragment<T> ot;
     Consumer consumer{shared, params, softmax, ot};
     RingPosition<T::kStages> keys;
+    uint32_t grants_taken = 0;  // in all pieces
     int pieces = 0;
     char* const probabilities = shared.probabilities + 2 * group * T::kProbabilityBytes;
     PieceWalk walk(params, partition);
@@ -41,51 +40,26 @@ struct Consumer {
       load_queries<T>(shared, params, piece.request, row_group_of(params), params.scale_log2 * scales.kv * scales.q);
       softmax.reset();
       cute::clear(ot);
-      int i = group;
-      keys.advance(group * T::kStagesPerTile);
-      const auto consume = [&](auto begins) {
-        consumer.template consume_tile<begins>(piece, i, keys,
-                                                        probabilities + i / kConsumerGroups % 2 * T::kProbabilityBytes);
-        keys.advance(kConsumerGroups * T::kStagesPerTile);
-        i += kConsumerGroups;
-      };
-      if constexpr (T::kScoresAhead) {
-        if (i < piece.tiles()) {
-          consumer.begin_tile(keys);
-          while (i + kConsumerGroups < piece.tiles()) consume(cute::true_type{});
-          consume(cute::false_type{});
-        }
-      } else {
-        while (i < piece.tiles()) consume(cute::false_type{});
+      for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
+        if (i % kConsumerGroups != group) continue;
+        shared.granted[group].wait(grants_taken++);
+        const int mine = i / kConsumerGroups;
+        consumer.consume_tile(piece, piece.begin_tile + i, mine == 0, keys,
+                              probabilities + mine % 2 * T::kProbabilityBytes);
       }
-      keys = keys.behind((i - piece.tiles()) * T::kStagesPerTile);
-      shared.granted[group].wait(consumer.grants_taken++);
+      shared.granted[group].wait(grants_taken++);
       transposed::merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group_of(params)), softmax, ot);
       keys.advance(kConsumerGroups * T::kMergeStages);
     }
   }
 
-  // Wait for a tile's K and begin its S^T.
-  __device__ __forceinline__ void begin_tile(RingPosition<T::kStages> at) {
-    shared.granted[softmax.group].wait(grants_taken++);
-    wait_for_keys<T>(shared, params, at);
-    ahead.start(tile_of<T>(shared, at), query_of<T>(shared, softmax.group));
-  }
-
-  // The piece's i-th tile: wait for K, S^T, softmax, O^T, release.
-  // `kBegins`: the next of its own is begun on the way.
-  template <bool kBegins>
-  __device__ __forceinline__ void consume_tile(const Piece& piece, int i, RingPosition<T::kStages> at, char* probabilities) {
+  // One tile: wait for K, S^T, softmax, O^T, release. `first`: of this consumer's in the piece.
+  __device__ __forceinline__ void consume_tile(const Piece& piece, int tile, bool first, RingPosition<T::kStages> at,
+                                               char* probabilities) {
     const int group = softmax.group;
-    const int tile = piece.begin_tile + i;
     // Wait for K, S^T.
     transposed::ScoreFragment<T> st;
-    if constexpr (T::kScoresAhead) {
-      ahead.finish(tile_of<T>(shared, at), query_of<T>(shared, group), st);
-    } else {
-      shared.granted[group].wait(grants_taken++);
-      compute_scores<T>(shared, params, at, group, st);
-    }
+    compute_scores<T>(shared, params, at, group, st);
 
     // Softmax.
     const int tile_end = (tile + 1) * kTileTokens;
@@ -97,7 +71,7 @@ struct Consumer {
         transposed::zero_value_tail<T>(shared, at, piece, tile);
       }
     }
-    bool renew = i < kConsumerGroups;  // the first of this consumer's in the piece
+    bool renew = first;
     if (!renew) {
       const bool exceeds = softmax.exponentiate(st);
       softmax.store(probabilities);
@@ -113,7 +87,6 @@ struct Consumer {
     }
 
     // O^T, release.
-    if constexpr (kBegins) begin_tile(at.ahead(kConsumerGroups * T::kStagesPerTile));
     add_output<T>(shared, at, 0, probabilities, ot, [&] { softmax.accumulate(); });
   }
 };

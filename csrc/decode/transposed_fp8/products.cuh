@@ -153,87 +153,58 @@ struct LoadedProducts {
   }
 };
 
+// S^T = K·Q^T of one tile in e4m3, K as it lies in shared memory. Sums are of two steps, as above.
 template <class T>
-__device__ __forceinline__ const char* tile_of(const typename T::SharedStorage& shared, RingPosition<T::kStages> at) {
-  return shared.ring + at.stage * T::kStageBytes;
-}
-// The queries of a warpgroup's score columns.
-template <class T>
-__device__ __forceinline__ const char* query_of(const typename T::SharedStorage& shared, int group) {
-  return shared.query + T::first_column(group) * kChunkColumns * sizeof(typename T::Element);
-}
-
-// A tile of K as WGMMA reads it.
-template <class T>
-__device__ __forceinline__ void wait_for_keys(typename T::SharedStorage& shared, const DecodeParams& params,
-                                              RingPosition<T::kStages> at) {
-  shared.keys.wait(at);
-  // What cp.async wrote.
-  if (params.key_load == KeyLoad::kRows) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
-}
-
-// S^T = K·Q^T of one tile in e4m3, K as it lies in shared memory. Sums are of two steps, as above, kSums of them under way.
-template <class T>
-struct SharedKeyProducts {
-  static constexpr int kSums = T::kScoreSums;
-  using Fragment = decltype(cute::make_fragment_like(transposed::ScoreFragment<T>{}(cute::_, 0, 0)));
-  Fragment sums[kSums];
-
-  __device__ __forceinline__ void start(const char* tile, const char* query) {
+__device__ __forceinline__ void multiply_shared_keys(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
+  using namespace cute;
+  using Element = typename T::Element;
+  typename T::ScoreMma mma;
+  const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
+  decltype(make_fragment_like(st(_, 0, 0))) sums[T::kScoreSums];
+  const auto multiply_chunk = [&](int chunk, const auto& r_key, int first_step) {
+    auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(query + chunk * T::kQueryChunkBytes)),
+                               typename T::QueryOperand{});  // (score columns, 64 columns)
+    const auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
+    auto& sum = sums[chunk % T::kScoreSums];
+    warpgroup_fence_operand(sum);
+    warpgroup_arrive();
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
     CUTE_UNROLL
-    for (int chunk = 0; chunk < kSums; ++chunk) multiply_chunk(tile, query, chunk);
-  }
-
-  // Complete on return.
-  __device__ __forceinline__ void finish(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
-    if (T::kScoresAhead) cute::warpgroup_wait<0>();  // O^T was waited for since: they are done
-    cute::for_each(cute::make_seq<kChunks>{}, [&](auto chunk) {
-      constexpr int kBehind = cute::min(kSums, kChunks - chunk) - 1;
-      if (!T::kScoresAhead || chunk >= kSums) cute::warpgroup_wait<cute::min(7, kBehind)>();
-      take_over(chunk, st);
-      if (chunk + kSums < kChunks) multiply_chunk(tile, query, chunk + kSums);
-    });
-  }
-
- private:
-  __device__ __forceinline__ void take_over(int chunk, transposed::ScoreFragment<T>& st) {
-    auto& sum = sums[chunk % kSums];
-    cute::warpgroup_fence_operand(sum);
+    for (int step = 0; step < size<2>(r_query); ++step) {
+      gemm(mma, r_key(_, 0, first_step + step), r_query(_, 0, step), sum);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+    warpgroup_commit_batch();
+  };
+  const auto take_over = [&](int chunk) {
+    auto& sum = sums[chunk % T::kScoreSums];
+    warpgroup_fence_operand(sum);
     CUTE_UNROLL
-    for (int i = 0; i < cute::size(sum); ++i) st(i) = chunk == 0 ? sum(i) : st(i) + sum(i);
-  }
+    for (int i = 0; i < size(sum); ++i) st(i) = chunk == 0 ? sum(i) : st(i) + sum(i);
+  };
 
-  __device__ __forceinline__ void multiply_chunk(const char* tile, const char* query, int chunk) {
-    using namespace cute;
-    using Element = typename T::Element;
-    typename T::ScoreMma mma;
-    const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
-    const auto multiply = [&](auto&& s_key, int first_step) {
-      auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(query + chunk * T::kQueryChunkBytes)),
-                                 typename T::QueryOperand{});  // (score columns, 64 columns)
-      const auto r_key = slice.make_fragment_A(slice.partition_A(s_key));
-      const auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
-      auto& sum = sums[chunk % kSums];
-      warpgroup_fence_operand(sum);
-      warpgroup_arrive();
-      mma.accumulate_ = GMMA::ScaleOut::Zero;
-      CUTE_UNROLL
-      for (int step = 0; step < size<2>(r_query); ++step) {
-        gemm(mma, r_key(_, 0, first_step + step), r_query(_, 0, step), sum);
-        mma.accumulate_ = GMMA::ScaleOut::One;
-      }
-      warpgroup_commit_batch();
-    };
-    const auto operand = [&](int offset, auto layout) {
-      return make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(tile + offset)), layout);
-    };
+  constexpr int kMostWaiting = 7;  // that a wait can name
+  CUTE_UNROLL
+  for (int chunk = 0; chunk < kChunks; ++chunk) {
+    if (chunk >= T::kScoreSums) {
+      warpgroup_wait<cute::min(kMostWaiting, T::kScoreSums - 1)>();
+      take_over(chunk - T::kScoreSums);
+    }
     if (chunk < kValueChunks) {
-      multiply(operand(chunk / 2 * T::kWideBytes, typename T::LatentOperand{}), chunk % 2 * 2);
+      auto s_key = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(tile + chunk / 2 * T::kWideBytes)),
+                               typename T::LatentOperand{});
+      multiply_chunk(chunk, slice.make_fragment_A(slice.partition_A(s_key)), chunk % 2 * 2);
     } else {
-      multiply(operand(T::kWideChunks * T::kWideBytes, typename T::RopeOperand{}), 0);
+      auto s_key = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(tile + T::kWideChunks * T::kWideBytes)),
+                               typename T::RopeOperand{});
+      multiply_chunk(chunk, slice.make_fragment_A(slice.partition_A(s_key)), 0);
     }
   }
-};
+  for_each(make_seq<T::kScoreSums>{}, [&](auto i) {
+    warpgroup_wait<cute::min(kMostWaiting, T::kScoreSums - 1 - i)>();
+    take_over(kChunks - T::kScoreSums + i);
+  });
+}
 
 // The same in float16, K through registers.
 template <class T>
@@ -262,14 +233,15 @@ __device__ __forceinline__ void multiply_loaded_keys(const char* tile, const cha
 template <class T>
 __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, const DecodeParams& params,
                                                RingPosition<T::kStages> at, int group, transposed::ScoreFragment<T>& st) {
+  const char* query = shared.query + T::first_column(group) * kChunkColumns * sizeof(typename T::Element);
+  const char* tile = shared.ring + at.stage * T::kStageBytes;
+  shared.keys.wait(at);
   if constexpr (T::kFp8Math) {
-    SharedKeyProducts<T> products;
-    wait_for_keys<T>(shared, params, at);
-    products.start(tile_of<T>(shared, at), query_of<T>(shared, group));
-    products.finish(tile_of<T>(shared, at), query_of<T>(shared, group), st);
+    // What cp.async wrote, for WGMMA.
+    if (params.key_load == KeyLoad::kRows) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
+    multiply_shared_keys<T>(tile, query, st);
   } else {
-    shared.keys.wait(at);
-    multiply_loaded_keys<T>(tile_of<T>(shared, at), query_of<T>(shared, group), st);
+    multiply_loaded_keys<T>(tile, query, st);
   }
 }
 

@@ -66,6 +66,9 @@ struct Products : Tiles {
   static constexpr int kWideBytes = kTileTokens * kWideColumns;
   static constexpr int kStageBytes = sizeof(KeyStage);
   static_assert(kStageBytes == kTileTokens * kHeadDim);
+  // As WGMMA's descriptors have them: swizzled lines of two chunks, then rope's, from multiples of 1,024 on.
+  static_assert(kWideColumns == 2 * kChunkColumns && kChunks == kValueChunks + 1 && kRopeDim == kChunkColumns);
+  static_assert(offsetof(KeyStage, rope) == kWideChunks * kWideBytes && kWideBytes % 1024 == 0 && kStageBytes % 1024 == 0);
   static constexpr int kStagesPerTile = 1;
   static constexpr int kChunksPerStage = kWideChunks;
   static constexpr int kTileValueChunks = kWideChunks;
@@ -79,9 +82,7 @@ struct Products : Tiles {
   static constexpr float kLargestExponent = kFp8Math ? 8.8f : 15.0f;
 
   // Sums of e4m3 products, of 64 columns of K each, under way at once.
-  static constexpr int kScoreSums = kRowTile <= 16 ? 8 : 2;
-  // Then a consumer's next S^T is begun before this tile's O^T, so that the tensor cores have it while V is converted.
-  static constexpr bool kScoresAhead = kFp8Math && kRowTile <= 16;
+  static constexpr int kScoreSums = kRowTile <= 16 ? kChunks : 2;
 
   // WGMMAs take kStepColumns of the contraction; a matrix load brings 32 of them to a thread.
   static constexpr int kStepColumns = kFp8Math ? 32 : 16;
@@ -147,7 +148,7 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   using Base = Products<Math, transposed::AlternateTiles<kRowTile_>>;
   using Base::kRowTile, Base::kFp8Math, Base::kStageBytes, Base::kStagesPerTile, Base::kSliceBytes, Base::kMergeSlices;
   using SharedStorage = transposed::SharedMemory<Traits>;
-  using ScoreScales = std::conditional_t<kRowTile <= 16 && !Base::kScoresAhead, HeldScales<Traits>, ReadScales<Traits>>;
+  using ScoreScales = std::conditional_t<kRowTile <= 16, HeldScales<Traits>, ReadScales<Traits>>;
   using Consumer = transposed_fp8::Consumer<Traits>;
   static constexpr int kStages = kFp8Math || kRowTile <= 16 ? 5 : 4;
   static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
