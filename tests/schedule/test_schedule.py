@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from etap_backend import support
 from etap_backend._library import library
 from etap_backend.executor import pieces
-from etap_backend.schedule import CHEAP_SPLITS, BuiltSchedule, DecodeSchedule, decode_shape
+from etap_backend.schedule import CHEAP_SPLITS, BuiltSchedule, DecodeSchedule, decode_shape, few_tensor_cores
 
 CONSTANTS = library().constants()
 NAMES = ("piece_rows", "own_tolerance", "split_rows", "memory_rows", "many_split_rows", "fixed_tiles")
@@ -312,7 +312,25 @@ def test_one_long_request_goes_to_every_partition():
 def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
     """In groups of 64, and one group in the smallest tile that holds it."""
     kernel = "transposed_fp8" if fp8_cache else "query_major" if tile == 64 else "transposed"
-    assert decode_shape(rows, fp8_cache) == (kernel, tile, groups, tile * 513, 64)
+    assert decode_shape(rows, fp8_cache) == (kernel, tile, groups, tile * 513)
+
+
+@pytest.mark.parametrize("fp8_cache", [False, True])
+def test_on_few_tensor_cores_three_groups_of_16_rows_are_no_group_of_64(fp8_cache):
+    for rows in range(1, 130):
+        few, many = decode_shape(rows, fp8_cache, True), decode_shape(rows, fp8_cache)
+        in_three = ("transposed_fp8" if fp8_cache else "transposed", 16, 3, 16 * 513)
+        assert few == (in_three if 33 <= rows <= 48 else many)
+
+
+def test_the_workspace_serves_fewer_query_tokens_than_the_most():
+    for num_sms in (78, 132):
+        floats = [DecodeSchedule.workspace_floats(16, most, num_sms) for most in (1, 2, 3, 4)]
+        assert floats == sorted(floats), "two tokens' tile of 32 rows takes more than each of three tokens' of 16"
+        for s_q in (1, 2, 3, 4):
+            shape = decode_shape(16 * s_q, few_tensor_cores=few_tensor_cores(num_sms))
+            needed = 2 * (num_sms // shape.row_groups) * shape.row_groups * shape.piece_floats
+            assert needed <= floats[s_q - 1] <= floats[3]
 
 
 def test_no_rows_have_no_shape():
