@@ -33,10 +33,13 @@ struct DecodeShape {
   constexpr int64_t workspace_floats(int64_t partitions) const { return 2 * partitions * row_groups * piece_floats; }
 };
 
-// few_tensor_cores: the GPU has few for its memory, as an H20 has. There three groups of 16 rows, each of which reads the
-// cache, take less time than 64 rows of which 16 and more are padding.
+constexpr int64_t padded(int64_t rows, int32_t row_tile) { return (rows + row_tile - 1) / row_tile * row_tile; }
+
+// few_tensor_cores: the GPU has few for its memory, as an H20 has. There groups of 16 rows, each of which reads the cache,
+// take less time than groups of 64 with an eighth more of padding.
 constexpr int32_t row_tile_of(int64_t rows, bool few_tensor_cores) {
-  if (few_tensor_cores && rows > 32 && rows <= 48) return 16;
+  constexpr int32_t kSmallGroup = 16;
+  if (few_tensor_cores && rows > 32 && 8 * padded(rows, kSmallGroup) <= 7 * padded(rows, kMaxRowTile)) return kSmallGroup;
   int32_t row_tile = kMinRowTile;
   while (row_tile < kMaxRowTile && row_tile < rows) row_tile *= 2;
   return row_tile;
@@ -48,7 +51,7 @@ constexpr DecodeShape decode_shape(int64_t rows, bool fp8_cache, bool few_tensor
   const auto kernel = fp8_cache                 ? DecodeKernelKind::kTransposedFp8
                       : row_tile == kMaxRowTile ? DecodeKernelKind::kQueryMajor
                                                 : DecodeKernelKind::kTransposed;
-  return {kernel, row_tile, int32_t((rows + row_tile - 1) / row_tile), int64_t(row_tile) * (kLatentDim + 1)};
+  return {kernel, row_tile, int32_t(padded(rows, row_tile) / row_tile), int64_t(row_tile) * (kLatentDim + 1)};
 }
 
 // Of sparse attention, where the rows are a token's heads.
