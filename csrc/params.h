@@ -92,7 +92,7 @@ struct DecodeParams {
   int32_t heads;
   int32_t rows;        // s_q * heads
   int32_t row_tile;    // 8, 16, 32 or 64
-  int32_t row_groups;  // ceil(rows / group_rows)
+  int32_t row_groups;  // ceil(rows / row_tile)
   int32_t partitions;
   cutlass::FastDivmod parts_per_page = {};
   float scale_log2;  // softmax scale * log2(e)
@@ -107,7 +107,6 @@ struct DecodeParams {
   bool paired_dims;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
   // Sparse attention alone, where each query token is a request of its own and the work is divided by shapes alone: see
   // decode/even_split.h. No work_ranges, split_offsets and block_table there; seq_lens may be null: list_length each.
-  int32_t group_rows = kMaxRowTile;  // query rows of all row groups but the last
   int32_t list_length = 0;           // entries of a token's list of cache rows
   int32_t list_tiles = 0;            // that it takes; 0: the schedule divides the work
   int32_t partition_tiles = 0;       // that a partition decodes

@@ -21,6 +21,11 @@ CHEAP_SPLITS = 0
 """Rows by which splits are weighed on such a GPU: none."""
 
 
+def few_tensor_cores(num_sms: int) -> bool:
+    """Whether a GPU of so many multiprocessors has few tensor cores for its memory."""
+    return num_sms < MEMORY_SMS
+
+
 def _fill(*arguments) -> None:
     *buffers, partitions, fixed_pieces, split_rows = arguments
     if fixed_pieces:
@@ -44,27 +49,25 @@ class DecodeShape(NamedTuple):
     Attributes:
         kernel: "transposed", "transposed_fp8", "query_major" or "sparse_fp8".
         row_tile: rows that a CTA computes: 8, 16, 32 or 64.
-        row_groups: CTAs that share a piece of a request, each with other rows of it.
+        row_groups: CTAs that share a piece of a request, each with another row tile of it.
         piece_floats: what a CTA's partial result of one piece takes of the workspace.
-        group_rows: rows of all groups but the last.
     """
 
     kernel: str
     row_tile: int
     row_groups: int
     piece_floats: int
-    group_rows: int
 
 
 @functools.cache
-def decode_shape(rows: int, fp8_cache: bool = False) -> DecodeShape:
+def decode_shape(rows: int, fp8_cache: bool = False, few_tensor_cores: bool = False) -> DecodeShape:
     """Ask the library; raises ImportError where there is none, and ValueError for less than one row."""
-    return DecodeShape(*library().decode_shape(rows, fp8_cache))
+    return DecodeShape(*library().decode_shape(rows, fp8_cache, few_tensor_cores))
 
 
 def fixed_pieces(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
     """Most pieces of a request in a batch-invariant schedule: as many as fill the GPU, if max_batch times them fit."""
-    shape = decode_shape(num_heads * max_s_q)
+    shape = decode_shape(num_heads * max_s_q, few_tensor_cores=few_tensor_cores(num_sms))
     slot_bytes = 4 * shape.row_groups * shape.piece_floats
     return max(1, min(num_sms // shape.row_groups, BATCH_INVARIANT_BYTES // (2 * slot_bytes * max_batch)))
 
@@ -109,6 +112,7 @@ class BuiltSchedule(NamedTuple):
     Attributes:
         batch, s_q, num_heads: of the calls that it serves.
         partitions: parts of the work, each for one CTA (for as many as there are row groups).
+        few_tensor_cores: of the GPU that it was built for.
         work_ranges, split_offsets, workspace: the DecodeSchedule's.
     """
 
@@ -116,6 +120,7 @@ class BuiltSchedule(NamedTuple):
     s_q: int
     num_heads: int
     partitions: int
+    few_tensor_cores: bool
     work_ranges: Tensor
     split_offsets: Tensor
     workspace: Tensor | None
@@ -203,10 +208,15 @@ class DecodeSchedule:
         """
         num_heads, max_s_q = count("num_heads", num_heads), count("max_s_q", max_s_q)
         num_sms, max_batch = count("num_sms", num_sms), count("max_batch", max_batch)
-        shape = decode_shape(num_heads * max_s_q)
         pieces = fixed_pieces(max_batch, num_heads, max_s_q, num_sms) if batch_invariant else 0
-        ctas = max(num_sms, max_batch * pieces * shape.row_groups if pieces > 1 else 0)
-        return 2 * ctas * shape.piece_floats
+
+        def floats(s_q: int) -> int:
+            shape = decode_shape(num_heads * s_q, few_tensor_cores=few_tensor_cores(num_sms))
+            ctas = max(num_sms, max_batch * pieces * shape.row_groups if pieces > 1 else 0)
+            return 2 * ctas * shape.piece_floats
+
+        # More rows may lie in more and smaller groups.
+        return max(map(floats, range(1, max_s_q + 1)))
 
     def _check_workspace(self, workspace: Tensor) -> None:
         floats = self.max_workspace_floats
@@ -238,11 +248,12 @@ class DecodeSchedule:
             raise ValueError(f"seq_lens: wanted a tensor on {self.device}, got one on {seq_lens.device}")
         if (s_q := count("s_q", s_q)) > self.max_s_q:
             raise ValueError(f"s_q: wanted 1 to {self.max_s_q} (max_s_q), got {s_q}")
-        batch, shape = seq_lens.shape[0] if seq_lens.dim() else 0, decode_shape(s_q * self.num_heads)
+        batch, few = seq_lens.shape[0] if seq_lens.dim() else 0, few_tensor_cores(self.num_sms)
+        shape = decode_shape(s_q * self.num_heads, few_tensor_cores=few)
         partitions = max(1, self.num_sms // shape.row_groups)
         if self.fixed_pieces > 1:
             partitions = max(1, batch * self.fixed_pieces)
-        split_rows = shape.row_tile if self.num_sms >= MEMORY_SMS else CHEAP_SPLITS
+        split_rows = CHEAP_SPLITS if few else shape.row_tile
         buffers = (self.work_ranges, self.split_offsets)
         _build(seq_lens, (seq_lens, *buffers, partitions, self.fixed_pieces, split_rows))
-        return BuiltSchedule(batch, s_q, self.num_heads, partitions, *buffers, self.workspace)
+        return BuiltSchedule(batch, s_q, self.num_heads, partitions, few, *buffers, self.workspace)

@@ -32,6 +32,7 @@ struct DecodeCall {
   int64_t planned_s_q;
   int64_t planned_heads;
   int64_t partitions;
+  bool few_tensor_cores;  // of the GPU that it was built for
   bool fp8_math;
   double empty_lse;
 
@@ -40,7 +41,7 @@ struct DecodeCall {
   int64_t heads() const { return q.size(2); }
   bool fp8_cache() const { return same(kv_cache.dtype(), kE4M3); }
   CacheType cache_type() const { return {fp8_cache(), fp8_math}; }
-  DecodeShape shape() const { return decode_shape(s_q() * heads(), fp8_cache()); }
+  DecodeShape shape() const { return decode_shape(s_q() * heads(), fp8_cache(), few_tensor_cores); }
 };
 
 // What the types of queries, cache and result may be together.

@@ -183,7 +183,6 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .float16_out = false,
       .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor,
       .paired_dims = shape.kernel == DecodeKernelKind::kSparseFp8,
-      .group_rows = shape.group_rows,
       .list_length = int32_t(std::min<int64_t>(call.indices.size(1), INT32_MAX)),
       .list_tiles = int32_t(call.list_tiles()),
       .partition_tiles = int32_t(call.partition_tiles()),

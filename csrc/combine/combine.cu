@@ -124,7 +124,7 @@ struct Block {
     const unsigned rows = blockIdx.x * kTasks / (kSliceWarps * kSlices);
     const unsigned group = rows / blocks_per_group;
     const unsigned row_block = rows % blocks_per_group;
-    first_row = anew(group * (kEven ? params.group_rows : kMaxRowTile) + row_block * 8);
+    first_row = anew(group * params.row_tile + row_block * 8);
     first_dim = anew(slice * 64 + quarter * 16);
     slice_stride = anew(blocks_per_group * kBlockVectors);
     const unsigned vectors = ((group * kSlices + slice) * blocks_per_group + row_block) * kBlockVectors;

@@ -20,16 +20,16 @@ struct Destination {
   bool float16_out;
 
   __device__ __forceinline__ Destination(const DecodeParams& params, const Piece& piece, int row_group) {
-    const int64_t row = int64_t(piece.request) * params.rows + row_group * T::kGroupRows;
+    const int64_t row = int64_t(piece.request) * params.rows + row_group * T::kRowTile;
     const int64_t partial_row = (int64_t(piece.slot) * params.row_groups + row_group) * T::kRowTile;
     const bool whole = piece.slot < 0;
     out = whole ? static_cast<uint16_t*>(params.out) + row * kLatentDim : nullptr;
     lse = params.lse + row;
     empty_lse = params.empty_lse;
-    sinks = whole && T::kGathered && params.sinks != nullptr ? params.sinks + row_group * T::kGroupRows : nullptr;
+    sinks = whole && T::kGathered && params.sinks != nullptr ? params.sinks + row_group * T::kRowTile : nullptr;
     partial_out = reinterpret_cast<float4*>(params.partial_out + partial_row * kLatentDim);
     partial_lse = params.partial_lse + partial_row;
-    rows = min(params.rows - row_group * T::kGroupRows, T::kRowTile);
+    rows = min(params.rows - row_group * T::kRowTile, T::kRowTile);
     float16_out = params.float16_out;
   }
 

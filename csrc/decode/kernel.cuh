@@ -6,7 +6,7 @@
 //   query_major/     S = Q·K^T, O = P·V: 64 rows of a cache of the queries' type, which fill WGMMA's M
 //
 // Grid             CTAs: partitions x row groups, those of a partition neighbours. One CTA decodes the pieces of its
-//                  partition's work range for its row group (of kMaxRowTile rows), one after the other. One CTA an SM.
+//                  partition's work range for its row group (a row tile of the rows), one after the other. One CTA an SM.
 //                  Where the pieces of a request are a cluster (kClustered), a row group's are neighbours.
 //
 // Glossary         tile: 64 tokens   piece: a run of tiles of one request   row: (query token, head), packed

@@ -15,8 +15,8 @@ namespace etap {
 template <class T>
 __device__ __forceinline__ void copy_queries(typename T::SharedStorage& shared, const DecodeParams& params,
                                              const QueryMaps& maps, int partition, int row_group) {
-  const int token = row_group * kMaxRowTile / params.heads;
-  const int head = row_group * kMaxRowTile - token * params.heads;
+  const int token = row_group * T::kRowTile / params.heads;
+  const int head = row_group * T::kRowTile - token * params.heads;
   RingPosition<1> at;
   for (PieceWalk walk(params, partition); !walk.done(); walk.skip(), at.advance(1)) {
     shared.queries.acquire(at);
@@ -45,8 +45,8 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
   constexpr int kLatentUnits = kLatentDim / kUnitElements;
   const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x % kGroupThreads / kWarpSize - 1;
-  const int first_token = (row_group * kMaxRowTile + warp) / params.heads;
-  const int first_head = row_group * kMaxRowTile + warp - first_token * params.heads;
+  const int first_token = (row_group * T::kRowTile + warp) / params.heads;
+  const int first_head = row_group * T::kRowTile + warp - first_token * params.heads;
   RingPosition<1> at;
   PieceWalk walk(params, partition);
   while (!walk.done()) {

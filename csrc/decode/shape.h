@@ -25,8 +25,7 @@ constexpr const char* name_of(DecodeKernelKind kind) {
 struct DecodeShape {
   DecodeKernelKind kernel;
   int32_t row_tile;      // query rows that a CTA computes
-  int32_t row_groups;    // CTAs that share a piece, each with other rows of it
-  int32_t group_rows;    // of all groups but the last
+  int32_t row_groups;    // CTAs that share a piece, each with another row tile of it
   int64_t piece_floats;  // a CTA's partial result of one piece: output rows and log-sum-exps
 
   // A partition begins in one request and ends in another: it holds at most two pieces of split ones.
@@ -34,24 +33,30 @@ struct DecodeShape {
   constexpr int64_t workspace_floats(int64_t partitions) const { return 2 * partitions * row_groups * piece_floats; }
 };
 
-constexpr DecodeShape decode_shape(DecodeKernelKind kernel, int64_t rows, int32_t row_tile, int32_t group_rows) {
-  const auto groups = int32_t((rows + group_rows - 1) / group_rows);
-  return {kernel, row_tile, groups, group_rows, int64_t(row_tile) * (kLatentDim + 1)};
+constexpr int64_t padded(int64_t rows, int32_t row_tile) { return (rows + row_tile - 1) / row_tile * row_tile; }
+
+// few_tensor_cores: the GPU has few for its memory, as an H20 has. There groups of 16 rows, each of which reads the cache,
+// take less time than groups of 64 with an eighth more of padding.
+constexpr int32_t row_tile_of(int64_t rows, bool few_tensor_cores) {
+  constexpr int32_t kSmallGroup = 16;
+  if (few_tensor_cores && rows > 32 && 8 * padded(rows, kSmallGroup) <= 7 * padded(rows, kMaxRowTile)) return kSmallGroup;
+  int32_t row_tile = kMinRowTile;
+  while (row_tile < kMaxRowTile && row_tile < rows) row_tile *= 2;
+  return row_tile;
 }
 
 // rows: query tokens * heads.
-constexpr DecodeShape decode_shape(int64_t rows, bool fp8_cache) {
-  int32_t row_tile = kMinRowTile;
-  while (row_tile < kMaxRowTile && row_tile < rows) row_tile *= 2;
+constexpr DecodeShape decode_shape(int64_t rows, bool fp8_cache, bool few_tensor_cores) {
+  const int32_t row_tile = row_tile_of(rows, few_tensor_cores);
   const auto kernel = fp8_cache                 ? DecodeKernelKind::kTransposedFp8
                       : row_tile == kMaxRowTile ? DecodeKernelKind::kQueryMajor
                                                 : DecodeKernelKind::kTransposed;
-  return decode_shape(kernel, rows, row_tile, kMaxRowTile);
+  return {kernel, row_tile, int32_t(padded(rows, row_tile) / row_tile), int64_t(row_tile) * (kLatentDim + 1)};
 }
 
 // Of sparse attention, where the rows are a token's heads.
 constexpr DecodeShape sparse_shape(int64_t heads, bool fp8_cache) {
-  DecodeShape shape = decode_shape(heads, false);
+  DecodeShape shape = decode_shape(heads, false, false);
   if (fp8_cache) shape.kernel = DecodeKernelKind::kSparseFp8;
   return shape;
 }

@@ -76,7 +76,7 @@ constexpr bool are_traits() {
   static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
   // Consumer::run(shared, params, partition, row group, warpgroup) decodes the partition.
   static_assert(sizeof(typename T::Consumer) > 0);
-  static_assert(T::kRowTile % 8 == 0 && T::kRowTile <= T::kGroupRows);  // query rows of a CTA, and of all but the last group
+  static_assert(T::kRowTile % 8 == 0 && T::kRowTile <= kMaxRowTile);  // query rows of a CTA
   static_assert(T::kProducerRegisters <= T::kConsumerRegisters);      // of a thread
   static_assert(is_flag(T::kFitsLaunchRegisters));                    // consumers need no more than the launch gives
   static_assert(is_flag(T::kFp8Cache));                               // e4m3: consumers load the queries

@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, plan, renamed
 from etap_backend.ops import mla_decode
-from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape, sms_of
+from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape, few_tensor_cores, sms_of
 from etap_backend.support import (
     FP8,
     LATENT_DIM,
@@ -653,9 +653,9 @@ def _check_places(call: Call, starts: Tensor) -> None:
 
 def _padding_pays(q: Tensor, k_cache: Tensor, batch: int, longest: int) -> bool:
     """Whether requests padded to one length read their contexts less often than their tokens one by one."""
-    fp8, (tokens, heads) = k_cache.dtype == FP8, q.shape[:2]
-    padded = batch * decode_shape(longest * heads, fp8).row_groups
-    return padded <= tokens * decode_shape(heads, fp8).row_groups
+    fp8, few, (tokens, heads) = k_cache.dtype == FP8, few_tensor_cores(sms_of(q.device)), q.shape[:2]
+    padded = batch * decode_shape(longest * heads, fp8, few).row_groups
+    return padded <= tokens * decode_shape(heads, fp8, few).row_groups
 
 
 def _padded(call: Call, starts: Tensor, longest: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -765,10 +765,12 @@ def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedul
     if not _is_ours(metadata):
         return _own_plan(call, lengths, batch, rows)
     sms = sms_of(lengths.device)
-    partitions = max(1, sms // decode_shape(rows).row_groups)
+    few = few_tensor_cores(sms)
+    partitions = max(1, sms // decode_shape(rows, few_tensor_cores=few).row_groups)
     shape = (partitions + batch + 1, WORK_RANGE_FIELDS)
     if metadata.shape != shape:
         wanted = f"what get_scheduler_metadata returned for {batch} requests of {rows} query rows, {list(shape)}"
         raise ValueError(f"scheduler_metadata: wanted {wanted}, got {list(metadata.shape)}")
     workspace = lengths.new_empty(DecodeSchedule.workspace_floats(rows, 1, sms), dtype=torch.float32)
-    return BuiltSchedule(batch, 1, rows, partitions, metadata[:partitions], metadata[partitions:].flatten(), workspace)
+    ranges, offsets = metadata[:partitions], metadata[partitions:].flatten()
+    return BuiltSchedule(batch, 1, rows, partitions, few, ranges, offsets, workspace)

@@ -18,7 +18,7 @@ from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, plan, renamed
 from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
-from etap_backend.schedule import BuiltSchedule, DecodeSchedule, count, decode_shape
+from etap_backend.schedule import BuiltSchedule, count, decode_shape, few_tensor_cores, sms_of
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
 from etap_backend.support import (
     HEAD_DIM,
@@ -455,11 +455,11 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: Fla
         work_ranges, split_offsets = built.work_ranges, built.split_offsets
     else:
         _check_plan(work_ranges, split_offsets, config.b)
-    partitions = work_ranges.shape[0]
+    partitions, few = work_ranges.shape[0], few_tensor_cores(sms_of(q.device))
     if workspace is None:
-        ctas = partitions * decode_shape(rows).row_groups
-        workspace = q.new_empty(DecodeSchedule.workspace_floats(rows, 1, ctas), dtype=torch.float32)
-    return BuiltSchedule(config.b, tokens, rows // tokens, partitions, work_ranges, split_offsets, workspace)
+        shape = decode_shape(rows, few_tensor_cores=few)
+        workspace = q.new_empty(2 * partitions * shape.row_groups * shape.piece_floats, dtype=torch.float32)
+    return BuiltSchedule(config.b, tokens, rows // tokens, partitions, few, work_ranges, split_offsets, workspace)
 
 
 def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Tensor | None, ...]:

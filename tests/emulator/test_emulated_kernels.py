@@ -22,6 +22,7 @@ from etap_backend import DecodeSchedule
 from etap_backend._library import library
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, Problem, Runner, build
 from etap_backend.lab.checks.compare import Truth, problems_with, truth
+from etap_backend.schedule import decode_shape, few_tensor_cores
 
 pytestmark = kernels.NEEDS_COMPILER
 
@@ -105,6 +106,16 @@ def test_requests_of_many_and_of_few_splits():
 def test_decode_from_an_fp8_cache(dtype, q_scale, heads, s_q, num_sms, fp8_math):
     types = dict(dtype=dtype, kv_dtype="fp8", q_scale=q_scale, kv_scale=0.03, fp8_math=fp8_math)
     verify(Case(LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, **types), seed=num_sms)
+
+
+# As on an H20, in tiles of 16 rows: those of a token each, or of tokens that begin in one and end in another.
+@pytest.mark.parametrize("page_size", [1, 64])
+@pytest.mark.parametrize("heads, s_q, num_sms", [(16, 3, 7), (12, 3, 4), (40, 1, 3), (16, 5, 5)])
+@pytest.mark.parametrize("kind", CACHES)
+def test_groups_of_16_rows(kind, heads, s_q, num_sms, page_size):
+    case = Case((0, 1, 65, 300, 2), heads=heads, s_q=s_q, num_sms=num_sms, page_size=page_size, **CACHES[kind])
+    assert decode_shape(heads * s_q, few_tensor_cores=few_tensor_cores(num_sms)).row_tile == 16
+    verify(case, seed=num_sms)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])

@@ -26,7 +26,7 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
         *(q, problem.call_q_rope, *(caches or (problem.call_kv_cache, problem.rope_cache))),
         *(problem.q_scale, problem.kv_scale, problem.block_table[:batch], problem.seq_lens[:batch]),
         *(planned.work_ranges, planned.split_offsets, planned.workspace, out, lse),
-        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, case.fp8_math, -math.inf),
+        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, planned.few_tensor_cores, case.fp8_math, -math.inf),
     )
 
 
@@ -133,7 +133,7 @@ def sparse_launches(case: SparseCase) -> list:
 def test_the_heads_name_the_sparse_kernel(heads, row_tile):
     for fp8 in (False, True):
         shape = sparse_decode_shape(heads, fp8)
-        assert shape.row_tile == row_tile and shape.row_groups == -(-heads // shape.group_rows)
+        assert shape.row_tile == row_tile and shape.row_groups == -(-heads // shape.row_tile)
         num_sms = 6 * shape.row_groups  # partitions of six tiles, which are no whole fraction of a token
         decode, combine = sparse_launches(SparseCase(1, heads, 2048, "fp8" if fp8 else "bf16", num_sms=num_sms))
         partition_tiles = library().sparse_partition_tiles(1, 2048, 6)

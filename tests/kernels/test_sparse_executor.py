@@ -112,7 +112,7 @@ def test_an_fp8_row_is_not_multiplied_out(scales, p_dtype):
 def test_the_workspace_is_two_partial_results_a_cta():
     for heads, fp8 in ((1, True), (16, True), (16, False), (64, False), (128, True)):
         shape = sparse_decode_shape(heads, fp8)
-        assert shape.row_groups * shape.group_rows >= heads and shape.piece_floats >= shape.row_tile * 513
+        assert shape.row_groups * shape.row_tile >= heads and shape.piece_floats >= shape.row_tile * 513
         floats = sparse_workspace_floats(heads, fp8, 132)
         assert floats == 2 * (132 // shape.row_groups) * shape.row_groups * shape.piece_floats
         assert floats >= 2 * (132 // shape.row_groups) * heads * 513

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from etap_backend import support
 from etap_backend._library import library
 from etap_backend.executor import pieces
-from etap_backend.schedule import CHEAP_SPLITS, BuiltSchedule, DecodeSchedule, decode_shape
+from etap_backend.schedule import CHEAP_SPLITS, BuiltSchedule, DecodeSchedule, decode_shape, few_tensor_cores
 
 CONSTANTS = library().constants()
 NAMES = ("piece_rows", "own_tolerance", "split_rows", "memory_rows", "many_split_rows", "fixed_tiles")
@@ -312,7 +312,26 @@ def test_one_long_request_goes_to_every_partition():
 def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
     """In groups of 64, and one group in the smallest tile that holds it."""
     kernel = "transposed_fp8" if fp8_cache else "query_major" if tile == 64 else "transposed"
-    assert decode_shape(rows, fp8_cache) == (kernel, tile, groups, tile * 513, 64)
+    assert decode_shape(rows, fp8_cache) == (kernel, tile, groups, tile * 513)
+
+
+@pytest.mark.parametrize("fp8_cache", [False, True])
+def test_on_few_tensor_cores_rows_that_leave_padding_go_in_groups_of_16(fp8_cache):
+    for rows in range(1, 400):
+        groups, whole = -(-rows // 16), -(-rows // 64)
+        small = ("transposed_fp8" if fp8_cache else "transposed", 16, groups, 16 * 513)
+        padded = rows > 32 and groups / (4 * whole) <= 7 / 8
+        assert decode_shape(rows, fp8_cache, True) == (small if padded else decode_shape(rows, fp8_cache))
+
+
+def test_the_workspace_serves_fewer_query_tokens_than_the_most():
+    for num_sms in (78, 132):
+        floats = [DecodeSchedule.workspace_floats(16, most, num_sms) for most in (1, 2, 3, 4)]
+        assert floats == sorted(floats), "two tokens' tile of 32 rows takes more than each of three tokens' of 16"
+        for s_q in (1, 2, 3, 4):
+            shape = decode_shape(16 * s_q, few_tensor_cores=few_tensor_cores(num_sms))
+            needed = 2 * (num_sms // shape.row_groups) * shape.row_groups * shape.piece_floats
+            assert needed <= floats[s_q - 1] <= floats[3]
 
 
 def test_no_rows_have_no_shape():

@@ -35,7 +35,6 @@ struct Traits {
   using Consumer = query_major::Consumer<Traits>;
   using Walk = PieceWalk;
   static constexpr int kRowTile = 64;
-  static constexpr int kGroupRows = kMaxRowTile;
   static constexpr bool kFp8Cache = false;
   static constexpr bool kGathered = false;
   static constexpr bool kClustered = false;

@@ -25,7 +25,7 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
   CUTE_UNROLL
   for (int first = 0; first < T::kRowTile; first += kConsumerWarps) {
     const int row = first + warp;
-    const int head = row_group * T::kGroupRows + row;
+    const int head = row_group * T::kRowTile + row;
     const bool exists = head < params.heads;  // rows of the tile behind the last one are zeros
     const bool has_rope = exists && params.q_rope != nullptr;
     const Element* latent = exists ? q + head * params.q_stride_head : q;

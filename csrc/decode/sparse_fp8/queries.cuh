@@ -57,7 +57,7 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
     CUTE_UNROLL
     for (int i = 0; i < kRowsAtOnce; ++i) {
       // Rows of the tile behind the last one repeat it.
-      const int head = min(row_group * T::kGroupRows + first + i * kConsumerWarps + warp, params.heads - 1);
+      const int head = min(row_group * T::kRowTile + first + i * kConsumerWarps + warp, params.heads - 1);
       const auto* from = reinterpret_cast<const uint4*>(q + head * params.q_stride_head);
       CUTE_UNROLL
       for (int u = 0; u < kLatentUnits; ++u) raw[i][u] = from[u * kWarpSize];

@@ -101,7 +101,6 @@ struct Traits : Products<transposed::AlternateTiles<kRowTile_>, kClustered> {
   static_assert(kRowTile <= 32);
   using SharedStorage = SharedMemory<Traits>;
   using Consumer = sparse_fp8::Consumer<Traits>;
-  static constexpr int kGroupRows = 32;  // more share tiles
   static constexpr bool kFitsLaunchRegisters = kRowTile < 16;
   static constexpr int kProducerRegisters = 40;
   static constexpr int kConsumerRegisters = 232;

@@ -84,7 +84,7 @@ __device__ __forceinline__ void sum_parts(typename T::SharedStorage& shared, con
     Totals totals;
     Sum sums[kTasks];
     flight.add_to(totals, sums);
-    const int first_row = row_group * T::kGroupRows + block * 8;
+    const int first_row = row_group * T::kRowTile + block * 8;
     CUTE_UNROLL
     for (int t = 0; t < kTasks; ++t) {
       write_rows<cutlass::bfloat16_t, false, true>(params, sums[t], totals, request, first_row,

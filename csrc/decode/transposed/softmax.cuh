@@ -166,7 +166,7 @@ __device__ __forceinline__ void mask_scores(const DecodeParams& params, const Pi
                                             int group, ScoreFragment<T>& st) {
   const int thread = threadIdx.x % kGroupThreads;
   const int token = tile * kTileTokens + thread / kWarpSize * 16 + thread % kWarpSize / 4;
-  const int first_row = row_group * kMaxRowTile + T::first_column(group);
+  const int first_row = row_group * T::kRowTile + T::first_column(group);
   CUTE_UNROLL
   for (int i = 0; i < Softmax<T>::kColumns; ++i) {
     const int query_token = min((first_row + fragment_column(i / 2, i % 2)) / params.heads, params.s_q - 1);

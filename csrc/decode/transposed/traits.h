@@ -37,7 +37,6 @@ struct ColumnSums {
 template <int kRowTile_>
 struct AlternateTiles {
   static constexpr int kRowTile = kRowTile_;
-  static constexpr int kGroupRows = kMaxRowTile;
   static constexpr bool kGrantsTiles = true;
   static constexpr bool kFitsLaunchRegisters = true;
   static constexpr int kStageReleases = kWarpsPerGroup;

@@ -99,7 +99,7 @@ __device__ __forceinline__ void load_query_rows(typename T::SharedStorage& share
     QueryUnit units[kRowsAtOnce][kLaneUnits];
     CUTE_UNROLL
     for (int i = 0; i < kRowsAtOnce; ++i) {
-      const int row = row_group * kMaxRowTile + first + i * kConsumerWarps;
+      const int row = row_group * T::kRowTile + first + i * kConsumerWarps;
       const int token = row / params.heads;
       const int head = row - token * params.heads;
       CUTE_UNROLL

@@ -9,7 +9,6 @@ namespace etap::transposed_fp8 {
 
 struct SharedTiles {
   static constexpr int kRowTile = 64;
-  static constexpr int kGroupRows = kMaxRowTile;
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
   static constexpr bool kFitsLaunchRegisters = true;
