@@ -36,10 +36,11 @@ struct DecodeShape {
 constexpr int64_t padded(int64_t rows, int32_t row_tile) { return (rows + row_tile - 1) / row_tile * row_tile; }
 
 // few_tensor_cores: the GPU has few for its memory, as an H20 has. There groups of 16 rows, each of which reads the cache,
-// take less time than groups of 64 with an eighth more of padding.
+// take less time than groups of 64 with an eighth more of padding. Of more groups some CTAs would have no part.
 constexpr int32_t row_tile_of(int64_t rows, bool few_tensor_cores) {
-  constexpr int32_t kSmallGroup = 16;
-  if (few_tensor_cores && rows > 32 && 8 * padded(rows, kSmallGroup) <= 7 * padded(rows, kMaxRowTile)) return kSmallGroup;
+  constexpr int32_t kSmallGroup = 16, kMostGroups = 7;
+  const bool less_padding = 8 * padded(rows, kSmallGroup) <= 7 * padded(rows, kMaxRowTile);
+  if (few_tensor_cores && rows > 32 && rows <= kMostGroups * kSmallGroup && less_padding) return kSmallGroup;
   int32_t row_tile = kMinRowTile;
   while (row_tile < kMaxRowTile && row_tile < rows) row_tile *= 2;
   return row_tile;

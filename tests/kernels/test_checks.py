@@ -100,7 +100,7 @@ def as_the_library_takes_it(device: str, **spoiled) -> list:
     names = (
         "q q_rope kv_cache rope_cache q_scale kv_scale block_table seq_lens work_ranges split_offsets workspace out lse"
     )
-    names += " softmax_scale batch s_q num_heads partitions fp8_math empty_lse"
+    names += " softmax_scale batch s_q num_heads partitions few_tensor_cores fp8_math empty_lse"
     return [{**call, **spoiled}[name] for name in names.split()]
 
 

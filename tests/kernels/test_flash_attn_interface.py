@@ -335,7 +335,7 @@ FIRSTS = {"one token each": (1,) * 6, "ragged": (2, 1, 4, 3, 1, 2), "equal": 2}
 @pytest.mark.parametrize("name", FIRSTS)
 def test_with_one_split_bits_do_not_depend_on_the_batch(device, name, planned):
     """As vLLM and SGLang ask for batch invariance."""
-    counts, lengths = FIRSTS[name], {"cpu": (2000, *[65] * 5), "cuda": (5000, *[2000] * 5)}[device]
+    counts, lengths = FIRSTS[name], {"cpu": (2000, *[65] * 5), "cuda": (5000, *[20_000] * 5)}[device]
     problem = problem_of(lengths, counts, device=device)
     own = 1 if name == "equal" else counts[0]
 
