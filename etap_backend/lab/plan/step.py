@@ -80,7 +80,7 @@ def query_rows(model: Model, on: Deployment) -> int:
 
 
 def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = False) -> Attention:
-    """Our kernels: rows rounded up to 8, 16, 32 or 64, in groups that each read the cache; the library says how.
+    """Our kernels: rows rounded up to row tiles, in groups that each read the cache; the library says how.
 
     It reads an FP8 cache as such and multiplies it as float16, or with `fp8_math` as it is.
     """
