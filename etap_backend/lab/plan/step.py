@@ -80,14 +80,15 @@ def query_rows(model: Model, on: Deployment) -> int:
 
 
 def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = False) -> Attention:
-    """Our kernels: rows rounded up to row tiles, in groups that each read the cache; the library says how.
+    """Our kernels: rows rounded up to row tiles, of which each further 64 read the cache again; the library says how.
 
     It reads an FP8 cache as such and multiplies it as float16, or with `fp8_math` as it is.
     """
     shape = decode_shape(query_rows(model, on), on.cache == "fp8", few_tensor_cores(int(gpu.sms.value)))
     rows = shape.row_groups * shape.row_tile
     call = gpu.etap_fp8_math if fp8_math and gpu.etap_fp8_math else gpu.etap
-    return _attention(model, gpu, on, rows, shape.row_groups, call, fp8_math=fp8_math)
+    # Groups of fewer rows find in the L2 cache what the first of them has read.
+    return _attention(model, gpu, on, rows, -(-rows // PADDED_ROWS), call, fp8_math=fp8_math)
 
 
 def padded_attention(model: Model, gpu: Gpu, on: Deployment, call: Call | None = None) -> Attention:
