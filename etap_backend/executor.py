@@ -244,7 +244,7 @@ def decode(
     s_q: int,
     heads: int,
     partitions: int,
-    few_tensor_cores: bool,  # decides how rows are shaped, which plays no part here
+    num_sms: int,  # decides how rows are shaped, which plays no part here
     fp8_math: bool,
     empty_lse: float,
 ) -> None:

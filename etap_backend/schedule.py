@@ -15,15 +15,6 @@ BATCH_INVARIANT_BYTES = 60 * 2**20
 """Workspace that a batch-invariant schedule may take to split requests; without splits it needs none of it."""
 CPU_SMS = 8
 """Partitions that a schedule on the CPU plans for: enough to split requests, small enough to follow by hand."""
-MEMORY_SMS = 100
-"""A Hopper GPU with fewer (an H20 has 78, an H100 at least 114) has few tensor cores for its memory."""
-CHEAP_SPLITS = 0
-"""Rows by which splits are weighed on such a GPU: none."""
-
-
-def few_tensor_cores(num_sms: int) -> bool:
-    """Whether a GPU of so many multiprocessors has few tensor cores for its memory."""
-    return num_sms < MEMORY_SMS
 
 
 def _fill(*arguments) -> None:
@@ -51,25 +42,35 @@ class DecodeShape(NamedTuple):
         row_tile: rows that a CTA computes: 8, 16, 32 or 64.
         row_groups: CTAs that share a piece of a request, each with another row tile of it.
         piece_floats: what a CTA's partial result of one piece takes of the workspace.
+        split_rows: what a schedule weighs a split by; sparse calls have none.
     """
 
     kernel: str
     row_tile: int
     row_groups: int
     piece_floats: int
+    split_rows: int
+
+    def partitions(self, num_sms: int) -> int:
+        """Parts that the work is divided into, each for one CTA (for as many as there are row groups)."""
+        return max(1, num_sms // self.row_groups)
+
+    def workspace_floats(self, partitions: int) -> int:
+        """A partition begins in one request and ends in another: it holds at most two pieces of split ones."""
+        return 2 * partitions * self.row_groups * self.piece_floats
 
 
 @functools.cache
-def decode_shape(rows: int, fp8_cache: bool = False, few_tensor_cores: bool = False) -> DecodeShape:
-    """Ask the library; raises ImportError where there is none, and ValueError for less than one row."""
-    return DecodeShape(*library().decode_shape(rows, fp8_cache, few_tensor_cores))
+def decode_shape(rows: int, num_sms: int, fp8_cache: bool = False) -> DecodeShape:
+    """Ask the library; raises ImportError where there is none, ValueError for a count below 1."""
+    return DecodeShape(*library().decode_shape(rows, num_sms, fp8_cache))
 
 
 def fixed_pieces(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
     """Most pieces of a request in a batch-invariant schedule: as many as fill the GPU, if max_batch times them fit."""
-    shape = decode_shape(num_heads * max_s_q, few_tensor_cores=few_tensor_cores(num_sms))
-    slot_bytes = 4 * shape.row_groups * shape.piece_floats
-    return max(1, min(num_sms // shape.row_groups, BATCH_INVARIANT_BYTES // (2 * slot_bytes * max_batch)))
+    shape = decode_shape(num_heads * max_s_q, num_sms)
+    most = BATCH_INVARIANT_BYTES // (4 * shape.workspace_floats(max_batch))
+    return max(1, min(shape.partitions(num_sms), most))
 
 
 def count(name: str, value: int) -> int:
@@ -112,7 +113,7 @@ class BuiltSchedule(NamedTuple):
     Attributes:
         batch, s_q, num_heads: of the calls that it serves.
         partitions: parts of the work, each for one CTA (for as many as there are row groups).
-        few_tensor_cores: of the GPU that it was built for.
+        num_sms: CTAs that the work was divided for.
         work_ranges, split_offsets, workspace: the DecodeSchedule's.
     """
 
@@ -120,7 +121,7 @@ class BuiltSchedule(NamedTuple):
     s_q: int
     num_heads: int
     partitions: int
-    few_tensor_cores: bool
+    num_sms: int
     work_ranges: Tensor
     split_offsets: Tensor
     workspace: Tensor | None
@@ -211,9 +212,8 @@ class DecodeSchedule:
         pieces = fixed_pieces(max_batch, num_heads, max_s_q, num_sms) if batch_invariant else 0
 
         def floats(s_q: int) -> int:
-            shape = decode_shape(num_heads * s_q, few_tensor_cores=few_tensor_cores(num_sms))
-            ctas = max(num_sms, max_batch * pieces * shape.row_groups if pieces > 1 else 0)
-            return 2 * ctas * shape.piece_floats
+            shape = decode_shape(num_heads * s_q, num_sms)
+            return shape.workspace_floats(max(shape.partitions(num_sms), max_batch * pieces if pieces > 1 else 0))
 
         # More rows may lie in more and smaller groups.
         return max(map(floats, range(1, max_s_q + 1)))
@@ -248,12 +248,9 @@ class DecodeSchedule:
             raise ValueError(f"seq_lens: wanted a tensor on {self.device}, got one on {seq_lens.device}")
         if (s_q := count("s_q", s_q)) > self.max_s_q:
             raise ValueError(f"s_q: wanted 1 to {self.max_s_q} (max_s_q), got {s_q}")
-        batch, few = seq_lens.shape[0] if seq_lens.dim() else 0, few_tensor_cores(self.num_sms)
-        shape = decode_shape(s_q * self.num_heads, few_tensor_cores=few)
-        partitions = max(1, self.num_sms // shape.row_groups)
-        if self.fixed_pieces > 1:
-            partitions = max(1, batch * self.fixed_pieces)
-        split_rows = CHEAP_SPLITS if few else shape.row_tile
+        batch = seq_lens.shape[0] if seq_lens.dim() else 0
+        shape = decode_shape(s_q * self.num_heads, self.num_sms)
+        partitions = max(1, batch * self.fixed_pieces) if self.fixed_pieces > 1 else shape.partitions(self.num_sms)
         buffers = (self.work_ranges, self.split_offsets)
-        _build(seq_lens, (seq_lens, *buffers, partitions, self.fixed_pieces, split_rows))
-        return BuiltSchedule(batch, s_q, self.num_heads, partitions, few, *buffers, self.workspace)
+        _build(seq_lens, (seq_lens, *buffers, partitions, self.fixed_pieces, shape.split_rows))
+        return BuiltSchedule(batch, s_q, self.num_heads, partitions, self.num_sms, *buffers, self.workspace)

@@ -22,16 +22,6 @@ def sparse_decode_shape(heads: int, fp8_cache: bool = False) -> DecodeShape:
     return DecodeShape(*library().sparse_decode_shape(heads, fp8_cache))
 
 
-def _partitions(shape: DecodeShape, num_sms: int) -> int:
-    """Parts that a call's work is divided into, each for one CTA (for as many as there are row groups)."""
-    return max(1, num_sms // shape.row_groups)
-
-
-def _workspace_floats(shape: DecodeShape, partitions: int) -> int:
-    """A partition begins in one token's list and ends in another's: it holds at most two pieces of split ones."""
-    return 2 * partitions * shape.row_groups * shape.piece_floats
-
-
 def sparse_workspace_floats(heads: int, fp8_cache: bool, num_sms: int) -> int:
     """Floats that the workspace of a `sparse_mla_decode` may have to have, whatever its tokens and lists.
 
@@ -44,7 +34,7 @@ def sparse_workspace_floats(heads: int, fp8_cache: bool, num_sms: int) -> int:
         ValueError, TypeError: a count is below 1 or no int; ImportError: no library, or one of another version.
     """
     shape = sparse_decode_shape(count("heads", heads), bool(fp8_cache))
-    return _workspace_floats(shape, _partitions(shape, count("num_sms", num_sms)))
+    return shape.workspace_floats(shape.partitions(count("num_sms", num_sms)))
 
 
 def device_sms(device: torch.device) -> int:
@@ -57,9 +47,9 @@ def _as_the_library_takes_it(q, q_rope, kv_cache, *rest) -> tuple:
     *named, workspace, out, lse, softmax_scale, num_sms, empty_lse = rest
     heads = q.shape[1] if q.dim() == 3 else 0
     shape = sparse_decode_shape(max(1, heads), kv_cache.element_size() == 1)
-    partitions = _partitions(shape, device_sms(q.device) if num_sms is None else count("num_sms", num_sms))
+    partitions = shape.partitions(device_sms(q.device) if num_sms is None else count("num_sms", num_sms))
     if workspace is None:
-        workspace = q.new_empty(_workspace_floats(shape, partitions), dtype=torch.float32)
+        workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
     return (q, q_rope, kv_cache, *named, workspace, out, lse, softmax_scale, partitions, empty_lse)
 
 

@@ -23,7 +23,7 @@ using tvm::ffi::Map;
 using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
-constexpr int64_t kAbiVersion = 8;
+constexpr int64_t kAbiVersion = 9;
 
 // Makes the tensors' device current for the launches of one call.
 class DeviceGuard {
@@ -185,10 +185,10 @@ auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, O
                Optional<TensorView> q_scale, Optional<TensorView> kv_scale, TensorView block_table, TensorView seq_lens,
                TensorView work_ranges, TensorView split_offsets, TensorView workspace, TensorView out, TensorView lse,
                double softmax_scale, int64_t planned_batch, int64_t planned_s_q, int64_t planned_heads, int64_t partitions,
-               bool few_tensor_cores, bool fp8_math, double empty_lse) {
+               int64_t num_sms, bool fp8_math, double empty_lse) {
   return kAction({q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets,
-                  workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, few_tensor_cores,
-                  fp8_math, empty_lse});
+                  workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, num_sms, fp8_math,
+                  empty_lse});
 }
 
 // Whether a token is in several pieces, which the decode kernel does not sum itself.
@@ -247,16 +247,17 @@ auto with_sparse_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_c
                   softmax_scale, partitions, empty_lse});
 }
 
-// Kernel, row tile, row groups, floats of a piece's partial result.
-using Shape = Tuple<String, int64_t, int64_t, int64_t>;
+// Kernel, row tile, row groups, floats of a piece's partial result, rows that a split is weighed by.
+using Shape = Tuple<String, int64_t, int64_t, int64_t, int64_t>;
 
 Shape numbers(const DecodeShape& of) {
-  return Shape(String(name_of(of.kernel)), int64_t(of.row_tile), int64_t(of.row_groups), int64_t(of.piece_floats));
+  return Shape(String(name_of(of.kernel)), int64_t(of.row_tile), int64_t(of.row_groups), of.piece_floats, of.split_rows);
 }
 
-Shape shape(int64_t rows, bool fp8_cache, bool few_tensor_cores) {
+Shape shape(int64_t rows, int64_t num_sms, bool fp8_cache) {
   check_at_least("rows", rows, 1);
-  return numbers(decode_shape(rows, fp8_cache, few_tensor_cores));
+  check_at_least("num_sms", num_sms, 1);
+  return numbers(decode_shape(rows, num_sms, fp8_cache));
 }
 
 Shape sparse_decode_shape(int64_t heads, bool fp8_cache) {
@@ -276,7 +277,6 @@ Map<String, int64_t> constants() {
           {"latent_dim", kLatentDim},
           {"rope_dim", kRopeDim},
           {"work_range_fields", kWorkRangeFields},
-          {"cheap_splits", kCheapSplits},
           {"piece_rows", kPieceRows},
           {"own_tolerance", kOwnTolerance},
           {"split_rows", kSplitRows},

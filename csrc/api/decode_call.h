@@ -32,7 +32,7 @@ struct DecodeCall {
   int64_t planned_s_q;
   int64_t planned_heads;
   int64_t partitions;
-  bool few_tensor_cores;  // of the GPU that it was built for
+  int64_t num_sms;
   bool fp8_math;
   double empty_lse;
 
@@ -41,7 +41,7 @@ struct DecodeCall {
   int64_t heads() const { return q.size(2); }
   bool fp8_cache() const { return same(kv_cache.dtype(), kE4M3); }
   CacheType cache_type() const { return {fp8_cache(), fp8_math}; }
-  DecodeShape shape() const { return decode_shape(s_q() * heads(), fp8_cache(), few_tensor_cores); }
+  DecodeShape shape() const { return decode_shape(s_q() * heads(), num_sms, fp8_cache()); }
 };
 
 // What the types of queries, cache and result may be together.
@@ -141,6 +141,7 @@ inline void check_schedule(const DecodeCall& call) {
   check_contiguous("split_offsets", call.split_offsets);
   check_at_least("split_offsets' size", call.split_offsets.size(0), call.batch() + 1);
   check_at_least("partitions", call.partitions, 1);
+  check_at_least("num_sms", call.num_sms, 1);
   check_at_least("work_ranges' size", call.work_ranges.size(0), call.partitions);
 }
 

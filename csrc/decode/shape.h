@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "schedule/policies.h"
 
 namespace etap {
 
@@ -27,37 +28,52 @@ struct DecodeShape {
   int32_t row_tile;      // query rows that a CTA computes
   int32_t row_groups;    // CTAs that share a piece, each with another row tile of it
   int64_t piece_floats;  // a CTA's partial result of one piece: output rows and log-sum-exps
+  int64_t split_rows;    // what the schedule weighs a split by; sparse calls have none
 
   // A partition begins in one request and ends in another: it holds at most two pieces of split ones.
   constexpr int64_t partial_rows(int64_t partitions) const { return 2 * partitions * row_groups * row_tile; }
   constexpr int64_t workspace_floats(int64_t partitions) const { return 2 * partitions * row_groups * piece_floats; }
 };
 
+constexpr int32_t kSmallGroup = 16;
+
 constexpr int64_t padded(int64_t rows, int32_t row_tile) { return (rows + row_tile - 1) / row_tile * row_tile; }
 
-// few_tensor_cores: the GPU has few for its memory, as an H20 has. There groups of 16 rows, each of which reads the cache,
-// take less time than groups of 64 with an eighth more of padding. Of more groups some CTAs would have no part.
-constexpr int32_t row_tile_of(int64_t rows, bool few_tensor_cores) {
-  constexpr int32_t kSmallGroup = 16, kMostGroups = 7;
-  const bool less_padding = 8 * padded(rows, kSmallGroup) <= 7 * padded(rows, kMaxRowTile);
-  if (few_tensor_cores && rows > 32 && rows <= kMostGroups * kSmallGroup && less_padding) return kSmallGroup;
+// The smallest tile that holds the rows, or the largest.
+constexpr int32_t least_row_tile(int64_t rows) {
   int32_t row_tile = kMinRowTile;
   while (row_tile < kMaxRowTile && row_tile < rows) row_tile *= 2;
   return row_tile;
 }
 
-// rows: query tokens * heads.
-constexpr DecodeShape decode_shape(int64_t rows, bool fp8_cache, bool few_tensor_cores) {
-  const int32_t row_tile = row_tile_of(rows, few_tensor_cores);
-  const auto kernel = fp8_cache                 ? DecodeKernelKind::kTransposedFp8
-                      : row_tile == kMaxRowTile ? DecodeKernelKind::kQueryMajor
-                                                : DecodeKernelKind::kTransposed;
-  return {kernel, row_tile, int32_t(padded(rows, row_tile) / row_tile), int64_t(row_tile) * (kLatentDim + 1)};
+// A Hopper GPU with few tensor cores for its memory: an H20 has 78 multiprocessors, an H100 at least 114.
+constexpr bool few_tensor_cores(int64_t num_sms) { return num_sms < 100; }
+
+// Where tensor cores are few, groups of 16 rows, each of which reads the cache, take less time than groups of 64 with an
+// eighth more of padding. Of more groups some CTAs would have no part.
+constexpr bool takes_small_groups(int64_t rows, int64_t num_sms) {
+  constexpr int32_t kMostGroups = 7;
+  const bool less_padding = 8 * padded(rows, kSmallGroup) <= 7 * padded(rows, kMaxRowTile);
+  return few_tensor_cores(num_sms) && rows > 32 && rows <= kMostGroups * kSmallGroup && less_padding;
+}
+
+// Of a 16-bit cache.
+constexpr DecodeShape shape_of(int64_t rows, int32_t row_tile) {
+  const auto kernel = row_tile == kMaxRowTile ? DecodeKernelKind::kQueryMajor : DecodeKernelKind::kTransposed;
+  return {kernel, row_tile, int32_t(padded(rows, row_tile) / row_tile), int64_t(row_tile) * (kLatentDim + 1), row_tile};
+}
+
+// rows: query tokens * heads; num_sms: CTAs that the schedule divides the work for.
+constexpr DecodeShape decode_shape(int64_t rows, int64_t num_sms, bool fp8_cache) {
+  DecodeShape shape = shape_of(rows, takes_small_groups(rows, num_sms) ? kSmallGroup : least_row_tile(rows));
+  if (fp8_cache) shape.kernel = DecodeKernelKind::kTransposedFp8;
+  if (few_tensor_cores(num_sms)) shape.split_rows = kCheapSplits;
+  return shape;
 }
 
 // Of sparse attention, where the rows are a token's heads.
 constexpr DecodeShape sparse_shape(int64_t heads, bool fp8_cache) {
-  DecodeShape shape = decode_shape(heads, false, false);
+  DecodeShape shape = shape_of(heads, least_row_tile(heads));
   if (fp8_cache) shape.kernel = DecodeKernelKind::kSparseFp8;
   return shape;
 }

@@ -21,7 +21,7 @@ from torch.compiler import is_compiling
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, plan, renamed
 from etap_backend.ops import mla_decode
-from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape, few_tensor_cores, sms_of
+from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 from etap_backend.support import (
     FP8,
     LATENT_DIM,
@@ -653,9 +653,9 @@ def _check_places(call: Call, starts: Tensor) -> None:
 
 def _padding_pays(q: Tensor, k_cache: Tensor, batch: int, longest: int) -> bool:
     """Whether requests padded to one length read their contexts less often than their tokens one by one."""
-    fp8, few, (tokens, heads) = k_cache.dtype == FP8, few_tensor_cores(sms_of(q.device)), q.shape[:2]
-    padded = batch * decode_shape(longest * heads, fp8, few).row_groups
-    return padded <= tokens * decode_shape(heads, fp8, few).row_groups
+    num_sms, fp8, (tokens, heads) = sms_of(q.device), k_cache.dtype == FP8, q.shape[:2]
+    padded = batch * decode_shape(longest * heads, num_sms, fp8).row_groups
+    return padded <= tokens * decode_shape(heads, num_sms, fp8).row_groups
 
 
 def _padded(call: Call, starts: Tensor, longest: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -764,13 +764,13 @@ def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedul
         check_tensor("scheduler_metadata", metadata)
     if not _is_ours(metadata):
         return _own_plan(call, lengths, batch, rows)
-    sms = sms_of(lengths.device)
-    few = few_tensor_cores(sms)
-    partitions = max(1, sms // decode_shape(rows, few_tensor_cores=few).row_groups)
-    shape = (partitions + batch + 1, WORK_RANGE_FIELDS)
-    if metadata.shape != shape:
-        wanted = f"what get_scheduler_metadata returned for {batch} requests of {rows} query rows, {list(shape)}"
+    num_sms = sms_of(lengths.device)
+    shape = decode_shape(rows, num_sms)
+    partitions = shape.partitions(num_sms)
+    size = (partitions + batch + 1, WORK_RANGE_FIELDS)
+    if metadata.shape != size:
+        wanted = f"what get_scheduler_metadata returned for {batch} requests of {rows} query rows, {list(size)}"
         raise ValueError(f"scheduler_metadata: wanted {wanted}, got {list(metadata.shape)}")
-    workspace = lengths.new_empty(DecodeSchedule.workspace_floats(rows, 1, sms), dtype=torch.float32)
+    workspace = lengths.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
     ranges, offsets = metadata[:partitions], metadata[partitions:].flatten()
-    return BuiltSchedule(batch, 1, rows, partitions, few, ranges, offsets, workspace)
+    return BuiltSchedule(batch, 1, rows, partitions, num_sms, ranges, offsets, workspace)

@@ -18,7 +18,7 @@ from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, plan, renamed
 from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
-from etap_backend.schedule import BuiltSchedule, count, decode_shape, few_tensor_cores, sms_of
+from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
 from etap_backend.support import (
     HEAD_DIM,
@@ -455,11 +455,10 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: Fla
         work_ranges, split_offsets = built.work_ranges, built.split_offsets
     else:
         _check_plan(work_ranges, split_offsets, config.b)
-    partitions, few = work_ranges.shape[0], few_tensor_cores(sms_of(q.device))
+    partitions, num_sms = work_ranges.shape[0], sms_of(q.device)
     if workspace is None:
-        shape = decode_shape(rows, few_tensor_cores=few)
-        workspace = q.new_empty(2 * partitions * shape.row_groups * shape.piece_floats, dtype=torch.float32)
-    return BuiltSchedule(config.b, tokens, rows // tokens, partitions, few, work_ranges, split_offsets, workspace)
+        workspace = q.new_empty(decode_shape(rows, num_sms).workspace_floats(partitions), dtype=torch.float32)
+    return BuiltSchedule(config.b, tokens, rows // tokens, partitions, num_sms, work_ranges, split_offsets, workspace)
 
 
 def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Tensor | None, ...]:
@@ -537,8 +536,8 @@ def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, option
     cache = k_cache.view(torch.uint8) if k_cache.dtype == torch.int8 else k_cache
     out = q.new_empty(batch, s_q, heads, LATENT_DIM) if out is None else out
     lse = q.new_empty(batch, s_q, heads, dtype=torch.float32)
-    groups = sparse_decode_shape(heads, cache.element_size() == 1).row_groups
-    most = max(1, device_sms(q.device) // groups) if batch_invariant else max(1, batch * s_q)
+    shape = sparse_decode_shape(heads, cache.element_size() == 1)
+    most = shape.partitions(device_sms(q.device)) if batch_invariant else max(1, batch * s_q)
     for first in range(0, batch * s_q, most):
         part = slice(first, min(first + most, batch * s_q))
         named(
@@ -548,7 +547,7 @@ def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, option
             cache,
             lists[part],
             valid_counts=None if counts is None else counts[part],
-            num_sms=(part.stop - first) * groups if batch_invariant else None,
+            num_sms=(part.stop - first) * shape.row_groups if batch_invariant else None,
             out=out.view(-1, heads, LATENT_DIM)[part],
             lse=lse.view(-1, heads)[part],
             **options,

@@ -22,7 +22,7 @@ from etap_backend import DecodeSchedule
 from etap_backend._library import library
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, Problem, Runner, build
 from etap_backend.lab.checks.compare import Truth, problems_with, truth
-from etap_backend.schedule import decode_shape, few_tensor_cores
+from etap_backend.schedule import decode_shape
 
 pytestmark = kernels.NEEDS_COMPILER
 
@@ -114,7 +114,7 @@ def test_decode_from_an_fp8_cache(dtype, q_scale, heads, s_q, num_sms, fp8_math)
 @pytest.mark.parametrize("kind", CACHES)
 def test_groups_of_16_rows(kind, heads, s_q, num_sms, page_size):
     case = Case((0, 1, 65, 300, 2), heads=heads, s_q=s_q, num_sms=num_sms, page_size=page_size, **CACHES[kind])
-    assert decode_shape(heads * s_q, few_tensor_cores=few_tensor_cores(num_sms)).row_tile == 16
+    assert decode_shape(heads * s_q, num_sms).row_tile == 16
     verify(case, seed=num_sms)
 
 

@@ -19,6 +19,7 @@ from emulator.machine import TIMINGS
 from emulator.ptx import Edit, EmulationError, Entry
 
 from etap_backend._library import library
+from etap_backend.sparse import sparse_decode_shape
 
 pytestmark = kernels.NEEDS_COMPILER
 
@@ -155,12 +156,12 @@ def build(case: Case) -> Problem:
         pages = room[:, : case.page_size, : pages.shape[2]]
     elif case.cache_layout == "headed":
         pages = pages.unsqueeze(2)
-    _, _, row_groups, piece_floats = library().sparse_decode_shape(case.heads, case.fp8)
+    shape = sparse_decode_shape(case.heads, case.fp8)
     tensors = dict(q=q, q_rope=q_rope, kv_cache=pages, **lists)
     tensors["sinks"] = torch.randn(case.heads, generator=generator) * 4 if case.sinks else None
     if case.sinks:
         tensors["sinks"][-2:] = torch.tensor([math.inf, -math.inf])[-case.heads :]
-    tensors["workspace"] = torch.full((2 * case.partitions * row_groups * piece_floats,), math.nan)
+    tensors["workspace"] = torch.full((shape.workspace_floats(case.partitions),), math.nan)
     tensors["out"] = torch.empty(case.tokens, case.heads, LATENT, dtype=torch.bfloat16)
     tensors["lse"] = torch.empty(case.tokens, case.heads)
     whole = q if q_rope is None else torch.cat([q, q_rope], dim=-1)

@@ -100,7 +100,7 @@ def as_the_library_takes_it(device: str, **spoiled) -> list:
     names = (
         "q q_rope kv_cache rope_cache q_scale kv_scale block_table seq_lens work_ranges split_offsets workspace out lse"
     )
-    names += " softmax_scale batch s_q num_heads partitions few_tensor_cores fp8_math empty_lse"
+    names += " softmax_scale batch s_q num_heads partitions num_sms fp8_math empty_lse"
     return [{**call, **spoiled}[name] for name in names.split()]
 
 
@@ -111,6 +111,7 @@ def as_the_library_takes_it(device: str, **spoiled) -> list:
     [
         (lambda device: {"partitions": 9}, ValueError, "work_ranges' size: wanted at least 9, got 8"),
         (lambda device: {"partitions": 0}, ValueError, "partitions: wanted at least 1, got 0"),
+        (lambda device: {"num_sms": 0}, ValueError, "num_sms: wanted at least 1, got 0"),
         (
             lambda device: {"work_ranges": torch.zeros(8, 8, device=device)},
             TypeError,

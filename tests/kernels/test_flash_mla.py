@@ -213,12 +213,14 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(device, h_q, h_k):
     check([one[None] for one in alone], [one[:1] for one in problem.truth(False)])
 
 
-@pytest.mark.parametrize("rows", [1, 8, 16, 64, 120])
+@pytest.mark.parametrize("rows", [1, 8, 16, 64, 65, 120])
 def test_a_batch_invariant_plan_splits_nothing_whatever_its_rows(rows):
     lengths = torch.tensor([100_000, 5], dtype=torch.int32)
     planned = plan(lengths, 2, rows, lengths.device, True)
     assert planned.split_offsets[:3].tolist() == [0, 0, 0]
-    assert plan(lengths, 2, rows, lengths.device, False).split_offsets[1] > 1
+    split = plan(lengths, 2, rows, lengths.device, False)
+    assert (split.split_offsets[1] > 1) == (split.partitions > 1)  # five row groups leave one partition
+    assert (split.partitions > 1) == (rows != 65)
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 32, 64, 128, 192])

@@ -26,7 +26,7 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
         *(q, problem.call_q_rope, *(caches or (problem.call_kv_cache, problem.rope_cache))),
         *(problem.q_scale, problem.kv_scale, problem.block_table[:batch], problem.seq_lens[:batch]),
         *(planned.work_ranges, planned.split_offsets, planned.workspace, out, lse),
-        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, planned.few_tensor_cores, case.fp8_math, -math.inf),
+        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, planned.num_sms, case.fp8_math, -math.inf),
     )
 
 
@@ -48,7 +48,7 @@ def dims(numbers) -> dict:
     ],
 )
 def test_the_shape_names_kernel_and_grid(kind, element, heads):
-    shape = decode_shape(heads, "kv_dtype" in kind)
+    shape = decode_shape(heads, 9, "kv_dtype" in kind)
     decode, combine = launches(Case((300, 70), heads, num_sms=9, **kind))
     traits = f"Traits<cutlass::{element}, {shape.row_tile}>"
     if shape.row_tile == 64:  # of a form with no other row tile

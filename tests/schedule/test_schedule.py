@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from etap_backend import support
 from etap_backend._library import library
 from etap_backend.executor import pieces
-from etap_backend.schedule import CHEAP_SPLITS, BuiltSchedule, DecodeSchedule, decode_shape, few_tensor_cores
+from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 
 CONSTANTS = library().constants()
 NAMES = ("piece_rows", "own_tolerance", "split_rows", "memory_rows", "many_split_rows", "fixed_tiles")
@@ -222,8 +222,9 @@ def test_how_many_rows_leave_requests_whole():
 
 def test_where_splits_are_not_dear_only_even_requests_stay_whole():
     """64 on 78 partitions, an H20's: the 14 that get none would be missed."""
-    assert build([4096] * 64, 78, row_tile=CHEAP_SPLITS)[1].any()
-    assert not build([4096] * 78, 78, row_tile=CHEAP_SPLITS)[1].any()
+    cheap = decode_shape(16, 78).split_rows
+    assert build([4096] * 64, 78, row_tile=cheap)[1].any()
+    assert not build([4096] * 78, 78, row_tile=cheap)[1].any()
 
 
 @pytest.mark.parametrize("num_sms, alike", [(78, True), (132, False)])
@@ -312,7 +313,7 @@ def test_one_long_request_goes_to_every_partition():
 def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
     """In groups of 64, and one group in the smallest tile that holds it."""
     kernel = "transposed_fp8" if fp8_cache else "query_major" if tile == 64 else "transposed"
-    assert decode_shape(rows, fp8_cache) == (kernel, tile, groups, tile * 513)
+    assert decode_shape(rows, 132, fp8_cache) == (kernel, tile, groups, tile * 513, tile)
 
 
 @pytest.mark.parametrize("fp8_cache", [False, True])
@@ -321,7 +322,9 @@ def test_on_few_tensor_cores_rows_that_leave_padding_go_in_groups_of_16(fp8_cach
         groups, whole = -(-rows // 16), -(-rows // 64)
         small = ("transposed_fp8" if fp8_cache else "transposed", 16, groups, 16 * 513)
         padded = 32 < rows <= 112 and groups / (4 * whole) <= 7 / 8
-        assert decode_shape(rows, fp8_cache, True) == (small if padded else decode_shape(rows, fp8_cache))
+        others = decode_shape(rows, 100, fp8_cache)[:4]
+        for num_sms in 1, 78, 99:
+            assert decode_shape(rows, num_sms, fp8_cache) == (*(small if padded else others), 0), "splits are cheap"
 
 
 def test_the_workspace_serves_fewer_query_tokens_than_the_most():
@@ -329,20 +332,22 @@ def test_the_workspace_serves_fewer_query_tokens_than_the_most():
         floats = [DecodeSchedule.workspace_floats(16, most, num_sms) for most in (1, 2, 3, 4)]
         assert floats == sorted(floats), "two tokens' tile of 32 rows takes more than each of three tokens' of 16"
         for s_q in (1, 2, 3, 4):
-            shape = decode_shape(16 * s_q, few_tensor_cores=few_tensor_cores(num_sms))
+            shape = decode_shape(16 * s_q, num_sms)
             needed = 2 * (num_sms // shape.row_groups) * shape.row_groups * shape.piece_floats
+            assert needed == shape.workspace_floats(shape.partitions(num_sms))
             assert needed <= floats[s_q - 1] <= floats[3]
 
 
-def test_no_rows_have_no_shape():
+def test_no_rows_and_no_multiprocessors_have_no_shape():
     with pytest.raises(ValueError, match="rows: wanted at least 1, got 0"):
-        decode_shape(0)
+        decode_shape(0, 78)
+    with pytest.raises(ValueError, match="num_sms: wanted at least 1, got 0"):
+        decode_shape(16, 0)
 
 
 def test_python_and_library_mean_the_same_numbers():
     for name in ("tile_tokens", "latent_dim", "rope_dim", "work_range_fields"):
         assert CONSTANTS[name] == getattr(support, name.upper())
-    assert CONSTANTS["cheap_splits"] == CHEAP_SPLITS
 
 
 @pytest.mark.parametrize("heads, s_q, num_sms, partitions", [(16, 1, 132, 132), (128, 1, 132, 66), (128, 2, 3, 1)])

@@ -19,7 +19,7 @@ from etap_backend.lab.plan.inputs import (
     Status,
 )
 from etap_backend.lab.plan.memory import Memory, Weights, memory_of, state_bytes, weights_of
-from etap_backend.schedule import decode_shape, few_tensor_cores
+from etap_backend.schedule import decode_shape
 from etap_backend.support import SPARSE_FP8, why_unsupported, why_unsupported_sparse
 
 PADDED_ROWS = 64  # WGMMA's M: the rows of a kernel that puts queries there
@@ -84,7 +84,7 @@ def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = F
 
     It reads an FP8 cache as such and multiplies it as float16, or with `fp8_math` as it is.
     """
-    shape = decode_shape(query_rows(model, on), on.cache == "fp8", few_tensor_cores(int(gpu.sms.value)))
+    shape = decode_shape(query_rows(model, on), int(gpu.sms.value), on.cache == "fp8")
     rows = shape.row_groups * shape.row_tile
     call = gpu.etap_fp8_math if fp8_math and gpu.etap_fp8_math else gpu.etap
     # Groups of fewer rows find in the L2 cache what the first of them has read.
