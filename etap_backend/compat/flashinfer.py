@@ -8,7 +8,6 @@ import functools
 import inspect
 import math
 from collections.abc import Collection
-from itertools import groupby
 from numbers import Real
 from typing import NamedTuple
 
@@ -19,6 +18,7 @@ from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, renamed
 from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
+from etap_backend.runs import equal_runs
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, count
 from etap_backend.support import DTYPES, FP8, LATENT_DIM, ROPE_DIM, dtype_name, why_unsupported
 
@@ -492,13 +492,7 @@ def _cut(plan: _Plan, query_lens: list[int] | None, tokens: int) -> list[_Run]:
             raise ValueError(f"q_nope: wanted {wanted}, got {tokens}")
         return [_Run(*everything, s_q, padded=tokens != plan.batch * s_q)]
     _check_tokens(query_lens, tokens)
-    runs, request, token = [], 0, 0
-    for s_q, group in groupby(query_lens):
-        requests = len(list(group))
-        end = token + s_q * requests
-        if s_q:
-            runs.append(_Run(slice(request, request + requests), slice(token, end), s_q, padded=False))
-        request, token = request + requests, end
+    runs = [_Run(*run, padded=False) for run in equal_runs(query_lens) if run.s_q]
     return runs if len(runs) <= MAX_RUNS else [_Run(*everything, max(query_lens), padded=True)]
 
 

@@ -40,6 +40,9 @@ def resolve_arguments(declared: dict, view, name: str) -> dict | None:
         reason = _why_unsupported(view, TILE_TOKENS if page_size is None else page_size)
         if reason is None and of_model and not compat.is_mla(model):
             reason = "the model's attention is not MLA"
+        if reason is None and (view.enable_prefill_cp or view.attn_cp_size > 1):
+            # Each rank has a share of a prompt, whose rows the backend would gather.
+            reason = "prefill context parallelism (enable_prefill_cp) is not supported"
     reason = reason or why_unsupported_speculation(
         view.speculative_algorithm, view.speculative_eagle_topk, view.dcp_size
     )

@@ -1,11 +1,12 @@
 """The attention backend as SGLang runs it: what each step plans, and what each layer runs.
 
-It is a FlashMLABackend with other kernels: prefill, which FlashMLA takes from FlashInfer, stays as it is there, and so
-does what SGLang decides by that class.
+It is a FlashMLABackend with other kernels: prefill, which FlashMLA takes from FlashInfer, stays as it is there but for
+prompts of few new tokens, and so does what SGLang decides by that class.
 """
 
 import logging
-from dataclasses import dataclass
+from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
@@ -20,18 +21,24 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from torch import Tensor
 
 from etap_backend import BuiltSchedule, DecodeSchedule, mla_decode, plugins, why_unsupported
+from etap_backend.runs import MAX_RUNS, Run, short_prompt_tokens
 from etap_backend.sglang import arguments, compat
+from etap_backend.sglang.prompts import prompt_runs
 
 _logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class ETAPMetadata:
-    """What a step's layers share; every request has schedule.s_q query tokens."""
+class DecodeCall(NamedTuple):
+    """What one call decodes of a step; every request has schedule.s_q query tokens."""
 
+    tokens: slice  # of the step's query tokens
     block_table: Tensor  # int32 [requests, pages]
     seq_lens: Tensor  # int32 [requests], the step's own tokens included
     schedule: BuiltSchedule
+
+    def mine(self, rows: Tensor) -> Tensor:
+        """Of the step's query tokens' rows, [tokens, ...], the call's as [requests, s_q, ...]."""
+        return rows[self.tokens].unflatten(0, (self.schedule.batch, self.schedule.s_q))
 
 
 def _heads(model_runner) -> int:
@@ -63,7 +70,10 @@ def _why_unsupported(model_runner) -> str | None:
 
 
 class ETAPBackend(FlashMLABackend):
-    """MLA attention with ETAP's kernels for decoding, for verifying drafts, and for extending a draft model's cache."""
+    """MLA attention with ETAP's kernels for decoding, verifying drafts, extending a draft model's cache, short prompts.
+
+    `forward_metadata` is a list of DecodeCall where they serve a step, FlashInfer's where it does.
+    """
 
     # FlashInfer's verification takes requests with fewer drafts than others; ours takes the same number for each.
     supports_ragged_verify_graph: bool = False
@@ -105,16 +115,24 @@ class ETAPBackend(FlashMLABackend):
         self.draft_step = draft_step
         self._returns_lse = get_parallel().attn_dcp_size > 1
         drafts = (self.num_draft_tokens if draft_step is None else None) or 1
-        slow = plugins.small_pages_text(self.page_size, _heads(model_runner) * drafts)
+        heads = self._num_heads = _heads(model_runner)
+        slow = plugins.small_pages_text(self.page_size, heads * drafts)
         if slow and draft_step is None:
             _logger.warning("Attention backend %s: %s", compat.NAME, slow)
         # Those of the pool; SGLang pads a step so that the ranks divide it, 0.5.17 without counting that there.
         ranks = get_parallel().attn_tp_size
         max_requests = -(-(self.kv_indptr.shape[0] - 1) // ranks) * ranks
         workspace = None if first is None else first.schedule.workspace
-        self.schedule = DecodeSchedule(
-            max_requests, _heads(model_runner), max_s_q=drafts, device=self.device, workspace=workspace
-        )
+        # Calls of a step are planned before the first layer, each in buffers of its own. All share a workspace.
+        self._prompt_schedules: list[DecodeSchedule] = []
+        if not skip_prefill:
+            for _ in range(MAX_RUNS):
+                schedule = DecodeSchedule(
+                    max_requests, heads, max_s_q=short_prompt_tokens(heads), device=self.device, workspace=workspace
+                )
+                workspace = schedule.workspace
+                self._prompt_schedules.append(schedule)
+        self.schedule = DecodeSchedule(max_requests, heads, max_s_q=drafts, device=self.device, workspace=workspace)
         # With pages of one token it is as large as SGLang's own table.
         pages = -(-self.req_to_token.shape[1] // self.page_size)
         if first is None:
@@ -147,9 +165,11 @@ class ETAPBackend(FlashMLABackend):
         if mode.is_draft_extend_v2():
             # Its lengths have what was verified; the queries are always a whole window.
             whole_window = forward_batch.seq_lens - forward_batch.extend_seq_lens + self.num_draft_tokens
-            self._plan(forward_batch, whole_window, 0, self.num_draft_tokens)
+            self._plan_alike(forward_batch, whole_window, 0, self.num_draft_tokens)
         elif self._decodes(mode):
             self.init_forward_metadata_out_graph(forward_batch)
+        elif runs := self._prompt_runs(forward_batch):
+            self._plan(forward_batch, forward_batch.seq_lens, 0, zip(runs, self._prompt_schedules, strict=False))
         else:
             FlashInferMLAAttnBackend.init_forward_metadata(self, forward_batch)
 
@@ -159,29 +179,47 @@ class ETAPBackend(FlashMLABackend):
         if mode.is_idle() or forward_batch.batch_size == 0:
             self.forward_metadata = None
         elif mode.is_target_verify():
-            self._plan(forward_batch, forward_batch.seq_lens, self.num_draft_tokens, self.num_draft_tokens)
+            self._plan_alike(forward_batch, forward_batch.seq_lens, self.num_draft_tokens, self.num_draft_tokens)
         elif mode.is_draft_extend_v2():
-            self._plan(forward_batch, forward_batch.seq_lens, 0, self.num_draft_tokens)
+            self._plan_alike(forward_batch, forward_batch.seq_lens, 0, self.num_draft_tokens)
         elif mode.is_decode():
             new_drafts = 0 if self.draft_step is None else self.draft_step + 1
-            self._plan(forward_batch, forward_batch.seq_lens, new_drafts, 1)
+            self._plan_alike(forward_batch, forward_batch.seq_lens, new_drafts, 1)
         else:
             FlashInferMLAAttnBackend.init_forward_metadata_out_graph(self, forward_batch, in_capture)
+
+    def _prompt_runs(self, forward_batch) -> list[Run]:
+        """The calls that decode a step of short prompts, which the model routes to the latent rows; none for others."""
+        runs = prompt_runs(forward_batch, self._num_heads)
+        rows = self._num_heads * max((run.s_q for run in runs), default=0)
+        # FlashInfer's prefill of latent rows gathers small pages faster than our kernels for many rows.
+        return [] if plugins.small_pages_text(self.page_size, rows) else runs
 
     @staticmethod
     def _decodes(mode) -> bool:
         return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
 
-    def _plan(self, forward_batch, seq_lens: Tensor, new_tokens: int, s_q: int) -> None:
-        """Fill block table, lengths and schedule on the device.
+    def _plan_alike(self, forward_batch, seq_lens: Tensor, new_tokens: int, s_q: int) -> None:
+        """`_plan` of one call, in which each request has s_q query tokens."""
+        requests = forward_batch.batch_size
+        run = Run(slice(0, requests), slice(0, requests * s_q), s_q)
+        self._plan(forward_batch, seq_lens, new_tokens, [(run, self.schedule)])
+
+    def _plan(
+        self, forward_batch, seq_lens: Tensor, new_tokens: int, calls: Iterable[tuple[Run, DecodeSchedule]]
+    ) -> None:
+        """Fill block table, lengths and the calls' schedules on the device.
 
         Args:
             forward_batch: SGLang's, with batch_size and req_pool_indices.
             seq_lens: int64 [>= batch_size], tokens of each request.
             new_tokens: what each request has besides.
-            s_q: query tokens for each request.
+            calls: runs of requests, all of them together, and whose buffers their plans take.
         """
-        requests = forward_batch.batch_size
+        requests, most = forward_batch.batch_size, self.schedule.max_batch
+        if requests > most:
+            wanted = f"wanted at most {most} requests in a step, those that the request pool holds, got {requests}"
+            raise ValueError(f"attention backend {compat.NAME}: {wanted}")
         lengths, table = self._seq_lens[:requests], self._block_table[:requests]
         torch.add(seq_lens[:requests], new_tokens, out=lengths)
         if self._returns_lse:
@@ -198,7 +236,11 @@ class ETAPBackend(FlashMLABackend):
                 table.stride(0),
                 PAGED_SIZE=self.page_size,
             )
-        self.forward_metadata = ETAPMetadata(table, lengths, self.schedule.build(lengths, s_q))
+        self.forward_metadata = [
+            DecodeCall(run.tokens, table[run.requests], own, schedule.build(own, run.s_q))
+            for run, schedule in calls
+            for own in [lengths[run.requests]]
+        ]
 
     def forward_decode(
         self,
@@ -230,25 +272,32 @@ class ETAPBackend(FlashMLABackend):
             raise ValueError(f"attention backend {compat.NAME}: logit_cap {layer.logit_cap} is not supported")
         if k is not None and save_kv_cache:
             self._write(k, v, k_rope, layer, forward_batch)
-        metadata = self.forward_metadata
-        per_request = (metadata.schedule.batch, metadata.schedule.s_q)
         heads, width = layer.tp_q_head_num, layer.head_dim if q_rope is None else layer.v_head_dim
+        q = q.view(-1, heads, width)
         if q_rope is not None:
-            q_rope = q_rope.view(-1, heads, layer.head_dim - layer.v_head_dim).unflatten(0, per_request)
+            q_rope = q_rope.view(-1, heads, layer.head_dim - layer.v_head_dim)
+        out, lse = q.new_empty(len(q), heads, layer.v_head_dim), q.new_empty(len(q), heads, dtype=torch.float32)
+        cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size))
         # No scale for an FP8 cache: the pool casts rows as they are, and prefill reads them so. layer.k_scale, which a
         # checkpoint may set, is in neither.
-        out, lse = mla_decode(
-            q.view(-1, heads, width).unflatten(0, per_request),
-            self.token_to_kv_pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size)),
-            metadata.block_table,
-            metadata.seq_lens,
-            metadata.schedule,
-            softmax_scale=layer.scaling,
-            q_rope=q_rope,
-            fp8_math=self._fp8_math,
-        )
-        out = out.view(-1, heads * layer.v_head_dim)
-        return (out, lse.flatten(0, 1)) if self._returns_lse else out
+        for call in self.forward_metadata:
+            mla_decode(
+                call.mine(q),
+                cache,
+                call.block_table,
+                call.seq_lens,
+                call.schedule,
+                softmax_scale=layer.scaling,
+                q_rope=None if q_rope is None else call.mine(q_rope),
+                fp8_math=self._fp8_math,
+                out=call.mine(out),
+                lse=call.mine(lse),
+            )
+        out[call.tokens.stop :] = 0  # of ranks that pad steps to one size, some behind their plan
+        return (out.flatten(1), lse) if self._returns_lse else out.flatten(1)
+
+    def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs: int | None) -> None:
+        """Nothing, where SGLang plans a verification beside the drafting: the plan does not depend on the drafts."""
 
     def _write(self, k: Tensor, v: Tensor, k_rope: Tensor | None, layer, forward_batch) -> None:
         location = compat.write_location(forward_batch)
@@ -268,9 +317,12 @@ class ETAPBackend(FlashMLABackend):
         q_rope: Tensor | None = None,
         k_rope: Tensor | None = None,
     ) -> Tensor:
-        """Verify drafts or extend a draft model's cache as `forward_decode` does; prefill as FlashInfer does."""
+        """Verify drafts, extend a draft model's cache and serve short prompts as `forward_decode` does.
+
+        Other prefill as FlashInfer does.
+        """
         inputs = (q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
-        if self._decodes(forward_batch.forward_mode):
+        if isinstance(self.forward_metadata, list):
             return self.forward_decode(*inputs)
         return FlashInferMLAAttnBackend.forward_extend(self, *inputs)
 

@@ -1,6 +1,7 @@
 """What ETAP uses of SGLang; what differs between versions, with the reason and when it can go; its models' lists."""
 
 from etap_backend import plugins
+from etap_backend.sglang.prompts import prompt_runs
 
 NAME = "etap"
 FP8_MATH_NAME = "etap_fp8_math"
@@ -26,8 +27,9 @@ REGISTRATION_USES = (
     ),
     plugins.Use(
         "sglang.srt.server_args:ServerArgs",
-        has="attention_backend dcp_size decode_attention_backend dtype kv_cache_dtype page_size "
-        "prefill_attention_backend speculative_algorithm speculative_draft_attention_backend speculative_eagle_topk",
+        has="attention_backend attn_cp_size dcp_size decode_attention_backend dtype enable_prefill_cp kv_cache_dtype "
+        "page_size prefill_attention_backend speculative_algorithm speculative_draft_attention_backend "
+        "speculative_eagle_topk",
     ),
 )
 """Without these the names stay unknown."""
@@ -80,11 +82,16 @@ USES = (
     plugins.Use(f"{_POOL}.set_mla_kv_buffer", positional=5),
     plugins.Use(
         f"{_BATCH}:ForwardBatch",
-        has="batch_size extend_seq_lens forward_mode out_cache_loc req_pool_indices seq_lens",
+        has="batch_size extend_prefix_lens_cpu extend_seq_lens extend_seq_lens_cpu forward_mode out_cache_loc "
+        "req_pool_indices seq_lens",
     ),
-    plugins.Use(f"{_BATCH}:ForwardMode", has="is_decode is_decode_or_idle is_draft_extend_v2 is_idle is_target_verify"),
+    plugins.Use(
+        f"{_BATCH}:ForwardMode",
+        has="EXTEND MIXED is_decode is_decode_or_idle is_draft_extend_v2 is_idle is_target_verify",
+    ),
     plugins.Use(f"{_MODELS}.attention_backend_handler:AttentionBackendRegistry.register", positional=2),
     plugins.Use(f"{_MODELS}.attention_backend_handler", has="handle_attention_flashmla"),
+    plugins.Use(f"{_MODELS}.attention_forward_methods.forward_methods:AttnForwardMethod", has="MLA"),
     plugins.Use(
         f"{_MODELS}.attention_forward_methods.forward_mla", has="is_mla_dcp_lse_base_on_e|_is_mla_dcp_lse_base_on_e"
     ),
@@ -104,7 +111,7 @@ SPARSE_USES = (
     SPARSE_HOOK_USE,
     plugins.Use(
         "sglang.srt.server_args:ServerArgs",
-        has="disable_chunked_prefix_cache dsa_decode_backend dsa_prefill_backend enable_hisparse enable_prefill_cp",
+        has="disable_chunked_prefix_cache dsa_decode_backend dsa_prefill_backend enable_hisparse",
     ),
     plugins.Use(
         _SPARSE,
@@ -207,17 +214,22 @@ def fill_rank_share(backend, req_pool_indices, lengths, table) -> None:
 def register_model_support() -> None:
     """Enter ETAP where SGLang's MLA models look; here and not in `register`, because it imports those models.
 
-    They route prefill as with FlashMLA, sparse ones as with SGLang's sparse backend (without: Triton's routes), hand
-    over the latent and the rope part of queries and keys apart (without: concatenated, a copy of each for every layer),
-    and under decode context parallelism take our log-sum-exp as a natural one (without: base 2).
+    They route short prompts to the latent rows (without: long contexts are made keys of), other prefill as with
+    FlashMLA, sparse ones as with SGLang's sparse backend (without: Triton's routes), hand over the latent and the rope
+    part of queries and keys apart (without: concatenated, a copy of each for every layer), and under decode context
+    parallelism take our log-sum-exp as a natural one (without: base 2).
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 
     def route(attn, forward_batch):
-        sparse = getattr(attn, "use_dsa", False)
-        return (handler.handle_attention_dsa if sparse else handler.handle_attention_flashmla)(attn, forward_batch)
+        if getattr(attn, "use_dsa", False):
+            return handler.handle_attention_dsa(attn, forward_batch)
+        if prompt_runs(forward_batch, attn.num_local_heads):
+            return AttnForwardMethod.MLA
+        return handler.handle_attention_flashmla(attn, forward_batch)
 
     if NAME in utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         return

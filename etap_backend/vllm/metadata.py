@@ -21,20 +21,15 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from etap_backend import BuiltSchedule, DecodeSchedule, plugins
+from etap_backend.runs import MAX_RUNS, SHORT_PROMPT_TOKENS, Run, short_prompt_tokens
 from etap_backend.vllm import compat
-from etap_backend.vllm.runs import MAX_RUNS, Run, TokenRequests, cut_into_runs, longest_decode, padded_query_lens
+from etap_backend.vllm.runs import TokenRequests, cut_into_runs, longest_decode, padded_query_lens
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
 
-SHORT_PROMPT_TOKENS = 128
-SHORT_PROMPT_ROWS = 2048
-"""Query rows (tokens * heads) of one request that were timed against vLLM's prefill, and won: those of 128 tokens with
-16 heads. Each 64 of them read the context again, and more would leave fewer CTAs to divide a lone request's context.
-"""
 
-
-def short_prompt_tokens(vllm_config: VllmConfig, num_heads: int) -> int:
+def longest_prompt(vllm_config: VllmConfig, num_heads: int) -> int:
     """Most new tokens of a prompt that go through the decode kernel: 1 where that must not be."""
     parallel = vllm_config.parallel_config
     # A prompt may hit blocks of the prefix cache that another one of its step is writing. vLLM keeps such two out of
@@ -42,7 +37,7 @@ def short_prompt_tokens(vllm_config: VllmConfig, num_heads: int) -> int:
     reads_what_is_written = parallel.use_ubatching
     if is_token_by_token(vllm_config) or reads_what_is_written or compat.pads_tokens_of_no_request(vllm_config):
         return 1
-    return max(1, min(SHORT_PROMPT_TOKENS, SHORT_PROMPT_ROWS // num_heads))
+    return short_prompt_tokens(num_heads)
 
 
 def is_token_by_token(vllm_config: VllmConfig) -> bool:
@@ -73,7 +68,7 @@ class Limits(NamedTuple):
     def of(cls, vllm_config: VllmConfig, num_heads: int) -> "Limits":
         """Those of a configuration with so many heads in a call; there need not be a builder yet."""
         verified = compat.max_decode_query_len(vllm_config)
-        longest = max(verified, short_prompt_tokens(vllm_config, num_heads))
+        longest = max(verified, longest_prompt(vllm_config, num_heads))
         max_s_q = 1 if is_token_by_token(vllm_config) else longest
         return cls(verified, longest, max_s_q, vllm_config.scheduler_config.max_num_seqs * verified)
 

@@ -1,30 +1,12 @@
 """How a step's decodes are cut into calls: runs of requests with equally many query tokens, or token by token."""
 
-from itertools import groupby, takewhile
-from typing import NamedTuple
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
-MAX_RUNS = 4
-"""Most runs of a step. Each costs every layer a call, some 10 us of the host, where one call of vLLM's prefill serves
-any number of prompts. Decodes take one, or two where some have no drafts, so that two or three lengths of prompts fit.
-"""
-
-
-class Run(NamedTuple):
-    """Requests that follow one another in a step, and that one call decodes.
-
-    Attributes:
-        requests: which of the step's requests.
-        tokens: which of the step's query tokens.
-        s_q: query tokens for each request; 0 where their numbers differ, and each token is decoded by itself.
-    """
-
-    requests: slice
-    tokens: slice
-    s_q: int
+from etap_backend.runs import MAX_RUNS, Run, equal_runs
 
 
 def padded_query_lens(query_lens: list[int], num_tokens: int) -> list[int]:
@@ -56,12 +38,7 @@ def cut_into_runs(query_lens: list[int], verified: int) -> list[Run]:
     Where there are more than MAX_RUNS, those that lead with up to `verified` tokens are one run, which is decoded token
     by token: prefill would project their contexts up, and drafts are few enough to read a context once for each.
     """
-    runs, request, token = [], 0, 0
-    for s_q, group in groupby(query_lens):
-        requests = len(list(group))
-        end = token + s_q * requests
-        runs.append(Run(slice(request, request + requests), slice(token, end), s_q))
-        request, token = request + requests, end
+    runs = equal_runs(query_lens)
     short = list(takewhile(lambda run: run.s_q <= verified, runs))
     if len(runs) > MAX_RUNS and len(short) > 1:
         first = Run(slice(0, short[-1].requests.stop), slice(0, short[-1].tokens.stop), 0)

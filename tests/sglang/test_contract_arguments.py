@@ -121,6 +121,15 @@ def test_refuses(resolve, flags, reason):
         resolve(*ETAP, *flags)
 
 
+@pytest.mark.parametrize("phase", ["", "prefill-", "decode-"])
+def test_prefill_context_parallelism_is_refused(resolve, monkeypatch, phase):
+    """SGLang's experiment: the backend has to gather a prompt's rows, which FlashInfer's does not."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    flags = ("--tp-size", 8, "--enable-prefill-cp", "--cp-strategy", "interleave")
+    with pytest.raises(ValueError, match="etap: prefill context parallelism .enable_prefill_cp. is not supported$"):
+        resolve(f"--{phase}attention-backend", "etap", *flags)
+
+
 @pytest.fixture
 def version(monkeypatch):
     """Gives SGLang another version, and makes ETAP forget of which it warned."""
@@ -183,7 +192,7 @@ LACKING = {
         lambda patch: patch.setattr(
             forward_batch_info, "ForwardBatch", dataclasses.make_dataclass("Other", ["batch_size"])
         ),
-        "sglang.srt.model_executor.forward_batch_info:ForwardBatch.extend_seq_lens",
+        "sglang.srt.model_executor.forward_batch_info:ForwardBatch.extend_prefix_lens_cpu",
     ),
     "member": (
         lambda patch: patch.delattr(forward_batch_info.ForwardMode, "is_draft_extend_v2"),

@@ -2,12 +2,13 @@
 
 The runner is the one that SGLang's own attention tests use, with its real pools and configuration. The reference
 executor stands in for the kernels and Triton's interpreter runs SGLang's kernels, but for the one that writes the
-cache's rows, which it cannot run. FlashInfer's wrappers, which serve prefill, need a GPU and are replaced; prefill,
-real CUDA graphs and memory are not tested here.
+cache's rows, which it cannot run. FlashInfer's wrappers, which serve longer prefill, need a GPU and are replaced; that
+prefill, real CUDA graphs and memory are not tested here.
 """
 
 import re
 from contextlib import ExitStack
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,7 +19,9 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.deepseek_common import attention_backend_handler
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
+from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
@@ -29,6 +32,7 @@ from sglang.test.kits.attention_unittest.attention_methods.mla_attention import 
 )
 
 from etap_backend.reference import mla_decode_reference
+from etap_backend.runs import MAX_RUNS
 from etap_backend.sglang import backend as backend_module
 
 load_plugins()
@@ -96,18 +100,20 @@ class Problem:
     """
 
     def __init__(self, runner, lengths, s_q=1, new=None, ranks=1, seed=0):
+        """s_q: query tokens of each request, or a number for each."""
         random = torch.Generator().manual_seed(seed)
         self.runner, self.lengths, self.s_q, self.ranks = runner, lengths, s_q, ranks
-        new = s_q if new is None else new
-        heads, dtype = runner.model_config.num_attention_heads * ranks, runner.dtype
+        self.query_lens = [s_q] * len(lengths) if isinstance(s_q, int) else s_q
+        self.new = self.query_lens if new is None else [new] * len(lengths)
+        heads, dtype, tokens = runner.model_config.num_attention_heads * ranks, runner.dtype, sum(self.query_lens)
         # As the model hands them over: the latent part out of a product with the heads in front, the rope part strided.
-        self.q = torch.randn(heads, len(lengths) * s_q, LATENT, generator=random).to(dtype).transpose(0, 1)
-        wide = torch.randn(len(lengths) * s_q, heads, 128 + ROPE, generator=random).to(dtype)
+        self.q = torch.randn(heads, tokens, LATENT, generator=random).to(dtype).transpose(0, 1)
+        wide = torch.randn(tokens, heads, 128 + ROPE, generator=random).to(dtype)
         self.q_rope = wide[..., 128:]
         rows = [torch.randn(length, LATENT + ROPE, generator=random).to(dtype) for length in lengths]
-        for keys in rows:
+        for keys, new in zip(rows, self.new, strict=True):
             keys[len(keys) - new :] *= 2  # they weigh much, so that a length one too short shows
-        self.new_rows = torch.cat([keys[len(keys) - new :] for keys in rows])
+        self.new_rows = torch.cat([keys[len(keys) - new :] for keys, new in zip(rows, self.new, strict=True)])
         self.kv = [keys.to(runner.kv_cache_dtype) for keys in rows]
         table = runner.req_to_token_pool.req_to_token
         table.fill_(WILD)
@@ -119,19 +125,18 @@ class Problem:
         for request, slots, length in zip(self.requests.tolist(), self.slots, lengths, strict=True):
             table[request, :length] = slots[:length]
         self.cache = runner.token_to_kv_pool.get_key_buffer(0)
-        self.write(rank=0, keep=new)
+        self.write(rank=0)
 
-    def write(self, rank, keep):
-        """Write the cache of one rank, all but the last `keep` tokens of each request."""
+    def write(self, rank, keep=None):
+        """Write the cache of one rank, all but the last `keep` tokens of each request, the new ones when None."""
         self.cache.fill_(float("nan"))
-        for rows, slots in zip(self.kv, self.slots, strict=True):
-            mine = torch.arange(rank, max(rank, len(rows) - keep), self.ranks)
+        for rows, slots, new in zip(self.kv, self.slots, self.new, strict=True):
+            mine = torch.arange(rank, max(rank, len(rows) - (new if keep is None else keep)), self.ranks)
             self.cache[slots[mine].long() // self.ranks, 0] = rows[mine]
 
     def batch(self, mode=ForwardMode.DECODE, seq_lens=None, **fields):
         """SGLang's batch; without lengths on the host, as for a backend that needs none."""
-        new = len(self.new_rows) // len(self.lengths)
-        positions = [range(length - new, length) for length in self.lengths]
+        positions = [range(length - new, length) for length, new in zip(self.lengths, self.new, strict=True)]
         out_cache_loc = [s[p.start : p.stop] for s, p in zip(self.slots, positions, strict=True)]
         return ForwardBatch(
             forward_mode=mode,
@@ -147,23 +152,30 @@ class Problem:
         )
 
     def paged(self):
-        """The problem as the reference takes it; it never sees SGLang's pools."""
+        """Cache, pages, lengths as the reference takes them; it never sees SGLang's pools."""
         pages = max(1, -(-max(self.lengths) // PAGE))
         cache = torch.zeros(len(self.lengths) * pages, PAGE, LATENT + ROPE, dtype=self.runner.dtype)
         for request, rows in enumerate(self.kv):
             # Every FP8 number is one of bfloat16 and of float16.
             cache.view(len(self.lengths), -1, LATENT + ROPE)[request, : len(rows)] = rows.to(cache.dtype)
-        q = torch.cat([self.q, self.q_rope], dim=-1).unflatten(0, (len(self.lengths), self.s_q))
-        return q, cache, torch.arange(len(cache)).view(len(self.lengths), pages), torch.tensor(self.lengths), SCALE
+        return cache, torch.arange(len(cache)).view(len(self.lengths), pages), torch.tensor(self.lengths)
 
     def check(self, out):
         """At most twice the error that the same attention has when torch computes it in the queries' type."""
-        arguments = self.paged()
-        exact, _ = mla_decode_reference(*arguments)
-        plain, _ = mla_decode_reference(*arguments, dtype=self.runner.dtype)
+        exact, plain = (self.attention(dtype)[0].flatten(1) for dtype in (torch.float64, self.runner.dtype))
         assert out.shape == (len(self.q), self.q.shape[1] * LATENT) and out.dtype == self.runner.dtype
-        error = (out.double().view(exact.shape) - exact).pow(2).mean().sqrt()
+        error = (out.double() - exact).pow(2).mean().sqrt()
         assert error <= 2 * (plain.double() - exact).pow(2).mean().sqrt(), error
+
+    def attention(self, dtype=torch.float64):
+        """Of each query token in `dtype`, with log-sum-exp: [tokens, heads, 512] and [tokens, heads]."""
+        cache, table, lengths = self.paged()
+        parts = torch.cat([self.q, self.q_rope], dim=-1).split(self.query_lens)
+        results = [
+            mla_decode_reference(q[None], cache, table[i : i + 1], lengths[i : i + 1], SCALE, dtype=dtype)
+            for i, q in enumerate(parts)
+        ]
+        return [torch.cat([result[0] for result in part]) for part in zip(*results, strict=True)]
 
 
 def make_layer(heads=HEADS, layer_id=0):
@@ -288,7 +300,177 @@ def test_eager_draft_extension_pads_a_short_extension_to_the_whole_window(make):
     problem = Problem(runner, [70, 129], s_q=DRAFTS)
     batch = problem.batch(ForwardMode.DRAFT_EXTEND_V2, [68, 129], extend_seq_lens=torch.tensor([2, DRAFTS]))
     backend.init_forward_metadata(batch)
-    assert backend.forward_metadata.seq_lens.tolist() == [70, 129]
+    (call,) = backend.forward_metadata
+    assert call.seq_lens.tolist() == [70, 129]
+
+
+def prompts(problem, mode=ForwardMode.EXTEND):
+    """A prefill step of the problem's query tokens, with the lists on the host that SGLang makes of its requests."""
+    query_lens = problem.query_lens
+    cached = [length - new for length, new in zip(problem.lengths, query_lens, strict=True)]
+    lists = {"extend_prefix_lens_cpu": cached, "extend_seq_lens_cpu": query_lens}
+    tensors = {name.removesuffix("_cpu"): torch.tensor(value) for name, value in lists.items()}
+    return problem.batch(mode, **lists, **tensors)
+
+
+def route(heads=HEADS, **attributes):
+    """Asks the way that SGLang's model takes a batch, here with FlashMLA's in place of an answer of SGLang's own."""
+    attention = SimpleNamespace(num_local_heads=heads, **attributes)
+    return lambda batch: attention_backend_handler.AttentionBackendRegistry.get_handler("etap")(attention, batch)
+
+
+@pytest.fixture
+def sglangs_prefill(monkeypatch):
+    """The steps that SGLang's prefill plans, runs and routes."""
+    steps = []
+    for place, name in (
+        (flashinfer_mla_backend.FlashInferMLAAttnBackend, "init_forward_metadata"),
+        (flashinfer_mla_backend.FlashInferMLAAttnBackend, "forward_extend"),
+        (attention_backend_handler, "handle_attention_flashmla"),
+    ):
+        monkeypatch.setattr(place, name, lambda *arguments, name=name: steps.append(name))
+    return steps
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED], ids=str)
+@pytest.mark.parametrize(
+    "lengths, query_lens, options",
+    [
+        ([1024], [128], {}),
+        ([70, 129, 300], [5, 5, 5], {}),
+        ([128, 70, 1024, 129, 64, 65], [128, 1, 1, 1, 64, 33], {}),
+        ([70, 129, 3], [2, 2, 1], {"page_size": 1}),
+        ([200, 129], [16, 16], {"heads": 128}),
+        ([300, 64, 65], [2, 1, 2], {"page_size": 16}),
+        ([300, 65, 66], [7, 64, 65], {"dtype": torch.float16}),
+    ],
+    ids=str,
+)
+def test_decodes_short_prompts_over_cached_ones(make, sglangs_prefill, lengths, query_lens, options, mode):
+    runner, backend = make(requests=8, **options)
+    problem = Problem(runner, lengths, s_q=query_lens)
+    batch = prompts(problem, mode)
+    backend.init_forward_metadata(batch)
+    problem.check(attend(backend, problem, batch))
+    heads = options.get("heads", HEADS)
+    assert route(heads)(batch) == AttnForwardMethod.MLA and not sglangs_prefill
+
+
+@pytest.mark.parametrize(
+    "lengths, query_lens, options",
+    [
+        ([64, 64], [64, 64], {}),  # nothing is cached
+        ([1024, 70], [129, 5], {}),
+        ([200, 129], [17, 16], {"heads": 128}),
+        ([70] * 5, [1, 2, 3, 4, 5], {}),  # as many calls
+    ],
+    ids=str,
+)
+def test_other_prompts_are_sglangs(make, sglangs_prefill, lengths, query_lens, options):
+    runner, backend = make(**options)
+    problem = Problem(runner, lengths, s_q=query_lens)
+    batch = prompts(problem)
+    backend.forward_metadata = None
+    backend.init_forward_metadata(batch)
+    attend(backend, problem, batch)
+    route(options.get("heads", HEADS))(batch)
+    assert sglangs_prefill == ["init_forward_metadata", "forward_extend", "handle_attention_flashmla"]
+
+
+def test_prompts_of_decode_context_parallelism_are_sglangs(make, parallel, sglangs_prefill):
+    runner, backend = make()
+    batch = prompts(Problem(runner, [70, 129], s_q=[5, 5]))
+    parallel(attn_dcp_size=2, dcp_enabled=True)
+    backend.init_forward_metadata(batch)
+    route()(batch)
+    assert sglangs_prefill == ["init_forward_metadata", "handle_attention_flashmla"]
+
+
+@pytest.mark.parametrize("query_lens, ours", [([2, 2], True), ([2, 3], False)], ids=str)
+def test_many_rows_of_small_pages_are_flashinfers(make, sglangs_prefill, query_lens, ours):
+    """It reads the latent rows, too: the model's route is the same."""
+    runner, backend = make(page_size=1)
+    batch = prompts(Problem(runner, [70, 129], s_q=query_lens))
+    backend.init_forward_metadata(batch)
+    assert route()(batch) == AttnForwardMethod.MLA
+    assert sglangs_prefill == ([] if ours else ["init_forward_metadata"])
+
+
+def test_rows_that_pad_prompts_are_zeros(make):
+    """As with data parallel attention, whose ranks have equally many rows."""
+    runner, backend = make()
+    problem = Problem(runner, [70, 129, 300], s_q=[3, 5, 5])
+    problem.write(rank=0, keep=0)
+    batch = prompts(problem)
+    backend.init_forward_metadata(batch)
+    rows = [torch.cat([part, torch.full_like(part[:3], torch.nan)]) for part in (problem.q, problem.q_rope)]
+    with forward_context(ForwardContext(attn_backend=backend)):
+        out = make_layer()(rows[0], None, None, batch, q_rope=rows[1], k_rope=None)
+    problem.check(out[:13])
+    assert len(out) == 16 and not out[13:].any()
+
+
+def test_calls_of_short_prompts_keep_apart_and_share_a_workspace(make):
+    runner, backend = make()
+    backend.init_forward_metadata(prompts(Problem(runner, [70, 129, 300, 65], s_q=[3, 5, 4, 1])))
+    schedules = [call.schedule for call in backend.forward_metadata]
+    assert len(schedules) == MAX_RUNS
+    for name in ("work_ranges", "split_offsets"):
+        assert len({getattr(schedule, name).data_ptr() for schedule in schedules}) == MAX_RUNS, name
+    assert all(schedule.workspace is backend.schedule.workspace for schedule in schedules)
+
+
+def test_planning_short_prompts_reads_nothing_back_to_the_host(make, monkeypatch):
+    runner, backend = make()
+    batch = prompts(Problem(runner, [70, 129, 66], s_q=[3, 5, 5]))
+    monkeypatch.setattr(backend_module, "create_flashmla_kv_indices_triton", Recorder())
+    for name in ("item", "tolist", "cpu", "numpy"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *arguments, _name=name: pytest.fail(f"{_name} was called"))
+    backend.init_forward_metadata(batch)
+    assert len(backend.forward_metadata) == 2
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.DRAFT_EXTEND_V2], ids=str)
+def test_a_step_that_is_padded_behind_its_plan(make, mode):
+    """As SGLang does with data parallel attention to draft steps and draft extensions outside of CUDA graphs."""
+    runner, backend = make(mode=mode)
+    s_q = 1 if mode.is_decode() else DRAFTS
+    problem = Problem(runner, [70, 129, 300], s_q=s_q)
+    problem.write(rank=0, keep=0)
+    batch = problem.batch(mode, extend_seq_lens=torch.full((3,), s_q))
+    backend.init_forward_metadata(batch)
+    batch.mark_forward_metadata_ready()
+    batch.batch_size, batch.seq_lens = 4, torch.tensor([*problem.lengths, 1])
+    assert not batch.needs_forward_metadata_init()
+    rows = [torch.cat([part, torch.full_like(part[:s_q], torch.nan)]) for part in (problem.q, problem.q_rope)]
+    with forward_context(ForwardContext(attn_backend=backend)):
+        out = make_layer()(rows[0], None, None, batch, q_rope=rows[1], k_rope=None)
+    problem.check(out[: 3 * s_q])
+    assert len(out) == 4 * s_q and not out[3 * s_q :].any()
+
+
+def test_a_step_wider_than_the_pool_is_refused_and_writes_nothing(make):
+    """Steps that only warm kernels up may have any number of requests."""
+    runner, backend = make(requests=4)
+    before = backend._block_table.clone(), backend._seq_lens.data_ptr()
+    batch = Problem(runner, LENGTHS).batch()
+    batch.batch_size, batch.seq_lens = 6, torch.ones(6, dtype=torch.int64)
+    batch.req_pool_indices = torch.zeros(6, dtype=torch.int64)
+    with pytest.raises(
+        ValueError, match="wanted at most 4 requests in a step, those that the request pool holds, got 6"
+    ):
+        backend.init_forward_metadata(batch)
+    assert torch.equal(backend._block_table, before[0]) and backend._seq_lens.data_ptr() == before[1]
+
+
+def test_drafts_change_nothing_that_was_planned_beside_them(make):
+    """SGLang asks every backend, where SGLANG_ENABLE_OVERLAP_PLAN_STREAM is set."""
+    runner, backend = make(mode=ForwardMode.TARGET_VERIFY)
+    problem = Problem(runner, [70, 129], s_q=DRAFTS)
+    batch = problem.batch(ForwardMode.TARGET_VERIFY, [66, 125])
+    backend.init_forward_metadata_out_graph(batch)
+    backend.update_verify_buffers_to_fill_after_draft(object(), 2)
+    problem.check(attend(backend, problem, batch))
 
 
 class DraftRunner:
@@ -386,8 +568,9 @@ def test_a_full_pool_padded_for_the_ranks_is_planned(make, parallel):
     batch.req_pool_indices = torch.cat([problem.requests, torch.zeros(2, dtype=torch.int64)])
     batch.seq_lens = torch.tensor([*problem.lengths, 1, 1])
     backend.init_forward_metadata(batch)
-    assert backend.forward_metadata.seq_lens.tolist() == [*problem.lengths, 1, 1]
-    assert backend.forward_metadata.schedule.batch == len(backend.forward_metadata.block_table) == 8
+    (call,) = backend.forward_metadata
+    assert call.seq_lens.tolist() == [*problem.lengths, 1, 1]
+    assert call.schedule.batch == len(call.block_table) == 8
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
@@ -401,12 +584,12 @@ def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, mode, page):
     first = Problem(runner, [4, 4, 4], s_q=s_q)
     backend.init_forward_metadata_out_graph(first.batch(mode, [4 - drafts] * 3), in_capture=True)
     captured = backend.forward_metadata
-    schedule = captured.schedule
+    schedule = captured[0].schedule
     kept = (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions)
     later = Problem(runner, [700, 129, 64], s_q=s_q, seed=1)
     batch = later.batch(mode, [length - drafts for length in later.lengths])
     backend.init_forward_metadata_out_graph(batch)
-    schedule = backend.forward_metadata.schedule
+    schedule = backend.forward_metadata[0].schedule
     assert (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions) == kept
     backend.forward_metadata = captured
     later.check(attend(backend, later, batch))
@@ -453,7 +636,7 @@ def test_ranks_of_decode_context_parallelism_merge_by_natural_log_sum_exp(make, 
         runner, backend = make(page_size=page)
         assert backend.schedule.num_heads == 2 * HEADS
         problem = Problem(runner, [70, 260, 1], ranks=2)
-        problem.write(rank, keep=1)
+        problem.write(rank)
         batch = problem.batch()
         backend.init_forward_metadata(batch)
         out, lse = attend(backend, problem, batch)
@@ -462,9 +645,9 @@ def test_ranks_of_decode_context_parallelism_merge_by_natural_log_sum_exp(make, 
     assert parts[1][1][2].isneginf().all() and not parts[1][0][2].any()
     lse = torch.logsumexp(torch.stack([part for _, part in parts]), dim=0)
     merged = sum(out.float() * (part - lse).exp()[..., None] for out, part in parts)
-    exact, exact_lse = mla_decode_reference(*problem.paged())
-    torch.testing.assert_close(lse, exact_lse[:, 0].float(), rtol=0, atol=1e-4)
-    torch.testing.assert_close(merged, exact[:, 0].float(), rtol=2e-2, atol=2e-2)
+    exact, exact_lse = problem.attention()
+    torch.testing.assert_close(lse, exact_lse.float(), rtol=0, atol=1e-4)
+    torch.testing.assert_close(merged, exact.float(), rtol=2e-2, atol=2e-2)
     name = "is_mla_dcp_lse_base_on_e"
     base_on_e = getattr(forward_mla, name, None) or getattr(forward_mla, f"_{name}")
     assert base_on_e("etap") and base_on_e("flashmla") and not base_on_e("trtllm_mla")
@@ -531,8 +714,7 @@ def test_fp8_math_is_as_exact_as_its_types_allow(make, mode):
 
 def attention_of(problem, round_to):
     """Attention in float64, queries (scaled to e4m3's range) and probabilities rounded."""
-    q, *_ = problem.paged()
-    q = q.double()
+    q = torch.cat([problem.q, problem.q_rope], dim=-1).unflatten(0, (-1, problem.s_q)).double()
     largest = q.abs().amax(-1, keepdim=True) / 256
     q = (q / largest).to(round_to).double() * largest
     out = []

@@ -7,6 +7,7 @@ import pytest
 import scripts_in_forks
 from sglang.srt import server_args
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 from sglang.srt.models.deepseek_common import utils
 from sglang.srt.plugins import load_plugins
@@ -103,7 +104,8 @@ def test_models_route_prefill_as_with_sglangs_backends_and_hand_over_the_parts(t
     compat.register_model_support()
     for kind in ("flashmla", "dsa"):
         monkeypatch.setattr(handler, f"handle_attention_{kind}", lambda attn, batch, kind=kind: (kind, attn, batch))
-    dense, sparse, batch = SimpleNamespace(), SimpleNamespace(use_dsa=True), object()
+    batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
+    dense, sparse = SimpleNamespace(num_local_heads=16), SimpleNamespace(use_dsa=True)
     for name in compat.NAMES:
         route = handler.AttentionBackendRegistry.get_handler(name)
         assert route(dense, batch) == ("flashmla", dense, batch)

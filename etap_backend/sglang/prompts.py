@@ -1,0 +1,29 @@
+"""Prefill steps of few new tokens over cached contexts: the decode kernels serve them, as they do drafts to verify."""
+
+from etap_backend.runs import MAX_RUNS, Run, equal_runs, short_prompt_tokens
+
+
+def prompt_runs(forward_batch, num_heads: int) -> list[Run]:
+    """The calls that decode a prefill step; none where SGLang's prefill serves it.
+
+    SGLang's model asks, which else makes keys of the whole context, and the backend that plans: both hear the same.
+
+    Args:
+        forward_batch: SGLang's.
+        num_heads: query heads on this GPU.
+    """
+    # Here, because `etap doctor` imports this where there is no SGLang.
+    from sglang.srt.model_executor.forward_batch_info import ForwardMode
+    from sglang.srt.runtime_context import get_parallel
+
+    if forward_batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
+        return []
+    # Prompts of which nothing is cached read no context but themselves.
+    query_lens = forward_batch.extend_seq_lens_cpu
+    short = 0 < min(query_lens) <= max(query_lens) <= short_prompt_tokens(num_heads)
+    if not short or not any(forward_batch.extend_prefix_lens_cpu):
+        return []
+    if get_parallel().attn_dcp_size > 1:  # a rank has some of the context's tokens only
+        return []
+    runs = equal_runs(query_lens)
+    return runs if len(runs) <= MAX_RUNS else []
