@@ -313,10 +313,10 @@ def prompts(problem, mode=ForwardMode.EXTEND):
     return problem.batch(mode, **lists, **tensors)
 
 
-def route(heads=HEADS, **attributes):
-    """Asks the way that SGLang's model takes a batch, here with FlashMLA's in place of an answer of SGLang's own."""
-    attention = SimpleNamespace(num_local_heads=heads, **attributes)
-    return lambda batch: attention_backend_handler.AttentionBackendRegistry.get_handler("etap")(attention, batch)
+def route(batch, heads=HEADS):
+    """The way that SGLang's model takes a batch with our name."""
+    handler = attention_backend_handler.AttentionBackendRegistry.get_handler("etap")
+    return handler(SimpleNamespace(num_local_heads=heads), batch)
 
 
 @pytest.fixture
@@ -352,8 +352,7 @@ def test_decodes_short_prompts_over_cached_ones(make, sglangs_prefill, lengths, 
     batch = prompts(problem, mode)
     backend.init_forward_metadata(batch)
     problem.check(attend(backend, problem, batch))
-    heads = options.get("heads", HEADS)
-    assert route(heads)(batch) == AttnForwardMethod.MLA and not sglangs_prefill
+    assert route(batch, options.get("heads", HEADS)) == AttnForwardMethod.MLA and not sglangs_prefill
 
 
 @pytest.mark.parametrize(
@@ -373,7 +372,7 @@ def test_other_prompts_are_sglangs(make, sglangs_prefill, lengths, query_lens, o
     backend.forward_metadata = None
     backend.init_forward_metadata(batch)
     attend(backend, problem, batch)
-    route(options.get("heads", HEADS))(batch)
+    route(batch, options.get("heads", HEADS))
     assert sglangs_prefill == ["init_forward_metadata", "forward_extend", "handle_attention_flashmla"]
 
 
@@ -382,7 +381,7 @@ def test_prompts_of_decode_context_parallelism_are_sglangs(make, parallel, sglan
     batch = prompts(Problem(runner, [70, 129], s_q=[5, 5]))
     parallel(attn_dcp_size=2, dcp_enabled=True)
     backend.init_forward_metadata(batch)
-    route()(batch)
+    route(batch)
     assert sglangs_prefill == ["init_forward_metadata", "handle_attention_flashmla"]
 
 
@@ -392,7 +391,7 @@ def test_many_rows_of_small_pages_are_flashinfers(make, sglangs_prefill, query_l
     runner, backend = make(page_size=1)
     batch = prompts(Problem(runner, [70, 129], s_q=query_lens))
     backend.init_forward_metadata(batch)
-    assert route()(batch) == AttnForwardMethod.MLA
+    assert route(batch) == AttnForwardMethod.MLA
     assert sglangs_prefill == ([] if ours else ["init_forward_metadata"])
 
 
