@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, plan, renamed
+from etap_backend.compat import check_out, named, plan, renamed, whole_rows
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 from etap_backend.support import (
@@ -244,7 +244,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: int32 [b] or an int, tokens of each request, the new ones included; all there is room for when
             None.
         cache_batch_idx: int32 [b], the row of page_table, or else of the caches, that is each request's.
-        page_table: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything.
+        page_table: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything. Of a view of a wider table, all
+            columns in memory count for lengths in a tensor, as in FlashAttention.
         cu_seqlens_q: int32 [b + 1], where each request's tokens begin in q, and where the last one's end: at total_q
             or before it, where rows pad q. Requests without tokens may stand anywhere; behind all others where
             max_seqlen_q is 1 and q has b rows, as row i is then request i's.
@@ -588,7 +589,8 @@ def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
     elif rows is not None:
         table = table.index_select(0, rows)
     lengths = _lengths(call, batch, table.shape[1] * page_size)
-    return table if table.stride(-1) == 1 else table.contiguous(), lengths.contiguous()
+    table = table if table.stride(-1) == 1 else table.contiguous()
+    return table if call["page_table"] is None else whole_rows(table), lengths.contiguous()
 
 
 def _numbers(call: Call, name: str, batch: int, wanted: str = "") -> Tensor:
@@ -697,15 +699,17 @@ def _token_by_token(call: Call, starts: Tensor, table: Tensor, lengths: Tensor) 
 
 
 def _narrow(call: Call, table: Tensor) -> Tensor:
-    """The columns that max_seqlen_k leaves of a block table.
+    """The columns that the caller's view and max_seqlen_k leave of a block table.
 
-    All of them in a CUDA graph, whose replays may bring longer contexts than its capture, and where no tensor has the
-    lengths, which may then be all there is room for.
+    All of them in a CUDA graph, whose replays may bring longer contexts than its capture; max_seqlen_k leaves all where
+    no tensor has the lengths, which may then be all there is room for.
     """
+    if table.is_cuda and torch.cuda.is_current_stream_capturing():
+        return table
+    if call["page_table"] is not None:
+        table = table[:, : call["page_table"].shape[1]]
     longest = _int(call["max_seqlen_k"])
     if longest is None or not isinstance(call["cache_seqlens"], Tensor):
-        return table
-    if table.is_cuda and torch.cuda.is_current_stream_capturing():
         return table
     return table[:, : max(1, -(-longest // max(1, call["k_cache"].shape[1])))]
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, plan, renamed
+from etap_backend.compat import check_out, named, plan, renamed, whole_rows
 from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
@@ -205,7 +205,8 @@ def flash_mla_with_kvcache(
         k_cache: [num_blocks, page_block_size, h_k, 576]: dense, of q's type or float8_e4m3fn, h_k a divisor of h_q,
             or sparse, bfloat16, h_k 1; any page size. Or sparse in FP8, of a type of 8 bits: [num_blocks,
             page_block_size, 1, 656] (V3.2), or 528 for V32_NO_ROPE.
-        block_table: dense: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything.
+        block_table: dense: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything. Of a view of a wider
+            table, all columns in memory count, as in FlashMLA.
         cache_seqlens: dense: int32 [b], tokens of each request, the new ones included.
         head_dim_v: 512.
         tile_scheduler_metadata: what `get_mla_metadata` returned, for calls of the same shapes and one stream; or the
@@ -254,7 +255,7 @@ def flash_mla_with_kvcache(
         planned = _planned(tile_scheduler_metadata, num_splits, q, cache_seqlens, config)
         scales = {"softmax_scale": scale, "q_scale": descale_q, "kv_scale": descale_k}
         options = {**scales, "fp8_math": fp8_math, "empty_lse": EMPTY_LSE}
-        out, lse = _dense(q, k_cache, block_table, cache_seqlens, planned, out, options)
+        out, lse = _dense(q, k_cache, whole_rows(block_table), cache_seqlens, planned, out, options)
     else:
         _check_absent("with indices", dense_only)
         _refuse(_why_not_sparse(q.dtype, k_cache.dtype, config.h_q, q.shape[-1], head_dim_v))
