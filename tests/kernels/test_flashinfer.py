@@ -529,6 +529,11 @@ def test_lengths_may_lie_apart(device):
     check(problem.results(), problem)
 
 
+def test_the_workspace_that_is_promised_to_suffice_does_with_any_number_of_rows():
+    problem = make((40,), [260], causal=False, heads=128)
+    check(problem.results(problem.wrapper()), problem)
+
+
 def test_too_small_a_workspace_is_refused_by_size():
     problem = make(LENGTHS, [1] * 5)
     with pytest.raises(ValueError, match=r"^float_workspace_buffer: wanted at least \d+ bytes .*, got 64"):
