@@ -258,7 +258,8 @@ class BatchMLAPagedAttentionWrapper:
                 max_q_len. Of one that has both the block table is taken.
             cum_seq_lens_q, block_tables, seq_lens: int32 [b + 1], [b, max_pages] and [b]: the other form of the
                 requests. Unused entries of the table may hold anything.
-            max_q_len: most query tokens of a request, with either form.
+            max_q_len: most query tokens of a request, with either form. For lengths on the GPU more than 1 has queries
+                copied; with 1 and as many query rows as requests those without a token stand behind all others.
             max_kv_len: not FlashInfer's: most tokens of a request, for page lists. With use_cuda_graph of all plans.
             query_layout, kv_cache_layout, lse_mode: not needed; any are served, whatever was said here.
             output_dtype: None or q_data_type.
@@ -490,7 +491,10 @@ def _cut(plan: _Plan, query_lens: list[int] | None, tokens: int) -> list[_Run]:
         if plan.max_q_len is None and tokens % plan.batch:
             wanted = f"equally many query tokens for each of {plan.batch} requests, max_q_len, or qo_indptr on the CPU"
             raise ValueError(f"q_nope: wanted {wanted}, got {tokens}")
-        return [_Run(*everything, s_q, padded=tokens != plan.batch * s_q)]
+        # Static rows for a CUDA graph are as many as the longest lengths have, and say nothing of a replay's. Of one
+        # token each, which nothing copies, row i is request i's.
+        padded = plan.max_q_len is not None and (s_q > 1 or tokens != plan.batch)
+        return [_Run(*everything, s_q, padded)]
     _check_tokens(query_lens, tokens)
     runs, request, token = [], 0, 0
     for s_q, group in groupby(query_lens):
@@ -512,7 +516,7 @@ class _Call:
 
     def __init__(self, run: _Run, plan: _Plan, tokens: int, checked: bool, workspace: Tensor):
         """Allocate for it; `checked` where the host has seen the query lengths."""
-        self.run, self.tokens, self._checked = run, tokens, checked
+        self.run, self.tokens, self._checked, self._bounded = run, tokens, checked, plan.max_q_len is not None
         requests = run.requests.stop - run.requests.start
         # Without a causal mask all queries of a request see the same tokens, as the heads of one query token do; so
         # that is what they are for the kernel.
@@ -534,15 +538,25 @@ class _Call:
 
     def build(self, requests: _Requests) -> None:
         """Plan for the lengths of now, on the device."""
-        mine, s_q = self.run.requests, self.run.s_q
+        mine = self.run.requests
         self._seq_lens, self._block_table = requests.seq_lens[mine], requests.block_table[mine]
         if not self._checked:
-            lengths, most = requests.starts.diff(), "at most" if self.run.padded else "exactly"
-            wanted = f"qo_indptr: wanted {most} {s_q} query tokens for each request, or it on the CPU, got others"
-            _assert_on_device(lengths <= s_q if self.run.padded else lengths == s_q, wanted)
+            self._assert_lengths(requests.starts)
         if self.run.padded:
             self._pad(requests.starts)
         self._built = named(self._names, self._schedule.build, self._seq_lens, self.shape[1])
+
+    def _assert_lengths(self, starts: Tensor) -> None:
+        """Query lengths that the host has not seen are such as the run takes."""
+        s_q, lengths = self.run.s_q, starts.diff()
+        if self.run.padded:
+            right, wanted = lengths <= s_q, f"at most {s_q} query tokens for each request"
+        elif self._bounded:
+            rows = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
+            right, wanted = starts == rows.minimum(starts[-1]), "a query token for each request, those without one last"
+        else:
+            right, wanted = lengths == s_q, f"exactly {s_q} query tokens for each request"
+        _assert_on_device(right, f"qo_indptr: wanted {wanted}, or it on the CPU, got others")
 
     def _pad(self, starts: Tensor) -> None:
         """A request's query tokens are the last of its s_q rows, so that the mask is theirs; those before are any."""

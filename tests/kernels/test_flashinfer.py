@@ -195,6 +195,68 @@ def test_lengths_that_are_not_looked_at_are_asserted():
         make(LENGTHS, [1] * 5).results(problem.graph_wrapper(), max_kv_len=128)
 
 
+def with_rows(problem: Problem, rows: int) -> Problem:
+    """The same with so many query rows; those behind its tokens are NaN."""
+    for name in ("q_nope", "q_pe"):
+        part = problem.run[name]
+        problem.run[name] = torch.cat([part, part.new_full((rows - len(part), *part.shape[1:]), torch.nan)])
+    return problem
+
+
+def check_first(results, problem: Problem) -> None:
+    """As `check`, of the rows that have tokens."""
+    own = Problem(**vars(problem))
+    tokens = sum(problem.query_lens)
+    own.run = problem.run | {name: problem.run[name][:tokens] for name in ("q_nope", "q_pe")}
+    check([one[:tokens] for one in results], own)
+
+
+REPLAYED = {
+    "shorter ones": (4, ([4, 4, 4], [3, 3, 3], [1, 4, 2], [0, 0, 4], [4, 4, 4])),
+    "fewer requests": (1, ([1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1])),
+    "none among one token each": (2, ([1, 1, 1], [0, 1, 0], [2, 2, 2])),
+}
+
+
+@both_devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", REPLAYED)
+def test_as_many_rows_as_the_longest_lengths_have_serve_shorter_ones(device, name, causal):
+    """As a CUDA graph has them, whose plans are not looked at."""
+    longest, batches = REPLAYED[name]
+    wrapper = None
+    for query_lens in batches:
+        problem = with_rows(make((97, 130, 20), query_lens, causal=causal, device=device), 3 * longest)
+        wrapper = wrapper or problem.graph_wrapper()
+        check_first(problem.results(wrapper, max_q_len=longest), problem)
+
+
+def test_a_request_without_a_token_before_others_is_asserted_where_none_has_two():
+    problem = with_rows(make((97, 130, 20), [1, 0, 1]), 3)
+    with pytest.raises(RuntimeError, match="^qo_indptr: wanted a query token for each request, those without one last"):
+        problem.results(problem.graph_wrapper(), max_q_len=1)
+    check_first(problem.results(problem.graph_wrapper(), max_q_len=2), problem)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_graph_of_the_longest_lengths_is_replayed_with_shorter_ones(name):
+    longest, batches = REPLAYED[name]
+    problems = [with_rows(make((97, 130, 20), one, device="cuda", seed=9), 3 * longest) for one in batches]
+    static = {key: one.clone() for key, one in problems[0].run.items()}
+    wrapper = problems[0].graph_wrapper()
+    problems[0].results(wrapper, max_q_len=longest)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = wrapper.run(**static, return_lse=True)
+    for problem in problems:
+        wrapper.plan(**problem.requests, **problem.plan, max_q_len=longest)
+        for key, one in problem.run.items():
+            static[key].copy_(one)
+        graph.replay()
+        check_first(results, problem)
+
+
 def test_a_table_as_wide_as_the_longest_request_is_enough():
     problem = make(LENGTHS, [1] * 5)
     wrapper = problem.graph_wrapper()
