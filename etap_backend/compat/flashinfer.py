@@ -320,7 +320,7 @@ class BatchMLAPagedAttentionWrapper:
 
         Args:
             q_nope, q_pe: [tokens, num_heads, 512] and [.., 64] of the planned type, strides free but the last. Tokens
-                of all requests, one after another.
+                of all requests, one after another; the results of rows behind them have no meaning.
             ckv_cache, kpe_cache: [pages, page_size, 512] and [.., 64] of the planned type, each row contiguous; parts
                 of one tensor or two of their own.
             out: [tokens, num_heads, 512] of the planned query type, contiguous; allocated when None.
@@ -507,7 +507,8 @@ def _cut(plan: _Plan, query_lens: list[int] | None, tokens: int) -> list[_Run]:
 
 
 def _check_tokens(query_lens: list[int], tokens: int) -> None:
-    if sum(query_lens) != tokens:
+    """More rows than the requests' are no one's."""
+    if tokens < sum(query_lens):
         raise ValueError(f"q_nope: wanted {sum(query_lens)} query tokens as planned, got {tokens}")
 
 

@@ -211,6 +211,16 @@ def check_first(results, problem: Problem) -> None:
     check([one[:tokens] for one in results], own)
 
 
+@both_devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("query_lens", [*BATCHES.values(), [0] * 5])
+def test_rows_behind_the_last_request_are_no_ones(device, query_lens, causal):
+    """With lengths that the host sees, too."""
+    problem = with_rows(make(LENGTHS, query_lens, causal=causal, device=device), sum(query_lens) + 3)
+    problem.requests = {name: one.cpu() for name, one in problem.requests.items()}
+    check_first(problem.results(), problem)
+
+
 REPLAYED = {
     "shorter ones": (4, ([4, 4, 4], [3, 3, 3], [1, 4, 2], [0, 0, 4], [4, 4, 4])),
     "fewer requests": (1, ([1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1])),
