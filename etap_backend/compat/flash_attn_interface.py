@@ -747,6 +747,7 @@ def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: b
         q_scale=_scale(call, "q_descale"),
         kv_scale=_scale(call, "k_descale"),
         out=None if out is None else out.view(*asked, LATENT_DIM),
+        out_dtype=None if call["out"] is None else call["out"].dtype,
     )
     return done.view(batch, s_q, heads, LATENT_DIM), lse.view(batch, s_q, heads)
 

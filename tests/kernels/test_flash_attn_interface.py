@@ -183,6 +183,18 @@ def test_ragged_queries(device, name, causal, kind):
 
 
 @both_devices
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_fp8_queries_have_an_output_of_either_type(device, name):
+    counts, heads = RAGGED[name]
+    problem = problem_of(s_q=counts, heads=heads, kind="fp8", device=device)
+    for dtype in torch.float16, torch.bfloat16:
+        out = torch.full((sum(counts), heads, 512), torch.nan, dtype=dtype, device=device)
+        results = problem.run(causal=True, out=out)
+        assert results[0].data_ptr() == out.data_ptr()
+        check(results, problem.truth(True), dtype)
+
+
+@both_devices
 @pytest.mark.parametrize("page_size", [1, None])
 def test_ragged_queries_over_other_pages(device, page_size):
     for counts in RAGGED["padded"][0], RAGGED["one by one, for one long request"][0]:
