@@ -235,7 +235,8 @@ def flash_attn_with_kvcache(
 
     Args:
         q: [b, s_q, h, 64], the rope part of the queries; with cu_seqlens_q [total_q, h, 64]. bfloat16, float16, or
-            float8_e4m3fn where the cache has it. Any strides with a contiguous last dimension, any number of heads.
+            float8_e4m3fn where the cache has it. Any number of heads; any strides, but a last dimension that is not
+            contiguous is copied.
         k_cache: [num_blocks, page_block_size, 1, 64], rows' rope part, of q's type or float8_e4m3fn. Without page_table
             [b, seqlen, 1, 64]; with cache_batch_idx [any number, seqlen, 1, 64]. It and v_cache may be two parts of one
             tensor's rows.
@@ -259,7 +260,7 @@ def flash_attn_with_kvcache(
         scheduler_metadata: what this module's `get_scheduler_metadata` returned, or None: then each call plans.
             FlashAttention's own is ignored. Ragged queries that are served token by token plan anyway.
         return_softmax_lse: return lse, too.
-        out: like q with 512 columns, contiguous, of the output's type; allocated when None.
+        out: like q with 512 columns, of the output's type; allocated when None. Served where it is contiguous.
         num_splits: 1 asks for results whose bits do not depend on the batch: no context is split, and ragged queries
             are served token by token. A plan must have been made with 1, too. Other numbers are without effect.
         pack_gqa, sm_margin, rotary_interleaved, rotary_seqlens, cu_seqlens_k_new: without effect.
@@ -427,7 +428,7 @@ def _asked(form: Form, given: dict) -> Tensor | tuple:
 
 def _answer(call: Call, find: Callable[[], Callable | None]) -> Tensor | tuple:
     """Serve the call, or hand it to what `find` gives."""
-    reason = _why_others(call) or _why_no_mla(call) or _why_scales(call)
+    reason = _why_others(call) or _why_no_mla(call) or _why_scales(call) or _why_out(call)
     if reason:
         return _hand_over(call, find(), reason)
     batch, longest = _check_queries(call)
@@ -535,6 +536,14 @@ def _why_scales(call: Call) -> str | None:
     return None
 
 
+def _why_out(call: Call) -> str | None:
+    """Name an output in rows that lie apart, which theirs writes."""
+    out = call["out"]
+    if not isinstance(out, Tensor) or out.is_contiguous():
+        return None
+    return call.said("out", "a contiguous one", f"strides {list(out.stride())}")
+
+
 def _is_scaled(call: Call, name: str) -> bool:
     """Elements of 16 bits stand for themselves, and FlashAttention ignores their scales."""
     return call["q" if name == "q_descale" else "k_cache"].dtype == FP8
@@ -621,6 +630,9 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
 
     Unsplit requests are not padded: the longest one would choose the kernel, and with it the bits, of all the others.
     """
+    for name in "q", "qv":
+        if call[name].stride(-1) != 1:  # as their wrapper does
+            call[name] = call[name].contiguous()
     q, qv, starts, out = call["q"], call["qv"], call["cu_seqlens_q"], call["out"]
     dtypes = output_dtypes(q.dtype)
     check_out("out", out, (*q.shape[:-1], LATENT_DIM), dtypes, q)
