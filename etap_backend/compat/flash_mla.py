@@ -5,6 +5,7 @@
 """
 
 import functools
+import importlib
 import importlib.util
 import math
 import sys
@@ -66,6 +67,15 @@ FORMATS = {"V32": (HEAD_DIM, 656), "V32_NO_ROPE": (LATENT_DIM, 528)}
 """Columns of a query and bytes of a row, by the names that `kv_format` may have. V4.1's rows have 528 bytes, too."""
 EMPTY_LSE = math.inf
 """Log-sum-exp of queries that see nothing, which is -inf in ETAP."""
+_replaced: ModuleType | None = None
+"""The FlashMLA whose place `install` took."""
+
+
+def __getattr__(name: str) -> object:
+    """What the FlashMLA that was replaced has besides, such as kernels for other models."""
+    if _replaced is None or name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_replaced, name)
 
 
 @dataclass
@@ -110,7 +120,8 @@ def install(*, replace: bool = False) -> ModuleType:
     What the program took out of another FlashMLA before stays as it was.
 
     Args:
-        replace: take the place of a FlashMLA that is imported or installed, too. Without it that is refused.
+        replace: take the place of a FlashMLA that is imported or installed, too. Without it that is refused. It is
+            imported, and names that this module has not are its.
 
     Returns:
         This module.
@@ -119,14 +130,23 @@ def install(*, replace: bool = False) -> ModuleType:
         ImportError: there is another FlashMLA, and `replace` is False.
     """
     here, there = sys.modules[__name__], sys.modules.get(MODULES[0])
-    if there is not here and not replace:
+    if there is not here:
         spec = importlib.util.find_spec(MODULES[0]) if there is None else there.__spec__
-        if there or spec:
+        if (there or spec) and not replace:
             where = spec.origin if spec else "this process"
             raise ImportError(f"flash_mla: wanted no other one than ETAP's, or replace=True; got one in {where}")
+        here._replaced = there or _other()
     sys.modules.update(dict.fromkeys(MODULES, here))
     here.flash_mla_interface = here  # for `import flash_mla.flash_mla_interface as ...`
     return here
+
+
+def _other() -> ModuleType | None:
+    """The FlashMLA that is installed; None where there is none, or a build that this machine cannot load."""
+    try:
+        return importlib.import_module(MODULES[0])
+    except (ImportError, OSError, RuntimeError):
+        return None
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:

@@ -692,6 +692,23 @@ def test_it_takes_the_place_of_another_flash_mla_only_when_told_to(tmp_path, bef
     assert run(f"{path}{after[2:]}") == "str\n", "importing the module alone takes no place"
 
 
+@pytest.mark.parametrize("before", ["", "import flash_mla; "])
+def test_names_that_only_the_replaced_flash_mla_has_are_its(tmp_path, before):
+    package = tmp_path / "flash_mla"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import fused\ndef get_mla_metadata(): return 'another'")
+    (package / "fused.py").write_text("name = 'theirs'")
+    after = "; import flash_mla.fused; from flash_mla import fused, get_mla_metadata as f; print(fused.name, f()[1])"
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {before}"
+    assert run(f"{path}install(replace=True); install(){after}") == "theirs None\n"
+    assert "cannot import name 'more'" in run(f"{path}install(replace=True); from flash_mla import more")
+    (package / "__init__.py").write_text("raise OSError('libcuda.so.1')")
+    if not before:
+        assert (
+            run(f"{path}install(replace=True); from flash_mla import get_mla_metadata as f; print(f()[1])") == "None\n"
+        )
+
+
 def test_the_programs_of_the_page_run():
     first, second = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict = {}
