@@ -388,7 +388,8 @@ class BatchMLAPagedAttentionWrapper:
             if place is not tensor:
                 place.copy_(tensor, non_blocking=True)
         first, *pages, lengths = places
-        table = pages[0] if form is DENSE else self._table(plan.batch, width, *pages)
+        # For graphs the whole buffer, of which a plan may have filled a part: the next one may have more.
+        table = self._buffers.get("block_tables", pages[0]) if form is DENSE else self._table(plan.batch, width, *pages)
         return _Requests(first, table, lengths, query_lens)
 
     def _place(self, name: str, tensor: Tensor) -> Tensor:
@@ -404,7 +405,11 @@ class BatchMLAPagedAttentionWrapper:
             raise ValueError(f"{name}: wanted a buffer in the wrapper for CUDA graphs, got None")
         if buffer is None:
             buffer = self._buffers[name] = torch.empty_like(tensor, device=self.device)
-        part = buffer[: len(tensor)] if name == "kv_indices" else buffer
+        part = buffer
+        if name == "kv_indices":
+            part = buffer[: len(tensor)]
+        elif name == "block_tables":
+            part = buffer[:, : tensor.shape[1]]
         if part.shape != tensor.shape:
             raise ValueError(f"{name}: wanted {_shape(buffer)} as the wrapper's buffer has, got {_shape(tensor)}")
         return part

@@ -634,6 +634,21 @@ def test_plans_for_graphs_have_the_shapes_of_the_first():
         problem.results(problem.wrapper(use_cuda_graph=True))
 
 
+@both_devices
+def test_block_tables_for_graphs_may_be_narrower_than_the_first(device):
+    first, second = make(LENGTHS, [1] * 5, device=device), make((16, 1, 0, 30, 5), [1] * 5, device=device)
+    wrapper, places = first.wrapper(use_cuda_graph=True), set()
+    for problem in first, second, first:
+        csr = problem.requests
+        table = {"cum_seq_lens_q": csr["qo_indptr"], "seq_lens": csr["kv_len_arr"], "block_tables": problem.block_table}
+        check(Problem(**vars(problem) | {"requests": table}).results(wrapper), problem)
+        places.add((wrapper._requests.block_table.data_ptr(), wrapper._requests.block_table.shape))
+    assert len(places) == 1 and second.block_table.shape[1] < first.block_table.shape[1]
+    wider = torch.cat([first.block_table, first.block_table[:, :1]], dim=1)
+    with pytest.raises(ValueError, match=r"^block_tables: wanted \[5, 12\] of int32 as .* buffer has, got \[5, 13\]"):
+        Problem(**vars(first) | {"requests": table | {"block_tables": wider}}).results(wrapper)
+
+
 def test_mixed_lengths_that_the_host_does_not_see_are_refused_where_their_sum_shows_them():
     problem = make(LENGTHS, [2, 2, 2, 2, 3])
     with pytest.raises(ValueError, match="^q_nope: wanted equally many query tokens for each of 5 requests, max_q_len"):
