@@ -258,8 +258,9 @@ class BatchMLAPagedAttentionWrapper:
                 max_q_len. Of one that has both the block table is taken.
             cum_seq_lens_q, block_tables, seq_lens: int32 [b + 1], [b, max_pages] and [b]: the other form of the
                 requests. Unused entries of the table may hold anything.
-            max_q_len: most query tokens of a request, with either form. For lengths on the GPU more than 1 has queries
-                copied; with 1 and as many query rows as requests those without a token stand behind all others.
+            max_q_len: most query tokens of a request, with either form, and beside metadata that has none. For lengths
+                on the GPU more than 1 has queries copied; with 1 and as many query rows as requests those without a
+                token stand behind all others.
             max_kv_len: not FlashInfer's: most tokens of a request, for page lists. With use_cuda_graph of all plans.
             query_layout, kv_cache_layout, lse_mode: not needed; any are served, whatever was said here.
             output_dtype: None or q_data_type.
@@ -624,11 +625,14 @@ def _shape(tensor: Tensor) -> str:
 def _forms(given: dict[str, object], metadata: object) -> tuple[dict[str, Tensor], tuple[str, ...], object]:
     """The requests' tensors in one of the two forms, its names, and max_q_len."""
     if metadata is not None:
+        said = {name: getattr(metadata, name, None) for name in given}
+        if said["max_q_len"] is None:  # MLAPlanMetadata.csr takes none
+            said["max_q_len"] = given.pop("max_q_len")
         if doubled := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{doubled[0]}: wanted None beside metadata, got {type_name(given[doubled[0]])}")
-        if not any(hasattr(metadata, name) for name in given):
+        if not any(hasattr(metadata, name) for name in said):
             raise TypeError(f"metadata: wanted FlashInfer's MLAPlanMetadata, got {type_name(metadata)}")
-        given = {name: getattr(metadata, name, None) for name in given}
+        given = said
     dense, csr = (any(given[name] is not None for name in form) for form in (DENSE, CSR))
     if dense and csr and metadata is None:
         raise ValueError(f"{CSR[0]}: wanted None beside a block table, or the table's arguments None, got both")

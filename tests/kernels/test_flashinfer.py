@@ -291,6 +291,22 @@ def test_a_block_table_serves_as_it_is(device, form, for_graphs):
 
 
 @both_devices
+@pytest.mark.parametrize("form", ["page lists", "block table"])
+def test_metadata_may_leave_the_longest_length_to_the_argument(device, form):
+    """FlashInfer's object has no place for it beside page lists."""
+    problem = make(LENGTHS, [1, 3, 0, 2, 3], device=device)
+    csr = problem.requests
+    if form == "block table":
+        csr = {"cum_seq_lens_q": csr["qo_indptr"], "block_tables": problem.block_table, "seq_lens": csr["kv_len_arr"]}
+    problem.requests = {"metadata": SimpleNamespace(**csr, max_q_len=None)}
+    check(problem.results(problem.graph_wrapper(), max_q_len=3), problem)
+    problem.requests = {"metadata": SimpleNamespace(**csr, max_q_len=3)}
+    check(problem.results(problem.graph_wrapper()), problem)
+    with pytest.raises(ValueError, match="^max_q_len: wanted None beside metadata, got int"):
+        problem.results(problem.graph_wrapper(), max_q_len=3)
+
+
+@both_devices
 def test_results_go_where_they_are_wanted_and_in_the_base_that_is(device):
     problem = make(LENGTHS, [1, 1, 4, 4, 7], device=device)
     problem.requests = {name: one.cpu() for name, one in problem.requests.items()}
