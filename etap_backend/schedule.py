@@ -13,6 +13,8 @@ from etap_backend.support import WORK_RANGE_FIELDS
 
 BATCH_INVARIANT_BYTES = 60 * 2**20
 """Workspace that a batch-invariant schedule may take to split requests; without splits it needs none of it."""
+MOST_ROWS = 64
+"""Query rows that a CTA computes at most."""
 CPU_SMS = 8
 """Partitions that a schedule on the CPU plans for: enough to split requests, small enough to follow by hand."""
 
@@ -56,8 +58,11 @@ class DecodeShape(NamedTuple):
         return max(1, num_sms // self.row_groups)
 
     def workspace_floats(self, partitions: int) -> int:
-        """A partition begins in one request and ends in another: it holds at most two pieces of split ones."""
-        return 2 * partitions * self.row_groups * self.piece_floats
+        """A partition begins in one request and ends in another: it holds at most two pieces of split ones.
+
+        One partition alone splits no request.
+        """
+        return 2 * partitions * self.row_groups * self.piece_floats if partitions > 1 else 0
 
 
 @functools.cache
@@ -69,7 +74,8 @@ def decode_shape(rows: int, num_sms: int, fp8_cache: bool = False) -> DecodeShap
 def fixed_pieces(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
     """Most pieces of a request in a batch-invariant schedule: as many as fill the GPU, if max_batch times them fit."""
     shape = decode_shape(num_heads * max_s_q, num_sms)
-    most = BATCH_INVARIANT_BYTES // (4 * shape.workspace_floats(max_batch))
+    two_pieces = 4 * shape.workspace_floats(2 * max_batch)
+    most = 2 * BATCH_INVARIANT_BYTES // two_pieces
     return max(1, min(shape.partitions(num_sms), most))
 
 
@@ -211,12 +217,15 @@ class DecodeSchedule:
         num_sms, max_batch = count("num_sms", num_sms), count("max_batch", max_batch)
         pieces = fixed_pieces(max_batch, num_heads, max_s_q, num_sms) if batch_invariant else 0
 
-        def floats(s_q: int) -> int:
+        most = 0
+        for s_q in range(1, max_s_q + 1):
             shape = decode_shape(num_heads * s_q, num_sms)
-            return shape.workspace_floats(max(shape.partitions(num_sms), max_batch * pieces if pieces > 1 else 0))
-
-        # More rows may lie in more and smaller groups.
-        return max(map(floats, range(1, max_s_q + 1)))
+            partitions = max(shape.partitions(num_sms), max_batch * pieces if pieces > 1 else 0)
+            # More rows may lie in more and smaller groups.
+            most = max(most, shape.workspace_floats(partitions))
+            if partitions == 1 and shape.row_tile == MOST_ROWS:
+                break  # more rows are more groups from here on, and one partition, too
+        return most
 
     def _check_workspace(self, workspace: Tensor) -> None:
         floats = self.max_workspace_floats

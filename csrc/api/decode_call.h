@@ -145,11 +145,11 @@ inline void check_schedule(const DecodeCall& call) {
   check_at_least("work_ranges' size", call.work_ranges.size(0), call.partitions);
 }
 
-// For the partial results of so many partitions; one alone has none.
+// For the partial results of so many partitions.
 inline void check_workspace(const TensorView& workspace, DLDevice device, const DecodeShape& shape, int64_t partitions) {
   check_device("workspace", workspace, device);
   check_dtype("workspace", workspace, kFloat32);
-  const int64_t floats = partitions > 1 ? shape.workspace_floats(partitions) : 0;
+  const int64_t floats = shape.workspace_floats(partitions);
   if (workspace.ndim() != 1 || workspace.size(0) < floats || !workspace.IsContiguous()) {
     TVM_FFI_THROW(ValueError) << "workspace: wanted a contiguous [>=" << floats << "], got " << text(workspace.shape())
                               << " with strides " << text(workspace.strides());

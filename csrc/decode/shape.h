@@ -32,7 +32,10 @@ struct DecodeShape {
 
   // A partition begins in one request and ends in another: it holds at most two pieces of split ones.
   constexpr int64_t partial_rows(int64_t partitions) const { return 2 * partitions * row_groups * row_tile; }
-  constexpr int64_t workspace_floats(int64_t partitions) const { return 2 * partitions * row_groups * piece_floats; }
+  // One partition alone splits no request.
+  constexpr int64_t workspace_floats(int64_t partitions) const {
+    return partitions > 1 ? 2 * partitions * row_groups * piece_floats : 0;
+  }
 };
 
 constexpr int32_t kSmallGroup = 16;

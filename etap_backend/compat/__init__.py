@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule
@@ -29,6 +30,20 @@ def plan(
     built = DecodeSchedule(most, rows, device=device, **options).build(lengths)
     work_ranges, split_offsets = built.work_ranges[: built.partitions], built.split_offsets[: room + 1]
     return built._replace(work_ranges=work_ranges, split_offsets=split_offsets)
+
+
+def whole_rows(table: Tensor) -> Tensor:
+    """A block table [b, n] with all columns that its rows have in memory, as elsewhere only lengths limit a row.
+
+    Their programs capture CUDA graphs with a few columns of a wide table, and replay them with longer contexts. Our
+    kernels read no more columns than they are told of. The last row ends with the storage at the latest.
+    """
+    (rows, columns), (step, between) = table.shape, table.stride()
+    if step == columns or between != 1 or type(table) is not Tensor or is_compiling():  # fake tensors have no storage
+        return table
+    behind = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
+    room = min(step, behind - (rows - 1) * step)
+    return table.as_strided((rows, room), (step, 1)) if room > columns else table
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:

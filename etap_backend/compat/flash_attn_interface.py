@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, plan, renamed
+from etap_backend.compat import check_out, named, plan, renamed, whole_rows
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 from etap_backend.support import (
@@ -235,7 +235,8 @@ def flash_attn_with_kvcache(
 
     Args:
         q: [b, s_q, h, 64], the rope part of the queries; with cu_seqlens_q [total_q, h, 64]. bfloat16, float16, or
-            float8_e4m3fn where the cache has it. Any strides with a contiguous last dimension, any number of heads.
+            float8_e4m3fn where the cache has it. Any number of heads; any strides, but a last dimension that is not
+            contiguous is copied.
         k_cache: [num_blocks, page_block_size, 1, 64], rows' rope part, of q's type or float8_e4m3fn. Without page_table
             [b, seqlen, 1, 64]; with cache_batch_idx [any number, seqlen, 1, 64]. It and v_cache may be two parts of one
             tensor's rows.
@@ -244,7 +245,8 @@ def flash_attn_with_kvcache(
         cache_seqlens: int32 [b] or an int, tokens of each request, the new ones included; all there is room for when
             None.
         cache_batch_idx: int32 [b], the row of page_table, or else of the caches, that is each request's.
-        page_table: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything.
+        page_table: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything. Of a view of a wider table, all
+            columns in memory count for lengths in a tensor, as in FlashAttention.
         cu_seqlens_q: int32 [b + 1], where each request's tokens begin in q, and where the last one's end: at total_q
             or before it, where rows pad q. Requests without tokens may stand anywhere; behind all others where
             max_seqlen_q is 1 and q has b rows, as row i is then request i's.
@@ -258,7 +260,7 @@ def flash_attn_with_kvcache(
         scheduler_metadata: what this module's `get_scheduler_metadata` returned, or None: then each call plans.
             FlashAttention's own is ignored. Ragged queries that are served token by token plan anyway.
         return_softmax_lse: return lse, too.
-        out: like q with 512 columns, contiguous, of the output's type; allocated when None.
+        out: like q with 512 columns, of the output's type; allocated when None. Served where it is contiguous.
         num_splits: 1 asks for results whose bits do not depend on the batch: no context is split, and ragged queries
             are served token by token. A plan must have been made with 1, too. Other numbers are without effect.
         pack_gqa, sm_margin, rotary_interleaved, rotary_seqlens, cu_seqlens_k_new: without effect.
@@ -426,7 +428,7 @@ def _asked(form: Form, given: dict) -> Tensor | tuple:
 
 def _answer(call: Call, find: Callable[[], Callable | None]) -> Tensor | tuple:
     """Serve the call, or hand it to what `find` gives."""
-    reason = _why_others(call) or _why_no_mla(call) or _why_scales(call)
+    reason = _why_others(call) or _why_no_mla(call) or _why_scales(call) or _why_out(call)
     if reason:
         return _hand_over(call, find(), reason)
     batch, longest = _check_queries(call)
@@ -534,6 +536,14 @@ def _why_scales(call: Call) -> str | None:
     return None
 
 
+def _why_out(call: Call) -> str | None:
+    """Name an output in rows that lie apart, which theirs writes."""
+    out = call["out"]
+    if not isinstance(out, Tensor) or out.is_contiguous():
+        return None
+    return call.said("out", "a contiguous one", f"strides {list(out.stride())}")
+
+
 def _is_scaled(call: Call, name: str) -> bool:
     """Elements of 16 bits stand for themselves, and FlashAttention ignores their scales."""
     return call["q" if name == "q_descale" else "k_cache"].dtype == FP8
@@ -588,7 +598,8 @@ def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
     elif rows is not None:
         table = table.index_select(0, rows)
     lengths = _lengths(call, batch, table.shape[1] * page_size)
-    return table if table.stride(-1) == 1 else table.contiguous(), lengths.contiguous()
+    table = table if table.stride(-1) == 1 else table.contiguous()
+    return table if call["page_table"] is None else whole_rows(table), lengths.contiguous()
 
 
 def _numbers(call: Call, name: str, batch: int, wanted: str = "") -> Tensor:
@@ -619,6 +630,9 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
 
     Unsplit requests are not padded: the longest one would choose the kernel, and with it the bits, of all the others.
     """
+    for name in "q", "qv":
+        if call[name].stride(-1) != 1:  # as their wrapper does
+            call[name] = call[name].contiguous()
     q, qv, starts, out = call["q"], call["qv"], call["cu_seqlens_q"], call["out"]
     dtypes = output_dtypes(q.dtype)
     check_out("out", out, (*q.shape[:-1], LATENT_DIM), dtypes, q)
@@ -697,15 +711,17 @@ def _token_by_token(call: Call, starts: Tensor, table: Tensor, lengths: Tensor) 
 
 
 def _narrow(call: Call, table: Tensor) -> Tensor:
-    """The columns that max_seqlen_k leaves of a block table.
+    """The columns that the caller's view and max_seqlen_k leave of a block table.
 
-    All of them in a CUDA graph, whose replays may bring longer contexts than its capture, and where no tensor has the
-    lengths, which may then be all there is room for.
+    All of them in a CUDA graph, whose replays may bring longer contexts than its capture; max_seqlen_k leaves all where
+    no tensor has the lengths, which may then be all there is room for.
     """
+    if table.is_cuda and torch.cuda.is_current_stream_capturing():
+        return table
+    if call["page_table"] is not None:
+        table = table[:, : call["page_table"].shape[1]]
     longest = _int(call["max_seqlen_k"])
     if longest is None or not isinstance(call["cache_seqlens"], Tensor):
-        return table
-    if table.is_cuda and torch.cuda.is_current_stream_capturing():
         return table
     return table[:, : max(1, -(-longest // max(1, call["k_cache"].shape[1])))]
 
@@ -743,6 +759,7 @@ def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: b
         q_scale=_scale(call, "q_descale"),
         kv_scale=_scale(call, "k_descale"),
         out=None if out is None else out.view(*asked, LATENT_DIM),
+        out_dtype=None if call["out"] is None else call["out"].dtype,
     )
     return done.view(batch, s_q, heads, LATENT_DIM), lse.view(batch, s_q, heads)
 

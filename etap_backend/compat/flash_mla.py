@@ -5,6 +5,7 @@
 """
 
 import functools
+import importlib
 import importlib.util
 import math
 import sys
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, plan, renamed
+from etap_backend.compat import check_out, named, plan, renamed, whole_rows
 from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
@@ -66,6 +67,15 @@ FORMATS = {"V32": (HEAD_DIM, 656), "V32_NO_ROPE": (LATENT_DIM, 528)}
 """Columns of a query and bytes of a row, by the names that `kv_format` may have. V4.1's rows have 528 bytes, too."""
 EMPTY_LSE = math.inf
 """Log-sum-exp of queries that see nothing, which is -inf in ETAP."""
+_replaced: ModuleType | None = None
+"""The FlashMLA whose place `install` took."""
+
+
+def __getattr__(name: str) -> object:
+    """What the FlashMLA that was replaced has besides, such as kernels for other models."""
+    if _replaced is None or name.startswith("__"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(_replaced, name)
 
 
 @dataclass
@@ -110,7 +120,8 @@ def install(*, replace: bool = False) -> ModuleType:
     What the program took out of another FlashMLA before stays as it was.
 
     Args:
-        replace: take the place of a FlashMLA that is imported or installed, too. Without it that is refused.
+        replace: take the place of a FlashMLA that is imported or installed, too. Without it that is refused. It is
+            imported, and names that this module has not are its.
 
     Returns:
         This module.
@@ -119,14 +130,23 @@ def install(*, replace: bool = False) -> ModuleType:
         ImportError: there is another FlashMLA, and `replace` is False.
     """
     here, there = sys.modules[__name__], sys.modules.get(MODULES[0])
-    if there is not here and not replace:
+    if there is not here:
         spec = importlib.util.find_spec(MODULES[0]) if there is None else there.__spec__
-        if there or spec:
+        if (there or spec) and not replace:
             where = spec.origin if spec else "this process"
             raise ImportError(f"flash_mla: wanted no other one than ETAP's, or replace=True; got one in {where}")
+        here._replaced = there or _other()
     sys.modules.update(dict.fromkeys(MODULES, here))
     here.flash_mla_interface = here  # for `import flash_mla.flash_mla_interface as ...`
     return here
+
+
+def _other() -> ModuleType | None:
+    """The FlashMLA that is installed; None where there is none, or a build that this machine cannot load."""
+    try:
+        return importlib.import_module(MODULES[0])
+    except (ImportError, OSError, RuntimeError):
+        return None
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
@@ -205,7 +225,8 @@ def flash_mla_with_kvcache(
         k_cache: [num_blocks, page_block_size, h_k, 576]: dense, of q's type or float8_e4m3fn, h_k a divisor of h_q,
             or sparse, bfloat16, h_k 1; any page size. Or sparse in FP8, of a type of 8 bits: [num_blocks,
             page_block_size, 1, 656] (V3.2), or 528 for V32_NO_ROPE.
-        block_table: dense: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything.
+        block_table: dense: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything. Of a view of a wider
+            table, all columns in memory count, as in FlashMLA.
         cache_seqlens: dense: int32 [b], tokens of each request, the new ones included.
         head_dim_v: 512.
         tile_scheduler_metadata: what `get_mla_metadata` returned, for calls of the same shapes and one stream; or the
@@ -254,7 +275,7 @@ def flash_mla_with_kvcache(
         planned = _planned(tile_scheduler_metadata, num_splits, q, cache_seqlens, config)
         scales = {"softmax_scale": scale, "q_scale": descale_q, "kv_scale": descale_k}
         options = {**scales, "fp8_math": fp8_math, "empty_lse": EMPTY_LSE}
-        out, lse = _dense(q, k_cache, block_table, cache_seqlens, planned, out, options)
+        out, lse = _dense(q, k_cache, whole_rows(block_table), cache_seqlens, planned, out, options)
     else:
         _check_absent("with indices", dense_only)
         _refuse(_why_not_sparse(q.dtype, k_cache.dtype, config.h_q, q.shape[-1], head_dim_v))

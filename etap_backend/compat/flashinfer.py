@@ -258,7 +258,9 @@ class BatchMLAPagedAttentionWrapper:
                 max_q_len. Of one that has both the block table is taken.
             cum_seq_lens_q, block_tables, seq_lens: int32 [b + 1], [b, max_pages] and [b]: the other form of the
                 requests. Unused entries of the table may hold anything.
-            max_q_len: most query tokens of a request, with either form.
+            max_q_len: most query tokens of a request, with either form, and beside metadata that has none. For lengths
+                on the GPU more than 1 has queries copied; with 1 and as many query rows as requests those without a
+                token stand behind all others.
             max_kv_len: not FlashInfer's: most tokens of a request, for page lists. With use_cuda_graph of all plans.
             query_layout, kv_cache_layout, lse_mode: not needed; any are served, whatever was said here.
             output_dtype: None or q_data_type.
@@ -319,7 +321,7 @@ class BatchMLAPagedAttentionWrapper:
 
         Args:
             q_nope, q_pe: [tokens, num_heads, 512] and [.., 64] of the planned type, strides free but the last. Tokens
-                of all requests, one after another.
+                of all requests, one after another; the results of rows behind them have no meaning.
             ckv_cache, kpe_cache: [pages, page_size, 512] and [.., 64] of the planned type, each row contiguous; parts
                 of one tensor or two of their own.
             out: [tokens, num_heads, 512] of the planned query type, contiguous; allocated when None.
@@ -387,7 +389,8 @@ class BatchMLAPagedAttentionWrapper:
             if place is not tensor:
                 place.copy_(tensor, non_blocking=True)
         first, *pages, lengths = places
-        table = pages[0] if form is DENSE else self._table(plan.batch, width, *pages)
+        # For graphs the whole buffer, of which a plan may have filled a part: the next one may have more.
+        table = self._buffers.get("block_tables", pages[0]) if form is DENSE else self._table(plan.batch, width, *pages)
         return _Requests(first, table, lengths, query_lens)
 
     def _place(self, name: str, tensor: Tensor) -> Tensor:
@@ -403,7 +406,11 @@ class BatchMLAPagedAttentionWrapper:
             raise ValueError(f"{name}: wanted a buffer in the wrapper for CUDA graphs, got None")
         if buffer is None:
             buffer = self._buffers[name] = torch.empty_like(tensor, device=self.device)
-        part = buffer[: len(tensor)] if name == "kv_indices" else buffer
+        part = buffer
+        if name == "kv_indices":
+            part = buffer[: len(tensor)]
+        elif name == "block_tables":
+            part = buffer[:, : tensor.shape[1]]
         if part.shape != tensor.shape:
             raise ValueError(f"{name}: wanted {_shape(buffer)} as the wrapper's buffer has, got {_shape(tensor)}")
         return part
@@ -490,14 +497,18 @@ def _cut(plan: _Plan, query_lens: list[int] | None, tokens: int) -> list[_Run]:
         if plan.max_q_len is None and tokens % plan.batch:
             wanted = f"equally many query tokens for each of {plan.batch} requests, max_q_len, or qo_indptr on the CPU"
             raise ValueError(f"q_nope: wanted {wanted}, got {tokens}")
-        return [_Run(*everything, s_q, padded=tokens != plan.batch * s_q)]
+        # Static rows for a CUDA graph are as many as the longest lengths have, and say nothing of a replay's. Of one
+        # token each, which nothing copies, row i is request i's.
+        padded = plan.max_q_len is not None and (s_q > 1 or tokens != plan.batch)
+        return [_Run(*everything, s_q, padded)]
     _check_tokens(query_lens, tokens)
     runs = [_Run(*run, padded=False) for run in equal_runs(query_lens) if run.s_q]
     return runs if len(runs) <= MAX_RUNS else [_Run(*everything, max(query_lens), padded=True)]
 
 
 def _check_tokens(query_lens: list[int], tokens: int) -> None:
-    if sum(query_lens) != tokens:
+    """More rows than the requests' are no one's."""
+    if tokens < sum(query_lens):
         raise ValueError(f"q_nope: wanted {sum(query_lens)} query tokens as planned, got {tokens}")
 
 
@@ -506,7 +517,7 @@ class _Call:
 
     def __init__(self, run: _Run, plan: _Plan, tokens: int, checked: bool, workspace: Tensor):
         """Allocate for it; `checked` where the host has seen the query lengths."""
-        self.run, self.tokens, self._checked = run, tokens, checked
+        self.run, self.tokens, self._checked, self._bounded = run, tokens, checked, plan.max_q_len is not None
         requests = run.requests.stop - run.requests.start
         # Without a causal mask all queries of a request see the same tokens, as the heads of one query token do; so
         # that is what they are for the kernel.
@@ -528,15 +539,25 @@ class _Call:
 
     def build(self, requests: _Requests) -> None:
         """Plan for the lengths of now, on the device."""
-        mine, s_q = self.run.requests, self.run.s_q
+        mine = self.run.requests
         self._seq_lens, self._block_table = requests.seq_lens[mine], requests.block_table[mine]
         if not self._checked:
-            lengths, most = requests.starts.diff(), "at most" if self.run.padded else "exactly"
-            wanted = f"qo_indptr: wanted {most} {s_q} query tokens for each request, or it on the CPU, got others"
-            _assert_on_device(lengths <= s_q if self.run.padded else lengths == s_q, wanted)
+            self._assert_lengths(requests.starts)
         if self.run.padded:
             self._pad(requests.starts)
         self._built = named(self._names, self._schedule.build, self._seq_lens, self.shape[1])
+
+    def _assert_lengths(self, starts: Tensor) -> None:
+        """Query lengths that the host has not seen are such as the run takes."""
+        s_q, lengths = self.run.s_q, starts.diff()
+        if self.run.padded:
+            right, wanted = lengths <= s_q, f"at most {s_q} query tokens for each request"
+        elif self._bounded:
+            rows = torch.arange(len(starts), dtype=torch.int32, device=starts.device)
+            right, wanted = starts == rows.minimum(starts[-1]), "a query token for each request, those without one last"
+        else:
+            right, wanted = lengths == s_q, f"exactly {s_q} query tokens for each request"
+        _assert_on_device(right, f"qo_indptr: wanted {wanted}, or it on the CPU, got others")
 
     def _pad(self, starts: Tensor) -> None:
         """A request's query tokens are the last of its s_q rows, so that the mask is theirs; those before are any."""
@@ -598,11 +619,14 @@ def _shape(tensor: Tensor) -> str:
 def _forms(given: dict[str, object], metadata: object) -> tuple[dict[str, Tensor], tuple[str, ...], object]:
     """The requests' tensors in one of the two forms, its names, and max_q_len."""
     if metadata is not None:
+        said = {name: getattr(metadata, name, None) for name in given}
+        if said["max_q_len"] is None:  # MLAPlanMetadata.csr takes none
+            said["max_q_len"] = given.pop("max_q_len")
         if doubled := [name for name, value in given.items() if value is not None]:
             raise ValueError(f"{doubled[0]}: wanted None beside metadata, got {type_name(given[doubled[0]])}")
-        if not any(hasattr(metadata, name) for name in given):
+        if not any(hasattr(metadata, name) for name in said):
             raise TypeError(f"metadata: wanted FlashInfer's MLAPlanMetadata, got {type_name(metadata)}")
-        given = {name: getattr(metadata, name, None) for name in given}
+        given = said
     dense, csr = (any(given[name] is not None for name in form) for form in (DENSE, CSR))
     if dense and csr and metadata is None:
         raise ValueError(f"{CSR[0]}: wanted None beside a block table, or the table's arguments None, got both")

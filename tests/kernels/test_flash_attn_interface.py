@@ -147,6 +147,16 @@ def test_pages_of_any_size_and_none(device, page_size, causal, packed):
     check(problem.run(causal=causal), problem.truth(causal))
 
 
+@both_devices
+@pytest.mark.parametrize("s_q", [1, 2, (3, 1, 2, 4, 4, 3), (1, 1, 1, 1, 1, 1)])
+def test_lengths_alone_say_how_far_a_tables_rows_are_read(device, s_q):
+    problem = problem_of(s_q=s_q, device=device)
+    narrow = problem.call["page_table"][:, :1]
+    check(problem.run(causal=True, page_table=narrow), problem.truth(True))
+    with pytest.raises(ValueError, match="^cache_seqlens: wanted from 0 to 64, what there is room for, got 65"):
+        problem.run(page_table=narrow, cache_seqlens=65)
+
+
 RAGGED = {
     "padded": ((3, 1, 2, 4, 4, 3), 16),
     "one by one, for one long request": ((1, 1, 2, 1, 1, 40), 16),
@@ -170,6 +180,27 @@ def test_ragged_queries(device, name, causal, kind):
     buffer = torch.full_like(results[0], torch.nan)
     out, lse = problem.run_varlen(causal=causal, out=buffer)
     assert out.data_ptr() == buffer.data_ptr() and torch.equal(out, results[0]) and torch.equal(lse, results[1])
+
+
+@both_devices
+@pytest.mark.parametrize("s_q", [1, 2, (3, 1, 2, 4, 4, 3), (1, 1, 2, 1, 1, 40), (1,) * 6])
+def test_queries_whose_columns_lie_apart_are_served(device, s_q):
+    """FlashAttention's wrapper copies them."""
+    problem = problem_of(s_q=s_q, device=device)
+    problem.call |= {name: problem.call[name].repeat_interleave(2, -1)[..., ::2] for name in ("q", "qv")}
+    check(problem.run(causal=True), problem.truth(True))
+
+
+@both_devices
+@pytest.mark.parametrize("name", RAGGED)
+def test_ragged_fp8_queries_have_an_output_of_either_type(device, name):
+    counts, heads = RAGGED[name]
+    problem = problem_of(s_q=counts, heads=heads, kind="fp8", device=device)
+    for dtype in torch.float16, torch.bfloat16:
+        out = torch.full((sum(counts), heads, 512), torch.nan, dtype=dtype, device=device)
+        results = problem.run(causal=True, out=out)
+        assert results[0].data_ptr() == out.data_ptr()
+        check(results, problem.truth(True), dtype)
 
 
 @both_devices
@@ -501,6 +532,8 @@ NOT_SERVED = {
     "sinks": ("^sinks: wanted none", {"sinks": torch.zeros(16)}),
     "no rope": ("^only_qv: wanted none, got True", {"only_qv": True}),
     "another version": ("^ver: wanted 3, got 4", {"ver": 4}),
+    "an output in wider rows": (r"^out: wanted a contiguous one, got strides \[9216, 9216, 576, 1\]",
+                                {"out": torch.zeros(6, 1, 16, 576, dtype=torch.bfloat16)[..., :512]}),
     "what nobody knows": ("^new_thing: wanted none, got 'x'|^new_thing: wanted none, got x", {"new_thing": "x"}),
 }  # fmt: skip
 NOTHING_ASKED = {
@@ -661,10 +694,6 @@ REFUSALS = {
                                    {"cache_batch_idx": torch.arange(6)}),
     "fewer numbers of rows": (ValueError, r"^cache_batch_idx: wanted an int32 tensor of shape \[6\], got \[3\]",
                               {"cache_batch_idx": torch.arange(3, dtype=torch.int32)}),
-    "queries that step": (ValueError, "^q: wanted stride 1",
-                          lambda c: {"q": c["q"].repeat_interleave(2, -1)[..., ::2]}),
-    "latent parts that step": (ValueError, "^qv: wanted stride 1",
-                               lambda c: {"qv": c["qv"].repeat_interleave(2, -1)[..., ::2]}),
     "values that step": (ValueError, "^v_cache: wanted stride 1",
                          lambda c: {"v_cache": c["v_cache"].repeat_interleave(2, -1)[..., ::2]}),
     "two types of queries": (TypeError, "^q: wanted float16 like qv, got bfloat16", lambda c: {"qv": c["qv"].half()}),
@@ -723,6 +752,8 @@ def test_pages_that_no_request_reaches_are_not_copied(page_size, longest, column
     assert selected[-1] == (3, 10), "what would have to be copied to the host bounds nothing"
     problem.run_varlen(causal=True, block_table=wide.clamp(max=0), max_seqlen_k=longest, seqused_k=None)
     assert selected[-1] == (3, 10), "all there is room for"
+    problem.run(causal=True, page_table=torch.nn.functional.pad(wide, (0, 9))[:, :10])
+    assert selected[-1] == (3, 10), "no more than the view has"
 
 
 def test_a_plan_allocates_no_workspace():
@@ -760,6 +791,16 @@ def test_a_row_of_the_cache_that_is_not_there_is_refused_by_its_number():
     problem = problem_of(page_size=None)
     with pytest.raises(ValueError, match="^cache_batch_idx: wanted pages from 0 to 5 .* got 6"):
         problem.run(cache_batch_idx=torch.arange(1, 7, dtype=torch.int32))
+
+
+def test_numbers_of_rows_that_lie_apart_are_no_table_of_more_pages():
+    problem = problem_of((48, 48), page_size=None)
+    rows = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32)[:, 0]
+    swapped = {name: problem.call[name].flip(0) for name in ("q", "qv")}
+    out, lse = problem.run(cache_batch_idx=rows, **swapped)
+    check((out.flip(0), lse.flip(0)), problem.truth(False))
+    with pytest.raises(ValueError, match="^cache_seqlens: wanted at most 53 tokens"):
+        problem.run(cache_batch_idx=rows, cache_seqlens=torch.tensor([54, 1], dtype=torch.int32))
 
 
 def test_numpys_ints_are_ints():

@@ -13,9 +13,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices, run_program
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from etap_backend import why_unsupported
-from etap_backend.compat import _capture, flash_mla, plan
+from etap_backend.compat import _capture, flash_mla, plan, whole_rows
 from etap_backend.compat._capture import capture_id
 from etap_backend.lab.checks import sparse_compare
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE
@@ -197,6 +198,27 @@ def test_the_output_goes_where_it_is_wanted(device, causal, h_q, h_k):
 
 
 @both_devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("h_q, h_k", [(16, 1), (6, 3)])
+def test_lengths_alone_say_how_far_a_tables_rows_are_read(device, h_q, h_k, causal):
+    problem = dense((300, 0, 65), h_q, h_k, 2, device=device)
+    check(problem.run(causal=causal, block_table=problem.call["block_table"][:, :1]), problem.truth(causal))
+
+
+def test_rows_of_a_view_end_with_the_next_row_or_the_storage():
+    table = torch.arange(64, dtype=torch.int32).view(2, 32)
+    views = {(2, 32): table[:, :1], (1, 32): table[:1, :2], (2, 27): table[:, 5:7], (1, 2): table[1:, 30:31]}
+    views |= {(2, 26): table.flatten()[:58].clone().as_strided((2, 3), (32, 1))}
+    for shape, view in views.items():
+        whole = whole_rows(view)
+        assert whole.shape == shape and torch.equal(whole[:, : view.shape[1]], view)
+        assert whole.data_ptr() == view.data_ptr() and whole[-1, -1] == whole[-1, 0] + shape[1] - 1
+    for view in table, table[:, ::2][:, :1], table.T[:, :1], table[:1].expand(3, 32), table[:0, :1]:
+        assert whole_rows(view).shape == (view.shape if len(view) else (0, 32))
+    assert whole_rows(FakeTensorMode().from_tensor(table)[:, :1]).shape == (2, 1)
+
+
+@both_devices
 @pytest.mark.parametrize("h_q, h_k", [(8, 1), (6, 3)])
 def test_batch_invariant_bits_do_not_depend_on_the_batch(device, h_q, h_k):
     lengths = {"cpu": (2000, *[65] * 11), "cuda": (5000, *[2000] * 11)}[device]
@@ -264,6 +286,21 @@ def test_a_graph_serves_other_lengths(h_q, h_k, s_q, causal, form):
         graph.replay()
         for layer in layers:
             check(layer, problem.truth(causal))
+
+
+@pytest.mark.gpu
+def test_a_graph_of_one_column_of_a_table_serves_longer_contexts():
+    problem = dense((700, 5000, 1), device="cuda", pages=100)
+    lengths = problem.call["cache_seqlens"].clone()
+    narrow = {"block_table": problem.call["block_table"][:, :1]}
+    problem.run()  # so that nothing is loaded while recording
+    problem.call["cache_seqlens"].fill_(1)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = problem.run(**narrow)
+    problem.call["cache_seqlens"].copy_(lengths)
+    graph.replay()
+    check(results, problem.truth(False))
 
 
 @pytest.mark.gpu
@@ -653,6 +690,23 @@ def test_it_takes_the_place_of_another_flash_mla_only_when_told_to(tmp_path, bef
     assert "ImportError: flash_mla: wanted no other one" in refused and str(tmp_path / "flash_mla.py") in refused
     assert run(f"{path}install(replace=True){after}") == "tuple\n"
     assert run(f"{path}{after[2:]}") == "str\n", "importing the module alone takes no place"
+
+
+@pytest.mark.parametrize("before", ["", "import flash_mla; "])
+def test_names_that_only_the_replaced_flash_mla_has_are_its(tmp_path, before):
+    package = tmp_path / "flash_mla"
+    package.mkdir()
+    (package / "__init__.py").write_text("from . import fused\ndef get_mla_metadata(): return 'another'")
+    (package / "fused.py").write_text("name = 'theirs'")
+    after = "; import flash_mla.fused; from flash_mla import fused, get_mla_metadata as f; print(fused.name, f()[1])"
+    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {before}"
+    assert run(f"{path}install(replace=True); install(){after}") == "theirs None\n"
+    assert "cannot import name 'more'" in run(f"{path}install(replace=True); from flash_mla import more")
+    (package / "__init__.py").write_text("raise OSError('libcuda.so.1')")
+    if not before:
+        assert (
+            run(f"{path}install(replace=True); from flash_mla import get_mla_metadata as f; print(f()[1])") == "None\n"
+        )
 
 
 def test_the_programs_of_the_page_run():

@@ -195,6 +195,78 @@ def test_lengths_that_are_not_looked_at_are_asserted():
         make(LENGTHS, [1] * 5).results(problem.graph_wrapper(), max_kv_len=128)
 
 
+def with_rows(problem: Problem, rows: int) -> Problem:
+    """The same with so many query rows; those behind its tokens are NaN."""
+    for name in ("q_nope", "q_pe"):
+        part = problem.run[name]
+        problem.run[name] = torch.cat([part, part.new_full((rows - len(part), *part.shape[1:]), torch.nan)])
+    return problem
+
+
+def check_first(results, problem: Problem) -> None:
+    """As `check`, of the rows that have tokens."""
+    own = Problem(**vars(problem))
+    tokens = sum(problem.query_lens)
+    own.run = problem.run | {name: problem.run[name][:tokens] for name in ("q_nope", "q_pe")}
+    check([one[:tokens] for one in results], own)
+
+
+@both_devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("query_lens", [*BATCHES.values(), [0] * 5])
+def test_rows_behind_the_last_request_are_no_ones(device, query_lens, causal):
+    """With lengths that the host sees, too."""
+    problem = with_rows(make(LENGTHS, query_lens, causal=causal, device=device), sum(query_lens) + 3)
+    problem.requests = {name: one.cpu() for name, one in problem.requests.items()}
+    check_first(problem.results(), problem)
+
+
+REPLAYED = {
+    "shorter ones": (4, ([4, 4, 4], [3, 3, 3], [1, 4, 2], [0, 0, 4], [4, 4, 4])),
+    "fewer requests": (1, ([1, 1, 1], [1, 1, 0], [0, 0, 0], [1, 1, 1])),
+    "none among one token each": (2, ([1, 1, 1], [0, 1, 0], [2, 2, 2])),
+}
+
+
+@both_devices
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("name", REPLAYED)
+def test_as_many_rows_as_the_longest_lengths_have_serve_shorter_ones(device, name, causal):
+    """As a CUDA graph has them, whose plans are not looked at."""
+    longest, batches = REPLAYED[name]
+    wrapper = None
+    for query_lens in batches:
+        problem = with_rows(make((97, 130, 20), query_lens, causal=causal, device=device), 3 * longest)
+        wrapper = wrapper or problem.graph_wrapper()
+        check_first(problem.results(wrapper, max_q_len=longest), problem)
+
+
+def test_a_request_without_a_token_before_others_is_asserted_where_none_has_two():
+    problem = with_rows(make((97, 130, 20), [1, 0, 1]), 3)
+    with pytest.raises(RuntimeError, match="^qo_indptr: wanted a query token for each request, those without one last"):
+        problem.results(problem.graph_wrapper(), max_q_len=1)
+    check_first(problem.results(problem.graph_wrapper(), max_q_len=2), problem)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", REPLAYED)
+def test_a_graph_of_the_longest_lengths_is_replayed_with_shorter_ones(name):
+    longest, batches = REPLAYED[name]
+    problems = [with_rows(make((97, 130, 20), one, device="cuda", seed=9), 3 * longest) for one in batches]
+    static = {key: one.clone() for key, one in problems[0].run.items()}
+    wrapper = problems[0].graph_wrapper()
+    problems[0].results(wrapper, max_q_len=longest)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = wrapper.run(**static, return_lse=True)
+    for problem in problems:
+        wrapper.plan(**problem.requests, **problem.plan, max_q_len=longest)
+        for key, one in problem.run.items():
+            static[key].copy_(one)
+        graph.replay()
+        check_first(results, problem)
+
+
 def test_a_table_as_wide_as_the_longest_request_is_enough():
     problem = make(LENGTHS, [1] * 5)
     wrapper = problem.graph_wrapper()
@@ -216,6 +288,22 @@ def test_a_block_table_serves_as_it_is(device, form, for_graphs):
     for _ in range(2):
         check(problem.results(wrapper), problem)
     assert (wrapper._requests.block_table.data_ptr() == problem.block_table.data_ptr()) != for_graphs
+
+
+@both_devices
+@pytest.mark.parametrize("form", ["page lists", "block table"])
+def test_metadata_may_leave_the_longest_length_to_the_argument(device, form):
+    """FlashInfer's object has no place for it beside page lists."""
+    problem = make(LENGTHS, [1, 3, 0, 2, 3], device=device)
+    csr = problem.requests
+    if form == "block table":
+        csr = {"cum_seq_lens_q": csr["qo_indptr"], "block_tables": problem.block_table, "seq_lens": csr["kv_len_arr"]}
+    problem.requests = {"metadata": SimpleNamespace(**csr, max_q_len=None)}
+    check(problem.results(problem.graph_wrapper(), max_q_len=3), problem)
+    problem.requests = {"metadata": SimpleNamespace(**csr, max_q_len=3)}
+    check(problem.results(problem.graph_wrapper()), problem)
+    with pytest.raises(ValueError, match="^max_q_len: wanted None beside metadata, got int"):
+        problem.results(problem.graph_wrapper(), max_q_len=3)
 
 
 @both_devices
@@ -529,6 +617,11 @@ def test_lengths_may_lie_apart(device):
     check(problem.results(), problem)
 
 
+def test_the_workspace_that_is_promised_to_suffice_does_with_any_number_of_rows():
+    problem = make((40,), [260], causal=False, heads=128)
+    check(problem.results(problem.wrapper()), problem)
+
+
 def test_too_small_a_workspace_is_refused_by_size():
     problem = make(LENGTHS, [1] * 5)
     with pytest.raises(ValueError, match=r"^float_workspace_buffer: wanted at least \d+ bytes .*, got 64"):
@@ -555,6 +648,21 @@ def test_plans_for_graphs_have_the_shapes_of_the_first():
     check(wrapper.run(**problem.run, return_lse=True), problem)
     with pytest.raises(ValueError, match="^qo_indptr: wanted a buffer in the wrapper for CUDA graphs, got None"):
         problem.results(problem.wrapper(use_cuda_graph=True))
+
+
+@both_devices
+def test_block_tables_for_graphs_may_be_narrower_than_the_first(device):
+    first, second = make(LENGTHS, [1] * 5, device=device), make((16, 1, 0, 30, 5), [1] * 5, device=device)
+    wrapper, places = first.wrapper(use_cuda_graph=True), set()
+    for problem in first, second, first:
+        csr = problem.requests
+        table = {"cum_seq_lens_q": csr["qo_indptr"], "seq_lens": csr["kv_len_arr"], "block_tables": problem.block_table}
+        check(Problem(**vars(problem) | {"requests": table}).results(wrapper), problem)
+        places.add((wrapper._requests.block_table.data_ptr(), wrapper._requests.block_table.shape))
+    assert len(places) == 1 and second.block_table.shape[1] < first.block_table.shape[1]
+    wider = torch.cat([first.block_table, first.block_table[:, :1]], dim=1)
+    with pytest.raises(ValueError, match=r"^block_tables: wanted \[5, 12\] of int32 as .* buffer has, got \[5, 13\]"):
+        Problem(**vars(first) | {"requests": table | {"block_tables": wider}}).results(wrapper)
 
 
 def test_mixed_lengths_that_the_host_does_not_see_are_refused_where_their_sum_shows_them():

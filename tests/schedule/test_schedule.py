@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etap_backend import schedule as schedule_module
 from etap_backend import support
 from etap_backend._library import library
 from etap_backend.executor import pieces
@@ -336,6 +337,28 @@ def test_the_workspace_serves_fewer_query_tokens_than_the_most():
             needed = 2 * (num_sms // shape.row_groups) * shape.row_groups * shape.piece_floats
             assert needed == shape.workspace_floats(shape.partitions(num_sms))
             assert needed <= floats[s_q - 1] <= floats[3]
+
+
+def test_one_partition_needs_no_workspace():
+    """It splits nothing, and a call's rows are what its results take, not gigabytes of partial ones."""
+    for num_sms in (1, 8, 132):
+        shape = decode_shape(64 * num_sms, num_sms)
+        assert shape.partitions(num_sms) == 1 and shape.workspace_floats(1) == 0
+        assert shape.workspace_floats(2) == 4 * shape.row_groups * shape.piece_floats
+    schedule = DecodeSchedule(3, 64 * 8, device="cpu", num_sms=8)
+    assert schedule.workspace.numel() == schedule.max_workspace_floats == 0
+    assert schedule.build(torch.tensor([5000, 1, 0], dtype=torch.int32)).partitions == 1
+
+
+@pytest.mark.parametrize("num_sms", [1, 3, 8, 13, 78, 132])
+@pytest.mark.parametrize("heads", [1, 16, 80, 128])
+def test_the_workspace_is_that_of_the_tokens_that_need_most(heads, num_sms, monkeypatch):
+    shapes = [decode_shape(heads * s_q, num_sms) for s_q in range(1, 1000)]
+    most = max(shape.workspace_floats(shape.partitions(num_sms)) for shape in shapes)
+    asked = []
+    monkeypatch.setattr(schedule_module, "decode_shape", lambda *rows: asked.append(rows) or decode_shape(*rows))
+    assert DecodeSchedule.workspace_floats(heads, 999, num_sms) == most
+    assert len(asked) <= 64 * num_sms // heads + 2, "larger ones have one partition"
 
 
 def test_no_rows_and_no_multiprocessors_have_no_shape():
