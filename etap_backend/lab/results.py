@@ -41,6 +41,13 @@ def must_be_writable(path: Path, argument: str = "--output") -> None:
         raise ValueError(f"{argument}: wanted a file that can be written, got {path}: {error}") from error
 
 
+def must_be_new(path: Path, more: str = "") -> None:
+    """Raises ValueError when there is a file where nobody asked to write; `more` is what else can be done with it."""
+    if path.exists():
+        what = f"--output: wanted a file's name, got none, and {path} exists"
+        raise ValueError(f"{what}: name another, or this one to replace it{more}")
+
+
 def read_json(path: Path) -> object:
     """The file's content. Raises ValueError, naming the file, when it cannot be read or is not JSON."""
     try:

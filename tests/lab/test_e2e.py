@@ -194,6 +194,21 @@ def test_a_backend_that_does_not_start_does_not_stop_the_others(run):
     assert report.problems(made.document) == ["BROKEN: the server ended with 1:"]
 
 
+def test_a_run_without_a_reading_leaves_an_older_file_as_it_is(run, monkeypatch):
+    run.output.write_text("older")
+    run(backends=("BROKEN",)).all()
+    monkeypatch.setenv("ETAP_TEST_FAILS", "1")
+    made = run(backends=("ETAP",), document=a_document())
+    made.cases = made.cases[:1]
+    made.all()
+    assert made.document.rows[0].state == "failed" and run.output.read_text() == "older"
+    run.output.unlink()
+    again = run(backends=("ETAP",), document=a_document())
+    again.cases = made.cases
+    again.all()
+    assert rows.read(run.output).rows[0].state == "failed", "a file of this run is kept up to date"
+
+
 def test_a_load_that_fails_is_a_row_that_failed_and_is_tried_again(run, monkeypatch):
     monkeypatch.setenv("ETAP_TEST_FAILS", "4")
     made = run(backends=("ETAP",))
@@ -521,6 +536,20 @@ def test_a_machine_that_cannot_serve_it_is_told_before_anything_is_written(argum
     result = invoke("decode", *arguments, "--output", str(tmp_path / "o.json"))
     assert result.exit_code == 2 and words in result.stderr and "Traceback" not in result.output, result.output
     assert nothing_in(tmp_path)
+
+
+def test_a_file_that_exists_is_replaced_only_by_its_name(tmp_path, monkeypatch, two_gpus):
+    """Runs of other GPUs, layers or points have the same name."""
+    monkeypatch.chdir(tmp_path)
+    (older := Path("results") / "e2e-decode-vllm.json").parent.mkdir()
+    older.write_text("[]")
+    result = invoke("decode", "--gpus", "2")
+    assert result.exit_code == 2 and older.read_text() == "[]"
+    assert "--output: wanted a file's name, got none, and results/e2e-decode-vllm.json exists" in result.stderr
+    assert "or --resume to go on with it" in result.stderr
+    for more in (["--resume"], ["--output", str(older)], ["--engine", "sglang"]):
+        later = invoke("decode", "--gpus", "2", "--python", "/nonexistent", *more)
+        assert "--python: wanted the engine's interpreter" in later.stderr
 
 
 def test_an_output_that_cannot_be_written_or_resumed_is_refused(tmp_path, monkeypatch, two_gpus):
