@@ -627,6 +627,13 @@ def test_what_fits_says_what_etap_gains_there():
     assert "no padding that ETAP could save" in words_of("--gpu", "H20-96G", "--dcp", "8")
 
 
+def test_only_where_no_row_is_padding_there_is_none_to_save():
+    """An H20 takes 80 rows in five groups of 16, an H200 in two tiles of 64, as FlashMLA does."""
+    said = "Both compute 128 query rows: there is no padding that ETAP could save."
+    assert "no padding" not in words_of("--gpu", "H20-141G", "--s-q", "5")
+    assert said in words_of("--gpu", "H200", "--s-q", "5") and said in words_of("--gpu", "H20-141G", "--s-q", "8")
+
+
 def test_a_measured_share_is_that_of_what_was_asked():
     plain, given_share = (what_fits(R1, H20, on(), share) for share in (None, 0.3))
     assert given_share[0].gain.tokens < plain[0].gain.tokens and given_share[1:] == plain[1:]
