@@ -637,6 +637,11 @@ def test_only_where_no_row_is_padding_there_is_none_to_save():
 def test_a_measured_share_is_that_of_what_was_asked():
     plain, given_share = (what_fits(R1, H20, on(), share) for share in (None, 0.3))
     assert given_share[0].gain.tokens < plain[0].gain.tokens and given_share[1:] == plain[1:]
+    document = json.loads(etap_plan("--attention-share", "0.3", "--json"))
+    assert [one["rest_status"] for one in document["what_fits"]][:2] == ["given", "derived"]
+    text, alone = words_of("--attention-share", "0.3"), words_of("--attention-share", "0.3", "--context", "1M")
+    assert "The share is of what was asked; other gains are estimates, off an H200 upper ones." in text
+    assert "estimates" not in alone and "better give --attention-share" in words_of(), "nothing else fits"
 
 
 def examples() -> list[str]:

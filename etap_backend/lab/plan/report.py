@@ -282,4 +282,6 @@ def _closing(plan: Plan, found: list[Alternative]) -> str:
     upper = ""
     if plan.rest_status == "derived":
         upper = "A step's gain is an estimate, off an H200 an upper one: better give --attention-share. "
+    elif any(one.fits and one.rest_status == "derived" for one in found):
+        upper = "The share is of what was asked; other gains are estimates, off an H200 upper ones. "
     return math + upper
