@@ -110,7 +110,7 @@ def test_the_shipped_grids_are_found_by_name_and_can_be_read(name):
 
 
 def test_a_grid_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(ValueError, match="bench: wanted a file or one of drop-ins, .*, fp16, heads, .*, got targest"):
+    with pytest.raises(ValueError, match="grid: wanted a file or one of drop-ins, .*, fp16, heads, .*, got targest"):
         find_grid("targest")
 
 
@@ -800,7 +800,7 @@ def test_the_proxys_header_says_that_it_is_one(an_h200):
     [
         (["targets"], "no CUDA device"),
         ([str(configs.FOLDER / "bench" / "targets.toml")], "no CUDA device"),
-        (["targest"], "bench: wanted a file or one of"),
+        (["targest"], "etap bench: grid: wanted a file or one of"),
         (["targets", "--library", "x"], "--library: wanted NAME=PATH"),
         (["targets", "--kv-dtype", "int8"], "--kv-dtype: wanted same or fp8, got int8"),
     ],

@@ -379,7 +379,7 @@ def test_a_scenario_like_another_has_its_points_and_its_own_environment():
             'title = "t"\nmodel = "m"\ngpus = 1\n[[points]]\ninput = 1\noutput = 1\nconcurrency = [1]',
             r"points\.0\.output",
         ),
-        ('like = "nothing"', "e2e: wanted a file or one of decode"),
+        ('like = "nothing"', "scenario: wanted a file or one of decode"),
         ("not toml", "scenario.toml: "),
     ],
 )
@@ -477,7 +477,7 @@ def invoke(*arguments: str):
 
 
 REFUSED = [
-    (["nothing"], "e2e: wanted a file or one of decode"),
+    (["nothing"], "etap e2e: scenario: wanted a file or one of decode"),
     (["decode", "--context", "3K"], "no point of the scenario has these"),
     (["decode", "--context", "0"], "wanted a number of tokens such as 4096"),
     (["decode", "--concurrency", "0"], "--concurrency"),
