@@ -63,6 +63,10 @@ def read(path: Path, kind: type[configs.Content]) -> configs.Content:
 
 def parse(path: Path, content: object, kind: type[configs.Content]) -> configs.Content:
     """What was read from a file, as a `kind`. Raises ValueError, naming file and key, when it is not one."""
+    named = kind.model_fields.get("kind") if isinstance(content, dict) else None
+    if named and (got := content.get("kind")) != named.default:  # most of its keys would be wrong
+        wanted = f"wanted a results file of kind {named.default!r}"
+        raise ValueError(f"{path}: {wanted}, got {configs.SHORT.repr(got)}")
     try:
         return configs.parse(kind, content)
     except ValueError as error:

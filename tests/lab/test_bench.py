@@ -495,6 +495,13 @@ def test_files_of_something_else_are_refused_by_name(tmp_path, text):
     assert result.exit_code == 2 and "etap report: " in result.stderr and "other.json" in result.stderr
 
 
+@pytest.mark.parametrize("name, kind", [("e2e-tp2-vllm", "'e2e'"), ("estimate-h20", "'estimate'"), ("random", "None")])
+def test_a_file_of_another_kind_is_refused_in_one_sentence(name, kind):
+    path = RESULTS / f"{name}.json"
+    said = f"etap report: {path}: wanted a results file of kind 'bench', got {kind}"
+    assert " ".join(run_command(show, str(path)).stderr.split()) == said
+
+
 def test_a_table_is_drawn_without_torch_and_without_a_kernel():
     """As far as this package goes: what `etap_backend` itself imports is not the report's."""
     program = (
