@@ -489,6 +489,8 @@ REFUSED = [
     (["decode", "--set", 'num_attention_heads="x"', "--rank-of", "8"], "rank_of: wanted a whole number as"),
     (["decode", "--env", "HOME"], "--env: wanted NAME=VALUE, got 'HOME'"),
     (["decode", "--rank-of", "7"], "rank_of: wanted a divisor"),
+    (["decode", "--gpus", "3"], "--gpus: wanted tensor parallel ranks that divide the model's 128 heads, got 3"),
+    (["decode", "--gpus", "3", "--show"], "--gpus: wanted tensor parallel ranks that divide"),
     (["decode", "--dcp", "3"], "decode_context_parallel: wanted a divisor of tensor parallel 8, got 3"),
     (["decode", "--model", "kimi-k3"], "--model: wanted a model of text alone for dummy weights, got kimi-k3"),
     (["decode", "--model", "kimi-k3", "--throw-away"], "--model: wanted a model of text alone for dummy weights"),
@@ -603,6 +605,16 @@ def test_two_gpus_as_ranks_of_eight_with_and_without_context_parallelism(engine,
         for words in servers:
             assert words[words.index("--tensor-parallel-size" if engine == "vllm" else "--tp-size") + 1] == "2"
             assert (words[words.index(flag) + 1] if flag in words else None) == shares
+
+
+def test_heads_of_weights_of_their_own_are_divided_too(tmp_path):
+    """As far as their configuration can be read, and of a multimodal model its text's; as ranks of eight any do."""
+    for config, fits in (({"num_attention_heads": 96}, True), ({"text_config": {"num_attention_heads": 64}}, False)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        result = invoke("decode", "--gpus", "3", "--model", str(tmp_path), "--show")
+        assert (result.exit_code == 0) == fits == ("64 heads, got 3" not in result.stderr)
+    for more in (["--rank-of", "8"], ["--model", "/data/r1"]):
+        assert invoke("decode", "--gpus", "3", *more, "--show").exit_code == 0
 
 
 def test_a_document_tells_context_parallelism_where_there_is_some():
