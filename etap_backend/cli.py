@@ -177,6 +177,7 @@ def main(words: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if not (requirement := _what_to_install(error.name)):
             raise
-        what = f"etap {words[0]} needs {error.name}, which is not installed"
+        command = " ".join(words[: 2 if words[0] == "check" else 1])
+        what = f"etap {command} needs {error.name}, which is not installed"
         print(f"{what}: pip install '{requirement}'", file=sys.stderr)
         return USAGE_ERROR

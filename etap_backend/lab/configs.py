@@ -25,6 +25,8 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
+CALLED = {"bench": "grid", "e2e": "scenario", "hardware": "gpu", "models": "model"}
+"""The arguments that name a file of each folder."""
 Content = TypeVar("Content", bound=BaseModel)
 MOST_PROBLEMS = 12  # that an error tells
 SHORT = reprlib.Repr()
@@ -46,7 +48,7 @@ def find(kind: str, name: str, suffix: str = ".toml") -> Path:
         return path
     if (path := FOLDER / kind / f"{name.lower()}{suffix}").is_file():
         return path
-    raise ValueError(f"{kind}: wanted a file or one of {', '.join(shipped(kind, suffix))}, got {name}")
+    raise ValueError(f"{CALLED[kind]}: wanted a file or one of {', '.join(shipped(kind, suffix))}, got {name}")
 
 
 def read_toml_table(path: Path) -> dict:

@@ -41,6 +41,13 @@ def must_be_writable(path: Path, argument: str = "--output") -> None:
         raise ValueError(f"{argument}: wanted a file that can be written, got {path}: {error}") from error
 
 
+def must_be_new(path: Path, more: str = "") -> None:
+    """Raises ValueError when there is a file where nobody asked to write; `more` is what else can be done with it."""
+    if path.exists():
+        what = f"--output: wanted a file's name, got none, and {path} exists"
+        raise ValueError(f"{what}: name another, or this one to replace it{more}")
+
+
 def read_json(path: Path) -> object:
     """The file's content. Raises ValueError, naming the file, when it cannot be read or is not JSON."""
     try:
@@ -56,6 +63,10 @@ def read(path: Path, kind: type[configs.Content]) -> configs.Content:
 
 def parse(path: Path, content: object, kind: type[configs.Content]) -> configs.Content:
     """What was read from a file, as a `kind`. Raises ValueError, naming file and key, when it is not one."""
+    named = kind.model_fields.get("kind") if isinstance(content, dict) else None
+    if named and (got := content.get("kind")) != named.default:  # most of its keys would be wrong
+        wanted = f"wanted a results file of kind {named.default!r}"
+        raise ValueError(f"{path}: {wanted}, got {configs.SHORT.repr(got)}")
     try:
         return configs.parse(kind, content)
     except ValueError as error:

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 from etap_backend import _library
 from etap_backend.lab import configs, results
-from etap_backend.lab.bench import kernels, libraries, measure, method, plots, providers, report, run, tensors
+from etap_backend.lab.bench import command, kernels, libraries, measure, method, plots, providers, report, run, tensors
 from etap_backend.lab.bench.command import bench, chosen, kernels_of
 from etap_backend.lab.bench.floors import H200_FLOOR, PROXY_FLOOR, floor_for
 from etap_backend.lab.bench.grids import Workload, find_grid, read_grid, read_grids
@@ -110,7 +110,7 @@ def test_the_shipped_grids_are_found_by_name_and_can_be_read(name):
 
 
 def test_a_grid_that_is_not_there_is_refused_with_those_that_are():
-    with pytest.raises(ValueError, match="bench: wanted a file or one of drop-ins, .*, fp16, heads, .*, got targest"):
+    with pytest.raises(ValueError, match="grid: wanted a file or one of drop-ins, .*, fp16, heads, .*, got targest"):
         find_grid("targest")
 
 
@@ -495,6 +495,13 @@ def test_files_of_something_else_are_refused_by_name(tmp_path, text):
     assert result.exit_code == 2 and "etap report: " in result.stderr and "other.json" in result.stderr
 
 
+@pytest.mark.parametrize("name, kind", [("e2e-tp2-vllm", "'e2e'"), ("estimate-h20", "'estimate'"), ("random", "None")])
+def test_a_file_of_another_kind_is_refused_in_one_sentence(name, kind):
+    path = RESULTS / f"{name}.json"
+    said = f"etap report: {path}: wanted a results file of kind 'bench', got {kind}"
+    assert " ".join(run_command(show, str(path)).stderr.split()) == said
+
+
 def test_a_table_is_drawn_without_torch_and_without_a_kernel():
     """As far as this package goes: what `etap_backend` itself imports is not the report's."""
     program = (
@@ -778,8 +785,10 @@ def test_a_run_is_whole_in_its_file_whatever_ends_it(tmp_path, an_h200):
     whole = run.run(header, made.workloads[:2], of, settings, output, seen.append)
     assert whole.complete and results.read(output, Document) == whole
     short = run.header(made, [], of, settings, [], 0.0)
-    assert run.run(short, made.workloads, of, settings, output, seen.append).stopped == "by the time limit of 0 s"
-    assert results.read(output, Document).rows == []
+    for path in (output, tmp_path / "new.json"):
+        assert run.run(short, made.workloads, of, settings, path, seen.append).stopped == "by the time limit of 0 s"
+    assert results.read(output, Document) == whole, "an older file stays until there is a row"
+    assert results.read(path, Document).rows == []
 
 
 def test_the_proxys_header_says_that_it_is_one(an_h200):
@@ -798,7 +807,7 @@ def test_the_proxys_header_says_that_it_is_one(an_h200):
     [
         (["targets"], "no CUDA device"),
         ([str(configs.FOLDER / "bench" / "targets.toml")], "no CUDA device"),
-        (["targest"], "bench: wanted a file or one of"),
+        (["targest"], "etap bench: grid: wanted a file or one of"),
         (["targets", "--library", "x"], "--library: wanted NAME=PATH"),
         (["targets", "--kv-dtype", "int8"], "--kv-dtype: wanted same or fp8, got int8"),
     ],
@@ -806,6 +815,19 @@ def test_the_proxys_header_says_that_it_is_one(an_h200):
 def test_without_a_gpu_the_command_refuses(arguments, words):
     result = run_command(bench, *arguments)
     assert result.exit_code == 2 and words in result.stderr
+
+
+def test_a_file_that_exists_is_replaced_only_by_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 0))
+    (older := Path("results") / "targets-fp8.json").parent.mkdir()
+    older.write_text("{}")
+    result = run_command(bench, "targets", "--kv-dtype", "fp8")
+    assert result.exit_code == 2 and older.read_text() == "{}"
+    assert "--output: wanted a file's name, got none, and results/targets-fp8.json exists" in result.stderr
+    for arguments in (["targets"], ["targets", "--kv-dtype", "fp8", "--output", str(older)]):
+        assert "grid: wanted rows that fit" in run_command(bench, *arguments).stderr, "which is asked later"
 
 
 @pytest.mark.gpu

@@ -194,6 +194,21 @@ def test_a_backend_that_does_not_start_does_not_stop_the_others(run):
     assert report.problems(made.document) == ["BROKEN: the server ended with 1:"]
 
 
+def test_a_run_without_a_reading_leaves_an_older_file_as_it_is(run, monkeypatch):
+    run.output.write_text("older")
+    run(backends=("BROKEN",)).all()
+    monkeypatch.setenv("ETAP_TEST_FAILS", "1")
+    made = run(backends=("ETAP",), document=a_document())
+    made.cases = made.cases[:1]
+    made.all()
+    assert made.document.rows[0].state == "failed" and run.output.read_text() == "older"
+    run.output.unlink()
+    again = run(backends=("ETAP",), document=a_document())
+    again.cases = made.cases
+    again.all()
+    assert rows.read(run.output).rows[0].state == "failed", "a file of this run is kept up to date"
+
+
 def test_a_load_that_fails_is_a_row_that_failed_and_is_tried_again(run, monkeypatch):
     monkeypatch.setenv("ETAP_TEST_FAILS", "4")
     made = run(backends=("ETAP",))
@@ -364,7 +379,7 @@ def test_a_scenario_like_another_has_its_points_and_its_own_environment():
             'title = "t"\nmodel = "m"\ngpus = 1\n[[points]]\ninput = 1\noutput = 1\nconcurrency = [1]',
             r"points\.0\.output",
         ),
-        ('like = "nothing"', "e2e: wanted a file or one of decode"),
+        ('like = "nothing"', "scenario: wanted a file or one of decode"),
         ("not toml", "scenario.toml: "),
     ],
 )
@@ -462,7 +477,7 @@ def invoke(*arguments: str):
 
 
 REFUSED = [
-    (["nothing"], "e2e: wanted a file or one of decode"),
+    (["nothing"], "etap e2e: scenario: wanted a file or one of decode"),
     (["decode", "--context", "3K"], "no point of the scenario has these"),
     (["decode", "--context", "0"], "wanted a number of tokens such as 4096"),
     (["decode", "--concurrency", "0"], "--concurrency"),
@@ -474,6 +489,8 @@ REFUSED = [
     (["decode", "--set", 'num_attention_heads="x"', "--rank-of", "8"], "rank_of: wanted a whole number as"),
     (["decode", "--env", "HOME"], "--env: wanted NAME=VALUE, got 'HOME'"),
     (["decode", "--rank-of", "7"], "rank_of: wanted a divisor"),
+    (["decode", "--gpus", "3"], "--gpus: wanted tensor parallel ranks that divide the model's 128 heads, got 3"),
+    (["decode", "--gpus", "3", "--show"], "--gpus: wanted tensor parallel ranks that divide"),
     (["decode", "--dcp", "3"], "decode_context_parallel: wanted a divisor of tensor parallel 8, got 3"),
     (["decode", "--model", "kimi-k3"], "--model: wanted a model of text alone for dummy weights, got kimi-k3"),
     (["decode", "--model", "kimi-k3", "--throw-away"], "--model: wanted a model of text alone for dummy weights"),
@@ -521,6 +538,20 @@ def test_a_machine_that_cannot_serve_it_is_told_before_anything_is_written(argum
     result = invoke("decode", *arguments, "--output", str(tmp_path / "o.json"))
     assert result.exit_code == 2 and words in result.stderr and "Traceback" not in result.output, result.output
     assert nothing_in(tmp_path)
+
+
+def test_a_file_that_exists_is_replaced_only_by_its_name(tmp_path, monkeypatch, two_gpus):
+    """Runs of other GPUs, layers or points have the same name."""
+    monkeypatch.chdir(tmp_path)
+    (older := Path("results") / "e2e-decode-vllm.json").parent.mkdir()
+    older.write_text("[]")
+    result = invoke("decode", "--gpus", "2")
+    assert result.exit_code == 2 and older.read_text() == "[]"
+    assert "--output: wanted a file's name, got none, and results/e2e-decode-vllm.json exists" in result.stderr
+    assert "or --resume to go on with it" in result.stderr
+    for more in (["--resume"], ["--output", str(older)], ["--engine", "sglang"]):
+        later = invoke("decode", "--gpus", "2", "--python", "/nonexistent", *more)
+        assert "--python: wanted the engine's interpreter" in later.stderr
 
 
 def test_an_output_that_cannot_be_written_or_resumed_is_refused(tmp_path, monkeypatch, two_gpus):
@@ -574,6 +605,16 @@ def test_two_gpus_as_ranks_of_eight_with_and_without_context_parallelism(engine,
         for words in servers:
             assert words[words.index("--tensor-parallel-size" if engine == "vllm" else "--tp-size") + 1] == "2"
             assert (words[words.index(flag) + 1] if flag in words else None) == shares
+
+
+def test_heads_of_weights_of_their_own_are_divided_too(tmp_path):
+    """As far as their configuration can be read, and of a multimodal model its text's; as ranks of eight any do."""
+    for config, fits in (({"num_attention_heads": 96}, True), ({"text_config": {"num_attention_heads": 64}}, False)):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        result = invoke("decode", "--gpus", "3", "--model", str(tmp_path), "--show")
+        assert (result.exit_code == 0) == fits == ("64 heads, got 3" not in result.stderr)
+    for more in (["--rank-of", "8"], ["--model", "/data/r1"]):
+        assert invoke("decode", "--gpus", "3", *more, "--show").exit_code == 0
 
 
 def test_a_document_tells_context_parallelism_where_there_is_some():

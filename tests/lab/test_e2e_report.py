@@ -17,6 +17,7 @@ from etap_backend.lab.e2e.rows import Document, Failed, Measured, Profile, Readi
 
 RESULTS = Path(__file__).parents[2] / "results"
 ABOUT = {
+    "kind": "e2e",
     "title": "DeepSeek-R1, decode",
     "engine": "vllm",
     "gpu": "NVIDIA H200",
@@ -102,7 +103,8 @@ def test_a_row_of_an_old_file_has_the_state_that_its_keys_tell():
     [
         ("[]", "Input should be a valid dictionary"),
         ("{", "Expecting property name"),
-        ('{"rows": [], "results": 3}', "title: Field required"),
+        ('{"kind": "e2e", "rows": [], "results": 3}', "title: Field required"),
+        ('{"rows": [], "results": 3}', "wanted a results file of kind 'e2e', got None"),
         (
             json.dumps({**ABOUT, "rows": [{"state": "measured", "backend": "ETAP"}]}),
             r"rows\.0\.measured\.input: Field required",

@@ -274,13 +274,17 @@ def test_a_benchmark_is_no_end_to_end_run_and_the_other_way_round(tmp_path):
     good = tmp_path / "e2e.json"
     good.write_text(json.dumps(document(a_row("ETAP", 16, 17.2))))
     result = run(str(RESULTS / "targets.json"), *BENCHMARKS)
-    assert result.exit_code == 2 and "targets.json: kind: Input should be 'e2e'" in result.stderr
+    said = "wanted a results file of kind"
+    assert result.exit_code == 2 and result.stderr.endswith(f"targets.json: {said} 'e2e', got 'bench'\n")
     result = run(str(good), *kernels(good))
-    assert result.exit_code == 2 and "e2e.json: kind: Input should be 'bench'" in result.stderr
+    assert result.exit_code == 2 and result.stderr.endswith(f"e2e.json: {said} 'bench', got 'e2e'\n")
 
 
-def test_a_target_that_is_not_there_is_refused(tmp_path):
-    good = tmp_path / "e2e.json"
+@pytest.mark.parametrize("target", ["H200", "H100", "H20", "B200"])
+def test_a_target_that_the_proxy_does_not_stand_for_is_refused(tmp_path, target):
+    good, output = tmp_path / "e2e.json", tmp_path / "estimate.json"
     good.write_text(json.dumps(document(a_row("ETAP", 16, 17.2))))
-    result = run(str(good), *BENCHMARKS, "--target", "B200")
-    assert result.exit_code == 2 and "hardware: wanted a file or one of" in result.stderr and "B200" in result.stderr
+    result = run(str(good), *BENCHMARKS, "--target", target, "--output", str(output))
+    said = f"etap estimate: --target: wanted H20-96G or H20-141G, for which the H20 proxy stands, got {target}\n"
+    assert result.exit_code == 2 and result.stderr == said and not output.exists()
+    assert "ESTIMATE for 8 x H20-141G" in run(str(good), *BENCHMARKS, "--target", "h20-141g").output

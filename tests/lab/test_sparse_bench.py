@@ -256,7 +256,7 @@ def test_a_results_file_is_read_as_what_it_is(document, tmp_path):
     assert again == document and type(again) is SparseDocument and type(again.rows[0]) is SparseRow
     results.write(again, tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == path.read_text()
-    with pytest.raises(ValueError, match="sparse.json: kind: Input should be 'bench'"):
+    with pytest.raises(ValueError, match="sparse.json: wanted a results file of kind 'bench', got 'bench-sparse'"):
         results.read(path, Document)  # what estimates of dense models read
 
 

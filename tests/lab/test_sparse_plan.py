@@ -429,7 +429,7 @@ def test_the_answer_fits_one_screen(model, cache, gpu, layout, folder):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        (["--attention-share", "0.3"], "attention_share: wanted none for sparse attention, got 0.3"),
+        (["--attention-share", "0.3"], "--attention-share: wanted none for sparse attention, got 0.3"),
         (["--kernels", "no-such-file.json"], "no-such-file.json"),
         (["--tp", "3", "--count", "3"], "tp: wanted a divisor of 128 heads, got 3"),
     ],

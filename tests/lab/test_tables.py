@@ -78,7 +78,16 @@ def test_a_figure_that_is_not_its_files_is_found(root):
     document = results.read_json(path)
     document["commit"] = "other"
     results.write(document, path)
-    assert len(tables.complaints(root)) == 3, "the table, the sentence and the README's rows"
+    assert len(tables.complaints(root)) == 4, "the table, the sentence, the README's rows and the estimate made from it"
+
+
+def test_an_estimate_from_readings_that_were_taken_again_is_found(root):
+    run(root)
+    path = root / "results" / "targets.json"
+    results.write(results.read_json(path) | {"date": "2027-01-01T00:00:00+00:00"}, path)
+    said = "estimate-h20.json: wanted one made from the files beside it, got other targets.json: run its command"
+    (found,) = [line for line in tables.complaints(root) if "estimate" in line]
+    assert found.startswith("docs/results.md: <!-- estimate estimate-h20 -->: ") and found.endswith(said)
 
 
 def test_a_file_that_no_page_cites_is_found_and_one_that_is_not_there(root):

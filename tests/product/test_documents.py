@@ -1,4 +1,4 @@
-"""What CONTRIBUTING.md promises of the source tree."""
+"""What CONTRIBUTING.md promises of the source tree, and the README of its example."""
 
 import re
 from pathlib import Path
@@ -20,6 +20,14 @@ def test_its_make_targets_are_there():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     named = {word for words in re.findall(r"`make ([\w -]+)`", CONTRIBUTING) for word in words.split()}
     assert named and named <= targets
+
+
+def test_the_readmes_call_runs_on_the_cpu_too():
+    section = (ROOT / "README.md").read_text().split("## Call it")[1]
+    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    found = {}
+    exec(example.replace('device="cuda"', 'device="cpu"'), found)
+    assert found["out"].shape == (4, 1, 16, 512) and found["out"].isfinite().all()
 
 
 def test_it_fits_a_page():

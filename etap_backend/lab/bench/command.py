@@ -75,6 +75,16 @@ def chosen(kernels: Kernels, grid: Grid, only: list[str], skip: list[str]) -> Ke
     raise ValueError("--skip: wanted at least one kernel left to time, got none")
 
 
+def path_of(output: Path | None, name: str, kv_dtype: str | None, h20_proxy: bool) -> Path:
+    """Where the results go. Raises ValueError, naming the argument, when they cannot go there."""
+    if output is None:
+        suffix = ("-fp8" if kv_dtype == "fp8" else "") + ("-h20-proxy" if h20_proxy else "")
+        output = Path("results") / f"{name}{suffix}.json"
+        results.must_be_new(output)
+    results.must_be_writable(output)
+    return output
+
+
 def within(grid: Grid, memory: float) -> tuple[Grid, list[str]]:
     """The rows that fit, and the labels of the others. Raises ValueError when none does."""
     fitting, left_out = grid.within(memory)
@@ -127,9 +137,7 @@ def bench(
             if reason := why_no_gpu():
                 raise ValueError(reason)
             free = torch.cuda.mem_get_info()[0]
-            suffix = ("-fp8" if kv_dtype == "fp8" else "") + ("-h20-proxy" if h20_proxy else "")
-            path = output or Path("results") / f"{whole.name}{suffix}.json"
-            results.must_be_writable(path)
+            path = path_of(output, whole.name, kv_dtype, h20_proxy)
             grid, left_out = within(whole, free)
             known = kernels_of(builds, peers, h20_proxy, Path(folder), drop_ins=grid.calls == "drop-ins")
             kernels = chosen(known, grid, only or [], skip or [])

@@ -62,7 +62,10 @@ def run(
     output: Path,
     progress: Callable[[Workload], None],
 ) -> Document:
-    """Measure row by row, `progress` being told each before; what was measured is in `output` whatever ends the run."""
+    """Measure row by row, `progress` being told each before; what was measured is in `output` whatever ends the run.
+
+    An older file there stays as it is until there is a row.
+    """
     rows = []
     with stopping(document.options.time_limit) as check:
         try:
@@ -78,7 +81,8 @@ def run(
         except Stopped as reason:
             document = document.model_copy(update={"stopped": str(reason)})
         finally:
-            results.write(document, output)
+            if document.rows or not output.exists():
+                results.write(document, output)
     return document
 
 

@@ -1,7 +1,8 @@
 """`etap e2e`: ETAP and an engine's own attention backends behind the same server flags and the same load, in turn.
 
 For each backend a server is started, every point of the scenario is driven with the engine's own load generator, and
-the server is ended again. The file is whole after every reading, whatever ends the run.
+the server is ended again. The file is whole after every reading, whatever ends the run, and an older one is replaced
+with the first.
 """
 
 from __future__ import annotations
@@ -218,7 +219,7 @@ def e2e(
 ) -> None:
     """Serve one model with ETAP and with the engine's own attention backends, and compare what users see."""
     begin = time.monotonic()
-    output = output or Path("results") / f"e2e-{Path(scenario).stem}-{engine.value}.json"
+    named, output = bool(output), output or Path("results") / f"e2e-{Path(scenario).stem}-{engine.value}.json"
     try:
         wanted = read_scenario(scenario)
         updates = {"model": model, "gpus": gpus, "decode_context_parallel": dcp}
@@ -245,6 +246,8 @@ def e2e(
             asked.show(python, flag or [], Console())
             return
         must_have_gpus(wanted.gpus)
+        if not (named or resume):
+            results.must_be_new(output, ", or --resume to go on with it")
         document = asked.document(python, note)
         if resume and output.exists():
             document = resumed(output, document)

@@ -79,7 +79,17 @@ def small_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: int
     return prepare_model(name, changes | {"num_hidden_layers": layers}, rank_of, tp, folder)
 
 
+def must_divide_heads(config: dict | None, tp: int) -> None:
+    """Raises ValueError when the ranks do not divide the heads, as far as a configuration tells them."""
+    whole = config or {}
+    heads = (whole.get("text_config") or whole).get("num_attention_heads", tp)
+    if isinstance(heads, int) and heads % tp:
+        raise ValueError(f"--gpus: wanted tensor parallel ranks that divide the model's {heads} heads, got {tp}")
+
+
 def serving_of(scenario: Scenario, prepared: Prepared, cases: list[Case]) -> Serving:
+    """How the model is served. Raises ValueError when it cannot be on so many GPUs."""
+    must_divide_heads(prepared.config, scenario.tensor_parallel)
     longest = max(case.input + case.output for case in cases) + MARGIN_TOKENS + scenario.draft_tokens
     return Serving(
         prepared.model,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import tempfile
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from rich.console import Console
@@ -79,6 +79,10 @@ class Run:
     throw_away: Serving | None = None  # of the small model whose server fills the caches
     turn_end: float | None = None
     fresh_seeds: int = 0
+    replaces_older: bool = field(init=False)  # whether the output is a file of before this run
+
+    def __post_init__(self):
+        self.replaces_older = self.output.exists()
 
     @property
     def logs(self) -> Path:
@@ -117,7 +121,9 @@ class Run:
         return self.profile is not None and left < profiling.SECONDS
 
     def write(self) -> None:
-        results.write(self.document, self.output)
+        """Write the document; over an older file only when there is a reading."""
+        if self.document.measured() or not self.replaces_older:
+            results.write(self.document, self.output)
 
     def row(self, backend: str, case: Case) -> Row:
         """The case's row as it stands in the document, or a new one."""

@@ -15,6 +15,24 @@ from etap_backend.lab.plan.report import document, print_plan, sources_table
 from etap_backend.lab.plan.sparse import benchmarks
 from etap_backend.lab.units import parse_tokens
 
+FLAGS = {"gpus": "--count", "cache": "--kv-dtype", "s_q": "--s-q", "attention_share": "--attention-share"} | {
+    name: f"--{name}"
+    for name in ("gpu", "tp", "dp", "pp", "dcp", "context", "batch", "utilization", "experts", "kernels")
+}
+
+
+def tensor_parallel(count: int, over: int) -> int:
+    """GPUs that data and pipeline parallelism leave. Raises ValueError, naming the flag, when they do not divide."""
+    if over > 0 and count % over:
+        raise ValueError(f"--count: wanted a multiple of --dp x --pp = {over}, got {count}")
+    return max(1, count // max(1, over))
+
+
+def as_typed(error: Exception, flags: dict[str, str]) -> str:
+    """What an error says, with the flag in the place of the planner's name."""
+    name, colon, said = str(error).partition(": ")
+    return flags.get(name, name) + colon + said
+
 
 def plan(
     model: Annotated[
@@ -51,9 +69,10 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
 ) -> None:
     """Say what fits on these GPUs, how long decode attention takes there, and what ETAP gains."""
+    derived = {"tp": "--count" if dp * pp == 1 else "--count / (--dp x --pp)"} if tp is None else {}
     try:
         described, hardware = read_model(model), read_gpu(gpu)
-        ranks = max(1, count // max(1, dp * pp)) if tp is None else tp
+        ranks = tensor_parallel(count, dp * pp) if tp is None else tp
         tokens = _named("context", parse_tokens, context)
         on = Deployment(count, ranks, dp, pp, dcp, cache_named(cache), tokens, batch, s_q, utilization, experts)
         if kernels and not described.sparse:
@@ -62,7 +81,8 @@ def plan(
         made = plan_of(described, hardware, on, attention_share, timed)
         found = what_fits(described, hardware, on, attention_share, timed)
     except (ValueError, ImportError) as error:  # the compiled library says how it groups query rows
-        Console(stderr=True).print(f"etap plan: {error}", style="red", markup=False, highlight=False)
+        said = as_typed(error, FLAGS | derived)
+        Console(stderr=True).print(f"etap plan: {said}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error
     if as_json:
         print(json.dumps(document(model, described, hardware, on, made, found), indent=1, allow_nan=False))

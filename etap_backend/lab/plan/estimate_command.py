@@ -24,6 +24,15 @@ from etap_backend.lab.plan.estimates import Document as Estimates
 from etap_backend.lab.plan.served import TARGET_RANKS
 from etap_backend.lab.provenance import Provenance, command_line, commit
 
+TARGETS = ("H20-96G", "H20-141G")
+
+
+def target_named(name: str) -> str:
+    """The GPU's name in its own letters. Raises ValueError for one whose calls the proxy does not tell."""
+    if (target := name.upper()) not in TARGETS:
+        raise ValueError(f"--target: wanted {' or '.join(TARGETS)}, for which the H20 proxy stands, got {name}")
+    return target
+
 
 def table_of(served: Served, found: list[Estimate], target: str) -> Table:
     table = Table(title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
@@ -43,12 +52,13 @@ def made_with(document: Provenance) -> Provenance:
 def main(
     files: Annotated[list[Path], typer.Argument(help="Results files of `etap e2e`.")],
     kernels: Annotated[list[Path], typer.Option(help="Files of `etap bench`, of that GPU and of the H20 proxy.")],
-    target: Annotated[str, typer.Option(help="A GPU of configs/hardware.")] = "H20-96G",
+    target: Annotated[str, typer.Option(help=f"{' or '.join(TARGETS)}.")] = TARGETS[0],
     output: Annotated[Path | None, typer.Option(help="JSON file for the estimates.")] = None,
 ) -> None:
     """Estimate from end-to-end readings what eight H20 would do."""
     console, written = Console(), {}
     try:
+        target = target_named(target)
         if output:
             results.must_be_writable(output)
         benchmarks = {path: results.read(path, Document) for path in kernels}

@@ -61,9 +61,23 @@ def cells_of(one: Estimate) -> list[str]:
     return [one.shape, one.backend, *(f"{number:.2f}" for number in numbers)]
 
 
+def must_be_of_its_sources(document: Document, path: Path) -> None:
+    """Raises ValueError, naming them, when files that it was made from have other readings by now."""
+    others = []
+    for name, of in document.sources.items():
+        if (source := path.with_name(name)).is_file():
+            content = results.read_json(source)
+            made = {key: content[key] for key in Provenance.model_fields if key in content}
+            others += [name] * (Provenance(**made) != of)
+    if others:
+        wanted = "wanted one made from the files beside it"
+        raise ValueError(f"{path}: {wanted}, got other {', '.join(others)}: run its command")
+
+
 def markdown(path: Path) -> str:
-    """The table of a page. Raises ValueError when the file is none of `etap estimate`."""
+    """The table of a page. Raises ValueError when the file is none of `etap estimate`, or of earlier readings."""
     document = results.read(path, Document)
+    must_be_of_its_sources(document, path)
     several = len(document.estimates) > 1
     titles = ["requests x input/output, prefill", "backend", *TITLES] + ["readings"] * several
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]

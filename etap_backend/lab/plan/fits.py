@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from etap_backend.lab import configs
 from etap_backend.lab.bench.rows import SparseDocument
-from etap_backend.lab.plan.inputs import Deployment, Gpu, Model, read_gpu
+from etap_backend.lab.plan.inputs import Deployment, Gpu, Model, Status, read_gpu
 from etap_backend.lab.plan.memory import PAGE_TOKENS
 from etap_backend.lab.plan.sparse import SparsePlan, make_sparse_plan
 from etap_backend.lab.plan.step import Gain, Plan, make_plan, why_not
@@ -25,6 +25,7 @@ class Alternative:
     most_requests: int  # of this context, on all GPUs
     most_context: int  # of this batch
     gain: Gain | None  # None where no kernel was timed
+    rest_status: Status  # of the rest of a step in it: of a share that was given, or the planner's own
 
     @property
     def fits(self) -> bool:
@@ -48,7 +49,8 @@ def _alternative(
     most = memory.requests_of(memory.tokens_wanted // on.local_batch) * on.dp
     context = memory.tokens // PAGE_TOKENS // on.local_batch * PAGE_TOKENS * on.dcp
     gain = made.gain if isinstance(made, SparsePlan) else made.gain_over(made.padded)
-    return Alternative(layout, on.cache, memory.tokens, memory.tokens_wanted, most, context, gain)
+    status = "derived" if share is None else "given"
+    return Alternative(layout, on.cache, memory.tokens, memory.tokens_wanted, most, context, gain, status)
 
 
 def what_fits(

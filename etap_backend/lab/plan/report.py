@@ -12,7 +12,7 @@ from etap_backend.lab.plan.fits import Alternative
 from etap_backend.lab.plan.inputs import Call, Deployment, Figure, Gpu, Model, Status
 from etap_backend.lab.plan.memory import INDEXER_RESERVE_BYTES, RESERVE_BYTES, Memory, parameters_of, weights_of
 from etap_backend.lab.plan.sparse import SparsePlan
-from etap_backend.lab.plan.step import GEMM_BANDWIDTH, LAYER_US, PADDED_ROWS, Attention, Gain, Plan
+from etap_backend.lab.plan.step import GEMM_BANDWIDTH, LAYER_US, Attention, Gain, Plan
 from etap_backend.lab.units import in_k
 
 SHORT = {"bfloat16": "bf16", "fp8": "FP8"}
@@ -217,8 +217,8 @@ def remarks(model: Model, on: Deployment, plan: Plan) -> list[str]:
         f"Attention is {plan.share:.0%} of a step with FlashMLA alone; with ETAP {rate:.0f} tokens/s a GPU, prefill of "
         f"others not in it. The rest of a step, {plan.rest_ms:.1f} ms, is {plan.rest_status}."
     ]
-    if plan.etap.rows >= PADDED_ROWS:
-        lines.append(f"With {PADDED_ROWS} query rows or more there is no padding that ETAP could save.")
+    if plan.etap.rows >= plan.padded.rows:
+        lines.append(f"Both compute {plan.etap.rows} query rows: there is no padding that ETAP could save.")
     if beside := plan.beside_bf16:
         one, other = (beside.bf16.call_us / kernel.call_us for kernel in (plan.etap, beside.fp8_math))
         lines.append(f"Against its bf16 cache {one:.2f}x a call, {other:.2f}x with FP8 math (*).")
@@ -282,4 +282,6 @@ def _closing(plan: Plan, found: list[Alternative]) -> str:
     upper = ""
     if plan.rest_status == "derived":
         upper = "A step's gain is an estimate, off an H200 an upper one: better give --attention-share. "
+    elif any(one.fits and one.rest_status == "derived" for one in found):
+        upper = "The share is of what was asked; other gains are estimates, off an H200 upper ones. "
     return math + upper
