@@ -74,9 +74,8 @@ def decode_shape(rows: int, num_sms: int, fp8_cache: bool = False) -> DecodeShap
 def fixed_pieces(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
     """Most pieces of a request in a batch-invariant schedule: as many as fill the GPU, if max_batch times them fit."""
     shape = decode_shape(num_heads * max_s_q, num_sms)
-    two_pieces = 4 * shape.workspace_floats(2 * max_batch)
-    most = 2 * BATCH_INVARIANT_BYTES // two_pieces
-    return max(1, min(shape.partitions(num_sms), most))
+    slot_bytes = 4 * shape.row_groups * shape.piece_floats
+    return max(1, min(shape.partitions(num_sms), BATCH_INVARIANT_BYTES // (2 * slot_bytes * max_batch)))
 
 
 def count(name: str, value: int) -> int:
