@@ -16,6 +16,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker import workspace
 
 from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
@@ -121,6 +122,20 @@ def test_kimi_k3s_own_layer_has_etap_and_pages_that_it_can_split(kimi_k3_layer):
     spec = layer.get_kv_cache_spec(config)
     assert spec.block_size % BLOCK == 0 and spec.page_size_bytes == spec.block_size * 1152
     assert config.cache_config.block_size > BLOCK, "a page holds a layer's state of linear attention"
+
+
+@needs_kimi_k3
+def test_kimi_k3s_own_layer_has_its_workspace_before_memory_is_measured(kimi_k3_layer):
+    """In that run there is no step's metadata, and the layer calls nothing of the implementation."""
+    layer, config = kimi_k3_layer
+    heads = HEADS["kimi-k3"]
+    out = torch.full((3, heads * VALUE), torch.nan)
+    q, latent, rope = torch.zeros(3, heads, NOPE + ROPE), torch.zeros(3, LATENT), torch.zeros(3, 1, ROPE)
+    with set_forward_context(None, config, num_tokens=3, slot_mapping={}):
+        layer._attention(torch.arange(3), q, latent, rope, out)
+    assert not out.any()
+    workspace.lock_workspace()
+    ETAPBackend.get_builder_cls()(layer.get_kv_cache_spec(config).copy_with_new_block_size(BLOCK), [NAME], config, CPU)
 
 
 @needs_kimi_k3

@@ -587,7 +587,7 @@ def test_with_decode_context_parallelism_drafts_are_decodes(make, monkeypatch):
 def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
     """It is the same for any step, and no step claims more."""
     layer, builder, indexer = make(heads, cache)
-    if compat.reserves_in_profile_run():
+    if compat.reserves_in_profile_run(builder.vllm_config):
         layer.impl.reserve_workspace()
     workspace.lock_workspace()
     problem = SparseProblem([700, 300], 64, cache, heads=heads)
@@ -599,11 +599,10 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
 
 def test_workspace_is_claimed_in_the_profile_run_of_the_fused_layer(make):
     """vLLM 0.33's own layer of DeepSeek-V3.2 and GLM-5, as far as it runs without a GPU: to the batch that is none."""
-    if not compat.reserves_in_profile_run():
+    layer, builder, _ = make()
+    if not compat.reserves_in_profile_run(builder.vllm_config):
         pytest.skip("vLLM 0.26: claimed when the layer is made")
     from vllm.models.deepseek_v32.attention import DeepseekV32Attention
-
-    layer, builder, _ = make()
 
     class Prepared(Exception):
         pass
