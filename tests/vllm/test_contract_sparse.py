@@ -110,6 +110,8 @@ def test_without_a_model_the_name_stands_for_the_dense_backend():
     ({"head_size": 320}, "head_dim 320 is not supported: wanted 576"),
     ({"head_size": 512, "kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not supported for a model without rope"),
     ({"head_size": 512, "kv_cache_dtype": "fp8_ds_mla"}, "is not supported for a model without rope"),
+    ({"engine": {"block_size": 16}}, "block_size not supported"),
+    ({"engine": {"block_size": 32}}, "block_size not supported"),
     ({"has_sink": True}, "sink"),
     ({"use_sparse": False}, "non-sparse not supported"),
     ({"model": {}}, "sparse attention without index_topk in the model's configuration is not supported"),
