@@ -21,6 +21,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention import backend as attention_backend
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -120,6 +121,16 @@ def test_refuses(select, changes, reason):
     with pytest.raises(ValueError, match="ETAP is not valid") as refusal:
         select(**changes)
     assert reason in str(refusal.value)
+
+
+def test_hy_v4_replaces_etap_where_it_has_a_sink(engine_config):
+    """So vLLM's log names ETAP, and nothing of ETAP is made."""
+    attention = pytest.importorskip("vllm.models.hy_v4.nvidia.attention", reason="vLLM 0.26 has no HY V4")
+    layer = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, is_sparse=True, num_local_heads=HEADS)
+    config = engine_config(attention_backend="ETAP", hf_overrides=SPARSE_MODEL)
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        backend = attention.HYV4MLAAttention._resolve_sink_backend(layer, "auto")
+    assert backend.supports_sink() and not issubclass(backend, ETAPSparseBackend)
 
 
 def test_what_vllm_lacks_for_sparse_attention_refuses_no_other_model(select, monkeypatch):
