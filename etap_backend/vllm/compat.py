@@ -18,7 +18,7 @@ USES = (
         has="additional_config cache_config model_config parallel_config scheduler_config speculative_config",
     ),
     plugins.Use("vllm.config:CacheConfig", has="block_size user_specified_block_size"),
-    plugins.Use("vllm.config:ModelConfig", has="dtype max_model_len"),
+    plugins.Use("vllm.config:ModelConfig", has="dtype hf_text_config max_model_len"),
     plugins.Use("vllm.config:ParallelConfig", has="decode_context_parallel_size use_ubatching"),
     plugins.Use("vllm.config:SchedulerConfig", has="max_num_seqs"),
     plugins.Use("vllm.config.cache:CacheDType"),
@@ -64,7 +64,6 @@ USES = (
 _SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _BACKENDS = "vllm.v1.attention.backends.mla"
 SPARSE_USES = (
-    plugins.Use("vllm.config:ModelConfig", has="hf_text_config"),
     plugins.Use("vllm.config:VllmConfig", has="attention_config"),
     plugins.Use(
         f"{_SPARSE}:SparseMLACommonImpl",
@@ -180,17 +179,19 @@ def why_no_indexer() -> str | None:
     return None if has_deep_gemm() else "DeepGEMM, which vLLM's indexer needs, is not installed"
 
 
-def reserves_in_profile_run() -> bool:
+def reserves_in_profile_run(vllm_config) -> bool:
     """Whether vLLM calls `reserve_workspace` of the implementation while it measures the memory that a model needs.
 
     Reason: the hook exists since 0.33. Before, an implementation claims its workspace when it is constructed, which is
     ahead of the measurement too. Where the hook exists, construction is too early: there the manager allocates from a
-    pool of its own, and not inside that of the weights.
-    Versions: below 0.33. Goes when 0.33 is the oldest one supported.
+    pool of its own, and not inside that of the weights. Kimi-K3 and Kimi-Linear have a layer of their own there, which
+    calls nothing of an implementation while memory is measured: early is better than unmeasured.
+    Versions: below 0.33, and of those models all. Goes when 0.33 is the oldest one supported and their layer calls it.
     """
     from vllm.v1.attention.backend import MLAAttentionImpl
 
-    return hasattr(MLAAttentionImpl, "reserve_workspace")
+    layer_of_its_own = vllm_config.model_config.hf_text_config.model_type == "kimi_linear"
+    return hasattr(MLAAttentionImpl, "reserve_workspace") and not layer_of_its_own
 
 
 def max_decode_query_len(vllm_config) -> int:

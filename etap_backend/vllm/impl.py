@@ -84,7 +84,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         types = plugins.types_text(asked["dtype"], self._fp8_cache, self._fp8_math)
         _logger.info_once(f"{compat.NAME} decodes: {types}")
         self._workspace_floats = limits.workspace_floats(asked["num_heads"], num_compute_units())
-        if not compat.reserves_in_profile_run():
+        if not compat.reserves_in_profile_run(config):
             self.reserve_workspace()
 
     def reserve_workspace(self) -> None:

@@ -86,7 +86,7 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
         )
         self._num_sms = num_compute_units()
         self._workspace_floats = sparse_workspace_floats(asked["num_heads"], fp8_cache, self._num_sms)
-        if not compat.reserves_in_profile_run():
+        if not compat.reserves_in_profile_run(config):
             self.reserve_workspace()
 
     def reserve_workspace(self) -> None:

@@ -16,6 +16,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+from vllm.v1.worker import workspace
 
 from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
@@ -87,8 +88,8 @@ def concat_and_insert(latent, rope, new_latent, new_rope, cache, slots, **_):
 
 
 @pytest.fixture
-def kimi_k3_layer(tmp_path, monkeypatch):
-    """Kimi-K3's own MLA layer with the heads of one of eight ranks, and the configuration that it is in."""
+def kimi_k3_layer(tmp_path, monkeypatch, request):
+    """Kimi-K3's own MLA layer with the heads of one of eight ranks, and its configuration; the parameter is a cache."""
     from vllm.models.kimi_k3.nvidia import mla
 
     monkeypatch.setattr(mla, "fused_mla_decode_q_concat_kv_cache_insert", concat_and_insert)
@@ -96,7 +97,8 @@ def kimi_k3_layer(tmp_path, monkeypatch):
     text = whole["text_config"] | {"num_attention_heads": HEADS["kimi-k3"], "num_key_value_heads": HEADS["kimi-k3"]}
     text |= {"hidden_size": HIDDEN}
     text["linear_attn_config"] = text["linear_attn_config"] | {"num_heads": HEADS["kimi-k3"]}
-    config = engine_config(tmp_path, whole | {"text_config": text})
+    cache = getattr(request, "param", "auto")
+    config = engine_config(tmp_path, whole | {"text_config": text}, kv_cache_dtype=cache)
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
@@ -124,6 +126,20 @@ def test_kimi_k3s_own_layer_has_etap_and_pages_that_it_can_split(kimi_k3_layer):
 
 
 @needs_kimi_k3
+def test_kimi_k3s_own_layer_has_its_workspace_before_memory_is_measured(kimi_k3_layer):
+    """In that run there is no step's metadata, and the layer calls nothing of the implementation."""
+    layer, config = kimi_k3_layer
+    heads = HEADS["kimi-k3"]
+    out = torch.full((3, heads * VALUE), torch.nan)
+    q, latent, rope = torch.zeros(3, heads, NOPE + ROPE), torch.zeros(3, LATENT), torch.zeros(3, 1, ROPE)
+    with set_forward_context(None, config, num_tokens=3, slot_mapping={}):
+        layer._attention(torch.arange(3), q, latent, rope, out)
+    assert not out.any()
+    workspace.lock_workspace()
+    ETAPBackend.get_builder_cls()(layer.get_kv_cache_spec(config).copy_with_new_block_size(BLOCK), [NAME], config, CPU)
+
+
+@needs_kimi_k3
 def test_kimi_k3s_own_layer_decodes_as_exactly_as_torch(kimi_k3_layer):
     """Nothing is rotated, and a row still has 576 elements: 512 of the latent, 64 of the key that all heads share."""
     layer, config = kimi_k3_layer
@@ -143,3 +159,22 @@ def test_kimi_k3s_own_layer_decodes_as_exactly_as_torch(kimi_k3_layer):
     with set_forward_context({NAME: step}, config, slot_mapping={NAME: slots}):
         layer._attention(torch.tensor(last), problem.q, new[:, :LATENT], new[:, None, LATENT:], out)
     assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
+
+
+@needs_kimi_k3
+@pytest.mark.parametrize("kimi_k3_layer", ["fp8"], indirect=True)
+def test_kimi_k3s_own_layer_prefills_no_fp8_cache_on_hopper(kimi_k3_layer):
+    """Whatever the backend: it wants queries in FP8, which vLLM has for other GPUs only."""
+    layer, config = kimi_k3_layer
+    config.attention_config.use_prefill_query_quantization = True
+    heads, tokens = HEADS["kimi-k3"], 300
+    problem = Problem([tokens], tokens, heads=heads)
+    spec = layer.get_kv_cache_spec(config)
+    builder = ETAPBackend.get_builder_cls()(spec.copy_with_new_block_size(BLOCK), [NAME], config, CPU)
+    step = builder.build(0, problem.common_metadata())
+    assert step.num_prefills == 1
+    latent, rope, out = torch.zeros(tokens, LATENT), torch.zeros(tokens, 1, ROPE), torch.zeros(tokens, heads * VALUE)
+    slots = torch.arange(tokens)
+    context = set_forward_context({NAME: step}, config, slot_mapping={NAME: slots})
+    with context, pytest.raises(AssertionError, match="requires an fp8 prefill query"):
+        layer._attention(slots, problem.q, latent, rope, out)

@@ -10,6 +10,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
+from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 
 from etap_backend.lab.checks.vllm_layer import (
     BLOCK,
@@ -30,6 +33,7 @@ from etap_backend.lab.checks.vllm_layer import (
     make_builder,
 )
 from etap_backend.vllm.metadata import claim_workspace
+from etap_backend.vllm.sparse import ETAPSparseBackend
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 
@@ -190,6 +194,20 @@ def test_layers_of_a_block_may_lie_side_by_side(make, monkeypatch):
     assert problem.cache.stride() == (len(LAYERS) * BLOCK * row, row, 1)
     out = decode(layer, problem, builder.build(0, problem.common_metadata()))
     assert_as_exact_as_torch(out, problem, weight_of(layer))
+
+
+def test_nixl_joins_servers_whose_backends_have_one_name(make):
+    """Prefill and decode compare a hash at their handshake; sparse attention's name is that of vLLM's own backend."""
+    _, builder = make()
+    config = builder.vllm_config
+    (ours,) = get_current_attn_backends(config)
+    of_version = {"cross_layers_blocks": False} if version("vllm") == "0.26.0" else {}
+
+    def hash_of(name):
+        return compute_nixl_compatibility_hash(config, name, **of_version)
+
+    assert hash_of(ours.get_name()) == hash_of("ETAP") != hash_of("FLASH_ATTN_MLA")
+    assert ETAPSparseBackend.get_name() == FlashMLASparseBackend.get_name() == "FLASHMLA_SPARSE"
 
 
 @pytest.mark.parametrize("heads", [8, 128], ids=["Kimi-K2 on 8 ranks", "data parallel attention"])

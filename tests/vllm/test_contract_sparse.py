@@ -21,6 +21,7 @@ from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention import backend as attention_backend
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionCGSupport
@@ -110,6 +111,8 @@ def test_without_a_model_the_name_stands_for_the_dense_backend():
     ({"head_size": 320}, "head_dim 320 is not supported: wanted 576"),
     ({"head_size": 512, "kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not supported for a model without rope"),
     ({"head_size": 512, "kv_cache_dtype": "fp8_ds_mla"}, "is not supported for a model without rope"),
+    ({"engine": {"block_size": 16}}, "block_size not supported"),
+    ({"engine": {"block_size": 32}}, "block_size not supported"),
     ({"has_sink": True}, "sink"),
     ({"use_sparse": False}, "non-sparse not supported"),
     ({"model": {}}, "sparse attention without index_topk in the model's configuration is not supported"),
@@ -118,6 +121,16 @@ def test_refuses(select, changes, reason):
     with pytest.raises(ValueError, match="ETAP is not valid") as refusal:
         select(**changes)
     assert reason in str(refusal.value)
+
+
+def test_hy_v4_replaces_etap_where_it_has_a_sink(engine_config):
+    """So vLLM's log names ETAP, and nothing of ETAP is made."""
+    attention = pytest.importorskip("vllm.models.hy_v4.nvidia.attention", reason="vLLM 0.26 has no HY V4")
+    layer = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, is_sparse=True, num_local_heads=HEADS)
+    config = engine_config(attention_backend="ETAP", hf_overrides=SPARSE_MODEL)
+    with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
+        backend = attention.HYV4MLAAttention._resolve_sink_backend(layer, "auto")
+    assert backend.supports_sink() and not issubclass(backend, ETAPSparseBackend)
 
 
 def test_what_vllm_lacks_for_sparse_attention_refuses_no_other_model(select, monkeypatch):
@@ -587,7 +600,7 @@ def test_with_decode_context_parallelism_drafts_are_decodes(make, monkeypatch):
 def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
     """It is the same for any step, and no step claims more."""
     layer, builder, indexer = make(heads, cache)
-    if compat.reserves_in_profile_run():
+    if compat.reserves_in_profile_run(builder.vllm_config):
         layer.impl.reserve_workspace()
     workspace.lock_workspace()
     problem = SparseProblem([700, 300], 64, cache, heads=heads)
@@ -599,11 +612,10 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
 
 def test_workspace_is_claimed_in_the_profile_run_of_the_fused_layer(make):
     """vLLM 0.33's own layer of DeepSeek-V3.2 and GLM-5, as far as it runs without a GPU: to the batch that is none."""
-    if not compat.reserves_in_profile_run():
+    layer, builder, _ = make()
+    if not compat.reserves_in_profile_run(builder.vllm_config):
         pytest.skip("vLLM 0.26: claimed when the layer is made")
     from vllm.models.deepseek_v32.attention import DeepseekV32Attention
-
-    layer, builder, _ = make()
 
     class Prepared(Exception):
         pass
