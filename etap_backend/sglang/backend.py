@@ -236,11 +236,11 @@ class ETAPBackend(FlashMLABackend):
                 table.stride(0),
                 PAGED_SIZE=self.page_size,
             )
-        self.forward_metadata = [
-            DecodeCall(run.tokens, table[run.requests], own, schedule.build(own, run.s_q))
-            for run, schedule in calls
-            for own in [lengths[run.requests]]
-        ]
+        self.forward_metadata = []
+        for run, schedule in calls:
+            seen = lengths[run.requests]
+            call = DecodeCall(run.tokens, table[run.requests], seen, schedule.build(seen, run.s_q))
+            self.forward_metadata.append(call)
 
     def forward_decode(
         self,
@@ -293,7 +293,8 @@ class ETAPBackend(FlashMLABackend):
                 out=call.mine(out),
                 lse=call.mine(lse),
             )
-        out[call.tokens.stop :] = 0  # of ranks that pad steps to one size, some behind their plan
+        if len(out) > call.tokens.stop:  # ranks pad steps to one size, some behind their plan
+            out[call.tokens.stop :] = 0
         return (out.flatten(1), lse) if self._returns_lse else out.flatten(1)
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs: int | None) -> None:

@@ -2,6 +2,8 @@
 
 from etap_backend.runs import MAX_RUNS, Run, equal_runs, short_prompt_tokens
 
+PREFILL_MODES = ("EXTEND", "MIXED")
+
 
 def prompt_runs(forward_batch, num_heads: int) -> list[Run]:
     """The calls that decode a prefill step; none where SGLang's prefill serves it.
@@ -12,17 +14,16 @@ def prompt_runs(forward_batch, num_heads: int) -> list[Run]:
         forward_batch: SGLang's.
         num_heads: query heads on this GPU.
     """
-    # Here, because `etap doctor` imports this where there is no SGLang.
-    from sglang.srt.model_executor.forward_batch_info import ForwardMode
-    from sglang.srt.runtime_context import get_parallel
-
-    if forward_batch.forward_mode not in (ForwardMode.EXTEND, ForwardMode.MIXED):
+    if forward_batch.forward_mode.name not in PREFILL_MODES:
         return []
     # Prompts of which nothing is cached read no context but themselves.
     query_lens = forward_batch.extend_seq_lens_cpu
     short = 0 < min(query_lens) <= max(query_lens) <= short_prompt_tokens(num_heads)
     if not short or not any(forward_batch.extend_prefix_lens_cpu):
         return []
+    # Here, because `etap doctor` imports this module where there is no SGLang.
+    from sglang.srt.runtime_context import get_parallel
+
     if get_parallel().attn_dcp_size > 1:  # a rank has some of the context's tokens only
         return []
     runs = equal_runs(query_lens)
