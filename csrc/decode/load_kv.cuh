@@ -11,7 +11,7 @@ namespace etap {
 
 // The page of each part of a tile (of whole tiles, of each tile) is fetched 32 parts at a time, a lane each, one batch ahead
 // of its use. The first fetch does not wait for the request's length: what lies behind it in the table is read, but never
-// used.
+// used. Behind the table there is page -1, of which TMA writes zeros: a length that is too long reads no other request's rows.
 class PageFetcher {
  public:
   __device__ __forceinline__ PageFetcher(const DecodeParams& params, int request, int begin_part)
@@ -34,7 +34,7 @@ class PageFetcher {
  private:
   __device__ __forceinline__ int fetch(int first_part) const {
     const int page = parts_per_page_.div(first_part + lane_);
-    return page < max_pages_ ? pages_[page] : 0;
+    return page < max_pages_ ? pages_[page] : -1;
   }
 
   const int32_t* pages_;  // of the request: [max_pages_]

@@ -158,17 +158,19 @@ def test_latent_and_rope_in_two_tensors(page_size, heads, kind):
     verify(Case((65, 300), heads=heads, num_sms=2, page_size=page_size, cache_layout="apart", **CACHES[kind]), seed=7)
 
 
-def test_a_page_that_the_cache_lacks_is_not_read():
-    """An engine's mistake must not end in another tensor: its tokens count as zeros, however tiles are copied."""
-    for page_size in (1, 16, 64):
-        problem = build(Case((192,), page_size=page_size, num_sms=1), "cpu")
-        problem.kv_cache.fill_(1)
-        wild = torch.tensor([2**31 - 1, -1, len(problem.kv_cache)], dtype=torch.int32).repeat(70)
-        problem.block_table[0, :] = wild[: problem.block_table.shape[1]]
-        runner = Runner(problem)
-        kernels.run_decode(problem, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
-        assert runner.out.tensor.eq(0).all()
-        torch.testing.assert_close(runner.lse.tensor, torch.full_like(runner.lse.tensor, math.log(192)))
+@pytest.mark.parametrize("columns", [None, 1], ids=["wild pages", "a short table"])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_a_page_that_the_cache_lacks_is_not_read(page_size, columns):
+    """An engine's mistake must not end in another tensor or request: its tokens count as zeros, however copied."""
+    problem = build(Case((192,), page_size=page_size, num_sms=1), "cpu")
+    problem.kv_cache.fill_(1)
+    wild = torch.tensor([2**31 - 1, -1, len(problem.kv_cache)], dtype=torch.int32).repeat(70)
+    problem.block_table[0, :] = wild[: problem.block_table.shape[1]]
+    problem = replace(problem, block_table=problem.block_table[:, :columns])
+    runner = Runner(problem)
+    kernels.run_decode(problem, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+    assert runner.out.tensor.eq(0).all()
+    torch.testing.assert_close(runner.lse.tensor, torch.full_like(runner.lse.tensor, math.log(192)))
 
 
 @pytest.mark.parametrize("kind, heads", [(kind, heads) for kind in CACHES for heads in (16, 64)])
