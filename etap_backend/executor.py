@@ -244,7 +244,7 @@ def decode(
     s_q: int,
     heads: int,
     partitions: int,
-    num_sms: int,  # decides how rows are shaped, which plays no part here
+    row_tile: int,  # how rows are shaped plays no part here
     fp8_math: bool,
     empty_lse: float,
 ) -> None:

@@ -24,7 +24,7 @@ _decode = Operator(
     "mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor? rope_cache, Tensor? q_scale, Tensor? kv_scale, "
     "Tensor block_table, Tensor seq_lens, Tensor work_ranges, Tensor split_offsets, Tensor(a!) workspace, "
     "Tensor(b!) out, Tensor(c!) lse, float softmax_scale, int batch, int s_q, int heads, int partitions, "
-    "int num_sms, bool fp8_math, float empty_lse) -> ()",
+    "int row_tile, bool fp8_math, float empty_lse) -> ()",
     _on_cuda,
     _on_cpu,
 )
@@ -122,11 +122,11 @@ def mla_decode(
         raise TypeError(f"schedule: wanted what DecodeSchedule.build() returns, got {type_name(schedule)}")
     if out is None or lse is None or out_dtype is not None:
         out, lse = _outputs(q, out, lse, out_dtype)
-    batch, s_q, heads, partitions, num_sms, work_ranges, split_offsets, own_workspace = schedule
+    batch, s_q, heads, partitions, row_tile, work_ranges, split_offsets, own_workspace = schedule
     arguments = (
         *(q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets),
         *(own_workspace if workspace is None else workspace, out, lse),
-        *(softmax_scale, batch, s_q, heads, partitions, num_sms, fp8_math, empty_lse),
+        *(softmax_scale, batch, s_q, heads, partitions, row_tile, fp8_math, empty_lse),
     )
     _decode(q, arguments)
     return out, lse

@@ -15,6 +15,7 @@ BATCH_INVARIANT_BYTES = 60 * 2**20
 """Workspace that a batch-invariant schedule may take to split requests; without splits it needs none of it."""
 MOST_ROWS = 64
 """Query rows that a CTA computes at most."""
+ANY_BATCH = 0
 CPU_SMS = 8
 """Partitions that a schedule on the CPU plans for: enough to split requests, small enough to follow by hand."""
 
@@ -66,9 +67,15 @@ class DecodeShape(NamedTuple):
 
 
 @functools.cache
-def decode_shape(rows: int, num_sms: int, fp8_cache: bool = False) -> DecodeShape:
-    """Ask the library; raises ImportError where there is none, ValueError for a count below 1."""
-    return DecodeShape(*library().decode_shape(rows, num_sms, fp8_cache))
+def decode_shape(
+    rows: int, num_sms: int, batch: int = ANY_BATCH, fp8_cache: bool = False, fp8_math: bool = False
+) -> DecodeShape:
+    """How a schedule for so many CTAs takes a request's rows, of calls as `DecodeSchedule` is told of them.
+
+    Of ANY_BATCH rows lie alike whatever the batch and the cache: no shape of as many rows takes more workspace. Raises
+    ImportError where there is no library, ValueError for a count below 1.
+    """
+    return DecodeShape(*library().decode_shape(rows, num_sms, batch, fp8_cache, fp8_math))
 
 
 def fixed_pieces(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
@@ -118,7 +125,7 @@ class BuiltSchedule(NamedTuple):
     Attributes:
         batch, s_q, num_heads: of the calls that it serves.
         partitions: parts of the work, each for one CTA (for as many as there are row groups).
-        num_sms: CTAs that the work was divided for.
+        row_tile: query rows that a CTA computes.
         work_ranges, split_offsets, workspace: the DecodeSchedule's.
     """
 
@@ -126,7 +133,7 @@ class BuiltSchedule(NamedTuple):
     s_q: int
     num_heads: int
     partitions: int
-    num_sms: int
+    row_tile: int
     work_ranges: Tensor
     split_offsets: Tensor
     workspace: Tensor | None
@@ -144,7 +151,8 @@ class DecodeSchedule:
     for with max_batch requests of as many; it is 1, so that no request is split, when that leaves no two.
 
     Attributes:
-        max_batch, num_heads, max_s_q, num_sms, device: as given.
+        max_batch, num_heads, max_s_q, num_sms, device, fp8_cache, fp8_math: as given.
+        any_batch: as given, and with batch_invariant.
         work_ranges: int32 [>= num_sms, 8]; row p holds partition p's begin_request, begin_tile, end_request, end_tile
             (exclusive) and begin_split, which piece of its first request it owns; then, for the combination, the p-th
             request that was split (-1 behind the last), the slot of its first partial result and their number. A tile
@@ -167,6 +175,9 @@ class DecodeSchedule:
         workspace: Tensor | None = None,
         allocate_workspace: bool = True,
         batch_invariant: bool = False,
+        fp8_cache: bool = False,
+        fp8_math: bool = False,
+        any_batch: bool = False,
     ):
         """Allocate the buffers.
 
@@ -179,6 +190,11 @@ class DecodeSchedule:
             workspace: float32 [>= workspace_floats(...) of the same arguments] on `device`, to share among schedules.
             allocate_workspace: False where every call brings its own; nothing to a workspace that is given.
             batch_invariant: cut requests by their own length only. Slower: a short batch does not fill the GPU.
+            fp8_cache: the cache that calls read is of float8_e4m3fn.
+            fp8_math: they multiply it as it is. Of the batch and both follows how 17 to 64 query rows lie on a GPU of
+                fewer than 100 multiprocessors; calls that are otherwise are as right, and up to a tenth slower there.
+            any_batch: rows lie alike whatever the batch and the cache, so that every step has as many partitions; with
+                batch_invariant they do. Short calls of few requests take up to 1.7 times as long there.
 
         Raises:
             ValueError: a count is below 1, the workspace too small or the device not there; TypeError: a count is no
@@ -190,13 +206,15 @@ class DecodeSchedule:
         if num_sms is None:
             num_sms = sms_of(self.device)
         self.num_sms = num_sms = count("num_sms", num_sms)
+        self.fp8_cache, self.fp8_math = bool(fp8_cache), bool(fp8_math)
         most = (self.max_batch, self.num_heads, self.max_s_q, num_sms)
+        self.any_batch = bool(any_batch or batch_invariant)
         self.fixed_pieces = fixed_pieces(*most) if batch_invariant else 0
         ranges = max(num_sms, self.max_batch * self.fixed_pieces if self.fixed_pieces > 1 else 0)
         self.work_ranges = torch.zeros(ranges, WORK_RANGE_FIELDS, dtype=torch.int32, device=self.device)
         self.split_offsets = torch.zeros(self.max_batch + 1, dtype=torch.int32, device=self.device)
         self.max_workspace_floats = self.workspace_floats(
-            self.num_heads, self.max_s_q, num_sms, max_batch=self.max_batch, batch_invariant=batch_invariant
+            *most[1:], max_batch=self.max_batch, batch_invariant=batch_invariant
         )
         if workspace is not None:
             self._check_workspace(workspace)
@@ -237,6 +255,11 @@ class DecodeSchedule:
         if workspace.dim() != 1 or workspace.numel() < floats or not workspace.is_contiguous():
             raise ValueError(f"workspace: wanted a contiguous [>={floats}], got {list(workspace.shape)}")
 
+    def shape(self, batch: int, s_q: int = 1) -> DecodeShape:
+        """How the rows of a step of so many requests lie."""
+        batch = ANY_BATCH if self.any_batch else batch
+        return decode_shape(s_q * self.num_heads, self.num_sms, batch, self.fp8_cache, self.fp8_math)
+
     def build(self, seq_lens: Tensor, s_q: int = 1) -> BuiltSchedule:
         """Plan one step. Copies nothing to the host, allocates nothing, and may be captured in a CUDA graph.
 
@@ -257,8 +280,8 @@ class DecodeSchedule:
         if (s_q := count("s_q", s_q)) > self.max_s_q:
             raise ValueError(f"s_q: wanted 1 to {self.max_s_q} (max_s_q), got {s_q}")
         batch = seq_lens.shape[0] if seq_lens.dim() else 0
-        shape = decode_shape(s_q * self.num_heads, self.num_sms)
+        shape = self.shape(batch, s_q)
         partitions = max(1, batch * self.fixed_pieces) if self.fixed_pieces > 1 else shape.partitions(self.num_sms)
         buffers = (self.work_ranges, self.split_offsets)
         _build(seq_lens, (seq_lens, *buffers, partitions, self.fixed_pieces, shape.split_rows))
-        return BuiltSchedule(batch, s_q, self.num_heads, partitions, self.num_sms, *buffers, self.workspace)
+        return BuiltSchedule(batch, s_q, self.num_heads, partitions, shape.row_tile, *buffers, self.workspace)

@@ -23,7 +23,7 @@ using tvm::ffi::Map;
 using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
-constexpr int64_t kAbiVersion = 9;
+constexpr int64_t kAbiVersion = 10;
 
 // Makes the tensors' device current for the launches of one call.
 class DeviceGuard {
@@ -185,9 +185,9 @@ auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, O
                Optional<TensorView> q_scale, Optional<TensorView> kv_scale, TensorView block_table, TensorView seq_lens,
                TensorView work_ranges, TensorView split_offsets, TensorView workspace, TensorView out, TensorView lse,
                double softmax_scale, int64_t planned_batch, int64_t planned_s_q, int64_t planned_heads, int64_t partitions,
-               int64_t num_sms, bool fp8_math, double empty_lse) {
+               int64_t row_tile, bool fp8_math, double empty_lse) {
   return kAction({q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets,
-                  workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, num_sms, fp8_math,
+                  workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, row_tile, fp8_math,
                   empty_lse});
 }
 
@@ -254,10 +254,12 @@ Shape numbers(const DecodeShape& of) {
   return Shape(String(name_of(of.kernel)), int64_t(of.row_tile), int64_t(of.row_groups), of.piece_floats, of.split_rows);
 }
 
-Shape shape(int64_t rows, int64_t num_sms, bool fp8_cache) {
+// batch: 0 for any.
+Shape shape(int64_t rows, int64_t num_sms, int64_t batch, bool fp8_cache, bool fp8_math) {
   check_at_least("rows", rows, 1);
   check_at_least("num_sms", num_sms, 1);
-  return numbers(decode_shape(rows, num_sms, fp8_cache));
+  check_at_least("batch", batch, kAnyBatch);
+  return numbers(decode_shape(rows, {num_sms, batch, fp8_cache, fp8_math}));
 }
 
 Shape sparse_decode_shape(int64_t heads, bool fp8_cache) {

@@ -32,7 +32,7 @@ struct DecodeCall {
   int64_t planned_s_q;
   int64_t planned_heads;
   int64_t partitions;
-  int64_t num_sms;
+  int64_t row_tile;
   bool fp8_math;
   double empty_lse;
 
@@ -41,7 +41,7 @@ struct DecodeCall {
   int64_t heads() const { return q.size(2); }
   bool fp8_cache() const { return same(kv_cache.dtype(), kE4M3); }
   CacheType cache_type() const { return {fp8_cache(), fp8_math}; }
-  DecodeShape shape() const { return decode_shape(s_q() * heads(), num_sms, fp8_cache()); }
+  DecodeShape shape() const { return shape_of(s_q() * heads(), int32_t(row_tile), fp8_cache()); }
 };
 
 // What the types of queries, cache and result may be together.
@@ -120,6 +120,14 @@ inline void check_caches(const DecodeCall& call, DLDevice device) {
   check_cache("rope_cache", call.rope_cache.value(), kRopeDim, {call.kv_cache.size(0)}, {call.kv_cache.size(1)}, device);
 }
 
+// Any holds any rows, in as many groups as it takes.
+inline void check_row_tile(int64_t row_tile) {
+  for (int64_t known = kMinRowTile; known <= kMaxRowTile; known *= 2) {
+    if (row_tile == known) return;
+  }
+  TVM_FFI_THROW(ValueError) << "row_tile: wanted 8, 16, 32 or 64, got " << row_tile;
+}
+
 inline void check_schedule(const DecodeCall& call) {
   if (call.planned_batch != call.batch() || call.planned_s_q != call.s_q() || call.planned_heads != call.heads()) {
     TVM_FFI_THROW(ValueError) << "schedule: wanted one for q's batch " << call.batch() << ", s_q " << call.s_q() << ", "
@@ -141,7 +149,7 @@ inline void check_schedule(const DecodeCall& call) {
   check_contiguous("split_offsets", call.split_offsets);
   check_at_least("split_offsets' size", call.split_offsets.size(0), call.batch() + 1);
   check_at_least("partitions", call.partitions, 1);
-  check_at_least("num_sms", call.num_sms, 1);
+  check_row_tile(call.row_tile);
   check_at_least("work_ranges' size", call.work_ranges.size(0), call.partitions);
 }
 

@@ -52,31 +52,46 @@ constexpr int32_t least_row_tile(int64_t rows) {
 // A Hopper GPU with few tensor cores for its memory: an H20 has 78 multiprocessors, an H100 at least 114.
 constexpr bool few_tensor_cores(int64_t num_sms) { return num_sms < 100; }
 
+// What a schedule is told of its calls. Results are as right with others, later where tensor cores are few.
+struct PlannedCalls {
+  int64_t num_sms;  // CTAs that the work is divided for
+  int64_t batch;    // kAnyBatch: the rows shall lie alike whatever it is, and whatever the cache
+  bool fp8_cache;
+  bool fp8_math;
+};
+constexpr int64_t kAnyBatch = 0;
+
 // Where tensor cores are few, groups of 16 rows, each of which reads the cache, take less time than groups of 64 with an
-// eighth more of padding. Of more groups some CTAs would have no part.
-constexpr bool takes_small_groups(int64_t rows, int64_t num_sms) {
-  constexpr int32_t kMostGroups = 7;
-  const bool less_padding = 8 * padded(rows, kSmallGroup) <= 7 * padded(rows, kMaxRowTile);
-  return few_tensor_cores(num_sms) && rows > 32 && rows <= kMostGroups * kSmallGroup && less_padding;
+// eighth more of padding. Where one tile of 32 or 64 would do, they are for calls that leave CTAs without work (a few
+// requests), and for products that are not the bound: e4m3's, V's way through registers is; and 64 rows of a 16-bit cache,
+// whose long calls take 2% more, and short ones up to a tenth less. Of more groups some CTAs would have no part.
+constexpr bool takes_small_groups(int64_t rows, const PlannedCalls& calls) {
+  constexpr int64_t kMostGroups = 7, kFewRequests = 8;
+  if (!few_tensor_cores(calls.num_sms) || rows <= kSmallGroup || rows > kMostGroups * kSmallGroup) return false;
+  if (rows > kMaxRowTile / 2 && 8 * padded(rows, kSmallGroup) <= 7 * padded(rows, kMaxRowTile)) return true;
+  if (calls.batch == kAnyBatch || rows > kMaxRowTile) return false;
+  return calls.batch <= kFewRequests || (calls.fp8_cache ? calls.fp8_math : rows > kMaxRowTile / 2);
 }
 
-// Of a 16-bit cache.
-constexpr DecodeShape shape_of(int64_t rows, int32_t row_tile) {
-  const auto kernel = row_tile == kMaxRowTile ? DecodeKernelKind::kQueryMajor : DecodeKernelKind::kTransposed;
+// The rows in tiles of so many.
+constexpr DecodeShape shape_of(int64_t rows, int32_t row_tile, bool fp8_cache) {
+  const auto kernel = fp8_cache                 ? DecodeKernelKind::kTransposedFp8
+                      : row_tile == kMaxRowTile ? DecodeKernelKind::kQueryMajor
+                                                : DecodeKernelKind::kTransposed;
   return {kernel, row_tile, int32_t(padded(rows, row_tile) / row_tile), int64_t(row_tile) * (kLatentDim + 1), row_tile};
 }
 
-// rows: query tokens * heads; num_sms: CTAs that the schedule divides the work for.
-constexpr DecodeShape decode_shape(int64_t rows, int64_t num_sms, bool fp8_cache) {
-  DecodeShape shape = shape_of(rows, takes_small_groups(rows, num_sms) ? kSmallGroup : least_row_tile(rows));
-  if (fp8_cache) shape.kernel = DecodeKernelKind::kTransposedFp8;
-  if (few_tensor_cores(num_sms)) shape.split_rows = kCheapSplits;
+// As a schedule takes them. rows: query tokens * heads.
+constexpr DecodeShape decode_shape(int64_t rows, const PlannedCalls& calls) {
+  const bool small = takes_small_groups(rows, calls);
+  DecodeShape shape = shape_of(rows, small ? kSmallGroup : least_row_tile(rows), calls.fp8_cache);
+  if (few_tensor_cores(calls.num_sms)) shape.split_rows = kCheapSplits;
   return shape;
 }
 
 // Of sparse attention, where the rows are a token's heads.
 constexpr DecodeShape sparse_shape(int64_t heads, bool fp8_cache) {
-  DecodeShape shape = shape_of(heads, least_row_tile(heads));
+  DecodeShape shape = shape_of(heads, least_row_tile(heads), fp8_cache);
   if (fp8_cache) shape.kernel = DecodeKernelKind::kSparseFp8;
   return shape;
 }

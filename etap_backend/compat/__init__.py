@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor
-from etap_backend.schedule import BuiltSchedule, DecodeSchedule
+from etap_backend.schedule import ANY_BATCH, BuiltSchedule, DecodeSchedule, DecodeShape, decode_shape
 from etap_backend.support import dtype_name
 
 Result = TypeVar("Result")
@@ -18,18 +18,33 @@ UNSPLIT_BATCH = 1024
 
 
 def plan(
-    lengths: Tensor, room: int, rows: int, device: torch.device, batch_invariant: bool, *, allocate_workspace=False
+    lengths: Tensor,
+    room: int,
+    rows: int,
+    device: torch.device,
+    batch_invariant: bool,
+    fp8_cache: bool | None,
+    *,
+    allocate_workspace: bool = False,
 ) -> BuiltSchedule:
     """Plan for so many query rows of each request, tokens times heads; how they are shaped plays no part.
 
     There are as many work ranges as partitions, and offsets for `room` requests: in tensors that a caller hands over
-    the shapes alone say how many.
+    the shapes alone say how many. Where it is not said whether the cache is FP8 (None), the partitions of a batch are
+    those of every other.
     """
     most = max(room, UNSPLIT_BATCH if batch_invariant else 1)
     options = {"allocate_workspace": allocate_workspace, "batch_invariant": batch_invariant}
+    options |= {"any_batch": True} if fp8_cache is None else {"fp8_cache": fp8_cache}
     built = DecodeSchedule(most, rows, device=device, **options).build(lengths)
     work_ranges, split_offsets = built.work_ranges[: built.partitions], built.split_offsets[: room + 1]
     return built._replace(work_ranges=work_ranges, split_offsets=split_offsets)
+
+
+def planned_shape(rows: int, num_sms: int, partitions: int) -> DecodeShape:
+    """The shape that a plan of so many partitions was made for; in tensors that a caller hands over it says no more."""
+    shapes = [decode_shape(rows, num_sms, batch) for batch in (ANY_BATCH, 1)]
+    return next((shape for shape in shapes if shape.partitions(num_sms) == partitions), shapes[0])
 
 
 def whole_rows(table: Tensor) -> Tensor:

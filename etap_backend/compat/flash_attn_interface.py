@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, plan, renamed, whole_rows
+from etap_backend.compat import check_out, named, plan, planned_shape, renamed, whole_rows
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 from etap_backend.support import (
@@ -352,12 +352,14 @@ def get_scheduler_metadata(
         cache_seqlens: int32 [batch_size], tokens of each request, the new ones included.
         num_heads_kv, headdim, headdim_v: 1, 64 and 512.
         num_splits: of the calls; 1 splits no request.
-        max_seqlen_k, qkv_dtype, others: the plan does not depend on them.
+        qkv_dtype: the cache's; with another one calls are as right, and slower at 33 to 64 rows on an H20.
+        max_seqlen_k, others: the plan does not depend on them.
 
     Returns:
-        int32 [n, 8] with an n that follows from batch_size, max_seqlen_q * num_heads_q and the GPU. What it means is
-        ETAP's: FlashAttention's kernels cannot take it. With other lengths than it was made for a call gives results as
-        right, but divides the work for those; with another n than a call's it is refused.
+        int32 [n, 8] with an n that follows from the GPU and from batch_size, max_seqlen_q * num_heads_q, qkv_dtype and
+        whether num_splits is 1. What it means is ETAP's: FlashAttention's kernels cannot take it. With other lengths
+        than it was made for a call gives results as right, but divides the work for those; with another n than one for
+        the call's sizes it is refused.
 
     Raises:
         NotImplementedError: sizes that are not served, and no FlashAttention-3 is installed, which would get them.
@@ -374,7 +376,8 @@ def get_scheduler_metadata(
         raise ValueError(f"cache_seqlens: wanted shape [{batch_size}], got {list(cache_seqlens.shape)}")
     # As many rows of offsets as there are offsets, so that the shape says for how many requests they are.
     room, rows = (batch_size + 1) * WORK_RANGE_FIELDS - 1, max_seqlen_q * num_heads_q
-    built = named(PLAN_NAMES, plan, cache_seqlens, room, rows, cache_seqlens.device, _unsplit(num_splits))
+    of = (cache_seqlens, room, rows, cache_seqlens.device, _unsplit(num_splits), qkv_dtype == FP8)
+    built = named(PLAN_NAMES, plan, *of)
     return torch.cat([built.work_ranges, built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
 
 
@@ -647,7 +650,7 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
             if starts.is_cpu:
                 _check_places(call, starts)
             out, lse = _singly(call, table, lengths, planned=True)
-        elif not _unsplit(call["num_splits"]) and _padding_pays(q, call["k_cache"], batch, longest):
+        elif not _unsplit(call["num_splits"]) and _padding_pays(q, batch, longest):
             out, lse = _padded(call, starts, longest, table, lengths)
         else:
             out, lse = _token_by_token(call, starts, table, lengths)
@@ -665,11 +668,11 @@ def _check_places(call: Call, starts: Tensor) -> None:
         raise ValueError(call.said("cu_seqlens_q", wanted, numbers))
 
 
-def _padding_pays(q: Tensor, k_cache: Tensor, batch: int, longest: int) -> bool:
+def _padding_pays(q: Tensor, batch: int, longest: int) -> bool:
     """Whether requests padded to one length read their contexts less often than their tokens one by one."""
-    num_sms, fp8, (tokens, heads) = sms_of(q.device), k_cache.dtype == FP8, q.shape[:2]
-    padded = batch * decode_shape(longest * heads, num_sms, fp8).row_groups
-    return padded <= tokens * decode_shape(heads, num_sms, fp8).row_groups
+    num_sms, (tokens, heads) = sms_of(q.device), q.shape[:2]
+    padded, alone = (decode_shape(rows, num_sms).row_groups for rows in (longest * heads, heads))
+    return batch * padded <= tokens * alone
 
 
 def _padded(call: Call, starts: Tensor, longest: int, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
@@ -770,8 +773,8 @@ def _unsplit(num_splits: object) -> bool:
 
 
 def _own_plan(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
-    unsplit = _unsplit(call["num_splits"])
-    return named(call.refused, plan, lengths, batch, rows, lengths.device, unsplit, allocate_workspace=True)
+    of = (batch, rows, lengths.device, _unsplit(call["num_splits"]), call["k_cache"].dtype == FP8)
+    return named(call.refused, plan, lengths, *of, allocate_workspace=True)
 
 
 def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
@@ -782,7 +785,7 @@ def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedul
     if not _is_ours(metadata):
         return _own_plan(call, lengths, batch, rows)
     num_sms = sms_of(lengths.device)
-    shape = decode_shape(rows, num_sms)
+    shape = planned_shape(rows, num_sms, len(metadata) - batch - 1)
     partitions = shape.partitions(num_sms)
     size = (partitions + batch + 1, WORK_RANGE_FIELDS)
     if metadata.shape != size:
@@ -790,4 +793,4 @@ def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedul
         raise ValueError(f"scheduler_metadata: wanted {wanted}, got {list(metadata.shape)}")
     workspace = lengths.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
     ranges, offsets = metadata[:partitions], metadata[partitions:].flatten()
-    return BuiltSchedule(batch, 1, rows, partitions, num_sms, ranges, offsets, workspace)
+    return BuiltSchedule(batch, 1, rows, partitions, shape.row_tile, ranges, offsets, workspace)

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, plan, renamed, whole_rows
+from etap_backend.compat import check_out, named, plan, planned_shape, renamed, whole_rows
 from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
-from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
+from etap_backend.schedule import BuiltSchedule, count, sms_of
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
 from etap_backend.support import (
     HEAD_DIM,
@@ -180,7 +180,7 @@ def get_mla_decoding_metadata(
         ValueError, TypeError: an argument is not as described.
     """
     _check_dims("seqlens_k", seqlens_k, 1, "[b]")
-    of = (seqlens_k, seqlens_k.shape[0], num_q_tokens_per_head_k, seqlens_k.device, False)
+    of = (seqlens_k, seqlens_k.shape[0], num_q_tokens_per_head_k, seqlens_k.device, False, None)
     planned = named(PLAN_NAMES, plan, *of)
     return planned.work_ranges, planned.split_offsets
 
@@ -472,14 +472,17 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: Fla
     if isinstance(metadata, FlashMLASchedMeta):
         work_ranges, split_offsets, workspace = _kept(metadata, q.device)
     if work_ranges is None:
-        built = named(NAMES, plan, cache_seqlens, config.b, rows, q.device, config.enable_batch_invariant)
+        of = (config.b, rows, q.device, config.enable_batch_invariant, config.is_fp8_kvcache)
+        built = named(NAMES, plan, cache_seqlens, *of)
         work_ranges, split_offsets = built.work_ranges, built.split_offsets
     else:
         _check_plan(work_ranges, split_offsets, config.b)
-    partitions, num_sms = work_ranges.shape[0], sms_of(q.device)
+    partitions = work_ranges.shape[0]
+    shape = planned_shape(rows, sms_of(q.device), partitions)
     if workspace is None:
-        workspace = q.new_empty(decode_shape(rows, num_sms).workspace_floats(partitions), dtype=torch.float32)
-    return BuiltSchedule(config.b, tokens, rows // tokens, partitions, num_sms, work_ranges, split_offsets, workspace)
+        workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
+    sizes = (config.b, tokens, rows // tokens, partitions, shape.row_tile)
+    return BuiltSchedule(*sizes, work_ranges, split_offsets, workspace)
 
 
 def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Tensor | None, ...]:

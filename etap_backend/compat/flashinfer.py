@@ -524,7 +524,8 @@ class _Call:
         s_q = run.s_q if plan.causal else 1
         self.shape = (requests, s_q, run.s_q * plan.num_heads // s_q)
         device = workspace.device
-        self._schedule = DecodeSchedule(requests, self.shape[2], max_s_q=s_q, device=device, allocate_workspace=False)
+        options = {"device": device, "allocate_workspace": False, "fp8_cache": plan.kv_data_type == FP8}
+        self._schedule = DecodeSchedule(requests, self.shape[2], max_s_q=s_q, **options)
         size = 4 * self._schedule.max_workspace_floats
         if workspace.numel() < size:
             wanted = f"at least {size} bytes for {run.s_q} query tokens with {plan.num_heads} heads"

@@ -123,16 +123,17 @@ class ETAPBackend(FlashMLABackend):
         ranks = get_parallel().attn_tp_size
         max_requests = -(-(self.kv_indptr.shape[0] - 1) // ranks) * ranks
         workspace = None if first is None else first.schedule.workspace
+        options = {"device": self.device, "fp8_cache": fp8_cache, "fp8_math": self._fp8_math}
         # Calls of a step are planned before the first layer, each in buffers of its own. All share a workspace.
         self._prompt_schedules: list[DecodeSchedule] = []
         if not skip_prefill:
             for _ in range(MAX_RUNS):
                 schedule = DecodeSchedule(
-                    max_requests, heads, max_s_q=short_prompt_tokens(heads), device=self.device, workspace=workspace
+                    max_requests, heads, max_s_q=short_prompt_tokens(heads), workspace=workspace, **options
                 )
                 workspace = schedule.workspace
                 self._prompt_schedules.append(schedule)
-        self.schedule = DecodeSchedule(max_requests, heads, max_s_q=drafts, device=self.device, workspace=workspace)
+        self.schedule = DecodeSchedule(max_requests, heads, max_s_q=drafts, workspace=workspace, **options)
         # With pages of one token it is as large as SGLang's own table.
         pages = -(-self.req_to_token.shape[1] // self.page_size)
         if first is None:

@@ -13,28 +13,10 @@ from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
 from etap_backend import mla_decode, plugins, why_unsupported
 from etap_backend.vllm import compat
-from etap_backend.vllm.metadata import ETAPMetadata, Limits, claim_workspace
+from etap_backend.vllm.metadata import ETAPMetadata, Limits, claim_workspace, wants_fp8_math
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
-
-FP8_MATH_OPTION = "etap_fp8_math"
-"""`--additional-config '{"etap_fp8_math": true}'`: an FP8 cache is multiplied as it is, by queries rounded to e4m3;
-otherwise as float16, exactly. vLLM's configuration is the same for all ranks, an environment need not be.
-"""
-
-
-def wants_fp8_math(config: VllmConfig) -> bool:
-    """What the option says; raises ValueError unless it is true, false or absent, and for other options of ETAP's."""
-    options = config.additional_config
-    if not isinstance(options, dict):  # another plugin's own class
-        return False
-    if unknown := [name for name in options if name.lower().startswith("etap") and name != FP8_MATH_OPTION]:
-        raise ValueError(f"additional_config: wanted {FP8_MATH_OPTION} at most, got {', '.join(unknown)}")
-    value = options.get(FP8_MATH_OPTION, False)
-    if not isinstance(value, bool):
-        raise ValueError(f"additional_config: {FP8_MATH_OPTION}: wanted true or false, got {value!r}")
-    return value
 
 
 def asked_of_kernels(arguments: dict[str, Any], latent_dim: int) -> tuple[VllmConfig, dict[str, Any]]:

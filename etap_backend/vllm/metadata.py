@@ -28,6 +28,11 @@ from etap_backend.vllm.runs import TokenRequests, cut_into_runs, longest_decode,
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
 
+FP8_MATH_OPTION = "etap_fp8_math"
+"""`--additional-config '{"etap_fp8_math": true}'`: an FP8 cache is multiplied as it is, by queries rounded to e4m3;
+otherwise as float16, exactly. vLLM's configuration is the same for all ranks, an environment need not be.
+"""
+
 
 def longest_prompt(vllm_config: VllmConfig, num_heads: int) -> int:
     """Most new tokens of a prompt that go through the decode kernel: 1 where that must not be."""
@@ -47,6 +52,19 @@ def is_token_by_token(vllm_config: VllmConfig) -> bool:
     mask wants all. With batch invariance because the way that a token goes must not depend on those beside it.
     """
     return vllm_config.parallel_config.decode_context_parallel_size > 1 or envs.VLLM_BATCH_INVARIANT
+
+
+def wants_fp8_math(config: VllmConfig) -> bool:
+    """What the option says; raises ValueError unless it is true, false or absent, and for other options of ETAP's."""
+    options = config.additional_config
+    if not isinstance(options, dict):  # another plugin's own class
+        return False
+    if unknown := [name for name in options if name.lower().startswith("etap") and name != FP8_MATH_OPTION]:
+        raise ValueError(f"additional_config: wanted {FP8_MATH_OPTION} at most, got {', '.join(unknown)}")
+    value = options.get(FP8_MATH_OPTION, False)
+    if not isinstance(value, bool):
+        raise ValueError(f"additional_config: {FP8_MATH_OPTION}: wanted true or false, got {value!r}")
+    return value
 
 
 class Limits(NamedTuple):
@@ -136,6 +154,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         if slow := plugins.small_pages_text(self.page_size, rows):
             _logger.warning_once(f"{compat.NAME}: {slow}")
         self._token_by_token = is_token_by_token(vllm_config) and limits.verified > 1
+        fp8_cache = kv_cache_spec.dtype.itemsize == 1
         self.schedules = [
             DecodeSchedule(
                 limits.max_batch,
@@ -145,6 +164,8 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
                 num_sms=num_compute_units(device.index),
                 allocate_workspace=False,  # each call claims vLLM's
                 batch_invariant=envs.VLLM_BATCH_INVARIANT,
+                fp8_cache=fp8_cache,
+                fp8_math=fp8_cache and wants_fp8_math(vllm_config),
             )
             for _ in range(MAX_RUNS)
         ]

@@ -25,8 +25,8 @@ from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_conver
 from etap_backend import plugins, sparse_mla_decode, sparse_workspace_floats
 from etap_backend.support import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
 from etap_backend.vllm import compat
-from etap_backend.vllm.impl import FP8_MATH_OPTION, asked_of_kernels, wants_fp8_math
-from etap_backend.vllm.metadata import claim_workspace
+from etap_backend.vllm.impl import asked_of_kernels
+from etap_backend.vllm.metadata import FP8_MATH_OPTION, claim_workspace, wants_fp8_math
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")

@@ -172,11 +172,11 @@ def run_decode(
     tensors |= dict(kv_cache=problem.call_kv_cache, rope_cache=problem.rope_cache)
     tensors |= dict(q_scale=problem.q_scale, kv_scale=problem.kv_scale)
     tensors |= dict(block_table=problem.block_table, seq_lens=problem.seq_lens)
-    batch, s_q, heads, partitions, num_sms, work_ranges, split_offsets, workspace = schedule
+    batch, s_q, heads, partitions, row_tile, work_ranges, split_offsets, workspace = schedule
     tensors |= dict(work_ranges=work_ranges, split_offsets=split_offsets, workspace=workspace, out=out, lse=lse)
     memory = Memory()
     copies = placed(memory, tensors)
-    rest = (batch, s_q, heads, partitions, num_sms, problem.case.fp8_math, empty_lse)
+    rest = (batch, s_q, heads, partitions, row_tile, problem.case.fp8_math, empty_lse)
     ran = []
     for launch in library().decode_launches(*copies.values(), softmax_scale, *rest):
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch

@@ -110,12 +110,14 @@ def test_decode_from_an_fp8_cache(dtype, q_scale, heads, s_q, num_sms, fp8_math)
 
 # As on an H20, in tiles of 16 rows: those of a token each, or of tokens that begin in one and end in another.
 @pytest.mark.parametrize("page_size", [1, 64])
-@pytest.mark.parametrize("heads, s_q, num_sms", [(16, 3, 7), (12, 3, 4), (40, 1, 3), (16, 5, 5)])
+@pytest.mark.parametrize(
+    "heads, s_q, num_sms", [(16, 3, 7), (12, 3, 4), (40, 1, 3), (16, 5, 5), (16, 4, 9), (32, 1, 4), (10, 5, 8)]
+)
 @pytest.mark.parametrize("kind", CACHES)
 def test_groups_of_16_rows(kind, heads, s_q, num_sms, page_size):
-    case = Case((0, 1, 65, 300, 2), heads=heads, s_q=s_q, num_sms=num_sms, page_size=page_size, **CACHES[kind])
-    assert decode_shape(heads * s_q, num_sms).row_tile == 16
-    verify(case, seed=num_sms)
+    rows = dict(heads=heads, s_q=s_q, num_sms=num_sms, groups=True)
+    assert decode_shape(heads * s_q, num_sms, batch=5).row_tile == 16
+    verify(Case((0, 1, 65, 300, 2), page_size=page_size, **rows, **CACHES[kind]), seed=num_sms)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])

@@ -100,7 +100,7 @@ def as_the_library_takes_it(device: str, **spoiled) -> list:
     names = (
         "q q_rope kv_cache rope_cache q_scale kv_scale block_table seq_lens work_ranges split_offsets workspace out lse"
     )
-    names += " softmax_scale batch s_q num_heads partitions num_sms fp8_math empty_lse"
+    names += " softmax_scale batch s_q num_heads partitions row_tile fp8_math empty_lse"
     return [{**call, **spoiled}[name] for name in names.split()]
 
 
@@ -111,7 +111,8 @@ def as_the_library_takes_it(device: str, **spoiled) -> list:
     [
         (lambda device: {"partitions": 9}, ValueError, "work_ranges' size: wanted at least 9, got 8"),
         (lambda device: {"partitions": 0}, ValueError, "partitions: wanted at least 1, got 0"),
-        (lambda device: {"num_sms": 0}, ValueError, "num_sms: wanted at least 1, got 0"),
+        (lambda device: {"row_tile": 0}, ValueError, "row_tile: wanted 8, 16, 32 or 64, got 0"),
+        (lambda device: {"row_tile": 2**32 + 8}, ValueError, "row_tile: wanted 8, 16, 32 or 64, got 4294967304"),
         (
             lambda device: {"work_ranges": torch.zeros(8, 8, device=device)},
             TypeError,
@@ -135,7 +136,7 @@ def as_the_library_takes_it(device: str, **spoiled) -> list:
         (
             lambda device: {"workspace": torch.zeros(99, device=device)},
             ValueError,
-            r"workspace: wanted a contiguous \[>=262656\], got \[99\]",
+            r"workspace: wanted a contiguous \[>=131328\], got \[99\]",
         ),
         (lambda device: {"q": torch.zeros(3, 32, 576, device=device)}, ValueError, r"q: wanted shape \[batch, s_q"),
         (lambda device: {"softmax_scale": float("nan")}, ValueError, "softmax_scale: wanted a positive finite number"),

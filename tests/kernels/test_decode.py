@@ -223,11 +223,14 @@ def test_numbers_of_multiprocessors(device, cache, heads, s_q, num_sms):
 
 @both_devices
 @every_kind
-@pytest.mark.parametrize("heads, s_q", [(33, 1), (16, 3), (12, 3), (8, 6), (6, 7), (16, 5), (112, 1)])
+@pytest.mark.parametrize(
+    "heads, s_q", [(33, 1), (16, 3), (12, 3), (8, 6), (6, 7), (16, 2), (16, 4), (10, 5), (64, 1), (16, 5), (112, 1)]
+)
 @pytest.mark.parametrize("num_sms", [1, 78])
 def test_groups_of_16_rows_on_few_multiprocessors(device, kind, heads, s_q, num_sms):
-    """As an H20 takes numbers of rows that leave padding in tiles of 64."""
-    verify(Case((1, 3, 64, 130, 700), heads=heads, s_q=s_q, num_sms=num_sms, seed=26, **kind), device)
+    """As an H20 takes up to 64 rows of a few requests, and numbers of rows that leave padding in tiles of 64."""
+    rows = dict(heads=heads, s_q=s_q, num_sms=num_sms, groups=True)
+    verify(Case((1, 3, 64, 130, 700), seed=26, **rows, **kind), device)
 
 
 @both_devices

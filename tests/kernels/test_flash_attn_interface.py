@@ -173,7 +173,7 @@ RAGGED = {
 def test_ragged_queries(device, name, causal, kind):
     counts, heads = RAGGED[name]
     problem = problem_of(s_q=counts, heads=heads, kind=kind, device=device)
-    pays = fa3._padding_pays(problem.call["q"], problem.call["k_cache"], len(counts), max(counts))
+    pays = fa3._padding_pays(problem.call["q"], len(counts), max(counts))
     assert pays == ("one by one" not in name)
     wanted, results = problem.truth(causal), problem.run(causal=causal)
     check(results, wanted, KINDS[kind][0])
@@ -392,12 +392,14 @@ def test_with_one_split_bits_do_not_depend_on_the_batch(device, name, planned):
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 120, 256])
-def test_a_plan_for_one_split_has_the_shape_of_others_and_splits_nothing(rows):
+def test_a_plan_for_one_split_splits_nothing(rows):
+    """Its rows lie alike whatever the batch: on few multiprocessors 64 of them in one tile, not in groups."""
     lengths = torch.tensor([100_000, 5], dtype=torch.int32)
     plans = [fa3.get_scheduler_metadata(2, 1, 0, rows, 1, 64, lengths, headdim_v=512, num_splits=n) for n in (0, 1, 2)]
     splits = [plan[-3:].flatten()[:3].tolist() for plan in plans]
     partitions = plans[0].shape[0] - 3  # five row groups leave one
-    assert plans[0].shape == plans[1].shape and splits[1] == [0, 0, 0] and splits[2] == splits[0]
+    assert (plans[0].shape == plans[1].shape) == (rows != 64)
+    assert plans[0].shape == plans[2].shape and splits[1] == [0, 0, 0] and splits[2] == splits[0]
     assert (splits[0][1] > 1) == (partitions > 1) == (rows != 65)
 
 
@@ -762,6 +764,16 @@ def test_a_plan_allocates_no_workspace():
     with Allocations() as allocations:
         plan = fa3.get_scheduler_metadata(3, 1, 0, 16, 1, 64, lengths, headdim_v=512)
     assert plan.numel() in allocations.elements and max(allocations.elements) <= plan.numel()
+
+
+@both_devices
+@pytest.mark.parametrize("qkv_dtype", [torch.bfloat16, FP8])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_a_plan_may_have_been_told_of_the_other_kind_of_cache(device, kind, qkv_dtype):
+    problem = problem_of((700, 65, 3), heads=64, kind=kind, device=device)
+    sizes = (3, 1, 0, 64, 1, 64, problem.call["cache_seqlens"], qkv_dtype)
+    plan = fa3.get_scheduler_metadata(*sizes, headdim_v=512)
+    check(problem.run(scheduler_metadata=plan), problem.truth(False), KINDS[kind][0])
 
 
 def test_plans_of_other_requests_and_heads_are_refused():

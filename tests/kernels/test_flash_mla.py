@@ -16,12 +16,13 @@ from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices, ru
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from etap_backend import why_unsupported
-from etap_backend.compat import _capture, flash_mla, plan, whole_rows
+from etap_backend.compat import _capture, flash_mla, plan, planned_shape, whole_rows
 from etap_backend.compat._capture import capture_id
 from etap_backend.lab.checks import sparse_compare
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE
 from etap_backend.lab.checks.sparse_cases import SparseCase
 from etap_backend.lab.checks.sparse_cases import build as build_sparse
+from etap_backend.schedule import sms_of
 
 PAGE = DOCS / "flash_mla.md"
 
@@ -120,15 +121,15 @@ def test_dense_is_as_flashmla_defines_it(device, h_q, h_k, s_q, causal, kind):
 @pytest.mark.parametrize("h_q, h_k", [(16, 1), (6, 3)])
 def test_two_tensors_are_as_good_as_the_object(device, h_q, h_k, causal):
     problem = dense((700, 65, 0), h_q, h_k, 2, device=device)
-    wanted = problem.run(causal=causal)
     ranges, splits = flash_mla.get_mla_decoding_metadata(problem.call["cache_seqlens"], 2 * h_q // h_k, h_k)
     assert ranges.dtype == splits.dtype == torch.int32 and ranges.shape[1] == 8 and splits.shape == (4,)
     buffer = splits.new_full((9,), -1)
     buffer[:4].copy_(splits)
     plan = {"tile_scheduler_metadata": ranges.clone(), "num_splits": buffer[:4]}
     by_hand = flash_mla.FlashMLASchedMeta(tile_scheduler_metadata=ranges, num_splits=splits)
-    for more in plan, {"tile_scheduler_metadata": by_hand}:
-        assert all(map(torch.equal, problem.run(causal=causal, **more), wanted))
+    results = [problem.run(causal=causal, **more) for more in (plan, {"tile_scheduler_metadata": by_hand})]
+    assert all(map(torch.equal, *results))
+    check(results[0], problem.truth(causal))
     assert by_hand.have_initialized and by_hand.tile_scheduler_metadata is ranges
 
 
@@ -140,6 +141,30 @@ def test_two_tensors_of_other_heads_divide_the_work_otherwise_and_are_as_right(d
     for rows in 16, 128:
         ranges, splits = flash_mla.get_mla_decoding_metadata(problem.call["cache_seqlens"], rows, 1)
         check(problem.run(tile_scheduler_metadata=ranges, num_splits=splits), problem.truth(False))
+
+
+@pytest.mark.parametrize("rows", [16, 48, 64])
+def test_two_tensors_have_the_same_shape_whatever_the_batch_and_the_cache(rows):
+    """Programs keep them in buffers that serve CUDA graphs of every batch."""
+    lengths = torch.full((20,), 100, dtype=torch.int32)
+    batches = [flash_mla.get_mla_decoding_metadata(lengths[:b], rows, 1, is_fp8_kvcache=b > 1)[0] for b in (1, 9, 20)]
+    assert len({ranges.shape for ranges in batches}) == 1
+
+
+@both_devices
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_a_plan_of_the_call_itself_may_be_of_groups_of_rows(device, kind):
+    problem = dense((700, 65, 0), 32, s_q=2, kind=kind, device=device)
+    metadata, _ = flash_mla.get_mla_metadata()
+    check(problem.run(causal=True, tile_scheduler_metadata=metadata), problem.truth(True), KINDS[kind][0])
+    assert len(metadata.tile_scheduler_metadata) == (2 if device == "cpu" else sms_of(torch.device("cuda", 0)))
+
+
+def test_how_many_partitions_a_plan_has_says_how_its_rows_lie():
+    """64 rows are one tile or, on an H20, four groups; no call knows what its plan was told of."""
+    assert planned_shape(64, 78, 19).row_tile == planned_shape(48, 78, 26).row_tile == 16
+    assert planned_shape(64, 78, 78).row_tile == planned_shape(64, 132, 132).row_tile == 64
+    assert planned_shape(64, 78, 50).row_tile == 64, "of another number of rows"
 
 
 @both_devices
@@ -235,12 +260,13 @@ def test_batch_invariant_bits_do_not_depend_on_the_batch(device, h_q, h_k):
     check([one[None] for one in alone], [one[:1] for one in problem.truth(False)])
 
 
+@pytest.mark.parametrize("fp8_cache", [False, True])
 @pytest.mark.parametrize("rows", [1, 8, 16, 64, 65, 120])
-def test_a_batch_invariant_plan_splits_nothing_whatever_its_rows(rows):
+def test_a_batch_invariant_plan_splits_nothing_whatever_its_rows(rows, fp8_cache):
     lengths = torch.tensor([100_000, 5], dtype=torch.int32)
-    planned = plan(lengths, 2, rows, lengths.device, True)
+    planned = plan(lengths, 2, rows, lengths.device, True, fp8_cache)
     assert planned.split_offsets[:3].tolist() == [0, 0, 0]
-    split = plan(lengths, 2, rows, lengths.device, False)
+    split = plan(lengths, 2, rows, lengths.device, False, fp8_cache)
     assert (split.split_offsets[1] > 1) == (split.partitions > 1)  # five row groups leave one partition
     assert (split.partitions > 1) == (rows != 65)
 

@@ -19,14 +19,15 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
     problem = build(case, "cpu")
     q = problem.call_q if q is None else q
     batch, s_q, heads, _ = q.shape
-    schedule = DecodeSchedule(max(batch, 1), heads, max_s_q=s_q, device="cpu", num_sms=case.num_sms)
+    options = {"max_s_q": s_q, "device": "cpu", "num_sms": case.num_sms, "any_batch": not case.groups}
+    schedule = DecodeSchedule(max(batch, 1), heads, **options)
     planned = schedule.build(problem.seq_lens[:batch], s_q)
     out, lse = torch.empty(batch, s_q, heads, 512, dtype=case.out_dtype), torch.empty(batch, s_q, heads)
     return library().decode_launches(
         *(q, problem.call_q_rope, *(caches or (problem.call_kv_cache, problem.rope_cache))),
         *(problem.q_scale, problem.kv_scale, problem.block_table[:batch], problem.seq_lens[:batch]),
         *(planned.work_ranges, planned.split_offsets, planned.workspace, out, lse),
-        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, planned.num_sms, case.fp8_math, -math.inf),
+        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, planned.row_tile, case.fp8_math, -math.inf),
     )
 
 
@@ -37,6 +38,7 @@ def dims(numbers) -> dict:
     return {"address": address, "type": type_, "swizzle": swizzle, **parts}
 
 
+@pytest.mark.parametrize("groups", [False, True])
 @pytest.mark.parametrize("heads", [8, 16, 32, 64, 200])
 @pytest.mark.parametrize(
     "kind, element",
@@ -47,14 +49,15 @@ def dims(numbers) -> dict:
         ({"kv_dtype": "fp8", "fp8_math": True}, "float_e4m3_t"),
     ],
 )
-def test_the_shape_names_kernel_and_grid(kind, element, heads):
-    shape = decode_shape(heads, 9, "kv_dtype" in kind)
-    decode, combine = launches(Case((300, 70), heads, num_sms=9, **kind))
+def test_the_shape_names_kernel_and_grid(kind, element, heads, groups):
+    shape = decode_shape(heads, 9, 2 * groups)
+    decode, combine = launches(Case((300, 70), heads, num_sms=9, groups=groups, **kind))
     traits = f"Traits<cutlass::{element}, {shape.row_tile}>"
     if shape.row_tile == 64:  # of a form with no other row tile
         traits = f"{'SharedTiles' if 'kv_dtype' in kind else ''}Traits<cutlass::{element}>"
-    assert f"{shape.kernel}::{traits}" in decode[0] and decode[1] == 9 // shape.row_groups * shape.row_groups
-    assert ("kOneRow = true" in combine[0]) == (shape.kernel == "query_major")
+    folder = "transposed_fp8" if "kv_dtype" in kind else "query_major" if shape.row_tile == 64 else "transposed"
+    assert f"{folder}::{traits}" in decode[0] and decode[1] == 9 // shape.row_groups * shape.row_groups
+    assert ("kOneRow = true" in combine[0]) == (folder == "query_major")
 
 
 def test_one_partition_has_nothing_to_combine_and_no_request_nothing_to_decode():

@@ -231,7 +231,8 @@ def test_where_splits_are_not_dear_only_even_requests_stay_whole():
 @pytest.mark.parametrize("num_sms, alike", [(78, True), (132, False)])
 def test_many_rows_make_splits_dear_where_tensor_cores_are_many(num_sms, alike):
     seq_lens = torch.full((64,), 512, dtype=torch.int32)
-    few_rows, many_rows = (DecodeSchedule(64, heads, max_s_q=4, device="cpu", num_sms=num_sms) for heads in (2, 16))
+    options = {"max_s_q": 4, "device": "cpu", "num_sms": num_sms, "fp8_cache": True}  # whose 64 rows are one tile
+    few_rows, many_rows = (DecodeSchedule(64, heads, **options) for heads in (2, 16))
     few_rows.build(seq_lens, s_q=4)
     many_rows.build(seq_lens, s_q=4)
     assert torch.equal(few_rows.work_ranges, many_rows.work_ranges) == alike
@@ -314,18 +315,57 @@ def test_one_long_request_goes_to_every_partition():
 def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
     """In groups of 64, and one group in the smallest tile that holds it."""
     kernel = "transposed_fp8" if fp8_cache else "query_major" if tile == 64 else "transposed"
-    assert decode_shape(rows, 132, fp8_cache) == (kernel, tile, groups, tile * 513, tile)
+    for batch in 0, 1, 100:
+        assert decode_shape(rows, 132, batch, fp8_cache) == (kernel, tile, groups, tile * 513, tile)
 
 
-@pytest.mark.parametrize("fp8_cache", [False, True])
-def test_on_few_tensor_cores_rows_that_leave_padding_go_in_groups_of_16(fp8_cache):
+# What a schedule is told: the batch (0: any), an FP8 cache, FP8 math; and which rows it then takes in groups of 16 on
+# few tensor cores, besides those that leave padding in tiles of 64.
+GROUPED = {
+    (0, False, False): (),
+    (0, True, True): (),
+    (1, False, False): range(17, 65),
+    (8, True, False): range(17, 65),
+    (9, False, False): range(33, 65),
+    (9, True, False): (),
+    (256, True, True): range(17, 65),
+}
+
+
+@pytest.mark.parametrize("told", GROUPED, ids=str)
+def test_on_few_tensor_cores_rows_go_in_groups_of_16(told):
+    fp8_cache, small_batch = told[1], 1 <= told[0] <= 8
     for rows in range(1, 400):
         groups, whole = -(-rows // 16), -(-rows // 64)
-        small = ("transposed_fp8" if fp8_cache else "transposed", 16, groups, 16 * 513)
+        grouped = ("transposed_fp8" if fp8_cache else "transposed", 16, groups, 16 * 513)
         padded = 32 < rows <= 112 and groups / (4 * whole) <= 7 / 8
-        others = decode_shape(rows, 100, fp8_cache)[:4]
+        others = decode_shape(rows, 100, *told)[:4]
         for num_sms in 1, 78, 99:
-            assert decode_shape(rows, num_sms, fp8_cache) == (*(small if padded else others), 0), "splits are cheap"
+            shape = decode_shape(rows, num_sms, *told)
+            assert shape == (*(grouped if padded or rows in GROUPED[told] else others), 0), "splits are cheap"
+        assert not small_batch or rows > 64 or decode_shape(rows, 78, *told).row_tile <= 16
+
+
+def test_groups_of_16_take_no_more_workspace_than_tiles_of_64():
+    """So that it does not depend on what a schedule is told."""
+    for num_sms in range(1, 100):
+        for rows in range(1, 300):
+            most = decode_shape(rows, num_sms)
+            for told in GROUPED:
+                shape = decode_shape(rows, num_sms, *told)
+                floats = [one.workspace_floats(one.partitions(num_sms)) for one in (shape, most)]
+                assert floats[0] <= floats[1]
+
+
+@pytest.mark.parametrize("alike", ["any_batch", "batch_invariant", None])
+@pytest.mark.parametrize("fp8", [False, True])
+def test_rows_may_lie_alike_whatever_the_batch(fp8, alike):
+    """As batch invariance wants it, and programs that keep plans in buffers of one size."""
+    lengths = torch.full((40,), 100, dtype=torch.int32)
+    options = {"device": "cpu", "num_sms": 78, "fp8_cache": fp8, "fp8_math": fp8} | ({alike: True} if alike else {})
+    schedule = DecodeSchedule(40, 32, **options)
+    tiles = {schedule.build(lengths[:batch]).row_tile for batch in (1, 8, 9, 40)}
+    assert tiles == ({32} if alike else {16} if fp8 else {16, 32})
 
 
 def test_the_workspace_serves_fewer_query_tokens_than_the_most():

@@ -417,6 +417,8 @@ def test_calls_of_short_prompts_keep_apart_and_share_a_workspace(make):
     for name in ("work_ranges", "split_offsets"):
         assert len({getattr(schedule, name).data_ptr() for schedule in schedules}) == MAX_RUNS, name
     assert all(schedule.workspace is backend.schedule.workspace for schedule in schedules)
+    fp8_cache = runner.kv_cache_dtype != runner.dtype
+    assert {buffers.fp8_cache for buffers in (backend.schedule, *backend._prompt_schedules)} == {fp8_cache}
 
 
 def test_planning_short_prompts_reads_nothing_back_to_the_host(make, monkeypatch):

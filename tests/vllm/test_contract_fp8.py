@@ -31,6 +31,7 @@ from etap_backend.lab.checks.vllm_layer import (
     make_builder,
 )
 from etap_backend.vllm import impl
+from etap_backend.vllm.metadata import wants_fp8_math
 
 FP8_MATH = {"additional_config": {"etap_fp8_math": True}}
 
@@ -188,7 +189,7 @@ def test_all_ranks_get_the_flag_with_the_configuration(model_directory, flags):
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     command = ["--model", str(model_directory), "--attention-backend", "ETAP", "--skip-tokenizer-init", *flags]
     config = EngineArgs.from_cli_args(parser.parse_args(command)).create_engine_config()
-    assert impl.wants_fp8_math(pickle.loads(pickle.dumps(config)))
+    assert wants_fp8_math(pickle.loads(pickle.dumps(config)))
 
 
 def test_fp8_math_is_for_fp8_caches(make):
@@ -237,6 +238,7 @@ def test_cache_blocks_may_lie_apart(make_fp8):
 @pytest.mark.parametrize("heads", [8, 128])
 def test_other_numbers_of_heads(make_fp8, heads):
     layer, builder = make_fp8(heads=heads)
+    assert all(buffers.fp8_cache for buffers in builder.schedules), "which says how rows lie on an H20"
     problem = Problem([70, 200], 1, heads=heads, kv_scale=KV_SCALE)
     out = decode(layer, problem, builder.build(0, problem.common_metadata()))
     assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)

@@ -79,7 +79,8 @@ def to_fp8(x: Tensor, scale: float) -> Tensor:
 def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
     """The decode call on these inputs, its schedule built."""
     batch, s_q, heads, _ = inputs.q.shape
-    buffers = DecodeSchedule(batch, heads, max_s_q=s_q, device=inputs.q.device, num_sms=inputs.num_sms)
+    types = {"fp8_cache": inputs.kv_dtype == FP8, "fp8_math": fp8_math}
+    buffers = DecodeSchedule(batch, heads, max_s_q=s_q, device=inputs.q.device, num_sms=inputs.num_sms, **types)
     schedule = buffers.build(inputs.seq_lens, s_q)
     out = inputs.q.new_empty(batch, s_q, heads, LATENT_DIM)
     lse = inputs.q.new_empty(batch, s_q, heads, dtype=torch.float32)

@@ -49,6 +49,7 @@ class Case:
     q_power: int = 0  # queries are 2^q_power larger than the law's, keys as much smaller
     fp8_math: bool = False
     output: str = "same"  # dtype of the output; same: the query's, or bfloat16 when that is FP8
+    groups: bool = False  # few multiprocessors may take rows in groups of 16 for the batch's or the cache's sake
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -307,11 +308,11 @@ class Runner(GuardedCall):
         self.problem = problem
         case, device = problem.case, problem.q.device
         batch = len(case.lengths)
-        probe = DecodeSchedule(batch, case.heads, max_s_q=case.s_q, device=device, num_sms=case.num_sms)
+        options = {"max_s_q": case.s_q, "device": device, "num_sms": case.num_sms, "any_batch": not case.groups}
+        options |= {"fp8_cache": case.kv_dtype == "fp8", "fp8_math": case.fp8_math}
+        probe = DecodeSchedule(batch, case.heads, **options)
         self.workspace = Guarded(probe.workspace.shape, torch.float32, device)
-        self.schedule = DecodeSchedule(
-            batch, case.heads, max_s_q=case.s_q, device=device, num_sms=case.num_sms, workspace=self.workspace.tensor
-        )
+        self.schedule = DecodeSchedule(batch, case.heads, workspace=self.workspace.tensor, **options)
         self.out = Guarded((batch, case.s_q, case.heads, LATENT), case.out_dtype, device)
         self.lse = Guarded((batch, case.s_q, case.heads), torch.float32, device)
 

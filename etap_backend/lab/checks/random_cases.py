@@ -100,6 +100,7 @@ def random_case(seed: int, index: int, device: str) -> Case:
         num_sms=draw.choice([None, None, None, 132, 78, draw.randint(1, 132)]),
         seed=1_000_000 * seed + index,
         **random_types(draw),
+        groups=draw.random() < 0.5,
     )
 
 

@@ -84,7 +84,8 @@ def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = F
 
     It reads an FP8 cache as such and multiplies it as float16, or with `fp8_math` as it is.
     """
-    shape = decode_shape(query_rows(model, on), int(gpu.sms.value), on.cache == "fp8")
+    calls = (on.local_batch, on.cache == "fp8", fp8_math)
+    shape = decode_shape(query_rows(model, on), int(gpu.sms.value), *calls)
     rows = shape.row_groups * shape.row_tile
     call = gpu.etap_fp8_math if fp8_math and gpu.etap_fp8_math else gpu.etap
     # Groups of fewer rows find in the L2 cache what the first of them has read.
