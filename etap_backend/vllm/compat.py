@@ -21,6 +21,7 @@ USES = (
     plugins.Use("vllm.config:ModelConfig", has="dtype hf_text_config max_model_len"),
     plugins.Use("vllm.config:ParallelConfig", has="decode_context_parallel_size use_ubatching"),
     plugins.Use("vllm.config:SchedulerConfig", has="max_num_seqs"),
+    plugins.Use("vllm.config:SpeculativeConfig", has="uses_dynamic_speculative_decoding"),
     plugins.Use("vllm.config.cache:CacheDType"),
     plugins.Use("vllm.distributed:get_dcp_group", positional=0),
     plugins.Use("vllm.envs", has="VLLM_BATCH_INVARIANT"),

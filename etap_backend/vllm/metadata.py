@@ -54,6 +54,17 @@ def is_token_by_token(vllm_config: VllmConfig) -> bool:
     return vllm_config.parallel_config.decode_context_parallel_size > 1 or envs.VLLM_BATCH_INVARIANT
 
 
+def graphs_change_batch(vllm_config: VllmConfig) -> bool:
+    """Whether a CUDA graph may be replayed with a plan for another number of requests than at its capture.
+
+    Micro-batches cut a request with drafts in two, which graphs do not expect; and where the number of drafts changes,
+    the draft model's graph may be one for more requests than the target's step had.
+    """
+    drafts = vllm_config.speculative_config
+    micro_batches = vllm_config.parallel_config.use_ubatching
+    return drafts is not None and (micro_batches or drafts.uses_dynamic_speculative_decoding())
+
+
 def wants_fp8_math(config: VllmConfig) -> bool:
     """What the option says; raises ValueError unless it is true, false or absent, and for other options of ETAP's."""
     options = config.additional_config
@@ -166,6 +177,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
                 batch_invariant=envs.VLLM_BATCH_INVARIANT,
                 fp8_cache=fp8_cache,
                 fp8_math=fp8_cache and wants_fp8_math(vllm_config),
+                any_batch=graphs_change_batch(vllm_config),
             )
             for _ in range(MAX_RUNS)
         ]

@@ -307,6 +307,15 @@ def test_micro_batches_leave_short_prompts_to_prefill(make, arguments, tokens):
     _, builder = make(enable_dbo=True, all2all_backend="deepep_low_latency", **arguments)
     assert builder.vllm_config.parallel_config.use_ubatching
     assert builder.reorder_batch_threshold == builder.schedules[0].max_s_q == tokens
+    assert builder.schedules[0].any_batch == (tokens > 1), "a request that a micro-batch cuts is none in a graph"
+
+
+@pytest.mark.parametrize("drafts_of", [None, [(1, 8, 3), (9, 1024, 1)]], ids=["the same", "changing"])
+def test_plans_are_alike_for_all_batches_where_the_number_of_drafts_changes(make, drafts_of):
+    """The draft model's graph may be one for more requests than the target's step had."""
+    drafts = SPECULATIVE["speculative_config"] | {"num_speculative_tokens_per_batch_size": drafts_of}
+    _, builder = make(speculative_config=drafts)
+    assert all(buffers.any_batch == (drafts_of is not None) for buffers in builder.schedules)
 
 
 @pytest.mark.parametrize("runner, tokens_of_026", [("1", 1), ("0", 128)], ids=["V2", "V1"])
