@@ -192,7 +192,7 @@ class DecodeSchedule:
             batch_invariant: cut requests by their own length only. Slower: a short batch does not fill the GPU.
             fp8_cache: the cache that calls read is of float8_e4m3fn.
             fp8_math: they multiply it as it is. Of the batch and both follows how 17 to 64 query rows lie on a GPU of
-                fewer than 100 multiprocessors; calls that are otherwise are as right, and up to a tenth slower there.
+                fewer than 100 multiprocessors; calls that are otherwise are as right, and up to 15% slower there.
             any_batch: rows lie alike whatever the batch and the cache, so that every step has as many partitions; with
                 batch_invariant they do. Short calls of few requests take up to 1.7 times as long there.
 

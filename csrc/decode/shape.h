@@ -62,9 +62,10 @@ struct PlannedCalls {
 constexpr int64_t kAnyBatch = 0;
 
 // Where tensor cores are few, groups of 16 rows, each of which reads the cache, take less time than groups of 64 with an
-// eighth more of padding. Where one tile of 32 or 64 would do, they are for calls that leave CTAs without work (a few
-// requests), and for products that are not the bound: e4m3's, V's way through registers is; and 64 rows of a 16-bit cache,
-// whose long calls take 2% more, and short ones up to a tenth less. Of more groups some CTAs would have no part.
+// eighth more of padding. Where one tile of 32 or 64 would do, they are for few requests, whose short calls leave CTAs without
+// work (long ones of an FP8 cache take up to 5% more); for e4m3 products, beside which V's way through registers is the bound;
+// and for 64 rows of a 16-bit cache, whose long calls take 2% more, and short ones up to a tenth less. Of more groups some CTAs
+// would have no part.
 constexpr bool takes_small_groups(int64_t rows, const PlannedCalls& calls) {
   constexpr int64_t kMostGroups = 7, kFewRequests = 8;
   if (!few_tensor_cores(calls.num_sms) || rows <= kSmallGroup || rows > kMostGroups * kSmallGroup) return false;

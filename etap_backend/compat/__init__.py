@@ -25,6 +25,7 @@ def plan(
     batch_invariant: bool,
     fp8_cache: bool | None,
     *,
+    fp8_math: bool = False,
     allocate_workspace: bool = False,
 ) -> BuiltSchedule:
     """Plan for so many query rows of each request, tokens times heads; how they are shaped plays no part.
@@ -35,14 +36,14 @@ def plan(
     """
     most = max(room, UNSPLIT_BATCH if batch_invariant else 1)
     options = {"allocate_workspace": allocate_workspace, "batch_invariant": batch_invariant}
-    options |= {"any_batch": True} if fp8_cache is None else {"fp8_cache": fp8_cache}
+    options |= {"any_batch": True} if fp8_cache is None else {"fp8_cache": fp8_cache, "fp8_math": fp8_math}
     built = DecodeSchedule(most, rows, device=device, **options).build(lengths)
     work_ranges, split_offsets = built.work_ranges[: built.partitions], built.split_offsets[: room + 1]
     return built._replace(work_ranges=work_ranges, split_offsets=split_offsets)
 
 
 def planned_shape(rows: int, num_sms: int, partitions: int) -> DecodeShape:
-    """The shape that a plan of so many partitions was made for; in tensors that a caller hands over it says no more."""
+    """The shape that a plan of so many partitions was made for, which itself says no more."""
     shapes = [decode_shape(rows, num_sms, batch) for batch in (ANY_BATCH, 1)]
     return next((shape for shape in shapes if shape.partitions(num_sms) == partitions), shapes[0])
 

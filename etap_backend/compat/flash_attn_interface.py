@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, plan, planned_shape, renamed, whole_rows
+from etap_backend.compat import check_out, named, plan, renamed, whole_rows
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 from etap_backend.support import (
@@ -352,14 +352,12 @@ def get_scheduler_metadata(
         cache_seqlens: int32 [batch_size], tokens of each request, the new ones included.
         num_heads_kv, headdim, headdim_v: 1, 64 and 512.
         num_splits: of the calls; 1 splits no request.
-        qkv_dtype: the cache's; with another one calls are as right, and slower at 33 to 64 rows on an H20.
-        max_seqlen_k, others: the plan does not depend on them.
+        max_seqlen_k, qkv_dtype, others: the plan does not depend on them.
 
     Returns:
-        int32 [n, 8] with an n that follows from the GPU and from batch_size, max_seqlen_q * num_heads_q, qkv_dtype and
-        whether num_splits is 1. What it means is ETAP's: FlashAttention's kernels cannot take it. With other lengths
-        than it was made for a call gives results as right, but divides the work for those; with another n than one for
-        the call's sizes it is refused.
+        int32 [n, 8] with an n that follows from batch_size, max_seqlen_q * num_heads_q and the GPU. What it means is
+        ETAP's: FlashAttention's kernels cannot take it. With other lengths than it was made for a call gives results as
+        right, but divides the work for those; with another n than a call's it is refused.
 
     Raises:
         NotImplementedError: sizes that are not served, and no FlashAttention-3 is installed, which would get them.
@@ -376,8 +374,7 @@ def get_scheduler_metadata(
         raise ValueError(f"cache_seqlens: wanted shape [{batch_size}], got {list(cache_seqlens.shape)}")
     # As many rows of offsets as there are offsets, so that the shape says for how many requests they are.
     room, rows = (batch_size + 1) * WORK_RANGE_FIELDS - 1, max_seqlen_q * num_heads_q
-    of = (cache_seqlens, room, rows, cache_seqlens.device, _unsplit(num_splits), qkv_dtype == FP8)
-    built = named(PLAN_NAMES, plan, *of)
+    built = named(PLAN_NAMES, plan, cache_seqlens, room, rows, cache_seqlens.device, _unsplit(num_splits), None)
     return torch.cat([built.work_ranges, built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
 
 
@@ -785,7 +782,7 @@ def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedul
     if not _is_ours(metadata):
         return _own_plan(call, lengths, batch, rows)
     num_sms = sms_of(lengths.device)
-    shape = planned_shape(rows, num_sms, len(metadata) - batch - 1)
+    shape = decode_shape(rows, num_sms)
     partitions = shape.partitions(num_sms)
     size = (partitions + batch + 1, WORK_RANGE_FIELDS)
     if metadata.shape != size:

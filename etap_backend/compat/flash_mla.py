@@ -272,7 +272,7 @@ def flash_mla_with_kvcache(
         _refuse(_why_not_dense(q.dtype, k_cache.dtype, group, q.shape[-1], head_dim_v, k_cache.shape[1]))
         if q.numel() == 0:
             return _nothing(q, out)
-        planned = _planned(tile_scheduler_metadata, num_splits, q, cache_seqlens, config)
+        planned = _planned(tile_scheduler_metadata, num_splits, q, cache_seqlens, config, fp8_math)
         scales = {"softmax_scale": scale, "q_scale": descale_q, "kv_scale": descale_k}
         options = {**scales, "fp8_math": fp8_math, "empty_lse": EMPTY_LSE}
         out, lse = _dense(q, k_cache, whole_rows(block_table), cache_seqlens, planned, out, options)
@@ -460,7 +460,7 @@ def _check_requests(name: str, tensor: object, wanted: int) -> None:
         raise ValueError(f"{name}: wanted shape [{wanted}], got {list(tensor.shape)}")
 
 
-def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: FlashMLASchedMeta.Config) -> BuiltSchedule:
+def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config, fp8_math: bool) -> BuiltSchedule:
     """The plan of each KV head's call.
 
     Without a causal mask all queries of a request see the same tokens, as the heads of one query token do; so that is
@@ -473,7 +473,7 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config: Fla
         work_ranges, split_offsets, workspace = _kept(metadata, q.device)
     if work_ranges is None:
         of = (config.b, rows, q.device, config.enable_batch_invariant, config.is_fp8_kvcache)
-        built = named(NAMES, plan, cache_seqlens, *of)
+        built = named(NAMES, plan, cache_seqlens, *of, fp8_math=fp8_math)
         work_ranges, split_offsets = built.work_ranges, built.split_offsets
     else:
         _check_plan(work_ranges, split_offsets, config.b)

@@ -253,11 +253,11 @@ def test_pages_that_are_not_there_are_refused_on_the_cpu(page):
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("lengths", [(300, 0, 1, 64), (1500, 130, 2999, 0), (3000, 4000, 65, 1000)])
-@pytest.mark.parametrize("heads", [16, 64])
-def test_other_lengths_than_the_schedules_give_the_same_result(heads, lengths, device):
+@pytest.mark.parametrize("heads, any_batch", [(16, False), (64, False), (64, True)])
+def test_other_lengths_than_the_schedules_give_the_same_result(heads, any_batch, lengths, device):
     """As a graph meets them: a piece ends with its request, and without tokens adds nothing to what the others hold."""
     planned_for = torch.tensor([1500, 700, 3000, 64], dtype=torch.int32, device=device)
-    schedule = DecodeSchedule(4, heads, device=device, num_sms=24).build(planned_for)
+    schedule = DecodeSchedule(4, heads, device=device, num_sms=24, any_batch=any_batch).build(planned_for)
     assert schedule.split_offsets[-1] > 0
     schedule.workspace.fill_(torch.nan)
     problem = build(Case(lengths, heads), device)

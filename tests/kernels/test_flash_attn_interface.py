@@ -392,14 +392,12 @@ def test_with_one_split_bits_do_not_depend_on_the_batch(device, name, planned):
 
 
 @pytest.mark.parametrize("rows", [1, 16, 64, 65, 120, 256])
-def test_a_plan_for_one_split_splits_nothing(rows):
-    """Its rows lie alike whatever the batch: on few multiprocessors 64 of them in one tile, not in groups."""
+def test_a_plan_for_one_split_has_the_shape_of_others_and_splits_nothing(rows):
     lengths = torch.tensor([100_000, 5], dtype=torch.int32)
     plans = [fa3.get_scheduler_metadata(2, 1, 0, rows, 1, 64, lengths, headdim_v=512, num_splits=n) for n in (0, 1, 2)]
     splits = [plan[-3:].flatten()[:3].tolist() for plan in plans]
     partitions = plans[0].shape[0] - 3  # five row groups leave one
-    assert (plans[0].shape == plans[1].shape) == (rows != 64)
-    assert plans[0].shape == plans[2].shape and splits[1] == [0, 0, 0] and splits[2] == splits[0]
+    assert plans[0].shape == plans[1].shape and splits[1] == [0, 0, 0] and splits[2] == splits[0]
     assert (splits[0][1] > 1) == (partitions > 1) == (rows != 65)
 
 
@@ -408,10 +406,11 @@ def call_of(problem: Problem, **more) -> fa3.Call:
 
 
 def test_a_plan_is_what_a_call_would_make():
-    problem = problem_of((700, 65, 3), 2)
-    plan = fa3.get_scheduler_metadata(3, 2, 0, 16, 1, 64, problem.call["cache_seqlens"], headdim_v=512)
+    """Of up to 16 rows: more of a few requests a call takes in groups on few multiprocessors, and no plan does."""
+    problem = problem_of((700, 65, 3), 2, heads=8)
+    plan = fa3.get_scheduler_metadata(3, 2, 0, 8, 1, 64, problem.call["cache_seqlens"], headdim_v=512)
     made, given = (
-        fa3._planned(call_of(problem, scheduler_metadata=one), problem.call["cache_seqlens"], 3, 32)
+        fa3._planned(call_of(problem, scheduler_metadata=one), problem.call["cache_seqlens"], 3, 16)
         for one in (None, plan)
     )
     assert given[:4] == made[:4] and torch.equal(given.work_ranges, made.work_ranges[: made.partitions])
@@ -766,13 +765,15 @@ def test_a_plan_allocates_no_workspace():
     assert plan.numel() in allocations.elements and max(allocations.elements) <= plan.numel()
 
 
-@both_devices
-@pytest.mark.parametrize("qkv_dtype", [torch.bfloat16, FP8])
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
-def test_a_plan_may_have_been_told_of_the_other_kind_of_cache(device, kind, qkv_dtype):
-    problem = problem_of((700, 65, 3), heads=64, kind=kind, device=device)
-    sizes = (3, 1, 0, 64, 1, 64, problem.call["cache_seqlens"], qkv_dtype)
-    plan = fa3.get_scheduler_metadata(*sizes, headdim_v=512)
+def test_a_plan_has_the_same_partitions_whatever_the_batch(kind):
+    """Or one of more requests would have the shape of fewer requests' with other partitions, and be taken for it."""
+    lengths = torch.full((20,), 65, dtype=torch.int32)
+    for rows in (16, 32, 64):
+        plans = [fa3.get_scheduler_metadata(b, 1, 0, rows, 1, 64, lengths[:b], headdim_v=512) for b in (1, 8, 9, 20)]
+        assert len({len(plan) - b for plan, b in zip(plans, (1, 8, 9, 20), strict=True)}) == 1
+    problem = problem_of((700, 65, 3), heads=64, kind=kind)
+    plan = fa3.get_scheduler_metadata(3, 1, 0, 64, 1, 64, problem.call["cache_seqlens"], headdim_v=512)
     check(problem.run(scheduler_metadata=plan), problem.truth(False), KINDS[kind][0])
 
 

@@ -22,7 +22,7 @@ from etap_backend.lab.checks import sparse_compare
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE
 from etap_backend.lab.checks.sparse_cases import SparseCase
 from etap_backend.lab.checks.sparse_cases import build as build_sparse
-from etap_backend.schedule import sms_of
+from etap_backend.schedule import decode_shape, sms_of
 
 PAGE = DOCS / "flash_mla.md"
 
@@ -157,7 +157,9 @@ def test_a_plan_of_the_call_itself_may_be_of_groups_of_rows(device, kind):
     problem = dense((700, 65, 0), 32, s_q=2, kind=kind, device=device)
     metadata, _ = flash_mla.get_mla_metadata()
     check(problem.run(causal=True, tile_scheduler_metadata=metadata), problem.truth(True), KINDS[kind][0])
-    assert len(metadata.tile_scheduler_metadata) == (2 if device == "cpu" else sms_of(torch.device("cuda", 0)))
+    num_sms = sms_of(problem.q.device)
+    partitions = decode_shape(64, num_sms, 3, kind == "fp8").partitions(num_sms)
+    assert len(metadata.tile_scheduler_metadata) == partitions and (device == "cuda" or partitions == 2)
 
 
 def test_how_many_partitions_a_plan_has_says_how_its_rows_lie():

@@ -19,8 +19,7 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
     problem = build(case, "cpu")
     q = problem.call_q if q is None else q
     batch, s_q, heads, _ = q.shape
-    options = {"max_s_q": s_q, "device": "cpu", "num_sms": case.num_sms, "any_batch": not case.groups}
-    schedule = DecodeSchedule(max(batch, 1), heads, **options)
+    schedule = DecodeSchedule(max(batch, 1), heads, device="cpu", **case.planned | {"max_s_q": s_q})
     planned = schedule.build(problem.seq_lens[:batch], s_q)
     out, lse = torch.empty(batch, s_q, heads, 512, dtype=case.out_dtype), torch.empty(batch, s_q, heads)
     return library().decode_launches(
@@ -50,14 +49,13 @@ def dims(numbers) -> dict:
     ],
 )
 def test_the_shape_names_kernel_and_grid(kind, element, heads, groups):
-    shape = decode_shape(heads, 9, 2 * groups)
+    shape = decode_shape(heads, 9, 2 * groups, "kv_dtype" in kind, kind.get("fp8_math", False))
     decode, combine = launches(Case((300, 70), heads, num_sms=9, groups=groups, **kind))
     traits = f"Traits<cutlass::{element}, {shape.row_tile}>"
     if shape.row_tile == 64:  # of a form with no other row tile
         traits = f"{'SharedTiles' if 'kv_dtype' in kind else ''}Traits<cutlass::{element}>"
-    folder = "transposed_fp8" if "kv_dtype" in kind else "query_major" if shape.row_tile == 64 else "transposed"
-    assert f"{folder}::{traits}" in decode[0] and decode[1] == 9 // shape.row_groups * shape.row_groups
-    assert ("kOneRow = true" in combine[0]) == (folder == "query_major")
+    assert f"{shape.kernel}::{traits}" in decode[0] and decode[1] == 9 // shape.row_groups * shape.row_groups
+    assert ("kOneRow = true" in combine[0]) == (shape.kernel == "query_major")
 
 
 def test_one_partition_has_nothing_to_combine_and_no_request_nothing_to_decode():

@@ -5,6 +5,7 @@ Each is given what the library is given whose calls it answers, in the same word
 
 from __future__ import annotations
 
+from types import ModuleType
 from unittest import mock
 
 from torch import Tensor
@@ -19,7 +20,8 @@ from etap_backend.schedule import DecodeSchedule
 
 
 def flash_mla(inputs: Inputs) -> Planned:
-    return peers.flashmla(inputs, module=compat.__name__, new_metadata=_metadata)
+    made = peers.flashmla(inputs, module=compat.__name__, new_metadata=_metadata)
+    return made if inputs.num_sms is None else _on_fewer_sms(made, compat, "sms_of", inputs.num_sms)
 
 
 def flash_mla_fp8(inputs: Inputs) -> Planned:
@@ -29,13 +31,15 @@ def flash_mla_fp8(inputs: Inputs) -> Planned:
 
 
 def flash_mla_sparse(inputs: SparseInputs) -> Planned:
-    """FlashMLA's call has no argument for fewer multiprocessors, so they are made up where ETAP asks for them."""
     made = peers.flashmla_sparse_fp8(inputs, module=compat.__name__)
-    if inputs.num_sms is None:
-        return made
+    return made if inputs.num_sms is None else _on_fewer_sms(made, sparse, "device_sms", inputs.num_sms)
+
+
+def _on_fewer_sms(made: Planned, module: ModuleType, asked: str, num_sms: int) -> Planned:
+    """FlashMLA's calls have no argument for fewer multiprocessors, so they are made up where ETAP asks for them."""
 
     def call(*copy: Tensor) -> Tensor:
-        with mock.patch.object(sparse, "device_sms", lambda device: inputs.num_sms):
+        with mock.patch.object(module, asked, lambda device: num_sms):
             return made(*copy)
 
     return Planned(call, made.plan)

@@ -60,6 +60,12 @@ class Case:
         return FP8 if self.kv_dtype == "fp8" else self.torch_dtype
 
     @property
+    def planned(self) -> dict:
+        """What a schedule for it is made with, besides its batch, heads and device."""
+        types = {"fp8_cache": self.kv_dtype == "fp8", "fp8_math": self.fp8_math}
+        return {"max_s_q": self.s_q, "num_sms": self.num_sms, "any_batch": not self.groups} | types
+
+    @property
     def out_dtype(self) -> torch.dtype:
         if self.output != "same":
             return getattr(torch, self.output)
@@ -308,8 +314,7 @@ class Runner(GuardedCall):
         self.problem = problem
         case, device = problem.case, problem.q.device
         batch = len(case.lengths)
-        options = {"max_s_q": case.s_q, "device": device, "num_sms": case.num_sms, "any_batch": not case.groups}
-        options |= {"fp8_cache": case.kv_dtype == "fp8", "fp8_math": case.fp8_math}
+        options = {"device": device} | case.planned
         probe = DecodeSchedule(batch, case.heads, **options)
         self.workspace = Guarded(probe.workspace.shape, torch.float32, device)
         self.schedule = DecodeSchedule(batch, case.heads, workspace=self.workspace.tensor, **options)

@@ -220,7 +220,7 @@ def executed(problem: Problem) -> torch.Tensor:
     tensors = {name: value.cpu() for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
     case, here = problem.case, replace(problem, **tensors)
     batch = len(case.lengths)
-    schedule = DecodeSchedule(batch, case.heads, max_s_q=case.s_q, device="cpu", num_sms=case.num_sms or 132)
+    schedule = DecodeSchedule(batch, case.heads, device="cpu", **case.planned | {"num_sms": case.num_sms or 132})
     out, _ = decode(here, schedule.build(here.seq_lens, case.s_q), out_dtype=case.out_dtype)
     return out.to(problem.q.device)
 
