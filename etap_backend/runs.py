@@ -1,6 +1,6 @@
 """Prompts of few new tokens, which the decode kernels serve: how few, and in which calls."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import groupby
 from typing import NamedTuple
 
@@ -35,12 +35,11 @@ def short_prompt_tokens(num_heads: int) -> int:
     return max(1, min(SHORT_PROMPT_TOKENS, SHORT_PROMPT_ROWS // num_heads))
 
 
-def equal_runs(query_lens: Iterable[int]) -> list[Run]:
+def equal_runs(query_lens: Iterable[int]) -> Iterator[Run]:
     """Runs of equally many query tokens, in the order of the requests."""
-    runs, request, token = [], 0, 0
+    request, token = 0, 0
     for s_q, group in groupby(query_lens):
         requests = len(list(group))
         end = token + s_q * requests
-        runs.append(Run(slice(request, request + requests), slice(token, end), s_q))
+        yield Run(slice(request, request + requests), slice(token, end), s_q)
         request, token = request + requests, end
-    return runs

@@ -16,6 +16,7 @@ BATCH_INVARIANT_BYTES = 60 * 2**20
 MOST_ROWS = 64
 """Query rows that a CTA computes at most."""
 ANY_BATCH = 0
+"""In place of a step's number of requests: its rows shall lie as those of every other."""
 CPU_SMS = 8
 """Partitions that a schedule on the CPU plans for: enough to split requests, small enough to follow by hand."""
 
@@ -191,8 +192,8 @@ class DecodeSchedule:
             allocate_workspace: False where every call brings its own; nothing to a workspace that is given.
             batch_invariant: cut requests by their own length only. Slower: a short batch does not fill the GPU.
             fp8_cache: the cache that calls read is of float8_e4m3fn.
-            fp8_math: they multiply it as it is. Of the batch and both follows how 17 to 64 query rows lie on a GPU of
-                fewer than 100 multiprocessors; calls that are otherwise are as right, and up to 15% slower there.
+            fp8_math: they multiply such a cache as it is. Of the batch and both follows how 17 to 64 query rows lie on
+                a GPU of fewer than 100 multiprocessors; others' calls are as right, and up to 15% slower there.
             any_batch: rows lie alike whatever the batch and the cache, so that every step has as many partitions; with
                 batch_invariant they do. Short calls of few requests take up to 1.7 times as long there.
 

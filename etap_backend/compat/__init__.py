@@ -9,43 +9,28 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor
-from etap_backend.schedule import ANY_BATCH, BuiltSchedule, DecodeSchedule, DecodeShape, decode_shape
+from etap_backend.schedule import BuiltSchedule, DecodeSchedule
 from etap_backend.support import dtype_name
 
+HANDED_OVER = {"allocate_workspace": False, "any_batch": True}
+"""Options of a plan in tensors that a caller keeps: calls bring a workspace, and every batch has as many partitions."""
 Result = TypeVar("Result")
 UNSPLIT_BATCH = 1024
 """A batch-invariant schedule with room for so many requests splits none, whatever their heads."""
 
 
 def plan(
-    lengths: Tensor,
-    room: int,
-    rows: int,
-    device: torch.device,
-    batch_invariant: bool,
-    fp8_cache: bool | None,
-    *,
-    fp8_math: bool = False,
-    allocate_workspace: bool = False,
+    lengths: Tensor, room: int, rows: int, device: torch.device, *, batch_invariant: bool, **options: bool
 ) -> BuiltSchedule:
     """Plan for so many query rows of each request, tokens times heads; how they are shaped plays no part.
 
     There are as many work ranges as partitions, and offsets for `room` requests: in tensors that a caller hands over
-    the shapes alone say how many. Where it is not said whether the cache is FP8 (None), the partitions of a batch are
-    those of every other.
+    the shapes alone say how many. `options` are DecodeSchedule's.
     """
     most = max(room, UNSPLIT_BATCH if batch_invariant else 1)
-    options = {"allocate_workspace": allocate_workspace, "batch_invariant": batch_invariant}
-    options |= {"any_batch": True} if fp8_cache is None else {"fp8_cache": fp8_cache, "fp8_math": fp8_math}
-    built = DecodeSchedule(most, rows, device=device, **options).build(lengths)
+    built = DecodeSchedule(most, rows, device=device, batch_invariant=batch_invariant, **options).build(lengths)
     work_ranges, split_offsets = built.work_ranges[: built.partitions], built.split_offsets[: room + 1]
     return built._replace(work_ranges=work_ranges, split_offsets=split_offsets)
-
-
-def planned_shape(rows: int, num_sms: int, partitions: int) -> DecodeShape:
-    """The shape that a plan of so many partitions was made for, which itself says no more."""
-    shapes = [decode_shape(rows, num_sms, batch) for batch in (ANY_BATCH, 1)]
-    return next((shape for shape in shapes if shape.partitions(num_sms) == partitions), shapes[0])
 
 
 def whole_rows(table: Tensor) -> Tensor:

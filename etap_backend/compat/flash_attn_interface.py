@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, plan, renamed, whole_rows
+from etap_backend.compat import HANDED_OVER, check_out, named, plan, renamed, whole_rows
 from etap_backend.ops import mla_decode
 from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 from etap_backend.support import (
@@ -374,7 +374,8 @@ def get_scheduler_metadata(
         raise ValueError(f"cache_seqlens: wanted shape [{batch_size}], got {list(cache_seqlens.shape)}")
     # As many rows of offsets as there are offsets, so that the shape says for how many requests they are.
     room, rows = (batch_size + 1) * WORK_RANGE_FIELDS - 1, max_seqlen_q * num_heads_q
-    built = named(PLAN_NAMES, plan, cache_seqlens, room, rows, cache_seqlens.device, _unsplit(num_splits), None)
+    options = {"batch_invariant": _unsplit(num_splits)} | HANDED_OVER
+    built = named(PLAN_NAMES, plan, cache_seqlens, room, rows, cache_seqlens.device, **options)
     return torch.cat([built.work_ranges, built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
 
 
@@ -770,8 +771,8 @@ def _unsplit(num_splits: object) -> bool:
 
 
 def _own_plan(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
-    of = (batch, rows, lengths.device, _unsplit(call["num_splits"]), call["k_cache"].dtype == FP8)
-    return named(call.refused, plan, lengths, *of, allocate_workspace=True)
+    options = {"batch_invariant": _unsplit(call["num_splits"]), "fp8_cache": call["k_cache"].dtype == FP8}
+    return named(call.refused, plan, lengths, batch, rows, lengths.device, **options)
 
 
 def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import check_out, named, plan, planned_shape, renamed, whole_rows
+from etap_backend.compat import HANDED_OVER, check_out, named, plan, renamed, whole_rows
 from etap_backend.compat._capture import capture_id
 from etap_backend.ops import mla_decode
-from etap_backend.schedule import BuiltSchedule, count, sms_of
+from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
 from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
 from etap_backend.support import (
     HEAD_DIM,
@@ -111,6 +111,7 @@ class FlashMLASchedMeta:
     tile_scheduler_metadata: Tensor | None = None
     num_splits: Tensor | None = None
     workspace: Tensor | None = field(default=None, repr=False)
+    row_tile: int | None = field(default=None, repr=False)
     capture: object | None = field(default=None, repr=False)
 
 
@@ -180,8 +181,8 @@ def get_mla_decoding_metadata(
         ValueError, TypeError: an argument is not as described.
     """
     _check_dims("seqlens_k", seqlens_k, 1, "[b]")
-    of = (seqlens_k, seqlens_k.shape[0], num_q_tokens_per_head_k, seqlens_k.device, False, None)
-    planned = named(PLAN_NAMES, plan, *of)
+    of = (seqlens_k, seqlens_k.shape[0], num_q_tokens_per_head_k, seqlens_k.device)
+    planned = named(PLAN_NAMES, plan, *of, batch_invariant=False, **HANDED_OVER)
     return planned.work_ranges, planned.split_offsets
 
 
@@ -468,31 +469,30 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config, fp8
     """
     group = config.h_q // config.h_k
     rows, tokens = config.s_q * group, config.s_q if config.causal else 1
-    work_ranges, split_offsets, workspace = metadata, num_splits, None
+    sizes = {"batch": config.b, "s_q": tokens, "num_heads": rows // tokens}
+    work_ranges, split_offsets, workspace, row_tile = metadata, num_splits, None, None
     if isinstance(metadata, FlashMLASchedMeta):
-        work_ranges, split_offsets, workspace = _kept(metadata, q.device)
+        work_ranges, split_offsets, workspace, row_tile = _kept(metadata, q.device)
     if work_ranges is None:
-        of = (config.b, rows, q.device, config.enable_batch_invariant, config.is_fp8_kvcache)
-        built = named(NAMES, plan, cache_seqlens, *of, fp8_math=fp8_math)
-        work_ranges, split_offsets = built.work_ranges, built.split_offsets
-    else:
-        _check_plan(work_ranges, split_offsets, config.b)
-    partitions = work_ranges.shape[0]
-    shape = planned_shape(rows, sms_of(q.device), partitions)
+        types = {"fp8_cache": config.is_fp8_kvcache, "fp8_math": fp8_math}
+        options = {"batch_invariant": config.enable_batch_invariant} | types
+        return named(NAMES, plan, cache_seqlens, config.b, rows, q.device, **options)._replace(**sizes)
+    _check_plan(work_ranges, split_offsets, config.b)
+    partitions, shape = work_ranges.shape[0], decode_shape(rows, sms_of(q.device))
     if workspace is None:
         workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
-    sizes = (config.b, tokens, rows // tokens, partitions, shape.row_tile)
-    return BuiltSchedule(*sizes, work_ranges, split_offsets, workspace)
+    of = {"work_ranges": work_ranges, "split_offsets": split_offsets, "workspace": workspace}
+    return BuiltSchedule(partitions=partitions, row_tile=row_tile or shape.row_tile, **sizes, **of)
 
 
 def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Tensor | None, ...]:
-    """Work ranges, split offsets and workspace of the calls before, each None where this one has to make its own.
+    """What the calls before planned, and with which workspace; each None where this one has to make its own.
 
     What a capture recorded has run nowhere but in its graph's replays: others find anything in its buffers.
     """
     if metadata.capture is not None and metadata.capture != capture_id(device):
-        return None, None, None
-    return metadata.tile_scheduler_metadata, metadata.num_splits, metadata.workspace
+        return None, None, None, None
+    return metadata.tile_scheduler_metadata, metadata.num_splits, metadata.workspace, metadata.row_tile
 
 
 def _keep(metadata: FlashMLASchedMeta, config: FlashMLASchedMeta.Config, planned: BuiltSchedule | None) -> None:
@@ -502,7 +502,7 @@ def _keep(metadata: FlashMLASchedMeta, config: FlashMLASchedMeta.Config, planned
         if planned.work_ranges is not metadata.tile_scheduler_metadata:
             metadata.capture = capture_id(planned.work_ranges.device)
         metadata.tile_scheduler_metadata, metadata.num_splits = planned.work_ranges, planned.split_offsets
-        metadata.workspace = planned.workspace
+        metadata.workspace, metadata.row_tile = planned.workspace, planned.row_tile
 
 
 def _nothing(q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:

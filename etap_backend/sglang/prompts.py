@@ -1,5 +1,7 @@
 """Prefill steps of few new tokens over cached contexts: the decode kernels serve them, as they do drafts to verify."""
 
+from itertools import islice
+
 from etap_backend.runs import MAX_RUNS, Run, equal_runs, short_prompt_tokens
 
 PREFILL_MODES = ("EXTEND", "MIXED")
@@ -26,5 +28,5 @@ def prompt_runs(forward_batch, num_heads: int) -> list[Run]:
 
     if get_parallel().attn_dcp_size > 1:  # a rank has some of the context's tokens only
         return []
-    runs = equal_runs(query_lens)
+    runs = list(islice(equal_runs(query_lens), MAX_RUNS + 1))  # every layer asks
     return runs if len(runs) <= MAX_RUNS else []

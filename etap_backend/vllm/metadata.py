@@ -165,7 +165,6 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         if slow := plugins.small_pages_text(self.page_size, rows):
             _logger.warning_once(f"{compat.NAME}: {slow}")
         self._token_by_token = is_token_by_token(vllm_config) and limits.verified > 1
-        fp8_cache = kv_cache_spec.dtype.itemsize == 1
         self.schedules = [
             DecodeSchedule(
                 limits.max_batch,
@@ -175,8 +174,8 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
                 num_sms=num_compute_units(device.index),
                 allocate_workspace=False,  # each call claims vLLM's
                 batch_invariant=envs.VLLM_BATCH_INVARIANT,
-                fp8_cache=fp8_cache,
-                fp8_math=fp8_cache and wants_fp8_math(vllm_config),
+                fp8_cache=kv_cache_spec.dtype.itemsize == 1,
+                fp8_math=wants_fp8_math(vllm_config),
                 any_batch=graphs_change_batch(vllm_config),
             )
             for _ in range(MAX_RUNS)

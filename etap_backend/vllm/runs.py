@@ -38,7 +38,7 @@ def cut_into_runs(query_lens: list[int], verified: int) -> list[Run]:
     Where there are more than MAX_RUNS, those that lead with up to `verified` tokens are one run, which is decoded token
     by token: prefill would project their contexts up, and drafts are few enough to read a context once for each.
     """
-    runs = equal_runs(query_lens)
+    runs = list(equal_runs(query_lens))
     short = list(takewhile(lambda run: run.s_q <= verified, runs))
     if len(runs) > MAX_RUNS and len(short) > 1:
         first = Run(slice(0, short[-1].requests.stop), slice(0, short[-1].tokens.stop), 0)

@@ -126,8 +126,7 @@ def test_flashmlas_drop_in_plans_for_the_proxys_multiprocessors(name, on_cpu, mo
 
     def seen(**given):
         metadata = given["tile_scheduler_metadata"]
-        of = flash_mla.sms_of if name == "plain" else flash_mla.sparse_mla_decode.__globals__["device_sms"]
-        asked.append(of(torch.device("cpu")))
+        asked.append(flash_mla.sparse_mla_decode.__globals__["device_sms"](torch.device("cpu")))
         asked.append(None if metadata.tile_scheduler_metadata is None else len(metadata.tile_scheduler_metadata))
         return decode(**given)
 
@@ -136,7 +135,19 @@ def test_flashmlas_drop_in_plans_for_the_proxys_multiprocessors(name, on_cpu, mo
     call, copies = row.prepared(AS_FLASHMLA)
     truth = row.pool.truth(row.pool.with_cache(row.inputs, row.cache_dtype(AS_FLASHMLA)), copies[0])
     assert (call(*copies[0]).double().view(truth.shape) - truth).norm() < LARGEST_RMSE["bfloat16"] * truth.norm()
-    assert asked == [5, 5 if name == "plain" else None]
+    assert (asked[1] if name == "plain" else asked[0]) == 5
+
+
+def test_flashmlas_drop_in_takes_rows_as_the_proxys_plan_has_them(on_cpu, monkeypatch):
+    """64 rows of two requests are four groups of 16 there, and one tile on all multiprocessors of the GPU beside it."""
+    launched, decode = [], flash_mla.mla_decode
+    monkeypatch.setattr(
+        flash_mla, "mla_decode", lambda *given, **more: launched.append(given[4]) or decode(*given, **more)
+    )
+    monkeypatch.setattr(flash_mla, "sms_of", lambda device: 132)
+    call, copies = bench_of(Workload((100, 333), heads=32, s_q=2), num_sms=9).prepared(AS_FLASHMLA)
+    call(*copies[0])
+    assert [(schedule.partitions, schedule.row_tile) for schedule in launched] == [(2, 16)]
 
 
 @pytest.mark.parametrize("name, columns", [("plain", [AS_FLASHINFER, AS_FA3]), ("fp8", [AS_FLASHMLA, AS_FLASHINFER])])

@@ -5,7 +5,6 @@ Each is given what the library is given whose calls it answers, in the same word
 
 from __future__ import annotations
 
-from types import ModuleType
 from unittest import mock
 
 from torch import Tensor
@@ -20,8 +19,7 @@ from etap_backend.schedule import DecodeSchedule
 
 
 def flash_mla(inputs: Inputs) -> Planned:
-    made = peers.flashmla(inputs, module=compat.__name__, new_metadata=_metadata)
-    return made if inputs.num_sms is None else _on_fewer_sms(made, compat, "sms_of", inputs.num_sms)
+    return peers.flashmla(inputs, module=compat.__name__, new_metadata=_metadata)
 
 
 def flash_mla_fp8(inputs: Inputs) -> Planned:
@@ -31,15 +29,13 @@ def flash_mla_fp8(inputs: Inputs) -> Planned:
 
 
 def flash_mla_sparse(inputs: SparseInputs) -> Planned:
+    """FlashMLA's call has no argument for fewer multiprocessors, so they are made up where ETAP asks for them."""
     made = peers.flashmla_sparse_fp8(inputs, module=compat.__name__)
-    return made if inputs.num_sms is None else _on_fewer_sms(made, sparse, "device_sms", inputs.num_sms)
-
-
-def _on_fewer_sms(made: Planned, module: ModuleType, asked: str, num_sms: int) -> Planned:
-    """FlashMLA's calls have no argument for fewer multiprocessors, so they are made up where ETAP asks for them."""
+    if inputs.num_sms is None:
+        return made
 
     def call(*copy: Tensor) -> Tensor:
-        with mock.patch.object(module, asked, lambda device: num_sms):
+        with mock.patch.object(sparse, "device_sms", lambda device: inputs.num_sms):
             return made(*copy)
 
     return Planned(call, made.plan)
@@ -60,10 +56,11 @@ def _metadata(inputs: Inputs) -> compat.FlashMLASchedMeta:
     metadata, _ = compat.get_mla_metadata()
     if inputs.num_sms is not None:
         batch, s_q, heads, _ = inputs.q.shape
-        options = {"device": inputs.q.device, "num_sms": inputs.num_sms, "allocate_workspace": False}
-        built = DecodeSchedule(batch, s_q * heads, **options).build(inputs.seq_lens)
+        buffers = DecodeSchedule(batch, s_q * heads, device=inputs.q.device, num_sms=inputs.num_sms)
+        built = buffers.build(inputs.seq_lens)
         metadata.tile_scheduler_metadata = built.work_ranges[: built.partitions]
         metadata.num_splits = built.split_offsets
+        metadata.workspace, metadata.row_tile = built.workspace, built.row_tile
     return metadata
 
 
