@@ -117,6 +117,9 @@ struct DecodeParams {
   RowSteps latent_steps = {};
   RowSteps rope_steps = {};
   int32_t part_tokens = kTileTokens;  // that are copied together: 64, 32, 16 or, row by row, 1
+  // Schedule, lengths, block table, kv_scale and the cache's rows of all but the last s_q tokens are older than the kernel before
+  // this one: they are read before that has ended. Of whole tiles alone.
+  bool early_loads = false;
 };
 
 // The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,

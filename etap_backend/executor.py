@@ -247,6 +247,7 @@ def decode(
     row_tile: int,  # how rows are shaped plays no part here
     fp8_math: bool,
     empty_lse: float,
+    early_loads: bool,
 ) -> None:
     """Decode on the CPU, with the arguments of the compiled `decode`, which has checked them; fills `out` and `lse`.
 

@@ -24,7 +24,7 @@ _decode = Operator(
     "mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor? rope_cache, Tensor? q_scale, Tensor? kv_scale, "
     "Tensor block_table, Tensor seq_lens, Tensor work_ranges, Tensor split_offsets, Tensor(a!) workspace, "
     "Tensor(b!) out, Tensor(c!) lse, float softmax_scale, int batch, int s_q, int heads, int partitions, "
-    "int row_tile, bool fp8_math, float empty_lse) -> ()",
+    "int row_tile, bool fp8_math, float empty_lse, bool early_loads) -> ()",
     _on_cuda,
     _on_cpu,
 )
@@ -69,6 +69,7 @@ def mla_decode(
     lse: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
     empty_lse: float = -math.inf,
+    early_loads: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """One layer's MLA decode attention over a paged KV cache.
 
@@ -110,6 +111,9 @@ def mla_decode(
         out_dtype: dtype of an output that is allocated: bfloat16 (when None) or float16 when q is float8_e4m3fn, else
             q's. If `out` is given, its dtype.
         empty_lse: log-sum-exp of rows that see no token, -inf or, as FlashMLA has it, +inf.
+        early_loads: True says that the schedule, seq_lens, block_table, kv_scale and the cache's rows of all but each
+            request's last s_q tokens were written before the kernel that precedes this call on its stream began. They
+            are then read while that kernel ends, as far as it lets this one begin.
 
     Returns:
         out and lse.
@@ -126,7 +130,7 @@ def mla_decode(
     arguments = (
         *(q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets),
         *(own_workspace if workspace is None else workspace, out, lse),
-        *(softmax_scale, batch, s_q, heads, partitions, row_tile, fp8_math, empty_lse),
+        *(softmax_scale, batch, s_q, heads, partitions, row_tile, fp8_math, empty_lse, early_loads),
     )
     _decode(q, arguments)
     return out, lse

@@ -23,7 +23,7 @@ using tvm::ffi::Map;
 using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
-constexpr int64_t kAbiVersion = 10;
+constexpr int64_t kAbiVersion = 11;
 
 // Makes the tensors' device current for the launches of one call.
 class DeviceGuard {
@@ -185,10 +185,10 @@ auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, O
                Optional<TensorView> q_scale, Optional<TensorView> kv_scale, TensorView block_table, TensorView seq_lens,
                TensorView work_ranges, TensorView split_offsets, TensorView workspace, TensorView out, TensorView lse,
                double softmax_scale, int64_t planned_batch, int64_t planned_s_q, int64_t planned_heads, int64_t partitions,
-               int64_t row_tile, bool fp8_math, double empty_lse) {
+               int64_t row_tile, bool fp8_math, double empty_lse, bool early_loads) {
   return kAction({q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets,
                   workspace, out, lse, softmax_scale, planned_batch, planned_s_q, planned_heads, partitions, row_tile, fp8_math,
-                  empty_lse});
+                  empty_lse, early_loads});
 }
 
 // Whether a token is in several pieces, which the decode kernel does not sum itself.

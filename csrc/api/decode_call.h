@@ -35,6 +35,7 @@ struct DecodeCall {
   int64_t row_tile;
   bool fp8_math;
   double empty_lse;
+  bool early_loads;
 
   int64_t batch() const { return q.size(0); }
   int64_t s_q() const { return q.size(1); }
@@ -284,6 +285,7 @@ inline DecodeParams decode_params(const DecodeCall& call) {
       .cache = paged_cache(call),
   };
   choose_key_load(params, call.cache_type());
+  params.early_loads = call.early_loads && params.key_load == KeyLoad::kTiles;
   return params;
 }
 

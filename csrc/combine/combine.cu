@@ -11,7 +11,7 @@ namespace etap {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kBlocksPerSm = 3;                     // of one task that fit beside each other
+constexpr int kBlocksPerSm = 3;                     // of one task or two that fit beside each other
 constexpr int kWideBlocksPerSm = 2;                 // of a task a warp
 constexpr int kSlices = kLatentDim / 64;            // of O^T, each 64 value dims by four warps
 constexpr int kSliceWarps = 4;
@@ -104,7 +104,7 @@ struct Entry {
   }
 };
 
-// A task is 8 rows x 16 value dims of a split request. A block takes kTasks tasks of the same rows: 8, or 1 where few
+// A task is 8 rows x 16 value dims of a split request. A block takes kTasks tasks of the same rows: 8, or 1 or 2 where few
 // requests can be split and blocks are what is wanted. All that does not depend on the request is worked out here, before
 // the kernel waits for the one that writes the partials.
 template <class Element, int kTasks, bool kOneRow, bool kEven>
@@ -175,7 +175,7 @@ struct Block {
 
   // A request of many: the warps divide them and sum all tasks, and add up in shared memory.
   __device__ __forceinline__ void sum_together(const Entry& entry, Shares<kTasks>& shared) const {
-    constexpr int kAhead = kTasks == 1 ? 4 : 1;
+    constexpr int kAhead = kTasks <= 2 ? 4 : 1;
     const int end = entry.slot + entry.splits;
     int offsets[kTasks];
 #pragma unroll
@@ -211,9 +211,9 @@ struct Block {
 // The grid is (steps of a request, requests); a block takes kEntries requests of the list at a time, for memory has a long
 // way, and a request after the other would go it each time.
 template <class Element, int kTasks, int kEntries, bool kOneRow, bool kEven>
-__global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm : kWideBlocksPerSm)
+__global__ void __launch_bounds__(kWarps* kWarpSize, kTasks < kWarps ? kBlocksPerSm : kWideBlocksPerSm)
     combine_kernel(const __grid_constant__ DecodeParams params) {
-  constexpr int kAlone = kTasks > 1 ? kFewSplits : 0;  // most splits of a request that warps sum alone
+  constexpr int kAlone = kTasks == kWarps ? kFewSplits : 0;  // most splits of a request that warps sum alone
   __shared__ Shares<kTasks> shared;
   const Block<Element, kTasks, kOneRow, kEven> block(params);
   cudaTriggerProgrammaticLaunchCompletion();
@@ -230,7 +230,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks == 1 ? kBlocksPerSm 
     waited = true;
     if (kEven ? i >= EvenSplit(params).candidates(params.batch) : entries[0].request < 0) return;
     // In which way a request is summed follows from its own splits, as its bits do.
-    if constexpr (kTasks > 1) block.sum_alone(entries);
+    if constexpr (kTasks == kWarps) block.sum_alone(entries);
     if (block.most_splits(entries) <= kAlone) continue;
 #pragma unroll 1
     for (int e = 0; e < kEntries; ++e) {
@@ -247,22 +247,35 @@ KernelLaunch kernel_launch(dim3 blocks) {
           blocks, kWarps * kWarpSize, 0};
 }
 
+// The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where none of them is
+// left. So behind a schedule there are no more than a block or so a multiprocessor, each with twice the tasks or requests, as
+// long as all their partials can be in flight. Nothing here depends on the batch where partitions are a multiple of it, as in
+// batch-invariant schedules: sums are rounded in another order with each.
 template <class Element, bool kOneRow, bool kEven = false>
 KernelLaunch prepare(const DecodeParams& params) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
   const int multiprocessors = params.partitions * params.row_groups;
   const bool wide = requests * tasks > kBlocksPerSm * multiprocessors;
-  const int steps = wide ? tasks / kWarps : tasks;
-  const int fitting = std::max((wide ? kWideBlocksPerSm : kBlocksPerSm) * multiprocessors / steps, 1);
-  // As many at a time as a block has. Neither this nor `wide` depends on the batch where partitions are a multiple of it, as
-  // in batch-invariant schedules: sums are rounded in another order with each.
-  const int rounds = (requests * steps + kWideBlocksPerSm * multiprocessors - 1) / (kWideBlocksPerSm * multiprocessors);
-  const dim3 blocks(steps, std::min(requests, fitting));
+  const bool pairs = !kEven && !wide && requests * tasks > multiprocessors;
+  const int steps = wide ? tasks / kWarps : pairs ? tasks / 2 : tasks;
+  // Requests that a block of a task a warp takes at a time, with so many blocks a multiprocessor.
+  const auto at_a_time = [&](int blocks_per_sm) {
+    const int rounds = (requests * steps + blocks_per_sm * multiprocessors - 1) / (blocks_per_sm * multiprocessors);
+    return rounds <= 2 ? rounds : 4;
+  };
+  const bool sparing = !kEven && at_a_time(1) * (params.partitions / requests) <= kFewSplits;
+  const int blocks_per_sm = !wide ? kBlocksPerSm : sparing ? 1 : kWideBlocksPerSm;
+  const dim3 blocks(steps, std::min(requests, std::max(blocks_per_sm * multiprocessors / steps, 1)));
+  if constexpr (!kEven) {
+    if (pairs) return kernel_launch<Element, 2, 1, kOneRow, kEven>(blocks);
+  }
   if (!wide) return kernel_launch<Element, 1, 1, kOneRow, kEven>(blocks);
-  if (rounds == 1) return kernel_launch<Element, kWarps, 1, kOneRow, kEven>(blocks);
-  if (rounds == 2) return kernel_launch<Element, kWarps, 2, kOneRow, kEven>(blocks);
-  return kernel_launch<Element, kWarps, 4, kOneRow, kEven>(blocks);
+  switch (at_a_time(blocks_per_sm)) {
+    case 1: return kernel_launch<Element, kWarps, 1, kOneRow, kEven>(blocks);
+    case 2: return kernel_launch<Element, kWarps, 2, kOneRow, kEven>(blocks);
+    default: return kernel_launch<Element, kWarps, 4, kOneRow, kEven>(blocks);
+  }
 }
 
 }  // namespace

@@ -186,7 +186,7 @@ __device__ __forceinline__ void gather_keys(typename T::SharedStorage& shared, c
   RingPosition<T::kStages> at;
   [[maybe_unused]] int tiles_begun = 0;
   [[maybe_unused]] Landing<T> landing;
-  [[maybe_unused]] Grants<T> grants;
+  Grants<T> grants;
   const auto acquire = [&] {
     if constexpr (T::kFp8Cache) {
       shared.keys.wait(at.behind(tiles_begun < T::kTilesAlone ? 1 : kStagesInFlight));
@@ -201,6 +201,7 @@ __device__ __forceinline__ void gather_keys(typename T::SharedStorage& shared, c
     PagedRows<T::kGatherWarps> rows(params, warp, walk.request(), walk.begin_tile());
     const Piece piece = walk.next();
     if (piece.tiles() == 0) continue;
+    grants.begin_piece(piece.tiles());
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, ++tiles_begun) {
       const int i = tile - piece.begin_tile;
       rows.advance(tile, piece.seq_len);
@@ -224,14 +225,15 @@ __device__ __forceinline__ void gather_keys(typename T::SharedStorage& shared, c
         }
       }
     }
-    if constexpr (T::kGrantsTiles) {
+    if (grants.lends()) {
       // As in load_parts.
       for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
         acquire();
         if (lane == 0) ETAP_MARKED(lent_commit, shared.keys.commit(at));
       }
-      grants.grant_merge(shared, piece.tiles(), lane == 0);
+      if (lane == 0) grants.grant_merge(shared);
     }
+    grants.end_piece();
   }
   if constexpr (!T::kFp8Cache) landing.template land<0>(shared);
 }

@@ -29,6 +29,10 @@
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each
 //   consumer 1:            st(1) softmax(1) ot(1)    st(3) ...    one's softmax hides behind the other's products.
+// A piece of one tile is both consumers', half of the columns each.
+//
+// Early loads: the kernel before may still run while the schedule and the cache's older rows are read. The key producer waits for
+// it before a tile with new tokens, the query producer and the consumers when they know their first piece.
 //
 // Where pages hold no whole tiles (kWholeTiles is false), the key producer and the query helpers (beside an FP8 cache all four
 // warps) share the copies, in parts by TMA or row by row: load_parts.cuh, gather_kv.cuh.
@@ -108,8 +112,7 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     cutlass::arch::fence_barrier_init();
   }
   ETAP_MARKED(launch_meeting, __syncthreads());
-  cudaGridDependencySynchronize();
-  cudaTriggerProgrammaticLaunchCompletion();  // only now: the combination may read the schedule as soon as it begins
+  if (T::kGathered || !kWholeTiles || !params.early_loads) ETAP_MARKED(launch_wait, follow_predecessor());
 
   const unsigned place = T::kClustered ? blockIdx.x / ptx::cluster_size() : blockIdx.x;
   const int partition = place / params.row_groups;  // or, where they are a cluster, all partitions of a request

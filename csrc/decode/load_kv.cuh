@@ -45,6 +45,42 @@ class PageFetcher {
   int next_;
 };
 
+// Tells consumers that take tiles in turn that theirs has been begun, and that the stages for merging are theirs: see
+// transposed/consumer.cuh. A single tile of a piece is both consumers', and nothing is left to merge: transposed/single_tile.cuh.
+// One lane of each producer warp signals.
+template <class T>
+class Grants {
+ public:
+  __device__ __forceinline__ void begin_piece(int tiles) {
+    alone_ = T::kHalvesSingleTiles && tiles == 1;
+    of_first_ = (tiles + 1) / kConsumerGroups;
+    of_second_ = alone_ ? 1 : tiles / kConsumerGroups;
+  }
+  // The i-th tile.
+  __device__ __forceinline__ void grant_tile(typename T::SharedStorage& shared, int i) const {
+    const uint32_t before = i % kConsumerGroups == 0 ? before_first_ : before_second_;
+    shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);
+    if (alone_) shared.granted[1].signal(before_second_);
+  }
+  // Whether stages are lent behind the last tile, and that they are.
+  __device__ __forceinline__ bool lends() const { return T::kGrantsTiles && !alone_; }
+  __device__ __forceinline__ void grant_merge(typename T::SharedStorage& shared) const {
+    if constexpr (T::kGrantsTiles) {
+      shared.granted[0].signal(before_first_ + of_first_);
+      shared.granted[1].signal(before_second_ + of_second_);
+    }
+  }
+  __device__ __forceinline__ void end_piece() {
+    before_first_ += of_first_ + lends();
+    before_second_ += of_second_ + lends();
+  }
+
+ private:
+  uint32_t before_first_ = 0, before_second_ = 0;  // that consumers 0 and 1 got in earlier pieces
+  uint32_t of_first_, of_second_;                  // tiles of this one
+  bool alone_;
+};
+
 template <class T>
 __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, const DecodeParams& params,
                                           const typename T::CacheMaps& maps, int partition) {
@@ -52,14 +88,17 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
   const bool elected = threadIdx.x % kWarpSize == 0;
   RingPosition<T::kStages> at;
   int tiles_begun = 0;
-  uint32_t even = 0, odd = 0;  // grants that consumers 0 and 1 got in earlier pieces
+  Grants<T> grants;
   PieceWalk walk(params, partition);
   while (!walk.done()) {
     PageFetcher pages(params, walk.request(), walk.begin_tile());
     const Piece piece = walk.next();
     if (piece.tiles() == 0) continue;
+    grants.begin_piece(piece.tiles());
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, ++tiles_begun) {
       const int i = tile - piece.begin_tile;
+      const bool new_tokens = (tile + 1) * kTileTokens > piece.seq_len - params.s_q;
+      if (params.early_loads && new_tokens) ETAP_MARKED(new_tokens_wait, cudaGridDependencySynchronize());
       pages.advance(tile, i);
       const int page = pages.page(i);
       const int token = params.parts_per_page.rem(tile) * kTileTokens;  // of the page
@@ -74,26 +113,19 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
         auto& target = item<typename T::KeyStage>(shared.ring, at.stage);
         maps.copy(shared.keys.full_barrier(at), target, page, token, T::first_chunk(stage, i));
         if constexpr (T::kGrantsTiles) {
-          const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
-          if (stage == 0) shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);
+          if (stage == 0) grants.grant_tile(shared, i);
         }
       }
     }
-    if constexpr (T::kGrantsTiles) {
+    if (grants.lends()) {
       // Stages lent to the consumers for merging their halves: granted, not filled.
       for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
         shared.keys.acquire(at);
         if (elected) shared.keys.commit(at);
       }
-      even += (piece.tiles() + 1) / kConsumerGroups;
-      odd += piece.tiles() / kConsumerGroups;
-      if (elected) {
-        shared.granted[0].signal(even);
-        shared.granted[1].signal(odd);
-      }
-      ++even;
-      ++odd;
+      if (elected) grants.grant_merge(shared);
     }
+    grants.end_piece();
   }
 }
 

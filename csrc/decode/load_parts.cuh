@@ -6,32 +6,6 @@
 
 namespace etap {
 
-// Tells consumers that take tiles in turn that theirs has been begun, and that the stages for merging are theirs: see
-// transposed/consumer.cuh. One lane of each producer warp signals.
-template <class T>
-class Grants {
- public:
-  // The i-th tile of a piece.
-  __device__ __forceinline__ void grant_tile(typename T::SharedStorage& shared, int i) const {
-    const uint32_t before = i % kConsumerGroups == 0 ? even_ : odd_;
-    shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);
-  }
-  // The end of a piece; called by all lanes.
-  __device__ __forceinline__ void grant_merge(typename T::SharedStorage& shared, int tiles, bool signals) {
-    even_ += (tiles + 1) / kConsumerGroups;
-    odd_ += tiles / kConsumerGroups;
-    if (signals) {
-      shared.granted[0].signal(even_);
-      shared.granted[1].signal(odd_);
-    }
-    ++even_;
-    ++odd_;
-  }
-
- private:
-  uint32_t even_ = 0, odd_ = 0;  // that consumers 0 and 1 got in earlier pieces
-};
-
 // All warps go through all stages and arrive at each, so that none falls a round behind, also where it has no part; the first
 // one says how many bytes are to come.
 template <class T>
@@ -42,12 +16,13 @@ __device__ __forceinline__ void load_parts(typename T::SharedStorage& shared, co
   const int parts = kTileTokens / params.part_tokens;
   RingPosition<T::kStages> at;
   int tiles_begun = 0;
-  [[maybe_unused]] Grants<T> grants;
+  Grants<T> grants;
   PieceWalk walk(params, partition);
   while (!walk.done()) {
     PageFetcher pages(params, walk.request(), walk.begin_tile() * parts);
     const Piece piece = walk.next();
     if (piece.tiles() == 0) continue;
+    grants.begin_piece(piece.tiles());
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, ++tiles_begun) {
       const int i = tile - piece.begin_tile;
       pages.advance(tile * parts, i * parts);
@@ -79,15 +54,16 @@ __device__ __forceinline__ void load_parts(typename T::SharedStorage& shared, co
         }
       }
     }
-    if constexpr (T::kGrantsTiles) {
+    if (grants.lends()) {
       // All warps must have passed these stages before consumers give them back: one that has not would count in their next
       // round.
       for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
         shared.keys.acquire(at);
         if (elected) shared.keys.commit(at);
       }
-      grants.grant_merge(shared, piece.tiles(), elected);
+      if (elected) grants.grant_merge(shared);
     }
+    grants.end_piece();
   }
 }
 

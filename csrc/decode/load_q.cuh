@@ -18,7 +18,9 @@ __device__ __forceinline__ void copy_queries(typename T::SharedStorage& shared, 
   const int token = row_group * T::kRowTile / params.heads;
   const int head = row_group * T::kRowTile - token * params.heads;
   RingPosition<1> at;
-  for (PieceWalk walk(params, partition); !walk.done(); walk.skip(), at.advance(1)) {
+  PieceWalk walk(params, partition);
+  if (params.early_loads) ETAP_MARKED(queries_wait, cudaGridDependencySynchronize());
+  for (; !walk.done(); walk.skip(), at.advance(1)) {
     shared.queries.acquire(at);
     if (threadIdx.x % kWarpSize != 0) continue;
     shared.queries.expect_bytes(at, T::kQueryBytes);
@@ -49,6 +51,7 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
   const int first_head = row_group * T::kRowTile + warp - first_token * params.heads;
   RingPosition<1> at;
   PieceWalk walk(params, partition);
+  if (params.early_loads) ETAP_MARKED(queries_wait, cudaGridDependencySynchronize());
   while (!walk.done()) {
     const int64_t request = walk.request();
     const auto* q = static_cast<const Element*>(params.q) + request * params.q_stride_batch + lane * kUnitElements;

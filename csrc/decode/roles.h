@@ -46,6 +46,13 @@ __device__ __forceinline__ void adjust_registers() {
   }
 }
 
+// Before a thread reads what the predecessor may have written, and before it writes. Only then may the successor begin: the
+// combination reads the schedule as soon as it does.
+__device__ __forceinline__ void follow_predecessor() {
+  cudaGridDependencySynchronize();
+  cudaTriggerProgrammaticLaunchCompletion();
+}
+
 // Named barriers, each after the event that its threads wait for. Several events share a number where none of their threads
 // can be one event ahead; 0 is __syncthreads'.
 namespace event {

@@ -35,6 +35,7 @@ class DecodeCall(NamedTuple):
     block_table: Tensor  # int32 [requests, pages]
     seq_lens: Tensor  # int32 [requests], the step's own tokens included
     schedule: BuiltSchedule
+    early_loads: bool  # as of `mla_decode`
 
     def mine(self, rows: Tensor) -> Tensor:
         """Of the step's query tokens' rows, [tokens, ...], the call's as [requests, s_q, ...]."""
@@ -204,10 +205,16 @@ class ETAPBackend(FlashMLABackend):
         """`_plan` of one call, in which each request has s_q query tokens."""
         requests = forward_batch.batch_size
         run = Run(slice(0, requests), slice(0, requests * s_q), s_q)
-        self._plan(forward_batch, seq_lens, new_tokens, [(run, self.schedule)])
+        # Only the layer's own new rows may be the kernel's before: the others are of earlier steps.
+        self._plan(forward_batch, seq_lens, new_tokens, [(run, self.schedule)], early_loads=True)
 
     def _plan(
-        self, forward_batch, seq_lens: Tensor, new_tokens: int, calls: Iterable[tuple[Run, DecodeSchedule]]
+        self,
+        forward_batch,
+        seq_lens: Tensor,
+        new_tokens: int,
+        calls: Iterable[tuple[Run, DecodeSchedule]],
+        early_loads: bool = False,
     ) -> None:
         """Fill block table, lengths and the calls' schedules on the device.
 
@@ -216,6 +223,7 @@ class ETAPBackend(FlashMLABackend):
             seq_lens: int64 [>= batch_size], tokens of each request.
             new_tokens: what each request has besides.
             calls: runs of requests, all of them together, and whose buffers their plans take.
+            early_loads: as of `mla_decode`.
         """
         requests, most = forward_batch.batch_size, self.schedule.max_batch
         if requests > most:
@@ -240,7 +248,8 @@ class ETAPBackend(FlashMLABackend):
         self.forward_metadata = []
         for run, schedule in calls:
             seen = lengths[run.requests]
-            call = DecodeCall(run.tokens, table[run.requests], seen, schedule.build(seen, run.s_q))
+            planned = schedule.build(seen, run.s_q)
+            call = DecodeCall(run.tokens, table[run.requests], seen, planned, early_loads)
             self.forward_metadata.append(call)
 
     def forward_decode(
@@ -293,6 +302,7 @@ class ETAPBackend(FlashMLABackend):
                 fp8_math=self._fp8_math,
                 out=call.mine(out),
                 lse=call.mine(lse),
+                early_loads=call.early_loads,
             )
         if len(out) > call.tokens.stop:  # ranks pad steps to one size, some behind their plan
             out[call.tokens.stop :] = 0

@@ -114,6 +114,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
                 workspace=claim_workspace(self._workspace_floats),
                 out=out[rows].unflatten(0, per_request),
                 lse=lse[rows].unflatten(0, per_request),
+                early_loads=run.early_loads,
             )
         if decode.num_tokens < tokens:
             out[decode.num_tokens :].zero_()

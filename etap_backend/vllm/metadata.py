@@ -119,12 +119,17 @@ def claim_workspace(floats: int) -> Tensor:
 
 
 class DecodeRun(NamedTuple):
-    """What one call decodes: query tokens of a step, and block table, lengths and schedule of their requests."""
+    """What one call decodes: query tokens of a step, and block table, lengths and schedule of their requests.
+
+    early_loads: as of `mla_decode`. vLLM writes a layer's rows of the cache before it brings the queries into the latent
+    space, so that all but the queries are older than the kernel before the call.
+    """
 
     tokens: slice
     block_table: Tensor
     seq_lens: Tensor
     schedule: BuiltSchedule
+    early_loads: bool
 
 
 @dataclass
@@ -229,7 +234,8 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
             if not s_q:
                 starts = query_start_loc_device[: requests.stop + 1]
                 table, seq_lens = self._token_requests.fill(table, total_lens[requests], starts, tokens.stop)
-            runs.append(DecodeRun(tokens, table, seq_lens, schedule.build(seq_lens, s_q or 1)))
+            early_loads = 0 < s_q <= self.limits.verified
+            runs.append(DecodeRun(tokens, table, seq_lens, schedule.build(seq_lens, s_q or 1), early_loads))
         return ETAPDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,

@@ -143,6 +143,30 @@ def _placed(memory: Memory, tensor: torch.Tensor, name: str) -> torch.Tensor:
     return torch.from_numpy(copy).view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
 
 
+def every_byte(tensors: dict[str, torch.Tensor | None], besides: tuple[str, ...] = ()) -> np.ndarray:
+    """[ranges, 2], addresses of what the tensors span."""
+    ranges = []
+    for name, tensor in tensors.items():
+        if tensor is not None and tensor.numel() and name not in besides:
+            span = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True))
+            ranges.append((tensor.data_ptr(), tensor.data_ptr() + span * tensor.element_size()))
+    return np.array(ranges, np.uint64).reshape(-1, 2)
+
+
+def late_for_decode(tensors: dict[str, torch.Tensor | None], s_q: int) -> np.ndarray:
+    """The same of what a call with early loads may find unwritten: cache rows of the last s_q tokens, queries, outputs."""
+    caches = [tensors[name] for name in ("kv_cache", "rope_cache") if tensors[name] is not None]
+    rows = []
+    for request, length in enumerate(tensors["seq_lens"].tolist()):
+        for token in range(max(0, length - s_q), length):
+            page, row = divmod(token, caches[0].shape[1])
+            for cache in caches:
+                last = cache[tensors["block_table"][request, page], row]
+                rows.append((last.data_ptr(), last.data_ptr() + last.numel() * last.element_size()))
+    settled = ("kv_cache", "rope_cache", "kv_scale", "block_table", "seq_lens", "work_ranges", "split_offsets")
+    return np.concatenate([every_byte(tensors, settled), np.array(rows, np.uint64).reshape(-1, 2)])
+
+
 def tensor_map(numbers: list[int]) -> TensorMap:
     """Of the numbers that `decode_launches` writes of one."""
     address, kind, swizzle, rank, *rest = numbers
@@ -157,7 +181,17 @@ def _template_arguments(pretty_function: str) -> str:
 
 
 def run_decode(
-    problem, schedule, out, lse, softmax_scale: float, *, empty_lse=-math.inf, sources=SHIPPED, edit=None, **how
+    problem,
+    schedule,
+    out,
+    lse,
+    softmax_scale: float,
+    *,
+    empty_lse=-math.inf,
+    early_loads=False,
+    sources=SHIPPED,
+    edit=None,
+    **how,
 ) -> set[int]:
     """Launch what the library does for a problem of etap_backend.lab.checks.cases; `out` and `lse` have the result.
 
@@ -176,7 +210,8 @@ def run_decode(
     tensors |= dict(work_ranges=work_ranges, split_offsets=split_offsets, workspace=workspace, out=out, lse=lse)
     memory = Memory()
     copies = placed(memory, tensors)
-    rest = (batch, s_q, heads, partitions, row_tile, problem.case.fp8_math, empty_lse)
+    rest = (batch, s_q, heads, partitions, row_tile, problem.case.fp8_math, empty_lse, early_loads)
+    late = late_for_decode(copies, s_q) if early_loads else every_byte(copies)
     ran = []
     for launch in library().decode_launches(*copies.values(), softmax_scale, *rest):
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
@@ -185,6 +220,8 @@ def run_decode(
             queries = [*map(tensor_map, query_maps), bytes([1] + [0] * 127)] if query_maps else [bytes(3 * 128)]
             # Kernels that gather rows have the maps of those that copy parts, and use none.
             arguments += [[*map(tensor_map, cache_maps)] if cache_maps else bytes(2 * 128), queries]
+        # The combination reads the schedule before it waits for the partials: decode has waited before it lets it begin.
+        memory.late = every_byte(copies, besides=("work_ranges",)) if ran else late
         kernel = kernel_of(_template_arguments(name), sources, edit)
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
     out.copy_(copies["out"])

@@ -233,7 +233,22 @@ def test_decode_waits_for_its_predecessor_before_it_lets_the_combination_begin(s
     module = kernels.module(source)
     for name in module.names.values():
         opcodes = [item.opcode for item in Entry(module, name).instructions() if "griddepcontrol" in item.parts]
-        assert opcodes == ["griddepcontrol.wait", "griddepcontrol.launch_dependents"]
+        triggers = [i for i, opcode in enumerate(opcodes) if opcode == "griddepcontrol.launch_dependents"]
+        assert triggers and all(i > 0 and opcodes[i - 1] == "griddepcontrol.wait" for i in triggers)
+
+
+# Tiles with new tokens alone, behind others, and two of them; requests of one CTA, and one of several.
+@pytest.mark.parametrize("kind", CACHES)
+@pytest.mark.parametrize("heads", HEADS)
+@pytest.mark.parametrize(
+    "lengths, s_q, num_sms, page_size",
+    [((200, 0, 64, 1, 129), 1, 1, 64), ((130, 449), 3, 7, 128), ((64, 128), 1, 9, 64), ((200,), 1, 2, 32)],
+)
+def test_early_loads_touch_nothing_that_the_predecessor_may_write(lengths, s_q, num_sms, page_size, heads, kind):
+    """Cache rows of the last tokens, queries and results; kernels without tiles of whole pages wait first."""
+    case = Case(lengths, heads=heads // s_q or 1, s_q=s_q, num_sms=num_sms, page_size=page_size, **CACHES[kind])
+    for timing in TIMINGS:
+        verify(case, early_loads=True, seed=heads, timing=timing)
 
 
 @pytest.mark.parametrize("split_rows", [8, 64])
@@ -288,6 +303,8 @@ def test_interleavings(kind, heads, lengths, page_size, timing):
 CASES = {
     "transposed": Case((200, 449), num_sms=1),
     "query_major": Case((200, 449), heads=64, num_sms=1),
+    "transposed single tiles": Case((64, 40, 64, 1, 64, 64), num_sms=1),
+    "transposed early": Case((200, 449), num_sms=1),
     "transposed rows": Case((200, 449), num_sms=1, page_size=1),
     "transposed parts": Case((200, 449), num_sms=1, page_size=32),
     "query_major rows": Case((200, 449), heads=64, num_sms=1, page_size=1),
@@ -311,6 +328,12 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed", "stage_release"): "deadlock",
     # What it overwrites is a tile still on its way, or one that the other consumer still multiplies.
     ("transposed", "merge_grant"): "in flight|inf/NaN elsewhere|cosine",
+    ("transposed", "launch_wait"): "without having waited",
+    ("transposed single tiles", "shares_meeting"): "never written|inf/NaN elsewhere|cosine",
+    ("transposed single tiles", "outputs_meeting"): "in flight|inf/NaN elsewhere|cosine|never written",
+    ("transposed early", "new_tokens_wait"): "without having waited",
+    ("transposed early", "queries_wait"): "without having waited",
+    ("transposed early", "first_piece_wait"): "without having waited",
     ("transposed rows", "rows_room"): "deadlock|in flight|inf/NaN elsewhere|cosine|more arrivals",
     ("transposed rows", "rows_wait"): "in flight",
     ("transposed rows", "rows_fence"): "inf/NaN elsewhere",
@@ -340,17 +363,17 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
 @cache
 def marked(kernel: str) -> Entry:
     module = kernels.module("marked")
-    form, _, other_pages = kernel.partition(" ")
-    first, last = TRAITS.get(form, f"{form}::Traits<"), f", {'false' if other_pages else 'true'}>("
+    form, _, what = kernel.partition(" ")
+    first, last = TRAITS.get(form, f"{form}::Traits<"), f", {'false' if what in ('rows', 'parts') else 'true'}>("
     return Entry(module, next(name for full, name in module.names.items() if first in full and last in full))
 
 
-def fault_of(case: Case, edit: Edit) -> str:
+def fault_of(case: Case, edit: Edit, **how) -> str:
     """What the emulator says of the marked kernel of a case, changed by an edit; empty when it finds nothing."""
     for seed in range(3):
         for timing in TIMINGS:
             try:
-                found, _ = emulate(case, sources=kernels.MARKED, edit=edit, seed=seed, timing=timing)
+                found, _ = emulate(case, sources=kernels.MARKED, edit=edit, seed=seed, timing=timing, **how)
             except EmulationError as error:
                 return str(error)
             if found:
@@ -361,14 +384,15 @@ def fault_of(case: Case, edit: Edit) -> str:
 @pytest.mark.parametrize("timing", TIMINGS)
 @pytest.mark.parametrize("kernel", CASES)
 def test_the_kernel_without_a_planted_fault_has_none(kernel, timing):
-    verify(CASES[kernel], sources=kernels.MARKED, timing=timing)
+    verify(CASES[kernel], sources=kernels.MARKED, timing=timing, early_loads="early" in kernel)
 
 
 @pytest.mark.parametrize("kernel, mark", FAULTS)
 def test_missing_synchronisation_is_found(kernel, mark):
     assert mark in marked(kernel).marks
     case = WHOLE_TILES if mark in ("probabilities_fence", "merge_grant") else CASES[kernel]
-    assert re.search(FAULTS[kernel, mark], fault_of(case, faults.without(mark)))
+    found = fault_of(case, faults.without(mark), early_loads="early" in kernel)
+    assert re.search(FAULTS[kernel, mark], found), found
 
 
 def test_every_mark_is_left_out_by_a_test():

@@ -422,7 +422,7 @@ REFUSALS = (
     ),
     *(
         Refusal(f"{name}_none", TypeError, (f"{name}:", "wanted", "got None"), lambda c, name=name: {name: None})
-        for name in ("q", "kv_cache", "block_table", "seq_lens", "schedule", "softmax_scale", "fp8_math")
+        for name in ("q", "kv_cache", "block_table", "seq_lens", "schedule", "softmax_scale", "fp8_math", "early_loads")
     ),
     Refusal("q_list_without_out", TypeError, ("q:", "a tensor", "got list"), lambda c: {"q": [0.0], "out": None}),
     Refusal("table_list", TypeError, ("block_table:", "a tensor", "got list"), lambda c: {"block_table": [[0]]}),

@@ -96,11 +96,11 @@ def as_the_library_takes_it(device: str, **spoiled) -> list:
     """The valid call in the order of the compiled `decode`, with some of it replaced."""
     call = valid_call(device)
     call |= call["schedule"]._asdict() | {"q_scale": None, "kv_scale": None, "fp8_math": False}
-    call["empty_lse"] = -math.inf
+    call |= {"empty_lse": -math.inf, "early_loads": False}
     names = (
         "q q_rope kv_cache rope_cache q_scale kv_scale block_table seq_lens work_ranges split_offsets workspace out lse"
     )
-    names += " softmax_scale batch s_q num_heads partitions row_tile fp8_math empty_lse"
+    names += " softmax_scale batch s_q num_heads partitions row_tile fp8_math empty_lse early_loads"
     return [{**call, **spoiled}[name] for name in names.split()]
 
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 from refusals import REFUSALS
 
-from etap_backend import DecodeSchedule
-from etap_backend.lab.checks.cases import LAWS, Case, Runner, build, decode
+from etap_backend import DecodeSchedule, mla_decode
+from etap_backend.lab.checks.cases import LAWS, SOFTMAX_SCALE, Case, Runner, build, decode
 from etap_backend.lab.checks.compare import Truth, check, truth
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -376,6 +376,64 @@ def test_rows_that_see_nothing_have_the_log_sum_exp_that_is_asked_for(device, ki
     assert torch.equal(other_out.view(torch.uint8), out.view(torch.uint8))
     wanted = lse.masked_fill(lse.isneginf(), math.inf)
     assert torch.equal(other_lse.view(torch.int32), wanted.view(torch.int32))
+
+
+def _bits(results: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
+    return [result.view(torch.uint8).clone() for result in results]
+
+
+@pytest.mark.gpu
+@every_kind
+@pytest.mark.parametrize("page_size", [64, 16])
+@pytest.mark.parametrize("heads, s_q", [(8, 1), (16, 1), (16, 3), (32, 1), (64, 1), (24, 4)])
+def test_early_loads_wait_for_what_the_kernel_before_writes(kind, heads, s_q, page_size):
+    """The queries, and the cache's rows of the last tokens."""
+    lengths = (1, 64, 130, 1000, 4097, 0, 20_000)
+    problem = build(Case(lengths, heads, s_q=s_q, page_size=page_size, seed=30, **kind), "cuda")
+    planned = Runner(problem).build()
+    wanted = _bits(decode(problem, planned))
+    last = [(r, t) for r, n in enumerate(lengths) for t in range(max(0, n - s_q), n)]
+    requests, tokens = torch.tensor(last, device="cuda").T
+    cache = problem.call_kv_cache.view(torch.uint8)
+    rows = problem.block_table[requests, tokens // page_size].long(), tokens % page_size
+    queries, kept = problem.call_q.view(torch.uint8), cache[rows]
+    kept_queries, nan = queries.clone(), 0xFF
+    for _ in range(5):
+        for late, spoil, write in (
+            ("queries", lambda: queries.fill_(nan), lambda: queries.copy_(kept_queries)),
+            ("rows", lambda: cache.index_put_(rows, torch.full_like(kept, nan)), lambda: cache.index_put_(rows, kept)),
+        ):
+            spoil()
+            write()
+            got = _bits(decode(problem, planned, early_loads=True))
+            assert all(map(torch.equal, got, wanted)), late
+
+
+@pytest.mark.gpu
+@every_kind
+@pytest.mark.parametrize("lengths", [(40,), (3000,), (1000, 64, 200)])
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+def test_early_loads_behind_a_kernel_that_lets_the_next_begin_at_once(kind, heads, lengths):
+    """The queries are what a call before leaves as its result, whose combination lets the next kernel begin at once."""
+    if kind.get("dtype") == "float8_e4m3fn":
+        pytest.skip("a result is never e4m3")
+    first = build(Case((20_000,) * len(lengths), heads, seed=31, **kind), "cuda")
+    second = build(Case(lengths, heads, seed=32, **kind), "cuda")
+    plans = [Runner(problem).build() for problem in (first, second)]
+    latent, rope = torch.empty_like(second.call_q[..., :512]), second.call_q[..., 512:].contiguous()
+
+    def result(early_loads: bool) -> list[torch.Tensor]:
+        latent.fill_(torch.nan)
+        decode(first, plans[0], out=latent)
+        if not early_loads:
+            torch.cuda.synchronize()
+        arguments = (second.call_kv_cache, second.block_table, second.seq_lens, plans[1])
+        options = {"q_rope": rope, "kv_scale": second.kv_scale, "fp8_math": second.case.fp8_math}
+        return _bits(mla_decode(latent, *arguments, softmax_scale=SOFTMAX_SCALE, early_loads=early_loads, **options))
+
+    wanted = result(False)
+    for _ in range(20):
+        assert all(map(torch.equal, result(True), wanted))
 
 
 @both_devices

@@ -26,7 +26,7 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
         *(q, problem.call_q_rope, *(caches or (problem.call_kv_cache, problem.rope_cache))),
         *(problem.q_scale, problem.kv_scale, problem.block_table[:batch], problem.seq_lens[:batch]),
         *(planned.work_ranges, planned.split_offsets, planned.workspace, out, lse),
-        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, planned.row_tile, case.fp8_math, -math.inf),
+        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, planned.row_tile, case.fp8_math, -math.inf, False),
     )
 
 

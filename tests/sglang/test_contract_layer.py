@@ -301,7 +301,7 @@ def test_eager_draft_extension_pads_a_short_extension_to_the_whole_window(make):
     batch = problem.batch(ForwardMode.DRAFT_EXTEND_V2, [68, 129], extend_seq_lens=torch.tensor([2, DRAFTS]))
     backend.init_forward_metadata(batch)
     (call,) = backend.forward_metadata
-    assert call.seq_lens.tolist() == [70, 129]
+    assert call.seq_lens.tolist() == [70, 129] and call.early_loads
 
 
 def prompts(problem, mode=ForwardMode.EXTEND):
@@ -413,7 +413,7 @@ def test_calls_of_short_prompts_keep_apart_and_share_a_workspace(make):
     runner, backend = make()
     backend.init_forward_metadata(prompts(Problem(runner, [70, 129, 300, 65], s_q=[3, 5, 4, 1])))
     schedules = [call.schedule for call in backend.forward_metadata]
-    assert len(schedules) == MAX_RUNS
+    assert len(schedules) == MAX_RUNS and not any(call.early_loads for call in backend.forward_metadata)
     for name in ("work_ranges", "split_offsets"):
         assert len({getattr(schedule, name).data_ptr() for schedule in schedules}) == MAX_RUNS, name
     assert all(schedule.workspace is backend.schedule.workspace for schedule in schedules)

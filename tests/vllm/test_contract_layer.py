@@ -306,6 +306,7 @@ def test_what_few_calls_cannot_decode_is_prefilled(make):
     step = builder.build(0, problem.common_metadata(prefill_lengths=[7, 8, 9]))
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (5, 20, 2)
     assert [run.schedule.s_q for run in step.decode.runs] == [1, 5, 6, 7]
+    assert [run.early_loads for run in step.decode.runs] == [True, False, False, False]  # as decodes, not short prompts
     assert builder.reorder_batch_threshold == SHORT_PROMPT_TOKENS
     assert builder.build(0, Problem([200], 128).common_metadata()).num_decodes == 1
 

@@ -29,6 +29,7 @@ struct Consumer {
     int pieces = 0;
     for (typename T::Walk walk(params, partition); !walk.done(); queries.advance(1)) {
       const Piece piece = walk.next();
+      if (!T::kGathered && params.early_loads) follow_predecessor();
       const int tiles = piece.tiles();
       const int first = (n + group) % kConsumerGroups;  // own tile
       if (tiles == 0) write_empty<T>(Destination<T>(params, piece, row_group));

@@ -39,6 +39,7 @@ struct Traits {
   static constexpr bool kGathered = false;
   static constexpr bool kClustered = false;
   static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
+  static constexpr bool kHalvesSingleTiles = false;
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
   static constexpr bool kFitsLaunchRegisters = false;

@@ -4,6 +4,7 @@
 #include "decode/sparse/queries.cuh"
 #include "decode/sparse/validity.cuh"
 #include "decode/transposed/merge.cuh"
+#include "decode/transposed/single_tile.cuh"
 
 namespace etap::transposed {
 
@@ -31,6 +32,7 @@ struct Consumer {
     typename T::Walk walk(params, partition);
     while (!walk.done()) {
       const Piece piece = walk.next();
+      if (!T::kGathered && params.early_loads) ETAP_MARKED(first_piece_wait, follow_predecessor());
       if (piece.tiles() == 0) finish_empty<T>(shared, Destination<T>(params, piece, row_group));
       if constexpr (!T::kGathered) {
         shared.queries.wait(queries);
@@ -38,6 +40,21 @@ struct Consumer {
         sparse::gather_queries<T>(shared, params, piece.request, row_group);
       }
       softmax.reset();
+      if constexpr (T::kHalvesSingleTiles) {
+        if (piece.tiles() == 1) {
+          shared.granted[group].wait(grants_taken++);
+          decode_single_tile<T>(
+              shared, params, piece, row_group, keys, pieces++, softmax, ot,
+              [&](ScoreFragment<T>& st) {
+                compute_score_share<T>(shared, keys, group, st);
+                if (releases()) shared.queries.release(queries);
+              },
+              [&](auto&& meanwhile) { compute_output_share<T>(shared, keys, group, probabilities, ot, meanwhile); });
+          queries.advance(1);
+          keys.advance(T::kStagesPerTile);
+          continue;
+        }
+      }
       cute::clear(ot);
       for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
         if (i % kConsumerGroups != group) continue;

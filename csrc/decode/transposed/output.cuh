@@ -9,8 +9,8 @@ template <class T>
 using OutputFragment = decltype(cute::partition_fragment_C(
     typename T::OutputMma{}, cute::Shape<cute::Int<64 * T::kOutputSlices>, cute::Int<T::kRowTile>>{}));
 
-// Multiply each column of O^T by factor(column block, column bit).
-template <class T, class Factor>
+// Multiply each column of O^T, its first kSlices slices, by factor(column block, column bit).
+template <class T, int kSlices = T::kOutputSlices, class Factor>
 __device__ __forceinline__ void scale_columns(OutputFragment<T>& ot, Factor&& factor) {
   CUTE_UNROLL
   for (int block = 0; block < T::kRowTile / 8; ++block) {
@@ -18,7 +18,7 @@ __device__ __forceinline__ void scale_columns(OutputFragment<T>& ot, Factor&& fa
     for (int bit = 0; bit < 2; ++bit) {
       const float scale = factor(block, bit);
       CUTE_UNROLL
-      for (int m = 0; m < T::kOutputSlices; ++m) {
+      for (int m = 0; m < kSlices; ++m) {
         ot(cute::make_coord(bit, 0, block), m, 0) *= scale;
         ot(cute::make_coord(bit, 1, block), m, 0) *= scale;
       }

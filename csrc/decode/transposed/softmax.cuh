@@ -180,7 +180,8 @@ __device__ __forceinline__ void mask_scores(const DecodeParams& params, const Pi
 // Zero V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN.
 template <class T>
 __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                                const Piece& piece, int tile) {
+                                                const Piece& piece, int tile, int first_chunk = 0,
+                                                int end_chunk = T::kTileValueChunks) {
   const int valid = piece.seq_len - tile * kTileTokens;
   const int thread = anew(threadIdx.x % T::kScoreThreads);
   constexpr int kLineBytes = 128;  // of a chunk's token
@@ -188,7 +189,7 @@ __device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& share
 #pragma unroll 1
   for (int i = thread; i < units; i += T::kScoreThreads) {
 #pragma unroll 1
-    for (int chunk = 0; chunk < T::kTileValueChunks; ++chunk) {
+    for (int chunk = first_chunk; chunk < end_chunk; ++chunk) {
       char* tail = shared.ring + at.ahead(chunk / T::kChunksPerStage).stage * T::kStageBytes +
                    (chunk % T::kChunksPerStage * kTileTokens + valid) * kLineBytes;
       reinterpret_cast<uint4*>(tail)[i] = make_uint4(0, 0, 0, 0);

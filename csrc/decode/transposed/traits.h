@@ -38,6 +38,7 @@ template <int kRowTile_>
 struct AlternateTiles {
   static constexpr int kRowTile = kRowTile_;
   static constexpr bool kGrantsTiles = true;
+  static constexpr bool kHalvesSingleTiles = false;
   static constexpr bool kFitsLaunchRegisters = true;
   static constexpr int kStageReleases = kWarpsPerGroup;
   static constexpr int kScoreColumns = kRowTile;        // of a warpgroup's S^T
@@ -96,6 +97,7 @@ struct Traits : AlternateTiles<kRowTile_> {
   static constexpr bool kClustered = false;
   static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
   static constexpr bool kPairedDims = false;
+  static constexpr bool kHalvesSingleTiles = true;
 
   // Three chunks a stage (24 KB a copy) load faster than one.
   static constexpr int kChunksPerStage = 3;

@@ -2,9 +2,10 @@
 // products are float16, come through registers, and the consumers read the queries.
 #pragma once
 
-#include "decode/transposed/merge.cuh"
+#include "decode/transposed/single_tile.cuh"
 #include "decode/transposed_fp8/products.cuh"
 #include "decode/transposed_fp8/queries.cuh"
+#include "decode/transposed_fp8/single_tile.cuh"
 
 namespace etap::transposed_fp8 {
 
@@ -24,8 +25,8 @@ struct Consumer {
   // Decodes a partition's pieces.
   __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
                                              int /* row_group */, int group) {
-    const CacheScales scales(params);
-    transposed::Softmax<T> softmax(shared, params.scale_log2, scales.kv, group);
+    const float kv_scale = scale_of(params.kv_scale);
+    transposed::Softmax<T> softmax(shared, params.scale_log2, kv_scale, group);
     transposed::OutputFragment<T> ot;
     Consumer consumer{shared, params, softmax, ot};
     RingPosition<T::kStages> keys;
@@ -35,11 +36,25 @@ struct Consumer {
     PieceWalk walk(params, partition);
     while (!walk.done()) {
       const Piece piece = walk.next();
+      if (params.early_loads) follow_predecessor();
       if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group_of(params)));
       if (piece.tiles() == 0) continue;
-      load_queries<T>(shared, params, piece.request, row_group_of(params), params.scale_log2 * scales.kv * scales.q);
+      const float score_scale = params.scale_log2 * kv_scale * scale_of(params.q_scale);
+      load_queries<T>(shared, params, piece.request, row_group_of(params), score_scale);
       softmax.reset();
       cute::clear(ot);
+      if (piece.tiles() == 1) {
+        shared.granted[group].wait(grants_taken++);
+        transposed::decode_single_tile<T>(
+            shared, params, piece, row_group_of(params), keys, pieces++, softmax, ot,
+            [&](transposed::ScoreFragment<T>& st) { compute_score_share<T>(shared, params, keys, group, st); },
+            [&](auto&& meanwhile) {
+              add_output<T, T::kOutputSlices / kConsumerGroups>(shared, keys, group * T::kOutputSlices / kConsumerGroups,
+                                                                probabilities, ot, meanwhile);
+            });
+        keys.advance(T::kStagesPerTile);
+        continue;
+      }
       for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
         if (i % kConsumerGroups != group) continue;
         shared.granted[group].wait(grants_taken++);

@@ -245,15 +245,15 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
   }
 }
 
-// O^T += V^T·P^T of one tile, which is given back once it is in registers; `meanwhile` runs beside the last products, or
-// before the first where its registers are wanted.
-template <class T, class Meanwhile>
+// O^T += V^T·P^T of one tile, kSlices of it from first_slice on. Where those are a consumer's all, the tile is given back once
+// it is in registers. `meanwhile` runs beside the last products, or before the first where its registers are wanted.
+template <class T, int kSlices = T::kOutputSlices, class Meanwhile>
 __device__ __forceinline__ void add_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int first_slice,
                                            const char* probabilities, transposed::OutputFragment<T>& ot,
                                            Meanwhile&& meanwhile) {
   using namespace cute;
   const char* tile = shared.ring + at.stage * T::kStageBytes + first_slice / 2 * T::kWideBytes;
-  LoadedProducts<T, typename T::OutputMma, 2 * T::kOutputSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;
+  LoadedProducts<T, typename T::OutputMma, 2 * kSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;
   products.mma.accumulate_ = GMMA::ScaleOut::One;
   const auto slice = products.mma.get_thread_slice(0);
   auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)),
@@ -268,7 +268,7 @@ __device__ __forceinline__ void add_output(typename T::SharedStorage& shared, Ri
                  [](const auto& words, auto& operand) { convert_values<T>(words, operand); }, [&](int) { return r_pt; },
                  result);
   __syncwarp();
-  if (releases()) shared.keys.release(at);
+  if (kSlices == T::kOutputSlices && releases()) shared.keys.release(at);
   if (!kFewRegisters) meanwhile();
   products.finish(result);
   warpgroup_fence_operand(ot);

@@ -7,14 +7,14 @@
 
 namespace etap::transposed_fp8 {
 
-// What the values of the cache, and those of e4m3 queries, are multiplied with.
-struct CacheScales {
-  float kv = 1.0f, q = 1.0f;
+// What the values of the cache, or those of e4m3 queries, are multiplied with.
+__device__ __forceinline__ float scale_of(const float* scale) { return scale == nullptr ? 1.0f : *scale; }
 
-  __device__ __forceinline__ explicit CacheScales(const DecodeParams& params) {
-    if (params.kv_scale != nullptr) kv = *params.kv_scale;
-    if (params.q_scale != nullptr) q = *params.q_scale;
-  }
+struct CacheScales {
+  float kv, q;
+
+  __device__ __forceinline__ explicit CacheScales(const DecodeParams& params)
+      : kv(scale_of(params.kv_scale)), q(scale_of(params.q_scale)) {}
 };
 
 constexpr int kUnitColumns = 8;  // that a lane reads at once

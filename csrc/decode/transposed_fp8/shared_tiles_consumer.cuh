@@ -36,6 +36,7 @@ struct SharedTilesConsumer {
   // Decodes a partition's pieces.
   __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
                                              int row_group, int group) {
+    if (params.early_loads) follow_predecessor();
     const CacheScales scales(params);
     transposed::Softmax<T> softmax(shared, params.scale_log2, scales.kv, group);
     transposed::OutputFragment<T> ot;

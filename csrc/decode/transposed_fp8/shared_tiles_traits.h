@@ -9,6 +9,7 @@ namespace etap::transposed_fp8 {
 
 struct SharedTiles {
   static constexpr int kRowTile = 64;
+  static constexpr bool kHalvesSingleTiles = false;
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
   static constexpr bool kFitsLaunchRegisters = true;

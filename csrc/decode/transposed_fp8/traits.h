@@ -150,6 +150,8 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   using SharedStorage = transposed::SharedMemory<Traits>;
   using ScoreScales = std::conditional_t<kRowTile <= 16, HeldScales<Traits>, ReadScales<Traits>>;
   using Consumer = transposed_fp8::Consumer<Traits>;
+  static constexpr bool kHalvesSingleTiles = true;
+  static constexpr int kProbabilityBytes = kRowTile * kTileTokens * 2;  // with room for a single tile's scores to cross
   static constexpr int kStages = kFp8Math || kRowTile <= 16 ? 5 : 4;
   static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
   static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;

@@ -98,6 +98,7 @@ def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
             fp8_math=fp8_math,
             out=out,
             lse=lse,
+            early_loads=True,  # as in engines
         )[0]
 
     return call

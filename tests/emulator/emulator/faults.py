@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .ptx import Edit, Instruction
 
-SYNCHRONISATION = ("bar", "barrier", "mbarrier", "fence", "wgmma")
+SYNCHRONISATION = ("bar", "barrier", "mbarrier", "fence", "wgmma", "griddepcontrol")
 OF_COPIES = ("mbarrier", "wait_all", "wait_group")  # of cp.async
 
 

@@ -351,8 +351,13 @@ def _call(name: str, *kinds: str):
 
 
 def _nothing(t: Translator, item: Instruction, mask: str) -> str:
-    """Prefetches, register budgets and the overlap of launches change no result here: CTAs run one after another."""
+    """Prefetches and register budgets change no result here."""
     return "pass"
+
+
+def _griddepcontrol(t: Translator, item: Instruction, mask: str) -> str:
+    """What a kernel's predecessor may still write is refused to those that have not waited; see Memory.late."""
+    return "w.followed = True" if "wait" in item.parts else "pass"
 
 
 TRANSLATIONS = {
@@ -389,5 +394,5 @@ TRANSLATIONS = {
     "prmt": _call("_prmt", "b32", "b32", "b32"),
     "prefetch": _nothing,
     "setmaxnreg": _nothing,
-    "griddepcontrol": _nothing,
+    "griddepcontrol": _griddepcontrol,
 }

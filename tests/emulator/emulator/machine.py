@@ -223,6 +223,7 @@ class Warp:
         self.known = (0,) * warps  # of each warp, how many of its cp.async are there and known to be
         self.fenced = np.array(self.known)  # `known` at the last fence.proxy.async
         self.products = ProductsInFlight(cta, self)
+        self.followed = False  # has waited for the kernel's predecessor
 
     def end(self, group: Group, bits: int) -> None:
         """These lanes of a group return; the others go on."""
@@ -265,7 +266,10 @@ class Warp:
     def load_global(self, address, mask, size, count):
         if mask is not None and not mask.any():
             return np.zeros((count, LANES), f"uint{size * 8}")
-        raw = self.cta.memory.load(_safe(address, mask), size * count)
+        address = _safe(address, mask)
+        if not self.followed:
+            self.cta.memory.refuse_late(address, size * count)
+        raw = self.cta.memory.load(address, size * count)
         return np.ascontiguousarray(raw.view(f"uint{size * 8}").T)
 
     def store_global(self, address, mask, size, values):
@@ -273,6 +277,8 @@ class Warp:
         if mask is not None:
             address, raw = address[mask], raw[mask]
         if len(address):
+            if not self.followed:
+                self.cta.memory.refuse_late(address, raw.shape[1])
             self.cta.memory.store(address, raw)
 
     def load_shared(self, address, mask, size, count):

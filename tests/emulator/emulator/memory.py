@@ -39,6 +39,7 @@ class Memory:
     """The arrays that a kernel may touch, where they lie in this process; it reads and writes them in place."""
 
     def __init__(self):
+        self.late: np.ndarray | None = None  # [ranges, 2], what the kernel's predecessor may still write; None: nothing
         self._buffers: list[tuple[int, int, np.ndarray, str]] = []  # begin, end, bytes, name
 
     def add(self, array: np.ndarray, name: str) -> int:
@@ -49,6 +50,23 @@ class Memory:
         begin = data.ctypes.data
         self._buffers.append((begin, begin + data.size, data, name))
         return begin
+
+    def refuse_late(self, addresses: np.ndarray, size: int) -> None:
+        """Of a warp that has not waited for the kernel's predecessor."""
+        if self.late is None:
+            return
+        begin = addresses.reshape(-1, 1).astype(np.uint64)
+        if ((begin < self.late[:, 1]) & (begin + np.uint64(size) > self.late[:, 0])).any():
+            raise EmulationError("an access to what the predecessor may still write, without having waited for it")
+
+    def refuse_late_box(self, tensor_map: TensorMap, coordinates: tuple[int, ...]) -> None:
+        if self.late is None:
+            return
+        address = np.array([tensor_map.address], np.uint64)
+        for c, box, dim, stride in zip(coordinates[1:], tensor_map.box[1:], tensor_map.dims[1:], tensor_map.strides, strict=True):
+            inside = np.arange(max(0, c), min(dim, c + box), dtype=np.uint64)
+            address = (address[:, None] + inside * np.uint64(stride)).reshape(-1)
+        self.refuse_late(address, tensor_map.box[0] * tensor_map.element_bytes)
 
     def load(self, addresses: np.ndarray, size: int) -> np.ndarray:
         """Bytes [lanes, size]."""

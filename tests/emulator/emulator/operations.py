@@ -246,7 +246,10 @@ def _tensor_copy(t: Translator, item: Instruction):
             tensor_map = cta.maps[at]
             if not len(tensor_map.dims) == len(columns) == int(rank[1]):
                 raise EmulationError(f"a copy of rank {rank[1]} with a tensor map of rank {len(tensor_map.dims)}")
-            box = partial(cta.memory.read_box, tensor_map, tuple(int(c[lane]) for c in columns))
+            place = tuple(int(c[lane]) for c in columns)
+            if not warp.followed:
+                cta.memory.refuse_late_box(tensor_map, place)
+            box = partial(cta.memory.read_box, tensor_map, place)
             cta.start_transfer(int(to(warp)[lane]), box, tensor_map, int(barrier_at(warp)[lane]), item)
 
     return lanewise(item, run)
@@ -266,6 +269,8 @@ def _async_copy(t: Translator, item: Instruction):
         if not ((counts == 0) | (counts == 16)).all():
             raise EmulationError(f"cp.async of {counts.tolist()} bytes: our kernels copy 16 or none")
         data = np.zeros((len(counts), 16), np.uint8)
+        if not warp.followed:
+            cta.memory.refuse_late(addresses[counts == 16], 16)
         data[counts == 16] = cta.memory.load(addresses[counts == 16], 16)
         cta.start_copy(warp, to(warp)[lanes], data)
 

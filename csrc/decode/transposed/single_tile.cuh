@@ -1,0 +1,151 @@
+// A piece of a single tile, as short calls have them: both consumers decode it, each with half of K's columns and half of the
+// value dims, so that nothing is left to merge.
+#pragma once
+
+#include "decode/transposed/merge.cuh"
+
+namespace etap::transposed {
+
+// A consumer's share of a tile's chunks: half of those of value dims, and of the last one, rope, half of the columns.
+constexpr int kShareChunks = kValueChunks / kConsumerGroups;
+
+template <class T>
+__device__ __forceinline__ auto& key_chunk(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int chunk) {
+  return item<typename T::KeyStage>(shared.ring, at.ahead(chunk / T::kChunksPerStage).stage)[chunk % T::kChunksPerStage];
+}
+
+// S^T of this consumer's share of the columns.
+template <class T>
+__device__ __forceinline__ void compute_score_share(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+                                                    ScoreFragment<T>& st) {
+  using namespace cute;
+  typename T::ScoreMma mma;
+  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  const auto slice = mma.get_thread_slice(0);
+  constexpr int kSteps = kChunkColumns / 16;
+
+  warpgroup_fence_operand(st);
+  CUTE_UNROLL
+  for (int c = 0; c <= kShareChunks; ++c) {
+    const int chunk = c < kShareChunks ? group * kShareChunks + c : kValueChunks;
+    shared.keys.wait(at.ahead(chunk / T::kChunksPerStage));
+    warpgroup_arrive();
+    auto s_key = make_tensor(make_smem_ptr(&key_chunk<T>(shared, at, chunk)[0][0]), typename T::KeyOperand{});
+    auto s_query = make_tensor(make_smem_ptr(&item<typename T::QueryChunk>(shared.query, chunk)[0][0]),
+                               typename T::QueryOperand{});
+    auto r_key = slice.make_fragment_A(slice.partition_A(s_key));
+    auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
+    const int first = c < kShareChunks ? 0 : group * (kSteps / kConsumerGroups);
+    CUTE_UNROLL
+    for (int k = 0; k < (c < kShareChunks ? kSteps : kSteps / kConsumerGroups); ++k) {
+      gemm(mma, r_key(_, 0, first + k), r_query(_, 0, first + k), st(_, 0, 0));
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+  }
+  warpgroup_commit_batch();
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(st);
+}
+
+// Add the other consumer's share. It crosses where the receiver's P^T will lie.
+template <class T>
+__device__ __forceinline__ void add_score_shares(typename T::SharedStorage& shared, int group, ScoreFragment<T>& st) {
+  using Share = float4[T::kScoreColumns / 8][kGroupThreads];
+  static_assert(sizeof(Share) <= 2 * T::kProbabilityBytes);
+  const int thread = threadIdx.x % kGroupThreads;
+  const auto share_for = [&](int receiver) -> Share& {
+    return *reinterpret_cast<Share*>(shared.probabilities + 2 * receiver * T::kProbabilityBytes);
+  };
+  CUTE_UNROLL
+  for (int i = 0; i < T::kScoreColumns / 8; ++i) {
+    share_for(1 - group)[i][thread] = make_float4(st(4 * i), st(4 * i + 1), st(4 * i + 2), st(4 * i + 3));
+  }
+  ETAP_MARKED(shares_meeting, event::shares_written().meet());
+  CUTE_UNROLL
+  for (int i = 0; i < T::kScoreColumns / 8; ++i) {
+    const float4 other = share_for(group)[i][thread];
+    st(4 * i) += other.x;
+    st(4 * i + 1) += other.y;
+    st(4 * i + 2) += other.z;
+    st(4 * i + 3) += other.w;
+  }
+}
+
+// O^T of this consumer's value dims, in the first slices of the fragment; `meanwhile` runs beside the products.
+template <class T, class Meanwhile>
+__device__ __forceinline__ void compute_output_share(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
+                                                     const char* probabilities, OutputFragment<T>& ot, Meanwhile&& meanwhile) {
+  using namespace cute;
+  typename T::OutputMma mma;
+  const auto slice = mma.get_thread_slice(0);
+  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)),
+                          typename T::ProbabilityOperand{});
+  auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
+  warpgroup_fence_operand(ot);
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int m = 0; m < kShareChunks; ++m) {
+    auto s_value = make_tensor(make_smem_ptr(&key_chunk<T>(shared, at, group * kShareChunks + m)[0][0]),
+                               typename T::ValueOperand{});
+    auto r_value = slice.make_fragment_A(slice.partition_A(s_value));
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    CUTE_UNROLL
+    for (int k = 0; k < size<2>(r_value); ++k) {
+      gemm(mma, r_value(_, 0, k), r_pt(_, 0, k), ot(_, m, 0));
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+  }
+  warpgroup_commit_batch();
+  meanwhile();
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(ot);
+}
+
+// Called by both consumers; `pieces` counts those finished before. compute_scores(st): of this consumer's share of the columns;
+// compute_output(meanwhile): O^T of its value dims, in the first slices.
+template <class T, class ComputeScores, class ComputeOutput>
+__device__ __forceinline__ void decode_single_tile(typename T::SharedStorage& shared, const DecodeParams& params,
+                                                   const Piece& piece, int row_group, RingPosition<T::kStages> at, int pieces,
+                                                   Softmax<T>& softmax, OutputFragment<T>& ot, ComputeScores&& compute_scores,
+                                                   ComputeOutput&& compute_output) {
+  const int group = softmax.group;
+  ScoreFragment<T> st;
+  compute_scores(st);
+  add_score_shares<T>(shared, group, st);
+
+  // Softmax. The shares have met: nobody reads K any more.
+  const int tile_end = (piece.begin_tile + 1) * kTileTokens;
+  if (tile_end > piece.seq_len - params.s_q + 1) {
+    mask_scores<T>(params, piece, piece.begin_tile, row_group, group, st);
+    if (tile_end > piece.seq_len) {
+      constexpr int kChunks = T::kTileValueChunks / kConsumerGroups;
+      zero_value_tail<T>(shared, at, piece, piece.begin_tile, group * kChunks, (group + 1) * kChunks);
+    }
+  }
+  float correction[Softmax<T>::kColumns];
+  softmax.renew(st, correction);
+  softmax.exponentiate(st);
+  softmax.store(shared.probabilities + 2 * group * T::kProbabilityBytes);
+  event::probabilities_written(group).sync();
+
+  auto& columns = shared.columns[pieces % 2];
+  compute_output([&] {
+    softmax.accumulate();
+    publish_columns<T>(columns, softmax);
+  });
+  ETAP_MARKED(outputs_meeting, event::sums_written().meet());
+  if (group == 0 && releases()) {
+    CUTE_UNROLL
+    for (int stage = 0; stage < T::kStagesPerTile; ++stage) shared.keys.release(at.ahead(stage));
+  }
+  const WarpFactors<T> factors([&](int, int column) {
+    return normalised(1.0f, 0.0f, total(columns.sums[group][column]), total(columns.rounded_sums[group][column]),
+                      columns.references[group][column]);
+  });
+  scale_columns<T, T::kMergeSlices>(ot, [&](int block, int bit) { return factors.own(block, bit); });
+  const Destination<T> to(params, piece, row_group);
+  write_output<T, T::kMergeSlices>(to, group * kLatentDim / kConsumerGroups, 0, ot);
+  if (group == 0) factors.write_lse(to);
+}
+
+}  // namespace etap::transposed
