@@ -121,8 +121,8 @@ def claim_workspace(floats: int) -> Tensor:
 class DecodeRun(NamedTuple):
     """What one call decodes: query tokens of a step, and block table, lengths and schedule of their requests.
 
-    early_loads: as of `mla_decode`. vLLM writes a layer's rows of the cache before it brings the queries into the latent
-    space, so that all but the queries are older than the kernel before the call.
+    early_loads: as of `mla_decode`. vLLM writes a layer's rows of the cache before it brings the queries into the
+    latent space, so that all but the queries are older than the kernel before the call.
     """
 
     tokens: slice

@@ -154,14 +154,14 @@ def every_byte(tensors: dict[str, torch.Tensor | None], besides: tuple[str, ...]
 
 
 def late_for_decode(tensors: dict[str, torch.Tensor | None], s_q: int) -> np.ndarray:
-    """The same of what a call with early loads may find unwritten: cache rows of the last s_q tokens, queries, outputs."""
+    """The same of what early loads may find unwritten: cache rows of the last s_q tokens, queries, outputs."""
     caches = [tensors[name] for name in ("kv_cache", "rope_cache") if tensors[name] is not None]
     rows = []
     for request, length in enumerate(tensors["seq_lens"].tolist()):
         for token in range(max(0, length - s_q), length):
             page, row = divmod(token, caches[0].shape[1])
-            for cache in caches:
-                last = cache[tensors["block_table"][request, page], row]
+            for each in caches:
+                last = each[tensors["block_table"][request, page], row]
                 rows.append((last.data_ptr(), last.data_ptr() + last.numel() * last.element_size()))
     settled = ("kv_cache", "rope_cache", "kv_scale", "block_table", "seq_lens", "work_ranges", "split_offsets")
     return np.concatenate([every_byte(tensors, settled), np.array(rows, np.uint64).reshape(-1, 2)])
@@ -220,7 +220,7 @@ def run_decode(
             queries = [*map(tensor_map, query_maps), bytes([1] + [0] * 127)] if query_maps else [bytes(3 * 128)]
             # Kernels that gather rows have the maps of those that copy parts, and use none.
             arguments += [[*map(tensor_map, cache_maps)] if cache_maps else bytes(2 * 128), queries]
-        # The combination reads the schedule before it waits for the partials: decode has waited before it lets it begin.
+        # The combination reads the schedule before it waits for partials: decode has waited before it lets it begin.
         memory.late = every_byte(copies, besides=("work_ranges",)) if ran else late
         kernel = kernel_of(_template_arguments(name), sources, edit)
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))

@@ -63,7 +63,9 @@ class Memory:
         if self.late is None:
             return
         address = np.array([tensor_map.address], np.uint64)
-        for c, box, dim, stride in zip(coordinates[1:], tensor_map.box[1:], tensor_map.dims[1:], tensor_map.strides, strict=True):
+        for c, box, dim, stride in zip(
+            coordinates[1:], tensor_map.box[1:], tensor_map.dims[1:], tensor_map.strides, strict=True
+        ):
             inside = np.arange(max(0, c), min(dim, c + box), dtype=np.uint64)
             address = (address[:, None] + inside * np.uint64(stride)).reshape(-1)
         self.refuse_late(address, tensor_map.box[0] * tensor_map.element_bytes)
