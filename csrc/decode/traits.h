@@ -29,11 +29,15 @@ constexpr float kLazyMaximum = 8.0f;
 // "No token seen yet": finite, so that -inf (a masked score) minus it stays -inf and not NaN; and below every finite score.
 constexpr float kNoMaximum = -FLT_MAX;
 
-// Grants to one consumer that may be open at once: see Turns. Tiles and merges take their stages in turn, and the most are
-// open when every piece has one tile; a grant counts from its first stage on.
-constexpr int kTurns = 4;
-constexpr bool grants_fit(int stages, int stages_of_tile, int stages_of_half_merge) {
-  return stages < kTurns / 2 * (stages_of_tile + kConsumerGroups * stages_of_half_merge) + 1;
+// Grants to one consumer that may be open at once: see Turns. The most are when every piece has one tile. Then tiles and merges
+// take stages of the ring in turn, or, where a single tile leaves nothing to merge, tiles alone; a grant counts from its first
+// stage on.
+template <class T>
+constexpr int turns() {
+  constexpr int merge = kConsumerGroups * T::kMergeStages;
+  constexpr int of_two = T::kStagesPerTile + (T::kHalvesSingleTiles && T::kStagesPerTile < merge ? T::kStagesPerTile : merge);
+  static_assert(T::kStages <= 4 * of_two);
+  return T::kStages <= 2 * of_two ? 4 : 8;
 }
 
 // An item of an array in shared memory, whose place is worked out in 32 bits as all of that memory can be.

@@ -111,7 +111,6 @@ struct Traits : Products<transposed::AlternateTiles<kRowTile_>, kClustered> {
   static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
   static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
   static_assert(kConsumerGroups * kMergeStages <= kStages);
-  static_assert(grants_fit(kStages, kStagesPerTile, kMergeStages));
 
   static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
   // Loads on their way while one is in work; whether the first ones, and what else is known to be wanted, are asked for before

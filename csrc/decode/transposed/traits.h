@@ -64,7 +64,7 @@ struct SharedMemory {
   float score_scales[T::kFp8Cache ? T::kRowTile : 1];               // of each query row
   Ring<T::kStages> keys;
   Ring<1> queries;
-  Turns<kTurns> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
+  Turns<turns<T>()> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
   __device__ __forceinline__ void init_grants(int signals) {
     if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);
@@ -112,7 +112,6 @@ struct Traits : AlternateTiles<kRowTile_> {
   static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
   static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
   static_assert(kConsumerGroups * kMergeStages <= kStages);
-  static_assert(grants_fit(kStages, kStagesPerTile, kMergeStages));
 
   // Powers of two: how far P^T lies above its value against the reference, and how far above 1 it may get.
   static constexpr float kProbabilityShift = 0.0f;

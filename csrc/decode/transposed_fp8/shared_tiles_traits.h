@@ -32,11 +32,7 @@ struct SharedTilesMemory {
   Ring<T::kStages> keys;
   Ring<1> queries;
 
-  Turns<kTurns> granted[kConsumerGroups];
-
-  __device__ __forceinline__ void init_grants(int signals) {
-    if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);
-  }
+  __device__ __forceinline__ void init_grants(int) {}
   // Each warp's column maxima of one tile: only the place of the sums is left for them.
   __device__ __forceinline__ float& maximum(int group, int warp, int column) {
     return reinterpret_cast<float*>(columns.sums)[(group * kWarpsPerGroup + warp) * T::kScoreColumns + column];

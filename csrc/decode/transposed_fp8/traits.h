@@ -156,7 +156,6 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
   static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
   static_assert(kConsumerGroups * kMergeStages <= kStages);
-  static_assert(grants_fit(kStages, kStagesPerTile, kMergeStages));
 };
 
 }  // namespace etap::transposed_fp8
