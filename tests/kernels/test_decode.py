@@ -273,6 +273,17 @@ def test_many_runs_of_ctas_with_many_pieces(page_size, heads, kind):
 
 
 @both_devices
+@every_kind
+@pytest.mark.parametrize("heads", [8, 16, 32, 64])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_rows_of_requests_of_one_tile(device, kind, heads, page_size):
+    """The producer is as many pieces ahead as its ring has tiles: once more than its signals could tell apart."""
+    draw = random.Random(heads)
+    lengths = tuple(draw.randint(1, 64) for _ in range({"cpu": 20, "cuda": 200}[device]))
+    verify(Case(lengths, heads=heads, page_size=page_size, num_sms=3, seed=27, **kind), device)
+
+
+@both_devices
 @bf16_or_fp8_cache
 @pytest.mark.parametrize("length", [64 * 64, 131_072])
 def test_one_request_over_all_multiprocessors(device, cache, length):
