@@ -287,8 +287,7 @@ LENT_STAGES = [
     *[("fp8_math", heads, (320,)) for heads in (8, 16, 32)],
 ]
 RAGGED = [(kind, 16, (192, 64, 0, 191, 1, 320)) for kind in CACHES]
-# The producer is as many pieces ahead as the ring has tiles: consumers with four barriers for their grants once waited for
-# ever.
+# The producer is as many pieces ahead as the ring has tiles: four barriers in turn do not tell that many grants apart.
 RAGGED += [(kind, heads, (64, 5, 63, 17, 64, 1, 30, 64)) for kind in CACHES for heads in (16, 32)]
 RAGGED += [(kind, 64, lengths) for kind in CACHES for lengths in ((129, 0, 64), (320, 1, 192, 64))]
 
