@@ -15,7 +15,7 @@ from etap_backend.schedule import decode_shape
 from etap_backend.sparse import sparse_decode_shape
 
 
-def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = None) -> list:
+def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = None, early_loads: bool = False) -> list:
     problem = build(case, "cpu")
     q = problem.call_q if q is None else q
     batch, s_q, heads, _ = q.shape
@@ -26,7 +26,17 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
         *(q, problem.call_q_rope, *(caches or (problem.call_kv_cache, problem.rope_cache))),
         *(problem.q_scale, problem.kv_scale, problem.block_table[:batch], problem.seq_lens[:batch]),
         *(planned.work_ranges, planned.split_offsets, planned.workspace, out, lse),
-        *(SOFTMAX_SCALE, batch, s_q, heads, planned.partitions, planned.row_tile, case.fp8_math, -math.inf, False),
+        *(
+            SOFTMAX_SCALE,
+            batch,
+            s_q,
+            heads,
+            planned.partitions,
+            planned.row_tile,
+            case.fp8_math,
+            -math.inf,
+            early_loads,
+        ),
     )
 
 
@@ -61,6 +71,26 @@ def test_the_shape_names_kernel_and_grid(kind, element, heads, groups):
 def test_one_partition_has_nothing_to_combine_and_no_request_nothing_to_decode():
     assert len(launches(Case((300,), 16, num_sms=1))) == 1
     assert len(launches(Case((300,), 16, num_sms=1), q=torch.empty(0, 1, 16, 576, dtype=torch.bfloat16))) == 0
+
+
+@pytest.mark.parametrize(
+    "batch, heads, late, early",
+    [
+        (1, 16, ((64, 1), 1, 1), ((64, 1), 1, 1)),
+        (4, 16, ((64, 4), 1, 1), ((32, 4), 2, 1)),
+        (16, 16, ((8, 16), 8, 1), ((8, 16), 8, 1)),
+        (32, 16, ((8, 32), 8, 1), ((8, 16), 8, 2)),
+        (64, 16, ((8, 33), 8, 2), ((8, 16), 8, 4)),
+        (16, 64, ((32, 8), 8, 2), ((32, 8), 8, 2)),
+        (64, 64, ((32, 8), 8, 4), ((32, 8), 8, 4)),
+    ],
+)
+def test_before_early_loads_the_combination_has_no_more_blocks_than_keep_its_loads_in_flight(batch, heads, late, early):
+    """Grid, tasks of 8 rows x 16 value dims of a block, and requests that it takes at a time."""
+    for early_loads, (grid, tasks, requests) in ((False, late), (True, early)):
+        _, combine = launches(Case((70,) * batch, heads, num_sms=132), early_loads=early_loads)
+        assert tuple(combine[1:3]) == grid
+        assert f"kTasks = {tasks}" in combine[0] and f"kEntries = {requests}" in combine[0]
 
 
 def test_the_cache_of_one_page_may_say_any_stride():
