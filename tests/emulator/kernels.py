@@ -235,6 +235,7 @@ def run_sparse(
     """The same for a sparse call; `tensors` are its arguments in order, and those named out and lse have the result."""
     memory = Memory()
     copies = placed(memory, tensors)
+    memory.late = every_byte(copies)
     ran = []
     for launch in library().sparse_decode_launches(*copies.values(), softmax_scale, partitions, empty_lse):
         name, x, y, cluster, threads, shared_bytes, params, cache = launch

@@ -419,6 +419,7 @@ LENT_AGAIN = Case(16, 64, 4)  # where what is lent held what was lent before
 NONSENSE = "NaN or infinity|elements, the first"
 FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it is left out, in each kernel that has it
     "launch_meeting": "no mbarrier",
+    "launch_wait": "without having waited",
     "rows_room": f"deadlock|never written|{NONSENSE}",
     "rows_arrival": f"in flight|{NONSENSE}",
     "rows_commit": "deadlock",
@@ -446,17 +447,17 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "cluster_end": "has ended",
 }
 PLANTED = {
-    "transposed": "launch_meeting lent_commit lent_room merge_grant output_fence output_wait probabilities_fence "
-    "probabilities_meeting queries_meeting rows_arrival rows_commit rows_fence rows_grant rows_room "
+    "transposed": "launch_meeting launch_wait lent_commit lent_room merge_grant output_fence output_wait "
+    "probabilities_fence probabilities_meeting queries_meeting rows_arrival rows_commit rows_fence rows_grant rows_room "
     "scores_commit scores_wait stage_release",
     "clustered": "cluster_end halves_meeting parts_meeting",  # and those of transposed
-    "query_major": "hand_over_meeting launch_meeting other_rows_fence output_fence queries_meeting rows_arrival "
-    "rows_commit rows_fence rows_room scores_wait",
-    "fp8": "launch_meeting lent_commit lent_room merge_grant probabilities_fence probabilities_meeting "
+    "query_major": "hand_over_meeting launch_meeting launch_wait other_rows_fence output_fence queries_meeting "
+    "rows_arrival rows_commit rows_fence rows_room scores_wait",
+    "fp8": "launch_meeting launch_wait lent_commit lent_room merge_grant probabilities_fence probabilities_meeting "
     "products_meeting queries_fence queries_meeting rows_arrival rows_commit rows_grant rows_room rows_wait "
     "stage_release",
-    "fp8_shared": "launch_meeting probabilities_fence probabilities_meeting queries_fence queries_meeting rows_arrival "
-    "rows_commit rows_room rows_wait shares_meeting stage_release",
+    "fp8_shared": "launch_meeting launch_wait probabilities_fence probabilities_meeting queries_fence queries_meeting "
+    "rows_arrival rows_commit rows_room rows_wait shares_meeting stage_release",
 }
 
 
