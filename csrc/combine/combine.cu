@@ -6,6 +6,7 @@
 
 #include "combine/sums.cuh"
 #include "decode/even_split.h"
+#include "decode/shape.h"
 
 namespace etap {
 namespace {
@@ -249,16 +250,18 @@ KernelLaunch kernel_launch(dim3 blocks) {
 }
 
 // The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where none of them is
-// left. So before one with early loads, as calls beside each other have them all or none of them, there are no more than a block or
-// so a multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight. Nothing here depends
-// on the batch where partitions are a multiple of it, as in batch-invariant schedules: sums are rounded in another order with each.
+// left. So before one with early loads, as calls beside each other have them all or none of them, there are no more than a block
+// or so a multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight; but where tensor
+// cores are few, for there they are what the next kernel waits for, not its loads. Nothing here depends on the batch where
+// partitions are a multiple of it, as in batch-invariant schedules: sums are rounded in another order with each.
 template <class Element, bool kOneRow, bool kEven = false>
 KernelLaunch prepare(const DecodeParams& params) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
   const int multiprocessors = params.partitions * params.row_groups;
   const bool wide = requests * tasks > kBlocksPerSm * multiprocessors;
-  const bool pairs = params.early_loads && !wide && requests * tasks > multiprocessors;
+  const bool sparing = params.early_loads && !few_tensor_cores(multiprocessors);
+  const bool pairs = sparing && !wide && requests * tasks > multiprocessors;
   const int steps = wide ? tasks / kWarps : pairs ? tasks / 2 : tasks;
   // Requests of a block of a task a warp with so many blocks a multiprocessor, and how many of them it takes at a time.
   const auto rounds = [&](int blocks_per_sm) {
@@ -266,7 +269,7 @@ KernelLaunch prepare(const DecodeParams& params) {
   };
   const auto at_a_time = [&](int blocks_per_sm) { return rounds(blocks_per_sm) <= 2 ? rounds(blocks_per_sm) : kMostEntries; };
   const bool in_flight = rounds(1) <= kMostEntries && at_a_time(1) * (params.partitions / requests) <= kFewSplits;
-  const int blocks_per_sm = !wide ? kBlocksPerSm : params.early_loads && in_flight ? 1 : kWideBlocksPerSm;
+  const int blocks_per_sm = !wide ? kBlocksPerSm : sparing && in_flight ? 1 : kWideBlocksPerSm;
   const dim3 blocks(steps, std::min(requests, std::max(blocks_per_sm * multiprocessors / steps, 1)));
   if constexpr (!kEven) {
     if (pairs) return kernel_launch<Element, 2, 1, kOneRow, kEven>(blocks);

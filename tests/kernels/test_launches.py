@@ -93,6 +93,12 @@ def test_before_early_loads_the_combination_has_no_more_blocks_than_keep_its_loa
         assert f"kTasks = {tasks}" in combine[0] and f"kEntries = {requests}" in combine[0]
 
 
+@pytest.mark.parametrize("batch, heads", [(1, 16), (2, 16), (16, 16), (32, 16), (64, 16), (16, 64)])
+def test_where_tensor_cores_are_few_the_combination_has_as_many_blocks_as_ever(batch, heads):
+    late, early = (launches(Case((70,) * batch, heads, num_sms=78), early_loads=early) for early in (False, True))
+    assert early[1][:5] == late[1][:5]
+
+
 def test_the_cache_of_one_page_may_say_any_stride():
     pool = torch.zeros(64 * 576, dtype=torch.bfloat16)
     for stride in (0, 3, 2**50):
