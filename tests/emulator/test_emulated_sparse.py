@@ -448,8 +448,8 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
 }
 PLANTED = {
     "transposed": "launch_meeting launch_wait lent_commit lent_room merge_grant output_fence output_wait "
-    "probabilities_fence probabilities_meeting queries_meeting rows_arrival rows_commit rows_fence rows_grant rows_room "
-    "scores_commit scores_wait stage_release",
+    "probabilities_fence probabilities_meeting queries_meeting rows_arrival rows_commit rows_fence rows_grant "
+    "rows_room scores_commit scores_wait stage_release",
     "clustered": "cluster_end halves_meeting parts_meeting",  # and those of transposed
     "query_major": "hand_over_meeting launch_meeting launch_wait other_rows_fence output_fence queries_meeting "
     "rows_arrival rows_commit rows_fence rows_room scores_wait",
