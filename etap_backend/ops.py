@@ -112,8 +112,9 @@ def mla_decode(
             q's. If `out` is given, its dtype.
         empty_lse: log-sum-exp of rows that see no token, -inf or, as FlashMLA has it, +inf.
         early_loads: True says that the schedule, seq_lens, block_table, kv_scale and the cache's rows of all but each
-            request's last s_q tokens were written before the kernel that precedes this call on its stream began. They
-            are then read while that kernel ends, as far as it lets this one begin.
+            request's last s_q tokens were written before the kernel that precedes this call on its stream began; in a
+            page that requests share that holds for each of them. They are then read while that kernel ends, as far as
+            it lets this one begin.
 
     Returns:
         out and lse.
