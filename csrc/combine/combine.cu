@@ -251,9 +251,10 @@ KernelLaunch kernel_launch(dim3 blocks) {
 
 // The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where none of them is
 // left. So before one with early loads, as calls beside each other have them all or none of them, there are no more than a block
-// or so a multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight; but where tensor
-// cores are few, for there they are what the next kernel waits for, not its loads. Nothing here depends on the batch where
-// partitions are a multiple of it, as in batch-invariant schedules: sums are rounded in another order with each.
+// or so a multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight or hardly any
+// request is split; but where tensor cores are few, for there they are what the next kernel waits for, not its loads. Nothing here
+// depends on the batch where partitions are a multiple of it, as in batch-invariant schedules: sums are rounded in another order
+// with each.
 template <class Element, bool kOneRow, bool kEven = false>
 KernelLaunch prepare(const DecodeParams& params) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
@@ -268,7 +269,8 @@ KernelLaunch prepare(const DecodeParams& params) {
     return (requests * steps + blocks_per_sm * multiprocessors - 1) / (blocks_per_sm * multiprocessors);
   };
   const auto at_a_time = [&](int blocks_per_sm) { return rounds(blocks_per_sm) <= 2 ? rounds(blocks_per_sm) : kMostEntries; };
-  const bool in_flight = rounds(1) <= kMostEntries && at_a_time(1) * (params.partitions / requests) <= kFewSplits;
+  const int pieces = params.partitions / requests;  // of a request, if all are alike
+  const bool in_flight = (rounds(1) <= kMostEntries || pieces == 1) && at_a_time(1) * pieces <= kFewSplits;
   const int blocks_per_sm = !wide ? kBlocksPerSm : sparing && in_flight ? 1 : kWideBlocksPerSm;
   const dim3 blocks(steps, std::min(requests, std::max(blocks_per_sm * multiprocessors / steps, 1)));
   if constexpr (!kEven) {

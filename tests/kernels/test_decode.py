@@ -277,7 +277,7 @@ def test_many_runs_of_ctas_with_many_pieces(page_size, heads, kind):
 @pytest.mark.parametrize("heads", [8, 16, 32, 64])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_rows_of_requests_of_one_tile(device, kind, heads, page_size):
-    """The producer is as many pieces ahead as its ring has tiles: once more than its signals could tell apart."""
+    """On a GPU the producer is as many pieces ahead as its ring has tiles: more than four barriers tell apart."""
     draw = random.Random(heads)
     lengths = tuple(draw.randint(1, 64) for _ in range({"cpu": 20, "cuda": 200}[device]))
     verify(Case(lengths, heads=heads, page_size=page_size, num_sms=3, seed=27, **kind), device)
@@ -398,7 +398,7 @@ def _bits(results: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("page_size", [64, 16])
 @pytest.mark.parametrize("heads, s_q", [(8, 1), (16, 1), (16, 3), (32, 1), (64, 1), (24, 4)])
 def test_early_loads_wait_for_what_the_kernel_before_writes(kind, heads, s_q, page_size):
-    """The queries, and the cache's rows of the last tokens."""
+    """The queries, and the last tokens' rows of the cache. These copies let nothing begin before their end: see below."""
     lengths = (1, 64, 130, 1000, 4097, 0, 20_000)
     problem = build(Case(lengths, heads, s_q=s_q, page_size=page_size, seed=30, **kind), "cuda")
     planned = Runner(problem).build()

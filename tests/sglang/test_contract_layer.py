@@ -235,6 +235,7 @@ def test_other_numbers_of_heads(make, heads, mode):
     problem = Problem(runner, [70, 200], s_q=1 if mode.is_decode() else DRAFTS)
     batch = problem.batch(mode, seq_lens=None if mode.is_decode() else [length - DRAFTS for length in problem.lengths])
     backend.init_forward_metadata(batch)
+    assert [call.early_loads for call in backend.forward_metadata] == [True]
     problem.check(attend(backend, problem, batch))
 
 

@@ -281,22 +281,22 @@ def test_a_step_is_cut_into_few_runs(query_lens, verified, wanted, longest):
         assert (run.tokens.start, run.tokens.stop) == (tokens[run.requests.start], tokens[run.requests.stop])
 
 
-@pytest.mark.parametrize("query_lens, arguments, calls", [
-    ([1, 1, 37], {}, 2),
-    ([1, 128, 37, 2], {}, 4),
-    ([37, 90], {}, 2),
-    ([4, 4, 1, 37], SPECULATIVE, 3),
-    ([1, 4, 1, 4, 2], SPECULATIVE, 1),
-    ([4, 1, 4, 1, 4, 37, 5], SPECULATIVE, 3),
+@pytest.mark.parametrize("query_lens, arguments, early_loads", [
+    ([1, 1, 37], {}, [True, False]),
+    ([1, 128, 37, 2], {}, [True, False, False, False]),
+    ([37, 90], {}, [False, False]),
+    ([4, 4, 1, 37], SPECULATIVE, [True, True, False]),
+    ([1, 4, 1, 4, 2], SPECULATIVE, [False]),  # a token each
+    ([4, 1, 4, 1, 4, 37, 5], SPECULATIVE, [False, False, False]),
 ], ids=str)  # fmt: skip
-def test_requests_of_different_query_lengths_are_decodes(make, query_lens, arguments, calls):
+def test_requests_of_different_query_lengths_are_decodes(make, query_lens, arguments, early_loads):
     """Short prompts beside decodes, and drafts of different numbers, as with FLASH_ATTN_MLA."""
     layer, builder = make(**arguments)
     lengths = [700, 129, 300, 64, 1000, 65, 200][: len(query_lens)]
     problem = Problem([max(*pair) for pair in zip(lengths, query_lens, strict=True)], query_lens)
     step = builder.build(0, problem.common_metadata())
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (len(lengths), problem.tokens, 0)
-    assert len(step.decode.runs) == calls
+    assert [run.early_loads for run in step.decode.runs] == early_loads
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
 
 
