@@ -398,7 +398,7 @@ def _bits(results: tuple[torch.Tensor, torch.Tensor]) -> list[torch.Tensor]:
 @pytest.mark.parametrize("page_size", [64, 16])
 @pytest.mark.parametrize("heads, s_q", [(8, 1), (16, 1), (16, 3), (32, 1), (64, 1), (24, 4)])
 def test_early_loads_wait_for_what_the_kernel_before_writes(kind, heads, s_q, page_size):
-    """The queries, and the last tokens' rows of the cache. These copies let nothing begin before their end: see below."""
+    """The queries, and the last tokens' rows of the cache. The copies let nothing begin before they end: see below."""
     lengths = (1, 64, 130, 1000, 4097, 0, 20_000)
     problem = build(Case(lengths, heads, s_q=s_q, page_size=page_size, seed=30, **kind), "cuda")
     planned = Runner(problem).build()
