@@ -250,11 +250,13 @@ KernelLaunch kernel_launch(dim3 blocks) {
 }
 
 // The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where none of them is
-// left. So before one with early loads, as calls beside each other have them all or none of them, there are no more than a block
-// or so a multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight or hardly any
-// request is split; but where tensor cores are few, for there they are what the next kernel waits for, not its loads. Nothing here
-// depends on the batch where partitions are a multiple of it, as in batch-invariant schedules: sums are rounded in another order
-// with each.
+// left. So where it loads early, as a call with early loads takes for granted, there are no more than a block or so a
+// multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight or hardly any request is
+// split; but where tensor cores are few, for there they are what the next kernel waits for, not its loads.
+//
+// In batch-invariant schedules, whose partitions are a multiple of the batch, no sum may be rounded in another order with another
+// batch. There `sparing` alone depends on it, and only chooses between grids in which all splits of a request are in flight at
+// once.
 template <class Element, bool kOneRow, bool kEven = false>
 KernelLaunch prepare(const DecodeParams& params) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split

@@ -75,19 +75,22 @@ def test_bits_do_not_depend_on_what_a_cta_decoded_before(heads):
     assert all(torch.equal(alone, behind) for alone, behind in zip(*results, strict=True))
 
 
-def test_the_order_of_splits_does_not_depend_on_the_batch():
-    """A request in three pieces alone and beside two short ones, in a batch-invariant schedule."""
-    problem = build(Case((2100, 1, 5), heads=64, num_sms=132), "cpu")
+@pytest.mark.parametrize(
+    "lengths, heads, early_loads", [((2100, 1, 5), 64, False), ((2100, *range(1, 34)), 16, True)], ids=["few", "many"]
+)
+def test_the_order_of_splits_does_not_depend_on_the_batch(lengths, heads, early_loads):
+    """A request in three pieces alone and beside short ones, in batch-invariant schedules of 3 and of 9 or 102 CTAs."""
+    problem = build(Case(lengths, heads=heads, num_sms=132), "cpu")
     results = []
-    for batch in (1, 3):
+    for batch in (1, len(lengths)):
         case = replace(problem.case, lengths=problem.case.lengths[:batch])
         rows = dict(q=problem.q[:batch], call_q=problem.q[:batch], seq_lens=problem.seq_lens[:batch])
         part = replace(problem, case=case, block_table=problem.block_table[:batch], **rows)
-        schedule = DecodeSchedule(64, 64, device="cpu", num_sms=132, batch_invariant=True)
+        schedule = DecodeSchedule(64, heads, device="cpu", num_sms=132, batch_invariant=True)
         planned = schedule.build(part.seq_lens)
         assert schedule.split_offsets[1] == 3
         runner = Runner(part)
-        kernels.run_decode(part, planned, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+        kernels.run_decode(part, planned, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE, early_loads=early_loads)
         results.append([tensor[0].view(torch.uint8) for tensor in (runner.out.tensor, runner.lse.tensor)])
     assert all(torch.equal(alone, among) for alone, among in zip(*results, strict=True))
 
