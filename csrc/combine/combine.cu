@@ -69,7 +69,7 @@ struct Shares {
     for (int w = 0; w < kWarps; ++w) {
       const Totals share = totals[w][lane];
       const float2 weight = {ptx::ex2(share.reference.x - maximum.x), ptx::ex2(share.reference.y - maximum.y)};
-      all.sum = {all.sum.x + weight.x * share.sum.x, all.sum.y + weight.y * share.sum.y};
+      all.sum = {__fmaf_rn(weight.x, share.sum.x, all.sum.x), __fmaf_rn(weight.y, share.sum.y, all.sum.y)};
       sum.add(weight, sums[w][task][lane].value);
     }
     return all;
@@ -176,7 +176,7 @@ struct Block {
   }
 
   // A request of many: the warps divide them and sum all tasks, and add up in shared memory.
-  __device__ __forceinline__ void sum_together(const Entry& entry, Shares<kTasks>& shared) const {
+  __device__ __forceinline__ void sum_together(const Entry& entry, Shares<kTasks>& shared, bool again) const {
     constexpr int kAhead = kTasks <= 2 ? 4 : 1;
     const int end = entry.slot + entry.splits;
     int offsets[kTasks];
@@ -190,7 +190,7 @@ struct Block {
       load<kOneRow>(flight, partials, offsets, at, kWarps, end);
       flight.add_to(share, sums);
     }
-    __syncthreads();  // the last entry's shares are read
+    if (kTasks == kWarps || again) __syncthreads();  // the last entry's shares are read
     shared.totals[warp][lane] = share;
 #pragma unroll
     for (int t = 0; t < kTasks; ++t) shared.sums[warp][t][lane] = sums[t];
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks < kWarps ? kBlocksPe
   cudaTriggerProgrammaticLaunchCompletion();
 
   const auto entry = [&](int i) { return kEven ? Entry::even(params, i) : Entry::listed(params, i); };
-  bool waited = false;
+  bool waited = false, again = false;
   for (int i = blockIdx.y;; i += kEntries * gridDim.y) {
     Entry entries[kEntries];
 #pragma unroll
@@ -236,8 +236,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks < kWarps ? kBlocksPe
     if (block.most_splits(entries) <= kAlone) continue;
 #pragma unroll 1
     for (int e = 0; e < kEntries; ++e) {
-      const Entry one = entry(i + e * gridDim.y);
-      if (one.splits > kAlone) block.sum_together(one, shared);
+      const Entry one = kEntries == 1 ? entries[0] : entry(i + e * gridDim.y);
+      if (one.splits > kAlone) block.sum_together(one, shared, again);
+      again |= one.splits > kAlone;
     }
   }
 }

@@ -13,19 +13,19 @@ namespace etap {
 // Below every log2-sum-exp, and finite, so that a split that saw no token (-inf) weighs 0 and not NaN.
 constexpr float kNoSplit = -FLT_MAX;
 
+// Each step rounds as it is written, whatever the compiler makes of what surrounds it: the kernels' forms give the same bits.
+//
 // What a lane holds of a partial: two neighbouring rows of the output (columns of O^T) and two value dims, 8 apart; or,
 // where the rows were on WGMMA's M (kOneRow), one row, of which the weights have two copies, and twice two value dims.
 struct Sum {
   float4 value = {0.0f, 0.0f, 0.0f, 0.0f};
 
   __device__ __forceinline__ void scale(float2 weight) {
-    value = {value.x * weight.x, value.y * weight.y, value.z * weight.x, value.w * weight.y};
+    value = {__fmul_rn(value.x, weight.x), __fmul_rn(value.y, weight.y), __fmul_rn(value.z, weight.x), __fmul_rn(value.w, weight.y)};
   }
   __device__ __forceinline__ void add(float2 weight, float4 more) {
-    value.x += weight.x * more.x;
-    value.y += weight.y * more.y;
-    value.z += weight.x * more.z;
-    value.w += weight.y * more.w;
+    value = {__fmaf_rn(weight.x, more.x, value.x), __fmaf_rn(weight.y, more.y, value.y), __fmaf_rn(weight.x, more.z, value.z),
+             __fmaf_rn(weight.y, more.w, value.w)};
   }
 };
 
@@ -39,7 +39,7 @@ struct Totals {
     maximum = {fmaxf(reference.x, maximum.x), fmaxf(reference.y, maximum.y)};
     const float2 weight = {ptx::ex2(reference.x - maximum.x), ptx::ex2(reference.y - maximum.y)};
     reference = maximum;
-    sum = {sum.x * weight.x, sum.y * weight.y};
+    sum = {__fmul_rn(sum.x, weight.x), __fmul_rn(sum.y, weight.y)};
     return weight;
   }
 };
@@ -59,8 +59,9 @@ template <class Element, bool kOneRow, bool kEven>
 __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request,
                                            int first_row, int dim) {
   const int lane = threadIdx.x % kWarpSize;
-  float2 scale = {totals.sum.x == 0.0f ? 0.0f : 1.0f / totals.sum.x,
-                        totals.sum.y == 0.0f ? 0.0f : 1.0f / totals.sum.y};
+  // The sums are at least 1, that of the reference, or 0.
+  float2 scale = {totals.sum.x == 0.0f ? 0.0f : __fdividef(1.0f, totals.sum.x),
+                  totals.sum.y == 0.0f ? 0.0f : __fdividef(1.0f, totals.sum.y)};
   if (kEven && params.sinks != nullptr) scale = beside_sinks<kOneRow>(params, totals, first_row, scale);
   uint32_t low = pack<Element>(sum.value.x * scale.x, sum.value.y * scale.y);
   uint32_t high = pack<Element>(sum.value.z * scale.x, sum.value.w * scale.y);
@@ -82,7 +83,7 @@ __device__ __forceinline__ void write_lse(const DecodeParams& params, const Tota
   float* lse = params.lse + int64_t(request) * params.rows + row;
   // A sum of 0 has the logarithm -inf. Asked of the sum instead, the compiler branches, and spills where registers are few.
   const auto natural = [&](float reference, float sum) {
-    const float value = (reference + log2f(sum)) * kLn2;
+    const float value = (reference + __log2f(sum)) * kLn2;
     return value == -INFINITY ? params.empty_lse : value;
   };
   if ((kOneRow ? lane % 4 == 0 : lane < 4) && row < params.rows) lse[0] = natural(totals.reference.x, totals.sum.x);
@@ -105,7 +106,7 @@ struct Flight {
 #pragma unroll
     for (int a = 0; a < kAhead; ++a) {
       const float2 weight = {ptx::ex2(lse[a].x - totals.reference.x), ptx::ex2(lse[a].y - totals.reference.y)};
-      totals.sum = {totals.sum.x + weight.x, totals.sum.y + weight.y};
+      totals.sum = {__fadd_rn(totals.sum.x, weight.x), __fadd_rn(totals.sum.y, weight.y)};
 #pragma unroll
       for (int t = 0; t < kTasks; ++t) sums[t].add(weight, value[a][t]);
     }
