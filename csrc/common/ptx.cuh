@@ -135,4 +135,25 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t mapped) {
   return x;
 }
 
+// What lies at an address of global memory, or zeros without reading: one load under a condition, where a branch would make
+// each of several loads wait for the one before.
+__device__ __forceinline__ void load_if(bool wanted, const void* from, uint4& value) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@wanted ld.global.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
+      : "l"(from), "r"(int(wanted))
+      : "memory");
+}
+__device__ __forceinline__ void load_if(bool wanted, const void* from, uint2& value) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@wanted ld.global.v2.u32 {%0, %1}, [%2];\n}"
+      : "=&r"(value.x), "=&r"(value.y)
+      : "l"(from), "r"(int(wanted))
+      : "memory");
+}
+
 }  // namespace etap::ptx

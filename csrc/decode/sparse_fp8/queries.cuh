@@ -68,7 +68,7 @@ __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, 
       transposed_fp8::QueryUnit units[kLatentUnits];
       CUTE_UNROLL
       for (int u = 0; u < kLatentUnits; ++u) {
-        units[u] = transposed_fp8::read_unit(reinterpret_cast<const cutlass::bfloat16_t*>(&raw[i][u]));
+        units[u] = transposed_fp8::to_floats<cutlass::bfloat16_t>(raw[i][u]);
       }
       write_query<T>(shared, params, first + i * kConsumerWarps + warp, units, rope[i]);
     }

@@ -36,11 +36,12 @@ struct Consumer {
     PieceWalk walk(params, partition);
     while (!walk.done()) {
       const Piece piece = walk.next();
-      if (params.early_loads) follow_predecessor();
-      if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group_of(params)));
-      if (piece.tiles() == 0) continue;
-      const float score_scale = params.scale_log2 * kv_scale * scale_of(params.q_scale);
-      load_queries<T>(shared, params, piece.request, row_group_of(params), score_scale);
+      if (piece.tiles() == 0) {
+        if (params.early_loads) follow_predecessor();
+        write_empty<T>(Destination<T>(params, piece, row_group_of(params)));
+        continue;
+      }
+      load_queries<T>(shared, params, piece.request, row_group_of(params), kv_scale);
       softmax.reset();
       cute::clear(ot);
       if (piece.tiles() == 1) {

@@ -10,13 +10,6 @@ namespace etap::transposed_fp8 {
 // What the values of the cache, or those of e4m3 queries, are multiplied with.
 __device__ __forceinline__ float scale_of(const float* scale) { return scale == nullptr ? 1.0f : *scale; }
 
-struct CacheScales {
-  float kv, q;
-
-  __device__ __forceinline__ explicit CacheScales(const DecodeParams& params)
-      : kv(scale_of(params.kv_scale)), q(scale_of(params.q_scale)) {}
-};
-
 constexpr int kUnitColumns = 8;  // that a lane reads at once
 constexpr int kRowUnits = kHeadDim / kUnitColumns;
 constexpr int kLaneUnits = (kRowUnits + kWarpSize - 1) / kWarpSize;
@@ -25,14 +18,9 @@ struct QueryUnit {
   float values[kUnitColumns];
 };
 
-template <class Source>
-__device__ __forceinline__ QueryUnit read_unit(const Source* from) {
-  cutlass::Array<Source, kUnitColumns> raw;
-  if constexpr (sizeof(Source) == 2) {
-    *reinterpret_cast<uint4*>(&raw) = *reinterpret_cast<const uint4*>(from);
-  } else {
-    *reinterpret_cast<uint2*>(&raw) = *reinterpret_cast<const uint2*>(from);
-  }
+template <class Source, class Raw>
+__device__ __forceinline__ QueryUnit to_floats(const Raw& raw) {
+  static_assert(sizeof(Raw) == kUnitColumns * sizeof(Source));
   QueryUnit unit;
   CUTE_UNROLL
   for (int i = 0; i < kUnitColumns; i += 4) {
@@ -86,50 +74,80 @@ __device__ __forceinline__ void write_unit(char* query, int row, int index, cons
   }
 }
 
-template <class T, class Source>
-__device__ __forceinline__ void load_query_rows(typename T::SharedStorage& shared, const DecodeParams& params, int request,
-                                                int row_group, float score_scale) {
-  constexpr bool kScaled = T::kFp8Math ? sizeof(Source) == 2 : std::is_same_v<Source, cutlass::bfloat16_t>;
-  constexpr int kRowsAtOnce = T::kRowTile == 8 ? 1 : 2;  // whose reads wait for each other's
-  const int lane = threadIdx.x % kWarpSize;
-  const auto* q = static_cast<const Source*>(params.q) + request * params.q_stride_batch;
-  const auto* q_rope = static_cast<const Source*>(params.q_rope) + request * params.q_rope_stride_batch;
-#pragma unroll 1
-  for (int first = threadIdx.x / kWarpSize; first < T::kRowTile; first += kRowsAtOnce * kConsumerWarps) {
-    QueryUnit units[kRowsAtOnce][kLaneUnits];
+// A lane's eight columns as they lie in memory.
+template <class Source>
+using RawUnit = std::conditional_t<sizeof(Source) == 2, uint4, uint2>;
+
+// The units of the query rows that a warp reads at once, none of which waits for another. Rows of the tile behind the last one
+// are zeros.
+template <class T, class Source, int kRows>
+struct RawRows {
+  RawUnit<Source> units[kRows][kLaneUnits];
+
+  // Rows first, first + kConsumerWarps, ... of the row tile; wait() before any is read.
+  template <class Wait>
+  __device__ __forceinline__ RawRows(const DecodeParams& params, int request, int row_group, int first, Wait&& wait) {
+    const int lane = threadIdx.x % kWarpSize;
+    const int row = row_group * T::kRowTile + first;
+    int token = row / params.heads;
+    int head = row - token * params.heads;
+    const auto* q = static_cast<const Source*>(params.q) + request * params.q_stride_batch;
+    const auto* q_rope = static_cast<const Source*>(params.q_rope) + request * params.q_rope_stride_batch;
+    const Source *latents[kRows], *ropes[kRows];
     CUTE_UNROLL
-    for (int i = 0; i < kRowsAtOnce; ++i) {
-      const int row = row_group * T::kRowTile + first + i * kConsumerWarps;
-      const int token = row / params.heads;
-      const int head = row - token * params.heads;
+    for (int i = 0; i < kRows; ++i) {
+      latents[i] = q + token * params.q_stride_token + head * params.q_stride_head;
+      ropes[i] = q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head;
+      for (head += kConsumerWarps; head >= params.heads; head -= params.heads) ++token;
+    }
+    wait();
+    CUTE_UNROLL
+    for (int i = 0; i < kRows; ++i) {
+      const bool exists = row + i * kConsumerWarps < params.rows;
       CUTE_UNROLL
       for (int u = 0; u < kLaneUnits; ++u) {
         const int column = (u * kWarpSize + lane) * kUnitColumns;
-        units[i][u] = {};  // rows of the tile behind the last one are zeros
-        if (row >= params.rows || column >= kHeadDim) continue;
-        units[i][u] = column < kLatentDim
-                          ? read_unit(q + token * params.q_stride_token + head * params.q_stride_head + column)
-                          : read_unit(q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head +
-                                      column - kLatentDim);
+        const bool is_latent = (u + 1) * kWarpSize * kUnitColumns <= kLatentDim;
+        ptx::load_if(exists && (is_latent || column < kHeadDim), is_latent ? latents[i] + column : ropes[i] + (column - kLatentDim),
+                     units[i][u]);
       }
     }
+  }
+};
+
+template <class T, class Source>
+__device__ __forceinline__ void load_query_rows(typename T::SharedStorage& shared, const DecodeParams& params, int request,
+                                                int row_group, float kv_scale) {
+  constexpr bool kScaled = T::kFp8Math ? sizeof(Source) == 2 : std::is_same_v<Source, cutlass::bfloat16_t>;
+  constexpr int kRowsAtOnce = T::kRowTile == 8 ? 1 : T::kRowTile == kMaxRowTile ? 4 : 2;
+  static_assert(kLatentDim % (kWarpSize * kUnitColumns) == 0);
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll 1
+  for (int first = threadIdx.x / kWarpSize; first < T::kRowTile; first += kRowsAtOnce * kConsumerWarps) {
+    const RawRows<T, Source, kRowsAtOnce> raw(params, request, row_group, first, [&] {
+      if (params.early_loads) follow_predecessor();
+    });
+    const float score_scale = params.scale_log2 * kv_scale * scale_of(params.q_scale);
     CUTE_UNROLL
     for (int i = 0; i < kRowsAtOnce; ++i) {
       const int row = first + i * kConsumerWarps;
+      QueryUnit units[kLaneUnits];
+      CUTE_UNROLL
+      for (int u = 0; u < kLaneUnits; ++u) units[u] = to_floats<Source>(raw.units[i][u]);
       int exponent = 0;
       if constexpr (kScaled) {
         uint32_t largest = 0;
         CUTE_UNROLL
-        for (int u = 0; u < kLaneUnits; ++u) {
+        for (const auto& unit : units) {
           CUTE_UNROLL
-          for (float value : units[i][u].values) largest = max(largest, __float_as_uint(fabsf(value)));
+          for (float value : unit.values) largest = max(largest, __float_as_uint(fabsf(value)));
         }
         exponent = scale_exponent<T>(__reduce_max_sync(0xffffffff, largest));
       }
       CUTE_UNROLL
       for (int u = 0; u < kLaneUnits; ++u) {
         const int index = u * kWarpSize + lane;
-        if (index < kRowUnits) write_unit<T>(shared.query, row, index, units[i][u], power_of_two(exponent));
+        if (index < kRowUnits) write_unit<T>(shared.query, row, index, units[u], power_of_two(exponent));
       }
       if (lane == 0) shared.score_scales[row] = score_scale * power_of_two(-exponent);
     }
@@ -139,13 +157,13 @@ __device__ __forceinline__ void load_query_rows(typename T::SharedStorage& share
 // Called by both consumers when they are done with the last piece's scores; complete for both on return.
 template <class T>
 __device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params, int request,
-                                             int row_group, float score_scale) {
+                                             int row_group, float kv_scale) {
   if (params.query_type == QueryType::kBFloat16) {
-    load_query_rows<T, cutlass::bfloat16_t>(shared, params, request, row_group, score_scale);
+    load_query_rows<T, cutlass::bfloat16_t>(shared, params, request, row_group, kv_scale);
   } else if (params.query_type == QueryType::kFloat16) {
-    load_query_rows<T, cutlass::half_t>(shared, params, request, row_group, score_scale);
+    load_query_rows<T, cutlass::half_t>(shared, params, request, row_group, kv_scale);
   } else {
-    load_query_rows<T, cutlass::float_e4m3_t>(shared, params, request, row_group, score_scale);
+    load_query_rows<T, cutlass::float_e4m3_t>(shared, params, request, row_group, kv_scale);
   }
   cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
   event::queries_written().meet();

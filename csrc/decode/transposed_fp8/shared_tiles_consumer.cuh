@@ -37,8 +37,8 @@ struct SharedTilesConsumer {
   __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
                                              int row_group, int group) {
     if (params.early_loads) follow_predecessor();
-    const CacheScales scales(params);
-    transposed::Softmax<T> softmax(shared, params.scale_log2, scales.kv, group);
+    const float kv_scale = scale_of(params.kv_scale);
+    transposed::Softmax<T> softmax(shared, params.scale_log2, kv_scale, group);
     transposed::OutputFragment<T> ot;
     SharedTilesConsumer consumer{shared, params, row_group, softmax, ot};
     RingPosition<T::kStages> keys;
@@ -47,7 +47,7 @@ struct SharedTilesConsumer {
       const Piece piece = walk.next();
       if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group));
       if (piece.tiles() == 0) continue;
-      load_queries<T>(shared, params, piece.request, row_group, params.scale_log2 * scales.kv * scales.q);
+      load_queries<T>(shared, params, piece.request, row_group, kv_scale);
       softmax.reset();
       cute::clear(ot);
       for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
