@@ -81,6 +81,13 @@ class Grants {
   bool alone_;
 };
 
+// Whether a tile is asked for when the one before it has come: the first ones of a CTA in pieces that are short enough.
+template <class T>
+__device__ __forceinline__ bool alone(int tiles_begun, int tiles_of_piece) {
+  if constexpr (T::kTilesAlone > 0) return tiles_begun < T::kTilesAlone && tiles_of_piece <= T::kLongestAlone;
+  return false;
+}
+
 template <class T>
 __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, const DecodeParams& params,
                                           const typename T::CacheMaps& maps, int partition) {
@@ -105,7 +112,7 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
 #pragma unroll
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
         // No more in flight than wanted; room in the ring.
-        shared.keys.wait(at.behind(tiles_begun < T::kTilesAlone ? 1 : kStagesInFlight));
+        shared.keys.wait(at.behind(alone<T>(tiles_begun, piece.tiles()) ? 1 : kStagesInFlight));
         shared.keys.acquire(at);
         if (!elected) continue;
         // The copy.

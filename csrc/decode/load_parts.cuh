@@ -29,7 +29,7 @@ __device__ __forceinline__ void load_parts(typename T::SharedStorage& shared, co
 #pragma unroll
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
         // As in load_keys.
-        shared.keys.wait(at.behind(tiles_begun < T::kTilesAlone ? 1 : kStagesInFlight));
+        shared.keys.wait(at.behind(alone<T>(tiles_begun, piece.tiles()) ? 1 : kStagesInFlight));
         shared.keys.acquire(at);
         if (elected) {
           if (warp == 0) {

@@ -88,7 +88,7 @@ constexpr bool are_traits() {
   static_assert(sizeof(typename T::KeyStage) == T::kStageBytes);      // what TMA brings to one
   static_assert(T::first_chunk(0, 0) < kChunks);                      // of (stage of a tile, its place in the piece)
   static_assert(T::kStageReleases % kWarpsPerGroup == 0);             // warps that give a stage back
-  static_assert(T::kTilesAlone >= 0);                                 // a CTA's first tiles that are asked for one by one
+  static_assert(T::kTilesAlone >= 0);                                 // a CTA's first tiles, asked for one by one: see alone()
   static_assert(T::kMergeStages >= 0);                                // lent to each consumer at the end of a piece
   static_assert(is_flag(T::kHalvesSingleTiles));                      // a piece's only tile is both consumers'
   static_assert(is_flag(T::kGrantsTiles));                            // tiles alternate, and consumers wait for grants

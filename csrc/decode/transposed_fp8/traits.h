@@ -5,6 +5,8 @@
 
 #include <cutlass/float8.h>
 
+#include <climits>
+
 #include "decode/transposed/traits.h"
 
 namespace etap::transposed_fp8 {
@@ -72,8 +74,10 @@ struct Products : Tiles {
   static constexpr int kStagesPerTile = 1;
   static constexpr int kChunksPerStage = kWideChunks;
   static constexpr int kTileValueChunks = kWideChunks;
-  // Two tiles at a time would come at half the speed, and work on the first begin later.
-  static constexpr int kTilesAlone = 4;
+  // Two tiles at a time would come at half the speed, and work on the first begin later. Up to 16 rows that counts only where
+  // there are no more: a piece that goes on makes up for it.
+  static constexpr int kTilesAlone = kRowTile <= 16 ? 2 : 4;
+  static constexpr int kLongestAlone = kRowTile <= 16 ? 2 : INT_MAX;
   __host__ __device__ static constexpr int first_chunk(int, int) { return 0; }
 
   // P^T is kept this many powers of two above its value against the reference: small ones stay out of float16's and
