@@ -43,10 +43,12 @@ __host__ __device__ inline int64_t piece_cost(int64_t split_rows) {
 // combination reads. Measured, sqrt(n) / 4 tiles balance the two.
 __host__ __device__ inline int64_t least_tiles(int64_t n) { return int64_t(ceil(sqrt(double(n)) / 4.0)); }
 
-// Partitions a request of n tiles takes when each holds at most `most_tiles`, or what a piece holds at least. In 32 bits
-// and without the root wherever that is known to be less: the device goes through this many times, one after another.
-__host__ __device__ inline int64_t own_partitions(int64_t n, int64_t most_tiles) {
-  const int64_t piece = 16 * most_tiles * most_tiles >= n ? most_tiles : least_tiles(n);
+// Partitions a request of n tiles takes when each holds at most `most_tiles`, or what a piece holds at least; but single tiles
+// where the batch has so few and partial results are small. In 32 bits and without the root wherever that is known to be less:
+// the device goes through this many times, one after another.
+__host__ __device__ inline int64_t own_partitions(int64_t n, int64_t most_tiles, int64_t split_rows) {
+  const bool single = most_tiles == 1 && split_rows <= kMemoryRows;
+  const int64_t piece = single || 16 * most_tiles * most_tiles >= n ? most_tiles : least_tiles(n);
   return n > piece ? uint32_t(n + piece - 1) / uint32_t(piece) : 1;
 }
 
@@ -79,8 +81,8 @@ struct BatchShape {
   __host__ __device__ int64_t line_total() const { return tiles + batch * piece_cost(); }
   __host__ __device__ int64_t line_share() const { return ceil_div(line_total(), partitions); }
 
-  // The smallest bound that own partitions may have. A piece of two tiles takes little longer than one of one, since each
-  // consumer takes one; single tiles are for batches that would leave half of the partitions without work.
+  // The smallest bound that own partitions may have. Pieces of two tiles leave half as many partial results, and each consumer
+  // takes one; single tiles, which the consumers share, are for batches that would leave half of the partitions without work.
   __host__ __device__ int64_t least_bound() const {
     const int64_t share = ceil_div(tiles, partitions);
     const int64_t least = 2 * tiles > partitions ? 2 : 1;
@@ -122,6 +124,7 @@ struct Division {
   int64_t most;        // tiles of an own partition, or pieces of a request where they are fixed
   int64_t piece_cost;  // on a cost line
   int64_t total;       // length of the line
+  int64_t split_rows;
   int64_t partitions;  // in use; on a cost line at most `total`: more would leave empty ones between pieces of a request
 
   // By the batch. whole: no partition of whole requests costs more than whole_bound. One request at most each is their own.
@@ -183,13 +186,13 @@ struct Division {
 
  private:
   __host__ __device__ Division(const BatchShape& of, Policy policy, int64_t most)
-      : policy(policy), most(most), piece_cost(of.piece_cost()) {
+      : policy(policy), most(most), piece_cost(of.piece_cost()), split_rows(of.split_rows) {
     total = counted() ? of.batch : of.line_total();
     partitions = own() || counted() || of.partitions < total ? of.partitions : total;
   }
 
   __host__ __device__ int64_t own_pieces(int64_t n) const {
-    return policy == Policy::kFixedPieces ? fixed_pieces(n, most) : own_partitions(n, most);
+    return policy == Policy::kFixedPieces ? fixed_pieces(n, most) : own_partitions(n, most, split_rows);
   }
 
   // How many partitions of a cost line begin before position x.

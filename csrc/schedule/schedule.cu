@@ -94,7 +94,7 @@ __device__ Division choose_division(const Batch& batch, typename Scan::TempStora
       int64_t wanted = 0;
 #pragma unroll 1
       for (int r = threadIdx.x % kWarpSize; r < params.batch; r += kWarpSize) {
-        wanted += own_partitions(batch.tiles(r), bound);
+        wanted += own_partitions(batch.tiles(r), bound, params.split_rows);
       }
       return __reduce_add_sync(0xffffffff, uint32_t(wanted)) <= uint32_t(params.partitions);
     };
@@ -206,7 +206,7 @@ int64_t own_tiles_on_host(const ScheduleParams& params, const BatchShape& shape)
   if (params.fixed_pieces > 0 || params.batch > params.partitions) return 0;
   for (int64_t bound = shape.least_bound();; ++bound) {
     int64_t wanted = 0;
-    for (int r = 0; r < params.batch; ++r) wanted += own_partitions(tiles_of(params.seq_lens[r]), bound);
+    for (int r = 0; r < params.batch; ++r) wanted += own_partitions(tiles_of(params.seq_lens[r]), bound, params.split_rows);
     if (wanted <= params.partitions) return bound;
   }
 }

@@ -49,14 +49,15 @@ def most_load(lengths, partitions: int, row_tile: int) -> int:
 def own_bound(lengths, partitions: int, row_tile: int) -> int:
     """The most tiles of a partition where each has one piece; 0 when the cost line serves the batch better."""
     for bound in range(least_bound(lengths, partitions), most_load(lengths, partitions, row_tile) + 1):
-        if sum(own_partitions(lengths, bound)) <= partitions:
+        if sum(own_partitions(lengths, bound, row_tile)) <= partitions:
             return bound
     return 0
 
 
-def own_partitions(lengths, bound: int) -> list[int]:
-    """How many partitions each request gets to itself."""
-    return [max(1, -(-tiles // max(bound, least_tiles(tiles), 1))) for tiles in tiles_of(lengths)]
+def own_partitions(lengths, bound: int, row_tile: int) -> list[int]:
+    """How many partitions each request gets to itself: single tiles where partial results are small."""
+    single = bound == 1 and row_tile <= MEMORY_ROWS
+    return [max(1, -(-tiles // (1 if single else max(bound, least_tiles(tiles), 1)))) for tiles in tiles_of(lengths)]
 
 
 def whole_load(lengths, partitions: int, row_tile: int) -> int:
@@ -88,7 +89,7 @@ def model(lengths: list[int], partitions: int, row_tile: int) -> list[tuple[int,
         firsts = range(partitions + 1) if len(lengths) <= partitions else counted(len(lengths), partitions)
         return [(min(first, len(lengths)), 0) for first in firsts]
     if bound := own_bound(lengths, partitions, row_tile):
-        shares = zip(range(len(lengths)), tiles_of(lengths), own_partitions(lengths, bound), strict=True)
+        shares = zip(range(len(lengths)), tiles_of(lengths), own_partitions(lengths, bound, row_tile), strict=True)
         points = [(request, i * tiles // count) for request, tiles, count in shares for i in range(count)]
         return points + [end] * (partitions + 1 - len(points))
     line = []
