@@ -134,10 +134,11 @@ void decode(const DecodeCall& call) {
     const DeviceGuard guard(device.device_id);
     const cudaStream_t stream = current_stream(device);
     const DecodeParams params = decode_params(call);
-    launch(prepare_decode(params, call.cache_type()), params, device.device_id, stream);
+    const DecodeLaunch decode = prepare_decode(params, call.cache_type());
+    launch(decode, params, device.device_id, stream);
     if (params.partitions == 1) return;
     const void* const arguments[] = {&params};
-    launch_overlapping(prepare_combine(params), arguments, device.device_id, stream);
+    launch_overlapping(prepare_combine(params, decode.leaves_room), arguments, device.device_id, stream);
   });
 }
 
@@ -176,7 +177,7 @@ Array<Launch> decode_launches(const DecodeCall& call) {
   const DecodeParams params = decode_params(call);
   const DecodeLaunch decode = prepare_decode(params, call.cache_type());
   all.push_back(launch_of(decode.kernel, params, decode));
-  if (params.partitions > 1) all.push_back(launch_of(prepare_combine(params), params, {}));
+  if (params.partitions > 1) all.push_back(launch_of(prepare_combine(params, decode.leaves_room), params, {}));
   return all;
 }
 
@@ -213,7 +214,7 @@ void sparse_decode(const SparseCall& call) {
       kernel = sparse::prepare(params, call.fp8_cache(), false);
     }
     launch_overlapping(kernel, arguments, device.device_id, stream);
-    if (combines(params, kernel)) launch_overlapping(prepare_combine(params), arguments, device.device_id, stream);
+    if (combines(params, kernel)) launch_overlapping(prepare_combine(params, false), arguments, device.device_id, stream);
   });
 }
 
@@ -234,7 +235,7 @@ Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
   };
   const KernelLaunch kernel = sparse::prepare(params, call.fp8_cache(), cluster_pieces(params) > 1);
   add(kernel, bytes_of(gathered_cache(call)));
-  if (combines(params, kernel)) add(prepare_combine(params), Bytes());
+  if (combines(params, kernel)) add(prepare_combine(params, false), Bytes());
   return all;
 }
 

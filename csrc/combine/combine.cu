@@ -4,7 +4,7 @@
 
 #include <algorithm>
 
-#include "combine/sums.cuh"
+#include "combine/divided_flight.cuh"
 #include "decode/even_split.h"
 #include "decode/shape.h"
 
@@ -17,14 +17,6 @@ constexpr int kWideBlocksPerSm = 2;                 // of a task a warp
 constexpr int kSlices = kLatentDim / 64;            // of O^T, each 64 value dims by four warps
 constexpr int kSliceWarps = 4;
 constexpr int kBlockVectors = kSliceWarps * kWarpSize;  // float4s of one slice and column block
-
-// Partials as a lane finds them, strides from split to split. There are at most two a partition, which int counts.
-struct Partials {
-  const float4* value;  // of the first split of the first task
-  const float* lse;
-  int value_stride;
-  int lse_stride;
-};
 
 // Ask for the partials first, first + step, ... before `end`, of kTasks tasks, whose values lie at task_offset.
 template <bool kOneRow, int kAhead, int kTasks>
@@ -46,7 +38,6 @@ __device__ __forceinline__ void load(Flight<kAhead, kTasks>& flight, const Parti
   }
 }
 
-constexpr int kFewSplits = 8;
 constexpr int kMostEntries = 4;  // requests that a block takes at a time
 
 // What the warps of a block hold of the splits they divided among them.
@@ -175,6 +166,42 @@ struct Block {
     }
   }
 
+  // The two above with few registers. A warp's own task of one request, kFewSplits at a time:
+  __device__ __forceinline__ void sum_in_turn(const Entry& entry) const {
+    const int task = offset(warp), end = entry.slot + entry.splits;
+    Totals totals;
+    Sum sum;
+#pragma unroll 1
+    for (int at = entry.slot; at < end; at += kFewSplits) DividedFlight<1>(partials, task, {at}, {end}).add_to(totals, sum);
+    write(entry.request, sum, totals);
+  }
+
+  // Of those requests whose splits can all be on their way together, with the same bits. Whether there are others.
+  template <int kEntries>
+  __device__ __forceinline__ bool sum_at_once(const Entry (&entries)[kEntries]) const {
+    constexpr int kAhead = DividedFlight<kEntries>::kAhead;
+    int first[kEntries], end[kEntries];
+    bool others = false;
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      const bool too_many = entries[e].splits > kAhead;
+      others |= too_many;
+      first[e] = entries[e].slot;
+      end[e] = first[e] + (too_many ? 0 : entries[e].splits);
+    }
+    DividedFlight<kEntries> flight(partials, offset(warp), first, end);
+    flight.weigh_all();
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) {
+      if (first[e] == end[e]) continue;
+      Totals totals;
+      Sum sum;
+      flight.sum_entry(e, totals, sum);
+      write(entries[e].request, sum, totals);
+    }
+    return others;
+  }
+
   // A request of many: the warps divide them and sum all tasks, and add up in shared memory.
   __device__ __forceinline__ void sum_together(const Entry& entry, Shares<kTasks>& shared, bool again) const {
     constexpr int kAhead = kTasks <= 2 ? 4 : 1;
@@ -243,6 +270,41 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks < kWarps ? kBlocksPe
   }
 }
 
+// The same of a task a warp, where a decode kernel leaves room for one block on each multiprocessor (kBesideCombination): blocks
+// wait there from that kernel's start on, and the next one's CTAs begin beside them.
+template <class Element, int kEntries>
+__global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
+    combine_beside_kernel(const __grid_constant__ DecodeParams params) {
+  const Block<Element, kWarps, false, false> block(params);
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  bool waited = false;
+  for (int i = blockIdx.y;; i += kEntries * gridDim.y) {
+    Entry entries[kEntries];
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) entries[e] = Entry::listed(params, i + e * gridDim.y);
+    if (!waited) cudaGridDependencySynchronize();  // behind the list, as above
+    waited = true;
+    if (entries[0].request < 0) return;
+    if constexpr (kEntries == 1) {
+      block.sum_in_turn(entries[0]);
+    } else if (block.sum_at_once(entries)) {
+#pragma unroll 1
+      for (int e = 0; e < kEntries; ++e) {
+        const Entry entry = Entry::listed(params, i + e * gridDim.y);
+        if (entry.splits > DividedFlight<kEntries>::kAhead) block.sum_in_turn(entry);
+      }
+    }
+  }
+}
+
+template <class Element, int kEntries>
+KernelLaunch beside_launch(dim3 blocks) {
+  static KernelHandles handles;
+  return {reinterpret_cast<const void*>(combine_beside_kernel<Element, kEntries>), __PRETTY_FUNCTION__, &handles, blocks,
+          kWarps * kWarpSize, 0};
+}
+
 template <class Element, int kTasks, int kEntries, bool kOneRow, bool kEven>
 KernelLaunch kernel_launch(dim3 blocks) {
   static KernelHandles handles;
@@ -253,13 +315,14 @@ KernelLaunch kernel_launch(dim3 blocks) {
 // The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where none of them is
 // left. So where it loads early, as a call with early loads takes for granted, there are no more than a block or so a
 // multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight or hardly any request is
-// split; but where tensor cores are few, for there they are what the next kernel waits for, not its loads.
+// split; but where tensor cores are few, for there they are what the next kernel waits for, not its loads. Beside a decode kernel
+// that leaves room there is a block a multiprocessor whatever the call.
 //
 // In batch-invariant schedules, whose partitions are a multiple of the batch, no sum may be rounded in another order with another
 // batch. There `sparing` alone depends on it, and only chooses between grids in which all splits of a request are in flight at
 // once.
 template <class Element, bool kOneRow, bool kEven = false>
-KernelLaunch prepare(const DecodeParams& params) {
+KernelLaunch prepare(const DecodeParams& params, bool beside = false) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
   const int multiprocessors = params.partitions * params.row_groups;
@@ -274,12 +337,21 @@ KernelLaunch prepare(const DecodeParams& params) {
   const auto at_a_time = [&](int blocks_per_sm) { return rounds(blocks_per_sm) <= 2 ? rounds(blocks_per_sm) : kMostEntries; };
   const int pieces = params.partitions / requests;  // of a request, if all are alike
   const bool in_flight = (rounds(1) <= kMostEntries || pieces == 1) && at_a_time(1) * pieces <= kFewSplits;
-  const int blocks_per_sm = !wide ? kBlocksPerSm : sparing && in_flight ? 1 : kWideBlocksPerSm;
+  const int blocks_per_sm = !wide ? kBlocksPerSm : (beside || sparing) && in_flight ? 1 : kWideBlocksPerSm;
   const dim3 blocks(steps, std::min(requests, std::max(blocks_per_sm * multiprocessors / steps, 1)));
   if constexpr (!kEven) {
     if (pairs) return kernel_launch<Element, 2, 1, kOneRow, kEven>(blocks);
   }
   if (!wide) return kernel_launch<Element, 1, 1, kOneRow, kEven>(blocks);
+  if constexpr (!kOneRow && !kEven) {
+    if (beside) {
+      switch (at_a_time(blocks_per_sm)) {
+        case 1: return beside_launch<Element, 1>(blocks);
+        case 2: return beside_launch<Element, 2>(blocks);
+        default: return beside_launch<Element, kMostEntries>(blocks);
+      }
+    }
+  }
   switch (at_a_time(blocks_per_sm)) {
     case 1: return kernel_launch<Element, kWarps, 1, kOneRow, kEven>(blocks);
     case 2: return kernel_launch<Element, kWarps, 2, kOneRow, kEven>(blocks);
@@ -289,15 +361,16 @@ KernelLaunch prepare(const DecodeParams& params) {
 
 }  // namespace
 
-KernelLaunch prepare_combine(const DecodeParams& params) {
+KernelLaunch prepare_combine(const DecodeParams& params, bool beside) {
   if (params.list_tiles > 0) {
     return params.rows_on_lanes ? prepare<cutlass::bfloat16_t, true, true>(params)
                                 : prepare<cutlass::bfloat16_t, false, true>(params);
   }
   if (params.float16_out) {
-    return params.rows_on_lanes ? prepare<cutlass::half_t, true>(params) : prepare<cutlass::half_t, false>(params);
+    return params.rows_on_lanes ? prepare<cutlass::half_t, true>(params) : prepare<cutlass::half_t, false>(params, beside);
   }
-  return params.rows_on_lanes ? prepare<cutlass::bfloat16_t, true>(params) : prepare<cutlass::bfloat16_t, false>(params);
+  return params.rows_on_lanes ? prepare<cutlass::bfloat16_t, true>(params)
+                              : prepare<cutlass::bfloat16_t, false>(params, beside);
 }
 
 }  // namespace etap

@@ -6,7 +6,8 @@
 
 namespace etap {
 
-// The launch of the kernel that merges the partial results behind a decode kernel of the same parameters.
-KernelLaunch prepare_combine(const DecodeParams& params);
+// The launch of the kernel that merges the partial results behind a decode kernel of the same parameters. beside: which leaves
+// room for it.
+KernelLaunch prepare_combine(const DecodeParams& params, bool beside);
 
 }  // namespace etap

@@ -114,6 +114,10 @@ struct Ring {
     return ptx::mbarrier_test_wait(cute::cast_smem_ptr_to_uint(&empty[at.stage]), at.parity ^ 1);
   }
   __device__ __forceinline__ void wait(Position at) { spin(full[at.stage], at.parity); }
+  // Whether wait would not wait now.
+  __device__ __forceinline__ bool filled(Position at) {
+    return ptx::mbarrier_test_wait(cute::cast_smem_ptr_to_uint(&full[at.stage]), at.parity);
+  }
   __device__ __forceinline__ void expect_bytes(Position at, uint32_t bytes) {
     full[at.stage].arrive_and_expect_tx(bytes);
   }

@@ -72,6 +72,9 @@ __device__ __forceinline__ void produce(typename T::SharedStorage& shared, const
       load_keys<T>(shared, params, cache, partition);
     } else if constexpr (!T::kFp8Cache) {
       load_queries<T, kQueryWarps<true>>(shared, params, query_maps, partition, row_group, role);
+    } else if (kLoadsSparingly<T> && params.early_loads && role == WarpRole::kQueryProducer) {
+      cudaGridDependencySynchronize();
+      if (threadIdx.x % kWarpSize == 0) shared.queries.commit({});  // for the key producer
     }
   } else if (T::kFp8Cache || role != WarpRole::kQueryProducer) {
     const int producer = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
@@ -89,7 +92,7 @@ __device__ __forceinline__ void produce(typename T::SharedStorage& shared, const
 // kWholeTiles: of the cache, by one copy each; else in parts or rows, as params says. A kernel for both would cost the former:
 // ptxas orders the consumers' instructions otherwise for it.
 template <class T, bool kWholeTiles = true>
-__global__ void __launch_bounds__(kDecodeThreads, 1)
+__global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
     decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ Cache<T, kWholeTiles> cache,
                   const __grid_constant__ QueryMaps query_maps) {
   static_assert(are_traits<T>());
@@ -107,7 +110,8 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
     // Arrivals that fill a stage of keys, and signals that grant it; arrivals that fill the queries.
     constexpr int kKeyArrivals = T::kGathered || !kWholeTiles ? T::kGatherWarps : 1;
     shared.keys.init(threadIdx.x, kKeyArrivals, T::kStageReleases);
-    shared.queries.init(threadIdx.x, query_maps.usable ? 1 : kQueryWarps<kWholeTiles> * kWarpSize, kConsumerWarps);
+    const int query_arrivals = query_maps.usable || T::kFp8Cache ? 1 : kQueryWarps<kWholeTiles> * kWarpSize;
+    shared.queries.init(threadIdx.x, query_arrivals, kConsumerWarps);
     shared.init_grants(kKeyArrivals);
     cutlass::arch::fence_barrier_init();
   }
@@ -119,10 +123,10 @@ __global__ void __launch_bounds__(kDecodeThreads, 1)
   const int row_group = place % params.row_groups;
   const int group = cutlass::canonical_warp_group_idx();
   if (group == kConsumerGroups) {
-    adjust_registers<T, false>();
+    adjust_registers<T, kWholeTiles, false>();
     produce<T, kWholeTiles>(shared, params, cache, query_maps, partition, row_group);
   } else {
-    adjust_registers<T, true>();
+    adjust_registers<T, kWholeTiles, true>();
     T::Consumer::run(shared, params, partition, row_group, group);
   }
 }

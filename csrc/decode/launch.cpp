@@ -148,6 +148,7 @@ DecodeLaunch prepare_decode(const DecodeParams& params, CacheType cache) {
   DecodeLaunch decode{};
   decode.kernel = {kernel.function, kernel.name, kernel.handles, dim3(params.partitions * params.row_groups),
                    kernel.threads, kernel.shared_bytes};
+  decode.leaves_room = kernel.leaves_room;
   if (params.key_load != KeyLoad::kRows) prepare_cache_maps(kernel, params, cache.fp8 ? 1 : 2, decode);
   if (!cache.fp8) prepare_query_maps(kernel, params, decode);
   return decode;

@@ -23,6 +23,7 @@ DecodeKernel describe() {
   kernel.threads = kDecodeThreads;
   kernel.shared_bytes = int(sizeof(typename T::SharedStorage));
   kernel.handles = &handles;
+  kernel.leaves_room = registers<T, kWholeTiles>().launch == kBesideCombination.launch;
   if constexpr (T::kFp8Cache) {
     kernel.map_type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
     kernel.chunk_columns = T::kWideColumns;

@@ -21,6 +21,7 @@ struct DecodeKernel {
   int chunks;
   int copied_chunks;  // at a time
   bool rope_apart;    // rows are not a whole number of chunks: what is left has a map of its own
+  bool leaves_room;   // on an SM, for a block of the combination
 };
 
 // The kernels for a 16-bit cache (bfloat16_t or half_t), and for one of e4m3 (multiplied as half_t or float_e4m3_t).
@@ -62,6 +63,7 @@ struct MapShape {
 
 struct DecodeLaunch {
   KernelLaunch kernel;
+  bool leaves_room;
   MapShape cache_maps[2];
   int cache_map_count;
   MapShape query_maps[2];

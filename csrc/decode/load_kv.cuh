@@ -88,6 +88,12 @@ __device__ __forceinline__ bool alone(int tiles_begun, int tiles_of_piece) {
   return false;
 }
 
+// Where the combination before may work beside this CTA, stages are asked for one by one until it has ended: more would queue ahead
+// of its reads, which the queries wait for. But a piece of so few tiles wants them at once.
+template <class T>
+constexpr bool kLoadsSparingly = T::registers(true).launch == kBesideCombination.launch;
+constexpr int kUrgentTiles = 2;
+
 template <class T>
 __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, const DecodeParams& params,
                                           const typename T::CacheMaps& maps, int partition) {
@@ -96,6 +102,7 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
   RingPosition<T::kStages> at;
   int tiles_begun = 0;
   Grants<T> grants;
+  bool ahead = kLoadsSparingly<T> && params.early_loads;  // the predecessor may still run
   PieceWalk walk(params, partition);
   while (!walk.done()) {
     PageFetcher pages(params, walk.request(), walk.begin_tile());
@@ -112,7 +119,9 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
 #pragma unroll
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
         // No more in flight than wanted; room in the ring.
-        shared.keys.wait(at.behind(alone<T>(tiles_begun, piece.tiles()) ? 1 : kStagesInFlight));
+        if (ahead) ahead = !shared.queries.filled({});  // the first ones are there
+        const bool one = (ahead && piece.tiles() > kUrgentTiles) || alone<T>(tiles_begun, piece.tiles());
+        shared.keys.wait(at.behind(one ? 1 : kStagesInFlight));
         shared.keys.acquire(at);
         if (!elected) continue;
         // The copy.

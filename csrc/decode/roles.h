@@ -30,19 +30,39 @@ __device__ __forceinline__ WarpRole producer_role() {
   return warp == 0 ? WarpRole::kKeyProducer : warp == 1 ? WarpRole::kQueryProducer : WarpRole::kQueryHelper;
 }
 
-// The registers of a warpgroup's roles, by setmaxnreg. Debug builds keep those of the launch: sanitizers instrument code
-// that setmaxnreg then leaves too few for. Kernels that would spill with them take theirs all the same (what memcheck
-// does at a spill changes registers that a product may still read).
-template <class T, bool kConsumer>
-__device__ __forceinline__ void adjust_registers() {
-  static_assert(T::kProducerRegisters * kGroupThreads + T::kConsumerRegisters * kConsumerThreads <= 168 * kDecodeThreads);
+// Registers of a thread: those of the launch, and what the warpgroups' roles change them to.
+struct Registers {
+  int launch;
+  int producer;
+  int consumer;
+};
+
+// Leave a block of the combination room, so that all of it waits beside the decode kernel, and the next call's CTAs begin as soon
+// as this one's end: see combine.cu.
+constexpr Registers kBesideCombination = {112, 32, 152};
+
+// Debug builds keep the registers of the launch, which are then as many as there are: sanitizers instrument code that setmaxnreg
+// then leaves too few for. Kernels that would spill with them take theirs all the same (what memcheck does at a spill changes
+// registers that a product may still read).
+template <class T, bool kWholeTiles>
+constexpr Registers registers() {
+  constexpr Registers wanted = T::registers(kWholeTiles);
+  static_assert(wanted.producer * kGroupThreads + wanted.consumer * kConsumerThreads <= wanted.launch * kDecodeThreads);
 #ifdef ETAP_SPIN_LIMIT
-  if constexpr (T::kFitsLaunchRegisters) return;
+  if constexpr (T::kFitsLaunchRegisters) return {168, 0, 0};
 #endif
-  if constexpr (kConsumer) {
-    cutlass::arch::warpgroup_reg_alloc<T::kConsumerRegisters>();
+  return wanted;
+}
+
+template <class T, bool kWholeTiles, bool kConsumer>
+__device__ __forceinline__ void adjust_registers() {
+  constexpr Registers wanted = registers<T, kWholeTiles>();
+  if constexpr (wanted.consumer == 0) {
+    return;
+  } else if constexpr (kConsumer) {
+    cutlass::arch::warpgroup_reg_alloc<wanted.consumer>();
   } else {
-    cutlass::arch::warpgroup_reg_dealloc<T::kProducerRegisters>();
+    cutlass::arch::warpgroup_reg_dealloc<wanted.producer>();
   }
 }
 

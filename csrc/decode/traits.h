@@ -81,7 +81,7 @@ constexpr bool are_traits() {
   // Consumer::run(shared, params, partition, row group, warpgroup) decodes the partition.
   static_assert(sizeof(typename T::Consumer) > 0);
   static_assert(T::kRowTile % 8 == 0 && T::kRowTile <= kMaxRowTile);  // query rows of a CTA
-  static_assert(T::kProducerRegisters <= T::kConsumerRegisters);      // of a thread
+  static_assert(T::registers(true).producer <= T::registers(true).consumer);  // of a thread, where tiles are copied whole
   static_assert(is_flag(T::kFitsLaunchRegisters));                    // consumers need no more than the launch gives
   static_assert(is_flag(T::kFp8Cache));                               // e4m3: consumers load the queries
   static_assert(T::kStages >= T::kStagesPerTile);                     // the key ring; how many of it a tile takes

@@ -43,8 +43,7 @@ struct Traits {
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
   static constexpr bool kFitsLaunchRegisters = false;
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr Registers registers(bool) { return {168, 40, 232}; }
 
   // The ring is two tiles, one of each warpgroup, and comes chunk by chunk.
   using KeyStage = Element[kTileTokens][kChunkColumns];  // swizzled

@@ -12,6 +12,7 @@ namespace etap::sparse {
 template <class Dense, template <class> class DenseConsumer, template <class> class DenseMemory, bool kClustered_>
 struct GatheredTraits : Dense {
   static constexpr bool kGathered = true;
+  static constexpr Registers registers(bool) { return {168, 40, 232}; }
   static constexpr bool kHalvesSingleTiles = false;
   static constexpr bool kClustered = kClustered_;
   static constexpr int kGatherWarps = 4;  // the consumers gather the queries

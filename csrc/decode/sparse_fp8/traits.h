@@ -102,8 +102,7 @@ struct Traits : Products<transposed::AlternateTiles<kRowTile_>, kClustered> {
   using SharedStorage = SharedMemory<Traits>;
   using Consumer = sparse_fp8::Consumer<Traits>;
   static constexpr bool kFitsLaunchRegisters = kRowTile < 16;
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr Registers registers(bool) { return {168, 40, 232}; }
   // Whether scores are brought into the log2 domain when their parts have been added up, or each part as it is added.
   static constexpr bool kScoresScaledLast = false;
 
@@ -141,8 +140,7 @@ struct SharedTilesTraits : Products<transposed_fp8::SharedTiles, false> {
   using SharedStorage = SharedTilesMemory<SharedTilesTraits>;
   using Consumer = SharedTilesConsumer<SharedTilesTraits>;
   static constexpr bool kFitsLaunchRegisters = false;
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr Registers registers(bool) { return {168, 40, 232}; }
   static constexpr bool kScoresScaledLast = true;
 
   static constexpr int kStages = 2;

@@ -90,8 +90,9 @@ struct Traits : AlternateTiles<kRowTile_> {
   using Consumer = transposed::Consumer<Traits>;
   using Walk = PieceWalk;
   static_assert(sizeof(Element) == 2);
-  static constexpr int kProducerRegisters = 40;
-  static constexpr int kConsumerRegisters = 232;
+  static constexpr Registers registers(bool whole_tiles) {
+    return whole_tiles && kRowTile <= 16 ? kBesideCombination : Registers{168, 40, 232};
+  }
   static constexpr bool kFp8Cache = false;
   static constexpr bool kGathered = false;
   static constexpr bool kClustered = false;

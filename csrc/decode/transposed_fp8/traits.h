@@ -55,8 +55,9 @@ struct Products : Tiles {
   // Matrix loads bring pairs of value dims: rows r and r + 8 of O^T's 16 are dims 2r and 2r + 1.
   static constexpr bool kPairedDims = true;
   // The producer warpgroup has no query rows to gather.
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr Registers registers(bool whole_tiles) {
+    return whole_tiles && kRowTile <= 16 && kFp8Math ? kBesideCombination : Registers{168, 24, 240};
+  }
 
   // A stage is a whole tile: four chunks of 128 latent columns (128 bytes, one swizzle line), then the rope columns.
   static constexpr int kWideColumns = 128;
@@ -86,7 +87,7 @@ struct Products : Tiles {
   static constexpr float kLargestExponent = kFp8Math ? 8.8f : 15.0f;
 
   // Sums of e4m3 products, of 64 columns of K each, under way at once.
-  static constexpr int kScoreSums = kRowTile <= 16 ? kChunks : 2;
+  static constexpr int kScoreSums = kRowTile == 8 ? kChunks : kRowTile == 16 ? 4 : 2;
 
   // WGMMAs take kStepColumns of the contraction; a matrix load brings 32 of them to a thread.
   static constexpr int kStepColumns = kFp8Math ? 32 : 16;
