@@ -13,17 +13,18 @@
 //                  st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens]   ot: O^T [value dims x rows]
 //                  s, p, o: the same not transposed   chunk: 64 columns (e4m3: 128) of a tile   stage: of the key ring
 //
-// Role             warps  registers       does
+// Role             warps  registers (*)   does
 // consumer 0, 1    4 + 4  232 (FP8 240)   scores, softmax, output of tiles; merge; write
 // key producer     1      40 (FP8 24)     K tiles, TMA, stage by stage into the key ring
 // query producer   1      40 (FP8 24)     the query rows of each piece, TMA (FP8: nothing; lists: rows)
 // query helper     2      40 (FP8 24)     with it, by cp.async, where TMA cannot
+// (*) up to 16 rows 152 and 32 where a block of the combination finds room beside the CTA: kBesideCombination
 //
 // Pipeline         stages                 producer -> consumer                    released by
-// keys             8 x 24 KB (*)          TMA bytes -> the tile's consumer(s)     4 warps, or 8 that share tiles
+// keys             8 x 24 KB (+)          TMA bytes -> the tile's consumer(s)     4 warps, or 8 that share tiles
 // queries          1                      TMA bytes or 96 threads -> both         8 warps, after the piece's last scores
 // grants           4 a consumer           key producer -> the tile's consumer     (nothing to release)
-// (*) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB. There, and beside lists, consumers
+// (+) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB. There, and beside lists, consumers
 // read the query rows.
 //
 // Up to 32 rows, time going down:

@@ -725,6 +725,12 @@ def test_the_proxy_needs_its_library(monkeypatch, tmp_path):
         kernels_of([], None, True, tmp_path)
 
 
+def test_only_the_proxy_has_held_sms_that_read():
+    refused = run_command(bench, "targets", "--traffic", "0.4")
+    assert refused.exit_code == 2 and "--traffic: wanted with --h20-proxy" in refused.output
+    assert run_command(bench, "targets", "--h20-proxy", "--traffic", "-1").exit_code == 2
+
+
 @pytest.fixture
 def libraries_document(document) -> Document:
     rows = [a_row(Workload((n,) * 16), old=n / 100, new=n / 100 * factor) for n, factor in ((512, 0.9), (4096, 1.02))]

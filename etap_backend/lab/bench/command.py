@@ -124,6 +124,7 @@ def bench(
     validate: Annotated[bool, typer.Option(help="Compare every timed output with float64.")] = True,
     num_sms: Annotated[int | None, typer.Option(min=1, help="CTAs of our launch; the GPU's when not given.")] = None,
     h20_proxy: Annotated[bool, typer.Option(help="78 CTAs and throttled libraries, ours in ETAP_LIBRARY.")] = False,
+    traffic: Annotated[float, typer.Option(min=0, help="TB/s that the proxy's held SMs read meanwhile.")] = 0.0,
     time_limit: Annotated[float | None, typer.Option(help="Stop after this many seconds, keep the rows.")] = None,
 ) -> None:
     """Time the decode call and every installed peer side by side on one Hopper GPU."""
@@ -132,6 +133,8 @@ def bench(
         try:
             if kv_dtype not in (None, *KV_DTYPES):
                 raise ValueError(f"--kv-dtype: wanted {' or '.join(KV_DTYPES)}, got {kv_dtype}")
+            if traffic and not h20_proxy:
+                raise ValueError(f"--traffic: wanted with --h20-proxy, whose held SMs read, got {traffic} without it")
             builds = [libraries.parse(text) for text in library or []]
             whole = read_grids(grids, kv_dtype)
             if reason := why_no_gpu():
@@ -145,7 +148,7 @@ def bench(
             stderr.print(f"etap bench: {error}", style="red", markup=False, highlight=False)
             raise typer.Exit(2) from error
         names = tuple(build.name for build in builds)
-        settings = Settings(replays, validate, H20_SMS if h20_proxy else num_sms, h20_proxy, names)
+        settings = Settings(replays, validate, H20_SMS if h20_proxy else num_sms, h20_proxy, traffic, names)
         document = header(grid, left_out, kernels, settings, builds, time_limit)
         console = Console() if sys.stdout.isatty() else Console(width=220)  # a log has no edge to wrap the table at
         document = _run(document, grid, kernels, settings, path, console)

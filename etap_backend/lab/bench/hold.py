@@ -9,15 +9,33 @@ from functools import cache
 import torch
 
 DEVICE = "cuda"
-# Every register and all shared memory of an SM, until it is told to stop or some 20 seconds are over.
+THREADS = 1024
+TRAFFIC_BYTES = 512 << 20  # that are read again and again, more than L2 holds
+# Every register and all shared memory of an SM, until it is told to stop or some 20 seconds are over. Each `period`
+# nanoseconds, if that is not 0, a block reads 16 bytes a thread.
 HOLDING_KERNEL = r"""
-extern "C" __global__ void __launch_bounds__(1024) hold(volatile int* stop) {
-  int held[56];
-  for (int i = 0; i < 56; ++i) held[i] = *stop;
+extern "C" __global__ void __launch_bounds__(1024) hold(volatile int* stop, const uint4* source, int rows, int period) {
+  int held[48];
+  for (int i = 0; i < 48; ++i) held[i] = *stop;
   const long long begin = clock64();
-  while (*stop == 0 && clock64() - begin < 40000000000LL) {
-    for (int i = 0; i < 56; ++i) asm volatile("" : "+r"(held[i]));
-    __nanosleep(1000);
+  unsigned long long now, due;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(due));
+  for (int row = blockIdx.x; *stop == 0 && clock64() - begin < 40000000000LL; row = (row + gridDim.x) % rows) {
+    for (int i = 0; i < 48; ++i) asm volatile("" : "+r"(held[i]));
+    if (period == 0) {
+      __nanosleep(1000);
+      continue;
+    }
+    uint4 read;
+    asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(read.x), "=r"(read.y), "=r"(read.z), "=r"(read.w)
+                 : "l"(source + (long long)row * blockDim.x + threadIdx.x));
+    asm volatile("" ::"r"(read.x), "r"(read.y), "r"(read.z), "r"(read.w));
+    due += period;
+    do {
+      __nanosleep(50);
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+    } while (now < due);
   }
 }
 """
@@ -33,8 +51,10 @@ def holding_kernel() -> tuple[Callable, int]:
 
 
 @contextmanager
-def sms_held(count: int) -> Iterator[None]:
+def sms_held(count: int, traffic: float = 0.0) -> Iterator[None]:
     """Keep `count` SMs from what runs inside, which may wait for its own stream only: the whole GPU is never done.
+
+    `traffic`: bytes a second that they read from memory meanwhile, together.
 
     Calls on fewer CTAs than there are SMs, each of which may begin while the last one ends, come to lie where the last
     one does not, in another arrangement each time. On a GPU that has no more SMs they cannot.
@@ -44,9 +64,13 @@ def sms_held(count: int) -> Iterator[None]:
         return
     kernel, bytes_held = holding_kernel()
     stop = torch.zeros((), dtype=torch.int32, device=DEVICE)
+    row_bytes = THREADS * 16
+    source = torch.empty(TRAFFIC_BYTES if traffic else row_bytes, dtype=torch.uint8, device=DEVICE)
+    period = round(1e9 * count * row_bytes / traffic) if traffic else 0
     stream = torch.cuda.Stream()
     torch.cuda.synchronize()
-    kernel(grid=(count, 1, 1), block=(1024, 1, 1), args=[stop], shared_mem=bytes_held, stream=stream)
+    arguments = [stop, source, source.numel() // row_bytes, period]
+    kernel(grid=(count, 1, 1), block=(THREADS, 1, 1), args=arguments, shared_mem=bytes_held, stream=stream)
     try:
         yield
     finally:

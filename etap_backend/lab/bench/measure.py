@@ -53,6 +53,7 @@ class Settings:
     validate: bool = True
     num_sms: int | None = None
     h20_proxy: bool = False
+    traffic: float = 0.0  # TB/s that the proxy's held SMs read meanwhile
     libraries: tuple[str, ...] = ()  # whose outputs are compared with the first one's, bit for bit
 
 
@@ -172,7 +173,7 @@ def measure(workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: S
     graphs, results = row.captured()
     events = {name: [] for name in graphs}
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
-    with sms_held(sms - H20_SMS if settings.h20_proxy else 0):
+    with sms_held(sms - H20_SMS if settings.h20_proxy else 0, settings.traffic * 1e12):
         for _ in range(settings.replays):
             for name, graph in graphs.items():
                 events[name].append(graph.replay())

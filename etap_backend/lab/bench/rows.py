@@ -192,6 +192,7 @@ class Options(Strict):
     num_sms: int | None
     time_limit: float | None
     h20_proxy: bool = False
+    traffic: float = 0.0  # TB/s that the proxy's held SMs read meanwhile
 
 
 class Library(Strict):

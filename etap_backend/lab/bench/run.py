@@ -38,7 +38,8 @@ def header(
         grid=grid.name,
         title=grid.title,
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
-        method=method_of(fp8=fp8, sparse=sparse, drop_ins=grid.calls == "drop-ins", h20_proxy=settings.h20_proxy),
+        method=method_of(fp8=fp8, sparse=sparse, drop_ins=grid.calls == "drop-ins", h20_proxy=settings.h20_proxy)
+        + (f"; they read {settings.traffic} TB/s from memory meanwhile" if settings.traffic else ""),
         options=Options(
             kernels=kernels.names(grid.workloads),
             replays=settings.replays,
@@ -46,6 +47,7 @@ def header(
             num_sms=settings.num_sms,
             time_limit=limit,
             h20_proxy=settings.h20_proxy,
+            traffic=settings.traffic,
         ),
         libraries={build.name: libraries.described(build) for build in builds},
         published=list(grid.published),
