@@ -138,7 +138,7 @@ void decode(const DecodeCall& call) {
     launch(decode, params, device.device_id, stream);
     if (params.partitions == 1) return;
     const void* const arguments[] = {&params};
-    launch_overlapping(prepare_combine(params, decode.leaves_room), arguments, device.device_id, stream);
+    launch_overlapping(prepare_combine(params, decode.lean_combination), arguments, device.device_id, stream);
   });
 }
 
@@ -177,7 +177,7 @@ Array<Launch> decode_launches(const DecodeCall& call) {
   const DecodeParams params = decode_params(call);
   const DecodeLaunch decode = prepare_decode(params, call.cache_type());
   all.push_back(launch_of(decode.kernel, params, decode));
-  if (params.partitions > 1) all.push_back(launch_of(prepare_combine(params, decode.leaves_room), params, {}));
+  if (params.partitions > 1) all.push_back(launch_of(prepare_combine(params, decode.lean_combination), params, {}));
   return all;
 }
 

@@ -270,11 +270,11 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kTasks < kWarps ? kBlocksPe
   }
 }
 
-// The same of a task a warp, where a decode kernel leaves room for one block on each multiprocessor (kBesideCombination): blocks
-// wait there from that kernel's start on, and the next one's CTAs begin beside them.
+// The same of a task a warp with few registers and no shared memory. So a block finds room beside a CTA of a decode kernel that
+// leaves some (kBesideCombination): it waits there from that kernel's start on, and the next one's CTAs begin beside it.
 template <class Element, int kEntries>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
-    combine_beside_kernel(const __grid_constant__ DecodeParams params) {
+    lean_combine_kernel(const __grid_constant__ DecodeParams params) {
   const Block<Element, kWarps, false, false> block(params);
   cudaTriggerProgrammaticLaunchCompletion();
 
@@ -299,9 +299,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
 }
 
 template <class Element, int kEntries>
-KernelLaunch beside_launch(dim3 blocks) {
+KernelLaunch lean_launch(dim3 blocks) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(combine_beside_kernel<Element, kEntries>), __PRETTY_FUNCTION__, &handles, blocks,
+  return {reinterpret_cast<const void*>(lean_combine_kernel<Element, kEntries>), __PRETTY_FUNCTION__, &handles, blocks,
           kWarps * kWarpSize, 0};
 }
 
@@ -315,19 +315,20 @@ KernelLaunch kernel_launch(dim3 blocks) {
 // The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where none of them is
 // left. So where it loads early, as a call with early loads takes for granted, there are no more than a block or so a
 // multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight or hardly any request is
-// split; but where tensor cores are few, for there they are what the next kernel waits for, not its loads. Beside a decode kernel
-// that leaves room there is a block a multiprocessor whatever the call.
+// split; but where tensor cores are few, for there they are what the next kernel waits for, not its loads. Without early loads there
+// are no more of the lean form, either, of which one finds room on a multiprocessor.
 //
 // In batch-invariant schedules, whose partitions are a multiple of the batch, no sum may be rounded in another order with another
 // batch. There `sparing` alone depends on it, and only chooses between grids in which all splits of a request are in flight at
 // once.
 template <class Element, bool kOneRow, bool kEven = false>
-KernelLaunch prepare(const DecodeParams& params, bool beside = false) {
+KernelLaunch prepare(const DecodeParams& params, bool lean = false) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
   const int multiprocessors = params.partitions * params.row_groups;
   const bool wide = requests * tasks > kBlocksPerSm * multiprocessors;
-  const bool sparing = params.early_loads && !few_tensor_cores(multiprocessors);
+  const bool few = few_tensor_cores(multiprocessors);
+  const bool sparing = params.early_loads && !few;
   const bool pairs = sparing && !wide && requests * tasks > multiprocessors;
   const int steps = wide ? tasks / kWarps : pairs ? tasks / 2 : tasks;
   // Requests of a block of a task a warp with so many blocks a multiprocessor, and how many of them it takes at a time.
@@ -337,18 +338,18 @@ KernelLaunch prepare(const DecodeParams& params, bool beside = false) {
   const auto at_a_time = [&](int blocks_per_sm) { return rounds(blocks_per_sm) <= 2 ? rounds(blocks_per_sm) : kMostEntries; };
   const int pieces = params.partitions / requests;  // of a request, if all are alike
   const bool in_flight = (rounds(1) <= kMostEntries || pieces == 1) && at_a_time(1) * pieces <= kFewSplits;
-  const int blocks_per_sm = !wide ? kBlocksPerSm : (beside || sparing) && in_flight ? 1 : kWideBlocksPerSm;
+  const int blocks_per_sm = !wide ? kBlocksPerSm : (sparing || (lean && !few)) && in_flight ? 1 : kWideBlocksPerSm;
   const dim3 blocks(steps, std::min(requests, std::max(blocks_per_sm * multiprocessors / steps, 1)));
   if constexpr (!kEven) {
     if (pairs) return kernel_launch<Element, 2, 1, kOneRow, kEven>(blocks);
   }
   if (!wide) return kernel_launch<Element, 1, 1, kOneRow, kEven>(blocks);
   if constexpr (!kOneRow && !kEven) {
-    if (beside) {
+    if (lean) {
       switch (at_a_time(blocks_per_sm)) {
-        case 1: return beside_launch<Element, 1>(blocks);
-        case 2: return beside_launch<Element, 2>(blocks);
-        default: return beside_launch<Element, kMostEntries>(blocks);
+        case 1: return lean_launch<Element, 1>(blocks);
+        case 2: return lean_launch<Element, 2>(blocks);
+        default: return lean_launch<Element, kMostEntries>(blocks);
       }
     }
   }
@@ -361,16 +362,16 @@ KernelLaunch prepare(const DecodeParams& params, bool beside = false) {
 
 }  // namespace
 
-KernelLaunch prepare_combine(const DecodeParams& params, bool beside) {
+KernelLaunch prepare_combine(const DecodeParams& params, bool lean) {
   if (params.list_tiles > 0) {
     return params.rows_on_lanes ? prepare<cutlass::bfloat16_t, true, true>(params)
                                 : prepare<cutlass::bfloat16_t, false, true>(params);
   }
   if (params.float16_out) {
-    return params.rows_on_lanes ? prepare<cutlass::half_t, true>(params) : prepare<cutlass::half_t, false>(params, beside);
+    return params.rows_on_lanes ? prepare<cutlass::half_t, true>(params) : prepare<cutlass::half_t, false>(params, lean);
   }
   return params.rows_on_lanes ? prepare<cutlass::bfloat16_t, true>(params)
-                              : prepare<cutlass::bfloat16_t, false>(params, beside);
+                              : prepare<cutlass::bfloat16_t, false>(params, lean);
 }
 
 }  // namespace etap

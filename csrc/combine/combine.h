@@ -6,8 +6,8 @@
 
 namespace etap {
 
-// The launch of the kernel that merges the partial results behind a decode kernel of the same parameters. beside: which leaves
-// room for it.
-KernelLaunch prepare_combine(const DecodeParams& params, bool beside);
+// The launch of the kernel that merges the partial results behind a decode kernel of the same parameters. lean: in the form that
+// needs few registers, whose bits may be others.
+KernelLaunch prepare_combine(const DecodeParams& params, bool lean);
 
 }  // namespace etap

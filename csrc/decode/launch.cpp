@@ -9,6 +9,8 @@
 #include <memory>
 #include <type_traits>
 
+#include "decode/shape.h"
+
 namespace etap {
 namespace {
 
@@ -109,8 +111,9 @@ void prepare_query_maps(const DecodeKernel& kernel, const DecodeParams& params, 
 DecodeKernel kernel_of(const DecodeParams& params, CacheType cache) {
   const bool whole_tiles = params.key_load == KeyLoad::kTiles;
   if (cache.fp8) {
-    return cache.fp8_math ? fp8_kernel<cutlass::float_e4m3_t>(params.row_tile, whole_tiles)
-                          : fp8_kernel<cutlass::half_t>(params.row_tile, whole_tiles);
+    const bool few = few_tensor_cores(params.partitions * params.row_groups);
+    return cache.fp8_math ? fp8_kernel<cutlass::float_e4m3_t>(params.row_tile, whole_tiles, few)
+                          : fp8_kernel<cutlass::half_t>(params.row_tile, whole_tiles, few);
   }
   return params.query_type == QueryType::kFloat16 ? sixteen_bit_kernel<cutlass::half_t>(params.row_tile, whole_tiles)
                                                   : sixteen_bit_kernel<cutlass::bfloat16_t>(params.row_tile, whole_tiles);
@@ -148,7 +151,7 @@ DecodeLaunch prepare_decode(const DecodeParams& params, CacheType cache) {
   DecodeLaunch decode{};
   decode.kernel = {kernel.function, kernel.name, kernel.handles, dim3(params.partitions * params.row_groups),
                    kernel.threads, kernel.shared_bytes};
-  decode.leaves_room = kernel.leaves_room;
+  decode.lean_combination = kernel.lean_combination;
   if (params.key_load != KeyLoad::kRows) prepare_cache_maps(kernel, params, cache.fp8 ? 1 : 2, decode);
   if (!cache.fp8) prepare_query_maps(kernel, params, decode);
   return decode;

@@ -23,7 +23,7 @@ DecodeKernel describe() {
   kernel.threads = kDecodeThreads;
   kernel.shared_bytes = int(sizeof(typename T::SharedStorage));
   kernel.handles = &handles;
-  kernel.leaves_room = registers<T, kWholeTiles>().launch == kBesideCombination.launch;
+  kernel.lean_combination = kWholeTiles && T::kLeanCombination;
   if constexpr (T::kFp8Cache) {
     kernel.map_type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
     kernel.chunk_columns = T::kWideColumns;
@@ -56,7 +56,13 @@ DecodeKernel sixteen_bit_kernel(int row_tile, bool whole_tiles) {
 }
 
 template <class Math>
-DecodeKernel fp8_kernel(int row_tile, bool whole_tiles) {
+DecodeKernel fp8_kernel(int row_tile, bool whole_tiles, bool few_tensor_cores) {
+  if constexpr (sizeof(Math) == 1) {
+    if (whole_tiles && !few_tensor_cores) {
+      if (row_tile == 8) return describe<transposed_fp8::Traits<Math, 8, true>, true>();
+      if (row_tile == 16) return describe<transposed_fp8::Traits<Math, 16, true>, true>();
+    }
+  }
   switch (row_tile) {
     case 8: return describe<transposed_fp8::Traits<Math, 8>>(whole_tiles);
     case 16: return describe<transposed_fp8::Traits<Math, 16>>(whole_tiles);

@@ -21,15 +21,16 @@ struct DecodeKernel {
   int chunks;
   int copied_chunks;  // at a time
   bool rope_apart;    // rows are not a whole number of chunks: what is left has a map of its own
-  bool leaves_room;   // on an SM, for a block of the combination
+  bool lean_combination;  // what is summed behind it is, in the form that has room beside it: see combine.cu
 };
 
 // The kernels for a 16-bit cache (bfloat16_t or half_t), and for one of e4m3 (multiplied as half_t or float_e4m3_t).
-// whole_tiles: copied so, not in parts or rows.
+// whole_tiles: copied so, not in parts or rows. Where tensor cores are few, e4m3 products keep all registers: they are what is
+// waited for there.
 template <class Element>
 DecodeKernel sixteen_bit_kernel(int row_tile, bool whole_tiles);
 template <class Math>
-DecodeKernel fp8_kernel(int row_tile, bool whole_tiles);
+DecodeKernel fp8_kernel(int row_tile, bool whole_tiles, bool few_tensor_cores);
 
 // The type of the cache, e4m3 or the queries', and how the former is multiplied.
 struct CacheType {
@@ -63,7 +64,7 @@ struct MapShape {
 
 struct DecodeLaunch {
   KernelLaunch kernel;
-  bool leaves_room;
+  bool lean_combination;
   MapShape cache_maps[2];
   int cache_map_count;
   MapShape query_maps[2];

@@ -73,6 +73,7 @@ constexpr bool are_traits() {
   // The cache as TMA sees it, copy() fills a stage, and copy_part() from PartMaps; or lists of its rows.
   static_assert(T::kGathered || sizeof(typename T::CacheMaps) % sizeof(CUtensorMap) == 0);
   static_assert(T::kGatherWarps <= kWarpsPerGroup);                   // that copy rows where TMA does not
+  static_assert(is_flag(T::kLeanCombination));                        // of whole tiles: see combine.h
   static_assert(is_flag(T::kClustered));  // a request's pieces are a cluster's CTAs, which sum them: see transposed/cluster.cuh
   // The pieces of a partition.
   static_assert(sizeof(typename T::Walk) > 0);

@@ -44,6 +44,7 @@ struct Traits {
   static constexpr int kMergeStages = 0;
   static constexpr bool kFitsLaunchRegisters = false;
   static constexpr Registers registers(bool) { return {168, 40, 232}; }
+  static constexpr bool kLeanCombination = false;
 
   // The ring is two tiles, one of each warpgroup, and comes chunk by chunk.
   using KeyStage = Element[kTileTokens][kChunkColumns];  // swizzled

@@ -35,6 +35,7 @@ struct SharedMemory : transposed::SharedMemory<T> {
 template <class Tiles, bool kClustered_>
 struct Products : Tiles {
   using Tiles::kRowTile, Tiles::kScoreColumns;
+  static constexpr bool kLeanCombination = false;
   static constexpr bool kGathered = true;
   static constexpr bool kClustered = kClustered_;
   static constexpr int kGatherWarps = 4;

@@ -93,6 +93,7 @@ struct Traits : AlternateTiles<kRowTile_> {
   static constexpr Registers registers(bool whole_tiles) {
     return whole_tiles && kRowTile <= 16 ? kBesideCombination : Registers{168, 40, 232};
   }
+  static constexpr bool kLeanCombination = kRowTile <= 16;
   static constexpr bool kFp8Cache = false;
   static constexpr bool kGathered = false;
   static constexpr bool kClustered = false;

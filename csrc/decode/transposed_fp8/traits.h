@@ -49,15 +49,14 @@ struct Products : Tiles {
   static constexpr bool kFp8Cache = true;
   static constexpr bool kGathered = false;
   static constexpr bool kClustered = false;
+  static constexpr bool kLeanCombination = false;
   static constexpr int kGatherWarps = 4;
   using Walk = PieceWalk;
   static constexpr bool kFp8Math = sizeof(Math) == 1;
   // Matrix loads bring pairs of value dims: rows r and r + 8 of O^T's 16 are dims 2r and 2r + 1.
   static constexpr bool kPairedDims = true;
   // The producer warpgroup has no query rows to gather.
-  static constexpr Registers registers(bool whole_tiles) {
-    return whole_tiles && kRowTile <= 16 && kFp8Math ? kBesideCombination : Registers{168, 24, 240};
-  }
+  static constexpr Registers registers(bool) { return {168, 24, 240}; }
 
   // A stage is a whole tile: four chunks of 128 latent columns (128 bytes, one swizzle line), then the rope columns.
   static constexpr int kWideColumns = 128;
@@ -87,7 +86,7 @@ struct Products : Tiles {
   static constexpr float kLargestExponent = kFp8Math ? 8.8f : 15.0f;
 
   // Sums of e4m3 products, of 64 columns of K each, under way at once.
-  static constexpr int kScoreSums = kRowTile == 8 ? kChunks : kRowTile == 16 ? 4 : 2;
+  static constexpr int kScoreSums = kRowTile <= 16 ? kChunks : 2;
 
   // WGMMAs take kStepColumns of the contraction; a matrix load brings 32 of them to a thread.
   static constexpr int kStepColumns = kFp8Math ? 32 : 16;
@@ -147,10 +146,16 @@ struct Products : Tiles {
 template <class T>
 struct Consumer;
 
-// Up to 32 query rows: alternate tiles.
-template <class Math, int kRowTile_>
+// Up to 32 query rows: alternate tiles. kLeavesRoom: for the combination, at the price of registers; of e4m3 products, up to 16 rows.
+template <class Math, int kRowTile_, bool kLeavesRoom = false>
 struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   using Base = Products<Math, transposed::AlternateTiles<kRowTile_>>;
+  static constexpr Registers registers(bool whole_tiles) {
+    return kLeavesRoom ? kBesideCombination : Base::registers(whole_tiles);
+  }
+  static constexpr bool kLeanCombination = Base::kFp8Math && kRowTile_ <= 16;
+  static_assert(kLeanCombination || !kLeavesRoom);
+  static constexpr int kScoreSums = kLeavesRoom && kRowTile_ == 16 ? 4 : Base::kScoreSums;
   using Base::kRowTile, Base::kFp8Math, Base::kStageBytes, Base::kStagesPerTile, Base::kSliceBytes, Base::kMergeSlices;
   using SharedStorage = transposed::SharedMemory<Traits>;
   using ScoreScales = std::conditional_t<kRowTile <= 16, HeldScales<Traits>, ReadScales<Traits>>;
