@@ -240,12 +240,16 @@ def test_decode_waits_for_its_predecessor_before_it_lets_the_combination_begin(s
         assert triggers and all(i > 0 and opcodes[i - 1] == "griddepcontrol.wait" for i in triggers)
 
 
-# Tiles with new tokens alone, behind others, and two of them; requests of one CTA, and one of several.
+# Tiles with new tokens alone, behind others, and two of them; requests of one CTA, one of several, and so many CTAs
+# that FP8 math leaves the combination room.
 @pytest.mark.parametrize("kind", CACHES)
 @pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize(
     "lengths, s_q, num_sms, page_size",
-    [((200, 0, 64, 1, 129), 1, 1, 64), ((130, 449), 3, 7, 128), ((64, 128), 1, 9, 64), ((200,), 1, 2, 32)],
+    [
+        *[((200, 0, 64, 1, 129), 1, 1, 64), ((130, 449), 3, 7, 128), ((64, 128), 1, 9, 64), ((200,), 1, 2, 32)],
+        ((130, 200), 1, 100, 64),
+    ],
 )
 def test_early_loads_touch_nothing_that_the_predecessor_may_write(lengths, s_q, num_sms, page_size, heads, kind):
     """Cache rows of the last tokens, queries and results; kernels without tiles of whole pages wait first."""

@@ -61,11 +61,32 @@ def dims(numbers) -> dict:
 def test_the_shape_names_kernel_and_grid(kind, element, heads, groups):
     shape = decode_shape(heads, 9, 2 * groups, "kv_dtype" in kind, kind.get("fp8_math", False))
     decode, combine = launches(Case((300, 70), heads, num_sms=9, groups=groups, **kind))
-    traits = f"Traits<cutlass::{element}, {shape.row_tile}>"
+    traits = f"Traits<cutlass::{element}, {shape.row_tile}{', false' if 'kv_dtype' in kind else ''}>"
     if shape.row_tile == 64:  # of a form with no other row tile
         traits = f"{'SharedTiles' if 'kv_dtype' in kind else ''}Traits<cutlass::{element}>"
     assert f"{shape.kernel}::{traits}" in decode[0] and decode[1] == 9 // shape.row_groups * shape.row_groups
     assert ("kOneRow = true" in combine[0]) == (shape.kernel == "query_major")
+
+
+@pytest.mark.parametrize("num_sms", [78, 132])
+@pytest.mark.parametrize("heads", [8, 16, 32])
+@pytest.mark.parametrize(
+    "kind, lean",
+    [
+        ({}, True),
+        ({"kv_dtype": "fp8", "fp8_math": True}, True),
+        ({"kv_dtype": "fp8"}, False),
+        ({"page_size": 16}, False),
+    ],
+)
+def test_the_combination_is_lean_where_decode_may_leave_it_room(kind, lean, heads, num_sms):
+    """FP8 math keeps its registers where tensor cores are few, and is combined in the same form."""
+    decode, combine = launches(Case((70,) * 32, heads, num_sms=num_sms, **kind))
+    assert ("lean_launch" in combine[0]) == (lean and heads <= 16)
+    if "fp8_math" in kind:
+        assert (f"{decode_shape(heads, num_sms, 32, True, True).row_tile}, true>" in decode[0]) == (
+            heads <= 16 and num_sms == 132
+        )
 
 
 def test_one_partition_has_nothing_to_combine_and_no_request_nothing_to_decode():
@@ -74,24 +95,33 @@ def test_one_partition_has_nothing_to_combine_and_no_request_nothing_to_decode()
 
 
 @pytest.mark.parametrize(
-    "batch, heads, late, early",
+    "batch, heads, kv_dtype, late, early",
     [
-        (1, 16, ((64, 1), 1, 1), ((64, 1), 1, 1)),
-        (4, 16, ((64, 4), 1, 1), ((32, 4), 2, 1)),
-        (16, 16, ((8, 16), 8, 1), ((8, 16), 8, 1)),
-        (32, 16, ((8, 32), 8, 1), ((8, 16), 8, 2)),
-        (64, 16, ((8, 33), 8, 2), ((8, 16), 8, 4)),
-        (128, 16, ((8, 33), 8, 4), ((8, 16), 8, 4)),
-        (16, 64, ((32, 8), 8, 2), ((32, 8), 8, 2)),
-        (64, 64, ((32, 8), 8, 4), ((32, 8), 8, 4)),
+        (1, 16, "fp8", ((64, 1), 1, 1), ((64, 1), 1, 1)),
+        (4, 16, "fp8", ((64, 4), 1, 1), ((32, 4), 2, 1)),
+        (16, 16, "fp8", ((8, 16), 8, 1), ((8, 16), 8, 1)),
+        (32, 16, "fp8", ((8, 32), 8, 1), ((8, 16), 8, 2)),
+        (64, 16, "fp8", ((8, 33), 8, 2), ((8, 16), 8, 4)),
+        (128, 16, "fp8", ((8, 33), 8, 4), ((8, 16), 8, 4)),
+        (16, 64, "same", ((32, 8), 8, 2), ((32, 8), 8, 2)),
+        (64, 64, "same", ((32, 8), 8, 4), ((32, 8), 8, 4)),
+        (1, 16, "same", ((64, 1), 1, 1), ((64, 1), 1, 1)),
+        (4, 16, "same", ((64, 4), 1, 1), ((32, 4), 2, 1)),
+        (16, 16, "same", ((8, 16), None, 1), ((8, 16), None, 1)),
+        (32, 16, "same", ((8, 16), None, 2), ((8, 16), None, 2)),
+        (64, 16, "same", ((8, 16), None, 4), ((8, 16), None, 4)),
+        (128, 16, "same", ((8, 16), None, 4), ((8, 16), None, 4)),
     ],
 )
-def test_before_early_loads_the_combination_has_no_more_blocks_than_keep_its_loads_in_flight(batch, heads, late, early):
-    """Grid, tasks of 8 rows x 16 value dims of a block, and requests that it takes at a time."""
+def test_before_early_loads_the_combination_has_no_more_blocks_than_keep_its_loads_in_flight(
+    batch, heads, kv_dtype, late, early
+):
+    """Grid, tasks of 8 rows x 16 value dims of a block (None: the lean form), and requests that it takes at a time."""
     for early_loads, (grid, tasks, requests) in ((False, late), (True, early)):
-        _, combine = launches(Case((70,) * batch, heads, num_sms=132), early_loads=early_loads)
+        _, combine = launches(Case((70,) * batch, heads, kv_dtype=kv_dtype, num_sms=132), early_loads=early_loads)
         assert tuple(combine[1:3]) == grid
-        assert f"kTasks = {tasks}" in combine[0] and f"kEntries = {requests}" in combine[0]
+        assert ("lean_launch" if tasks is None else f"kTasks = {tasks}") in combine[0]
+        assert f"kEntries = {requests}" in combine[0]
 
 
 @pytest.mark.parametrize("batch, heads", [(1, 16), (2, 16), (16, 16), (32, 16), (64, 16), (16, 64)])

@@ -11,8 +11,9 @@ import torch
 DEVICE = "cuda"
 THREADS = 1024
 TRAFFIC_BYTES = 512 << 20  # that are read again and again, more than L2 holds
-# All shared memory of an SM, until it is told to stop or some 20 seconds are over. Asks seldom, one thread a block: many that ask
-# often slow the calls beside them by up to a tenth. Each `period` nanoseconds, if that is not 0, a block reads 16 bytes a thread.
+# All shared memory of an SM, until it is told to stop or some 20 seconds are over. Asks seldom, a thread a block: many
+# that ask often slow the calls beside them by up to a tenth. Each `period` nanoseconds, if that is not 0, a block reads
+# 16 bytes a thread.
 HOLDING_KERNEL = r"""
 extern "C" __global__ void __launch_bounds__(1024) hold(volatile int* stop, const uint4* source, int rows, int period) {
   const long long begin = clock64();
