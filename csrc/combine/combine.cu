@@ -166,7 +166,7 @@ struct Block {
     }
   }
 
-  // The two above with few registers. A warp's own task of one request, kFewSplits at a time:
+  // The same with few registers. A warp's own task of one request, kFewSplits splits at a time:
   __device__ __forceinline__ void sum_in_turn(const Entry& entry) const {
     const int task = offset(warp), end = entry.slot + entry.splits;
     Totals totals;
