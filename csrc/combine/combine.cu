@@ -312,8 +312,8 @@ KernelLaunch kernel_launch(dim3 blocks) {
           blocks, kWarps * kWarpSize, 0};
 }
 
-// The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where none of them is
-// left. So where it loads early, as a call with early loads takes for granted, there are no more than a block or so a
+// The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where those leave it
+// room. So where it loads early, as a call with early loads takes for granted, there are no more than a block or so a
 // multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight or hardly any request is
 // split; but where tensor cores are few, for there they are what the next kernel waits for, not its loads. Without early loads there
 // are no more of the lean form, either, of which one finds room on a multiprocessor.

@@ -147,13 +147,9 @@ __device__ __forceinline__ void load_if(bool wanted, const void* from, uint4& va
       : "memory");
 }
 __device__ __forceinline__ void load_if(bool wanted, const void* from, float4& value) {
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
-      "mov.f32 %0, 0f00000000;\nmov.f32 %1, 0f00000000;\nmov.f32 %2, 0f00000000;\nmov.f32 %3, 0f00000000;\n"
-      "@wanted ld.global.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
-      : "=&f"(value.x), "=&f"(value.y), "=&f"(value.z), "=&f"(value.w)
-      : "l"(from), "r"(int(wanted))
-      : "memory");
+  uint4 bits;
+  load_if(wanted, from, bits);
+  value = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
 }
 __device__ __forceinline__ void load_if(bool wanted, const void* from, uint2& value) {
   asm volatile(

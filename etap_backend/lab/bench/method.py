@@ -44,6 +44,9 @@ BEFORE_PAGE_SIZES = f"; inputs N(0, 1), page {PAGE_SIZE}, shuffled block table"
 USUAL = f"{DENSE}{DENSE_FP8}; {SPARSE}{SPARSE_FP8}{DROP_INS}{PROXY}{BEFORE_PAGE_SIZES}"
 
 
-def method_of(*, fp8: bool, sparse: bool, drop_ins: bool = False, h20_proxy: bool) -> str:
+def method_of(*, fp8: bool, sparse: bool, drop_ins: bool = False, h20_proxy: bool, traffic: float = 0.0) -> str:
     of_call, of_fp8 = (SPARSE, SPARSE_FP8) if sparse else (DENSE, DENSE_FP8)
-    return of_call + (of_fp8 if fp8 else "") + (DROP_INS if drop_ins else "") + (PROXY if h20_proxy else "")
+    of_traffic = f"; they read {traffic} TB/s from memory meanwhile" if traffic else ""
+    return (
+        of_call + (of_fp8 if fp8 else "") + (DROP_INS if drop_ins else "") + (PROXY if h20_proxy else "") + of_traffic
+    )

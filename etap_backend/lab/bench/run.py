@@ -38,8 +38,13 @@ def header(
         grid=grid.name,
         title=grid.title,
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
-        method=method_of(fp8=fp8, sparse=sparse, drop_ins=grid.calls == "drop-ins", h20_proxy=settings.h20_proxy)
-        + (f"; they read {settings.traffic} TB/s from memory meanwhile" if settings.traffic else ""),
+        method=method_of(
+            fp8=fp8,
+            sparse=sparse,
+            drop_ins=grid.calls == "drop-ins",
+            h20_proxy=settings.h20_proxy,
+            traffic=settings.traffic,
+        ),
         options=Options(
             kernels=kernels.names(grid.workloads),
             replays=settings.replays,
