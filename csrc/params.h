@@ -36,6 +36,7 @@ struct ScheduleParams {
   int32_t partitions;
   int32_t fixed_pieces;  // most pieces of a request where its length alone decides; 0: the batch does
   int32_t split_rows;    // query rows by which a split is dear, those of a CTA, or kCheapSplits; nothing to fixed pieces
+  int32_t single_tiles;  // requests of at most so many tiles may be cut into single ones where each tile has a partition
 };
 
 enum class QueryType : int32_t { kBFloat16, kFloat16, kE4M3 };

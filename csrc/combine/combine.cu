@@ -6,14 +6,15 @@
 
 #include "combine/divided_flight.cuh"
 #include "decode/even_split.h"
+#include "decode/roles.h"
 #include "decode/shape.h"
 
 namespace etap {
 namespace {
 
 constexpr int kWarps = 8;
-constexpr int kBlocksPerSm = 3;                     // of one task or two that fit beside each other
-constexpr int kWideBlocksPerSm = 2;                 // of a task a warp
+constexpr int kBlocksPerSm = 3;                     // that fit beside each other, with few registers
+constexpr int kWideBlocksPerSm = 2;                 // of a task a warp, with many
 constexpr int kSlices = kLatentDim / 64;            // of O^T, each 64 value dims by four warps
 constexpr int kSliceWarps = 4;
 constexpr int kBlockVectors = kSliceWarps * kWarpSize;  // float4s of one slice and column block
@@ -40,10 +41,9 @@ __device__ __forceinline__ void load(Flight<kAhead, kTasks>& flight, const Parti
 
 constexpr int kMostEntries = 4;  // requests that a block takes at a time
 
-// What the warps of a block hold of the splits they divided among them.
-template <int kTasks>
+// What the warps of a block that sum a task each hold of the splits they divided among them.
 struct Shares {
-  Sum sums[kWarps][kTasks][kWarpSize];
+  Sum sums[kWarps][kWarps][kWarpSize];  // of each warp, of each task
   Totals totals[kWarps][kWarpSize];
 
   // One task's sum over all warps.
@@ -64,6 +64,40 @@ struct Shares {
       sum.add(weight, sums[w][task][lane].value);
     }
     return all;
+  }
+};
+
+// The same of a block of one task or two, of two by one half of the warps after the other: all that they hold would not fit into
+// what a decode kernel leaves (kBesideCombination).
+template <int kTasks, bool kOneRow>
+struct NarrowShares {
+  static constexpr int kAtATime = kWarps / kTasks;   // warps
+  static constexpr int kRowLanes = kOneRow ? 8 : 4;  // of other rows
+  Sum sums[kAtATime][kTasks][kWarpSize];
+  Totals totals[kWarps][kRowLanes];
+
+  __device__ __forceinline__ static int row_lane() {
+    const int lane = threadIdx.x % kWarpSize;
+    return kOneRow ? lane / 4 : lane % 4;
+  }
+  __device__ __forceinline__ float2 maximum() const {
+    float2 maximum = totals[0][row_lane()].reference;
+#pragma unroll
+    for (int w = 1; w < kWarps; ++w) {
+      const float2 reference = totals[w][row_lane()].reference;
+      maximum = {fmaxf(maximum.x, reference.x), fmaxf(maximum.y, reference.y)};
+    }
+    return maximum;
+  }
+  // Add a task's shares of the warps from `first` on to a sum against all.reference.
+  __device__ __forceinline__ void add_to(Totals& all, Sum& sum, int first, int task) const {
+#pragma unroll
+    for (int w = 0; w < kAtATime; ++w) {
+      const Totals share = totals[first + w][row_lane()];
+      const float2 weight = {ptx::ex2(share.reference.x - all.reference.x), ptx::ex2(share.reference.y - all.reference.y)};
+      all.sum = {__fmaf_rn(weight.x, share.sum.x, all.sum.x), __fmaf_rn(weight.y, share.sum.y, all.sum.y)};
+      sum.add(weight, sums[w][task][threadIdx.x % kWarpSize].value);
+    }
   }
 };
 
@@ -97,10 +131,10 @@ struct Entry {
   }
 };
 
-// A task is 8 rows x 16 value dims of a split request. A block takes kTasks tasks of the same rows: 8, or 1 or 2 where few
-// requests can be split and blocks are what is wanted. All that does not depend on the request is worked out here, before
-// the kernel waits for the one that writes the partials.
-template <class Element, int kTasks, bool kOneRow, bool kEven>
+// A task is 8 rows x 16 value dims of a split request. A block takes kWarps tasks of the same rows; or 1 or 2, where few requests
+// can be split and blocks are what is wanted. All that does not depend on the request is worked out here, before the kernel waits
+// for the one that writes the partials.
+template <class Element, bool kOneRow, bool kEven>
 struct Block {
   const DecodeParams& params;
   const unsigned warp = threadIdx.x / kWarpSize;
@@ -110,11 +144,11 @@ struct Block {
   int slice_stride;  // of partial values, from a task to the one 64 value dims behind it
   Partials partials;
 
-  __device__ __forceinline__ explicit Block(const DecodeParams& params) : params(params) {
+  __device__ __forceinline__ Block(const DecodeParams& params, unsigned first_task) : params(params) {
     const unsigned blocks_per_group = params.row_tile / 8;
-    const unsigned slice = blockIdx.x * kTasks / kSliceWarps % kSlices;
-    const unsigned quarter = blockIdx.x * kTasks % kSliceWarps;
-    const unsigned rows = blockIdx.x * kTasks / (kSliceWarps * kSlices);
+    const unsigned slice = first_task / kSliceWarps % kSlices;
+    const unsigned quarter = first_task % kSliceWarps;
+    const unsigned rows = first_task / (kSliceWarps * kSlices);
     const unsigned group = rows / blocks_per_group;
     const unsigned row_block = rows % blocks_per_group;
     first_row = anew(group * params.row_tile + row_block * 8);
@@ -134,8 +168,9 @@ struct Block {
     return t / kSliceWarps * slice_stride + t % kSliceWarps * kWarpSize;
   }
 
-  __device__ __forceinline__ void write(int request, const Sum& sum, const Totals& totals) const {
-    const int dim = first_dim + warp * 16;
+  // Of the task t.
+  __device__ __forceinline__ void write(int request, const Sum& sum, const Totals& totals, unsigned t) const {
+    const int dim = first_dim + t * 16;
     write_rows<Element, kOneRow, kEven>(params, sum, totals, request, first_row, dim);
     if (dim == 0) write_lse<kOneRow>(params, totals, request, first_row);
   }
@@ -162,7 +197,7 @@ struct Block {
     }
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) {
-      if (entries[e].request >= 0) write(entries[e].request, sums[e][0], totals[e]);
+      if (entries[e].request >= 0) write(entries[e].request, sums[e][0], totals[e], warp);
     }
   }
 
@@ -173,7 +208,7 @@ struct Block {
     Sum sum;
 #pragma unroll 1
     for (int at = entry.slot; at < end; at += kFewSplits) DividedFlight<1>(partials, task, {at}, {end}).add_to(totals, sum);
-    write(entry.request, sum, totals);
+    write(entry.request, sum, totals, warp);
   }
 
   // Of those requests whose splits can all be on their way together, with the same bits. Whether there are others.
@@ -197,14 +232,40 @@ struct Block {
       Totals totals;
       Sum sum;
       flight.sum_entry(e, totals, sum);
-      write(entries[e].request, sum, totals);
+      write(entries[e].request, sum, totals, warp);
     }
     return others;
   }
 
   // A request of many: the warps divide them and sum all tasks, and add up in shared memory.
-  __device__ __forceinline__ void sum_together(const Entry& entry, Shares<kTasks>& shared, bool again) const {
-    constexpr int kAhead = kTasks <= 2 ? 4 : 1;
+  __device__ __forceinline__ void sum_together(const Entry& entry, Shares& shared) const {
+    const int end = entry.slot + entry.splits;
+    int offsets[kWarps];
+#pragma unroll
+    for (int t = 0; t < kWarps; ++t) offsets[t] = offset(t);
+    Totals share;
+    Sum sums[kWarps];
+#pragma unroll 1
+    for (int at = entry.slot + warp; at < end; at += kWarps) {
+      Flight<1, kWarps> flight;
+      load<kOneRow>(flight, partials, offsets, at, kWarps, end);
+      flight.add_to(share, sums);
+    }
+    __syncthreads();  // the last entry's shares are read
+    shared.totals[warp][lane] = share;
+#pragma unroll
+    for (int t = 0; t < kWarps; ++t) shared.sums[warp][t][lane] = sums[t];
+    __syncthreads();
+    if (warp >= kWarps) return;  // none; with the question the compiler spills no register
+    Sum sum;
+    const Totals totals = shared.merge(warp, sum);
+    write(entry.request, sum, totals, warp);
+  }
+
+  // A block's only one or two tasks: the warps divide the splits.
+  template <int kTasks>
+  __device__ __forceinline__ void sum_narrow(const Entry& entry, NarrowShares<kTasks, kOneRow>& shared) const {
+    constexpr int kAhead = 4, kAtATime = shared.kAtATime;
     const int end = entry.slot + entry.splits;
     int offsets[kTasks];
 #pragma unroll
@@ -217,15 +278,22 @@ struct Block {
       load<kOneRow>(flight, partials, offsets, at, kWarps, end);
       flight.add_to(share, sums);
     }
-    if (kTasks == kWarps || again) __syncthreads();  // the last entry's shares are read
-    shared.totals[warp][lane] = share;
-#pragma unroll
-    for (int t = 0; t < kTasks; ++t) shared.sums[warp][t][lane] = sums[t];
-    __syncthreads();
-    if (warp >= kTasks) return;
+    Totals all;
     Sum sum;
-    const Totals totals = shared.merge(warp, sum);
-    write(entry.request, sum, totals);
+#pragma unroll
+    for (int first = 0; first < kWarps; first += kAtATime) {
+      if (first > 0) __syncthreads();  // the last shares are read
+      if (first == 0) shared.totals[warp][shared.row_lane()] = share;
+#pragma unroll
+      for (int t = 0; t < kTasks; ++t) {
+        if (warp / kAtATime == first / kAtATime) shared.sums[warp % kAtATime][t][lane] = sums[t];
+      }
+      __syncthreads();
+      if (warp >= kTasks) continue;
+      if (first == 0) all.reference = shared.maximum();
+      shared.add_to(all, sum, first, warp);
+    }
+    if (warp < kTasks) write(entry.request, sum, all, warp);
   }
 
   template <int kEntries>
@@ -237,45 +305,63 @@ struct Block {
   }
 };
 
-// The grid is (steps of a request, requests); a block takes kEntries requests of the list at a time, for memory has a long
-// way, and a request after the other would go it each time.
-template <class Element, int kTasks, int kEntries, bool kOneRow, bool kEven>
-__global__ void __launch_bounds__(kWarps* kWarpSize, kTasks < kWarps ? kBlocksPerSm : kWideBlocksPerSm)
+// The i-th that may be split.
+template <bool kEven>
+__device__ __forceinline__ Entry entry(const DecodeParams& params, int i) {
+  return kEven ? Entry::even(params, i) : Entry::listed(params, i);
+}
+
+// Grids are (steps of a request, requests). The list is older than the decode kernel, which waits for it before it lets this one
+// begin (kernel.cuh; a test holds the order). Reading it behind the wait would be as right, and later.
+//
+// Of a task a warp. A block takes kEntries requests of the list at a time, for memory has a long way, and a request after the other
+// would go it each time.
+template <class Element, int kEntries, bool kOneRow, bool kEven>
+__global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
     combine_kernel(const __grid_constant__ DecodeParams params) {
-  constexpr int kAlone = kTasks == kWarps ? kFewSplits : 0;  // most splits of a request that warps sum alone
-  __shared__ Shares<kTasks> shared;
-  const Block<Element, kTasks, kOneRow, kEven> block(params);
+  __shared__ Shares shared;
+  const Block<Element, kOneRow, kEven> block(params, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
 
-  const auto entry = [&](int i) { return kEven ? Entry::even(params, i) : Entry::listed(params, i); };
-  bool waited = false, again = false;
+  bool waited = false;
   for (int i = blockIdx.y;; i += kEntries * gridDim.y) {
     Entry entries[kEntries];
 #pragma unroll
-    for (int e = 0; e < kEntries; ++e) entries[e] = entry(i + e * gridDim.y);
-    // The list is older than the decode kernel, which waits for it before it lets this one begin (kernel.cuh; a test holds
-    // the order). Reading it behind the wait would be as right, and later.
+    for (int e = 0; e < kEntries; ++e) entries[e] = entry<kEven>(params, i + e * gridDim.y);
     if (!waited) cudaGridDependencySynchronize();
     waited = true;
     if (kEven ? i >= EvenSplit(params).candidates(params.batch) : entries[0].request < 0) return;
     // In which way a request is summed follows from its own splits, as its bits do.
-    if constexpr (kTasks == kWarps) block.sum_alone(entries);
-    if (block.most_splits(entries) <= kAlone) continue;
+    block.sum_alone(entries);
+    if (block.most_splits(entries) <= kFewSplits) continue;
 #pragma unroll 1
     for (int e = 0; e < kEntries; ++e) {
-      const Entry one = kEntries == 1 ? entries[0] : entry(i + e * gridDim.y);
-      if (one.splits > kAlone) block.sum_together(one, shared, again);
-      again |= one.splits > kAlone;
+      const Entry one = kEntries == 1 ? entries[0] : entry<kEven>(params, i + e * gridDim.y);
+      if (one.splits > kFewSplits) block.sum_together(one, shared);
     }
   }
 }
 
-// The same of a task a warp with few registers and no shared memory. So a block finds room beside a CTA of a decode kernel that
-// leaves some (kBesideCombination): it waits there from that kernel's start on, and the next one's CTAs begin beside it.
+// Of one task or two a block, of one request.
+template <class Element, int kTasks, bool kOneRow, bool kEven>
+__global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
+    narrow_combine_kernel(const __grid_constant__ DecodeParams params) {
+  __shared__ NarrowShares<kTasks, kOneRow> shared;
+  static_assert(kOneRow || sizeof(shared) <= kCombinationBytes);
+  const Block<Element, kOneRow, kEven> block(params, blockIdx.x * kTasks);
+  cudaTriggerProgrammaticLaunchCompletion();
+
+  const Entry one = entry<kEven>(params, blockIdx.y);
+  cudaGridDependencySynchronize();
+  if (one.splits > 0) block.sum_narrow(one, shared);
+}
+
+// Of a task a warp with few registers and no shared memory. So a block finds room beside a CTA of a decode kernel that leaves some
+// (kBesideCombination): it waits there from that kernel's start on, and the next one's CTAs begin beside it.
 template <class Element, int kEntries>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
     lean_combine_kernel(const __grid_constant__ DecodeParams params) {
-  const Block<Element, kWarps, false, false> block(params);
+  const Block<Element, false, false> block(params, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
 
   bool waited = false;
@@ -283,7 +369,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
     Entry entries[kEntries];
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) entries[e] = Entry::listed(params, i + e * gridDim.y);
-    if (!waited) cudaGridDependencySynchronize();  // behind the list, as above
+    if (!waited) cudaGridDependencySynchronize();
     waited = true;
     if (entries[0].request < 0) return;
     if constexpr (kEntries == 1) {
@@ -305,11 +391,18 @@ KernelLaunch lean_launch(dim3 blocks) {
           kWarps * kWarpSize, 0};
 }
 
-template <class Element, int kTasks, int kEntries, bool kOneRow, bool kEven>
-KernelLaunch kernel_launch(dim3 blocks) {
+template <class Element, int kEntries, bool kOneRow, bool kEven>
+KernelLaunch wide_launch(dim3 blocks) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(combine_kernel<Element, kTasks, kEntries, kOneRow, kEven>), __PRETTY_FUNCTION__, &handles,
-          blocks, kWarps * kWarpSize, 0};
+  return {reinterpret_cast<const void*>(combine_kernel<Element, kEntries, kOneRow, kEven>), __PRETTY_FUNCTION__, &handles, blocks,
+          kWarps * kWarpSize, 0};
+}
+
+template <class Element, int kTasks, bool kOneRow, bool kEven>
+KernelLaunch narrow_launch(int tasks, int requests) {
+  static KernelHandles handles;
+  return {reinterpret_cast<const void*>(narrow_combine_kernel<Element, kTasks, kOneRow, kEven>), __PRETTY_FUNCTION__, &handles,
+          dim3(tasks / kTasks, requests), kWarps * kWarpSize, 0};
 }
 
 // The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where those leave it
@@ -319,45 +412,44 @@ KernelLaunch kernel_launch(dim3 blocks) {
 // are no more of the lean form, either, of which one finds room on a multiprocessor.
 //
 // In batch-invariant schedules, whose partitions are a multiple of the batch, no sum may be rounded in another order with another
-// batch. There `sparing` alone depends on it, and only chooses between grids in which all splits of a request are in flight at
-// once.
+// batch. There `sparing` alone depends on it, and only chooses between grids that give the same bits, or in which all splits of a
+// request are in flight at once.
 template <class Element, bool kOneRow, bool kEven = false>
 KernelLaunch prepare(const DecodeParams& params, bool lean = false) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
   const int multiprocessors = params.partitions * params.row_groups;
-  const bool wide = requests * tasks > kBlocksPerSm * multiprocessors;
   const bool few = few_tensor_cores(multiprocessors);
-  const bool sparing = params.early_loads && !few;
-  const bool pairs = sparing && !wide && requests * tasks > multiprocessors;
-  const int steps = wide ? tasks / kWarps : pairs ? tasks / 2 : tasks;
-  // Requests of a block of a task a warp with so many blocks a multiprocessor, and how many of them it takes at a time.
+  if (requests * tasks <= kBlocksPerSm * multiprocessors) {
+    if constexpr (!kEven) {
+      if (params.early_loads && !few && requests * tasks > multiprocessors) {
+        return narrow_launch<Element, 2, kOneRow, kEven>(tasks, requests);
+      }
+    }
+    return narrow_launch<Element, 1, kOneRow, kEven>(tasks, requests);
+  }
+  const int steps = tasks / kWarps;
+  // Requests of a block with so many blocks a multiprocessor, and how many of them it takes at a time.
   const auto rounds = [&](int blocks_per_sm) {
     return (requests * steps + blocks_per_sm * multiprocessors - 1) / (blocks_per_sm * multiprocessors);
   };
   const auto at_a_time = [&](int blocks_per_sm) { return rounds(blocks_per_sm) <= 2 ? rounds(blocks_per_sm) : kMostEntries; };
   const int pieces = params.partitions / requests;  // of a request, if all are alike
   const bool in_flight = (rounds(1) <= kMostEntries || pieces == 1) && at_a_time(1) * pieces <= kFewSplits;
-  const int blocks_per_sm = !wide ? kBlocksPerSm : (sparing || (lean && !few)) && in_flight ? 1 : kWideBlocksPerSm;
+  const bool sparing = (params.early_loads || lean) && !few;
+  const int blocks_per_sm = sparing && in_flight ? 1 : kWideBlocksPerSm;
   const dim3 blocks(steps, std::min(requests, std::max(blocks_per_sm * multiprocessors / steps, 1)));
-  if constexpr (!kEven) {
-    if (pairs) return kernel_launch<Element, 2, 1, kOneRow, kEven>(blocks);
-  }
-  if (!wide) return kernel_launch<Element, 1, 1, kOneRow, kEven>(blocks);
+  const int entries = at_a_time(blocks_per_sm);
   if constexpr (!kOneRow && !kEven) {
     if (lean) {
-      switch (at_a_time(blocks_per_sm)) {
-        case 1: return lean_launch<Element, 1>(blocks);
-        case 2: return lean_launch<Element, 2>(blocks);
-        default: return lean_launch<Element, kMostEntries>(blocks);
-      }
+      return entries == 1   ? lean_launch<Element, 1>(blocks)
+             : entries == 2 ? lean_launch<Element, 2>(blocks)
+                            : lean_launch<Element, kMostEntries>(blocks);
     }
   }
-  switch (at_a_time(blocks_per_sm)) {
-    case 1: return kernel_launch<Element, kWarps, 1, kOneRow, kEven>(blocks);
-    case 2: return kernel_launch<Element, kWarps, 2, kOneRow, kEven>(blocks);
-    default: return kernel_launch<Element, kWarps, kMostEntries, kOneRow, kEven>(blocks);
-  }
+  return entries == 1   ? wide_launch<Element, 1, kOneRow, kEven>(blocks)
+         : entries == 2 ? wide_launch<Element, 2, kOneRow, kEven>(blocks)
+                        : wide_launch<Element, kMostEntries, kOneRow, kEven>(blocks);
 }
 
 }  // namespace

@@ -3,7 +3,8 @@
 
 namespace etap {
 
-constexpr int kUnitBytes = 16;  // what the swizzle moves as a whole
+constexpr int kUnitBytes = 16;        // what the swizzle moves as a whole
+constexpr int kSwizzlePeriod = 1024;  // bytes: eight lines of 128
 
 // Unit u of a line of 128 or 64 bytes lies at u ^ swizzle<kLineBytes>(line): units change places by the line's number in
 // eight (128), or in four pairs (64), so that the same unit of eight lines touches all banks. Line 0 lies at a multiple

@@ -15,13 +15,16 @@ constexpr CUtensorMapDataType tensor_map_type() {
 
 template <class T, bool kWholeTiles>
 DecodeKernel describe() {
-  static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
+  constexpr int kSharedBytes = sizeof(typename T::SharedStorage);
+  static_assert(kSharedBytes <= kMaxSharedBytes);
+  static_assert(T::registers(kWholeTiles).launch != kBesideCombination.launch ||
+                kSharedBytes + kBlockBytes + kCombinationBytes <= kMaxSharedBytes);
   static KernelHandles handles;
   DecodeKernel kernel{};
   kernel.function = reinterpret_cast<const void*>(decode_kernel<T, kWholeTiles>);
   kernel.name = __PRETTY_FUNCTION__;
   kernel.threads = kDecodeThreads;
-  kernel.shared_bytes = int(sizeof(typename T::SharedStorage));
+  kernel.shared_bytes = kSharedBytes;
   kernel.handles = &handles;
   kernel.lean_combination = kWholeTiles && T::kLeanCombination;
   if constexpr (T::kFp8Cache) {

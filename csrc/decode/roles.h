@@ -38,8 +38,10 @@ struct Registers {
 };
 
 // Leave a block of the combination room, so that all of it waits beside the decode kernel, and the next call's CTAs begin as soon
-// as this one's end: see combine.cu.
+// as this one's end: see combine.cu. Of shared memory a block takes at most so much, and CUDA for each block.
 constexpr Registers kBesideCombination = {112, 32, 152};
+constexpr int kCombinationBytes = 4608;
+constexpr int kBlockBytes = 1024;
 
 // Debug builds keep the registers of the launch, which are then as many as there are: sanitizers instrument code that setmaxnreg
 // then leaves too few for. Kernels that would spill with them take theirs all the same (what memcheck does at a spill changes

@@ -29,6 +29,7 @@ struct DecodeShape {
   int32_t row_groups;    // CTAs that share a piece, each with another row tile of it
   int64_t piece_floats;  // a CTA's partial result of one piece: output rows and log-sum-exps
   int64_t split_rows;    // what the schedule weighs a split by; sparse calls have none
+  int64_t single_tiles;  // of the longest request that a schedule cuts into single tiles where each has a partition
 
   // A partition begins in one request and ends in another: it holds at most two pieces of split ones.
   constexpr int64_t partial_rows(int64_t partitions) const { return 2 * partitions * row_groups * row_tile; }
@@ -74,12 +75,20 @@ constexpr bool takes_small_groups(int64_t rows, const PlannedCalls& calls) {
   return calls.batch <= kFewRequests || (calls.fp8_cache ? calls.fp8_math : rows > kMaxRowTile / 2);
 }
 
+// Measured on an H200. Where tensor cores are few, none.
+constexpr int64_t single_tiles(DecodeKernelKind kernel, int32_t row_tile, const PlannedCalls& calls) {
+  if (few_tensor_cores(calls.num_sms)) return 0;
+  if (kernel == DecodeKernelKind::kTransposed) return kShortTiles;
+  if (kernel == DecodeKernelKind::kQueryMajor) return 0;
+  return row_tile == kMaxRowTile ? kShortTiles : row_tile > kSmallGroup || calls.fp8_math ? 8 : 4;
+}
+
 // The rows in tiles of so many.
 constexpr DecodeShape shape_of(int64_t rows, int32_t row_tile, bool fp8_cache) {
   const auto kernel = fp8_cache                 ? DecodeKernelKind::kTransposedFp8
                       : row_tile == kMaxRowTile ? DecodeKernelKind::kQueryMajor
                                                 : DecodeKernelKind::kTransposed;
-  return {kernel, row_tile, int32_t(padded(rows, row_tile) / row_tile), int64_t(row_tile) * (kLatentDim + 1), row_tile};
+  return {kernel, row_tile, int32_t(padded(rows, row_tile) / row_tile), int64_t(row_tile) * (kLatentDim + 1), row_tile, 0};
 }
 
 // As a schedule takes them. rows: query tokens * heads.
@@ -87,6 +96,7 @@ constexpr DecodeShape decode_shape(int64_t rows, const PlannedCalls& calls) {
   const bool small = takes_small_groups(rows, calls);
   DecodeShape shape = shape_of(rows, small ? kSmallGroup : least_row_tile(rows), calls.fp8_cache);
   if (few_tensor_cores(calls.num_sms)) shape.split_rows = kCheapSplits;
+  shape.single_tiles = single_tiles(shape.kernel, shape.row_tile, calls);
   return shape;
 }
 

@@ -26,6 +26,8 @@ constexpr int64_t kSplitRows = 2;
 // More rows than kMemoryRows are bound by tensor cores: their tiles take longer, and no less where others have ended.
 constexpr int64_t kMemoryRows = 32;
 constexpr int64_t kManySplitRows = 8;
+// A request of at most so many tiles may be cut into single ones: LeastPiece would not say two.
+constexpr int64_t kShortTiles = 16;
 // Fixed pieces are no shorter than this: with fewer tiles a piece's start and its combination outweigh them.
 constexpr int64_t kFixedTiles = 16;
 
@@ -39,16 +41,26 @@ __host__ __device__ inline int64_t piece_cost(int64_t split_rows) {
   return split_rows > kPieceRows ? split_rows / kPieceRows : 1;
 }
 
-// A piece of a request of n tiles is no smaller than this: halving it saves half of its tiles' time, and doubles what the
-// combination reads. Measured, sqrt(n) / 4 tiles balance the two.
-__host__ __device__ inline int64_t least_tiles(int64_t n) { return int64_t(ceil(sqrt(double(n)) / 4.0)); }
+// How small a piece of a request may be.
+struct LeastPiece {
+  int64_t single;  // requests of at most so many tiles may be cut into single ones
+  bool pairs;      // all others into two
 
-// Partitions a request of n tiles takes when each holds at most `most_tiles`, or what a piece holds at least; but single tiles
-// where the batch has so few and partial results are small. In 32 bits and without the root wherever that is known to be less:
-// the device goes through this many times, one after another.
-__host__ __device__ inline int64_t own_partitions(int64_t n, int64_t most_tiles, int64_t split_rows) {
-  const bool single = most_tiles == 1 && split_rows <= kMemoryRows;
-  const int64_t piece = single || 16 * most_tiles * most_tiles >= n ? most_tiles : least_tiles(n);
+  // In tiles, of a request of n. Halving a piece saves half of its tiles' time, and doubles what the combination reads.
+  // Measured, sqrt(n) / 4 tiles balance the two.
+  __host__ __device__ int64_t tiles(int64_t n) const {
+    if (n <= single) return 1;
+    const auto balanced = int64_t(ceil(sqrt(double(n)) / 4.0));
+    return pairs || balanced < 2 ? 2 : balanced;
+  }
+};
+
+// Partitions a request of n tiles takes when each holds at most `most_tiles`, or what a piece holds at least. In 32 bits and
+// without the root wherever that is known to be less: the device goes through this many times, one after another.
+__host__ __device__ inline int64_t own_partitions(int64_t n, int64_t most_tiles, const LeastPiece& least) {
+  const bool known = most_tiles > 1 && 16 * most_tiles * most_tiles >= n;
+  const int64_t least_tiles = known ? 1 : least.tiles(n);
+  const int64_t piece = most_tiles > least_tiles ? most_tiles : least_tiles;
   return n > piece ? uint32_t(n + piece - 1) / uint32_t(piece) : 1;
 }
 
@@ -74,6 +86,7 @@ struct BatchShape {
   int64_t tiles;  // of all requests
   int64_t partitions;
   int64_t split_rows;
+  int64_t single_tiles;  // see ScheduleParams
 
   __host__ __device__ int64_t piece_cost() const { return etap::piece_cost(split_rows); }
 
@@ -81,11 +94,20 @@ struct BatchShape {
   __host__ __device__ int64_t line_total() const { return tiles + batch * piece_cost(); }
   __host__ __device__ int64_t line_share() const { return ceil_div(line_total(), partitions); }
 
-  // The smallest bound that own partitions may have. Pieces of two tiles leave half as many partial results, and each consumer
-  // takes one; single tiles, which the consumers share, are for batches that would leave half of the partitions without work.
+  // Pieces of two tiles leave half as many partial results, and each consumer takes one; single tiles are both consumers'. So
+  // requests are cut into these where half of the partitions would else have no work; short ones, where each tile has a partition;
+  // and all into pieces of two where there are not many more tiles than partitions. Many rows' partial results are dear.
+  __host__ __device__ LeastPiece least_piece() const {
+    const bool few_rows = split_rows <= kMemoryRows;
+    const int64_t always = few_rows ? tiles : kShortTiles;
+    const int64_t single = 2 * tiles <= partitions ? always : tiles <= partitions ? single_tiles : 0;
+    return {single, few_rows && 2 * tiles <= 3 * partitions};
+  }
+
+  // The smallest bound that own partitions may have.
   __host__ __device__ int64_t least_bound() const {
     const int64_t share = ceil_div(tiles, partitions);
-    const int64_t least = 2 * tiles > partitions ? 2 : 1;
+    const int64_t least = least_piece().single > 0 ? 1 : 2;
     return share > least ? share : least;
   }
 
@@ -124,7 +146,7 @@ struct Division {
   int64_t most;        // tiles of an own partition, or pieces of a request where they are fixed
   int64_t piece_cost;  // on a cost line
   int64_t total;       // length of the line
-  int64_t split_rows;
+  LeastPiece least;
   int64_t partitions;  // in use; on a cost line at most `total`: more would leave empty ones between pieces of a request
 
   // By the batch. whole: no partition of whole requests costs more than whole_bound. One request at most each is their own.
@@ -186,13 +208,13 @@ struct Division {
 
  private:
   __host__ __device__ Division(const BatchShape& of, Policy policy, int64_t most)
-      : policy(policy), most(most), piece_cost(of.piece_cost()), split_rows(of.split_rows) {
+      : policy(policy), most(most), piece_cost(of.piece_cost()), least(of.least_piece()) {
     total = counted() ? of.batch : of.line_total();
     partitions = own() || counted() || of.partitions < total ? of.partitions : total;
   }
 
   __host__ __device__ int64_t own_pieces(int64_t n) const {
-    return policy == Policy::kFixedPieces ? fixed_pieces(n, most) : own_partitions(n, most, split_rows);
+    return policy == Policy::kFixedPieces ? fixed_pieces(n, most) : own_partitions(n, most, least);
   }
 
   // How many partitions of a cost line begin before position x.

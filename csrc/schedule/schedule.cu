@@ -87,14 +87,15 @@ __device__ Division choose_division(const Batch& batch, typename Scan::TempStora
   int64_t tiles;
   Scan(storage).ExclusiveSum(mine, tiles_before, tiles);
   __syncthreads();
-  const BatchShape shape{params.batch, tiles, params.partitions, params.split_rows};
+  const BatchShape shape{params.batch, tiles, params.partitions, params.split_rows, params.single_tiles};
   int64_t own_tiles = 0;
   if (decides && params.batch <= params.partitions) {
+    const LeastPiece least = shape.least_piece();
     const auto fits = [&](int64_t bound) {
       int64_t wanted = 0;
 #pragma unroll 1
       for (int r = threadIdx.x % kWarpSize; r < params.batch; r += kWarpSize) {
-        wanted += own_partitions(batch.tiles(r), bound, params.split_rows);
+        wanted += own_partitions(batch.tiles(r), bound, least);
       }
       return __reduce_add_sync(0xffffffff, uint32_t(wanted)) <= uint32_t(params.partitions);
     };
@@ -204,9 +205,10 @@ __global__ void __launch_bounds__(kThreads, 1) schedule_kernel(const __grid_cons
 // when the batch does not decide.
 int64_t own_tiles_on_host(const ScheduleParams& params, const BatchShape& shape) {
   if (params.fixed_pieces > 0 || params.batch > params.partitions) return 0;
+  const LeastPiece least = shape.least_piece();
   for (int64_t bound = shape.least_bound();; ++bound) {
     int64_t wanted = 0;
-    for (int r = 0; r < params.batch; ++r) wanted += own_partitions(tiles_of(params.seq_lens[r]), bound, params.split_rows);
+    for (int r = 0; r < params.batch; ++r) wanted += own_partitions(tiles_of(params.seq_lens[r]), bound, least);
     if (wanted <= params.partitions) return bound;
   }
 }
@@ -221,7 +223,7 @@ void build_schedule_on_device(const ScheduleParams& params, cudaStream_t stream)
 void build_schedule_on_host(const ScheduleParams& params) {
   const int64_t tiles = std::accumulate(params.seq_lens, params.seq_lens + params.batch, int64_t(0),
                                         [](int64_t sum, int32_t seq_len) { return sum + tiles_of(seq_len); });
-  const BatchShape shape{params.batch, tiles, params.partitions, params.split_rows};
+  const BatchShape shape{params.batch, tiles, params.partitions, params.split_rows, params.single_tiles};
   const int64_t own_tiles = own_tiles_on_host(params, shape);
   const bool whole = params.fixed_pieces == 0 && heaviest_whole(params, 0, 1) <= shape.whole_bound(own_tiles);
   const Division division = params.fixed_pieces > 0 ? Division::of_lengths(shape, params.fixed_pieces)

@@ -258,26 +258,29 @@ def test_early_loads_touch_nothing_that_the_predecessor_may_write(lengths, s_q, 
         verify(case, early_loads=True, seed=heads, timing=timing)
 
 
-@pytest.mark.parametrize("split_rows", [8, 64])
+@pytest.mark.parametrize("split_rows, single_tiles", [(8, 16), (16, 4), (64, 0)])
 @pytest.mark.parametrize(
     "lengths, partitions, fixed_pieces",
     [
         *[((0, 1, 64, 700, 3000), 7, 0), (tuple(range(0, 4000, 7)), 132, 0), ((5000, 3, 900), 24, 8), ((0, 0), 3, 0)],
         *[((300,) * 16 + (299,) * 8, 12, 0), ((200, 129) * 5, 20, 0)],
+        *[((500, 200, 1030), 32, 0), ((5000, 60), 64, 0)],  # single tiles of short requests; pieces of two
     ],
 )
-def test_schedule_kernel_does_what_the_library_does_on_the_host(lengths, partitions, fixed_pieces, split_rows):
+def test_schedule_kernel_does_what_the_library_does_on_the_host(
+    lengths, partitions, fixed_pieces, split_rows, single_tiles
+):
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     results = []
     for emulated in (True, False):
         ranges = torch.full((partitions, 8), -77, dtype=torch.int32)
         offsets = torch.full((len(lengths) + 1,), -77, dtype=torch.int32)
         if emulated:
-            kernels.run_schedule(seq_lens, ranges, offsets, fixed_pieces, split_rows)
+            kernels.run_schedule(seq_lens, ranges, offsets, fixed_pieces, split_rows, single_tiles)
         elif fixed_pieces:
             library().build_fixed_schedule(seq_lens, ranges, offsets, partitions, fixed_pieces)
         else:
-            library().build_schedule(seq_lens, ranges, offsets, partitions, split_rows)
+            library().build_schedule(seq_lens, ranges, offsets, partitions, split_rows, single_tiles)
         ranges[ranges[:, 5] == -1, 6:] = 0  # these mean nothing there
         results.append((ranges, offsets))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])

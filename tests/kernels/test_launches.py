@@ -120,8 +120,9 @@ def test_before_early_loads_the_combination_has_no_more_blocks_than_keep_its_loa
     for early_loads, (grid, tasks, requests) in ((False, late), (True, early)):
         _, combine = launches(Case((70,) * batch, heads, kv_dtype=kv_dtype, num_sms=132), early_loads=early_loads)
         assert tuple(combine[1:3]) == grid
-        assert ("lean_launch" if tasks is None else f"kTasks = {tasks}") in combine[0]
-        assert f"kEntries = {requests}" in combine[0]
+        form = "lean_launch" if tasks is None else "wide_launch" if tasks == 8 else "narrow_launch"
+        assert form in combine[0]
+        assert (f"kTasks = {tasks}" if form == "narrow_launch" else f"kEntries = {requests}") in combine[0]
 
 
 @pytest.mark.parametrize("batch, heads", [(1, 16), (2, 16), (16, 16), (32, 16), (64, 16), (16, 64)])

@@ -1,6 +1,7 @@
 """The schedule against a model that lays the batch out on a line, tile by tile, and cuts the line."""
 
 import math
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -14,9 +15,16 @@ from etap_backend.executor import pieces
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 
 CONSTANTS = library().constants()
-NAMES = ("piece_rows", "own_tolerance", "split_rows", "memory_rows", "many_split_rows", "fixed_tiles")
-PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, FIXED_TILES = map(CONSTANTS.get, NAMES)
+NAMES = ("piece_rows", "own_tolerance", "split_rows", "memory_rows", "many_split_rows", "short_tiles", "fixed_tiles")
+PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, SHORT_TILES, FIXED_TILES = map(CONSTANTS.get, NAMES)
 ROW_TILES = (8, 16, 32, 64)
+
+
+class Calls(NamedTuple):
+    """What a schedule is told of them."""
+
+    row_tile: int
+    single_tiles: int = 0  # of the longest request that is cut into single tiles where each has a partition
 
 
 def piece_cost(row_tile: int) -> int:
@@ -24,15 +32,23 @@ def piece_cost(row_tile: int) -> int:
     return max(1, row_tile // PIECE_ROWS)
 
 
-def least_tiles(tiles: int) -> int:
-    """A piece of a request of so many tiles holds no fewer: below, its combination costs more than it saves."""
-    return math.ceil(math.sqrt(tiles) / 4)
-
-
-def least_bound(lengths, partitions: int) -> int:
-    """One tile a piece only where that leaves half of the partitions without work."""
+def single_tiles(lengths, partitions: int, calls: Calls) -> int:
+    """Tiles of the longest request that may be cut into single ones: any where half of the partitions would be idle."""
     tiles = sum(tiles_of(lengths))
-    return max(-(-tiles // partitions), 2 if 2 * tiles > partitions else 1)
+    if 2 * tiles <= partitions:
+        return tiles if calls.row_tile <= MEMORY_ROWS else SHORT_TILES
+    return calls.single_tiles if tiles <= partitions else 0
+
+
+def least_tiles(lengths, partitions: int, calls: Calls) -> list[int]:
+    """What a piece of each request holds at least: below, its combination costs more than it saves."""
+    pairs = 2 * sum(tiles_of(lengths)) <= 3 * partitions and calls.row_tile <= MEMORY_ROWS
+    single = single_tiles(lengths, partitions, calls)
+    return [1 if n <= single else 2 if pairs else max(2, math.ceil(math.sqrt(n) / 4)) for n in tiles_of(lengths)]
+
+
+def least_bound(lengths, partitions: int, calls: Calls) -> int:
+    return max(-(-sum(tiles_of(lengths)) // partitions), 1 if single_tiles(lengths, partitions, calls) > 0 else 2)
 
 
 def line_share(lengths, partitions: int, row_tile: int) -> int:
@@ -40,33 +56,34 @@ def line_share(lengths, partitions: int, row_tile: int) -> int:
     return -(-(sum(tiles_of(lengths)) + piece_cost(row_tile) * len(lengths)) // partitions)
 
 
-def most_load(lengths, partitions: int, row_tile: int) -> int:
+def most_load(lengths, partitions: int, calls: Calls) -> int:
     """Tiles of the busiest partition that own partitions may have, beside the fixed cost of one piece."""
-    share = line_share(lengths, partitions, row_tile)
-    return max(share, least_bound(lengths, partitions)) + share // OWN_TOLERANCE
+    share = line_share(lengths, partitions, calls.row_tile)
+    return max(share, least_bound(lengths, partitions, calls)) + share // OWN_TOLERANCE
 
 
-def own_bound(lengths, partitions: int, row_tile: int) -> int:
+def own_bound(lengths, partitions: int, calls: Calls) -> int:
     """The most tiles of a partition where each has one piece; 0 when the cost line serves the batch better."""
-    for bound in range(least_bound(lengths, partitions), most_load(lengths, partitions, row_tile) + 1):
-        if sum(own_partitions(lengths, bound, row_tile)) <= partitions:
+    for bound in range(least_bound(lengths, partitions, calls), most_load(lengths, partitions, calls) + 1):
+        if sum(own_partitions(lengths, partitions, bound, calls)) <= partitions:
             return bound
     return 0
 
 
-def own_partitions(lengths, bound: int, row_tile: int) -> list[int]:
-    """How many partitions each request gets to itself: single tiles where partial results are small."""
-    single = bound == 1 and row_tile <= MEMORY_ROWS
-    return [max(1, -(-tiles // (1 if single else max(bound, least_tiles(tiles), 1)))) for tiles in tiles_of(lengths)]
+def own_partitions(lengths, partitions: int, bound: int, calls: Calls) -> list[int]:
+    """How many partitions each request gets to itself."""
+    least = least_tiles(lengths, partitions, calls)
+    return [max(1, -(-n // max(bound, piece))) for n, piece in zip(tiles_of(lengths), least, strict=True)]
 
 
-def whole_load(lengths, partitions: int, row_tile: int) -> int:
+def whole_load(lengths, partitions: int, calls: Calls) -> int:
     """What a partition of whole requests may cost: as much as one that splits them, and what that saves."""
+    row_tile = calls.row_tile
     share = line_share(lengths, partitions, row_tile)
     rows = min(len(lengths), partitions) * row_tile
     many = MANY_SPLIT_ROWS * partitions
     saved = (rows + many // 2) // many if row_tile > MEMORY_ROWS else math.ceil(rows / (SPLIT_ROWS * partitions))
-    split = own_bound(lengths, partitions, row_tile) or share
+    split = own_bound(lengths, partitions, calls) or share
     return split + piece_cost(row_tile) + saved + share // OWN_TOLERANCE
 
 
@@ -75,26 +92,26 @@ def counted(requests: int, partitions: int) -> list[int]:
     return [-(-p * requests // partitions) for p in range(partitions + 1)]
 
 
-def stay_whole(lengths, partitions: int, row_tile: int) -> bool:
-    costs = [tiles + piece_cost(row_tile) for tiles in tiles_of(lengths)]
+def stay_whole(lengths, partitions: int, calls: Calls) -> bool:
+    costs = [tiles + piece_cost(calls.row_tile) for tiles in tiles_of(lengths)]
     firsts = counted(len(lengths), partitions)
     heaviest = max(sum(costs[first:end]) for first, end in zip(firsts, firsts[1:], strict=False))
-    return heaviest <= whole_load(lengths, partitions, row_tile)
+    return heaviest <= whole_load(lengths, partitions, calls)
 
 
-def model(lengths: list[int], partitions: int, row_tile: int) -> list[tuple[int, int]]:
+def model(lengths: list[int], partitions: int, calls: Calls) -> list[tuple[int, int]]:
     """Where each partition begins, as (request, tile), and behind them the end of the batch."""
     end = (len(lengths), 0)
-    if stay_whole(lengths, partitions, row_tile):
+    if stay_whole(lengths, partitions, calls):
         firsts = range(partitions + 1) if len(lengths) <= partitions else counted(len(lengths), partitions)
         return [(min(first, len(lengths)), 0) for first in firsts]
-    if bound := own_bound(lengths, partitions, row_tile):
-        shares = zip(range(len(lengths)), tiles_of(lengths), own_partitions(lengths, bound, row_tile), strict=True)
+    if bound := own_bound(lengths, partitions, calls):
+        shares = zip(range(len(lengths)), tiles_of(lengths), own_partitions(lengths, partitions, bound, calls), strict=True)
         points = [(request, i * tiles // count) for request, tiles, count in shares for i in range(count)]
         return points + [end] * (partitions + 1 - len(points))
     line = []
     for request, tiles in enumerate(tiles_of(lengths)):
-        line += [(request, 0)] * piece_cost(row_tile) + [(request, tile) for tile in range(tiles)]
+        line += [(request, 0)] * piece_cost(calls.row_tile) + [(request, tile) for tile in range(tiles)]
     parts = min(partitions, len(line))  # more would leave empty partitions between the pieces of one request
     return [line[p * len(line) // parts] if p < parts else end for p in range(partitions)] + [end]
 
@@ -115,7 +132,7 @@ def fixed_model(lengths: list[int], partitions: int, most: int) -> list[tuple[in
 
 
 def build(
-    lengths, partitions: int, device: str = "cpu", fixed: int = 0, row_tile: int = 16
+    lengths, partitions: int, device: str = "cpu", fixed: int = 0, row_tile: int = 16, single_tiles: int = 0
 ) -> tuple[torch.Tensor, torch.Tensor]:
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     # One row more than needed, and a number nobody plans: what lies behind must stay as it was.
@@ -124,7 +141,7 @@ def build(
     if fixed:
         library().build_fixed_schedule(seq_lens, work_ranges, split_offsets, partitions, fixed)
     else:
-        library().build_schedule(seq_lens, work_ranges, split_offsets, partitions, row_tile)
+        library().build_schedule(seq_lens, work_ranges, split_offsets, partitions, row_tile, single_tiles)
     assert work_ranges[partitions:].eq(-99).all() and split_offsets[len(lengths) + 1 :].eq(-99).all()
     return work_ranges[:partitions].cpu(), split_offsets[:-1].cpu()
 
@@ -155,14 +172,15 @@ def check_invariants(lengths: list[int], partitions: int, work_ranges, split_off
         assert (slot, count) == (offsets[request], len(runs[request]))
 
 
-def check_balance(lengths: list[int], partitions: int, row_tile: int, work_ranges) -> None:
-    most = max(most_load(lengths, partitions, row_tile), *map(least_tiles, tiles_of(lengths)), 0)
+def check_balance(lengths: list[int], partitions: int, calls: Calls, work_ranges) -> None:
+    cost = piece_cost(calls.row_tile)
+    most = max(most_load(lengths, partitions, calls), *least_tiles(lengths, partitions, calls), 0)
     if not work_ranges[:, 5].ge(0).any():  # where nothing is split a little more is worth it
-        most = max(most, whole_load(lengths, partitions, row_tile) - piece_cost(row_tile))
+        most = max(most, whole_load(lengths, partitions, calls) - cost)
     for p in range(partitions):
         mine = list(pieces(work_ranges[p : p + 1], 1, tiles_of(lengths)))
-        load = sum(len(run) for _, run, _ in mine) + piece_cost(row_tile) * len(mine)
-        assert load <= most + piece_cost(row_tile), "near the mean, and one more piece"
+        load = sum(len(run) for _, run, _ in mine) + cost * len(mine)
+        assert load <= most + cost, "near the mean, and one more piece"
 
 
 MIXED = st.lists(
@@ -182,26 +200,26 @@ def near_even(draw) -> list[int]:
 
 LENGTHS = st.one_of(MIXED, near_even())
 PARTITIONS = st.integers(1, 264)
-TILES = st.sampled_from(ROW_TILES)
+CALLS = st.builds(Calls, st.sampled_from(ROW_TILES), st.sampled_from([0, 4, 8, 16]))
 SEARCH = settings(max_examples=150, deadline=None, derandomize=True)
 
 
 @SEARCH
-@given(LENGTHS, PARTITIONS, TILES)
-def test_the_host_builds_what_the_model_says(lengths, partitions, row_tile):
-    work_ranges, split_offsets = build(lengths, partitions, row_tile=row_tile)
-    points = model(lengths, partitions, row_tile)
+@given(LENGTHS, PARTITIONS, CALLS)
+def test_the_host_builds_what_the_model_says(lengths, partitions, calls):
+    work_ranges, split_offsets = build(lengths, partitions, **calls._asdict())
+    points = model(lengths, partitions, calls)
     assert work_ranges[:, :2].tolist() == [list(point) for point in points[:-1]]
     assert work_ranges[:, 2:4].tolist() == [list(point) for point in points[1:]]
     check_invariants(lengths, partitions, work_ranges, split_offsets)
-    check_balance(lengths, partitions, row_tile, work_ranges)
+    check_balance(lengths, partitions, calls, work_ranges)
 
 
 @pytest.mark.gpu
 @SEARCH
-@given(LENGTHS, PARTITIONS, TILES)
-def test_the_device_builds_what_the_host_builds(lengths, partitions, row_tile):
-    pairs = (build(lengths, partitions, device, row_tile=row_tile) for device in ("cpu", "cuda"))
+@given(LENGTHS, PARTITIONS, CALLS)
+def test_the_device_builds_what_the_host_builds(lengths, partitions, calls):
+    pairs = (build(lengths, partitions, device, **calls._asdict()) for device in ("cpu", "cuda"))
     for on_host, on_device in zip(*pairs, strict=True):
         assert on_device.tolist() == on_host.tolist()
 
@@ -239,12 +257,36 @@ def test_many_rows_make_splits_dear_where_tensor_cores_are_many(num_sms, alike):
     assert torch.equal(few_rows.work_ranges, many_rows.work_ranges) == alike
 
 
+@pytest.mark.parametrize(
+    "rows, kind, most",
+    [
+        *[(8, (), 16), (16, (), 16), (32, (), 16), (64, (), 0)],
+        *[(16, (True,), 4), (32, (True,), 8), (64, (True,), 16)],
+        *[(16, (True, True), 8), (32, (True, True), 8), (64, (True, True), 16)],
+    ],
+)
+def test_short_requests_are_cut_into_single_tiles_where_each_has_a_partition(rows, kind, most):
+    shape = decode_shape(rows, 132, 1, *kind)
+    assert shape.single_tiles == most
+    for tiles in (8, 9, 16, 17) if rows > 16 else (4, 5, 8, 9, 16, 17):  # the shortest stay whole with more rows
+        batch = 132 // tiles
+        work_ranges, _ = build([64 * tiles] * batch, 132, row_tile=shape.row_tile, single_tiles=most)
+        longest = max(len(run) for _, run, _ in owned([64 * tiles] * batch, work_ranges))
+        assert (longest == 1) == (tiles <= most)
+
+
+def test_one_request_of_not_many_more_tiles_than_partitions_is_cut_into_pairs():
+    for row_tile, tiles, longest in ((16, 128, 2), (16, 198, 2), (16, 199, 4), (64, 128, 3)):
+        work_ranges, _ = build([64 * tiles], 132, row_tile=row_tile)
+        assert max(len(run) for _, run, _ in owned([64 * tiles], work_ranges)) == longest
+
+
 def test_one_long_request_among_many_is_split_whatever_the_rows():
     lengths = [1024] * 255 + [65_536]
     for row_tile in ROW_TILES:
         work_ranges, split_offsets = build(lengths, 132, row_tile=row_tile)
         assert split_offsets[-1] > split_offsets[-2]
-        check_balance(lengths, 132, row_tile, work_ranges)
+        check_balance(lengths, 132, Calls(row_tile), work_ranges)
 
 
 FIXED = st.one_of(st.just(1), st.integers(2, 40))
@@ -317,7 +359,7 @@ def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
     """In groups of 64, and one group in the smallest tile that holds it."""
     kernel = "transposed_fp8" if fp8_cache else "query_major" if tile == 64 else "transposed"
     for batch in 0, 1, 100:
-        assert decode_shape(rows, 132, batch, fp8_cache) == (kernel, tile, groups, tile * 513, tile)
+        assert decode_shape(rows, 132, batch, fp8_cache)[:5] == (kernel, tile, groups, tile * 513, tile)
 
 
 # What a schedule is told: the batch (0: any), an FP8 cache, FP8 math; and which rows it then takes in groups of 16 on
@@ -343,7 +385,8 @@ def test_on_few_tensor_cores_rows_go_in_groups_of_16(told):
         others = decode_shape(rows, 100, *told)[:4]
         for num_sms in 1, 78, 99:
             shape = decode_shape(rows, num_sms, *told)
-            assert shape == (*(grouped if padded or rows in GROUPED[told] else others), 0), "splits are cheap"
+            assert shape[:4] == (grouped if padded or rows in GROUPED[told] else others)
+            assert (shape.split_rows, shape.single_tiles) == (0, 0), "splits are cheap, tiles are not"
         assert not small_batch or rows > 64 or decode_shape(rows, 78, *told).row_tile <= 16
 
 

@@ -53,10 +53,13 @@ struct AlternateTiles {
 
 template <class T>
 struct SharedMemory {
-  alignas(1024) char ring[T::kStages * T::kStageBytes];  // KeyStage [kStages]
-  alignas(1024) char query[T::kQueryBytes];               // QueryChunk [kChunks]
-  // Swizzled. Two buffers a consumer: a warp may write the next P^T while a slower warp's product still reads this one.
-  alignas(1024) char probabilities[2 * kConsumerGroups * T::kProbabilityBytes];  // Probabilities [kConsumerGroups][2]
+  // Of swizzled operands, at multiples of kSwizzlePeriod. The whole is not padded to one, and so leaves a block of the combination
+  // room.
+  static_assert(T::kStageBytes % kSwizzlePeriod == 0);
+  char ring[T::kStages * T::kStageBytes];                                                // KeyStage [kStages]
+  char query[(T::kQueryBytes + kSwizzlePeriod - 1) / kSwizzlePeriod * kSwizzlePeriod];  // QueryChunk [kChunks]
+  // Two buffers a consumer: a warp may write the next P^T while a slower warp's product still reads this one.
+  char probabilities[2 * kConsumerGroups * T::kProbabilityBytes];  // Probabilities [kConsumerGroups][2]
   // Two, for every other piece: one consumer may have finished the next piece while the other still reads.
   ColumnSums<T::kScoreColumns> columns[2];
   float maxima[kConsumerGroups * kWarpsPerGroup * T::kScoreColumns];  // of each warp, of one tile
