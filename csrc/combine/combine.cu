@@ -265,7 +265,7 @@ struct Block {
   // A block's only one or two tasks: the warps divide the splits.
   template <int kTasks>
   __device__ __forceinline__ void sum_narrow(const Entry& entry, NarrowShares<kTasks, kOneRow>& shared) const {
-    constexpr int kAhead = 4, kAtATime = shared.kAtATime;
+    constexpr int kAhead = 4, kAtATime = NarrowShares<kTasks, kOneRow>::kAtATime;
     const int end = entry.slot + entry.splits;
     int offsets[kTasks];
 #pragma unroll
@@ -313,7 +313,7 @@ __device__ __forceinline__ Entry entry(const DecodeParams& params, int i) {
 
 // Grids are (steps of a request, requests). The list is older than the decode kernel, which waits for it before it lets this one
 // begin (kernel.cuh; a test holds the order). Reading it behind the wait would be as right, and later.
-//
+
 // Of a task a warp. A block takes kEntries requests of the list at a time, for memory has a long way, and a request after the other
 // would go it each time.
 template <class Element, int kEntries, bool kOneRow, bool kEven>
@@ -342,7 +342,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
   }
 }
 
-// Of one task or two a block, of one request.
+// Of one task or two a block, of one request: a grid has a block for each that may be split.
 template <class Element, int kTasks, bool kOneRow, bool kEven>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
     narrow_combine_kernel(const __grid_constant__ DecodeParams params) {

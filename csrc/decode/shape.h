@@ -75,12 +75,14 @@ constexpr bool takes_small_groups(int64_t rows, const PlannedCalls& calls) {
   return calls.batch <= kFewRequests || (calls.fp8_cache ? calls.fp8_math : rows > kMaxRowTile / 2);
 }
 
-// Measured on an H200. Where tensor cores are few, none.
+// Requests of at most so many tiles are cut into single ones where each has a partition; as measured on an H200. Where tensor cores
+// are few, none.
 constexpr int64_t single_tiles(DecodeKernelKind kernel, int32_t row_tile, const PlannedCalls& calls) {
-  if (few_tensor_cores(calls.num_sms)) return 0;
-  if (kernel == DecodeKernelKind::kTransposed) return kShortTiles;
-  if (kernel == DecodeKernelKind::kQueryMajor) return 0;
-  return row_tile == kMaxRowTile ? kShortTiles : row_tile > kSmallGroup || calls.fp8_math ? 8 : 4;
+  constexpr int64_t kFew = kShortTiles / 2;
+  if (few_tensor_cores(calls.num_sms) || kernel == DecodeKernelKind::kQueryMajor) return 0;
+  if (kernel == DecodeKernelKind::kTransposed) return row_tile <= kSmallGroup ? kShortTiles : kFew;
+  if (row_tile < kSmallGroup) return 0;
+  return row_tile == kMaxRowTile ? kShortTiles : row_tile > kSmallGroup || calls.fp8_math ? kFew : kFew / 2;
 }
 
 // The rows in tiles of so many.

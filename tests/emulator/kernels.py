@@ -256,9 +256,7 @@ class ScheduleParams(ctypes.Structure):
     ]
 
 
-def run_schedule(
-    seq_lens, work_ranges, split_offsets, fixed_pieces: int, split_rows: int, single_tiles: int
-) -> None:
+def run_schedule(seq_lens, work_ranges, split_offsets, fixed_pieces: int, split_rows: int, single_tiles: int) -> None:
     """The schedule kernel, on tensors as etap_backend.DecodeSchedule has them."""
     memory = Memory()
     copies = placed(memory, dict(seq_lens=seq_lens, work_ranges=work_ranges, split_offsets=split_offsets))

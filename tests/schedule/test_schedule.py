@@ -15,8 +15,9 @@ from etap_backend.executor import pieces
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 
 CONSTANTS = library().constants()
-NAMES = ("piece_rows", "own_tolerance", "split_rows", "memory_rows", "many_split_rows", "short_tiles", "fixed_tiles")
-PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, SHORT_TILES, FIXED_TILES = map(CONSTANTS.get, NAMES)
+NAMES = ("piece_rows", "own_tolerance", "split_rows", "memory_rows", "many_split_rows", "fixed_tiles")
+PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, FIXED_TILES = map(CONSTANTS.get, NAMES)
+SHORT_TILES = CONSTANTS["short_tiles"]
 ROW_TILES = (8, 16, 32, 64)
 
 
@@ -106,7 +107,8 @@ def model(lengths: list[int], partitions: int, calls: Calls) -> list[tuple[int, 
         firsts = range(partitions + 1) if len(lengths) <= partitions else counted(len(lengths), partitions)
         return [(min(first, len(lengths)), 0) for first in firsts]
     if bound := own_bound(lengths, partitions, calls):
-        shares = zip(range(len(lengths)), tiles_of(lengths), own_partitions(lengths, partitions, bound, calls), strict=True)
+        counts = own_partitions(lengths, partitions, bound, calls)
+        shares = zip(range(len(lengths)), tiles_of(lengths), counts, strict=True)
         points = [(request, i * tiles // count) for request, tiles, count in shares for i in range(count)]
         return points + [end] * (partitions + 1 - len(points))
     line = []
@@ -260,8 +262,8 @@ def test_many_rows_make_splits_dear_where_tensor_cores_are_many(num_sms, alike):
 @pytest.mark.parametrize(
     "rows, kind, most",
     [
-        *[(8, (), 16), (16, (), 16), (32, (), 16), (64, (), 0)],
-        *[(16, (True,), 4), (32, (True,), 8), (64, (True,), 16)],
+        *[(8, (), 16), (16, (), 16), (32, (), 8), (64, (), 0)],
+        *[(8, (True, True), 0), (16, (True,), 4), (32, (True,), 8), (64, (True,), 16)],
         *[(16, (True, True), 8), (32, (True, True), 8), (64, (True, True), 16)],
     ],
 )
