@@ -318,7 +318,7 @@ __device__ __forceinline__ Entry entry(const DecodeParams& params, int i) {
 // would go it each time.
 template <class Element, int kEntries, bool kOneRow, bool kEven>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
-    combine_kernel(const __grid_constant__ DecodeParams params) {
+    wide_combine_kernel(const __grid_constant__ DecodeParams params) {
   __shared__ Shares shared;
   const Block<Element, kOneRow, kEven> block(params, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
@@ -394,8 +394,8 @@ KernelLaunch lean_launch(dim3 blocks) {
 template <class Element, int kEntries, bool kOneRow, bool kEven>
 KernelLaunch wide_launch(dim3 blocks) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(combine_kernel<Element, kEntries, kOneRow, kEven>), __PRETTY_FUNCTION__, &handles, blocks,
-          kWarps * kWarpSize, 0};
+  return {reinterpret_cast<const void*>(wide_combine_kernel<Element, kEntries, kOneRow, kEven>), __PRETTY_FUNCTION__, &handles,
+          blocks, kWarps * kWarpSize, 0};
 }
 
 template <class Element, int kTasks, bool kOneRow, bool kEven>

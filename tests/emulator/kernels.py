@@ -114,9 +114,14 @@ def module(name: str) -> Module:
 
 
 @lru_cache(48)
-def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None) -> Kernel:
-    """The one kernel among sources that has these template arguments, in or out of our namespaces, translated."""
-    pattern = re.compile(rf"<(\w+::)?{re.escape(arguments.replace('etap::', ''))}(, true)?>\(")  # kWholeTiles' default
+def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None, called: str = "") -> Kernel:
+    """The one kernel among sources that has these template arguments, in or out of our namespaces, translated.
+
+    called: its own name, where another has the same arguments.
+    """
+    pattern = re.compile(
+        rf"{called}<(\w+::)?{re.escape(arguments.replace('etap::', ''))}(, true)?>\("
+    )  # kWholeTiles' default
     names = {(source, name): full for source in sources for full, name in module(source).names.items()}
     found = [place for place, full in names.items() if pattern.search(full.replace("etap::", "").replace(" >", ">"))]
     if len(found) != 1:
@@ -174,6 +179,12 @@ def tensor_map(numbers: list[int]) -> TensorMap:
     return TensorMap(address, ELEMENT_BYTES[kind], tuple(extents), tuple(strides), tuple(box), swizzle=16 << swizzle)
 
 
+def _combination(pretty_function: str) -> str:
+    """Its kernel's name, of the function that launches it; none of any other's."""
+    found = re.search(r"(wide|narrow|lean)_launch", pretty_function)
+    return f"{found[1]}_combine_kernel" if found else ""
+
+
 def _template_arguments(pretty_function: str) -> str:
     """Of "... [with A = a; int N = 1]"; a typedef stands there too, as itself."""
     pairs = re.findall(r"(\w+) = ([^;\]]+)", pretty_function)
@@ -222,7 +233,7 @@ def run_decode(
             arguments += [[*map(tensor_map, cache_maps)] if cache_maps else bytes(2 * 128), queries]
         # The combination reads the schedule before it waits for partials: decode has waited before it lets it begin.
         memory.late = every_byte(copies, besides=("work_ranges",)) if ran else late
-        kernel = kernel_of(_template_arguments(name), sources, edit)
+        kernel = kernel_of(_template_arguments(name), sources, edit, _combination(name))
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
     out.copy_(copies["out"])
     lse.copy_(copies["lse"])
@@ -240,7 +251,7 @@ def run_sparse(
     for launch in library().sparse_decode_launches(*copies.values(), softmax_scale, partitions, empty_lse):
         name, x, y, cluster, threads, shared_bytes, params, cache = launch
         arguments = [bytes(params), *([bytes(cache), bytes(3 * 128)] if cache else [])]
-        kernel = kernel_of(_template_arguments(name), sources, edit)
+        kernel = kernel_of(_template_arguments(name), sources, edit, _combination(name))
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, cluster=cluster, **how))
     tensors["out"].copy_(copies["out"])
     tensors["lse"].copy_(copies["lse"])
