@@ -119,9 +119,8 @@ def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None, calle
 
     called: its own name, where another has the same arguments.
     """
-    pattern = re.compile(
-        rf"{called}<(\w+::)?{re.escape(arguments.replace('etap::', ''))}(, true)?>\("
-    )  # kWholeTiles' default
+    inner = re.escape(arguments.replace("etap::", ""))
+    pattern = re.compile(rf"{called}<(\w+::)?{inner}(, true)?>\(")  # kWholeTiles' default
     names = {(source, name): full for source in sources for full, name in module(source).names.items()}
     found = [place for place, full in names.items() if pattern.search(full.replace("etap::", "").replace(" >", ">"))]
     if len(found) != 1:
