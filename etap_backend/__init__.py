@@ -11,11 +11,11 @@ __version__ = "0.1.0"
 _MODULES = {
     "BuiltSchedule": "etap_backend.schedule",
     "DecodeSchedule": "etap_backend.schedule",
-    "mla_decode": "etap_backend.ops",
+    "mla_decode": "etap_backend.dense",
     "sparse_mla_decode": "etap_backend.sparse",
     "sparse_workspace_floats": "etap_backend.sparse",
-    "why_unsupported": "etap_backend.support",
-    "why_unsupported_sparse": "etap_backend.support",
+    "why_unsupported": "etap_backend.limits",
+    "why_unsupported_sparse": "etap_backend.limits",
 }
 
 __all__ = ["__version__", "reference", *_MODULES]

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 import torch
 
 from etap_backend import doctor
-from etap_backend.ops import mla_decode
+from etap_backend.dense import mla_decode
+from etap_backend.limits import HEAD_DIM
 from etap_backend.reference import mla_decode_reference, relative_rmse
 from etap_backend.schedule import DecodeSchedule
-from etap_backend.support import HEAD_DIM
 
 ON_THE_CPU = (
     "The CPU follows the same schedule in plain torch: it shows that the installation is whole and its results are "

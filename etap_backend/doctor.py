@@ -10,10 +10,10 @@ from enum import Enum
 
 import torch
 
-from etap_backend import __version__, _library, plugins
-from etap_backend.sglang import compat as sglang
-from etap_backend.support import why_unsupported
-from etap_backend.vllm import compat as vllm
+from etap_backend import __version__, _library, engine_contract
+from etap_backend.limits import why_unsupported
+from etap_backend.sglang import versions as sglang
+from etap_backend.vllm import versions as vllm
 
 MIN_DRIVER = 580  # the first driver that runs CUDA 13
 PROBE_SECONDS = 300
@@ -59,7 +59,7 @@ class Plugin:
         sparse: how sparse attention is had where it can.
     """
 
-    engine: plugins.Engine
+    engine: engine_contract.Engine
     option: str
     entry_points: str
     allow_list: str
@@ -83,9 +83,9 @@ PLUGINS = (
         "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
         "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'\n"
-        "from etap_backend.vllm import compat, selected\n"
+        "from etap_backend.vllm import versions, selected\n"
         "if selected.reason: raise SystemExit(selected.reason)",
-        "selected.why_not_sparse() or compat.why_no_indexer()",
+        "selected.why_not_sparse() or versions.why_no_indexer()",
         "--kv-cache-dtype auto, bfloat16 or fp8 (stored as fp8_ds_mla); models without rope (GLM-5.3-Flash) not in fp8",
     ),
     Plugin(

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from etap_backend.support import FP8, LATENT_DIM, SCALE_DIM, SPARSE_FP8_BYTES
+from etap_backend.limits import FP8, LATENT_DIM, SCALE_DIM, SPARSE_FP8_BYTES
 
 
 def mla_decode_reference(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from etap_backend._library import library
 from etap_backend._operator import Operator, compiled
-from etap_backend.support import WORK_RANGE_FIELDS
+from etap_backend.limits import WORK_RANGE_FIELDS
 
 BATCH_INVARIANT_BYTES = 60 * 2**20
 """Workspace that a batch-invariant schedule may take to split requests; without splits it needs none of it."""

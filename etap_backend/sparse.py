@@ -6,11 +6,11 @@ import math
 import torch
 from torch import Tensor
 
-from etap_backend import sparse_executor
 from etap_backend._library import library
 from etap_backend._operator import Operator, compiled, type_name
+from etap_backend.cpu import sparse as cpu_sparse
+from etap_backend.limits import LATENT_DIM
 from etap_backend.schedule import DecodeShape, count, sms_of
-from etap_backend.support import LATENT_DIM
 
 CPU_SMS = 132
 """CTAs that the CPU's executor divides a call for: an H200's, so that it walks the same pieces."""
@@ -60,7 +60,7 @@ def _on_cuda(*arguments) -> None:
 def _on_cpu(*arguments) -> None:
     arguments = _as_the_library_takes_it(*arguments)
     compiled("check_sparse_decode")(*arguments)
-    sparse_executor.decode(*arguments)
+    cpu_sparse.decode(*arguments)
 
 
 # The workspace and the partitions are found behind the operator: torch.compile cannot look into the library.
@@ -101,7 +101,7 @@ def sparse_mla_decode(
     The work is divided by shapes alone, so that no schedule is built, and a token's result has the same bits whatever
     the other tokens of a call of the same shape hold. On CUDA tensors the compiled kernels run on the current stream,
     with no allocation when `out`, `lse` and `workspace` are given and no copy to the host; on CPU tensors
-    `etap_backend.sparse_executor` runs. Nothing of it is recorded for gradients. `out`, `lse` and
+    `etap_backend.cpu.sparse` runs. Nothing of it is recorded for gradients. `out`, `lse` and
     `workspace` share no memory with each other, queries, cache or lists.
 
     A row of an FP8 cache has 656 bytes: 512 elements in e4m3, 4 float32 scales, each of 128 of them, and 64 rope

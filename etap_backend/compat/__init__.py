@@ -9,8 +9,8 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor
+from etap_backend.limits import dtype_name
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule
-from etap_backend.support import dtype_name
 
 HANDED_OVER = {"allocate_workspace": False, "any_batch": True}
 """Options of a plan in tensors that a caller keeps: calls bring a workspace, and every batch has as many partitions."""

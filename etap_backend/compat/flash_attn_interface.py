@@ -20,9 +20,8 @@ from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import HANDED_OVER, check_out, named, plan, renamed, whole_rows
-from etap_backend.ops import mla_decode
-from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
-from etap_backend.support import (
+from etap_backend.dense import mla_decode
+from etap_backend.limits import (
     FP8,
     LATENT_DIM,
     ROPE_DIM,
@@ -31,6 +30,7 @@ from etap_backend.support import (
     output_dtypes,
     why_unsupported,
 )
+from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "install"]
 

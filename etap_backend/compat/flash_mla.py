@@ -18,10 +18,8 @@ from torch import Tensor
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import HANDED_OVER, check_out, named, plan, renamed, whole_rows
 from etap_backend.compat._capture import capture_id
-from etap_backend.ops import mla_decode
-from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
-from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
-from etap_backend.support import (
+from etap_backend.dense import mla_decode
+from etap_backend.limits import (
     HEAD_DIM,
     LATENT_DIM,
     SPARSE_FP8,
@@ -31,6 +29,8 @@ from etap_backend.support import (
     why_unsupported,
     why_unsupported_sparse,
 )
+from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
+from etap_backend.sparse import device_sms, sparse_decode_shape, sparse_mla_decode
 
 __all__ = [
     "FlashMLASchedMeta",

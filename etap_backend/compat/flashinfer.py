@@ -17,10 +17,10 @@ from torch import Tensor
 from etap_backend._operator import check_tensor, type_name
 from etap_backend.compat import check_out, named, renamed
 from etap_backend.compat._capture import capture_id
-from etap_backend.ops import mla_decode
-from etap_backend.runs import equal_runs
+from etap_backend.dense import mla_decode
+from etap_backend.limits import DTYPES, FP8, LATENT_DIM, ROPE_DIM, dtype_name, why_unsupported
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, count
-from etap_backend.support import DTYPES, FP8, LATENT_DIM, ROPE_DIM, dtype_name, why_unsupported
+from etap_backend.short_prompts import equal_runs
 
 __all__ = ["BatchMLAPagedAttentionWrapper", "install"]
 

@@ -2,9 +2,9 @@
 
 import torch
 
-from etap_backend import plugins
-from etap_backend.sglang import compat
-from etap_backend.support import SPARSE_FP8, TILE_TOKENS, why_unsupported, why_unsupported_sparse
+from etap_backend import engine_contract
+from etap_backend.limits import SPARSE_FP8, TILE_TOKENS, why_unsupported, why_unsupported_sparse
+from etap_backend.sglang import versions
 
 SPECULATIVE_ALGORITHMS = (None, "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
 """Those whose drafts are a chain when topk is 1; the others may verify a tree, whose mask the kernels do not take."""
@@ -29,16 +29,16 @@ def resolve_arguments(declared: dict, view, name: str) -> dict | None:
         ValueError: the text says why.
     """
     page_size = declared.get("page_size", view.page_size)
-    model = compat.model_config(view)
+    model = versions.model_config(view)
     of_model = name in _names_of_model(view)
     if getattr(model.hf_text_config, "llama_4_scaling", None):
         # SGLang multiplies queries by it for backends that take them in one tensor, and forgets it for the others.
         reason = "a model whose queries are scaled by position (llama_4_scaling) is not supported"
-    elif compat.is_sparse(model):
+    elif versions.is_sparse(model):
         reason = _why_unsupported_sparse(view, model, name) if of_model else None
     else:
         reason = _why_unsupported(view, TILE_TOKENS if page_size is None else page_size)
-        if reason is None and of_model and not compat.is_mla(model):
+        if reason is None and of_model and not versions.is_mla(model):
             reason = "the model's attention is not MLA"
         if reason is None and (view.enable_prefill_cp or view.attn_cp_size > 1):
             # Each rank has a share of a prompt, whose rows the backend would gather.
@@ -46,7 +46,7 @@ def resolve_arguments(declared: dict, view, name: str) -> dict | None:
     reason = reason or why_unsupported_speculation(
         view.speculative_algorithm, view.speculative_eagle_topk, view.dcp_size
     )
-    if reason := reason or plugins.why_no_library():
+    if reason := reason or engine_contract.why_no_library():
         raise ValueError(f"--attention-backend {name}: {reason}")
     if page_size is None:
         return declared | {"page_size": TILE_TOKENS}
@@ -68,7 +68,7 @@ def why_page_size(page_size: int) -> str | None:
 
     The kernels take any number, but SGLang's own, which fills the block table, steps through it in powers of two.
     """
-    most = compat.TOKENS_PER_PROGRAM
+    most = versions.TOKENS_PER_PROGRAM
     if page_size & (page_size - 1) or page_size > most:
         return f"page_size {page_size} is not supported: wanted a power of two of at most {most}"
     return None
@@ -85,14 +85,14 @@ def _why_unsupported_sparse(view, model, name: str) -> str | None:
     )
     if reason:
         return reason
-    if name == compat.FP8_MATH_NAME:
-        return f"it multiplies FP8 caches of dense attention, and the model's is sparse: wanted {compat.NAME}"
+    if name == versions.FP8_MATH_NAME:
+        return f"it multiplies FP8 caches of dense attention, and the model's is sparse: wanted {versions.NAME}"
     # SGLang has filled in the model's by now, so that one is there for each phase.
     if others := sorted(set(_names_of_model(view)) - {None, name}):
         wanted = "wanted it for the whole model; --dsa-prefill-backend chooses the kernels of prefill"
         return f"beside {others[0]} it is not supported with sparse attention: {wanted}"
     draft_name = view.speculative_draft_attention_backend
-    if draft_name in ("dsa", "nsa", compat.FP8_MATH_NAME):
+    if draft_name in ("dsa", "nsa", versions.FP8_MATH_NAME):
         return f"speculative_draft_attention_backend {draft_name} is not supported: wanted {name}, or none"
     return None
 
@@ -103,17 +103,17 @@ def resolve_sparse_kernels(declared: dict, view) -> dict | None:
     Raises:
         ValueError: the user chose kernels beside which it cannot run; the text says which.
     """
-    if compat.NAME not in _names_of_model(view):
+    if versions.NAME not in _names_of_model(view):
         return None
     decode, prefill = view.dsa_decode_backend, view.dsa_prefill_backend
     reason = _why_unsupported_variant(view)
-    if reason is None and decode not in (None, compat.NAME):
+    if reason is None and decode not in (None, versions.NAME):
         reason = f"--dsa-decode-backend {decode} is not supported: wanted none, ETAP decodes"
     if reason is None and prefill == "fa3":
         reason = "--dsa-prefill-backend fa3 is not supported: ETAP stands in its place; wanted another, or none"
     if reason:
-        raise ValueError(f"--attention-backend {compat.NAME}: {reason}")
-    kernels = {"dsa_decode_backend": compat.NAME, "dsa_prefill_backend": prefill or compat.NAME}
+        raise ValueError(f"--attention-backend {versions.NAME}: {reason}")
+    kernels = {"dsa_decode_backend": versions.NAME, "dsa_prefill_backend": prefill or versions.NAME}
     return declared | kernels
 
 
@@ -122,7 +122,7 @@ def _why_unsupported_variant(view) -> str | None:
         "decode context parallelism (dcp_size)": view.dcp_size > 1,
         "prefill context parallelism (enable_prefill_cp)": view.enable_prefill_cp,
         "a KV cache in host memory (enable_hisparse)": view.enable_hisparse,
-        "attention sinks (learnable_sink)": getattr(compat.model_config(view).hf_config, "learnable_sink", False),
+        "attention sinks (learnable_sink)": getattr(versions.model_config(view).hf_config, "learnable_sink", False),
     }
     unsupported = [variant for variant, present in variants.items() if present]
     return f"{unsupported[0]} is not supported with sparse attention" if unsupported else None

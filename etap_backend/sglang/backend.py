@@ -20,10 +20,10 @@ from sglang.srt.layers.attention.flashmla_backend import (
 from sglang.srt.runtime_context import get_parallel, get_spec
 from torch import Tensor
 
-from etap_backend import BuiltSchedule, DecodeSchedule, mla_decode, plugins, why_unsupported
-from etap_backend.runs import MAX_RUNS, Run, short_prompt_tokens
-from etap_backend.sglang import arguments, compat
+from etap_backend import BuiltSchedule, DecodeSchedule, engine_contract, mla_decode, why_unsupported
+from etap_backend.sglang import arguments, versions
 from etap_backend.sglang.prompts import prompt_runs
+from etap_backend.short_prompts import MAX_RUNS, Run, short_prompt_tokens
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def _why_unsupported(model_runner) -> str | None:
     reason = reason or arguments.why_unsupported_speculation(
         spec.speculative_algorithm, spec.speculative_eagle_topk, get_parallel().attn_dcp_size
     )
-    return reason or plugins.why_no_library()
+    return reason or engine_contract.why_no_library()
 
 
 class ETAPBackend(FlashMLABackend):
@@ -105,21 +105,21 @@ class ETAPBackend(FlashMLABackend):
             ValueError: the kernels cannot run this model or these arguments; the text says why.
         """
         if reason := _why_unsupported(model_runner):
-            raise ValueError(f"attention backend {compat.NAME}: {reason}")
+            raise ValueError(f"attention backend {versions.NAME}: {reason}")
         super().__init__(model_runner, skip_prefill, kv_indptr_buf, kv_last_page_len_buf)
-        compat.register_model_support()
+        versions.register_model_support()
         fp8_cache = model_runner.kv_cache_dtype != model_runner.dtype
         self._fp8_math = fp8_cache and fp8_math
         if draft_step is None:
-            types = plugins.types_text(model_runner.dtype, fp8_cache, self._fp8_math)
-            _logger.info("Attention backend %s: %s", compat.NAME, types)
+            types = engine_contract.types_text(model_runner.dtype, fp8_cache, self._fp8_math)
+            _logger.info("Attention backend %s: %s", versions.NAME, types)
         self.draft_step = draft_step
         self._returns_lse = get_parallel().attn_dcp_size > 1
         drafts = (self.num_draft_tokens if draft_step is None else None) or 1
         heads = self._num_heads = _heads(model_runner)
-        slow = plugins.small_pages_text(self.page_size, heads * drafts)
+        slow = engine_contract.small_pages_text(self.page_size, heads * drafts)
         if slow and draft_step is None:
-            _logger.warning("Attention backend %s: %s", compat.NAME, slow)
+            _logger.warning("Attention backend %s: %s", versions.NAME, slow)
         # Those of the pool; SGLang pads a step so that the ranks divide it, 0.5.17 without counting that there.
         ranks = get_parallel().attn_tp_size
         max_requests = -(-(self.kv_indptr.shape[0] - 1) // ranks) * ranks
@@ -195,7 +195,7 @@ class ETAPBackend(FlashMLABackend):
         runs = prompt_runs(forward_batch, self._num_heads)
         rows = self._num_heads * max((run.s_q for run in runs), default=0)
         # FlashInfer's prefill of latent rows gathers small pages faster than our kernels for many rows.
-        return [] if plugins.small_pages_text(self.page_size, rows) else runs
+        return [] if engine_contract.small_pages_text(self.page_size, rows) else runs
 
     @staticmethod
     def _decodes(mode) -> bool:
@@ -228,11 +228,11 @@ class ETAPBackend(FlashMLABackend):
         requests, most = forward_batch.batch_size, self.schedule.max_batch
         if requests > most:
             wanted = f"wanted at most {most} requests in a step, those that the request pool holds, got {requests}"
-            raise ValueError(f"attention backend {compat.NAME}: {wanted}")
+            raise ValueError(f"attention backend {versions.NAME}: {wanted}")
         lengths, table = self._seq_lens[:requests], self._block_table[:requests]
         torch.add(seq_lens[:requests], new_tokens, out=lengths)
         if self._returns_lse:
-            compat.fill_rank_share(self, forward_batch.req_pool_indices, lengths, table)
+            versions.fill_rank_share(self, forward_batch.req_pool_indices, lengths, table)
         else:
             blocks = get_num_kv_index_blocks_flashmla(table.shape[1], self.page_size)
             create_flashmla_kv_indices_triton[(requests, blocks)](
@@ -279,7 +279,7 @@ class ETAPBackend(FlashMLABackend):
             [tokens, heads * 512]; under decode context parallelism with float32 [tokens, heads] log-sum-exp, base e.
         """
         if layer.logit_cap:
-            raise ValueError(f"attention backend {compat.NAME}: logit_cap {layer.logit_cap} is not supported")
+            raise ValueError(f"attention backend {versions.NAME}: logit_cap {layer.logit_cap} is not supported")
         if k is not None and save_kv_cache:
             self._write(k, v, k_rope, layer, forward_batch)
         heads, width = layer.tp_q_head_num, layer.head_dim if q_rope is None else layer.v_head_dim
@@ -312,7 +312,7 @@ class ETAPBackend(FlashMLABackend):
         """Nothing, where SGLang plans a verification beside the drafting: the plan does not depend on the drafts."""
 
     def _write(self, k: Tensor, v: Tensor, k_rope: Tensor | None, layer, forward_batch) -> None:
-        location = compat.write_location(forward_batch)
+        location = versions.write_location(forward_batch)
         if k_rope is None:
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
         else:
@@ -352,7 +352,7 @@ class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
             ValueError: topk is not 1, or the kernels cannot run the draft model; the text says why.
         """
         if topk != 1:
-            raise ValueError(f"attention backend {compat.NAME}: topk: wanted 1, a chain of drafts, got {topk}")
+            raise ValueError(f"attention backend {versions.NAME}: topk: wanted 1, a chain of drafts, got {topk}")
         self.topk = topk
         self.speculative_num_steps = speculative_num_steps
         self.attn_backends: list[ETAPBackend] = []

@@ -2,7 +2,7 @@
 
 from itertools import islice
 
-from etap_backend.runs import MAX_RUNS, Run, equal_runs, short_prompt_tokens
+from etap_backend.short_prompts import MAX_RUNS, Run, equal_runs, short_prompt_tokens
 
 PREFILL_MODES = ("EXTEND", "MIXED")
 

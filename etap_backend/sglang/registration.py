@@ -8,9 +8,9 @@ import functools
 import inspect
 import logging
 
-from etap_backend import plugins
-from etap_backend.sglang import arguments, compat
-from etap_backend.sglang.compat import (
+from etap_backend import engine_contract
+from etap_backend.sglang import arguments, versions
+from etap_backend.sglang.versions import (
     DRAFT_HOOK,
     ENGINE,
     FP8_MATH_NAME,
@@ -97,7 +97,7 @@ def why_unusable(sparse: bool = False) -> str | None:
     uses = SPARSE_USES if sparse else USES
     if reason := ENGINE.why_lacking(name for use in uses for name in use.lacking()):
         return reason
-    return ENGINE.why_lacking(name for cls in _classes(sparse) for name in plugins.misfits(cls))
+    return ENGINE.why_lacking(name for cls in _classes(sparse) for name in engine_contract.misfits(cls))
 
 
 def resolve_arguments(declared: dict, view) -> dict | None:
@@ -110,7 +110,7 @@ def resolve_arguments(declared: dict, view) -> dict | None:
     if name is None:
         return None
     reason = why_unusable()
-    if reason is None and compat.is_sparse(compat.model_config(view)):
+    if reason is None and versions.is_sparse(versions.model_config(view)):
         reason = why_unusable(sparse=True)
     if reason:
         raise ValueError(f"--attention-backend {name}: {reason}")
@@ -127,7 +127,7 @@ def _warn_untested() -> None:
 
 def make_backend(model_runner, fp8_math: bool):
     """SGLang's factory of the backend that `--attention-backend` names."""
-    sparse = compat.is_sparse(model_runner.model_config)
+    sparse = versions.is_sparse(model_runner.model_config)
     backend, _ = _classes(sparse)
     return backend(model_runner) if sparse else backend(model_runner, fp8_math=fp8_math)
 
@@ -144,7 +144,7 @@ def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_tem
 
     def create(name: str):
         runner = factory.draft_model_runner
-        sparse = compat.is_sparse(runner.model_config)
+        sparse = versions.is_sparse(runner.model_config)
         if sparse:
             options = {"seed_dsa_topk_from_draft_extend": factory.seed_dsa_topk_from_draft_extend}
         else:

@@ -13,9 +13,9 @@ from sglang.srt.runtime_context import get_context, get_parallel, get_spec
 from sglang.srt.utils import get_device_core_count
 from torch import Tensor
 
-from etap_backend import plugins, sparse_mla_decode, sparse_workspace_floats
-from etap_backend.sglang import arguments, compat
-from etap_backend.support import SPARSE_FP8, dtype_name, why_unsupported_sparse
+from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
+from etap_backend.limits import SPARSE_FP8, dtype_name, why_unsupported_sparse
+from etap_backend.sglang import arguments, versions
 
 _logger = logging.getLogger(__name__)
 
@@ -43,7 +43,7 @@ def _why_unsupported(model_runner) -> str | None:
     reason = reason or arguments.why_unsupported_speculation(
         spec.speculative_algorithm, spec.speculative_eagle_topk, get_parallel().attn_dcp_size
     )
-    return reason or plugins.why_no_library()
+    return reason or engine_contract.why_no_library()
 
 
 class ETAPSparseBackend(DeepseekSparseAttnBackend):
@@ -72,7 +72,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             ValueError: the kernels cannot run this model or these arguments; the text says why.
         """
         if reason := _why_unsupported(model_runner):
-            raise ValueError(f"attention backend {compat.NAME}: {reason}")
+            raise ValueError(f"attention backend {versions.NAME}: {reason}")
         super().__init__(
             model_runner,
             skip_prefill=skip_prefill,
@@ -81,11 +81,11 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             speculative_num_steps=speculative_num_steps,
             seed_dsa_topk_from_draft_extend=seed_dsa_topk_from_draft_extend,
         )
-        compat.register_model_support()
+        versions.register_model_support()
         # SGLang has it for dense attention only, and goes by the name, which stands for both here.
         get_context().override("etap_backend", disable_chunked_prefix_cache=True)
         self.dsa_decode_impl = _KERNEL
-        if self.dsa_prefill_impl == compat.NAME:
+        if self.dsa_prefill_impl == versions.NAME:
             # Where nothing is padded, SGLang's choice.
             ours = self.num_q_heads % _PADDED_HEADS != 0
             self.dsa_prefill_impl = _KERNEL if ours else "flashmla_auto"
@@ -97,9 +97,9 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         self.workspace = workspace
         if not speculative_num_steps:
             cache = SPARSE_FP8 if self.dsa_kv_cache_store_fp8 else dtype_name(model_runner.kv_cache_dtype)
-            prefill = compat.NAME if self.dsa_prefill_impl == _KERNEL else self.dsa_prefill_impl
+            prefill = versions.NAME if self.dsa_prefill_impl == _KERNEL else self.dsa_prefill_impl
             text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s"
-            _logger.info(text, compat.NAME, cache, prefill)
+            _logger.info(text, versions.NAME, cache, prefill)
 
     def _forward_fa3(
         self,
@@ -133,7 +133,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             bfloat16 [tokens, heads, 512].
         """
         if logit_cap:
-            raise ValueError(f"attention backend {compat.NAME}: logit_cap {logit_cap} is not supported")
+            raise ValueError(f"attention backend {versions.NAME}: logit_cap {logit_cap} is not supported")
         tokens = q_nope.shape[0]
         # Where ranks pad their batches to one size there may be counts for more tokens, or for fewer.
         counts = cache_seqlens[:tokens] if cache_seqlens.shape[0] >= tokens else None

@@ -9,9 +9,9 @@ from vllm.config.cache import CacheDType
 from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.platforms.interface import DeviceCapability
 
-from etap_backend import plugins
-from etap_backend.support import COMPUTE_CAPABILITY, DTYPES, HEAD_DIM, TILE_TOKENS, why_unsupported
-from etap_backend.vllm import compat
+from etap_backend import engine_contract
+from etap_backend.limits import COMPUTE_CAPABILITY, DTYPES, HEAD_DIM, TILE_TOKENS, why_unsupported
+from etap_backend.vllm import versions
 from etap_backend.vllm.impl import ETAPImpl
 from etap_backend.vllm.metadata import ETAPMetadataBuilder
 
@@ -32,7 +32,7 @@ class ETAPBackend(MLACommonBackend):
     @staticmethod
     def get_name() -> str:
         """The name that `--attention-backend` selects."""
-        return compat.NAME
+        return versions.NAME
 
     @staticmethod
     def get_builder_cls() -> type[ETAPMetadataBuilder]:
@@ -120,4 +120,4 @@ class ETAPBackend(MLACommonBackend):
             reason = f"block_size {page_size} is not supported: wanted a multiple of {min(BLOCK_SIZES)} tokens"
         if reason is None and use_sparse:
             reason = "sparse attention without index_topk in the model's configuration is not supported"
-        return reason or plugins.why_no_library()
+        return reason or engine_contract.why_no_library()

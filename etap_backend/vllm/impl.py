@@ -11,8 +11,8 @@ from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
-from etap_backend import mla_decode, plugins, why_unsupported
-from etap_backend.vllm import compat
+from etap_backend import engine_contract, mla_decode, why_unsupported
+from etap_backend.vllm import versions
 from etap_backend.vllm.metadata import ETAPMetadata, Limits, claim_workspace, wants_fp8_math
 
 # vLLM gives its handler and level to loggers below "vllm" only.
@@ -26,10 +26,10 @@ def asked_of_kernels(arguments: dict[str, Any], latent_dim: int) -> tuple[VllmCo
     """
     for name in "alibi_slopes", "sliding_window", "logits_soft_cap":
         if arguments[name]:
-            raise NotImplementedError(f"{compat.NAME}: {name} is not supported, got {arguments[name]}")
+            raise NotImplementedError(f"{versions.NAME}: {name} is not supported, got {arguments[name]}")
     if arguments["attn_type"] != AttentionType.DECODER:
         wanted = AttentionType.DECODER.value
-        raise NotImplementedError(f"{compat.NAME}: attn_type: wanted {wanted}, got {arguments['attn_type']}")
+        raise NotImplementedError(f"{versions.NAME}: attn_type: wanted {wanted}, got {arguments['attn_type']}")
     config = get_current_vllm_config()
     return config, {
         "dtype": config.model_config.dtype,
@@ -58,15 +58,15 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         limits = Limits.of(config, asked["num_heads"])
         reason = why_unsupported(**asked, s_q=limits.max_s_q)
         if reason:
-            raise NotImplementedError(f"{compat.NAME}: {reason}")
+            raise NotImplementedError(f"{versions.NAME}: {reason}")
         self._fp8_cache = asked["kv_cache_dtype"].startswith("fp8")
         self._fp8_math = wants_fp8_math(config) and self._fp8_cache
         # The kernels round each query row by a scale of its own, if at all; vLLM would with one for all of them.
         self.supports_quant_query_input = False
-        types = plugins.types_text(asked["dtype"], self._fp8_cache, self._fp8_math)
-        _logger.info_once(f"{compat.NAME} decodes: {types}")
+        types = engine_contract.types_text(asked["dtype"], self._fp8_cache, self._fp8_math)
+        _logger.info_once(f"{versions.NAME} decodes: {types}")
         self._workspace_floats = limits.workspace_floats(asked["num_heads"], num_compute_units())
-        if not compat.reserves_in_profile_run(config):
+        if not versions.reserves_in_profile_run(config):
             self.reserve_workspace()
 
     def reserve_workspace(self) -> None:

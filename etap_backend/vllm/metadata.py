@@ -20,9 +20,9 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from etap_backend import BuiltSchedule, DecodeSchedule, plugins
-from etap_backend.runs import MAX_RUNS, SHORT_PROMPT_TOKENS, Run, short_prompt_tokens
-from etap_backend.vllm import compat
+from etap_backend import BuiltSchedule, DecodeSchedule, engine_contract
+from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS, Run, short_prompt_tokens
+from etap_backend.vllm import versions
 from etap_backend.vllm.runs import TokenRequests, cut_into_runs, longest_decode, padded_query_lens
 
 # vLLM gives its handler and level to loggers below "vllm" only.
@@ -40,7 +40,7 @@ def longest_prompt(vllm_config: VllmConfig, num_heads: int) -> int:
     # A prompt may hit blocks of the prefix cache that another one of its step is writing. vLLM keeps such two out of
     # different micro-batches, but not what it takes for a decode.
     reads_what_is_written = parallel.use_ubatching
-    if is_token_by_token(vllm_config) or reads_what_is_written or compat.pads_tokens_of_no_request(vllm_config):
+    if is_token_by_token(vllm_config) or reads_what_is_written or versions.pads_tokens_of_no_request(vllm_config):
         return 1
     return short_prompt_tokens(num_heads)
 
@@ -96,7 +96,7 @@ class Limits(NamedTuple):
     @classmethod
     def of(cls, vllm_config: VllmConfig, num_heads: int) -> "Limits":
         """Those of a configuration with so many heads in a call; there need not be a builder yet."""
-        verified = compat.max_decode_query_len(vllm_config)
+        verified = versions.max_decode_query_len(vllm_config)
         longest = max(verified, longest_prompt(vllm_config, num_heads))
         max_s_q = 1 if is_token_by_token(vllm_config) else longest
         return cls(verified, longest, max_s_q, vllm_config.scheduler_config.max_num_seqs * verified)
@@ -165,10 +165,10 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         num_heads = self.num_heads * self.dcp_world_size
         self.limits = limits = Limits.of(vllm_config, num_heads)
         self.reorder_batch_threshold = limits.longest
-        _logger.info_once(f"{compat.NAME} decodes: steps of up to {limits.longest} tokens a request")
+        _logger.info_once(f"{versions.NAME} decodes: steps of up to {limits.longest} tokens a request")
         rows = num_heads * min(limits.verified, limits.max_s_q)
-        if slow := plugins.small_pages_text(self.page_size, rows):
-            _logger.warning_once(f"{compat.NAME}: {slow}")
+        if slow := engine_contract.small_pages_text(self.page_size, rows):
+            _logger.warning_once(f"{versions.NAME}: {slow}")
         self._token_by_token = is_token_by_token(vllm_config) and limits.verified > 1
         self.schedules = [
             DecodeSchedule(

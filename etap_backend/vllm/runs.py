@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
-from etap_backend.runs import MAX_RUNS, Run, equal_runs
+from etap_backend.short_prompts import MAX_RUNS, Run, equal_runs
 
 
 def padded_query_lens(query_lens: list[int], num_tokens: int) -> list[int]:

@@ -9,20 +9,20 @@ import pkgutil
 
 from vllm.logger import init_logger
 
-from etap_backend import plugins
-from etap_backend.vllm.compat import ENGINE, HOOKS_OF_SOME, SPARSE_USES, USES
+from etap_backend import engine_contract
+from etap_backend.vllm.versions import ENGINE, HOOKS_OF_SOME, SPARSE_USES, USES
 
 _DENSE = "etap_backend.vllm.backend:ETAPBackend"
 _SPARSE = "etap_backend.vllm.sparse:ETAPSparseBackend"
 
 
-def _why_lacking(backend: str, uses: tuple[plugins.Use, ...]) -> str | None:
+def _why_lacking(backend: str, uses: tuple[engine_contract.Use, ...]) -> str | None:
     """Say what a backend uses and vLLM lacks, or None when nothing is lacking."""
     if lacking := ENGINE.why_lacking(name for use in uses for name in use.lacking()):
         return lacking
     found = pkgutil.resolve_name(backend)
     classes = (found, found.get_impl_cls(), found.get_builder_cls())
-    return ENGINE.why_lacking(name for cls in classes for name in plugins.misfits(cls, HOOKS_OF_SOME))
+    return ENGINE.why_lacking(name for cls in classes for name in engine_contract.misfits(cls, HOOKS_OF_SOME))
 
 
 def _backend_or_refusal(backend: str, why_not: str | None) -> type:

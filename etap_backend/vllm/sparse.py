@@ -22,9 +22,9 @@ from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_convert_dcp_index
 
-from etap_backend import plugins, sparse_mla_decode, sparse_workspace_floats
-from etap_backend.support import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
-from etap_backend.vllm import compat
+from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
+from etap_backend.limits import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
+from etap_backend.vllm import versions
 from etap_backend.vllm.impl import asked_of_kernels
 from etap_backend.vllm.metadata import FP8_MATH_OPTION, claim_workspace, wants_fp8_math
 
@@ -74,7 +74,7 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
                 f"{FP8_MATH_OPTION} multiplies FP8 caches of dense attention, and the model's is sparse: wanted false"
             )
         if reason:
-            raise NotImplementedError(f"{compat.NAME}: {reason}")
+            raise NotImplementedError(f"{versions.NAME}: {reason}")
         # Asked for its buffer in each call: a draft model's gets the target's after its layers are made. The names are
         # those behind 0.33's property `topk_indices_buffer`, by which some models replace the buffer.
         self._indexer = indexer
@@ -82,11 +82,11 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
         self.supports_quant_query_input = False
         fp8_cache = asked["kv_cache_dtype"] == SPARSE_FP8
         _logger.info_once(
-            f"{compat.NAME} decodes: sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
+            f"{versions.NAME} decodes: sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
         )
         self._num_sms = num_compute_units()
         self._workspace_floats = sparse_workspace_floats(asked["num_heads"], fp8_cache, self._num_sms)
-        if not compat.reserves_in_profile_run(config):
+        if not versions.reserves_in_profile_run(config):
             self.reserve_workspace()
 
     def reserve_workspace(self) -> None:
@@ -212,4 +212,4 @@ class ETAPSparseBackend(FlashMLASparseBackend):
         # Not all versions have it.
         if reason is None and getattr(get_current_vllm_config().attention_config, "hisparse_config", None):
             reason = "a KV cache in host memory (HiSparse) is not supported"
-        return reason or plugins.why_no_library()
+        return reason or engine_contract.why_no_library()

@@ -5,15 +5,16 @@ import torch
 from test_reference import contiguous_tokens, sdpa
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from etap_backend import DecodeSchedule, executor, mla_decode
+from etap_backend import DecodeSchedule, mla_decode
+from etap_backend.cpu import dense as cpu_dense
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build, decode
-from etap_backend.support import LATENT_DIM
+from etap_backend.limits import LATENT_DIM
 
 
 def one_request(length: int, heads: int = 5, s_q: int = 1, dtype: str = "bfloat16"):
     problem = build(Case((length,), heads, s_q, dtype), "cpu")
     rows = problem.q.reshape(1, s_q * heads, 576)
-    batch = executor.batch_of(
+    batch = cpu_dense.batch_of(
         rows, problem.kv_cache, None, None, problem.block_table, [length], heads, SOFTMAX_SCALE, False
     )
     return problem, batch
@@ -29,7 +30,7 @@ def tolerance(dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("s_q", [1, 2])
 def test_a_piece_is_the_attention_over_its_tiles(length, s_q, dtype):
     problem, batch = one_request(length, s_q=s_q, dtype=dtype)
-    out, lse = executor.decode_piece(batch, 0, range(-(-length // 64)))
+    out, lse = cpu_dense.decode_piece(batch, 0, range(-(-length // 64)))
     wanted = sdpa(problem, 0).reshape(-1, 512)
     seen = lse.isfinite()
     assert seen.tolist() == [length - s_q + t + 1 > 0 for t in range(s_q) for _ in range(5)]
@@ -47,8 +48,8 @@ def test_a_piece_of_an_fp8_cache_is_the_attention_over_what_it_stands_for(dtype,
     rows = problem.q.reshape(1, 10, 576)
     scales = (problem.q_scale, problem.kv_scale)
     table = problem.block_table
-    batch = executor.batch_of(rows, problem.kv_cache, *scales, table, [500], 5, SOFTMAX_SCALE, fp8_math)
-    out, _ = executor.decode_piece(batch, 0, range(8))
+    batch = cpu_dense.batch_of(rows, problem.kv_cache, *scales, table, [500], 5, SOFTMAX_SCALE, fp8_math)
+    out, _ = cpu_dense.decode_piece(batch, 0, range(8))
     wanted = sdpa(problem, 0).reshape(-1, 512)
     error = ((out.double() - wanted).norm() / wanted.norm()).item()
     # P, and queries that are rounded, with 3 bits after the leading one; else P in float16 and nothing rounded before.
@@ -60,7 +61,7 @@ def test_a_piece_of_an_fp8_cache_is_the_attention_over_what_it_stands_for(dtype,
 def test_query_rows_take_the_power_of_two_that_fills_the_products_type(p_dtype, largest):
     rows = torch.tensor([1.0, 1.99, 2.0, 3e-30, 1e38, 0.0, 2.0**-130])[None, :, None].to(torch.bfloat16)
     rows = rows * torch.tensor([1.0, -0.5, 2.0**-9])
-    q, factor = executor.product_queries(rows, p_dtype)
+    q, factor = cpu_dense.product_queries(rows, p_dtype)
     assert torch.equal(torch.log2(factor), torch.log2(factor).round())
     assert q[0, :5, 0].ge(largest).all() and q[0, :5, 0].le(2 * largest).all()
     torch.testing.assert_close(q * factor[..., None], rows.float(), rtol=torch.finfo(p_dtype).eps / 2, atol=1e-38)
@@ -72,17 +73,17 @@ def test_query_rows_take_the_power_of_two_that_fills_the_products_type(p_dtype, 
 def test_query_rows_of_the_products_type_or_of_fp8_stay_as_they_are(p_dtype):
     for dtype in {p_dtype, torch.float8_e4m3fn}:
         rows = torch.randn(2, 3, 576).to(dtype)
-        q, factor = executor.product_queries(rows, p_dtype)
+        q, factor = cpu_dense.product_queries(rows, p_dtype)
         assert torch.equal(q, rows.float()) and factor.eq(1).all()
 
 
 @pytest.mark.parametrize("cuts", [(1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
 def test_pieces_merge_to_the_whole(cuts):
     problem, batch = one_request(500, s_q=2)
-    whole_out, whole_lse = executor.decode_piece(batch, 0, range(8))
+    whole_out, whole_lse = cpu_dense.decode_piece(batch, 0, range(8))
     bounds = (0, *cuts, 8)
-    parts = [executor.decode_piece(batch, 0, range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
-    out, lse = executor.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
+    parts = [cpu_dense.decode_piece(batch, 0, range(a, b)) for a, b in zip(bounds, bounds[1:], strict=False)]
+    out, lse = cpu_dense.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
     torch.testing.assert_close(lse, whole_lse, rtol=1e-6, atol=1e-6)
     assert (out - whole_out).norm() / whole_out.norm() < tolerance(problem.q.dtype)
 
@@ -91,8 +92,8 @@ def test_merging_ignores_pieces_that_saw_nothing():
     out, lse = torch.randn(3, 4, LATENT_DIM), torch.randn(3, 4)
     out[1], lse[1] = 0, -torch.inf
     out[:, 3], lse[:, 3] = 0, -torch.inf
-    merged_out, merged_lse = executor.combine(out, lse)
-    without_out, without_lse = executor.combine(out[[0, 2]], lse[[0, 2]])
+    merged_out, merged_lse = cpu_dense.combine(out, lse)
+    without_out, without_lse = cpu_dense.combine(out[[0, 2]], lse[[0, 2]])
     torch.testing.assert_close(merged_out, without_out)
     torch.testing.assert_close(merged_lse, without_lse)
     assert merged_out[3].eq(0).all() and merged_lse[3] == -torch.inf
@@ -112,7 +113,7 @@ def test_torchs_default_type_changes_nothing(kind):
 
 def test_pieces_of_very_large_scores_weigh_together_no_more_than_one():
     out, lse = torch.randn(1, 4, LATENT_DIM).expand(3, -1, -1), torch.full((3, 4), 8e31)
-    merged_out, merged_lse = executor.combine(out, lse)
+    merged_out, merged_lse = cpu_dense.combine(out, lse)
     torch.testing.assert_close(merged_out, out[0])
     assert merged_lse.eq(8e31).all()
 

@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
-from etap_backend import executor, sparse_executor
 from etap_backend._library import library
+from etap_backend.cpu import dense as cpu_dense
+from etap_backend.cpu import sparse as cpu_sparse
 from etap_backend.lab.checks.cases import SOFTMAX_SCALE
 from etap_backend.lab.checks.sparse_cases import (
     CACHE_LAYOUTS,
@@ -31,7 +32,7 @@ from etap_backend.sparse import sparse_decode_shape, sparse_workspace_floats
 def test_pieces_are_all_tiles_once_in_slots_of_their_own(tokens, top_k, partitions):
     tiles = -(-top_k // 64)
     each = library().sparse_partition_tiles(tokens, top_k, partitions)
-    pieces = list(sparse_executor.pieces(tokens, tiles, each))
+    pieces = list(cpu_sparse.pieces(tokens, tiles, each))
     covered = [(piece.token, tile) for piece in pieces for tile in piece.tiles]
     assert covered == [(token, tile) for token in range(tokens) for tile in range(tiles)]
     slots = [p.slot for p in pieces if p.slot is not None]
@@ -48,10 +49,10 @@ def test_partitions_end_where_lists_do_where_that_costs_little(tokens, tiles):
     assert library().sparse_partition_tiles(tokens, 2048, 132) == tiles
 
 
-def lists_of(problem) -> sparse_executor.Lists:
+def lists_of(problem) -> cpu_sparse.Lists:
     cache = problem.kv_cache.view(torch.uint8) if problem.case.fp8 else problem.kv_cache
     counts = [problem.case.top_k] * problem.case.tokens
-    return sparse_executor.Lists(cache, problem.indices, problem.block_table, problem.request_ids, counts)
+    return cpu_sparse.Lists(cache, problem.indices, problem.block_table, problem.request_ids, counts)
 
 
 @pytest.mark.parametrize("cache", ["bf16", "fp8"])
@@ -59,12 +60,12 @@ def lists_of(problem) -> sparse_executor.Lists:
 def test_pieces_merge_to_the_whole(cuts, cache):
     problem = build(SparseCase(1, 5, 500, cache, holes="anywhere"), "cpu")
     bounds = (0, *cuts, 8)
-    arguments = (sparse_executor.queries_of(problem.q[0], cache == "fp8"), lists_of(problem), 0)
+    arguments = (cpu_sparse.queries_of(problem.q[0], cache == "fp8"), lists_of(problem), 0)
     parts = [
-        sparse_executor.decode_piece(*arguments, range(a, b), SOFTMAX_SCALE)
+        cpu_sparse.decode_piece(*arguments, range(a, b), SOFTMAX_SCALE)
         for a, b in zip(bounds, bounds[1:], strict=False)
     ]
-    out, lse = executor.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
+    out, lse = cpu_dense.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
     assert problems_with(out[None].bfloat16(), lse[None], truth(problem)) == []
 
 
@@ -98,8 +99,8 @@ def test_the_truth_is_the_references_on_the_calls_own_lists(seed):
 def test_an_fp8_row_is_not_multiplied_out(scales, p_dtype):
     """Its scale multiplies P, which is rounded then: a single key is as far off as P's type rounds the scale."""
     problem = build(SparseCase(1, 4, 1, "fp8", scales=scales), "cpu")
-    queries = sparse_executor.queries_of(problem.q[0], True)
-    out, lse = sparse_executor.decode_piece(queries, lists_of(problem), 0, range(1), SOFTMAX_SCALE)
+    queries = cpu_sparse.queries_of(problem.q[0], True)
+    out, lse = cpu_sparse.decode_piece(queries, lists_of(problem), 0, range(1), SOFTMAX_SCALE)
     wanted = truth(problem)
     rows, _ = lists_of(problem).rows(0, 0)
     scales = rows[:, 512:528].contiguous().view(torch.float32)

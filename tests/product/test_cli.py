@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import etap_backend
-from etap_backend import _library, cli, demo, doctor, plugins
+from etap_backend import _library, cli, demo, doctor, engine_contract
 
 # A shell's background job ignores Ctrl-C, and what it starts inherits that.
 PROGRAM = (
@@ -125,7 +125,7 @@ def test_the_doctor_on_a_gpu_is_content():
 @pytest.fixture(scope="module")
 def plugin():
     """A plugin for an engine whose distribution is pytest's, so that it is installed here."""
-    engine = plugins.Engine("Engine", "pytest", "ETAP", oldest="1.0", newest=version("pytest"))
+    engine = engine_contract.Engine("Engine", "pytest", "ETAP", oldest="1.0", newest=version("pytest"))
     lists = ("pytest.etap_plugins", "ENGINE_PLUGINS", lambda value: value.split(","))
     return doctor.Plugin(engine, "--attention-backend ETAP", *lists, "pass", "None")
 

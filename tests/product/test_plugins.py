@@ -8,11 +8,12 @@ import pytest
 from packaging.version import Version
 
 import etap_backend
-from etap_backend import plugins
-from etap_backend.sglang import compat as sglang
-from etap_backend.vllm import compat as vllm
+from etap_backend import engine_contract
+from etap_backend.engine_contract import Use
+from etap_backend.sglang import versions as sglang
+from etap_backend.vllm import versions as vllm
 
-ENGINE = plugins.Engine("vLLM", "vllm", "ETAP", oldest="0.26.0", newest="0.33.0")
+ENGINE = engine_contract.Engine("vLLM", "vllm", "ETAP", oldest="0.26.0", newest="0.33.0")
 VERSIONS = (
     "0.9.1", "0.25.9", "0.26", "0.26.0", "0.26.0+cu130", "0.26.1.dev5+g0123456.cu130", "0.30.2.post1", "0.33.0rc1",
     "0.33.1", "0.33.10", "0.34", "0.34.0", "0.34.1", "1.0.0", "0.99.0",
@@ -22,13 +23,13 @@ USES = {"vllm": vllm.USES + vllm.SPARSE_USES, "sglang": (*sglang.REGISTRATION_US
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_a_release_has_its_versions_numbers_three_at_least(version):
-    found = plugins.release(version)
+    found = engine_contract.release(version)
     assert len(found) >= 3 and Version(".".join(map(str, found))) == Version(Version(version).base_version)
 
 
 @pytest.mark.parametrize("version", VERSIONS)
 def test_only_an_older_version_is_refused_and_only_a_newer_one_is_untested(monkeypatch, version):
-    monkeypatch.setattr(plugins.importlib.metadata, "version", {"vllm": version}.get)
+    monkeypatch.setattr(engine_contract.importlib.metadata, "version", {"vllm": version}.get)
     base = Version(Version(version).base_version)
     assert (ENGINE.why_too_old() is not None) == (base < Version("0.26"))
     assert ENGINE.is_tested == (Version("0.26") <= base <= Version("0.33.0"))
@@ -58,27 +59,27 @@ class Base:
 @pytest.mark.parametrize(
     "use, lacking",
     [
-        (plugins.Use("json:dumps"), []),
-        (plugins.Use("json:gone"), "json:gone"),
-        (plugins.Use("json.gone:dumps"), "json.gone (ModuleNotFoundError: No module named 'json.gone')"),
-        (plugins.Use("json", has="dumps loads"), []),
-        (plugins.Use("json", has="dumps gone"), "json.gone"),
-        (plugins.Use("json", has="gone|dumps"), []),
-        (plugins.Use("json", has="gone|lost"), "json.gone|lost"),
-        (plugins.Use("logging:LogRecord", has="getMessage msg"), []),
-        (plugins.Use("etap_backend.plugins:Use", has="target lacking"), []),
-        (plugins.Use("etap_backend.plugins:Use", has="gone"), "etap_backend.plugins:Use.gone"),
-        (plugins.Use(f"{__name__}:Base", has="size asked", positional=1), []),
-        (plugins.Use(f"{__name__}:Base", has="rank gone"), f"{__name__}:Base.gone"),
-        (plugins.Use(f"{__name__}:Base", positional=2), f"{__name__}:Base: too many positional arguments"),
-        (plugins.Use(f"{__name__}:Base.asked", positional=2, keywords="two three"), []),
+        (Use("json:dumps"), []),
+        (Use("json:gone"), "json:gone"),
+        (Use("json.gone:dumps"), "json.gone (ModuleNotFoundError: No module named 'json.gone')"),
+        (Use("json", has="dumps loads"), []),
+        (Use("json", has="dumps gone"), "json.gone"),
+        (Use("json", has="gone|dumps"), []),
+        (Use("json", has="gone|lost"), "json.gone|lost"),
+        (Use("logging:LogRecord", has="getMessage msg"), []),
+        (Use("etap_backend.engine_contract:Use", has="target lacking"), []),
+        (Use("etap_backend.engine_contract:Use", has="gone"), "etap_backend.engine_contract:Use.gone"),
+        (Use(f"{__name__}:Base", has="size asked", positional=1), []),
+        (Use(f"{__name__}:Base", has="rank gone"), f"{__name__}:Base.gone"),
+        (Use(f"{__name__}:Base", positional=2), f"{__name__}:Base: too many positional arguments"),
+        (Use(f"{__name__}:Base.asked", positional=2, keywords="two three"), []),
         (
-            plugins.Use(f"{__name__}:Base.asked", positional=1),
+            Use(f"{__name__}:Base.asked", positional=1),
             f"{__name__}:Base.asked: missing a required argument: 'one'",
         ),
-        (plugins.Use(f"{__name__}:Base.asked", positional=1, keywords="two **"), []),
+        (Use(f"{__name__}:Base.asked", positional=1, keywords="two **"), []),
         (
-            plugins.Use(f"{__name__}:Base.called", positional=1, keywords="two three"),
+            Use(f"{__name__}:Base.called", positional=1, keywords="two three"),
             f"{__name__}:Base.called: got an unexpected keyword argument 'three'",
         ),
     ],
@@ -89,8 +90,12 @@ def test_what_is_lacking_is_named(use, lacking):
 
 
 def test_a_module_that_several_uses_lack_is_named_once(monkeypatch):
-    monkeypatch.setattr(plugins.importlib.metadata, "version", {"vllm": "0.99.0"}.get)
-    uses = [plugins.Use("json.gone:dumps"), plugins.Use("json.gone:loads"), plugins.Use("json:gone")]
+    monkeypatch.setattr(engine_contract.importlib.metadata, "version", {"vllm": "0.99.0"}.get)
+    uses = [
+        Use("json.gone:dumps"),
+        Use("json.gone:loads"),
+        Use("json:gone"),
+    ]
     reason = ENGINE.why_lacking(name for use in uses for name in use.lacking())
     module = "json.gone (ModuleNotFoundError: No module named 'json.gone')"
     assert reason == f"vLLM 0.99.0 lacks what ETAP uses: {module}; json:gone"
@@ -115,7 +120,7 @@ def test_methods_that_nobody_asks_for_or_nobody_can_call_are_named():
         def _own(self): ...
 
     base = f"{__name__}:Base"
-    found = plugins.misfits(Ours, ["newer", "field", "size"])
+    found = engine_contract.misfits(Ours, ["newer", "field", "size"])
     assert found == [f"{base}.asked: new parameters two", f"{base}.called: new parameters two", f"{base}.renamed"]
 
 
@@ -153,5 +158,5 @@ def test_all_that_our_sources_import_of_an_engine_is_looked_for(engine):
 
 def test_all_variables_of_vllm_that_every_version_reads_are_looked_for():
     (looked_for,) = (use.has.split() for use in vllm.USES if use.target == "vllm.envs")
-    paths = [path for path in Path(vllm.__file__).parent.glob("*.py") if path.name != "compat.py"]
+    paths = [path for path in Path(vllm.__file__).parent.glob("*.py") if path.name != "versions.py"]
     assert set(re.findall(r"\benvs\.(\w+)", "".join(path.read_text() for path in paths))) == set(looked_for)

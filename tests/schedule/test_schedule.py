@@ -9,9 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etap_backend import schedule as schedule_module
-from etap_backend import support
 from etap_backend._library import library
-from etap_backend.executor import pieces
+from etap_backend.cpu.dense import pieces
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 
 CONSTANTS = library().constants()
@@ -456,7 +455,7 @@ def test_no_rows_and_no_multiprocessors_have_no_shape():
 
 def test_python_and_library_mean_the_same_numbers():
     for name in ("tile_tokens", "latent_dim", "rope_dim", "work_range_fields"):
-        assert CONSTANTS[name] == getattr(support, name.upper())
+        assert CONSTANTS[name] == getattr(limits, name.upper())
 
 
 @pytest.mark.parametrize("heads, s_q, num_sms, partitions", [(16, 1, 132, 132), (128, 1, 132, 66), (128, 2, 3, 1)])

@@ -21,7 +21,7 @@ from sglang.srt.model_executor import forward_batch_info  # noqa: E402
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla  # noqa: E402
 from sglang.srt.server_args import prepare_server_args  # noqa: E402 - reads the choices that plugins extend
 
-from etap_backend.sglang import compat, registration  # noqa: E402
+from etap_backend.sglang import registration, versions  # noqa: E402
 
 try:
     from sglang.srt.arg_groups.overrides import resolved_view
@@ -151,7 +151,7 @@ def warnings(monkeypatch):
     return lines
 
 
-@pytest.mark.parametrize("tested", [compat.ENGINE.oldest, compat.ENGINE.newest])
+@pytest.mark.parametrize("tested", [versions.ENGINE.oldest, versions.ENGINE.newest])
 def test_a_tested_version_resolves_without_a_warning(resolve, version, warnings, tested):
     version(tested)
     resolve(*ETAP)
@@ -218,7 +218,7 @@ LACKING = {
 """By what of SGLang is gone: how it goes, and how the refusal begins to name it."""
 
 
-@pytest.mark.parametrize("installed", [compat.ENGINE.newest, "0.9.0"])
+@pytest.mark.parametrize("installed", [versions.ENGINE.newest, "0.9.0"])
 @pytest.mark.parametrize("what", LACKING)
 def test_what_sglang_lacks_is_named_before_weights_are_loaded(resolve, version, warnings, monkeypatch, what, installed):
     version(installed)

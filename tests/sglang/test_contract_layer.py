@@ -32,8 +32,8 @@ from sglang.test.kits.attention_unittest.attention_methods.mla_attention import 
 )
 
 from etap_backend.reference import mla_decode_reference
-from etap_backend.runs import MAX_RUNS
 from etap_backend.sglang import backend as backend_module
+from etap_backend.short_prompts import MAX_RUNS
 
 load_plugins()
 

@@ -13,7 +13,7 @@ from sglang.srt.models.deepseek_common import utils
 from sglang.srt.plugins import load_plugins
 
 import etap_backend.sglang
-from etap_backend.sglang import compat, registration
+from etap_backend.sglang import registration, versions
 
 load_plugins()
 
@@ -95,18 +95,18 @@ def test_registering_again_changes_nothing():
     etap_backend.sglang.register()
     assert list(server_args.ATTENTION_BACKEND_CHOICES) == before
     assert ATTENTION_BACKENDS["etap"] is factory
-    for name in compat.NAMES:
+    for name in versions.NAMES:
         assert before.count(name) == server_args.CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS.count(name) == 1
 
 
 @pytest.mark.parametrize("times", [1, 2])
 def test_models_route_prefill_as_with_sglangs_backends_and_hand_over_the_parts(times, monkeypatch):
-    compat.register_model_support()
+    versions.register_model_support()
     for kind in ("flashmla", "dsa"):
         monkeypatch.setattr(handler, f"handle_attention_{kind}", lambda attn, batch, kind=kind: (kind, attn, batch))
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
     dense, sparse = SimpleNamespace(num_local_heads=16), SimpleNamespace(use_dsa=True)
-    for name in compat.NAMES:
+    for name in versions.NAMES:
         route = handler.AttentionBackendRegistry.get_handler(name)
         assert route(dense, batch) == ("flashmla", dense, batch)
         assert route(sparse, batch) == ("dsa", sparse, batch)
@@ -128,7 +128,7 @@ def test_doctor_finds_the_plugin(run_script):
     [
         (OLDER_VERSION, "etap needs SGLang 0.5.17 or newer, this is SGLang 0.5.9"),
         (NO_LIST, "lacks what etap uses: sglang.srt.server_args.add_chunked_prefix_cache_attention_backend"),
-        (NO_HOOK, f"lacks what etap uses: {compat.DRAFT_HOOK}"),
+        (NO_HOOK, f"lacks what etap uses: {versions.DRAFT_HOOK}"),
     ],
     ids=["older version", "list", "hook"],
 )

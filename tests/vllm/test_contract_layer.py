@@ -33,7 +33,7 @@ from etap_backend.lab.checks.vllm_layer import (
     empty_share,
     make_builder,
 )
-from etap_backend.runs import MAX_RUNS, SHORT_PROMPT_TOKENS
+from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS
 from etap_backend.vllm import impl, metadata
 from etap_backend.vllm.metadata import Limits, claim_workspace
 from etap_backend.vllm.runs import cut_into_runs, longest_decode, padded_query_lens

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 import etap_backend.vllm
 from etap_backend import doctor
-from etap_backend.vllm import compat, selected
+from etap_backend.vllm import selected, versions
 
 # Nothing of this loads a plugin.
 IMPORTS = """
@@ -81,7 +81,7 @@ def test_entry_point_is_installed_once_and_names_register():
 
 
 def test_the_doctor_finds_the_plugin_and_what_it_serves():
-    (vllm,) = (plugin for plugin in doctor.PLUGINS if plugin.engine is compat.ENGINE)
+    (vllm,) = (plugin for plugin in doctor.PLUGINS if plugin.engine is versions.ENGINE)
     finding = doctor.check_plugin(vllm)
     assert finding.verdict is doctor.Verdict.OK, finding
     assert finding.sparse[0].startswith("sparse attention (DeepSeek-V3.2, GLM-5) too: --kv-cache-dtype auto, ")
@@ -152,7 +152,7 @@ def test_a_newer_version_runs_with_one_warning(run_script):
         ours,
     ]
     (warning,) = [line for line in (output + errors).splitlines() if "0.99.0" in line]
-    assert f"but the tests of it ran in {compat.ENGINE}" in warning
+    assert f"but the tests of it ran in {versions.ENGINE}" in warning
 
 
 def test_another_registry_leaves_other_backends_alone_and_is_named(run_script):

@@ -26,7 +26,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.worker import workspace
 from vllm.v1.worker.utils import select_common_block_size
 
-from etap_backend.vllm import compat
+from etap_backend.vllm import versions
 from etap_backend.vllm.sparse import ETAPSparseBackend
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -137,7 +137,7 @@ def select_anew(select, monkeypatch):
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())
 
-    def call(version=compat.ENGINE.newest, **changes):
+    def call(version=versions.ENGINE.newest, **changes):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "vllm" else real(name))
         monkeypatch.delitem(sys.modules, "etap_backend.vllm.selected", raising=False)
         logger._print_warning_once.cache_clear()
@@ -148,7 +148,7 @@ def select_anew(select, monkeypatch):
     logging.getLogger("vllm").removeHandler(handler)
 
 
-@pytest.mark.parametrize("version", [compat.ENGINE.oldest, compat.ENGINE.newest, f"{compat.ENGINE.newest}.post1"])
+@pytest.mark.parametrize("version", [versions.ENGINE.oldest, versions.ENGINE.newest, f"{versions.ENGINE.newest}.post1"])
 def test_a_tested_version_is_selected_without_a_warning(select_anew, version):
     call, lines = select_anew
     assert call(version) is ETAPBackend and not lines
@@ -213,7 +213,7 @@ LACKING = {
 """By what of vLLM is gone: how it goes, and how the refusal begins to name it."""
 
 
-@pytest.mark.parametrize("version", [compat.ENGINE.newest, "0.99.0"])
+@pytest.mark.parametrize("version", [versions.ENGINE.newest, "0.99.0"])
 @pytest.mark.parametrize("what", LACKING)
 def test_what_vllm_lacks_is_named_in_its_own_refusal(select_anew, monkeypatch, what, version):
     call, lines = select_anew

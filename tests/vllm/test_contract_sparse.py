@@ -45,7 +45,7 @@ from etap_backend.lab.checks.vllm_layer import (
     decode,
     make_builder,
 )
-from etap_backend.vllm import compat, sparse
+from etap_backend.vllm import sparse, versions
 from etap_backend.vllm.backend import ETAPBackend
 from etap_backend.vllm.metadata import claim_workspace
 from etap_backend.vllm.sparse import ETAPSparseBackend
@@ -143,9 +143,9 @@ def test_what_vllm_lacks_for_sparse_attention_refuses_no_other_model(select, mon
 
 def test_the_doctor_is_told_what_sparse_attention_would_lack(monkeypatch):
     selected = importlib.import_module("etap_backend.vllm.selected")
-    assert selected.why_not_sparse() is None and compat.why_no_indexer() is None
+    assert selected.why_not_sparse() is None and versions.why_no_indexer() is None
     monkeypatch.setattr("vllm.utils.import_utils.has_deep_gemm", lambda: False)
-    assert compat.why_no_indexer() == "DeepGEMM, which vLLM's indexer needs, is not installed"
+    assert versions.why_no_indexer() == "DeepGEMM, which vLLM's indexer needs, is not installed"
     monkeypatch.delattr(sparse_utils, "triton_filter_and_convert_dcp_index")
     assert "lacks what ETAP uses: " in selected.why_not_sparse.__wrapped__() and selected.reason is None
 
@@ -600,7 +600,7 @@ def test_with_decode_context_parallelism_drafts_are_decodes(make, monkeypatch):
 def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
     """It is the same for any step, and no step claims more."""
     layer, builder, indexer = make(heads, cache)
-    if compat.reserves_in_profile_run(builder.vllm_config):
+    if versions.reserves_in_profile_run(builder.vllm_config):
         layer.impl.reserve_workspace()
     workspace.lock_workspace()
     problem = SparseProblem([700, 300], 64, cache, heads=heads)
@@ -613,7 +613,7 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
 def test_workspace_is_claimed_in_the_profile_run_of_the_fused_layer(make):
     """vLLM 0.33's own layer of DeepSeek-V3.2 and GLM-5, as far as it runs without a GPU: to the batch that is none."""
     layer, builder, _ = make()
-    if not compat.reserves_in_profile_run(builder.vllm_config):
+    if not versions.reserves_in_profile_run(builder.vllm_config):
         pytest.skip("vLLM 0.26: claimed when the layer is made")
     from vllm.models.deepseek_v32.attention import DeepseekV32Attention
 

@@ -23,7 +23,7 @@ from etap_backend.lab.bench.method import H20_SMS
 from etap_backend.lab.bench.providers import Kernels
 from etap_backend.lab.bench.rows import DROP_INS, OWN, Document, problems
 from etap_backend.lab.bench.run import header, run
-from etap_backend.support import COMPUTE_CAPABILITY
+from etap_backend.limits import COMPUTE_CAPABILITY
 
 KV_DTYPES = ("same", "fp8")
 

@@ -14,7 +14,7 @@ from etap_backend.lab import configs
 from etap_backend.lab.bench.rows import PAGE_SIZE, Published, Shape, SparseShape
 from etap_backend.lab.configs import Strict
 from etap_backend.lab.units import in_k
-from etap_backend.support import HEAD_DIM, LATENT_DIM, ROPE_DIM, SPARSE_FP8_BYTES
+from etap_backend.limits import HEAD_DIM, LATENT_DIM, ROPE_DIM, SPARSE_FP8_BYTES
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1}
 FP8_ROW_BYTES = SPARSE_FP8_BYTES + ROPE_DIM * ELEMENT_BYTES["bfloat16"]  # of a sparse cache

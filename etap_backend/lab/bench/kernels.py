@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etap_backend.ops import mla_decode
+from etap_backend.dense import mla_decode
+from etap_backend.limits import FP8, LATENT_DIM
 from etap_backend.schedule import DecodeSchedule
 from etap_backend.sparse import sparse_mla_decode, sparse_workspace_floats
-from etap_backend.support import FP8, LATENT_DIM
 
 Copy = tuple[Tensor, ...]
 """What differs from call to call: one copy of the KV cache [pages, page_size, 576] alone; of the sparse call its cache,

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from etap_backend.lab.bench.kernels import Call, Inputs, Planned, SparseInputs, to_fp8
-from etap_backend.support import LATENT_DIM, ROPE_DIM
+from etap_backend.limits import LATENT_DIM, ROPE_DIM
 
 FLASHMLA_PAGE_SIZE = 64
 FLASHMLA = "vllm.third_party.flashmla.flash_mla_interface"

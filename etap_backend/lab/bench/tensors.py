@@ -13,8 +13,8 @@ from etap_backend.lab.bench.grids import PAGE_SIZE, SparseWorkload, Workload
 from etap_backend.lab.bench.kernels import Copy, Inputs, SparseInputs
 from etap_backend.lab.bench.method import KV_SCALE, MOST_COPIES, ROTATED_BYTES
 from etap_backend.lab.bench.providers import Provider
+from etap_backend.limits import FP8, HEAD_DIM, LATENT_DIM, SCALE_DIM
 from etap_backend.reference import mla_decode_reference, sparse_mla_decode_reference
-from etap_backend.support import FP8, HEAD_DIM, LATENT_DIM, SCALE_DIM
 
 DEVICE = "cuda"
 SOFTMAX_SCALE = HEAD_DIM**-0.5

@@ -64,7 +64,7 @@ from etap_backend.lab.serving.engines import ENGINES, Answer, Engine, Serving
 from etap_backend.lab.serving.lifecycle import end_all
 from etap_backend.lab.serving.servers import Served, served
 from etap_backend.lab.stopping import Stopped, stopping
-from etap_backend.support import SPARSE_FP8
+from etap_backend.limits import SPARSE_FP8
 
 PROGRAM = "python -m etap_backend.lab.checks.answers"
 PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")

@@ -22,7 +22,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from etap_backend import DecodeSchedule, executor, reference
+from etap_backend import DecodeSchedule, reference
+from etap_backend.cpu import dense as cpu_dense
 from etap_backend.lab.checks.cases import FP8, SOFTMAX_SCALE, Problem, decode
 
 FACTOR = 2.0
@@ -97,7 +98,7 @@ def rounding_of(problem: Problem, out: torch.Tensor) -> Rounding:
     most the weight, and all tokens may err the same way. P of the row's largest score is at least 2^shift.
     """
     p_dtype = torch.float16 if problem.kv_cache.dtype == FP8 else problem.kv_cache.dtype
-    shift = executor.REFERENCES[problem.kv_cache.dtype == FP8, p_dtype].shift
+    shift = cpu_dense.REFERENCES[problem.kv_cache.dtype == FP8, p_dtype].shift
     kind = torch.finfo(p_dtype)
     least = kind.tiny if p_dtype == torch.bfloat16 else kind.tiny * kind.eps / 2
     q_factor, kv_factor = (1.0 if scale is None else scale.item() for scale in (problem.q_scale, problem.kv_scale))
@@ -148,7 +149,7 @@ def rounds_queries(problem: Problem) -> bool:
 
 def rounded_queries(q: torch.Tensor) -> torch.Tensor:
     """What FP8 math multiplies for queries [batch, s_q, heads, 576] of a wider type, as float32."""
-    values, factor = executor.product_queries(q.flatten(1, 2).cpu(), FP8)
+    values, factor = cpu_dense.product_queries(q.flatten(1, 2).cpu(), FP8)
     return (values * factor[..., None]).view(q.shape).to(q.device)
 
 

@@ -36,8 +36,8 @@ from etap_backend._library import library_path
 from etap_backend.compat import flash_attn_interface as fa3
 from etap_backend.lab.checks.their_tests import KEPT_FAILURES, KEPT_TEXT, begin, part_of
 from etap_backend.lab.results import write
+from etap_backend.limits import LATENT_DIM, ROPE_DIM
 from etap_backend.reference import relative_rmse
-from etap_backend.support import LATENT_DIM, ROPE_DIM
 
 PROGRAM = "python -m etap_backend.lab.checks.fa3_mla"
 SCRIPT = Path("hopper/test_flash_attn.py")

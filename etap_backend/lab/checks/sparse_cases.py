@@ -27,8 +27,8 @@ from etap_backend.lab.checks.cases import (
     lay_out_queries,
     poison,
 )
+from etap_backend.limits import SCALE_DIM, SCALES, SPARSE_FP8_BYTES
 from etap_backend.sparse import device_sms
-from etap_backend.support import SCALE_DIM, SCALES, SPARSE_FP8_BYTES
 
 CACHES = ("bf16", "fp8", "fp8 as e4m3")
 HOLES = ("none", "tail", "anywhere", "wild", "all")

@@ -18,7 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from etap_backend import executor, reference, sparse_executor
+from etap_backend import reference
+from etap_backend.cpu import dense as cpu_dense
+from etap_backend.cpu import sparse as cpu_sparse
 from etap_backend.lab.checks.cases import LATENT, SOFTMAX_SCALE
 from etap_backend.lab.checks.compare import (
     COSINE,
@@ -35,7 +37,7 @@ from etap_backend.lab.checks.compare import (
     size_of_sum,
 )
 from etap_backend.lab.checks.sparse_cases import SparseProblem
-from etap_backend.support import FP8, SCALE_DIM, SPARSE_FP8_BYTES
+from etap_backend.limits import FP8, SCALE_DIM, SPARSE_FP8_BYTES
 
 BF16, HALF, FLOAT = (torch.finfo(x) for x in (torch.bfloat16, torch.float16, torch.float32))
 # Of the sum of a score's products without their signs: float32 additions, of which a tensor core cuts off the rest.
@@ -141,8 +143,8 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
         return size_of_sum(off, values, result), small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
     scales = rows[..., LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
     deviations, lost = [], []
-    ordinary = (scales >= sparse_executor.LEAST_SCALE) & (scales <= sparse_executor.LARGEST_SCALE)
-    shift = 2.0 ** executor.REFERENCES[True, torch.float16].shift
+    ordinary = (scales >= cpu_sparse.LEAST_SCALE) & (scales <= cpu_sparse.LARGEST_SCALE)
+    shift = 2.0 ** cpu_dense.REFERENCES[True, torch.float16].shift
     most = times * (weight / times).amax(dim=2, keepdim=True)  # what P = 1 would weigh
     parts = zip(scales[:, None].unbind(3), ordinary[:, None].unbind(3), values.split(SCALE_DIM, dim=2), strict=True)
     for scale, is_ordinary, columns in parts:

@@ -10,7 +10,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.configs import Strict
-from etap_backend.support import SCALE_DIM, SPARSE_FP8_BYTES
+from etap_backend.limits import SCALE_DIM, SPARSE_FP8_BYTES
 
 # Beyond these a number is a mistake, and within them no sum or quotient of the planner leaves what a float holds.
 MOST = 2**31

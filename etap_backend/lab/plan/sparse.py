@@ -14,8 +14,8 @@ from etap_backend.lab.configs import shipped
 from etap_backend.lab.plan.inputs import Call, Deployment, Gpu, Model, Status, read_gpu
 from etap_backend.lab.plan.memory import Memory, memory_of
 from etap_backend.lab.plan.step import PADDED_ROWS, Attention, Gain, check, rest_of_step_ms
+from etap_backend.limits import LATENT_DIM
 from etap_backend.sparse import sparse_decode_shape
-from etap_backend.support import LATENT_DIM
 
 LEAST_POINTS = 3  # of a line, where two would always lie on one
 PROXY, PROXY_RATES = "H20 proxy", "h20-96g"

@@ -19,8 +19,8 @@ from etap_backend.lab.plan.inputs import (
     Status,
 )
 from etap_backend.lab.plan.memory import Memory, Weights, memory_of, state_bytes, weights_of
+from etap_backend.limits import SPARSE_FP8, why_unsupported, why_unsupported_sparse
 from etap_backend.schedule import decode_shape
-from etap_backend.support import SPARSE_FP8, why_unsupported, why_unsupported_sparse
 
 PADDED_ROWS = 64  # WGMMA's M: the rows of a kernel that puts queries there
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from etap_backend.support import FP8, HEAD_DIM, LATENT_DIM, TILE_TOKENS
+from etap_backend.limits import FP8, HEAD_DIM, LATENT_DIM, TILE_TOKENS
 
 Product = Callable[[Tensor], tuple[Tensor, Tensor]]
 PARTIAL_FLOATS = LATENT_DIM + 1  # an output row and its log-sum-exp

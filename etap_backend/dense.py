@@ -5,10 +5,10 @@ import math
 import torch
 from torch import Tensor
 
-from etap_backend import executor
 from etap_backend._operator import Operator, compiled, type_name
+from etap_backend.cpu import dense as cpu_dense
+from etap_backend.limits import LATENT_DIM, dtype_name, output_dtypes
 from etap_backend.schedule import BuiltSchedule
-from etap_backend.support import LATENT_DIM, dtype_name, output_dtypes
 
 
 def _on_cuda(*arguments) -> None:
@@ -17,7 +17,7 @@ def _on_cuda(*arguments) -> None:
 
 def _on_cpu(*arguments) -> None:
     compiled("check_decode")(*arguments)
-    executor.decode(*arguments)
+    cpu_dense.decode(*arguments)
 
 
 _decode = Operator(
@@ -76,7 +76,7 @@ def mla_decode(
     Causal inside the query block: row t of a request's s_q query tokens sees its first seq_len - s_q + t + 1 tokens. A
     row that sees none (seq_len 0, say) gets output 0 and log-sum-exp `empty_lse`. Cache rows past a request's length
     and unused block-table entries may hold anything. On CUDA tensors the compiled kernels run on the current stream,
-    with no allocation when `out` and `lse` are given and no copy to the host; on CPU tensors `etap_backend.executor`
+    with no allocation when `out` and `lse` are given and no copy to the host; on CPU tensors `etap_backend.cpu.dense`
     runs. Nothing of it is recorded for gradients. `out`, `lse` and the workspace share no memory with each other,
     queries or cache.
 

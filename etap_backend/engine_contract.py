@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from etap_backend._library import library
-from etap_backend.support import TILE_TOKENS, dtype_name
+from etap_backend.limits import TILE_TOKENS, dtype_name
 
 CHEAP_PAGE_ROWS = 32
 """Most query rows of the kernels to which pages smaller than a tile cost little."""

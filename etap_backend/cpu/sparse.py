@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend.executor import (
+from etap_backend.cpu.dense import (
     PARTIAL_FLOATS,
     REFERENCES,
     Product,
@@ -19,7 +19,7 @@ from etap_backend.executor import (
     rounded_product,
     scaled_queries,
 )
-from etap_backend.support import FP8, LATENT_DIM, SCALE_DIM, SPARSE_FP8_BYTES, TILE_TOKENS
+from etap_backend.limits import FP8, LATENT_DIM, SCALE_DIM, SPARSE_FP8_BYTES, TILE_TOKENS
 
 # Scales of FP8 rows for which float16 holds P times scale: kLeastScale and kLargestScale of the kernels.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-13, 1.0

@@ -4,88 +4,88 @@ import copyreg
 import logging
 from enum import Enum
 
-from etap_backend import plugins
+from etap_backend.engine_contract import Engine, Use, release
 
 NAME = "ETAP"
-ENGINE = plugins.Engine("vLLM", "vllm", NAME, oldest="0.26.0", newest="0.33.0")
+ENGINE = Engine("vLLM", "vllm", NAME, oldest="0.26.0", newest="0.33.0")
 
 _MLA = "vllm.model_executor.layers.attention.mla_attention"
 USES = (
-    plugins.Use("vllm.config:get_current_vllm_config", positional=0),
-    plugins.Use("vllm.config:get_current_vllm_config_or_none", positional=0),
-    plugins.Use(
+    Use("vllm.config:get_current_vllm_config", positional=0),
+    Use("vllm.config:get_current_vllm_config_or_none", positional=0),
+    Use(
         "vllm.config:VllmConfig",
         has="additional_config cache_config model_config parallel_config scheduler_config speculative_config",
     ),
-    plugins.Use("vllm.config:CacheConfig", has="block_size user_specified_block_size"),
-    plugins.Use("vllm.config:ModelConfig", has="dtype hf_text_config max_model_len"),
-    plugins.Use("vllm.config:ParallelConfig", has="decode_context_parallel_size use_ubatching"),
-    plugins.Use("vllm.config:SchedulerConfig", has="max_num_seqs"),
-    plugins.Use("vllm.config:SpeculativeConfig", has="uses_dynamic_speculative_decoding"),
-    plugins.Use("vllm.config.cache:CacheDType"),
-    plugins.Use("vllm.distributed:get_dcp_group", positional=0),
-    plugins.Use("vllm.envs", has="VLLM_BATCH_INVARIANT"),
-    plugins.Use("vllm.logger:init_logger", positional=1),
-    plugins.Use(f"{_MLA}:MLACommonBackend", has="validate_configuration"),
-    plugins.Use(f"{_MLA}:MLACommonDecodeMetadata", keywords="block_table seq_lens dcp_tot_seq_lens"),
-    plugins.Use(
+    Use("vllm.config:CacheConfig", has="block_size user_specified_block_size"),
+    Use("vllm.config:ModelConfig", has="dtype hf_text_config max_model_len"),
+    Use("vllm.config:ParallelConfig", has="decode_context_parallel_size use_ubatching"),
+    Use("vllm.config:SchedulerConfig", has="max_num_seqs"),
+    Use("vllm.config:SpeculativeConfig", has="uses_dynamic_speculative_decoding"),
+    Use("vllm.config.cache:CacheDType"),
+    Use("vllm.distributed:get_dcp_group", positional=0),
+    Use("vllm.envs", has="VLLM_BATCH_INVARIANT"),
+    Use("vllm.logger:init_logger", positional=1),
+    Use(f"{_MLA}:MLACommonBackend", has="validate_configuration"),
+    Use(f"{_MLA}:MLACommonDecodeMetadata", keywords="block_table seq_lens dcp_tot_seq_lens"),
+    Use(
         f"{_MLA}:MLACommonImpl",
         has="supports_quant_query_input kv_lora_rank scale "
         "can_return_lse_for_decode lse_base_on_e supports_dcp supports_pcp",
     ),
-    plugins.Use(
+    Use(
         f"{_MLA}:MLACommonImpl.__init__",
         keywords="num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
         "attn_type kv_sharing_target_layer_name **",
     ),
-    plugins.Use(f"{_MLA}:MLACommonMetadata", has="decode"),
-    plugins.Use(
+    Use(f"{_MLA}:MLACommonMetadata", has="decode"),
+    Use(
         f"{_MLA}:MLACommonMetadataBuilder",
         has="num_heads dcp_world_size dcp_local_block_size page_size model_config "
         "_build_decode _cudagraph_support query_len_support reorder_batch_threshold",
     ),
-    plugins.Use(f"{_MLA}:MLACommonMetadataBuilder.__init__", positional=6, keywords="supports_dcp_with_varlen"),
-    plugins.Use(f"{_MLA}:MLACommonMetadataBuilder.build", positional=4),
-    plugins.Use(f"{_MLA}:QueryLenSupport", has="VARLEN"),
-    plugins.Use("vllm.platforms.interface:DeviceCapability", has="major minor"),
-    plugins.Use("vllm.utils.platform_utils:num_compute_units", positional=1),
-    plugins.Use("vllm.v1.attention.backend:AttentionCGSupport", has="UNIFORM_BATCH"),
-    plugins.Use("vllm.v1.attention.backend:AttentionLayer"),
-    plugins.Use("vllm.v1.attention.backend:AttentionMetadataBuilder.__init__", positional=5),
-    plugins.Use("vllm.v1.attention.backend:AttentionType", has="DECODER"),
-    plugins.Use("vllm.v1.attention.backend:CommonAttentionMetadata", has="max_query_len query_start_loc_cpu"),
-    plugins.Use("vllm.v1.attention.backend:MLAAttentionImpl"),
-    plugins.Use("vllm.v1.attention.backends.utils:get_dcp_local_seq_lens", positional=4),
-    plugins.Use("vllm.v1.kv_cache_interface:AttentionSpec"),
-    plugins.Use("vllm.v1.worker.workspace:WorkspaceManager.get_simultaneous", positional=2),
-    plugins.Use("vllm.v1.worker.workspace:current_workspace_manager", positional=0),
+    Use(f"{_MLA}:MLACommonMetadataBuilder.__init__", positional=6, keywords="supports_dcp_with_varlen"),
+    Use(f"{_MLA}:MLACommonMetadataBuilder.build", positional=4),
+    Use(f"{_MLA}:QueryLenSupport", has="VARLEN"),
+    Use("vllm.platforms.interface:DeviceCapability", has="major minor"),
+    Use("vllm.utils.platform_utils:num_compute_units", positional=1),
+    Use("vllm.v1.attention.backend:AttentionCGSupport", has="UNIFORM_BATCH"),
+    Use("vllm.v1.attention.backend:AttentionLayer"),
+    Use("vllm.v1.attention.backend:AttentionMetadataBuilder.__init__", positional=5),
+    Use("vllm.v1.attention.backend:AttentionType", has="DECODER"),
+    Use("vllm.v1.attention.backend:CommonAttentionMetadata", has="max_query_len query_start_loc_cpu"),
+    Use("vllm.v1.attention.backend:MLAAttentionImpl"),
+    Use("vllm.v1.attention.backends.utils:get_dcp_local_seq_lens", positional=4),
+    Use("vllm.v1.kv_cache_interface:AttentionSpec"),
+    Use("vllm.v1.worker.workspace:WorkspaceManager.get_simultaneous", positional=2),
+    Use("vllm.v1.worker.workspace:current_workspace_manager", positional=0),
 )
 """What the backend needs when it is selected; the registry, which registration needs, is there then."""
 
 _SPARSE = "vllm.model_executor.layers.attention.sparse_mla_attention"
 _BACKENDS = "vllm.v1.attention.backends.mla"
 SPARSE_USES = (
-    plugins.Use("vllm.config:VllmConfig", has="attention_config"),
-    plugins.Use(
+    Use("vllm.config:VllmConfig", has="attention_config"),
+    Use(
         f"{_SPARSE}:SparseMLACommonImpl",
         has="supports_quant_query_input kv_lora_rank qk_rope_head_dim scale dcp_rank dcp_world_size "
         "can_return_lse_for_decode lse_base_on_e supports_dcp supports_pcp",
     ),
-    plugins.Use(
+    Use(
         f"{_SPARSE}:SparseMLACommonImpl.__init__",
         keywords="num_heads head_size scale num_kv_heads alibi_slopes sliding_window kv_cache_dtype logits_soft_cap "
         "attn_type kv_sharing_target_layer_name **",
     ),
-    plugins.Use(
+    Use(
         f"{_BACKENDS}.flashattn_mla_sparse:FlashAttnMLASparseMetadata",
         has="block_table req_id_per_token block_size cp_kv_cache_interleave_size",
     ),
-    plugins.Use(
+    Use(
         f"{_BACKENDS}.flashattn_mla_sparse:FlashAttnMLASparseMetadataBuilder._init_reorder_batch_threshold",
         positional=4,
     ),
-    plugins.Use(f"{_BACKENDS}.flashmla_sparse:FlashMLASparseBackend", has="validate_configuration"),
-    plugins.Use(
+    Use(f"{_BACKENDS}.flashmla_sparse:FlashMLASparseBackend", has="validate_configuration"),
+    Use(
         f"{_BACKENDS}.sparse_utils:triton_filter_and_convert_dcp_index",
         positional=3,
         keywords="dcp_size dcp_rank cp_kv_cache_interleave_size BLOCK_SIZE NUM_TOPK_TOKENS compact_valid_to_front",
@@ -221,5 +221,5 @@ def pads_tokens_of_no_request(vllm_config) -> bool:
     """
     import vllm.envs as envs
 
-    padded = plugins.release(ENGINE.version) < (0, 33, 0)
+    padded = release(ENGINE.version) < (0, 33, 0)
     return padded and envs.VLLM_USE_BREAKABLE_CUDAGRAPH and vllm_config.use_v2_model_runner
