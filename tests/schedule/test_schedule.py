@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etap_backend import limits
 from etap_backend import schedule as schedule_module
 from etap_backend._library import library
 from etap_backend.cpu.dense import pieces
