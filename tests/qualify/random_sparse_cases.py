@@ -14,9 +14,9 @@ from dataclasses import replace
 
 import torch
 
-from etap_backend.lab.checks.cases import LAWS
-from etap_backend.lab.checks.compare import Measure
-from etap_backend.lab.checks.sparse_cases import (
+from support.cases import LAWS
+from support.compare import Measure
+from support.sparse_cases import (
     CACHE_LAYOUTS,
     CACHES,
     COUNTS,
@@ -30,7 +30,7 @@ from etap_backend.lab.checks.sparse_cases import (
     SparseRunner,
     build,
 )
-from etap_backend.lab.checks.sparse_compare import measures, problems_with, truth
+from support.sparse_compare import measures, problems_with, truth
 
 MOST_HEADS = 128
 MOST_ROWS = 2**16  # tokens * heads, so that a GPU has room for the float64 results of several processes

@@ -21,8 +21,9 @@ import torch
 from etap_backend import reference
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.cpu import sparse as cpu_sparse
-from etap_backend.lab.checks.cases import LATENT, SOFTMAX_SCALE
-from etap_backend.lab.checks.compare import (
+from etap_backend.limits import FP8, SCALE_DIM, SPARSE_FP8_BYTES
+from support.cases import LATENT, SOFTMAX_SCALE
+from support.compare import (
     COSINE,
     FACTOR,
     LSE,
@@ -36,8 +37,7 @@ from etap_backend.lab.checks.compare import (
     relative_rmse,
     size_of_sum,
 )
-from etap_backend.lab.checks.sparse_cases import SparseProblem
-from etap_backend.limits import FP8, SCALE_DIM, SPARSE_FP8_BYTES
+from support.sparse_cases import SparseProblem
 
 BF16, HALF, FLOAT = (torch.finfo(x) for x in (torch.bfloat16, torch.float16, torch.float32))
 # Of the sum of a score's products without their signs: float32 additions, of which a tensor core cuts off the rest.

@@ -14,7 +14,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from etap_backend import sparse_mla_decode, sparse_workspace_floats
-from etap_backend.lab.checks.cases import (
+from etap_backend.limits import SCALE_DIM, SCALES, SPARSE_FP8_BYTES
+from etap_backend.sparse import device_sms
+from support.cases import (
     ALIGNED_LAWS,
     FP8,
     FP8_MAX,
@@ -27,8 +29,6 @@ from etap_backend.lab.checks.cases import (
     lay_out_queries,
     poison,
 )
-from etap_backend.limits import SCALE_DIM, SCALES, SPARSE_FP8_BYTES
-from etap_backend.sparse import device_sms
 
 CACHES = ("bf16", "fp8", "fp8 as e4m3")
 HOLES = ("none", "tail", "anywhere", "wild", "all")
