@@ -84,8 +84,7 @@ def random_case(seed: int, index: int, device: str) -> SparseCase:
 
 def kind_of(case: SparseCase) -> str:
     rows = f"{'V4' if case.v4 else 'fp8'} rows, {case.scales} scales" if case.fp8 else "bfloat16 rows"
-    rows = rows if case.rope or case.v4 else f"{rows}, no rope"
-    return rows if case.extra is None else f"{rows}, two lists"
+    return rows if case.rope or case.v4 else f"{rows}, no rope"
 
 
 def run_case(case: SparseCase, device: str) -> tuple[list[str], list[Measure]]:
