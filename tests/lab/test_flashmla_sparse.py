@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from etap_backend.compat import flash_mla
 from etap_backend.lab.checks import flashmla, flashmla_sparse
-from etap_backend.lab.checks.sparse_cases import SparseCase, build
+from support.sparse_cases import SparseCase, build
 
 SCRIPT = """
 import dataclasses, sys

@@ -6,9 +6,10 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from etap_backend.lab.checks import cases, random_cases, random_sparse_cases, sparse_cases
-from etap_backend.lab.checks.cases import Case, build
-from etap_backend.lab.checks.sparse_cases import SparseCase
+from qualify import random_cases, random_sparse_cases
+from support import cases, sparse_cases
+from support.cases import Case, build
+from support.sparse_cases import SparseCase
 
 
 def invoke(output, *arguments):
@@ -49,7 +50,7 @@ def test_the_executor_is_right_in_all_of_them(tmp_path):
     assert sum(kind["cases"] for kind in document["kinds"].values()) == 25
     assert all(0 <= each["of_limit"] <= 1 for kind in document["kinds"].values() for each in kind["worst"].values())
     assert document["commit"] and document["versions"]["torch"] and "executor" in document["device"]
-    assert document["command"].startswith("python -m etap_backend.lab.checks.random_cases")
+    assert document["command"].startswith("PYTHONPATH=tests python -m qualify.random_cases")
 
 
 def test_a_wrong_result_is_found_and_its_case_can_be_built_again(tmp_path, decode_with):

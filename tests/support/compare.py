@@ -24,7 +24,7 @@ import torch
 
 from etap_backend import DecodeSchedule, reference
 from etap_backend.cpu import dense as cpu_dense
-from etap_backend.lab.checks.cases import FP8, SOFTMAX_SCALE, Problem, decode
+from support.cases import FP8, SOFTMAX_SCALE, Problem, decode
 
 FACTOR = 2.0
 # FlashMLA's bound for bf16; the difference goes with the square of the error, and fp16 has 3 more bits.

@@ -1,41 +1,17 @@
-"""Sparse attention in SGLang: our backend beside SGLang's own, on the same cache, lists and batches.
-
-    python -m etap_backend.lab.checks.sglang_sparse --output sparse.json
-
-Needs a Hopper GPU and SGLang with etap-backend beside it, and no model. One layer of DeepSeek-V3.2's attention runs on
-SGLang's pools: decode, verification of drafts, the extension of a draft model's cache and prompts, with both caches,
-eagerly and, but for prompts, in a CUDA graph that was captured for another step. The indexer's lists are random. Each
-output is compared with float64; ours may be off by twice what torch is in bfloat16. SGLang's own kernels are reported.
-"""
-
-import os
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Annotated
+"""Steps of sparse attention on SGLang's own pools, and what they should give; shared by its contract and GPU tests."""
 
 import torch
-import typer
-from rich.console import Console
-from rich.table import Table
-from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import get_parallel
 from sglang.test.kits.attention_unittest.attention_methods.dsa_attention import (
     DSAAttentionCase,
     DSAMockModelRunner,
     TinyDSAModelConfig,
 )
 
-from etap_backend import _library
-from etap_backend.lab.provenance import provenance
-from etap_backend.lab.results import must_be_writable, write
 from etap_backend.reference import relative_rmse, sparse_mla_decode_reference
 
-PROGRAM = "python -m etap_backend.lab.checks.sglang_sparse"
-PACKAGES = ("etap-backend", "sglang", "torch", "apache-tvm-ffi")
 HEADS, LATENT, ROPE, PAGE = 16, 512, 64, 64
 FP8 = torch.float8_e4m3fn
 TOP_K = 128  # as in SGLang's own tests of this attention
@@ -52,8 +28,6 @@ STEPS = {
 """A step's mode, the lengths of its requests, and their query tokens."""
 TOLERANCE = 2.0  # times the error of torch in bfloat16
 ONE_RANK = {"attn_tp_size": 1, "attn_dcp_size": 1, "attn_dcp_rank": 0, "dcp_enabled": False}
-
-console = Console(width=120)
 
 
 def make_runner(heads=HEADS, mode=ForwardMode.DECODE, prefill="etap", decode="etap", dtype=torch.bfloat16, **options):
@@ -219,81 +193,3 @@ def pack(rows, dtype):
 
 def make_layer(heads=HEADS):
     return RadixAttention(heads, LATENT + ROPE, SCALE, num_kv_heads=1, layer_id=0, v_head_dim=LATENT)
-
-
-def outputs(backend, step: str, runner) -> Iterator[tuple[str, Problem, torch.Tensor]]:
-    """Run a step eagerly, and where SGLang does so in a CUDA graph that was captured for other lists and lengths."""
-    mode, lengths, new = STEPS[step]
-    problem = Problem(runner, mode, lengths, new)
-    batch = problem.batch()
-    backend.init_forward_metadata(batch)
-    yield "eager", problem, problem.attend(backend, batch)
-    if mode == ForwardMode.EXTEND:
-        return
-    backend.init_cuda_graph_state(8, 8 * DRAFTS)
-    captured = Problem(runner, mode, [DRAFTS] * len(lengths), new, seed=1)
-    batch = captured.batch()
-    backend.init_forward_metadata_out_graph(batch, in_capture=True)
-    captured.attend(backend, batch)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = captured.attend(backend, batch)
-    problem = Problem(runner, mode, lengths, new, seed=2)
-    captured.take(problem)
-    backend.init_forward_metadata_out_graph(problem.batch())
-    graph.replay()
-    torch.cuda.synchronize()
-    yield "graph", problem, out
-
-
-def sglangs_own(mode, fp8_cache: bool, heads: int):
-    """SGLang's backend with the kernels that it chooses on Hopper, and its runner."""
-    prefill, decode = ("flashmla_kv", "flashmla_kv") if fp8_cache else ("flashmla_sparse", "fa3")
-    runner = make_runner(heads, mode, prefill, decode, fp8_kv_cache=fp8_cache, device="cuda")
-    return ATTENTION_BACKENDS["dsa"](runner), runner
-
-
-def compare(heads: int, alone: bool) -> Iterator[dict]:
-    """Each step's errors, by backend."""
-    for fp8_cache in (False, True):
-        for step, (mode, *_) in STEPS.items():
-            runner = make_runner(heads, mode, fp8_kv_cache=fp8_cache, device="cuda")
-            backends = {"etap": (ATTENTION_BACKENDS["etap"](runner), runner)}
-            if not alone:
-                backends["dsa"] = sglangs_own(mode, fp8_cache, heads)
-            for name, (backend, its_runner) in backends.items():
-                for way, problem, out in outputs(backend, step, its_runner):
-                    error, of_torch = problem.errors(out)
-                    row = {"backend": name, "heads": heads, "cache": "fp8_e4m3" if fp8_cache else "bfloat16"}
-                    yield row | {"step": step, "way": way, "error": error, "torch_error": of_torch}
-
-
-def main(
-    output: Annotated[Path, typer.Option(help="the JSON file to write")],
-    heads: Annotated[str, typer.Option(help="query heads of the rank, a list")] = "8,16,32",
-    alone: Annotated[bool, typer.Option("--alone", help="without SGLang's own kernels")] = False,
-) -> None:
-    """Compare each step with float64; exit with 1 where ours is off by more than twice what torch is in bfloat16."""
-    try:
-        must_be_writable(output)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    # Top-k's plan is the indexer's, and prompts of more tokens than the lists have entries are sparse.
-    os.environ |= {"SGLANG_OPT_USE_TOPK_V2": "0", "SGLANG_DSA_PREFILL_DENSE_ATTN_KV_LEN_THRESHOLD": str(TOP_K)}
-    load_plugins()
-    with torch.inference_mode(), get_parallel().override(**ONE_RANK):
-        rows = [row for count in map(int, heads.split(",")) for row in compare(count, alone)]
-    table = Table("heads", "cache", "step", "way", "backend", "error", "torch's")
-    for row in rows:
-        words = (str(row[key]) for key in ("heads", "cache", "step", "way", "backend"))
-        table.add_row(*words, f"{row['error']:.2e}", f"{row['torch_error']:.2e}")
-    console.print(table)
-    about = provenance(PROGRAM, packages=PACKAGES, library=_library.library_path())
-    write({"what": "sparse attention in SGLang against float64"} | about.model_dump() | {"results": rows}, output)
-    off = [row for row in rows if row["backend"] == "etap" and not row["error"] <= TOLERANCE * row["torch_error"]]
-    if off:
-        raise SystemExit(f"{len(off)} of ETAP's outputs are off: {off[0]}")
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -1,6 +1,6 @@
 """A few decode problems under compute-sanitizer.
 
-    python -m etap_backend.lab.checks.sanitize [memcheck racecheck synccheck ...]
+    PYTHONPATH=tests python -m qualify.sanitize [memcheck racecheck synccheck ...]
 
 Small grids, so that each tool ends within about a minute; together they take every row tile, both types, split and
 whole requests, partial tiles and several pieces on one CTA, of the dense call and of the sparse one. Only our kernels
@@ -19,9 +19,9 @@ from typing import Annotated
 
 import typer
 
-from etap_backend.lab.checks import cases, compare, sparse_cases, sparse_compare
-from etap_backend.lab.checks.cases import Case, Problem, Runner
-from etap_backend.lab.checks.sparse_cases import SparseCase, SparseProblem, SparseRunner
+from support import cases, compare, sparse_cases, sparse_compare
+from support.cases import Case, Problem, Runner
+from support.sparse_cases import SparseCase, SparseProblem, SparseRunner
 
 CASES = (
     Case((0, 1, 65, 200, 500), heads=16, num_sms=5),

@@ -1,6 +1,6 @@
 """Random cases of the public call against float64, each twice with the same bits; none may be wrong.
 
-    python -m etap_backend.lab.checks.random_cases --count 3000 --seed 1 --output results/random.json [--sparse]
+    PYTHONPATH=tests python -m qualify.random_cases --count 3000 --seed 1 --output results/random.json [--sparse]
 
 Lengths from 0 to 70,000 tokens, 1 to 128 heads, 1 to 4 query tokens, caches in bfloat16, float16 and FP8, FP8 math,
 pages apart and aliased, q_rope apart, other numbers of CTAs. All that a call must not read is NaN or infinite, or a
@@ -29,14 +29,14 @@ from rich.console import Console
 from rich.table import Table
 
 from etap_backend import _library
-from etap_backend.lab.checks import random_sparse_cases
-from etap_backend.lab.checks.cases import LAWS, Case, Runner, build
-from etap_backend.lab.checks.compare import Measure, measures, problems_with, rounds_queries, truth
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, write
 from etap_backend.lab.stopping import Stopped, stopping
+from qualify import random_sparse_cases
+from support.cases import LAWS, Case, Runner, build
+from support.compare import Measure, measures, problems_with, rounds_queries, truth
 
-PROGRAM = "python -m etap_backend.lab.checks.random_cases"
+PROGRAM = "PYTHONPATH=tests python -m qualify.random_cases"
 
 LONGEST = {"cuda": 70_000, "cpu": 300}
 EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 129)

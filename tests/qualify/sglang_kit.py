@@ -1,6 +1,6 @@
 """SGLang's own tests of sparse attention, with ETAP as the backend.
 
-    python -m etap_backend.lab.checks.sglang_kit --output kit.json
+    PYTHONPATH=tests python -m qualify.sglang_kit --output kit.json
 
 Needs a Hopper GPU with nvcc, and SGLang with etap-backend beside it; no model and no checkout. The cases, layers,
 references and limits are those of `sglang.test.kits.attention_unittest` in the installed package, which SGLang's own
@@ -38,12 +38,13 @@ from sglang.test.kits.attention_unittest.runner_modes.speculative_draft_runner i
 )
 
 from etap_backend import _library
-from etap_backend.lab.checks.sglang_sparse import ONE_RANK, PACKAGES
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, write
 from etap_backend.sglang import sparse
+from support.sglang_layer import ONE_RANK
 
-PROGRAM = "python -m etap_backend.lab.checks.sglang_kit"
+PROGRAM = "PYTHONPATH=tests python -m qualify.sglang_kit"
+PACKAGES = ("etap-backend", "sglang", "torch", "apache-tvm-ffi")
 BACKEND = "etap"
 HEADS = (4, 16)
 WIDE_TOP_K = 2048
