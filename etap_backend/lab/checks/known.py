@@ -16,13 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etap_backend.lab.checks.agreement import agreement, answer_in
-from etap_backend.lab.checks.asked import Asked, Variant
+from etap_backend.lab.checks.asked import MANY, Asked, Variant
 from etap_backend.lab.results import read_json
 from etap_backend.lab.serving.client import Deadline
 from etap_backend.lab.serving.engines import Answer, Serving
 from etap_backend.lab.serving.servers import Served
 
-MANY, FEW = 256, 32  # requests in flight
+FEW = 32  # requests in flight in the second stage
 EQUAL_SHARE = 0.99  # of a judged kind's prompts
 PERPLEXITY_SHARE = 0.001
 FP8_PERPLEXITY_SHARE = 0.005  # of an FP8 cache against the model's own type
@@ -46,7 +46,7 @@ class KnownAnswers:
         self.new_tokens = len(self.right["recite"][0])
 
     def serving(self, asked: Asked, variant: Variant, mode: str) -> Serving:
-        return asked.serving(str(self.model), mode, variant, MANY)
+        return asked.serving(str(self.model), mode, variant)
 
     def flags(self, asked: Asked, variant: Variant, mode: str) -> list[str]:
         return asked.flags(mode, self.cache_tokens, variant)
