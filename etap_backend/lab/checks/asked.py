@@ -120,10 +120,10 @@ class Asked:
     roomy: tuple[str, ...] = ()
 
     def serving(
-        self, model: str, mode: str, variant: Variant, requests: int = MANY, context: int | None = None
+        self, model: Path | str, mode: str, variant: Variant, requests: int = MANY, context: int | None = None
     ) -> Serving:
         drafts = {"draft_tokens": DRAFT_TOKENS, "drafter": mode} if mode != "plain" else {}
-        return Serving(model, tp=variant.tp, dcp=variant.dcp, max_requests=requests, max_context=context, **drafts)
+        return Serving(str(model), tp=variant.tp, dcp=variant.dcp, max_requests=requests, max_context=context, **drafts)
 
     def forcing(self, mode: str) -> list[str]:
         """What makes a server answer given tokens, where it can."""

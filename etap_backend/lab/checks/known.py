@@ -46,7 +46,7 @@ class KnownAnswers:
         self.new_tokens = len(self.right["recite"][0])
 
     def serving(self, asked: Asked, variant: Variant, mode: str) -> Serving:
-        return asked.serving(str(self.model), mode, variant)
+        return asked.serving(self.model, mode, variant)
 
     def flags(self, asked: Asked, variant: Variant, mode: str) -> list[str]:
         return asked.flags(mode, self.cache_tokens, variant)

@@ -376,7 +376,7 @@ def main(
             stopping(None),
             served(
                 asked.engine,
-                asked.serving(str(model), mode, variant),
+                asked.serving(model, mode, variant),
                 name,
                 [*flags, *(serve_flags or [])],
                 log=log,
