@@ -179,7 +179,7 @@ def test_the_step_is_the_time_between_tokens_where_prompts_are_cached():
 
 
 def test_experts_that_made_up_weights_do_not_choose_are_added():
-    """16 requests choose 102 experts of 256 in an even choice, and here read 20, by the time of their kernel in a profile;
+    """16 requests choose 102 experts of 256 in an even choice, and here read 20, by their kernel's time in a profile;
     nothing with 128 requests was profiled."""
     h200 = read_gpu("h200")
     (experts,) = (part for part in weights_of(R1, Deployment()) if part.experts)
