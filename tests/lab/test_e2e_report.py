@@ -196,14 +196,6 @@ def test_page_and_screen_say_whether_experts_were_drawn(document):
     assert "Dummy" not in report.provenance(own) and "experts" not in report.markdown(own)
 
 
-def test_a_page_says_of_the_method_what_measuring_md_does_not(document):
-    usual = report.METHOD.split("; ")
-    assert report.caption(changed(document, method="; ".join(usual[:3]))) == report.caption(document)
-    assert not any(part in report.caption(document) for part in usual)
-    other = changed(document, method="; ".join([*usual, "prompts of ones"]), note="New machine.")
-    assert report.caption(other).endswith(" choose them. Method: prompts of ones. New machine.")
-
-
 def test_a_note_stands_beside_the_command_and_not_in_it(document):
     noted = changed(document, command="etap e2e decode --note 'A host of one'\"'\"'s own.' --gpus 8", note="A host.")
     said = report.markdown(noted)

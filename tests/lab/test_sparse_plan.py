@@ -362,7 +362,7 @@ def test_what_ships_is_fitted_to_the_results(name, file):
 
 @pytest.mark.parametrize("content", [{"kind": "bench"}, [], {}])
 def test_a_given_file_of_another_kind_is_refused(tmp_path, content):
-    results.write(content, tmp_path / "a.json")
+    (tmp_path / "a.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="a.json: "):
         fitted_calls(H200, [tmp_path / "a.json"], 16, False)
 
