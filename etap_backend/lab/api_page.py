@@ -2,6 +2,8 @@
 
     python -m etap_backend.lab.api_page            # write it
     python -m etap_backend.lab.api_page --check    # exit with 1 where it is not what the docstrings give
+
+The page has what `help()` shows of the package, its references and its drop-ins.
 """
 
 from __future__ import annotations
