@@ -106,6 +106,8 @@ def page() -> str:
 
 def main(check: Annotated[bool, typer.Option("--check", help="Change nothing.")] = False) -> None:
     """Write docs/api.md from the docstrings, or check it."""
+    if not PAGE.parent.is_dir():
+        raise typer.BadParameter(f"wanted a source tree with its docs, got {PAGE.parents[1]}")
     made = page()
     if not check:
         PAGE.write_text(made)
