@@ -237,7 +237,7 @@ def test_vllms_load_generator_runs_again_and_again_in_one_process(dummy_folder, 
             generator.run(VLLM.load(wanted, wished, port, result), 240)
             reading = read_result(result, 4)
             assert reading["total_output_tokens"] == 4 * wished.output
-            assert 4 < reading["median_tpot_ms"] < 100 and reading["output_throughput"] > 0
+            assert reading["median_tpot_ms"] > 0 and reading["output_throughput"] > 0
         assert sorted(server.prompts[:4]) == sorted(server.prompts[4:8]) != sorted(server.prompts[8:])
         with pytest.raises(Failed, match="exit code 2"):
             generator.run(["bench", "serve", "--no-such-flag"], 240)
