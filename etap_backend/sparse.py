@@ -19,7 +19,7 @@ CPU_SMS = 132
 @functools.cache
 def sparse_decode_shape(heads: int, fp8_cache: bool = False) -> DecodeShape:
     """Ask the library; raises ImportError where there is none, and ValueError for less than one head."""
-    return DecodeShape(*library().sparse_decode_shape(heads, fp8_cache))
+    return DecodeShape(*library().sparse_decode_shape(heads))
 
 
 def sparse_workspace_floats(heads: int, fp8_cache: bool, num_sms: int) -> int:
