@@ -186,8 +186,8 @@ def test_queries_are_copied_by_tma_where_it_can(q, mapped):
 
 def sparse_launches(case: SparseCase) -> list:
     problem = build_sparse(case, "cpu")
-    partitions = case.num_sms // sparse_decode_shape(max(1, case.heads), case.fp8).row_groups
-    workspace = torch.empty(sparse_workspace_floats(max(1, case.heads), case.fp8, case.num_sms))
+    partitions = case.num_sms // sparse_decode_shape(max(1, case.heads)).row_groups
+    workspace = torch.empty(sparse_workspace_floats(max(1, case.heads), case.num_sms))
     out, lse = torch.empty(case.tokens, case.heads, 512, dtype=torch.bfloat16), torch.empty(case.tokens, case.heads)
     lists = (problem.indices, problem.block_table, problem.request_ids, problem.valid_counts)
     return library().sparse_decode_launches(
@@ -201,7 +201,7 @@ def sparse_launches(case: SparseCase) -> list:
 )
 def test_the_heads_name_the_sparse_kernel(heads, row_tile):
     for fp8 in (False, True):
-        shape = sparse_decode_shape(heads, fp8)
+        shape = sparse_decode_shape(heads)
         assert shape.row_tile == row_tile and shape.row_groups == -(-heads // shape.row_tile)
         num_sms = 6 * shape.row_groups  # partitions of six tiles, which are no whole fraction of a token
         decode, combine = sparse_launches(SparseCase(1, heads, 2048, "fp8" if fp8 else "bf16", num_sms=num_sms))

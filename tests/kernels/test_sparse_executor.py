@@ -147,16 +147,16 @@ def test_fp8_rows_become_bfloat16_with_one_rounding(scales, cache):
 
 
 def test_the_workspace_is_two_partial_results_a_cta():
-    for heads, fp8 in ((1, True), (16, True), (16, False), (64, False), (128, True)):
-        shape = sparse_decode_shape(heads, fp8)
+    for heads in (1, 16, 64, 128):
+        shape = sparse_decode_shape(heads)
         assert shape.row_groups * shape.row_tile >= heads and shape.piece_floats >= shape.row_tile * 513
-        floats = sparse_workspace_floats(heads, fp8, 132)
+        floats = sparse_workspace_floats(heads, 132)
         assert floats == 2 * (132 // shape.row_groups) * shape.row_groups * shape.piece_floats
         assert floats >= 2 * (132 // shape.row_groups) * heads * 513
     with pytest.raises(ValueError, match="^heads: wanted at least 1, got 0"):
-        sparse_workspace_floats(0, True, 132)
+        sparse_workspace_floats(0, 132)
     with pytest.raises(TypeError, match="^num_sms: wanted an int, got '7'"):
-        sparse_workspace_floats(16, True, "7")
+        sparse_workspace_floats(16, "7")
 
 
 @pytest.mark.parametrize("case", [SparseCase(3, 4, 70), SparseCase(3, 4, 70, "fp8", requests=2, counts="drawn")])
@@ -193,7 +193,7 @@ def test_a_wrong_result_is_found():
 
 def test_the_operator_is_registered_as_torch_wants_it():
     problem = build(SparseCase(3, 16, 100, requests=2, counts="drawn", sinks="drawn"), "cpu")
-    floats = sparse_workspace_floats(16, False, 7)
+    floats = sparse_workspace_floats(16, 7)
     lists = (problem.block_table, problem.request_ids, problem.valid_counts, None, None, None, None, problem.sinks)
     outputs = (torch.zeros(floats), torch.zeros(3, 16, 512, dtype=torch.bfloat16), torch.zeros(3, 16))
     torch.library.opcheck(

@@ -42,7 +42,7 @@ def timed(workload: SparseWorkload, rates, off: float = 1.0) -> rows.SparseRow:
     for kernel, (fixed, factor) in LINES.items():
         if kernel == "FA3" and workload.fp8:
             continue
-        least = call_roofline(kernel, rates, shape.heads, shape.tokens, 576, workload.row_bytes, workload.fp8)
+        least = call_roofline(kernel, rates, shape.heads, shape.tokens, 576, workload.row_bytes)
         us = (fixed + factor * least.us) * (off if kernel == "etap" else 1)
         found[kernel] = Measured(us=us, iqr_us=0.1, replays=21)
     return rows.row_of(shape, calls=4, rotated_bytes=0, floor_us=None, results=found)

@@ -53,18 +53,18 @@ def _roofline(gpu: Gpu, rows: int, data: float, flops: float, *, fp8: bool = Fal
     return Roofline(rows, max(memory, tensor) * 1e6, "memory" if memory >= tensor else "tensor cores")
 
 
-def computed_rows(kernel: str, heads: int, fp8_cache: bool) -> int:
+def computed_rows(kernel: str, heads: int) -> int:
     """Heads with padding: ours are rounded as the library says, the others' to multiples of 64."""
     if kernel == bench.OURS:
-        shape = sparse_decode_shape(heads, fp8_cache)
+        shape = sparse_decode_shape(heads)
         return shape.row_groups * shape.row_tile
     return -(-heads // PADDED_ROWS) * PADDED_ROWS
 
 
-def call_roofline(kernel: str, gpu: Gpu, heads: int, entries: int, row: int, row_bytes: int, fp8: bool) -> Roofline:
+def call_roofline(kernel: str, gpu: Gpu, heads: int, entries: int, row: int, row_bytes: int) -> Roofline:
     """Of a call whose lists have so many entries, each a row of so many elements and bytes, read once. All kernels
     widen FP8 rows to 16 bits before they multiply."""
-    rows = computed_rows(kernel, heads, fp8)
+    rows = computed_rows(kernel, heads)
     return _roofline(gpu, rows, entries * row_bytes, 2 * rows * entries * (row + LATENT_DIM))
 
 
@@ -152,7 +152,7 @@ def _fitted(kernel: str, timed: list[tuple[str, Gpu, bench.SparseRow]], status: 
 def _roofline_of(kernel: str, gpu: Gpu, row: bench.SparseRow) -> Roofline:
     """Of a row of `etap bench`, whose lists name different rows of the cache, all with rope."""
     elements = row.flops // (2 * row.heads * row.tokens) - LATENT_DIM
-    return call_roofline(kernel, gpu, row.heads, row.tokens, elements, row.bytes // row.tokens, row.fp8)
+    return call_roofline(kernel, gpu, row.heads, row.tokens, elements, row.bytes // row.tokens)
 
 
 @dataclass(frozen=True)
@@ -237,7 +237,7 @@ def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment, documents: dict[str
 
     def roofline(kernel: str) -> Roofline:
         row_bytes = model.cache_row_bytes(on.cache)
-        return call_roofline(kernel, gpu, heads, tokens * entries, model.cache_row, row_bytes, fp8)
+        return call_roofline(kernel, gpu, heads, tokens * entries, model.cache_row, row_bytes)
 
     kernels = []
     for name, call in fitted_calls(gpu, documents, heads, fp8).items():
