@@ -23,7 +23,7 @@ GONE = re.compile(
 @pytest.mark.parametrize("name", CHECKS)
 def test_a_check_says_how_it_is_run(name):
     text = (LAB / "checks" / f"{name}.py").read_text()
-    assert f"    python -m etap_backend.lab.checks.{name} " in f"{ast.get_docstring(ast.parse(text), clean=False)} "
+    assert f"    etap check {name} " in f"{ast.get_docstring(ast.parse(text), clean=False)} "
 
 
 @pytest.mark.parametrize("name", CHECKS)

@@ -1,6 +1,6 @@
 """Random cases of the public call against float64, each twice with the same bits; none may be wrong.
 
-    PYTHONPATH=tests python -m qualify.random_cases --count 3000 --seed 1 --output results/random.json [--sparse]
+    PYTHONPATH=tests python -m qualify.random_cases --count 3000 --seed 1 [--output random.json] [--sparse]
 
 Lengths from 0 to 70,000 tokens, 1 to 128 heads, 1 to 4 query tokens, caches in bfloat16, float16 and FP8, FP8 math,
 pages apart and aliased, q_rope apart, other numbers of CTAs. All that a call must not read is NaN or infinite, or a
@@ -38,6 +38,8 @@ from support.compare import Measure, measures, problems_with, rounds_queries, tr
 
 PROGRAM = "PYTHONPATH=tests python -m qualify.random_cases"
 
+BEAT_SECONDS = 20  # between two lines that say how far a run is
+DEVICES = {"cuda": "the compiled kernels", "cpu": "the executor on the CPU, small cases"}
 LONGEST = {"cuda": 70_000, "cpu": 300}
 EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 129)
 MOST_HEADS, MOST_QUERY_TOKENS = 128, 4
@@ -177,9 +179,15 @@ def run_cases(name: str, seed: int, indices: range, device: str, check: Callable
     subject = SUBJECTS[name]
     worst = Worst()
     found = {"cases": 0, "wrong": 0, "longest": 0, "stopped": None, "failures": [], "kinds": worst.kinds}
+    if device == "cpu":  # its problems are small: a second thread is waited for longer than it computes
+        torch.set_num_threads(1)
+    beat = time.monotonic()
     try:
         for index in indices:
             check()
+            if time.monotonic() - beat > BEAT_SECONDS:
+                beat = time.monotonic()
+                console.print(f"{found['cases']} of {len(indices)} cases, {found['wrong']} wrong", highlight=False)
             case = subject.random_case(seed, index, device)
             problems, measured = subject.run_case(case, device)
             worst.add(subject.kind_of(case), measured)
@@ -256,7 +264,7 @@ def print_kinds(document: dict) -> None:
 def main(
     count: Annotated[int, typer.Option(min=1, help="Cases.")] = 3000,
     seed: Annotated[int, typer.Option(min=0, max=10**12, help="Of the cases and of their tensors.")] = 0,
-    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("random.json"),
+    output: Annotated[Path | None, typer.Option(help="JSON file to write; default: none.")] = None,
     sparse: Annotated[bool, typer.Option("--sparse", help="Of the sparse call.")] = False,
     jobs: Annotated[int, typer.Option(min=1, help="Processes; most of a short case is their work.")] = 1,
     time_limit: Annotated[
@@ -266,23 +274,27 @@ def main(
     """Compare random cases of the call with float64; exit with 1 unless all ran and none is wrong."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        must_be_writable(output)
+        if output:
+            must_be_writable(output)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    console.print(f"{count} cases of seed {seed} on {DEVICES[device]}", highlight=False)
     about = provenance(PROGRAM, packages=("etap-backend", "torch", "apache-tvm-ffi"), library=_library.library_path())
     name = "sparse" if sparse else "dense"
     document = {
         "what": SUBJECTS[name].what,
         **about.model_dump(mode="json"),
-        "device": "the compiled kernels" if device == "cuda" else "the executor on the CPU, small cases",
+        "device": DEVICES[device],
         **{"seed": seed, "wanted": count},
     }
     document |= run(name, count, seed, device, time_limit, jobs)
-    write(document, output)
+    if output:
+        write(document, output)
     print_kinds(document)
     passed = document["complete"] and not document["wrong"]
     ending = f", stopped {document['stopped']}" if document["stopped"] else ""
-    console.print(f"{document['cases']} of {count} cases in {document['seconds']} s, {document['wrong']} wrong{ending}")
+    said = f"{document['cases']} of {count} cases on {DEVICES[device]}: {document['wrong']} wrong{ending}"
+    console.print(f"{said} ({document['seconds']} s)", highlight=False)
     raise typer.Exit(not passed)
 
 

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+import typer
 from typer.testing import CliRunner
 
 from qualify import random_cases, random_sparse_cases
@@ -13,8 +14,6 @@ from support.sparse_cases import SparseCase
 
 
 def invoke(output, *arguments):
-    import typer
-
     app = typer.Typer()
     app.command()(random_cases.main)
     result = CliRunner().invoke(app, ["--output", str(output), *arguments])
@@ -79,6 +78,19 @@ def test_a_run_that_its_time_limit_ends_is_no_pass(tmp_path):
     result, document = invoke(tmp_path / "cases.json", "--count", "100000", "--time-limit", "1")
     assert result.exit_code == 1 and 0 < document["cases"] < 100_000
     assert not document["complete"] and document["stopped"] == "by the time limit of 1 s"
+
+
+def test_a_run_says_on_what_and_how_far_it_is_and_writes_only_where_told_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(random_cases, "BEAT_SECONDS", -1)
+    app = typer.Typer()
+    app.command()(random_cases.main)
+    result = CliRunner().invoke(app, ["--count", "3"])
+    assert result.exit_code == 0 and list(tmp_path.iterdir()) == []
+    lines = result.output.splitlines()
+    assert lines[0] == "3 cases of seed 0 on the executor on the CPU, small cases"
+    assert lines[1:4] == [f"{done} of 3 cases, 0 wrong" for done in range(3)]
+    assert lines[-1].startswith("3 of 3 cases on the executor on the CPU, small cases: 0 wrong (")
 
 
 def test_several_processes_run_the_same_cases(tmp_path):

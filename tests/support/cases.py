@@ -22,9 +22,6 @@ ALIGNED_LAWS = ("dominating", "rising", "falling")  # keys along a direction tha
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
 
-# The CPU's problems are small: beside other programs a second thread is waited for longer than it computes.
-torch.set_num_threads(1)
-
 
 @dataclass(frozen=True)
 class Case:

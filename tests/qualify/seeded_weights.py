@@ -1,5 +1,9 @@
 """vLLM load format `seeded`: random weights with which attention decides what the model answers.
 
+    PYTHONPATH=tests python -m qualify.seeded_weights etap check answers MODEL -- --load-format seeded
+
+runs a command whose servers of vLLM know it, for a MODEL that is a configuration and a tokenizer.
+
 vLLM's own `--load-format dummy` draws every weight, the normalizations' too, from +-0.001: its logits are all but equal
 whatever attention computes. Here each matrix keeps the variance of what it multiplies, and a few gains see to it that
 
@@ -13,7 +17,12 @@ A weight depends on its name and shape only, so every attention backend gets the
 """
 
 import math
+import os
+import subprocess
+import sys
+import tempfile
 import zlib
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -56,3 +65,20 @@ def register() -> None:
                 fill(name, parameter)
 
     model_loader.register_model_loader(LOAD_FORMAT)(SeededLoader)
+
+
+def run(command: list[str]) -> int:
+    """Run a command in whose environment vLLM finds the load format, as a plugin that exists meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        distribution = Path(folder) / "etap_seeded_weights-0.dist-info"
+        distribution.mkdir()
+        (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: etap-seeded-weights\nVersion: 0\n")
+        entry_points = "[vllm.general_plugins]\netap_seeded_weights = qualify.seeded_weights:register\n"
+        (distribution / "entry_points.txt").write_text(entry_points)
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        found = [folder, str(Path(__file__).parents[1]), *filter(None, inherited)]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(found)}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

@@ -1,6 +1,6 @@
 """Trains a small real model of the DeepSeek-V3 architecture, or of V3.2's, for the checks of answers.
 
-    python -m etap_backend.lab.checks.train_model OUTPUT [--seconds 240] [--index-top-k 512]
+    PYTHONPATH=tests python -m qualify.train_model OUTPUT [--seconds 240] [--index-top-k 512]
 
 Needs torch, safetensors and tokenizers, and a GPU with 40 GB; no network. The text is Python's own standard library,
 its sources and its documentation (pydoc_data), as any machine has it. Attention has DeepSeek's dimensions (latent 512,

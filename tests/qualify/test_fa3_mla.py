@@ -1,15 +1,12 @@
-"""The run of a script with the function and the lists that FlashAttention's own has."""
-
-import json
-import sys
+"""FlashAttention-3's suite, on a script with the function and the lists that FlashAttention's own has."""
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
 from etap_backend.compat import flash_attn_interface
-from etap_backend.lab.checks import fa3_mla
+from qualify import fa3_mla
+from qualify.fake_checkout import checkout, outcomes
+from qualify.theirs import Errors
 
 SCRIPT = """
 import itertools
@@ -69,71 +66,60 @@ KINDS = {f"{pages}, {mask}" for pages in ("no pages", "pages of 64") for mask in
 
 
 @pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    """Run the program on a script whose values are these; it wants 0.5."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
+def cases(tmp_path, monkeypatch):
+    """Cases of a script whose values are these; it wants 0.5."""
     for what in fa3_mla.NOT_SERVED:  # so that they are as before behind the test
         monkeypatch.setenv(f"FLASH_ATTENTION_DISABLE_{what}", "FALSE")
-    names = (*flash_attn_interface.WITH_KVCACHE.modules, fa3_mla.SCRIPT.stem)
     flash_attn_interface._installed.cache_clear()
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    app = typer.Typer()
-    app.command()(fa3_mla.main)
     given = 'def NO(what):\n    import os\n    return os.environ[f"FLASH_ATTENTION_DISABLE_{what}"] != "TRUE"\n'
-
-    def run(value: float, *words: str, skips: bool = False):
-        script = tmp_path / fa3_mla.SCRIPT
-        script.parent.mkdir(parents=True)
-        script.write_text(f"{given}VALUE, SKIPS = {value}, {skips}\n{SCRIPT}")
-        output = tmp_path / "result.json"
-        result = CliRunner().invoke(app, [str(tmp_path), "--output", str(output), *words])
-        return result, json.loads(output.read_text())
-
-    yield run
-    for name in names:
-        sys.modules.pop(name, None)
+    modules = (*flash_attn_interface.WITH_KVCACHE.modules, fa3_mla.SUITE.script.stem)
+    with checkout(fa3_mla, tmp_path, monkeypatch, modules) as made:
+        yield lambda value, skips=False, **options: made(f"{given}VALUE, SKIPS = {value}, {skips}\n{SCRIPT}", **options)
     flash_attn_interface._installed.cache_clear()
 
 
-def test_prompts_are_not_handed_to_another_one(invoke, monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """Those that come to our function."""
+    made, ours = [], fa3_mla.fa3.flash_attn_with_kvcache
+    monkeypatch.setattr(
+        fa3_mla.fa3, "flash_attn_with_kvcache", lambda *of, **named: made.append(1) or ours(*of, **named)
+    )
+    return made
+
+
+def test_prompts_are_not_handed_to_another_one(cases, calls, monkeypatch):
     monkeypatch.setattr(flash_attn_interface, "PROMPT_ROWS", 2)
-    result, document = invoke(0.5)
-    assert result.exit_code == 0, document["failures"][:1]
-    assert document["calls"] == 16 * 4, "a call was handed back to the stand-in"
+    assert outcomes(cases(0.5)) == {kind: {"passed": 4} for kind in KINDS}
+    assert len(calls) == 16 * 4, "a call was handed back to the stand-in"
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_their_cases_run_with_our_sizes_and_without_what_is_not_served(invoke, dtype):
-    result, document = invoke(0.5, "--dtype", dtype)
-    assert result.exit_code == 0, result.output
-    assert document["cases"] == dict.fromkeys(document["cases"], {"wanted": 4, "passed": 4})
-    assert set(document["cases"]) == KINDS and document["calls"] == 16 * 4
-    assert document["complete"] and document["failures"] == [] and document["dtype"] == dtype
-    assert document["script_sha256"] and document["flashattention_commit"] is None
+def test_their_cases_run_with_our_sizes_and_without_what_is_not_served(cases, calls, dtype):
+    assert outcomes(cases(0.5, dtype=dtype)) == {kind: {"passed": 4} for kind in KINDS}
+    assert len(calls) == 16 * 4
 
 
-def test_a_wrong_case_is_no_pass_and_ends_nothing(invoke):
-    result, document = invoke(0.25)
-    assert result.exit_code == 1 and not document["complete"] and document["failed"] == 16
-    assert document["cases"] == dict.fromkeys(KINDS, {"wanted": 4, "passed": 0})
-    assert document["failures"][0]["error"].startswith("AssertionError")
-    assert document["failures"][0]["printed"].startswith("on ")
+def test_a_wrong_case_fails(cases):
+    assert outcomes(cases(0.25)) == {kind: {"failed": 4} for kind in KINDS}
 
 
-def test_a_skipped_case_is_no_pass(invoke):
-    result, document = invoke(0.5, skips=True)
-    assert result.exit_code == 1 and document["failed"] == 8
-    assert {failure["error"] for failure in document["failures"]} == {"Skipped: not here"}
+def test_a_skipped_case_and_one_without_a_call_fail(cases):
+    found = outcomes(cases(0.5, skips=True))
+    assert {kind: counts["failed"] for kind, counts in found.items() if counts["failed"]} == {
+        kind: 4 for kind in KINDS if kind.startswith("no pages")
+    }
+    with pytest.raises(AssertionError, match="the test made no call"):
+        fa3_mla.run(lambda: None, fa3_mla.Beside(None, Errors()), {})
 
 
-def test_another_ones_errors_stand_beside_ours(invoke):
+def test_another_ones_errors_stand_beside_ours(cases):
     """That one is ETAP itself here."""
-    result, document = invoke(0.5, "--beside", "etap_backend.compat.flash_attn_interface")
-    assert result.exit_code == 0, result.output
-    kinds = {f"{mask}{ragged}" for mask in ("causal", "not causal") for ragged in ("", ", ragged")}
-    assert set(document["relative_rmse"]) == kinds
-    assert all(each["calls"] == 4 and each["ratio"] == 1 for each in document["relative_rmse"].values())
+    outcomes(cases(0.5, beside="etap_backend.compat.flash_attn_interface"))
+    found = fa3_mla.SUITE.errors.summary()
+    assert set(found) == {f"{mask}{ragged}" for mask in ("causal", "not causal") for ragged in ("", ", ragged")}
+    assert all(each["calls"] == 4 and each["ratio"] == 1 for each in found.values())
+    fa3_mla.SUITE.must_be_no_worse()
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -158,7 +144,10 @@ def test_the_truth_beside_is_that_of_the_call(ragged, causal):
     assert truth.shape == (4 if ragged else 6, 4, 512)
 
 
-def test_errors_are_summed_up_by_kind():
-    call = fa3_mla.Beside(None)
-    call.squares["causal"] = [(4.0, 1.0), (4.0, 1.0)]
-    assert call.summary() == {"causal": {"calls": 2, "ours": 2.0, "theirs": 1.0, "ratio": 2.0}}
+def test_errors_are_summed_up_by_kind_and_held_to_the_others(monkeypatch):
+    errors = Errors()
+    monkeypatch.setattr(fa3_mla.SUITE, "errors", errors)
+    errors.squares["causal"] = [(4.0, 1.0), (4.0, 1.0)]
+    assert errors.summary() == {"causal": {"calls": 2, "ours": 2.0, "theirs": 1.0, "ratio": 2.0}}
+    with pytest.raises(AssertionError):
+        fa3_mla.SUITE.must_be_no_worse()

@@ -1,15 +1,15 @@
-"""The run of a script with the functions that FlashMLA's sparse one has."""
+"""FlashMLA's sparse suite, on a script with the functions that FlashMLA's has."""
 
 import dataclasses
 
 import pytest
 import torch
-import typer
-from flashmla_checkout import runner
-from typer.testing import CliRunner
 
 from etap_backend.compat import flash_mla
-from etap_backend.lab.checks import flashmla, flashmla_sparse
+from qualify import flashmla_sparse
+from qualify.fake_checkout import checkout, outcomes
+from qualify.flashmla_dense import stand_in
+from qualify.theirs import Errors
 from support.sparse_cases import SparseCase, build
 
 SCRIPT = """
@@ -54,54 +54,56 @@ def main():
 
 
 @pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    """Run the program on a script whose cache has this scale; it wants 0.5."""
-    with runner(flashmla_sparse, tmp_path, monkeypatch) as run:
-        yield lambda scale, *words: run(SCRIPT.replace("FACTOR", f"[{scale}]"), *words)
+def cases(tmp_path, monkeypatch):
+    """Cases of a script whose cache has this scale; it wants 0.5."""
+    with checkout(flashmla_sparse, tmp_path, monkeypatch, ("flash_mla", flashmla_sparse.SCRIPT.stem)) as made:
+        yield lambda scale, **options: made(SCRIPT.replace("FACTOR", f"[{scale}]"), **options)
 
 
-def test_their_cases_of_our_format_run_with_more_heads(invoke):
-    result, document = invoke(0.5)
-    assert result.exit_code == 0, result.output
-    assert document["cases"] == {str(heads): {"wanted": 2, "passed": 2} for heads in (8, 16, 32, 64, 128)}
-    assert document["complete"] and document["failure"] is None and document["script_sha256"] and document["commit"]
+def test_their_cases_of_our_format_run_with_more_heads(cases):
+    kinds = {f"V3.2, {heads} heads": {"passed": 2} for heads in (8, 16, 32, 64, 128)}
+    assert outcomes(cases(0.5)) == kinds
 
 
-def test_a_wrong_case_is_no_pass(invoke):
-    result, document = invoke(0.25, "--heads", "16", "--heads", "64")
-    assert result.exit_code == 1 and not document["complete"]
-    assert document["cases"] == {heads: {"wanted": 2, "passed": 0} for heads in ("16", "64")}
-    assert "h_q=64" in document["failure"]
+def test_a_wrong_case_fails(cases):
+    found = outcomes(cases(0.25, query_heads=[16, 64]))
+    assert found == {f"V3.2, {heads} heads": {"failed": 2} for heads in (16, 64)}
 
 
-def test_another_folder_than_flashmlas_is_refused(tmp_path):
-    app = typer.Typer()
-    app.command()(flashmla_sparse.main)
-    result = CliRunner().invoke(app, [str(tmp_path)])
-    assert result.exit_code == 2 and "FlashMLA's repository" in result.output
+def test_v4s_format_has_cases_of_its_own(cases):
+    found = cases(0.5, format="MODEL1", query_heads=[8, 128])
+    assert [case.kind for case in found] == ["MODEL1, 128 heads"] * 2 + ["MODEL1, 8 heads"] * 2
+    assert all("d_qk=512" in case.name for case in found)
+    with pytest.raises(pytest.UsageError, match="--format: wanted one of V3.2, MODEL1, got V3"):
+        cases(0.5, format="V3")
 
 
-def test_errors_of_two_kernels_are_compared_on_the_same_tensors():
-    case = SparseCase(6, 64, 70, "fp8 as e4m3", cache_layout="headed")
+@pytest.mark.parametrize("cache", ["fp8 as e4m3", "v4 as e4m3"])
+def test_errors_of_two_kernels_are_compared_on_the_same_tensors(cache):
+    case = SparseCase(6, 64, 70, cache, cache_layout="headed", sinks="drawn", extra=40, extra_page_size=2)
     problem = build(case, "cpu")
+    lengths, extra_lengths = torch.tensor([[70, 0], [3, 40]], dtype=torch.int32)
 
     def worse(*words):
         out, lse = flash_mla.flash_mla_with_kvcache(*words)
         return out * 1.01, lse
 
-    both = flashmla_sparse.Beside(flashmla.stand_in(worse))
-    q, indices = problem.q.view(2, 3, 64, 576), problem.indices.reshape(2, 3, 70)
+    errors = Errors()
+    both = flashmla_sparse.Beside(stand_in(worse), errors)
+    q, indices = problem.q.view(2, 3, 64, case.width), problem.indices.reshape(2, 3, 70)
+    extra = (problem.extra_kv_cache, problem.extra_indices.reshape(2, 3, 40), lengths, extra_lengths)
 
     def words(q):
         metadata, _ = flash_mla.get_mla_metadata()
-        return q, problem.kv_cache, None, None, 512, metadata, None, 0.05, False, True, indices, None
+        lists = (indices, problem.sinks, *extra)
+        return q, problem.kv_cache, None, None, 512, metadata, None, 0.05, False, True, *lists
 
     out, _ = both(*words(q))
     assert torch.equal(out, flash_mla.flash_mla_with_kvcache(*words(q))[0])
-    found = both.summary()["64"]
+    found = errors.summary()["64"]
     assert found["calls"] == 1 and 0.001 < found["ours"] < 0.004 < 0.009 < found["theirs"] and found["ratio"] < 0.5
     both(*words(q[:, :, :16]))
-    assert set(both.summary()) == {"64"}
+    assert set(errors.summary()) == {"64"}
 
 
 def test_cases_are_neither_timed_nor_of_another_format():
@@ -112,6 +114,6 @@ def test_cases_are_neither_timed_nor_of_another_format():
         num_runs: int = 10
         check_correctness: bool = False
 
-    cases = flashmla_sparse.cases_of([Case(64, 576), Case(128, 576), Case(64, 512)], (16, 64))
+    cases = flashmla_sparse.chosen([Case(64, 576), Case(128, 576), Case(64, 512)], 576, (16, 64))
     assert [(case.h_q, case.d_qk) for case in cases] == [(64, 576), (16, 576)]
     assert all(case.num_runs == 0 and case.check_correctness for case in cases)

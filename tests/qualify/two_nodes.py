@@ -1,6 +1,6 @@
 """Serves a small model on two "nodes" of one machine, one GPU each, and checks that ETAP runs in the workers of both.
 
-    python -m etap_backend.lab.checks.two_nodes --engine vllm --log-folder nodes [-- flags for both servers]
+    PYTHONPATH=tests python -m qualify.two_nodes --engine vllm --log-folder nodes [-- flags for both servers]
 
 Needs two Hopper GPUs and the engine, with etap-backend, installed beside it. The nodes are two process groups that know
 of each other only what two machines would: an address, a port, their number. That tests what the plugin has to do with

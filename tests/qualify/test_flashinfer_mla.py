@@ -1,8 +1,7 @@
-"""The run of a file with the tests that FlashInfer's has, on a wrapper of FlashInfer's shape."""
+"""FlashInfer's suite, on a file with the tests that FlashInfer's has and a wrapper of FlashInfer's shape."""
 
 from __future__ import annotations
 
-import json
 import sys
 from functools import partial
 from pathlib import Path
@@ -10,13 +9,12 @@ from types import ModuleType
 
 import pytest
 import torch
-import typer
-from typer.testing import CliRunner
 
 from etap_backend.compat.flashinfer import BatchMLAPagedAttentionWrapper
 from etap_backend.lab.bench import kernels, peers, tensors
 from etap_backend.lab.bench.grids import Workload
-from etap_backend.lab.checks import flashinfer_mla
+from qualify import flashinfer_mla
+from qualify.fake_checkout import checkout, outcomes
 
 TESTS = """
 import pytest
@@ -71,62 +69,40 @@ class TheirWrapper:
 
 
 @pytest.fixture
-def invoke(tmp_path, monkeypatch):
-    """Run the program on tests whose cache has this value; they want 0.5."""
+def cases(tmp_path, monkeypatch):
+    """Cases of tests whose cache has this value; they want 0.5."""
     mla = ModuleType("flashinfer.mla")
     mla.BatchMLAPagedAttentionWrapper = type("Wrapper", (TheirWrapper,), {"__init__": TheirWrapper.__init__})
     package = ModuleType("flashinfer")
     package.mla = mla
     monkeypatch.setitem(sys.modules, "flashinfer", package)
     monkeypatch.setitem(sys.modules, "flashinfer.mla", mla)
-    for name in ("tests", "tests.test_helpers", "tests.test_helpers.test_helpers"):
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    app = typer.Typer()
-    app.command()(flashinfer_mla.main)
-
-    def run(value: float, *arguments: str, tests: str = TESTS):
-        checkout = tmp_path / "checkout"
-        files = {flashinfer_mla.SCRIPT: tests, Path("tests/test_helpers/test_helpers.py"): HELPERS}
-        for path, text in files.items():
-            (checkout / path).parent.mkdir(parents=True, exist_ok=True)
-            (checkout / path).write_text(text.replace("VALUE", str(value)))
-        output = tmp_path / "result.json"
-        result = CliRunner().invoke(app, [str(checkout), "--output", str(output), *arguments])
-        return result, json.loads(output.read_text()) if output.exists() else None
-
-    yield run
-    for name in ("tests", "tests.test_helpers", "tests.test_helpers.test_helpers"):
-        sys.modules.pop(name, None)
+    modules = ("tests", "tests.test_helpers", "tests.test_helpers.test_helpers")
+    with checkout(flashinfer_mla, tmp_path, monkeypatch, modules) as made:
+        yield lambda value, tests=TESTS: made(
+            tests.replace("VALUE", str(value)), {Path("tests/test_helpers/test_helpers.py"): HELPERS}
+        )
 
 
-def test_their_cases_for_fa3_run_on_ours(invoke):
-    result, document = invoke(0.5)
-    assert result.exit_code == 0, (result.output, document)
-    names = ("test_batch_mla_page_attention", "test_batch_mla_varlen_page_attention", "test_batch_mla_oob_kv_nan",
-             "test_batch_mla_fp8_kv_matches_bf16_reference")  # fmt: skip
-    counts = ((2, 2, 0), (2, 1, 1), (1, 1, 0), (1, 1, 0))
-    wanted = [dict(zip(("wanted", "passed", "skipped"), one, strict=True)) for one in counts]
-    assert document["cases"] == dict(zip(names, wanted, strict=True))
-    assert document["complete"] and document["failures"] == [] and document["script_sha256"]
-    assert "test_batch_mla_without_kpe" in document["left_out"]
+NAMES = flashinfer_mla.WANTED
 
 
-def test_a_wrong_case_is_no_pass_and_ends_nothing(invoke):
-    result, document = invoke(0.25)
-    assert result.exit_code == 1 and not document["complete"] and document["failed"] == 4
-    first = document["failures"][0]
-    assert first["case"] == "test_batch_mla_page_attention(kv_len=1, page_size=2, backend=fa3)"
-    assert first["error"].startswith("AssertionError: (1, 2)")
+def test_their_cases_for_fa3_run_on_ours(cases):
+    found = cases(0.5)
+    assert outcomes(found) == dict(
+        zip(NAMES, ({"passed": 2}, {"passed": 1, "skipped": 1}, {"passed": 1}, {"passed": 1}), strict=True)
+    )
+    assert found[0].name == "test_batch_mla_page_attention(kv_len=1, page_size=2, backend=fa3)"
+    assert "test_batch_mla_without_kpe" in flashinfer_mla.SUITE.left_out
 
 
-def test_parts_are_run_alone(invoke):
-    _, document = invoke(0.5, "--part", "2/3")
-    assert sum(count["wanted"] for count in document["cases"].values()) == 2 and document["complete"]
+def test_a_wrong_case_fails(cases):
+    assert sum(counts["failed"] for counts in outcomes(cases(0.25)).values()) == 4
 
 
-def test_another_file_is_refused(invoke):
-    result, document = invoke(0.5, tests=TESTS.replace("test_batch_mla_oob", "test_oob"))
-    assert result.exit_code == 2 and document is None and "one without test_batch_mla_oob_kv_nan" in result.output
+def test_another_file_is_refused(cases):
+    with pytest.raises(pytest.UsageError, match="one without test_batch_mla_oob_kv_nan"):
+        cases(0.5, tests=TESTS.replace("test_batch_mla_oob", "test_oob"))
 
 
 @pytest.mark.parametrize("kv_dtype, s_q", [("same", 1), ("same", 2), ("fp8", 1)])

@@ -1,8 +1,8 @@
 """Runs vLLM's own tests of MLA backends with ETAP in their list of backends.
 
-    python -m etap_backend.lab.checks.vllm_upstream CHECKOUT [--only-etap] [--kv-cache-dtype fp8] [--offline]
+    PYTHONPATH=tests python -m qualify.vllm_upstream CHECKOUT [--only-etap] [--kv-cache-dtype fp8] [--offline]
         [--output upstream.json] [-- pytest options]
-    python -m etap_backend.lab.checks.vllm_upstream CHECKOUT --sparse [--tensor-parallel 1,2,4,8]
+    PYTHONPATH=tests python -m qualify.vllm_upstream CHECKOUT --sparse [--tensor-parallel 1,2,4,8]
 
 CHECKOUT is vLLM's repository, or its source distribution, at the version that is installed; nothing of it is copied
 into this project. The tests are copied to a temporary folder, because beside CHECKOUT's own `vllm` folder they would
@@ -36,7 +36,7 @@ from etap_backend.lab import configs
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, write
 
-PROGRAM = "python -m etap_backend.lab.checks.vllm_upstream"
+PROGRAM = "PYTHONPATH=tests python -m qualify.vllm_upstream"
 PACKAGES = ("etap-backend", "vllm", "torch", "apache-tvm-ffi", "triton")
 MODELS = {"deepseek-ai/DeepSeek-R1": "deepseek-r1", "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite"}
 """Whose configurations the tests read, and their names in configs/models."""
