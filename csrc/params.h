@@ -74,6 +74,7 @@ enum class RowFormat : int32_t {
   // 448 e4m3 and 64 bfloat16; behind all rows of a page 8 bytes for each, 7 powers of two (ue8m0) and a 0: V4. Values are all 512.
   kPageScaledFp8,
 };
+constexpr int kPageScaleBytes = 8;
 
 // A list of rows for each token, and the cache that it names them in.
 struct RowList {
@@ -94,6 +95,7 @@ struct RowList {
 };
 
 // Where partitions begin and end in the sequence of tokens: see decode/sparse/pieces.h.
+// How tokens are divided among partitions: see decode/sparse/pieces.h.
 struct TokenDivision {
   int32_t tokens;
   int32_t partitions;
@@ -107,6 +109,7 @@ struct SparseParams {
   int32_t row_bytes;
   const int32_t* request_ids;  // [tokens], rows of the block tables; null where there are none
   TokenDivision division;
+  int32_t partition_tiles;  // of the longest partition, if all entries count
 };
 
 struct DecodeParams {
@@ -148,12 +151,9 @@ struct DecodeParams {
   bool float16_out;
   bool rows_on_lanes;  // partial_out lies as O = P·V leaves it: see combine.cu
   bool paired_dims;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
-  // Sparse attention alone, where each query token is a request of its own and the work is divided by shapes alone: see
-  // decode/even_split.h. No work_ranges, split_offsets and block_table there; seq_lens may be null: list_length each.
-  int32_t list_length = 0;           // entries of a token's list of cache rows
-  int32_t list_tiles = 0;            // that it takes; 0: the schedule divides the work
-  int32_t partition_tiles = 0;       // that a partition decodes
-  const float* sinks = nullptr;      // [heads], null: none; natural logarithms
+  // Sparse attention alone, where each query token is a request of its own, and no schedule divides the work: there are no
+  // work_ranges, split_offsets, seq_lens and block_table.
+  const float* sinks = nullptr;  // [heads], null: none; natural logarithms
   // Dense attention alone.
   PagedCache cache = {};
   KeyLoad key_load = KeyLoad::kTiles;

@@ -196,12 +196,11 @@ auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, O
 
 // Whether a token is in several pieces, which the decode kernel does not sum itself.
 bool combines(const DecodeParams& params, const KernelLaunch& decode) {
-  return decode.cluster == 1 && params.partition_tiles % params.list_tiles != 0 && params.partitions > 1;
+  return decode.cluster == 1 && sparse::split_candidates(params.sparse.division) > 0;
 }
 
 void sparse_decode(const SparseCall& call) {
   check(call);
-  check_served(call);
   reporting_cuda_errors([&] {
     const DLDevice device = call.q.device();
     check_hopper("q", device);
@@ -209,13 +208,10 @@ void sparse_decode(const SparseCall& call) {
     const DeviceGuard guard(device.device_id);
     const cudaStream_t stream = current_stream(device);
     const DecodeParams params = decode_params(call);
-    const sparse::GatheredCache cache = gathered_cache(params.sparse);
     const QueryMaps no_maps{};
-    const void* const arguments[] = {&params, &cache, &no_maps};
-    KernelLaunch kernel = sparse::prepare(params, call.fp8_cache(), cluster_pieces(params) > 1);
-    if (kernel.cluster > 1 && !kernel.handles->clusters_fit(kernel, device.device_id)) {
-      kernel = sparse::prepare(params, call.fp8_cache(), false);
-    }
+    const void* const arguments[] = {&params, &no_maps, &no_maps};
+    KernelLaunch kernel = sparse::prepare(params, sparse::cluster_pieces(params));
+    if (kernel.cluster > 1 && !kernel.handles->clusters_fit(kernel, device.device_id)) kernel = sparse::prepare(params, 1);
     launch_overlapping(kernel, arguments, device.device_id, stream);
     if (combines(params, kernel)) launch_overlapping(prepare_combine(params, false), arguments, device.device_id, stream);
   });
@@ -223,23 +219,22 @@ void sparse_decode(const SparseCall& call) {
 
 void check_sparse_decode(const SparseCall& call) { check(call); }
 
-// A kernel's name, blocks in x and y, CTAs of a cluster, threads, shared bytes, parameters, and the cache's.
-using SparseLaunch = Tuple<String, int64_t, int64_t, int64_t, int64_t, int64_t, Bytes, Bytes>;
+// A kernel's name, blocks in x and y, CTAs of a cluster, threads, shared bytes, parameters.
+using SparseLaunch = Tuple<String, int64_t, int64_t, int64_t, int64_t, int64_t, Bytes>;
 
 // What `sparse_decode` launches where clusters fit, for those who run it elsewhere: on tensors of the CPU too.
 Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
   check(call);
-  check_served(call);
   Array<SparseLaunch> all;
   if (call.tokens() == 0 || call.heads() == 0) return all;
   const DecodeParams params = decode_params(call);
-  const auto add = [&](const KernelLaunch& kernel, Bytes cache) {
+  const auto add = [&](const KernelLaunch& kernel) {
     all.push_back(SparseLaunch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.cluster),
-                               int64_t(kernel.threads), int64_t(kernel.shared_bytes), bytes_of(params), cache));
+                               int64_t(kernel.threads), int64_t(kernel.shared_bytes), bytes_of(params)));
   };
-  const KernelLaunch kernel = sparse::prepare(params, call.fp8_cache(), cluster_pieces(params) > 1);
-  add(kernel, bytes_of(gathered_cache(params.sparse)));
-  if (combines(params, kernel)) add(prepare_combine(params, false), Bytes());
+  const KernelLaunch kernel = sparse::prepare(params, sparse::cluster_pieces(params));
+  add(kernel);
+  if (combines(params, kernel)) add(prepare_combine(params, false));
   return all;
 }
 
@@ -277,9 +272,9 @@ Shape shape(int64_t rows, int64_t num_sms, int64_t batch, bool fp8_cache, bool f
   return numbers(decode_shape(rows, {num_sms, batch, fp8_cache, fp8_math}));
 }
 
-Shape sparse_decode_shape(int64_t heads, bool fp8_cache) {
+Shape sparse_decode_shape(int64_t heads) {
   check_at_least("heads", heads, 1);
-  return numbers(sparse_shape(heads, fp8_cache));
+  return numbers(sparse_shape(heads));
 }
 
 // Of a piece: token, partition, first tile, the one behind its last, slot of its partial result or -1.

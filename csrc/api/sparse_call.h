@@ -2,7 +2,6 @@
 #pragma once
 
 #include "api/decode_call.h"
-#include "decode/even_split.h"
 #include "decode/sparse/launch.h"
 #include "decode/sparse/pieces.h"
 
@@ -53,12 +52,9 @@ struct SparseCall {
   }
   // Whether rows have a rope part behind the latent one; queries have one then. V4's is of the latent one's columns.
   bool rope() const { return lists[0].row() == (fp8_cache() ? kFp8RowBytes : kHeadDim); }
-  DecodeShape shape() const { return sparse_shape(heads(), fp8_cache()); }
+  DecodeShape shape() const { return sparse_shape(heads()); }
   int64_t most_tiles() const { return lists[0].tiles() + lists[1].tiles(); }
   TokenDivision division() const { return sparse::divide(tokens(), most_tiles(), partitions); }
-  // Of the kernels that take one list.
-  int64_t list_tiles() const { return std::max<int64_t>(lists[0].tiles(), 1); }
-  int64_t partition_tiles() const { return even_partition_tiles(tokens(), list_tiles(), partitions); }
 };
 
 // The sizes of rows of bytes, or of bfloat16.
@@ -159,9 +155,12 @@ inline void check_indices(const SparseCall& call) {
   const ListArguments &first = call.lists[0], &extra = call.lists[1];
   check_list(call, first);
   check_extra(call);
-  if (call.tokens() * std::max<int64_t>(call.most_tiles(), 1) > INT32_MAX / 4) {
-    TVM_FFI_THROW(ValueError) << "indices: wanted at most 2^29 tiles of 64 entries, got " << call.tokens() << " tokens of "
-                              << first.width() << " and " << extra.width() << " entries";
+  constexpr int64_t kMost = int64_t(1) << 29;
+  const int64_t tokens = call.tokens(), tiles = std::max<int64_t>(call.most_tiles(), 1);
+  if (tokens * tiles > kMost || tokens * call.partitions > kMost || tiles * call.partitions > kMost) {
+    TVM_FFI_THROW(ValueError) << "indices: wanted at most 2^29 tiles of 64 entries, and as many tokens or a token's tiles times "
+                              << "partitions, got " << tokens << " tokens of " << first.width() << " and " << extra.width()
+                              << " entries for " << call.partitions << " partitions";
   }
   const bool positions = first.block_table.has_value() || extra.block_table.has_value();
   if (positions != call.request_ids.has_value()) {
@@ -230,17 +229,6 @@ inline void check(const SparseCall& call) {
                extent(extra.names.valid_counts, extra.valid_counts)});
 }
 
-// What the kernels do not take yet.
-inline void check_served(const SparseCall& call) {
-  if (call.format() == RowFormat::kPageScaledFp8) {
-    TVM_FFI_THROW(ValueError) << "kv_cache: wanted rows of 656, 528 or bfloat16 on a GPU, got rows of 584 bytes";
-  }
-  if (call.lists[1].given() || call.lists[0].width() == 0) {
-    TVM_FFI_THROW(ValueError) << "extra_kv_cache: wanted None, and indices of at least one entry, on a GPU";
-  }
-  check_contiguous("out", call.out);
-}
-
 inline const int32_t* integers(const Optional<TensorView>& tensor) {
   return tensor.has_value() ? static_cast<const int32_t*>(tensor.value().data_ptr()) : nullptr;
 }
@@ -275,6 +263,7 @@ inline SparseParams sparse_params(const SparseCall& call) {
       .row_bytes = int32_t(call.lists[0].row() * element_bytes(call.kv_cache().dtype())),
       .request_ids = integers(call.request_ids),
       .division = call.division(),
+      .partition_tiles = int32_t((call.tokens() * call.most_tiles() + call.division().partitions - 1) / call.division().partitions),
   };
 }
 
@@ -282,7 +271,6 @@ inline DecodeParams decode_params(const SparseCall& call) {
   const TensorView& rope = call.q_rope.has_value() ? call.q_rope.value() : call.q;
   const int64_t rope_offset = call.q_rope.has_value() ? 0 : kLatentDim * element_bytes(call.q.dtype());
   const DecodeShape shape = call.shape();
-  const int64_t tiles = call.tokens() * call.list_tiles();
   auto* partials = static_cast<float*>(call.workspace.data_ptr());
   return {
       .q = call.q.data_ptr(),
@@ -291,7 +279,6 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .q_stride_head = call.q.stride(1),
       .q_rope_stride_batch = rope.stride(0),
       .q_rope_stride_head = rope.stride(1),
-      .seq_lens = integers(call.lists[0].valid_counts),
       .out = call.out.data_ptr(),
       .lse = static_cast<float*>(call.lse.data_ptr()),
       .partial_out = partials,
@@ -302,43 +289,18 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .rows = int32_t(call.heads()),
       .row_tile = shape.row_tile,
       .row_groups = shape.row_groups,
-      // Those that have tiles.
-      .partitions = int32_t((tiles + call.partition_tiles() - 1) / call.partition_tiles()),
+      .partitions = call.division().partitions,
       .parts_per_page = 1,
       .scale_log2 = float(call.softmax_scale * kLog2E),
       .empty_lse = float(call.empty_lse),
       .query_type = QueryType::kBFloat16,
       .float16_out = false,
       .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor,
-      .paired_dims = shape.kernel == DecodeKernelKind::kSparseFp8,
-      .list_length = int32_t(std::min<int64_t>(call.lists[0].width(), INT32_MAX)),
-      .list_tiles = int32_t(call.list_tiles()),
-      .partition_tiles = int32_t(call.partition_tiles()),
+      .paired_dims = false,
       .sinks = call.sinks.has_value() ? static_cast<const float*>(call.sinks.value().data_ptr()) : nullptr,
       .out_stride_token = call.out.stride(0),
       .out_stride_head = call.out.stride(1),
       .sparse = sparse_params(call),
-  };
-}
-
-// The first list as the kernels that take one are given it.
-inline sparse::GatheredCache gathered_cache(const SparseParams& params) {
-  const RowList& list = params.lists[0];
-  return {
-      .data = list.rows,
-      .row_bytes = params.row_bytes,
-      .page_stride = list.page_stride,
-      .row_stride = list.row_stride,
-      .page_size = list.page_size,
-      .pages = list.pages,
-      .rows = list.row_count,
-      .indices = list.indices,
-      .index_stride = list.index_stride,
-      .block_table = list.block_table,
-      .block_table_stride = list.block_table_stride,
-      .request_ids = params.request_ids,
-      .requests = list.requests,
-      .max_pages = list.max_pages,
   };
 }
 

@@ -5,9 +5,9 @@
 #include <algorithm>
 
 #include "combine/divided_flight.cuh"
-#include "decode/even_split.h"
 #include "decode/roles.h"
 #include "decode/shape.h"
+#include "decode/sparse/pieces.h"
 
 namespace etap {
 namespace {
@@ -120,12 +120,11 @@ struct Entry {
   }
   // The i-th token that may be split, request -1 where it is not.
   __device__ __forceinline__ static Entry even(const DecodeParams& params, int i) {
-    const EvenSplit split(params);
+    const TokenDivision& division = params.sparse.division;
     Entry entry;
-    if (i < split.candidates(params.batch) && split.pieces(split.candidate(i)) > 1) {
-      entry.request = split.candidate(i);
-      entry.slot = split.first_slot(entry.request);
-      entry.splits = split.pieces(entry.request);
+    if (i < sparse::split_candidates(division)) {
+      const int token = sparse::split_candidate(division, i), pieces = sparse::pieces(division, token);
+      if (pieces > 1) entry = {token, sparse::first_slot(division, token), pieces};
     }
     return entry;
   }
@@ -330,7 +329,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
     for (int e = 0; e < kEntries; ++e) entries[e] = entry<kEven>(params, i + e * gridDim.y);
     if (!waited) cudaGridDependencySynchronize();
     waited = true;
-    if (kEven ? i >= EvenSplit(params).candidates(params.batch) : entries[0].request < 0) return;
+    if (kEven ? i >= sparse::split_candidates(params.sparse.division) : entries[0].request < 0) return;
     // In which way a request is summed follows from its own splits, as its bits do.
     block.sum_alone(entries);
     if (block.most_splits(entries) <= kFewSplits) continue;
@@ -455,7 +454,7 @@ KernelLaunch prepare(const DecodeParams& params, bool lean = false) {
 }  // namespace
 
 KernelLaunch prepare_combine(const DecodeParams& params, bool lean) {
-  if (params.list_tiles > 0) {
+  if (params.sparse.division.partitions > 0) {
     return params.rows_on_lanes ? prepare<cutlass::bfloat16_t, true, true>(params)
                                 : prepare<cutlass::bfloat16_t, false, true>(params);
   }

@@ -70,7 +70,9 @@ __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum
     high = ptx::movmatrix_trans(high);
   }
   const int row = first_row + lane / 4;
-  auto* out = static_cast<uint16_t*>(params.out) + (int64_t(request) * params.rows + row) * kLatentDim + dim;
+  auto* out = static_cast<uint16_t*>(params.out) + dim;
+  out += kEven ? request * params.out_stride_token + row * params.out_stride_head
+               : (int64_t(request) * params.rows + row) * kLatentDim;
   const bool paired = params.paired_dims;
   const uint2 dims = paired ? neighbouring_dims<true>(low, high) : neighbouring_dims<false>(low, high);
   if (row < params.rows) *reinterpret_cast<uint2*>(out + (paired ? lane_dim<true>(lane) : lane_dim<false>(lane))) = dims;

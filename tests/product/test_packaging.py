@@ -72,7 +72,7 @@ def test_it_holds_the_package_and_one_library(wheel):
     sources |= {f"etap_backend/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.*") if path.is_file()}
     packaged = {name for name in names if not name.startswith("etap_backend-")} - {LIBRARY}
     assert packaged == sources
-    assert wheel.getinfo(LIBRARY).file_size < 32 * 2**20
+    assert wheel.getinfo(LIBRARY).file_size < 8 * 2**20
 
 
 def requirements_of(metadata, extra: str | None) -> dict[str, Requirement]:

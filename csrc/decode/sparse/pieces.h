@@ -4,7 +4,8 @@
 //
 // A partition decodes step_tokens / step_parts tokens: partition p those from p * step_tokens / step_parts on, in exact fractions.
 // A token's tiles are those of its first list and, behind them, those of its second; the share [a, b) / step_parts of a token
-// with n tiles is the tiles from a * n / step_parts to b * n / step_parts, rounded down. A share may hold no tile.
+// with n tiles is the tiles from a * n / step_parts to b * n / step_parts, rounded down. A share may hold no tile. All products
+// fit into 32 bits: the library refuses calls in which tokens or tiles times partitions do not.
 #pragma once
 
 #include "params.h"
@@ -32,19 +33,19 @@ __host__ __device__ constexpr TokenDivision divide(int64_t tokens, int64_t most_
 
 // The tokens that a partition meets: [first_token, end_token).
 __host__ __device__ constexpr int first_token(const TokenDivision& of, int partition) {
-  return int(int64_t(partition) * of.step_tokens / of.step_parts);
+  return partition * of.step_tokens / of.step_parts;
 }
 __host__ __device__ constexpr int end_token(const TokenDivision& of, int partition) {
-  const int64_t end = ((int64_t(partition) + 1) * of.step_tokens + of.step_parts - 1) / of.step_parts;
-  return int(end < of.tokens ? end : of.tokens);
+  const int end = ((partition + 1) * of.step_tokens + of.step_parts - 1) / of.step_parts;
+  return end < of.tokens ? end : of.tokens;
 }
 
 // The partitions that meet a token: pieces() of them from first_partition() on, whatever its counts.
 __host__ __device__ constexpr int first_partition(const TokenDivision& of, int token) {
-  return int(int64_t(token) * of.step_parts / of.step_tokens);
+  return token * of.step_parts / of.step_tokens;
 }
 __host__ __device__ constexpr int pieces(const TokenDivision& of, int token) {
-  return int(((int64_t(token) + 1) * of.step_parts - 1) / of.step_tokens) - first_partition(of, token) + 1;
+  return ((token + 1) * of.step_parts - 1) / of.step_tokens - first_partition(of, token) + 1;
 }
 
 // Where a split token's partial result from a partition lies; those of its other pieces follow each other. A partition begins in
@@ -76,15 +77,15 @@ struct TileRange {
 };
 
 // The tile of a token, of so many, at which the partitions before this one end.
-__host__ __device__ constexpr int end_tile(const TokenDivision& of, int token, int64_t partition, int tiles) {
-  const int64_t share = partition * of.step_tokens - int64_t(token) * of.step_parts;
-  const int64_t within = share < 0 ? 0 : share < of.step_parts ? share : of.step_parts;
-  return int(within * tiles / of.step_parts);
+__host__ __device__ constexpr int end_tile(const TokenDivision& of, int token, int partition, int tiles) {
+  const int share = partition * of.step_tokens - token * of.step_parts;
+  const int within = share < 0 ? 0 : share < of.step_parts ? share : of.step_parts;
+  return within * tiles / of.step_parts;
 }
 
 // What a partition decodes of a token's so many tiles.
 __host__ __device__ constexpr TileRange tile_range(const TokenDivision& of, int token, int partition, int tiles) {
-  return {end_tile(of, token, partition, tiles), end_tile(of, token, int64_t(partition) + 1, tiles)};
+  return {end_tile(of, token, partition, tiles), end_tile(of, token, partition + 1, tiles)};
 }
 
 // Entries of a token's list that count, and the tiles that they take.
