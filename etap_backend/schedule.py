@@ -42,7 +42,7 @@ class DecodeShape(NamedTuple):
     """What a number of query rows (query tokens * heads) means for the kernels; the compiled library says it.
 
     Attributes:
-        kernel: "transposed", "transposed_fp8", "query_major" or "sparse_fp8".
+        kernel: "transposed", "transposed_fp8" or "query_major".
         row_tile: rows that a CTA computes: 8, 16, 32 or 64.
         row_groups: CTAs that share a piece of a request, each with another row tile of it.
         piece_floats: what a CTA's partial result of one piece takes of the workspace.

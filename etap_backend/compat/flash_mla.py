@@ -599,7 +599,7 @@ def _sparse(q, lists: tuple[_SparseList, ...], batch_invariant: bool, out, optio
     if rows.data_ptr() != out.data_ptr():
         raise ValueError(f"out: wanted strides by which b and s_q are one dimension, got {list(out.stride())}")
     lse = q.new_empty(batch, s_q, heads, dtype=torch.float32)
-    shape = sparse_decode_shape(heads, lists[0].k_cache.element_size() == 1)
+    shape = sparse_decode_shape(heads)
     most = shape.partitions(device_sms(q.device)) if batch_invariant else max(1, batch * s_q)
     for first in range(0, batch * s_q, most):
         part = slice(first, min(first + most, batch * s_q))

@@ -85,7 +85,7 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
             f"{versions.NAME} decodes: sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
         )
         self._num_sms = num_compute_units()
-        self._workspace_floats = sparse_workspace_floats(asked["num_heads"], fp8_cache, self._num_sms)
+        self._workspace_floats = sparse_workspace_floats(asked["num_heads"], self._num_sms)
         if not versions.reserves_in_profile_run(config):
             self.reserve_workspace()
 

@@ -179,6 +179,11 @@ def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
     "spoil, error, words",
     [
         (lambda device: {"partitions": 0}, ValueError, "partitions: wanted at least 1, got 0"),
+        (
+            lambda device: {"partitions": 2**28},
+            ValueError,
+            r"indices: wanted at most 2\^29 .* for 268435456 partitions",
+        ),
         (lambda device: {"softmax_scale": float("nan")}, ValueError, "softmax_scale: wanted a positive finite number"),
         (lambda device: {"empty_lse": 0.0}, ValueError, "empty_lse: wanted -inf or inf, got 0"),
         (

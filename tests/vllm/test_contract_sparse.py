@@ -605,7 +605,7 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
     workspace.lock_workspace()
     problem = SparseProblem([700, 300], 64, cache, heads=heads)
     assert run(layer, builder, indexer, problem).isfinite().all()
-    floats = sparse_workspace_floats(heads, cache == "fp8", H20_SMS)
+    floats = sparse_workspace_floats(heads, H20_SMS)
     with pytest.raises(AssertionError, match="Workspace is locked"):
         claim_workspace(floats + 1000)
 
@@ -632,7 +632,7 @@ def test_workspace_is_claimed_in_the_profile_run_of_the_fused_layer(make):
     with set_forward_context(None, builder.vllm_config, num_tokens=3, slot_mapping={}), pytest.raises(Prepared):
         DeepseekV32Attention.forward(fused, torch.arange(3), torch.zeros(3, 64))
     workspace.lock_workspace()
-    floats = sparse_workspace_floats(HEADS, False, H20_SMS)
+    floats = sparse_workspace_floats(HEADS, H20_SMS)
     assert claim_workspace(floats).numel() == floats
     with pytest.raises(AssertionError, match="Workspace is locked"):
         claim_workspace(floats + 1000)

@@ -110,7 +110,7 @@ def etap_sparse(inputs: SparseInputs) -> Call:
     out = inputs.q.new_empty(tokens, heads, LATENT_DIM)
     lse = inputs.q.new_empty(tokens, heads, dtype=torch.float32)
     num_sms = inputs.num_sms or torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
-    floats = sparse_workspace_floats(heads, inputs.kv_dtype == torch.uint8, num_sms)
+    floats = sparse_workspace_floats(heads, num_sms)
     workspace = inputs.q.new_empty(floats, dtype=torch.float32)
 
     def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
