@@ -161,10 +161,10 @@ class Piece:
     slot: int | None
 
 
-def pieces(tiles: list[int], most_tiles: int, partitions: int) -> Iterator[Piece]:
+def pieces(tiles: list[int], most_tiles: int, heads: int, partitions: int) -> Iterator[Piece]:
     """The pieces of tokens with so many tiles each, in the order of the partitions, as the library divides them."""
     of_token = torch.tensor(tiles, dtype=torch.int32)
-    for token, _, begin, end, slot in library().sparse_pieces(of_token, most_tiles, partitions):
+    for token, _, begin, end, slot in library().sparse_pieces(of_token, most_tiles, heads, partitions):
         yield Piece(token, range(begin, end), None if slot < 0 else slot)
 
 
@@ -211,7 +211,7 @@ def decode(
     slots = workspace[: workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
     partial: dict[int, list[int]] = {}  # slots of each token that is split
 
-    for piece in pieces(tiles, lists.most_tiles, partitions):
+    for piece in pieces(tiles, lists.most_tiles, heads, partitions):
         piece_out, piece_lse = decode_piece(packed[piece.token], lists, piece.token, piece.tiles, softmax_scale)
         if piece.slot is None:
             out[piece.token] = with_sinks(piece_out, piece_lse, sinks).to(out.dtype)
