@@ -19,7 +19,8 @@ from etap_backend.sparse import sparse_mla_decode, sparse_workspace_floats
 
 Copy = tuple[Tensor, ...]
 """What differs from call to call: one copy of the KV cache [pages, page_size, 576] alone; of the sparse call its cache,
-the same with 576 bfloat16 or 656 uint8 a row, and int32 [tokens, top_k], the rows of each token."""
+the same with 576 bfloat16 or 656 uint8 per row, and int32 [tokens, top_k], the rows of each token; of DeepSeek-V4's
+call both lists' caches, uint8 [pages, page_size, 584], each before its list, the second None where there is none."""
 
 Call = Callable[..., Tensor]
 """Takes a copy's tensors, returns out with batch * s_q * heads * 512 elements, or tokens * heads * 512."""
@@ -58,6 +59,22 @@ class Inputs:
     def query_starts(self) -> Tensor:
         batch, s_q = self.q.shape[:2]
         return torch.arange(batch + 1, dtype=torch.int32, device=self.q.device) * s_q
+
+
+@dataclass(frozen=True)
+class V4Inputs:
+    """What every kernel of a row of DeepSeek-V4's call is given, besides the caches and the lists."""
+
+    q: Tensor  # bfloat16 [tokens, heads, 512], contiguous
+    window: int  # entries of each token's list of its last tokens
+    extra: int  # entries of its list of compressed tokens, 0 where it has none
+    sinks: Tensor  # float32 [heads]
+    softmax_scale: float
+    num_sms: int | None
+    kv_dtype: torch.dtype = torch.uint8
+
+    def counts(self, entries: int) -> Tensor:
+        return torch.full(self.q.shape[:1], entries, dtype=torch.int32, device=self.q.device)
 
 
 @dataclass(frozen=True)
@@ -119,6 +136,36 @@ def etap_sparse(inputs: SparseInputs) -> Call:
             kv_cache,
             indices,
             softmax_scale=inputs.softmax_scale,
+            workspace=workspace,
+            num_sms=num_sms,
+            out=out,
+            lse=lse,
+        )[0]
+
+    return call
+
+
+def etap_v4(inputs: V4Inputs) -> Call:
+    """DeepSeek-V4's call on these inputs, its buffers allocated; lists have counts, as in the engines."""
+    tokens, heads, _ = inputs.q.shape
+    out = inputs.q.new_empty(tokens, heads, LATENT_DIM)
+    lse = inputs.q.new_empty(tokens, heads, dtype=torch.float32)
+    num_sms = inputs.num_sms or torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+    workspace = inputs.q.new_empty(sparse_workspace_floats(heads, True, num_sms), dtype=torch.float32)
+    counts = inputs.counts(inputs.window)
+    extra_counts = inputs.counts(inputs.extra) if inputs.extra else None
+
+    def call(cache: Tensor, indices: Tensor, extra_cache: Tensor | None, extra_indices: Tensor | None) -> Tensor:
+        return sparse_mla_decode(
+            inputs.q,
+            cache,
+            indices,
+            softmax_scale=inputs.softmax_scale,
+            valid_counts=counts,
+            extra_kv_cache=extra_cache,
+            extra_indices=extra_indices,
+            extra_valid_counts=extra_counts,
+            sinks=inputs.sinks,
             workspace=workspace,
             num_sms=num_sms,
             out=out,

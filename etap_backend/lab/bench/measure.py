@@ -21,8 +21,7 @@ from etap_backend.lab.bench import kernels
 from etap_backend.lab.bench.floors import Floor
 from etap_backend.lab.bench.grids import Workload
 from etap_backend.lab.bench.hold import sms_held
-from etap_backend.lab.bench.kernels import Call, Copy, Inputs, Planned, SparseInputs
-from etap_backend.lab.bench.method import H20_SMS
+from etap_backend.lab.bench.kernels import Call, Copy, Inputs, Planned, SparseInputs, V4Inputs
 from etap_backend.lab.bench.providers import Kernels
 from etap_backend.lab.bench.rows import (
     MATH_SUFFIX,
@@ -39,6 +38,7 @@ from etap_backend.lab.bench.rows import (
 from etap_backend.lab.bench.tensors import DEVICE, Pool, copies_of
 from etap_backend.reference import relative_rmse
 
+H20_SMS = 78
 FEWEST_CALLS = 4
 # Calls a graph, unless they would read more than that: its start weighs little then, as in an engine.
 USUAL_CALLS, USUAL_BYTES = 16, 10e9
@@ -53,6 +53,7 @@ class Settings:
     validate: bool = True
     num_sms: int | None = None
     h20_proxy: bool = False
+    behind: bool = False  # whether calls are timed behind another kernel, too
     traffic: float = 0.0  # TB/s that the proxy's held SMs read meanwhile
     libraries: tuple[str, ...] = ()  # whose outputs are compared with the first one's, bit for bit
 
@@ -101,12 +102,21 @@ def _on_a_copy(call: Call, copies: list[Copy], index: int) -> torch.Tensor:
     return call(*copies[index % len(copies)])
 
 
+def _behind_another(queries: torch.Tensor, spare: torch.Tensor, call: Callable[[int], torch.Tensor], index: int):
+    """The call behind a kernel of which it may need the result, so that nothing of it begins before that ends.
+
+    It reads the queries and is no copy: a copy would be the copy engine's.
+    """
+    torch.neg(queries, out=spare)
+    return call(index)
+
+
 @dataclass(frozen=True)
 class Bench:
     """One row's tensors and kernels."""
 
     workload: Workload
-    inputs: Inputs | SparseInputs
+    inputs: Inputs | SparseInputs | V4Inputs
     pool: Pool
     kernels: Kernels
     settings: Settings
@@ -126,20 +136,25 @@ class Bench:
         usual = min(USUAL_CALLS, int(USUAL_BYTES) // self.workload.kv_bytes)
         return max(FEWEST_CALLS, copies_of(self.workload), usual)
 
-    def captured(self) -> tuple[dict[str, Captured], dict[str, Result]]:
-        """The graph of each kernel that can run this row, and for the others why they cannot."""
-        graphs, others = {}, {}
+    def captured(self) -> tuple[dict[str, Captured], dict[str, Captured], dict[str, Result]]:
+        """The graph of each kernel that can run this row, that with another kernel before each call where it is wanted,
+        and for the others why they cannot."""
+        graphs, behind, others = {}, {}, {}
+        spare = torch.empty_like(self.inputs.q)
         for name in self.kernels.of(self.workload):
             try:
-                call, copies = self.prepared(name)
-                graphs[name] = Captured(partial(_on_a_copy, call, copies), self.calls)
+                on_a_copy = partial(_on_a_copy, *self.prepared(name))
+                graph = Captured(on_a_copy, self.calls)
+                if self.settings.behind:
+                    behind[name] = Captured(partial(_behind_another, self.inputs.q, spare, on_a_copy), self.calls)
+                graphs[name] = graph
             except NotImplementedError as reason:
                 others[name] = Refused(reason=str(reason))
             except Exception as error:
                 # A peer may lack a file or fail on a shape: the row says so and the others go on. An error that breaks
                 # the CUDA context ends the run all the same, at the synchronisation after this.
                 others[name] = Failed(error=f"{type(error).__name__}: {error}".splitlines()[0])
-        return graphs, others
+        return graphs, behind, others
 
     def errors(self, graphs: dict[str, Captured]) -> dict[str, float]:
         """Relative RMSE of each kernel's last result against float64 on what its own cache stands for."""
@@ -170,17 +185,19 @@ def measure(workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: S
     """One row: every kernel on the same tensors, replays taking turns."""
     row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, kernels_of_run, settings)
     torch.cuda.synchronize()
-    graphs, results = row.captured()
-    events = {name: [] for name in graphs}
+    graphs, behind, results = row.captured()
+    everything = [*graphs.items(), *((name, behind[name]) for name in graphs if name in behind)]
+    events = [[] for _ in everything]
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     with sms_held(sms - H20_SMS if settings.h20_proxy else 0, settings.traffic * 1e12):
         for _ in range(settings.replays):
-            for name, graph in graphs.items():
-                events[name].append(graph.replay())
+            for (_, graph), of in zip(everything, events, strict=True):
+                of.append(graph.replay())
         torch.cuda.current_stream().synchronize()
-    timings = {name: timing_of(graph.microseconds(events[name])) for name, graph in graphs.items()}
+    timed = [(name, timing_of(graph.microseconds(of))) for (name, graph), of in zip(everything, events, strict=True)]
+    timings, later = dict(timed[: len(graphs)]), dict(timed[len(graphs) :])
     errors = row.errors(graphs) if settings.validate else {}
-    results |= results_of(timings, errors, same_bits(graphs, settings.libraries))
+    results |= results_of(timings, errors, same_bits(graphs, settings.libraries), later)
     shape = workload.shape
     return row_of(
         shape,
@@ -191,7 +208,9 @@ def measure(workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: S
     )
 
 
-def results_of(timings: dict[str, Timing], errors: dict[str, float], same: dict[str, bool]) -> dict[str, Result]:
+def results_of(
+    timings: dict[str, Timing], errors: dict[str, float], same: dict[str, bool], behind: dict[str, Timing]
+) -> dict[str, Result]:
     """What a row says of the kernels that were timed; the time of a result that is not a number is worth nothing."""
     results: dict[str, Result] = {}
     for name, timing in timings.items():
@@ -199,7 +218,8 @@ def results_of(timings: dict[str, Timing], errors: dict[str, float], same: dict[
         if rmse is not None and not math.isfinite(rmse):
             results[name] = Failed(error=f"wrong result: its relative RMSE against float64 is {rmse}")
         else:
-            results[name] = Measured(**timing.model_dump(), relative_rmse=rmse, same_bits=same.get(name))
+            found = {"behind": behind.get(name), "relative_rmse": rmse, "same_bits": same.get(name)}
+            results[name] = Measured(**timing.model_dump(), **found)
     return results
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from etap_backend.lab.bench.kernels import Call, Inputs, Planned, SparseInputs, to_fp8
+from etap_backend.lab.bench.kernels import Call, Inputs, Planned, SparseInputs, V4Inputs, to_fp8
 from etap_backend.limits import LATENT_DIM, ROPE_DIM
 
 FLASHMLA_PAGE_SIZE = 64
@@ -175,6 +175,47 @@ def flashmla_sparse_fp8(inputs: SparseInputs, *, pad: bool = True, module: str =
             softmax_scale=inputs.softmax_scale,
         )
         return out[0, :, :heads]
+
+    plan()
+    return Planned(call, plan)
+
+
+def flashmla_v4(inputs: V4Inputs, *, module: str = FLASHMLA) -> Planned:
+    """As vLLM 0.33 calls it: queries that lie padded to 64 heads already, in the memory that the engine's operator
+    before the call wrote them to; sinks of -inf behind the rank's heads; counts beside both lists."""
+    theirs = importlib.import_module(module)
+    tokens, heads, _ = inputs.q.shape
+    padded = 64 if heads <= 64 else 128
+    q = torch.nn.functional.pad(inputs.q, (0, 0, 0, padded - heads)).unsqueeze(1)
+    sinks = torch.nn.functional.pad(inputs.sinks, (0, padded - heads), value=-math.inf)
+    counts = inputs.counts(inputs.window)
+    extra_counts = inputs.counts(inputs.extra) if inputs.extra else None
+    out = q.new_empty(tokens, 1, padded, LATENT_DIM)
+    metadata = None
+
+    def plan() -> None:
+        nonlocal metadata
+        metadata = theirs.get_mla_metadata()[0]  # filled by the first call, which comes before the timed ones
+
+    def call(cache: Tensor, indices: Tensor, extra_cache: Tensor | None, extra_indices: Tensor | None) -> Tensor:
+        theirs.flash_mla_with_kvcache(
+            q=q,
+            k_cache=cache.unsqueeze(-2),
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=LATENT_DIM,
+            tile_scheduler_metadata=metadata,
+            softmax_scale=inputs.softmax_scale,
+            is_fp8_kvcache=True,
+            indices=indices.unsqueeze(1),
+            topk_length=counts,
+            attn_sink=sinks,
+            extra_k_cache=None if extra_cache is None else extra_cache.unsqueeze(-2),
+            extra_indices_in_kvcache=None if extra_indices is None else extra_indices.unsqueeze(1),
+            extra_topk_length=extra_counts,
+            out=out,
+        )
+        return out[:, 0, :heads]
 
     plan()
     return Planned(call, plan)
