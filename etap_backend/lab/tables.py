@@ -21,7 +21,7 @@ from typing import Annotated
 
 import typer
 
-from etap_backend.lab import ages, results
+from etap_backend.lab import ages, outcomes, results
 from etap_backend.lab.bench import plots, report
 from etap_backend.lab.bench import rows as bench_rows
 from etap_backend.lab.e2e import report as e2e_report
@@ -46,31 +46,19 @@ WHOLE = {"bench": "bench", "bench-sparse": "bench", "e2e": "e2e", "estimate": "e
 SWEPT = 200  # rows: the page of a file with more has them by query rows
 
 
-def _claim(path: Path) -> tuple[str, str, str]:
-    """What a check's result says: what was checked, what came out, and where. Raises ValueError when it does not."""
-    content = results.read_json(path)
-    wanted = ("what", "outcome", "gpu", "date", "commit")
-    if missing := [key for key in wanted if not isinstance(content, dict) or not content.get(key)]:
-        raise ValueError(f"{path}: wanted what every check's result says, got none of {', '.join(missing)}")
-    versions = content.get("versions", {})
-    engines = [f"{name} {versions[name]}" for name in ("vllm", "sglang") if versions.get(name)]
-    seen = ", ".join([content["gpu"], *engines, f"commit {content['commit']}", content["date"][:10]])
-    return content["what"], content["outcome"], seen
-
-
 def claims(folder: Path, beginning: str) -> str:
     """A table of the checks whose files' names begin so, or of all."""
     lines = ["| check | outcome | seen on |", "|---|---|---|"]
     for path in sorted(folder.glob("*.json" if beginning == "all" else f"{beginning}*.json")):
         if kind_of(results.read_json(path)) is None:
-            what, outcome, seen = _claim(path)
+            what, outcome, seen = outcomes.read(path)
             lines.append(f"| {what} ([file](../results/{path.name})) | {outcome} | {seen} |")
     return "\n".join(lines) if len(lines) > 2 else NOT_YET
 
 
 def claim(path: Path) -> str:
     """A check's outcome as a sentence."""
-    what, outcome, seen = _claim(path)
+    what, outcome, seen = outcomes.read(path)
     return f"{what}: {outcome} ({seen}; [file](../results/{path.name}))."
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from etap_backend import reference
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, Runner, build
-from etap_backend.lab.checks.compare import (
+from support.cases import SOFTMAX_SCALE, Case, Runner, build
+from support.compare import (
     FP8_MATH_COSINE_ALIKE,
     cosine_difference,
     half_ulp,

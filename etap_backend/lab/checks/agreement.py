@@ -1,13 +1,19 @@
-"""Requests that two servers get, how far their answers agree, and what speaks against ours.
+"""Requests to any model, how far two servers' log-probabilities agree, and what speaks against ours.
 
-Concurrent requests of mixed length go to both. What is forced compares at all its steps; what decodes greedily compares
-up to the first step at which the two choose differently. Two yardsticks come from the reference's server:
+Concurrent requests of mixed length go to every server. What is forced (every second request, where the engine can be
+made to answer given tokens) compares at all its steps; what decodes greedily compares up to the first step at which the
+two choose differently. Each server answers all of them together, again over what its prefix cache holds, a few at a
+time, and at last next turns: prompts of 2 to 300 tokens over a cached prefix, one at a time, so that each is a step of
+its own, of which up to 128 tokens go through the backends' decode kernels. Two yardsticks come from the reference:
 
-- noise: the same requests again, few at a time. Batches of other sizes take other GEMM and split-KV kernels, and each
+- noise: the same requests a few at a time. Batches of other sizes take other GEMM and split-KV kernels, and each
   rounding to bfloat16 that turns out differently spreads through the layers. That is no fault, and no attention kernel
   can be told apart below it.
 - control: requests again with the first three quarters of their prompts replaced. If that moved nothing, attention
   would not matter here and agreement would prove nothing.
+
+Over an FP8 cache most backends round queries and probabilities to e4m3, as ETAP does with FP8 math alone, so noise is
+no bound to differences between the two ways; it is none to eager mode either, which rounds elsewhere.
 """
 
 from __future__ import annotations
@@ -15,11 +21,16 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
-from etap_backend.lab.serving.client import FailedRequest
-from etap_backend.lab.serving.engines import Answer, Engine
+from rich.table import Table
+
+from etap_backend.lab.checks.asked import Asked, Variant
+from etap_backend.lab.serving import client
+from etap_backend.lab.serving.client import Deadline, Failed, FailedRequest
+from etap_backend.lab.serving.engines import PAGE_TOKENS, Answer, Engine, Serving
+from etap_backend.lab.serving.servers import Served
 
 PROMPT_TOKENS = range(1000, 4000)  # in the vocabulary of every model, and no special token of any
 EDGE_LENGTHS = (10, 63, 64, 65, 127, 128, 129, 4000)  # around one and two pages of the KV cache
@@ -30,6 +41,14 @@ CONTROL_MEDIAN = 1 / 50  # of the control's median, where batching changes next 
 CONTROL_REQUEST = 1 / 8  # of the control's median, for the median of a single request, which scatters more
 MOST_REQUEST = 1 / 2  # of the control's median, for a single request where the noise's own scatter allows more
 REQUEST_STEPS = 8  # fewer steps have no median to speak of
+FEW = 8  # requests at a time in the second reading
+LONG_PROMPT = 128  # tokens of a prompt whose beginning matters
+CONTEXT = 4096 + 1024
+CHUNK_TOKENS = 2048  # of a step's prefill in SGLang, so that longer prompts take several
+CACHED_SHARE = 0.9  # of the whole pages of prompts that were just asked, which the prefix cache must have
+TURN_TOKENS = (0, 2, 3, 4, 17, 37, 63, 64, 100, 127, 128, 129, 300)  # new tokens of turns; the first fill the cache
+TURN_PREFIX = 2048  # tokens before them: whole pages, so that all are cached and no more
+KEEPS_QUERIES = "TRITON_MLA"  # over an FP8 cache, where others round them to e4m3
 TIE_NOISE, TIE_CONTROL = 15, 1 / 10  # two tokens this close may change places: in noise medians, of the control's
 
 
@@ -94,6 +113,17 @@ def with_another_beginning(request: Request, seed: int = 1) -> Request:
     )
 
 
+def make_turns(seed: int = 2) -> list[Request]:
+    """What two users go on with by turns after prefixes of their own: one's answers are forced, the other's greedy."""
+    rng = random.Random(seed)
+    prefixes = [rng.choices(PROMPT_TOKENS, k=TURN_PREFIX) for _ in range(2)]
+    return [
+        Request(prefix + rng.choices(PROMPT_TOKENS, k=tokens), 16, rng.choice(PROMPT_TOKENS) if index else None)
+        for tokens in TURN_TOKENS
+        for index, prefix in enumerate(prefixes)
+    ]
+
+
 def must_be_finite(engine: Engine, reply: dict) -> None:
     """Raises FailedRequest when a log-probability of a reply, or of a part of one, is none."""
     for value in engine.logprobs_in(reply):
@@ -152,3 +182,192 @@ def objections(ours: Agreement, noise: Agreement, control: Agreement, *, eager: 
             f"{', '.join(wrong[:8])}"
         )
     return found
+
+
+def rounds_otherwise(ours: Variant, reference: Variant) -> bool:
+    """Whether the two round queries and probabilities elsewhere, which differs more than noise."""
+    caches = {ours.cache, reference.cache}
+    same = caches == {"auto"} or (len(caches) == 1 and not ours.fp8_math and reference.backend == KEEPS_QUERIES)
+    return ours.eager or not same
+
+
+def ran_in_graphs(engine: Engine, log: str) -> bool | None:
+    """Whether decode ran in CUDA graphs, from the log's beginning or from its steps; None where it had no step."""
+    if (said := engine.in_full_graphs(log)) is not None:
+        return said
+    steps = [line for line in log.splitlines() if "Decode batch" in line and "cuda graph: " in line]
+    return any("cuda graph: True" in line for line in steps) if steps else None
+
+
+def first_token_moved(result: dict, answer: Answer) -> Answer:
+    """An answer's first token with the log-probability that another context gives it in SGLang."""
+    ((logprob, token, *_),) = result["meta_info"]["output_token_ids_logprobs"][0]
+    if token != answer.tokens[0]:
+        raise Failed(f"wanted the log-probability of token {answer.tokens[0]}, got that of {token}")
+    return Answer([token], [float(logprob)], [0.0])
+
+
+def tokens_a_verification(replies: list[dict], requests: list[Request]) -> float | None:
+    """Of SGLang's drafting servers, from their replies; None where these do not say it."""
+    verified = sum(reply.get("meta_info", {}).get("spec_verify_ct", 0) for reply in replies)
+    return sum(request.new_tokens for request in requests) / verified if verified else None
+
+
+@dataclass
+class MixedRequests:
+    """Requests of mixed length to any MLA model, with room for all of them."""
+
+    model: str
+    count: int
+    about: dict = field(default_factory=dict)
+
+    def serving(self, asked: Asked, variant: Variant, mode: str) -> Serving:
+        return asked.serving(self.model, mode, variant, self.count, CONTEXT)
+
+    def flags(self, asked: Asked, variant: Variant, mode: str) -> list[str]:
+        sglang = ("--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK_TOKENS), "--decode-log-interval", "1")
+        return [*(sglang if asked.engine.name == "sglang" else ()), *asked.forcing(mode)]
+
+    def requests(self, forces: bool, turns: bool = False) -> list[Request]:
+        made = make_turns() if turns else make_requests(self.count)
+        return made if forces else [replace(request, forced=None) for request in made]
+
+    def ask(self, server: Served, asked: Asked, mode: str, reference: Callable | None, deadline: Deadline) -> dict:
+        """Answers by stage. Raises Failed where a stage did not run as it should."""
+        forces = bool(asked.forcing(mode))
+        requests, turns = self.requests(forces), self.requests(forces, turns=True)
+
+        def answers(asked_for: list[Request], concurrency: int, salt: str) -> list[Answer]:
+            return _parsed(server, _replies(server, asked_for, concurrency, salt, deadline), asked_for)
+
+        with client.watching(server.url, server.engine.running) as most_running:
+            replies = _replies(server, requests, len(requests), "together", deadline)
+        server.about["most_running_at_once"] = most_running()
+        stages = {"together": _parsed(server, replies, requests)}
+        if mode != "plain" and server.engine.name == "sglang":
+            made = server.about["tokens_a_verification"] = tokens_a_verification(replies, requests)
+            if not made or made <= 1:
+                raise Failed(f"drafts: wanted more than 1 token a verification, got {made}")
+        stages["again"] = self._again(server, lambda: answers(requests, len(requests), "together"), requests)
+        if not forces and server.engine.name == "sglang":
+            client.post(f"{server.url}/flush_cache")
+        stages["few"] = answers(requests, FEW, "few")
+        stages["control"] = self._control(server, requests, stages["together"], forces, deadline)
+        stages["turns"] = answers(turns, 1, "turns")
+        graphs = ran_in_graphs(server.engine, server.text())
+        if mode == "plain" and graphs is (server.engine.eager in server.about["command"].split()):
+            raise Failed(f"CUDA graphs: wanted {not graphs}, the log says {graphs}")
+        return {stage: {"requests": made} for stage, made in stages.items()}
+
+    @staticmethod
+    def _again(server: Served, ask: Callable, requests: list[Request]) -> list[Answer]:
+        """The same once more; what the prefix cache had of the prompts must be nearly all of their whole pages."""
+        found = server.engine.counters["prefix tokens found"]
+        before = server.metrics().get(found, 0.0)
+        answers = ask()
+        had = server.metrics().get(found, 0.0) - before
+        # The last page of a prompt is computed again, and so is one that only just fills a page.
+        wanted = sum((len(request.prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS for request in requests)
+        server.about.update(tokens_cached=had, tokens_cached_wanted=wanted)
+        if had < CACHED_SHARE * wanted:
+            raise Failed(f"prefix cache: wanted {wanted} tokens of the prompts, got {had:.0f}")
+        return answers
+
+    @staticmethod
+    def _control(server: Served, requests: list, together: list[Answer], forces: bool, deadline: Deadline) -> list:
+        """What long requests answer behind another beginning: the same forced tokens, or the first token's share."""
+        pairs = [p for p in zip(requests, together, strict=True) if len(p[0].prompt) >= LONG_PROMPT]
+        if forces:
+            changed = [with_another_beginning(r) if r.forced is not None else None for r, _ in pairs]
+            changed = [request for request in changed if request]
+            return _parsed(server, _replies(server, changed, len(changed), "control", deadline), changed)
+        if server.engine.name != "sglang":
+            return []
+        changed = [replace(with_another_beginning(request), new_tokens=1) for request, _ in pairs]
+        bodies = [
+            server.engine.body(r.prompt, 1, logprobs=2) | {"token_ids_logprob": [answer.tokens[0]]}
+            for r, (_, answer) in zip(changed, pairs, strict=True)
+        ]
+        replies = server.ask(bodies, len(bodies), deadline.left(300, "requests"))
+        return [first_token_moved(reply, answer) for reply, (_, answer) in zip(replies, pairs, strict=True)]
+
+    def _moved(self, record: dict, forces: bool) -> Agreement | None:
+        """How far another context moved the log-probabilities of one server."""
+        control = record["stages"]["control"]["requests"]
+        pairs = zip(self.requests(forces), record["stages"]["together"]["requests"], strict=True)
+        before = [a for r, a in pairs if len(r.prompt) >= LONG_PROMPT and (r.forced is not None or not forces)]
+        steps = [
+            [abs(a - b) for a, b in zip(new.logprobs, old.logprobs, strict=False)]
+            for new, old in zip(control, before, strict=False)
+        ]
+        return Agreement(steps) if steps else None
+
+    def judged(self, records: dict, backends: list[str], asked: Asked) -> tuple[dict, list[str]]:
+        """What a results file says of all servers, and what speaks against ETAP."""
+        servers = {" ".join(key): {k: v for k, v in one.items() if k != "stages"} for key, one in records.items()}
+        document, failures, reference = {"servers": servers, "yardsticks": {}, "agreement": {}}, [], backends[0]
+        for mode in dict.fromkeys(mode for _, mode in records):
+            known = records.get((reference, mode))
+            source = mode if known and known["stages"]["control"]["requests"] else "plain"
+            control = (reference, source) in records and self._moved(
+                records[reference, source], bool(asked.forcing(source))
+            )
+            if not known or not control:
+                failures.append(f"{mode}: {reference} did not answer, so there is nothing to compare with")
+                continue
+            noise = agreement(known["stages"]["few"]["requests"], known["stages"]["together"]["requests"])
+            document["yardsticks"][mode] = {"noise": noise.summary(), "control": control.summary()}
+            for backend in (name for name, its_mode in records if its_mode == mode and name != reference):
+                for stage, result in _agreements(records[backend, mode], known).items():
+                    ours = Variant.parse(backend)
+                    loose = rounds_otherwise(ours, Variant.parse(reference))
+                    against = objections(result, noise, control, eager=loose)
+                    case = f"{backend} {mode}, {stage}"
+                    document["agreement"][case] = result.summary() | {
+                        "objections": against,
+                        "equal_answers": len(result.differences) - len(result.parted),
+                        "requests": len(result.differences),
+                    }
+                    failures += [f"{case}: {reason}" for reason in against] if ours.is_etap else []
+        return document, failures
+
+    @staticmethod
+    def tables(document: dict) -> list[Table]:
+        table = Table("nats between", "equal", "steps", "median", "p99", "max", "worst request", "parted up to")
+        yardsticks = {f"{mode}, {what}": row for mode, of in document["yardsticks"].items() for what, row in of.items()}
+        for name, row in (yardsticks | document["agreement"]).items():
+            equal = f"{row['equal_answers']} of {row['requests']}" if "requests" in row else ""
+            numbers = (f"{row[key]:.4f}" for key in ("median", "p99", "max", "largest_median_of_a_request"))
+            gap = row["largest_gap_parted"]
+            table.add_row(name, equal, str(row["steps"]), *numbers, "" if gap is None else f"{gap:.3f}")
+        return [table]
+
+
+def _replies(server: Served, requests: list[Request], concurrency: int, salt: str, deadline: Deadline) -> list[dict]:
+    """Replies to all requests; another salt finds nothing in the prefix cache, where the engine has salts."""
+    bodies = [
+        server.engine.body(
+            *(r.prompt, r.new_tokens),
+            logprobs=2,
+            forced=None if r.forced is None else [r.forced] * r.new_tokens,
+            salt=salt,
+        )
+        for r in requests
+    ]
+    return server.ask(bodies, concurrency, deadline.left(300, "requests"))
+
+
+def _parsed(server: Served, replies: list[dict], requests: list[Request]) -> list[Answer]:
+    return [
+        answer_in(server.engine, reply, r.new_tokens, None if r.forced is None else [r.forced] * r.new_tokens)
+        for reply, r in zip(replies, requests, strict=True)
+    ]
+
+
+def _agreements(record: dict, reference: dict) -> dict[str, Agreement]:
+    """By stage; what was asked together, again and few at a time is all compared with what was answered together."""
+    others = {stage: "turns" if stage == "turns" else "together" for stage in ("together", "again", "few", "turns")}
+    return {
+        stage: agreement(record["stages"][stage]["requests"], reference["stages"][other]["requests"])
+        for stage, other in others.items()
+    }
