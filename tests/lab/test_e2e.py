@@ -28,11 +28,12 @@ from typer.testing import CliRunner
 
 import etap_backend
 from etap_backend.lab import configs
-from etap_backend.lab.e2e import command, model, profiling, report, rows
-from etap_backend.lab.e2e import run as running
-from etap_backend.lab.e2e.rows import Document, Measured, Reading, Skipped
-from etap_backend.lab.e2e.run import Run
+from etap_backend.lab.e2e import command, model, profiling, report
+from etap_backend.lab.e2e import results_file as rows
+from etap_backend.lab.e2e import turns as running
+from etap_backend.lab.e2e.results_file import Document, Measured, Reading, Skipped
 from etap_backend.lab.e2e.scenario import Case, EngineScenario, Point, Scenario, Turn, cases_of, read_scenario, turns_of
+from etap_backend.lab.e2e.turns import Run
 from etap_backend.lab.serving.engines import ENGINES, Engine, Serving
 from etap_backend.lab.stopping import Stopped
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from etap_backend.lab.e2e import report, rows
-from etap_backend.lab.e2e.rows import Document, Failed, Measured, Profile, Reading, Skipped
+from etap_backend.lab.e2e import report
+from etap_backend.lab.e2e import results_file as rows
+from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Profile, Reading, Skipped
 
 RESULTS = Path(__file__).parents[2] / "results"
 ABOUT = {

@@ -12,13 +12,19 @@ from typer.testing import CliRunner
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.bench.rows import Document, Measured
-from etap_backend.lab.e2e.rows import EVEN_ROUTING
-from etap_backend.lab.e2e.rows import Document as Served
-from etap_backend.lab.e2e.rows import read as read_served
-from etap_backend.lab.plan import estimate_command
-from etap_backend.lab.plan.estimate import call_on, estimate
+from etap_backend.lab.e2e.results_file import EVEN_ROUTING
+from etap_backend.lab.e2e.results_file import Document as Served
+from etap_backend.lab.e2e.results_file import read as read_served
+from etap_backend.lab.estimate import command as estimate_command
+from etap_backend.lab.estimate.carry_over import (
+    call_on,
+    estimate,
+    experts_read,
+    measured_call,
+    servers_of,
+    step_ms,
+)
 from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
-from etap_backend.lab.plan.served import experts_read, measured_call, servers_of, step_ms
 from etap_backend.lab.plan.step import make_plan
 
 RESULTS = Path(__file__).parents[2] / "results"

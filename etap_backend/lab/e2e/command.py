@@ -23,10 +23,10 @@ import etap_backend
 from etap_backend import _library
 from etap_backend.lab import gpus as driver
 from etap_backend.lab import results
-from etap_backend.lab.e2e import report, rows
+from etap_backend.lab.e2e import report
+from etap_backend.lab.e2e import results_file as rows
 from etap_backend.lab.e2e.model import Prepared, parse_changes, prepare_model, serving_of, small_model
-from etap_backend.lab.e2e.rows import Document, Layout
-from etap_backend.lab.e2e.run import Run
+from etap_backend.lab.e2e.results_file import Document, Layout
 from etap_backend.lab.e2e.scenario import (
     Case,
     EngineName,
@@ -40,6 +40,7 @@ from etap_backend.lab.e2e.scenario import (
     read_scenario,
     turns_of,
 )
+from etap_backend.lab.e2e.turns import Run
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.serving.engines import ENGINES, Engine, Serving
 from etap_backend.lab.stopping import Stopped, stopping

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from etap_backend.lab import results as files
-from etap_backend.lab.e2e.rows import Document, Failed, Measured, Skipped, at_equal_host_speed, joined, read
+from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Skipped, at_equal_host_speed, joined, read
 from etap_backend.lab.provenance import without_note
 from etap_backend.lab.serving.engines import ENGINES
 from etap_backend.lab.units import in_k
