@@ -10,6 +10,14 @@ SCALE_DIM = 128
 SCALES = LATENT_DIM // SCALE_DIM
 SPARSE_FP8_BYTES = LATENT_DIM + 4 * SCALES
 """Of a row of a sparse FP8 cache before its rope part, if it has one: 512 elements in e4m3 and 4 float32 scales."""
+V4_NOPE_DIM = LATENT_DIM - ROPE_DIM
+V4_SCALE_DIM = 64
+"""Columns of a row of DeepSeek-V4's cache that share a power of two; the last 64 of its 512 columns have none."""
+V4_SCALES = V4_NOPE_DIM // V4_SCALE_DIM
+V4_DATA_BYTES = V4_NOPE_DIM + 2 * ROPE_DIM
+"""Of a row: 448 elements in e4m3 and 64 in bfloat16."""
+V4_ROW_BYTES = V4_DATA_BYTES + 8
+"""Of a row with its scales, which lie behind the data of all rows of its page: 7 powers of two and a byte of none."""
 TILE_TOKENS = 64
 WORK_RANGE_FIELDS = 8
 COMPUTE_CAPABILITY = (9, 0)

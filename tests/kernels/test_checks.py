@@ -167,8 +167,10 @@ def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
     """The valid sparse call in the order of the compiled `sparse_decode`, with some of it replaced."""
     call = sparse_refusals.valid_call(device) | {"workspace": torch.zeros(10**6, device=device), "partitions": 8}
     call["empty_lse"] = -math.inf
-    names = "q q_rope kv_cache indices block_table request_ids valid_counts sinks workspace out lse softmax_scale"
-    return [{**call, **spoiled}[name] for name in (*names.split(), "partitions", "empty_lse")]
+    lists = "kv_cache indices block_table request_ids valid_counts"
+    extra = "extra_kv_cache extra_indices extra_block_table extra_valid_counts"
+    names = f"q q_rope {lists} {extra} sinks workspace out lse softmax_scale partitions empty_lse"
+    return [{**call, **spoiled}[name] for name in names.split()]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -2,8 +2,9 @@
 
 Whatever a call must not read is poison: NaN and infinities in every cache row that no valid entry names, those that
 entries behind a token's valid count name among them, between rows and pages too; wild pages in the block-table entries
-that no valid entry needs; NaN and infinities beside the queries. Shapes follow from a case without its seed, so that a
-graph that was recorded with one case may be replayed with another.
+that no valid entry needs; NaN and infinities beside the queries; NaN in the scales of V4's rows that no entry names and
+behind a page's last. What lies between the rows of a sliced output must stay. Shapes follow from a case without its
+seed, so that a graph that was recorded with one case may be replayed with another.
 """
 
 from __future__ import annotations
@@ -14,7 +15,16 @@ from dataclasses import dataclass, replace
 import torch
 
 from etap_backend import sparse_mla_decode, sparse_workspace_floats
-from etap_backend.limits import SCALE_DIM, SCALES, SPARSE_FP8_BYTES
+from etap_backend.limits import (
+    SCALE_DIM,
+    SCALES,
+    SPARSE_FP8_BYTES,
+    V4_DATA_BYTES,
+    V4_NOPE_DIM,
+    V4_ROW_BYTES,
+    V4_SCALE_DIM,
+    V4_SCALES,
+)
 from etap_backend.sparse import device_sms
 from support.cases import (
     ALIGNED_LAWS,
@@ -30,17 +40,21 @@ from support.cases import (
     poison,
 )
 
-CACHES = ("bf16", "fp8", "fp8 as e4m3")
+CACHES = ("bf16", "fp8", "fp8 as e4m3", "v4", "v4 as e4m3")
 HOLES = ("none", "tail", "anywhere", "wild", "all")
 COUNTS = ("none", "drawn")
 SINKS = ("none", "drawn", "infinite")
 Q_LAYOUTS = ("packed", "strided", "split", "expanded")
 SCALE_LAWS = ("fitted", "powers", "zeros", "tiny", "huge", "mixed")
 CACHE_LAYOUTS = ("dense", "gapped", "rows apart", "headed")
+OUT_LAYOUTS = ("dense", "sliced")
 WILD_ENTRIES = (-1, -7, -(2**31), 2**31 - 1, 2**31 - 65)
 WILD_PAGES = (-1, -7, -(2**31), 2**31 - 1, 1 << 20)
 TABLE_TAIL = 2  # entries behind a request's pages in the block table, all of them wild
 FAR_PAGES_BYTES = 2**27  # from one page to the next where pages are far apart
+V4_PAGE_MULTIPLE = 576  # engines pad V4's pages so
+V4_APART_BYTES = 2**20  # from one of V4's pages to the next where an engine lays the pages of all layers side by side
+SINKS_BEHIND = 2  # that no head has
 
 
 @dataclass(frozen=True)
@@ -50,31 +64,52 @@ class SparseCase:
     tokens: int
     heads: int = 16
     top_k: int = 128
-    cache: str = "bf16"  # or FP8 rows, as uint8 (fp8) or as float8_e4m3fn
+    cache: str = "bf16"  # or FP8 rows, V3.2's (fp8) or V4's, as uint8 or as float8_e4m3fn
     page_size: int = 64
     law: str = "normal"
-    scales: str = "fitted"  # of FP8 rows: amax / 448, that rounded up to powers of two, ..., all of these in a row
+    scales: str = (
+        "fitted"  # of FP8 rows: amax / 448, that rounded up to powers of two (V4: so always), ..., all of these
+    )
     holes: str = "none"  # entries that name nothing: at the end, anywhere, of every wild kind, all of some tokens
     counts: str = "none"  # valid counts from below 0 to above top_k
     sinks: str = "none"  # infinite: some +inf, some -inf, some numbers
     repeats: bool = False  # rows are named many times
     requests: int = 0  # entries are positions in so many requests; 0: rows of the cache
     q_layout: str = "packed"  # strided (a window of a wider buffer), split (latent transposed, rope a window), expanded
-    cache_layout: str = "dense"  # gapped (pages apart), rows apart, headed (4-D: [pages, page_size, 1, ...])
+    # gapped (pages apart), rows apart (V4: pages 2^20 bytes apart), headed (4-D: [pages, page_size, 1, ...])
+    cache_layout: str = "dense"
     pool_pages: int = 0  # pages of the cache, at least; more than needed puts the used ones at its two ends
     far_pages: bool = False  # pages 2^27 bytes apart, so that a few of them reach beyond 2^31 bytes and elements
     num_sms: int | None = None
     seed: int = 0
-    rope: bool = True  # of queries and rows
+    rope: bool = True  # of queries and rows behind their latent part, which V4's have not
+    extra: int | None = None  # entries of a second list, None: no second cache
+    extra_page_size: int = 64
+    extra_requests: int = 0  # as requests, of the second list
+    out_layout: str = "dense"  # sliced (a window of a wider buffer)
 
     @property
     def fp8(self) -> bool:
         return self.cache != "bf16"
 
     @property
+    def v4(self) -> bool:
+        return self.cache.startswith("v4")
+
+    @property
     def width(self) -> int:
         """Columns of queries and of what rows stand for."""
-        return HEAD_DIM if self.rope else LATENT
+        return HEAD_DIM if self.rope and not self.v4 else LATENT
+
+    @property
+    def scaled_columns(self) -> int:
+        """Of a row's first columns those that have scales, where it has some."""
+        return V4_NOPE_DIM if self.v4 else LATENT
+
+    def of_extra(self) -> SparseCase:
+        """One whose only list is this one's second."""
+        second = {"top_k": self.extra, "page_size": self.extra_page_size, "requests": self.extra_requests}
+        return replace(self, **second, extra=None, seed=self.seed + 7919)
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -83,6 +118,8 @@ class SparseCase:
     @property
     def row_width(self) -> int:
         """Elements of a stored row, bytes of an FP8 one."""
+        if self.v4:
+            return V4_ROW_BYTES
         return SPARSE_FP8_BYTES + 2 * (self.width - LATENT) if self.fp8 else self.width
 
     @property
@@ -114,42 +151,67 @@ class SparseProblem:
     block_table: torch.Tensor | None
     request_ids: torch.Tensor | None
     valid_counts: torch.Tensor | None
-    sinks: torch.Tensor | None
+    sinks: torch.Tensor | None  # more than heads, NaN behind them
+    extra_kv_cache: torch.Tensor | None = None
+    extra_indices: torch.Tensor | None = None
+    extra_meant: torch.Tensor | None = None
+    extra_block_table: torch.Tensor | None = None
+    extra_valid_counts: torch.Tensor | None = None
 
     def lists(self) -> dict:
         """What says which rows a token attends to, as the reference takes it beside the cache."""
         names = ("indices", "block_table", "request_ids", "valid_counts")
-        return {name: getattr(self, name) for name in names}
+        extra = ("extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts")
+        return {name: getattr(self, name) for name in (*names, *extra)}
+
+    def caches(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """The caches, each with the rows of it that entries name."""
+        first = (self.kv_cache, self.meant)
+        return [first] if self.extra_kv_cache is None else [first, (self.extra_kv_cache, self.extra_meant)]
 
 
 def build(case: SparseCase, device: str) -> SparseProblem:
     """The same tensors for the same case and device, always."""
     host = torch.Generator().manual_seed(case.seed)
-    table, named, unnamed, slots = _pool(case, host)
-    request_ids = torch.randint(max(1, case.requests), (case.tokens,), generator=host)
-    lists = _Lists(case, named[request_ids], unnamed[request_ids], slots[request_ids], host)
-    lists.fill()
-    if case.requests and case.holes in ("wild", "all"):
+    cases = [case] if case.extra is None else [case, case.of_extra()]
+    requests = max(one.requests for one in cases)
+    request_ids = torch.randint(max(1, requests), (case.tokens,), generator=host)
+    if requests and case.holes in ("wild", "all"):
         lost = torch.rand(case.tokens, generator=host) < 0.1
-        request_ids[lost] = torch.tensor([-1, case.requests, 2**31 - 1]).repeat(case.tokens)[: int(lost.sum())]
-        lists.meant[lost] = -1
+        request_ids[lost] = torch.tensor([-1, requests, 2**31 - 1]).repeat(case.tokens)[: int(lost.sum())]
     q = _queries(case, device)
-    cache = _cache(case, lists, q, device)
+    built = [_list(one, request_ids, _direction(case, device), device) for one in cases]
     sinks = _sinks(case, host)
-    entries = torch.full((case.tokens, case.top_k + 5), 3, dtype=torch.int32)
-    entries[:, : case.top_k] = lists.entries
-    by_position = case.requests > 0
     return SparseProblem(
         case,
         q,
         *_call_queries(q, case.q_layout),
-        cache,
+        *built[0][:4],
+        request_ids.int().to(device) if requests else None,
+        built[0][4],
+        None if sinks is None else sinks.to(device),
+        *(built[1] if len(built) > 1 else ()),
+    )
+
+
+def _list(case: SparseCase, request_ids: torch.Tensor, direction: torch.Tensor, device: str) -> tuple:
+    """The cache, entries, rows that they mean, block table and valid counts of a case's only list."""
+    host = torch.Generator().manual_seed(case.seed)
+    table, named, unnamed, slots = _pool(case, host)
+    known = (request_ids >= 0) & (request_ids < case.requests)
+    of_token = torch.where(known, request_ids, 0)
+    lists = _Lists(case, named[of_token], unnamed[of_token], slots[of_token], host)
+    lists.fill()
+    if case.requests:
+        lists.meant[~known] = -1
+    entries = torch.full((case.tokens, case.top_k + 5), 3, dtype=torch.int32)
+    entries[:, : case.top_k] = lists.entries
+    return (
+        _cache(case, lists, direction, device),
         entries.to(device)[:, : case.top_k],
         lists.meant.to(device),
-        table.int().to(device)[:, :-1] if by_position else None,
-        request_ids.int().to(device) if by_position else None,
+        table.int().to(device)[:, :-1] if case.requests else None,
         None if lists.counts is None else lists.counts.int().to(device),
-        None if sinks is None else sinks.to(device),
     )
 
 
@@ -233,7 +295,7 @@ def _queries(case: SparseCase, device: str) -> torch.Tensor:
     if case.q_layout == "expanded":
         q = q[:1, :1].repeat(case.tokens, case.heads, 1)[: case.tokens]
     # Rows whose scales are all tiny or huge have scores of the usual size for such queries.
-    q[..., :LATENT] *= {"tiny": 1e30, "huge": 1e-30}.get(case.scales, 1.0) if case.fp8 else 1.0
+    q[..., : case.scaled_columns] *= {"tiny": 1e30, "huge": 1e-30}.get(case.scales, 1.0) if case.fp8 else 1.0
     return q.bfloat16()
 
 
@@ -252,15 +314,33 @@ def _call_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Ten
 def _sinks(case: SparseCase, host: torch.Generator) -> torch.Tensor | None:
     if case.sinks == "none":
         return None
-    sinks = 3 * torch.randn(case.heads, generator=host) + math.log(case.top_k)
+    sinks = 3 * torch.randn(case.heads + SINKS_BEHIND, generator=host) + math.log(max(1, case.top_k))
     if case.sinks == "infinite":
-        kind = torch.rand(case.heads, generator=host)
+        kind = torch.rand(len(sinks), generator=host)
         sinks = sinks.masked_fill(kind < 0.3, torch.inf).masked_fill(kind > 0.7, -torch.inf)
+    sinks[case.heads :] = torch.nan
     return sinks
 
 
-def _cache(case: SparseCase, lists: _Lists, q: torch.Tensor, device: str) -> torch.Tensor:
+def _cache(case: SparseCase, lists: _Lists, direction: torch.Tensor, device: str) -> torch.Tensor:
     """The cache with values in the rows that entries mean, and poison everywhere else."""
+    meant = lists.meant.flatten()
+    rows = meant[meant >= 0].unique()
+    values = _values(case, lists, rows, direction, device)
+    page, place = (rows // case.page_size).to(device), (rows % case.page_size).to(device)
+    if case.v4:
+        cache = _v4_pages(case, device)
+        _store_v4(cache, page, place, _v4_rows(case, values, device))
+    else:
+        cache = _poisoned_pages(case, device)
+        cache[page, place] = _fp8_rows(case, values, device) if case.fp8 else values.bfloat16()
+    if case.cache.endswith("as e4m3"):
+        cache = cache.view(FP8)
+    return cache.unsqueeze(2) if case.cache_layout == "headed" else cache
+
+
+def _poisoned_pages(case: SparseCase, device: str) -> torch.Tensor:
+    """Poison [pages, page_size, row] in the case's layout."""
     width, dtype = case.row_width, case.row_dtype
     if case.far_pages:
         step = FAR_PAGES_BYTES // dtype.itemsize
@@ -268,19 +348,35 @@ def _cache(case: SparseCase, lists: _Lists, q: torch.Tensor, device: str) -> tor
         cache = whole.as_strided((case.pages, case.page_size, width), (step, width, 1))
         for page in cache:
             _poison_rows(page)
-    else:
-        rows = case.page_size + (3 if case.cache_layout == "gapped" else 0)
-        beside = 16 if case.cache_layout == "rows apart" else 0
-        whole = torch.empty(case.pages, rows, width + beside, dtype=dtype, device=device)
-        cache = _poison_rows(whole)[:, : case.page_size, :width]
-    meant = lists.meant.flatten()
-    rows = meant[meant >= 0].unique()
-    values = _values(case, lists, rows, device)
-    stored = _fp8_rows(case, values, device) if case.fp8 else values.bfloat16()
-    cache[(rows // case.page_size).to(device), (rows % case.page_size).to(device)] = stored
-    if case.cache == "fp8 as e4m3":
-        cache = cache.view(FP8)
-    return cache.unsqueeze(2) if case.cache_layout == "headed" else cache
+        return cache
+    rows = case.page_size + (3 if case.cache_layout == "gapped" else 0)
+    beside = 16 if case.cache_layout == "rows apart" else 0
+    whole = torch.empty(case.pages, rows, width + beside, dtype=dtype, device=device)
+    return _poison_rows(whole)[:, : case.page_size, :width]
+
+
+def _v4_pages(case: SparseCase, device: str) -> torch.Tensor:
+    """Poison [pages, page_size, 584] as a tensor of V4's pages has it, which are padded, and apart in some layouts."""
+    padded = -(-case.page_size * V4_ROW_BYTES // V4_PAGE_MULTIPLE) * V4_PAGE_MULTIPLE
+    step = {"gapped": padded + 11 * 64, "rows apart": max(padded, V4_APART_BYTES)}.get(case.cache_layout, padded)
+    step = FAR_PAGES_BYTES if case.far_pages else step
+    whole = torch.empty((case.pages - 1) * step + padded, dtype=torch.uint8, device=device)
+    for page in whole.as_strided((case.pages, padded), (step, 1)):
+        page[: case.page_size * V4_DATA_BYTES] = 0xFF
+        page[1 : case.page_size * V4_DATA_BYTES : 2] = 0x7F
+        page[case.page_size * V4_DATA_BYTES :] = 0xFF
+    return whole.as_strided((case.pages, case.page_size, V4_ROW_BYTES), (step, V4_ROW_BYTES, 1))
+
+
+def _store_v4(cache: torch.Tensor, page: torch.Tensor, place: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write rows [n, 584], data and scales, to V4's pages."""
+    pages, page_size, _ = cache.shape
+    data_bytes, scale_bytes = page_size * V4_DATA_BYTES, V4_ROW_BYTES - V4_DATA_BYTES
+    whole = cache.as_strided((pages, page_size * V4_ROW_BYTES), (cache.stride(0), 1))
+    columns = (torch.arange(size, device=page.device) for size in (V4_DATA_BYTES, scale_bytes))
+    data, scales = (place[:, None] * len(each) + each for each in columns)
+    whole[page[:, None], data] = rows[:, :V4_DATA_BYTES]
+    whole[page[:, None], data_bytes + scales] = rows[:, V4_DATA_BYTES:]
 
 
 def _poison_rows(rows: torch.Tensor) -> torch.Tensor:
@@ -292,7 +388,7 @@ def _poison_rows(rows: torch.Tensor) -> torch.Tensor:
     return rows
 
 
-def _values(case: SparseCase, lists: _Lists, rows: torch.Tensor, device: str) -> torch.Tensor:
+def _values(case: SparseCase, lists: _Lists, rows: torch.Tensor, direction: torch.Tensor, device: str) -> torch.Tensor:
     """Float32 [rows, width]: what the named rows are to hold, up to rounding."""
     values = draw((len(rows), case.width), case.law, case.seed, "kv", device)
     if case.law not in ALIGNED_LAWS or not len(rows):
@@ -301,7 +397,6 @@ def _values(case: SparseCase, lists: _Lists, rows: torch.Tensor, device: str) ->
     place = torch.full((int(lists.slots.max()) + 1,), -1)
     place[lists.slots.gather(1, lists.named)] = torch.arange(case.context).expand(lists.named.shape)
     place = place[rows].to(device)[:, None]
-    direction = _direction(case, device)
     if case.law == "dominating":
         return torch.where(place == case.context // 2, direction, values)
     # Scores from about -48 to 48: the running maximum grows by much in every tile, or never after the first.
@@ -332,6 +427,44 @@ def _fp8_rows(case: SparseCase, values: torch.Tensor, device: str) -> torch.Tens
     return torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in stored], dim=1)
 
 
+def _v4_rows(case: SparseCase, values: torch.Tensor, device: str) -> torch.Tensor:
+    """Bytes [rows, 584], data and scales, of float32 values [rows, 512]."""
+    host = torch.Generator().manual_seed(case.seed + 1)
+    groups = values[:, :V4_NOPE_DIM].view(len(values), V4_SCALES, V4_SCALE_DIM)
+    powers = torch.log2(groups.abs().amax(dim=2).clamp(min=1e-30) / FP8_MAX).ceil()
+    kind = torch.rand(powers.shape, generator=host).to(device)
+    elements = (groups / torch.exp2(powers)[..., None]).clamp(-FP8_MAX, FP8_MAX)
+    if case.scales in ("tiny", "huge"):
+        powers = powers + (-100 if case.scales == "tiny" else 100)
+    elif case.scales in ("zeros", "mixed"):
+        # Nothing times the largest power is nothing; whatever times the least is next to nothing.
+        elements = elements.masked_fill((kind < 0.3)[..., None], 0.0)
+        powers = powers.masked_fill(kind < 0.15, 127).masked_fill((kind >= 0.15) & (kind < 0.3), -127)
+        if case.scales == "mixed":
+            powers = powers.masked_fill((kind >= 0.3) & (kind < 0.5), -127)
+            shift = torch.randint(-9, 10, powers.shape, generator=host).to(device)
+            powers = torch.where(kind > 0.7, powers + shift, powers)
+    unread = torch.full((len(values), 1), 0xFF, dtype=torch.uint8, device=device)
+    scales = (powers.clamp(-127, 127) + 127).to(torch.uint8)
+    stored = (elements.to(FP8), values[:, V4_NOPE_DIM:].bfloat16(), scales, unread)
+    return torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in stored], dim=1)
+
+
+class SlicedRows(Guarded):
+    """[tokens, heads, columns] as a window of a wider buffer, around which `check` finds everything as it was."""
+
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device):
+        tokens, heads, columns = shape
+        self.whole = torch.full((tokens + 1, heads + 3, columns + 16), 7.0, dtype=dtype, device=device)
+        self.tensor = self.whole[1:, 2 : heads + 2, 8 : columns + 8]
+        self.poison()
+
+    def check(self, name: str):
+        around = self.whole.clone()
+        around[1:, 2 : self.tensor.shape[1] + 2, 8 : self.tensor.shape[2] + 8] = 7
+        assert bool((around == 7).all()), f"{name}: bytes around it were written"
+
+
 class SparseRunner(GuardedCall):
     """Workspace and outputs of one problem."""
 
@@ -340,7 +473,8 @@ class SparseRunner(GuardedCall):
         case, device = problem.case, problem.q.device
         floats = sparse_workspace_floats(max(1, case.heads), case.fp8, case.num_sms or device_sms(device))
         self.workspace = Guarded((floats,), torch.float32, device)
-        self.out = Guarded((case.tokens, case.heads, LATENT), torch.bfloat16, device)
+        of_out = SlicedRows if case.out_layout == "sliced" else Guarded
+        self.out = of_out((case.tokens, case.heads, LATENT), torch.bfloat16, device)
         self.lse = Guarded((case.tokens, case.heads), torch.float32, device)
 
     def call(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -348,11 +482,18 @@ class SparseRunner(GuardedCall):
         return decode(self.problem, num_sms=self.problem.case.num_sms, **buffers)
 
 
+def _copy(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    """A copy; of caches with their strides, which V4's pages need."""
+    if not name.endswith("kv_cache"):
+        return tensor.clone()
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+
+
 class RecordedCall:
     """A CUDA graph of a problem's call, and replays of it with other problems of the same shapes."""
 
     def __init__(self, problem: SparseProblem):
-        tensors = {name: value.clone() for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
+        tensors = {name: _copy(name, value) for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
         self.static = replace(problem, **tensors)
         self.runner = SparseRunner(self.static)
         self.runner.run()  # as engines do, so that nothing is loaded while recording

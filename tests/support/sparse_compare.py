@@ -6,9 +6,9 @@ the same roundings cost at random; the cosine difference by what is allowed the 
 that RMSE where the inputs make it larger; the log-sum-exp by 1e-5, of itself where it is above 1, or by what float32
 scores of these inputs leave open. The policy holds for each token by itself.
 
-P of an FP8 row is rounded after its scale has multiplied it, for 128 columns at a time, to bfloat16 or, among ordinary
-scales, float16; and the output is divided by the sum of P as it was. So the rounding of a dominating key does not
-cancel there, as it does for bfloat16 rows.
+P of V3.2's FP8 rows is rounded after its scale has multiplied it, for 128 columns at a time, to bfloat16 or, among
+ordinary scales, float16; and the output is divided by the sum of P as it was. So the rounding of a dominating key does
+not cancel there, as it does for bfloat16 rows and for V4's, which are multiplied as bfloat16.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 from etap_backend import reference
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.cpu import sparse as cpu_sparse
-from etap_backend.limits import FP8, SCALE_DIM, SPARSE_FP8_BYTES
+from etap_backend.limits import SCALE_DIM, SPARSE_FP8_BYTES, V4_ROW_BYTES
 from support.cases import LATENT, SOFTMAX_SCALE
 from support.compare import (
     COSINE,
@@ -64,34 +64,36 @@ def truth(problem: SparseProblem) -> Truth:
     like = {"dtype": torch.float64, "device": problem.q.device}
     out, lse = torch.zeros(tokens, heads, LATENT, **like), torch.zeros(tokens, heads, **like)
     found = Truth(out, lse, *(torch.zeros_like(x) for x in (out, out, lse)))
-    step = max(1, ROWS_AT_A_TIME[problem.q.device.type] // problem.case.top_k)
+    named = sum(meant.shape[1] for _, meant in problem.caches())
+    step = max(1, ROWS_AT_A_TIME[problem.q.device.type] // max(1, named))
     for first in range(0, tokens, step):
         _fill(found, slice(first, first + step), problem)
     return found
 
 
-def _named(problem: SparseProblem, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+def _named(cache: torch.Tensor, meant: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows as stored [tokens, top_k, width] that some tokens name, each once, and how often [tokens, top_k].
 
     Those that none names are zeros, and named 0 times: a row that is named several times has the same P each time,
     which is rounded the same way.
     """
-    ids, _ = problem.meant[part].sort(dim=1)
+    ids, _ = meant.sort(dim=1)
     first = torch.ones_like(ids, dtype=torch.bool)
     first[:, 1:] = ids[:, 1:] != ids[:, :-1]
     ends = torch.searchsorted(ids, ids, right=True)
     times = torch.where(first & (ids >= 0), ends - torch.arange(ids.shape[1], device=ids.device), 0)
-    cache = problem.kv_cache.squeeze(2) if problem.kv_cache.dim() == 4 else problem.kv_cache
-    cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
     ids = ids.clamp(min=0)
-    rows = cache[ids // cache.shape[1], ids % cache.shape[1]]
+    rows = reference.stored_rows(cache, ids // cache.shape[1], ids % cache.shape[1])
     return torch.where(times[..., None] > 0, rows, 0), times
 
 
 def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
     """The truth of some tokens, and what their results may err by."""
     q, sinks = problem.q[part].double(), problem.sinks
-    rows, times = _named(problem, part)
+    rows, times = (
+        torch.cat(parts, dim=1)
+        for parts in zip(*(_named(cache, meant[part]) for cache, meant in problem.caches()), strict=True)
+    )
     keys = reference.what_rows_stand_for(rows.flatten(0, 1), torch.float64).unflatten(0, times.shape)
     values, any_row = keys[..., :LATENT], (times > 0).any(1)[:, None, None]
     scores = (q @ keys.mT) * SOFTMAX_SCALE + times.double().log()[:, None]
@@ -106,7 +108,7 @@ def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
     lost = lost + SUM * (weight @ values.abs()) + BF16.tiny
     out = result
     if sinks is not None:
-        lowest, share, highest = (torch.sigmoid(x - sinks.double()[:, None]) for x in (below, lse, above))
+        lowest, share, highest = (torch.sigmoid(x - sinks[: q.shape[1]].double()[:, None]) for x in (below, lse, above))
         out = result * share
         # A share below float32's normal numbers may be lost.
         deviation, lost = deviation * share, lost * share + result.abs() * (highest - lowest + FLOAT.tiny)
@@ -138,7 +140,7 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
     """
     p = weight / times / (weight / times).amax(dim=2, keepdim=True)  # at most P
     off = BF16.eps / 2 / math.sqrt(3) * weight
-    if rows.dtype != torch.uint8:
+    if rows.dtype != torch.uint8 or rows.shape[2] == V4_ROW_BYTES:
         small = torch.where(p < BF16.tiny, weight, 0)
         return size_of_sum(off, values, result), small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
     scales = rows[..., LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
