@@ -27,7 +27,7 @@ COUNTS = {"wanted": 3, "passed": 3, "skipped": 0}
                 "counters": {"drafts accepted": 5, "x": None},
                 "seconds": 602,
             },
-            "602 s: 15,612 served, 5 drafts accepted",
+            "602 s: 15,612 served, 5 drafts",
         ),
         ({"ran_etap_and_passed": 28, "of": 28}, "ETAP ran and passed in 28 of 28"),
         ({"cases": {"causal": COUNTS}, "failed": 0, "versions": {}, "driver": "5"}, "3 of 3 cases pass, none is wrong"),

@@ -14,11 +14,10 @@ from etap_backend.lab import configs
 from etap_backend.lab.bench.rows import PAGE_SIZE, Published, Shape, SparseShape
 from etap_backend.lab.configs import Strict
 from etap_backend.lab.units import in_k
-from etap_backend.limits import HEAD_DIM, LATENT_DIM, ROPE_DIM, SPARSE_FP8_BYTES
+from etap_backend.limits import HEAD_DIM, LATENT_DIM, ROPE_DIM, SPARSE_FP8_BYTES, V4_ROW_BYTES
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1}
 FP8_ROW_BYTES = SPARSE_FP8_BYTES + ROPE_DIM * ELEMENT_BYTES["bfloat16"]  # of a sparse cache
-V4_ROW_BYTES = 584  # 448 in e4m3, 64 bfloat16, 7 scales and a byte that is 0
 MEMORY_SHARE = 0.8  # of the GPU's, that caches may take
 
 DType = Literal["bfloat16", "float16"]
@@ -110,6 +109,11 @@ class SparseWorkload(Workload):
         return self.lengths[0]
 
     @property
+    def drawn(self) -> int:
+        """Rows that the lists of one call name, drawn from the whole cache."""
+        return self.tokens
+
+    @property
     def row_bytes(self) -> int:
         return FP8_ROW_BYTES if self.fp8 else HEAD_DIM * ELEMENT_BYTES[self.dtype]
 
@@ -146,6 +150,10 @@ class V4Workload(SparseWorkload):
     @property
     def extra(self) -> int:
         return self.top_k - self.window
+
+    @property
+    def drawn(self) -> int:
+        return len(self.lengths) * self.extra
 
     @property
     def row_bytes(self) -> int:

@@ -8,6 +8,7 @@ calls, as ETAP's drop-ins have them, may be named in place of a library's.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable
 
@@ -190,15 +191,17 @@ def flashmla_v4(inputs: V4Inputs, *, module: str = FLASHMLA) -> Planned:
     sinks = torch.nn.functional.pad(inputs.sinks, (0, padded - heads), value=-math.inf)
     counts = inputs.counts(inputs.window)
     extra_counts = inputs.counts(inputs.extra) if inputs.extra else None
-    out = q.new_empty(tokens, 1, padded, LATENT_DIM)
-    metadata = None
+    decode, metadata = theirs.flash_mla_with_kvcache, None
+    # vLLM before 0.33 allocates the output in the call.
+    takes_out = "out" in inspect.signature(decode).parameters
+    given = {"out": q.new_empty(tokens, 1, padded, LATENT_DIM)} if takes_out else {}
 
     def plan() -> None:
         nonlocal metadata
         metadata = theirs.get_mla_metadata()[0]  # filled by the first call, which comes before the timed ones
 
     def call(cache: Tensor, indices: Tensor, extra_cache: Tensor | None, extra_indices: Tensor | None) -> Tensor:
-        theirs.flash_mla_with_kvcache(
+        out, _ = decode(
             q=q,
             k_cache=cache.unsqueeze(-2),
             block_table=None,
@@ -213,7 +216,7 @@ def flashmla_v4(inputs: V4Inputs, *, module: str = FLASHMLA) -> Planned:
             extra_k_cache=None if extra_cache is None else extra_cache.unsqueeze(-2),
             extra_indices_in_kvcache=None if extra_indices is None else extra_indices.unsqueeze(1),
             extra_topk_length=extra_counts,
-            out=out,
+            **given,
         )
         return out[:, 0, :heads]
 

@@ -12,7 +12,7 @@ from etap_backend.lab.bench import kernels
 from etap_backend.lab.bench.grids import PAGE_SIZE, SparseWorkload, V4Workload, Workload
 from etap_backend.lab.bench.kernels import Copy, Inputs, SparseInputs, V4Inputs
 from etap_backend.lab.bench.providers import Provider
-from etap_backend.limits import FP8, HEAD_DIM, LATENT_DIM, SCALE_DIM
+from etap_backend.limits import FP8, HEAD_DIM, LATENT_DIM, SCALE_DIM, V4_NOPE_DIM, V4_SCALE_DIM
 from etap_backend.reference import mla_decode_reference, sparse_mla_decode_reference
 
 DEVICE = "cuda"
@@ -20,13 +20,12 @@ ROTATED_BYTES = 400e6  # that calls of a graph walk over together; an H200's L2 
 MOST_COPIES = 512
 KV_SCALE = 0.0125  # of FP8 caches: their largest number stands for 5.6 standard deviations
 SOFTMAX_SCALE = HEAD_DIM**-0.5
-V4_NOPE_DIM, V4_SCALE_DIM = 448, 64
 CHUNK_PAGES = 4096  # what is rounded to FP8 at a time
 
 
 def copies_of(workload: Workload) -> int:
     """Of the cache, or lists of a sparse call that have no row in common, unless one call names all rows there are."""
-    most = max(1, workload.context // workload.tokens) if isinstance(workload, SparseWorkload) else MOST_COPIES
+    most = workload.context // max(1, workload.drawn) if isinstance(workload, SparseWorkload) else MOST_COPIES
     return max(1, min(MOST_COPIES, most, -(-int(ROTATED_BYTES) // workload.kv_bytes)))
 
 
