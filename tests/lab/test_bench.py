@@ -235,6 +235,15 @@ def test_copies_of_the_cache_together_exceed_the_l2_cache():
     assert tensors.copies_of(Workload((64,))) == tensors.MOST_COPIES
 
 
+@pytest.mark.parametrize("tokens, requests", [(64, 1), (1024, 16), (65536, 16), (131072, 64)])
+def test_a_graph_has_a_call_for_every_copy_of_the_cache(tokens, requests):
+    workload = Workload((tokens,) * requests)
+    row = measure.Bench(workload, None, None, None, measure.Settings())
+    copies = list(range(tensors.copies_of(workload)))
+    seen = {measure._on_a_copy(lambda copy: copy, [(copy,) for copy in copies], index) for index in range(row.calls)}
+    assert seen == set(copies) and row.calls >= measure.FEWEST_CALLS
+
+
 # Results files
 
 
@@ -264,7 +273,11 @@ def test_a_result_is_measured_refused_or_failed_and_nothing_else(document, tmp_p
             results.read(path, Document)
 
 
-@pytest.mark.parametrize("result", [measured(9.0, relative_rmse=0.5), Failed(error="RuntimeError: launch failed")])
+@pytest.mark.parametrize(
+    "result",
+    [measured(9.0, relative_rmse=rmse) for rmse in (0.5, float("nan"), float("inf"))]
+    + [Failed(error="RuntimeError: launch failed")],
+)
 def test_wrong_results_of_our_own_are_found(document, result):
     assert problems(document) == []
     first, *others = document.rows
