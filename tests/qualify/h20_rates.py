@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """What WGMMA of every shape sustains on 78 CTAs of this GPU, with and without the H20 proxy's fillers.
 
-    python tests/qualify/h20_rates.py [--output rates.json] [--widths 8 16 ...] [--ratios 0.96 1 1.04]
+    PYTHONPATH=.:tests python -m qualify.h20_rates [--output rates.json] [--widths 8 16 ...] [--ratios 0.96 1 1.04]
 
 Two warpgroups per CTA issue products of shared memory or registers with shared memory, in chains of four on up to four
 accumulators. Printed for each shape: TFLOP/s without fillers and with those of h20_ptxas.py times each ratio, what one
@@ -22,8 +22,8 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from etap_backend.lab.bench import h20_ptxas
 from etap_backend.lab.provenance import provenance
+from qualify import h20_ptxas
 
 SMS, TARGET = 78, {16: 131.0, 8: 262.0}  # TFLOP/s on that many SMs, by the bits of an operand
 SLOW = {(8, False)}  # widths with A from shared memory that an H200 itself does not bring to the rate
@@ -187,7 +187,7 @@ def main() -> int:
             name = f"{bits:2}-bit n{n:<3} {'RS' if registers else 'SS'} {'MN' if across else 'K '}"
             print(name, "  ".join(texts), f" wanted {found[-1]['wanted']:.3f}", flush=True)
     if options.output:
-        about = provenance("python tests/qualify/h20_rates.py").model_dump()
+        about = provenance("python -m qualify.h20_rates").model_dump()
         options.output.write_text(json.dumps({**about, "shapes": found}, indent=1))
     return int(bool(wrong))
 

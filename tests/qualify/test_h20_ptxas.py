@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from etap_backend.lab.bench import h20_ptxas
-from etap_backend.lab.bench.h20_ptxas import Throttle, complaints, fillers, throttled
+from qualify import h20_ptxas
+from qualify.h20_ptxas import Throttle, complaints, fillers, throttled
 from qualify.h20_rates import kernel
 
 SUMS = {n: "{" + ", ".join(f"%f{i}" for i in range(n // 2)) + "}" for n in (8, 16, 64)}

@@ -1,12 +1,12 @@
 """The H20 proxy's compiler: a CUDA toolchain whose ptxas slows the WGMMA stream down to an H20's tensor-core rate.
 
-    python -m etap_backend.lab.bench.h20_ptxas OUT_DIR [CUDA_HOME]    # then build with CUDACXX=OUT_DIR/bin/nvcc
+    PYTHONPATH=.:tests python -m qualify.h20_ptxas OUT_DIR [CUDA_HOME]    # then build with CUDACXX=OUT_DIR/bin/nvcc
 
 Nothing in the sources changes: the toolchain's ptxas is this file, which rewrites every .ptx argument and runs the real
 one on it. Behind a warpgroup matrix instruction go fillers: products with A in registers that hold zeros and with
 scale-d 1. They keep the tensor cores busy, add exactly nothing to the accumulator, and read of shared memory only B.
 There are as many as one H200 SM needs, with two warpgroups issuing, to come down to an H20 SM's 131 TFLOP/s / 78
-(bfloat16 and float16; twice that in 8 bits), measured by tests/qualify/h20_rates.py; fractions are met on average over
+(bfloat16 and float16; twice that in 8 bits), measured by h20_rates.py; fractions are met on average over
 a function. tf32 and integer products stay as they are.
 
 The zeros must be zeros that ptxas cannot know, or it builds them anew for every filler and serialises the instructions.
@@ -196,6 +196,6 @@ if __name__ == "__main__":
     if Path(__file__).name == "ptxas":
         sys.exit(as_ptxas(sys.argv[1:]))
     if not 2 <= len(sys.argv) <= 3:
-        sys.exit(f"usage: python -m etap_backend.lab.bench.h20_ptxas OUT_DIR [CUDA_HOME], got {sys.argv[1:]}")
+        sys.exit(f"usage: PYTHONPATH=.:tests python -m qualify.h20_ptxas OUT_DIR [CUDA_HOME], got {sys.argv[1:]}")
     home = (sys.argv[2:] or [os.environ.get("CUDA_HOME", "/usr/local/cuda")])[0]
     print(make_toolchain(Path(sys.argv[1]), Path(home)))
