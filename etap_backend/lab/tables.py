@@ -9,11 +9,13 @@
 table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time between two tokens at some loads, `<!-- estimate NAME -->` a
 table of `etap estimate`, `<!-- claim NAME -->` what a check says of itself in `what` and `outcome` of its file, and
 `<!-- claims BEGINNING -->` or `<!-- claims all -->` a table of those. A place whose NAME ends in a question mark says
-that nothing was measured until there is such a file. Each file of times has a page of its own in docs/tables.
+that nothing was measured until there is such a file. Each file of times has a page of its own in docs/tables. docs/api.md is made from docstrings where there is
+torch to import them with.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -100,7 +102,9 @@ def wanted_pages(root: Path) -> tuple[dict[Path, str], list[str]]:
     """Every page with its places filled, and the places that nothing belongs in, which stay as they are."""
     by_hand = [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.is_file()]
     refused, made = [], {}
-    for page, text in ({page: page.read_text() for page in by_hand} | whole_pages(root)).items():
+    if root == ROOT and importlib.util.find_spec("torch"):  # what the public calls need to be imported
+        made[root / "docs" / "api.md"] = importlib.import_module("etap_backend.lab.api_page").page()
+    for page, text in ({page: page.read_text() for page in by_hand if page not in made} | whole_pages(root)).items():
 
         def filled(place: Place, page: Path = page) -> str:
             try:
