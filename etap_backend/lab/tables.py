@@ -9,8 +9,8 @@
 table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time between two tokens at some loads, `<!-- estimate NAME -->` a
 table of `etap estimate`, `<!-- claim NAME -->` what a check says of itself in `what` and `outcome` of its file, and
 `<!-- claims BEGINNING -->` or `<!-- claims all -->` a table of those. A place whose NAME ends in a question mark says
-that nothing was measured until there is such a file. Each file of times has a page of its own in docs/tables. docs/api.md is made from docstrings where there is
-torch to import them with.
+that nothing was measured until there is such a file. Each file of times has a page of its own in docs/tables, and
+docs/api.md is made from docstrings where there is torch to import them with.
 """
 
 from __future__ import annotations

@@ -104,73 +104,45 @@ def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
     kv_scale = inputs.kv_scale_tensor
 
     def call(kv_cache: Tensor) -> Tensor:
-        return mla_decode(
-            inputs.q,
-            kv_cache,
-            inputs.block_table,
-            inputs.seq_lens,
-            schedule,
-            softmax_scale=inputs.softmax_scale,
-            kv_scale=kv_scale,
-            fp8_math=fp8_math,
-            out=out,
-            lse=lse,
-            early_loads=True,  # as in engines
-        )[0]
+        lists = (inputs.block_table, inputs.seq_lens, schedule)
+        more = {"softmax_scale": inputs.softmax_scale, "kv_scale": kv_scale, "fp8_math": fp8_math}
+        return mla_decode(inputs.q, kv_cache, *lists, **more, out=out, lse=lse, early_loads=True)[0]  # as in engines
 
     return call
 
 
 def etap_sparse(inputs: SparseInputs) -> Call:
     """The sparse call on these inputs, its buffers allocated."""
-    tokens, heads, _ = inputs.q.shape
-    out = inputs.q.new_empty(tokens, heads, LATENT_DIM)
-    lse = inputs.q.new_empty(tokens, heads, dtype=torch.float32)
-    num_sms = inputs.num_sms or torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
-    floats = sparse_workspace_floats(heads, inputs.kv_dtype == torch.uint8, num_sms)
-    workspace = inputs.q.new_empty(floats, dtype=torch.float32)
+    given = _sparse_buffers(inputs)
 
     def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
-        return sparse_mla_decode(
-            inputs.q,
-            kv_cache,
-            indices,
-            softmax_scale=inputs.softmax_scale,
-            workspace=workspace,
-            num_sms=num_sms,
-            out=out,
-            lse=lse,
-        )[0]
+        return sparse_mla_decode(inputs.q, kv_cache, indices, softmax_scale=inputs.softmax_scale, **given)[0]
 
     return call
 
 
+def _sparse_buffers(inputs: SparseInputs | V4Inputs) -> dict:
+    """What a sparse call is given besides its inputs, so that it allocates nothing."""
+    tokens, heads, _ = inputs.q.shape
+    num_sms = inputs.num_sms or torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+    floats = sparse_workspace_floats(heads, inputs.kv_dtype == torch.uint8, num_sms)
+    return {
+        "workspace": inputs.q.new_empty(floats, dtype=torch.float32),
+        "num_sms": num_sms,
+        "out": inputs.q.new_empty(tokens, heads, LATENT_DIM),
+        "lse": inputs.q.new_empty(tokens, heads, dtype=torch.float32),
+    }
+
+
 def etap_v4(inputs: V4Inputs) -> Call:
     """DeepSeek-V4's call on these inputs, its buffers allocated; lists have counts, as in the engines."""
-    tokens, heads, _ = inputs.q.shape
-    out = inputs.q.new_empty(tokens, heads, LATENT_DIM)
-    lse = inputs.q.new_empty(tokens, heads, dtype=torch.float32)
-    num_sms = inputs.num_sms or torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
-    workspace = inputs.q.new_empty(sparse_workspace_floats(heads, True, num_sms), dtype=torch.float32)
-    counts = inputs.counts(inputs.window)
-    extra_counts = inputs.counts(inputs.extra) if inputs.extra else None
+    given = _sparse_buffers(inputs) | {"sinks": inputs.sinks, "softmax_scale": inputs.softmax_scale}
+    given["valid_counts"] = inputs.counts(inputs.window)
+    given["extra_valid_counts"] = inputs.counts(inputs.extra) if inputs.extra else None
 
     def call(cache: Tensor, indices: Tensor, extra_cache: Tensor | None, extra_indices: Tensor | None) -> Tensor:
-        return sparse_mla_decode(
-            inputs.q,
-            cache,
-            indices,
-            softmax_scale=inputs.softmax_scale,
-            valid_counts=counts,
-            extra_kv_cache=extra_cache,
-            extra_indices=extra_indices,
-            extra_valid_counts=extra_counts,
-            sinks=inputs.sinks,
-            workspace=workspace,
-            num_sms=num_sms,
-            out=out,
-            lse=lse,
-        )[0]
+        extra = {"extra_kv_cache": extra_cache, "extra_indices": extra_indices}
+        return sparse_mla_decode(inputs.q, cache, indices, **extra, **given)[0]
 
     return call
 
