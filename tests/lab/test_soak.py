@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -199,11 +198,9 @@ def test_a_model_that_does_not_know_its_prompts_proves_nothing(model, monkeypatc
 def test_a_stop_file_ends_it_early_and_keeps_what_it_has(model, monkeypatch, tmp_path):
     stop = tmp_path / "stop"
     stop.touch()
-    begin = time.monotonic()
     code, document = run(model, "", monkeypatch, seconds=60, stop_file=stop)
-    assert time.monotonic() - begin < 20
     assert (code, document["complete"], document["stopped"]) == (1, False, "by stop")
-    assert document["failures"] == [] and document["seconds"] < 10
+    assert document["failures"] == [] and document["probes"]["rounds"] == []
 
 
 def test_sigterm_ends_it_early_and_keeps_what_it_has(model, monkeypatch):

@@ -19,7 +19,7 @@ from etap_backend.lab.results import must_be_writable, write
 from qualify.theirs import DTYPES, KEPT_FAILURES, KEPT_TEXT, Suite, part_of
 
 PROGRAM = "python -m pytest"
-PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi")
+PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "sglang")
 
 
 def pytest_addoption(parser):
@@ -64,14 +64,17 @@ class Record:
     """Counts what came of the cases, by kind, and writes the results file."""
 
     def __init__(self, config):
-        self.config, self.suite = config, Suite("", Path(), "tests of ETAP in an engine")
+        self.config, self.suite = config, Suite("", Path(), "tests of ETAP")
         self.counts: dict[str, Counter] = {}
         self.failures: list[dict[str, str]] = []
         self.failed = 0
 
     def pytest_collection_modifyitems(self, items):
         suites = [item.module.SUITE for item in items if hasattr(item.module, "SUITE")]
-        self.suite = suites[0] if suites else self.suite
+        if suites:
+            self.suite = suites[0]
+        elif items:  # of an engine that is installed
+            self.suite.what = items[0].module.__doc__.partition("\n")[0].rstrip(".")
         script = self.config.option.checkout / self.suite.script if suites else None
         packages = (*PACKAGES, *self.suite.packages)
         about = provenance(PROGRAM, packages=packages, library=library_path()).model_dump(mode="json")

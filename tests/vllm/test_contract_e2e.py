@@ -13,6 +13,7 @@ import pytest
 
 from etap_backend.lab import configs
 from etap_backend.lab.checks import asked as asks
+from etap_backend.lab.checks.agreement import MixedRequests
 from etap_backend.lab.e2e.model import prepare_model, serving_of
 from etap_backend.lab.e2e.scenario import cases_of, read_scenario
 from etap_backend.lab.serving.client import Failed
@@ -121,6 +122,23 @@ def test_vllm_makes_a_configuration_of_the_answers_on_two_gpus(name, mode, dummy
     assert cache.num_gpu_blocks_override * 64 * variant.dcp == 6400
     assert not made.compilation_config.pass_config.fuse_allreduce_rms
     assert (made.speculative_config is not None) == (mode == "mtp")
+
+
+@pytest.mark.parametrize("name", ["ETAP", "ETAP+eager", "FLASHMLA+fp8"])
+def test_vllm_makes_a_configuration_of_mixed_requests(name, dummy_folder):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    questions, asked, variant = MixedRequests(dummy_folder, 96), asks.ASKED["vllm"], asks.Variant.parse(name)
+    backend, own = variant.asked_of(VLLM)
+    flags = [*questions.flags(asked, variant, "plain"), *own]
+    parsed = serve_arguments(
+        VLLM.server("python", questions.serving(asked, variant, "plain"), backend, 8000, flags)[4:]
+    )
+    parsed.model = parsed.model_tag or parsed.model
+    made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    assert made.model_config.logits_processors == ["etap_backend.lab.checks.forced_tokens:ForcedTokens"]
+    assert (made.model_config.enforce_eager, made.cache_config.cache_dtype) == (variant.eager, variant.cache)
+    assert (made.scheduler_config.max_num_seqs, made.model_config.max_model_len) == (96, 5120)
 
 
 def test_vllm_refuses_a_flag_that_it_has_not(dummy_folder):

@@ -24,8 +24,6 @@ import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from rich.table import Table
-
 from etap_backend.lab.checks.asked import Asked, Variant
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.client import Deadline, Failed, FailedRequest
@@ -59,6 +57,11 @@ class Request:
     prompt: list[int]
     new_tokens: int
     forced: int | None = None
+
+    @property
+    def path(self) -> list[int] | None:
+        """The tokens that it is to answer, where they are given."""
+        return None if self.forced is None else [self.forced] * self.new_tokens
 
 
 @dataclass
@@ -207,12 +210,6 @@ def first_token_moved(result: dict, answer: Answer) -> Answer:
     return Answer([token], [float(logprob)], [0.0])
 
 
-def tokens_a_verification(replies: list[dict], requests: list[Request]) -> float | None:
-    """Of SGLang's drafting servers, from their replies; None where these do not say it."""
-    verified = sum(reply.get("meta_info", {}).get("spec_verify_ct", 0) for reply in replies)
-    return sum(request.new_tokens for request in requests) / verified if verified else None
-
-
 @dataclass
 class MixedRequests:
     """Requests of mixed length to any MLA model, with room for all of them."""
@@ -228,79 +225,41 @@ class MixedRequests:
         sglang = ("--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK_TOKENS), "--decode-log-interval", "1")
         return [*(sglang if asked.engine.name == "sglang" else ()), *asked.forcing(mode)]
 
-    def requests(self, forces: bool, turns: bool = False) -> list[Request]:
-        made = make_turns() if turns else make_requests(self.count)
-        return made if forces else [replace(request, forced=None) for request in made]
-
     def ask(self, server: Served, asked: Asked, mode: str, reference: Callable | None, deadline: Deadline) -> dict:
         """Answers by stage. Raises Failed where a stage did not run as it should."""
-        forces = bool(asked.forcing(mode))
-        requests, turns = self.requests(forces), self.requests(forces, turns=True)
+        engine, forces = server.engine, bool(asked.forcing(mode))
+        requests, turns = make_requests(self.count), make_turns()
+        if not forces:
+            requests, turns = ([replace(request, forced=None) for request in made] for made in (requests, turns))
 
-        def answers(asked_for: list[Request], concurrency: int, salt: str) -> list[Answer]:
-            return _parsed(server, _replies(server, asked_for, concurrency, salt, deadline), asked_for)
+        def ask(requests: list[Request], concurrency: int, salt: str, **more: list) -> list[dict]:
+            """Replies; another salt finds nothing in the prefix cache, where the engine has salts."""
+            bodies = [engine.body(r.prompt, r.new_tokens, logprobs=2, forced=r.path, salt=salt) for r in requests]
+            for name, values in more.items():
+                bodies = [body | {name: value} for body, value in zip(bodies, values, strict=True)]
+            return server.ask(bodies, concurrency, deadline.left(300, "requests"))
 
-        with client.watching(server.url, server.engine.running) as most_running:
-            replies = _replies(server, requests, len(requests), "together", deadline)
+        with client.watching(server.url, engine.running) as most_running:
+            replies = ask(requests, self.count, "together")
         server.about["most_running_at_once"] = most_running()
-        stages = {"together": _parsed(server, replies, requests)}
-        if mode != "plain" and server.engine.name == "sglang":
-            made = server.about["tokens_a_verification"] = tokens_a_verification(replies, requests)
-            if not made or made <= 1:
-                raise Failed(f"drafts: wanted more than 1 token a verification, got {made}")
-        stages["again"] = self._again(server, lambda: answers(requests, len(requests), "together"), requests)
-        if not forces and server.engine.name == "sglang":
+        if mode != "plain" and engine.name == "sglang":
+            verified = sum(reply["meta_info"].get("spec_verify_ct", 0) for reply in replies)
+            made = sum(request.new_tokens for request in requests)
+            server.about["tokens_a_verification"] = made / verified if verified else 0.0
+            if made <= verified or not verified:
+                raise Failed(f"drafts: wanted more than 1 token a verification, got {made} in {verified}")
+        stages, before = {"together": _answers(engine, requests, replies)}, _found(server)
+        stages["again"] = _answers(engine, requests, ask(requests, self.count, "together"))
+        _must_have_found(server, requests, _found(server) - before)
+        if engine.name == "sglang":
             client.post(f"{server.url}/flush_cache")
-        stages["few"] = answers(requests, FEW, "few")
-        stages["control"] = self._control(server, requests, stages["together"], forces, deadline)
-        stages["turns"] = answers(turns, 1, "turns")
-        graphs = ran_in_graphs(server.engine, server.text())
-        if mode == "plain" and graphs is (server.engine.eager in server.about["command"].split()):
-            raise Failed(f"CUDA graphs: wanted {not graphs}, the log says {graphs}")
+        stages["few"] = _answers(engine, requests, ask(requests, FEW, "few"))
+        stages |= _control(engine, ask, list(zip(requests, stages["together"], strict=True)), forces)
+        stages["turns"] = _answers(engine, turns, ask(turns, 1, "turns"))
+        graphs, eager = ran_in_graphs(engine, server.text()), engine.eager in server.about["command"].split()
+        if mode == "plain" and graphs is not (not eager):
+            raise Failed(f"CUDA graphs: wanted {not eager}, the log says {graphs}")
         return {stage: {"requests": made} for stage, made in stages.items()}
-
-    @staticmethod
-    def _again(server: Served, ask: Callable, requests: list[Request]) -> list[Answer]:
-        """The same once more; what the prefix cache had of the prompts must be nearly all of their whole pages."""
-        found = server.engine.counters["prefix tokens found"]
-        before = server.metrics().get(found, 0.0)
-        answers = ask()
-        had = server.metrics().get(found, 0.0) - before
-        # The last page of a prompt is computed again, and so is one that only just fills a page.
-        wanted = sum((len(request.prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS for request in requests)
-        server.about.update(tokens_cached=had, tokens_cached_wanted=wanted)
-        if had < CACHED_SHARE * wanted:
-            raise Failed(f"prefix cache: wanted {wanted} tokens of the prompts, got {had:.0f}")
-        return answers
-
-    @staticmethod
-    def _control(server: Served, requests: list, together: list[Answer], forces: bool, deadline: Deadline) -> list:
-        """What long requests answer behind another beginning: the same forced tokens, or the first token's share."""
-        pairs = [p for p in zip(requests, together, strict=True) if len(p[0].prompt) >= LONG_PROMPT]
-        if forces:
-            changed = [with_another_beginning(r) if r.forced is not None else None for r, _ in pairs]
-            changed = [request for request in changed if request]
-            return _parsed(server, _replies(server, changed, len(changed), "control", deadline), changed)
-        if server.engine.name != "sglang":
-            return []
-        changed = [replace(with_another_beginning(request), new_tokens=1) for request, _ in pairs]
-        bodies = [
-            server.engine.body(r.prompt, 1, logprobs=2) | {"token_ids_logprob": [answer.tokens[0]]}
-            for r, (_, answer) in zip(changed, pairs, strict=True)
-        ]
-        replies = server.ask(bodies, len(bodies), deadline.left(300, "requests"))
-        return [first_token_moved(reply, answer) for reply, (_, answer) in zip(replies, pairs, strict=True)]
-
-    def _moved(self, record: dict, forces: bool) -> Agreement | None:
-        """How far another context moved the log-probabilities of one server."""
-        control = record["stages"]["control"]["requests"]
-        pairs = zip(self.requests(forces), record["stages"]["together"]["requests"], strict=True)
-        before = [a for r, a in pairs if len(r.prompt) >= LONG_PROMPT and (r.forced is not None or not forces)]
-        steps = [
-            [abs(a - b) for a, b in zip(new.logprobs, old.logprobs, strict=False)]
-            for new, old in zip(control, before, strict=False)
-        ]
-        return Agreement(steps) if steps else None
 
     def judged(self, records: dict, backends: list[str], asked: Asked) -> tuple[dict, list[str]]:
         """What a results file says of all servers, and what speaks against ETAP."""
@@ -308,21 +267,20 @@ class MixedRequests:
         document, failures, reference = {"servers": servers, "yardsticks": {}, "agreement": {}}, [], backends[0]
         for mode in dict.fromkeys(mode for _, mode in records):
             known = records.get((reference, mode))
-            source = mode if known and known["stages"]["control"]["requests"] else "plain"
-            control = (reference, source) in records and self._moved(
-                records[reference, source], bool(asked.forcing(source))
+            yardstick = next(
+                (r for r in (known, records.get((reference, "plain"))) if r and "control" in r["stages"]), None
             )
-            if not known or not control:
+            if not known or not yardstick:
                 failures.append(f"{mode}: {reference} did not answer, so there is nothing to compare with")
                 continue
+            control = moved(*(yardstick["stages"][stage]["requests"] for stage in ("control", "before control")))
             noise = agreement(known["stages"]["few"]["requests"], known["stages"]["together"]["requests"])
             document["yardsticks"][mode] = {"noise": noise.summary(), "control": control.summary()}
             for backend in (name for name, its_mode in records if its_mode == mode and name != reference):
+                ours = Variant.parse(backend)
+                loose = rounds_otherwise(ours, Variant.parse(reference))
                 for stage, result in _agreements(records[backend, mode], known).items():
-                    ours = Variant.parse(backend)
-                    loose = rounds_otherwise(ours, Variant.parse(reference))
-                    against = objections(result, noise, control, eager=loose)
-                    case = f"{backend} {mode}, {stage}"
+                    against, case = objections(result, noise, control, eager=loose), f"{backend} {mode}, {stage}"
                     document["agreement"][case] = result.summary() | {
                         "objections": against,
                         "equal_answers": len(result.differences) - len(result.parted),
@@ -332,36 +290,49 @@ class MixedRequests:
         return document, failures
 
     @staticmethod
-    def tables(document: dict) -> list[Table]:
-        table = Table("nats between", "equal", "steps", "median", "p99", "max", "worst request", "parted up to")
-        yardsticks = {f"{mode}, {what}": row for mode, of in document["yardsticks"].items() for what, row in of.items()}
-        for name, row in (yardsticks | document["agreement"]).items():
-            equal = f"{row['equal_answers']} of {row['requests']}" if "requests" in row else ""
-            numbers = (f"{row[key]:.4f}" for key in ("median", "p99", "max", "largest_median_of_a_request"))
-            gap = row["largest_gap_parted"]
-            table.add_row(name, equal, str(row["steps"]), *numbers, "" if gap is None else f"{gap:.3f}")
-        return [table]
+    def rows(document: dict) -> list[list[dict]]:
+        """What is shown: the yardsticks and every agreement, in nats."""
+        yardsticks = [{"yardstick": f"{m}, {k}"} | v for m, of in document["yardsticks"].items() for k, v in of.items()]
+        return [yardsticks, [{"agreement": case} | row for case, row in document["agreement"].items()]]
 
 
-def _replies(server: Served, requests: list[Request], concurrency: int, salt: str, deadline: Deadline) -> list[dict]:
-    """Replies to all requests; another salt finds nothing in the prefix cache, where the engine has salts."""
-    bodies = [
-        server.engine.body(
-            *(r.prompt, r.new_tokens),
-            logprobs=2,
-            forced=None if r.forced is None else [r.forced] * r.new_tokens,
-            salt=salt,
-        )
-        for r in requests
-    ]
-    return server.ask(bodies, concurrency, deadline.left(300, "requests"))
+def moved(answers: list[Answer], before: list[Answer]) -> Agreement:
+    """How far another context moves the log-probabilities of the same tokens, as many as there are."""
+    pairs = zip(answers, before, strict=True)
+    return Agreement([[abs(a - b) for a, b in zip(new.logprobs, old.logprobs, strict=False)] for new, old in pairs])
 
 
-def _parsed(server: Served, replies: list[dict], requests: list[Request]) -> list[Answer]:
-    return [
-        answer_in(server.engine, reply, r.new_tokens, None if r.forced is None else [r.forced] * r.new_tokens)
-        for reply, r in zip(replies, requests, strict=True)
-    ]
+def _answers(engine: Engine, requests: list[Request], replies: list[dict]) -> list[Answer]:
+    pairs = zip(requests, replies, strict=True)
+    return [answer_in(engine, reply, request.new_tokens, request.path) for request, reply in pairs]
+
+
+def _control(engine: Engine, ask: Callable, pairs: list[tuple[Request, Answer]], forces: bool) -> dict:
+    """Answers of long requests behind another beginning, and those before: of forced ones, or of the first token."""
+    long = [pair for pair in pairs if len(pair[0].prompt) >= LONG_PROMPT and (pair[0].forced is not None or not forces)]
+    changed, before = [with_another_beginning(request) for request, _ in long], [answer for _, answer in long]
+    if forces:
+        after = _answers(engine, changed, ask(changed, len(changed), "control"))
+    elif engine.name == "sglang":
+        changed = [replace(request, new_tokens=1) for request in changed]
+        replies = ask(changed, len(changed), "control", token_ids_logprob=[answer.tokens[:1] for answer in before])
+        after = [first_token_moved(*pair) for pair in zip(replies, before, strict=True)]
+    else:
+        return {}
+    return {"control": after, "before control": before}
+
+
+def _found(server: Served) -> float:
+    return server.metrics().get(server.engine.counters["prefix tokens found"], 0.0)
+
+
+def _must_have_found(server: Served, requests: list[Request], had: float) -> None:
+    """Raise Failed unless the prefix cache had nearly all whole pages of prompts that were just asked."""
+    # The last page of a prompt is computed again, and so is one that only just fills a page.
+    wanted = sum((len(request.prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS for request in requests)
+    server.about.update(tokens_cached=had, tokens_cached_wanted=wanted)
+    if had < CACHED_SHARE * wanted:
+        raise Failed(f"prefix cache: wanted {wanted} tokens of the prompts, got {had:.0f}")
 
 
 def _agreements(record: dict, reference: dict) -> dict[str, Agreement]:

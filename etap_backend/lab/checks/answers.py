@@ -33,6 +33,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from etap_backend import _library
 from etap_backend.lab import gpus
@@ -153,6 +154,22 @@ def chosen_backends(asked: Asked, names: str, cache: str, layouts: str, known: b
     return backends
 
 
+def table_of(rows: list[dict]) -> Table:
+    """Of rows with one and the same keys, or some more: numbers in five digits, of a list the last."""
+    columns = list(dict.fromkeys(key for row in rows for key in row if key != "objections"))
+    table = Table(*columns)
+    for row in rows:
+        values = (row.get(key, "") for key in columns)
+        last = (value[-1] if isinstance(value, list) and value else value for value in values)
+        table.add_row(
+            *(
+                f"{value:.5g}" if isinstance(value, float) else "" if value in (None, []) else str(value)
+                for value in last
+            )
+        )
+    return table
+
+
 def main(
     model: Annotated[str, typer.Argument(help="Folder of a trained model with its prompts, or any MLA model.")],
     serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for every server, after --.")] = None,
@@ -204,7 +221,7 @@ def main(
     write(document, output)
     for name, server in document["servers"].items():
         console.print(f"{name}: {'; '.join(server['cache'])}", highlight=False)
-    console.print(*questions.tables(document))
+    console.print(*(table_of(rows) for rows in questions.rows(document)))
     for failure in document["failures"]:
         console.print(f"FAILED {failure}", style="red", markup=False)
     console.print("failed" if document["failures"] else "the answers agree")

@@ -13,6 +13,7 @@ from etap_backend.limits import SPARSE_FP8
 PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")
 ETAP = "ETAP"
 MEMORY_SHARE = 0.5
+MANY = 256  # requests in flight
 DRAFT_TOKENS = 3
 
 
@@ -118,9 +119,11 @@ class Asked:
     forces: bool
     roomy: tuple[str, ...] = ()
 
-    def serving(self, model: str, mode: str, variant: Variant, requests: int, context: int | None = None) -> Serving:
+    def serving(
+        self, model: Path | str, mode: str, variant: Variant, requests: int = MANY, context: int | None = None
+    ) -> Serving:
         drafts = {"draft_tokens": DRAFT_TOKENS, "drafter": mode} if mode != "plain" else {}
-        return Serving(model, tp=variant.tp, dcp=variant.dcp, max_requests=requests, max_context=context, **drafts)
+        return Serving(str(model), tp=variant.tp, dcp=variant.dcp, max_requests=requests, max_context=context, **drafts)
 
     def forcing(self, mode: str) -> list[str]:
         """What makes a server answer given tokens, where it can."""

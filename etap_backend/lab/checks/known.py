@@ -15,16 +15,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from rich.table import Table
-
-from etap_backend.lab.checks.agreement import answer_in
-from etap_backend.lab.checks.asked import Asked, Variant
+from etap_backend.lab.checks.agreement import agreement, answer_in
+from etap_backend.lab.checks.asked import MANY, Asked, Variant
 from etap_backend.lab.results import read_json
 from etap_backend.lab.serving.client import Deadline
 from etap_backend.lab.serving.engines import Answer, Serving
 from etap_backend.lab.serving.servers import Served
 
-MANY, FEW = 256, 32  # requests in flight
+FEW = 32  # requests in flight in the second stage
 EQUAL_SHARE = 0.99  # of a judged kind's prompts
 PERPLEXITY_SHARE = 0.001
 FP8_PERPLEXITY_SHARE = 0.005  # of an FP8 cache against the model's own type
@@ -48,7 +46,7 @@ class KnownAnswers:
         self.new_tokens = len(self.right["recite"][0])
 
     def serving(self, asked: Asked, variant: Variant, mode: str) -> Serving:
-        return asked.serving(str(self.model), mode, variant, MANY)
+        return asked.serving(self.model, mode, variant)
 
     def flags(self, asked: Asked, variant: Variant, mode: str) -> list[str]:
         return asked.flags(mode, self.cache_tokens, variant)
@@ -79,23 +77,13 @@ class KnownAnswers:
         return {"servers": servers, "pairs": pairs}, judge(servers, pairs) if records else []
 
     @staticmethod
-    def tables(document: dict) -> list[Table]:
-        servers = Table("server", "right", "preempted", "prefix tokens", "drafts accepted", "forced perplexity")
+    def rows(document: dict) -> list[list[dict]]:
+        """What is shown: every server's right answers, counters and perplexity, then every pair."""
+        servers = []
         for name, server in document["servers"].items():
-            counters, forced = server["counters"], server["perplexity"].get("forced", {})
-            accepted = counters.get("drafts accepted")
-            servers.add_row(
-                *(name, ", ".join(f"{kind} {share:.1%}" for kind, share in server["right"].items())),
-                *(str(counters.get("preempted", "room for all")), str(counters["prefix tokens found"])),
-                f"{accepted / counters['drafts']:.0%}" if accepted else "",
-                ", ".join(f"{kind} {value:.5f}" for kind, value in forced.items()),
-            )
-        table = Table("backend", "and", "stage", "kind", "equal", "of", "parted at gaps up to")
-        for pair in document["pairs"]:
-            names = (f"{pair['backend']} {pair['mode']}", f"{pair['other']} {pair['other_mode']}")
-            numbers = (str(pair[key]) for key in ("stage", "kind", "equal", "prompts"))
-            table.add_row(*names, *numbers, *(f"{gap:.3f}" for gap in pair["gaps_where_parted"][-1:]))
-        return [servers, table]
+            forced = {f"{kind} perplexity": value for kind, value in server["perplexity"].get("forced", {}).items()}
+            servers.append({"server": name} | server["right"] | server["counters"] | forced)
+        return [servers, document["pairs"]]
 
 
 def perplexity(answers: Sequence[Answer]) -> float:
@@ -105,19 +93,14 @@ def perplexity(answers: Sequence[Answer]) -> float:
 
 def compared(ours: Sequence[Answer], theirs: Sequence[Answer]) -> dict:
     """How many answers are equal, how far the others agree, and how near a tie they part."""
-    equal, agreed, gaps = 0, 0, []
-    for a, b in zip(ours, theirs, strict=True):
-        same = next((i for i, (x, y) in enumerate(zip(a.tokens, b.tokens, strict=True)) if x != y), len(b.tokens))
-        equal += same == len(b.tokens)
-        agreed += same
-        if same < len(b.tokens):
-            gaps.append(b.gaps[same])
+    found = agreement(ours, theirs)
+    equal = len(theirs) - len(found.parted)
     return {
         "prompts": len(theirs),
         "equal": equal,
         "equal_share": equal / len(theirs),
-        "tokens_before_parting": agreed / sum(len(b.tokens) for b in theirs),
-        "gaps_where_parted": sorted(round(gap, 4) for gap in gaps),
+        "tokens_before_parting": sum(map(len, found.differences)) / sum(len(b.tokens) for b in theirs),
+        "gaps_where_parted": sorted(round(gap, 4) for gap in found.parted),
     }
 
 

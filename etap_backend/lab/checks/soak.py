@@ -41,7 +41,7 @@ from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import NOISE_FACTOR, agreement, answer_in
 from etap_backend.lab.checks.asked import ASKED, PACKAGES, Variant, is_sparse
-from etap_backend.lab.checks.known import MANY, RIGHT_SHARE, right_share
+from etap_backend.lab.checks.known import RIGHT_SHARE, right_share
 from etap_backend.lab.checks.traffic import Settings, Tally, Traffic
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
@@ -376,7 +376,7 @@ def main(
             stopping(None),
             served(
                 asked.engine,
-                asked.serving(str(model), mode, variant, MANY),
+                asked.serving(model, mode, variant),
                 name,
                 [*flags, *(serve_flags or [])],
                 log=log,
