@@ -17,7 +17,7 @@ from plan_screens import etap_plan, run, words_of
 from etap_backend.lab import configs, results
 from etap_backend.lab.bench import rows
 from etap_backend.lab.bench.grids import SparseWorkload
-from etap_backend.lab.bench.rows import Measured, Options, SparseDocument
+from etap_backend.lab.bench.rows import Measured, SparseDocument
 from etap_backend.lab.plan.alternatives import what_fits
 from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
 from etap_backend.lab.plan.memory import memory_of, weights_of
@@ -50,21 +50,13 @@ def timed(workload: SparseWorkload, rates, off: float = 1.0) -> rows.SparseRow:
 
 
 def a_document(gpu: str = "NVIDIA H200", rates=H200, heads=(8, 16), tokens=(1, 8, 128), **changes) -> SparseDocument:
+    """As a file of `etap bench sparse`, with rows that are made up."""
     shapes = product(heads, tokens, ("same", "fp8"))
-    options = {"num_sms": None} | changes.pop("options", {})
-    return SparseDocument(
-        grid="sparse",
-        title="Sparse MLA decode",
-        gpu=gpu,
-        gpu_memory_mib=int(rates.memory_bytes.value / 2**20),
-        multiprocessors=132,
-        options=Options(kernels=["etap"], replays=21, validated=True, time_limit=None, **options),
-        command="etap bench sparse",
-        date="2026-01-01T00:00:00+00:00",
-        method="graphs",
-        floor=None,
-        rows=[timed(SparseWorkload((2048,) * n, h, kv_dtype=kv, context=2 << 20), rates) for h, n, kv in shapes],
-    ).model_copy(update=changes)
+    like = results.read(RESULTS / "sparse.json", SparseDocument)
+    about = {"gpu": gpu, "gpu_memory_mib": int(rates.memory_bytes.value / 2**20)}
+    about["options"] = like.options.model_copy(update={"num_sms": None} | changes.pop("options", {}))
+    rows = [timed(SparseWorkload((2048,) * n, h, kv_dtype=kv, context=2 << 20), rates) for h, n, kv in shapes]
+    return like.model_copy(update=about | {"rows": rows} | changes)
 
 
 @pytest.fixture
@@ -370,7 +362,7 @@ def test_what_ships_is_fitted_to_the_results(name, file):
 
 @pytest.mark.parametrize("content", [{"kind": "bench"}, [], {}])
 def test_a_given_file_of_another_kind_is_refused(tmp_path, content):
-    results.write(content, tmp_path / "a.json")
+    (tmp_path / "a.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match="a.json: "):
         fitted_calls(H200, [tmp_path / "a.json"], 16, False)
 
