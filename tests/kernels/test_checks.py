@@ -198,6 +198,16 @@ def test_a_direct_sparse_call_of_the_library_is_refused_as_well(spoil, error, wo
         getattr(library(), function)(*as_the_library_takes_sparse_calls(device, **spoil(device)))
 
 
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sparse_output_may_lie_between_the_queries(device):
+    """Slices of one buffer, none of which has a byte of the other's."""
+    call = sparse_refusals.valid_call(device)
+    call |= sparse_refusals.v4(call)
+    buffer = torch.zeros(3, 64, 512, dtype=torch.bfloat16, device=device)
+    sparse_mla_decode(**call | {"q": buffer[:, :16], "out": buffer[:, 16:32]})
+    sparse_mla_decode(**call | {"q": buffer[:, 48:], "out": buffer[:, 16:32]})
+
+
 @pytest.mark.gpu
 def test_sparse_calls_with_tensors_of_two_devices_are_refused():
     call = sparse_refusals.valid_call("cuda")

@@ -1,10 +1,10 @@
 """Random cases of the sparse call, for `random_cases --sparse`: how they are drawn and run.
 
-Up to 4096 tokens, 1 to 128 heads, lists of up to 8192 entries with every kind of hole, rows and positions, valid
-counts, sinks, bfloat16 rows and FP8 rows with every kind of scales, with rope and without, pages of any size and apart,
-other numbers of CTAs. Every row that no list names is poison. Each case runs three times with the same bits. On a GPU
-it is recorded in a CUDA graph, too, which is replayed with queries, rows and lists of another case of the same shapes,
-and again with its own.
+Up to 4096 tokens, 1 to 128 heads, one list or two of up to 8192 entries with every kind of hole, rows and positions,
+valid counts, sinks, bfloat16 rows, V3.2's and V4's FP8 rows with every kind of scales, with rope and without, pages of
+any size and apart, outputs that are slices, other numbers of CTAs. Every row that no list names is poison. Each case
+runs three times with the same bits. On a GPU it is recorded in a CUDA graph, too, which is replayed with queries, rows
+and lists of another case of the same shapes, and again with its own.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from support.sparse_cases import (
     CACHES,
     COUNTS,
     HOLES,
+    OUT_LAYOUTS,
     Q_LAYOUTS,
     SCALE_LAWS,
     SINKS,
@@ -55,11 +56,12 @@ def random_case(seed: int, index: int, device: str) -> SparseCase:
     draw = random.Random(f"sparse {seed} {index}")
     sizes = random_sizes(draw, device)
     heads = draw.choice([8, 16, 32, 64, 128, *[draw.randint(1, MOST_HEADS)] * 5])
+    extra = draw.choice([None, draw.choice([0, 2, 64, 128, 512, draw.randint(1, min(1024, 8 * sizes["top_k"]))])])
     return SparseCase(
         **sizes,
         heads=min(heads, MOST_ROWS // max(1, sizes["tokens"])),
         cache=draw.choice(["bf16", *CACHES]),
-        page_size=draw.choice([64, 64, 1, 16, draw.randint(1, 300)]),
+        page_size=draw.choice([64, 64, 1, 2, 256, draw.randint(1, 300)]),
         law=draw.choice(["normal", *LAWS]),
         scales=draw.choice(["fitted", *SCALE_LAWS]),
         holes=draw.choice(HOLES),
@@ -73,12 +75,16 @@ def random_case(seed: int, index: int, device: str) -> SparseCase:
         num_sms=draw.choice([None, None, None, 132, 78, draw.randint(1, 132)]),
         seed=1_000_000 * seed + index,
         rope=draw.random() < 0.75,
+        extra=extra,
+        extra_page_size=draw.choice([64, 2, 1, draw.randint(1, 300)]),
+        extra_requests=draw.choice([0, 0, 1, draw.randint(2, 9)]),
+        out_layout=draw.choice(OUT_LAYOUTS),
     )
 
 
 def kind_of(case: SparseCase) -> str:
-    rows = f"fp8 rows, {case.scales} scales" if case.fp8 else "bfloat16 rows"
-    return rows if case.rope else f"{rows}, no rope"
+    rows = f"{'V4' if case.v4 else 'fp8'} rows, {case.scales} scales" if case.fp8 else "bfloat16 rows"
+    return rows if case.rope or case.v4 else f"{rows}, no rope"
 
 
 def run_case(case: SparseCase, device: str) -> tuple[list[str], list[Measure]]:

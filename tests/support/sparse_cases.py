@@ -361,10 +361,8 @@ def _v4_pages(case: SparseCase, device: str) -> torch.Tensor:
     step = {"gapped": padded + 11 * 64, "rows apart": max(padded, V4_APART_BYTES)}.get(case.cache_layout, padded)
     step = FAR_PAGES_BYTES if case.far_pages else step
     whole = torch.empty((case.pages - 1) * step + padded, dtype=torch.uint8, device=device)
-    for page in whole.as_strided((case.pages, padded), (step, 1)):
-        page[: case.page_size * V4_DATA_BYTES] = 0xFF
-        page[1 : case.page_size * V4_DATA_BYTES : 2] = 0x7F
-        page[case.page_size * V4_DATA_BYTES :] = 0xFF
+    pages = whole.as_strided((case.pages, padded), (step, 1))
+    pages.fill_(0xFF)[:, 1 : case.page_size * V4_DATA_BYTES : 2] = 0x7F
     return whole.as_strided((case.pages, case.page_size, V4_ROW_BYTES), (step, V4_ROW_BYTES, 1))
 
 

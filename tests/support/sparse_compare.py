@@ -65,7 +65,10 @@ def truth(problem: SparseProblem) -> Truth:
     out, lse = torch.zeros(tokens, heads, LATENT, **like), torch.zeros(tokens, heads, **like)
     found = Truth(out, lse, *(torch.zeros_like(x) for x in (out, out, lse)))
     named = sum(meant.shape[1] for _, meant in problem.caches())
-    step = max(1, ROWS_AT_A_TIME[problem.q.device.type] // max(1, named))
+    if named == 0:
+        found.lse.fill_(-torch.inf)
+        return found
+    step = max(1, ROWS_AT_A_TIME[problem.q.device.type] // named)
     for first in range(0, tokens, step):
         _fill(found, slice(first, first + step), problem)
     return found
