@@ -3,12 +3,11 @@
     python -m etap_backend.lab.tables            # fill every place between <!-- KIND NAME --> and <!-- /KIND -->
     python -m etap_backend.lab.tables --check    # say what differs, and how old each result is
 
-`<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K -->` some of its rows,
-`<!-- figures NAME: 16 x 64K -->` a sentence on them, `<!-- summary NAME -->` a wide sweep by query rows,
-`<!-- ratios NAME -->` how ours compares with each peer, or with those named behind a colon, `<!-- e2e NAME -->` a
-table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time between two tokens at some loads, `<!-- estimate NAME -->` a
-table of `etap estimate`, `<!-- claim NAME -->` what a check says of itself in `what` and `outcome` of its file, and
-`<!-- claims BEGINNING -->` or `<!-- claims all -->` a table of those. A place whose NAME ends in a question mark says
+`<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K, 8 heads -->` some of its
+rows, `<!-- summary NAME -->` a wide sweep by query rows, `<!-- ratios NAME -->` how ours compares with each peer, or
+with those named behind a colon, `<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time
+between two tokens at some loads, `<!-- estimate NAME -->` a table of `etap estimate`, and `<!-- claims BEGINNING -->`
+or `<!-- claims all -->` what checks say of themselves in their files. A place whose NAME ends in a question mark says
 that nothing was measured until there is such a file. Each file of times has a page of its own in docs/tables, and
 docs/api.md is made from docstrings where there is torch to import them with.
 """
@@ -37,9 +36,7 @@ NOT_YET = "Not measured with these kernels."
 KINDS: dict[str, Callable[[Path, Place], str]] = {
     "bench": lambda path, place: report.markdown(bench_rows.read(path), place.rows),
     "summary": lambda path, place: report.summary(bench_rows.read(path)),
-    "figures": lambda path, place: report.figures(bench_rows.read(path), place.rows),
     "ratios": lambda path, place: report.ratios(bench_rows.read(path), place.rows),
-    "claim": lambda path, place: claim(path),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.read(path), place.rows),
     "estimate": lambda path, place: estimates.markdown(path),
 }
@@ -56,12 +53,6 @@ def claims(folder: Path, beginning: str) -> str:
             what, outcome, seen = outcomes.read(path)
             lines.append(f"| {what} ([file](../results/{path.name})) | {outcome} | {seen} |")
     return "\n".join(lines) if len(lines) > 2 else NOT_YET
-
-
-def claim(path: Path) -> str:
-    """A check's outcome as a sentence."""
-    what, outcome, seen = outcomes.read(path)
-    return f"{what}: {outcome} ({seen}; [file](../results/{path.name}))."
 
 
 def kind_of(content: object) -> str | None:

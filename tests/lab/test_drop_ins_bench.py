@@ -195,19 +195,21 @@ def test_the_originals_are_given_the_same_words(monkeypatch, on_cpu):
         assert words[0] == words[1] and len(words[0]) == (1 if column == AS_FLASHMLA else 2)
 
 
-def test_host_times_are_of_what_can_be_called_with_and_without_a_plan(on_cpu):
+def test_host_times_are_of_what_can_be_called_with_and_without_a_plan(on_cpu, monkeypatch):
     row = bench_of(WORKLOADS["plain"])
     plain = [*row.kernels.of_kinds["plain"].values(), providers.of_drop_ins().of_kinds["plain"]["FA3"]]
     kernels = providers.Kernels.listed(plain=plain)
-    found = measure.measure_drop_in_hosts(row.workload, row.pool, kernels, row.settings, calls=2)
+    monkeypatch.setattr(measure, "HOST_CALLS", 2)
+    names = list(kernels.of(row.workload))
+    found = measure.measure_hosts(row.workload, row.pool, kernels, names, row.settings, plans=True)
     assert list(found) == [text for name in DROP_INS for text in (name, f"{name} with its plan")]
     assert all(timing.us > 0 and timing.replays == measure.HOST_TURNS for timing in found.values())
 
 
 def test_a_run_measures_the_hosts_of_drop_ins(monkeypatch):
     workload = WORKLOADS["plain"]
-    monkeypatch.setattr(measure, "measure_drop_in_hosts", lambda first, *rest: {"of": first})
-    assert run._once(None, workload, None, own(), measure.Settings()) == {"host_calls": {"of": workload}}
+    monkeypatch.setattr(measure, "measure_hosts", lambda first, *rest, plans: {"of": first, "plans": plans})
+    assert run._once(None, workload, None, own(), measure.Settings()) == {"host_calls": {"of": workload, "plans": True}}
     assert run._once(None, workload, None, own(), measure.Settings(h20_proxy=True)) == {}
 
 

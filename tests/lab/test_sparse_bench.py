@@ -299,7 +299,8 @@ def an_h200(monkeypatch, on_cpu):
     chip = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: chip)
-    monkeypatch.setattr(measure, "measure_host", lambda *of: {name: measure.timing_of([9.0] * 3) for name in of[3]})
+    hosts = lambda *of, plans: {name: measure.timing_of([9.0] * 3) for name in of[3]}  # noqa: E731
+    monkeypatch.setattr(measure, "measure_hosts", hosts)
     monkeypatch.setattr(measure, "measure", lambda workload, *_: a_row(workload, etap=10.0))
 
 

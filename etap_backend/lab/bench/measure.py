@@ -42,7 +42,7 @@ H20_SMS = 78
 FEWEST_CALLS = 4
 # Calls a graph, unless they would read more than that: its start weighs little then, as in an engine.
 USUAL_CALLS, USUAL_BYTES = 16, 10e9
-HOST_TURNS = 9
+HOST_TURNS, HOST_CALLS = 9, 100
 
 
 @dataclass(frozen=True)
@@ -233,32 +233,24 @@ def measure_schedule(settings: Settings, batch: int = 256, builds: int = 100) ->
     return ScheduleBuild(batch=batch, **timing_of(graph.microseconds(events)).model_dump())
 
 
-def measure_host(
-    workload: Workload, pool: Pool, ours: Kernels, names: list[str], settings: Settings, calls: int = 200
+def measure_hosts(
+    workload: Workload, pool: Pool, kernels_of_run: Kernels, names: list[str], settings: Settings, *, plans: bool
 ) -> dict[str, Timing]:
-    """Host time to launch one call of each of these, in microseconds, where nothing waits for the GPU; in turns."""
-    row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, ours, settings)
-    prepared = {name: row.prepared(name) for name in names}
-    return _host_times({name: partial(call, *copies[0]) for name, (call, copies) in prepared.items()}, calls)
+    """Host time to launch one call of each of these, in microseconds, where nothing waits for the GPU; in turns.
 
-
-def measure_drop_in_hosts(
-    workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: Settings, calls: int = 50
-) -> dict[str, Timing]:
-    """Host time of a call of each drop-in and of each original that can be called, and of the plan and a call.
-
-    A plan that copies something to the host waits for what runs on the GPU: then this counts, too.
+    With `plans` that of a call behind its plan, too: a plan that copies something to the host waits for what runs on
+    the GPU, and then this counts.
     """
     row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, kernels_of_run, settings)
     found = {}
-    for name in kernels_of_run.of(workload):
+    for name in names:
         with suppress(Exception):  # the rows say what cannot be called, and why
             call, copies = row.prepared(name)
             call(*copies[0])
             found[name] = partial(call, *copies[0])
-            if isinstance(call, Planned):
+            if plans and isinstance(call, Planned):
                 found[WITH_PLAN.format(name)] = partial(_plan_and_call, call, copies[0])
-    return _host_times(found, calls)
+    return _host_times(found)
 
 
 def _plan_and_call(planned: Planned, copy: Copy) -> None:
@@ -266,16 +258,16 @@ def _plan_and_call(planned: Planned, copy: Copy) -> None:
     planned(*copy)
 
 
-def _host_times(found: dict[str, Callable[[], object]], calls: int) -> dict[str, Timing]:
-    """Of each, launched so many times one behind another, in turns."""
+def _host_times(found: dict[str, Callable[[], object]]) -> dict[str, Timing]:
+    """Of each, launched HOST_CALLS times one behind another, in turns."""
     times = {name: [] for name in found}
     for _ in range(HOST_TURNS):
         for name, launch in found.items():
             launch()
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(HOST_CALLS):
                 launch()
-            times[name].append((time.perf_counter() - begin) / calls * 1e6)
+            times[name].append((time.perf_counter() - begin) / HOST_CALLS * 1e6)
     torch.cuda.synchronize()
     return {name: timing_of(each) for name, each in times.items()}

@@ -272,20 +272,6 @@ def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
     return "\n\n".join(filter(None, [*parts, caption(document, rows, short=bool(only))]))
 
 
-def figures(document: Document, only: tuple[str, ...]) -> str:
-    """A page's sentence: TFLOP/s of every kernel on these batches, and how many times as fast as each ours is."""
-    rows, (ours, *others) = rows_named(document, only), [*document.own[:1], *document.peers]
-
-    def rates(name: str) -> str:
-        return ", ".join(number((us := row.us(name)) and row.tflops(us), 0) for row in rows)
-
-    said = [f"{ours} {rates(ours)} TFLOP/s"]
-    for name in others:
-        faster = ", ".join(number(ratio(row.us(name), row.us(ours)), 2) for row in rows)
-        said.append(f"{name} {rates(name)} ({ours} is {faster} times as fast)")
-    return f"{', '.join(row.batch_text for row in rows)} tokens: {'; '.join(said)}. {source(document)}."
-
-
 def ratios(document: Document, only: tuple[str, ...] = ()) -> str:
     """A page's sentences on how kernels compare over all rows; with `only` those on these kernels."""
     lines = [line for line in ratio_lines(document) if not only or line.partition(" / ")[0] in only]

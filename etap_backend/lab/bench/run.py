@@ -92,12 +92,13 @@ def _once(document: Document, first: Workload, pool: tensors.Pool, kernels: Kern
     With a grid of drop-ins: what calls of theirs and of the originals take, and those with a plan. On the proxy not
     even that: the originals there are kernels without their Python.
     """
-    there = kernels.of(first)
+    there = [*kernels.of(first)]
     if not {*there}.isdisjoint(DROP_INS):
-        hosts = None if settings.h20_proxy else measure.measure_drop_in_hosts(first, pool, kernels, settings)
-        return {"host_calls": hosts} if hosts else {}
+        if settings.h20_proxy:
+            return {}
+        return {"host_calls": measure.measure_hosts(first, pool, kernels, there, settings, plans=True)}
     names = [name for name in (OURS, *document.libraries) if name in there]
-    found: dict = {"host_calls": measure.measure_host(first, pool, kernels, names, settings)}
+    found: dict = {"host_calls": measure.measure_hosts(first, pool, kernels, names, settings, plans=False)}
     if OURS in names and not isinstance(document, SparseDocument):  # whose call needs no schedule
         found["schedule_build"] = measure.measure_schedule(settings)
     return found
