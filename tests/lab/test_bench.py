@@ -3,6 +3,7 @@ short runs of the whole."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import shutil
@@ -542,6 +543,34 @@ def test_each_of_our_kernels_gets_its_cache_and_the_truth_of_it(kv_dtype, on_cpu
         assert 5 * errors["etap"] < errors["etap-fp8-math"] < 4.5e-2
         graphs["etap"].result = graphs["etap-bf16"].result
         assert row.errors(graphs)["etap"] > 1e-2, "the cache's rounding goes unseen"
+
+
+class Recorded:
+    """In place of a CUDA graph: its calls are made at once."""
+
+    def __init__(self, call, calls):
+        self.calls, self.results = calls, [call(index) for index in range(calls)]
+
+
+def test_behind_another_kernel_each_call_waits_for_what_reads_the_queries(on_cpu, monkeypatch):
+    """Ours and peers' alike; without that wish there is one graph per kernel."""
+    log, workload = [], Workload((100,), heads=4)
+    peer = providers.Provider("FlashMLA", lambda inputs: lambda cache: log.append("call"))
+    monkeypatch.setattr(measure, "Captured", Recorded)
+    monkeypatch.setattr(measure.torch, "neg", lambda queries, out: log.append(queries.shape == out.shape))
+    for behind in (False, True):
+        log.clear()
+        row = bench_of(workload, providers.Kernels.listed(plain=[peer]))
+        row = dataclasses.replace(row, settings=measure.Settings(behind=behind))
+        graphs, later, others = row.captured()
+        assert list(graphs) == ["FlashMLA"] and list(later) == ["FlashMLA"] * behind and not others
+        assert log == ["call"] * row.calls + [True, "call"] * row.calls * behind
+
+
+def test_both_times_of_a_call_are_kept():
+    timing, later = measure.timing_of([1.0, 2.0, 3.0]), measure.timing_of([4.0, 5.0, 6.0])
+    found = measure.results_of({"etap": timing}, {}, {}, {"etap": later})["etap"]
+    assert (found.us, found.behind.us) == (2.0, 5.0)
 
 
 def test_fp8_saturates():
