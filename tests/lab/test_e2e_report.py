@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -134,6 +135,15 @@ def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(docume
     whole = " ".join(screen.read_text().split())
     assert "61 of 61 layers. Dummy weights: times are" in whole and report.METHOD in whole
     assert "KV cache of 674,597 tokens, decode not in full CUDA graphs" in screen.read_text()
+
+
+def test_no_number_is_shortened_on_a_narrow_screen(document, tmp_path):
+    screens = []
+    for width in (60, 220):
+        with (screen := tmp_path / str(width)).open("w") as file:
+            report.print_document(document, Console(width=width, file=file))
+        screens.append(sorted(re.findall(r"\d+\.\d+", screen.read_text())))
+    assert screens[0] == screens[1] and "\N{HORIZONTAL ELLIPSIS}" not in (tmp_path / "60").read_text()
 
 
 def at_host(row: Measured, *hosts: float) -> Measured:

@@ -19,6 +19,7 @@ from rich.table import Table
 from etap_backend.lab import results as files
 from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Skipped, at_equal_host_speed, joined, read
 from etap_backend.lab.provenance import without_note
+from etap_backend.lab.screen import print_table
 from etap_backend.lab.serving.engines import ENGINES
 from etap_backend.lab.units import in_k
 
@@ -206,7 +207,7 @@ def print_document(document: Document, console: Console) -> None:
         table.add_column(title, justify="left" if number < 2 else "right")
     for cells in cells_of(document):
         table.add_row(*cells)
-    console.print(table)
+    print_table(console, table)
     for name, about in document.servers.items():
         if about.seconds_to_ready is not None:
             room = f"{about.cache_tokens:,}" if about.cache_tokens else "unknown"

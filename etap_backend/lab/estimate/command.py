@@ -22,6 +22,7 @@ from etap_backend.lab.estimate.carry_over import TARGET_RANKS, estimate
 from etap_backend.lab.estimate.results_file import TITLES, Estimate, cells_of
 from etap_backend.lab.estimate.results_file import Document as Estimates
 from etap_backend.lab.provenance import Provenance, command_line, commit
+from etap_backend.lab.screen import print_table
 
 TARGETS = ("H20-96G", "H20-141G")
 
@@ -67,7 +68,7 @@ def main(
                 found, reasons = estimate(served, list(benchmarks.values()), target)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-            console.print(table_of(served, found, target))
+            print_table(console, table_of(served, found, target))
             for reason in reasons:
                 console.print(reason, markup=False, highlight=False)
             written[path.stem] = found

@@ -11,7 +11,8 @@ from rich.console import Console
 
 from etap_backend.lab.plan.alternatives import plan_of, what_fits
 from etap_backend.lab.plan.inputs import CACHE_NAMES, Deployment, cache_named, read_gpu, read_model
-from etap_backend.lab.plan.report import document, print_plan, print_table, sources_table
+from etap_backend.lab.plan.report import document, print_plan, sources_table
+from etap_backend.lab.screen import print_table
 from etap_backend.lab.units import parse_tokens
 
 FLAGS = {"gpus": "--count", "cache": "--kv-dtype", "s_q": "--s-q", "attention_share": "--attention-share"} | {

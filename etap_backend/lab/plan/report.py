@@ -6,7 +6,6 @@ from dataclasses import asdict
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from etap_backend.lab.plan.alternatives import Alternative
@@ -14,6 +13,7 @@ from etap_backend.lab.plan.inputs import Call, Deployment, Figure, Gpu, Model
 from etap_backend.lab.plan.memory import INDEXER_RESERVE_BYTES, RESERVE_BYTES, Memory, parameters_of, weights_of
 from etap_backend.lab.plan.sparse import call_size
 from etap_backend.lab.plan.step import GEMM_BANDWIDTH, LAYER_US, Attention, Gain, Plan
+from etap_backend.lab.screen import print_table
 from etap_backend.lab.units import in_k
 
 SHORT = {"bfloat16": "bf16", "fp8": "FP8"}
@@ -59,14 +59,6 @@ def _all_of(kernel: Attention, plan: Plan) -> dict:
     times = {"call_us": kernel.call_us, "attention_ms": kernel.step_ms, "step_with_ms": plan.step_with(kernel)}
     known = {key: value for key, value in asdict(kernel).items() if key not in ("kernel", "call")}
     return known | times | {"call": kernel.call and kernel.call.model_dump()}
-
-
-def print_table(console: Console, table: Table) -> None:
-    """As wide as its numbers need: a screen may break a line, and never shortens a number."""
-    width, needed = console.width, Measurement.get(console, console.options.update(max_width=1000), table).maximum
-    console.width = max(width, needed)
-    console.print(table, crop=False)
-    console.width = width
 
 
 def _gb(value: float) -> str:
