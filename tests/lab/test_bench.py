@@ -23,7 +23,7 @@ from etap_backend.lab import configs, results
 from etap_backend.lab.bench import command, kernels, libraries, measure, plots, providers, report, rows, run, tensors
 from etap_backend.lab.bench.command import bench, chosen, kernels_of
 from etap_backend.lab.bench.floors import H200_FLOOR, PROXY_FLOOR, floor_for
-from etap_backend.lab.bench.grids import Workload, find_grid, read_grid, read_grids
+from etap_backend.lab.bench.grids import Workload, read_grid, read_grids
 from etap_backend.lab.bench.rows import (
     LARGEST_RMSE,
     OWN,
@@ -95,7 +95,7 @@ def run_command(function, *arguments: str, width: int = 200):
 
 @pytest.mark.parametrize("name", configs.shipped("bench"))
 def test_the_shipped_grids_are_found_by_name_and_can_be_read(name):
-    made = read_grid(find_grid(name))
+    made = read_grid(configs.find("bench", name))
     assert made.name == name and made.title
     assert len(made.workloads) == len(set(made.workloads)) > 0
     assert all(workload.tokens > 0 for workload in made.workloads)
@@ -103,7 +103,7 @@ def test_the_shipped_grids_are_found_by_name_and_can_be_read(name):
 
 def test_a_grid_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(ValueError, match="grid: wanted a file or one of drop-ins, .*, fp16, heads, .*, got targest"):
-        find_grid("targest")
+        configs.find("bench", "targest")
 
 
 def test_a_grid_is_the_product_of_its_lists(tmp_path):

@@ -12,11 +12,11 @@ from bench_documents import document_of
 from typer.testing import CliRunner
 
 from etap_backend.compat import flash_attn_interface, flash_mla
-from etap_backend.lab import results, tables
+from etap_backend.lab import configs, results, tables
 from etap_backend.lab.bench import measure, peers, providers, report, run, tensors
 from etap_backend.lab.bench.command import bench, chosen, kernels_of
 from etap_backend.lab.bench.floors import H200_FLOOR
-from etap_backend.lab.bench.grids import SparseWorkload, Workload, find_grid, read_grid, read_grids
+from etap_backend.lab.bench.grids import SparseWorkload, Workload, read_grid, read_grids
 from etap_backend.lab.bench.kernels import Planned
 from etap_backend.lab.bench.rows import (
     AS_FA3,
@@ -74,7 +74,7 @@ def test_each_drop_in_stands_before_what_it_stands_in_for():
 
 @pytest.mark.parametrize("name, rows", [("drop-ins", 35), ("drop-ins-fp8", 20), ("drop-ins-sparse", 20)])
 def test_the_grids_have_few_heads_and_many(name, rows):
-    made = read_grid(find_grid(name))
+    made = read_grid(configs.find("bench", name))
     assert made.calls == "drop-ins" and len(made.workloads) == rows
     assert {workload.heads for workload in made.workloads} == {8, 16, 32, 64, 128}
     assert all(providers.of_drop_ins().of(workload) for workload in made.workloads)

@@ -11,11 +11,11 @@ import typer
 from bench_documents import document_of
 from typer.testing import CliRunner
 
-from etap_backend.lab import results
+from etap_backend.lab import configs, results
 from etap_backend.lab.bench import measure, plots, providers, report, rows, run, tensors
 from etap_backend.lab.bench.command import bench
 from etap_backend.lab.bench.floors import H200_GATHER_FLOOR, PROXY_GATHER_FLOOR, floor_for
-from etap_backend.lab.bench.grids import SparseWorkload, find_grid, read_grid, read_grids
+from etap_backend.lab.bench.grids import SparseWorkload, read_grid, read_grids
 from etap_backend.lab.bench.rows import (
     LARGEST_RMSE,
     Document,
@@ -67,13 +67,13 @@ def document() -> SparseDocument:
 
 
 def test_the_grids_have_the_shapes_that_are_asked_about():
-    made = read_grid(find_grid("sparse"))
+    made = read_grid(configs.find("bench", "sparse"))
     shapes = {(len(row.lengths), row.heads, row.kv_dtype) for row in made.workloads}
     assert made.sparse and {row.top_k for row in made.workloads} == {2048}
     for kv_dtype in ("same", "fp8"):
         assert {tokens for tokens, heads, kind in shapes if (heads, kind) == (16, kv_dtype)} == {1, 8, 16, 32, 64, 128}
         assert {(16, heads, kv_dtype) for heads in (8, 64, 128)} <= shapes
-    prefill = read_grid(find_grid("sparse-prefill")).workloads[0]
+    prefill = read_grid(configs.find("bench", "sparse-prefill")).workloads[0]
     assert prefill == decode(4096, context=65536) and prefill.label == "4096 x 2K of 64K, 16 heads"
 
 

@@ -11,9 +11,10 @@ import typer
 from bench_documents import document_of
 from typer.testing import CliRunner
 
+from etap_backend.lab import configs
 from etap_backend.lab.bench import measure, peers, providers, report, rows, tensors
 from etap_backend.lab.bench.command import bench
-from etap_backend.lab.bench.grids import V4Workload, find_grid, read_grid, read_grids
+from etap_backend.lab.bench.grids import V4Workload, read_grid, read_grids
 from etap_backend.lab.bench.rows import LARGEST_RMSE, Measured
 from etap_backend.reference import relative_rmse, sparse_mla_decode_reference, stored_rows, what_rows_stand_for
 
@@ -35,7 +36,7 @@ def bench_of(workload: V4Workload, of: providers.Kernels) -> measure.Bench:
 
 
 def test_the_grid_has_both_models_ranks_and_all_kinds_of_layers():
-    made = read_grid(find_grid("v4"))
+    made = read_grid(configs.find("bench", "v4"))
     shapes = {(len(row.lengths), row.heads, row.window, row.extra) for row in made.workloads}
     wanted = {(t, h, 128, k) for t in (1, 4, 16, 64, 128, 256) for h in (8, 16) for k in (0, 512, 1024)}
     assert shapes == wanted and made.sparse and {row.kind for row in made.workloads} == {"v4"}

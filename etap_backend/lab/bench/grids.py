@@ -174,11 +174,8 @@ class V4Workload(SparseWorkload):
 
     @property
     def label(self) -> str:
-        return f"{self.shape_text}, {self.heads} heads, V4 rows"
-
-    @property
-    def shape_text(self) -> str:
-        return f"{len(self.lengths)} x {self.window}" + (f" + {self.extra}" if self.extra else "")
+        lists = f"{self.window}" + (f" + {self.extra}" if self.extra else "")
+        return f"{len(self.lengths)} x {lists}, {self.heads} heads, V4 rows"
 
     @property
     def shape(self) -> SparseShape:
@@ -338,11 +335,6 @@ class Grid:
         return replace(self, workloads=kept), left_out
 
 
-def find_grid(name: str) -> Path:
-    """A grid's file, by its path or by its name in configs/bench. Raises ValueError, listing what there is."""
-    return configs.find("bench", name)
-
-
 def read_grid(path: Path, kv_dtype: KvDType | None = None) -> Grid:
     """The grid of a file; `kv_dtype`, unless None, takes the place of every row's.
 
@@ -359,7 +351,7 @@ def read_grids(names: list[str], kv_dtype: KvDType | None = None) -> Grid:
 
     Raises ValueError when they are of different calls.
     """
-    grids = [read_grid(find_grid(name), kv_dtype) for name in names]
+    grids = [read_grid(configs.find("bench", name), kv_dtype) for name in names]
     if len(grids) == 1:
         return grids[0]
     if len({type(grid.workloads[0]) for grid in grids}) > 1:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-import sys
+import runpy
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -149,8 +148,13 @@ def with_file(before: Kernels, path: Path) -> Kernels:
 
     Raises ValueError, naming --peers, when the file is not like that.
     """
-    module = _module_of(path)
-    found = {kind: getattr(module, name, {}) for kind, name in KINDS.items()}
+    if not path.is_file():
+        raise ValueError(f"--peers: wanted a Python file, got {path}")
+    try:
+        defined = runpy.run_path(str(path))
+    except Exception as error:
+        raise ValueError(f"--peers: {path} does not import: {type(error).__name__}: {error}") from error
+    found = {kind: defined.get(name, {}) for kind, name in KINDS.items()}
     tables = list(found.values())
     if not any(tables) or not all(isinstance(each, dict) and all(map(callable, each.values())) for each in tables):
         wanted = ", ".join(KINDS.values())
@@ -160,20 +164,7 @@ def with_file(before: Kernels, path: Path) -> Kernels:
         raise ValueError(f"--peers: wanted other columns than {known}, got {', '.join(taken)}")
     more = {kind: {name: Provider(name, made) for name, made in each.items()} for kind, each in found.items()}
     both = {kind: each | more[kind] for kind, each in before.of_kinds.items()}
-    return Kernels(both, {**before.versions, **getattr(module, "VERSIONS", {})})
-
-
-def _module_of(path: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"etap_peers_{path.stem}", path)
-    if spec is None or not path.is_file():
-        raise ValueError(f"--peers: wanted a Python file, got {path}")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ValueError(f"--peers: {path} does not import: {type(error).__name__}: {error}") from error
-    return module
+    return Kernels(both, {**before.versions, **defined.get("VERSIONS", {})})
 
 
 def of_libraries(modules: dict[str, ModuleType]) -> Kernels:

@@ -54,9 +54,9 @@ class Pool(ABC):
     def converted(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         """These bfloat16 pages in another type."""
 
-    @abstractmethod
     def cache_dtype(self, workload: Workload, provider: Provider) -> torch.dtype:
         """The type of the cache that a kernel of a row is given."""
+        return torch.uint8 if workload.fp8 else torch.bfloat16
 
     @abstractmethod
     def inputs(self, workload: Workload, num_sms: int | None) -> AnyInputs:
@@ -136,9 +136,6 @@ class SparsePool(Pool):
     def converted(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         return fp8_rows(pages)
 
-    def cache_dtype(self, workload: SparseWorkload, provider: Provider) -> torch.dtype:
-        return torch.uint8 if workload.fp8 else torch.bfloat16
-
     def inputs(self, workload: SparseWorkload, num_sms: int | None) -> SparseInputs:
         q = torch.randn(len(workload.lengths), workload.heads, HEAD_DIM, device=DEVICE)
         return SparseInputs(q.to(torch.bfloat16), workload.top_k, SOFTMAX_SCALE, num_sms)
@@ -161,9 +158,6 @@ class V4Pool(Pool):
 
     def converted(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         return v4_pages(pages)
-
-    def cache_dtype(self, workload: V4Workload, provider: Provider) -> torch.dtype:
-        return torch.uint8
 
     def inputs(self, workload: V4Workload, num_sms: int | None) -> V4Inputs:
         q = torch.randn(len(workload.lengths), workload.heads, LATENT_DIM, device=DEVICE).to(torch.bfloat16)
