@@ -42,7 +42,8 @@ def _check(name: str, summary: str) -> Program:
 
 LAB = {
     "bench": Program("etap_backend.lab.bench.command", "bench", "measure the kernels beside others"),
-    "report": Program("etap_backend.lab.bench.show", "show", "tables and plots of benchmark results"),
+    "record": Program("etap_backend.lab.bench.record", "main", "measure a group of published results again"),
+    "report": Program("etap_backend.lab.bench.report", "main", "tables and plots of benchmark results"),
     "plan": Program("etap_backend.lab.plan.command", "plan", "what fits on which GPUs, and what ETAP gains there"),
     "estimate": Program("etap_backend.lab.estimate.command", "main", "from a measured server to one on an H20"),
     "e2e": Program("etap_backend.lab.e2e.command", "e2e", "serve a model with ETAP and other backends, and compare"),
