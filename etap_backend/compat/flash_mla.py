@@ -78,7 +78,7 @@ def __getattr__(name: str) -> object:
     return getattr(_replaced, name)
 
 
-@dataclass
+@dataclass(eq=False)
 class FlashMLASchedMeta:
     """The plan of a step's calls; the first of them fills it, for all of the same shapes.
 
@@ -108,8 +108,8 @@ class FlashMLASchedMeta:
 
     have_initialized: bool = False
     config: Config | None = None
-    tile_scheduler_metadata: Tensor | None = None
-    num_splits: Tensor | None = None
+    tile_scheduler_metadata: Tensor | None = field(default=None, repr=False)
+    num_splits: Tensor | None = field(default=None, repr=False)
     workspace: Tensor | None = field(default=None, repr=False)
     row_tile: int | None = field(default=None, repr=False)
     capture: object | None = field(default=None, repr=False)
@@ -537,7 +537,7 @@ def _dense(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, 
 
 def _dense_head(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options) -> tuple[Tensor, Tensor]:
     """The queries of one KV head, in the shape that the plan gives them; results as of `_dense`."""
-    shape, asked = q.shape[:3], planned[:3]
+    shape, asked = q.shape[:3], (planned.batch, planned.s_q, planned.num_heads)
     if shape == asked:
         return named(NAMES, mla_decode, q, k_cache, block_table, cache_seqlens, planned, out=out, **options)
     whole = None if out is None else out.view(*asked, LATENT_DIM)

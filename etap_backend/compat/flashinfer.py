@@ -41,18 +41,6 @@ CHOICES = {
     "use_sinks": (False,),
 }
 """What arguments of a plan may be that choose among FlashInfer's backends, or among their forms."""
-NOT_SERVED = (
-    "profiler_buffer",
-    "kv_len",
-    "page_table",
-    "o_scale",
-    "ckv_scale_arr",
-    "sinks",
-    "skip_softmax_threshold_scale_factor",
-    "bmm1_scale",
-    "bmm2_scale",
-)
-"""Arguments of a run that have to be None."""
 NAMES = {
     "q": "q_nope",
     "q_rope": "q_pe",
@@ -270,12 +258,20 @@ class BatchMLAPagedAttentionWrapper:
             NotImplementedError: something that FlashInfer has and this has not; the text names it.
             ValueError, TypeError: an argument is not as described, or, with use_cuda_graph, not what it was before.
         """
-        given = locals()
-        for name, known in CHOICES.items():
-            if given[name] not in known:
-                wanted = " or ".join(map(repr, known))
-                raise NotImplementedError(f"{name}: wanted {wanted}, got {given[name]!r}")
-        tensors, form, max_q_len = _forms({name: given[name] for name in (*CSR, *DENSE, "max_q_len")}, metadata)
+        _check_choices(
+            query_layout=query_layout,
+            kv_cache_layout=kv_cache_layout,
+            lse_mode=lse_mode,
+            output_scale=output_scale,
+            scale_mode=scale_mode,
+            use_profiler=use_profiler,
+            skip_softmax=skip_softmax,
+            enable_pdl=enable_pdl,
+            use_sinks=use_sinks,
+        )
+        lists = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
+        table = {"cum_seq_lens_q": cum_seq_lens_q, "block_tables": block_tables, "seq_lens": seq_lens}
+        tensors, form, max_q_len = _forms({**lists, **table, "max_q_len": max_q_len}, metadata)
         batch = _check_requests(tensors, form, self.device)
         # FlashInfer looks at as many ends as there are lengths; programs hand over more.
         tensors |= {name: tensors[name][: batch + 1] for name in ENDS if name in tensors}
@@ -344,10 +340,17 @@ class BatchMLAPagedAttentionWrapper:
             ValueError, TypeError: an argument is not as described. Parts of `query` and `kv_cache` have the names of
                 those that they replace.
         """
-        given = locals()
-        for name in NOT_SERVED:
-            if given[name] is not None:
-                raise NotImplementedError(f"{name}: wanted None, got {type_name(given[name])}")
+        _refuse_given(
+            profiler_buffer=profiler_buffer,
+            kv_len=kv_len,
+            page_table=page_table,
+            o_scale=o_scale,
+            ckv_scale_arr=ckv_scale_arr,
+            sinks=sinks,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+        )
         plan, requests = self._plan, self._requests
         if plan is None or requests is None:
             raise RuntimeError("run: wanted a plan before it, got none")
@@ -615,6 +618,18 @@ def _assert_on_device(right: Tensor, wanted: str) -> None:
 
 def _shape(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} of {dtype_name(tensor.dtype)}"
+
+
+def _check_choices(**given: object) -> None:
+    for name, known in CHOICES.items():
+        if given[name] not in known:
+            raise NotImplementedError(f"{name}: wanted {' or '.join(map(repr, known))}, got {given[name]!r}")
+
+
+def _refuse_given(**not_served: object) -> None:
+    for name, value in not_served.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: wanted None, got {type_name(value)}")
 
 
 def _forms(given: dict[str, object], metadata: object) -> tuple[dict[str, Tensor], tuple[str, ...], object]:

@@ -515,8 +515,12 @@ def test_plans_that_are_not_served_are_refused_by_name(name):
 
 
 ROW = torch.zeros(1)
+NOT_SERVED = (
+    *("profiler_buffer", "kv_len", "page_table", "o_scale", "ckv_scale_arr", "sinks"),
+    *("skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"),
+)
 RUN_REFUSALS = {
-    **{name: (NotImplementedError, f"^{name}: wanted None, got Tensor", {name: ROW}) for name in flashinfer.NOT_SERVED},
+    **{name: (NotImplementedError, f"^{name}: wanted None, got Tensor", {name: ROW}) for name in NOT_SERVED},
     "half a query": (TypeError, "^q_pe: wanted a tensor, got None", {"q_pe": None}),
     "a query twice": (ValueError, "^q_nope: wanted None beside query", {"query": ROW}),
     "a list of parts": (TypeError, "^query: wanted a tensor or a pair", {"query": [ROW], "q_nope": None, "q_pe": None}),
