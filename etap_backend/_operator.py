@@ -96,11 +96,12 @@ class Operator:
                 raise TypeError(f"{wanted.name}: wanted a bool, got {type_name(value)}") from None
 
 
-def check_tensor(name: str, value: object) -> None:
-    """Refuse what is no tensor, and tensors that no function of the library takes."""
+def check_tensor(name: str, value: object) -> Tensor:
+    """The value, or a refusal of what is no tensor, and of tensors that no function of the library takes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type_name(value)}") from None
     if not (value.is_cuda or value.is_cpu):
         raise ValueError(f"{name}: wanted a tensor on a CUDA device or the CPU, got one on {value.device}") from None
     if value.layout != torch.strided:
         raise TypeError(f"{name}: wanted a strided tensor, got one of layout {value.layout}") from None
+    return value

@@ -122,6 +122,9 @@ def mla_decode(
         raise TypeError(f"schedule: wanted what DecodeSchedule.build() returns, got {type_name(schedule)}")
     if out is None or lse is None or out_dtype is not None:
         out, lse = _outputs(q, out, lse, out_dtype)
+    workspace = schedule.workspace if workspace is None else workspace
+    if workspace is None:
+        raise TypeError("workspace: wanted a tensor, got None, and the schedule has none either")
     call = DenseCall(
         q,
         q_rope,
@@ -133,7 +136,7 @@ def mla_decode(
         seq_lens,
         schedule.work_ranges,
         schedule.split_offsets,
-        schedule.workspace if workspace is None else workspace,
+        workspace,
         out,
         lse,
         softmax_scale,

@@ -18,7 +18,7 @@ CHEAP_PAGE_ROWS = 32
 
 def release(version: str) -> tuple[int, ...]:
     """The numbers of a version, three at least: (0, 33, 0) of 0.33.0rc1+cu130; with them versions compare."""
-    numbers = [int(number) for number in re.match(r"[\d.]*\d", version)[0].split(".")]
+    numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
     return (*numbers, *[0] * (3 - len(numbers)))
 
 

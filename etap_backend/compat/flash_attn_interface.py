@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import HANDED_OVER, check_out, named, plan, renamed, whole_rows
+from etap_backend.compat import check_out, named, plan, renamed, whole_rows
 from etap_backend.dense import mla_decode
 from etap_backend.limits import (
     FP8,
@@ -151,7 +151,8 @@ class Call:
     @classmethod
     def of(cls, form: Form, given: dict[str, Any], defaults: dict[str, Any]) -> "Call":
         """The call of a form's function with these arguments; None stands for those that it has not."""
-        return cls(form, given, defaults, *map(given.get, form.served))
+        served: list[Any] = [given.get(name) for name in form.served]
+        return cls(form, given, defaults, *served)
 
     @property
     def refused(self) -> dict[str, str]:
@@ -387,7 +388,7 @@ def get_scheduler_metadata(
         raise ValueError(f"cache_seqlens: wanted shape [{batch_size}], got {list(cache_seqlens.shape)}")
     # As many rows of offsets as there are offsets, so that the shape says for how many requests they are.
     room, rows = (batch_size + 1) * WORK_RANGE_FIELDS - 1, max_seqlen_q * num_heads_q
-    options = {"batch_invariant": _unsplit(num_splits)} | HANDED_OVER
+    options = {"batch_invariant": _unsplit(num_splits), "handed_over": True}
     built = named(PLAN_NAMES, plan, cache_seqlens, room, rows, cache_seqlens.device, **options)
     return torch.cat([built.work_ranges, built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
 
@@ -410,8 +411,9 @@ def _in_front(form: Form, theirs: Callable) -> Callable:
         given = defaults | dict(zip(names, arguments, strict=False)) | named
         return _answer(Call.of(form, given, defaults), lambda: theirs)
 
-    call.handed_to = theirs
-    return call
+    marked: Any = call
+    marked.handed_to = theirs
+    return marked
 
 
 @functools.cache
@@ -454,7 +456,7 @@ def _answer(call: Call, find: Callable[[], Callable | None]) -> Tensor | tuple:
     return _serve(call, batch, longest)
 
 
-def _hand_over(call: Call, theirs: Callable | None, reason: str) -> object:
+def _hand_over(call: Call, theirs: Callable | None, reason: str) -> Any:
     """What is not served here, for this reason."""
     if theirs is None:
         raise NotImplementedError(f"{reason}; and no FlashAttention-3 was found that serves it")
@@ -744,8 +746,8 @@ def _singly(call: Call, table: Tensor, lengths: Tensor, *, planned: bool) -> tup
     """Row i of q sees lengths[i] tokens, of the pages in table's row i."""
     out = call.out
     whole = None if out is None else out[:, None]
-    results = _decode(call, call.q[:, None], call.qv[:, None], table, lengths, whole, planned=planned)
-    return tuple(one.squeeze(1) for one in results)
+    done, lse = _decode(call, call.q[:, None], call.qv[:, None], table, lengths, whole, planned=planned)
+    return done.squeeze(1), lse.squeeze(1)
 
 
 def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: bool = True) -> tuple[Tensor, Tensor]:
@@ -793,7 +795,7 @@ def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedul
     metadata = call.scheduler_metadata
     if metadata is not None:
         check_tensor("scheduler_metadata", metadata)
-    if not _is_ours(metadata):
+    if metadata is None or not _is_ours(metadata):
         return _own_plan(call, lengths, batch, rows)
     num_sms = sms_of(lengths.device)
     shape = decode_shape(rows, num_sms)

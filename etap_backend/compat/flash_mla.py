@@ -11,12 +11,13 @@ import math
 import sys
 from dataclasses import dataclass, field, fields
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import HANDED_OVER, check_out, named, plan, renamed, whole_rows
+from etap_backend.compat import check_out, named, plan, renamed, whole_rows
 from etap_backend.compat._capture import capture_id
 from etap_backend.dense import mla_decode
 from etap_backend.limits import (
@@ -130,7 +131,8 @@ def install(*, replace: bool = False) -> ModuleType:
     Raises:
         ImportError: there is another FlashMLA, and `replace` is False.
     """
-    here, there = sys.modules[__name__], sys.modules.get(MODULES[0])
+    here: Any = sys.modules[__name__]
+    there = sys.modules.get(MODULES[0])
     if there is not here:
         spec = importlib.util.find_spec(MODULES[0]) if there is None else there.__spec__
         if (there or spec) and not replace:
@@ -182,7 +184,7 @@ def get_mla_decoding_metadata(
     """
     _check_dims("seqlens_k", seqlens_k, 1, "[b]")
     of = (seqlens_k, seqlens_k.shape[0], num_q_tokens_per_head_k, seqlens_k.device)
-    planned = named(PLAN_NAMES, plan, *of, batch_invariant=False, **HANDED_OVER)
+    planned = named(PLAN_NAMES, plan, *of, batch_invariant=False, handed_over=True)
     return planned.work_ranges, planned.split_offsets
 
 
@@ -267,8 +269,8 @@ def flash_mla_with_kvcache(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is None:
         _check_absent("without indices", given)
-        _check_dims("block_table", block_table, 2, "[b, max_num_blocks_per_seq]")
-        _check_dims("cache_seqlens", cache_seqlens, 1, "[b]")
+        block_table = _check_dims("block_table", block_table, 2, "[b, max_num_blocks_per_seq]")
+        cache_seqlens = _check_dims("cache_seqlens", cache_seqlens, 1, "[b]")
         group = config.h_q // config.h_k
         _refuse(_why_not_dense(q.dtype, k_cache.dtype, group, q.shape[-1], head_dim_v, k_cache.shape[1]))
         if q.numel() == 0:
@@ -361,10 +363,11 @@ def _check_absent(where: str, values: dict[str, object]) -> None:
             raise ValueError(f"{name}: wanted None or False {where}, got {got}")
 
 
-def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> None:
-    check_tensor(name, tensor)
+def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> Tensor:
+    tensor = check_tensor(name, tensor)
     if tensor.dim() != dims:
         raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
+    return tensor
 
 
 @functools.lru_cache(maxsize=256)
@@ -447,8 +450,7 @@ def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedM
 
 def _check_plan(work_ranges: object, split_offsets: object, batch: int) -> None:
     """Refuse tensors of other shapes than a plan of so many requests has; what they hold is not looked at."""
-    _check_dims("tile_scheduler_metadata", work_ranges, 2, "[n, 8]")
-    rows, columns = work_ranges.shape
+    rows, columns = _check_dims("tile_scheduler_metadata", work_ranges, 2, "[n, 8]").shape
     if rows < 1 or columns != WORK_RANGE_FIELDS:
         wanted = f"at least one row of {WORK_RANGE_FIELDS}"
         raise ValueError(f"tile_scheduler_metadata: wanted {wanted}, got {[rows, columns]}")
@@ -456,7 +458,7 @@ def _check_plan(work_ranges: object, split_offsets: object, batch: int) -> None:
 
 
 def _check_requests(name: str, tensor: object, wanted: int) -> None:
-    _check_dims(name, tensor, 1, f"[{wanted}]")
+    tensor = _check_dims(name, tensor, 1, f"[{wanted}]")
     if tensor.shape[0] != wanted:
         raise ValueError(f"{name}: wanted shape [{wanted}], got {list(tensor.shape)}")
 
@@ -481,11 +483,17 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config, fp8
     partitions, shape = work_ranges.shape[0], decode_shape(rows, sms_of(q.device))
     if workspace is None:
         workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
-    of = {"work_ranges": work_ranges, "split_offsets": split_offsets, "workspace": workspace}
-    return BuiltSchedule(partitions=partitions, row_tile=row_tile or shape.row_tile, **sizes, **of)
+    return BuiltSchedule(
+        **sizes,
+        partitions=partitions,
+        row_tile=row_tile or shape.row_tile,
+        work_ranges=work_ranges,
+        split_offsets=split_offsets,
+        workspace=workspace,
+    )
 
 
-def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Tensor | None, ...]:
+def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Any, Any, Tensor | None, int | None]:
     """What the calls before planned, and with which workspace; each None where this one has to make its own.
 
     What a capture recorded has run nowhere but in its graph's replays: others find anything in its buffers.

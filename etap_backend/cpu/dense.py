@@ -191,7 +191,7 @@ def final_lse(lse: Tensor, empty_lse: float) -> Tensor:
     return lse.masked_fill(lse.isneginf(), empty_lse)
 
 
-def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]):
+def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]) -> Iterator[tuple[int, range, int]]:
     """Yield (request, tiles, split index) of every piece, partition by partition as the kernel walks them."""
     for begin_request, begin_tile, end_request, end_tile, begin_split, *_ in work_ranges[:partitions].tolist():
         for request in range(begin_request, min(end_request + 1, len(tile_counts))):
