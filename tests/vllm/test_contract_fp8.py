@@ -31,7 +31,7 @@ from etap_backend.lab.checks.vllm_layer import (
     make_builder,
 )
 from etap_backend.vllm import impl
-from etap_backend.vllm.metadata import wants_fp8_math
+from etap_backend.vllm.policy import wants_fp8_math
 
 FP8_MATH = {"additional_config": {"etap_fp8_math": True}}
 
