@@ -67,6 +67,48 @@ enum class KeyLoad : int32_t {
   kRows,   // row by row, with cp.async
 };
 
+// How a row of sparse attention's caches is stored.
+enum class RowFormat : int32_t {
+  kBFloat16,   // 512 elements, and 64 of rope or none
+  kScaledFp8,  // 512 e4m3, 4 float32 scales, and 64 bfloat16 of rope or none: V3.2
+  // 448 e4m3 and 64 bfloat16; behind all rows of a page 8 bytes for each, 7 powers of two (ue8m0) and a 0: V4. Values are all 512.
+  kPageScaledFp8,
+};
+
+// A list of rows for each token, and the cache that it names them in.
+struct RowList {
+  const char* rows;     // the cache's first
+  int64_t page_stride;  // bytes
+  int64_t row_stride;   // bytes; of V4's rows 576, to the next row's data
+  cutlass::FastDivmod page_size;
+  int32_t pages;
+  uint32_t row_count;      // that a physical index may name
+  const int32_t* indices;  // [tokens, width]: physical rows, or, with a block table, positions in the token's request
+  int64_t index_stride;
+  const int32_t* counts;       // [tokens], entries that count; null: all
+  const int32_t* block_table;  // [requests, max_pages], null: none
+  int64_t block_table_stride;
+  int32_t requests;
+  int32_t max_pages;
+  int32_t width;  // 0: there is no list, and the rest means nothing
+};
+
+// Where partitions begin and end in the sequence of tokens: see decode/sparse/pieces.h.
+struct TokenDivision {
+  int32_t tokens;
+  int32_t partitions;
+  int32_t step_tokens;  // a partition decodes step_tokens / step_parts tokens
+  int32_t step_parts;
+};
+
+struct SparseParams {
+  RowList lists[2];  // one softmax over both
+  RowFormat format;  // of the rows of both caches
+  int32_t row_bytes;
+  const int32_t* request_ids;  // [tokens], rows of the block tables; null where there are none
+  TokenDivision division;
+};
+
 struct DecodeParams {
   const void* q;       // [batch, s_q, heads, 512 or 576]
   const void* q_rope;  // [batch, s_q, heads, 64]
@@ -121,6 +163,10 @@ struct DecodeParams {
   // Schedule, lengths, block table, kv_scale and the cache's rows of all but the last s_q tokens are older than the kernel before
   // this one: they are read before that has ended. Of whole tiles alone.
   bool early_loads = false;
+  // Sparse attention alone: strides of out, in elements. A dense call's is contiguous.
+  int64_t out_stride_token = 0;
+  int64_t out_stride_head = 0;
+  SparseParams sparse = {};
 };
 
 // The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,

@@ -4,7 +4,7 @@ import functools
 import itertools
 import string
 from collections.abc import Callable, Collection
-from typing import NamedTuple, get_type_hints
+from typing import get_type_hints
 
 import torch
 from torch import Tensor
@@ -31,10 +31,12 @@ SCHEMA_TYPES = {
 }  # fmt: skip
 
 
-def schema(name: str, call: type[NamedTuple], written: Collection[str]) -> str:
-    """torch's schema of an operator whose arguments are a call's fields; `written` are those that it fills."""
+def schema(name: str, takes: Callable[..., object], written: Collection[str]) -> str:
+    """torch's schema of an operator with the fields of a named tuple or a function's parameters; `written` it fills."""
     letters, arguments = itertools.count(), []
-    for field, hint in get_type_hints(call).items():
+    hints = get_type_hints(takes)
+    hints.pop("return", None)
+    for field, hint in hints.items():
         kind = SCHEMA_TYPES[hint]
         if field in written:
             kind = kind.replace("Tensor", f"Tensor({string.ascii_lowercase[next(letters)]}!)")

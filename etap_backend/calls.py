@@ -36,6 +36,29 @@ class DenseCall(NamedTuple):
     early_loads: bool
 
 
+class SparseCall(NamedTuple):
+    """The arguments of the library's `sparse_decode`, as `sparse_mla_decode` describes them, with its partitions."""
+
+    q: Tensor
+    q_rope: Tensor | None
+    kv_cache: Tensor
+    indices: Tensor
+    block_table: Tensor | None
+    request_ids: Tensor | None
+    valid_counts: Tensor | None
+    extra_kv_cache: Tensor | None
+    extra_indices: Tensor | None
+    extra_block_table: Tensor | None
+    extra_valid_counts: Tensor | None
+    sinks: Tensor | None
+    workspace: Tensor
+    out: Tensor
+    lse: Tensor
+    softmax_scale: float
+    partitions: int
+    empty_lse: float
+
+
 class ScheduleCall(NamedTuple):
     """What the two functions that plan a step take between them.
 

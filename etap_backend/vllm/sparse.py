@@ -126,7 +126,7 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
         """
         latent, rope = q if isinstance(q, tuple) else (q, None)
         tokens = latent.shape[0]
-        indices = self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
+        indices: Any = self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
         indices, block_table = indices[:tokens], attn_metadata.block_table
         request_ids = attn_metadata.req_id_per_token[:tokens]
         if self.dcp_world_size > 1:

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from etap_backend import DecodeSchedule, mla_decode
-from etap_backend.lab.checks.cases import LATENT, SOFTMAX_SCALE, Case, Problem, build
-from etap_backend.lab.checks.compare import check, truth
+from support.cases import LATENT, SOFTMAX_SCALE, Case, Problem, build
+from support.compare import check, truth
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = {

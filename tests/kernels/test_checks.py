@@ -16,9 +16,9 @@ from etap_backend import (
     why_unsupported_sparse,
 )
 from etap_backend._library import library
-from etap_backend.calls import DenseCall
-from etap_backend.lab.checks.cases import Case, build, decode
-from etap_backend.lab.checks.compare import check, truth
+from etap_backend.calls import DenseCall, SparseCall
+from support.cases import Case, build, decode
+from support.compare import check, truth
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -207,12 +207,11 @@ def test_the_compiled_decode_runs_on_gpus_only():
         library().sparse_decode(*as_the_library_takes_sparse_calls("cpu"))
 
 
-def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
-    """The valid sparse call in the order of the compiled `sparse_decode`, with some of it replaced."""
-    call = sparse_refusals.valid_call(device) | {"workspace": torch.zeros(10**6, device=device), "partitions": 8}
-    call["empty_lse"] = -math.inf
-    names = "q q_rope kv_cache indices block_table request_ids valid_counts sinks workspace out lse softmax_scale"
-    return [{**call, **spoiled}[name] for name in (*names.split(), "partitions", "empty_lse")]
+def as_the_library_takes_sparse_calls(device: str, **spoiled) -> SparseCall:
+    """The valid sparse call as the compiled `sparse_decode` takes it, with some of it replaced."""
+    call = dict.fromkeys(SparseCall._fields) | sparse_refusals.valid_call(device)
+    call |= {"workspace": torch.zeros(10**6, device=device), "partitions": 8, "empty_lse": -math.inf}
+    return SparseCall(**call)._replace(**spoiled)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -238,6 +237,16 @@ def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
 def test_a_direct_sparse_call_of_the_library_is_refused_as_well(spoil, error, words, function, device):
     with pytest.raises(error, match=f"^{words}"):
         getattr(library(), function)(*as_the_library_takes_sparse_calls(device, **spoil(device)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sparse_output_may_lie_between_the_queries(device):
+    """Slices of one buffer, none of which has a byte of the other's."""
+    call = sparse_refusals.valid_call(device)
+    call |= sparse_refusals.v4(call)
+    buffer = torch.zeros(3, 64, 512, dtype=torch.bfloat16, device=device)
+    sparse_mla_decode(**call | {"q": buffer[:, :16], "out": buffer[:, 16:32]})
+    sparse_mla_decode(**call | {"q": buffer[:, 48:], "out": buffer[:, 16:32]})
 
 
 @pytest.mark.gpu

@@ -22,7 +22,7 @@ BOUND = {
     *("abi_version", "constants", "decode_shape"),
     *("build_fixed_schedule", "build_schedule", "check_decode", "decode", "decode_launches"),
     *("check_sparse_decode", "sparse_decode", "sparse_decode_launches"),
-    *("sparse_decode_shape", "sparse_partition_tiles"),
+    *("sparse_decode_shape", "sparse_pieces"),
 }
 
 
