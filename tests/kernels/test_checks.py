@@ -209,9 +209,9 @@ def test_the_compiled_decode_runs_on_gpus_only():
 
 def as_the_library_takes_sparse_calls(device: str, **spoiled) -> SparseCall:
     """The valid sparse call as the compiled `sparse_decode` takes it, with some of it replaced."""
-    call = dict.fromkeys(SparseCall._fields) | sparse_refusals.valid_call(device)
-    call |= {"workspace": torch.zeros(10**6, device=device), "partitions": 8, "empty_lse": -math.inf}
-    return SparseCall(**call)._replace(**spoiled)
+    call = sparse_refusals.valid_call(device) | {"workspace": torch.zeros(10**6, device=device), "partitions": 8}
+    call |= {"empty_lse": -math.inf, **spoiled}
+    return SparseCall(*map(call.get, SparseCall._fields))
 
 
 @pytest.mark.parametrize("device", DEVICES)

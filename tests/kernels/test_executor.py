@@ -200,3 +200,9 @@ def test_autocast_changes_nothing_on_the_cpu():
     wanted = decode(problem, schedule)
     with torch.autocast("cpu"):
         assert all(map(torch.equal, decode(problem, schedule), wanted))
+
+
+@pytest.mark.parametrize("name", ["mla_decode", "sparse_mla_decode"])
+def test_a_compiler_must_hand_over_the_strides_that_it_was_given(name):
+    """They say where queries and cache rows lie; a compiler is free to lay out anew what has no such tag."""
+    assert torch.Tag.needs_fixed_stride_order in getattr(torch.ops.etap_backend, name).default.tags

@@ -54,7 +54,3 @@ def test_the_programs_of_the_pages_run_without_a_gpu(program):
         return
     assert run.returncode == 0, run.stderr
     assert ("install(" in program) == (int(run.stdout) == 0)
-
-
-def test_it_fits_a_page():
-    assert len(CONTRIBUTING.split()) < 900
