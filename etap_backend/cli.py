@@ -48,10 +48,9 @@ LAB = {
     "bench": Program("etap_backend.lab.bench.command", "bench", "measure the kernels beside others"),
     "report": Program("etap_backend.lab.bench.show", "show", "tables and plots of benchmark results"),
     "plan": Program("etap_backend.lab.plan.command", "plan", "what fits on which GPUs, and what ETAP gains there"),
-    "estimate": Program("etap_backend.lab.plan.estimate_command", "main", "from a measured server to one on an H20"),
+    "estimate": Program("etap_backend.lab.estimate.command", "main", "from a measured server to one on an H20"),
     "e2e": Program("etap_backend.lab.e2e.command", "e2e", "serve a model with ETAP and other backends, and compare"),
     "e2e-report": Program("etap_backend.lab.e2e.report", "main", "tables and plots of e2e results"),
-    "offline": Program("etap_backend.lab.e2e.offline", "main", "vLLM's own latency and throughput, without a server"),
 }
 CHECKS = {
     "answers": _check("answers", "what a model answers with ETAP and with other attention backends"),

@@ -24,8 +24,8 @@ from etap_backend.lab import results, suites
 from etap_backend.lab.bench import report
 from etap_backend.lab.bench import rows as bench_rows
 from etap_backend.lab.e2e import report as e2e_report
-from etap_backend.lab.e2e import rows as e2e_rows
-from etap_backend.lab.plan import estimates
+from etap_backend.lab.e2e import results_file as e2e_rows
+from etap_backend.lab.estimate import results_file as estimates
 from etap_backend.lab.results import Place
 
 ROOT = results.FOLDER.parent

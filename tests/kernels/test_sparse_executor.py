@@ -159,6 +159,15 @@ def test_the_workspace_is_two_partial_results_a_cta():
         sparse_workspace_floats(16, True, "7")
 
 
+def test_on_the_cpu_work_is_divided_as_on_a_gpu_of_132_multiprocessors():
+    problem = build(SparseCase(1, 16, 2048), "cpu")
+    floats = sparse_workspace_floats(16, False, 132)
+    out, lse = decode(problem, workspace=torch.empty(floats))
+    assert problems_with(out, lse, truth(problem)) == []
+    with pytest.raises(ValueError, match=rf"^workspace: wanted .*{floats}.*, got \[{floats - 1}\]"):
+        decode(problem, workspace=torch.empty(floats - 1))
+
+
 @pytest.mark.parametrize("case", [SparseCase(3, 4, 70), SparseCase(3, 4, 70, "fp8", requests=2, counts="drawn")])
 def test_a_row_that_no_entry_names_is_poison(case):
     problem = build(case, "cpu")

@@ -16,7 +16,7 @@ collect_ignore_glob = [] if IN_CONTRACT else ["test_contract_*.py"]
 TESTS = Path(__file__).resolve().parents[1]
 sys.path.append(str(TESTS))
 
-RANKS_SECONDS = 360
+RANKS_SECONDS = 1800
 # Attention as in DeepSeek-V3 on one of 8 ranks; everything else as small as it may be.
 MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
 

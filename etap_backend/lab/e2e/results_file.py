@@ -94,11 +94,21 @@ class Shape(Sparse):
     @property
     def load_of(self) -> dict[str, Any]:
         """Backend and load, which name a row of a document."""
-        return {key: getattr(self, key) for key in ("backend", "input", "output", "concurrency", "prefill", "waves")}
+        return self.model_dump(include={"backend", "input", "output", "concurrency", "prefill", "waves"})
 
     @property
     def load_text(self) -> str:
         return load_text(self.concurrency, self.input, self.output, self.prefill)
+
+
+def _spread_of(name: str):
+    """A field of a row that follows from its readings: the spread of theirs, None where they have none."""
+
+    def found(self) -> Spread | None:
+        values = [value for reading in self.readings if (value := getattr(reading, name)) is not None]
+        return spread(values) if values else None
+
+    return computed_field(property(found))
 
 
 class Measured(Shape):
@@ -113,39 +123,12 @@ class Measured(Shape):
     at_other_host: bool | None = None  # all were, so that the row is compared with none
     profile: Profile | None = None
 
-    def _spread(self, name: str) -> Spread | None:
-        found = [value for reading in self.readings if (value := getattr(reading, name)) is not None]
-        return spread(found) if found else None
-
-    @computed_field
-    @property
-    def tpot_ms(self) -> Spread | None:
-        return self._spread("median_tpot_ms")
-
-    @computed_field
-    @property
-    def itl_ms(self) -> Spread | None:
-        return self._spread("median_itl_ms")
-
-    @computed_field
-    @property
-    def ttft_ms(self) -> Spread | None:
-        return self._spread("median_ttft_ms")
-
-    @computed_field
-    @property
-    def tokens_per_second(self) -> Spread | None:
-        return self._spread("output_throughput")
-
-    @computed_field
-    @property
-    def tokens_per_chunk(self) -> Spread | None:
-        return self._spread("tokens_per_chunk")
-
-    @computed_field
-    @property
-    def acceptance_length(self) -> Spread | None:
-        return self._spread("acceptance_length")
+    tpot_ms = _spread_of("median_tpot_ms")
+    itl_ms = _spread_of("median_itl_ms")
+    ttft_ms = _spread_of("median_ttft_ms")
+    tokens_per_second = _spread_of("output_throughput")
+    tokens_per_chunk = _spread_of("tokens_per_chunk")
+    acceptance_length = _spread_of("acceptance_length")
 
 
 class Skipped(Shape):
@@ -166,22 +149,12 @@ class Failed(Shape):
 COMPUTED = {*Measured.model_computed_fields, "tokens_per_second_per_gpu"}
 
 
-def _with_state(data: Any) -> Any:
-    """A row of a file: what follows from its readings is computed anew, and in old files the state is told by keys."""
-    if not isinstance(data, dict):
-        return data
-    row = {key: value for key, value in data.items() if key not in COMPUTED}
-    if "state" in row:
-        return row
-    shape = {key: row[key] for key in Shape.model_fields if key in row}
-    if "skipped" in row:
-        return shape | {"state": "skipped", "reason": row["skipped"]}
-    if "error" in row:
-        return shape | {"state": "failed", "error": row["error"], "readings": row.get("readings", [])}
-    return row | {"state": "measured"}
+def _as_read(data: Any) -> Any:
+    """A row of a file without what follows from its readings, which is computed anew."""
+    return {key: value for key, value in data.items() if key not in COMPUTED} if isinstance(data, dict) else data
 
 
-Row = Annotated[Measured | Skipped | Failed, Field(discriminator="state"), BeforeValidator(_with_state)]
+Row = Annotated[Measured | Skipped | Failed, Field(discriminator="state"), BeforeValidator(_as_read)]
 
 
 class Server(Sparse):

@@ -16,13 +16,13 @@ from rich.table import Table
 
 from etap_backend.lab import results
 from etap_backend.lab.bench.rows import Document
-from etap_backend.lab.e2e.rows import Document as Served
-from etap_backend.lab.e2e.rows import at_equal_host_speed
-from etap_backend.lab.plan.estimate import estimate
-from etap_backend.lab.plan.estimates import TITLES, Estimate, cells_of
-from etap_backend.lab.plan.estimates import Document as Estimates
-from etap_backend.lab.plan.served import TARGET_RANKS
+from etap_backend.lab.e2e.results_file import Document as Served
+from etap_backend.lab.e2e.results_file import at_equal_host_speed
+from etap_backend.lab.estimate.carry_over import TARGET_RANKS, estimate
+from etap_backend.lab.estimate.results_file import TITLES, Estimate, cells_of
+from etap_backend.lab.estimate.results_file import Document as Estimates
 from etap_backend.lab.provenance import Provenance, command_line, commit
+from etap_backend.lab.screen import print_table
 
 TARGETS = ("H20-96G", "H20-141G")
 
@@ -68,7 +68,7 @@ def main(
                 found, reasons = estimate(served, list(benchmarks.values()), target)
             except ValueError as error:
                 raise ValueError(f"{path}: {error}") from error
-            console.print(table_of(served, found, target))
+            print_table(console, table_of(served, found, target))
             for reason in reasons:
                 console.print(reason, markup=False, highlight=False)
             written[path.stem] = found
@@ -76,7 +76,7 @@ def main(
         Console(stderr=True).print(f"etap estimate: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error
     if output:
-        command = command_line("python -m etap_backend.lab.plan.estimate_command")
+        command = command_line("python -m etap_backend.lab.estimate.command")
         sources = {path.name: made_with(document) for path, document in (readings | benchmarks).items()}
         made = Estimates(target=target, commit=commit(), command=command, sources=sources, estimates=written)
         results.write(made, output)

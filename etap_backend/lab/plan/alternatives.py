@@ -1,17 +1,15 @@
-"""What a deployment holds, as it is and changed, and what ETAP gains there."""
+"""A deployment as it is and changed: what it holds, and what ETAP gains there."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from etap_backend.lab import configs
-from etap_backend.lab.bench.rows import SparseDocument
 from etap_backend.lab.plan.inputs import Deployment, Gpu, Model, Status, read_gpu
 from etap_backend.lab.plan.memory import PAGE_TOKENS
-from etap_backend.lab.plan.sparse import SparsePlan, make_sparse_plan
+from etap_backend.lab.plan.sparse import make_sparse_plan
 from etap_backend.lab.plan.step import Gain, Plan, make_plan, why_not
-
-Benchmarks = dict[str, SparseDocument]
 
 
 @dataclass(frozen=True)
@@ -32,34 +30,33 @@ class Alternative:
         return self.tokens >= self.tokens_wanted
 
 
-def plan_of(model: Model, gpu: Gpu, on: Deployment, share: float | None, benchmarks: Benchmarks) -> Plan | SparsePlan:
+def plan_of(model: Model, gpu: Gpu, on: Deployment, share: float | None, kernels: list[Path] | None) -> Plan:
     """The plan of either kind of attention. Raises ValueError, naming the argument, when there can be none."""
     if not model.sparse:
+        if kernels:
+            raise ValueError(f"kernels: wanted none for dense attention, got {', '.join(map(str, kernels))}")
         return make_plan(model, gpu, on, share)
     if share is not None:
         raise ValueError(f"attention_share: wanted none for sparse attention, got {share}")
-    return make_sparse_plan(model, gpu, on, benchmarks)
+    return make_sparse_plan(model, gpu, on, kernels)
 
 
-def _alternative(
-    layout: str, model: Model, gpu: Gpu, on: Deployment, share: float | None, benchmarks: Benchmarks
-) -> Alternative:
-    made = plan_of(model, gpu, on, share, benchmarks)
+def _alternative(layout: str, on: Deployment, made: Plan) -> Alternative:
     memory = made.memory
     most = memory.requests_of(memory.tokens_wanted // on.local_batch) * on.dp
     context = memory.tokens // PAGE_TOKENS // on.local_batch * PAGE_TOKENS * on.dcp
-    gain = made.gain if isinstance(made, SparsePlan) else made.gain_over(made.padded)
-    status = "derived" if share is None else "given"
-    return Alternative(layout, on.cache, memory.tokens, memory.tokens_wanted, most, context, gain, status)
+    return Alternative(
+        layout, on.cache, memory.tokens, memory.tokens_wanted, most, context, made.gain, made.rest_status
+    )
 
 
 def what_fits(
-    model: Model, gpu: Gpu, on: Deployment, attention_share: float | None = None, benchmarks: Benchmarks | None = None
+    model: Model, gpu: Gpu, on: Deployment, attention_share: float | None = None, kernels: list[Path] | None = None
 ) -> list[Alternative]:
     """The deployment as it is, and with another cache, more context parallelism, other or more GPUs.
 
-    A measured `attention_share` is that of the deployment as it is; what changes is told by the planner's own.
-    `benchmarks` are files of the sparse call, which tell its time.
+    A measured `attention_share` and `kernels`, which tell a sparse call's time, are of the deployment and the GPU as
+    they are; what changes is told by the planner's own.
     """
     asked = f"{on.gpus} x {gpu.name}"
     layouts = {asked: (gpu, on)}
@@ -73,14 +70,11 @@ def what_fits(
     more = replace(on, gpus=2 * on.gpus, pp=2 * on.pp)
     if more.pp <= model.num_hidden_layers:
         layouts[f"{more.gpus} x {gpu.name}, pp {more.pp}"] = gpu, more
-    changes = [
-        (layout, where, replace(how, cache=cache))
-        for cache in dict.fromkeys((on.cache, "fp8"))
-        if why_not(model, replace(on, cache=cache)) is None
-        for layout, (where, how) in layouts.items()
-    ]
-    shares = [attention_share] + [None] * (len(changes) - 1)
-    return [
-        _alternative(layout, model, where, how, share, benchmarks or {})
-        for (layout, where, how), share in zip(changes, shares, strict=True)
-    ]
+    found = []
+    for cache in dict.fromkeys((on.cache, "fp8")):
+        if why_not(model, replace(on, cache=cache)) is None:
+            for layout, (where, how) in layouts.items():
+                share, files = None if found else attention_share, kernels if where is gpu else None
+                changed = replace(how, cache=cache)
+                found.append(_alternative(layout, changed, plan_of(model, where, changed, share, files)))
+    return found

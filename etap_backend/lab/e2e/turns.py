@@ -14,7 +14,7 @@ from etap_backend.lab import results
 from etap_backend.lab.e2e import profiling
 from etap_backend.lab.e2e.model import MARGIN_TOKENS
 from etap_backend.lab.e2e.report import line
-from etap_backend.lab.e2e.rows import Document, Failed, Measured, Profile, Reading, Server, Skipped
+from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Profile, Reading, Server, Skipped
 from etap_backend.lab.e2e.scenario import Case, EngineScenario, Scenario, Turn
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.engines import PAGE_TOKENS, SEED, Engine, Load, Serving, read_result
