@@ -102,7 +102,7 @@ class Engine:
         """Say that the installed version, which lacks nothing as far as seen, was not tested, or None when it was."""
         if self.is_tested:
             return None
-        return f"{self.name} {self.version} has all that {self.backend} uses, but the tests of it ran in {self}"
+        return f"{self.name} {self.version} has all names that {self.backend} uses, but the tests of it ran in {self}"
 
 
 def why_no_library() -> str | None:

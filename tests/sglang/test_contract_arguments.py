@@ -161,7 +161,7 @@ def test_a_newer_version_resolves_with_one_warning(resolve, version, warnings):
     assert not warnings
     assert resolve(*ETAP).page_size == resolve("--attention-backend", "etap_fp8_math").page_size == 64
     assert warnings == [
-        "etap-backend: SGLang 0.9.0 has all that etap uses, but the tests of it ran in SGLang 0.5.17 to 0.5.23"
+        "etap-backend: SGLang 0.9.0 has all names that etap uses, but the tests of it ran in SGLang 0.5.17 to 0.5.23"
     ]
 
 

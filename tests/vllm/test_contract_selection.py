@@ -154,7 +154,7 @@ def test_a_tested_version_is_selected_without_a_warning(select_anew, version):
 def test_a_newer_version_is_selected_with_one_warning(select_anew, select):
     call, lines = select_anew
     assert call("0.99.0") is select(dtype=torch.float16) is ETAPBackend
-    assert lines == ["vLLM 0.99.0 has all that ETAP uses, but the tests of it ran in vLLM 0.26.0 to 0.33.0"]
+    assert lines == ["vLLM 0.99.0 has all names that ETAP uses, but the tests of it ran in vLLM 0.26.0 to 0.33.0"]
 
 
 def test_an_older_version_is_refused(select_anew):
