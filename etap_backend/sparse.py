@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend._operator import Operator, compiled, type_name
+from etap_backend._operator import Operator, compiled, schema, type_name
+from etap_backend.calls import SparseCall
 from etap_backend.cpu import sparse as cpu_sparse
 from etap_backend.limits import LATENT_DIM
 from etap_backend.schedule import DecodeShape, count, sms_of
@@ -41,15 +42,52 @@ def device_sms(device: torch.device) -> int:
     return sms_of(device, CPU_SMS)
 
 
-def _as_the_library_takes_it(q, q_rope, kv_cache, *rest) -> tuple:
+def _as_the_library_takes_it(
+    q: Tensor,
+    q_rope: Tensor | None,
+    kv_cache: Tensor,
+    indices: Tensor,
+    block_table: Tensor | None,
+    request_ids: Tensor | None,
+    valid_counts: Tensor | None,
+    extra_kv_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_block_table: Tensor | None,
+    extra_valid_counts: Tensor | None,
+    sinks: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    num_sms: int | None,
+    empty_lse: float,
+) -> SparseCall:
     """The operator's arguments with a workspace, and with partitions in place of num_sms."""
-    *named, workspace, out, lse, softmax_scale, num_sms, empty_lse = rest
     heads = q.shape[1] if q.dim() == 3 else 0
     shape = sparse_decode_shape(max(1, heads))
     partitions = shape.partitions(device_sms(q.device) if num_sms is None else count("num_sms", num_sms))
     if workspace is None:
         workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
-    return (q, q_rope, kv_cache, *named, workspace, out, lse, softmax_scale, partitions, empty_lse)
+    return SparseCall(
+        q,
+        q_rope,
+        kv_cache,
+        indices,
+        block_table,
+        request_ids,
+        valid_counts,
+        extra_kv_cache,
+        extra_indices,
+        extra_block_table,
+        extra_valid_counts,
+        sinks,
+        workspace,
+        out,
+        lse,
+        softmax_scale,
+        partitions,
+        empty_lse,
+    )
 
 
 def _on_cuda(*arguments) -> None:
@@ -57,19 +95,14 @@ def _on_cuda(*arguments) -> None:
 
 
 def _on_cpu(*arguments) -> None:
-    arguments = _as_the_library_takes_it(*arguments)
-    compiled("check_sparse_decode")(*arguments)
-    cpu_sparse.decode(*arguments)
+    call = _as_the_library_takes_it(*arguments)
+    compiled("check_sparse_decode")(*call)
+    cpu_sparse.decode(call)
 
 
 # The workspace and the partitions are found behind the operator: torch.compile cannot look into the library.
 _decode = Operator(
-    "sparse_mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor indices, Tensor? block_table, "
-    "Tensor? request_ids, Tensor? valid_counts, Tensor? extra_kv_cache, Tensor? extra_indices, "
-    "Tensor? extra_block_table, Tensor? extra_valid_counts, Tensor? sinks, Tensor(a!)? workspace, Tensor(b!) out, "
-    "Tensor(c!) lse, float softmax_scale, int? num_sms, float empty_lse) -> ()",
-    _on_cuda,
-    _on_cpu,
+    schema("sparse_mla_decode", _as_the_library_takes_it, written=("workspace", "out", "lse")), _on_cuda, _on_cpu
 )
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
+from etap_backend.calls import SparseCall
 from etap_backend.cpu.dense import (
     PARTIAL_FLOATS,
     REFERENCES,
@@ -60,8 +61,8 @@ class RowList:
         entries = self.indices[token, first : min(first + TILE_TOKENS, self.counts[token])].long()
         pages, page_size, width = self.kv_cache.shape
         page, offset = entries.clamp(min=0) // page_size, entries.clamp(min=0) % page_size
-        if self.block_table is not None:
-            page = self._translated(token, page)
+        if self.block_table is not None and self.request_ids is not None:
+            page = self._translated(page, self.block_table, int(self.request_ids[token]))
         valid = (entries >= 0) & (page >= 0) & (page < pages)
         rows = torch.zeros(len(entries), width, dtype=self.kv_cache.dtype)
         rows[valid] = self._stored(page[valid], offset[valid])
@@ -79,14 +80,14 @@ class RowList:
         scales = cache.as_strided((pages, page_size, scale_bytes), (cache.stride(0), scale_bytes, 1), behind)
         return torch.cat([data[page, offset], scales[page, offset]], dim=1)
 
-    def _translated(self, token: int, logical: Tensor) -> Tensor:
+    @staticmethod
+    def _translated(logical: Tensor, block_table: Tensor, request: int) -> Tensor:
         """The cache's page of each of a request's, -1 where the block table does not reach."""
-        requests, max_pages = self.block_table.shape
-        request = int(self.request_ids[token])
+        requests, max_pages = block_table.shape
         page = torch.full_like(logical, -1)
         if 0 <= request < requests:
             there = logical < max_pages
-            page[there] = self.block_table[request, logical[there]].long()
+            page[there] = block_table[request, logical[there]].long()
         return page
 
 
@@ -174,48 +175,30 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 @torch.inference_mode()
-def decode(
-    q: Tensor,
-    q_rope: Tensor | None,
-    kv_cache: Tensor,
-    indices: Tensor,
-    block_table: Tensor | None,
-    request_ids: Tensor | None,
-    valid_counts: Tensor | None,
-    extra_kv_cache: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_block_table: Tensor | None,
-    extra_valid_counts: Tensor | None,
-    sinks: Tensor | None,
-    workspace: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    partitions: int,
-    empty_lse: float,
-) -> None:
-    """Decode on the CPU, with the arguments of the compiled `sparse_decode`, which has checked them; fills out, lse.
+def decode(call: SparseCall) -> None:
+    """Decode on the CPU a call that the library's `check_sparse_decode` has allowed; fills `out` and `lse`.
 
     Like the kernels it is nothing that autograd sees.
     """
-    tokens, heads = q.shape[:2]
+    tokens, heads = call.q.shape[:2]
     if tokens * heads == 0:
         return
-    packed = q if q_rope is None else torch.cat([q, q_rope], dim=-1)
-    lists = [RowList.of(kv_cache, indices, block_table, request_ids, valid_counts)]
-    if extra_kv_cache is not None:
-        lists.append(RowList.of(extra_kv_cache, extra_indices, extra_block_table, request_ids, extra_valid_counts))
-    lists = Lists(tuple(lists))
+    packed = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=-1)
+    found = [RowList.of(call.kv_cache, call.indices, call.block_table, call.request_ids, call.valid_counts)]
+    if call.extra_kv_cache is not None and call.extra_indices is not None:
+        tables = (call.extra_block_table, call.request_ids, call.extra_valid_counts)
+        found.append(RowList.of(call.extra_kv_cache, call.extra_indices, *tables))
+    lists = Lists(tuple(found))
     tiles = [lists.tiles(token) for token in range(tokens)]
     slot_floats = heads * PARTIAL_FLOATS
-    slots = workspace[: workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
+    slots = call.workspace[: call.workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
     partial: dict[int, list[int]] = {}  # slots of each token that is split
 
-    for piece in pieces(tiles, lists.most_tiles, heads, partitions):
-        piece_out, piece_lse = decode_piece(packed[piece.token], lists, piece.token, piece.tiles, softmax_scale)
+    for piece in pieces(tiles, lists.most_tiles, heads, call.partitions):
+        piece_out, piece_lse = decode_piece(packed[piece.token], lists, piece.token, piece.tiles, call.softmax_scale)
         if piece.slot is None:
-            out[piece.token] = with_sinks(piece_out, piece_lse, sinks).to(out.dtype)
-            lse[piece.token] = final_lse(piece_lse, empty_lse)
+            call.out[piece.token] = with_sinks(piece_out, piece_lse, call.sinks).to(call.out.dtype)
+            call.lse[piece.token] = final_lse(piece_lse, call.empty_lse)
         else:
             slot = slots[piece.slot]
             slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = piece_out, piece_lse
@@ -224,5 +207,5 @@ def decode(
     for token, its_slots in partial.items():
         parts = slots[its_slots]
         merged_out, merged_lse = combine(parts[..., :LATENT_DIM], parts[..., LATENT_DIM])
-        out[token] = with_sinks(merged_out, merged_lse, sinks).to(out.dtype)
-        lse[token] = final_lse(merged_lse, empty_lse)
+        call.out[token] = with_sinks(merged_out, merged_lse, call.sinks).to(call.out.dtype)
+        call.lse[token] = final_lse(merged_lse, call.empty_lse)

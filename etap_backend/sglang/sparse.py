@@ -101,6 +101,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s"
             _logger.info(text, versions.NAME, cache, prefill)
 
+    @engine_contract.override
     def _forward_fa3(
         self,
         q_rope: Tensor,
