@@ -65,7 +65,7 @@ __device__ __forceinline__ void produce(typename T::SharedStorage& shared, const
                                         int row_group) {
   const WarpRole role = producer_role();
   if constexpr (T::kGathered) {
-    sparse::load_rows<T>(shared, params, partition, cutlass::canonical_warp_idx_sync() % kWarpsPerGroup);
+    sparse::load_rows<T>(shared, params, partition, cutlass::canonical_warp_idx_sync() - kConsumerWarps);
   } else if constexpr (kWholeTiles) {
     if (role == WarpRole::kKeyProducer) {
       load_keys<T>(shared, params, cache, partition);
@@ -122,7 +122,7 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   const int partition = place / params.row_groups * cluster + blockIdx.x % cluster;
   const int row_group = place % params.row_groups;
   const int group = cutlass::canonical_warp_group_idx();
-  if (group == kConsumerGroups) {
+  if (group >= kConsumerGroups) {
     adjust_registers<T, kWholeTiles, false>();
     produce<T, kWholeTiles>(shared, params, cache, query_maps, partition, row_group);
   } else {
