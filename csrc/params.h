@@ -12,6 +12,7 @@ constexpr int kTileTokens = 64;   // tokens of one schedule unit: WGMMA's M
 constexpr int kLatentDim = 512;   // columns of V, the first of K
 constexpr int kRopeDim = 64;      // columns of K behind the latent
 constexpr int kHeadDim = kLatentDim + kRopeDim;
+constexpr int kMostTokens = INT32_MAX - 127;  // of a request: the ends of the tiles behind its last one are int32, too
 constexpr int kMinRowTile = 8;    // query rows (tokens x heads) that one CTA computes: 8, 16, 32 or 64
 constexpr int kMaxRowTile = 64;
 
@@ -36,6 +37,7 @@ struct ScheduleParams {
   int32_t partitions;
   int32_t fixed_pieces;  // most pieces of a request where its length alone decides; 0: the batch does
   int32_t split_rows;    // query rows by which a split is dear, those of a CTA, or kCheapSplits; nothing to fixed pieces
+  int32_t piece_cost;    // what a request's piece takes beside its tiles, in tiles
   int32_t single_tiles;  // requests of at most so many tiles may be cut into single ones where each tile has a partition
 };
 

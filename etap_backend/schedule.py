@@ -22,17 +22,17 @@ CPU_SMS = 8
 
 
 def _fill(*arguments) -> None:
-    *buffers, partitions, fixed_pieces, split_rows, single_tiles = arguments
+    *buffers, partitions, fixed_pieces, split_rows, piece_cost, single_tiles = arguments
     if fixed_pieces:
         compiled("build_fixed_schedule")(*buffers, partitions, fixed_pieces)
     else:
-        compiled("build_schedule")(*buffers, partitions, split_rows, single_tiles)
+        compiled("build_schedule")(*buffers, partitions, split_rows, piece_cost, single_tiles)
 
 
 # As an operator, so that fake tensors, which have no memory, do not reach the library.
 _build = Operator(
     "build_schedule(Tensor seq_lens, Tensor(a!) work_ranges, Tensor(b!) split_offsets, int partitions, "
-    "int fixed_pieces, int split_rows, int single_tiles) -> ()",
+    "int fixed_pieces, int split_rows, int piece_cost, int single_tiles) -> ()",
     _fill,
     _fill,
 )
@@ -47,6 +47,7 @@ class DecodeShape(NamedTuple):
         row_groups: CTAs that share a piece of a request, each with another row tile of it.
         piece_floats: what a CTA's partial result of one piece takes of the workspace.
         split_rows: what a schedule weighs a split by; sparse calls have none.
+        piece_cost: what it takes a piece of a request for beside its tiles, in tiles.
         single_tiles: tiles of the longest request that a schedule cuts into single ones where each has a partition.
     """
 
@@ -55,6 +56,7 @@ class DecodeShape(NamedTuple):
     row_groups: int
     piece_floats: int
     split_rows: int
+    piece_cost: int
     single_tiles: int
 
     def partitions(self, num_sms: int) -> int:
@@ -286,6 +288,6 @@ class DecodeSchedule:
         shape = self.shape(batch, s_q)
         partitions = max(1, batch * self.fixed_pieces) if self.fixed_pieces > 1 else shape.partitions(self.num_sms)
         buffers = (self.work_ranges, self.split_offsets)
-        weighed = (shape.split_rows, shape.single_tiles)
+        weighed = (shape.split_rows, shape.piece_cost, shape.single_tiles)
         _build(seq_lens, (seq_lens, *buffers, partitions, self.fixed_pieces, *weighed))
         return BuiltSchedule(batch, s_q, self.num_heads, partitions, shape.row_tile, *buffers, self.workspace)
