@@ -67,6 +67,7 @@ struct SharedMemory {
   float score_scales[T::kFp8Cache ? T::kRowTile : 1];               // of each query row
   Ring<T::kStages> keys;
   Ring<1> queries;
+  LengthQueue lengths;
   Turns<turns<T>()> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
   __device__ __forceinline__ void init_grants(int signals) {
