@@ -1,9 +1,10 @@
 # Everything needs Python >= 3.10, a C++ compiler and a package index; compiler, engines and tools come from there.
 #
 #   make demo           build, install into .venv and run `etap demo`
-#   make test           all tests that need no GPU: test-unit, then test-contract
+#   make test           test-unit, then test-contract: what a change needs, in ten minutes on two cores
 #   make test-unit      without engines; the kernels run in an emulator
-#   make test-contract  beside each tested version of vLLM and SGLang
+#   make test-contract  beside the oldest tested vLLM and SGLang: registration, selection, a layer
+#   make test-engines   what make test leaves out: every contract test in all tested versions, all emulated cases
 #   make test-gpu       the tests marked gpu; fails where there is no Hopper GPU
 #   make wheel          the wheel that is published, in dist/
 #   make build          the library into etap_backend/lib, for work in the source tree
@@ -14,8 +15,8 @@
 # the source tree, and the library of an earlier `make build` (or the one that ETAP_LIBRARY names).
 
 PYTHON ?= python3
-# One torch for all tests, so that they can be repeated; the package itself does not bind it.
-TORCH ?= torch==2.13.0
+# The torch that the oldest tested engines pin: it is downloaded and stored once for all tests. The package binds none.
+TORCH ?= torch==2.11.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
@@ -23,41 +24,63 @@ LOGS := build/logs
 GPU_TESTS = $(shell grep -rl "mark.gpu" tests --include "test_*.py")
 SOURCES := pyproject.toml README.md LICENSE $(shell find csrc etap_backend configs -type f -not -path '*/lib/*' -not -name '*.pyc')
 
-# $(call quietly,NAME,COMMANDS): what they print goes into NAME's log.
-quietly = @mkdir -p $(LOGS); echo "... $(1)"; log="$(LOGS)/$(subst $() ,-,$(1)).log"; \
-  { $(2); } > "$$log" 2>&1 || { tail -n 50 "$$log"; echo "failed: $(1), see $$log"; exit 1; }
+# Environments share their files with this cache by hard links; installations into one environment wait for each other.
+# The index is the one that pip is told, which uv does not read.
+export UV_CACHE_DIR ?= $(CURDIR)/build/cache
+export UV_LOCK_TIMEOUT ?= 3600
+INDEX := $(or $(UV_DEFAULT_INDEX),$(PIP_INDEX_URL),$(shell $(PYTHON) -m pip config get global.index-url 2> /dev/null))
+ifneq ($(INDEX),)
+export UV_DEFAULT_INDEX := $(INDEX)
+endif
+install := $(BIN)/uv pip install --python $(BIN)/python
 
-.PHONY: build clean demo lint test test-contract test-gpu test-unit wheel
+# $(call quietly,NAME,COMMANDS): what they print goes into NAME's log.
+quietly = @mkdir -p $(LOGS); echo "... $(1)"; log="$(LOGS)/$(subst $() ,-,$(1)).log"; begin=$$(date +%s); \
+  { $(2); } > "$$log" 2>&1 || { tail -n 50 "$$log"; echo "failed: $(1), see $$log"; exit 1; }; \
+  echo "    $(1): $$(($$(date +%s) - begin)) s"
+# $(call at_once,TARGETS): the network's work beside the compiler's.
+at_once = @$(MAKE) --no-print-directory -j $(words $(1)) $(1)
+
+.PHONY: build clean demo engines lint test test-contract test-engines test-gpu test-unit wheel
 
 wheel: dist/built
 
-demo:
-	@echo "Builds the wheel, installs it beside $(TORCH) into $(VENV) and runs etap demo. The first time that downloads 0.2 GB"
-	@echo "of compilers and a torch of 0.7 (CPU) to 5.5 GB (CUDA) on disk, and compiles for 3 minutes on two cores."
+demo: $(STAMPS)/packaging
+	@echo "Compiles the wheel for 3 minutes on two cores; meanwhile downloads 0.2 GB of compilers and a torch of 4 GB on disk."
+	$(call at_once,dist/built $(STAMPS)/torch)
 	@$(MAKE) --no-print-directory $(STAMPS)/product
 	$(BIN)/etap demo
 
-# The engines come while the kernels are compiled and the unit tests run.
-test: $(STAMPS)/venv
-	@echo "Builds the wheel, then runs all tests that need no GPU: about 30 minutes on two cores, with the download of"
-	@echo "what make demo needs and of four engines, 20 to 35 GB on disk in .contract and the installer's cache, 11 where less is free."
-	@mkdir -p $(LOGS)
-	@$(BIN)/python tests/contract.py --install > $(LOGS)/engines.log 2>&1 & engines=$$!; \
-	  $(MAKE) --no-print-directory test-unit || { kill $$engines 2> /dev/null; exit 1; }; \
-	  wait $$engines || { tail -n 50 $(LOGS)/engines.log; exit 1; }; \
-	  $(MAKE) --no-print-directory test-contract
+test: $(STAMPS)/packaging
+	@echo "Compiles the wheel, meanwhile downloads torch, compilers, one vLLM and one SGLang (5 GB, 10 on disk); then runs"
+	@echo "the unit tests and the engines' first contract tests. Two cores take 10 minutes for all, and 6 the next time."
+	$(call at_once,dist/built $(STAMPS)/tools $(STAMPS)/build engines)
+	@$(MAKE) --no-print-directory test-unit
+	@$(MAKE) --no-print-directory test-contract
 
 # Takes the kernels' PTX from the wheel's build, for their tests in an emulator, and compiles what tests add to them: with
 # the build requirements, which may not be missing.
-test-unit: $(STAMPS)/installed $(STAMPS)/build
+test-unit: $(STAMPS)/installed
 	$(call quietly,kernels for the emulator,\
 	  PYTHONPATH=tests/emulator $(BIN)/python -c "from kernels import compile_all; compile_all()")
-	ETAP_REQUIRE_NVCC=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal -m "not gpu" \
-	  --ignore tests/vllm --ignore tests/sglang
+	@echo "... unit tests"
+	$(unit_tests) -m "not gpu and not exhaustive" --durations 15 --ignore tests/vllm --ignore tests/sglang
 
 test-contract: dist/built
-	@echo "... contract tests, two engines at a time"
+	@echo "... contract tests, of the oldest vLLM and SGLang at the same time"
 	@$(BIN)/python tests/contract.py --wheel dist/*.whl
+
+test-engines: $(STAMPS)/installed
+	@echo "Downloads the newest tested vLLM and SGLang (4 GB, 8 on disk), runs all contract tests in all tested versions, two"
+	@echo "at a time, and then the emulated cases that make test leaves out: 15 minutes on two cores."
+	@$(BIN)/python tests/contract.py --all --wheel dist/*.whl
+	@echo "... emulated cases"
+	$(unit_tests) -m "exhaustive and not gpu" tests/emulator
+
+unit_tests = ETAP_REQUIRE_NVCC=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
+
+engines: $(STAMPS)/torch
+	$(call quietly,engines installed,$(BIN)/python tests/contract.py --install)
 
 ifdef NO_INSTALL
 test-gpu:
@@ -83,43 +106,48 @@ clean:
 
 $(STAMPS)/venv:
 	$(call quietly,environment,$(PYTHON) -m venv $(VENV) || uv venv --seed --python $(PYTHON) $(VENV) && \
-	  $(BIN)/python -m pip install --upgrade "pip>=25.1")
+	  $(BIN)/python -m pip install --no-cache-dir uv)
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/packaging: pyproject.toml $(STAMPS)/venv
-	$(call quietly,tools of packaging,$(BIN)/python -m pip install --group packaging)
+	$(call quietly,tools of packaging,$(install) --group packaging)
 	@touch $@
 
 # The laboratory's requirements without the package, which would have to be compiled first.
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/venv
-	$(call quietly,tools of lint,$(BIN)/python -m pip install --group lint && $(BIN)/python -c "import sys; \
+	$(call quietly,tools of lint,$(install) --group lint && $(BIN)/python -c "import sys; \
 	  toml = __import__('tomllib' if sys.version_info >= (3, 11) else 'tomli'); \
 	  print(*toml.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lab'], sep='\n')" \
-	  > $(STAMPS)/lab.txt && $(BIN)/python -m pip install -r $(STAMPS)/lab.txt)
+	  > $(STAMPS)/lab.txt && $(install) -r $(STAMPS)/lab.txt)
+	@touch $@
+
+$(STAMPS)/torch: pyproject.toml $(STAMPS)/packaging
+	$(call quietly,torch,$(install) --requirements pyproject.toml "$(TORCH)")
+	@touch $@
+
+$(STAMPS)/tools: pyproject.toml $(STAMPS)/torch
+	$(call quietly,tools of tests,$(install) --requirements pyproject.toml --extra lab --group test "$(TORCH)")
 	@touch $@
 
 # The build requirements, as the build backend itself names them.
 $(STAMPS)/build: pyproject.toml $(STAMPS)/packaging
 	$(call quietly,build requirements,$(BIN)/python -c "from build import ProjectBuilder as B; \
 	  print(*B('.').build_system_requires, sep='\n')" > $(STAMPS)/build.txt && \
-	  $(BIN)/python -m pip install -r $(STAMPS)/build.txt cmake ninja)
+	  $(install) -r $(STAMPS)/build.txt cmake ninja)
 	@touch $@
 
 # auditwheel reads from the library which glibc it needs, names the wheel after that, and refuses any other dependency.
 dist/built: $(SOURCES) | $(STAMPS)/packaging
 	@rm -rf dist build/raw
-	$(call quietly,wheel,$(BIN)/python -m build --wheel --outdir build/raw -C cmake.define.ETAP_KEEP_PTX=ON && \
-	  PATH=$(CURDIR)/$(BIN):$$PATH $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/raw/*.whl)
+	$(call quietly,wheel,PATH=$(CURDIR)/$(BIN):$$PATH; \
+	  $(BIN)/python -m build --installer uv --wheel --outdir build/raw -C cmake.define.ETAP_KEEP_PTX=ON && \
+	  $(BIN)/auditwheel repair --plat auto --wheel-dir dist build/raw/*.whl)
 	@touch $@ && ls dist/*.whl
 
-# The wheel first alone: the same version may be there already, of other sources.
-$(STAMPS)/product: dist/built
-	$(call quietly,wheel and torch installed,\
-	  $(BIN)/python -m pip install --force-reinstall --no-deps dist/*.whl && \
-	  $(BIN)/python -m pip install dist/*.whl $(TORCH))
+# The same version may be there already, of other sources.
+$(STAMPS)/product: dist/built $(STAMPS)/torch
+	$(call quietly,wheel installed,$(install) --no-deps --reinstall-package etap-backend dist/*.whl)
 	@touch $@
 
-$(STAMPS)/installed: pyproject.toml $(STAMPS)/product
-	$(call quietly,tools of tests installed,\
-	  $(BIN)/python -m pip install --group test "$$(ls dist/*.whl)[lab]" $(TORCH))
+$(STAMPS)/installed: $(STAMPS)/product $(STAMPS)/tools $(STAMPS)/build
 	@touch $@

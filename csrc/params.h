@@ -69,6 +69,51 @@ enum class KeyLoad : int32_t {
   kRows,   // row by row, with cp.async
 };
 
+// How a row of sparse attention's caches is stored.
+enum class RowFormat : int32_t {
+  kBFloat16,   // 512 elements, and 64 of rope or none
+  kScaledFp8,  // 512 e4m3, 4 float32 scales, and 64 bfloat16 of rope or none: V3.2
+  // 448 e4m3 and 64 bfloat16; behind all rows of a page 8 bytes for each, 7 powers of two (ue8m0) and a 0: V4. Values are all 512.
+  kPageScaledFp8,
+};
+constexpr int kPageScaleBytes = 8;
+
+// A list of rows for each token, and the cache that it names them in.
+struct RowList {
+  const char* rows;     // the cache's first
+  int64_t page_stride;  // bytes
+  int64_t row_stride;   // bytes; of V4's rows 576, to the next row's data
+  cutlass::FastDivmod page_size;
+  int32_t pages;
+  uint32_t row_count;      // that a physical index may name
+  const int32_t* indices;  // [tokens, width]: physical rows, or, with a block table, positions in the token's request
+  int64_t index_stride;
+  const int32_t* counts;       // [tokens], entries that count; null: all
+  const int32_t* block_table;  // [requests, max_pages], null: none
+  int64_t block_table_stride;
+  int32_t requests;
+  int32_t max_pages;
+  int32_t width;  // 0: there is no list, and the rest means nothing
+};
+
+// Where partitions begin and end in the sequence of tokens: see decode/sparse/pieces.h.
+// How tokens are divided among partitions: see decode/sparse/pieces.h.
+struct TokenDivision {
+  int32_t tokens;
+  int32_t partitions;
+  int32_t step_tokens;  // a partition decodes step_tokens / step_parts tokens
+  int32_t step_parts;
+};
+
+struct SparseParams {
+  RowList lists[2];  // one softmax over both
+  RowFormat format;  // of the rows of both caches
+  int32_t row_bytes;
+  const int32_t* request_ids;  // [tokens], rows of the block tables; null where there are none
+  TokenDivision division;
+  int32_t partition_tiles;  // of the longest partition, if all entries count
+};
+
 struct DecodeParams {
   const void* q;       // [batch, s_q, heads, 512 or 576]
   const void* q_rope;  // [batch, s_q, heads, 64]
@@ -84,7 +129,9 @@ struct DecodeParams {
   const int32_t* seq_lens = nullptr;       // [batch]
   const WorkRange* work_ranges = nullptr;  // [partitions]
   const int32_t* split_offsets = nullptr;  // [batch + 1]
-  void* out;                               // [batch, rows, 512]
+  void* out;                               // [batch, rows, 512]; strides in elements, of a dense call contiguous
+  int64_t out_stride_batch;
+  int64_t out_stride_row;
   float* lse;                              // [batch, rows], natural log
   // Partial O^T as WGMMA's registers hold it, so that all copies are 16 bytes wide and coalesced:
   // [slots, row_groups, 8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads, 4]
@@ -108,12 +155,9 @@ struct DecodeParams {
   bool float16_out;
   bool rows_on_lanes;  // partial_out lies as O = P·V leaves it: see combine.cu
   bool paired_dims;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
-  // Sparse attention alone, where each query token is a request of its own and the work is divided by shapes alone: see
-  // decode/even_split.h. No work_ranges, split_offsets and block_table there; seq_lens may be null: list_length each.
-  int32_t list_length = 0;           // entries of a token's list of cache rows
-  int32_t list_tiles = 0;            // that it takes; 0: the schedule divides the work
-  int32_t partition_tiles = 0;       // that a partition decodes
-  const float* sinks = nullptr;      // [heads], null: none; natural logarithms
+  // Sparse attention alone, where each query token is a request of its own, and no schedule divides the work: there are no
+  // work_ranges, split_offsets, seq_lens and block_table.
+  const float* sinks = nullptr;  // [heads], null: none; natural logarithms
   // Dense attention alone.
   PagedCache cache = {};
   KeyLoad key_load = KeyLoad::kTiles;
@@ -123,6 +167,7 @@ struct DecodeParams {
   // Schedule, lengths, block table, kv_scale and the cache's rows of all but the last s_q tokens are older than the kernel before
   // this one: they are read before that has ended. Of whole tiles alone.
   bool early_loads = false;
+  SparseParams sparse = {};
 };
 
 // The query rows as TMA sees them, when their heads fill row tiles: (64 columns, heads, query tokens, column chunks,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import tvm_ffi
 
-ABI_VERSION = 12
+ABI_VERSION = 13
 """What `abi_version()` of the library must return: raised whenever a compiled function changes its arguments."""
 
 PATH_VARIABLE = "ETAP_LIBRARY"

@@ -10,6 +10,14 @@ SCALE_DIM = 128
 SCALES = LATENT_DIM // SCALE_DIM
 SPARSE_FP8_BYTES = LATENT_DIM + 4 * SCALES
 """Of a row of a sparse FP8 cache before its rope part, if it has one: 512 elements in e4m3 and 4 float32 scales."""
+V4_NOPE_DIM = LATENT_DIM - ROPE_DIM
+V4_SCALE_DIM = 64
+"""Columns of a row of DeepSeek-V4's cache that share a power of two; the last 64 of its 512 columns have none."""
+V4_SCALES = V4_NOPE_DIM // V4_SCALE_DIM
+V4_DATA_BYTES = V4_NOPE_DIM + 2 * ROPE_DIM
+"""Of a row: 448 elements in e4m3 and 64 in bfloat16."""
+V4_ROW_BYTES = V4_DATA_BYTES + 8
+"""Of a row with its scales, which lie behind the data of all rows of its page: 7 powers of two and a byte of none."""
 TILE_TOKENS = 64
 WORK_RANGE_FIELDS = 8
 COMPUTE_CAPABILITY = (9, 0)
@@ -18,7 +26,7 @@ FP8 = torch.float8_e4m3fn
 """Of an FP8 KV cache in the engines' dense layout, 576 bytes a token; the queries of one may be in it too."""
 
 SPARSE_FP8 = "fp8_ds_mla"
-"""The engines' name of the cache with rows of 656 bytes."""
+"""The engines' name of a cache of FP8 rows with scales of their own: DeepSeek-V3.2's and V4's."""
 
 _CACHE_DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8, "fp8_e4m3": FP8}
 _FOREIGN_CACHES = {
@@ -124,11 +132,11 @@ def why_unsupported_sparse(
     Args:
         dtype: type of the query, bfloat16.
         num_heads: query heads on this GPU; None when not known yet.
-        head_dim: width of a query in elements, 576 (latent + rope) or 512 (a model without rope).
+        head_dim: width of a query in elements, 576 (latent + rope) or 512 (a model without rope, or DeepSeek-V4).
         v_head_dim: width of an output row in elements (latent), 512.
         page_size: tokens in a page of the KV cache, any number.
-        kv_cache_dtype: bfloat16 or its name; or "fp8_ds_mla", rows of 656 bytes (528 without rope); None and "auto"
-            mean the query's.
+        kv_cache_dtype: bfloat16 or its name; or "fp8_ds_mla", rows of 656 bytes beside head_dim 576, of 528 (without
+            rope) or V4's 584 beside 512; None and "auto" mean the query's.
         compute_capability: (major, minor) of the GPU; None when not known yet.
         top_k: entries of a query token's list, any number.
     """

@@ -1,11 +1,24 @@
 """The truth that kernels and executor are measured against: plain attention, one request at a time, no tiles."""
 
+import heapq
+import itertools
+import operator
 from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
-from etap_backend.limits import FP8, LATENT_DIM, SCALE_DIM, SPARSE_FP8_BYTES
+from etap_backend.limits import (
+    FP8,
+    LATENT_DIM,
+    SCALE_DIM,
+    SPARSE_FP8_BYTES,
+    V4_DATA_BYTES,
+    V4_NOPE_DIM,
+    V4_ROW_BYTES,
+    V4_SCALE_DIM,
+    V4_SCALES,
+)
 
 
 def mla_decode_reference(
@@ -88,15 +101,20 @@ def sparse_mla_decode_reference(
     block_table: Tensor | None = None,
     request_ids: Tensor | None = None,
     valid_counts: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_block_table: Tensor | None = None,
+    extra_valid_counts: Tensor | None = None,
     sinks: Tensor | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> tuple[Tensor, Tensor]:
     """Sparse MLA decode attention in `dtype` on the given (already rounded) inputs.
 
     Args:
-        q: [tokens, heads, 576, or 512 where rows have no rope].
-        kv_cache, indices, block_table, request_ids, valid_counts, sinks: as of `sparse_mla_decode`. Cache rows that no
-            list names, and the block-table entries of positions that none names, are never read.
+        q: [tokens, heads, 576, or 512 where rows have no rope beside the latent part].
+        kv_cache, indices, block_table, request_ids, valid_counts, sinks, and those of the second cache: as of
+            `sparse_mla_decode`. Cache rows that no list names, and the block-table entries of positions that none
+            names, are never read.
         softmax_scale: factor of the scores before softmax.
         dtype: type of every intermediate result, and of what the elements of an FP8 cache stand for.
 
@@ -106,13 +124,17 @@ def sparse_mla_decode_reference(
     tokens, heads, _ = q.shape
     out = torch.zeros(tokens, heads, LATENT_DIM, dtype=dtype, device=q.device)
     lse = torch.full((tokens, heads), float("-inf"), dtype=dtype, device=q.device)
-    for token, rows in named_rows(kv_cache, indices, block_table, request_ids, valid_counts):
-        keys = what_rows_stand_for(rows, dtype)
+    lists = [named_rows(kv_cache, indices, block_table, request_ids, valid_counts)]
+    if extra_kv_cache is not None:
+        lists.append(named_rows(extra_kv_cache, extra_indices, extra_block_table, request_ids, extra_valid_counts))
+    token_of = operator.itemgetter(0)
+    for token, of_token in itertools.groupby(heapq.merge(*lists, key=token_of), token_of):
+        keys = what_rows_stand_for(torch.cat([rows for _, rows in of_token]), dtype)
         scores = (q[token].to(dtype) @ keys.T) * softmax_scale
         lse[token] = torch.logsumexp(scores, dim=-1)
         out[token] = torch.softmax(scores, dim=-1) @ keys[:, :LATENT_DIM]
         if sinks is not None:
-            out[token] *= torch.sigmoid(lse[token] - sinks.to(dtype))[:, None]
+            out[token] *= torch.sigmoid(lse[token] - sinks[:heads].to(dtype))[:, None]
     return out, lse
 
 
@@ -125,11 +147,10 @@ def named_rows(
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (token, rows) of the cache rows that a token's list names, in its order, without tokens that name none.
 
-    Arguments as of `sparse_mla_decode`; rows are as stored, bfloat16 [named, 576 or 512] or uint8 [named, 656 or 528].
+    Arguments as of `sparse_mla_decode`; rows are as stored, bfloat16 [named, 576 or 512] or uint8 [named, 656, 528 or,
+    of V4's pages, 584].
     """
-    cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
-    cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
-    pages, page_size, _ = cache.shape
+    pages, page_size = kv_cache.shape[:2]
     requests = [None] * len(indices) if request_ids is None else request_ids.tolist()
     counts = [indices.shape[1]] * len(indices) if valid_counts is None else valid_counts.clamp(min=0).tolist()
     for token, (request, count) in enumerate(zip(requests, counts, strict=True)):
@@ -143,16 +164,37 @@ def named_rows(
             page = block_table[request, entries // page_size].long()
         there = (page >= 0) & (page < pages)
         if there.any():
-            yield token, cache[page[there], entries[there] % page_size]
+            yield token, stored_rows(kv_cache, page[there], entries[there] % page_size)
+
+
+def stored_rows(kv_cache: Tensor, page: Tensor, place: Tensor) -> Tensor:
+    """Rows of a sparse call's cache at so many places, as stored: [*page.shape, width]; V4's 576 bytes with their 8."""
+    cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
+    cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+    if cache.dtype != torch.uint8 or cache.shape[2] != V4_ROW_BYTES:
+        return cache[page, place]
+    pages, page_size, _ = cache.shape
+    whole = cache.as_strided((pages, page_size * V4_ROW_BYTES), (cache.stride(0), 1))
+    data = place[..., None] * V4_DATA_BYTES + torch.arange(V4_DATA_BYTES, device=place.device)
+    scale_bytes = V4_ROW_BYTES - V4_DATA_BYTES
+    scales = place[..., None] * scale_bytes + torch.arange(scale_bytes, device=place.device)
+    return whole[page[..., None], torch.cat([data, page_size * V4_DATA_BYTES + scales], dim=-1)]
 
 
 def what_rows_stand_for(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cache rows as of `named_rows`, those of bytes with their scales, as [n, 576 or 512] in `dtype`."""
+    """Cache rows as of `stored_rows` [n, width], those of bytes with their scales, as [n, 576 or 512] in `dtype`."""
     if rows.dtype != torch.uint8:
         return rows.to(dtype)
-    elements, scales, rope = (part.contiguous() for part in rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1))
     # Exact in float64, and rounded once in narrower types.
-    latent = elements.view(FP8).double() * scales.view(torch.float32).double().repeat_interleave(SCALE_DIM, dim=1)
+    if rows.shape[1] == V4_ROW_BYTES:
+        elements, rope, powers = (part.contiguous() for part in rows.tensor_split((V4_NOPE_DIM, V4_DATA_BYTES), dim=1))
+        scales, columns = torch.exp2(powers[:, :V4_SCALES].double() - 127), V4_SCALE_DIM
+    else:
+        elements, scales, rope = (
+            part.contiguous() for part in rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1)
+        )
+        scales, columns = scales.view(torch.float32).double(), SCALE_DIM
+    latent = elements.view(FP8).double() * scales.repeat_interleave(columns, dim=1)
     return torch.cat([latent.to(dtype), rope.view(torch.bfloat16).to(dtype)], dim=1)
 
 

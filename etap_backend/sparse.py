@@ -66,8 +66,9 @@ def _on_cpu(*arguments) -> None:
 # The workspace and the partitions are found behind the operator: torch.compile cannot look into the library.
 _decode = Operator(
     "sparse_mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor indices, Tensor? block_table, "
-    "Tensor? request_ids, Tensor? valid_counts, Tensor? sinks, Tensor(a!)? workspace, Tensor(b!) out, Tensor(c!) lse, "
-    "float softmax_scale, int? num_sms, float empty_lse) -> ()",
+    "Tensor? request_ids, Tensor? valid_counts, Tensor? extra_kv_cache, Tensor? extra_indices, "
+    "Tensor? extra_block_table, Tensor? extra_valid_counts, Tensor? sinks, Tensor(a!)? workspace, Tensor(b!) out, "
+    "Tensor(c!) lse, float softmax_scale, int? num_sms, float empty_lse) -> ()",
     _on_cuda,
     _on_cpu,
 )
@@ -83,6 +84,10 @@ def sparse_mla_decode(
     block_table: Tensor | None = None,
     request_ids: Tensor | None = None,
     valid_counts: Tensor | None = None,
+    extra_kv_cache: Tensor | None = None,
+    extra_indices: Tensor | None = None,
+    extra_block_table: Tensor | None = None,
+    extra_valid_counts: Tensor | None = None,
     sinks: Tensor | None = None,
     workspace: Tensor | None = None,
     num_sms: int | None = None,
@@ -95,40 +100,55 @@ def sparse_mla_decode(
     Tokens are independent: whether they are requests' next ones, drafts to verify or a prompt's, what each may see is
     in its list. An entry that names no row is as if it were not there: a negative one, a row past the cache's last, a
     position past the block table or on a page that is not in the cache, any entry of a token of no known request. Such
-    entries may be anywhere, and nothing is read for them. A row that is named twice counts twice. A token whose list
-    names no row gets output 0 and log-sum-exp `empty_lse`. Cache rows that no list names may hold anything.
+    entries may be anywhere, and nothing is read for them. A row that is named twice counts twice. A token whose lists
+    name no row gets output 0 and log-sum-exp `empty_lse`. Cache rows that no list names may hold anything.
 
-    The work is divided by shapes alone, so that no schedule is built, and a token's result has the same bits whatever
-    the other tokens of a call of the same shape hold. On CUDA tensors the compiled kernels run on the current stream,
+    A token may have a second list, of rows of a second cache, as DeepSeek-V4 keeps its window and its compressed
+    entries; one softmax is over the rows of both. The caches have rows of the same format, and pages of any two sizes.
+
+    The work is divided by shapes and by each token's own counts, so that no schedule is built, a wide list costs what
+    its valid entries cost, and a token's result has the same bits whatever the other tokens of a call of the same shape
+    hold. On CUDA tensors the compiled kernels run on the current stream,
     with no allocation when `out`, `lse` and `workspace` are given and no copy to the host; on CPU tensors
     `etap_backend.cpu.sparse` runs. Nothing of it is recorded for gradients. `out`, `lse` and
     `workspace` share no memory with each other, queries, cache or lists.
 
-    A row of an FP8 cache has 656 bytes: 512 elements in e4m3, 4 float32 scales, each of 128 of them, and 64 rope
-    elements in bfloat16. An element stands for itself times its scale, which may be any number up to 2^100 in size.
+    A row of DeepSeek-V3.2's FP8 cache has 656 bytes: 512 elements in e4m3, 4 float32 scales, each of 128 of them, and
+    64 rope elements in bfloat16. An element stands for itself times its scale, which may be any number up to 2^100 in
+    size. Rows without rope (512 wide, FP8 ones of 528 bytes, which end with the scales) go with queries without it.
 
-    Rows without rope (512 wide, FP8 ones of 528 bytes, which end with the scales) go with queries without it.
+    A page of DeepSeek-V4's cache holds its rows' data, 576 bytes each (448 elements in e4m3 and 64 in bfloat16), and
+    behind all of them 8 bytes of scales for each row: 7 powers of two, the byte b for 2^(b - 127), each of 64 of the
+    448 elements, and one byte that is not read. All 512 are both key and value. A tensor of it says 584 bytes a row,
+    which is the size of a row and no place of one. An element times its scale is rounded to bfloat16, which is exact
+    from 2^-126 on and may be 0 below.
 
     Args:
         q: bfloat16 [tokens, heads, 576], or its latent part [tokens, heads, 512] when q_rope is given or rows have no
             rope. Any strides with a contiguous last dimension and every row at a multiple of 16 bytes.
-        kv_cache: bfloat16 [pages, page_size, 576 or 512], or uint8 or float8_e4m3fn [pages, page_size, 656 or 528]; in
-            either case [pages, page_size, 1, ...], too. Any page_size, at least one page. Rows are contiguous and at
-            multiples of 16 bytes; rows and pages may lie further apart than their size.
-        indices: int32 [tokens, top_k], top_k at least 1. Row of the cache, page * page_size + place in the page; with
+        kv_cache: bfloat16 [pages, page_size, 576 or 512], or uint8 or float8_e4m3fn [pages, page_size, 656, 528 or, for
+            V4's pages, 584]; in either case [pages, page_size, 1, ...], too. Any page_size, at least one page. Rows are
+            contiguous and at multiples of 16 bytes, which is what the kernels read at a time; rows and pages may lie
+            further apart than their size. Of V4's pages, strides are [any multiple of 16 bytes, 584, 1].
+        indices: int32 [tokens, top_k], any top_k. Row of the cache, page * page_size + place in the page; with
             block_table, position in the token's request. Lists may lie apart.
         softmax_scale: factor of the scores before softmax.
         q_rope: bfloat16 [tokens, heads, 64], strides as free as q's.
         block_table: int32 [requests, max_pages]; the page that holds each page_size tokens of a request. Rows may lie
             apart.
-        request_ids: int32 [tokens], row of block_table for each token; given where block_table is.
-        valid_counts: int32 [tokens]; only so many entries of each list count, from its beginning. All when None.
-        sinks: float32 [heads], natural logarithm: the output is multiplied by 1 / (1 + exp(sink - lse)), lse stays as
-            it is. +inf makes the output 0, -inf and None leave it alone.
+        request_ids: int32 [tokens], row of block_table and of extra_block_table for each token; given where one is.
+        valid_counts: int32 [tokens]; only so many entries of each list count, from its beginning; none where it is
+            negative. All when None.
+        extra_kv_cache, extra_indices, extra_block_table, extra_valid_counts: the second cache, rows as kv_cache's, and
+            what names rows of it, as of the first; cache and indices are given together. Each list is of rows or of
+            positions by itself.
+        sinks: float32 [>= heads], natural logarithm: the output is multiplied by 1 / (1 + exp(sink - lse)), lse stays
+            as it is. +inf makes the output 0, -inf and None leave it alone.
         workspace: float32 [>= sparse_workspace_floats(heads, fp8_cache, num_sms)], contiguous, aligned to 16 bytes;
             allocated when None. Calls that follow each other on one stream may share it.
         num_sms: CTAs to launch; all of the GPU's multiprocessors when None (132 on the CPU).
-        out: bfloat16 [tokens, heads, 512], contiguous, aligned to 16 bytes; allocated when None.
+        out: bfloat16 [tokens, heads, 512], also a slice of a wider buffer: the last dimension contiguous, rows at
+            multiples of 16 bytes that do not overlap; allocated when None.
         lse: float32 [tokens, heads], natural logarithm, contiguous; allocated when None.
         empty_lse: log-sum-exp of tokens whose list names no row, -inf or, as FlashMLA has it, +inf.
 
@@ -141,8 +161,9 @@ def sparse_mla_decode(
     """
     if out is None or lse is None:
         out, lse = _outputs(q, out, lse)
-    arguments = (q, q_rope, kv_cache, indices, block_table, request_ids, valid_counts, sinks, workspace, out, lse)
-    _decode(q, (*arguments, softmax_scale, num_sms, empty_lse))
+    lists = (kv_cache, indices, block_table, request_ids, valid_counts)
+    extra = (extra_kv_cache, extra_indices, extra_block_table, extra_valid_counts)
+    _decode(q, (q, q_rope, *lists, *extra, sinks, workspace, out, lse, softmax_scale, num_sms, empty_lse))
     return out, lse
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-SCRIPT_SECONDS = 180
+SCRIPT_SECONDS = 900
 
 # Reads paths of scripts, answers with each one's exit status; beside a script lies what it wrote.
 PARENT = """

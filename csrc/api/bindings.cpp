@@ -23,7 +23,7 @@ using tvm::ffi::Map;
 using tvm::ffi::String;
 using tvm::ffi::Tuple;
 
-constexpr int64_t kAbiVersion = 12;
+constexpr int64_t kAbiVersion = 13;
 
 // Makes the tensors' device current for the launches of one call.
 class DeviceGuard {
@@ -198,7 +198,7 @@ auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, O
 
 // Whether a token is in several pieces, which the decode kernel does not sum itself.
 bool combines(const DecodeParams& params, const KernelLaunch& decode) {
-  return decode.cluster == 1 && params.partition_tiles % params.list_tiles != 0 && params.partitions > 1;
+  return decode.cluster == 1 && sparse::split_candidates(params.sparse.division) > 0;
 }
 
 void sparse_decode(const SparseCall& call) {
@@ -210,13 +210,10 @@ void sparse_decode(const SparseCall& call) {
     const DeviceGuard guard(device.device_id);
     const cudaStream_t stream = current_stream(device);
     const DecodeParams params = decode_params(call);
-    const sparse::GatheredCache cache = gathered_cache(call);
     const QueryMaps no_maps{};
-    const void* const arguments[] = {&params, &cache, &no_maps};
-    KernelLaunch kernel = sparse::prepare(params, call.fp8_cache(), cluster_pieces(params) > 1);
-    if (kernel.cluster > 1 && !kernel.handles->clusters_fit(kernel, device.device_id)) {
-      kernel = sparse::prepare(params, call.fp8_cache(), false);
-    }
+    const void* const arguments[] = {&params, &no_maps, &no_maps};
+    KernelLaunch kernel = sparse::prepare(params, sparse::cluster_pieces(params));
+    if (kernel.cluster > 1 && !kernel.handles->clusters_fit(kernel, device.device_id)) kernel = sparse::prepare(params, 1);
     launch_overlapping(kernel, arguments, device.device_id, stream);
     if (combines(params, kernel)) launch_overlapping(prepare_combine(params, false), arguments, device.device_id, stream);
   });
@@ -224,8 +221,8 @@ void sparse_decode(const SparseCall& call) {
 
 void check_sparse_decode(const SparseCall& call) { check(call); }
 
-// A kernel's name, blocks in x and y, CTAs of a cluster, threads, shared bytes, parameters, and the cache's.
-using SparseLaunch = Tuple<String, int64_t, int64_t, int64_t, int64_t, int64_t, Bytes, Bytes>;
+// A kernel's name, blocks in x and y, CTAs of a cluster, threads, shared bytes, parameters.
+using SparseLaunch = Tuple<String, int64_t, int64_t, int64_t, int64_t, int64_t, Bytes>;
 
 // What `sparse_decode` launches where clusters fit, for those who run it elsewhere: on tensors of the CPU too.
 Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
@@ -233,23 +230,31 @@ Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
   Array<SparseLaunch> all;
   if (call.tokens() == 0 || call.heads() == 0) return all;
   const DecodeParams params = decode_params(call);
-  const auto add = [&](const KernelLaunch& kernel, Bytes cache) {
+  const auto add = [&](const KernelLaunch& kernel) {
     all.push_back(SparseLaunch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.cluster),
-                               int64_t(kernel.threads), int64_t(kernel.shared_bytes), bytes_of(params), cache));
+                               int64_t(kernel.threads), int64_t(kernel.shared_bytes), bytes_of(params)));
   };
-  const KernelLaunch kernel = sparse::prepare(params, call.fp8_cache(), cluster_pieces(params) > 1);
-  add(kernel, bytes_of(gathered_cache(call)));
-  if (combines(params, kernel)) add(prepare_combine(params, false), Bytes());
+  const KernelLaunch kernel = sparse::prepare(params, sparse::cluster_pieces(params));
+  add(kernel);
+  if (combines(params, kernel)) add(prepare_combine(params, false));
   return all;
 }
 
 template <auto kAction>
 auto with_sparse_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, TensorView indices,
                       Optional<TensorView> block_table, Optional<TensorView> request_ids, Optional<TensorView> valid_counts,
+                      Optional<TensorView> extra_kv_cache, Optional<TensorView> extra_indices,
+                      Optional<TensorView> extra_block_table, Optional<TensorView> extra_valid_counts,
                       Optional<TensorView> sinks, TensorView workspace, TensorView out, TensorView lse, double softmax_scale,
                       int64_t partitions, double empty_lse) {
-  return kAction({q, q_rope, kv_cache, indices, block_table, request_ids, valid_counts, sinks, workspace, out, lse,
-                  softmax_scale, partitions, empty_lse});
+  const Optional<TensorView> first_cache(kv_cache), first_indices(indices);
+  return kAction({q,
+                  q_rope,
+                  {{first_cache, first_indices, block_table, valid_counts,
+                    {"kv_cache", "indices", "block_table", "valid_counts"}},
+                   {extra_kv_cache, extra_indices, extra_block_table, extra_valid_counts,
+                    {"extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts"}}},
+                  request_ids, sinks, workspace, out, lse, softmax_scale, partitions, empty_lse});
 }
 
 // Kernel, row tile, row groups, floats of a piece's partial result, rows that a split is weighed by, tiles that a piece is taken
@@ -269,15 +274,30 @@ Shape shape(int64_t rows, int64_t num_sms, int64_t batch, bool fp8_cache, bool f
   return numbers(decode_shape(rows, {num_sms, batch, fp8_cache, fp8_math}));
 }
 
-Shape sparse_decode_shape(int64_t heads, bool fp8_cache) {
+Shape sparse_decode_shape(int64_t heads) {
   check_at_least("heads", heads, 1);
-  return numbers(sparse_shape(heads, fp8_cache));
+  return numbers(sparse_shape(heads));
 }
 
-int64_t sparse_partition_tiles(int64_t tokens, int64_t top_k, int64_t partitions) {
-  check_at_least("top_k", top_k, 1);
+// Of a piece: token, partition, first tile, the one behind its last, slot of its partial result or -1.
+using SparsePiece = Tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
+
+// The pieces of tokens with so many tiles each, int32 [tokens] on the CPU, in the order of the partitions.
+Array<SparsePiece> sparse_pieces(TensorView tiles, int64_t most_tiles, int64_t partitions) {
+  check_int32("tiles", tiles, {kDLCPU, 0}, {{kAny, "tokens"}});
+  check_at_least("most_tiles", most_tiles, 0);
   check_at_least("partitions", partitions, 1);
-  return even_partition_tiles(tokens, (top_k + kTileTokens - 1) / kTileTokens, partitions);
+  const auto* of_token = static_cast<const int32_t*>(tiles.data_ptr());
+  const TokenDivision division = sparse::divide(tiles.size(0), most_tiles, partitions);
+  Array<SparsePiece> all;
+  for (int p = 0; p < division.partitions; ++p) {
+    for (int t = sparse::first_token(division, p); t < sparse::end_token(division, p); ++t) {
+      const sparse::TileRange range = sparse::tile_range(division, t, p, of_token[t]);
+      const int slot = sparse::pieces(division, t) > 1 ? sparse::slot(division, t, p) : -1;
+      all.push_back(SparsePiece(t, p, range.begin, range.end, slot));
+    }
+  }
+  return all;
 }
 
 // Numbers that Python and the tests share with the kernels.
@@ -311,4 +331,4 @@ TVM_FFI_DLL_EXPORT_TYPED_FUNC(decode_shape, etap::shape);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode, etap::with_sparse_call<etap::sparse_decode>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_launches, etap::with_sparse_call<etap::sparse_decode_launches>);
 TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_decode_shape, etap::sparse_decode_shape);
-TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_partition_tiles, etap::sparse_partition_tiles);
+TVM_FFI_DLL_EXPORT_TYPED_FUNC(sparse_pieces, etap::sparse_pieces);

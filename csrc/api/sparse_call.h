@@ -2,23 +2,38 @@
 #pragma once
 
 #include "api/decode_call.h"
-#include "decode/even_split.h"
 #include "decode/sparse/launch.h"
+#include "decode/sparse/pieces.h"
 
 namespace etap {
 
 constexpr DLDataType kUInt8{kDLUInt, 8, 1};
 constexpr int64_t kFp8LatentBytes = 528;                          // 512 values, 4 float32 scales
 constexpr int64_t kFp8RowBytes = kFp8LatentBytes + kRopeDim * 2;  // and 64 bfloat16
+constexpr int64_t kV4DataBytes = 448 + kRopeDim * 2;              // of a row of V4's; its scales lie behind the page's rows
+constexpr int64_t kV4RowBytes = kV4DataBytes + 8;
+
+// A list of each token, the cache whose rows it names, and what the caller calls them.
+struct ListArguments {
+  const Optional<TensorView>& kv_cache;  // [pages, page_size, 576 or 512, or 656, 528 or 584 bytes] or with a 1 before the last
+  const Optional<TensorView>& indices;
+  const Optional<TensorView>& block_table;
+  const Optional<TensorView>& valid_counts;
+  struct {
+    const char *kv_cache, *indices, *block_table, *valid_counts;
+  } names;
+
+  bool given() const { return kv_cache.has_value(); }
+  int64_t width() const { return given() ? indices.value().size(1) : 0; }
+  int64_t tiles() const { return (width() + kTileTokens - 1) / kTileTokens; }
+  int64_t row() const { return kv_cache.value().size(kv_cache.value().ndim() - 1); }
+};
 
 struct SparseCall {
   const TensorView& q;
   const Optional<TensorView>& q_rope;
-  const TensorView& kv_cache;  // [pages, page_size, 576 or 512, or 656 or 528 bytes] or with a 1 before the last
-  const TensorView& indices;
-  const Optional<TensorView>& block_table;
+  const ListArguments lists[2];
   const Optional<TensorView>& request_ids;
-  const Optional<TensorView>& valid_counts;
   const Optional<TensorView>& sinks;
   const TensorView& workspace;
   const TensorView& out;
@@ -29,44 +44,70 @@ struct SparseCall {
 
   int64_t tokens() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
-  bool fp8_cache() const { return !same(kv_cache.dtype(), kBFloat16); }
-  // Whether rows have a rope part; queries have one then.
-  bool rope() const { return kv_cache.size(kv_cache.ndim() - 1) == (fp8_cache() ? kFp8RowBytes : kHeadDim); }
-  DecodeShape shape() const { return sparse_shape(heads(), fp8_cache()); }
-  int64_t list_tiles() const { return (indices.size(1) + kTileTokens - 1) / kTileTokens; }
-  int64_t partition_tiles() const { return even_partition_tiles(tokens(), list_tiles(), partitions); }
+  const TensorView& kv_cache() const { return lists[0].kv_cache.value(); }
+  bool fp8_cache() const { return !same(kv_cache().dtype(), kBFloat16); }
+  RowFormat format() const {
+    if (!fp8_cache()) return RowFormat::kBFloat16;
+    return lists[0].row() == kV4RowBytes ? RowFormat::kPageScaledFp8 : RowFormat::kScaledFp8;
+  }
+  // Whether rows have a rope part behind the latent one; queries have one then. V4's is of the latent one's columns.
+  bool rope() const { return lists[0].row() == (fp8_cache() ? kFp8RowBytes : kHeadDim); }
+  DecodeShape shape() const { return sparse_shape(heads()); }
+  int64_t most_tiles() const { return lists[0].tiles() + lists[1].tiles(); }
+  TokenDivision division() const { return sparse::divide(tokens(), most_tiles(), partitions); }
 };
 
-inline void check_sparse_cache(const SparseCall& call) {
-  const TensorView& cache = call.kv_cache;
+// The sizes of rows of bytes, or of bfloat16.
+inline bool known_row(bool fp8, int64_t row) {
+  return fp8 ? row == kFp8RowBytes || row == kFp8LatentBytes || row == kV4RowBytes : row == kHeadDim || row == kLatentDim;
+}
+
+// V4's pages are no rows of 584 bytes: strides of any others mean nothing.
+inline void check_page_layout(const char* name, const TensorView& cache) {
+  check_last_stride(name, cache);
+  if (cache.size(1) > 1 && cache.stride(1) != kV4RowBytes) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted rows 584 elements apart, as pages of 576-byte rows with their scales behind "
+                              << "them have it, got strides " << text(cache.strides());
+  }
+  if (!aligned(cache) || (cache.size(0) > 1 && cache.stride(0) % kAlignmentBytes != 0)) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted every page aligned to " << kAlignmentBytes << " bytes, got address "
+                              << cache.data_ptr() << " and strides " << text(cache.strides());
+  }
+}
+
+inline void check_sparse_cache(const char* name, const TensorView& cache, DLDevice device) {
   const DLDataType type = cache.dtype();
   if (cache.ndim() < 3) {
-    TVM_FFI_THROW(ValueError) << "kv_cache: wanted shape [pages, page_size, row], got " << text(cache.shape());
+    TVM_FFI_THROW(ValueError) << name << ": wanted shape [pages, page_size, row], got " << text(cache.shape());
   }
   const bool fp8 = same(type, kUInt8) || same(type, kE4M3);
   if (!fp8 && !same(type, kBFloat16)) {
-    TVM_FFI_THROW(TypeError) << "kv_cache: wanted bfloat16, or uint8 or float8_e4m3fn for FP8 rows, got " << text(type);
+    TVM_FFI_THROW(TypeError) << name << ": wanted bfloat16, or uint8 or float8_e4m3fn for FP8 rows, got " << text(type);
   }
-  const Size pages{kAny, "pages"}, page_size{kAny, "page_size"}, row{kAny, fp8 ? "656 or 528" : "576 or 512"};
+  const Size pages{kAny, "pages"}, page_size{kAny, "page_size"}, row{kAny, fp8 ? "656, 528 or 584" : "576 or 512"};
   if (cache.ndim() == 4) {
-    check_shape("kv_cache", cache, {pages, page_size, {1}, row});
+    check_shape(name, cache, {pages, page_size, {1}, row});
   } else {
-    check_shape("kv_cache", cache, {pages, page_size, row});
+    check_shape(name, cache, {pages, page_size, row});
   }
   const int64_t width = cache.size(cache.ndim() - 1);
-  if (!call.rope() && width != (fp8 ? kFp8LatentBytes : kLatentDim)) {
-    TVM_FFI_THROW(ValueError) << "kv_cache: wanted shape [pages, page_size, " << row.name << "], got " << text(cache.shape());
+  if (!known_row(fp8, width)) {
+    TVM_FFI_THROW(ValueError) << name << ": wanted shape [pages, page_size, " << row.name << "], got " << text(cache.shape());
   }
-  check_at_least("kv_cache's pages", cache.size(0), 1);
-  check_at_least("kv_cache's page_size", cache.size(1), 1);
+  check_at_least((std::string(name) + "'s pages").c_str(), cache.size(0), 1);
+  check_at_least((std::string(name) + "'s page_size").c_str(), cache.size(1), 1);
   for (int i = 0; i < 2; ++i) {
     if (cache.size(i) > INT32_MAX || (cache.size(i) > 1 && cache.stride(i) < 0)) {
-      TVM_FFI_THROW(ValueError) << "kv_cache: wanted fewer than 2^31 pages and rows of one, at strides from 0 on, got shape "
+      TVM_FFI_THROW(ValueError) << name << ": wanted fewer than 2^31 pages and rows of one, at strides from 0 on, got shape "
                                 << text(cache.shape()) << " with strides " << text(cache.strides());
     }
   }
-  check_rows("kv_cache", cache);
-  check_device("kv_cache", cache, call.q.device());
+  if (fp8 && width == kV4RowBytes) {
+    check_page_layout(name, cache);
+  } else {
+    check_rows(name, cache);
+  }
+  check_device(name, cache, device);
 }
 
 inline void check_int32(const char* name, const TensorView& tensor, DLDevice device, std::initializer_list<Size> shape) {
@@ -76,30 +117,68 @@ inline void check_int32(const char* name, const TensorView& tensor, DLDevice dev
   check_device(name, tensor, device);
 }
 
-inline void check_indices(const SparseCall& call) {
+inline void check_list(const SparseCall& call, const ListArguments& list) {
   const DLDevice device = call.q.device();
-  const int64_t tokens = call.tokens();
-  check_int32("indices", call.indices, device, {{tokens}, {kAny, "top_k"}});
-  check_at_least("indices' top_k", call.indices.size(1), 1);
-  if (tokens * call.list_tiles() > INT32_MAX / 4) {
-    TVM_FFI_THROW(ValueError) << "indices: wanted at most 2^29 tiles of 64 entries, got shape " << text(call.indices.shape());
+  check_int32(list.names.indices, list.indices.value(), device, {{call.tokens()}, {kAny, "top_k"}});
+  if (list.block_table.has_value()) {
+    check_int32(list.names.block_table, list.block_table.value(), device, {{kAny, "requests"}, {kAny, "max_pages"}});
   }
-  if (call.block_table.has_value() != call.request_ids.has_value()) {
-    TVM_FFI_THROW(ValueError) << (call.block_table.has_value() ? "request_ids" : "block_table")
-                              << ": wanted a tensor beside a " << (call.block_table.has_value() ? "block_table" : "request_ids")
-                              << ", got None";
+  if (list.valid_counts.has_value()) {
+    check_int32(list.names.valid_counts, list.valid_counts.value(), device, {{call.tokens()}});
   }
-  if (call.block_table.has_value()) {
-    check_int32("block_table", call.block_table.value(), device, {{kAny, "requests"}, {kAny, "max_pages"}});
-    check_int32("request_ids", call.request_ids.value(), device, {{tokens}});
+}
+
+// The second cache is given with its list, and has rows like the first's.
+inline void check_extra(const SparseCall& call) {
+  const ListArguments &first = call.lists[0], &extra = call.lists[1];
+  const Optional<TensorView>* const beside[] = {&extra.indices, &extra.block_table, &extra.valid_counts};
+  const char* const names[] = {extra.names.indices, extra.names.block_table, extra.names.valid_counts};
+  for (int i = 0; i < 3; ++i) {
+    if (beside[i]->has_value() && !extra.given()) {
+      TVM_FFI_THROW(ValueError) << extra.names.kv_cache << ": wanted a tensor beside " << names[i] << ", got None";
+    }
   }
-  if (call.valid_counts.has_value()) check_int32("valid_counts", call.valid_counts.value(), device, {{tokens}});
-  if (call.sinks.has_value()) {
-    check_dtype("sinks", call.sinks.value(), kFloat32);
-    check_shape("sinks", call.sinks.value(), {{call.heads()}});
-    check_last_stride("sinks", call.sinks.value());
-    check_device("sinks", call.sinks.value(), device);
+  if (!extra.given()) return;
+  if (!extra.indices.has_value()) {
+    TVM_FFI_THROW(ValueError) << extra.names.indices << ": wanted a tensor beside " << extra.names.kv_cache << ", got None";
   }
+  const TensorView& cache = extra.kv_cache.value();
+  check_sparse_cache(extra.names.kv_cache, cache, call.q.device());
+  if (extra.row() != first.row() || element_bytes(cache.dtype()) != element_bytes(call.kv_cache().dtype())) {
+    TVM_FFI_THROW(ValueError) << extra.names.kv_cache << ": wanted rows like kv_cache's, " << first.row() << " of "
+                              << text(call.kv_cache().dtype()) << ", got " << extra.row() << " of " << text(cache.dtype());
+  }
+  check_list(call, extra);
+}
+
+inline void check_indices(const SparseCall& call) {
+  const ListArguments &first = call.lists[0], &extra = call.lists[1];
+  check_list(call, first);
+  check_extra(call);
+  constexpr int64_t kMost = int64_t(1) << 29;
+  const int64_t tokens = call.tokens(), tiles = std::max<int64_t>(call.most_tiles(), 1);
+  if (tokens * tiles > kMost || tokens * call.partitions > kMost || tiles * call.partitions > kMost) {
+    TVM_FFI_THROW(ValueError) << "indices: wanted at most 2^29 tiles of 64 entries, and as many tokens or a token's tiles times "
+                              << "partitions, got " << tokens << " tokens of " << first.width() << " and " << extra.width()
+                              << " entries for " << call.partitions << " partitions";
+  }
+  const bool positions = first.block_table.has_value() || extra.block_table.has_value();
+  if (positions != call.request_ids.has_value()) {
+    TVM_FFI_THROW(ValueError) << (positions ? "request_ids" : "block_table") << ": wanted a tensor beside a "
+                              << (positions ? "block_table" : "request_ids") << ", got None";
+  }
+  if (positions) check_int32("request_ids", call.request_ids.value(), call.q.device(), {{call.tokens()}});
+}
+
+inline void check_sinks(const SparseCall& call) {
+  if (!call.sinks.has_value()) return;
+  const TensorView& sinks = call.sinks.value();
+  check_dtype("sinks", sinks, kFloat32);
+  if (sinks.ndim() != 1 || sinks.size(0) < call.heads()) {
+    TVM_FFI_THROW(ValueError) << "sinks: wanted shape [>=" << call.heads() << "], got " << text(sinks.shape());
+  }
+  check_last_stride("sinks", sinks);
+  check_device("sinks", sinks, call.q.device());
 }
 
 // Queries have the rope part that rows have, in q or apart.
@@ -122,39 +201,76 @@ inline void check_queries(const SparseCall& call) {
 // Every refusal of a call that can be made without reading what its tensors hold.
 inline void check(const SparseCall& call) {
   const DLDevice device = call.q.device();
-  check_sparse_cache(call);
+  check_sparse_cache("kv_cache", call.kv_cache(), device);
   check_queries(call);
   const int64_t tokens = call.tokens(), heads = call.heads();
   check_softmax_scale(call.softmax_scale);
   check_empty_lse(call.empty_lse);
   check_at_least("partitions", call.partitions, 1);
   check_indices(call);
+  check_sinks(call);
   check_dtype("out", call.out, kBFloat16, " like q");
   check_shape("out", call.out, {{tokens}, {heads}, {kLatentDim}});
-  check_contiguous("out", call.out);
-  check_aligned("out", call.out);
+  check_rows("out", call.out);
+  check_own_rows("out", call.out);
   check_device("out", call.out, device);
   check_dtype("lse", call.lse, kFloat32);
   check_shape("lse", call.lse, {{tokens}, {heads}});
   check_contiguous("lse", call.lse);
   check_device("lse", call.lse, device);
   check_workspace(call.workspace, device, call.shape(), call.partitions);
+  const ListArguments &first = call.lists[0], &extra = call.lists[1];
   check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
-              {extent("q", call.q), extent("q_rope", call.q_rope), extent("kv_cache", call.kv_cache),
-               extent("indices", call.indices), extent("block_table", call.block_table),
-               extent("request_ids", call.request_ids), extent("valid_counts", call.valid_counts),
-               extent("sinks", call.sinks)});
+              {extent("q", call.q), extent("q_rope", call.q_rope), extent("request_ids", call.request_ids),
+               extent("sinks", call.sinks), extent(first.names.kv_cache, first.kv_cache),
+               extent(first.names.indices, first.indices), extent(first.names.block_table, first.block_table),
+               extent(first.names.valid_counts, first.valid_counts), extent(extra.names.kv_cache, extra.kv_cache),
+               extent(extra.names.indices, extra.indices), extent(extra.names.block_table, extra.block_table),
+               extent(extra.names.valid_counts, extra.valid_counts)});
 }
 
 inline const int32_t* integers(const Optional<TensorView>& tensor) {
   return tensor.has_value() ? static_cast<const int32_t*>(tensor.value().data_ptr()) : nullptr;
 }
 
+inline RowList row_list(const ListArguments& list) {
+  if (!list.given()) return {};
+  const TensorView &cache = list.kv_cache.value(), &indices = list.indices.value();
+  const int64_t bytes = element_bytes(cache.dtype());
+  const bool positions = list.block_table.has_value();
+  return {
+      .rows = static_cast<const char*>(cache.data_ptr()),
+      .page_stride = cache.stride(0) * bytes,
+      .row_stride = bytes == 1 && list.row() == kV4RowBytes ? kV4DataBytes : cache.stride(1) * bytes,
+      .page_size = int32_t(cache.size(1)),
+      .pages = int32_t(cache.size(0)),
+      .row_count = uint32_t(std::min<int64_t>(cache.size(0) * cache.size(1), int64_t(1) << 31)),
+      .indices = static_cast<const int32_t*>(indices.data_ptr()),
+      .index_stride = indices.stride(0),
+      .counts = integers(list.valid_counts),
+      .block_table = integers(list.block_table),
+      .block_table_stride = positions ? list.block_table.value().stride(0) : 0,
+      .requests = positions ? int32_t(list.block_table.value().size(0)) : 0,
+      .max_pages = positions ? int32_t(std::min<int64_t>(list.block_table.value().size(1), INT32_MAX)) : 0,
+      .width = int32_t(std::min<int64_t>(list.width(), INT32_MAX)),
+  };
+}
+
+inline SparseParams sparse_params(const SparseCall& call) {
+  return {
+      .lists = {row_list(call.lists[0]), row_list(call.lists[1])},
+      .format = call.format(),
+      .row_bytes = int32_t(call.lists[0].row() * element_bytes(call.kv_cache().dtype())),
+      .request_ids = integers(call.request_ids),
+      .division = call.division(),
+      .partition_tiles = int32_t((call.tokens() * call.most_tiles() + call.division().partitions - 1) / call.division().partitions),
+  };
+}
+
 inline DecodeParams decode_params(const SparseCall& call) {
   const TensorView& rope = call.q_rope.has_value() ? call.q_rope.value() : call.q;
   const int64_t rope_offset = call.q_rope.has_value() ? 0 : kLatentDim * element_bytes(call.q.dtype());
   const DecodeShape shape = call.shape();
-  const int64_t tiles = call.tokens() * call.list_tiles();
   auto* partials = static_cast<float*>(call.workspace.data_ptr());
   return {
       .q = call.q.data_ptr(),
@@ -163,8 +279,9 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .q_stride_head = call.q.stride(1),
       .q_rope_stride_batch = rope.stride(0),
       .q_rope_stride_head = rope.stride(1),
-      .seq_lens = integers(call.valid_counts),
       .out = call.out.data_ptr(),
+      .out_stride_batch = call.out.stride(0),
+      .out_stride_row = call.out.stride(1),
       .lse = static_cast<float*>(call.lse.data_ptr()),
       .partial_out = partials,
       .partial_lse = partials + shape.partial_rows(call.partitions) * kLatentDim,
@@ -174,41 +291,16 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .rows = int32_t(call.heads()),
       .row_tile = shape.row_tile,
       .row_groups = shape.row_groups,
-      // Those that have tiles.
-      .partitions = int32_t((tiles + call.partition_tiles() - 1) / call.partition_tiles()),
+      .partitions = call.division().partitions,
       .parts_per_page = 1,
       .scale_log2 = float(call.softmax_scale * kLog2E),
       .empty_lse = float(call.empty_lse),
       .query_type = QueryType::kBFloat16,
       .float16_out = false,
       .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor,
-      .paired_dims = shape.kernel == DecodeKernelKind::kSparseFp8,
-      .list_length = int32_t(std::min<int64_t>(call.indices.size(1), INT32_MAX)),
-      .list_tiles = int32_t(call.list_tiles()),
-      .partition_tiles = int32_t(call.partition_tiles()),
+      .paired_dims = false,
       .sinks = call.sinks.has_value() ? static_cast<const float*>(call.sinks.value().data_ptr()) : nullptr,
-  };
-}
-
-inline sparse::GatheredCache gathered_cache(const SparseCall& call) {
-  const TensorView& cache = call.kv_cache;
-  const int64_t bytes = element_bytes(cache.dtype());
-  const bool positions = call.block_table.has_value();
-  return {
-      .data = static_cast<const char*>(cache.data_ptr()),
-      .row_bytes = int32_t(cache.size(cache.ndim() - 1) * bytes),
-      .page_stride = cache.stride(0) * bytes,
-      .row_stride = cache.stride(1) * bytes,
-      .page_size = int32_t(cache.size(1)),
-      .pages = int32_t(cache.size(0)),
-      .rows = uint32_t(std::min<int64_t>(cache.size(0) * cache.size(1), int64_t(1) << 31)),
-      .indices = static_cast<const int32_t*>(call.indices.data_ptr()),
-      .index_stride = call.indices.stride(0),
-      .block_table = integers(call.block_table),
-      .block_table_stride = positions ? call.block_table.value().stride(0) : 0,
-      .request_ids = integers(call.request_ids),
-      .requests = positions ? int32_t(call.block_table.value().size(0)) : 0,
-      .max_pages = positions ? int32_t(std::min<int64_t>(call.block_table.value().size(1), INT32_MAX)) : 0,
+      .sparse = sparse_params(call),
   };
 }
 

@@ -5,9 +5,9 @@
 #include <algorithm>
 
 #include "combine/divided_flight.cuh"
-#include "decode/even_split.h"
 #include "decode/roles.h"
 #include "decode/shape.h"
+#include "decode/sparse/pieces.h"
 
 namespace etap {
 namespace {
@@ -74,13 +74,8 @@ struct Shares {
   }
 };
 
-// Whether the work was divided evenly, by shapes, or else by a schedule.
-__device__ __forceinline__ bool is_even(const DecodeParams& params) { return params.list_tiles > 0; }
-
-// Requests that may be split.
-__device__ __forceinline__ int candidates(const DecodeParams& params) {
-  return is_even(params) ? EvenSplit(params).candidates(params.batch) : min(params.batch, params.partitions);
-}
+// Whether the work was divided by shapes alone, or else by a schedule.
+__device__ __forceinline__ bool is_even(const DecodeParams& params) { return params.sparse.division.partitions > 0; }
 
 // A split request.
 struct Entry {
@@ -101,12 +96,11 @@ struct Entry {
   }
   // The i-th token that may be split, request -1 where it is not.
   __device__ __forceinline__ static Entry even(const DecodeParams& params, int i) {
-    const EvenSplit split(params);
+    const TokenDivision& division = params.sparse.division;
     Entry entry;
-    if (i < split.candidates(params.batch) && split.pieces(split.candidate(i)) > 1) {
-      entry.request = split.candidate(i);
-      entry.slot = split.first_slot(entry.request);
-      entry.splits = split.pieces(entry.request);
+    if (i < sparse::split_candidates(division)) {
+      const int token = sparse::split_candidate(division, i), pieces = sparse::pieces(division, token);
+      if (pieces > 1) entry = {token, sparse::first_slot(division, token), pieces};
     }
     return entry;
   }
@@ -129,7 +123,7 @@ __device__ __forceinline__ void find(const DecodeParams& params, int first, int 
 
 // Whether there is nothing to sum from the i-th candidate on, `entry`.
 __device__ __forceinline__ bool is_behind(const DecodeParams& params, int i, const Entry& entry) {
-  return is_even(params) ? i >= candidates(params) : entry.request < 0;
+  return is_even(params) ? i >= sparse::split_candidates(params.sparse.division) : entry.request < 0;
 }
 
 // A task is 8 rows x 16 value dims of a split request. A block takes kWarps tasks of the same rows; or 1 or 2, where few requests

@@ -75,7 +75,8 @@ __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum
     high = ptx::movmatrix_trans(high);
   }
   const int row = first_row + lane / 4;
-  auto* out = static_cast<uint16_t*>(params.out) + (int64_t(request) * params.rows + row) * kLatentDim + dim;
+  auto* out = static_cast<uint16_t*>(params.out) + dim;
+  out += request * params.out_stride_batch + row * params.out_stride_row;
   const bool paired = params.paired_dims;
   const uint2 dims = paired ? neighbouring_dims<true>(low, high) : neighbouring_dims<false>(low, high);
   if (row < params.rows) *reinterpret_cast<uint2*>(out + (paired ? lane_dim<true>(lane) : lane_dim<false>(lane))) = dims;

@@ -19,6 +19,13 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   return c;
 }
 
+// a * b + c of two bfloat16, rounded once.
+__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
+  uint32_t d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
 // Wait for `threads` threads at a named barrier.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -55,6 +62,12 @@ __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
 // Copy 16 bytes of global memory to an address of shared memory, zeros where they do not exist, which are then not read.
 __device__ __forceinline__ void copy_async_16(uint32_t target, uint64_t source, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
+}
+
+// Store 16 bytes at an address of shared memory.
+__device__ __forceinline__ void store_shared(uint32_t target, const uint4& value) {
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
 }
 
 // Whether the barrier's phase of this parity has completed.
@@ -164,6 +177,35 @@ __device__ __forceinline__ void load_if(bool wanted, const void* from, uint2& va
       "mov.b32 %0, 0;\nmov.b32 %1, 0;\n"
       "@wanted ld.global.v2.u32 {%0, %1}, [%2];\n}"
       : "=&r"(value.x), "=&r"(value.y)
+      : "l"(from), "r"(int(wanted))
+      : "memory");
+}
+
+// The same of what is read once, and leaves L1 alone.
+__device__ __forceinline__ void load_once_if(bool wanted, uint64_t from, uint4& value) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@wanted ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&r"(value.x), "=&r"(value.y), "=&r"(value.z), "=&r"(value.w)
+      : "l"(from), "r"(int(wanted))
+      : "memory");
+}
+__device__ __forceinline__ void load_once_if(bool wanted, uint64_t from, uint2& value) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
+      "mov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@wanted ld.global.L1::no_allocate.v2.u32 {%0, %1}, [%2];\n}"
+      : "=&r"(value.x), "=&r"(value.y)
+      : "l"(from), "r"(int(wanted))
+      : "memory");
+}
+__device__ __forceinline__ void load_once_if(bool wanted, uint64_t from, float& value) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@wanted ld.global.L1::no_allocate.b32 %0, [%1];\n}"
+      : "=&f"(value)
       : "l"(from), "r"(int(wanted))
       : "memory");
 }

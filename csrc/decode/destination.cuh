@@ -14,16 +14,20 @@ struct Destination {
   float* lse;           // [rows of the group], natural logarithm
   float empty_lse;      // there of rows that see no token
   const float* sinks;   // [rows of the group]; null: none, or the combination's business
+  int64_t out_stride;   // of rows that may lie apart, elements
   float4* partial_out;  // [8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads]
   float* partial_lse;   // [row_tile], log2
   int rows;             // of the group, which the row tile may exceed
   bool float16_out;
 
   __device__ __forceinline__ Destination(const DecodeParams& params, const Piece& piece, int row_group) {
-    const int64_t row = int64_t(piece.request) * params.rows + row_group * T::kRowTile;
+    const int64_t first = row_group * T::kRowTile;
+    const int64_t row = int64_t(piece.request) * params.rows + first;
     const int64_t partial_row = (int64_t(piece.slot) * params.row_groups + row_group) * T::kRowTile;
     const bool whole = piece.slot < 0;
-    out = whole ? static_cast<uint16_t*>(params.out) + row * kLatentDim : nullptr;
+    out_stride = params.out_stride_row;
+    const int64_t place = T::kGathered ? piece.request * params.out_stride_batch + first * out_stride : row * kLatentDim;
+    out = whole ? static_cast<uint16_t*>(params.out) + place : nullptr;
     lse = params.lse + row;
     empty_lse = params.empty_lse;
     sinks = whole && T::kGathered && params.sinks != nullptr ? params.sinks + row_group * T::kRowTile : nullptr;
@@ -32,6 +36,8 @@ struct Destination {
     rows = min(params.rows - row_group * T::kRowTile, T::kRowTile);
     float16_out = params.float16_out;
   }
+
+  __device__ __forceinline__ int64_t row_stride() const { return T::kGathered ? out_stride : kLatentDim; }
 
   // Two value dims in the result's type, which beside an FP8 cache is not the products'.
   __device__ __forceinline__ uint32_t pack_out(float low, float high) const {
@@ -60,12 +66,16 @@ struct Destination {
 template <class T>
 __device__ __forceinline__ void write_empty(const Destination<T>& to) {
   const bool whole = to.out != nullptr;
-  auto* out = whole ? reinterpret_cast<uint4*>(to.out) : reinterpret_cast<uint4*>(to.partial_out);
   float* lse = whole ? to.lse : to.partial_lse;
   const float none = whole ? to.empty_lse : -INFINITY;
-  const int units = whole ? to.rows * kLatentDim / 8 : T::kRowTile * kLatentDim / 4;  // of 16 bytes
+  constexpr int kRowUnits = kLatentDim / 8;  // of 16 bytes
+  const int units = whole ? to.rows * kRowUnits : T::kRowTile * 2 * kRowUnits;
 #pragma unroll 1
-  for (int i = threadIdx.x; i < units; i += kConsumerThreads) out[i] = make_uint4(0, 0, 0, 0);
+  for (int i = threadIdx.x; i < units; i += kConsumerThreads) {
+    auto* out = whole ? reinterpret_cast<uint4*>(to.out + i / kRowUnits * to.row_stride()) + i % kRowUnits
+                      : reinterpret_cast<uint4*>(to.partial_out) + i;
+    *out = make_uint4(0, 0, 0, 0);
+  }
 #pragma unroll 1
   for (int row = threadIdx.x; row < to.rows; row += kConsumerThreads) lse[row] = none;
 }

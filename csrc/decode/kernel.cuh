@@ -2,12 +2,12 @@
 //
 //   transposed/      S^T = K·Q^T, O^T = V^T·P^T: a cache of the queries' type, up to 32 rows
 //   transposed_fp8/  the same for a cache of e4m3, V^T by way of registers; at 64 rows the consumers share tiles
-//                    (sparse_fp8/: for listed FP8 rows with scales)
 //   query_major/     S = Q·K^T, O = P·V: 64 rows of a cache of the queries' type, which fill WGMMA's M
+//   sparse/          listed rows for the consumers of the first and the last: its producers gather them, and make bfloat16 of FP8
 //
 // Grid             CTAs: partitions x row groups, those of a partition neighbours. One CTA decodes the pieces of its
 //                  partition's work range for its row group (a row tile of the rows), one after the other. One CTA an SM.
-//                  Where the pieces of a request are a cluster (kClustered), a row group's are neighbours.
+//                  Where the pieces of a token of sparse attention are a cluster, a row group's are neighbours.
 //
 // Glossary         tile: 64 tokens   piece: a run of tiles of one request   row: (query token, head), packed
 //                  st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens]   ot: O^T [value dims x rows]
@@ -45,8 +45,6 @@
 #include "decode/query_major/consumer.cuh"
 #include "decode/sparse/load_rows.cuh"
 #include "decode/sparse/traits.h"
-#include "decode/sparse_fp8/consumer.cuh"
-#include "decode/sparse_fp8/shared_tiles_consumer.cuh"
 #include "decode/transposed/consumer.cuh"
 #include "decode/transposed_fp8/consumer.cuh"
 #include "decode/transposed_fp8/shared_tiles_consumer.cuh"
@@ -68,7 +66,7 @@ __device__ __forceinline__ void produce(typename T::SharedStorage& shared, const
                                         int row_group) {
   const WarpRole role = producer_role();
   if constexpr (T::kGathered) {
-    sparse::load_rows<T>(shared, params, cache, partition, cutlass::canonical_warp_idx_sync() % kWarpsPerGroup);
+    sparse::load_rows<T>(shared, params, partition, cutlass::canonical_warp_idx_sync() % kWarpsPerGroup);
   } else if constexpr (kWholeTiles) {
     if (role == WarpRole::kKeyProducer) {
       load_keys<T>(shared, params, cache, partition);
@@ -121,8 +119,9 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   ETAP_MARKED(launch_meeting, __syncthreads());
   if (T::kGathered || !kWholeTiles || !params.early_loads) ETAP_MARKED(launch_wait, follow_predecessor());
 
-  const unsigned place = T::kClustered ? blockIdx.x / ptx::cluster_size() : blockIdx.x;
-  const int partition = place / params.row_groups;  // or, where they are a cluster, all partitions of a request
+  const unsigned cluster = T::kGathered ? ptx::cluster_size() : 1;
+  const unsigned place = blockIdx.x / cluster;
+  const int partition = place / params.row_groups * cluster + blockIdx.x % cluster;
   const int row_group = place % params.row_groups;
   const int group = cutlass::canonical_warp_group_idx();
   if (group == kConsumerGroups) {

@@ -3,8 +3,6 @@
 
 #include "common/mark.h"
 #include "common/pipeline.cuh"
-#include "common/ptx.cuh"
-#include "decode/even_split.h"
 #include "decode/roles.h"
 #include "params.h"
 
@@ -104,66 +102,6 @@ class PieceWalk {
   int begin_split_;
   int end_request_;
   int end_tile_;
-};
-
-// Entries of a token's list that count.
-__device__ __forceinline__ int list_length(const DecodeParams& params, int token) {
-  const int listed = params.seq_lens == nullptr ? params.list_length : params.seq_lens[token];
-  return max(min(listed, params.list_length), 0);
-}
-
-// The same where the work is divided evenly: see even_split.h.
-class EvenWalk {
- public:
-  __device__ __forceinline__ EvenWalk(const DecodeParams& params, int partition)
-      : params_(params),
-        partition_(partition),
-        tile_(partition * params.partition_tiles),
-        end_tile_(min(tile_ + params.partition_tiles, params.batch * params.list_tiles)) {}
-
-  __device__ __forceinline__ bool done() const { return tile_ >= end_tile_; }
-  __device__ __forceinline__ int request() const { return tile_ / params_.list_tiles; }
-
-  __device__ __forceinline__ void skip() { tile_ = (request() + 1) * params_.list_tiles; }
-
-  __device__ __forceinline__ Piece next() {
-    const EvenSplit split(params_);
-    const int token = request();
-    const int first = token * split.tiles;
-    const int seq_len = list_length(params_, token);
-    const int end_tile = min(min(end_tile_ - first, split.tiles), (seq_len + kTileTokens - 1) / kTileTokens);
-    const int slot = split.pieces(token) > 1 ? split.first_partition(token) + partition_ : -1;
-    const Piece piece{token, seq_len, tile_ - first, end_tile, slot};
-    skip();
-    return piece;
-  }
-
- private:
-  const DecodeParams& params_;
-  int partition_;
-  int tile_;
-  int end_tile_;
-};
-
-// The one piece of a CTA where those of a request are a cluster.
-class ClusterWalk {
- public:
-  __device__ __forceinline__ ClusterWalk(const DecodeParams& params, int request) : params_(params), request_(request) {}
-
-  __device__ __forceinline__ bool done() const { return done_; }
-
-  __device__ __forceinline__ Piece next() {
-    const int begin_tile = ptx::cluster_rank() * params_.partition_tiles;
-    const int seq_len = list_length(params_, request_);
-    const int end_tile = min(begin_tile + params_.partition_tiles, (seq_len + kTileTokens - 1) / kTileTokens);
-    done_ = true;
-    return {request_, seq_len, begin_tile, end_tile, 0};
-  }
-
- private:
-  const DecodeParams& params_;
-  const int request_;
-  bool done_ = false;
 };
 
 // The next piece as the consumers walk, the partition's n-th, behind the predecessor's end. Lists are no longer than their tensor,

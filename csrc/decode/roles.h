@@ -59,12 +59,11 @@ constexpr Registers registers() {
 template <class T, bool kWholeTiles, bool kConsumer>
 __device__ __forceinline__ void adjust_registers() {
   constexpr Registers wanted = registers<T, kWholeTiles>();
-  if constexpr (wanted.consumer == 0) {
-    return;
-  } else if constexpr (kConsumer) {
-    cutlass::arch::warpgroup_reg_alloc<wanted.consumer>();
-  } else {
-    cutlass::arch::warpgroup_reg_dealloc<wanted.producer>();
+  constexpr int kOwn = kConsumer ? wanted.consumer : wanted.producer;
+  if constexpr (kOwn > wanted.launch) {
+    cutlass::arch::warpgroup_reg_alloc<kOwn>();
+  } else if constexpr (kOwn > 0) {
+    cutlass::arch::warpgroup_reg_dealloc<kOwn>();
   }
 }
 

@@ -13,14 +13,12 @@ enum class DecodeKernelKind : int32_t {
   kTransposed,     // a 16-bit cache, tiles alternate between the consumers
   kTransposedFp8,  // a cache of e4m3
   kQueryMajor,     // a 16-bit cache, 64 rows on WGMMA's M
-  kSparseFp8,      // listed FP8 rows with scales; those of 16 bits take kTransposed and kQueryMajor
 };
 
 constexpr const char* name_of(DecodeKernelKind kind) {
   return kind == DecodeKernelKind::kTransposed      ? "transposed"
          : kind == DecodeKernelKind::kTransposedFp8 ? "transposed_fp8"
-         : kind == DecodeKernelKind::kQueryMajor    ? "query_major"
-                                                    : "sparse_fp8";
+                                                    : "query_major";
 }
 
 struct DecodeShape {
@@ -115,11 +113,7 @@ constexpr DecodeShape decode_shape(int64_t rows, const PlannedCalls& calls) {
   return shape;
 }
 
-// Of sparse attention, where the rows are a token's heads.
-constexpr DecodeShape sparse_shape(int64_t heads, bool fp8_cache) {
-  DecodeShape shape = shape_of(heads, least_row_tile(heads), fp8_cache);
-  if (fp8_cache) shape.kernel = DecodeKernelKind::kSparseFp8;
-  return shape;
-}
+// Of sparse attention, where the rows are a token's heads, and FP8 rows become bfloat16.
+constexpr DecodeShape sparse_shape(int64_t heads) { return shape_of(heads, least_row_tile(heads), false); }
 
 }  // namespace etap

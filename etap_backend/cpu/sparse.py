@@ -19,35 +19,69 @@ from etap_backend.cpu.dense import (
     rounded_product,
     scaled_queries,
 )
-from etap_backend.limits import FP8, LATENT_DIM, SCALE_DIM, SPARSE_FP8_BYTES, TILE_TOKENS
+from etap_backend.limits import (
+    FP8,
+    LATENT_DIM,
+    SCALE_DIM,
+    SPARSE_FP8_BYTES,
+    TILE_TOKENS,
+    V4_DATA_BYTES,
+    V4_NOPE_DIM,
+    V4_ROW_BYTES,
+    V4_SCALE_DIM,
+    V4_SCALES,
+)
 
 # Scales of FP8 rows for which float16 holds P times scale: kLeastScale and kLargestScale of the kernels.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-13, 1.0
 
 
 @dataclass(frozen=True)
-class Lists:
-    """What the tokens of a call attend to."""
+class RowList:
+    """What the tokens of a call attend to in one cache."""
 
-    kv_cache: Tensor  # [pages, page_size, 576 or 512 elements, or 656 or 528 bytes]
+    kv_cache: Tensor  # [pages, page_size, 576 or 512 elements, or 656, 528 or 584 bytes]
     indices: Tensor  # [tokens, top_k]
     block_table: Tensor | None
     request_ids: Tensor | None
     counts: list[int]  # entries of each token that count
 
+    @staticmethod
+    def of(kv_cache: Tensor, indices: Tensor, block_table, request_ids, valid_counts: Tensor | None) -> "RowList":
+        """Of a call's arguments."""
+        cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
+        cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+        tokens, top_k = indices.shape
+        counts = [top_k] * tokens if valid_counts is None else valid_counts.clamp(0, top_k).tolist()
+        return RowList(cache, indices, block_table, request_ids, counts)
+
+    def tiles(self, token: int) -> int:
+        return -(-self.counts[token] // TILE_TOKENS)
+
     def rows(self, token: int, tile: int) -> tuple[Tensor, Tensor]:
         """Of a tile's entries the cache rows, [64 or less, width] with zeros where none is named, and which are."""
         first = tile * TILE_TOKENS
-        entries = self.indices[token, first : first + TILE_TOKENS].long()
-        counted = torch.arange(first, first + len(entries)) < self.counts[token]
+        entries = self.indices[token, first : min(first + TILE_TOKENS, self.counts[token])].long()
         pages, page_size, width = self.kv_cache.shape
         page, offset = entries.clamp(min=0) // page_size, entries.clamp(min=0) % page_size
         if self.block_table is not None:
             page = self._translated(token, page)
-        valid = counted & (entries >= 0) & (page >= 0) & (page < pages)
+        valid = (entries >= 0) & (page >= 0) & (page < pages)
         rows = torch.zeros(len(entries), width, dtype=self.kv_cache.dtype)
-        rows[valid] = self.kv_cache[page[valid], offset[valid]]
+        rows[valid] = self._stored(page[valid], offset[valid])
         return rows, valid
+
+    def _stored(self, page: Tensor, offset: Tensor) -> Tensor:
+        """Rows as they are in memory; of V4's pages each row's data and scales."""
+        cache = self.kv_cache
+        if cache.shape[2] != V4_ROW_BYTES:
+            return cache[page, offset]
+        pages, page_size, _ = cache.shape
+        data = cache.as_strided((pages, page_size, V4_DATA_BYTES), (cache.stride(0), V4_DATA_BYTES, 1))
+        scale_bytes = V4_ROW_BYTES - V4_DATA_BYTES
+        behind = cache.storage_offset() + page_size * V4_DATA_BYTES
+        scales = cache.as_strided((pages, page_size, scale_bytes), (cache.stride(0), scale_bytes, 1), behind)
+        return torch.cat([data[page, offset], scales[page, offset]], dim=1)
 
     def _translated(self, token: int, logical: Tensor) -> Tensor:
         """The cache's page of each of a request's, -1 where the block table does not reach."""
@@ -58,6 +92,33 @@ class Lists:
             there = logical < max_pages
             page[there] = self.block_table[request, logical[there]].long()
         return page
+
+
+@dataclass(frozen=True)
+class Lists:
+    """The one or two lists of a call: of each token first the tiles of the one, then those of the other."""
+
+    lists: tuple[RowList, ...]
+
+    @property
+    def scaled(self) -> bool:
+        """Whether rows are multiplied as they are stored, with scales beside the products: V3.2's FP8 rows."""
+        cache = self.lists[0].kv_cache
+        return cache.dtype == torch.uint8 and cache.shape[2] != V4_ROW_BYTES
+
+    @property
+    def most_tiles(self) -> int:
+        """Of a token all of whose entries count."""
+        return sum(-(-one.indices.shape[1] // TILE_TOKENS) for one in self.lists)
+
+    def tiles(self, token: int) -> int:
+        return sum(one.tiles(token) for one in self.lists)
+
+    def rows(self, token: int, tile: int) -> tuple[Tensor, Tensor]:
+        """As `RowList.rows`, of a tile of the token's."""
+        first = self.lists[0]
+        behind = tile - first.tiles(token)
+        return first.rows(token, tile) if behind < 0 else self.lists[1].rows(token, behind)
 
 
 @dataclass(frozen=True)
@@ -76,6 +137,17 @@ def queries_of(q: Tensor, fp8: bool) -> Queries:
     return Queries(*scaled_queries(q[:, :LATENT_DIM], torch.float16, 0), q[:, LATENT_DIM:].float())
 
 
+def v4_keys(rows: Tensor) -> Tensor:
+    """What V4's rows stand for, uint8 [n, 584] of data and scales, as the kernels have it: bfloat16 [n, 512].
+
+    A power of two changes no digit of an element of e4m3; what bfloat16 has no exponent for is subnormal or infinite.
+    """
+    elements, rope, powers = (part.contiguous() for part in rows.tensor_split((V4_NOPE_DIM, V4_DATA_BYTES), dim=1))
+    exponents = powers[:, :V4_SCALES].int() - 127
+    nope = torch.ldexp(elements.view(FP8).float(), exponents.repeat_interleave(V4_SCALE_DIM, dim=1))
+    return torch.cat([nope.bfloat16(), rope.view(torch.bfloat16)], dim=1)
+
+
 def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
     """K Q^T of some cache rows, [tokens, heads], and the product that takes their P.
 
@@ -83,9 +155,9 @@ def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
     product with V they multiply P before it is rounded: to float16, or to bfloat16 where a scale of the tile is beyond
     what float16 has room for. So the output is divided by the sum of P as it was.
     """
-    if rows.dtype != torch.uint8:
-        keys = rows.float()
-        return keys @ q.latent.T, functools.partial(rounded_product, keys[:, :LATENT_DIM], rows.dtype)
+    if rows.dtype != torch.uint8 or rows.shape[1] == V4_ROW_BYTES:
+        keys = (v4_keys(rows) if rows.dtype == torch.uint8 else rows).float()
+        return keys @ q.latent.T, functools.partial(rounded_product, keys[:, :LATENT_DIM], torch.bfloat16)
     elements, scales, rope = (part.contiguous() for part in rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1))
     values, scales = elements.view(FP8).float(), scales.view(torch.float32)
     groups = [slice(first, first + SCALE_DIM) for first in range(0, LATENT_DIM, SCALE_DIM)]
@@ -118,37 +190,29 @@ def decode_piece(q: Queries, lists: Lists, token: int, tiles: range, softmax_sca
             st = scores * (softmax_scale / math.log(2))
             yield st.masked_fill(~valid[:, None], float("-inf")), product
 
-    fp8 = lists.kv_cache.dtype == torch.uint8
-    kept = REFERENCES[fp8, torch.float16 if fp8 else torch.bfloat16]
+    kept = REFERENCES[lists.scaled, torch.float16 if lists.scaled else torch.bfloat16]
     return attend(len(q.factor), kept, scores_and_products())
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Tiles of a token's list that one partition decodes; slot: of its partial result, None where it is the whole."""
+    """Tiles of a token that one partition decodes; slot: of its partial result, None where it is the whole."""
 
     token: int
     tiles: range
     slot: int | None
 
 
-def pieces(tokens: int, tiles: int, partition_tiles: int) -> Iterator[Piece]:
-    """The pieces in the order of the partitions, of which each has the next `partition_tiles` of all tokens' tiles."""
-    for first in range(0, tokens * tiles, partition_tiles):
-        last = min(first + partition_tiles, tokens * tiles)
-        while first < last:
-            token, begin = divmod(first, tiles)
-            end = min(tiles, begin + last - first)
-            partition = first // partition_tiles
-            first_partition = token * tiles // partition_tiles
-            whole = first_partition == (token * tiles + tiles - 1) // partition_tiles
-            yield Piece(token, range(begin, end), None if whole else first_partition + partition)
-            first += end - begin
+def pieces(tiles: list[int], most_tiles: int, partitions: int) -> Iterator[Piece]:
+    """The pieces of tokens with so many tiles each, in the order of the partitions, as the library divides them."""
+    of_token = torch.tensor(tiles, dtype=torch.int32)
+    for token, _, begin, end, slot in library().sparse_pieces(of_token, most_tiles, partitions):
+        yield Piece(token, range(begin, end), None if slot < 0 else slot)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
     """Output rows [heads, 512] of log-sum-exp [heads] beside a sink, which takes a share of the weights."""
-    return out if sinks is None else out * torch.sigmoid(lse - sinks).nan_to_num(0.0)[:, None]
+    return out if sinks is None else out * torch.sigmoid(lse - sinks[: len(lse)]).nan_to_num(0.0)[:, None]
 
 
 @torch.inference_mode()
@@ -160,6 +224,10 @@ def decode(
     block_table: Tensor | None,
     request_ids: Tensor | None,
     valid_counts: Tensor | None,
+    extra_kv_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_block_table: Tensor | None,
+    extra_valid_counts: Tensor | None,
     sinks: Tensor | None,
     workspace: Tensor,
     out: Tensor,
@@ -176,18 +244,17 @@ def decode(
     if tokens * heads == 0:
         return
     packed = q if q_rope is None else torch.cat([q, q_rope], dim=-1)
-    cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
-    cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
-    top_k = indices.shape[1]
-    counts = [top_k] * tokens if valid_counts is None else valid_counts.tolist()
-    lists = Lists(cache, indices, block_table, request_ids, counts)
-    partition_tiles = library().sparse_partition_tiles(tokens, top_k, partitions)
+    lists = [RowList.of(kv_cache, indices, block_table, request_ids, valid_counts)]
+    if extra_kv_cache is not None:
+        lists.append(RowList.of(extra_kv_cache, extra_indices, extra_block_table, request_ids, extra_valid_counts))
+    lists = Lists(tuple(lists))
+    tiles = [lists.tiles(token) for token in range(tokens)]
     slot_floats = heads * PARTIAL_FLOATS
     slots = workspace[: workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
     partial: dict[int, list[int]] = {}  # slots of each token that is split
 
-    for piece in pieces(tokens, -(-top_k // TILE_TOKENS), partition_tiles):
-        queries = queries_of(packed[piece.token], cache.dtype == torch.uint8)
+    for piece in pieces(tiles, lists.most_tiles, partitions):
+        queries = queries_of(packed[piece.token], lists.scaled)
         piece_out, piece_lse = decode_piece(queries, lists, piece.token, piece.tiles, softmax_scale)
         if piece.slot is None:
             out[piece.token] = with_sinks(piece_out, piece_lse, sinks).to(out.dtype)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
+import itertools
 import math
 import mmap
 import os
@@ -14,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from pathlib import Path
@@ -48,6 +50,32 @@ BUILT = "build/*/ptx"  # where the wheel's build leaves the PTX that it assemble
 SCHEDULE_THREADS = 256
 FAR = 1 << 28  # bytes on both sides of a tensor, a multiple of a page; none of them is ever touched
 ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOAT16
+
+
+# ---------------------------------------------------------------------------------------------------------------- cases
+
+
+def covering(together: int, axes: dict[str, Sequence]) -> pytest.MarkDecorator:
+    """Parametrize a test with the product of its axes, most of it marked exhaustive.
+
+    What is left without that mark has every `together` values of different axes in one case: 1 each value, 2 each pair.
+
+    Args:
+        axes: values by the name of their argument; by several names, between commas, tuples.
+    """
+    places = itertools.product(*(range(len(values)) for values in axes.values()))
+    meetings = {place: frozenset(itertools.combinations(enumerate(place), together)) for place in places}
+    missing, kept = frozenset().union(*meetings.values()), set()
+    while missing:
+        place = max(meetings, key=lambda place: len(meetings[place] & missing))
+        kept.add(place)
+        missing -= meetings[place]
+    cases = []
+    for place in meetings:
+        chosen = [(name, values[at]) for (name, values), at in zip(axes.items(), place, strict=True)]
+        flat = [part for name, value in chosen for part in (value if "," in name else (value,))]
+        cases.append(pytest.param(*flat, marks=() if place in kept else pytest.mark.exhaustive))
+    return pytest.mark.parametrize(", ".join(axes), cases)
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
@@ -203,7 +231,7 @@ def run_decode(
     edit=None,
     **how,
 ) -> set[int]:
-    """Launch what the library does for a problem of etap_backend.lab.checks.cases; `out` and `lse` have the result.
+    """Launch what the library does for a problem of support.cases; `out` and `lse` have the result.
 
     Args:
         sources: where the kernels are taken from, and how they are changed (see emulator.ptx.Edit).

@@ -1,6 +1,7 @@
 """The compiled kernels themselves, run instruction by instruction where there is no GPU (see tests/emulator).
 
-ETAP_EMULATOR_SEEDS=N tries N interleavings of every case that depends on them; 3 by default.
+Cases that are marked exhaustive run in `make test-engines`. ETAP_EMULATOR_SEEDS=N has N interleavings of every case
+that depends on them, the first of which is not marked; 2 by default.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 import os
 import re
 from dataclasses import replace
-from functools import cache
+from functools import cache, lru_cache
 
 import kernels
 import pytest
@@ -17,22 +18,23 @@ import torch
 from emulator import faults
 from emulator.machine import TIMINGS
 from emulator.ptx import Edit, EmulationError, Entry
+from kernels import covering
 
 from etap_backend import DecodeSchedule
 from etap_backend._library import library
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, Problem, Runner, build
-from etap_backend.lab.checks.compare import Truth, problems_with, truth
 from etap_backend.schedule import decode_shape
+from support.cases import SOFTMAX_SCALE, Case, Problem, Runner, build
+from support.compare import Truth, problems_with, truth
 
 pytestmark = kernels.NEEDS_COMPILER
 
-SEEDS = range(int(os.environ.get("ETAP_EMULATOR_SEEDS", "3")))
+SEEDS = range(int(os.environ.get("ETAP_EMULATOR_SEEDS", "2")))
 LENGTHS = (0, 1, 63, 64, 65, 129, 321)
 HEADS = (8, 16, 32, 64)  # a row tile each, with one query token
 CACHES = {"bf16": {}, "fp8": {"kv_dtype": "fp8"}, "fp8_math": {"kv_dtype": "fp8", "fp8_math": True}}
 
 
-@cache
+@lru_cache(4)  # a case holds some 40 MB
 def problem_and_truth(case: Case) -> tuple[Problem, Truth]:
     problem = build(case, "cpu")
     return problem, truth(problem)
@@ -100,33 +102,33 @@ def test_requests_of_many_and_of_few_splits():
     verify(Case((2000, *(200,) * 15), heads=16, num_sms=46), seed=1)
 
 
-@pytest.mark.parametrize("fp8_math", [False, True])
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(
-    "dtype, q_scale, s_q, num_sms",
-    [("bfloat16", None, 1, 1), ("float16", None, 2, 2), ("float8_e4m3fn", 0.02, 1, 5), ("float8_e4m3fn", None, 2, 1)],
-)
+@covering(2, {
+    "fp8_math": [False, True],
+    "heads": HEADS,
+    "dtype, q_scale, s_q, num_sms": [
+        ("bfloat16", None, 1, 1), ("float16", None, 2, 2), ("float8_e4m3fn", 0.02, 1, 5), ("float8_e4m3fn", None, 2, 1),
+    ],
+})  # fmt: skip
 def test_decode_from_an_fp8_cache(dtype, q_scale, heads, s_q, num_sms, fp8_math):
     types = dict(dtype=dtype, kv_dtype="fp8", q_scale=q_scale, kv_scale=0.03, fp8_math=fp8_math)
     verify(Case(LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, **types), seed=num_sms)
 
 
 # As on an H20, in tiles of 16 rows: those of a token each, or of tokens that begin in one and end in another.
-@pytest.mark.parametrize("page_size", [1, 64])
-@pytest.mark.parametrize(
-    "heads, s_q, num_sms", [(16, 3, 7), (12, 3, 4), (40, 1, 3), (16, 5, 5), (16, 4, 9), (32, 1, 4), (10, 5, 8)]
-)
-@pytest.mark.parametrize("kind", CACHES)
+@covering(2, {
+    "page_size": [1, 64],
+    "heads, s_q, num_sms": [(16, 3, 7), (12, 3, 4), (40, 1, 3), (16, 5, 5), (16, 4, 9), (32, 1, 4), (10, 5, 8)],
+    "kind": list(CACHES),
+})  # fmt: skip
 def test_groups_of_16_rows(kind, heads, s_q, num_sms, page_size):
     rows = dict(heads=heads, s_q=s_q, num_sms=num_sms, groups=True)
     assert decode_shape(heads * s_q, num_sms, batch=5).row_tile == 16
     verify(Case((0, 1, 65, 300, 2), page_size=page_size, **rows, **CACHES[kind]), seed=num_sms)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
-@pytest.mark.parametrize(
-    "heads, page_size, cache_layout, q_layout",
-    [
+@covering(1, {
+    "kind": ["bf16", "fp8"],
+    "heads, page_size, cache_layout, q_layout": [
         (24, 128, "gapped", "strided"),
         (3, 256, "headed", "split"),
         (16, 128, "rows apart", "packed"),
@@ -134,31 +136,30 @@ def test_groups_of_16_rows(kind, heads, s_q, num_sms, page_size):
         (128, 64, "dense", "strided"),
         (16, 64, "dense", "split"),
     ],
-)
+})  # fmt: skip
 def test_layouts(heads, page_size, cache_layout, q_layout, kind):
     layouts = dict(page_size=page_size, cache_layout=cache_layout, q_layout=q_layout)
     verify(Case((0, 65, 300), heads=heads, num_sms=4, **layouts, **CACHES[kind]), seed=3)
 
 
 # Rows are gathered (1, 5, 24, 100), parts of 16 or 32 tokens copied; a page ends in a tile, or a tile in a page.
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize("page_size", [1, 16])
-@pytest.mark.parametrize("kind", [*CACHES.values(), {"dtype": "float16"}], ids=[*CACHES, "fp16"])
+@covering(2, {"heads": HEADS, "page_size": [1, 16], "kind": [*CACHES, "fp16"]})
 def test_small_pages(kind, page_size, heads):
-    verify(Case(LENGTHS, heads=heads, page_size=page_size, num_sms=2, **kind), seed=page_size)
+    types = {"dtype": "float16"} if kind == "fp16" else CACHES[kind]
+    verify(Case(LENGTHS, heads=heads, page_size=page_size, num_sms=2, **types), seed=page_size)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
-@pytest.mark.parametrize("heads, cache_layout, q_layout", [(16, "gapped", "strided"), (24, "headed", "split")])
-@pytest.mark.parametrize("page_size", [5, 24, 32, 48, 80, 96, 100])
+@covering(1, {
+    "kind": ["bf16", "fp8"],
+    "heads, cache_layout, q_layout": [(16, "gapped", "strided"), (24, "headed", "split")],
+    "page_size": [5, 24, 32, 48, 80, 96, 100],
+})  # fmt: skip
 def test_pages_of_any_size(page_size, heads, cache_layout, q_layout, kind):
     layouts = dict(page_size=page_size, cache_layout=cache_layout, q_layout=q_layout)
     verify(Case((0, 65, 300), heads=heads, s_q=2, num_sms=4, **layouts, **CACHES[kind]), seed=6)
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp8"])
-@pytest.mark.parametrize("heads", [16, 64])
-@pytest.mark.parametrize("page_size", [1, 32, 64, 128])
+@covering(2, {"kind": ["bf16", "fp8"], "heads": [16, 64], "page_size": [1, 32, 64, 128]})
 def test_latent_and_rope_in_two_tensors(page_size, heads, kind):
     verify(Case((65, 300), heads=heads, num_sms=2, page_size=page_size, cache_layout="apart", **CACHES[kind]), seed=7)
 
@@ -178,8 +179,7 @@ def test_a_page_that_the_cache_lacks_is_not_read(page_size, columns):
     torch.testing.assert_close(runner.lse.tensor, torch.full_like(runner.lse.tensor, math.log(192)))
 
 
-@pytest.mark.parametrize("kind, heads", [(kind, heads) for kind in CACHES for heads in (16, 64)])
-@pytest.mark.parametrize("law", ["dominating", "rising", "falling"])
+@covering(2, {"kind": list(CACHES), "heads": [16, 64], "law": ["dominating", "rising", "falling"]})
 def test_maxima_that_come_late_or_early(law, kind, heads):
     verify(Case((129, 500), law=law, heads=heads, num_sms=2, **CACHES[kind]), seed=4)
 
@@ -198,9 +198,7 @@ def test_a_schedule_of_other_lengths_gives_the_same_result(heads, kind):
 
 
 # A partition for all, and pieces: of a request that has no tokens any more, too, which the combination finds.
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("heads", [4, 16, 32])
-@pytest.mark.parametrize("num_sms", [1, 9])
+@covering(2, {"kind": list(CACHES), "heads": [4, 16, 32], "num_sms": [1, 9]})
 def test_rows_that_see_nothing_have_the_log_sum_exp_that_is_asked_for(num_sms, heads, kind):
     problem, wanted = problem_and_truth(Case((130, 0, 300, 1), heads=heads, s_q=2, num_sms=num_sms, **CACHES[kind]))
     runner = Runner(problem)
@@ -242,20 +240,21 @@ def test_decode_waits_for_its_predecessor_before_it_lets_the_combination_begin(s
 
 # Tiles with new tokens alone, behind others, and two of them; requests of one CTA, one of several, and so many CTAs
 # that FP8 math leaves the combination room.
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(
-    "lengths, s_q, num_sms, page_size",
-    [
-        *[((200, 0, 64, 1, 129), 1, 1, 64), ((130, 449), 3, 7, 128), ((64, 128), 1, 9, 64), ((200,), 1, 2, 32)],
+@covering(2, {
+    "kind": list(CACHES),
+    "heads": HEADS,
+    "lengths, s_q, num_sms, page_size": [
+        ((200, 0, 64, 1, 129), 1, 1, 64), ((130, 449), 3, 7, 128), ((64, 128), 1, 9, 64), ((200,), 1, 2, 32),
         ((130, 200), 1, 100, 64),
     ],
-)
-def test_early_loads_touch_nothing_that_the_predecessor_may_write(lengths, s_q, num_sms, page_size, heads, kind):
+    "timing": TIMINGS,
+})  # fmt: skip
+def test_early_loads_touch_nothing_that_the_predecessor_may_write(
+    lengths, s_q, num_sms, page_size, heads, kind, timing
+):
     """Cache rows of the last tokens, queries and results; kernels without tiles of whole pages wait first."""
     case = Case(lengths, heads=heads // s_q or 1, s_q=s_q, num_sms=num_sms, page_size=page_size, **CACHES[kind])
-    for timing in TIMINGS:
-        verify(case, early_loads=True, seed=heads, timing=timing)
+    verify(case, early_loads=True, seed=heads, timing=timing)
 
 
 @pytest.mark.parametrize("split_rows, piece_cost, single_tiles", [(8, 1, 16), (16, 2, 4), (64, 8, 0), (0, 3, 0)])
@@ -302,12 +301,10 @@ RAGGED += [(kind, heads, (64, 5, 63, 17, 64, 1, 30, 64)) for kind in CACHES for 
 RAGGED += [(kind, 64, lengths) for kind in CACHES for lengths in ((129, 0, 64), (320, 1, 192, 64))]
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("page_size", [64, 32, 1])
-@pytest.mark.parametrize("kind, heads, lengths", LENT_STAGES + RAGGED)
-def test_interleavings(kind, heads, lengths, page_size, timing):
-    for seed in SEEDS:
-        verify(Case(lengths, heads=heads, page_size=page_size, num_sms=1, **CACHES[kind]), seed=seed, timing=timing)
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in SEEDS[1:])])
+@covering(2, {"kind, heads, lengths": LENT_STAGES + RAGGED, "page_size": [64, 32, 1], "timing": TIMINGS})
+def test_interleavings(kind, heads, lengths, page_size, timing, seed):
+    verify(Case(lengths, heads=heads, page_size=page_size, num_sms=1, **CACHES[kind]), seed=seed, timing=timing)
 
 
 # ------------------------------------------------------------------------------------------------------ planted faults
@@ -396,8 +393,7 @@ def fault_of(case: Case, edit: Edit, **how) -> str:
     return ""
 
 
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("kernel", CASES)
+@covering(1, {"kernel": list(CASES), "timing": TIMINGS})
 def test_the_kernel_without_a_planted_fault_has_none(kernel, timing):
     verify(CASES[kernel], sources=kernels.MARKED, timing=timing, early_loads="early" in kernel)
 

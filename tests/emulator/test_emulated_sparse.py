@@ -1,6 +1,7 @@
 """The sparse kernels themselves, run instruction by instruction, against float64.
 
-ETAP_EMULATOR_SEEDS=N tries N interleavings of every case that depends on them; 2 by default.
+Cases that are marked exhaustive run in `make test-engines`. ETAP_EMULATOR_SEEDS=N has N interleavings of every case
+that depends on them, the first of which is not marked; 2 by default.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import math
 import os
 import re
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import kernels
 import pytest
@@ -17,6 +18,7 @@ import torch
 from emulator import faults
 from emulator.machine import TIMINGS
 from emulator.ptx import Edit, EmulationError, Entry
+from kernels import covering
 
 from etap_backend._library import library
 from etap_backend.sparse import sparse_decode_shape
@@ -135,10 +137,12 @@ def listed(case: Case, generator: torch.Generator) -> tuple[dict[str, torch.Tens
                 valid.append(row)
         named.append(valid)
     counts = None if case.counts is None else torch.tensor(case.counts, dtype=torch.int32)
-    return dict(indices=indices, block_table=table, request_ids=ids, valid_counts=counts), named
+    names = ("extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts")
+    lists = dict(indices=indices, block_table=table, request_ids=ids, valid_counts=counts)
+    return lists | dict.fromkeys(names), named
 
 
-@cache
+@lru_cache(4)
 def build(case: Case) -> Problem:
     generator = torch.Generator().manual_seed(case.seed)
     q, q_rope = queries(case, generator)
@@ -176,7 +180,7 @@ class Truth:
     lse_limit: torch.Tensor  # float64 like lse
 
 
-@cache
+@lru_cache(4)
 def truth(case: Case) -> Truth:
     """Float64, and what the formats of P and of the output may cost an element.
 
@@ -263,57 +267,49 @@ SCALES = (((0.0,), False), ((1e-30,), False), ((1e30,), False), ((1e30,), True),
 
 
 # Partitions of three tiles where tokens have five, of four where they have three, and of one.
-@pytest.mark.parametrize("fp8, heads", KERNELS)
-@pytest.mark.parametrize("tokens, top_k, partitions", [(2, 300, 4), (5, 130, 4), (2, 65, 5)])
+@covering(1, {"fp8, heads": KERNELS, "tokens, top_k, partitions": [(2, 300, 4), (5, 130, 4), (2, 65, 5)]})
 def test_every_kernel(fp8, heads, tokens, top_k, partitions):
-    tiles = library().sparse_partition_tiles(tokens, top_k, partitions)
-    assert tiles == {300: 3, 130: 4, 65: 1}[top_k]
     counts = tuple(range(top_k, top_k - tokens, -1))
     verify(Case(heads, top_k, tokens, partitions, fp8, counts=counts), seed=heads)
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-@pytest.mark.parametrize("heads, tokens, partitions", [(3, 2, 1), (40, 1, 2), (100, 2, 1), (100, 1, 2)])
+@covering(1, {"fp8": [False, True], "heads, tokens, partitions": [(3, 2, 1), (40, 1, 2), (100, 2, 1), (100, 1, 2)]})
 def test_heads_that_fill_no_tile_or_more_than_one(heads, fp8, tokens, partitions):
     verify(Case(heads, 100, tokens, partitions, fp8, sinks=True, q_layout="split"), seed=heads)
 
 
-@pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 16), (True, 64)])
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: "-".join(map(str, place.values())))
+@covering(1, {"fp8, heads": [(False, 16), (False, 64), (True, 16), (True, 64)], "place": PLACES})
 def test_where_rows_lie(fp8, heads, place):
     verify(Case(heads, 100, 3, 2, fp8, q_layout="shared", **place), seed=4)
 
 
-@pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 8), (True, 64)])
-@pytest.mark.parametrize("q_layout", ["packed", "split"])
+@covering(1, {"fp8, heads": [(False, 16), (False, 64), (True, 8), (True, 64)], "q_layout": ["packed", "split"]})
 def test_rows_without_rope(fp8, heads, q_layout):
     verify(Case(heads, 100, 1, 2, fp8, rope=False, q_layout=q_layout, cache_layout="gapped"), seed=7)
 
 
-@pytest.mark.parametrize("fp8, heads", [(False, 16), (False, 64), (True, 32), (True, 64)])
-@pytest.mark.parametrize("top_k, invalid, counts, partitions", LISTS)
+@covering(1, {
+    "fp8, heads": [(False, 16), (False, 64), (True, 32), (True, 64)],
+    "top_k, invalid, counts, partitions": LISTS,
+})  # fmt: skip
 def test_lists_of_few_entries(fp8, heads, top_k, invalid, counts, partitions):
     verify(Case(heads, top_k, 3, partitions, fp8, pages=1, invalid=invalid, counts=counts, sinks=True), seed=5)
 
 
-@pytest.mark.parametrize("heads", [8, 32, 64])
-@pytest.mark.parametrize("scales, alike", SCALES)
+@covering(1, {"heads": [8, 32, 64], "scales, alike": SCALES})
 def test_scales_of_any_size(heads, scales, alike):
     verify(Case(heads, 100, 1, 2, fp8=True, scales=scales, alike=alike), seed=6)
 
 
 # The latent part's scores are as large as the rope part's, queries and scales far from 1; scales of 0 beside them.
-@pytest.mark.parametrize("heads", [8, 32, 64])
-@pytest.mark.parametrize("latent, scale", [(1e30, 1e-32), (1e-30, 1e28)])
-@pytest.mark.parametrize("zeros", [False, True])
+@covering(2, {"heads": [8, 32, 64], "latent, scale": [(1e30, 1e-32), (1e-30, 1e28)], "zeros": [False, True]})
 def test_scales_that_queries_make_up_for(heads, latent, scale, zeros):
     scales = (scale, 0.3 * scale, *((0.0,) if zeros else ()))
     verify(Case(heads, 100, 1, 2, fp8=True, scales=scales, latent=latent), seed=8)
 
 
 # Whole lists, pieces that are combined, and what a cluster sums where it can.
-@pytest.mark.parametrize("fp8, heads", KERNELS)
-@pytest.mark.parametrize("top_k, partitions, launches", [(130, 1, [1]), (130, 9, [1, 1]), (256, 12, [4])])
+@covering(1, {"fp8, heads": KERNELS, "top_k, partitions, launches": [(130, 1, [1]), (130, 9, [1, 1]), (256, 12, [4])]})
 def test_rows_that_see_nothing_have_the_log_sum_exp_that_is_asked_for(top_k, partitions, launches, fp8, heads):
     case = Case(heads, top_k, 3, partitions, fp8, counts=(100, 0, top_k), sinks=True)
     assert clusters(case) == ([1, 1] if launches == [4] and heads == 64 else launches)
@@ -348,8 +344,7 @@ def clusters(case: Case) -> list[int]:
 
 
 # Pieces of a tile, and of three, behind which what the CTAs show each other lies over stages lent for merging.
-@pytest.mark.parametrize("fp8, heads", IN_CLUSTERS)
-@pytest.mark.parametrize("pieces, tiles", [(2, 1), (2, 3), (4, 1), (8, 1), (16, 1)])
+@covering(1, {"fp8, heads": IN_CLUSTERS, "pieces, tiles": [(2, 1), (2, 3), (4, 1), (8, 1), (16, 1)]})
 def test_pieces_that_a_cluster_sums(fp8, heads, pieces, tiles):
     tokens = 2 if pieces < 8 else 1
     case = Case(heads, pieces * tiles * TILE, tokens, tokens * pieces, fp8, sinks=True)
@@ -357,8 +352,7 @@ def test_pieces_that_a_cluster_sums(fp8, heads, pieces, tiles):
     verify(case, seed=heads)
 
 
-@pytest.mark.parametrize("fp8, heads", IN_CLUSTERS)
-@pytest.mark.parametrize("counts", [(100, 0, 256), (1, 65, -1)])
+@covering(1, {"fp8, heads": IN_CLUSTERS, "counts": [(100, 0, 256), (1, 65, -1)]})
 def test_clusters_with_pieces_without_entries(fp8, heads, counts):
     case = Case(heads, 256, 3, 12, fp8, counts=counts)
     assert clusters(case) == [4]
@@ -398,12 +392,12 @@ INTERLEAVED = [
 
 
 @pytest.mark.parametrize("case", INTERLEAVED, ids=lambda case: f"{case.fp8}-{case.heads}-{case.top_k}")
-def test_interleavings(case):
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in SEEDS[1:])])
+def test_interleavings(case, seed):
+    """The bits are the same as with copies at once; the one that is not marked has them at random."""
     wanted = verify(case, timing="early")
-    for seed in SEEDS:
-        timing = ("random", "late")[seed % 2]
-        for got, want in zip(verify(case, seed=seed, timing=timing), wanted, strict=True):
-            assert torch.equal(got, want)
+    for got, want in zip(verify(case, seed=seed, timing=("random", "late")[seed % 2]), wanted, strict=True):
+        assert torch.equal(got, want)
 
 
 # ------------------------------------------------------------------------------------------------------- planted faults

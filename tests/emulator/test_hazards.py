@@ -12,8 +12,8 @@ from emulator.machine import TIMINGS, Cta, Warp
 from emulator.memory import Memory
 from emulator.ptx import LANES, EmulationError
 
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, Runner, build
-from etap_backend.lab.checks.compare import problems_with, truth
+from support.cases import SOFTMAX_SCALE, Case, Runner, build
+from support.compare import problems_with, truth
 
 pytestmark = kernels.NEEDS_COMPILER
 

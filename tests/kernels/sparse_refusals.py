@@ -10,6 +10,7 @@ from refusals import EMPTY_LSE, inside, shifted, strided, wide
 
 from etap_backend import sparse_mla_decode
 
+EXTRA = ("extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts")
 TOKENS, HEADS, TOP_K, PAGES, PAGE_SIZE, REQUESTS = 3, 16, 100, 7, 16, 2
 
 
@@ -25,6 +26,7 @@ def valid_call(device: str) -> dict:
         "block_table": None,
         "request_ids": None,
         "valid_counts": torch.full((TOKENS,), TOP_K, dtype=torch.int32, device=device),
+        **dict.fromkeys(EXTRA),
         "sinks": torch.zeros(HEADS, device=device),
         "num_sms": 8,
         "out": torch.zeros(TOKENS, HEADS, 512, **options),
@@ -57,6 +59,34 @@ def split(call: dict) -> dict:
 def fp8(call: dict, width: int = 656, dtype=torch.uint8) -> dict:
     """The valid call's cache as one of bytes."""
     return {"kv_cache": torch.zeros(PAGES, PAGE_SIZE, width, dtype=dtype, device=call["q"].device)}
+
+
+def extra(call: dict, **more) -> dict:
+    """A second cache of the valid call with its list, and more of it spoiled."""
+    device = call["q"].device
+    lists = {"extra_indices": torch.zeros(TOKENS, 30, dtype=torch.int32, device=device)}
+    counts = torch.full((TOKENS,), 30, dtype=torch.int32, device=device)
+    return {"extra_kv_cache": call["kv_cache"][:, :2].clone(), **lists, "extra_valid_counts": counts, **more}
+
+
+def extra_table(call: dict, **more) -> dict:
+    """Positions instead of the second cache's rows."""
+    positions = table(call)
+    named = {"extra_block_table": positions["block_table"], "request_ids": positions["request_ids"]}
+    return extra(call, **named | more)
+
+
+def v4(call: dict, page_size: int = PAGE_SIZE, **more) -> dict:
+    """The valid call with V4's pages, which are padded to a multiple of 576 bytes."""
+    device = call["q"].device
+    pages = torch.zeros(PAGES, -(-page_size * 584 // 576) * 576, dtype=torch.uint8, device=device)
+    cache = pages.as_strided((PAGES, page_size, 584), (pages.stride(0), 584, 1))
+    return {"q": call["q"][..., :512].contiguous(), "kv_cache": cache, **more}
+
+
+def sliced(call: dict) -> torch.Tensor:
+    """The valid call's output as the first heads of a wider buffer."""
+    return call["out"].new_zeros(TOKENS, 4 * HEADS, 512)[:, :HEADS]
 
 
 def table(call: dict, **more) -> dict:
@@ -121,19 +151,13 @@ REFUSALS = (
     ),
     Refusal("fp8_dense_rows", ValueError, ("kv_cache:", "656", "[7, 16, 576]"), lambda c: fp8(c, 576)),
     Refusal(
-        "fp8_other_rows", ValueError, ("kv_cache:", "656", "[7, 16, 584]"), lambda c: fp8(c, 584, torch.float8_e4m3fn)
+        "fp8_other_rows", ValueError, ("kv_cache:", "656", "[7, 16, 592]"), lambda c: fp8(c, 592, torch.float8_e4m3fn)
     ),
     spoiled("fp8_row_step", ValueError, lambda x: wide(x, 8), "kv_cache:", "16 bytes", "664", of=fp8),
     spoiled("fp8_first_row", ValueError, lambda x: wide(x, 16, first=8), "kv_cache:", "16 bytes", "address", of=fp8),
     spoiled("indices_dtype", TypeError, lambda x: x.long(), "indices:", "int32", "int64"),
     spoiled("indices_tokens", ValueError, lambda x: x[:2], "indices:", "[3, top_k]", "[2, 100]"),
     spoiled("indices_dims", ValueError, lambda x: x[None], "indices:", "[3, top_k]", "[1, 3, 100]"),
-    Refusal(
-        "indices_empty",
-        ValueError,
-        ("indices' top_k:", "at least 1", "got 0"),
-        lambda c: {"indices": c["indices"][:, :0]},
-    ),
     spoiled("indices_stride", ValueError, lambda x: strided(x, 1, 2), "indices:", "stride 1", "2]"),
     spoiled("table_dtype", TypeError, lambda x: x.long(), "block_table:", "int32", "int64", of=table),
     spoiled("table_dims", ValueError, lambda x: x[0], "block_table:", "[requests, max_pages]", "[4]", of=table),
@@ -145,15 +169,90 @@ REFUSALS = (
     Refusal(
         "requests_alone", ValueError, ("block_table:", "request_ids", "None"), lambda c: table(c, block_table=None)
     ),
+    # V4's pages.
+    spoiled("v4_row_step", ValueError, lambda x: wide(x, 56), "kv_cache:", "584 elements apart", "640", of=v4),
+    spoiled("v4_last_stride", ValueError, lambda x: strided(x, -1, 2), "kv_cache:", "stride 1", "2]", of=v4),
+    spoiled(
+        "v4_page_step",
+        ValueError,
+        lambda x: x.as_strided(x.shape, (9352, 584, 1)),
+        "kv_cache:",
+        "16 bytes",
+        "[9352",
+        of=v4,
+    ),
+    spoiled("v4_first_page", ValueError, shifted, "kv_cache:", "16 bytes", "address", of=v4),
+    spoiled("v4_heads", ValueError, lambda x: x[:, :, None].repeat(1, 1, 2, 1), "kv_cache:", "16, 2, 584]", of=v4),
+    Refusal("v4_wide_queries", ValueError, ("q:", "heads, 512]", "[3, 16, 576]"), lambda c: v4(c, q=c["q"])),
+    Refusal(
+        "v4_q_rope", ValueError, ("q_rope:", "None"), lambda c: v4(c, q_rope=c["q"][..., 512:], q=c["q"][..., :512])
+    ),
+    # The second cache and its list.
+    spoiled("extra_dtype", TypeError, lambda x: x.half(), "extra_kv_cache:", "bfloat16", "float16", of=extra),
+    spoiled("extra_dims", ValueError, lambda x: x[0], "extra_kv_cache:", "page_size", "[2, 576]", of=extra),
+    spoiled("extra_row_step", ValueError, lambda x: wide(x, 4), "extra_kv_cache:", "16 bytes", "580", of=extra),
+    spoiled(
+        "extra_width", ValueError, lambda x: x[..., :512], "extra_kv_cache:", "kv_cache's, 576 of", "512 of", of=extra
+    ),
+    Refusal(
+        "extra_type",
+        ValueError,
+        ("extra_kv_cache:", "576 of bfloat16", "656 of uint8"),
+        lambda c: extra(c, extra_kv_cache=fp8(c)["kv_cache"]),
+    ),
+    Refusal(
+        "extra_of_other_format",
+        ValueError,
+        ("extra_kv_cache:", "584 of uint8", "528 of uint8"),
+        lambda c: extra(c, **v4(c), extra_kv_cache=fp8(c, 528)["kv_cache"]),
+    ),
+    Refusal(
+        "extra_without_pages",
+        ValueError,
+        ("extra_kv_cache's pages:", "at least 1", "got 0"),
+        lambda c: extra(c, extra_kv_cache=c["kv_cache"][:0]),
+    ),
+    Refusal(
+        "extra_without_list",
+        ValueError,
+        ("extra_indices:", "beside extra_kv_cache", "None"),
+        lambda c: extra(c, extra_indices=None),
+    ),
+    *(
+        Refusal(
+            f"{name}_alone",
+            ValueError,
+            ("extra_kv_cache:", f"beside {name}", "None"),
+            lambda c, name=name: {name: extra_table(c)[name]},
+        )
+        for name in ("extra_indices", "extra_block_table", "extra_valid_counts")
+    ),
+    spoiled("extra_indices_dtype", TypeError, lambda x: x.long(), "extra_indices:", "int32", "int64", of=extra),
+    spoiled("extra_indices_tokens", ValueError, lambda x: x[:2], "extra_indices:", "[3, top_k]", "[2, 30]", of=extra),
+    spoiled("extra_indices_stride", ValueError, lambda x: strided(x, 1, 2), "extra_indices:", "stride 1", of=extra),
+    spoiled("extra_counts_dtype", TypeError, lambda x: x.long(), "extra_valid_counts:", "int32", "int64", of=extra),
+    spoiled("extra_counts_tokens", ValueError, lambda x: x[:2], "extra_valid_counts:", "[3]", "[2]", of=extra),
+    spoiled("extra_table_dtype", TypeError, lambda x: x.long(), "extra_block_table:", "int32", of=extra_table),
+    spoiled("extra_table_dims", ValueError, lambda x: x[0], "extra_block_table:", "[requests, max", of=extra_table),
+    Refusal(
+        "extra_table_without_requests",
+        ValueError,
+        ("request_ids:", "block_table", "None"),
+        lambda c: extra_table(c, request_ids=None),
+    ),
     spoiled("counts_dtype", TypeError, lambda x: x.long(), "valid_counts:", "int32", "int64"),
     spoiled("counts_tokens", ValueError, lambda x: x[:2], "valid_counts:", "[3]", "[2]"),
     spoiled("counts_stride", ValueError, lambda x: strided(x, 0, 2), "valid_counts:", "stride 1", "[2]"),
     spoiled("sinks_dtype", TypeError, lambda x: x.bfloat16(), "sinks:", "float32", "bfloat16"),
-    spoiled("sinks_heads", ValueError, lambda x: x[:8], "sinks:", "[16]", "[8]"),
+    spoiled("sinks_heads", ValueError, lambda x: x[:8], "sinks:", "[>=16]", "[8]"),
     spoiled("sinks_stride", ValueError, lambda x: strided(x, 0, 2), "sinks:", "stride 1", "[2]"),
     spoiled("out_dtype", TypeError, lambda x: x.float(), "out:", "bfloat16", "float32"),
     spoiled("out_shape", ValueError, lambda x: x[..., :256], "out:", "[3, 16, 512]", "[3, 16, 256]"),
-    spoiled("out_strides", ValueError, lambda x: wide(x, 8), "out:", "contiguous", "520"),
+    spoiled("out_row_step", ValueError, lambda x: wide(x, 4), "out:", "16 bytes", "516"),
+    spoiled("out_last_stride", ValueError, lambda x: strided(x, -1, 2), "out:", "stride 1", "2]"),
+    spoiled("out_shared", ValueError, lambda x: x[:1].expand(TOKENS, -1, -1), "out:", "not overlap", "[0, 512, 1]"),
+    spoiled("out_heads_shared", ValueError, lambda x: x[:, :1].expand(-1, HEADS, -1), "out:", "not overlap", "0, 1]"),
+    spoiled("out_laced", ValueError, lambda x: x.as_strided(x.shape, (1024, 512, 1)), "out:", "not overlap", "[1024"),
     spoiled("out_address", ValueError, shifted, "out:", "16 bytes", "address"),
     spoiled("lse_dtype", TypeError, lambda x: x.double(), "lse:", "float32", "float64"),
     spoiled("lse_shape", ValueError, lambda x: x.view(HEADS, TOKENS), "lse:", "[3, 16]", "[16, 3]"),
@@ -205,6 +304,15 @@ REFUSALS = (
         for name, other in (("out", "kv_cache"), ("lse", "q"), ("lse", "out"), ("lse", "indices"))
     ),
     Refusal(
+        "out_is_q", ValueError, ("out:", "its own", "q's"), lambda c: v4(c) | dict.fromkeys(("q", "out"), sliced(c))
+    ),
+    Refusal(
+        "lse_in_extra_kv_cache",
+        ValueError,
+        ("lse:", "its own", "extra_kv_cache's"),
+        lambda c: (lambda second: second | {"lse": inside(second["extra_kv_cache"], c["lse"])})(extra(c)),
+    ),
+    Refusal(
         "sinks_in_lse",
         ValueError,
         ("lse:", "its own", "sinks's"),
@@ -217,6 +325,7 @@ REFUSALS = (
             *((name, dict) for name in ("q", "kv_cache", "indices", "valid_counts", "sinks", "out", "lse")),
             *((name, table) for name in ("block_table", "request_ids")),
             ("q_rope", split),
+            *((name, extra_table) for name in EXTRA),
         )
     ),
     *(
@@ -225,7 +334,17 @@ REFUSALS = (
     ),
     *(
         Refusal(f"{name}_list", TypeError, (f"{name}:", "a tensor", "got list"), lambda c, name=name: {name: [0]})
-        for name in ("kv_cache", "indices", "block_table", "request_ids", "valid_counts", "sinks", "workspace", "lse")
+        for name in (
+            "kv_cache",
+            "indices",
+            "block_table",
+            "request_ids",
+            "valid_counts",
+            "sinks",
+            "workspace",
+            "lse",
+            *EXTRA,
+        )
     ),
     Refusal("q_list_without_out", TypeError, ("q:", "a tensor", "got list"), lambda c: {"q": [0.0], "out": None}),
     Refusal(

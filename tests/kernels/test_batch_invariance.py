@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from etap_backend import DecodeSchedule, mla_decode
-from etap_backend.lab.checks.cases import LATENT, SOFTMAX_SCALE, Case, Problem, build
-from etap_backend.lab.checks.compare import check, truth
+from etap_backend.schedule import BATCH_INVARIANT_BYTES, decode_shape
+from support.cases import LATENT, SOFTMAX_SCALE, Case, Problem, build
+from support.compare import check, truth
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = {
@@ -102,3 +103,12 @@ def test_workspace_stays_small(heads, max_batch, max_s_q):
     floats = DecodeSchedule.workspace_floats(heads, max_s_q, 132, max_batch=max_batch, batch_invariant=True)
     assert 4 * floats < 64e6
     assert floats >= DecodeSchedule.workspace_floats(heads, max_s_q, 132)
+
+
+@pytest.mark.parametrize("max_batch", [16, 20, 55])
+def test_a_request_has_as_many_pieces_as_the_bytes_for_all_partial_results_allow(max_batch):
+    schedule = DecodeSchedule(max_batch, 128, device="cpu", num_sms=132, batch_invariant=True)
+    shape = decode_shape(128, 132)
+    assert 1 < schedule.fixed_pieces < shape.partitions(132)
+    assert 4 * schedule.workspace.numel() <= BATCH_INVARIANT_BYTES
+    assert 4 * shape.workspace_floats(max_batch * (schedule.fixed_pieces + 1)) > BATCH_INVARIANT_BYTES

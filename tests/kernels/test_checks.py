@@ -9,8 +9,8 @@ from refusals import REFUSALS, valid_call
 
 from etap_backend import DecodeSchedule, mla_decode, sparse_mla_decode, why_unsupported, why_unsupported_sparse
 from etap_backend._library import library
-from etap_backend.lab.checks.cases import Case, build, decode
-from etap_backend.lab.checks.compare import check, truth
+from support.cases import Case, build, decode
+from support.compare import check, truth
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
@@ -167,8 +167,10 @@ def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
     """The valid sparse call in the order of the compiled `sparse_decode`, with some of it replaced."""
     call = sparse_refusals.valid_call(device) | {"workspace": torch.zeros(10**6, device=device), "partitions": 8}
     call["empty_lse"] = -math.inf
-    names = "q q_rope kv_cache indices block_table request_ids valid_counts sinks workspace out lse softmax_scale"
-    return [{**call, **spoiled}[name] for name in (*names.split(), "partitions", "empty_lse")]
+    lists = "kv_cache indices block_table request_ids valid_counts"
+    extra = "extra_kv_cache extra_indices extra_block_table extra_valid_counts"
+    names = f"q q_rope {lists} {extra} sinks workspace out lse softmax_scale partitions empty_lse"
+    return [{**call, **spoiled}[name] for name in names.split()]
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -194,6 +196,16 @@ def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
 def test_a_direct_sparse_call_of_the_library_is_refused_as_well(spoil, error, words, function, device):
     with pytest.raises(error, match=f"^{words}"):
         getattr(library(), function)(*as_the_library_takes_sparse_calls(device, **spoil(device)))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_a_sparse_output_may_lie_between_the_queries(device):
+    """Slices of one buffer, none of which has a byte of the other's."""
+    call = sparse_refusals.valid_call(device)
+    call |= sparse_refusals.v4(call)
+    buffer = torch.zeros(3, 64, 512, dtype=torch.bfloat16, device=device)
+    sparse_mla_decode(**call | {"q": buffer[:, :16], "out": buffer[:, 16:32]})
+    sparse_mla_decode(**call | {"q": buffer[:, 48:], "out": buffer[:, 16:32]})
 
 
 @pytest.mark.gpu

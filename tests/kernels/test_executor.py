@@ -1,5 +1,8 @@
 """The executor, the kernel's algorithm in plain torch: a piece, the merge, the whole, and the operator around it."""
 
+import functools
+import math
+
 import pytest
 import torch
 from test_reference import contiguous_tokens, sdpa
@@ -7,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from etap_backend import DecodeSchedule, mla_decode
 from etap_backend.cpu import dense as cpu_dense
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build, decode
 from etap_backend.limits import LATENT_DIM
+from support.cases import SOFTMAX_SCALE, Case, build, decode
 
 
 def one_request(length: int, heads: int = 5, s_q: int = 1, dtype: str = "bfloat16"):
@@ -77,6 +80,17 @@ def test_query_rows_of_the_products_type_or_of_fp8_stay_as_they_are(p_dtype):
         assert torch.equal(q, rows.float()) and factor.eq(1).all()
 
 
+@pytest.mark.parametrize("p_dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
+def test_the_rounding_of_p_cancels_in_the_output_and_is_not_in_the_log_sum_exp(p_dtype):
+    """The output is divided by the sum of the rounded P, the log-sum-exp takes that of P before it is rounded."""
+    scores = torch.tensor([[0.0], [-0.7]])
+    assert torch.exp2(scores).to(p_dtype).float().sum() != torch.exp2(scores).sum()
+    product = functools.partial(cpu_dense.rounded_product, torch.ones(2, LATENT_DIM), p_dtype)
+    out, lse = cpu_dense.attend(1, cpu_dense.Reference(0.0, 8.0), [(scores, product)])
+    assert out.eq(1).all()
+    assert lse.item() == pytest.approx(math.log(1 + 2**-0.7), abs=1e-6)
+
+
 @pytest.mark.parametrize("cuts", [(1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
 def test_pieces_merge_to_the_whole(cuts):
     problem, batch = one_request(500, s_q=2)
@@ -131,6 +145,15 @@ def test_a_ragged_batch_agrees_with_torch_however_it_is_cut(num_sms, heads, s_q)
             continue
         wanted = sdpa(problem, request)
         assert (out[request].double() - wanted).norm() / wanted.norm() < tolerance(out.dtype)
+
+
+def test_a_request_of_negative_length_has_no_tokens():
+    problem = build(Case((0, 130, 0), 16), "cpu")
+    schedule = DecodeSchedule(3, 16, device="cpu", num_sms=3)
+    wanted = decode(problem, schedule.build(problem.seq_lens))
+    problem.seq_lens[:] = torch.tensor([-130, 130, -(2**31)])
+    assert all(map(torch.equal, decode(problem, schedule.build(problem.seq_lens)), wanted))
+    assert wanted[0][0].eq(0).all() and wanted[1][0].isneginf().all()
 
 
 def test_an_empty_batch_decodes_to_nothing():

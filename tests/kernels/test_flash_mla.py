@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from etap_backend import why_unsupported
 from etap_backend.compat import _capture, flash_mla, plan, whole_rows
 from etap_backend.compat._capture import capture_id
-from etap_backend.lab.checks import sparse_compare
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE
-from etap_backend.lab.checks.sparse_cases import SparseCase
-from etap_backend.lab.checks.sparse_cases import build as build_sparse
 from etap_backend.schedule import CPU_SMS, decode_shape, sms_of
+from support import sparse_compare
+from support.cases import SOFTMAX_SCALE
+from support.sparse_cases import SparseCase
+from support.sparse_cases import build as build_sparse
 
 PAGE = DOCS / "flash_mla.md"
 
@@ -434,11 +434,14 @@ LAYOUTS = {
     "656 bytes": {"cache": "fp8 as e4m3", "cache_layout": "headed", "page_size": 7},
     "528 bytes without rope": {"cache": "fp8", "cache_layout": "headed", "rope": False},
     "bf16": {"cache_layout": "headed", "page_size": 61},
+    "584 bytes": {"cache": "v4", "cache_layout": "headed", "page_size": 2},
+    "584 bytes, two caches": {"cache": "v4 as e4m3", "cache_layout": "headed", "extra": 70, "extra_page_size": 2},
+    "bf16, two caches": {"cache_layout": "headed", "page_size": 2, "extra": 64, "rope": False},
 }
 
 
 def sparse_call(problem, batch: int, s_q: int) -> dict:
-    case = problem.case
+    case, extra = problem.case, problem.extra_indices
     return {
         "q": problem.q.view(batch, s_q, case.heads, case.width),
         "k_cache": problem.kv_cache,
@@ -450,7 +453,9 @@ def sparse_call(problem, batch: int, s_q: int) -> dict:
         "is_fp8_kvcache": case.fp8,
         "indices": problem.indices.reshape(batch, s_q, case.top_k),
         "attn_sink": problem.sinks,
-        "kv_format": None if case.rope else "V32_NO_ROPE",
+        "kv_format": "V32_NO_ROPE" if case.fp8 and not case.rope else None,
+        "extra_k_cache": problem.extra_kv_cache,
+        "extra_indices_in_kvcache": extra if extra is None else extra.reshape(batch, s_q, case.extra),
     }
 
 
@@ -472,6 +477,33 @@ def test_sparse_rows_of_any_format_heads_and_page_size(device, layout, heads):
         assert lse.transpose(1, 2).is_contiguous()
         check_sparse(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), problem)
     assert not buffer.isnan().any()
+
+
+@both_devices
+@pytest.mark.parametrize("batch, s_q", [(6, 1), (1, 6), (2, 3)])
+def test_a_sliced_output_is_written_in_place(device, batch, s_q):
+    """As vLLM has it: the first heads of a buffer that is padded to 64."""
+    problem = build_sparse(SparseCase(6, 16, 130, holes="all", sinks="drawn", **LAYOUTS["584 bytes"]), device)
+    buffer = torch.full((batch, s_q, 64, 512), torch.nan, dtype=torch.bfloat16, device=device)
+    sliced = buffer[:, :, :16]
+    out, lse = flash_mla.flash_mla_with_kvcache(**sparse_call(problem, batch, s_q), out=sliced)
+    assert out is sliced and buffer[:, :, 16:].isnan().all()
+    check_sparse(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), problem)
+
+
+@both_devices
+def test_lengths_of_two_lists_are_each_its_own(device):
+    problem = build_sparse(SparseCase(6, 5, 70, **LAYOUTS["584 bytes, two caches"] | {"extra": 100}), device)
+    call = sparse_call(problem, 2, 3) | {"kv_format": "V4"}
+    lengths = {"topk_length": [0, 70], "extra_topk_length": [100, 33]}
+    lengths = {name: torch.tensor(each, dtype=torch.int32, device=device) for name, each in lengths.items()}
+    out, lse = flash_mla.flash_mla_with_kvcache(**call, **lengths)
+    first, extra = (torch.arange(n, device=device) for n in (70, 100))
+    for request, (counted, extra_counted) in enumerate(((0, 100), (70, 33))):
+        of_request = slice(3 * request, 3 * request + 3)
+        problem.meant[of_request, first >= counted] = -1
+        problem.extra_meant[of_request, extra >= extra_counted] = -1
+    sparse_compare.check(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), problem, sparse_compare.truth(problem))
 
 
 @both_devices
@@ -586,11 +618,29 @@ REFUSALS = {
     "another type": (NotImplementedError, r"^q\.dtype float32 ", lambda c: {"q": c["q"].float()}),
     "a cache of another type": (NotImplementedError, r"^k_cache\.dtype float16 ",
                                 lambda c: {"k_cache": c["k_cache"].half()}),
-    "a second cache": (NotImplementedError, "^extra_k_cache: ", {"extra_k_cache": ROWS}),
-    "its lists": (NotImplementedError, "^extra_indices_in_kvcache: ", {"extra_indices_in_kvcache": ROWS}),
-    "their lengths": (NotImplementedError, "^extra_topk_length: ", {"extra_topk_length": ROWS}),
-    "V4": (NotImplementedError, "V32: 576 columns, 656 bytes.* got kv_format None, 512 columns, 584 bytes",
-           lambda c: {**LISTS, "q": c["q"][..., :512], "k_cache": ROWS[..., :584]}),
+    "a second cache of a dense call": (ValueError, "^extra_k_cache: .* without indices", {"extra_k_cache": ROWS}),
+    "its lists": (ValueError, "^extra_indices_in_kvcache: .* without indices", {"extra_indices_in_kvcache": ROWS}),
+    "their lengths": (ValueError, "^extra_topk_length: .* without indices", {"extra_topk_length": LENGTHS}),
+    "a second cache without lists": (ValueError, "^extra_indices_in_kvcache: wanted a tensor beside extra_k_cache",
+                                     {**LISTS, "extra_k_cache": ROWS}),
+    "lists of no second cache": (ValueError, "^extra_k_cache: wanted a tensor beside extra_indices_in_kvcache",
+                                 {**LISTS, "extra_indices_in_kvcache": LISTS["indices"]}),
+    "lengths of no second cache": (ValueError, "^extra_k_cache: wanted a tensor beside extra_topk_length",
+                                   {**LISTS, "extra_topk_length": LENGTHS[:2]}),
+    "second lists of another batch": (ValueError, r"^extra_indices_in_kvcache: wanted \[2, 1, topk\]", {
+        **LISTS, "extra_k_cache": ROWS, "extra_indices_in_kvcache": torch.zeros(3, 1, 9)}),
+    "second lengths of more requests": (ValueError, r"^extra_topk_length: wanted shape \[2\], got \[3\]", {
+        **LISTS, "extra_k_cache": ROWS, "extra_indices_in_kvcache": LISTS["indices"], "extra_topk_length": LENGTHS}),
+    "a second cache of other rows": (ValueError, "^extra_k_cache: wanted rows like k_cache's, 656 of uint8, got 528", {
+        **LISTS, "extra_k_cache": ROWS[..., :528], "extra_indices_in_kvcache": LISTS["indices"]}),
+    "a second cache of three dimensions": (ValueError, "^extra_k_cache: wanted shape", {
+        **LISTS, "extra_k_cache": ROWS[:, :, 0], "extra_indices_in_kvcache": LISTS["indices"]}),
+    "V4's rows with V3.2's queries": (NotImplementedError,
+                                      "V32: 576 columns, 656 bytes.* got kv_format None, 576 columns, 584 bytes",
+                                      {**LISTS, "k_cache": ROWS[..., :584]}),
+    "an output whose tokens are apart": (ValueError, "^out: wanted strides by which b and s_q are one", lambda c: {
+        **LISTS, "q": c["q"].expand(2, 2, 16, 576), "indices": LISTS["indices"].expand(2, 2, 64),
+        "out": torch.zeros(2, 3, 16, 512, dtype=torch.bfloat16)[:, :2]}),
     "V4.1, by its size alone": (NotImplementedError, "got kv_format None, 512 columns, 528 bytes",
                                 lambda c: {**LISTS, "q": c["q"][..., :512], "k_cache": ROWS[..., :528]}),
     "V4.1": (NotImplementedError, "kv_format V41", {**LISTS, "kv_format": "V41"}),
@@ -652,7 +702,7 @@ REFUSALS = {
                                           {**LISTS, "topk_length": [1, 2]}),
     "sparse lengths of 64 bits": (TypeError, "^topk_length: wanted int32, got int64",
                                   {**LISTS, "topk_length": LENGTHS[:2].long()}),
-    "sinks of other heads": (ValueError, r"^attn_sink: wanted shape \[16\], got \[8\]",
+    "sinks of other heads": (ValueError, r"^attn_sink: wanted shape \[>=16\], got \[8\]",
                              {**LISTS, "attn_sink": torch.zeros(8)}),
     "no lengths": (TypeError, "^cache_seqlens: wanted a tensor, got None", {"cache_seqlens": None}),
     "no table": (TypeError, "^block_table: wanted a tensor, got None", {"block_table": None}),

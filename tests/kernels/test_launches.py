@@ -7,12 +7,12 @@ import torch
 
 from etap_backend import DecodeSchedule, sparse_workspace_floats
 from etap_backend._library import library
-from etap_backend.lab.checks import sanitize
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
-from etap_backend.lab.checks.sparse_cases import SparseCase
-from etap_backend.lab.checks.sparse_cases import build as build_sparse
 from etap_backend.schedule import decode_shape
 from etap_backend.sparse import sparse_decode_shape
+from qualify import sanitize
+from support.cases import SOFTMAX_SCALE, Case, build
+from support.sparse_cases import SparseCase
+from support.sparse_cases import build as build_sparse
 
 
 def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = None, early_loads: bool = False) -> list:
@@ -191,7 +191,7 @@ def sparse_launches(case: SparseCase) -> list:
     out, lse = torch.empty(case.tokens, case.heads, 512, dtype=torch.bfloat16), torch.empty(case.tokens, case.heads)
     lists = (problem.indices, problem.block_table, problem.request_ids, problem.valid_counts)
     return library().sparse_decode_launches(
-        *(problem.call_q, problem.call_q_rope, problem.kv_cache, *lists, problem.sinks),
+        *(problem.call_q, problem.call_q_rope, problem.kv_cache, *lists, None, None, None, None, problem.sinks),
         *(workspace, out, lse, SOFTMAX_SCALE, partitions, -math.inf),
     )
 
@@ -205,8 +205,7 @@ def test_the_heads_name_the_sparse_kernel(heads, row_tile):
         assert shape.row_tile == row_tile and shape.row_groups == -(-heads // shape.row_tile)
         num_sms = 6 * shape.row_groups  # partitions of six tiles, which are no whole fraction of a token
         decode, combine = sparse_launches(SparseCase(1, heads, 2048, "fp8" if fp8 else "bf16", num_sms=num_sms))
-        partition_tiles = library().sparse_partition_tiles(1, 2048, 6)
-        assert decode[1] * decode[2] == -(-32 // partition_tiles) * shape.row_groups
+        assert decode[1] * decode[2] == 6 * shape.row_groups
         form = "SharedTilesTraits" if row_tile == 64 else f"Traits<{row_tile}, false>"
         traits = f"sparse_fp8::{form}" if fp8 else f"GatheredTraits<etap::{shape.kernel}::Traits<"
         assert traits in decode[0] and "combine" in combine[0]

@@ -1,13 +1,15 @@
 """The reference against torch's own attention in float64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
-from etap_backend.lab.checks.sparse_cases import COUNTS, HOLES, SparseCase
-from etap_backend.lab.checks.sparse_cases import build as build_sparse
 from etap_backend.reference import mla_decode_reference, named_rows, sparse_mla_decode_reference
+from support.cases import SOFTMAX_SCALE, Case, build
+from support.sparse_cases import CACHES, COUNTS, HOLES, SparseCase
+from support.sparse_cases import build as build_sparse
 
 
 def contiguous_tokens(problem, request: int) -> torch.Tensor:
@@ -106,13 +108,29 @@ def stored_rows(problem, token: int) -> torch.Tensor:
         cache = cache.view(torch.uint8)
     rows = cache.squeeze(2) if cache.dim() == 4 else cache
     named = [row for row in problem.meant[token].tolist() if row >= 0]
-    return torch.stack([rows[row // case.page_size, row % case.page_size] for row in named] or [rows[0, 0, :0]])
+    found = [stored_row(case, rows[row // case.page_size], row % case.page_size) for row in named]
+    return torch.stack(found or [rows[0, 0, :0]])
+
+
+def stored_row(case: SparseCase, page: torch.Tensor, place: int) -> torch.Tensor:
+    """A row of a page [page_size, width]; of V4's, where rows are no rows of the tensor, by the bytes' own places."""
+    if not case.v4:
+        return page[place]
+    page, behind = page.flatten(), 576 * case.page_size
+    return torch.cat([page[576 * place :][:576], page[behind + 8 * place :][:8]])
 
 
 def keys_of(rows: torch.Tensor) -> torch.Tensor:
-    """Float64 [n, 576] of stored rows, a group of 128 columns after the other."""
+    """Float64 [n, 576 or 512] of stored rows, a group of columns that share a scale after the other."""
     if rows.dtype == torch.bfloat16:
         return rows.double()
+    if rows.shape[1] == 584:
+        groups = [
+            rows[:, 64 * g : 64 * g + 64].view(torch.float8_e4m3fn).double()
+            * 2.0 ** (rows[:, 576 + g, None].double() - 127)
+            for g in range(7)
+        ]
+        return torch.cat([*groups, rows[:, 448:576].view(torch.bfloat16).double()], dim=1)
     groups = [
         rows[:, 128 * g : 128 * g + 128].view(torch.float8_e4m3fn).double()
         * rows[:, 512 + 4 * g : 516 + 4 * g].view(torch.float32).double()
@@ -121,7 +139,7 @@ def keys_of(rows: torch.Tensor) -> torch.Tensor:
     return torch.cat([*groups, rows[:, 528:].view(torch.bfloat16).double()], dim=1)
 
 
-@pytest.mark.parametrize("cache", ["bf16", "fp8", "fp8 as e4m3"])
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("requests", [0, 3])
 @pytest.mark.parametrize("holes", HOLES)
 @pytest.mark.parametrize("counts", COUNTS)
@@ -133,7 +151,8 @@ def test_the_sparse_one_agrees_with_torch(counts, holes, requests, cache):
         problem.q, problem.kv_cache, softmax_scale=SOFTMAX_SCALE, sinks=problem.sinks, **lists
     )
     assert out.dtype == lse.dtype == torch.float64
-    found = dict(named_rows(problem.kv_cache, **lists))
+    first = ("indices", "block_table", "request_ids", "valid_counts")
+    found = dict(named_rows(problem.kv_cache, *(lists[name] for name in first)))
     for token in range(case.tokens):
         rows = stored_rows(problem, token)
         if not rows.numel():
@@ -145,6 +164,43 @@ def test_the_sparse_one_agrees_with_torch(counts, holes, requests, cache):
         q = problem.q[token].double()
         plain = scaled_dot_product_attention(q[None, :, None], k, v, scale=SOFTMAX_SCALE)[0, :, 0]
         sums = (q @ keys.T * SOFTMAX_SCALE).exp().sum(1)
-        share = sums / (sums + problem.sinks.double().exp())
+        share = sums / (sums + problem.sinks[: case.heads].double().exp())
         torch.testing.assert_close(lse[token], sums.log(), rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(out[token], plain * share[:, None], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("cache", ["bf16", "fp8", "v4"])
+def test_the_sparse_one_of_two_lists_is_that_of_their_rows_in_one(cache):
+    case = SparseCase(
+        5, 4, 70, cache, holes="all", counts="drawn", requests=3, page_size=16, extra=40, extra_page_size=2
+    )
+    problem = build_sparse(case, "cpu")
+    second = replace(problem, case=case.of_extra(), kv_cache=problem.extra_kv_cache, meant=problem.extra_meant)
+    out, lse = sparse_mla_decode_reference(problem.q, problem.kv_cache, softmax_scale=SOFTMAX_SCALE, **problem.lists())
+    for token in range(case.tokens):
+        keys = [keys_of(stored_rows(each, token)) for each in (problem, second) if (each.meant[token] >= 0).any()]
+        if not keys:
+            assert out[token].eq(0).all() and lse[token].eq(-torch.inf).all()
+            continue
+        keys = torch.cat(keys)
+        scores = problem.q[token].double() @ keys.T * SOFTMAX_SCALE
+        torch.testing.assert_close(lse[token], scores.exp().sum(1).log(), rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(out[token], scores.softmax(1) @ keys[:, :512], rtol=1e-9, atol=1e-12)
+
+
+def test_a_page_of_deepseek_v4_byte_by_byte():
+    """Two rows: their data, then their scales, then nothing that is read."""
+    page = torch.full((1, 3 * 576), 0xFF, dtype=torch.uint8)
+    one, two = torch.tensor([1.0, -448.0]).to(torch.float8_e4m3fn).view(torch.uint8).tolist()
+    page[0, :448], page[0, 576 : 576 + 448] = one, two
+    page[0, 448:576].view(torch.bfloat16).fill_(3.0)
+    page[0, 576 + 448 : 1152].view(torch.bfloat16).fill_(-0.25)
+    page[0, 1152:1160] = torch.tensor([127, 128, 126, 137, 117, 0, 254, 255])
+    page[0, 1160:1168] = torch.tensor([120, 120, 120, 120, 120, 120, 120, 0])
+    cache = page[:, : 2 * 584].view(1, 2, 584)
+    q = torch.zeros(1, 1, 512, dtype=torch.bfloat16)
+    out, lse = sparse_mla_decode_reference(q, cache, torch.tensor([[0]], dtype=torch.int32), 1.0)
+    groups = [1.0, 2.0, 0.5, 2.0**10, 2.0**-10, 2.0**-127, 2.0**127, 3.0]
+    assert lse.eq(0).all() and out[0, 0].view(8, 64).eq(torch.tensor(groups, dtype=torch.float64)[:, None]).all()
+    out, lse = sparse_mla_decode_reference(q, cache, torch.tensor([[-1, 1, 2]], dtype=torch.int32), 1.0)
+    assert lse.eq(0).all() and out[0, 0, :448].eq(-3.5).all() and out[0, 0, 448:].eq(-0.25).all()

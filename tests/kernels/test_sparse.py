@@ -16,11 +16,13 @@ import torch
 from sparse_refusals import REFUSALS
 
 from etap_backend import sparse_mla_decode, sparse_workspace_floats
-from etap_backend.lab.checks.cases import LAWS, SOFTMAX_SCALE
-from etap_backend.lab.checks.sparse_cases import (
+from support.cases import LAWS, SOFTMAX_SCALE
+from support.sparse_cases import (
     CACHE_LAYOUTS,
+    CACHES,
     COUNTS,
     HOLES,
+    OUT_LAYOUTS,
     Q_LAYOUTS,
     SCALE_LAWS,
     SINKS,
@@ -30,10 +32,10 @@ from etap_backend.lab.checks.sparse_cases import (
     build,
     decode,
 )
-from etap_backend.lab.checks.sparse_compare import check, truth
+from support.sparse_compare import check, truth
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-every_cache = pytest.mark.parametrize("cache", ["bf16", "fp8"])
+every_cache = pytest.mark.parametrize("cache", ["bf16", "fp8", "v4"])
 EVERYTHING = {"holes": "wild", "counts": "drawn", "sinks": "infinite"}
 RUNS = {"cpu": 2, "cuda": 3}
 
@@ -96,17 +98,18 @@ def test_input_laws(device, heads, tokens, law, cache):
     verify(SparseCase(tokens, heads, 520, cache, law=law, seed=4), device)
 
 
+@pytest.mark.parametrize("cache", ["fp8", "v4"])
 @pytest.mark.parametrize("scales", SCALE_LAWS)
 @pytest.mark.parametrize("law", ["normal", "outliers", "dominating"])
 @on_each("heads, tokens", cpu=[(16, 3)], cuda=product((8, 16, 32, 64), (3, 40)))
-def test_scales_of_rows(device, heads, tokens, law, scales):
-    verify(SparseCase(tokens, heads, 300, "fp8", law=law, scales=scales, sinks="drawn", seed=5), device)
+def test_scales_of_rows(device, heads, tokens, law, scales, cache):
+    verify(SparseCase(tokens, heads, 300, cache, law=law, scales=scales, sinks="drawn", seed=5), device)
 
 
 @both_devices
-@pytest.mark.parametrize("cache", ["bf16", "fp8", "fp8 as e4m3"])
+@pytest.mark.parametrize("cache", CACHES)
 @pytest.mark.parametrize("requests", [0, 2], ids=["rows", "positions"])
-@pytest.mark.parametrize("page_size", [1, 16, 64, 100])
+@pytest.mark.parametrize("page_size", [1, 2, 64, 100, 256])
 @pytest.mark.parametrize("cache_layout", CACHE_LAYOUTS)
 def test_layouts_of_the_cache(device, cache_layout, page_size, requests, cache):
     layout = {"cache_layout": cache_layout, "page_size": page_size}
@@ -121,7 +124,7 @@ def test_layouts_of_the_queries(device, heads, q_layout, cache):
     verify(SparseCase(4, heads, 70, cache, q_layout=q_layout, seed=7), device)
 
 
-@every_cache
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
 @pytest.mark.parametrize("q_layout", ["packed", "strided"])
 @pytest.mark.parametrize("page_size", [1, 64])
 @on_each("heads, tokens", cpu=product((1, 16, 64), (3,)), cuda=product(HEADS, (1, 7, 130)))
@@ -129,6 +132,56 @@ def test_rows_without_rope(device, heads, tokens, page_size, q_layout, cache):
     layout = {"page_size": page_size, "q_layout": q_layout}
     verify(SparseCase(tokens, heads, 150, cache, rope=False, seed=18, **layout, **EVERYTHING), device)
     verify(SparseCase(tokens, heads, 150, cache, rope=False, seed=19, law="dominating", scales="mixed"), device)
+
+
+@every_cache
+@pytest.mark.parametrize("top_k, extra", [(128, 512), (100, 130), (1, 65), (0, 70), (70, 0), (0, 0)])
+@on_each("heads, tokens", cpu=[(8, 3)], cuda=product((8, 16, 32, 64, 128), (1, 4, 16, 64, 131)))
+def test_one_softmax_over_two_lists(device, heads, tokens, top_k, extra, cache):
+    case = SparseCase(tokens, heads, top_k, cache, extra=extra, extra_page_size=2, out_layout="sliced", seed=50)
+    verify(case, device)
+    verify(replace(case, seed=51, **EVERYTHING), device)
+    verify(replace(case, page_size=256, extra_page_size=64, counts="drawn", num_sms=7, seed=52), device)
+
+
+@both_devices
+@every_cache
+@pytest.mark.parametrize("holes", HOLES)
+@pytest.mark.parametrize("requests, extra_requests", [(0, 3), (3, 0), (2, 3), (3, 2)])
+def test_each_list_is_of_rows_or_of_positions(device, requests, extra_requests, holes, cache):
+    lists = {"requests": requests, "extra": 150, "extra_requests": extra_requests, "extra_page_size": 61}
+    verify(SparseCase(7, 16, 100, cache, holes=holes, counts="drawn", seed=53, **lists), device)
+
+
+@both_devices
+@every_cache
+@pytest.mark.parametrize("holes", ["none", "all"])
+@pytest.mark.parametrize("num_sms", [1, 7, 132])
+def test_a_list_that_counts_nothing_is_as_if_it_were_not_there(device, num_sms, holes, cache):
+    """Whichever of the two it is, and however wide; the other's result has the bits of a call of the same shape."""
+    problem = build(SparseCase(5, 12, 128, cache, extra=2048, holes=holes, seed=54), device)
+    nothing, everything = (torch.full((5,), count, dtype=torch.int32, device=device) for count in (-3, 2**31 - 1))
+    for counts, extra_counts in ((everything, nothing), (nothing, everything), (nothing, nothing)):
+        one = replace(problem, valid_counts=counts, extra_valid_counts=extra_counts)
+        one.meant = problem.meant if counts is everything else torch.full_like(problem.meant, -1)
+        one.extra_meant = problem.extra_meant if extra_counts is everything else torch.full_like(one.extra_meant, -1)
+        results = [x.clone() for x in decode(one, num_sms=num_sms)]
+        check(*results, one, truth(one))
+        emptied = replace(one, valid_counts=None, extra_valid_counts=None)
+        emptied.indices = one.indices if counts is everything else torch.full_like(one.indices, -1)
+        emptied.extra_indices = (
+            one.extra_indices if extra_counts is everything else torch.full_like(one.extra_indices, -1)
+        )
+        check(*decode(emptied, num_sms=num_sms), emptied, truth(one))
+
+
+@both_devices
+@every_cache
+@pytest.mark.parametrize("q_layout", Q_LAYOUTS)
+@pytest.mark.parametrize("heads", [1, 16, 64, 100])
+@pytest.mark.parametrize("num_sms", [1, 132])
+def test_a_sliced_output(device, num_sms, heads, q_layout, cache):
+    verify(SparseCase(4, heads, 130, cache, q_layout=q_layout, num_sms=num_sms, out_layout="sliced", seed=55), device)
 
 
 @both_devices
@@ -188,8 +241,8 @@ def test_random_cases(device, seed):
         tokens=draw.choice({"cpu": (1, 2, 3, 7), "cuda": TOKENS}[device]),
         heads=draw.choice(HEADS),
         top_k=draw.choice({"cpu": TOP_KS[:-2], "cuda": TOP_KS}[device]),
-        cache=draw.choice(["bf16", "fp8", "fp8 as e4m3"]),
-        page_size=draw.choice([1, 16, 64, 100]),
+        cache=draw.choice(CACHES),
+        page_size=draw.choice([1, 2, 16, 64, 100]),
         law=draw.choice(LAWS),
         scales=draw.choice(SCALE_LAWS),
         holes=draw.choice(HOLES),
@@ -201,6 +254,10 @@ def test_random_cases(device, seed):
         cache_layout=draw.choice(CACHE_LAYOUTS),
         num_sms=draw.choice([None, 132, 78, 5, 1]),
         seed=100 + seed,
+        extra=draw.choice([None, None, 0, 64, 130]),
+        extra_page_size=draw.choice([1, 2, 64, 256]),
+        extra_requests=draw.choice([0, 0, 3]),
+        out_layout=draw.choice(OUT_LAYOUTS),
     )
     verify(case, device)
 
@@ -211,15 +268,15 @@ def test_random_cases(device, seed):
 @pytest.mark.parametrize("num_sms", [7, 132])
 def test_a_tokens_bits_do_not_depend_on_its_company(device, cache, heads, num_sms):
     """Neither on what the other tokens' lists, counts and queries hold, nor on how often the call was made."""
-    problem = build(SparseCase(9, heads, 200, cache, counts="drawn", sinks="drawn", seed=9), device)
+    problem = build(SparseCase(9, heads, 200, cache, counts="drawn", sinks="drawn", extra=100, seed=9), device)
     out, lse = decode(problem, num_sms=num_sms)
+    lists = ("indices", "valid_counts", "extra_indices", "extra_valid_counts")
     for kept in (0, 4, 8):
         others = torch.arange(9, device=device) != kept
-        changed = replace(problem, call_q=problem.q.clone(), indices=problem.indices.clone())
-        changed.valid_counts = problem.valid_counts.clone()
+        changed = replace(problem, call_q=problem.q.clone(), **{name: getattr(problem, name).clone() for name in lists})
         changed.call_q[others] = torch.nan
-        changed.indices[others] = problem.indices[kept]
-        changed.valid_counts[others] = 150
+        changed.indices[others], changed.extra_indices[others] = problem.indices[kept], problem.extra_indices[kept]
+        changed.valid_counts[others], changed.extra_valid_counts[others] = 150, 70
         some_out, some_lse = decode(changed, num_sms=num_sms)
         assert torch.equal(some_out[kept], out[kept]) and torch.equal(some_lse[kept], lse[kept])
         assert not torch.equal(some_out[others], out[others])
@@ -239,7 +296,7 @@ def test_outputs_and_workspace_are_allocated_when_not_given(device, cache):
 @every_cache
 def test_nothing_to_do(device, cache):
     for tokens, heads in ((0, 16), (3, 0)):
-        problem = build(SparseCase(tokens, heads, 65, cache), device)
+        problem = build(SparseCase(tokens, heads, 65, cache, extra=3), device)
         out, lse = decode(problem)
         assert out.shape == (tokens, heads, 512) and lse.shape == (tokens, heads)
 
@@ -247,7 +304,7 @@ def test_nothing_to_do(device, cache):
 @both_devices
 @every_cache
 def test_the_call_lives_inside_torch_compile(device, cache):
-    problem = build(SparseCase(5, 16, 130, cache, holes="anywhere", requests=2, seed=11), device)
+    problem = build(SparseCase(5, 16, 130, cache, holes="anywhere", requests=2, extra=70, seed=11), device)
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def layer(scale):
@@ -280,7 +337,7 @@ def test_refused_calls_leave_everything_usable(device):
 @pytest.mark.gpu
 @every_cache
 def test_cache_rows_beyond_2_to_the_31_bytes_and_elements(cache):
-    case = SparseCase(20, 16, 2048, cache, pool_pages=75_000, seed=14)
+    case = SparseCase(20, 16, 2048, cache, pool_pages=75_000, extra=100, seed=14)
     assert case.pool_pages * case.page_size * case.row_width > 2**31
     verify(case, "cuda")
     verify(replace(case, requests=3), "cuda")
@@ -290,8 +347,9 @@ def test_cache_rows_beyond_2_to_the_31_bytes_and_elements(cache):
 @every_cache
 @pytest.mark.parametrize("requests", [0, 1])
 def test_pages_far_apart(cache, requests):
-    """Rows of few pages, the last of them more than 2^31 bytes and elements behind the first."""
+    """Rows of few pages, the last of them more than 2^32 bytes and 2^31 elements behind the first."""
     verify(SparseCase(20, 16, 1024, cache, requests=requests, pool_pages=40, far_pages=True, seed=15), "cuda")
+    verify(SparseCase(20, 16, 64, cache, extra=1024, extra_requests=requests, pool_pages=40, far_pages=True), "cuda")
 
 
 @pytest.mark.gpu
@@ -308,8 +366,10 @@ def test_many_runs_of_ctas_with_many_pieces(heads, cache):
 @every_cache
 @pytest.mark.parametrize("requests", [0, 3], ids=["rows", "positions"])
 @pytest.mark.parametrize("heads, top_k", [(16, 512), (16, 448), (128, 512)])  # in clusters of 8; combined
-def test_one_graph_serves_other_lists(heads, top_k, requests, cache):
-    case = SparseCase(16, heads, top_k, cache, requests=requests, counts="drawn", sinks="drawn")
+@pytest.mark.parametrize("extra", [None, 512])
+def test_one_graph_serves_other_lists(extra, heads, top_k, requests, cache):
+    lists = {"requests": requests, "counts": "drawn", "extra": extra, "extra_page_size": 2}
+    case = SparseCase(16, heads, top_k, cache, sinks="drawn", **lists)
     problems = [build(replace(case, holes=holes, seed=20 + i), "cuda") for i, holes in enumerate(HOLES)]
     recorded = RecordedCall(problems[0])
     for problem in [*problems, *problems[::-1]]:
@@ -324,7 +384,7 @@ def test_one_graph_serves_other_lists(heads, top_k, requests, cache):
 def test_layers_of_one_graph_share_a_workspace(cache):
     """The next layer's kernels may start while the last one's finish: what they share must stand that."""
     layers = [build(SparseCase(6, 16, 512, cache, seed=30 + layer), "cuda") for layer in range(8)]
-    shared = torch.empty(sparse_workspace_floats(16, cache == "fp8", 132), device="cuda")
+    shared = torch.empty(sparse_workspace_floats(16, cache != "bf16", 132), device="cuda")
     results = [decode(problem, workspace=shared, num_sms=132) for problem in layers]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

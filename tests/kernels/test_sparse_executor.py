@@ -1,5 +1,6 @@
 """The sparse executor: how lists are cut, what a piece is, and the operator around it; what its cases are made of."""
 
+import math
 import random
 
 import pytest
@@ -8,8 +9,10 @@ import torch
 from etap_backend._library import library
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.cpu import sparse as cpu_sparse
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE
-from etap_backend.lab.checks.sparse_cases import (
+from etap_backend.reference import sparse_mla_decode_reference
+from etap_backend.sparse import sparse_decode_shape, sparse_workspace_floats
+from support.cases import SOFTMAX_SCALE
+from support.sparse_cases import (
     CACHE_LAYOUTS,
     CACHES,
     COUNTS,
@@ -21,38 +24,71 @@ from etap_backend.lab.checks.sparse_cases import (
     build,
     decode,
 )
-from etap_backend.lab.checks.sparse_compare import problems_with, truth
-from etap_backend.reference import sparse_mla_decode_reference
-from etap_backend.sparse import sparse_decode_shape, sparse_workspace_floats
+from support.sparse_compare import problems_with, truth
+
+
+def drawn_tiles(tokens: int, most: int, seed: int) -> list[int]:
+    """Tiles of each token: none, all, or any number between."""
+    draw = random.Random(seed)
+    return [draw.choice([0, most, draw.randint(0, most)]) for _ in range(tokens)]
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 7, 66, 132])
-@pytest.mark.parametrize("top_k", [1, 64, 65, 512, 2048, 2176])
-@pytest.mark.parametrize("tokens", [1, 2, 7, 33, 131, 300])
-def test_pieces_are_all_tiles_once_in_slots_of_their_own(tokens, top_k, partitions):
-    tiles = -(-top_k // 64)
-    each = library().sparse_partition_tiles(tokens, top_k, partitions)
-    pieces = list(cpu_sparse.pieces(tokens, tiles, each))
-    covered = [(piece.token, tile) for piece in pieces for tile in piece.tiles]
-    assert covered == [(token, tile) for token in range(tokens) for tile in range(tiles)]
-    slots = [p.slot for p in pieces if p.slot is not None]
-    assert len(set(slots)) == len(slots) and all(0 <= slot < 2 * partitions for slot in slots)
-    for token in range(tokens):
-        of_token = [p for p in pieces if p.token == token]
-        assert (len(of_token) == 1) == (of_token[0].slot is None)
-        assert [p.slot for p in of_token[1:]] == [of_token[0].slot + i for i in range(1, len(of_token))]
-    assert -(-tokens * tiles // each) <= partitions
+@pytest.mark.parametrize("most", [0, 1, 2, 10, 18, 32, 34, 130])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 7, 33, 131, 300])
+def test_pieces_are_all_tiles_once_in_slots_of_their_own(tokens, most, partitions):
+    for tiles in ([most] * tokens, drawn_tiles(tokens, most, seed=tokens + most)):
+        pieces = list(cpu_sparse.pieces(tiles, most, partitions))
+        covered = [(piece.token, tile) for piece in pieces for tile in piece.tiles]
+        assert covered == [(token, tile) for token in range(tokens) for tile in range(tiles[token])]
+        slots = [p.slot for p in pieces if p.slot is not None]
+        assert len(set(slots)) == len(slots) and all(0 <= slot < 2 * partitions for slot in slots)
+        for token in range(tokens):
+            of_token = [p for p in pieces if p.token == token]
+            assert (len(of_token) == 1) == (of_token[0].slot is None)
+            assert [p.slot for p in of_token[1:]] == [of_token[0].slot + i for i in range(1, len(of_token))]
 
 
-@pytest.mark.parametrize("tokens, tiles", [(1, 1), (16, 4), (64, 16), (132, 32), (264, 64)])
-def test_partitions_end_where_lists_do_where_that_costs_little(tokens, tiles):
-    assert library().sparse_partition_tiles(tokens, 2048, 132) == tiles
+@pytest.mark.parametrize("most", [1, 2, 10, 18, 32, 130])
+@pytest.mark.parametrize("tokens", [1, 7, 16, 64, 128, 300])
+def test_partitions_are_as_even_as_whole_tiles_allow(tokens, most):
+    """A partition has a tile more than its share at most, of full lists or of ones that are all as short."""
+    for valid in (most, -(-most // 3)):
+        loads: dict[int, int] = {}
+        for _, partition, begin, end, _ in library().sparse_pieces(
+            torch.full((tokens,), valid, dtype=torch.int32), most, 132
+        ):
+            loads[partition] = loads.get(partition, 0) + end - begin
+        assert len(loads) <= 132
+        assert max(loads.values()) <= math.ceil(tokens * most / 132) * math.ceil(valid / most) + 1
+
+
+@pytest.mark.parametrize("tokens", [3, 16, 130])
+def test_where_a_token_is_cut_depends_on_its_own_tiles(tokens):
+    most = 34
+    for seed in range(20):
+        tiles = drawn_tiles(tokens, most, seed)
+        others = drawn_tiles(tokens, most, seed + 1000)
+        for token in range(tokens):
+            mixed = [*others[:token], tiles[token], *others[token + 1 :]]
+            of = [[p for p in cpu_sparse.pieces(each, most, 132) if p.token == token] for each in (tiles, mixed)]
+            assert of[0] == of[1]
+
+
+@pytest.mark.parametrize("tokens, most, whole", [(1, 1, 1), (16, 32, 8), (64, 32, 2), (132, 32, 1), (16, 10, 5)])
+def test_tokens_are_cut_into_equal_pieces_where_that_costs_little(tokens, most, whole):
+    of_token = [p for p in cpu_sparse.pieces([most] * tokens, most, 132) if p.token == tokens - 1]
+    assert [len(piece.tiles) for piece in of_token] == [most // whole] * whole
+
+
+def test_partitions_end_with_tokens_where_that_costs_little():
+    assert all(piece.slot is None for piece in cpu_sparse.pieces([32] * 264, 32, 132))
 
 
 def lists_of(problem) -> cpu_sparse.Lists:
-    cache = problem.kv_cache.view(torch.uint8) if problem.case.fp8 else problem.kv_cache
-    counts = [problem.case.top_k] * problem.case.tokens
-    return cpu_sparse.Lists(cache, problem.indices, problem.block_table, problem.request_ids, counts)
+    counts = problem.valid_counts
+    lists = cpu_sparse.RowList.of(problem.kv_cache, problem.indices, problem.block_table, problem.request_ids, counts)
+    return cpu_sparse.Lists((lists,))
 
 
 @pytest.mark.parametrize("cache", ["bf16", "fp8"])
@@ -123,6 +159,15 @@ def test_the_workspace_is_two_partial_results_a_cta():
         sparse_workspace_floats(16, True, "7")
 
 
+def test_on_the_cpu_work_is_divided_as_on_a_gpu_of_132_multiprocessors():
+    problem = build(SparseCase(1, 16, 2048), "cpu")
+    floats = sparse_workspace_floats(16, False, 132)
+    out, lse = decode(problem, workspace=torch.empty(floats))
+    assert problems_with(out, lse, truth(problem)) == []
+    with pytest.raises(ValueError, match=rf"^workspace: wanted .*{floats}.*, got \[{floats - 1}\]"):
+        decode(problem, workspace=torch.empty(floats - 1))
+
+
 @pytest.mark.parametrize("case", [SparseCase(3, 4, 70), SparseCase(3, 4, 70, "fp8", requests=2, counts="drawn")])
 def test_a_row_that_no_entry_names_is_poison(case):
     problem = build(case, "cpu")
@@ -158,7 +203,7 @@ def test_a_wrong_result_is_found():
 def test_the_operator_is_registered_as_torch_wants_it():
     problem = build(SparseCase(3, 16, 100, requests=2, counts="drawn", sinks="drawn"), "cpu")
     floats = sparse_workspace_floats(16, False, 7)
-    lists = (problem.block_table, problem.request_ids, problem.valid_counts, problem.sinks)
+    lists = (problem.block_table, problem.request_ids, problem.valid_counts, None, None, None, None, problem.sinks)
     outputs = (torch.zeros(floats), torch.zeros(3, 16, 512, dtype=torch.bfloat16), torch.zeros(3, 16))
     torch.library.opcheck(
         torch.ops.etap_backend.sparse_mla_decode.default,

@@ -13,7 +13,7 @@ import sys
 
 import pytest
 
-SERVE_SECONDS = 240
+SERVE_SECONDS = 1800
 NO_DEVICE = "ProcessGroupNCCL is only supported with GPUs, no GPUs found!"
 
 

@@ -14,7 +14,11 @@ from vllm.v1.attention import backend as attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker import workspace
 
-from etap_backend.lab.checks.vllm_layer import (
+from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS
+from etap_backend.vllm import impl, metadata
+from etap_backend.vllm.metadata import Limits, claim_workspace
+from etap_backend.vllm.runs import cut_into_runs, longest_decode, padded_query_lens
+from support.vllm_layer import (
     BLOCK,
     CACHES,
     CPU,
@@ -33,10 +37,6 @@ from etap_backend.lab.checks.vllm_layer import (
     empty_share,
     make_builder,
 )
-from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS
-from etap_backend.vllm import impl, metadata
-from etap_backend.vllm.metadata import Limits, claim_workspace
-from etap_backend.vllm.runs import cut_into_runs, longest_decode, padded_query_lens
 
 H200_SMS = 132
 
@@ -68,7 +68,7 @@ def test_layer_decodes_as_exactly_as_torch(make, lengths, s_q, arguments):
     ([70, 33, 300, 5, 17, 2000], [4, 1, 4, 2, 1, 3], SPECULATIVE, "0"),  # token by token
     ([2000, 64, 129], [4, 1, 3], SPECULATIVE, "1"),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("block", [16, 32])
+@pytest.mark.parametrize("block", [16, pytest.param(32, marks=pytest.mark.exhaustive)])
 def test_blocks_of_other_sizes(make, monkeypatch, block, lengths, s_q, arguments, invariant, cache):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     layer, builder = make(block_size=block, kv_cache_dtype=cache, **arguments)

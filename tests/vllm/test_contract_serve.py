@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 from fake_hopper import WITHOUT_REDUCER, WITNESS
 
-SERVE_SECONDS = 300
+SERVE_SECONDS = 1800
 UNCURED = {WITHOUT_REDUCER: "1"}
 NO_DEVICE = "out of bounds for 0 devices"
 TRAP = "is not a valid AttentionBackendEnum"

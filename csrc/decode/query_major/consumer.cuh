@@ -70,7 +70,7 @@ struct Consumer {
     start_scores<T, T::kFirstScores, T::kStagesPerTile>(shared, at, i, s);
     finish_scores<T>(s);
 
-    // The next tile's mask may take this one's place as soon as rope's stage is given back.
+    // The next tile's mask may take this one's place as soon as the first stage is given back.
     [[maybe_unused]] sparse::TileMask valid;
     if constexpr (T::kGathered) {
       valid = shared.valid[at.stage];
@@ -79,7 +79,7 @@ struct Consumer {
 
     // Release rope's stage, which no value dims are in, and the queries.
     if (releases()) {
-      shared.keys.release(at);
+      if (T::kRopeStages > 0) shared.keys.release(at);
       if (!T::kGathered && last) shared.queries.release(queries);
     }
 
@@ -118,7 +118,7 @@ struct Consumer {
 
   // This warpgroup's half of the CTA's n-th tile, its piece's i-th, begins at this stage.
   __device__ __forceinline__ int half_stage(int n, int i) const {
-    return n % kConsumerGroups * T::kStagesPerTile + 1 + (T::first_half(i) == group ? 0 : T::kHalfChunks);
+    return n % kConsumerGroups * T::kStagesPerTile + T::kRopeStages + (T::first_half(i) == group ? 0 : T::kHalfChunks);
   }
 };
 

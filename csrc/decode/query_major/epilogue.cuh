@@ -44,7 +44,7 @@ __device__ __forceinline__ void write_output(const Destination<T>& to, int group
     return;
   }
   const int row = warp * 16 + lane / 4;
-  uint16_t* out = to.out + row * kLatentDim + group * T::kOutputDims + lane % 4 * 8;
+  uint16_t* out = to.out + row * to.row_stride() + group * T::kOutputDims + lane % 4 * 8;
   CUTE_UNROLL
   for (int h = 0; h < 2; ++h) {
     CUTE_UNROLL
@@ -54,7 +54,7 @@ __device__ __forceinline__ void write_output(const Destination<T>& to, int group
       for (int w = 0; w < 4; ++w) words[w] = to.pack_out(o(i + 4 * w + 2 * h), o(i + 4 * w + 2 * h + 1));
       transpose_words(words);
       if (row + 8 * h < to.rows) {
-        *reinterpret_cast<uint4*>(out + 8 * h * kLatentDim + i * 2) = make_uint4(words[0], words[1], words[2], words[3]);
+        *reinterpret_cast<uint4*>(out + 8 * h * to.row_stride() + i * 2) = make_uint4(words[0], words[1], words[2], words[3]);
       }
     }
   }

@@ -19,18 +19,18 @@ struct Consumer;
 template <class T>
 struct SharedMemory {
   alignas(1024) char ring[T::kStages * T::kStageBytes];  // KeyStage [kStages]
-  alignas(1024) char query[T::kQueryBytes];              // QueryChunk [kChunks]
+  alignas(1024) char query[T::kQueryBytes];              // QueryChunk [kTileChunks]
   uint4 probabilities[T::kWords / 4][kGroupThreads];  // the owner's of the last tile, for the same thread of the other
   float2 references[T::kQuads];                       // of that tile's P: rows r and r + 8
   float4 sums[2][kConsumerGroups][T::kQuads];         // at the end of every other piece: of P and of rounded P
-  Ring<T::kStages, false> keys;
+  Ring<T::kStages, false> keys;  // each instruction of the producer is waited for: patience took 3% of long calls
   Ring<1> queries;
   LengthQueue lengths;
 
   __device__ __forceinline__ void init_grants(int) {}
 };
 
-template <class Element_>
+template <class Element_, int kTileChunks_ = kChunks>
 struct Traits {
   using Element = Element_;
   using Consumer = query_major::Consumer<Traits>;
@@ -38,7 +38,6 @@ struct Traits {
   static constexpr int kRowTile = 64;
   static constexpr bool kFp8Cache = false;
   static constexpr bool kGathered = false;
-  static constexpr bool kClustered = false;
   static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
   static constexpr bool kHalvesSingleTiles = false;
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
@@ -51,7 +50,9 @@ struct Traits {
   using KeyStage = Element[kTileTokens][kChunkColumns];  // swizzled
   static constexpr int kStageBytes = sizeof(KeyStage);
   static constexpr int kChunksPerStage = 1;
-  static constexpr int kStagesPerTile = kChunks;
+  static constexpr int kTileChunks = kTileChunks_;
+  static constexpr int kRopeStages = kTileChunks - kValueChunks;  // the first of a tile, or none
+  static constexpr int kStagesPerTile = kTileChunks;
   static constexpr int kStages = kConsumerGroups * kStagesPerTile;
   static constexpr int kStageReleases = kWarpsPerGroup;
   static constexpr int kTilesAlone = 0;
@@ -61,13 +62,13 @@ struct Traits {
   // added up in this order, which follows from the tile's place i in its piece, so that no bit depends on other requests.
   __host__ __device__ static constexpr int first_half(int i) { return i % kConsumerGroups; }
   __host__ __device__ static constexpr int first_chunk(int stage, int i) {
-    return stage == 0 ? kValueChunks : (first_half(i) * kHalfChunks + stage - 1) % kValueChunks;
+    return stage < kRopeStages ? kValueChunks : (first_half(i) * kHalfChunks + stage - kRopeStages) % kValueChunks;
   }
 
   static constexpr auto kMajorK = cute::GMMA::Major::K;
   static constexpr auto kMajorMN = cute::GMMA::Major::MN;
   static constexpr int kOutputDims = kLatentDim / kConsumerGroups;
-  static constexpr int kFirstScores = 5;   // chunks of the first share of a tile's scores: rope and half of the value dims
+  static constexpr int kFirstScores = kRopeStages + kHalfChunks;  // chunks of the first share of a tile's scores: rope and half of the value dims
   static constexpr int kProductDims = 64;  // of one WGMMA
   static constexpr int kProducts = kOutputDims / kProductDims;
   using ScoreMma = decltype(cute::make_tiled_mma(
@@ -88,7 +89,7 @@ struct Traits {
   using Output = decltype(cute::partition_fragment_C(OutputMma{}, cute::Shape<cute::_64, cute::Int<kOutputDims>>{}));
 
   using QueryChunk = Element[kRowTile][kChunkColumns];  // swizzled
-  static constexpr int kQueryBytes = kChunks * sizeof(QueryChunk);
+  static constexpr int kQueryBytes = kTileChunks * sizeof(QueryChunk);
 
   struct CacheMaps {
     CUtensorMap chunks;  // (64 columns, tokens of a page, 9 column chunks, pages)

@@ -1,104 +1,73 @@
-// The row producers of sparse attention: warps that gather listed rows of the cache with cp.async, 16 bytes a lane, into the
-// key ring. One bulk copy a row is up to twice as slow.
+// The row producers of sparse attention: warps that bring listed rows of the caches into the key ring. Rows of bfloat16 are copied
+// with cp.async (one bulk copy a row is up to twice as slow), FP8 rows go through registers and become bfloat16: either way
+// consumers find chunks of [tokens x 64 columns] in WGMMA's swizzle.
 #pragma once
 
-#include "common/ptx.cuh"
-#include "decode/pieces.cuh"
-#include "decode/sparse/cache.h"
+#include "decode/sparse/dequantise.cuh"
+#include "decode/sparse/row_stream.cuh"
 #include "decode/sparse/validity.cuh"
 #include "decode/traits.h"
 
 namespace etap::sparse {
 
-// A warp copies eight rows at a time, four by each instruction: eight lanes a row, a line of 128 bytes each.
-constexpr int kOctetRows = 8;
-constexpr int kOctets = kTileTokens / kOctetRows;
+constexpr int kLineBytes = 128;  // of a chunk's row
 constexpr int kHalfRows = kOctetRows / 2;
-constexpr int kLineUnits = 8;
-constexpr int kLineBytes = kLineUnits * kUnitBytes;
+constexpr int kLineUnits = kLineBytes / kUnitBytes;
 
-// Octets are dealt to the warps in turn. A lane fetches one row of its warp's: lane 8k + j the j-th of its k-th octet, its
-// index two tiles before it is copied and its page one, so that neither is waited for.
-template <int kWarps>
-class RowFetcher {
+// Octets of a warp.
+template <class T>
+constexpr int kOctetsOf = kOctets / T::kGatherWarps;
+
+// Which rows of a tile there are, for its consumers. By the warp that brings them.
+template <class T>
+__device__ __forceinline__ void write_mask(TileMask& mask, uint32_t present) {
+  const int thread = anew(threadIdx.x), lane = thread % kWarpSize, warp = thread / kWarpSize % kWarpsPerGroup;
+  if (lane >= 2 * kOctetsOf<T>) return;
+  mask.fours[(warp + lane / 2 * T::kGatherWarps) * 2 + lane % 2] = present >> (lane * kHalfRows) & 15;
+}
+
+// Tells the consumers that their tiles have been begun, and that stages for merging are theirs: see load_kv.cuh. One lane of each
+// producer warp signals.
+template <class T>
+class TileGrants {
  public:
-  __device__ __forceinline__ RowFetcher(const GatheredCache& cache, int warp)
-      : cache_(cache), row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarps) * kOctetRows + threadIdx.x % kOctetRows) {}
-
-  __device__ __forceinline__ void begin(const Piece& piece) {
-    list_ = cache_.indices + piece.request * cache_.index_stride;
-    listed_ = row_ < kTileTokens ? piece.seq_len : 0;
-    table_ = nullptr;
-    if (cache_.block_table != nullptr) {
-      const int request = cache_.request_ids[piece.request];
-      if (uint32_t(request) < uint32_t(cache_.requests)) table_ = cache_.block_table + request * cache_.block_table_stride;
+  // The i-th tile of a piece.
+  __device__ __forceinline__ void grant_tile(typename T::SharedStorage& shared, int i) const {
+    if constexpr (T::kGrantsTiles) {
+      const uint32_t before = i % kConsumerGroups == 0 ? even_ : odd_;
+      ETAP_MARKED(rows_grant, shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups));
     }
-    index_ = fetch_index(piece.begin_tile);
-    next_index_ = fetch_index(piece.begin_tile + 1);
-    page_ = fetch_page(index_);
   }
 
-  // The next tile's row; null where the entry names none. Called by the whole warp with each tile in turn.
-  __device__ __forceinline__ const char* next(int tile) {
-    const char* row = nullptr;
-    if (uint32_t(page_) < uint32_t(cache_.pages)) {
-      row = cache_.data + page_ * cache_.page_stride + cache_.page_size.rem(index_) * cache_.row_stride;
+  // Stages lent to the consumers for merging their halves: granted, not filled. Nobody waits for them to be full, so that the
+  // grant must tell that all warps have passed them: one that has not would count in the stages' next round.
+  __device__ __forceinline__ void end_piece(typename T::SharedStorage& shared, RingPosition<T::kStages>& at, int tiles) {
+    if constexpr (T::kGrantsTiles) {
+      const bool elected = threadIdx.x % kWarpSize == 0;
+      for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
+        ETAP_MARKED(lent_room, shared.keys.acquire(at));
+        if (elected) ETAP_MARKED(lent_commit, shared.keys.commit(at));
+      }
+      even_ += (tiles + 1) / kConsumerGroups;
+      odd_ += tiles / kConsumerGroups;
+      if (elected) {
+        shared.granted[0].signal(even_);
+        shared.granted[1].signal(odd_);
+      }
+      ++even_;
+      ++odd_;
     }
-    index_ = next_index_;
-    page_ = fetch_page(index_);
-    next_index_ = fetch_index(tile + 2);
-    return row;
   }
 
  private:
-  __device__ __forceinline__ int fetch_index(int tile) const {
-    const int entry = tile * kTileTokens + row_;
-    return entry < listed_ ? list_[entry] : -1;
-  }
-
-  __device__ __forceinline__ int fetch_page(int index) const {
-    if (index < 0) return -1;
-    const int page = cache_.page_size.div(index);
-    if (cache_.block_table == nullptr) return uint32_t(index) < cache_.rows ? page : -1;
-    return table_ != nullptr && page < cache_.max_pages ? table_[page] : -1;
-  }
-
-  const GatheredCache& cache_;
-  const int row_;  // of a tile; behind its end: this lane has none
-  const int32_t* list_ = nullptr;
-  const int32_t* table_ = nullptr;  // of the token's request
-  int listed_ = 0;
-  int index_ = -1;
-  int next_index_ = -1;
-  int page_ = -1;
+  uint32_t even_ = 0, odd_ = 0;  // that consumers 0 and 1 got in earlier pieces
 };
 
-// A warp's rows of a tile, as its lanes hold them.
-struct WarpRows {
-  bool exists = false;  // this lane's row
-  uint64_t row = 0;     // where it begins; one that does not exist: where the cache begins, which is not read
-  uint32_t valid = 0;   // a bit a lane
-
-  WarpRows() = default;
-  __device__ __forceinline__ WarpRows(const char* row, const GatheredCache& cache)
-      : exists(row != nullptr), row(reinterpret_cast<uint64_t>(exists ? row : cache.data)),
-        valid(__ballot_sync(0xffffffff, exists)) {}
-
-  // The row that another lane holds. Called by the whole warp.
-  __device__ __forceinline__ uint64_t held_by(int lane) const { return __shfl_sync(0xffffffff, row, lane); }
-};
-
-// Half octets of a warp.
+// Rows of bfloat16: eight lanes take a line of 128 bytes of a row, one instruction four rows.
 template <class T>
-constexpr int kHalvesOf = 2 * kOctets / T::kGatherWarps;
-
-// The rows of a tile that a lane copies lines of, one of each half octet of its warp's, for chunks of [tokens x 64 columns]
-// each in WGMMA's swizzle.
-template <class T>
-class ChunkCopier {
+class LineCopier {
  public:
-  __device__ __forceinline__ ChunkCopier(const GatheredCache& cache, int warp)
-      : has_rope_(cache.row_bytes > kLatentDim * int(sizeof(typename T::Element))) {
+  __device__ __forceinline__ explicit LineCopier(int warp) {
     const int row = threadIdx.x % kWarpSize / kLineUnits, unit = threadIdx.x % kLineUnits;
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -112,88 +81,32 @@ class ChunkCopier {
     const int row = threadIdx.x % kWarpSize / kLineUnits;
     CUTE_UNROLL
     for (int i = 0; i < kHalves; ++i) {
-      from_[i] = rows.held_by(i * kHalfRows + row) + threadIdx.x % kLineUnits * kUnitBytes;
+      from_[i] = rows.row_of(i * kHalfRows + row) + threadIdx.x % kLineUnits * kUnitBytes;
     }
-    valid_ = rows.valid >> row;
+    present_ = rows.present >> row;
   }
 
-  // Copies chunks that follow each other in the rows and in shared memory, from this address on. The last of a run may be
-  // rope.
-  template <int kRunChunks, bool kRope>
+  // Copies chunks that follow each other in the rows and in shared memory, from this address on.
+  template <int kRunChunks>
   __device__ __forceinline__ void copy(int first_chunk, uint32_t target) const {
     CUTE_UNROLL
     for (int i = 0; i < kHalves; ++i) {
       const uint64_t from = from_[i] + first_chunk * kLineBytes;
       const uint32_t to = target + places_[i % 2] + i / 2 * T::kGatherWarps * kOctetRows * kLineBytes;
-      const bool exists = valid_ >> (i * kHalfRows) & 1;
+      const bool exists = present_ >> (i * kHalfRows) & 1;
       CUTE_UNROLL
       for (int c = 0; c < kRunChunks; ++c) {
-        const bool within = !kRope || c < kRunChunks - 1 || has_rope_;
-        ptx::copy_async_16(to + c * kTileTokens * kLineBytes, from + c * kLineBytes, exists && within);
+        ptx::copy_async_16(to + c * kTileTokens * kLineBytes, from + c * kLineBytes, exists);
       }
     }
   }
 
  private:
-  static constexpr int kHalves = kHalvesOf<T>;
+  static constexpr int kHalves = 2 * kOctetsOf<T>;
 
-  const bool has_rope_;  // otherwise its columns are zeros
-  int places_[2];        // in a chunk, of the warp's first octet's halves
+  int places_[2];  // in a chunk, of the warp's first octet's halves
   uint64_t from_[kHalves];
-  uint32_t valid_ = 0;  // bit 4i: the i-th of them
-};
-
-// The same for whole rows as they are. Eight lanes take the five lines of 128 bytes of the cache in which a row begins, those
-// before its beginning what lies in the sixth; so no sector is fetched twice. The 41st unit comes from the lanes that hold the
-// rows.
-template <class T>
-class RowCopier {
- public:
-  __device__ __forceinline__ RowCopier(const GatheredCache& cache, int warp)
-      : row_bytes_(cache.row_bytes),
-        lane_(anew(threadIdx.x % kWarpSize)),
-        offset_(lane_ % kLineUnits * kUnitBytes),
-        place_((warp * kOctetRows + lane_ / kLineUnits) * T::kRowBytes),
-        own_place_(((warp + lane_ / kOctetRows * T::kGatherWarps) * kOctetRows + lane_ % kOctetRows) * T::kRowBytes) {}
-
-  __device__ __forceinline__ void take(const WarpRows& rows) { rows_ = rows; }
-
-  // Called by the whole warp.
-  template <int, bool>
-  __device__ __forceinline__ void copy(int, uint32_t tile) const {
-    const int row = lane_ / kLineUnits;
-    const uint32_t valid = rows_.valid >> row;
-    CUTE_UNROLL
-    for (int i = 0; i < kHalves; ++i) {
-      const uint64_t from = rows_.held_by(i * kHalfRows + row);
-      const uint32_t to = tile + place_ + (i / 2 * T::kGatherWarps * kOctetRows + i % 2 * kHalfRows) * T::kRowBytes;
-      const bool exists = valid >> (i * kHalfRows) & 1;
-      const int begin = offset_ - int(from % kLineBytes);  // of this lane's unit of the first line, in the row
-      CUTE_UNROLL
-      for (int line = 0; line < kLines; ++line) {
-        const int at = line == 0 && begin < 0 ? begin + kLast : begin + line * kLineBytes;
-        // Units of the second to fourth line are latent columns.
-        const bool within = (line > 0 && (line + 1) * kLineBytes <= kLatentDim) || at < row_bytes_;
-        ptx::copy_async_16(to + at, from + at, exists && within);
-      }
-    }
-    if (lane_ < kHalves * kHalfRows) {
-      ptx::copy_async_16(tile + own_place_ + kLast, rows_.row + kLast, rows_.exists && kLast < row_bytes_);
-    }
-  }
-
- private:
-  static constexpr int kLines = T::kRowBytes / kLineBytes;
-  static constexpr int kLast = kLines * kLineBytes;  // where the last unit begins
-  static constexpr int kHalves = kHalvesOf<T>;
-  static_assert(T::kRowBytes == kLast + kUnitBytes);
-
-  const int row_bytes_;  // units behind them are zeros
-  const int lane_;
-  const int offset_;     // of this lane, in a line
-  const int place_;      // in a tile, of the row of the warp's first four that this lane copies
-  const int own_place_;  // of the row that this lane holds
-  WarpRows rows_;
+  uint32_t present_ = 0;  // bit 4i: the i-th of them
 };
 
 // Tiles of a partition from which on a call is taken for a prompt's: its tokens name the same rows again and again, which then
@@ -201,73 +114,172 @@ class RowCopier {
 constexpr int kPromptTiles = 256;
 
 template <class T>
-__device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, const DecodeParams& params,
-                                          const GatheredCache& cache, int partition, int warp) {
-  static_assert(kOctets % T::kGatherWarps == 0);
-  const int lane = threadIdx.x % kWarpSize;
-  const int four = (warp + lane / 2 * T::kGatherWarps) * 2 + lane % 2;  // rows whose bits of the mask this lane writes
+__device__ __forceinline__ void copy_rows(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
+                                          int warp) {
+  const bool elected = threadIdx.x % kWarpSize == 0;
   const uint32_t ring = cute::cast_smem_ptr_to_uint(shared.ring);
   constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   // In a smaller ring, as at 64 rows, holding back gains nothing; and a late warp would wait for a round of a stage that the
   // others fill again already.
-  constexpr bool kHoldsBack = T::kRowTile < 64 && T::kStages >= 2 * kStagesInFlight;
+  const bool holds_back = T::kRowTile < 64 && T::kStages >= 2 * kStagesInFlight && params.sparse.partition_tiles < kPromptTiles;
   RingPosition<T::kStages> at;
-  uint32_t even = 0, odd = 0;  // grants that consumers 0 and 1 got in earlier pieces
-  RowFetcher<T::kGatherWarps> fetcher(cache, warp);
-  std::conditional_t<T::kFp8Cache, RowCopier<T>, ChunkCopier<T>> copier(cache, warp);
-  typename T::Walk walk(params, partition);
-  while (!walk.done()) {
-    const Piece piece = walk.next();
-    if (piece.tiles() == 0) continue;
-    fetcher.begin(piece);
-    for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile) {
-      const int i = tile - piece.begin_tile;
-      const WarpRows rows(fetcher.next(tile), cache);
-      copier.take(rows);
-      cute::for_each(cute::make_seq<T::kRuns>{}, [&](auto run) {
-        constexpr int kBegin = T::run_begin(run), kRunStages = T::run_begin(run + 1) - kBegin;
-        // No more in flight than wanted; room in the ring.
-        if (kHoldsBack && params.partition_tiles < kPromptTiles) shared.keys.wait(at.behind(kStagesInFlight));
+  TileGrants<T> grants;
+  RowStream<T::kGatherWarps> stream(params, partition, warp);
+  LineCopier<T> copier(warp);
+  int i = 0;  // of the piece's tiles
+  for (WarpRows rows = stream.next(); rows.is_tile; rows = stream.next()) {
+    copier.take(rows);
+    cute::for_each(cute::make_seq<T::kRuns>{}, [&](auto run) {
+      constexpr int kRun = decltype(run)::value;
+      constexpr int kBegin = T::run_begin(kRun), kRunStages = T::run_begin(kRun + 1) - kBegin;
+      // No more in flight than wanted; room in the ring.
+      if (holds_back) shared.keys.wait(at.behind(kStagesInFlight));
+      CUTE_UNROLL
+      for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_room, shared.keys.acquire(at.ahead(s)));
+      if (kBegin == 0) write_mask<T>(shared.valid[at.stage], rows.present);
+      copier.template copy<kRunStages * T::kChunksPerStage>(T::first_chunk(kBegin, i), ring + at.stage * T::kStageBytes);
+      // A stage is full when the copies of all lanes are there, which each of them counts, and the warps say so.
+      CUTE_UNROLL
+      for (int s = 0; s < kRunStages; ++s) {
+        ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at.ahead(s))));
+      }
+      __syncwarp();
+      if (elected) {
         CUTE_UNROLL
-        for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_room, shared.keys.acquire(at.ahead(s)));
-        if (kBegin == 0 && four < kTileTokens / kHalfRows) {
-          shared.valid[at.stage].fours[four] = rows.valid >> (lane * kHalfRows) & 15;
+        for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_commit, shared.keys.commit(at.ahead(s)));
+        if (kBegin == 0) grants.grant_tile(shared, i);
+      }
+      at.advance(kRunStages);
+    });
+    if (rows.last) grants.end_piece(shared, at, i + 1);
+    i = rows.last ? 0 : i + 1;
+  }
+}
+
+// FP8 rows. A warp holds T::kHeldOctets of its octets in registers; what becomes columns of this tile makes room for the same
+// columns of the octets behind it, which are then on their way. Format: what a lane holds of a row.
+template <class T, class Format>
+class Dequantiser {
+ public:
+  __device__ __forceinline__ Dequantiser(typename T::SharedStorage& shared, const DecodeParams& params, int partition, int warp)
+      : shared_(shared),
+        stream_(params, partition, warp),
+        place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + Format::row()) * kLineBytes) {
+    tile_ = stream_.next();
+    aim(0);
+    cute::for_each(cute::make_seq<T::kTileChunks>{}, [&](auto chunk) { load<decltype(chunk)::value>(); });
+  }
+
+  __device__ __forceinline__ bool done() const { return !tile_.is_tile; }
+
+  // Brings the next tile, its piece's i-th, into the ring; whether it is the piece's last.
+  __device__ __forceinline__ bool fill(RingPosition<T::kStages>& at, int i, const TileGrants<T>& grants) {
+    constexpr int kSteps = kOctetsOf<T> / T::kHeldOctets;
+    const uint32_t present = tile_.present;
+    const bool last = tile_.last;
+    cute::for_each(cute::make_seq<kSteps>{}, [&](auto step) {
+      constexpr int kStep = decltype(step)::value;
+      // The octets behind these: of this tile, or the first of the next one.
+      if (kStep == kSteps - 1) tile_ = stream_.next();
+      aim((kStep + 1) % kSteps * T::kHeldOctets);
+      cute::for_each(cute::make_seq<T::kStagesPerTile>{}, [&](auto stage) {
+        constexpr int kStage = decltype(stage)::value;
+        const auto to = at.ahead(kStage);
+        if (kStep == 0) ETAP_MARKED(rows_room, shared_.keys.acquire(to));
+        if (kStep == 0 && kStage == 0) write_mask<T>(shared_.valid[to.stage], present);
+        convert_stage<kStep * T::kHeldOctets, kStage>(to.stage, i);
+        if (kStep == kSteps - 1) {
+          ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());  // these writes, for WGMMA
+          __syncwarp();
+          if (cute::elect_one_sync()) ETAP_MARKED(rows_commit, shared_.keys.commit(to));
         }
-        copier.template copy<kRunStages * T::kChunksPerStage, run == T::kRopeRun>(T::first_chunk(kBegin, i),
-                                                                                 ring + at.stage * T::kStageBytes);
-        // A stage is full when the copies of all lanes are there, which each of them counts, and the warps say so.
-        CUTE_UNROLL
-        for (int s = 0; s < kRunStages; ++s) {
-          ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at.ahead(s))));
-        }
-        __syncwarp();
-        if (lane == 0) {
-          CUTE_UNROLL
-          for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_commit, shared.keys.commit(at.ahead(s)));
-          if constexpr (T::kGrantsTiles) {
-            const uint32_t before = i % kConsumerGroups == 0 ? even : odd;
-            if (kBegin == 0) ETAP_MARKED(rows_grant, shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups));
-          }
-        }
-        at.advance(kRunStages);
+        if (kStep == 0 && kStage == 0 && cute::elect_one_sync()) grants.grant_tile(shared_, i);
       });
+    });
+    at.advance(T::kStagesPerTile);
+    return last;
+  }
+
+ private:
+  // Takes the octets from `first` on for those that are loaded next: their scales at once. Called by the whole warp.
+  __device__ __forceinline__ void aim(int first) {
+    CUTE_UNROLL
+    for (int o = 0; o < T::kHeldOctets; ++o) {
+      const int holder = (first + o) * kOctetRows + Format::row();
+      from_[o] = tile_.row_of(holder) + Format::lane() * kUnitBytes;
+      present_[o] = tile_.present >> holder & 1;
+      held_[o].advance_scales(present_[o], from_[o], tile_.scales_of(holder));
     }
-    if constexpr (T::kGrantsTiles) {
-      // Stages lent to the consumers for merging their halves: granted, not filled. Nobody waits for them to be full, so that
-      // the grant must tell that all warps have passed them: one that has not would count in the stages' next round.
-      for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
-        ETAP_MARKED(lent_room, shared.keys.acquire(at));
-        if (lane == 0) ETAP_MARKED(lent_commit, shared.keys.commit(at));
+  }
+
+  template <int kChunk>
+  __device__ __forceinline__ void load() {
+    CUTE_UNROLL
+    for (int o = 0; o < T::kHeldOctets; ++o) held_[o].template load<kChunk>(present_[o], from_[o]);
+  }
+
+  // The chunks of a stage. At 64 rows which these are depends on the tile's place in its piece.
+  template <int kFirstOctet, int kStage>
+  __device__ __forceinline__ void convert_stage(int stage, int i) {
+    cute::for_each(cute::make_seq<T::kChunksPerStage>{}, [&](auto chunk) {
+      constexpr int kChunk = decltype(chunk)::value;
+      constexpr int kEven = T::first_chunk(kStage, 0) + kChunk, kOdd = T::first_chunk(kStage, 1) + kChunk;
+      const uint32_t to = place_ + stage * T::kStageBytes + kChunk * kTileTokens * kLineBytes;
+      if (kEven == kOdd || i % kConsumerGroups == 0) {
+        convert<kFirstOctet, kEven>(to);
+      } else {
+        convert<kFirstOctet, kOdd>(to);
       }
-      even += (piece.tiles() + 1) / kConsumerGroups;
-      odd += piece.tiles() / kConsumerGroups;
-      if (lane == 0) {
-        shared.granted[0].signal(even);
-        shared.granted[1].signal(odd);
+    });
+  }
+
+  template <int kFirstOctet, int kChunk>
+  __device__ __forceinline__ void convert(uint32_t target) {
+    CUTE_UNROLL
+    for (int o = 0; o < T::kHeldOctets; ++o) {
+      uint4 columns[2];
+      held_[o].template columns<kChunk>(columns);
+      held_[o].template load<kChunk>(present_[o], from_[o]);
+      CUTE_UNROLL
+      for (int half = 0; half < 2; ++half) {
+        const int unit = Format::template unit<kChunk>(half) ^ swizzle<kLineBytes>(Format::row());
+        ptx::store_shared(target + (kFirstOctet + o) * T::kGatherWarps * kOctetRows * kLineBytes + unit * kUnitBytes, columns[half]);
       }
-      ++even;
-      ++odd;
     }
+  }
+
+  typename T::SharedStorage& shared_;
+  RowStream<T::kGatherWarps> stream_;
+  const uint32_t place_;  // of this lane's row of the warp's first octet, in the first stage
+  WarpRows tile_;         // whose octets are loaded
+  uint64_t from_[T::kHeldOctets];
+  bool present_[T::kHeldOctets];
+  Format held_[T::kHeldOctets];
+};
+
+template <class T, class Format>
+__device__ __forceinline__ void dequantise_rows(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
+                                                int warp) {
+  RingPosition<T::kStages> at;
+  TileGrants<T> grants;
+  Dequantiser<T, Format> rows(shared, params, partition, warp);
+  int i = 0;  // of the piece's tiles
+  while (!rows.done()) {
+    const bool last = rows.fill(at, i, grants);
+    if (last) grants.end_piece(shared, at, i + 1);
+    i = last ? 0 : i + 1;
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, const DecodeParams& params, int partition, int warp) {
+  static_assert(kOctets % T::kGatherWarps == 0);
+  constexpr bool kRope = T::kTileChunks > kValueChunks;
+  switch (params.sparse.format) {
+    case RowFormat::kBFloat16: return copy_rows<T>(shared, params, partition, warp);
+    case RowFormat::kScaledFp8: return dequantise_rows<T, ScaledRow<kRope>>(shared, params, partition, warp);
+    case RowFormat::kPageScaledFp8:
+      if constexpr (!kRope) return dequantise_rows<T, PageScaledRow>(shared, params, partition, warp);
   }
 }
 

@@ -27,17 +27,16 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
     const int row = first + warp;
     const int head = row_group * T::kRowTile + row;
     const bool exists = head < params.heads;  // rows of the tile behind the last one are zeros
-    const bool has_rope = exists && params.q_rope != nullptr;
     const Element* latent = exists ? q + head * params.q_stride_head : q;
-    const Element* rope = has_rope ? q_rope + head * params.q_rope_stride_head : q;
+    const Element* rope = exists ? q_rope + head * params.q_rope_stride_head : q;
     const int unit = lane % kUnitsPerChunk ^ swizzle<kChunkColumns * sizeof(Element)>(row);
     const uint32_t to = target + (row * kUnitsPerChunk + unit) * kUnitBytes;
     CUTE_UNROLL
     for (int u = 0; u < kLatentUnits; u += kWarpSize) {
       ptx::copy_async_16(to + u / kUnitsPerChunk * kChunkBytes, reinterpret_cast<uint64_t>(latent + u * kUnitColumns), exists);
     }
-    if (lane < kUnitsPerChunk) {
-      ptx::copy_async_16(to + kValueChunks * kChunkBytes, reinterpret_cast<uint64_t>(rope), has_rope);
+    if (T::kTileChunks > kValueChunks && lane < kUnitsPerChunk) {
+      ptx::copy_async_16(to + kValueChunks * kChunkBytes, reinterpret_cast<uint64_t>(rope), exists);
     }
   }
   cute::cp_async_wait<0>();

@@ -1,40 +1,48 @@
-// Sparse attention over rows of bfloat16: the dense kernels, with another way for the cache into shared memory.
+// Sparse attention: the dense kernels for bfloat16, with another way for the cache into shared memory.
 #pragma once
 
 #include "decode/query_major/traits.h"
-#include "decode/sparse/cache.h"
 #include "decode/sparse/validity.cuh"
+#include "decode/sparse/walk.cuh"
 #include "decode/transposed/traits.h"
 
 namespace etap::sparse {
 
+struct NoMaps {};
+
 // The traits of a dense kernel, and its consumer and shared memory for those made of them.
-template <class Dense, template <class> class DenseConsumer, template <class> class DenseMemory, bool kClustered_>
+template <class Dense, template <class> class DenseConsumer, template <class> class DenseMemory>
 struct GatheredTraits : Dense {
+  using Dense::kRowTile, Dense::kTileChunks;
   static constexpr bool kGathered = true;
-  static constexpr Registers registers(bool) { return {168, 40, 232}; }
   static constexpr bool kHalvesSingleTiles = false;
-  static constexpr bool kClustered = kClustered_;
   static constexpr int kGatherWarps = 4;  // the consumers gather the queries
-  // Stages of a tile that are filled together, chunks that follow each other in a row: the r-th run's begin.
-  static constexpr int kRuns = 3;
-  static constexpr int kRopeRun = Dense::kRowTile == 64 ? 0 : kRuns - 1;
-  static constexpr int run_begin(int r) {
-    if constexpr (Dense::kRowTile == 64) return r == 0 ? 0 : 1 + (r - 1) * Dense::kHalfChunks;
-    return r;
+  // Producers hold FP8 rows in registers: from 32 rows on one octet of a warp's two, for the consumers need more.
+  static constexpr int kHeldOctets = kRowTile <= 16 ? 2 : 1;
+  static constexpr bool kFitsLaunchRegisters = kRowTile <= 16;
+  static constexpr Registers registers(bool) {
+    return kRowTile <= 16 ? Registers{168, 200, 152} : kRowTile == 32 ? Registers{168, 104, 200} : Registers{168, 88, 208};
   }
-  using Walk = std::conditional_t<kClustered, ClusterWalk, EvenWalk>;
-  using CacheMaps = GatheredCache;
+  // Stages of a tile that rows of bfloat16 fill together, chunks that follow each other in a row: the r-th run's begin.
+  static constexpr bool kRope = kTileChunks > kValueChunks;
+  static constexpr int kRuns = kRope ? 3 : 2;
+  static constexpr int run_begin(int r) {
+    if constexpr (kRowTile == 64) return kRope ? (r == 0 ? 0 : 1 + (r - 1) * Dense::kHalfChunks) : r * Dense::kHalfChunks;
+    return r * (kRope ? 1 : 2);
+  }
+  using CacheMaps = NoMaps;
+  using Walk = TokenWalk;
   using Consumer = DenseConsumer<GatheredTraits>;
   struct SharedStorage : DenseMemory<GatheredTraits> {
     TileMask valid[Dense::kStages];  // of each tile, at its first stage
   };
 };
 
-template <int kRowTile, bool kClustered>
-using Traits = GatheredTraits<transposed::Traits<cutlass::bfloat16_t, kRowTile>, transposed::Consumer, transposed::SharedMemory,
-                              kClustered>;
+template <int kRowTile, int kTileChunks>
+using Traits = GatheredTraits<transposed::Traits<cutlass::bfloat16_t, kRowTile, kTileChunks>, transposed::Consumer,
+                              transposed::SharedMemory>;
+template <int kTileChunks>
 using WideTraits =
-    GatheredTraits<query_major::Traits<cutlass::bfloat16_t>, query_major::Consumer, query_major::SharedMemory, false>;
+    GatheredTraits<query_major::Traits<cutlass::bfloat16_t, kTileChunks>, query_major::Consumer, query_major::SharedMemory>;
 
 }  // namespace etap::sparse

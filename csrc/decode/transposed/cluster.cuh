@@ -7,6 +7,12 @@
 
 namespace etap::transposed {
 
+// Whether this CTA's piece is summed in a cluster.
+template <class T>
+__device__ __forceinline__ bool clustered() {
+  return T::kGathered && ptx::cluster_size() > 1;
+}
+
 constexpr int kTaskDims = 16;  // a task: 8 rows x 16 value dims, what a warp holds of a slice and column block
 
 // What a CTA shows the others of its piece, where its key ring was. Each has one piece and no tile behind it.
@@ -98,14 +104,14 @@ __device__ __forceinline__ void sum_parts(typename T::SharedStorage& shared, con
 
 // Called by both consumers, each of whose CTAs has left its part.
 template <class T>
-__device__ __forceinline__ void sum_cluster(typename T::SharedStorage& shared, const DecodeParams& params, int request,
+__device__ __forceinline__ void sum_cluster(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
                                             int row_group) {
   ETAP_MARKED(parts_meeting, ptx::cluster_arrive());
+  const int request = partition / ptx::cluster_size();
   switch (ptx::cluster_size()) {
     case 2: return sum_parts<T, 2>(shared, params, request, row_group);
     case 4: return sum_parts<T, 4>(shared, params, request, row_group);
-    case 8: return sum_parts<T, 8>(shared, params, request, row_group);
-    default: return sum_parts<T, 16>(shared, params, request, row_group);
+    default: return sum_parts<T, 8>(shared, params, request, row_group);
   }
 }
 

@@ -77,7 +77,9 @@ struct Consumer {
       merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
       keys.advance(kConsumerGroups * T::kMergeStages);
     }
-    if constexpr (T::kClustered) sum_cluster<T>(shared, params, partition, row_group);
+    if constexpr (T::kGathered) {
+      if (clustered<T>()) sum_cluster<T>(shared, params, partition, row_group);
+    }
   }
 
   // One tile: wait for K, S^T, softmax, O^T, release. `first` and `last`: of this consumer's in the piece.

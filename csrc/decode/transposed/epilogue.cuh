@@ -143,7 +143,7 @@ __device__ __forceinline__ void write_output(const Destination<T>& to, int first
     return;
   }
   const int lane = thread % kWarpSize;
-  auto* out = to.out + lane / 4 * kLatentDim + first_dim + thread / kWarpSize * 16 + lane_dim<T::kPairedDims>(lane);
+  auto* out = to.out + lane / 4 * to.row_stride() + first_dim + thread / kWarpSize * 16 + lane_dim<T::kPairedDims>(lane);
   const int rows = to.rows - lane / 4;
   CUTE_UNROLL
   for (int block = 0; block < kBlocks; ++block) {
@@ -156,7 +156,7 @@ __device__ __forceinline__ void write_output(const Destination<T>& to, int first
       const uint32_t first = transposed(0);
       const uint32_t second = transposed(1);
       const uint2 dims = neighbouring_dims<T::kPairedDims>(first, second);
-      if (rows > block * 8) *reinterpret_cast<uint2*>(out + block * 8 * kLatentDim + m * 64) = dims;
+      if (rows > block * 8) *reinterpret_cast<uint2*>(out + block * 8 * to.row_stride() + m * 64) = dims;
     }
   }
 }

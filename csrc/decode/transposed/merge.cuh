@@ -77,13 +77,14 @@ template <class T, int kGroup>
 __device__ __forceinline__ void finish_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
                                             const Destination<T>& to, const WarpFactors<T>& factors, OutputFragment<T>& ot) {
   take_half<T, kGroup>(shared, at, factors, ot);
-  if constexpr (T::kClustered) {
-    ETAP_MARKED(halves_meeting, event::halves_taken().sync());
-    show_half<T, kGroup>(shared, factors, ot);
-  } else {
-    write_output<T, T::kMergeSlices>(to, kGroup * kLatentDim / 2, kGroup * T::kMergeSlices, ot);
-    if (kGroup == 0) factors.write_lse(to);
+  if constexpr (T::kGathered) {
+    if (clustered<T>()) {
+      ETAP_MARKED(halves_meeting, event::halves_taken().sync());
+      return show_half<T, kGroup>(shared, factors, ot);
+    }
   }
+  write_output<T, T::kMergeSlices>(to, kGroup * kLatentDim / 2, kGroup * T::kMergeSlices, ot);
+  if (kGroup == 0) factors.write_lse(to);
 }
 
 // Finish a piece in whose place `at` of the ring both consumers have stages lent to them; `pieces` counts those finished
@@ -120,11 +121,10 @@ __device__ __forceinline__ void merge_and_write(typename T::SharedStorage& share
 // The same of a piece without tokens.
 template <class T>
 __device__ __forceinline__ void finish_empty(typename T::SharedStorage& shared, const Destination<T>& to) {
-  if constexpr (T::kClustered) {
-    show_nothing<T>(shared);
-  } else {
-    write_empty<T>(to);
+  if constexpr (T::kGathered) {
+    if (clustered<T>()) return show_nothing<T>(shared);
   }
+  write_empty<T>(to);
 }
 
 }  // namespace etap::transposed

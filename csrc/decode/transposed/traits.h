@@ -57,7 +57,7 @@ struct SharedMemory {
   // room.
   static_assert(T::kStageBytes % kSwizzlePeriod == 0);
   char ring[T::kStages * T::kStageBytes];                                                // KeyStage [kStages]
-  char query[(T::kQueryBytes + kSwizzlePeriod - 1) / kSwizzlePeriod * kSwizzlePeriod];  // QueryChunk [kChunks]
+  char query[(T::kQueryBytes + kSwizzlePeriod - 1) / kSwizzlePeriod * kSwizzlePeriod];  // QueryChunk [kTileChunks]
   // Two buffers a consumer: a warp may write the next P^T while a slower warp's product still reads this one.
   char probabilities[2 * kConsumerGroups * T::kProbabilityBytes];  // Probabilities [kConsumerGroups][2]
   // Two, for every other piece: one consumer may have finished the next piece while the other still reads.
@@ -65,10 +65,10 @@ struct SharedMemory {
   float maxima[kConsumerGroups * kWarpsPerGroup * T::kScoreColumns];  // of each warp, of one tile
   float factors[1][T::kScoreColumns];
   float score_scales[T::kFp8Cache ? T::kRowTile : 1];               // of each query row
-  Ring<T::kStages> keys;
+  Ring<T::kStages, !T::kGathered> keys;  // producers of lists have no registers for patience
   Ring<1> queries;
   LengthQueue lengths;
-  Turns<turns<T>()> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
+  Turns<turns<T>(), !T::kGathered> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
   __device__ __forceinline__ void init_grants(int signals) {
     if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);
@@ -81,8 +81,9 @@ struct SharedMemory {
 template <class T>
 struct Consumer;
 
-// A cache of the queries' own type, multiplied as it lies in shared memory.
-template <class Element_, int kRowTile_>
+// A cache of the queries' own type, multiplied as it lies in shared memory. kTileChunks: of a tile, those of value dims and, where
+// rows have one, rope.
+template <class Element_, int kRowTile_, int kTileChunks_ = kChunks>
 struct Traits : AlternateTiles<kRowTile_> {
   using Base = AlternateTiles<kRowTile_>;
   using Base::kRowTile, Base::kScoreColumns, Base::kSliceBytes, Base::kMergeSlices;
@@ -100,21 +101,21 @@ struct Traits : AlternateTiles<kRowTile_> {
   static constexpr bool kLeanCombination = kRowTile <= 16;
   static constexpr bool kFp8Cache = false;
   static constexpr bool kGathered = false;
-  static constexpr bool kClustered = false;
   static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
   static constexpr bool kPairedDims = false;
   static constexpr bool kHalvesSingleTiles = true;
 
   // Three chunks a stage (24 KB a copy) load faster than one.
-  static constexpr int kChunksPerStage = 3;
+  static constexpr int kTileChunks = kTileChunks_;
+  static constexpr int kChunksPerStage = kTileChunks == kChunks ? 3 : 2;
   using KeyStage = Element[kChunksPerStage][kTileTokens][kChunkColumns];  // swizzled
   static constexpr int kStageBytes = sizeof(KeyStage);
-  static constexpr int kStagesPerTile = kChunks / kChunksPerStage;
-  static constexpr int kStages = kRowTile == 32 ? 7 : 8;
+  static constexpr int kStagesPerTile = kTileChunks / kChunksPerStage;
+  static constexpr int kStages = kTileChunks == kChunks ? (kRowTile == 32 ? 7 : 8) : kRowTile == 32 ? 10 : 12;
   static constexpr int kTilesAlone = 0;
   static constexpr int kTileValueChunks = kValueChunks;  // 128 bytes of each token of a tile
   __host__ __device__ static constexpr int first_chunk(int stage, int) { return stage * kChunksPerStage; }
-  static_assert(kChunks % kChunksPerStage == 0);
+  static_assert(kTileChunks % kChunksPerStage == 0);
   static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
   static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
   static_assert(kConsumerGroups * kMergeStages <= kStages);
@@ -143,7 +144,7 @@ struct Traits : AlternateTiles<kRowTile_> {
 
   using QueryChunk = Element[kRowTile][kChunkColumns];        // swizzled
   using Probabilities = Probability[kRowTile][kTileTokens];  // swizzled
-  static constexpr int kQueryBytes = kChunks * sizeof(QueryChunk);
+  static constexpr int kQueryBytes = kTileChunks * sizeof(QueryChunk);
   static constexpr int kProbabilityBytes = sizeof(Probabilities);
 
   struct CacheMaps {

@@ -1,0 +1,159 @@
+// FP8 rows on their way through registers to bfloat16: what a lane holds of a row, and how it becomes columns of K.
+//
+// Four lanes share a row, a quarter of the columns of each chunk (64 columns) each. So a warp's store of 16 bytes a lane touches
+// all banks, with the swizzle of eight rows.
+#pragma once
+
+#include <cutlass/numeric_types.h>
+
+#include "common/ptx.cuh"
+#include "common/swizzle.cuh"
+#include "common/warp.cuh"
+#include "decode/traits.h"
+
+namespace etap::sparse {
+
+constexpr int kRowLanes = 4;
+
+// Two values of e4m3, bytes kFirst and kFirst + 1 of a word, as bfloat16 times 2^-120: exponent and mantissa are moved to where
+// bfloat16 has them.
+template <int kFirst>
+__device__ __forceinline__ uint32_t widen(uint32_t word) {
+  const uint32_t high = __byte_perm(word, 0, kFirst == 0 ? 0x1404 : 0x3424);  // each in the upper half of 16 bits
+  return (high & 0x80008000) | (high >> 4 & 0x07f007f0);
+}
+constexpr uint32_t kWidenedBias = 0x7b807b80;  // 2^120, twice
+
+// Bits of a byte of e4m3 that is NaN are 0x7f: the sum has the byte's upper bit then.
+__device__ __forceinline__ uint32_t nan_bits(const uint4& values) {
+  const auto bits = [](uint32_t word) { return (word & 0x7f7f7f7f) + 0x01010101; };
+  return (bits(values.x) | bits(values.y) | bits(values.z) | bits(values.w)) & 0x80808080;
+}
+constexpr uint32_t kNan = 0x7fff7fff;
+
+// A power of two, twice: what V4's 64 columns are multiplied with, exactly.
+struct PowerOfTwo {
+  uint32_t value;
+
+  // ue8m0; 0 is 2^-127, of which bfloat16 has a subnormal.
+  __device__ __forceinline__ explicit PowerOfTwo(uint32_t byte) : value(byte == 0 ? 0x00400040 : byte * 0x00800080) {}
+  __device__ __forceinline__ void make_nan() { value = kNan; }
+  __device__ __forceinline__ uint32_t times(uint32_t values) const { return ptx::mul_bf16x2(values, value); }
+};
+
+// A float32 scale as the sum of two bfloat16, each twice: the product with an element of e4m3 is rounded once, but for the last bit
+// of the smaller one's.
+struct SplitScale {
+  uint32_t high;
+  uint32_t low;
+
+  __device__ __forceinline__ explicit SplitScale(float scale) {
+    const cutlass::bfloat16_t rounded(scale);
+    high = pack<cutlass::bfloat16_t>(scale, scale);
+    const float rest = scale - float(rounded);
+    low = pack<cutlass::bfloat16_t>(rest, rest);
+  }
+  __device__ __forceinline__ void make_nan() { high = kNan; }
+  __device__ __forceinline__ uint32_t times(uint32_t values) const {
+    return ptx::fma_bf16x2(values, high, ptx::mul_bf16x2(values, low));
+  }
+};
+
+// 16 values of e4m3 times a scale, as 16 of bfloat16.
+template <class Scale>
+__device__ __forceinline__ void dequantise(const uint4& values, Scale scale, uint4 (&columns)[2]) {
+  if (nan_bits(values)) scale.make_nan();
+  const auto pair = [&](uint32_t widened) { return scale.times(ptx::mul_bf16x2(widened, kWidenedBias)); };
+  columns[0] = {pair(widen<0>(values.x)), pair(widen<2>(values.x)), pair(widen<0>(values.y)), pair(widen<2>(values.y))};
+  columns[1] = {pair(widen<0>(values.z)), pair(widen<2>(values.z)), pair(widen<0>(values.w)), pair(widen<2>(values.w))};
+}
+
+// A lane's quarter of a row: of kNopeChunks chunks of e4m3, a unit of each, and of one of 64 bfloat16 two. Rows are loaded from
+// where this lane's first unit begins; scales are those of the columns that are converted, and those of the row behind.
+template <int kNopeChunks_>
+struct QuarterRow {
+  static constexpr int kNopeChunks = kNopeChunks_;
+  static constexpr int kNopeBytes = kUnitBytes * kRowLanes;  // of a chunk
+
+  uint4 nope[kNopeChunks];
+  uint4 rope[2];
+
+  // The lane's place among those of its row, and its row's in an octet.
+  __device__ __forceinline__ static int lane() { return threadIdx.x % kRowLanes; }
+  __device__ __forceinline__ static int row() { return threadIdx.x % kWarpSize / kRowLanes; }
+  // Neighbouring rows take a chunk of bfloat16 from different halves on, so that a store touches all banks.
+  __device__ __forceinline__ static int rope_unit(int half) { return lane() + (row() + half) % 2 * kRowLanes; }
+
+  template <int kChunk>
+  __device__ __forceinline__ static constexpr int unit(int half) {
+    return kChunk < kNopeChunks ? 2 * lane() + half : rope_unit(half);
+  }
+
+ protected:
+  template <int kChunk, bool kRope>
+  __device__ __forceinline__ void load_values(bool present, uint64_t from, int rope_offset) {
+    if constexpr (kChunk < kNopeChunks) {
+      ptx::load_once_if(present, from + kChunk * kNopeBytes, nope[kChunk]);
+    } else if constexpr (kRope) {
+      const uint64_t rope_from = from + rope_offset;
+      const int half = row() % 2 * kRowLanes * kUnitBytes;
+      ptx::load_once_if(present, rope_from + half, rope[0]);
+      ptx::load_once_if(present, rope_from + (kRowLanes * kUnitBytes - half), rope[1]);
+    }
+  }
+};
+
+// V4: 448 e4m3 and 64 bfloat16; 7 powers of two, which lie apart.
+struct PageScaledRow : QuarterRow<(kLatentDim - kRopeDim) / kChunkColumns> {
+  uint2 scales;
+  uint2 next_scales = {};
+
+  __device__ __forceinline__ void advance_scales(bool present, uint64_t from, int32_t behind) {
+    scales = next_scales;
+    ptx::load_once_if(present, from - lane() * kUnitBytes + behind, next_scales);
+  }
+  template <int kChunk>
+  __device__ __forceinline__ void load(bool present, uint64_t from) {
+    load_values<kChunk, true>(present, from, kNopeChunks * kNopeBytes);
+  }
+
+  template <int kChunk>
+  __device__ __forceinline__ void columns(uint4 (&to)[2]) const {
+    if constexpr (kChunk < kNopeChunks) {
+      const uint32_t byte = __byte_perm(kChunk < 4 ? scales.x : scales.y, 0, 0x4440 + kChunk % 4);
+      dequantise(nope[kChunk], PowerOfTwo(byte), to);
+    } else {
+      to[0] = rope[0], to[1] = rope[1];
+    }
+  }
+};
+
+// V3.2: 512 e4m3, a float32 scale for each 128, of which a lane holds one, and 64 bfloat16 or none.
+template <bool kRope>
+struct ScaledRow : QuarterRow<kValueChunks> {
+  static constexpr int kRopeOffset = kLatentDim + kRowLanes * int(sizeof(float));
+
+  float scale;
+  float next_scale = 0.0f;
+
+  __device__ __forceinline__ void advance_scales(bool present, uint64_t from, int32_t) {
+    scale = next_scale;
+    ptx::load_once_if(present, from + kLatentDim - lane() * (kUnitBytes - int(sizeof(float))), next_scale);
+  }
+  template <int kChunk>
+  __device__ __forceinline__ void load(bool present, uint64_t from) {
+    load_values<kChunk, kRope>(present, from, kRopeOffset);
+  }
+
+  template <int kChunk>
+  __device__ __forceinline__ void columns(uint4 (&to)[2]) const {
+    if constexpr (kChunk < kNopeChunks) {
+      const float of_chunk = __shfl_sync(0xffffffff, scale, row() * kRowLanes + kChunk / 2);
+      dequantise(nope[kChunk], SplitScale(of_chunk), to);
+    } else {
+      to[0] = rope[0], to[1] = rope[1];
+    }
+  }
+};
+
+}  // namespace etap::sparse

@@ -1,0 +1,110 @@
+// How the work of sparse attention is divided. Shapes alone decide where a partition begins and ends in the sequence of tokens,
+// so that no schedule is built; a token's own counts decide which of its tiles that is, so that a wide list costs what its valid
+// entries cost. A token's bits therefore depend on shapes and on its own lists only.
+//
+// A partition decodes step_tokens / step_parts tokens: partition p those from p * step_tokens / step_parts on, in exact fractions.
+// A token's tiles are those of its first list and, behind them, those of its second; the share [a, b) / step_parts of a token
+// with n tiles is the tiles from a * n / step_parts to b * n / step_parts, rounded down. A share may hold no tile. All products
+// fit into 32 bits: the library refuses calls in which tokens or tiles times partitions do not.
+#pragma once
+
+#include "params.h"
+
+namespace etap::sparse {
+
+// The division among at most `partitions` partitions of tokens that have at most so many tiles each. Partitions that end where
+// tokens do, or cut each into equal pieces, are taken where they are no more than a tile longer than the shortest ones.
+__host__ __device__ constexpr TokenDivision divide(int64_t tokens, int64_t most_tiles, int64_t partitions) {
+  const int64_t all = tokens * most_tiles;
+  const int64_t used = all < 1 ? 1 : all < partitions ? all : partitions;
+  const int64_t least = (all + used - 1) / used;  // tiles of the longest partition
+  for (int64_t longer = least; all > 0 && longer <= least + 1; ++longer) {
+    if (longer % most_tiles == 0) {
+      const int64_t step = longer / most_tiles;
+      return {int32_t(tokens), int32_t((tokens + step - 1) / step), int32_t(step), 1};
+    }
+    if (most_tiles % longer == 0) {
+      const int64_t pieces = most_tiles / longer;
+      return {int32_t(tokens), int32_t(tokens * pieces), 1, int32_t(pieces)};
+    }
+  }
+  return {int32_t(tokens), int32_t(used), int32_t(tokens > 0 ? tokens : 1), int32_t(used)};
+}
+
+// The tokens that a partition meets: [first_token, end_token).
+__host__ __device__ constexpr int first_token(const TokenDivision& of, int partition) {
+  return partition * of.step_tokens / of.step_parts;
+}
+__host__ __device__ constexpr int end_token(const TokenDivision& of, int partition) {
+  const int end = ((partition + 1) * of.step_tokens + of.step_parts - 1) / of.step_parts;
+  return end < of.tokens ? end : of.tokens;
+}
+
+// The partitions that meet a token: pieces() of them from first_partition() on, whatever its counts.
+__host__ __device__ constexpr int first_partition(const TokenDivision& of, int token) {
+  return token * of.step_parts / of.step_tokens;
+}
+__host__ __device__ constexpr int pieces(const TokenDivision& of, int token) {
+  return ((token + 1) * of.step_parts - 1) / of.step_tokens - first_partition(of, token) + 1;
+}
+
+// Where a split token's partial result from a partition lies; those of its other pieces follow each other. A partition begins in
+// one token and ends in another, so that two slots a partition suffice.
+__host__ __device__ constexpr int first_slot(const TokenDivision& of, int token) { return 2 * first_partition(of, token); }
+__host__ __device__ constexpr int slot(const TokenDivision& of, int token, int partition) {
+  return first_partition(of, token) + partition;
+}
+
+// The tokens that may be split, in order: all where partitions are shorter than they are, none where partitions end with tokens,
+// else those in which a partition ends.
+__host__ __device__ constexpr int split_candidates(const TokenDivision& of) {
+  return of.step_tokens < of.step_parts ? of.tokens : of.step_tokens % of.step_parts == 0 ? 0 : of.partitions - 1;
+}
+__host__ __device__ constexpr int split_candidate(const TokenDivision& of, int i) {
+  return of.step_tokens < of.step_parts ? i : first_token(of, i + 1);
+}
+
+// Pieces of every token, all of them equal shares, one a partition; 0 where tokens do not have as many.
+__host__ __device__ constexpr int equal_pieces(const TokenDivision& of) {
+  return of.step_parts % of.step_tokens == 0 ? of.step_parts / of.step_tokens : 0;
+}
+
+struct TileRange {
+  int begin;
+  int end;
+
+  __host__ __device__ constexpr int size() const { return end - begin; }
+};
+
+// The tile of a token, of so many, at which the partitions before this one end.
+__host__ __device__ constexpr int end_tile(const TokenDivision& of, int token, int partition, int tiles) {
+  const int share = partition * of.step_tokens - token * of.step_parts;
+  const int within = share < 0 ? 0 : share < of.step_parts ? share : of.step_parts;
+  return within * tiles / of.step_parts;
+}
+
+// What a partition decodes of a token's so many tiles.
+__host__ __device__ constexpr TileRange tile_range(const TokenDivision& of, int token, int partition, int tiles) {
+  return {end_tile(of, token, partition, tiles), end_tile(of, token, partition + 1, tiles)};
+}
+
+// Entries of a token's list that count, and the tiles that they take.
+__host__ __device__ constexpr int entries(const RowList& list, int token) {
+  const int count = list.counts == nullptr ? list.width : list.counts[token];
+  return count < 0 ? 0 : count < list.width ? count : list.width;
+}
+__host__ __device__ constexpr int tiles_of(int entries) { return entries / kTileTokens + (entries % kTileTokens != 0); }
+
+// A token's two lists: the tiles of the first, and the entries of both.
+struct TokenLists {
+  int entries[2];
+
+  __host__ __device__ constexpr int first_tiles() const { return tiles_of(entries[0]); }
+  __host__ __device__ constexpr int tiles() const { return tiles_of(entries[0]) + tiles_of(entries[1]); }
+};
+
+__host__ __device__ constexpr TokenLists token_lists(const SparseParams& params, int token) {
+  return {{entries(params.lists[0], token), entries(params.lists[1], token)}};
+}
+
+}  // namespace etap::sparse

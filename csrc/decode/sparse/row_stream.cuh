@@ -1,0 +1,125 @@
+// Where the listed rows of a partition's tiles lie: indices and pages are read ahead, across the ends of lists and pieces.
+#pragma once
+
+#include "common/warp.cuh"
+#include "decode/roles.h"
+#include "decode/sparse/walk.cuh"
+
+namespace etap::sparse {
+
+// A warp copies eight rows at a time: an octet. Octets of a tile are dealt to the warps in turn.
+constexpr int kOctetRows = 8;
+constexpr int kOctets = kTileTokens / kOctetRows;
+
+// The rows of a tile that a warp copies, as its lanes hold them: lane 8k + j the j-th of its warp's k-th octet.
+struct WarpRows {
+  bool is_tile = false;  // else the last one has been passed
+  bool last = false;     // of its piece
+  uint64_t row = 0;      // where this lane's begins; where there is none: an address that is not read
+  int32_t scales = 0;    // of V4's rows: bytes from there to the row's scales
+  uint32_t present = 0;  // a bit a lane
+
+  // What another lane holds. Called by the whole warp.
+  __device__ __forceinline__ uint64_t row_of(int lane) const { return __shfl_sync(0xffffffff, row, lane); }
+  __device__ __forceinline__ int32_t scales_of(int lane) const { return __shfl_sync(0xffffffff, scales, lane); }
+};
+
+// The tiles of a partition in order, through all pieces, for the warp that copies each kWarps-th octet. An entry's index is read
+// two tiles before its row is wanted, and its page one, so that neither is waited for.
+template <int kWarps>
+class RowStream {
+ public:
+  __device__ __forceinline__ RowStream(const DecodeParams& params, int partition, int warp)
+      : params_(params.sparse),
+        walk_(params, partition),
+        row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarps) * kOctetRows + threadIdx.x % kOctetRows) {
+    find_tile();
+    fetch_index();
+    fetch_page();
+    fetch_index();
+  }
+
+  // The next tile's rows. Called by the whole warp; behind the last tile there are none.
+  __device__ __forceinline__ WarpRows next() {
+    WarpRows rows;
+    const RowList& list = params_.lists[paged_.list()];
+    const bool present = uint32_t(page_) < uint32_t(list.pages);
+    if (present) {
+      const int place = list.page_size.rem(paged_.index);
+      rows.row = reinterpret_cast<uint64_t>(list.rows + page_ * list.page_stride + place * list.row_stride);
+      if (params_.format == RowFormat::kPageScaledFp8) {
+        rows.scales = (list.page_size.divisor - place) * int32_t(list.row_stride) + place * kPageScaleBytes;
+      }
+    } else {
+      rows.row = reinterpret_cast<uint64_t>(params_.lists[0].rows);
+    }
+    rows.present = __ballot_sync(0xffffffff, present);
+    rows.is_tile = paged_.marks & kIsTile;
+    rows.last = paged_.marks & kLast;
+    fetch_page();
+    fetch_index();
+    return rows;
+  }
+
+ private:
+  // Marks of an entry's tile: it is of the second list, it is one, it is its piece's last.
+  static constexpr uint32_t kSecond = 1, kIsTile = 2, kLast = 4;
+  struct Entry {
+    int index = -1;
+    int request = 0;  // of the block table
+    uint32_t marks = 0;
+
+    __device__ __forceinline__ uint32_t list() const { return marks & kSecond; }
+  };
+
+  // To a tile that exists, or behind the last piece.
+  __device__ __forceinline__ void find_tile() {
+    while (tile_ >= end_tile_ && !walk_.done()) {
+      const Piece piece = walk_.next();
+      tile_ = piece.begin_tile;
+      end_tile_ = piece.end_tile;
+      token_ = piece.request;
+      request_ = params_.request_ids != nullptr ? params_.request_ids[token_] : 0;
+    }
+  }
+
+  __device__ __forceinline__ void fetch_index() {
+    const TokenLists& lists = walk_.lists();
+    const int first_tiles = lists.first_tiles();
+    const bool second = tile_ >= first_tiles, is_tile = tile_ < end_tile_;
+    listed_ = {-1, request_, (second ? kSecond : 0) | (is_tile ? kIsTile : 0) | (tile_ + 1 == end_tile_ ? kLast : 0)};
+    const int entry = (tile_ - (second ? first_tiles : 0)) * kTileTokens + row_;
+    const RowList& list = params_.lists[second];
+    if (row_ < kTileTokens && is_tile && entry < (second ? lists.entries[1] : lists.entries[0])) {
+      listed_.index = list.indices[token_ * list.index_stride + entry];
+    }
+    ++tile_;
+    find_tile();
+  }
+
+  __device__ __forceinline__ void fetch_page() {
+    paged_ = listed_;
+    page_ = -1;
+    const RowList& list = params_.lists[paged_.list()];
+    if (paged_.index < 0) return;
+    const int page = list.page_size.div(paged_.index);
+    if (list.block_table == nullptr) {
+      if (uint32_t(paged_.index) < list.row_count) page_ = page;
+    } else if (uint32_t(paged_.request) < uint32_t(list.requests) && page < list.max_pages) {
+      page_ = list.block_table[paged_.request * list.block_table_stride + page];
+    }
+  }
+
+  const SparseParams& params_;
+  TokenWalk walk_;
+  const int row_;  // of a tile; behind its end: this lane has none
+  int token_ = 0;
+  int request_ = 0;
+  int tile_ = 0;
+  int end_tile_ = 0;
+  Entry listed_;  // whose index was asked for last
+  Entry paged_;   // whose page was
+  int page_ = -1;
+};
+
+}  // namespace etap::sparse

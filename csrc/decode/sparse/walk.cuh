@@ -1,0 +1,44 @@
+// The pieces of a partition of sparse attention, as every role of a CTA walks them.
+#pragma once
+
+#include "decode/pieces.cuh"
+#include "decode/sparse/pieces.h"
+
+namespace etap::sparse {
+
+// Walks the tokens that a partition meets. A token's counts are read while the one before it is decoded.
+class TokenWalk {
+ public:
+  __device__ __forceinline__ TokenWalk(const DecodeParams& params, int partition)
+      : params_(params.sparse),
+        partition_(partition),
+        token_(first_token(params_.division, partition)),
+        end_token_(end_token(params_.division, partition)) {
+    if (!done()) next_ = token_lists(params_, token_);
+  }
+
+  __device__ __forceinline__ bool done() const { return token_ >= end_token_; }
+
+  __device__ __forceinline__ Piece next() {
+    lists_ = next_;
+    const TileRange tiles = tile_range(params_.division, token_, partition_, lists_.tiles());
+    const bool split = pieces(params_.division, token_) > 1;
+    const Piece piece{token_, 0, tiles.begin, tiles.end, split ? slot(params_.division, token_, partition_) : -1};
+    ++token_;
+    if (!done()) next_ = token_lists(params_, token_);
+    return piece;
+  }
+
+  // Of the token whose piece next() has returned.
+  __device__ __forceinline__ const TokenLists& lists() const { return lists_; }
+
+ private:
+  const SparseParams& params_;
+  const int partition_;
+  int token_;
+  const int end_token_;
+  TokenLists lists_ = {};
+  TokenLists next_ = {};
+};
+
+}  // namespace etap::sparse
