@@ -160,7 +160,7 @@ def build(case: Case) -> Problem:
         pages = room[:, : case.page_size, : pages.shape[2]]
     elif case.cache_layout == "headed":
         pages = pages.unsqueeze(2)
-    shape = sparse_decode_shape(case.heads, case.fp8)
+    shape = sparse_decode_shape(case.heads)
     tensors = dict(q=q, q_rope=q_rope, kv_cache=pages, **lists)
     tensors["sinks"] = torch.randn(case.heads, generator=generator) * 4 if case.sinks else None
     if case.sinks:
