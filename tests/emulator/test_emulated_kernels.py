@@ -117,6 +117,11 @@ def test_decode_from_an_fp8_cache(dtype, q_scale, heads, s_q, num_sms, fp8_math)
     verify(Case(LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, **types), seed=num_sms)
 
 
+@pytest.mark.parametrize("heads", [8, 16])
+def test_fp8_math_that_leaves_the_combination_room(heads):
+    verify(Case((130, 200), heads=heads, num_sms=100, **CACHES["fp8_math"]), early_loads=True)
+
+
 # As on an H20, in tiles of 16 rows: those of a token each, or of tokens that begin in one and end in another.
 @covering(1, {
     "page_size": [1, 64],
