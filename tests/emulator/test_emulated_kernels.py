@@ -55,11 +55,11 @@ def verify(case: Case, **how) -> None:
 
 # One CTA for all pieces; ranges that end inside of requests; more CTAs than most requests have tiles.
 @covering(1, {
-    "dtype, heads": [(dtype, heads) for dtype in ("bfloat16", "float16") for heads in HEADS],
+    "dtype, rows": [(dtype, rows) for dtype in ("bfloat16", "float16") for rows in HEADS],
     "s_q, num_sms": [(1, 1), (2, 2), (1, 5)],
 })  # fmt: skip
-def test_decode(dtype, heads, s_q, num_sms):
-    verify(Case(LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, dtype=dtype), seed=num_sms)
+def test_decode(dtype, rows, s_q, num_sms):
+    verify(Case(LENGTHS, heads=rows // s_q, s_q=s_q, num_sms=num_sms, dtype=dtype), seed=num_sms)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -101,9 +101,10 @@ def test_the_order_of_splits_does_not_depend_on_the_batch(lengths, heads, early_
     assert all(torch.equal(alone, among) for alone, among in zip(*results, strict=True))
 
 
-def test_requests_of_many_and_of_few_splits():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_requests_of_many_and_of_few_splits(dtype):
     """A block of the combination takes two at a time, or one whose splits its warps divide."""
-    verify(Case((2000, *(200,) * 15), heads=16, num_sms=46), seed=1)
+    verify(Case((2000, *(200,) * 15), heads=16, num_sms=46, dtype=dtype), seed=1)
 
 
 @covering(1, {
