@@ -44,28 +44,13 @@ LAB = {
     "bench": Program("etap_backend.lab.bench.command", "bench", "measure the kernels beside others"),
     "report": Program("etap_backend.lab.bench.show", "show", "tables and plots of benchmark results"),
     "plan": Program("etap_backend.lab.plan.command", "plan", "what fits on which GPUs, and what ETAP gains there"),
-    "estimate": Program("etap_backend.lab.plan.estimate_command", "main", "from a measured server to one on an H20"),
+    "estimate": Program("etap_backend.lab.estimate.command", "main", "from a measured server to one on an H20"),
     "e2e": Program("etap_backend.lab.e2e.command", "e2e", "serve a model with ETAP and other backends, and compare"),
     "e2e-report": Program("etap_backend.lab.e2e.report", "main", "tables and plots of e2e results"),
-    "offline": Program("etap_backend.lab.e2e.offline", "main", "vLLM's own latency and throughput, without a server"),
 }
 CHECKS = {
-    "answers": _check("answers", "greedy answers of a trained model, beside other backends"),
-    "fa3-mla": _check("fa3_mla", "FlashAttention-3's own test of its KV cache in MLA's sizes, on our call"),
-    "flashinfer-mla": _check("flashinfer_mla", "FlashInfer's own tests of paged MLA attention, on our wrapper"),
-    "flashmla-dense": _check("flashmla_dense", "FlashMLA's own tests of dense decoding, on our call"),
-    "flashmla-sparse": _check("flashmla_sparse", "FlashMLA's own tests of sparse decoding, on our call"),
-    "random-cases": _check("random_cases", "random calls against float64, each twice with the same bits"),
-    "sanitize": _check("sanitize", "the kernels under compute-sanitizer"),
-    "sglang-kit": _check("sglang_kit", "SGLang's own tests of sparse attention, with ETAP"),
-    "sglang-serve": _check("sglang_serve", "an SGLang server from start to answers"),
-    "sglang-sparse": _check("sglang_sparse", "sparse attention in SGLang, beside SGLang's own kernels"),
-    "soak": _check("soak", "a vLLM server under mixed load"),
-    "threshold": _check("vllm_threshold", "which prompts vLLM had better decode"),
-    "train-model": _check("train_model", "make the small model that the answers are checked with"),
-    "two-nodes": _check("two_nodes", "a server over two nodes"),
-    "upstream": _check("vllm_upstream", "vLLM's own tests of attention backends"),
-    "vllm-serve": _check("vllm_serve", "a vLLM server from start to answers"),
+    "answers": _check("answers", "what a model answers with ETAP and with other attention backends"),
+    "soak": _check("soak", "a server under minutes of mixed load"),
 }
 
 
@@ -106,7 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_argument("--seed", type=_integer(0, MAX_SEED), default=0, help=seed)
     for name, program in LAB.items():
         commands.add_parser(name, help=program.summary)
-    check = commands.add_parser("check", help="check engines and kernels on a GPU: etap check --help lists what")
+    check = commands.add_parser("check", help="check a server's answers, or soak it")
     checks = check.add_subparsers(dest="check", metavar="CHECK", required=True)
     for name, program in CHECKS.items():
         checks.add_parser(name, help=program.summary)

@@ -25,6 +25,8 @@ def _why_no_gpu() -> str | None:
 
 
 def pytest_configure(config):
+    # The CPU's problems are small: beside other programs a second thread is waited for longer than it computes.
+    torch.set_num_threads(1)
     if config.getoption("--require-gpu") and (reason := _why_no_gpu()):
         raise pytest.UsageError(f"a Hopper GPU is demanded: {reason}")
 

@@ -20,13 +20,12 @@ from typing import Annotated
 
 import typer
 
-from etap_backend.lab import results
+from etap_backend.lab import results, suites
 from etap_backend.lab.bench import report
 from etap_backend.lab.bench import rows as bench_rows
-from etap_backend.lab.checks import their_tests
 from etap_backend.lab.e2e import report as e2e_report
-from etap_backend.lab.e2e import rows as e2e_rows
-from etap_backend.lab.plan import estimates
+from etap_backend.lab.e2e import results_file as e2e_rows
+from etap_backend.lab.estimate import results_file as estimates
 from etap_backend.lab.results import Place
 
 ROOT = results.FOLDER.parent
@@ -38,7 +37,7 @@ KINDS: dict[str, Callable[[Path, Place], str]] = {
     "figures": lambda path, place: report.figures(bench_rows.read(path), place.rows),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.read(path), place.rows),
     "estimate": lambda path, place: estimates.markdown(path),
-    "tests": lambda path, place: their_tests.sentence(results.read_json(path)),
+    "tests": lambda path, place: suites.sentence(results.read_json(path)),
     "drop-in": lambda path, place: drop_in_sentences(bench_rows.read(path), place.rows),
 }
 

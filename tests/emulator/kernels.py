@@ -234,7 +234,7 @@ def run_decode(
     edit=None,
     **how,
 ) -> set[int]:
-    """Launch what the library does for a problem of etap_backend.lab.checks.cases; `out` and `lse` have the result.
+    """Launch what the library does for a problem of support.cases; `out` and `lse` have the result.
 
     Args:
         sources: where the kernels are taken from, and how they are changed (see emulator.ptx.Edit).

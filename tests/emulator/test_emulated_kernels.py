@@ -22,9 +22,9 @@ from kernels import covering
 
 from etap_backend import DecodeSchedule
 from etap_backend._library import library
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, Problem, Runner, build
-from etap_backend.lab.checks.compare import Truth, problems_with, truth
 from etap_backend.schedule import decode_shape
+from support.cases import SOFTMAX_SCALE, Case, Problem, Runner, build
+from support.compare import Truth, problems_with, truth
 
 pytestmark = kernels.NEEDS_COMPILER
 

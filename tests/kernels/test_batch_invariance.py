@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from etap_backend import DecodeSchedule, mla_decode
-from etap_backend.lab.checks.cases import LATENT, SOFTMAX_SCALE, Case, Problem, build
-from etap_backend.lab.checks.compare import check, truth
 from etap_backend.schedule import BATCH_INVARIANT_BYTES, decode_shape
+from support.cases import LATENT, SOFTMAX_SCALE, Case, Problem, build
+from support.compare import check, truth
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = {

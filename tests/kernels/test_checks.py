@@ -9,8 +9,8 @@ from refusals import REFUSALS, valid_call
 
 from etap_backend import DecodeSchedule, mla_decode, sparse_mla_decode, why_unsupported, why_unsupported_sparse
 from etap_backend._library import library
-from etap_backend.lab.checks.cases import Case, build, decode
-from etap_backend.lab.checks.compare import check, truth
+from support.cases import Case, build, decode
+from support.compare import check, truth
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from etap_backend import DecodeSchedule
-from etap_backend.lab.checks.cases import WILD_PAGES, Case, Guarded, Problem, build, decode
-from etap_backend.lab.checks.compare import check, truth
+from support.cases import WILD_PAGES, Case, Guarded, Problem, build, decode
+from support.compare import check, truth
 
 pytestmark = pytest.mark.gpu
 

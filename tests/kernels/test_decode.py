@@ -16,8 +16,8 @@ import torch
 from refusals import REFUSALS
 
 from etap_backend import DecodeSchedule, mla_decode
-from etap_backend.lab.checks.cases import LAWS, SOFTMAX_SCALE, Case, Runner, build, decode
-from etap_backend.lab.checks.compare import Truth, check, truth
+from support.cases import LAWS, SOFTMAX_SCALE, Case, Runner, build, decode
+from support.compare import Truth, check, truth
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 # A scale as engines calibrate it for keys of size 1: neither a power of two nor small enough to saturate.

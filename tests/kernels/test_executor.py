@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from etap_backend import DecodeSchedule, mla_decode
 from etap_backend.cpu import dense as cpu_dense
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build, decode
 from etap_backend.limits import LATENT_DIM
+from support.cases import SOFTMAX_SCALE, Case, build, decode
 
 
 def one_request(length: int, heads: int = 5, s_q: int = 1, dtype: str = "bfloat16"):

@@ -18,11 +18,11 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from etap_backend import why_unsupported
 from etap_backend.compat import _capture, flash_mla, plan, whole_rows
 from etap_backend.compat._capture import capture_id
-from etap_backend.lab.checks import sparse_compare
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE
-from etap_backend.lab.checks.sparse_cases import SparseCase
-from etap_backend.lab.checks.sparse_cases import build as build_sparse
 from etap_backend.schedule import CPU_SMS, decode_shape, sms_of
+from support import sparse_compare
+from support.cases import SOFTMAX_SCALE
+from support.sparse_cases import SparseCase
+from support.sparse_cases import build as build_sparse
 
 PAGE = DOCS / "flash_mla.md"
 

@@ -7,12 +7,12 @@ import torch
 
 from etap_backend import DecodeSchedule, sparse_workspace_floats
 from etap_backend._library import library
-from etap_backend.lab.checks import sanitize
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
-from etap_backend.lab.checks.sparse_cases import SparseCase
-from etap_backend.lab.checks.sparse_cases import build as build_sparse
 from etap_backend.schedule import decode_shape
 from etap_backend.sparse import sparse_decode_shape
+from qualify import sanitize
+from support.cases import SOFTMAX_SCALE, Case, build
+from support.sparse_cases import SparseCase
+from support.sparse_cases import build as build_sparse
 
 
 def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = None, early_loads: bool = False) -> list:

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE, Case, build
-from etap_backend.lab.checks.sparse_cases import COUNTS, HOLES, SparseCase
-from etap_backend.lab.checks.sparse_cases import build as build_sparse
 from etap_backend.reference import mla_decode_reference, named_rows, sparse_mla_decode_reference
+from support.cases import SOFTMAX_SCALE, Case, build
+from support.sparse_cases import COUNTS, HOLES, SparseCase
+from support.sparse_cases import build as build_sparse
 
 
 def contiguous_tokens(problem, request: int) -> torch.Tensor:

@@ -16,8 +16,8 @@ import torch
 from sparse_refusals import REFUSALS
 
 from etap_backend import sparse_mla_decode, sparse_workspace_floats
-from etap_backend.lab.checks.cases import LAWS, SOFTMAX_SCALE
-from etap_backend.lab.checks.sparse_cases import (
+from support.cases import LAWS, SOFTMAX_SCALE
+from support.sparse_cases import (
     CACHE_LAYOUTS,
     COUNTS,
     HOLES,
@@ -30,7 +30,7 @@ from etap_backend.lab.checks.sparse_cases import (
     build,
     decode,
 )
-from etap_backend.lab.checks.sparse_compare import check, truth
+from support.sparse_compare import check, truth
 
 both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 every_cache = pytest.mark.parametrize("cache", ["bf16", "fp8"])

@@ -8,8 +8,10 @@ import torch
 from etap_backend._library import library
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.cpu import sparse as cpu_sparse
-from etap_backend.lab.checks.cases import SOFTMAX_SCALE
-from etap_backend.lab.checks.sparse_cases import (
+from etap_backend.reference import sparse_mla_decode_reference
+from etap_backend.sparse import sparse_decode_shape, sparse_workspace_floats
+from support.cases import SOFTMAX_SCALE
+from support.sparse_cases import (
     CACHE_LAYOUTS,
     CACHES,
     COUNTS,
@@ -21,9 +23,7 @@ from etap_backend.lab.checks.sparse_cases import (
     build,
     decode,
 )
-from etap_backend.lab.checks.sparse_compare import problems_with, truth
-from etap_backend.reference import sparse_mla_decode_reference
-from etap_backend.sparse import sparse_decode_shape, sparse_workspace_floats
+from support.sparse_compare import problems_with, truth
 
 
 @pytest.mark.parametrize("partitions", [1, 2, 7, 66, 132])

@@ -7,15 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 import typer
 from fake_server import ANSWERING
 from typer.testing import CliRunner
 
-from etap_backend.lab.checks import answers as compare_answers
-from etap_backend.lab.checks import train_model, vllm_serve
+from etap_backend.lab.checks import answers, asked, known
 from etap_backend.lab.checks.agreement import answer_in
-from etap_backend.lab.checks.answers import ASKED, Variant
+from etap_backend.lab.checks.asked import ASKED, Variant
 from etap_backend.lab.provenance import Provenance
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.client import FailedRequest
@@ -55,14 +53,14 @@ def test_incomplete_answers_are_refused(values, forced, reason):
 
 def test_comparison_counts_equal_answers_and_shows_where_others_part():
     ours = [answer([1, 2, 3, 4]), answer([1, 2, 9, 4])]
-    result = compare_answers.compared(ours, [answer([1, 2, 3, 4]), answer([1, 2, 3, 4], gap=0.5)])
+    result = known.compared(ours, [answer([1, 2, 3, 4]), answer([1, 2, 3, 4], gap=0.5)])
     assert (result["equal"], result["prompts"], result["gaps_where_parted"]) == (1, 2, [0.5])
     assert result["tokens_before_parting"] == 6 / 8
 
 
 def test_perplexity_is_of_tokens_not_of_answers():
     answers = [answer([1], logprob=-2.0), answer([1, 2, 3], logprob=-1.0)]
-    assert compare_answers.perplexity(answers) == pytest.approx(math.exp(5 / 4))
+    assert known.perplexity(answers) == pytest.approx(math.exp(5 / 4))
 
 
 def test_counters_are_summed_over_their_labels():
@@ -88,9 +86,9 @@ def records(wrong=0, logprob=-0.1, counters=None, second="ETAP"):
 
 
 def failures(right, found):
-    known = {"recite": right}
-    servers = {" ".join(key): compare_answers.server_summary(record, known) for key, record in found.items()}
-    return compare_answers.judge(servers, compare_answers.pair_summaries(found, [backend for backend, _ in found]))
+    of_kind = {"recite": right}
+    servers = {" ".join(key): known.server_summary(record, of_kind) for key, record in found.items()}
+    return known.judge(servers, known.pair_summaries(found, [backend for backend, _ in found]))
 
 
 def test_equal_answers_pass_and_up_to_one_in_a_hundred_may_differ():
@@ -129,7 +127,7 @@ def test_another_backends_fp8_cache_is_reported_and_not_judged():
 
 
 def test_variants_have_their_names_flags_and_proof():
-    names = compare_answers.with_cache(["FLASHMLA", "ETAP", "TRITON_MLA"], "fp8")
+    names = asked.with_cache(["FLASHMLA", "ETAP", "TRITON_MLA"], "fp8")
     assert names == ["FLASHMLA", "ETAP+fp8", "ETAP+fp8+math", "FLASHMLA+fp8"]
     plain, etap, math, other = map(Variant.parse, names)
     assert plain == Variant("FLASHMLA") and etap == Variant("ETAP", "fp8") and math == Variant("ETAP", "fp8", True)
@@ -147,7 +145,7 @@ def test_variants_have_their_names_flags_and_proof():
 
 
 def test_layouts_are_etaps_and_their_ranks_share_a_cache_of_as_many_tokens():
-    names = compare_answers.on_gpus(["FLASHMLA", "ETAP", "ETAP+fp8+math"], ["tp2", "dcp4"])
+    names = asked.on_gpus(["FLASHMLA", "ETAP", "ETAP+fp8+math"], ["tp2", "dcp4"])
     assert names[3:] == ["ETAP@tp2", "ETAP+fp8+math@tp2", "ETAP@dcp4", "ETAP+fp8+math@dcp4"]
     assert Variant.parse(names[3]) == Variant("ETAP", tp=2)
     assert Variant.parse(names[-1]) == Variant("ETAP", "fp8", True, tp=4, dcp=4)
@@ -170,7 +168,7 @@ def test_what_is_no_layout_is_refused(text):
      ("ETAP+fp8@tp2", "FLASHMLA", True), ("ETAP+fp8@tp2", "FLASHMLA+fp8", False)],
 )  # fmt: skip
 def test_who_is_judged_by_whom(one, other, judged):
-    assert compare_answers.judged_by(one, other) == judged
+    assert Variant.parse(one).judged_by(Variant.parse(other)) == judged
 
 
 @pytest.mark.parametrize("second", ["ETAP@tp2", "ETAP@dcp2"])
@@ -201,8 +199,8 @@ def served_model(tmp_path, monkeypatch):
     vllm = type(ENGINES["vllm"])
     command = vllm.server
     monkeypatch.setattr(vllm, "server", lambda *of: [sys.executable, str(program), *command(*of)[1:]])
-    monkeypatch.setattr(compare_answers.gpus, "gpus", lambda: [None, None])
-    monkeypatch.setattr(compare_answers, "provenance", lambda *_, **__: Provenance.model_construct())
+    monkeypatch.setattr(answers.gpus, "gpus", lambda: [None, None])
+    monkeypatch.setattr(answers, "provenance", lambda *_, **__: Provenance.model_construct())
     return tmp_path
 
 
@@ -212,7 +210,7 @@ def test_one_run_compares_one_gpu_and_both_layouts(served_model, monkeypatch, fa
     output = served_model / "answers.json"
     arguments = [str(served_model), "--layouts", "tp2,dcp2", "--modes", "plain,mtp", "--output", str(output)]
     app = typer.Typer()
-    app.command()(compare_answers.main)
+    app.command()(answers.main)
     result = CliRunner().invoke(app, [*arguments, "--backends", "FLASHMLA,ETAP"])
     document = json.loads(output.read_text())
     servers = ["FLASHMLA", "ETAP", "ETAP@tp2", "ETAP@dcp2"]
@@ -226,9 +224,9 @@ def test_one_run_compares_one_gpu_and_both_layouts(served_model, monkeypatch, fa
 
 
 def test_layouts_want_as_many_gpus(served_model, monkeypatch):
-    monkeypatch.setattr(compare_answers.gpus, "gpus", lambda: [None])
+    monkeypatch.setattr(answers.gpus, "gpus", lambda: [None])
     app = typer.Typer()
-    app.command()(compare_answers.main)
+    app.command()(answers.main)
     arguments = [str(served_model), "--layouts", "tp2", "--output", str(served_model / "out/answers.json")]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2 and "--layouts: wanted 2 GPUs, this machine shows 1" in result.output
@@ -255,15 +253,6 @@ def test_logs_say_what_the_cache_is_and_holds():
     ]
 
 
-@pytest.mark.parametrize(
-    "cache, reference, fp8_math, rounds",
-    [("auto", "FLASHMLA", True, False), ("fp8", "FLASHMLA", False, True), ("fp8", "TRITON_MLA", False, False),
-     ("fp8_e4m3", "TRITON_MLA", True, True)],
-)  # fmt: skip
-def test_backends_that_round_queries_are_not_held_to_noise(cache, reference, fp8_math, rounds):
-    assert vllm_serve.rounds_queries(cache, reference, fp8_math) == rounds
-
-
 def test_a_run_that_proves_nothing_fails():
     assert any("preempted: wanted some" in line for line in failures(*records(counters={"preempted": 0.0})))
     assert any("prefix" in line for line in failures(*records(counters={"prefix tokens found": None})))
@@ -277,41 +266,12 @@ def test_a_run_that_proves_nothing_fails():
 SIZES = {("vllm", True): "100", ("vllm", False): "100", ("sglang", True): "6400", ("sglang", False): "51200"}
 
 
-@pytest.mark.parametrize("engine, mode", [(name, mode) for name, asked in ASKED.items() for mode in asked.modes])
+@pytest.mark.parametrize("engine, mode", [(name, mode) for name, of in ASKED.items() for mode in of.modes])
 def test_commands_name_backend_and_small_cache(engine, mode):
-    asked, backend = ASKED[engine], ASKED[engine].backends[1]
-    serving, flags = asked.serving(Path("model"), mode, Variant(backend)), asked.flags(mode, 6400, Variant(backend))
-    command = asked.engine.server("python", serving, backend, 8000, flags)
-    assert backend in command and SIZES[engine, mode == "plain"] in command and "256" in command
+    of, variant = ASKED[engine], Variant(ASKED[engine].backends[1])
+    serving, flags = of.serving("model", mode, variant, 256), of.flags(mode, 6400, variant)
+    command = of.engine.server("python", serving, variant.backend, 8000, flags)
+    assert variant.backend in command and SIZES[engine, mode == "plain"] in command and "256" in command
     assert any("speculative" in part for part in command) == (mode != "plain")
-    assert ("--logits-processors" in command) == (asked.forces and mode == "plain")
+    assert ("--logits-processors" in command) == (of.forces and mode == "plain")
     assert any("ngram" in part for part in command) == (mode == "ngram")
-
-
-def test_prompts_have_their_answers_and_share_prefixes():
-    by_heart, unseen = (train_model.Text(torch.randperm(20_000), passage=30_000, seed=1) for _ in range(2))
-    prompts = train_model.make_prompts(by_heart, unseen, known=8, open_ended=3, longest=2000)
-    assert [len(entries) for entries in prompts.values()] == [8, 8, 3]
-    tokens = by_heart.tokens.tolist()
-    for entry in prompts["recite"]:
-        begin = tokens.index(entry["prompt"][0])
-        assert tokens[begin:][: len(entry["prompt"]) + train_model.ANSWER_TOKENS] == entry["prompt"] + entry["answer"]
-    shorter, longer = (prompts["recite"][i]["prompt"] for i in (0, 1))
-    assert longer[: len(shorter)] == shorter
-    for entry in prompts["recall"]:
-        prompt, cue = entry["prompt"], [30_000, *entry["prompt"][-train_model.CUE_TOKENS :]]
-        first = next(i for i in range(len(prompt)) if prompt[i : i + len(cue)] == cue)
-        assert first + len(cue) < len(prompt) and prompt[first + len(cue) :][: len(entry["answer"])] == entry["answer"]
-        assert len(entry["answer"]) == train_model.ANSWER_TOKENS
-    a, b = (prompts["recall"][i]["prompt"] for i in (0, 1))
-    shared = -(train_model.CUE_TOKENS + 1)
-    assert a[:shared] == b[:shared] and len(a) >= 300
-    assert json.dumps(prompts)
-
-
-def test_recall_sequences_repeat_what_they_held():
-    text = train_model.Text(torch.arange(100_000), passage=100_001, seed=0)
-    sequence = text.recall(2048)
-    assert len(sequence) == 2048
-    tokens, counts = sequence.unique(return_counts=True)
-    assert (counts[tokens < 100_001] > 1).float().mean() > 0.1

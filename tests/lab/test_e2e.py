@@ -28,11 +28,12 @@ from typer.testing import CliRunner
 
 import etap_backend
 from etap_backend.lab import configs
-from etap_backend.lab.e2e import command, model, profiling, report, rows
-from etap_backend.lab.e2e import run as running
-from etap_backend.lab.e2e.rows import Document, Measured, Reading, Skipped
-from etap_backend.lab.e2e.run import Run
+from etap_backend.lab.e2e import command, model, profiling, report
+from etap_backend.lab.e2e import results_file as rows
+from etap_backend.lab.e2e import turns as running
+from etap_backend.lab.e2e.results_file import Document, Measured, Reading, Skipped
 from etap_backend.lab.e2e.scenario import Case, EngineScenario, Point, Scenario, Turn, cases_of, read_scenario, turns_of
+from etap_backend.lab.e2e.turns import Run
 from etap_backend.lab.serving.engines import ENGINES, Engine, Serving
 from etap_backend.lab.stopping import Stopped
 
@@ -89,7 +90,7 @@ def a_document(**changes) -> Document:
 def a_run(folder: Path, engine: Engine, document: Document, turns: list[Turn], deadline=None, points=None) -> Run:
     specific = EngineScenario(backends=["ETAP", "FLASHMLA"])
     points = points or POINTS
-    scenario = Scenario(title="t", model="m", gpus=2, points=points, vllm=specific, ready_seconds=60)
+    scenario = Scenario(title="t", model="m", gpus=2, points=points, vllm=specific, ready_seconds=600)
     console = Console(file=(folder / "screen.txt").open("a"), width=200)
     about = (engine, scenario, specific, SERVING, cases_of(points), turns, sys.executable, [])
     return Run(*about, folder / "out.json", document, deadline, console)
@@ -179,11 +180,10 @@ def test_the_host_is_timed_before_and_after_each_reading(run, monkeypatch):
     assert [reading.host_ms for reading in first.readings] == [(2.0, 3.0), (4.0, 5.0)]
 
 
-def test_the_hosts_loop_takes_longer_the_more_it_does(monkeypatch):
-    fast = running.host_ms()
-    monkeypatch.setattr(running, "HOST_LOOP_STEPS", 20 * running.HOST_LOOP_STEPS)
-    monkeypatch.setattr(running, "HOST_LOOPS", 1)
-    assert 0 < fast < running.host_ms() / 4
+def test_the_hosts_time_is_that_of_its_fastest_loop(monkeypatch):
+    readings = iter([0.0, 0.005, 1.0, 1.003, 2.0, 2.004, 3.0, 3.008, 4.0, 4.009])
+    monkeypatch.setattr(running, "time", SimpleNamespace(perf_counter=lambda: next(readings)))
+    assert running.host_ms() == 3.0
 
 
 def test_a_backend_that_does_not_start_does_not_stop_the_others(run):
@@ -304,15 +304,14 @@ def test_ctrl_c_ends_a_run_and_leaves_its_file_and_nothing_running(run, tmp_path
         "try:\n    finish(document, folder / 'out.json', made.console, True)\n"
         "except test_e2e.typer.Exit as end:\n    sys.exit(end.exit_code)\n"
     )
-    monkeypatch.setenv("ETAP_TEST_SECONDS", "30")
+    monkeypatch.setenv("ETAP_TEST_SECONDS", "3600")
     process = subprocess.Popen([sys.executable, str(program)], stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "loads.txt").exists() and time.monotonic() < deadline:
+        while not (tmp_path / "loads.txt").exists() and process.poll() is None:
             time.sleep(0.1)
         assert run.loads(), "the load generator was at work"
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=40)
+        _, said = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 2 and "stopped by SIGINT, before the first reading" in said and "Traceback" not in said

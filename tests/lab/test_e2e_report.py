@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
-from etap_backend.lab.e2e import report, rows
-from etap_backend.lab.e2e.rows import Document, Failed, Measured, Profile, Reading, Skipped
+from etap_backend.lab.e2e import report
+from etap_backend.lab.e2e import results_file as rows
+from etap_backend.lab.e2e.results_file import Document, Measured, Profile, Reading, Skipped
 
 RESULTS = Path(__file__).parents[2] / "results"
 ABOUT = {
@@ -78,24 +80,10 @@ def test_the_files_that_there_are_can_be_read_and_lose_nothing(path):
     assert len(read.rows) == len(old["rows"]) > 0
     for new, row in zip(read.model_dump(mode="json")["rows"], old["rows"], strict=True):
         row.pop("tokens_per_second_per_gpu", None)
-        if "skipped" in row:
-            row["reason"] = row.pop("skipped")
-            assert row.pop("readings") == []
         assert row.items() <= new.items()
     again = Document.model_validate_json(read.model_dump_json())
     assert again == read, "a file of the new form is read as it was written"
     assert report.markdown(read)
-
-
-def test_a_row_of_an_old_file_has_the_state_that_its_keys_tell():
-    old = [
-        {**a_load("ETAP", 1), "waves": 1, "skipped": "needs a cache", "readings": []},
-        {**a_load("ETAP", 2), "waves": 1, "error": "out of luck", "readings": [], "warm_up": None},
-        {**a_load("ETAP", 4), "waves": 1, "readings": [], "run": 0},
-    ]
-    found = of_rows(*old).rows
-    assert [type(row) for row in found] == [Skipped, Failed, Measured]
-    assert (found[0].reason, found[1].error, found[2].tpot_ms) == ("needs a cache", "out of luck", None)
 
 
 @pytest.mark.parametrize(
@@ -147,6 +135,15 @@ def test_tables_compare_with_the_best_peer_and_say_that_weights_are_dummy(docume
     whole = " ".join(screen.read_text().split())
     assert "61 of 61 layers. Dummy weights: times are" in whole and report.METHOD in whole
     assert "KV cache of 674,597 tokens, decode not in full CUDA graphs" in screen.read_text()
+
+
+def test_no_number_is_shortened_on_a_narrow_screen(document, tmp_path):
+    screens = []
+    for width in (60, 220):
+        with (screen := tmp_path / str(width)).open("w") as file:
+            report.print_document(document, Console(width=width, file=file))
+        screens.append(sorted(re.findall(r"\d+\.\d+", screen.read_text())))
+    assert screens[0] == screens[1] and "\N{HORIZONTAL ELLIPSIS}" not in (tmp_path / "60").read_text()
 
 
 def at_host(row: Measured, *hosts: float) -> Measured:
@@ -207,14 +204,6 @@ def test_page_and_screen_say_whether_experts_were_drawn(document):
     assert report.markdown(drawn).endswith(", experts drawn.")
     own = changed(drawn, dummy=False)
     assert "Dummy" not in report.provenance(own) and "experts" not in report.markdown(own)
-
-
-def test_a_page_says_of_the_method_what_measuring_md_does_not(document):
-    usual = report.METHOD.split("; ")
-    assert report.caption(changed(document, method="; ".join(usual[:3]))) == report.caption(document)
-    assert not any(part in report.caption(document) for part in usual)
-    other = changed(document, method="; ".join([*usual, "prompts of ones"]), note="New machine.")
-    assert report.caption(other).endswith(" choose them. Method: prompts of ones. New machine.")
 
 
 def test_a_note_stands_beside_the_command_and_not_in_it(document):

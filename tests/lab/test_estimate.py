@@ -12,14 +12,21 @@ from typer.testing import CliRunner
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.bench.rows import Document, Measured
-from etap_backend.lab.e2e.rows import EVEN_ROUTING
-from etap_backend.lab.e2e.rows import Document as Served
-from etap_backend.lab.e2e.rows import read as read_served
-from etap_backend.lab.plan import estimate_command
-from etap_backend.lab.plan.estimate import call_on, estimate
+from etap_backend.lab.e2e.results_file import EVEN_ROUTING
+from etap_backend.lab.e2e.results_file import Document as Served
+from etap_backend.lab.estimate import command as estimate_command
+from etap_backend.lab.estimate.carry_over import (
+    MOE_KERNEL,
+    call_on,
+    estimate,
+    experts_read,
+    measured_call,
+    servers_of,
+    step_ms,
+)
 from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
-from etap_backend.lab.plan.served import experts_read, measured_call, servers_of, step_ms
-from etap_backend.lab.plan.step import make_plan
+from etap_backend.lab.plan.memory import weights_of
+from etap_backend.lab.plan.step import GEMM_BANDWIDTH, make_plan
 
 RESULTS = Path(__file__).parents[2] / "results"
 R1 = read_model("deepseek-r1")
@@ -171,26 +178,26 @@ def test_the_step_is_the_time_between_tokens_where_prompts_are_cached():
     assert (ours.step_here_ms, other.step_here_ms) == (8.0, 10.0)
 
 
-FULL_DEPTH = read_served(RESULTS / "e2e-decode-full-vllm.json")
-
-
 def test_experts_that_made_up_weights_do_not_choose_are_added():
-    """16 requests choose 102 experts of 256 in an even choice; how many a step read is known where it was profiled."""
-    servers = servers_of(FULL_DEPTH, "h20-96g")
-    point = next(row for row in FULL_DEPTH.measured() if (row.concurrency, row.input) == (16, 16384))
-    assert 8 < experts_read(FULL_DEPTH, point, servers) < 40
-    found, reasons = estimate(FULL_DEPTH, H200 + PROXY)
-    assert {one.shape.split("/")[0] for one in found} == {"16 x 16K", "16 x 2K", "1 x 2K"}
-    assert any("128 x 2K" in reason and "how many experts its steps read is not known" in reason for reason in reasons)
-    single = next(one for one in found if one.shape.startswith("1 x"))
-    several = next(one for one in found if one.shape.startswith("16 x 16K"))
+    """16 requests choose 102 experts of 256 in an even choice, and here read 20, by their kernel's time in a profile;
+    nothing with 128 requests was profiled."""
+    h200 = read_gpu("h200")
+    (experts,) = (part for part in weights_of(R1, Deployment()) if part.experts)
+    ms = 1e3 * 20 / 256 * experts.bytes_per_gpu / (h200.sustained_bandwidth.value * GEMM_BANDWIDTH.value)
+    profile = {"attention_share": 0.2, "steps": 10, "kernels": [{"name": MOE_KERNEL, "ms": 10 * ms}]}
+    rows = [a_row("ETAP", batch, 17.2, prefill="cached") for batch in (1, 16, 128)]
+    rows[1]["profile"] = profile
+    made_up = served(*rows, dummy=True)
+    assert experts_read(made_up, made_up.rows[1], servers_of(made_up, "h20-96g")) == pytest.approx(20)
+    (single, several), (reason,) = estimate(made_up, H200 + PROXY)
+    assert reason.startswith("128 x") and "how many experts its steps read is not known" in reason
     assert single.experts_here is None and single.experts_there_ms == 0, "one token reads its eight, whichever"
-    server = make_plan(R1, read_gpu("h20-96g"), Deployment(batch=16, context=16384))
-    assert 0 < several.experts_there_ms < server.rest_ms
+    server = make_plan(R1, read_gpu("h20-96g"), Deployment(batch=16, context=1536))
+    assert several.experts_here == pytest.approx(20) and 0 < several.experts_there_ms < server.rest_ms
     # Where experts were drawn evenly, or weights are a model's own, nothing is missing.
     for changes in ({"environment": {EVEN_ROUTING: "uniform_random"}}, {"dummy": False}):
-        evenly, _ = estimate(FULL_DEPTH.model_copy(update=changes), H200 + PROXY)
-        assert len(evenly) > len(found) and not any(one.experts_there_ms for one in evenly)
+        evenly, _ = estimate(made_up.model_copy(update=changes), H200 + PROXY)
+        assert len(evenly) == 3 and not any(one.experts_there_ms for one in evenly)
 
 
 @pytest.mark.parametrize(

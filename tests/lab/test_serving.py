@@ -13,6 +13,7 @@ import threading
 import time
 from contextlib import closing
 from dataclasses import replace
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -26,7 +27,13 @@ from etap_backend.lab.serving.engines import ENGINES, Serving, Vllm, read_result
 from etap_backend.lab.serving.servers import served as engine_served
 from etap_backend.lab.stopping import Stopped
 
+GUARD = 600  # seconds, after which something hangs; nothing here is fast enough or too slow
 SERVING = Serving("/m", dummy=True, tp=8, max_context=4224, batches=(1, 16))
+
+
+def wait_until(what) -> None:
+    while not what():
+        time.sleep(0.02)
 
 
 @pytest.fixture
@@ -36,7 +43,7 @@ def served(tmp_path):
     program.write_text(SERVER)
     url = f"http://127.0.0.1:{port}"
 
-    def start(*arguments: str, seconds: float = 20):
+    def start(*arguments: str, seconds: float = GUARD):
         return lifecycle.server([sys.executable, str(program), str(port), *arguments], url, log, {}, seconds)
 
     return start, log, url
@@ -67,15 +74,11 @@ def test_a_server_that_takes_no_notice_of_sigterm_is_ended_all_the_same(tmp_path
     stubborn += f"while True: pathlib.Path({str(marker)!r}).touch(); time.sleep(0.05)"
     parent = f"import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', {stubborn!r}]); time.sleep(60)"
     process = lifecycle.Process([sys.executable, "-c", parent], tmp_path / "log")
-    end = time.monotonic() + 20
-    while not marker.exists() and time.monotonic() < end:
-        time.sleep(0.05)
-    assert marker.exists() and len(process.running()) == 2 and process.host_mib() > 5
+    wait_until(marker.exists)
+    (child,) = set(process.running()) - {process.pid}
+    assert process.host_mib() > 5
     process.end()
-    assert process.running() == []
-    marker.unlink()
-    time.sleep(0.3)
-    assert not marker.exists()
+    assert process.running() == [] and not alive(child)
 
 
 def test_other_threads_servers_can_be_ended(tmp_path):
@@ -88,7 +91,7 @@ def test_other_threads_servers_can_be_ended(tmp_path):
     assert len(lifecycle.Process.alive) == 2
     lifecycle.end_all()
     for thread in threads:
-        thread.join(20)
+        thread.join(GUARD)
     assert not lifecycle.Process.alive and not any(thread.is_alive() for thread in threads)
 
 
@@ -101,12 +104,12 @@ def test_a_server_that_does_not_run_the_backend_is_refused_and_ended(tmp_path, m
         return [sys.executable, str(program), str(port), "0"]
 
     monkeypatch.setattr(Vllm, "server", command)
-    options = {"log": tmp_path / "log", "seconds": 20, "about": about}
+    options = {"log": tmp_path / "log", "seconds": GUARD, "about": about}
     with engine_served(ENGINES["vllm"], SERVING, "ETAP", [], **options) as server:
         assert client.is_healthy(server.url) and server.process.ended() is None
         with pytest.raises(Failed, match="does not say 'FP8'"):
             server.must_say("FP8")
-    assert about["seconds_to_ready"] < 20 and about["command"].startswith("python ") and about["cache"] == []
+    assert about["seconds_to_ready"] >= 0 and about["command"].startswith("python ") and about["cache"] == []
     refused = pytest.raises(Failed, match="does not say that FLASHMLA is in use")
     with refused, engine_served(ENGINES["vllm"], SERVING, "FLASHMLA", [], **options):
         pass
@@ -115,20 +118,20 @@ def test_a_server_that_does_not_run_the_backend_is_refused_and_ended(tmp_path, m
 
 def test_memory_of_others_gpus_is_not_waited_for(monkeypatch):
     """Two GPUs: one whose memory is given back at once, and another that fills up."""
-    monkeypatch.setattr(lifecycle, "MEMORY_SECONDS", 1.5)
-    driver = FakeDriver(monkeypatch)
+    driver, slept = FakeDriver(monkeypatch), []
+    clock = SimpleNamespace(monotonic=lambda: sum(slept), sleep=slept.append)
+    monkeypatch.setattr(lifecycle, "time", clock)
 
-    def waited() -> bool:
-        driver.used = [1, 1]
-        begin = time.monotonic()
+    def waited() -> float:
+        driver.used, slept[:] = [1, 1], []
         with lifecycle.memory_given_back():
             driver.used = [1, 9000]
-        return time.monotonic() - begin > 1
+        return sum(slept)
 
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert not waited()
+    assert waited() == 0
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    assert waited()
+    assert waited() >= lifecycle.MEMORY_SECONDS
 
 
 def test_errors_far_above_the_end_of_a_log_are_shown(tmp_path):
@@ -141,10 +144,10 @@ def test_errors_far_above_the_end_of_a_log_are_shown(tmp_path):
 
 def test_a_server_that_dies_in_use_is_reported(served):
     start, log, url = served
-    with pytest.raises(Failed, match=r"(?s)ended with 3 while it was in use.*engine core died"), start("0"):
+    with pytest.raises(Failed, match=r"(?s)ended with 3 while it was in use.*engine core died"), start("0") as process:
         with pytest.raises(httpx.HTTPError):
-            httpx.get(f"{url}/die", timeout=5, trust_env=False)
-        time.sleep(0.3)
+            httpx.get(f"{url}/die", timeout=GUARD, trust_env=False)
+        wait_until(lambda: process.ended() is not None)
     assert not any(map(alive, children_in(log)))
 
 
@@ -181,17 +184,17 @@ def generator(tmp_path, monkeypatch):
 
 def test_a_load_generator_is_loaded_once_and_again_after_it_failed(generator, tmp_path):
     def pid_of_a_run() -> int:
-        generator.run(["write", str(tmp_path / "pid")], 30)
+        generator.run(["write", str(tmp_path / "pid")], GUARD)
         return int((tmp_path / "pid").read_text())
 
     first = pid_of_a_run()
     assert pid_of_a_run() == first
     for arguments, words in ((["fail"], "RuntimeError: no such prompt"), (["exit"], "exit code 2")):
         with pytest.raises(Failed, match=words):
-            generator.run(arguments, 30)
+            generator.run(arguments, GUARD)
     assert pid_of_a_run() == first, "a module that raised has not harmed the process"
     with pytest.raises(Failed, match="the load generator ended"):
-        generator.run(["die"], 30)
+        generator.run(["die"], GUARD)
     second = pid_of_a_run()
     assert second != first
     with pytest.raises(Failed, match="took more than 0 s"):
@@ -286,15 +289,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.server.running += 1
             self.server.most = max(self.server.most, self.server.running)
         if self.path == "/silent":
-            time.sleep(3)
+            self.server.over.wait(GUARD)
         if self.path == "/error":
             return self.answer("out of luck", 500)
         if not body.get("stream"):
             # A busy machine may send the last of them late.
-            end = time.monotonic() + 10
-            while self.server.most < self.server.awaited and time.monotonic() < end:
-                time.sleep(0.01)
-            time.sleep(0.3)
+            wait_until(lambda: self.server.most >= self.server.awaited)
             with self.server.lock:
                 self.server.running -= 1
             return self.answer(json.dumps({"echo": body["prompt"]}))
@@ -320,6 +320,10 @@ class Server(http.server.ThreadingHTTPServer):
     awaited = 0  # requests in flight at once that there should be before any is answered
     lock = threading.Lock()
 
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        self.over = threading.Event()
+
     def handle_error(self, *_):
         """Clients that went away are what is tested."""
 
@@ -329,6 +333,7 @@ def server():
     with Server(("127.0.0.1", 0), Handler) as made:
         threading.Thread(target=made.serve_forever, daemon=True).start()
         yield made
+        made.over.set()
         made.shutdown()
 
 
@@ -341,34 +346,36 @@ def url(server):
 def test_all_requests_are_answered_in_order_and_as_many_at_a_time_as_asked(server, url, concurrency):
     bodies = [{"prompt": [number]} for number in range(12 if concurrency > 1 else 3)]
     server.awaited = concurrency
-    replies = client.ask_all(f"{url}/echo", bodies, concurrency, 60)
+    replies = client.ask_all(f"{url}/echo", bodies, concurrency, GUARD)
     assert replies == [{"echo": body["prompt"]} for body in bodies] and server.most == concurrency
 
 
 def test_the_time_for_all_is_that_of_requests_in_flight_at_once(server, url):
     server.awaited = 12
-    assert 0.3 < client.seconds_for(f"{url}/echo", [{"prompt": [1]}] * 12, 60) < 12 * 0.3
-    assert server.most == 12
+    assert client.seconds_for(f"{url}/echo", [{"prompt": [1]}] * 12, GUARD) > 0 and server.most == 12
 
 
 @pytest.mark.parametrize(
-    "path, kind, words",
-    [("error", "HTTP error", "wanted status 200, got 500: out of luck"), ("silent", "hung", "no answer in 0.5 s")],
+    "path, seconds, kind, words",
+    [
+        ("error", GUARD, "HTTP error", "wanted status 200, got 500: out of luck"),
+        ("silent", 0.5, "hung", "no answer in 0.5 s"),
+    ],
 )
-def test_requests_that_fail_say_how(url, path, kind, words):
+def test_requests_that_fail_say_how(url, path, seconds, kind, words):
     with pytest.raises(FailedRequest, match=words) as failed:
-        client.ask_all(f"{url}/{path}", [{"prompt": [1]}] * 3, 3, 0.5)
+        client.ask_all(f"{url}/{path}", [{"prompt": [1]}] * 3, 3, seconds)
     assert failed.value.kind == kind
-    with closing(client.Wire(f"{url}/{path}", 0.5)) as wire, pytest.raises(FailedRequest, match=words) as failed:
+    with closing(client.Wire(f"{url}/{path}", seconds)) as wire, pytest.raises(FailedRequest, match=words) as failed:
         wire.whole({"prompt": [1]})
     assert failed.value.kind == kind
     with pytest.raises(FailedRequest, match=words):
-        client.post(f"{url}/{path}", {"prompt": [1]}, 0.5)
+        client.post(f"{url}/{path}", {"prompt": [1]}, seconds)
 
 
 def test_streams_come_in_parts_and_must_end(url):
     def parts(path):
-        with closing(client.Wire(f"{url}/{path}", 5)) as wire:
+        with closing(client.Wire(f"{url}/{path}", GUARD)) as wire:
             return [part["part"] for part in wire.parts({"prompt": [1]})]
 
     assert parts("stream") == [0, 1, 2, 3, 4]
@@ -382,20 +389,21 @@ def test_streams_come_in_parts_and_must_end(url):
 
 def test_a_proxy_of_the_environment_is_not_asked(url, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
-    assert client.is_healthy(url) and client.metrics(url) and client.ask_all(f"{url}/echo", [{"prompt": []}], 1, 5)
+    assert client.is_healthy(url) and client.metrics(url) and client.ask_all(f"{url}/echo", [{"prompt": []}], 1, GUARD)
 
 
-def test_metrics_are_summed_over_labels_and_watched(url):
+def test_metrics_are_summed_over_labels_and_watched(server, url):
     assert client.metrics(url) == {"running": 2.0, "all_total": 2000.0}
     with client.watching(url, "running") as most:
-        time.sleep(3)
+        wait_until(lambda: server.asked > 8)
     assert most() == 7.0
     assert client.metrics(f"http://127.0.0.1:{lifecycle.free_port()}") == {}
     assert client.counted({"a": 1.0}, {"x": "a", "y": "b"}) == {"x": 1.0, "y": None}
 
 
-def test_the_end_of_all_waiting():
-    deadline = client.Deadline(time.monotonic() + 5)
-    assert deadline.left(2, "a server") == 2 and 4 < deadline.left(60, "a server") <= 5
+def test_the_end_of_all_waiting(monkeypatch):
+    monkeypatch.setattr(client.time, "monotonic", lambda: 100.0)
+    deadline = client.Deadline(105.0)
+    assert deadline.left(2, "a server") == 2 and deadline.left(60, "a server") == 5
     with pytest.raises(Failed, match="no time left for a server"):
-        client.Deadline(time.monotonic()).left(60, "a server")
+        client.Deadline(100.0).left(60, "a server")

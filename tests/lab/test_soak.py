@@ -8,13 +8,13 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
 import typer
 
 from etap_backend.lab.checks import soak
+from etap_backend.lab.checks import traffic as load
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.engines import ENGINES
 
@@ -198,11 +198,9 @@ def test_a_model_that_does_not_know_its_prompts_proves_nothing(model, monkeypatc
 def test_a_stop_file_ends_it_early_and_keeps_what_it_has(model, monkeypatch, tmp_path):
     stop = tmp_path / "stop"
     stop.touch()
-    begin = time.monotonic()
     code, document = run(model, "", monkeypatch, seconds=60, stop_file=stop)
-    assert time.monotonic() - begin < 20
     assert (code, document["complete"], document["stopped"]) == (1, False, "by stop")
-    assert document["failures"] == [] and document["seconds"] < 10
+    assert document["failures"] == [] and document["probes"]["rounds"] == []
 
 
 def test_sigterm_ends_it_early_and_keeps_what_it_has(model, monkeypatch):
@@ -224,13 +222,13 @@ def pages(tokens: int) -> int:
 
 @pytest.fixture
 def traffic():
-    settings = soak.Settings(600, 256, 240, 8192, 0.15, 0.25, 20, 5, 10, 60, 512, 256, 0)
-    return soak.Traffic(ENGINES["vllm"], soak.Wire("http://nowhere", 1), settings, soak.Tally())
+    settings = load.Settings(600, 256, 240, 8192, 0.15, 0.25, {}, 512, 256, 0)
+    return load.Traffic(ENGINES["vllm"], client.Wire("http://nowhere", 1), settings, load.Tally())
 
 
 def test_the_first_wave_is_the_largest_batch_and_fits_the_cache(traffic):
     rng = random.Random(0)
-    lengths = [len(prompt) + tokens + soak.MARGIN for prompt, tokens in (traffic.request(rng) for _ in range(2000))]
+    lengths = [len(prompt) + tokens + load.MARGIN for prompt, tokens in (traffic.request(rng) for _ in range(2000))]
     assert traffic.wanted == 256 and 256 * pages(max(lengths)) <= 1280
 
 
@@ -243,7 +241,7 @@ def test_the_second_wave_is_the_largest_prefill(traffic):
     (new_tokens,) = {len(prompt) - len(shared) for prompt, _ in requests}
     (added,) = {tokens for _, tokens in requests}
     assert 8192 // new_tokens * len(shared) == 65536
-    room = (1280 - pages(len(shared))) // pages(new_tokens + added + soak.MARGIN)
+    room = (1280 - pages(len(shared))) // pages(new_tokens + added + load.MARGIN)
     assert 8192 // new_tokens < room < traffic.wanted == 256
     traffic.new_wave()
     assert max(len(prompt) for prompt, _ in (traffic.request(random.Random(seed)) for seed in range(500))) > 2048
@@ -264,7 +262,7 @@ def test_numbers_of_sglang_are_read_too():
     about["output_top_logprobs"] = [[[-0.5, 7, None], [None, 8, None]]]
     assert ENGINES["sglang"].tokens_in({"meta_info": about}, 5) == 12
     with pytest.raises(client.FailedRequest, match="got None"):
-        soak.must_be_finite(ENGINES["sglang"], {"meta_info": about})
+        load.must_be_finite(ENGINES["sglang"], {"meta_info": about})
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import pytest
 import typer
 from fake_server import ANSWERING
 
-from etap_backend.lab.checks import two_nodes
 from etap_backend.lab.e2e.scenario import EngineName
 from etap_backend.lab.serving.engines import ENGINES
 from etap_backend.lab.serving.lifecycle import Process
+from qualify import two_nodes
 
 
 @pytest.fixture

@@ -21,7 +21,6 @@ LAZY = {
     ("etap_backend.vllm", "register"),  # vLLM loads plugins in processes that never select a backend
     ("etap_backend.sglang", "register"),  # SGLang too; and `etap doctor` imports the package where there is no SGLang
     ("etap_backend.sglang.registration", "_classes"),  # the backends' modules import the engine's models
-    ("etap_backend.lab.checks.vllm_upstream", "__init__"),  # vLLM reads its environment when imported
 }
 """The functions that may import modules of this package when they are called, each with its reason."""
 

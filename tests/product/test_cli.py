@@ -227,9 +227,9 @@ def test_what_a_command_lacks_is_named_with_what_brings_it(monkeypatch, capsys, 
         raise ModuleNotFoundError(f"No module named '{module}'", name=module)
 
     monkeypatch.setattr(cli, "_hand_over", lacking)
-    assert cli.main(["check", "threshold"]) == 2
+    assert cli.main(["check", "answers"]) == 2
     error = capsys.readouterr().err
-    assert error == f"etap check threshold needs {module}, which is not installed: pip install '{requirement}'\n"
+    assert error == f"etap check answers needs {module}, which is not installed: pip install '{requirement}'\n"
     assert cli.main(["plan", "kimi-k2"]) == 2
     assert capsys.readouterr().err.startswith(f"etap plan needs {module}, ")
 

@@ -10,7 +10,7 @@ import pytest
 IN_CONTRACT = os.environ.get("ETAP_CONTRACT") == "sglang"
 collect_ignore_glob = [] if IN_CONTRACT else ["test_contract_*.py"]
 
-# For scripts_in_forks; last, because a folder there has the engine's name.
+# For scripts_in_forks and support; last, because a folder there has the engine's name.
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 # Attention as in DeepSeek-V3 on one of 8 ranks; everything else as small as it may be.

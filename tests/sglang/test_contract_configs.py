@@ -62,7 +62,7 @@ def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, mon
 
         arguments.resolve_once()
         arguments = resolved_view(arguments)
-    assert arguments.attention_backend == "etap" and arguments.page_size == PAGE_TOKENS
+    assert arguments.attention_backend in ("etap", "etap_fp8_math") and arguments.page_size == PAGE_TOKENS
     for name, wanted in settings.items():
         if name != "model-path":
             assert getattr(arguments, name.replace("-", "_")) == wanted, name
@@ -84,7 +84,7 @@ def test_comments_count_the_cache_as_sglang_does(config_file, settings):
     on = Deployment(gpus=ranks, tp=ranks, s_q=s_q, utilization=fraction, cache=cache)
     plan = memory_of(read_model(MODELS[settings["model-path"]]), read_gpu(gpu), on)
     tokens = int((plan.usable - plan.weights) / (a_token * PAGE_TOKENS)) * PAGE_TOKENS
-    assert a_token == plan.cache_a_token
+    assert a_token == plan.cache_per_token
     assert f"KV cache: {tokens:,} tokens" in text
     shared = tokens * settings.get("dcp-size", 1)
     assert shared == tokens or f"{shared:,} of requests" in text

@@ -13,12 +13,14 @@ from pathlib import Path
 import pytest
 
 from etap_backend.lab import configs
-from etap_backend.lab.checks import answers, two_nodes
+from etap_backend.lab.checks import asked as asks
+from etap_backend.lab.checks.agreement import MixedRequests
 from etap_backend.lab.e2e.model import prepare_model, serving_of
 from etap_backend.lab.e2e.scenario import cases_of, read_scenario
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import ENGINES, Load, read_result
 from etap_backend.lab.serving.lifecycle import Generator
+from qualify import two_nodes
 
 SGLANG = ENGINES["sglang"]
 SCENARIOS = configs.shipped("e2e")
@@ -98,13 +100,26 @@ def test_sglang_takes_decode_context_parallelism(name, backend, dummy_folder):
 def test_sglang_takes_the_flags_of_the_answers_on_two_gpus(name, dummy_folder):
     """The check's flags come behind those of the scenario, and the last of two counts."""
     scenario, _ = serving("decode-plain", dummy_folder, gpus=2)
-    asked, variant = answers.ASKED["sglang"], answers.Variant.parse(name)
+    asked, variant = asks.ASKED["sglang"], asks.Variant.parse(name)
     backend, own = variant.asked_of(SGLANG)
     flags = [*scenario.sglang.flags, *asked.flags("plain", 6400, variant), *own]
     parsed = parse(SGLANG.server("python", asked.serving(dummy_folder, "plain", variant), backend, 8000, flags)[3:])
     assert (parsed.tp_size, parsed.dcp_size, parsed.kv_cache_dtype) == (2, variant.dcp, variant.cache)
-    assert parsed.max_total_tokens * variant.dcp == 6400 and parsed.mem_fraction_static == answers.MEMORY_SHARE
+    assert parsed.max_total_tokens * variant.dcp == 6400 and parsed.mem_fraction_static == asks.MEMORY_SHARE
     assert parsed.disable_custom_all_reduce and parsed.enforce_disable_flashinfer_allreduce_fusion
+
+
+@pytest.mark.parametrize("name", ["etap", "etap+eager", "flashmla+fp8_e4m3"])
+@pytest.mark.parametrize("mode", ["plain", "mtp"])
+def test_sglang_takes_the_flags_of_mixed_requests(name, mode, dummy_folder):
+    questions, asked, variant = MixedRequests(dummy_folder, 96), asks.ASKED["sglang"], asks.Variant.parse(name)
+    backend, own = variant.asked_of(SGLANG)
+    flags = [*questions.flags(asked, variant, mode), *own]
+    parsed = parse(SGLANG.server("python", questions.serving(asked, variant, mode), backend, 8000, flags)[3:])
+    assert (parsed.attention_backend, parsed.kv_cache_dtype) == (variant.backend, variant.cache)
+    assert parsed.disable_cuda_graph == variant.eager and parsed.max_running_requests == 96
+    assert (parsed.chunked_prefill_size, parsed.decode_log_interval, parsed.skip_tokenizer_init) == (2048, 1, True)
+    assert (parsed.speculative_num_draft_tokens == 4) == (mode == "mtp")
 
 
 def test_sglang_refuses_a_flag_or_a_backend_that_it_has_not(dummy_folder):

@@ -30,7 +30,10 @@ from sglang.srt.runtime_context import get_parallel, get_schedule
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 from etap_backend import sparse_workspace_floats
-from etap_backend.lab.checks.sglang_sparse import (
+from etap_backend.reference import relative_rmse, sparse_mla_decode_reference, what_rows_stand_for
+from etap_backend.sglang import sparse
+from etap_backend.sglang.sparse import ETAPSparseBackend
+from support.sglang_layer import (
     DRAFTS,
     FP8,
     HEADS,
@@ -45,9 +48,6 @@ from etap_backend.lab.checks.sglang_sparse import (
     make_runner,
     pack,
 )
-from etap_backend.reference import relative_rmse, sparse_mla_decode_reference, what_rows_stand_for
-from etap_backend.sglang import sparse
-from etap_backend.sglang.sparse import ETAPSparseBackend
 
 load_plugins()
 

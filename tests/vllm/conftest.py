@@ -12,9 +12,9 @@ import pytest
 IN_CONTRACT = os.environ.get("ETAP_CONTRACT") == "vllm"
 collect_ignore_glob = [] if IN_CONTRACT else ["test_contract_*.py"]
 
-# For scripts_in_forks; last, because a folder there has the engine's name.
-sys.path.append(str(Path(__file__).resolve().parents[1]))
-
+# For scripts_in_forks and support; last, because a folder there has the engine's name.
+TESTS = Path(__file__).resolve().parents[1]
+sys.path.append(str(TESTS))
 
 RANKS_SECONDS = 1800
 # Attention as in DeepSeek-V3 on one of 8 ranks; everything else as small as it may be.
@@ -85,7 +85,7 @@ def on_two_ranks(model_directory, tmp_path_factory):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = os.environ | {"TRITON_INTERPRET": "1"}
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS)}
         ranks = []
         for rank in range(2):
             of_all = [Path(__file__).with_name(script), rank, port, model_directory, folder / str(rank)]
@@ -112,7 +112,7 @@ def make_layer(engine_config):
     """
     from vllm.config import set_current_vllm_config
 
-    from etap_backend.lab.checks.vllm_layer import HEADS, MAX_REQUESTS, build_layer
+    from support.vllm_layer import HEADS, MAX_REQUESTS, build_layer
 
     made = []
 
@@ -133,7 +133,7 @@ def make_layer(engine_config):
 @pytest.fixture
 def make(make_layer):
     """Makes a layer and its builder."""
-    from etap_backend.lab.checks.vllm_layer import make_builder
+    from support.vllm_layer import make_builder
 
     def both(**arguments):
         layer, config = make_layer(**arguments)

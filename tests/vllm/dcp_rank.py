@@ -16,7 +16,8 @@ from vllm.v1.attention import ops
 from vllm.v1.worker import workspace
 from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 
-from etap_backend.lab.checks.vllm_layer import (
+from etap_backend.vllm.metadata import claim_workspace
+from support.vllm_layer import (
     CACHES,
     DCP_CONFIGURATIONS,
     DCP_STEPS,
@@ -28,7 +29,6 @@ from etap_backend.lab.checks.vllm_layer import (
     decode,
     make_builder,
 )
-from etap_backend.vllm.metadata import claim_workspace
 
 RANKS = 2
 

@@ -14,7 +14,7 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.v1.attention.backends.mla import sparse_utils
 from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 
-from etap_backend.lab.checks.vllm_layer import BLOCK, HEADS, Problem, build_layer, decode, make_builder
+from support.vllm_layer import BLOCK, HEADS, Problem, build_layer, decode, make_builder
 
 
 def interpret() -> None:

@@ -1,4 +1,4 @@
-"""Checkpoints of `etap check train-model`: logits as from transformers, every weight finds its place in vLLM."""
+"""Checkpoints of `tests/qualify/train_model.py`: logits as from transformers, every weight finds its place in vLLM."""
 
 import json
 from dataclasses import replace
@@ -14,9 +14,9 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
-from etap_backend.lab.checks import train_model
 from etap_backend.vllm.backend import ETAPBackend
 from etap_backend.vllm.sparse import ETAPSparseBackend
+from qualify import train_model
 
 SHAPE = train_model.Shape(hidden=128, layers=2, query_latent=64, feed_forward=192, expert_width=64, vocabulary=600)
 TEXTS = {path.name: path.read_text() for path in sorted(Path(train_model.__file__).parent.glob("*.py"))}

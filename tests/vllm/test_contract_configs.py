@@ -95,6 +95,7 @@ def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monke
     assert config.cache_config.gpu_memory_utilization == settings["gpu-memory-utilization"]
     assert config.cache_config.cache_dtype == settings.get("kv-cache-dtype", "auto")
     assert ("kv-cache-dtype" in settings) == config_file.stem.endswith("-fp8-cache")
+    assert config.additional_config == settings.get("additional-config", {})
     drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
     assert drafts == settings.get("speculative-config", {}).get("num_speculative_tokens", 0)
     assert (drafts > 0) == config_file.stem.endswith("-mtp")
@@ -115,4 +116,4 @@ def test_comments_count_the_cache_as_the_plan_does(config_file, settings):
     cache = settings.get("kv-cache-dtype", "bfloat16")
     on = Deployment(gpus=ranks, tp=ranks, s_q=s_q, utilization=settings["gpu-memory-utilization"], cache=cache)
     plan = memory_of(read_model(MODELS[settings["model"]]), read_gpu(gpu), on)
-    assert (tokens, a_token) == (plan.tokens, plan.cache_a_token)
+    assert (tokens, a_token) == (plan.tokens, plan.cache_per_token)

@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 
 from etap_backend.lab import configs
-from etap_backend.lab.checks import answers, two_nodes
+from etap_backend.lab.checks import asked as asks
+from etap_backend.lab.checks.agreement import MixedRequests
 from etap_backend.lab.e2e.model import prepare_model, serving_of
 from etap_backend.lab.e2e.scenario import cases_of, read_scenario
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import ENGINES, Load, read_result
 from etap_backend.lab.serving.lifecycle import Generator
+from qualify import two_nodes
 
 VLLM = ENGINES["vllm"]
 SCENARIOS = configs.shipped("e2e")
@@ -108,7 +110,7 @@ def test_vllm_makes_a_configuration_of_the_answers_on_two_gpus(name, mode, dummy
 
     monkeypatch.setattr(type(current_platform), "device_count", classmethod(lambda cls: 2))
     scenario, _ = serving("decode-plain", dummy_folder, gpus=2)
-    asked, variant = answers.ASKED["vllm"], answers.Variant.parse(name)
+    asked, variant = asks.ASKED["vllm"], asks.Variant.parse(name)
     backend, own = variant.asked_of(VLLM)
     flags = [*scenario.vllm.flags, *asked.flags(mode, 6400, variant), *own, "--max-model-len", "4096"]
     command = VLLM.server("python", asked.serving(dummy_folder, mode, variant), backend, 8000, flags)
@@ -117,10 +119,27 @@ def test_vllm_makes_a_configuration_of_the_answers_on_two_gpus(name, mode, dummy
     made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
     parallel, cache = made.parallel_config, made.cache_config
     assert (parallel.tensor_parallel_size, parallel.decode_context_parallel_size) == (2, variant.dcp)
-    assert (cache.gpu_memory_utilization, cache.cache_dtype) == (answers.MEMORY_SHARE, variant.cache)
+    assert (cache.gpu_memory_utilization, cache.cache_dtype) == (asks.MEMORY_SHARE, variant.cache)
     assert cache.num_gpu_blocks_override * 64 * variant.dcp == 6400
     assert not made.compilation_config.pass_config.fuse_allreduce_rms
     assert (made.speculative_config is not None) == (mode == "mtp")
+
+
+@pytest.mark.parametrize("name", ["ETAP", "ETAP+eager", "FLASHMLA+fp8"])
+def test_vllm_makes_a_configuration_of_mixed_requests(name, dummy_folder):
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    questions, asked, variant = MixedRequests(dummy_folder, 96), asks.ASKED["vllm"], asks.Variant.parse(name)
+    backend, own = variant.asked_of(VLLM)
+    flags = [*questions.flags(asked, variant, "plain"), *own]
+    parsed = serve_arguments(
+        VLLM.server("python", questions.serving(asked, variant, "plain"), backend, 8000, flags)[4:]
+    )
+    parsed.model = parsed.model_tag or parsed.model
+    made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+    assert made.model_config.logits_processors == ["etap_backend.lab.checks.forced_tokens:ForcedTokens"]
+    assert (made.model_config.enforce_eager, made.cache_config.cache_dtype) == (variant.eager, variant.cache)
+    assert (made.scheduler_config.max_num_seqs, made.model_config.max_model_len) == (96, 5120)
 
 
 def test_vllm_refuses_a_flag_that_it_has_not(dummy_folder):

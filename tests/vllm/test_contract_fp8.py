@@ -11,7 +11,9 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.worker import workspace
 
-from etap_backend.lab.checks.vllm_layer import (
+from etap_backend.vllm import impl
+from etap_backend.vllm.metadata import wants_fp8_math
+from support.vllm_layer import (
     BLOCK,
     CPU,
     FP8,
@@ -30,8 +32,6 @@ from etap_backend.lab.checks.vllm_layer import (
     decode,
     make_builder,
 )
-from etap_backend.vllm import impl
-from etap_backend.vllm.metadata import wants_fp8_math
 
 FP8_MATH = {"additional_config": {"etap_fp8_math": True}}
 

@@ -18,7 +18,7 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker import workspace
 
-from etap_backend.lab.checks.vllm_layer import (
+from support.vllm_layer import (
     BLOCK,
     CPU,
     KV_SCALE,

@@ -14,7 +14,11 @@ from vllm.v1.attention import backend as attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker import workspace
 
-from etap_backend.lab.checks.vllm_layer import (
+from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS
+from etap_backend.vllm import impl, metadata
+from etap_backend.vllm.metadata import Limits, claim_workspace
+from etap_backend.vllm.runs import cut_into_runs, longest_decode, padded_query_lens
+from support.vllm_layer import (
     BLOCK,
     CACHES,
     CPU,
@@ -33,10 +37,6 @@ from etap_backend.lab.checks.vllm_layer import (
     empty_share,
     make_builder,
 )
-from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS
-from etap_backend.vllm import impl, metadata
-from etap_backend.vllm.metadata import Limits, claim_workspace
-from etap_backend.vllm.runs import cut_into_runs, longest_decode, padded_query_lens
 
 H200_SMS = 132
 

@@ -14,7 +14,9 @@ from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_bac
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 
-from etap_backend.lab.checks.vllm_layer import (
+from etap_backend.vllm.metadata import claim_workspace
+from etap_backend.vllm.sparse import ETAPSparseBackend
+from support.vllm_layer import (
     BLOCK,
     CACHES,
     CPU,
@@ -32,8 +34,6 @@ from etap_backend.lab.checks.vllm_layer import (
     empty_share,
     make_builder,
 )
-from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.sparse import ETAPSparseBackend
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 

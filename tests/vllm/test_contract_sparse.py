@@ -30,7 +30,11 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker import workspace
 
 from etap_backend import sparse_workspace_floats
-from etap_backend.lab.checks.vllm_layer import (
+from etap_backend.vllm import sparse, versions
+from etap_backend.vllm.backend import ETAPBackend
+from etap_backend.vllm.metadata import claim_workspace
+from etap_backend.vllm.sparse import ETAPSparseBackend
+from support.vllm_layer import (
     BLOCK,
     FP8,
     HEADS,
@@ -45,10 +49,6 @@ from etap_backend.lab.checks.vllm_layer import (
     decode,
     make_builder,
 )
-from etap_backend.vllm import sparse, versions
-from etap_backend.vllm.backend import ETAPBackend
-from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.sparse import ETAPSparseBackend
 
 load_general_plugins()
 

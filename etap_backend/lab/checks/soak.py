@@ -1,17 +1,10 @@
 """Soaks one server of vLLM or SGLang with ETAP: minutes of mixed traffic, and what must not happen meanwhile.
 
-    python -m etap_backend.lab.checks.soak MODEL --engine vllm --output soak.json [--seconds 600] [--mode mtp]
-        [-- flags for the server]
+    etap check soak MODEL --engine vllm --output soak.json [--seconds 600] [--mode mtp] [-- flags for the server]
 
-Needs a Hopper GPU, the engine with etap-backend beside it, and a MODEL of train_model.py. Other jobs may use the same
-GPU.
-
-Traffic: up to --concurrency requests at once, in waves. The first wave is of short requests: all of them run at once;
-the second of many new tokens behind one prefix of half the context, with so few to add that every step is full of
-prefills over it. So the server has the memory of its largest batch and of its largest prefill before growth is looked
-for. Then log-normal lengths from 1 token to the model's context, half over shared prefixes. Greedy and sampled; some
-are streamed, and of some the client closes the stream. The KV cache is so small that requests are preempted. A run
-fails for
+Needs a Hopper GPU, the engine with etap-backend beside it, and a MODEL of tests/qualify/train_model.py. Other jobs may
+use the same GPU. Requests come in waves, up to --concurrency at once (see traffic.py), to a KV cache so small that some
+are preempted. A run fails for
 
 - an HTTP error, an answer that is too short, a request that does not end in --timeout seconds;
 - a log-probability that is not finite (engines send NaN as null), an error or `nan` in the server's log;
@@ -30,15 +23,10 @@ which is no pass either. The exit status is 0 or 1.
 
 from __future__ import annotations
 
-import itertools
 import math
-import random
 import re
 import statistics
-import sys
-import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
@@ -51,34 +39,28 @@ from rich.console import Console
 
 from etap_backend import _library
 from etap_backend.lab import gpus
-from etap_backend.lab.checks.agreement import NOISE_FACTOR, PROMPT_TOKENS, agreement, answer_in, must_be_finite
-from etap_backend.lab.checks.answers import ASKED, PACKAGES, RIGHT_SHARE, Asked, Variant, is_sparse, right_share
+from etap_backend.lab.checks.agreement import NOISE_FACTOR, agreement, answer_in
+from etap_backend.lab.checks.asked import ASKED, PACKAGES, Variant, is_sparse
+from etap_backend.lab.checks.known import RIGHT_SHARE, right_share
+from etap_backend.lab.checks.traffic import Settings, Tally, Traffic
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
 from etap_backend.lab.serving import client
-from etap_backend.lab.serving.client import Failed, FailedRequest, Wire, described
+from etap_backend.lab.serving.client import Failed, FailedRequest, Wire
 from etap_backend.lab.serving.engines import Answer, Engine
 from etap_backend.lab.serving.servers import Served, served
 from etap_backend.lab.stopping import Stopped, stopping
 
 PROGRAM = "python -m etap_backend.lab.checks.soak"
 # Of correct kernels, answers of the trained model parted where the best two tokens were at most 0.125 nats apart, and
-# wrong ones at 1.2 and more (results/answers-vllm-triton.json). In results/vllm-serve.json the largest difference of a
-# step was 0.23 nats and the largest median of a request 0.064, where another context gave medians of 3.4.
+# wrong ones at 1.2 and more. Between two servers the largest difference of a step was 0.23 nats and the largest median
+# of a request 0.064, where another context gave medians of 3.4.
 MOST_GAP, MOST_STEP, MOST_REQUEST, MOST_MEDIAN = 0.5, 1.0, 0.3, 0.05
 PROBES = 8  # of each kind
 FEW = 4
-PREFIXES = 16
-EDGE_LENGTHS = (1, 2, 63, 64, 65, 128, 129)
-SHORT_PROMPTS = EDGE_LENGTHS[:5]
-SHORT_REQUEST = 256  # tokens of a request of the first wave; the cache has room for 320 in each of 256
-# A request of the second wave: tokens behind its prefix, so many that others wait for the engine and not for its front
-# end, and that a step of 8192 tokens prefills 16 requests, with 4096 tokens before each; and tokens to add.
-BEHIND_PREFIX, FEW_TOKENS = 512, 4
-MARGIN = 16  # tokens below the model's context, for drafts
 LEAST_SAMPLES = 16
 INDEXER_MIB = 512  # vLLM's VLLM_SPARSE_INDEXER_MAX_LOGITS_MB
-KEPT_EXAMPLES, MOST_FAILURES = 5, 500
+MOST_FAILURES = 500
 BAD_LINE = re.compile(
     r"\bERROR\b|\bCRITICAL\b|Traceback \(most recent call last\)|CUDA error|illegal memory access|\b(?i:nan)\b"
 )
@@ -86,153 +68,6 @@ BAD_LINE = re.compile(
 HARMLESS = re.compile(r"disconnected from the client side|SpecDecoding metrics")
 
 console = Console(width=120)
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What a run is made of: seconds, MiB, shares."""
-
-    seconds: float
-    concurrency: int
-    timeout: float
-    context: int
-    abort_share: float
-    stream_share: float
-    probe_every: float
-    sample_every: float
-    wave_every: float
-    write_every: float
-    host_growth: float
-    gpu_growth: float
-    seed: int
-
-
-class Tally:
-    """What happened, counted by many threads."""
-
-    def __init__(self) -> None:
-        self.counts: Counter[str] = Counter()
-        self.failures: Counter[str] = Counter()
-        self.examples: dict[str, list[str]] = {}
-        self._closed, self._lock = False, threading.Lock()
-
-    def count(self, **amounts: int) -> None:
-        with self._lock:
-            self.counts.update(amounts)
-
-    def close(self) -> None:
-        """Count no more failures: what is still under way is cut off by the end of the run."""
-        with self._lock:
-            self._closed = True
-
-    def fail(self, kind: str, text: str) -> None:
-        with self._lock:
-            if self._closed:
-                return
-            self.failures[kind] += 1
-            examples = self.examples.setdefault(kind, [])
-            if len(examples) < KEPT_EXAMPLES:
-                examples.append(text[:1000])
-
-    def sentences(self) -> list[str]:
-        with self._lock:
-            return [f"{kind} ({count} times): {self.examples[kind][0]}" for kind, count in self.failures.items()]
-
-
-class Traffic:
-    """Threads that send one request after another, as many at once as the wave wants."""
-
-    def __init__(self, engine: Engine, wire: Wire, settings: Settings, tally: Tally):
-        self.engine, self.wire, self.settings, self.tally = engine, wire, settings, tally
-        self.stop, self.wanted = threading.Event(), settings.concurrency
-        self.wave = 0
-        self._rng = random.Random(settings.seed)
-        self._prefixes = [self._rng.choices(PROMPT_TOKENS, k=self._length(500, 2)) for _ in range(PREFIXES)]
-        self._long_prefix = self._rng.choices(PROMPT_TOKENS, k=settings.context // 2)
-        self.threads = [
-            threading.Thread(target=self._work, args=(index, random.Random(f"{settings.seed} {index}")), daemon=True)
-            for index in range(settings.concurrency)
-        ]
-
-    def _length(self, median: float, share: int, rng: random.Random | None = None) -> int:
-        """Log-normal, up to that share of the context; sometimes just around a page or two."""
-        rng = rng or self._rng
-        if rng.random() < 0.05:
-            return rng.choice(EDGE_LENGTHS)
-        return max(1, min(round(median * math.exp(rng.gauss(0, 1.4))), (self.settings.context - MARGIN) // share))
-
-    def new_wave(self) -> None:
-        """Mostly everything at once, so that the cache overflows; sometimes few, whose graphs and splits are others."""
-        self.wave, most = self.wave + 1, self.settings.concurrency
-        if self.wave == 1:
-            return
-        self.wanted = self._rng.choice([most, most, most, max(1, most // 4), max(1, most // 32), 1])
-
-    def request(self, rng: random.Random) -> tuple[list[int], int]:
-        """A prompt, and how many tokens to add."""
-        if self.wave == 0:
-            prompt = rng.choices(PROMPT_TOKENS, k=rng.choice(SHORT_PROMPTS))
-            return prompt, min(SHORT_REQUEST, self.settings.context) - MARGIN - len(prompt)
-        if self.wave == 1:
-            behind = rng.choices(PROMPT_TOKENS, k=min(BEHIND_PREFIX, self.settings.context // 4))
-            return self._long_prefix + behind, FEW_TOKENS
-        prompt = list(rng.choice(self._prefixes)) if rng.random() < 0.5 else []
-        prompt += rng.choices(PROMPT_TOKENS, k=self._length(60 if prompt else 300, 2, rng))
-        prompt = prompt[: self.settings.context - MARGIN - 1]
-        room = self.settings.context - MARGIN - len(prompt)
-        return prompt, min(self._length(150, 4, rng), room)
-
-    def _work(self, index: int, rng: random.Random) -> None:
-        while not self.stop.is_set():
-            if index >= self.wanted:
-                self.stop.wait(0.05)
-                continue
-            try:
-                self._one(rng)
-            except FailedRequest as fault:
-                self.tally.fail(fault.kind, str(fault))
-                self.stop.wait(1)
-
-    def _one(self, rng: random.Random) -> None:
-        prompt, tokens = self.request(rng)
-        closes, ended = rng.random() < self.settings.abort_share, True
-        streams = closes or rng.random() < self.settings.stream_share
-        # SGLang repeats all log-probabilities in every part of a stream.
-        logprobs = 0 if streams and not self.engine.parts_are_new else 2
-        body = self.engine.body(prompt, tokens, temperature=rng.choice([0, 0.7, 1.0]), logprobs=logprobs)
-        self.tally.count(sent=1)
-        if streams:
-            got, ended = self.streamed(body, rng.randrange(tokens) if closes else sys.maxsize)
-        else:
-            reply = self.wire.whole(body)
-            must_be_finite(self.engine, reply)
-            got = self.engine.tokens_in(reply)
-        if not ended:
-            self.tally.count(aborted=1, prompt_tokens=len(prompt), output_tokens=got)
-        elif got != tokens:
-            raise FailedRequest("incomplete", f"wanted {tokens} tokens, got {got}: {described(body)}")
-        else:
-            self.tally.count(served=1, prompt_tokens=len(prompt), output_tokens=got)
-
-    def streamed(self, body: dict, most_parts: int) -> tuple[int, bool]:
-        """Tokens that came, and whether the stream ended before the client closed it, after so many parts."""
-        count, tokens, end = 0, 0, time.monotonic() + self.settings.timeout
-        with closing(self.wire.parts(body)) as parts:
-            for count, part in enumerate(itertools.islice(parts, most_parts), 1):  # noqa: B007
-                if time.monotonic() > end:
-                    said = f"the stream did not end in {self.settings.timeout:g} s: {described(body)}"
-                    raise FailedRequest("hung", said)
-                must_be_finite(self.engine, part)
-                tokens = self.engine.tokens_in(part, tokens)
-        return tokens, count < most_parts
-
-    def drained(self) -> list[threading.Thread]:
-        """Send nothing more; the threads whose request did not end in time."""
-        self.stop.set()
-        end = time.monotonic() + self.settings.timeout + 5
-        for thread in self.threads:
-            thread.join(max(0.0, end - time.monotonic()))
-        return [thread for thread in self.threads if thread.is_alive()]
 
 
 class Probes:
@@ -336,9 +171,6 @@ class Soak:
     mode: str
     probes: Probes
     traffic: Traffic
-    log: Log
-    settings: Settings
-    tally: Tally
     document: dict
     output: Path
     stop_file: Path | None
@@ -346,6 +178,10 @@ class Soak:
     samples: list[tuple[float, float, float | None]] = field(default_factory=list)
     counters_before: dict = field(default_factory=dict)
     most_running: float = 0
+
+    def __post_init__(self) -> None:
+        self.settings, self.tally = self.traffic.settings, self.traffic.tally
+        self.log = Log(self.server.log, self.server.log.stat().st_size)
 
     def elapsed(self) -> float:
         return time.monotonic() - self.begin
@@ -374,26 +210,22 @@ class Soak:
     def loop(self, pool: ThreadPoolExecutor) -> None:
         """The time of the traffic: longer than asked where a slow machine has not yet sampled memory often enough."""
         asked: Future | None = None
-        due = {
-            "sample": (self.settings.sample_every, self.sample),
-            "wave": (self.settings.wave_every, self.traffic.new_wave),
-            "write": (self.settings.write_every, self.note),
-        }
-        next_at = {"sample": 0.0, "wave": self.settings.wave_every, "write": 0.0}
-        next_probe = self.settings.probe_every / 2
+        every = self.settings.every
+        due = {"sample": self.sample, "wave": self.traffic.new_wave, "write": self.note}
+        next_at = {"sample": 0.0, "wave": every["wave"], "write": 0.0, "probe": every["probe"] / 2}
         while (now := self.elapsed()) < self.settings.seconds or len(self.samples) < LEAST_SAMPLES:
             if self.stop_file and self.stop_file.exists():
                 raise Stopped(f"by {self.stop_file.name}")
             if self.server.process.ended() is not None or sum(self.tally.failures.values()) > MOST_FAILURES:
                 return
-            for name, (every, action) in due.items():
+            for name, action in due.items():
                 if now >= next_at[name]:
-                    next_at[name] = now + every
+                    next_at[name] = now + every[name]
                     action()
-            if now >= next_probe and (asked is None or asked.done()):
-                next_probe = now + self.settings.probe_every
+            if now >= next_at["probe"] and (asked is None or asked.done()):
+                next_at["probe"] = now + every["probe"]
                 asked = pool.submit(self.probes.round, now, self.tally)
-            time.sleep(min(0.5, self.settings.sample_every))
+            time.sleep(min(0.5, every["sample"]))
         self.document["soaked"] = True
 
     def calm(self, pool: ThreadPoolExecutor) -> None:
@@ -402,18 +234,14 @@ class Soak:
         for thread in self.traffic.drained():
             self.tally.fail("hung", f"{thread.name} still waits for its request")
         pool.submit(self.probes.round, self.elapsed(), self.tally).result()
-        running = self.running(self.server.metrics())
+        running = self.server.metrics().get(self.server.engine.running, 0.0)
         if running and self.server.engine.name == "vllm":
             self.tally.fail("left over", f"the idle server says that {running:.0f} requests are running")
 
     def sample(self) -> None:
         process, metrics = self.server.process, self.server.metrics()
-        self.most_running = max(self.most_running, self.running(metrics))
+        self.most_running = max(self.most_running, metrics.get(self.server.engine.running, 0.0))
         self.samples.append((self.elapsed(), process.host_mib(), gpus.process_mib(process.running())))
-
-    def running(self, metrics: dict[str, float]) -> float:
-        """Requests in the running batch."""
-        return metrics.get(self.server.engine.running, 0.0)
 
     def counters(self) -> dict[str, float | None]:
         return client.counted(self.server.metrics(), self.server.engine.counters)
@@ -440,31 +268,27 @@ class Soak:
     def note(self) -> None:
         """Bring the document up to date and write it."""
         self.look()
-        after = self.counters()
+        faults, before = dict(self.tally.failures), self.counters_before
         self.document |= {
             "seconds": round(self.elapsed(), 1),
             "requests": dict(self.tally.counts) | {"most_running_at_once": self.most_running},
             "counters": {
-                name: None if value is None else value - (self.counters_before.get(name) or 0)
-                for name, value in after.items()
+                name: None if value is None else value - (before.get(name) or 0)
+                for name, value in self.counters().items()
             },
-            "faults": {kind: {"times": n, "examples": self.tally.examples[kind]} for kind, n in self.faults()},
+            "faults": {kind: {"times": n, "examples": self.tally.examples[kind]} for kind, n in faults.items()},
             "memory": self.memory(),
         }
         self.document["probes"]["rounds"] = self.probes.rounds
         write(self.document, self.output)
-        requests, counters = self.document["requests"], self.document["counters"]
         grown = {kind: memory["growth_mib"] for kind, memory in self.document["memory"].items()}
         memory = ", ".join(f"{kind} {'not known' if mib is None else f'{mib:.0f} MiB'}" for kind, mib in grown.items())
+        said = f"{self.document['requests']}, {self.document['counters']}, {len(self.probes.rounds)} rounds of probes"
         console.print(
-            f"{self.elapsed():.0f} s: {requests}, {counters}, {len(self.probes.rounds)} rounds of probes, "
-            f"growth of memory: {memory}, faults {dict(self.faults())}",
+            f"{self.elapsed():.0f} s: {said}, growth of memory: {memory}, faults {faults}",
             highlight=False,
             markup=False,
         )
-
-    def faults(self) -> list[tuple[str, int]]:
-        return list(self.tally.failures.items())
 
     def proves_nothing(self) -> list[str]:
         """What a run must have had to say anything, and did not; memory that grew."""
@@ -483,49 +307,6 @@ class Soak:
             elif grown is not None and grown > memory["allowed_mib"]:
                 found.append(f"{kind} memory grew by {grown:.0f} MiB, allowed {memory['allowed_mib']:.0f}")
         return found
-
-
-def soaked(
-    asked: Asked,
-    mode: str,
-    model: Path,
-    flags: list[str],
-    variant: Variant,
-    settings: Settings,
-    document: dict,
-    output: Path,
-    ready: float,
-    stop_file: Path | None,
-) -> None:
-    """Serve and soak; fills in the document, whatever happens."""
-    engine, tally, log = asked.engine, Tally(), output.with_suffix(".log")
-    name, variant_flags = variant.asked_of(engine)
-    document["server"] = {}
-    console.print(f"{engine.name} with {variant.backend}: starting, log in {log}", highlight=False)
-    try:
-        with served(
-            engine,
-            asked.serving(model, mode, variant),
-            name,
-            [*variant_flags, *flags],
-            log=log,
-            seconds=ready,
-            about=document["server"],
-        ) as server:
-            server.must_say(variant.proof(is_sparse(model)))
-            with closing(Wire(server.url + engine.path, settings.timeout)) as wire:
-                probes = Probes(engine, wire, model, asked.forces and mode == "plain")
-                traffic = Traffic(engine, wire, settings, tally)
-                watched = Log(log, log.stat().st_size)
-                Soak(server, mode, probes, traffic, watched, settings, tally, document, output, stop_file).run()
-    except Stopped as reason:
-        document["stopped"] = str(reason)
-    except Failed as error:
-        document["failures"].append(str(error))
-    finally:
-        document["failures"] += tally.sentences()
-        document["complete"] = bool(document.pop("soaked", False)) and document["stopped"] is None
-        write(document, output)
 
 
 def main(
@@ -563,26 +344,59 @@ def main(
         said = "; ".join(f"{name} with {', '.join(each.modes)}" for name, each in ASKED.items())
         raise typer.BadParameter(f"--engine, --mode: wanted {said}, got {engine} with {mode}")
     asked = ASKED[engine]
-    variant = Variant.parse(f"{backend or asked.engine.ours}+{kv_cache_dtype}")
     try:
+        variant = Variant.parse(f"{backend or asked.engine.ours}+{kv_cache_dtype}")
         must_be_writable(output)
         training, config = (read_json(model / f"{name}.json") for name in ("training", "config"))
+        sparse = is_sparse(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    context = config["max_position_embeddings"]
-    gpu_growth += INDEXER_MIB * (engine == "vllm" and is_sparse(model))
     settings = Settings(
-        *(seconds, concurrency, timeout, context, abort_share, stream_share, probe_every, sample_every),
-        *(wave_every, write_every, host_growth, gpu_growth, seed),
+        seconds=seconds,
+        concurrency=concurrency,
+        timeout=timeout,
+        context=config["max_position_embeddings"],
+        abort_share=abort_share,
+        stream_share=stream_share,
+        every={"probe": probe_every, "sample": sample_every, "wave": wave_every, "write": write_every},
+        host_growth=host_growth,
+        gpu_growth=gpu_growth + INDEXER_MIB * (engine == "vllm" and sparse),
+        seed=seed,
     )
-    flags = [*asked.flags(mode, cache_tokens, variant), asked.engine.memory_share, str(memory_share)]
+    name, flags = variant.asked_of(asked.engine)
+    flags += [*asked.flags(mode, cache_tokens, variant), asked.engine.memory_share, str(memory_share)]
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
     document = {"what": f"soak, {engine}"} | about.model_dump() | {"model": training, "mode": mode}
-    document |= {"backend": variant.backend, "settings": asdict(settings)}
+    document |= {"backend": variant.backend, "settings": asdict(settings), "server": {}}
     document |= {"complete": False, "stopped": None, "failures": []}
-    with stopping(None):
-        flags += serve_flags or []
-        soaked(asked, mode, model, flags, variant, settings, document, output, ready, stop_file)
+    tally, log = Tally(), output.with_suffix(".log")
+    console.print(f"{engine} with {variant.backend}: starting, log in {log}", highlight=False)
+    try:
+        with (
+            stopping(None),
+            served(
+                asked.engine,
+                asked.serving(model, mode, variant),
+                name,
+                [*flags, *(serve_flags or [])],
+                log=log,
+                seconds=ready,
+                about=document["server"],
+            ) as server,
+        ):
+            server.must_say(variant.proof(sparse))
+            with closing(Wire(server.url + asked.engine.path, timeout)) as wire:
+                probes = Probes(asked.engine, wire, model, asked.forces and mode == "plain")
+                traffic = Traffic(asked.engine, wire, settings, tally)
+                Soak(server, mode, probes, traffic, document, output, stop_file).run()
+    except Stopped as reason:
+        document["stopped"] = str(reason)
+    except Failed as error:
+        document["failures"].append(str(error))
+    finally:
+        document["failures"] += tally.sentences()
+        document["complete"] = bool(document.pop("soaked", False)) and document["stopped"] is None
+        write(document, output)
     for failure in document["failures"]:
         console.print(f"FAILED {failure}", style="red", markup=False)
     passed = document["complete"] and not document["failures"]

@@ -12,7 +12,7 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -23,16 +23,15 @@ import etap_backend
 from etap_backend import _library
 from etap_backend.lab import gpus as driver
 from etap_backend.lab import results
-from etap_backend.lab.e2e import report, rows
+from etap_backend.lab.e2e import report
+from etap_backend.lab.e2e import results_file as rows
 from etap_backend.lab.e2e.model import Prepared, parse_changes, prepare_model, serving_of, small_model
-from etap_backend.lab.e2e.rows import Document, Layout
-from etap_backend.lab.e2e.run import Run
+from etap_backend.lab.e2e.results_file import Document, Layout
 from etap_backend.lab.e2e.scenario import (
     Case,
     EngineName,
     EngineScenario,
     Scenario,
-    Turn,
     cases_of,
     chosen,
     parse_profile,
@@ -40,6 +39,7 @@ from etap_backend.lab.e2e.scenario import (
     read_scenario,
     turns_of,
 )
+from etap_backend.lab.e2e.turns import Run
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.serving.engines import ENGINES, Engine, Serving
 from etap_backend.lab.stopping import Stopped, stopping
@@ -83,64 +83,41 @@ def engine_versions(engine: Engine, python: str) -> tuple[str, dict[str, str]]:
     return version, found | {"etap-backend": etap_backend.__version__}
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A run as the command line asks for it, checked as far as that can be without GPU and engine."""
+def document_of(
+    scenario: Scenario, engine: Engine, specific: EngineScenario, prepared: Prepared, serving: Serving, python: str
+) -> Document:
+    """An empty one. Raises ValueError when the interpreter has no such engine."""
+    version, versions = engine_versions(engine, python)
+    about = provenance("etap e2e", versions=versions, python=version, library=_library.library_path())
+    return Document(
+        **about.model_dump(),
+        title=scenario.title,
+        engine=engine.name,
+        model=scenario.model,
+        weights=prepared.what,
+        dummy=prepared.dummy,
+        model_shape=prepared.config,
+        gpus=scenario.gpus,
+        layout=Layout(tp=serving.tp, pp=serving.pp, dp=serving.dp, dcp=serving.dcp),
+        draft_tokens=scenario.draft_tokens,
+        acceptance=serving.acceptance,
+        kv_dtype=scenario.kv_dtype,
+        environment={**scenario.environment, **specific.environment},
+        method=report.METHOD,
+    )
 
-    engine: Engine
-    scenario: Scenario
-    specific: EngineScenario
-    order: list[Turn]
-    cases: list[Case]
-    prepared: Prepared
-    serving: Serving
-    small: Prepared | None
-    profile: tuple[int, int] | None
 
-    def run(self, document: Document, python: str, flags: list[str], output: Path, deadline: float | None) -> Run:
-        console = Console() if sys.stdout.isatty() else Console(width=180)
-        small = replace(self.serving, model=self.small.model) if self.small else None
-        return Run(
-            *(self.engine, self.scenario, self.specific, self.serving, self.cases, self.order, python, flags),
-            *(output, document, deadline, console, self.profile, small),
-        )
-
-    def document(self, python: str, note: str) -> Document:
-        """An empty one. Raises ValueError when the interpreter has no such engine."""
-        version, versions = engine_versions(self.engine, python)
-        about = provenance("etap e2e", versions=versions, python=version, library=_library.library_path(), note=note)
-        scenario, serving = self.scenario, self.serving
-        return Document(
-            **about.model_dump(),
-            title=scenario.title,
-            engine=self.engine.name,
-            model=scenario.model,
-            weights=self.prepared.what,
-            dummy=self.prepared.dummy,
-            model_shape=self.prepared.config,
-            gpus=scenario.gpus,
-            layout=Layout(tp=serving.tp, pp=serving.pp, dp=serving.dp, dcp=serving.dcp),
-            draft_tokens=scenario.draft_tokens,
-            acceptance=serving.acceptance,
-            kv_dtype=scenario.kv_dtype,
-            environment={**scenario.environment, **self.specific.environment},
-            method=report.METHOD,
-        )
-
-    def show(self, python: str, flags: list[str], console: Console) -> None:
-        """The commands of every server, and of the load generator at every point."""
-        flags = [*self.specific.flags, *flags]
-        commands = [
-            self.engine.server(python, self.serving, name, SHOWN_PORT, flags)
-            for name in dict.fromkeys(turn.backend for turn in self.order)
-        ]
-        for case in self.cases:
-            load = self.engine.load(self.serving, case.load, SHOWN_PORT, SHOWN_RESULT)
-            commands.append([python, "-m", self.engine.load_module, *load])
-        for command in commands:
-            console.print(shlex.join(command), markup=False, highlight=False, soft_wrap=True)
-        if self.prepared.dummy:
-            console.print(f"A run writes the model's folder: {self.prepared.model}", soft_wrap=True)
+def show_commands(
+    engine: Engine, serving: Serving, backends: list[str], cases: list[Case], python: str, flags: list[str]
+) -> None:
+    """Those of every server, and of the load generator at every point."""
+    servers = [engine.server(python, serving, name, SHOWN_PORT, flags) for name in backends]
+    loads = [engine.load(serving, case.load, SHOWN_PORT, SHOWN_RESULT) for case in cases]
+    console = Console()
+    for command in [*servers, *([python, "-m", engine.load_module, *load] for load in loads)]:
+        console.print(shlex.join(command), markup=False, highlight=False, soft_wrap=True)
+    if serving.dummy:
+        console.print(f"A run writes the model's folder: {serving.model}", soft_wrap=True)
 
 
 def resumed(path: Path, fresh: Document) -> Document:
@@ -239,16 +216,17 @@ def e2e(
         prepared = prepare_model(wanted.model, asked_for, rank_of, tp, folder)
         aside = folder.with_name("model-thrown-away")
         small = small_model(wanted.model, asked_for, rank_of, tp, aside) if throw_away else None
-        serving = serving_of(wanted, prepared, cases)
+        serving, served_by = serving_of(wanted, prepared, cases), ENGINES[engine.value]
         profiled = parse_profile(profile, cases)
-        asked = Asked(ENGINES[engine.value], wanted, specific, order, cases, prepared, serving, small, profiled)
         if show:
-            asked.show(python, flag or [], Console())
+            backends = list(dict.fromkeys(turn.backend for turn in order))
+            show_commands(served_by, serving, backends, cases, python, [*specific.flags, *(flag or [])])
             return
         must_have_gpus(wanted.gpus)
         if not (named or resume):
             results.must_be_new(output, ", or --resume to go on with it")
-        document = asked.document(python, note)
+        document = document_of(wanted, served_by, specific, prepared, serving, python)
+        document.note = note
         if resume and output.exists():
             document = resumed(output, document)
         results.must_be_writable(output)
@@ -256,7 +234,22 @@ def e2e(
             model_folder.write()
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from error
-    run = asked.run(document, python, flag or [], output, None if time_limit is None else begin + time_limit)
+    run = Run(
+        engine=served_by,
+        scenario=wanted,
+        specific=specific,
+        serving=serving,
+        cases=cases,
+        turns=order,
+        python=python,
+        flags=flag or [],
+        output=output,
+        document=document,
+        deadline=None if time_limit is None else begin + time_limit,
+        console=Console() if sys.stdout.isatty() else Console(width=180),
+        profile=profiled,
+        throw_away=replace(serving, model=small.model) if small else None,
+    )
     run.console.print(f"{wanted.title}: {prepared.what}, {wanted.gpus} GPUs", markup=False)
     try:
         with stopping(time_limit):

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from etap_backend.lab.e2e.rows import Profile
+from etap_backend.lab.e2e.results_file import Profile
 from etap_backend.lab.serving import client
 
 STEPS = 10

@@ -17,9 +17,9 @@ from rich.console import Console
 from rich.table import Table
 
 from etap_backend.lab import results as files
-from etap_backend.lab.e2e.rows import Document, Failed, Measured, Skipped, at_equal_host_speed, joined, read
+from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Skipped, at_equal_host_speed, joined, read
 from etap_backend.lab.provenance import without_note
-from etap_backend.lab.results import beside_the_usual
+from etap_backend.lab.screen import print_table
 from etap_backend.lab.serving.engines import ENGINES
 from etap_backend.lab.units import in_k
 
@@ -187,10 +187,8 @@ def provenance(document: Document) -> str:
 def caption(document: Document) -> str:
     """A page's, without what measuring.md says of every table."""
     experts = "drawn" if document.draws_experts else "as dummy weights choose them"
-    other = beside_the_usual(document.method, METHOD)
     said = [
         made_with(document) + (f", experts {experts}." if document.dummy else "."),
-        other and f"Method: {other}.",
         notes_of(document),
         "" if document.complete else f"Stopped {document.stopped}; what is missing was not measured.",
     ]
@@ -209,7 +207,7 @@ def print_document(document: Document, console: Console) -> None:
         table.add_column(title, justify="left" if number < 2 else "right")
     for cells in cells_of(document):
         table.add_row(*cells)
-    console.print(table)
+    print_table(console, table)
     for name, about in document.servers.items():
         if about.seconds_to_ready is not None:
             room = f"{about.cache_tokens:,}" if about.cache_tokens else "unknown"

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from etap_backend.lab import configs
 from etap_backend.lab.configs import Strict
-from etap_backend.lab.e2e.rows import Shape
+from etap_backend.lab.e2e.results_file import Shape
 from etap_backend.lab.serving.engines import PAGE_TOKENS, Load
 from etap_backend.lab.units import parse_tokens
 

@@ -9,10 +9,10 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from etap_backend.lab.plan.fits import plan_of, what_fits
+from etap_backend.lab.plan.alternatives import plan_of, what_fits
 from etap_backend.lab.plan.inputs import CACHE_NAMES, Deployment, cache_named, read_gpu, read_model
 from etap_backend.lab.plan.report import document, print_plan, sources_table
-from etap_backend.lab.plan.sparse import benchmarks
+from etap_backend.lab.screen import print_table
 from etap_backend.lab.units import parse_tokens
 
 FLAGS = {"gpus": "--count", "cache": "--kv-dtype", "s_q": "--s-q", "attention_share": "--attention-share"} | {
@@ -36,7 +36,7 @@ def as_typed(error: Exception, flags: dict[str, str]) -> str:
 
 def plan(
     model: Annotated[
-        str, typer.Argument(help="A shipped model's name, or a config.json or its folder.")
+        str, typer.Argument(help="A shipped model's name, the hub's included, or a config.json or its folder.")
     ] = "deepseek-r1",
     gpu: Annotated[
         str, typer.Option(help="A shipped GPU's name, or a file like those of configs/hardware.")
@@ -53,7 +53,7 @@ def plan(
     ] = "bfloat16",
     context: Annotated[str, typer.Option(help="Tokens of each request, such as 65536, 64K or 1M.")] = "16K",
     batch: Annotated[int, typer.Option(help="Requests that decode at the same time.")] = 16,
-    s_q: Annotated[int, typer.Option(help="Query tokens a step: 1 + draft tokens of multi-token prediction.")] = 1,
+    s_q: Annotated[int, typer.Option(help="Query tokens per step: 1 + draft tokens of multi-token prediction.")] = 1,
     utilization: Annotated[float, typer.Option(help="Share of the memory that the engine may take.")] = 0.92,
     experts: Annotated[
         float | None, typer.Option(help="Routed experts of a layer that a step reads, instead of an even choice.")
@@ -63,7 +63,7 @@ def plan(
     ] = None,
     kernels: Annotated[
         list[Path] | None,
-        typer.Option(help="Files of `etap bench sparse`, which tell a sparse call's time, instead of results/sparse*."),
+        typer.Option(help="Files of `etap bench sparse`, which tell a sparse call's time, instead of the GPU's own."),
     ] = None,
     sources: Annotated[bool, typer.Option("--sources", help="Also show where each number is from.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
@@ -75,11 +75,8 @@ def plan(
         ranks = tensor_parallel(count, dp * pp) if tp is None else tp
         tokens = _named("context", parse_tokens, context)
         on = Deployment(count, ranks, dp, pp, dcp, cache_named(cache), tokens, batch, s_q, utilization, experts)
-        if kernels and not described.sparse:
-            raise ValueError(f"kernels: wanted none for dense attention, got {', '.join(map(str, kernels))}")
-        timed = benchmarks(kernels) if described.sparse else {}
-        made = plan_of(described, hardware, on, attention_share, timed)
-        found = what_fits(described, hardware, on, attention_share, timed)
+        made = plan_of(described, hardware, on, attention_share, kernels)
+        found = what_fits(described, hardware, on, attention_share, kernels)
     except (ValueError, ImportError) as error:  # the compiled library says how it groups query rows
         said = as_typed(error, FLAGS | derived)
         Console(stderr=True).print(f"etap plan: {said}", style="red", markup=False, highlight=False)
@@ -90,7 +87,7 @@ def plan(
     console = Console()
     print_plan(model, described, hardware, on, made, found, console)
     if sources:
-        console.print(sources_table(hardware, described, made))
+        print_table(console, sources_table(hardware, described, made))
 
 
 def _named(argument: str, parse, text: str):

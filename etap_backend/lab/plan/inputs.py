@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -53,8 +55,27 @@ class Call(Strict):
         return self.fixed_us + self.factor * roofline_us
 
 
+class SparseCall(Call):
+    """Time of one call of sparse attention for `heads` heads on rows of a bfloat16 cache, or of an FP8 one."""
+
+    kernel: str
+    heads: int
+    fp8: bool
+
+
+LONGEST_REST = Figure(
+    value=1.74,
+    status="derived",
+    source="attention is 30% of a step at 16 x 16K on 8 x H20 (README of FlashMLA-ETAP): 42.1 ms of rest, planned 24.2",
+)
+
+
 class Gpu(Strict):
-    """A file of configs/hardware."""
+    """A file of configs/hardware.
+
+    `longest_rest` is how many times its estimate the rest of a step may take. `sparse_like` names the file whose
+    `sparse` calls stand for this GPU's own, which nobody timed.
+    """
 
     name: str
     memory_bytes: Figure
@@ -68,6 +89,9 @@ class Gpu(Strict):
     etap_fp8_math: Call | None = None  # with FP8 products, where they follow another line
     padded: Call  # FlashMLA's kernels alone, built from its sources
     padded_in_vllm: Call | None = None  # FlashMLA as vLLM ships and calls it, where that was measured
+    longest_rest: Figure = LONGEST_REST
+    sparse: tuple[SparseCall, ...] = ()
+    sparse_like: str = ""
 
     @property
     def sustained_share(self) -> float:
@@ -80,13 +104,11 @@ class Gpu(Strict):
 
     @property
     def figures(self) -> dict[str, Figure]:
-        named = ((name, getattr(self, name)) for name in type(self).model_fields)
-        return {name: value for name, value in named if isinstance(value, Figure)}
+        return {name: value for name, value in self if isinstance(value, Figure)}
 
     @property
     def calls(self) -> dict[str, Call]:
-        named = ((name, getattr(self, name)) for name in type(self).model_fields)
-        return {name: value for name, value in named if isinstance(value, Call)}
+        return {name: value for name, value in self if isinstance(value, Call)}
 
 
 class Quantization(BaseModel):
@@ -170,33 +192,19 @@ class Model(BaseModel):
         return data
 
     @model_validator(mode="after")
-    def _full_attention_is_in_the_model(self) -> Model:
+    def _is_whole(self) -> Model:
         layers = self.linear_attn_config.full_attn_layers if self.linear_attn_config else ()
         if len(set(layers)) < len(layers) or max(layers, default=0) > self.num_hidden_layers:
             wanted = f"different numbers of at most num_hidden_layers = {self.num_hidden_layers}"
             raise ValueError(f"linear_attn_config.full_attn_layers: wanted {wanted}, got {list(layers)}")
-        return self
-
-    @model_validator(mode="after")
-    def _layer_types_are_of_all_layers(self) -> Model:
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             wanted = f"as many as num_hidden_layers = {self.num_hidden_layers}"
             raise ValueError(f"layer_types: wanted {wanted}, got {len(self.layer_types)}")
-        return self
-
-    @model_validator(mode="after")
-    def _indexer_is_whole(self) -> Model:
         if self.sparse and not (self.index_n_heads and self.index_head_dim and self.q_lora_rank):
             raise ValueError("wanted index_n_heads, index_head_dim and q_lora_rank beside index_topk")
-        return self
-
-    @model_validator(mode="after")
-    def _experts_are_whole(self) -> Model:
-        if not self.n_routed_experts:
-            return self
-        if not (self.num_experts_per_tok and self.moe_intermediate_size):
+        if self.n_routed_experts and not (self.num_experts_per_tok and self.moe_intermediate_size):
             raise ValueError("wanted num_experts_per_tok and moe_intermediate_size beside n_routed_experts")
-        if self.num_experts_per_tok > self.n_routed_experts:
+        if self.n_routed_experts and self.num_experts_per_tok > self.n_routed_experts:
             wanted = f"at most n_routed_experts = {self.n_routed_experts}"
             raise ValueError(f"num_experts_per_tok: wanted {wanted}, got {self.num_experts_per_tok}")
         return self
@@ -282,14 +290,31 @@ class Model(BaseModel):
 
 
 def read_model(name: str) -> Model:
-    """A shipped model by name, or any config.json (or the folder that holds one). Raises ValueError otherwise."""
-    path = Path(name) / "config.json" if Path(name).is_dir() else configs.find("models", name, ".json")
-    return results.read(path, Model)
+    """A shipped model by its name, the hub's such as deepseek-ai/DeepSeek-R1 included, or any config.json, or the
+    folder that holds one. Raises ValueError, naming the argument, otherwise."""
+    path = Path(name) / "config.json" if Path(name).is_dir() else _found("models", name, ".json")
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"model: wanted a config.json, got {path}, which is no JSON file: {error}") from error
+    return results.parse(path, content, Model)
 
 
 def read_gpu(name: str) -> Gpu:
     """A shipped GPU by name, or any file like it. Raises ValueError otherwise."""
-    return configs.read_toml(configs.find("hardware", name), Gpu)
+    return configs.read_toml(_found("hardware", name, ".toml"), Gpu)
+
+
+def _found(kind: str, name: str, suffix: str) -> Path:
+    """As `configs.find`, which tells a name that means nothing; a path that is not there is told as a path."""
+    organisation, _, model = name.partition("/")
+    if Path(name).is_file():
+        return Path(name)
+    if re.fullmatch(r"\w[\w-]*", organisation) and model.lower() in configs.shipped(kind, suffix):
+        return configs.find(kind, model, suffix)
+    if name.endswith(suffix) or name.startswith((".", "/", "~")) or "/" in model:
+        raise ValueError(f"{configs.CALLED[kind]}: wanted a file that exists, got {name}")
+    return configs.find(kind, name, suffix)
 
 
 def cache_named(name: str) -> str:

@@ -16,6 +16,7 @@ RESERVE_BYTES = Figure(value=5.6e9, status="derived", source="8 x H200, vLLM 0.2
 # What vLLM 0.26 to 0.33 allocate for the indexer of sparse attention: 512 MiB for the scores of a prefill, and
 # 40 keys of 132 bytes for each of 163,840 tokens, DeepSeek-V3.2's longest context. With a lower --max-model-len less.
 INDEXER_RESERVE_BYTES = Figure(value=1.4e9, status="derived", source="vLLM 0.26.0 and 0.33.0: the indexer's buffers")
+ABSORBED = "attention, absorbed copy"
 
 
 @dataclass(frozen=True)
@@ -31,76 +32,96 @@ class Weights:
     read_by_decode: bool = True
 
     @property
-    def bytes_a_gpu(self) -> float:
+    def bytes_per_gpu(self) -> float:
         return self.parameters / self.shards * self.bytes_each
+
+
+def predicting_layers(model: Model, on: Deployment) -> int:
+    """Layers that predict the next tokens, which are loaded where drafts are made."""
+    return model.num_nextn_predict_layers if on.s_q > 1 else 0
 
 
 def weights_of(model: Model, on: Deployment) -> list[Weights]:
     """All weights of the model, divided as the engines divide them."""
-    hidden, heads = model.hidden_size, model.num_attention_heads
-    head_k = model.qk_nope_head_dim + model.qk_rope_head_dim
-    predicting = model.num_nextn_predict_layers if on.s_q > 1 else 0  # layers that predict the next tokens
-    layers, moe = len(model.attention_layers) + predicting, model.moe_layers + predicting
-    dense_layers = model.num_hidden_layers + predicting - moe
-    down = hidden * model.cache_row + (hidden * model.q_lora_rank if model.q_lora_rank else 0)
-    up = (model.q_lora_rank or hidden) * heads * head_k + heads * model.v_head_dim * hidden
-    up += hidden * heads * model.v_head_dim if model.mla_use_output_gate else 0
-    latent = model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
-    expert, dense = 3 * hidden * model.moe_intermediate_size, 3 * hidden * model.intermediate_size
-    routed = 3 * (model.routed_expert_hidden_size or hidden) * model.moe_intermediate_size
-    between = 2 * hidden * (model.routed_expert_hidden_size or 0)
-    linear, linear_a_rank = _linear_attention(model)
-    index_queries, index_keys = _indexer(model)
-    indexers = len(model.indexer_layers) + (predicting if model.sparse else 0)
-    wide, spread, each, attention = on.tp, on.tp * on.dp, model.weight_bytes, model.attention_bytes
-    head = model.vocab_size * hidden
+    predicting, head = predicting_layers(model, on), model.vocab_size * model.hidden_size
     parts = [
-        Weights("attention, latent projections", layers * down, 1, attention),
-        Weights("attention, heads", layers * up, wide, attention),
-        Weights("attention, latent to heads", layers * latent, wide, attention, read_by_decode=False),
-        Weights("indexer, queries", indexers * index_queries, 1, attention),
-        Weights("indexer, keys and gates", indexers * index_keys, 1, 2.0),
-        Weights("linear attention, heads", model.linear_layers * linear, wide, attention),
-        Weights("linear attention, gate's latent", model.linear_layers * linear_a_rank, 1, attention),
-        Weights("dense layers", dense_layers * dense, wide, each),
-        Weights("shared experts", moe * (model.n_shared_experts or 0) * expert, wide, each),
-        Weights("router", moe * hidden * (model.n_routed_experts or 0), 1, 2.0),
-        Weights("experts' projections", moe * between, 1, each),
-        Weights("experts", moe * (model.n_routed_experts or 0) * routed, spread, model.expert_bytes, experts=True),
-        Weights("embedding", head, wide, 2.0, ends=True, read_by_decode=False),
-        Weights("output head", 0 if model.tie_word_embeddings else head, wide, 2.0, ends=True),
+        *_attention(model, on, len(model.attention_layers) + predicting),
+        *_indexer(model, len(model.indexer_layers) + (predicting if model.sparse else 0)),
+        *_linear_attention(model, on),
+        *_feed_forward(model, on, model.moe_layers + predicting),
+        Weights("embedding", head, on.tp, 2.0, ends=True, read_by_decode=False),
+        Weights("output head", 0 if model.tie_word_embeddings else head, on.tp, 2.0, ends=True),
     ]
-    # The engines keep the absorbed form of kv_b_proj in the activations' type beside the weight as it was loaded.
-    absorbed = Weights("attention, absorbed copy", layers * latent, wide, 2.0)
-    return [part for part in (*parts, absorbed) if part.parameters]
+    return [part for part in parts if part.parameters]
 
 
-def _linear_attention(model: Model) -> tuple[int, int]:
-    """Weights of a layer with Kimi's delta attention: divided by tensor parallelism, and on every rank."""
+def _attention(model: Model, on: Deployment, layers: int) -> list[Weights]:
+    hidden, heads, each = model.hidden_size, model.num_attention_heads, model.attention_bytes
+    down = hidden * (model.cache_row + (model.q_lora_rank or 0))
+    queries = (model.q_lora_rank or hidden) * heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
+    output = heads * model.v_head_dim * hidden
+    gate = output if model.mla_use_output_gate else 0
+    latent = layers * model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
+    return [
+        Weights("attention, latent projections", layers * down, 1, each),
+        Weights("attention, heads", layers * (queries + output + gate), on.tp, each),
+        Weights("attention, latent to heads", latent, on.tp, each, read_by_decode=False),
+        # The engines keep the absorbed form of kv_b_proj in the activations' type beside the weight as it was loaded.
+        Weights(ABSORBED, latent, on.tp, 2.0),
+    ]
+
+
+def _indexer(model: Model, layers: int) -> list[Weights]:
+    """Every rank has the indexer whole. Weights of its keys, of its heads' gates and, where keys are pooled, of the
+    pool's stay in two bytes."""
+    if not model.sparse:
+        return []
+    pool = model.index_head_dim if model.index_kpool > 1 else 0
+    queries = model.q_lora_rank * model.index_n_heads * model.index_head_dim
+    keys = model.hidden_size * (model.index_head_dim + model.index_n_heads + pool)
+    return [
+        Weights("indexer, queries", layers * queries, 1, model.attention_bytes),
+        Weights("indexer, keys and gates", layers * keys, 1, 2.0),
+    ]
+
+
+def _linear_attention(model: Model, on: Deployment) -> list[Weights]:
+    """Kimi's delta attention."""
     if (linear := model.linear_attn_config) is None:
-        return 0, 0
-    hidden, width = model.hidden_size, linear.num_heads * linear.head_dim
+        return []
+    hidden, width, layers = model.hidden_size, linear.num_heads * linear.head_dim, model.linear_layers
     # Queries, keys, values and output; the step of each head; the forget gate's second half; three convolutions.
     divided = 4 * hidden * width + hidden * linear.num_heads + linear.head_dim * width
     divided += 3 * width * linear.short_conv_kernel_size
-    gate = (hidden * width, 0) if linear.use_full_rank_gate else (linear.head_dim * width, hidden * linear.head_dim)
-    return divided + gate[0], hidden * linear.head_dim + gate[1]
+    whole = hidden * linear.head_dim
+    if linear.use_full_rank_gate:
+        divided += hidden * width
+    else:
+        divided, whole = divided + linear.head_dim * width, 2 * whole
+    return [
+        Weights("linear attention, heads", layers * divided, on.tp, model.attention_bytes),
+        Weights("linear attention, gate's latent", layers * whole, 1, model.attention_bytes),
+    ]
 
 
-def _indexer(model: Model) -> tuple[int, int]:
-    """Weights of a layer's indexer, which every rank has whole: those of its queries, and those that stay in two bytes,
-    of its keys, of its heads' gates and, where keys are pooled, of the pool's."""
-    if not model.sparse:
-        return 0, 0
-    pool = model.index_head_dim if model.index_kpool > 1 else 0
-    keys = model.hidden_size * (model.index_head_dim + model.index_n_heads + pool)
-    return model.q_lora_rank * model.index_n_heads * model.index_head_dim, keys
+def _feed_forward(model: Model, on: Deployment, moe: int) -> list[Weights]:
+    """Dense layers, and the `moe` layers with experts. Routed experts are spread over tp x dp ranks."""
+    hidden, experts, each = model.hidden_size, model.n_routed_experts or 0, model.weight_bytes
+    dense = model.num_hidden_layers - model.moe_layers
+    narrow, wide = model.routed_expert_hidden_size or 0, 3 * model.moe_intermediate_size
+    shared, routed = (model.n_shared_experts or 0) * wide * hidden, experts * wide * (narrow or hidden)
+    return [
+        Weights("dense layers", dense * 3 * hidden * model.intermediate_size, on.tp, each),
+        Weights("shared experts", moe * shared, on.tp, each),
+        Weights("router", moe * hidden * experts, 1, 2.0),
+        Weights("experts' projections", moe * 2 * hidden * narrow, 1, each),
+        Weights("experts", moe * routed, on.tp * on.dp, model.expert_bytes, experts=True),
+    ]
 
 
 def parameters_of(model: Model) -> int:
     """Parameters of the model without its next-token predictor and without biases and norms."""
-    parts = weights_of(model, Deployment(gpus=1, tp=1))
-    return sum(part.parameters for part in parts if part.name != "attention, absorbed copy")
+    return sum(part.parameters for part in weights_of(model, Deployment(gpus=1, tp=1)) if part.name != ABSORBED)
 
 
 def state_bytes(model: Model, on: Deployment) -> int:
@@ -127,10 +148,10 @@ class Memory:
     usable: float
     weights: float
     reserve: float
-    state_a_request: int  # of linear attention
+    state_per_request: int  # of linear attention
     requests: int  # that decode on this GPU
-    cache_a_token: int
-    indexer_a_token: int  # of that, in the caches of indexers
+    cache_per_token: int
+    indexer_per_token: int  # of that, in the caches of indexers
     tokens_wanted: int
 
     @property
@@ -140,16 +161,16 @@ class Memory:
 
     @property
     def state(self) -> int:
-        return self.requests * self.state_a_request
+        return self.requests * self.state_per_request
 
     @property
     def tokens(self) -> int:
         """Tokens for which there is a KV cache, in whole pages."""
-        return max(0, self.left - self.state) // (self.cache_a_token * PAGE_TOKENS) * PAGE_TOKENS
+        return max(0, self.left - self.state) // (self.cache_per_token * PAGE_TOKENS) * PAGE_TOKENS
 
     def requests_of(self, tokens: int) -> int:
         """How many requests fit that need so many tokens of the cache on this GPU."""
-        return self.left // (tokens * self.cache_a_token + self.state_a_request)
+        return self.left // (tokens * self.cache_per_token + self.state_per_request)
 
     @property
     def fits(self) -> bool:
@@ -157,33 +178,26 @@ class Memory:
 
     @property
     def cache_wanted(self) -> int:
-        return self.tokens_wanted * self.cache_a_token
-
-
-def tokens_on_a_gpu(on: Deployment) -> int:
-    """Cache rows that one GPU must hold for the whole batch, in whole pages."""
-    return on.local_batch * -(-on.context // (PAGE_TOKENS * on.dcp)) * PAGE_TOKENS
+        return self.tokens_wanted * self.cache_per_token
 
 
 def memory_of(model: Model, gpu: Gpu, on: Deployment) -> Memory:
-    on.check(model)
-    predicting = model.num_nextn_predict_layers if on.s_q > 1 else 0
+    """Of a deployment that can be (`Deployment.check`)."""
+    predicting = predicting_layers(model, on)
     layers, indexers = (
         _most_in_a_stage(of, model, on.pp) + predicting for of in (model.attention_layers, model.indexer_layers)
     )
-    indexer_a_token = indexers * model.index_row_bytes
+    indexer_per_token = indexers * model.index_row_bytes
     # The fullest stage has ceil(layers / pp) layers and an end of the model; its other parts are shared out evenly.
     stage = -(-model.num_hidden_layers // on.pp) / model.num_hidden_layers
-    weights = sum(part.bytes_a_gpu * (1 if part.ends else stage) for part in weights_of(model, on))
-    usable = gpu.memory_bytes.value * on.utilization
     return Memory(
         total=gpu.memory_bytes.value,
-        usable=usable,
-        weights=weights,
+        usable=gpu.memory_bytes.value * on.utilization,
+        weights=sum(part.bytes_per_gpu * (1 if part.ends else stage) for part in weights_of(model, on)),
         reserve=RESERVE_BYTES.value + (INDEXER_RESERVE_BYTES.value if model.sparse else 0),
-        state_a_request=state_bytes(model, on),
+        state_per_request=state_bytes(model, on),
         requests=on.local_batch,
-        cache_a_token=model.cache_row_bytes(on.cache) * layers + indexer_a_token,
-        indexer_a_token=indexer_a_token,
-        tokens_wanted=tokens_on_a_gpu(on),
+        cache_per_token=model.cache_row_bytes(on.cache) * layers + indexer_per_token,
+        indexer_per_token=indexer_per_token,
+        tokens_wanted=on.local_batch * -(-on.context // (PAGE_TOKENS * on.dcp)) * PAGE_TOKENS,
     )

@@ -1,56 +1,23 @@
-"""Decode with sparse attention on one GPU. A call's time is fitted to files of `etap bench` on the sparse call; without
-one of this GPU it is not measured, and no step is told. What the indexer takes at least is its roofline."""
+"""Decode with sparse attention on one GPU. A call's time follows from its roofline by a line fitted to files of
+`etap bench sparse`, those of configs/hardware or of files that are given. What the indexer takes at least is its
+roofline: quantising, and choosing the best scores, come on top, and nobody timed them here."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from etap_backend.lab import results
 from etap_backend.lab.bench import rows as bench
-from etap_backend.lab.configs import shipped
-from etap_backend.lab.plan.inputs import Call, Deployment, Gpu, Model, Status, read_gpu
-from etap_backend.lab.plan.memory import Memory, memory_of
-from etap_backend.lab.plan.step import PADDED_ROWS, Attention, Gain, check, rest_of_step_ms
+from etap_backend.lab.plan.inputs import Call, Deployment, Gpu, Model, read_gpu
+from etap_backend.lab.plan.memory import memory_of
+from etap_backend.lab.plan.step import PADDED_ROWS, Attention, Plan, attention_on, check, rest_of_step_ms
 from etap_backend.limits import LATENT_DIM
 from etap_backend.sparse import sparse_decode_shape
 
 LEAST_POINTS = 3  # of a line, where two would always lie on one
-PROXY, PROXY_RATES = "H20 proxy", "h20-96g"
-LIKE = {"H100": "H200", "H800": "H200"}
-"""Chips whose calls, where they were not timed, are as the other's with their own rates."""
-
-
-def benchmarks(files: list[Path] | None = None) -> dict[str, bench.SparseDocument]:
-    """Files of `etap bench` on the sparse call by their names; those of results/, as far as they are there, when None.
-
-    Raises ValueError, naming the file, for a given one that is none.
-    """
-    found = {}
-    for path in sorted(results.FOLDER.glob("sparse*.json")) if files is None else files:
-        content = results.read_json(path)
-        kind = content.get("kind") if isinstance(content, dict) else None
-        if kind == bench.SparseDocument.model_fields["kind"].default:
-            found[path.name] = results.parse(path, content, bench.SparseDocument)
-        elif files is not None:
-            raise ValueError(f"{path}: wanted a file of `etap bench` on the sparse call, got kind {kind}")
-    return found
-
-
-@dataclass(frozen=True)
-class Roofline:
-    """What one call takes at least, at sustained rates."""
-
-    rows: int  # heads that the tensor cores compute, padding included
-    us: float
-    bound: str
-
-
-def _roofline(gpu: Gpu, rows: int, data: float, flops: float, *, fp8: bool = False) -> Roofline:
-    memory, tensor = data / gpu.sustained_bandwidth.value, flops / gpu.sustained_flops(fp8=fp8)
-    return Roofline(rows, max(memory, tensor) * 1e6, "memory" if memory >= tensor else "tensor cores")
 
 
 def computed_rows(kernel: str, heads: int, fp8_cache: bool) -> int:
@@ -61,43 +28,14 @@ def computed_rows(kernel: str, heads: int, fp8_cache: bool) -> int:
     return -(-heads // PADDED_ROWS) * PADDED_ROWS
 
 
-def call_roofline(kernel: str, gpu: Gpu, heads: int, entries: int, row: int, row_bytes: int, fp8: bool) -> Roofline:
-    """Of a call whose lists have so many entries, each a row of so many elements and bytes, read once. All kernels
+def sparse_attention(
+    kernel: str, gpu: Gpu, call: Call | None, heads: int, entries: int, row: int, row_bytes: int, fp8: bool, layers: int
+) -> Attention:
+    """Of calls whose lists have so many entries, each a row of so many elements and bytes, read once. All kernels
     widen FP8 rows to 16 bits before they multiply."""
-    rows = computed_rows(kernel, heads, fp8)
-    return _roofline(gpu, rows, entries * row_bytes, 2 * rows * entries * (row + LATENT_DIM))
-
-
-def _chip(name: str) -> str | None:
-    found = re.search(r"H\d+", name)
-    return found and found[0]
-
-
-def _rates(document: bench.SparseDocument) -> Gpu:
-    """The GPU of configs/hardware that this was measured on."""
-    if PROXY in document.gpu:
-        return read_gpu(PROXY_RATES)
-    alike = [gpu for gpu in map(read_gpu, shipped("hardware")) if _chip(gpu.name) == _chip(document.gpu)]
-    memory = (document.gpu_memory_mib or 0) * 2**20
-    return min(alike, key=lambda gpu: abs(gpu.memory_bytes.value - memory))
-
-
-def _measured_for(gpu: Gpu, documents: dict[str, bench.SparseDocument]) -> tuple[dict, Status, str]:
-    """The documents that tell a call's time on this GPU, and what that makes of it."""
-    chip, told = _chip(gpu.name), {name: one for name, one in documents.items() if _is_of_a_whole_gpu(one)}
-    own = {name: one for name, one in told.items() if chip and _chip(one.gpu) == chip}
-    if real := {name: one for name, one in own.items() if PROXY not in one.gpu}:
-        names = {_rates(one).name for one in real.values()}
-        return (real, "measured", "") if names == {gpu.name} else (real, "derived", f"as on an {', '.join(names)}")
-    if own:
-        return own, "derived", "an H200 throttled to an H20's rates, not an H20"
-    like = LIKE.get(chip)
-    return {name: one for name, one in told.items() if like and _chip(one.gpu) == like}, "derived", f"as on an {like}"
-
-
-def _is_of_a_whole_gpu(document: bench.SparseDocument) -> bool:
-    """Whether it timed kernels as they are installed on all of a GPU, or of what stands for one."""
-    return not document.libraries and (document.options.num_sms is None or document.options.h20_proxy)
+    rows, name = computed_rows(kernel, heads, fp8), "ETAP" if kernel == bench.OURS else kernel
+    flops = 2 * rows * entries * (row + LATENT_DIM)
+    return attention_on(gpu, name, call, layers=layers, rows=rows, data=entries * row_bytes, flops=flops)
 
 
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
@@ -115,146 +53,103 @@ def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
     return (fixed, factor) if fixed >= 0 else (0.0, max(1.0, xy / xx))
 
 
-def fitted_calls(gpu: Gpu, documents: dict[str, bench.SparseDocument], heads: int, fp8: bool) -> dict[str, Call]:
-    """What a call of each kernel that was timed with such rows takes on this GPU, ours first.
+def _chip(name: str) -> str | None:
+    found = re.search(r"H\d+", name)
+    return found and found[0]
 
-    A line is fitted to the decode rows with as many heads, or where there are too few to those of up to 64.
+
+def fitted_calls(gpu: Gpu, files: list[Path], heads: int, fp8: bool) -> dict[str, Call]:
+    """What a call of each kernel takes that these files of `etap bench sparse` timed, on a GPU with this one's rates.
+
+    A line is fitted to the decode rows with as many heads, or where there are too few to those of up to 64. Raises
+    ValueError, naming the file, for one that is of something else, of another GPU or of a part of one.
     """
-    used, status, how = _measured_for(gpu, documents)
-    rows = [
-        (name, _rates(document), row)
-        for name, document in used.items()
-        for row in document.rows
-        if row.fp8 == fp8 and row.heads <= max(PADDED_ROWS, heads) and row.tokens <= row.context
-    ]
-    same = [one for one in rows if one[2].heads == heads]
-    kernels = dict.fromkeys(name for _, _, row in rows for name in row.results if row.us(name))
-    calls = {}
-    for kernel in sorted(kernels, key=lambda name: name != bench.OURS):
-        timed = [one for one in same if one[2].us(kernel)]
+    rows: list[tuple[str, bench.SparseRow]] = []
+    for path in files:
+        document = results.read(path, bench.SparseDocument)
+        if document.libraries or not (document.options.num_sms is None or document.options.h20_proxy):
+            raise ValueError(f"kernels: wanted files of installed kernels on a whole GPU, got {path}")
+        if (chip := _chip(gpu.name)) and _chip(document.gpu) != chip:
+            raise ValueError(f"kernels: wanted files of an {gpu.name}, got {path} of an {document.gpu}")
+        of_it = (row for row in document.rows if row.fp8 == fp8 and row.tokens <= row.context)
+        rows += [(path.name, row) for row in of_it if row.heads <= max(PADDED_ROWS, heads)]
+    same = [one for one in rows if one[1].heads == heads]
+    calls: dict[str, Call] = {}
+    for kernel in dict.fromkeys(name for _, row in rows for name in row.results if row.us(name)):
+        timed = [one for one in same if one[1].us(kernel)]
         if len(timed) < LEAST_POINTS:
-            timed = [one for one in rows if one[2].us(kernel)]
+            timed = [one for one in rows if one[1].us(kernel)]
         if len(timed) >= LEAST_POINTS:
-            calls[kernel] = _fitted(kernel, timed, status, how)
+            calls[kernel] = _fitted(kernel, gpu, timed)
     return calls
 
 
-def _fitted(kernel: str, timed: list[tuple[str, Gpu, bench.SparseRow]], status: Status, how: str) -> Call:
+def _fitted(kernel: str, gpu: Gpu, timed: list[tuple[str, bench.SparseRow]]) -> Call:
     """One kernel's line through its rows; its source says how far the farthest lies from it."""
-    points = [(_roofline_of(kernel, gpu, row).us, row.us(kernel)) for _, gpu, row in timed]
+    points = []
+    for _, row in timed:  # lists name different rows of the cache, all with rope
+        elements = row.flops // (2 * row.heads * row.tokens) - LATENT_DIM
+        shape = (row.heads, row.tokens, elements, row.bytes // row.tokens, row.fp8, 1)
+        points.append((sparse_attention(kernel, gpu, None, *shape).roofline_us, row.us(kernel)))
     fixed, factor = _line(points)
     farthest = max(abs((fixed + factor * roofline) / us - 1) for roofline, us in points)
-    files = ", ".join(dict.fromkeys(name for name, *_ in timed))
-    source = f"{len(points)} rows of {kernel} in {files}, within {farthest:.0%}"
-    return Call(fixed_us=fixed, factor=factor, status=status, source="; ".join(filter(None, (source, how))))
+    names = ", ".join(dict.fromkeys(name for name, _ in timed))
+    source = f"{len(points)} rows of {kernel} in {names}, within {farthest:.0%}"
+    return Call(fixed_us=fixed, factor=factor, status="measured", source=source)
 
 
-def _roofline_of(kernel: str, gpu: Gpu, row: bench.SparseRow) -> Roofline:
-    """Of a row of `etap bench`, whose lists name different rows of the cache, all with rope."""
-    elements = row.flops // (2 * row.heads * row.tokens) - LATENT_DIM
-    return call_roofline(kernel, gpu, row.heads, row.tokens, elements, row.bytes // row.tokens, row.fp8)
+def shipped_calls(gpu: Gpu, heads: int, fp8: bool) -> dict[str, Call]:
+    """Those of the GPU's file, or of the file that it names; of heads that were not timed, the next larger's."""
+    like = read_gpu(gpu.sparse_like) if gpu.sparse_like else gpu
+    calls: dict[str, Call] = {}
+    for call in sorted(like.sparse, key=lambda call: (call.heads < heads, abs(call.heads - heads))):
+        if call.fp8 == fp8 and call.kernel not in calls:
+            others = f"as of {call.heads} heads" if call.heads != heads else ""
+            gpus = f"as on an {like.name}" if like is not gpu else ""
+            source = "; ".join(filter(None, (call.source, others, gpus)))
+            status = "derived" if others or gpus else call.status
+            calls[call.kernel] = call.model_copy(update={"source": source, "status": status})
+    return calls
 
 
-@dataclass(frozen=True)
-class Kernel:
-    """A kernel by its column of `etap bench`, its fit, and its attention."""
-
-    name: str
-    call: Call
-    attention: Attention
-
-
-@dataclass(frozen=True)
-class Indexer:
-    """What choosing the tokens takes at least: scores of every key of the context in each layer that has an indexer.
-    Quantising, and choosing the best scores, come on top; nobody timed them here."""
-
-    layers: int
-    roofline: Roofline
-
-    @property
-    def least_ms(self) -> float:
-        return self.layers * self.roofline.us / 1e3
+def _indexer(model: Model, gpu: Gpu, on: Deployment) -> Attention:
+    """Scores of every key of the context in each layer that has an indexer. Each rank has all heads of the indexer,
+    and scores the keys of its share of a context."""
+    keys, heads = on.local_batch * -(-on.context // (on.dcp * model.index_kpool)), model.index_n_heads
+    flops = 2 * keys * on.s_q * heads * model.index_head_dim
+    data, layers = keys * model.index_row_bytes * model.index_kpool, len(model.indexer_layers)
+    return attention_on(gpu, "indexer", None, layers=layers, rows=heads, data=data, flops=flops, fp8=True)
 
 
-@dataclass(frozen=True)
-class SparsePlan:
-    """The planner's answer for a model with sparse attention."""
-
-    memory: Memory
-    tokens: int  # query tokens of a call
-    entries: int  # of each one's list, on this rank
-    layers: int
-    roofline: Roofline  # of a call of ours
-    kernels: tuple[Kernel, ...]  # that were timed for this GPU
-    indexer: Indexer
-    rest_ms: float
-    bf16_tokens: int | None  # that fit in bfloat16, with an FP8 cache
-
-    @property
-    def ours(self) -> Kernel | None:
-        return next((kernel for kernel in self.kernels if kernel.name == bench.OURS), None)
-
-    @property
-    def peers(self) -> tuple[Kernel, ...]:
-        return tuple(kernel for kernel in self.kernels if kernel.name != bench.OURS)
-
-    def least_step_ms(self, kernel: Kernel) -> float:
-        """Milliseconds of a step, the indexer's at its least."""
-        return self.rest_ms + self.indexer.least_ms + kernel.attention.step_ms
-
-    def gain_over(self, peer: Kernel) -> Gain | None:
-        """Of ours over a peer, at most: what the indexer takes besides is the same for both."""
-        if self.ours is None:
-            return None
-        call = peer.attention.call_us / self.ours.attention.call_us
-        return Gain(call, self.least_step_ms(peer) / self.least_step_ms(self.ours) - 1)
-
-    @property
-    def gain(self) -> Gain | None:
-        """Over the fastest peer."""
-        return self.gain_over(min(self.peers, key=lambda one: one.attention.call_us)) if self.peers else None
+def call_size(model: Model, on: Deployment) -> tuple[int, int]:
+    """Query tokens of a call, and the entries of each one's list on this rank: each has a list of its own, and a pooled
+    indexer always adds the pool that is not full."""
+    return on.local_batch * on.s_q, -(-min(on.context, model.index_topk + model.index_kpool - 1) // on.dcp)
 
 
-def _indexer(model: Model, gpu: Gpu, on: Deployment) -> Indexer:
-    """Each rank has all heads of the indexer, and scores the keys of its share of a context."""
-    keys = on.local_batch * -(-on.context // (on.dcp * model.index_kpool))
-    flops = 2 * keys * on.s_q * model.index_n_heads * model.index_head_dim
-    data = keys * model.index_row_bytes * model.index_kpool
-    return Indexer(len(model.indexer_layers), _roofline(gpu, model.index_n_heads, data, flops, fp8=True))
-
-
-def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment, documents: dict[str, bench.SparseDocument]) -> SparsePlan:
-    """Memory, attention and step of a model with sparse attention, as far as `documents` tell a call's time.
+def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment, files: list[Path] | None = None) -> Plan:
+    """Memory, attention and step of a model with sparse attention, a call's time by these files or by the GPU's own.
 
     Raises ValueError, naming the argument, when the deployment cannot be or ETAP cannot run the model.
     """
     check(model, on)
-    # Each query token has a list of its own; a pooled indexer always adds the pool that is not full.
-    tokens, width = on.local_batch * on.s_q, model.index_topk + model.index_kpool - 1
-    entries = -(-min(on.context, width) // on.dcp)
-    heads, fp8, layers = model.num_attention_heads // on.tp * on.dcp, on.cache == "fp8", len(model.attention_layers)
-
-    def roofline(kernel: str) -> Roofline:
-        row_bytes = model.cache_row_bytes(on.cache)
-        return call_roofline(kernel, gpu, heads, tokens * entries, model.cache_row, row_bytes, fp8)
-
-    kernels = []
-    for name, call in fitted_calls(gpu, documents, heads, fp8).items():
-        if not model.qk_rope_head_dim:
-            call = call.model_copy(update={"status": "derived", "source": f"{call.source}; of rows with rope"})
-        least = roofline(name)
-        us = call.microseconds(least.us)
-        kernels.append(Kernel(name, call, Attention(least.rows, least.us, least.bound, us, us * layers / 1e3)))
-    bf16_tokens = memory_of(model, gpu, replace(on, cache="bfloat16")).tokens if fp8 else None
-    return SparsePlan(
+    heads, fp8 = model.num_attention_heads // on.tp * on.dcp, on.cache == "fp8"
+    tokens, entries = call_size(model, on)
+    calls = fitted_calls(gpu, files, heads, fp8) if files else shipped_calls(gpu, heads, fp8)
+    if not model.qk_rope_head_dim:
+        for name, call in calls.items():
+            derived = {"status": "derived", "source": f"{call.source}; of rows with rope"}
+            calls[name] = call.model_copy(update=derived)
+    layers, row_bytes = len(model.attention_layers), model.cache_row_bytes(on.cache)
+    size = (heads, tokens * entries, model.cache_row, row_bytes, fp8, layers)
+    etap = sparse_attention(bench.OURS, gpu, calls.pop(bench.OURS, None), *size)
+    return Plan(
         memory=memory_of(model, gpu, on),
-        tokens=tokens,
-        entries=entries,
-        layers=layers,
-        roofline=roofline(bench.OURS),
-        kernels=tuple(kernels),
-        indexer=_indexer(model, gpu, on),
+        etap=etap,
+        peers=tuple(sparse_attention(kernel, gpu, call, *size) for kernel, call in calls.items()),
         rest_ms=rest_of_step_ms(model, gpu, on),
-        bf16_tokens=bf16_tokens,
+        rest_status="derived",
+        longest_rest=gpu.longest_rest.value,
+        bf16_tokens=memory_of(model, gpu, replace(on, cache="bfloat16")).tokens if fp8 else None,
+        indexer=_indexer(model, gpu, on),
     )

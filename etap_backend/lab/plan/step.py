@@ -55,23 +55,44 @@ def check(model: Model, on: Deployment) -> None:
 class Attention:
     """One kernel's decode attention on one GPU."""
 
+    kernel: str
     rows: int  # query rows that the tensor cores compute, padding included
     roofline_us: float  # of one call: bytes over bandwidth or operations over the tensor cores' rate, both sustained
     bound: str
-    call_us: float  # as this GPU's file expects it from measurements
-    step_ms: float  # of all layers
+    layers: int
+    call: Call | None  # how its time follows from the roofline; None where nobody timed it
+
+    @property
+    def call_us(self) -> float:
+        """As it is expected, and at least the roofline where nobody timed it."""
+        return self.call.microseconds(self.roofline_us) if self.call else self.roofline_us
+
+    @property
+    def step_ms(self) -> float:
+        """Of all layers."""
+        return self.layers * self.call_us / 1e3
 
 
-def _attention(
-    model: Model, gpu: Gpu, on: Deployment, rows: int, groups: int, call: Call, *, fp8_math: bool
+def attention_on(
+    gpu: Gpu, kernel: str, call: Call | None, *, layers: int, rows: int, data: float, flops: float, fp8: bool = False
 ) -> Attention:
+    """Of calls that read `data` bytes and multiply with so many operations, in FP8 or on 16-bit numbers."""
+    memory, tensor = data / gpu.sustained_bandwidth.value, flops / gpu.sustained_flops(fp8=fp8)
+    bound = "memory" if memory >= tensor else "tensor cores"
+    return Attention(kernel, rows, max(memory, tensor) * 1e6, bound, layers, call)
+
+
+def _dense(
+    model: Model, gpu: Gpu, on: Deployment, kernel: str, call: Call, rows: int, reads: int, fp8_math: bool
+) -> Attention:
+    """`reads` is how often a call reads its part of the cache."""
+    if on.cache != "bfloat16":  # for which calls were fitted
+        call = call.model_copy(update={"status": "derived"})
     tokens = on.local_batch * -(-on.context // on.dcp)
-    memory = groups * tokens * model.cache_row * CACHE_BYTES[on.cache] / gpu.sustained_bandwidth.value
-    tensor = 2 * rows * tokens * (model.cache_row + model.kv_lora_rank) / gpu.sustained_flops(fp8=fp8_math)
-    roofline = max(memory, tensor) * 1e6
-    us = call.microseconds(roofline)
+    data = reads * tokens * model.cache_row * CACHE_BYTES[on.cache]
+    flops = 2 * rows * tokens * (model.cache_row + model.kv_lora_rank)
     layers = len(model.attention_layers)
-    return Attention(rows, roofline, "memory" if memory >= tensor else "tensor cores", us, us * layers / 1e3)
+    return attention_on(gpu, kernel, call, layers=layers, rows=rows, data=data, flops=flops, fp8=fp8_math)
 
 
 def query_rows(model: Model, on: Deployment) -> int:
@@ -79,27 +100,23 @@ def query_rows(model: Model, on: Deployment) -> int:
     return model.num_attention_heads // on.tp * on.dcp * on.s_q
 
 
-def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = False) -> Attention:
+def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = False, name: str = "ETAP") -> Attention:
     """Our kernels: rows rounded up to row tiles, of which each further 64 read the cache again; the library says how.
 
     It reads an FP8 cache as such and multiplies it as float16, or with `fp8_math` as it is.
     """
-    calls = (on.local_batch, on.cache == "fp8", fp8_math)
-    shape = decode_shape(query_rows(model, on), int(gpu.sms.value), *calls)
+    shape = decode_shape(query_rows(model, on), int(gpu.sms.value), on.local_batch, on.cache == "fp8", fp8_math)
     rows = shape.row_groups * shape.row_tile
     call = gpu.etap_fp8_math if fp8_math and gpu.etap_fp8_math else gpu.etap
     # Groups of fewer rows find in the L2 cache what the first of them has read.
-    return _attention(model, gpu, on, rows, -(-rows // PADDED_ROWS), call, fp8_math=fp8_math)
+    return _dense(model, gpu, on, name, call, rows, -(-rows // PADDED_ROWS), fp8_math)
 
 
-def padded_attention(model: Model, gpu: Gpu, on: Deployment, call: Call | None = None) -> Attention:
-    """A kernel with query rows on WGMMA's M, in tiles of 64; as FlashMLA does, it multiplies an FP8 cache in FP8.
-
-    `call` says how its time follows from its roofline, the GPU's `padded` when it is None.
-    """
+def padded_attention(model: Model, gpu: Gpu, on: Deployment, *, in_vllm: bool = False) -> Attention:
+    """FlashMLA, with query rows on WGMMA's M, in tiles of 64; it multiplies an FP8 cache in FP8."""
     tiles = -(-query_rows(model, on) // PADDED_ROWS)
-    fp8 = on.cache == "fp8"
-    return _attention(model, gpu, on, tiles * PADDED_ROWS, tiles, call or gpu.padded, fp8_math=fp8)
+    name, call = ("FlashMLA in vLLM", gpu.padded_in_vllm) if in_vllm else ("FlashMLA alone", gpu.padded)
+    return _dense(model, gpu, on, name, call, tiles * PADDED_ROWS, tiles, on.cache == "fp8")
 
 
 def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> float:
@@ -111,7 +128,7 @@ def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> floa
         rows = tokens * chosen / touched
     tiled = math.ceil(rows / PADDED_ROWS) * PADDED_ROWS
     rate = gpu.sustained_flops(fp8=model.fp8_weights and part.bytes_each < 2)
-    memory = touched * part.bytes_a_gpu / (gpu.sustained_bandwidth.value * GEMM_BANDWIDTH.value)
+    memory = touched * part.bytes_per_gpu / (gpu.sustained_bandwidth.value * GEMM_BANDWIDTH.value)
     return max(memory, 2 * tiled * touched * part.parameters / part.shards / rate)
 
 
@@ -124,73 +141,67 @@ def rest_of_step_ms(model: Model, gpu: Gpu, on: Deployment) -> float:
 
 
 @dataclass(frozen=True)
-class BesideBf16:
-    """What an FP8 cache changes: the same deployment with a bfloat16 cache, and FP8 in the products besides."""
-
-    tokens: int  # that fit in bfloat16
-    capacity_gain: float | None  # tokens that fit, over those; None where none does
-    bf16: Attention
-    fp8_math: Attention
-
-
-@dataclass(frozen=True)
 class Gain:
-    """What replacing a padded kernel by the transposed one brings."""
+    """What ETAP brings in place of another kernel: time of a call over ours; tokens a second more than with the other,
+    as a share, by a lower and an upper estimate of the rest of a step."""
 
-    call: float  # the padded kernel's time over the transposed one's
-    tokens: float  # tokens a second over those with the padded one, less 1
-    fp8_math: bool = False  # whether the transposed kernel multiplies in FP8
+    call: float
+    lower: float
+    upper: float
+    fp8_math: bool = False  # whether ours multiplies in FP8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The planner's answer."""
+    """The planner's answer. With sparse attention a step's time is a lower bound, as its indexer's is."""
 
     memory: Memory
     etap: Attention
-    padded: Attention
+    peers: tuple[Attention, ...]  # that were timed for this GPU
     rest_ms: float
     rest_status: Status
-    padded_in_vllm: Attention | None = None  # where that was measured, with a bfloat16 cache
-    beside_bf16: BesideBf16 | None = None  # with an FP8 cache
+    longest_rest: float  # times `rest_ms`, of the lower estimate of a gain
+    fp8_math: Attention | None = None  # ours with FP8 products, with an FP8 cache
+    in_bf16: Attention | None = None  # ours with a bfloat16 cache, beside an FP8 one
+    bf16_tokens: int | None = None  # that fit in bfloat16, beside an FP8 cache
+    indexer: Attention | None = None  # of sparse attention; its roofline
+
+    @property
+    def ours(self) -> Attention:
+        """With the faster math: FlashMLA multiplies an FP8 cache in FP8."""
+        return min(filter(None, (self.etap, self.fp8_math)), key=lambda kernel: kernel.call_us)
+
+    @property
+    def fixed_ms(self) -> float:
+        """Milliseconds of a step without attention."""
+        return self.rest_ms + (self.indexer.step_ms if self.indexer else 0)
 
     def step_with(self, kernel: Attention) -> float:
         """Milliseconds of a whole step."""
-        return self.rest_ms + kernel.step_ms
+        return self.fixed_ms + kernel.step_ms
+
+    def gain_over(self, peer: Attention) -> Gain | None:
+        """None where nobody timed our call."""
+        if self.ours.call is None:
+            return None
+        fixed = self.fixed_ms, self.fixed_ms + (self.longest_rest - 1) * self.rest_ms
+        lower, upper = sorted((rest + peer.step_ms) / (rest + self.ours.step_ms) - 1 for rest in fixed)
+        return Gain(peer.call_us / self.ours.call_us, lower, upper, self.ours is self.fp8_math)
 
     @property
-    def step_ms(self) -> float:
-        return self.step_with(self.etap)
+    def fastest_peer(self) -> Attention | None:
+        return min(self.peers, key=lambda kernel: kernel.call_us, default=None)
 
     @property
-    def padded_step_ms(self) -> float:
-        return self.step_with(self.padded)
+    def gain(self) -> Gain | None:
+        """Over the fastest peer."""
+        return self.gain_over(self.fastest_peer) if self.fastest_peer else None
 
     @property
-    def share(self) -> float:
-        """Of the padded kernel's step, what attention takes."""
-        return self.padded.step_ms / self.padded_step_ms
-
-    def gain_over(self, kernel: Attention) -> Gain:
-        """Of the transposed kernel with its faster math: the padded one multiplies an FP8 cache in FP8."""
-        ours, math = self.etap, self.beside_bf16 and self.beside_bf16.fp8_math
-        fp8_math = bool(math and math.call_us < ours.call_us)
-        if fp8_math:
-            ours = math
-        return Gain(kernel.call_us / ours.call_us, self.step_with(kernel) / self.step_with(ours) - 1, fp8_math)
-
-    @property
-    def gain(self) -> float:
-        """Tokens a second with the transposed kernel over those with the padded one, less 1."""
-        return self.padded_step_ms / self.step_ms - 1
-
-
-def _beside_bf16(model: Model, gpu: Gpu, on: Deployment, tokens_in_fp8: int) -> BesideBf16:
-    plain = replace(on, cache="bfloat16")
-    tokens_in_bf16 = memory_of(model, gpu, plain).tokens
-    gain = tokens_in_fp8 / tokens_in_bf16 if tokens_in_bf16 else None
-    fp8_math = etap_attention(model, gpu, on, fp8_math=True)
-    return BesideBf16(tokens_in_bf16, gain, etap_attention(model, gpu, plain), fp8_math)
+    def share(self) -> float | None:
+        """Of the fastest peer's step, what attention takes."""
+        peer = self.fastest_peer
+        return peer and peer.step_ms / self.step_with(peer)
 
 
 def make_plan(model: Model, gpu: Gpu, on: Deployment, attention_share: float | None = None) -> Plan:
@@ -201,15 +212,22 @@ def make_plan(model: Model, gpu: Gpu, on: Deployment, attention_share: float | N
     deployment cannot be or ETAP cannot run the model.
     """
     check(model, on)
-    memory, padded = memory_of(model, gpu, on), padded_attention(model, gpu, on)
+    peers = [padded_attention(model, gpu, on)]
     if attention_share is None:
-        rest, status = rest_of_step_ms(model, gpu, on), "derived"
+        rest = {"rest_ms": rest_of_step_ms(model, gpu, on), "rest_status": "derived"}
+        rest["longest_rest"] = gpu.longest_rest.value
     elif LEAST_SHARE <= attention_share <= MOST_SHARE:
-        rest, status = padded.step_ms * (1 / attention_share - 1), "given"
+        rest = {"rest_ms": peers[0].step_ms * (1 / attention_share - 1), "rest_status": "given", "longest_rest": 1.0}
     else:
         raise ValueError(f"attention_share: wanted {LEAST_SHARE} to {MOST_SHARE}, got {attention_share}")
-    in_vllm = None
-    if gpu.padded_in_vllm and on.cache == "bfloat16":
-        in_vllm = padded_attention(model, gpu, on, gpu.padded_in_vllm)
-    beside = _beside_bf16(model, gpu, on, memory.tokens) if on.cache == "fp8" else None
-    return Plan(memory, etap_attention(model, gpu, on), padded, rest, status, in_vllm, beside)
+    beside_bf16 = {}
+    if on.cache == "fp8":
+        plain = replace(on, cache="bfloat16")
+        beside_bf16 = {
+            "fp8_math": etap_attention(model, gpu, on, fp8_math=True, name="ETAP, FP8 math"),
+            "in_bf16": etap_attention(model, gpu, plain, name="ETAP, bf16 cache"),
+            "bf16_tokens": memory_of(model, gpu, plain).tokens,
+        }
+    elif gpu.padded_in_vllm:
+        peers.append(padded_attention(model, gpu, on, in_vllm=True))
+    return Plan(memory_of(model, gpu, on), etap_attention(model, gpu, on), tuple(peers), **rest, **beside_bf16)

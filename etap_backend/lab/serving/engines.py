@@ -103,53 +103,22 @@ class Engine:
     parts_are_new: bool
     """Whether a part of a stream has what is new alone; else it repeats all that came before."""
 
-    def server(self, python: str, serving: Serving, backend: str, port: int, flags: list[str]) -> list[str]:
-        raise NotImplementedError
-
-    def small_cache(self, tokens: int) -> list[str]:
-        """Flags for a KV cache of so many tokens on each rank."""
-        raise NotImplementedError
+    # Each engine has besides:
+    #   server(python, serving, backend, port, flags)  the command that starts it
+    #   load(serving, load, port, result)              arguments of its load generator
+    #   small_cache(tokens)      flags for a KV cache of so many tokens on each rank
+    #   body(prompt, tokens, temperature, logprobs, forced, salt)  a request for exactly so many tokens behind a prompt
+    #       of token ids. With `logprobs` the reply has log-probabilities, and so many of the best tokens at each step.
+    #       `forced` names the tokens of the answer, where the server was started with `forced_tokens`. Another `salt`
+    #       finds nothing in the prefix cache. SGLang takes neither of the two.
+    #   answer(reply)            what a reply with log-probabilities of at least two tokens says
+    #   logprobs_in(reply)       all log-probabilities in a reply, or in one part of a stream
+    #   tokens_in(reply, before) tokens so far, after a reply or one more part of a stream
+    #   in_use(backend, log)     whether the server's log says that this attention backend runs
 
     def environment(self, serving: Serving) -> dict[str, str]:
         """Variables that this engine needs for what it is started for."""
         return {}
-
-    def load(self, serving: Serving, load: Load, port: int, result: Path) -> list[str]:
-        raise NotImplementedError
-
-    def body(
-        self,
-        prompt: list[int],
-        tokens: int,
-        *,
-        temperature: float = 0,
-        logprobs: int = 0,
-        forced: Sequence[int] | None = None,
-        salt: str | None = None,
-    ) -> dict:
-        """A request for exactly so many tokens behind a prompt of token ids.
-
-        With `logprobs` the reply has log-probabilities, and so many of the best tokens at each step. `forced` names the
-        tokens of the answer, where the server was started with `forced_tokens`. Another `salt` finds nothing in the
-        prefix cache. SGLang takes neither of the two.
-        """
-        raise NotImplementedError
-
-    def answer(self, reply: dict) -> Answer:
-        """What a reply with log-probabilities of at least two tokens says."""
-        raise NotImplementedError
-
-    def logprobs_in(self, reply: dict) -> list[float | None]:
-        """All log-probabilities in a reply, or in one part of a stream."""
-        raise NotImplementedError
-
-    def tokens_in(self, reply: dict, before: int = 0) -> int:
-        """Tokens so far, after a reply or one more part of a stream."""
-        raise NotImplementedError
-
-    def in_use(self, backend: str, log: str) -> bool:
-        """Whether the server's log says that this attention backend runs."""
-        raise NotImplementedError
 
     def cache_tokens(self, log: str) -> int | None:
         """Tokens that the KV cache holds, as the server's log has it."""
@@ -366,16 +335,9 @@ def read_result(path: Path, prompts: int) -> dict:
     raw = json.loads(path.read_text().splitlines()[-1])  # SGLang appends lines, vLLM writes one
     if raw["completed"] != prompts:
         raise ValueError(f"wanted {prompts} requests answered, got {raw['completed']}")
-    keys = (
-        "mean_ttft_ms",
-        "median_ttft_ms",
-        "p99_ttft_ms",
-        "mean_tpot_ms",
-        "median_tpot_ms",
-        "p99_tpot_ms",
-        "median_itl_ms",
-    )
-    reading = {key: raw[key] for key in (*keys, "duration", "output_throughput", "total_input_tokens") if key in raw}
+    keys = [f"{what}_{time}_ms" for time in ("ttft", "tpot") for what in ("mean", "median", "p99")]
+    keys += ["median_itl_ms", "duration", "output_throughput", "total_input_tokens"]
+    reading = {key: raw[key] for key in keys if key in raw}
     reading["total_output_tokens"] = raw["total_output_tokens"]
     if "itls" in raw:  # vLLM's, one for each chunk of a stream after the first
         chunks = sum(len(of_request) + 1 for of_request in raw["itls"])

@@ -1,0 +1,357 @@
+"""A run of `etap e2e`: a server for each turn of a backend, and every point of the scenario driven on it."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from rich.console import Console
+
+from etap_backend.lab import results
+from etap_backend.lab.e2e import profiling
+from etap_backend.lab.e2e.model import MARGIN_TOKENS
+from etap_backend.lab.e2e.report import line
+from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Profile, Reading, Server, Skipped
+from etap_backend.lab.e2e.scenario import Case, EngineScenario, Scenario, Turn
+from etap_backend.lab.serving import client
+from etap_backend.lab.serving.engines import PAGE_TOKENS, SEED, Engine, Load, Serving, read_result
+from etap_backend.lab.serving.lifecycle import Generator, tail
+from etap_backend.lab.serving.servers import Served, served
+from etap_backend.lab.stopping import Stopped
+
+MOST_CACHED = 0.05  # of prompts that should be new: a common first page at most
+FIRST_READINGS = 2
+FIRST_TURN = 0.3
+HOST_LOOPS, HOST_LOOP_STEPS = 5, 400_000
+
+Row = Measured | Skipped | Failed
+
+
+class TurnOver(Exception):
+    """A backend's share of the time limit is used up."""
+
+
+def host_ms() -> float:
+    """Milliseconds of a fixed loop of plain Python, the fastest of a few: how fast this machine's CPU is just now."""
+
+    def loop() -> float:
+        begin, total = time.perf_counter(), 0
+        for number in range(HOST_LOOP_STEPS):
+            total += number
+        return 1e3 * (time.perf_counter() - begin)
+
+    return round(min(loop() for _ in range(HOST_LOOPS)), 2)
+
+
+def cached_share(engine: Engine, before: dict[str, float], after: dict[str, float]) -> float | None:
+    """Share of the prompt tokens between two looks at /metrics that the prefix cache had; None if they do not say."""
+    counts = [engine.cached_and_asked(samples) for samples in (before, after)]
+    if None in counts or counts[1][1] <= counts[0][1]:
+        return None
+    return (counts[1][0] - counts[0][0]) / (counts[1][1] - counts[0][1])
+
+
+def least_cached(case: Case) -> float:
+    """The last page of a prompt is computed again, and the tokenizer may have moved one more."""
+    return max(0.0, 0.95 * (1 - 2 * PAGE_TOKENS / case.input))
+
+
+@dataclass
+class Run:
+    """One run; `document` is what is written, also when it ends half way."""
+
+    engine: Engine
+    scenario: Scenario
+    specific: EngineScenario
+    serving: Serving
+    cases: list[Case]
+    turns: list[Turn]
+    python: str
+    flags: list[str]
+    output: Path
+    document: Document
+    deadline: float | None
+    console: Console
+    profile: tuple[int, int] | None = None  # concurrency and input length of the point that is profiled
+    throw_away: Serving | None = None  # of the small model whose server fills the caches
+    turn_end: float | None = None
+    fresh_seeds: int = 0
+    replaces_older: bool = field(init=False)  # whether the output is a file of before this run
+
+    def __post_init__(self):
+        self.replaces_older = self.output.exists()
+
+    @property
+    def logs(self) -> Path:
+        return self.output.with_suffix("")
+
+    @property
+    def number(self) -> int:
+        """This run's place among those that the document has rows of."""
+        return len(self.document.all_runs) - 1
+
+    def environment(self) -> dict[str, str]:
+        return {**self.scenario.environment, **self.specific.environment, **self.engine.environment(self.serving)}
+
+    def server_flags(self, backend: str) -> list[str]:
+        profiled = profiling.flags(self.engine.name, self.traces(backend)) if self.profile else []
+        return [*self.specific.flags, *self.flags, *profiled]
+
+    def traces(self, backend: str) -> Path:
+        return self.logs.absolute() / f"{self.engine.name}-{backend.lower()}-traces"
+
+    def seconds(self, most: float) -> float:
+        """What `most` seconds are before the end of this turn. Raises Stopped when nothing is left of the run, TurnOver
+        when nothing is left for this backend."""
+        if self.deadline is None:
+            return most
+        now = time.monotonic()
+        if now >= self.deadline:
+            raise Stopped("by the time limit")
+        if now >= (end := self.turn_end or self.deadline):
+            raise TurnOver
+        return min(most, end - now)
+
+    def short_of_time(self) -> bool:
+        """Whether what is left of this turn is needed for the profile."""
+        left = math.inf if self.turn_end is None else self.turn_end - time.monotonic()
+        return self.profile is not None and left < profiling.SECONDS
+
+    def write(self) -> None:
+        """Write the document; over an older file only when there is a reading."""
+        if self.document.measured() or not self.replaces_older:
+            results.write(self.document, self.output)
+
+    def row(self, backend: str, case: Case) -> Row:
+        """The case's row as it stands in the document, or a new one."""
+        fresh = Measured(backend=backend, run=self.number, **case.describe())
+        return next((row for row in self.document.rows if row.backend == backend and case.same_as(row)), fresh)
+
+    def put(self, row: Row) -> Row:
+        """Replace the row of this backend and case, or append it."""
+        rows = self.document.rows
+        place = next((n for n, one in enumerate(rows) if one.load_of == row.load_of), None)
+        if place is None:
+            rows.append(row)
+        else:
+            rows[place] = row
+        self.write()
+        return row
+
+    def missing(self, turn: Turn) -> list[Case]:
+        """Cases without the readings that they have after this turn; one that failed is tried again."""
+
+        def done(case: Case) -> bool:
+            match self.row(turn.backend, case):
+                case Skipped():
+                    return True
+                case Measured(readings=readings):
+                    return len(readings) >= turn.readings(case)
+            return False
+
+        return [case for case in self.cases if not done(case)]
+
+    def all(self) -> None:
+        """Every turn, each with its share of the time that is left, so that a run that is cut short has something of
+        all. Raises Stopped when it is."""
+        waiting = [turn for turn in self.turns if self.missing(turn)]
+        log = self.logs / f"{self.engine.name}.load.log"
+        cut = []
+        with Generator(self.python, self.engine.load_module, log, self.environment()) as generator:
+            if self.throw_away and waiting:
+                self.thrown_away(waiting[0].backend, generator)
+            for number, turn in enumerate(waiting):
+                if self.deadline is not None:
+                    now = time.monotonic()
+                    turns = len(waiting) - number
+                    # The first server compiles what the others find in the caches, and gets a longer turn for it.
+                    turns -= FIRST_TURN if number == 0 < turns - 1 else 0
+                    self.turn_end = now + (self.deadline - now) / turns
+                if not self.turn(turn, generator):
+                    cut.append(turn.backend)
+        if cut:
+            raise Stopped(f"by the time limit, in the turn of {', '.join(dict.fromkeys(cut))}")
+
+    def thrown_away(self, backend: str, generator: Generator) -> None:
+        """A server of a small model, driven once: what it compiles, the servers that are measured find in the caches.
+        Nothing of it is reported."""
+        scratch = self.document.model_copy(update={"rows": [], "servers": {}})
+        first = replace(self.cases[0], repeats=1)
+        small = replace(
+            self, serving=self.throw_away, cases=[first], document=scratch, output=self.logs / "thrown-away.json",
+            profile=None, console=Console(quiet=True),
+        )  # fmt: skip
+        self.console.print(f"{backend}, a small model, thrown away: logs in {small.logs}")
+        small.turn(Turn(backend), generator)
+
+    def turn(self, turn: Turn, generator: Generator) -> bool:
+        """One backend's turn; False when its time was up before it was through."""
+        backend, cases = turn.backend, self.missing(turn)
+
+        def stays(row: Row) -> bool:
+            """What an earlier turn of this run measured goes on; of an earlier run, or failed, it begins anew."""
+            goes_on = turn.number > 1 and not isinstance(row, Failed) and row.run == self.number
+            return row.backend != backend or goes_on or not any(case.same_as(row) for case in cases)
+
+        self.document.rows = list(filter(stays, self.document.rows))
+        about = self.document.servers.get(backend, Server()).model_dump(exclude={"error"})
+        try:
+            try:
+                self.serve(turn, cases, about, generator)
+            except client.Failed as failure:
+                # A time limit that ends a wait is not the server's fault.
+                self.seconds(1)
+                about["error"] = str(failure)
+                self.console.print(f"{backend}: {failure}", style="red", markup=False, highlight=False)
+        except TurnOver:
+            self.console.print(f"{backend}: its share of the time limit is over", style="yellow")
+            return False
+        finally:
+            self.document.servers[backend] = Server(**about)
+            self.write()
+        return True
+
+    def serve(self, turn: Turn, cases: list[Case], about: dict, generator: Generator) -> None:
+        """One server and all that is measured on it."""
+        backend, again = turn.backend, f"-{turn.number}" if turn.number > 1 else ""
+        log = self.logs / f"{self.engine.name}-{backend.lower()}{again}.log"
+        self.console.print(f"[bold]{backend}[/]: starting, log in {log}")
+        with served(
+            self.engine,
+            self.serving,
+            backend,
+            self.server_flags(backend),
+            log=log,
+            seconds=self.seconds(self.scenario.ready_seconds),
+            about=about,
+            environment=self.environment(),
+            python=self.python,
+        ) as server:
+            about["full_cuda_graphs"] = self.engine.in_full_graphs(server.text())
+            about["cache_tokens"] = room = self.engine.cache_tokens(server.text())
+            self.document.servers[backend] = Server(**about)
+            self.console.print(f"{backend}: ready after {about['seconds_to_ready']:.0f} s, cache of {room} tokens")
+            loaded = Loaded(self, turn, server, generator, room)
+            cut = loaded.all(cases)
+            if server.process.ended() is None:
+                loaded.profiled()
+            if cut:
+                raise TurnOver
+
+    def seed(self, cached: bool) -> int:
+        """The one seed for prompts that are to be known already, a new one for prompts that are not."""
+        self.fresh_seeds += not cached
+        return SEED if cached else SEED + self.fresh_seeds
+
+
+@dataclass
+class Loaded:
+    """One turn's server with the load generator on it."""
+
+    run: Run
+    turn: Turn
+    server: Served
+    generator: Generator
+    room: int | None  # tokens that the server's cache holds
+
+    def all(self, cases: list[Case]) -> bool:
+        """All cases: two readings of each, then the rest, so that a cut costs readings before points. True when it was
+        cut, to leave time for the profile."""
+        sent: list[Case] = []
+        for first in (FIRST_READINGS, math.inf):
+            for case in cases:
+                most, row = min(first, self.turn.readings(case)), self.run.row(self.turn.backend, case)
+                if not isinstance(row, Measured) or len(row.readings) >= most:
+                    continue
+                if self.run.short_of_time():
+                    return True
+                self.run.seconds(1)
+                if self.room is not None and case.tokens > self.room:
+                    reason = f"needs a cache of {case.tokens:,} tokens, the server has {self.room:,}"
+                    row = self.run.put(Skipped(reason=reason, run=row.run, **row.load_of))
+                else:
+                    row = self.case(case, row, most, case in sent or any(map(case.in_cache_after, sent)))
+                    sent.append(case)
+                if not isinstance(row, Measured) or row.readings:
+                    self.run.console.print(line(row, self.run.scenario.gpus), markup=False, highlight=False)
+                if self.server.process.ended() is not None:
+                    return False  # the server's end reports it; the other cases stay to be measured
+        return False
+
+    def case(self, case: Case, row: Measured, most: int, known: bool) -> Row:
+        """Readings of one case, `most` in all; `known` when its prompts are in the prefix cache already. A load
+        generator that fails costs the case, not the server."""
+        load, cached = case.load, case.prefill == "cached"
+
+        def put(**changes) -> Measured:
+            return self.run.put(row.model_copy(update=changes))
+
+        row = put()
+        try:
+            if not known:
+                # Fills the prefix cache where that is wanted, and lets the server compile what it has not met yet. One
+                # token would have no time per token.
+                row = put(warm_up=self.reading(replace(load, output=2, seed=self.run.seed(cached))))
+            evicted = False
+            while len(row.readings) < most:
+                if self.run.short_of_time():
+                    return row
+                reading = self.reading(replace(load, seed=self.run.seed(cached)))
+                share = reading.cached_share
+                if share is not None and not (least_cached(case) <= share if cached else share <= MOST_CACHED):
+                    if cached and not evicted:  # it is in the cache again now
+                        row, evicted = put(discarded=reading), True
+                        continue
+                    said = f"prefill {case.prefill}, but {share:.0%} of the prompts' tokens were in the prefix cache"
+                    raise client.Failed(said)
+                row = put(readings=[*row.readings, reading])
+            return put(complete=len(row.readings) == case.repeats)
+        except client.Failed as failure:
+            self.run.seconds(1)
+            return self.run.put(Failed(error=str(failure), readings=row.readings, run=row.run, **row.load_of))
+
+    def reading(self, load: Load) -> Reading:
+        run, url = self.run, self.server.url
+        port = int(url.rpartition(":")[2])
+        with tempfile.TemporaryDirectory() as folder:
+            result = Path(folder) / "result.json"
+            host, before, begin = host_ms(), client.metrics(url), time.monotonic()
+            arguments = run.engine.load(run.serving, load, port, result)
+            self.generator.run(arguments, run.seconds(run.scenario.point_seconds))
+            seconds = round(time.monotonic() - begin, 3)
+            try:
+                found = read_result(result, load.prompts)
+            except (OSError, ValueError, KeyError) as error:
+                said = f"the load generator's result: {error!r}\n{tail(self.generator.log, 15)}"
+                raise client.Failed(said) from error
+            share = cached_share(run.engine, before, client.metrics(url))
+            return Reading(**found, seconds=seconds, cached_share=share, host_ms=(host, host_ms()))
+
+    def profiled(self) -> None:
+        """Attention's share of GPU time in decode steps of the wanted point. After all readings of this server: torch's
+        profiler may leave its hooks in the driver."""
+        run, backend = self.run, self.turn.backend
+        wanted = [case for case in run.cases if (case.concurrency, case.input) == run.profile]
+        found = [(case, row) for case in wanted if isinstance(row := run.row(backend, case), Measured) and row.readings]
+        if not found or (found[0][1].profile and found[0][1].profile.attention_share is not None):
+            return
+        case, row = found[0]
+        last = row.readings[-1]
+        # Long enough that the profiler, which takes a while to start, meets full decode steps.
+        output = max(case.output, math.ceil(1e3 * profiling.LOAD_SECONDS / last.median_tpot_ms))
+        output = min(output, profiling.OUTPUT_TOKENS, run.serving.max_context - MARGIN_TOKENS - case.input)
+        load = replace(case.load, output=output, seed=run.seed(case.prefill == "cached"))
+        until = last.seconds - last.duration + max(2e-3 * last.median_ttft_ms, last.duration / 2)
+        folder = run.traces(backend)
+        try:
+            with profiling.started_later(run.engine.name, self.server.url, folder, until):
+                self.reading(load)
+            profile = profiling.read(folder, run.seconds(profiling.EXPORT_SECONDS))
+        except (client.Failed, OSError, ValueError, KeyError) as failure:
+            run.seconds(1)
+            profile = Profile(error=f"{type(failure).__name__}: {failure}")
+        run.put(row.model_copy(update={"profile": profile}))
+        run.console.print(f"  {backend}: {profiling.line(profile)}", markup=False, highlight=False)

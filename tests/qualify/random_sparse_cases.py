@@ -1,0 +1,104 @@
+"""Random cases of the sparse call, for `random_cases --sparse`: how they are drawn and run.
+
+Up to 4096 tokens, 1 to 128 heads, lists of up to 8192 entries with every kind of hole, rows and positions, valid
+counts, sinks, bfloat16 rows and FP8 rows with every kind of scales, with rope and without, pages of any size and apart,
+other numbers of CTAs. Every row that no list names is poison. Each case runs three times with the same bits. On a GPU
+it is recorded in a CUDA graph, too, which is replayed with queries, rows and lists of another case of the same shapes,
+and again with its own.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import torch
+
+from support.cases import LAWS
+from support.compare import Measure
+from support.sparse_cases import (
+    CACHE_LAYOUTS,
+    CACHES,
+    COUNTS,
+    HOLES,
+    Q_LAYOUTS,
+    SCALE_LAWS,
+    SINKS,
+    RecordedCall,
+    SparseCase,
+    SparseProblem,
+    SparseRunner,
+    build,
+)
+from support.sparse_compare import measures, problems_with, truth
+
+MOST_HEADS = 128
+MOST_ROWS = 2**16  # tokens * heads, so that a GPU has room for the float64 results of several processes
+USUAL_LISTS = (1, 63, 64, 65, 100, 128, 512, 1024, 2048, 2176)
+
+
+def random_sizes(draw: random.Random, device: str) -> dict[str, int]:
+    """Tokens and the length of their lists: mostly few tokens, now and then a prompt's, or very long lists."""
+    if device == "cpu":
+        return {"tokens": draw.randint(0, 4), "top_k": draw.choice([1, 63, 64, 65, 100, draw.randint(1, 300)])}
+    if (shape := draw.random()) < 0.02:
+        return {"tokens": draw.randint(1000, 4096), "top_k": draw.randint(1, 300)}
+    if shape < 0.1:
+        return {"tokens": draw.randint(130, 300), "top_k": draw.choice(USUAL_LISTS)}
+    if shape < 0.15:
+        return {"tokens": draw.randint(1, 8), "top_k": draw.randint(2048, 8192)}
+    top_k = draw.choice([*USUAL_LISTS, *[draw.randint(1, 2048)] * 5])
+    return {"tokens": draw.choice([1, 2, draw.randint(0, 16), draw.randint(0, 132)]), "top_k": top_k}
+
+
+def random_case(seed: int, index: int, device: str) -> SparseCase:
+    draw = random.Random(f"sparse {seed} {index}")
+    sizes = random_sizes(draw, device)
+    heads = draw.choice([8, 16, 32, 64, 128, *[draw.randint(1, MOST_HEADS)] * 5])
+    return SparseCase(
+        **sizes,
+        heads=min(heads, MOST_ROWS // max(1, sizes["tokens"])),
+        cache=draw.choice(["bf16", *CACHES]),
+        page_size=draw.choice([64, 64, 1, 16, draw.randint(1, 300)]),
+        law=draw.choice(["normal", *LAWS]),
+        scales=draw.choice(["fitted", *SCALE_LAWS]),
+        holes=draw.choice(HOLES),
+        counts=draw.choice(COUNTS),
+        sinks=draw.choice(SINKS),
+        repeats=draw.random() < 0.15,
+        requests=draw.choice([0, 0, 1, draw.randint(2, 9)]),
+        q_layout=draw.choice(Q_LAYOUTS),
+        cache_layout=draw.choice(CACHE_LAYOUTS),
+        pool_pages=draw.choice([0, 0, draw.randint(1, 1000 if device == "cuda" else 20)]),
+        num_sms=draw.choice([None, None, None, 132, 78, draw.randint(1, 132)]),
+        seed=1_000_000 * seed + index,
+        rope=draw.random() < 0.75,
+    )
+
+
+def kind_of(case: SparseCase) -> str:
+    rows = f"fp8 rows, {case.scales} scales" if case.fp8 else "bfloat16 rows"
+    return rows if case.rope else f"{rows}, no rope"
+
+
+def run_case(case: SparseCase, device: str) -> tuple[list[str], list[Measure]]:
+    """What is wrong with the call on this case, and how far its results are from the truth."""
+    problem = build(case, device)
+    wanted = truth(problem)
+    runner = SparseRunner(problem)
+    first = [result.clone() for result in runner.run()]
+    found = problems_with(*first, wanted) + runner.differences(first, (torch.inf, torch.nan))
+    if device == "cuda" and case.tokens:
+        found += replayed(problem, first)
+    return found, measures(*first, wanted)
+
+
+def replayed(problem: SparseProblem, first: list[torch.Tensor]) -> list[str]:
+    """What is wrong with replays of the recorded call: with another problem, and with its own again."""
+    other = build(replace(problem.case, seed=problem.case.seed + 500_000), "cuda")
+    recorded = RecordedCall(problem)
+    found = [f"replayed with other lists: {line}" for line in problems_with(*recorded.replay(other), truth(other))]
+    for name, result, before in zip(("out", "lse"), recorded.replay(problem), first, strict=True):
+        if not torch.equal(result.view(torch.uint8), before.view(torch.uint8)):
+            found.append(f"{name}: the replayed graph gave other bits than the call")
+    return found

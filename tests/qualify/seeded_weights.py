@@ -1,0 +1,84 @@
+"""vLLM load format `seeded`: random weights with which attention decides what the model answers.
+
+    PYTHONPATH=tests python -m qualify.seeded_weights etap check answers MODEL -- --load-format seeded
+
+runs a command whose servers of vLLM know it, for a MODEL that is a configuration and a tokenizer.
+
+vLLM's own `--load-format dummy` draws every weight, the normalizations' too, from +-0.001: its logits are all but equal
+whatever attention computes. Here each matrix keeps the variance of what it multiplies, and a few gains see to it that
+
+- scores spread, so that softmax picks few tokens out of thousands (q_b_proj), as trained models do;
+- attention's share of the residual stream stays large although it averages over the context (o_proj);
+- a routed expert exchanged for another changes little (experts' w2): which experts are the best eight is decided by a
+  hair now and then, and would turn rounding into differences as large as those of a wrong context;
+- log-probabilities spread, so that greedy decoding seldom meets a tie (lm_head).
+
+A weight depends on its name and shape only, so every attention backend gets the same model.
+"""
+
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import zlib
+from pathlib import Path
+
+import torch
+from torch import nn
+
+LOAD_FORMAT = "seeded"
+GAINS = {"q_b_proj.weight": 1.25, "q_proj.weight": 1.25, "o_proj.weight": 4.0, "w2_weight": 0.25, "lm_head.weight": 3.0}
+
+
+def fill(name: str, parameter: torch.Tensor) -> None:
+    """Set one parameter: normalizations to 1, biases to 0, matrices [..., outputs, inputs] to random values."""
+    if not parameter.is_floating_point() or parameter.element_size() < 2:
+        raise ValueError(
+            f"{name}: load format {LOAD_FORMAT} wants floating point of 16 or 32 bits, got {parameter.dtype}"
+        )
+    if name.endswith(("norm.weight", "bias")):
+        parameter.fill_(float(name.endswith("norm.weight")))
+        return
+    if parameter.dim() < 2:
+        raise ValueError(f"{name}: wanted a normalization, a bias or a matrix, got shape {tuple(parameter.shape)}")
+    gain = next((gain for suffix, gain in GAINS.items() if name.endswith(suffix)), 1.0)
+    inputs = 1 if "embed_tokens" in name else parameter.shape[-1]
+    generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
+    parameter.normal_(0.0, gain / math.sqrt(inputs), generator=generator)
+
+
+def register() -> None:
+    """vLLM plugin: add the load format. May be called any number of times."""
+    from vllm.model_executor import model_loader
+
+    if LOAD_FORMAT in model_loader._LOAD_FORMAT_TO_MODEL_LOADER:
+        return
+
+    class SeededLoader(model_loader.BaseModelLoader):
+        def download_model(self, model_config) -> None:
+            """Nothing to download."""
+
+        @torch.no_grad()
+        def load_weights(self, model: nn.Module, model_config) -> None:
+            for name, parameter in model.named_parameters():
+                fill(name, parameter)
+
+    model_loader.register_model_loader(LOAD_FORMAT)(SeededLoader)
+
+
+def run(command: list[str]) -> int:
+    """Run a command in whose environment vLLM finds the load format, as a plugin that exists meanwhile."""
+    with tempfile.TemporaryDirectory() as folder:
+        distribution = Path(folder) / "etap_seeded_weights-0.dist-info"
+        distribution.mkdir()
+        (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: etap-seeded-weights\nVersion: 0\n")
+        entry_points = "[vllm.general_plugins]\netap_seeded_weights = qualify.seeded_weights:register\n"
+        (distribution / "entry_points.txt").write_text(entry_points)
+        inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        found = [folder, str(Path(__file__).parents[1]), *filter(None, inherited)]
+        return subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(found)}).returncode
+
+
+if __name__ == "__main__":
+    sys.exit(run(sys.argv[1:]))

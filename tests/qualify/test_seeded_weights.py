@@ -1,0 +1,39 @@
+"""Seeded weights: what they depend on, and that a command's environment has the plugin."""
+
+import sys
+
+import pytest
+import torch
+
+from qualify import seeded_weights
+
+
+def test_seeded_weights_depend_on_the_name_and_keep_the_variance():
+    weight, again, other = (torch.empty(256, 1024, dtype=torch.bfloat16) for _ in range(3))
+    seeded_weights.fill("model.layers.0.self_attn.kv_b_proj.weight", weight)
+    seeded_weights.fill("model.layers.0.self_attn.kv_b_proj.weight", again)
+    seeded_weights.fill("model.layers.1.self_attn.kv_b_proj.weight", other)
+    assert torch.equal(weight, again) and not torch.equal(weight, other)
+    assert weight.float().std().item() == pytest.approx(1 / 32, rel=0.02)
+    seeded_weights.fill("model.layers.0.mlp.experts.w2_weight", weight)
+    assert weight.float().std().item() == pytest.approx(0.25 / 32, rel=0.02)
+    seeded_weights.fill("model.embed_tokens.weight", weight)
+    assert weight.float().std().item() == pytest.approx(1, rel=0.02)
+
+
+def test_seeded_weights_of_one_dimension():
+    vector = torch.full((8,), torch.nan)
+    seeded_weights.fill("model.layers.0.self_attn.kv_a_layernorm.weight", vector)
+    assert vector.eq(1).all()
+    seeded_weights.fill("model.layers.3.mlp.gate.e_score_correction_bias", vector)
+    assert vector.eq(0).all()
+    with pytest.raises(ValueError, match="k_scale.*shape"):
+        seeded_weights.fill("model.layers.0.self_attn.k_scale", torch.ones(1))
+    with pytest.raises(ValueError, match="got torch.float8_e4m3fn"):
+        seeded_weights.fill("q_b_proj.weight", torch.empty(4, 4, dtype=torch.float8_e4m3fn))
+
+
+def test_a_command_finds_the_plugin(capfd):
+    program = "from importlib.metadata import entry_points as of; print([e.load() for e in of(group='{}')])"
+    assert seeded_weights.run([sys.executable, "-c", program.format("vllm.general_plugins")]) == 0
+    assert "function register" in capfd.readouterr().out

@@ -1,0 +1,383 @@
+"""Sparse decode problems (`SparseCase`), their tensors (`SparseProblem`), and guarded calls on them (`SparseRunner`).
+
+Whatever a call must not read is poison: NaN and infinities in every cache row that no valid entry names, those that
+entries behind a token's valid count name among them, between rows and pages too; wild pages in the block-table entries
+that no valid entry needs; NaN and infinities beside the queries. Shapes follow from a case without its seed, so that a
+graph that was recorded with one case may be replayed with another.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import torch
+
+from etap_backend import sparse_mla_decode, sparse_workspace_floats
+from etap_backend.limits import SCALE_DIM, SCALES, SPARSE_FP8_BYTES
+from etap_backend.sparse import device_sms
+from support.cases import (
+    ALIGNED_LAWS,
+    FP8,
+    FP8_MAX,
+    HEAD_DIM,
+    LATENT,
+    SOFTMAX_SCALE,
+    Guarded,
+    GuardedCall,
+    draw,
+    lay_out_queries,
+    poison,
+)
+
+CACHES = ("bf16", "fp8", "fp8 as e4m3")
+HOLES = ("none", "tail", "anywhere", "wild", "all")
+COUNTS = ("none", "drawn")
+SINKS = ("none", "drawn", "infinite")
+Q_LAYOUTS = ("packed", "strided", "split", "expanded")
+SCALE_LAWS = ("fitted", "powers", "zeros", "tiny", "huge", "mixed")
+CACHE_LAYOUTS = ("dense", "gapped", "rows apart", "headed")
+WILD_ENTRIES = (-1, -7, -(2**31), 2**31 - 1, 2**31 - 65)
+WILD_PAGES = (-1, -7, -(2**31), 2**31 - 1, 1 << 20)
+TABLE_TAIL = 2  # entries behind a request's pages in the block table, all of them wild
+FAR_PAGES_BYTES = 2**27  # from one page to the next where pages are far apart
+
+
+@dataclass(frozen=True)
+class SparseCase:
+    """One sparse decode problem. Its repr is a constructor, so a failing case can be pasted into a shell."""
+
+    tokens: int
+    heads: int = 16
+    top_k: int = 128
+    cache: str = "bf16"  # or FP8 rows, as uint8 (fp8) or as float8_e4m3fn
+    page_size: int = 64
+    law: str = "normal"
+    scales: str = "fitted"  # of FP8 rows: amax / 448, that rounded up to powers of two, ..., all of these in a row
+    holes: str = "none"  # entries that name nothing: at the end, anywhere, of every wild kind, all of some tokens
+    counts: str = "none"  # valid counts from below 0 to above top_k
+    sinks: str = "none"  # infinite: some +inf, some -inf, some numbers
+    repeats: bool = False  # rows are named many times
+    requests: int = 0  # entries are positions in so many requests; 0: rows of the cache
+    q_layout: str = "packed"  # strided (a window of a wider buffer), split (latent transposed, rope a window), expanded
+    cache_layout: str = "dense"  # gapped (pages apart), rows apart, headed (4-D: [pages, page_size, 1, ...])
+    pool_pages: int = 0  # pages of the cache, at least; more than needed puts the used ones at its two ends
+    far_pages: bool = False  # pages 2^27 bytes apart, so that a few of them reach beyond 2^31 bytes and elements
+    num_sms: int | None = None
+    seed: int = 0
+    rope: bool = True  # of queries and rows
+
+    @property
+    def fp8(self) -> bool:
+        return self.cache != "bf16"
+
+    @property
+    def width(self) -> int:
+        """Columns of queries and of what rows stand for."""
+        return HEAD_DIM if self.rope else LATENT
+
+    @property
+    def row_dtype(self) -> torch.dtype:
+        return torch.uint8 if self.fp8 else torch.bfloat16
+
+    @property
+    def row_width(self) -> int:
+        """Elements of a stored row, bytes of an FP8 one."""
+        return SPARSE_FP8_BYTES + 2 * (self.width - LATENT) if self.fp8 else self.width
+
+    @property
+    def context(self) -> int:
+        """Rows that lists choose from: of each request where there are some."""
+        return 8 if self.repeats else max(64, self.top_k)
+
+    @property
+    def pages(self) -> int:
+        """Pages of the cache: at least half of the rows are named by nobody."""
+        return max(self.pool_pages, max(1, self.requests) * self.request_pages + 1)
+
+    @property
+    def request_pages(self) -> int:
+        return -(-2 * self.context // self.page_size)
+
+
+@dataclass
+class SparseProblem:
+    """A case's tensors. `q` is always the packed query; `call_q` and `call_q_rope` are what the call is given."""
+
+    case: SparseCase
+    q: torch.Tensor  # bfloat16 [tokens, heads, 576, or 512 without rope]
+    call_q: torch.Tensor
+    call_q_rope: torch.Tensor | None
+    kv_cache: torch.Tensor
+    indices: torch.Tensor  # int32 [tokens, top_k], a window of a wider buffer
+    meant: torch.Tensor  # int64 [tokens, top_k], the cache's row that an entry names, -1 where none
+    block_table: torch.Tensor | None
+    request_ids: torch.Tensor | None
+    valid_counts: torch.Tensor | None
+    sinks: torch.Tensor | None
+
+    def lists(self) -> dict:
+        """What says which rows a token attends to, as the reference takes it beside the cache."""
+        names = ("indices", "block_table", "request_ids", "valid_counts")
+        return {name: getattr(self, name) for name in names}
+
+
+def build(case: SparseCase, device: str) -> SparseProblem:
+    """The same tensors for the same case and device, always."""
+    host = torch.Generator().manual_seed(case.seed)
+    table, named, unnamed, slots = _pool(case, host)
+    request_ids = torch.randint(max(1, case.requests), (case.tokens,), generator=host)
+    lists = _Lists(case, named[request_ids], unnamed[request_ids], slots[request_ids], host)
+    lists.fill()
+    if case.requests and case.holes in ("wild", "all"):
+        lost = torch.rand(case.tokens, generator=host) < 0.1
+        request_ids[lost] = torch.tensor([-1, case.requests, 2**31 - 1]).repeat(case.tokens)[: int(lost.sum())]
+        lists.meant[lost] = -1
+    q = _queries(case, device)
+    cache = _cache(case, lists, q, device)
+    sinks = _sinks(case, host)
+    entries = torch.full((case.tokens, case.top_k + 5), 3, dtype=torch.int32)
+    entries[:, : case.top_k] = lists.entries
+    by_position = case.requests > 0
+    return SparseProblem(
+        case,
+        q,
+        *_call_queries(q, case.q_layout),
+        cache,
+        entries.to(device)[:, : case.top_k],
+        lists.meant.to(device),
+        table.int().to(device)[:, :-1] if by_position else None,
+        request_ids.int().to(device) if by_position else None,
+        None if lists.counts is None else lists.counts.int().to(device),
+        None if sinks is None else sinks.to(device),
+    )
+
+
+def _pool(case: SparseCase, host: torch.Generator) -> tuple[torch.Tensor, ...]:
+    """Block table [requests, request_pages + tail + 1], and for each request the positions that lists may name, those
+    that they may not, and the cache's row of each position. Without requests there is one, of all pages in their order.
+    """
+    requests, size = max(1, case.requests), case.page_size
+    needed = requests * case.request_pages
+    ends = torch.cat([torch.arange(needed // 2), torch.arange(case.pages - (needed - needed // 2), case.pages)])
+    pages = ends[torch.randperm(needed, generator=host)] if case.requests else ends
+    pages = pages.view(requests, case.request_pages)
+    wild = torch.tensor([*WILD_PAGES, case.pages]).repeat(requests * (TABLE_TAIL + 1))
+    table = torch.cat([pages, wild[: requests * (TABLE_TAIL + 1)].view(requests, -1)], dim=1)
+    slots = (pages[:, :, None] * size + torch.arange(size)).flatten(1)
+    order = torch.stack([torch.randperm(slots.shape[1], generator=host) for _ in range(requests)])
+    return table, order[:, : case.context], order[:, case.context :], slots
+
+
+class _Lists:
+    """The entries of all lists, and the cache's row that each means."""
+
+    def __init__(self, case: SparseCase, named, unnamed, slots, host: torch.Generator):
+        self.case, self.host = case, host
+        self.named, self.unnamed, self.slots = named, unnamed, slots  # of each token's request
+        self.counts: torch.Tensor | None = None
+        shape = (case.tokens, case.top_k)
+        if case.repeats:
+            rank = torch.randint(case.context, shape, generator=host)
+        else:
+            rank = torch.rand(case.tokens, case.context, generator=host).argsort(dim=1)[:, : case.top_k]
+        if case.law in ("rising", "falling"):
+            rank = rank.sort(dim=1, descending=case.law == "falling").values
+        positions = named.gather(1, rank)
+        self.meant = slots.gather(1, positions)
+        self.entries = self._written(positions)
+
+    def _written(self, positions: torch.Tensor) -> torch.Tensor:
+        return positions if self.case.requests else self.slots.gather(1, positions)
+
+    def fill(self) -> None:
+        """Make the holes, then the valid counts, behind which entries name rows of poison."""
+        case, shape = self.case, self.meant.shape
+        if case.holes == "tail":
+            seen = torch.randint(case.top_k + 1, (case.tokens, 1), generator=self.host)
+            self._spoil(torch.arange(case.top_k) >= seen, (-1,))
+        elif case.holes != "none":
+            self._spoil(torch.rand(shape, generator=self.host) < 0.3, self._wild())
+        if case.holes == "all":
+            self._spoil((torch.arange(case.tokens) % 2 == 0)[:, None].expand(shape), (-1,))
+        if case.counts == "drawn":
+            self.counts = torch.randint(case.top_k + 1, (case.tokens,), generator=self.host)
+            edges = torch.tensor([0, 1, case.top_k, case.top_k + 1, 2**31 - 1, -1, -(2**31), case.top_k - 1])
+            chosen = edges[torch.randint(len(edges), (case.tokens,), generator=self.host)]
+            self.counts = torch.where(torch.rand(case.tokens, generator=self.host) < 0.4, chosen, self.counts)
+            behind = torch.arange(case.top_k) >= self.counts[:, None]
+            any_row = torch.randint(self.unnamed.shape[1], shape, generator=self.host)
+            self.entries = torch.where(behind, self._written(self.unnamed.gather(1, any_row)), self.entries)
+            self.meant = self.meant.masked_fill(behind, -1)
+
+    def _wild(self) -> tuple[int, ...]:
+        """Entries that name nothing, each kind of them."""
+        case = self.case
+        if case.holes == "anywhere":
+            return (-1,)
+        if not case.requests:
+            return (*WILD_ENTRIES, case.pages * case.page_size, case.pages * case.page_size + 1)
+        last = case.request_pages * case.page_size  # of the request; behind it come wild pages, then the table's end
+        return (*WILD_ENTRIES, last, last + (TABLE_TAIL * case.page_size) - 1, last + TABLE_TAIL * case.page_size)
+
+    def _spoil(self, where: torch.Tensor, kinds: tuple[int, ...]) -> None:
+        drawn = torch.tensor(kinds)[torch.randint(len(kinds), where.shape, generator=self.host)]
+        self.entries = torch.where(where, drawn, self.entries)
+        self.meant = self.meant.masked_fill(where, -1)
+
+
+def _queries(case: SparseCase, device: str) -> torch.Tensor:
+    q = draw((case.tokens, case.heads, case.width), case.law, case.seed, "q", device)
+    if case.law in ALIGNED_LAWS:
+        q = 0.5 * q + _direction(case, device)
+    if case.q_layout == "expanded":
+        q = q[:1, :1].repeat(case.tokens, case.heads, 1)[: case.tokens]
+    # Rows whose scales are all tiny or huge have scores of the usual size for such queries.
+    q[..., :LATENT] *= {"tiny": 1e30, "huge": 1e-30}.get(case.scales, 1.0) if case.fp8 else 1.0
+    return q.bfloat16()
+
+
+def _direction(case: SparseCase, device: str) -> torch.Tensor:
+    """[width]: the part that all queries share with the keys of aligned laws."""
+    return draw((case.width,), "normal", case.seed, "direction", device)
+
+
+def _call_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if layout == "expanded":  # one row for all, with strides 0
+        return q[:1, :1].expand(q.shape), None
+    latent, rope = lay_out_queries(q[:, None], layout)
+    return latent.squeeze(1), None if rope is None or q.shape[-1] == LATENT else rope.squeeze(1)
+
+
+def _sinks(case: SparseCase, host: torch.Generator) -> torch.Tensor | None:
+    if case.sinks == "none":
+        return None
+    sinks = 3 * torch.randn(case.heads, generator=host) + math.log(case.top_k)
+    if case.sinks == "infinite":
+        kind = torch.rand(case.heads, generator=host)
+        sinks = sinks.masked_fill(kind < 0.3, torch.inf).masked_fill(kind > 0.7, -torch.inf)
+    return sinks
+
+
+def _cache(case: SparseCase, lists: _Lists, q: torch.Tensor, device: str) -> torch.Tensor:
+    """The cache with values in the rows that entries mean, and poison everywhere else."""
+    width, dtype = case.row_width, case.row_dtype
+    if case.far_pages:
+        step = FAR_PAGES_BYTES // dtype.itemsize
+        whole = torch.empty((case.pages - 1) * step + case.page_size * width, dtype=dtype, device=device)
+        cache = whole.as_strided((case.pages, case.page_size, width), (step, width, 1))
+        for page in cache:
+            _poison_rows(page)
+    else:
+        rows = case.page_size + (3 if case.cache_layout == "gapped" else 0)
+        beside = 16 if case.cache_layout == "rows apart" else 0
+        whole = torch.empty(case.pages, rows, width + beside, dtype=dtype, device=device)
+        cache = _poison_rows(whole)[:, : case.page_size, :width]
+    meant = lists.meant.flatten()
+    rows = meant[meant >= 0].unique()
+    values = _values(case, lists, rows, device)
+    stored = _fp8_rows(case, values, device) if case.fp8 else values.bfloat16()
+    cache[(rows // case.page_size).to(device), (rows % case.page_size).to(device)] = stored
+    if case.cache == "fp8 as e4m3":
+        cache = cache.view(FP8)
+    return cache.unsqueeze(2) if case.cache_layout == "headed" else cache
+
+
+def _poison_rows(rows: torch.Tensor) -> torch.Tensor:
+    """NaN and infinities; bytes that are NaN as e4m3, as float32 and as bfloat16, of either sign."""
+    if rows.dtype != torch.uint8:
+        return poison(rows)
+    rows.fill_(0xFF)[..., 1::2] = 0x7F
+    rows[..., ::3, :] = 0xFF
+    return rows
+
+
+def _values(case: SparseCase, lists: _Lists, rows: torch.Tensor, device: str) -> torch.Tensor:
+    """Float32 [rows, width]: what the named rows are to hold, up to rounding."""
+    values = draw((len(rows), case.width), case.law, case.seed, "kv", device)
+    if case.law not in ALIGNED_LAWS or not len(rows):
+        return values
+    # Where a row stands among those that its request's lists may name: the order of rising and falling lists.
+    place = torch.full((int(lists.slots.max()) + 1,), -1)
+    place[lists.slots.gather(1, lists.named)] = torch.arange(case.context).expand(lists.named.shape)
+    place = place[rows].to(device)[:, None]
+    direction = _direction(case, device)
+    if case.law == "dominating":
+        return torch.where(place == case.context // 2, direction, values)
+    # Scores from about -48 to 48: the running maximum grows by much in every tile, or never after the first.
+    return 0.1 * values + (4 * place / (case.context - 1) - 2) * direction
+
+
+def _fp8_rows(case: SparseCase, values: torch.Tensor, device: str) -> torch.Tensor:
+    """Bytes [rows, 656 or 528] of float32 values [rows, 576 or 512]."""
+    host = torch.Generator().manual_seed(case.seed + 1)
+    groups = values[:, :LATENT].view(len(values), SCALES, SCALE_DIM)
+    fitted = groups.abs().amax(dim=2) / FP8_MAX
+    elements = (groups / fitted.clamp(min=1e-30)[..., None]).clamp(-FP8_MAX, FP8_MAX)
+    scales = fitted
+    if case.scales == "powers":
+        scales = torch.exp2(torch.log2(fitted.clamp(min=1e-30)).ceil())
+        elements = groups / scales[..., None]
+    elif case.scales in ("tiny", "huge"):
+        scales = fitted * (1e-30 if case.scales == "tiny" else 1e30)
+    elif case.scales in ("zeros", "mixed"):
+        kind = torch.rand(fitted.shape, generator=host).to(device)
+        scales = fitted.masked_fill(kind < 0.3, 0.0)
+        if case.scales == "mixed":
+            power = 6 * torch.rand(fitted.shape, generator=host).to(device) - 3
+            scales = torch.where(kind > 0.5, fitted * 10**power, scales)
+            scales = torch.where(kind > 0.8, -fitted, scales)
+            scales = scales.masked_fill((kind > 0.9) & (kind < 0.95), 1e-30).masked_fill(kind > 0.97, 1e30)
+    stored = (elements.to(FP8), scales.float(), values[:, LATENT:].bfloat16())
+    return torch.cat([part.flatten(1).contiguous().view(torch.uint8) for part in stored], dim=1)
+
+
+class SparseRunner(GuardedCall):
+    """Workspace and outputs of one problem."""
+
+    def __init__(self, problem: SparseProblem):
+        self.problem = problem
+        case, device = problem.case, problem.q.device
+        floats = sparse_workspace_floats(max(1, case.heads), case.fp8, case.num_sms or device_sms(device))
+        self.workspace = Guarded((floats,), torch.float32, device)
+        self.out = Guarded((case.tokens, case.heads, LATENT), torch.bfloat16, device)
+        self.lse = Guarded((case.tokens, case.heads), torch.float32, device)
+
+    def call(self) -> tuple[torch.Tensor, torch.Tensor]:
+        buffers = {"workspace": self.workspace.tensor, "out": self.out.tensor, "lse": self.lse.tensor}
+        return decode(self.problem, num_sms=self.problem.case.num_sms, **buffers)
+
+
+class RecordedCall:
+    """A CUDA graph of a problem's call, and replays of it with other problems of the same shapes."""
+
+    def __init__(self, problem: SparseProblem):
+        tensors = {name: value.clone() for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
+        self.static = replace(problem, **tensors)
+        self.runner = SparseRunner(self.static)
+        self.runner.run()  # as engines do, so that nothing is loaded while recording
+        torch.cuda.synchronize()
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.runner.call()
+
+    def replay(self, problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
+        """Outputs of the graph with another problem's tensors, in buffers that were poisoned."""
+        self.runner.poison()
+        for name, value in vars(self.static).items():
+            if isinstance(value, torch.Tensor):
+                value.copy_(getattr(problem, name))
+        self.graph.replay()
+        return self.runner.out.tensor, self.runner.lse.tensor
+
+
+def decode(problem: SparseProblem, **more) -> tuple[torch.Tensor, torch.Tensor]:
+    return sparse_mla_decode(
+        problem.call_q,
+        problem.kv_cache,
+        **problem.lists(),
+        softmax_scale=SOFTMAX_SCALE,
+        q_rope=problem.call_q_rope,
+        sinks=problem.sinks,
+        **more,
+    )

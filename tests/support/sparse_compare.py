@@ -1,0 +1,181 @@
+"""The error policy of sparse attention: what a token's result may differ by from float64 on the same rounded inputs.
+
+All limits follow from the formats. An element may be off by what the rounding of P and that of the output, both in
+bfloat16, and sums in float32 cost itself, so that a large element excuses no small one; the relative RMSE by twice what
+the same roundings cost at random; the cosine difference by what is allowed the dense kernels, or by half the square of
+that RMSE where the inputs make it larger; the log-sum-exp by 1e-5, of itself where it is above 1, or by what float32
+scores of these inputs leave open. The policy holds for each token by itself.
+
+P of an FP8 row is rounded after its scale has multiplied it, for 128 columns at a time, to bfloat16 or, among ordinary
+scales, float16; and the output is divided by the sum of P as it was. So the rounding of a dominating key does not
+cancel there, as it does for bfloat16 rows.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from etap_backend import reference
+from etap_backend.cpu import dense as cpu_dense
+from etap_backend.cpu import sparse as cpu_sparse
+from etap_backend.limits import FP8, SCALE_DIM, SPARSE_FP8_BYTES
+from support.cases import LATENT, SOFTMAX_SCALE
+from support.compare import (
+    COSINE,
+    FACTOR,
+    LSE,
+    SIGMAS,
+    Measure,
+    cosine_difference,
+    elsewhere,
+    failures,
+    half_ulp,
+    largest_error,
+    relative_rmse,
+    size_of_sum,
+)
+from support.sparse_cases import SparseProblem
+
+BF16, HALF, FLOAT = (torch.finfo(x) for x in (torch.bfloat16, torch.float16, torch.float32))
+# Of the sum of a score's products without their signs: float32 additions, of which a tensor core cuts off the rest.
+SCORE = 2.0**-20
+# Of the sum of an output element's products without their signs: up to 128 additions in float32, cut off.
+SUM = 2.0**-17
+ROWS_AT_A_TIME = {"cpu": 1, "cuda": 2**15}  # of all tokens: a CPU takes one token after the other
+
+
+@dataclass
+class Truth:
+    """Float64 result of a problem and the errors that are allowed."""
+
+    out: torch.Tensor  # float64 [tokens, heads, 512]
+    lse: torch.Tensor  # float64 [tokens, heads]
+    max_error: torch.Tensor  # float64 [tokens, heads, 512]
+    rms_error: torch.Tensor  # float64 [tokens, heads, 512], what is to be expected of an element
+    lse_error: torch.Tensor  # float64 [tokens, heads]
+
+
+def truth(problem: SparseProblem) -> Truth:
+    """Of each token what `meant` says that it attends to; many tokens at a time, as a GPU likes it."""
+    tokens, heads, _ = problem.q.shape
+    like = {"dtype": torch.float64, "device": problem.q.device}
+    out, lse = torch.zeros(tokens, heads, LATENT, **like), torch.zeros(tokens, heads, **like)
+    found = Truth(out, lse, *(torch.zeros_like(x) for x in (out, out, lse)))
+    step = max(1, ROWS_AT_A_TIME[problem.q.device.type] // problem.case.top_k)
+    for first in range(0, tokens, step):
+        _fill(found, slice(first, first + step), problem)
+    return found
+
+
+def _named(problem: SparseProblem, part: slice) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rows as stored [tokens, top_k, width] that some tokens name, each once, and how often [tokens, top_k].
+
+    Those that none names are zeros, and named 0 times: a row that is named several times has the same P each time,
+    which is rounded the same way.
+    """
+    ids, _ = problem.meant[part].sort(dim=1)
+    first = torch.ones_like(ids, dtype=torch.bool)
+    first[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    ends = torch.searchsorted(ids, ids, right=True)
+    times = torch.where(first & (ids >= 0), ends - torch.arange(ids.shape[1], device=ids.device), 0)
+    cache = problem.kv_cache.squeeze(2) if problem.kv_cache.dim() == 4 else problem.kv_cache
+    cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
+    ids = ids.clamp(min=0)
+    rows = cache[ids // cache.shape[1], ids % cache.shape[1]]
+    return torch.where(times[..., None] > 0, rows, 0), times
+
+
+def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
+    """The truth of some tokens, and what their results may err by."""
+    q, sinks = problem.q[part].double(), problem.sinks
+    rows, times = _named(problem, part)
+    keys = reference.what_rows_stand_for(rows.flatten(0, 1), torch.float64).unflatten(0, times.shape)
+    values, any_row = keys[..., :LATENT], (times > 0).any(1)[:, None, None]
+    scores = (q @ keys.mT) * SOFTMAX_SCALE + times.double().log()[:, None]
+    off = SCORE * SOFTMAX_SCALE * (q.abs() @ keys.abs().mT)
+    below, lse, above = (torch.logsumexp(x, 2, keepdim=True) for x in (scores - off, scores, scores + off))
+    weight = torch.softmax(scores, dim=2)
+    result = weight @ values
+
+    moved = _moved(weight, torch.exp((scores + off - below).clamp(max=0)), scores - off - above)
+    deviation, lost = _rounding_of_p(rows, weight, times[:, None].clamp(min=1), values, result)
+    deviation = (deviation.square() + size_of_sum(moved, values, result).square()).sqrt()
+    lost = lost + SUM * (weight @ values.abs()) + BF16.tiny
+    out = result
+    if sinks is not None:
+        lowest, share, highest = (torch.sigmoid(x - sinks.double()[:, None]) for x in (below, lse, above))
+        out = result * share
+        # A share below float32's normal numbers may be lost.
+        deviation, lost = deviation * share, lost * share + result.abs() * (highest - lowest + FLOAT.tiny)
+    size = out.abs()
+    before = SIGMAS * deviation + lost + size * FLOAT.eps + BF16.tiny
+    lse_error = torch.maximum(LSE * lse.abs().clamp(min=1), torch.maximum(above - lse, lse - below))
+
+    found.out[part] = torch.where(any_row, out, 0)
+    found.lse[part] = lse[..., 0]
+    found.lse_error[part] = torch.where(any_row, lse_error, 0)[..., 0]
+    found.max_error[part] = torch.where(any_row, before + half_ulp(size + before, torch.bfloat16), 0)
+    rms = (half_ulp(size, torch.bfloat16).square() / 3 + (deviation + lost).square()).sqrt()
+    found.rms_error[part] = torch.where(any_row, rms, 0)
+
+
+def _moved(weight: torch.Tensor, highest: torch.Tensor, log_lowest: torch.Tensor) -> torch.Tensor:
+    """By how much weights [tokens, heads, rows] may change where scores err: what one gains, the others lose."""
+    up, down = (highest - weight).clamp(min=0), (weight - torch.exp(log_lowest)).clamp(min=0)
+    others_up, others_down = (x.sum(2, keepdim=True) - x for x in (up, down))
+    return torch.maximum(torch.minimum(up, others_down), torch.minimum(down, others_up))
+
+
+def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, torch.Tensor]:
+    """The deviation of what rounding P to bfloat16 costs [tokens, heads, 512], and what that type's range may cost.
+
+    P is half an epsilon off at most, at worst uniformly, each row's by itself. P of a token's largest score is at least
+    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale. P
+    times 2^7 and an ordinary scale may be in float16, whose subnormal numbers are off by half of the least.
+    """
+    p = weight / times / (weight / times).amax(dim=2, keepdim=True)  # at most P
+    off = BF16.eps / 2 / math.sqrt(3) * weight
+    if rows.dtype != torch.uint8:
+        small = torch.where(p < BF16.tiny, weight, 0)
+        return size_of_sum(off, values, result), small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
+    scales = rows[..., LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
+    deviations, lost = [], []
+    ordinary = (scales >= cpu_sparse.LEAST_SCALE) & (scales <= cpu_sparse.LARGEST_SCALE)
+    shift = 2.0 ** cpu_dense.REFERENCES[True, torch.float16].shift
+    most = times * (weight / times).amax(dim=2, keepdim=True)  # what P = 1 would weigh
+    parts = zip(scales[:, None].unbind(3), ordinary[:, None].unbind(3), values.split(SCALE_DIM, dim=2), strict=True)
+    for scale, is_ordinary, columns in parts:
+        deviations.append((off.square() @ columns.square()).sqrt())
+        small = torch.where(p * scale.clamp(max=1) < BF16.tiny, weight, 0)
+        subnormal = is_ordinary & (p * shift * scale < HALF.tiny)
+        rounded = torch.minimum(weight, most * (HALF.tiny * HALF.eps / 2 / shift) / scale)
+        lost.append((small + torch.where(subnormal, rounded, 0)) @ columns.abs())
+    return torch.cat(deviations, dim=2), torch.cat(lost, dim=2)
+
+
+def measures(out: torch.Tensor, lse: torch.Tensor, wanted: Truth) -> list[Measure]:
+    """How far a result is from the truth, and how far it may be, a value a token."""
+    error = out.double() - wanted.out
+    rmse = FACTOR * relative_rmse(wanted.rms_error, wanted.out)
+    lse_error = torch.where(torch.isfinite(wanted.lse), (lse.double() - wanted.lse).abs(), 0)
+    cosine = cosine_difference(out.double(), wanted.out)
+    return [
+        Measure("cosine difference", cosine, torch.clamp(rmse.square() / 2, min=COSINE[torch.bfloat16])),
+        largest_error(lse_error, wanted.lse_error, "log-sum-exp error"),
+        largest_error(error.flatten(1).abs(), wanted.max_error.flatten(1), "largest error"),
+        Measure("relative RMSE", relative_rmse(error, wanted.out), rmse),
+    ]
+
+
+def problems_with(out: torch.Tensor, lse: torch.Tensor, wanted: Truth) -> list[str]:
+    """What is wrong with a result, one line a token and measure; empty when all is well."""
+    found = elsewhere(out, lse, wanted.out, wanted.lse)
+    return failures([*found, *measures(out, lse, wanted)], lambda token: f"token {token}")
+
+
+def check(out: torch.Tensor, lse: torch.Tensor, problem: SparseProblem, wanted: Truth) -> None:
+    found = problems_with(out, lse, wanted)
+    assert not found, "\n".join([*found, f"the case: {problem.case!r}"])
