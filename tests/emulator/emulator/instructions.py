@@ -300,7 +300,8 @@ def _cvt(t: Translator, item: Instruction, mask: str) -> str:
 
 def _memory_shape(item: Instruction) -> tuple[str, int, str]:
     """Space, number of items and type of a load or store."""
-    shape = re.fullmatch(r"(?:ld|st)\.(global|shared|shared::cluster|param)(?:\.v([24]))?\.(\w+)", item.opcode)
+    opcode = item.opcode.replace("ld.global.cg.", "ld.global.")
+    shape = re.fullmatch(r"(?:ld|st)\.(global|shared|shared::cluster|param)(?:\.v([24]))?\.(\w+)", opcode)
     if shape is None or shape[3] not in DTYPES:
         raise UnknownInstruction(str(item))
     return shape[1].removeprefix("shared::"), int(shape[2] or 1), shape[3]
@@ -311,7 +312,8 @@ def _ld(t: Translator, item: Instruction, mask: str) -> str:
     target, source = item.operands
     targets = target.items if isinstance(target, Vec) else (target,)
     address = t.address_text(source, "u32" if space in ("shared", "cluster") else "u64")
-    loaded = f"t = w.load_{space}({address}, {mask}, {DTYPES[kind].itemsize}, {count})"
+    function = "load_past_l1" if "cg" in item.parts else f"load_{space}"
+    loaded = f"t = w.{function}({address}, {mask}, {DTYPES[kind].itemsize}, {count})"
     parts = [t.write(x, kind, f"t[{n}].view({DTYPES[kind].name})", mask) for n, x in enumerate(targets)]
     return "; ".join([loaded, *parts])
 
