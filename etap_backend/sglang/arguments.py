@@ -121,8 +121,6 @@ def _why_unsupported_v4(view, name: str) -> str | None:
     )
     if reason:
         return reason
-    if getattr(model.hf_config, "model_type", None) == "deepseek_v41":
-        return "DeepSeek-V4.1 is not supported: wanted DeepSeek-V4"
     if name != versions.NAME:
         return f"it multiplies FP8 caches of dense attention, and the model is DeepSeek-V4: wanted {versions.NAME}"
     if view.kv_cache_dtype not in ("auto", "fp8_e4m3"):

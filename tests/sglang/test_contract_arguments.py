@@ -457,12 +457,12 @@ def test_prefill_in_fp8_is_refused_with_deepseek_v4(resolve, v4_model):
         resolve(*ETAP, "--dsv4-prefill-backend", "flashmla_sparse_q8", model=v4_model)
 
 
-def test_deepseek_v4_1_is_refused(resolve, model_directory, tmp_path):
+def test_the_name_is_kept_for_deepseek_v4_1(resolve, model_directory, tmp_path):
     if not importlib.util.find_spec("sglang.srt.configs.deepseek_v41"):
         pytest.skip("this SGLang does not know the model")
-    model = changed_model(model_directory, tmp_path, **INDEXER, **V4 | {"model_type": "deepseek_v41"})
-    with pytest.raises(ValueError, match=r"--attention-backend etap: DeepSeek-V4\.1 is not supported"):
-        resolve(*ETAP, model=model)
+    v41 = V4 | {"model_type": "deepseek_v41", "compress_ratios": [1, 2]}
+    view = resolve(*ETAP, model=changed_model(model_directory, tmp_path, **INDEXER, **v41))
+    assert (view.attention_backend, view.dsa_decode_backend) == ("dsv4", "etap")
 
 
 @pytest.mark.parametrize("capability", [(8, 0), (10, 0)], ids=str)

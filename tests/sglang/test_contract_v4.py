@@ -1,4 +1,4 @@
-"""SGLang's pools, step metadata and attention of DeepSeek-V4 around our backend, on CPU tensors.
+"""SGLang's pools, step metadata and attention of DeepSeek-V4 and V4.1 around our backend, on CPU tensors.
 
 The runner is the one of SGLang's own tests of that attention, on one of 8 ranks. The reference executor stands in for
 the kernels, and Triton's interpreter runs SGLang's: what fills the window's lists and those of the layers that compress
@@ -34,7 +34,10 @@ load_plugins()
 ALL_HEADS, RANKS, PADDED_HEADS = 64, 8, 64
 HEADS = ALL_HEADS // RANKS
 PAGE, WINDOW, CONTEXT, WIDTH = 256, 128, 1024, 512
-RATIOS = [0, 4, 128]  # of the layers, by number
+# V4.1's, in an SGLang that has it.
+LOW_RATIOS = [1, 2] if "low_ratios" in deepseek_v4_backend.DSV4AttnMetadata.__dataclass_fields__ else []
+RATIOS = [0, 4, 128, *LOW_RATIOS]  # of the layers, by number
+TOP_K = 512
 H20_SMS = 78  # of the pretended GPU
 DRAFTS = 4
 PAGES = ((3, 1, 4), (2,))  # of each request, in the order of its tokens
@@ -96,10 +99,11 @@ def parallel():
         yield
 
 
-def make_runner(mode=ForwardMode.DECODE, before=(1, 1), new=(1, 1), decode_backend="etap", **changes):
+def make_runner(mode=ForwardMode.DECODE, before=(1, 1), new=(1, 1), decode_backend="etap", v41=False, **changes):
     """SGLang's runner for tests, its case, and the arguments that ETAP's resolution leaves."""
     case = kit.DSV4AttentionCase("etap", "dsv4", mode, ALL_HEADS, PAGE, before, () if mode.is_decode() else new)
     config = kit.TinyDSV4ModelConfig(num_heads=ALL_HEADS, context_len=CONTEXT, compression_ratios=RATIOS)
+    config.hf_config.model_type = "deepseek_v41" if v41 else "deepseek_v4"
     runner = kit.MockDSV4ModelRunner(
         case=case, model_config=config, dtype=torch.bfloat16, device="cpu", max_context_len=CONTEXT,
         swa_size=8 * PAGE, compression_ratios=RATIOS,
@@ -107,6 +111,13 @@ def make_runner(mode=ForwardMode.DECODE, before=(1, 1), new=(1, 1), decode_backe
     get_context().override("etap's tests", dsa_decode_backend=decode_backend)
     vars(runner).update(changes)
     return runner, case
+
+
+def make_backend(runner):
+    """Through SGLang's registry of backends."""
+    backend = ATTENTION_BACKENDS["dsv4"](runner)
+    backend._swa_interleaved = False  # SGLang sets it where there is CUDA, and V4.1's layers ask
+    return backend
 
 
 def packed(rows):
@@ -133,9 +144,9 @@ class Problem:
     Every row that no query token may attend to is NaN, and so are the heads that pad the queries.
     """
 
-    def __init__(self, step, padded=True):
+    def __init__(self, step, padded=True, v41=False):
         self.mode, self.before, self.new = STEPS[step]
-        self.runner, self.case = make_runner(self.mode, self.before, self.new)
+        self.runner, self.case = make_runner(self.mode, self.before, self.new, v41=v41)
         self.random = torch.Generator().manual_seed(0)
         self.lengths = [old + new for old, new in zip(self.before, self.new, strict=True)]
         spans = list(zip(self.before, self.lengths, strict=True))
@@ -156,7 +167,7 @@ class Problem:
             for cache, of in ((pool.get_swa_key_buffer_radix(layer), 0), (buffer, ratio)):
                 if cache is not None:
                     named = torch.tensor(sum(self.slots[of], []))
-                    page_size = PAGE // of if of else PAGE
+                    page_size = PAGE // max(1, of)
                     store(cache, page_size, named, self.normal(len(named), WIDTH))
                     whole = cache.view(torch.uint8)[:, : page_size * 584]
                     self.caches[layer, of] = whole.unflatten(1, (page_size, 584))
@@ -165,9 +176,12 @@ class Problem:
         return torch.randn(size, generator=self.random).bfloat16()
 
     def entries(self, ratio):
-        """Of each query token the entries of its request that are complete, in any order, as the indexer has them."""
-        counts = [(request, (p + 1) // ratio) for request, p in self.seen]
-        return [(request, torch.randperm(count, generator=self.random)) for request, count in counts]
+        """Of each query token the entries of its request that it attends to: all, or as many as the indexer chooses."""
+        counts = [(p + 1) // ratio for _, p in self.seen]
+        if ratio == 128:
+            return [torch.arange(count) for count in counts]
+        random = torch.Generator().manual_seed(ratio)
+        return [torch.randperm(count, generator=random)[:TOP_K] for count in counts]
 
     def plan(self, backend):
         """SGLang's metadata of the step, and the lists that its indexer would have left."""
@@ -178,11 +192,12 @@ class Problem:
             batch.spec_info = SimpleNamespace(draft_token_num=DRAFTS, ragged_verify_layout=None)
         backend.init_forward_metadata(batch)
         metadata = backend.forward_metadata.core_attn_metadata
-        raw = metadata.c4_sparse_raw_indices
-        for row, (request, order) in enumerate(self.entries(4)):
-            metadata.c4_sparse_page_indices[row, : len(order)] = torch.tensor(self.slots[4][request]).int()[order]
-            if raw is not None:
-                raw[row, : len(order)] = order.int()
+        for ratio in (4, *LOW_RATIOS):
+            pages, raw = (getattr(metadata, f"c{ratio}_sparse_{what}_indices") for what in ("page", "raw"))
+            for row, ((request, _), chosen) in enumerate(zip(self.seen, self.entries(ratio), strict=True)):
+                pages[row, : len(chosen)] = torch.tensor(self.slots[ratio][request]).int()[chosen]
+                if raw is not None:
+                    raw[row, : len(chosen)] = chosen.int()
         return batch
 
     def attend(self, backend, batch, layer, **changes):
@@ -198,8 +213,11 @@ class Problem:
         """What a layer should give, from positions alone: [tokens, heads, 512]."""
         window = [[self.slots[0][r][j] for j in range(max(0, p - WINDOW + 1), p + 1)] for r, p in self.seen]
         ratio = RATIOS[layer]
-        extra = [self.slots[ratio][r][: (p + 1) // ratio] for r, p in self.seen] if ratio else None
-        more = {"extra_kv_cache": self.caches[layer, ratio], "extra_indices": as_lists(extra)} if ratio else {}
+        more = {}
+        if ratio:
+            chosen = zip(self.seen, self.entries(ratio), strict=True)
+            extra = [[self.slots[ratio][r][entry] for entry in entries.tolist()] for (r, _), entries in chosen]
+            more = {"extra_kv_cache": self.caches[layer, ratio], "extra_indices": as_lists(extra)}
         call = (self.q[:, :HEADS], self.caches[layer, 0], as_lists(window), WIDTH**-0.5)
         return sparse_mla_decode_reference(*call, sinks=self.sinks, dtype=dtype, **more)[0]
 
@@ -234,11 +252,11 @@ def our_calls(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("layer", range(len(RATIOS)), ids=["window", "ratio 4", "ratio 128"])
+@pytest.mark.parametrize("layer", range(len(RATIOS)), ids=[f"ratio {ratio}" for ratio in RATIOS])
 @pytest.mark.parametrize("step", STEPS)
 def test_a_layer_is_one_call_as_exact_as_torch(our_calls, step, layer):
-    problem = Problem(step)
-    backend = ATTENTION_BACKENDS["dsv4"](problem.runner)
+    problem = Problem(step, v41=RATIOS[layer] in LOW_RATIOS)
+    backend = make_backend(problem.runner)
     assert type(backend) is ETAPV4Backend
     problem.check(problem.attend(backend, problem.plan(backend), layer), layer)
     (call,) = our_calls
@@ -246,7 +264,7 @@ def test_a_layer_is_one_call_as_exact_as_torch(our_calls, step, layer):
     assert call["q"].data_ptr() == problem.q.data_ptr()
     assert ("extra_kv_cache" in call) == (step != "prompts" and layer > 0)
     if step != "prompts":
-        strides = {0: 149760, 4: 37440, 128: 1728}
+        strides = {0: 149760, 1: 149760, 2: 74880, 4: 37440, 128: 1728}
         assert call["kv_cache"].shape[1:] == (256, 1, 584) and call["kv_cache"].stride(0) == strides[0]
         if layer:
             extra = call["extra_kv_cache"]
@@ -256,7 +274,7 @@ def test_a_layer_is_one_call_as_exact_as_torch(our_calls, step, layer):
 def test_a_request_without_a_complete_entry_has_one_that_names_no_row(our_calls):
     """SGLang's lists have one entry at least, and say -1."""
     problem = Problem("decode")
-    backend = ATTENTION_BACKENDS["dsv4"](problem.runner)
+    backend = make_backend(problem.runner)
     problem.check(problem.attend(backend, problem.plan(backend), 2), 2)
     (call,) = our_calls
     assert call["extra_valid_counts"].tolist() == [700 // 128, 1] and call["extra_indices"][1, 0] == -1
@@ -264,7 +282,7 @@ def test_a_request_without_a_complete_entry_has_one_that_names_no_row(our_calls)
 
 def test_a_rank_with_all_of_its_heads_pads_none():
     problem = Problem("decode", padded=False)
-    backend = ATTENTION_BACKENDS["dsv4"](problem.runner)
+    backend = make_backend(problem.runner)
     problem.check(problem.attend(backend, problem.plan(backend), 1), 1)
 
 
@@ -272,7 +290,7 @@ def test_a_rank_with_all_of_its_heads_pads_none():
 def test_lists_are_cut_or_filled_to_the_queries(rows):
     """As SGLang does where ranks pad their batches to one size, or where a graph has more rows than a batch."""
     problem = Problem("decode")
-    backend = ATTENTION_BACKENDS["dsv4"](problem.runner)
+    backend = make_backend(problem.runner)
     batch, q = problem.plan(backend), torch.cat([problem.q, problem.q])[:rows]
     # A list that SGLang fills up names row 0, which may hold anything finite.
     problem.caches[1, 0][0].zero_()
@@ -284,14 +302,14 @@ def test_lists_are_cut_or_filled_to_the_queries(rows):
 def test_the_output_is_viewed_by_groups_of_heads():
     """What the layer does with its own heads of the output."""
     problem = Problem("decode")
-    backend = ATTENTION_BACKENDS["dsv4"](problem.runner)
+    backend = make_backend(problem.runner)
     out = problem.attend(backend, problem.plan(backend), 0)[:, :HEADS]
     assert out.view(problem.tokens, 1, -1).shape == (problem.tokens, 1, HEADS * WIDTH)
 
 
 def test_flashmla_stays_as_it_was_for_others():
     problem = Problem("prompts")
-    backend = ATTENTION_BACKENDS["dsv4"](problem.runner)
+    backend = make_backend(problem.runner)
     module = versions.flash_mla()
     before = module.flash_mla_with_kvcache, module.flash_mla_sparse_fwd
     problem.attend(backend, problem.plan(backend), 0)
@@ -300,7 +318,7 @@ def test_flashmla_stays_as_it_was_for_others():
 
 def test_another_kernel_of_sglangs_is_no_silent_way_out(monkeypatch):
     problem = Problem("decode")
-    backend = ATTENTION_BACKENDS["dsv4"](problem.runner)
+    backend = make_backend(problem.runner)
     batch = problem.plan(backend)
     monkeypatch.setattr(DeepseekV4AttnBackend, "forward", lambda self, q, *args, **options: q)
     with pytest.raises(RuntimeError, match="attention backend etap: SGLang attended with another kernel"):
