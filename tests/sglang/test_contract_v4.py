@@ -26,7 +26,7 @@ from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention
 
 from etap_backend import sparse_workspace_floats
 from etap_backend.reference import relative_rmse, sparse_mla_decode_reference
-from etap_backend.sglang import registration, v4, versions
+from etap_backend.sglang import v4, versions
 from etap_backend.sglang.v4 import ETAPV4Backend
 
 load_plugins()
@@ -391,7 +391,3 @@ def test_refuses_rows_of_other_formats(monkeypatch):
     monkeypatch.setattr(versions, "v4_row_bytes", lambda pool: 528)
     with pytest.raises(ValueError, match="attention backend etap: cache rows of 528 bytes are not supported: wanted"):
         ATTENTION_BACKENDS["dsv4"](runner)
-
-
-def test_the_installed_version_has_all_that_is_used():
-    assert registration.why_no_v4() is None
