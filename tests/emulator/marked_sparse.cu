@@ -1,11 +1,10 @@
-// One sparse kernel of each form, with the marks of common/mark.h.
+// Sparse kernels of each form, with rope and without, with the marks of common/mark.h.
 #define ETAP_MARKS
-#include "decode/sparse/launch.cuh"
+#include "decode/launch.cuh"
 
-using etap::DecodeParams, etap::KernelLaunch, etap::sparse::kernel_launch;
+using etap::DecodeKernel, etap::describe;
 
-KernelLaunch transposed(const DecodeParams& params) { return kernel_launch<etap::sparse::Traits<16, false>>(params); }
-KernelLaunch clustered(const DecodeParams& params) { return kernel_launch<etap::sparse::Traits<16, true>>(params); }
-KernelLaunch query_major(const DecodeParams& params) { return kernel_launch<etap::sparse::WideTraits>(params); }
-KernelLaunch fp8(const DecodeParams& params) { return kernel_launch<etap::sparse_fp8::Traits<32, false>>(params); }
-KernelLaunch fp8_shared(const DecodeParams& params) { return kernel_launch<etap::sparse_fp8::SharedTilesTraits>(params); }
+DecodeKernel transposed() { return describe<etap::sparse::Traits<16, etap::kChunks>, true>(); }
+DecodeKernel transposed_latent() { return describe<etap::sparse::Traits<32, etap::kValueChunks>, true>(); }
+DecodeKernel query_major() { return describe<etap::sparse::WideTraits<etap::kChunks>, true>(); }
+DecodeKernel query_major_latent() { return describe<etap::sparse::WideTraits<etap::kValueChunks>, true>(); }
