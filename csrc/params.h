@@ -95,7 +95,6 @@ struct RowList {
 };
 
 // Where partitions begin and end in the sequence of tokens: see decode/sparse/pieces.h.
-// How tokens are divided among partitions: see decode/sparse/pieces.h.
 struct TokenDivision {
   int32_t tokens;
   int32_t partitions;

@@ -4,9 +4,25 @@ Importing this package needs no GPU and does not touch CUDA. Its names are loade
 command line that only prints a help text, and a server process that never decodes, need not wait for torch.
 """
 
+import contextlib
 import importlib
+from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
+with contextlib.suppress(ImportError):  # a source tree was not built
+    __version__ = importlib.import_module("etap_backend._build").VERSION
+
+__all__ = [
+    "BuiltSchedule",
+    "DecodeSchedule",
+    "__version__",
+    "mla_decode",
+    "reference",
+    "sparse_mla_decode",
+    "sparse_workspace_floats",
+    "why_unsupported",
+    "why_unsupported_sparse",
+]
 
 _MODULES = {
     "BuiltSchedule": "etap_backend.schedule",
@@ -18,16 +34,21 @@ _MODULES = {
     "why_unsupported_sparse": "etap_backend.limits",
 }
 
-__all__ = ["__version__", "reference", *_MODULES]
+if TYPE_CHECKING:
+    from etap_backend import reference
+    from etap_backend.dense import mla_decode
+    from etap_backend.limits import why_unsupported, why_unsupported_sparse
+    from etap_backend.schedule import BuiltSchedule, DecodeSchedule
+    from etap_backend.sparse import sparse_mla_decode, sparse_workspace_floats
+else:
 
-
-def __getattr__(name: str) -> object:
-    if name == "reference":
-        return importlib.import_module("etap_backend.reference")
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
-    return value
+    def __getattr__(name: str) -> object:
+        if name == "reference":
+            return importlib.import_module("etap_backend.reference")
+        if name not in _MODULES:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(importlib.import_module(_MODULES[name]), name)
+        return value
 
 
 def __dir__() -> list[str]:

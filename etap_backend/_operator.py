@@ -1,7 +1,10 @@
 """The way of a public call to the library: past torch's dispatcher for plain tensors, through it for compilers."""
 
 import functools
-from collections.abc import Callable
+import itertools
+import string
+from collections.abc import Callable, Collection
+from typing import get_type_hints
 
 import torch
 from torch import Tensor
@@ -23,6 +26,24 @@ def type_name(value: object) -> str:
     return "None" if value is None else type(value).__name__
 
 
+SCHEMA_TYPES = {
+    Tensor: "Tensor", Tensor | None: "Tensor?", int: "int", int | None: "int?", float: "float", bool: "bool",
+}  # fmt: skip
+
+
+def schema(name: str, takes: Callable[..., object], written: Collection[str]) -> str:
+    """torch's schema of an operator with the fields of a named tuple or a function's parameters; `written` it fills."""
+    letters, arguments = itertools.count(), []
+    hints = get_type_hints(takes)
+    hints.pop("return", None)
+    for field, hint in hints.items():
+        kind = SCHEMA_TYPES[hint]
+        if field in written:
+            kind = kind.replace("Tensor", f"Tensor({string.ascii_lowercase[next(letters)]}!)")
+        arguments.append(f"{kind} {field}")
+    return f"{name}({', '.join(arguments)}) -> ()"
+
+
 class Operator:
     """A torch operator with the arguments of a function of the library.
 
@@ -41,7 +62,8 @@ class Operator:
         # carry meaning: torch.compile must pass them as they are.
         _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
         name = schema.partition("(")[0]
-        self._on_cuda, self._on_cpu = on_cuda, on_cpu
+        # The types of what is computed are ours to choose: autocast would make bfloat16 of float32 products.
+        self._on_cuda, self._on_cpu = on_cuda, torch.autocast("cpu", enabled=False)(on_cpu)
         _LIBRARY.impl(name, lambda *arguments: self._run(True, arguments), "CUDA")
         _LIBRARY.impl(name, lambda *arguments: self._run(False, arguments), "CPU")
         torch.library.register_fake(f"etap_backend::{name}", lambda *arguments: None, lib=_LIBRARY)
@@ -76,11 +98,12 @@ class Operator:
                 raise TypeError(f"{wanted.name}: wanted a bool, got {type_name(value)}") from None
 
 
-def check_tensor(name: str, value: object) -> None:
-    """Refuse what is no tensor, and tensors that no function of the library takes."""
+def check_tensor(name: str, value: object) -> Tensor:
+    """The value, or a refusal of what is no tensor, and of tensors that no function of the library takes."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type_name(value)}") from None
     if not (value.is_cuda or value.is_cpu):
         raise ValueError(f"{name}: wanted a tensor on a CUDA device or the CPU, got one on {value.device}") from None
     if value.layout != torch.strided:
         raise TypeError(f"{name}: wanted a strided tensor, got one of layout {value.layout}") from None
+    return value

@@ -1,10 +1,11 @@
-"""The command line `etap`: `doctor` and `demo` need what decoding needs, every other command needs the extra `lab`.
+"""The command line `etap`: `doctor`, `configs` and `demo` need what decoding needs, every other one the extra `lab`.
 
 Nothing is imported before it is known which command runs; an import of torch takes seconds.
 """
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import signal
@@ -17,12 +18,15 @@ from etap_backend import __version__
 
 USAGE_ERROR = 2
 INTERRUPTED = 128 + signal.SIGINT
+NO_READER = 128 + signal.SIGPIPE  # as a shell reports it of programs that end when nobody reads them any more
 LAB_MODULES = (
     "httpx", "matplotlib", "numpy", "prometheus_client", "psutil", "pydantic", "pynvml", "rich", "tomli", "typer"
 )  # fmt: skip
 """What the extra `lab` installs, as it is imported."""
 PRODUCT_MODULES = ("torch", "tvm_ffi")
 ENGINES = ("sglang", "vllm")
+OWN = {"doctor": "etap_backend.doctor", "configs": "etap_backend.config_list"}
+"""The product's commands without options, and what runs them."""
 MAX_SEED = 2**64 - 1
 MAX_HEADS = 128  # what a model with MLA has when one GPU runs all of them
 
@@ -42,7 +46,8 @@ def _check(name: str, summary: str) -> Program:
 
 LAB = {
     "bench": Program("etap_backend.lab.bench.command", "bench", "measure the kernels beside others"),
-    "report": Program("etap_backend.lab.bench.show", "show", "tables and plots of benchmark results"),
+    "record": Program("etap_backend.lab.bench.record", "main", "measure a group of published results again"),
+    "report": Program("etap_backend.lab.bench.report", "main", "tables and plots of benchmark results"),
     "plan": Program("etap_backend.lab.plan.command", "plan", "what fits on which GPUs, and what ETAP gains there"),
     "estimate": Program("etap_backend.lab.estimate.command", "main", "from a measured server to one on an H20"),
     "e2e": Program("etap_backend.lab.e2e.command", "e2e", "serve a model with ETAP and other backends, and compare"),
@@ -74,12 +79,14 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="etap",
         description="MLA decode attention for Hopper GPUs: check the installation, try it, measure it.",
-        epilog="All but doctor and demo need the extra lab: pip install 'etap-backend[lab]'.",
+        epilog="All but doctor, configs and demo need the extra lab: pip install 'etap-backend[lab]'.",
     )
     parser.add_argument("--version", action="version", version=f"etap-backend {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     text = "check GPU, driver, compiled library and engines; exits with 1 when decoding cannot work"
     commands.add_parser("doctor", help="say what is wrong, and what to do", description=text)
+    text = "list the configurations of vLLM and SGLang that come with the package, each with what it is for"
+    commands.add_parser("configs", help="where the servers' configurations lie", description=text)
     text = "decode one ragged batch through schedule, kernel and combination, and compare it with float64"
     demo = commands.add_parser("demo", help="decode one batch, and compare it with float64", description=text)
     demo.add_argument(
@@ -133,8 +140,8 @@ def _run(words: list[str]) -> int:
     # torch says in every program that there is no numpy; nothing here needs it.
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")
     with _ending_at_once():
-        if options.command == "doctor":
-            return importlib.import_module("etap_backend.doctor").run()
+        if options.command in OWN:
+            return importlib.import_module(OWN[options.command]).run()
         demo = importlib.import_module("etap_backend.demo")
         return demo.run(options.device, options.heads, options.seed)
 
@@ -156,7 +163,10 @@ def main(words: list[str] | None = None) -> int:
     """
     words = sys.argv[1:] if words is None else words
     try:
-        return _run(words)
+        try:
+            return _run(words)
+        finally:
+            sys.stdout.flush()  # an error of the output shall come here, and not after the end
     except KeyboardInterrupt:
         return INTERRUPTED
     except ModuleNotFoundError as error:
@@ -166,3 +176,12 @@ def main(words: list[str] | None = None) -> int:
         what = f"etap {command} needs {error.name}, which is not installed"
         print(f"{what}: pip install '{requirement}'", file=sys.stderr)
         return USAGE_ERROR
+    except OSError as error:
+        if error.filename is not None or error.errno not in (errno.EPIPE, errno.ENOSPC):
+            raise
+        # Python would write at its end what is left, and complain.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        if error.errno == errno.EPIPE:
+            return NO_READER
+        print(f"etap: the output cannot be written: {error.strerror}", file=sys.stderr)
+        return os.EX_IOERR

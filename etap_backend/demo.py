@@ -105,8 +105,7 @@ def run(device: str, heads: int, seed: int) -> int:
     print(f"{requests} requests of {min(lengths)} to {max(lengths)} tokens, {heads} heads, bfloat16")
     print(f"schedule     {sum(pieces)} pieces for {schedule.partitions} partitions, {max(pieces)} at most a request")
     if where == "cuda":
-        outputs = {"out": out, "lse": lse}
-        us = _microseconds(lambda: mla_decode(*inputs, schedule, softmax_scale=scale, **outputs))
+        us = _microseconds(lambda: mla_decode(*inputs, schedule, softmax_scale=scale, out=out, lse=lse))
         print(f"time         {us:,.0f} us a call")
     print(f"error        {error:.2e} relative RMSE against float64; plain bfloat16 torch has {plain_error:.2e}")
     print(f"log-sum-exp  {(lse.double() - true_lse).abs().max().item():.1e} at most")

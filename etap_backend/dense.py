@@ -5,7 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from etap_backend._operator import Operator, compiled, type_name
+from etap_backend._operator import Operator, compiled, schema, type_name
+from etap_backend.calls import DenseCall
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.limits import LATENT_DIM, dtype_name, output_dtypes
 from etap_backend.schedule import BuiltSchedule
@@ -16,18 +17,12 @@ def _on_cuda(*arguments) -> None:
 
 
 def _on_cpu(*arguments) -> None:
-    compiled("check_decode")(*arguments)
-    cpu_dense.decode(*arguments)
+    call = DenseCall(*arguments)
+    compiled("check_decode")(*call)
+    cpu_dense.decode(call)
 
 
-_decode = Operator(
-    "mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor? rope_cache, Tensor? q_scale, Tensor? kv_scale, "
-    "Tensor block_table, Tensor seq_lens, Tensor work_ranges, Tensor split_offsets, Tensor(a!) workspace, "
-    "Tensor(b!) out, Tensor(c!) lse, float softmax_scale, int batch, int s_q, int heads, int partitions, "
-    "int row_tile, bool fp8_math, float empty_lse, bool early_loads) -> ()",
-    _on_cuda,
-    _on_cpu,
-)
+_decode = Operator(schema("mla_decode", DenseCall, written=("workspace", "out", "lse")), _on_cuda, _on_cpu)
 
 
 def _outputs(q: Tensor, out: Tensor | None, lse: Tensor | None, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
@@ -127,11 +122,32 @@ def mla_decode(
         raise TypeError(f"schedule: wanted what DecodeSchedule.build() returns, got {type_name(schedule)}")
     if out is None or lse is None or out_dtype is not None:
         out, lse = _outputs(q, out, lse, out_dtype)
-    batch, s_q, heads, partitions, row_tile, work_ranges, split_offsets, own_workspace = schedule
-    arguments = (
-        *(q, q_rope, kv_cache, rope_cache, q_scale, kv_scale, block_table, seq_lens, work_ranges, split_offsets),
-        *(own_workspace if workspace is None else workspace, out, lse),
-        *(softmax_scale, batch, s_q, heads, partitions, row_tile, fp8_math, empty_lse, early_loads),
+    workspace = schedule.workspace if workspace is None else workspace
+    if workspace is None:
+        raise TypeError("workspace: wanted a tensor, got None, and the schedule has none either")
+    call = DenseCall(
+        q,
+        q_rope,
+        kv_cache,
+        rope_cache,
+        q_scale,
+        kv_scale,
+        block_table,
+        seq_lens,
+        schedule.work_ranges,
+        schedule.split_offsets,
+        workspace,
+        out,
+        lse,
+        softmax_scale,
+        schedule.batch,
+        schedule.s_q,
+        schedule.num_heads,
+        schedule.partitions,
+        schedule.row_tile,
+        fp8_math,
+        empty_lse,
+        early_loads,
     )
-    _decode(q, arguments)
+    _decode(q, call)
     return out, lse

@@ -84,8 +84,8 @@ PLUGINS = (
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
         "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'\n"
         "from etap_backend.vllm import versions, selected\n"
-        "if selected.reason: raise SystemExit(selected.reason)",
-        "selected.why_not_sparse() or versions.why_no_indexer()",
+        "if reason := selected.why_not(sparse=False): raise SystemExit(reason)",
+        "selected.why_not(sparse=True) or versions.why_no_indexer()",
         "--kv-cache-dtype auto, bfloat16 or fp8 (stored as fp8_ds_mla); models without rope (GLM-5.3-Flash) not in fp8",
     ),
     Plugin(

@@ -2,9 +2,8 @@
 
 import importlib.metadata
 import inspect
-import pkgutil
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -18,55 +17,28 @@ CHEAP_PAGE_ROWS = 32
 
 def release(version: str) -> tuple[int, ...]:
     """The numbers of a version, three at least: (0, 33, 0) of 0.33.0rc1+cu130; with them versions compare."""
-    numbers = [int(number) for number in re.match(r"[\d.]*\d", version)[0].split(".")]
+    numbers = [int(number) for number in re.findall(r"\d+", re.split(r"[^\d.]", version)[0])]
     return (*numbers, *[0] * (3 - len(numbers)))
 
 
-@dataclass(frozen=True)
-class Use:
-    """Something of an engine that a plugin uses; looking for it imports the engine's module.
+def override(method):
+    """Mark a method of ours that the engine calls by a private name: without it `misfits` takes it for our own."""
+    method.__override__ = True
+    return method
 
-    Attributes:
-        target: `module`, `module:name` or `module:Class.name`.
-        has: its attributes that are used, fields and members among them, in one text; of `new|old` one is enough.
-        positional: arguments it is called with by position, `self` among them; None where it is not called so.
-        keywords: those it is called with by name, in one text; `**` at its end stands for more, from the engine itself.
+
+def lacking(classes: Callable[[], Iterable[type]], of_some: Iterable[str] = ()) -> list[str]:
+    """What the engine has not of what our classes need, by name.
+
+    Args:
+        classes: imports and returns them; what their modules import of the engine may be gone.
+        of_some: as of `misfits`.
     """
-
-    target: str
-    has: str = ""
-    positional: int | None = None
-    keywords: str = ""
-
-    def lacking(self) -> list[str]:
-        """What of it is not there, by name."""
-        try:
-            found = pkgutil.resolve_name(self.target)
-        except AttributeError:
-            return [self.target]
-        except Exception as error:  # the engine's module runs, and may fail in any way
-            return [f"{self.target.partition(':')[0]} ({type(error).__name__}: {error})".splitlines()[0]]
-        lacking = [f"{self.target}.{names}" for names in self.has.split() if not _has(found, names.split("|"))]
-        if self.positional is not None or self.keywords:
-            signature = inspect.signature(getattr(found, "fn", found))  # a Triton kernel keeps its function there
-            names = self.keywords.split()
-            bind = signature.bind_partial if names[-1:] == ["**"] else signature.bind
-            try:
-                bind(*[None] * (self.positional or 0), **dict.fromkeys(name for name in names if name != "**"))
-            except TypeError as error:
-                lacking.append(f"{self.target}: {error}")
-        return lacking
-
-
-def _has(found: object, names: list[str]) -> bool:
-    """Whether an object has one of these attributes, or its instances, if it is a class: fields, or used by methods."""
-    known = {name for name in names if hasattr(found, name)}
-    for owner in inspect.getmro(found) if inspect.isclass(found) else ():
-        known |= getattr(owner, "__dataclass_fields__", {}).keys()
-        functions = (getattr(value, "__func__", value) for value in vars(owner).values())  # __new__ is a static method
-        for function in filter(inspect.isfunction, functions):
-            known |= set(inspect.unwrap(function).__code__.co_names)
-    return not known.isdisjoint(names)
+    try:
+        found = list(classes())
+    except Exception as error:  # the engine's modules run, and may fail in any way
+        return [f"{type(error).__name__}: {error}".splitlines()[0]]
+    return [name for cls in found for name in misfits(cls, of_some)]
 
 
 def misfits(ours: type, of_some: Iterable[str] = ()) -> list[str]:
@@ -82,7 +54,8 @@ def misfits(ours: type, of_some: Iterable[str] = ()) -> list[str]:
         if name.startswith("__"):
             continue
         if not hasattr(base, name):
-            found += [] if name.startswith("_") or name in of_some else [target]
+            own = name.startswith("_") and not hasattr(value, "__override__")
+            found += [] if own or name in of_some else [target]
         elif inspect.isroutine(value):
             mine, theirs = (inspect.signature(getattr(cls, name)).parameters for cls in (ours, base))
             more = ", ".join(key for key, one in theirs.items() if key not in mine and one.kind is not one.VAR_KEYWORD)
@@ -126,10 +99,10 @@ class Engine:
         return f"{self.name} {self.version} lacks what {self.backend} uses: {what}" if what else None
 
     def why_untested(self) -> str | None:
-        """Say that the installed version, which lacks nothing, was not tested, or None when it was."""
+        """Say that the installed version, which lacks nothing as far as seen, was not tested, or None when it was."""
         if self.is_tested:
             return None
-        return f"{self.name} {self.version} has all that {self.backend} uses, but the tests of it ran in {self}"
+        return f"{self.name} {self.version} has all names that {self.backend} uses, but the tests of it ran in {self}"
 
 
 def why_no_library() -> str | None:

@@ -49,7 +49,9 @@ def output_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
 
 
 def _cache_dtype(kv_cache_dtype: "torch.dtype | str | None", dtype: torch.dtype) -> "torch.dtype | str":
-    return dtype if kv_cache_dtype in (None, "auto") else _CACHE_DTYPE_NAMES.get(kv_cache_dtype, kv_cache_dtype)
+    if kv_cache_dtype is None or kv_cache_dtype == "auto":
+        return dtype
+    return _CACHE_DTYPE_NAMES.get(kv_cache_dtype, kv_cache_dtype) if isinstance(kv_cache_dtype, str) else kv_cache_dtype
 
 
 def _why_dtypes(dtype: torch.dtype, cache: "torch.dtype | str") -> str | None:

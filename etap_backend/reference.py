@@ -125,7 +125,7 @@ def sparse_mla_decode_reference(
     out = torch.zeros(tokens, heads, LATENT_DIM, dtype=dtype, device=q.device)
     lse = torch.full((tokens, heads), float("-inf"), dtype=dtype, device=q.device)
     lists = [named_rows(kv_cache, indices, block_table, request_ids, valid_counts)]
-    if extra_kv_cache is not None:
+    if extra_kv_cache is not None and extra_indices is not None:
         lists.append(named_rows(extra_kv_cache, extra_indices, extra_block_table, request_ids, extra_valid_counts))
     token_of = operator.itemgetter(0)
     for token, of_token in itertools.groupby(heapq.merge(*lists, key=token_of), token_of):
@@ -151,7 +151,7 @@ def named_rows(
     of V4's pages, 584].
     """
     pages, page_size = kv_cache.shape[:2]
-    requests = [None] * len(indices) if request_ids is None else request_ids.tolist()
+    requests = [-1] * len(indices) if request_ids is None else request_ids.tolist()
     counts = [indices.shape[1]] * len(indices) if valid_counts is None else valid_counts.clamp(min=0).tolist()
     for token, (request, count) in enumerate(zip(requests, counts, strict=True)):
         entries = indices[token, :count].long()

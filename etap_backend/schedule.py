@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend._operator import Operator, compiled
-from etap_backend.limits import WORK_RANGE_FIELDS
+from etap_backend._operator import Operator, compiled, schema
+from etap_backend.calls import ScheduleCall
+from etap_backend.limits import WORK_RANGE_FIELDS, dtype_name
 
 BATCH_INVARIANT_BYTES = 60 * 2**20
 """Workspace that a batch-invariant schedule may take to split requests; without splits it needs none of it."""
@@ -22,27 +23,23 @@ CPU_SMS = 8
 
 
 def _fill(*arguments) -> None:
-    *buffers, partitions, fixed_pieces, split_rows, single_tiles = arguments
-    if fixed_pieces:
-        compiled("build_fixed_schedule")(*buffers, partitions, fixed_pieces)
+    call = ScheduleCall(*arguments)
+    buffers = (call.seq_lens, call.work_ranges, call.split_offsets, call.partitions)
+    if call.fixed_pieces:
+        compiled("build_fixed_schedule")(*buffers, call.fixed_pieces)
     else:
-        compiled("build_schedule")(*buffers, partitions, split_rows, single_tiles)
+        compiled("build_schedule")(*buffers, call.split_rows, call.single_tiles)
 
 
 # As an operator, so that fake tensors, which have no memory, do not reach the library.
-_build = Operator(
-    "build_schedule(Tensor seq_lens, Tensor(a!) work_ranges, Tensor(b!) split_offsets, int partitions, "
-    "int fixed_pieces, int split_rows, int single_tiles) -> ()",
-    _fill,
-    _fill,
-)
+_build = Operator(schema("build_schedule", ScheduleCall, written=("work_ranges", "split_offsets")), _fill, _fill)
 
 
 class DecodeShape(NamedTuple):
     """What a number of query rows (query tokens * heads) means for the kernels; the compiled library says it.
 
     Attributes:
-        kernel: "transposed", "transposed_fp8", "query_major" or "sparse_fp8".
+        kernel: "transposed", "transposed_fp8" or "query_major".
         row_tile: rows that a CTA computes: 8, 16, 32 or 64.
         row_groups: CTAs that share a piece of a request, each with another row tile of it.
         piece_floats: what a CTA's partial result of one piece takes of the workspace.
@@ -70,6 +67,7 @@ class DecodeShape(NamedTuple):
 
 
 @functools.cache
+@torch.compiler.assume_constant_result  # a compiler cannot look into the library
 def decode_shape(
     rows: int, num_sms: int, batch: int = ANY_BATCH, fp8_cache: bool = False, fp8_math: bool = False
 ) -> DecodeShape:
@@ -140,6 +138,30 @@ class BuiltSchedule(NamedTuple):
     work_ranges: Tensor
     split_offsets: Tensor
     workspace: Tensor | None
+
+    # A tuple would compare and print what the tensors hold.
+    def __eq__(self, other: object) -> bool:
+        """Whether both say the same of the same buffers."""
+        return isinstance(other, BuiltSchedule) and self._key() == other._key()
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def __repr__(self) -> str:
+        parts = (f"{name}={_described(value)}" for name, value in zip(self._fields, self, strict=True))
+        return f"BuiltSchedule({', '.join(parts)})"
+
+    def _key(self) -> tuple[object, ...]:
+        return tuple(id(value) if isinstance(value, Tensor) else value for value in self)
+
+
+def _described(value: object) -> str:
+    if not isinstance(value, Tensor):
+        return repr(value)
+    return f"<{dtype_name(value.dtype)} {list(value.shape)} on {value.device}>"
 
 
 class DecodeSchedule:
@@ -282,10 +304,27 @@ class DecodeSchedule:
             raise ValueError(f"seq_lens: wanted a tensor on {self.device}, got one on {seq_lens.device}")
         if (s_q := count("s_q", s_q)) > self.max_s_q:
             raise ValueError(f"s_q: wanted 1 to {self.max_s_q} (max_s_q), got {s_q}")
-        batch = seq_lens.shape[0] if seq_lens.dim() else 0
+        # A plan is for one number of requests: a compiler that left it open makes another graph for each.
+        batch = operator.index(seq_lens.shape[0]) if seq_lens.dim() else 0
         shape = self.shape(batch, s_q)
         partitions = max(1, batch * self.fixed_pieces) if self.fixed_pieces > 1 else shape.partitions(self.num_sms)
-        buffers = (self.work_ranges, self.split_offsets)
-        weighed = (shape.split_rows, shape.single_tiles)
-        _build(seq_lens, (seq_lens, *buffers, partitions, self.fixed_pieces, *weighed))
-        return BuiltSchedule(batch, s_q, self.num_heads, partitions, shape.row_tile, *buffers, self.workspace)
+        call = ScheduleCall(
+            seq_lens,
+            self.work_ranges,
+            self.split_offsets,
+            partitions,
+            self.fixed_pieces,
+            shape.split_rows,
+            shape.single_tiles,
+        )
+        _build(seq_lens, call)
+        return BuiltSchedule(
+            batch,
+            s_q,
+            self.num_heads,
+            partitions,
+            shape.row_tile,
+            self.work_ranges,
+            self.split_offsets,
+            self.workspace,
+        )

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
-from etap_backend._operator import Operator, compiled, type_name
+from etap_backend._operator import Operator, compiled, schema, type_name
+from etap_backend.calls import SparseCall
 from etap_backend.cpu import sparse as cpu_sparse
 from etap_backend.limits import LATENT_DIM
 from etap_backend.schedule import DecodeShape, count, sms_of
@@ -17,23 +18,22 @@ CPU_SMS = 132
 
 
 @functools.cache
-def sparse_decode_shape(heads: int, fp8_cache: bool = False) -> DecodeShape:
+def sparse_decode_shape(heads: int) -> DecodeShape:
     """Ask the library; raises ImportError where there is none, and ValueError for less than one head."""
-    return DecodeShape(*library().sparse_decode_shape(heads, fp8_cache))
+    return DecodeShape(*library().sparse_decode_shape(heads))
 
 
-def sparse_workspace_floats(heads: int, fp8_cache: bool, num_sms: int) -> int:
-    """Floats that the workspace of a `sparse_mla_decode` may have to have, whatever its tokens and lists.
+def sparse_workspace_floats(heads: int, num_sms: int) -> int:
+    """Floats that the workspace of a `sparse_mla_decode` may have to have, whatever its tokens, caches and lists.
 
     Args:
         heads: query heads on this GPU.
-        fp8_cache: whether the cache's rows are FP8.
         num_sms: CTAs that the calls are launched on.
 
     Raises:
         ValueError, TypeError: a count is below 1 or no int; ImportError: no library, or one of another version.
     """
-    shape = sparse_decode_shape(count("heads", heads), bool(fp8_cache))
+    shape = sparse_decode_shape(count("heads", heads))
     return shape.workspace_floats(shape.partitions(count("num_sms", num_sms)))
 
 
@@ -42,15 +42,52 @@ def device_sms(device: torch.device) -> int:
     return sms_of(device, CPU_SMS)
 
 
-def _as_the_library_takes_it(q, q_rope, kv_cache, *rest) -> tuple:
+def _as_the_library_takes_it(
+    q: Tensor,
+    q_rope: Tensor | None,
+    kv_cache: Tensor,
+    indices: Tensor,
+    block_table: Tensor | None,
+    request_ids: Tensor | None,
+    valid_counts: Tensor | None,
+    extra_kv_cache: Tensor | None,
+    extra_indices: Tensor | None,
+    extra_block_table: Tensor | None,
+    extra_valid_counts: Tensor | None,
+    sinks: Tensor | None,
+    workspace: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    softmax_scale: float,
+    num_sms: int | None,
+    empty_lse: float,
+) -> SparseCall:
     """The operator's arguments with a workspace, and with partitions in place of num_sms."""
-    *named, workspace, out, lse, softmax_scale, num_sms, empty_lse = rest
     heads = q.shape[1] if q.dim() == 3 else 0
-    shape = sparse_decode_shape(max(1, heads), kv_cache.element_size() == 1)
+    shape = sparse_decode_shape(max(1, heads))
     partitions = shape.partitions(device_sms(q.device) if num_sms is None else count("num_sms", num_sms))
     if workspace is None:
         workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
-    return (q, q_rope, kv_cache, *named, workspace, out, lse, softmax_scale, partitions, empty_lse)
+    return SparseCall(
+        q,
+        q_rope,
+        kv_cache,
+        indices,
+        block_table,
+        request_ids,
+        valid_counts,
+        extra_kv_cache,
+        extra_indices,
+        extra_block_table,
+        extra_valid_counts,
+        sinks,
+        workspace,
+        out,
+        lse,
+        softmax_scale,
+        partitions,
+        empty_lse,
+    )
 
 
 def _on_cuda(*arguments) -> None:
@@ -58,19 +95,14 @@ def _on_cuda(*arguments) -> None:
 
 
 def _on_cpu(*arguments) -> None:
-    arguments = _as_the_library_takes_it(*arguments)
-    compiled("check_sparse_decode")(*arguments)
-    cpu_sparse.decode(*arguments)
+    call = _as_the_library_takes_it(*arguments)
+    compiled("check_sparse_decode")(*call)
+    cpu_sparse.decode(call)
 
 
 # The workspace and the partitions are found behind the operator: torch.compile cannot look into the library.
 _decode = Operator(
-    "sparse_mla_decode(Tensor q, Tensor? q_rope, Tensor kv_cache, Tensor indices, Tensor? block_table, "
-    "Tensor? request_ids, Tensor? valid_counts, Tensor? extra_kv_cache, Tensor? extra_indices, "
-    "Tensor? extra_block_table, Tensor? extra_valid_counts, Tensor? sinks, Tensor(a!)? workspace, Tensor(b!) out, "
-    "Tensor(c!) lse, float softmax_scale, int? num_sms, float empty_lse) -> ()",
-    _on_cuda,
-    _on_cpu,
+    schema("sparse_mla_decode", _as_the_library_takes_it, written=("workspace", "out", "lse")), _on_cuda, _on_cpu
 )
 
 
@@ -114,8 +146,9 @@ def sparse_mla_decode(
     `workspace` share no memory with each other, queries, cache or lists.
 
     A row of DeepSeek-V3.2's FP8 cache has 656 bytes: 512 elements in e4m3, 4 float32 scales, each of 128 of them, and
-    64 rope elements in bfloat16. An element stands for itself times its scale, which may be any number up to 2^100 in
-    size. Rows without rope (512 wide, FP8 ones of 528 bytes, which end with the scales) go with queries without it.
+    64 rope elements in bfloat16. An element stands for itself times its scale, any number up to 2^100 in size, rounded
+    to bfloat16. Rows without rope (512 wide, FP8 ones of 528 bytes, which end with the scales) go with queries without
+    it.
 
     A page of DeepSeek-V4's cache holds its rows' data, 576 bytes each (448 elements in e4m3 and 64 in bfloat16), and
     behind all of them 8 bytes of scales for each row: 7 powers of two, the byte b for 2^(b - 127), each of 64 of the
@@ -144,8 +177,8 @@ def sparse_mla_decode(
             positions by itself.
         sinks: float32 [>= heads], natural logarithm: the output is multiplied by 1 / (1 + exp(sink - lse)), lse stays
             as it is. +inf makes the output 0, -inf and None leave it alone.
-        workspace: float32 [>= sparse_workspace_floats(heads, fp8_cache, num_sms)], contiguous, aligned to 16 bytes;
-            allocated when None. Calls that follow each other on one stream may share it.
+        workspace: float32 [>= sparse_workspace_floats(heads, num_sms)], contiguous, aligned to 16 bytes; allocated when
+            None. Calls that follow each other on one stream may share it.
         num_sms: CTAs to launch; all of the GPU's multiprocessors when None (132 on the CPU).
         out: bfloat16 [tokens, heads, 512], also a slice of a wider buffer: the last dimension contiguous, rows at
             multiples of 16 bytes that do not overlap; allocated when None.

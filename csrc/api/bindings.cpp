@@ -281,12 +281,13 @@ Shape sparse_decode_shape(int64_t heads) {
 using SparsePiece = Tuple<int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 // The pieces of tokens with so many tiles each, int32 [tokens] on the CPU, in the order of the partitions.
-Array<SparsePiece> sparse_pieces(TensorView tiles, int64_t most_tiles, int64_t partitions) {
+Array<SparsePiece> sparse_pieces(TensorView tiles, int64_t most_tiles, int64_t heads, int64_t partitions) {
   check_int32("tiles", tiles, {kDLCPU, 0}, {{kAny, "tokens"}});
   check_at_least("most_tiles", most_tiles, 0);
+  check_at_least("heads", heads, 1);
   check_at_least("partitions", partitions, 1);
   const auto* of_token = static_cast<const int32_t*>(tiles.data_ptr());
-  const TokenDivision division = sparse::divide(tiles.size(0), most_tiles, partitions);
+  const TokenDivision division = sparse::divide(tiles.size(0), most_tiles, partitions, sparse_shape(heads).row_tile < kMaxRowTile);
   Array<SparsePiece> all;
   for (int p = 0; p < division.partitions; ++p) {
     for (int t = sparse::first_token(division, p); t < sparse::end_token(division, p); ++t) {

@@ -54,7 +54,7 @@ struct SparseCall {
   bool rope() const { return lists[0].row() == (fp8_cache() ? kFp8RowBytes : kHeadDim); }
   DecodeShape shape() const { return sparse_shape(heads()); }
   int64_t most_tiles() const { return lists[0].tiles() + lists[1].tiles(); }
-  TokenDivision division() const { return sparse::divide(tokens(), most_tiles(), partitions); }
+  TokenDivision division() const { return sparse::divide(tokens(), most_tiles(), partitions, shape().row_tile < kMaxRowTile); }
 };
 
 // The sizes of rows of bytes, or of bfloat16.

@@ -12,23 +12,39 @@ from etap_backend._operator import check_tensor
 from etap_backend.limits import dtype_name
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule
 
-HANDED_OVER = {"allocate_workspace": False, "any_batch": True}
-"""Options of a plan in tensors that a caller keeps: calls bring a workspace, and every batch has as many partitions."""
 Result = TypeVar("Result")
 UNSPLIT_BATCH = 1024
 """A batch-invariant schedule with room for so many requests splits none, whatever their heads."""
 
 
 def plan(
-    lengths: Tensor, room: int, rows: int, device: torch.device, *, batch_invariant: bool, **options: bool
+    lengths: Tensor,
+    room: int,
+    rows: int,
+    device: torch.device,
+    *,
+    batch_invariant: bool,
+    fp8_cache: bool = False,
+    fp8_math: bool = False,
+    handed_over: bool = False,
 ) -> BuiltSchedule:
     """Plan for so many query rows of each request, tokens times heads; how they are shaped plays no part.
 
     There are as many work ranges as partitions, and offsets for `room` requests: in tensors that a caller hands over
-    the shapes alone say how many. `options` are DecodeSchedule's.
+    the shapes alone say how many; then, with `handed_over`, calls bring a workspace, and every batch has as many
+    partitions.
     """
-    most = max(room, UNSPLIT_BATCH if batch_invariant else 1)
-    built = DecodeSchedule(most, rows, device=device, batch_invariant=batch_invariant, **options).build(lengths)
+    schedule = DecodeSchedule(
+        max(room, UNSPLIT_BATCH if batch_invariant else 1),
+        rows,
+        device=device,
+        allocate_workspace=not handed_over,
+        any_batch=handed_over,
+        batch_invariant=batch_invariant,
+        fp8_cache=fp8_cache,
+        fp8_math=fp8_math,
+    )
+    built = schedule.build(lengths)
     work_ranges, split_offsets = built.work_ranges[: built.partitions], built.split_offsets[: room + 1]
     return built._replace(work_ranges=work_ranges, split_offsets=split_offsets)
 
@@ -73,7 +89,7 @@ def check_out(
     """Refuse what is given for an output beside queries and cannot be one; None is."""
     if out is None:
         return
-    check_tensor(name, out)
+    out = check_tensor(name, out)
     lies_wrong = contiguous and not out.is_contiguous()
     if out.shape != shape or out.dtype not in dtypes or out.device != q.device or lies_wrong:
         types = " or ".join(map(dtype_name, dtypes))

@@ -10,16 +10,17 @@ import importlib
 import inspect
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from numbers import Integral
 from types import ModuleType
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import HANDED_OVER, check_out, named, plan, renamed, whole_rows
+from etap_backend.compat import check_out, named, plan, renamed, whole_rows
 from etap_backend.dense import mla_decode
 from etap_backend.limits import (
     FP8,
@@ -53,28 +54,6 @@ WITHOUT_EFFECT = (
 """Parameters that say how to compute, or that mean nothing without others that are not served."""
 NEUTRAL = {"window_size": (-1, -1), "fa_version": 3, "ver": 3, "cp_world_size": 1}
 """Values of parameters that ask for nothing besides; None, False and 0 do not either."""
-SERVED = (
-    "q",
-    "k_cache",
-    "v_cache",
-    "qv",
-    "cache_seqlens",
-    "cache_batch_idx",
-    "page_table",
-    "cu_seqlens_q",
-    "max_seqlen_q",
-    "max_seqlen_k",
-    "q_descale",
-    "k_descale",
-    "v_descale",
-    "softmax_scale",
-    "causal",
-    "scheduler_metadata",
-    "num_splits",
-    "return_softmax_lse",
-    "out",
-)
-
 NAMES = {
     "q": "qv",
     "q_rope": "q",
@@ -113,6 +92,11 @@ class Form:
         return self.names.get(name, name)
 
     @functools.cached_property
+    def served(self) -> tuple[str, ...]:
+        """Theirs of the parameters that this module looks at."""
+        return tuple(map(self.name, SERVED))
+
+    @functools.cached_property
     def refused(self) -> dict[str, str]:
         """Theirs of what ETAP's refusals name."""
         return {ours: self.name(name) for ours, name in NAMES.items()}
@@ -130,29 +114,59 @@ VARLEN = Form(
 METADATA = Form("get_scheduler_metadata", (*WITH_KVCACHE.modules, *VARLEN.modules), {}, 0)
 
 
-class Call(dict):
-    """The arguments of a call, by the names of the first form; None where there is none."""
+@dataclass
+class Call:
+    """The arguments of a call, by the names of the first form, of which this module looks at those that follow.
 
-    def __init__(self, form: Form, given: dict[str, object], defaults: dict[str, object]):
-        """`given` and `defaults`, what arguments are where the caller gives none, are by the form's names."""
-        super().__init__(given)
-        self.form, self.given, self.defaults = form, given, defaults
-        for ours, theirs in form.names.items():
-            self[ours] = given.get(theirs)
+    The types are those of a call that is served; before it is known that it is, anything may be there.
 
-    def __missing__(self, name: str) -> None:
-        return None
+    Attributes:
+        form, given: the function that was called, and its arguments by its own names.
+        defaults: what they are where the caller gives none, by the same names.
+    """
+
+    form: Form
+    given: dict[str, Any]
+    defaults: dict[str, Any]
+    q: Tensor
+    k_cache: Tensor
+    v_cache: Tensor
+    qv: Tensor
+    cache_seqlens: int | Tensor | None
+    cache_batch_idx: Tensor | None
+    page_table: Tensor | None
+    cu_seqlens_q: Tensor | None
+    max_seqlen_q: int | None
+    max_seqlen_k: int | None
+    q_descale: Tensor | None
+    k_descale: Tensor | None
+    v_descale: Tensor | None
+    softmax_scale: float | None
+    causal: bool
+    scheduler_metadata: Tensor | None
+    num_splits: int
+    return_softmax_lse: bool
+    out: Tensor | None
+
+    @classmethod
+    def of(cls, form: Form, given: dict[str, Any], defaults: dict[str, Any]) -> "Call":
+        """The call of a form's function with these arguments; None stands for those that it has not."""
+        served: list[Any] = [given.get(name) for name in form.served]
+        return cls(form, given, defaults, *served)
 
     @property
     def refused(self) -> dict[str, str]:
         """The caller's names of what ETAP's refusals name."""
         names = self.form.refused
-        return names if self["page_table"] is not None else names | {"block_table": "cache_batch_idx"}
+        return names if self.page_table is not None else names | {"block_table": "cache_batch_idx"}
 
     def said(self, name: str, wanted: str, got: object) -> str:
         """A refusal's text; of a tensor its shape came."""
         shown = list(got.shape) if isinstance(got, Tensor) else type_name(got) if got is None else got
         return f"{self.form.name(name)}: wanted {wanted}, got {shown}"
+
+
+SERVED = tuple(one.name for one in fields(Call) if one.name not in ("form", "given", "defaults"))
 
 
 def install(name: str = NAME) -> ModuleType:
@@ -367,14 +381,14 @@ def get_scheduler_metadata(
     sizes = num_heads_kv, headdim, headdim_v
     if sizes != (1, ROPE_DIM, LATENT_DIM):
         reason = f"num_heads_kv, headdim, headdim_v: wanted 1, {ROPE_DIM}, {LATENT_DIM}, got {sizes}"
-        call = Call(METADATA, given | given.pop("others"), _defaults(METADATA.function))
+        call = Call.of(METADATA, given | given.pop("others"), _defaults(METADATA.function))
         return _hand_over(call, _installed(METADATA), reason)
     check_tensor("cache_seqlens", cache_seqlens)
     if cache_seqlens.shape != (batch_size,):
         raise ValueError(f"cache_seqlens: wanted shape [{batch_size}], got {list(cache_seqlens.shape)}")
     # As many rows of offsets as there are offsets, so that the shape says for how many requests they are.
     room, rows = (batch_size + 1) * WORK_RANGE_FIELDS - 1, max_seqlen_q * num_heads_q
-    options = {"batch_invariant": _unsplit(num_splits)} | HANDED_OVER
+    options = {"batch_invariant": _unsplit(num_splits), "handed_over": True}
     built = named(PLAN_NAMES, plan, cache_seqlens, room, rows, cache_seqlens.device, **options)
     return torch.cat([built.work_ranges, built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
 
@@ -395,10 +409,11 @@ def _in_front(form: Form, theirs: Callable) -> Callable:
         if len(arguments) > len(names):
             return theirs(*arguments, **named)
         given = defaults | dict(zip(names, arguments, strict=False)) | named
-        return _answer(Call(form, given, defaults), lambda: theirs)
+        return _answer(Call.of(form, given, defaults), lambda: theirs)
 
-    call.handed_to = theirs
-    return call
+    marked: Any = call
+    marked.handed_to = theirs
+    return marked
 
 
 @functools.cache
@@ -423,7 +438,7 @@ def _installed(form: Form) -> Callable | None:
 def _asked(form: Form, given: dict) -> Tensor | tuple:
     """A call of this module's own function."""
     given = dict(given)
-    call = Call(form, given | given.pop("others"), _defaults(form.function))
+    call = Call.of(form, given | given.pop("others"), _defaults(form.function))
     return _answer(call, lambda: _installed(form))
 
 
@@ -433,15 +448,15 @@ def _answer(call: Call, find: Callable[[], Callable | None]) -> Tensor | tuple:
     if reason:
         return _hand_over(call, find(), reason)
     batch, longest = _check_queries(call)
-    prompt = longest * call["q"].shape[-2] > PROMPT_ROWS
-    if prompt and call["q"].dtype == torch.bfloat16 and (theirs := find()):
+    prompt = longest * call.q.shape[-2] > PROMPT_ROWS
+    if prompt and call.q.dtype == torch.bfloat16 and (theirs := find()):
         given = _handed(call)
         if not _not_taken(theirs, given):
             return theirs(**given)
     return _serve(call, batch, longest)
 
 
-def _hand_over(call: Call, theirs: Callable | None, reason: str) -> object:
+def _hand_over(call: Call, theirs: Callable | None, reason: str) -> Any:
     """What is not served here, for this reason."""
     if theirs is None:
         raise NotImplementedError(f"{reason}; and no FlashAttention-3 was found that serves it")
@@ -485,7 +500,7 @@ def _is_ours(metadata: object) -> bool:
 @functools.cache
 def _passed_over(form: Form) -> frozenset[str]:
     """Parameters of a form that ask for nothing that is not served, whatever their values."""
-    return frozenset((*map(form.name, SERVED), *WITHOUT_EFFECT))
+    return frozenset((*form.served, *WITHOUT_EFFECT))
 
 
 def _why_others(call: Call) -> str | None:
@@ -502,16 +517,16 @@ def _why_others(call: Call) -> str | None:
 
 def _why_no_mla(call: Call) -> str | None:
     """Name what is not MLA's: a latent part and one KV head, in sizes that the kernels have."""
-    if call["qv"] is None:
+    if call.qv is None:
         return call.said("qv", "the latent part of the queries, as of MLA", None)
     for name, width in ("q", ROPE_DIM), ("qv", LATENT_DIM), ("k_cache", ROPE_DIM), ("v_cache", LATENT_DIM):
-        tensor = call[name]
+        tensor = getattr(call, name)
         check_tensor(call.form.name(name), tensor)
         if tensor.shape[-1:] != (width,):
             return call.said(name, f"{width} columns", tensor)
         if "cache" in name and (tensor.dim() != 4 or tensor.shape[2] != 1):
             return call.said(name, f"[num_blocks, page_block_size, 1, {width}]", tensor)
-    reason = _why_types(call["q"].dtype, call["k_cache"].dtype)
+    reason = _why_types(call.q.dtype, call.k_cache.dtype)
     return reason and renamed(reason, {ours: call.form.name(name) for ours, name in TYPE_NAMES.items()})
 
 
@@ -523,7 +538,7 @@ def _why_types(dtype: torch.dtype, cache_dtype: torch.dtype) -> str | None:
 def _why_scales(call: Call) -> str | None:
     """Name a scale that is not one for all requests, or the cache's where they are two."""
     for name in "q_descale", "k_descale", "v_descale":
-        scale = call[name]
+        scale = getattr(call, name)
         if scale is None or not _is_scaled(call, name):
             continue
         check_tensor(name, scale)
@@ -531,15 +546,15 @@ def _why_scales(call: Call) -> str | None:
             return call.said(name, "one element, which may be expanded to [b, 1]", scale)
     if not _is_scaled(call, "k_descale"):
         return None
-    places = [None if call[name] is None else call[name].data_ptr() for name in ("k_descale", "v_descale")]
-    if places[0] != places[1]:
+    k_place, v_place = (None if scale is None else scale.data_ptr() for scale in (call.k_descale, call.v_descale))
+    if k_place != v_place:
         return "k_descale, v_descale: wanted one tensor for both, or None for both, got two"
     return None
 
 
 def _why_out(call: Call) -> str | None:
     """Name an output in rows that lie apart, which theirs writes."""
-    out = call["out"]
+    out = call.out
     if not isinstance(out, Tensor) or out.is_contiguous():
         return None
     return call.said("out", "a contiguous one", f"strides {list(out.stride())}")
@@ -547,12 +562,12 @@ def _why_out(call: Call) -> str | None:
 
 def _is_scaled(call: Call, name: str) -> bool:
     """Elements of 16 bits stand for themselves, and FlashAttention ignores their scales."""
-    return call["q" if name == "q_descale" else "k_cache"].dtype == FP8
+    return (call.q if name == "q_descale" else call.k_cache).dtype == FP8
 
 
 def _scale(call: Call, name: str) -> Tensor | None:
     """As one element, float32 [1]."""
-    scale = call[name]
+    scale = getattr(call, name)
     if scale is None or not _is_scaled(call, name):
         return None
     return scale[(0,) * scale.dim()].view(1)
@@ -560,7 +575,7 @@ def _scale(call: Call, name: str) -> Tensor | None:
 
 def _check_queries(call: Call) -> tuple[int, int]:
     """Requests, and most query tokens of one; what cannot be is refused."""
-    q, qv, starts = call["q"], call["qv"], call["cu_seqlens_q"]
+    q, qv, starts = call.q, call.qv, call.cu_seqlens_q
     dims, shape = (4, "[b, s_q, h, 64]") if starts is None else (3, "[total_q, h, 64]")
     if q.dim() != dims:
         raise ValueError(call.said("q", f"shape {shape}", q))
@@ -573,9 +588,9 @@ def _check_queries(call: Call) -> tuple[int, int]:
         raise ValueError(call.said("cu_seqlens_q", "an int32 tensor of shape [b + 1], b at least 1", got))
     if starts.device != q.device:
         raise ValueError(call.said("cu_seqlens_q", f"a tensor on {q.device} like q", f"one on {starts.device}"))
-    longest = _int(call["max_seqlen_q"])
+    longest = _int(call.max_seqlen_q)
     if longest is None or longest < 1:
-        raise ValueError(call.said("max_seqlen_q", "an int of at least 1 with cu_seqlens_q", call["max_seqlen_q"]))
+        raise ValueError(call.said("max_seqlen_q", "an int of at least 1 with cu_seqlens_q", call.max_seqlen_q))
     return starts.shape[0] - 1, longest
 
 
@@ -586,13 +601,13 @@ def _int(value: object) -> int | None:
 
 def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
     """Block table [b, pages] and lengths [b]; a cache without pages is one page for each request."""
-    table, caches, page_size = call["page_table"], *call["k_cache"].shape[:2]
-    rows = _numbers(call, "cache_batch_idx", batch) if call["cache_batch_idx"] is not None else None
-    device = call["q"].device
+    table, caches, page_size = call.page_table, *call.k_cache.shape[:2]
+    rows = _numbers(call, "cache_batch_idx", batch) if call.cache_batch_idx is not None else None
+    device = call.q.device
     if table is None:
         # Where a row is named for each request there may be any number of them.
         if rows is None and caches != batch:
-            raise ValueError(call.said("k_cache", f"[{batch}, seqlen, 1, 64] without page_table", call["k_cache"]))
+            raise ValueError(call.said("k_cache", f"[{batch}, seqlen, 1, 64] without page_table", call.k_cache))
         table = torch.arange(batch, dtype=torch.int32, device=device)[:, None] if rows is None else rows[:, None]
     elif not isinstance(table, Tensor) or table.dim() != 2 or rows is None and table.shape[0] != batch:
         raise ValueError(call.said("page_table", f"an int32 tensor of shape [{batch}, pages]", table))
@@ -600,12 +615,12 @@ def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
         table = table.index_select(0, rows)
     lengths = _lengths(call, batch, table.shape[1] * page_size)
     table = table if table.stride(-1) == 1 else table.contiguous()
-    return table if call["page_table"] is None else whole_rows(table), lengths.contiguous()
+    return table if call.page_table is None else whole_rows(table), lengths.contiguous()
 
 
 def _numbers(call: Call, name: str, batch: int, wanted: str = "") -> Tensor:
     """A number for each request, beside the queries; `wanted` is what may stand for them, too."""
-    given, device = call[name], call["q"].device
+    given, device = getattr(call, name), call.q.device
     if not isinstance(given, Tensor) or given.shape != (batch,):
         raise ValueError(call.said(name, f"{wanted}an int32 tensor of shape [{batch}]", given))
     if given.dtype != torch.int32:
@@ -617,7 +632,7 @@ def _numbers(call: Call, name: str, batch: int, wanted: str = "") -> Tensor:
 
 def _lengths(call: Call, batch: int, room: int) -> Tensor:
     """Tokens of each request, of which a block table has pages for so many."""
-    given, device = call["cache_seqlens"], call["q"].device
+    given, device = call.cache_seqlens, call.q.device
     number = room if given is None else _int(given)
     if number is None:
         return _numbers(call, "cache_seqlens", batch, "an int, or ")
@@ -631,10 +646,10 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
 
     Unsplit requests are not padded: the longest one would choose the kernel, and with it the bits, of all the others.
     """
-    for name in "q", "qv":
-        if call[name].stride(-1) != 1:  # as their wrapper does
-            call[name] = call[name].contiguous()
-    q, qv, starts, out = call["q"], call["qv"], call["cu_seqlens_q"], call["out"]
+    # As their wrapper does; a last dimension that is contiguous stays where it is.
+    q, qv = (part if part.stride(-1) == 1 else part.contiguous() for part in (call.q, call.qv))
+    call.q, call.qv = q, qv
+    starts, out = call.cu_seqlens_q, call.out
     dtypes = output_dtypes(q.dtype)
     check_out("out", out, (*q.shape[:-1], LATENT_DIM), dtypes, q)
     if q.numel() == 0:
@@ -648,12 +663,12 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
             if starts.is_cpu:
                 _check_places(call, starts)
             out, lse = _singly(call, table, lengths, planned=True)
-        elif not _unsplit(call["num_splits"]) and _padding_pays(q, batch, longest):
+        elif not _unsplit(call.num_splits) and _padding_pays(q, batch, longest):
             out, lse = _padded(call, starts, longest, table, lengths)
         else:
             out, lse = _token_by_token(call, starts, table, lengths)
     # theirs: [b, h, s_q] or [h, total_q]
-    return (out, lse.transpose(-2, -1).contiguous()) if call["return_softmax_lse"] else out
+    return (out, lse.transpose(-2, -1).contiguous()) if call.return_softmax_lse else out
 
 
 def _check_places(call: Call, starts: Tensor) -> None:
@@ -679,19 +694,19 @@ def _padded(call: Call, starts: Tensor, longest: int, table: Tensor, lengths: Te
     The rows before them repeat tokens of others; nothing takes their results. Requests that are equally long come this
     way, too, as only the device knows that they are. Small kernels are what this costs, hence one `arange`.
     """
-    (tokens, heads), batch, ends = call["q"].shape[:2], starts.shape[0] - 1, starts[1:]
+    (tokens, heads), batch, ends = call.q.shape[:2], starts.shape[0] - 1, starts[1:]
     numbers = torch.arange(-longest, tokens + longest, dtype=torch.int32, device=starts.device)
     token = (ends[:, None] + numbers[:longest]).clamp_(0, tokens - 1).flatten()
-    parts = (_rows(call[name], token).unflatten(0, (batch, longest)) for name in ("q", "qv"))
-    out, lse = _decode(call, *parts, table, lengths, None)
+    q, qv = (_rows(part, token).unflatten(0, (batch, longest)) for part in (call.q, call.qv))
+    out, lse = _decode(call, q, qv, table, lengths, None)
     request = torch.bucketize(numbers[longest:-longest], starts[1:-1], right=True, out_int32=True)
     # Row (request + 1) * longest lies behind the request as its end does behind its tokens. Rows of q behind the last
     # token have no place, and take what the last one has.
     place = (numbers[2 * longest :] - ends.index_select(0, request)).add_(request, alpha=longest)
     place.clamp_(0, batch * longest - 1)
-    done = torch.index_select(out.view(-1, heads, LATENT_DIM), 0, place, out=call["out"])
+    done = torch.index_select(out.view(-1, heads, LATENT_DIM), 0, place, out=call.out)
     # Selected as theirs lies, [h, total_q].
-    return done, lse.view(-1, heads).T.index_select(1, place).T if call["return_softmax_lse"] else lse
+    return done, lse.view(-1, heads).T.index_select(1, place).T if call.return_softmax_lse else lse
 
 
 def _rows(part: Tensor, token: Tensor) -> Tensor:
@@ -702,11 +717,11 @@ def _rows(part: Tensor, token: Tensor) -> Tensor:
 
 def _token_by_token(call: Call, starts: Tensor, table: Tensor, lengths: Tensor) -> tuple[Tensor, Tensor]:
     """Each token a request of its own, which sees the context up to itself; block-table rows are all that is copied."""
-    number = torch.arange(1, call["q"].shape[0] + 1, dtype=torch.int32, device=starts.device)
+    number = torch.arange(1, call.q.shape[0] + 1, dtype=torch.int32, device=starts.device)
     request = torch.bucketize(number, starts[1:-1], out_int32=True)
     following = starts[1:].index_select(0, request) - number  # tokens of the same request; below 0 behind the last one
     seen = lengths.index_select(0, request)
-    seen = seen - following if call["causal"] else seen
+    seen = seen - following if call.causal else seen
     seen = seen.masked_fill_(following < 0, 0)
     return _singly(call, _narrow(call, table).index_select(0, request), seen, planned=False)
 
@@ -719,20 +734,20 @@ def _narrow(call: Call, table: Tensor) -> Tensor:
     """
     if table.is_cuda and torch.cuda.is_current_stream_capturing():
         return table
-    if call["page_table"] is not None:
-        table = table[:, : call["page_table"].shape[1]]
-    longest = _int(call["max_seqlen_k"])
-    if longest is None or not isinstance(call["cache_seqlens"], Tensor):
+    if call.page_table is not None:
+        table = table[:, : call.page_table.shape[1]]
+    longest = _int(call.max_seqlen_k)
+    if longest is None or not isinstance(call.cache_seqlens, Tensor):
         return table
-    return table[:, : max(1, -(-longest // max(1, call["k_cache"].shape[1])))]
+    return table[:, : max(1, -(-longest // max(1, call.k_cache.shape[1])))]
 
 
 def _singly(call: Call, table: Tensor, lengths: Tensor, *, planned: bool) -> tuple[Tensor, Tensor]:
     """Row i of q sees lengths[i] tokens, of the pages in table's row i."""
-    out = call["out"]
+    out = call.out
     whole = None if out is None else out[:, None]
-    results = _decode(call, call["q"][:, None], call["qv"][:, None], table, lengths, whole, planned=planned)
-    return tuple(one.squeeze(1) for one in results)
+    done, lse = _decode(call, call.q[:, None], call.qv[:, None], table, lengths, whole, planned=planned)
+    return done.squeeze(1), lse.squeeze(1)
 
 
 def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: bool = True) -> tuple[Tensor, Tensor]:
@@ -742,25 +757,25 @@ def _decode(call: Call, q, qv, table, lengths, out: Tensor | None, *, planned: b
     what they are for the kernel.
     """
     batch, s_q, heads, _ = q.shape
-    tokens = s_q if call["causal"] else 1
+    tokens = s_q if call.causal else 1
     asked = (batch, tokens, s_q * heads // tokens)
     plan = _planned(call, lengths, batch, s_q * heads) if planned else _own_plan(call, lengths, batch, s_q * heads)
-    scale = call["softmax_scale"]
+    scale = call.softmax_scale
     done, lse = named(
         call.refused,
         mla_decode,
         qv.reshape(*asked, LATENT_DIM),
-        call["v_cache"],
+        call.v_cache,
         table,
         lengths,
         plan._replace(s_q=tokens, num_heads=asked[2]),
         softmax_scale=call.form.score_columns**-0.5 if scale is None else scale,
         q_rope=q.reshape(*asked, ROPE_DIM),
-        rope_cache=call["k_cache"],
+        rope_cache=call.k_cache,
         q_scale=_scale(call, "q_descale"),
         kv_scale=_scale(call, "k_descale"),
         out=None if out is None else out.view(*asked, LATENT_DIM),
-        out_dtype=None if call["out"] is None else call["out"].dtype,
+        out_dtype=None if call.out is None else call.out.dtype,
     )
     return done.view(batch, s_q, heads, LATENT_DIM), lse.view(batch, s_q, heads)
 
@@ -771,16 +786,16 @@ def _unsplit(num_splits: object) -> bool:
 
 
 def _own_plan(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
-    options = {"batch_invariant": _unsplit(call["num_splits"]), "fp8_cache": call["k_cache"].dtype == FP8}
+    options = {"batch_invariant": _unsplit(call.num_splits), "fp8_cache": call.k_cache.dtype == FP8}
     return named(call.refused, plan, lengths, batch, rows, lengths.device, **options)
 
 
 def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedule:
     """The plan of `get_scheduler_metadata`, or one for this call; how rows are shaped plays no part in it."""
-    metadata = call["scheduler_metadata"]
+    metadata = call.scheduler_metadata
     if metadata is not None:
         check_tensor("scheduler_metadata", metadata)
-    if not _is_ours(metadata):
+    if metadata is None or not _is_ours(metadata):
         return _own_plan(call, lengths, batch, rows)
     num_sms = sms_of(lengths.device)
     shape = decode_shape(rows, num_sms)

@@ -11,13 +11,13 @@ import math
 import sys
 from dataclasses import dataclass, field, fields
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from etap_backend._operator import check_tensor, type_name
-from etap_backend.compat import HANDED_OVER, check_out, named, plan, renamed, whole_rows
+from etap_backend.compat import check_out, named, plan, renamed, whole_rows
 from etap_backend.compat._capture import capture_id
 from etap_backend.dense import mla_decode
 from etap_backend.limits import (
@@ -84,7 +84,7 @@ def __getattr__(name: str) -> object:
     return getattr(_replaced, name)
 
 
-@dataclass
+@dataclass(eq=False)
 class FlashMLASchedMeta:
     """The plan of a step's calls; the first of them fills it, for all of the same shapes.
 
@@ -114,8 +114,8 @@ class FlashMLASchedMeta:
 
     have_initialized: bool = False
     config: Config | None = None
-    tile_scheduler_metadata: Tensor | None = None
-    num_splits: Tensor | None = None
+    tile_scheduler_metadata: Tensor | None = field(default=None, repr=False)
+    num_splits: Tensor | None = field(default=None, repr=False)
     workspace: Tensor | None = field(default=None, repr=False)
     row_tile: int | None = field(default=None, repr=False)
     capture: object | None = field(default=None, repr=False)
@@ -136,7 +136,8 @@ def install(*, replace: bool = False) -> ModuleType:
     Raises:
         ImportError: there is another FlashMLA, and `replace` is False.
     """
-    here, there = sys.modules[__name__], sys.modules.get(MODULES[0])
+    here: Any = sys.modules[__name__]
+    there = sys.modules.get(MODULES[0])
     if there is not here:
         spec = importlib.util.find_spec(MODULES[0]) if there is None else there.__spec__
         if (there or spec) and not replace:
@@ -188,7 +189,7 @@ def get_mla_decoding_metadata(
     """
     _check_dims("seqlens_k", seqlens_k, 1, "[b]")
     of = (seqlens_k, seqlens_k.shape[0], num_q_tokens_per_head_k, seqlens_k.device)
-    planned = named(PLAN_NAMES, plan, *of, batch_invariant=False, **HANDED_OVER)
+    planned = named(PLAN_NAMES, plan, *of, batch_invariant=False, handed_over=True)
     return planned.work_ranges, planned.split_offsets
 
 
@@ -277,8 +278,8 @@ def flash_mla_with_kvcache(
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is None:
         _check_absent("without indices", given)
-        _check_dims("block_table", block_table, 2, "[b, max_num_blocks_per_seq]")
-        _check_dims("cache_seqlens", cache_seqlens, 1, "[b]")
+        block_table = _check_dims("block_table", block_table, 2, "[b, max_num_blocks_per_seq]")
+        cache_seqlens = _check_dims("cache_seqlens", cache_seqlens, 1, "[b]")
         group = config.h_q // config.h_k
         _refuse(_why_not_dense(q.dtype, k_cache.dtype, group, q.shape[-1], head_dim_v, k_cache.shape[1]))
         if q.numel() == 0:
@@ -365,10 +366,11 @@ def _check_absent(where: str, values: dict[str, object]) -> None:
             raise ValueError(f"{name}: wanted None or False {where}, got {got}")
 
 
-def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> None:
-    check_tensor(name, tensor)
+def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> Tensor:
+    tensor = check_tensor(name, tensor)
     if tensor.dim() != dims:
         raise ValueError(f"{name}: wanted shape {wanted}, got {list(tensor.shape)}")
+    return tensor
 
 
 @functools.lru_cache(maxsize=256)
@@ -419,14 +421,15 @@ def _config(q, k_cache, causal, is_fp8_kvcache, indices, extra: tuple, batch_inv
     if is_fp8_kvcache and k_cache.element_size() > 1:
         raise ValueError(f"is_fp8_kvcache: wanted False beside a k_cache of {dtype_name(k_cache.dtype)}, got True")
     fp8, top_k = k_cache.element_size() == 1, None if indices is None else _top_k("indices", indices, q)
-    of_extra = (None, None) if indices is None else _extra_sizes(*extra[:2], q)
-    flags = (bool(causal), fp8, top_k, *of_extra, bool(batch_invariant))
+    extra_k_cache, extra_indices, _ = extra
+    extra_page, extra_top_k = (None, None) if indices is None else _extra_sizes(extra_k_cache, extra_indices, q)
+    flags = (bool(causal), fp8, top_k, extra_page, extra_top_k, bool(batch_invariant))
     return FlashMLASchedMeta.Config(batch, s_q, heads, page_size, kv_heads, *flags)
 
 
 def _top_k(name: str, indices: object, q: Tensor) -> int:
     """Entries of each list, or a refusal of lists that are not those of q's tokens."""
-    _check_dims(name, indices, 3, "[b, s_q, topk]")
+    indices = _check_dims(name, indices, 3, "[b, s_q, topk]")
     if indices.shape[:2] != q.shape[:2]:
         wanted = [*q.shape[:2], "topk"]
         raise ValueError(f"{name}: wanted [{', '.join(map(str, wanted))}] for q's shape, got {list(indices.shape)}")
@@ -438,8 +441,7 @@ def _extra_sizes(k_cache: object, indices: object, q: Tensor) -> tuple[int | Non
     top_k = None if indices is None else _top_k("extra_indices_in_kvcache", indices, q)
     if k_cache is None:
         return None, top_k
-    _check_dims("extra_k_cache", k_cache, 4, "[num_blocks, page_block_size, 1, d]")
-    return k_cache.shape[1], top_k
+    return _check_dims("extra_k_cache", k_cache, 4, "[num_blocks, page_block_size, 1, d]").shape[1], top_k
 
 
 def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedMeta.Config) -> None:
@@ -467,8 +469,7 @@ def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedM
 
 def _check_plan(work_ranges: object, split_offsets: object, batch: int) -> None:
     """Refuse tensors of other shapes than a plan of so many requests has; what they hold is not looked at."""
-    _check_dims("tile_scheduler_metadata", work_ranges, 2, "[n, 8]")
-    rows, columns = work_ranges.shape
+    rows, columns = _check_dims("tile_scheduler_metadata", work_ranges, 2, "[n, 8]").shape
     if rows < 1 or columns != WORK_RANGE_FIELDS:
         wanted = f"at least one row of {WORK_RANGE_FIELDS}"
         raise ValueError(f"tile_scheduler_metadata: wanted {wanted}, got {[rows, columns]}")
@@ -476,7 +477,7 @@ def _check_plan(work_ranges: object, split_offsets: object, batch: int) -> None:
 
 
 def _check_requests(name: str, tensor: object, wanted: int) -> None:
-    _check_dims(name, tensor, 1, f"[{wanted}]")
+    tensor = _check_dims(name, tensor, 1, f"[{wanted}]")
     if tensor.shape[0] != wanted:
         raise ValueError(f"{name}: wanted shape [{wanted}], got {list(tensor.shape)}")
 
@@ -501,11 +502,17 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config, fp8
     partitions, shape = work_ranges.shape[0], decode_shape(rows, sms_of(q.device))
     if workspace is None:
         workspace = q.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
-    of = {"work_ranges": work_ranges, "split_offsets": split_offsets, "workspace": workspace}
-    return BuiltSchedule(partitions=partitions, row_tile=row_tile or shape.row_tile, **sizes, **of)
+    return BuiltSchedule(
+        **sizes,
+        partitions=partitions,
+        row_tile=row_tile or shape.row_tile,
+        work_ranges=work_ranges,
+        split_offsets=split_offsets,
+        workspace=workspace,
+    )
 
 
-def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Tensor | None, ...]:
+def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Any, Any, Tensor | None, int | None]:
     """What the calls before planned, and with which workspace; each None where this one has to make its own.
 
     What a capture recorded has run nowhere but in its graph's replays: others find anything in its buffers.
@@ -557,7 +564,7 @@ def _dense(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, 
 
 def _dense_head(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options) -> tuple[Tensor, Tensor]:
     """The queries of one KV head, in the shape that the plan gives them; results as of `_dense`."""
-    shape, asked = q.shape[:3], planned[:3]
+    shape, asked = q.shape[:3], (planned.batch, planned.s_q, planned.num_heads)
     if shape == asked:
         return named(NAMES, mla_decode, q, k_cache, block_table, cache_seqlens, planned, out=out, **options)
     whole = None if out is None else out.view(*asked, LATENT_DIM)
@@ -599,7 +606,7 @@ def _sparse(q, lists: tuple[_SparseList, ...], batch_invariant: bool, out, optio
     if rows.data_ptr() != out.data_ptr():
         raise ValueError(f"out: wanted strides by which b and s_q are one dimension, got {list(out.stride())}")
     lse = q.new_empty(batch, s_q, heads, dtype=torch.float32)
-    shape = sparse_decode_shape(heads, lists[0].k_cache.element_size() == 1)
+    shape = sparse_decode_shape(heads)
     most = shape.partitions(device_sms(q.device)) if batch_invariant else max(1, batch * s_q)
     for first in range(0, batch * s_q, most):
         part = slice(first, min(first + most, batch * s_q))

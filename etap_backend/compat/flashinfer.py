@@ -9,7 +9,7 @@ import inspect
 import math
 from collections.abc import Collection
 from numbers import Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,18 +41,6 @@ CHOICES = {
     "use_sinks": (False,),
 }
 """What arguments of a plan may be that choose among FlashInfer's backends, or among their forms."""
-NOT_SERVED = (
-    "profiler_buffer",
-    "kv_len",
-    "page_table",
-    "o_scale",
-    "ckv_scale_arr",
-    "sinks",
-    "skip_softmax_threshold_scale_factor",
-    "bmm1_scale",
-    "bmm2_scale",
-)
-"""Arguments of a run that have to be None."""
 NAMES = {
     "q": "q_nope",
     "q_rope": "q_pe",
@@ -115,8 +103,9 @@ def install(*, backends: Collection[str] = ("etap",)) -> type:
         # in every plan, and a captured graph would keep the buffers of the one before.
         self.plan, self.run, self._backend = own.plan, own.run, "etap"
 
-    init._flashinfers = make
-    theirs.__init__ = init
+    marked: Any = init
+    marked._flashinfers = make
+    theirs.__init__ = marked
     return theirs
 
 
@@ -194,7 +183,9 @@ class BatchMLAPagedAttentionWrapper:
         space = float_workspace_buffer.view(-1).view(torch.uint8)
         self._workspace = space[-space.data_ptr() % ALIGNMENT :]
         self._use_cuda_graph = bool(use_cuda_graph)
-        self._buffers = dict(zip(CSR, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True))
+        self._buffers: dict[str, Tensor | None] = dict(
+            zip(CSR, (qo_indptr, kv_indptr, kv_indices, kv_len_arr), strict=True)
+        )
         for name, buffer in self._buffers.items():
             if use_cuda_graph and buffer is not None:
                 _check_buffer(name, buffer, self.device)
@@ -270,16 +261,31 @@ class BatchMLAPagedAttentionWrapper:
             NotImplementedError: something that FlashInfer has and this has not; the text names it.
             ValueError, TypeError: an argument is not as described, or, with use_cuda_graph, not what it was before.
         """
-        given = locals()
-        for name, known in CHOICES.items():
-            if given[name] not in known:
-                wanted = " or ".join(map(repr, known))
-                raise NotImplementedError(f"{name}: wanted {wanted}, got {given[name]!r}")
-        tensors, form, max_q_len = _forms({name: given[name] for name in (*CSR, *DENSE, "max_q_len")}, metadata)
+        _check_choices(
+            query_layout=query_layout,
+            kv_cache_layout=kv_cache_layout,
+            lse_mode=lse_mode,
+            output_scale=output_scale,
+            scale_mode=scale_mode,
+            use_profiler=use_profiler,
+            skip_softmax=skip_softmax,
+            enable_pdl=enable_pdl,
+            use_sinks=use_sinks,
+        )
+        lists = {"qo_indptr": qo_indptr, "kv_indptr": kv_indptr, "kv_indices": kv_indices, "kv_len_arr": kv_len_arr}
+        table = {"cum_seq_lens_q": cum_seq_lens_q, "block_tables": block_tables, "seq_lens": seq_lens}
+        tensors, form, max_q_len = _forms({**lists, **table, "max_q_len": max_q_len}, metadata)
         batch = _check_requests(tensors, form, self.device)
         # FlashInfer looks at as many ends as there are lengths; programs hand over more.
         tensors |= {name: tensors[name][: batch + 1] for name in ENDS if name in tensors}
-        problem = (num_heads, page_size, causal, sm_scale, q_data_type, kv_data_type)
+        problem: tuple[Any, Any, Any, Any, Any, Any] = (
+            num_heads,
+            page_size,
+            causal,
+            sm_scale,
+            q_data_type,
+            kv_data_type,
+        )
         plan = _Plan(form, batch, *problem, max_q_len, max_kv_len)
         _check_plan(plan, head_dim_ckv, head_dim_kpe, output_dtype)
         if self._use_cuda_graph and self._plan is not None:
@@ -344,10 +350,17 @@ class BatchMLAPagedAttentionWrapper:
             ValueError, TypeError: an argument is not as described. Parts of `query` and `kv_cache` have the names of
                 those that they replace.
         """
-        given = locals()
-        for name in NOT_SERVED:
-            if given[name] is not None:
-                raise NotImplementedError(f"{name}: wanted None, got {type_name(given[name])}")
+        _refuse_given(
+            profiler_buffer=profiler_buffer,
+            kv_len=kv_len,
+            page_table=page_table,
+            o_scale=o_scale,
+            ckv_scale_arr=ckv_scale_arr,
+            sinks=sinks,
+            skip_softmax_threshold_scale_factor=skip_softmax_threshold_scale_factor,
+            bmm1_scale=bmm1_scale,
+            bmm2_scale=bmm2_scale,
+        )
         plan, requests = self._plan, self._requests
         if plan is None or requests is None:
             raise RuntimeError("run: wanted a plan before it, got none")
@@ -371,7 +384,7 @@ class BatchMLAPagedAttentionWrapper:
             lse.fill_(-math.inf)
             return (out, lse) if return_lse else out
         options = {"softmax_scale": plan.sm_scale, "kv_scale": kv_scale, "fp8_math": fp8_math}
-        self._calls_for(tokens).run(q, q_rope, kv, rope, out, lse, options)
+        self._calls_for(tokens, plan, requests).run(q, q_rope, kv, rope, out, lse, options)
         if wants_lse and not return_lse_base_on_e:
             lse.mul_(math.log2(math.e))
         return (out, lse) if return_lse else out
@@ -390,7 +403,8 @@ class BatchMLAPagedAttentionWrapper:
                 place.copy_(tensor, non_blocking=True)
         first, *pages, lengths = places
         # For graphs the whole buffer, of which a plan may have filled a part: the next one may have more.
-        table = self._buffers.get("block_tables", pages[0]) if form is DENSE else self._table(plan.batch, width, *pages)
+        whole = self._buffers.get("block_tables") if form is DENSE else self._table(plan.batch, width, *pages)
+        table = pages[0] if whole is None else whole
         return _Requests(first, table, lengths, query_lens)
 
     def _place(self, name: str, tensor: Tensor) -> Tensor:
@@ -444,19 +458,19 @@ class BatchMLAPagedAttentionWrapper:
         table[row, (place - starts[row]).clamp_(max=table.shape[1] - 1)] = pages
         return table[:batch]
 
-    def _calls_for(self, tokens: int) -> "_Calls":
+    def _calls_for(self, tokens: int, plan: _Plan, requests: _Requests) -> "_Calls":
         """The calls for so many query tokens, planned."""
         calls = self._calls
         if calls is None or calls.tokens != tokens:
             if calls is not None and self._use_cuda_graph:
                 raise ValueError(f"q_nope: wanted {calls.tokens} query tokens as before, got {tokens}")
-            calls = self._calls = _Calls(self._plan, self._requests, tokens, self._workspace)
+            calls = self._calls = _Calls(plan, requests, tokens, self._workspace)
         # What a capture plans is there only where it is replayed, which another graph's replays do not wait for.
         if not calls.built or calls.capture is not None and calls.capture != capture_id(self.device):
-            calls.build(self._requests)
+            calls.build(requests)
         return calls
 
-    def _scaled(self, q_rope: Tensor, kv_dtype: torch.dtype, ckv: object, kpe: object) -> tuple[Tensor | None, Tensor]:
+    def _scaled(self, q_rope: Tensor, kv_dtype: torch.dtype, ckv: Any, kpe: Any) -> tuple[Tensor | None, Tensor]:
         """The cache's scale on the device, None for one of 16 bits; and q_rope, which makes up for the rope's."""
         for name, scale in {"ckv_scale": ckv, "kpe_scale": kpe}.items():
             if kv_dtype != FP8 and scale is not None:
@@ -610,14 +624,26 @@ class _Calls:
 
 def _assert_on_device(right: Tensor, wanted: str) -> None:
     """Refuse what the host does not look at: where not all are right, an assertion fails, on a GPU some time later."""
-    torch._assert_async(right.all(), wanted)
+    torch.ops.aten._assert_async.msg(right.all(), wanted)
 
 
 def _shape(tensor: Tensor) -> str:
     return f"{list(tensor.shape)} of {dtype_name(tensor.dtype)}"
 
 
-def _forms(given: dict[str, object], metadata: object) -> tuple[dict[str, Tensor], tuple[str, ...], object]:
+def _check_choices(**given: object) -> None:
+    for name, known in CHOICES.items():
+        if given[name] not in known:
+            raise NotImplementedError(f"{name}: wanted {' or '.join(map(repr, known))}, got {given[name]!r}")
+
+
+def _refuse_given(**not_served: object) -> None:
+    for name, value in not_served.items():
+        if value is not None:
+            raise NotImplementedError(f"{name}: wanted None, got {type_name(value)}")
+
+
+def _forms(given: dict[str, Any], metadata: object) -> tuple[dict[str, Tensor], tuple[str, ...], Any]:
     """The requests' tensors in one of the two forms, its names, and max_q_len."""
     if metadata is not None:
         said = {name: getattr(metadata, name, None) for name in given}
@@ -733,7 +759,7 @@ def _check_plan(plan: _Plan, head_dim_ckv: object, head_dim_kpe: object, output_
 
 def _is_float32(scale: object) -> bool:
     """Whether it is a number that the kernels' float32 holds as a positive and finite one."""
-    return isinstance(scale, Real) and FLOAT32.tiny <= scale <= FLOAT32.max
+    return isinstance(scale, Real) and FLOAT32.tiny <= float(scale) <= FLOAT32.max
 
 
 def _check_same(now: _Plan, before: _Plan) -> None:
@@ -757,16 +783,16 @@ def _pair(
         if not isinstance(whole, tuple) or len(whole) != len(parts):
             raise TypeError(f"{name}: wanted a tensor or a pair of them, got {type_name(whole)}")
         parts = dict(zip(parts, whole, strict=True))
-    for (part, tensor), width in zip(parts.items(), (LATENT_DIM, ROPE_DIM), strict=True):
-        _check_part(part, tensor, width, dtype, device)
-    (_, latent), (name, rope) = parts.items()
+    (latent_name, latent), (name, rope) = parts.items()
+    latent = _check_part(latent_name, latent, LATENT_DIM, dtype, device)
+    rope = _check_part(name, rope, ROPE_DIM, dtype, device)
     if latent.shape[:2] != rope.shape[:2]:
         raise ValueError(f"{name}: wanted {[*latent.shape[:2], ROPE_DIM]}, got {list(rope.shape)}")
     return latent, rope
 
 
-def _check_part(name: str, tensor: object, width: int, dtype: torch.dtype, device: torch.device) -> None:
-    check_tensor(name, tensor)
+def _check_part(name: str, tensor: object, width: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    tensor = check_tensor(name, tensor)
     if tensor.dim() != 3 or tensor.shape[2] != width:
         raise ValueError(f"{name}: wanted three dimensions, the last of {width}, got {list(tensor.shape)}")
     if tensor.dtype != dtype:
@@ -774,6 +800,7 @@ def _check_part(name: str, tensor: object, width: int, dtype: torch.dtype, devic
     if tensor.device != device:
         wanted = f"a tensor on {device} like float_workspace_buffer"
         raise ValueError(f"{name}: wanted {wanted}, got one on {tensor.device}")
+    return tensor
 
 
 def _result(name: str, given: Tensor | None, shape: tuple[int, ...], dtype: torch.dtype, q: Tensor) -> Tensor:

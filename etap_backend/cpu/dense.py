@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from etap_backend.calls import DenseCall
 from etap_backend.limits import FP8, HEAD_DIM, LATENT_DIM, TILE_TOKENS
 
 Product = Callable[[Tensor], tuple[Tensor, Tensor]]
@@ -190,7 +191,7 @@ def final_lse(lse: Tensor, empty_lse: float) -> Tensor:
     return lse.masked_fill(lse.isneginf(), empty_lse)
 
 
-def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]):
+def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]) -> Iterator[tuple[int, range, int]]:
     """Yield (request, tiles, split index) of every piece, partition by partition as the kernel walks them."""
     for begin_request, begin_tile, end_request, end_tile, begin_split, *_ in work_ranges[:partitions].tolist():
         for request in range(begin_request, min(end_request + 1, len(tile_counts))):
@@ -225,59 +226,48 @@ def _check_contents(batch: Batch, tile_counts: list[int], planned: list[tuple[in
 
 
 @torch.inference_mode()
-def decode(
-    q: Tensor,
-    q_rope: Tensor | None,
-    kv_cache: Tensor,
-    rope_cache: Tensor | None,
-    q_scale: Tensor | None,
-    kv_scale: Tensor | None,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    work_ranges: Tensor,
-    split_offsets: Tensor,
-    workspace: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    requests: int,
-    s_q: int,
-    heads: int,
-    partitions: int,
-    row_tile: int,  # how rows are shaped plays no part here
-    fp8_math: bool,
-    empty_lse: float,
-    early_loads: bool,
-) -> None:
-    """Decode on the CPU, with the arguments of the compiled `decode`, which has checked them; fills `out` and `lse`.
+def decode(call: DenseCall) -> None:
+    """Decode on the CPU a call that the library's `check_decode` has allowed; fills `out` and `lse`.
 
-    Like the kernels it is nothing that autograd sees.
+    Like the kernels it is nothing that autograd sees. How the kernels' rows are shaped plays no part here.
 
     Raises ValueError for lengths and pages that cannot be, which a GPU could learn only by waiting for its own data.
     """
-    rows = s_q * heads
-    lengths = [max(0, length) for length in seq_lens.tolist()]
-    packed = (q if q_rope is None else torch.cat([q, q_rope], dim=-1)).reshape(requests, rows, HEAD_DIM)
-    parts = [part.squeeze(2) if part.dim() == 4 else part for part in (kv_cache, rope_cache) if part is not None]
-    pages = parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1)
-    batch = batch_of(packed, pages, q_scale, kv_scale, block_table, lengths, heads, softmax_scale, fp8_math)
-    tile_counts = [-(-length // TILE_TOKENS) for length in lengths]
-    planned = list(pieces(work_ranges, partitions, tile_counts))
+    rows = call.s_q * call.heads
+    packed = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=-1)
+    parts = [
+        part.squeeze(2) if part.dim() == 4 else part for part in (call.kv_cache, call.rope_cache) if part is not None
+    ]
+    batch = batch_of(
+        packed.reshape(call.batch, rows, HEAD_DIM),
+        parts[0] if len(parts) == 1 else torch.cat(parts, dim=-1),
+        call.q_scale,
+        call.kv_scale,
+        call.block_table,
+        [max(0, length) for length in call.seq_lens.tolist()],
+        call.heads,
+        call.softmax_scale,
+        call.fp8_math,
+    )
+    tile_counts = [-(-length // TILE_TOKENS) for length in batch.seq_lens]
+    planned = list(pieces(call.work_ranges, call.partitions, tile_counts))
     _check_contents(batch, tile_counts, planned)
-    offsets = split_offsets[: requests + 1].tolist()
-    slots = workspace[: offsets[-1] * rows * PARTIAL_FLOATS].view(offsets[-1], rows, PARTIAL_FLOATS)
-    out_rows, lse_rows = out.view(requests, rows, LATENT_DIM), lse.view(requests, rows)
+    offsets = call.split_offsets[: call.batch + 1].tolist()
+    slots = call.workspace[: offsets[-1] * rows * PARTIAL_FLOATS].view(offsets[-1], rows, PARTIAL_FLOATS)
+    out_rows, lse_rows = call.out.view(call.batch, rows, LATENT_DIM), call.lse.view(call.batch, rows)
 
     for request, tiles, split in planned:
         piece_out, piece_lse = decode_piece(batch, request, tiles)
         if offsets[request] == offsets[request + 1]:
-            out_rows[request], lse_rows[request] = piece_out.to(out.dtype), final_lse(piece_lse, empty_lse)
+            out_rows[request] = piece_out.to(call.out.dtype)
+            lse_rows[request] = final_lse(piece_lse, call.empty_lse)
         else:
             slot = slots[offsets[request] + split]
             slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = piece_out, piece_lse
 
-    for request in range(requests):
+    for request in range(call.batch):
         partial = slots[offsets[request] : offsets[request + 1]]
         if len(partial):
             merged_out, merged_lse = combine(partial[..., :LATENT_DIM], partial[..., LATENT_DIM])
-            out_rows[request], lse_rows[request] = merged_out.to(out.dtype), final_lse(merged_lse, empty_lse)
+            out_rows[request] = merged_out.to(call.out.dtype)
+            lse_rows[request] = final_lse(merged_lse, call.empty_lse)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from etap_backend._library import library
+from etap_backend.calls import SparseCall
 from etap_backend.cpu.dense import (
     PARTIAL_FLOATS,
     REFERENCES,
@@ -17,7 +18,6 @@ from etap_backend.cpu.dense import (
     combine,
     final_lse,
     rounded_product,
-    scaled_queries,
 )
 from etap_backend.limits import (
     FP8,
@@ -31,9 +31,6 @@ from etap_backend.limits import (
     V4_SCALE_DIM,
     V4_SCALES,
 )
-
-# Scales of FP8 rows for which float16 holds P times scale: kLeastScale and kLargestScale of the kernels.
-LEAST_SCALE, LARGEST_SCALE = 2.0**-13, 1.0
 
 
 @dataclass(frozen=True)
@@ -64,8 +61,8 @@ class RowList:
         entries = self.indices[token, first : min(first + TILE_TOKENS, self.counts[token])].long()
         pages, page_size, width = self.kv_cache.shape
         page, offset = entries.clamp(min=0) // page_size, entries.clamp(min=0) % page_size
-        if self.block_table is not None:
-            page = self._translated(token, page)
+        if self.block_table is not None and self.request_ids is not None:
+            page = self._translated(page, self.block_table, int(self.request_ids[token]))
         valid = (entries >= 0) & (page >= 0) & (page < pages)
         rows = torch.zeros(len(entries), width, dtype=self.kv_cache.dtype)
         rows[valid] = self._stored(page[valid], offset[valid])
@@ -83,14 +80,14 @@ class RowList:
         scales = cache.as_strided((pages, page_size, scale_bytes), (cache.stride(0), scale_bytes, 1), behind)
         return torch.cat([data[page, offset], scales[page, offset]], dim=1)
 
-    def _translated(self, token: int, logical: Tensor) -> Tensor:
+    @staticmethod
+    def _translated(logical: Tensor, block_table: Tensor, request: int) -> Tensor:
         """The cache's page of each of a request's, -1 where the block table does not reach."""
-        requests, max_pages = self.block_table.shape
-        request = int(self.request_ids[token])
+        requests, max_pages = block_table.shape
         page = torch.full_like(logical, -1)
         if 0 <= request < requests:
             there = logical < max_pages
-            page[there] = self.block_table[request, logical[there]].long()
+            page[there] = block_table[request, logical[there]].long()
         return page
 
 
@@ -99,12 +96,6 @@ class Lists:
     """The one or two lists of a call: of each token first the tiles of the one, then those of the other."""
 
     lists: tuple[RowList, ...]
-
-    @property
-    def scaled(self) -> bool:
-        """Whether rows are multiplied as they are stored, with scales beside the products: V3.2's FP8 rows."""
-        cache = self.lists[0].kv_cache
-        return cache.dtype == torch.uint8 and cache.shape[2] != V4_ROW_BYTES
 
     @property
     def most_tiles(self) -> int:
@@ -121,77 +112,45 @@ class Lists:
         return first.rows(token, tile) if behind < 0 else self.lists[1].rows(token, behind)
 
 
-@dataclass(frozen=True)
-class Queries:
-    """A token's queries as the products take them; those beside bfloat16 rows are all in `latent`."""
+def bfloat16_rows(rows: Tensor) -> Tensor:
+    """Cache rows [n, width] as the kernels multiply them: bfloat16 [n, 576 or 512].
 
-    latent: Tensor  # float32 [heads, 512; beside bfloat16 rows with rope 576]
-    factor: Tensor  # float32 [heads]: what products with latent are multiplied by
-    rope: Tensor  # float32 [heads, 64 or 0]
-
-
-def queries_of(q: Tensor, fp8: bool) -> Queries:
-    """Of bfloat16 [heads, 576 or 512]. Beside FP8 rows the latent part is multiplied as float16."""
-    if not fp8:
-        return Queries(q.float(), torch.ones(len(q), dtype=torch.float32), q[:, :0].float())
-    return Queries(*scaled_queries(q[:, :LATENT_DIM], torch.float16, 0), q[:, LATENT_DIM:].float())
-
-
-def v4_keys(rows: Tensor) -> Tensor:
-    """What V4's rows stand for, uint8 [n, 584] of data and scales, as the kernels have it: bfloat16 [n, 512].
-
-    A power of two changes no digit of an element of e4m3; what bfloat16 has no exponent for is subnormal or infinite.
+    V4's scales are powers of two, which change no digit of an element of e4m3; what bfloat16 has no exponent for is
+    subnormal or infinite. V3.2's are float32, taken for the sum of two bfloat16: but for the last bit of the smaller
+    one's, the product is rounded once.
     """
-    elements, rope, powers = (part.contiguous() for part in rows.tensor_split((V4_NOPE_DIM, V4_DATA_BYTES), dim=1))
-    exponents = powers[:, :V4_SCALES].int() - 127
-    nope = torch.ldexp(elements.view(FP8).float(), exponents.repeat_interleave(V4_SCALE_DIM, dim=1))
-    return torch.cat([nope.bfloat16(), rope.view(torch.bfloat16)], dim=1)
+    if rows.dtype != torch.uint8:
+        return rows
+    if rows.shape[1] == V4_ROW_BYTES:
+        elements, rope, powers = rows.tensor_split((V4_NOPE_DIM, V4_DATA_BYTES), dim=1)
+        exponents = (powers[:, :V4_SCALES].int() - 127).repeat_interleave(V4_SCALE_DIM, dim=1)
+        scaled = torch.ldexp(elements.contiguous().view(FP8).float(), exponents)
+    else:
+        elements, scales, rope = rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1)
+        values = elements.contiguous().view(FP8).float()
+        scales = scales.contiguous().view(torch.float32).repeat_interleave(SCALE_DIM, dim=1)
+        high = scales.bfloat16().float()
+        low = (scales - high).bfloat16().float()
+        scaled = values * high + (values * low).bfloat16().float()
+    return torch.cat([scaled.bfloat16(), rope.contiguous().view(torch.bfloat16)], dim=1)
 
 
-def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
-    """K Q^T of some cache rows, [tokens, heads], and the product that takes their P.
+def decode_piece(q: Tensor, lists: Lists, token: int, tiles: range, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of one token's queries [heads, 576 or 512] over some tiles of its lists.
 
-    FP8 elements are multiplied as they are: their scales multiply the scores of 128 columns at a time, and in the
-    product with V they multiply P before it is rounded: to float16, or to bfloat16 where a scale of the tile is beyond
-    what float16 has room for. So the output is divided by the sum of P as it was.
+    Returns float32 out [heads, 512] and lse [heads].
     """
-    if rows.dtype != torch.uint8 or rows.shape[1] == V4_ROW_BYTES:
-        keys = (v4_keys(rows) if rows.dtype == torch.uint8 else rows).float()
-        return keys @ q.latent.T, functools.partial(rounded_product, keys[:, :LATENT_DIM], torch.bfloat16)
-    elements, scales, rope = (part.contiguous() for part in rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1))
-    values, scales = elements.view(FP8).float(), scales.view(torch.float32)
-    groups = [slice(first, first + SCALE_DIM) for first in range(0, LATENT_DIM, SCALE_DIM)]
-    scores = torch.zeros(len(rows), len(q.factor), dtype=torch.float32)
-    for group, scale in zip(groups, scales.T, strict=True):
-        scores += scale[:, None] * (values[:, group] @ q.latent[:, group].T)
-    scores = scores * q.factor + rope.view(torch.bfloat16).float() @ q.rope.T
-
-    size = scales.abs()
-    ordinary = ((size >= LEAST_SCALE) & (size <= LARGEST_SCALE)) | (size == 0)
-    p_dtype = torch.float16 if ordinary.all() else torch.bfloat16
-
-    def product(pt: Tensor) -> tuple[Tensor, Tensor]:
-        parts = [
-            values[:, group].T @ (pt * scale[:, None]).to(p_dtype).float()
-            for group, scale in zip(groups, scales.T, strict=True)
-        ]
-        return torch.cat(parts), pt.sum(dim=0)
-
-    return scores, product
-
-
-def decode_piece(q: Queries, lists: Lists, token: int, tiles: range, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of one token over some tiles of its list: float32 out [heads, 512] and lse [heads]."""
+    qt = q.float().T
 
     def scores_and_products() -> Iterator[tuple[Tensor, Product]]:
         for tile in tiles:
             rows, valid = lists.rows(token, tile)
-            scores, product = scores_and_product(q, rows)
-            st = scores * (softmax_scale / math.log(2))
+            keys = bfloat16_rows(rows).float()
+            st = (keys @ qt) * (softmax_scale / math.log(2))
+            product = functools.partial(rounded_product, keys[:, :LATENT_DIM], torch.bfloat16)
             yield st.masked_fill(~valid[:, None], float("-inf")), product
 
-    kept = REFERENCES[lists.scaled, torch.float16 if lists.scaled else torch.bfloat16]
-    return attend(len(q.factor), kept, scores_and_products())
+    return attend(len(q), REFERENCES[False, torch.bfloat16], scores_and_products())
 
 
 @dataclass(frozen=True)
@@ -203,10 +162,10 @@ class Piece:
     slot: int | None
 
 
-def pieces(tiles: list[int], most_tiles: int, partitions: int) -> Iterator[Piece]:
+def pieces(tiles: list[int], most_tiles: int, heads: int, partitions: int) -> Iterator[Piece]:
     """The pieces of tokens with so many tiles each, in the order of the partitions, as the library divides them."""
     of_token = torch.tensor(tiles, dtype=torch.int32)
-    for token, _, begin, end, slot in library().sparse_pieces(of_token, most_tiles, partitions):
+    for token, _, begin, end, slot in library().sparse_pieces(of_token, most_tiles, heads, partitions):
         yield Piece(token, range(begin, end), None if slot < 0 else slot)
 
 
@@ -216,49 +175,30 @@ def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
 
 
 @torch.inference_mode()
-def decode(
-    q: Tensor,
-    q_rope: Tensor | None,
-    kv_cache: Tensor,
-    indices: Tensor,
-    block_table: Tensor | None,
-    request_ids: Tensor | None,
-    valid_counts: Tensor | None,
-    extra_kv_cache: Tensor | None,
-    extra_indices: Tensor | None,
-    extra_block_table: Tensor | None,
-    extra_valid_counts: Tensor | None,
-    sinks: Tensor | None,
-    workspace: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    softmax_scale: float,
-    partitions: int,
-    empty_lse: float,
-) -> None:
-    """Decode on the CPU, with the arguments of the compiled `sparse_decode`, which has checked them; fills out, lse.
+def decode(call: SparseCall) -> None:
+    """Decode on the CPU a call that the library's `check_sparse_decode` has allowed; fills `out` and `lse`.
 
     Like the kernels it is nothing that autograd sees.
     """
-    tokens, heads = q.shape[:2]
+    tokens, heads = call.q.shape[:2]
     if tokens * heads == 0:
         return
-    packed = q if q_rope is None else torch.cat([q, q_rope], dim=-1)
-    lists = [RowList.of(kv_cache, indices, block_table, request_ids, valid_counts)]
-    if extra_kv_cache is not None:
-        lists.append(RowList.of(extra_kv_cache, extra_indices, extra_block_table, request_ids, extra_valid_counts))
-    lists = Lists(tuple(lists))
+    packed = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=-1)
+    found = [RowList.of(call.kv_cache, call.indices, call.block_table, call.request_ids, call.valid_counts)]
+    if call.extra_kv_cache is not None and call.extra_indices is not None:
+        tables = (call.extra_block_table, call.request_ids, call.extra_valid_counts)
+        found.append(RowList.of(call.extra_kv_cache, call.extra_indices, *tables))
+    lists = Lists(tuple(found))
     tiles = [lists.tiles(token) for token in range(tokens)]
     slot_floats = heads * PARTIAL_FLOATS
-    slots = workspace[: workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
+    slots = call.workspace[: call.workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
     partial: dict[int, list[int]] = {}  # slots of each token that is split
 
-    for piece in pieces(tiles, lists.most_tiles, partitions):
-        queries = queries_of(packed[piece.token], lists.scaled)
-        piece_out, piece_lse = decode_piece(queries, lists, piece.token, piece.tiles, softmax_scale)
+    for piece in pieces(tiles, lists.most_tiles, heads, call.partitions):
+        piece_out, piece_lse = decode_piece(packed[piece.token], lists, piece.token, piece.tiles, call.softmax_scale)
         if piece.slot is None:
-            out[piece.token] = with_sinks(piece_out, piece_lse, sinks).to(out.dtype)
-            lse[piece.token] = final_lse(piece_lse, empty_lse)
+            call.out[piece.token] = with_sinks(piece_out, piece_lse, call.sinks).to(call.out.dtype)
+            call.lse[piece.token] = final_lse(piece_lse, call.empty_lse)
         else:
             slot = slots[piece.slot]
             slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = piece_out, piece_lse
@@ -267,5 +207,5 @@ def decode(
     for token, its_slots in partial.items():
         parts = slots[its_slots]
         merged_out, merged_lse = combine(parts[..., :LATENT_DIM], parts[..., LATENT_DIM])
-        out[token] = with_sinks(merged_out, merged_lse, sinks).to(out.dtype)
-        lse[token] = final_lse(merged_lse, empty_lse)
+        call.out[token] = with_sinks(merged_out, merged_lse, call.sinks).to(call.out.dtype)
+        call.lse[token] = final_lse(merged_lse, call.empty_lse)

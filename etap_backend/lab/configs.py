@@ -9,14 +9,14 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from etap_backend.config_list import FOLDER
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
 PACKAGE = Path(__file__).parents[1]
-# In a wheel the folder lies in the package; in a source tree beside it.
-FOLDER = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"
 
 
 class Strict(BaseModel):

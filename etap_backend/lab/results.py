@@ -20,11 +20,23 @@ PLACE = re.compile(
 )
 
 
+def text_of(document: dict | BaseModel) -> str:
+    """The text of a results file: a line per field, and per item of a field that is a list of objects."""
+    content = document.model_dump(mode="json") if isinstance(document, BaseModel) else document
+    fields = []
+    for key, value in content.items():
+        if isinstance(value, list) and value and isinstance(value[0], dict):
+            text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]"
+        else:
+            text = json.dumps(value)
+        fields.append(f"{json.dumps(key)}: {text}")
+    return "{\n " + ",\n ".join(fields) + "\n}\n"
+
+
 def write(document: dict | BaseModel, path: Path) -> None:
     """Replace the file in one step, so that a run cut short never leaves half of one."""
-    content = document.model_dump(mode="json") if isinstance(document, BaseModel) else document
     part = path.with_name(f"{path.name}.part")
-    part.write_text(json.dumps(content, indent=1) + "\n")
+    part.write_text(text_of(document))
     part.replace(path)
 
 
@@ -71,15 +83,6 @@ def parse(path: Path, content: object, kind: type[configs.Content]) -> configs.C
         return configs.parse(kind, content)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def beside_the_usual(method: str, usual: str) -> str:
-    """What a page says of a file's method: the parts, each ended by a semicolon, that are not in the usual one.
-
-    docs/measuring.md tells the usual one, so that most files leave nothing to say.
-    """
-    known = usual.split("; ")
-    return "; ".join(part for part in method.split("; ") if part not in known)
 
 
 @dataclass(frozen=True)

@@ -1,18 +1,20 @@
-"""The tables of README.md and docs/: filled from results/, and checked against it.
+"""The tables of README.md and docs/: made from results/, and checked against it.
 
     python -m etap_backend.lab.tables            # fill every place between <!-- KIND NAME --> and <!-- /KIND -->
-    python -m etap_backend.lab.tables --check    # say what differs, and which results no page speaks of
+    python -m etap_backend.lab.tables --check    # say what differs, and how old each result is
 
-`<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K -->` some of its rows,
-`<!-- figures NAME: 16 x 64K -->` a sentence on them, `<!-- summary NAME -->` a wide sweep by query rows,
-`<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time between two tokens at some loads,
-`<!-- estimate NAME -->` a table of `etap estimate`, `<!-- drop-in NAME: FlashMLA -->` a sentence on the drop-in for
-it, and `<!-- tests NAME -->` one on another project's tests. A place whose NAME ends in a question mark says that
-nothing was measured until there is such a file.
+`<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K, 8 heads -->` some of its
+rows, `<!-- summary NAME -->` a wide sweep by query rows, `<!-- ratios NAME -->` how ours compares with each peer, or
+with those named behind a colon, `<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time
+between two tokens at some loads, `<!-- estimate NAME -->` a table of `etap estimate`, and `<!-- claims BEGINNING -->`
+or `<!-- claims all -->` what checks say of themselves in their files. A place whose NAME ends in a question mark says
+that nothing was measured until there is such a file. Each file of times has a page of its own in docs/tables, and
+docs/api.md is made from docstrings where there is torch to import them with.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +22,8 @@ from typing import Annotated
 
 import typer
 
-from etap_backend.lab import results, suites
-from etap_backend.lab.bench import report
+from etap_backend.lab import ages, outcomes, results
+from etap_backend.lab.bench import plots, report
 from etap_backend.lab.bench import rows as bench_rows
 from etap_backend.lab.e2e import report as e2e_report
 from etap_backend.lab.e2e import results_file as e2e_rows
@@ -29,44 +31,71 @@ from etap_backend.lab.estimate import results_file as estimates
 from etap_backend.lab.results import Place
 
 ROOT = results.FOLDER.parent
-NOT_YET = "Not measured yet."
-CITED = re.compile(r"results/([\w.-]+\.(?:json|png))")
+CITED = re.compile(r"\((?:\.\./)*results/([\w./-]+\.(?:json|png))\)")  # links; captions' commands name files of then
+NOT_YET = "Not measured with these kernels."
 KINDS: dict[str, Callable[[Path, Place], str]] = {
     "bench": lambda path, place: report.markdown(bench_rows.read(path), place.rows),
     "summary": lambda path, place: report.summary(bench_rows.read(path)),
-    "figures": lambda path, place: report.figures(bench_rows.read(path), place.rows),
+    "ratios": lambda path, place: report.ratios(bench_rows.read(path), place.rows),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.read(path), place.rows),
     "estimate": lambda path, place: estimates.markdown(path),
-    "tests": lambda path, place: suites.sentence(results.read_json(path)),
-    "drop-in": lambda path, place: drop_in_sentences(bench_rows.read(path), place.rows),
 }
+WHOLE = {"bench": "bench", "bench-sparse": "bench", "e2e": "e2e", "estimate": "estimate"}
+"""Kinds of files with a page of their own, and the kind of the place on it."""
+SWEPT = 200  # rows: the page of a file with more has them by query rows
 
 
-def drop_in_sentences(document: bench_rows.Document, originals: tuple[str, ...]) -> str:
-    """How the drop-ins for these compare with them, and where that was measured."""
-    said = " ".join(report.drop_in_sentence(document, original) for original in originals)
-    return f"{said} {report.source(document)}."
+def claims(folder: Path, beginning: str) -> str:
+    """A table of the checks whose files' names begin so, or of all."""
+    lines = ["| check | outcome | seen on |", "|---|---|---|"]
+    for path in sorted(folder.glob("*.json" if beginning == "all" else f"{beginning}*.json")):
+        if kind_of(results.read_json(path)) is None:
+            what, outcome, seen = outcomes.read(path)
+            lines.append(f"| {what} ([file](../results/{path.name})) | {outcome} | {seen} |")
+    return "\n".join(lines) if len(lines) > 2 else NOT_YET
+
+
+def kind_of(content: object) -> str | None:
+    """Of the place that a file's table goes to; None for a check's."""
+    return WHOLE.get(content.get("kind")) if isinstance(content, dict) else None
 
 
 def table(place: Place, folder: Path) -> str:
     """What belongs in a place. Raises ValueError, naming the place, when there is nothing for it."""
     try:
+        if place.kind == "claims":
+            return claims(folder, place.name)
         if place.kind not in KINDS:
-            raise ValueError(f"wanted one of {', '.join(KINDS)}")
+            raise ValueError(f"wanted one of {', '.join((*KINDS, 'claims'))}")
         path = folder / place.file
         return NOT_YET if place.may_lack and not path.is_file() else KINDS[place.kind](path, place)
     except ValueError as error:
         raise ValueError(f"<!-- {place.kind} {place.name} -->: {error}") from error
 
 
-def pages(root: Path) -> list[Path]:
-    return [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.is_file()]
+def whole_pages(root: Path) -> dict[Path, str]:
+    """The pages of docs/tables as they are to be, but for their tables, which `filled` brings."""
+    made, index = {}, ["# All tables", "", "<!-- index -->"]
+    for path in sorted((root / "results").glob("*.json")):
+        content = results.read_json(path)
+        if kind := kind_of(content):
+            kind = "summary" if kind == "bench" and len(content["rows"]) > SWEPT else kind
+            title = f"# {content.get('title') or 'Estimate for ' + content['target']}"
+            about = f"Made from [{path.name}](../../results/{path.name})."
+            place = f"<!-- {kind} {path.stem} -->\n<!-- /{kind} -->\n"
+            made[root / "docs" / "tables" / f"{path.stem}.md"] = f"{title}\n\n{about}\n\n{place}"
+            index.append(f"- [{path.stem}]({path.stem}.md): {title[2:]}, {content.get('gpu', 'estimate')}")
+    made[root / "docs" / "tables" / "README.md"] = "\n".join([*index, "<!-- /index -->", ""])
+    return made
 
 
-def fill(root: Path) -> tuple[list[Path], list[str]]:
-    """Fill all places: the pages that changed, and the places that nothing belongs in, which stay as they are."""
-    changed, refused = [], []
-    for page in pages(root):
+def wanted_pages(root: Path) -> tuple[dict[Path, str], list[str]]:
+    """Every page with its places filled, and the places that nothing belongs in, which stay as they are."""
+    by_hand = [path for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))) if path.is_file()]
+    refused, made = [], {}
+    if root == ROOT and importlib.util.find_spec("torch"):  # what the public calls need to be imported
+        made[root / "docs" / "api.md"] = importlib.import_module("etap_backend.lab.api_page").page()
+    for page, text in ({page: page.read_text() for page in by_hand if page not in made} | whole_pages(root)).items():
 
         def filled(place: Place, page: Path = page) -> str:
             try:
@@ -75,32 +104,63 @@ def fill(root: Path) -> tuple[list[Path], list[str]]:
                 refused.append(f"{page.relative_to(root)}: {error}")
                 return place.body
 
-        text = page.read_text()
-        if (new := results.filled(text, filled)) != text:
-            page.write_text(new)
-            changed.append(page)
-    return changed, refused
+        made[page] = results.filled(text, filled)
+    return made, refused
+
+
+def stale_pictures(root: Path) -> dict[Path, bench_rows.Document]:
+    """Pictures that were not drawn from the results as they are; a picture names its result in its own text."""
+    found = {}
+    for name, (result, _, _) in plots.PICTURES.items():
+        if (path := root / "results" / f"{result}.json").is_file():
+            document, picture = bench_rows.read(path), root / "results" / f"{name}.png"
+            if not picture.is_file() or plots.source_of(document).encode() not in picture.read_bytes():
+                found[picture] = document
+    return found
+
+
+def fill(root: Path) -> tuple[list[Path], list[str]]:
+    """Draw and write what changed, and name the places that nothing belongs in."""
+    pictures = stale_pictures(root)
+    for picture, document in pictures.items():
+        _, kind, wanted = plots.PICTURES[picture.stem]
+        plots.plot(document, kind, picture, wanted)
+    made, refused = wanted_pages(root)
+    changed = [page for page, text in made.items() if not page.is_file() or page.read_text() != text]
+    (root / "docs" / "tables").mkdir(exist_ok=True)
+    for page in changed:
+        page.write_text(made[page])
+    for page in set((root / "docs" / "tables").glob("*.md")) - set(made):
+        page.unlink()
+        changed.append(page)
+    return [*pictures, *changed], refused
 
 
 def complaints(root: Path) -> list[str]:
-    """Places that differ from their results, results that no page cites, and citations of what is not there."""
-    found, cited = [], set()
-    for page in pages(root):
-        name, text = page.relative_to(root), page.read_text()
-        # The commands of captions name the files that they wrote then, which may have other names now.
-        own_words = results.filled(text, lambda place: "")
-        mentioned = set(CITED.findall(own_words))
-        mentioned |= {place.file for place in results.places(text) if place.body != NOT_YET}
-        found += [f"{name}: no results/{file}" for file in sorted(mentioned) if not (root / "results" / file).is_file()]
-        cited |= mentioned
-        for place in results.places(text):
-            try:
-                if table(place, root / "results") != place.body:
-                    found.append(f"{name}: <!-- {place.kind} {place.name} --> is not what results/{place.file} gives")
-            except ValueError as error:
-                found.append(f"{name}: {error}")
-    there = sorted(path.relative_to(root / "results") for path in (root / "results").rglob("*") if path.is_file())
-    return found + [f"results/{path}: no page cites it" for path in there if str(path) not in cited]
+    """Pages that differ from their results or cite what is not there, and pictures and checks that no page shows."""
+    made, found = wanted_pages(root)
+    for page in sorted(set(made) | set((root / "docs" / "tables").glob("*.md"))):
+        name, text = page.relative_to(root), page.read_text() if page.is_file() else ""
+        if page not in made:
+            found.append(f"{name}: it has no result")
+        elif made[page] != text:
+            found.append(f"{name}: it is not what results/ gives: python -m etap_backend.lab.tables")
+    found += [f"{path.relative_to(root)}: it is not drawn from the result as it is" for path in stale_pictures(root)]
+    there = {str(path.relative_to(root / "results")) for path in (root / "results").rglob("*") if path.is_file()}
+    shown = {page: set(CITED.findall(text)) for page, text in made.items()}
+    for page, names in shown.items():
+        found += [f"{page.relative_to(root)}: no results/{name}" for name in sorted(names - there)]
+    return found + [f"results/{name}: no page shows it" for name in sorted(there - set().union(*shown.values()))]
+
+
+def ages_of(root: Path, *, in_history: bool) -> dict[str, ages.Age]:
+    """Of every result."""
+    found = {}
+    for path in sorted((root / "results").glob("*.json")):
+        content = results.read_json(path)
+        commit = content.get("commit") if isinstance(content, dict) else None
+        found[path.name] = ages.age_of(root, commit, in_history=in_history)
+    return found
 
 
 def main(
@@ -109,10 +169,18 @@ def main(
     ] = False,
     root: Annotated[Path, typer.Option(help="The source tree.", exists=True, file_okay=False)] = ROOT,
 ) -> None:
-    """Fill the tables of README.md and docs/ from results/, or check them."""
+    """Fill the tables of README.md and docs/ from results/, or check them and the results' ages."""
     changed, wrong = ([], complaints(root)) if check else fill(root)
     for page in changed:
-        typer.echo(f"filled {page.relative_to(root)}")
+        typer.echo(f"{'filled' if page.is_file() else 'deleted'} {page.relative_to(root)}")
+    if check:
+        if why := ages.why_unknown(root):
+            typer.echo(f"{why}; limit {ages.LIMIT}", err=True)
+        for name, age in ages_of(root, in_history=why is None).items():
+            if age.problem:
+                wrong.append(f"results/{name}: {age}")
+            else:
+                typer.echo(f"results/{name}: {age}")
     for text in wrong:
         typer.echo(text, err=True)
     raise typer.Exit(1 if wrong else 0)

@@ -88,7 +88,7 @@ def _why_unsupported_sparse(view, model, name: str) -> str | None:
     if name == versions.FP8_MATH_NAME:
         return f"it multiplies FP8 caches of dense attention, and the model's is sparse: wanted {versions.NAME}"
     # SGLang has filled in the model's by now, so that one is there for each phase.
-    if others := sorted(set(_names_of_model(view)) - {None, name}):
+    if others := sorted(other for other in _names_of_model(view) if other not in (None, name)):
         wanted = "wanted it for the whole model; --dsa-prefill-backend chooses the kernels of prefill"
         return f"beside {others[0]} it is not supported with sparse attention: {wanted}"
     draft_name = view.speculative_draft_attention_backend

@@ -6,7 +6,7 @@ prompts of few new tokens, and so does what SGLang decides by that class.
 
 import logging
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
@@ -75,6 +75,8 @@ class ETAPBackend(FlashMLABackend):
 
     `forward_metadata` is a list of DecodeCall where they serve a step, FlashInfer's where it does.
     """
+
+    forward_metadata: Any
 
     # FlashInfer's verification takes requests with fewer drafts than others; ours takes the same number for each.
     supports_ragged_verify_graph: bool = False
@@ -311,7 +313,7 @@ class ETAPBackend(FlashMLABackend):
     def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs: int | None) -> None:
         """Nothing, where SGLang plans a verification beside the drafting: the plan does not depend on the drafts."""
 
-    def _write(self, k: Tensor, v: Tensor, k_rope: Tensor | None, layer, forward_batch) -> None:
+    def _write(self, k: Tensor, v: Tensor | None, k_rope: Tensor | None, layer, forward_batch) -> None:
         location = versions.write_location(forward_batch)
         if k_rope is None:
             self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
@@ -328,7 +330,7 @@ class ETAPBackend(FlashMLABackend):
         save_kv_cache: bool = True,
         q_rope: Tensor | None = None,
         k_rope: Tensor | None = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Verify drafts, extend a draft model's cache and serve short prompts as `forward_decode` does.
 
         Other prefill as FlashInfer does.

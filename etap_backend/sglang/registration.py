@@ -7,22 +7,11 @@ the function of SGLang that it extends, and what would happen without.
 import functools
 import inspect
 import logging
+import pkgutil
 
 from etap_backend import engine_contract
 from etap_backend.sglang import arguments, versions
-from etap_backend.sglang.versions import (
-    DRAFT_HOOK,
-    ENGINE,
-    FP8_MATH_NAME,
-    NAME,
-    NAMES,
-    PAGE_HOOK,
-    REGISTRATION_USES,
-    SPARSE_HOOK,
-    SPARSE_HOOK_USE,
-    SPARSE_USES,
-    USES,
-)
+from etap_backend.sglang.versions import DRAFT_HOOK, ENGINE, FP8_MATH_NAME, NAME, NAMES, PAGE_HOOK, SPARSE_HOOK
 
 _logger = logging.getLogger(__name__)
 
@@ -63,7 +52,7 @@ def _register_names() -> None:
     if hasattr(server_args, "add_draft_attention_backend_choices"):
         server_args.add_draft_attention_backend_choices(list(NAMES))
     HookRegistry.register(PAGE_HOOK, resolve_arguments, HookType.AFTER)
-    if not SPARSE_HOOK_USE.lacking():
+    if _is_there(SPARSE_HOOK):
         HookRegistry.register(SPARSE_HOOK, arguments.resolve_sparse_kernels, HookType.AFTER)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
     for name in NAMES:
@@ -72,9 +61,28 @@ def _register_names() -> None:
     _logger.info("Attention backends %s registered", " and ".join(NAMES))
 
 
+NEEDED = (
+    PAGE_HOOK,
+    DRAFT_HOOK,
+    "sglang.srt.layers.attention.attention_registry.register_attention_backend",
+    "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    "sglang.srt.server_args.add_attention_backend_choices",
+    "sglang.srt.server_args.add_chunked_prefix_cache_attention_backend",
+)
+"""What is extended or called to enter the names: where one is gone they stay unknown."""
+
+
+def _is_there(name: str) -> bool:
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError):
+        return False
+    return True
+
+
 def why_unregistered() -> str | None:
     """Say by name why ETAP is not registered in the installed SGLang, or None when it is."""
-    return ENGINE.why_too_old() or ENGINE.why_lacking(name for use in REGISTRATION_USES for name in use.lacking())
+    return ENGINE.why_too_old() or ENGINE.why_lacking(name for name in NEEDED if not _is_there(name))
 
 
 def _classes(sparse: bool) -> tuple[type, type]:
@@ -94,10 +102,14 @@ def why_unusable(sparse: bool = False) -> str | None:
     Args:
         sparse: whether for sparse attention, what it needs besides, or for dense attention.
     """
-    uses = SPARSE_USES if sparse else USES
-    if reason := ENGINE.why_lacking(name for use in uses for name in use.lacking()):
-        return reason
-    return ENGINE.why_lacking(name for cls in _classes(sparse) for name in engine_contract.misfits(cls))
+    if sparse and not _is_there(SPARSE_HOOK):
+        return ENGINE.why_lacking([SPARSE_HOOK])
+
+    def classes() -> tuple[type, type]:
+        versions.register_model_support()
+        return _classes(sparse)
+
+    return ENGINE.why_lacking(engine_contract.lacking(classes))
 
 
 def resolve_arguments(declared: dict, view) -> dict | None:

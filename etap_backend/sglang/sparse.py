@@ -92,7 +92,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             self.enable_auto_select_prefill_impl = not ours
         self._num_sms = get_device_core_count()
         if workspace is None:
-            floats = sparse_workspace_floats(self.num_q_heads, self.dsa_kv_cache_store_fp8, self._num_sms)
+            floats = sparse_workspace_floats(self.num_q_heads, self._num_sms)
             workspace = torch.empty(floats, dtype=torch.float32, device=self.device)
         self.workspace = workspace
         if not speculative_num_steps:
@@ -101,6 +101,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s"
             _logger.info(text, versions.NAME, cache, prefill)
 
+    @engine_contract.override
     def _forward_fa3(
         self,
         q_rope: Tensor,

@@ -7,6 +7,6 @@ vLLM calls `register` through the entry point `etap` of group `vllm.general_plug
 def register() -> None:
     """Make the attention backend name ETAP known to vLLM. May be called any number of times; touches no CUDA."""
     # Imported here: vLLM loads its plugins in processes that never select a backend.
-    from etap_backend.vllm import versions
+    from etap_backend.vllm import registration
 
-    versions.register()
+    registration.register()

@@ -13,7 +13,8 @@ from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
 from etap_backend import engine_contract, mla_decode, why_unsupported
 from etap_backend.vllm import versions
-from etap_backend.vllm.metadata import ETAPMetadata, Limits, claim_workspace, wants_fp8_math
+from etap_backend.vllm.metadata import ETAPMetadata, claim_workspace
+from etap_backend.vllm.policy import Policy
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
@@ -55,17 +56,17 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
         """All by name, as vLLM gives them."""
         super().__init__(**arguments)
         config, asked = asked_of_kernels(arguments, self.kv_lora_rank)
-        limits = Limits.of(config, asked["num_heads"])
-        reason = why_unsupported(**asked, s_q=limits.max_s_q)
+        policy = Policy.of(config, asked["num_heads"])
+        reason = why_unsupported(**asked, s_q=policy.max_s_q)
         if reason:
             raise NotImplementedError(f"{versions.NAME}: {reason}")
         self._fp8_cache = asked["kv_cache_dtype"].startswith("fp8")
-        self._fp8_math = wants_fp8_math(config) and self._fp8_cache
+        self._fp8_math = policy.fp8_math and self._fp8_cache
         # The kernels round each query row by a scale of its own, if at all; vLLM would with one for all of them.
         self.supports_quant_query_input = False
         types = engine_contract.types_text(asked["dtype"], self._fp8_cache, self._fp8_math)
         _logger.info_once(f"{versions.NAME} decodes: {types}")
-        self._workspace_floats = limits.workspace_floats(asked["num_heads"], num_compute_units())
+        self._workspace_floats = policy.workspace_floats(num_compute_units())
         if not versions.reserves_in_profile_run(config):
             self.reserve_workspace()
 

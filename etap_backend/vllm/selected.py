@@ -1,70 +1,70 @@
-"""What vLLM finds when the user selects ETAP: a backend, or in a vLLM that lacks what it uses, the refusal.
+"""What vLLM finds when the user selects ETAP: a backend, or in a vLLM that cannot run it, the refusal.
 
-It asks for `Backend` once for each layer, with its configuration set, before it says whether the layer's attention is
-sparse; and a class answers for one of both. It builds sparse layers where the model's configuration has index_topk.
+vLLM looks for the attribute `Backend` of this module once for each layer, with its configuration set, before it says
+whether the layer's attention is sparse; and a class answers for one of both. It builds sparse layers where the model's
+configuration has index_topk.
 """
 
 import functools
 import pkgutil
+from typing import ClassVar
 
 from vllm.logger import init_logger
 
 from etap_backend import engine_contract
-from etap_backend.vllm.versions import ENGINE, HOOKS_OF_SOME, SPARSE_USES, USES
+from etap_backend.vllm.versions import ENGINE, HOOKS_OF_SOME
 
-_DENSE = "etap_backend.vllm.backend:ETAPBackend"
-_SPARSE = "etap_backend.vllm.sparse:ETAPSparseBackend"
-
-
-def _why_lacking(backend: str, uses: tuple[engine_contract.Use, ...]) -> str | None:
-    """Say what a backend uses and vLLM lacks, or None when nothing is lacking."""
-    if lacking := ENGINE.why_lacking(name for use in uses for name in use.lacking()):
-        return lacking
-    found = pkgutil.resolve_name(backend)
-    classes = (found, found.get_impl_cls(), found.get_builder_cls())
-    return ENGINE.why_lacking(name for cls in classes for name in engine_contract.misfits(cls, HOOKS_OF_SOME))
+_BACKENDS = {False: "etap_backend.vllm.backend:ETAPBackend", True: "etap_backend.vllm.sparse:ETAPSparseBackend"}
+"""By whether the model's attention is sparse."""
+# vLLM gives its handler and level to loggers below "vllm" only.
+_logger = init_logger(f"vllm.{__name__}")
 
 
-def _backend_or_refusal(backend: str, why_not: str | None) -> type:
-    """The class, or what stands for it until vLLM's own selection has reported the reason."""
-    if why_not is None:
-        return pkgutil.resolve_name(backend)
-
-    class Refusal:
-        @classmethod
-        def validate_configuration(cls, *args, **kwargs) -> list[str]:
-            """vLLM's question to a selected backend: the reasons against it."""
-            return [why_not]
-
-    return Refusal
+def _classes(sparse: bool) -> tuple[type, ...]:
+    backend = pkgutil.resolve_name(_BACKENDS[sparse])
+    return backend, backend.get_impl_cls(), backend.get_builder_cls()
 
 
 @functools.cache
-def why_not_sparse() -> str | None:
-    """Say why vLLM cannot run ETAP with models of sparse attention, or None when it can."""
-    return reason or _why_lacking(_SPARSE, SPARSE_USES)
+def why_not(sparse: bool) -> str | None:
+    """Say why vLLM cannot run ETAP with models of sparse attention, or with those of dense, or None when it can."""
+    if reason := why_not(False) if sparse else ENGINE.why_too_old():
+        return reason
+    return ENGINE.why_lacking(engine_contract.lacking(functools.partial(_classes, sparse), HOOKS_OF_SOME))
 
 
-@functools.cache
-def _sparse() -> type:
-    return _backend_or_refusal(_SPARSE, why_not_sparse())
+class RefusedBackend:
+    """Stands for a backend that cannot run, until vLLM's own selection has reported the reason."""
+
+    sparse: ClassVar[bool] = False
+
+    @classmethod
+    def validate_configuration(cls, *args, **kwargs) -> list[str | None]:
+        """vLLM's question to a selected backend: the reasons against it."""
+        return [why_not(cls.sparse)]
+
+
+class RefusedSparseBackend(RefusedBackend):
+    """The same for models of sparse attention, which more is needed for."""
+
+    sparse: ClassVar[bool] = True
+
+
+def backend_class() -> type:
+    """The class for the model whose configuration is set."""
+    if why_not(False):
+        return RefusedBackend
+    if untested := ENGINE.why_untested():
+        _logger.warning_once(untested, scope="global")  # of all ranks the first one says it
+    from vllm.config import get_current_vllm_config_or_none
+
+    config = get_current_vllm_config_or_none()
+    sparse = bool(config and config.model_config and hasattr(config.model_config.hf_text_config, "index_topk"))
+    return RefusedSparseBackend if why_not(sparse) else pkgutil.resolve_name(_BACKENDS[sparse])
 
 
 def __getattr__(name: str) -> type:
+    """vLLM's way to `backend_class`: to a registered backend it takes no other."""
     if name != "Backend":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    if reason is None:
-        from vllm.config import get_current_vllm_config_or_none
-
-        config = get_current_vllm_config_or_none()
-        if config and config.model_config and hasattr(config.model_config.hf_text_config, "index_topk"):
-            return _sparse()
-    return _backend_or_refusal(_DENSE, reason)
-
-
-reason = ENGINE.why_too_old() or _why_lacking(_DENSE, USES)
-"""Why vLLM cannot run ETAP at all; None when it can, with models of dense attention at least."""
-
-if reason is None and (untested := ENGINE.why_untested()):
-    # Of all ranks the first one says it. vLLM gives its handler and level to loggers below "vllm" only.
-    init_logger(f"vllm.{__name__}").warning_once(untested, scope="global")
+    return backend_class()

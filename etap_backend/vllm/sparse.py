@@ -26,7 +26,8 @@ from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_fl
 from etap_backend.limits import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
 from etap_backend.vllm import versions
 from etap_backend.vllm.impl import asked_of_kernels
-from etap_backend.vllm.metadata import FP8_MATH_OPTION, claim_workspace, wants_fp8_math
+from etap_backend.vllm.metadata import claim_workspace
+from etap_backend.vllm.policy import FP8_MATH_OPTION, wants_fp8_math
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
@@ -35,6 +36,7 @@ _logger = init_logger(f"vllm.{__name__}")
 class ETAPSparseMetadataBuilder(FlashAttnMLASparseMetadataBuilder):
     """vLLM's own for a backend without a schedule; with decode context parallelism requests may be of any length."""
 
+    @engine_contract.override
     def _init_reorder_batch_threshold(
         self,
         reorder_batch_threshold: int | None = 1,
@@ -85,7 +87,7 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
             f"{versions.NAME} decodes: sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
         )
         self._num_sms = num_compute_units()
-        self._workspace_floats = sparse_workspace_floats(asked["num_heads"], fp8_cache, self._num_sms)
+        self._workspace_floats = sparse_workspace_floats(asked["num_heads"], self._num_sms)
         if not versions.reserves_in_profile_run(config):
             self.reserve_workspace()
 
@@ -124,7 +126,7 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
         """
         latent, rope = q if isinstance(q, tuple) else (q, None)
         tokens = latent.shape[0]
-        indices = self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
+        indices: Any = self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
         indices, block_table = indices[:tokens], attn_metadata.block_table
         request_ids = attn_metadata.req_id_per_token[:tokens]
         if self.dcp_world_size > 1:

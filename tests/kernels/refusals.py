@@ -109,6 +109,13 @@ EMPTY_LSE = (
     ("empty_lse_none", TypeError, ("empty_lse:", "a number", "got None"), lambda c: {"empty_lse": None}),
 )
 REFUSALS = (
+    Refusal("q_layout", TypeError, ("q:", "a strided tensor", "sparse_coo"), lambda c: {"q": c["q"].to_sparse()}),
+    Refusal(
+        "cache_layout",
+        TypeError,
+        ("kv_cache:", "a strided tensor", "sparse_coo"),
+        lambda c: {"kv_cache": c["kv_cache"].to_sparse()},
+    ),
     Refusal("q_dtype", TypeError, ("q:", "bfloat16 or float16", "float32"), lambda c: {"q": c["q"].float()}),
     Refusal("q_dims", ValueError, ("q:", "[3, 32, 576]"), lambda c: {"q": c["q"].flatten(1, 2)}),
     Refusal("q_width", ValueError, ("q:", "576", "[3, 2, 16, 512]"), lambda c: {"q": c["q"][..., :512]}),

@@ -7,8 +7,16 @@ import sparse_refusals
 import torch
 from refusals import REFUSALS, valid_call
 
-from etap_backend import DecodeSchedule, mla_decode, sparse_mla_decode, why_unsupported, why_unsupported_sparse
+from etap_backend import (
+    DecodeSchedule,
+    dense,
+    mla_decode,
+    sparse_mla_decode,
+    why_unsupported,
+    why_unsupported_sparse,
+)
 from etap_backend._library import library
+from etap_backend.calls import DenseCall, SparseCall
 from support.cases import Case, build, decode
 from support.compare import check, truth
 
@@ -92,16 +100,52 @@ def test_tensors_of_two_devices_are_refused():
         mla_decode(**{**call, "schedule": valid_call("cpu")["schedule"]})
 
 
-def as_the_library_takes_it(device: str, **spoiled) -> list:
-    """The valid call in the order of the compiled `decode`, with some of it replaced."""
+def as_the_library_takes_it(device: str, **spoiled) -> DenseCall:
+    """The valid call as the compiled `decode` takes it, with some of it replaced."""
     call = valid_call(device)
-    call |= call["schedule"]._asdict() | {"q_scale": None, "kv_scale": None, "fp8_math": False}
+    planned = call.pop("schedule")._asdict()
+    planned["heads"] = planned.pop("num_heads")
+    call |= planned | {"q_scale": None, "kv_scale": None, "fp8_math": False}
     call |= {"empty_lse": -math.inf, "early_loads": False}
-    names = (
-        "q q_rope kv_cache rope_cache q_scale kv_scale block_table seq_lens work_ranges split_offsets workspace out lse"
+    return DenseCall(**call)._replace(**spoiled)
+
+
+BYTES = torch.zeros(3, dtype=torch.int8)
+REFUSED_ALONE = {
+    name: (name, BYTES)
+    for name in (
+        *("q", "kv_cache", "q_scale", "kv_scale", "block_table", "seq_lens"),
+        *("work_ranges", "split_offsets", "workspace", "out", "lse"),
     )
-    names += " softmax_scale batch s_q num_heads partitions row_tile fp8_math empty_lse early_loads"
-    return [{**call, **spoiled}[name] for name in names.split()]
+} | {
+    "softmax_scale": ("softmax_scale", 0.0),
+    "batch": ("schedule", 7),
+    "s_q": ("schedule", 7),
+    "heads": ("schedule", 7),
+    "partitions": ("partitions", 0),
+    "row_tile": ("row_tile", 7),
+    "fp8_math": ("fp8_math", True),
+    "empty_lse": ("empty_lse", 0.0),
+}
+"""By argument what the library says of such a value in its place; it refuses no `early_loads`."""
+
+
+@pytest.mark.parametrize("field", DenseCall._fields)
+def test_each_argument_reaches_the_place_of_its_name(monkeypatch, field):
+    """In the call that `mla_decode` makes, and in the library, which names what it refuses."""
+    made, call = [], valid_call("cpu")
+    monkeypatch.setattr(dense, "_decode", lambda q, arguments: made.append(arguments))
+    given = {"q_scale": 1, "kv_scale": 2, "fp8_math": 3, "empty_lse": 4, "early_loads": 5}
+    mla_decode(**call, **given)
+    of_schedule = {"heads": "num_heads"}.get(field, field)
+    wanted = (
+        getattr(call["schedule"], of_schedule) if hasattr(call["schedule"], of_schedule) else {**call, **given}[field]
+    )
+    assert getattr(made[0], field) is wanted
+    if field in REFUSED_ALONE:
+        name, value = REFUSED_ALONE[field]
+        with pytest.raises((ValueError, TypeError), match=f"^{name}\\b"):
+            library().check_decode(*as_the_library_takes_it("cpu", **{field: value}))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -163,14 +207,11 @@ def test_the_compiled_decode_runs_on_gpus_only():
         library().sparse_decode(*as_the_library_takes_sparse_calls("cpu"))
 
 
-def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
-    """The valid sparse call in the order of the compiled `sparse_decode`, with some of it replaced."""
+def as_the_library_takes_sparse_calls(device: str, **spoiled) -> SparseCall:
+    """The valid sparse call as the compiled `sparse_decode` takes it, with some of it replaced."""
     call = sparse_refusals.valid_call(device) | {"workspace": torch.zeros(10**6, device=device), "partitions": 8}
-    call["empty_lse"] = -math.inf
-    lists = "kv_cache indices block_table request_ids valid_counts"
-    extra = "extra_kv_cache extra_indices extra_block_table extra_valid_counts"
-    names = f"q q_rope {lists} {extra} sinks workspace out lse softmax_scale partitions empty_lse"
-    return [{**call, **spoiled}[name] for name in names.split()]
+    call |= {"empty_lse": -math.inf, **spoiled}
+    return SparseCall(*map(call.get, SparseCall._fields))
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -179,6 +220,11 @@ def as_the_library_takes_sparse_calls(device: str, **spoiled) -> list:
     "spoil, error, words",
     [
         (lambda device: {"partitions": 0}, ValueError, "partitions: wanted at least 1, got 0"),
+        (
+            lambda device: {"partitions": 2**28},
+            ValueError,
+            r"indices: wanted at most 2\^29 .* for 268435456 partitions",
+        ),
         (lambda device: {"softmax_scale": float("nan")}, ValueError, "softmax_scale: wanted a positive finite number"),
         (lambda device: {"empty_lse": 0.0}, ValueError, "empty_lse: wanted -inf or inf, got 0"),
         (

@@ -206,3 +206,26 @@ def test_compiling_the_call_leaves_no_graph_break_and_the_same_bits():
     compiled = torch.compile(decode, fullgraph=True, backend="aot_eager")
     for got, wanted in zip(compiled(problem, schedule), decode(problem, schedule), strict=True):
         assert torch.equal(got, wanted)
+
+
+@pytest.mark.parametrize("requests", [1, 3])
+def test_a_compiler_takes_the_planning_of_a_step_for_any_number_of_requests(requests):
+    schedule = DecodeSchedule(4, 16, device="cpu")
+    lengths = [torch.tensor([1000 + n] * requests, dtype=torch.int32) for n in (1, 2)]
+    compiled = torch.compile(lambda seq_lens: schedule.build(seq_lens)[5] + 0, fullgraph=True, backend="aot_eager")
+    for seq_lens in (*lengths, torch.ones(4, dtype=torch.int32)):
+        assert torch.equal(compiled(seq_lens), schedule.build(seq_lens).work_ranges)
+
+
+def test_autocast_changes_nothing_on_the_cpu():
+    problem = build(Case((70, 300), 16), "cpu")
+    schedule = DecodeSchedule(2, 16, device="cpu").build(problem.seq_lens)
+    wanted = decode(problem, schedule)
+    with torch.autocast("cpu"):
+        assert all(map(torch.equal, decode(problem, schedule), wanted))
+
+
+@pytest.mark.parametrize("name", ["mla_decode", "sparse_mla_decode"])
+def test_a_compiler_must_hand_over_the_strides_that_it_was_given(name):
+    """They say where queries and cache rows lie; a compiler is free to lay out anew what has no such tag."""
+    assert torch.Tag.needs_fixed_stride_order in getattr(torch.ops.etap_backend, name).default.tags

@@ -402,7 +402,7 @@ def test_a_plan_for_one_split_has_the_shape_of_others_and_splits_nothing(rows):
 
 
 def call_of(problem: Problem, **more) -> fa3.Call:
-    return fa3.Call(fa3.WITH_KVCACHE, problem.call | more, {})
+    return fa3.Call.of(fa3.WITH_KVCACHE, problem.call | more, {})
 
 
 def test_a_plan_is_what_a_call_would_make():

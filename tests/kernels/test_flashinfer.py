@@ -141,6 +141,23 @@ def test_batches_of_any_query_lengths(device, kind, query_lens, causal):
     check(problem.results(), problem)
 
 
+@pytest.mark.parametrize(
+    "query_lens, calls",
+    [([1, 1, 2, 2, 3], [1, 2, 3]), ([1, 2, 3, 4, 4], [1, 2, 3, 4]), ([1, 2, 3, 4, 5], [5])],
+    ids=str,
+)
+def test_up_to_four_lengths_of_queries_are_a_call_each_and_more_are_padded_into_one(monkeypatch, query_lens, calls):
+    made, decode = [], flashinfer.mla_decode
+
+    def counted(q, *arguments, **options):
+        made.append(q.shape[1])
+        return decode(q, *arguments, **options)
+
+    monkeypatch.setattr(flashinfer, "mla_decode", counted)
+    check((problem := make(LENGTHS, query_lens)).results(), problem)
+    assert made == calls
+
+
 @both_devices
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("page_size", [1, 7, 16, 32, 64, 128])
@@ -515,8 +532,12 @@ def test_plans_that_are_not_served_are_refused_by_name(name):
 
 
 ROW = torch.zeros(1)
+NOT_SERVED = (
+    *("profiler_buffer", "kv_len", "page_table", "o_scale", "ckv_scale_arr", "sinks"),
+    *("skip_softmax_threshold_scale_factor", "bmm1_scale", "bmm2_scale"),
+)
 RUN_REFUSALS = {
-    **{name: (NotImplementedError, f"^{name}: wanted None, got Tensor", {name: ROW}) for name in flashinfer.NOT_SERVED},
+    **{name: (NotImplementedError, f"^{name}: wanted None, got Tensor", {name: ROW}) for name in NOT_SERVED},
     "half a query": (TypeError, "^q_pe: wanted a tensor, got None", {"q_pe": None}),
     "a query twice": (ValueError, "^q_nope: wanted None beside query", {"query": ROW}),
     "a list of parts": (TypeError, "^query: wanted a tensor or a pair", {"query": [ROW], "q_nope": None, "q_pe": None}),

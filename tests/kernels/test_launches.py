@@ -11,7 +11,7 @@ from etap_backend.schedule import decode_shape
 from etap_backend.sparse import sparse_decode_shape
 from qualify import sanitize
 from support.cases import SOFTMAX_SCALE, Case, build
-from support.sparse_cases import SparseCase
+from support.sparse_cases import CACHES, SparseCase
 from support.sparse_cases import build as build_sparse
 
 
@@ -186,12 +186,16 @@ def test_queries_are_copied_by_tma_where_it_can(q, mapped):
 
 def sparse_launches(case: SparseCase) -> list:
     problem = build_sparse(case, "cpu")
-    partitions = case.num_sms // sparse_decode_shape(max(1, case.heads), case.fp8).row_groups
-    workspace = torch.empty(sparse_workspace_floats(max(1, case.heads), case.fp8, case.num_sms))
+    partitions = case.num_sms // sparse_decode_shape(max(1, case.heads)).row_groups
+    workspace = torch.empty(sparse_workspace_floats(max(1, case.heads), case.num_sms))
     out, lse = torch.empty(case.tokens, case.heads, 512, dtype=torch.bfloat16), torch.empty(case.tokens, case.heads)
-    lists = (problem.indices, problem.block_table, problem.request_ids, problem.valid_counts)
+    lists = problem.lists()
+    names = ("indices", "block_table", "request_ids", "valid_counts")
+    extra = ("extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts")
     return library().sparse_decode_launches(
-        *(problem.call_q, problem.call_q_rope, problem.kv_cache, *lists, None, None, None, None, problem.sinks),
+        *(problem.call_q, problem.call_q_rope, problem.kv_cache),
+        *(lists[name] for name in (*names, *extra)),
+        problem.sinks,
         *(workspace, out, lse, SOFTMAX_SCALE, partitions, -math.inf),
     )
 
@@ -200,32 +204,38 @@ def sparse_launches(case: SparseCase) -> list:
     "heads, row_tile", [(1, 8), (8, 8), (12, 16), (16, 16), (24, 32), (32, 32), (64, 64), (128, 64)]
 )
 def test_the_heads_name_the_sparse_kernel(heads, row_tile):
-    for fp8 in (False, True):
-        shape = sparse_decode_shape(heads, fp8)
-        assert shape.row_tile == row_tile and shape.row_groups == -(-heads // shape.row_tile)
+    """Whatever the rows are: all are multiplied as bfloat16."""
+    shape = sparse_decode_shape(heads)
+    assert shape.row_tile == row_tile and shape.row_groups == -(-heads // shape.row_tile)
+    names = {}
+    for cache in CACHES:
         num_sms = 6 * shape.row_groups  # partitions of six tiles, which are no whole fraction of a token
-        decode, combine = sparse_launches(SparseCase(1, heads, 2048, "fp8" if fp8 else "bf16", num_sms=num_sms))
+        decode, combine = sparse_launches(SparseCase(1, heads, 2048, cache, num_sms=num_sms))
         assert decode[1] * decode[2] == 6 * shape.row_groups
-        form = "SharedTilesTraits" if row_tile == 64 else f"Traits<{row_tile}, false>"
-        traits = f"sparse_fp8::{form}" if fp8 else f"GatheredTraits<etap::{shape.kernel}::Traits<"
-        assert traits in decode[0] and "combine" in combine[0]
+        assert f"etap::{shape.kernel}::Traits<" in decode[0] and "combine" in combine[0]
+        names[cache] = decode[0]
+    assert names["bf16"] == names["fp8"] == names["fp8 as e4m3"] != names["v4"] == names["v4 as e4m3"]
+    without_rope, *_ = sparse_launches(SparseCase(1, heads, 2048, "fp8", rope=False, num_sms=num_sms))
+    assert without_rope[0] == names["v4"]
 
 
-@pytest.mark.parametrize("tokens, cluster", [(1, 1), (4, 1), (8, 16), (16, 8), (24, 1), (32, 4), (64, 2), (128, 1)])
-@pytest.mark.parametrize("cache, heads", [("bf16", 16), ("bf16", 32), ("fp8", 8), ("fp8", 16)])
-def test_pieces_of_a_token_are_a_cluster_that_needs_no_combination(cache, heads, tokens, cluster):
-    """Where they are 2, 4, 8 or 16, on an H200's multiprocessors."""
-    decode, *combine = sparse_launches(SparseCase(tokens, heads, 2048, cache, num_sms=132))
+@pytest.mark.parametrize("tokens, cluster", [(1, 1), (4, 1), (8, 1), (16, 8), (24, 1), (32, 4), (64, 2), (128, 1)])
+@pytest.mark.parametrize("cache, heads", [("bf16", 16), ("bf16", 32), ("fp8", 8), ("v4", 16)])
+@pytest.mark.parametrize("extra", [None, 1920])
+def test_pieces_of_a_token_are_a_cluster_that_needs_no_combination(extra, cache, heads, tokens, cluster):
+    """Where they are 2, 4 or 8, on an H200's multiprocessors, of one list or of two with as many tiles."""
+    top_k = 2048 if extra is None else 128
+    decode, *combine = sparse_launches(SparseCase(tokens, heads, top_k, cache, extra=extra, num_sms=132))
     assert decode[3] == cluster and decode[1] % cluster == 0
     assert len(combine) == (cluster == 1 and tokens != 128)
 
 
-def test_the_sanitizers_see_clusters_of_both_caches():
+def test_the_sanitizers_see_clusters_of_all_caches():
     found = {(case.cache, sparse_launches(case)[0][3]) for case in sanitize.SPARSE_CASES}
-    assert {("bf16", 4), ("fp8", 2)} <= found
+    assert {("bf16", 4), ("fp8", 2), ("v4", 2)} <= found
 
 
-@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+@pytest.mark.parametrize("cache", ["bf16", "fp8", "v4"])
 def test_pieces_of_64_rows_are_combined(cache):
     for tokens, heads in ((16, 64), (32, 33), (16, 128)):
         decode, combine = sparse_launches(SparseCase(tokens, heads, 2048, cache, num_sms=132))

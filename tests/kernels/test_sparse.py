@@ -384,7 +384,7 @@ def test_one_graph_serves_other_lists(extra, heads, top_k, requests, cache):
 def test_layers_of_one_graph_share_a_workspace(cache):
     """The next layer's kernels may start while the last one's finish: what they share must stand that."""
     layers = [build(SparseCase(6, 16, 512, cache, seed=30 + layer), "cuda") for layer in range(8)]
-    shared = torch.empty(sparse_workspace_floats(16, cache != "bf16", 132), device="cuda")
+    shared = torch.empty(sparse_workspace_floats(16, 132), device="cuda")
     results = [decode(problem, workspace=shared, num_sms=132) for problem in layers]
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -9,9 +9,10 @@ import torch
 from etap_backend._library import library
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.cpu import sparse as cpu_sparse
-from etap_backend.reference import sparse_mla_decode_reference
+from etap_backend.reference import named_rows, sparse_mla_decode_reference, what_rows_stand_for
 from etap_backend.sparse import sparse_decode_shape, sparse_workspace_floats
 from support.cases import SOFTMAX_SCALE
+from support.compare import half_ulp
 from support.sparse_cases import (
     CACHE_LAYOUTS,
     CACHES,
@@ -38,7 +39,7 @@ def drawn_tiles(tokens: int, most: int, seed: int) -> list[int]:
 @pytest.mark.parametrize("tokens", [0, 1, 2, 7, 33, 131, 300])
 def test_pieces_are_all_tiles_once_in_slots_of_their_own(tokens, most, partitions):
     for tiles in ([most] * tokens, drawn_tiles(tokens, most, seed=tokens + most)):
-        pieces = list(cpu_sparse.pieces(tiles, most, partitions))
+        pieces = list(cpu_sparse.pieces(tiles, most, 16, partitions))
         covered = [(piece.token, tile) for piece in pieces for tile in piece.tiles]
         assert covered == [(token, tile) for token in range(tokens) for tile in range(tiles[token])]
         slots = [p.slot for p in pieces if p.slot is not None]
@@ -52,15 +53,15 @@ def test_pieces_are_all_tiles_once_in_slots_of_their_own(tokens, most, partition
 @pytest.mark.parametrize("most", [1, 2, 10, 18, 32, 130])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 64, 128, 300])
 def test_partitions_are_as_even_as_whole_tiles_allow(tokens, most):
-    """A partition has a tile more than its share at most, of full lists or of ones that are all as short."""
+    """A partition has few tiles more than its share, of full lists or of ones that are all as short."""
     for valid in (most, -(-most // 3)):
         loads: dict[int, int] = {}
         for _, partition, begin, end, _ in library().sparse_pieces(
-            torch.full((tokens,), valid, dtype=torch.int32), most, 132
+            torch.full((tokens,), valid, dtype=torch.int32), most, 16, 132
         ):
             loads[partition] = loads.get(partition, 0) + end - begin
         assert len(loads) <= 132
-        assert max(loads.values()) <= math.ceil(tokens * most / 132) * math.ceil(valid / most) + 1
+        assert max(loads.values()) <= math.ceil(tokens * most / 132) * math.ceil(valid / most) + 2
 
 
 @pytest.mark.parametrize("tokens", [3, 16, 130])
@@ -71,18 +72,23 @@ def test_where_a_token_is_cut_depends_on_its_own_tiles(tokens):
         others = drawn_tiles(tokens, most, seed + 1000)
         for token in range(tokens):
             mixed = [*others[:token], tiles[token], *others[token + 1 :]]
-            of = [[p for p in cpu_sparse.pieces(each, most, 132) if p.token == token] for each in (tiles, mixed)]
+            of = [[p for p in cpu_sparse.pieces(each, most, 16, 132) if p.token == token] for each in (tiles, mixed)]
             assert of[0] == of[1]
 
 
-@pytest.mark.parametrize("tokens, most, whole", [(1, 1, 1), (16, 32, 8), (64, 32, 2), (132, 32, 1), (16, 10, 5)])
+@pytest.mark.parametrize("heads, of_token", [(16, 8), (64, 10)])
+def test_a_lone_token_is_cut_for_a_cluster_where_there_is_one(heads, of_token):
+    assert len(list(cpu_sparse.pieces([10], 10, heads, 132))) == of_token
+
+
+@pytest.mark.parametrize("tokens, most, whole", [(1, 1, 1), (16, 32, 8), (64, 32, 2), (132, 32, 1), (100, 2, 1)])
 def test_tokens_are_cut_into_equal_pieces_where_that_costs_little(tokens, most, whole):
-    of_token = [p for p in cpu_sparse.pieces([most] * tokens, most, 132) if p.token == tokens - 1]
+    of_token = [p for p in cpu_sparse.pieces([most] * tokens, most, 16, 132) if p.token == tokens - 1]
     assert [len(piece.tiles) for piece in of_token] == [most // whole] * whole
 
 
 def test_partitions_end_with_tokens_where_that_costs_little():
-    assert all(piece.slot is None for piece in cpu_sparse.pieces([32] * 264, 32, 132))
+    assert all(piece.slot is None for piece in cpu_sparse.pieces([32] * 264, 32, 16, 132))
 
 
 def lists_of(problem) -> cpu_sparse.Lists:
@@ -91,12 +97,12 @@ def lists_of(problem) -> cpu_sparse.Lists:
     return cpu_sparse.Lists((lists,))
 
 
-@pytest.mark.parametrize("cache", ["bf16", "fp8"])
+@pytest.mark.parametrize("cache", ["bf16", "fp8", "v4"])
 @pytest.mark.parametrize("cuts", [(), (1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
 def test_pieces_merge_to_the_whole(cuts, cache):
     problem = build(SparseCase(1, 5, 500, cache, holes="anywhere"), "cpu")
     bounds = (0, *cuts, 8)
-    arguments = (cpu_sparse.queries_of(problem.q[0], cache == "fp8"), lists_of(problem), 0)
+    arguments = (problem.q[0], lists_of(problem), 0)
     parts = [
         cpu_sparse.decode_piece(*arguments, range(a, b), SOFTMAX_SCALE)
         for a, b in zip(bounds, bounds[1:], strict=False)
@@ -114,7 +120,7 @@ def test_the_truth_is_the_references_on_the_calls_own_lists(seed):
         top_k=100,
         cache=draw.choice(CACHES),
         page_size=draw.choice([1, 16, 100]),
-        scales=draw.choice(SCALE_LAWS),
+        scales="powers",  # with which bfloat16 holds what FP8 rows stand for
         holes=draw.choice(HOLES),
         counts=draw.choice(COUNTS),
         sinks=draw.choice(SINKS),
@@ -131,37 +137,36 @@ def test_the_truth_is_the_references_on_the_calls_own_lists(seed):
     torch.testing.assert_close((found.out, found.lse), wanted, rtol=1e-9, atol=1e-12 * wanted[0].abs().max().item())
 
 
-@pytest.mark.parametrize(("scales", "p_dtype"), [("fitted", torch.float16), ("tiny", torch.bfloat16)])
-def test_an_fp8_row_is_not_multiplied_out(scales, p_dtype):
-    """Its scale multiplies P, which is rounded then: a single key is as far off as P's type rounds the scale."""
-    problem = build(SparseCase(1, 4, 1, "fp8", scales=scales), "cpu")
-    queries = cpu_sparse.queries_of(problem.q[0], True)
-    out, lse = cpu_sparse.decode_piece(queries, lists_of(problem), 0, range(1), SOFTMAX_SCALE)
-    wanted = truth(problem)
-    rows, _ = lists_of(problem).rows(0, 0)
-    scales = rows[:, 512:528].contiguous().view(torch.float32)
-    rounded = scales.to(p_dtype).double() / scales.double()
-    torch.testing.assert_close(out.double(), wanted.out[0] * rounded.repeat_interleave(128, dim=1), rtol=1e-6, atol=0)
-    torch.testing.assert_close(lse.double(), wanted.lse[0], rtol=1e-6, atol=1e-6)
-    assert (out.double() != wanted.out[0]).any()
+@pytest.mark.parametrize("cache", ["fp8", "v4"])
+@pytest.mark.parametrize("scales", SCALE_LAWS)
+def test_fp8_rows_become_bfloat16_with_one_rounding(scales, cache):
+    """But for the last bit of what V3.2's scale is behind its first bits, and for subnormal numbers."""
+    problem = build(SparseCase(40, 4, 50, cache, scales=scales), "cpu")
+    rows = torch.cat([rows for _, rows in named_rows(problem.kv_cache, problem.indices)])
+    exact, found = what_rows_stand_for(rows, torch.float64), cpu_sparse.bfloat16_rows(rows).double()
+    limit = half_ulp(exact.abs(), torch.bfloat16) * (1 + 2.0**-7)
+    assert ((found - exact).abs() <= limit + torch.finfo(torch.bfloat16).tiny * 2.0**-8).all()
+    if cache == "v4":
+        normal = exact.abs() >= torch.finfo(torch.bfloat16).tiny
+        assert normal.any() and torch.equal(found[normal], exact[normal])
 
 
 def test_the_workspace_is_two_partial_results_a_cta():
-    for heads, fp8 in ((1, True), (16, True), (16, False), (64, False), (128, True)):
-        shape = sparse_decode_shape(heads, fp8)
+    for heads in (1, 16, 64, 128):
+        shape = sparse_decode_shape(heads)
         assert shape.row_groups * shape.row_tile >= heads and shape.piece_floats >= shape.row_tile * 513
-        floats = sparse_workspace_floats(heads, fp8, 132)
+        floats = sparse_workspace_floats(heads, 132)
         assert floats == 2 * (132 // shape.row_groups) * shape.row_groups * shape.piece_floats
         assert floats >= 2 * (132 // shape.row_groups) * heads * 513
     with pytest.raises(ValueError, match="^heads: wanted at least 1, got 0"):
-        sparse_workspace_floats(0, True, 132)
+        sparse_workspace_floats(0, 132)
     with pytest.raises(TypeError, match="^num_sms: wanted an int, got '7'"):
-        sparse_workspace_floats(16, True, "7")
+        sparse_workspace_floats(16, "7")
 
 
 def test_on_the_cpu_work_is_divided_as_on_a_gpu_of_132_multiprocessors():
     problem = build(SparseCase(1, 16, 2048), "cpu")
-    floats = sparse_workspace_floats(16, False, 132)
+    floats = sparse_workspace_floats(16, 132)
     out, lse = decode(problem, workspace=torch.empty(floats))
     assert problems_with(out, lse, truth(problem)) == []
     with pytest.raises(ValueError, match=rf"^workspace: wanted .*{floats}.*, got \[{floats - 1}\]"):
@@ -202,7 +207,7 @@ def test_a_wrong_result_is_found():
 
 def test_the_operator_is_registered_as_torch_wants_it():
     problem = build(SparseCase(3, 16, 100, requests=2, counts="drawn", sinks="drawn"), "cpu")
-    floats = sparse_workspace_floats(16, False, 7)
+    floats = sparse_workspace_floats(16, 7)
     lists = (problem.block_table, problem.request_ids, problem.valid_counts, None, None, None, None, problem.sinks)
     outputs = (torch.zeros(floats), torch.zeros(3, 16, 512, dtype=torch.bfloat16), torch.zeros(3, 16))
     torch.library.opcheck(

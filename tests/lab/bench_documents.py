@@ -13,7 +13,6 @@ def document_of(grid: str, kind: type[Document] = Document, **differing: object)
         "commit": "abc1234",
         "command": f"etap bench {grid}",
         "date": "2026-01-01T00:00:00+00:00",
-        "method": "graphs",
         "complete": True,
     }
     return kind(**(usual | {"grid": grid} | differing))

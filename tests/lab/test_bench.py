@@ -3,7 +3,7 @@ short runs of the whole."""
 
 from __future__ import annotations
 
-import io
+import dataclasses
 import json
 import os
 import shutil
@@ -16,15 +16,14 @@ import pytest
 import torch
 import typer
 from bench_documents import document_of
-from rich.console import Console
 from typer.testing import CliRunner
 
 from etap_backend import _library
 from etap_backend.lab import configs, results
-from etap_backend.lab.bench import command, kernels, libraries, measure, method, plots, providers, report, run, tensors
+from etap_backend.lab.bench import command, kernels, libraries, measure, plots, providers, report, rows, run, tensors
 from etap_backend.lab.bench.command import bench, chosen, kernels_of
 from etap_backend.lab.bench.floors import H200_FLOOR, PROXY_FLOOR, floor_for
-from etap_backend.lab.bench.grids import Workload, find_grid, read_grid, read_grids
+from etap_backend.lab.bench.grids import Workload, read_grid, read_grids
 from etap_backend.lab.bench.rows import (
     LARGEST_RMSE,
     OWN,
@@ -39,7 +38,6 @@ from etap_backend.lab.bench.rows import (
     read,
     row_of,
 )
-from etap_backend.lab.bench.show import show
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -86,12 +84,6 @@ def changed(document: Document, **fields) -> Document:
     return document.model_copy(update=fields)
 
 
-def text_of(document: Document) -> str:
-    text = io.StringIO()
-    report.print_document(document, Console(width=200, file=text))
-    return text.getvalue()
-
-
 def run_command(function, *arguments: str, width: int = 200):
     app = typer.Typer(add_completion=False)
     app.command()(function)
@@ -103,7 +95,7 @@ def run_command(function, *arguments: str, width: int = 200):
 
 @pytest.mark.parametrize("name", configs.shipped("bench"))
 def test_the_shipped_grids_are_found_by_name_and_can_be_read(name):
-    made = read_grid(find_grid(name))
+    made = read_grid(configs.find("bench", name))
     assert made.name == name and made.title
     assert len(made.workloads) == len(set(made.workloads)) > 0
     assert all(workload.tokens > 0 for workload in made.workloads)
@@ -111,7 +103,7 @@ def test_the_shipped_grids_are_found_by_name_and_can_be_read(name):
 
 def test_a_grid_that_is_not_there_is_refused_with_those_that_are():
     with pytest.raises(ValueError, match="grid: wanted a file or one of drop-ins, .*, fp16, heads, .*, got targest"):
-        find_grid("targest")
+        configs.find("bench", "targest")
 
 
 def test_a_grid_is_the_product_of_its_lists(tmp_path):
@@ -244,6 +236,15 @@ def test_copies_of_the_cache_together_exceed_the_l2_cache():
     assert tensors.copies_of(Workload((64,))) == tensors.MOST_COPIES
 
 
+@pytest.mark.parametrize("tokens, requests", [(64, 1), (1024, 16), (65536, 16), (131072, 64)])
+def test_a_graph_has_a_call_for_every_copy_of_the_cache(tokens, requests):
+    workload = Workload((tokens,) * requests)
+    row = measure.Bench(workload, None, None, None, measure.Settings())
+    copies = list(range(tensors.copies_of(workload)))
+    seen = {measure._on_a_copy(lambda copy: copy, [(copy,) for copy in copies], index) for index in range(row.calls)}
+    assert seen == set(copies) and row.calls >= measure.FEWEST_CALLS
+
+
 # Results files
 
 
@@ -255,7 +256,7 @@ BENCHMARKS = [path for path in sorted(RESULTS.glob("*.json")) if json.loads(path
 def test_every_results_file_is_read_and_written_as_it_is(path, tmp_path):
     made = read(path)
     assert made.complete and not problems(made) and made.own
-    results.write(made, tmp_path / path.name)
+    results.write(rows.dumped(made), tmp_path / path.name)
     assert (tmp_path / path.name).read_text() == path.read_text()
 
 
@@ -273,7 +274,11 @@ def test_a_result_is_measured_refused_or_failed_and_nothing_else(document, tmp_p
             results.read(path, Document)
 
 
-@pytest.mark.parametrize("result", [measured(9.0, relative_rmse=0.5), Failed(error="RuntimeError: launch failed")])
+@pytest.mark.parametrize(
+    "result",
+    [measured(9.0, relative_rmse=rmse) for rmse in (0.5, float("nan"), float("inf"))]
+    + [Failed(error="RuntimeError: launch failed")],
+)
 def test_wrong_results_of_our_own_are_found(document, result):
     assert problems(document) == []
     first, *others = document.rows
@@ -284,7 +289,7 @@ def test_wrong_results_of_our_own_are_found(document, result):
 
 def test_the_time_of_a_result_that_is_no_number_is_worth_nothing():
     timings = {name: measure.timing_of([1.0, 2.0, 3.0]) for name in ("etap", "FA3", "Triton")}
-    found = measure.results_of(timings, {"etap": 1e-3, "FA3": float("nan"), "Triton": float("inf")}, {})
+    found = measure.results_of(timings, {"etap": 1e-3, "FA3": float("nan"), "Triton": float("inf")}, {}, {})
     assert found["etap"].us == 2.0 and found["etap"].relative_rmse == 1e-3
     assert isinstance(found["FA3"], Failed) and isinstance(found["Triton"], Failed)
 
@@ -293,12 +298,13 @@ def test_the_time_of_a_result_that_is_no_number_is_worth_nothing():
 
 
 def test_the_screen_shows_rates_floor_and_best_peer(document):
-    text = text_of(document)
+    text = report.text(document)
     line = next(line for line in text.splitlines() if "16 x 4K" in line)
     row = document.rows[1]
     us = row.us("etap")
     for value in (
-        f"{us:.1f} ± {us / 100:.1f}",
+        f"{us:.1f}  ",
+        f"  {us / 100:.1f}  ",
         f"{row.flops / us / 1e6:.1f}",
         f"{row.bytes / us / 1e3:.0f}",
         f"{100 * row.floor_us / us:.0f}",
@@ -306,22 +312,22 @@ def test_the_screen_shows_rates_floor_and_best_peer(document):
     ):
         assert value in line
     assert "FA3: RuntimeError: no (1 rows, the first skewed, 16 heads, s_q 2)" in text
-    assert "NVIDIA H200, 132 SMs, driver 580.1; vllm 0.26.0" in text
+    assert "132 SMs; NVIDIA H200, driver 580.1; vllm 0.26.0" in text
 
 
 def test_the_proxy_is_called_so_everywhere_and_need_have_no_peers(document):
     rows = [row.model_copy(update={"results": {"etap": row.results["etap"]}}) for row in document.rows]
     options = document.options.model_copy(update={"num_sms": 78})
     proxy = changed(document, rows=rows, gpu="H20 proxy (H200 throttled)", options=options)
-    for text in (text_of(proxy), report.markdown(proxy)):
-        assert "H20 proxy (H200 throttled), 78 CTAs of 132 SMs" in text
+    for text in (report.text(proxy), report.markdown(proxy)):
+        assert "78 CTAs of 132 SMs; H20 proxy (H200 throttled), " in text
         assert "best peer" not in text
-    assert text_of(proxy).splitlines()[0].strip().startswith("MLA decode, H20 proxy (H200 throttled)")
+    assert report.text(proxy).startswith("MLA decode, H20 proxy (H200 throttled)")
 
 
 def test_a_document_cut_short_says_so(document):
     cut = changed(document, complete=False, stopped="by SIGTERM", note="In two parts.")
-    assert "stopped by SIGTERM: 4 rows" in text_of(cut)
+    assert "stopped by SIGTERM: 4 rows" in report.text(cut)
     assert report.markdown(cut).endswith("In two parts. Stopped by SIGTERM: what is missing was not measured.")
 
 
@@ -329,37 +335,7 @@ def test_a_pages_table_has_times_ratios_and_what_it_was_made_with(document):
     text = report.markdown(document)
     assert "| requests x tokens | heads | s_q | floor | **etap** | TFLOP/s | FlashMLA | FA3 | FlashInfer |" in text
     assert "| 16 x 64K | 16 | 1 | 267.8 | **335.7** |" in text and "| skewed | 16 | 2 |" in text
-    assert "NVIDIA H200, 132 SMs, driver 580.1" in text and "`etap bench targets`" in text
-
-
-@pytest.mark.parametrize("sparse", [False, True])
-def test_a_page_leaves_the_usual_method_to_measuring_md_and_a_screen_does_not(document, sparse):
-    usual = method.method_of(fp8=True, sparse=sparse, drop_ins=not sparse, h20_proxy=True)
-    told = changed(document, method=usual)
-    for text in (report.markdown(told), report.markdown(told, ("16 x 4K",)), report.summary(told)):
-        assert "Method" not in text and not any(part in text for part in usual.split("; "))
-    assert " ".join(text_of(told).split()).find(usual) > 0
-    older = usual.replace("page 64 where a row names no other", "page 64")
-    assert report.markdown(changed(document, method=older)) == report.markdown(told)
-
-
-def test_a_page_says_in_what_a_files_method_is_another(document):
-    usual = method.method_of(fp8=True, sparse=False, h20_proxy=False)
-    other = changed(document, method=usual.replace("the scale 0.0125", "the scale 0.5"), note="By hand.")
-    said = "Method: FP8 caches are e4m3 with the scale 0.5, errors are against float64 on what they stand for. By hand."
-    assert report.markdown(other).endswith(f" {said}") and report.summary(other).endswith(f" {said}")
-
-
-def test_measuring_md_has_the_methods_numbers():
-    page = (RESULTS.parent / "docs" / "measuring.md").read_text()
-    dense, sparse, proxy = (
-        page.partition(f"\n{title}\n")[2].partition("\n#")[0]
-        for title in ("## Kernels", "### The sparse call", "## The H20 proxy")
-    )
-    rotated = f"{method.ROTATED_BYTES / 1e6:.0f} MB"
-    for number in (rotated, method.MOST_COPIES, method.KV_SCALE, measure.Settings().replays, measure.USUAL_CALLS):
-        assert f" {number}" in dense, number
-    assert rotated in sparse and f" {method.MOST_COPIES} calls" in sparse and f" {method.H20_SMS} CTAs" in proxy
+    assert "132 SMs; NVIDIA H200, driver 580.1" in text and "`etap bench targets`" in text
 
 
 def test_some_rows_of_a_table_have_a_short_caption(document):
@@ -367,9 +343,7 @@ def test_some_rows_of_a_table_have_a_short_caption(document):
     header, _, one, other, _, caption = text.splitlines()
     assert header.startswith("| requests x tokens | floor | **etap** |")
     assert one.startswith("| 16 x 4K |") and other.startswith("| 16 x 64K |")
-    assert "16 heads, 1 query token a request; NVIDIA H200" in caption and "floor" not in caption
-    for needed in ("driver 580.1", "torch 2.11.0", "commit abc1234", "`etap bench targets`"):
-        assert needed in caption
+    assert caption == "Microseconds per call, 16 heads, 1 query token per request. NVIDIA H200, commit abc1234."
     with pytest.raises(ValueError, match="rows: wanted some of 16 x 512, 16 x 4K, 16 x 64K, skewed, got 16 x 4k"):
         report.markdown(document, ("16 x 4k",))
 
@@ -381,11 +355,6 @@ def test_one_or_two_peers_each_have_a_ratio(document):
     ]
     text = report.markdown(changed(document, rows=rows))
     assert "| FlashMLA / etap |" in text and "best peer" not in text
-    row = rows[1]
-    ratio = row.us("FlashMLA") / row.us("etap")
-    said = report.figures(changed(document, rows=rows), ("16 x 4K", "16 x 64K"))
-    assert said.startswith(f"16 x 4K, 16 x 64K tokens: etap {row.tflops(row.us('etap')):.0f}, ")
-    assert f"(etap is {ratio:.2f}, " in said and "commit abc1234; `etap bench targets`." in said
 
 
 def test_a_sweeps_summary_counts_where_a_peer_is_faster(document):
@@ -409,14 +378,14 @@ def fp8_document(document) -> Document:
 
 
 def test_an_fp8_table_compares_with_the_peers_and_with_our_bf16(fp8_document):
-    text = text_of(fp8_document)
-    header, line = (next(x for x in text.splitlines() if words in x) for words in ("our bf16 / etap", "16 x 4K"))
+    text = report.text(fp8_document)
+    header, line = (next(x for x in text.splitlines() if words in x) for words in ("etap-bf16 / etap", "16 x 4K"))
     assert header.index("etap-fp8-math") < header.index("etap-bf16") < header.index("FlashMLA")
-    assert header.index("FlashMLA / etap") < header.index("our bf16 / etap")
-    assert line.index("1.50") < line.index("1.75") and "16.0 ± 0.2" in line and "35.0 ± 0.3" in line
+    assert header.index("FlashMLA / etap") < header.index("etap-bf16 / etap")
+    assert line.index("1.50") < line.index("1.75") and "  16.0  " in line and "  35.0  " in line
     markdown = report.markdown(fp8_document)
     assert (
-        "| **etap** | TFLOP/s | etap-fp8-math | etap-bf16 | FlashMLA | FlashMLA / etap | our bf16 / etap |" in markdown
+        "| **etap** | TFLOP/s | etap-fp8-math | etap-bf16 | FlashMLA | FlashMLA / etap | etap-bf16 / etap |" in markdown
     )
     assert "| 16.0 | 35.0 | 30.0 | 1.50 | 1.75 |" in markdown
 
@@ -434,18 +403,18 @@ def test_fp8_math_may_err_more_and_not_too_much(fp8_document):
 
 def test_plots_are_drawn_for_what_the_rows_have(document, tmp_path):
     for kind in plots.KINDS:
-        path = plots.plot(document, kind, tmp_path / "targets")
-        assert path.name == f"targets-{kind}.png" and path.read_bytes().startswith(b"\x89PNG")
+        picture = plots.plot(document, kind, tmp_path / "more" / f"{kind}.png").read_bytes()
+        assert picture.startswith(b"\x89PNG") and plots.source_of(document).encode() in picture
     with pytest.raises(ValueError, match="latency: wanted at least 3 rows for a panel, got none"):
-        plots.plot(changed(document, rows=document.rows[-1:]), "latency", tmp_path / "few")
+        plots.plot(changed(document, rows=document.rows[-1:]), "latency", tmp_path / "few.png")
     with pytest.raises(ValueError, match="kind: wanted one of tflops, latency, got bars"):
-        plots.plot(document, "bars", tmp_path / "targets")
+        plots.plot(document, "bars", tmp_path / "targets.png")
 
 
 def test_bars_stand_under_the_roof_with_published_figures_across_them(document):
     tflops = {512: 9.0, 65536: 32.0, 1024: 1.0}
     published = Published(kernel="FlashMLA", gpu="H20", source="paper", batch=16, heads=16, tflops=tflops)
-    figure = plots.bars(changed(document, published=[published]))
+    figure = plots.bars(changed(document, published=[published]), plots.series_of(document))
     (axis,) = figure.axes
     names = [*document.peers, "etap"]
     heights = [[bar.get_height() for bar in container] for container in axis.containers]
@@ -464,12 +433,12 @@ def test_bars_stand_under_the_roof_with_published_figures_across_them(document):
     assert labels[:4] == names and set(labels[4:]) == {
         "published, H20 (paper)",
         "roof",
-        "roof with 64 rows, most of them padding",
+        "roof with 64 rows, mostly padding",
     }
 
 
 def test_the_axes_of_times_have_plain_numbers(document):
-    figure = plots.latency(document)
+    figure = plots.latency(document, plots.series_of(document))
     figure.canvas.draw()
     (axis,) = figure.axes
     low, high = axis.get_ylim()
@@ -480,26 +449,39 @@ def test_the_axes_of_times_have_plain_numbers(document):
     assert axis.get_legend() is None and figure.legends
 
 
-def test_results_are_shown_again_and_drawn(tmp_path):
+def test_results_are_shown_again_and_drawn_where_that_was_told(document, tmp_path):
     path = tmp_path / "targets.json"
-    shutil.copy(RESULTS / "targets.json", path)
-    result = run_command(show, str(path), "--plot", "latency")
-    assert result.exit_code == 0 and "16 x 16K" in result.stdout and (tmp_path / "targets-latency.png").is_file()
+    results.write(rows.dumped(document), path)
+    result = run_command(report.main, str(path), "--plot", "latency", "--plots", str(tmp_path / "drawn"))
+    assert result.exit_code == 0 and "16 x 64K" in result.stdout
+    assert (tmp_path / "drawn" / "targets-latency.png").is_file() and len(list(tmp_path.iterdir())) == 2
+    for alone in (["--plot", "latency"], ["--plots", str(tmp_path)]):
+        result = run_command(report.main, str(path), *alone)
+        assert result.exit_code == 2 and "--plots: wanted a folder beside --plot" in result.stderr
+
+
+@pytest.mark.parametrize("width", [20, 60, 80])
+def test_no_number_is_cut_however_narrow_the_screen(document, tmp_path, width):
+    path = tmp_path / "targets.json"
+    results.write(rows.dumped(document), path)
+    shown = run_command(report.main, str(path), width=width).stdout
+    assert shown.rstrip("\n") == report.text(document) and "…" not in shown
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"kind": "e2e"}', "{", '{"rows": 3}'])
 def test_files_of_something_else_are_refused_by_name(tmp_path, text):
     path = tmp_path / "other.json"
     path.write_text(text)
-    result = run_command(show, str(path))
+    result = run_command(report.main, str(path))
     assert result.exit_code == 2 and "etap report: " in result.stderr and "other.json" in result.stderr
 
 
-@pytest.mark.parametrize("name, kind", [("e2e-tp2-vllm", "'e2e'"), ("estimate-h20", "'estimate'"), ("random", "None")])
-def test_a_file_of_another_kind_is_refused_in_one_sentence(name, kind):
-    path = RESULTS / f"{name}.json"
+@pytest.mark.parametrize("name, kind", [("served", "'e2e'"), ("carried", "'estimate'"), ("random", "None")])
+def test_a_file_of_another_kind_is_refused_in_one_sentence(tmp_path, name, kind):
+    path = tmp_path / f"{name}.json"
+    results.write({"kind": kind.strip("'")} if kind != "None" else {"what": "random"}, path)
     said = f"etap report: {path}: wanted a results file of kind 'bench', got {kind}"
-    assert " ".join(run_command(show, str(path)).stderr.split()) == said
+    assert " ".join(run_command(report.main, str(path)).stderr.split()) == said
 
 
 def test_a_table_is_drawn_without_torch_and_without_a_kernel():
@@ -508,7 +490,7 @@ def test_a_table_is_drawn_without_torch_and_without_a_kernel():
         "import sys, types\n"
         "package = sys.modules['etap_backend'] = types.ModuleType('etap_backend')\n"
         "package.__path__ = sys.argv[1:]\n"
-        "import etap_backend.lab.bench.show\n"
+        "import etap_backend.lab.bench.report\n"
         "print(*sys.modules)"
     )
     command = [sys.executable, "-c", program, str(configs.PACKAGE)]
@@ -563,6 +545,34 @@ def test_each_of_our_kernels_gets_its_cache_and_the_truth_of_it(kv_dtype, on_cpu
         assert row.errors(graphs)["etap"] > 1e-2, "the cache's rounding goes unseen"
 
 
+class Recorded:
+    """In place of a CUDA graph: its calls are made at once."""
+
+    def __init__(self, call, calls):
+        self.calls, self.results = calls, [call(index) for index in range(calls)]
+
+
+def test_behind_another_kernel_each_call_waits_for_what_reads_the_queries(on_cpu, monkeypatch):
+    """Ours and peers' alike; without that wish there is one graph per kernel."""
+    log, workload = [], Workload((100,), heads=4)
+    peer = providers.Provider("FlashMLA", lambda inputs: lambda cache: log.append("call"))
+    monkeypatch.setattr(measure, "Captured", Recorded)
+    monkeypatch.setattr(measure.torch, "neg", lambda queries, out: log.append(queries.shape == out.shape))
+    for behind in (False, True):
+        log.clear()
+        row = bench_of(workload, providers.Kernels.listed(plain=[peer]))
+        row = dataclasses.replace(row, settings=measure.Settings(behind=behind))
+        graphs, later, others = row.captured()
+        assert list(graphs) == ["FlashMLA"] and list(later) == ["FlashMLA"] * behind and not others
+        assert log == ["call"] * row.calls + [True, "call"] * row.calls * behind
+
+
+def test_both_times_of_a_call_are_kept():
+    timing, later = measure.timing_of([1.0, 2.0, 3.0]), measure.timing_of([4.0, 5.0, 6.0])
+    found = measure.results_of({"etap": timing}, {}, {}, {"etap": later})["etap"]
+    assert (found.us, found.behind.us) == (2.0, 5.0)
+
+
 def test_fp8_saturates():
     x = torch.tensor([0.0, 1.0, -5.6, 7.0, -100.0], dtype=torch.bfloat16)
     assert kernels.to_fp8(x, 0.0125).float().tolist() == [0.0, 80.0, -448.0, 448.0, -448.0]
@@ -588,14 +598,15 @@ def test_peers_of_a_file_stand_beside_ours_and_take_the_place_of_others(tmp_path
     path = tmp_path / "mine.py"
     path.write_text(PEERS)
     found = providers.with_file(providers.installed(), path)
-    assert list(found.plain) == ["etap", "FlashMLA", "FA3", "FlashInfer", "Triton", "authors' ETAP"]
-    assert found.versions == {"FlashMLA": "9241ae3"} and "authors' ETAP" not in found.fp8
+    assert list(found.of_kinds["plain"]) == ["etap", "FlashMLA", "FA3", "FlashInfer", "Triton", "authors' ETAP"]
+    assert found.versions == {"FlashMLA": "9241ae3"} and "authors' ETAP" not in found.of_kinds["fp8"]
     proxy = providers.with_file(providers.ours(providers.installed()), path)
-    assert list(proxy.plain) == ["etap", "FlashMLA", "authors' ETAP"] and proxy.plain["FlashMLA"].there
+    plain = proxy.of_kinds["plain"]
+    assert list(plain) == ["etap", "FlashMLA", "authors' ETAP"] and plain["FlashMLA"].there
     row = bench_of(Workload((100, 333), heads=4), proxy)
     errors = row.errors(graphs_of(row))
     assert 0 < errors["authors' ETAP"] < errors["etap"] < LARGEST_RMSE["bfloat16"]
-    _, results_ = bench_of(Workload((100,), heads=4, s_q=2), proxy.chosen(["FlashMLA"])).captured()
+    *_, results_ = bench_of(Workload((100,), heads=4, s_q=2), proxy.chosen(["FlashMLA"])).captured()
     assert results_ == {"FlashMLA": Refused(reason="one query token only")}
 
 
@@ -635,9 +646,9 @@ def test_kernels_that_nobody_knows_are_refused(only, skip, words):
 def test_without_a_choice_ours_and_the_installed_peers_are_timed(monkeypatch):
     monkeypatch.setattr(providers.provenance, "installed", lambda packages: {p: "1" for p in packages if p == "vllm"})
     plain = chosen(providers.installed(), read_grids(["targets"]), [], [])
-    assert list(plain.plain) == ["etap", "FlashMLA", "FA3", "Triton"]
+    assert list(plain.of_kinds["plain"]) == ["etap", "FlashMLA", "FA3", "Triton"]
     fp8 = chosen(providers.installed(), read_grids(["targets-fp8"]), [], ["triton", "Etap-BF16"])
-    assert list(fp8.fp8) == ["etap", "etap-fp8-math", "FlashMLA"]
+    assert list(fp8.of_kinds["fp8"]) == ["etap", "etap-fp8-math", "FlashMLA"]
 
 
 # Several libraries
@@ -741,7 +752,7 @@ def libraries_document(document) -> Document:
 
 def test_libraries_are_compared_with_the_first(libraries_document):
     assert libraries_document.own == ["old", "new"] and libraries_document.peers == []
-    text = text_of(libraries_document)
+    text = report.text(libraries_document)
     assert "new / old: median 0.960, at most 1.020 (16 x 4K, 16 heads, s_q 1)" in text
     assert "1 of 2 outputs have the bits of old's, not 16 x 4K, 16 heads, s_q 1: new" in text
     markdown = report.markdown(libraries_document)
@@ -765,7 +776,8 @@ def an_h200(monkeypatch, on_cpu):
     chip = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: chip)
-    monkeypatch.setattr(measure, "measure_host", lambda *of: {name: measure.timing_of([9.0] * 3) for name in of[3]})
+    hosts = lambda *of, plans: {name: measure.timing_of([9.0] * 3) for name in of[3]}  # noqa: E731
+    monkeypatch.setattr(measure, "measure_hosts", hosts)
     monkeypatch.setattr(measure, "measure_schedule", lambda *_: None)
 
     def row_of(workload, pool, of, settings, floor):
@@ -801,7 +813,7 @@ def test_the_proxys_header_says_that_it_is_one(an_h200):
     of, settings = providers.ours(providers.installed()), measure.Settings(num_sms=78, h20_proxy=True)
     header = run.header(read_grids(["paper"]), [], of, settings, [], None)
     assert header.gpu == "H20 proxy (H200 throttled)" and header.floor.bandwidth == PROXY_FLOOR.bandwidth
-    assert "holds the SMs beyond 78" in header.method and header.published and header.options.num_sms == 78
+    assert header.published and header.options.num_sms == 78 and header.options.h20_proxy
 
 
 # The command

@@ -3,24 +3,21 @@ On a GPU also a short run of the whole."""
 
 from __future__ import annotations
 
-import io
 from types import ModuleType
 
 import pytest
 import torch
 import typer
 from bench_documents import document_of
-from rich.console import Console
 from typer.testing import CliRunner
 
 from etap_backend.compat import flash_attn_interface, flash_mla
-from etap_backend.lab import results, tables
+from etap_backend.lab import configs, results, tables
 from etap_backend.lab.bench import measure, peers, providers, report, run, tensors
 from etap_backend.lab.bench.command import bench, chosen, kernels_of
 from etap_backend.lab.bench.floors import H200_FLOOR
-from etap_backend.lab.bench.grids import SparseWorkload, Workload, find_grid, read_grid, read_grids
+from etap_backend.lab.bench.grids import SparseWorkload, Workload, read_grid, read_grids
 from etap_backend.lab.bench.kernels import Planned
-from etap_backend.lab.bench.method import method_of
 from etap_backend.lab.bench.rows import (
     AS_FA3,
     AS_FLASHINFER,
@@ -32,6 +29,7 @@ from etap_backend.lab.bench.rows import (
     Measured,
     Refused,
     Row,
+    dumped,
     problems,
     row_of,
 )
@@ -68,14 +66,15 @@ def own() -> providers.Kernels:
 def test_each_drop_in_stands_before_what_it_stands_in_for():
     found = providers.of_drop_ins()
     pairs = [name for pair in DROP_INS.items() for name in pair]
-    assert list(found.plain) == pairs and list(found.fp8) == pairs[:4] and list(found.sparse_fp8) == pairs[:2]
-    assert not found.sparse and all(found.plain[name].package for name in DROP_INS.values())
+    kinds = found.of_kinds
+    assert [list(kinds[kind]) for kind in ("plain", "fp8", "sparse_fp8")] == [pairs, pairs[:4], pairs[:2]]
+    assert not kinds["sparse"] and all(kinds["plain"][name].package for name in DROP_INS.values())
     assert all(each[name].there for each in found.of_kinds.values() for name in each if name in DROP_INS)
 
 
 @pytest.mark.parametrize("name, rows", [("drop-ins", 35), ("drop-ins-fp8", 20), ("drop-ins-sparse", 20)])
 def test_the_grids_have_few_heads_and_many(name, rows):
-    made = read_grid(find_grid(name))
+    made = read_grid(configs.find("bench", name))
     assert made.calls == "drop-ins" and len(made.workloads) == rows
     assert {workload.heads for workload in made.workloads} == {8, 16, 32, 64, 128}
     assert all(providers.of_drop_ins().of(workload) for workload in made.workloads)
@@ -93,8 +92,9 @@ def test_the_proxy_has_the_drop_ins_and_the_peers_of_a_file(tmp_path, monkeypatc
     path = tmp_path / "mine.py"
     path.write_text("PEERS = {'FlashMLA': print}")
     found = kernels_of([], path, True, tmp_path, drop_ins=True)
-    assert list(found.plain) == [*DROP_INS, "FlashMLA"] and found.plain["FlashMLA"].there
-    assert chosen(found, read_grids(["drop-ins"]), [], []).plain == found.plain
+    plain = found.of_kinds["plain"]
+    assert list(plain) == [*DROP_INS, "FlashMLA"] and plain["FlashMLA"].there
+    assert chosen(found, read_grids(["drop-ins"]), [], []).of_kinds["plain"] == plain
     path.write_text(f"PEERS = {{'{AS_FA3}': print}}")
     with pytest.raises(ValueError, match=f"--peers: wanted other columns than .*, got {AS_FA3}"):
         kernels_of([], path, True, tmp_path, drop_ins=True)
@@ -189,24 +189,27 @@ def test_the_originals_are_given_the_same_words(monkeypatch, on_cpu):
         words = []
         for name in (column, DROP_INS[column]):
             asked.clear()
-            prepare = providers.of_drop_ins().plain[name].prepare
+            prepare = providers.of_drop_ins().of_kinds["plain"][name].prepare
             prepare(row.inputs)(*row.pool.copies(row.workload, torch.bfloat16)[0])
             words.append([one for one in asked if one[0] != "get_mla_metadata"])
         assert words[0] == words[1] and len(words[0]) == (1 if column == AS_FLASHMLA else 2)
 
 
-def test_host_times_are_of_what_can_be_called_with_and_without_a_plan(on_cpu):
+def test_host_times_are_of_what_can_be_called_with_and_without_a_plan(on_cpu, monkeypatch):
     row = bench_of(WORKLOADS["plain"])
-    kernels = providers.Kernels({**row.kernels.plain, "FA3": providers.of_drop_ins().plain["FA3"]}, {}, {}, {})
-    found = measure.measure_drop_in_hosts(row.workload, row.pool, kernels, row.settings, calls=2)
+    plain = [*row.kernels.of_kinds["plain"].values(), providers.of_drop_ins().of_kinds["plain"]["FA3"]]
+    kernels = providers.Kernels.listed(plain=plain)
+    monkeypatch.setattr(measure, "HOST_CALLS", 2)
+    names = list(kernels.of(row.workload))
+    found = measure.measure_hosts(row.workload, row.pool, kernels, names, row.settings, plans=True)
     assert list(found) == [text for name in DROP_INS for text in (name, f"{name} with its plan")]
     assert all(timing.us > 0 and timing.replays == measure.HOST_TURNS for timing in found.values())
 
 
 def test_a_run_measures_the_hosts_of_drop_ins(monkeypatch):
     workload = WORKLOADS["plain"]
-    monkeypatch.setattr(measure, "measure_drop_in_hosts", lambda first, *rest: {"of": first})
-    assert run._once(None, workload, None, own(), measure.Settings()) == {"host_calls": {"of": workload}}
+    monkeypatch.setattr(measure, "measure_hosts", lambda first, *rest, plans: {"of": first, "plans": plans})
+    assert run._once(None, workload, None, own(), measure.Settings()) == {"host_calls": {"of": workload, "plans": True}}
     assert run._once(None, workload, None, own(), measure.Settings(h20_proxy=True)) == {}
 
 
@@ -226,7 +229,6 @@ def document() -> Document:
     return document_of(
         "drop-ins",
         title="Drop-ins",
-        method=method_of(fp8=True, sparse=False, drop_ins=True, h20_proxy=False),
         floor=H200_FLOOR.said(fp8=True),
         host_calls={
             AS_FLASHMLA: {"us": 20.0, **timing},
@@ -255,40 +257,27 @@ def test_the_table_has_each_drop_in_beside_its_original(document):
 
 def test_below_it_stands_how_they_compare_and_what_calls_take_of_the_host(document):
     lines = report.markdown(document).splitlines()
-    assert (
-        "compat.flash_mla: 1.33 to 2.00 times as fast as FlashMLA with up to 32 heads (median 1.50), 1.20 to 1.20 "
-        "times as fast as FlashMLA with more than 32 heads (median 1.20); slower at none of 4 points."
-    ) in lines
-    (infer,) = (line for line in lines if line.startswith("compat.flashinfer:"))
-    assert infer.endswith("slower at 16 x 4K, 128 heads, s_q 1 (0.95).")
+    few = "FlashMLA / compat.flash_mla, up to 32 heads, 3 shapes: 1.33 to 2.00, median 1.50; below 0.98 at none."
+    assert few in lines
+    (infer,) = (line for line in lines if line.startswith("FlashInfer / compat.flashinfer, more than 32"))
+    assert infer.endswith("1 shapes: 0.95 to 0.95, median 0.95; below 0.98 at 1, 16 x 4K, 128 heads, s_q 1 (0.95).")
     assert (
         "Host time of one call of 16 x 4K, 16 heads, s_q 1: FlashMLA 30.0 us; compat.flash_mla 20.0 us, 55.0 with its "
         "plan."
     ) in lines
-    text = io.StringIO()
-    report.print_document(document, Console(width=300, file=text))
-    assert (
-        "users of each library make them" in text.getvalue()
-        and infer in text.getvalue()
-        and "host, one call of compat.flash_mla with its plan: 55.0" in text.getvalue()
-    )
+    text = report.text(document)
+    assert infer in text and "host, one call of compat.flash_mla with its plan: 55.0" in text
 
 
-def test_a_pages_sentence_says_where_it_was_measured(document):
-    said = tables.drop_in_sentences(document, ("FA3",))
-    assert said.startswith("1.20 to 1.20 times as fast as FA3 with up to 32 heads (median 1.20), 1.00 to 1.00 times as")
-    assert "slower at none of 3 points. NVIDIA H200, " in said and said.endswith(
-        "commit abc1234; `etap bench drop-ins`."
-    )
-    with pytest.raises(ValueError, match="rows: wanted one of FlashMLA, FlashInfer, FA3, got FA4"):
-        tables.drop_in_sentences(document, ("FA4",))
-
-
-def test_a_place_for_it_is_filled_from_the_file(document, tmp_path):
-    place = Place("drop-in", "drop-ins", ("FA3",), "", may_lack=True)
+def test_a_pages_place_has_the_comparison_with_one_library(document, tmp_path):
+    place = Place("ratios", "drop-ins", ("FA3",), "", may_lack=True)
     assert tables.table(place, tmp_path) == tables.NOT_YET
-    results.write(document, tmp_path / "drop-ins.json")
-    assert tables.table(place, tmp_path) == tables.drop_in_sentences(document, ("FA3",))
+    results.write(dumped(document), tmp_path / "drop-ins.json")
+    lines = tables.table(place, tmp_path).splitlines()
+    assert lines[0].startswith("- FA3 / compat.flash_attn_interface, up to 32 heads, 2 shapes: 1.20 to 1.20")
+    assert lines[-1] == "NVIDIA H200, commit abc1234." and not any("FlashInfer" in line for line in lines)
+    with pytest.raises(ValueError, match="rows: wanted some of FlashMLA, FlashInfer, FA3, got FA4"):
+        report.ratios(document, ("FA4",))
 
 
 def test_without_the_originals_nothing_is_compared(document):

@@ -3,21 +3,19 @@ GPU also a short run of the whole."""
 
 from __future__ import annotations
 
-import io
 from types import SimpleNamespace
 
 import pytest
 import torch
 import typer
 from bench_documents import document_of
-from rich.console import Console
 from typer.testing import CliRunner
 
-from etap_backend.lab import results
+from etap_backend.lab import configs, results
 from etap_backend.lab.bench import measure, plots, providers, report, rows, run, tensors
 from etap_backend.lab.bench.command import bench
 from etap_backend.lab.bench.floors import H200_GATHER_FLOOR, PROXY_GATHER_FLOOR, floor_for
-from etap_backend.lab.bench.grids import SparseWorkload, find_grid, read_grid, read_grids
+from etap_backend.lab.bench.grids import SparseWorkload, read_grid, read_grids
 from etap_backend.lab.bench.rows import (
     LARGEST_RMSE,
     Document,
@@ -69,13 +67,13 @@ def document() -> SparseDocument:
 
 
 def test_the_grids_have_the_shapes_that_are_asked_about():
-    made = read_grid(find_grid("sparse"))
+    made = read_grid(configs.find("bench", "sparse"))
     shapes = {(len(row.lengths), row.heads, row.kv_dtype) for row in made.workloads}
     assert made.sparse and {row.top_k for row in made.workloads} == {2048}
     for kv_dtype in ("same", "fp8"):
         assert {tokens for tokens, heads, kind in shapes if (heads, kind) == (16, kv_dtype)} == {1, 8, 16, 32, 64, 128}
         assert {(16, heads, kv_dtype) for heads in (8, 64, 128)} <= shapes
-    prefill = read_grid(find_grid("sparse-prefill")).workloads[0]
+    prefill = read_grid(configs.find("bench", "sparse-prefill")).workloads[0]
     assert prefill == decode(4096, context=65536) and prefill.label == "4096 x 2K of 64K, 16 heads"
 
 
@@ -92,7 +90,7 @@ def test_a_cache_for_all_rows_can_be_chosen():
         ("tokens = [1]\ncontext = 2000\ntop_k = 64", "context: wanted a multiple of 64 of at least top_k, got 2000"),
         ("tokens = [1]\ncontext = 1024", "context: wanted a multiple of 64 of at least top_k, got 1024"),
         ("tokens = [1]\ncontext = 2048\nkv_dtype = ['int8']", "sparse.0.kv_dtype.0: Input should be 'same' or 'fp8'"),
-        ("tokens = [1]\ncontext = 2048\n[[rows]]\nshapes = [[1, 64]]", r"wanted \[\[rows\]\], or \[\[sparse\]\]"),
+        ("tokens = [1]\ncontext = 2048\n[[rows]]\nshapes = [[1, 64]]", r"wanted \[\[rows\]\], or"),
     ],
 )
 def test_a_grid_that_makes_no_sense_is_refused(tmp_path, text, words):
@@ -234,7 +232,9 @@ def test_peers_of_a_file_stand_beside_ours(tmp_path, on_cpu):
     path = tmp_path / "mine.py"
     path.write_text(PEERS)
     found = providers.with_file(providers.ours(providers.installed()), path)
-    assert list(found.sparse) == ["etap", "TileLang"] and list(found.sparse_fp8) == list(found.plain) == ["etap"]
+    kinds = found.of_kinds
+    assert list(kinds["sparse"]) == ["etap", "TileLang"]
+    assert list(kinds["sparse_fp8"]) == list(kinds["plain"]) == ["etap"]
     row = bench_of(small(), found)
     errors = row.errors(graphs_of(row))
     assert 0 < errors["TileLang"] < errors["etap"] < LARGEST_RMSE["bfloat16"]
@@ -242,8 +242,8 @@ def test_peers_of_a_file_stand_beside_ours(tmp_path, on_cpu):
 
 def test_a_build_of_before_the_sparse_call_has_no_rows_of_it():
     new, old = SimpleNamespace(etap=print, etap_sparse=print), SimpleNamespace(etap=print)
-    found = providers.of_libraries({"new": new, "old": old})
-    assert list(found.plain) == ["new", "old"] and list(found.sparse) == list(found.sparse_fp8) == ["new"]
+    found = providers.of_libraries({"new": new, "old": old}).of_kinds
+    assert list(found["plain"]) == ["new", "old"] and list(found["sparse"]) == list(found["sparse_fp8"]) == ["new"]
 
 
 # Results files, tables, plots
@@ -251,10 +251,10 @@ def test_a_build_of_before_the_sparse_call_has_no_rows_of_it():
 
 def test_a_results_file_is_read_as_what_it_is(document, tmp_path):
     path = tmp_path / "sparse.json"
-    results.write(document, path)
+    results.write(rows.dumped(document), path)
     again = rows.read(path)
     assert again == document and type(again) is SparseDocument and type(again.rows[0]) is SparseRow
-    results.write(again, tmp_path / "again.json")
+    results.write(rows.dumped(again), tmp_path / "again.json")
     assert (tmp_path / "again.json").read_text() == path.read_text()
     with pytest.raises(ValueError, match="sparse.json: wanted a results file of kind 'bench', got 'bench-sparse'"):
         results.read(path, Document)  # what estimates of dense models read
@@ -263,17 +263,14 @@ def test_a_results_file_is_read_as_what_it_is(document, tmp_path):
 def test_a_table_tells_fp8_rows_from_bf16_ones(document):
     text = report.markdown(document)
     header, _, first, *_ = text.splitlines()
-    assert header.startswith("| tokens x top-k | heads | cache | floor | **etap** | TFLOP/s | FlashMLA | FA3 |")
+    assert header.startswith("| tokens x keys | heads | cache | floor | **etap** | TFLOP/s | FlashMLA | FA3 |")
     assert first.startswith("| 1 x 2K | 16 | FP8 | 3.1 | **8.3** |") and first.endswith("| 19.0 | - | 2.28 | - |")
     assert "| 128 x 2K | 16 | bf16 | 70.4 | **72.0** |" in text and "| 16 x 2K | 64 | FP8 |" in text
     assert "gathered bytes" in text and "`etap bench sparse`" in text
     some = report.markdown(document, ("16 x 2K",))
     assert "| 16 x 2K | 16 | bf16 |" in some
-    assert "16 heads, FP8 rows or 64 heads, FP8 rows or 16 heads, bf16 rows; NVIDIA H200" in some
-    console = io.StringIO()
-    report.print_document(document, Console(width=220, file=console))
-    assert "128 x 2K of 2048K, 16 heads, FP8 rows" in console.getvalue()
-    assert "refused: 64 heads are not padded" in console.getvalue()
+    assert "16 heads, FP8 rows or 64 heads, FP8 rows or 16 heads, bf16 rows. NVIDIA H200" in some
+    assert "refused: 64 heads are not padded" in report.text(document)
 
 
 def test_wrong_results_of_ours_are_found(document):
@@ -284,14 +281,14 @@ def test_wrong_results_of_ours_are_found(document):
 
 
 def test_plots_have_a_panel_for_each_cache_over_the_tokens(document, tmp_path):
-    figure = plots.latency(document)
+    figure = plots.latency(document, plots.series_of(document))
     bf16, fp8 = figure.axes
     assert bf16.get_title() == "16 heads, bf16 rows, top-k 2048" and fp8.get_title() == "16 heads, FP8 rows, top-k 2048"
     lines = {line.get_label(): line.get_xydata().tolist() for line in fp8.lines}
     assert lines["etap"] == [[n, n / 3 + 8] for n in (1, 16, 128)] and set(lines) == {"etap", "FlashMLA", "floor"}
     assert fp8.get_xlabel() == "query tokens"
     for kind in plots.KINDS:
-        assert plots.plot(document, kind, tmp_path / "sparse").read_bytes().startswith(b"\x89PNG")
+        assert plots.plot(document, kind, tmp_path / "sparse.png").read_bytes().startswith(b"\x89PNG")
 
 
 # A run
@@ -302,7 +299,8 @@ def an_h200(monkeypatch, on_cpu):
     chip = SimpleNamespace(multi_processor_count=132)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: chip)
-    monkeypatch.setattr(measure, "measure_host", lambda *of: {name: measure.timing_of([9.0] * 3) for name in of[3]})
+    hosts = lambda *of, plans: {name: measure.timing_of([9.0] * 3) for name in of[3]}  # noqa: E731
+    monkeypatch.setattr(measure, "measure_hosts", hosts)
     monkeypatch.setattr(measure, "measure", lambda workload, *_: a_row(workload, etap=10.0))
 
 
@@ -312,7 +310,6 @@ def test_a_run_writes_a_file_of_the_sparse_call(tmp_path, an_h200):
     made, of, settings = read_grid(path), providers.ours(providers.installed()), measure.Settings()
     header = run.header(made, [], of, settings, [], None)
     assert type(header) is SparseDocument and header.floor.fp8_bandwidth == H200_GATHER_FLOOR.fp8_bandwidth
-    assert "lists without a row in common" in header.method and "FP8 rows have 656 bytes" in header.method
     whole = run.run(header, made.workloads, of, settings, tmp_path / "r.json", lambda _: None)
     assert whole.complete and len(whole.rows) == 4
     assert whole.schedule_build is None and list(whole.host_calls) == ["etap"]

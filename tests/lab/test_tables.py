@@ -1,49 +1,97 @@
-"""The tables of README.md and docs/: filled from results files, and every difference and omission found."""
+"""The tables of README.md and docs/: filled from results files, every difference and omission found, and the results'
+ages told."""
 
 from __future__ import annotations
 
+import json
 import re
-import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 import typer
+from bench_documents import document_of
 from typer.testing import CliRunner
 
-from etap_backend.lab import provenance, results, tables
+from etap_backend.lab import ages, provenance, results, tables
+from etap_backend.lab.bench import plots
+from etap_backend.lab.bench.grids import Workload
+from etap_backend.lab.bench.rows import Measured, dumped, row_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 README = """a
 <!-- bench targets: 1 x 1K; 16 x 16K -->
 <!-- /bench -->
-<!-- e2e e2e-decode-full-vllm: 1 x 2K -->
-<!-- /e2e -->
-b [all](results/sleep-vllm.json), ![picture](results/targets-latency.png)
+b ![picture](results/targets-latency.png)
 """
 DOC = """<!-- bench targets -->
 old
 <!-- /bench -->
 <!-- summary wide -->
 <!-- /summary -->
-<!-- figures targets: 16 x 4K -->
-<!-- /figures -->
-<!-- e2e e2e-decode-full-vllm -->
-<!-- /e2e -->
-<!-- estimate estimate-h20 -->
-<!-- /estimate -->
+<!-- ratios targets -->
+<!-- /ratios -->
+<!-- claims all -->
+<!-- /claims -->
 """
+SOAK = {"what": "soak, vllm", "outcome": "passed: 15 requests", "gpu": "NVIDIA H200", "date": "2026-11-21T23:29:44"}
+SOAK |= {"commit": "5dea719", "versions": {"vllm": "0.26.0"}}
+
+
+def a_document(grid: str, shapes: list[tuple[int, int]]):
+    times = {"etap": 1.0, "FlashMLA": 2.0, "FA3": 1.5, "FlashInfer": 1.25}
+    rows = [
+        row_of(
+            Workload((tokens,) * requests).shape,
+            calls=4,
+            rotated_bytes=0,
+            floor_us=5.0,
+            results={
+                name: Measured(us=factor * (requests * tokens / 500 + 8), iqr_us=0.1, replays=21, relative_rmse=1.7e-3)
+                for name, factor in times.items()
+            },
+        )
+        for requests, tokens in shapes
+    ]
+    return document_of(grid, title="MLA decode", rows=rows)
+
+
+def git(root: Path, *words: str) -> str:
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "-c",
+        "user.name=a",
+        "-c",
+        "user.email=a@b",
+        "-c",
+        "commit.gpgsign=false",
+        *words,
+    ]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
 
 
 @pytest.fixture
 def root(tmp_path) -> Path:
-    for folder in ("docs", "results"):
-        (tmp_path / folder).mkdir()
-    for name in ("targets.json", "wide.json", "sleep-vllm.json", "e2e-decode-full-vllm.json", "estimate-h20.json"):
-        shutil.copy(RESULTS / name, tmp_path / "results")
-    (tmp_path / "results" / "targets-latency.png").write_bytes(b"")
-    (tmp_path / "README.md").write_text(README)
-    (tmp_path / "docs" / "results.md").write_text(DOC)
-    return tmp_path
+    """A source tree with two results of its only commit, and a check's."""
+    root = tmp_path / "tree"
+    for folder in ("docs", "results", "csrc", "etap_backend/lab"):
+        (root / folder).mkdir(parents=True)
+    (root / "csrc" / "kernel.cu").write_text("a\n" * 10)
+    (root / "etap_backend" / "lab" / "bench.py").write_text("a\n")
+    git(tmp_path, "init", "-q", str(root))
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "a")
+    commit = git(root, "rev-parse", "--short", "HEAD")
+    shapes = [(1, 1024), (16, 512), (16, 4096), (16, 16384)]
+    for name in ("targets", "wide"):
+        document = a_document(name, shapes).model_copy(update={"commit": commit})
+        results.write(dumped(document), root / "results" / f"{name}.json")
+    results.write(SOAK | {"commit": commit}, root / "results" / "soak.json")
+    (root / "README.md").write_text(README)
+    (root / "docs" / "results.md").write_text(DOC)
+    return root
 
 
 def run(root: Path, *arguments: str):
@@ -53,83 +101,75 @@ def run(root: Path, *arguments: str):
 
 
 def test_all_places_are_filled_and_then_nothing_differs(root):
-    assert len(tables.complaints(root)) == 7
+    assert tables.complaints(root)
     result = run(root)
-    assert result.exit_code == 0 and result.stdout == "filled README.md\nfilled docs/results.md\n"
+    assert result.exit_code == 0, result.output
+    made = ["results/targets-latency.png", "README.md", "docs/results.md"]
+    made += [f"docs/tables/{name}.md" for name in ("targets", "wide", "README")]
+    assert result.stdout.splitlines() == [f"filled {name}" for name in made]
     readme, doc = (root / "README.md").read_text(), (root / "docs" / "results.md").read_text()
-    assert readme.count("\n| 1") == 3 and "| 1 x 2K | 8.23 | 9.91 | 8.62 |" in readme
-    assert "| 16 x 16K |" in readme and readme.startswith("a\n<!-- bench targets: 1 x")
-    assert readme.endswith("targets-latency.png)\n") and "old" not in doc
-    assert "| 128 x 4K |" in doc and "| query rows |" in doc and "16 x 4K tokens: etap " in doc and "| TPOT ms |" in doc
-    assert "| 16 x 16K/256, cached | ETAP | 21.58 |" in doc and "Estimate for H20-96G; commit " in doc
-    assert "`. e2e-decode-full-even-vllm, e2e-tp2-fp8-vllm, e2e-tp2-mtp-vllm: NVIDIA H200, commit " in doc
-    assert "| e2e-tp2-fp8-vllm |\n" in doc, "several readings: each line says of which"
+    assert (
+        readme.count("\n| 1") == 2 and "| 16 x 16K | 5.0 | **532.3** |" in readme and readme.startswith("a\n<!-- bench")
+    )
+    assert "old" not in doc and "| query rows |" in doc
+    assert "- best peer / etap, up to 32 heads, 4 shapes: 1.25 to 1.25, median 1.25; below 0.98 at none." in doc
+    assert (
+        "| soak, vllm ([file](../results/soak.json)) | passed: 15 requests | NVIDIA H200, vllm 0.26.0, commit " in doc
+    )
+    whole = (root / "docs" / "tables" / "targets.md").read_text()
+    assert whole.startswith("# MLA decode\n") and "| 16 x 512 | 16 | 1 |" in whole and "`etap bench targets`" in whole
     assert tables.complaints(root) == [] and run(root).stdout == "" and run(root, "--check").exit_code == 0
 
 
 def test_a_figure_that_is_not_its_files_is_found(root):
     run(root)
     page = root / "docs" / "results.md"
-    page.write_text(page.read_text().replace("| 128 x 4K | 16 | 1 | 135.7 |", "| 128 x 4K | 16 | 1 | 135.6 |"))
+    page.write_text(page.read_text().replace("| 16 x 4K | 16 | 1 | 5.0 |", "| 16 x 4K | 16 | 1 | 4.9 |"))
     result = run(root, "--check")
-    assert result.exit_code == 1
-    assert result.stderr == "docs/results.md: <!-- bench targets --> is not what results/targets.json gives\n"
-    path = root / "results" / "targets.json"
-    document = results.read_json(path)
-    document["commit"] = "other"
-    results.write(document, path)
-    assert len(tables.complaints(root)) == 4, "the table, the sentence, the README's rows and the estimate made from it"
-
-
-def test_an_estimate_from_readings_that_were_taken_again_is_found(root):
+    said = "docs/results.md: it is not what results/ gives: python -m etap_backend.lab.tables\n"
+    assert result.exit_code == 1 and result.stderr == said
     run(root)
     path = root / "results" / "targets.json"
     results.write(results.read_json(path) | {"date": "2027-01-01T00:00:00+00:00"}, path)
-    said = "estimate-h20.json: wanted one made from the files beside it, got other targets.json: run its command"
-    (found,) = [line for line in tables.complaints(root) if "estimate" in line]
-    assert found.startswith("docs/results.md: <!-- estimate estimate-h20 -->: ") and found.endswith(said)
-
-
-def test_a_file_that_no_page_cites_is_found_and_one_that_is_not_there(root):
+    wrong = tables.complaints(root)
+    assert [text.split(":")[0] for text in wrong[:2]] == ["docs/results.md", "docs/tables/targets.md"], "whole tables"
+    assert wrong[2:] == ["results/targets-latency.png: it is not drawn from the result as it is"]
     run(root)
-    (root / "results" / "tuning").mkdir()
-    (root / "results" / "tuning" / "targets.json").write_text("{}")
-    (root / "results" / "more.json").write_text("{}")
-    (root / "results" / "targets-latency.png").unlink()
+    assert tables.complaints(root) == []
+
+
+def test_a_page_without_a_result_goes_and_a_result_without_a_page_is_found(root):
+    run(root)
+    (root / "results" / "wide.json").unlink()
+    (root / "docs" / "results.md").write_text("no claims here\n")
     assert tables.complaints(root) == [
-        "README.md: no results/targets-latency.png",
-        "results/more.json: no page cites it",
-        "results/tuning/targets.json: no page cites it",
+        "docs/tables/README.md: it is not what results/ gives: python -m etap_backend.lab.tables",
+        "docs/tables/wide.md: it has no result",
+        "results/soak.json: no page shows it",
     ]
+    assert "deleted docs/tables/wide.md" in run(root).stdout
+    (root / "README.md").write_text("[gone](results/gone.json)\n")
+    assert "README.md: no results/gone.json" in tables.complaints(root)
+    assert "results/targets-latency.png: no page shows it" in tables.complaints(root)
 
 
 def test_a_place_whose_file_need_not_be_there_says_so_until_it_is(root):
     page = root / "docs" / "z.md"
     page.write_text("<!-- bench later? -->\n<!-- /bench -->\n")
     assert run(root).exit_code == 0
-    assert page.read_text() == "<!-- bench later? -->\nNot measured yet.\n<!-- /bench -->\n"
+    assert page.read_text() == f"<!-- bench later? -->\n{tables.NOT_YET}\n<!-- /bench -->\n"
     assert tables.complaints(root) == []
-    shutil.copy(RESULTS / "targets.json", root / "results" / "later.json")
-    assert len(tables.complaints(root)) == 2, "the page differs, and the file is not cited"
-    assert run(root).exit_code == 0 and "| 128 x 4K |" in page.read_text() and tables.complaints(root) == []
-    (root / "results" / "later.json").unlink()
-    assert tables.complaints(root) == [
-        "docs/z.md: no results/later.json",
-        "docs/z.md: <!-- bench later --> is not what results/later.json gives",
-    ]
+    (root / "results" / "later.json").write_text((root / "results" / "targets.json").read_text())
+    assert run(root).exit_code == 0 and "| 16 x 4K |" in page.read_text() and tables.complaints(root) == []
 
 
 @pytest.mark.parametrize(
     "place, words",
     [
         ("<!-- bench nowhere -->\n<!-- /bench -->", "<!-- bench nowhere -->: .*nowhere.json"),
-        ("<!-- bench sleep-vllm -->\n<!-- /bench -->", "<!-- bench sleep-vllm -->: .*sleep-vllm.json: "),
+        ("<!-- bench soak -->\n<!-- /bench -->", "<!-- bench soak -->: .*soak.json: "),
         ("<!-- bench targets: 9 x 9K -->\n<!-- /bench -->", "rows: wanted some of 1 x 1K, .*, got 9 x 9K"),
-        ("<!-- e2e e2e-decode-full-vllm: 9 x 9K -->\n<!-- /e2e -->", "rows: wanted some of 16 x 16K, .*, got 9 x 9K"),
-        (
-            "<!-- chart targets -->\n<!-- /chart -->",
-            "<!-- chart targets -->: wanted one of bench, summary, figures, e2e",
-        ),
+        ("<!-- chart targets -->\n<!-- /chart -->", "<!-- chart targets -->: wanted one of bench, summary, ratios,"),
     ],
 )
 def test_a_place_that_nothing_belongs_in_is_named_and_left_as_it_is(root, place, words):
@@ -138,7 +178,106 @@ def test_a_place_that_nothing_belongs_in_is_named_and_left_as_it_is(root, place,
     result = run(root)
     assert result.exit_code == 1 and page.read_text() == f"{place}\n"
     assert re.search(f"^docs/z.md: .*{words}", result.stderr)
-    assert "filled docs/results.md" in result.stdout and len(tables.complaints(root)) in (1, 2)
+    assert "filled docs/results.md" in result.stdout and len(tables.complaints(root)) == 1
+
+
+def test_rows_of_a_place_are_told_apart_by_words_of_their_labels(root):
+    page = root / "docs" / "z.md"
+    page.write_text("<!-- bench targets: 16 x 4K, 6 heads -->\n<!-- /bench -->\n")
+    assert "got 16 x 4K, 6 heads" in run(root).stderr, "16 heads are not 6"
+    page.write_text("<!-- bench targets: 16 x 4K, 16 heads; 1 x 1K, s_q 1 -->\n<!-- /bench -->\n")
+    assert run(root).exit_code == 0 and page.read_text().count("\n| 1") == 2
+
+
+# Ages
+
+
+def test_beside_each_result_stands_how_many_lines_changed_since(root, monkeypatch):
+    run(root)
+    monkeypatch.setattr(ages, "LIMIT", 7)
+    (root / "csrc" / "kernel.cu").write_text("a\n" * 10 + "b\n" * 3)
+    (root / "etap_backend" / "lab" / "bench.py").write_text("b\n" * 99)
+    (root / "etap_backend" / "dense.py").write_text("new\n" * 4)
+    git(root, "add", ".")
+    result = run(root, "--check")
+    commit = git(root, "rev-parse", "--short", "HEAD")
+    lines = [f"results/{name}.json: 7 lines changed since {commit}" for name in ("soak", "targets", "wide")]
+    assert result.exit_code == 0 and result.stdout.splitlines() == lines
+    (root / "csrc" / "kernel.cu").write_text("a\n" * 10 + "b\n" * 4)
+    result = run(root, "--check")
+    said = f"8 lines changed since {commit}, at most 7 may: measure again, or delete it"
+    assert result.exit_code == 1 and result.stderr.splitlines() == [line.split(": ")[0] + f": {said}" for line in lines]
+
+
+@pytest.mark.parametrize(
+    "commit, words",
+    [
+        (None, "wanted the commit that it was made with, got None"),
+        ("unknown", "wanted the commit that it was made with, got unknown"),
+        ("{commit}-dirty", "wanted a commit, of a tree without changes, got {commit}-dirty"),
+        ("0123456", "commit 0123456 is not in this history"),
+    ],
+)
+def test_a_result_names_a_commit_of_this_history_and_no_tree_with_changes(root, commit, words):
+    run(root)
+    own = git(root, "rev-parse", "--short", "HEAD")
+    path = root / "results" / "wide.json"
+    results.write(results.read_json(path) | {"commit": commit and commit.format(commit=own)}, path)
+    assert f"results/wide.json: {words.format(commit=own)}\n" in run(root, "--check").stderr
+
+
+def test_without_a_history_the_check_says_so_and_still_looks_at_the_rest(root, tmp_path):
+    run(root)
+    path = root / "results" / "wide.json"
+    results.write(results.read_json(path) | {"commit": "0123456"}, path)
+    run(root)
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "b")
+    shallow = tmp_path / "shallow"
+    git(tmp_path, "clone", "-q", "--depth", "1", f"file://{root}", str(shallow))
+    result = run(shallow, "--check")
+    assert result.exit_code == 0 and "this clone is shallow" in result.stderr and "age not checked" in result.stdout
+    (root / ".git").rename(tmp_path / "elsewhere")
+    result = run(root, "--check")
+    assert result.exit_code == 0 and "this source tree is no git checkout" in result.stderr
+    results.write(results.read_json(path) | {"commit": "0123456-dirty"}, path)
+    assert run(root, "--check").exit_code == 1
+
+
+def test_a_tree_with_changes_is_never_told_as_its_commit(root, monkeypatch):
+    monkeypatch.delenv("ETAP_COMMIT", raising=False)
+    git(root, "add", ".")
+    git(root, "commit", "-qm", "b")
+    clean = provenance.commit_of(root)
+    assert re.fullmatch("[0-9a-f]{7,}", clean)
+    (root / "csrc" / "kernel.cu").write_text("other\n")
+    assert provenance.commit_of(root) == f"{clean}-dirty"
+    assert provenance.commit_of(root.parent) == provenance.UNKNOWN
+
+
+# Files
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path, monkeypatch):
+    path = tmp_path / "a.json"
+    results.write({"whole": 1}, path)
+    written = Path.write_text
+
+    def cut(self, text, *rest):
+        written(self, text[: len(text) // 2], *rest)
+        raise OSError("no space left on device")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    with pytest.raises(OSError, match="no space left"):
+        results.write({"other": 2}, path)
+    assert results.read_json(path) == {"whole": 1}
+
+
+def test_a_results_file_has_a_line_per_field_and_per_row(tmp_path):
+    content = {"a": [1, 2], "rows": [{"x": [1]}, {"y": None}], "none": [], "text": "é"}
+    results.write(content, tmp_path / "a.json")
+    text = (tmp_path / "a.json").read_text()
+    assert json.loads(text) == content and len(text.splitlines()) == 9
 
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
@@ -149,3 +288,8 @@ def test_no_result_names_a_path_of_its_machine(path):
 def test_paths_are_recorded_as_from_here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert provenance.as_from_here(f"serve model {tmp_path}/traces/1 /elsewhere") == "serve model traces/1 /elsewhere"
+
+
+def test_every_picture_of_the_pages_is_drawn_from_a_result():
+    for result, kind, _ in plots.PICTURES.values():
+        assert kind in plots.KINDS and (RESULTS / f"{result}.json").is_file()

@@ -19,6 +19,7 @@ PROGRAM = (
     "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
     "from etap_backend.cli import main; sys.exit(main())"
 )
+ROOT = Path(__file__).parents[2]
 HERE = Path(__file__).parent  # not the source tree's root, which would hide the installed package
 
 
@@ -31,7 +32,7 @@ def etap(*words: str, **environment: str) -> subprocess.CompletedProcess:
 def test_help_names_every_command():
     run = etap("--help")
     assert run.returncode == 0
-    for command in ("doctor", "demo", "check", *cli.LAB):
+    for command in ("doctor", "configs", "demo", "check", *cli.LAB):
         assert re.search(rf"^ +{command}\b", run.stdout, re.MULTILINE)
     assert etap().returncode == 2
 
@@ -76,6 +77,43 @@ def test_the_demo_on_the_cpu_says_which_path_ran_and_its_error_and_no_time():
     assert 0 < ours < 2 * plain < 0.1
 
 
+def etap_into(output, words: tuple[str, ...], unbuffered: str) -> subprocess.CompletedProcess:
+    """`etap` with a standard output of one's own, which Python holds back until the end, or not."""
+    variables = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONUNBUFFERED": unbuffered}
+    command = [sys.executable, "-c", PROGRAM, *words]
+    return subprocess.run(command, env=variables, cwd=HERE, stdout=output, stderr=subprocess.PIPE, text=True)
+
+
+WRITING = [(("doctor",), ""), (("configs",), ""), (("configs",), "1"), (("plan", "deepseek-r1", "--gpu", "H200"), "")]
+
+
+@pytest.mark.parametrize("words, unbuffered", WRITING)
+def test_an_output_that_takes_no_more_is_said_in_one_line(words, unbuffered):
+    with open("/dev/full", "w") as full:
+        run = etap_into(full, words, unbuffered)
+    assert run.returncode == os.EX_IOERR
+    assert run.stderr == "etap: the output cannot be written: No space left on device\n"
+
+
+@pytest.mark.parametrize("words, unbuffered", WRITING)
+def test_a_reader_that_leaves_ends_a_command_without_a_word(words, unbuffered):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe:
+        run = etap_into(pipe, words, unbuffered)
+    # typer and rich, which write for the laboratory, have a status of their own for that.
+    assert (run.returncode, run.stderr) == (1 if words[0] in cli.LAB else 141, "")
+
+
+def test_every_configuration_of_a_server_is_listed_with_its_path_and_purpose():
+    lines = etap("configs").stdout.splitlines()
+    paths = [Path(line) for line in lines[::2]]
+    names = {f"{engine}/{path.name}" for engine in ("vllm", "sglang") for path in ROOT.glob(f"configs/{engine}/*")}
+    assert {f"{path.parent.name}/{path.name}" for path in paths} == names and len(paths) == len(names)
+    assert all(path.is_file() for path in paths)
+    assert all(line.startswith("    ") and len(line.split()) > 5 and "--config" not in line for line in lines[1::2])
+
+
 @pytest.mark.gpu
 def test_the_demo_on_a_gpu_runs_the_kernels():
     run = etap("demo")
@@ -89,12 +127,13 @@ def test_without_a_gpu_the_demo_refuses_to_pretend():
     assert run.returncode == 2 and "torch sees no CUDA device" in run.stderr
 
 
-def test_the_demo_notices_a_wrong_result(monkeypatch, capsys):
+@pytest.mark.parametrize("factor", [1.01, float("nan")])
+def test_the_demo_notices_a_wrong_result(monkeypatch, capsys, factor):
     decode = demo.mla_decode
 
     def wrong(*arguments, **options):
         out, lse = decode(*arguments, **options)
-        return out.mul_(1.01), lse
+        return out.mul_(factor), lse
 
     monkeypatch.setattr(demo, "mla_decode", wrong)
     assert cli.main(["demo", "--device", "cpu"]) == 1
@@ -120,6 +159,17 @@ def test_the_doctor_on_a_gpu_is_content():
     run = etap("doctor")
     assert run.returncode == 0, run.stdout
     assert re.search(r"GPU +ok .*driver +ok .*library +ok", run.stdout, re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    "version, verdict", [("579.99.01", "BROKEN"), ("580", "OK"), ("580.65.06", "OK"), ("590.1", "OK"), ("", "BROKEN")]
+)
+def test_the_first_driver_that_runs_the_kernels_is_580(monkeypatch, tmp_path, version, verdict):
+    tool = tmp_path / "nvidia-smi"
+    tool.write_text(f"#!/bin/sh\necho {version}\n")
+    tool.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    assert doctor.check_driver().verdict is doctor.Verdict[verdict]
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,12 @@
-"""What CONTRIBUTING.md promises of the source tree, and the README of its example."""
+"""What CONTRIBUTING.md promises of the source tree, and the pages of the programs that they show."""
 
+import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).parents[2]
 CONTRIBUTING = (ROOT / "CONTRIBUTING.md").read_text()
@@ -22,9 +27,30 @@ def test_its_make_targets_are_there():
     assert named and named <= targets
 
 
-def test_the_readmes_call_runs_on_the_cpu_too():
-    section = (ROOT / "README.md").read_text().split("## Call it")[1]
-    (example,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    found = {}
-    exec(example.replace('device="cuda"', 'device="cpu"'), found)
-    assert found["out"].shape == (4, 1, 16, 512) and found["out"].isfinite().all()
+def programs() -> list:
+    """The programs of the pages that show calls: one of each page, and apart those that change a process for good."""
+    found = []
+    for page in ("README.md", "docs/flash_mla.md", "docs/flashinfer.md", "docs/flash_attn_interface.md"):
+        blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        installing = [block for block in blocks if "install(" in block]
+        calls = "\n".join(block for block in blocks if block not in installing)
+        assert "mla" in calls or "attn" in calls, f"{page} shows no call"
+        found.append(pytest.param(calls, id=page))
+        found += [pytest.param(block, id=f"{page}, install") for block in installing]
+    return found
+
+
+@pytest.mark.parametrize("program", programs())
+def test_the_programs_of_the_pages_run_without_a_gpu(program):
+    program = program.replace('"cuda"', '"cpu"') + (
+        "\nimport torch\n"
+        "results = [one for name, one in globals().items() if name.endswith(('out', 'lse'))]\n"
+        "assert all(isinstance(one, torch.Tensor) and one.isfinite().all() for one in results)\n"
+        "print(len(results))"
+    )
+    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parent)
+    if "flashinfer.install(" in program and not importlib.util.find_spec("flashinfer"):
+        assert run.stderr.endswith("ModuleNotFoundError: No module named 'flashinfer'\n")
+        return
+    assert run.returncode == 0, run.stderr
+    assert ("install(" in program) == (int(run.stdout) == 0)

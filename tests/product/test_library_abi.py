@@ -94,13 +94,13 @@ def test_it_holds_code_for_sm_90a_only():
 
 
 def columns_of(kernel: str) -> set[int]:
-    """WGMMA's N in the kernels of a name: dense for whole tiles and for parts, sparse on their own and in clusters.
+    """WGMMA's N in the kernels of a name: dense for whole tiles and for parts, sparse with rope and without.
 
     e4m3 products of up to 16 rows have two for whole tiles, of which one leaves the combination room.
     """
     found = [sass for name, sass in kernels().items() if re.search(kernel, name)]
     rooms = re.search("e4m3_tELi(8|16)E", kernel)
-    assert len(found) == (1 if re.search("sparse.*(query_major|SharedTiles)", kernel) else 3 if rooms else 2)
+    assert len(found) == (3 if rooms else 2)
     (columns,) = {frozenset(map(int, re.findall(r"[HQ]GMMA\.64x(\d+)x", sass))) for sass in found}
     return set(columns)
 
@@ -114,7 +114,6 @@ def columns_of(kernel: str) -> set[int]:
         "14transposed_fp86Traits.*half_tEL",
         "14transposed_fp86Traits.*float_e4m3_tEL",
         "6sparse14GatheredTraitsINS_10transposed6Traits.*bfloat16_tEL",
-        "10sparse_fp86TraitsIL",
     ],
 )
 def test_each_transposed_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_n(traits, row_tile):
@@ -125,10 +124,6 @@ def test_each_transposed_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_
 @pytest.mark.parametrize("math", ["half", "float_e4m3"])
 def test_64_rows_of_an_fp8_cache_are_on_n(math):
     assert max(columns_of(rf"decode_kernel.*SharedTilesTraits.*{math}_t")) == 64
-
-
-def test_64_rows_beside_listed_fp8_rows_are_on_n():
-    assert columns_of("sparse_fp8.*SharedTilesTraits") == {64}
 
 
 @pytest.mark.parametrize(

@@ -3,10 +3,13 @@
 import configparser
 import email
 import importlib.metadata
+import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -38,9 +41,15 @@ def wheel(wheel_path):
         yield archive
 
 
+def information(wheel, name: str) -> str:
+    """A file of the wheel's dist-info."""
+    (path,) = (path for path in wheel.namelist() if path.endswith(f".dist-info/{name}"))
+    return wheel.read(path).decode()
+
+
 @pytest.fixture(scope="module")
 def metadata(wheel):
-    return email.message_from_bytes(wheel.read(f"etap_backend-{etap_backend.__version__}.dist-info/METADATA"))
+    return email.message_from_string(information(wheel, "METADATA"))
 
 
 def newest_glibc(wheel) -> Version:
@@ -54,7 +63,7 @@ def newest_glibc(wheel) -> Version:
 
 def test_one_wheel_serves_every_python_and_every_torch(wheel_path):
     name, version, _, tags = parse_wheel_filename(wheel_path.name)
-    assert (name, str(version)) == ("etap-backend", etap_backend.__version__)
+    assert (name, version.base_version) == ("etap-backend", Version(etap_backend.__version__).base_version)
     assert {(tag.interpreter, tag.abi) for tag in tags} == {("py3", "none")}
 
 
@@ -69,10 +78,92 @@ def test_it_holds_the_package_and_one_library(wheel):
     names = [name for name in wheel.namelist() if not name.endswith("/")]
     assert [name for name in names if ".so" in name] == [LIBRARY]
     sources = {str(path.relative_to(ROOT)) for path in (ROOT / "etap_backend").rglob("*.py")}
+    sources |= {"etap_backend/_build.py", "etap_backend/py.typed"}
     sources |= {f"etap_backend/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.*") if path.is_file()}
     packaged = {name for name in names if not name.startswith("etap_backend-")} - {LIBRARY}
     assert packaged == sources
     assert wheel.getinfo(LIBRARY).file_size < 8 * 2**20
+
+
+def test_its_version_names_its_build(wheel, wheel_path, metadata):
+    version = str(parse_wheel_filename(wheel_path.name)[1])
+    assert metadata["Version"] == version
+    assert f'VERSION = "{version}"' in wheel.read("etap_backend/_build.py").decode()
+    assert Version(version).local or not Version(version).is_prerelease, "only a release has no build behind it"
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A source tree of one version under git, in which wheel_version.py runs."""
+    files = {"etap_backend/__init__.py": '__version__ = "1.2.dev0"\n', "csrc/x.cu": "", "pyproject.toml": ""}
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text)
+    monkeypatch.chdir(tmp_path)
+    git("init", "-q")
+    git("add", "-A")
+    git("commit", "-qm", "first")
+    return tmp_path
+
+
+def git(*words: str) -> str:
+    who = ("-c", "user.name=one", "-c", "user.email=one@example.org", "-c", "commit.gpgsign=false")
+    return subprocess.run(["git", *who, *words], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def build_version() -> str:
+    specification = importlib.util.spec_from_file_location("wheel_version", ROOT / "csrc/cmake/wheel_version.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module.dynamic_metadata("version", {})
+
+
+def test_no_two_builds_have_the_same_version(checkout):
+    clean = build_version()
+    assert re.fullmatch(rf"1\.2\.dev0\+g{git('rev-parse', '--short=9', 'HEAD')}", clean)
+    (checkout / "csrc/x.cu").write_text("another")
+    changed = build_version()
+    (checkout / "csrc/x.cu").write_text("yet another")
+    changed_again = build_version()
+    git("commit", "-qam", "second")
+    committed = build_version()
+    shutil.rmtree(checkout / ".git")
+    assert build_version() == changed_again, "the same sources, wherever they are"
+    assert len({clean, changed, changed_again, committed}) == 4
+    assert all(Version(version).public == "1.2.dev0" for version in (clean, changed, changed_again, committed))
+
+
+def test_a_tagged_commit_builds_the_release(checkout):
+    git("tag", "v1.2.dev0")
+    assert build_version() == "1.2.dev0"
+    (checkout / "PKG-INFO").write_text("Metadata-Version: 2.4\nVersion: 1.2.dev0+gabc\n")
+    assert build_version() == "1.2.dev0+gabc", "a source distribution keeps its own"
+
+
+def test_the_licenses_of_what_the_library_contains_travel_with_it(wheel):
+    texts = {name: information(wheel, f"licenses/{name}") for name in ("LICENSE", "csrc/THIRD_PARTY_NOTICES")}
+    assert "Apache License" in texts["LICENSE"] and "[name of copyright owner]" not in texts["LICENSE"]
+    for holder in ("CUTLASS", "CUB", "libcu++", "TVM FFI", "CUDA Runtime", "2017 - 2025 NVIDIA CORPORATION"):
+        assert holder in texts["csrc/THIRD_PARTY_NOTICES"]
+
+
+def test_the_readme_of_an_index_has_no_link_that_leads_nowhere(metadata):
+    text = metadata.get_payload()
+    assert text.startswith("\n# etap-backend") or text.startswith("# etap-backend")
+    assert re.findall(r"\]\((?!https?://)[^)]*\)", text) == [] and "https://arxiv.org" in text
+
+
+def test_a_source_distribution_is_built_and_holds_what_a_wheel_is_made_of(tmp_path):
+    command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, ROOT]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    (path,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    tracked = git("-C", str(ROOT), "ls-files", "csrc", "etap_backend", "configs", "LICENSE", "README.md").splitlines()
+    assert set(tracked) <= names
+    assert not any(name.startswith(("tests/", "results/", "docs/")) or name.endswith(".so") for name in names)
 
 
 def requirements_of(metadata, extra: str | None) -> dict[str, Requirement]:
@@ -174,7 +265,7 @@ def test_without_its_extra_a_command_says_what_to_install(bare_environment, word
 
 def test_its_entry_points_name_what_is_in_it(wheel):
     parser = configparser.ConfigParser()
-    parser.read_string(wheel.read(f"etap_backend-{etap_backend.__version__}.dist-info/entry_points.txt").decode())
+    parser.read_string(information(wheel, "entry_points.txt"))
     assert parser["console_scripts"]["etap"] == "etap_backend.cli:main"
     assert parser["vllm.general_plugins"]["etap"] == "etap_backend.vllm:register"
     assert parser["sglang.srt.plugins"]["etap"] == "etap_backend.sglang:register"

@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 import types
 from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 
 from etap_backend.compat import flash_mla
 from etap_backend.reference import sparse_mla_decode_reference
@@ -46,16 +48,34 @@ class Beside:
         call = (q, k_cache, None, None, width, metadata, None, softmax_scale)
         ours = flash_mla.flash_mla_with_kvcache(*call, *rest, **named)
         heads, tokens = q.shape[2], q.shape[0] * q.shape[1]
-        if heads not in THEIR_HEADS or tokens > MOST_BESIDE_TOKENS or q.shape[3] != FORMATS["V3.2"]:
+        if heads not in THEIR_HEADS or tokens > MOST_BESIDE_TOKENS:
             return ours
         call = (q, k_cache, None, None, width, self.module.get_mla_metadata()[0], None, softmax_scale)
         theirs = self.module.flash_mla_with_kvcache(*call, *rest, **named)
-        _, _, indices, sinks, *_ = rest
-        truth, _ = sparse_mla_decode_reference(
-            q.flatten(0, 1), k_cache, indices.flatten(0, 1), softmax_scale, sinks=sinks
-        )
+        truth = truth_of(**inspect.signature(flash_mla.flash_mla_with_kvcache).bind(*call, *rest, **named).arguments)
         self.errors.add(str(heads), ours[0].flatten(0, 1), theirs[0].flatten(0, 1), truth)
         return ours
+
+
+def truth_of(q, k_cache, indices, softmax_scale, attn_sink=None, **more) -> torch.Tensor:
+    """Float64 [b * s_q, h_q, 512] of a sparse call's arguments."""
+
+    def of_tokens(lengths):
+        return None if lengths is None else lengths[:, None].expand(q.shape[:2]).flatten()
+
+    extra_indices = more.get("extra_indices_in_kvcache")
+    out, _ = sparse_mla_decode_reference(
+        q.flatten(0, 1),
+        k_cache,
+        indices.flatten(0, 1),
+        softmax_scale,
+        valid_counts=of_tokens(more.get("topk_length")),
+        extra_kv_cache=more.get("extra_k_cache"),
+        extra_indices=None if extra_indices is None else extra_indices.flatten(0, 1),
+        extra_valid_counts=of_tokens(more.get("extra_topk_length")),
+        sinks=attn_sink,
+    )
+    return out
 
 
 def chosen(their_cases: list, columns: int, heads: tuple[int, ...]) -> list:

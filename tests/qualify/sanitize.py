@@ -55,6 +55,14 @@ SPARSE_CASES = (
     SparseCase(2, 16, 250, holes="anywhere", sinks="infinite", num_sms=8, seed=28),  # clusters of 4 ...
     SparseCase(2, 32, 250, "fp8", counts="drawn", holes="anywhere", num_sms=4, scales="mixed", seed=29),  # ... and of 2
     SparseCase(3, 100, 200, "fp8", counts="drawn", num_sms=4, scales="mixed", sinks="infinite", seed=30),
+    # V4's pages and two lists: pieces that are combined, whole lists, clusters of 2, 64 rows.
+    SparseCase(3, 16, 100, "v4", holes="wild", counts="drawn", extra=130, extra_page_size=2, num_sms=5, seed=31),
+    SparseCase(2, 8, 64, "v4", page_size=256, extra=70, extra_requests=2, num_sms=1, out_layout="sliced", seed=32),
+    SparseCase(
+        2, 32, 128, "v4", scales="mixed", sinks="infinite", extra=128, num_sms=4, cache_layout="gapped", seed=33
+    ),
+    SparseCase(3, 64, 128, "v4", holes="all", extra=100, extra_page_size=61, num_sms=4, out_layout="sliced", seed=34),
+    SparseCase(3, 16, 100, "bf16", counts="drawn", extra=100, num_sms=2, requests=2, rope=False, seed=35),
 )
 
 

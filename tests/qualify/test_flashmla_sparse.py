@@ -78,9 +78,11 @@ def test_v4s_format_has_cases_of_its_own(cases):
         cases(0.5, format="V3")
 
 
-def test_errors_of_two_kernels_are_compared_on_the_same_tensors():
-    case = SparseCase(6, 64, 70, "fp8 as e4m3", cache_layout="headed")
+@pytest.mark.parametrize("cache", ["fp8 as e4m3", "v4 as e4m3"])
+def test_errors_of_two_kernels_are_compared_on_the_same_tensors(cache):
+    case = SparseCase(6, 64, 70, cache, cache_layout="headed", sinks="drawn", extra=40, extra_page_size=2)
     problem = build(case, "cpu")
+    lengths, extra_lengths = torch.tensor([[70, 0], [3, 40]], dtype=torch.int32)
 
     def worse(*words):
         out, lse = flash_mla.flash_mla_with_kvcache(*words)
@@ -88,11 +90,13 @@ def test_errors_of_two_kernels_are_compared_on_the_same_tensors():
 
     errors = Errors()
     both = flashmla_sparse.Beside(stand_in(worse), errors)
-    q, indices = problem.q.view(2, 3, 64, 576), problem.indices.reshape(2, 3, 70)
+    q, indices = problem.q.view(2, 3, 64, case.width), problem.indices.reshape(2, 3, 70)
+    extra = (problem.extra_kv_cache, problem.extra_indices.reshape(2, 3, 40), lengths, extra_lengths)
 
     def words(q):
         metadata, _ = flash_mla.get_mla_metadata()
-        return q, problem.kv_cache, None, None, 512, metadata, None, 0.05, False, True, indices, None
+        lists = (indices, problem.sinks, *extra)
+        return q, problem.kv_cache, None, None, 512, metadata, None, 0.05, False, True, *lists
 
     out, _ = both(*words(q))
     assert torch.equal(out, flash_mla.flash_mla_with_kvcache(*words(q))[0])

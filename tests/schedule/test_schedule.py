@@ -492,3 +492,13 @@ def test_schedules_share_a_workspace_that_is_large_enough():
     assert DecodeSchedule(4, 16, max_s_q=2, device="cpu", num_sms=8, workspace=shared).workspace is shared
     with pytest.raises(ValueError, match="workspace"):
         DecodeSchedule(4, 16, max_s_q=2, device="cpu", num_sms=8, workspace=shared[:-1])
+
+
+def test_plans_are_compared_and_printed_by_their_buffers_not_by_what_those_hold():
+    lengths = torch.tensor([1000, 3], dtype=torch.int32)
+    schedule, other = (DecodeSchedule(2, 16, device="cpu") for _ in range(2))
+    first, again = schedule.build(lengths), schedule.build(lengths)
+    assert first == again and len({first, again}) == 1
+    assert (first != again) is False  # a tuple has a != of its own  # noqa: SIM202
+    assert first != other.build(lengths) and first != schedule.build(lengths[:1]) and first != tuple(first)
+    assert "work_ranges=<int32 [8, 8] on cpu>" in repr(first) and "tensor(" not in repr(first)

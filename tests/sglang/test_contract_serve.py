@@ -76,7 +76,9 @@ def test_server_starts_with_the_name(served):
 
 
 def test_only_a_newer_version_is_warned_of_and_once(logs):
-    warnings = {name: re.findall(r"SGLang 0\.9\.0 has all that etap uses, but", log) for name, log in logs.items()}
+    warnings = {
+        name: re.findall(r"SGLang 0\.9\.0 has all names that etap uses, but", log) for name, log in logs.items()
+    }
     assert {name: len(found) for name, found in warnings.items()} == {"installed": 0, "newer": 1}, logs["newer"]
 
 

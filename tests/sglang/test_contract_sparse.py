@@ -268,7 +268,7 @@ def test_the_workspace_is_one_for_all_steps(make, our_calls):
     Problem(runner, *STEPS["prompts"]).run(backend)
     Problem(runner, *STEPS["decode"], seed=1).run(backend)
     assert {call["workspace"].data_ptr() for call in our_calls} == {backend.workspace.data_ptr()}
-    assert backend.workspace.numel() == sparse_workspace_floats(HEADS, backend.dsa_kv_cache_store_fp8, H20_SMS)
+    assert backend.workspace.numel() == sparse_workspace_floats(HEADS, H20_SMS)
 
 
 def test_a_layer_reads_nothing_back_to_the_host(make, monkeypatch):

@@ -469,7 +469,7 @@ class SparseRunner(GuardedCall):
     def __init__(self, problem: SparseProblem):
         self.problem = problem
         case, device = problem.case, problem.q.device
-        floats = sparse_workspace_floats(max(1, case.heads), case.fp8, case.num_sms or device_sms(device))
+        floats = sparse_workspace_floats(max(1, case.heads), case.num_sms or device_sms(device))
         self.workspace = Guarded((floats,), torch.float32, device)
         of_out = SlicedRows if case.out_layout == "sliced" else Guarded
         self.out = of_out((case.tokens, case.heads, LATENT), torch.bfloat16, device)

@@ -12,7 +12,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.worker import workspace
 
 from etap_backend.vllm import impl
-from etap_backend.vllm.metadata import wants_fp8_math
+from etap_backend.vllm.policy import wants_fp8_math
 from support.vllm_layer import (
     BLOCK,
     CPU,

@@ -16,8 +16,9 @@ from vllm.v1.worker import workspace
 
 from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS
 from etap_backend.vllm import impl, metadata
-from etap_backend.vllm.metadata import Limits, claim_workspace
-from etap_backend.vllm.runs import cut_into_runs, longest_decode, padded_query_lens
+from etap_backend.vllm.metadata import claim_workspace
+from etap_backend.vllm.policy import Policy
+from etap_backend.vllm.step_cuts import cut_into_runs, longest_decode, padded_query_lens
 from support.vllm_layer import (
     BLOCK,
     CACHES,
@@ -473,7 +474,7 @@ def test_workspace_does_not_grow_with_the_batch(engine_config, heads, arguments)
     sizes = set()
     for requests in (1, 1024):
         config = engine_config(attention_backend="ETAP", max_num_seqs=requests, **arguments)
-        sizes.add(4 * Limits.of(config, heads).workspace_floats(heads, H200_SMS))
+        sizes.add(4 * Policy.of(config, heads).workspace_floats(H200_SMS))
     assert len(sizes) == 1 and sizes.pop() < 64e6
 
 

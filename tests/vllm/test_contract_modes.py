@@ -348,7 +348,7 @@ def test_decode_context_parallelism_on_two_ranks_is_the_whole_attention(two_rank
 
 
 def test_of_a_newer_version_one_rank_warns(two_ranks):
-    counts = [len(re.findall(r"vLLM 0\.99\.0 has all that ETAP uses, but", rank["log"])) for rank in two_ranks]
+    counts = [len(re.findall(r"vLLM 0\.99\.0 has all names that ETAP uses, but", rank["log"])) for rank in two_ranks]
     assert counts == [1, 0]
 
 

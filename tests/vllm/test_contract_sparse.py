@@ -134,20 +134,22 @@ def test_hy_v4_replaces_etap_where_it_has_a_sink(engine_config):
 
 
 def test_what_vllm_lacks_for_sparse_attention_refuses_no_other_model(select, monkeypatch):
-    monkeypatch.delitem(sys.modules, "etap_backend.vllm.selected")
+    for module in "selected", "sparse":
+        monkeypatch.delitem(sys.modules, f"etap_backend.vllm.{module}", raising=False)
     monkeypatch.delattr(sparse_utils, "triton_filter_and_convert_dcp_index")
-    with pytest.raises(ValueError, match="lacks what ETAP uses: .*sparse_utils:triton_filter_and_convert_dcp_index"):
+    with pytest.raises(ValueError, match="lacks what ETAP uses: .*'triton_filter_and_convert_dcp_index'"):
         select()
     assert select(model={}, use_sparse=False) is ETAPBackend
 
 
 def test_the_doctor_is_told_what_sparse_attention_would_lack(monkeypatch):
     selected = importlib.import_module("etap_backend.vllm.selected")
-    assert selected.why_not_sparse() is None and versions.why_no_indexer() is None
+    assert selected.why_not(sparse=True) is None and versions.why_no_indexer() is None
     monkeypatch.setattr("vllm.utils.import_utils.has_deep_gemm", lambda: False)
     assert versions.why_no_indexer() == "DeepGEMM, which vLLM's indexer needs, is not installed"
+    monkeypatch.delitem(sys.modules, "etap_backend.vllm.sparse")
     monkeypatch.delattr(sparse_utils, "triton_filter_and_convert_dcp_index")
-    assert "lacks what ETAP uses: " in selected.why_not_sparse.__wrapped__() and selected.reason is None
+    assert "lacks what ETAP uses: " in selected.why_not.__wrapped__(True) and selected.why_not(False) is None
 
 
 @pytest.mark.parametrize("model, head_size, heads", [
@@ -605,7 +607,7 @@ def test_workspace_is_claimed_before_vllm_locks_it(make, heads, cache):
     workspace.lock_workspace()
     problem = SparseProblem([700, 300], 64, cache, heads=heads)
     assert run(layer, builder, indexer, problem).isfinite().all()
-    floats = sparse_workspace_floats(heads, cache == "fp8", H20_SMS)
+    floats = sparse_workspace_floats(heads, H20_SMS)
     with pytest.raises(AssertionError, match="Workspace is locked"):
         claim_workspace(floats + 1000)
 
@@ -632,7 +634,7 @@ def test_workspace_is_claimed_in_the_profile_run_of_the_fused_layer(make):
     with set_forward_context(None, builder.vllm_config, num_tokens=3, slot_mapping={}), pytest.raises(Prepared):
         DeepseekV32Attention.forward(fused, torch.arange(3), torch.zeros(3, 64))
     workspace.lock_workspace()
-    floats = sparse_workspace_floats(HEADS, False, H20_SMS)
+    floats = sparse_workspace_floats(HEADS, H20_SMS)
     assert claim_workspace(floats).numel() == floats
     with pytest.raises(AssertionError, match="Workspace is locked"):
         claim_workspace(floats + 1000)

@@ -189,7 +189,7 @@ class Dequantiser {
         if (kStep == 0 && kStage == 0) write_mask<T>(shared_.valid[to.stage], present);
         convert_stage<kStep * T::kHeldOctets, kStage>(to.stage, i);
         if (kStep == kSteps - 1) {
-          ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());  // these writes, for WGMMA
+          // For WGMMA the consumers fence, as they do where rows are copied: here a fence would wait for all loads on their way.
           __syncwarp();
           if (cute::elect_one_sync()) ETAP_MARKED(rows_commit, shared_.keys.commit(to));
         }

@@ -12,23 +12,33 @@
 
 namespace etap::sparse {
 
-// The division among at most `partitions` partitions of tokens that have at most so many tiles each. Partitions that end where
-// tokens do, or cut each into equal pieces, are taken where they are no more than a tile longer than the shortest ones.
-__host__ __device__ constexpr TokenDivision divide(int64_t tokens, int64_t most_tiles, int64_t partitions) {
+// What an end takes, in halves of a tile: a combination behind the partitions; a cluster that sums its CTAs' pieces itself.
+#ifndef ETAP_COMBINATION_HALVES
+#define ETAP_COMBINATION_HALVES 3
+#endif
+constexpr int64_t kCombinationHalves = ETAP_COMBINATION_HALVES, kClusterHalves = 2;
+constexpr int kMostClusterPieces = 8;
+
+// The division among at most `partitions` partitions of tokens that have at most so many tiles each, by which the longest partition
+// and what follows it take least: whole tokens, equal pieces of tokens that a cluster holds (2, 4 or 8, where there are
+// `clusters`), or all tiles evenly, which a combination sums.
+__host__ __device__ constexpr TokenDivision divide(int64_t tokens, int64_t most_tiles, int64_t partitions, bool clusters) {
   const int64_t all = tokens * most_tiles;
   const int64_t used = all < 1 ? 1 : all < partitions ? all : partitions;
-  const int64_t least = (all + used - 1) / used;  // tiles of the longest partition
-  for (int64_t longer = least; all > 0 && longer <= least + 1; ++longer) {
-    if (longer % most_tiles == 0) {
-      const int64_t step = longer / most_tiles;
-      return {int32_t(tokens), int32_t((tokens + step - 1) / step), int32_t(step), 1};
-    }
-    if (most_tiles % longer == 0) {
-      const int64_t pieces = most_tiles / longer;
-      return {int32_t(tokens), int32_t(tokens * pieces), 1, int32_t(pieces)};
-    }
+  TokenDivision best{int32_t(tokens), int32_t(used), int32_t(tokens > 0 ? tokens : 1), int32_t(used)};
+  int64_t least = 2 * ((all + used - 1) / used) + kCombinationHalves;
+  const int64_t step = tokens > partitions ? (tokens + partitions - 1) / partitions : 1;  // tokens of a partition
+  if (tokens > 0 && 2 * step * most_tiles <= least) {
+    best = {int32_t(tokens), int32_t((tokens + step - 1) / step), int32_t(step), 1};
+    least = 2 * step * most_tiles;
   }
-  return {int32_t(tokens), int32_t(used), int32_t(tokens > 0 ? tokens : 1), int32_t(used)};
+  for (int64_t pieces = 2; clusters && pieces <= kMostClusterPieces && tokens * pieces <= partitions; pieces *= 2) {
+    const int64_t halves = 2 * ((most_tiles + pieces - 1) / pieces) + kClusterHalves;
+    if (halves > least || pieces > most_tiles) continue;
+    best = {int32_t(tokens), int32_t(tokens * pieces), 1, int32_t(pieces)};
+    least = halves;
+  }
+  return best;
 }
 
 // The tokens that a partition meets: [first_token, end_token).

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Annotated
@@ -18,8 +17,7 @@ from etap_backend.lab import configs, results
 from etap_backend.lab.bench import libraries, providers, report
 from etap_backend.lab.bench.grids import Grid, Workload, read_grids
 from etap_backend.lab.bench.libraries import Build
-from etap_backend.lab.bench.measure import Settings
-from etap_backend.lab.bench.method import H20_SMS
+from etap_backend.lab.bench.measure import H20_SMS, Settings
 from etap_backend.lab.bench.providers import Kernels
 from etap_backend.lab.bench.rows import DROP_INS, OWN, Document, problems
 from etap_backend.lab.bench.run import header, run
@@ -124,6 +122,7 @@ def bench(
     validate: Annotated[bool, typer.Option(help="Compare every timed output with float64.")] = True,
     num_sms: Annotated[int | None, typer.Option(min=1, help="CTAs of our launch; the GPU's when not given.")] = None,
     h20_proxy: Annotated[bool, typer.Option(help="78 CTAs and throttled libraries, ours in ETAP_LIBRARY.")] = False,
+    behind: Annotated[bool, typer.Option("--behind", help="Time calls behind another kernel, too.")] = False,
     traffic: Annotated[float, typer.Option(min=0, help="TB/s that the proxy's held SMs read meanwhile.")] = 0.0,
     time_limit: Annotated[float | None, typer.Option(help="Stop after this many seconds, keep the rows.")] = None,
 ) -> None:
@@ -148,11 +147,10 @@ def bench(
             stderr.print(f"etap bench: {error}", style="red", markup=False, highlight=False)
             raise typer.Exit(2) from error
         names = tuple(build.name for build in builds)
-        settings = Settings(replays, validate, H20_SMS if h20_proxy else num_sms, h20_proxy, traffic, names)
+        settings = Settings(replays, validate, H20_SMS if h20_proxy else num_sms, h20_proxy, behind, traffic, names)
         document = header(grid, left_out, kernels, settings, builds, time_limit)
-        console = Console() if sys.stdout.isatty() else Console(width=220)  # a log has no edge to wrap the table at
-        document = _run(document, grid, kernels, settings, path, console)
-    report.print_document(document, console)
+        document = _run(document, grid, kernels, settings, path, stderr)
+    typer.echo(report.text(document))
     if wrong := problems(document):
         stderr.print(f"wrong or missing results of our own: {'; '.join(wrong)}", style="red", markup=False)
     if wrong or not document.rows:

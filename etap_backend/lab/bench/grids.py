@@ -14,7 +14,7 @@ from etap_backend.lab import configs
 from etap_backend.lab.bench.rows import PAGE_SIZE, Published, Shape, SparseShape
 from etap_backend.lab.configs import Strict
 from etap_backend.lab.units import in_k
-from etap_backend.limits import HEAD_DIM, LATENT_DIM, ROPE_DIM, SPARSE_FP8_BYTES
+from etap_backend.limits import HEAD_DIM, LATENT_DIM, ROPE_DIM, SPARSE_FP8_BYTES, V4_ROW_BYTES
 
 ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "fp8": 1}
 FP8_ROW_BYTES = SPARSE_FP8_BYTES + ROPE_DIM * ELEMENT_BYTES["bfloat16"]  # of a sparse cache
@@ -88,6 +88,7 @@ class Workload:
             s_q=self.s_q,
             dtype=self.dtype,
             kv_dtype=self.kv_dtype,
+            page_size=self.page_size,
             bytes=self.kv_bytes,
             flops=self.flops,
         )
@@ -106,6 +107,11 @@ class SparseWorkload(Workload):
     @property
     def top_k(self) -> int:
         return self.lengths[0]
+
+    @property
+    def drawn(self) -> int:
+        """Rows that the lists of one call name, drawn from the whole cache."""
+        return self.tokens
 
     @property
     def row_bytes(self) -> int:
@@ -128,6 +134,52 @@ class SparseWorkload(Workload):
     @property
     def shape(self) -> SparseShape:
         return SparseShape(**super().shape.model_dump(), context=self.context)
+
+
+@dataclass(frozen=True)
+class V4Workload(SparseWorkload):
+    """One row of DeepSeek-V4's call: each token has a list of its last tokens and one of compressed ones, the rest of
+    its length, in a cache of its own. K and V are the same 512 values."""
+
+    window: int = 128
+
+    @property
+    def kind(self) -> str:
+        return "v4"
+
+    @property
+    def extra(self) -> int:
+        return self.top_k - self.window
+
+    @property
+    def drawn(self) -> int:
+        return len(self.lengths) * self.extra
+
+    @property
+    def row_bytes(self) -> int:
+        return V4_ROW_BYTES
+
+    @property
+    def kv_bytes(self) -> int:
+        return self.tokens * V4_ROW_BYTES
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of two caches, each with `context` rows, and what they are made of."""
+        return 2 * self.context * (V4_ROW_BYTES + LATENT_DIM * ELEMENT_BYTES["bfloat16"])
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.heads * self.tokens * 2 * LATENT_DIM
+
+    @property
+    def label(self) -> str:
+        lists = f"{self.window}" + (f" + {self.extra}" if self.extra else "")
+        return f"{len(self.lengths)} x {lists}, {self.heads} heads, V4 rows"
+
+    @property
+    def shape(self) -> SparseShape:
+        return super().shape.model_copy(update={"window": self.window})
 
 
 class LogNormal(Strict):
@@ -226,19 +278,38 @@ class SparseTable(Strict):
         ]
 
 
+class V4Table(Strict):
+    """A [[v4]] table: every number of heads and query tokens with every number of compressed entries."""
+
+    tokens: Counts
+    heads: Counts
+    extra: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
+    context: Annotated[int, Field(ge=PAGE_SIZE, multiple_of=PAGE_SIZE)]  # rows of each of the two caches
+
+    def workloads(self, kv_dtype: KvDType | None) -> list[Workload]:
+        if kv_dtype == "same":
+            raise ValueError("--kv-dtype: wanted fp8 or none, which DeepSeek-V4's rows are, got same")
+        rows = product(self.heads, self.extra, self.tokens)
+        return [
+            V4Workload((V4Workload.window + extra,) * tokens, heads, kv_dtype="fp8", context=self.context)
+            for heads, extra, tokens in rows
+        ]
+
+
 class File(Strict):
-    """A file of configs/bench: [[rows]] of the dense call, or [[sparse]] ones."""
+    """A file of configs/bench: [[rows]] of the dense call, [[sparse]] ones, or [[v4]] ones."""
 
     title: str | None = None
     calls: Calls = "decode"  # mla_decode and its peers, or the drop-ins and what they stand in for
     rows: list[Table] = []
     sparse: list[SparseTable] = []
+    v4: list[V4Table] = []
     published: list[Published] = []
 
     @model_validator(mode="after")
     def _of_one_call(self) -> File:
-        if bool(self.rows) == bool(self.sparse):
-            raise ValueError("wanted [[rows]], or [[sparse]]")
+        if sum(map(bool, (self.rows, self.sparse, self.v4))) != 1:
+            raise ValueError("wanted [[rows]], or [[sparse]], or [[v4]]")
         return self
 
 
@@ -264,18 +335,13 @@ class Grid:
         return replace(self, workloads=kept), left_out
 
 
-def find_grid(name: str) -> Path:
-    """A grid's file, by its path or by its name in configs/bench. Raises ValueError, listing what there is."""
-    return configs.find("bench", name)
-
-
 def read_grid(path: Path, kv_dtype: KvDType | None = None) -> Grid:
     """The grid of a file; `kv_dtype`, unless None, takes the place of every row's.
 
     Raises ValueError, naming file and key, when it is not like `Table`.
     """
     file = configs.read_toml(path, File)
-    workloads = (workload for table in (*file.rows, *file.sparse) for workload in table.workloads(kv_dtype))
+    workloads = (workload for table in (*file.rows, *file.sparse, *file.v4) for workload in table.workloads(kv_dtype))
     unique = tuple(dict.fromkeys(workloads))
     return Grid(path.stem, file.title or path.stem, unique, tuple(file.published), file.calls)
 
@@ -285,10 +351,10 @@ def read_grids(names: list[str], kv_dtype: KvDType | None = None) -> Grid:
 
     Raises ValueError when they are of different calls.
     """
-    grids = [read_grid(find_grid(name), kv_dtype) for name in names]
+    grids = [read_grid(configs.find("bench", name), kv_dtype) for name in names]
     if len(grids) == 1:
         return grids[0]
-    if len({grid.sparse for grid in grids}) > 1:
+    if len({type(grid.workloads[0]) for grid in grids}) > 1:
         raise ValueError(f"grids: wanted all of the dense call or all of the sparse one, got {', '.join(names)}")
     if len({grid.calls for grid in grids}) > 1:
         raise ValueError(f"grids: wanted all of drop-ins or none, got {', '.join(names)}")

@@ -19,7 +19,8 @@ from etap_backend.sparse import sparse_mla_decode, sparse_workspace_floats
 
 Copy = tuple[Tensor, ...]
 """What differs from call to call: one copy of the KV cache [pages, page_size, 576] alone; of the sparse call its cache,
-the same with 576 bfloat16 or 656 uint8 a row, and int32 [tokens, top_k], the rows of each token."""
+the same with 576 bfloat16 or 656 uint8 per row, and int32 [tokens, top_k], the rows of each token; of DeepSeek-V4's
+call both lists' caches, uint8 [pages, page_size, 584], each before its list, the second None where there is none."""
 
 Call = Callable[..., Tensor]
 """Takes a copy's tensors, returns out with batch * s_q * heads * 512 elements, or tokens * heads * 512."""
@@ -61,6 +62,22 @@ class Inputs:
 
 
 @dataclass(frozen=True)
+class V4Inputs:
+    """What every kernel of a row of DeepSeek-V4's call is given, besides the caches and the lists."""
+
+    q: Tensor  # bfloat16 [tokens, heads, 512], contiguous
+    window: int  # entries of each token's list of its last tokens
+    extra: int  # entries of its list of compressed tokens, 0 where it has none
+    sinks: Tensor  # float32 [heads]
+    softmax_scale: float
+    num_sms: int | None
+    kv_dtype: torch.dtype = torch.uint8
+
+    def counts(self, entries: int) -> Tensor:
+        return torch.full(self.q.shape[:1], entries, dtype=torch.int32, device=self.q.device)
+
+
+@dataclass(frozen=True)
 class SparseInputs:
     """What every kernel of a row of the sparse call is given, besides the cache and the lists."""
 
@@ -87,43 +104,45 @@ def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
     kv_scale = inputs.kv_scale_tensor
 
     def call(kv_cache: Tensor) -> Tensor:
-        return mla_decode(
-            inputs.q,
-            kv_cache,
-            inputs.block_table,
-            inputs.seq_lens,
-            schedule,
-            softmax_scale=inputs.softmax_scale,
-            kv_scale=kv_scale,
-            fp8_math=fp8_math,
-            out=out,
-            lse=lse,
-            early_loads=True,  # as in engines
-        )[0]
+        lists = (inputs.block_table, inputs.seq_lens, schedule)
+        more = {"softmax_scale": inputs.softmax_scale, "kv_scale": kv_scale, "fp8_math": fp8_math}
+        return mla_decode(inputs.q, kv_cache, *lists, **more, out=out, lse=lse, early_loads=True)[0]  # as in engines
 
     return call
 
 
 def etap_sparse(inputs: SparseInputs) -> Call:
     """The sparse call on these inputs, its buffers allocated."""
-    tokens, heads, _ = inputs.q.shape
-    out = inputs.q.new_empty(tokens, heads, LATENT_DIM)
-    lse = inputs.q.new_empty(tokens, heads, dtype=torch.float32)
-    num_sms = inputs.num_sms or torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
-    floats = sparse_workspace_floats(heads, inputs.kv_dtype == torch.uint8, num_sms)
-    workspace = inputs.q.new_empty(floats, dtype=torch.float32)
+    given = _sparse_buffers(inputs)
 
     def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
-        return sparse_mla_decode(
-            inputs.q,
-            kv_cache,
-            indices,
-            softmax_scale=inputs.softmax_scale,
-            workspace=workspace,
-            num_sms=num_sms,
-            out=out,
-            lse=lse,
-        )[0]
+        return sparse_mla_decode(inputs.q, kv_cache, indices, softmax_scale=inputs.softmax_scale, **given)[0]
+
+    return call
+
+
+def _sparse_buffers(inputs: SparseInputs | V4Inputs) -> dict:
+    """What a sparse call is given besides its inputs, so that it allocates nothing."""
+    tokens, heads, _ = inputs.q.shape
+    num_sms = inputs.num_sms or torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+    floats = sparse_workspace_floats(heads, num_sms)
+    return {
+        "workspace": inputs.q.new_empty(floats, dtype=torch.float32),
+        "num_sms": num_sms,
+        "out": inputs.q.new_empty(tokens, heads, LATENT_DIM),
+        "lse": inputs.q.new_empty(tokens, heads, dtype=torch.float32),
+    }
+
+
+def etap_v4(inputs: V4Inputs) -> Call:
+    """DeepSeek-V4's call on these inputs, its buffers allocated; lists have counts, as in the engines."""
+    given = _sparse_buffers(inputs) | {"sinks": inputs.sinks, "softmax_scale": inputs.softmax_scale}
+    given["valid_counts"] = inputs.counts(inputs.window)
+    given["extra_valid_counts"] = inputs.counts(inputs.extra) if inputs.extra else None
+
+    def call(cache: Tensor, indices: Tensor, extra_cache: Tensor | None, extra_indices: Tensor | None) -> Tensor:
+        extra = {"extra_kv_cache": extra_cache, "extra_indices": extra_indices}
+        return sparse_mla_decode(inputs.q, cache, indices, **extra, **given)[0]
 
     return call
 

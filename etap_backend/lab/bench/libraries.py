@@ -1,7 +1,8 @@
 """Several builds of our own in one process, each called by the Python of its own source tree.
 
-A tree is imported under another name: its files are copied with the package's name changed in them, so that two of
-them, whose library takes other arguments, whose operator has another schema, stand side by side.
+A torch operator's name is global and a package's imports are absolute, so a second package needs another name: it is a
+copy of the tree's files with the package's name changed in them. Two libraries that take other arguments, whose
+operators have other schemas, then stand side by side, and their calls take turns replay by replay.
 """
 
 from __future__ import annotations
@@ -19,9 +20,6 @@ from etap_backend.lab import configs, provenance
 from etap_backend.lab.bench.rows import Library
 
 LIBRARY = Path("lib") / "libetap_backend.so"
-CALLERS = ("lab.bench.kernels", "peers")
-"""Modules that have `etap(inputs, fp8_math=)`, and `etap_sparse(inputs)` where the tree has that call: the second in
-trees of before there was a laboratory."""
 
 
 @dataclass(frozen=True)
@@ -42,51 +40,34 @@ def parse(text: str) -> Build:
     if not equals or not re.fullmatch(r"\w[\w.-]*", name):
         raise ValueError(f"--library: wanted NAME=PATH, NAME of letters, digits, dots and dashes, got {text}")
     path = Path(where).expanduser()
-    if path.is_dir() and (path / "_library.py").is_file():
-        package, library = path, path / LIBRARY
-    else:
-        package, library = configs.PACKAGE, path
+    whole = (path / "_library.py").is_file()
+    package, library = (path, path / LIBRARY) if whole else (configs.PACKAGE, path)
     if not library.is_file():
         raise ValueError(f"--library: wanted a folder etap_backend with {LIBRARY} in it, or a library, got {where}")
     return Build(name, package.resolve(), library.resolve())
 
 
 def load(build: Build, folder: Path) -> ModuleType:
-    """The build's module of CALLERS, imported from a renamed copy of its package in `folder`.
+    """The build's `lab.bench.kernels`, imported from a renamed copy of its package in `folder`.
 
     Raises ValueError, naming --library, when package and library do not belong together.
     """
     alias = "etap_backend_" + re.sub(r"\W", "_", build.name)
-    _copy_renamed(build, folder / alias, alias)
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    try:
-        importlib.import_module(f"{alias}._library").library()
-        return _caller(alias)
-    except ImportError as error:
-        raise ValueError(f"--library {build.name}: {error}") from error
-
-
-def _copy_renamed(build: Build, to: Path, alias: str) -> None:
     for source in build.package.rglob("*.py"):
-        copy = to / source.relative_to(build.package)
+        copy = folder / alias / source.relative_to(build.package)
         copy.parent.mkdir(parents=True, exist_ok=True)
         # Its own variable besides, which nobody sets: a copy has its library beside it.
         text = re.sub(r"\betap_backend\b", alias, source.read_text())
         copy.write_text(text.replace(_library.PATH_VARIABLE, f"{_library.PATH_VARIABLE}_OF_{alias.upper()}"))
-    (to / LIBRARY).parent.mkdir(parents=True, exist_ok=True)
-    shutil.copy(build.library, to / LIBRARY)
-
-
-def _caller(alias: str) -> ModuleType:
-    for name in CALLERS:
-        module = f"{alias}.{name}"
-        try:
-            return importlib.import_module(module)
-        except ModuleNotFoundError as error:
-            if error.name is None or not module.startswith(error.name):
-                raise
-    raise ImportError(f"wanted a package with {' or '.join(CALLERS)}, got none of them")
+    (folder / alias / LIBRARY).parent.mkdir(exist_ok=True)
+    shutil.copy(build.library, folder / alias / LIBRARY)
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+    try:
+        importlib.import_module(f"{alias}._library").library()
+        return importlib.import_module(f"{alias}.lab.bench.kernels")
+    except ImportError as error:
+        raise ValueError(f"--library {build.name}: {error}") from error
 
 
 def described(build: Build) -> Library:

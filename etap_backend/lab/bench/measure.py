@@ -21,8 +21,7 @@ from etap_backend.lab.bench import kernels
 from etap_backend.lab.bench.floors import Floor
 from etap_backend.lab.bench.grids import Workload
 from etap_backend.lab.bench.hold import sms_held
-from etap_backend.lab.bench.kernels import Call, Copy, Inputs, Planned, SparseInputs
-from etap_backend.lab.bench.method import H20_SMS
+from etap_backend.lab.bench.kernels import Call, Copy, Inputs, Planned, SparseInputs, V4Inputs
 from etap_backend.lab.bench.providers import Kernels
 from etap_backend.lab.bench.rows import (
     MATH_SUFFIX,
@@ -39,10 +38,11 @@ from etap_backend.lab.bench.rows import (
 from etap_backend.lab.bench.tensors import DEVICE, Pool, copies_of
 from etap_backend.reference import relative_rmse
 
+H20_SMS = 78
 FEWEST_CALLS = 4
 # Calls a graph, unless they would read more than that: its start weighs little then, as in an engine.
 USUAL_CALLS, USUAL_BYTES = 16, 10e9
-HOST_TURNS = 9
+HOST_TURNS, HOST_CALLS = 9, 100
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ class Settings:
     validate: bool = True
     num_sms: int | None = None
     h20_proxy: bool = False
+    behind: bool = False  # whether calls are timed behind another kernel, too
     traffic: float = 0.0  # TB/s that the proxy's held SMs read meanwhile
     libraries: tuple[str, ...] = ()  # whose outputs are compared with the first one's, bit for bit
 
@@ -101,12 +102,21 @@ def _on_a_copy(call: Call, copies: list[Copy], index: int) -> torch.Tensor:
     return call(*copies[index % len(copies)])
 
 
+def _behind_another(queries: torch.Tensor, spare: torch.Tensor, call: Callable[[int], torch.Tensor], index: int):
+    """The call behind a kernel of which it may need the result, so that nothing of it begins before that ends.
+
+    It reads the queries and is no copy: a copy would be the copy engine's.
+    """
+    torch.neg(queries, out=spare)
+    return call(index)
+
+
 @dataclass(frozen=True)
 class Bench:
     """One row's tensors and kernels."""
 
     workload: Workload
-    inputs: Inputs | SparseInputs
+    inputs: Inputs | SparseInputs | V4Inputs
     pool: Pool
     kernels: Kernels
     settings: Settings
@@ -126,20 +136,25 @@ class Bench:
         usual = min(USUAL_CALLS, int(USUAL_BYTES) // self.workload.kv_bytes)
         return max(FEWEST_CALLS, copies_of(self.workload), usual)
 
-    def captured(self) -> tuple[dict[str, Captured], dict[str, Result]]:
-        """The graph of each kernel that can run this row, and for the others why they cannot."""
-        graphs, others = {}, {}
+    def captured(self) -> tuple[dict[str, Captured], dict[str, Captured], dict[str, Result]]:
+        """The graph of each kernel that can run this row, that with another kernel before each call where it is wanted,
+        and for the others why they cannot."""
+        graphs, behind, others = {}, {}, {}
+        spare = torch.empty_like(self.inputs.q)
         for name in self.kernels.of(self.workload):
             try:
-                call, copies = self.prepared(name)
-                graphs[name] = Captured(partial(_on_a_copy, call, copies), self.calls)
+                on_a_copy = partial(_on_a_copy, *self.prepared(name))
+                graph = Captured(on_a_copy, self.calls)
+                if self.settings.behind:
+                    behind[name] = Captured(partial(_behind_another, self.inputs.q, spare, on_a_copy), self.calls)
+                graphs[name] = graph
             except NotImplementedError as reason:
                 others[name] = Refused(reason=str(reason))
             except Exception as error:
                 # A peer may lack a file or fail on a shape: the row says so and the others go on. An error that breaks
                 # the CUDA context ends the run all the same, at the synchronisation after this.
                 others[name] = Failed(error=f"{type(error).__name__}: {error}".splitlines()[0])
-        return graphs, others
+        return graphs, behind, others
 
     def errors(self, graphs: dict[str, Captured]) -> dict[str, float]:
         """Relative RMSE of each kernel's last result against float64 on what its own cache stands for."""
@@ -170,17 +185,19 @@ def measure(workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: S
     """One row: every kernel on the same tensors, replays taking turns."""
     row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, kernels_of_run, settings)
     torch.cuda.synchronize()
-    graphs, results = row.captured()
-    events = {name: [] for name in graphs}
+    graphs, behind, results = row.captured()
+    everything = [*graphs.items(), *((name, behind[name]) for name in graphs if name in behind)]
+    events = [[] for _ in everything]
     sms = torch.cuda.get_device_properties(DEVICE).multi_processor_count
     with sms_held(sms - H20_SMS if settings.h20_proxy else 0, settings.traffic * 1e12):
         for _ in range(settings.replays):
-            for name, graph in graphs.items():
-                events[name].append(graph.replay())
+            for (_, graph), of in zip(everything, events, strict=True):
+                of.append(graph.replay())
         torch.cuda.current_stream().synchronize()
-    timings = {name: timing_of(graph.microseconds(events[name])) for name, graph in graphs.items()}
+    timed = [(name, timing_of(graph.microseconds(of))) for (name, graph), of in zip(everything, events, strict=True)]
+    timings, later = dict(timed[: len(graphs)]), dict(timed[len(graphs) :])
     errors = row.errors(graphs) if settings.validate else {}
-    results |= results_of(timings, errors, same_bits(graphs, settings.libraries))
+    results |= results_of(timings, errors, same_bits(graphs, settings.libraries), later)
     shape = workload.shape
     return row_of(
         shape,
@@ -191,7 +208,9 @@ def measure(workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: S
     )
 
 
-def results_of(timings: dict[str, Timing], errors: dict[str, float], same: dict[str, bool]) -> dict[str, Result]:
+def results_of(
+    timings: dict[str, Timing], errors: dict[str, float], same: dict[str, bool], behind: dict[str, Timing]
+) -> dict[str, Result]:
     """What a row says of the kernels that were timed; the time of a result that is not a number is worth nothing."""
     results: dict[str, Result] = {}
     for name, timing in timings.items():
@@ -199,7 +218,8 @@ def results_of(timings: dict[str, Timing], errors: dict[str, float], same: dict[
         if rmse is not None and not math.isfinite(rmse):
             results[name] = Failed(error=f"wrong result: its relative RMSE against float64 is {rmse}")
         else:
-            results[name] = Measured(**timing.model_dump(), relative_rmse=rmse, same_bits=same.get(name))
+            found = {"behind": behind.get(name), "relative_rmse": rmse, "same_bits": same.get(name)}
+            results[name] = Measured(**timing.model_dump(), **found)
     return results
 
 
@@ -213,32 +233,24 @@ def measure_schedule(settings: Settings, batch: int = 256, builds: int = 100) ->
     return ScheduleBuild(batch=batch, **timing_of(graph.microseconds(events)).model_dump())
 
 
-def measure_host(
-    workload: Workload, pool: Pool, ours: Kernels, names: list[str], settings: Settings, calls: int = 200
+def measure_hosts(
+    workload: Workload, pool: Pool, kernels_of_run: Kernels, names: list[str], settings: Settings, *, plans: bool
 ) -> dict[str, Timing]:
-    """Host time to launch one call of each of these, in microseconds, where nothing waits for the GPU; in turns."""
-    row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, ours, settings)
-    prepared = {name: row.prepared(name) for name in names}
-    return _host_times({name: partial(call, *copies[0]) for name, (call, copies) in prepared.items()}, calls)
+    """Host time to launch one call of each of these, in microseconds, where nothing waits for the GPU; in turns.
 
-
-def measure_drop_in_hosts(
-    workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: Settings, calls: int = 50
-) -> dict[str, Timing]:
-    """Host time of a call of each drop-in and of each original that can be called, and of the plan and a call.
-
-    A plan that copies something to the host waits for what runs on the GPU: then this counts, too.
+    With `plans` that of a call behind its plan, too: a plan that copies something to the host waits for what runs on
+    the GPU, and then this counts.
     """
     row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, kernels_of_run, settings)
     found = {}
-    for name in kernels_of_run.of(workload):
+    for name in names:
         with suppress(Exception):  # the rows say what cannot be called, and why
             call, copies = row.prepared(name)
             call(*copies[0])
             found[name] = partial(call, *copies[0])
-            if isinstance(call, Planned):
+            if plans and isinstance(call, Planned):
                 found[WITH_PLAN.format(name)] = partial(_plan_and_call, call, copies[0])
-    return _host_times(found, calls)
+    return _host_times(found)
 
 
 def _plan_and_call(planned: Planned, copy: Copy) -> None:
@@ -246,16 +258,16 @@ def _plan_and_call(planned: Planned, copy: Copy) -> None:
     planned(*copy)
 
 
-def _host_times(found: dict[str, Callable[[], object]], calls: int) -> dict[str, Timing]:
-    """Of each, launched so many times one behind another, in turns."""
+def _host_times(found: dict[str, Callable[[], object]]) -> dict[str, Timing]:
+    """Of each, launched HOST_CALLS times one behind another, in turns."""
     times = {name: [] for name in found}
     for _ in range(HOST_TURNS):
         for name, launch in found.items():
             launch()
             torch.cuda.synchronize()
             begin = time.perf_counter()
-            for _ in range(calls):
+            for _ in range(HOST_CALLS):
                 launch()
-            times[name].append((time.perf_counter() - begin) / calls * 1e6)
+            times[name].append((time.perf_counter() - begin) / HOST_CALLS * 1e6)
     torch.cuda.synchronize()
     return {name: timing_of(each) for name, each in times.items()}

@@ -8,13 +8,14 @@ calls, as ETAP's drop-ins have them, may be named in place of a library's.
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from etap_backend.lab.bench.kernels import Call, Inputs, Planned, SparseInputs, to_fp8
+from etap_backend.lab.bench.kernels import Call, Inputs, Planned, SparseInputs, V4Inputs, to_fp8
 from etap_backend.limits import LATENT_DIM, ROPE_DIM
 
 FLASHMLA_PAGE_SIZE = 64
@@ -25,6 +26,18 @@ FA3 = "vllm.vllm_flash_attn"
 def _refuse_other_pages(inputs: Inputs) -> None:
     if inputs.page_size != FLASHMLA_PAGE_SIZE:
         raise NotImplementedError(f"takes pages of {FLASHMLA_PAGE_SIZE} tokens")
+
+
+def _dense(inputs: Inputs) -> dict:
+    """What both of FlashMLA's dense calls are given."""
+    lists = {"block_table": inputs.block_table, "cache_seqlens": inputs.seq_lens}
+    return {**lists, "head_dim_v": LATENT_DIM, "softmax_scale": inputs.softmax_scale, "causal": True}
+
+
+def _by_lists(softmax_scale: float) -> dict:
+    """What both of FlashMLA's calls on lists of FP8 rows are given."""
+    none = {"block_table": None, "cache_seqlens": None}
+    return {**none, "head_dim_v": LATENT_DIM, "softmax_scale": softmax_scale, "is_fp8_kvcache": True}
 
 
 def flashmla(
@@ -41,17 +54,8 @@ def flashmla(
         metadata = new_metadata(inputs) if new_metadata else theirs.get_mla_metadata()[0]
 
     def call(kv_cache: Tensor) -> Tensor:
-        return theirs.flash_mla_with_kvcache(
-            q=inputs.q,
-            k_cache=kv_cache.unsqueeze(-2),
-            block_table=inputs.block_table,
-            cache_seqlens=inputs.seq_lens,
-            head_dim_v=LATENT_DIM,
-            tile_scheduler_metadata=metadata,
-            softmax_scale=inputs.softmax_scale,
-            causal=True,
-            is_fp8_kvcache=False,
-        )[0]
+        asked = {"q": inputs.q, "k_cache": kv_cache.unsqueeze(-2), "tile_scheduler_metadata": metadata}
+        return theirs.flash_mla_with_kvcache(**asked, **_dense(inputs), is_fp8_kvcache=False)[0]
 
     plan()
     return Planned(call, plan)
@@ -76,19 +80,8 @@ def flashmla_fp8(
         metadata, splits = new_metadata(inputs.seq_lens, s_q * heads, 1)
 
     def call(kv_cache: Tensor) -> Tensor:
-        return decode(
-            q=q,
-            k_cache=kv_cache.unsqueeze(-2),
-            block_table=inputs.block_table,
-            cache_seqlens=inputs.seq_lens,
-            head_dim_v=LATENT_DIM,
-            tile_scheduler_metadata=metadata,
-            num_splits=splits,
-            softmax_scale=inputs.softmax_scale,
-            causal=True,
-            descale_q=scale,
-            descale_k=scale,
-        )[0]
+        asked = {"q": q, "k_cache": kv_cache.unsqueeze(-2), "tile_scheduler_metadata": metadata, "num_splits": splits}
+        return decode(**asked, **_dense(inputs), descale_q=scale, descale_k=scale)[0]
 
     plan()
     return Planned(call, plan)
@@ -97,46 +90,22 @@ def flashmla_fp8(
 def fa3(inputs: Inputs, *, module: str = FA3) -> Planned:
     theirs = importlib.import_module(module)
     batch, s_q, heads, _ = inputs.q.shape
-    longest, starts = max(inputs.lengths), inputs.query_starts
-    most_splits = 32  # vLLM's flash_attn_max_num_splits_for_cuda_graph
+    lengths = {"max_seqlen_q": s_q, "max_seqlen_k": max(inputs.lengths), "cu_seqlens_q": inputs.query_starts}
+    both = {"causal": True, "num_splits": 32}  # vLLM's flash_attn_max_num_splits_for_cuda_graph
     metadata = None
     q_latent, q_rope = inputs.q.flatten(0, 1).split([LATENT_DIM, ROPE_DIM], dim=-1)
 
     def plan() -> None:
         nonlocal metadata
-        metadata = theirs.get_scheduler_metadata(
-            batch_size=batch,
-            max_seqlen_q=s_q,
-            max_seqlen_k=longest,
-            num_heads_q=heads,
-            num_heads_kv=1,
-            headdim=ROPE_DIM,
-            cache_seqlens=inputs.seq_lens,
-            qkv_dtype=inputs.q.dtype,
-            headdim_v=LATENT_DIM,
-            page_size=inputs.page_size,
-            cu_seqlens_q=starts,
-            causal=True,
-            num_splits=most_splits,
-        )
+        sizes = {"num_heads_q": heads, "num_heads_kv": 1, "headdim": ROPE_DIM, "headdim_v": LATENT_DIM}
+        of_cache = {"cache_seqlens": inputs.seq_lens, "qkv_dtype": inputs.q.dtype, "page_size": inputs.page_size}
+        metadata = theirs.get_scheduler_metadata(batch_size=batch, **lengths, **sizes, **of_cache, **both)
 
     def call(kv_cache: Tensor) -> Tensor:
-        return theirs.flash_attn_varlen_func(
-            q=q_rope,
-            k=kv_cache[..., LATENT_DIM:].unsqueeze(-2),
-            v=kv_cache[..., :LATENT_DIM].unsqueeze(-2),
-            q_v=q_latent,
-            max_seqlen_q=s_q,
-            cu_seqlens_q=starts,
-            max_seqlen_k=longest,
-            seqused_k=inputs.seq_lens,
-            block_table=inputs.block_table,
-            softmax_scale=inputs.softmax_scale,
-            causal=True,
-            fa_version=3,
-            scheduler_metadata=metadata,
-            num_splits=most_splits,
-        )
+        k, v = kv_cache[..., LATENT_DIM:].unsqueeze(-2), kv_cache[..., :LATENT_DIM].unsqueeze(-2)
+        lists = {"seqused_k": inputs.seq_lens, "block_table": inputs.block_table, "scheduler_metadata": metadata}
+        scale = {"softmax_scale": inputs.softmax_scale, "fa_version": 3}
+        return theirs.flash_attn_varlen_func(q=q_rope, k=k, v=v, q_v=q_latent, **lengths, **lists, **scale, **both)
 
     plan()
     return Planned(call, plan)
@@ -163,18 +132,43 @@ def flashmla_sparse_fp8(inputs: SparseInputs, *, pad: bool = True, module: str =
         if q.shape[1] < padded:
             queries = q.new_zeros((1, q.shape[0], padded, q.shape[2]))
             queries[:, :, :heads, :] = q
-        out, _ = theirs.flash_mla_with_kvcache(
-            q=queries,
-            k_cache=kv_cache.unsqueeze(-2),
-            block_table=None,
-            cache_seqlens=None,
-            head_dim_v=LATENT_DIM,
-            tile_scheduler_metadata=metadata,
-            is_fp8_kvcache=True,
-            indices=indices.unsqueeze(0),
-            softmax_scale=inputs.softmax_scale,
-        )
-        return out[0, :, :heads]
+        asked = {"q": queries, "k_cache": kv_cache.unsqueeze(-2), "indices": indices.unsqueeze(0)}
+        plan = {"tile_scheduler_metadata": metadata}
+        return theirs.flash_mla_with_kvcache(**asked, **plan, **_by_lists(inputs.softmax_scale))[0][0, :, :heads]
+
+    plan()
+    return Planned(call, plan)
+
+
+def flashmla_v4(inputs: V4Inputs, *, module: str = FLASHMLA) -> Planned:
+    """As vLLM 0.33 calls it: queries that lie padded to 64 heads already, in the memory that the engine's operator
+    before the call wrote them to; sinks of -inf behind the rank's heads; counts beside both lists."""
+    theirs = importlib.import_module(module)
+    tokens, heads, _ = inputs.q.shape
+    padded = 64 if heads <= 64 else 128
+    q = torch.nn.functional.pad(inputs.q, (0, 0, 0, padded - heads)).unsqueeze(1)
+    sinks = torch.nn.functional.pad(inputs.sinks, (0, padded - heads), value=-math.inf)
+    counts = inputs.counts(inputs.window)
+    extra_counts = inputs.counts(inputs.extra) if inputs.extra else None
+    decode, metadata = theirs.flash_mla_with_kvcache, None
+    # vLLM before 0.33 allocates the output in the call.
+    takes_out = "out" in inspect.signature(decode).parameters
+    given = {"out": q.new_empty(tokens, 1, padded, LATENT_DIM)} if takes_out else {}
+
+    def plan() -> None:
+        nonlocal metadata
+        metadata = theirs.get_mla_metadata()[0]  # filled by the first call, which comes before the timed ones
+
+    def call(cache: Tensor, indices: Tensor, extra_cache: Tensor | None, extra_indices: Tensor | None) -> Tensor:
+        asked = {"q": q, "k_cache": cache.unsqueeze(-2), "indices": indices.unsqueeze(1), "topk_length": counts}
+        extra = {"extra_k_cache": None, "extra_indices_in_kvcache": None, "extra_topk_length": extra_counts}
+        if extra_cache is not None:
+            extra |= {
+                "extra_k_cache": extra_cache.unsqueeze(-2),
+                "extra_indices_in_kvcache": extra_indices.unsqueeze(1),
+            }
+        more = {"tile_scheduler_metadata": metadata, "attn_sink": sinks}
+        return decode(**asked, **extra, **more, **_by_lists(inputs.softmax_scale), **given)[0][:, 0, :heads]
 
     plan()
     return Planned(call, plan)
@@ -222,20 +216,12 @@ def fa3_sparse(inputs: SparseInputs) -> Call:
     q_latent, q_rope = inputs.q.split([LATENT_DIM, ROPE_DIM], dim=-1)
 
     def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
-        return flash_attn_varlen_func(
-            q=q_rope,
-            k=kv_cache[:, :, LATENT_DIM:].view(-1, 1, 1, ROPE_DIM),
-            v=kv_cache[:, :, :LATENT_DIM].view(-1, 1, 1, LATENT_DIM),
-            q_v=q_latent,
-            max_seqlen_q=1,
-            cu_seqlens_q=torch.arange(0, tokens + 1, dtype=torch.int32, device=q_rope.device),
-            max_seqlen_k=indices.shape[1],
-            seqused_k=counts,
-            block_table=indices,
-            softmax_scale=inputs.softmax_scale,
-            causal=True,
-            fa_version=3,
-        )
+        rope, latent = kv_cache[:, :, LATENT_DIM:], kv_cache[:, :, :LATENT_DIM]
+        operands = {"q": q_rope, "k": rope.view(-1, 1, 1, ROPE_DIM), "v": latent.view(-1, 1, 1, LATENT_DIM)}
+        starts = torch.arange(0, tokens + 1, dtype=torch.int32, device=q_rope.device)
+        lengths = {"max_seqlen_q": 1, "max_seqlen_k": indices.shape[1], "cu_seqlens_q": starts, "seqused_k": counts}
+        more = {"block_table": indices, "softmax_scale": inputs.softmax_scale, "causal": True, "fa_version": 3}
+        return flash_attn_varlen_func(**operands, q_v=q_latent, **lengths, **more)
 
     return call
 
@@ -284,22 +270,8 @@ def triton(inputs: Inputs) -> Call:
 
     def call(kv_cache: Tensor) -> Tensor:
         k = kv_cache.unsqueeze(2)
-        decode_attention_fwd(
-            q,
-            k,
-            k[..., :LATENT_DIM],
-            out,
-            lse,
-            inputs.block_table,
-            inputs.seq_lens,
-            partial,
-            splits,
-            inputs.softmax_scale,
-            inputs.page_size,
-            k_scale=scale,
-            v_scale=scale,
-            is_mla=True,
-        )
+        lists = (inputs.block_table, inputs.seq_lens, partial, splits, inputs.softmax_scale, inputs.page_size)
+        decode_attention_fwd(q, k, k[..., :LATENT_DIM], out, lse, *lists, k_scale=scale, v_scale=scale, is_mla=True)
         return out
 
     return call

@@ -1,5 +1,8 @@
-"""The tables of a benchmark: on the screen, with the whole method, and in Markdown for a page of docs/, where
-measuring.md has the method. Drawing one imports no kernel."""
+"""The tables of a benchmark, on the screen and in Markdown for a page, and the command line of `etap report`.
+
+Drawing one imports no kernel. Where calls were timed behind another kernel, too, a cell has both times: those of calls
+back to back, and of calls behind it.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
 
-from rich.console import Console
-from rich.table import Table
+import typer
 
-from etap_backend.lab.bench import method
+from etap_backend.lab.bench import rows as files
 from etap_backend.lab.bench.rows import (
     MATH_SUFFIX,
     OUR_BF16,
@@ -24,103 +28,135 @@ from etap_backend.lab.bench.rows import (
     fastest,
     ratio,
 )
-from etap_backend.lab.results import beside_the_usual
 
 FEW_PEERS = 2  # each of so few has a column of its own beside ours
-BEHIND = 0.98  # a ratio that counts as slower: the readings of a run differ by less
-TOLD_APART = ("cache", "page_size")  # columns of a table whose rows differ in them
+SLOWER = 0.98  # a ratio that counts as slower: the readings of a run differ by less
+MOST_NAMED = 3  # rows where ours is slower
 FEW_HEADS = 32  # more than others' kernels pad to 64
+BUILT_APART = "(peers)"
+TOLD_APART = ("cache", "page_size")  # columns of a table whose rows differ in them
+
+Time = Callable[[Row, str], float | None]
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """A column of times over ours."""
+    """A column: the fastest of some kernels over another."""
 
     title: str
-    over: Callable[[Row], float | None]
-    under: Callable[[Row], float | None]
+    over: tuple[str, ...]
+    under: str
 
-    def of(self, row: Row) -> float | None:
-        return ratio(self.over(row), self.under(row))
-
-
-def _us(name: str) -> Callable[[Row], float | None]:
-    return lambda row: row.us(name)
+    def of(self, row: Row, time: Time = Row.us) -> float | None:
+        return ratio(fastest(row, self.over, time), time(row, self.under))
 
 
 def comparisons(document: Document) -> list[Comparison]:
-    """How the kernels of a document compare: peers with ours, or further libraries with the first."""
+    """How the kernels of a document compare: peers with ours, originals with drop-ins, or libraries with the first."""
+    names, found = document.names, []
     if document.libraries:
         first, *others = document.libraries
         pairs = [(other + suffix, first + suffix) for suffix in ("", MATH_SUFFIX) for other in others]
-        return [
-            Comparison(f"{over} / {under}", _us(over), _us(under)) for over, under in pairs if over in document.names
-        ]
-    if document.drop_ins:
+    elif document.drop_ins:
         pairs = [(original, name) for name, original in document.drop_ins.items()]
-        return [Comparison(f"{over} / {under}", _us(over), _us(under)) for over, under in pairs]
-    if not document.own:
+    elif document.own:
+        ours, peers = document.own[0], document.peers
+        pairs = [(peer, ours) for peer in peers] if len(peers) <= FEW_PEERS else []
+        found = [] if pairs or not peers else [Comparison(f"best peer / {ours}", tuple(peers), ours)]
+        pairs += [(OUR_BF16, ours)] if OUR_BF16 in document.own else []
+    else:
         return []
-    ours, peers = document.own[0], document.peers
-    found = [Comparison(f"{peer} / {ours}", _us(peer), _us(ours)) for peer in peers]
-    if len(peers) > FEW_PEERS:
-        found = [Comparison(f"best peer / {ours}", lambda row: fastest(row, peers), _us(ours))]
-    if OUR_BF16 in document.own:
-        found.append(Comparison(f"our bf16 / {ours}", _us(OUR_BF16), _us(ours)))
-    return found
+    return found + [Comparison(f"{over} / {under}", (over,), under) for over, under in pairs if over in names]
 
 
 def number(value: float | None, digits: int = 1) -> str:
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def _spread(timing: Timing | None) -> str:
-    return f"{timing.us:.1f} ± {timing.iqr_us:.1f}" if timing else "-"
+def _both(document: Document, of: Callable[[Time], float | None], digits: int = 1) -> str:
+    """A value of calls back to back, and of those behind another kernel where the run timed them."""
+    times = (Row.us, Row.behind) if document.options.behind else (Row.us,)
+    return " / ".join(number(of(time), digits) for time in times)
 
 
-def screen_table(document: Document) -> Table:
-    """One line a shape: our time and spread, rates, share of the floor, the others' times, and how they compare."""
+def table(document: Document, rows: list[Row], *, page: bool, short: bool = False) -> list[list[str]]:
+    """Titles and cells: our time, the floor, the others' times, and how they compare.
+
+    A screen's has spread, bandwidth, share of the floor and error of our first kernel, too; a short one only those of
+    the shape's columns in which rows differ.
+    """
     first, *others = document.names or ["-"]
     compared = comparisons(document)
-    table = Table(title=f"{document.title}, {document.gpu}: us a call, median ± interquartile range")
-    table.add_column("shape")
-    titles = [comparison.title for comparison in compared]
-    for column in ("floor", first, "TFLOP/s", "GB/s", "% of floor", "rel. RMSE", *others, *titles):
-        table.add_column(column, justify="right")
-    for row in document.rows:
-        timing = row.timing(first)
-        us = timing and timing.us
-        share = ratio(row.floor_us, us)
-        rmse = timing and timing.relative_rmse
-        table.add_row(
-            row.label,
-            number(row.floor_us),
-            _spread(timing),
-            number(us and row.tflops(us)),
-            number(us and row.gigabytes(us), 0),
-            number(share and 100 * share, 0),
-            "-" if rmse is None else f"{rmse:.2e}",
-            *(_spread(row.timing(name)) for name in others),
-            *(number(comparison.of(row), 3 if document.libraries else 2) for comparison in compared),
-        )
-    return table
+    values = {title: {getattr(row, title) for row in rows} for title in (*document.OTHERS, *TOLD_APART)}
+    shown = [title for title, of in values.items() if len(of) > 1 or (title in document.OTHERS and not short)]
+    ours = f"**{first}**" if page else first
+    extra = [] if page else ["±", "GB/s", "% of floor", "rel. RMSE"]
+    titles = [document.BATCHES, *shown, "floor", ours, "TFLOP/s", *extra, *others]
+    lines = [titles + [comparison.title for comparison in compared]]
+    for row in rows:
+        us, timing = row.us(first), row.timing(first)
+        time = _both(document, lambda time, row=row: time(row, first))
+        cells = [row.batch_text, *(str(getattr(row, title)) for title in shown), number(row.floor_us)]
+        cells += [f"**{time}**" if page else time, number(us and row.tflops(us))]
+        if not page:
+            share, rmse = ratio(row.floor_us, us), timing and timing.relative_rmse
+            cells += [number(timing and timing.iqr_us), number(us and row.gigabytes(us), 0)]
+            cells += [number(share and 100 * share, 0), "-" if rmse is None else f"{rmse:.1e}"]
+        cells += [_both(document, lambda time, row=row, name=name: time(row, name)) for name in others]
+        digits = 3 if document.libraries else 2
+        cells += [_both(document, lambda time, row=row, one=one: one.of(row, time), digits) for one in compared]
+        lines.append(cells)
+    return lines
 
 
-def print_document(document: Document, console: Console) -> None:
-    console.print(screen_table(document))
+def as_text(lines: list[list[str]]) -> str:
+    """Aligned columns, however wide: a number is never cut."""
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    )
+
+
+def as_markdown(lines: list[list[str]]) -> str:
+    titles, *cells = ["| " + " | ".join(line) + " |" for line in lines]
+    return "\n".join([titles, "|" + "---|" * len(lines[0]), *cells])
+
+
+def text(document: Document) -> str:
+    """All that a document says, for a screen."""
+    lines = [f"{document.title}, {document.gpu}: us per call", as_text(table(document, document.rows, page=False))]
     if built := document.schedule_build:
-        console.print(f"building the schedule of {built.batch} requests: {_spread(built)} us")
-    for name, timing in document.host_calls.items():
-        console.print(f"host, one call of {name}: {_spread(timing)} us", highlight=False)
-    for text in (*drop_in_lines(document), *library_lines(document), *error_lines(document)):
-        console.print(text, markup=False, highlight=False)
-    for text in failure_lines(document):
-        console.print(text, style="red", markup=False, highlight=False)
+        lines.append(f"building the schedule of {built.batch} requests: {_spread(built)} us")
+    lines += [f"host, one call of {name}: {_spread(timing)} us" for name, timing in document.host_calls.items()]
+    lines += [*ratio_lines(document), *library_lines(document), *error_lines(document), *failure_lines(document)]
     if document.left_out:
-        console.print(f"left out, for want of memory: {len(document.left_out)} rows", highlight=False)
-    console.print(f"{provenance_line(document)}\n{document.method}", markup=False, highlight=False)
+        lines.append(f"left out, for want of memory: {len(document.left_out)} rows")
+    lines.append(provenance_line(document))
     if not document.complete:
-        console.print(f"stopped {document.stopped}: {len(document.rows)} rows", style="red")
+        lines.append(f"stopped {document.stopped}: {len(document.rows)} rows")
+    return "\n".join(lines)
+
+
+def _spread(timing: Timing) -> str:
+    return f"{timing.us:.1f} ± {timing.iqr_us:.1f}"
+
+
+def ratio_lines(document: Document) -> list[str]:
+    """Of each comparison: smallest, median and largest ratio with few heads and with many, and where ours is slower."""
+    lines = []
+    for one in [] if document.libraries else comparisons(document):
+        found = [(row, value) for row in document.rows if (value := one.of(row))]
+        for said, few in ((f"up to {FEW_HEADS} heads", True), (f"more than {FEW_HEADS} heads", False)):
+            values = {row.label: value for row, value in found if (row.heads <= FEW_HEADS) == few}
+            if values:
+                least, middle, most = min(values.values()), statistics.median(values.values()), max(values.values())
+                slower = sorted((value, label) for label, value in values.items() if value < SLOWER)
+                worst = [f"{label} ({value:.2f})" for value, label in slower[:MOST_NAMED]]
+                behind = f"below {SLOWER} at {len(slower) or 'none'}" + (f", {'; '.join(worst)}" if worst else "")
+                spread = f"{least:.2f} to {most:.2f}, median {middle:.2f}"
+                lines.append(f"{one.title}, {said}, {len(values)} shapes: {spread}; {behind}.")
+    return lines
 
 
 def library_lines(document: Document) -> list[str]:
@@ -128,55 +164,24 @@ def library_lines(document: Document) -> list[str]:
     if not document.libraries:
         return []
     lines = []
-    for comparison in comparisons(document):
-        found = {row.label: value for row in document.rows if (value := comparison.of(row))}
+    for one in comparisons(document):
+        found = {row.label: value for row in document.rows if (value := one.of(row))}
         worst = max(found, key=found.get)
-        middle = statistics.median(found.values())
-        lines.append(f"{comparison.title}: median {middle:.3f}, at most {found[worst]:.3f} ({worst})")
-    names = document.names
-    timings = [(row, name, row.timing(name)) for row in document.rows for name in names]
-    compared = [(row, name, timing) for row, name, timing in timings if timing and timing.same_bits is not None]
-    other = [f"{row.label}: {name}" for row, name, timing in compared if not timing.same_bits]
-    same = (
-        f"{len(compared) - len(other)} of {len(compared)} outputs have the bits of {next(iter(document.libraries))}'s"
-    )
-    return [*lines, same + (f", not {'; '.join(other)}" if other else "")]
-
-
-def drop_in_lines(document: Document) -> list[str]:
-    """How many times as fast as its original each drop-in is."""
-    return [f"{name}: {drop_in_sentence(document, original)}" for name, original in document.drop_ins.items()]
-
-
-def _host_lines(document: Document) -> list[str]:
-    """What launching a call takes of the host, of drop-ins and their originals."""
-    said = []
-    for name in (name for pair in document.drop_ins.items() for name in reversed(pair)):
-        if timing := document.host_calls.get(name):
-            planned = document.host_calls.get(WITH_PLAN.format(name))
-            said.append(f"{name} {number(timing.us)} us" + (f", {number(planned.us)} with its plan" if planned else ""))
-    return [f"Host time of one call of {document.rows[0].label}: {'; '.join(said)}."] if said else []
-
-
-def drop_in_sentence(document: Document, original: str) -> str:
-    """How many times as fast as that column the drop-in for it is, with few heads and with many; where it is slower.
-
-    Raises ValueError when the document has no such column beside a drop-in.
-    """
-    known = {theirs: name for name, theirs in document.drop_ins.items()}
-    if original not in known:
-        raise ValueError(f"rows: wanted one of {', '.join(known)}, got {original}")
-    pairs = [(row, ratio(row.us(original), row.us(known[original]))) for row in document.rows]
-    found = [(row, value) for row, value in pairs if value]
-    few, many = ([value for row, value in found if (row.heads <= FEW_HEADS) == small] for small in (True, False))
-    said = [
-        f"{min(values):.2f} to {max(values):.2f} times as fast as {original} with {text} (median {middle:.2f})"
-        for text, values in ((f"up to {FEW_HEADS} heads", few), (f"more than {FEW_HEADS} heads", many))
-        if values and (middle := statistics.median(values))
+        lines.append(
+            f"{one.title}: median {statistics.median(found.values()):.3f}, at most {found[worst]:.3f} ({worst})"
+        )
+    same = {
+        f"{row.label}: {name}": timing.same_bits
+        for row in document.rows
+        for name in document.names
+        if (timing := row.timing(name)) and timing.same_bits is not None
+    }
+    other = [label for label, equal in same.items() if not equal]
+    of_first = f"outputs have the bits of {next(iter(document.libraries))}'s"
+    return [
+        *lines,
+        f"{len(same) - len(other)} of {len(same)} {of_first}" + (f", not {'; '.join(other)}" if other else ""),
     ]
-    slower = [f"{row.label} ({value:.2f})" for row, value in found if round(value, 2) < 1]
-    behind = f"slower at {'; '.join(slower)}" if slower else f"slower at none of {len(found)} points"
-    return f"{', '.join(said)}; {behind}."
 
 
 def error_lines(document: Document) -> list[str]:
@@ -199,103 +204,80 @@ def failure_lines(document: Document) -> list[str]:
     return [f"{why} ({len(rows)} rows, the first {rows[0]})" for why, rows in labels.items()]
 
 
-def versions_line(document: Document) -> str:
-    return ", ".join(f"{package} {version}" for package, version in document.versions.items())
-
-
-def provenance_line(document: Document) -> str:
-    floor = f"; floor = {document.floor.text}" if document.floor else ""
-    ctas = document.options.num_sms
-    launch = f"{ctas} CTAs of " if ctas else ""
-    libraries = "".join(
-        f"; {name}: commit {library.commit}, SHA-256 {library.sha256[:12]}"
-        for name, library in document.libraries.items()
-    )
-    return (
-        f"{document.gpu}, {launch}{document.multiprocessors} SMs, driver {document.driver}; "
-        f"{versions_line(document)}; commit {document.commit}{libraries}; {document.date}; `{document.command}`{floor}"
-    )
-
-
-def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
-    """A page's table: microseconds a call, the floor, and over ours the peers' times and that of our bf16.
-
-    With `only`, rows of these batches, such as "16 x 4K", and a short caption: the whole table has date and floor.
-    Raises ValueError when the document has no such row.
-    """
-    rows = rows_named(document, only) if only else document.rows
-    first, *others = document.names or ["-"]
-    compared = comparisons(document)
-    titles = dict.fromkeys((*document.OTHERS, *TOLD_APART))
-    values = {title: {getattr(row, title) for row in rows} for title in titles}
-    shown = [title for title, found in values.items() if len(found) > 1 or (title in document.OTHERS and not only)]
-    digits = 3 if document.libraries else 2
-    columns = [document.BATCHES, *shown, "floor", f"**{first}**", "TFLOP/s", *others]
-    columns += [comparison.title for comparison in compared]
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        us = row.us(first)
-        cells = [
-            row.batch_text,
-            *(str(getattr(row, title)) for title in shown),
-            number(row.floor_us),
-            f"**{number(us)}**",
-            number(us and row.tflops(us)),
-            *(number(row.us(name)) for name in others),
-            *(number(comparison.of(row), digits) for comparison in compared),
-        ]
-        lines.append("| " + " | ".join(cells) + " |")
-    if only:
-        return "\n".join([*lines, "", short_caption(document, rows)])
-    below = (*drop_in_lines(document), *_host_lines(document), caption(document))
-    return "\n".join([*lines, *(line for text in below for line in ("", text))])
-
-
-def rows_named(document: Document, only: tuple[str, ...]) -> list[Row]:
-    """Rows of these batches. Raises ValueError for one that the document has not."""
-    known = dict.fromkeys(row.batch_text for row in document.rows)
-    if missing := [text for text in only if text not in known]:
-        raise ValueError(f"rows: wanted some of {', '.join(known)}, got {', '.join(missing)}")
-    return [row for row in document.rows if row.batch_text in only]
-
-
-def _endings(document: Document) -> str:
-    """What is special to a table."""
-    other = beside_the_usual(document.method, method.USUAL)
-    stopped = "" if document.complete else f" Stopped {document.stopped}: what is missing was not measured."
-    return (f" Method: {other}." if other else "") + (f" {document.note}" if document.note else "") + stopped
-
-
-def caption(document: Document) -> str:
-    return f"Microseconds a call. {provenance_line(document)}.{_endings(document)}"
+def _host_line(document: Document) -> str:
+    """What launching a call takes of the host, of drop-ins and their originals."""
+    said = []
+    for name in (name for pair in document.drop_ins.items() for name in reversed(pair)):
+        if timing := document.host_calls.get(name):
+            planned = document.host_calls.get(WITH_PLAN.format(name))
+            said.append(f"{name} {number(timing.us)} us" + (f", {number(planned.us)} with its plan" if planned else ""))
+    return f"Host time of one call of {document.rows[0].label}: {'; '.join(said)}." if said else ""
 
 
 def source(document: Document) -> str:
-    """Where figures come from, in short."""
-    return (
-        f"{document.gpu}, driver {document.driver}; {versions_line(document)}; commit {document.commit}; "
-        f"`{document.command}`"
-    )
+    """Where figures come from."""
+    versions = ", ".join(f"{package} {version}" for package, version in document.versions.items())
+    libraries = [f"{name}: commit {of.commit}, SHA-256 {of.sha256[:12]}" for name, of in document.libraries.items()]
+    apart = "; (peers): built apart, not part of this repository" if BUILT_APART in versions else ""
+    said = [f"driver {document.driver}", versions + apart, f"commit {document.commit}", *libraries]
+    return f"{document.gpu}, {'; '.join(said)}; `{document.command}`"
 
 
-def short_caption(document: Document, rows: list[Row]) -> str:
-    shapes = dict.fromkeys(row.others_text for row in rows)
-    return f"Microseconds a call, {' or '.join(shapes)}; {source(document)}.{_endings(document)}"
+def provenance_line(document: Document) -> str:
+    ctas, floor = document.options.num_sms, document.floor
+    launch = f"{ctas} CTAs of " if ctas else ""
+    traffic = f"; held SMs read {document.options.traffic} TB/s" if document.options.traffic else ""
+    said = f"; floor = {floor.text}" if floor else ""
+    return f"{launch}{document.multiprocessors} SMs; {source(document)}; {document.date}{traffic}{said}"
 
 
-def figures(document: Document, only: tuple[str, ...]) -> str:
-    """A page's sentence: TFLOP/s of every kernel on these batches, and how many times as fast as each ours is."""
-    rows, (ours, *others) = rows_named(document, only), [*document.own[:1], *document.peers]
+def rows_named(document: Document, only: tuple[str, ...]) -> list[Row]:
+    """Rows of these batches, such as "16 x 4K"; "16 x 4K, FP8" wants the words of its label besides.
 
-    def rates(name: str) -> str:
-        times = [row.us(name) for row in rows]
-        return ", ".join(number(us and row.tflops(us), 0) for row, us in zip(rows, times, strict=True))
+    Raises ValueError for a batch that the document has not.
+    """
+    found = []
+    for text_ in only:
+        batch, *words = text_.split(", ")
+        rows = [row for row in document.rows if row.batch_text == batch and _has(row.label, words)]
+        if not rows:
+            known = ", ".join(dict.fromkeys(row.batch_text for row in document.rows))
+            raise ValueError(f"rows: wanted some of {known}, got {text_}")
+        found += rows
+    return found
 
-    said = [f"{ours} {rates(ours)} TFLOP/s"]
-    for name in others:
-        faster = ", ".join(number(ratio(row.us(name), row.us(ours)), 2) for row in rows)
-        said.append(f"{name} {rates(name)} ({ours} is {faster} times as fast)")
-    return f"{', '.join(row.batch_text for row in rows)} tokens: {'; '.join(said)}. {source(document)}."
+
+def _has(label: str, words: list[str]) -> bool:
+    """Whether each of these begins a part of the label: "8 heads" none of "16 x 4K, 128 heads"."""
+    return all(any(part.startswith(word) for part in label.split(", ")) for word in words)
+
+
+def caption(document: Document, rows: list[Row], *, short: bool) -> str:
+    """What stands below a table; a short one leaves date, floor and method to the whole table's page."""
+    both = ", back to back / behind another kernel" if document.options.behind else ""
+    shapes = f", {' or '.join(dict.fromkeys(row.others_text for row in rows))}" if short else ""
+    said = f"Microseconds per call{both}{shapes}. "
+    if short:
+        return f"{said}{document.gpu}, commit {document.commit}."
+    stopped = "" if document.complete else f" Stopped {document.stopped}: what is missing was not measured."
+    return f"{said}{provenance_line(document)}." + (f" {document.note}" if document.note else "") + stopped
+
+
+def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
+    """A page's table; with `only` of these rows, with a short caption. Raises ValueError when there is no such row."""
+    rows = rows_named(document, only) if only else document.rows
+    parts = [as_markdown(table(document, rows, page=True, short=bool(only)))]
+    if not only:
+        parts += [*ratio_lines(document), *library_lines(document), _host_line(document)]
+    return "\n\n".join(filter(None, [*parts, caption(document, rows, short=bool(only))]))
+
+
+def ratios(document: Document, only: tuple[str, ...] = ()) -> str:
+    """A page's sentences on how kernels compare over all rows; with `only` those on these kernels."""
+    lines = [line for line in ratio_lines(document) if not only or line.partition(" / ")[0] in only]
+    if not lines:
+        raise ValueError(f"rows: wanted some of {', '.join(document.peers)}, got {', '.join(only) or 'no comparison'}")
+    return "\n".join(f"- {line}" for line in lines) + f"\n\n{document.gpu}, commit {document.commit}."
 
 
 def summary(document: Document) -> str:
@@ -305,13 +287,32 @@ def summary(document: Document) -> str:
     for row in document.rows:
         if value := ratio(fastest(row, peers), row.us(ours)):
             by_rows[row.heads * row.s_q].append((value, f"{row.batch_text}, {row.heads} heads, s_q {row.s_q}"))
-    columns = ["query rows", "points", f"best peer / {ours}, least", "median", "most"]
-    columns += ["points where a peer is faster by more than 2%", "the worst"]
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines = [["query rows", "points", f"best peer / {ours}, least", "median", "most"]]
+    lines[0] += ["points where a peer is faster by more than 2%", "the worst"]
     for rows, found in sorted(by_rows.items()):
-        values = sorted(value for value, _ in found)
-        behind = sum(value < BEHIND for value in values)
-        least, label = min(found)
-        cells = [rows, len(values), f"{least:.3f}", f"{statistics.median(values):.2f}", f"{values[-1]:.2f}", behind]
-        lines.append("| " + " | ".join(map(str, [*cells, label if least < 1 else "-"])) + " |")
-    return "\n".join([*lines, "", f"{provenance_line(document)}.{_endings(document)}"])
+        values, (least, label) = sorted(value for value, _ in found), min(found)
+        slower = sum(value < SLOWER for value in values)
+        cells = [rows, len(values), f"{least:.3f}", f"{statistics.median(values):.2f}", f"{values[-1]:.2f}", slower]
+        lines.append([*map(str, cells), label if least < 1 else "-"])
+    return f"{as_markdown(lines)}\n\n{provenance_line(document)}." + (f" {document.note}" if document.note else "")
+
+
+def main(
+    paths: Annotated[list[Path], typer.Argument(metavar="FILES", help="Results files of `etap bench`.")],
+    plot: Annotated[list[str] | None, typer.Option(help="Also draw: tflops, latency; repeated.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Folder that the pictures go to; wanted with --plot.")] = None,
+) -> None:
+    """Print benchmark results again, and draw them; pages are filled by `python -m etap_backend.lab.tables`."""
+    try:
+        if bool(plot) != bool(plots):
+            raise ValueError("--plots: wanted a folder beside --plot, and none without, which is where pictures go")
+        documents = {path: files.read(path) for path in paths}
+        for path, document in documents.items():
+            typer.echo(text(document))
+            for kind in plot or []:
+                from etap_backend.lab.bench.plots import plot as draw  # matplotlib takes a second to import
+
+                typer.echo(draw(document, kind, plots / f"{path.stem}-{kind}.png"))
+    except ValueError as error:
+        typer.secho(f"etap report: {error}", fg="red", err=True)
+        raise typer.Exit(2) from error

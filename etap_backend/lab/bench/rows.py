@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
 
@@ -48,6 +48,7 @@ class ScheduleBuild(Timing):
 
 class Measured(Timing):
     state: Literal["measured"] = "measured"
+    behind: Timing | None = None  # behind a kernel that lets nothing begin before its end, that kernel's time included
     relative_rmse: float | None = None  # against float64; None where that was not asked for
     same_bits: bool | None = None  # of a further library: whether its output is the first one's, bit for bit
 
@@ -75,13 +76,14 @@ class Shape(Strict):
     label: str
     name: str  # of a batch that is not even
     batch: int
-    length: int | None  # of every request, None where they differ
+    length: int | None = None  # of every request, None where they differ
     longest: int
     tokens: int
     heads: int
     s_q: int
     dtype: Literal["bfloat16", "float16"]
     kv_dtype: Literal["same", "fp8"]
+    page_size: int = PAGE_SIZE
     bytes: int  # of the cache, which a call must read
     flops: int
 
@@ -99,15 +101,9 @@ class Shape(Strict):
         return self.name or f"{self.batch} x {in_k(self.length)}"
 
     @property
-    def page_size(self) -> int:
-        """Tokens of a page, which the label names where they are not the usual ones."""
-        named = re.search(r"pages of (\d+)", self.label)
-        return int(named[1]) if named else PAGE_SIZE
-
-    @property
     def others_text(self) -> str:
         """What a caption says of the rest."""
-        return f"{self.heads} heads, {self.s_q} query token{'s' * (self.s_q > 1)} a request"
+        return f"{self.heads} heads, {self.s_q} query token{'s' * (self.s_q > 1)} per request"
 
     @property
     def series(self) -> tuple[int, int, int]:
@@ -139,6 +135,13 @@ class SparseShape(Shape):
     """
 
     context: int  # rows of the cache that the lists are drawn from
+    window: int = 0  # of DeepSeek-V4's call: how many of `length` are in the cache of the last tokens
+
+    @property
+    def batch_text(self) -> str:
+        if self.window:
+            return f"{self.batch} x {self.window}" + (f" + {self.length - self.window}" * (self.length > self.window))
+        return super().batch_text
 
     @property
     def others_text(self) -> str:
@@ -162,7 +165,7 @@ class Row(Shape):
 
     calls: int  # of a graph
     rotated_bytes: int
-    floor_us: float | None
+    floor_us: float | None = None
     results: dict[str, Result]
 
     def timing(self, name: str) -> Measured | None:
@@ -172,6 +175,11 @@ class Row(Shape):
     def us(self, name: str) -> float | None:
         timing = self.timing(name)
         return timing and timing.us
+
+    def behind(self, name: str) -> float | None:
+        """Microseconds behind another kernel."""
+        timing = self.timing(name)
+        return timing and timing.behind and timing.behind.us
 
 
 class SparseRow(SparseShape, Row):
@@ -189,9 +197,10 @@ class Options(Strict):
     kernels: list[str]
     replays: int
     validated: bool
-    num_sms: int | None
-    time_limit: float | None
+    num_sms: int | None = None
+    time_limit: float | None = None
     h20_proxy: bool = False
+    behind: bool = False  # whether calls were timed behind another kernel, too
     traffic: float = 0.0  # TB/s that the proxy's held SMs read meanwhile
 
 
@@ -225,11 +234,10 @@ class Document(Provenance):
     grid: str
     title: str
     multiprocessors: int
-    method: str
     options: Options
     libraries: dict[str, Library] = {}
     published: list[Published] = []
-    floor: Floor | None
+    floor: Floor | None = None
     left_out: list[str] = []  # rows that the GPU has no memory for
     complete: bool = False
     stopped: str | None = None
@@ -263,12 +271,12 @@ class Document(Provenance):
 class SparseDocument(Document):
     """A results file of `etap bench` on the sparse call."""
 
-    BATCHES: ClassVar[str] = "tokens x top-k"
+    BATCHES: ClassVar[str] = "tokens x keys"
     OTHERS: ClassVar[tuple[str, ...]] = ("heads", "cache")
     AXIS: ClassVar[str] = "query tokens"
 
     kind: Literal["bench-sparse"] = "bench-sparse"
-    floor: GatherFloor | None
+    floor: GatherFloor | None = None
     rows: list[SparseRow] = []
 
 
@@ -304,10 +312,15 @@ def _rounds_more(name: str, row: Row) -> bool:
     return name.endswith(MATH_SUFFIX) or name == AS_FLASHMLA and row.fp8 and not isinstance(row, SparseShape)
 
 
-def fastest(row: Row, names: list[str]) -> float | None:
+def fastest(row: Row, names: Iterable[str], time: Callable[[Row, str], float | None] = Row.us) -> float | None:
     """Microseconds of the fastest of these kernels."""
-    return min((us for name in names if (us := row.us(name))), default=None)
+    return min((us for name in names if (us := time(row, name))), default=None)
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
     return over / under if over and under and math.isfinite(over / under) else None
+
+
+def dumped(document: Document) -> dict:
+    """A results file's content: what is not known or does not apply is not in it."""
+    return document.model_dump(mode="json", exclude_none=True)

@@ -12,12 +12,11 @@ from etap_backend import _library
 from etap_backend.lab import results
 from etap_backend.lab.bench import libraries, measure, tensors
 from etap_backend.lab.bench.floors import floor_for
-from etap_backend.lab.bench.grids import Grid, Workload
+from etap_backend.lab.bench.grids import Grid, V4Workload, Workload
 from etap_backend.lab.bench.libraries import Build
 from etap_backend.lab.bench.measure import Settings
-from etap_backend.lab.bench.method import method_of
 from etap_backend.lab.bench.providers import Kernels
-from etap_backend.lab.bench.rows import DROP_INS, OURS, Document, Options, SparseDocument
+from etap_backend.lab.bench.rows import DROP_INS, OURS, Document, Options, SparseDocument, dumped
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.stopping import Stopped, stopping
 
@@ -26,25 +25,18 @@ def header(
     grid: Grid, left_out: list[str], kernels: Kernels, settings: Settings, builds: list[Build], limit: float | None
 ) -> Document:
     """The document of a run that begins now, without a row."""
-    fp8, sparse = any(workload.fp8 for workload in grid.workloads), grid.sparse
     about = provenance("etap bench", packages=kernels.packages, library=None if builds else _library.library_path())
     chip = torch.cuda.get_device_name()
     gpu = f"H20 proxy ({chip.removeprefix('NVIDIA ')} throttled)" if settings.h20_proxy else chip
     versions = {**about.versions, "etap-backend": etap_backend.__version__, **kernels.versions}
     versions |= {"torch": torch.__version__, "cuda": torch.version.cuda or "none"}
-    floor = floor_for(gpu, sparse=sparse)
-    return (SparseDocument if sparse else Document)(
+    # Nobody has measured what gathering rows of 584 bytes takes.
+    floor = None if isinstance(grid.workloads[0], V4Workload) else floor_for(gpu, sparse=grid.sparse)
+    return (SparseDocument if grid.sparse else Document)(
         **about.model_copy(update={"gpu": gpu, "versions": versions}).model_dump(),
         grid=grid.name,
         title=grid.title,
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
-        method=method_of(
-            fp8=fp8,
-            sparse=sparse,
-            drop_ins=grid.calls == "drop-ins",
-            h20_proxy=settings.h20_proxy,
-            traffic=settings.traffic,
-        ),
         options=Options(
             kernels=kernels.names(grid.workloads),
             replays=settings.replays,
@@ -52,11 +44,12 @@ def header(
             num_sms=settings.num_sms,
             time_limit=limit,
             h20_proxy=settings.h20_proxy,
+            behind=settings.behind,
             traffic=settings.traffic,
         ),
         libraries={build.name: libraries.described(build) for build in builds},
         published=list(grid.published),
-        floor=floor and floor.said(fp8=fp8),
+        floor=floor and floor.said(fp8=any(workload.fp8 for workload in grid.workloads)),
         left_out=left_out,
     )
 
@@ -83,28 +76,29 @@ def run(
                 progress(workload)
                 rows.append(measure.measure(workload, pool, kernels, settings, document.floor))
                 document = document.model_copy(update={"rows": list(rows)})
-                results.write(document, output)
+                results.write(dumped(document), output)
             document = document.model_copy(update={"complete": True})
         except Stopped as reason:
             document = document.model_copy(update={"stopped": str(reason)})
         finally:
             if document.rows or not output.exists():
-                results.write(document, output)
+                results.write(dumped(document), output)
     return document
 
 
 def _once(document: Document, first: Workload, pool: tensors.Pool, kernels: Kernels, settings: Settings) -> dict:
-    """What is measured once a run: what a call of ours takes of the host, and building a schedule.
+    """What is measured once per run: what a call of ours takes of the host, and building a schedule.
 
-    Of drop-ins and their originals what calls of both take, and those with a plan; on the proxy, where the originals
-    are kernels without their Python, nothing.
+    With a grid of drop-ins: what calls of theirs and of the originals take, and those with a plan. On the proxy not
+    even that: the originals there are kernels without their Python.
     """
-    if not {*kernels.of(first)}.isdisjoint(DROP_INS):
-        return (
-            {} if settings.h20_proxy else {"host_calls": measure.measure_drop_in_hosts(first, pool, kernels, settings)}
-        )
-    names = [name for name in (OURS, *document.libraries) if name in kernels.of(first)]
-    found: dict = {"host_calls": measure.measure_host(first, pool, kernels, names, settings)}
+    there = [*kernels.of(first)]
+    if not {*there}.isdisjoint(DROP_INS):
+        if settings.h20_proxy:
+            return {}
+        return {"host_calls": measure.measure_hosts(first, pool, kernels, there, settings, plans=True)}
+    names = [name for name in (OURS, *document.libraries) if name in there]
+    found: dict = {"host_calls": measure.measure_hosts(first, pool, kernels, names, settings, plans=False)}
     if OURS in names and not isinstance(document, SparseDocument):  # whose call needs no schedule
         found["schedule_build"] = measure.measure_schedule(settings)
     return found

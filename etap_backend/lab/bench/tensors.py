@@ -9,29 +9,34 @@ import torch
 from torch import Tensor
 
 from etap_backend.lab.bench import kernels
-from etap_backend.lab.bench.grids import PAGE_SIZE, SparseWorkload, Workload
-from etap_backend.lab.bench.kernels import Copy, Inputs, SparseInputs
-from etap_backend.lab.bench.method import KV_SCALE, MOST_COPIES, ROTATED_BYTES
+from etap_backend.lab.bench.grids import PAGE_SIZE, SparseWorkload, V4Workload, Workload
+from etap_backend.lab.bench.kernels import Copy, Inputs, SparseInputs, V4Inputs
 from etap_backend.lab.bench.providers import Provider
-from etap_backend.limits import FP8, HEAD_DIM, LATENT_DIM, SCALE_DIM
+from etap_backend.limits import FP8, HEAD_DIM, LATENT_DIM, SCALE_DIM, V4_NOPE_DIM, V4_SCALE_DIM
 from etap_backend.reference import mla_decode_reference, sparse_mla_decode_reference
 
 DEVICE = "cuda"
+ROTATED_BYTES = 400e6  # that calls of a graph walk over together; an H200's L2 holds 60 MB
+MOST_COPIES = 512
+KV_SCALE = 0.0125  # of FP8 caches: their largest number stands for 5.6 standard deviations
 SOFTMAX_SCALE = HEAD_DIM**-0.5
 CHUNK_PAGES = 4096  # what is rounded to FP8 at a time
 
 
 def copies_of(workload: Workload) -> int:
     """Of the cache, or lists of a sparse call that have no row in common, unless one call names all rows there are."""
-    most = workload.context // workload.tokens if isinstance(workload, SparseWorkload) else MOST_COPIES
+    most = workload.context // max(1, workload.drawn) if isinstance(workload, SparseWorkload) else MOST_COPIES
     return max(1, min(MOST_COPIES, most, -(-int(ROTATED_BYTES) // workload.kv_bytes)))
+
+
+AnyInputs = Inputs | SparseInputs | V4Inputs
 
 
 class Pool(ABC):
     """One buffer of random cache pages for all rows of a run, and what rows have of it."""
 
-    def __init__(self, pages: int):
-        self.pages = torch.empty(pages, PAGE_SIZE, HEAD_DIM, dtype=torch.bfloat16, device=DEVICE).normal_()
+    def __init__(self, pages: int, width: int = HEAD_DIM):
+        self.pages = torch.empty(pages, PAGE_SIZE, width, dtype=torch.bfloat16, device=DEVICE).normal_()
         self._others: dict[torch.dtype, Tensor] = {}
 
     def pages_in(self, dtype: torch.dtype) -> Tensor:
@@ -49,15 +54,15 @@ class Pool(ABC):
     def converted(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         """These bfloat16 pages in another type."""
 
-    @abstractmethod
     def cache_dtype(self, workload: Workload, provider: Provider) -> torch.dtype:
         """The type of the cache that a kernel of a row is given."""
+        return torch.uint8 if workload.fp8 else torch.bfloat16
 
     @abstractmethod
-    def inputs(self, workload: Workload, num_sms: int | None) -> Inputs | SparseInputs:
+    def inputs(self, workload: Workload, num_sms: int | None) -> AnyInputs:
         """What every kernel of a row is given."""
 
-    def with_cache(self, inputs: Inputs | SparseInputs, dtype: torch.dtype) -> Inputs | SparseInputs:
+    def with_cache(self, inputs: AnyInputs, dtype: torch.dtype) -> AnyInputs:
         """These inputs beside a cache of that type."""
         return replace(inputs, kv_dtype=dtype)
 
@@ -66,7 +71,7 @@ class Pool(ABC):
         """What calls take in turns, the same for every kernel."""
 
     @abstractmethod
-    def truth(self, inputs: Inputs | SparseInputs, copy: Copy) -> Tensor:
+    def truth(self, inputs: AnyInputs, copy: Copy) -> Tensor:
         """The output in float64 on what the cache stands for."""
 
 
@@ -131,9 +136,6 @@ class SparsePool(Pool):
     def converted(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
         return fp8_rows(pages)
 
-    def cache_dtype(self, workload: SparseWorkload, provider: Provider) -> torch.dtype:
-        return torch.uint8 if workload.fp8 else torch.bfloat16
-
     def inputs(self, workload: SparseWorkload, num_sms: int | None) -> SparseInputs:
         q = torch.randn(len(workload.lengths), workload.heads, HEAD_DIM, device=DEVICE)
         return SparseInputs(q.to(torch.bfloat16), workload.top_k, SOFTMAX_SCALE, num_sms)
@@ -146,9 +148,59 @@ class SparsePool(Pool):
         return sparse_mla_decode_reference(inputs.q, *copy, softmax_scale=inputs.softmax_scale)[0]
 
 
+class V4Pool(Pool):
+    """Both caches are the same for every row, a call's lists its own: pairs of pages for the last tokens, rows drawn
+    evenly for the compressed ones."""
+
+    def __init__(self, workloads: tuple[V4Workload, ...]):
+        context = max(workload.context for workload in workloads)
+        super().__init__(2 * context // PAGE_SIZE, LATENT_DIM)
+
+    def converted(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
+        return v4_pages(pages)
+
+    def inputs(self, workload: V4Workload, num_sms: int | None) -> V4Inputs:
+        q = torch.randn(len(workload.lengths), workload.heads, LATENT_DIM, device=DEVICE).to(torch.bfloat16)
+        sinks = torch.randn(workload.heads, device=DEVICE)
+        return V4Inputs(q, workload.window, workload.extra, sinks, LATENT_DIM**-0.5, num_sms)
+
+    def copies(self, workload: V4Workload, dtype: torch.dtype) -> list[Copy]:
+        cache, extra_cache = self.pages_in(dtype).chunk(2)
+        tokens, generator = len(workload.lengths), torch.Generator(DEVICE).manual_seed(1)
+        made = []
+        for lists in lists_of(workload, workload.extra) if workload.extra else [None] * copies_of(workload):
+            places = workload.context - workload.window + 1
+            first = torch.randint(places, (tokens, 1), generator=generator, device=DEVICE, dtype=torch.int32)
+            window = first + torch.arange(workload.window, device=DEVICE, dtype=torch.int32)
+            made.append((cache, window, None if lists is None else extra_cache, lists))
+        return made
+
+    def truth(self, inputs: V4Inputs, copy: Copy) -> Tensor:
+        cache, indices, extra_cache, extra_indices = copy
+        extra = {"extra_kv_cache": extra_cache, "extra_indices": extra_indices}
+        return sparse_mla_decode_reference(inputs.q, cache, indices, inputs.softmax_scale, sinks=inputs.sinks, **extra)[
+            0
+        ]
+
+
 def pool_of(workloads: tuple[Workload, ...]) -> Pool:
     """The pool of a run, whose rows are all of one call."""
-    return (SparsePool if isinstance(workloads[0], SparseWorkload) else DensePool)(workloads)
+    return {Workload: DensePool, SparseWorkload: SparsePool, V4Workload: V4Pool}[type(workloads[0])](workloads)
+
+
+def v4_pages(pages: Tensor) -> Tensor:
+    """bfloat16 [pages, page_size, 512] as uint8 [pages, page_size, 584] in DeepSeek-V4's page layout.
+
+    A page holds its rows of 448 e4m3 and 64 bfloat16 first, and behind them 8 bytes per row: 7 exponents of scales,
+    each of 64 columns, rounded up so that nothing saturates, and a 0.
+    """
+    groups = pages[..., :V4_NOPE_DIM].unflatten(-1, (-1, V4_SCALE_DIM)).float()
+    exponents = (groups.abs().amax(dim=-1).clamp(min=1e-4) / 448).log2().ceil()
+    values = (groups / exponents.exp2().unsqueeze(-1)).to(FP8).flatten(-2).view(torch.uint8)
+    data = torch.cat([values, pages[..., V4_NOPE_DIM:].contiguous().view(torch.uint8)], dim=-1)
+    scales = torch.nn.functional.pad((exponents + 127).to(torch.uint8), (0, 1))
+    whole = torch.cat([data.flatten(1), scales.flatten(1)], dim=-1)
+    return whole.view(*pages.shape[:2], -1)
 
 
 def fp8_rows(rows: Tensor) -> Tensor:
@@ -160,13 +212,14 @@ def fp8_rows(rows: Tensor) -> Tensor:
     return torch.cat([part.view(torch.uint8) for part in parts], dim=-1)
 
 
-def lists_of(workload: SparseWorkload) -> tuple[Tensor, ...]:
-    """int32 [tokens, top_k] for each copy: pieces of as many permutations of the cache's rows as it takes."""
+def lists_of(workload: SparseWorkload, entries: int | None = None) -> tuple[Tensor, ...]:
+    """int32 [tokens, entries], or [tokens, top_k], for each copy: pieces of as many permutations of the cache's rows as
+    it takes."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    tokens = len(workload.lengths)
-    whole = workload.context // workload.top_k  # lists of a permutation: a row is never twice in one
+    tokens, entries = len(workload.lengths), entries or workload.top_k
+    whole = workload.context // entries  # lists of a permutation: a row is never twice in one
     drawn = []
     for _ in range(-(-tokens * copies_of(workload) // whole)):
         rows = torch.randperm(workload.context, generator=generator, device=DEVICE, dtype=torch.int32)
-        drawn.append(rows[: whole * workload.top_k].view(whole, workload.top_k))
+        drawn.append(rows[: whole * entries].view(whole, entries))
     return torch.cat(drawn)[: tokens * copies_of(workload)].split(tokens)

@@ -20,20 +20,20 @@ from etap_backend.sparse import sparse_decode_shape
 LEAST_POINTS = 3  # of a line, where two would always lie on one
 
 
-def computed_rows(kernel: str, heads: int, fp8_cache: bool) -> int:
+def computed_rows(kernel: str, heads: int) -> int:
     """Heads with padding: ours are rounded as the library says, the others' to multiples of 64."""
     if kernel == bench.OURS:
-        shape = sparse_decode_shape(heads, fp8_cache)
+        shape = sparse_decode_shape(heads)
         return shape.row_groups * shape.row_tile
     return -(-heads // PADDED_ROWS) * PADDED_ROWS
 
 
 def sparse_attention(
-    kernel: str, gpu: Gpu, call: Call | None, heads: int, entries: int, row: int, row_bytes: int, fp8: bool, layers: int
+    kernel: str, gpu: Gpu, call: Call | None, heads: int, entries: int, row: int, row_bytes: int, layers: int
 ) -> Attention:
     """Of calls whose lists have so many entries, each a row of so many elements and bytes, read once. All kernels
     widen FP8 rows to 16 bits before they multiply."""
-    rows, name = computed_rows(kernel, heads, fp8), "ETAP" if kernel == bench.OURS else kernel
+    rows, name = computed_rows(kernel, heads), "ETAP" if kernel == bench.OURS else kernel
     flops = 2 * rows * entries * (row + LATENT_DIM)
     return attention_on(gpu, name, call, layers=layers, rows=rows, data=entries * row_bytes, flops=flops)
 
@@ -89,7 +89,7 @@ def _fitted(kernel: str, gpu: Gpu, timed: list[tuple[str, bench.SparseRow]]) -> 
     points = []
     for _, row in timed:  # lists name different rows of the cache, all with rope
         elements = row.flops // (2 * row.heads * row.tokens) - LATENT_DIM
-        shape = (row.heads, row.tokens, elements, row.bytes // row.tokens, row.fp8, 1)
+        shape = (row.heads, row.tokens, elements, row.bytes // row.tokens, 1)
         points.append((sparse_attention(kernel, gpu, None, *shape).roofline_us, row.us(kernel)))
     fixed, factor = _line(points)
     farthest = max(abs((fixed + factor * roofline) / us - 1) for roofline, us in points)
@@ -141,7 +141,7 @@ def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment, files: list[Path] |
             derived = {"status": "derived", "source": f"{call.source}; of rows with rope"}
             calls[name] = call.model_copy(update=derived)
     layers, row_bytes = len(model.attention_layers), model.cache_row_bytes(on.cache)
-    size = (heads, tokens * entries, model.cache_row, row_bytes, fp8, layers)
+    size = (heads, tokens * entries, model.cache_row, row_bytes, layers)
     etap = sparse_attention(bench.OURS, gpu, calls.pop(bench.OURS, None), *size)
     return Plan(
         memory=memory_of(model, gpu, on),

@@ -1,0 +1,76 @@
+"""How old a result is: lines of kernels, schedule and plugins that changed since the commit that it names.
+
+LIMIT is where a result stops being evidence. csrc and the product have some 14,000 lines, so 1,000 are a fourteenth:
+a day of messages, types and plugin code stays below, a kernel written anew does not, for the smallest of them with its
+launch and its part of the schedule has more. A smaller limit would have results measured again that nothing touched;
+a larger one let whole kernels go by, which is what happened while there was none.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+
+SOURCES = ("csrc", "etap_backend", ":(exclude)etap_backend/lab")
+LIMIT = 1000
+UNTOLD = ("", "unknown", "none")
+
+
+@dataclass(frozen=True)
+class Age:
+    """Of one result: the lines that changed since its commit, None where they cannot be told, and what is wrong."""
+
+    commit: object
+    lines: int | None = None
+    problem: str = ""
+
+    def __str__(self) -> str:
+        told = "age not checked" if self.lines is None else f"{self.lines} lines changed"
+        return self.problem or f"{told} since {self.commit}"
+
+
+def _git(root: Path, *words: str) -> str | None:
+    """What git prints; None where there is no git, no repository, or no such thing in it."""
+    try:
+        found = subprocess.run(["git", "-C", str(root), *words], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return found.stdout.strip() if found.returncode == 0 else None
+
+
+def why_unknown(root: Path) -> str | None:
+    """Why no ages can be told of this source tree, or None where they can."""
+    top = _git(root, "rev-parse", "--show-toplevel")
+    if top is None or Path(top).resolve() != root.resolve():
+        return "this source tree is no git checkout, so that ages of results cannot be told"
+    if _git(root, "rev-parse", "--is-shallow-repository") == "true":
+        return "this clone is shallow, so that ages of results cannot be told: git fetch --unshallow"
+    return None
+
+
+def changed_lines(root: Path, commit: str) -> int | None:
+    """Lines added and removed in SOURCES from a commit to the working tree; None when there is no such commit."""
+    if _git(root, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") is None:
+        return None
+    numbers = _git(root, "diff", "-M", "--numstat", commit, "--", *SOURCES) or ""
+    return sum(int(number) for line in numbers.splitlines() for number in line.split("\t")[:2] if number.isdecimal())
+
+
+def age_of(root: Path, commit: object, *, in_history: bool) -> Age:
+    """Of a result with this commit; without `in_history` only whether it names a clean one is looked at."""
+    if not isinstance(commit, str) or commit in UNTOLD:
+        return Age(commit, problem=f"wanted the commit that it was made with, got {commit}")
+    if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
+        return Age(commit, problem=f"wanted a commit, of a tree without changes, got {commit}")
+    if not in_history:
+        return Age(commit)
+    lines = changed_lines(root, commit)
+    if lines is None:
+        return Age(commit, problem=f"commit {commit} is not in this history")
+    if lines > LIMIT:
+        return Age(
+            commit, lines, f"{lines} lines changed since {commit}, at most {LIMIT} may: measure again, or delete it"
+        )
+    return Age(commit, lines)
