@@ -12,6 +12,7 @@ constexpr int kTileTokens = 64;   // tokens of one schedule unit: WGMMA's M
 constexpr int kLatentDim = 512;   // columns of V, the first of K
 constexpr int kRopeDim = 64;      // columns of K behind the latent
 constexpr int kHeadDim = kLatentDim + kRopeDim;
+constexpr int kMostTokens = INT32_MAX - 127;  // of a request: the ends of the tiles behind its last one are int32, too
 constexpr int kMinRowTile = 8;    // query rows (tokens x heads) that one CTA computes: 8, 16, 32 or 64
 constexpr int kMaxRowTile = 64;
 
@@ -36,6 +37,7 @@ struct ScheduleParams {
   int32_t partitions;
   int32_t fixed_pieces;  // most pieces of a request where its length alone decides; 0: the batch does
   int32_t split_rows;    // query rows by which a split is dear, those of a CTA, or kCheapSplits; nothing to fixed pieces
+  int32_t piece_cost;    // what a request's piece takes beside its tiles, in tiles
   int32_t single_tiles;  // requests of at most so many tiles may be cut into single ones where each tile has a partition
 };
 
@@ -126,7 +128,9 @@ struct DecodeParams {
   const int32_t* seq_lens = nullptr;       // [batch]
   const WorkRange* work_ranges = nullptr;  // [partitions]
   const int32_t* split_offsets = nullptr;  // [batch + 1]
-  void* out;                               // [batch, rows, 512]
+  void* out;                               // [batch, rows, 512]; strides in elements, of a dense call contiguous
+  int64_t out_stride_batch;
+  int64_t out_stride_row;
   float* lse;                              // [batch, rows], natural log
   // Partial O^T as WGMMA's registers hold it, so that all copies are 16 bytes wide and coalesced:
   // [slots, row_groups, 8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads, 4]
@@ -162,9 +166,6 @@ struct DecodeParams {
   // Schedule, lengths, block table, kv_scale and the cache's rows of all but the last s_q tokens are older than the kernel before
   // this one: they are read before that has ended. Of whole tiles alone.
   bool early_loads = false;
-  // Sparse attention alone: strides of out, in elements. A dense call's is contiguous.
-  int64_t out_stride_token = 0;
-  int64_t out_stride_head = 0;
   SparseParams sparse = {};
 };
 

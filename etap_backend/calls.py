@@ -68,7 +68,7 @@ class ScheduleCall(NamedTuple):
         partitions: parts of the work.
         fixed_pieces: most pieces of a request where its length alone decides (`build_fixed_schedule`); 0 where the
             batch does (`build_schedule`).
-        split_rows, single_tiles: of the DecodeShape; a schedule of fixed pieces does not need them.
+        split_rows, piece_cost, single_tiles: of the DecodeShape; a schedule of fixed pieces does not need them.
     """
 
     seq_lens: Tensor
@@ -77,4 +77,5 @@ class ScheduleCall(NamedTuple):
     partitions: int
     fixed_pieces: int
     split_rows: int
+    piece_cost: int
     single_tiles: int

@@ -28,7 +28,7 @@ def _fill(*arguments) -> None:
     if call.fixed_pieces:
         compiled("build_fixed_schedule")(*buffers, call.fixed_pieces)
     else:
-        compiled("build_schedule")(*buffers, call.split_rows, call.single_tiles)
+        compiled("build_schedule")(*buffers, call.split_rows, call.piece_cost, call.single_tiles)
 
 
 # As an operator, so that fake tensors, which have no memory, do not reach the library.
@@ -44,6 +44,7 @@ class DecodeShape(NamedTuple):
         row_groups: CTAs that share a piece of a request, each with another row tile of it.
         piece_floats: what a CTA's partial result of one piece takes of the workspace.
         split_rows: what a schedule weighs a split by; sparse calls have none.
+        piece_cost: what it takes a piece of a request for beside its tiles, in tiles.
         single_tiles: tiles of the longest request that a schedule cuts into single ones where each has a partition.
     """
 
@@ -52,6 +53,7 @@ class DecodeShape(NamedTuple):
     row_groups: int
     piece_floats: int
     split_rows: int
+    piece_cost: int
     single_tiles: int
 
     def partitions(self, num_sms: int) -> int:
@@ -315,6 +317,7 @@ class DecodeSchedule:
             partitions,
             self.fixed_pieces,
             shape.split_rows,
+            shape.piece_cost,
             shape.single_tiles,
         )
         _build(seq_lens, call)

@@ -77,7 +77,7 @@ void reporting_cuda_errors(Call&& call) {
 }
 
 void schedule(const TensorView& seq_lens, const TensorView& work_ranges, const TensorView& split_offsets,
-              int64_t partitions, int64_t fixed_pieces, int64_t split_rows, int64_t single_tiles) {
+              int64_t partitions, int64_t fixed_pieces, int64_t split_rows, int64_t piece_cost, int64_t single_tiles) {
   check_dtype("work_ranges", work_ranges, kInt32);
   check_shape("work_ranges", work_ranges, {{kAny, "num_sms"}, {kWorkRangeFields}});
   check_contiguous("work_ranges", work_ranges);
@@ -104,6 +104,7 @@ void schedule(const TensorView& seq_lens, const TensorView& work_ranges, const T
       .partitions = int32_t(partitions),
       .fixed_pieces = int32_t(fixed_pieces),
       .split_rows = int32_t(split_rows),
+      .piece_cost = int32_t(piece_cost),
       .single_tiles = int32_t(single_tiles),
   };
   if (seq_lens.device().device_type == kDLCPU) return build_schedule_on_host(params);
@@ -115,16 +116,17 @@ void schedule(const TensorView& seq_lens, const TensorView& work_ranges, const T
 }
 
 void build_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
-                    int64_t split_rows, int64_t single_tiles) {
+                    int64_t split_rows, int64_t piece_cost, int64_t single_tiles) {
   check_at_least("split_rows", split_rows, kCheapSplits);
+  check_at_least("piece_cost", piece_cost, 1);
   check_at_least("single_tiles", single_tiles, 0);
-  schedule(seq_lens, work_ranges, split_offsets, partitions, 0, split_rows, single_tiles);
+  schedule(seq_lens, work_ranges, split_offsets, partitions, 0, split_rows, piece_cost, single_tiles);
 }
 
 void build_fixed_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
                           int64_t fixed_pieces) {
   check_at_least("fixed_pieces", fixed_pieces, 1);
-  schedule(seq_lens, work_ranges, split_offsets, partitions, fixed_pieces, kCheapSplits, 0);
+  schedule(seq_lens, work_ranges, split_offsets, partitions, fixed_pieces, kCheapSplits, 1, 0);
 }
 
 void decode(const DecodeCall& call) {
@@ -255,13 +257,13 @@ auto with_sparse_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_c
                   request_ids, sinks, workspace, out, lse, softmax_scale, partitions, empty_lse});
 }
 
-// Kernel, row tile, row groups, floats of a piece's partial result, rows that a split is weighed by, tiles of the longest request
-// that may be cut into single ones.
-using Shape = Tuple<String, int64_t, int64_t, int64_t, int64_t, int64_t>;
+// Kernel, row tile, row groups, floats of a piece's partial result, rows that a split is weighed by, tiles that a piece is taken
+// for beside its own, tiles of the longest request that may be cut into single ones.
+using Shape = Tuple<String, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t>;
 
 Shape numbers(const DecodeShape& of) {
   return Shape(String(name_of(of.kernel)), int64_t(of.row_tile), int64_t(of.row_groups), of.piece_floats, of.split_rows,
-               of.single_tiles);
+               of.piece_cost, of.single_tiles);
 }
 
 // batch: 0 for any.
@@ -305,7 +307,6 @@ Map<String, int64_t> constants() {
           {"latent_dim", kLatentDim},
           {"rope_dim", kRopeDim},
           {"work_range_fields", kWorkRangeFields},
-          {"piece_rows", kPieceRows},
           {"own_tolerance", kOwnTolerance},
           {"split_rows", kSplitRows},
           {"memory_rows", kMemoryRows},

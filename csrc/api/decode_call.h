@@ -262,6 +262,8 @@ inline DecodeParams decode_params(const DecodeCall& call) {
       .work_ranges = static_cast<const WorkRange*>(call.work_ranges.data_ptr()),
       .split_offsets = ints(call.split_offsets),
       .out = call.out.data_ptr(),
+      .out_stride_batch = call.s_q() * call.heads() * kLatentDim,
+      .out_stride_row = kLatentDim,
       .lse = static_cast<float*>(call.lse.data_ptr()),
       .partial_out = partials,
       .partial_lse = partials + shape.partial_rows(call.partitions) * kLatentDim,

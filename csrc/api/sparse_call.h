@@ -280,6 +280,8 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .q_rope_stride_batch = rope.stride(0),
       .q_rope_stride_head = rope.stride(1),
       .out = call.out.data_ptr(),
+      .out_stride_batch = call.out.stride(0),
+      .out_stride_row = call.out.stride(1),
       .lse = static_cast<float*>(call.lse.data_ptr()),
       .partial_out = partials,
       .partial_lse = partials + shape.partial_rows(call.partitions) * kLatentDim,
@@ -298,8 +300,6 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor,
       .paired_dims = false,
       .sinks = call.sinks.has_value() ? static_cast<const float*>(call.sinks.value().data_ptr()) : nullptr,
-      .out_stride_token = call.out.stride(0),
-      .out_stride_head = call.out.stride(1),
       .sparse = sparse_params(call),
   };
 }

@@ -41,38 +41,11 @@ __device__ __forceinline__ void load(Flight<kAhead, kTasks>& flight, const Parti
 
 constexpr int kMostEntries = 4;  // requests that a block takes at a time
 
-// What the warps of a block that sum a task each hold of the splits they divided among them.
+// What the warps of a block hold of the splits that they divided among them, of kTasks tasks. Where room is short, as beside a
+// decode kernel (kBesideCombination), kAtATime warps show theirs after each other.
+template <int kTasks, int kAtATime, bool kOneRow>
 struct Shares {
-  Sum sums[kWarps][kWarps][kWarpSize];  // of each warp, of each task
-  Totals totals[kWarps][kWarpSize];
-
-  // One task's sum over all warps.
-  __device__ __forceinline__ Totals merge(int task, Sum& sum) const {
-    const int lane = threadIdx.x % kWarpSize;
-    Totals all;
-    float2 maximum = totals[0][lane].reference;
-#pragma unroll
-    for (int w = 1; w < kWarps; ++w) {
-      maximum = {fmaxf(maximum.x, totals[w][lane].reference.x), fmaxf(maximum.y, totals[w][lane].reference.y)};
-    }
-    all.reference = maximum;
-#pragma unroll
-    for (int w = 0; w < kWarps; ++w) {
-      const Totals share = totals[w][lane];
-      const float2 weight = {ptx::ex2(share.reference.x - maximum.x), ptx::ex2(share.reference.y - maximum.y)};
-      all.sum = {__fmaf_rn(weight.x, share.sum.x, all.sum.x), __fmaf_rn(weight.y, share.sum.y, all.sum.y)};
-      sum.add(weight, sums[w][task][lane].value);
-    }
-    return all;
-  }
-};
-
-// The same of a block of one task or two, of two by one half of the warps after the other: all that they hold would not fit into
-// what a decode kernel leaves (kBesideCombination).
-template <int kTasks, bool kOneRow>
-struct NarrowShares {
-  static constexpr int kAtATime = kWarps / kTasks;   // warps
-  static constexpr int kRowLanes = kOneRow ? 8 : 4;  // of other rows
+  static constexpr int kRowLanes = kOneRow ? 8 : 4;  // lanes that hold other rows
   Sum sums[kAtATime][kTasks][kWarpSize];
   Totals totals[kWarps][kRowLanes];
 
@@ -89,7 +62,7 @@ struct NarrowShares {
     }
     return maximum;
   }
-  // Add a task's shares of the warps from `first` on to a sum against all.reference.
+  // Adds a task's shares of the warps from `first` on to a sum against all.reference.
   __device__ __forceinline__ void add_to(Totals& all, Sum& sum, int first, int task) const {
 #pragma unroll
     for (int w = 0; w < kAtATime; ++w) {
@@ -100,6 +73,9 @@ struct NarrowShares {
     }
   }
 };
+
+// Whether the work was divided by shapes alone, or else by a schedule.
+__device__ __forceinline__ bool is_even(const DecodeParams& params) { return params.sparse.division.partitions > 0; }
 
 // A split request.
 struct Entry {
@@ -128,12 +104,32 @@ struct Entry {
     }
     return entry;
   }
+  __device__ __forceinline__ static Entry of(const DecodeParams& params, int i) {
+    return is_even(params) ? even(params, i) : listed(params, i);
+  }
 };
+
+// Those of the candidates first, first + step, ... One question for all, so that the loads of listed ones do not wait for each other.
+template <int kEntries>
+__device__ __forceinline__ void find(const DecodeParams& params, int first, int step, Entry (&entries)[kEntries]) {
+  if (is_even(params)) {
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) entries[e] = Entry::even(params, first + e * step);
+  } else {
+#pragma unroll
+    for (int e = 0; e < kEntries; ++e) entries[e] = Entry::listed(params, first + e * step);
+  }
+}
+
+// Whether there is nothing to sum from the i-th candidate on, `entry`.
+__device__ __forceinline__ bool is_behind(const DecodeParams& params, int i, const Entry& entry) {
+  return is_even(params) ? i >= sparse::split_candidates(params.sparse.division) : entry.request < 0;
+}
 
 // A task is 8 rows x 16 value dims of a split request. A block takes kWarps tasks of the same rows; or 1 or 2, where few requests
 // can be split and blocks are what is wanted. All that does not depend on the request is worked out here, before the kernel waits
 // for the one that writes the partials.
-template <class Element, bool kOneRow, bool kEven>
+template <bool kOneRow>
 struct Block {
   const DecodeParams& params;
   const unsigned warp = threadIdx.x / kWarpSize;
@@ -170,7 +166,7 @@ struct Block {
   // Of the task t.
   __device__ __forceinline__ void write(int request, const Sum& sum, const Totals& totals, unsigned t) const {
     const int dim = first_dim + t * 16;
-    write_rows<Element, kOneRow, kEven>(params, sum, totals, request, first_row, dim);
+    write_rows<kOneRow>(params, sum, totals, request, first_row, dim);
     if (dim == 0) write_lse<kOneRow>(params, totals, request, first_row);
   }
 
@@ -236,35 +232,9 @@ struct Block {
     return others;
   }
 
-  // A request of many: the warps divide them and sum all tasks, and add up in shared memory.
-  __device__ __forceinline__ void sum_together(const Entry& entry, Shares& shared) const {
-    const int end = entry.slot + entry.splits;
-    int offsets[kWarps];
-#pragma unroll
-    for (int t = 0; t < kWarps; ++t) offsets[t] = offset(t);
-    Totals share;
-    Sum sums[kWarps];
-#pragma unroll 1
-    for (int at = entry.slot + warp; at < end; at += kWarps) {
-      Flight<1, kWarps> flight;
-      load<kOneRow>(flight, partials, offsets, at, kWarps, end);
-      flight.add_to(share, sums);
-    }
-    __syncthreads();  // the last entry's shares are read
-    shared.totals[warp][lane] = share;
-#pragma unroll
-    for (int t = 0; t < kWarps; ++t) shared.sums[warp][t][lane] = sums[t];
-    __syncthreads();
-    if (warp >= kWarps) return;  // none; with the question the compiler spills no register
-    Sum sum;
-    const Totals totals = shared.merge(warp, sum);
-    write(entry.request, sum, totals, warp);
-  }
-
-  // A block's only one or two tasks: the warps divide the splits.
-  template <int kTasks>
-  __device__ __forceinline__ void sum_narrow(const Entry& entry, NarrowShares<kTasks, kOneRow>& shared) const {
-    constexpr int kAhead = 4, kAtATime = NarrowShares<kTasks, kOneRow>::kAtATime;
+  // The warps divide a request's splits, sum all tasks of the block, and add up in shared memory.
+  template <int kAhead, int kTasks, int kAtATime>
+  __device__ __forceinline__ void sum_together(const Entry& entry, Shares<kTasks, kAtATime, kOneRow>& shared) const {
     const int end = entry.slot + entry.splits;
     int offsets[kTasks];
 #pragma unroll
@@ -281,7 +251,7 @@ struct Block {
     Sum sum;
 #pragma unroll
     for (int first = 0; first < kWarps; first += kAtATime) {
-      if (first > 0) __syncthreads();  // the last shares are read
+      __syncthreads();  // the last shares are read, those of an earlier request, too
       if (first == 0) shared.totals[warp][shared.row_lane()] = share;
 #pragma unroll
       for (int t = 0; t < kTasks; ++t) {
@@ -304,63 +274,56 @@ struct Block {
   }
 };
 
-// The i-th that may be split.
-template <bool kEven>
-__device__ __forceinline__ Entry entry(const DecodeParams& params, int i) {
-  return kEven ? Entry::even(params, i) : Entry::listed(params, i);
-}
-
 // Grids are (steps of a request, requests). The list is older than the decode kernel, which waits for it before it lets this one
 // begin (kernel.cuh; a test holds the order). Reading it behind the wait would be as right, and later.
 
 // Of a task a warp. A block takes kEntries requests of the list at a time, for memory has a long way, and a request after the other
 // would go it each time.
-template <class Element, int kEntries, bool kOneRow, bool kEven>
+template <int kEntries, bool kOneRow>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
     wide_combine_kernel(const __grid_constant__ DecodeParams params) {
-  __shared__ Shares shared;
-  const Block<Element, kOneRow, kEven> block(params, blockIdx.x * kWarps);
+  __shared__ Shares<kWarps, kWarps, kOneRow> shared;
+  const Block<kOneRow> block(params, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
 
   bool waited = false;
   for (int i = blockIdx.y;; i += kEntries * gridDim.y) {
     Entry entries[kEntries];
-#pragma unroll
-    for (int e = 0; e < kEntries; ++e) entries[e] = entry<kEven>(params, i + e * gridDim.y);
+    find(params, i, gridDim.y, entries);
     if (!waited) cudaGridDependencySynchronize();
     waited = true;
-    if (kEven ? i >= sparse::split_candidates(params.sparse.division) : entries[0].request < 0) return;
+    if (is_behind(params, i, entries[0])) return;
     // In which way a request is summed follows from its own splits, as its bits do.
     block.sum_alone(entries);
     if (block.most_splits(entries) <= kFewSplits) continue;
 #pragma unroll 1
     for (int e = 0; e < kEntries; ++e) {
-      const Entry one = kEntries == 1 ? entries[0] : entry<kEven>(params, i + e * gridDim.y);
-      if (one.splits > kFewSplits) block.sum_together(one, shared);
+      const Entry one = kEntries == 1 ? entries[0] : Entry::of(params, i + e * gridDim.y);
+      if (one.splits > kFewSplits) block.template sum_together<1>(one, shared);
     }
   }
 }
 
 // Of one task or two a block, of one request: a grid has a block for each that may be split.
-template <class Element, int kTasks, bool kOneRow, bool kEven>
+template <int kTasks, bool kOneRow>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
     narrow_combine_kernel(const __grid_constant__ DecodeParams params) {
-  __shared__ NarrowShares<kTasks, kOneRow> shared;
+  __shared__ Shares<kTasks, kWarps / kTasks, kOneRow> shared;
   static_assert(kOneRow || sizeof(shared) <= kCombinationBytes);
-  const Block<Element, kOneRow, kEven> block(params, blockIdx.x * kTasks);
+  const Block<kOneRow> block(params, blockIdx.x * kTasks);
   cudaTriggerProgrammaticLaunchCompletion();
 
-  const Entry one = entry<kEven>(params, blockIdx.y);
+  const Entry one = Entry::of(params, blockIdx.y);
   cudaGridDependencySynchronize();
-  if (one.splits > 0) block.sum_narrow(one, shared);
+  if (one.splits > 0) block.template sum_together<4>(one, shared);
 }
 
 // Of a task a warp with few registers and no shared memory. So a block finds room beside a CTA of a decode kernel that leaves some
 // (kBesideCombination): it waits there from that kernel's start on, and the next one's CTAs begin beside it.
-template <class Element, int kEntries>
+template <int kEntries>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
     lean_combine_kernel(const __grid_constant__ DecodeParams params) {
-  const Block<Element, false, false> block(params, blockIdx.x * kWarps);
+  const Block<false> block(params, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
 
   bool waited = false;
@@ -383,24 +346,24 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
   }
 }
 
-template <class Element, int kEntries>
+template <int kEntries>
 KernelLaunch lean_launch(dim3 blocks) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(lean_combine_kernel<Element, kEntries>), __PRETTY_FUNCTION__, &handles, blocks,
+  return {reinterpret_cast<const void*>(lean_combine_kernel<kEntries>), __PRETTY_FUNCTION__, &handles, blocks,
           kWarps * kWarpSize, 0};
 }
 
-template <class Element, int kEntries, bool kOneRow, bool kEven>
+template <int kEntries, bool kOneRow>
 KernelLaunch wide_launch(dim3 blocks) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(wide_combine_kernel<Element, kEntries, kOneRow, kEven>), __PRETTY_FUNCTION__, &handles,
-          blocks, kWarps * kWarpSize, 0};
+  return {reinterpret_cast<const void*>(wide_combine_kernel<kEntries, kOneRow>), __PRETTY_FUNCTION__, &handles, blocks,
+          kWarps * kWarpSize, 0};
 }
 
-template <class Element, int kTasks, bool kOneRow, bool kEven>
+template <int kTasks, bool kOneRow>
 KernelLaunch narrow_launch(int tasks, int requests) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(narrow_combine_kernel<Element, kTasks, kOneRow, kEven>), __PRETTY_FUNCTION__, &handles,
+  return {reinterpret_cast<const void*>(narrow_combine_kernel<kTasks, kOneRow>), __PRETTY_FUNCTION__, &handles,
           dim3(tasks / kTasks, requests), kWarps * kWarpSize, 0};
 }
 
@@ -413,19 +376,15 @@ KernelLaunch narrow_launch(int tasks, int requests) {
 // In batch-invariant schedules, whose partitions are a multiple of the batch, no sum may be rounded in another order with another
 // batch. There `sparing` alone depends on it, and only chooses between grids that give the same bits, or in which all splits of a
 // request are in flight at once.
-template <class Element, bool kOneRow, bool kEven = false>
-KernelLaunch prepare(const DecodeParams& params, bool lean = false) {
+template <bool kOneRow>
+KernelLaunch prepare(const DecodeParams& params, bool lean) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
   const int multiprocessors = params.partitions * params.row_groups;
   const bool few = few_tensor_cores(multiprocessors);
   if (requests * tasks <= kBlocksPerSm * multiprocessors) {
-    if constexpr (!kEven) {
-      if (params.early_loads && !few && requests * tasks > multiprocessors) {
-        return narrow_launch<Element, 2, kOneRow, kEven>(tasks, requests);
-      }
-    }
-    return narrow_launch<Element, 1, kOneRow, kEven>(tasks, requests);
+    const bool two = params.early_loads && !few && requests * tasks > multiprocessors;
+    return two ? narrow_launch<2, kOneRow>(tasks, requests) : narrow_launch<1, kOneRow>(tasks, requests);
   }
   const int steps = tasks / kWarps;
   // Requests of a block with so many blocks a multiprocessor, and how many of them it takes at a time.
@@ -439,30 +398,18 @@ KernelLaunch prepare(const DecodeParams& params, bool lean = false) {
   const int blocks_per_sm = sparing && in_flight ? 1 : kWideBlocksPerSm;
   const dim3 blocks(steps, std::min(requests, std::max(blocks_per_sm * multiprocessors / steps, 1)));
   const int entries = at_a_time(blocks_per_sm);
-  if constexpr (!kOneRow && !kEven) {
-    if (lean) {
-      return entries == 1   ? lean_launch<Element, 1>(blocks)
-             : entries == 2 ? lean_launch<Element, 2>(blocks)
-                            : lean_launch<Element, kMostEntries>(blocks);
-    }
+  if (lean) {
+    return entries == 1 ? lean_launch<1>(blocks) : entries == 2 ? lean_launch<2>(blocks) : lean_launch<kMostEntries>(blocks);
   }
-  return entries == 1   ? wide_launch<Element, 1, kOneRow, kEven>(blocks)
-         : entries == 2 ? wide_launch<Element, 2, kOneRow, kEven>(blocks)
-                        : wide_launch<Element, kMostEntries, kOneRow, kEven>(blocks);
+  return entries == 1   ? wide_launch<1, kOneRow>(blocks)
+         : entries == 2 ? wide_launch<2, kOneRow>(blocks)
+                        : wide_launch<kMostEntries, kOneRow>(blocks);
 }
 
 }  // namespace
 
 KernelLaunch prepare_combine(const DecodeParams& params, bool lean) {
-  if (params.sparse.division.partitions > 0) {
-    return params.rows_on_lanes ? prepare<cutlass::bfloat16_t, true, true>(params)
-                                : prepare<cutlass::bfloat16_t, false, true>(params);
-  }
-  if (params.float16_out) {
-    return params.rows_on_lanes ? prepare<cutlass::half_t, true>(params) : prepare<cutlass::half_t, false>(params, lean);
-  }
-  return params.rows_on_lanes ? prepare<cutlass::bfloat16_t, true>(params)
-                              : prepare<cutlass::bfloat16_t, false>(params, lean);
+  return params.rows_on_lanes ? prepare<true>(params, false) : prepare<false>(params, lean);
 }
 
 }  // namespace etap

@@ -1,6 +1,8 @@
 // The weighted sum of partial results by their log-sum-exps, of what a lane holds of it, and that written as the result.
 #pragma once
 
+#include <cutlass/numeric_types.h>
+
 #include <cfloat>
 
 #include "common/ptx.cuh"
@@ -55,24 +57,26 @@ __device__ __forceinline__ float2 beside_sinks(const DecodeParams& params, const
 }
 
 // Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
-template <class Element, bool kOneRow, bool kEven>
+template <bool kOneRow>
 __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request,
                                            int first_row, int dim) {
   const int lane = threadIdx.x % kWarpSize;
   // The sums are at least 1, that of the reference, or 0.
   float2 scale = {totals.sum.x == 0.0f ? 0.0f : __fdividef(1.0f, totals.sum.x),
                   totals.sum.y == 0.0f ? 0.0f : __fdividef(1.0f, totals.sum.y)};
-  if (kEven && params.sinks != nullptr) scale = beside_sinks<kOneRow>(params, totals, first_row, scale);
-  uint32_t low = pack<Element>(sum.value.x * scale.x, sum.value.y * scale.y);
-  uint32_t high = pack<Element>(sum.value.z * scale.x, sum.value.w * scale.y);
+  if (params.sinks != nullptr) scale = beside_sinks<kOneRow>(params, totals, first_row, scale);
+  const auto pack_out = [&](float a, float b) {
+    return params.float16_out ? pack<cutlass::half_t>(a, b) : pack<cutlass::bfloat16_t>(a, b);
+  };
+  uint32_t low = pack_out(sum.value.x * scale.x, sum.value.y * scale.y);
+  uint32_t high = pack_out(sum.value.z * scale.x, sum.value.w * scale.y);
   if constexpr (!kOneRow) {
     low = ptx::movmatrix_trans(low);
     high = ptx::movmatrix_trans(high);
   }
   const int row = first_row + lane / 4;
   auto* out = static_cast<uint16_t*>(params.out) + dim;
-  out += kEven ? request * params.out_stride_token + row * params.out_stride_head
-               : (int64_t(request) * params.rows + row) * kLatentDim;
+  out += request * params.out_stride_batch + row * params.out_stride_row;
   const bool paired = params.paired_dims;
   const uint2 dims = paired ? neighbouring_dims<true>(low, high) : neighbouring_dims<false>(low, high);
   if (row < params.rows) *reinterpret_cast<uint2*>(out + (paired ? lane_dim<true>(lane) : lane_dim<false>(lane))) = dims;

@@ -40,16 +40,33 @@ struct RingPosition {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
+// A wait with patience looks at the clock after so many tries, and gives up when its upper half has gone up so often: after 9 to 11
+// seconds at 1.98 GHz.
+constexpr uint32_t kTriesPerLook = 256;
+constexpr uint32_t kPatience = 5;
+
+// Waits for a phase of a barrier. A deadlock ends in a trap, which the host sees as a failed launch, instead of holding the GPU for
+// ever. kPatient says where that is looked for: there must be registers for it, time for its instructions, and one such wait
+// suffices that every deadlock meets. Time counts from the predecessor's end, which may take as long as it likes. Debug builds count
+// tries at every wait.
+template <bool kPatient = false>
 __device__ __forceinline__ void spin(Barrier& barrier, uint32_t parity) {
   const uint32_t address = cute::cast_smem_ptr_to_uint(&barrier);
-#ifdef ETAP_SPIN_LIMIT  // debug builds end a deadlock with a trap instead of holding the GPU
-  for (uint32_t tries = 0; !ptx::mbarrier_try_wait(address, parity); ++tries) {
+  [[maybe_unused]] uint32_t begin = 0;
+  [[maybe_unused]] bool followed = false;
+  for (uint32_t tries = 1; !ptx::mbarrier_try_wait(address, parity); ++tries) {
+#ifdef ETAP_SPIN_LIMIT
     if (tries > ETAP_SPIN_LIMIT) __trap();
-  }
 #else
-  while (!ptx::mbarrier_try_wait(address, parity)) {
-  }
+    if (!kPatient || tries % kTriesPerLook != 0) continue;
+    if (tries == kTriesPerLook) begin = ptx::clock_high();
+    if (ptx::clock_high() - begin < kPatience) continue;
+    if (followed) __trap();
+    cudaGridDependencySynchronize();
+    followed = true;
+    begin = ptx::clock_high();
 #endif
+  }
 }
 
 // A hardware barrier of part of a CTA, by number. Each sync orders its threads' accesses to memory before and behind it.
@@ -74,7 +91,7 @@ struct NamedBarrier {
 
 // Numbered events for one waiter, who may be up to kTurns behind: they take the barriers in turn. Each has happened when all
 // of its signals were given.
-template <int kTurns>
+template <int kTurns, bool kPatient>
 struct Turns {
   Barrier barriers[kTurns];
 
@@ -82,7 +99,7 @@ struct Turns {
     for (Barrier& barrier : barriers) barrier.init(signals);
   }
   __device__ __forceinline__ void signal(uint32_t turn) { barriers[turn % kTurns].arrive(); }
-  __device__ __forceinline__ void wait(uint32_t turn) { spin(barriers[turn % kTurns], turn / kTurns % 2); }
+  __device__ __forceinline__ void wait(uint32_t turn) { spin<kPatient>(barriers[turn % kTurns], turn / kTurns % 2); }
 };
 
 // One lane of a warp in step releases for all. In debug builds each does for itself: racecheck does not see that what the others
@@ -94,8 +111,9 @@ constexpr int kReleasingLanes = 1;
 #endif
 __device__ __forceinline__ bool releases() { return threadIdx.x % kWarpSize < kReleasingLanes; }
 
-// One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release.
-template <int kStages>
+// One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release. kPatient: of the
+// producer, see spin.
+template <int kStages, bool kPatient = true>
 struct Ring {
   using Position = RingPosition<kStages>;
 
@@ -108,7 +126,7 @@ struct Ring {
     full[thread].init(producer_arrivals);
     empty[thread].init(consumer_warps * kReleasingLanes);
   }
-  __device__ __forceinline__ void acquire(Position at) { spin(empty[at.stage], at.parity ^ 1); }
+  __device__ __forceinline__ void acquire(Position at) { spin<kPatient>(empty[at.stage], at.parity ^ 1); }
   // Whether acquire would not wait now.
   __device__ __forceinline__ bool has_room(Position at) {
     return ptx::mbarrier_test_wait(cute::cast_smem_ptr_to_uint(&empty[at.stage]), at.parity ^ 1);

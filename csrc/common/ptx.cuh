@@ -100,6 +100,13 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
   return done != 0;
 }
 
+// The upper half of the multiprocessor's clock counter: it goes up by one in 2^32 clocks, some two seconds.
+__device__ __forceinline__ uint32_t clock_high() {
+  uint32_t high;
+  asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(high));
+  return high;
+}
+
 // This CTA's place in its cluster, and how many there are; both along x.
 __device__ __forceinline__ uint32_t cluster_rank() {
   uint32_t rank;

@@ -25,8 +25,8 @@ struct Destination {
     const int64_t row = int64_t(piece.request) * params.rows + first;
     const int64_t partial_row = (int64_t(piece.slot) * params.row_groups + row_group) * T::kRowTile;
     const bool whole = piece.slot < 0;
-    out_stride = params.out_stride_head;
-    const int64_t place = T::kGathered ? piece.request * params.out_stride_token + first * out_stride : row * kLatentDim;
+    out_stride = params.out_stride_row;
+    const int64_t place = T::kGathered ? piece.request * params.out_stride_batch + first * out_stride : row * kLatentDim;
     out = whole ? static_cast<uint16_t*>(params.out) + place : nullptr;
     lse = params.lse + row;
     empty_lse = params.empty_lse;

@@ -197,9 +197,10 @@ __device__ __forceinline__ void gather_keys(typename T::SharedStorage& shared, c
     ETAP_MARKED(rows_room, shared.keys.acquire(at));
   };
   PieceWalk walk(params, partition);
-  while (!walk.done()) {
+  for (int pieces = 0; !walk.done(); ++pieces) {
     PagedRows<T::kGatherWarps> rows(params, warp, walk.request(), walk.begin_tile());
     const Piece piece = walk.next();
+    if (warp == 0) shared.lengths.put(pieces, piece.seq_len);
     if (piece.tiles() == 0) continue;
     grants.begin_piece(piece.tiles());
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, ++tiles_begun) {

@@ -23,6 +23,7 @@
 // Pipeline         stages                 producer -> consumer                    released by
 // keys             8 x 24 KB (+)          TMA bytes -> the tile's consumer(s)     4 warps, or 8 that share tiles
 // queries          1                      TMA bytes or 96 threads -> both         8 warps, after the piece's last scores
+// lengths          4                      key producer -> both                    8 warps, at once
 // grants           4 a consumer           key producer -> the tile's consumer     (nothing to release)
 // (+) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB. There, and beside lists, consumers
 // read the query rows.
@@ -65,7 +66,7 @@ __device__ __forceinline__ void produce(typename T::SharedStorage& shared, const
                                         int row_group) {
   const WarpRole role = producer_role();
   if constexpr (T::kGathered) {
-    sparse::load_rows<T>(shared, params, partition, cutlass::canonical_warp_idx_sync() % kWarpsPerGroup);
+    sparse::load_rows<T>(shared, params, partition, cutlass::canonical_warp_idx_sync() - kConsumerWarps);
   } else if constexpr (kWholeTiles) {
     if (role == WarpRole::kKeyProducer) {
       load_keys<T>(shared, params, cache, partition);
@@ -111,6 +112,7 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
     shared.keys.init(threadIdx.x, kKeyArrivals, T::kStageReleases);
     const int query_arrivals = query_maps.usable || T::kFp8Cache ? 1 : kQueryWarps<kWholeTiles> * kWarpSize;
     shared.queries.init(threadIdx.x, query_arrivals, kConsumerWarps);
+    if constexpr (!T::kGathered) shared.lengths.init();
     shared.init_grants(kKeyArrivals);
     cutlass::arch::fence_barrier_init();
   }
@@ -122,7 +124,7 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   const int partition = place / params.row_groups * cluster + blockIdx.x % cluster;
   const int row_group = place % params.row_groups;
   const int group = cutlass::canonical_warp_group_idx();
-  if (group == kConsumerGroups) {
+  if (group >= kConsumerGroups) {
     adjust_registers<T, kWholeTiles, false>();
     produce<T, kWholeTiles>(shared, params, cache, query_maps, partition, row_group);
   } else {

@@ -23,7 +23,7 @@ DecodeKernel describe() {
   DecodeKernel kernel{};
   kernel.function = reinterpret_cast<const void*>(decode_kernel<T, kWholeTiles>);
   kernel.name = __PRETTY_FUNCTION__;
-  kernel.threads = kDecodeThreads;
+  kernel.threads = kDecodeThreads<T>;
   kernel.shared_bytes = kSharedBytes;
   kernel.handles = &handles;
   kernel.lean_combination = kWholeTiles && T::kLeanCombination;

@@ -104,9 +104,10 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
   Grants<T> grants;
   bool ahead = kLoadsSparingly<T> && params.early_loads;  // the predecessor may still run
   PieceWalk walk(params, partition);
-  while (!walk.done()) {
+  for (int pieces = 0; !walk.done(); ++pieces) {
     PageFetcher pages(params, walk.request(), walk.begin_tile());
     const Piece piece = walk.next();
+    shared.lengths.put(pieces, piece.seq_len);
     if (piece.tiles() == 0) continue;
     grants.begin_piece(piece.tiles());
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, ++tiles_begun) {
@@ -119,7 +120,8 @@ __device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, con
 #pragma unroll
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
         // No more in flight than wanted; room in the ring.
-        if (ahead) ahead = !shared.queries.filled({});  // the first ones are there
+        // Until the first queries are there. Later ones may be, too, when the ring goes round: a stage given back tells that.
+        if (ahead) ahead = at.parity == 0 && !shared.queries.filled({});
         const bool one = (ahead && piece.tiles() > kUrgentTiles) || alone<T>(tiles_begun, piece.tiles());
         shared.keys.wait(at.behind(one ? 1 : kStagesInFlight));
         shared.keys.acquire(at);

@@ -18,9 +18,10 @@ __device__ __forceinline__ void load_parts(typename T::SharedStorage& shared, co
   int tiles_begun = 0;
   Grants<T> grants;
   PieceWalk walk(params, partition);
-  while (!walk.done()) {
+  for (int pieces = 0; !walk.done(); ++pieces) {
     PageFetcher pages(params, walk.request(), walk.begin_tile() * parts);
     const Piece piece = walk.next();
+    if (warp == 0) shared.lengths.put(pieces, piece.seq_len);
     if (piece.tiles() == 0) continue;
     grants.begin_piece(piece.tiles());
     for (int tile = piece.begin_tile; tile < piece.end_tile; ++tile, ++tiles_begun) {

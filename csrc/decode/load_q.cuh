@@ -33,6 +33,7 @@ __device__ __forceinline__ void copy_queries(typename T::SharedStorage& shared, 
     copy(maps.latent, 0);
     copy(maps.rope, kValueChunks);
   }
+  shared.queries.acquire(at);  // somebody's patience must end where consumers are stuck in the last piece
 }
 
 // Query rows of any strides go through cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads. A warp

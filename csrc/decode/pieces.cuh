@@ -1,6 +1,9 @@
 // The request pieces of a partition, as every role of a CTA walks them.
 #pragma once
 
+#include "common/mark.h"
+#include "common/pipeline.cuh"
+#include "decode/roles.h"
 #include "params.h"
 
 namespace etap {
@@ -13,6 +16,39 @@ struct Piece {
   int slot;  // of the partial result, -1 when this piece is the whole request
 
   __device__ __forceinline__ int tiles() const { return max(end_tile - begin_tile, 0); }
+};
+
+// The lengths of the pieces' requests on their way from the key producer to the consumers. Were each to read them for itself, one
+// that changes meanwhile would leave them waiting for each other's tiles.
+struct LengthQueue {
+  static constexpr int kPlaces = 4;
+
+  int lengths[kPlaces];
+  Ring<kPlaces> ring;
+
+  __device__ __forceinline__ void init() { ring.init(threadIdx.x, 1, kConsumerWarps); }
+  // That of the partition's n-th piece. Called by one whole warp.
+  __device__ __forceinline__ void put(int n, int length) {
+    const RingPosition<kPlaces> at = position(n);
+    if (n >= kPlaces) ring.acquire(at);
+    if (threadIdx.x % kWarpSize != 0) return;
+    lengths[at.stage] = length;
+    ETAP_MARKED(length_commit, ring.commit(at));
+  }
+  // Called by all warps of the consumers.
+  __device__ __forceinline__ int take(int n) {
+    const RingPosition<kPlaces> at = position(n);
+    ETAP_MARKED(length_wait, ring.wait(at));
+    const int length = lengths[at.stage];
+    __syncwarp();
+    if (releases()) ETAP_MARKED(length_release, ring.release(at));
+    return length;
+  }
+
+ private:
+  __device__ __forceinline__ static RingPosition<kPlaces> position(int n) {
+    return {n % kPlaces, uint32_t(n / kPlaces % 2)};
+  }
 };
 
 // Walks the pieces of a partition in order.
@@ -40,11 +76,18 @@ class PieceWalk {
     begin_tile_ = begin_split_ = 0;  // all but the first piece begin their request
   }
 
+  // As the producers walk, who read its length.
   __device__ __forceinline__ Piece next() {
-    const int seq_len = max(params_.seq_lens[request_], 0);
-    const int tiles = (seq_len + kTileTokens - 1) / kTileTokens;
+    return next([&] { return min(max(params_.seq_lens[request_], 0), kMostTokens); });
+  }
+  // As the consumers do, who are told it; what else there is to read is on its way meanwhile.
+  template <class Length>
+  __device__ __forceinline__ Piece next(Length&& length) {
     const int slots = params_.split_offsets[request_];
-    const bool split = params_.split_offsets[request_ + 1] > slots;
+    const int end_of_slots = params_.split_offsets[request_ + 1];
+    const int seq_len = length();
+    const int tiles = (seq_len + kTileTokens - 1) / kTileTokens;
+    const bool split = end_of_slots > slots;
     // The schedule may be one of other lengths: a piece ends with its request, and may lie behind it.
     const int end_tile = request_ == end_request_ ? min(end_tile_, tiles) : tiles;
     const Piece piece{request_, seq_len, begin_tile_, end_tile, split ? slots + begin_split_ : -1};
@@ -60,5 +103,20 @@ class PieceWalk {
   int end_request_;
   int end_tile_;
 };
+
+// The next piece as the consumers walk, the partition's n-th, behind the predecessor's end. Lists are no longer than their tensor,
+// and nobody reads them earlier: there the consumers read their lengths, too.
+template <class T>
+__device__ __forceinline__ Piece next_piece(typename T::SharedStorage& shared, const DecodeParams& params,
+                                            typename T::Walk& walk, int n) {
+  if constexpr (T::kGathered) {
+    return walk.next();
+  } else {
+    return walk.next([&] {
+      if (params.early_loads) ETAP_MARKED(first_piece_wait, follow_predecessor());
+      return shared.lengths.take(n);
+    });
+  }
+}
 
 }  // namespace etap

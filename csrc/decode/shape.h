@@ -27,6 +27,7 @@ struct DecodeShape {
   int32_t row_groups;    // CTAs that share a piece, each with another row tile of it
   int64_t piece_floats;  // a CTA's partial result of one piece: output rows and log-sum-exps
   int64_t split_rows;    // what the schedule weighs a split by; sparse calls have none
+  int64_t piece_cost;    // what it takes a piece for beside its tiles, in tiles
   int64_t single_tiles;  // of the longest request that a schedule cuts into single tiles where each has a partition
 
   // A partition begins in one request and ends in another: it holds at most two pieces of split ones.
@@ -83,19 +84,31 @@ constexpr int64_t single_tiles(DecodeKernelKind kernel, int32_t row_tile, const 
   return row_tile == kMaxRowTile ? kShortTiles : row_tile > kSmallGroup || calls.fp8_math ? kFew : kFew / 2;
 }
 
+// What a piece takes beside its tiles, in tiles: its start and end are longer with more rows. Where tensor cores are few, so is a
+// tile, and few rows' takes a third of what a second piece was measured to take.
+constexpr int64_t piece_cost(int32_t row_tile, bool few_tensor_cores) {
+  constexpr int64_t kPieceRows = 8, kFewRowsPiece = 3;
+  if (few_tensor_cores) return row_tile <= kSmallGroup ? kFewRowsPiece : 1;
+  return row_tile / kPieceRows;
+}
+
 // The rows in tiles of so many.
 constexpr DecodeShape shape_of(int64_t rows, int32_t row_tile, bool fp8_cache) {
   const auto kernel = fp8_cache                 ? DecodeKernelKind::kTransposedFp8
                       : row_tile == kMaxRowTile ? DecodeKernelKind::kQueryMajor
                                                 : DecodeKernelKind::kTransposed;
-  return {kernel, row_tile, int32_t(padded(rows, row_tile) / row_tile), int64_t(row_tile) * (kLatentDim + 1), row_tile, 0};
+  const auto groups = int32_t(padded(rows, row_tile) / row_tile);
+  return {kernel, row_tile, groups, int64_t(row_tile) * (kLatentDim + 1), row_tile, piece_cost(row_tile, false), 0};
 }
 
 // As a schedule takes them. rows: query tokens * heads.
 constexpr DecodeShape decode_shape(int64_t rows, const PlannedCalls& calls) {
   const bool small = takes_small_groups(rows, calls);
   DecodeShape shape = shape_of(rows, small ? kSmallGroup : least_row_tile(rows), calls.fp8_cache);
-  if (few_tensor_cores(calls.num_sms)) shape.split_rows = kCheapSplits;
+  if (few_tensor_cores(calls.num_sms)) {
+    shape.split_rows = kCheapSplits;
+    shape.piece_cost = piece_cost(shape.row_tile, true);
+  }
   shape.single_tiles = single_tiles(shape.kernel, shape.row_tile, calls);
   return shape;
 }

@@ -11,10 +11,9 @@
 
 namespace etap {
 
-// Where tensor cores are few, a tile takes longer with more rows, a piece's start and end do not, and no CTA reads faster
-// because others have ended: splits are as cheap as those of the fewest rows, whatever the rows.
+// Where tensor cores are few, no CTA reads faster because others have ended: splits are as cheap as those of no rows, whatever the
+// rows.
 constexpr int64_t kCheapSplits = 0;
-constexpr int64_t kPieceRows = 8;  // query rows whose request piece costs a tile beside its tiles
 // Own partitions may hold this part of a tile count more than the line's: a GPU bound by memory does not feel the uneven
 // load, but it does feel the second piece and the combination that the line brings.
 constexpr int64_t kOwnTolerance = 24;
@@ -34,11 +33,6 @@ constexpr int64_t kFixedTiles = 16;
 __host__ __device__ inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 __host__ __device__ inline int64_t tiles_of(int32_t seq_len) {
   return seq_len > 0 ? ceil_div(seq_len, kTileTokens) : 0;
-}
-
-// What a request piece costs beside its tiles, in tiles.
-__host__ __device__ inline int64_t piece_cost(int64_t split_rows) {
-  return split_rows > kPieceRows ? split_rows / kPieceRows : 1;
 }
 
 // How small a piece of a request may be.
@@ -85,13 +79,16 @@ struct BatchShape {
   int64_t batch;
   int64_t tiles;  // of all requests
   int64_t partitions;
-  int64_t split_rows;
-  int64_t single_tiles;  // see ScheduleParams
+  int64_t split_rows;  // see ScheduleParams
+  int64_t piece_cost;
+  int64_t single_tiles;
 
-  __host__ __device__ int64_t piece_cost() const { return etap::piece_cost(split_rows); }
+  __host__ __device__ static BatchShape of(const ScheduleParams& params, int64_t tiles) {
+    return {params.batch, tiles, params.partitions, params.split_rows, params.piece_cost, params.single_tiles};
+  }
 
   // The line's cost of a batch, and what its busiest partition does beside the fixed cost of one piece.
-  __host__ __device__ int64_t line_total() const { return tiles + batch * piece_cost(); }
+  __host__ __device__ int64_t line_total() const { return tiles + batch * piece_cost; }
   __host__ __device__ int64_t line_share() const { return ceil_div(line_total(), partitions); }
 
   // Pieces of two tiles leave half as many partial results, and each consumer takes one; single tiles are both consumers'. So
@@ -132,7 +129,7 @@ struct BatchShape {
     const int64_t rows = most_split * split_rows;
     const int64_t many = kManySplitRows * partitions;
     const int64_t saved = split_rows > kMemoryRows ? (rows + many / 2) / many : ceil_div(rows, kSplitRows * partitions);
-    return (own > 0 ? own : share) + piece_cost() + saved + share / kOwnTolerance;
+    return (own > 0 ? own : share) + piece_cost + saved + share / kOwnTolerance;
   }
 };
 
@@ -208,7 +205,7 @@ struct Division {
 
  private:
   __host__ __device__ Division(const BatchShape& of, Policy policy, int64_t most)
-      : policy(policy), most(most), piece_cost(of.piece_cost()), least(of.least_piece()) {
+      : policy(policy), most(most), piece_cost(of.piece_cost), least(of.least_piece()) {
     total = counted() ? of.batch : of.line_total();
     partitions = own() || counted() || of.partitions < total ? of.partitions : total;
   }

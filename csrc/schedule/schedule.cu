@@ -68,7 +68,7 @@ __host__ __device__ int64_t heaviest_whole(const ScheduleParams& params, int fir
     int64_t cost = 0;
 #pragma unroll 1
     for (int64_t r = first_counted(p, params.batch, params.partitions); r < end; ++r) {
-      cost += tiles_of(params.seq_lens[r]) + piece_cost(params.split_rows);
+      cost += tiles_of(params.seq_lens[r]) + params.piece_cost;
     }
     heaviest = cost > heaviest ? cost : heaviest;
   }
@@ -87,7 +87,7 @@ __device__ Division choose_division(const Batch& batch, typename Scan::TempStora
   int64_t tiles;
   Scan(storage).ExclusiveSum(mine, tiles_before, tiles);
   __syncthreads();
-  const BatchShape shape{params.batch, tiles, params.partitions, params.split_rows, params.single_tiles};
+  const BatchShape shape = BatchShape::of(params, tiles);
   int64_t own_tiles = 0;
   if (decides && params.batch <= params.partitions) {
     const LeastPiece least = shape.least_piece();
@@ -223,7 +223,7 @@ void build_schedule_on_device(const ScheduleParams& params, cudaStream_t stream)
 void build_schedule_on_host(const ScheduleParams& params) {
   const int64_t tiles = std::accumulate(params.seq_lens, params.seq_lens + params.batch, int64_t(0),
                                         [](int64_t sum, int32_t seq_len) { return sum + tiles_of(seq_len); });
-  const BatchShape shape{params.batch, tiles, params.partitions, params.split_rows, params.single_tiles};
+  const BatchShape shape = BatchShape::of(params, tiles);
   const int64_t own_tiles = own_tiles_on_host(params, shape);
   const bool whole = params.fixed_pieces == 0 && heaviest_whole(params, 0, 1) <= shape.whole_bound(own_tiles);
   const Division division = params.fixed_pieces > 0 ? Division::of_lengths(shape, params.fixed_pieces)

@@ -291,15 +291,18 @@ class ScheduleParams(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("seq_lens", "work_ranges", "split_offsets")),
-        *((name, ctypes.c_int32) for name in ("batch", "partitions", "fixed_pieces", "split_rows", "single_tiles")),
+        *((name, ctypes.c_int32) for name in ("batch", "partitions", "fixed_pieces", "split_rows")),
+        *((name, ctypes.c_int32) for name in ("piece_cost", "single_tiles")),
     ]
 
 
-def run_schedule(seq_lens, work_ranges, split_offsets, fixed_pieces: int, split_rows: int, single_tiles: int) -> None:
+def run_schedule(
+    seq_lens, work_ranges, split_offsets, fixed_pieces: int, split_rows: int, piece_cost: int, single_tiles: int
+) -> None:
     """The schedule kernel, on tensors as etap_backend.DecodeSchedule has them."""
     memory = Memory()
     copies = placed(memory, dict(seq_lens=seq_lens, work_ranges=work_ranges, split_offsets=split_offsets))
-    counts = (len(seq_lens), len(work_ranges), fixed_pieces, split_rows, single_tiles)
+    counts = (len(seq_lens), len(work_ranges), fixed_pieces, split_rows, piece_cost, single_tiles)
     params = bytes(ScheduleParams(*(tensor.data_ptr() for tensor in copies.values()), *counts))
     (name,) = module("schedule").names.values()
     Kernel(module("schedule"), name).launch((1, 1), SCHEDULE_THREADS, 0, [params], memory)

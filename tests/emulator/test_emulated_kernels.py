@@ -257,7 +257,7 @@ def test_early_loads_touch_nothing_that_the_predecessor_may_write(
     verify(case, early_loads=True, seed=heads, timing=timing)
 
 
-@pytest.mark.parametrize("split_rows, single_tiles", [(8, 16), (16, 4), (64, 0)])
+@pytest.mark.parametrize("split_rows, piece_cost, single_tiles", [(8, 1, 16), (16, 2, 4), (64, 8, 0), (0, 3, 0)])
 @pytest.mark.parametrize(
     "lengths, partitions, fixed_pieces",
     [
@@ -267,7 +267,7 @@ def test_early_loads_touch_nothing_that_the_predecessor_may_write(
     ],
 )
 def test_schedule_kernel_does_what_the_library_does_on_the_host(
-    lengths, partitions, fixed_pieces, split_rows, single_tiles
+    lengths, partitions, fixed_pieces, split_rows, piece_cost, single_tiles
 ):
     seq_lens = torch.tensor(lengths, dtype=torch.int32)
     results = []
@@ -275,11 +275,11 @@ def test_schedule_kernel_does_what_the_library_does_on_the_host(
         ranges = torch.full((partitions, 8), -77, dtype=torch.int32)
         offsets = torch.full((len(lengths) + 1,), -77, dtype=torch.int32)
         if emulated:
-            kernels.run_schedule(seq_lens, ranges, offsets, fixed_pieces, split_rows, single_tiles)
+            kernels.run_schedule(seq_lens, ranges, offsets, fixed_pieces, split_rows, piece_cost, single_tiles)
         elif fixed_pieces:
             library().build_fixed_schedule(seq_lens, ranges, offsets, partitions, fixed_pieces)
         else:
-            library().build_schedule(seq_lens, ranges, offsets, partitions, split_rows, single_tiles)
+            library().build_schedule(seq_lens, ranges, offsets, partitions, split_rows, piece_cost, single_tiles)
         ranges[ranges[:, 5] == -1, 6:] = 0  # these mean nothing there
         results.append((ranges, offsets))
     assert torch.equal(results[0][0], results[1][0]) and torch.equal(results[0][1], results[1][1])
@@ -327,6 +327,9 @@ TRAITS = {  # of kernels whose name does not say them
 WHOLE_TILES = Case((192,), num_sms=1)  # where a fault shows that another one, of a tail, would hide or come before
 FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator says where it is left out
     ("transposed", "launch_meeting"): "no mbarrier",
+    ("transposed", "length_wait"): "never written|inf/NaN elsewhere|cosine",
+    ("transposed", "length_commit"): "deadlock",
+    ("transposed single tiles", "length_release"): "deadlock",
     ("transposed", "expected_bytes"): "deadlock",
     ("transposed", "scores_commit"): "in flight",
     ("transposed", "scores_wait"): "in flight",

@@ -61,9 +61,11 @@ def dims(numbers) -> dict:
 def test_the_shape_names_kernel_and_grid(kind, element, heads, groups):
     shape = decode_shape(heads, 9, 2 * groups, "kv_dtype" in kind, kind.get("fp8_math", False))
     decode, combine = launches(Case((300, 70), heads, num_sms=9, groups=groups, **kind))
-    traits = f"Traits<cutlass::{element}, {shape.row_tile}{', false' if 'kv_dtype' in kind else ''}>"
+    fp8 = "kv_dtype" in kind
+    last = ", false" if fp8 else ", 9"  # takes all registers; chunks of a tile
+    traits = f"Traits<cutlass::{element}, {shape.row_tile}{last}>"
     if shape.row_tile == 64:  # of a form with no other row tile
-        traits = f"{'SharedTiles' if 'kv_dtype' in kind else ''}Traits<cutlass::{element}>"
+        traits = f"SharedTilesTraits<cutlass::{element}>" if fp8 else f"Traits<cutlass::{element}{last}>"
     assert f"{shape.kernel}::{traits}" in decode[0] and decode[1] == 9 // shape.row_groups * shape.row_groups
     assert ("kOneRow = true" in combine[0]) == (shape.kernel == "query_major")
 

@@ -15,8 +15,8 @@ from etap_backend.cpu.dense import pieces
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 
 CONSTANTS = library().constants()
-NAMES = ("piece_rows", "own_tolerance", "split_rows", "memory_rows", "many_split_rows", "fixed_tiles")
-PIECE_ROWS, OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, FIXED_TILES = map(CONSTANTS.get, NAMES)
+NAMES = ("own_tolerance", "split_rows", "memory_rows", "many_split_rows", "fixed_tiles")
+OWN_TOLERANCE, SPLIT_ROWS, MEMORY_ROWS, MANY_SPLIT_ROWS, FIXED_TILES = map(CONSTANTS.get, NAMES)
 SHORT_TILES = CONSTANTS["short_tiles"]
 ROW_TILES = (8, 16, 32, 64)
 
@@ -24,13 +24,9 @@ ROW_TILES = (8, 16, 32, 64)
 class Calls(NamedTuple):
     """What a schedule is told of them."""
 
-    row_tile: int
+    row_tile: int  # by which a split is dear; 0: it is cheap
+    piece_cost: int  # what the start and the end of a piece take, in tiles
     single_tiles: int = 0  # of the longest request that is cut into single tiles where each has a partition
-
-
-def piece_cost(row_tile: int) -> int:
-    """What the start and the end of a piece cost, in tiles."""
-    return max(1, row_tile // PIECE_ROWS)
 
 
 def single_tiles(lengths, partitions: int, calls: Calls) -> int:
@@ -52,14 +48,14 @@ def least_bound(lengths, partitions: int, calls: Calls) -> int:
     return max(-(-sum(tiles_of(lengths)) // partitions), 1 if single_tiles(lengths, partitions, calls) > 0 else 2)
 
 
-def line_share(lengths, partitions: int, row_tile: int) -> int:
+def line_share(lengths, partitions: int, calls: Calls) -> int:
     """What a partition of the cost line has to do beside the fixed cost of one piece."""
-    return -(-(sum(tiles_of(lengths)) + piece_cost(row_tile) * len(lengths)) // partitions)
+    return -(-(sum(tiles_of(lengths)) + calls.piece_cost * len(lengths)) // partitions)
 
 
 def most_load(lengths, partitions: int, calls: Calls) -> int:
     """Tiles of the busiest partition that own partitions may have, beside the fixed cost of one piece."""
-    share = line_share(lengths, partitions, calls.row_tile)
+    share = line_share(lengths, partitions, calls)
     return max(share, least_bound(lengths, partitions, calls)) + share // OWN_TOLERANCE
 
 
@@ -80,12 +76,12 @@ def own_partitions(lengths, partitions: int, bound: int, calls: Calls) -> list[i
 def whole_load(lengths, partitions: int, calls: Calls) -> int:
     """What a partition of whole requests may cost: as much as one that splits them, and what that saves."""
     row_tile = calls.row_tile
-    share = line_share(lengths, partitions, row_tile)
+    share = line_share(lengths, partitions, calls)
     rows = min(len(lengths), partitions) * row_tile
     many = MANY_SPLIT_ROWS * partitions
     saved = (rows + many // 2) // many if row_tile > MEMORY_ROWS else math.ceil(rows / (SPLIT_ROWS * partitions))
     split = own_bound(lengths, partitions, calls) or share
-    return split + piece_cost(row_tile) + saved + share // OWN_TOLERANCE
+    return split + calls.piece_cost + saved + share // OWN_TOLERANCE
 
 
 def counted(requests: int, partitions: int) -> list[int]:
@@ -94,7 +90,7 @@ def counted(requests: int, partitions: int) -> list[int]:
 
 
 def stay_whole(lengths, partitions: int, calls: Calls) -> bool:
-    costs = [tiles + piece_cost(calls.row_tile) for tiles in tiles_of(lengths)]
+    costs = [tiles + calls.piece_cost for tiles in tiles_of(lengths)]
     firsts = counted(len(lengths), partitions)
     heaviest = max(sum(costs[first:end]) for first, end in zip(firsts, firsts[1:], strict=False))
     return heaviest <= whole_load(lengths, partitions, calls)
@@ -113,7 +109,7 @@ def model(lengths: list[int], partitions: int, calls: Calls) -> list[tuple[int, 
         return points + [end] * (partitions + 1 - len(points))
     line = []
     for request, tiles in enumerate(tiles_of(lengths)):
-        line += [(request, 0)] * piece_cost(calls.row_tile) + [(request, tile) for tile in range(tiles)]
+        line += [(request, 0)] * calls.piece_cost + [(request, tile) for tile in range(tiles)]
     parts = min(partitions, len(line))  # more would leave empty partitions between the pieces of one request
     return [line[p * len(line) // parts] if p < parts else end for p in range(partitions)] + [end]
 
@@ -134,8 +130,16 @@ def fixed_model(lengths: list[int], partitions: int, most: int) -> list[tuple[in
 
 
 def build(
-    lengths, partitions: int, device: str = "cpu", fixed: int = 0, row_tile: int = 16, single_tiles: int = 0
+    lengths,
+    partitions: int,
+    device: str = "cpu",
+    fixed: int = 0,
+    row_tile: int = 16,
+    piece_cost: int | None = None,
+    single_tiles: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
+    """As for that many rows on a GPU of many tensor cores, unless piece_cost says otherwise."""
+    weighed = (row_tile, piece_cost or decode_shape(row_tile, 132).piece_cost, single_tiles)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     # One row more than needed, and a number nobody plans: what lies behind must stay as it was.
     work_ranges = torch.full((partitions + 1, 8), -99, dtype=torch.int32, device=device)
@@ -143,7 +147,7 @@ def build(
     if fixed:
         library().build_fixed_schedule(seq_lens, work_ranges, split_offsets, partitions, fixed)
     else:
-        library().build_schedule(seq_lens, work_ranges, split_offsets, partitions, row_tile, single_tiles)
+        library().build_schedule(seq_lens, work_ranges, split_offsets, partitions, *weighed)
     assert work_ranges[partitions:].eq(-99).all() and split_offsets[len(lengths) + 1 :].eq(-99).all()
     return work_ranges[:partitions].cpu(), split_offsets[:-1].cpu()
 
@@ -175,7 +179,7 @@ def check_invariants(lengths: list[int], partitions: int, work_ranges, split_off
 
 
 def check_balance(lengths: list[int], partitions: int, calls: Calls, work_ranges) -> None:
-    cost = piece_cost(calls.row_tile)
+    cost = calls.piece_cost
     most = max(most_load(lengths, partitions, calls), *least_tiles(lengths, partitions, calls), 0)
     if not work_ranges[:, 5].ge(0).any():  # where nothing is split a little more is worth it
         most = max(most, whole_load(lengths, partitions, calls) - cost)
@@ -202,7 +206,9 @@ def near_even(draw) -> list[int]:
 
 LENGTHS = st.one_of(MIXED, near_even())
 PARTITIONS = st.integers(1, 264)
-CALLS = st.builds(Calls, st.sampled_from(ROW_TILES), st.sampled_from([0, 4, 8, 16]))
+CALLS = st.builds(
+    Calls, st.sampled_from((0, *ROW_TILES)), st.sampled_from([1, 2, 3, 8]), st.sampled_from([0, 4, 8, 16])
+)
 SEARCH = settings(max_examples=150, deadline=None, derandomize=True)
 
 
@@ -244,9 +250,10 @@ def test_how_many_rows_leave_requests_whole():
 
 def test_where_splits_are_not_dear_only_even_requests_stay_whole():
     """64 on 78 partitions, an H20's: the 14 that get none would be missed."""
-    cheap = decode_shape(16, 78).split_rows
-    assert build([4096] * 64, 78, row_tile=cheap)[1].any()
-    assert not build([4096] * 78, 78, row_tile=cheap)[1].any()
+    shape = decode_shape(16, 78)
+    cheap = {"row_tile": shape.split_rows, "piece_cost": shape.piece_cost}
+    assert build([4096] * 64, 78, **cheap)[1].any()
+    assert not build([4096] * 78, 78, **cheap)[1].any()
 
 
 @pytest.mark.parametrize("num_sms, alike", [(78, True), (132, False)])
@@ -288,7 +295,7 @@ def test_one_long_request_among_many_is_split_whatever_the_rows():
     for row_tile in ROW_TILES:
         work_ranges, split_offsets = build(lengths, 132, row_tile=row_tile)
         assert split_offsets[-1] > split_offsets[-2]
-        check_balance(lengths, 132, Calls(row_tile), work_ranges)
+        check_balance(lengths, 132, Calls(row_tile, max(1, row_tile // 8)), work_ranges)
 
 
 FIXED = st.one_of(st.just(1), st.integers(2, 40))
@@ -333,10 +340,10 @@ def test_fixed_pieces_need_partitions_for_all_of_them():
 def test_lengths_at_the_end_of_int32_do_not_overflow(device):
     lengths, partitions = [2**31 - 1] * 300, 264
     work_ranges, split_offsets = build(lengths, partitions, device)
-    place = 2**25 + piece_cost(16)  # of a request on the cost line
+    place = 2**25 + 2  # of a request on the cost line
     for p, begin in enumerate(work_ranges[:, :2].tolist()):
         request, x = divmod(p * 300 * place // partitions, place)
-        assert begin == [request, max(0, x - piece_cost(16))]
+        assert begin == [request, max(0, x - 2)]
     assert work_ranges[-1, 2:4].tolist() == [300, 0] and split_offsets[-1] <= 2 * partitions
 
 
@@ -361,7 +368,7 @@ def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
     """In groups of 64, and one group in the smallest tile that holds it."""
     kernel = "transposed_fp8" if fp8_cache else "query_major" if tile == 64 else "transposed"
     for batch in 0, 1, 100:
-        assert decode_shape(rows, 132, batch, fp8_cache)[:5] == (kernel, tile, groups, tile * 513, tile)
+        assert decode_shape(rows, 132, batch, fp8_cache)[:6] == (kernel, tile, groups, tile * 513, tile, tile // 8)
 
 
 # What a schedule is told: the batch (0: any), an FP8 cache, FP8 math; and which rows it then takes in groups of 16 on
@@ -389,6 +396,7 @@ def test_on_few_tensor_cores_rows_go_in_groups_of_16(told):
             shape = decode_shape(rows, num_sms, *told)
             assert shape[:4] == (grouped if padded or rows in GROUPED[told] else others)
             assert (shape.split_rows, shape.single_tiles) == (0, 0), "splits are cheap, tiles are not"
+            assert shape.piece_cost == (3 if shape.row_tile <= 16 else 1)
         assert not small_batch or rows > 64 or decode_shape(rows, 78, *told).row_tile <= 16
 
 

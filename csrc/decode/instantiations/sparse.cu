@@ -10,7 +10,7 @@ KernelLaunch launch_of(const DecodeParams& params, int cluster) {
   constexpr int kSharedBytes = sizeof(typename T::SharedStorage);
   static_assert(kSharedBytes <= kMaxSharedBytes);
   return {reinterpret_cast<const void*>(decode_kernel<T>), __PRETTY_FUNCTION__, &handles,
-          dim3(params.partitions * params.row_groups), kDecodeThreads, kSharedBytes, cluster};
+          dim3(params.partitions * params.row_groups), kDecodeThreads<T>, kSharedBytes, cluster};
 }
 
 // Rows with rope behind the value dims have nine chunks, all others eight.

@@ -27,9 +27,9 @@ struct Consumer {
     RingPosition<1> queries;
     int n = 0;  // tiles of earlier pieces
     int pieces = 0;
+    int walked = 0;
     for (typename T::Walk walk(params, partition); !walk.done(); queries.advance(1)) {
-      const Piece piece = walk.next();
-      if (!T::kGathered && params.early_loads) follow_predecessor();
+      const Piece piece = next_piece<T>(shared, params, walk, walked++);
       const int tiles = piece.tiles();
       const int first = (n + group) % kConsumerGroups;  // own tile
       if (tiles == 0) write_empty<T>(Destination<T>(params, piece, row_group));

@@ -31,14 +31,20 @@ __device__ __forceinline__ uint32_t nan_bits(const uint4& values) {
 }
 constexpr uint32_t kNan = 0x7fff7fff;
 
-// A power of two, twice: what V4's 64 columns are multiplied with, exactly.
+// A power of two of V4's 64 columns, ue8m0, and what makes up for the bias, both twice: exact products. Up to 2^0 one product
+// does it.
 struct PowerOfTwo {
   uint32_t value;
+  bool large;  // of any row of the warp
 
-  // ue8m0; 0 is 2^-127, of which bfloat16 has a subnormal.
-  __device__ __forceinline__ explicit PowerOfTwo(uint32_t byte) : value(byte == 0 ? 0x00400040 : byte * 0x00800080) {}
+  __device__ __forceinline__ PowerOfTwo(uint32_t byte, bool large)
+      : value(byte * 0x00800080 + (large ? 0 : kWidenedBias - 0x3f803f80)), large(large) {
+    if (large && byte == 0) value = 0x00400040;  // 2^-127, a subnormal
+  }
   __device__ __forceinline__ void make_nan() { value = kNan; }
-  __device__ __forceinline__ uint32_t times(uint32_t values) const { return ptx::mul_bf16x2(values, value); }
+  __device__ __forceinline__ uint32_t times(uint32_t widened) const {
+    return ptx::mul_bf16x2(large ? ptx::mul_bf16x2(widened, kWidenedBias) : widened, value);
+  }
 };
 
 // A float32 scale as the sum of two bfloat16, each twice: the product with an element of e4m3 is rounded once, but for the last bit
@@ -54,7 +60,8 @@ struct SplitScale {
     low = pack<cutlass::bfloat16_t>(rest, rest);
   }
   __device__ __forceinline__ void make_nan() { high = kNan; }
-  __device__ __forceinline__ uint32_t times(uint32_t values) const {
+  __device__ __forceinline__ uint32_t times(uint32_t widened) const {
+    const uint32_t values = ptx::mul_bf16x2(widened, kWidenedBias);
     return ptx::fma_bf16x2(values, high, ptx::mul_bf16x2(values, low));
   }
 };
@@ -63,7 +70,7 @@ struct SplitScale {
 template <class Scale>
 __device__ __forceinline__ void dequantise(const uint4& values, Scale scale, uint4 (&columns)[2]) {
   if (nan_bits(values)) scale.make_nan();
-  const auto pair = [&](uint32_t widened) { return scale.times(ptx::mul_bf16x2(widened, kWidenedBias)); };
+  const auto pair = [&](uint32_t widened) { return scale.times(widened); };
   columns[0] = {pair(widen<0>(values.x)), pair(widen<2>(values.x)), pair(widen<0>(values.y)), pair(widen<2>(values.y))};
   columns[1] = {pair(widen<0>(values.z)), pair(widen<2>(values.z)), pair(widen<0>(values.w)), pair(widen<2>(values.w))};
 }
@@ -107,9 +114,11 @@ struct QuarterRow {
 struct PageScaledRow : QuarterRow<(kLatentDim - kRopeDim) / kChunkColumns> {
   uint2 scales;
   uint2 next_scales = {};
+  bool large;  // one of the warp's scales is 2 or more
 
   __device__ __forceinline__ void advance_scales(bool present, uint64_t from, int32_t behind) {
     scales = next_scales;
+    large = __any_sync(0xffffffff, (scales.x | scales.y) & 0x80808080);
     ptx::load_once_if(present, from - lane() * kUnitBytes + behind, next_scales);
   }
   template <int kChunk>
@@ -121,7 +130,7 @@ struct PageScaledRow : QuarterRow<(kLatentDim - kRopeDim) / kChunkColumns> {
   __device__ __forceinline__ void columns(uint4 (&to)[2]) const {
     if constexpr (kChunk < kNopeChunks) {
       const uint32_t byte = __byte_perm(kChunk < 4 ? scales.x : scales.y, 0, 0x4440 + kChunk % 4);
-      dequantise(nope[kChunk], PowerOfTwo(byte), to);
+      dequantise(nope[kChunk], PowerOfTwo(byte, large), to);
     } else {
       to[0] = rope[0], to[1] = rope[1];
     }

@@ -21,7 +21,7 @@ constexpr int kOctetsOf = kOctets / T::kGatherWarps;
 // Which rows of a tile there are, for its consumers. By the warp that brings them.
 template <class T>
 __device__ __forceinline__ void write_mask(TileMask& mask, uint32_t present) {
-  const int thread = anew(threadIdx.x), lane = thread % kWarpSize, warp = thread / kWarpSize % kWarpsPerGroup;
+  const int thread = anew(threadIdx.x), lane = thread % kWarpSize, warp = thread / kWarpSize - kConsumerWarps;
   if (lane >= 2 * kOctetsOf<T>) return;
   mask.fours[(warp + lane / 2 * T::kGatherWarps) * 2 + lane % 2] = present >> (lane * kHalfRows) & 15;
 }

@@ -16,12 +16,13 @@ struct GatheredTraits : Dense {
   using Dense::kRowTile, Dense::kTileChunks;
   static constexpr bool kGathered = true;
   static constexpr bool kHalvesSingleTiles = false;
-  static constexpr int kGatherWarps = 4;  // the consumers gather the queries
-  // Producers hold FP8 rows in registers: from 32 rows on one octet of a warp's two, for the consumers need more.
-  static constexpr int kHeldOctets = kRowTile <= 16 ? 2 : 1;
-  static constexpr bool kFitsLaunchRegisters = kRowTile <= 16;
+  // The consumers gather the queries. Up to 16 rows they leave registers for two warpgroups of producers: one warp a scheduler
+  // would wait for its own instructions.
+  static constexpr int kGatherWarps = kRowTile <= 16 ? 8 : 4;
+  static constexpr int kHeldOctets = 1;  // of FP8 rows, in the registers of a producer
+  static constexpr bool kFitsLaunchRegisters = false;
   static constexpr Registers registers(bool) {
-    return kRowTile <= 16 ? Registers{168, 200, 152} : kRowTile == 32 ? Registers{168, 104, 200} : Registers{168, 88, 208};
+    return kRowTile <= 16 ? Registers{128, 104, 152} : kRowTile == 32 ? Registers{168, 104, 200} : Registers{168, 88, 208};
   }
   // Stages of a tile that rows of bfloat16 fill together, chunks that follow each other in a row: the r-th run's begin.
   static constexpr bool kRope = kTileChunks > kValueChunks;

@@ -93,8 +93,7 @@ __device__ __forceinline__ void sum_parts(typename T::SharedStorage& shared, con
     const int first_row = row_group * T::kRowTile + block * 8;
     CUTE_UNROLL
     for (int t = 0; t < kTasks; ++t) {
-      write_rows<cutlass::bfloat16_t, false, true>(params, sums[t], totals, request, first_row,
-                                                    (task + t * kWarpsOfBlock) * kTaskDims);
+      write_rows<false>(params, sums[t], totals, request, first_row, (task + t * kWarpsOfBlock) * kTaskDims);
     }
     if (task == 0) etap::write_lse<false>(params, totals, request, first_row);
   }

@@ -30,9 +30,8 @@ struct Consumer {
     int pieces = 0;
     char* const probabilities = shared.probabilities + 2 * group * T::kProbabilityBytes;  // this consumer's two
     typename T::Walk walk(params, partition);
-    while (!walk.done()) {
-      const Piece piece = walk.next();
-      if (!T::kGathered && params.early_loads) ETAP_MARKED(first_piece_wait, follow_predecessor());
+    for (int n = 0; !walk.done(); ++n) {
+      const Piece piece = next_piece<T>(shared, params, walk, n);
       if (piece.tiles() == 0) finish_empty<T>(shared, Destination<T>(params, piece, row_group));
       if constexpr (!T::kGathered) {
         shared.queries.wait(queries);

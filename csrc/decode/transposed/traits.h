@@ -65,9 +65,10 @@ struct SharedMemory {
   float maxima[kConsumerGroups * kWarpsPerGroup * T::kScoreColumns];  // of each warp, of one tile
   float factors[1][T::kScoreColumns];
   float score_scales[T::kFp8Cache ? T::kRowTile : 1];               // of each query row
-  Ring<T::kStages> keys;
+  Ring<T::kStages, !T::kGathered> keys;  // producers of lists have no registers for patience
   Ring<1> queries;
-  Turns<turns<T>()> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
+  LengthQueue lengths;
+  Turns<turns<T>(), !T::kGathered> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
   __device__ __forceinline__ void init_grants(int signals) {
     if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);

@@ -34,14 +34,13 @@ struct Consumer {
     int pieces = 0;
     char* const probabilities = shared.probabilities + 2 * group * T::kProbabilityBytes;
     PieceWalk walk(params, partition);
-    while (!walk.done()) {
-      const Piece piece = walk.next();
+    for (int n = 0; !walk.done(); ++n) {
+      load_queries<T>(shared, params, walk.request(), row_group_of(params), kv_scale);  // while its length is on its way
+      const Piece piece = next_piece<T>(shared, params, walk, n);
       if (piece.tiles() == 0) {
-        if (params.early_loads) follow_predecessor();
         write_empty<T>(Destination<T>(params, piece, row_group_of(params)));
         continue;
       }
-      load_queries<T>(shared, params, piece.request, row_group_of(params), kv_scale);
       softmax.reset();
       cute::clear(ot);
       if (piece.tiles() == 1) {

@@ -7,8 +7,9 @@
 
 namespace etap::transposed_fp8 {
 
-// What the values of the cache, or those of e4m3 queries, are multiplied with.
-__device__ __forceinline__ float scale_of(const float* scale) { return scale == nullptr ? 1.0f : *scale; }
+// What the values of the cache, or those of e4m3 queries, are multiplied with. The former's is read before the predecessor has
+// ended, which may still write the latter's beside it: so neither comes through L1, which would keep their line.
+__device__ __forceinline__ float scale_of(const float* scale) { return scale == nullptr ? 1.0f : __ldcg(scale); }
 
 constexpr int kUnitColumns = 8;  // that a lane reads at once
 constexpr int kRowUnits = kHeadDim / kUnitColumns;

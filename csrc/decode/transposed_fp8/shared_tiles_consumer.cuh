@@ -43,11 +43,11 @@ struct SharedTilesConsumer {
     SharedTilesConsumer consumer{shared, params, row_group, softmax, ot};
     RingPosition<T::kStages> keys;
     PieceWalk walk(params, partition);
-    while (!walk.done()) {
-      const Piece piece = walk.next();
+    for (int n = 0; !walk.done(); ++n) {
+      load_queries<T>(shared, params, walk.request(), row_group, kv_scale);  // while its length is on its way
+      const Piece piece = next_piece<T>(shared, params, walk, n);
       if (piece.tiles() == 0) write_empty<T>(Destination<T>(params, piece, row_group));
       if (piece.tiles() == 0) continue;
-      load_queries<T>(shared, params, piece.request, row_group, kv_scale);
       softmax.reset();
       cute::clear(ot);
       for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
@@ -55,7 +55,6 @@ struct SharedTilesConsumer {
                               shared.probabilities + i % 2 * T::kProbabilityBytes);
       }
       write_shared<T>(shared, Destination<T>(params, piece, row_group), softmax, ot);
-      keys.advance(0);
     }
   }
 

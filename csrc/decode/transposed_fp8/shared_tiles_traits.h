@@ -26,11 +26,11 @@ struct SharedTilesMemory {
   alignas(1024) char query[T::kQueryBytes];                   // QueryChunk [kChunks]
   alignas(1024) char probabilities[2 * T::kProbabilityBytes];  // Probabilities [2]: see transposed::SharedMemory
   transposed::ColumnSums<T::kScoreColumns> columns;
-  float unused;
   float factors[kConsumerGroups][T::kScoreColumns];  // what O^T is scaled by for a new reference
   float score_scales[T::kRowTile];                   // of each query row
   Ring<T::kStages> keys;
   Ring<1> queries;
+  LengthQueue lengths;
 
   __device__ __forceinline__ void init_grants(int) {}
   // Each warp's column maxima of one tile: only the place of the sums is left for them.

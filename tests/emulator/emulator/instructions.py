@@ -308,7 +308,7 @@ def _cvt(t: Translator, item: Instruction, mask: str) -> str:
 
 def _memory_shape(item: Instruction) -> tuple[str, int, str]:
     """Space, number of items and type of a load or store."""
-    spaces = r"(global|shared|shared::cluster|param)(?:\.L1::no_allocate)?"
+    spaces = r"(shared|shared::cluster|param|global)(?:(?<=global)\.(?:cg|L1::no_allocate))?"
     shape = re.fullmatch(rf"(?:ld|st)\.{spaces}(?:\.v([24]))?\.(\w+)", item.opcode)
     if shape is None or shape[3] not in DTYPES:
         raise UnknownInstruction(str(item))
@@ -320,7 +320,8 @@ def _ld(t: Translator, item: Instruction, mask: str) -> str:
     target, source = item.operands
     targets = target.items if isinstance(target, Vec) else (target,)
     address = t.address_text(source, "u32" if space in ("shared", "cluster") else "u64")
-    loaded = f"t = w.load_{space}({address}, {mask}, {DTYPES[kind].itemsize}, {count})"
+    function = "load_past_l1" if "cg" in item.parts else f"load_{space}"
+    loaded = f"t = w.{function}({address}, {mask}, {DTYPES[kind].itemsize}, {count})"
     parts = [t.write(x, kind, f"t[{n}].view({DTYPES[kind].name})", mask) for n, x in enumerate(targets)]
     return "; ".join([loaded, *parts])
 

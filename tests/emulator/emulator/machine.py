@@ -36,6 +36,7 @@ from .tensor_cores import Product, ProductsInFlight
 
 TIMINGS = ("early", "late", "random")
 ALL_TRUE, ALL_FALSE = b"\x01" * LANES, b"\x00" * LANES
+L1_LINE = 128  # bytes
 MOST_STEPS = 1_000_000  # segments that a CTA may run before it counts as a livelock
 
 
@@ -260,6 +261,8 @@ class Warp:
             return lane + LANES * self.index
         if name == "%laneid":
             return lane
+        if name == "%clock_hi":  # stands still: the emulator sees a deadlock before a kernel's patience ends
+            return np.zeros(LANES, np.uint32)
         if name not in self.cta.place:
             raise UnknownInstruction(f"special register {name}")
         return np.full(LANES, self.cta.place[name], np.uint32)
@@ -273,6 +276,14 @@ class Warp:
         return np.repeat(values[:, None], LANES, axis=1)
 
     def load_global(self, address, mask, size, count):
+        if mask is not None and not mask.any():
+            return np.zeros((count, LANES), f"uint{size * 8}")
+        address = _safe(address, mask)
+        if self.cta.memory.late is not None:
+            self.cta.in_l1(address, size * count, self.followed)
+        return self.load_past_l1(address, mask, size, count)
+
+    def load_past_l1(self, address, mask, size, count):
         if mask is not None and not mask.any():
             return np.zeros((count, LANES), f"uint{size * 8}")
         address = _safe(address, mask)
@@ -382,6 +393,7 @@ class Cta:
         self.progress = 0  # any change that others can see
         self.steps = 0
         self.ran: set[int] = set()
+        self.early_lines: set[int] = set()
         self.give_up = False  # try_wait returns false instead of waiting
         self._issued: dict[tuple[int, int], tuple] = {}  # (warpgroup, number of WGMMA): what it is, warps that did
         self.warps: list[Warp] = []
@@ -392,6 +404,14 @@ class Cta:
 
     def running(self) -> bool:
         return any(warp.live for warp in self.warps)
+
+    def in_l1(self, addresses: np.ndarray, size: int, followed: bool) -> None:
+        """Lines that are read before the predecessor has ended stay in L1, with what it had not written by then."""
+        lines = addresses // np.uint64(L1_LINE)
+        if not followed:
+            self.early_lines.update(lines.tolist())
+        elif self.early_lines and (stale := np.isin(lines, list(self.early_lines))).any():
+            self.memory.refuse_late(addresses[stale], size, "through a line of L1 that was read before it had ended")
 
     # -- barriers
 

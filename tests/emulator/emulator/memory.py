@@ -51,13 +51,13 @@ class Memory:
         self._buffers.append((begin, begin + data.size, data, name))
         return begin
 
-    def refuse_late(self, addresses: np.ndarray, size: int) -> None:
-        """Of a warp that has not waited for the kernel's predecessor."""
+    def refuse_late(self, addresses: np.ndarray, size: int, how: str = "without having waited for it") -> None:
+        """An access that may miss what the kernel's predecessor writes, as one that does not wait for it may."""
         if self.late is None:
             return
         begin = addresses.reshape(-1, 1).astype(np.uint64)
         if ((begin < self.late[:, 1]) & (begin + np.uint64(size) > self.late[:, 0])).any():
-            raise EmulationError("an access to what the predecessor may still write, without having waited for it")
+            raise EmulationError(f"an access to what the predecessor may still write, {how}")
 
     def refuse_late_box(self, tensor_map: TensorMap, coordinates: tuple[int, ...]) -> None:
         if self.late is None:

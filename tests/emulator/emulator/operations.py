@@ -24,6 +24,13 @@ def ret(t: Translator, item: Instruction | None):
     return run
 
 
+def _trap(t: Translator, item: Instruction):
+    def run(cta, warp, bits: int):
+        raise EmulationError("trap")
+
+    return lanewise(item, run)
+
+
 CLUSTER_BARRIER = tuple(
     f"barrier.cluster.{half}.aligned" for half in ("arrive.release", "arrive.relaxed", "wait.acquire")
 )
@@ -299,6 +306,7 @@ def _announcement(t: Translator, item: Instruction):
 
 OPERATIONS = {
     "ret": ret,
+    "trap": _trap,
     "bar": _barrier,
     "barrier": _barrier,
     "shfl": _shfl,

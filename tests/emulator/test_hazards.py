@@ -1,0 +1,121 @@
+"""What a kernel must survive though its caller or its predecessor on the stream does what no engine should."""
+
+import math
+from dataclasses import replace
+
+import kernels
+import numpy as np
+import pytest
+import torch
+from emulator import faults
+from emulator.machine import TIMINGS, Cta, Warp
+from emulator.memory import Memory
+from emulator.ptx import LANES, EmulationError
+
+from support.cases import SOFTMAX_SCALE, Case, Runner, build
+from support.compare import problems_with, truth
+
+pytestmark = kernels.NEEDS_COMPILER
+
+CACHES = {"bf16": {}, "fp8": {"kv_dtype": "fp8"}, "fp8_math": {"kv_dtype": "fp8", "fp8_math": True}}
+MOST_TOKENS = 2**31 - 128  # kMostTokens of csrc/params.h
+TILE = 64
+
+
+class GrowingLengths(Memory):
+    """Every length is one more once the first of a CTA's warps has read it."""
+
+    def load(self, addresses, size):
+        loaded = super().load(addresses, size)
+        lengths = next((data for *_, data, name in self._buffers if name == "seq_lens"), None)
+        if lengths is not None and not hasattr(self, "grown"):
+            begin = lengths.ctypes.data
+            if begin <= int(addresses[0]) < begin + lengths.size:
+                self.grown = True
+                lengths.view(np.int32)[:] += 1
+        return loaded
+
+
+@pytest.mark.parametrize("early_loads", [False, True])
+@pytest.mark.parametrize("heads", [16, 64])
+@pytest.mark.parametrize("kind", CACHES)
+def test_a_length_that_changes_meanwhile_is_one_of_both_for_all(kind, heads, early_loads, monkeypatch):
+    """At a multiple of 64 tokens one more is a tile more: two that read it would wait for each other."""
+    monkeypatch.setattr(kernels, "Memory", GrowingLengths)
+    after = build(Case((2 * TILE + 1,), heads=heads, num_sms=1, **CACHES[kind]), "cpu")
+    before = replace(after, case=replace(after.case, lengths=(2 * TILE,)), seq_lens=after.seq_lens - 1)
+    wanted = [(problem, truth(problem)) for problem in (before, after)]
+    for seed, timing in enumerate(TIMINGS):
+        runner = Runner(before)
+        out, lse = runner.out.tensor, runner.lse.tensor
+        how = dict(early_loads=early_loads, seed=seed, timing=timing)
+        kernels.run_decode(before, runner.build(), out, lse, SOFTMAX_SCALE, **how)
+        found = [problems_with(out, lse, *each) for each in wanted]
+        assert not all(found), found
+
+
+def through_l1(item, _):
+    return item.text.replace("ld.global.cg.", "ld.global.") + ";" * ("cg" in item.parts)
+
+
+def test_a_scale_beside_one_that_comes_late_is_not_read_through_its_line(monkeypatch):
+    """kv_scale may be read before the predecessor has ended, which may still write q_scale in the same 128 bytes."""
+    placed = kernels.placed
+
+    def placed_together(memory, tensors):
+        copies = placed(memory, tensors)
+        pair = np.array([copies["q_scale"].item(), copies["kv_scale"].item()] + [0] * 62, np.float32)
+        first = -pair.ctypes.data // 4 % 32  # a line begins there
+        pair[first : first + 2] = pair[:2].copy()
+        memory.add(pair, "scales")
+        together = torch.from_numpy(pair)
+        return copies | {"q_scale": together[first : first + 1], "kv_scale": together[first + 1 : first + 2]}
+
+    monkeypatch.setattr(kernels, "placed", placed_together)
+    types = dict(dtype="float8_e4m3fn", kv_dtype="fp8", q_scale=0.02, kv_scale=0.03, fp8_math=True)
+    problem = build(Case((200, 0, 64), num_sms=2, **types), "cpu")
+    runner = Runner(problem)
+    arguments = (problem, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+    kernels.run_decode(*arguments, early_loads=True)
+    assert not problems_with(runner.out.tensor, runner.lse.tensor, problem, truth(problem))
+    with pytest.raises(EmulationError, match="a line of L1"):
+        kernels.run_decode(*arguments, early_loads=True, edit=through_l1)
+
+
+@pytest.mark.parametrize("page_size", [1, 32, 64])
+@pytest.mark.parametrize("heads", [16, 64])
+def test_the_longest_lengths_have_a_last_tile(heads, page_size):
+    """A partition of the last two tiles: int32 holds all that is computed, and there is no page to read."""
+    problem = build(Case((192,), heads=heads, page_size=page_size, num_sms=1), "cpu")
+    problem = replace(problem, seq_lens=torch.tensor([2**31 - 1], dtype=torch.int32))
+    runner = Runner(problem)
+    planned = runner.schedule.build(torch.tensor([192], dtype=torch.int32))
+    planned.work_ranges[0, :5] = torch.tensor([0, MOST_TOKENS // TILE - 2, 1, 0, 0])
+    out, lse = runner.out.tensor, runner.lse.tensor
+    kernels.run_decode(problem, planned, out, lse, SOFTMAX_SCALE)
+    assert out.eq(0).all()
+    torch.testing.assert_close(lse, torch.full_like(lse, math.log(2 * TILE)))
+
+
+def test_a_deadlock_ends_in_a_trap(monkeypatch):
+    """On a GPU nobody sees that all wait; a producer's patience must end, and not before the predecessor has."""
+
+    def nothing_happens(cta, stuck_at):
+        cta.give_up = True
+        for warp in cta.warps:
+            for group in warp.groups:
+                group.since = -1
+        return stuck_at
+
+    def ticking(warp, name):
+        return np.full(LANES, warp.cta.steps // 1000, np.uint32) if name == "%clock_hi" else special(warp, name)
+
+    special, unblock = Warp.special, Cta._unblock
+    monkeypatch.setattr(Warp, "special", ticking)
+    monkeypatch.setattr(Cta, "_unblock", lambda cta, at: (unblock if cta.transfers else nothing_happens)(cta, at))
+    for page_size, mark in ((TILE, "stage_release"), (1, "rows_grant")):
+        problem = build(Case((1000,), page_size=page_size, num_sms=1), "cpu")
+        runner = Runner(problem)
+        arguments = (problem, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+        with pytest.raises(EmulationError, match="trap"):
+            kernels.run_decode(*arguments, sources=kernels.MARKED, edit=faults.without(mark))
