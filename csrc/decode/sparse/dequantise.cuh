@@ -24,59 +24,51 @@ __device__ __forceinline__ uint32_t widen(uint32_t word) {
 }
 constexpr uint32_t kWidenedBias = 0x7b807b80;  // 2^120, twice
 
-// Bits of a byte of e4m3 that is NaN are 0x7f: the sum has the byte's upper bit then.
-__device__ __forceinline__ uint32_t nan_bits(const uint4& values) {
-  const auto bits = [](uint32_t word) { return (word & 0x7f7f7f7f) + 0x01010101; };
-  return (bits(values.x) | bits(values.y) | bits(values.z) | bits(values.w)) & 0x80808080;
-}
-constexpr uint32_t kNan = 0x7fff7fff;
-
-// A power of two of V4's 64 columns, ue8m0, and what makes up for the bias, both twice: exact products. Up to 2^0 one product
-// does it.
+// What 64 columns of V4's are multiplied with, exactly: a power of two, ue8m0, and what makes up for the bias, twice. kLarge: it may
+// be 2 or more, which takes two products.
+template <bool kLarge>
 struct PowerOfTwo {
   uint32_t value;
-  bool large;  // of any row of the warp
 
-  __device__ __forceinline__ PowerOfTwo(uint32_t byte, bool large)
-      : value(byte * 0x00800080 + (large ? 0 : kWidenedBias - 0x3f803f80)), large(large) {
-    if (large && byte == 0) value = 0x00400040;  // 2^-127, a subnormal
+  __device__ __forceinline__ explicit PowerOfTwo(uint32_t byte)
+      : value(byte * 0x00800080 + (kLarge ? 0 : kWidenedBias - 0x3f803f80)) {
+    if (kLarge && byte == 0) value = 0x00400040;  // a subnormal
   }
-  __device__ __forceinline__ void make_nan() { value = kNan; }
   __device__ __forceinline__ uint32_t times(uint32_t widened) const {
-    return ptx::mul_bf16x2(large ? ptx::mul_bf16x2(widened, kWidenedBias) : widened, value);
+    return ptx::mul_bf16x2(kLarge ? ptx::mul_bf16x2(widened, kWidenedBias) : widened, value);
   }
 };
 
 // A float32 scale as the sum of two bfloat16, each twice: the product with an element of e4m3 is rounded once, but for the last bit
-// of the smaller one's.
+// of the smaller one's. kLarge: it may be 2^7 or more, and makes up for the bias apart.
+template <bool kLarge>
 struct SplitScale {
   uint32_t high;
   uint32_t low;
 
   __device__ __forceinline__ explicit SplitScale(float scale) {
-    const cutlass::bfloat16_t rounded(scale);
+    if (!kLarge) scale *= 0x1p120f;
     high = pack<cutlass::bfloat16_t>(scale, scale);
-    const float rest = scale - float(rounded);
+    const float rest = scale - __uint_as_float(high << 16);
     low = pack<cutlass::bfloat16_t>(rest, rest);
   }
-  __device__ __forceinline__ void make_nan() { high = kNan; }
   __device__ __forceinline__ uint32_t times(uint32_t widened) const {
-    const uint32_t values = ptx::mul_bf16x2(widened, kWidenedBias);
+    const uint32_t values = kLarge ? ptx::mul_bf16x2(widened, kWidenedBias) : widened;
     return ptx::fma_bf16x2(values, high, ptx::mul_bf16x2(values, low));
   }
 };
 
-// 16 values of e4m3 times a scale, as 16 of bfloat16.
+// 16 values of e4m3 times a scale, as 16 of bfloat16. A NaN counts as 480.
 template <class Scale>
-__device__ __forceinline__ void dequantise(const uint4& values, Scale scale, uint4 (&columns)[2]) {
-  if (nan_bits(values)) scale.make_nan();
-  const auto pair = [&](uint32_t widened) { return scale.times(widened); };
-  columns[0] = {pair(widen<0>(values.x)), pair(widen<2>(values.x)), pair(widen<0>(values.y)), pair(widen<2>(values.y))};
-  columns[1] = {pair(widen<0>(values.z)), pair(widen<2>(values.z)), pair(widen<0>(values.w)), pair(widen<2>(values.w))};
+__device__ __forceinline__ void dequantise(const uint4& values, const Scale& scale, uint4 (&columns)[2]) {
+  columns[0] = {scale.times(widen<0>(values.x)), scale.times(widen<2>(values.x)), scale.times(widen<0>(values.y)),
+                scale.times(widen<2>(values.y))};
+  columns[1] = {scale.times(widen<0>(values.z)), scale.times(widen<2>(values.z)), scale.times(widen<0>(values.w)),
+                scale.times(widen<2>(values.w))};
 }
 
 // A lane's quarter of a row: of kNopeChunks chunks of e4m3, a unit of each, and of one of 64 bfloat16 two. Rows are loaded from
-// where this lane's first unit begins; scales are those of the columns that are converted, and those of the row behind.
+// where this lane's first unit begins.
 template <int kNopeChunks_>
 struct QuarterRow {
   static constexpr int kNopeChunks = kNopeChunks_;
@@ -112,25 +104,27 @@ struct QuarterRow {
 
 // V4: 448 e4m3 and 64 bfloat16; 7 powers of two, which lie apart.
 struct PageScaledRow : QuarterRow<(kLatentDim - kRopeDim) / kChunkColumns> {
-  uint2 scales;
+  uint2 scales = {};
   uint2 next_scales = {};
-  bool large;  // one of the warp's scales is 2 or more
 
+  // Takes the scales that were asked for, and asks for the next row's, so many bytes behind it.
   __device__ __forceinline__ void advance_scales(bool present, uint64_t from, int32_t behind) {
     scales = next_scales;
-    large = __any_sync(0xffffffff, (scales.x | scales.y) & 0x80808080);
     ptx::load_once_if(present, from - lane() * kUnitBytes + behind, next_scales);
+  }
+  // Whether one of the warp's is 2 or more.
+  __device__ __forceinline__ bool large() const {
+    return __any_sync(0xffffffff, (scales.x & 0x80808080) != 0 || (scales.y & 0x00808080) != 0);
   }
   template <int kChunk>
   __device__ __forceinline__ void load(bool present, uint64_t from) {
     load_values<kChunk, true>(present, from, kNopeChunks * kNopeBytes);
   }
-
-  template <int kChunk>
+  template <int kChunk, bool kLarge>
   __device__ __forceinline__ void columns(uint4 (&to)[2]) const {
     if constexpr (kChunk < kNopeChunks) {
       const uint32_t byte = __byte_perm(kChunk < 4 ? scales.x : scales.y, 0, 0x4440 + kChunk % 4);
-      dequantise(nope[kChunk], PowerOfTwo(byte, large), to);
+      dequantise(nope[kChunk], PowerOfTwo<kLarge>(byte), to);
     } else {
       to[0] = rope[0], to[1] = rope[1];
     }
@@ -142,23 +136,23 @@ template <bool kRope>
 struct ScaledRow : QuarterRow<kValueChunks> {
   static constexpr int kRopeOffset = kLatentDim + kRowLanes * int(sizeof(float));
 
-  float scale;
+  float scale = 0.0f;
   float next_scale = 0.0f;
 
   __device__ __forceinline__ void advance_scales(bool present, uint64_t from, int32_t) {
     scale = next_scale;
     ptx::load_once_if(present, from + kLatentDim - lane() * (kUnitBytes - int(sizeof(float))), next_scale);
   }
+  __device__ __forceinline__ bool large() const { return __any_sync(0xffffffff, fabsf(scale) >= 64.0f); }
   template <int kChunk>
   __device__ __forceinline__ void load(bool present, uint64_t from) {
     load_values<kChunk, kRope>(present, from, kRopeOffset);
   }
-
-  template <int kChunk>
+  template <int kChunk, bool kLarge>
   __device__ __forceinline__ void columns(uint4 (&to)[2]) const {
     if constexpr (kChunk < kNopeChunks) {
       const float of_chunk = __shfl_sync(0xffffffff, scale, row() * kRowLanes + kChunk / 2);
-      dequantise(nope[kChunk], SplitScale(of_chunk), to);
+      dequantise(nope[kChunk], SplitScale<kLarge>(of_chunk), to);
     } else {
       to[0] = rope[0], to[1] = rope[1];
     }

@@ -156,8 +156,9 @@ __device__ __forceinline__ void copy_rows(typename T::SharedStorage& shared, con
   }
 }
 
-// FP8 rows. A warp holds T::kHeldOctets of its octets in registers; what becomes columns of this tile makes room for the same
-// columns of the octets behind it, which are then on their way. Format: what a lane holds of a row.
+// FP8 rows. A warp holds an octet in registers; when the chunks of a stage have become columns, the same ones of the octet behind it
+// are asked for. Stages of a tile are few: the hardware counts loads on their way in few counters, and a wait for early ones would be
+// one for late ones, too. Format: what a lane holds of a row.
 template <class T, class Format>
 class Dequantiser {
  public:
@@ -167,94 +168,94 @@ class Dequantiser {
         place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + Format::row()) * kLineBytes) {
     tile_ = stream_.next();
     aim(0);
-    cute::for_each(cute::make_seq<T::kTileChunks>{}, [&](auto chunk) { load<decltype(chunk)::value>(); });
+    cute::for_each(cute::make_seq<T::kTileChunks>{}, [&](auto chunk) { held_.template load<decltype(chunk)::value>(present_, from_); });
   }
 
   __device__ __forceinline__ bool done() const { return !tile_.is_tile; }
 
   // Brings the next tile, its piece's i-th, into the ring; whether it is the piece's last.
   __device__ __forceinline__ bool fill(RingPosition<T::kStages>& at, int i, const TileGrants<T>& grants) {
-    constexpr int kSteps = kOctetsOf<T> / T::kHeldOctets;
-    const uint32_t present = tile_.present;
     const bool last = tile_.last;
-    cute::for_each(cute::make_seq<kSteps>{}, [&](auto step) {
-      constexpr int kStep = decltype(step)::value;
-      // The octets behind these: of this tile, or the first of the next one.
-      if (kStep == kSteps - 1) tile_ = stream_.next();
-      aim((kStep + 1) % kSteps * T::kHeldOctets);
-      cute::for_each(cute::make_seq<T::kStagesPerTile>{}, [&](auto stage) {
-        constexpr int kStage = decltype(stage)::value;
-        const auto to = at.ahead(kStage);
-        if (kStep == 0) ETAP_MARKED(rows_room, shared_.keys.acquire(to));
-        if (kStep == 0 && kStage == 0) write_mask<T>(shared_.valid[to.stage], present);
-        convert_stage<kStep * T::kHeldOctets, kStage>(to.stage, i);
-        if (kStep == kSteps - 1) {
-          // For WGMMA the consumers fence, as they do where rows are copied: here a fence would wait for all loads on their way.
-          __syncwarp();
-          if (cute::elect_one_sync()) ETAP_MARKED(rows_commit, shared_.keys.commit(to));
-        }
-        if (kStep == 0 && kStage == 0 && cute::elect_one_sync()) grants.grant_tile(shared_, i);
-      });
+    cute::for_each(cute::make_seq<kOctetsOf<T>>{}, [&](auto octet) {
+      constexpr int kOctet = decltype(octet)::value;
+      const uint32_t present = tile_.present;
+      // The octet behind this one: of this tile, or the first of the next one.
+      if (kOctet == kOctetsOf<T> - 1) tile_ = stream_.next();
+      aim((kOctet + 1) % kOctetsOf<T>);
+      if (held_.large()) {
+        fill_octet<kOctet, true>(at, i, present, grants);
+      } else {
+        fill_octet<kOctet, false>(at, i, present, grants);
+      }
     });
     at.advance(T::kStagesPerTile);
     return last;
   }
 
  private:
-  // Takes the octets from `first` on for those that are loaded next: their scales at once. Called by the whole warp.
-  __device__ __forceinline__ void aim(int first) {
-    CUTE_UNROLL
-    for (int o = 0; o < T::kHeldOctets; ++o) {
-      const int holder = (first + o) * kOctetRows + Format::row();
-      from_[o] = tile_.row_of(holder) + Format::lane() * kUnitBytes;
-      present_[o] = tile_.present >> holder & 1;
-      held_[o].advance_scales(present_[o], from_[o], tile_.scales_of(holder));
-    }
+  // Takes an octet of the tile for the one that is asked for next: its scales at once. Called by the whole warp.
+  __device__ __forceinline__ void aim(int octet) {
+    const int holder = octet * kOctetRows + Format::row();
+    from_ = tile_.row_of(holder) + Format::lane() * kUnitBytes;
+    present_ = tile_.present >> holder & 1;
+    held_.advance_scales(present_, from_, tile_.scales_of(holder));
   }
 
-  template <int kChunk>
-  __device__ __forceinline__ void load() {
-    CUTE_UNROLL
-    for (int o = 0; o < T::kHeldOctets; ++o) held_[o].template load<kChunk>(present_[o], from_[o]);
-  }
-
-  // The chunks of a stage. At 64 rows which these are depends on the tile's place in its piece.
-  template <int kFirstOctet, int kStage>
-  __device__ __forceinline__ void convert_stage(int stage, int i) {
-    cute::for_each(cute::make_seq<T::kChunksPerStage>{}, [&](auto chunk) {
-      constexpr int kChunk = decltype(chunk)::value;
-      constexpr int kEven = T::first_chunk(kStage, 0) + kChunk, kOdd = T::first_chunk(kStage, 1) + kChunk;
-      const uint32_t to = place_ + stage * T::kStageBytes + kChunk * kTileTokens * kLineBytes;
-      if (kEven == kOdd || i % kConsumerGroups == 0) {
-        convert<kFirstOctet, kEven>(to);
-      } else {
-        convert<kFirstOctet, kOdd>(to);
+  template <int kOctet, bool kLarge>
+  __device__ __forceinline__ void fill_octet(RingPosition<T::kStages> at, int i, uint32_t present, const TileGrants<T>& grants) {
+    constexpr bool kFirst = kOctet == 0, kLast = kOctet == kOctetsOf<T> - 1;
+    cute::for_each(cute::make_seq<T::kStagesPerTile>{}, [&](auto stage) {
+      constexpr int kStage = decltype(stage)::value;
+      const auto to = at.ahead(kStage);
+      if (kFirst) ETAP_MARKED(rows_room, shared_.keys.acquire(to));
+      if (kFirst && kStage == 0) write_mask<T>(shared_.valid[to.stage], present);
+      convert_stage<kOctet, kStage, kLarge>(to.stage, i);
+      if (kLast) {
+        // For WGMMA the consumers fence, as they do where rows are copied: here a fence would wait for all loads on their way.
+        __syncwarp();
+        if (cute::elect_one_sync()) ETAP_MARKED(rows_commit, shared_.keys.commit(to));
       }
+      if (kFirst && kStage == 0 && cute::elect_one_sync()) grants.grant_tile(shared_, i);
     });
   }
 
-  template <int kFirstOctet, int kChunk>
-  __device__ __forceinline__ void convert(uint32_t target) {
-    CUTE_UNROLL
-    for (int o = 0; o < T::kHeldOctets; ++o) {
+  // The chunks of a stage. At 64 rows which these are depends on the tile's place in its piece.
+  template <int kOctet, int kStage, bool kLarge>
+  __device__ __forceinline__ void convert_stage(int stage, int i) {
+    constexpr int kEven = T::first_chunk(kStage, 0), kOdd = T::first_chunk(kStage, 1);
+    const uint32_t to = place_ + stage * T::kStageBytes;
+    if (kEven == kOdd || i % kConsumerGroups == 0) {
+      convert_chunks<kOctet, kEven, kLarge>(to);
+    } else {
+      convert_chunks<kOctet, kOdd, kLarge>(to);
+    }
+  }
+
+  template <int kOctet, int kFirstChunk, bool kLarge>
+  __device__ __forceinline__ void convert_chunks(uint32_t target) {
+    cute::for_each(cute::make_seq<T::kChunksPerStage>{}, [&](auto chunk) {
+      constexpr int kChunk = decltype(chunk)::value;
       uint4 columns[2];
-      held_[o].template columns<kChunk>(columns);
-      held_[o].template load<kChunk>(present_[o], from_[o]);
+      held_.template columns<kFirstChunk + kChunk, kLarge>(columns);
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        const int unit = Format::template unit<kChunk>(half) ^ swizzle<kLineBytes>(Format::row());
-        ptx::store_shared(target + (kFirstOctet + o) * T::kGatherWarps * kOctetRows * kLineBytes + unit * kUnitBytes, columns[half]);
+        constexpr int kPlace = (kChunk * kTileTokens + kOctet * T::kGatherWarps * kOctetRows) * kLineBytes;
+        const int unit = Format::template unit<kFirstChunk + kChunk>(half) ^ swizzle<kLineBytes>(Format::row());
+        ptx::store_shared(target + kPlace + unit * kUnitBytes, columns[half]);
       }
-    }
+    });
+    cute::for_each(cute::make_seq<T::kChunksPerStage>{}, [&](auto chunk) {
+      held_.template load<kFirstChunk + decltype(chunk)::value>(present_, from_);
+    });
   }
 
   typename T::SharedStorage& shared_;
   RowStream<T::kGatherWarps> stream_;
   const uint32_t place_;  // of this lane's row of the warp's first octet, in the first stage
-  WarpRows tile_;         // whose octets are loaded
-  uint64_t from_[T::kHeldOctets];
-  bool present_[T::kHeldOctets];
-  Format held_[T::kHeldOctets];
+  WarpRows tile_;         // whose octets are asked for
+  uint64_t from_;
+  bool present_;
+  Format held_;
 };
 
 template <class T, class Format>

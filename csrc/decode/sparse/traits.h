@@ -19,7 +19,6 @@ struct GatheredTraits : Dense {
   // The consumers gather the queries. Up to 16 rows they leave registers for two warpgroups of producers: one warp a scheduler
   // would wait for its own instructions.
   static constexpr int kGatherWarps = kRowTile <= 16 ? 8 : 4;
-  static constexpr int kHeldOctets = 1;  // of FP8 rows, in the registers of a producer
   static constexpr bool kFitsLaunchRegisters = false;
   static constexpr Registers registers(bool) {
     return kRowTile <= 16 ? Registers{128, 104, 152} : kRowTile == 32 ? Registers{168, 104, 200} : Registers{168, 88, 208};
@@ -29,7 +28,7 @@ struct GatheredTraits : Dense {
   static constexpr int kRuns = kRope ? 3 : 2;
   static constexpr int run_begin(int r) {
     if constexpr (kRowTile == 64) return kRope ? (r == 0 ? 0 : 1 + (r - 1) * Dense::kHalfChunks) : r * Dense::kHalfChunks;
-    return r * (kRope ? 1 : 2);
+    return r;
   }
   using CacheMaps = NoMaps;
   using Walk = TokenWalk;
