@@ -46,14 +46,14 @@ at_once = @$(MAKE) --no-print-directory -j $(words $(1)) $(1)
 wheel: dist/built
 
 demo: $(STAMPS)/packaging
-	@echo "Compiles the wheel for 3 minutes on two cores; meanwhile downloads 0.2 GB of compilers and a torch of 4 GB on disk."
+	@echo "Compiles the wheel for 3 minutes on two cores; meanwhile downloads torch and the compilers, 5 GB on disk."
 	$(call at_once,dist/built $(STAMPS)/torch)
 	@$(MAKE) --no-print-directory $(STAMPS)/product
 	$(BIN)/etap demo
 
 test: $(STAMPS)/packaging
-	@echo "Compiles the wheel, meanwhile downloads torch, compilers, one vLLM and one SGLang (5 GB, 10 on disk); then runs"
-	@echo "the unit tests and the engines' first contract tests. Two cores take 10 minutes for all, and 6 the next time."
+	@echo "Compiles the wheel and meanwhile downloads torch, compilers, one vLLM and one SGLang, 9.5 GB on disk; then runs the"
+	@echo "unit tests and the engines' first contract tests: 10 minutes on two cores that have nothing else to do."
 	$(call at_once,dist/built $(STAMPS)/tools $(STAMPS)/build engines)
 	@$(MAKE) --no-print-directory test-unit
 	@$(MAKE) --no-print-directory test-contract

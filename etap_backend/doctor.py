@@ -17,17 +17,16 @@ from etap_backend.vllm import versions as vllm
 
 MIN_DRIVER = 580  # the first driver that runs CUDA 13
 PROBE_SECONDS = 300
-SPARSE_SAID = "etap, sparse attention: "
-ASK_SPARSE = """
+SPARSE_SAID, V4_SAID = "etap, sparse attention: ", "etap, DeepSeek-V4: "
+ASK = """
 try:
     why_not = {expression}
 except Exception as error:
     why_not = type(error).__name__ + ": " + str(error)
 print("{said}" + (why_not or "").partition("\\n")[0])
 """
-"""What a probe ends with; its line has nothing behind the mark where sparse attention can run."""
+"""What a probe ends with; its line has nothing behind the mark where what was asked for can run."""
 SPARSE_MODELS = "sparse attention (DeepSeek-V3.2, GLM-5)"
-FOREIGN_SPARSE = "DeepSeek-V4 is not served: its sparse attention has cache formats that ETAP does not read"
 
 
 class Verdict(Enum):
@@ -55,8 +54,9 @@ class Plugin:
         engine, option, entry_points, allow_list: which one, what selects ETAP, and what it reads plugins from.
         allowed: the names in a value of the allow list, as the engine reads them; None for all.
         probe: a program that fails, with a line, where ETAP cannot run.
-        why_not_sparse: an expression behind it, of the reason why sparse attention cannot run, or None.
-        sparse: how sparse attention is had where it can.
+        why_not_sparse, why_not_v4: expressions behind it, of the reason why sparse attention and why DeepSeek-V4 cannot
+            run, or None.
+        sparse, v4: how they are had where they can.
     """
 
     engine: engine_contract.Engine
@@ -67,6 +67,8 @@ class Plugin:
     probe: str
     why_not_sparse: str
     sparse: str = ""
+    why_not_v4: str = "'it is not served in this engine'"
+    v4: str = ""
 
 
 def _in_sglangs_list(value: str) -> list[str] | None:
@@ -97,6 +99,8 @@ PLUGINS = (
         "from etap_backend.sglang import registration; registration.check_plugin()",
         "registration.why_unusable(sparse=True)",
         "--kv-cache-dtype auto, bfloat16 or fp8_e4m3",
+        "registration.why_no_v4()",
+        "--kv-cache-dtype auto or fp8_e4m3",
     ),
 )
 
@@ -141,22 +145,28 @@ def check_library() -> Finding:
 
 
 def _probe(plugin: Plugin) -> tuple[str | None, tuple[str, ...]]:
-    """Why the plugin cannot run, or None, and then lines on sparse attention.
+    """Why the plugin cannot run, or None, and then a line on sparse attention and one on DeepSeek-V4.
 
     In a process of its own: importing an engine takes long, changes the process and may end it.
     """
-    program = plugin.probe + ASK_SPARSE.format(expression=plugin.why_not_sparse, said=SPARSE_SAID)
+    asked = {
+        SPARSE_SAID: (SPARSE_MODELS, plugin.why_not_sparse, plugin.sparse),
+        V4_SAID: ("DeepSeek-V4", plugin.why_not_v4, plugin.v4),
+    }
+    questions = [ASK.format(expression=expression, said=mark) for mark, (_, expression, _) in asked.items()]
+    program = plugin.probe + "".join(questions)
     try:
         probe = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
         return f"nothing came for {PROBE_SECONDS} s", ()
     if probe.returncode:
         return (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1], ()
-    # Engines print too.
-    said = [line.removeprefix(SPARSE_SAID) for line in probe.stdout.splitlines() if line.startswith(SPARSE_SAID)]
-    if reason := said[-1]:
-        return None, (f"no {SPARSE_MODELS}: {reason}",)
-    return None, (f"{SPARSE_MODELS} too: {plugin.sparse}", FOREIGN_SPARSE)
+    lines = []
+    for mark, (models, _, how) in asked.items():
+        # Engines print too.
+        said = [line.removeprefix(mark) for line in probe.stdout.splitlines() if line.startswith(mark)]
+        lines.append(f"no {models}: {said[-1]}" if said[-1] else f"{models} too: {how}")
+    return None, tuple(lines)
 
 
 def check_plugin(plugin: Plugin) -> Finding:

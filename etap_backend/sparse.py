@@ -146,9 +146,8 @@ def sparse_mla_decode(
     `workspace` share no memory with each other, queries, cache or lists.
 
     A row of DeepSeek-V3.2's FP8 cache has 656 bytes: 512 elements in e4m3, 4 float32 scales, each of 128 of them, and
-    64 rope elements in bfloat16. An element stands for itself times its scale, any number up to 2^100 in size, rounded
-    to bfloat16. Rows without rope (512 wide, FP8 ones of 528 bytes, which end with the scales) go with queries without
-    it.
+    64 rope elements in bfloat16. An element stands for itself times its scale, which may be any number up to 2^100 in
+    size. Rows without rope (512 wide, FP8 ones of 528 bytes, which end with the scales) go with queries without it.
 
     A page of DeepSeek-V4's cache holds its rows' data, 576 bytes each (448 elements in e4m3 and 64 in bfloat16), and
     behind all of them 8 bytes of scales for each row: 7 powers of two, the byte b for 2^(b - 127), each of 64 of the

@@ -271,6 +271,7 @@ inline DecodeParams decode_params(const SparseCall& call) {
   const TensorView& rope = call.q_rope.has_value() ? call.q_rope.value() : call.q;
   const int64_t rope_offset = call.q_rope.has_value() ? 0 : kLatentDim * element_bytes(call.q.dtype());
   const DecodeShape shape = call.shape();
+  const bool scaled = call.format() == RowFormat::kScaledFp8;  // which has kernels of its own
   auto* partials = static_cast<float*>(call.workspace.data_ptr());
   return {
       .q = call.q.data_ptr(),
@@ -297,8 +298,8 @@ inline DecodeParams decode_params(const SparseCall& call) {
       .empty_lse = float(call.empty_lse),
       .query_type = QueryType::kBFloat16,
       .float16_out = false,
-      .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor,
-      .paired_dims = false,
+      .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor && !scaled,
+      .paired_dims = scaled,
       .sinks = call.sinks.has_value() ? static_cast<const float*>(call.sinks.value().data_ptr()) : nullptr,
       .sparse = sparse_params(call),
   };

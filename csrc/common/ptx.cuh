@@ -19,13 +19,6 @@ __device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   return c;
 }
 
-// a * b + c of two bfloat16, rounded once.
-__device__ __forceinline__ uint32_t fma_bf16x2(uint32_t a, uint32_t b, uint32_t c) {
-  uint32_t d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-
 // Wait for `threads` threads at a named barrier.
 __device__ __forceinline__ void barrier_sync(int barrier, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
@@ -200,14 +193,4 @@ __device__ __forceinline__ void load_once_if(bool wanted, uint64_t from, uint2& 
       : "l"(from), "r"(int(wanted))
       : "memory");
 }
-__device__ __forceinline__ void load_once_if(bool wanted, uint64_t from, float& value) {
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "@wanted ld.global.L1::no_allocate.b32 %0, [%1];\n}"
-      : "=&f"(value)
-      : "l"(from), "r"(int(wanted))
-      : "memory");
-}
-
 }  // namespace etap::ptx

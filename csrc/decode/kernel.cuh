@@ -3,7 +3,8 @@
 //   transposed/      S^T = K·Q^T, O^T = V^T·P^T: a cache of the queries' type, up to 32 rows
 //   transposed_fp8/  the same for a cache of e4m3, V^T by way of registers; at 64 rows the consumers share tiles
 //   query_major/     S = Q·K^T, O = P·V: 64 rows of a cache of the queries' type, which fill WGMMA's M
-//   sparse/          listed rows for the consumers of the first and the last: its producers gather them, and make bfloat16 of FP8
+//   sparse/          listed rows for the consumers of the first and the last: its producers gather them, and make bfloat16 of V4's
+//   sparse_fp8/      the same for V3.2's FP8 rows with float32 scales, which consumers convert
 //
 // Grid             CTAs: partitions x row groups, those of a partition neighbours. One CTA decodes the pieces of its
 //                  partition's work range for its row group (a row tile of the rows), one after the other. One CTA an SM.
@@ -45,6 +46,8 @@
 #include "decode/query_major/consumer.cuh"
 #include "decode/sparse/load_rows.cuh"
 #include "decode/sparse/traits.h"
+#include "decode/sparse_fp8/consumer.cuh"
+#include "decode/sparse_fp8/shared_tiles_consumer.cuh"
 #include "decode/transposed/consumer.cuh"
 #include "decode/transposed_fp8/consumer.cuh"
 #include "decode/transposed_fp8/shared_tiles_consumer.cuh"

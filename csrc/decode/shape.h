@@ -113,7 +113,7 @@ constexpr DecodeShape decode_shape(int64_t rows, const PlannedCalls& calls) {
   return shape;
 }
 
-// Of sparse attention, where the rows are a token's heads, and FP8 rows become bfloat16.
+// Of sparse attention, where the rows are a token's heads, whatever the caches.
 constexpr DecodeShape sparse_shape(int64_t heads) { return shape_of(heads, least_row_tile(heads), false); }
 
 }  // namespace etap

@@ -18,6 +18,7 @@ from etap_backend.cpu.dense import (
     combine,
     final_lse,
     rounded_product,
+    scaled_queries,
 )
 from etap_backend.limits import (
     FP8,
@@ -31,6 +32,9 @@ from etap_backend.limits import (
     V4_SCALE_DIM,
     V4_SCALES,
 )
+
+# Scales of FP8 rows for which float16 holds P times scale: kLeastScale and kLargestScale of the kernels.
+LEAST_SCALE, LARGEST_SCALE = 2.0**-13, 1.0
 
 
 @dataclass(frozen=True)
@@ -98,6 +102,12 @@ class Lists:
     lists: tuple[RowList, ...]
 
     @property
+    def scaled(self) -> bool:
+        """Whether rows are multiplied as they are stored, with scales beside the products: V3.2's FP8 rows."""
+        cache = self.lists[0].kv_cache
+        return cache.dtype == torch.uint8 and cache.shape[2] != V4_ROW_BYTES
+
+    @property
     def most_tiles(self) -> int:
         """Of a token all of whose entries count."""
         return sum(-(-one.indices.shape[1] // TILE_TOKENS) for one in self.lists)
@@ -112,45 +122,77 @@ class Lists:
         return first.rows(token, tile) if behind < 0 else self.lists[1].rows(token, behind)
 
 
-def bfloat16_rows(rows: Tensor) -> Tensor:
-    """Cache rows [n, width] as the kernels multiply them: bfloat16 [n, 576 or 512].
+@dataclass(frozen=True)
+class Queries:
+    """A token's queries as the products take them; those beside bfloat16 rows are all in `latent`."""
 
-    V4's scales are powers of two, which change no digit of an element of e4m3; what bfloat16 has no exponent for is
-    subnormal or infinite. V3.2's are float32, taken for the sum of two bfloat16: but for the last bit of the smaller
-    one's, the product is rounded once.
+    latent: Tensor  # float32 [heads, 512; beside bfloat16 rows with rope 576]
+    factor: Tensor  # float32 [heads]: what products with latent are multiplied by
+    rope: Tensor  # float32 [heads, 64 or 0]
+
+
+def queries_of(q: Tensor, fp8: bool) -> Queries:
+    """Of bfloat16 [heads, 576 or 512]. Beside FP8 rows the latent part is multiplied as float16."""
+    if not fp8:
+        return Queries(q.float(), torch.ones(len(q), dtype=torch.float32), q[:, :0].float())
+    return Queries(*scaled_queries(q[:, :LATENT_DIM], torch.float16, 0), q[:, LATENT_DIM:].float())
+
+
+def v4_keys(rows: Tensor) -> Tensor:
+    """What V4's rows stand for, uint8 [n, 584] of data and scales, as the kernels have it: bfloat16 [n, 512].
+
+    A power of two changes no digit of an element of e4m3; what bfloat16 has no exponent for is subnormal or infinite.
     """
-    if rows.dtype != torch.uint8:
-        return rows
-    if rows.shape[1] == V4_ROW_BYTES:
-        elements, rope, powers = rows.tensor_split((V4_NOPE_DIM, V4_DATA_BYTES), dim=1)
-        exponents = (powers[:, :V4_SCALES].int() - 127).repeat_interleave(V4_SCALE_DIM, dim=1)
-        scaled = torch.ldexp(elements.contiguous().view(FP8).float(), exponents)
-    else:
-        elements, scales, rope = rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1)
-        values = elements.contiguous().view(FP8).float()
-        scales = scales.contiguous().view(torch.float32).repeat_interleave(SCALE_DIM, dim=1)
-        high = scales.bfloat16().float()
-        low = (scales - high).bfloat16().float()
-        scaled = values * high + (values * low).bfloat16().float()
-    return torch.cat([scaled.bfloat16(), rope.contiguous().view(torch.bfloat16)], dim=1)
+    elements, rope, powers = (part.contiguous() for part in rows.tensor_split((V4_NOPE_DIM, V4_DATA_BYTES), dim=1))
+    exponents = powers[:, :V4_SCALES].int() - 127
+    nope = torch.ldexp(elements.view(FP8).float(), exponents.repeat_interleave(V4_SCALE_DIM, dim=1))
+    return torch.cat([nope.bfloat16(), rope.view(torch.bfloat16)], dim=1)
 
 
-def decode_piece(q: Tensor, lists: Lists, token: int, tiles: range, softmax_scale: float) -> tuple[Tensor, Tensor]:
-    """Attention of one token's queries [heads, 576 or 512] over some tiles of its lists.
+def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
+    """K Q^T of some cache rows, [tokens, heads], and the product that takes their P.
 
-    Returns float32 out [heads, 512] and lse [heads].
+    FP8 elements are multiplied as they are: their scales multiply the scores of 128 columns at a time, and in the
+    product with V they multiply P before it is rounded: to float16, or to bfloat16 where a scale of the tile is beyond
+    what float16 has room for. So the output is divided by the sum of P as it was.
     """
-    qt = q.float().T
+    if rows.dtype != torch.uint8 or rows.shape[1] == V4_ROW_BYTES:
+        keys = (v4_keys(rows) if rows.dtype == torch.uint8 else rows).float()
+        return keys @ q.latent.T, functools.partial(rounded_product, keys[:, :LATENT_DIM], torch.bfloat16)
+    elements, scales, rope = (part.contiguous() for part in rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1))
+    values, scales = elements.view(FP8).float(), scales.view(torch.float32)
+    groups = [slice(first, first + SCALE_DIM) for first in range(0, LATENT_DIM, SCALE_DIM)]
+    scores = torch.zeros(len(rows), len(q.factor), dtype=torch.float32)
+    for group, scale in zip(groups, scales.T, strict=True):
+        scores += scale[:, None] * (values[:, group] @ q.latent[:, group].T)
+    scores = scores * q.factor + rope.view(torch.bfloat16).float() @ q.rope.T
+
+    size = scales.abs()
+    ordinary = ((size >= LEAST_SCALE) & (size <= LARGEST_SCALE)) | (size == 0)
+    p_dtype = torch.float16 if ordinary.all() else torch.bfloat16
+
+    def product(pt: Tensor) -> tuple[Tensor, Tensor]:
+        parts = [
+            values[:, group].T @ (pt * scale[:, None]).to(p_dtype).float()
+            for group, scale in zip(groups, scales.T, strict=True)
+        ]
+        return torch.cat(parts), pt.sum(dim=0)
+
+    return scores, product
+
+
+def decode_piece(q: Queries, lists: Lists, token: int, tiles: range, softmax_scale: float) -> tuple[Tensor, Tensor]:
+    """Attention of one token over some tiles of its list: float32 out [heads, 512] and lse [heads]."""
 
     def scores_and_products() -> Iterator[tuple[Tensor, Product]]:
         for tile in tiles:
             rows, valid = lists.rows(token, tile)
-            keys = bfloat16_rows(rows).float()
-            st = (keys @ qt) * (softmax_scale / math.log(2))
-            product = functools.partial(rounded_product, keys[:, :LATENT_DIM], torch.bfloat16)
+            scores, product = scores_and_product(q, rows)
+            st = scores * (softmax_scale / math.log(2))
             yield st.masked_fill(~valid[:, None], float("-inf")), product
 
-    return attend(len(q), REFERENCES[False, torch.bfloat16], scores_and_products())
+    kept = REFERENCES[lists.scaled, torch.float16 if lists.scaled else torch.bfloat16]
+    return attend(len(q.factor), kept, scores_and_products())
 
 
 @dataclass(frozen=True)
@@ -195,7 +237,8 @@ def decode(call: SparseCall) -> None:
     partial: dict[int, list[int]] = {}  # slots of each token that is split
 
     for piece in pieces(tiles, lists.most_tiles, heads, call.partitions):
-        piece_out, piece_lse = decode_piece(packed[piece.token], lists, piece.token, piece.tiles, call.softmax_scale)
+        queries = queries_of(packed[piece.token], lists.scaled)
+        piece_out, piece_lse = decode_piece(queries, lists, piece.token, piece.tiles, call.softmax_scale)
         if piece.slot is None:
             call.out[piece.token] = with_sinks(piece_out, piece_lse, call.sinks).to(call.out.dtype)
             call.lse[piece.token] = final_lse(piece_lse, call.empty_lse)

@@ -97,6 +97,48 @@ def _why_unsupported_sparse(view, model, name: str) -> str | None:
     return None
 
 
+def resolve_v4(declared: dict, view, name: str) -> dict:
+    """Refuse arguments of DeepSeek-V4 that ETAP cannot serve, and name it as the kernel of sparse decode.
+
+    SGLang renames the attention backend, and asks of that kernel in other models only: it tells all ranks what the
+    user named.
+
+    Raises:
+        ValueError: the text says why.
+    """
+    if reason := _why_unsupported_v4(view, name) or engine_contract.why_no_library():
+        raise ValueError(f"--attention-backend {name}: {reason}")
+    return declared | {"dsa_decode_backend": versions.NAME}
+
+
+def _why_unsupported_v4(view, name: str) -> str | None:
+    model = versions.model_config(view)
+    reason = why_unsupported_sparse(
+        dtype=_DTYPES.get(view.dtype, torch.bfloat16),
+        head_dim=model.head_dim,
+        v_head_dim=model.v_head_dim,
+        compute_capability=_compute_capability(),
+    )
+    if reason:
+        return reason
+    if name != versions.NAME:
+        return f"it multiplies FP8 caches of dense attention, and the model is DeepSeek-V4: wanted {versions.NAME}"
+    if view.kv_cache_dtype not in ("auto", "fp8_e4m3"):
+        return f"kv_cache_dtype {view.kv_cache_dtype} is not supported with DeepSeek-V4: wanted auto or fp8_e4m3"
+    wanted = {
+        "decode_attention_backend": (None, versions.V4_NAME),
+        "prefill_attention_backend": (None, versions.V4_NAME),
+        "speculative_draft_attention_backend": (None, versions.V4_NAME),
+        "dsv4_attn_backend": ("auto", "flashmla"),
+        "dsv4_prefill_backend": ("auto", "flashmla_sparse"),
+    }
+    for argument, values in wanted.items():
+        value = getattr(view, argument, values[0])
+        if value not in values:
+            return f"{argument} {value} is not supported with DeepSeek-V4: wanted {values[0] or 'none'}"
+    return _why_unsupported_variant(view)
+
+
 def resolve_sparse_kernels(declared: dict, view) -> dict | None:
     """Name ETAP as the kernel of sparse decode, and of prefill unless the user chose one, where ETAP was chosen.
 

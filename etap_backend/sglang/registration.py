@@ -11,7 +11,18 @@ import pkgutil
 
 from etap_backend import engine_contract
 from etap_backend.sglang import arguments, versions
-from etap_backend.sglang.versions import DRAFT_HOOK, ENGINE, FP8_MATH_NAME, NAME, NAMES, PAGE_HOOK, SPARSE_HOOK
+from etap_backend.sglang.versions import (
+    DRAFT_HOOK,
+    ENGINE,
+    FP8_MATH_NAME,
+    NAME,
+    NAMES,
+    PAGE_HOOK,
+    SPARSE_HOOK,
+    V4_DRAFT_HOOK,
+    V4_NAME,
+    V4_STEPS_HOOK,
+)
 
 _logger = logging.getLogger(__name__)
 
@@ -55,6 +66,10 @@ def _register_names() -> None:
     if _is_there(SPARSE_HOOK):
         HookRegistry.register(SPARSE_HOOK, arguments.resolve_sparse_kernels, HookType.AFTER)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
+    if all(_is_there(name) for name in V4_NEEDED) and V4_NAME in ATTENTION_BACKENDS:
+        register_attention_backend(V4_NAME)(functools.partial(make_v4_backend, ATTENTION_BACKENDS[V4_NAME]))
+        HookRegistry.register(V4_DRAFT_HOOK, make_v4_draft_backend, HookType.AROUND)
+        HookRegistry.register(V4_STEPS_HOOK, make_v4_steps_backend, HookType.AROUND)
     for name in NAMES:
         server_args.add_chunked_prefix_cache_attention_backend(name)
         register_attention_backend(name)(functools.partial(make_backend, fp8_math=name == FP8_MATH_NAME))
@@ -70,6 +85,10 @@ NEEDED = (
     "sglang.srt.server_args.add_chunked_prefix_cache_attention_backend",
 )
 """What is extended or called to enter the names: where one is gone they stay unknown."""
+
+
+V4_NEEDED = (V4_STEPS_HOOK, V4_DRAFT_HOOK, "sglang.srt.configs.model_config.is_deepseek_v4")
+"""What is hooked or asked for DeepSeek-V4 besides: where one is gone, that model is refused."""
 
 
 def _is_there(name: str) -> bool:
@@ -112,21 +131,50 @@ def why_unusable(sparse: bool = False) -> str | None:
     return ENGINE.why_lacking(engine_contract.lacking(classes))
 
 
+def _v4_classes() -> tuple[type, type]:
+    """The backend of DeepSeek-V4, and that of its draft model's steps."""
+    from etap_backend.sglang.v4 import ETAPV4Backend, ETAPV4MultiStepDraftBackend
+
+    return ETAPV4Backend, ETAPV4MultiStepDraftBackend
+
+
+def why_no_v4() -> str | None:
+    """Say by name what DeepSeek-V4's backend lacks in the installed SGLang, or None; imports SGLang's."""
+    if missing := [name for name in V4_NEEDED if not _is_there(name)]:
+        return ENGINE.why_lacking(missing)
+
+    def classes() -> tuple[type, type]:
+        functions = versions.flash_mla()
+        for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
+            getattr(functions, name)
+        return _v4_classes()
+
+    return ENGINE.why_lacking(engine_contract.lacking(classes))
+
+
 def resolve_arguments(declared: dict, view) -> dict | None:
     """Look for what ETAP uses and resolve its arguments, where it was chosen, before any weight is loaded.
 
     Runs after `_mla_backend_page_constraints`, which sets the page size of the backends that SGLang knows; without, it
     would be 1.
     """
-    name = next((name for name in arguments.names_chosen(view) if name in NAMES), None)
+    chosen = arguments.names_chosen(view)
+    name = next((name for name in (*chosen, versions.name_given(view)) if name in NAMES), None)
     if name is None:
         return None
-    reason = why_unusable()
-    if reason is None and versions.is_sparse(versions.model_config(view)):
-        reason = why_unusable(sparse=True)
+    v4 = versions.is_v4(versions.model_config(view))
+    if not v4 and name not in chosen:
+        return None  # another model for which SGLang takes a backend of its own
+    if v4:
+        reason = why_no_v4()
+    else:
+        reason = why_unusable()
+        if reason is None and versions.is_sparse(versions.model_config(view)):
+            reason = why_unusable(sparse=True)
     if reason:
         raise ValueError(f"--attention-backend {name}: {reason}")
-    resolved = arguments.resolve_arguments(declared, view, name)
+    resolve = arguments.resolve_v4 if v4 else arguments.resolve_arguments
+    resolved = resolve(declared, view, name)
     _warn_untested()
     return resolved
 
@@ -144,6 +192,36 @@ def make_backend(model_runner, fp8_math: bool):
     return backend(model_runner) if sparse else backend(model_runner, fp8_math=fp8_math)
 
 
+def make_v4_backend(sglangs, model_runner):
+    """SGLang's factory of the backend `dsv4`: ours where the user named ETAP, else what SGLang's own makes."""
+    if not versions.v4_is_ours():
+        return sglangs(model_runner)
+    backend, _ = _v4_classes()
+    return backend(model_runner)
+
+
+def make_v4_draft_backend(sglangs, factory):
+    """Around SGLang's maker of the backend that extends the cache of DeepSeek-V4's draft model."""
+    if not versions.v4_is_ours():
+        return sglangs(factory)
+    backend, _ = _v4_classes()
+    return _answer(factory, V4_NAME, backend(factory.draft_model_runner))
+
+
+def make_v4_steps_backend(sglangs, factory):
+    """Around SGLang's maker of the backend of the steps in which DeepSeek-V4's draft model makes tokens."""
+    if not versions.v4_is_ours():
+        return sglangs(factory)
+    _, steps = _v4_classes()
+    return _answer(factory, V4_NAME, steps(factory.draft_model_runner, factory.topk, factory.speculative_num_steps))
+
+
+def _answer(factory, name: str, backend):
+    """As the draft's factory has it: since 0.5.18 with the backend's name, when it got an option of this name."""
+    named = "stamps_children" in inspect.signature(type(factory)._create_backend).parameters
+    return (name, backend) if named else backend
+
+
 def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_template: str, **options) -> None:
     """Add ETAP to the backends that a draft model may have; runs before `DraftBackendFactory._create_backend`.
 
@@ -151,8 +229,6 @@ def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_tem
     steps of drafting and for the draft's extension by the verified tokens, with a table for each.
     """
     decodes = backend_map.get("flashmla") == factory._create_flashmla_decode_backend
-    # Since 0.5.18 an entry of the table answers with the backend's name too, and this option exists.
-    named = "stamps_children" in inspect.signature(type(factory)._create_backend).parameters
 
     def create(name: str):
         runner = factory.draft_model_runner
@@ -166,7 +242,7 @@ def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_tem
             backend = steps(runner, factory.topk, factory.speculative_num_steps, **options)
         else:
             backend = single(runner, **options)
-        return (name, backend) if named else backend
+        return _answer(factory, name, backend)
 
     backend_map |= {name: functools.partial(create, name) for name in NAMES}
 

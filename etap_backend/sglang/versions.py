@@ -1,5 +1,7 @@
 """Which versions of SGLang run ETAP; what differs between them, why and until when; its models' lists."""
 
+import importlib
+
 from etap_backend.engine_contract import Engine
 from etap_backend.sglang.prompts import prompt_runs
 
@@ -14,6 +16,10 @@ ENGINE = Engine("SGLang", "sglang", NAME, oldest="0.5.17", newest="0.5.23")
 PAGE_HOOK = "sglang.srt.arg_groups.overrides._mla_backend_page_constraints"
 SPARSE_HOOK = "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution"
 DRAFT_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
+V4_NAME = "dsv4"
+"""The name that SGLang gives DeepSeek-V4's backend, whatever the user named."""
+V4_STEPS_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_dsv4_decode_backend"
+V4_DRAFT_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_dsv4_prefill_backend"
 
 TOKENS_PER_PROGRAM = 4096
 """Whose pages one Triton program enters in the block table, as in SGLang's kernels; a page has no more."""
@@ -31,6 +37,47 @@ def is_sparse(model_config) -> bool:
     from sglang.srt.configs.model_config import is_deepseek_dsa
 
     return is_deepseek_dsa(model_config.hf_config)
+
+
+def is_v4(model_config) -> bool:
+    """Whether SGLang builds this model's attention layers as DeepSeek-V4's, V4.1's included."""
+    from sglang.srt.configs.model_config import is_deepseek_v4
+
+    return is_deepseek_v4(model_config.hf_config)
+
+
+def name_given(view) -> str | None:
+    """What the user named as `--attention-backend`, before a model's own choice; not after SGLang has resolved it."""
+    return object.__getattribute__(view, "_server_args").attention_backend
+
+
+def v4_is_ours() -> bool:
+    """Whether DeepSeek-V4's kernels are to be ETAP's: `arguments.resolve_v4` says so to all ranks."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().kernel.dsa_decode_backend == NAME
+
+
+def v4_row_bytes(pool) -> int:
+    """Bytes of a row of DeepSeek-V4's window cache.
+
+    Reason: there was one format of rows, and later several, one of which also has 528 bytes without rope.
+    Versions: 0.5.17 at least. Goes when the oldest one supported has the method.
+    """
+    method = getattr(pool, "get_swa_key_bytes_per_token", None)
+    return method() if method else pool.swa_kv_pool.kv_cache_total_dim
+
+
+def flash_mla():
+    """The module that DeepSeek-V4's backend imports FlashMLA's functions from, in each call.
+
+    Reason: they were in a package of their own, and later among SGLang's kernels.
+    Versions: 0.5.17 at least. Goes when the oldest one supported has the second module.
+    """
+    try:
+        return importlib.import_module("sglang.kernels.ops.attention.flash_mla_interface")
+    except ModuleNotFoundError:
+        return importlib.import_module("sgl_kernel.flash_mla")
 
 
 def model_config(view):

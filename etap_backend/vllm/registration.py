@@ -4,6 +4,7 @@ import copyreg
 import logging
 from enum import Enum
 
+from etap_backend.vllm import v4_selection
 from etap_backend.vllm.versions import ENGINE, NAME
 
 _BACKEND_PATH = "etap_backend.vllm.selected.Backend"
@@ -16,6 +17,7 @@ def register() -> None:
     """Register ETAP. Where vLLM's registry is another one this only warns: a start with another backend goes on."""
     try:
         backend_member()
+        v4_selection.watch()
     except Exception as error:  # nothing is known of that registry
         reason = ENGINE.why_too_old() or ENGINE.why_lacking([f"{type(error).__name__}: {error}"])
         _logger.warning("%s; other attention backends are not affected", reason)

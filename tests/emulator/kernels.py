@@ -15,6 +15,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
@@ -59,17 +60,19 @@ ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOA
 def covering(together: int, axes: dict[str, Sequence]) -> pytest.MarkDecorator:
     """Parametrize a test with the product of its axes, most of it marked exhaustive.
 
-    What is left without that mark has every `together` values of different axes in one case: 1 each value, 2 each pair.
+    What is left without that mark has every `together` values of different axes in one case: 1 each value, 2 each pair;
+    of cases that add as much, those of the values that were taken least.
 
     Args:
         axes: values by the name of their argument; by several names, between commas, tuples.
     """
     places = itertools.product(*(range(len(values)) for values in axes.values()))
     meetings = {place: frozenset(itertools.combinations(enumerate(place), together)) for place in places}
-    missing, kept = frozenset().union(*meetings.values()), set()
+    missing, kept, taken = frozenset().union(*meetings.values()), set(), Counter()
     while missing:
-        place = max(meetings, key=lambda place: len(meetings[place] & missing))
+        place = max(meetings, key=lambda p: (len(meetings[p] & missing), -sum(taken[at] for at in enumerate(p))))
         kept.add(place)
+        taken.update(enumerate(place))
         missing -= meetings[place]
     cases = []
     for place in meetings:

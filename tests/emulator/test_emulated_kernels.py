@@ -54,12 +54,12 @@ def verify(case: Case, **how) -> None:
 
 
 # One CTA for all pieces; ranges that end inside of requests; more CTAs than most requests have tiles.
-@pytest.mark.parametrize("heads", HEADS)
-@pytest.mark.parametrize(
-    "dtype, s_q, num_sms", [("bfloat16", 1, 1), ("bfloat16", 2, 2), ("bfloat16", 1, 5), ("float16", 2, 2)]
-)
-def test_decode(dtype, heads, s_q, num_sms):
-    verify(Case(LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, dtype=dtype), seed=num_sms)
+@covering(1, {
+    "dtype, rows": [(dtype, rows) for dtype in ("bfloat16", "float16") for rows in HEADS],
+    "s_q, num_sms": [(1, 1), (2, 2), (1, 5)],
+})  # fmt: skip
+def test_decode(dtype, rows, s_q, num_sms):
+    verify(Case(LENGTHS, heads=rows // s_q, s_q=s_q, num_sms=num_sms, dtype=dtype), seed=num_sms)
 
 
 @pytest.mark.parametrize("heads", HEADS)
@@ -78,7 +78,11 @@ def test_bits_do_not_depend_on_what_a_cta_decoded_before(heads):
 
 
 @pytest.mark.parametrize(
-    "lengths, heads, early_loads", [((2100, 1, 5), 64, False), ((2100, *range(1, 34)), 16, True)], ids=["few", "many"]
+    "lengths, heads, early_loads",
+    [
+        pytest.param((2100, 1, 5), 64, False, id="few"),
+        pytest.param((2100, *range(1, 34)), 16, True, id="many", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_the_order_of_splits_does_not_depend_on_the_batch(lengths, heads, early_loads):
     """A request in three pieces alone and beside short ones, in batch-invariant schedules of 3 and of 9 or 102 CTAs."""
@@ -97,14 +101,14 @@ def test_the_order_of_splits_does_not_depend_on_the_batch(lengths, heads, early_
     assert all(torch.equal(alone, among) for alone, among in zip(*results, strict=True))
 
 
-def test_requests_of_many_and_of_few_splits():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_requests_of_many_and_of_few_splits(dtype):
     """A block of the combination takes two at a time, or one whose splits its warps divide."""
-    verify(Case((2000, *(200,) * 15), heads=16, num_sms=46), seed=1)
+    verify(Case((2000, *(200,) * 15), heads=16, num_sms=46, dtype=dtype), seed=1)
 
 
-@covering(2, {
-    "fp8_math": [False, True],
-    "heads": HEADS,
+@covering(1, {
+    "fp8_math, heads": [(fp8_math, heads) for fp8_math in (False, True) for heads in HEADS],
     "dtype, q_scale, s_q, num_sms": [
         ("bfloat16", None, 1, 1), ("float16", None, 2, 2), ("float8_e4m3fn", 0.02, 1, 5), ("float8_e4m3fn", None, 2, 1),
     ],
@@ -114,8 +118,13 @@ def test_decode_from_an_fp8_cache(dtype, q_scale, heads, s_q, num_sms, fp8_math)
     verify(Case(LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, **types), seed=num_sms)
 
 
+@pytest.mark.parametrize("heads", [8, 16])
+def test_fp8_math_that_leaves_the_combination_room(heads):
+    verify(Case((130, 200), heads=heads, num_sms=100, **CACHES["fp8_math"]), early_loads=True)
+
+
 # As on an H20, in tiles of 16 rows: those of a token each, or of tokens that begin in one and end in another.
-@covering(2, {
+@covering(1, {
     "page_size": [1, 64],
     "heads, s_q, num_sms": [(16, 3, 7), (12, 3, 4), (40, 1, 3), (16, 5, 5), (16, 4, 9), (32, 1, 4), (10, 5, 8)],
     "kind": list(CACHES),
@@ -257,15 +266,14 @@ def test_early_loads_touch_nothing_that_the_predecessor_may_write(
     verify(case, early_loads=True, seed=heads, timing=timing)
 
 
-@pytest.mark.parametrize("split_rows, piece_cost, single_tiles", [(8, 1, 16), (16, 2, 4), (64, 8, 0), (0, 3, 0)])
-@pytest.mark.parametrize(
-    "lengths, partitions, fixed_pieces",
-    [
+@covering(1, {
+    "split_rows, piece_cost, single_tiles": [(8, 1, 16), (16, 2, 4), (64, 8, 0), (0, 3, 0)],
+    "lengths, partitions, fixed_pieces": [
         *[((0, 1, 64, 700, 3000), 7, 0), (tuple(range(0, 4000, 7)), 132, 0), ((5000, 3, 900), 24, 8), ((0, 0), 3, 0)],
         *[((300,) * 16 + (299,) * 8, 12, 0), ((200, 129) * 5, 20, 0)],
         *[((500, 200, 1030), 32, 0), ((5000, 60), 64, 0)],  # single tiles of short requests; pieces of two
     ],
-)
+})  # fmt: skip
 def test_schedule_kernel_does_what_the_library_does_on_the_host(
     lengths, partitions, fixed_pieces, split_rows, piece_cost, single_tiles
 ):

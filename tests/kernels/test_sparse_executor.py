@@ -9,10 +9,9 @@ import torch
 from etap_backend._library import library
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.cpu import sparse as cpu_sparse
-from etap_backend.reference import named_rows, sparse_mla_decode_reference, what_rows_stand_for
+from etap_backend.reference import sparse_mla_decode_reference
 from etap_backend.sparse import sparse_decode_shape, sparse_workspace_floats
 from support.cases import SOFTMAX_SCALE
-from support.compare import half_ulp
 from support.sparse_cases import (
     CACHE_LAYOUTS,
     CACHES,
@@ -97,12 +96,12 @@ def lists_of(problem) -> cpu_sparse.Lists:
     return cpu_sparse.Lists((lists,))
 
 
-@pytest.mark.parametrize("cache", ["bf16", "fp8", "v4"])
+@pytest.mark.parametrize("cache", ["bf16", "fp8"])
 @pytest.mark.parametrize("cuts", [(), (1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
 def test_pieces_merge_to_the_whole(cuts, cache):
     problem = build(SparseCase(1, 5, 500, cache, holes="anywhere"), "cpu")
     bounds = (0, *cuts, 8)
-    arguments = (problem.q[0], lists_of(problem), 0)
+    arguments = (cpu_sparse.queries_of(problem.q[0], cache == "fp8"), lists_of(problem), 0)
     parts = [
         cpu_sparse.decode_piece(*arguments, range(a, b), SOFTMAX_SCALE)
         for a, b in zip(bounds, bounds[1:], strict=False)
@@ -120,7 +119,7 @@ def test_the_truth_is_the_references_on_the_calls_own_lists(seed):
         top_k=100,
         cache=draw.choice(CACHES),
         page_size=draw.choice([1, 16, 100]),
-        scales="powers",  # with which bfloat16 holds what FP8 rows stand for
+        scales=draw.choice(SCALE_LAWS),
         holes=draw.choice(HOLES),
         counts=draw.choice(COUNTS),
         sinks=draw.choice(SINKS),
@@ -137,18 +136,19 @@ def test_the_truth_is_the_references_on_the_calls_own_lists(seed):
     torch.testing.assert_close((found.out, found.lse), wanted, rtol=1e-9, atol=1e-12 * wanted[0].abs().max().item())
 
 
-@pytest.mark.parametrize("cache", ["fp8", "v4"])
-@pytest.mark.parametrize("scales", SCALE_LAWS)
-def test_fp8_rows_become_bfloat16_with_one_rounding(scales, cache):
-    """But for the last bit of what V3.2's scale is behind its first bits, and for subnormal numbers."""
-    problem = build(SparseCase(40, 4, 50, cache, scales=scales), "cpu")
-    rows = torch.cat([rows for _, rows in named_rows(problem.kv_cache, problem.indices)])
-    exact, found = what_rows_stand_for(rows, torch.float64), cpu_sparse.bfloat16_rows(rows).double()
-    limit = half_ulp(exact.abs(), torch.bfloat16) * (1 + 2.0**-7)
-    assert ((found - exact).abs() <= limit + torch.finfo(torch.bfloat16).tiny * 2.0**-8).all()
-    if cache == "v4":
-        normal = exact.abs() >= torch.finfo(torch.bfloat16).tiny
-        assert normal.any() and torch.equal(found[normal], exact[normal])
+@pytest.mark.parametrize(("scales", "p_dtype"), [("fitted", torch.float16), ("tiny", torch.bfloat16)])
+def test_an_fp8_row_is_not_multiplied_out(scales, p_dtype):
+    """Its scale multiplies P, which is rounded then: a single key is as far off as P's type rounds the scale."""
+    problem = build(SparseCase(1, 4, 1, "fp8", scales=scales), "cpu")
+    queries = cpu_sparse.queries_of(problem.q[0], True)
+    out, lse = cpu_sparse.decode_piece(queries, lists_of(problem), 0, range(1), SOFTMAX_SCALE)
+    wanted = truth(problem)
+    rows, _ = lists_of(problem).rows(0, 0)
+    scales = rows[:, 512:528].contiguous().view(torch.float32)
+    rounded = scales.to(p_dtype).double() / scales.double()
+    torch.testing.assert_close(out.double(), wanted.out[0] * rounded.repeat_interleave(128, dim=1), rtol=1e-6, atol=0)
+    torch.testing.assert_close(lse.double(), wanted.lse[0], rtol=1e-6, atol=1e-6)
+    assert (out.double() != wanted.out[0]).any()
 
 
 def test_the_workspace_is_two_partial_results_a_cta():

@@ -235,7 +235,9 @@ def test_what_an_engine_says_of_sparse_attention_is_told_and_breaks_nothing(
     sparse = replace(plugin, probe=probe, why_not_sparse=why_not, sparse="--with-it")
     finding = doctor.check_plugin(sparse)
     assert finding.verdict is doctor.Verdict.OK and finding.sparse[0] == said
-    assert ("DeepSeek-V4" in finding.sparse[-1]) == (why_not == "None")
+    assert finding.sparse[1] == "no DeepSeek-V4: it is not served in this engine"
+    served = doctor.check_plugin(replace(sparse, why_not_v4="None", v4="--so")).sparse
+    assert served == (said, "DeepSeek-V4 too: --so")
     monkeypatch.setattr(doctor, "PLUGINS", (sparse,))
     doctor.run()
     printed = capsys.readouterr().out

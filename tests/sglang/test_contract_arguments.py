@@ -1,6 +1,7 @@
 """What SGLang's own argument parser makes of the name etap, and what is refused there, before any weight is loaded."""
 
 import importlib.metadata
+import importlib.util
 import json
 import pickle
 import shutil
@@ -378,12 +379,104 @@ def test_queries_that_are_scaled_by_position_are_refused(resolve, model_director
         resolve(*ETAP, model=model)
 
 
-def test_deepseek_v4_gets_sglangs_own_backend(resolve, model_directory, tmp_path):
-    """Whatever is named; SGLang says so in its log."""
-    changes = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "head_dim": 512}
-    changes |= {"compress_ratios": [4, 4], "sliding_window": 128}
-    view = resolve(*ETAP, model=changed_model(model_directory, tmp_path, **INDEXER, **changes))
-    assert view.attention_backend == "dsv4"
+V4 = {
+    "architectures": ["DeepseekV4ForCausalLM"],
+    "model_type": "deepseek_v4",
+    "head_dim": 512,
+    "compress_ratios": [4, 4],
+    "sliding_window": 128,
+}
+
+
+@pytest.fixture
+def v4_model(model_directory, tmp_path):
+    """The folder of a small DeepSeek-V4, of which only the config.json exists."""
+    return changed_model(model_directory, tmp_path, **INDEXER, **V4)
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("speculation", [(), MTP], ids=["", "MTP"])
+def test_the_name_is_kept_for_deepseek_v4(resolve, v4_model, cache, speculation):
+    """SGLang renames the backend, and pickles for its ranks who decodes."""
+    arguments = resolve(*ETAP, "--kv-cache-dtype", cache, *speculation, model=v4_model, raw=True)
+    for view in (resolved_view(arguments), resolved_view(pickle.loads(pickle.dumps(arguments)))):
+        assert (view.attention_backend, view.dsa_decode_backend, view.page_size) == ("dsv4", "etap", 256)
+        assert view.kv_cache_dtype == "fp8_e4m3"
+
+
+@pytest.mark.parametrize("flags", [(), ("--attention-backend", "dsv4"), ("--attention-backend", "fa3")], ids=str)
+def test_without_the_name_deepseek_v4_is_sglangs(resolve, v4_model, flags):
+    view = resolve(*flags, model=v4_model)
+    assert (view.attention_backend, view.dsa_decode_backend) == ("dsv4", None)
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (("--dtype", "float16"), "dtype float16 is not supported: wanted bfloat16"),
+    (("--kv-cache-dtype", "bfloat16"), "kv_cache_dtype bfloat16 is not supported with DeepSeek-V4: wanted auto or fp8"),
+    (("--decode-attention-backend", "etap"), "decode_attention_backend etap is not supported with DeepSeek-V4: wanted"),
+    (("--prefill-attention-backend", "fa3"), "prefill_attention_backend fa3 is not supported with DeepSeek-V4: wanted"),
+    (
+        (*MTP, "--speculative-draft-attention-backend", "etap"),
+        "speculative_draft_attention_backend etap is not supported with DeepSeek-V4: wanted none",
+    ),
+    (("--enable-hisparse", "--disable-radix-cache"), "a KV cache in host memory .* is not supported with sparse"),
+], ids=str)  # fmt: skip
+def test_refuses_with_deepseek_v4(resolve, v4_model, flags, reason):
+    with pytest.raises(ValueError, match=f"--attention-backend etap: {reason}"):
+        resolve(*ETAP, *flags, model=v4_model)
+
+
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_part_of_the_name_is_refused_with_deepseek_v4(resolve, v4_model, phase):
+    reason = f"{phase}_attention_backend etap is not supported with DeepSeek-V4: wanted none"
+    with pytest.raises(ValueError, match=f"--attention-backend etap: {reason}"):
+        resolve(f"--{phase}-attention-backend", "etap", model=v4_model)
+
+
+def test_fp8_math_is_refused_with_deepseek_v4(resolve, v4_model):
+    reason = "it multiplies FP8 caches of dense attention, and the model is DeepSeek-V4: wanted etap"
+    with pytest.raises(ValueError, match=f"--attention-backend etap_fp8_math: {reason}"):
+        resolve("--attention-backend", "etap_fp8_math", model=v4_model)
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (("--dcp-size", 8), "decode context parallelism"),
+    (("--enable-prefill-cp", "--cp-strategy", "interleave"), "prefill context parallelism"),
+], ids=str)  # fmt: skip
+def test_context_parallelism_is_refused_with_deepseek_v4(resolve, v4_model, monkeypatch, flags, reason):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    with pytest.raises(ValueError, match=f"--attention-backend etap: {reason} .* is not supported"):
+        resolve(*ETAP, "--tp-size", 8, *flags, model=v4_model)
+
+
+def test_prefill_in_fp8_is_refused_with_deepseek_v4(resolve, v4_model):
+    if not hasattr(resolved_view(resolve(model=v4_model, raw=True)), "dsv4_prefill_backend"):
+        pytest.skip("this SGLang has no such prefill")
+    reason = "dsv4_prefill_backend flashmla_sparse_q8 is not supported with DeepSeek-V4: wanted auto"
+    with pytest.raises(ValueError, match=f"--attention-backend etap: {reason}"):
+        resolve(*ETAP, "--dsv4-prefill-backend", "flashmla_sparse_q8", model=v4_model)
+
+
+def test_the_name_is_kept_for_deepseek_v4_1(resolve, model_directory, tmp_path):
+    if not importlib.util.find_spec("sglang.srt.configs.deepseek_v41"):
+        pytest.skip("this SGLang does not know the model")
+    v41 = V4 | {"model_type": "deepseek_v41", "compress_ratios": [1, 2]}
+    view = resolve(*ETAP, model=changed_model(model_directory, tmp_path, **INDEXER, **v41))
+    assert (view.attention_backend, view.dsa_decode_backend) == ("dsv4", "etap")
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (10, 0)], ids=str)
+def test_other_gpus_are_refused_with_deepseek_v4(resolve, v4_model, monkeypatch, capability):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: capability)
+    with pytest.raises(ValueError, match="compiled for sm_90a"):
+        resolve(*ETAP, model=v4_model)
+
+
+def test_what_sglang_lacks_for_deepseek_v4_refuses_no_other_model(resolve, v4_model, monkeypatch):
+    monkeypatch.delattr(versions.flash_mla(), "flash_mla_sparse_fwd")
+    with pytest.raises(ValueError, match="lacks what etap uses: AttributeError: .*flash_mla_sparse_fwd"):
+        resolve(*ETAP, model=v4_model)
+    assert resolve(*ETAP).attention_backend == "etap"
 
 
 @pytest.mark.parametrize("sparse_model", ["DeepSeek-V3.2"], indirect=True)

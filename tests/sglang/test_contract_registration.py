@@ -13,6 +13,7 @@ from sglang.srt.models.deepseek_common import utils
 from sglang.srt.plugins import load_plugins
 
 import etap_backend.sglang
+from etap_backend import doctor
 from etap_backend.sglang import registration, versions
 
 load_plugins()
@@ -87,6 +88,7 @@ def test_entry_point_is_installed_once_and_names_register():
 def test_the_installed_version_has_all_that_is_used():
     assert registration.why_unregistered() is None
     assert registration.why_unusable() is None and registration.why_unusable(sparse=True) is None
+    assert registration.why_no_v4() is None
 
 
 def test_registering_again_changes_nothing():
@@ -121,6 +123,16 @@ def test_plugin_and_import_touch_no_cuda(run_script):
 def test_doctor_finds_the_plugin(run_script):
     output, _ = run_script(LOADS_AND_CHECKS)
     assert "found" in output and "registered: True True" in output
+
+
+def test_the_doctor_says_what_is_served():
+    (sglang,) = (plugin for plugin in doctor.PLUGINS if plugin.engine is versions.ENGINE)
+    finding = doctor.check_plugin(sglang)
+    assert finding.verdict is doctor.Verdict.OK, finding
+    assert finding.sparse == (
+        "sparse attention (DeepSeek-V3.2, GLM-5) too: --kv-cache-dtype auto, bfloat16 or fp8_e4m3",
+        "DeepSeek-V4 too: --kv-cache-dtype auto or fp8_e4m3",
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,9 @@ the same roundings cost at random; the cosine difference by what is allowed the 
 that RMSE where the inputs make it larger; the log-sum-exp by 1e-5, of itself where it is above 1, or by what float32
 scores of these inputs leave open. The policy holds for each token by itself.
 
-FP8 rows are inputs as the kernels round them to bfloat16, which is how they are defined; a test of its own holds that
-rounding against the exact product.
+P of V3.2's FP8 rows is rounded after its scale has multiplied it, for 128 columns at a time, to bfloat16 or, among
+ordinary scales, float16; and the output is divided by the sum of P as it was. So the rounding of a dominating key does
+not cancel there, as it does for bfloat16 rows and for V4's, which are multiplied as bfloat16.
 """
 
 from __future__ import annotations
@@ -18,7 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from etap_backend import reference
+from etap_backend.cpu import dense as cpu_dense
 from etap_backend.cpu import sparse as cpu_sparse
+from etap_backend.limits import SCALE_DIM, SPARSE_FP8_BYTES, V4_ROW_BYTES
 from support.cases import LATENT, SOFTMAX_SCALE
 from support.compare import (
     COSINE,
@@ -36,7 +39,7 @@ from support.compare import (
 )
 from support.sparse_cases import SparseProblem
 
-BF16, FLOAT = torch.finfo(torch.bfloat16), torch.finfo(torch.float32)
+BF16, HALF, FLOAT = (torch.finfo(x) for x in (torch.bfloat16, torch.float16, torch.float32))
 # Of the sum of a score's products without their signs: float32 additions, of which a tensor core cuts off the rest.
 SCORE = 2.0**-20
 # Of the sum of an output element's products without their signs: up to 128 additions in float32, cut off.
@@ -94,7 +97,7 @@ def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
         torch.cat(parts, dim=1)
         for parts in zip(*(_named(cache, meant[part]) for cache, meant in problem.caches()), strict=True)
     )
-    keys = cpu_sparse.bfloat16_rows(rows.flatten(0, 1)).double().unflatten(0, times.shape)
+    keys = reference.what_rows_stand_for(rows.flatten(0, 1), torch.float64).unflatten(0, times.shape)
     values, any_row = keys[..., :LATENT], (times > 0).any(1)[:, None, None]
     scores = (q @ keys.mT) * SOFTMAX_SCALE + times.double().log()[:, None]
     off = SCORE * SOFTMAX_SCALE * (q.abs() @ keys.abs().mT)
@@ -103,7 +106,7 @@ def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
     result = weight @ values
 
     moved = _moved(weight, torch.exp((scores + off - below).clamp(max=0)), scores - off - above)
-    deviation, lost = _rounding_of_p(weight, times[:, None].clamp(min=1), values, result)
+    deviation, lost = _rounding_of_p(rows, weight, times[:, None].clamp(min=1), values, result)
     deviation = (deviation.square() + size_of_sum(moved, values, result).square()).sqrt()
     lost = lost + SUM * (weight @ values.abs()) + BF16.tiny
     out = result
@@ -131,16 +134,31 @@ def _moved(weight: torch.Tensor, highest: torch.Tensor, log_lowest: torch.Tensor
     return torch.maximum(torch.minimum(up, others_down), torch.minimum(down, others_up))
 
 
-def _rounding_of_p(weight, times, values, result) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, torch.Tensor]:
     """The deviation of what rounding P to bfloat16 costs [tokens, heads, 512], and what that type's range may cost.
 
     P is half an epsilon off at most, at worst uniformly, each row's by itself. P of a token's largest score is at least
-    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost.
+    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale. P
+    times 2^7 and an ordinary scale may be in float16, whose subnormal numbers are off by half of the least.
     """
     p = weight / times / (weight / times).amax(dim=2, keepdim=True)  # at most P
     off = BF16.eps / 2 / math.sqrt(3) * weight
-    small = torch.where(p < BF16.tiny, weight, 0)
-    return size_of_sum(off, values, result), small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
+    if rows.dtype != torch.uint8 or rows.shape[2] == V4_ROW_BYTES:
+        small = torch.where(p < BF16.tiny, weight, 0)
+        return size_of_sum(off, values, result), small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
+    scales = rows[..., LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
+    deviations, lost = [], []
+    ordinary = (scales >= cpu_sparse.LEAST_SCALE) & (scales <= cpu_sparse.LARGEST_SCALE)
+    shift = 2.0 ** cpu_dense.REFERENCES[True, torch.float16].shift
+    most = times * (weight / times).amax(dim=2, keepdim=True)  # what P = 1 would weigh
+    parts = zip(scales[:, None].unbind(3), ordinary[:, None].unbind(3), values.split(SCALE_DIM, dim=2), strict=True)
+    for scale, is_ordinary, columns in parts:
+        deviations.append((off.square() @ columns.square()).sqrt())
+        small = torch.where(p * scale.clamp(max=1) < BF16.tiny, weight, 0)
+        subnormal = is_ordinary & (p * shift * scale < HALF.tiny)
+        rounded = torch.minimum(weight, most * (HALF.tiny * HALF.eps / 2 / shift) / scale)
+        lost.append((small + torch.where(subnormal, rounded, 0)) @ columns.abs())
+    return torch.cat(deviations, dim=2), torch.cat(lost, dim=2)
 
 
 def measures(out: torch.Tensor, lse: torch.Tensor, wanted: Truth) -> list[Measure]:

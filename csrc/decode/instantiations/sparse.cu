@@ -1,17 +1,6 @@
-#include "decode/sparse/launch.h"
-
-#include "decode/kernel.cuh"
+#include "decode/sparse/launch.cuh"
 
 namespace etap::sparse {
-
-template <class T>
-KernelLaunch launch_of(const DecodeParams& params, int cluster) {
-  static KernelHandles handles;
-  constexpr int kSharedBytes = sizeof(typename T::SharedStorage);
-  static_assert(kSharedBytes <= kMaxSharedBytes);
-  return {reinterpret_cast<const void*>(decode_kernel<T>), __PRETTY_FUNCTION__, &handles,
-          dim3(params.partitions * params.row_groups), kDecodeThreads<T>, kSharedBytes, cluster};
-}
 
 // Rows with rope behind the value dims have nine chunks, all others eight.
 template <int kTileChunks>
@@ -24,7 +13,7 @@ KernelLaunch launch_of(const DecodeParams& params, int cluster) {
   }
 }
 
-KernelLaunch prepare(const DecodeParams& params, int cluster) {
+KernelLaunch prepare_bf16(const DecodeParams& params, int cluster) {
   return params.q_rope != nullptr ? launch_of<kChunks>(params, cluster) : launch_of<kValueChunks>(params, cluster);
 }
 

@@ -1,4 +1,4 @@
-// FP8 rows on their way through registers to bfloat16: what a lane holds of a row, and how it becomes columns of K.
+// V4's rows on their way through registers to bfloat16: what a lane holds of a row, and how it becomes columns of K.
 //
 // Four lanes share a row, a quarter of the columns of each chunk (64 columns) each. So a warp's store of 16 bytes a lane touches
 // all banks, with the swizzle of eight rows.
@@ -39,25 +39,6 @@ struct PowerOfTwo {
   }
 };
 
-// A float32 scale as the sum of two bfloat16, each twice: the product with an element of e4m3 is rounded once, but for the last bit
-// of the smaller one's. kLarge: it may be 2^7 or more, and makes up for the bias apart.
-template <bool kLarge>
-struct SplitScale {
-  uint32_t high;
-  uint32_t low;
-
-  __device__ __forceinline__ explicit SplitScale(float scale) {
-    if (!kLarge) scale *= 0x1p120f;
-    high = pack<cutlass::bfloat16_t>(scale, scale);
-    const float rest = scale - __uint_as_float(high << 16);
-    low = pack<cutlass::bfloat16_t>(rest, rest);
-  }
-  __device__ __forceinline__ uint32_t times(uint32_t widened) const {
-    const uint32_t values = kLarge ? ptx::mul_bf16x2(widened, kWidenedBias) : widened;
-    return ptx::fma_bf16x2(values, high, ptx::mul_bf16x2(values, low));
-  }
-};
-
 // 16 values of e4m3 times a scale, as 16 of bfloat16. A NaN counts as 480.
 template <class Scale>
 __device__ __forceinline__ void dequantise(const uint4& values, const Scale& scale, uint4 (&columns)[2]) {
@@ -67,45 +48,26 @@ __device__ __forceinline__ void dequantise(const uint4& values, const Scale& sca
                 scale.times(widen<2>(values.w))};
 }
 
-// A lane's quarter of a row: of kNopeChunks chunks of e4m3, a unit of each, and of one of 64 bfloat16 two. Rows are loaded from
-// where this lane's first unit begins.
-template <int kNopeChunks_>
-struct QuarterRow {
-  static constexpr int kNopeChunks = kNopeChunks_;
+// A lane's quarter of a row: of seven chunks of e4m3 a unit each, of one of 64 bfloat16 two, and the row's powers of two, which lie
+// apart. Rows are loaded from where this lane's first unit begins.
+struct V4Row {
+  static constexpr int kNopeChunks = (kLatentDim - kRopeDim) / kChunkColumns;
   static constexpr int kNopeBytes = kUnitBytes * kRowLanes;  // of a chunk
 
   uint4 nope[kNopeChunks];
   uint4 rope[2];
+  uint2 scales = {};
+  uint2 next_scales = {};
 
   // The lane's place among those of its row, and its row's in an octet.
   __device__ __forceinline__ static int lane() { return threadIdx.x % kRowLanes; }
   __device__ __forceinline__ static int row() { return threadIdx.x % kWarpSize / kRowLanes; }
-  // Neighbouring rows take a chunk of bfloat16 from different halves on, so that a store touches all banks.
-  __device__ __forceinline__ static int rope_unit(int half) { return lane() + (row() + half) % 2 * kRowLanes; }
-
+  // Of a chunk's units, those of this lane. Neighbouring rows take bfloat16 from different halves on, so that a store touches all
+  // banks.
   template <int kChunk>
-  __device__ __forceinline__ static constexpr int unit(int half) {
-    return kChunk < kNopeChunks ? 2 * lane() + half : rope_unit(half);
+  __device__ __forceinline__ static int unit(int half) {
+    return kChunk < kNopeChunks ? 2 * lane() + half : lane() + (row() + half) % 2 * kRowLanes;
   }
-
- protected:
-  template <int kChunk, bool kRope>
-  __device__ __forceinline__ void load_values(bool present, uint64_t from, int rope_offset) {
-    if constexpr (kChunk < kNopeChunks) {
-      ptx::load_once_if(present, from + kChunk * kNopeBytes, nope[kChunk]);
-    } else if constexpr (kRope) {
-      const uint64_t rope_from = from + rope_offset;
-      const int half = row() % 2 * kRowLanes * kUnitBytes;
-      ptx::load_once_if(present, rope_from + half, rope[0]);
-      ptx::load_once_if(present, rope_from + (kRowLanes * kUnitBytes - half), rope[1]);
-    }
-  }
-};
-
-// V4: 448 e4m3 and 64 bfloat16; 7 powers of two, which lie apart.
-struct PageScaledRow : QuarterRow<(kLatentDim - kRopeDim) / kChunkColumns> {
-  uint2 scales = {};
-  uint2 next_scales = {};
 
   // Takes the scales that were asked for, and asks for the next row's, so many bytes behind it.
   __device__ __forceinline__ void advance_scales(bool present, uint64_t from, int32_t behind) {
@@ -116,43 +78,23 @@ struct PageScaledRow : QuarterRow<(kLatentDim - kRopeDim) / kChunkColumns> {
   __device__ __forceinline__ bool large() const {
     return __any_sync(0xffffffff, (scales.x & 0x80808080) != 0 || (scales.y & 0x00808080) != 0);
   }
+
   template <int kChunk>
   __device__ __forceinline__ void load(bool present, uint64_t from) {
-    load_values<kChunk, true>(present, from, kNopeChunks * kNopeBytes);
+    if constexpr (kChunk < kNopeChunks) {
+      ptx::load_once_if(present, from + kChunk * kNopeBytes, nope[kChunk]);
+    } else {
+      const int half = row() % 2 * kRowLanes * kUnitBytes;
+      ptx::load_once_if(present, from + kNopeChunks * kNopeBytes + half, rope[0]);
+      ptx::load_once_if(present, from + kNopeChunks * kNopeBytes + (kRowLanes * kUnitBytes - half), rope[1]);
+    }
   }
+
   template <int kChunk, bool kLarge>
   __device__ __forceinline__ void columns(uint4 (&to)[2]) const {
     if constexpr (kChunk < kNopeChunks) {
       const uint32_t byte = __byte_perm(kChunk < 4 ? scales.x : scales.y, 0, 0x4440 + kChunk % 4);
       dequantise(nope[kChunk], PowerOfTwo<kLarge>(byte), to);
-    } else {
-      to[0] = rope[0], to[1] = rope[1];
-    }
-  }
-};
-
-// V3.2: 512 e4m3, a float32 scale for each 128, of which a lane holds one, and 64 bfloat16 or none.
-template <bool kRope>
-struct ScaledRow : QuarterRow<kValueChunks> {
-  static constexpr int kRopeOffset = kLatentDim + kRowLanes * int(sizeof(float));
-
-  float scale = 0.0f;
-  float next_scale = 0.0f;
-
-  __device__ __forceinline__ void advance_scales(bool present, uint64_t from, int32_t) {
-    scale = next_scale;
-    ptx::load_once_if(present, from + kLatentDim - lane() * (kUnitBytes - int(sizeof(float))), next_scale);
-  }
-  __device__ __forceinline__ bool large() const { return __any_sync(0xffffffff, fabsf(scale) >= 64.0f); }
-  template <int kChunk>
-  __device__ __forceinline__ void load(bool present, uint64_t from) {
-    load_values<kChunk, kRope>(present, from, kRopeOffset);
-  }
-  template <int kChunk, bool kLarge>
-  __device__ __forceinline__ void columns(uint4 (&to)[2]) const {
-    if constexpr (kChunk < kNopeChunks) {
-      const float of_chunk = __shfl_sync(0xffffffff, scale, row() * kRowLanes + kChunk / 2);
-      dequantise(nope[kChunk], SplitScale<kLarge>(of_chunk), to);
     } else {
       to[0] = rope[0], to[1] = rope[1];
     }

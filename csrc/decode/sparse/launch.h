@@ -8,13 +8,17 @@
 namespace etap::sparse {
 
 // CTAs of a cluster that holds the pieces of a token and sums them; 1 where they do not, and a token in several pieces wants the
-// combination: where pieces are not 2, 4 or 8, and where a CTA has 64 rows. More than 8 CTAs need a GPU that nobody else uses:
-// they are not placed while a communication kernel holds some of their neighbours.
+// combination: where pieces are not 2, 4, 8 or 16 (more than 8 take the GPU's leave), and where a CTA has 64 rows.
 inline int cluster_pieces(const DecodeParams& params) {
   const int pieces = equal_pieces(params.sparse.division);
-  return params.row_tile < kMaxRowTile && (pieces == 2 || pieces == 4 || pieces == 8) ? pieces : 1;
+  return params.row_tile < kMaxRowTile && (pieces == 2 || pieces == 4 || pieces == 8 || pieces == 16) ? pieces : 1;
 }
 
-KernelLaunch prepare(const DecodeParams& params, int cluster);
+KernelLaunch prepare_bf16(const DecodeParams& params, int cluster);  // V4's rows, too
+KernelLaunch prepare_scaled_fp8(const DecodeParams& params, int cluster);
+
+inline KernelLaunch prepare(const DecodeParams& params, int cluster) {
+  return params.sparse.format == RowFormat::kScaledFp8 ? prepare_scaled_fp8(params, cluster) : prepare_bf16(params, cluster);
+}
 
 }  // namespace etap::sparse

@@ -1,6 +1,6 @@
-// The row producers of sparse attention: warps that bring listed rows of the caches into the key ring. Rows of bfloat16 are copied
-// with cp.async (one bulk copy a row is up to twice as slow), FP8 rows go through registers and become bfloat16: either way
-// consumers find chunks of [tokens x 64 columns] in WGMMA's swizzle.
+// The row producers of sparse attention: warps that bring listed rows of the caches into the key ring. Rows are copied with cp.async
+// (one bulk copy a row is up to twice as slow); V4's go through registers and become bfloat16. Consumers find chunks of [tokens x 64
+// columns] in WGMMA's swizzle, or V3.2's FP8 rows as they are.
 #pragma once
 
 #include "decode/sparse/dequantise.cuh"
@@ -67,7 +67,7 @@ class TileGrants {
 template <class T>
 class LineCopier {
  public:
-  __device__ __forceinline__ explicit LineCopier(int warp) {
+  __device__ __forceinline__ LineCopier(const SparseParams&, int warp) {
     const int row = threadIdx.x % kWarpSize / kLineUnits, unit = threadIdx.x % kLineUnits;
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -109,6 +109,59 @@ class LineCopier {
   uint32_t present_ = 0;  // bit 4i: the i-th of them
 };
 
+// The same for whole rows as they are. Eight lanes take the five lines of 128 bytes of the cache in which a row begins, those
+// before its beginning what lies in the sixth; so no sector is fetched twice. The 41st unit comes from the lanes that hold the
+// rows.
+template <class T>
+class RowCopier {
+ public:
+  __device__ __forceinline__ RowCopier(const SparseParams& params, int warp)
+      : row_bytes_(params.row_bytes),
+        lane_(anew(threadIdx.x % kWarpSize)),
+        offset_(lane_ % kLineUnits * kUnitBytes),
+        place_((warp * kOctetRows + lane_ / kLineUnits) * T::kRowBytes),
+        own_place_(((warp + lane_ / kOctetRows * T::kGatherWarps) * kOctetRows + lane_ % kOctetRows) * T::kRowBytes) {}
+
+  __device__ __forceinline__ void take(const WarpRows& rows) { rows_ = rows; }
+
+  // Called by the whole warp.
+  template <int>
+  __device__ __forceinline__ void copy(int, uint32_t tile) const {
+    const int row = lane_ / kLineUnits;
+    const uint32_t valid = rows_.present >> row;
+    CUTE_UNROLL
+    for (int i = 0; i < kHalves; ++i) {
+      const uint64_t from = rows_.row_of(i * kHalfRows + row);
+      const uint32_t to = tile + place_ + (i / 2 * T::kGatherWarps * kOctetRows + i % 2 * kHalfRows) * T::kRowBytes;
+      const bool exists = valid >> (i * kHalfRows) & 1;
+      const int begin = offset_ - int(from % kLineBytes);  // of this lane's unit of the first line, in the row
+      CUTE_UNROLL
+      for (int line = 0; line < kLines; ++line) {
+        const int at = line == 0 && begin < 0 ? begin + kLast : begin + line * kLineBytes;
+        // Units of the second to fourth line are latent columns.
+        const bool within = (line > 0 && (line + 1) * kLineBytes <= kLatentDim) || at < row_bytes_;
+        ptx::copy_async_16(to + at, from + at, exists && within);
+      }
+    }
+    if (lane_ < kHalves * kHalfRows) {
+      ptx::copy_async_16(tile + own_place_ + kLast, rows_.row + kLast, (rows_.present >> lane_ & 1) && kLast < row_bytes_);
+    }
+  }
+
+ private:
+  static constexpr int kLines = T::kRowBytes / kLineBytes;
+  static constexpr int kLast = kLines * kLineBytes;  // where the last unit begins
+  static constexpr int kHalves = 2 * kOctetsOf<T>;
+  static_assert(T::kRowBytes == kLast + kUnitBytes);
+
+  const int row_bytes_;  // units behind them are zeros
+  const int lane_;
+  const int offset_;     // of this lane, in a line
+  const int place_;      // in a tile, of the row of the warp's first four that this lane copies
+  const int own_place_;  // of the row that this lane holds
+  WarpRows rows_;
+};
+
 // Tiles of a partition from which on a call is taken for a prompt's: its tokens name the same rows again and again, which then
 // come from L2, whose answers more requests do not delay.
 constexpr int kPromptTiles = 256;
@@ -125,7 +178,7 @@ __device__ __forceinline__ void copy_rows(typename T::SharedStorage& shared, con
   RingPosition<T::kStages> at;
   TileGrants<T> grants;
   RowStream<T::kGatherWarps> stream(params, partition, warp);
-  LineCopier<T> copier(warp);
+  std::conditional_t<T::kFp8Cache, RowCopier<T>, LineCopier<T>> copier(params.sparse, warp);
   int i = 0;  // of the piece's tiles
   for (WarpRows rows = stream.next(); rows.is_tile; rows = stream.next()) {
     copier.take(rows);
@@ -156,16 +209,16 @@ __device__ __forceinline__ void copy_rows(typename T::SharedStorage& shared, con
   }
 }
 
-// FP8 rows. A warp holds an octet in registers; when the chunks of a stage have become columns, the same ones of the octet behind it
+// V4's rows. A warp holds an octet in registers; when the chunks of a stage have become columns, the same ones of the octet behind it
 // are asked for. Stages of a tile are few: the hardware counts loads on their way in few counters, and a wait for early ones would be
-// one for late ones, too. Format: what a lane holds of a row.
-template <class T, class Format>
+// one for late ones, too.
+template <class T>
 class Dequantiser {
  public:
   __device__ __forceinline__ Dequantiser(typename T::SharedStorage& shared, const DecodeParams& params, int partition, int warp)
       : shared_(shared),
         stream_(params, partition, warp),
-        place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + Format::row()) * kLineBytes) {
+        place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + V4Row::row()) * kLineBytes) {
     tile_ = stream_.next();
     aim(0);
     cute::for_each(cute::make_seq<T::kTileChunks>{}, [&](auto chunk) { held_.template load<decltype(chunk)::value>(present_, from_); });
@@ -195,8 +248,8 @@ class Dequantiser {
  private:
   // Takes an octet of the tile for the one that is asked for next: its scales at once. Called by the whole warp.
   __device__ __forceinline__ void aim(int octet) {
-    const int holder = octet * kOctetRows + Format::row();
-    from_ = tile_.row_of(holder) + Format::lane() * kUnitBytes;
+    const int holder = octet * kOctetRows + V4Row::row();
+    from_ = tile_.row_of(holder) + V4Row::lane() * kUnitBytes;
     present_ = tile_.present >> holder & 1;
     held_.advance_scales(present_, from_, tile_.scales_of(holder));
   }
@@ -240,7 +293,7 @@ class Dequantiser {
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
         constexpr int kPlace = (kChunk * kTileTokens + kOctet * T::kGatherWarps * kOctetRows) * kLineBytes;
-        const int unit = Format::template unit<kFirstChunk + kChunk>(half) ^ swizzle<kLineBytes>(Format::row());
+        const int unit = V4Row::unit<kFirstChunk + kChunk>(half) ^ swizzle<kLineBytes>(V4Row::row());
         ptx::store_shared(target + kPlace + unit * kUnitBytes, columns[half]);
       }
     });
@@ -255,15 +308,15 @@ class Dequantiser {
   WarpRows tile_;         // whose octets are asked for
   uint64_t from_;
   bool present_;
-  Format held_;
+  V4Row held_;
 };
 
-template <class T, class Format>
+template <class T>
 __device__ __forceinline__ void dequantise_rows(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
                                                 int warp) {
   RingPosition<T::kStages> at;
   TileGrants<T> grants;
-  Dequantiser<T, Format> rows(shared, params, partition, warp);
+  Dequantiser<T> rows(shared, params, partition, warp);
   int i = 0;  // of the piece's tiles
   while (!rows.done()) {
     const bool last = rows.fill(at, i, grants);
@@ -275,13 +328,10 @@ __device__ __forceinline__ void dequantise_rows(typename T::SharedStorage& share
 template <class T>
 __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, const DecodeParams& params, int partition, int warp) {
   static_assert(kOctets % T::kGatherWarps == 0);
-  constexpr bool kRope = T::kTileChunks > kValueChunks;
-  switch (params.sparse.format) {
-    case RowFormat::kBFloat16: return copy_rows<T>(shared, params, partition, warp);
-    case RowFormat::kScaledFp8: return dequantise_rows<T, ScaledRow<kRope>>(shared, params, partition, warp);
-    case RowFormat::kPageScaledFp8:
-      if constexpr (!kRope) return dequantise_rows<T, PageScaledRow>(shared, params, partition, warp);
+  if constexpr (T::kDequantises) {
+    if (params.sparse.format == RowFormat::kPageScaledFp8) return dequantise_rows<T>(shared, params, partition, warp);
   }
+  copy_rows<T>(shared, params, partition, warp);
 }
 
 }  // namespace etap::sparse

@@ -17,10 +17,10 @@ namespace etap::sparse {
 #define ETAP_COMBINATION_HALVES 3
 #endif
 constexpr int64_t kCombinationHalves = ETAP_COMBINATION_HALVES, kClusterHalves = 2;
-constexpr int kMostClusterPieces = 8;
+constexpr int kMostClusterPieces = 16;
 
 // The division among at most `partitions` partitions of tokens that have at most so many tiles each, by which the longest partition
-// and what follows it take least: whole tokens, equal pieces of tokens that a cluster holds (2, 4 or 8, where there are
+// and what follows it take least: whole tokens, equal pieces of tokens that a cluster holds (2, 4, 8 or 16, where there are
 // `clusters`), or all tiles evenly, which a combination sums.
 __host__ __device__ constexpr TokenDivision divide(int64_t tokens, int64_t most_tiles, int64_t partitions, bool clusters) {
   const int64_t all = tokens * most_tiles;

@@ -111,7 +111,8 @@ __device__ __forceinline__ void sum_cluster(typename T::SharedStorage& shared, c
   switch (ptx::cluster_size()) {
     case 2: return sum_parts<T, 2>(shared, params, request, row_group);
     case 4: return sum_parts<T, 4>(shared, params, request, row_group);
-    default: return sum_parts<T, 8>(shared, params, request, row_group);
+    case 8: return sum_parts<T, 8>(shared, params, request, row_group);
+    default: return sum_parts<T, 16>(shared, params, request, row_group);
   }
 }
 

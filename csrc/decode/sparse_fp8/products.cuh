@@ -1,0 +1,257 @@
+// S^T = K·Q^T and O^T += V^T·P^T of one tile of FP8 rows: see transposed_fp8/products.cuh for how matrix loads bring K and V.
+#pragma once
+
+#include <type_traits>
+
+#include "decode/sparse_fp8/traits.h"
+#include "decode/transposed_fp8/products.cuh"
+
+namespace etap::sparse_fp8 {
+
+using Words = uint32_t[4];
+using Operands = uint32_t[2][4];  // two steps of WGMMA
+
+// What matrix loads give a warp of a unit of its 16 tokens and the one behind it.
+template <class T>
+__device__ __forceinline__ void load_key_units(const char* tile, int offset, Words& words) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int row = threadIdx.x % kGroupThreads / kWarpSize * 16 + lane % 16;
+  const char* from = tile + row * T::kRowBytes + offset + lane / 16 * kUnitBytes;
+  cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+}
+
+// Tokens [32 * half, 32 * half + 32) of the warp's 16 value dims in a slice of 64.
+template <class T>
+__device__ __forceinline__ void load_value_units(const char* tile, int slice, int half, Words& words) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int unit = slice * 4 + threadIdx.x % kGroupThreads / kWarpSize;
+  const char* from = tile + (half * 32 + lane) * T::kRowBytes + unit * kUnitBytes;
+  cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+}
+
+// Bytes 0 and 2, and bytes 1 and 3, of four e4m3 values as bfloat16, exactly: the exponent's and mantissa's bits are moved to
+// where bfloat16 has them, and 2^120 makes up for the difference of the exponents' biases. (A NaN becomes 480; it has
+// made scores NaN before.)
+__device__ __forceinline__ uint2 to_bfloat16(uint32_t word) {
+  constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x07f007f0, kBias = 0x7b807b80;
+  const uint32_t even = (word << 8 & kSigns) | (word << 4 & kMagnitudes);
+  const uint32_t odd = (word & kSigns) | (word >> 4 & kMagnitudes);
+  return {ptx::mul_bf16x2(even, kBias), ptx::mul_bf16x2(odd, kBias)};
+}
+
+// 32 columns of K's latent part, as float16.
+__device__ __forceinline__ void convert_keys(const Words& words, Operands& operands) {
+  CUTE_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const uint2 halves = transposed_fp8::to_halves(words[i]);
+    operands[i / 2][i % 2] = halves.x;
+    operands[i / 2][i % 2 + 2] = halves.y;
+  }
+}
+
+// 32 columns of its rope part: 16 of bfloat16 are two units, and need no conversion.
+template <class T>
+__device__ __forceinline__ void load_rope(const char* tile, int load, Operands& operands) {
+  CUTE_UNROLL
+  for (int step = 0; step < 2; ++step) {
+    load_key_units<T>(tile, T::kRopeOffset + load * 64 + step * 32, operands[step]);
+  }
+}
+
+// Start a load's share of a product, a group of WGMMAs.
+template <class Element, class Mma, class OperandB, class Result>
+__device__ __forceinline__ void multiply(Mma& mma, const Operands& operands, const OperandB& b, int first_step,
+                                         Result&& result) {
+  cute::warpgroup_arrive();
+  CUTE_UNROLL
+  for (int step = 0; step < 2; ++step) {
+    const auto a = cute::make_tensor(cute::make_rmem_ptr(reinterpret_cast<const Element*>(operands[step])),
+                                     cute::Layout<cute::_8>{});
+    cute::gemm(mma, a, b(cute::_, 0, first_step + step), result);
+    mma.accumulate_ = cute::GMMA::ScaleOut::One;
+  }
+  cute::warpgroup_commit_batch();
+}
+
+// The scales of a thread's two tokens, 8 apart.
+struct TokenScales {
+  float of[2][kScales];
+
+  template <class T>
+  __device__ __forceinline__ static TokenScales read(const char* tile) {
+    const int thread = threadIdx.x % kGroupThreads;
+    const char* row = tile + (thread / kWarpSize * 16 + thread % kWarpSize / 4) * T::kRowBytes + kLatentDim;
+    TokenScales scales;
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const float4 four = *reinterpret_cast<const float4*>(row + i * 8 * T::kRowBytes);
+      scales.of[i][0] = four.x, scales.of[i][1] = four.y, scales.of[i][2] = four.z, scales.of[i][3] = four.w;
+    }
+    return scales;
+  }
+
+  // Whether one of a row is beyond float16's bounds; the four threads that hold the same two rows look at a column each. Those
+  // of rows that do not exist are 0.
+  template <class T>
+  __device__ __forceinline__ bool beyond_half() const {
+    const int column = threadIdx.x % kScales;
+    bool beyond = false;
+    CUTE_UNROLL
+    for (const auto& row : of) {
+      const float scale = fabsf(column < 2 ? (column == 0 ? row[0] : row[1]) : (column == 2 ? row[2] : row[3]));
+      beyond |= scale > T::kLargestScale || (scale < T::kLeastScale && scale != 0.0f);
+    }
+    return beyond;
+  }
+};
+
+// S^T of one tile in the log2 domain, complete on return. Each 128 columns and the rope part have a sum of their own, one or
+// two of which are under way at a time. What comes from shared memory is asked for a few loads ahead, as are the queries' scales.
+template <class T>
+__device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, const char* tile,
+                                               const TokenScales& scales, float scale_log2,
+                                               transposed::ScoreFragment<T>& st) {
+  using namespace cute;
+  constexpr int kLoadsPerPart = kScaledColumns / 32;
+  constexpr int kLatentLoads = kLatentDim / 32;
+  constexpr int kRopeLoads = kRopeDim / 32;
+  constexpr int kLoads = kLatentLoads + kRopeLoads;
+  constexpr int kRopeFetch = kLatentLoads - T::kFetches;
+  typename T::ScoreMma mma;
+  typename T::RopeMma rope_mma;
+  const auto slice = mma.get_thread_slice(0);
+  const auto rope_slice = rope_mma.get_thread_slice(0);
+  decltype(make_fragment_like(st(_, 0, 0))) parts[T::kParts];
+  Operands operands[T::kOperands];
+  Operands rope[kRopeLoads];
+  Words words[T::kFetches];
+  constexpr int kColumns = T::kScoreColumns / 4;  // of a thread
+  float query_scales[kColumns];
+
+  const auto fetch = [&](int load) {
+    if (load < kLatentLoads) load_key_units<T>(tile, load * 32, words[load % T::kFetches]);
+  };
+  CUTE_UNROLL
+  for (int load = 0; load < T::kFetches; ++load) fetch(load);
+  const auto query_scale = [&](int column) {
+    return shared.score_scales[transposed::fragment_column(column / 2, column % 2)];
+  };
+  CUTE_UNROLL
+  for (int i = 0; i < kColumns; ++i) query_scales[i] = T::kFetchesAhead ? query_scale(i) : 0.0f;
+  const auto take_over = [&](int part) {
+    warpgroup_fence_operand(parts[part % T::kParts]);
+    CUTE_UNROLL
+    for (int i = 0; i < size(st); ++i) {
+      const float value = parts[part % T::kParts](i);
+      if (part == kScales) {
+        const int column = i / 4 * 2 + i % 2;
+        st(i) = st(i) * (T::kFetchesAhead ? query_scales[column] : query_scale(column)) + value * scale_log2;
+      } else {
+        st(i) = part == 0 ? value * scales.of[i / 2 % 2][0] : fmaf(value, scales.of[i / 2 % 2][part], st(i));
+      }
+    }
+  };
+
+  CUTE_UNROLL
+  for (int load = 0; load < kLoads; ++load) {
+    const int part = load / kLoadsPerPart;
+    auto& operand = operands[load % T::kOperands];
+    if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
+    if (T::kFetchesAhead && load == kRopeFetch) {
+      CUTE_UNROLL
+      for (int r = 0; r < kRopeLoads; ++r) load_rope<T>(tile, r, rope[r]);
+    }
+    const char* chunk = shared.query + min(load / 2, kValueChunks) * T::kQueryChunkBytes;
+    if (load % kLoadsPerPart == 0) {
+      if (T::kParts == 1) warpgroup_wait<0>();
+      if (part >= T::kParts) take_over(part - T::kParts);
+      warpgroup_fence_operand(parts[part % T::kParts]);
+      mma.accumulate_ = rope_mma.accumulate_ = GMMA::ScaleOut::Zero;
+    }
+    const Words& from = words[load % T::kFetches];
+    if (load < kLatentLoads) {
+      convert_keys(from, operand);
+      fetch(load + T::kFetches);
+      auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::ScoreElement*>(chunk)),
+                                 typename T::template Operand<typename T::ScoreElement>{});
+      multiply<typename T::ScoreElement>(mma, operand, slice.make_fragment_B(slice.partition_B(s_query)), load % 2 * 2,
+                                         parts[part % T::kParts]);
+    } else {
+      auto& rope_operand = T::kFetchesAhead ? rope[load - kLatentLoads] : operand;
+      if (!T::kFetchesAhead) load_rope<T>(tile, load - kLatentLoads, rope_operand);
+      auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::RopeElement*>(chunk)),
+                                 typename T::template Operand<typename T::RopeElement>{});
+      multiply<typename T::RopeElement>(rope_mma, rope_operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)),
+                                        load % 2 * 2, parts[part % T::kParts]);
+    }
+  }
+  warpgroup_wait<0>();
+  CUTE_UNROLL
+  for (int part = kScales + 1 - T::kParts; part <= kScales; ++part) take_over(part);
+}
+
+// V of one tile on its way to registers, a few loads ahead.
+template <class T>
+struct ValueFetches {
+  static constexpr int kLoads = 2 * T::kOutputSlices;
+
+  const char* tile;
+  Words words[T::kFetches];
+
+  __device__ __forceinline__ void begin() {
+    CUTE_UNROLL
+    for (int load = 0; load < T::kFetches; ++load) fetch(load);
+  }
+  __device__ __forceinline__ void fetch(int load) {
+    if (load < kLoads) load_value_units<T>(tile, load / 2, load % 2, words[load % T::kFetches]);
+  }
+};
+
+// Four e4m3 values, bytes 0 and 2, and bytes 1 and 3, as an operand of the output's products.
+template <class E>
+__device__ __forceinline__ uint2 convert_values(uint32_t word) {
+  if constexpr (std::is_same_v<E, cutlass::half_t>) {
+    return transposed_fp8::to_halves(__byte_perm(word, 0, 0x3120));
+  } else {
+    return to_bfloat16(word);
+  }
+}
+
+// O^T += V^T·P^T of one tile, P^T in E, which is given back once it is in registers; `meanwhile` runs
+// beside the last products, or before the first where registers are short.
+template <class E, class T, class Meanwhile>
+__device__ __forceinline__ void add_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
+                                           ValueFetches<T>& values, const char* probabilities,
+                                           transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
+  using namespace cute;
+  constexpr int kLoads = ValueFetches<T>::kLoads;
+  typename T::template Mma<E, T::kRowTile> mma;  // all have the fragments of T::OutputMma
+  mma.accumulate_ = GMMA::ScaleOut::One;
+  const auto slice = mma.get_thread_slice(0);
+  Operands operands[T::kOperands];
+  warpgroup_fence_operand(ot);
+  if (!T::kFetchesAhead) meanwhile();
+  if (!T::kFetchesAhead) values.begin();
+  CUTE_UNROLL
+  for (int load = 0; load < kLoads; ++load) {
+    if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
+    auto& operand = operands[load % T::kOperands];
+    CUTE_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      const uint2 pairs = convert_values<E>(values.words[load % T::kFetches][i]);
+      operand[i / 2][i % 2 * 2] = pairs.x;
+      operand[i / 2][i % 2 * 2 + 1] = pairs.y;
+    }
+    values.fetch(load + T::kFetches);
+    const char* scaled = probabilities + load / 2 * 64 / kScaledColumns * T::kScaledBytes;
+    auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const E*>(scaled)), typename T::template Operand<E>{});
+    multiply<E>(mma, operand, slice.make_fragment_B(slice.partition_B(s_pt)), load % 2 * 2, ot(_, load / 2, 0));
+  }
+  __syncwarp();
+  if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at));
+  if (T::kFetchesAhead) meanwhile();
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(ot);
+}
+
+}  // namespace etap::sparse_fp8

@@ -1,0 +1,80 @@
+// The query rows of a token beside FP8 rows: the latent part as float16, scaled into its range row by row, the rope part as it
+// is.
+#pragma once
+
+#include <algorithm>
+
+#include "decode/sparse_fp8/traits.h"
+#include "decode/transposed_fp8/queries.cuh"
+
+namespace etap::sparse_fp8 {
+
+constexpr int kLatentUnits = kLatentDim / transposed_fp8::kUnitColumns / kWarpSize;  // of a lane
+constexpr int kRopeLanes = kRopeDim / transposed_fp8::kUnitColumns;                  // the first ones have a unit each
+
+// Scale a row and write it where WGMMA reads it.
+template <class T>
+__device__ __forceinline__ void write_query(typename T::SharedStorage& shared, const DecodeParams& params, int row,
+                                            const transposed_fp8::QueryUnit (&units)[kLatentUnits], uint4 rope) {
+  using transposed_fp8::operand_unit;
+  const int lane = threadIdx.x % kWarpSize;
+  const bool has_rope = lane < kRopeLanes;
+  uint32_t largest = 0;
+  CUTE_UNROLL
+  for (const auto& unit : units) {
+    CUTE_UNROLL
+    for (float value : unit.values) largest = max(largest, __float_as_uint(fabsf(value)));
+  }
+  // Near 1: products are multiplied with the tokens' scales first, which may be large.
+  const int exponent = transposed_fp8::scale_exponent<T, 0>(__reduce_max_sync(0xffffffff, largest));
+  CUTE_UNROLL
+  for (int u = 0; u < kLatentUnits; ++u) {
+    transposed_fp8::write_unit<T, typename T::ScoreElement>(shared.query, row, u * kWarpSize + lane, units[u],
+                                                            transposed_fp8::power_of_two(exponent));
+  }
+  char* rope_chunk = shared.query + kValueChunks * T::kQueryChunkBytes;
+  if (has_rope) *reinterpret_cast<uint4*>(rope_chunk + operand_unit<T>(row, lane)) = rope;
+  const float scale_log2 = T::kScoresScaledLast ? 1.0f : params.scale_log2;
+  if (lane == 0) shared.score_scales[row] = scale_log2 * transposed_fp8::power_of_two(-exponent);
+}
+
+// Called by both consumers when they are done with the last piece's scores; complete for both on return.
+template <class T>
+__device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params, int request,
+                                             int row_group) {
+  using transposed_fp8::kUnitColumns;
+  const int lane = threadIdx.x % kWarpSize;
+  const auto* q = static_cast<const cutlass::bfloat16_t*>(params.q) + request * params.q_stride_batch + lane * kUnitColumns;
+  const auto* q_rope =
+      static_cast<const cutlass::bfloat16_t*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitColumns;
+  const bool has_rope = lane < kRopeLanes;
+  const int warp = anew(threadIdx.x) / kWarpSize;
+  const bool reads_rope = has_rope && params.q_rope != nullptr;
+  constexpr int kRowsAtOnce = std::min(4, T::kRowTile / kConsumerWarps);  // whose reads do not wait for each other's
+#pragma unroll 1
+  for (int first = 0; first < T::kRowTile; first += kRowsAtOnce * kConsumerWarps) {
+    uint4 raw[kRowsAtOnce][kLatentUnits], rope[kRowsAtOnce] = {};
+    CUTE_UNROLL
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      // Rows of the tile behind the last one repeat it.
+      const int head = min(row_group * T::kRowTile + first + i * kConsumerWarps + warp, params.heads - 1);
+      const auto* from = reinterpret_cast<const uint4*>(q + head * params.q_stride_head);
+      CUTE_UNROLL
+      for (int u = 0; u < kLatentUnits; ++u) raw[i][u] = from[u * kWarpSize];
+      if (reads_rope) rope[i] = *reinterpret_cast<const uint4*>(q_rope + head * params.q_rope_stride_head);
+    }
+    CUTE_UNROLL
+    for (int i = 0; i < kRowsAtOnce; ++i) {
+      transposed_fp8::QueryUnit units[kLatentUnits];
+      CUTE_UNROLL
+      for (int u = 0; u < kLatentUnits; ++u) {
+        units[u] = transposed_fp8::to_floats<cutlass::bfloat16_t>(raw[i][u]);
+      }
+      write_query<T>(shared, params, first + i * kConsumerWarps + warp, units, rope[i]);
+    }
+  }
+  ETAP_MARKED(queries_fence, cutlass::arch::fence_view_async_shared());  // these writes, for WGMMA
+  ETAP_MARKED(queries_meeting, event::queries_written().meet());
+}
+
+}  // namespace etap::sparse_fp8

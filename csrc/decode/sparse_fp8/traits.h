@@ -1,0 +1,156 @@
+// Numbers and layouts of sparse attention over FP8 rows: 512 values of e4m3, a float32 scale for each 128 of them, 64 values
+// of bfloat16. Rows lie in shared memory as they do in the cache: 656 bytes are an odd number of 16-byte units, so that
+// matrix loads of eight rows touch all banks. Their values reach the products through registers as float16, exactly; the
+// scales are applied to the scores of each 128 columns and to P^T. A tile with a scale that float16 has no room for beside P
+// takes the output's product in bfloat16, which has float32's range, at three times the instructions.
+#pragma once
+
+#include "decode/sparse/traits.h"
+#include "decode/sparse/validity.cuh"
+#include "decode/transposed/traits.h"
+#include "decode/transposed_fp8/shared_tiles_traits.h"
+
+namespace etap::sparse_fp8 {
+
+constexpr int kScaledColumns = 128;  // that have a scale
+constexpr int kScales = kLatentDim / kScaledColumns;
+
+// Scores are in the log2 domain already.
+struct NoScale {
+  template <class SharedStorage>
+  __device__ __forceinline__ NoScale(const SharedStorage&, float, int) {}
+  __device__ __forceinline__ void load(int) {}
+  __device__ __forceinline__ float operator()(int) const { return 1.0f; }
+};
+
+template <class T>
+struct Consumer;
+
+template <class T>
+struct SharedMemory : transposed::SharedMemory<T> {
+  sparse::TileMask valid[T::kStages];
+};
+
+// What does not depend on the number of query rows. Tiles: how the consumers divide the work, AlternateTiles or SharedTiles.
+template <class Tiles>
+struct Products : Tiles {
+  using Tiles::kRowTile, Tiles::kScoreColumns;
+  static constexpr bool kLeanCombination = false;
+  static constexpr bool kGathered = true;
+  static constexpr bool kDequantises = false;
+  static constexpr int kGatherWarps = 4;
+  static constexpr int kRuns = 1;
+  static constexpr int run_begin(int r) { return r; }
+  using Walk = sparse::TokenWalk;
+  using CacheMaps = sparse::NoMaps;
+  using Element = cutlass::bfloat16_t;  // of queries, rope part and output
+  using ScoreElement = cutlass::half_t;
+  using RopeElement = cutlass::bfloat16_t;
+  // Of the output's products, and where a tile's scales are beyond these bounds. P is at most 2^15, so that P times a scale
+  // stays finite; that of a tile's largest score, 2^7 when its reference was set, is a normal number.
+  using Probability = cutlass::half_t;
+  using WideProbability = cutlass::bfloat16_t;
+  static constexpr float kLeastScale = 0x1p-13f, kLargestScale = 1.0f;
+  static constexpr bool kFp8Cache = true;
+  static constexpr bool kFp8Math = false;
+  static constexpr bool kPairedDims = true;
+  using ScoreScales = NoScale;
+
+  // A stage is a whole tile.
+  static constexpr int kRowBytes = kLatentDim + kScales * 4 + kRopeDim * 2;
+  static constexpr int kRopeOffset = kLatentDim + kScales * 4;
+  using KeyStage = uint8_t[kTileTokens][kRowBytes];
+  static constexpr int kStageBytes = sizeof(KeyStage);
+  static constexpr int kStagesPerTile = 1;
+  static constexpr int kChunksPerStage = 1;
+  static constexpr int kTilesAlone = 0;
+  __host__ __device__ static constexpr int first_chunk(int, int) { return 0; }
+
+  static constexpr float kProbabilityShift = 7.0f;
+  static constexpr float kLargestExponent = kProbabilityShift + kLazyMaximum;
+
+  // A matrix load brings 32 columns of K, or 32 tokens of 16 value dims, for two steps of WGMMA.
+  static constexpr int kStepsPerLoad = 2;
+  static constexpr int kValuesPerStep = 8;
+
+  static constexpr auto kMajorK = cute::GMMA::Major::K;
+  template <class E, int kColumns>
+  using Mma = decltype(cute::make_tiled_mma(
+      cute::GMMA::rs_op_selector<E, E, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_64>, kMajorK, kMajorK>()));
+  using ScoreMma = Mma<ScoreElement, kScoreColumns>;  // has the fragment of finished scores
+  using RopeMma = Mma<RopeElement, kRowTile>;
+  using OutputMma = Mma<Probability, kRowTile>;
+
+  // Q chunk [score columns x 64 columns], the last one rope, and P^T [rows x 64 tokens], K-major for operand B.
+  template <class E>
+  using Operand = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<E>{},
+                                               cute::Shape<cute::Int<kRowTile>, cute::_64>{}));
+  static constexpr int kOperandLine = 128;  // bytes of a row of operand B
+  using QueryChunk = ScoreElement[kRowTile][kChunkColumns];   // swizzled
+  using Probabilities = Probability[kRowTile][kTileTokens];  // swizzled
+  static constexpr int kQueryChunkBytes = sizeof(QueryChunk);
+  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+  static constexpr int kScaledBytes = sizeof(Probabilities);
+};
+
+// Up to 32 query rows: alternate tiles.
+template <int kRowTile_>
+struct Traits : Products<transposed::AlternateTiles<kRowTile_>> {
+  using Base = Products<transposed::AlternateTiles<kRowTile_>>;
+  using Base::kRowTile, Base::kStageBytes, Base::kStagesPerTile, Base::kSliceBytes, Base::kMergeSlices, Base::kScaledBytes;
+  static_assert(kRowTile <= 32);
+  using SharedStorage = SharedMemory<Traits>;
+  using Consumer = sparse_fp8::Consumer<Traits>;
+  static constexpr bool kFitsLaunchRegisters = kRowTile < 16;
+  static constexpr Registers registers(bool) { return {168, 40, 232}; }
+  // Whether scores are brought into the log2 domain when their parts have been added up, or each part as it is added.
+  static constexpr bool kScoresScaledLast = false;
+
+  static constexpr int kStages = kRowTile == 32 ? 3 : 4;
+  static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
+  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
+  static_assert(kConsumerGroups * kMergeStages <= kStages);
+
+  static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
+  // Loads on their way while one is in work; whether the first ones, and what else is known to be wanted, are asked for before
+  // the last phase's end. At 32 rows registers are short.
+  static constexpr int kFetches = kRowTile <= 16 ? 3 : 2;
+  static constexpr bool kFetchesAhead = kRowTile <= 16;
+  static constexpr int kParts = kRowTile <= 16 ? 2 : 1;  // sums of scores under way
+
+  // P^T times the scales of each 128 columns. At 32 rows there is room for one of a consumer, not two.
+  static constexpr int kProbabilityBuffers = kRowTile == 32 ? 1 : 2;
+  static constexpr int kProbabilityBytes = kScales * kScaledBytes * kProbabilityBuffers / 2;
+};
+
+template <class T>
+struct SharedTilesMemory : transposed_fp8::SharedTilesMemory<T> {
+  sparse::TileMask valid[T::kStages];
+  // What each warpgroup is given for its columns of S^T: by the same thread of the other one, which has the same places.
+  float4 shares[kConsumerGroups][T::kScoreColumns / 8][kGroupThreads];
+};
+
+template <class T>
+struct SharedTilesConsumer;
+
+// 33 to 64 query rows: shared tiles. A warpgroup has half of the latent columns, as columns of K and as value dims, and half of
+// the rope columns; so that no value is converted twice. Of S^T it has its columns' share for all rows, and finishes half of
+// the rows with the other's share.
+struct SharedTilesTraits : Products<transposed_fp8::SharedTiles> {
+  using SharedStorage = SharedTilesMemory<SharedTilesTraits>;
+  using Consumer = SharedTilesConsumer<SharedTilesTraits>;
+  static constexpr bool kFitsLaunchRegisters = false;
+  static constexpr Registers registers(bool) { return {168, 40, 232}; }
+  static constexpr bool kScoresScaledLast = true;
+
+  static constexpr int kStages = 2;
+  static constexpr int kOperands = 2;
+  static constexpr int kFetches = 2;
+  static constexpr bool kFetchesAhead = true;
+  using ShareMma = Mma<ScoreElement, kRowTile>;
+
+  // One P^T for both: when shares of scores have been given, both are done with the last one.
+  static constexpr int kProbabilityBytes = kScales * kScaledBytes / 2;
+};
+
+}  // namespace etap::sparse_fp8

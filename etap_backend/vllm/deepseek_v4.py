@@ -1,0 +1,211 @@
+"""DeepSeek-V4 and V4.1: vLLM's own attention layer for them, with ETAP's kernels where it calls FlashMLA's.
+
+Each version's layer of each model gets a class derived from it. What of a layer is not the attention itself stays
+vLLM's, and so do the caches, their writing, the lists of rows, and the gathering of a prompt's rows in bfloat16.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.utils.platform_utils import num_compute_units
+
+from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
+from etap_backend.limits import SPARSE_FP8, why_unsupported_sparse
+from etap_backend.vllm.metadata import claim_workspace
+from etap_backend.vllm.policy import FP8_MATH_OPTION, wants_fp8_math
+from etap_backend.vllm.versions import ENGINE, NAME
+
+QUERY_HEADS = (8, 16, 32, 64, 128)
+"""Heads that vLLM's operator writes queries for; it fills what a rank has not with zeros."""
+CACHES = ("auto", "fp8", SPARSE_FP8)
+"""Names of the one type of cache that vLLM keeps for these layers, which is FP8 rows with scales of their own."""
+FLASH_MLA_PREFILL = "flash_mla_sparse_fwd"
+
+# vLLM gives its handler and level to loggers below "vllm" only.
+_logger = init_logger(f"vllm.{__name__}")
+
+
+class ETAPLayer:
+    """What ETAP's layer has in place of vLLM's; stands before it among the bases of a class."""
+
+    @classmethod
+    def get_padded_num_q_heads(cls, num_heads: int) -> int:
+        """Heads of queries and outputs: a rank's own wherever vLLM's operator takes so many.
+
+        Raises:
+            ValueError: there are more than 128.
+        """
+        if num_heads > max(QUERY_HEADS):
+            raise ValueError(f"{NAME}: num_heads: wanted at most {max(QUERY_HEADS)} on a rank, got {num_heads}")
+        return min(heads for heads in QUERY_HEADS if heads >= num_heads)
+
+    def __init__(self, *arguments, **keywords) -> None:
+        """Takes what vLLM's layer takes."""
+        super().__init__(*arguments, **keywords)
+        self._etap_num_sms = num_compute_units()
+        self._etap_workspace_floats = sparse_workspace_floats(self.padded_heads, self._etap_num_sms)
+        _logger.info_once(
+            f"{NAME} decodes: DeepSeek-V4's sparse attention, {self.padded_heads} query heads, KV cache {SPARSE_FP8}"
+        )
+
+    def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
+        """Attention of a step, written to output: of its prompts, then of its decodes.
+
+        Args:
+            q: bfloat16 [tokens, heads, 512].
+            kv: as vLLM's layer takes it; the keys are in the cache already.
+            positions: int64 [tokens].
+            output: bfloat16 [tokens, heads, 512]. Rows that the step's metadata does not tell of stay as they are.
+        """
+        if get_forward_context().attn_metadata is None:  # vLLM measures the memory that the model needs
+            claim_workspace(self._etap_workspace_floats)
+            q.new_empty(self._etap_workspace_floats, dtype=torch.float32)  # a prompt's, beside what vLLM claims
+        super().forward_mqa(q, kv, positions, output)
+
+    @engine_contract.override
+    def _forward_decode(
+        self,
+        q: Tensor,
+        kv_cache: Tensor | None,
+        swa_metadata: Any,
+        attn_metadata: Any,
+        swa_only: bool,
+        output: Tensor,
+    ) -> None:
+        sparse_mla_decode(
+            q,
+            self.swa_cache_layer.kv_cache,
+            swa_metadata.decode_swa_indices[:, 0],
+            softmax_scale=self.scale,
+            valid_counts=swa_metadata.decode_swa_lens,
+            **({} if swa_only else self._etap_compressed(len(q), kv_cache, swa_metadata, attn_metadata)),
+            sinks=self.attn_sink,
+            workspace=claim_workspace(self._etap_workspace_floats),
+            num_sms=self._etap_num_sms,
+            out=output,
+        )
+
+    def _etap_compressed(self, tokens: int, kv_cache: Tensor, swa_metadata: Any, attn_metadata: Any) -> dict:
+        """The second cache of a layer's decodes, and its rows that they attend to."""
+        if self.compress_ratio == 128:  # each compressed entry, as rows of the cache
+            return {
+                "extra_kv_cache": kv_cache,
+                "extra_indices": attn_metadata.c128a_global_decode_topk_indices[:, 0],
+                "extra_valid_counts": attn_metadata.c128a_decode_topk_lens,
+            }
+        positions = self.topk_indices_buffer[:tokens]
+        return {
+            "extra_kv_cache": kv_cache,
+            "extra_indices": positions,
+            "extra_block_table": attn_metadata.block_table,
+            "request_ids": swa_metadata.token_to_req_indices[:tokens],
+            "extra_valid_counts": _counts(swa_metadata, positions),
+        }
+
+
+def _counts(swa_metadata: Any, positions: Tensor) -> Tensor:
+    """Entries of each token's list that count, int32 [tokens]: none where a row pads the step, whose list is old.
+
+    The same for all layers of a step, and kept in its metadata: vLLM makes that anew for each step.
+    """
+    kept = vars(swa_metadata).setdefault("etap_counts", {})
+    tokens, top_k = positions.shape
+    if top_k not in kept:
+        kept[top_k] = swa_metadata.is_valid_token[:tokens].to(torch.int32).mul_(top_k)
+    return kept[top_k]
+
+
+def _attend_to_gathered(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    out: Tensor | None = None,
+) -> None:
+    """What vLLM calls FlashMLA's prefill for: prompts' tokens, with rows that it has gathered in bfloat16.
+
+    The workspace is allocated here: vLLM's, which is one for all, has the gathered rows.
+    """
+    rows = kv.view(1, -1, kv.shape[-1])
+    sparse_mla_decode(
+        q, rows, indices[:, 0], softmax_scale=sm_scale, valid_counts=topk_length, sinks=attn_sink, out=out
+    )
+
+
+def _calling(method: Callable, **functions: Callable) -> Callable:
+    """The method, in which these names, which it finds in its module, stand for these functions."""
+    names = method.__globals__ | functions
+    ours = types.FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
+    ours.__kwdefaults__ = method.__kwdefaults__
+    return engine_contract.override(ours)
+
+
+@functools.cache
+def derived(base: type) -> type:
+    """ETAP's layer, derived from vLLM's."""
+    prefill = _calling(base._forward_prefill, **{FLASH_MLA_PREFILL: _attend_to_gathered})
+    return type(f"ETAP{base.__name__}", (ETAPLayer, base), {"_forward_prefill": prefill})
+
+
+def lacking(base: type) -> list[str]:
+    """What vLLM's layer has not of what ETAP's needs, by name."""
+
+    def classes() -> list[type]:
+        if FLASH_MLA_PREFILL not in base._forward_prefill.__code__.co_names:
+            raise AttributeError(f"{base.__module__}:{base.__qualname__}._forward_prefill calls no {FLASH_MLA_PREFILL}")
+        own = {name: value for name, value in vars(ETAPLayer).items() if not name.startswith(("__", "_etap"))}
+        return [type(ETAPLayer.__name__, (base,), own)]
+
+    return engine_contract.lacking(classes)
+
+
+def why_not(base: type, config: VllmConfig) -> str | None:
+    """Say why ETAP cannot run a model's layers under a configuration, or None when it can."""
+    if reason := ENGINE.why_too_old() or ENGINE.why_lacking(lacking(base)) or engine_contract.why_no_library():
+        return reason
+    for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
+        if (ranks := getattr(config.parallel_config, name, 1)) > 1:
+            return f"{name} {ranks} is not supported: wanted 1"
+    if (cache := config.cache_config.cache_dtype) not in CACHES:
+        return f"kv_cache_dtype {cache} is not supported: wanted {', '.join(CACHES[:-1])} or {CACHES[-1]}"
+    if getattr(config.attention_config, "hisparse_config", None):
+        return "a KV cache in host memory (HiSparse) is not supported"
+    if wants_fp8_math(config):
+        return f"{FP8_MATH_OPTION} multiplies FP8 caches of dense attention, and the model's is sparse: wanted false"
+    capability = current_platform.get_device_capability()
+    return why_unsupported_sparse(
+        dtype=config.model_config.dtype,
+        head_dim=config.model_config.hf_config.head_dim,
+        v_head_dim=config.model_config.hf_config.head_dim,
+        kv_cache_dtype=SPARSE_FP8,
+        compute_capability=None if capability is None else (capability.major, capability.minor),
+    )
+
+
+def attention_class(base: type, config: VllmConfig) -> type:
+    """The class of a model's attention layers where ETAP is selected.
+
+    Args:
+        base: vLLM's for FlashMLA.
+        config: vLLM's configuration.
+
+    Raises:
+        NotImplementedError: ETAP cannot run them; the text says why, and what can.
+    """
+    if reason := why_not(base, config):
+        raise NotImplementedError(
+            f"{NAME}: DeepSeek-V4: {reason}. Without --attention-backend {NAME} vLLM serves it with its own kernels"
+        )
+    if untested := ENGINE.why_untested():
+        _logger.warning_once(untested, scope="global")  # of all ranks the first one says it
+    return derived(base)

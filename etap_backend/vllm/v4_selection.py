@@ -1,0 +1,72 @@
+"""Where vLLM chooses the attention layer of DeepSeek-V4 and V4.1: ETAP is one of its choices.
+
+These models ask no registry of backends. Each has a function that maps the selected backend to a class, and what it
+does not know to FlashMLA. All layers are made through it, those of draft models too.
+
+Reason: the models' modules are imported late, and by processes that serve them only, so that the function is replaced
+when its module has been imported. Versions: all. Goes when vLLM asks the registry for these layers.
+"""
+
+import functools
+import importlib.machinery
+import logging
+import sys
+from importlib.abc import MetaPathFinder
+from types import ModuleType
+
+from etap_backend.vllm.versions import ENGINE, NAME
+
+MODULES = ("vllm.models.deepseek_v4.nvidia.model", "vllm.models.deepseek_v41.nvidia.model")
+FUNCTION = "_select_dsv4_attn_cls"
+THEIRS = "DeepseekV4FlashMLAAttention"
+
+# vLLM gives its handler and level to loggers below "vllm" only.
+_logger = logging.getLogger(f"vllm.{__name__}")
+
+
+class _Finder(MetaPathFinder):
+    """Finds those modules as Python would, to be extended as soon as they have run."""
+
+    def find_spec(self, fullname, path=None, target=None):
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target) if fullname in MODULES else None
+        if spec is None or spec.loader is None:
+            return None
+        execute = spec.loader.exec_module
+
+        def execute_and_extend(module: ModuleType) -> None:
+            execute(module)
+            extend(module)
+
+        spec.loader.exec_module = execute_and_extend
+        return spec
+
+
+def watch() -> None:
+    """Extend the modules that are imported, and the others when they are. May be called any number of times."""
+    for name in filter(sys.modules.__contains__, MODULES):
+        extend(sys.modules[name])
+    if not any(isinstance(finder, _Finder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Finder())
+
+
+def extend(module: ModuleType) -> None:
+    """Let a model's module choose ETAP's layer where ETAP is selected, and do as before where it is not."""
+    missing = [f"{module.__name__}:{name}" for name in (FUNCTION, THEIRS) if not hasattr(module, name)]
+    if missing:
+        _logger.warning("%s; whatever is selected, it does not decode with %s", ENGINE.why_lacking(missing), NAME)
+        return
+    theirs = getattr(module, FUNCTION)
+    if hasattr(theirs, "etap"):
+        return
+
+    @functools.wraps(theirs)
+    def select(vllm_config):
+        if getattr(vllm_config.attention_config.backend, "name", None) != NAME:
+            return theirs(vllm_config)
+        # Imported here: it imports what serves a model.
+        from etap_backend.vllm import deepseek_v4
+
+        return deepseek_v4.attention_class(getattr(module, THEIRS), vllm_config)
+
+    select.etap = True
+    setattr(module, FUNCTION, select)
