@@ -33,7 +33,7 @@ from etap_backend._library import library
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
-DECODES = ("bf16", "fp16", "fp8", "fp8_math", "sparse")
+DECODES = ("bf16", "fp16", "fp8", "fp8_math", "sparse", "sparse_fp8")
 SOURCES = {  # those that compile for longest first
     **{name: CSRC / "decode" / "instantiations" / f"{name}.cu" for name in DECODES},
     "products": HERE / "products.cu",

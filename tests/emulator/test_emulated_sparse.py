@@ -121,15 +121,8 @@ def as_bfloat16(x: torch.Tensor) -> torch.Tensor:
     return bits.view(torch.bfloat16).double()
 
 
-def scaled(elements: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    """V3.2's elements times their scales as the kernels have it: bfloat16, a scale being the sum of two of them."""
-    high = scales.bfloat16().double()
-    low = (scales.double() - high).float().bfloat16().double()
-    return as_bfloat16(elements * high + as_bfloat16(elements * low))
-
-
 def cache_rows(case: Case, rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows as they are stored (of V4's, data and the 8 bytes of scales) and, float64, what the kernels multiply."""
+    """Rows as they are stored (of V4's, data and the 8 bytes of scales) and what they stand for, float64."""
     values = torch.randn(rows, case.width, generator=generator)
     if case.cache == "bf16":
         return values.bfloat16(), values.bfloat16().double()
@@ -147,7 +140,7 @@ def cache_rows(case: Case, rows: int, generator: torch.Generator) -> tuple[torch
         parts = (elements, scales, rest)
     stored = torch.cat([x.contiguous().view(torch.uint8) for x in parts], dim=1)
     grouped, each = elements.double().view(rows, -1, group), scales[..., None]
-    meant = as_bfloat16(grouped * each) if case.cache == "v4" else scaled(grouped, each)
+    meant = as_bfloat16(grouped * each) if case.cache == "v4" else grouped * each.double()
     return stored, torch.cat([meant.view(rows, nope), rest.double()], dim=1)
 
 
@@ -273,7 +266,8 @@ def truth(case: Case) -> Truth:
     """Float64, and what the formats of P and of the output may cost an element.
 
     P is rounded to bfloat16, relative to its size by at most u, at random: the sum of that is held to six times its
-    deviation. Scores are float32.
+    deviation. V3.2's rows: P times a scale is, and the output is divided by the sum of P before that. Scores are
+    float32.
     """
     problem = build(case)
     out = torch.zeros(case.tokens, case.heads, LATENT, dtype=torch.float64)
@@ -291,7 +285,7 @@ def truth(case: Case) -> Truth:
             left = 1 / (1 + torch.exp(problem.tensors["sinks"].double() - lse[token]))
         weights = torch.softmax(scores, dim=-1) * left[:, None]
         out[token] = weights @ values
-        far = values.abs() + out[token].abs().amax(0)
+        far = values.abs() if case.cache == "fp8" else values.abs() + out[token].abs().amax(0)
         # P of the entries that name one row are rounded alike.
         _, alike = torch.unique(keys, dim=0, return_inverse=True)
         together = weights @ (alike[:, None] == alike).double()
@@ -456,7 +450,7 @@ def test_bits_do_not_depend_on_what_a_cta_decoded_before(rows, heads):
 
 # ------------------------------------------------------------------------------------------------------------- clusters
 
-IN_CLUSTERS = [(rows, heads) for rows in ("bf16", "v4") for heads in HEADS if heads < 64]
+IN_CLUSTERS = [(rows, heads) for rows, heads in KERNELS if heads < 64]
 
 
 def clusters(case: Case) -> list[int]:
@@ -466,7 +460,7 @@ def clusters(case: Case) -> list[int]:
 
 
 # Pieces of a tile, and of three, behind which what the CTAs show each other lies over stages lent for merging.
-@covering(1, {"rows, heads": IN_CLUSTERS, "pieces, tiles": [(2, 1), (2, 3), (4, 1), (8, 1)]})
+@covering(1, {"rows, heads": IN_CLUSTERS, "pieces, tiles": [(2, 1), (2, 3), (4, 1), (8, 1), (16, 1)]})
 def test_pieces_that_a_cluster_sums(rows, heads, pieces, tiles):
     tokens = 2 if pieces < 8 else 1
     entries = (pieces * tiles - 1) * TILE
@@ -492,7 +486,7 @@ def test_a_clusters_bits_do_not_depend_on_the_other_tokens(rows, heads):
 
 
 def test_what_no_cluster_sums_is_combined():
-    three, many = Case(16, List(192), None, 1, 3), Case(16, List(1024), None, 1, 16)  # pieces that are not 2, 4 or 8
+    three, many = Case(16, List(192), None, 1, 3), Case(16, List(2048), None, 1, 32)  # no 2, 4, 8 or 16 pieces
     wide = [Case(64, List(256), None, 1, 4, **rows) for rows in ROWS.values()]  # more than 32 heads
     across = Case(16, List(320), None, 3, 5)  # a partition of two tokens
     for case in (three, many, *wide, across):
@@ -538,15 +532,16 @@ def test_interleavings(case, seed):
 
 FAULTY = {  # by kernel and, where it matters to the faults, what its producers bring
     "transposed": Case(16, List(130, invalid=0.3)),
-    "transposed of fp8": Case(16, List(130, invalid=0.3), **ROWS["fp8"]),
     "clustered": Case(16, List(384, invalid=0.3), None, 1, 2),
     "latent of v4": Case(32, List(70, invalid=0.3), List(66), **ROWS["v4"]),
     "latent clustered": Case(32, List(448, invalid=0.3), List(64), 1, 8, **ROWS["v4"]),
     "query_major": Case(64, List(200, invalid=0.3), None, 1),
     "query_major of v4": Case(64, List(130, invalid=0.3), List(70), 1, **ROWS["v4"]),
+    "fp8": Case(32, List(130, invalid=0.3), **ROWS["fp8"]),
+    "fp8_shared": Case(64, List(200, invalid=0.3), **ROWS["fp8"]),
 }
 # Where a stage that is lent held what was lent before, or a tile of the consumer that does not write there.
-LENT_AGAIN = {"transposed": List(64), "transposed of fp8": List(64), "latent of v4": List(190)}
+LENT_AGAIN = {"transposed": List(64), "latent of v4": List(190)}
 NONSENSE = "NaN or infinity|elements, the first"
 FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it is left out, in each kernel that has it
     "launch_meeting": "no mbarrier",
@@ -555,8 +550,10 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "rows_arrival": f"in flight|{NONSENSE}",
     "rows_commit": "deadlock",
     "rows_grant": "deadlock",
+    "rows_wait": "in flight|never written",
     "rows_fence": NONSENSE,
     "other_rows_fence": NONSENSE,
+    "queries_fence": NONSENSE,
     "queries_meeting": f"never written|{NONSENSE}",
     "lent_room": f"deadlock|more arrivals|never written|in flight|{NONSENSE}",
     "lent_commit": "deadlock",
@@ -566,6 +563,8 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "scores_wait": "in flight",
     "probabilities_fence": NONSENSE,
     "probabilities_meeting": f"never written|{NONSENSE}",
+    "products_meeting": NONSENSE,
+    "shares_meeting": f"never written|{NONSENSE}",
     "hand_over_meeting": f"never written|{NONSENSE}",
     "output_fence": "wgmma.fence",
     "output_wait": "in flight",
@@ -573,7 +572,7 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "parts_meeting": f"never written|an mbarrier|{NONSENSE}",
     "cluster_end": "has ended",
 }
-PRODUCERS = "rows_fence rows_commit rows_room"  # what there is of FP8 rows, and again of others
+PRODUCERS = "rows_fence rows_commit rows_room"  # where V4's rows come from, and again of others
 TRANSPOSED = (
     "launch_meeting launch_wait lent_commit lent_room merge_grant output_fence output_wait probabilities_fence "
     "probabilities_meeting queries_meeting rows_arrival rows_commit rows_fence rows_grant rows_room scores_commit "
@@ -583,28 +582,47 @@ QUERY_MAJOR = (
     "hand_over_meeting launch_meeting launch_wait other_rows_fence output_fence queries_meeting rows_arrival "
     "rows_commit rows_fence rows_room scores_wait"
 )
+FP8 = (
+    "launch_meeting launch_wait lent_commit lent_room merge_grant probabilities_fence probabilities_meeting "
+    "products_meeting queries_fence queries_meeting rows_arrival rows_commit rows_grant rows_room rows_wait "
+    "stage_release"
+)
+FP8_SHARED = (
+    "launch_meeting launch_wait probabilities_fence probabilities_meeting queries_fence queries_meeting rows_arrival "
+    "rows_commit rows_room rows_wait shares_meeting stage_release"
+)
 IN_A_CLUSTER = "cluster_end halves_meeting parts_meeting"
 PLANTED = {
     "transposed": TRANSPOSED,
-    "transposed of fp8": f"{PRODUCERS} rows_grant lent_room lent_commit",
     "clustered": IN_A_CLUSTER,
     "latent of v4": TRANSPOSED.replace("rows_arrival ", ""),  # FP8 rows are not copied
     "latent clustered": IN_A_CLUSTER,
     "query_major": QUERY_MAJOR,
     "query_major of v4": PRODUCERS,
+    "fp8": FP8,
+    "fp8_shared": FP8_SHARED,
 }
-# Faults that the default selection plants again elsewhere: those of the producers of FP8 rows, and of pieces' ends.
-KEPT_AGAIN = {"transposed of fp8": "rows_fence lent_room", "latent of v4": f"{PRODUCERS} lent_room merge_grant"}
-KEPT_AGAIN |= {"query_major of v4": "rows_fence rows_room"}
+# Faults that the default selection plants again elsewhere: those of the producers of V4's rows, and of pieces' ends.
+KEPT_AGAIN = {"latent of v4": f"{PRODUCERS} lent_room merge_grant", "query_major of v4": "rows_fence rows_room"}
+KEPT_AGAIN |= {"fp8": "probabilities_fence probabilities_meeting", "fp8_shared": "rows_arrival stage_release"}
+
+
+TRAITS = {  # of the marked kernels
+    "transposed": "transposed::Traits<cutlass::bfloat16_t, 16, 9>",
+    "clustered": "transposed::Traits<cutlass::bfloat16_t, 16, 9>",
+    "latent of v4": "transposed::Traits<cutlass::bfloat16_t, 32, 8>",
+    "latent clustered": "transposed::Traits<cutlass::bfloat16_t, 32, 8>",
+    "query_major": "query_major::Traits<cutlass::bfloat16_t, 9>",
+    "query_major of v4": "query_major::Traits<cutlass::bfloat16_t, 8>",
+    "fp8": "sparse_fp8::Traits<32>",
+    "fp8_shared": "sparse_fp8::SharedTilesTraits",
+}
 
 
 @cache
 def marks(kernel: str) -> set[str]:
-    form = "query_major" if "query_major" in kernel else "transposed"
-    numbers = "9>" if form == "query_major" else "32, 8>" if "latent" in kernel else "16, 9>"
     module = kernels.module("marked_sparse")
-    wanted = re.compile(rf"{form}::Traits<cutlass::bfloat16_t, {numbers}")
-    return Entry(module, next(name for full, name in module.names.items() if wanted.search(full))).marks
+    return Entry(module, next(name for full, name in module.names.items() if TRAITS[kernel] in full)).marks
 
 
 def planted() -> list:
@@ -641,7 +659,7 @@ def test_missing_synchronisation_is_found(kernel, mark):
     assert mark in marks(kernel)
     case = FAULTY[kernel]
     if mark == "lent_room":
-        case = replace(case, first=LENT_AGAIN[kernel], extra=None, tokens=4)
+        case = replace(case, first=LENT_AGAIN.get(kernel, case.first), extra=None, tokens=4)
     found = fault_of(case, faults.without(mark))
     assert re.search(FAULTS[mark], found), found
 
@@ -652,6 +670,8 @@ def test_missing_synchronisation_is_found(kernel, mark):
         ("transposed", f"{TRANSPOSED} {IN_A_CLUSTER}"),
         ("latent of v4", f"{TRANSPOSED} {IN_A_CLUSTER}"),
         ("query_major", QUERY_MAJOR),
+        ("fp8", f"{FP8} {IN_A_CLUSTER}"),
+        ("fp8_shared", FP8_SHARED),
     ],
 )
 def test_every_mark_is_left_out_by_a_test(kernel, names):
