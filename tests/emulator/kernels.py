@@ -33,7 +33,7 @@ from etap_backend._library import library
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
-DECODES = ("bf16", "fp16", "fp8", "fp8_math", "sparse_bf16", "sparse_fp8")
+DECODES = ("bf16", "fp16", "fp8", "fp8_math", "sparse", "sparse_fp8")
 SOURCES = {  # those that compile for longest first
     **{name: CSRC / "decode" / "instantiations" / f"{name}.cu" for name in DECODES},
     "products": HERE / "products.cu",
@@ -50,6 +50,7 @@ BUILT = "build/*/ptx"  # where the wheel's build leaves the PTX that it assemble
 
 SCHEDULE_THREADS = 256
 FAR = 1 << 28  # bytes on both sides of a tensor, a multiple of a page; none of them is ever touched
+NO_MAPS = bytes(1)  # etap::sparse::NoMaps
 ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOAT16
 
 
@@ -279,8 +280,8 @@ def run_sparse(
     memory.late = every_byte(copies)
     ran = []
     for launch in library().sparse_decode_launches(*copies.values(), softmax_scale, partitions, empty_lse):
-        name, x, y, cluster, threads, shared_bytes, params, cache = launch
-        arguments = [bytes(params), *([bytes(cache), bytes(3 * 128)] if cache else [])]
+        name, x, y, cluster, threads, shared_bytes, params = launch
+        arguments = [bytes(params), *([] if ran else [NO_MAPS, bytes(3 * 128)])]  # the combination is given the first
         kernel = kernel_of(_template_arguments(name), sources, edit, _combination(name))
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, cluster=cluster, **how))
     tensors["out"].copy_(copies["out"])

@@ -421,7 +421,7 @@ def test_every_mark_is_left_out_by_a_test():
 def test_waits_for_the_other_parity_are_found():
     waits = [item for item in marked("transposed").instructions() if "try_wait" in item.parts]
     _, ran = emulate(CASES["transposed"], sources=kernels.MARKED)
-    kernel = kernels.kernel_of("transposed::Traits<cutlass::bfloat16_t, 16>", kernels.MARKED, None)
+    kernel = kernels.kernel_of("transposed::Traits<cutlass::bfloat16_t, 16, 9>", kernels.MARKED, None)
     idle = kernel.missed(ran)
     waits = [wait for wait in waits if wait.text not in idle]
     assert len(waits) > 8

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 import kernels
@@ -144,6 +145,22 @@ def test_products_of_two_bf16():
     torch.testing.assert_close(got, want, rtol=0, atol=0, equal_nan=True)
 
 
+def test_a_product_and_a_sum_of_bf16_are_rounded_once():
+    """The first two sums are next to halfway between two neighbours, and float32 would put them there."""
+    bits = np.random.default_rng(0).integers(0x3F00, 0x4100, (256, 3, 2), dtype=np.uint16)
+    bits ^= np.random.default_rng(1).integers(0, 2, bits.shape, dtype=np.uint16) << 15
+    bits[:4, :, 0] = [[0x3F81, 0x3FC0, 0xAF80], [0x3F83, 0x3FC0, 0x2F80], [0x3F81, 0x3F80, 0], [0x7F80, 0x3F80, 0xFF80]]
+    a, b, c = torch.from_numpy(bits.view(np.int16)).view(torch.bfloat16).double().unbind(1)
+    words = np.ascontiguousarray(bits).view(np.uint32)[..., 0]
+    got = run("fma.rn.bf16x2 %o0, %i0, %i1, %i2;", words, threads=256)[:, 0].copy().view(np.int16).reshape(-1, 2)
+    got = torch.from_numpy(got).view(torch.bfloat16)
+    assert got[3, 0].isnan() and got[2, 0] == a[2, 0]
+    others = torch.arange(256) != 3
+    exact, got = (a * b + c)[others], got[others].double()
+    low, high = (torch.nextafter(got.bfloat16(), torch.tensor(to, dtype=torch.bfloat16)).double() for to in (-9e9, 9e9))
+    assert ((got - exact).abs() <= torch.minimum((low - exact).abs(), (high - exact).abs())).all()
+
+
 def test_integers_lose_and_regain_their_upper_half():
     numbers = np.array([0, 1, 0xFFFF, 0x10000, 0x12345678, 0xFFFFFFFF], np.uint32)
     got = run("cvt.u16.u32 %h0, %i0; cvt.u32.u16 %o0, %h0;", np.resize(numbers, 128), threads=128)[:, 0]
@@ -155,6 +172,20 @@ def test_every_e4m3_value_becomes_its_half():
     got = run("cvt.u16.u32 %h0, %i0; cvt.rn.f16x2.e4m3x2 %o0, %h0;", pairs, threads=128)[:, 0]
     want = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).to(torch.float16)
     np.testing.assert_array_equal(got.view(np.float16), want.numpy())
+
+
+def test_a_float_becomes_one_bf16():
+    x = torch.tensor([1.0, -1.00390625, 1.01171875, 3e38, 2**-130, math.inf, 0.1, -0.0]).repeat(4)
+    got = run("cvt.rn.bf16.f32 %h0, %i0; mov.b32 %o0, {%h0, 0};", x.numpy())[:, 0]
+    assert got.tolist() == (x.bfloat16().view(torch.int16).int() & 0xFFFF).tolist()
+
+
+def test_loads_that_leave_l1_alone():
+    bits = random_bits(4)
+    code = """mov.b32 %o0, 0; setp.gt.u32 %p0, %lane, 15; @%p0 ld.global.L1::no_allocate.b32 %o0, [%in];
+    ld.global.L1::no_allocate.v2.u32 {%o1, %o2}, [%in+8];"""
+    want = np.stack([np.where(np.arange(LANES) > 15, bits[:, 0], 0), bits[:, 2], bits[:, 3]], axis=1)
+    np.testing.assert_array_equal(run(code, bits, outputs=3), want)
 
 
 def test_comparisons_and_maxima_with_nan():
@@ -174,6 +205,7 @@ def test_exchanges_between_lanes():
         "shfl.sync.bfly.b32 %o0|%p0, %i0, 5, 31, -1;": x[lane ^ 5],
         "shfl.sync.idx.b32 %o0, %i0, 3, 0x181f, -1;": x[lane // 8 * 8 + 3],
         "shfl.sync.up.b32 %o0, %i0, 4, 0, -1;": x[np.where(lane >= 4, lane - 4, lane)],
+        "elect.sync %i1|%p0, -1; selp.b32 %o0, %i0, %i1, %p0;": np.where(lane == 31, x, 31),
     }.items():
         np.testing.assert_array_equal(run(code, bits)[:, 0], want, err_msg=code)
 
@@ -309,6 +341,8 @@ MISTAKES = {
         "(?s)deadlock.*phase 0",
     ),
     "cp.async.cg.shared.global [%sh], [%in], 16; ld.shared.u32 %o0, [%sh];": (EmulationError, "in flight"),
+    "ld.global.L2::no_allocate.b32 %o0, [%in];": (UnknownInstruction, "no_allocate"),
+    "setp.lt.u32 %p1, %t, 8; @%p1 elect.sync %i1|%p0, -1;": (EmulationError, "deadlock"),
     "A: bra A;": (EmulationError, "livelock"),
 }
 

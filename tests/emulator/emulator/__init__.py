@@ -8,10 +8,10 @@ source line, warp and lanes:
 - an access out of bounds of its tensor, or misaligned;
 - shared memory read that nobody has written, or read or written while a copy still fills it;
 - registers of a WGMMA in flight touched, or used without wgmma.fence before it;
-- TMA into shared memory written without fence.proxy.async since (a WGMMA that reads such memory gets NaN: tails of a
-  tile are, and thrown away);
-- a WGMMA that reads what cp.async brought and neither the copying warp nor the reading one has fenced (NaN, too). The
-  reader's fence counts for copies that it knew to be there: by a barrier, or from warps that knew, through one;
+- TMA into shared memory written without fence.proxy.async since;
+- a WGMMA that reads what a warp stored, or brought by cp.async, where neither that warp nor the reading one has fenced
+  since: it gets NaN, as tails of a tile are read and thrown away. The reader's fence counts for writes that it knew
+  of: by a barrier, or from warps that knew, through one;
 - misuse of mbarriers, named barriers and the cluster's, shared memory of a CTA that has ended, operands that differ
   where a warp must agree, and deadlock.
 

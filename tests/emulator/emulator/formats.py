@@ -13,6 +13,15 @@ def f32_to_bf16(x: np.ndarray) -> np.ndarray:
     return np.where(np.isnan(x), np.uint16(0x7FFF), rounded)
 
 
+def f64_to_bf16(x: np.ndarray) -> np.ndarray:
+    """Rounded once: float32 on the way keeps in its last bit that it is not exact."""
+    with np.errstate(all="ignore"):
+        near = x.astype(np.float32)
+    beyond = np.abs(near.astype(np.float64)) > np.abs(x)
+    bits = near.view(np.uint32) - beyond.astype(np.uint32)
+    return f32_to_bf16(np.where((near != x) & ~np.isnan(x), bits | 1, bits).view(np.float32))
+
+
 def _e4m3_values() -> np.ndarray:
     code = np.arange(256)
     exponent, mantissa = code >> 3 & 15, code & 7
@@ -48,6 +57,12 @@ def multiply_bf16x2(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Two products in a register of 32 bits; float32 holds each exactly, but for subnormal ones."""
     x, y = (bf16_to_f32(pair.view(np.uint16)) for pair in (a, b))
     return f32_to_bf16(x * y).view(np.uint32)
+
+
+def fma_bf16x2(a: np.ndarray, b: np.ndarray, c: np.ndarray) -> np.ndarray:
+    """Two products and sums in a register, each rounded once where float64 holds the sum: exponents 2^37 apart."""
+    x, y, z = (bf16_to_f32(part.view(np.uint16)).astype(np.float64) for part in (a, b, c))
+    return f64_to_bf16(x * y + z).view(np.uint32)
 
 
 def pack2(high: np.ndarray, low: np.ndarray, kind: str) -> np.ndarray:

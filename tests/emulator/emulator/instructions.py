@@ -21,7 +21,7 @@ class Translator:
     def __init__(self, entry: Entry):
         self.entry = entry
         helpers = (_fma, _ftz, _shl, _shr, _div, _rem, _mul_wide, _mul_hi, _bfi, _prmt)
-        helpers += (formats.pack2, formats.multiply_bf16x2)
+        helpers += (formats.pack2, formats.multiply_bf16x2, formats.fma_bf16x2, formats.f32_to_bf16)
         self.names = {f.__name__: f for f in helpers} | {dtype.name: dtype for dtype in DTYPES.values()}
         self.names |= {"np": np, "where": np.where, "E4M3": formats.E4M3}
 
@@ -228,6 +228,13 @@ def _product(integer: str, real: str | None):
     return translate
 
 
+def _fused(t: Translator, item: Instruction, mask: str) -> str:
+    if item.opcode != "fma.rn.bf16x2":
+        return _arithmetic(None, "_fma({0}, {1}, {2})")(t, item, mask)
+    a, b, c = (t.read(operand, "bf16x2") for operand in item.operands[1:])
+    return t.write(item.operands[0], "bf16x2", f"fma_bf16x2({a}, {b}, {c})", mask)
+
+
 def _shift(t: Translator, item: Instruction, mask: str) -> str:
     _known(item)
     kind, (target, value, amount) = item.parts[-1], item.operands
@@ -280,6 +287,7 @@ def _cvta(t: Translator, item: Instruction, mask: str) -> str:
 INTEGER_CONVERSIONS = ("cvt.s64.s32", "cvt.u16.u32", "cvt.u32.u16", "cvt.u32.u64", "cvt.u64.u32")
 CONVERSIONS = {
     "cvt.rn.bf16x2.f32": "pack2({0}, {1}, 'bf16')",
+    "cvt.rn.bf16.f32": "f32_to_bf16({0})",
     "cvt.rn.f16x2.f32": "pack2({0}, {1}, 'f16')",
     "cvt.rn.satfinite.e4m3x2.f32": "pack2({0}, {1}, 'e4m3')",
     "cvt.rn.f16x2.e4m3x2": "E4M3[{0}.view(uint8)].astype(float16).view(uint32)",
@@ -300,8 +308,8 @@ def _cvt(t: Translator, item: Instruction, mask: str) -> str:
 
 def _memory_shape(item: Instruction) -> tuple[str, int, str]:
     """Space, number of items and type of a load or store."""
-    opcode = item.opcode.replace("ld.global.cg.", "ld.global.")
-    shape = re.fullmatch(r"(?:ld|st)\.(global|shared|shared::cluster|param)(?:\.v([24]))?\.(\w+)", opcode)
+    spaces = r"(shared|shared::cluster|param|global)(?:(?<=global)\.(?:cg|L1::no_allocate))?"
+    shape = re.fullmatch(rf"(?:ld|st)\.{spaces}(?:\.v([24]))?\.(\w+)", item.opcode)
     if shape is None or shape[3] not in DTYPES:
         raise UnknownInstruction(str(item))
     return shape[1].removeprefix("shared::"), int(shape[2] or 1), shape[3]
@@ -368,7 +376,7 @@ TRANSLATIONS = {
     "sub": _arithmetic("{0} - {1}", "{0} - {1}"),
     "mul": _product("{0} * {1}", "{0} * {1}"),
     "mad": _product("{0} * {1} + {2}", None),
-    "fma": _arithmetic(None, "_fma({0}, {1}, {2})"),
+    "fma": _fused,
     "div": _arithmetic("_div({0}, {1})", "{0} / {1}"),
     "rem": _arithmetic("_rem({0}, {1})"),
     "min": _arithmetic("np.minimum({0}, {1})", "np.fmin({0}, {1})"),

@@ -184,7 +184,7 @@ class MBarrier:
     pending: int
     transaction_bytes: int = 0
     phase: int = 0
-    gathering: tuple = ()  # what those who have arrived know of copies, see Warp.known
+    gathering: tuple = ()  # what those who have arrived know of writes, see Warp.known
     told: tuple = ()  # to those who see a phase completed
 
 
@@ -221,7 +221,9 @@ class Warp:
         self.copies_there = 0  # of whole groups
         self.groups_begun = self.groups_there = 0
         self.cluster_phase: int | None = None  # of the cluster's barrier at which it has arrived and not yet waited
-        self.known = (0,) * warps  # of each warp, how many of its cp.async are there and known to be
+        self.writes = 0  # to shared memory, but for cp.async
+        # Of each warp, how many of its cp.async are there and known to be; then, of each, how many of its writes.
+        self.known = (0,) * (2 * warps)
         self.fenced = np.array(self.known)  # `known` at the last fence.proxy.async
         self.products = ProductsInFlight(cta, self)
         self.followed = False  # has waited for the kernel's predecessor
@@ -243,6 +245,13 @@ class Warp:
 
     def learn(self, told: tuple) -> None:
         self.known = _latest(self.known, told)
+
+    def write(self) -> int:
+        """The number of the write to shared memory that the warp does now; it knows of its own."""
+        self.writes += 1
+        own = len(self.known) // 2 + self.index
+        self.known = self.known[:own] + (self.writes,) + self.known[own + 1 :]
+        return self.writes
 
     # What the translated code calls: all lanes' addresses, and a mask of those that count or None.
 
@@ -312,7 +321,7 @@ class Warp:
         if mask is not None:
             address, values = address[mask], [value[mask] for value in values]
         if len(address):
-            self.cta.shared.store(address, size, values, self.index)
+            self.cta.shared.store(address, size, values, self.index, self.write())
 
 
 def _safe(address: np.ndarray, mask: np.ndarray | None) -> np.ndarray:

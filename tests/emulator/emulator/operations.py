@@ -160,6 +160,20 @@ def _vote(t: Translator, item: Instruction):
     return _among_members(t, item, run)
 
 
+def _elect(t: Translator, item: Instruction):
+    """PTX does not say which lane; the highest is none that a kernel would take by mistake."""
+    if item.opcode != "elect.sync":
+        raise UnknownInstruction(str(item))
+    lane, elected = item.operands[0].items
+
+    def run(warp, bits: int):
+        highest = bits.bit_length() - 1
+        put(warp, lane, np.full(LANES, highest, np.uint32), bits)
+        put(warp, elected, np.arange(LANES) == highest, bits)
+
+    return _among_members(t, item, run)
+
+
 def _mbarrier(t: Translator, item: Instruction):
     if item.opcode in ("mbarrier.try_wait.parity.shared::cta.b64", "mbarrier.test_wait.parity.shared::cta.b64"):
         return _mbarrier_wait(t, item)
@@ -298,6 +312,7 @@ OPERATIONS = {
     "shfl": _shfl,
     "redux": _redux,
     "vote": _vote,
+    "elect": _elect,
     "movmatrix": matrix_instruction,
     "ldmatrix": matrix_instruction,
     "stmatrix": matrix_instruction,

@@ -22,6 +22,7 @@ DTYPES = {
     **{f"{kind}{bits}": np.dtype(f"uint{bits}") for kind in "ub" for bits in (8, 16, 32, 64)},
     **{f"s{bits}": np.dtype(f"int{bits}") for bits in (8, 16, 32, 64)},
     "f16": np.dtype("float16"),
+    "bf16": np.dtype("uint16"),
     "f32": np.dtype("float32"),
     "f64": np.dtype("float64"),
     "f16x2": np.dtype("uint32"),

@@ -28,7 +28,7 @@ class SharedMemory:
         data = np.full(self.end, 0xFF, np.uint8)  # NaN in every type
         state = np.full(self.end, UNWRITTEN, np.uint8)
         unfenced = np.zeros(self.end, np.uint8)  # 1 + the warp whose write is not fenced (+ COPIED)
-        self._numbers = np.zeros(self.end // 16, np.int64)  # of the cp.async that brought a unit, among its warp's
+        self._numbers = np.zeros(self.end // 4, np.int64)  # of the write that brought a word, among those of its warp
         self._state, self._unfenced = state, unfenced
         self._views, self._state_views, self._unfenced_views = (
             {n: x.view(f"uint{n * 8}") for n in (1, 2, 4, 8)} for x in (data, state, unfenced)
@@ -56,27 +56,30 @@ class SharedMemory:
             out.append(self._views[size][at])
         return out
 
-    def store(self, address: np.ndarray, size: int, values: list[np.ndarray], warp: int) -> None:
+    def store(self, address: np.ndarray, size: int, values: list[np.ndarray], warp: int, number: int) -> None:
+        """A warp's ordinary write, its number-th."""
         index = self.index(address, size, len(values))
         for n, value in enumerate(values):
-            self._put(index + n, size, value, warp)
+            self._put(index + n, size, value, warp, number)
 
     def read_units(self, units: np.ndarray, what: str, fenced: np.ndarray | None = None) -> np.ndarray:
         """Bytes [..., 16], for an asynchronous unit NaN where a write is not fenced, which a kernel may throw away.
 
-        fenced: how many of each warp's cp.async the reader has fenced itself; None for an ordinary read.
+        fenced: how many of each warp's cp.async, and then of each one's ordinary writes, the reader has fenced itself;
+            None for an ordinary read.
         """
         if self._state_units.view(np.uint64)[units].any():
             self._refuse(units, 16, what)
         raw = self._data_units[units]
         if fenced is not None and (marks := self._unfenced_units[units]).any():
-            seen = (marks > COPIED) & (fenced[(marks % COPIED).astype(np.int64) - 1] >= self._numbers[units][..., None])
-            raw[(marks > 0) & ~seen] = 0xFF
+            writer = (marks % COPIED).astype(np.int64) - 1 + np.where(marks > COPIED, 0, len(fenced) // 2)
+            numbers = self._numbers.reshape(-1, 4)[units].repeat(4, axis=-1)
+            raw[(marks > 0) & (fenced[writer] < numbers)] = 0xFF
         return raw
 
-    def store_units(self, units: np.ndarray, raw: np.ndarray, warp: int) -> None:
-        """An ordinary write of 16 bytes each."""
-        self._put(units[:, None] * 2 + np.arange(2), 8, raw.view(np.uint64), warp)
+    def store_units(self, units: np.ndarray, raw: np.ndarray, warp: int, number: int) -> None:
+        """The same of 16 bytes each."""
+        self._put(units[:, None] * 2 + np.arange(2), 8, raw.view(np.uint64), warp, number)
 
     def begin_copy(self, units: np.ndarray) -> None:
         if (self._state_units.view(np.uint64)[units] & LOCKED[8]).any():
@@ -89,8 +92,7 @@ class SharedMemory:
         self._state_units[units] = 0
         self._data_units[units] = raw
         if warp is not None:
-            self._mark(units[:, None] * 2 + np.arange(2), 8, warp, COPIED)
-            self._numbers[units] = number
+            self._mark(units[:, None] * 2 + np.arange(2), 8, warp, number, COPIED)
 
     def lock_barrier(self, address: int) -> None:
         self.index(np.array([address], np.uint32), 8)
@@ -110,16 +112,17 @@ class SharedMemory:
                 f"{what} shared memory that warp {int(marks.max()) % COPIED - 1} wrote without fence.proxy.async since"
             )
 
-    def _put(self, index: np.ndarray, size: int, value: np.ndarray, warp: int) -> None:
+    def _put(self, index: np.ndarray, size: int, value: np.ndarray, warp: int, number: int) -> None:
         if (self._state_views[size][index] & LOCKED[size]).any():
             self._refuse(index, size, "write to")
         self._views[size][index] = value
         self._state_views[size][index] = 0
-        self._mark(index, size, warp)
+        self._mark(index, size, warp, number)
 
-    def _mark(self, index: np.ndarray, size: int, warp: int, how: int = 0) -> None:
+    def _mark(self, index: np.ndarray, size: int, warp: int, number: int, how: int = 0) -> None:
         mark = (warp + 1 + how) * ONES[size]
         self._unfenced_views[size][index] = mark
+        self._numbers.reshape(-1, max(1, size // 4))[index // max(1, 4 // size)] = number
         self._written[warp].append((size, index, mark))
 
     def _refuse(self, index: np.ndarray, size: int, what: str) -> None:

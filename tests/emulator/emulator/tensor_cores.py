@@ -258,7 +258,7 @@ def matrix_instruction(t: Translator, item: Instruction):
     def store(cta, warp, group):
         units = cta.shared.index(address(warp)[: 8 * count], 16)
         rows = np.stack([_lanes_matrix(value(warp), transposed) for value in values])
-        cta.shared.store_units(units, rows.reshape(8 * count, 4), warp.index)
+        cta.shared.store_units(units, rows.reshape(8 * count, 4), warp.index, warp.write())
 
     return aligned(item, load if shape[1] == "ld" else store)
 
