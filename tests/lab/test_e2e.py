@@ -157,19 +157,6 @@ def test_a_backend_named_twice_has_two_turns_and_every_server_takes_as_many_read
     assert [turn.readings(case) for turn in turns] == [2, 2, 2, 3, 3]
 
 
-def test_a_server_that_is_thrown_away_comes_first_and_is_not_reported(run):
-    made = run(backends=("ETAP",))
-    made.throw_away = replace(SERVING, model="/small")
-    made.all()
-    found = rows.read(run.output).rows
-    ports = [line.split()[2] for line in run.loads()]
-    assert ports[0] == ports[1] != ports[2], "a warm-up and a reading of the first point, then another server"
-    assert len(ports) == 2 + 6 and [len(getattr(row, "readings", [])) for row in found] == [2, 2, 0]
-    assert f"--port {ports[0]}" not in run.output.read_text() and f" {ports[0]} " not in run.output.read_text()
-    thrown_away = made.logs / "thrown-away" / "vllm-etap.log"
-    assert children_in(thrown_away) and not any(map(alive, children_in(thrown_away)))
-
-
 def test_the_host_is_timed_before_and_after_each_reading(run, monkeypatch):
     times = iter(range(100))
     monkeypatch.setattr(running, "host_ms", lambda: float(next(times)))
@@ -351,13 +338,6 @@ def test_the_whole_depth_is_the_same_server_in_all_three_forms():
     assert (cases_of(full.points)[0].concurrency, cases_of(full.points)[0].input) == (16, 16384)
 
 
-def test_a_small_model_has_layers_of_each_kind(tmp_path):
-    pytest.importorskip("tokenizers", reason="the dummy model's tokenizer is made with it")
-    for changes, layers in (({}, 5), ({"num_hidden_layers": 4}, 4), ({"first_k_dense_replace": 1}, 3)):
-        small = model.small_model("deepseek-r1", changes, 8, 4, tmp_path)
-        assert small.config["num_hidden_layers"] == layers
-
-
 def test_a_scenario_like_another_has_its_points_and_its_own_environment():
     like, base = read_scenario("decode-plain"), read_scenario("decode")
     assert like.points == base.points and like.vllm.backends == base.vllm.backends
@@ -492,8 +472,6 @@ REFUSED = [
     (["decode", "--gpus", "3", "--show"], "--gpus: wanted tensor parallel ranks that divide"),
     (["decode", "--dcp", "3"], "decode_context_parallel: wanted a divisor of tensor parallel 8, got 3"),
     (["decode", "--model", "kimi-k3"], "--model: wanted a model of text alone for dummy weights, got kimi-k3"),
-    (["decode", "--model", "kimi-k3", "--throw-away"], "--model: wanted a model of text alone for dummy weights"),
-    (["decode", "--model", "/data/r1", "--throw-away"], "--throw-away: wanted a model of configs/models"),
 ]
 
 

@@ -12,7 +12,6 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -25,7 +24,7 @@ from etap_backend.lab import gpus as driver
 from etap_backend.lab import results
 from etap_backend.lab.e2e import report
 from etap_backend.lab.e2e import results_file as rows
-from etap_backend.lab.e2e.model import Prepared, parse_changes, prepare_model, serving_of, small_model
+from etap_backend.lab.e2e.model import Prepared, parse_changes, prepare_model, serving_of
 from etap_backend.lab.e2e.results_file import Document, Layout
 from etap_backend.lab.e2e.scenario import (
     Case,
@@ -173,9 +172,6 @@ def e2e(
     turns: Annotated[
         int, typer.Option(min=1, help="Servers of each backend, in turn: A B A B; they share the readings.")
     ] = 1,
-    throw_away: Annotated[
-        bool, typer.Option("--throw-away", help="First a server of few layers that fills the caches, not reported.")
-    ] = False,
     flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE, one more variable for the server; kept in the output.")
@@ -211,11 +207,8 @@ def e2e(
         cases = cases_of(
             [point.model_copy(update={"repeats": max(repeats or point.repeats, least)}) for point in points]
         )
-        asked_for, tp = parse_changes(changes or [], layers), wanted.tensor_parallel
-        folder = output.with_suffix("") / "model"
-        prepared = prepare_model(wanted.model, asked_for, rank_of, tp, folder)
-        aside = folder.with_name("model-thrown-away")
-        small = small_model(wanted.model, asked_for, rank_of, tp, aside) if throw_away else None
+        asked_for, folder = parse_changes(changes or [], layers), output.with_suffix("") / "model"
+        prepared = prepare_model(wanted.model, asked_for, rank_of, wanted.tensor_parallel, folder)
         serving, served_by = serving_of(wanted, prepared, cases), ENGINES[engine.value]
         profiled = parse_profile(profile, cases)
         if show:
@@ -230,8 +223,7 @@ def e2e(
         if resume and output.exists():
             document = resumed(output, document)
         results.must_be_writable(output)
-        for model_folder in filter(None, (prepared, small)):
-            model_folder.write()
+        prepared.write()
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from error
     run = Run(
@@ -248,7 +240,6 @@ def e2e(
         deadline=None if time_limit is None else begin + time_limit,
         console=Console() if sys.stdout.isatty() else Console(width=180),
         profile=profiled,
-        throw_away=replace(serving, model=small.model) if small else None,
     )
     run.console.print(f"{wanted.title}: {prepared.what}, {wanted.gpus} GPUs", markup=False)
     try:

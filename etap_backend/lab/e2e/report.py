@@ -16,8 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from etap_backend.lab import results as files
-from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Skipped, at_equal_host_speed, joined, read
+from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Skipped, at_equal_host_speed, read
 from etap_backend.lab.provenance import without_note
 from etap_backend.lab.screen import print_table
 from etap_backend.lab.serving.engines import ENGINES
@@ -297,17 +296,10 @@ def plot(document: Document, path: Path) -> None:
 def main(
     results: Annotated[list[Path], typer.Argument(help="JSON files of `etap e2e`.")],
     plots: Annotated[Path | None, typer.Option(help="Folder for the plots.", file_okay=False)] = None,
-    join: Annotated[
-        Path | None, typer.Option(help="Make one file of all, each row with the run that it is of, and show that.")
-    ] = None,
 ) -> None:
-    """Print end-to-end results again, join them, and draw them."""
+    """Print end-to-end results again, and draw them."""
     try:
         documents = {path.stem: read(path) for path in results}
-        if join:
-            files.must_be_writable(join, "--join")
-            documents = {join.stem: joined(list(documents.values()))}
-            files.write(documents[join.stem], join)
         if plots:
             plots.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:

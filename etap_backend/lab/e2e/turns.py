@@ -76,7 +76,6 @@ class Run:
     deadline: float | None
     console: Console
     profile: tuple[int, int] | None = None  # concurrency and input length of the point that is profiled
-    throw_away: Serving | None = None  # of the small model whose server fills the caches
     turn_end: float | None = None
     fresh_seeds: int = 0
     replaces_older: bool = field(init=False)  # whether the output is a file of before this run
@@ -161,8 +160,6 @@ class Run:
         log = self.logs / f"{self.engine.name}.load.log"
         cut = []
         with Generator(self.python, self.engine.load_module, log, self.environment()) as generator:
-            if self.throw_away and waiting:
-                self.thrown_away(waiting[0].backend, generator)
             for number, turn in enumerate(waiting):
                 if self.deadline is not None:
                     now = time.monotonic()
@@ -174,18 +171,6 @@ class Run:
                     cut.append(turn.backend)
         if cut:
             raise Stopped(f"by the time limit, in the turn of {', '.join(dict.fromkeys(cut))}")
-
-    def thrown_away(self, backend: str, generator: Generator) -> None:
-        """A server of a small model, driven once: what it compiles, the servers that are measured find in the caches.
-        Nothing of it is reported."""
-        scratch = self.document.model_copy(update={"rows": [], "servers": {}})
-        first = replace(self.cases[0], repeats=1)
-        small = replace(
-            self, serving=self.throw_away, cases=[first], document=scratch, output=self.logs / "thrown-away.json",
-            profile=None, console=Console(quiet=True),
-        )  # fmt: skip
-        self.console.print(f"{backend}, a small model, thrown away: logs in {small.logs}")
-        small.turn(Turn(backend), generator)
 
     def turn(self, turn: Turn, generator: Generator) -> bool:
         """One backend's turn; False when its time was up before it was through."""
