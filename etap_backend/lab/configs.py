@@ -25,7 +25,7 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-CALLED = {"bench": "grid", "e2e": "scenario", "hardware": "gpu", "models": "model"}
+CALLED = {"bench": "grid", "e2e": "scenario", "hardware": "gpu", "models": "model", "record": "names"}
 """The arguments that name a file of each folder."""
 Content = TypeVar("Content", bound=BaseModel)
 MOST_PROBLEMS = 12  # that an error tells

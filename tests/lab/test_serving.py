@@ -350,11 +350,6 @@ def test_all_requests_are_answered_in_order_and_as_many_at_a_time_as_asked(serve
     assert replies == [{"echo": body["prompt"]} for body in bodies] and server.most == concurrency
 
 
-def test_the_time_for_all_is_that_of_requests_in_flight_at_once(server, url):
-    server.awaited = 12
-    assert client.seconds_for(f"{url}/echo", [{"prompt": [1]}] * 12, GUARD) > 0 and server.most == 12
-
-
 @pytest.mark.parametrize(
     "path, seconds, kind, words",
     [

@@ -116,20 +116,16 @@ def installed() -> Kernels:
 
 def of_drop_ins() -> Kernels:
     """The drop-ins, each before what it stands in for; FA3 has no kernel for MLA with an FP8 cache."""
-    originals = DROP_INS[AS_FLASHMLA], DROP_INS[AS_FLASHINFER], DROP_INS[AS_FA3]
-    flashinfer = [
-        Provider(AS_FLASHINFER, drop_ins.flashinfer),
-        Provider(originals[1], peers.flashinfer, "flashinfer-python"),
-    ]
-    fa3 = [Provider(AS_FA3, drop_ins.fa3), Provider(originals[2], peers.fa3, "vllm")]
 
-    def flashmla(ours: Callable, theirs: Callable) -> list[Provider]:
-        return [Provider(AS_FLASHMLA, ours), Provider(originals[0], theirs, "vllm")]
+    def both(name: str, ours: Callable, theirs: Callable, package: str = "vllm") -> list[Provider]:
+        return [Provider(name, ours), Provider(DROP_INS[name], theirs, package)]
 
+    flashinfer = both(AS_FLASHINFER, drop_ins.flashinfer, peers.flashinfer, "flashinfer-python")
+    fa3 = both(AS_FA3, drop_ins.fa3, peers.fa3)
     return Kernels.listed(
-        plain=[*flashmla(drop_ins.flash_mla, peers.flashmla), *flashinfer, *fa3],
-        fp8=[*flashmla(drop_ins.flash_mla_fp8, peers.flashmla_fp8), *flashinfer],
-        sparse_fp8=flashmla(drop_ins.flash_mla_sparse, peers.flashmla_sparse_fp8),
+        plain=[*both(AS_FLASHMLA, drop_ins.flash_mla, peers.flashmla), *flashinfer, *fa3],
+        fp8=[*both(AS_FLASHMLA, drop_ins.flash_mla_fp8, peers.flashmla_fp8), *flashinfer],
+        sparse_fp8=both(AS_FLASHMLA, drop_ins.flash_mla_sparse, peers.flashmla_sparse_fp8),
     )
 
 

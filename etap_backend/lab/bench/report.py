@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from etap_backend.lab.bench import plots as pictures
 from etap_backend.lab.bench import rows as files
 from etap_backend.lab.bench.rows import (
     MATH_SUFFIX,
@@ -310,9 +311,7 @@ def main(
         for path, document in documents.items():
             typer.echo(text(document))
             for kind in plot or []:
-                from etap_backend.lab.bench.plots import plot as draw  # matplotlib takes a second to import
-
-                typer.echo(draw(document, kind, plots / f"{path.stem}-{kind}.png"))
+                typer.echo(pictures.plot(document, kind, plots / f"{path.stem}-{kind}.png"))
     except ValueError as error:
         typer.secho(f"etap report: {error}", fg="red", err=True)
         raise typer.Exit(2) from error

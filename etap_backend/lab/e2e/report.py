@@ -273,14 +273,11 @@ def plot(document: Document, path: Path) -> None:
     )
     for axis, length in zip(axes.flat, lengths, strict=True):
         for name in backends_of(document):
-            rows = [row for row in document.measured() if row.backend == name]
-            rows = [row for row in rows if (row.input, row.output, row.prefill) == length]
-            rows.sort(key=lambda row: row.concurrency)
-            middle = [row.tpot_ms.median for row in rows]
-            below = [row.tpot_ms.median - row.tpot_ms.min for row in rows]
-            above = [row.tpot_ms.max - row.tpot_ms.median for row in rows]
-            places = [row.concurrency for row in rows]
-            axis.errorbar(places, middle, [below, above], marker="o", markersize=3, capsize=2, label=name)
+            rows = [row for row in document.measured() if (row.backend, *row.shape[:2], row.prefill) == (name, *length)]
+            points = sorted((row.concurrency, row.tpot_ms) for row in rows)
+            errors = [[of.median - of.min for _, of in points], [of.max - of.median for _, of in points]]
+            middle = [of.median for _, of in points]
+            axis.errorbar([place for place, _ in points], middle, errors, marker="o", capsize=2, label=name)
         given, made, prefill = length
         axis.set(title=f"{in_k(given)} in, {in_k(made)} out, prefill {prefill}", xlabel="requests", ylabel="TPOT (ms)")
         axis.set_xscale("log", base=2)

@@ -19,9 +19,9 @@ from etap_backend.lab.bench.rows import Document
 from etap_backend.lab.e2e.results_file import Document as Served
 from etap_backend.lab.e2e.results_file import at_equal_host_speed
 from etap_backend.lab.estimate.carry_over import TARGET_RANKS, estimate
-from etap_backend.lab.estimate.results_file import TITLES, Estimate, cells_of
+from etap_backend.lab.estimate.results_file import TITLES, Estimate, cells_of, made_with
 from etap_backend.lab.estimate.results_file import Document as Estimates
-from etap_backend.lab.provenance import Provenance, command_line, commit
+from etap_backend.lab.provenance import command_line, commit
 from etap_backend.lab.screen import print_table
 
 TARGETS = ("H20-96G", "H20-141G")
@@ -42,11 +42,6 @@ def table_of(served: Served, found: list[Estimate], target: str) -> Table:
     for one in found:
         table.add_row(*cells_of(one), f"{one.tokens_per_second_per_gpu:.1f}")
     return table
-
-
-def made_with(document: Provenance) -> Provenance:
-    """What a results file says of how it was made, without what was measured."""
-    return Provenance(**{key: getattr(document, key) for key in Provenance.model_fields})
 
 
 def main(
@@ -77,7 +72,7 @@ def main(
         raise typer.Exit(2) from error
     if output:
         command = command_line("python -m etap_backend.lab.estimate.command")
-        sources = {path.name: made_with(document) for path, document in (readings | benchmarks).items()}
+        sources = {path.name: made_with(vars(document)) for path, document in (readings | benchmarks).items()}
         made = Estimates(target=target, commit=commit(), command=command, sources=sources, estimates=written)
         results.write(made, output)
 

@@ -132,28 +132,11 @@ def _as_failed_requests(seconds: float, what: str) -> Iterator[None]:
 
 def ask_all(url: str, bodies: Sequence[dict], concurrency: int, seconds: float) -> list[dict]:
     """The replies to all, in order, `concurrency` at a time. Raises FailedRequest unless all come in `seconds`."""
-    return _ask_all(url, _encoded(bodies), concurrency, seconds)
-
-
-def seconds_for(url: str, bodies: Sequence[dict], seconds: float) -> float:
-    """Wall time until all, in flight at once, are answered; else as `ask_all`."""
-    contents = _encoded(bodies)
-    begin = time.monotonic()
-    _ask_all(url, contents, len(contents), seconds)
-    return time.monotonic() - begin
-
-
-def _encoded(bodies: Sequence[dict]) -> list[bytes]:
-    return [json.dumps(body).encode() for body in bodies]
-
-
-def _ask_all(url: str, contents: Sequence[bytes], concurrency: int, seconds: float) -> list[dict]:
     end = time.monotonic() + seconds
 
-    def ask(content: bytes) -> dict:
-        with _as_failed_requests(seconds, f"{len(contents)} requests"):
-            left = max(0.001, end - time.monotonic())
-            answer = http.post(url, content=content, headers={"Content-Type": "application/json"}, timeout=left)
+    def ask(body: dict) -> dict:
+        with _as_failed_requests(seconds, f"{len(bodies)} requests"):
+            answer = http.post(url, json=body, timeout=max(0.001, end - time.monotonic()))
             must_be_ok(answer.status_code, answer.text)
             return answer.json()
 
@@ -161,7 +144,7 @@ def _ask_all(url: str, contents: Sequence[bytes], concurrency: int, seconds: flo
     pool = ThreadPoolExecutor(concurrency)
     with httpx.Client(**OPTIONS) as http:
         try:
-            return list(pool.map(ask, contents))
+            return list(pool.map(ask, bodies))
         finally:  # what still waits for its answer ends with the server
             pool.shutdown(wait=False, cancel_futures=True)
 
