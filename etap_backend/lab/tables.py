@@ -4,8 +4,8 @@
     python -m etap_backend.lab.tables --check    # say what differs, and how old each result is
 
 `<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K, 8 heads -->` some of its
-rows, `<!-- summary NAME -->` a wide sweep by query rows, `<!-- ratios NAME -->` how ours compares with each peer, or
-with those named behind a colon, `<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time
+rows, `<!-- summary NAME -->` a wide sweep by query rows, `<!-- ratios NAME -->` how ours compares with each peer,
+`<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time
 between two tokens at some loads, `<!-- estimate NAME -->` a table of `etap estimate`, and `<!-- claims all -->` what
 checks say of themselves in their files. A place whose NAME ends in a question mark says that nothing was measured until
 there is such a file. Each file of times has a page of its own in docs/tables, and
@@ -36,7 +36,7 @@ NOT_YET = "Not measured with these kernels."
 KINDS: dict[str, Callable[[Path, Place], str]] = {
     "bench": lambda path, place: report.markdown(bench_rows.read(path), place.rows),
     "summary": lambda path, place: report.summary(bench_rows.read(path)),
-    "ratios": lambda path, place: report.ratios(bench_rows.read(path), place.rows),
+    "ratios": lambda path, place: report.ratios(bench_rows.read(path)),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.read(path), place.rows),
     "estimate": lambda path, place: estimates.markdown(path),
 }

@@ -83,14 +83,6 @@ def path_of(output: Path | None, name: str, kv_dtype: str | None, h20_proxy: boo
     return output
 
 
-def within(grid: Grid, memory: float) -> tuple[Grid, list[str]]:
-    """The rows that fit, and the labels of the others. Raises ValueError when none does."""
-    fitting, left_out = grid.within(memory)
-    if not fitting.workloads:
-        raise ValueError(f"grid: wanted rows that fit in {memory / 1e9:.1f} GB of free memory, got none in {grid.name}")
-    return fitting, left_out
-
-
 def _run(
     document: Document, grid: Grid, kernels: Kernels, settings: Settings, path: Path, console: Console
 ) -> Document:
@@ -140,7 +132,10 @@ def bench(
                 raise ValueError(reason)
             free = torch.cuda.mem_get_info()[0]
             path = path_of(output, whole.name, kv_dtype, h20_proxy)
-            grid, left_out = within(whole, free)
+            grid, left_out = whole.within(free)
+            if not grid.workloads:
+                wanted = f"rows that fit in {free / 1e9:.1f} GB of free memory"
+                raise ValueError(f"grid: wanted {wanted}, got none in {whole.name}")
             known = kernels_of(builds, peers, h20_proxy, Path(folder), drop_ins=grid.calls == "drop-ins")
             kernels = chosen(known, grid, only or [], skip or [])
         except ValueError as error:

@@ -273,11 +273,10 @@ def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
     return "\n\n".join(filter(None, [*parts, caption(document, rows, short=bool(only))]))
 
 
-def ratios(document: Document, only: tuple[str, ...] = ()) -> str:
-    """A page's sentences on how kernels compare over all rows; with `only` those on these kernels."""
-    lines = [line for line in ratio_lines(document) if not only or line.partition(" / ")[0] in only]
-    if not lines:
-        raise ValueError(f"rows: wanted some of {', '.join(document.peers)}, got {', '.join(only) or 'no comparison'}")
+def ratios(document: Document) -> str:
+    """A page's sentences on how kernels compare over all rows. Raises ValueError when there is nothing to compare."""
+    if not (lines := ratio_lines(document)):
+        raise ValueError(f"rows: wanted a comparison, got {', '.join(document.names) or 'no times'}")
     return "\n".join(f"- {line}" for line in lines) + f"\n\n{document.gpu}, commit {document.commit}."
 
 

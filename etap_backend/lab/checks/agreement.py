@@ -249,9 +249,7 @@ class MixedRequests:
                 bodies = [body | {name: value} for body, value in zip(bodies, values, strict=True)]
             return server.ask(bodies, concurrency, deadline.left(300, "requests"))
 
-        with client.watching(server.url, engine.running) as most_running:
-            replies = ask(requests, self.count, "together")
-        server.about["most_running_at_once"] = most_running()
+        replies = ask(requests, self.count, "together")
         if mode != "plain" and engine.name == "sglang":
             verified = sum(reply["meta_info"].get("spec_verify_ct", 0) for reply in replies)
             made = sum(request.new_tokens for request in requests)

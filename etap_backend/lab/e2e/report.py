@@ -87,12 +87,9 @@ def _against(row: Row, ours: Row | None, key: str) -> str:
     return f"{theirs.median / own.median:.3f}"
 
 
-def _percent(share: float | None, digits: int) -> str:
-    return "-" if share is None else f"{share:.{digits}%}"
-
-
-def _profiled(row: Row) -> float | None:
-    return row.profile.attention_share if isinstance(row, Measured) and row.profile else None
+def _share(row: Row) -> str:
+    share = row.profile.attention_share if isinstance(row, Measured) and row.profile else None
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _hosts(row: Row) -> str:
@@ -128,7 +125,7 @@ def columns_of(document: Document) -> dict[str, Column]:
     columns["TTFT ms"] = lambda row, ours: _value(row, "ttft_ms", 0)
     columns["tokens/s a GPU"] = lambda row, ours: _value(row, "tokens_per_second", 1, gpus)
     if any(row.profile for row in measured):
-        columns["attention's share, profiled"] = lambda row, ours: _percent(_profiled(row), 1)
+        columns["attention's share, profiled"] = lambda row, ours: _share(row)
     if any(reading.host for row in measured for reading in row.readings):
         columns["host ms"] = lambda row, ours: _hosts(row)
     columns["readings"] = lambda row, ours: _readings(row)
@@ -150,10 +147,6 @@ def cells_of(document: Document) -> list[list[str]]:
         told = [rows[name] for name in names if _told(rows.get(name))]
         lines += [[text(row, ours) for text in columns] for row in told]
     return lines
-
-
-def title_of(document: Document) -> str:
-    return f"{document.title}, {document.engine}, {document.gpus} x {document.gpu}: {document.weights}"
 
 
 def made_with(document: Document) -> str:
@@ -186,12 +179,9 @@ def provenance(document: Document) -> str:
 def caption(document: Document) -> str:
     """A page's, without what measuring.md says of every table."""
     experts = "drawn" if document.draws_experts else "as dummy weights choose them"
-    said = [
-        made_with(document) + (f", experts {experts}." if document.dummy else "."),
-        notes_of(document),
-        "" if document.complete else f"Stopped {document.stopped}; what is missing was not measured.",
-    ]
-    return " ".join(filter(None, said))
+    made = made_with(document) + (f", experts {experts}." if document.dummy else ".")
+    cut = "" if document.complete else f"Stopped {document.stopped}; what is missing was not measured."
+    return " ".join(filter(None, (made, notes_of(document), cut)))
 
 
 def problems(document: Document) -> list[str]:
@@ -201,7 +191,8 @@ def problems(document: Document) -> list[str]:
 
 
 def print_document(document: Document, console: Console) -> None:
-    table = Table(title=title_of(document), title_justify="left")
+    title = f"{document.title}, {document.engine}, {document.gpus} x {document.gpu}: {document.weights}"
+    table = Table(title=title, title_justify="left")
     for number, title in enumerate(columns_of(document)):
         table.add_column(title, justify="left" if number < 2 else "right")
     for cells in cells_of(document):

@@ -79,11 +79,7 @@ def read_scenario(name: str) -> Scenario:
     """A shipped scenario by name, or a file. `like = "other"` takes over what that scenario has and this has not;
     of tables key by key. Raises ValueError, naming file and key, when it is not one."""
     path = configs.find("e2e", name)
-    content = _with_inherited(configs.read_toml_table(path))
-    try:
-        return configs.parse(Scenario, content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return configs.parse(Scenario, _with_inherited(configs.read_toml_table(path)), path)
 
 
 def _with_inherited(content: dict) -> dict:

@@ -27,13 +27,6 @@ from etap_backend.lab.screen import print_table
 TARGETS = ("H20-96G", "H20-141G")
 
 
-def target_named(name: str) -> str:
-    """The GPU's name in its own letters. Raises ValueError for one whose calls the proxy does not tell."""
-    if (target := name.upper()) not in TARGETS:
-        raise ValueError(f"--target: wanted {' or '.join(TARGETS)}, for which the H20 proxy stands, got {name}")
-    return target
-
-
 def table_of(served: Served, found: list[Estimate], target: str) -> Table:
     table = Table(title_justify="left", box=SIMPLE_HEAD, pad_edge=False)
     table.title = f"ESTIMATE for {TARGET_RANKS} x {target}, tensor parallel, from {served.gpus} x {served.gpu}"
@@ -53,7 +46,9 @@ def main(
     """Estimate from end-to-end readings what eight H20 would do."""
     console, written = Console(), {}
     try:
-        target = target_named(target)
+        if target.upper() not in TARGETS:
+            raise ValueError(f"--target: wanted {' or '.join(TARGETS)}, for which the H20 proxy stands, got {target}")
+        target = target.upper()
         if output:
             results.must_be_writable(output)
         benchmarks = {path: results.read(path, Document) for path in kernels}

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ OPTIONS = {
     "verify": False,
 }
 HEALTH_SECONDS, METRICS_SECONDS = 5, 20
-WATCH_SECONDS = 0.2
 SHOWN = 500
 
 
@@ -94,25 +92,6 @@ def samples(text: str) -> dict[str, float]:
 def counted(found: dict[str, float], names: dict[str, str]) -> dict[str, float | None]:
     """These of the samples, by names of ours; None where a sample is absent."""
     return {ours: found.get(name) for ours, name in names.items()}
-
-
-@contextmanager
-def watching(url: str, sample: str) -> Iterator[Callable[[], float]]:
-    """Look at /metrics all the time in the block; the yielded function has the most that the sample was."""
-    most, over = [0.0], threading.Event()
-
-    def watch() -> None:
-        while not over.is_set():
-            most.append(max(most.pop(), metrics(url).get(sample, 0.0)))
-            over.wait(WATCH_SECONDS)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield lambda: most[0]
-    finally:
-        over.set()
-        thread.join()
 
 
 def must_be_ok(status: int, text: str) -> None:
