@@ -96,10 +96,6 @@ class Place:
     body: str
     may_lack: bool = False
 
-    @property
-    def file(self) -> str:
-        return f"{self.name}.json"
-
 
 def places(text: str) -> list[Place]:
     """The places of a page, in their order."""

@@ -80,7 +80,7 @@ def table(place: Place, folder: Path) -> str:
             return claims(folder)
         if place.kind not in KINDS:
             raise ValueError(f"wanted one of {', '.join((*KINDS, 'claims'))}")
-        path = folder / place.file
+        path = folder / f"{place.name}.json"
         return NOT_YET if place.may_lack and not path.is_file() else KINDS[place.kind](path, place)
     except ValueError as error:
         raise ValueError(f"<!-- {place.kind} {place.name} -->: {error}") from error

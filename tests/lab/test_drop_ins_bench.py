@@ -53,7 +53,7 @@ def on_cpu(monkeypatch):
 
 def bench_of(workload: Workload, num_sms: int | None = None) -> measure.Bench:
     pool = tensors.pool_of((workload,))
-    return measure.Bench(workload, pool.inputs(workload, num_sms), pool, own(), measure.Settings())
+    return measure.Bench(workload, pool.inputs(workload, num_sms), pool, own(), measure.Options())
 
 
 def own() -> providers.Kernels:
@@ -209,8 +209,8 @@ def test_host_times_are_of_what_can_be_called_with_and_without_a_plan(on_cpu, mo
 def test_a_run_measures_the_hosts_of_drop_ins(monkeypatch):
     workload = WORKLOADS["plain"]
     monkeypatch.setattr(measure, "measure_hosts", lambda first, *rest, plans: {"of": first, "plans": plans})
-    assert run._once(None, workload, None, own(), measure.Settings()) == {"host_calls": {"of": workload, "plans": True}}
-    assert run._once(None, workload, None, own(), measure.Settings(h20_proxy=True)) == {}
+    assert run._once(None, workload, None, own(), measure.Options()) == {"host_calls": {"of": workload, "plans": True}}
+    assert run._once(None, workload, None, own(), measure.Options(h20_proxy=True)) == {}
 
 
 # What is said of them

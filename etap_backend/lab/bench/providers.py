@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +57,7 @@ class Kernels:
 
     of_kinds: dict[str, dict[str, Provider]]
     versions: dict[str, str] = field(default_factory=dict)
+    libraries: tuple[str, ...] = ()  # builds of our own, whose outputs are compared with the first one's, bit for bit
 
     @classmethod
     def listed(cls, **of_kinds: list[Provider]) -> Kernels:
@@ -76,7 +77,7 @@ class Kernels:
 
     def chosen(self, names: list[str]) -> Kernels:
         left = {kind: {n: p for n, p in each.items() if n in names} for kind, each in self.of_kinds.items()}
-        return Kernels(left, self.versions)
+        return replace(self, of_kinds=left)
 
 
 def _in_both() -> list[Provider]:
@@ -171,4 +172,5 @@ def of_libraries(modules: dict[str, ModuleType]) -> Kernels:
 
     plain, sparse = calls("etap"), calls("etap_sparse")
     math = [Provider(one.name + MATH_SUFFIX, partial(one.prepare, fp8_math=True)) for one in plain]
-    return Kernels.listed(plain=plain, fp8=[*plain, *math], sparse=sparse, sparse_fp8=sparse, v4=calls("etap_v4"))
+    of = Kernels.listed(plain=plain, fp8=[*plain, *math], sparse=sparse, sparse_fp8=sparse, v4=calls("etap_v4"))
+    return replace(of, libraries=tuple(modules))

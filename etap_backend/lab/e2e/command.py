@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -28,7 +28,6 @@ from etap_backend.lab.e2e.model import Prepared, parse_changes, prepare_model, s
 from etap_backend.lab.e2e.results_file import Document, Layout
 from etap_backend.lab.e2e.scenario import (
     Case,
-    EngineName,
     EngineScenario,
     Scenario,
     cases_of,
@@ -131,11 +130,6 @@ def resumed(path: Path, fresh: Document) -> Document:
     return before.model_copy(update=changes)
 
 
-def _backends(specific: EngineScenario, wanted: list[str] | None) -> list[str]:
-    known = {name.lower(): name for name in specific.backends}
-    return [known.get(name.lower(), name) for name in wanted or specific.backends]
-
-
 def _refuse(text: str) -> typer.Exit:
     Console(stderr=True).print(f"etap e2e: {text}", style="red", markup=False, highlight=False)
     return typer.Exit(2)
@@ -143,7 +137,7 @@ def _refuse(text: str) -> typer.Exit:
 
 def e2e(
     scenario: Annotated[str, typer.Argument(help="A file, or the name of one of configs/e2e.")],
-    engine: Annotated[EngineName, typer.Option(help="Whose server and load generator.")] = EngineName.vllm,
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Whose server and load generator.")] = "vllm",
     model: Annotated[
         str | None, typer.Option(help="Folder or name of real weights, or a name of configs/models.")
     ] = None,
@@ -192,24 +186,25 @@ def e2e(
 ) -> None:
     """Serve one model with ETAP and with the engine's own attention backends, and compare what users see."""
     begin = time.monotonic()
-    named, output = bool(output), output or Path("results") / f"e2e-{Path(scenario).stem}-{engine.value}.json"
+    named, output = bool(output), output or Path("results") / f"e2e-{Path(scenario).stem}-{engine}.json"
     try:
         wanted = read_scenario(scenario)
         updates = {"model": model, "gpus": gpus, "decode_context_parallel": dcp}
         wanted = wanted.model_copy(update={key: value for key, value in updates.items() if value is not None})
-        if (specific := getattr(wanted, engine.value)) is None:
-            raise ValueError(f"{scenario}: wanted a table [{engine.value}], found none")
+        if (specific := getattr(wanted, engine)) is None:
+            raise ValueError(f"{scenario}: wanted a table [{engine}], found none")
         variables = {**specific.environment, **parse_variables(env or [])}
         specific = specific.model_copy(update={"environment": variables})
         points = chosen(wanted.points, [parse_tokens(text) for text in context or []], concurrency)
-        order = turns_of(_backends(specific, backend), turns)
+        known = {name.lower(): name for name in specific.backends}
+        order = turns_of([known.get(name.lower(), name) for name in backend or specific.backends], turns)
         least = max(turn.of for turn in order)  # each server is to have a reading of every point
         cases = cases_of(
             [point.model_copy(update={"repeats": max(repeats or point.repeats, least)}) for point in points]
         )
         asked_for, folder = parse_changes(changes or [], layers), output.with_suffix("") / "model"
         prepared = prepare_model(wanted.model, asked_for, rank_of, wanted.tensor_parallel, folder)
-        serving, served_by = serving_of(wanted, prepared, cases), ENGINES[engine.value]
+        serving, served_by = serving_of(wanted, prepared, cases), ENGINES[engine]
         profiled = parse_profile(profile, cases)
         if show:
             backends = list(dict.fromkeys(turn.backend for turn in order))

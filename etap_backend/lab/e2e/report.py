@@ -134,17 +134,13 @@ def columns_of(document: Document) -> dict[str, Column]:
     return columns
 
 
-def _told(row: Row | None) -> bool:
-    """Whether a row has anything to say; one that was only begun has not."""
-    return row is not None and (not isinstance(row, Measured) or bool(row.readings))
-
-
 def cells_of(document: Document) -> list[list[str]]:
     """The table's rows: all backends of a point, then the next point."""
     columns, names, lines = columns_of(document).values(), backends_of(document), []
     for rows in document.by_shape().values():
         ours = rows.get(ENGINES[document.engine].ours)
-        told = [rows[name] for name in names if _told(rows.get(name))]
+        found = [rows[name] for name in names if name in rows]
+        told = [row for row in found if not isinstance(row, Measured) or row.readings]  # a row may be only begun
         lines += [[text(row, ours) for text in columns] for row in told]
     return lines
 

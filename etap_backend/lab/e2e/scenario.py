@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 from pydantic import Field
@@ -13,11 +12,6 @@ from etap_backend.lab.configs import Strict
 from etap_backend.lab.e2e.results_file import Shape
 from etap_backend.lab.serving.engines import PAGE_TOKENS, Load
 from etap_backend.lab.units import in_k
-
-
-class EngineName(str, Enum):
-    vllm = "vllm"
-    sglang = "sglang"
 
 
 class Point(Strict):

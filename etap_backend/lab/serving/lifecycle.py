@@ -68,11 +68,7 @@ class Process:
         )
         self.alive.add(self)
         self._about = psutil.Process(self._process.pid)
-        self.stdin = self._process.stdin
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid, self.stdin = self._process.pid, self._process.stdin
 
     def ended(self) -> int | None:
         """Its exit code, None while it runs."""
