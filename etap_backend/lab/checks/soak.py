@@ -358,39 +358,23 @@ def main(
         sparse = is_sparse(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    settings = Settings(
-        seconds=seconds,
-        concurrency=concurrency,
-        timeout=timeout,
-        context=config["max_position_embeddings"],
-        abort_share=abort_share,
-        stream_share=stream_share,
-        every={"probe": probe_every, "sample": sample_every, "wave": wave_every, "write": write_every},
-        host_growth=host_growth,
-        gpu_growth=gpu_growth + INDEXER_MIB * (engine == "vllm" and sparse),
-        seed=seed,
-    )
+    sizes = {"seconds": seconds, "concurrency": concurrency, "context": config["max_position_embeddings"], "seed": seed}
+    growth = {"host_growth": host_growth, "gpu_growth": gpu_growth + INDEXER_MIB * (engine == "vllm" and sparse)}
+    every = {"probe": probe_every, "sample": sample_every, "wave": wave_every, "write": write_every}
+    shares = {"abort_share": abort_share, "stream_share": stream_share}
+    settings = Settings(timeout=timeout, every=every, **sizes, **shares, **growth)
     name, flags = variant.asked_of(asked.engine)
     flags += [*asked.flags(mode, cache_tokens, variant), asked.engine.memory_share, str(memory_share)]
+    flags += serve_flags or []
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
     document = {"what": f"soak, {engine}"} | about.model_dump() | {"model": training, "mode": mode}
     document |= {"backend": variant.backend, "settings": asdict(settings), "server": {}}
     document |= {"complete": False, "stopped": None, "failures": []}
     tally, log = Tally(), output.with_suffix(".log")
     console.print(f"{engine} with {variant.backend}: starting, log in {log}", highlight=False)
+    serving, record = asked.serving(model, mode, variant), document["server"]
     try:
-        with (
-            stopping(None),
-            served(
-                asked.engine,
-                asked.serving(model, mode, variant),
-                name,
-                [*flags, *(serve_flags or [])],
-                log=log,
-                seconds=ready,
-                about=document["server"],
-            ) as server,
-        ):
+        with stopping(None), served(asked.engine, serving, name, flags, log=log, seconds=ready, about=record) as server:
             server.must_say(variant.proof(sparse))
             with closing(Wire(server.url + asked.engine.path, timeout)) as wire:
                 probes = Probes(asked.engine, wire, model, asked.forces and mode == "plain")
