@@ -1,9 +1,7 @@
 """docs/api.md: the public calls, their signatures and docstrings, as Markdown.
 
-    python -m etap_backend.lab.api_page            # write it
-    python -m etap_backend.lab.api_page --check    # exit with 1 where it is not what the docstrings give
-
-The page has what `help()` shows of the package, its references and its drop-ins.
+The page has what `help()` shows of the package, its references and its drop-ins; `python -m etap_backend.lab.tables`
+writes it.
 """
 
 from __future__ import annotations
@@ -12,15 +10,10 @@ import importlib
 import inspect
 import re
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import ModuleType
-from typing import Annotated
-
-import typer
 
 import etap_backend
 
-PAGE = Path(etap_backend.__file__).parents[1] / "docs/api.md"
 COMPAT = ("flash_mla", "flashinfer", "flash_attn_interface")
 SECTION = re.compile(r"(Args|Attributes|Raises|Returns|Yields):$")
 ITEM = re.compile(r"([\w*`][\w*`., ]*): (.*)")
@@ -52,26 +45,18 @@ def markdown(docstring: str) -> str:
     return "\n".join(lines)
 
 
-def parameters(taken: inspect.Signature) -> Iterator[str]:
-    """A signature's parameters without `self`, with the star before those that are given by name alone."""
-    before = None
-    for parameter in taken.parameters.values():
-        named = parameter.kind is parameter.KEYWORD_ONLY
-        if named and before not in (parameter.KEYWORD_ONLY, parameter.VAR_POSITIONAL):
-            yield "*"
-        if parameter.name != "self":
-            yield str(parameter)
-        before = parameter.kind
-
-
 def signature(name: str, called: Callable) -> str:
-    """What a call looks like: on one line, or one parameter per line."""
+    """What a call looks like without `self`: on one line, or one parameter per line."""
     taken = inspect.signature(called)
+    kept = [parameter for parameter in taken.parameters.values() if parameter.name != "self"]
+    kinds, parameters = [parameter.kind for parameter in kept], [str(parameter) for parameter in kept]
+    if inspect.Parameter.KEYWORD_ONLY in kinds and inspect.Parameter.VAR_POSITIONAL not in kinds:
+        parameters.insert(kinds.index(inspect.Parameter.KEYWORD_ONLY), "*")
     nothing = taken.return_annotation in (inspect.Signature.empty, None)
     returned = "" if nothing else f" -> {inspect.formatannotation(taken.return_annotation)}"
-    text = f"{name}({', '.join(parameters(taken))}){returned}"
+    text = f"{name}({', '.join(parameters)}){returned}"
     if len(text) > WIDEST:
-        text = f"{name}(\n" + "".join(f"    {one},\n" for one in parameters(taken)) + f"){returned}"
+        text = f"{name}(\n" + "".join(f"    {one},\n" for one in parameters) + f"){returned}"
     return f"```text\n{text}\n```"
 
 
@@ -102,19 +87,3 @@ def page() -> str:
         parts.append(f"## {module.__name__}")
         parts += [text for name, value in public(module).items() for text in entries(name, value)]
     return HEAD + "\n\n".join(parts) + "\n<!-- /api -->\n"
-
-
-def main(check: Annotated[bool, typer.Option("--check", help="Change nothing.")] = False) -> None:
-    """Write docs/api.md from the docstrings, or check it."""
-    if not PAGE.parent.is_dir():
-        raise typer.BadParameter(f"wanted a source tree with its docs, got {PAGE.parents[1]}")
-    made = page()
-    if not check:
-        PAGE.write_text(made)
-    elif not PAGE.is_file() or PAGE.read_text() != made:
-        typer.echo(f"{PAGE}: is not what the docstrings give", err=True)
-        raise typer.Exit(1)
-
-
-if __name__ == "__main__":
-    typer.run(main)

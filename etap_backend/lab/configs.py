@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import reprlib
 import sys
 from pathlib import Path
@@ -25,9 +26,10 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-CALLED = {"bench": "grid", "e2e": "scenario", "hardware": "gpu", "models": "model"}
+CALLED = {"bench": "grid", "e2e": "scenario", "hardware": "gpu", "models": "model", "record": "names"}
 """The arguments that name a file of each folder."""
 Content = TypeVar("Content", bound=BaseModel)
+HUB = r"^\w[\w-]*/(?=[^/]+$)"  # an organisation before a model's name
 MOST_PROBLEMS = 12  # that an error tells
 SHORT = reprlib.Repr()
 SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 60
@@ -40,14 +42,17 @@ def shipped(kind: str, suffix: str = ".toml") -> list[str]:
 
 
 def find(kind: str, name: str, suffix: str = ".toml") -> Path:
-    """The file that `name` means: a path that exists, or the name of a file of configs/`kind` in any case of letters.
+    """The file that `name` means: a path that exists, or the name of a file of configs/`kind` in any case of letters,
+    with an organisation before it as a hub has, such as deepseek-ai/DeepSeek-R1, or without.
 
-    Raises ValueError, listing what there is, when it means neither.
+    Raises ValueError when it means neither: for a path that says so, for a name that lists what there is.
     """
     if (path := Path(name)).is_file():
         return path
-    if (path := FOLDER / kind / f"{name.lower()}{suffix}").is_file():
+    if (path := FOLDER / kind / f"{re.sub(HUB, '', name).lower()}{suffix}").is_file():
         return path
+    if name.endswith(suffix) or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"{CALLED[kind]}: wanted a file that exists, got {name}")
     raise ValueError(f"{CALLED[kind]}: wanted a file or one of {', '.join(shipped(kind, suffix))}, got {name}")
 
 
@@ -61,21 +66,19 @@ def read_toml_table(path: Path) -> dict:
 
 def read_toml(path: Path, kind: type[Content]) -> Content:
     """The file's content as a `kind`. Raises ValueError, naming file and key, when it is not one."""
-    content = read_toml_table(path)
-    try:
-        return parse(kind, content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return parse(kind, read_toml_table(path), path)
 
 
-def parse(kind: type[Content], data: object) -> Content:
-    """`data` as a `kind`. Raises ValueError with what was wanted and what came for the first keys that are wrong."""
+def parse(kind: type[Content], data: object, path: Path | None = None) -> Content:
+    """`data`, of a file if one is named, as a `kind`. Raises ValueError with what was wanted and what came for the
+    first keys that are wrong."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
         problems = [_problem(one) for one in error.errors()]
         more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
-        raise ValueError("; ".join(problems[:MOST_PROBLEMS] + more)) from error
+        said = "; ".join(problems[:MOST_PROBLEMS] + more)
+        raise ValueError(f"{path}: {said}" if path else said) from error
 
 
 def _problem(error: dict) -> str:

@@ -79,10 +79,7 @@ def parse(path: Path, content: object, kind: type[configs.Content]) -> configs.C
     if named and (got := content.get("kind")) != named.default:  # most of its keys would be wrong
         wanted = f"wanted a results file of kind {named.default!r}"
         raise ValueError(f"{path}: {wanted}, got {configs.SHORT.repr(got)}")
-    try:
-        return configs.parse(kind, content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return configs.parse(kind, content, path)
 
 
 @dataclass(frozen=True)
@@ -98,10 +95,6 @@ class Place:
     rows: tuple[str, ...]
     body: str
     may_lack: bool = False
-
-    @property
-    def file(self) -> str:
-        return f"{self.name}.json"
 
 
 def places(text: str) -> list[Place]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,9 +25,19 @@ def stopping(time_limit: float | None) -> Iterator[Callable[[], None]]:
         if deadline is not None and time.monotonic() > deadline:
             raise Stopped(f"by the time limit of {time_limit:g} s")
 
-    before = {number: signal.signal(number, stop) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
+    with signals_go_to(stop):
         yield check
+
+
+@contextmanager
+def signals_go_to(handler: Callable | int) -> Iterator[None]:
+    """What SIGTERM and Ctrl-C do in the block; signals are the main thread's, so that elsewhere nothing changes."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

@@ -4,11 +4,11 @@
     python -m etap_backend.lab.tables --check    # say what differs, and how old each result is
 
 `<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K, 8 heads -->` some of its
-rows, `<!-- summary NAME -->` a wide sweep by query rows, `<!-- ratios NAME -->` how ours compares with each peer, or
-with those named behind a colon, `<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time
-between two tokens at some loads, `<!-- estimate NAME -->` a table of `etap estimate`, and `<!-- claims BEGINNING -->`
-or `<!-- claims all -->` what checks say of themselves in their files. A place whose NAME ends in a question mark says
-that nothing was measured until there is such a file. Each file of times has a page of its own in docs/tables, and
+rows, `<!-- summary NAME -->` a wide sweep by query rows, `<!-- ratios NAME -->` how ours compares with each peer,
+`<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time
+between two tokens at some loads, `<!-- estimate NAME -->` a table of `etap estimate`, and `<!-- claims all -->` what
+checks say of themselves in their files. A place whose NAME ends in a question mark says that nothing was measured until
+there is such a file. Each file of times has a page of its own in docs/tables, and
 docs/api.md is made from docstrings where there is torch to import them with.
 """
 
@@ -22,7 +22,7 @@ from typing import Annotated
 
 import typer
 
-from etap_backend.lab import ages, outcomes, results
+from etap_backend.lab import ages, results
 from etap_backend.lab.bench import plots, report
 from etap_backend.lab.bench import rows as bench_rows
 from etap_backend.lab.e2e import report as e2e_report
@@ -36,23 +36,36 @@ NOT_YET = "Not measured with these kernels."
 KINDS: dict[str, Callable[[Path, Place], str]] = {
     "bench": lambda path, place: report.markdown(bench_rows.read(path), place.rows),
     "summary": lambda path, place: report.summary(bench_rows.read(path)),
-    "ratios": lambda path, place: report.ratios(bench_rows.read(path), place.rows),
+    "ratios": lambda path, place: report.ratios(bench_rows.read(path)),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.read(path), place.rows),
     "estimate": lambda path, place: estimates.markdown(path),
 }
 WHOLE = {"bench": "bench", "bench-sparse": "bench", "e2e": "e2e", "estimate": "estimate"}
 """Kinds of files with a page of their own, and the kind of the place on it."""
 SWEPT = 200  # rows: the page of a file with more has them by query rows
+OF_A_CHECK = ("what", "outcome", "gpu", "date", "commit")
 
 
-def claims(folder: Path, beginning: str) -> str:
-    """A table of the checks whose files' names begin so, or of all."""
+def claims(folder: Path) -> str:
+    """A table of the results of checks. Raises ValueError, naming the file, for one that does not say what came out."""
     lines = ["| check | outcome | seen on |", "|---|---|---|"]
-    for path in sorted(folder.glob("*.json" if beginning == "all" else f"{beginning}*.json")):
-        if kind_of(results.read_json(path)) is None:
-            what, outcome, seen = outcomes.read(path)
-            lines.append(f"| {what} ([file](../results/{path.name})) | {outcome} | {seen} |")
+    for path in sorted(folder.glob("*.json")):
+        content = results.read_json(path)
+        if kind_of(content) is None:
+            if missing := [key for key in OF_A_CHECK if not isinstance(content, dict) or not content.get(key)]:
+                raise ValueError(f"{path}: wanted what every check's result says, got none of {', '.join(missing)}")
+            lines.append(f"| {content['what']} ([file](../results/{path.name})) | {_outcome(content)} |")
     return "\n".join(lines) if len(lines) > 2 else NOT_YET
+
+
+def _outcome(content: dict) -> str:
+    """What came out of a check, and where it was seen."""
+    versions = content.get("versions", {})
+    packages = [f"{name} {versions[name]}" for name in ("vllm", "sglang") if versions.get(name)]
+    wrong = [f"**failed**: {one}" for one in content.get("failures") or [] if isinstance(one, str)]
+    wrong += ["**cut short**"] if content.get("complete") is False else []
+    seen = [content["gpu"], *packages, f"commit {content['commit']}", content["date"][:10]]
+    return f"{'; '.join([*wrong, content['outcome']])} | {', '.join(seen)}"
 
 
 def kind_of(content: object) -> str | None:
@@ -64,10 +77,10 @@ def table(place: Place, folder: Path) -> str:
     """What belongs in a place. Raises ValueError, naming the place, when there is nothing for it."""
     try:
         if place.kind == "claims":
-            return claims(folder, place.name)
+            return claims(folder)
         if place.kind not in KINDS:
             raise ValueError(f"wanted one of {', '.join((*KINDS, 'claims'))}")
-        path = folder / place.file
+        path = folder / f"{place.name}.json"
         return NOT_YET if place.may_lack and not path.is_file() else KINDS[place.kind](path, place)
     except ValueError as error:
         raise ValueError(f"<!-- {place.kind} {place.name} -->: {error}") from error

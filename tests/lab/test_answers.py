@@ -11,13 +11,14 @@ import typer
 from fake_server import ANSWERING
 from typer.testing import CliRunner
 
-from etap_backend.lab.checks import answers, asked, known
+from etap_backend.lab.checks import answers, asked
 from etap_backend.lab.checks.agreement import answer_in
 from etap_backend.lab.checks.asked import ASKED, Variant
 from etap_backend.lab.provenance import Provenance
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.client import FailedRequest
 from etap_backend.lab.serving.engines import ENGINES, Answer, cache_lines
+from qualify import known_answers as known
 
 
 def answer(tokens, logprob=-0.1, gap=3.0):
@@ -127,7 +128,7 @@ def test_another_backends_fp8_cache_is_reported_and_not_judged():
 
 
 def test_variants_have_their_names_flags_and_proof():
-    names = asked.with_cache(["FLASHMLA", "ETAP", "TRITON_MLA"], "fp8")
+    names = known.KnownAnswers.backends(ASKED["vllm"], ["FLASHMLA", "ETAP", "TRITON_MLA"], "fp8", named=False)
     assert names == ["FLASHMLA", "ETAP+fp8", "ETAP+fp8+math", "FLASHMLA+fp8"]
     plain, etap, math, other = map(Variant.parse, names)
     assert plain == Variant("FLASHMLA") and etap == Variant("ETAP", "fp8") and math == Variant("ETAP", "fp8", True)
@@ -168,7 +169,7 @@ def test_what_is_no_layout_is_refused(text):
      ("ETAP+fp8@tp2", "FLASHMLA", True), ("ETAP+fp8@tp2", "FLASHMLA+fp8", False)],
 )  # fmt: skip
 def test_who_is_judged_by_whom(one, other, judged):
-    assert Variant.parse(one).judged_by(Variant.parse(other)) == judged
+    assert known.judged_by(Variant.parse(one), Variant.parse(other)) == judged
 
 
 @pytest.mark.parametrize("second", ["ETAP@tp2", "ETAP@dcp2"])
@@ -210,11 +211,12 @@ def test_one_run_compares_one_gpu_and_both_layouts(served_model, monkeypatch, fa
     output = served_model / "answers.json"
     arguments = [str(served_model), "--layouts", "tp2,dcp2", "--modes", "plain,mtp", "--output", str(output)]
     app = typer.Typer()
-    app.command()(answers.main)
+    app.command()(known.main)
     result = CliRunner().invoke(app, [*arguments, "--backends", "FLASHMLA,ETAP"])
     document = json.loads(output.read_text())
     servers = ["FLASHMLA", "ETAP", "ETAP@tp2", "ETAP@dcp2"]
     drafting = [f"{name} mtp" for name in servers[:3]]
+    assert document["outcome"].startswith("equal answers: FLASHMLA plain and ETAP plain ")
     assert list(document["servers"]) == [*(f"{name} plain" for name in servers), *drafting]
     said = {name: Path(server["log"]).read_text() for name, server in document["servers"].items()}
     for name, layout in (("ETAP plain", "tp1"), ("ETAP@tp2 mtp", "tp2"), ("ETAP@dcp2 plain", "dcp2")):
@@ -226,7 +228,7 @@ def test_one_run_compares_one_gpu_and_both_layouts(served_model, monkeypatch, fa
 def test_layouts_want_as_many_gpus(served_model, monkeypatch):
     monkeypatch.setattr(answers.gpus, "gpus", lambda: [None])
     app = typer.Typer()
-    app.command()(answers.main)
+    app.command()(known.main)
     arguments = [str(served_model), "--layouts", "tp2", "--output", str(served_model / "out/answers.json")]
     result = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert result.exit_code == 2 and "--layouts: wanted 2 GPUs, this machine shows 1" in result.output

@@ -239,7 +239,7 @@ def test_copies_of_the_cache_together_exceed_the_l2_cache():
 @pytest.mark.parametrize("tokens, requests", [(64, 1), (1024, 16), (65536, 16), (131072, 64)])
 def test_a_graph_has_a_call_for_every_copy_of_the_cache(tokens, requests):
     workload = Workload((tokens,) * requests)
-    row = measure.Bench(workload, None, None, None, measure.Settings())
+    row = measure.Bench(workload, None, None, None, measure.Options())
     copies = list(range(tensors.copies_of(workload)))
     seen = {measure._on_a_copy(lambda copy: copy, [(copy,) for copy in copies], index) for index in range(row.calls)}
     assert seen == set(copies) and row.calls >= measure.FEWEST_CALLS
@@ -512,7 +512,7 @@ def on_cpu(monkeypatch):
 
 def bench_of(workload: Workload, of: providers.Kernels) -> measure.Bench:
     pool = tensors.pool_of((workload,))
-    return measure.Bench(workload, pool.inputs(workload, 8), pool, of, measure.Settings())
+    return measure.Bench(workload, pool.inputs(workload, 8), pool, of, measure.Options())
 
 
 def graphs_of(row: measure.Bench, copy: int = 0) -> dict:
@@ -561,7 +561,7 @@ def test_behind_another_kernel_each_call_waits_for_what_reads_the_queries(on_cpu
     for behind in (False, True):
         log.clear()
         row = bench_of(workload, providers.Kernels.listed(plain=[peer]))
-        row = dataclasses.replace(row, settings=measure.Settings(behind=behind))
+        row = dataclasses.replace(row, settings=measure.Options(behind=behind))
         graphs, later, others = row.captured()
         assert list(graphs) == ["FlashMLA"] and list(later) == ["FlashMLA"] * behind and not others
         assert log == ["call"] * row.calls + [True, "call"] * row.calls * behind
@@ -682,18 +682,17 @@ def other_tree(tmp_path, library) -> Path:
 def test_builds_of_our_own_stand_side_by_side_each_called_by_its_own_tree(tmp_path, other_tree, library, on_cpu):
     builds = [libraries.parse(f"new={library}"), libraries.parse(f"twice={other_tree}")]
     calls = {build.name: libraries.load(build, tmp_path / "copies") for build in builds}
-    settings = measure.Settings(libraries=tuple(calls))
     for kv_dtype, names in (("same", ["new", "twice"]), ("fp8", ["new", "twice", "new-fp8-math", "twice-fp8-math"])):
         row = bench_of(Workload((100, 333), heads=4, kv_dtype=kv_dtype), providers.of_libraries(calls))
         assert list(row.kernels.of(row.workload)) == names
         graphs = graphs_of(row)
         errors = row.errors(graphs)
         assert errors["new"] < LARGEST_RMSE["bfloat16"] and errors["twice"] == pytest.approx(1, abs=0.01)
-        same = measure.same_bits(graphs, settings.libraries)
+        same = measure.same_bits(graphs, row.kernels.libraries)
         assert same and not any(same.values())
         for name in names:
             graphs[name].result = graphs["new"].result
-        assert all(measure.same_bits(graphs, settings.libraries).values())
+        assert all(measure.same_bits(graphs, row.kernels.libraries).values())
     assert libraries.described(builds[1]).sha256 == libraries.described(builds[0]).sha256
 
 
@@ -791,7 +790,7 @@ def an_h200(monkeypatch, on_cpu):
 def test_a_run_is_whole_in_its_file_whatever_ends_it(tmp_path, an_h200):
     path = grid(tmp_path, "[[rows]]\nheads = [8, 16, 128]\nshapes = [[1, 64]]")
     made, output, of = read_grid(path), tmp_path / "r.json", providers.ours(providers.installed())
-    settings, seen = measure.Settings(), []
+    settings, seen = measure.Options(), []
     header = run.header(made, ["x"], of, settings, [], None)
     assert (header.gpu, header.multiprocessors, header.left_out) == ("NVIDIA H200", 132, ["x"])
     assert header.versions.keys() >= {"torch", "cuda", "etap-backend"} and header.options.kernels == ["etap"]
@@ -810,7 +809,7 @@ def test_a_run_is_whole_in_its_file_whatever_ends_it(tmp_path, an_h200):
 
 
 def test_the_proxys_header_says_that_it_is_one(an_h200):
-    of, settings = providers.ours(providers.installed()), measure.Settings(num_sms=78, h20_proxy=True)
+    of, settings = providers.ours(providers.installed()), measure.Options(num_sms=78, h20_proxy=True)
     header = run.header(read_grids(["paper"]), [], of, settings, [], None)
     assert header.gpu == "H20 proxy (H200 throttled)" and header.floor.bandwidth == PROXY_FLOOR.bandwidth
     assert header.published and header.options.num_sms == 78 and header.options.h20_proxy

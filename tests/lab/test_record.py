@@ -39,7 +39,7 @@ def measured(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("words", [words for group in record.GROUPS.values() for words in group.values()])
+@pytest.mark.parametrize("words", record.commands([*record.GROUPS]).values(), ids=" ".join)
 def test_every_command_is_one_that_the_bench_takes(words):
     grids = [word for word in words if not word.startswith("--")]
     grids = [word for word in grids if words[words.index(word) - 1] not in ("--skip", "--replays")]
@@ -50,7 +50,7 @@ def test_every_command_is_one_that_the_bench_takes(words):
 
 def test_the_pages_show_what_it_measures():
     text = "".join(page.read_text() for page in PAGES.rglob("*.md"))
-    names = {name for group in record.GROUPS.values() for name in group}
+    names = {name for group in record.GROUPS.values() for name in group.results}
     shown = {name for name in names if f" {name}?" in text or f" {name} -->" in text}
     assert names - shown <= {"targets-fp8-h100", "v4-h20-proxy", "v4", "short"}, "whole tables come with their files"
 
@@ -59,7 +59,8 @@ def test_a_group_is_measured_into_a_folder_and_what_is_there_is_not_measured_aga
     output = tmp_path / "records"
     result = run("h200", "--output", str(output), "--peers", "/somewhere/mine.py")
     assert result.exit_code == 1 and result.stderr == "heads: see above\n"
-    assert [name for name, _ in measured] == list(record.H200) and len(list(output.iterdir())) == len(record.H200)
+    names = list(record.GROUPS["h200"].results)
+    assert [name for name, _ in measured] == names and len(list(output.iterdir())) == len(names)
     told = dict(measured)
     assert shlex.join(told["targets"]) == (
         "targets --behind --skip triton --peers mine.py --output results/targets.json"
@@ -97,7 +98,7 @@ def test_a_result_without_a_clean_commit_is_not_made(measured, tmp_path, monkeyp
 
 def test_names_of_neither_groups_nor_results_are_refused(measured, tmp_path):
     result = run("h300", "--output", str(tmp_path))
-    assert result.exit_code == 2 and "names: wanted h200, h20-proxy, h100, or some of targets, " in result.stderr
+    assert result.exit_code == 2 and "names: wanted h100, h20-proxy, h200, or some of targets-h100, " in result.stderr
 
 
 def test_the_bench_is_run_as_if_it_had_been_called_so(monkeypatch):

@@ -185,7 +185,7 @@ def test_fp8_rows_stand_for_what_they_were_made_of():
 
 def bench_of(workload: SparseWorkload, of: providers.Kernels) -> measure.Bench:
     pool = tensors.pool_of((workload,))
-    return measure.Bench(workload, pool.inputs(workload, 8), pool, of, measure.Settings())
+    return measure.Bench(workload, pool.inputs(workload, 8), pool, of, measure.Options())
 
 
 def graphs_of(row: measure.Bench) -> dict:
@@ -307,7 +307,7 @@ def an_h200(monkeypatch, on_cpu):
 def test_a_run_writes_a_file_of_the_sparse_call(tmp_path, an_h200):
     path = tmp_path / "grid.toml"
     path.write_text("[[sparse]]\ntokens = [1, 2]\ntop_k = 100\ncontext = 1024\nkv_dtype = ['fp8', 'same']")
-    made, of, settings = read_grid(path), providers.ours(providers.installed()), measure.Settings()
+    made, of, settings = read_grid(path), providers.ours(providers.installed()), measure.Options()
     header = run.header(made, [], of, settings, [], None)
     assert type(header) is SparseDocument and header.floor.fp8_bandwidth == H200_GATHER_FLOOR.fp8_bandwidth
     whole = run.run(header, made.workloads, of, settings, tmp_path / "r.json", lambda _: None)

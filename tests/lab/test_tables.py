@@ -293,3 +293,30 @@ def test_paths_are_recorded_as_from_here(tmp_path, monkeypatch):
 def test_every_picture_of_the_pages_is_drawn_from_a_result():
     for result, kind, _ in plots.PICTURES.values():
         assert kind in plots.KINDS and (RESULTS / f"{result}.json").is_file()
+
+
+ABOUT = {"what": "a check", "gpu": "NVIDIA H200", "date": "2026-11-21T23:29:44+00:00", "commit": "5dea719"}
+
+
+@pytest.mark.parametrize(
+    "content, said",
+    [
+        ({"outcome": "812 passed"}, "812 passed"),
+        (
+            {"outcome": "x", "failures": ["250 of 256 equal"], "complete": False},
+            "**failed**: 250 of 256 equal; **cut short**; x",
+        ),
+        ({"outcome": "x", "failures": [{"case": "1"}], "complete": True}, "x"),
+    ],
+)
+def test_every_check_says_what_came_out(tmp_path, content, said):
+    results.write(ABOUT | {"versions": {"vllm": "0.26.0"}} | content, tmp_path / "a.json")
+    seen = "NVIDIA H200, vllm 0.26.0, commit 5dea719, 2026-11-21"
+    assert tables.claims(tmp_path).splitlines()[2:] == [f"| a check ([file](../results/a.json)) | {said} | {seen} |"]
+
+
+@pytest.mark.parametrize("content", [ABOUT, ABOUT | {"outcome": "x", "commit": ""}, {}, []])
+def test_a_file_of_no_check_is_named(tmp_path, content):
+    (tmp_path / "a.json").write_text(results.text_of(content) if isinstance(content, dict) else "[]")
+    with pytest.raises(ValueError, match=r"a\.json: wanted "):
+        tables.claims(tmp_path)

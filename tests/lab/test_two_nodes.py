@@ -7,7 +7,6 @@ import pytest
 import typer
 from fake_server import ANSWERING
 
-from etap_backend.lab.e2e.scenario import EngineName
 from etap_backend.lab.serving.engines import ENGINES
 from etap_backend.lab.serving.lifecycle import Process
 from qualify import two_nodes
@@ -26,7 +25,7 @@ def check(tmp_path, monkeypatch):
     def run(fault: str, scenario: str = "decode-plain") -> list[str]:
         monkeypatch.setenv("FAULT", fault)
         flags = ["--gpu-memory-utilization", "0.4"]
-        two_nodes.main(flags, EngineName.vllm, tmp_path / "nodes", "127.0.0.1", scenario, 20)
+        two_nodes.main(flags, "vllm", tmp_path / "nodes", "127.0.0.1", scenario, 20)
         return [(tmp_path / f"nodes/vllm-node-{node}.log").read_text() for node in (0, 1)]
 
     yield run

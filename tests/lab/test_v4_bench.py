@@ -32,7 +32,7 @@ def on_cpu(monkeypatch):
 
 def bench_of(workload: V4Workload, of: providers.Kernels) -> measure.Bench:
     pool = tensors.pool_of((workload,))
-    return measure.Bench(workload, pool.inputs(workload, 8), pool, of, measure.Settings())
+    return measure.Bench(workload, pool.inputs(workload, 8), pool, of, measure.Options())
 
 
 def test_the_grid_has_both_models_ranks_and_all_kinds_of_layers():

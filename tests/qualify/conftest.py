@@ -16,7 +16,7 @@ import pytest
 from etap_backend._library import library_path
 from etap_backend.lab.provenance import commit_of, provenance, sha256
 from etap_backend.lab.results import must_be_writable, write
-from qualify.theirs import DTYPES, KEPT_FAILURES, KEPT_TEXT, Suite, part_of
+from qualify.theirs import DTYPES, KEPT_FAILURES, KEPT_TEXT, Suite, part_of, told
 
 PROGRAM = "python -m pytest"
 PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "sglang")
@@ -104,4 +104,4 @@ class Record:
             found |= {"beside": option.beside, "relative_rmse": self.suite.errors.summary()}
         passed = sum(counts["passed"] for counts in cases.values())
         found |= {"complete": bool(passed) and exitstatus == 0, "failed": self.failed, "failures": self.failures}
-        write(self.document | found, option.output)
+        write(told(self.document | found), option.output)

@@ -288,6 +288,8 @@ def main(
         **{"seed": seed, "wanted": count},
     }
     document |= run(name, count, seed, device, time_limit, jobs)
+    counted = f"{document['cases']:,} of {count:,} cases, {document['wrong']} wrong"
+    document["outcome"] = f"{counted}, seed {seed}"
     if output:
         write(document, output)
     print_kinds(document)

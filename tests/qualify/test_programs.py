@@ -29,7 +29,9 @@ def test_a_program_says_how_it_is_run_and_lists_its_options(name):
 
 
 def test_the_programs_are_those_that_are_known():
-    assert PROGRAMS == ["random_cases", "sanitize", "theirs", "train_model", "two_nodes", "vllm_upstream"]
+    assert PROGRAMS == [
+        "known_answers", "random_cases", "sanitize", "theirs", "train_model", "two_nodes", "vllm_upstream",
+    ]  # fmt: skip
 
 
 def test_the_sanitizer_runs_the_cases_of_its_module(monkeypatch):

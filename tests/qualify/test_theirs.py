@@ -6,7 +6,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from etap_backend.lab import results, suites, tables
+from etap_backend.lab import results, tables
 from qualify import theirs
 
 
@@ -36,33 +36,33 @@ def test_parts_become_one_file_with_all_their_commands():
     assert made["parts"] == ["bf16 1/2", "bf16 2/2"] and "part" not in made and "command" not in made
     assert made["commands"] == ["etap check x --part 1/2", "etap check x --part 2/2"]
     said = "6 of 6 cases in bf16 pass, none is wrong (NVIDIA H200, driver 580.1; torch 2.11.0; commit abc1234)."
-    assert suites.sentence(made) == said
+    assert theirs.sentence(made) == said
 
 
 def test_types_of_elements_are_told_apart():
     made = theirs.merged([part(f"{i}/2", dtype) for dtype in ("fp16", "bf16") for i in (1, 2)])
     assert list(made["cases"]) == ["bf16, causal", "fp16, causal"] and made["complete"]
-    assert suites.sentence(made).startswith("12 of 12 cases in bf16 and fp16 pass, none is wrong (")
+    assert theirs.sentence(made).startswith("12 of 12 cases in bf16 and fp16 pass, none is wrong (")
 
 
 def test_a_missing_part_is_said():
     made = theirs.merged([part("1/3", None, passed=2, skipped=1), part("3/3", None)])
     assert not made["complete"] and list(made["cases"]) == ["causal"]
     said = "5 of 6 cases pass, 1 skip themselves, none is wrong; not run: 1 of 3 parts (NVIDIA"
-    assert suites.sentence(made).startswith(said)
+    assert theirs.sentence(made).startswith(said)
     made = theirs.merged([part("1/2"), part("2/2"), part("1/2", "fp16")])
-    assert not made["complete"] and "; not run: fp16 1 of 2 parts (" in suites.sentence(made)
+    assert not made["complete"] and "; not run: fp16 1 of 2 parts (" in theirs.sentence(made)
 
 
 def test_a_wrong_case_is_said():
     made = theirs.merged([part("1/2"), part("2/2", passed=1)])
     assert not made["complete"] and made["failed"] == 2 and made["failures"] == [{"case": "2/2"}] * 2
-    assert suites.sentence(made).startswith("4 of 6 cases in bf16 pass, 2 are wrong (")
+    assert theirs.sentence(made).startswith("4 of 6 cases in bf16 pass, 2 are wrong (")
 
 
 def test_a_run_without_merged_parts_is_said_too():
-    assert "none is wrong (" in suites.sentence(part("1/1"))
-    assert "3 of 3 cases in bf16 pass, none is wrong; not run: bf16 3 of 4 parts (" in suites.sentence(part("1/4"))
+    assert "none is wrong (" in theirs.sentence(part("1/1"))
+    assert "3 of 3 cases in bf16 pass, none is wrong; not run: bf16 3 of 4 parts (" in theirs.sentence(part("1/4"))
 
 
 @pytest.mark.parametrize(
@@ -90,12 +90,12 @@ def test_the_program_writes_the_file_and_a_page_cites_it(tmp_path):
     paths = [tmp_path / f"{i}.json" for i in (1, 2)]
     for i, path in enumerate(paths, 1):
         results.write(part(f"{i}/2"), path)
-    output = tmp_path / "whole.json"
+    output = tmp_path / "results" / "whole.json"
     result = CliRunner().invoke(app, [*map(str, paths), "--output", str(output)])
     assert result.exit_code == 0 and result.stdout.startswith("6 of 6 cases in bf16 pass")
-    place = results.Place("claims", "whole", (), "")
-    said = suites.sentence(json.loads(output.read_text())).partition(" (")[0]
-    assert said == "6 of 6 cases in bf16 pass, none is wrong" and said in tables.table(place, tmp_path)
+    place = results.Place("claims", "all", (), "")
+    said = theirs.sentence(json.loads(output.read_text())).partition(" (")[0]
+    assert said == "6 of 6 cases in bf16 pass, none is wrong" and said in tables.table(place, output.parent)
     assert CliRunner().invoke(app, [str(paths[0]), "--output", str(output)]).exit_code == 1, "a part is missing"
     broken = CliRunner().invoke(app, [str(paths[0]), str(paths[0]), "--output", str(output)])
     assert broken.exit_code == 2 and "wanted different parts" in broken.output

@@ -9,6 +9,7 @@ different runs: all have to have the same commit, library, script, versions and 
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable
@@ -21,14 +22,13 @@ import torch
 import typer
 
 from etap_backend.lab.results import must_be_writable, read_json, write
-from etap_backend.lab.suites import is_whole, part_numbers, sentence
 from etap_backend.reference import relative_rmse
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 KEPT_FAILURES = 20
 KEPT_TEXT = 600  # characters of what a wrong case printed
 ALLOWED_RATIO = 1.05
-OF_PARTS = {"date", "command", "note", "dtype", "part", "cases", "complete", "failed", "failures"}
+OF_PARTS = {"date", "command", "note", "dtype", "part", "cases", "complete", "outcome", "failed", "failures"}
 """Fields in which the parts of a run differ; in all others they have to agree."""
 
 
@@ -86,12 +86,54 @@ def run_script(checkout: Path, script: Path, stand_ins: dict[str, object]) -> No
     sys.path.insert(0, str(checkout / script.parent))
 
 
+def part_numbers(part: str) -> tuple[int, int]:
+    """(2, 4) of "2/4": the second of every four cases; (0, 0) of anything else."""
+    numbers = re.fullmatch(r"(\d+)/(\d+)", part)
+    return tuple(map(int, numbers.groups())) if numbers else (0, 0)
+
+
+def is_whole(parts: list[str]) -> bool:
+    """Whether nothing is missing. Raises ValueError for a part that is there twice, and for parts of other numbers."""
+    found, (_, every) = [part_numbers(part) for part in parts], part_numbers(parts[0])
+    if len(set(found)) < len(found) or any(number != every for _, number in found):
+        raise ValueError(f"part: wanted different parts of one number, got {', '.join(parts)}")
+    return len(found) == every
+
+
+def sentence(document: dict) -> str:
+    """What a results file says, of a run or of merged parts."""
+    totals = Counter()
+    for counts in document["cases"].values():
+        totals.update(counts)
+    skipped = f", {totals['skipped']:,} skip themselves" if totals["skipped"] else ""
+    wrong = f"{document['failed']} are wrong" if document["failed"] else "none is wrong"
+    by_dtype: dict[str, list[str]] = {}
+    for part in document.get("parts", [document.get("part", "1/1")]):
+        *dtype, numbers = part.split()
+        by_dtype.setdefault(" ".join(dtype) or document.get("dtype", ""), []).append(numbers)
+    types = " and ".join(filter(None, by_dtype))
+    missing = [
+        f"{dtype} {part_numbers(found[0])[1] - len(found)} of {part_numbers(found[0])[1]}".strip()
+        for dtype, found in by_dtype.items()
+        if not is_whole(found)
+    ]
+    said = f"{totals['passed']:,} of {totals['wanted']:,} cases{f' in {types}' if types else ''} pass{skipped}, {wrong}"
+    not_run = f"; not run: {', '.join(missing)} parts" if missing else ""
+    versions = ", ".join(f"{name} {version}" for name, version in document["versions"].items())
+    return f"{said}{not_run} ({document['gpu']}, driver {document['driver']}; {versions}; commit {document['commit']})."
+
+
 def part_of(cases: list, part: str) -> list:
     """Those of part "2/4": the second of every four. Raises UsageError where it is no such part."""
     first, every = part_numbers(part)
     if not 1 <= first <= every:
         raise pytest.UsageError(f"--part: wanted I/N with I from 1 to N, got {part}")
     return cases[first - 1 :: every]
+
+
+def told(document: dict) -> dict:
+    """The document with its outcome, which a page shows beside where it was seen."""
+    return document | {"outcome": sentence(document).partition(" (")[0]}
 
 
 def merged(documents: list[dict]) -> dict:
@@ -115,7 +157,7 @@ def merged(documents: list[dict]) -> dict:
     for one in documents:
         for kind, counts in one["cases"].items():
             cases.setdefault(f"{one['dtype']}, {kind}" if "dtype" in one else kind, Counter()).update(counts)
-    return {
+    made = {
         **{name: value for name, value in first.items() if name not in OF_PARTS},
         "date": min(one["date"] for one in documents),
         "commands": [one["command"] for one in documents],
@@ -125,6 +167,7 @@ def merged(documents: list[dict]) -> dict:
         "failed": sum(one["failed"] for one in documents),
         "failures": [failure for one in documents for failure in one["failures"]][:KEPT_FAILURES],
     }
+    return told(made)
 
 
 def main(

@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from etap_backend.lab.e2e.model import prepare_model
-from etap_backend.lab.e2e.scenario import EngineName, read_scenario
+from etap_backend.lab.e2e.scenario import read_scenario
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import ENGINES, Engine, Serving
@@ -53,7 +53,7 @@ def commands(
 
 def main(
     serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for both servers, after --.")] = None,
-    engine: Annotated[EngineName, typer.Option(help="Whose servers.")] = EngineName.vllm,
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Whose servers.")] = "vllm",
     log_folder: Annotated[Path, typer.Option(help="For the nodes' logs and the model.")] = Path("nodes"),
     address: Annotated[str, typer.Option(help="Of the first node, as the second reaches it.")] = "127.0.0.1",
     scenario: Annotated[
@@ -62,11 +62,11 @@ def main(
     seconds: Annotated[float, typer.Option(help="Until the first node must be ready.")] = 300,
 ) -> None:
     """Exit with 0 when both nodes' workers ran ETAP and the model answered."""
-    served = ENGINES[engine.value]
+    served = ENGINES[engine]
     try:
         wanted = read_scenario(scenario)
-        if (specific := getattr(wanted, engine.value)) is None:
-            raise ValueError(f"--scenario: wanted one with a table [{engine.value}], got {scenario}")
+        if (specific := getattr(wanted, engine)) is None:
+            raise ValueError(f"--scenario: wanted one with a table [{engine}], got {scenario}")
         prepared = prepare_model("deepseek-r1", CHANGES, 8, NODES, log_folder / "model")
         prepared.write()
     except (ValueError, OSError) as error:

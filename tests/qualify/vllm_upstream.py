@@ -234,6 +234,7 @@ def document(plugin: Counting, status: int, reason: str | None) -> dict:
         "outcomes": outcomes,
         "ran_etap_and_passed": len(plugin.ran),
         "of": len(plugin.of_etap),
+        "outcome": f"ETAP ran and passed in {len(plugin.ran)} of {len(plugin.of_etap)}",
     }
     what = f"vLLM's own {plugin.tests} with ETAP among its backends"
     return {"what": what} | about.model_dump() | counted | {"by": plugin.counts(), "proves_nothing": reason}

@@ -17,9 +17,9 @@ from etap_backend.lab import configs, results
 from etap_backend.lab.bench import libraries, providers, report
 from etap_backend.lab.bench.grids import Grid, Workload, read_grids
 from etap_backend.lab.bench.libraries import Build
-from etap_backend.lab.bench.measure import H20_SMS, Settings
+from etap_backend.lab.bench.measure import H20_SMS
 from etap_backend.lab.bench.providers import Kernels
-from etap_backend.lab.bench.rows import DROP_INS, OWN, Document, problems
+from etap_backend.lab.bench.rows import DROP_INS, OWN, Document, Options, problems
 from etap_backend.lab.bench.run import header, run
 from etap_backend.limits import COMPUTE_CAPABILITY
 
@@ -83,17 +83,7 @@ def path_of(output: Path | None, name: str, kv_dtype: str | None, h20_proxy: boo
     return output
 
 
-def within(grid: Grid, memory: float) -> tuple[Grid, list[str]]:
-    """The rows that fit, and the labels of the others. Raises ValueError when none does."""
-    fitting, left_out = grid.within(memory)
-    if not fitting.workloads:
-        raise ValueError(f"grid: wanted rows that fit in {memory / 1e9:.1f} GB of free memory, got none in {grid.name}")
-    return fitting, left_out
-
-
-def _run(
-    document: Document, grid: Grid, kernels: Kernels, settings: Settings, path: Path, console: Console
-) -> Document:
+def _run(document: Document, grid: Grid, kernels: Kernels, settings: Options, path: Path, console: Console) -> Document:
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=console, transient=True) as progress:
         task = progress.add_task("", total=len(grid.workloads), completed=-1)
@@ -140,14 +130,17 @@ def bench(
                 raise ValueError(reason)
             free = torch.cuda.mem_get_info()[0]
             path = path_of(output, whole.name, kv_dtype, h20_proxy)
-            grid, left_out = within(whole, free)
+            grid, left_out = whole.within(free)
+            if not grid.workloads:
+                wanted = f"rows that fit in {free / 1e9:.1f} GB of free memory"
+                raise ValueError(f"grid: wanted {wanted}, got none in {whole.name}")
             known = kernels_of(builds, peers, h20_proxy, Path(folder), drop_ins=grid.calls == "drop-ins")
             kernels = chosen(known, grid, only or [], skip or [])
         except ValueError as error:
             stderr.print(f"etap bench: {error}", style="red", markup=False, highlight=False)
             raise typer.Exit(2) from error
-        names = tuple(build.name for build in builds)
-        settings = Settings(replays, validate, H20_SMS if h20_proxy else num_sms, h20_proxy, behind, traffic, names)
+        how = {"replays": replays, "validated": validate, "num_sms": H20_SMS if h20_proxy else num_sms}
+        settings = Options(**how, h20_proxy=h20_proxy, behind=behind, traffic=traffic)
         document = header(grid, left_out, kernels, settings, builds, time_limit)
         document = _run(document, grid, kernels, settings, path, stderr)
     typer.echo(report.text(document))

@@ -34,7 +34,7 @@ def flash_mla_sparse(inputs: SparseInputs) -> Planned:
     if inputs.num_sms is None:
         return made
 
-    def call(*copy: Tensor) -> Tensor:
+    def call(_: None, *copy: Tensor) -> Tensor:
         with mock.patch.object(sparse, "device_sms", lambda device: inputs.num_sms):
             return made(*copy)
 

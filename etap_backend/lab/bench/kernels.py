@@ -26,15 +26,18 @@ Call = Callable[..., Tensor]
 """Takes a copy's tensors, returns out with batch * s_q * heads * 512 elements, or tokens * heads * 512."""
 
 
-@dataclass(frozen=True)
 class Planned:
-    """A call, and the planning that its users do once a step, before the first layer's."""
+    """A call that takes what `new_plan` gives, too: its users make that once a step, before the first layer's call."""
 
-    call: Call
-    plan: Callable[[], None]
+    def __init__(self, call: Callable[..., Tensor], new_plan: Callable[[], object]):
+        self.call, self.new_plan = call, new_plan
+        self.plan()
+
+    def plan(self) -> None:
+        self.made = self.new_plan()
 
     def __call__(self, *copy: Tensor) -> Tensor:
-        return self.call(*copy)
+        return self.call(self.made, *copy)
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from etap_backend.lab.bench.rows import (
     WITH_PLAN,
     Failed,
     Measured,
+    Options,
     Refused,
     Result,
     Row,
@@ -43,19 +44,6 @@ FEWEST_CALLS = 4
 # Calls a graph, unless they would read more than that: its start weighs little then, as in an engine.
 USUAL_CALLS, USUAL_BYTES = 16, 10e9
 HOST_TURNS, HOST_CALLS = 9, 100
-
-
-@dataclass(frozen=True)
-class Settings:
-    """How rows are measured: replays of each graph, whether results are compared with float64, CTAs of our launch."""
-
-    replays: int = 21
-    validate: bool = True
-    num_sms: int | None = None
-    h20_proxy: bool = False
-    behind: bool = False  # whether calls are timed behind another kernel, too
-    traffic: float = 0.0  # TB/s that the proxy's held SMs read meanwhile
-    libraries: tuple[str, ...] = ()  # whose outputs are compared with the first one's, bit for bit
 
 
 class Captured:
@@ -119,7 +107,7 @@ class Bench:
     inputs: Inputs | SparseInputs | V4Inputs
     pool: Pool
     kernels: Kernels
-    settings: Settings
+    settings: Options
 
     def cache_dtype(self, name: str) -> torch.dtype:
         return self.pool.cache_dtype(self.workload, self.kernels.of(self.workload)[name])
@@ -181,7 +169,7 @@ def same_bits(graphs: dict[str, Captured], libraries: tuple[str, ...]) -> dict[s
     return same
 
 
-def measure(workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: Settings, floor: Floor | None) -> Row:
+def measure(workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: Options, floor: Floor | None) -> Row:
     """One row: every kernel on the same tensors, replays taking turns."""
     row = Bench(workload, pool.inputs(workload, settings.num_sms), pool, kernels_of_run, settings)
     torch.cuda.synchronize()
@@ -196,8 +184,8 @@ def measure(workload: Workload, pool: Pool, kernels_of_run: Kernels, settings: S
         torch.cuda.current_stream().synchronize()
     timed = [(name, timing_of(graph.microseconds(of))) for (name, graph), of in zip(everything, events, strict=True)]
     timings, later = dict(timed[: len(graphs)]), dict(timed[len(graphs) :])
-    errors = row.errors(graphs) if settings.validate else {}
-    results |= results_of(timings, errors, same_bits(graphs, settings.libraries), later)
+    errors = row.errors(graphs) if settings.validated else {}
+    results |= results_of(timings, errors, same_bits(graphs, kernels_of_run.libraries), later)
     shape = workload.shape
     return row_of(
         shape,
@@ -223,7 +211,7 @@ def results_of(
     return results
 
 
-def measure_schedule(settings: Settings, batch: int = 256, builds: int = 100) -> ScheduleBuild:
+def measure_schedule(settings: Options, batch: int = 256, builds: int = 100) -> ScheduleBuild:
     """Time of building the schedule of `batch` requests on the GPU, which an engine pays once a step."""
     seq_lens = torch.randint(1, 8192, (batch,), dtype=torch.int32, device=DEVICE)
     build = kernels.schedule_build(seq_lens, 16, settings.num_sms)
@@ -234,7 +222,7 @@ def measure_schedule(settings: Settings, batch: int = 256, builds: int = 100) ->
 
 
 def measure_hosts(
-    workload: Workload, pool: Pool, kernels_of_run: Kernels, names: list[str], settings: Settings, *, plans: bool
+    workload: Workload, pool: Pool, kernels_of_run: Kernels, names: list[str], settings: Options, *, plans: bool
 ) -> dict[str, Timing]:
     """Host time to launch one call of each of these, in microseconds, where nothing waits for the GPU; in turns.
 

@@ -11,6 +11,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 from torch import Tensor
@@ -40,25 +41,23 @@ def _by_lists(softmax_scale: float) -> dict:
     return {**none, "head_dim_v": LATENT_DIM, "softmax_scale": softmax_scale, "is_fp8_kvcache": True}
 
 
+def _unfilled(theirs: ModuleType) -> object:
+    """FlashMLA's metadata of a step, which the first call fills: it comes before the timed ones."""
+    return theirs.get_mla_metadata()[0]
+
+
 def flashmla(
     inputs: Inputs, *, module: str = FLASHMLA, new_metadata: Callable[[Inputs], object] | None = None
 ) -> Planned:
     """`new_metadata` makes the metadata of a step in place of the module's `get_mla_metadata`."""
     theirs = importlib.import_module(module)
     _refuse_other_pages(inputs)
-    metadata = None
 
-    def plan() -> None:
-        nonlocal metadata
-        # Filled by the first call, which comes before the timed ones.
-        metadata = new_metadata(inputs) if new_metadata else theirs.get_mla_metadata()[0]
-
-    def call(kv_cache: Tensor) -> Tensor:
+    def call(metadata: object, kv_cache: Tensor) -> Tensor:
         asked = {"q": inputs.q, "k_cache": kv_cache.unsqueeze(-2), "tile_scheduler_metadata": metadata}
         return theirs.flash_mla_with_kvcache(**asked, **_dense(inputs), is_fp8_kvcache=False)[0]
 
-    plan()
-    return Planned(call, plan)
+    return Planned(call, lambda: new_metadata(inputs) if new_metadata else _unfilled(theirs))
 
 
 def flashmla_fp8(
@@ -71,20 +70,15 @@ def flashmla_fp8(
 
     s_q, heads = inputs.q.shape[1:3]
     _refuse_other_pages(inputs)
-    metadata = splits = None
     q = to_fp8(inputs.q, inputs.kv_scale)  # as vLLM hands them over; the rounding is not timed
     scale = inputs.kv_scale_tensor
 
-    def plan() -> None:
-        nonlocal metadata, splits
-        metadata, splits = new_metadata(inputs.seq_lens, s_q * heads, 1)
-
-    def call(kv_cache: Tensor) -> Tensor:
+    def call(plan: tuple, kv_cache: Tensor) -> Tensor:
+        metadata, splits = plan
         asked = {"q": q, "k_cache": kv_cache.unsqueeze(-2), "tile_scheduler_metadata": metadata, "num_splits": splits}
         return decode(**asked, **_dense(inputs), descale_q=scale, descale_k=scale)[0]
 
-    plan()
-    return Planned(call, plan)
+    return Planned(call, lambda: new_metadata(inputs.seq_lens, s_q * heads, 1))
 
 
 def fa3(inputs: Inputs, *, module: str = FA3) -> Planned:
@@ -92,23 +86,20 @@ def fa3(inputs: Inputs, *, module: str = FA3) -> Planned:
     batch, s_q, heads, _ = inputs.q.shape
     lengths = {"max_seqlen_q": s_q, "max_seqlen_k": max(inputs.lengths), "cu_seqlens_q": inputs.query_starts}
     both = {"causal": True, "num_splits": 32}  # vLLM's flash_attn_max_num_splits_for_cuda_graph
-    metadata = None
     q_latent, q_rope = inputs.q.flatten(0, 1).split([LATENT_DIM, ROPE_DIM], dim=-1)
 
-    def plan() -> None:
-        nonlocal metadata
+    def new_metadata() -> object:
         sizes = {"num_heads_q": heads, "num_heads_kv": 1, "headdim": ROPE_DIM, "headdim_v": LATENT_DIM}
         of_cache = {"cache_seqlens": inputs.seq_lens, "qkv_dtype": inputs.q.dtype, "page_size": inputs.page_size}
-        metadata = theirs.get_scheduler_metadata(batch_size=batch, **lengths, **sizes, **of_cache, **both)
+        return theirs.get_scheduler_metadata(batch_size=batch, **lengths, **sizes, **of_cache, **both)
 
-    def call(kv_cache: Tensor) -> Tensor:
+    def call(metadata: object, kv_cache: Tensor) -> Tensor:
         k, v = kv_cache[..., LATENT_DIM:].unsqueeze(-2), kv_cache[..., :LATENT_DIM].unsqueeze(-2)
         lists = {"seqused_k": inputs.seq_lens, "block_table": inputs.block_table, "scheduler_metadata": metadata}
         scale = {"softmax_scale": inputs.softmax_scale, "fa_version": 3}
         return theirs.flash_attn_varlen_func(q=q_rope, k=k, v=v, q_v=q_latent, **lengths, **lists, **scale, **both)
 
-    plan()
-    return Planned(call, plan)
+    return Planned(call, new_metadata)
 
 
 def flashmla_sparse_fp8(inputs: SparseInputs, *, pad: bool = True, module: str = FLASHMLA) -> Planned:
@@ -117,17 +108,12 @@ def flashmla_sparse_fp8(inputs: SparseInputs, *, pad: bool = True, module: str =
     Without `pad` the kernels alone, on queries that have as many heads before. Another module's take any number.
     """
     theirs = importlib.import_module(module)
-    metadata = None
     if module == FLASHMLA:
         q, heads, padded = _padded(inputs, 64 if inputs.q.shape[1] <= 64 else 128, pad)
     else:
         q, heads, padded = _padded(inputs, inputs.q.shape[1], True)
 
-    def plan() -> None:
-        nonlocal metadata
-        metadata = theirs.get_mla_metadata()[0]  # filled by the first call, which comes before the timed ones
-
-    def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
+    def call(metadata: object, kv_cache: Tensor, indices: Tensor) -> Tensor:
         queries = q.unsqueeze(0)
         if q.shape[1] < padded:
             queries = q.new_zeros((1, q.shape[0], padded, q.shape[2]))
@@ -136,8 +122,7 @@ def flashmla_sparse_fp8(inputs: SparseInputs, *, pad: bool = True, module: str =
         plan = {"tile_scheduler_metadata": metadata}
         return theirs.flash_mla_with_kvcache(**asked, **plan, **_by_lists(inputs.softmax_scale))[0][0, :, :heads]
 
-    plan()
-    return Planned(call, plan)
+    return Planned(call, lambda: _unfilled(theirs))
 
 
 def flashmla_v4(inputs: V4Inputs, *, module: str = FLASHMLA) -> Planned:
@@ -150,16 +135,13 @@ def flashmla_v4(inputs: V4Inputs, *, module: str = FLASHMLA) -> Planned:
     sinks = torch.nn.functional.pad(inputs.sinks, (0, padded - heads), value=-math.inf)
     counts = inputs.counts(inputs.window)
     extra_counts = inputs.counts(inputs.extra) if inputs.extra else None
-    decode, metadata = theirs.flash_mla_with_kvcache, None
+    decode = theirs.flash_mla_with_kvcache
     # vLLM before 0.33 allocates the output in the call.
     takes_out = "out" in inspect.signature(decode).parameters
     given = {"out": q.new_empty(tokens, 1, padded, LATENT_DIM)} if takes_out else {}
 
-    def plan() -> None:
-        nonlocal metadata
-        metadata = theirs.get_mla_metadata()[0]  # filled by the first call, which comes before the timed ones
-
-    def call(cache: Tensor, indices: Tensor, extra_cache: Tensor | None, extra_indices: Tensor | None) -> Tensor:
+    def call(metadata: object, cache: Tensor, indices: Tensor, *extra_list: Tensor | None) -> Tensor:
+        extra_cache, extra_indices = extra_list
         asked = {"q": q, "k_cache": cache.unsqueeze(-2), "indices": indices.unsqueeze(1), "topk_length": counts}
         extra = {"extra_k_cache": None, "extra_indices_in_kvcache": None, "extra_topk_length": extra_counts}
         if extra_cache is not None:
@@ -170,8 +152,7 @@ def flashmla_v4(inputs: V4Inputs, *, module: str = FLASHMLA) -> Planned:
         more = {"tile_scheduler_metadata": metadata, "attn_sink": sinks}
         return decode(**asked, **extra, **more, **_by_lists(inputs.softmax_scale), **given)[0][:, 0, :heads]
 
-    plan()
-    return Planned(call, plan)
+    return Planned(call, lambda: _unfilled(theirs))
 
 
 def flashmla_sparse(inputs: SparseInputs, *, pad: bool = True) -> Call:
@@ -245,10 +226,9 @@ def flashinfer(inputs: Inputs, *, wrapper_type: type | None = None) -> Planned:
     q_latent, q_rope = inputs.q.flatten(0, 1).split([LATENT_DIM, ROPE_DIM], dim=-1)
     scales = {} if inputs.kv_scale is None else {"ckv_scale": inputs.kv_scale, "kpe_scale": inputs.kv_scale}
 
-    def call(kv_cache: Tensor) -> Tensor:
+    def call(_: None, kv_cache: Tensor) -> Tensor:
         return wrapper.run(q_latent, q_rope, kv_cache[..., :LATENT_DIM], kv_cache[..., LATENT_DIM:], **scales)
 
-    plan()
     return Planned(call, plan)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import runpy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -57,6 +57,7 @@ class Kernels:
 
     of_kinds: dict[str, dict[str, Provider]]
     versions: dict[str, str] = field(default_factory=dict)
+    libraries: tuple[str, ...] = ()  # builds of our own, whose outputs are compared with the first one's, bit for bit
 
     @classmethod
     def listed(cls, **of_kinds: list[Provider]) -> Kernels:
@@ -76,7 +77,7 @@ class Kernels:
 
     def chosen(self, names: list[str]) -> Kernels:
         left = {kind: {n: p for n, p in each.items() if n in names} for kind, each in self.of_kinds.items()}
-        return Kernels(left, self.versions)
+        return replace(self, of_kinds=left)
 
 
 def _in_both() -> list[Provider]:
@@ -116,20 +117,16 @@ def installed() -> Kernels:
 
 def of_drop_ins() -> Kernels:
     """The drop-ins, each before what it stands in for; FA3 has no kernel for MLA with an FP8 cache."""
-    originals = DROP_INS[AS_FLASHMLA], DROP_INS[AS_FLASHINFER], DROP_INS[AS_FA3]
-    flashinfer = [
-        Provider(AS_FLASHINFER, drop_ins.flashinfer),
-        Provider(originals[1], peers.flashinfer, "flashinfer-python"),
-    ]
-    fa3 = [Provider(AS_FA3, drop_ins.fa3), Provider(originals[2], peers.fa3, "vllm")]
 
-    def flashmla(ours: Callable, theirs: Callable) -> list[Provider]:
-        return [Provider(AS_FLASHMLA, ours), Provider(originals[0], theirs, "vllm")]
+    def both(name: str, ours: Callable, theirs: Callable, package: str = "vllm") -> list[Provider]:
+        return [Provider(name, ours), Provider(DROP_INS[name], theirs, package)]
 
+    flashinfer = both(AS_FLASHINFER, drop_ins.flashinfer, peers.flashinfer, "flashinfer-python")
+    fa3 = both(AS_FA3, drop_ins.fa3, peers.fa3)
     return Kernels.listed(
-        plain=[*flashmla(drop_ins.flash_mla, peers.flashmla), *flashinfer, *fa3],
-        fp8=[*flashmla(drop_ins.flash_mla_fp8, peers.flashmla_fp8), *flashinfer],
-        sparse_fp8=flashmla(drop_ins.flash_mla_sparse, peers.flashmla_sparse_fp8),
+        plain=[*both(AS_FLASHMLA, drop_ins.flash_mla, peers.flashmla), *flashinfer, *fa3],
+        fp8=[*both(AS_FLASHMLA, drop_ins.flash_mla_fp8, peers.flashmla_fp8), *flashinfer],
+        sparse_fp8=both(AS_FLASHMLA, drop_ins.flash_mla_sparse, peers.flashmla_sparse_fp8),
     )
 
 
@@ -175,4 +172,5 @@ def of_libraries(modules: dict[str, ModuleType]) -> Kernels:
 
     plain, sparse = calls("etap"), calls("etap_sparse")
     math = [Provider(one.name + MATH_SUFFIX, partial(one.prepare, fp8_math=True)) for one in plain]
-    return Kernels.listed(plain=plain, fp8=[*plain, *math], sparse=sparse, sparse_fp8=sparse, v4=calls("etap_v4"))
+    of = Kernels.listed(plain=plain, fp8=[*plain, *math], sparse=sparse, sparse_fp8=sparse, v4=calls("etap_v4"))
+    return replace(of, libraries=tuple(modules))

@@ -16,53 +16,35 @@ import time
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 from etap_backend.lab import ages, provenance, results
-
-NO_TRITON = ("--skip", "triton")  # it is three times as slow as the others and doubles a run
-H200 = {
-    "targets": ("targets", "--behind", *NO_TRITON),
-    "short": ("short", "--behind", *NO_TRITON),
-    "targets-fp8": ("targets-fp8", "--behind", *NO_TRITON),
-    "sparse": ("sparse", "--behind"),
-    "v4": ("v4", "--behind"),
-    "heads": ("heads", *NO_TRITON),
-    "mtp": ("mtp", *NO_TRITON),
-    "sparse-prefill": ("sparse-prefill",),
-    "drop-ins": ("drop-ins", "drop-ins-fp8"),
-    "drop-ins-sparse": ("drop-ins-sparse",),
-    "wide": ("wide", *NO_TRITON, "--no-validate", "--replays", "5"),
-}
-H20_PROXY = {
-    f"{name}-h20-proxy": (*words, "--h20-proxy")
-    for name, words in {
-        "paper": ("paper",),
-        "targets": ("targets", "--behind"),
-        "targets-fp8": ("targets-fp8",),
-        "mtp": ("mtp",),
-        "sparse": ("sparse",),
-        "v4": ("v4",),
-        "sparse-prefill": ("sparse-prefill",),
-    }.items()
-}
-H100 = {f"{name}-h100": H200[name] for name in ("targets", "targets-fp8")}
-GROUPS = {"h200": H200, "h20-proxy": H20_PROXY, "h100": H100}
-BUILT_APART = {"targets", "short", "targets-fp8", "heads", "mtp", "sparse", "sparse-prefill", "v4", *H20_PROXY, *H100}
-"""Results with columns for the kernels of a file of --peers."""
+from etap_backend.lab.bench import command
+from etap_backend.lab.configs import Strict, find, read_toml, shipped
 
 
-def commands(names: list[str]) -> dict[str, tuple[str, ...]]:
+class Group(Strict):
+    """A file of configs/record: what `etap bench` is given for each result, and which also have `peers` of a file."""
+
+    results: dict[str, str]
+    peers: list[str] = []
+
+
+GROUPS = {name: read_toml(find("record", name), Group) for name in shipped("record")}
+
+
+def commands(names: list[str]) -> dict[str, list[str]]:
     """The words of `etap bench` for each result that groups, or results by their names, mean.
 
     Raises ValueError for a name that is neither.
     """
-    every = {name: words for group in GROUPS.values() for name, words in group.items()}
+    every = {name: shlex.split(words) for group in GROUPS.values() for name, words in group.results.items()}
     found = {}
     for name in names:
         if name not in GROUPS and name not in every:
             raise ValueError(f"names: wanted {', '.join(GROUPS)}, or some of {', '.join(every)}, got {name}")
-        found |= GROUPS.get(name) or {name: every[name]}
+        found |= {one: every[one] for one in (GROUPS[name].results if name in GROUPS else [name])}
     return found
 
 
@@ -83,12 +65,8 @@ def is_complete(path: Path, commit: str) -> bool:
 
 def measure(words: list[str], told: list[str]) -> int:
     """Run `etap bench` with these words in this process, the result telling others; its exit status."""
-    import torch  # which takes its time to import, as the peers do
-
-    from etap_backend.lab.bench.command import bench
-
     app = typer.Typer(add_completion=False)
-    app.command()(bench)
+    app.command()(command.bench)
     before, sys.argv = sys.argv, ["etap", "bench", *told]
     try:
         return typer.main.get_command(app).main(args=words, prog_name="etap bench", standalone_mode=False) or 0
@@ -115,7 +93,7 @@ def main(
     output.mkdir(parents=True, exist_ok=True)
     for name, words in chosen.items():
         path = output / f"{name}.json"
-        apart = peers if name in BUILT_APART else None
+        apart = peers if any(name in group.peers for group in GROUPS.values()) else None
         whole = [*words, *(["--peers", str(apart)] if apart else []), "--output", str(path)]
         told = [*words, *(["--peers", apart.name] if apart else []), "--output", f"results/{name}.json"]
         if show:

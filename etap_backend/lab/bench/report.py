@@ -15,6 +15,7 @@ from typing import Annotated
 
 import typer
 
+from etap_backend.lab.bench import plots as pictures
 from etap_backend.lab.bench import rows as files
 from etap_backend.lab.bench.rows import (
     MATH_SUFFIX,
@@ -272,11 +273,10 @@ def markdown(document: Document, only: tuple[str, ...] = ()) -> str:
     return "\n\n".join(filter(None, [*parts, caption(document, rows, short=bool(only))]))
 
 
-def ratios(document: Document, only: tuple[str, ...] = ()) -> str:
-    """A page's sentences on how kernels compare over all rows; with `only` those on these kernels."""
-    lines = [line for line in ratio_lines(document) if not only or line.partition(" / ")[0] in only]
-    if not lines:
-        raise ValueError(f"rows: wanted some of {', '.join(document.peers)}, got {', '.join(only) or 'no comparison'}")
+def ratios(document: Document) -> str:
+    """A page's sentences on how kernels compare over all rows. Raises ValueError when there is nothing to compare."""
+    if not (lines := ratio_lines(document)):
+        raise ValueError(f"rows: wanted a comparison, got {', '.join(document.names) or 'no times'}")
     return "\n".join(f"- {line}" for line in lines) + f"\n\n{document.gpu}, commit {document.commit}."
 
 
@@ -310,9 +310,7 @@ def main(
         for path, document in documents.items():
             typer.echo(text(document))
             for kind in plot or []:
-                from etap_backend.lab.bench.plots import plot as draw  # matplotlib takes a second to import
-
-                typer.echo(draw(document, kind, plots / f"{path.stem}-{kind}.png"))
+                typer.echo(pictures.plot(document, kind, plots / f"{path.stem}-{kind}.png"))
     except ValueError as error:
         typer.secho(f"etap report: {error}", fg="red", err=True)
         raise typer.Exit(2) from error

@@ -194,10 +194,10 @@ def row_of(shape: Shape, **measured) -> Row:
 class Options(Strict):
     """What a run was asked for."""
 
-    kernels: list[str]
-    replays: int
-    validated: bool
-    num_sms: int | None = None
+    kernels: list[str] = []
+    replays: int = 21  # of each graph
+    validated: bool = True  # whether results are compared with float64
+    num_sms: int | None = None  # CTAs of our launch
     time_limit: float | None = None
     h20_proxy: bool = False
     behind: bool = False  # whether calls were timed behind another kernel, too

@@ -14,7 +14,6 @@ from etap_backend.lab.bench import libraries, measure, tensors
 from etap_backend.lab.bench.floors import floor_for
 from etap_backend.lab.bench.grids import Grid, V4Workload, Workload
 from etap_backend.lab.bench.libraries import Build
-from etap_backend.lab.bench.measure import Settings
 from etap_backend.lab.bench.providers import Kernels
 from etap_backend.lab.bench.rows import DROP_INS, OURS, Document, Options, SparseDocument, dumped
 from etap_backend.lab.provenance import provenance
@@ -22,7 +21,7 @@ from etap_backend.lab.stopping import Stopped, stopping
 
 
 def header(
-    grid: Grid, left_out: list[str], kernels: Kernels, settings: Settings, builds: list[Build], limit: float | None
+    grid: Grid, left_out: list[str], kernels: Kernels, settings: Options, builds: list[Build], limit: float | None
 ) -> Document:
     """The document of a run that begins now, without a row."""
     about = provenance("etap bench", packages=kernels.packages, library=None if builds else _library.library_path())
@@ -37,16 +36,7 @@ def header(
         grid=grid.name,
         title=grid.title,
         multiprocessors=torch.cuda.get_device_properties(0).multi_processor_count,
-        options=Options(
-            kernels=kernels.names(grid.workloads),
-            replays=settings.replays,
-            validated=settings.validate,
-            num_sms=settings.num_sms,
-            time_limit=limit,
-            h20_proxy=settings.h20_proxy,
-            behind=settings.behind,
-            traffic=settings.traffic,
-        ),
+        options=settings.model_copy(update={"kernels": kernels.names(grid.workloads), "time_limit": limit}),
         libraries={build.name: libraries.described(build) for build in builds},
         published=list(grid.published),
         floor=floor and floor.said(fp8=any(workload.fp8 for workload in grid.workloads)),
@@ -58,7 +48,7 @@ def run(
     document: Document,
     workloads: tuple[Workload, ...],
     kernels: Kernels,
-    settings: Settings,
+    settings: Options,
     output: Path,
     progress: Callable[[Workload], None],
 ) -> Document:
@@ -86,7 +76,7 @@ def run(
     return document
 
 
-def _once(document: Document, first: Workload, pool: tensors.Pool, kernels: Kernels, settings: Settings) -> dict:
+def _once(document: Document, first: Workload, pool: tensors.Pool, kernels: Kernels, settings: Options) -> dict:
     """What is measured once per run: what a call of ours takes of the host, and building a schedule.
 
     With a grid of drop-ins: what calls of theirs and of the originals take, and those with a plan. On the proxy not

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import replace
 
 import torch
@@ -32,8 +31,13 @@ def copies_of(workload: Workload) -> int:
 AnyInputs = Inputs | SparseInputs | V4Inputs
 
 
-class Pool(ABC):
-    """One buffer of random cache pages for all rows of a run, and what rows have of it."""
+class Pool:
+    """One buffer of random cache pages for all rows of a run, and what rows have of it.
+
+    Each kind has besides `converted(pages, dtype)`, these bfloat16 pages in another type; `inputs(workload, num_sms)`,
+    what every kernel of a row is given; `copies(workload, dtype)`, what calls take in turns, the same for every kernel;
+    and `truth(inputs, copy)`, the output in float64 on what the cache stands for.
+    """
 
     def __init__(self, pages: int, width: int = HEAD_DIM):
         self.pages = torch.empty(pages, PAGE_SIZE, width, dtype=torch.bfloat16, device=DEVICE).normal_()
@@ -50,29 +54,13 @@ class Pool(ABC):
             self._others[dtype] = pages
         return self._others[dtype]
 
-    @abstractmethod
-    def converted(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
-        """These bfloat16 pages in another type."""
-
     def cache_dtype(self, workload: Workload, provider: Provider) -> torch.dtype:
         """The type of the cache that a kernel of a row is given."""
         return torch.uint8 if workload.fp8 else torch.bfloat16
 
-    @abstractmethod
-    def inputs(self, workload: Workload, num_sms: int | None) -> AnyInputs:
-        """What every kernel of a row is given."""
-
     def with_cache(self, inputs: AnyInputs, dtype: torch.dtype) -> AnyInputs:
         """These inputs beside a cache of that type."""
         return replace(inputs, kv_dtype=dtype)
-
-    @abstractmethod
-    def copies(self, workload: Workload, dtype: torch.dtype) -> list[Copy]:
-        """What calls take in turns, the same for every kernel."""
-
-    @abstractmethod
-    def truth(self, inputs: AnyInputs, copy: Copy) -> Tensor:
-        """The output in float64 on what the cache stands for."""
 
 
 class DensePool(Pool):
@@ -177,10 +165,8 @@ class V4Pool(Pool):
 
     def truth(self, inputs: V4Inputs, copy: Copy) -> Tensor:
         cache, indices, extra_cache, extra_indices = copy
-        extra = {"extra_kv_cache": extra_cache, "extra_indices": extra_indices}
-        return sparse_mla_decode_reference(inputs.q, cache, indices, inputs.softmax_scale, sinks=inputs.sinks, **extra)[
-            0
-        ]
+        more = {"extra_kv_cache": extra_cache, "extra_indices": extra_indices, "sinks": inputs.sinks}
+        return sparse_mla_decode_reference(inputs.q, cache, indices, inputs.softmax_scale, **more)[0]
 
 
 def pool_of(workloads: tuple[Workload, ...]) -> Pool:

@@ -23,6 +23,7 @@ import random
 import statistics
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from etap_backend.lab.checks.asked import Asked, Variant
 from etap_backend.lab.serving import client
@@ -217,6 +218,15 @@ class MixedRequests:
     model: str
     count: int
     about: dict = field(default_factory=dict)
+    what: ClassVar[str] = "log-probabilities of mixed requests"
+    modes: ClassVar[str] = "plain"
+
+    @staticmethod
+    def backends(asked: Asked, names: list[str], cache: str, *, named: bool) -> list[str]:
+        """These, or besides those of the engine ETAP without CUDA graphs, all with the cache that is given."""
+        ours = next(name for name in asked.backends if Variant.parse(name).is_etap)
+        every = names if named else [*names, f"{ours}+eager"]
+        return [f"{name}+{cache}" for name in every] if cache else every
 
     def serving(self, asked: Asked, variant: Variant, mode: str) -> Serving:
         return asked.serving(self.model, mode, variant, self.count, CONTEXT)
@@ -239,9 +249,7 @@ class MixedRequests:
                 bodies = [body | {name: value} for body, value in zip(bodies, values, strict=True)]
             return server.ask(bodies, concurrency, deadline.left(300, "requests"))
 
-        with client.watching(server.url, engine.running) as most_running:
-            replies = ask(requests, self.count, "together")
-        server.about["most_running_at_once"] = most_running()
+        replies = ask(requests, self.count, "together")
         if mode != "plain" and engine.name == "sglang":
             verified = sum(reply["meta_info"].get("spec_verify_ct", 0) for reply in replies)
             made = sum(request.new_tokens for request in requests)
@@ -287,7 +295,9 @@ class MixedRequests:
                         "requests": len(result.differences),
                     }
                     failures += [f"{case}: {reason}" for reason in against] if ours.is_etap else []
-        return document, failures
+        found = [f"{case}: {one['equal_answers']} of {one['requests']}" for case, one in document["agreement"].items()]
+        said = f"log-probabilities {'differ' if failures else 'agree'}; equal answers: {'; '.join(found)}"
+        return {"outcome": said} | document, failures
 
     @staticmethod
     def rows(document: dict) -> list[list[dict]]:

@@ -4,28 +4,24 @@
     etap check answers MODEL --engine vllm --output answers-fp8.json --kv-cache-dtype fp8
     etap check answers MODEL --engine sglang --output answers-two-gpus.json --layouts tp2,dcp2 --modes plain,mtp
 
-Needs a Hopper GPU and the engine with etap-backend beside it, and no network. For each backend and mode (plain; mtp:
-the model's own MTP layer proposes tokens; ngram: the prompt does, vLLM only) one server runs and answers greedily:
-
-- a MODEL with prompts.json, as tests/qualify/train_model.py makes it, the prompts whose answers it knows (known.py);
-- any other MLA model, a folder or a name, requests of mixed length (agreement.py). Then ETAP without CUDA graphs is
-  one more backend, and answers agree as far as noise allows that the reference's own server shows.
+Needs a Hopper GPU and the engine with etap-backend beside it, and no network. MODEL is any MLA model, a folder or a
+name. For each backend and mode (plain; mtp: the model's own MTP layer proposes tokens; ngram: the prompt does, vLLM
+only) one server runs and answers requests of mixed length greedily. ETAP without CUDA graphs is one more backend, and
+answers agree as far as noise allows that the reference's own server shows (agreement.py).
 
 --backends names BACKEND[+CACHE][+math][+eager][@LAYOUT], the reference first: ETAP+fp8+math reads an FP8 cache with FP8
 math, ETAP@dcp2 runs on two GPUs. By default they are the engine's dense ones, or of a model with sparse attention its
-sparse ones. With --kv-cache-dtype the reference of known answers keeps the model's own type of cache, and the others
-are ETAP with the type given, with FP8 math besides, and the reference's backend with it; of mixed requests every server
-has it. With --layouts there are servers of ETAP on several GPUs besides: tp2 is tensor parallelism of two ranks, dcp2
-the same with decode context parallelism of two, in which nothing is drafted. They get the flags and variables of
---scenario, which keep NVLink multicast and compilers out of a start.
+sparse ones. With --kv-cache-dtype every server has that type of cache. With --layouts there are servers of ETAP on
+several GPUs besides: tp2 is tensor parallelism of two ranks, dcp2 the same with decode context parallelism of two, in
+which nothing is drafted. They get the flags and variables of --scenario, which keep NVLink multicast and compilers out
+of a start.
 
 Servers that a --work folder has answers of are not started again, so a run may be continued. With --parallel several
 run at once on the GPU; vLLM then needs --kv-cache-memory-bytes, because it takes what others allocate for its own.
 """
 
-from __future__ import annotations
-
 import time
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -38,8 +34,7 @@ from rich.table import Table
 from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import MixedRequests
-from etap_backend.lab.checks.asked import ASKED, PACKAGES, Asked, Variant, is_sparse, on_gpus, with_cache
-from etap_backend.lab.checks.known import KnownAnswers
+from etap_backend.lab.checks.asked import ASKED, PACKAGES, Asked, Variant, is_sparse, on_gpus
 from etap_backend.lab.e2e.scenario import Scenario, read_scenario
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
@@ -50,8 +45,6 @@ from etap_backend.lab.serving.lifecycle import end_all
 from etap_backend.lab.serving.servers import served
 from etap_backend.lab.stopping import Stopped, stopping
 
-PROGRAM = "python -m etap_backend.lab.checks.answers"
-
 console = Console(width=120)
 
 
@@ -60,7 +53,7 @@ class Run:
     """All servers of one comparison."""
 
     asked: Asked
-    questions: KnownAnswers | MixedRequests
+    questions: MixedRequests  # or others that are asked and judged as these are
     sparse: bool
     work: Path
     backends: list[str]
@@ -137,16 +130,12 @@ class Run:
         return found, failures
 
 
-def chosen_backends(asked: Asked, names: str, cache: str, layouts: str, known: bool, sparse: bool) -> list[str]:
+def chosen_backends(
+    questions: MixedRequests, asked: Asked, sparse: bool, names: str, cache: str, layouts: str
+) -> list[str]:
     """The backends of a run, the reference first. Raises ValueError when they are none, or want more GPUs."""
-    ours = next(name for name in asked.backends if Variant.parse(name).is_etap)
-    backends = list(asked.sparse if sparse else asked.backends)
-    if names:
-        backends = names.split(",")
-    elif not known:
-        backends.append(f"{ours}+eager")
-    if cache:
-        backends = with_cache(backends, cache) if known else [f"{name}+{cache}" for name in backends]
+    own = list(asked.sparse if sparse else asked.backends)
+    backends = questions.backends(asked, names.split(",") if names else own, cache, named=bool(names))
     backends = on_gpus(backends, layouts.split(",")) if layouts else backends
     wanted = max(Variant.parse(name).tp for name in backends)
     if wanted > 1 and (there := len(gpus.gpus())) < wanted:
@@ -170,63 +159,75 @@ def table_of(rows: list[dict]) -> Table:
     return table
 
 
-def main(
-    model: Annotated[str, typer.Argument(help="Folder of a trained model with its prompts, or any MLA model.")],
-    serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for every server, after --.")] = None,
-    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
-    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("answers.json"),
-    work: Annotated[Path | None, typer.Option(help="Folder for answers and logs; default: beside the output.")] = None,
-    backends: Annotated[str, typer.Option(help="The reference first; default: the engine's.")] = "",
-    modes: Annotated[str, typer.Option(help="Of plain, mtp, ngram; default: plain, of known answers mtp too.")] = "",
-    cache_tokens: Annotated[int, typer.Option(help="Of the KV cache for known answers, in tokens.")] = 640 * 64,
-    requests: Annotated[int, typer.Option(min=32, help="Concurrent requests of mixed length.")] = 96,
-    kv_cache_dtype: Annotated[str, typer.Option(help="Compare with this cache, such as fp8_e4m3.")] = "",
-    layouts: Annotated[str, typer.Option(help="ETAP on several GPUs besides, such as tp2,dcp2.")] = "",
-    scenario: Annotated[
-        str, typer.Option(help="Whose flags and environment variables servers on several GPUs get.")
-    ] = "decode-plain",
-    parallel: Annotated[int, typer.Option(min=1, help="Servers at a time.")] = 1,
-    ready: Annotated[float, typer.Option(help="Seconds until a server must be ready.")] = 300,
-    limit: Annotated[float, typer.Option(help="Seconds for everything.")] = 1800,
-    note: Annotated[str, typer.Option(help="Put into the output: anything unusual about this installation.")] = "",
-) -> None:
-    """Compare the answers of attention backends; exit with 1 when they differ by more than allowed."""
-    if engine not in ASKED:
-        raise typer.BadParameter(f"--engine: wanted one of {', '.join(ASKED)}, got {engine}")
-    asked, folder = ASKED[engine], Path(model)
-    known = (folder / "prompts.json").is_file()
-    wanted = (modes or ("plain,mtp" if known else "plain")).split(",")
-    if wrong := [mode for mode in wanted if mode not in asked.modes]:
-        raise typer.BadParameter(f"--modes: wanted some of {', '.join(asked.modes)}, got {', '.join(wrong)}")
-    work = work or output.with_suffix("")
-    try:
-        questions = KnownAnswers(folder, cache_tokens) if known else MixedRequests(model, requests)
-        sparse = is_sparse(folder) if (folder / "config.json").is_file() else False
-        chosen = chosen_backends(asked, backends, kv_cache_dtype, layouts, known, sparse)
-        several = read_scenario(scenario)
-        if getattr(several, engine) is None:
-            raise ValueError(f"--scenario: wanted one with a table [{engine}], got {scenario}")
-        must_be_writable(output)
-        work.mkdir(parents=True, exist_ok=True)
-    except (ValueError, OSError) as error:
-        raise typer.BadParameter(str(error)) from error
-    deadline = Deadline(time.monotonic() + limit)
-    run = Run(asked, questions, sparse, work, chosen, wanted, serve_flags or [], ready, deadline, several)
-    about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
-    with stopping(None):
-        records, failures = run.all(parallel)
-    what = f"answers of a trained model, {engine}" if known else f"log-probabilities of mixed requests, {engine}"
-    found, against = questions.judged(records, chosen, asked)
-    document = {"what": what} | about.model_dump() | questions.about | found | {"failures": failures + against}
-    write(document, output)
-    for name, server in document["servers"].items():
-        console.print(f"{name}: {'; '.join(server['cache'])}", highlight=False)
-    console.print(*(table_of(rows) for rows in questions.rows(document)))
-    for failure in document["failures"]:
-        console.print(f"FAILED {failure}", style="red", markup=False)
-    console.print("failed" if document["failures"] else "the answers agree")
-    raise typer.Exit(bool(document["failures"]))
+def command(program: str, questions_of: type[MixedRequests], default: int, option: object) -> Callable[..., None]:
+    """The program that asks these questions; how many or how large they are is this option's to say."""
 
+    def main(
+        model: Annotated[str, typer.Argument(help="Folder or name of any MLA model.")],
+        serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for every server, after --.")] = None,
+        engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
+        output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("answers.json"),
+        work: Annotated[
+            Path | None, typer.Option(help="Folder for answers and logs; default: beside the output.")
+        ] = None,
+        backends: Annotated[str, typer.Option(help="The reference first; default: the engine's.")] = "",
+        modes: Annotated[str, typer.Option(help="Of plain, mtp, ngram.")] = questions_of.modes,
+        size: Annotated[int, option] = default,
+        kv_cache_dtype: Annotated[str, typer.Option(help="Compare with this cache, such as fp8_e4m3.")] = "",
+        layouts: Annotated[str, typer.Option(help="ETAP on several GPUs besides, such as tp2,dcp2.")] = "",
+        scenario: Annotated[
+            str, typer.Option(help="Whose flags and environment variables servers on several GPUs get.")
+        ] = "decode-plain",
+        parallel: Annotated[int, typer.Option(min=1, help="Servers at a time.")] = 1,
+        ready: Annotated[float, typer.Option(help="Seconds until a server must be ready.")] = 300,
+        limit: Annotated[float, typer.Option(help="Seconds for everything.")] = 1800,
+        note: Annotated[str, typer.Option(help="Put into the output: anything unusual about this installation.")] = "",
+    ) -> None:
+        """Compare the answers of attention backends; exit with 1 when they differ by more than allowed."""
+        if engine not in ASKED:
+            raise typer.BadParameter(f"--engine: wanted one of {', '.join(ASKED)}, got {engine}")
+        asked, folder, wanted = ASKED[engine], Path(model), modes.split(",")
+        if wrong := [mode for mode in wanted if mode not in asked.modes]:
+            raise typer.BadParameter(f"--modes: wanted some of {', '.join(asked.modes)}, got {', '.join(wrong)}")
+        work = work or output.with_suffix("")
+        try:
+            questions = questions_of(model, size)
+            sparse = is_sparse(folder) if (folder / "config.json").is_file() else False
+            chosen = chosen_backends(questions, asked, sparse, backends, kv_cache_dtype, layouts)
+            several = read_scenario(scenario)
+            if getattr(several, engine) is None:
+                raise ValueError(f"--scenario: wanted one with a table [{engine}], got {scenario}")
+            must_be_writable(output)
+            work.mkdir(parents=True, exist_ok=True)
+        except (ValueError, OSError) as error:
+            raise typer.BadParameter(str(error)) from error
+        deadline = Deadline(time.monotonic() + limit)
+        run = Run(asked, questions, sparse, work, chosen, wanted, serve_flags or [], ready, deadline, several)
+        about = provenance(program, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
+        with stopping(None):
+            records, failures = run.all(parallel)
+        found, against = questions.judged(records, chosen, asked)
+        document = (
+            {"what": f"{questions.what}, {engine}"}
+            | about.model_dump()
+            | questions.about
+            | found
+            | {"failures": failures + against}
+        )
+        write(document, output)
+        for name, server in document["servers"].items():
+            console.print(f"{name}: {'; '.join(server['cache'])}", highlight=False)
+        console.print(*(table_of(rows) for rows in questions.rows(document)))
+        for failure in document["failures"]:
+            console.print(f"FAILED {failure}", style="red", markup=False)
+        console.print("failed" if document["failures"] else "the answers agree")
+        raise typer.Exit(bool(document["failures"]))
+
+    return main
+
+
+REQUESTS = typer.Option("--requests", min=32, help="Concurrent requests of mixed length.")
+main = command("python -m etap_backend.lab.checks.answers", MixedRequests, 96, REQUESTS)
 
 if __name__ == "__main__":
     typer.run(main)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from etap_backend.lab.results import read_json
@@ -66,15 +66,6 @@ class Variant:
             return f"sparse attention, KV cache {'bfloat16' if self.own_cache else SPARSE_FP8}"
         return "" if self.own_cache else f"KV cache FP8 (e4m3), math {'FP8 (e4m3)' if self.fp8_math else 'float16'}"
 
-    def judged_by(self, other: Variant) -> bool:
-        """Whether this one, ETAP, must agree with the other: another backend on one GPU with the model's own cache, or
-        ETAP with the same cache on one GPU where this one has several."""
-        if not self.is_etap or not other.one_gpu:
-            return False
-        if not other.is_etap:
-            return other.own_cache
-        return replace(self, tp=1, dcp=1) == other and not self.one_gpu
-
 
 def is_sparse(model: Path) -> bool:
     """Whether the model's attention is sparse. Raises ValueError where the folder has no configuration."""
@@ -93,12 +84,6 @@ def on_gpus(backends: list[str], layouts: list[str]) -> list[str]:
     """These, and ETAP in each layout besides."""
     etap = [name for name in backends if Variant.parse(name).is_etap]
     return [*backends, *(f"{name}@{layout}" for layout in layouts for name in etap)]
-
-
-def with_cache(backends: list[str], cache: str) -> list[str]:
-    """The reference with its own cache, then ETAP's two ways to read the other one, then the reference with that."""
-    reference, etap = backends[0], next((name for name in backends if Variant.parse(name).is_etap), ETAP)
-    return [reference, f"{etap}+{cache}", f"{etap}+{cache}+math", f"{reference}+{cache}"]
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,6 @@ from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import NOISE_FACTOR, agreement, answer_in
 from etap_backend.lab.checks.asked import ASKED, PACKAGES, Variant, is_sparse
-from etap_backend.lab.checks.known import RIGHT_SHARE, right_share
 from etap_backend.lab.checks.traffic import Settings, Tally, Traffic
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
@@ -57,6 +56,7 @@ PROGRAM = "python -m etap_backend.lab.checks.soak"
 # of a request 0.064, where another context gave medians of 3.4.
 MOST_GAP, MOST_STEP, MOST_REQUEST, MOST_MEDIAN = 0.5, 1.0, 0.3, 0.05
 PROBES = 8  # of each kind
+RIGHT_SHARE = 0.9  # of those known by heart
 FEW = 4
 LEAST_SAMPLES = 16
 INDEXER_MIB = 512  # vLLM's VLLM_SPARSE_INDEXER_MAX_LOGITS_MB
@@ -102,7 +102,7 @@ class Probes:
         again = agreement(self.ask(FEW, False, None), self.reference)
         self.noise = again.median() if any(again.differences) else math.nan
         known = [index for index, (kind, _) in enumerate(self.kinds) if kind == "recite"]
-        right = right_share([self.reference[i] for i in known], [self.kinds[i][1]["answer"] for i in known])
+        right = statistics.fmean(self.reference[i].tokens == self.kinds[i][1]["answer"] for i in known)
         if right < RIGHT_SHARE:
             raise Failed(f"wanted {RIGHT_SHARE:.0%} of the prompts known by heart answered rightly, got {right:.0%}")
         if wrong := self.objections(again):
@@ -309,6 +309,13 @@ class Soak:
         return found
 
 
+def outcome(document: dict) -> str:
+    """What a page says of a run that began: seconds, and what was counted."""
+    counted = {**document.get("requests", {}), **document.get("counters", {})}
+    counts = [f"{number:,.0f} {kind}" for kind, number in counted.items() if number]
+    return f"{document.get('seconds', 0):.0f} s: {', '.join(counts)}".replace("_", " ")
+
+
 def main(
     model: Annotated[Path, typer.Argument(help="Folder that train_model.py wrote.")],
     serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for the server, after --.")] = None,
@@ -351,39 +358,23 @@ def main(
         sparse = is_sparse(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    settings = Settings(
-        seconds=seconds,
-        concurrency=concurrency,
-        timeout=timeout,
-        context=config["max_position_embeddings"],
-        abort_share=abort_share,
-        stream_share=stream_share,
-        every={"probe": probe_every, "sample": sample_every, "wave": wave_every, "write": write_every},
-        host_growth=host_growth,
-        gpu_growth=gpu_growth + INDEXER_MIB * (engine == "vllm" and sparse),
-        seed=seed,
-    )
+    sizes = {"seconds": seconds, "concurrency": concurrency, "context": config["max_position_embeddings"], "seed": seed}
+    growth = {"host_growth": host_growth, "gpu_growth": gpu_growth + INDEXER_MIB * (engine == "vllm" and sparse)}
+    every = {"probe": probe_every, "sample": sample_every, "wave": wave_every, "write": write_every}
+    shares = {"abort_share": abort_share, "stream_share": stream_share}
+    settings = Settings(timeout=timeout, every=every, **sizes, **shares, **growth)
     name, flags = variant.asked_of(asked.engine)
     flags += [*asked.flags(mode, cache_tokens, variant), asked.engine.memory_share, str(memory_share)]
+    flags += serve_flags or []
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
     document = {"what": f"soak, {engine}"} | about.model_dump() | {"model": training, "mode": mode}
     document |= {"backend": variant.backend, "settings": asdict(settings), "server": {}}
     document |= {"complete": False, "stopped": None, "failures": []}
     tally, log = Tally(), output.with_suffix(".log")
     console.print(f"{engine} with {variant.backend}: starting, log in {log}", highlight=False)
+    serving, record = asked.serving(model, mode, variant), document["server"]
     try:
-        with (
-            stopping(None),
-            served(
-                asked.engine,
-                asked.serving(model, mode, variant),
-                name,
-                [*flags, *(serve_flags or [])],
-                log=log,
-                seconds=ready,
-                about=document["server"],
-            ) as server,
-        ):
+        with stopping(None), served(asked.engine, serving, name, flags, log=log, seconds=ready, about=record) as server:
             server.must_say(variant.proof(sparse))
             with closing(Wire(server.url + asked.engine.path, timeout)) as wire:
                 probes = Probes(asked.engine, wire, model, asked.forces and mode == "plain")
@@ -396,6 +387,7 @@ def main(
     finally:
         document["failures"] += tally.sentences()
         document["complete"] = bool(document.pop("soaked", False)) and document["stopped"] is None
+        document["outcome"] = outcome(document)
         write(document, output)
     for failure in document["failures"]:
         console.print(f"FAILED {failure}", style="red", markup=False)

@@ -12,9 +12,8 @@ import shlex
 import subprocess
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -25,11 +24,10 @@ from etap_backend.lab import gpus as driver
 from etap_backend.lab import results
 from etap_backend.lab.e2e import report
 from etap_backend.lab.e2e import results_file as rows
-from etap_backend.lab.e2e.model import Prepared, parse_changes, prepare_model, serving_of, small_model
+from etap_backend.lab.e2e.model import Prepared, parse_changes, prepare_model, serving_of
 from etap_backend.lab.e2e.results_file import Document, Layout
 from etap_backend.lab.e2e.scenario import (
     Case,
-    EngineName,
     EngineScenario,
     Scenario,
     cases_of,
@@ -132,11 +130,6 @@ def resumed(path: Path, fresh: Document) -> Document:
     return before.model_copy(update=changes)
 
 
-def _backends(specific: EngineScenario, wanted: list[str] | None) -> list[str]:
-    known = {name.lower(): name for name in specific.backends}
-    return [known.get(name.lower(), name) for name in wanted or specific.backends]
-
-
 def _refuse(text: str) -> typer.Exit:
     Console(stderr=True).print(f"etap e2e: {text}", style="red", markup=False, highlight=False)
     return typer.Exit(2)
@@ -144,7 +137,7 @@ def _refuse(text: str) -> typer.Exit:
 
 def e2e(
     scenario: Annotated[str, typer.Argument(help="A file, or the name of one of configs/e2e.")],
-    engine: Annotated[EngineName, typer.Option(help="Whose server and load generator.")] = EngineName.vllm,
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Whose server and load generator.")] = "vllm",
     model: Annotated[
         str | None, typer.Option(help="Folder or name of real weights, or a name of configs/models.")
     ] = None,
@@ -173,9 +166,6 @@ def e2e(
     turns: Annotated[
         int, typer.Option(min=1, help="Servers of each backend, in turn: A B A B; they share the readings.")
     ] = 1,
-    throw_away: Annotated[
-        bool, typer.Option("--throw-away", help="First a server of few layers that fills the caches, not reported.")
-    ] = False,
     flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE, one more variable for the server; kept in the output.")
@@ -196,27 +186,25 @@ def e2e(
 ) -> None:
     """Serve one model with ETAP and with the engine's own attention backends, and compare what users see."""
     begin = time.monotonic()
-    named, output = bool(output), output or Path("results") / f"e2e-{Path(scenario).stem}-{engine.value}.json"
+    named, output = bool(output), output or Path("results") / f"e2e-{Path(scenario).stem}-{engine}.json"
     try:
         wanted = read_scenario(scenario)
         updates = {"model": model, "gpus": gpus, "decode_context_parallel": dcp}
         wanted = wanted.model_copy(update={key: value for key, value in updates.items() if value is not None})
-        if (specific := getattr(wanted, engine.value)) is None:
-            raise ValueError(f"{scenario}: wanted a table [{engine.value}], found none")
+        if (specific := getattr(wanted, engine)) is None:
+            raise ValueError(f"{scenario}: wanted a table [{engine}], found none")
         variables = {**specific.environment, **parse_variables(env or [])}
         specific = specific.model_copy(update={"environment": variables})
         points = chosen(wanted.points, [parse_tokens(text) for text in context or []], concurrency)
-        order = turns_of(_backends(specific, backend), turns)
+        known = {name.lower(): name for name in specific.backends}
+        order = turns_of([known.get(name.lower(), name) for name in backend or specific.backends], turns)
         least = max(turn.of for turn in order)  # each server is to have a reading of every point
         cases = cases_of(
             [point.model_copy(update={"repeats": max(repeats or point.repeats, least)}) for point in points]
         )
-        asked_for, tp = parse_changes(changes or [], layers), wanted.tensor_parallel
-        folder = output.with_suffix("") / "model"
-        prepared = prepare_model(wanted.model, asked_for, rank_of, tp, folder)
-        aside = folder.with_name("model-thrown-away")
-        small = small_model(wanted.model, asked_for, rank_of, tp, aside) if throw_away else None
-        serving, served_by = serving_of(wanted, prepared, cases), ENGINES[engine.value]
+        asked_for, folder = parse_changes(changes or [], layers), output.with_suffix("") / "model"
+        prepared = prepare_model(wanted.model, asked_for, rank_of, wanted.tensor_parallel, folder)
+        serving, served_by = serving_of(wanted, prepared, cases), ENGINES[engine]
         profiled = parse_profile(profile, cases)
         if show:
             backends = list(dict.fromkeys(turn.backend for turn in order))
@@ -230,8 +218,7 @@ def e2e(
         if resume and output.exists():
             document = resumed(output, document)
         results.must_be_writable(output)
-        for model_folder in filter(None, (prepared, small)):
-            model_folder.write()
+        prepared.write()
     except (ValueError, OSError) as error:
         raise _refuse(str(error)) from error
     run = Run(
@@ -248,7 +235,6 @@ def e2e(
         deadline=None if time_limit is None else begin + time_limit,
         console=Console() if sys.stdout.isatty() else Console(width=180),
         profile=profiled,
-        throw_away=replace(serving, model=small.model) if small else None,
     )
     run.console.print(f"{wanted.title}: {prepared.what}, {wanted.gpus} GPUs", markup=False)
     try:

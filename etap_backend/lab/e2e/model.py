@@ -14,7 +14,6 @@ from etap_backend.lab.serving import dummy_model
 from etap_backend.lab.serving.engines import Serving
 
 MARGIN_TOKENS = 64  # beyond input and output, for a request that the tokenizer made a little longer
-SMALL_MOE_LAYERS = 2
 
 
 @dataclass(frozen=True)
@@ -68,15 +67,6 @@ def prepare_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: i
     if others := [f"{key} {value} (of {whole[key]})" for key, value in changes.items() if key not in said]:
         what += "; " + ", ".join(others)
     return Prepared(str(folder), config, True, what)
-
-
-def small_model(name: str, changes: dict[str, Any], rank_of: int | None, tp: int, folder: Path) -> Prepared:
-    """The model with a few layers of each kind. Raises ValueError when it has its own weights."""
-    if name.lower() not in configs.shipped("models", ".json"):
-        raise ValueError(f"--throw-away: wanted a model of configs/models, got {name}")
-    whole = _shipped_config(name) | changes
-    layers = min(whole["num_hidden_layers"], whole.get("first_k_dense_replace", 0) + SMALL_MOE_LAYERS)
-    return prepare_model(name, changes | {"num_hidden_layers": layers}, rank_of, tp, folder)
 
 
 def must_divide_heads(config: dict | None, tp: int) -> None:

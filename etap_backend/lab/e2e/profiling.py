@@ -19,7 +19,6 @@ STEPS = 10
 OUTPUT_TOKENS = 1024
 LOAD_SECONDS = 8  # of decoding while the profiler starts and records, within OUTPUT_TOKENS
 EXPORT_SECONDS = 30
-SECONDS = 20  # that it takes in all, about
 LISTED = 25
 ATTENTION = re.compile(
     r"\betap::"

@@ -16,8 +16,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from etap_backend.lab import results as files
-from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Skipped, at_equal_host_speed, joined, read
+from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Skipped, at_equal_host_speed, read
 from etap_backend.lab.provenance import without_note
 from etap_backend.lab.screen import print_table
 from etap_backend.lab.serving.engines import ENGINES
@@ -88,12 +87,9 @@ def _against(row: Row, ours: Row | None, key: str) -> str:
     return f"{theirs.median / own.median:.3f}"
 
 
-def _percent(share: float | None, digits: int) -> str:
-    return "-" if share is None else f"{share:.{digits}%}"
-
-
-def _profiled(row: Row) -> float | None:
-    return row.profile.attention_share if isinstance(row, Measured) and row.profile else None
+def _share(row: Row) -> str:
+    share = row.profile.attention_share if isinstance(row, Measured) and row.profile else None
+    return "-" if share is None else f"{share:.1%}"
 
 
 def _hosts(row: Row) -> str:
@@ -129,7 +125,7 @@ def columns_of(document: Document) -> dict[str, Column]:
     columns["TTFT ms"] = lambda row, ours: _value(row, "ttft_ms", 0)
     columns["tokens/s a GPU"] = lambda row, ours: _value(row, "tokens_per_second", 1, gpus)
     if any(row.profile for row in measured):
-        columns["attention's share, profiled"] = lambda row, ours: _percent(_profiled(row), 1)
+        columns["attention's share, profiled"] = lambda row, ours: _share(row)
     if any(reading.host for row in measured for reading in row.readings):
         columns["host ms"] = lambda row, ours: _hosts(row)
     columns["readings"] = lambda row, ours: _readings(row)
@@ -138,23 +134,15 @@ def columns_of(document: Document) -> dict[str, Column]:
     return columns
 
 
-def _told(row: Row | None) -> bool:
-    """Whether a row has anything to say; one that was only begun has not."""
-    return row is not None and (not isinstance(row, Measured) or bool(row.readings))
-
-
 def cells_of(document: Document) -> list[list[str]]:
     """The table's rows: all backends of a point, then the next point."""
     columns, names, lines = columns_of(document).values(), backends_of(document), []
     for rows in document.by_shape().values():
         ours = rows.get(ENGINES[document.engine].ours)
-        told = [rows[name] for name in names if _told(rows.get(name))]
+        found = [rows[name] for name in names if name in rows]
+        told = [row for row in found if not isinstance(row, Measured) or row.readings]  # a row may be only begun
         lines += [[text(row, ours) for text in columns] for row in told]
     return lines
-
-
-def title_of(document: Document) -> str:
-    return f"{document.title}, {document.engine}, {document.gpus} x {document.gpu}: {document.weights}"
 
 
 def made_with(document: Document) -> str:
@@ -187,12 +175,9 @@ def provenance(document: Document) -> str:
 def caption(document: Document) -> str:
     """A page's, without what measuring.md says of every table."""
     experts = "drawn" if document.draws_experts else "as dummy weights choose them"
-    said = [
-        made_with(document) + (f", experts {experts}." if document.dummy else "."),
-        notes_of(document),
-        "" if document.complete else f"Stopped {document.stopped}; what is missing was not measured.",
-    ]
-    return " ".join(filter(None, said))
+    made = made_with(document) + (f", experts {experts}." if document.dummy else ".")
+    cut = "" if document.complete else f"Stopped {document.stopped}; what is missing was not measured."
+    return " ".join(filter(None, (made, notes_of(document), cut)))
 
 
 def problems(document: Document) -> list[str]:
@@ -202,7 +187,8 @@ def problems(document: Document) -> list[str]:
 
 
 def print_document(document: Document, console: Console) -> None:
-    table = Table(title=title_of(document), title_justify="left")
+    title = f"{document.title}, {document.engine}, {document.gpus} x {document.gpu}: {document.weights}"
+    table = Table(title=title, title_justify="left")
     for number, title in enumerate(columns_of(document)):
         table.add_column(title, justify="left" if number < 2 else "right")
     for cells in cells_of(document):
@@ -274,14 +260,11 @@ def plot(document: Document, path: Path) -> None:
     )
     for axis, length in zip(axes.flat, lengths, strict=True):
         for name in backends_of(document):
-            rows = [row for row in document.measured() if row.backend == name]
-            rows = [row for row in rows if (row.input, row.output, row.prefill) == length]
-            rows.sort(key=lambda row: row.concurrency)
-            middle = [row.tpot_ms.median for row in rows]
-            below = [row.tpot_ms.median - row.tpot_ms.min for row in rows]
-            above = [row.tpot_ms.max - row.tpot_ms.median for row in rows]
-            places = [row.concurrency for row in rows]
-            axis.errorbar(places, middle, [below, above], marker="o", markersize=3, capsize=2, label=name)
+            rows = [row for row in document.measured() if (row.backend, *row.shape[:2], row.prefill) == (name, *length)]
+            points = sorted((row.concurrency, row.tpot_ms) for row in rows)
+            errors = [[of.median - of.min for _, of in points], [of.max - of.median for _, of in points]]
+            middle = [of.median for _, of in points]
+            axis.errorbar([place for place, _ in points], middle, errors, marker="o", capsize=2, label=name)
         given, made, prefill = length
         axis.set(title=f"{in_k(given)} in, {in_k(made)} out, prefill {prefill}", xlabel="requests", ylabel="TPOT (ms)")
         axis.set_xscale("log", base=2)
@@ -297,17 +280,10 @@ def plot(document: Document, path: Path) -> None:
 def main(
     results: Annotated[list[Path], typer.Argument(help="JSON files of `etap e2e`.")],
     plots: Annotated[Path | None, typer.Option(help="Folder for the plots.", file_okay=False)] = None,
-    join: Annotated[
-        Path | None, typer.Option(help="Make one file of all, each row with the run that it is of, and show that.")
-    ] = None,
 ) -> None:
-    """Print end-to-end results again, join them, and draw them."""
+    """Print end-to-end results again, and draw them."""
     try:
         documents = {path.stem: read(path) for path in results}
-        if join:
-            files.must_be_writable(join, "--join")
-            documents = {join.stem: joined(list(documents.values()))}
-            files.write(documents[join.stem], join)
         if plots:
             plots.mkdir(parents=True, exist_ok=True)
     except (ValueError, OSError) as error:

@@ -246,26 +246,6 @@ def must_be_comparable(document: Document, other: Document) -> None:
         raise ValueError(f"differs in {', '.join(differing)}")
 
 
-def joined(documents: list[Document]) -> Document:
-    """One document of several runs of one comparison. Of a backend's readings at a point the last document's stand.
-
-    Raises ValueError when they are of different comparisons.
-    """
-    runs = list(dict.fromkeys(run for document in documents for run in document.all_runs))
-    rows: dict[tuple, Measured | Skipped | Failed] = {}
-    servers: dict[str, Server] = {}
-    for document in documents:
-        must_be_comparable(documents[0], document)
-        for row in document.rows:
-            key = row.backend, row.shape
-            if key not in rows or (isinstance(row, Measured) and row.readings):
-                rows[key] = row.model_copy(update={"run": runs.index(document.all_runs[row.run])})
-        servers |= document.servers
-    stopped = dict.fromkeys(document.stopped for document in documents if document.stopped)
-    about = {"runs": runs, "rows": list(rows.values()), "servers": servers, "stopped": "; ".join(stopped) or None}
-    return documents[-1].model_copy(update=about | {"complete": all(document.complete for document in documents)})
-
-
 def _equal_host(rows: list[Measured]) -> tuple[float, float] | None:
     """The span of host times, HOST_TOLERANCE wide, that has readings of most of these rows, then most readings, then
     the fastest; None where no host was timed."""

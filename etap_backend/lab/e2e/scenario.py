@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 from typing import Literal
 
 from pydantic import Field
@@ -12,12 +11,7 @@ from etap_backend.lab import configs
 from etap_backend.lab.configs import Strict
 from etap_backend.lab.e2e.results_file import Shape
 from etap_backend.lab.serving.engines import PAGE_TOKENS, Load
-from etap_backend.lab.units import parse_tokens
-
-
-class EngineName(str, Enum):
-    vllm = "vllm"
-    sglang = "sglang"
+from etap_backend.lab.units import in_k
 
 
 class Point(Strict):
@@ -79,11 +73,7 @@ def read_scenario(name: str) -> Scenario:
     """A shipped scenario by name, or a file. `like = "other"` takes over what that scenario has and this has not;
     of tables key by key. Raises ValueError, naming file and key, when it is not one."""
     path = configs.find("e2e", name)
-    content = _with_inherited(configs.read_toml_table(path))
-    try:
-        return configs.parse(Scenario, content)
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    return configs.parse(Scenario, _with_inherited(configs.read_toml_table(path)), path)
 
 
 def _with_inherited(content: dict) -> dict:
@@ -180,22 +170,12 @@ def parse_variables(pairs: list[str]) -> dict[str, str]:
     return {name: value for name, _, value in split}
 
 
-def parse_point(text: str) -> tuple[int, int]:
-    """(requests, input tokens) of a text such as 16x16K. Raises ValueError when it is no such text."""
-    requests, _, length = text.partition("x")
-    if not requests.isdigit() or int(requests) < 1:
-        raise ValueError(f"wanted requests x tokens such as 16x16K, got {text!r}")
-    return int(requests), parse_tokens(length)
-
-
 def parse_profile(text: str | None, cases: list[Case]) -> tuple[int, int] | None:
     """(concurrency, input) of a text such as 16x16K. Raises ValueError when the cases have no such point."""
     if text is None:
         return None
-    try:
-        wanted = parse_point(text)
-    except ValueError as error:
-        raise ValueError(f"--profile: {error}") from error
-    if wanted not in {(case.concurrency, case.input) for case in cases}:
-        raise ValueError(f"--profile: wanted a point of this run, such as 16x16K, got {text}")
-    return wanted
+    for case in cases:
+        requests, _, tokens = text.partition("x")
+        if requests == str(case.concurrency) and tokens.upper() in (in_k(case.input), str(case.input)):
+            return case.concurrency, case.input
+    raise ValueError(f"--profile: wanted a point of this run, such as 16x16K, got {text}")

@@ -24,14 +24,9 @@ from etap_backend.lab.stopping import Stopped
 
 MOST_CACHED = 0.05  # of prompts that should be new: a common first page at most
 FIRST_READINGS = 2
-FIRST_TURN = 0.3
 HOST_LOOPS, HOST_LOOP_STEPS = 5, 400_000
 
 Row = Measured | Skipped | Failed
-
-
-class TurnOver(Exception):
-    """A backend's share of the time limit is used up."""
 
 
 def host_ms() -> float:
@@ -76,8 +71,6 @@ class Run:
     deadline: float | None
     console: Console
     profile: tuple[int, int] | None = None  # concurrency and input length of the point that is profiled
-    throw_away: Serving | None = None  # of the small model whose server fills the caches
-    turn_end: float | None = None
     fresh_seeds: int = 0
     replaces_older: bool = field(init=False)  # whether the output is a file of before this run
 
@@ -104,21 +97,11 @@ class Run:
         return self.logs.absolute() / f"{self.engine.name}-{backend.lower()}-traces"
 
     def seconds(self, most: float) -> float:
-        """What `most` seconds are before the end of this turn. Raises Stopped when nothing is left of the run, TurnOver
-        when nothing is left for this backend."""
-        if self.deadline is None:
-            return most
-        now = time.monotonic()
-        if now >= self.deadline:
+        """What `most` seconds are before the end of the run. Raises Stopped when nothing is left of it."""
+        left = math.inf if self.deadline is None else self.deadline - time.monotonic()
+        if left <= 0:
             raise Stopped("by the time limit")
-        if now >= (end := self.turn_end or self.deadline):
-            raise TurnOver
-        return min(most, end - now)
-
-    def short_of_time(self) -> bool:
-        """Whether what is left of this turn is needed for the profile."""
-        left = math.inf if self.turn_end is None else self.turn_end - time.monotonic()
-        return self.profile is not None and left < profiling.SECONDS
+        return min(most, left)
 
     def write(self) -> None:
         """Write the document; over an older file only when there is a reading."""
@@ -155,40 +138,15 @@ class Run:
         return [case for case in self.cases if not done(case)]
 
     def all(self) -> None:
-        """Every turn, each with its share of the time that is left, so that a run that is cut short has something of
-        all. Raises Stopped when it is."""
+        """Every turn. Raises Stopped when the run's time is up."""
         waiting = [turn for turn in self.turns if self.missing(turn)]
         log = self.logs / f"{self.engine.name}.load.log"
-        cut = []
         with Generator(self.python, self.engine.load_module, log, self.environment()) as generator:
-            if self.throw_away and waiting:
-                self.thrown_away(waiting[0].backend, generator)
-            for number, turn in enumerate(waiting):
-                if self.deadline is not None:
-                    now = time.monotonic()
-                    turns = len(waiting) - number
-                    # The first server compiles what the others find in the caches, and gets a longer turn for it.
-                    turns -= FIRST_TURN if number == 0 < turns - 1 else 0
-                    self.turn_end = now + (self.deadline - now) / turns
-                if not self.turn(turn, generator):
-                    cut.append(turn.backend)
-        if cut:
-            raise Stopped(f"by the time limit, in the turn of {', '.join(dict.fromkeys(cut))}")
+            for turn in waiting:
+                self.turn(turn, generator)
 
-    def thrown_away(self, backend: str, generator: Generator) -> None:
-        """A server of a small model, driven once: what it compiles, the servers that are measured find in the caches.
-        Nothing of it is reported."""
-        scratch = self.document.model_copy(update={"rows": [], "servers": {}})
-        first = replace(self.cases[0], repeats=1)
-        small = replace(
-            self, serving=self.throw_away, cases=[first], document=scratch, output=self.logs / "thrown-away.json",
-            profile=None, console=Console(quiet=True),
-        )  # fmt: skip
-        self.console.print(f"{backend}, a small model, thrown away: logs in {small.logs}")
-        small.turn(Turn(backend), generator)
-
-    def turn(self, turn: Turn, generator: Generator) -> bool:
-        """One backend's turn; False when its time was up before it was through."""
+    def turn(self, turn: Turn, generator: Generator) -> None:
+        """One backend's turn; a server that fails does not end the run."""
         backend, cases = turn.backend, self.missing(turn)
 
         def stays(row: Row) -> bool:
@@ -199,20 +157,14 @@ class Run:
         self.document.rows = list(filter(stays, self.document.rows))
         about = self.document.servers.get(backend, Server()).model_dump(exclude={"error"})
         try:
-            try:
-                self.serve(turn, cases, about, generator)
-            except client.Failed as failure:
-                # A time limit that ends a wait is not the server's fault.
-                self.seconds(1)
-                about["error"] = str(failure)
-                self.console.print(f"{backend}: {failure}", style="red", markup=False, highlight=False)
-        except TurnOver:
-            self.console.print(f"{backend}: its share of the time limit is over", style="yellow")
-            return False
+            self.serve(turn, cases, about, generator)
+        except client.Failed as failure:
+            self.seconds(1)  # a time limit that ends a wait is not the server's fault
+            about["error"] = str(failure)
+            self.console.print(f"{backend}: {failure}", style="red", markup=False, highlight=False)
         finally:
             self.document.servers[backend] = Server(**about)
             self.write()
-        return True
 
     def serve(self, turn: Turn, cases: list[Case], about: dict, generator: Generator) -> None:
         """One server and all that is measured on it."""
@@ -235,11 +187,9 @@ class Run:
             self.document.servers[backend] = Server(**about)
             self.console.print(f"{backend}: ready after {about['seconds_to_ready']:.0f} s, cache of {room} tokens")
             loaded = Loaded(self, turn, server, generator, room)
-            cut = loaded.all(cases)
+            loaded.all(cases)
             if server.process.ended() is None:
                 loaded.profiled()
-            if cut:
-                raise TurnOver
 
     def seed(self, cached: bool) -> int:
         """The one seed for prompts that are to be known already, a new one for prompts that are not."""
@@ -257,17 +207,14 @@ class Loaded:
     generator: Generator
     room: int | None  # tokens that the server's cache holds
 
-    def all(self, cases: list[Case]) -> bool:
-        """All cases: two readings of each, then the rest, so that a cut costs readings before points. True when it was
-        cut, to leave time for the profile."""
+    def all(self, cases: list[Case]) -> None:
+        """All cases: two readings of each, then the rest, so that a cut costs readings before points."""
         sent: list[Case] = []
         for first in (FIRST_READINGS, math.inf):
             for case in cases:
                 most, row = min(first, self.turn.readings(case)), self.run.row(self.turn.backend, case)
                 if not isinstance(row, Measured) or len(row.readings) >= most:
                     continue
-                if self.run.short_of_time():
-                    return True
                 self.run.seconds(1)
                 if self.room is not None and case.tokens > self.room:
                     reason = f"needs a cache of {case.tokens:,} tokens, the server has {self.room:,}"
@@ -278,8 +225,7 @@ class Loaded:
                 if not isinstance(row, Measured) or row.readings:
                     self.run.console.print(line(row, self.run.scenario.gpus), markup=False, highlight=False)
                 if self.server.process.ended() is not None:
-                    return False  # the server's end reports it; the other cases stay to be measured
-        return False
+                    return  # the server's end reports it; the other cases stay to be measured
 
     def case(self, case: Case, row: Measured, most: int, known: bool) -> Row:
         """Readings of one case, `most` in all; `known` when its prompts are in the prefix cache already. A load
@@ -297,8 +243,6 @@ class Loaded:
                 row = put(warm_up=self.reading(replace(load, output=2, seed=self.run.seed(cached))))
             evicted = False
             while len(row.readings) < most:
-                if self.run.short_of_time():
-                    return row
                 reading = self.reading(replace(load, seed=self.run.seed(cached)))
                 share = reading.cached_share
                 if share is not None and not (least_cached(case) <= share if cached else share <= MOST_CACHED):

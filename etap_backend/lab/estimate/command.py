@@ -19,19 +19,12 @@ from etap_backend.lab.bench.rows import Document
 from etap_backend.lab.e2e.results_file import Document as Served
 from etap_backend.lab.e2e.results_file import at_equal_host_speed
 from etap_backend.lab.estimate.carry_over import TARGET_RANKS, estimate
-from etap_backend.lab.estimate.results_file import TITLES, Estimate, cells_of
+from etap_backend.lab.estimate.results_file import TITLES, Estimate, cells_of, made_with
 from etap_backend.lab.estimate.results_file import Document as Estimates
-from etap_backend.lab.provenance import Provenance, command_line, commit
+from etap_backend.lab.provenance import command_line, commit
 from etap_backend.lab.screen import print_table
 
 TARGETS = ("H20-96G", "H20-141G")
-
-
-def target_named(name: str) -> str:
-    """The GPU's name in its own letters. Raises ValueError for one whose calls the proxy does not tell."""
-    if (target := name.upper()) not in TARGETS:
-        raise ValueError(f"--target: wanted {' or '.join(TARGETS)}, for which the H20 proxy stands, got {name}")
-    return target
 
 
 def table_of(served: Served, found: list[Estimate], target: str) -> Table:
@@ -44,11 +37,6 @@ def table_of(served: Served, found: list[Estimate], target: str) -> Table:
     return table
 
 
-def made_with(document: Provenance) -> Provenance:
-    """What a results file says of how it was made, without what was measured."""
-    return Provenance(**{key: getattr(document, key) for key in Provenance.model_fields})
-
-
 def main(
     files: Annotated[list[Path], typer.Argument(help="Results files of `etap e2e`.")],
     kernels: Annotated[list[Path], typer.Option(help="Files of `etap bench`, of that GPU and of the H20 proxy.")],
@@ -58,7 +46,9 @@ def main(
     """Estimate from end-to-end readings what eight H20 would do."""
     console, written = Console(), {}
     try:
-        target = target_named(target)
+        if target.upper() not in TARGETS:
+            raise ValueError(f"--target: wanted {' or '.join(TARGETS)}, for which the H20 proxy stands, got {target}")
+        target = target.upper()
         if output:
             results.must_be_writable(output)
         benchmarks = {path: results.read(path, Document) for path in kernels}
@@ -77,7 +67,7 @@ def main(
         raise typer.Exit(2) from error
     if output:
         command = command_line("python -m etap_backend.lab.estimate.command")
-        sources = {path.name: made_with(document) for path, document in (readings | benchmarks).items()}
+        sources = {path.name: made_with(vars(document)) for path, document in (readings | benchmarks).items()}
         made = Estimates(target=target, commit=commit(), command=command, sources=sources, estimates=written)
         results.write(made, output)
 

@@ -61,14 +61,17 @@ def cells_of(one: Estimate) -> list[str]:
     return [one.shape, one.backend, *(f"{number:.2f}" for number in numbers)]
 
 
+def made_with(content: dict) -> Provenance:
+    """What a results file says of how it was made, without what was measured."""
+    return Provenance(**{key: content[key] for key in Provenance.model_fields if key in content})
+
+
 def must_be_of_its_sources(document: Document, path: Path) -> None:
     """Raises ValueError, naming them, when files that it was made from have other readings by now."""
     others = []
     for name, of in document.sources.items():
         if (source := path.with_name(name)).is_file():
-            content = results.read_json(source)
-            made = {key: content[key] for key in Provenance.model_fields if key in content}
-            others += [name] * (Provenance(**made) != of)
+            others += [name] * (made_with(results.read_json(source)) != of)
     if others:
         wanted = "wanted one made from the files beside it"
         raise ValueError(f"{path}: {wanted}, got other {', '.join(others)}: run its command")

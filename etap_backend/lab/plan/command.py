@@ -73,7 +73,7 @@ def plan(
     try:
         described, hardware = read_model(model), read_gpu(gpu)
         ranks = tensor_parallel(count, dp * pp) if tp is None else tp
-        tokens = _named("context", parse_tokens, context)
+        tokens = parse_tokens(context, "context: ")
         on = Deployment(count, ranks, dp, pp, dcp, cache_named(cache), tokens, batch, s_q, utilization, experts)
         made = plan_of(described, hardware, on, attention_share, kernels)
         found = what_fits(described, hardware, on, attention_share, kernels)
@@ -88,10 +88,3 @@ def plan(
     print_plan(model, described, hardware, on, made, found, console)
     if sources:
         print_table(console, sources_table(hardware, described, made))
-
-
-def _named(argument: str, parse, text: str):
-    try:
-        return parse(text)
-    except ValueError as error:
-        raise ValueError(f"{argument}: {error}") from error

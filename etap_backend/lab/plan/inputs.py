@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
@@ -292,7 +291,7 @@ class Model(BaseModel):
 def read_model(name: str) -> Model:
     """A shipped model by its name, the hub's such as deepseek-ai/DeepSeek-R1 included, or any config.json, or the
     folder that holds one. Raises ValueError, naming the argument, otherwise."""
-    path = Path(name) / "config.json" if Path(name).is_dir() else _found("models", name, ".json")
+    path = Path(name) / "config.json" if Path(name).is_dir() else configs.find("models", name, ".json")
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -302,19 +301,7 @@ def read_model(name: str) -> Model:
 
 def read_gpu(name: str) -> Gpu:
     """A shipped GPU by name, or any file like it. Raises ValueError otherwise."""
-    return configs.read_toml(_found("hardware", name, ".toml"), Gpu)
-
-
-def _found(kind: str, name: str, suffix: str) -> Path:
-    """As `configs.find`, which tells a name that means nothing; a path that is not there is told as a path."""
-    organisation, _, model = name.partition("/")
-    if Path(name).is_file():
-        return Path(name)
-    if re.fullmatch(r"\w[\w-]*", organisation) and model.lower() in configs.shipped(kind, suffix):
-        return configs.find(kind, model, suffix)
-    if name.endswith(suffix) or name.startswith((".", "/", "~")) or "/" in model:
-        raise ValueError(f"{configs.CALLED[kind]}: wanted a file that exists, got {name}")
-    return configs.find(kind, name, suffix)
+    return configs.read_toml(configs.find("hardware", name), Gpu)
 
 
 def cache_named(name: str) -> str:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +21,6 @@ OPTIONS = {
     "verify": False,
 }
 HEALTH_SECONDS, METRICS_SECONDS = 5, 20
-WATCH_SECONDS = 0.2
 SHOWN = 500
 
 
@@ -96,25 +94,6 @@ def counted(found: dict[str, float], names: dict[str, str]) -> dict[str, float |
     return {ours: found.get(name) for ours, name in names.items()}
 
 
-@contextmanager
-def watching(url: str, sample: str) -> Iterator[Callable[[], float]]:
-    """Look at /metrics all the time in the block; the yielded function has the most that the sample was."""
-    most, over = [0.0], threading.Event()
-
-    def watch() -> None:
-        while not over.is_set():
-            most.append(max(most.pop(), metrics(url).get(sample, 0.0)))
-            over.wait(WATCH_SECONDS)
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield lambda: most[0]
-    finally:
-        over.set()
-        thread.join()
-
-
 def must_be_ok(status: int, text: str) -> None:
     if status != httpx.codes.OK:
         raise FailedRequest("HTTP error", f"wanted status 200, got {status}: {text[:SHOWN]}")
@@ -132,28 +111,11 @@ def _as_failed_requests(seconds: float, what: str) -> Iterator[None]:
 
 def ask_all(url: str, bodies: Sequence[dict], concurrency: int, seconds: float) -> list[dict]:
     """The replies to all, in order, `concurrency` at a time. Raises FailedRequest unless all come in `seconds`."""
-    return _ask_all(url, _encoded(bodies), concurrency, seconds)
-
-
-def seconds_for(url: str, bodies: Sequence[dict], seconds: float) -> float:
-    """Wall time until all, in flight at once, are answered; else as `ask_all`."""
-    contents = _encoded(bodies)
-    begin = time.monotonic()
-    _ask_all(url, contents, len(contents), seconds)
-    return time.monotonic() - begin
-
-
-def _encoded(bodies: Sequence[dict]) -> list[bytes]:
-    return [json.dumps(body).encode() for body in bodies]
-
-
-def _ask_all(url: str, contents: Sequence[bytes], concurrency: int, seconds: float) -> list[dict]:
     end = time.monotonic() + seconds
 
-    def ask(content: bytes) -> dict:
-        with _as_failed_requests(seconds, f"{len(contents)} requests"):
-            left = max(0.001, end - time.monotonic())
-            answer = http.post(url, content=content, headers={"Content-Type": "application/json"}, timeout=left)
+    def ask(body: dict) -> dict:
+        with _as_failed_requests(seconds, f"{len(bodies)} requests"):
+            answer = http.post(url, json=body, timeout=max(0.001, end - time.monotonic()))
             must_be_ok(answer.status_code, answer.text)
             return answer.json()
 
@@ -161,7 +123,7 @@ def _ask_all(url: str, contents: Sequence[bytes], concurrency: int, seconds: flo
     pool = ThreadPoolExecutor(concurrency)
     with httpx.Client(**OPTIONS) as http:
         try:
-            return list(pool.map(ask, contents))
+            return list(pool.map(ask, bodies))
         finally:  # what still waits for its answer ends with the server
             pool.shutdown(wait=False, cancel_futures=True)
 

@@ -134,6 +134,11 @@ class Engine:
         return None if found is None or asked is None else (found, asked)
 
 
+def _given(flag: str, *values: object) -> list[str]:
+    """The flag with its values, nothing where there are none."""
+    return [flag, *map(str, values)] if all(values) and values else []
+
+
 def _gaps(steps: Sequence[Sequence[float]]) -> list[float]:
     best = [sorted(step, reverse=True)[:2] for step in steps]
     return [first - second for first, second in best]
@@ -166,20 +171,13 @@ class Vllm(Engine):
             *("--tensor-parallel-size", str(serving.tp), "--pipeline-parallel-size", str(serving.pp)),
             *("--data-parallel-size", str(serving.dp), "--max-num-seqs", str(serving.most_requests)),
         ]
-        if serving.dcp > 1:
-            command += ["--decode-context-parallel-size", str(serving.dcp)]
-        if serving.max_context:
-            command += ["--max-model-len", str(serving.max_context)]
-        if serving.batches:
-            # A step verifies all drafted tokens. Graphs for no other numbers of rows: starts are short.
-            sizes = sorted({batch * (1 + serving.draft_tokens) for batch in serving.batches})
-            command += ["--cudagraph-capture-sizes", *map(str, sizes)]
+        # A step verifies all drafted tokens. Graphs for no other numbers of rows: starts are short.
+        sizes = sorted({batch * (1 + serving.draft_tokens) for batch in serving.batches})
+        command += _given("--decode-context-parallel-size", serving.dcp > 1 and serving.dcp)
+        command += _given("--max-model-len", serving.max_context) + _given("--cudagraph-capture-sizes", *sizes)
         command += ["--load-format", "dummy" if serving.dummy else "auto", "--disable-uvicorn-access-log"]
-        if serving.draft_tokens:
-            command += ["--speculative-config", json.dumps(self._drafts(serving))]
-        if serving.fp8_cache:
-            command += ["--kv-cache-dtype", "fp8"]
-        return [*command, *flags]
+        command += _given("--speculative-config", serving.draft_tokens and json.dumps(self._drafts(serving)))
+        return [*command, *_given("--kv-cache-dtype", serving.fp8_cache and "fp8"), *flags]
 
     def _drafts(self, serving: Serving) -> dict:
         drafts = {"method": serving.drafter, "num_speculative_tokens": serving.draft_tokens}
@@ -256,12 +254,9 @@ class Sglang(Engine):
             *("--page-size", str(PAGE_TOKENS), "--tp-size", str(serving.tp), "--pp-size", str(serving.pp)),
             *("--dp-size", str(serving.dp), "--max-running-requests", str(serving.most_requests)),
         ]
-        if serving.dcp > 1:
-            command += ["--dcp-size", str(serving.dcp)]
-        if serving.max_context:
-            command += ["--context-length", str(serving.max_context)]
-        if serving.batches:
-            command += ["--cuda-graph-bs-decode", *map(str, sorted(set(serving.batches)))]
+        command += _given("--dcp-size", serving.dcp > 1 and serving.dcp)
+        command += _given("--context-length", serving.max_context)
+        command += _given("--cuda-graph-bs-decode", *sorted(set(serving.batches)))
         command += [
             *("--load-format", "dummy" if serving.dummy else "auto", "--skip-server-warmup", "--enable-metrics"),
             *("--random-seed", str(SEED)),
@@ -271,9 +266,7 @@ class Sglang(Engine):
                 *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(serving.draft_tokens)),
                 *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(serving.draft_tokens + 1)),
             ]
-        if serving.fp8_cache:
-            command += ["--kv-cache-dtype", "fp8_e4m3"]
-        return [*command, *flags]
+        return [*command, *_given("--kv-cache-dtype", serving.fp8_cache and "fp8_e4m3"), *flags]
 
     def small_cache(self, tokens: int) -> list[str]:
         return ["--max-total-tokens", str(tokens)]

@@ -10,7 +10,6 @@ import shlex
 import signal
 import socket
 import subprocess
-import threading
 import time
 import uuid
 from collections.abc import Iterator
@@ -23,6 +22,7 @@ import psutil
 from etap_backend.lab import gpus
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.client import Failed
+from etap_backend.lab.stopping import signals_go_to
 
 MARK = "ETAP_LAB_PROCESS"
 TAIL_LINES = 30
@@ -47,20 +47,6 @@ def tail(log: Path, lines: int = TAIL_LINES) -> str:
     return "\n".join([*(f"error above: {error}" for error in list(errors)[:FIRST_ERRORS]), *end])
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
-    """Let no second Ctrl-C cut the cleaning up short; signals are the main thread's."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 class Process:
     """A process in a group of its own, known by a mark that everything it starts inherits."""
 
@@ -82,11 +68,7 @@ class Process:
         )
         self.alive.add(self)
         self._about = psutil.Process(self._process.pid)
-        self.stdin = self._process.stdin
-
-    @property
-    def pid(self) -> int:
-        return self._process.pid
+        self.pid, self.stdin = self._process.pid, self._process.stdin
 
     def ended(self) -> int | None:
         """Its exit code, None while it runs."""
@@ -127,7 +109,7 @@ class Process:
 
     def end(self) -> None:
         """End it and all that carries its mark: politely, and after a while not."""
-        with uninterrupted():
+        with signals_go_to(signal.SIG_IGN):  # no second Ctrl-C cuts the cleaning up short
             self._signal_all(signal.SIGTERM)
             deadline = time.monotonic() + GRACE_SECONDS
             while self.running() and time.monotonic() < deadline:

@@ -1,4 +1,12 @@
-"""Prompts whose right answers a trained model knows (prompts.json beside its weights), and how answers are judged.
+"""Compares what a trained model answers with ETAP and with an engine's other backends, where the answers are known.
+
+    PYTHONPATH=tests python -m qualify.known_answers MODEL --engine vllm --output answers.json [-- flags for servers]
+    PYTHONPATH=tests python -m qualify.known_answers MODEL --engine vllm --output fp8.json --kv-cache-dtype fp8
+
+MODEL is a folder that train_model.py wrote: prompts.json beside its weights has the prompts. Servers are started and
+asked as by `etap check answers`, whose options it takes; in place of --requests there is --cache-tokens, for a KV cache
+so small that requests are preempted. With --kv-cache-dtype the reference keeps the model's own type of cache, and the
+others are ETAP with the type given, with FP8 math besides, and the reference's backend with it.
 
 A kind of prompts, recite or recall, that the reference answers rightly in nine of ten cases is judged; if it is none,
 the model did not learn, and equal answers say little: that is a failure. So are answers of ETAP that are not equal to
@@ -11,12 +19,18 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import ClassVar
+
+import typer
 
 from etap_backend.lab.checks.agreement import agreement, answer_in
-from etap_backend.lab.checks.asked import MANY, Asked, Variant
+from etap_backend.lab.checks.answers import command
+from etap_backend.lab.checks.asked import ETAP, MANY, Asked, Variant
+from etap_backend.lab.checks.soak import RIGHT_SHARE
 from etap_backend.lab.results import read_json
 from etap_backend.lab.serving.client import Deadline
 from etap_backend.lab.serving.engines import Answer, Serving
@@ -26,7 +40,6 @@ FEW = 32  # requests in flight in the second stage
 EQUAL_SHARE = 0.99  # of a judged kind's prompts
 PERPLEXITY_SHARE = 0.001
 FP8_PERPLEXITY_SHARE = 0.005  # of an FP8 cache against the model's own type
-RIGHT_SHARE = 0.9
 
 
 @dataclass
@@ -35,8 +48,11 @@ class KnownAnswers:
 
     model: Path
     cache_tokens: int
+    what: ClassVar[str] = "answers of a trained model"
+    modes: ClassVar[str] = "plain,mtp"
 
     def __post_init__(self) -> None:
+        self.model = Path(self.model)
         entries = read_json(self.model / "prompts.json")
         self.about = {"model": read_json(self.model / "training.json")}
         self.prompts = {kind: [entry["prompt"] for entry in of_kind] for kind, of_kind in entries.items()}
@@ -44,6 +60,14 @@ class KnownAnswers:
             kind: [entry["answer"] for entry in of_kind] for kind, of_kind in entries.items() if "answer" in of_kind[0]
         }
         self.new_tokens = len(self.right["recite"][0])
+
+    @staticmethod
+    def backends(asked: Asked, names: list[str], cache: str, *, named: bool) -> list[str]:
+        """These, or with another cache the reference, ETAP's two ways to read that one, and the reference with it."""
+        if not cache:
+            return names
+        reference, etap = names[0], next((name for name in names if Variant.parse(name).is_etap), ETAP)
+        return [reference, f"{etap}+{cache}", f"{etap}+{cache}+math", f"{reference}+{cache}"]
 
     def serving(self, asked: Asked, variant: Variant, mode: str) -> Serving:
         return asked.serving(self.model, mode, variant)
@@ -74,7 +98,8 @@ class KnownAnswers:
         """What a results file says of all servers, and what speaks against ETAP or against the run."""
         servers = {" ".join(key): server_summary(record, self.right) for key, record in records.items()}
         pairs = pair_summaries(records, backends)
-        return {"servers": servers, "pairs": pairs}, judge(servers, pairs) if records else []
+        found = {"outcome": outcome(pairs), "servers": servers, "pairs": pairs}
+        return found, judge(servers, pairs) if records else []
 
     @staticmethod
     def rows(document: dict) -> list[list[dict]]:
@@ -133,6 +158,26 @@ def pair_summaries(records: dict[tuple[str, str], dict], backends: list[str]) ->
     return pairs
 
 
+def outcome(pairs: list[dict]) -> str:
+    """How many answers of every two backends, over all stages, are equal."""
+    equal, every = Counter(), Counter()
+    for pair in pairs:
+        key = f"{pair['backend']} {pair['mode']} and {pair['other']} {pair['other_mode']}"
+        equal[key] += pair["equal"]
+        every[key] += pair["prompts"]
+    return "equal answers: " + "; ".join(f"{key} {equal[key]} of {every[key]}" for key in every)
+
+
+def judged_by(ours: Variant, other: Variant) -> bool:
+    """Whether ours, ETAP, must agree with the other: another backend on one GPU with the model's own cache, or ETAP
+    with the same cache on one GPU where ours has several."""
+    if not ours.is_etap or not other.one_gpu:
+        return False
+    if not other.is_etap:
+        return other.own_cache
+    return replace(ours, tp=1, dcp=1) == other and not ours.one_gpu
+
+
 def judge(servers: dict[str, dict], pairs: list[dict]) -> list[str]:
     """What speaks against ETAP, or against the run."""
     found = []
@@ -147,7 +192,7 @@ def judge(servers: dict[str, dict], pairs: list[dict]) -> list[str]:
                 found.append(f"{name}: {what}: wanted some, got {value}")
     for pair in pairs:
         two = (Variant.parse(pair["backend"]), Variant.parse(pair["other"]))
-        must_agree = pair["mode"] == pair["other_mode"] and (two[0].judged_by(two[1]) or two[1].judged_by(two[0]))
+        must_agree = pair["mode"] == pair["other_mode"] and (judged_by(*two) or judged_by(*two[::-1]))
         if must_agree and pair["kind"] in judged and pair["equal_share"] < EQUAL_SHARE:
             names = f"{pair['backend']} and {pair['other']}, {pair['mode']}, {pair['stage']}, {pair['kind']}"
             found.append(f"{names}: {pair['equal']} of {pair['prompts']} answers equal, wanted {EQUAL_SHARE:.0%}")
@@ -161,7 +206,7 @@ def _judge_perplexity(servers: dict[str, dict], judged: list[str]) -> list[str]:
         variant, mode = name.split()
         ours = Variant.parse(variant)
         for other, theirs in servers.items():
-            if other.split()[1] != mode or not ours.judged_by(Variant.parse(other.split()[0])):
+            if other.split()[1] != mode or not judged_by(ours, Variant.parse(other.split()[0])):
                 continue
             share = PERPLEXITY_SHARE if ours.own_cache else FP8_PERPLEXITY_SHARE
             stage = "forced" if "forced" in server["perplexity"] else "together"
@@ -170,3 +215,10 @@ def _judge_perplexity(servers: dict[str, dict], judged: list[str]) -> list[str]:
                 if not abs(a / b - 1) <= share:
                     found.append(f"{name} and {other}: {stage} {kind} perplexity {a:.5f} and {b:.5f}")
     return found
+
+
+CACHE_TOKENS = typer.Option("--cache-tokens", help="Of the KV cache.")
+main = command("python -m qualify.known_answers", KnownAnswers, 640 * 64, CACHE_TOKENS)
+
+if __name__ == "__main__":
+    typer.run(main)
