@@ -66,7 +66,7 @@ def _register_names() -> None:
     if _is_there(SPARSE_HOOK):
         HookRegistry.register(SPARSE_HOOK, arguments.resolve_sparse_kernels, HookType.AFTER)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
-    if all(_is_there(name) for name in V4_NEEDED) and V4_NAME in ATTENTION_BACKENDS:
+    if V4_NAME in ATTENTION_BACKENDS and all(map(_is_there, V4_HOOKS)):
         register_attention_backend(V4_NAME)(functools.partial(make_v4_backend, ATTENTION_BACKENDS[V4_NAME]))
         HookRegistry.register(V4_DRAFT_HOOK, make_v4_draft_backend, HookType.AROUND)
         HookRegistry.register(V4_STEPS_HOOK, make_v4_steps_backend, HookType.AROUND)
@@ -87,8 +87,8 @@ NEEDED = (
 """What is extended or called to enter the names: where one is gone they stay unknown."""
 
 
-V4_NEEDED = (V4_STEPS_HOOK, V4_DRAFT_HOOK, "sglang.srt.configs.model_config.is_deepseek_v4")
-"""What is hooked or asked for DeepSeek-V4 besides: where one is gone, that model is refused."""
+V4_HOOKS = (V4_DRAFT_HOOK, V4_STEPS_HOOK)
+"""What is hooked for DeepSeek-V4 besides: where one is gone, that model is refused."""
 
 
 def _is_there(name: str) -> bool:
@@ -104,8 +104,12 @@ def why_unregistered() -> str | None:
     return ENGINE.why_too_old() or ENGINE.why_lacking(name for name in NEEDED if not _is_there(name))
 
 
-def _classes(sparse: bool) -> tuple[type, type]:
+def _classes(sparse: bool = False, v4: bool = False) -> tuple[type, type]:
     """The backend, and that of a draft model's steps; importing them imports SGLang's backends and models."""
+    if v4:
+        from etap_backend.sglang.v4 import ETAPV4Backend, ETAPV4MultiStepDraftBackend
+
+        return ETAPV4Backend, ETAPV4MultiStepDraftBackend
     if sparse:
         from etap_backend.sglang.sparse import ETAPSparseBackend, ETAPSparseMultiStepDraftBackend
 
@@ -131,23 +135,25 @@ def why_unusable(sparse: bool = False) -> str | None:
     return ENGINE.why_lacking(engine_contract.lacking(classes))
 
 
-def _v4_classes() -> tuple[type, type]:
-    """The backend of DeepSeek-V4, and that of its draft model's steps."""
-    from etap_backend.sglang.v4 import ETAPV4Backend, ETAPV4MultiStepDraftBackend
-
-    return ETAPV4Backend, ETAPV4MultiStepDraftBackend
-
-
 def why_no_v4() -> str | None:
-    """Say by name what DeepSeek-V4's backend lacks in the installed SGLang, or None; imports SGLang's."""
-    if missing := [name for name in V4_NEEDED if not _is_there(name)]:
+    """Say by name what DeepSeek-V4's backend lacks in the installed SGLang, or None; imports SGLang's.
+
+    A factory or a hook that is not ours would leave the target or its drafts to SGLang's kernels.
+    """
+    from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    missing = [hook for hook in V4_HOOKS if hook not in HookRegistry._patched]
+    if getattr(ATTENTION_BACKENDS.get(V4_NAME), "func", None) is not make_v4_backend:
+        missing.append(f"attention backend {V4_NAME}")
+    if missing:
         return ENGINE.why_lacking(missing)
 
     def classes() -> tuple[type, type]:
         functions = versions.flash_mla()
         for name in ("flash_mla_with_kvcache", "flash_mla_sparse_fwd"):
             getattr(functions, name)
-        return _v4_classes()
+        return _classes(v4=True)
 
     return ENGINE.why_lacking(engine_contract.lacking(classes))
 
@@ -196,7 +202,7 @@ def make_v4_backend(sglangs, model_runner):
     """SGLang's factory of the backend `dsv4`: ours where the user named ETAP, else what SGLang's own makes."""
     if not versions.v4_is_ours():
         return sglangs(model_runner)
-    backend, _ = _v4_classes()
+    backend, _ = _classes(v4=True)
     return backend(model_runner)
 
 
@@ -204,7 +210,7 @@ def make_v4_draft_backend(sglangs, factory):
     """Around SGLang's maker of the backend that extends the cache of DeepSeek-V4's draft model."""
     if not versions.v4_is_ours():
         return sglangs(factory)
-    backend, _ = _v4_classes()
+    backend, _ = _classes(v4=True)
     return _answer(factory, V4_NAME, backend(factory.draft_model_runner))
 
 
@@ -212,7 +218,7 @@ def make_v4_steps_backend(sglangs, factory):
     """Around SGLang's maker of the backend of the steps in which DeepSeek-V4's draft model makes tokens."""
     if not versions.v4_is_ours():
         return sglangs(factory)
-    _, steps = _v4_classes()
+    _, steps = _classes(v4=True)
     return _answer(factory, V4_NAME, steps(factory.draft_model_runner, factory.topk, factory.speculative_num_steps))
 
 

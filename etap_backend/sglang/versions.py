@@ -40,10 +40,9 @@ def is_sparse(model_config) -> bool:
 
 
 def is_v4(model_config) -> bool:
-    """Whether SGLang builds this model's attention layers as DeepSeek-V4's, V4.1's included."""
-    from sglang.srt.configs.model_config import is_deepseek_v4
-
-    return is_deepseek_v4(model_config.hf_config)
+    """Whether the model's layers are DeepSeek-V4's; V4.1 and the draft models have names with the same start."""
+    architectures = getattr(model_config.hf_config, "architectures", None) or [""]
+    return architectures[0].startswith("DeepseekV4")
 
 
 def name_given(view) -> str | None:

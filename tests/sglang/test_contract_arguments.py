@@ -15,8 +15,10 @@ from sglang.srt.plugins import load_plugins
 load_plugins()
 
 from sglang.srt.layers.attention import dsa_backend, flashmla_backend  # noqa: E402
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend  # noqa: E402
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from sglang.srt.server_args import prepare_server_args  # noqa: E402 - reads the choices that plugins extend
 
 from etap_backend.sglang import registration, versions  # noqa: E402
@@ -444,6 +446,7 @@ def test_fp8_math_is_refused_with_deepseek_v4(resolve, v4_model):
     (("--enable-prefill-cp", "--cp-strategy", "interleave"), "prefill context parallelism"),
 ], ids=str)  # fmt: skip
 def test_context_parallelism_is_refused_with_deepseek_v4(resolve, v4_model, monkeypatch, flags, reason):
+    monkeypatch.setenv("SGLANG_OPT_FLASHMLA_SPARSE_PREFILL", "1")  # SGLang sets it
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     with pytest.raises(ValueError, match=f"--attention-backend etap: {reason} .* is not supported"):
         resolve(*ETAP, "--tp-size", 8, *flags, model=v4_model)
@@ -472,9 +475,26 @@ def test_other_gpus_are_refused_with_deepseek_v4(resolve, v4_model, monkeypatch,
         resolve(*ETAP, model=v4_model)
 
 
-def test_what_sglang_lacks_for_deepseek_v4_refuses_no_other_model(resolve, v4_model, monkeypatch):
-    monkeypatch.delattr(versions.flash_mla(), "flash_mla_sparse_fwd")
-    with pytest.raises(ValueError, match="lacks what etap uses: AttributeError: .*flash_mla_sparse_fwd"):
+def without_function(patch):
+    patch.delattr(versions.flash_mla(), "flash_mla_sparse_fwd")
+
+
+def without_factory(patch):
+    patch.setitem(ATTENTION_BACKENDS, "dsv4", lambda runner: None)
+
+
+def without_hook(patch):
+    patch.setattr(HookRegistry, "_patched", HookRegistry._patched - {versions.V4_STEPS_HOOK})
+
+
+@pytest.mark.parametrize("remove, lacked", [
+    (without_function, "AttributeError: .*flash_mla_sparse_fwd"),
+    (without_factory, "attention backend dsv4"),
+    (without_hook, "sglang.*_create_dsv4_decode_backend"),
+])  # fmt: skip
+def test_what_sglang_lacks_for_deepseek_v4_refuses_no_other_model(resolve, v4_model, monkeypatch, remove, lacked):
+    remove(monkeypatch)
+    with pytest.raises(ValueError, match=f"--attention-backend etap: .* lacks what etap uses: {lacked}"):
         resolve(*ETAP, model=v4_model)
     assert resolve(*ETAP).attention_backend == "etap"
 
