@@ -12,32 +12,37 @@
 
 namespace etap::sparse {
 
-// What an end takes, in halves of a tile: a combination behind the partitions; a cluster that sums its CTAs' pieces itself.
-#ifndef ETAP_COMBINATION_HALVES
-#define ETAP_COMBINATION_HALVES 3
-#endif
-constexpr int64_t kCombinationHalves = ETAP_COMBINATION_HALVES, kClusterHalves = 2;
-constexpr int kMostClusterPieces = 16;
+// What an end takes, in halves of a tile: a combination behind the partitions; a cluster that sums its CTAs' pieces itself; a second
+// piece of a partition.
+constexpr int64_t kCombinationHalves = 3, kClusterHalves = 2, kSecondPieceHalves = 2;
+constexpr int64_t kMostClusterPieces = 16;
+
+__host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The division among at most `partitions` partitions of tokens that have at most so many tiles each, by which the longest partition
-// and what follows it take least: whole tokens, equal pieces of tokens that a cluster holds (2, 4, 8 or 16, where there are
-// `clusters`), or all tiles evenly, which a combination sums.
+// and what follows it take least: whole tokens; equal pieces of tokens, which a cluster sums (2, 4, 8 or 16, where there are
+// `clusters`) or a combination; or all tiles evenly, which a combination sums.
 __host__ __device__ constexpr TokenDivision divide(int64_t tokens, int64_t most_tiles, int64_t partitions, bool clusters) {
   const int64_t all = tokens * most_tiles;
   const int64_t used = all < 1 ? 1 : all < partitions ? all : partitions;
   TokenDivision best{int32_t(tokens), int32_t(used), int32_t(tokens > 0 ? tokens : 1), int32_t(used)};
-  int64_t least = 2 * ((all + used - 1) / used) + kCombinationHalves;
-  const int64_t step = tokens > partitions ? (tokens + partitions - 1) / partitions : 1;  // tokens of a partition
-  if (tokens > 0 && 2 * step * most_tiles <= least) {
-    best = {int32_t(tokens), int32_t((tokens + step - 1) / step), int32_t(step), 1};
-    least = 2 * step * most_tiles;
+  if (all < 1) return best;
+  int64_t least = 2 * divide_up(all, used) + kCombinationHalves + (used % tokens != 0 ? kSecondPieceHalves : 0);
+  const auto consider = [&](int64_t halves, int64_t of_partitions, int64_t step_tokens, int64_t step_parts) {
+    if (halves > least) return;
+    best = {int32_t(tokens), int32_t(of_partitions), int32_t(step_tokens), int32_t(step_parts)};
+    least = halves;
+  };
+  const int64_t step = divide_up(tokens, partitions);  // whole tokens of a partition
+  if (partitions > tokens && most_tiles > 1) {
+    const int64_t most = partitions / tokens < most_tiles ? partitions / tokens : most_tiles;
+    const int64_t longest = divide_up(most_tiles, most), pieces = divide_up(most_tiles, longest);
+    if (pieces > 1) consider(2 * longest + kCombinationHalves, tokens * pieces, 1, pieces);
   }
   for (int64_t pieces = 2; clusters && pieces <= kMostClusterPieces && tokens * pieces <= partitions; pieces *= 2) {
-    const int64_t halves = 2 * ((most_tiles + pieces - 1) / pieces) + kClusterHalves;
-    if (halves > least || pieces > most_tiles) continue;
-    best = {int32_t(tokens), int32_t(tokens * pieces), 1, int32_t(pieces)};
-    least = halves;
+    if (pieces <= most_tiles) consider(2 * divide_up(most_tiles, pieces) + kClusterHalves, tokens * pieces, 1, pieces);
   }
+  consider(2 * step * most_tiles, divide_up(tokens, step), step, 1);
   return best;
 }
 
