@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 SCALES = {"k": 1024, "m": 1024**2}
+MOST_DIGITS = 4000
 
 
 def parse_tokens(text: str, argument: str = "") -> int:
     """A number of tokens, such as 4096, 4K or 1M. Raises ValueError for anything else, and for less than one."""
     number, scale = (text[:-1], SCALES[text[-1].lower()]) if text[-1:].lower() in SCALES else (text, 1)
-    # isdecimal alone lets digits of other scripts through.
-    if not (number.isascii() and number.isdecimal()) or int(number) < 1:
-        raise ValueError(f"{argument}wanted a number of tokens such as 4096, 4K or 1M, got {text!r}")
+    # isdecimal alone lets digits of other scripts through, and int refuses thousands of them.
+    if not (number.isascii() and number.isdecimal()) or len(number) > MOST_DIGITS or int(number) < 1:
+        raise ValueError(f"{argument}wanted a number of tokens such as 4096, 4K or 1M, got {text[:60]!r}")
     return int(number) * scale
 
 

@@ -42,7 +42,7 @@ def timed(workload: SparseWorkload, rates, off: float = 1.0) -> rows.SparseRow:
     for kernel, (fixed, factor) in LINES.items():
         if kernel == "FA3" and workload.fp8:
             continue
-        size = (shape.heads, shape.tokens, 576, workload.row_bytes, workload.fp8, 1)
+        size = (shape.heads, shape.tokens, 576, workload.row_bytes, 1)
         least = sparse_attention(kernel, rates, None, *size).roofline_us
         us = (fixed + factor * least) * (off if kernel == "etap" else 1)
         found[kernel] = Measured(us=us, iqr_us=0.1, replays=21)
