@@ -85,10 +85,12 @@ PLUGINS = (
         "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
         "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'\n"
-        "from etap_backend.vllm import versions, selected\n"
+        "from etap_backend.vllm import selected, v4_selection, versions\n"
         "if reason := selected.why_not(sparse=False): raise SystemExit(reason)",
         "selected.why_not(sparse=True) or versions.why_no_indexer()",
         "--kv-cache-dtype auto, bfloat16 or fp8 (stored as fp8_ds_mla); models without rope (GLM-5.3-Flash) not in fp8",
+        "v4_selection.why_no_layers() or versions.why_no_indexer()",
+        "--kv-cache-dtype fp8 (stored as fp8_ds_mla), V4.1 where vLLM has it",
     ),
     Plugin(
         sglang.ENGINE,

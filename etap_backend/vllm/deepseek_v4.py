@@ -7,7 +7,7 @@ vLLM's, and so do the caches, their writing, the lists of rows, and the gatherin
 import functools
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +35,8 @@ _logger = init_logger(f"vllm.{__name__}")
 
 class ETAPLayer:
     """What ETAP's layer has in place of vLLM's; stands before it among the bases of a class."""
+
+    _etap_layer: ClassVar[bool] = True  # as v4_selection.MARK has it
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:

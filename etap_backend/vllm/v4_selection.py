@@ -8,6 +8,7 @@ when its module has been imported. Versions: all. Goes when vLLM asks the regist
 """
 
 import functools
+import importlib
 import importlib.machinery
 import logging
 import sys
@@ -19,6 +20,8 @@ from etap_backend.vllm.versions import ENGINE, NAME
 MODULES = ("vllm.models.deepseek_v4.nvidia.model", "vllm.models.deepseek_v41.nvidia.model")
 FUNCTION = "_select_dsv4_attn_cls"
 THEIRS = "DeepseekV4FlashMLAAttention"
+MARK = "_etap_layer"
+"""Attribute of ETAP's layers."""
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = logging.getLogger(f"vllm.{__name__}")
@@ -49,11 +52,36 @@ def watch() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
+def missing(module: ModuleType) -> list[str]:
+    """What a model's module has not of what is used here, by name."""
+    return [f"{module.__name__}:{name}" for name in (FUNCTION, THEIRS) if not hasattr(module, name)]
+
+
+def why_no_layers() -> str | None:
+    """Say why no layer of DeepSeek-V4 can be ETAP's in this vLLM, whatever the GPU, or None."""
+    # Imported here: it imports what serves a model.
+    from etap_backend.vllm import deepseek_v4
+
+    module = importlib.import_module(MODULES[0])
+    return ENGINE.why_lacking(missing(module) or deepseek_v4.lacking(getattr(module, THEIRS)))
+
+
+def _is_wanted(vllm_config) -> bool:
+    """Whether the layers of a configuration's model are to be ETAP's.
+
+    A draft model may come without the backend that was named for its target, and has that of the target's layers then,
+    which are known by its configuration.
+    """
+    backend = vllm_config.attention_config.backend
+    if backend is not None:
+        return backend.name == NAME
+    return any(hasattr(layer, MARK) for layer in vllm_config.compilation_config.static_forward_context.values())
+
+
 def extend(module: ModuleType) -> None:
     """Let a model's module choose ETAP's layer where ETAP is selected, and do as before where it is not."""
-    missing = [f"{module.__name__}:{name}" for name in (FUNCTION, THEIRS) if not hasattr(module, name)]
-    if missing:
-        _logger.warning("%s; whatever is selected, it does not decode with %s", ENGINE.why_lacking(missing), NAME)
+    if lacking := missing(module):
+        _logger.warning("%s; whatever is selected, it does not decode with %s", ENGINE.why_lacking(lacking), NAME)
         return
     theirs = getattr(module, FUNCTION)
     if hasattr(theirs, "etap"):
@@ -61,7 +89,7 @@ def extend(module: ModuleType) -> None:
 
     @functools.wraps(theirs)
     def select(vllm_config):
-        if getattr(vllm_config.attention_config.backend, "name", None) != NAME:
+        if not _is_wanted(vllm_config):
             return theirs(vllm_config)
         # Imported here: it imports what serves a model.
         from etap_backend.vllm import deepseek_v4

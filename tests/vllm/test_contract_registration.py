@@ -85,7 +85,7 @@ def test_the_doctor_finds_the_plugin_and_what_it_serves():
     finding = doctor.check_plugin(vllm)
     assert finding.verdict is doctor.Verdict.OK, finding
     assert finding.sparse[0].startswith("sparse attention (DeepSeek-V3.2, GLM-5) too: --kv-cache-dtype auto, ")
-    assert finding.sparse[1].startswith("no DeepSeek-V4: it is not served")
+    assert finding.sparse[1].startswith("DeepSeek-V4 too: --kv-cache-dtype fp8 ")
 
 
 def test_the_installed_version_has_all_that_is_used():
