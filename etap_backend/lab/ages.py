@@ -1,4 +1,4 @@
-"""How old a result is: lines of kernels, schedule and plugins that changed since the commit that it names.
+"""How old a result is: lines of what it depends on, kernels, schedule and plugins, that changed since its commit.
 
 LIMIT is where a result stops being evidence. csrc and the product have some 14,000 lines, so 1,000 are a fourteenth:
 a day of messages, types and plugin code stays below, a kernel written anew does not, for the smallest of them with its
@@ -14,6 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = ("csrc", "etap_backend", ":(exclude)etap_backend/lab")
+OF_CALLS = ("csrc", ":(exclude)csrc/cmake", ":(exclude)csrc/THIRD_PARTY_NOTICES")
+SPARSE_ONLY = ("decode/sparse", "decode/sparse_fp8", "decode/instantiations/sparse*", "api/sparse_call.h")
+SOURCES_OF = {
+    "bench": (*OF_CALLS, *(f":(exclude)csrc/{path}" for path in SPARSE_ONLY)),
+    "bench-sparse": OF_CALLS,
+}
+"""What times in a file of some kinds depend on: a call's on the kernels and the schedule that it runs. All else, such
+as a server's answers and steps, depends on all of SOURCES.
+"""
 LIMIT = 1000
 UNTOLD = ("", "unknown", "none")
 
@@ -50,23 +59,23 @@ def why_unknown(root: Path) -> str | None:
     return None
 
 
-def changed_lines(root: Path, commit: str) -> int | None:
-    """Lines added and removed in SOURCES from a commit to the working tree; None when there is no such commit."""
+def changed_lines(root: Path, commit: str, sources: tuple[str, ...] = SOURCES) -> int | None:
+    """Lines added and removed in the sources from a commit to the working tree; None when there is no such commit."""
     if _git(root, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") is None:
         return None
-    numbers = _git(root, "diff", "-M", "--numstat", commit, "--", *SOURCES) or ""
+    numbers = _git(root, "diff", "-M", "--numstat", commit, "--", *sources) or ""
     return sum(int(number) for line in numbers.splitlines() for number in line.split("\t")[:2] if number.isdecimal())
 
 
-def age_of(root: Path, commit: object, *, in_history: bool) -> Age:
-    """Of a result with this commit; without `in_history` only whether it names a clean one is looked at."""
+def age_of(root: Path, commit: object, *, in_history: bool, kind: str | None = None) -> Age:
+    """Of a result of a kind with this commit; without `in_history` only whether it names a clean one is looked at."""
     if not isinstance(commit, str) or commit in UNTOLD:
         return Age(commit, problem=f"wanted the commit that it was made with, got {commit}")
     if not re.fullmatch(r"[0-9a-f]{7,40}", commit):
         return Age(commit, problem=f"wanted a commit, of a tree without changes, got {commit}")
     if not in_history:
         return Age(commit)
-    lines = changed_lines(root, commit)
+    lines = changed_lines(root, commit, SOURCES_OF.get(kind or "", SOURCES))
     if lines is None:
         return Age(commit, problem=f"commit {commit} is not in this history")
     if lines > LIMIT:
