@@ -8,7 +8,7 @@
 #   make test-gpu       the tests marked gpu; fails where there is no Hopper GPU
 #   make wheel          the wheel that is published, in dist/
 #   make build          the library into etap_backend/lib, for work in the source tree
-#   make lint           ruff, and whether documents and results agree
+#   make lint           ruff, types, and whether documents and results agree
 #
 # Output of compilers and installers is in build/logs, its end on the screen where one fails.
 # make test-gpu NO_INSTALL=1 PYTHON=python3 installs nothing: it uses that interpreter's torch, pytest and hypothesis,
@@ -93,6 +93,7 @@ endif
 lint: $(STAMPS)/lint
 	$(BIN)/ruff check --output-format concise .
 	$(BIN)/ruff format --check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/python -m etap_backend.lab.tables --check
 
 build: $(STAMPS)/build

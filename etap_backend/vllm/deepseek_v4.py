@@ -38,6 +38,14 @@ class ETAPLayer:
 
     _etap_layer: ClassVar[bool] = True  # as v4_selection.MARK has it
 
+    # What vLLM's layer, the next base, brings.
+    padded_heads: int
+    swa_cache_layer: Any
+    scale: float
+    attn_sink: Tensor
+    compress_ratio: int
+    topk_indices_buffer: Tensor
+
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
         """Heads of queries and outputs: a rank's own wherever vLLM's operator takes so many.
@@ -70,7 +78,7 @@ class ETAPLayer:
         if get_forward_context().attn_metadata is None:  # vLLM measures the memory that the model needs
             claim_workspace(self._etap_workspace_floats)
             q.new_empty(self._etap_workspace_floats, dtype=torch.float32)  # a prompt's, beside what vLLM claims
-        super().forward_mqa(q, kv, positions, output)
+        super().forward_mqa(q, kv, positions, output)  # pyright: ignore[reportAttributeAccessIssue]
 
     @engine_contract.override
     def _forward_decode(
@@ -95,7 +103,7 @@ class ETAPLayer:
             out=output,
         )
 
-    def _etap_compressed(self, tokens: int, kv_cache: Tensor, swa_metadata: Any, attn_metadata: Any) -> dict:
+    def _etap_compressed(self, tokens: int, kv_cache: Tensor | None, swa_metadata: Any, attn_metadata: Any) -> dict:
         """The second cache of a layer's decodes, and its rows that they attend to."""
         if self.compress_ratio == 128:  # each compressed entry, as rows of the cache
             return {

@@ -96,5 +96,5 @@ def extend(module: ModuleType) -> None:
 
         return deepseek_v4.attention_class(getattr(module, THEIRS), vllm_config)
 
-    select.etap = True
+    setattr(select, "etap", True)  # noqa: B010
     setattr(module, FUNCTION, select)
