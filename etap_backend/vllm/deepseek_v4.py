@@ -124,13 +124,15 @@ class ETAPLayer:
 def _counts(swa_metadata: Any, positions: Tensor) -> Tensor:
     """Entries of each token's list that count, int32 [tokens]: none where a row pads the step, whose list is old.
 
-    The same for all layers of a step, and kept in its metadata: vLLM makes that anew for each step.
+    The same for all layers of a step, and kept in its metadata: vLLM makes that anew for each step. A CUDA graph has to
+    hold the computing of what it reads, so that it takes nothing that was kept before its capture.
     """
     kept = vars(swa_metadata).setdefault("etap_counts", {})
     tokens, top_k = positions.shape
-    if top_k not in kept:
-        kept[top_k] = swa_metadata.is_valid_token[:tokens].to(torch.int32).mul_(top_k)
-    return kept[top_k]
+    key = top_k, torch.cuda.is_current_stream_capturing()
+    if key not in kept:
+        kept[key] = swa_metadata.is_valid_token[:tokens].to(torch.int32).mul_(top_k)
+    return kept[key]
 
 
 def _attend_to_gathered(
