@@ -206,7 +206,7 @@ def sparse_launches(case: SparseCase) -> list:
     "heads, row_tile", [(1, 8), (8, 8), (12, 16), (16, 16), (24, 32), (32, 32), (64, 64), (128, 64)]
 )
 def test_the_heads_name_the_sparse_kernel(heads, row_tile):
-    """Whatever the rows are: all are multiplied as bfloat16."""
+    """FP8 rows with float32 scales have kernels of their own; V4's are multiplied as bfloat16, by those of rows without rope."""
     shape = sparse_decode_shape(heads)
     assert shape.row_tile == row_tile and shape.row_groups == -(-heads // shape.row_tile)
     names = {}
@@ -214,18 +214,21 @@ def test_the_heads_name_the_sparse_kernel(heads, row_tile):
         num_sms = 6 * shape.row_groups  # partitions of six tiles, which are no whole fraction of a token
         decode, combine = sparse_launches(SparseCase(1, heads, 2048, cache, num_sms=num_sms))
         assert decode[1] * decode[2] == 6 * shape.row_groups
-        assert f"etap::{shape.kernel}::Traits<" in decode[0] and "combine" in combine[0]
+        kernel = "sparse_fp8::" if cache.startswith("fp8") else f"{shape.kernel}::Traits<"
+        assert f"etap::{kernel}" in decode[0] and "combine" in combine[0]
         names[cache] = decode[0]
-    assert names["bf16"] == names["fp8"] == names["fp8 as e4m3"] != names["v4"] == names["v4 as e4m3"]
-    without_rope, *_ = sparse_launches(SparseCase(1, heads, 2048, "fp8", rope=False, num_sms=num_sms))
-    assert without_rope[0] == names["v4"]
+    assert names["fp8"] == names["fp8 as e4m3"] and names["v4"] == names["v4 as e4m3"]
+    assert len(set(names.values())) == 3
+    for cache, same in (("bf16", "v4"), ("fp8", "fp8")):
+        without_rope, *_ = sparse_launches(SparseCase(1, heads, 2048, cache, rope=False, num_sms=num_sms))
+        assert without_rope[0] == names[same]
 
 
-@pytest.mark.parametrize("tokens, cluster", [(1, 1), (4, 1), (8, 1), (16, 8), (24, 1), (32, 4), (64, 2), (128, 1)])
+@pytest.mark.parametrize("tokens, cluster", [(1, 1), (4, 1), (8, 16), (16, 8), (24, 1), (32, 4), (64, 2), (128, 1)])
 @pytest.mark.parametrize("cache, heads", [("bf16", 16), ("bf16", 32), ("fp8", 8), ("v4", 16)])
 @pytest.mark.parametrize("extra", [None, 1920])
 def test_pieces_of_a_token_are_a_cluster_that_needs_no_combination(extra, cache, heads, tokens, cluster):
-    """Where they are 2, 4 or 8, on an H200's multiprocessors, of one list or of two with as many tiles."""
+    """Where they are 2, 4, 8 or 16, on an H200's multiprocessors, of one list or of two with as many tiles."""
     top_k = 2048 if extra is None else 128
     decode, *combine = sparse_launches(SparseCase(tokens, heads, top_k, cache, extra=extra, num_sms=132))
     assert decode[3] == cluster and decode[1] % cluster == 0
