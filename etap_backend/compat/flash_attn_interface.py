@@ -381,7 +381,7 @@ def get_scheduler_metadata(
     sizes = num_heads_kv, headdim, headdim_v
     if sizes != (1, ROPE_DIM, LATENT_DIM):
         reason = f"num_heads_kv, headdim, headdim_v: wanted 1, {ROPE_DIM}, {LATENT_DIM}, got {sizes}"
-        call = Call.of(METADATA, given | given.pop("others"), _defaults(METADATA.function))
+        call = Call.of(METADATA, given | given.pop("others"), _DEFAULTS[METADATA.function])
         return _hand_over(call, _installed(METADATA), reason)
     check_tensor("cache_seqlens", cache_seqlens)
     if cache_seqlens.shape != (batch_size,):
@@ -417,12 +417,6 @@ def _in_front(form: Form, theirs: Callable) -> Callable:
 
 
 @functools.cache
-def _defaults(function: str) -> dict[str, object]:
-    parameters = inspect.signature(getattr(sys.modules[__name__], function)).parameters.values()
-    return {one.name: one.default for one in parameters if one.default is not one.empty}
-
-
-@functools.cache
 def _installed(form: Form) -> Callable | None:
     """The first function of FlashAttention-3 that can be imported; None where none can."""
     for name in form.modules:
@@ -438,7 +432,7 @@ def _installed(form: Form) -> Callable | None:
 def _asked(form: Form, given: dict) -> Tensor | tuple:
     """A call of this module's own function."""
     given = dict(given)
-    call = Call.of(form, given | given.pop("others"), _defaults(form.function))
+    call = Call.of(form, given | given.pop("others"), _DEFAULTS[form.function])
     return _answer(call, lambda: _installed(form))
 
 
@@ -807,3 +801,18 @@ def _planned(call: Call, lengths: Tensor, batch: int, rows: int) -> BuiltSchedul
     workspace = lengths.new_empty(shape.workspace_floats(partitions), dtype=torch.float32)
     ranges, offsets = metadata[:partitions], metadata[partitions:].flatten()
     return BuiltSchedule(batch, 1, rows, partitions, shape.row_tile, ranges, offsets, workspace)
+
+
+def _defaults_of(function: Callable) -> dict[str, object]:
+    parameters = inspect.signature(function).parameters.values()
+    return {one.name: one.default for one in parameters if one.default is not one.empty}
+
+
+_DEFAULTS = {
+    form.function: _defaults_of(function)
+    for form, function in (
+        (WITH_KVCACHE, flash_attn_with_kvcache),
+        (VARLEN, flash_attn_varlen_func),
+        (METADATA, get_scheduler_metadata),
+    )
+}

@@ -759,7 +759,10 @@ def _check_plan(plan: _Plan, head_dim_ckv: object, head_dim_kpe: object, output_
 
 def _is_float32(scale: object) -> bool:
     """Whether it is a number that the kernels' float32 holds as a positive and finite one."""
-    return isinstance(scale, Real) and FLOAT32.tiny <= float(scale) <= FLOAT32.max
+    try:
+        return isinstance(scale, Real) and FLOAT32.tiny <= float(scale) <= FLOAT32.max
+    except OverflowError:  # a whole number beyond float64
+        return False
 
 
 def _check_same(now: _Plan, before: _Plan) -> None:

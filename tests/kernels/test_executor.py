@@ -184,7 +184,7 @@ def test_building_a_schedule_is_an_operator_too():
     lengths = torch.tensor([70, 300, 4000], dtype=torch.int32)
     torch.library.opcheck(
         torch.ops.etap_backend.build_schedule.default,
-        (lengths, schedule.work_ranges, schedule.split_offsets, 8, 0, 16, 4),
+        (lengths, schedule.work_ranges, schedule.split_offsets, 8, 0, 16, 4, 1),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 

@@ -206,7 +206,7 @@ def sparse_launches(case: SparseCase) -> list:
     "heads, row_tile", [(1, 8), (8, 8), (12, 16), (16, 16), (24, 32), (32, 32), (64, 64), (128, 64)]
 )
 def test_the_heads_name_the_sparse_kernel(heads, row_tile):
-    """FP8 rows with float32 scales have kernels of their own; V4's are multiplied as bfloat16, by those of rows without rope."""
+    """Those of FP8 rows with float32 scales are apart; V4's are multiplied as bfloat16, as rows without rope."""
     shape = sparse_decode_shape(heads)
     assert shape.row_tile == row_tile and shape.row_groups == -(-heads // shape.row_tile)
     names = {}

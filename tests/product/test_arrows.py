@@ -21,6 +21,7 @@ LAZY = {
     ("etap_backend.vllm", "register"),  # vLLM loads plugins in processes that never select a backend
     ("etap_backend.sglang", "register"),  # SGLang too; and `etap doctor` imports the package where there is no SGLang
     ("etap_backend.vllm.v4_selection", "select"),  # the layer's module imports what serves a model
+    ("etap_backend.vllm.v4_selection", "why_no_layers"),
     ("etap_backend.sglang.registration", "_classes"),  # the backends' modules import the engine's models
 }
 """The functions that may import modules of this package when they are called, each with its reason."""

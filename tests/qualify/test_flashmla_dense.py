@@ -82,7 +82,8 @@ def run(folder: Path, value: float | None, *words: str) -> tuple[subprocess.Comp
         words = ("--checkout", str(folder), *words)
     output, suite = folder / "result.json", TESTS / "qualify/flashmla_dense.py"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(suite), "--output", str(output), *words]
-    ended = subprocess.run(command, cwd=TESTS.parent, capture_output=True, text=True)
+    # From elsewhere, so that the installed package is tested and not the source tree.
+    ended = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     return ended, json.loads(output.read_text()) if output.exists() else None
 
 
