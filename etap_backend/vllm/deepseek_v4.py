@@ -129,7 +129,7 @@ def _counts(swa_metadata: Any, positions: Tensor) -> Tensor:
     """
     kept = vars(swa_metadata).setdefault("etap_counts", {})
     tokens, top_k = positions.shape
-    key = top_k, torch.cuda.is_current_stream_capturing()
+    key = top_k, positions.is_cuda and torch.cuda.is_current_stream_capturing()
     if key not in kept:
         kept[key] = swa_metadata.is_valid_token[:tokens].to(torch.int32).mul_(top_k)
     return kept[key]
