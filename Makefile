@@ -1,7 +1,7 @@
 # Everything needs Python >= 3.10, a C++ compiler and a package index; compiler, engines and tools come from there.
 #
 #   make demo           build, install into .venv and run `etap demo`
-#   make test           test-unit, then test-contract: what a change needs, in ten minutes on two cores
+#   make test           test-unit, then test-contract: what a change needs, in 14 minutes on two cores
 #   make test-unit      without engines; the kernels run in an emulator
 #   make test-contract  beside the oldest tested vLLM and SGLang: registration, selection, a layer
 #   make test-engines   what make test leaves out: every contract test in all tested versions, all emulated cases
@@ -52,8 +52,8 @@ demo: $(STAMPS)/packaging
 	$(BIN)/etap demo
 
 test: $(STAMPS)/packaging
-	@echo "Compiles the wheel and meanwhile downloads torch, compilers, one vLLM and one SGLang, 9.5 GB on disk; then runs the"
-	@echo "unit tests and the engines' first contract tests: 10 minutes on two cores that have nothing else to do."
+	@echo "Compiles the wheel and meanwhile downloads torch, compilers, one vLLM and one SGLang, 10 GB on disk; then runs the"
+	@echo "unit tests and the engines' first contract tests: 14 minutes on two cores."
 	$(call at_once,dist/built $(STAMPS)/tools $(STAMPS)/build engines)
 	@$(MAKE) --no-print-directory test-unit
 	@$(MAKE) --no-print-directory test-contract
