@@ -90,7 +90,7 @@ test-gpu: $(STAMPS)/installed
 	ETAP_REQUIRE_GPU=1 $(BIN)/pytest -m gpu $(GPU_TESTS)
 endif
 
-lint: $(STAMPS)/lint
+lint: $(STAMPS)/lint $(STAMPS)/torch
 	$(BIN)/ruff check --output-format concise .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
