@@ -1,5 +1,9 @@
-"""A results file of `etap bench`, as tests of what is made of one want it."""
+"""A results file of `etap bench`, as tests of what is made of one want it, and its rows on the CPU."""
 
+import pytest
+
+from etap_backend.lab.bench import measure, providers, tensors
+from etap_backend.lab.bench.grids import Workload
 from etap_backend.lab.bench.rows import Document, Options
 
 
@@ -16,3 +20,15 @@ def document_of(grid: str, kind: type[Document] = Document, **differing: object)
         "complete": True,
     }
     return kind(**(usual | {"grid": grid} | differing))
+
+
+def put_on_cpu(monkeypatch: pytest.MonkeyPatch, rotated_bytes: float) -> None:
+    """Have rows run on the CPU, with as many bytes of copies."""
+    monkeypatch.setattr(measure, "DEVICE", "cpu")
+    monkeypatch.setattr(tensors, "DEVICE", "cpu")
+    monkeypatch.setattr(tensors, "ROTATED_BYTES", rotated_bytes)
+
+
+def bench_of(workload: Workload, of: providers.Kernels) -> measure.Bench:
+    pool = tensors.pool_of((workload,))
+    return measure.Bench(workload, pool.inputs(workload, 8), pool, of, measure.Options())

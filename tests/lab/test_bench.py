@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import typer
-from bench_documents import document_of
+from bench_documents import bench_of, document_of, put_on_cpu
 from typer.testing import CliRunner
 
 from etap_backend import _library
@@ -505,14 +505,7 @@ def test_a_table_is_drawn_without_torch_and_without_a_kernel():
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(measure, "DEVICE", "cpu")
-    monkeypatch.setattr(tensors, "DEVICE", "cpu")
-    monkeypatch.setattr(tensors, "ROTATED_BYTES", 4e5)
-
-
-def bench_of(workload: Workload, of: providers.Kernels) -> measure.Bench:
-    pool = tensors.pool_of((workload,))
-    return measure.Bench(workload, pool.inputs(workload, 8), pool, of, measure.Options())
+    put_on_cpu(monkeypatch, 4e5)
 
 
 def graphs_of(row: measure.Bench, copy: int = 0) -> dict:

@@ -8,11 +8,11 @@ from types import ModuleType
 import pytest
 import torch
 import typer
-from bench_documents import document_of
+from bench_documents import bench_of, document_of, put_on_cpu
 from typer.testing import CliRunner
 
 from etap_backend.lab import configs
-from etap_backend.lab.bench import measure, peers, providers, report, rows, tensors
+from etap_backend.lab.bench import peers, providers, report, rows, tensors
 from etap_backend.lab.bench.command import bench
 from etap_backend.lab.bench.grids import V4Workload, read_grid, read_grids
 from etap_backend.lab.bench.rows import LARGEST_RMSE, Measured
@@ -25,14 +25,7 @@ def small(tokens: int = 3, heads: int = 8, extra: int = 64) -> V4Workload:
 
 @pytest.fixture
 def on_cpu(monkeypatch):
-    monkeypatch.setattr(measure, "DEVICE", "cpu")
-    monkeypatch.setattr(tensors, "DEVICE", "cpu")
-    monkeypatch.setattr(tensors, "ROTATED_BYTES", 5e5)
-
-
-def bench_of(workload: V4Workload, of: providers.Kernels) -> measure.Bench:
-    pool = tensors.pool_of((workload,))
-    return measure.Bench(workload, pool.inputs(workload, 8), pool, of, measure.Options())
+    put_on_cpu(monkeypatch, 5e5)
 
 
 def test_the_grid_has_both_models_ranks_and_all_kinds_of_layers():
