@@ -28,3 +28,21 @@ def model_directory(tmp_path_factory):
     directory = tmp_path_factory.mktemp("model")
     shutil.copy(MODEL, directory / "config.json")
     return directory
+
+
+@pytest.fixture
+def calls_of(monkeypatch):
+    """Keeps the arguments of each call of our sparse kernel by a module, by name."""
+
+    def keep(module):
+        calls = []
+        kernel = module.sparse_mla_decode
+
+        def call(q, kv_cache, indices, **more):
+            calls.append({"q": q, "kv_cache": kv_cache, "indices": indices} | more)
+            return kernel(q, kv_cache, indices, **more)
+
+        monkeypatch.setattr(module, "sparse_mla_decode", call)
+        return calls
+
+    return keep

@@ -143,17 +143,8 @@ def sglangs_kernels(monkeypatch):
 
 
 @pytest.fixture
-def our_calls(monkeypatch):
-    """The arguments of each call of our kernel, by name."""
-    calls = []
-    kernel = sparse.sparse_mla_decode
-
-    def call(q, kv_cache, indices, **more):
-        calls.append({"q": q, "kv_cache": kv_cache, "indices": indices} | more)
-        return kernel(q, kv_cache, indices, **more)
-
-    monkeypatch.setattr(sparse, "sparse_mla_decode", call)
-    return calls
+def our_calls(calls_of):
+    return calls_of(sparse)
 
 
 @pytest.mark.parametrize("make", [True], indirect=True, ids=[""])

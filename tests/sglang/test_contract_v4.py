@@ -241,17 +241,8 @@ def as_lists(rows):
 
 
 @pytest.fixture
-def our_calls(monkeypatch):
-    """The arguments of each call of our kernel, by name."""
-    calls = []
-    kernel = v4.sparse_mla_decode
-
-    def call(q, kv_cache, indices, **more):
-        calls.append({"q": q, "kv_cache": kv_cache, "indices": indices} | more)
-        return kernel(q, kv_cache, indices, **more)
-
-    monkeypatch.setattr(v4, "sparse_mla_decode", call)
-    return calls
+def our_calls(calls_of):
+    return calls_of(v4)
 
 
 @pytest.mark.parametrize("layer", range(len(RATIOS)), ids=[f"ratio {ratio}" for ratio in RATIOS])
