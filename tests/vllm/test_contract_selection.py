@@ -209,8 +209,10 @@ def test_what_vllm_lacks_is_named_in_its_own_refusal(select_anew, monkeypatch, w
     lines.clear()
     with monkeypatch.context() as patch:
         remove(patch)
+        package = sys.modules["etap_backend.vllm"]
         for module in [name for name in sys.modules if name.startswith("etap_backend.vllm.")]:
             patch.delitem(sys.modules, module)  # as in a process that imports them after this vLLM
+            patch.delattr(package, module.rpartition(".")[2])
         with pytest.raises(ValueError, match="ETAP is not valid for this configuration") as refusal:
             call(version)
         assert f"vLLM {version} lacks what ETAP uses: {name}" in str(refusal.value)
