@@ -159,7 +159,7 @@ def test_each_list_is_of_rows_or_of_positions(device, requests, extra_requests, 
 @pytest.mark.parametrize("num_sms", [1, 7, 132])
 def test_a_list_that_counts_nothing_is_as_if_it_were_not_there(device, num_sms, holes, cache):
     """Whichever of the two it is, and however wide; the other's result has the bits of a call of the same shape."""
-    problem = build(SparseCase(5, 12, 128, cache, extra=2048, holes=holes, seed=54), device)
+    problem = build(SparseCase(5, 12, 128, cache, extra=704, holes=holes, seed=54), device)
     nothing, everything = (torch.full((5,), count, dtype=torch.int32, device=device) for count in (-3, 2**31 - 1))
     for counts, extra_counts in ((everything, nothing), (nothing, everything), (nothing, nothing)):
         one = replace(problem, valid_counts=counts, extra_valid_counts=extra_counts)

@@ -259,11 +259,6 @@ def test_the_program_writes_what_it_shows(tmp_path):
     assert all(measured_with <= whole["sources"][name].keys() for name in ("targets.json", "targets-h20-proxy.json"))
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("e2e-*.json")), ids=lambda path: path.stem)
-def test_files_of_end_to_end_runs_are_read(path):
-    assert results.read(path, Served).rows
-
-
 @pytest.mark.parametrize("text", ["[]", "{", "{}", "null", '{"rows": [3]}', None])
 def test_files_of_something_else_are_refused_by_name(tmp_path, text):
     other, good = tmp_path / "other.json", tmp_path / "e2e.json"
