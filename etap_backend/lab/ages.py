@@ -16,10 +16,7 @@ from pathlib import Path
 SOURCES = ("csrc", "etap_backend", ":(exclude)etap_backend/lab")
 OF_CALLS = ("csrc", ":(exclude)csrc/cmake", ":(exclude)csrc/THIRD_PARTY_NOTICES")
 SPARSE_ONLY = ("decode/sparse", "decode/sparse_fp8", "decode/instantiations/sparse*", "api/sparse_call.h")
-SOURCES_OF = {
-    "bench": (*OF_CALLS, *(f":(exclude)csrc/{path}" for path in SPARSE_ONLY)),
-    "bench-sparse": OF_CALLS,
-}
+SOURCES_OF = {"bench": (*OF_CALLS, *(f":(exclude)csrc/{path}" for path in SPARSE_ONLY)), "bench-sparse": OF_CALLS}
 """What times in a file of some kinds depend on: a call's on the kernels and the schedule that it runs. All else, such
 as a server's answers and steps, depends on all of SOURCES.
 """

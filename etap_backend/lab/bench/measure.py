@@ -18,24 +18,13 @@ from functools import partial
 import torch
 
 from etap_backend.lab.bench import kernels
+from etap_backend.lab.bench import rows as files
 from etap_backend.lab.bench.floors import Floor
 from etap_backend.lab.bench.grids import Workload
 from etap_backend.lab.bench.hold import sms_held
 from etap_backend.lab.bench.kernels import Call, Copy, Inputs, Planned, SparseInputs, V4Inputs
 from etap_backend.lab.bench.providers import Kernels
-from etap_backend.lab.bench.rows import (
-    MATH_SUFFIX,
-    WITH_PLAN,
-    Failed,
-    Measured,
-    Options,
-    Refused,
-    Result,
-    Row,
-    ScheduleBuild,
-    Timing,
-    row_of,
-)
+from etap_backend.lab.bench.rows import Failed, Measured, Options, Refused, Result, Row, Timing, row_of
 from etap_backend.lab.bench.tensors import DEVICE, Pool, copies_of
 from etap_backend.reference import relative_rmse
 
@@ -160,7 +149,7 @@ class Bench:
 def same_bits(graphs: dict[str, Captured], libraries: tuple[str, ...]) -> dict[str, bool]:
     """Of each further library's kernels: whether the last output is that of the first library's, bit for bit."""
     same = {}
-    for suffix in ("", MATH_SUFFIX):
+    for suffix in ("", files.MATH_SUFFIX):
         first, *others = (name + suffix for name in libraries or ("",))
         for other in others:
             if first in graphs and other in graphs:
@@ -211,14 +200,14 @@ def results_of(
     return results
 
 
-def measure_schedule(settings: Options, batch: int = 256, builds: int = 100) -> ScheduleBuild:
+def measure_schedule(settings: Options, batch: int = 256, builds: int = 100) -> files.ScheduleBuild:
     """Time of building the schedule of `batch` requests on the GPU, which an engine pays once a step."""
     seq_lens = torch.randint(1, 8192, (batch,), dtype=torch.int32, device=DEVICE)
     build = kernels.schedule_build(seq_lens, 16, settings.num_sms)
     graph = Captured(lambda _: build(), builds)
     events = [graph.replay() for _ in range(settings.replays)]
     torch.cuda.synchronize()
-    return ScheduleBuild(batch=batch, **timing_of(graph.microseconds(events)).model_dump())
+    return files.ScheduleBuild(batch=batch, **timing_of(graph.microseconds(events)).model_dump())
 
 
 def measure_hosts(
@@ -237,7 +226,7 @@ def measure_hosts(
             call(*copies[0])
             found[name] = partial(call, *copies[0])
             if plans and isinstance(call, Planned):
-                found[WITH_PLAN.format(name)] = partial(_plan_and_call, call, copies[0])
+                found[files.WITH_PLAN.format(name)] = partial(_plan_and_call, call, copies[0])
     return _host_times(found)
 
 

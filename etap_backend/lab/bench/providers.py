@@ -11,18 +11,9 @@ from types import ModuleType
 
 from etap_backend.lab import provenance
 from etap_backend.lab.bench import drop_ins, kernels, peers
+from etap_backend.lab.bench import rows as files
 from etap_backend.lab.bench.grids import Workload
-from etap_backend.lab.bench.rows import (
-    AS_FA3,
-    AS_FLASHINFER,
-    AS_FLASHMLA,
-    DROP_INS,
-    FP8_MATH,
-    MATH_SUFFIX,
-    OUR_BF16,
-    OURS,
-    OWN,
-)
+from etap_backend.lab.bench.rows import DROP_INS, FP8_MATH, MATH_SUFFIX, OUR_BF16, OURS, OWN
 
 KINDS = {
     "plain": "PEERS",
@@ -108,10 +99,7 @@ def installed() -> Kernels:
             Provider("FlashMLA", peers.flashmla_sparse_fp8, "vllm"),
             Provider("FlashMLA alone", partial(peers.flashmla_sparse_fp8, pad=False), "vllm"),
         ],
-        v4=[
-            Provider(OURS, kernels.etap_v4, "etap-backend"),
-            Provider("FlashMLA", peers.flashmla_v4, "vllm"),
-        ],
+        v4=[Provider(OURS, kernels.etap_v4, "etap-backend"), Provider("FlashMLA", peers.flashmla_v4, "vllm")],
     )
 
 
@@ -121,12 +109,12 @@ def of_drop_ins() -> Kernels:
     def both(name: str, ours: Callable, theirs: Callable, package: str = "vllm") -> list[Provider]:
         return [Provider(name, ours), Provider(DROP_INS[name], theirs, package)]
 
-    flashinfer = both(AS_FLASHINFER, drop_ins.flashinfer, peers.flashinfer, "flashinfer-python")
-    fa3 = both(AS_FA3, drop_ins.fa3, peers.fa3)
+    flashinfer = both(files.AS_FLASHINFER, drop_ins.flashinfer, peers.flashinfer, "flashinfer-python")
+    fa3 = both(files.AS_FA3, drop_ins.fa3, peers.fa3)
     return Kernels.listed(
-        plain=[*both(AS_FLASHMLA, drop_ins.flash_mla, peers.flashmla), *flashinfer, *fa3],
-        fp8=[*both(AS_FLASHMLA, drop_ins.flash_mla_fp8, peers.flashmla_fp8), *flashinfer],
-        sparse_fp8=both(AS_FLASHMLA, drop_ins.flash_mla_sparse, peers.flashmla_sparse_fp8),
+        plain=[*both(files.AS_FLASHMLA, drop_ins.flash_mla, peers.flashmla), *flashinfer, *fa3],
+        fp8=[*both(files.AS_FLASHMLA, drop_ins.flash_mla_fp8, peers.flashmla_fp8), *flashinfer],
+        sparse_fp8=both(files.AS_FLASHMLA, drop_ins.flash_mla_sparse, peers.flashmla_sparse_fp8),
     )
 
 

@@ -17,18 +17,7 @@ import typer
 
 from etap_backend.lab.bench import plots as pictures
 from etap_backend.lab.bench import rows as files
-from etap_backend.lab.bench.rows import (
-    MATH_SUFFIX,
-    OUR_BF16,
-    WITH_PLAN,
-    Document,
-    Failed,
-    Measured,
-    Row,
-    Timing,
-    fastest,
-    ratio,
-)
+from etap_backend.lab.bench.rows import Document, Failed, Measured, Row, Timing, fastest, ratio
 
 FEW_PEERS = 2  # each of so few has a column of its own beside ours
 SLOWER = 0.98  # a ratio that counts as slower: the readings of a run differ by less
@@ -57,14 +46,14 @@ def comparisons(document: Document) -> list[Comparison]:
     names, found = document.names, []
     if document.libraries:
         first, *others = document.libraries
-        pairs = [(other + suffix, first + suffix) for suffix in ("", MATH_SUFFIX) for other in others]
+        pairs = [(other + suffix, first + suffix) for suffix in ("", files.MATH_SUFFIX) for other in others]
     elif document.drop_ins:
         pairs = [(original, name) for name, original in document.drop_ins.items()]
     elif document.own:
         ours, peers = document.own[0], document.peers
         pairs = [(peer, ours) for peer in peers] if len(peers) <= FEW_PEERS else []
         found = [] if pairs or not peers else [Comparison(f"best peer / {ours}", tuple(peers), ours)]
-        pairs += [(OUR_BF16, ours)] if OUR_BF16 in document.own else []
+        pairs += [(files.OUR_BF16, ours)] if files.OUR_BF16 in document.own else []
     else:
         return []
     return found + [Comparison(f"{over} / {under}", (over,), under) for over, under in pairs if over in names]
@@ -210,7 +199,7 @@ def _host_line(document: Document) -> str:
     said = []
     for name in (name for pair in document.drop_ins.items() for name in reversed(pair)):
         if timing := document.host_calls.get(name):
-            planned = document.host_calls.get(WITH_PLAN.format(name))
+            planned = document.host_calls.get(files.WITH_PLAN.format(name))
             said.append(f"{name} {number(timing.us)} us" + (f", {number(planned.us)} with its plan" if planned else ""))
     return f"Host time of one call of {document.rows[0].label}: {'; '.join(said)}." if said else ""
 

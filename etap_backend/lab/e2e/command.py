@@ -24,19 +24,10 @@ from etap_backend.lab import gpus as driver
 from etap_backend.lab import results
 from etap_backend.lab.e2e import report
 from etap_backend.lab.e2e import results_file as rows
+from etap_backend.lab.e2e import scenario as asked
 from etap_backend.lab.e2e.model import Prepared, parse_changes, prepare_model, serving_of
 from etap_backend.lab.e2e.results_file import Document, Layout
-from etap_backend.lab.e2e.scenario import (
-    Case,
-    EngineScenario,
-    Scenario,
-    cases_of,
-    chosen,
-    parse_profile,
-    parse_variables,
-    read_scenario,
-    turns_of,
-)
+from etap_backend.lab.e2e.scenario import Case, EngineScenario, Scenario, cases_of, chosen, read_scenario, turns_of
 from etap_backend.lab.e2e.turns import Run
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.serving.engines import ENGINES, Engine, Serving
@@ -193,7 +184,7 @@ def e2e(
         wanted = wanted.model_copy(update={key: value for key, value in updates.items() if value is not None})
         if (specific := getattr(wanted, engine)) is None:
             raise ValueError(f"{scenario}: wanted a table [{engine}], found none")
-        variables = {**specific.environment, **parse_variables(env or [])}
+        variables = {**specific.environment, **asked.parse_variables(env or [])}
         specific = specific.model_copy(update={"environment": variables})
         points = chosen(wanted.points, [parse_tokens(text) for text in context or []], concurrency)
         known = {name.lower(): name for name in specific.backends}
@@ -205,7 +196,7 @@ def e2e(
         asked_for, folder = parse_changes(changes or [], layers), output.with_suffix("") / "model"
         prepared = prepare_model(wanted.model, asked_for, rank_of, wanted.tensor_parallel, folder)
         serving, served_by = serving_of(wanted, prepared, cases), ENGINES[engine]
-        profiled = parse_profile(profile, cases)
+        profiled = asked.parse_profile(profile, cases)
         if show:
             backends = list(dict.fromkeys(turn.backend for turn in order))
             show_commands(served_by, serving, backends, cases, python, [*specific.flags, *(flag or [])])

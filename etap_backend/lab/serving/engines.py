@@ -239,10 +239,7 @@ class Sglang(Engine):
     kv_tokens = r"max_total_num_tokens=(\d+)"
     cached = ("sglang:cached_tokens_total", "sglang:prompt_tokens_total")
     running = "sglang:num_running_reqs"
-    counters = {
-        "preempted": "sglang:num_retracted_requests_total",
-        "prefix tokens found": "sglang:cached_tokens_total",
-    }
+    counters = {"preempted": "sglang:num_retracted_requests_total", "prefix tokens found": "sglang:cached_tokens_total"}
     memory_share = "--mem-fraction-static"
     eager = "--disable-cuda-graph"
     parts_are_new = False
