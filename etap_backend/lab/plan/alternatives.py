@@ -7,7 +7,6 @@ from pathlib import Path
 
 from etap_backend.lab import configs
 from etap_backend.lab.plan.inputs import Deployment, Gpu, Model, Status, read_gpu
-from etap_backend.lab.plan.memory import PAGE_TOKENS
 from etap_backend.lab.plan.sparse import make_sparse_plan
 from etap_backend.lab.plan.step import Gain, Plan, make_plan, why_not
 
@@ -41,15 +40,6 @@ def plan_of(model: Model, gpu: Gpu, on: Deployment, share: float | None, kernels
     return make_sparse_plan(model, gpu, on, kernels)
 
 
-def _alternative(layout: str, on: Deployment, made: Plan) -> Alternative:
-    memory = made.memory
-    most = memory.requests_of(memory.tokens_wanted // on.local_batch) * on.dp
-    context = memory.tokens // PAGE_TOKENS // on.local_batch * PAGE_TOKENS * on.dcp
-    return Alternative(
-        layout, on.cache, memory.tokens, memory.tokens_wanted, most, context, made.gain, made.rest_status
-    )
-
-
 def what_fits(
     model: Model, gpu: Gpu, on: Deployment, attention_share: float | None = None, kernels: list[Path] | None = None
 ) -> list[Alternative]:
@@ -61,7 +51,7 @@ def what_fits(
     asked = f"{on.gpus} x {gpu.name}"
     layouts = {asked: (gpu, on)}
     for dcp in (2, 4, 8):
-        if dcp > on.dcp and on.tp % dcp == 0:
+        if dcp > on.dcp and on.tp % dcp == 0 and not model.v4:
             layouts[f"{asked}, dcp {dcp}"] = gpu, replace(on, dcp=dcp)
     for name in configs.shipped("hardware"):
         other = read_gpu(name)
@@ -75,6 +65,10 @@ def what_fits(
         if why_not(model, replace(on, cache=cache)) is None:
             for layout, (where, how) in layouts.items():
                 share, files = None if found else attention_share, kernels if where is gpu else None
-                changed = replace(how, cache=cache)
-                found.append(_alternative(layout, changed, plan_of(model, where, changed, share, files)))
+                made = plan_of(model, where, replace(how, cache=cache), share, files)
+                memory, page = made.memory, made.memory.page_tokens
+                most = memory.requests_of(memory.tokens_wanted // how.local_batch) * how.dp
+                context = memory.tokens // page // how.local_batch * page * how.dcp
+                known = memory.tokens, memory.tokens_wanted, most, context, made.gain, made.rest_status
+                found.append(Alternative(layout, cache, *known))
     return found

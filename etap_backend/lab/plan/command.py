@@ -50,7 +50,7 @@ def plan(
     dcp: Annotated[int, typer.Option(help="Decode context parallel.")] = 1,
     cache: Annotated[
         str, typer.Option("--kv-dtype", "--cache", help=f"Of the KV cache: {', '.join(CACHE_NAMES)}.")
-    ] = "bfloat16",
+    ] = "auto",
     context: Annotated[str, typer.Option(help="Tokens of each request, such as 65536, 64K or 1M.")] = "16K",
     batch: Annotated[int, typer.Option(help="Requests that decode at the same time.")] = 16,
     s_q: Annotated[int, typer.Option(help="Query tokens per step: 1 + draft tokens of multi-token prediction.")] = 1,
@@ -74,7 +74,8 @@ def plan(
         described, hardware = read_model(model), read_gpu(gpu)
         ranks = tensor_parallel(count, dp * pp) if tp is None else tp
         tokens = parse_tokens(context, "context: ")
-        on = Deployment(count, ranks, dp, pp, dcp, cache_named(cache), tokens, batch, s_q, utilization, experts)
+        held = cache_named(cache, described)
+        on = Deployment(count, ranks, dp, pp, dcp, held, tokens, batch, s_q, utilization, experts)
         made = plan_of(described, hardware, on, attention_share, kernels)
         found = what_fits(described, hardware, on, attention_share, kernels)
     except (ValueError, ImportError) as error:  # the compiled library says how it groups query rows

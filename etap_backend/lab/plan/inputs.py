@@ -11,18 +11,20 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.configs import Strict
-from etap_backend.limits import SCALE_DIM, SPARSE_FP8_BYTES
+from etap_backend.limits import SCALE_DIM, SPARSE_FP8_BYTES, V4_ROW_BYTES
 
 # Beyond these a number is a mistake, and within them no sum or quotient of the planner leaves what a float holds.
 MOST = 2**31
 SMALLEST, GREATEST = 1e-3, 1e18
-LEAST_SHARE, MOST_SHARE = 0.001, 0.999
 
 CACHE_BYTES = {"bfloat16": 2, "fp8": 1}
 CACHE_NAMES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "auto": "bfloat16", "fp8": "fp8", "fp8_e4m3": "fp8"}
 """What the engines call the caches."""
-FOREIGN_SPARSE = "deepseek_v4"
-"""What the model types begin with whose sparse attention is another one."""
+V4 = "deepseek_v4"
+CSA, HCA = 4, 128
+"""Tokens of a compressed entry in the two kinds of DeepSeek-V4's layers that keep any."""
+V4_SIZES = "head_dim qk_rope_head_dim moe_intermediate_size index_topk sliding_window o_groups o_lora_rank hc_mult"
+"""What its config.json has, and its plan needs."""
 
 Status = Literal["measured", "nominal", "derived", "given"]
 Size = Annotated[int, Field(gt=0, le=MOST)]
@@ -55,11 +57,13 @@ class Call(Strict):
 
 
 class SparseCall(Call):
-    """Time of one call of sparse attention for `heads` heads on rows of a bfloat16 cache, or of an FP8 one."""
+    """Time of one call of sparse attention for `heads` heads on rows of a bfloat16 cache, or of an FP8 one, as other
+    models have it or DeepSeek-V4."""
 
     kernel: str
     heads: int
     fp8: bool
+    v4: bool = False
 
 
 LONGEST_REST = Figure(
@@ -178,16 +182,22 @@ class Model(BaseModel):
     mla_use_output_gate: bool = False
     linear_attn_config: LinearAttention | None = None
     layer_types: tuple[str, ...] | None = None
+    compress_ratios: tuple[Literal[0, 4, 128], ...] = ()  # DeepSeek-V4's, those of layers that predict at the end
+    sliding_window: Size | None = None
+    o_groups: Size | None = None
+    o_lora_rank: Size | None = None
+    hc_mult: Count | None = None
+    expert_dtype: Literal["fp4", "fp8"] | None = None
 
     @model_validator(mode="before")
     @classmethod
     def _text_alone(cls, data: object) -> object:
         if isinstance(data, dict) and isinstance(text := data.get("text_config"), dict):
             data = {"quantization_config": data.get("quantization_config")} | text
-        if isinstance(data, dict) and str(kind := data.get("model_type", "")).startswith(FOREIGN_SPARSE):
-            raise ValueError(
-                f"model_type: {kind} has compressed caches in formats of its own, which ETAP does not read"
-            )
+        if isinstance(data, dict) and str(kind := data.get("model_type", "")).startswith(V4):
+            if kind != V4:
+                raise ValueError(f"model_type: {kind} has layers that share caches, which is not planned: wanted {V4}")
+            data = _as_latent(data)
         return data
 
     @model_validator(mode="after")
@@ -199,6 +209,9 @@ class Model(BaseModel):
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             wanted = f"as many as num_hidden_layers = {self.num_hidden_layers}"
             raise ValueError(f"layer_types: wanted {wanted}, got {len(self.layer_types)}")
+        if self.v4 and len(self.compress_ratios) < self.num_hidden_layers:
+            wanted = f"one for each of num_hidden_layers = {self.num_hidden_layers}"
+            raise ValueError(f"compress_ratios: wanted {wanted}, got {len(self.compress_ratios)}")
         if self.sparse and not (self.index_n_heads and self.index_head_dim and self.q_lora_rank):
             raise ValueError("wanted index_n_heads, index_head_dim and q_lora_rank beside index_topk")
         if self.n_routed_experts and not (self.num_experts_per_tok and self.moe_intermediate_size):
@@ -226,12 +239,23 @@ class Model(BaseModel):
         return bool(self.index_topk)
 
     @property
+    def v4(self) -> bool:
+        """Whether each layer has a window of the last tokens, and entries that stand for many of the others."""
+        return self.model_type == V4
+
+    def layers_of(self, ratio: int) -> tuple[int, ...]:
+        """DeepSeek-V4's layers, counted from 1, with an entry for so many tokens; 0 for those with a window alone."""
+        return tuple(layer for layer in self.all_layers if self.compress_ratios[layer - 1] == ratio)
+
+    @property
     def indexer_layers(self) -> tuple[int, ...]:
         """Those of the attention layers that have an indexer, which chooses for the layers behind it too."""
         return tuple(layer for layer in self.attention_layers if self.sparse and self._chooses(layer - 1))
 
     def _chooses(self, layer: int) -> bool:
         """Whether this layer, counted from 0, has an indexer: the engines' rule."""
+        if self.v4:
+            return self.compress_ratios[layer] == CSA
         if self.index_topk_pattern is not None:
             return self.index_topk_pattern[layer : layer + 1] != "S"
         return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq == 0
@@ -247,11 +271,13 @@ class Model(BaseModel):
 
     @property
     def cache_row(self) -> int:
-        """Elements of the cache that one token takes in one layer."""
-        return self.kv_lora_rank + self.qk_rope_head_dim
+        """Elements of a row of the cache, which one token takes in one layer, DeepSeek-V4's rope among the latent's."""
+        return self.kv_lora_rank + (0 if self.v4 else self.qk_rope_head_dim)
 
     def cache_row_bytes(self, cache: str) -> int:
         """What they take. FP8 rows of sparse attention have scales in them and a rope part of two bytes an element."""
+        if self.v4:
+            return V4_ROW_BYTES
         if self.sparse and cache == "fp8":
             return SPARSE_FP8_BYTES + CACHE_BYTES["bfloat16"] * self.qk_rope_head_dim
         return self.cache_row * CACHE_BYTES[cache]
@@ -284,8 +310,19 @@ class Model(BaseModel):
     @property
     def expert_bytes(self) -> float:
         """Bytes of a routed expert's weight: MXFP4 has a byte of scale for 32 of 4 bits, and is the experts' alone."""
-        mxfp4 = self.quantization_config is not None and not self.fp8_weights
+        mxfp4 = self.expert_dtype == "fp4" or (self.quantization_config is not None and not self.fp8_weights)
         return 4 / 8 + 1 / 32 if mxfp4 else self.weight_bytes
+
+
+def _as_latent(data: dict) -> dict:
+    """DeepSeek-V4's config.json with latent attention's names for what it has: one row of `head_dim` elements is key
+    and value whole, and the engines take experts for FP4 where nothing else is said."""
+    for name in V4_SIZES.split():
+        if not isinstance(data.get(name), int):
+            raise ValueError(f"{name}: wanted a number beside model_type {V4}, got {data.get(name)!r}")
+    row, rope = data["head_dim"], data["qk_rope_head_dim"]
+    names = {"kv_lora_rank": row, "v_head_dim": row, "qk_nope_head_dim": row - rope, "index_kpool": CSA}
+    return {"expert_dtype": "fp4"} | data | names | {"intermediate_size": data["moe_intermediate_size"]}
 
 
 def read_model(name: str) -> Model:
@@ -304,11 +341,11 @@ def read_gpu(name: str) -> Gpu:
     return configs.read_toml(configs.find("hardware", name), Gpu)
 
 
-def cache_named(name: str) -> str:
-    """The planner's name of a cache type. Raises ValueError for what ETAP does not read."""
+def cache_named(name: str, model: Model) -> str:
+    """The planner's name of a cache type, "auto" being the model's. Raises ValueError for what ETAP does not read."""
     if name not in CACHE_NAMES:
         raise ValueError(f"cache: wanted one of {', '.join(CACHE_NAMES)}, got {name}")
-    return CACHE_NAMES[name]
+    return "fp8" if model.v4 and name == "auto" else CACHE_NAMES[name]
 
 
 @dataclass(frozen=True)
@@ -353,13 +390,18 @@ class Deployment:
             raise ValueError(f"cache: wanted one of {', '.join(CACHE_BYTES)}, got {self.cache}")
         if self.tp * self.dp * self.pp != self.gpus:
             raise ValueError(f"gpus: wanted tp x dp x pp = {self.tp * self.dp * self.pp}, got {self.gpus}")
-        if model.num_attention_heads % self.tp:
-            raise ValueError(f"tp: wanted a divisor of {model.num_attention_heads} heads, got {self.tp}")
-        if self.tp % self.dcp:
-            raise ValueError(f"dcp: wanted a divisor of tp = {self.tp}, got {self.dcp}")
         linear = model.linear_attn_config
-        if linear and linear.num_heads % self.tp:
-            raise ValueError(f"tp: wanted a divisor of {linear.num_heads} heads of linear attention, got {self.tp}")
+        for name, whole, what in (
+            ("tp", model.num_attention_heads, f"{model.num_attention_heads} heads"),
+            ("tp", linear and linear.num_heads, f"{linear and linear.num_heads} heads of linear attention"),
+            ("tp", model.v4 and model.o_groups, f"{model.o_groups} groups of heads"),
+            ("dcp", self.tp, f"tp = {self.tp}"),
+        ):
+            if whole and whole % (got := getattr(self, name)):
+                raise ValueError(f"{name}: wanted a divisor of {what}, got {got}")
+        for name, has in (("dcp", 1), ("cache", "fp8")) if model.v4 else ():
+            if (got := getattr(self, name)) != has:
+                raise ValueError(f"{name}: wanted {has}, which is all that the engines have for {V4}, got {got}")
         if self.pp > model.num_hidden_layers:
             raise ValueError(f"pp: wanted at most {model.num_hidden_layers} layers, got {self.pp}")
 

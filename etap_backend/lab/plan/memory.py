@@ -6,7 +6,8 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 
-from etap_backend.lab.plan.inputs import Deployment, Figure, Gpu, Model
+from etap_backend.lab.plan.inputs import CSA, HCA, Deployment, Figure, Gpu, Model
+from etap_backend.lab.plan.v4_caches import BATCHES, BLOCK_TOKENS, PAGES, V4Caches
 
 PAGE_TOKENS = 64
 # Activations of the largest prefill chunk, CUDA graphs, NCCL, allocator: what is missing between weights and cache in
@@ -46,7 +47,8 @@ def weights_of(model: Model, on: Deployment) -> list[Weights]:
     predicting, head = predicting_layers(model, on), model.vocab_size * model.hidden_size
     parts = [
         *_attention(model, on, len(model.attention_layers) + predicting),
-        *_indexer(model, len(model.indexer_layers) + (predicting if model.sparse else 0)),
+        *_indexer(model, len(model.indexer_layers) + (predicting if model.sparse and not model.v4 else 0)),
+        *_compression(model, len(model.attention_layers) + predicting),
         *_linear_attention(model, on),
         *_feed_forward(model, on, model.moe_layers + predicting),
         Weights("embedding", head, on.tp, 2.0, ends=True, read_by_decode=False),
@@ -60,8 +62,11 @@ def _attention(model: Model, on: Deployment, layers: int) -> list[Weights]:
     down = hidden * (model.cache_row + (model.q_lora_rank or 0))
     queries = (model.q_lora_rank or hidden) * heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
     output = heads * model.v_head_dim * hidden
+    if model.v4:  # each group of heads has a latent output of its own
+        output = model.o_lora_rank * (heads * model.v_head_dim + model.o_groups * hidden)
     gate = output if model.mla_use_output_gate else 0
     latent = layers * model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
+    latent = 0 if model.v4 else latent  # queries are made in the cache's own space
     return [
         Weights("attention, latent projections", layers * down, 1, each),
         Weights("attention, heads", layers * (queries + output + gate), on.tp, each),
@@ -73,15 +78,28 @@ def _attention(model: Model, on: Deployment, layers: int) -> list[Weights]:
 
 def _indexer(model: Model, layers: int) -> list[Weights]:
     """Every rank has the indexer whole. Weights of its keys, of its heads' gates and, where keys are pooled, of the
-    pool's stay in two bytes."""
+    pool's stay in two bytes; DeepSeek-V4's pool has two series of keys and of gates."""
     if not model.sparse:
         return []
-    pool = model.index_head_dim if model.index_kpool > 1 else 0
+    pool = model.index_head_dim * (3 if model.v4 else 1) if model.index_kpool > 1 else 0
     queries = model.q_lora_rank * model.index_n_heads * model.index_head_dim
     keys = model.hidden_size * (model.index_head_dim + model.index_n_heads + pool)
     return [
         Weights("indexer, queries", layers * queries, 1, model.attention_bytes),
         Weights("indexer, keys and gates", layers * keys, 1, 2.0),
+    ]
+
+
+def _compression(model: Model, layers: int) -> list[Weights]:
+    """What each rank has whole of DeepSeek-V4: CSA makes two series of keys and gates, HCA one; and each layer mixes
+    the streams of its residual before and behind both of its parts, in float32."""
+    if not model.v4:
+        return []
+    series = 2 * len(model.layers_of(CSA)) + len(model.layers_of(HCA))
+    mixes = 2 * (model.hc_mult + 2) * model.hc_mult * model.hc_mult * model.hidden_size
+    return [
+        Weights("compressors", series * 2 * model.kv_lora_rank * model.hidden_size, 1, 2.0),
+        Weights("hyper-connections", layers * mixes, 1, 4.0),
     ]
 
 
@@ -142,21 +160,23 @@ def _most_in_a_stage(layers: tuple[int, ...], model: Model, pp: int) -> int:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest GPU, and the tokens that its KV cache can hold."""
+    """Bytes of the fullest GPU, and the tokens that its KV cache can hold. Of DeepSeek-V4 they are vLLM's: entries and
+    keys count for each token, windows and the compressors' state for each request."""
 
     total: float
     usable: float
     weights: float
     reserve: float
-    state_per_request: int  # of linear attention
+    state_per_request: int  # of what does not grow with its tokens
     requests: int  # that decode on this GPU
-    cache_per_token: int
-    indexer_per_token: int  # of that, in the caches of indexers
+    cache_per_token: float
+    indexer_per_token: float  # of that, in the caches of indexers
     tokens_wanted: int
+    page_tokens: int = PAGE_TOKENS
 
     @property
     def left(self) -> int:
-        """Bytes for requests: KV cache, and state of linear attention."""
+        """Bytes for requests: KV cache and state."""
         return max(0, math.floor(self.usable - self.weights - self.reserve))
 
     @property
@@ -166,11 +186,12 @@ class Memory:
     @property
     def tokens(self) -> int:
         """Tokens for which there is a KV cache, in whole pages."""
-        return max(0, self.left - self.state) // (self.cache_per_token * PAGE_TOKENS) * PAGE_TOKENS
+        page = int(self.cache_per_token * self.page_tokens)
+        return max(0, self.left - self.state) // page * self.page_tokens
 
     def requests_of(self, tokens: int) -> int:
         """How many requests fit that need so many tokens of the cache on this GPU."""
-        return self.left // (tokens * self.cache_per_token + self.state_per_request)
+        return int(self.left // (tokens * self.cache_per_token + self.state_per_request))
 
     @property
     def fits(self) -> bool:
@@ -178,7 +199,14 @@ class Memory:
 
     @property
     def cache_wanted(self) -> int:
-        return self.tokens_wanted * self.cache_per_token
+        return int(self.tokens_wanted * self.cache_per_token)
+
+
+def v4_caches(model: Model, on: Deployment) -> V4Caches:
+    """Of the pipeline stage that has most of each kind of layers; those that predict have a window alone."""
+    kinds = model.attention_layers, model.layers_of(CSA), model.layers_of(HCA)
+    window, csa, hca = (_most_in_a_stage(layers, model, on.pp) for layers in kinds)
+    return V4Caches(window + predicting_layers(model, on), csa, hca, model.sliding_window)
 
 
 def memory_of(model: Model, gpu: Gpu, on: Deployment) -> Memory:
@@ -188,16 +216,25 @@ def memory_of(model: Model, gpu: Gpu, on: Deployment) -> Memory:
         _most_in_a_stage(of, model, on.pp) + predicting for of in (model.attention_layers, model.indexer_layers)
     )
     indexer_per_token = indexers * model.index_row_bytes
+    reserve, page_tokens = RESERVE_BYTES.value + (INDEXER_RESERVE_BYTES.value if model.sparse else 0), PAGE_TOKENS
+    cache_per_token, state = model.cache_row_bytes(on.cache) * layers + indexer_per_token, state_bytes(model, on)
+    if model.v4:
+        caches, page_tokens = v4_caches(model, on), BLOCK_TOKENS
+        csa_keys = caches.csa * PAGES["index_keys"]
+        reserve += caches.blocks_of_prompts * caches.block_bytes
+        cache_per_token, indexer_per_token = caches.block_bytes / BLOCK_TOKENS, csa_keys / BLOCK_TOKENS
+        state = caches.blocks(BATCHES * on.s_q) * caches.block_bytes
     # The fullest stage has ceil(layers / pp) layers and an end of the model; its other parts are shared out evenly.
     stage = -(-model.num_hidden_layers // on.pp) / model.num_hidden_layers
     return Memory(
         total=gpu.memory_bytes.value,
         usable=gpu.memory_bytes.value * on.utilization,
         weights=sum(part.bytes_per_gpu * (1 if part.ends else stage) for part in weights_of(model, on)),
-        reserve=RESERVE_BYTES.value + (INDEXER_RESERVE_BYTES.value if model.sparse else 0),
-        state_per_request=state_bytes(model, on),
+        reserve=reserve,
+        state_per_request=state,
         requests=on.local_batch,
-        cache_per_token=model.cache_row_bytes(on.cache) * layers + indexer_per_token,
+        cache_per_token=cache_per_token,
         indexer_per_token=indexer_per_token,
-        tokens_wanted=on.local_batch * -(-on.context // (PAGE_TOKENS * on.dcp)) * PAGE_TOKENS,
+        tokens_wanted=on.local_batch * -(-on.context // (page_tokens * on.dcp)) * page_tokens,
+        page_tokens=page_tokens,
     )

@@ -10,14 +10,16 @@ from rich.table import Table
 
 from etap_backend.lab.plan.alternatives import Alternative
 from etap_backend.lab.plan.inputs import Call, Deployment, Figure, Gpu, Model
-from etap_backend.lab.plan.memory import INDEXER_RESERVE_BYTES, RESERVE_BYTES, Memory, parameters_of, weights_of
-from etap_backend.lab.plan.sparse import call_size
+from etap_backend.lab.plan.memory import INDEXER_RESERVE_BYTES, RESERVE_BYTES, parameters_of, v4_caches, weights_of
+from etap_backend.lab.plan.sparse import call_size, v4_lists
 from etap_backend.lab.plan.step import GEMM_BANDWIDTH, LAYER_US, Attention, Gain, Plan
+from etap_backend.lab.plan.v4_caches import BATCHES, BLOCK_TOKENS
 from etap_backend.lab.screen import print_table
 from etap_backend.lab.units import in_k
 
 SHORT = {"bfloat16": "bf16", "fp8": "FP8"}
 COUNTED = ("left", "state", "tokens", "cache_wanted", "fits")  # of the memory, beside its fields
+V4_COUNTED = ("pages", "block_bytes", "blocks_of_prompts", "sglang_token_bytes", "sglang_request_bytes")
 ASSUMPTIONS = {"layer_us": LAYER_US, "gemm_bandwidth_share": GEMM_BANDWIDTH, "reserve_bytes": RESERVE_BYTES}
 
 
@@ -28,6 +30,7 @@ def assumptions_of(model: Model) -> dict[str, Figure]:
 def document(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, found: list[Alternative]) -> dict:
     """Everything that the planner knows of one deployment, for --json. With sparse attention a `step_with_ms` is a
     lower bound, as the indexer's time is."""
+    caches = v4_caches(model, on) if model.v4 else None
     kernels = [kernel for kernel in (plan.etap, plan.fp8_math, plan.in_bf16, *plan.peers) if kernel]
     return {
         "model": {"name": name, "parameters": parameters_of(model), **model.model_dump()},
@@ -35,8 +38,9 @@ def document(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, foun
         "deployment": asdict(on),
         "assumptions": {key: figure.model_dump() for key, figure in assumptions_of(model).items()},
         "weights": [{**asdict(part), "bytes_per_gpu": part.bytes_per_gpu} for part in weights_of(model, on)],
-        "memory": {**asdict(plan.memory), **{key: getattr(plan.memory, key) for key in COUNTED}},
+        "memory": _known(plan.memory, COUNTED),
         "bf16_tokens": plan.bf16_tokens,
+        "caches": caches and _known(caches, V4_COUNTED) | {"blocks_of_a_request": caches.blocks(BATCHES * on.s_q)},
         "attention": {kernel.kernel: _all_of(kernel, plan) for kernel in kernels},
         "indexer": plan.indexer and _all_of(plan.indexer, plan),
         "step": {
@@ -49,6 +53,11 @@ def document(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, foun
         },
         "what_fits": [{**asdict(one), "fits": one.fits} for one in found],
     }
+
+
+def _known(thing, counted: tuple[str, ...]) -> dict:
+    """Its fields, and what it counts from them."""
+    return {**asdict(thing), **{key: getattr(thing, key) for key in counted}}
 
 
 def _gains(plan: Plan) -> list[tuple[Attention, Gain | None]]:
@@ -87,8 +96,9 @@ def _shape(on: Deployment) -> str:
     return f"{on.batch} x {in_k(on.context)}"
 
 
-def memory_lines(gpu: Gpu, on: Deployment, memory: Memory, bf16_tokens: int | None) -> list[str]:
-    """Whether batch and context fit, and where the bytes of a GPU go; `bf16_tokens` fit beside an FP8 cache's."""
+def memory_lines(gpu: Gpu, model: Model, on: Deployment, plan: Plan) -> list[str]:
+    """Whether batch and context fit, and where the bytes of a GPU go."""
+    memory, bf16_tokens = plan.memory, plan.bf16_tokens
     wanted = f"its KV cache is {memory.tokens_wanted:,} tokens = {_gb(memory.cache_wanted)} per GPU"
     if memory.tokens == 0:
         verdict = f"[red]The weights leave no room for a KV cache on {on.gpus} x {gpu.name}.[/]"
@@ -97,19 +107,34 @@ def memory_lines(gpu: Gpu, on: Deployment, memory: Memory, bf16_tokens: int | No
     else:
         left = _gb(memory.tokens * memory.cache_per_token)
         verdict = f"[red]{_shape(on)} does not fit:[/] {wanted}, {left} are left."
-    room = f"{memory.tokens:,} tokens of {memory.cache_per_token:,} B"
+    room = f"{memory.tokens:,} tokens of {memory.cache_per_token:,.10g} B"
     if memory.indexer_per_token:
-        room += f" ({memory.indexer_per_token:,} of them the indexer's)"
+        room += f" ({memory.indexer_per_token:,.10g} of them the indexer's)"
     if on.dcp > 1:
         room += f" on each of {on.dcp} ranks, {memory.tokens * on.dcp:,} in all"
     if bf16_tokens:
         room += f", {memory.tokens / bf16_tokens:.2f}x the {bf16_tokens:,} of bf16"
-    state = f"state of linear attention {_gb(memory.state)}, " if memory.state else ""
+    of, prompts = ("requests' windows", ", prompts'") if model.v4 else ("state of linear attention", "")
+    state = f"{of} {_gb(memory.state)}, " if memory.state else ""
     bytes_of_a_gpu = (
         f"Of a GPU's {_gb(memory.total)} the engine has {on.utilization:.0%}: weights {_gb(memory.weights)}, "
-        f"activations and NCCL {_gb(memory.reserve)}, {state}KV cache for {room}."
+        f"activations and NCCL{prompts} {_gb(memory.reserve)}, {state}KV cache for {room}."
     )
-    return [verdict, bytes_of_a_gpu]
+    return [verdict, bytes_of_a_gpu, *([_v4_line(model, on)] if model.v4 else [])]
+
+
+def _v4_line(model: Model, on: Deployment) -> str:
+    """What an engine's caches hold, and a step reads of them."""
+    caches = v4_caches(model, on)
+    request = caches.blocks(BATCHES * on.s_q)
+    (tokens, entries), kinds = call_size(model, on), v4_lists(model, on).items()
+    rows = ", ".join(f"{rows:,} ({layers} {kind})" for kind, (layers, rows) in kinds if layers)
+    read = tokens * entries * model.num_hidden_layers * model.cache_row_bytes(on.cache)
+    return (
+        f"vLLM 0.33: {BLOCK_TOKENS} tokens are a block of {caches.block_bytes:,} B, a request {request} more. SGLang "
+        f"0.5.23: {caches.sglang_token_bytes:,.10g} B a token, {caches.sglang_request_bytes:,} a request. "
+        f"Lists have {rows} rows, calls their mean; a step reads {_gb(read)}."
+    )
 
 
 def alternatives_table(found: list[Alternative]) -> Table:
@@ -164,22 +189,22 @@ def _call_cells(call: Call) -> tuple[str, str, str]:
     return f"{call.fixed_us:.3g} us + {call.factor:.3g} x roofline", call.status, source
 
 
-def verdict(plan: Plan) -> str:
+def verdict(plan: Plan, gpu: Gpu) -> str:
     """What ETAP gains in a step, or that it is better left off."""
     if plan.etap.call is None:
-        return "Nobody timed a call on such a GPU (--kernels): no step and no gain. >= is a roofline."
+        return f"Nobody timed such a call on {gpu.name} (--kernels): no step and no gain. >= is a roofline."
     if (gain := plan.gain) is None:
-        return "No other kernel was timed on such a GPU: no gain."
+        return f"No other kernel was timed on {gpu.name}: no gain."
     if round(100 * gain.upper) <= 0:
         return f"Leave ETAP off here: it changes a step's tokens/s by {percent(gain)}%."
     gives = "With ETAP a step gives" if plan.memory.fits else "If it fitted, with ETAP a step would give"
     return f"{gives} {percent(gain)}% more tokens/s than with {plan.fastest_peer.kernel}."
 
 
-def remarks(gpu: Gpu, model: Model, on: Deployment, plan: Plan) -> list[str]:
+def remarks(gpu: Gpu, model: Model, on: Deployment, plan: Plan) -> str:
     """What the tables do not say."""
     longer = f" or {plan.longest_rest:g} times that" if plan.longest_rest > 1 else ""
-    lines = [f"{verdict(plan)} The rest of a step, {plan.rest_ms:.1f} ms{longer}, is {plan.rest_status}."]
+    lines = [f"{verdict(plan, gpu)} The rest of a step, {plan.rest_ms:.1f} ms{longer}, is {plan.rest_status}."]
     if plan.fastest_peer and plan.etap.rows >= plan.fastest_peer.rows:
         lines.append(f"Both compute {plan.etap.rows} query rows: there is no padding that ETAP could save.")
     if plan.in_bf16:
@@ -187,10 +212,11 @@ def remarks(gpu: Gpu, model: Model, on: Deployment, plan: Plan) -> list[str]:
         lines.append(f"Against its bf16 cache {one:.2f}x per call, {other:.2f}x with FP8 math (*).")
     if plan.indexer:
         tokens, entries = call_size(model, on)
-        lines.append(f"Choosing the {tokens} lists of {entries:,} rows comes on top.")
+        chosen = "CSA layers' rows" if model.v4 else f"{tokens} lists of {entries:,} rows"
+        lines.append(f"Choosing the {chosen} comes on top.")
     if model.linear_layers:
         lines.append(f"{model.linear_layers} of {model.num_hidden_layers} layers have linear attention, untimed here.")
-    return [" ".join(lines)]
+    return " ".join(lines)
 
 
 def print_plan(
@@ -199,12 +225,11 @@ def print_plan(
     several = (f"{key} {getattr(on, key)}" for key in ("dp", "pp", "dcp", "s_q") if getattr(on, key) > 1)
     layout, size = ", ".join((f"tp {on.tp}", *several)), f"{parameters_of(model) / 1e9:.0f} G"
     console.print(f"[bold]{name}[/] ({size}), {on.gpus} x {gpu.name}: {layout}, {on.cache} cache, {_shape(on)}")
-    for line in memory_lines(gpu, on, plan.memory, plan.bf16_tokens):
+    for line in memory_lines(gpu, model, on, plan):
         console.print(line, highlight=False)
     print_table(console, attention_table(gpu, plan))
-    for line in remarks(gpu, model, on, plan):
-        console.print(line, markup=False, highlight=False)
-    title = f"What fits: requests of {in_k(on.context)}; tokens of each of {on.batch}; the gain where {_shape(on)} fits"
+    console.print(remarks(gpu, model, on, plan), markup=False, highlight=False)
+    title = f"What fits: requests of {in_k(on.context)}; tokens of each of {on.batch}; gain where {_shape(on)} fits"
     console.print(title, style="bold", highlight=False)
     print_table(console, alternatives_table(found))
     starred = plan.in_bf16 is None and any(one.fits and one.gain and one.gain.fp8_math for one in found)

@@ -1,17 +1,18 @@
 """Decode with sparse attention on one GPU. A call's time follows from its roofline by a line fitted to files of
-`etap bench sparse`, those of configs/hardware or of files that are given. What the indexer takes at least is its
-roofline: quantising, and choosing the best scores, come on top, and nobody timed them here."""
+`etap bench sparse`, and for DeepSeek-V4 `v4`, those of configs/hardware or of files that are given. What the indexer
+takes at least is its roofline: quantising, and choosing the best scores, come on top, and nobody timed them here."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import numpy
+
 from etap_backend.lab import results
 from etap_backend.lab.bench import rows as bench
-from etap_backend.lab.plan.inputs import Call, Deployment, Gpu, Model, read_gpu
+from etap_backend.lab.plan.inputs import CSA, HCA, Call, Deployment, Gpu, Model, read_gpu
 from etap_backend.lab.plan.memory import memory_of
 from etap_backend.lab.plan.step import PADDED_ROWS, Attention, Plan, attention_on, check, rest_of_step_ms
 from etap_backend.limits import LATENT_DIM
@@ -29,7 +30,7 @@ def computed_rows(kernel: str, heads: int) -> int:
 
 
 def sparse_attention(
-    kernel: str, gpu: Gpu, call: Call | None, heads: int, entries: int, row: int, row_bytes: int, layers: int
+    kernel: str, gpu: Gpu, call: Call | None, heads: int, entries: float, row: int, row_bytes: int, layers: int
 ) -> Attention:
     """Of calls whose lists have so many entries, each a row of so many elements and bytes, read once. All kernels
     widen FP8 rows to 16 bits before they multiply."""
@@ -41,16 +42,12 @@ def sparse_attention(
 def _line(points: list[tuple[float, float]]) -> tuple[float, float]:
     """fixed >= 0 and factor >= 1 of us = fixed + factor x roofline, for (roofline, us): least squares of the relative
     distances."""
-
-    def total(of: Callable[[float, float], float]) -> float:
-        return sum(of(roofline, us) / us**2 for roofline, us in points)
-
-    w, x, y = total(lambda x, y: 1), total(lambda x, y: x), total(lambda x, y: y)
-    xx, xy = total(lambda x, y: x * x), total(lambda x, y: x * y)
-    spread = w * xx - x * x
-    factor = max(1.0, (w * xy - x * y) / spread) if spread > 1e-9 * w * xx else 1.0
-    fixed = (y - factor * x) / w
-    return (fixed, factor) if fixed >= 0 else (0.0, max(1.0, xy / xx))
+    roofline, us = numpy.array(points).T
+    alike = numpy.ptp(roofline) <= 1e-6 * roofline.max()
+    factor = 1.0 if alike else max(1.0, numpy.polyfit(roofline, us, 1, w=1 / us)[0])
+    fixed = numpy.average(us - factor * roofline, weights=us**-2)
+    through_zero = numpy.average(us / roofline, weights=(roofline / us) ** 2)
+    return (fixed, factor) if fixed >= 0 else (0.0, max(1.0, through_zero))
 
 
 def _chip(name: str) -> str | None:
@@ -58,10 +55,11 @@ def _chip(name: str) -> str | None:
     return found and found[0]
 
 
-def fitted_calls(gpu: Gpu, files: list[Path], heads: int, fp8: bool) -> dict[str, Call]:
-    """What a call of each kernel takes that these files of `etap bench sparse` timed, on a GPU with this one's rates.
+def fitted_calls(gpu: Gpu, files: list[Path], heads: int, fp8: bool, v4: bool = False) -> dict[str, Call]:
+    """What a call of each kernel takes that these files timed, on a GPU with this one's rates.
 
-    A line is fitted to the decode rows with as many heads, or where there are too few to those of up to 64. Raises
+    A line is fitted to the decode rows with as many heads, or where there are too few to those of up to 64; of
+    DeepSeek-V4 to times behind another kernel, which differ less, where there are such. Raises
     ValueError, naming the file, for one that is of something else, of another GPU or of a part of one.
     """
     rows: list[tuple[str, bench.SparseRow]] = []
@@ -71,13 +69,13 @@ def fitted_calls(gpu: Gpu, files: list[Path], heads: int, fp8: bool) -> dict[str
             raise ValueError(f"kernels: wanted files of installed kernels on a whole GPU, got {path}")
         if (chip := _chip(gpu.name)) and _chip(document.gpu) != chip:
             raise ValueError(f"kernels: wanted files of an {gpu.name}, got {path} of an {document.gpu}")
-        of_it = (row for row in document.rows if row.fp8 == fp8 and row.tokens <= row.context)
+        of_it = (row for row in document.rows if (row.fp8, row.window > 0) == (fp8, v4) and row.tokens <= row.context)
         rows += [(path.name, row) for row in of_it if row.heads <= max(PADDED_ROWS, heads)]
     same = [one for one in rows if one[1].heads == heads]
     calls: dict[str, Call] = {}
     for kernel in dict.fromkeys(name for _, row in rows for name in row.results if row.us(name)):
         timed = [one for one in same if one[1].us(kernel)]
-        if len(timed) < LEAST_POINTS:
+        if len(timed) < LEAST_POINTS and not v4:
             timed = [one for one in rows if one[1].us(kernel)]
         if len(timed) >= LEAST_POINTS:
             calls[kernel] = _fitted(kernel, gpu, timed)
@@ -90,7 +88,8 @@ def _fitted(kernel: str, gpu: Gpu, timed: list[tuple[str, bench.SparseRow]]) -> 
     for _, row in timed:  # lists name different rows of the cache, all with rope
         elements = row.flops // (2 * row.heads * row.tokens) - LATENT_DIM
         shape = (row.heads, row.tokens, elements, row.bytes // row.tokens, 1)
-        points.append((sparse_attention(kernel, gpu, None, *shape).roofline_us, row.us(kernel)))
+        us = row.window and row.behind(kernel) or row.us(kernel)
+        points.append((sparse_attention(kernel, gpu, None, *shape).roofline_us, us))
     fixed, factor = _line(points)
     farthest = max(abs((fixed + factor * roofline) / us - 1) for roofline, us in points)
     names = ", ".join(dict.fromkeys(name for name, _ in timed))
@@ -98,12 +97,12 @@ def _fitted(kernel: str, gpu: Gpu, timed: list[tuple[str, bench.SparseRow]]) -> 
     return Call(fixed_us=fixed, factor=factor, status="measured", source=source)
 
 
-def shipped_calls(gpu: Gpu, heads: int, fp8: bool) -> dict[str, Call]:
+def shipped_calls(gpu: Gpu, heads: int, fp8: bool, v4: bool = False) -> dict[str, Call]:
     """Those of the GPU's file, or of the file that it names; of heads that were not timed, the next larger's."""
     like = read_gpu(gpu.sparse_like) if gpu.sparse_like else gpu
     calls: dict[str, Call] = {}
-    for call in sorted(like.sparse, key=lambda call: (call.heads < heads, abs(call.heads - heads))):
-        if call.fp8 == fp8 and call.kernel not in calls:
+    for call in sorted(like.sparse, key=lambda call: call.heads):
+        if (call.fp8, call.v4) == (fp8, v4) and call.heads >= heads and call.kernel not in calls:
             others = f"as of {call.heads} heads" if call.heads != heads else ""
             gpus = f"as on an {like.name}" if like is not gpu else ""
             source = "; ".join(filter(None, (call.source, others, gpus)))
@@ -121,10 +120,21 @@ def _indexer(model: Model, gpu: Gpu, on: Deployment) -> Attention:
     return attention_on(gpu, "indexer", None, layers=layers, rows=heads, data=data, flops=flops, fp8=True)
 
 
-def call_size(model: Model, on: Deployment) -> tuple[int, int]:
+def v4_lists(model: Model, on: Deployment) -> dict[str, tuple[int, int]]:
+    """DeepSeek-V4's kinds of layers: how many there are, and the rows that a query token's lists have in each."""
+    window, entries = min(on.context, model.sliding_window), on.context // CSA
+    rows = {"window": (0, 0), "CSA": (CSA, min(model.index_topk, entries)), "HCA": (HCA, on.context // HCA)}
+    return {kind: (len(model.layers_of(ratio)), window + more) for kind, (ratio, more) in rows.items()}
+
+
+def call_size(model: Model, on: Deployment) -> tuple[int, float]:
     """Query tokens of a call, and the entries of each one's list on this rank: each has a list of its own, and a pooled
-    indexer always adds the pool that is not full."""
-    return on.local_batch * on.s_q, -(-min(on.context, model.index_topk + model.index_kpool - 1) // on.dcp)
+    indexer always adds the pool that is not full. Of DeepSeek-V4 the mean of its layers, whose times it gives exactly:
+    a call's time is linear in them."""
+    entries = -(-min(on.context, model.index_topk + model.index_kpool - 1) // on.dcp)
+    if model.v4:
+        entries = sum(layers * rows for layers, rows in v4_lists(model, on).values()) / model.num_hidden_layers
+    return on.local_batch * on.s_q, entries
 
 
 def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment, files: list[Path] | None = None) -> Plan:
@@ -135,7 +145,8 @@ def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment, files: list[Path] |
     check(model, on)
     heads, fp8 = model.num_attention_heads // on.tp * on.dcp, on.cache == "fp8"
     tokens, entries = call_size(model, on)
-    calls = fitted_calls(gpu, files, heads, fp8) if files else shipped_calls(gpu, heads, fp8)
+    kind = heads, fp8, model.v4
+    calls = fitted_calls(gpu, files, *kind) if files else shipped_calls(gpu, *kind)
     if not model.qk_rope_head_dim:
         for name, call in calls.items():
             derived = {"status": "derived", "source": f"{call.source}; of rows with rope"}
@@ -150,6 +161,6 @@ def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment, files: list[Path] |
         rest_ms=rest_of_step_ms(model, gpu, on),
         rest_status="derived",
         longest_rest=gpu.longest_rest.value,
-        bf16_tokens=memory_of(model, gpu, replace(on, cache="bfloat16")).tokens if fp8 else None,
+        bf16_tokens=memory_of(model, gpu, replace(on, cache="bfloat16")).tokens if fp8 and not model.v4 else None,
         indexer=_indexer(model, gpu, on),
     )

@@ -7,22 +7,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from etap_backend.lab.plan.inputs import (
-    CACHE_BYTES,
-    LEAST_SHARE,
-    MOST_SHARE,
-    Call,
-    Deployment,
-    Figure,
-    Gpu,
-    Model,
-    Status,
-)
+from etap_backend.lab.plan.inputs import CACHE_BYTES, Call, Deployment, Figure, Gpu, Model, Status
 from etap_backend.lab.plan.memory import Memory, Weights, memory_of, state_bytes, weights_of
 from etap_backend.limits import SPARSE_FP8, why_unsupported, why_unsupported_sparse
 from etap_backend.schedule import decode_shape
 
+LEAST_SHARE, MOST_SHARE = 0.001, 0.999  # of attention, that can be
 PADDED_ROWS = 64  # WGMMA's M: the rows of a kernel that puts queries there
+FP4_ROWS = 8  # least of Marlin's products, which both engines have for FP4 weights on Hopper
 
 # What serving costs beside the attention kernel. Fitted together to five readings of DeepSeek-R1 on 8 x H200 (a step of
 # vLLM at batch 1, TPOT of SGLang 0.5.7 at concurrency 8 to 64): see docs/plan.md. The layer's share holds whatever does
@@ -120,14 +112,17 @@ def padded_attention(model: Model, gpu: Gpu, on: Deployment, *, in_vllm: bool = 
 
 
 def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> float:
-    """Time of a step's products with these weights: reading them, or multiplying in tiles of 64 rows."""
+    """Time of a step's products with these weights: reading them, or multiplying in tiles of 64 rows. FP4 is widened to
+    16 bits, in smaller tiles."""
     touched, rows = 1.0, on.local_batch * on.s_q
     if part.experts:
         tokens, chosen = on.batch * on.s_q, model.num_experts_per_tok / model.n_routed_experts
         touched = 1 - (1 - chosen) ** tokens if on.experts is None else on.experts / model.n_routed_experts
         rows = tokens * chosen / touched
-    tiled = math.ceil(rows / PADDED_ROWS) * PADDED_ROWS
-    rate = gpu.sustained_flops(fp8=model.fp8_weights and part.bytes_each < 2)
+    fp4 = part.bytes_each < 1
+    tile = FP4_ROWS if fp4 else PADDED_ROWS
+    tiled = math.ceil(rows / tile) * tile
+    rate = gpu.sustained_flops(fp8=model.fp8_weights and part.bytes_each < 2 and not fp4)
     memory = touched * part.bytes_per_gpu / (gpu.sustained_bandwidth.value * GEMM_BANDWIDTH.value)
     return max(memory, 2 * tiled * touched * part.parameters / part.shards / rate)
 

@@ -1,0 +1,356 @@
+"""`etap plan` for DeepSeek-V4: bytes worked out by hand from the engines' layouts, its checkpoints' sizes, what vLLM
+said of its memory, and what a call's readings make of a step."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_screens import etap_plan, run, words_of
+
+from etap_backend.lab import configs, results
+from etap_backend.lab.bench.rows import SparseDocument
+from etap_backend.lab.plan.alternatives import what_fits
+from etap_backend.lab.plan.inputs import CSA, HCA, Deployment, read_gpu, read_model
+from etap_backend.lab.plan.memory import RESERVE_BYTES, memory_of, parameters_of, v4_caches, weights_of
+from etap_backend.lab.plan.sparse import (
+    call_size,
+    fitted_calls,
+    make_sparse_plan,
+    shipped_calls,
+    sparse_attention,
+    v4_lists,
+)
+from etap_backend.lab.plan.v4_caches import V4Caches, page_bytes
+
+K = 1024
+RESULTS = Path(__file__).parents[2] / "results"
+GPUS = configs.shipped("hardware")
+FLASH, PRO = (read_model(f"deepseek-v4-{name}") for name in ("flash", "pro"))
+H20, H20_141, H100, H200 = (read_gpu(name) for name in ("H20-96G", "H20-141G", "H100", "H200"))
+CACHES = {"flash": V4Caches(43, 21, 20, 128), "pro": V4Caches(61, 30, 31, 128)}
+
+
+def on(batch: int = 16, context: int = 16 * K, **other) -> Deployment:
+    return Deployment(batch=batch, context=context, cache="fp8", **other)
+
+
+# What the caches take
+
+
+@pytest.mark.parametrize(
+    "rows, row, padded", [(64, 584, 37_440), (2, 584, 1_728), (64, 132, 8_640), (256, 584, 149_760), (8, 4096, 32_832)]
+)
+def test_a_page_is_padded_to_rows_of_576_bytes(rows, row, padded):
+    """A window's or CSA's page, HCA's, an indexer's, SGLang's window, and one of partial sums."""
+    assert page_bytes(rows, row) == padded
+
+
+@pytest.mark.parametrize(
+    "model, csa, hca, block",
+    [(FLASH, 21, 20, 21 * (37_440 + 8_640) + 20 * 1_728), (PRO, 30, 31, 30 * (37_440 + 8_640) + 31 * 1_728)],
+)
+def test_a_block_of_vllm_has_256_tokens_of_all_layers(model, csa, hca, block):
+    caches, memory = v4_caches(model, on()), memory_of(model, H200, on())
+    assert (caches.layers, caches.csa, caches.hca) == (model.num_hidden_layers, csa, hca)
+    assert caches.block_bytes == block == memory.cache_per_token * 256
+    assert memory.indexer_per_token * 256 == csa * 8_640 and memory.page_tokens == 256
+
+
+@pytest.mark.parametrize("name", CACHES)
+def test_a_request_needs_blocks_for_its_window_and_its_sums(name):
+    """vLLM splits the window's layers into two groups, and has one for each kind of sums. Two steps of a token are in
+    flight: 2 x (3 + 1) blocks of 64 tokens, 3 + 1 of 4, 17 + 1 of 8."""
+    caches = CACHES[name]
+    assert caches.blocks(2) == 2 * 4 + 4 + 18 and caches.blocks(8) == 2 * 4 + 5 + 18
+    model = {"flash": FLASH, "pro": PRO}[name]
+    assert memory_of(model, H200, on()).state == 16 * 30 * caches.block_bytes
+
+
+def test_prompts_in_flight_hold_windows_and_sums_of_all_their_tokens():
+    """Two batches of 8,192 tokens: 2 x (258 + 1), 4,098 + 1 and 2,064 + 1 blocks."""
+    assert CACHES["flash"].blocks_of_prompts == 518 + 4_099 + 2_065
+    beside = memory_of(FLASH, H200, on()).reserve - RESERVE_BYTES.value - 1.4e9
+    assert beside == pytest.approx(6_682 * 1_002_240)
+
+
+def test_what_vllm_wants_for_one_request():
+    """vLLM issue 44376, V4-Flash at 30,000 tokens, 16,384 in flight: 6.66 GiB, in blocks that were 5% larger."""
+    blocks = -(-30_000 // 256) + CACHES["flash"].blocks(16_384)
+    assert blocks == 6_800 and blocks * CACHES["flash"].block_bytes == pytest.approx(6.66 * 2**30, rel=0.05)
+
+
+def test_tokens_that_vllm_logged():
+    """vLLM issue 51041, V4-Flash, 0.26.0: 150K tokens in 7.7 GiB, counted in requests of 121,344 tokens, with 8,192
+    batched tokens."""
+    caches = CACHES["flash"]
+    requests = 7.7 * 2**30 / caches.block_bytes / (121_344 / 256 + caches.blocks_of_prompts)
+    assert requests * 121_344 == pytest.approx(150e3, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "name, token, request_",
+    [
+        ("flash", 0.1 * (43 * 585 + 21 * 320) + 21 * (585 / 4 + 33) + 20 * 6.75, 20 * 524_288),
+        ("pro", 0.1 * (61 * 585 + 30 * 320) + 30 * (585 / 4 + 33) + 31 * 6.75, 31 * 524_288),
+    ],
+)
+def test_what_sglang_keeps(name, token, request_):
+    """Of a token a tenth of a window's row (585 bytes with the padding) and of 8 x 10,240 bytes of sums a page, and
+    its part of entries and keys; of a request 128 tokens' sums of 4,096 bytes in each HCA layer."""
+    assert CACHES[name].sglang_token_bytes == pytest.approx(token)
+    assert CACHES[name].sglang_request_bytes == request_
+
+
+def test_a_draft_brings_a_window_and_a_stage_has_its_own_layers():
+    assert v4_caches(FLASH, on(s_q=2)).layers == 44 and v4_caches(FLASH, on(s_q=2)).csa == 21
+    half = v4_caches(PRO, on(gpus=16, pp=2))
+    assert (half.layers, half.csa, half.hca) == (31, 15, 16)
+    assert memory_of(PRO, H200, on(gpus=16, pp=2)).cache_per_token * 256 == 15 * 46_080 + 16 * 1_728
+
+
+# What the weights take
+
+
+@pytest.mark.parametrize("model, billions", [(FLASH, 290.9), (PRO, 1598.84)])
+def test_parameters_with_the_layer_that_predicts(model, billions):
+    """V4-Pro's shapes summed up: 1598.84 G. V4-Flash's: 284.3 G, and a layer."""
+    parts = weights_of(model, on(gpus=1, tp=1, s_q=2))
+    assert sum(part.parameters for part in parts) / 1e9 == pytest.approx(billions, rel=1e-3)
+
+
+@pytest.mark.parametrize("model, gibibytes", [(FLASH, 148.65), (PRO, 805.32)])
+def test_the_checkpoint_has_as_many_bytes(model, gibibytes):
+    """All tensors of the published files, the predicting layer's included: FP4 experts with a byte of scale for 32, FP8
+    blocks, compressors in bfloat16, hyper-connections in float32."""
+    parts = weights_of(model, on(gpus=1, tp=1, s_q=2))
+    assert sum(part.bytes_per_gpu for part in parts) / 2**30 == pytest.approx(gibibytes, rel=1e-3)
+
+
+def test_what_ranks_share_and_what_each_has_whole():
+    parts = {part.name: part for part in weights_of(FLASH, on())}
+    assert parts["experts"].bytes_per_gpu == 43 * 256 * 3 * 4096 * 2048 / 8 * (1 / 2 + 1 / 32)
+    assert parts["attention, heads"].parameters == 43 * (1024 * 32768 + 1024 * (32768 + 8 * 4096))
+    assert parts["attention, heads"].shards == 8 and parts["attention, latent projections"].shards == 1
+    assert parts["compressors"].bytes_per_gpu == 2 * 4096 * (21 * 2 * 1024 + 20 * 2 * 512)
+    assert parts["hyper-connections"].bytes_per_gpu == 43 * 2 * 24 * 16384 * 4
+    assert parts["indexer, keys and gates"].bytes_per_gpu == 21 * 2 * 4096 * (512 + 64)
+    assert "attention, absorbed copy" not in parts and "dense layers" not in parts
+
+
+def test_experts_in_fp8_take_twice_as_much(tmp_path):
+    model = changed(tmp_path, expert_dtype="fp8")
+    fp4, fp8 = (next(p for p in weights_of(m, on()) if p.experts).bytes_per_gpu for m in (FLASH, model))
+    assert fp8 / fp4 == pytest.approx(1 / (17 / 32), rel=1e-3)
+
+
+# What fits
+
+
+@pytest.mark.parametrize(
+    "model, gpu, gpus, fits",
+    [
+        (FLASH, H20, 8, True),
+        (FLASH, H20_141, 8, True),
+        (FLASH, H200, 4, True),
+        (PRO, H20, 8, False),
+        (PRO, H20_141, 8, True),
+        (PRO, H200, 8, True),
+        (PRO, H200, 4, False),
+    ],
+)
+def test_what_fits_where(model, gpu, gpus, fits):
+    assert memory_of(model, gpu, on(gpus=gpus, tp=gpus)).fits == fits
+
+
+@settings(deadline=None)
+@given(st.sampled_from([FLASH, PRO]), st.integers(1, 2**20), st.integers(1, 512), st.sampled_from([1, 2]))
+def test_what_is_said_to_fit_fits(model, context, batch, s_q):
+    where = on(batch, context, s_q=s_q)
+    asked, *others = what_fits(model, H200, where)
+    assert {found.cache for found in (asked, *others)} == {"fp8"}
+    assert not any("dcp" in found.layout for found in others)
+    if asked.most_requests:
+        assert memory_of(model, H200, replace(where, batch=asked.most_requests)).fits
+    assert not memory_of(model, H200, replace(where, batch=asked.most_requests + 1)).fits
+    if asked.most_context:
+        assert memory_of(model, H200, replace(where, context=asked.most_context)).fits
+    assert not memory_of(model, H200, replace(where, context=asked.most_context + 256)).fits
+
+
+# What a step takes
+
+
+@pytest.mark.parametrize(
+    "model, context, lists",
+    [
+        (FLASH, 64 * K, {"window": (2, 128), "CSA": (21, 640), "HCA": (20, 640)}),
+        (PRO, K * K, {"window": (0, 128), "CSA": (30, 1152), "HCA": (31, 8320)}),
+        (FLASH, 100, {"window": (2, 100), "CSA": (21, 125), "HCA": (20, 100)}),
+    ],
+)
+def test_rows_that_a_query_token_attends_to(model, context, lists):
+    assert v4_lists(model, on(context=context)) == lists
+
+
+@pytest.mark.parametrize("kernel", ["etap", "FlashMLA"])
+def test_a_step_is_the_sum_of_each_kind_of_layers_calls(kernel):
+    made = make_sparse_plan(FLASH, H200, on(64))
+    attention = made.etap if kernel == "etap" else made.peers[0]
+    assert attention.rows == (8 if kernel == "etap" else 64)
+    calls = [
+        (layers, sparse_attention(kernel, H200, attention.call, 8, 64 * rows, 512, 584, 1).call_us)
+        for layers, rows in v4_lists(FLASH, on(64)).values()
+    ]
+    assert attention.step_ms == pytest.approx(sum(layers * us for layers, us in calls) / 1e3)
+
+
+def test_the_indexer_scores_a_key_of_four_tokens_in_csa_layers():
+    indexer = make_sparse_plan(PRO, H20_141, on(context=64 * K)).indexer
+    flops = 2 * 16 * 16 * K * 64 * 128
+    assert indexer.layers == 30 and indexer.rows == 64
+    assert indexer.roofline_us == pytest.approx(flops / H20_141.sustained_flops(fp8=True) * 1e6)
+
+
+@pytest.mark.parametrize("model, heads", [(FLASH, 8), (PRO, 16)])
+def test_a_call_takes_what_was_measured_behind_another_kernel(model, heads):
+    """Ours within 12%; FlashMLA within 30%, as its file says, whose times step at 64 tokens."""
+    document = results.read(RESULTS / "v4.json", SparseDocument)
+    calls = shipped_calls(H200, heads, True, True)
+    for row, (kernel, within) in product(document.rows, (("etap", 0.12), ("FlashMLA", 0.30))):
+        if row.heads == heads:
+            call = sparse_attention(kernel, H200, calls[kernel], heads, row.tokens, 512, 584, 1)
+            assert call.call_us == pytest.approx(row.behind(kernel), rel=within), (row.label, kernel)
+    made = make_sparse_plan(model, H200, on(128))
+    assert 1 < made.gain.call < 2 and 0 < made.gain.lower <= made.gain.upper < 0.1
+
+
+def test_readings_of_other_rows_are_none_of_this_call():
+    other, own = ([RESULTS / f"{name}.json"] for name in ("sparse", "v4"))
+    assert fitted_calls(H200, other, 8, True, True) == {} == fitted_calls(H200, own, 8, True, False)
+    assert fitted_calls(H200, own, 8, True, True)["etap"].source == "18 rows of etap in v4.json, within 11%"
+
+
+def test_where_nobody_timed_the_call_no_gain_is_told():
+    """On an H20, and for more heads than were timed, fewer being no measure of them."""
+    for gpu in (H20, H20_141):
+        made = make_sparse_plan(FLASH, gpu, on())
+        assert made.etap.call is None and made.peers == () and made.gain is None and made.memory.fits
+        said = f"Nobody timed such a call on {gpu.name} (--kernels): no step and no gain."
+        assert said in words_of("deepseek-v4-flash", "--gpu", gpu.name)
+    assert make_sparse_plan(FLASH, H200, on(gpus=1, tp=1, batch=1)).gain is None
+    assert make_sparse_plan(FLASH, H100, on()).etap.call.status == "derived"
+
+
+@pytest.mark.parametrize("model, least, most", [(FLASH, 2, 7), (PRO, 1, 3)])
+def test_what_docs_say_of_the_gain_on_an_h200(model, least, most):
+    sizes = product((1, 4, 16, 64, 128), (4 * K, 64 * K, K * K))
+    made = [make_sparse_plan(model, H200, on(*size)) for size in sizes]
+    gains = [one.gain for one in made if one.memory.fits]
+    assert round(100 * min(gain.lower for gain in gains)) == least
+    assert round(100 * max(gain.upper for gain in gains)) == most
+
+
+def test_fp4_is_multiplied_in_16_bits_and_small_tiles():
+    """Two rows of an expert in a tile of 8, on an H20 bound by reading them."""
+    made, widened = make_sparse_plan(PRO, H20_141, on()), make_sparse_plan(PRO, H20_141, on(512))
+    assert made.rest_ms < 20 < widened.rest_ms
+
+
+# What is refused
+
+
+def changed(tmp_path: Path, **changes):
+    whole = json.loads((configs.FOLDER / "models" / "deepseek-v4-flash.json").read_text()) | changes
+    (tmp_path / "config.json").write_text(json.dumps({key: value for key, value in whole.items() if value != "gone"}))
+    return read_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"compress_ratios": [0, 0, 4]}, "compress_ratios: wanted one for each of num_hidden_layers = 43, got 3"),
+        ({"compress_ratios": "gone"}, "compress_ratios: wanted one for each of num_hidden_layers = 43, got 0"),
+        ({"compress_ratios": [2] * 43}, "compress_ratios.0: Input should be 0, 4 or 128, got 2"),
+        ({"sliding_window": "gone"}, "sliding_window: wanted a number beside model_type deepseek_v4, got None"),
+        ({"o_groups": "8"}, "o_groups: wanted a number beside model_type deepseek_v4, got '8'"),
+        ({"expert_dtype": "int4"}, "expert_dtype: Input should be 'fp4' or 'fp8', got 'int4'"),
+        ({"index_n_heads": None}, "wanted index_n_heads, index_head_dim and q_lora_rank beside index_topk"),
+        ({"model_type": "deepseek_v41"}, "model_type: deepseek_v41 has layers that share caches, which is not planned"),
+    ],
+)
+def test_a_model_that_is_described_wrongly_is_refused_by_name(tmp_path, changes, words):
+    with pytest.raises(ValueError, match=f"config.json: .*{re.escape(words)}"):
+        changed(tmp_path, **changes)
+
+
+def test_a_row_of_another_width_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="model: wanted one that ETAP runs: head_dim 256 is not supported"):
+        make_sparse_plan(changed(tmp_path, head_dim=256), H200, on())
+
+
+def test_layers_of_drafts_behind_the_model_count_for_none(tmp_path):
+    ratios = [*FLASH.compress_ratios[:43], 0, 0, 0]
+    model = changed(tmp_path, compress_ratios=ratios)
+    assert len(model.layers_of(CSA)) == 21 and len(model.layers_of(HCA)) == 20 and len(model.layers_of(0)) == 2
+    assert parameters_of(model) == parameters_of(FLASH)
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--dcp", "2"], "--dcp: wanted 1, which is all that the engines have for deepseek_v4, got 2"),
+        (["--kv-dtype", "bfloat16"], "--kv-dtype: wanted fp8, which is all that the engines have for deepseek_v4"),
+        (["--tp", "16", "--count", "16"], "--tp: wanted a divisor of 8 groups of heads, got 16"),
+    ],
+)
+def test_a_deployment_that_the_engines_have_not_is_refused(arguments, words):
+    result = run("deepseek-v4-flash", *arguments)
+    assert result.exit_code == 2 and result.stdout == "" and words in " ".join(result.stderr.split())
+
+
+# The command
+
+
+def test_the_screen_says_what_the_caches_hold():
+    text = words_of("deepseek-ai/DeepSeek-V4-Flash", "--gpu", "H200", "--context", "64K")
+    assert text == words_of("deepseek-v4-flash", "--gpu", "H200", "--context", "64K", "--kv-dtype", "fp8").replace(
+        "deepseek-v4-flash (", "deepseek-ai/DeepSeek-V4-Flash ("
+    )
+    assert "tokens of 3,915 B (708.75 of them the indexer's)" in text and "requests' windows 0.5 GB" in text
+    assert "256 tokens are a block of 1,002,240 B, a request 30 more" in text
+    assert "7,086.75 B a token, 10,485,760 a request" in text
+    assert "Lists have 128 (2 window), 640 (21 CSA), 640 (20 HCA) rows, calls their mean" in text
+    assert re.search(r"ETAP measured memory [\d.]+ 8 .* FlashMLA measured tensor [\d.]+ 64", text)
+    assert "18 rows behind another kernel" in words_of("deepseek-v4-flash", "--gpu", "H200", "--sources")
+
+
+def test_json_has_what_the_screen_has():
+    made = json.loads(etap_plan("deepseek-v4-pro", "--gpu", "H200", "--json"))
+    assert made["caches"] == {
+        "layers": 61, "csa": 30, "hca": 31, "window": 128,
+        "block_bytes": 1_435_968, "blocks_of_a_request": 30, "blocks_of_prompts": 6_682,
+        "sglang_token_bytes": 10_115.25, "sglang_request_bytes": 16_252_928,
+        "pages": {
+            "window": 37_440, "csa": 37_440, "hca": 1_728, "index_keys": 8_640, "csa_sums": 41_472, "hca_sums": 32_832,
+        },
+    }  # fmt: skip
+    assert made["deployment"]["cache"] == "fp8" and made["bf16_tokens"] is None
+    assert made["step"]["gain_over"]["FlashMLA"] == made["what_fits"][0]["gain"]
+    assert json.loads(etap_plan("deepseek-v3.2", "--json"))["caches"] is None
+    tokens, entries = call_size(PRO, on())
+    assert tokens == 16 and entries == pytest.approx((30 * 1152 + 31 * 256) / 61)
+
+
+@pytest.mark.parametrize("layout", [(), ("--count", "16", "--pp", "2"), ("--context", "1M"), ("--batch", "512")])
+@pytest.mark.parametrize("gpu", GPUS)
+@pytest.mark.parametrize("model", ["deepseek-v4-flash", "deepseek-v4-pro"])
+def test_the_answer_fits_one_screen(model, gpu, layout):
+    lines = etap_plan(model, "--gpu", gpu, *layout, columns=80).splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 80
