@@ -11,7 +11,8 @@ import yaml
 from sglang.srt.plugins import load_plugins
 
 from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
-from etap_backend.lab.plan.memory import PAGE_TOKENS, memory_of
+from etap_backend.lab.plan.memory import PAGE_TOKENS, RESERVE_BYTES, memory_of, v4_caches
+from etap_backend.lab.plan.v4_caches import SWA_FULL_TOKENS_RATIO
 
 load_plugins()
 
@@ -19,10 +20,13 @@ from sglang.srt.server_args import prepare_server_args  # noqa: E402 - reads the
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted((CONFIGS / "sglang").glob("*.yaml"))
+V4_FILES = [path for path in FILES if path.stem.startswith("deepseek-v4")]
 MODELS = {
     "deepseek-ai/DeepSeek-R1": "deepseek-r1",
     "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite",
     "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
+    "deepseek-ai/DeepSeek-V4-Flash": "deepseek-v4-flash",
+    "deepseek-ai/DeepSeek-V4-Pro": "deepseek-v4-pro",
     "zai-org/GLM-5-FP8": "glm-5-fp8",
 }
 GPUS = {"96g": "H20-96G", "141g": "H20-141G"}
@@ -43,7 +47,8 @@ def test_there_is_one_for_each_deployment():
     deployments = {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
     small = {f"deepseek-r1-8xh20-96g-{kind}" for kind in ("fp8-cache", "dcp8", "dcp2-fp8-cache")}
     sparse = {"deepseek-v3.2-8xh20-96g-fp8-cache", "deepseek-v3.2-8xh20-141g", "glm-5-fp8-8xh20-141g"}
-    assert names == {"smoke-1gpu"} | small | deployments | sparse
+    v4 = {f"deepseek-v4-{size}" for size in ("flash-8xh20-96g", "flash-8xh20-141g", "pro-8xh20-141g")}
+    assert names == {"smoke-1gpu"} | small | deployments | sparse | v4
 
 
 def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
@@ -62,15 +67,21 @@ def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, mon
 
         arguments.resolve_once()
         arguments = resolved_view(arguments)
-    assert arguments.attention_backend in ("etap", "etap_fp8_math") and arguments.page_size == PAGE_TOKENS
+    if v4 := config_file in V4_FILES:  # SGLang renames it, and ETAP keeps the wish
+        assert settings.pop("attention-backend") == arguments.dsa_decode_backend == "etap"
+        assert arguments.attention_backend == "dsv4" and arguments.page_size == 256
+        assert arguments.swa_full_tokens_ratio == SWA_FULL_TOKENS_RATIO
+    else:
+        assert arguments.attention_backend in ("etap", "etap_fp8_math") and arguments.page_size == PAGE_TOKENS
     for name, wanted in settings.items():
         if name != "model-path":
             assert getattr(arguments, name.replace("-", "_")) == wanted, name
-    assert ("kv-cache-dtype" in settings) == config_file.stem.endswith("-fp8-cache")
+    assert ("kv-cache-dtype" in settings) == (config_file.stem.endswith("-fp8-cache") or v4)
     assert settings.get("dcp-size", 1) == int((re.search(r"-dcp(\d)", config_file.stem) or (0, 1))[1])
     assert ("speculative-algorithm" in settings) == config_file.stem.endswith("-mtp")
 
 
+@pytest.mark.parametrize("config_file", sorted(set(FILES) - set(V4_FILES)), ids=lambda path: path.stem, indirect=True)
 def test_comments_count_the_cache_as_sglang_does(config_file, settings):
     """The fraction is of the whole memory, and the cache is what the weights leave of it."""
     text = config_file.read_text()
@@ -90,3 +101,21 @@ def test_comments_count_the_cache_as_sglang_does(config_file, settings):
     assert shared == tokens or f"{shared:,} of requests" in text
     assert shared >= 2 * settings["context-length"], "two requests of the greatest length"
     assert plan.total * (1 - fraction) >= plan.reserve, "activations, CUDA graphs and NCCL have what they need"
+
+
+@pytest.mark.parametrize("config_file", V4_FILES, ids=lambda path: path.stem, indirect=True)
+def test_comments_count_deepseek_v4s_cache_as_the_plan_does(config_file, settings):
+    """SGLang has a ring of sums for each request that may run, for one more, and room for two behind the last."""
+    text = " ".join(config_file.read_text().replace("#", " ").split())
+    requests, fraction = settings["max-running-requests"], settings["mem-fraction-static"]
+    gpu = next(gpu for name, gpu in GPUS.items() if name in config_file.stem)
+    model, on = read_model(MODELS[settings["model-path"]]), Deployment(cache="fp8", utilization=fraction)
+    plan, caches = memory_of(model, read_gpu(gpu), on), v4_caches(model, on)
+    sums, a_token = (requests + 3) * caches.sglang_request_bytes, caches.sglang_token_bytes
+    tokens = int((plan.usable - plan.weights - sums) / a_token) // 256 * 256
+    held = f"{tokens:,} tokens of {a_token:,.10g} bytes (SGLang 0.5.23), beside {sums / 1e9:.1f} GB"
+    beside = f"for {caches.hca} layers' partial sums of {requests} requests"
+    assert f"{(plan.usable - plan.weights) / 1e9:.1f} GB KV cache: {held} {beside}" in text
+    assert f"{requests} requests have {tokens // requests:,} tokens each when the cache is full" in text
+    assert tokens >= 2 * settings["context-length"], "two requests of the greatest length"
+    assert plan.total * (1 - fraction) >= RESERVE_BYTES.value, "activations, CUDA graphs and NCCL have what they need"

@@ -1,8 +1,11 @@
 """configs/vllm through the parser of `vllm serve --config`, and the cache arithmetic in their comments."""
 
+import importlib
+import importlib.util
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,23 +13,33 @@ import yaml
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.cli.serve import ServeSubcommand
+from vllm.models.deepseek_v4.attention import DeepseekV4IndexerCache
+from vllm.models.deepseek_v4.compressor import CompressorStateCache
+from vllm.models.deepseek_v4.nvidia import model as v4_model
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 from vllm.v1.attention import selector
+from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
-from etap_backend.lab.plan.memory import memory_of
+from etap_backend.lab.plan.memory import memory_of, v4_caches
+from etap_backend.vllm import deepseek_v4
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 FILES = sorted((CONFIGS / "vllm").glob("*.yaml"))
+V4_FILES = [path for path in FILES if path.stem.startswith("deepseek-v4")]
 MODELS = {
     "deepseek-ai/DeepSeek-R1": "deepseek-r1",
     "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite",
     "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
+    "deepseek-ai/DeepSeek-V4-Flash": "deepseek-v4-flash",
+    "deepseek-ai/DeepSeek-V4-Pro": "deepseek-v4-pro",
     "zai-org/GLM-5-FP8": "glm-5-fp8",
 }
+PLANNING = ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils")
+"""Where vLLM divides its memory, in 0.33 and in 0.26."""
 GPUS = {"96g": "H20-96G", "141g": "H20-141G"}
 
 
@@ -54,7 +67,8 @@ def test_there_is_one_for_each_deployment():
     deployments = {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
     small = {f"deepseek-r1-8xh20-96g-{kind}" for kind in ("fp8-cache", "dcp8", "dcp2-fp8-cache")}
     sparse = {"deepseek-v3.2-8xh20-96g-fp8-cache", "deepseek-v3.2-8xh20-141g", "glm-5-fp8-8xh20-141g"}
-    assert names == {"smoke-1gpu"} | small | deployments | sparse
+    v4 = {f"deepseek-v4-{size}" for size in ("flash-8xh20-96g", "flash-8xh20-141g", "pro-8xh20-141g")}
+    assert names == {"smoke-1gpu"} | small | deployments | sparse | v4
 
 
 def selected_for(config, sparse):
@@ -66,7 +80,8 @@ def selected_for(config, sparse):
         return selector.get_attn_backend(**layer, use_mla=True, use_sparse=sparse, num_heads=heads)
 
 
-def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monkeypatch):
+@pytest.fixture
+def config(config_file, settings, tmp_path, monkeypatch):
     """Parsed as a user does, and made a configuration; only the model's name becomes a folder with its config.json."""
     load_general_plugins()
     monkeypatch.setattr(type(current_platform), "device_count", classmethod(lambda cls: 8))
@@ -79,13 +94,22 @@ def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monke
     ServeSubcommand().subparser_init(parser.add_subparsers(dest="subparser"))
     extra = ["--skip-tokenizer-init", "--load-format", "dummy"]
     arguments = parser.parse_args(["serve", "--config", str(local), *extra])
-    config = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
-    assert config.model_config.model == str(folder)
+    made = AsyncEngineArgs.from_cli_args(arguments).create_engine_config()
+    assert made.model_config.model == str(folder)
+    return made
+
+
+def test_vllms_parser_takes_every_setting(config_file, settings, config):
     assert config.attention_config.backend is AttentionBackendEnum.ETAP
-    sparse = read_model(MODELS[settings["model"]]).sparse
-    with set_current_vllm_config(config):
-        backend = AttentionBackendEnum.ETAP.get_class()
-    assert selected_for(config, sparse) is backend and backend.is_sparse() == sparse
+    described = read_model(MODELS[settings["model"]])
+    if described.v4:
+        with set_current_vllm_config(config):
+            assert issubclass(v4_model._select_dsv4_attn_cls(config), deepseek_v4.ETAPLayer)
+        assert config.cache_config.block_size == 256
+    else:
+        with set_current_vllm_config(config):
+            backend = AttentionBackendEnum.ETAP.get_class()
+        assert selected_for(config, described.sparse) is backend and backend.is_sparse() == described.sparse
     ranks_of_a_context = config.parallel_config.decode_context_parallel_size
     assert ranks_of_a_context == settings.get("decode-context-parallel-size", 1)
     assert ranks_of_a_context == int((re.search(r"-dcp(\d)", config_file.stem) or (0, 1))[1])
@@ -94,13 +118,14 @@ def test_vllms_parser_takes_every_setting(config_file, settings, tmp_path, monke
     assert config.scheduler_config.max_num_seqs == settings["max-num-seqs"]
     assert config.cache_config.gpu_memory_utilization == settings["gpu-memory-utilization"]
     assert config.cache_config.cache_dtype == settings.get("kv-cache-dtype", "auto")
-    assert ("kv-cache-dtype" in settings) == config_file.stem.endswith("-fp8-cache")
+    assert ("kv-cache-dtype" in settings) == (config_file.stem.endswith("-fp8-cache") or described.v4)
     assert config.additional_config == settings.get("additional-config", {})
     drafts = config.speculative_config.num_speculative_tokens if config.speculative_config else 0
     assert drafts == settings.get("speculative-config", {}).get("num_speculative_tokens", 0)
     assert (drafts > 0) == config_file.stem.endswith("-mtp")
 
 
+@pytest.mark.parametrize("config_file", sorted(set(FILES) - set(V4_FILES)), ids=lambda path: path.stem, indirect=True)
 def test_comments_count_the_cache_as_the_plan_does(config_file, settings):
     text = config_file.read_text()
     a_token = cache_bytes_a_token(text)
@@ -117,3 +142,60 @@ def test_comments_count_the_cache_as_the_plan_does(config_file, settings):
     on = Deployment(gpus=ranks, tp=ranks, s_q=s_q, utilization=settings["gpu-memory-utilization"], cache=cache)
     plan = memory_of(read_model(MODELS[settings["model"]]), read_gpu(gpu), on)
     assert (tokens, a_token) == (plan.tokens, plan.cache_per_token)
+
+
+def v4_specs(config, model):
+    """What vLLM's own layers of DeepSeek-V4 ask of its cache, by name."""
+    cache = config.cache_config
+    cache.cache_dtype = "fp8_ds_mla"  # as an attention layer sets it
+    layer = {"head_dim": 512, "kv_cache_dtype": cache.cache_dtype, "kv_cache_torch_dtype": torch.uint8}
+    specs = {}
+    with set_current_vllm_config(config):
+        for number, ratio in enumerate(model.compress_ratios[: model.num_hidden_layers]):
+            sums = (1 + (ratio == 4)) * 2 * 512
+            caches = {"window": DeepseekV4SWACache(512, 128, torch.uint8, f"{number}.window", cache)}
+            if ratio:
+                caches["sums"] = CompressorStateCache(sums, torch.float32, ratio, f"{number}.sums")
+                attention = SimpleNamespace(compress_ratio=ratio, **layer)
+                specs[f"{number}.entries"] = v4_model.DeepseekV4FlashMLAAttention.get_kv_cache_spec(attention, config)
+            if ratio == 4:
+                caches["keys"] = DeepseekV4IndexerCache(132, torch.uint8, f"{number}.keys", cache, ratio)
+                caches["key sums"] = CompressorStateCache(512, torch.float32, ratio, f"{number}.key sums")
+            specs |= {f"{number}.{name}": one.get_kv_cache_spec(config) for name, one in caches.items()}
+    return specs
+
+
+@pytest.mark.parametrize("config_file", V4_FILES, ids=lambda path: path.stem, indirect=True)
+def test_comments_count_deepseek_v4s_blocks_as_the_plan_does(config_file, settings):
+    text = " ".join(config_file.read_text().replace("#", " ").split())
+    form = r"(\d+) x \(([\d,]+) \+ ([\d,]+)\) \+ (\d+) x ([\d,]+) = ([\d,]+) bytes"
+    csa, entry, key, hca, sparse_entry, block = (int(one.replace(",", "")) for one in re.search(form, text).groups())
+    assert csa * (entry + key) + hca * sparse_entry == block
+    gpu = next(gpu for name, gpu in GPUS.items() if name in config_file.stem)
+    requests, fraction = settings["max-num-seqs"], settings["gpu-memory-utilization"]
+    model, on = read_model(MODELS[settings["model"]]), Deployment(batch=requests, utilization=fraction, cache="fp8")
+    plan, caches = memory_of(model, read_gpu(gpu), on), v4_caches(model, on)
+    prompts = caches.blocks_of_prompts * block
+    assert caches.block_bytes == block and settings["max-num-batched-tokens"] == 8192, "as the plan has them"
+    said = f"{plan.tokens:,} tokens, beside {plan.state / 1e9:.1f} GB for the windows of {requests} requests and"
+    assert f"{(plan.left + prompts) / 1e9:.1f} GB KV cache: {said} {prompts / 1e9:.1f} GB for prompts in flight" in text
+    assert f"{requests} requests have {plan.tokens // requests:,} tokens each when the cache is full" in text
+    assert plan.tokens >= 2 * settings["max-model-len"], "two requests of the greatest length"
+
+
+@pytest.mark.parametrize("config_file", V4_FILES, ids=lambda path: path.stem, indirect=True)
+def test_the_plan_counts_deepseek_v4s_caches_as_vllm_does(settings, config):
+    """Bytes of a block and blocks of a request, in vLLM's own sums. 0.26 keeps a place for each page of each size, of
+    which its groups leave some empty."""
+    planning = importlib.import_module(next(name for name in PLANNING if importlib.util.find_spec(name)))
+    described = read_model(MODELS[settings["model"]])
+    config.cache_config.kv_cache_layout = "BLHNC"  # as vLLM 0.33 resolves it for what these layers ask; 0.26 has none
+    groups = planning.get_kv_cache_groups(config, v4_specs(config, described))
+    caches = v4_caches(described, Deployment(cache="fp8"))
+    assert len(groups) == 5
+    available = 10**12
+    blocks = planning.get_kv_cache_config_from_groups(config, groups, available).num_blocks
+    wasted = 0.04 if planning.__name__ == PLANNING[-1] else 1e-6
+    assert caches.block_bytes <= available / blocks <= caches.block_bytes * (1 + wasted)
+    most = sum(group.kv_cache_spec.max_memory_usage_pages(config) for group in groups)
+    assert most == settings["max-model-len"] // 256 + caches.blocks_of_prompts
