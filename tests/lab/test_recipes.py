@@ -1,0 +1,58 @@
+"""docs/recipes.md: every row of its tables is what `etap plan` answers, and every file that it names is shipped."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from etap_backend.lab import configs
+from etap_backend.lab.plan.alternatives import plan_of
+from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
+from etap_backend.lab.plan.report import percent
+from etap_backend.lab.units import parse_tokens
+
+TEXT = (Path(__file__).parents[2] / "docs" / "recipes.md").read_text()
+ON_FROM = 5  # percent of the upper estimate
+SERVER = re.compile(r"(\d+) x ([\w-]+)(?:, utilization ([\d.]+))?(?:, (dcp|pp) (\d))?")
+
+
+def rows() -> list:
+    found = []
+    for section in TEXT.split("\n## ")[1:]:
+        model = re.match(r".*: `([\w.-]+)`\n", section)[1]
+        for line in re.findall(r"^\| (\d+ x .*) \|$", section, re.MULTILINE):
+            found.append(pytest.param(model, *line.split(" | "), id=f"{model}, {line.replace(' | ', ', ')}"))
+    return found
+
+
+@pytest.mark.parametrize("model, server, requests, cache, tokens, gain, advice", rows())
+def test_a_row_is_what_the_plan_answers(model, server, requests, cache, tokens, gain, advice):
+    """No gain is told where there is none, or where the readings behind it are in no file of results/."""
+    count, gpu, utilization, kind, ranks = SERVER.fullmatch(server).groups()
+    spread = {kind: int(ranks)} if kind else {}
+    gpus = int(count)
+    spread |= {"gpus": gpus, "tp": gpus // spread.get("pp", 1), "utilization": float(utilization or 0.92)}
+    batch, context = requests.split(" x ")
+    on = Deployment(batch=int(batch), context=parse_tokens(context), cache=cache, **spread)
+    made = plan_of(read_model(model), read_gpu(gpu), on, None, None)
+    assert made.memory.fits and tokens == f"{made.memory.tokens:,}"
+    if made.gain is None or not made.etap.call.results:
+        assert (gain, advice) == ("-", "try")
+    else:
+        assert gain == f"{percent(made.gain)}%"
+        assert advice == ("on" if round(100 * made.gain.upper) >= ON_FROM else "off")
+
+
+def test_every_model_on_every_server_is_there():
+    models = {row.values[0] for row in rows()}
+    assert models == {
+        "deepseek-r1", "kimi-k2", "kimi-k3", "deepseek-v3.2", "glm-5-fp8", "deepseek-v4-flash", "deepseek-v4-pro",
+    }  # fmt: skip
+
+
+def test_every_file_that_is_named_is_shipped_for_both_engines():
+    names = set(re.findall(r"`([\w.-]+-8xh20-[\w-]+)`", TEXT))
+    shipped = [{path.stem for path in (configs.FOLDER / engine).glob("*.yaml")} for engine in ("vllm", "sglang")]
+    assert len(names) >= 8 and all(names <= files for files in shipped)
