@@ -63,7 +63,7 @@ def plan(
     ] = None,
     kernels: Annotated[
         list[Path] | None,
-        typer.Option(help="Files of `etap bench sparse`, which tell a sparse call's time, instead of the GPU's own."),
+        typer.Option(help="Files of `etap bench sparse` or `v4`, which tell a sparse call's time, not the GPU's own."),
     ] = None,
     sources: Annotated[bool, typer.Option("--sources", help="Also show where each number is from.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,

@@ -350,31 +350,19 @@ def cache_named(name: str, model: Model) -> str:
 
 @dataclass(frozen=True)
 class Deployment:
-    """Where and how a model is served.
+    """Where and how a model is served."""
 
-    Attributes:
-        gpus: how many, tp x dp x pp of them.
-        tp, dp, pp: tensor, data (replicated attention) and pipeline parallelism; experts are spread over tp x dp.
-        dcp: decode context parallelism, over how many of the tp ranks the tokens of a request are spread.
-        cache: type of the KV cache, bfloat16 or fp8.
-        context: tokens of every request, in the cache.
-        batch: requests that decode at the same time, on all GPUs together.
-        s_q: query tokens a request and step; more than 1 with multi-token prediction.
-        utilization: share of the GPU's memory that the engine may take.
-        experts: routed experts of a layer that a step reads, where it is known; None when tokens choose evenly.
-    """
-
-    gpus: int = 8
-    tp: int = 8
-    dp: int = 1
-    pp: int = 1
-    dcp: int = 1
-    cache: str = "bfloat16"
-    context: int = 16384
-    batch: int = 16
-    s_q: int = 1
-    utilization: float = 0.92
-    experts: float | None = None
+    gpus: int = 8  # tp x dp x pp of them
+    tp: int = 8  # tensor parallelism
+    dp: int = 1  # data parallelism: attention is on each replica, experts are spread over tp x dp
+    pp: int = 1  # pipeline parallelism
+    dcp: int = 1  # decode context parallelism, over how many of the tp ranks a request's tokens are spread
+    cache: str = "bfloat16"  # type of the KV cache, or fp8
+    context: int = 16384  # tokens of every request, in the cache
+    batch: int = 16  # requests that decode at the same time, on all GPUs together
+    s_q: int = 1  # query tokens a request and step; more than 1 with multi-token prediction
+    utilization: float = 0.92  # share of the GPU's memory that the engine may take
+    experts: float | None = None  # routed experts of a layer that a step reads; None when tokens choose evenly
 
     def check(self, model: Model) -> None:
         """Raise ValueError, naming the argument, unless this can be."""
