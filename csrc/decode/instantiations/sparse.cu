@@ -13,17 +13,7 @@ KernelLaunch launch_of(const DecodeParams& params, int cluster) {
   }
 }
 
-KernelLaunch launch_of_v4(const DecodeParams& params, int cluster) {
-  switch (params.row_tile) {
-    case 8: return launch_of<V4Traits<8>>(params, cluster);
-    case 16: return launch_of<V4Traits<16>>(params, cluster);
-    case 32: return launch_of<V4Traits<32>>(params, cluster);
-    default: return launch_of<V4WideTraits>(params, cluster);
-  }
-}
-
 KernelLaunch prepare_bf16(const DecodeParams& params, int cluster) {
-  if (params.sparse.format == RowFormat::kPageScaledFp8) return launch_of_v4(params, cluster);
   return params.q_rope != nullptr ? launch_of<kChunks>(params, cluster) : launch_of<kValueChunks>(params, cluster);
 }
 

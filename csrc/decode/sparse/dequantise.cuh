@@ -9,7 +9,6 @@
 #include "common/ptx.cuh"
 #include "common/swizzle.cuh"
 #include "common/warp.cuh"
-#include "decode/sparse/row_stream.cuh"
 #include "decode/traits.h"
 
 namespace etap::sparse {
@@ -54,7 +53,6 @@ __device__ __forceinline__ void dequantise(const uint4& values, const Scale& sca
 struct V4Row {
   static constexpr int kNopeChunks = (kLatentDim - kRopeDim) / kChunkColumns;
   static constexpr int kNopeBytes = kUnitBytes * kRowLanes;  // of a chunk
-  static constexpr int kDataBytes = (kNopeChunks + 2) * kNopeBytes;
 
   uint4 nope[kNopeChunks];
   uint4 rope[2];
@@ -77,8 +75,7 @@ struct V4Row {
     ptx::load_once_if(present, from - lane() * kUnitBytes + behind, next_scales);
   }
   // Whether one of the warp's is 2 or more.
-  __device__ __forceinline__ bool large() const { return large(scales); }
-  __device__ __forceinline__ static bool large(const uint2& scales) {
+  __device__ __forceinline__ bool large() const {
     return __any_sync(0xffffffff, (scales.x & 0x80808080) != 0 || (scales.y & 0x00808080) != 0);
   }
 
@@ -102,17 +99,6 @@ struct V4Row {
       to[0] = rope[0], to[1] = rope[1];
     }
   }
-};
-
-// V4's rows of a warp on their way: octets in shared memory as they lie in the cache, asked for ahead of the one that becomes
-// columns. So loads are on their way however long a conversion takes, and one short loop converts all chunks.
-template <int kWarps>
-struct StagedOctets {
-  static constexpr int kSlots = 2;
-  static constexpr int kDataBytes = kOctetRows * V4Row::kDataBytes;
-  static constexpr int kOctetBytes = kDataBytes + kOctetRows * kPageScaleBytes;
-
-  alignas(16) char bytes[kWarps][kSlots][kOctetBytes];
 };
 
 }  // namespace etap::sparse

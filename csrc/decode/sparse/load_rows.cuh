@@ -312,169 +312,26 @@ class Dequantiser {
 };
 
 template <class T>
-class StagedDequantiser {
- public:
-  __device__ __forceinline__ StagedDequantiser(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                               int warp)
-      : shared_(shared),
-        stream_(params, partition, warp),
-        place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + V4Row::row()) * kLineBytes),
-        slot_(cute::cast_smem_ptr_to_uint(shared.octets.bytes[warp])),
-        slots_sum_(2 * slot_ + Octets::kOctetBytes) {
-    CUTE_UNROLL
-    for (int octet = 0; octet < Octets::kSlots; ++octet) {
-      if (octet % kOctetsOf<T> == 0) ask_for_tile();
-      request(octet % kOctetsOf<T>);
-    }
-  }
-
-  __device__ __forceinline__ bool done() const { return !tiles_[0].is_tile; }
-
-  // Brings the next tile, its piece's i-th, into the ring; whether it is the piece's last.
-  __device__ __forceinline__ bool fill(RingPosition<T::kStages>& at, int i, const TileGrants<T>& grants) {
-    const bool last = tiles_[0].last;
-    ETAP_MARKED(rows_room, shared_.keys.acquire(at));
-    write_mask<T>(shared_.valid[at.stage], tiles_[0].present);
-    if (cute::elect_one_sync()) grants.grant_tile(shared_, i);
-    cute::for_each(cute::make_seq<kOctetsOf<T>>{}, [&](auto octet) {
-      constexpr int kOctet = decltype(octet)::value;
-      ETAP_MARKED(rows_wait, cute::cp_async_wait<Octets::kSlots - 1>());
-      __syncwarp();  // the scales are another lane's
-      uint2 scales;
-      ptx::load_shared(slot_ + Octets::kDataBytes + V4Row::row() * kPageScaleBytes, scales);
-      if (V4Row::large(scales)) {
-        convert_octet<kOctet, true>(at, scales);
-      } else {
-        convert_octet<kOctet, false>(at, scales);
-      }
-      if (kOctet == 0) ask_for_tile();
-      request(kOctet);
-    });
-    at.advance(T::kStagesPerTile);
-    return last;
-  }
-
- private:
-  using Octets = StagedOctets<T::kGatherWarps>;
-  static constexpr int kTilesAhead = Octets::kSlots / kOctetsOf<T>;
-  static_assert(Octets::kSlots % kOctetsOf<T> == 0 && T::kChunksPerStage == 2);
-  struct Tile {
-    bool is_tile = false, last = false;
-    uint32_t present = 0;
-  };
-
-  // The stream's next tile becomes the last of those asked for.
-  __device__ __forceinline__ void ask_for_tile() {
-    rows_ = stream_.next();
-    CUTE_UNROLL
-    for (int t = 1; t < kTilesAhead; ++t) tiles_[t - 1] = tiles_[t];
-    tiles_[kTilesAhead - 1] = {rows_.is_tile, rows_.last, rows_.present};
-  }
-
-  // Asks for an octet of that tile, into the slot whose octet has become columns.
-  __device__ __forceinline__ void request(int octet) {
-    __syncwarp();  // all have read the scales
-    const int holder = octet * kOctetRows + V4Row::row();
-    const uint64_t from = rows_.row_of(holder);
-    const int32_t scales = rows_.scales_of(holder);
-    const bool present = rows_.present >> holder & 1;
-    const uint32_t to = slot_ + V4Row::row() * V4Row::kDataBytes + V4Row::lane() * kUnitBytes;
-    if (rows_.is_tile) {
-      CUTE_UNROLL
-      for (int bytes = 0; bytes < V4Row::kDataBytes; bytes += V4Row::kNopeBytes) {
-        ptx::copy_async_16(to + bytes, from + V4Row::lane() * kUnitBytes + bytes, present);
-      }
-      if (V4Row::lane() == 0) {
-        ptx::copy_async_8(slot_ + Octets::kDataBytes + V4Row::row() * kPageScaleBytes, from + scales, present);
-      }
-    }
-    cute::cp_async_fence();
-    slot_ = slots_sum_ - slot_;
-  }
-
-  // The octet in the slot, into all stages of the tile, of which the first has room.
-  template <int kOctet, bool kLarge>
-  __device__ __forceinline__ void convert_octet(RingPosition<T::kStages> at, const uint2& scales) {
-    uint32_t from = slot_ + V4Row::row() * V4Row::kDataBytes + V4Row::lane() * kUnitBytes;
-    CUTE_NO_UNROLL
-    for (int chunk = 0; chunk < V4Row::kNopeChunks - 1; chunk += 2, from += 2 * V4Row::kNopeBytes, at.advance(1)) {
-      begin_stage<kOctet>(at);
-      convert_chunk<kLarge>(from, scales, chunk, target<kOctet>(at, 0));
-      convert_chunk<kLarge>(from + V4Row::kNopeBytes, scales, chunk + 1, target<kOctet>(at, 1));
-      end_stage<kOctet>(at);
-    }
-    begin_stage<kOctet>(at);
-    convert_chunk<kLarge>(from, scales, V4Row::kNopeChunks - 1, target<kOctet>(at, 0));
-    const uint32_t rope = slot_ + V4Row::row() * V4Row::kDataBytes + V4Row::kNopeChunks * V4Row::kNopeBytes;
-    CUTE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      const int unit = V4Row::unit<V4Row::kNopeChunks>(half);
-      uint4 columns;
-      ptx::load_shared(rope + unit * kUnitBytes, columns);
-      ptx::store_shared(target<kOctet>(at, 1) + (unit ^ swizzle<kLineBytes>(V4Row::row())) * kUnitBytes, columns);
-    }
-    end_stage<kOctet>(at);
-  }
-
-  template <bool kLarge>
-  __device__ __forceinline__ void convert_chunk(uint32_t from, const uint2& scales, int chunk, uint32_t to) {
-    uint4 values, columns[2];
-    ptx::load_shared(from, values);
-    dequantise(values, PowerOfTwo<kLarge>(__byte_perm(scales.x, scales.y, chunk) & 0xff), columns);
-    const uint32_t unit = (2 * V4Row::lane() ^ swizzle<kLineBytes>(V4Row::row())) * kUnitBytes;
-    ptx::store_shared(to + unit, columns[0]);
-    ptx::store_shared(to + (unit ^ kUnitBytes), columns[1]);
-  }
-
-  // Where this lane's row of an octet lies in a chunk of a stage.
-  template <int kOctet>
-  __device__ __forceinline__ uint32_t target(RingPosition<T::kStages> at, int chunk) const {
-    return place_ + at.stage * T::kStageBytes + (chunk * kTileTokens + kOctet * T::kGatherWarps * kOctetRows) * kLineBytes;
-  }
-
-  template <int kOctet>
-  __device__ __forceinline__ void begin_stage(RingPosition<T::kStages> at) {
-    if (kOctet == 0) ETAP_MARKED(rows_room, shared_.keys.acquire(at));
-  }
-  template <int kOctet>
-  __device__ __forceinline__ void end_stage(RingPosition<T::kStages> at) {
-    if (kOctet < kOctetsOf<T> - 1) return;
-    __syncwarp();
-    if (cute::elect_one_sync()) ETAP_MARKED(rows_commit, shared_.keys.commit(at));
-  }
-
-  typename T::SharedStorage& shared_;
-  RowStream<T::kGatherWarps> stream_;
-  const uint32_t place_;  // of this lane's row of the warp's first octet, in the first stage
-  uint32_t slot_;         // of the octet that becomes columns next
-  const uint32_t slots_sum_;
-  WarpRows rows_;         // of the tile asked for last
-  Tile tiles_[kTilesAhead];  // the one that becomes columns next, and those behind it
-};
-
-template <class T>
 __device__ __forceinline__ void dequantise_rows(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
                                                 int warp) {
   RingPosition<T::kStages> at;
   TileGrants<T> grants;
-  std::conditional_t<T::kStagesOctets, StagedDequantiser<T>, Dequantiser<T>> rows(shared, params, partition, warp);
+  Dequantiser<T> rows(shared, params, partition, warp);
   int i = 0;  // of the piece's tiles
   while (!rows.done()) {
     const bool last = rows.fill(at, i, grants);
     if (last) grants.end_piece(shared, at, i + 1);
     i = last ? 0 : i + 1;
   }
-  cute::cp_async_wait<0>();  // no copy is left, but groups without one
 }
 
 template <class T>
 __device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, const DecodeParams& params, int partition, int warp) {
   static_assert(kOctets % T::kGatherWarps == 0);
   if constexpr (T::kDequantises) {
-    dequantise_rows<T>(shared, params, partition, warp);
-  } else {
-    copy_rows<T>(shared, params, partition, warp);
+    if (params.sparse.format == RowFormat::kPageScaledFp8) return dequantise_rows<T>(shared, params, partition, warp);
   }
+  copy_rows<T>(shared, params, partition, warp);
 }
 
 }  // namespace etap::sparse

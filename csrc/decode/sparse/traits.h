@@ -2,7 +2,6 @@
 #pragma once
 
 #include "decode/query_major/traits.h"
-#include "decode/sparse/dequantise.cuh"
 #include "decode/sparse/validity.cuh"
 #include "decode/sparse/walk.cuh"
 #include "decode/transposed/traits.h"
@@ -10,25 +9,23 @@
 namespace etap::sparse {
 
 struct NoMaps {};
-struct NoOctets {};
 
 // The traits of a dense kernel, and its consumer and shared memory for those made of them.
-template <class Dense, bool kDequantises_, template <class> class DenseConsumer, template <class> class DenseMemory>
+template <class Dense, template <class> class DenseConsumer, template <class> class DenseMemory>
 struct GatheredTraits : Dense {
   using Dense::kRowTile, Dense::kTileChunks;
   static constexpr bool kGathered = true;
   static constexpr bool kHalvesSingleTiles = false;
   // V4's rows come without rope behind the latent part.
   static constexpr bool kRope = kTileChunks > kValueChunks;
-  static constexpr bool kDequantises = kDequantises_;
-  static constexpr bool kStagesOctets = kDequantises && kRowTile <= 32;
+  static constexpr bool kDequantises = !kRope;
   // The consumers gather the queries. Up to 16 rows they leave registers for two warpgroups of producers that dequantise: one warp a
   // scheduler would wait for its own instructions.
   static constexpr int kGatherWarps = kDequantises && kRowTile <= 16 ? 8 : 4;
   static constexpr bool kFitsLaunchRegisters = !kDequantises && Dense::kFitsLaunchRegisters;
   static constexpr Registers registers(bool) {
     if (!kDequantises) return {168, 40, 232};
-    return kRowTile <= 16 ? Registers{128, 104, 152} : kRowTile == 32 ? Registers{168, 72, 216} : Registers{168, 88, 208};
+    return kRowTile <= 16 ? Registers{128, 104, 152} : kRowTile == 32 ? Registers{168, 104, 200} : Registers{168, 88, 208};
   }
   // Stages of a tile that rows of bfloat16 fill together, chunks that follow each other in a row: the r-th run's begin.
   static constexpr int kRuns = kRope ? 3 : 2;
@@ -41,21 +38,14 @@ struct GatheredTraits : Dense {
   using Consumer = DenseConsumer<GatheredTraits>;
   struct SharedStorage : DenseMemory<GatheredTraits> {
     TileMask valid[Dense::kStages];  // of each tile, at its first stage
-    [[no_unique_address]] std::conditional_t<kStagesOctets, StagedOctets<kGatherWarps>, NoOctets> octets;
   };
 };
 
 template <int kRowTile, int kTileChunks>
-using Traits = GatheredTraits<transposed::Traits<cutlass::bfloat16_t, kRowTile, kTileChunks>, false, transposed::Consumer,
+using Traits = GatheredTraits<transposed::Traits<cutlass::bfloat16_t, kRowTile, kTileChunks>, transposed::Consumer,
                               transposed::SharedMemory>;
 template <int kTileChunks>
-using WideTraits = GatheredTraits<query_major::Traits<cutlass::bfloat16_t, kTileChunks>, false, query_major::Consumer,
-                                  query_major::SharedMemory>;
-// V4's rows. The ring is smaller, for octets on their way take room.
-template <int kRowTile>
-using V4Traits = GatheredTraits<transposed::Traits<cutlass::bfloat16_t, kRowTile, kValueChunks, 2, kRowTile == 16 ? 7 : 8>, true,
-                                transposed::Consumer, transposed::SharedMemory>;
-using V4WideTraits = GatheredTraits<query_major::Traits<cutlass::bfloat16_t, kValueChunks>, true, query_major::Consumer,
-                                    query_major::SharedMemory>;
+using WideTraits =
+    GatheredTraits<query_major::Traits<cutlass::bfloat16_t, kTileChunks>, query_major::Consumer, query_major::SharedMemory>;
 
 }  // namespace etap::sparse

@@ -83,8 +83,7 @@ struct Consumer;
 
 // A cache of the queries' own type, multiplied as it lies in shared memory. kTileChunks: of a tile, those of value dims and, where
 // rows have one, rope.
-template <class Element_, int kRowTile_, int kTileChunks_ = kChunks, int kChunksPerStage_ = kTileChunks_ == kChunks ? 3 : 4,
-          int kStages_ = kTileChunks_ == kChunks ? (kRowTile_ == 32 ? 7 : 8) : kRowTile_ == 32 ? 5 : 6>
+template <class Element_, int kRowTile_, int kTileChunks_ = kChunks>
 struct Traits : AlternateTiles<kRowTile_> {
   using Base = AlternateTiles<kRowTile_>;
   using Base::kRowTile, Base::kScoreColumns, Base::kSliceBytes, Base::kMergeSlices;
@@ -108,11 +107,11 @@ struct Traits : AlternateTiles<kRowTile_> {
 
   // Three chunks a stage (24 KB a copy) load faster than one.
   static constexpr int kTileChunks = kTileChunks_;
-  static constexpr int kChunksPerStage = kChunksPerStage_;
+  static constexpr int kChunksPerStage = kTileChunks == kChunks ? 3 : 4;
   using KeyStage = Element[kChunksPerStage][kTileTokens][kChunkColumns];  // swizzled
   static constexpr int kStageBytes = sizeof(KeyStage);
   static constexpr int kStagesPerTile = kTileChunks / kChunksPerStage;
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = kTileChunks == kChunks ? (kRowTile == 32 ? 7 : 8) : kRowTile == 32 ? 5 : 6;
   static constexpr int kTilesAlone = 0;
   static constexpr int kTileValueChunks = kValueChunks;  // 128 bytes of each token of a tile
   __host__ __device__ static constexpr int first_chunk(int stage, int) { return stage * kChunksPerStage; }
