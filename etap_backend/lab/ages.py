@@ -21,6 +21,7 @@ SOURCES_OF = {"bench": (*OF_CALLS, *(f":(exclude)csrc/{path}" for path in SPARSE
 as a server's answers and steps, depends on all of SOURCES.
 """
 LIMIT = 1000
+SAME = "Kernels: same instructions"
 UNTOLD = ("", "unknown", "none")
 
 
@@ -57,10 +58,23 @@ def why_unknown(root: Path) -> str | None:
 
 
 def changed_lines(root: Path, commit: str, sources: tuple[str, ...] = SOURCES) -> int | None:
-    """Lines added and removed in the sources from a commit to the working tree; None when there is no such commit."""
+    """Lines added and removed in the sources from a commit to the working tree; None when there is no such commit.
+
+    Those of csrc do not count in a commit that has the line SAME: `qualify.same_instructions` showed that all kernels
+    kept theirs.
+    """
     if _git(root, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") is None:
         return None
-    numbers = _git(root, "diff", "-M", "--numstat", commit, "--", *sources) or ""
+    lines, since = 0, commit
+    for same in (_git(root, "rev-list", "--reverse", f"--grep=^{SAME}$", f"{commit}..HEAD") or "").split():
+        lines += _lines(root, sources, since, f"{same}^")
+        lines += _lines(root, (*sources, ":(exclude)csrc"), f"{same}^", same)
+        since = same
+    return lines + _lines(root, sources, since)
+
+
+def _lines(root: Path, sources: tuple[str, ...], *commits: str) -> int:
+    numbers = _git(root, "diff", "-M", "--numstat", *commits, "--", *sources) or ""
     return sum(int(number) for line in numbers.splitlines() for number in line.split("\t")[:2] if number.isdecimal())
 
 

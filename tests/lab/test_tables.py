@@ -210,6 +210,26 @@ def test_beside_each_result_stands_how_many_lines_changed_since(root, monkeypatc
     assert result.exit_code == 1 and result.stderr.splitlines() == [said]
 
 
+def test_a_commit_that_leaves_the_kernels_instructions_ages_nothing_by_them(root):
+    def commit(said: str) -> None:
+        git(root, "add", ".")
+        git(root, "commit", "-qm", said)
+
+    run(root)
+    first = git(root, "rev-parse", "--short", "HEAD")
+    kernel, product = root / "csrc" / "kernel.cu", root / "etap_backend" / "dense.py"
+    kernel.write_text("a\n" * 3)
+    commit("changes three lines")
+    kernel.write_text("moved\n" * 50)
+    product.write_text("new\n" * 4)
+    commit(f"moves them\n\n{ages.SAME}")
+    before = ages.changed_lines(root, first), ages.changed_lines(root, first, ages.SOURCES_OF["bench"])
+    kernel.write_text("moved\n" * 50 + "more\n")
+    commit(f"says in passing that {ages.SAME}")
+    after = ages.changed_lines(root, first), ages.changed_lines(root, first, ages.SOURCES_OF["bench"])
+    assert after == (before[0] + 1, before[1] + 1) and before[0] - before[1] == 4 and 3 <= before[1] < 20
+
+
 @pytest.mark.parametrize(
     "commit, words",
     [
