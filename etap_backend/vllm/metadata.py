@@ -42,7 +42,7 @@ def claim_workspace(floats: int) -> Tensor:
 class DecodeRun(NamedTuple):
     """What one call decodes: query tokens of a step, and block table, lengths and schedule of their requests.
 
-    early_loads: as of `mla_decode`. vLLM writes a layer's rows of the cache before it brings the queries into the
+    early_loads: as of `mla_decode`. vLLM's layer writes its rows of the cache before it brings the queries into the
     latent space, so that all but the queries are older than the kernel before the call.
     """
 
@@ -91,6 +91,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         if slow := engine_contract.small_pages_text(self.page_size, rows):
             _logger.warning_once(f"{versions.NAME}: {slow}")
         self._token_by_token = policy.token_by_token and policy.verified > 1
+        self._early_loads = versions.writes_rows_first(vllm_config, layer_names)
         self.schedules = [
             DecodeSchedule(
                 policy.max_batch,
@@ -159,7 +160,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
             if not s_q and self._token_requests is not None:
                 starts = query_start_loc_device[: requests.stop + 1]
                 table, seq_lens = self._token_requests.fill(table, total_lens[requests], starts, tokens.stop)
-            early_loads = 0 < s_q <= self.policy.verified
+            early_loads = self._early_loads and 0 < s_q <= self.policy.verified
             runs.append(DecodeRun(tokens, table, seq_lens, schedule.build(seq_lens, s_q or 1), early_loads))
         return ETAPDecodeMetadata(
             block_table=block_table_tensor,

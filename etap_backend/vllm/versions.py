@@ -37,6 +37,22 @@ def reserves_in_profile_run(vllm_config) -> bool:
     return hasattr(MLAAttentionImpl, "reserve_workspace") and not layer_of_its_own
 
 
+def writes_rows_first(vllm_config, layer_names: list[str]) -> bool:
+    """Whether all rows that a call may read are written before the kernel ahead of it, but each request's new ones.
+
+    Reason: vLLM's MLA layer writes a step's rows, and brings its queries into the latent space then. The layer of its
+    own that Kimi-K3 and Kimi-Linear have writes them last. A request may hit blocks of the prefix cache that another
+    one of its step fills: that layer may still be writing them.
+    Versions: 0.33. Goes when that layer writes first, or tells that it does not.
+    """
+    from vllm.model_executor.layers.attention.mla_attention import MLAAttention
+
+    layers = vllm_config.compilation_config.static_forward_context
+    if all(isinstance(layers.get(name), MLAAttention) for name in layer_names):
+        return True
+    return not vllm_config.cache_config.enable_prefix_caching
+
+
 def max_decode_query_len(vllm_config) -> int:
     """Query tokens of a request that is decoded: 1, more with speculative decoding.
 

@@ -18,6 +18,7 @@ from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker import workspace
 
+from etap_backend import mla_decode
 from support.vllm_layer import (
     BLOCK,
     CPU,
@@ -139,11 +140,8 @@ def test_kimi_k3s_own_layer_has_its_workspace_before_memory_is_measured(kimi_k3_
     ETAPBackend.get_builder_cls()(layer.get_kv_cache_spec(config).copy_with_new_block_size(BLOCK), [NAME], config, CPU)
 
 
-@needs_kimi_k3
-def test_kimi_k3s_own_layer_decodes_as_exactly_as_torch(kimi_k3_layer):
-    """Nothing is rotated, and a row still has 576 elements: 512 of the latent, 64 of the key that all heads share."""
-    layer, config = kimi_k3_layer
-    problem = Problem([70, 200, 1], 1, heads=HEADS["kimi-k3"])
+def decode_in_own_layer(layer, config, problem):
+    """What Kimi-K3's own layer gives for a step, and writes of its rows, which were not in the cache before."""
     spec = layer.get_kv_cache_spec(config)
     builder = ETAPBackend.get_builder_cls()(spec.copy_with_new_block_size(BLOCK), [NAME], config, CPU)
     step = builder.build(0, problem.common_metadata())
@@ -158,7 +156,63 @@ def test_kimi_k3s_own_layer_decodes_as_exactly_as_torch(kimi_k3_layer):
     out = torch.full((problem.tokens, problem.heads * VALUE), torch.nan)
     with set_forward_context({NAME: step}, config, slot_mapping={NAME: slots}):
         layer._attention(torch.tensor(last), problem.q, new[:, :LATENT], new[:, None, LATENT:], out)
+    return out
+
+
+@needs_kimi_k3
+def test_kimi_k3s_own_layer_decodes_as_exactly_as_torch(kimi_k3_layer):
+    """Nothing is rotated, and a row still has 576 elements: 512 of the latent, 64 of the key that all heads share."""
+    layer, config = kimi_k3_layer
+    problem = Problem([70, 200, 1], 1, heads=HEADS["kimi-k3"])
+    out = decode_in_own_layer(layer, config, problem)
     assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
+
+
+@needs_kimi_k3
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_kimi_k3s_own_layer_is_decoded_with_the_rows_that_its_step_writes(kimi_k3_layer, monkeypatch, prefix_caching):
+    """One request completes a block of the prefix cache in the step in which another one hits that block.
+
+    The layer's kernel ahead of the call writes the row. A call that loads early may read the cache from before that
+    kernel, except for the rows that are each request's own new ones: that is what it gets here.
+    """
+    layer, config = kimi_k3_layer
+    config.cache_config.enable_prefix_caching = prefix_caching
+    problem = Problem([BLOCK, BLOCK + 1], 1, heads=HEADS["kimi-k3"])
+    if prefix_caching:
+        problem.kv[1][:BLOCK] = problem.kv[0]
+        problem.block_table[1, 0] = problem.block_table[0, 0]
+    before, early = [], []
+
+    def insert(*arguments, **keywords):
+        before.append(arguments[4].clone())
+        return concat_and_insert(*arguments, **keywords)
+
+    def decode_early(q, cache, block_table, seq_lens, *arguments, early_loads, **keywords):
+        early.append(early_loads)
+        if early_loads:
+            table, caches = block_table.clone(), []
+            for request, length in enumerate(seq_lens.tolist()):
+                page, row = block_table[request, (length - 1) // BLOCK], (length - 1) % BLOCK
+                caches.append(before[-1].clone())
+                caches[-1][page, row] = cache[page, row]
+                table[request, : -(-length // BLOCK)] += request * len(cache)
+            cache, block_table = torch.cat(caches), table
+        return mla_decode(q, cache, block_table, seq_lens, *arguments, **keywords)
+
+    monkeypatch.setattr("vllm.models.kimi_k3.nvidia.mla.fused_mla_decode_q_concat_kv_cache_insert", insert)
+    monkeypatch.setattr("etap_backend.vllm.impl.mla_decode", decode_early)
+    out = decode_in_own_layer(layer, config, problem)
+    assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
+    assert early == [not prefix_caching]
+
+
+@pytest.mark.parametrize("prefix_caching", [True, False])
+def test_vllms_layer_writes_its_rows_first(make, prefix_caching):
+    """So that a call for decodes may load early, whoever shares a block; a prompt's, whose rows are many, does not."""
+    _, builder = make(enable_prefix_caching=prefix_caching)
+    step = builder.build(0, Problem([200, 65, 40], [1, 1, 20]).common_metadata())
+    assert [run.early_loads for run in step.decode.runs] == [True, False]
 
 
 @needs_kimi_k3
