@@ -20,7 +20,7 @@ from vllm.utils.platform_utils import num_compute_units
 from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
 from etap_backend.limits import SPARSE_FP8, why_unsupported_sparse
 from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.policy import FP8_MATH_OPTION, wants_fp8_math
+from etap_backend.vllm.policy import FP8_MATH_IS_DENSE, wants_fp8_math
 from etap_backend.vllm.versions import ENGINE, NAME
 
 QUERY_HEADS = (8, 16, 32, 64, 128)
@@ -193,7 +193,7 @@ def why_not(base: type, config: VllmConfig) -> str | None:
     if getattr(config.attention_config, "hisparse_config", None):
         return "a KV cache in host memory (HiSparse) is not supported"
     if wants_fp8_math(config):
-        return f"{FP8_MATH_OPTION} multiplies FP8 caches of dense attention, and the model's is sparse: wanted false"
+        return FP8_MATH_IS_DENSE
     capability = current_platform.get_device_capability()
     return why_unsupported_sparse(
         dtype=config.model_config.dtype,

@@ -13,6 +13,10 @@ FP8_MATH_OPTION = "etap_fp8_math"
 """`--additional-config '{"etap_fp8_math": true}'`: an FP8 cache is multiplied as it is, by queries rounded to e4m3;
 otherwise as float16, exactly. vLLM's configuration is the same for all ranks, an environment need not be.
 """
+FP8_MATH_IS_DENSE = (
+    f"{FP8_MATH_OPTION} multiplies FP8 caches of dense attention, and the model's is sparse: wanted false"
+)
+"""What a sparse model is refused with beside that option."""
 
 
 @dataclass(frozen=True)

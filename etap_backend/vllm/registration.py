@@ -4,20 +4,26 @@ import copyreg
 import logging
 from enum import Enum
 
-from etap_backend.vllm import v4_selection
+from etap_backend.vllm import auto, selected, v4_selection
 from etap_backend.vllm.versions import ENGINE, NAME
 
-_BACKEND_PATH = "etap_backend.vllm.selected.Backend"
+_BACKEND_PATH = "etap_backend.vllm.backend.ETAPBackend"
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = logging.getLogger(f"vllm.{__name__}")
 
 
 def register() -> None:
-    """Register ETAP. Where vLLM's registry is another one this only warns: a start with another backend goes on."""
+    """Register ETAP. Where vLLM's registry is another one this only warns: a start with another backend goes on.
+
+    Raises ValueError for a value of ETAP_AUTO that is none.
+    """
+    preferred = auto.is_on()
     try:
-        backend_member()
+        member = backend_member()
         v4_selection.watch()
+        if preferred:
+            auto.prefer(member)
     except Exception as error:  # nothing is known of that registry
         reason = ENGINE.why_too_old() or ENGINE.why_lacking([f"{type(error).__name__}: {error}"])
         _logger.warning("%s; other attention backends are not affected", reason)
@@ -29,6 +35,8 @@ def backend_member() -> Enum:
 
     if NAME not in AttentionBackendEnum.__members__:
         _add_member(AttentionBackendEnum, _BACKEND_PATH)
+        # The class depends on the model: vLLM asks the member for it once for each layer.
+        AttentionBackendEnum[NAME].get_class = selected.backend_class
         _make_picklable(AttentionBackendEnum)
         _logger.info("Attention backend %s registered", NAME)
     return AttentionBackendEnum[NAME]

@@ -1,8 +1,7 @@
-"""What vLLM finds when the user selects ETAP: a backend, or in a vLLM that cannot run it, the refusal.
+"""What vLLM finds when ETAP is selected: a backend, or in a vLLM that cannot run it, the refusal.
 
-vLLM looks for the attribute `Backend` of this module once for each layer, with its configuration set, before it says
-whether the layer's attention is sparse; and a class answers for one of both. It builds sparse layers where the model's
-configuration has index_topk.
+vLLM asks for the class once for each layer, with its configuration set, before it says whether the layer's attention is
+sparse; and a class answers for one of both. It builds sparse layers where the model's configuration has index_topk.
 """
 
 import functools
@@ -61,10 +60,3 @@ def backend_class() -> type:
     config = get_current_vllm_config_or_none()
     sparse = bool(config and config.model_config and hasattr(config.model_config.hf_text_config, "index_topk"))
     return RefusedSparseBackend if why_not(sparse) else pkgutil.resolve_name(_BACKENDS[sparse])
-
-
-def __getattr__(name: str) -> type:
-    """vLLM's way to `backend_class`: to a registered backend it takes no other."""
-    if name != "Backend":
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return backend_class()

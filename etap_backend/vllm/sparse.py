@@ -27,7 +27,7 @@ from etap_backend.limits import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE
 from etap_backend.vllm import versions
 from etap_backend.vllm.impl import asked_of_kernels
 from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.policy import FP8_MATH_OPTION, wants_fp8_math
+from etap_backend.vllm.policy import FP8_MATH_IS_DENSE, wants_fp8_math
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
@@ -71,10 +71,6 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
         reason = why_unsupported_sparse(**asked)
         if reason is None and indexer is None and topk_indices_buffer is None:
             reason = "indexer or topk_indices_buffer: wanted one of both, got None"
-        if reason is None and wants_fp8_math(config):
-            reason = (
-                f"{FP8_MATH_OPTION} multiplies FP8 caches of dense attention, and the model's is sparse: wanted false"
-            )
         if reason:
             raise NotImplementedError(f"{versions.NAME}: {reason}")
         # Asked for its buffer in each call: a draft model's gets the target's after its layers are made. The names are
@@ -211,7 +207,10 @@ class ETAPSparseBackend(FlashMLASparseBackend):
         if reason is None and head_size == LATENT_DIM and kv_cache_dtype in ("fp8", SPARSE_FP8):
             # vLLM stores rows of 656 bytes even so, and the kernels take 528 for queries without rope.
             reason = f"kv_cache_dtype {kv_cache_dtype} is not supported for a model without rope"
+        config = get_current_vllm_config()
         # Not all versions have it.
-        if reason is None and getattr(get_current_vllm_config().attention_config, "hisparse_config", None):
+        if reason is None and getattr(config.attention_config, "hisparse_config", None):
             reason = "a KV cache in host memory (HiSparse) is not supported"
+        if reason is None and wants_fp8_math(config):
+            reason = FP8_MATH_IS_DENSE
         return reason or engine_contract.why_no_library()

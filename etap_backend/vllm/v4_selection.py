@@ -15,6 +15,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
+from etap_backend.vllm import auto
 from etap_backend.vllm.versions import ENGINE, NAME
 
 MODULES = ("vllm.models.deepseek_v4.nvidia.model", "vllm.models.deepseek_v41.nvidia.model")
@@ -78,6 +79,14 @@ def _is_wanted(vllm_config) -> bool:
     return any(hasattr(layer, MARK) for layer in vllm_config.compilation_config.static_forward_context.values())
 
 
+def _why_not(base: type, vllm_config) -> str | None:
+    try:
+        from etap_backend.vllm import deepseek_v4
+    except ImportError as error:  # of a name that this vLLM has not
+        return ENGINE.why_lacking([f"{type(error).__name__}: {error}"])
+    return deepseek_v4.why_not(base, vllm_config)
+
+
 def extend(module: ModuleType) -> None:
     """Let a model's module choose ETAP's layer where ETAP is selected, and do as before where it is not."""
     if lacking := missing(module):
@@ -89,12 +98,17 @@ def extend(module: ModuleType) -> None:
 
     @functools.wraps(theirs)
     def select(vllm_config):
-        if not _is_wanted(vllm_config):
+        preferred = vllm_config.attention_config.backend is None and auto.is_on()
+        if not (preferred or _is_wanted(vllm_config)):
+            return theirs(vllm_config)
+        base = getattr(module, THEIRS)
+        if preferred and (reason := _why_not(base, vllm_config)):
+            auto.say_why_not("DeepSeek-V4", reason)
             return theirs(vllm_config)
         # Imported here: it imports what serves a model.
         from etap_backend.vllm import deepseek_v4
 
-        return deepseek_v4.attention_class(getattr(module, THEIRS), vllm_config)
+        return deepseek_v4.attention_class(base, vllm_config)
 
     setattr(select, "etap", True)  # noqa: B010
     setattr(module, FUNCTION, select)
