@@ -1,5 +1,7 @@
 """What a step plans for all its layers: its decode calls, in buffers that CUDA graphs may keep."""
 
+import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -20,10 +22,10 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from etap_backend import BuiltSchedule, DecodeSchedule, engine_contract
-from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS, Run
+from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS
 from etap_backend.vllm import versions
 from etap_backend.vllm.policy import Policy
-from etap_backend.vllm.step_cuts import TokenRequests, cut_into_runs, longest_decode, padded_query_lens
+from etap_backend.vllm.step_cuts import TokenRequests, cut, longest_decode, whole
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
@@ -44,6 +46,7 @@ class DecodeRun(NamedTuple):
 
     early_loads: as of `mla_decode`. vLLM's layer writes its rows of the cache before it brings the queries into the
     latent space, so that all but the queries are older than the kernel before the call.
+    of_tokens: writes table and lengths anew where the requests are single tokens; None where they are vLLM's.
     """
 
     tokens: slice
@@ -51,6 +54,7 @@ class DecodeRun(NamedTuple):
     seq_lens: Tensor
     schedule: BuiltSchedule
     early_loads: bool
+    of_tokens: Callable[[], object] | None = None
 
 
 @dataclass
@@ -114,9 +118,8 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
             group = get_dcp_group() if self.dcp_world_size > 1 else None  # which need not be there for one rank
             share = (group.world_size, group.rank_in_group, self.dcp_local_block_size) if group else (1, 0, 1)
             self._token_requests = TokenRequests(policy.max_batch, max_pages, device, *share)
-        # vLLM advances the lengths of draft steps on the device, but not those of a rank's share of the context, nor
-        # those of single tokens.
-        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1 and not self._token_by_token
+        # vLLM advances the lengths of draft steps on the device, but not those of a rank's share of the context.
+        self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -127,8 +130,9 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         """
         policy = self.policy
         if common_attn_metadata.max_query_len > policy.verified:
-            query_lens = common_attn_metadata.query_start_loc_cpu.diff().tolist()
-            self.reorder_batch_threshold = longest_decode(query_lens, policy.longest, policy.verified)
+            starts = common_attn_metadata.query_start_loc_cpu.numpy()
+            runs = cut(starts, int(starts[-1]), policy.verified)
+            self.reorder_batch_threshold = longest_decode(runs, policy.longest)
         try:
             return super().build(common_prefix_len, common_attn_metadata, fast_build)
         finally:
@@ -147,21 +151,23 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         dcp_tot_seq_lens_device: Tensor | None,
         max_query_len: int | None = None,
     ) -> ETAPDecodeMetadata:
-        query_lens = padded_query_lens(query_start_loc_cpu.diff().tolist(), num_decode_tokens)
-        num_tokens = sum(query_lens)
-        if self._token_by_token:
-            cut = [Run(slice(0, len(query_lens)), slice(0, num_tokens), 0)]
-        else:
-            cut = cut_into_runs(query_lens, self.policy.verified)
+        parts = cut(query_start_loc_cpu.numpy(), num_decode_tokens, self.policy.verified)
+        num_tokens = parts[-1].tokens.stop if parts else 0
+        if self._token_by_token and any(part.s_q != 1 for part in parts):
+            parts = [whole(parts)]
         total_lens = seq_lens_device if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device
         runs = []
-        for (requests, tokens, s_q), schedule in zip(cut, self.schedules[: len(cut)], strict=True):
-            table, seq_lens = block_table_tensor[requests], seq_lens_device[requests]
+        for (requests, tokens, s_q), schedule in zip(parts, self.schedules[: len(parts)], strict=True):
+            table, seq_lens, of_tokens = block_table_tensor[requests], seq_lens_device[requests], None
             if not s_q and self._token_requests is not None:
                 starts = query_start_loc_device[: requests.stop + 1]
-                table, seq_lens = self._token_requests.fill(table, total_lens[requests], starts, tokens.stop)
+                of_tokens = functools.partial(
+                    self._token_requests.fill, table, total_lens[requests], starts, tokens.stop
+                )
+                table, seq_lens = of_tokens()
             early_loads = self._early_loads and 0 < s_q <= self.policy.verified
-            runs.append(DecodeRun(tokens, table, seq_lens, schedule.build(seq_lens, s_q or 1), early_loads))
+            planned = schedule.build(seq_lens, s_q or 1)
+            runs.append(DecodeRun(tokens, table, seq_lens, planned, early_loads, of_tokens))
         return ETAPDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
@@ -173,4 +179,6 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
     def update_draft_decode_metadata(self, metadata: ETAPMetadata) -> None:
         """Plan the next draft step from the lengths that vLLM advanced on the device; vLLM may capture this."""
         for run, schedule in zip(metadata.decode.runs, self.schedules, strict=False):
+            if run.of_tokens:
+                run.of_tokens()
             schedule.build(run.seq_lens, run.schedule.s_q)

@@ -2,60 +2,74 @@
 
 from itertools import takewhile
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
-from etap_backend.short_prompts import MAX_RUNS, Run, equal_runs
+from etap_backend.short_prompts import MAX_RUNS, Run
 
 
-def padded_query_lens(query_lens: list[int], num_tokens: int) -> list[int]:
-    """Query tokens of each request that has rows in a step, its padding among them.
+def cut(starts: np.ndarray, num_tokens: int, verified: int) -> list[Run]:
+    """Runs of equally many query tokens, in the order of the requests, a step's padding among them.
+
+    Where there are more than MAX_RUNS, the requests that lead with up to `verified` tokens are one run, which is
+    decoded token by token: prefill would project their contexts up, and drafts are few enough to read a context once
+    for each.
 
     Args:
-        query_lens: of all requests. Those that pad a step for a CUDA graph are last and have none here.
+        starts: int32 [requests + 1], where each request's query tokens begin, and where the last one's end. Requests
+            that pad a step for a CUDA graph are last and have none here.
         num_tokens: rows of the queries. Those that pad the step belong to its padding's requests, each as many as the
             first request has, or to no request: these are counted nowhere.
+        verified: most query tokens of a decode with its drafts.
 
     Raises:
         ValueError: a request without tokens comes before one with some, or there are fewer rows than tokens.
     """
-    queried = query_lens.index(0) if 0 in query_lens else len(query_lens)
-    spare = num_tokens - sum(query_lens)
-    if spare < 0 or any(query_lens[queried:]):
+    query_lens = starts[1:] - starts[:-1]
+    requests, first, runs = len(query_lens), 0, []
+    ends = np.flatnonzero(query_lens[1:] != query_lens[:-1]) + 1  # of all runs but the last one
+    if len(ends) >= MAX_RUNS:
+        others = np.flatnonzero((query_lens > verified) | (query_lens <= 0))
+        lead = int(others[0]) if len(others) else requests
+        if len(ends[ends < lead]):
+            runs, first, ends = [Run(slice(0, lead), slice(0, int(starts[lead])), 0)], lead, ends[ends > lead]
+    for end in (*ends.tolist(), requests) if first < requests else ():
+        runs.append(Run(slice(first, end), slice(int(starts[first]), int(starts[end])), int(query_lens[first])))
+        first = end
+    padding = runs.pop().requests if query_lens[-1] == 0 else slice(requests, requests)
+    spare = num_tokens - int(starts[-1])
+    if spare < 0 or any(run.tokens.start >= run.tokens.stop for run in runs):
         raise ValueError(
             f"query_start_loc_cpu: wanted requests of {num_tokens} query tokens at most, those with none of them last, "
-            f"got {query_lens}"
+            f"got {query_lens.tolist()}"
         )
     # A step of padding alone has as many tokens for each request as there is room for.
-    s_q = query_lens[0] or max(1, num_tokens // len(query_lens))
-    return query_lens[:queried] + [s_q] * min(spare // s_q, len(query_lens) - queried)
-
-
-def cut_into_runs(query_lens: list[int], verified: int) -> list[Run]:
-    """Runs of equally many query tokens.
-
-    Where there are more than MAX_RUNS, those that lead with up to `verified` tokens are one run, which is decoded token
-    by token: prefill would project their contexts up, and drafts are few enough to read a context once for each.
-    """
-    runs = list(equal_runs(query_lens))
-    short = list(takewhile(lambda run: run.s_q <= verified, runs))
-    if len(runs) > MAX_RUNS and len(short) > 1:
-        first = Run(slice(0, short[-1].requests.stop), slice(0, short[-1].tokens.stop), 0)
-        runs = [first, *runs[len(short) :]]
+    s_q = int(query_lens[0]) or max(1, num_tokens // requests)
+    if padded := min(spare // s_q, requests - padding.start):
+        requests_begin, tokens_begin = padding.start, int(starts[-1])
+        requests_end, tokens_end = requests_begin + padded, tokens_begin + s_q * padded
+        if runs and runs[-1].s_q == s_q:
+            alike = runs.pop()
+            requests_begin, tokens_begin = alike.requests.start, alike.tokens.start
+        runs.append(Run(slice(requests_begin, requests_end), slice(tokens_begin, tokens_end), s_q))
     return runs
 
 
-def longest_decode(query_lens: list[int], longest: int, verified: int) -> int:
+def whole(runs: list[Run]) -> Run:
+    """One run of these, which is decoded token by token."""
+    return Run(slice(0, runs[-1].requests.stop), slice(0, runs[-1].tokens.stop), 0)
+
+
+def longest_decode(runs: list[Run], longest: int) -> int:
     """Most query tokens of the requests that a step decodes, at most `longest`, so that they are MAX_RUNS runs.
 
     vLLM decodes what comes before the first request that is longer. It sorts requests by their tokens, or at least
     puts decodes first.
     """
-    runs = cut_into_runs(list(takewhile(lambda n: 0 < n <= longest, query_lens)), verified)
-    if len(runs) <= MAX_RUNS:
-        return longest
-    return max(run.s_q for run in runs[: MAX_RUNS + 1]) - 1
+    decoded = list(takewhile(lambda run: run.s_q <= longest, runs))
+    return longest if len(decoded) <= MAX_RUNS else max(run.s_q for run in decoded[: MAX_RUNS + 1]) - 1
 
 
 class TokenRequests:
@@ -96,8 +110,9 @@ class TokenRequests:
         later = query_start_loc[request + 1] - 1 - token
         total = (seq_lens[request] - later).clamp_(min=0).masked_fill_(later < 0, 0)
         size, rank, interleave = self._share
-        # All ranks' at once: vLLM 0.26 would copy the number of a single one to the device.
-        self._seq_lens[:num_tokens] = get_dcp_local_seq_lens(total, size, None, interleave)[:, rank]
+        if size > 1:  # all ranks' at once: vLLM 0.26 would copy the number of a single one to the device
+            total = get_dcp_local_seq_lens(total, size, None, interleave)[:, rank]
+        self._seq_lens[:num_tokens] = total
         pages = min(block_table.shape[1], self._block_table.shape[1])
         table = self._block_table[:num_tokens, :pages]
         torch.index_select(block_table[:, :pages], 0, request, out=table)

@@ -7,6 +7,7 @@ are not tested here.
 import itertools
 import re
 
+import numpy as np
 import pytest
 import torch
 from vllm.platforms import current_platform
@@ -18,7 +19,7 @@ from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS
 from etap_backend.vllm import impl, metadata
 from etap_backend.vllm.metadata import claim_workspace
 from etap_backend.vllm.policy import Policy
-from etap_backend.vllm.step_cuts import cut_into_runs, longest_decode, padded_query_lens
+from etap_backend.vllm.step_cuts import cut, longest_decode
 from support.vllm_layer import (
     BLOCK,
     CACHES,
@@ -235,6 +236,10 @@ def test_more_heads_take_shorter_prompts(make, heads, tokens):
     assert (longer.num_decodes, longer.num_prefills) == (0, 1)
 
 
+def starts_of(query_lens):
+    return np.array([0, *itertools.accumulate(query_lens)], dtype=np.int32)
+
+
 @pytest.mark.parametrize("query_lens, tokens, wanted", [
     ([1, 1, 1], 3, [1, 1, 1]),
     ([2, 2], 4, [2, 2]),
@@ -249,13 +254,17 @@ def test_more_heads_take_shorter_prompts(make, heads, tokens):
     ([3, 3], 8, [3, 3]),
 ], ids=str)  # fmt: skip
 def test_requests_are_told_from_their_own_query_lengths(query_lens, tokens, wanted):
-    assert padded_query_lens(query_lens, tokens) == wanted
+    runs = cut(starts_of(query_lens), tokens, verified=4)
+    assert [run.s_q for run in runs for _ in range(run.requests.start, run.requests.stop)] == wanted
+    assert [run.tokens.stop - run.tokens.start for run in runs] == [
+        run.s_q * (run.requests.stop - run.requests.start) for run in runs
+    ]
 
 
 @pytest.mark.parametrize("query_lens, tokens", [([1, 3], 3), ([0, 1], 2), ([2, 0, 1], 3)], ids=str)
 def test_more_tokens_than_rows_and_gaps_are_refused(query_lens, tokens):
     with pytest.raises(ValueError, match=f"query_start_loc_cpu: wanted requests of {tokens} query tokens at most"):
-        padded_query_lens(query_lens, tokens)
+        cut(starts_of(query_lens), tokens, verified=4)
 
 
 @pytest.mark.parametrize("query_lens, verified, wanted, longest", [
@@ -270,11 +279,13 @@ def test_more_tokens_than_rows_and_gaps_are_refused(query_lens, tokens):
     ([4, 1, 4, 4, 1, 37, 37], 4, [(5, 0), (2, 37)], 128),
     ([4, 1, 4, 1, 4, 37, 38, 39, 40], 4, [(5, 0), (1, 37), (1, 38), (1, 39)], 39),
     ([4, 4, 0, 0], 4, [(2, 4)], 128),
+    ([4, 1, 4, 1, 4, 2, 37, 0], 4, [(6, 0), (1, 37)], 128),
 ], ids=str)  # fmt: skip
 def test_a_step_is_cut_into_few_runs(query_lens, verified, wanted, longest):
-    assert longest_decode(query_lens, 128, verified) == longest
-    decoded = list(itertools.takewhile(lambda n: 0 < n <= longest, query_lens))
-    runs = cut_into_runs(decoded, verified)
+    starts = starts_of(query_lens)
+    assert longest_decode(cut(starts, starts[-1], verified), 128) == longest
+    decoded = starts_of(list(itertools.takewhile(lambda n: n <= longest, query_lens)))
+    runs = cut(decoded, decoded[-1], verified) if len(decoded) > 1 else []
     assert [(run.requests.stop - run.requests.start, run.s_q) for run in runs] == wanted
     assert len(runs) <= MAX_RUNS
     tokens = [0, *itertools.accumulate(query_lens)]
@@ -430,16 +441,35 @@ def test_a_graph_is_right_after_a_step_of_short_prompts(make_layer, s_q, argumen
     assert_as_exact_as_torch(decode(layer, later, captured), later, layer.kv_b_proj.weight)
 
 
-def test_draft_steps_plan_again_from_the_advanced_lengths(make):
-    layer, builder = make()
+@pytest.mark.parametrize("s_q, arguments, invariant", [
+    (1, {}, "0"),
+    (1, SPECULATIVE, "1"),
+    ([4, 2, 1], SPECULATIVE, "1"),  # token by token
+], ids=["decode", "batch invariant", "token by token"])  # fmt: skip
+def test_draft_steps_plan_again_from_the_advanced_lengths(make, monkeypatch, s_q, arguments, invariant):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
+    layer, builder = make(**arguments)
     assert builder.supports_draft_decode_metadata_update
-    problem = Problem([640, 129], 1)
+    problem = Problem([640, 129, 5], s_q)
     common = problem.common_metadata()
-    common.seq_lens.copy_(torch.tensor([1, 1]))
+    common.seq_lens.copy_(torch.tensor([4, 4, 4]))
     step = builder.build(0, common)
     common.seq_lens.copy_(torch.tensor(problem.lengths))
     builder.update_draft_decode_metadata(step)
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
+
+
+def test_a_token_for_each_request_is_decoded_with_vllms_own_table_and_lengths(make, monkeypatch):
+    """A draft model's steps, which are many, fill no buffers of single tokens."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    _, builder = make(**SPECULATIVE)
+    common = Problem(LENGTHS, 1).common_metadata()
+    (run,) = builder.build(0, common).decode.runs
+    assert run.of_tokens is None and (run.schedule.batch, run.schedule.s_q) == (3, 1)
+    assert run.seq_lens.data_ptr() == common.seq_lens.data_ptr()
+    assert run.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+    (run,) = builder.build(0, Problem([70, 129, 4], [1, 1, 2]).common_metadata()).decode.runs
+    assert run.of_tokens is not None and (run.schedule.batch, run.schedule.s_q) == (4, 1)
 
 
 @pytest.mark.parametrize("arguments, s_q", [
