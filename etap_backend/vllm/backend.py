@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.config.cache import CacheDType
-from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonMetadataBuilder
 from vllm.platforms.interface import DeviceCapability
 
 from etap_backend import engine_contract
@@ -14,6 +14,7 @@ from etap_backend.limits import COMPUTE_CAPABILITY, DTYPES, HEAD_DIM, TILE_TOKEN
 from etap_backend.vllm import versions
 from etap_backend.vllm.impl import ETAPImpl
 from etap_backend.vllm.metadata import ETAPMetadataBuilder
+from etap_backend.vllm.policy import why_not_parallel
 
 BLOCK_SIZES = (TILE_TOKENS, 32, 16)
 """Tokens in a block as the kernels get it. They take any number; vLLM's own MLA backends take multiples of 16, and what
@@ -90,9 +91,9 @@ class ETAPBackend(MLACommonBackend):
         return True
 
     @classmethod
-    def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """False: the number of query tokens for each request is planned from the lengths on the host."""
-        return False
+    def supports_non_causal(cls) -> bool:
+        """Whether this vLLM decodes blocks of a draft's tokens that all see each other, as it does since 0.33."""
+        return hasattr(MLACommonMetadataBuilder, "supports_non_causal_multi_token_decode")
 
     @classmethod
     def supports_combination(
@@ -120,4 +121,4 @@ class ETAPBackend(MLACommonBackend):
             reason = f"block_size {page_size} is not supported: wanted a multiple of {min(BLOCK_SIZES)} tokens"
         if reason is None and use_sparse:
             reason = "sparse attention without index_topk in the model's configuration is not supported"
-        return reason or engine_contract.why_no_library()
+        return reason or why_not_parallel(get_current_vllm_config_or_none()) or engine_contract.why_no_library()

@@ -49,8 +49,7 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
     lse_base_on_e: ClassVar[bool] = True
     supports_dcp: ClassVar[bool] = True
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
-    # Combined with decode context parallelism it gathers other heads than the builder plans for.
-    supports_pcp: ClassVar[bool] = False
+    supports_pcp: ClassVar[bool] = True  # but not beside decode context parallelism: `why_not_parallel`
 
     def __init__(self, **arguments) -> None:
         """All by name, as vLLM gives them."""

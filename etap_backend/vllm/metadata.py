@@ -79,6 +79,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    supports_non_causal_multi_token_decode: ClassVar[bool] = True
     # An instance may have less.
     reorder_batch_threshold: int = SHORT_PROMPT_TOKENS
 
@@ -95,6 +96,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         if slow := engine_contract.small_pages_text(self.page_size, rows):
             _logger.warning_once(f"{versions.NAME}: {slow}")
         self._token_by_token = policy.token_by_token and policy.verified > 1
+        self._causal = True  # of the step that is being built
         self._early_loads = versions.writes_rows_first(vllm_config, layer_names)
         self.schedules = [
             DecodeSchedule(
@@ -129,6 +131,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         vLLM's method reads from the builder what a decode is, and takes it in no other way: for one step that changes.
         """
         policy = self.policy
+        self._causal = common_attn_metadata.causal
         if common_attn_metadata.max_query_len > policy.verified:
             starts = common_attn_metadata.query_start_loc_cpu.numpy()
             runs = cut(starts, int(starts[-1]), policy.verified)
@@ -153,7 +156,8 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
     ) -> ETAPDecodeMetadata:
         parts = cut(query_start_loc_cpu.numpy(), num_decode_tokens, self.policy.verified)
         num_tokens = parts[-1].tokens.stop if parts else 0
-        if self._token_by_token and any(part.s_q != 1 for part in parts):
+        token_by_token = self._token_by_token or not self._causal
+        if token_by_token and any(part.s_q != 1 for part in parts):
             parts = [whole(parts)]
         total_lens = seq_lens_device if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device
         runs = []
@@ -162,7 +166,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
             if not s_q and self._token_requests is not None:
                 starts = query_start_loc_device[: requests.stop + 1]
                 of_tokens = functools.partial(
-                    self._token_requests.fill, table, total_lens[requests], starts, tokens.stop
+                    self._token_requests.fill, table, total_lens[requests], starts, tokens.stop, self._causal
                 )
                 table, seq_lens = of_tokens()
             early_loads = self._early_loads and 0 < s_q <= self.policy.verified

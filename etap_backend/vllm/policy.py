@@ -32,7 +32,8 @@ class Policy:
         batch_invariant: whether a result must not depend on the requests beside it.
         token_by_token: whether each query token is planned as a request of its own. With decode context parallelism
             because a rank has some of a request's last tokens only, and the kernel's causal mask wants all. With batch
-            invariance because the way that a token goes must not depend on those beside it.
+            invariance because the way that a token goes must not depend on those beside it. With adaptive verification
+            because the device alone knows how many tokens of a step are whose.
         graphs_change_batch: whether a CUDA graph may be replayed with a plan for another number of requests than at its
             capture. Micro-batches cut a request with drafts in two, which graphs do not expect; and where the number of
             drafts changes, the draft model's graph may be one for more requests than the target's step had.
@@ -53,11 +54,17 @@ class Policy:
     def of(cls, config: VllmConfig, num_heads: int) -> "Policy":
         """That of a configuration with so many heads in a call; there need not be a builder yet."""
         parallel, drafts = config.parallel_config, config.speculative_config
-        token_by_token = parallel.decode_context_parallel_size > 1 or envs.VLLM_BATCH_INVARIANT
+        token_by_token = (
+            parallel.decode_context_parallel_size > 1
+            or envs.VLLM_BATCH_INVARIANT
+            or getattr(drafts, "enable_adaptive_verification", False)  # since 0.33
+        )
         verified = longest = versions.max_decode_query_len(config)
         # A prompt may hit blocks of the prefix cache that another one of its step is writing. vLLM keeps such two out
-        # of different micro-batches, but not what it takes for a decode.
-        if not (token_by_token or parallel.use_ubatching or versions.pads_tokens_of_no_request(config)):
+        # of different micro-batches, but not what it takes for a decode. With prefill context parallelism it divides
+        # each prompt among the ranks.
+        prompts_elsewhere = parallel.use_ubatching or parallel.prefill_context_parallel_size > 1
+        if not (token_by_token or prompts_elsewhere or versions.pads_tokens_of_no_request(config)):
             longest = max(verified, short_prompt_tokens(num_heads))
         dynamic = drafts is not None and (parallel.use_ubatching or drafts.uses_dynamic_speculative_decoding())
         return cls(
@@ -77,6 +84,14 @@ class Policy:
         return DecodeSchedule.workspace_floats(
             self.num_heads, self.max_s_q, num_sms, max_batch=self.max_batch, batch_invariant=self.batch_invariant
         )
+
+
+def why_not_parallel(config: VllmConfig | None) -> str | None:
+    """Say why ETAP cannot run the context parallelism of a configuration, or None when it can."""
+    parallel = config and config.parallel_config
+    if parallel and min(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1:
+        return "prefill context parallelism beside decode context parallelism is not supported: wanted one of both"
+    return None
 
 
 def wants_fp8_math(config: VllmConfig) -> bool:

@@ -27,7 +27,7 @@ from etap_backend.limits import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE
 from etap_backend.vllm import versions
 from etap_backend.vllm.impl import asked_of_kernels
 from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.policy import FP8_MATH_IS_DENSE, wants_fp8_math
+from etap_backend.vllm.policy import FP8_MATH_IS_DENSE, wants_fp8_math, why_not_parallel
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
@@ -53,8 +53,7 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
     lse_base_on_e: ClassVar[bool] = True
     supports_dcp: ClassVar[bool] = True
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
-    # Combined with decode context parallelism it gathers other heads than the workspace is for.
-    supports_pcp: ClassVar[bool] = False
+    supports_pcp: ClassVar[bool] = True  # but not beside decode context parallelism: `why_not_parallel`
 
     def __init__(
         self,
@@ -213,4 +212,4 @@ class ETAPSparseBackend(FlashMLASparseBackend):
             reason = "a KV cache in host memory (HiSparse) is not supported"
         if reason is None and wants_fp8_math(config):
             reason = FP8_MATH_IS_DENSE
-        return reason or engine_contract.why_no_library()
+        return reason or why_not_parallel(config) or engine_contract.why_no_library()

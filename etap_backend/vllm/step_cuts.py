@@ -75,8 +75,8 @@ def longest_decode(runs: list[Run], longest: int) -> int:
 class TokenRequests:
     """A step's query tokens as requests of one token each, in buffers that CUDA graphs may keep.
 
-    Each sees the context up to itself. The kernel's own causal mask wants a request's last tokens one after another in
-    the cache; with decode context parallelism a rank has some of them.
+    Each sees the context up to itself, or all of it. The kernel's own causal mask wants a request's last tokens one
+    after another in the cache; with decode context parallelism a rank has some of them.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class TokenRequests:
         self._share = (dcp_size, dcp_rank, dcp_interleave)
 
     def fill(
-        self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_tokens: int
+        self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_tokens: int, causal: bool = True
     ) -> tuple[Tensor, Tensor]:
         """Write block table [num_tokens, pages] and lengths on this rank [num_tokens], and return them.
 
@@ -104,11 +104,12 @@ class TokenRequests:
             seq_lens: int32 [requests], tokens of each on all ranks, the new ones included.
             query_start_loc: int32 [requests + 1], on the device.
             num_tokens: query tokens; those behind the last request's pad the step, and get length 0.
+            causal: whether a token sees none of its request's later ones; otherwise each sees all of the request.
         """
         token = torch.arange(num_tokens, dtype=torch.int32, device=query_start_loc.device)
         request = torch.bucketize(token, query_start_loc[1:], right=True).clamp_(max=len(seq_lens) - 1)
         later = query_start_loc[request + 1] - 1 - token
-        total = (seq_lens[request] - later).clamp_(min=0).masked_fill_(later < 0, 0)
+        total = (seq_lens[request] - later if causal else seq_lens[request]).clamp_(min=0).masked_fill_(later < 0, 0)
         size, rank, interleave = self._share
         if size > 1:  # all ranks' at once: vLLM 0.26 would copy the number of a single one to the device
             total = get_dcp_local_seq_lens(total, size, None, interleave)[:, rank]

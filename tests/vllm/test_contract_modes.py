@@ -9,9 +9,11 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from vllm.config import CUDAGraphMode
+from vllm.config import CUDAGraphMode, set_current_vllm_config
 from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
 from vllm.distributed.kv_transfer.kv_connector.v1.nixl.metadata import compute_nixl_compatibility_hash
+from vllm.v1.attention import backend as attention_backend
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 
 from etap_backend.vllm.metadata import claim_workspace
@@ -352,9 +354,96 @@ def test_of_a_newer_version_one_rank_warns(two_ranks):
     assert counts == [1, 0]
 
 
-def test_prefill_context_parallelism_is_refused(make):
-    layer, _ = make()
-    assert not layer.get_attn_backend().supports_pcp()
+def set_parallel(config, **sizes):
+    """As with ranks that are not there: a size that vLLM reads of its configuration."""
+    for name, size in sizes.items():
+        object.__setattr__(config.parallel_config, f"{name}_context_parallel_size", size)
+
+
+@pytest.fixture
+def select_parallel(engine_config):
+    """Selects for a layer with these sizes of context parallelism; `model` changes the model's configuration."""
+
+    def call(model=None, **sizes):
+        config = engine_config(attention_backend="ETAP", hf_overrides=model or {})
+        set_parallel(config, **sizes)
+        selector._cached_get_attn_backend.cache_clear()
+        with set_current_vllm_config(config):
+            layer = {"head_size": LATENT + ROPE, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "use_mla": True}
+            return selector.get_attn_backend(**layer, use_sparse=bool(model), num_heads=HEADS)
+
+    yield call
+    selector._cached_get_attn_backend.cache_clear()
+
+
+@pytest.mark.parametrize("model", [{}, {"index_topk": 128}], ids=["dense", "sparse"])
+def test_prefill_context_parallelism_is_selected_but_not_beside_that_of_decode(select_parallel, model):
+    assert select_parallel(model, prefill=2).supports_pcp()
+    with pytest.raises(ValueError, match="prefill context parallelism beside decode context parallelism"):
+        select_parallel(model, prefill=2, decode=2)
+
+
+def test_with_prefill_context_parallelism_decodes_are_etaps_and_prompts_vllms(make_layer):
+    """Of the ranks each has the whole cache, and decodes what vLLM gives it; prompts are divided, short ones too."""
+    layer, config = make_layer(**SPECULATIVE)
+    set_parallel(config, prefill=2)
+    builder = make_builder(layer, config)
+    assert builder.use_pcp and builder.reorder_batch_threshold == 4
+    problem = Problem([700, 129], [4, 1])
+    common = problem.common_metadata(prefill_lengths=[3, 37])
+    common.is_prefilling = torch.tensor([False, False, True, True])
+    step = builder.build(0, common)
+    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (2, 5, 2)
+    common = problem.common_metadata()
+    common.is_prefilling = torch.tensor([False, False])
+    assert_as_exact_as_torch(decode(layer, problem, builder.build(0, common)), problem, weight_of(layer))
+
+
+needs_033 = pytest.mark.skipif(
+    not hasattr(attention_backend.AttentionBackend, "supports_device_cpu_query_lens_mismatch"),
+    reason="vLLM 0.26 verifies all drafts, and drafts causally",
+)
+
+
+@needs_033
+@pytest.mark.parametrize("host, device", [([2, 2, 2], [4, 1, 1]), ([3, 3, 3, 2], [4, 4, 2, 1])], ids=str)
+def test_adaptive_verification_tells_the_device_alone_whose_the_tokens_are(make_layer, host, device):
+    """The host's numbers agree in their sum: it divides the drafts evenly."""
+    layer, config = make_layer(**SPECULATIVE)
+    config.speculative_config.enable_adaptive_verification = True
+    assert layer.get_attn_backend().supports_device_cpu_query_lens_mismatch()
+    builder = make_builder(layer, config)
+    problem = Problem([700, 129, 64, 4][: len(device)], device)
+    common = problem.common_metadata()
+    common.query_start_loc_cpu = torch.tensor([0, *host]).cumsum(0).int()
+    common.max_query_len = max(host)
+    assert_as_exact_as_torch(decode(layer, problem, builder.build(0, common)), problem, weight_of(layer))
+
+
+@needs_033
+@pytest.mark.parametrize("padded", [0, 2])
+def test_tokens_of_a_non_causal_draft_see_each_other(make_layer, padded):
+    """DSpark: vLLM builds such a step for layers that say so. Its lengths advance without a new build."""
+    layer, config = make_layer(**SPECULATIVE)
+    assert layer.get_attn_backend().supports_non_causal()
+    layer.non_causal_multi_token_decode = True
+    builder = make_builder(layer, config)
+    problem = Problem([700, 129, *[0] * padded], [4] * (2 + padded))
+    common = problem.common_metadata()
+    common.causal = False
+    lengths = common.seq_lens.clone()
+    common.seq_lens.fill_(4)
+    step = builder.build(0, common)
+    common.seq_lens.copy_(lengths)
+    builder.update_draft_decode_metadata(step)
+    out = decode(layer, problem, step)
+    as_single = Problem([700, 129], [4] * 2)
+    as_single.kv = [rows for rows in problem.kv[:2] for _ in range(4)]
+    as_single.q, as_single.query_lens, as_single.tokens = problem.q[:8], [1] * 8, 8
+    assert_as_exact_as_torch(out[:8], as_single, weight_of(layer))
+    assert not out[8:].any()
+    later = Problem([700, 129], 4).common_metadata()
+    assert builder.build(0, later).decode.runs[0].schedule.s_q == 4, "causal again"
 
 
 def test_empty_shares_alone_give_nothing(make):
