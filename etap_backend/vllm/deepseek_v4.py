@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
+import vllm.envs as envs
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
@@ -192,6 +193,8 @@ def why_not(base: type, config: VllmConfig) -> str | None:
         return f"kv_cache_dtype {cache} is not supported: wanted {', '.join(CACHES[:-1])} or {CACHES[-1]}"
     if getattr(config.attention_config, "hisparse_config", None):
         return "a KV cache in host memory (HiSparse) is not supported"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "batch invariance is not supported"
     if wants_fp8_math(config):
         return FP8_MATH_IS_DENSE
     capability = current_platform.get_device_capability()

@@ -4,9 +4,11 @@ The layer's indexer writes for each query token which positions of its request i
 decoded, verify drafts or are a prompt's makes no difference then: one call takes them all, with nothing planned ahead.
 """
 
+from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
+import vllm.envs as envs
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.config.cache import CacheDType
@@ -24,6 +26,7 @@ from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_conver
 
 from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
 from etap_backend.limits import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
+from etap_backend.sparse import sparse_decode_shape
 from etap_backend.vllm import versions
 from etap_backend.vllm.impl import asked_of_kernels
 from etap_backend.vllm.metadata import claim_workspace
@@ -31,6 +34,22 @@ from etap_backend.vllm.policy import FP8_MATH_IS_DENSE, wants_fp8_math, why_not_
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
+
+
+FORCE_MQA = "sparse_mla_force_mqa"
+"""Of vLLM's attention configuration. Without it the longest prompt of a step decides how all of them attend."""
+
+
+def whole_tokens(tokens: int, partitions: int) -> Iterator[tuple[slice, int]]:
+    """Calls that split no token, so that its bits are its own: tokens of each, and partitions, which have equally many.
+
+    The library gives each of so many partitions whole tokens: split evenly, the longest one would have as many tiles.
+    """
+    even = tokens - tokens % partitions
+    if even:
+        yield slice(0, even), partitions
+    if even < tokens:
+        yield slice(even, tokens), tokens - even
 
 
 class ETAPSparseMetadataBuilder(FlashAttnMLASparseMetadataBuilder):
@@ -82,6 +101,10 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
             f"{versions.NAME} decodes: sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
         )
         self._num_sms = num_compute_units()
+        shape = sparse_decode_shape(asked["num_heads"])
+        self._row_groups = shape.row_groups
+        # With batch invariance, the most that a call is divided into.
+        self._invariant_partitions = shape.partitions(self._num_sms) if envs.VLLM_BATCH_INVARIANT else 0
         self._workspace_floats = sparse_workspace_floats(asked["num_heads"], self._num_sms)
         if not versions.reserves_in_profile_run(config):
             self.reserve_workspace()
@@ -138,17 +161,30 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
                 compact_valid_to_front=False,
             )
             block_table = request_ids = None
-        return sparse_mla_decode(
-            latent,
-            kv_c_and_k_pe_cache,
-            indices,
-            softmax_scale=self.scale,
-            q_rope=rope if self.qk_rope_head_dim else None,
-            block_table=block_table,
-            request_ids=request_ids,
-            workspace=claim_workspace(self._workspace_floats),
-            num_sms=self._num_sms,
-        )
+        shared = {
+            "softmax_scale": self.scale,
+            "block_table": block_table,
+            "workspace": claim_workspace(self._workspace_floats),
+        }
+        rope = rope if self.qk_rope_head_dim else None
+        if not self._invariant_partitions:
+            more = {"q_rope": rope, "request_ids": request_ids, "num_sms": self._num_sms}
+            return sparse_mla_decode(latent, kv_c_and_k_pe_cache, indices, **shared, **more)
+        out = latent.new_empty(tokens, latent.shape[1], self.kv_lora_rank)
+        lse = latent.new_empty(tokens, latent.shape[1], dtype=torch.float32)
+        for rows, partitions in whole_tokens(tokens, self._invariant_partitions):
+            sparse_mla_decode(
+                latent[rows],
+                kv_c_and_k_pe_cache,
+                indices[rows],
+                **shared,
+                q_rope=None if rope is None else rope[rows],
+                request_ids=None if request_ids is None else request_ids[rows],
+                num_sms=partitions * self._row_groups,
+                out=out[rows],
+                lse=lse[rows],
+            )
+        return out, lse
 
 
 class ETAPSparseBackend(FlashMLASparseBackend):
@@ -184,6 +220,11 @@ class ETAPSparseBackend(FlashMLASparseBackend):
         return (capability.major, capability.minor) == COMPUTE_CAPABILITY
 
     @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """True: with VLLM_BATCH_INVARIANT=1 no token's list is split. What else that wants the combination says."""
+        return True
+
+    @classmethod
     def supports_combination(
         cls,
         head_size: int,
@@ -212,4 +253,6 @@ class ETAPSparseBackend(FlashMLASparseBackend):
             reason = "a KV cache in host memory (HiSparse) is not supported"
         if reason is None and wants_fp8_math(config):
             reason = FP8_MATH_IS_DENSE
+        if reason is None and envs.VLLM_BATCH_INVARIANT and not getattr(config.attention_config, FORCE_MQA, False):
+            reason = f"batch invariance of sparse attention wants --attention-config '{{\"{FORCE_MQA}\": true}}'"
         return reason or why_not_parallel(config) or engine_contract.why_no_library()

@@ -29,6 +29,7 @@ from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker import workspace
 
 from etap_backend import sparse_workspace_floats
+from etap_backend.sparse import sparse_decode_shape
 from etap_backend.vllm import selected, sparse, versions
 from etap_backend.vllm.backend import ETAPBackend
 from etap_backend.vllm.metadata import claim_workspace
@@ -167,12 +168,6 @@ def test_vllm_makes_a_configuration_of_the_whole_model_with_etap(model, head_siz
         layer = LAYER | {"use_sparse": True, "head_size": head_size, "num_heads": heads}
         assert selector.get_attn_backend(**layer) is ETAPSparseBackend
     selector._cached_get_attn_backend.cache_clear()
-
-
-def test_refuses_batch_invariance(select, monkeypatch):
-    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(ValueError, match="batch invariance not supported"):
-        select()
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (10, 0), (12, 0)], ids=str)
@@ -329,6 +324,41 @@ def test_layer_decodes_other_numbers_of_heads(make, heads):
     layer, builder, indexer = make(heads)
     problem = SparseProblem([70, 700], 1, heads=heads)
     assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
+
+
+BATCH_INVARIANT = {"attention_config": {"sparse_mla_force_mqa": True}}
+
+
+@pytest.mark.parametrize("heads", [8, 128])
+def test_batch_invariance_gives_a_token_the_same_bits_in_any_company(make, monkeypatch, heads):
+    """Its list has 16 tiles, which a call of few tokens splits otherwise."""
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    layer, builder, indexer = make(heads=heads, top_k=1024, **BATCH_INVARIANT)
+    problem = SparseProblem([1000, 900, 700], 31, heads=heads, top_k=1024)
+    step = builder.build(0, problem.common_metadata())
+    q = torch.randn(problem.tokens, heads, LATENT + ROPE).bfloat16()
+    partitions = H20_SMS // sparse_decode_shape(heads).row_groups
+    assert problem.tokens > partitions and problem.tokens % partitions, "some tokens are in a second call"
+
+    def outputs(rows):
+        indexer.topk_indices_buffer[: len(rows)] = problem.lists[rows]
+        of_rows = SimpleNamespace(block_table=step.block_table, req_id_per_token=step.req_id_per_token[rows])
+        return layer.impl.forward_mqa(q[rows], problem.cache, of_rows, layer)
+
+    everyone = outputs(torch.arange(problem.tokens))
+    for rows in ([5], [92, 5], list(range(40, 93)), list(range(10, 88))):
+        for one, other in zip(outputs(torch.tensor(rows)), everyone, strict=True):
+            assert torch.equal(one, other[rows]), rows
+    exact = torch.cat([problem.kv[0][problem.lists[5][problem.lists[5] != NOTHING].long()].double()])
+    scores = q[5].double() @ exact.T * SCALE
+    torch.testing.assert_close(everyone[1][5].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
+
+
+def test_batch_invariance_wants_prompts_that_attend_by_lists(select, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="batch invariance of sparse attention wants --attention-config .*force_mqa"):
+        select()
+    assert select(engine=BATCH_INVARIANT) is ETAPSparseBackend
 
 
 @pytest.mark.parametrize("cache, stored", [("auto", "auto"), ("bfloat16", "auto"), ("fp8", "fp8_ds_mla")])

@@ -103,6 +103,13 @@ def test_what_cannot_be_served_is_refused_by_name(select, model, change, reason)
 
 
 @in_both
+def test_batch_invariance_is_refused(select, model, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(NotImplementedError, match="batch invariance is not supported"):
+        select(model)
+
+
+@in_both
 def test_other_gpus_are_refused(select, model, monkeypatch):
     monkeypatch.setattr(type(current_platform), "capability", DeviceCapability(10, 0))
     with pytest.raises(NotImplementedError, match=r"compute capability 10\.0 is not supported"):
