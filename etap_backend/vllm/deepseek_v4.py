@@ -215,12 +215,10 @@ def attention_class(base: type, config: VllmConfig) -> type:
         config: vLLM's configuration.
 
     Raises:
-        NotImplementedError: ETAP cannot run them; the text says why, and what can.
+        NotImplementedError: ETAP cannot run them; the text says why.
     """
     if reason := why_not(base, config):
-        raise NotImplementedError(
-            f"{NAME}: DeepSeek-V4: {reason}. Without --attention-backend {NAME} vLLM serves it with its own kernels"
-        )
+        raise NotImplementedError(reason)
     if untested := ENGINE.why_untested():
         _logger.warning_once(untested, scope="global")  # of all ranks the first one says it
     return derived(base)

@@ -79,14 +79,6 @@ def _is_wanted(vllm_config) -> bool:
     return any(hasattr(layer, MARK) for layer in vllm_config.compilation_config.static_forward_context.values())
 
 
-def _why_not(base: type, vllm_config) -> str | None:
-    try:
-        from etap_backend.vllm import deepseek_v4
-    except ImportError as error:  # of a name that this vLLM has not
-        return ENGINE.why_lacking([f"{type(error).__name__}: {error}"])
-    return deepseek_v4.why_not(base, vllm_config)
-
-
 def extend(module: ModuleType) -> None:
     """Let a model's module choose ETAP's layer where ETAP is selected, and do as before where it is not."""
     if lacking := missing(module):
@@ -101,14 +93,17 @@ def extend(module: ModuleType) -> None:
         preferred = vllm_config.attention_config.backend is None and auto.is_on()
         if not (preferred or _is_wanted(vllm_config)):
             return theirs(vllm_config)
-        base = getattr(module, THEIRS)
-        if preferred and (reason := _why_not(base, vllm_config)):
-            auto.say_why_not("DeepSeek-V4", reason)
-            return theirs(vllm_config)
-        # Imported here: it imports what serves a model.
-        from etap_backend.vllm import deepseek_v4
+        try:
+            # Imported here: it imports what serves a model, and what of vLLM it imports may be gone.
+            from etap_backend.vllm import deepseek_v4
 
-        return deepseek_v4.attention_class(base, vllm_config)
+            return deepseek_v4.attention_class(getattr(module, THEIRS), vllm_config)
+        except (ImportError, NotImplementedError) as refusal:
+            if preferred:
+                auto.say_why_not("DeepSeek-V4", str(refusal))
+                return theirs(vllm_config)
+            instead = f"Without --attention-backend {NAME} vLLM serves it with its own kernels"
+            raise NotImplementedError(f"{NAME}: DeepSeek-V4: {refusal}. {instead}") from refusal
 
     setattr(select, "etap", True)  # noqa: B010
     setattr(module, FUNCTION, select)
