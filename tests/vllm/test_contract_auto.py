@@ -2,6 +2,8 @@
 
 import importlib
 import logging
+import os
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -34,7 +36,8 @@ def said(monkeypatch):
     monkeypatch.delenv("ETAP_AUTO", raising=False)
     logger._print_info_once.cache_clear()
     logging.getLogger("vllm").addHandler(handler)
-    yield lines
+    with patch.dict(os.environ):  # vLLM 0.26 sets a variable where it makes DeepSeek-V4's configuration
+        yield lines
     logging.getLogger("vllm").removeHandler(handler)
     selector._cached_get_attn_backend.cache_clear()
 
