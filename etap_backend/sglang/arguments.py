@@ -9,6 +9,11 @@ from etap_backend.sglang import versions
 SPECULATIVE_ALGORITHMS = (None, "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
 """Those whose drafts are a chain when topk is 1; the others may verify a tree, whose mask the kernels do not take."""
 
+FP8_PREFILL_GRAPH = (
+    "a prefill CUDA graph with an FP8 cache is not supported: FlashInfer would copy the whole cache in every layer; "
+    "wanted --kv-cache-dtype fp8_e4m3 with no --cuda-graph-backend-prefill, or with disabled"
+)
+
 _DTYPES = {"half": torch.float16, "float16": torch.float16, "float": torch.float32, "float32": torch.float32}
 _CACHE_DTYPES = {"bf16": "bfloat16"}
 
@@ -22,7 +27,7 @@ def _names_of_model(view) -> tuple[str | None, ...]:
     return view.attention_backend, view.decode_attention_backend, view.prefill_attention_backend
 
 
-def resolve_arguments(declared: dict, view, name: str) -> dict | None:
+def resolve_arguments(declared: dict, view, name: str) -> dict:
     """Refuse arguments that ETAP, under this name, cannot serve, and set a page size of 64 where the user gives none.
 
     Raises:
@@ -46,11 +51,18 @@ def resolve_arguments(declared: dict, view, name: str) -> dict | None:
     reason = reason or why_unsupported_speculation(
         view.speculative_algorithm, view.speculative_eagle_topk, view.dcp_size
     )
+    if reason is None and versions.named_prefill_graph(view) and captures_fp8_prefill(view):
+        reason = FP8_PREFILL_GRAPH
     if reason := reason or engine_contract.why_no_library():
         raise ValueError(f"--attention-backend {name}: {reason}")
-    if page_size is None:
-        return declared | {"page_size": TILE_TOKENS}
-    return None
+    return declared if page_size is not None else declared | {"page_size": TILE_TOKENS}
+
+
+def captures_fp8_prefill(view) -> bool:
+    """Whether SGLang would capture a CUDA graph of prefill over an FP8 cache of dense attention, with ETAP."""
+    ours = (view.prefill_attention_backend or view.attention_backend) in versions.NAMES
+    captures = view.cuda_graph_config.prefill.backend != versions.NO_GRAPH and view.kv_cache_dtype == "fp8_e4m3"
+    return ours and captures and not versions.is_sparse(versions.model_config(view))
 
 
 def _why_unsupported(view, page_size: int) -> str | None:

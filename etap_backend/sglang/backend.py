@@ -1,14 +1,14 @@
 """The attention backend as SGLang runs it: what each step plans, and what each layer runs.
 
-It is a FlashMLABackend with other kernels: prefill, which FlashMLA takes from FlashInfer, stays as it is there but for
-prompts of few new tokens, and so does what SGLang decides by that class.
+Prefill is FlashInfer's, whose backend this one holds, but for prompts of few new tokens.
 """
 
 import logging
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
 from sglang.srt.layers.attention.flashmla_backend import (
     FlashMLABackend,
@@ -70,23 +70,26 @@ def _why_unsupported(model_runner) -> str | None:
     return reason or engine_contract.why_no_library()
 
 
-class ETAPBackend(FlashMLABackend):
+@FlashMLABackend.register  # SGLang captures CUDA graphs of draft extension for the classes that it knows
+class ETAPBackend(AttentionBackend):
     """MLA attention with ETAP's kernels for decoding, verifying drafts, extending a draft model's cache, short prompts.
 
-    `forward_metadata` is a list of DecodeCall where they serve a step, FlashInfer's where it does.
+    Attributes:
+        prefill: FlashInfer's backend, for what remains; None where no prefill is.
+        forward_metadata: the calls that serve a step; None where `prefill` does.
     """
 
-    forward_metadata: Any
+    forward_metadata: list[DecodeCall] | None
 
-    # FlashInfer's verification takes requests with fewer drafts than others; ours takes the same number for each.
-    supports_ragged_verify_graph: bool = False
+    # Plans are made of lengths on the device; prefill's batches have them on the host, too.
+    needs_cpu_seq_lens: bool = False
+    # As FlashInfer's: buffers are for the requests of the pool.
+    extend_dummy_seqs_capped_by_req_pool: bool = True
 
     def __init__(
         self,
         model_runner,
         skip_prefill: bool = False,
-        kv_indptr_buf: Tensor | None = None,
-        kv_last_page_len_buf: Tensor | None = None,
         *,
         fp8_math: bool = False,
         draft_step: int | None = None,
@@ -97,7 +100,6 @@ class ETAPBackend(FlashMLABackend):
         Args:
             model_runner: SGLang's.
             skip_prefill: whether prefill never reaches this backend.
-            kv_indptr_buf, kv_last_page_len_buf: buffers of the base class.
             fp8_math: whether to multiply an FP8 cache as it is; no other cache is.
             draft_step: which of a draft model's steps this backend serves; None when it is not for one of them.
             first: that of a draft model's first step, to share its workspace and block table: the steps run one after
@@ -106,44 +108,70 @@ class ETAPBackend(FlashMLABackend):
         Raises:
             ValueError: the kernels cannot run this model or these arguments; the text says why.
         """
-        if reason := _why_unsupported(model_runner):
-            raise ValueError(f"attention backend {versions.NAME}: {reason}")
-        super().__init__(model_runner, skip_prefill, kv_indptr_buf, kv_last_page_len_buf)
-        versions.register_model_support()
         fp8_cache = model_runner.kv_cache_dtype != model_runner.dtype
+        reason = _why_unsupported(model_runner)
+        if reason is None and fp8_cache and not skip_prefill and not versions.prefill_is_eager():
+            reason = arguments.FP8_PREFILL_GRAPH
+        if reason:
+            raise ValueError(f"attention backend {versions.NAME}: {reason}")
+        super().__init__()
+        # What SGLang reads of a backend, beside what the steps need.
+        self.device, self.page_size = model_runner.device, model_runner.page_size
+        self.req_to_token_pool, self.token_to_kv_pool = model_runner.req_to_token_pool, model_runner.token_to_kv_pool
+        self.kv_index_translator = getattr(model_runner, "kv_index_translator", None)
+        self.max_context_len, self.data_type = model_runner.model_config.context_len, model_runner.kv_cache_dtype
+        self.skip_prefill, self.is_draft_runner = skip_prefill, model_runner.is_draft_worker
+        self.num_draft_tokens = get_spec().speculative_num_draft_tokens
+        self.req_to_token = self.req_to_token_pool.req_to_token
+        self.forward_metadata, self._verify_mask = None, None
+        versions.register_model_support()
+        self.prefill = None if skip_prefill else FlashInferMLAAttnBackend(model_runner)
         self._fp8_math = fp8_cache and fp8_math
-        if draft_step is None:
-            types = engine_contract.types_text(model_runner.dtype, fp8_cache, self._fp8_math)
-            _logger.info("Attention backend %s: %s", versions.NAME, types)
         self.draft_step = draft_step
         self._returns_lse = get_parallel().attn_dcp_size > 1
+        self._num_heads = _heads(model_runner)
         drafts = (self.num_draft_tokens if draft_step is None else None) or 1
-        heads = self._num_heads = _heads(model_runner)
-        slow = engine_contract.small_pages_text(self.page_size, heads * drafts)
-        if slow and draft_step is None:
+        self._allocate(drafts, first, {"device": self.device, "fp8_cache": fp8_cache, "fp8_math": self._fp8_math})
+        if draft_step is None:
+            self._log(model_runner.dtype, drafts)
+
+    def _log(self, dtype: torch.dtype, drafts: int) -> None:
+        types = engine_contract.types_text(dtype, self.data_type != dtype, self._fp8_math)
+        _logger.info("Attention backend %s: %s", versions.NAME, types)
+        if slow := engine_contract.small_pages_text(self.page_size, self._num_heads * drafts):
             _logger.warning("Attention backend %s: %s", versions.NAME, slow)
-        # Those of the pool; SGLang pads a step so that the ranks divide it, 0.5.17 without counting that there.
-        ranks = get_parallel().attn_tp_size
-        max_requests = -(-(self.kv_indptr.shape[0] - 1) // ranks) * ranks
+
+    def _allocate(self, drafts: int, first: "ETAPBackend | None", options: dict) -> None:
+        """Make the buffers of a step's plan: `drafts` query tokens of a request in all calls but a prompt's."""
+        # SGLang pads a step so that the ranks divide each half of it.
+        multiple = 2 * get_parallel().attn_tp_size
+        max_requests = -(-self.req_to_token_pool.size // multiple) * multiple
         workspace = None if first is None else first.schedule.workspace
-        options = {"device": self.device, "fp8_cache": fp8_cache, "fp8_math": self._fp8_math}
         # Calls of a step are planned before the first layer, each in buffers of its own. All share a workspace.
         self._prompt_schedules: list[DecodeSchedule] = []
-        if not skip_prefill:
+        if self.prefill is not None:
+            most = short_prompt_tokens(self._num_heads)
             for _ in range(MAX_RUNS):
-                schedule = DecodeSchedule(
-                    max_requests, heads, max_s_q=short_prompt_tokens(heads), workspace=workspace, **options
-                )
+                schedule = DecodeSchedule(max_requests, self._num_heads, max_s_q=most, workspace=workspace, **options)
                 workspace = schedule.workspace
                 self._prompt_schedules.append(schedule)
-        self.schedule = DecodeSchedule(max_requests, heads, max_s_q=drafts, workspace=workspace, **options)
-        # With pages of one token it is as large as SGLang's own table.
-        pages = -(-self.req_to_token.shape[1] // self.page_size)
+        self.schedule = DecodeSchedule(max_requests, self._num_heads, max_s_q=drafts, workspace=workspace, **options)
         if first is None:
+            # With pages of one token it is as large as SGLang's own table.
+            pages = -(-self.req_to_token.shape[1] // self.page_size)
             self._block_table = torch.zeros(max_requests, pages, dtype=torch.int32, device=self.device)
         else:
             self._block_table = first._block_table
         self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
+
+    @property
+    def verify_mask(self):
+        """Of a tree of drafts, which SGLang fills and nothing reads: drafts are a chain."""
+        return self._verify_mask
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Tokens of a request that pads a CUDA graph's batch."""
+        return 1
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, block_kv_indices: Tensor | None = None) -> None:
         """Prepare for CUDA graphs of up to max_bs requests; they read the buffers that every step reads."""
@@ -175,7 +203,12 @@ class ETAPBackend(FlashMLABackend):
         elif runs := self._prompt_runs(forward_batch):
             self._plan(forward_batch, forward_batch.seq_lens, 0, zip(runs, self._prompt_schedules, strict=False))
         else:
-            FlashInferMLAAttnBackend.init_forward_metadata(self, forward_batch)
+            self.forward_metadata = None
+            self.prefill.init_forward_metadata(forward_batch)
+
+    def init_mha_chunk_metadata(self, forward_batch, *args, **kwargs) -> None:
+        """Plan a prompt of which keys and values are made, in chunks of what is cached."""
+        self.prefill.init_mha_chunk_metadata(forward_batch, *args, **kwargs)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
         """Plan a step ahead of the CUDA graph that runs it, or of its capture."""
@@ -190,14 +223,16 @@ class ETAPBackend(FlashMLABackend):
             new_drafts = 0 if self.draft_step is None else self.draft_step + 1
             self._plan_alike(forward_batch, forward_batch.seq_lens, new_drafts, 1)
         else:
-            FlashInferMLAAttnBackend.init_forward_metadata_out_graph(self, forward_batch, in_capture)
+            raise ValueError(f"attention backend {versions.NAME}: no full CUDA graph of {mode.name} is supported")
 
     def _prompt_runs(self, forward_batch) -> list[Run]:
         """The calls that decode a step of short prompts, which the model routes to the latent rows; none for others."""
         runs = prompt_runs(forward_batch, self._num_heads)
         rows = self._num_heads * max((run.s_q for run in runs), default=0)
-        # FlashInfer's prefill of latent rows gathers small pages faster than our kernels for many rows.
-        return [] if engine_contract.small_pages_text(self.page_size, rows) else runs
+        # FlashInfer's prefill of latent rows gathers small pages faster than our kernels for many rows, but would copy
+        # the whole of an FP8 cache.
+        slow = engine_contract.small_pages_text(self.page_size, rows) and not self.schedule.fp8_cache
+        return [] if slow else runs
 
     @staticmethod
     def _decodes(mode) -> bool:
@@ -288,7 +323,8 @@ class ETAPBackend(FlashMLABackend):
         q = q.view(-1, heads, width)
         if q_rope is not None:
             q_rope = q_rope.view(-1, heads, layer.head_dim - layer.v_head_dim)
-        out, lse = q.new_empty(len(q), heads, layer.v_head_dim), q.new_empty(len(q), heads, dtype=torch.float32)
+        out, lse = versions.output(forward_batch), q.new_empty(len(q), heads, dtype=torch.float32)
+        out = q.new_empty(len(q), heads, layer.v_head_dim) if out is None else out.view(len(q), heads, layer.v_head_dim)
         cache = self.token_to_kv_pool.get_key_buffer(layer.layer_id).unflatten(0, (-1, self.page_size))
         # No scale for an FP8 cache: the pool casts rows as they are, and prefill reads them so. layer.k_scale, which a
         # checkpoint may set, is in neither.
@@ -336,9 +372,9 @@ class ETAPBackend(FlashMLABackend):
         Other prefill as FlashInfer does.
         """
         inputs = (q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
-        if isinstance(self.forward_metadata, list):
+        if self.forward_metadata is not None:
             return self.forward_decode(*inputs)
-        return FlashInferMLAAttnBackend.forward_extend(self, *inputs)
+        return self.prefill.forward_extend(*inputs)
 
 
 class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):

@@ -66,6 +66,7 @@ def _register_names() -> None:
     if _is_there(SPARSE_HOOK):
         HookRegistry.register(SPARSE_HOOK, arguments.resolve_sparse_kernels, HookType.AFTER)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
+    versions.hook_prefill_graph(captures_fp8_prefill)
     if V4_NAME in ATTENTION_BACKENDS and all(map(_is_there, V4_HOOKS)):
         register_attention_backend(V4_NAME)(functools.partial(make_v4_backend, ATTENTION_BACKENDS[V4_NAME]))
         HookRegistry.register(V4_DRAFT_HOOK, make_v4_draft_backend, HookType.AROUND)
@@ -86,6 +87,9 @@ NEEDED = (
 )
 """What is extended or called to enter the names: where one is gone they stay unknown."""
 
+
+OF_SOME = ("init_mha_chunk_metadata", "extend_dummy_seqs_capped_by_req_pool")
+"""What SGLang asks of a backend where it has it, and of its own classes only some versions have."""
 
 V4_HOOKS = (V4_DRAFT_HOOK, V4_STEPS_HOOK)
 """What is hooked for DeepSeek-V4 besides: where one is gone, that model is refused."""
@@ -132,7 +136,7 @@ def why_unusable(sparse: bool = False) -> str | None:
         versions.register_model_support()
         return _classes(sparse)
 
-    return ENGINE.why_lacking(engine_contract.lacking(classes))
+    return ENGINE.why_lacking(engine_contract.lacking(classes, OF_SOME))
 
 
 def why_no_v4() -> str | None:
@@ -189,6 +193,15 @@ def resolve_arguments(declared: dict, view) -> dict | None:
 def _warn_untested() -> None:
     if untested := ENGINE.why_untested():
         _logger.warning("etap-backend: %s", untested)
+
+
+def captures_fp8_prefill(view) -> bool:
+    """Whether prefill is to have no CUDA graph, and say so: SGLang captures the attention to latent rows only."""
+    captures = arguments.captures_fp8_prefill(view)
+    if captures:
+        what = "with an FP8 cache FlashInfer would copy the whole cache in every layer"
+        _logger.info("etap-backend: prefill without a CUDA graph: %s", what)
+    return captures
 
 
 def make_backend(model_runner, fp8_math: bool):

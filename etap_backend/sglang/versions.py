@@ -3,7 +3,8 @@
 import importlib
 
 from etap_backend.engine_contract import Engine
-from etap_backend.sglang.prompts import prompt_runs
+from etap_backend.limits import FP8
+from etap_backend.sglang.prompts import PREFILL_MODES, prompt_runs
 
 NAME = "etap"
 FP8_MATH_NAME = "etap_fp8_math"
@@ -23,6 +24,47 @@ V4_DRAFT_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_
 
 TOKENS_PER_PROGRAM = 4096
 """Whose pages one Triton program enters in the block table, as in SGLang's kernels; a page has no more."""
+
+
+NO_GRAPH = "disabled"
+"""The graph of a phase that has none, in SGLang's `cuda_graph_config`."""
+
+
+def prefill_is_eager() -> bool:
+    """Whether no CUDA graph of prefill will be captured in this process."""
+    from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_backend
+
+    return check_cuda_graph_backend(Phase.PREFILL, NO_GRAPH)
+
+
+def hook_prefill_graph(unwanted) -> None:
+    """Have SGLang capture no CUDA graph of prefill where `unwanted`, which takes its arguments, says so.
+
+    Reason: there was none for models with MLA, and later there is one by default.
+    Versions: below 0.5.20. Goes when 0.5.20 is the oldest one supported.
+    """
+    try:
+        from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+        from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
+    except ImportError:
+        return
+
+    step = "disable_prefill_cuda_graph_for_deepseek_trtllm_mla"
+
+    @register_resolution_hook(step)
+    def resolve(arguments, previous) -> None:
+        previous(arguments)
+        view = resolved_view(arguments)
+        if unwanted(view):
+            graphs = with_phase(view.cuda_graph_config, Phase.PREFILL, backend=NO_GRAPH)
+            declare_resolution(arguments, step, cuda_graph_config=graphs)
+
+
+def named_prefill_graph(view) -> bool:
+    """Whether the user named the kind of prefill's CUDA graph, which SGLang then leaves as it is."""
+    arguments = object.__getattribute__(view, "_server_args")
+    return ("prefill", "backend") in arguments._cuda_graph_config_locked
 
 
 def is_mla(model_config) -> bool:
@@ -104,6 +146,14 @@ def write_location(forward_batch):
     return make(forward_batch) if make else forward_batch.out_cache_loc
 
 
+def output(forward_batch):
+    """What the layer's output may be written to, or None: in a CUDA graph of prefill, which reads it there.
+
+    Versions: below 0.5.20 there is none. Goes when 0.5.20 is the oldest one supported.
+    """
+    return getattr(forward_batch, "_attn_output", None)
+
+
 def fill_rank_share(backend, req_pool_indices, lengths, table) -> None:
     """Turn lengths and block table into those of this rank under decode context parallelism.
 
@@ -134,13 +184,27 @@ def fill_rank_share(backend, req_pool_indices, lengths, table) -> None:
     )
 
 
+def copies_cache(forward_batch) -> bool:
+    """Whether FlashInfer's prefill of latent rows would copy the whole of an FP8 cache into the model's type.
+
+    It copies what it reads of the other ranks' under decode context parallelism.
+    """
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+    from sglang.srt.runtime_context import get_parallel
+
+    if forward_batch.forward_mode.name not in PREFILL_MODES or get_parallel().attn_dcp_size > 1:
+        return False
+    return get_token_to_kv_pool().dtype == FP8
+
+
 def register_model_support() -> None:
     """Enter ETAP where SGLang's MLA models look; here and not in `register`, because it imports those models.
 
     They route short prompts to the latent rows (without: long contexts are made keys of), other prefill as with
-    FlashMLA, sparse ones as with SGLang's sparse backend (without: Triton's routes), hand over the latent and the rope
-    part of queries and keys apart (without: concatenated, a copy of each for every layer), and under decode context
-    parallelism take our log-sum-exp as a natural one (without: base 2).
+    FlashMLA (but over an FP8 cache keys are made of cached prefixes of any length, not only of long ones), sparse ones
+    as with SGLang's sparse backend (without: Triton's routes), hand over the latent and the rope part of queries and
+    keys apart (without: concatenated, a copy of each for every layer), and under decode context parallelism take our
+    log-sum-exp as a natural one (without: base 2).
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils
@@ -152,7 +216,11 @@ def register_model_support() -> None:
             return handler.handle_attention_dsa(attn, forward_batch)
         if prompt_runs(forward_batch, attn.num_local_heads):
             return AttnForwardMethod.MLA
-        return handler.handle_attention_flashmla(attn, forward_batch)
+        method = handler.handle_attention_flashmla(attn, forward_batch)
+        if method == AttnForwardMethod.MLA and attn.chunked_prefix_cache_threshold and copies_cache(forward_batch):
+            attn.chunked_prefix_cache_threshold = 0
+            method = handler.handle_attention_flashmla(attn, forward_batch)
+        return method
 
     if NAME in utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         return

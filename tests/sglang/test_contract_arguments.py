@@ -16,8 +16,8 @@ load_plugins()
 
 from sglang.srt.layers.attention import dsa_backend, flashmla_backend  # noqa: E402
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend  # noqa: E402
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend  # noqa: E402
-from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from sglang.srt.server_args import prepare_server_args  # noqa: E402 - reads the choices that plugins extend
 
@@ -96,6 +96,34 @@ def test_fp8_cache_with_every_type_of_model(resolve, dtype):
     assert (view.attention_backend, view.kv_cache_dtype, view.page_size) == ("etap", "fp8_e4m3", 64)
 
 
+def prefill_graph(view):
+    return view.cuda_graph_config.prefill.backend
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("backend", ["etap", "fa3"])
+def test_prefill_has_sglangs_cuda_graph_but_none_with_an_fp8_cache(resolve, lines, backend, cache):
+    own = prefill_graph(resolve("--attention-backend", "fa3", "--kv-cache-dtype", cache))
+    view = resolve("--attention-backend", backend, "--kv-cache-dtype", cache)
+    off = backend == "etap" and cache == "fp8_e4m3"
+    assert prefill_graph(view) == ("disabled" if off else own)
+    said = ["without a CUDA graph: with an FP8 cache FlashInfer would copy the whole cache in every layer"]
+    said = said if off and own != "disabled" else []
+    assert [line.partition("etap-backend: prefill ")[2] for line in lines] == said
+    assert view.cuda_graph_config.decode.backend == "full"
+
+
+@pytest.mark.parametrize("flag", ["--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"])
+def test_a_prefill_graph_that_was_asked_for_is_refused_with_an_fp8_cache(resolve, flag):
+    flags = (flag, "etap", "--cuda-graph-backend-prefill", "breakable")
+    assert prefill_graph(resolve(*flags)) == "breakable"
+    if flag == "--decode-attention-backend":  # another one's prefill
+        assert prefill_graph(resolve(*flags, "--kv-cache-dtype", "fp8_e4m3")) == "breakable"
+        return
+    with pytest.raises(ValueError, match="--attention-backend etap: a prefill CUDA graph with an FP8 cache is not"):
+        resolve(*flags, "--kv-cache-dtype", "fp8_e4m3")
+
+
 @pytest.mark.parametrize("name", ["etap", "etap_fp8_math"])
 def test_chunked_prefix_cache_stays_on(resolve, name):
     assert not resolve("--attention-backend", name).disable_chunked_prefix_cache
@@ -144,26 +172,27 @@ def version(monkeypatch):
 
 
 @pytest.fixture
-def warnings(monkeypatch):
-    """What ETAP warns of; SGLang configures logging anew and drops the handlers that pytest made."""
-    lines = []
-    monkeypatch.setattr(registration._logger, "handle", lambda record: lines.append(record.getMessage()))
-    return lines
+def lines(monkeypatch):
+    """What ETAP logs of arguments; SGLang configures logging anew and drops the handlers that pytest made."""
+    logged = []
+    monkeypatch.setattr(registration._logger, "handle", lambda record: logged.append(record.getMessage()))
+    monkeypatch.setattr(registration._logger, "isEnabledFor", lambda level: True)
+    return logged
 
 
 @pytest.mark.parametrize("tested", [versions.ENGINE.oldest, versions.ENGINE.newest])
-def test_a_tested_version_resolves_without_a_warning(resolve, version, warnings, tested):
+def test_a_tested_version_resolves_without_a_warning(resolve, version, lines, tested):
     version(tested)
     resolve(*ETAP)
-    assert not warnings
+    assert not lines
 
 
-def test_a_newer_version_resolves_with_one_warning(resolve, version, warnings):
+def test_a_newer_version_resolves_with_one_warning(resolve, version, lines):
     version("0.9.0")
     resolve("--attention-backend", "fa3")
-    assert not warnings
+    assert not lines
     assert resolve(*ETAP).page_size == resolve("--attention-backend", "etap_fp8_math").page_size == 64
-    assert warnings == [
+    assert lines == [
         "etap-backend: SGLang 0.9.0 has all names that etap uses, but the tests of it ran in SGLang 0.5.17 to 0.5.23"
     ]
 
@@ -171,26 +200,22 @@ def test_a_newer_version_resolves_with_one_warning(resolve, version, warnings):
 def with_more_parameters(patch):
     def more(self, q, k, v, layer, forward_batch, save_kv_cache=True, *, window_left): ...
 
-    patch.setattr(FlashMLABackend, "forward_decode", more)
+    patch.setattr(AttentionBackend, "forward_decode", more)
 
 
-FLASHMLA = flashmla_backend.__name__
+FLASHMLA, BASE = flashmla_backend.__name__, AttentionBackend.__module__
 LACKING = {
     "name": (
         lambda patch: patch.delattr(flashmla_backend, "maybe_create_verify_mask"),
         f"ImportError: cannot import name 'maybe_create_verify_mask' from '{FLASHMLA}'",
     ),
     "hook": (
-        lambda patch: [
-            patch.delattr(cls, "init_cuda_graph_state")
-            for cls in FlashMLABackend.__mro__
-            if "init_cuda_graph_state" in vars(cls)
-        ],
-        f"{FLASHMLA}:FlashMLABackend.init_cuda_graph_state",
+        lambda patch: patch.delattr(AttentionBackend, "init_cuda_graph_state"),
+        f"{BASE}:AttentionBackend.init_cuda_graph_state",
     ),
     "hook's parameter": (
         with_more_parameters,
-        f"{FLASHMLA}:FlashMLABackend.forward_decode: new parameters window_left",
+        f"{BASE}:AttentionBackend.forward_decode: new parameters window_left",
     ),
 }
 """By what of SGLang is gone: how it goes, and how the refusal begins to name it."""
@@ -198,7 +223,7 @@ LACKING = {
 
 @pytest.mark.parametrize("installed", [versions.ENGINE.newest, "0.9.0"])
 @pytest.mark.parametrize("what", LACKING)
-def test_what_sglang_lacks_is_named_before_weights_are_loaded(resolve, version, warnings, monkeypatch, what, installed):
+def test_what_sglang_lacks_is_named_before_weights_are_loaded(resolve, version, lines, monkeypatch, what, installed):
     version(installed)
     remove, name = LACKING[what]
     with monkeypatch.context() as patch:
@@ -208,7 +233,7 @@ def test_what_sglang_lacks_is_named_before_weights_are_loaded(resolve, version, 
         with pytest.raises(ValueError, match="--attention-backend etap: ") as refusal:
             resolve(*ETAP)
         assert f"SGLang {installed} lacks what etap uses: {name}" in str(refusal.value)
-        assert not warnings, "nothing runs, so there is nothing to be warned of"
+        assert not lines, "nothing runs, so there is nothing to be warned of"
         assert resolve("--attention-backend", "fa3").page_size == 1
 
 

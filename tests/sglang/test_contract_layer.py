@@ -6,6 +6,7 @@ cache's rows, which it cannot run. FlashInfer's wrappers, which serve longer pre
 prefill, real CUDA graphs and memory are not tested here.
 """
 
+import importlib.util
 import re
 from contextlib import ExitStack
 from types import SimpleNamespace
@@ -50,6 +51,27 @@ class Unused:
 
     def __init__(self, *arguments, **options):
         pass
+
+
+class LatentAttention:
+    """FlashInfer's attention to latent rows, in torch."""
+
+    def __init__(self, *arguments, **options):
+        pass
+
+    def plan(self, qo_indptr, kv_indptr, kv_indices, kv_lens, heads, latent, rope, page, causal, scale, *types):
+        assert (latent, rope, page, causal) == (LATENT, ROPE, 1, True)
+        assert kv_lens.tolist() == (kv_indptr[1:] - kv_indptr[:-1]).tolist()
+        rows = zip(qo_indptr.tolist(), qo_indptr[1:].tolist(), kv_indptr.tolist(), kv_indptr[1:].tolist(), strict=False)
+        self.requests = [(slice(a, b), kv_indices[c:d].long()) for a, b, c, d in rows]
+
+    def run(self, q, q_rope, latent, rope, out):
+        cache = torch.cat([latent, rope], dim=-1)
+        for tokens, rows in self.requests:
+            keys, table, length = cache[rows, 0][None], torch.zeros(1, 1, dtype=torch.int32), torch.tensor([len(rows)])
+            queries = torch.cat([q[tokens], q_rope[tokens]], dim=-1)[None]
+            out[tokens] = mla_decode_reference(queries, keys, table, length, SCALE)[0].to(out.dtype)
+        return out
 
 
 def write_rows(buffer, loc, latent, rope):
@@ -317,7 +339,7 @@ def prompts(problem, mode=ForwardMode.EXTEND):
 def route(batch, heads=HEADS):
     """The way that SGLang's model takes a batch with our name."""
     handler = attention_backend_handler.AttentionBackendRegistry.get_handler("etap")
-    return handler(SimpleNamespace(num_local_heads=heads), batch)
+    return handler(SimpleNamespace(num_local_heads=heads, chunked_prefix_cache_threshold=8192), batch)
 
 
 @pytest.fixture
@@ -326,6 +348,7 @@ def sglangs_prefill(monkeypatch):
     steps = []
     for place, name in (
         (flashinfer_mla_backend.FlashInferMLAAttnBackend, "init_forward_metadata"),
+        (flashinfer_mla_backend.FlashInferMLAAttnBackend, "init_mha_chunk_metadata"),
         (flashinfer_mla_backend.FlashInferMLAAttnBackend, "forward_extend"),
         (attention_backend_handler, "handle_attention_flashmla"),
     ):
@@ -370,11 +393,109 @@ def test_other_prompts_are_sglangs(make, sglangs_prefill, lengths, query_lens, o
     runner, backend = make(**options)
     problem = Problem(runner, lengths, s_q=query_lens)
     batch = prompts(problem)
-    backend.forward_metadata = None
+    backend.init_forward_metadata(problem.batch())  # what was planned before must not serve it
     backend.init_forward_metadata(batch)
+    backend.init_mha_chunk_metadata(batch)
     attend(backend, problem, batch)
     route(batch, options.get("heads", HEADS))
-    assert sglangs_prefill == ["init_forward_metadata", "forward_extend", "handle_attention_flashmla"]
+    planned = ["init_forward_metadata", "init_mha_chunk_metadata"]
+    assert sglangs_prefill == [*planned, "forward_extend", "handle_attention_flashmla"]
+
+
+def long_prompts(backend, problem):
+    batch = prompts(problem)
+    batch.seq_lens_cpu, batch.seq_lens_sum = batch.seq_lens, sum(problem.lengths)
+    if hasattr(backend.kv_index_translator, "bind_own_plan"):
+        backend.kv_index_translator.bind_own_plan(batch)
+    return batch
+
+
+@pytest.mark.parametrize("page", [PAGE, 1])
+def test_long_prompts_are_planned_and_run_by_flashinfers_backend(make, monkeypatch, page):
+    monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", LatentAttention)
+    runner, backend = make(page_size=page)
+    problem = Problem(runner, [300, 129, 1000], s_q=[130, 129, 200])
+    batch = long_prompts(backend, problem)
+    backend.init_forward_metadata(batch)
+    assert backend.forward_metadata is None
+    problem.check(attend(backend, problem, batch))
+
+
+@pytest.mark.parametrize("query_lens, ours", [([5, 64], True), ([130, 129], False)], ids=str)
+@pytest.mark.parametrize("make", [False], indirect=True, ids=[""])
+def test_a_graph_of_prefill_runs_a_batch_of_fewer_tokens(make, monkeypatch, query_lens, ours):
+    """SGLang's segments are captured, attention between them is not: it gets the batch's rows of the graph's."""
+    if not importlib.util.find_spec("sglang.srt.model_executor.runner_utils.prefill_graph"):
+        pytest.skip("this SGLang captures no prefill of such models")
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import enable_breakable_cuda_graph
+    from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
+    from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
+
+    monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", LatentAttention)
+    runner, backend = make()
+    problem, tokens = Problem(runner, [300, 200], s_q=query_lens), sum(query_lens)
+    batch = long_prompts(backend, problem)
+    batch.global_num_token_non_padded_cpu = tokens
+    padded = [
+        torch.cat([rows, torch.full_like(rows[:3], torch.nan)])
+        for rows in (problem.q, problem.q_rope, problem.new_rows[:, None, :LATENT], problem.new_rows[:, None, LATENT:])
+    ]
+    captured = []
+    kernel = backend_module.mla_decode
+    monkeypatch.setattr(
+        backend_module, "mla_decode", lambda *args, out, **more: captured.append(out) or kernel(*args, out=out, **more)
+    )
+    with (
+        enable_breakable_cuda_graph(),
+        prefill_graph_scope(full_graph=False, raw_num_tokens=tokens),
+        set_forward_batch(batch),
+        forward_context(ForwardContext(attn_backend=backend)),
+    ):
+        backend.init_forward_metadata(batch)
+        assert (backend.forward_metadata is not None) == ours
+        assert route(batch) == AttnForwardMethod.MLA
+        out = make_layer()(padded[0], padded[2], padded[2], batch, q_rope=padded[1], k_rope=padded[3])
+    problem.check(out[:tokens])
+    assert len(out) == tokens + 3 and not out[tokens:].any()
+    own = out.untyped_storage().data_ptr()
+    assert [rows.untyped_storage().data_ptr() == own for rows in captured] == [True] * (2 if ours else 0)
+
+
+@pytest.fixture
+def model_layer():
+    """What the way of a batch is read from, of SGLang's MLA layer."""
+    return SimpleNamespace(
+        num_local_heads=HEADS, qk_rope_head_dim=ROPE, flashinfer_mla_disable_ragged=False,
+        disable_chunked_prefix_cache=False, chunked_prefix_cache_threshold=8192,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["etap", "etap_fp8_math"])
+def test_no_prefill_reads_the_latent_rows_of_an_fp8_cache(make, model_layer, name):
+    """FlashInfer would copy the whole pool of a layer for it; of a prefix's rows SGLang makes keys, chunk by chunk."""
+    runner, backend = make()
+    fp8_cache = runner.kv_cache_dtype != runner.dtype
+    batch = prompts(Problem(runner, [600, 700], s_q=[300, 200]))
+    batch.seq_lens_cpu = batch.seq_lens
+    batch.get_max_chunk_capacity = lambda: 128 * 1024
+    handler = attention_backend_handler.AttentionBackendRegistry.get_handler(name)
+    flashmlas = attention_backend_handler.handle_attention_flashmla(model_layer, batch)
+    with forward_context(ForwardContext(attn_backend=backend)):
+        assert flashmlas == AttnForwardMethod.MLA
+        assert handler(model_layer, batch) == (AttnForwardMethod.MHA_ONE_SHOT if fp8_cache else AttnForwardMethod.MLA)
+        decoded = Problem(runner, [600]).batch()
+        assert handler(model_layer, decoded) == AttnForwardMethod.MLA
+        batch.get_max_chunk_capacity = lambda: 1024
+        chunked = handler(model_layer, batch)
+    assert chunked == (AttnForwardMethod.MHA_CHUNKED_KV if fp8_cache else AttnForwardMethod.MLA)
+
+
+def test_a_prefill_graph_is_refused_with_an_fp8_cache(make):
+    """As where the checkpoint and no argument asks for the cache: no argument could be refused before."""
+    options = {"fp8_kv_cache": True, "disable_cuda_graph": False, "disable_piecewise_cuda_graph": False}
+    with pytest.raises(ValueError, match="etap: a prefill CUDA graph with an FP8 cache is not supported"):
+        make(**options)
+    assert make(**options | {"fp8_kv_cache": False})[1].prefill is not None
 
 
 def test_prompts_of_decode_context_parallelism_are_sglangs(make, parallel, sglangs_prefill):
@@ -388,8 +509,9 @@ def test_prompts_of_decode_context_parallelism_are_sglangs(make, parallel, sglan
 
 @pytest.mark.parametrize("query_lens, ours", [([2, 2], True), ([2, 3], False)], ids=str)
 def test_many_rows_of_small_pages_are_flashinfers(make, sglangs_prefill, query_lens, ours):
-    """It reads the latent rows, too: the model's route is the same."""
+    """It reads the latent rows, too: the model's route is the same. An FP8 cache it would copy."""
     runner, backend = make(page_size=1)
+    ours = ours or runner.kv_cache_dtype != runner.dtype
     batch = prompts(Problem(runner, [70, 129], s_q=query_lens))
     backend.init_forward_metadata(batch)
     assert route(batch) == AttnForwardMethod.MLA
