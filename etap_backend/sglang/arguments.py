@@ -51,6 +51,8 @@ def resolve_arguments(declared: dict, view, name: str) -> dict:
     reason = reason or why_unsupported_speculation(
         view.speculative_algorithm, view.speculative_eagle_topk, view.dcp_size
     )
+    if reason is None and view.enable_deterministic_inference:
+        reason = _why_not_deterministic(view, model)
     if reason is None and versions.named_prefill_graph(view) and captures_fp8_prefill(view):
         reason = FP8_PREFILL_GRAPH
     if reason := reason or engine_contract.why_no_library():
@@ -58,11 +60,26 @@ def resolve_arguments(declared: dict, view, name: str) -> dict:
     return declared if page_size is not None else declared | {"page_size": TILE_TOKENS}
 
 
+def _why_not_deterministic(view, model) -> str | None:
+    """Say what cannot be deterministic, for which prefill is FlashAttention 3's."""
+    mode = "enable_deterministic_inference is not supported"
+    if versions.is_sparse(model):
+        return f"{mode} with sparse attention: SGLang has no indexer that chooses the same rows in every batch"
+    if view.dcp_size > 1:
+        return f"{mode} with decode context parallelism (dcp_size {view.dcp_size})"
+    if view.kv_cache_dtype == "fp8_e4m3" and _prefills(view):
+        return f"{mode} with an FP8 cache: FlashAttention 3 would copy the whole cache in every layer"
+    return None
+
+
+def _prefills(view) -> bool:
+    return (view.prefill_attention_backend or view.attention_backend) in versions.NAMES
+
+
 def captures_fp8_prefill(view) -> bool:
     """Whether SGLang would capture a CUDA graph of prefill over an FP8 cache of dense attention, with ETAP."""
-    ours = (view.prefill_attention_backend or view.attention_backend) in versions.NAMES
     captures = view.cuda_graph_config.prefill.backend != versions.NO_GRAPH and view.kv_cache_dtype == "fp8_e4m3"
-    return ours and captures and not versions.is_sparse(versions.model_config(view))
+    return captures and _prefills(view) and not versions.is_sparse(versions.model_config(view))
 
 
 def _why_unsupported(view, page_size: int) -> str | None:

@@ -75,7 +75,8 @@ class ETAPBackend(AttentionBackend):
     """MLA attention with ETAP's kernels for decoding, verifying drafts, extending a draft model's cache, short prompts.
 
     Attributes:
-        prefill: FlashInfer's backend, for what remains; None where no prefill is.
+        prefill: SGLang's backend for what remains, FlashInfer's or, where a result must not depend on what runs beside
+            it, FlashAttention's; None where no prefill is.
         forward_metadata: the calls that serve a step; None where `prefill` does.
     """
 
@@ -110,7 +111,7 @@ class ETAPBackend(AttentionBackend):
         """
         fp8_cache = model_runner.kv_cache_dtype != model_runner.dtype
         reason = _why_unsupported(model_runner)
-        if reason is None and fp8_cache and not skip_prefill and not versions.prefill_is_eager():
+        if reason is None and fp8_cache and not skip_prefill and versions.captures_prefill():
             reason = arguments.FP8_PREFILL_GRAPH
         if reason:
             raise ValueError(f"attention backend {versions.NAME}: {reason}")
@@ -125,15 +126,25 @@ class ETAPBackend(AttentionBackend):
         self.req_to_token = self.req_to_token_pool.req_to_token
         self.forward_metadata, self._verify_mask = None, None
         versions.register_model_support()
-        self.prefill = None if skip_prefill else FlashInferMLAAttnBackend(model_runner)
+        self._deterministic = versions.is_deterministic()
+        self.prefill = None if skip_prefill else self._make_prefill(model_runner)
         self._fp8_math = fp8_cache and fp8_math
         self.draft_step = draft_step
         self._returns_lse = get_parallel().attn_dcp_size > 1
         self._num_heads = _heads(model_runner)
         drafts = (self.num_draft_tokens if draft_step is None else None) or 1
-        self._allocate(drafts, first, {"device": self.device, "fp8_cache": fp8_cache, "fp8_math": self._fp8_math})
+        options = {"fp8_cache": fp8_cache, "fp8_math": self._fp8_math, "batch_invariant": self._deterministic}
+        self._allocate(drafts, first, options | {"device": self.device})
         if draft_step is None:
             self._log(model_runner.dtype, drafts)
+
+    def _make_prefill(self, model_runner) -> AttentionBackend:
+        if not self._deterministic:
+            return FlashInferMLAAttnBackend(model_runner)
+        # Here, because it imports kernels that nothing else needs.
+        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+
+        return FlashAttentionBackend(model_runner)
 
     def _log(self, dtype: torch.dtype, drafts: int) -> None:
         types = engine_contract.types_text(dtype, self.data_type != dtype, self._fp8_math)
@@ -149,7 +160,7 @@ class ETAPBackend(AttentionBackend):
         workspace = None if first is None else first.schedule.workspace
         # Calls of a step are planned before the first layer, each in buffers of its own. All share a workspace.
         self._prompt_schedules: list[DecodeSchedule] = []
-        if self.prefill is not None:
+        if self.prefill is not None and not self._deterministic:
             most = short_prompt_tokens(self._num_heads)
             for _ in range(MAX_RUNS):
                 schedule = DecodeSchedule(max_requests, self._num_heads, max_s_q=most, workspace=workspace, **options)

@@ -18,15 +18,16 @@ def prompt_runs(forward_batch, num_heads: int) -> list[Run]:
     """
     if forward_batch.forward_mode.name not in PREFILL_MODES:
         return []
+    # Here, because `etap doctor` imports this module where there is no SGLang.
+    from sglang.srt.runtime_context import get_exec, get_parallel
+
+    # The way that a prompt goes must not depend on those beside it; and a rank may have some of the context's tokens.
+    if get_exec().deterministic.enable_deterministic_inference or get_parallel().attn_dcp_size > 1:
+        return []
     # Prompts of which nothing is cached read no context but themselves.
     query_lens = forward_batch.extend_seq_lens_cpu
     short = 0 < min(query_lens) <= max(query_lens) <= short_prompt_tokens(num_heads)
     if not short or not any(forward_batch.extend_prefix_lens_cpu):
-        return []
-    # Here, because `etap doctor` imports this module where there is no SGLang.
-    from sglang.srt.runtime_context import get_parallel
-
-    if get_parallel().attn_dcp_size > 1:  # a rank has some of the context's tokens only
         return []
     runs = list(islice(equal_runs(query_lens), MAX_RUNS + 1))  # every layer asks
     return runs if len(runs) <= MAX_RUNS else []

@@ -51,7 +51,8 @@ def _register_names() -> None:
     """Enter ETAP where SGLang looks while it reads its arguments and makes its backends.
 
     The lists are the choices of `--attention-backend` and its kin, those of the draft's backend where it has a list of
-    its own, and the backends that may use the chunked prefix cache (without: it is off).
+    its own, those that may be deterministic and keep the radix cache then (without: refused), and the backends that may
+    use the chunked prefix cache (without: it is off).
     """
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
@@ -60,6 +61,8 @@ def _register_names() -> None:
     if NAME in ATTENTION_BACKENDS:
         return
     server_args.add_attention_backend_choices(list(NAMES))
+    server_args.add_deterministic_attention_backend_choices(list(NAMES))
+    server_args.add_radix_supported_deterministic_attention_backend_choices(list(NAMES))
     if hasattr(server_args, "add_draft_attention_backend_choices"):
         server_args.add_draft_attention_backend_choices(list(NAMES))
     HookRegistry.register(PAGE_HOOK, resolve_arguments, HookType.AFTER)
@@ -84,6 +87,8 @@ NEEDED = (
     "sglang.srt.plugins.hook_registry.HookRegistry.register",
     "sglang.srt.server_args.add_attention_backend_choices",
     "sglang.srt.server_args.add_chunked_prefix_cache_attention_backend",
+    "sglang.srt.server_args.add_deterministic_attention_backend_choices",
+    "sglang.srt.server_args.add_radix_supported_deterministic_attention_backend_choices",
 )
 """What is extended or called to enter the names: where one is gone they stay unknown."""
 

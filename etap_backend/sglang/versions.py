@@ -30,11 +30,21 @@ NO_GRAPH = "disabled"
 """The graph of a phase that has none, in SGLang's `cuda_graph_config`."""
 
 
-def prefill_is_eager() -> bool:
-    """Whether no CUDA graph of prefill will be captured in this process."""
+def captures_prefill() -> bool:
+    """Whether SGLang will capture a CUDA graph of prefill with ETAP in this process."""
     from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_backend
+    from sglang.srt.runtime_context import get_exec
 
-    return check_cuda_graph_backend(Phase.PREFILL, NO_GRAPH)
+    chosen = get_exec().kernel
+    ours = (chosen.prefill_attention_backend or chosen.attention_backend) in NAMES
+    return ours and not check_cuda_graph_backend(Phase.PREFILL, NO_GRAPH)
+
+
+def is_deterministic() -> bool:
+    """Whether a request's result must not depend on what runs beside it."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().deterministic.enable_deterministic_inference
 
 
 def hook_prefill_graph(unwanted) -> None:
@@ -204,7 +214,7 @@ def register_model_support() -> None:
     FlashMLA (but over an FP8 cache keys are made of cached prefixes of any length, not only of long ones), sparse ones
     as with SGLang's sparse backend (without: Triton's routes), hand over the latent and the rope part of queries and
     keys apart (without: concatenated, a copy of each for every layer), and under decode context parallelism take our
-    log-sum-exp as a natural one (without: base 2).
+    log-sum-exp as a natural one (without: base 2). Deterministic prefill goes as with FlashAttention 3, which runs it.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils
@@ -214,6 +224,8 @@ def register_model_support() -> None:
     def route(attn, forward_batch):
         if getattr(attn, "use_dsa", False):
             return handler.handle_attention_dsa(attn, forward_batch)
+        if is_deterministic():
+            return handler.handle_attention_fa3(attn, forward_batch)
         if prompt_runs(forward_batch, attn.num_local_heads):
             return AttnForwardMethod.MLA
         method = handler.handle_attention_flashmla(attn, forward_batch)

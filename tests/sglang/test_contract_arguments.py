@@ -85,6 +85,32 @@ def test_prefill_may_have_another_backend(resolve):
     assert view.page_size == 64
 
 
+DETERMINISTIC = "--enable-deterministic-inference"
+
+
+@pytest.mark.parametrize("name", ["etap", "etap_fp8_math"])
+def test_deterministic_inference_keeps_the_radix_cache(resolve, name):
+    view = resolve("--attention-backend", name, DETERMINISTIC)
+    assert (view.attention_backend, view.enable_deterministic_inference) == (name, True)
+    assert not view.disable_radix_cache
+
+
+def test_deterministic_decode_over_an_fp8_cache_with_anothers_prefill(resolve):
+    flags = ("--decode-attention-backend", "etap", "--prefill-attention-backend", "fa3", "--kv-cache-dtype", "fp8_e4m3")
+    assert resolve(*flags, DETERMINISTIC).decode_attention_backend == "etap"
+
+
+def test_what_cannot_be_deterministic_is_refused(resolve, sparse_model, model_directory, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    for flags, reason, model in (
+        (("--kv-cache-dtype", "fp8_e4m3"), "with an FP8 cache: FlashAttention 3 would copy the whole", model_directory),
+        (("--tp-size", 8, "--dcp-size", 8), "with decode context parallelism .dcp_size 8.", model_directory),
+        ((), "with sparse attention: SGLang has no indexer", sparse_model),
+    ):
+        with pytest.raises(ValueError, match=f"etap: enable_deterministic_inference is not supported {reason}"):
+            resolve(*ETAP, DETERMINISTIC, *flags, model=model)
+
+
 @pytest.mark.parametrize("page_size", [1, 2, 16, 32, 64, 128])
 def test_page_size_of_the_user_stays(resolve, page_size):
     assert resolve(*ETAP, "--page-size", page_size).page_size == page_size

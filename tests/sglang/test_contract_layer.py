@@ -8,12 +8,12 @@ prefill, real CUDA graphs and memory are not tested here.
 
 import importlib.util
 import re
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.layers.attention import attention_registry, flashinfer_mla_backend
+from sglang.srt.layers.attention import attention_registry, flashattention_backend, flashinfer_mla_backend
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.flashmla_backend import FlashMLABackend
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -24,7 +24,7 @@ from sglang.srt.models.deepseek_common import attention_backend_handler
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods.mla_attention import (
     MLAAttentionCase,
@@ -419,6 +419,77 @@ def test_long_prompts_are_planned_and_run_by_flashinfers_backend(make, monkeypat
     backend.init_forward_metadata(batch)
     assert backend.forward_metadata is None
     problem.check(attend(backend, problem, batch))
+
+
+class Latent:
+    """FlashAttention 3's call over pages of latent rows, in torch; what it is asked for."""
+
+    def __init__(self):
+        self.splits = []
+
+    def __call__(self, q, k_cache, v_cache, qv, page_table, cache_seqlens, cu_seqlens_q, num_splits, **options):
+        self.splits.append(num_splits)
+        assert options["causal"] and options["softmax_scale"] == SCALE
+        cache, parts = torch.cat([v_cache, k_cache], dim=-1)[:, :, 0], torch.cat([qv, q], dim=-1)
+        ends = cu_seqlens_q.tolist()
+        rows = zip(ends, ends[1:], page_table.int(), cache_seqlens, strict=False)
+        results = [mla_decode_reference(parts[None, a:b], cache, t[None], n[None], SCALE) for a, b, t, n in rows]
+        return torch.cat([out for out, _ in results], dim=1)[0].to(q.dtype)
+
+
+@contextmanager
+def deterministic(value=True):
+    """What the argument says, once a runner has published the arguments."""
+    with get_exec().deterministic.override(enable_deterministic_inference=value):
+        yield
+
+
+def outputs_of(problem, requests, mode):
+    """What these requests of a problem get in a step of their own, with caches and pages as in the problem."""
+    runner = problem.runner
+    backend = ATTENTION_BACKENDS["etap"](runner)
+    tokens = [range(i * problem.s_q, (i + 1) * problem.s_q) for i in requests]
+    rows = [token for some in tokens for token in some]
+    drafts = 0 if mode.is_decode() else problem.s_q
+    batch = problem.batch(mode)
+    batch.batch_size, batch.req_pool_indices = len(requests), problem.requests[requests]
+    batch.seq_lens = torch.tensor([problem.lengths[i] - drafts for i in requests])
+    backend.init_forward_metadata(batch)
+    with forward_context(ForwardContext(attn_backend=backend)):
+        out = make_layer(problem.q.shape[1])(
+            problem.q[rows], None, None, batch, q_rope=problem.q_rope[rows], k_rope=None
+        )
+    return dict(zip(requests, out.split(problem.s_q), strict=True))
+
+
+@pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY], ids=str)
+@pytest.mark.parametrize("mine", [True, False], ids=["deterministic", "as it comes"])
+def test_deterministic_bits_are_the_same_whatever_runs_beside_a_request(make, mode, mine):
+    runner, _ = make(mode=mode)
+    with deterministic(mine):
+        problem = Problem(runner, [1000, 700, 129, 70, 1024], s_q=1 if mode.is_decode() else DRAFTS)
+        problem.write(rank=0, keep=0)
+        together = outputs_of(problem, [0, 1, 2, 3, 4], mode)
+        problem.check(torch.cat(list(together.values())))
+        batches = [outputs_of(problem, some, mode) for some in ([0], [1, 0], [4, 2, 3], [3, 1], [2, 4, 1, 0])]
+    same = [torch.equal(out, together[request]) for batch in batches for request, out in batch.items()]
+    assert all(same) == mine
+
+
+@pytest.mark.parametrize("make", [False], indirect=True, ids=[""])
+@pytest.mark.parametrize("query_lens", [[5, 6], [130, 129]], ids=str)
+def test_deterministic_prompts_are_flashattentions(make, model_layer, monkeypatch, query_lens):
+    monkeypatch.setattr(flashattention_backend, "flash_attn_with_kvcache", latent := Latent())
+    runner, _ = make()
+    with deterministic():
+        backend = ATTENTION_BACKENDS["etap"](runner)
+        problem = Problem(runner, [300, 129], s_q=query_lens)
+        batch = long_prompts(backend, problem)
+        backend.init_forward_metadata(batch)
+        problem.check(attend(backend, problem, batch))
+        assert latent.splits == [1] and backend.forward_metadata is None
+        handler = attention_backend_handler.AttentionBackendRegistry.get_handler("etap")
+        assert handler(model_layer, batch) == AttnForwardMethod.MLA
 
 
 @pytest.mark.parametrize("query_lens, ours", [([5, 64], True), ([130, 129], False)], ids=str)
