@@ -27,22 +27,18 @@ def _names_of_model(view) -> tuple[str | None, ...]:
     return view.attention_backend, view.decode_attention_backend, view.prefill_attention_backend
 
 
-def resolve_arguments(declared: dict, view, name: str) -> dict:
-    """Refuse arguments that ETAP, under this name, cannot serve, and set a page size of 64 where the user gives none.
-
-    Raises:
-        ValueError: the text says why.
-    """
-    page_size = declared.get("page_size", view.page_size)
+def why_not(view, name: str) -> str | None:
+    """Say why ETAP, under this name, cannot serve a model with these arguments, or None; not for DeepSeek-V4."""
     model = versions.model_config(view)
     of_model = name in _names_of_model(view)
+    reason = None
     if getattr(model.hf_text_config, "llama_4_scaling", None):
         # SGLang multiplies queries by it for backends that take them in one tensor, and forgets it for the others.
         reason = "a model whose queries are scaled by position (llama_4_scaling) is not supported"
     elif versions.is_sparse(model):
         reason = _why_unsupported_sparse(view, model, name) if of_model else None
     else:
-        reason = _why_unsupported(view, TILE_TOKENS if page_size is None else page_size)
+        reason = _why_unsupported(view, TILE_TOKENS if view.page_size is None else view.page_size)
         if reason is None and of_model and not versions.is_mla(model):
             reason = "the model's attention is not MLA"
         if reason is None and (view.enable_prefill_cp or view.attn_cp_size > 1):
@@ -55,9 +51,18 @@ def resolve_arguments(declared: dict, view, name: str) -> dict:
         reason = _why_not_deterministic(view, model)
     if reason is None and versions.named_prefill_graph(view) and captures_fp8_prefill(view):
         reason = FP8_PREFILL_GRAPH
-    if reason := reason or engine_contract.why_no_library():
-        raise ValueError(f"--attention-backend {name}: {reason}")
-    return declared if page_size is not None else declared | {"page_size": TILE_TOKENS}
+    return reason or engine_contract.why_no_library()
+
+
+def why_not_unasked(view) -> str | None:
+    """Say what asks for another backend, where the user named none and SGLang could not fall back to its own."""
+    if _compute_capability() is None:
+        return "torch sees no GPU"
+    if view.speculative_draft_model_path not in (None, view.model_path):
+        return "a draft model of its own, which may have no MLA (speculative_draft_model_path)"
+    named = ("enable_unified_memory", "enable_page_major_kv_layout", "dcp_size")
+    found = [argument for argument in named if getattr(view, argument) not in (False, None, 1)]
+    return f"{found[0]} needs a backend to be named" if found else why_not_kernels(view)
 
 
 def _why_not_deterministic(view, model) -> str | None:
@@ -126,21 +131,8 @@ def _why_unsupported_sparse(view, model, name: str) -> str | None:
     return None
 
 
-def resolve_v4(declared: dict, view, name: str) -> dict:
-    """Refuse arguments of DeepSeek-V4 that ETAP cannot serve, and name it as the kernel of sparse decode.
-
-    SGLang renames the attention backend, and asks of that kernel in other models only: it tells all ranks what the
-    user named.
-
-    Raises:
-        ValueError: the text says why.
-    """
-    if reason := _why_unsupported_v4(view, name) or engine_contract.why_no_library():
-        raise ValueError(f"--attention-backend {name}: {reason}")
-    return declared | {"dsa_decode_backend": versions.NAME}
-
-
-def _why_unsupported_v4(view, name: str) -> str | None:
+def why_not_v4(view, name: str) -> str | None:
+    """Say why ETAP, under this name, cannot serve DeepSeek-V4 with these arguments, or None."""
     model = versions.model_config(view)
     reason = why_unsupported_sparse(
         dtype=_DTYPES.get(view.dtype, torch.bfloat16),
@@ -165,7 +157,7 @@ def _why_unsupported_v4(view, name: str) -> str | None:
         value = getattr(view, argument, values[0])
         if value not in values:
             return f"{argument} {value} is not supported with DeepSeek-V4: wanted {values[0] or 'none'}"
-    return _why_unsupported_variant(view)
+    return _why_unsupported_variant(view) or engine_contract.why_no_library()
 
 
 def resolve_sparse_kernels(declared: dict, view) -> dict | None:
@@ -176,16 +168,22 @@ def resolve_sparse_kernels(declared: dict, view) -> dict | None:
     """
     if versions.NAME not in _names_of_model(view):
         return None
-    decode, prefill = view.dsa_decode_backend, view.dsa_prefill_backend
-    reason = _why_unsupported_variant(view)
-    if reason is None and decode not in (None, versions.NAME):
-        reason = f"--dsa-decode-backend {decode} is not supported: wanted none, ETAP decodes"
-    if reason is None and prefill == "fa3":
-        reason = "--dsa-prefill-backend fa3 is not supported: ETAP stands in its place; wanted another, or none"
-    if reason:
+    if reason := why_not_kernels(view):
         raise ValueError(f"--attention-backend {versions.NAME}: {reason}")
-    kernels = {"dsa_decode_backend": versions.NAME, "dsa_prefill_backend": prefill or versions.NAME}
+    kernels = {"dsa_decode_backend": versions.NAME, "dsa_prefill_backend": view.dsa_prefill_backend or versions.NAME}
     return declared | kernels
+
+
+def why_not_kernels(view) -> str | None:
+    """Say which kernels of sparse attention the user chose beside which ETAP cannot run, or None."""
+    decode, prefill = view.dsa_decode_backend, view.dsa_prefill_backend
+    if reason := _why_unsupported_variant(view) if versions.is_sparse(versions.model_config(view)) else None:
+        return reason
+    if decode not in (None, versions.NAME):
+        return f"--dsa-decode-backend {decode} is not supported: wanted none, ETAP decodes"
+    if prefill == "fa3":
+        return "--dsa-prefill-backend fa3 is not supported: ETAP stands in its place; wanted another, or none"
+    return None
 
 
 def _why_unsupported_variant(view) -> str | None:

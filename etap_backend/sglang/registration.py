@@ -7,9 +7,11 @@ the function of SGLang that it extends, and what would happen without.
 import functools
 import inspect
 import logging
+import os
 import pkgutil
 
 from etap_backend import engine_contract
+from etap_backend.limits import TILE_TOKENS
 from etap_backend.sglang import arguments, versions
 from etap_backend.sglang.versions import (
     DRAFT_HOOK,
@@ -25,6 +27,9 @@ from etap_backend.sglang.versions import (
 )
 
 _logger = logging.getLogger(__name__)
+
+AUTO_VARIABLE = "ETAP_AUTO"
+"""1 makes ETAP the attention backend of models that it serves, where the user names none."""
 
 
 class Unavailable(RuntimeError):
@@ -70,6 +75,7 @@ def _register_names() -> None:
         HookRegistry.register(SPARSE_HOOK, arguments.resolve_sparse_kernels, HookType.AFTER)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
     versions.hook_prefill_graph(captures_fp8_prefill)
+    versions.hook_choice(choose_by_default)
     if V4_NAME in ATTENTION_BACKENDS and all(map(_is_there, V4_HOOKS)):
         register_attention_backend(V4_NAME)(functools.partial(make_v4_backend, ATTENTION_BACKENDS[V4_NAME]))
         HookRegistry.register(V4_DRAFT_HOOK, make_v4_draft_backend, HookType.AROUND)
@@ -180,18 +186,46 @@ def resolve_arguments(declared: dict, view) -> dict | None:
     v4 = versions.is_v4(versions.model_config(view))
     if not v4 and name not in chosen:
         return None  # another model for which SGLang takes a backend of its own
-    if v4:
-        reason = why_no_v4()
-    else:
-        reason = why_unusable()
-        if reason is None and versions.is_sparse(versions.model_config(view)):
-            reason = why_unusable(sparse=True)
-    if reason:
+    if reason := _why_not(view, name):
         raise ValueError(f"--attention-backend {name}: {reason}")
-    resolve = arguments.resolve_v4 if v4 else arguments.resolve_arguments
-    resolved = resolve(declared, view, name)
     _warn_untested()
-    return resolved
+    if v4:
+        # SGLang renames the backend, and asks of this kernel in other models only: it tells all ranks what was named.
+        return declared | {"dsa_decode_backend": NAME}
+    return declared if declared.get("page_size", view.page_size) else declared | {"page_size": TILE_TOKENS}
+
+
+def _why_not(view, name: str) -> str | None:
+    model = versions.model_config(view)
+    if versions.is_v4(model):
+        return why_no_v4() or arguments.why_not_v4(view, name)
+    reason = why_unusable() or (why_unusable(sparse=True) if versions.is_sparse(model) else None)
+    return reason or arguments.why_not(view, name)
+
+
+def choose_by_default(server_args) -> None:
+    """Choose ETAP where the user wants it by default, named no attention backend, and nothing keeps it from serving.
+
+    Runs before SGLang chooses backends for some models. One line of the log says what becomes of the wish.
+
+    Raises:
+        ValueError: the environment variable is neither 0 nor 1.
+    """
+    wish = os.environ.get(AUTO_VARIABLE)
+    if wish not in (None, "0", "1"):
+        raise ValueError(f"{AUTO_VARIABLE}: wanted 0 or 1, or the variable unset, got {wish!r}")
+    view = versions.if_chosen(server_args)
+    if wish != "1" or versions.names_a_backend(server_args):
+        return
+    reason = arguments.why_not_unasked(view) or _why_not(view, NAME)
+    if reason is None:
+        versions.choose(server_args)
+    _say(f"etap-backend: {AUTO_VARIABLE}: " + (f"SGLang's own attention backend: {reason}" if reason else NAME))
+
+
+@functools.cache  # SGLang may resolve its arguments again
+def _say(text: str) -> None:
+    _logger.info(text)
 
 
 @functools.cache  # SGLang may resolve its arguments again

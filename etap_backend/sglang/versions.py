@@ -99,7 +99,59 @@ def is_v4(model_config) -> bool:
 
 def name_given(view) -> str | None:
     """What the user named as `--attention-backend`, before a model's own choice; not after SGLang has resolved it."""
-    return object.__getattribute__(view, "_server_args").attention_backend
+    arguments = object.__getattribute__(view, "_server_args")
+    return getattr(arguments, "_etap_chosen", None) or arguments.attention_backend
+
+
+def names_a_backend(arguments) -> bool:
+    """Whether the user named attention backends."""
+    return any((arguments.attention_backend, arguments.prefill_attention_backend, arguments.decode_attention_backend))
+
+
+def if_chosen(arguments):
+    """SGLang's view of its arguments as if the user had named ETAP."""
+    from sglang.srt.arg_groups.overrides import ResolvedView
+
+    declared = {}
+    for _, fields in getattr(arguments, "_resolved_overrides", None) or ():
+        declared |= fields
+    return ResolvedView(arguments, overlay=declared | {"attention_backend": NAME})
+
+
+def choose(arguments) -> None:
+    """Name ETAP in the user's place.
+
+    Reason: SGLang wrote what it decided into its arguments, and later declares it beside them.
+    Versions: below 0.5.19. Goes when 0.5.19 is the oldest one supported.
+    """
+    arguments._etap_chosen = NAME
+    try:
+        from sglang.srt.arg_groups.overrides import declare_resolution
+    except ImportError:
+        arguments.attention_backend = NAME
+    else:
+        declare_resolution(arguments, "etap_backend", attention_backend=NAME)
+
+
+def hook_choice(choose_by_default) -> None:
+    """Have this called with SGLang's arguments before it chooses attention backends for some models.
+
+    Reason: a method of the arguments became a step with a list of hooks.
+    Versions: below 0.5.19. Goes when 0.5.19 is the oldest one supported.
+    """
+    try:
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+    except ImportError:
+        from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+        step = "sglang.srt.server_args.ServerArgs._handle_model_specific_adjustments"
+        HookRegistry.register(step, choose_by_default, HookType.BEFORE)
+        return
+
+    @register_resolution_hook("handle_model_specific_adjustments")
+    def resolve(arguments, previous) -> None:
+        choose_by_default(arguments)
+        previous(arguments)
 
 
 def v4_is_ours() -> bool:
@@ -224,7 +276,7 @@ def register_model_support() -> None:
     def route(attn, forward_batch):
         if getattr(attn, "use_dsa", False):
             return handler.handle_attention_dsa(attn, forward_batch)
-        if is_deterministic():
+        if forward_batch.forward_mode.name in PREFILL_MODES and is_deterministic():
             return handler.handle_attention_fa3(attn, forward_batch)
         if prompt_runs(forward_batch, attn.num_local_heads):
             return AttnForwardMethod.MLA

@@ -85,6 +85,93 @@ def test_prefill_may_have_another_backend(resolve):
     assert view.page_size == 64
 
 
+MTP = (
+    "--speculative-algorithm", "EAGLE", "--speculative-num-steps", 3, "--speculative-eagle-topk", 1,
+    "--speculative-num-draft-tokens", 4,
+)  # fmt: skip
+
+
+CHOSEN = "etap-backend: ETAP_AUTO: "
+
+
+@pytest.fixture
+def auto(monkeypatch):
+    registration._say.cache_clear()
+    monkeypatch.setenv("ETAP_AUTO", "1")
+
+
+def chosen(lines):
+    return [line.removeprefix(CHOSEN) for line in lines if line.startswith(CHOSEN)]
+
+
+def test_etap_may_be_the_default(resolve, auto, lines, model_directory):
+    view = resolve()
+    assert (view.attention_backend, view.page_size, view.dsa_decode_backend) == ("etap", 64, None)
+    assert resolve().attention_backend == "etap" and chosen(lines) == ["etap"]
+
+
+@pytest.mark.parametrize("wish", [None, "0"])
+def test_it_is_not_by_itself(resolve, lines, monkeypatch, wish, sparse_model, model_directory):
+    monkeypatch.delenv("ETAP_AUTO", raising=False)
+    if wish:
+        monkeypatch.setenv("ETAP_AUTO", wish)
+    assert resolve().attention_backend == "fa3" and not chosen(lines)
+    assert sparse_kernels(resolve(model=sparse_model)) == ("dsa", "flashmla_sparse", "fa3")
+
+
+def test_sparse_attention_and_its_ranks_by_default(resolve, auto, lines, sparse_model):
+    arguments = resolve(model=sparse_model, raw=True)
+    assert sparse_kernels(resolved_view(pickle.loads(pickle.dumps(arguments)))) == ("etap", "etap", "etap")
+    assert chosen(lines) == ["etap"]
+
+
+def test_deepseek_v4_and_its_ranks_by_default(resolve, auto, lines, v4_model):
+    arguments = resolve(model=v4_model, raw=True)
+    view = resolved_view(pickle.loads(pickle.dumps(arguments)))
+    assert (view.attention_backend, view.dsa_decode_backend, view.page_size) == ("dsv4", "etap", 256)
+    assert chosen(lines) == ["etap"]
+
+
+@pytest.mark.parametrize("flag", ["--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"])
+def test_a_backend_that_is_named_stays(resolve, auto, lines, flag):
+    view = resolve(flag, "fa3")
+    assert getattr(view, flag.removeprefix("--").replace("-", "_")) == "fa3"
+    assert "etap" not in (view.attention_backend, view.decode_attention_backend) and not chosen(lines)
+
+
+@pytest.mark.parametrize("flags, reason", [
+    (("--page-size", 48), "page_size 48 is not supported: wanted a power of two of at most 4096"),
+    (("--kv-cache-dtype", "fp8_e5m2"), "kv_cache_dtype fp8_e5m2 is not supported: "),
+    ((*MTP, "--speculative-draft-model-path", "/no/such"), "a draft model of its own, which may have no MLA "),
+], ids=str)  # fmt: skip
+def test_what_etap_refuses_falls_to_sglangs_default_with_one_line(resolve, auto, lines, flags, reason):
+    if "--speculative-draft-model-path" in flags:
+        with pytest.raises(Exception, match="no/such"):  # SGLang's own
+            resolve(*flags)
+    else:
+        view = resolve(*flags)
+        assert view.attention_backend not in (None, "etap")
+    (line,) = chosen(lines)
+    assert line.startswith(f"SGLang's own attention backend: {reason}")
+
+
+def test_other_models_and_gpus_fall_to_sglangs_default(resolve, auto, lines, model_directory, tmp_path, monkeypatch):
+    llama = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    assert resolve(model=changed_model(model_directory, tmp_path, **llama)).attention_backend == "fa3"
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *device: (8, 0))
+    assert resolve().attention_backend != "etap"
+    begins = ["the model's attention is not MLA", "compute capability 8.0 is not supported"]
+    lines = [line.removeprefix("SGLang's own attention backend: ") for line in chosen(lines)]
+    assert len(lines) == 2 and all(map(str.startswith, lines, begins)), lines
+
+
+@pytest.mark.parametrize("wish", ["", "yes", "2"])
+def test_other_values_are_refused_by_name(resolve, monkeypatch, wish):
+    monkeypatch.setenv("ETAP_AUTO", wish)
+    with pytest.raises(ValueError, match=f"ETAP_AUTO: wanted 0 or 1, or the variable unset, got '{wish}'"):
+        resolve()
+
+
 DETERMINISTIC = "--enable-deterministic-inference"
 
 
@@ -320,10 +407,6 @@ SPARSE_MODELS = {
     "GLM-5": {"architectures": ["GlmMoeDsaForCausalLM"], "model_type": "glm_moe_dsa"},
 }
 INDEXER = {"index_topk": 128, "index_n_heads": 32, "index_head_dim": 128}
-MTP = (
-    "--speculative-algorithm", "EAGLE", "--speculative-num-steps", 3, "--speculative-eagle-topk", 1,
-    "--speculative-num-draft-tokens", 4,
-)  # fmt: skip
 
 
 def changed_model(model_directory, folder, **changes):
