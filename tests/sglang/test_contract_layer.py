@@ -6,6 +6,7 @@ cache's rows, which it cannot run. FlashInfer's wrappers, which serve longer pre
 prefill, real CUDA graphs and memory are not tested here.
 """
 
+import dataclasses
 import importlib.util
 import re
 from contextlib import ExitStack, contextmanager
@@ -438,9 +439,12 @@ class Latent:
 
 
 @contextmanager
-def deterministic(value=True):
-    """What the argument says, once a runner has published the arguments."""
-    with get_exec().deterministic.override(enable_deterministic_inference=value):
+def deterministic(runner, value=True):
+    """What the argument says, once a runner has published the arguments; 0.5.17's FlashAttention reads the runner's."""
+    own = "enable_deterministic_inference"
+    if dataclasses.is_dataclass(runner.server_args):
+        object.__setattr__(runner.server_args, own, value)
+    with get_exec().deterministic.override(**{own: value}):
         yield
 
 
@@ -466,7 +470,7 @@ def outputs_of(problem, requests, mode):
 @pytest.mark.parametrize("mine", [True, False], ids=["deterministic", "as it comes"])
 def test_deterministic_bits_are_the_same_whatever_runs_beside_a_request(make, mode, mine):
     runner, _ = make(mode=mode)
-    with deterministic(mine):
+    with deterministic(runner, mine):
         problem = Problem(runner, [1000, 700, 129, 70, 1024], s_q=1 if mode.is_decode() else DRAFTS)
         problem.write(rank=0, keep=0)
         together = outputs_of(problem, [0, 1, 2, 3, 4], mode)
@@ -481,7 +485,7 @@ def test_deterministic_bits_are_the_same_whatever_runs_beside_a_request(make, mo
 def test_deterministic_prompts_are_flashattentions(make, model_layer, monkeypatch, query_lens):
     monkeypatch.setattr(flashattention_backend, "flash_attn_with_kvcache", latent := Latent())
     runner, _ = make()
-    with deterministic():
+    with deterministic(runner):
         backend = ATTENTION_BACKENDS["etap"](runner)
         problem = Problem(runner, [300, 129], s_q=query_lens)
         batch = long_prompts(backend, problem)
