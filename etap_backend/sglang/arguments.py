@@ -170,25 +170,29 @@ def resolve_sparse_kernels(declared: dict, view) -> dict | None:
         return None
     if reason := why_not_kernels(view):
         raise ValueError(f"--attention-backend {versions.NAME}: {reason}")
-    kernels = {"dsa_decode_backend": versions.NAME, "dsa_prefill_backend": view.dsa_prefill_backend or versions.NAME}
+    prefill, _ = versions.kernels_named(view)
+    kernels = {"dsa_decode_backend": versions.NAME, "dsa_prefill_backend": prefill or versions.NAME}
     return declared | kernels
 
 
 def why_not_kernels(view) -> str | None:
     """Say which kernels of sparse attention the user chose beside which ETAP cannot run, or None."""
-    decode, prefill = view.dsa_decode_backend, view.dsa_prefill_backend
+    prefill, decode = versions.kernels_named(view)
     if reason := _why_unsupported_variant(view) if versions.is_sparse(versions.model_config(view)) else None:
         return reason
     if decode not in (None, versions.NAME):
         return f"--dsa-decode-backend {decode} is not supported: wanted none, ETAP decodes"
     if prefill == "fa3":
         return "--dsa-prefill-backend fa3 is not supported: ETAP stands in its place; wanted another, or none"
+    if view.dcp_size > 1 and prefill not in (None, versions.NAME):
+        return f"--dsa-prefill-backend {prefill} is not supported with decode context parallelism: wanted none"
     return None
 
 
 def _why_unsupported_variant(view) -> str | None:
+    v4 = versions.is_v4(versions.model_config(view))
     variants = {
-        "decode context parallelism (dcp_size)": view.dcp_size > 1,
+        "decode context parallelism (dcp_size)": view.dcp_size > 1 and (v4 or versions.share_of_lists() is None),
         "prefill context parallelism (enable_prefill_cp)": view.enable_prefill_cp,
         "a KV cache in host memory (enable_hisparse)": view.enable_hisparse,
         "attention sinks (learnable_sink)": getattr(versions.model_config(view).hf_config, "learnable_sink", False),

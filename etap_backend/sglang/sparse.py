@@ -28,12 +28,14 @@ _PADDED_HEADS = 64
 
 
 def _why_unsupported(model_runner) -> str | None:
-    config, spec = model_runner.model_config, get_spec()
+    config, spec, parallel = model_runner.model_config, get_spec(), get_parallel()
+    if parallel.attn_dcp_size > 1 and versions.share_of_lists() is None:
+        return "decode context parallelism (dcp_size) is not supported with sparse attention by this SGLang"
     on_gpu = torch.device(model_runner.device).type == "cuda"
     fp8_cache = model_runner.token_to_kv_pool.dsa_kv_cache_store_fp8
     reason = why_unsupported_sparse(
         dtype=model_runner.dtype,
-        num_heads=config.num_attention_heads // get_parallel().attn_tp_size,
+        num_heads=config.num_attention_heads // parallel.attn_tp_size * parallel.attn_dcp_size,
         head_dim=config.kv_lora_rank + config.qk_rope_head_dim,
         v_head_dim=config.kv_lora_rank,
         page_size=model_runner.page_size,
@@ -41,7 +43,7 @@ def _why_unsupported(model_runner) -> str | None:
         compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
     )
     reason = reason or arguments.why_unsupported_speculation(
-        spec.speculative_algorithm, spec.speculative_eagle_topk, get_parallel().attn_dcp_size
+        spec.speculative_algorithm, spec.speculative_eagle_topk, parallel.attn_dcp_size
     )
     return reason or engine_contract.why_no_library()
 
@@ -85,14 +87,17 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         # SGLang has it for dense attention only, and goes by the name, which stands for both here.
         get_context().override("etap_backend", disable_chunked_prefix_cache=True)
         self.dsa_decode_impl = _KERNEL
+        parallel = get_parallel()
+        # A rank attends to its share of a token's rows with the heads of all ranks, in every step.
+        self._share_of_lists = versions.share_of_lists() if parallel.attn_dcp_size > 1 else None
         if self.dsa_prefill_impl == versions.NAME:
-            # Where nothing is padded, SGLang's choice.
-            ours = self.num_q_heads % _PADDED_HEADS != 0
+            # Where nothing is padded and no log-sum-exp is asked for, SGLang's choice.
+            ours = self.num_q_heads % _PADDED_HEADS != 0 or self._share_of_lists is not None
             self.dsa_prefill_impl = _KERNEL if ours else "flashmla_auto"
             self.enable_auto_select_prefill_impl = not ours
         self._num_sms = get_device_core_count()
         if workspace is None:
-            floats = sparse_workspace_floats(self.num_q_heads, self._num_sms)
+            floats = sparse_workspace_floats(self.num_q_heads * parallel.attn_dcp_size, self._num_sms)
             workspace = torch.empty(floats, dtype=torch.float32, device=self.device)
         self.workspace = workspace
         if not speculative_num_steps:
@@ -116,7 +121,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         sm_scale: float,
         logit_cap: float,
         page_size: int,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend to the rows of the cache that each token's list names.
 
         Args:
@@ -131,14 +136,18 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             cu_seqlens_q, cu_seqlens_k, max_seqlen_q, page_size: that each token is a request, and each row a page.
 
         Returns:
-            bfloat16 [tokens, heads, 512].
+            bfloat16 [tokens, heads, 512]; under decode context parallelism of the rank's rows, with float32
+            [tokens, heads] log-sum-exp, base e.
         """
         if logit_cap:
             raise ValueError(f"attention backend {versions.NAME}: logit_cap {logit_cap} is not supported")
         tokens = q_nope.shape[0]
         # Where ranks pad their batches to one size there may be counts for more tokens, or for fewer.
         counts = cache_seqlens[:tokens] if cache_seqlens.shape[0] >= tokens else None
-        out, _ = sparse_mla_decode(
+        if self._share_of_lists is not None:
+            parallel = get_parallel()
+            page_table, counts = self._share_of_lists(page_table, parallel.attn_dcp_size, parallel.attn_dcp_rank)
+        out, lse = sparse_mla_decode(
             q_nope,
             kv_cache,
             page_table,
@@ -148,7 +157,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             workspace=self.workspace,
             num_sms=self._num_sms,
         )
-        return out
+        return out if self._share_of_lists is None else (out, lse)
 
 
 class ETAPSparseMultiStepDraftBackend(DeepseekSparseAttnMultiStepBackend):

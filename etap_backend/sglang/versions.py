@@ -259,6 +259,25 @@ def copies_cache(forward_batch) -> bool:
     return get_token_to_kv_pool().dtype == FP8
 
 
+def share_of_lists():
+    """What turns lists of rows into those of a rank's own under decode context parallelism, with their counts, or None.
+
+    Reason: sparse attention got that parallelism, whose kernels were a Blackwell GPU's only.
+    Versions: 0.5.17 at least has none. Goes when the oldest one supported has it.
+    """
+    try:
+        from sglang.kernels.ops.attention.dsa.transform_index import transform_index_page_table_dcp
+    except ImportError:
+        return None
+    return transform_index_page_table_dcp
+
+
+def kernels_named(view) -> tuple[str | None, str | None]:
+    """The kernels of sparse prefill and decode that the user named, before a choice of SGLang's."""
+    arguments = object.__getattribute__(view, "_server_args")
+    return arguments.dsa_prefill_backend, arguments.dsa_decode_backend
+
+
 def register_model_support() -> None:
     """Enter ETAP where SGLang's MLA models look; here and not in `register`, because it imports those models.
 

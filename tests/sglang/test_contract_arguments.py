@@ -486,8 +486,27 @@ def test_fp8_math_is_refused_with_sparse_attention(resolve, sparse_model):
         resolve("--attention-backend", "etap_fp8_math", model=sparse_model)
 
 
+@pytest.mark.parametrize("sparse_model", ["DeepSeek-V3.2"], indirect=True)
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_decode_context_parallelism_of_sparse_attention(resolve, sparse_model, monkeypatch, ranks, cache):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    flags = (*ETAP, "--tp-size", 8, "--dcp-size", ranks, "--kv-cache-dtype", cache)
+    if versions.share_of_lists() is None:
+        with pytest.raises(ValueError, match="etap: decode context parallelism .* is not supported with sparse"):
+            resolve(*flags, model=sparse_model)
+        return
+    view = resolve(*flags, model=sparse_model)
+    assert (*sparse_kernels(view), view.dcp_size) == ("etap", "etap", "etap", ranks)
+    for more, reason in (
+        (("--dsa-prefill-backend", "flashmla_sparse"), "--dsa-prefill-backend flashmla_sparse is not supported with"),
+        (MTP, "speculative decoding with decode context parallelism"),
+    ):
+        with pytest.raises(ValueError, match=f"--attention-backend etap: {reason}"):
+            resolve(*flags, *more, model=sparse_model)
+
+
 @pytest.mark.parametrize("parallelism, reason", [
-    (("--dcp-size", 8), "decode context parallelism"),
     (("--enable-prefill-cp", "--cp-strategy", "interleave"), "prefill context parallelism"),
 ], ids=str)  # fmt: skip
 def test_context_parallelism_is_refused_with_sparse_attention(resolve, sparse_model, monkeypatch, parallelism, reason):

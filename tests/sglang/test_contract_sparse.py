@@ -31,7 +31,7 @@ from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 from etap_backend import sparse_workspace_floats
 from etap_backend.reference import relative_rmse, sparse_mla_decode_reference, what_rows_stand_for
-from etap_backend.sglang import sparse
+from etap_backend.sglang import sparse, versions
 from etap_backend.sglang.sparse import ETAPSparseBackend
 from support.sglang_layer import (
     DRAFTS,
@@ -192,6 +192,61 @@ def test_sglangs_own_backend_reads_the_same_rows(make, sglangs_kernels, our_call
     assert type(runs) is DeepseekSparseAttnBackend and len(sglangs_kernels) == len(our_calls) == 1
     problem.check(outs[0])
     problem.check(outs[1])
+
+
+@pytest.fixture
+def rows_of_ranks(monkeypatch):
+    """Ranks write their own rows, as the pool's kernel does."""
+
+    def write(buffer, loc, latent, rope):
+        size, rank = get_parallel().attn_dcp_size, get_parallel().attn_dcp_rank
+        mine = loc % size == rank
+        write_rows(buffer, loc[mine] // size, latent[mine], rope[mine])
+
+    monkeypatch.setattr(memory_pool, "set_mla_kv_buffer_dcp_sharded_triton", write, raising=False)
+
+
+@pytest.mark.parametrize("ranks, heads", [(2, HEADS), (8, HEADS), (2, 128)], ids=str)
+@pytest.mark.parametrize("step", ["decode", "prompts"])
+def test_ranks_of_decode_context_parallelism_merge_by_natural_log_sum_exp(
+    make, parallel, rows_of_ranks, ranks, step, heads
+):
+    """Row r of the lists lies on rank r % ranks; each rank has the heads of all."""
+    if versions.share_of_lists() is None:
+        pytest.skip("this SGLang has no such parallelism of sparse attention")
+    mode, lengths, new = STEPS[step]
+    parts, whole = [], None
+    for rank in range(ranks):
+        parallel(
+            tp_size=ranks,
+            moe_tp_size=ranks,
+            attn_tp_size=ranks,
+            attn_dcp_size=ranks,
+            attn_dcp_rank=rank,
+            dcp_enabled=True,
+        )
+        runner, backend = make(mode=mode, heads=heads)
+        problem = Problem(runner, mode, lengths, new)
+        rows = problem.cache.view(torch.uint8).clone()
+        whole = rows if rank == 0 else whole
+        mine = torch.arange(rank, len(rows), ranks)
+        problem.cache.view(torch.uint8).fill_(0xFF)
+        problem.cache.view(torch.uint8)[: len(mine)] = rows[mine]
+        batch = problem.batch()
+        backend.init_forward_metadata(batch)
+        k, k_rope = problem.new_rows.split([LATENT, ROPE], dim=-1)
+        with forward_context(ForwardContext(attn_backend=backend)):
+            given = {"q_rope": problem.q_rope, "k_rope": k_rope, "topk_indices": problem.lists}
+            out, lse = make_layer(heads)(problem.q, k, k, batch, **given)
+        assert lse.shape == (problem.tokens, heads) and lse.dtype == torch.float32
+        assert backend.workspace.numel() == sparse_workspace_floats(heads, H20_SMS)
+        parts.append((out.view(problem.tokens, heads, LATENT), lse))
+        whole[mine] = problem.cache.view(torch.uint8)[: len(mine)]
+    problem.cache = whole.view(problem.cache.dtype)
+    lse = torch.logsumexp(torch.stack([part for _, part in parts]), dim=0)
+    merged = sum(part.float() * (own - lse).exp()[..., None] for part, own in parts)
+    assert all(own.isneginf().any() == (step == "decode") for _, own in parts[1:2])
+    problem.check(merged.bfloat16())
 
 
 @pytest.mark.parametrize("heads", [8, 12, 32, 128])
