@@ -7,7 +7,12 @@ from etap_backend.limits import SPARSE_FP8, TILE_TOKENS, why_unsupported, why_un
 from etap_backend.sglang import versions
 
 SPECULATIVE_ALGORITHMS = (None, "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
-"""Those whose drafts are a chain when topk is 1; the others may verify a tree, whose mask the kernels do not take."""
+"""Those whose drafts are a chain when topk is 1; others may verify a tree, whose mask the kernels do not take."""
+
+BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
+"""Those whose drafts come as a block, and are verified as a chain. Tokens of a block attend to each other without a
+mask, so that the draft model has another backend.
+"""
 
 FP8_PREFILL_GRAPH = (
     "a prefill CUDA graph with an FP8 cache is not supported: FlashInfer would copy the whole cache in every layer; "
@@ -45,8 +50,10 @@ def why_not(view, name: str) -> str | None:
             # Each rank has a share of a prompt, whose rows the backend would gather.
             reason = "prefill context parallelism (enable_prefill_cp) is not supported"
     reason = reason or why_unsupported_speculation(
-        view.speculative_algorithm, view.speculative_eagle_topk, view.dcp_size
+        view.speculative_algorithm, view.speculative_eagle_topk, view.dcp_size, sparse=versions.is_sparse(model)
     )
+    if reason is None and of_model and view.speculative_algorithm in BLOCK_ALGORITHMS:
+        reason = _why_not_blocks(view)
     if reason is None and view.enable_deterministic_inference:
         reason = _why_not_deterministic(view, model)
     if reason is None and versions.named_prefill_graph(view) and captures_fp8_prefill(view):
@@ -63,6 +70,16 @@ def why_not_unasked(view) -> str | None:
     named = ("enable_unified_memory", "enable_page_major_kv_layout", "dcp_size")
     found = [argument for argument in named if getattr(view, argument) not in (False, None, 1)]
     return f"{found[0]} needs a backend to be named" if found else why_not_kernels(view)
+
+
+def _why_not_blocks(view) -> str | None:
+    draft, algorithm = view.speculative_draft_attention_backend, view.speculative_algorithm
+    if draft in (None, *versions.NAMES):
+        wanted = "wanted another's name, such as fa3: the draft model attends without a mask"
+        return f"speculative_draft_attention_backend {draft} is not supported with {algorithm}: {wanted}"
+    if versions.verifies_raggedly():
+        return f"SGLANG_RAGGED_VERIFY_MODE is not supported with {algorithm}: wanted static"
+    return None
 
 
 def _why_not_deterministic(view, model) -> str | None:
@@ -212,10 +229,13 @@ def _cache_dtype(name: str, dtype: str) -> str:
     return _CACHE_DTYPES.get(name, name)
 
 
-def why_unsupported_speculation(algorithm: str | None, topk: int | None, dcp_size: int) -> str | None:
+def why_unsupported_speculation(
+    algorithm: str | None, topk: int | None, dcp_size: int, *, sparse: bool = False
+) -> str | None:
     """Say why this speculative decoding cannot run, or None when it can."""
-    if algorithm not in SPECULATIVE_ALGORITHMS:
-        names = ", ".join(filter(None, SPECULATIVE_ALGORITHMS))
+    served = SPECULATIVE_ALGORITHMS if sparse else SPECULATIVE_ALGORITHMS + BLOCK_ALGORITHMS
+    if algorithm not in served:
+        names = ", ".join(filter(None, served))
         return f"speculative algorithm {algorithm} is not supported: wanted one of {names}"
     if algorithm is not None and topk not in (None, 1):
         return f"speculative_eagle_topk {topk} is not supported: wanted 1, a chain of drafts"

@@ -53,6 +53,8 @@ def _why_unsupported(model_runner) -> str | None:
     if not model_runner.use_mla_backend:
         return "the model's attention is not MLA (a draft model has --speculative-draft-attention-backend)"
     config, spec = model_runner.model_config, get_spec()
+    if model_runner.is_draft_worker and spec.speculative_algorithm in arguments.BLOCK_ALGORITHMS:
+        return f"a draft model of {spec.speculative_algorithm} attends without a mask: wanted another backend for it"
     on_gpu = torch.device(model_runner.device).type == "cuda"
     reason = why_unsupported(
         dtype=model_runner.dtype,
@@ -227,6 +229,9 @@ class ETAPBackend(AttentionBackend):
         if mode.is_idle() or forward_batch.batch_size == 0:
             self.forward_metadata = None
         elif mode.is_target_verify():
+            if getattr(forward_batch.spec_info, "ragged_verify_layout", None) is not None:
+                wanted = "wanted as many drafts of each request (SGLANG_RAGGED_VERIFY_MODE=static)"
+                raise ValueError(f"attention backend {versions.NAME}: ragged verification is not supported: {wanted}")
             self._plan_alike(forward_batch, forward_batch.seq_lens, self.num_draft_tokens, self.num_draft_tokens)
         elif mode.is_draft_extend_v2():
             self._plan_alike(forward_batch, forward_batch.seq_lens, 0, self.num_draft_tokens)

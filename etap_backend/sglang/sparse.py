@@ -43,7 +43,7 @@ def _why_unsupported(model_runner) -> str | None:
         compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
     )
     reason = reason or arguments.why_unsupported_speculation(
-        spec.speculative_algorithm, spec.speculative_eagle_topk, parallel.attn_dcp_size
+        spec.speculative_algorithm, spec.speculative_eagle_topk, parallel.attn_dcp_size, sparse=True
     )
     return reason or engine_contract.why_no_library()
 

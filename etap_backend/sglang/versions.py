@@ -40,6 +40,13 @@ def captures_prefill() -> bool:
     return ours and not check_cuda_graph_backend(Phase.PREFILL, NO_GRAPH)
 
 
+def verifies_raggedly() -> bool:
+    """Whether requests of a step may have different numbers of drafts to verify."""
+    from sglang.srt.environ import envs
+
+    return envs.SGLANG_RAGGED_VERIFY_MODE.get().lower() != "static"
+
+
 def is_deterministic() -> bool:
     """Whether a request's result must not depend on what runs beside it."""
     from sglang.srt.runtime_context import get_exec
@@ -286,11 +293,14 @@ def register_model_support() -> None:
     as with SGLang's sparse backend (without: Triton's routes), hand over the latent and the rope part of queries and
     keys apart (without: concatenated, a copy of each for every layer), and under decode context parallelism take our
     log-sum-exp as a natural one (without: base 2). Deterministic prefill goes as with FlashAttention 3, which runs it.
+    DFLASH makes no mask for our backend (without: one of a chain, which nothing reads, in every step, as large as all
+    contexts times the drafts).
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.speculative import dflash_utils
 
     def route(attn, forward_batch):
         if getattr(attn, "use_dsa", False):
@@ -308,6 +318,8 @@ def register_model_support() -> None:
     if NAME in utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
         return
     # It is public since 0.5.18.
+    maskless = "_DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS"
+    setattr(dflash_utils, maskless, getattr(dflash_utils, maskless) | {"ETAPBackend"})
     public = "is_mla_dcp_lse_base_on_e"
     function = public if hasattr(forward_mla, public) else f"_{public}"
     known = getattr(forward_mla, function)

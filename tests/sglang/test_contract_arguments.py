@@ -172,6 +172,32 @@ def test_other_values_are_refused_by_name(resolve, monkeypatch, wish):
         resolve()
 
 
+@pytest.mark.parametrize("backend", ["etap", "flashinfer"])
+def test_blocks_of_drafts_are_a_chain(resolve, model_directory, backend):
+    view = resolve(
+        "--attention-backend", backend, "--speculative-algorithm", "DFLASH", "--speculative-draft-attention-backend", "fa3",
+        "--speculative-draft-model-path", model_directory, "--speculative-dflash-block-size", 4,
+    )  # fmt: skip
+    assert (view.attention_backend, view.speculative_draft_attention_backend) == (backend, "fa3")
+    assert (view.speculative_eagle_topk, view.speculative_num_draft_tokens) == (1, 4)
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
+def test_the_draft_of_a_block_has_another_backend(resolve, model_directory, monkeypatch, sparse_model, algorithm):
+    flags = (*ETAP, "--speculative-algorithm", algorithm, "--speculative-draft-model-path", model_directory)
+    named = "--speculative-draft-attention-backend"
+    for draft, name in (((), None), ((named, "etap"), "etap")):
+        reason = f"speculative_draft_attention_backend {name} is not supported with {algorithm}: wanted another's name"
+        with pytest.raises(ValueError, match=f"etap: {reason}, such as fa3"):
+            resolve(*flags, *draft)
+    other = (named, "fa3")
+    with pytest.raises(ValueError, match=f"etap: speculative algorithm {algorithm} is not supported: wanted one of"):
+        resolve(*flags, *other, model=sparse_model)
+    monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
+    with pytest.raises(ValueError, match=f"etap: SGLANG_RAGGED_VERIFY_MODE is not supported with {algorithm}"):
+        resolve(*flags, *other)
+
+
 DETERMINISTIC = "--enable-deterministic-inference"
 
 

@@ -25,7 +25,9 @@ from sglang.srt.models.deepseek_common import attention_backend_handler
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.plugins import load_plugins
-from sglang.srt.runtime_context import get_exec, get_parallel
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_utils import resolve_dflash_verify_mask_policy
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods.mla_attention import (
     MLAAttentionCase,
@@ -307,6 +309,37 @@ def test_verifies_drafts(make, lengths, page, ahead):
     batch = problem.batch(ForwardMode.TARGET_VERIFY, [length - DRAFTS for length in lengths])
     (backend.init_forward_metadata_out_graph if ahead else backend.init_forward_metadata)(batch)
     problem.check(attend(backend, problem, batch))
+
+
+def test_verifies_a_block_of_drafts_as_sglangs_own_backend_does(make, monkeypatch):
+    """DFLASH and DSPARK verify by such a batch, and make a mask for backends that they do not know."""
+    monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", LatentAttention)
+    runner, backend = make(mode=ForwardMode.TARGET_VERIFY)
+    problem = Problem(runner, [70, 129, 4], s_q=DRAFTS)
+    before = [length - DRAFTS for length in problem.lengths]
+    for runs in (backend, ATTENTION_BACKENDS["flashinfer"](runner)):
+        assert resolve_dflash_verify_mask_policy(runs) == (type(runs).__name__, False)
+        block = DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=DRAFTS)
+        batch = problem.batch(ForwardMode.TARGET_VERIFY, before, spec_info=block)
+        batch.seq_lens_sum, batch.seq_lens_cpu = sum(before), torch.tensor(before)
+        if hasattr(backend.kv_index_translator, "bind_own_plan"):
+            backend.kv_index_translator.bind_own_plan(batch)
+        runs.init_forward_metadata(batch)
+        problem.check(attend(runs, problem, batch))
+    block.ragged_verify_layout = object()
+    with pytest.raises(ValueError, match="etap: ragged verification is not supported: wanted as many drafts of each"):
+        backend.init_forward_metadata(batch)
+
+
+@pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
+def test_the_draft_model_of_a_block_is_refused(make, algorithm):
+    """Its tokens attend to each other without a mask."""
+    runner, _ = make(mode=ForwardMode.TARGET_VERIFY)
+    draft = DraftRunner(runner)
+    with get_spec().override(speculative_algorithm=algorithm, speculative_eagle_topk=1):
+        assert ATTENTION_BACKENDS["etap"](runner).prefill is not None
+        with pytest.raises(ValueError, match=f"etap: a draft model of {algorithm} attends without a mask: wanted"):
+            ATTENTION_BACKENDS["etap"](draft)
 
 
 @pytest.mark.parametrize("ahead", [False, True], ids=["eager", "graph"])
