@@ -175,8 +175,9 @@ def test_other_values_are_refused_by_name(resolve, monkeypatch, wish):
 @pytest.mark.parametrize("backend", ["etap", "flashinfer"])
 def test_blocks_of_drafts_are_a_chain(resolve, model_directory, backend):
     view = resolve(
-        "--attention-backend", backend, "--speculative-algorithm", "DFLASH", "--speculative-draft-attention-backend", "fa3",
-        "--speculative-draft-model-path", model_directory, "--speculative-dflash-block-size", 4,
+        "--attention-backend", backend, "--speculative-algorithm", "DFLASH",
+        "--speculative-draft-attention-backend", "fa3", "--speculative-draft-model-path", model_directory,
+        "--speculative-dflash-block-size", 4,
     )  # fmt: skip
     assert (view.attention_backend, view.speculative_draft_attention_backend) == (backend, "fa3")
     assert (view.speculative_eagle_topk, view.speculative_num_draft_tokens) == (1, 4)
