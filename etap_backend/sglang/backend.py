@@ -97,6 +97,7 @@ class ETAPBackend(AttentionBackend):
         fp8_math: bool = False,
         draft_step: int | None = None,
         first: "ETAPBackend | None" = None,
+        fills_table: bool = True,
     ):
         """Allocate what every step needs.
 
@@ -107,6 +108,7 @@ class ETAPBackend(AttentionBackend):
             draft_step: which of a draft model's steps this backend serves; None when it is not for one of them.
             first: that of a draft model's first step, to share its workspace and block table: the steps run one after
                 another, and a later one enters the same pages and some more.
+            fills_table: whether this backend's plans fill the block table; another's do, which shares it.
 
         Raises:
             ValueError: the kernels cannot run this model or these arguments; the text says why.
@@ -131,7 +133,7 @@ class ETAPBackend(AttentionBackend):
         self._deterministic = versions.is_deterministic()
         self.prefill = None if skip_prefill else self._make_prefill(model_runner)
         self._fp8_math = fp8_cache and fp8_math
-        self.draft_step = draft_step
+        self.draft_step, self._fills_table = draft_step, fills_table
         self._returns_lse = get_parallel().attn_dcp_size > 1
         self._num_heads = _heads(model_runner)
         drafts = (self.num_draft_tokens if draft_step is None else None) or 1
@@ -286,7 +288,7 @@ class ETAPBackend(AttentionBackend):
         torch.add(seq_lens[:requests], new_tokens, out=lengths)
         if self._returns_lse:
             versions.fill_rank_share(self, forward_batch.req_pool_indices, lengths, table)
-        else:
+        elif self._fills_table:
             blocks = get_num_kv_index_blocks_flashmla(table.shape[1], self.page_size)
             create_flashmla_kv_indices_triton[(requests, blocks)](
                 self.req_to_token,
@@ -396,7 +398,8 @@ class ETAPBackend(AttentionBackend):
 class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
     """The steps in which a draft model makes its chain of tokens, each planned by a backend of its own.
 
-    In step i a request has i + 1 tokens more than the batch says, its drafts so far.
+    In step i a request has i + 1 tokens more than the batch says, its drafts so far. SGLang plans all steps before the
+    first one runs, so that the last one's plan fills the block table of all.
     """
 
     def __init__(self, model_runner, topk: int, speculative_num_steps: int, *, fp8_math: bool = False):
@@ -413,4 +416,5 @@ class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
         for step in range(speculative_num_steps - 1):
             first = self.attn_backends[0] if step else None
             options = {"fp8_math": fp8_math, "draft_step": step, "first": first}
+            options["fills_table"] = step == speculative_num_steps - 2
             self.attn_backends.append(ETAPBackend(model_runner, skip_prefill=True, **options))

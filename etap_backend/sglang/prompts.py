@@ -10,7 +10,8 @@ PREFILL_MODES = ("EXTEND", "MIXED")
 def prompt_runs(forward_batch, num_heads: int) -> list[Run]:
     """The calls that decode a prefill step; none where SGLang's prefill serves it.
 
-    SGLang's model asks, which else makes keys of the whole context, and the backend that plans: both hear the same.
+    SGLang's model asks in every layer, which else makes keys of the whole context, and the backend that plans: all hear
+    the same, which the batch keeps.
 
     Args:
         forward_batch: SGLang's.
@@ -18,6 +19,16 @@ def prompt_runs(forward_batch, num_heads: int) -> list[Run]:
     """
     if forward_batch.forward_mode.name not in PREFILL_MODES:
         return []
+    query_lens, prefix_lens = forward_batch.extend_seq_lens_cpu, forward_batch.extend_prefix_lens_cpu
+    of = (query_lens, prefix_lens, num_heads)
+    kept = getattr(forward_batch, "_etap_runs", None)
+    # SGLang copies batches, with other lists where their requests are others.
+    if kept is None or any(mine is not given for mine, given in zip(kept[0], of, strict=True)):
+        kept = forward_batch._etap_runs = of, _runs(query_lens, prefix_lens, num_heads)
+    return kept[1]
+
+
+def _runs(query_lens: list[int], prefix_lens: list[int], num_heads: int) -> list[Run]:
     # Here, because `etap doctor` imports this module where there is no SGLang.
     from sglang.srt.runtime_context import get_exec, get_parallel
 
@@ -25,9 +36,8 @@ def prompt_runs(forward_batch, num_heads: int) -> list[Run]:
     if get_exec().deterministic.enable_deterministic_inference or get_parallel().attn_dcp_size > 1:
         return []
     # Prompts of which nothing is cached read no context but themselves.
-    query_lens = forward_batch.extend_seq_lens_cpu
-    short = 0 < min(query_lens) <= max(query_lens) <= short_prompt_tokens(num_heads)
-    if not short or not any(forward_batch.extend_prefix_lens_cpu):
+    short = query_lens and 0 < min(query_lens) <= max(query_lens) <= short_prompt_tokens(num_heads)
+    if not short or not any(prefix_lens):
         return []
-    runs = list(islice(equal_runs(query_lens), MAX_RUNS + 1))  # every layer asks
+    runs = list(islice(equal_runs(query_lens), MAX_RUNS + 1))
     return runs if len(runs) <= MAX_RUNS else []

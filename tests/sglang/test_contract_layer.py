@@ -6,6 +6,7 @@ cache's rows, which it cannot run. FlashInfer's wrappers, which serve longer pre
 prefill, real CUDA graphs and memory are not tested here.
 """
 
+import copy
 import dataclasses
 import importlib.util
 import re
@@ -37,7 +38,9 @@ from sglang.test.kits.attention_unittest.attention_methods.mla_attention import 
 
 from etap_backend.reference import mla_decode_reference
 from etap_backend.sglang import backend as backend_module
-from etap_backend.short_prompts import MAX_RUNS
+from etap_backend.sglang import prompts as prompts_module
+from etap_backend.sglang.prompts import prompt_runs
+from etap_backend.short_prompts import MAX_RUNS, equal_runs
 
 load_plugins()
 
@@ -606,6 +609,27 @@ def test_a_prefill_graph_is_refused_with_an_fp8_cache(make):
     assert make(**options | {"fp8_kv_cache": False})[1].prefill is not None
 
 
+def test_no_prompts_are_sglangs(make, model_layer):
+    """As of a rank that has none in a step of the others."""
+    batch = prompts(Problem(make()[0], [70, 129], s_q=[5, 5]))
+    batch.extend_seq_lens_cpu, batch.extend_prefix_lens_cpu = [], []
+    assert prompt_runs(batch, HEADS) == []
+
+
+def test_the_way_of_a_batch_is_found_once(make, monkeypatch):
+    runner, backend = make()
+    batch, asked = prompts(Problem(runner, [70, 129, 300], s_q=[5, 5, 3])), []
+    monkeypatch.setattr(prompts_module, "equal_runs", lambda lens: asked.append(lens) or equal_runs(lens))
+    backend.init_forward_metadata(batch)
+    for _ in range(3):
+        assert route(batch) == AttnForwardMethod.MLA
+    assert asked == [[5, 5, 3]]
+    other = copy.copy(batch)
+    other.extend_seq_lens_cpu = [5, 200]
+    assert prompt_runs(other, HEADS) == [] and prompt_runs(batch, HEADS)
+    assert prompt_runs(batch, 4096) == [] and len(asked) == 1
+
+
 def test_prompts_of_decode_context_parallelism_are_sglangs(make, parallel, sglangs_prefill):
     runner, backend = make()
     batch = prompts(Problem(runner, [70, 129], s_q=[5, 5]))
@@ -738,14 +762,17 @@ def test_draft_model_has_a_backend_for_each_of_its_steps(make, monkeypatch, page
     assert len(tables) == 1 and target._block_table.data_ptr() not in tables
     problem = Problem(runner, [70, 129, 66], new=1)
     for step, backend in enumerate(steps.attn_backends):
-        backend._block_table.fill_(WILD)
         batch = problem.batch(seq_lens=[length - step - 1 for length in problem.lengths])
         batch.spec_info = object()
-        steps.init_forward_metadata(batch)
-        problem.check(attend(backend, problem, batch))
-        backend.forward_metadata = None
-        steps.init_forward_metadata_out_graph(batch)
-        problem.check(attend(backend, problem, batch))
+        for plan in (steps.init_forward_metadata, steps.init_forward_metadata_out_graph):
+            backend._block_table.fill_(WILD)
+            backend.forward_metadata = None
+            with monkeypatch.context() as patch:
+                fill, fills = backend_module.create_flashmla_kv_indices_triton, Recorder()
+                patch.setattr(backend_module, "create_flashmla_kv_indices_triton", fills.of(fill))
+                plan(batch)
+            assert fills.calls == 1
+            problem.check(attend(backend, problem, batch))
 
 
 def test_draft_model_has_a_backend_that_extends_its_cache(make, monkeypatch):
@@ -845,10 +872,18 @@ def test_planning_reads_nothing_back_to_the_host(make, monkeypatch):
 
 
 class Recorder:
-    """In place of a Triton kernel, whose interpreter does read its arguments."""
+    """In place of a Triton kernel, whose interpreter does read its arguments, or before one."""
+
+    def __init__(self):
+        self.calls, self.kernel = 0, None
+
+    def of(self, kernel):
+        self.kernel = kernel
+        return self
 
     def __getitem__(self, grid):
-        return lambda *arguments, **options: None
+        self.calls += 1
+        return self.kernel[grid] if self.kernel else lambda *arguments, **options: None
 
 
 def test_an_idle_rank_plans_nothing(make):
