@@ -37,9 +37,8 @@ def why_not(view, name: str) -> str | None:
     model = versions.model_config(view)
     of_model = name in _names_of_model(view)
     reason = None
-    if getattr(model.hf_text_config, "llama_4_scaling", None):
-        # SGLang multiplies queries by it for backends that take them in one tensor, and forgets it for the others.
-        reason = "a model whose queries are scaled by position (llama_4_scaling) is not supported"
+    if of_model and versions.scales_queries(model) and (other := _why_not_scaled(view, model)):
+        reason = f"a model whose queries are scaled by position (llama_4_scaling) is not supported with {other}"
     elif versions.is_sparse(model):
         reason = _why_unsupported_sparse(view, model, name) if of_model else None
     else:
@@ -70,6 +69,15 @@ def why_not_unasked(view) -> str | None:
     named = ("enable_unified_memory", "enable_page_major_kv_layout", "dcp_size")
     found = [argument for argument in named if getattr(view, argument) not in (False, None, 1)]
     return f"{found[0]} needs a backend to be named" if found else why_not_kernels(view)
+
+
+def _why_not_scaled(view, model) -> str | None:
+    """What needs a query's two parts, or keys of the latent rows, which SGLang makes without the scaling."""
+    if versions.is_sparse(model):
+        return "sparse attention"
+    if view.dcp_size > 1:
+        return f"decode context parallelism (dcp_size {view.dcp_size})"
+    return f"kv_cache_dtype {view.kv_cache_dtype}" if view.kv_cache_dtype == "fp8_e4m3" else None
 
 
 def _why_not_blocks(view) -> str | None:

@@ -130,6 +130,8 @@ class ETAPBackend(AttentionBackend):
         self.req_to_token = self.req_to_token_pool.req_to_token
         self.forward_metadata, self._verify_mask = None, None
         versions.register_model_support()
+        if versions.scales_queries(model_runner.model_config):
+            versions.register_model_support(scaled=True)
         self._deterministic = versions.is_deterministic()
         self.prefill = None if skip_prefill else self._make_prefill(model_runner)
         self._fp8_math = fp8_cache and fp8_math

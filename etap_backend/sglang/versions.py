@@ -285,7 +285,12 @@ def kernels_named(view) -> tuple[str | None, str | None]:
     return arguments.dsa_prefill_backend, arguments.dsa_decode_backend
 
 
-def register_model_support() -> None:
+def scales_queries(model_config) -> bool:
+    """Whether queries are scaled by position (Mistral-Large-3)."""
+    return bool(getattr(model_config.hf_text_config, "llama_4_scaling", None))
+
+
+def register_model_support(scaled: bool = False) -> None:
     """Enter ETAP where SGLang's MLA models look; here and not in `register`, because it imports those models.
 
     They route short prompts to the latent rows (without: long contexts are made keys of), other prefill as with
@@ -295,6 +300,10 @@ def register_model_support() -> None:
     log-sum-exp as a natural one (without: base 2). Deterministic prefill goes as with FlashAttention 3, which runs it.
     DFLASH makes no mask for our backend (without: one of a chain, which nothing reads, in every step, as large as all
     contexts times the drafts).
+
+    Args:
+        scaled: whether the model scales its queries by position, which SGLang forgets where it hands over their two
+            parts, and where it makes keys of the latent rows. None of both is done then.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils
@@ -315,7 +324,13 @@ def register_model_support() -> None:
             method = handler.handle_attention_flashmla(attn, forward_batch)
         return method
 
-    if NAME in utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS:
+    parts = utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    if scaled:
+        for name in NAMES:
+            handler.AttentionBackendRegistry.register(name, lambda attn, forward_batch: AttnForwardMethod.MLA)
+        parts[:] = [name for name in parts if name not in NAMES]
+        return
+    if NAME in handler.AttentionBackendRegistry._handlers:
         return
     # It is public since 0.5.18.
     maskless = "_DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS"
@@ -325,5 +340,5 @@ def register_model_support() -> None:
     known = getattr(forward_mla, function)
     for name in NAMES:
         handler.AttentionBackendRegistry.register(name, route)
-        utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
+        parts.append(name)
     setattr(forward_mla, function, lambda attention_backend: attention_backend in NAMES or known(attention_backend))

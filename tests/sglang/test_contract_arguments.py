@@ -552,13 +552,21 @@ def test_other_dimensions_of_sparse_attention_are_refused(resolve, model_directo
         resolve(*ETAP, model=model)
 
 
-def test_queries_that_are_scaled_by_position_are_refused(resolve, model_directory, tmp_path):
-    """Mistral-Large-3's: SGLang scales them for no backend that takes their two parts, as ETAP does."""
+def test_queries_that_are_scaled_by_position(resolve, model_directory, tmp_path, monkeypatch):
+    """Mistral-Large-3's. SGLang scales them in one tensor only, and no keys that it makes of latent rows."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     scaling = {"llama_4_scaling": {"original_max_position_embeddings": 8192, "beta": 0.1}}
     model = changed_model(model_directory, tmp_path, **scaling)
-    assert resolve("--attention-backend", "flashmla", model=model).attention_backend == "flashmla"
-    with pytest.raises(ValueError, match=r"--attention-backend etap: a model whose queries .* \(llama_4_scaling\)"):
-        resolve(*ETAP, model=model)
+    for backend in ("flashmla", "etap"):
+        assert resolve("--attention-backend", backend, model=model).attention_backend == backend
+    for flags, what in (
+        (("--kv-cache-dtype", "fp8_e4m3"), "kv_cache_dtype fp8_e4m3"),
+        (("--tp-size", 8, "--dcp-size", 8), "decode context parallelism .dcp_size 8."),
+    ):
+        with pytest.raises(
+            ValueError, match=rf"etap: a model whose .* \(llama_4_scaling\) is not supported with {what}"
+        ):
+            resolve(*ETAP, *flags, model=model)
 
 
 V4 = {

@@ -22,7 +22,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache import memory_pool
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
-from sglang.srt.models.deepseek_common import attention_backend_handler
+from sglang.srt.models.deepseek_common import attention_backend_handler, utils
 from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.plugins import load_plugins
@@ -439,11 +439,11 @@ def test_other_prompts_are_sglangs(make, sglangs_prefill, lengths, query_lens, o
     assert sglangs_prefill == [*planned, "forward_extend", "handle_attention_flashmla"]
 
 
-def long_prompts(backend, problem):
+def long_prompts(runner, problem):
     batch = prompts(problem)
     batch.seq_lens_cpu, batch.seq_lens_sum = batch.seq_lens, sum(problem.lengths)
-    if hasattr(backend.kv_index_translator, "bind_own_plan"):
-        backend.kv_index_translator.bind_own_plan(batch)
+    if hasattr(runner, "kv_index_translator"):
+        runner.kv_index_translator.bind_own_plan(batch)
     return batch
 
 
@@ -452,7 +452,7 @@ def test_long_prompts_are_planned_and_run_by_flashinfers_backend(make, monkeypat
     monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", LatentAttention)
     runner, backend = make(page_size=page)
     problem = Problem(runner, [300, 129, 1000], s_q=[130, 129, 200])
-    batch = long_prompts(backend, problem)
+    batch = long_prompts(runner, problem)
     backend.init_forward_metadata(batch)
     assert backend.forward_metadata is None
     problem.check(attend(backend, problem, batch))
@@ -524,12 +524,67 @@ def test_deterministic_prompts_are_flashattentions(make, model_layer, monkeypatc
     with deterministic(runner):
         backend = ATTENTION_BACKENDS["etap"](runner)
         problem = Problem(runner, [300, 129], s_q=query_lens)
-        batch = long_prompts(backend, problem)
+        batch = long_prompts(runner, problem)
         backend.init_forward_metadata(batch)
         problem.check(attend(backend, problem, batch))
         assert latent.splits == [1] and backend.forward_metadata is None
         handler = attention_backend_handler.AttentionBackendRegistry.get_handler("etap")
         assert handler(model_layer, batch) == AttnForwardMethod.MLA
+
+
+class ScaledLayer(forward_mla.DeepseekMLAForwardMixin):
+    """As much of SGLang's MLA layer as hands the attention its queries."""
+
+    dcp_size, learnable_sink_param, use_dsa = 1, None, False
+    current_attention_backend = "etap"
+
+    def __init__(self, backend):
+        self.backend, self.layer = backend, make_layer()
+
+    def attn_mqa(self, q, k, v, batch, save_kv_cache=True, **parts):
+        with forward_context(ForwardContext(attn_backend=self.backend)):
+            raise Attended(self.layer(q, k, v, batch, save_kv_cache=save_kv_cache, **parts))
+
+
+class Attended(Exception):
+    """Ends a layer's forward behind its attention."""
+
+
+@pytest.fixture
+def models_lists(monkeypatch):
+    """Puts back what is entered in SGLang's lists."""
+    monkeypatch.setattr(
+        attention_backend_handler.AttentionBackendRegistry,
+        "_handlers",
+        dict(attention_backend_handler.AttentionBackendRegistry._handlers),
+    )
+    parts = utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    before = list(parts)
+    yield
+    parts[:] = before
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1], [130, 5], [5, 5]], ids=str)
+@pytest.mark.parametrize("make", [False], indirect=True, ids=[""])
+def test_queries_scaled_by_position(make, monkeypatch, models_lists, model_layer, query_lens):
+    """Mistral-Large-3's, through the code of SGLang's layer."""
+    monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", LatentAttention)
+    runner, _ = make()
+    runner.model_config.hf_text_config.llama_4_scaling = {"beta": 0.1, "original_max_position_embeddings": 64}
+    backend = ATTENTION_BACKENDS["etap"](runner)
+    problem = Problem(runner, [300, 129], s_q=query_lens)
+    batch = long_prompts(runner, problem)
+    handler = attention_backend_handler.AttentionBackendRegistry.get_handler("etap")
+    assert handler(model_layer, batch) == AttnForwardMethod.MLA
+    backend.init_forward_metadata(batch)
+    k, k_rope = problem.new_rows[:, None].split([LATENT, ROPE], dim=-1)
+    scaling = utils._get_llama_4_scaling(64, 0.1, batch.positions).bfloat16()
+    parts = (problem.q_rope, k_rope, problem.q, k, batch, None, batch.positions, None, scaling)
+    with pytest.raises(Attended) as attended:
+        ScaledLayer(backend).forward_absorb_core(*parts)
+    assert (scaling != 1).all()
+    problem.q, problem.q_rope = problem.q * scaling, problem.q_rope * scaling
+    problem.check(attended.value.args[0])
 
 
 @pytest.mark.parametrize("query_lens, ours", [([5, 64], True), ([130, 129], False)], ids=str)
@@ -545,7 +600,7 @@ def test_a_graph_of_prefill_runs_a_batch_of_fewer_tokens(make, monkeypatch, quer
     monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", LatentAttention)
     runner, backend = make()
     problem, tokens = Problem(runner, [300, 200], s_q=query_lens), sum(query_lens)
-    batch = long_prompts(backend, problem)
+    batch = long_prompts(runner, problem)
     batch.global_num_token_non_padded_cpu = tokens
     padded = [
         torch.cat([rows, torch.full_like(rows[:3], torch.nan)])
