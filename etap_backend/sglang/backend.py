@@ -5,7 +5,7 @@ Prefill is FlashInfer's, whose backend this one holds, but for prompts of few ne
 
 import logging
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
@@ -79,10 +79,11 @@ class ETAPBackend(AttentionBackend):
     Attributes:
         prefill: SGLang's backend for what remains, FlashInfer's or, where a result must not depend on what runs beside
             it, FlashAttention's; None where no prefill is.
-        forward_metadata: the calls that serve a step; None where `prefill` does.
+        forward_metadata: the DecodeCalls that serve a step; None where `prefill` does.
     """
 
-    forward_metadata: list[DecodeCall] | None
+    prefill: Any
+    forward_metadata: Any
 
     # Plans are made of lengths on the device; prefill's batches have them on the host, too.
     needs_cpu_seq_lens: bool = False
