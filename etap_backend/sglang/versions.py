@@ -58,7 +58,7 @@ def hook_prefill_graph(unwanted) -> None:
     """Have SGLang capture no CUDA graph of prefill where `unwanted`, which takes its arguments, says so.
 
     Reason: there was none for models with MLA, and later there is one by default.
-    Versions: below 0.5.20. Goes when 0.5.20 is the oldest one supported.
+    Versions: 0.5.17 at least. Goes when the oldest one supported has the new way.
     """
     try:
         from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
@@ -129,7 +129,7 @@ def choose(arguments) -> None:
     """Name ETAP in the user's place.
 
     Reason: SGLang wrote what it decided into its arguments, and later declares it beside them.
-    Versions: below 0.5.19. Goes when 0.5.19 is the oldest one supported.
+    Versions: 0.5.17 at least. Goes when the oldest one supported has the new way.
     """
     arguments._etap_chosen = NAME
     try:
@@ -144,7 +144,7 @@ def hook_choice(choose_by_default) -> None:
     """Have this called with SGLang's arguments before it chooses attention backends for some models.
 
     Reason: a method of the arguments became a step with a list of hooks.
-    Versions: below 0.5.19. Goes when 0.5.19 is the oldest one supported.
+    Versions: 0.5.17 at least. Goes when the oldest one supported has the new way.
     """
     try:
         from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
@@ -218,7 +218,7 @@ def write_location(forward_batch):
 def output(forward_batch):
     """What the layer's output may be written to, or None: in a CUDA graph of prefill, which reads it there.
 
-    Versions: below 0.5.20 there is none. Goes when 0.5.20 is the oldest one supported.
+    Versions: 0.5.17 at least has none. Goes when the oldest one supported has it.
     """
     return getattr(forward_batch, "_attn_output", None)
 
