@@ -1,6 +1,5 @@
 """The compiled library from outside: what it needs, what it offers, what is in its kernels, and who may load it."""
 
-import importlib.metadata
 import os
 import re
 import subprocess
@@ -14,6 +13,7 @@ from elftools.elf.elffile import ELFFile
 from elftools.elf.gnuversions import GNUVerNeedSection, GNUVerSymSection
 
 from etap_backend import _library
+from support import sass
 
 SYSTEM_LIBRARIES = re.compile(r"(libc|libm|libdl|librt|libpthread|libgcc_s|libstdc\+\+|ld-linux-x86-64)\.so\.\d+")
 SYSTEM_VERSIONS = re.compile(r"(GLIBC|GLIBCXX|CXXABI|GCC)_[\d.]+")
@@ -44,24 +44,14 @@ def dynamic_symbols() -> dict[str, str | None]:
         return symbols
 
 
-def disassembler(name: str) -> Path:
-    """A tool of the CUDA packages that the tests are installed with."""
-    package = {"cuobjdump": "nvidia-cuda-cuobjdump", "nvdisasm": "nvidia-cuda-nvdisasm"}[name]
-    file = next(file for file in importlib.metadata.files(package) if file.name == name)
-    return Path(file.locate())
-
-
 @cache
 def cuobjdump(*options: str) -> str:
-    tools = f"{disassembler('nvdisasm').parent}{os.pathsep}{os.environ['PATH']}"
-    command = [str(disassembler("cuobjdump")), *options, str(_library.library_path())]
-    return subprocess.run(command, env={**os.environ, "PATH": tools}, capture_output=True, text=True, check=True).stdout
+    return sass.cuobjdump(_library.library_path(), *options)
 
 
 def kernels() -> dict[str, str]:
     """SASS of each kernel by its mangled name."""
-    parts = re.split(r"^\s*Function : (\S+)$", cuobjdump("-sass"), flags=re.MULTILINE)[1:]
-    return dict(zip(parts[::2], parts[1::2], strict=True))
+    return sass.kernels(cuobjdump("-sass"))
 
 
 def test_it_imports_nothing_but_the_system_and_tvm_ffi():
