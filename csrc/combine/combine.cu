@@ -21,8 +21,8 @@ constexpr int kBlockVectors = kSliceWarps * kWarpSize;  // float4s of one slice 
 
 // Ask for the partials first, first + step, ... before `end`, of kTasks tasks, whose values lie at task_offset.
 template <bool kOneRow, int kAhead, int kTasks>
-__device__ __forceinline__ void load(Flight<kAhead, kTasks>& flight, const Partials& from, const int (&task_offset)[kTasks],
-                                     int first, int step, int end) {
+CUTE_DEVICE void load(Flight<kAhead, kTasks>& flight, const Partials& from, const int (&task_offset)[kTasks], int first,
+                      int step, int end) {
 #pragma unroll
   for (int a = 0; a < kAhead; ++a) {
     const int at = first + a * step;
@@ -49,11 +49,11 @@ struct Shares {
   Sum sums[kAtATime][kTasks][kWarpSize];
   Totals totals[kWarps][kRowLanes];
 
-  __device__ __forceinline__ static int row_lane() {
+  CUTE_DEVICE static int row_lane() {
     const int lane = threadIdx.x % kWarpSize;
     return kOneRow ? lane / 4 : lane % 4;
   }
-  __device__ __forceinline__ float2 maximum() const {
+  CUTE_DEVICE float2 maximum() const {
     float2 maximum = totals[0][row_lane()].reference;
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) {
@@ -63,7 +63,7 @@ struct Shares {
     return maximum;
   }
   // Adds a task's shares of the warps from `first` on to a sum against all.reference.
-  __device__ __forceinline__ void add_to(Totals& all, Sum& sum, int first, int task) const {
+  CUTE_DEVICE void add_to(Totals& all, Sum& sum, int first, int task) const {
 #pragma unroll
     for (int w = 0; w < kAtATime; ++w) {
       const Totals share = totals[first + w][row_lane()];
@@ -75,7 +75,7 @@ struct Shares {
 };
 
 // Whether the work was divided by shapes alone, or else by a schedule.
-__device__ __forceinline__ bool is_even(const DecodeParams& params) { return params.sparse.division.partitions > 0; }
+CUTE_DEVICE bool is_even(const DecodeParams& params) { return params.sparse.division.partitions > 0; }
 
 // A split request.
 struct Entry {
@@ -84,7 +84,7 @@ struct Entry {
   int splits = 0;
 
   // The schedule's i-th, request -1 behind the last.
-  __device__ __forceinline__ static Entry listed(const DecodeParams& params, int i) {
+  CUTE_DEVICE static Entry listed(const DecodeParams& params, int i) {
     Entry entry;
     if (i < min(params.batch, params.partitions)) {
       const WorkRange& row = params.work_ranges[i];
@@ -95,7 +95,7 @@ struct Entry {
     return entry;
   }
   // The i-th token that may be split, request -1 where it is not.
-  __device__ __forceinline__ static Entry even(const DecodeParams& params, int i) {
+  CUTE_DEVICE static Entry even(const DecodeParams& params, int i) {
     const TokenDivision& division = params.sparse.division;
     Entry entry;
     if (i < sparse::split_candidates(division)) {
@@ -104,14 +104,14 @@ struct Entry {
     }
     return entry;
   }
-  __device__ __forceinline__ static Entry of(const DecodeParams& params, int i) {
+  CUTE_DEVICE static Entry of(const DecodeParams& params, int i) {
     return is_even(params) ? even(params, i) : listed(params, i);
   }
 };
 
 // Those of the candidates first, first + step, ... One question for all, so that the loads of listed ones do not wait for each other.
 template <int kEntries>
-__device__ __forceinline__ void find(const DecodeParams& params, int first, int step, Entry (&entries)[kEntries]) {
+CUTE_DEVICE void find(const DecodeParams& params, int first, int step, Entry (&entries)[kEntries]) {
   if (is_even(params)) {
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) entries[e] = Entry::even(params, first + e * step);
@@ -122,7 +122,7 @@ __device__ __forceinline__ void find(const DecodeParams& params, int first, int 
 }
 
 // Whether there is nothing to sum from the i-th candidate on, `entry`.
-__device__ __forceinline__ bool is_behind(const DecodeParams& params, int i, const Entry& entry) {
+CUTE_DEVICE bool is_behind(const DecodeParams& params, int i, const Entry& entry) {
   return is_even(params) ? i >= sparse::split_candidates(params.sparse.division) : entry.request < 0;
 }
 
@@ -139,7 +139,7 @@ struct Block {
   int slice_stride;  // of partial values, from a task to the one 64 value dims behind it
   Partials partials;
 
-  __device__ __forceinline__ Block(const DecodeParams& params, unsigned first_task) : params(params) {
+  CUTE_DEVICE Block(const DecodeParams& params, unsigned first_task) : params(params) {
     const unsigned blocks_per_group = params.row_tile / 8;
     const unsigned slice = first_task / kSliceWarps % kSlices;
     const unsigned quarter = first_task % kSliceWarps;
@@ -159,12 +159,12 @@ struct Block {
   }
 
   // Of the block's task t, beside the first one's.
-  __device__ __forceinline__ int offset(unsigned t) const {
+  CUTE_DEVICE int offset(unsigned t) const {
     return t / kSliceWarps * slice_stride + t % kSliceWarps * kWarpSize;
   }
 
   // Of the task t.
-  __device__ __forceinline__ void write(int request, const Sum& sum, const Totals& totals, unsigned t) const {
+  CUTE_DEVICE void write(int request, const Sum& sum, const Totals& totals, unsigned t) const {
     const int dim = first_dim + t * 16;
     write_rows<kOneRow>(params, sum, totals, request, first_row, dim);
     if (dim == 0) write_lse<kOneRow>(params, totals, request, first_row);
@@ -172,7 +172,7 @@ struct Block {
 
   // Those requests that have few splits: each warp sums its own task of all of them, the splits in flight together.
   template <int kEntries>
-  __device__ __forceinline__ void sum_alone(const Entry (&all)[kEntries]) const {
+  CUTE_DEVICE void sum_alone(const Entry (&all)[kEntries]) const {
     constexpr int kAhead = kFewSplits / kEntries;
     Entry entries[kEntries];
 #pragma unroll
@@ -197,7 +197,7 @@ struct Block {
   }
 
   // The same with few registers. A warp's own task of one request, kFewSplits splits at a time:
-  __device__ __forceinline__ void sum_in_turn(const Entry& entry) const {
+  CUTE_DEVICE void sum_in_turn(const Entry& entry) const {
     const int task = offset(warp), end = entry.slot + entry.splits;
     Totals totals;
     Sum sum;
@@ -208,7 +208,7 @@ struct Block {
 
   // Of those requests whose splits can all be on their way together, with the same bits. Whether there are others.
   template <int kEntries>
-  __device__ __forceinline__ bool sum_at_once(const Entry (&entries)[kEntries]) const {
+  CUTE_DEVICE bool sum_at_once(const Entry (&entries)[kEntries]) const {
     constexpr int kAhead = DividedFlight<kEntries>::kAhead;
     int first[kEntries], end[kEntries];
     bool others = false;
@@ -234,7 +234,7 @@ struct Block {
 
   // The warps divide a request's splits, sum all tasks of the block, and add up in shared memory.
   template <int kAhead, int kTasks, int kAtATime>
-  __device__ __forceinline__ void sum_together(const Entry& entry, Shares<kTasks, kAtATime, kOneRow>& shared) const {
+  CUTE_DEVICE void sum_together(const Entry& entry, Shares<kTasks, kAtATime, kOneRow>& shared) const {
     const int end = entry.slot + entry.splits;
     int offsets[kTasks];
 #pragma unroll
@@ -266,7 +266,7 @@ struct Block {
   }
 
   template <int kEntries>
-  __device__ __forceinline__ static int most_splits(const Entry (&entries)[kEntries]) {
+  CUTE_DEVICE static int most_splits(const Entry (&entries)[kEntries]) {
     int most = entries[0].splits;
 #pragma unroll
     for (int e = 1; e < kEntries; ++e) most = max(most, entries[e].splits);

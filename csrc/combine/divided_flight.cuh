@@ -23,8 +23,7 @@ class DividedFlight {
   static constexpr int kAhead = kFewSplits / kEntries;
 
   // The splits of entry e from first[e] on that come before end[e]. Values lie at task_offset.
-  __device__ __forceinline__ DividedFlight(const Partials& from, int task_offset, const int (&first)[kEntries],
-                                           const int (&end)[kEntries]) {
+  CUTE_DEVICE DividedFlight(const Partials& from, int task_offset, const int (&first)[kEntries], const int (&end)[kEntries]) {
     const int own = threadIdx.x % kWarpSize / kRowLanes;
     int at = first[0] + own, limit = end[0];
 #pragma unroll
@@ -46,7 +45,7 @@ class DividedFlight {
   }
 
   // Add them to what a single request's earlier ones came to.
-  __device__ __forceinline__ void add_to(Totals& totals, Sum& sum) {
+  CUTE_DEVICE void add_to(Totals& totals, Sum& sum) {
     static_assert(kEntries == 1);
     sum.scale(totals.raise(maximum()));
     weigh(totals.reference);
@@ -54,13 +53,13 @@ class DividedFlight {
   }
 
   // Where these are all splits of several requests: the weights of all, then one request's sum.
-  __device__ __forceinline__ void weigh_all() {
+  CUTE_DEVICE void weigh_all() {
     Totals own;
     own.raise(maximum());
     reference_ = own.reference;
     weigh(reference_);
   }
-  __device__ __forceinline__ void sum_entry(int entry, Totals& totals, Sum& sum) const {
+  CUTE_DEVICE void sum_entry(int entry, Totals& totals, Sum& sum) const {
     totals.reference = handed_round(reference_, entry * kAhead);
     add(entry, totals, sum);
   }
@@ -69,7 +68,7 @@ class DividedFlight {
   static constexpr int kRowLanes = 4;  // neighbours, of other rows
 
   // Of this lane's rows, over the splits of its entry.
-  __device__ __forceinline__ float2 maximum() const {
+  CUTE_DEVICE float2 maximum() const {
     float2 maximum = weight_;
 #pragma unroll
     for (int lanes = kRowLanes; lanes < kAhead * kRowLanes; lanes *= 2) {
@@ -78,15 +77,15 @@ class DividedFlight {
     }
     return maximum;
   }
-  __device__ __forceinline__ void weigh(float2 reference) {
+  CUTE_DEVICE void weigh(float2 reference) {
     weight_ = {ptx::ex2(weight_.x - reference.x), ptx::ex2(weight_.y - reference.y)};
   }
   // From the lane of the same rows that has this slot.
-  __device__ __forceinline__ static float2 handed_round(float2 held, int slot) {
+  CUTE_DEVICE static float2 handed_round(float2 held, int slot) {
     const int from = slot * kRowLanes + threadIdx.x % kRowLanes;
     return {__shfl_sync(0xffffffff, held.x, from), __shfl_sync(0xffffffff, held.y, from)};
   }
-  __device__ __forceinline__ void add(int entry, Totals& totals, Sum& sum) const {
+  CUTE_DEVICE void add(int entry, Totals& totals, Sum& sum) const {
 #pragma unroll
     for (int slot = entry * kAhead; slot < (entry + 1) * kAhead; ++slot) {
       const float2 weight = handed_round(weight_, slot);

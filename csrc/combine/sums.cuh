@@ -22,10 +22,10 @@ constexpr float kNoSplit = -FLT_MAX;
 struct Sum {
   float4 value = {0.0f, 0.0f, 0.0f, 0.0f};
 
-  __device__ __forceinline__ void scale(float2 weight) {
+  CUTE_DEVICE void scale(float2 weight) {
     value = {__fmul_rn(value.x, weight.x), __fmul_rn(value.y, weight.y), __fmul_rn(value.z, weight.x), __fmul_rn(value.w, weight.y)};
   }
-  __device__ __forceinline__ void add(float2 weight, float4 more) {
+  CUTE_DEVICE void add(float2 weight, float4 more) {
     value = {__fmaf_rn(weight.x, more.x, value.x), __fmaf_rn(weight.y, more.y, value.y), __fmaf_rn(weight.x, more.z, value.z),
              __fmaf_rn(weight.y, more.w, value.w)};
   }
@@ -37,7 +37,7 @@ struct Totals {
   float2 sum = {0.0f, 0.0f};
 
   // Weigh what was summed so far for a reference that may be larger; returns the weight.
-  __device__ __forceinline__ float2 raise(float2 maximum) {
+  CUTE_DEVICE float2 raise(float2 maximum) {
     maximum = {fmaxf(reference.x, maximum.x), fmaxf(reference.y, maximum.y)};
     const float2 weight = {ptx::ex2(reference.x - maximum.x), ptx::ex2(reference.y - maximum.y)};
     reference = maximum;
@@ -48,7 +48,7 @@ struct Totals {
 
 // What attention sinks leave of a lane's two rows' scale. The rows are a token's heads.
 template <bool kOneRow>
-__device__ __forceinline__ float2 beside_sinks(const DecodeParams& params, const Totals& totals, int first_row, float2 scale) {
+CUTE_DEVICE float2 beside_sinks(const DecodeParams& params, const Totals& totals, int first_row, float2 scale) {
   const int lane = threadIdx.x % kWarpSize;
   const int low = first_row + (kOneRow ? lane / 4 : lane % 4 * 2), high = kOneRow ? low : low + 1;
   if (low < params.rows) scale.x *= beside_sink(params.sinks[low], totals.reference.x + log2f(totals.sum.x));
@@ -58,8 +58,8 @@ __device__ __forceinline__ float2 beside_sinks(const DecodeParams& params, const
 
 // Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
 template <bool kOneRow>
-__device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request,
-                                           int first_row, int dim) {
+CUTE_DEVICE void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request, int first_row,
+                            int dim) {
   const int lane = threadIdx.x % kWarpSize;
   // The sums are at least 1, that of the reference, or 0.
   float2 scale = {totals.sum.x == 0.0f ? 0.0f : __fdividef(1.0f, totals.sum.x),
@@ -83,7 +83,7 @@ __device__ __forceinline__ void write_rows(const DecodeParams& params, const Sum
 }
 
 template <bool kOneRow>
-__device__ __forceinline__ void write_lse(const DecodeParams& params, const Totals& totals, int request, int first_row) {
+CUTE_DEVICE void write_lse(const DecodeParams& params, const Totals& totals, int request, int first_row) {
   const int lane = threadIdx.x % kWarpSize;
   const int row = first_row + (kOneRow ? lane / 4 : lane * 2);
   float* lse = params.lse + int64_t(request) * params.rows + row;
@@ -102,7 +102,7 @@ struct Flight {
   float2 lse[kAhead];
   float4 value[kAhead][kTasks];
 
-  __device__ __forceinline__ void add_to(Totals& totals, Sum (&sums)[kTasks]) const {
+  CUTE_DEVICE void add_to(Totals& totals, Sum (&sums)[kTasks]) const {
     float2 maximum = lse[0];
 #pragma unroll
     for (int a = 1; a < kAhead; ++a) maximum = {fmaxf(maximum.x, lse[a].x), fmaxf(maximum.y, lse[a].y)};

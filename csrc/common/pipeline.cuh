@@ -15,14 +15,14 @@ struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
 
-  __device__ __forceinline__ void advance(int stages) {
+  CUTE_DEVICE void advance(int stages) {
     stage += stages;
     if (stage >= kStages) {
       stage -= kStages;
       parity ^= 1;
     }
   }
-  __device__ __forceinline__ RingPosition behind(int stages) const {
+  CUTE_DEVICE RingPosition behind(int stages) const {
     RingPosition past = *this;
     past.stage -= stages;
     if (past.stage < 0) {
@@ -31,7 +31,7 @@ struct RingPosition {
     }
     return past;
   }
-  __device__ __forceinline__ RingPosition ahead(int stages) const {
+  CUTE_DEVICE RingPosition ahead(int stages) const {
     RingPosition next = *this;
     next.advance(stages);
     return next;
@@ -50,7 +50,7 @@ constexpr uint32_t kPatience = 5;
 // suffices that every deadlock meets. Time counts from the predecessor's end, which may take as long as it likes. Debug builds count
 // tries at every wait.
 template <bool kPatient = false>
-__device__ __forceinline__ void spin(Barrier& barrier, uint32_t parity) {
+CUTE_DEVICE void spin(Barrier& barrier, uint32_t parity) {
   const uint32_t address = cute::cast_smem_ptr_to_uint(&barrier);
   [[maybe_unused]] uint32_t begin = 0;
   [[maybe_unused]] bool followed = false;
@@ -74,14 +74,14 @@ struct NamedBarrier {
   int number;
   int threads;
 
-  __device__ __forceinline__ void sync() const { ptx::barrier_sync(number, threads); }
+  CUTE_DEVICE void sync() const { ptx::barrier_sync(number, threads); }
   // Without waiting, for those who only hand over.
-  __device__ __forceinline__ void arrive() const { ptx::barrier_arrive(number, threads); }
+  CUTE_DEVICE void arrive() const { ptx::barrier_arrive(number, threads); }
   // True for all when any passed true.
-  __device__ __forceinline__ bool any(bool value) const { return ptx::barrier_any(value, number, threads); }
+  CUTE_DEVICE bool any(bool value) const { return ptx::barrier_any(value, number, threads); }
   // Where threads read what others have just written. Debug builds meet twice: racecheck takes some accesses right behind a
   // named barrier of part of the CTA for earlier ones.
-  __device__ __forceinline__ void meet() const {
+  CUTE_DEVICE void meet() const {
     sync();
 #ifdef ETAP_SPIN_LIMIT
     sync();
@@ -95,11 +95,11 @@ template <int kTurns, bool kPatient>
 struct Turns {
   Barrier barriers[kTurns];
 
-  __device__ __forceinline__ void init(int signals) {
+  CUTE_DEVICE void init(int signals) {
     for (Barrier& barrier : barriers) barrier.init(signals);
   }
-  __device__ __forceinline__ void signal(uint32_t turn) { barriers[turn % kTurns].arrive(); }
-  __device__ __forceinline__ void wait(uint32_t turn) { spin<kPatient>(barriers[turn % kTurns], turn / kTurns % 2); }
+  CUTE_DEVICE void signal(uint32_t turn) { barriers[turn % kTurns].arrive(); }
+  CUTE_DEVICE void wait(uint32_t turn) { spin<kPatient>(barriers[turn % kTurns], turn / kTurns % 2); }
 };
 
 // One lane of a warp in step releases for all. In debug builds each does for itself: racecheck does not see that what the others
@@ -109,7 +109,7 @@ constexpr int kReleasingLanes = kWarpSize;
 #else
 constexpr int kReleasingLanes = 1;
 #endif
-__device__ __forceinline__ bool releases() { return threadIdx.x % kWarpSize < kReleasingLanes; }
+CUTE_DEVICE bool releases() { return threadIdx.x % kWarpSize < kReleasingLanes; }
 
 // One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release. kPatient: of the
 // producer, see spin.
@@ -121,28 +121,28 @@ struct Ring {
   Barrier empty[kStages];
 
   // Called by the threads 0 to kStages - 1 at least; each sets up one stage.
-  __device__ __forceinline__ void init(int thread, int producer_arrivals, int consumer_warps) {
+  CUTE_DEVICE void init(int thread, int producer_arrivals, int consumer_warps) {
     if (thread >= kStages) return;
     full[thread].init(producer_arrivals);
     empty[thread].init(consumer_warps * kReleasingLanes);
   }
-  __device__ __forceinline__ void acquire(Position at) { spin<kPatient>(empty[at.stage], at.parity ^ 1); }
+  CUTE_DEVICE void acquire(Position at) { spin<kPatient>(empty[at.stage], at.parity ^ 1); }
   // Whether acquire would not wait now.
-  __device__ __forceinline__ bool has_room(Position at) {
+  CUTE_DEVICE bool has_room(Position at) {
     return ptx::mbarrier_test_wait(cute::cast_smem_ptr_to_uint(&empty[at.stage]), at.parity ^ 1);
   }
-  __device__ __forceinline__ void wait(Position at) { spin(full[at.stage], at.parity); }
+  CUTE_DEVICE void wait(Position at) { spin(full[at.stage], at.parity); }
   // Whether wait would not wait now.
-  __device__ __forceinline__ bool filled(Position at) {
+  CUTE_DEVICE bool filled(Position at) {
     return ptx::mbarrier_test_wait(cute::cast_smem_ptr_to_uint(&full[at.stage]), at.parity);
   }
-  __device__ __forceinline__ void expect_bytes(Position at, uint32_t bytes) {
+  CUTE_DEVICE void expect_bytes(Position at, uint32_t bytes) {
     full[at.stage].arrive_and_expect_tx(bytes);
   }
-  __device__ __forceinline__ void commit(Position at) { full[at.stage].arrive(); }
+  CUTE_DEVICE void commit(Position at) { full[at.stage].arrive(); }
   // By lanes that release.
-  __device__ __forceinline__ void release(Position at) { empty[at.stage].arrive(); }
-  __device__ __forceinline__ uint64_t* full_barrier(Position at) {
+  CUTE_DEVICE void release(Position at) { empty[at.stage].arrive(); }
+  CUTE_DEVICE uint64_t* full_barrier(Position at) {
     return reinterpret_cast<uint64_t*>(&full[at.stage]);
   }
 };

@@ -1,36 +1,38 @@
 // One PTX instruction a function, for those that CUTLASS does not wrap.
 #pragma once
 
+#include <cute/config.hpp>
+
 #include <cstdint>
 
 namespace etap::ptx {
 
 // 2^x with the special-function unit; flushes denormals, 2^-inf is 0.
-__device__ __forceinline__ float ex2(float x) {
+CUTE_DEVICE float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
 // Two products of bfloat16; subnormal numbers count.
-__device__ __forceinline__ uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
+CUTE_DEVICE uint32_t mul_bf16x2(uint32_t a, uint32_t b) {
   uint32_t c;
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(c) : "r"(a), "r"(b));
   return c;
 }
 
 // Wait for `threads` threads at a named barrier.
-__device__ __forceinline__ void barrier_sync(int barrier, int threads) {
+CUTE_DEVICE void barrier_sync(int barrier, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // Arrive there without waiting.
-__device__ __forceinline__ void barrier_arrive(int barrier, int threads) {
+CUTE_DEVICE void barrier_arrive(int barrier, int threads) {
   asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
 // As barrier_sync; true for all when any of them passed true. Orders memory as a barrier.
-__device__ __forceinline__ bool barrier_any(bool value, int barrier, int threads) {
+CUTE_DEVICE bool barrier_any(bool value, int barrier, int threads) {
   uint32_t any;
   asm volatile(
       "{\n"
@@ -46,25 +48,25 @@ __device__ __forceinline__ bool barrier_any(bool value, int barrier, int threads
 }
 
 // Transpose an 8 x 8 matrix of 16-bit elements held by a warp, two elements a lane.
-__device__ __forceinline__ uint32_t movmatrix_trans(uint32_t x) {
+CUTE_DEVICE uint32_t movmatrix_trans(uint32_t x) {
   uint32_t y;
   asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
   return y;
 }
 
 // Copy 16 bytes of global memory to an address of shared memory, zeros where they do not exist, which are then not read.
-__device__ __forceinline__ void copy_async_16(uint32_t target, uint64_t source, bool exists) {
+CUTE_DEVICE void copy_async_16(uint32_t target, uint64_t source, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
 }
 
 // Store 16 bytes at an address of shared memory.
-__device__ __forceinline__ void store_shared(uint32_t target, const uint4& value) {
+CUTE_DEVICE void store_shared(uint32_t target, const uint4& value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)
                : "memory");
 }
 
 // Whether the barrier's phase of this parity has completed.
-__device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
+CUTE_DEVICE bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n"
@@ -79,7 +81,7 @@ __device__ __forceinline__ bool mbarrier_test_wait(uint32_t barrier, uint32_t pa
 }
 
 // The same; may suspend the thread for a while.
-__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
+CUTE_DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
       "{\n"
@@ -94,19 +96,19 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier, uint32_t par
 }
 
 // The upper half of the multiprocessor's clock counter: it goes up by one in 2^32 clocks, some two seconds.
-__device__ __forceinline__ uint32_t clock_high() {
+CUTE_DEVICE uint32_t clock_high() {
   uint32_t high;
   asm volatile("mov.u32 %0, %%clock_hi;" : "=r"(high));
   return high;
 }
 
 // This CTA's place in its cluster, and how many there are; both along x.
-__device__ __forceinline__ uint32_t cluster_rank() {
+CUTE_DEVICE uint32_t cluster_rank() {
   uint32_t rank;
   asm("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
   return rank;
 }
-__device__ __forceinline__ uint32_t cluster_size() {
+CUTE_DEVICE uint32_t cluster_size() {
   uint32_t size;
   asm("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
   return size;
@@ -114,15 +116,15 @@ __device__ __forceinline__ uint32_t cluster_size() {
 
 // The barrier of a cluster's threads, in two halves: what was read and written before the first comes before what anyone does
 // behind the second. Threads that have ended are not waited for.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
+CUTE_DEVICE void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
 // For those who have only read, and used what they read: spares them a wait for their own writes to memory.
-__device__ __forceinline__ void cluster_arrive_relaxed() {
+CUTE_DEVICE void cluster_arrive_relaxed() {
   asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory");
 }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+CUTE_DEVICE void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 // Where another CTA of the cluster has what lies at this address here. Worked out at this place.
-__device__ __forceinline__ uint32_t map_to_rank(uint32_t shared, uint32_t rank) {
+CUTE_DEVICE uint32_t map_to_rank(uint32_t shared, uint32_t rank) {
   uint32_t mapped;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(mapped) : "r"(shared), "r"(rank));
   return mapped;
@@ -130,7 +132,7 @@ __device__ __forceinline__ uint32_t map_to_rank(uint32_t shared, uint32_t rank) 
 
 // Read shared memory of a CTA of the cluster, kOffset bytes behind an address.
 template <int kOffset>
-__device__ __forceinline__ float2 load_cluster_float2(uint32_t mapped) {
+CUTE_DEVICE float2 load_cluster_float2(uint32_t mapped) {
   float2 x;
   asm volatile("ld.shared::cluster.v2.f32 {%0, %1}, [%2 + %3];"
                : "=f"(x.x), "=f"(x.y)
@@ -139,7 +141,7 @@ __device__ __forceinline__ float2 load_cluster_float2(uint32_t mapped) {
   return x;
 }
 template <int kOffset>
-__device__ __forceinline__ float4 load_cluster_float4(uint32_t mapped) {
+CUTE_DEVICE float4 load_cluster_float4(uint32_t mapped) {
   float4 x;
   asm volatile("ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [%4 + %5];"
                : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
@@ -150,7 +152,7 @@ __device__ __forceinline__ float4 load_cluster_float4(uint32_t mapped) {
 
 // What lies at an address of global memory, or zeros without reading: one load under a condition, where a branch would make
 // each of several loads wait for the one before.
-__device__ __forceinline__ void load_if(bool wanted, const void* from, uint4& value) {
+CUTE_DEVICE void load_if(bool wanted, const void* from, uint4& value) {
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
       "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
@@ -159,12 +161,12 @@ __device__ __forceinline__ void load_if(bool wanted, const void* from, uint4& va
       : "l"(from), "r"(int(wanted))
       : "memory");
 }
-__device__ __forceinline__ void load_if(bool wanted, const void* from, float4& value) {
+CUTE_DEVICE void load_if(bool wanted, const void* from, float4& value) {
   uint4 bits;
   load_if(wanted, from, bits);
   value = {__uint_as_float(bits.x), __uint_as_float(bits.y), __uint_as_float(bits.z), __uint_as_float(bits.w)};
 }
-__device__ __forceinline__ void load_if(bool wanted, const void* from, uint2& value) {
+CUTE_DEVICE void load_if(bool wanted, const void* from, uint2& value) {
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
       "mov.b32 %0, 0;\nmov.b32 %1, 0;\n"
@@ -175,7 +177,7 @@ __device__ __forceinline__ void load_if(bool wanted, const void* from, uint2& va
 }
 
 // The same of what is read once, and leaves L1 alone.
-__device__ __forceinline__ void load_once_if(bool wanted, uint64_t from, uint4& value) {
+CUTE_DEVICE void load_once_if(bool wanted, uint64_t from, uint4& value) {
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"
       "mov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
@@ -184,7 +186,7 @@ __device__ __forceinline__ void load_once_if(bool wanted, uint64_t from, uint4& 
       : "l"(from), "r"(int(wanted))
       : "memory");
 }
-__device__ __forceinline__ void load_once_if(bool wanted, uint64_t from, uint2& value) {
+CUTE_DEVICE void load_once_if(bool wanted, uint64_t from, uint2& value) {
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %3, 0;\n"
       "mov.b32 %0, 0;\nmov.b32 %1, 0;\n"

@@ -1,6 +1,7 @@
 // What every kernel says of warps, and of two 16-bit values in one register.
 #pragma once
 
+#include <cute/config.hpp>
 #include <cutlass/numeric_conversion.h>
 
 #include <cstdint>
@@ -12,14 +13,14 @@ constexpr float kLn2 = 0.6931471805599453f;  // kernels work with base 2, result
 
 // The same number, of which the compiler knows nothing: what follows from it is worked out behind this place, and not kept
 // in registers over a loop before.
-__device__ __forceinline__ int anew(int x) {
+CUTE_DEVICE int anew(int x) {
   asm volatile("" : "+r"(x));
   return x;
 }
 
 // Two values in one register, the lower column in the lower half.
 template <class Element>
-__device__ __forceinline__ uint32_t pack(float low, float high) {
+CUTE_DEVICE uint32_t pack(float low, float high) {
   const cutlass::NumericArrayConverter<Element, float, 2> convert;
   const cutlass::Array<float, 2> pair{low, high};
   const auto packed = convert(pair);
@@ -28,21 +29,21 @@ __device__ __forceinline__ uint32_t pack(float low, float high) {
 
 // Four 8-bit values in one register, the first in the lowest byte.
 template <class Element>
-__device__ __forceinline__ uint32_t pack_four(float a, float b, float c, float d) {
+CUTE_DEVICE uint32_t pack_four(float a, float b, float c, float d) {
   const cutlass::NumericArrayConverter<Element, float, 4> convert;
   const auto packed = convert(cutlass::Array<float, 4>{a, b, c, d});
   return reinterpret_cast<const uint32_t&>(packed);
 }
 
 template <class Element>
-__device__ __forceinline__ float4 unpack_four(uint32_t packed) {
+CUTE_DEVICE float4 unpack_four(uint32_t packed) {
   const cutlass::NumericArrayConverter<float, Element, 4> convert;
   const auto four = convert(reinterpret_cast<const cutlass::Array<Element, 4>&>(packed));
   return {four[0], four[1], four[2], four[3]};
 }
 
 template <class Element>
-__device__ __forceinline__ float2 unpack(uint32_t packed) {
+CUTE_DEVICE float2 unpack(uint32_t packed) {
   const auto& pair = reinterpret_cast<const cutlass::Array<Element, 2>&>(packed);
   return {float(pair[0]), float(pair[1])};
 }
@@ -51,7 +52,7 @@ __device__ __forceinline__ float2 unpack(uint32_t packed) {
 // r + 8 are dims 2r and 2r + 1 (kPairedDims), the even ones and the odd ones of four. To be stored as four neighbours, from
 // lane_dim on: so the four lanes of a row fill a sector of memory.
 template <bool kPairedDims>
-__device__ __forceinline__ uint2 neighbouring_dims(uint32_t first, uint32_t second) {
+CUTE_DEVICE uint2 neighbouring_dims(uint32_t first, uint32_t second) {
   if constexpr (kPairedDims) return make_uint2(__byte_perm(first, second, 0x5410), __byte_perm(first, second, 0x7632));
   const bool odd = threadIdx.x % 2;
   const uint32_t other = __shfl_xor_sync(0xffffffff, odd ? first : second, 1);
@@ -59,7 +60,7 @@ __device__ __forceinline__ uint2 neighbouring_dims(uint32_t first, uint32_t seco
 }
 
 template <bool kPairedDims>
-__device__ __forceinline__ int lane_dim(int lane) {
+CUTE_DEVICE int lane_dim(int lane) {
   return kPairedDims ? lane % 4 * 4 : lane % 2 * 8 + lane % 4 / 2 * 4;
 }
 

@@ -20,7 +20,7 @@ struct Destination {
   int rows;             // of the group, which the row tile may exceed
   bool float16_out;
 
-  __device__ __forceinline__ Destination(const DecodeParams& params, const Piece& piece, int row_group) {
+  CUTE_DEVICE Destination(const DecodeParams& params, const Piece& piece, int row_group) {
     const int64_t first = row_group * T::kRowTile;
     const int64_t row = int64_t(piece.request) * params.rows + first;
     const int64_t partial_row = (int64_t(piece.slot) * params.row_groups + row_group) * T::kRowTile;
@@ -37,21 +37,21 @@ struct Destination {
     float16_out = params.float16_out;
   }
 
-  __device__ __forceinline__ int64_t row_stride() const { return T::kGathered ? out_stride : kLatentDim; }
+  CUTE_DEVICE int64_t row_stride() const { return T::kGathered ? out_stride : kLatentDim; }
 
   // Two value dims in the result's type, which beside an FP8 cache is not the products'.
-  __device__ __forceinline__ uint32_t pack_out(float low, float high) const {
+  CUTE_DEVICE uint32_t pack_out(float low, float high) const {
     if constexpr (!T::kFp8Cache) return pack<typename T::Element>(low, high);
     return float16_out ? pack<cutlass::half_t>(low, high) : pack<cutlass::bfloat16_t>(low, high);
   }
 
   // What attention sinks leave of a row.
-  __device__ __forceinline__ float beside_sink(int row, float log2_sum_exp) const {
+  CUTE_DEVICE float beside_sink(int row, float log2_sum_exp) const {
     if (!T::kGathered || sinks == nullptr || row >= rows) return 1.0f;
     return etap::beside_sink(sinks[row], log2_sum_exp);
   }
 
-  __device__ __forceinline__ void write_lse(int row, float log2_sum_exp) const {
+  CUTE_DEVICE void write_lse(int row, float log2_sum_exp) const {
     if (out != nullptr) {
       lse[row] = log2_sum_exp == -INFINITY ? empty_lse : log2_sum_exp * kLn2;
     } else {
@@ -64,7 +64,7 @@ struct Destination {
 // rows that see none, no page read. The combination adds nothing of such a partial result (-inf), but multiplies what lies
 // there.
 template <class T>
-__device__ __forceinline__ void write_empty(const Destination<T>& to) {
+CUTE_DEVICE void write_empty(const Destination<T>& to) {
   const bool whole = to.out != nullptr;
   float* lse = whole ? to.lse : to.partial_lse;
   const float none = whole ? to.empty_lse : -INFINITY;

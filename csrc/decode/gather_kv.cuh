@@ -13,14 +13,14 @@ namespace etap {
 template <int kWarps>
 class PagedRows {
  public:
-  __device__ __forceinline__ PagedRows(const DecodeParams& params, int warp, int request, int begin_tile)
+  CUTE_DEVICE PagedRows(const DecodeParams& params, int warp, int request, int begin_tile)
       : params_(params),
         pages_(params.block_table + request * params.block_table_stride),
         row_((warp + threadIdx.x % kWarpSize / 4 * kWarps) * 4 + threadIdx.x % 4),
         next_page_(fetch(begin_tile)) {}
 
   // To the next tile, the first one to begin with.
-  __device__ __forceinline__ void advance(int tile, int seq_len) {
+  CUTE_DEVICE void advance(int tile, int seq_len) {
     const int token = tile * kTileTokens + row_;
     exists_ = row_ < kTileTokens && token < seq_len && uint32_t(next_page_) < uint32_t(params_.cache.pages);
     const uint32_t page = exists_ ? next_page_ : 0;
@@ -31,12 +31,12 @@ class PagedRows {
   }
 
   // This lane's row: whether it exists, and where both of its parts lie, in units.
-  __device__ __forceinline__ bool exists() const { return exists_; }
-  __device__ __forceinline__ uint32_t latent() const { return latent_; }
-  __device__ __forceinline__ uint32_t rope() const { return rope_; }
+  CUTE_DEVICE bool exists() const { return exists_; }
+  CUTE_DEVICE uint32_t latent() const { return latent_; }
+  CUTE_DEVICE uint32_t rope() const { return rope_; }
 
  private:
-  __device__ __forceinline__ int fetch(int tile) const {
+  CUTE_DEVICE int fetch(int tile) const {
     const int page = params_.parts_per_page.div(tile * kTileTokens + row_);
     return page < params_.max_pages ? pages_[page] : -1;
   }
@@ -55,7 +55,7 @@ class PagedRows {
 template <class T>
 class CopiedRows {
  public:
-  __device__ __forceinline__ CopiedRows(const PagedRows<T::kGatherWarps>& rows, const DecodeParams& params, int warp)
+  CUTE_DEVICE CopiedRows(const PagedRows<T::kGatherWarps>& rows, const DecodeParams& params, int warp)
       : params_(params), warp_(warp), exist_(__ballot_sync(0xffffffff, rows.exists())), rope_(rows.rope()) {
     CUTE_UNROLL
     for (int k = 0; k < kHeld; ++k) latent_[k] = kHeld == 1 ? rows.latent() : held_by(k * 4 + lane() / 8, rows.latent());
@@ -63,7 +63,7 @@ class CopiedRows {
 
   // So many lines of the latent part from `offset` on, each [tokens x line] in the swizzle.
   template <int kLines>
-  __device__ __forceinline__ void copy_latent(int offset, char* target) const {
+  CUTE_DEVICE void copy_latent(int offset, char* target) const {
     const char* const columns = params_.cache.latent + offset + lane() % 8 * kUnitBytes;
     const int row = warp_ * 4 + uint32_t(anew(lane())) / 8;
     const int first = row * kLineBytes + (lane() % 8 ^ swizzle<kLineBytes>(row)) * kUnitBytes;
@@ -84,7 +84,7 @@ class CopiedRows {
 
   // The rope part, a line or half of one: then half the lanes take it, and a warp two groups at a time.
   template <int kRopeBytes>
-  __device__ __forceinline__ void copy_rope(char* target) const {
+  CUTE_DEVICE void copy_rope(char* target) const {
     constexpr int kRowUnits = kRopeBytes / kUnitBytes;
     const char* const columns = params_.cache.rope + lane() % kRowUnits * kUnitBytes;
 #pragma unroll(kHeld)
@@ -105,16 +105,16 @@ class CopiedRows {
 
   static constexpr int kHeld = T::kStagesPerTile > 1 ? kGroups : 1;  // one: what this lane has fetched
 
-  __device__ __forceinline__ static int lane() { return threadIdx.x % kWarpSize; }
+  CUTE_DEVICE static int lane() { return threadIdx.x % kWarpSize; }
   // What another lane holds. Called by the whole warp.
-  __device__ __forceinline__ static uint32_t held_by(int lane, uint32_t value) {
+  CUTE_DEVICE static uint32_t held_by(int lane, uint32_t value) {
     return __shfl_sync(0xffffffff, value, lane);
   }
-  __device__ __forceinline__ bool has_group(int k) const {
+  CUTE_DEVICE bool has_group(int k) const {
     return kAllGroups % T::kGatherWarps == 0 || k + 1 < kGroups || warp_ < kAllGroups % T::kGatherWarps;
   }
   // 16 bytes of the row that a lane fetched, or zeros where it does not exist.
-  __device__ __forceinline__ void copy(const char* from, int fetched_by, char* to) const {
+  CUTE_DEVICE void copy(const char* from, int fetched_by, char* to) const {
     cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
                                                                  *reinterpret_cast<cute::uint128_t*>(to),
                                                                  exist_ >> fetched_by & 1);
@@ -129,7 +129,7 @@ class CopiedRows {
 
 // A warp's rows of a stage.
 template <class T>
-__device__ __forceinline__ void copy_stage(const CopiedRows<T>& rows, int first_chunk, char* target) {
+CUTE_DEVICE void copy_stage(const CopiedRows<T>& rows, int first_chunk, char* target) {
   if constexpr (T::kFp8Cache) {
     rows.template copy_latent<T::kWideChunks>(0, target);
     rows.template copy_rope<kRopeDim>(target + kTileTokens * kLatentDim);
@@ -154,15 +154,15 @@ class Landing {
   static constexpr int kMost = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
 
   // The copies since the last call are this stage's.
-  __device__ __forceinline__ void begin(int stage) {
+  CUTE_DEVICE void begin(int stage) {
     cute::cp_async_fence();
     stages_ |= decltype(stages_)(stage) << kStageBits * count_++;
   }
-  __device__ __forceinline__ bool full() const { return count_ == kMost; }
+  CUTE_DEVICE bool full() const { return count_ == kMost; }
 
   // Wait until at most so many have not arrived.
   template <int kOutstanding>
-  __device__ __forceinline__ void land(typename T::SharedStorage& shared) {
+  CUTE_DEVICE void land(Shared<T>& shared) {
     ETAP_MARKED(rows_wait, cute::cp_async_wait<kOutstanding>());
     ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
     __syncwarp();
@@ -179,11 +179,10 @@ class Landing {
 };
 
 template <class T>
-__device__ __forceinline__ void gather_keys(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                            int warp) {
+CUTE_DEVICE void gather_keys(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
   constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   const int lane = threadIdx.x % kWarpSize;
-  RingPosition<T::kStages> at;
+  KeyPosition<T> at;
   [[maybe_unused]] int tiles_begun = 0;
   [[maybe_unused]] Landing<T> landing;
   Grants<T> grants;

@@ -64,9 +64,8 @@ constexpr int kQueryWarps = kWholeTiles ? kQueryProducerThreads / kWarpSize : 1;
 
 // What a warp of the third warpgroup does. Beside an FP8 cache and beside lists the consumers read the queries.
 template <class T, bool kWholeTiles>
-__device__ __forceinline__ void produce(typename T::SharedStorage& shared, const DecodeParams& params,
-                                        const Cache<T, kWholeTiles>& cache, const QueryMaps& query_maps, int partition,
-                                        int row_group) {
+CUTE_DEVICE void produce(Shared<T>& shared, const DecodeParams& params, const Cache<T, kWholeTiles>& cache,
+                         const QueryMaps& query_maps, int partition, int row_group) {
   const WarpRole role = producer_role();
   if constexpr (T::kGathered) {
     sparse::load_rows<T>(shared, params, partition, cutlass::canonical_warp_idx_sync() - kConsumerWarps);

@@ -14,7 +14,7 @@ namespace etap {
 // used. Behind the table there is page -1, of which TMA writes zeros: a length that is too long reads no other request's rows.
 class PageFetcher {
  public:
-  __device__ __forceinline__ PageFetcher(const DecodeParams& params, int request, int begin_part)
+  CUTE_DEVICE PageFetcher(const DecodeParams& params, int request, int begin_part)
       : pages_(params.block_table + request * params.block_table_stride),
         parts_per_page_(params.parts_per_page),
         max_pages_(params.max_pages),
@@ -22,17 +22,17 @@ class PageFetcher {
         next_(fetch(begin_part)) {}
 
   // To `part`, begin_part + i; called with i = 0, 1, 2, ..., or with the first one's of each tile.
-  __device__ __forceinline__ void advance(int part, int i) {
+  CUTE_DEVICE void advance(int part, int i) {
     if (i % kWarpSize == 0) {
       current_ = next_;
       next_ = fetch(part + kWarpSize);
     }
   }
   // Page of begin_part + i, or of one that follows in its tile; called by the whole warp.
-  __device__ __forceinline__ int page(int i) const { return __shfl_sync(0xffffffff, current_, i % kWarpSize); }
+  CUTE_DEVICE int page(int i) const { return __shfl_sync(0xffffffff, current_, i % kWarpSize); }
 
  private:
-  __device__ __forceinline__ int fetch(int first_part) const {
+  CUTE_DEVICE int fetch(int first_part) const {
     const int page = parts_per_page_.div(first_part + lane_);
     return page < max_pages_ ? pages_[page] : -1;
   }
@@ -51,26 +51,26 @@ class PageFetcher {
 template <class T>
 class Grants {
  public:
-  __device__ __forceinline__ void begin_piece(int tiles) {
+  CUTE_DEVICE void begin_piece(int tiles) {
     alone_ = T::kHalvesSingleTiles && tiles == 1;
     of_first_ = (tiles + 1) / kConsumerGroups;
     of_second_ = alone_ ? 1 : tiles / kConsumerGroups;
   }
   // The i-th tile.
-  __device__ __forceinline__ void grant_tile(typename T::SharedStorage& shared, int i) const {
+  CUTE_DEVICE void grant_tile(Shared<T>& shared, int i) const {
     const uint32_t before = i % kConsumerGroups == 0 ? before_first_ : before_second_;
     shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups);
     if (alone_) shared.granted[1].signal(before_second_);
   }
   // Whether stages are lent behind the last tile, and that they are.
-  __device__ __forceinline__ bool lends() const { return T::kGrantsTiles && !alone_; }
-  __device__ __forceinline__ void grant_merge(typename T::SharedStorage& shared) const {
+  CUTE_DEVICE bool lends() const { return T::kGrantsTiles && !alone_; }
+  CUTE_DEVICE void grant_merge(Shared<T>& shared) const {
     if constexpr (T::kGrantsTiles) {
       shared.granted[0].signal(before_first_ + of_first_);
       shared.granted[1].signal(before_second_ + of_second_);
     }
   }
-  __device__ __forceinline__ void end_piece() {
+  CUTE_DEVICE void end_piece() {
     before_first_ += of_first_ + lends();
     before_second_ += of_second_ + lends();
   }
@@ -83,7 +83,7 @@ class Grants {
 
 // Whether a tile is asked for when the one before it has come: the first ones of a CTA in pieces that are short enough.
 template <class T>
-__device__ __forceinline__ bool alone(int tiles_begun, int tiles_of_piece) {
+CUTE_DEVICE bool alone(int tiles_begun, int tiles_of_piece) {
   if constexpr (T::kTilesAlone > 0) return tiles_begun < T::kTilesAlone && tiles_of_piece <= T::kLongestAlone;
   return false;
 }
@@ -95,11 +95,10 @@ constexpr bool kLoadsSparingly = T::registers(true).launch == kBesideCombination
 constexpr int kUrgentTiles = 2;
 
 template <class T>
-__device__ __forceinline__ void load_keys(typename T::SharedStorage& shared, const DecodeParams& params,
-                                          const typename T::CacheMaps& maps, int partition) {
+CUTE_DEVICE void load_keys(Shared<T>& shared, const DecodeParams& params, const typename T::CacheMaps& maps, int partition) {
   constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   const bool elected = threadIdx.x % kWarpSize == 0;
-  RingPosition<T::kStages> at;
+  KeyPosition<T> at;
   int tiles_begun = 0;
   Grants<T> grants;
   bool ahead = kLoadsSparingly<T> && params.early_loads;  // the predecessor may still run

@@ -9,12 +9,11 @@ namespace etap {
 // All warps go through all stages and arrive at each, so that none falls a round behind, also where it has no part; the first
 // one says how many bytes are to come.
 template <class T>
-__device__ __forceinline__ void load_parts(typename T::SharedStorage& shared, const DecodeParams& params,
-                                           const PartMaps& maps, int partition, int warp) {
+CUTE_DEVICE void load_parts(Shared<T>& shared, const DecodeParams& params, const PartMaps& maps, int partition, int warp) {
   constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   const bool elected = threadIdx.x % kWarpSize == 0;
   const int parts = kTileTokens / params.part_tokens;
-  RingPosition<T::kStages> at;
+  KeyPosition<T> at;
   int tiles_begun = 0;
   Grants<T> grants;
   PieceWalk walk(params, partition);

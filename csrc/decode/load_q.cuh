@@ -13,8 +13,8 @@ namespace etap {
 // Query rows whose heads fill row tiles are one TMA copy of the latent part and one of the rope part. Asked for before the
 // piece's length is known: behind the first tiles of the cache they would arrive up to 5 us later.
 template <class T>
-__device__ __forceinline__ void copy_queries(typename T::SharedStorage& shared, const DecodeParams& params,
-                                             const QueryMaps& maps, int partition, int row_group) {
+CUTE_DEVICE void copy_queries(Shared<T>& shared, const DecodeParams& params, const QueryMaps& maps, int partition,
+                              int row_group) {
   const int token = row_group * T::kRowTile / params.heads;
   const int head = row_group * T::kRowTile - token * params.heads;
   RingPosition<1> at;
@@ -39,8 +39,7 @@ __device__ __forceinline__ void copy_queries(typename T::SharedStorage& shared, 
 // Query rows of any strides go through cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads. A warp
 // takes every kWarps-th row and steps from row to row without a division.
 template <class T, int kWarps>
-__device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared, const DecodeParams& params,
-                                               int partition, int row_group) {
+CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, int partition, int row_group) {
   using Element = typename T::Element;
   constexpr int kUnitElements = kUnitBytes / sizeof(Element);
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitElements;
@@ -89,8 +88,8 @@ __device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared
 
 // kWarps: that may gather.
 template <class T, int kWarps>
-__device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params,
-                                             const QueryMaps& maps, int partition, int row_group, WarpRole role) {
+CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, const QueryMaps& maps, int partition,
+                              int row_group, WarpRole role) {
   if (!maps.usable) {
     gather_queries<T, kWarps>(shared, params, partition, row_group);
   } else if (role == WarpRole::kQueryProducer) {

@@ -15,7 +15,7 @@ struct Piece {
   int end_tile;
   int slot;  // of the partial result, -1 when this piece is the whole request
 
-  __device__ __forceinline__ int tiles() const { return max(end_tile - begin_tile, 0); }
+  CUTE_DEVICE int tiles() const { return max(end_tile - begin_tile, 0); }
 };
 
 // The lengths of the pieces' requests on their way from the key producer to the consumers. Were each to read them for itself, one
@@ -26,9 +26,9 @@ struct LengthQueue {
   int lengths[kPlaces];
   Ring<kPlaces> ring;
 
-  __device__ __forceinline__ void init() { ring.init(threadIdx.x, 1, kConsumerWarps); }
+  CUTE_DEVICE void init() { ring.init(threadIdx.x, 1, kConsumerWarps); }
   // That of the partition's n-th piece. Called by one whole warp.
-  __device__ __forceinline__ void put(int n, int length) {
+  CUTE_DEVICE void put(int n, int length) {
     const RingPosition<kPlaces> at = position(n);
     if (n >= kPlaces) ring.acquire(at);
     if (threadIdx.x % kWarpSize != 0) return;
@@ -36,7 +36,7 @@ struct LengthQueue {
     ETAP_MARKED(length_commit, ring.commit(at));
   }
   // Called by all warps of the consumers.
-  __device__ __forceinline__ int take(int n) {
+  CUTE_DEVICE int take(int n) {
     const RingPosition<kPlaces> at = position(n);
     ETAP_MARKED(length_wait, ring.wait(at));
     const int length = lengths[at.stage];
@@ -46,7 +46,7 @@ struct LengthQueue {
   }
 
  private:
-  __device__ __forceinline__ static RingPosition<kPlaces> position(int n) {
+  CUTE_DEVICE static RingPosition<kPlaces> position(int n) {
     return {n % kPlaces, uint32_t(n / kPlaces % 2)};
   }
 };
@@ -54,7 +54,7 @@ struct LengthQueue {
 // Walks the pieces of a partition in order.
 class PieceWalk {
  public:
-  __device__ __forceinline__ PieceWalk(const DecodeParams& params, int partition) : params_(params) {
+  CUTE_DEVICE PieceWalk(const DecodeParams& params, int partition) : params_(params) {
     const WorkRange& range = params.work_ranges[partition];
     request_ = range.begin_request;
     begin_tile_ = range.begin_tile;
@@ -63,26 +63,26 @@ class PieceWalk {
     end_tile_ = range.end_tile;
   }
 
-  __device__ __forceinline__ bool done() const {
+  CUTE_DEVICE bool done() const {
     return request_ > end_request_ || (request_ == end_request_ && end_tile_ == 0);
   }
   // Where the next piece begins: known before its length is.
-  __device__ __forceinline__ int request() const { return request_; }
-  __device__ __forceinline__ int begin_tile() const { return begin_tile_; }
+  CUTE_DEVICE int request() const { return request_; }
+  CUTE_DEVICE int begin_tile() const { return begin_tile_; }
 
   // Past the next piece without asking how long it is.
-  __device__ __forceinline__ void skip() {
+  CUTE_DEVICE void skip() {
     ++request_;
     begin_tile_ = begin_split_ = 0;  // all but the first piece begin their request
   }
 
   // As the producers walk, who read its length.
-  __device__ __forceinline__ Piece next() {
+  CUTE_DEVICE Piece next() {
     return next([&] { return min(max(params_.seq_lens[request_], 0), kMostTokens); });
   }
   // As the consumers do, who are told it; what else there is to read is on its way meanwhile.
   template <class Length>
-  __device__ __forceinline__ Piece next(Length&& length) {
+  CUTE_DEVICE Piece next(Length&& length) {
     const int slots = params_.split_offsets[request_];
     const int end_of_slots = params_.split_offsets[request_ + 1];
     const int seq_len = length();
@@ -107,8 +107,7 @@ class PieceWalk {
 // The next piece as the consumers walk, the partition's n-th, behind the predecessor's end. Lists are no longer than their tensor,
 // and nobody reads them earlier: there the consumers read their lengths, too.
 template <class T>
-__device__ __forceinline__ Piece next_piece(typename T::SharedStorage& shared, const DecodeParams& params,
-                                            typename T::Walk& walk, int n) {
+CUTE_DEVICE Piece next_piece(Shared<T>& shared, const DecodeParams& params, typename T::Walk& walk, int n) {
   if constexpr (T::kGathered) {
     return walk.next();
   } else {

@@ -10,6 +10,12 @@
 
 namespace etap {
 
+// What a CTA of the kernel with traits T has in shared memory, and a place in its ring of keys.
+template <class T>
+using Shared = typename T::SharedStorage;
+template <class T>
+using KeyPosition = RingPosition<T::kStages>;
+
 constexpr int kWarpsPerGroup = 4;
 constexpr int kGroupThreads = kWarpSize * kWarpsPerGroup;
 constexpr int kConsumerGroups = 2;
@@ -29,7 +35,7 @@ enum class WarpRole {
   kQueryHelper,    // the third and fourth
 };
 
-__device__ __forceinline__ WarpRole producer_role() {
+CUTE_DEVICE WarpRole producer_role() {
   const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
   return warp == 0 ? WarpRole::kKeyProducer : warp == 1 ? WarpRole::kQueryProducer : WarpRole::kQueryHelper;
 }
@@ -62,7 +68,7 @@ constexpr Registers registers() {
 }
 
 template <class T, bool kWholeTiles, bool kConsumer>
-__device__ __forceinline__ void adjust_registers() {
+CUTE_DEVICE void adjust_registers() {
   constexpr Registers wanted = registers<T, kWholeTiles>();
   constexpr int kOwn = kConsumer ? wanted.consumer : wanted.producer;
   if constexpr (kOwn > wanted.launch) {
@@ -74,7 +80,7 @@ __device__ __forceinline__ void adjust_registers() {
 
 // Before a thread reads what the predecessor may have written, and before it writes. Only then may the successor begin: the
 // combination reads the schedule as soon as it does.
-__device__ __forceinline__ void follow_predecessor() {
+CUTE_DEVICE void follow_predecessor() {
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 }
@@ -84,25 +90,25 @@ __device__ __forceinline__ void follow_predecessor() {
 namespace event {
 
 // Of one consumer: 2 and 3.
-__device__ __forceinline__ NamedBarrier of_consumer(int group) { return {2 + group, kGroupThreads}; }
-__device__ __forceinline__ NamedBarrier probabilities_written(int group) { return of_consumer(group); }
-__device__ __forceinline__ NamedBarrier maxima_written(int group) { return of_consumer(group); }
-__device__ __forceinline__ NamedBarrier scores_read(int group) { return of_consumer(group); }
-__device__ __forceinline__ NamedBarrier tail_zeroed(int group) { return of_consumer(group); }
+CUTE_DEVICE NamedBarrier of_consumer(int group) { return {2 + group, kGroupThreads}; }
+CUTE_DEVICE NamedBarrier probabilities_written(int group) { return of_consumer(group); }
+CUTE_DEVICE NamedBarrier maxima_written(int group) { return of_consumer(group); }
+CUTE_DEVICE NamedBarrier scores_read(int group) { return of_consumer(group); }
+CUTE_DEVICE NamedBarrier tail_zeroed(int group) { return of_consumer(group); }
 
 // Of both consumers: 1.
-__device__ __forceinline__ NamedBarrier of_consumers() { return {1, kConsumerThreads}; }
-__device__ __forceinline__ NamedBarrier queries_written() { return of_consumers(); }
-__device__ __forceinline__ NamedBarrier sums_written() { return of_consumers(); }
-__device__ __forceinline__ NamedBarrier sums_read() { return of_consumers(); }
-__device__ __forceinline__ NamedBarrier halves_taken() { return of_consumers(); }
-__device__ __forceinline__ NamedBarrier factors_written() { return of_consumers(); }
-__device__ __forceinline__ NamedBarrier both_probabilities_written() { return of_consumers(); }
-__device__ __forceinline__ NamedBarrier both_scores_read() { return of_consumers(); }
-__device__ __forceinline__ NamedBarrier shares_written() { return of_consumers(); }
+CUTE_DEVICE NamedBarrier of_consumers() { return {1, kConsumerThreads}; }
+CUTE_DEVICE NamedBarrier queries_written() { return of_consumers(); }
+CUTE_DEVICE NamedBarrier sums_written() { return of_consumers(); }
+CUTE_DEVICE NamedBarrier sums_read() { return of_consumers(); }
+CUTE_DEVICE NamedBarrier halves_taken() { return of_consumers(); }
+CUTE_DEVICE NamedBarrier factors_written() { return of_consumers(); }
+CUTE_DEVICE NamedBarrier both_probabilities_written() { return of_consumers(); }
+CUTE_DEVICE NamedBarrier both_scores_read() { return of_consumers(); }
+CUTE_DEVICE NamedBarrier shares_written() { return of_consumers(); }
 
 // Of this warp and the same one of the other consumer: 4 to 11.
-__device__ __forceinline__ NamedBarrier probabilities_handed_over(int owner) {
+CUTE_DEVICE NamedBarrier probabilities_handed_over(int owner) {
   return {4 + owner * kWarpsPerGroup + int(threadIdx.x % kGroupThreads / kWarpSize), 2 * kWarpSize};
 }
 

@@ -10,7 +10,7 @@ constexpr float kLog2OfE = 1.4426950408889634f;
 
 // 1 / (1 + e^sink / sum of e^score): what an output without the sink is multiplied with. Without a sink's or a token's share
 // (-inf) nothing of the other is left over or lost.
-__device__ __forceinline__ float beside_sink(float sink, float log2_sum_exp) {
+CUTE_DEVICE float beside_sink(float sink, float log2_sum_exp) {
   const float above = sink * kLog2OfE - log2_sum_exp;
   return sink == -INFINITY ? 1.0f : 1.0f / (1.0f + ptx::ex2(above));
 }

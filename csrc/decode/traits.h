@@ -42,7 +42,7 @@ constexpr int turns() {
 
 // An item of an array in shared memory, whose place is worked out in 32 bits as all of that memory can be.
 template <class Item>
-__device__ __forceinline__ Item& item(char* array, int i) {
+CUTE_DEVICE Item& item(char* array, int i) {
   return *reinterpret_cast<Item*>(array + i * int(sizeof(Item)));
 }
 
@@ -55,10 +55,10 @@ struct PartMaps {
   CUtensorMap rope;    // (64 columns, tokens, pages)
 
   // Of a part's tokens, `token` the first of its page.
-  __device__ __forceinline__ void copy_latent(uint64_t* barrier, void* target, int page, int token, int chunk) const {
+  CUTE_DEVICE void copy_latent(uint64_t* barrier, void* target, int page, int token, int chunk) const {
     cute::SM90_TMA_LOAD_4D::copy(&latent, barrier, kReadOnce, target, 0, token, chunk, page);
   }
-  __device__ __forceinline__ void copy_rope(uint64_t* barrier, void* target, int page, int token) const {
+  CUTE_DEVICE void copy_rope(uint64_t* barrier, void* target, int page, int token) const {
     cute::SM90_TMA_LOAD_3D::copy(&rope, barrier, kReadOnce, target, 0, token, page);
   }
 };

@@ -15,14 +15,13 @@ namespace etap::query_major {
 // from its beginning (i).
 template <class T>
 struct Consumer {
-  typename T::SharedStorage& shared;
+  Shared<T>& shared;
   const DecodeParams& params;
   const int group;
   typename T::Output o;
 
   // Decodes a partition's pieces.
-  __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                             int row_group, int group) {
+  CUTE_DEVICE static void run(Shared<T>& shared, const DecodeParams& params, int partition, int row_group, int group) {
     Consumer consumer{shared, params, group};
     RingPosition<1> queries;
     int n = 0;  // tiles of earlier pieces
@@ -57,8 +56,7 @@ struct Consumer {
 
   // An own tile, the CTA's n-th, and the output of the one before it if it follows one in the piece: between two shares of
   // the scores, when P of that tile is there and the value dims of this one may still be on their way.
-  __device__ __forceinline__ void own_tile(const Piece& piece, int tile, int n, bool last, RingPosition<1> queries,
-                                           RowState& state) {
+  CUTE_DEVICE void own_tile(const Piece& piece, int tile, int n, bool last, RingPosition<1> queries, RowState& state) {
     const int i = tile - piece.begin_tile;
     const auto at = tile_position<T>(n);
 
@@ -100,7 +98,7 @@ struct Consumer {
   }
 
   // The output of the other warpgroup's tile, the CTA's n-th.
-  __device__ __forceinline__ void other_tile(const Piece& piece, int tile, int n, RowState& state) {
+  CUTE_DEVICE void other_tile(const Piece& piece, int tile, int n, RowState& state) {
     uint32_t p[T::kWords];
     float factor[2];
     const bool renewed = take_over<T>(shared, 1 - group, state, p, factor);
@@ -108,7 +106,7 @@ struct Consumer {
     add_output(piece, tile, n, p);
   }
 
-  __device__ __forceinline__ void add_output(const Piece& piece, int tile, int n, const uint32_t (&p)[T::kWords]) {
+  CUTE_DEVICE void add_output(const Piece& piece, int tile, int n, const uint32_t (&p)[T::kWords]) {
     const int valid = piece.seq_len - tile * kTileTokens;
     const int first = half_stage(n, tile - piece.begin_tile);
     if (!T::kGathered && valid < kTileTokens) zero_value_tail<T>(shared, first, group, valid);
@@ -117,7 +115,7 @@ struct Consumer {
   }
 
   // This warpgroup's half of the CTA's n-th tile, its piece's i-th, begins at this stage.
-  __device__ __forceinline__ int half_stage(int n, int i) const {
+  CUTE_DEVICE int half_stage(int n, int i) const {
     return n % kConsumerGroups * T::kStagesPerTile + T::kRopeStages + (T::first_half(i) == group ? 0 : T::kHalfChunks);
   }
 };

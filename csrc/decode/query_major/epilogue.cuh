@@ -8,7 +8,7 @@
 namespace etap::query_major {
 
 // Among the four lanes of a row: word w of lane l becomes word l of lane w.
-__device__ __forceinline__ void transpose_words(uint32_t (&words)[4]) {
+CUTE_DEVICE void transpose_words(uint32_t (&words)[4]) {
   CUTE_UNROLL
   for (int apart = 1; apart < 4; apart *= 2) {
     const bool upper = threadIdx.x & apart;
@@ -26,7 +26,7 @@ __device__ __forceinline__ void transpose_words(uint32_t (&words)[4]) {
 
 // A final result row by row; a partial one as it lies in the registers, in the order that params.h gives.
 template <class T>
-__device__ __forceinline__ void write_output(const Destination<T>& to, int group, const typename T::Output& o) {
+CUTE_DEVICE void write_output(const Destination<T>& to, int group, const typename T::Output& o) {
   const int thread = anew(threadIdx.x % kGroupThreads);
   const int warp = thread / kWarpSize, lane = thread % kWarpSize;
   if (to.out == nullptr) {
@@ -62,8 +62,8 @@ __device__ __forceinline__ void write_output(const Destination<T>& to, int group
 
 // Write this half of O, divided by the rows' sums, and the log-sum-exp. `pieces`: those that this CTA has finished before.
 template <class T>
-__device__ __forceinline__ void finish_piece(typename T::SharedStorage& shared, const Destination<T>& to, int pieces,
-                                             int group, const RowState& state, typename T::Output& o) {
+CUTE_DEVICE void finish_piece(Shared<T>& shared, const Destination<T>& to, int pieces, int group, const RowState& state,
+                              typename T::Output& o) {
   const int thread = anew(threadIdx.x % kGroupThreads);
   const int row = thread / kWarpSize * 16 + thread % kWarpSize / 4;
   float sums[4] = {state.sums[0], state.sums[1], state.rounded_sums[0], state.rounded_sums[1]};

@@ -6,15 +6,14 @@
 namespace etap::query_major {
 
 template <class T>
-__device__ __forceinline__ void scale_rows(typename T::Output& o, const float (&factor)[2]) {
+CUTE_DEVICE void scale_rows(typename T::Output& o, const float (&factor)[2]) {
   CUTE_UNROLL
   for (int i = 0; i < cute::size(o); ++i) o(i) *= factor[i / 2 % 2];
 }
 
 // Start this warpgroup's half of P·V, from stage `first` on: kProducts groups of WGMMAs, which own P's registers meanwhile.
 template <class T>
-__device__ __forceinline__ void start_output(typename T::SharedStorage& shared, int first, const uint32_t (&p)[T::kWords],
-                                                 typename T::Output& o) {
+CUTE_DEVICE void start_output(Shared<T>& shared, int first, const uint32_t (&p)[T::kWords], typename T::Output& o) {
   using namespace cute;
   using Element = typename T::Element;
   typename T::OutputMma mma;
@@ -41,7 +40,7 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
 
 // Wait for the products and give their stages back as soon as those of a WGMMA are done.
 template <class T, int kOutstanding = T::kProducts - 1>
-__device__ __forceinline__ void finish_output(typename T::SharedStorage& shared, int first, typename T::Output& o) {
+CUTE_DEVICE void finish_output(Shared<T>& shared, int first, typename T::Output& o) {
   constexpr int kStages = T::kHalfChunks / T::kProducts;
   cute::warpgroup_wait<kOutstanding>();
   if (releases()) {
@@ -60,7 +59,7 @@ __device__ __forceinline__ void finish_output(typename T::SharedStorage& shared,
 // Zero this half of V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN. Scores may still read
 // there, which are masked.
 template <class T>
-__device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& shared, int first, int group, int valid) {
+CUTE_DEVICE void zero_value_tail(Shared<T>& shared, int first, int group, int valid) {
   constexpr int kLineBytes = kChunkColumns * sizeof(typename T::Element);
   const int units = (kTileTokens - valid) * (kLineBytes / kUnitBytes);  // of a chunk
 #pragma unroll 1

@@ -7,15 +7,14 @@ namespace etap::query_major {
 
 // The n-th tile of a CTA.
 template <class T>
-__device__ __forceinline__ RingPosition<T::kStages> tile_position(int n) {
+CUTE_DEVICE KeyPosition<T> tile_position(int n) {
   return {n % kConsumerGroups * T::kStagesPerTile, uint32_t(n / kConsumerGroups % 2)};
 }
 
 // Start the share of S of an own tile, its piece's i-th, that stages [kBegin, kEnd) have, one by one as they arrive: a
 // group of WGMMAs.
 template <class T, int kBegin, int kEnd>
-__device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int i,
-                                                 typename T::Scores& s) {
+CUTE_DEVICE void start_scores(Shared<T>& shared, KeyPosition<T> at, int i, typename T::Scores& s) {
   using namespace cute;
   using Element = typename T::Element;
   typename T::ScoreMma mma;
@@ -44,7 +43,7 @@ __device__ __forceinline__ void start_scores(typename T::SharedStorage& shared, 
 
 // Complete on return.
 template <class T>
-__device__ __forceinline__ void finish_scores(typename T::Scores& s) {
+CUTE_DEVICE void finish_scores(typename T::Scores& s) {
   ETAP_MARKED(scores_wait, cute::warpgroup_wait<0>());
   cute::warpgroup_fence_operand(s);
 }

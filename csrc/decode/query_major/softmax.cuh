@@ -14,7 +14,7 @@ struct RowState {
   float rounded_sums[2];
   int visible[2];  // tokens that the row may see
 
-  __device__ __forceinline__ RowState(const DecodeParams& params, const Piece& piece, int row_group) {
+  CUTE_DEVICE RowState(const DecodeParams& params, const Piece& piece, int row_group) {
     const int row = row_group * kMaxRowTile + threadIdx.x % kGroupThreads / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
@@ -25,7 +25,7 @@ struct RowState {
   }
 
   // Take a reference that is at least the old one; what was summed so far is to be multiplied with the result.
-  __device__ __forceinline__ float raise(int h, float to) {
+  CUTE_DEVICE float raise(int h, float to) {
     const float factor = ptx::ex2(reference[h] - to);
     reference[h] = to;
     sums[h] *= factor;
@@ -36,7 +36,7 @@ struct RowState {
 
 // Hide the tokens that a row must not see: those behind the request's end, and for s_q > 1 those behind the row's own.
 template <class T>
-__device__ __forceinline__ void mask_scores(const RowState& state, int tile, typename T::Scores& s) {
+CUTE_DEVICE void mask_scores(const RowState& state, int tile, typename T::Scores& s) {
   const int token = tile * kTileTokens + threadIdx.x % 4 * 2;
   CUTE_UNROLL
   for (int i = 0; i < cute::size(s); ++i) {
@@ -47,8 +47,8 @@ __device__ __forceinline__ void mask_scores(const RowState& state, int tile, typ
 // P = 2^(scale * S - reference), rounded, against a reference that is renewed when a score lies too far above it. True when
 // O is to be multiplied with `factor`.
 template <class T>
-__device__ __forceinline__ bool exponentiate(const typename T::Scores& s, float scale, RowState& state,
-                                                  uint32_t (&p)[T::kWords], float (&factor)[2]) {
+CUTE_DEVICE bool exponentiate(const typename T::Scores& s, float scale, RowState& state, uint32_t (&p)[T::kWords],
+                              float (&factor)[2]) {
   float maximum[2] = {s(0), s(2)};
   CUTE_UNROLL
   for (int i = 0; i < cute::size(s); ++i) maximum[i / 2 % 2] = fmaxf(maximum[i / 2 % 2], s(i));
@@ -86,8 +86,7 @@ __device__ __forceinline__ bool exponentiate(const typename T::Scores& s, float 
 
 // Hand P to the same thread of the other warpgroup.
 template <class T>
-__device__ __forceinline__ void hand_over(typename T::SharedStorage& shared, int group, const RowState& state,
-                                             const uint32_t (&p)[T::kWords]) {
+CUTE_DEVICE void hand_over(Shared<T>& shared, int group, const RowState& state, const uint32_t (&p)[T::kWords]) {
   const int thread = threadIdx.x % kGroupThreads;
   CUTE_UNROLL
   for (int i = 0; i < T::kWords / 4; ++i) {
@@ -103,8 +102,7 @@ __device__ __forceinline__ void hand_over(typename T::SharedStorage& shared, int
 
 // P of the other warpgroup's tile, and its reference. True when O is to be multiplied with `factor`.
 template <class T>
-__device__ __forceinline__ bool take_over(typename T::SharedStorage& shared, int owner, RowState& state,
-                                          uint32_t (&p)[T::kWords], float (&factor)[2]) {
+CUTE_DEVICE bool take_over(Shared<T>& shared, int owner, RowState& state, uint32_t (&p)[T::kWords], float (&factor)[2]) {
   const int thread = threadIdx.x % kGroupThreads;
   ETAP_MARKED(hand_over_meeting, event::probabilities_handed_over(owner).meet());
   CUTE_UNROLL

@@ -27,7 +27,7 @@ struct SharedMemory {
   Ring<1> queries;
   LengthQueue lengths;
 
-  __device__ __forceinline__ void init_grants(int) {}
+  CUTE_DEVICE void init_grants(int) {}
 };
 
 template <class Element_, int kTileChunks_ = kChunks>
@@ -95,13 +95,13 @@ struct Traits {
     CUtensorMap chunks;  // (64 columns, tokens of a page, 9 column chunks, pages)
 
     // One chunk of 64 tokens, `token` the first of its page.
-    __device__ __forceinline__ void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int chunk) const {
+    CUTE_DEVICE void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int chunk) const {
       cute::SM90_TMA_LOAD_4D::copy(&chunks, barrier, kReadOnce, &stage, 0, token, chunk, page);
     }
   };
   // Of a part alone, whose tokens are the tile's from `first` on.
-  __device__ __forceinline__ static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first,
-                                                   int page, int token, int chunk) {
+  CUTE_DEVICE static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first, int page, int token,
+                                    int chunk) {
     if (chunk < kValueChunks) {
       maps.copy_latent(barrier, &stage[first], page, token, chunk);
     } else {

@@ -18,7 +18,7 @@ constexpr int kRowLanes = 4;
 // Two values of e4m3, bytes kFirst and kFirst + 1 of a word, as bfloat16 times 2^-120: exponent and mantissa are moved to where
 // bfloat16 has them.
 template <int kFirst>
-__device__ __forceinline__ uint32_t widen(uint32_t word) {
+CUTE_DEVICE uint32_t widen(uint32_t word) {
   const uint32_t high = __byte_perm(word, 0, kFirst == 0 ? 0x1404 : 0x3424);  // each in the upper half of 16 bits
   return (high & 0x80008000) | (high >> 4 & 0x07f007f0);
 }
@@ -30,18 +30,18 @@ template <bool kLarge>
 struct PowerOfTwo {
   uint32_t value;
 
-  __device__ __forceinline__ explicit PowerOfTwo(uint32_t byte)
+  CUTE_DEVICE explicit PowerOfTwo(uint32_t byte)
       : value(byte * 0x00800080 + (kLarge ? 0 : kWidenedBias - 0x3f803f80)) {
     if (kLarge && byte == 0) value = 0x00400040;  // a subnormal
   }
-  __device__ __forceinline__ uint32_t times(uint32_t widened) const {
+  CUTE_DEVICE uint32_t times(uint32_t widened) const {
     return ptx::mul_bf16x2(kLarge ? ptx::mul_bf16x2(widened, kWidenedBias) : widened, value);
   }
 };
 
 // 16 values of e4m3 times a scale, as 16 of bfloat16. A NaN counts as 480.
 template <class Scale>
-__device__ __forceinline__ void dequantise(const uint4& values, const Scale& scale, uint4 (&columns)[2]) {
+CUTE_DEVICE void dequantise(const uint4& values, const Scale& scale, uint4 (&columns)[2]) {
   columns[0] = {scale.times(widen<0>(values.x)), scale.times(widen<2>(values.x)), scale.times(widen<0>(values.y)),
                 scale.times(widen<2>(values.y))};
   columns[1] = {scale.times(widen<0>(values.z)), scale.times(widen<2>(values.z)), scale.times(widen<0>(values.w)),
@@ -60,27 +60,27 @@ struct V4Row {
   uint2 next_scales = {};
 
   // The lane's place among those of its row, and its row's in an octet.
-  __device__ __forceinline__ static int lane() { return threadIdx.x % kRowLanes; }
-  __device__ __forceinline__ static int row() { return threadIdx.x % kWarpSize / kRowLanes; }
+  CUTE_DEVICE static int lane() { return threadIdx.x % kRowLanes; }
+  CUTE_DEVICE static int row() { return threadIdx.x % kWarpSize / kRowLanes; }
   // Of a chunk's units, those of this lane. Neighbouring rows take bfloat16 from different halves on, so that a store touches all
   // banks.
   template <int kChunk>
-  __device__ __forceinline__ static int unit(int half) {
+  CUTE_DEVICE static int unit(int half) {
     return kChunk < kNopeChunks ? 2 * lane() + half : lane() + (row() + half) % 2 * kRowLanes;
   }
 
   // Takes the scales that were asked for, and asks for the next row's, so many bytes behind it.
-  __device__ __forceinline__ void advance_scales(bool present, uint64_t from, int32_t behind) {
+  CUTE_DEVICE void advance_scales(bool present, uint64_t from, int32_t behind) {
     scales = next_scales;
     ptx::load_once_if(present, from - lane() * kUnitBytes + behind, next_scales);
   }
   // Whether one of the warp's is 2 or more.
-  __device__ __forceinline__ bool large() const {
+  CUTE_DEVICE bool large() const {
     return __any_sync(0xffffffff, (scales.x & 0x80808080) != 0 || (scales.y & 0x00808080) != 0);
   }
 
   template <int kChunk>
-  __device__ __forceinline__ void load(bool present, uint64_t from) {
+  CUTE_DEVICE void load(bool present, uint64_t from) {
     if constexpr (kChunk < kNopeChunks) {
       ptx::load_once_if(present, from + kChunk * kNopeBytes, nope[kChunk]);
     } else {
@@ -91,7 +91,7 @@ struct V4Row {
   }
 
   template <int kChunk, bool kLarge>
-  __device__ __forceinline__ void columns(uint4 (&to)[2]) const {
+  CUTE_DEVICE void columns(uint4 (&to)[2]) const {
     if constexpr (kChunk < kNopeChunks) {
       const uint32_t byte = __byte_perm(kChunk < 4 ? scales.x : scales.y, 0, 0x4440 + kChunk % 4);
       dequantise(nope[kChunk], PowerOfTwo<kLarge>(byte), to);

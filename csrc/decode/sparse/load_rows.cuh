@@ -20,7 +20,7 @@ constexpr int kOctetsOf = kOctets / T::kGatherWarps;
 
 // Which rows of a tile there are, for its consumers. By the warp that brings them.
 template <class T>
-__device__ __forceinline__ void write_mask(TileMask& mask, uint32_t present) {
+CUTE_DEVICE void write_mask(TileMask& mask, uint32_t present) {
   const int thread = anew(threadIdx.x), lane = thread % kWarpSize, warp = thread / kWarpSize - kConsumerWarps;
   if (lane >= 2 * kOctetsOf<T>) return;
   mask.fours[(warp + lane / 2 * T::kGatherWarps) * 2 + lane % 2] = present >> (lane * kHalfRows) & 15;
@@ -32,7 +32,7 @@ template <class T>
 class TileGrants {
  public:
   // The i-th tile of a piece.
-  __device__ __forceinline__ void grant_tile(typename T::SharedStorage& shared, int i) const {
+  CUTE_DEVICE void grant_tile(Shared<T>& shared, int i) const {
     if constexpr (T::kGrantsTiles) {
       const uint32_t before = i % kConsumerGroups == 0 ? even_ : odd_;
       ETAP_MARKED(rows_grant, shared.granted[i % kConsumerGroups].signal(before + i / kConsumerGroups));
@@ -41,7 +41,7 @@ class TileGrants {
 
   // Stages lent to the consumers for merging their halves: granted, not filled. Nobody waits for them to be full, so that the
   // grant must tell that all warps have passed them: one that has not would count in the stages' next round.
-  __device__ __forceinline__ void end_piece(typename T::SharedStorage& shared, RingPosition<T::kStages>& at, int tiles) {
+  CUTE_DEVICE void end_piece(Shared<T>& shared, KeyPosition<T>& at, int tiles) {
     if constexpr (T::kGrantsTiles) {
       const bool elected = threadIdx.x % kWarpSize == 0;
       for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
@@ -67,7 +67,7 @@ class TileGrants {
 template <class T>
 class LineCopier {
  public:
-  __device__ __forceinline__ LineCopier(const SparseParams&, int warp) {
+  CUTE_DEVICE LineCopier(const SparseParams&, int warp) {
     const int row = threadIdx.x % kWarpSize / kLineUnits, unit = threadIdx.x % kLineUnits;
     CUTE_UNROLL
     for (int half = 0; half < 2; ++half) {
@@ -77,7 +77,7 @@ class LineCopier {
   }
 
   // Takes the rows of a tile. Called by the whole warp.
-  __device__ __forceinline__ void take(const WarpRows& rows) {
+  CUTE_DEVICE void take(const WarpRows& rows) {
     const int row = threadIdx.x % kWarpSize / kLineUnits;
     CUTE_UNROLL
     for (int i = 0; i < kHalves; ++i) {
@@ -88,7 +88,7 @@ class LineCopier {
 
   // Copies chunks that follow each other in the rows and in shared memory, from this address on.
   template <int kRunChunks>
-  __device__ __forceinline__ void copy(int first_chunk, uint32_t target) const {
+  CUTE_DEVICE void copy(int first_chunk, uint32_t target) const {
     CUTE_UNROLL
     for (int i = 0; i < kHalves; ++i) {
       const uint64_t from = from_[i] + first_chunk * kLineBytes;
@@ -115,18 +115,18 @@ class LineCopier {
 template <class T>
 class RowCopier {
  public:
-  __device__ __forceinline__ RowCopier(const SparseParams& params, int warp)
+  CUTE_DEVICE RowCopier(const SparseParams& params, int warp)
       : row_bytes_(params.row_bytes),
         lane_(anew(threadIdx.x % kWarpSize)),
         offset_(lane_ % kLineUnits * kUnitBytes),
         place_((warp * kOctetRows + lane_ / kLineUnits) * T::kRowBytes),
         own_place_(((warp + lane_ / kOctetRows * T::kGatherWarps) * kOctetRows + lane_ % kOctetRows) * T::kRowBytes) {}
 
-  __device__ __forceinline__ void take(const WarpRows& rows) { rows_ = rows; }
+  CUTE_DEVICE void take(const WarpRows& rows) { rows_ = rows; }
 
   // Called by the whole warp.
   template <int>
-  __device__ __forceinline__ void copy(int, uint32_t tile) const {
+  CUTE_DEVICE void copy(int, uint32_t tile) const {
     const int row = lane_ / kLineUnits;
     const uint32_t valid = rows_.present >> row;
     CUTE_UNROLL
@@ -167,15 +167,14 @@ class RowCopier {
 constexpr int kPromptTiles = 256;
 
 template <class T>
-__device__ __forceinline__ void copy_rows(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                          int warp) {
+CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
   const bool elected = threadIdx.x % kWarpSize == 0;
   const uint32_t ring = cute::cast_smem_ptr_to_uint(shared.ring);
   constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   // In a smaller ring, as at 64 rows, holding back gains nothing; and a late warp would wait for a round of a stage that the
   // others fill again already.
   const bool holds_back = T::kRowTile < 64 && T::kStages >= 2 * kStagesInFlight && params.sparse.partition_tiles < kPromptTiles;
-  RingPosition<T::kStages> at;
+  KeyPosition<T> at;
   TileGrants<T> grants;
   RowStream<T::kGatherWarps> stream(params, partition, warp);
   std::conditional_t<T::kFp8Cache, RowCopier<T>, LineCopier<T>> copier(params.sparse, warp);
@@ -215,7 +214,7 @@ __device__ __forceinline__ void copy_rows(typename T::SharedStorage& shared, con
 template <class T>
 class Dequantiser {
  public:
-  __device__ __forceinline__ Dequantiser(typename T::SharedStorage& shared, const DecodeParams& params, int partition, int warp)
+  CUTE_DEVICE Dequantiser(Shared<T>& shared, const DecodeParams& params, int partition, int warp)
       : shared_(shared),
         stream_(params, partition, warp),
         place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + V4Row::row()) * kLineBytes) {
@@ -224,10 +223,10 @@ class Dequantiser {
     cute::for_each(cute::make_seq<T::kTileChunks>{}, [&](auto chunk) { held_.template load<decltype(chunk)::value>(present_, from_); });
   }
 
-  __device__ __forceinline__ bool done() const { return !tile_.is_tile; }
+  CUTE_DEVICE bool done() const { return !tile_.is_tile; }
 
   // Brings the next tile, its piece's i-th, into the ring; whether it is the piece's last.
-  __device__ __forceinline__ bool fill(RingPosition<T::kStages>& at, int i, const TileGrants<T>& grants) {
+  CUTE_DEVICE bool fill(KeyPosition<T>& at, int i, const TileGrants<T>& grants) {
     const bool last = tile_.last;
     cute::for_each(cute::make_seq<kOctetsOf<T>>{}, [&](auto octet) {
       constexpr int kOctet = decltype(octet)::value;
@@ -247,7 +246,7 @@ class Dequantiser {
 
  private:
   // Takes an octet of the tile for the one that is asked for next: its scales at once. Called by the whole warp.
-  __device__ __forceinline__ void aim(int octet) {
+  CUTE_DEVICE void aim(int octet) {
     const int holder = octet * kOctetRows + V4Row::row();
     from_ = tile_.row_of(holder) + V4Row::lane() * kUnitBytes;
     present_ = tile_.present >> holder & 1;
@@ -255,7 +254,7 @@ class Dequantiser {
   }
 
   template <int kOctet, bool kLarge>
-  __device__ __forceinline__ void fill_octet(RingPosition<T::kStages> at, int i, uint32_t present, const TileGrants<T>& grants) {
+  CUTE_DEVICE void fill_octet(KeyPosition<T> at, int i, uint32_t present, const TileGrants<T>& grants) {
     constexpr bool kFirst = kOctet == 0, kLast = kOctet == kOctetsOf<T> - 1;
     cute::for_each(cute::make_seq<T::kStagesPerTile>{}, [&](auto stage) {
       constexpr int kStage = decltype(stage)::value;
@@ -274,7 +273,7 @@ class Dequantiser {
 
   // The chunks of a stage. At 64 rows which these are depends on the tile's place in its piece.
   template <int kOctet, int kStage, bool kLarge>
-  __device__ __forceinline__ void convert_stage(int stage, int i) {
+  CUTE_DEVICE void convert_stage(int stage, int i) {
     constexpr int kEven = T::first_chunk(kStage, 0), kOdd = T::first_chunk(kStage, 1);
     const uint32_t to = place_ + stage * T::kStageBytes;
     if (kEven == kOdd || i % kConsumerGroups == 0) {
@@ -285,7 +284,7 @@ class Dequantiser {
   }
 
   template <int kOctet, int kFirstChunk, bool kLarge>
-  __device__ __forceinline__ void convert_chunks(uint32_t target) {
+  CUTE_DEVICE void convert_chunks(uint32_t target) {
     cute::for_each(cute::make_seq<T::kChunksPerStage>{}, [&](auto chunk) {
       constexpr int kChunk = decltype(chunk)::value;
       uint4 columns[2];
@@ -302,7 +301,7 @@ class Dequantiser {
     });
   }
 
-  typename T::SharedStorage& shared_;
+  Shared<T>& shared_;
   RowStream<T::kGatherWarps> stream_;
   const uint32_t place_;  // of this lane's row of the warp's first octet, in the first stage
   WarpRows tile_;         // whose octets are asked for
@@ -312,9 +311,8 @@ class Dequantiser {
 };
 
 template <class T>
-__device__ __forceinline__ void dequantise_rows(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                                int warp) {
-  RingPosition<T::kStages> at;
+CUTE_DEVICE void dequantise_rows(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
+  KeyPosition<T> at;
   TileGrants<T> grants;
   Dequantiser<T> rows(shared, params, partition, warp);
   int i = 0;  // of the piece's tiles
@@ -326,7 +324,7 @@ __device__ __forceinline__ void dequantise_rows(typename T::SharedStorage& share
 }
 
 template <class T>
-__device__ __forceinline__ void load_rows(typename T::SharedStorage& shared, const DecodeParams& params, int partition, int warp) {
+CUTE_DEVICE void load_rows(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
   static_assert(kOctets % T::kGatherWarps == 0);
   if constexpr (T::kDequantises) {
     if (params.sparse.format == RowFormat::kPageScaledFp8) return dequantise_rows<T>(shared, params, partition, warp);

@@ -11,8 +11,7 @@ namespace etap::sparse {
 // Called by both consumers when they are done with the last piece's scores; complete for both on return. A lane has two units
 // of a row's latent part and, of the first eight, one of the rope part.
 template <class T>
-__device__ __forceinline__ void gather_queries(typename T::SharedStorage& shared, const DecodeParams& params, int request,
-                                               int row_group) {
+CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
   using Element = typename T::Element;
   constexpr int kUnitColumns = kUnitBytes / sizeof(Element);
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitColumns;

@@ -20,8 +20,8 @@ struct WarpRows {
   uint32_t present = 0;  // a bit a lane
 
   // What another lane holds. Called by the whole warp.
-  __device__ __forceinline__ uint64_t row_of(int lane) const { return __shfl_sync(0xffffffff, row, lane); }
-  __device__ __forceinline__ int32_t scales_of(int lane) const { return __shfl_sync(0xffffffff, scales, lane); }
+  CUTE_DEVICE uint64_t row_of(int lane) const { return __shfl_sync(0xffffffff, row, lane); }
+  CUTE_DEVICE int32_t scales_of(int lane) const { return __shfl_sync(0xffffffff, scales, lane); }
 };
 
 // The tiles of a partition in order, through all pieces, for the warp that copies each kWarps-th octet. An entry's index is read
@@ -29,7 +29,7 @@ struct WarpRows {
 template <int kWarps>
 class RowStream {
  public:
-  __device__ __forceinline__ RowStream(const DecodeParams& params, int partition, int warp)
+  CUTE_DEVICE RowStream(const DecodeParams& params, int partition, int warp)
       : params_(params.sparse),
         walk_(params, partition),
         row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarps) * kOctetRows + threadIdx.x % kOctetRows) {
@@ -40,7 +40,7 @@ class RowStream {
   }
 
   // The next tile's rows. Called by the whole warp; behind the last tile there are none.
-  __device__ __forceinline__ WarpRows next() {
+  CUTE_DEVICE WarpRows next() {
     WarpRows rows;
     const RowList& list = params_.lists[paged_.list()];
     const bool present = uint32_t(page_) < uint32_t(list.pages);
@@ -69,11 +69,11 @@ class RowStream {
     int request = 0;  // of the block table
     uint32_t marks = 0;
 
-    __device__ __forceinline__ uint32_t list() const { return marks & kSecond; }
+    CUTE_DEVICE uint32_t list() const { return marks & kSecond; }
   };
 
   // To a tile that exists, or behind the last piece.
-  __device__ __forceinline__ void find_tile() {
+  CUTE_DEVICE void find_tile() {
     while (tile_ >= end_tile_ && !walk_.done()) {
       const Piece piece = walk_.next();
       tile_ = piece.begin_tile;
@@ -83,7 +83,7 @@ class RowStream {
     }
   }
 
-  __device__ __forceinline__ void fetch_index() {
+  CUTE_DEVICE void fetch_index() {
     const TokenLists& lists = walk_.lists();
     const int first_tiles = lists.first_tiles();
     const bool second = tile_ >= first_tiles, is_tile = tile_ < end_tile_;
@@ -97,7 +97,7 @@ class RowStream {
     find_tile();
   }
 
-  __device__ __forceinline__ void fetch_page() {
+  CUTE_DEVICE void fetch_page() {
     paged_ = listed_;
     page_ = -1;
     const RowList& list = params_.lists[paged_.list()];

@@ -9,12 +9,12 @@ namespace etap::sparse {
 struct alignas(16) TileMask {
   uint8_t fours[16];
 
-  __device__ __forceinline__ uint32_t word(int i) const { return reinterpret_cast<const uint32_t*>(fours)[i]; }
+  CUTE_DEVICE uint32_t word(int i) const { return reinterpret_cast<const uint32_t*>(fours)[i]; }
 };
 
 // Of S^T, tokens as its fragment holds them: see transposed/traits.h.
 template <class Scores>
-__device__ __forceinline__ void hide_invalid_rows(const TileMask& mask, Scores& st) {
+CUTE_DEVICE void hide_invalid_rows(const TileMask& mask, Scores& st) {
   const int lane = threadIdx.x % kWarpSize;
   const uint32_t sixteen = mask.word(threadIdx.x / kWarpSize % kWarpsPerGroup) >> (lane / 16 * 8 + lane / 4 % 4);
   CUTE_UNROLL
@@ -26,7 +26,7 @@ __device__ __forceinline__ void hide_invalid_rows(const TileMask& mask, Scores& 
 
 // Of S: see query_major/softmax.cuh.
 template <class Scores>
-__device__ __forceinline__ void hide_invalid_columns(const TileMask& mask, Scores& s) {
+CUTE_DEVICE void hide_invalid_columns(const TileMask& mask, Scores& s) {
   const int lane = threadIdx.x % kWarpSize;
   const int first = lane % 4 / 2 * 8 + lane % 2 * 2;
   CUTE_UNROLL

@@ -9,7 +9,7 @@ namespace etap::sparse {
 // Walks the tokens that a partition meets. A token's counts are read while the one before it is decoded.
 class TokenWalk {
  public:
-  __device__ __forceinline__ TokenWalk(const DecodeParams& params, int partition)
+  CUTE_DEVICE TokenWalk(const DecodeParams& params, int partition)
       : params_(params.sparse),
         partition_(partition),
         token_(first_token(params_.division, partition)),
@@ -17,9 +17,9 @@ class TokenWalk {
     if (!done()) next_ = token_lists(params_, token_);
   }
 
-  __device__ __forceinline__ bool done() const { return token_ >= end_token_; }
+  CUTE_DEVICE bool done() const { return token_ >= end_token_; }
 
-  __device__ __forceinline__ Piece next() {
+  CUTE_DEVICE Piece next() {
     lists_ = next_;
     const TileRange tiles = tile_range(params_.division, token_, partition_, lists_.tiles());
     const bool split = pieces(params_.division, token_) > 1;
@@ -30,7 +30,7 @@ class TokenWalk {
   }
 
   // Of the token whose piece next() has returned.
-  __device__ __forceinline__ const TokenLists& lists() const { return lists_; }
+  CUTE_DEVICE const TokenLists& lists() const { return lists_; }
 
  private:
   const SparseParams& params_;

@@ -11,9 +11,9 @@ namespace etap::sparse_fp8 {
 // P^T of a tile, times the tokens' scales, for the threads of `meeting`; whether it is of the wide type. `first`: of theirs in
 // the piece. rescale(correction) where O^T is to be multiplied with that for a new reference.
 template <class T, class Rescale>
-__device__ __forceinline__ bool write_probabilities(ScaledSoftmax<T>& softmax, const transposed::ScoreFragment<T>& st,
-                                                    const TokenScales& scales, bool first, NamedBarrier meeting,
-                                                    char* probabilities, Rescale&& rescale) {
+CUTE_DEVICE bool write_probabilities(ScaledSoftmax<T>& softmax, const transposed::ScoreFragment<T>& st,
+                                     const TokenScales& scales, bool first, NamedBarrier meeting, char* probabilities,
+                                     Rescale&& rescale) {
   bool renew = first, wide = scales.template beyond_half<T>();
   if (!renew) {
     const bool exceeds = softmax.exponentiate(st);
@@ -39,19 +39,18 @@ __device__ __forceinline__ bool write_probabilities(ScaledSoftmax<T>& softmax, c
 // What a consumer knows of its CTA, and what it holds.
 template <class T>
 struct Consumer {
-  typename T::SharedStorage& shared;
+  Shared<T>& shared;
   const DecodeParams& params;
   const int row_group;
   ScaledSoftmax<T>& softmax;
   transposed::OutputFragment<T>& ot;
 
   // Decodes a partition's pieces.
-  __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                             int row_group, int group) {
+  CUTE_DEVICE static void run(Shared<T>& shared, const DecodeParams& params, int partition, int row_group, int group) {
     ScaledSoftmax<T> softmax(shared, params.scale_log2, 1.0f, group);
     transposed::OutputFragment<T> ot;
     Consumer consumer{shared, params, row_group, softmax, ot};
-    RingPosition<T::kStages> keys;
+    KeyPosition<T> keys;
     uint32_t grants_taken = 0;  // in all pieces
     int pieces = 0;
     char* const probabilities = shared.probabilities + 2 * group * T::kProbabilityBytes;
@@ -79,7 +78,7 @@ struct Consumer {
   }
 
   // One tile: wait for K, S^T, softmax, O^T, release. `first`: of this consumer's in the piece.
-  __device__ __forceinline__ void consume_tile(bool first, RingPosition<T::kStages> at, char* probabilities) {
+  CUTE_DEVICE void consume_tile(bool first, KeyPosition<T> at, char* probabilities) {
     const int group = softmax.group;
     // Wait for K, S^T.
     ETAP_MARKED(rows_wait, shared.keys.wait(at));

@@ -13,7 +13,7 @@ using Operands = uint32_t[2][4];  // two steps of WGMMA
 
 // What matrix loads give a warp of a unit of its 16 tokens and the one behind it.
 template <class T>
-__device__ __forceinline__ void load_key_units(const char* tile, int offset, Words& words) {
+CUTE_DEVICE void load_key_units(const char* tile, int offset, Words& words) {
   const int lane = threadIdx.x % kWarpSize;
   const int row = threadIdx.x % kGroupThreads / kWarpSize * 16 + lane % 16;
   const char* from = tile + row * T::kRowBytes + offset + lane / 16 * kUnitBytes;
@@ -22,7 +22,7 @@ __device__ __forceinline__ void load_key_units(const char* tile, int offset, Wor
 
 // Tokens [32 * half, 32 * half + 32) of the warp's 16 value dims in a slice of 64.
 template <class T>
-__device__ __forceinline__ void load_value_units(const char* tile, int slice, int half, Words& words) {
+CUTE_DEVICE void load_value_units(const char* tile, int slice, int half, Words& words) {
   const int lane = threadIdx.x % kWarpSize;
   const int unit = slice * 4 + threadIdx.x % kGroupThreads / kWarpSize;
   const char* from = tile + (half * 32 + lane) * T::kRowBytes + unit * kUnitBytes;
@@ -32,7 +32,7 @@ __device__ __forceinline__ void load_value_units(const char* tile, int slice, in
 // Bytes 0 and 2, and bytes 1 and 3, of four e4m3 values as bfloat16, exactly: the exponent's and mantissa's bits are moved to
 // where bfloat16 has them, and 2^120 makes up for the difference of the exponents' biases. (A NaN becomes 480; it has
 // made scores NaN before.)
-__device__ __forceinline__ uint2 to_bfloat16(uint32_t word) {
+CUTE_DEVICE uint2 to_bfloat16(uint32_t word) {
   constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x07f007f0, kBias = 0x7b807b80;
   const uint32_t even = (word << 8 & kSigns) | (word << 4 & kMagnitudes);
   const uint32_t odd = (word & kSigns) | (word >> 4 & kMagnitudes);
@@ -40,7 +40,7 @@ __device__ __forceinline__ uint2 to_bfloat16(uint32_t word) {
 }
 
 // 32 columns of K's latent part, as float16.
-__device__ __forceinline__ void convert_keys(const Words& words, Operands& operands) {
+CUTE_DEVICE void convert_keys(const Words& words, Operands& operands) {
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) {
     const uint2 halves = transposed_fp8::to_halves(words[i]);
@@ -51,7 +51,7 @@ __device__ __forceinline__ void convert_keys(const Words& words, Operands& opera
 
 // 32 columns of its rope part: 16 of bfloat16 are two units, and need no conversion.
 template <class T>
-__device__ __forceinline__ void load_rope(const char* tile, int load, Operands& operands) {
+CUTE_DEVICE void load_rope(const char* tile, int load, Operands& operands) {
   CUTE_UNROLL
   for (int step = 0; step < 2; ++step) {
     load_key_units<T>(tile, T::kRopeOffset + load * 64 + step * 32, operands[step]);
@@ -60,8 +60,7 @@ __device__ __forceinline__ void load_rope(const char* tile, int load, Operands& 
 
 // Start a load's share of a product, a group of WGMMAs.
 template <class Element, class Mma, class OperandB, class Result>
-__device__ __forceinline__ void multiply(Mma& mma, const Operands& operands, const OperandB& b, int first_step,
-                                         Result&& result) {
+CUTE_DEVICE void multiply(Mma& mma, const Operands& operands, const OperandB& b, int first_step, Result&& result) {
   cute::warpgroup_arrive();
   CUTE_UNROLL
   for (int step = 0; step < 2; ++step) {
@@ -78,7 +77,7 @@ struct TokenScales {
   float of[2][kScales];
 
   template <class T>
-  __device__ __forceinline__ static TokenScales read(const char* tile) {
+  CUTE_DEVICE static TokenScales read(const char* tile) {
     const int thread = threadIdx.x % kGroupThreads;
     const char* row = tile + (thread / kWarpSize * 16 + thread % kWarpSize / 4) * T::kRowBytes + kLatentDim;
     TokenScales scales;
@@ -93,7 +92,7 @@ struct TokenScales {
   // Whether one of a row is beyond float16's bounds; the four threads that hold the same two rows look at a column each. Those
   // of rows that do not exist are 0.
   template <class T>
-  __device__ __forceinline__ bool beyond_half() const {
+  CUTE_DEVICE bool beyond_half() const {
     const int column = threadIdx.x % kScales;
     bool beyond = false;
     CUTE_UNROLL
@@ -108,9 +107,8 @@ struct TokenScales {
 // S^T of one tile in the log2 domain, complete on return. Each 128 columns and the rope part have a sum of their own, one or
 // two of which are under way at a time. What comes from shared memory is asked for a few loads ahead, as are the queries' scales.
 template <class T>
-__device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, const char* tile,
-                                               const TokenScales& scales, float scale_log2,
-                                               transposed::ScoreFragment<T>& st) {
+CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const TokenScales& scales, float scale_log2,
+                                transposed::ScoreFragment<T>& st) {
   using namespace cute;
   constexpr int kLoadsPerPart = kScaledColumns / 32;
   constexpr int kLatentLoads = kLatentDim / 32;
@@ -198,18 +196,18 @@ struct ValueFetches {
   const char* tile;
   Words words[T::kFetches];
 
-  __device__ __forceinline__ void begin() {
+  CUTE_DEVICE void begin() {
     CUTE_UNROLL
     for (int load = 0; load < T::kFetches; ++load) fetch(load);
   }
-  __device__ __forceinline__ void fetch(int load) {
+  CUTE_DEVICE void fetch(int load) {
     if (load < kLoads) load_value_units<T>(tile, load / 2, load % 2, words[load % T::kFetches]);
   }
 };
 
 // Four e4m3 values, bytes 0 and 2, and bytes 1 and 3, as an operand of the output's products.
 template <class E>
-__device__ __forceinline__ uint2 convert_values(uint32_t word) {
+CUTE_DEVICE uint2 convert_values(uint32_t word) {
   if constexpr (std::is_same_v<E, cutlass::half_t>) {
     return transposed_fp8::to_halves(__byte_perm(word, 0, 0x3120));
   } else {
@@ -220,9 +218,8 @@ __device__ __forceinline__ uint2 convert_values(uint32_t word) {
 // O^T += V^T·P^T of one tile, P^T in E, which is given back once it is in registers; `meanwhile` runs
 // beside the last products, or before the first where registers are short.
 template <class E, class T, class Meanwhile>
-__device__ __forceinline__ void add_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                           ValueFetches<T>& values, const char* probabilities,
-                                           transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
+CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, ValueFetches<T>& values, const char* probabilities,
+                            transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
   constexpr int kLoads = ValueFetches<T>::kLoads;
   typename T::template Mma<E, T::kRowTile> mma;  // all have the fragments of T::OutputMma

@@ -14,8 +14,8 @@ constexpr int kRopeLanes = kRopeDim / transposed_fp8::kUnitColumns;             
 
 // Scale a row and write it where WGMMA reads it.
 template <class T>
-__device__ __forceinline__ void write_query(typename T::SharedStorage& shared, const DecodeParams& params, int row,
-                                            const transposed_fp8::QueryUnit (&units)[kLatentUnits], uint4 rope) {
+CUTE_DEVICE void write_query(Shared<T>& shared, const DecodeParams& params, int row,
+                             const transposed_fp8::QueryUnit (&units)[kLatentUnits], uint4 rope) {
   using transposed_fp8::operand_unit;
   const int lane = threadIdx.x % kWarpSize;
   const bool has_rope = lane < kRopeLanes;
@@ -40,8 +40,7 @@ __device__ __forceinline__ void write_query(typename T::SharedStorage& shared, c
 
 // Called by both consumers when they are done with the last piece's scores; complete for both on return.
 template <class T>
-__device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params, int request,
-                                             int row_group) {
+CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
   using transposed_fp8::kUnitColumns;
   const int lane = threadIdx.x % kWarpSize;
   const auto* q = static_cast<const cutlass::bfloat16_t*>(params.q) + request * params.q_stride_batch + lane * kUnitColumns;

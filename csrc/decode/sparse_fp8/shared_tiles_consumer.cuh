@@ -11,18 +11,17 @@ namespace etap::sparse_fp8 {
 // What a consumer knows of its CTA, and what it holds.
 template <class T>
 struct SharedTilesConsumer {
-  typename T::SharedStorage& shared;
+  Shared<T>& shared;
   const DecodeParams& params;
   ScaledSoftmax<T>& softmax;
   transposed::OutputFragment<T>& ot;
 
   // Decodes a partition's pieces.
-  __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                             int row_group, int group) {
+  CUTE_DEVICE static void run(Shared<T>& shared, const DecodeParams& params, int partition, int row_group, int group) {
     ScaledSoftmax<T> softmax(shared, params.scale_log2, 1.0f, group);
     transposed::OutputFragment<T> ot;
     SharedTilesConsumer consumer{shared, params, softmax, ot};
-    RingPosition<T::kStages> keys;
+    KeyPosition<T> keys;
     typename T::Walk walk(params, partition);
     while (!walk.done()) {
       const Piece piece = walk.next();
@@ -38,7 +37,7 @@ struct SharedTilesConsumer {
   }
 
   // One tile: wait for K, S^T, softmax, O^T, release. `first`: of the piece.
-  __device__ __forceinline__ void consume_tile(bool first, RingPosition<T::kStages> at) {
+  CUTE_DEVICE void consume_tile(bool first, KeyPosition<T> at) {
     const int group = softmax.group;
     // Wait for K, S^T: this warpgroup's columns of all rows, then all columns of its rows.
     ETAP_MARKED(rows_wait, shared.keys.wait(at));

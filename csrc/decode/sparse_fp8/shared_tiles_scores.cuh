@@ -17,7 +17,7 @@ struct ShareFactors {
   float first[2], second[2];
 
   template <class T>
-  __device__ __forceinline__ static ShareFactors read(const char* tile, int group) {
+  CUTE_DEVICE static ShareFactors read(const char* tile, int group) {
     const int thread = threadIdx.x % kGroupThreads;
     const char* row = tile + (thread / kWarpSize * 16 + thread % kWarpSize / 4) * T::kRowBytes + kLatentDim;
     ShareFactors factors;
@@ -43,8 +43,7 @@ struct ShareFactors {
 // This warpgroup's share of S^T of one tile; complete on return. The queries' latent part has a power of two for each row, which
 // is taken back before the rope part's products are added.
 template <class T>
-__device__ __forceinline__ void compute_share(typename T::SharedStorage& shared, const char* tile, int group,
-                                              ScoreShare<T>& share) {
+CUTE_DEVICE void compute_share(Shared<T>& shared, const char* tile, int group, ScoreShare<T>& share) {
   using namespace cute;
   constexpr int kLoadsPerScale = kScaledColumns / 32;
   constexpr int kLatentLoads = kLatentDim / kConsumerGroups / 32;
@@ -106,7 +105,7 @@ __device__ __forceinline__ void compute_share(typename T::SharedStorage& shared,
 
 // Give the other warpgroup its rows' share. Which registers those are must be known when compiling.
 template <class T, int kGroup>
-__device__ __forceinline__ void give_share(typename T::SharedStorage& shared, const ScoreShare<T>& share) {
+CUTE_DEVICE void give_share(Shared<T>& shared, const ScoreShare<T>& share) {
   constexpr int kFirst = T::first_column(1 - kGroup) / 2;  // four values of a thread for eight columns
   CUTE_UNROLL
   for (int i = 0; i < T::kScoreColumns / 2; i += 4) {
@@ -119,8 +118,7 @@ __device__ __forceinline__ void give_share(typename T::SharedStorage& shared, co
 // Add what the other one gives for the rows of this one, in the log2 domain. (The product is rounded before a reference is taken
 // from it: where tokens' scales are large, what one rounding less leaves over may be as well.)
 template <class T, int kGroup>
-__device__ __forceinline__ void take_share(typename T::SharedStorage& shared, const ScoreShare<T>& share,
-                                           float scale_log2, transposed::ScoreFragment<T>& st) {
+CUTE_DEVICE void take_share(Shared<T>& shared, const ScoreShare<T>& share, float scale_log2, transposed::ScoreFragment<T>& st) {
   constexpr int kFirst = T::first_column(kGroup) / 2;
   CUTE_UNROLL
   for (int i = 0; i < T::kScoreColumns / 2; i += 4) {
@@ -135,9 +133,8 @@ __device__ __forceinline__ void take_share(typename T::SharedStorage& shared, co
 
 // S^T of one tile and this warpgroup's rows in the log2 domain; `meanwhile` runs while the other warpgroup may be late.
 template <class T, class Meanwhile>
-__device__ __forceinline__ void compute_shared_scores(typename T::SharedStorage& shared, const char* tile, int group,
-                                                      float scale_log2, transposed::ScoreFragment<T>& st,
-                                                      Meanwhile&& meanwhile) {
+CUTE_DEVICE void compute_shared_scores(Shared<T>& shared, const char* tile, int group, float scale_log2,
+                                       transposed::ScoreFragment<T>& st, Meanwhile&& meanwhile) {
   ScoreShare<T> share;
   compute_share<T>(shared, tile, group, share);
   if (group == 0) {

@@ -14,7 +14,7 @@ struct ScaledSoftmax : transposed::Softmax<T> {
   float p[4 * kBlocks];  // as the fragment of S^T has them
 
   // P^T = 2^(S^T - reference); true when an exponent is too far above the reference.
-  __device__ __forceinline__ bool exponentiate(const transposed::ScoreFragment<T>& st) {
+  CUTE_DEVICE bool exponentiate(const transposed::ScoreFragment<T>& st) {
     bool exceeds = false;
     CUTE_UNROLL
     for (int i = 0; i < 4 * kBlocks; ++i) {
@@ -28,7 +28,7 @@ struct ScaledSoftmax : transposed::Softmax<T> {
   }
 
   template <class E>
-  __device__ __forceinline__ void store(const TokenScales& scales, char* probabilities) {
+  CUTE_DEVICE void store(const TokenScales& scales, char* probabilities) {
     CUTE_UNROLL
     for (int scaled = 0; scaled < kScales; ++scaled) {
       CUTE_UNROLL
@@ -41,13 +41,13 @@ struct ScaledSoftmax : transposed::Softmax<T> {
     ETAP_MARKED(probabilities_fence, cutlass::arch::fence_view_async_shared());
   }
 
-  __device__ __forceinline__ void accumulate() {
+  CUTE_DEVICE void accumulate() {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) sums[i] += tile_sums[i];
   }
 
   // At the end of a piece. Each scaled P^T is rounded in its own way, so that O^T is divided by the sum before rounding.
-  __device__ __forceinline__ void finish() {
+  CUTE_DEVICE void finish() {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) rounded_sums[i] = sums[i];
   }

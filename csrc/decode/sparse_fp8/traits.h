@@ -18,9 +18,9 @@ constexpr int kScales = kLatentDim / kScaledColumns;
 // Scores are in the log2 domain already.
 struct NoScale {
   template <class SharedStorage>
-  __device__ __forceinline__ NoScale(const SharedStorage&, float, int) {}
-  __device__ __forceinline__ void load(int) {}
-  __device__ __forceinline__ float operator()(int) const { return 1.0f; }
+  CUTE_DEVICE NoScale(const SharedStorage&, float, int) {}
+  CUTE_DEVICE void load(int) {}
+  CUTE_DEVICE float operator()(int) const { return 1.0f; }
 };
 
 template <class T>

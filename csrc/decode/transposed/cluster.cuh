@@ -9,7 +9,7 @@ namespace etap::transposed {
 
 // Whether this CTA's piece is summed in a cluster.
 template <class T>
-__device__ __forceinline__ bool clustered() {
+CUTE_DEVICE bool clustered() {
   return T::kGathered && ptx::cluster_size() > 1;
 }
 
@@ -21,7 +21,7 @@ struct ClusterPart {
   float4 values[kLatentDim / 64][T::kRowTile / 8][kGroupThreads];  // as in partial_out
   float lse[T::kRowTile];                                          // log2
 
-  __device__ __forceinline__ static ClusterPart& of(typename T::SharedStorage& shared) {
+  CUTE_DEVICE static ClusterPart& of(Shared<T>& shared) {
     static_assert(sizeof(ClusterPart) <= sizeof(shared.ring));
     return *reinterpret_cast<ClusterPart*>(shared.ring);
   }
@@ -29,8 +29,7 @@ struct ClusterPart {
 
 // The half that a warpgroup has merged, which it leaves in its registers' order.
 template <class T, int kGroup>
-__device__ __forceinline__ void show_half(typename T::SharedStorage& shared, const WarpFactors<T>& factors,
-                                          const OutputFragment<T>& ot) {
+CUTE_DEVICE void show_half(Shared<T>& shared, const WarpFactors<T>& factors, const OutputFragment<T>& ot) {
   auto& part = ClusterPart<T>::of(shared);
   const int thread = anew(threadIdx.x % kGroupThreads);
   write_partial<T, T::kMergeSlices>(&part.values[kGroup * T::kMergeSlices][0][thread], kGroup * T::kMergeSlices, ot);
@@ -39,7 +38,7 @@ __device__ __forceinline__ void show_half(typename T::SharedStorage& shared, con
 
 // Of a piece without tokens: weighs nothing, but is multiplied.
 template <class T>
-__device__ __forceinline__ void show_nothing(typename T::SharedStorage& shared) {
+CUTE_DEVICE void show_nothing(Shared<T>& shared) {
   auto& part = ClusterPart<T>::of(shared);
   auto* values = &part.values[0][0][0];
 #pragma unroll 1
@@ -52,8 +51,7 @@ __device__ __forceinline__ void show_nothing(typename T::SharedStorage& shared) 
 // Sum the parts of kParts CTAs, of which each writes its share of the value dims. A warp has tasks of the same eight rows.
 // Called between the halves of the cluster's barrier, so that addresses are ready when it opens.
 template <class T, int kParts>
-__device__ __forceinline__ void sum_parts(typename T::SharedStorage& shared, const DecodeParams& params, int request,
-                                          int row_group) {
+CUTE_DEVICE void sum_parts(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
   using Part = ClusterPart<T>;
   constexpr int kBlocks = T::kRowTile / 8;
   constexpr int kWarpsOfBlock = kConsumerWarps / kBlocks;
@@ -104,8 +102,7 @@ __device__ __forceinline__ void sum_parts(typename T::SharedStorage& shared, con
 
 // Called by both consumers, each of whose CTAs has left its part.
 template <class T>
-__device__ __forceinline__ void sum_cluster(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                            int row_group) {
+CUTE_DEVICE void sum_cluster(Shared<T>& shared, const DecodeParams& params, int partition, int row_group) {
   ETAP_MARKED(parts_meeting, ptx::cluster_arrive());
   const int request = partition / ptx::cluster_size();
   switch (ptx::cluster_size()) {

@@ -12,19 +12,18 @@ namespace etap::transposed {
 // instruction cache.
 template <class T>
 struct Consumer {
-  typename T::SharedStorage& shared;
+  Shared<T>& shared;
   const DecodeParams& params;
   const int row_group;
   Softmax<T>& softmax;
   OutputFragment<T>& ot;
 
   // Decodes a partition's pieces.
-  __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                             int row_group, int group) {
+  CUTE_DEVICE static void run(Shared<T>& shared, const DecodeParams& params, int partition, int row_group, int group) {
     Softmax<T> softmax(shared, params.scale_log2, 1.0f, group);
     OutputFragment<T> ot;
     Consumer consumer{shared, params, row_group, softmax, ot};
-    RingPosition<T::kStages> keys;
+    KeyPosition<T> keys;
     RingPosition<1> queries;
     uint32_t grants_taken = 0;  // in all pieces
     int pieces = 0;
@@ -83,8 +82,8 @@ struct Consumer {
   }
 
   // One tile: wait for K, S^T, softmax, O^T, release. `first` and `last`: of this consumer's in the piece.
-  __device__ __forceinline__ void consume_tile(const Piece& piece, int tile, bool first, bool last, RingPosition<1> queries,
-                                               RingPosition<T::kStages> at, char* probabilities) {
+  CUTE_DEVICE void consume_tile(const Piece& piece, int tile, bool first, bool last, RingPosition<1> queries, KeyPosition<T> at,
+                                char* probabilities) {
     const int group = softmax.group;
     // Wait for K, S^T.
     ScoreFragment<T> st;

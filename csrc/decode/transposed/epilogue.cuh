@@ -11,7 +11,7 @@ namespace etap::transposed {
 // Sum each value over the eight lanes that hold other tokens of the same columns. The lanes share the work: each step
 // halves the values a lane still holds, so that lane / 4 ends with the value (or kCount / 8 values) of its place.
 template <int kHeld, int kLanes = kWarpSize / 2, int kCount>
-__device__ __forceinline__ void sum_over_tokens(float (&values)[kCount]) {
+CUTE_DEVICE void sum_over_tokens(float (&values)[kCount]) {
   constexpr int kHalf = kHeld / 2;
   const bool upper = threadIdx.x & kLanes;
   if constexpr (kHalf == 0) {
@@ -28,7 +28,7 @@ __device__ __forceinline__ void sum_over_tokens(float (&values)[kCount]) {
 
 // Publish the column sums of each warp and the references for both warpgroups.
 template <class T>
-__device__ __forceinline__ void publish_columns(ColumnSums<T::kScoreColumns>& columns, const Softmax<T>& softmax) {
+CUTE_DEVICE void publish_columns(ColumnSums<T::kScoreColumns>& columns, const Softmax<T>& softmax) {
   constexpr int kColumns = Softmax<T>::kColumns;
   constexpr int kCount = 2 * kColumns;
   constexpr int kLeft = kCount > 8 ? kCount / 8 : 1;
@@ -66,10 +66,10 @@ struct ColumnFactors {
   float lse;
 };
 
-__device__ __forceinline__ float total(const float4& warps) { return (warps.x + warps.y) + (warps.z + warps.w); }
+CUTE_DEVICE float total(const float4& warps) { return (warps.x + warps.y) + (warps.z + warps.w); }
 
 // `own` and `other` are relative to `reference`, as the sums are that they have been multiplied with.
-__device__ __forceinline__ ColumnFactors normalised(float own, float other, float sum, float rounded_sum, float reference) {
+CUTE_DEVICE ColumnFactors normalised(float own, float other, float sum, float rounded_sum, float reference) {
   const float inverse = sum == 0.0f ? 0.0f : __fdividef(1.0f, rounded_sum);  // 0: the row saw no token; NaN stays NaN
   return {own * inverse, other * inverse, sum == 0.0f ? -INFINITY : reference + __log2f(sum)};
 }
@@ -80,7 +80,7 @@ class WarpFactors {
  public:
   // factors(i, column): of column `column` of the i-th kScoreColumns (at most 32) of the tile.
   template <class Factors>
-  __device__ __forceinline__ explicit WarpFactors(Factors&& factors) {
+  CUTE_DEVICE explicit WarpFactors(Factors&& factors) {
     const int lane = anew(threadIdx.x % kWarpSize);
     CUTE_UNROLL
     for (int i = 0; i < kHeld; ++i) {
@@ -90,12 +90,12 @@ class WarpFactors {
   }
 
   // As this thread's part of a fragment has them.
-  __device__ __forceinline__ float own(int block, int bit) const { return of(held_[block / 4].own, block, bit); }
-  __device__ __forceinline__ float other(int block, int bit) const { return of(held_[block / 4].other, block, bit); }
+  CUTE_DEVICE float own(int block, int bit) const { return of(held_[block / 4].own, block, bit); }
+  CUTE_DEVICE float other(int block, int bit) const { return of(held_[block / 4].other, block, bit); }
 
   // write(row, lse) of the first `rows`. Called by the warps of one warpgroup, of which the first writes.
   template <class Write>
-  __device__ __forceinline__ void write_lse(int rows, Write&& write) const {
+  CUTE_DEVICE void write_lse(int rows, Write&& write) const {
     if (threadIdx.x % kGroupThreads >= kWarpSize) return;
     CUTE_UNROLL
     for (int i = 0; i < kHeld; ++i) {
@@ -103,14 +103,14 @@ class WarpFactors {
       if (row < rows) write(row, held_[i].lse);
     }
   }
-  __device__ __forceinline__ void write_lse(const Destination<T>& to) const {
+  CUTE_DEVICE void write_lse(const Destination<T>& to) const {
     write_lse(to.rows, [&](int row, float lse) { to.write_lse(row, lse); });
   }
 
  private:
   static constexpr int kHeld = (T::kRowTile + kWarpSize - 1) / kWarpSize;
 
-  __device__ __forceinline__ float of(float held, int block, int bit) const {
+  CUTE_DEVICE float of(float held, int block, int bit) const {
     return __shfl_sync(0xffffffff, held, block % 4 * 8 + first_column_ + bit);
   }
 
@@ -121,7 +121,7 @@ class WarpFactors {
 // Write slices [first_slice, first_slice + kSlices) of O^T as they lie in this thread's registers, to where its first four
 // values go.
 template <class T, int kSlices>
-__device__ __forceinline__ void write_partial(float4* partial, int first_slice, const OutputFragment<T>& ot) {
+CUTE_DEVICE void write_partial(float4* partial, int first_slice, const OutputFragment<T>& ot) {
   constexpr int kBlocks = T::kRowTile / 8;
   CUTE_UNROLL
   for (int i = 0; i < kSlices * kBlocks; ++i) {
@@ -134,8 +134,7 @@ __device__ __forceinline__ void write_partial(float4* partial, int first_slice, 
 // lies in them; a final one with its 8 x 8 blocks transposed between the lanes, so that rows (value dims) become columns.
 // Each thread has one base address and constant offsets from it, so that no address is kept over the main loop.
 template <class T, int kSlices>
-__device__ __forceinline__ void write_output(const Destination<T>& to, int first_dim, int first_slice,
-                                             const OutputFragment<T>& ot) {
+CUTE_DEVICE void write_output(const Destination<T>& to, int first_dim, int first_slice, const OutputFragment<T>& ot) {
   constexpr int kBlocks = T::kRowTile / 8;
   const int thread = anew(threadIdx.x % kGroupThreads);
   if (to.out == nullptr) {

@@ -9,8 +9,7 @@ namespace etap::transposed {
 // Where a slice of the half that `target` keeps crosses from the other warpgroup: in stages of the key ring that the
 // producer granted, [target][merge stage], 16 bytes a thread and `quad`.
 template <class T>
-__device__ __forceinline__ float4* exchange_slot(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                                 int target, int m, int quad) {
+CUTE_DEVICE float4* exchange_slot(Shared<T>& shared, KeyPosition<T> at, int target, int m, int quad) {
   using Slice = float4[T::kRowTile / 8][kGroupThreads];
   static_assert(sizeof(Slice) == T::kSliceBytes);
   const int stage = at.ahead(target * T::kMergeStages + m / T::kSlicesPerMergeStage).stage;
@@ -20,8 +19,7 @@ __device__ __forceinline__ float4* exchange_slot(typename T::SharedStorage& shar
 
 // Hand over the half of this warpgroup's O^T that the other one keeps.
 template <class T, int kGroup>
-__device__ __forceinline__ void give_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                          OutputFragment<T>& ot) {
+CUTE_DEVICE void give_half(Shared<T>& shared, KeyPosition<T> at, OutputFragment<T>& ot) {
   CUTE_UNROLL
   for (int m = 0; m < T::kMergeSlices; ++m) {
     auto given = ot(cute::_, (1 - kGroup) * T::kMergeSlices + m, 0);
@@ -35,8 +33,7 @@ __device__ __forceinline__ void give_half(typename T::SharedStorage& shared, Rin
 
 // Add the other warpgroup's part to the half that stays here, both normalised, and give the stages back.
 template <class T, int kGroup>
-__device__ __forceinline__ void take_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                          const WarpFactors<T>& factors, OutputFragment<T>& ot) {
+CUTE_DEVICE void take_half(Shared<T>& shared, KeyPosition<T> at, const WarpFactors<T>& factors, OutputFragment<T>& ot) {
   CUTE_UNROLL
   for (int block = 0; block < T::kRowTile / 8; ++block) {
     const float low_own = factors.own(block, 0), low_other = factors.other(block, 0);
@@ -60,7 +57,7 @@ __device__ __forceinline__ void take_half(typename T::SharedStorage& shared, Rin
 
 // What a column of both warpgroups becomes, of which `own` is this one.
 template <class T>
-__device__ __forceinline__ ColumnFactors merged_factors(const ColumnSums<T::kScoreColumns>& columns, int own, int column) {
+CUTE_DEVICE ColumnFactors merged_factors(const ColumnSums<T::kScoreColumns>& columns, int own, int column) {
   const int partner = 1 - own;
   const float reference = fmaxf(columns.references[own][column], columns.references[partner][column]);
   const float factor = ptx::ex2(columns.references[own][column] - reference);
@@ -74,8 +71,8 @@ __device__ __forceinline__ ColumnFactors merged_factors(const ColumnSums<T::kSco
 
 // Merge the half that stays here and write it, or show it to the cluster; the first warpgroup the log-sum-exps, too.
 template <class T, int kGroup>
-__device__ __forceinline__ void finish_half(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                            const Destination<T>& to, const WarpFactors<T>& factors, OutputFragment<T>& ot) {
+CUTE_DEVICE void finish_half(Shared<T>& shared, KeyPosition<T> at, const Destination<T>& to, const WarpFactors<T>& factors,
+                             OutputFragment<T>& ot) {
   take_half<T, kGroup>(shared, at, factors, ot);
   if constexpr (T::kGathered) {
     if (clustered<T>()) {
@@ -90,9 +87,8 @@ __device__ __forceinline__ void finish_half(typename T::SharedStorage& shared, R
 // Finish a piece in whose place `at` of the ring both consumers have stages lent to them; `pieces` counts those finished
 // before.
 template <class T>
-__device__ __forceinline__ void merge_and_write(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                                int pieces, const Destination<T>& to,
-                                                const Softmax<T>& softmax, OutputFragment<T>& ot) {
+CUTE_DEVICE void merge_and_write(Shared<T>& shared, KeyPosition<T> at, int pieces, const Destination<T>& to,
+                                 const Softmax<T>& softmax, OutputFragment<T>& ot) {
   const int group = softmax.group;
   auto& columns = shared.columns[pieces % 2];
   publish_columns<T>(columns, softmax);
@@ -120,7 +116,7 @@ __device__ __forceinline__ void merge_and_write(typename T::SharedStorage& share
 
 // The same of a piece without tokens.
 template <class T>
-__device__ __forceinline__ void finish_empty(typename T::SharedStorage& shared, const Destination<T>& to) {
+CUTE_DEVICE void finish_empty(Shared<T>& shared, const Destination<T>& to) {
   if constexpr (T::kGathered) {
     if (clustered<T>()) return show_nothing<T>(shared);
   }

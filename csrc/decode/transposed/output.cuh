@@ -11,7 +11,7 @@ using OutputFragment = decltype(cute::partition_fragment_C(
 
 // Multiply each column of O^T, its first kSlices slices, by factor(column block, column bit).
 template <class T, int kSlices = T::kOutputSlices, class Factor>
-__device__ __forceinline__ void scale_columns(OutputFragment<T>& ot, Factor&& factor) {
+CUTE_DEVICE void scale_columns(OutputFragment<T>& ot, Factor&& factor) {
   CUTE_UNROLL
   for (int block = 0; block < T::kRowTile / 8; ++block) {
     CUTE_UNROLL
@@ -32,8 +32,7 @@ constexpr int kValueStages = (T::kOutputSlices + T::kChunksPerStage - 1) / T::kC
 
 // Start the products, one group of WGMMAs a stage.
 template <class T>
-__device__ __forceinline__ void start_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                             const char* probabilities, OutputFragment<T>& ot) {
+CUTE_DEVICE void start_output(Shared<T>& shared, KeyPosition<T> at, const char* probabilities, OutputFragment<T>& ot) {
   using namespace cute;
   typename T::OutputMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
@@ -62,7 +61,7 @@ __device__ __forceinline__ void start_output(typename T::SharedStorage& shared, 
 }
 
 template <int kOutstanding, class T>
-__device__ __forceinline__ void finish_output_stages(typename T::SharedStorage& shared, RingPosition<T::kStages> at) {
+CUTE_DEVICE void finish_output_stages(Shared<T>& shared, KeyPosition<T> at) {
   ETAP_MARKED(output_wait, cute::warpgroup_wait<kOutstanding>());
   constexpr int kStage = kValueStages<T> - 1 - kOutstanding;
   if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at.ahead(kStage)));
@@ -71,8 +70,7 @@ __device__ __forceinline__ void finish_output_stages(typename T::SharedStorage& 
 
 // Wait for the products and give each stage back as soon as its own are done.
 template <class T>
-__device__ __forceinline__ void finish_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                              OutputFragment<T>& ot) {
+CUTE_DEVICE void finish_output(Shared<T>& shared, KeyPosition<T> at, OutputFragment<T>& ot) {
   finish_output_stages<kValueStages<T> - 1, T>(shared, at);
   cute::warpgroup_fence_operand(ot);
 }

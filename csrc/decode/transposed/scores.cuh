@@ -11,8 +11,7 @@ using ScoreFragment = decltype(cute::partition_fragment_C(typename T::ScoreMma{}
 
 // The products start stage by stage as the tile arrives, and are complete on return.
 template <class T>
-__device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                               ScoreFragment<T>& st) {
+CUTE_DEVICE void compute_scores(Shared<T>& shared, KeyPosition<T> at, ScoreFragment<T>& st) {
   using namespace cute;
   typename T::ScoreMma mma;
   mma.accumulate_ = GMMA::ScaleOut::Zero;

@@ -10,14 +10,13 @@ namespace etap::transposed {
 constexpr int kShareChunks = kValueChunks / kConsumerGroups;
 
 template <class T>
-__device__ __forceinline__ auto& key_chunk(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int chunk) {
+CUTE_DEVICE auto& key_chunk(Shared<T>& shared, KeyPosition<T> at, int chunk) {
   return item<typename T::KeyStage>(shared.ring, at.ahead(chunk / T::kChunksPerStage).stage)[chunk % T::kChunksPerStage];
 }
 
 // S^T of this consumer's share of the columns.
 template <class T>
-__device__ __forceinline__ void compute_score_share(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
-                                                    ScoreFragment<T>& st) {
+CUTE_DEVICE void compute_score_share(Shared<T>& shared, KeyPosition<T> at, int group, ScoreFragment<T>& st) {
   using namespace cute;
   typename T::ScoreMma mma;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
@@ -49,7 +48,7 @@ __device__ __forceinline__ void compute_score_share(typename T::SharedStorage& s
 
 // Add the other consumer's share. It crosses where the receiver's P^T will lie.
 template <class T>
-__device__ __forceinline__ void add_score_shares(typename T::SharedStorage& shared, int group, ScoreFragment<T>& st) {
+CUTE_DEVICE void add_score_shares(Shared<T>& shared, int group, ScoreFragment<T>& st) {
   using Share = float4[T::kScoreColumns / 8][kGroupThreads];
   static_assert(sizeof(Share) <= 2 * T::kProbabilityBytes);
   const int thread = threadIdx.x % kGroupThreads;
@@ -73,8 +72,8 @@ __device__ __forceinline__ void add_score_shares(typename T::SharedStorage& shar
 
 // O^T of this consumer's value dims, in the first slices of the fragment; `meanwhile` runs beside the products.
 template <class T, class Meanwhile>
-__device__ __forceinline__ void compute_output_share(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int group,
-                                                     const char* probabilities, OutputFragment<T>& ot, Meanwhile&& meanwhile) {
+CUTE_DEVICE void compute_output_share(Shared<T>& shared, KeyPosition<T> at, int group, const char* probabilities,
+                                      OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
   typename T::OutputMma mma;
   const auto slice = mma.get_thread_slice(0);
@@ -104,10 +103,9 @@ __device__ __forceinline__ void compute_output_share(typename T::SharedStorage& 
 // Called by both consumers; `pieces` counts those finished before. compute_scores(st): of this consumer's share of the columns;
 // compute_output(meanwhile): O^T of its value dims, in the first slices.
 template <class T, class ComputeScores, class ComputeOutput>
-__device__ __forceinline__ void decode_single_tile(typename T::SharedStorage& shared, const DecodeParams& params,
-                                                   const Piece& piece, int row_group, RingPosition<T::kStages> at, int pieces,
-                                                   Softmax<T>& softmax, OutputFragment<T>& ot, ComputeScores&& compute_scores,
-                                                   ComputeOutput&& compute_output) {
+CUTE_DEVICE void decode_single_tile(Shared<T>& shared, const DecodeParams& params, const Piece& piece, int row_group,
+                                    KeyPosition<T> at, int pieces, Softmax<T>& softmax, OutputFragment<T>& ot,
+                                    ComputeScores&& compute_scores, ComputeOutput&& compute_output) {
   const int group = softmax.group;
   ScoreFragment<T> st;
   compute_scores(st);

@@ -14,7 +14,7 @@ struct Softmax {
   static constexpr int kBlocks = T::kScoreColumns / 8;
   static constexpr int kColumns = 2 * kBlocks;
 
-  typename T::SharedStorage& shared;
+  Shared<T>& shared;
   const int group;
   typename T::ScoreScales scale;  // of a column, to the log2 domain
   float inverse_value_scale;      // 1 / what V's values are multiplied with
@@ -28,12 +28,12 @@ struct Softmax {
   static constexpr int kWords = kEightBits ? kBlocks : 2 * kBlocks;
   uint32_t rounded[kWords];
 
-  __device__ __forceinline__ Softmax(typename T::SharedStorage& shared, float scale_log2, float value_scale, int group)
+  CUTE_DEVICE Softmax(Shared<T>& shared, float scale_log2, float value_scale, int group)
       : shared(shared), group(group), scale(shared, scale_log2, T::first_column(group)),
         inverse_value_scale(1.0f / value_scale) {}
 
   // At the beginning of a piece, when its queries are there.
-  __device__ __forceinline__ void reset() {
+  CUTE_DEVICE void reset() {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) {
       reference[i] = kNoMaximum;
@@ -43,7 +43,7 @@ struct Softmax {
   }
 
   // P^T = 2^(scale * S^T - reference), rounded; true when an exponent is too far above the reference.
-  __device__ __forceinline__ bool exponentiate(const ScoreFragment<T>& st) {
+  CUTE_DEVICE bool exponentiate(const ScoreFragment<T>& st) {
     bool exceeds = false;
     CUTE_UNROLL
     for (int i = 0; i < 2 * kBlocks; ++i) {
@@ -65,7 +65,7 @@ struct Softmax {
   }
 
   // Write P^T with its tokens contiguous, [rows x 64 tokens] in the swizzle of operand B.
-  __device__ __forceinline__ void store(char* probabilities) const {
+  CUTE_DEVICE void store(char* probabilities) const {
     if constexpr (kEightBits) {
       store_fours(probabilities);
     } else {
@@ -77,7 +77,7 @@ struct Softmax {
 
   // A warp's 16 tokens are two units; lanes 0 to 7 point at the first of eight columns, the next eight at the second, the
   // other 16 at those of the next column block.
-  __device__ __forceinline__ void store_pairs(char* probabilities) const {
+  CUTE_DEVICE void store_pairs(char* probabilities) const {
     constexpr int kBlockBytes = 8 * kTileTokens * 2;
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     const int lane = threadIdx.x % kWarpSize;
@@ -99,7 +99,7 @@ struct Softmax {
   }
 
   // In 8 bits a warp's 16 tokens are one unit, in the order 0, 8, 1, 9, ...: as V^T's operand has them.
-  __device__ __forceinline__ void store_fours(char* probabilities) const {
+  CUTE_DEVICE void store_fours(char* probabilities) const {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     const int row = T::first_column(group) + threadIdx.x % (8 * kBlocks) % kWarpSize;
     auto& target = *reinterpret_cast<cute::uint128_t*>(probabilities + row * 64 + (warp ^ swizzle<64>(row)) * kUnitBytes);
@@ -114,7 +114,7 @@ struct Softmax {
 
   // Take this tile's column maxima into the reference and rescale the sums; O^T is to be multiplied with `correction`.
   // Needs all threads of the warpgroup.
-  __device__ __forceinline__ void renew(const ScoreFragment<T>& st, float (&correction)[kColumns]) {
+  CUTE_DEVICE void renew(const ScoreFragment<T>& st, float (&correction)[kColumns]) {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) {
@@ -142,7 +142,7 @@ struct Softmax {
 
   // O^T is divided by the sum of what the products see, so that the rounding of a dominating key cancels; the
   // log-sum-exp takes the sum before rounding.
-  __device__ __forceinline__ void accumulate() {
+  CUTE_DEVICE void accumulate() {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) sums[i] += tile_sums[i];
     CUTE_UNROLL
@@ -162,8 +162,8 @@ struct Softmax {
 
 // Hide the tokens a row must not see: those behind the request's end, and for s_q > 1 those behind the row's own token.
 template <class T>
-__device__ __forceinline__ void mask_scores(const DecodeParams& params, const Piece& piece, int tile, int row_group,
-                                            int group, ScoreFragment<T>& st) {
+CUTE_DEVICE void mask_scores(const DecodeParams& params, const Piece& piece, int tile, int row_group, int group,
+                             ScoreFragment<T>& st) {
   const int thread = threadIdx.x % kGroupThreads;
   const int token = tile * kTileTokens + thread / kWarpSize * 16 + thread % kWarpSize / 4;
   const int first_row = row_group * T::kRowTile + T::first_column(group);
@@ -179,9 +179,8 @@ __device__ __forceinline__ void mask_scores(const DecodeParams& params, const Pi
 
 // Zero V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN.
 template <class T>
-__device__ __forceinline__ void zero_value_tail(typename T::SharedStorage& shared, RingPosition<T::kStages> at,
-                                                const Piece& piece, int tile, int first_chunk = 0,
-                                                int end_chunk = T::kTileValueChunks) {
+CUTE_DEVICE void zero_value_tail(Shared<T>& shared, KeyPosition<T> at, const Piece& piece, int tile, int first_chunk = 0,
+                                 int end_chunk = T::kTileValueChunks) {
   const int valid = piece.seq_len - tile * kTileTokens;
   const int thread = anew(threadIdx.x % T::kScoreThreads);
   constexpr int kLineBytes = 128;  // of a chunk's token

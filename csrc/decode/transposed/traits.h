@@ -11,7 +11,7 @@ namespace etap::transposed {
 
 // A fragment of S^T gives a thread two neighbouring columns (query rows) in every block of eight, and two tokens (8
 // apart) of each: register i holds column bit i & 1, token bit (i >> 1) & 1 and column block i >> 2.
-__device__ __forceinline__ int fragment_column(int column_block, int column_bit) {
+CUTE_DEVICE int fragment_column(int column_block, int column_bit) {
   return column_block * 8 + threadIdx.x % 4 * 2 + column_bit;
 }
 
@@ -20,9 +20,9 @@ struct UniformScale {
   float value;
 
   template <class SharedStorage>
-  __device__ __forceinline__ UniformScale(const SharedStorage&, float scale_log2, int) : value(scale_log2) {}
-  __device__ __forceinline__ void load(int) {}
-  __device__ __forceinline__ float operator()(int) const { return value; }
+  CUTE_DEVICE UniformScale(const SharedStorage&, float scale_log2, int) : value(scale_log2) {}
+  CUTE_DEVICE void load(int) {}
+  CUTE_DEVICE float operator()(int) const { return value; }
 };
 
 // What the warpgroups tell each other of their columns at the end of a piece.
@@ -70,10 +70,10 @@ struct SharedMemory {
   LengthQueue lengths;
   Turns<turns<T>(), !T::kGathered> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
-  __device__ __forceinline__ void init_grants(int signals) {
+  CUTE_DEVICE void init_grants(int signals) {
     if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);
   }
-  __device__ __forceinline__ float& maximum(int group, int warp, int column) {
+  CUTE_DEVICE float& maximum(int group, int warp, int column) {
     return maxima[(group * kWarpsPerGroup + warp) * T::kScoreColumns + column];
   }
 };
@@ -151,13 +151,13 @@ struct Traits : AlternateTiles<kRowTile_> {
     CUtensorMap chunks;  // (64 columns, tokens of a page, 9 column chunks, pages)
 
     // A stage's chunks, `chunk` the first, of 64 tokens, `token` the first of its page.
-    __device__ __forceinline__ void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int chunk) const {
+    CUTE_DEVICE void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int chunk) const {
       cute::SM90_TMA_LOAD_4D::copy(&chunks, barrier, kReadOnce, &stage, 0, token, chunk, page);
     }
   };
   // Of a part alone, whose tokens are the tile's from `first` on.
-  __device__ __forceinline__ static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first,
-                                                   int page, int token, int chunk) {
+  CUTE_DEVICE static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first, int page, int token,
+                                    int chunk) {
     CUTE_UNROLL
     for (int c = 0; c < kChunksPerStage; ++c) {
       char* const target = reinterpret_cast<char*>(&stage[c][first]);

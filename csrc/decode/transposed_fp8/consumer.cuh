@@ -12,24 +12,23 @@ namespace etap::transposed_fp8 {
 // What a consumer knows of its CTA, and what it holds.
 template <class T>
 struct Consumer {
-  typename T::SharedStorage& shared;
+  Shared<T>& shared;
   const DecodeParams& params;
   transposed::Softmax<T>& softmax;
   transposed::OutputFragment<T>& ot;
 
   // The CTA's, worked out where it is wanted: a register that kept it through the products would be spilled.
-  __device__ __forceinline__ static int row_group_of(const DecodeParams& params) {
+  CUTE_DEVICE static int row_group_of(const DecodeParams& params) {
     return params.row_groups == 1 ? 0 : anew(blockIdx.x) % params.row_groups;
   }
 
   // Decodes a partition's pieces.
-  __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                             int /* row_group */, int group) {
+  CUTE_DEVICE static void run(Shared<T>& shared, const DecodeParams& params, int partition, int /* row_group */, int group) {
     const float kv_scale = scale_of(params.kv_scale);
     transposed::Softmax<T> softmax(shared, params.scale_log2, kv_scale, group);
     transposed::OutputFragment<T> ot;
     Consumer consumer{shared, params, softmax, ot};
-    RingPosition<T::kStages> keys;
+    KeyPosition<T> keys;
     uint32_t grants_taken = 0;  // in all pieces
     int pieces = 0;
     char* const probabilities = shared.probabilities + 2 * group * T::kProbabilityBytes;
@@ -69,8 +68,7 @@ struct Consumer {
   }
 
   // One tile: wait for K, S^T, softmax, O^T, release. `first`: of this consumer's in the piece.
-  __device__ __forceinline__ void consume_tile(const Piece& piece, int tile, bool first, RingPosition<T::kStages> at,
-                                               char* probabilities) {
+  CUTE_DEVICE void consume_tile(const Piece& piece, int tile, bool first, KeyPosition<T> at, char* probabilities) {
     const int group = softmax.group;
     // Wait for K, S^T.
     transposed::ScoreFragment<T> st;

@@ -19,12 +19,12 @@ template <class T>
 using Operand = typename T::Element[T::kStepsPerLoad][T::kValuesPerStep];
 
 template <class T>
-__device__ __forceinline__ void set_operand(Operand<T>& operand, int step, int i, uint32_t word) {
+CUTE_DEVICE void set_operand(Operand<T>& operand, int step, int i, uint32_t word) {
   reinterpret_cast<uint32_t*>(operand[step])[i] = word;
 }
 
 // Four e4m3 values as float16, exactly.
-__device__ __forceinline__ uint2 to_halves(uint32_t word) {
+CUTE_DEVICE uint2 to_halves(uint32_t word) {
   const auto four = reinterpret_cast<const cutlass::Array<cutlass::float_e4m3_t, 4>&>(word);
   const auto halves = cutlass::NumericArrayConverter<cutlass::half_t, cutlass::float_e4m3_t, 4>{}(four);
   return reinterpret_cast<const uint2&>(halves);
@@ -32,7 +32,7 @@ __device__ __forceinline__ uint2 to_halves(uint32_t word) {
 
 // Columns [32 * load, 32 * load + 32) of K.
 template <class T>
-__device__ __forceinline__ void load_keys_words(const char* tile, int load, uint32_t (&words)[4]) {
+CUTE_DEVICE void load_keys_words(const char* tile, int load, uint32_t (&words)[4]) {
   const int lane = threadIdx.x % kWarpSize;
   const int row = threadIdx.x % kGroupThreads / kWarpSize * 16 + lane % 16;
   constexpr int kLoadsPerWide = T::kWideColumns / 32;
@@ -45,7 +45,7 @@ __device__ __forceinline__ void load_keys_words(const char* tile, int load, uint
 }
 
 template <class T>
-__device__ __forceinline__ void convert_keys(const uint32_t (&words)[4], Operand<T>& operand) {
+CUTE_DEVICE void convert_keys(const uint32_t (&words)[4], Operand<T>& operand) {
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) {
     const uint2 halves = to_halves(words[i]);
@@ -56,7 +56,7 @@ __device__ __forceinline__ void convert_keys(const uint32_t (&words)[4], Operand
 
 // Tokens [32 * half, 32 * half + 32) of the warp's 16 value dims in a slice of 64.
 template <class T>
-__device__ __forceinline__ void load_values_words(const char* tile, int slice, int half, uint32_t (&words)[4]) {
+CUTE_DEVICE void load_values_words(const char* tile, int slice, int half, uint32_t (&words)[4]) {
   const int lane = threadIdx.x % kWarpSize;
   const int unit = slice % 2 * 4 + threadIdx.x % kGroupThreads / kWarpSize;
   const char* from = tile + slice / 2 * T::kWideBytes + (half * 32 + lane) * 128 + (unit ^ swizzle<128>(lane)) * kUnitBytes;
@@ -64,7 +64,7 @@ __device__ __forceinline__ void load_values_words(const char* tile, int slice, i
 }
 
 template <class T>
-__device__ __forceinline__ void convert_values(const uint32_t (&words)[4], Operand<T>& operand) {
+CUTE_DEVICE void convert_values(const uint32_t (&words)[4], Operand<T>& operand) {
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) {
     if constexpr (T::kFp8Math) {
@@ -80,8 +80,7 @@ __device__ __forceinline__ void convert_values(const uint32_t (&words)[4], Opera
 
 // Start one load's share of a product, a group of WGMMAs. The operand's registers are theirs until the group is waited for.
 template <class T, class Mma, class OperandB, class Result>
-__device__ __forceinline__ void multiply(Mma& mma, const Operand<T>& operand, const OperandB& b, int first_step,
-                                         Result&& result) {
+CUTE_DEVICE void multiply(Mma& mma, const Operand<T>& operand, const OperandB& b, int first_step, Result&& result) {
   cute::warpgroup_arrive();
   CUTE_UNROLL
   for (int step = 0; step < T::kStepsPerLoad; ++step) {
@@ -107,7 +106,7 @@ struct LoadedProducts {
   Fragment parts[kParts];
 
   template <class Fetch, class Convert, class OperandB, class Result>
-  __device__ __forceinline__ void start(Fetch&& fetch, Convert&& convert, OperandB&& operand_b, Result&& result) {
+  CUTE_DEVICE void start(Fetch&& fetch, Convert&& convert, OperandB&& operand_b, Result&& result) {
     uint32_t words[T::kFetches][4];
     CUTE_UNROLL
     for (int load = 0; load < T::kFetches; ++load) fetch(load, words[load]);
@@ -135,7 +134,7 @@ struct LoadedProducts {
   }
 
   template <class Result>
-  __device__ __forceinline__ void finish(Result&& result) {
+  CUTE_DEVICE void finish(Result&& result) {
     cute::warpgroup_wait<0>();
     if constexpr (T::kFp8Math) {
       CUTE_UNROLL
@@ -144,7 +143,7 @@ struct LoadedProducts {
   }
 
   template <class Result>
-  __device__ __forceinline__ void take_over(int pair, Result&& result) {
+  CUTE_DEVICE void take_over(int pair, Result&& result) {
     auto& part = parts[pair % kParts];
     cute::warpgroup_fence_operand(part);
     auto sum = result(2 * pair);
@@ -155,7 +154,7 @@ struct LoadedProducts {
 
 // S^T = K·Q^T of one tile in e4m3, K as it lies in shared memory. Sums are of two steps, as above.
 template <class T>
-__device__ __forceinline__ void multiply_shared_keys(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
+CUTE_DEVICE void multiply_shared_keys(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
   using namespace cute;
   using Element = typename T::Element;
   typename T::ScoreMma mma;
@@ -208,7 +207,7 @@ __device__ __forceinline__ void multiply_shared_keys(const char* tile, const cha
 
 // The same in float16, K through registers.
 template <class T>
-__device__ __forceinline__ void multiply_loaded_keys(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
+CUTE_DEVICE void multiply_loaded_keys(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
   using namespace cute;
   using Element = typename T::Element;
   LoadedProducts<T, typename T::ScoreMma, kHeadDim / 32, decltype(make_fragment_like(st(_, 0, 0)))> products;
@@ -231,8 +230,8 @@ __device__ __forceinline__ void multiply_loaded_keys(const char* tile, const cha
 
 // S^T of one tile, complete on return.
 template <class T>
-__device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared, const DecodeParams& params,
-                                               RingPosition<T::kStages> at, int group, transposed::ScoreFragment<T>& st) {
+CUTE_DEVICE void compute_scores(Shared<T>& shared, const DecodeParams& params, KeyPosition<T> at, int group,
+                                transposed::ScoreFragment<T>& st) {
   const char* query = shared.query + T::first_column(group) * kChunkColumns * sizeof(typename T::Element);
   const char* tile = shared.ring + at.stage * T::kStageBytes;
   shared.keys.wait(at);
@@ -248,9 +247,8 @@ __device__ __forceinline__ void compute_scores(typename T::SharedStorage& shared
 // O^T += V^T·P^T of one tile, kSlices of it from first_slice on. Where those are a consumer's all, the tile is given back once
 // it is in registers. `meanwhile` runs beside the last products, or before the first where its registers are wanted.
 template <class T, int kSlices = T::kOutputSlices, class Meanwhile>
-__device__ __forceinline__ void add_output(typename T::SharedStorage& shared, RingPosition<T::kStages> at, int first_slice,
-                                           const char* probabilities, transposed::OutputFragment<T>& ot,
-                                           Meanwhile&& meanwhile) {
+CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, int first_slice, const char* probabilities,
+                            transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
   const char* tile = shared.ring + at.stage * T::kStageBytes + first_slice / 2 * T::kWideBytes;
   LoadedProducts<T, typename T::OutputMma, 2 * kSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;

@@ -9,7 +9,7 @@ namespace etap::transposed_fp8 {
 
 // What the values of the cache, or those of e4m3 queries, are multiplied with. The former's is read before the predecessor has
 // ended, which may still write the latter's beside it: so neither comes through L1, which would keep their line.
-__device__ __forceinline__ float scale_of(const float* scale) { return scale == nullptr ? 1.0f : __ldcg(scale); }
+CUTE_DEVICE float scale_of(const float* scale) { return scale == nullptr ? 1.0f : __ldcg(scale); }
 
 constexpr int kUnitColumns = 8;  // that a lane reads at once
 constexpr int kRowUnits = kHeadDim / kUnitColumns;
@@ -20,7 +20,7 @@ struct QueryUnit {
 };
 
 template <class Source, class Raw>
-__device__ __forceinline__ QueryUnit to_floats(const Raw& raw) {
+CUTE_DEVICE QueryUnit to_floats(const Raw& raw) {
   static_assert(sizeof(Raw) == kUnitColumns * sizeof(Source));
   QueryUnit unit;
   CUTE_UNROLL
@@ -36,22 +36,22 @@ __device__ __forceinline__ QueryUnit to_floats(const Raw& raw) {
 // The power of two that brings `largest` (the bits of a float without its sign) to 2^kWanted, or just above: by default the
 // upper end of the products' type.
 template <class T, int kWanted = T::kFp8Math ? 7 : 14>
-__device__ __forceinline__ int scale_exponent(uint32_t largest) {
+CUTE_DEVICE int scale_exponent(uint32_t largest) {
   return max(-126, min(126, kWanted + 127 - int(largest >> 23)));
 }
 
-__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent + 127) << 23); }
+CUTE_DEVICE float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent + 127) << 23); }
 
 // Byte of a 16-byte unit in the rows of a query chunk.
 template <class T>
-__device__ __forceinline__ int operand_unit(int row, int unit) {
+CUTE_DEVICE int operand_unit(int row, int unit) {
   return row * T::kOperandLine + (unit ^ swizzle<T::kOperandLine>(row)) * kUnitBytes;
 }
 
 // A lane's eight columns. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of WGMMA's sixteen
 // for it, so pairs of columns change places: 0 2 4 6 first, then 1 3 5 7.
 template <class T, class Element = typename T::Element>
-__device__ __forceinline__ void write_unit(char* query, int row, int index, const QueryUnit& unit, float factor) {
+CUTE_DEVICE void write_unit(char* query, int row, int index, const QueryUnit& unit, float factor) {
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitColumns;
   char* chunk = query + index / kUnitsPerChunk * T::kQueryChunkBytes;
   const int place = index % kUnitsPerChunk;
@@ -87,7 +87,7 @@ struct RawRows {
 
   // Rows first, first + kConsumerWarps, ... of the row tile; wait() before any is read.
   template <class Wait>
-  __device__ __forceinline__ RawRows(const DecodeParams& params, int request, int row_group, int first, Wait&& wait) {
+  CUTE_DEVICE RawRows(const DecodeParams& params, int request, int row_group, int first, Wait&& wait) {
     const int lane = threadIdx.x % kWarpSize;
     const int row = row_group * T::kRowTile + first;
     int token = row / params.heads;
@@ -117,8 +117,7 @@ struct RawRows {
 };
 
 template <class T, class Source>
-__device__ __forceinline__ void load_query_rows(typename T::SharedStorage& shared, const DecodeParams& params, int request,
-                                                int row_group, float kv_scale) {
+CUTE_DEVICE void load_query_rows(Shared<T>& shared, const DecodeParams& params, int request, int row_group, float kv_scale) {
   constexpr bool kScaled = T::kFp8Math ? sizeof(Source) == 2 : std::is_same_v<Source, cutlass::bfloat16_t>;
   constexpr int kRowsAtOnce = T::kRowTile == 8 ? 1 : T::kRowTile == kMaxRowTile ? 4 : 2;
   static_assert(kLatentDim % (kWarpSize * kUnitColumns) == 0);
@@ -157,8 +156,7 @@ __device__ __forceinline__ void load_query_rows(typename T::SharedStorage& share
 
 // Called by both consumers when they are done with the last piece's scores; complete for both on return.
 template <class T>
-__device__ __forceinline__ void load_queries(typename T::SharedStorage& shared, const DecodeParams& params, int request,
-                                             int row_group, float kv_scale) {
+CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, int request, int row_group, float kv_scale) {
   if (params.query_type == QueryType::kBFloat16) {
     load_query_rows<T, cutlass::bfloat16_t>(shared, params, request, row_group, kv_scale);
   } else if (params.query_type == QueryType::kFloat16) {

@@ -10,9 +10,8 @@ namespace etap::transposed_fp8 {
 
 // Multiply O^T, which has the columns of both warpgroups, with what both have found for their own.
 template <class T>
-__device__ __forceinline__ void scale_shared(typename T::SharedStorage& shared, int group,
-                                             const float (&correction)[transposed::Softmax<T>::kColumns],
-                                             transposed::OutputFragment<T>& ot) {
+CUTE_DEVICE void scale_shared(Shared<T>& shared, int group, const float (&correction)[transposed::Softmax<T>::kColumns],
+                              transposed::OutputFragment<T>& ot) {
   constexpr int kBlocks = T::kScoreColumns / 8;
   CUTE_UNROLL
   for (int i = 0; i < 2 * kBlocks; ++i) {
@@ -27,21 +26,20 @@ __device__ __forceinline__ void scale_shared(typename T::SharedStorage& shared, 
 // What a consumer knows of its CTA, and what it holds.
 template <class T>
 struct SharedTilesConsumer {
-  typename T::SharedStorage& shared;
+  Shared<T>& shared;
   const DecodeParams& params;
   const int row_group;
   transposed::Softmax<T>& softmax;
   transposed::OutputFragment<T>& ot;
 
   // Decodes a partition's pieces.
-  __device__ __forceinline__ static void run(typename T::SharedStorage& shared, const DecodeParams& params, int partition,
-                                             int row_group, int group) {
+  CUTE_DEVICE static void run(Shared<T>& shared, const DecodeParams& params, int partition, int row_group, int group) {
     if (params.early_loads) follow_predecessor();
     const float kv_scale = scale_of(params.kv_scale);
     transposed::Softmax<T> softmax(shared, params.scale_log2, kv_scale, group);
     transposed::OutputFragment<T> ot;
     SharedTilesConsumer consumer{shared, params, row_group, softmax, ot};
-    RingPosition<T::kStages> keys;
+    KeyPosition<T> keys;
     PieceWalk walk(params, partition);
     for (int n = 0; !walk.done(); ++n) {
       load_queries<T>(shared, params, walk.request(), row_group, kv_scale);  // while its length is on its way
@@ -59,8 +57,7 @@ struct SharedTilesConsumer {
   }
 
   // One tile: wait for K, S^T, softmax, O^T, release. `first`: of the piece.
-  __device__ __forceinline__ void consume_tile(const Piece& piece, int tile, bool first, RingPosition<T::kStages> at,
-                                               char* probabilities) {
+  CUTE_DEVICE void consume_tile(const Piece& piece, int tile, bool first, KeyPosition<T> at, char* probabilities) {
     const int group = softmax.group;
     // Wait for K, S^T: this warpgroup's columns.
     transposed::ScoreFragment<T> st;

@@ -8,8 +8,8 @@
 namespace etap::transposed_fp8 {
 
 template <class T>
-__device__ __forceinline__ void write_shared(typename T::SharedStorage& shared, const Destination<T>& to,
-                                             const transposed::Softmax<T>& softmax, transposed::OutputFragment<T>& ot) {
+CUTE_DEVICE void write_shared(Shared<T>& shared, const Destination<T>& to, const transposed::Softmax<T>& softmax,
+                              transposed::OutputFragment<T>& ot) {
   const int group = softmax.group;
   auto& columns = shared.columns;
   transposed::publish_columns<T>(columns, softmax);

@@ -32,9 +32,9 @@ struct SharedTilesMemory {
   Ring<1> queries;
   LengthQueue lengths;
 
-  __device__ __forceinline__ void init_grants(int) {}
+  CUTE_DEVICE void init_grants(int) {}
   // Each warp's column maxima of one tile: only the place of the sums is left for them.
-  __device__ __forceinline__ float& maximum(int group, int warp, int column) {
+  CUTE_DEVICE float& maximum(int group, int warp, int column) {
     return reinterpret_cast<float*>(columns.sums)[(group * kWarpsPerGroup + warp) * T::kScoreColumns + column];
   }
 };

@@ -7,8 +7,7 @@ namespace etap::transposed_fp8 {
 
 // e4m3 products. Sums are of two steps, as in products.cuh; rope's share is one step.
 template <class T>
-__device__ __forceinline__ void multiply_shared_key_share(const char* tile, const char* query, int group,
-                                                          transposed::ScoreFragment<T>& st) {
+CUTE_DEVICE void multiply_shared_key_share(const char* tile, const char* query, int group, transposed::ScoreFragment<T>& st) {
   using namespace cute;
   using Element = typename T::Element;
   constexpr int kShareChunks = kValueChunks / kConsumerGroups;
@@ -55,8 +54,7 @@ __device__ __forceinline__ void multiply_shared_key_share(const char* tile, cons
 
 // float16 products, K through registers.
 template <class T>
-__device__ __forceinline__ void multiply_loaded_key_share(const char* tile, const char* query, int group,
-                                                          transposed::ScoreFragment<T>& st) {
+CUTE_DEVICE void multiply_loaded_key_share(const char* tile, const char* query, int group, transposed::ScoreFragment<T>& st) {
   using namespace cute;
   using Element = typename T::Element;
   constexpr int kLatentLoads = kLatentDim / 32 / kConsumerGroups;  // of a share; rope's is one more
@@ -85,9 +83,8 @@ __device__ __forceinline__ void multiply_loaded_key_share(const char* tile, cons
 }
 
 template <class T>
-__device__ __forceinline__ void compute_score_share(typename T::SharedStorage& shared, const DecodeParams& params,
-                                                    RingPosition<T::kStages> at, int group,
-                                                    transposed::ScoreFragment<T>& st) {
+CUTE_DEVICE void compute_score_share(Shared<T>& shared, const DecodeParams& params, KeyPosition<T> at, int group,
+                                     transposed::ScoreFragment<T>& st) {
   const char* tile = shared.ring + at.stage * T::kStageBytes;
   shared.keys.wait(at);
   if constexpr (T::kFp8Math) {

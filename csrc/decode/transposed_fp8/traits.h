@@ -14,27 +14,27 @@ namespace etap::transposed_fp8 {
 // What scores are multiplied with for the log2 domain: each query row has its own scale, which its thread holds.
 template <class T>
 struct HeldScales {
-  typename T::SharedStorage& shared;
+  Shared<T>& shared;
   float values[T::kScoreColumns / 4];
 
-  __device__ __forceinline__ HeldScales(typename T::SharedStorage& shared, float scale_log2, int)
+  CUTE_DEVICE HeldScales(Shared<T>& shared, float scale_log2, int)
       : shared(shared), values{scale_log2} {}
-  __device__ __forceinline__ void load(int i) {
+  CUTE_DEVICE void load(int i) {
     values[i] = shared.score_scales[transposed::fragment_column(i / 2, i % 2)];
   }
-  __device__ __forceinline__ float operator()(int i) const { return values[i]; }
+  CUTE_DEVICE float operator()(int i) const { return values[i]; }
 };
 
 // The same with many rows, for which no registers are left.
 template <class T>
 struct ReadScales {
-  typename T::SharedStorage& shared;
+  Shared<T>& shared;
   const int first;  // column of this warpgroup
 
-  __device__ __forceinline__ ReadScales(typename T::SharedStorage& shared, float, int first)
+  CUTE_DEVICE ReadScales(Shared<T>& shared, float, int first)
       : shared(shared), first(first) {}
-  __device__ __forceinline__ void load(int) {}
-  __device__ __forceinline__ float operator()(int i) const {
+  CUTE_DEVICE void load(int) {}
+  CUTE_DEVICE float operator()(int i) const {
     return shared.score_scales[first + transposed::fragment_column(i / 2, i % 2)];
   }
 };
@@ -129,14 +129,14 @@ struct Products : Tiles {
     CUtensorMap rope;    // (64 columns, tokens, pages)
 
     // A tile, `token` the first of its page.
-    __device__ __forceinline__ void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int) const {
+    CUTE_DEVICE void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int) const {
       cute::SM90_TMA_LOAD_4D::copy(&latent, barrier, kReadOnce, &stage.latent, 0, token, 0, page);
       cute::SM90_TMA_LOAD_3D::copy(&rope, barrier, kReadOnce, &stage.rope, 0, token, page);
     }
   };
   // A part alone, whose tokens are the tile's from `first` on.
-  __device__ __forceinline__ static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first,
-                                                   int page, int token, int) {
+  CUTE_DEVICE static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first, int page, int token,
+                                    int) {
     CUTE_UNROLL
     for (int c = 0; c < kWideChunks; ++c) maps.copy_latent(barrier, &stage.latent[c][first], page, token, c);
     maps.copy_rope(barrier, &stage.rope[first], page, token);
