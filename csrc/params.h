@@ -152,8 +152,8 @@ struct DecodeParams {
   const float* q_scale = nullptr;
   QueryType query_type;
   bool float16_out;
-  bool rows_on_lanes;  // partial_out lies as O = P·V leaves it: see combine.cu
-  bool paired_dims;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
+  bool rows_on_lanes = false;  // partial_out lies as O = P·V leaves it: see combine.cu
+  bool paired_dims = false;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
   // Sparse attention alone, where each query token is a request of its own, and no schedule divides the work: there are no
   // work_ranges, split_offsets, seq_lens and block_table.
   const float* sinks = nullptr;  // [heads], null: none; natural logarithms

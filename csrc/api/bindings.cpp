@@ -67,10 +67,13 @@ void check_hopper(const char* name, DLDevice device) {
   known.fetch_or(bit, std::memory_order_relaxed);
 }
 
-template <class Call>
-void reporting_cuda_errors(Call&& call) {
+// Launches on a tensor's device and the caller's stream of it; launch(stream). CUDA's errors become exceptions of Python.
+template <class Launch>
+void on_device(const char* name, DLDevice device, Launch&& launch) {
   try {
-    call();
+    check_hopper(name, device);
+    const DeviceGuard guard(device.device_id);
+    launch(current_stream(device));
   } catch (const std::runtime_error& error) {
     TVM_FFI_THROW(RuntimeError) << error.what();
   }
@@ -78,20 +81,16 @@ void reporting_cuda_errors(Call&& call) {
 
 void schedule(const TensorView& seq_lens, const TensorView& work_ranges, const TensorView& split_offsets,
               int64_t partitions, int64_t fixed_pieces, int64_t split_rows, int64_t piece_cost, int64_t single_tiles) {
-  check_dtype("work_ranges", work_ranges, kInt32);
-  check_shape("work_ranges", work_ranges, {{kAny, "num_sms"}, {kWorkRangeFields}});
-  check_contiguous("work_ranges", work_ranges);
-  check_dtype("split_offsets", split_offsets, kInt32);
-  check_shape("split_offsets", split_offsets, {{kAny, "max_batch + 1"}});
-  check_contiguous("split_offsets", split_offsets);
-  check_device("split_offsets", split_offsets, work_ranges.device());
+  const DLDevice device = work_ranges.device();
+  check_tensor("work_ranges", work_ranges, kInt32, {{kAny, "num_sms"}, {kWorkRangeFields}}, Layout::kContiguous, device);
+  check_tensor("split_offsets", split_offsets, kInt32, {{kAny, "max_batch + 1"}}, Layout::kContiguous, device);
   check_dtype("seq_lens", seq_lens, kInt32);
   if (seq_lens.ndim() != 1 || seq_lens.size(0) >= split_offsets.size(0)) {
     TVM_FFI_THROW(ValueError) << "seq_lens: wanted shape [batch <= " << split_offsets.size(0) - 1 << "], got "
                               << text(seq_lens.shape());
   }
   check_contiguous("seq_lens", seq_lens);
-  check_device("seq_lens", seq_lens, work_ranges.device());
+  check_device("seq_lens", seq_lens, device);
   const int64_t batch = seq_lens.size(0);
   check_at_least("partitions", partitions, 1);
   check_at_least("work_ranges' size", work_ranges.size(0), partitions);
@@ -107,12 +106,8 @@ void schedule(const TensorView& seq_lens, const TensorView& work_ranges, const T
       .piece_cost = int32_t(piece_cost),
       .single_tiles = int32_t(single_tiles),
   };
-  if (seq_lens.device().device_type == kDLCPU) return build_schedule_on_host(params);
-  reporting_cuda_errors([&] {
-    check_hopper("seq_lens", seq_lens.device());
-    const DeviceGuard guard(seq_lens.device().device_id);
-    build_schedule_on_device(params, current_stream(seq_lens.device()));
-  });
+  if (device.device_type == kDLCPU) return build_schedule_on_host(params);
+  on_device("seq_lens", device, [&](cudaStream_t stream) { build_schedule_on_device(params, stream); });
 }
 
 void build_schedule(TensorView seq_lens, TensorView work_ranges, TensorView split_offsets, int64_t partitions,
@@ -131,12 +126,9 @@ void build_fixed_schedule(TensorView seq_lens, TensorView work_ranges, TensorVie
 
 void decode(const DecodeCall& call) {
   check(call);
-  reporting_cuda_errors([&] {
-    const DLDevice device = call.q.device();
-    check_hopper("q", device);
-    if (call.batch() == 0 || call.s_q() * call.heads() == 0) return;
-    const DeviceGuard guard(device.device_id);
-    const cudaStream_t stream = current_stream(device);
+  const DLDevice device = call.q.device();
+  on_device("q", device, [&](cudaStream_t stream) {
+    if (call.is_empty()) return;
     const DecodeParams params = decode_params(call);
     const DecodeLaunch decode = prepare_decode(params, call.cache_type());
     launch(decode, params, device.device_id, stream);
@@ -177,7 +169,7 @@ Launch launch_of(const KernelLaunch& kernel, const DecodeParams& params, const D
 Array<Launch> decode_launches(const DecodeCall& call) {
   check(call);
   Array<Launch> all;
-  if (call.batch() == 0 || call.s_q() * call.heads() == 0) return all;
+  if (call.is_empty()) return all;
   const DecodeParams params = decode_params(call);
   const DecodeLaunch decode = prepare_decode(params, call.cache_type());
   all.push_back(launch_of(decode.kernel, params, decode));
@@ -203,12 +195,9 @@ bool combines(const DecodeParams& params, const KernelLaunch& decode) {
 
 void sparse_decode(const SparseCall& call) {
   check(call);
-  reporting_cuda_errors([&] {
-    const DLDevice device = call.q.device();
-    check_hopper("q", device);
-    if (call.tokens() == 0 || call.heads() == 0) return;
-    const DeviceGuard guard(device.device_id);
-    const cudaStream_t stream = current_stream(device);
+  const DLDevice device = call.q.device();
+  on_device("q", device, [&](cudaStream_t stream) {
+    if (call.is_empty()) return;
     const DecodeParams params = decode_params(call);
     const QueryMaps no_maps{};
     const void* const arguments[] = {&params, &no_maps, &no_maps};
@@ -228,7 +217,7 @@ using SparseLaunch = Tuple<String, int64_t, int64_t, int64_t, int64_t, int64_t, 
 Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
   check(call);
   Array<SparseLaunch> all;
-  if (call.tokens() == 0 || call.heads() == 0) return all;
+  if (call.is_empty()) return all;
   const DecodeParams params = decode_params(call);
   const auto add = [&](const KernelLaunch& kernel) {
     all.push_back(SparseLaunch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.cluster),

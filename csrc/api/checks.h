@@ -125,6 +125,25 @@ inline void check_rows(const char* name, const TensorView& tensor) {
   }
 }
 
+enum class Layout {
+  kLastStride,  // the last dimension's elements are neighbours
+  kRows,        // and every row lies at a multiple of 16 bytes
+  kContiguous,
+};
+
+// All that is wanted of a tensor. like: what else has its type, for the text.
+inline void check_tensor(const char* name, const TensorView& tensor, DLDataType type, std::initializer_list<Size> shape,
+                         Layout layout, DLDevice device, const char* like = "") {
+  check_dtype(name, tensor, type, like);
+  check_shape(name, tensor, shape);
+  switch (layout) {
+    case Layout::kLastStride: check_last_stride(name, tensor); break;
+    case Layout::kRows: check_rows(name, tensor); break;
+    case Layout::kContiguous: check_contiguous(name, tensor); break;
+  }
+  check_device(name, tensor, device);
+}
+
 // Rows [..., columns] of a tensor with three dimensions that is written: none lies in another.
 inline void check_own_rows(const char* name, const TensorView& tensor) {
   const int near = tensor.stride(0) < tensor.stride(1) ? 0 : 1, far = 1 - near;

@@ -40,9 +40,11 @@ struct DecodeCall {
   int64_t batch() const { return q.size(0); }
   int64_t s_q() const { return q.size(1); }
   int64_t heads() const { return q.size(2); }
+  int64_t rows() const { return s_q() * heads(); }
+  bool is_empty() const { return batch() == 0 || rows() == 0; }
   bool fp8_cache() const { return same(kv_cache.dtype(), kE4M3); }
   CacheType cache_type() const { return {fp8_cache(), fp8_math}; }
-  DecodeShape shape() const { return shape_of(s_q() * heads(), int32_t(row_tile), fp8_cache()); }
+  DecodeShape shape() const { return shape_of(rows(), int32_t(row_tile), fp8_cache()); }
 };
 
 // What the types of queries, cache and result may be together.
@@ -52,7 +54,6 @@ inline void check_types(const DecodeCall& call) {
   if (!same(q, kBFloat16) && !same(q, kFloat16) && !(fp8_query && call.fp8_cache())) {
     TVM_FFI_THROW(TypeError) << "q: wanted bfloat16 or float16, or float8_e4m3fn with an FP8 cache, got " << text(q);
   }
-  if (call.q_rope.has_value()) check_dtype("q_rope", call.q_rope.value(), q, " like q");
   if (call.rope_cache.has_value()) check_dtype("rope_cache", call.rope_cache.value(), cache, " like kv_cache");
   if (!call.fp8_cache() && !same(cache, q)) {
     TVM_FFI_THROW(TypeError) << "kv_cache: wanted " << text(q) << " like q or float8_e4m3fn, got " << text(cache);
@@ -142,12 +143,8 @@ inline void check_schedule(const DecodeCall& call) {
                                 << text(tensor->device());
     }
   }
-  check_dtype("work_ranges", call.work_ranges, kInt32);
-  check_shape("work_ranges", call.work_ranges, {{kAny, "partitions"}, {kWorkRangeFields}});
-  check_contiguous("work_ranges", call.work_ranges);
-  check_dtype("split_offsets", call.split_offsets, kInt32);
-  check_shape("split_offsets", call.split_offsets, {{kAny, "batch + 1"}});
-  check_contiguous("split_offsets", call.split_offsets);
+  check_tensor("work_ranges", call.work_ranges, kInt32, {{kAny, "partitions"}, {kWorkRangeFields}}, Layout::kContiguous, device);
+  check_tensor("split_offsets", call.split_offsets, kInt32, {{kAny, "batch + 1"}}, Layout::kContiguous, device);
   check_at_least("split_offsets' size", call.split_offsets.size(0), call.batch() + 1);
   check_at_least("partitions", call.partitions, 1);
   check_row_tile(call.row_tile);
@@ -186,9 +183,8 @@ inline void check(const DecodeCall& call) {
   check_types(call);
   check_rows("q", call.q);
   if (rope_apart) {
-    check_shape("q_rope", call.q_rope.value(), {{batch}, {s_q}, {heads}, {kRopeDim}});
-    check_rows("q_rope", call.q_rope.value());
-    check_device("q_rope", call.q_rope.value(), device);
+    const std::initializer_list<Size> shape{{batch}, {s_q}, {heads}, {kRopeDim}};
+    check_tensor("q_rope", call.q_rope.value(), call.q.dtype(), shape, Layout::kRows, device, " like q");
   }
   check_schedule(call);
   check_softmax_scale(call.softmax_scale);
@@ -196,22 +192,12 @@ inline void check(const DecodeCall& call) {
   check_scale("q_scale", call.q_scale, "q", call.q);
   check_scale("kv_scale", call.kv_scale, "kv_cache", call.kv_cache);
   check_caches(call, device);
-  check_dtype("block_table", call.block_table, kInt32);
-  check_shape("block_table", call.block_table, {{batch}, {kAny, "max_pages"}});
-  check_last_stride("block_table", call.block_table);
-  check_device("block_table", call.block_table, device);
-  check_dtype("seq_lens", call.seq_lens, kInt32);
-  check_shape("seq_lens", call.seq_lens, {{batch}});
-  check_contiguous("seq_lens", call.seq_lens);
-  check_device("seq_lens", call.seq_lens, device);
-  check_shape("out", call.out, {{batch}, {s_q}, {heads}, {kLatentDim}});
-  check_contiguous("out", call.out);
+  check_tensor("block_table", call.block_table, kInt32, {{batch}, {kAny, "max_pages"}}, Layout::kLastStride, device);
+  check_tensor("seq_lens", call.seq_lens, kInt32, {{batch}}, Layout::kContiguous, device);
+  const DLDataType out_type = call.out.dtype();  // see check_types
+  check_tensor("out", call.out, out_type, {{batch}, {s_q}, {heads}, {kLatentDim}}, Layout::kContiguous, device);
   check_aligned("out", call.out);
-  check_device("out", call.out, device);
-  check_dtype("lse", call.lse, kFloat32);
-  check_shape("lse", call.lse, {{batch}, {s_q}, {heads}});
-  check_contiguous("lse", call.lse);
-  check_device("lse", call.lse, device);
+  check_tensor("lse", call.lse, kFloat32, {{batch}, {s_q}, {heads}}, Layout::kContiguous, device);
   check_workspace(call.workspace, device, call.shape(), call.partitions);
   check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
               {extent("q", call.q), extent("q_rope", call.q_rope), extent("kv_cache", call.kv_cache),
@@ -219,6 +205,8 @@ inline void check(const DecodeCall& call) {
                extent("seq_lens", call.seq_lens), extent("work_ranges", call.work_ranges),
                extent("split_offsets", call.split_offsets)});
 }
+
+inline const int32_t* integers(const TensorView& tensor) { return static_cast<const int32_t*>(tensor.data_ptr()); }
 
 inline PagedCache paged_cache(const DecodeCall& call) {
   const bool rope_apart = call.rope_cache.has_value();
@@ -237,55 +225,64 @@ inline PagedCache paged_cache(const DecodeCall& call) {
   };
 }
 
-inline DecodeParams decode_params(const DecodeCall& call) {
+// What dense and sparse calls say in the same words. A sparse call's tokens are the requests, q has no dimension for them.
+template <class Call>
+DecodeParams common_params(const Call& call, int64_t partitions) {
   const TensorView& rope = call.q_rope.has_value() ? call.q_rope.value() : call.q;
   const int64_t rope_offset = call.q_rope.has_value() ? 0 : kLatentDim * element_bytes(call.q.dtype());
-  const auto ints = [](const TensorView& tensor) { return static_cast<const int32_t*>(tensor.data_ptr()); };
-  const auto scale = [](const Optional<TensorView>& one) {
-    return one.has_value() ? static_cast<const float*>(one.value().data_ptr()) : nullptr;
-  };
+  const int head = call.q.ndim() - 2;  // the dimension
   const DecodeShape shape = call.shape();
   auto* partials = static_cast<float*>(call.workspace.data_ptr());
-  DecodeParams params{
+  return {
       .q = call.q.data_ptr(),
       .q_rope = static_cast<const char*>(rope.data_ptr()) + rope_offset,
       .q_stride_batch = call.q.stride(0),
-      .q_stride_token = call.q.stride(1),
-      .q_stride_head = call.q.stride(2),
+      .q_stride_token = head > 1 ? call.q.stride(1) : 0,
+      .q_stride_head = call.q.stride(head),
       .q_rope_stride_batch = rope.stride(0),
-      .q_rope_stride_token = rope.stride(1),
-      .q_rope_stride_head = rope.stride(2),
-      .block_table = ints(call.block_table),
-      .block_table_stride = call.block_table.stride(0),
-      .max_pages = int32_t(std::min<int64_t>(call.block_table.size(1), INT32_MAX)),
-      .seq_lens = ints(call.seq_lens),
-      .work_ranges = static_cast<const WorkRange*>(call.work_ranges.data_ptr()),
-      .split_offsets = ints(call.split_offsets),
+      .q_rope_stride_token = head > 1 ? rope.stride(1) : 0,
+      .q_rope_stride_head = rope.stride(head),
       .out = call.out.data_ptr(),
-      .out_stride_batch = call.s_q() * call.heads() * kLatentDim,
-      .out_stride_row = kLatentDim,
+      .out_stride_batch = call.out.stride(0),
+      .out_stride_row = call.out.stride(head),
       .lse = static_cast<float*>(call.lse.data_ptr()),
       .partial_out = partials,
       .partial_lse = partials + shape.partial_rows(call.partitions) * kLatentDim,
-      .batch = int32_t(call.batch()),
-      .s_q = int32_t(call.s_q()),
+      .batch = int32_t(call.q.size(0)),
+      .s_q = int32_t(head > 1 ? call.q.size(1) : 1),
       .heads = int32_t(call.heads()),
-      .rows = int32_t(call.s_q() * call.heads()),
+      .rows = int32_t(call.rows()),
       .row_tile = shape.row_tile,
       .row_groups = shape.row_groups,
-      .partitions = int32_t(call.partitions),
+      .partitions = int32_t(partitions),
       .scale_log2 = float(call.softmax_scale * kLog2E),
       .empty_lse = float(call.empty_lse),
-      .kv_scale = scale(call.kv_scale),
-      .q_scale = scale(call.q_scale),
       .query_type = same(call.q.dtype(), kBFloat16)  ? QueryType::kBFloat16
                     : same(call.q.dtype(), kFloat16) ? QueryType::kFloat16
                                                      : QueryType::kE4M3,
       .float16_out = same(call.out.dtype(), kFloat16),
-      .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor,
-      .paired_dims = shape.kernel == DecodeKernelKind::kTransposedFp8,
-      .cache = paged_cache(call),
   };
+}
+
+inline DecodeParams decode_params(const DecodeCall& call) {
+  const auto scale = [](const Optional<TensorView>& one) {
+    return one.has_value() ? static_cast<const float*>(one.value().data_ptr()) : nullptr;
+  };
+  const DecodeShape shape = call.shape();
+  DecodeParams params = common_params(call, call.partitions);
+  params.block_table = integers(call.block_table);
+  params.block_table_stride = call.block_table.stride(0);
+  params.max_pages = int32_t(std::min<int64_t>(call.block_table.size(1), INT32_MAX));
+  params.seq_lens = integers(call.seq_lens);
+  params.work_ranges = static_cast<const WorkRange*>(call.work_ranges.data_ptr());
+  params.split_offsets = integers(call.split_offsets);
+  params.out_stride_batch = call.rows() * kLatentDim;  // contiguous, whatever strides say where a size is 1
+  params.out_stride_row = kLatentDim;
+  params.kv_scale = scale(call.kv_scale);
+  params.q_scale = scale(call.q_scale);
+  params.rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor;
+  params.paired_dims = shape.kernel == DecodeKernelKind::kTransposedFp8;
+  params.cache = paged_cache(call);
   choose_key_load(params, call.cache_type());
   params.early_loads = call.early_loads && params.key_load == KeyLoad::kTiles;
   return params;

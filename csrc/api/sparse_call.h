@@ -44,6 +44,8 @@ struct SparseCall {
 
   int64_t tokens() const { return q.size(0); }
   int64_t heads() const { return q.size(1); }
+  int64_t rows() const { return heads(); }
+  bool is_empty() const { return tokens() == 0 || heads() == 0; }
   const TensorView& kv_cache() const { return lists[0].kv_cache.value(); }
   bool fp8_cache() const { return !same(kv_cache().dtype(), kBFloat16); }
   RowFormat format() const {
@@ -111,10 +113,7 @@ inline void check_sparse_cache(const char* name, const TensorView& cache, DLDevi
 }
 
 inline void check_int32(const char* name, const TensorView& tensor, DLDevice device, std::initializer_list<Size> shape) {
-  check_dtype(name, tensor, kInt32);
-  check_shape(name, tensor, shape);
-  check_last_stride(name, tensor);
-  check_device(name, tensor, device);
+  check_tensor(name, tensor, kInt32, shape, Layout::kLastStride, device);
 }
 
 inline void check_list(const SparseCall& call, const ListArguments& list) {
@@ -191,11 +190,8 @@ inline void check_queries(const SparseCall& call) {
   if (!call.rope()) {
     TVM_FFI_THROW(ValueError) << "q_rope: wanted None beside a kv_cache without rope columns, got a tensor";
   }
-  const TensorView& rope = call.q_rope.value();
-  check_dtype("q_rope", rope, kBFloat16, " like q");
-  check_shape("q_rope", rope, {{call.tokens()}, {call.heads()}, {kRopeDim}});
-  check_rows("q_rope", rope);
-  check_device("q_rope", rope, call.q.device());
+  const std::initializer_list<Size> shape{{call.tokens()}, {call.heads()}, {kRopeDim}};
+  check_tensor("q_rope", call.q_rope.value(), kBFloat16, shape, Layout::kRows, call.q.device(), " like q");
 }
 
 // Every refusal of a call that can be made without reading what its tensors hold.
@@ -209,15 +205,9 @@ inline void check(const SparseCall& call) {
   check_at_least("partitions", call.partitions, 1);
   check_indices(call);
   check_sinks(call);
-  check_dtype("out", call.out, kBFloat16, " like q");
-  check_shape("out", call.out, {{tokens}, {heads}, {kLatentDim}});
-  check_rows("out", call.out);
+  check_tensor("out", call.out, kBFloat16, {{tokens}, {heads}, {kLatentDim}}, Layout::kRows, device, " like q");
   check_own_rows("out", call.out);
-  check_device("out", call.out, device);
-  check_dtype("lse", call.lse, kFloat32);
-  check_shape("lse", call.lse, {{tokens}, {heads}});
-  check_contiguous("lse", call.lse);
-  check_device("lse", call.lse, device);
+  check_tensor("lse", call.lse, kFloat32, {{tokens}, {heads}}, Layout::kContiguous, device);
   check_workspace(call.workspace, device, call.shape(), call.partitions);
   const ListArguments &first = call.lists[0], &extra = call.lists[1];
   check_apart({extent("out", call.out), extent("lse", call.lse), extent("workspace", call.workspace)},
@@ -230,7 +220,7 @@ inline void check(const SparseCall& call) {
 }
 
 inline const int32_t* integers(const Optional<TensorView>& tensor) {
-  return tensor.has_value() ? static_cast<const int32_t*>(tensor.value().data_ptr()) : nullptr;
+  return tensor.has_value() ? integers(tensor.value()) : nullptr;
 }
 
 inline RowList row_list(const ListArguments& list) {
@@ -268,41 +258,15 @@ inline SparseParams sparse_params(const SparseCall& call) {
 }
 
 inline DecodeParams decode_params(const SparseCall& call) {
-  const TensorView& rope = call.q_rope.has_value() ? call.q_rope.value() : call.q;
-  const int64_t rope_offset = call.q_rope.has_value() ? 0 : kLatentDim * element_bytes(call.q.dtype());
-  const DecodeShape shape = call.shape();
   const bool scaled = call.format() == RowFormat::kScaledFp8;  // which has kernels of its own
-  auto* partials = static_cast<float*>(call.workspace.data_ptr());
-  return {
-      .q = call.q.data_ptr(),
-      .q_rope = call.rope() ? static_cast<const char*>(rope.data_ptr()) + rope_offset : nullptr,
-      .q_stride_batch = call.q.stride(0),
-      .q_stride_head = call.q.stride(1),
-      .q_rope_stride_batch = rope.stride(0),
-      .q_rope_stride_head = rope.stride(1),
-      .out = call.out.data_ptr(),
-      .out_stride_batch = call.out.stride(0),
-      .out_stride_row = call.out.stride(1),
-      .lse = static_cast<float*>(call.lse.data_ptr()),
-      .partial_out = partials,
-      .partial_lse = partials + shape.partial_rows(call.partitions) * kLatentDim,
-      .batch = int32_t(call.tokens()),
-      .s_q = 1,
-      .heads = int32_t(call.heads()),
-      .rows = int32_t(call.heads()),
-      .row_tile = shape.row_tile,
-      .row_groups = shape.row_groups,
-      .partitions = call.division().partitions,
-      .parts_per_page = 1,
-      .scale_log2 = float(call.softmax_scale * kLog2E),
-      .empty_lse = float(call.empty_lse),
-      .query_type = QueryType::kBFloat16,
-      .float16_out = false,
-      .rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor && !scaled,
-      .paired_dims = scaled,
-      .sinks = call.sinks.has_value() ? static_cast<const float*>(call.sinks.value().data_ptr()) : nullptr,
-      .sparse = sparse_params(call),
-  };
+  DecodeParams params = common_params(call, call.division().partitions);
+  if (!call.rope()) params.q_rope = nullptr;
+  params.parts_per_page = 1;
+  params.rows_on_lanes = call.shape().kernel == DecodeKernelKind::kQueryMajor && !scaled;
+  params.paired_dims = scaled;
+  params.sinks = call.sinks.has_value() ? static_cast<const float*>(call.sinks.value().data_ptr()) : nullptr;
+  params.sparse = sparse_params(call);
+  return params;
 }
 
 }  // namespace etap
