@@ -1,4 +1,4 @@
-// Where a piece's result goes.
+// A piece's result goes to the output or, where the request has several pieces, to the workspace.
 #pragma once
 
 #include "decode/pieces.cuh"
@@ -7,7 +7,7 @@
 
 namespace etap {
 
-// Where a piece's rows go: the result itself, or a float32 partial with a log2-sum-exp.
+// Says where a piece's rows go: to the result itself, or to a float32 partial with a log2-sum-exp.
 template <class T>
 struct Destination {
   uint16_t* out;        // float16 or bfloat16 [rows of the group, 512]; null: the partial
@@ -39,13 +39,13 @@ struct Destination {
 
   CUTE_DEVICE int64_t row_stride() const { return T::kGathered ? out_stride : kLatentDim; }
 
-  // Two value dims in the result's type, which beside an FP8 cache is not the products'.
+  // Makes one word of two value dims in the result's type, which beside an FP8 cache is not the products'.
   CUTE_DEVICE uint32_t pack_out(float low, float high) const {
     if constexpr (!T::kFp8Cache) return pack<typename T::Element>(low, high);
     return float16_out ? pack<cutlass::half_t>(low, high) : pack<cutlass::bfloat16_t>(low, high);
   }
 
-  // What attention sinks leave of a row.
+  // Returns what attention sinks leave of a row.
   CUTE_DEVICE float beside_sink(int row, float log2_sum_exp) const {
     if (!T::kGathered || sinks == nullptr || row >= rows) return 1.0f;
     return etap::beside_sink(sinks[row], log2_sum_exp);
@@ -60,9 +60,8 @@ struct Destination {
   }
 };
 
-// A piece without tokens, of a request that has none or fewer than the schedule was built for: zeros and the log-sum-exp of
-// rows that see none, no page read. The combination adds nothing of such a partial result (-inf), but multiplies what lies
-// there.
+// Writes the result of a piece without tokens, whose request has none or fewer than the schedule was built for: zeros, and the
+// log-sum-exp of rows that see none. The combination adds nothing of such a partial result (-inf), but multiplies what lies there.
 template <class T>
 CUTE_DEVICE void write_empty(const Destination<T>& to) {
   const bool whole = to.out != nullptr;

@@ -1,10 +1,12 @@
-// MLA decode. Three kernels of one frame, this file: who does what, and in which order it starts. Each has a folder:
+// MLA decode. This file is the frame of all decode kernels: it says who does what, and in which order a CTA starts. The rest is in
+// folders:
 //
-//   transposed/      S^T = K·Q^T, O^T = V^T·P^T: a cache of the queries' type, up to 32 rows
-//   transposed_fp8/  the same for a cache of e4m3, V^T by way of registers; at 64 rows the consumers share tiles
-//   query_major/     S = Q·K^T, O = P·V: 64 rows of a cache of the queries' type, which fill WGMMA's M
-//   sparse/          listed rows for the consumers of the first and the last: its producers gather them, and make bfloat16 of V4's
-//   sparse_fp8/      the same for V3.2's FP8 rows with float32 scales, which consumers convert
+//   producers/       bring the cache and the queries into shared memory
+//   transposed/      S^T = K·Q^T, O^T = V^T·P^T: multiplies a cache of the queries' type, up to 32 rows
+//   transposed_fp8/  does the same with a cache of e4m3, V^T by way of registers; at 64 rows the consumers share tiles
+//   query_major/     S = Q·K^T, O = P·V: multiplies 64 rows of a cache of the queries' type, which fill WGMMA's M
+//   sparse/          gathers listed rows for the consumers of the first and the last, and makes bfloat16 of V4's
+//   sparse_fp8/      multiplies V3.2's FP8 rows with float32 scales, which consumers convert
 //
 // Grid             CTAs: partitions x row groups, those of a partition neighbours. One CTA decodes the pieces of its
 //                  partition's work range for its row group (a row tile of the rows), one after the other. One CTA an SM.
@@ -38,31 +40,28 @@
 // it before a tile with new tokens, the query producer and the consumers when they know their first piece.
 //
 // Where pages hold no whole tiles (kWholeTiles is false), the key producer and the query helpers (beside an FP8 cache all four
-// warps) share the copies, in parts by TMA or row by row: load_parts.cuh, gather_kv.cuh.
+// warps) share the copies, in parts by TMA or row by row: producers/load_parts.cuh, gather_rows.cuh.
 #pragma once
 
-#include "decode/gather_kv.cuh"
-#include "decode/load_q.cuh"
+#include "decode/producers/gather_rows.cuh"
+#include "decode/producers/load_queries.cuh"
 #include "decode/query_major/consumer.cuh"
 #include "decode/sparse/load_rows.cuh"
 #include "decode/sparse/traits.h"
 #include "decode/sparse_fp8/consumer.cuh"
-#include "decode/sparse_fp8/shared_tiles_consumer.cuh"
 #include "decode/transposed/consumer.cuh"
-#include "decode/transposed_fp8/consumer.cuh"
-#include "decode/transposed_fp8/shared_tiles_consumer.cuh"
 
 namespace etap {
 
-// What a kernel is given of the cache.
+// This is what a kernel is given of the cache.
 template <class T, bool kWholeTiles>
 using Cache = std::conditional_t<kWholeTiles, typename T::CacheMaps, PartMaps>;
 
-// Warps that gather queries which TMA cannot bring: the others may all be there for the cache.
+// So many warps gather queries which TMA cannot bring: where tiles are not whole, the others are there for the cache.
 template <bool kWholeTiles>
 constexpr int kQueryWarps = kWholeTiles ? kQueryProducerThreads / kWarpSize : 1;
 
-// What a warp of the third warpgroup does. Beside an FP8 cache and beside lists the consumers read the queries.
+// Does the work of a warp of the third warpgroup. Beside an FP8 cache and beside lists the consumers read the queries.
 template <class T, bool kWholeTiles>
 CUTE_DEVICE void produce(Shared<T>& shared, const DecodeParams& params, const Cache<T, kWholeTiles>& cache,
                          const QueryMaps& query_maps, int partition, int row_group) {
@@ -91,8 +90,8 @@ CUTE_DEVICE void produce(Shared<T>& shared, const DecodeParams& params, const Ca
   }
 }
 
-// kWholeTiles: of the cache, by one copy each; else in parts or rows, as params says. A kernel for both would cost the former:
-// ptxas orders the consumers' instructions otherwise for it.
+// kWholeTiles says that one copy brings a tile of the cache; else it comes in parts or rows, as params says. A kernel for both would
+// cost the former: ptxas orders the consumers' instructions otherwise for it.
 template <class T, bool kWholeTiles = true>
 __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
     decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ Cache<T, kWholeTiles> cache,
@@ -109,7 +108,7 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
       cute::prefetch_tma_descriptor(&query_maps.latent);
       cute::prefetch_tma_descriptor(&query_maps.rope);
     }
-    // Arrivals that fill a stage of keys, and signals that grant it; arrivals that fill the queries.
+    // So many arrivals fill a stage of keys, and so many signals grant it; the next number fills the queries.
     constexpr int kKeyArrivals = T::kGathered || !kWholeTiles ? T::kGatherWarps : 1;
     shared.keys.init(threadIdx.x, kKeyArrivals, T::kStageReleases);
     const int query_arrivals = query_maps.usable || T::kFp8Cache ? 1 : kQueryWarps<kWholeTiles> * kWarpSize;

@@ -149,8 +149,8 @@ void choose_key_load(DecodeParams& params, CacheType type) {
 DecodeLaunch prepare_decode(const DecodeParams& params, CacheType cache) {
   const DecodeKernel kernel = kernel_of(params, cache);
   DecodeLaunch decode{};
-  decode.kernel = {kernel.function, kernel.name, kernel.handles, dim3(params.partitions * params.row_groups),
-                   kernel.threads, kernel.shared_bytes};
+  decode.kernel = kernel.launch;
+  decode.kernel.blocks = dim3(params.partitions * params.row_groups);
   decode.lean_combination = kernel.lean_combination;
   if (params.key_load != KeyLoad::kRows) prepare_cache_maps(kernel, params, cache.fp8 ? 1 : 2, decode);
   if (!cache.fp8) prepare_query_maps(kernel, params, decode);

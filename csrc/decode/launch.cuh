@@ -13,19 +13,21 @@ constexpr CUtensorMapDataType tensor_map_type() {
   return std::is_same_v<Element, cutlass::half_t> ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 }
 
-template <class T, bool kWholeTiles>
-DecodeKernel describe() {
+template <class T, bool kWholeTiles = true>
+KernelLaunch launch_of(dim3 blocks, int cluster = 1) {
   constexpr int kSharedBytes = sizeof(typename T::SharedStorage);
   static_assert(kSharedBytes <= kMaxSharedBytes);
   static_assert(T::registers(kWholeTiles).launch != kBesideCombination.launch ||
                 kSharedBytes + kBlockBytes + kCombinationBytes <= kMaxSharedBytes);
   static KernelHandles handles;
+  return {reinterpret_cast<const void*>(decode_kernel<T, kWholeTiles>), __PRETTY_FUNCTION__, &handles, blocks,
+          kDecodeThreads<T>, kSharedBytes, cluster};
+}
+
+template <class T, bool kWholeTiles>
+DecodeKernel describe() {
   DecodeKernel kernel{};
-  kernel.function = reinterpret_cast<const void*>(decode_kernel<T, kWholeTiles>);
-  kernel.name = __PRETTY_FUNCTION__;
-  kernel.threads = kDecodeThreads<T>;
-  kernel.shared_bytes = kSharedBytes;
-  kernel.handles = &handles;
+  kernel.launch = launch_of<T, kWholeTiles>({});
   kernel.lean_combination = kWholeTiles && T::kLeanCombination;
   if constexpr (T::kFp8Cache) {
     kernel.map_type = CU_TENSOR_MAP_DATA_TYPE_UINT8;

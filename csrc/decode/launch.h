@@ -11,11 +11,7 @@ namespace etap {
 
 // What the host needs to know of a compiled kernel: launch.cuh reads it off its traits.
 struct DecodeKernel {
-  const void* function;
-  const char* name;
-  int threads;
-  int shared_bytes;
-  KernelHandles* handles;
+  KernelLaunch launch;  // but for its blocks
   CUtensorMapDataType map_type;
   int chunk_columns;  // of the cache, as wide as its swizzle: 128 bytes
   int chunks;

@@ -1,4 +1,4 @@
-// The request pieces of a partition, as every role of a CTA walks them.
+// A partition's pieces, which every role of a CTA walks on its own. A piece is a run of tiles of one request (elsewhere: a split).
 #pragma once
 
 #include "common/mark.h"
@@ -27,7 +27,7 @@ struct LengthQueue {
   Ring<kPlaces> ring;
 
   CUTE_DEVICE void init() { ring.init(threadIdx.x, 1, kConsumerWarps); }
-  // That of the partition's n-th piece. Called by one whole warp.
+  // Hands over that of the partition's n-th piece. One whole warp calls it.
   CUTE_DEVICE void put(int n, int length) {
     const RingPosition<kPlaces> at = position(n);
     if (n >= kPlaces) ring.acquire(at);
@@ -35,7 +35,7 @@ struct LengthQueue {
     lengths[at.stage] = length;
     ETAP_MARKED(length_commit, ring.commit(at));
   }
-  // Called by all warps of the consumers.
+  // All warps of the consumers call it.
   CUTE_DEVICE int take(int n) {
     const RingPosition<kPlaces> at = position(n);
     ETAP_MARKED(length_wait, ring.wait(at));
@@ -66,21 +66,21 @@ class PieceWalk {
   CUTE_DEVICE bool done() const {
     return request_ > end_request_ || (request_ == end_request_ && end_tile_ == 0);
   }
-  // Where the next piece begins: known before its length is.
+  // The next piece begins there, which is known before its length is.
   CUTE_DEVICE int request() const { return request_; }
   CUTE_DEVICE int begin_tile() const { return begin_tile_; }
 
-  // Past the next piece without asking how long it is.
+  // Goes past the next piece without asking how long it is.
   CUTE_DEVICE void skip() {
     ++request_;
     begin_tile_ = begin_split_ = 0;  // all but the first piece begin their request
   }
 
-  // As the producers walk, who read its length.
+  // The producers walk so: they read its length.
   CUTE_DEVICE Piece next() {
     return next([&] { return min(max(params_.seq_lens[request_], 0), kMostTokens); });
   }
-  // As the consumers do, who are told it; what else there is to read is on its way meanwhile.
+  // The consumers are told it; what else there is to read is on its way meanwhile.
   template <class Length>
   CUTE_DEVICE Piece next(Length&& length) {
     const int slots = params_.split_offsets[request_];
@@ -104,8 +104,8 @@ class PieceWalk {
   int end_tile_;
 };
 
-// The next piece as the consumers walk, the partition's n-th, behind the predecessor's end. Lists are no longer than their tensor,
-// and nobody reads them earlier: there the consumers read their lengths, too.
+// Returns the next piece as the consumers walk, the partition's n-th, behind the predecessor's end. Lists are no longer than their
+// tensor, and nobody reads them earlier: there the consumers read their lengths, too.
 template <class T>
 CUTE_DEVICE Piece next_piece(Shared<T>& shared, const DecodeParams& params, typename T::Walk& walk, int n) {
   if constexpr (T::kGathered) {

@@ -1,4 +1,4 @@
-// Who does what in a CTA, and where its threads meet.
+// This file says who does what in a CTA, and where its threads meet.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -28,10 +28,10 @@ template <class T>
 constexpr int kDecodeThreads = kConsumerThreads + kProducerGroups<T> * kGroupThreads;
 constexpr int kQueryProducerThreads = kGroupThreads - kWarpSize;
 
-// Warpgroups 0 and 1 are the consumers: scores, softmax, output; merge; write. Those of warpgroup 2:
+// Warpgroups 0 and 1 are the consumers: they compute scores, softmax and output, merge, and write. The warps of warpgroup 2 are:
 enum class WarpRole {
-  kKeyProducer,    // the first warp: the cache, by TMA
-  kQueryProducer,  // the second: the query rows, by TMA or, with its helpers, cp.async; idle beside an FP8 cache
+  kKeyProducer,    // the first warp, which brings the cache by TMA
+  kQueryProducer,  // the second, which brings the query rows by TMA or, with its helpers, cp.async; idle beside an FP8 cache
   kQueryHelper,    // the third and fourth
 };
 
@@ -47,8 +47,8 @@ struct Registers {
   int consumer;
 };
 
-// Leave a block of the combination room, so that all of it waits beside the decode kernel, and the next call's CTAs begin as soon
-// as this one's end: see combine.cu. Of shared memory a block takes at most so much, and CUDA for each block.
+// These leave a block of the combination room, so that all of it waits beside the decode kernel, and the next call's CTAs begin as
+// soon as this one's end: see combine.cu. A block takes at most so much of shared memory, and CUDA takes so much for each block.
 constexpr Registers kBesideCombination = {112, 32, 152};
 constexpr int kCombinationBytes = 4608;
 constexpr int kBlockBytes = 1024;
@@ -78,22 +78,20 @@ CUTE_DEVICE void adjust_registers() {
   }
 }
 
-// Before a thread reads what the predecessor may have written, and before it writes. Only then may the successor begin: the
-// combination reads the schedule as soon as it does.
+// A thread calls this before it reads what the predecessor may have written, and before it writes. Only then may the successor begin:
+// the combination reads the schedule as soon as it does.
 CUTE_DEVICE void follow_predecessor() {
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 }
 
-// Named barriers, each after the event that its threads wait for. Several events share a number where none of their threads
-// can be one event ahead; 0 is __syncthreads'.
+// A named barrier is named after the event that its threads wait for. Several events share a number where none of their threads can be
+// one event ahead; 0 is __syncthreads'.
 namespace event {
 
 // Of one consumer: 2 and 3.
 CUTE_DEVICE NamedBarrier of_consumer(int group) { return {2 + group, kGroupThreads}; }
-CUTE_DEVICE NamedBarrier probabilities_written(int group) { return of_consumer(group); }
 CUTE_DEVICE NamedBarrier maxima_written(int group) { return of_consumer(group); }
-CUTE_DEVICE NamedBarrier scores_read(int group) { return of_consumer(group); }
 CUTE_DEVICE NamedBarrier tail_zeroed(int group) { return of_consumer(group); }
 
 // Of both consumers: 1.
@@ -103,9 +101,15 @@ CUTE_DEVICE NamedBarrier sums_written() { return of_consumers(); }
 CUTE_DEVICE NamedBarrier sums_read() { return of_consumers(); }
 CUTE_DEVICE NamedBarrier halves_taken() { return of_consumers(); }
 CUTE_DEVICE NamedBarrier factors_written() { return of_consumers(); }
-CUTE_DEVICE NamedBarrier both_probabilities_written() { return of_consumers(); }
-CUTE_DEVICE NamedBarrier both_scores_read() { return of_consumers(); }
 CUTE_DEVICE NamedBarrier shares_written() { return of_consumers(); }
+
+// Of those who meet over a tile: one consumer where tiles alternate, both where they share them.
+template <class T>
+CUTE_DEVICE NamedBarrier of_tile(int group) { return T::kGrantsTiles ? of_consumer(group) : of_consumers(); }
+template <class T>
+CUTE_DEVICE NamedBarrier scores_read(int group) { return of_tile<T>(group); }
+template <class T>
+CUTE_DEVICE NamedBarrier probabilities_written(int group) { return of_tile<T>(group); }
 
 // Of this warp and the same one of the other consumer: 4 to 11.
 CUTE_DEVICE NamedBarrier probabilities_handed_over(int owner) {

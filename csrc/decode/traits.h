@@ -22,6 +22,8 @@ constexpr int kMaxSharedBytes = 232448;
 
 // What a CTA asks of memory at a time. The ring has more room, but further requests would only queue ahead of other CTAs'.
 constexpr int kBytesInFlight = 72 * 1024;
+template <class T>
+constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
 
 // P is taken against a reference maximum that may lag: exponents up to this much above it are let through, since
 // 2^8 costs neither float32 sums nor bf16/fp16 P any precision, and a new maximum then costs nothing in most tiles.
@@ -35,6 +37,7 @@ constexpr float kNoMaximum = -FLT_MAX;
 template <class T>
 constexpr int turns() {
   constexpr int merge = kConsumerGroups * T::kMergeStages;
+  static_assert(merge <= T::kStages);
   constexpr int of_two = T::kStagesPerTile + (T::kHalvesSingleTiles && T::kStagesPerTile < merge ? T::kStagesPerTile : merge);
   static_assert(T::kStages <= 4 * of_two);
   return T::kStages <= 2 * of_two ? 4 : 8;
@@ -48,6 +51,16 @@ CUTE_DEVICE Item& item(char* array, int i) {
 
 // A cache row is read once for each row group: it should push nothing else out of L2.
 constexpr auto kReadOnce = static_cast<uint64_t>(cute::TMA::CacheHintSm90::EVICT_FIRST);
+
+// A cache of the queries' type as TMA sees it.
+struct ChunkMaps {
+  CUtensorMap chunks;  // (64 columns, tokens of a page, 9 column chunks, pages)
+
+  // A stage's chunks, `chunk` the first, of 64 tokens, `token` the first of its page.
+  CUTE_DEVICE void copy(uint64_t* barrier, void* stage, int page, int token, int chunk) const {
+    cute::SM90_TMA_LOAD_4D::copy(&chunks, barrier, kReadOnce, stage, 0, token, chunk, page);
+  }
+};
 
 // The cache as TMA sees it where tiles are copied in parts, a chunk at a time.
 struct PartMaps {

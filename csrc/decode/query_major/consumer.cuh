@@ -5,14 +5,14 @@
 #pragma once
 
 #include "decode/query_major/epilogue.cuh"
-#include "decode/query_major/scores.cuh"
+#include "decode/query_major/products.cuh"
 #include "decode/sparse/queries.cuh"
 #include "decode/sparse/validity.cuh"
 
 namespace etap::query_major {
 
-// What a consumer knows of its CTA, and what it holds. Tiles of a CTA are counted through all pieces (n), those of a piece
-// from its beginning (i).
+// This is what a consumer knows of its CTA, and what it holds. Tiles of a CTA are counted through all pieces (n), those of a piece from
+// its beginning (i).
 template <class T>
 struct Consumer {
   Shared<T>& shared;
@@ -54,8 +54,8 @@ struct Consumer {
     }
   }
 
-  // An own tile, the CTA's n-th, and the output of the one before it if it follows one in the piece: between two shares of
-  // the scores, when P of that tile is there and the value dims of this one may still be on their way.
+  // Consumes an own tile, the CTA's n-th, and adds the output of the one before it if it follows one in the piece: between two shares
+  // of the scores, when P of that tile is there and the value dims of this one may still be on their way.
   CUTE_DEVICE void own_tile(const Piece& piece, int tile, int n, bool last, RingPosition<1> queries, RowState& state) {
     const int i = tile - piece.begin_tile;
     const auto at = tile_position<T>(n);
@@ -97,7 +97,7 @@ struct Consumer {
     add_output(piece, tile, n, p);
   }
 
-  // The output of the other warpgroup's tile, the CTA's n-th.
+  // Adds the output of the other warpgroup's tile, the CTA's n-th.
   CUTE_DEVICE void other_tile(const Piece& piece, int tile, int n, RowState& state) {
     uint32_t p[T::kWords];
     float factor[2];

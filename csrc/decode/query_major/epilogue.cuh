@@ -1,13 +1,13 @@
-// The end of a piece: the two warpgroups' sums of a row meet, and each writes its half of O.
+// At the end of a piece the two warpgroups' sums of a row meet, and each writes its half of O.
 #pragma once
 
 #include "decode/destination.cuh"
-#include "decode/query_major/output.cuh"
+#include "decode/query_major/products.cuh"
 #include "decode/query_major/softmax.cuh"
 
 namespace etap::query_major {
 
-// Among the four lanes of a row: word w of lane l becomes word l of lane w.
+// Transposes words among the four lanes of a row: word w of lane l becomes word l of lane w.
 CUTE_DEVICE void transpose_words(uint32_t (&words)[4]) {
   CUTE_UNROLL
   for (int apart = 1; apart < 4; apart *= 2) {
@@ -24,7 +24,7 @@ CUTE_DEVICE void transpose_words(uint32_t (&words)[4]) {
   }
 }
 
-// A final result row by row; a partial one as it lies in the registers, in the order that params.h gives.
+// Writes a final result row by row, and a partial one as it lies in the registers, in the order that params.h gives.
 template <class T>
 CUTE_DEVICE void write_output(const Destination<T>& to, int group, const typename T::Output& o) {
   const int thread = anew(threadIdx.x % kGroupThreads);
@@ -60,7 +60,7 @@ CUTE_DEVICE void write_output(const Destination<T>& to, int group, const typenam
   }
 }
 
-// Write this half of O, divided by the rows' sums, and the log-sum-exp. `pieces`: those that this CTA has finished before.
+// Writes this half of O, divided by the rows' sums, and the log-sum-exp. `pieces` counts those that this CTA has finished before.
 template <class T>
 CUTE_DEVICE void finish_piece(Shared<T>& shared, const Destination<T>& to, int pieces, int group, const RowState& state,
                               typename T::Output& o) {

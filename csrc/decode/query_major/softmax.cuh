@@ -1,4 +1,4 @@
-// Online softmax along the rows of S, and P's way to the other consumer.
+// The softmax is online, along the rows of S; P then goes to the other consumer.
 #pragma once
 
 #include "decode/pieces.cuh"
@@ -6,8 +6,7 @@
 
 namespace etap::query_major {
 
-// What a thread keeps of its two rows, r and r + 8, over a piece. Sums are of its own tokens of the tiles its warpgroup
-// owns.
+// A thread keeps this of its two rows, r and r + 8, over a piece. Sums are of its own tokens of the tiles its warpgroup owns.
 struct RowState {
   float reference[2];
   float sums[2];
@@ -24,7 +23,7 @@ struct RowState {
     }
   }
 
-  // Take a reference that is at least the old one; what was summed so far is to be multiplied with the result.
+  // Takes a reference that is at least the old one; what was summed so far is to be multiplied with the result.
   CUTE_DEVICE float raise(int h, float to) {
     const float factor = ptx::ex2(reference[h] - to);
     reference[h] = to;
@@ -34,7 +33,7 @@ struct RowState {
   }
 };
 
-// Hide the tokens that a row must not see: those behind the request's end, and for s_q > 1 those behind the row's own.
+// Hides the tokens that a row must not see: those behind the request's end, and for s_q > 1 those behind the row's own.
 template <class T>
 CUTE_DEVICE void mask_scores(const RowState& state, int tile, typename T::Scores& s) {
   const int token = tile * kTileTokens + threadIdx.x % 4 * 2;
@@ -44,8 +43,8 @@ CUTE_DEVICE void mask_scores(const RowState& state, int tile, typename T::Scores
   }
 }
 
-// P = 2^(scale * S - reference), rounded, against a reference that is renewed when a score lies too far above it. True when
-// O is to be multiplied with `factor`.
+// Computes P = 2^(scale * S - reference), rounded, against a reference that is renewed when a score lies too far above it. It returns
+// true when O is to be multiplied with `factor`.
 template <class T>
 CUTE_DEVICE bool exponentiate(const typename T::Scores& s, float scale, RowState& state, uint32_t (&p)[T::kWords],
                               float (&factor)[2]) {
@@ -84,7 +83,7 @@ CUTE_DEVICE bool exponentiate(const typename T::Scores& s, float scale, RowState
   return renew;
 }
 
-// Hand P to the same thread of the other warpgroup.
+// Hands P to the same thread of the other warpgroup.
 template <class T>
 CUTE_DEVICE void hand_over(Shared<T>& shared, int group, const RowState& state, const uint32_t (&p)[T::kWords]) {
   const int thread = threadIdx.x % kGroupThreads;
@@ -100,7 +99,7 @@ CUTE_DEVICE void hand_over(Shared<T>& shared, int group, const RowState& state, 
 #endif
 }
 
-// P of the other warpgroup's tile, and its reference. True when O is to be multiplied with `factor`.
+// Takes P of the other warpgroup's tile, and its reference. It returns true when O is to be multiplied with `factor`.
 template <class T>
 CUTE_DEVICE bool take_over(Shared<T>& shared, int owner, RowState& state, uint32_t (&p)[T::kWords], float (&factor)[2]) {
   const int thread = threadIdx.x % kGroupThreads;

@@ -91,14 +91,7 @@ struct Traits {
   using QueryChunk = Element[kRowTile][kChunkColumns];  // swizzled
   static constexpr int kQueryBytes = kTileChunks * sizeof(QueryChunk);
 
-  struct CacheMaps {
-    CUtensorMap chunks;  // (64 columns, tokens of a page, 9 column chunks, pages)
-
-    // One chunk of 64 tokens, `token` the first of its page.
-    CUTE_DEVICE void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int chunk) const {
-      cute::SM90_TMA_LOAD_4D::copy(&chunks, barrier, kReadOnce, &stage, 0, token, chunk, page);
-    }
-  };
+  using CacheMaps = ChunkMaps;
   // Of a part alone, whose tokens are the tile's from `first` on.
   CUTE_DEVICE static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first, int page, int token,
                                     int chunk) {

@@ -14,11 +14,14 @@ inline int cluster_pieces(const DecodeParams& params) {
   return params.row_tile < kMaxRowTile && (pieces == 2 || pieces == 4 || pieces == 8 || pieces == 16) ? pieces : 1;
 }
 
-KernelLaunch prepare_bf16(const DecodeParams& params, int cluster);  // V4's rows, too
-KernelLaunch prepare_scaled_fp8(const DecodeParams& params, int cluster);
+KernelLaunch prepare_bf16(int row_tile, bool rope, dim3 blocks, int cluster);  // V4's rows, too
+KernelLaunch prepare_scaled_fp8(int row_tile, dim3 blocks, int cluster);
 
 inline KernelLaunch prepare(const DecodeParams& params, int cluster) {
-  return params.sparse.format == RowFormat::kScaledFp8 ? prepare_scaled_fp8(params, cluster) : prepare_bf16(params, cluster);
+  const dim3 blocks(params.partitions * params.row_groups);
+  return params.sparse.format == RowFormat::kScaledFp8
+             ? prepare_scaled_fp8(params.row_tile, blocks, cluster)
+             : prepare_bf16(params.row_tile, params.q_rope != nullptr, blocks, cluster);
 }
 
 }  // namespace etap::sparse

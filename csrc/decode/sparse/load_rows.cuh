@@ -1,4 +1,4 @@
-// The row producers of sparse attention: warps that bring listed rows of the caches into the key ring. Rows are copied with cp.async
+// The producers of sparse attention are warps that bring listed rows of the caches into the key ring. Rows are copied with cp.async
 // (one bulk copy a row is up to twice as slow); V4's go through registers and become bfloat16. Consumers find chunks of [tokens x 64
 // columns] in WGMMA's swizzle, or V3.2's FP8 rows as they are.
 #pragma once
@@ -18,7 +18,7 @@ constexpr int kLineUnits = kLineBytes / kUnitBytes;
 template <class T>
 constexpr int kOctetsOf = kOctets / T::kGatherWarps;
 
-// Which rows of a tile there are, for its consumers. By the warp that brings them.
+// Tells a tile's consumers which of its rows there are. The warp that brings them calls it.
 template <class T>
 CUTE_DEVICE void write_mask(TileMask& mask, uint32_t present) {
   const int thread = anew(threadIdx.x), lane = thread % kWarpSize, warp = thread / kWarpSize - kConsumerWarps;
@@ -26,7 +26,7 @@ CUTE_DEVICE void write_mask(TileMask& mask, uint32_t present) {
   mask.fours[(warp + lane / 2 * T::kGatherWarps) * 2 + lane % 2] = present >> (lane * kHalfRows) & 15;
 }
 
-// Tells the consumers that their tiles have been begun, and that stages for merging are theirs: see load_kv.cuh. One lane of each
+// Tells the consumers that their tiles have been begun, and that stages for merging are theirs: see producers/load_tiles.cuh. One lane of each
 // producer warp signals.
 template <class T>
 class TileGrants {
@@ -63,7 +63,7 @@ class TileGrants {
   uint32_t even_ = 0, odd_ = 0;  // that consumers 0 and 1 got in earlier pieces
 };
 
-// Rows of bfloat16: eight lanes take a line of 128 bytes of a row, one instruction four rows.
+// Copies rows of bfloat16: eight lanes take a line of 128 bytes of a row, one instruction four rows.
 template <class T>
 class LineCopier {
  public:
@@ -76,7 +76,7 @@ class LineCopier {
     }
   }
 
-  // Takes the rows of a tile. Called by the whole warp.
+  // Takes the rows of a tile. The whole warp calls it.
   CUTE_DEVICE void take(const WarpRows& rows) {
     const int row = threadIdx.x % kWarpSize / kLineUnits;
     CUTE_UNROLL
@@ -109,7 +109,7 @@ class LineCopier {
   uint32_t present_ = 0;  // bit 4i: the i-th of them
 };
 
-// The same for whole rows as they are. Eight lanes take the five lines of 128 bytes of the cache in which a row begins, those
+// Does the same with whole rows as they are. Eight lanes take the five lines of 128 bytes of the cache in which a row begins, those
 // before its beginning what lies in the sixth; so no sector is fetched twice. The 41st unit comes from the lanes that hold the
 // rows.
 template <class T>
@@ -124,7 +124,7 @@ class RowCopier {
 
   CUTE_DEVICE void take(const WarpRows& rows) { rows_ = rows; }
 
-  // Called by the whole warp.
+  // The whole warp calls it.
   template <int>
   CUTE_DEVICE void copy(int, uint32_t tile) const {
     const int row = lane_ / kLineUnits;
@@ -170,10 +170,9 @@ template <class T>
 CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
   const bool elected = threadIdx.x % kWarpSize == 0;
   const uint32_t ring = cute::cast_smem_ptr_to_uint(shared.ring);
-  constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   // In a smaller ring, as at 64 rows, holding back gains nothing; and a late warp would wait for a round of a stage that the
   // others fill again already.
-  const bool holds_back = T::kRowTile < 64 && T::kStages >= 2 * kStagesInFlight && params.sparse.partition_tiles < kPromptTiles;
+  const bool holds_back = T::kRowTile < 64 && T::kStages >= 2 * kStagesInFlight<T> && params.sparse.partition_tiles < kPromptTiles;
   KeyPosition<T> at;
   TileGrants<T> grants;
   RowStream<T::kGatherWarps> stream(params, partition, warp);
@@ -185,7 +184,7 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
       constexpr int kRun = decltype(run)::value;
       constexpr int kBegin = T::run_begin(kRun), kRunStages = T::run_begin(kRun + 1) - kBegin;
       // No more in flight than wanted; room in the ring.
-      if (holds_back) shared.keys.wait(at.behind(kStagesInFlight));
+      if (holds_back) shared.keys.wait(at.behind(kStagesInFlight<T>));
       CUTE_UNROLL
       for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_room, shared.keys.acquire(at.ahead(s)));
       if (kBegin == 0) write_mask<T>(shared.valid[at.stage], rows.present);
@@ -208,7 +207,7 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
   }
 }
 
-// V4's rows. A warp holds an octet in registers; when the chunks of a stage have become columns, the same ones of the octet behind it
+// Brings V4's rows. A warp holds an octet in registers; when the chunks of a stage have become columns, the same ones of the octet behind it
 // are asked for. Stages of a tile are few: the hardware counts loads on their way in few counters, and a wait for early ones would be
 // one for late ones, too.
 template <class T>
@@ -225,7 +224,7 @@ class Dequantiser {
 
   CUTE_DEVICE bool done() const { return !tile_.is_tile; }
 
-  // Brings the next tile, its piece's i-th, into the ring; whether it is the piece's last.
+  // Brings the next tile, its piece's i-th, into the ring; returns whether it is the piece's last.
   CUTE_DEVICE bool fill(KeyPosition<T>& at, int i, const TileGrants<T>& grants) {
     const bool last = tile_.last;
     cute::for_each(cute::make_seq<kOctetsOf<T>>{}, [&](auto octet) {
@@ -245,7 +244,7 @@ class Dequantiser {
   }
 
  private:
-  // Takes an octet of the tile for the one that is asked for next: its scales at once. Called by the whole warp.
+  // Takes an octet of the tile for the one that is asked for next, and asks for its scales at once. The whole warp calls it.
   CUTE_DEVICE void aim(int octet) {
     const int holder = octet * kOctetRows + V4Row::row();
     from_ = tile_.row_of(holder) + V4Row::lane() * kUnitBytes;
@@ -271,7 +270,7 @@ class Dequantiser {
     });
   }
 
-  // The chunks of a stage. At 64 rows which these are depends on the tile's place in its piece.
+  // Converts the chunks of a stage. At 64 rows which these are depends on the tile's place in its piece.
   template <int kOctet, int kStage, bool kLarge>
   CUTE_DEVICE void convert_stage(int stage, int i) {
     constexpr int kEven = T::first_chunk(kStage, 0), kOdd = T::first_chunk(kStage, 1);

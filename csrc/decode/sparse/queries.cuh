@@ -1,5 +1,5 @@
-// The query rows of a token as they are, which both consumers gather: a piece begins with that, and one producer warp takes 64
-// rows several microseconds.
+// Both consumers gather the query rows of a token as they are: a piece begins with that, and 64 rows take one producer warp several
+// microseconds.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -8,8 +8,8 @@
 
 namespace etap::sparse {
 
-// Called by both consumers when they are done with the last piece's scores; complete for both on return. A lane has two units
-// of a row's latent part and, of the first eight, one of the rope part.
+// Both consumers call it when they are done with the last piece's scores; the rows are there for both on return. A lane has two units
+// of a row's latent part, and each of the first eight lanes one of the rope part.
 template <class T>
 CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
   using Element = typename T::Element;

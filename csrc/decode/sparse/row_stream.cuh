@@ -1,4 +1,4 @@
-// Where the listed rows of a partition's tiles lie: indices and pages are read ahead, across the ends of lists and pieces.
+// A stream says where the listed rows of a partition's tiles lie: indices and pages are read ahead, across the ends of lists and pieces.
 #pragma once
 
 #include "common/warp.cuh"
@@ -19,7 +19,7 @@ struct WarpRows {
   int32_t scales = 0;    // of V4's rows: bytes from there to the row's scales
   uint32_t present = 0;  // a bit a lane
 
-  // What another lane holds. Called by the whole warp.
+  // These return what another lane holds. The whole warp calls them.
   CUTE_DEVICE uint64_t row_of(int lane) const { return __shfl_sync(0xffffffff, row, lane); }
   CUTE_DEVICE int32_t scales_of(int lane) const { return __shfl_sync(0xffffffff, scales, lane); }
 };
@@ -39,7 +39,7 @@ class RowStream {
     fetch_index();
   }
 
-  // The next tile's rows. Called by the whole warp; behind the last tile there are none.
+  // Returns the next tile's rows; behind the last tile there are none. The whole warp calls it.
   CUTE_DEVICE WarpRows next() {
     WarpRows rows;
     const RowList& list = params_.lists[paged_.list()];
@@ -72,7 +72,7 @@ class RowStream {
     CUTE_DEVICE uint32_t list() const { return marks & kSecond; }
   };
 
-  // To a tile that exists, or behind the last piece.
+  // Goes to a tile that exists, or behind the last piece.
   CUTE_DEVICE void find_tile() {
     while (tile_ >= end_tile_ && !walk_.done()) {
       const Piece piece = walk_.next();

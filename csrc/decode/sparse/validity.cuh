@@ -1,18 +1,18 @@
-// Which entries of a tile name a row. What an invalid one brings is zeros, so that only its scores must be hidden.
+// A mask says which entries of a tile name a row. An invalid one brings zeros, so that only its scores must be hidden.
 #pragma once
 
 #include "decode/roles.h"
 
 namespace etap::sparse {
 
-// Four entries a byte, in its lower half.
+// A byte has four entries, in its lower half.
 struct alignas(16) TileMask {
   uint8_t fours[16];
 
   CUTE_DEVICE uint32_t word(int i) const { return reinterpret_cast<const uint32_t*>(fours)[i]; }
 };
 
-// Of S^T, tokens as its fragment holds them: see transposed/traits.h.
+// Hides scores of S^T, whose fragment holds tokens as transposed/traits.h says.
 template <class Scores>
 CUTE_DEVICE void hide_invalid_rows(const TileMask& mask, Scores& st) {
   const int lane = threadIdx.x % kWarpSize;
@@ -24,7 +24,7 @@ CUTE_DEVICE void hide_invalid_rows(const TileMask& mask, Scores& st) {
   }
 }
 
-// Of S: see query_major/softmax.cuh.
+// Hides scores of S: see query_major/softmax.cuh.
 template <class Scores>
 CUTE_DEVICE void hide_invalid_columns(const TileMask& mask, Scores& s) {
   const int lane = threadIdx.x % kWarpSize;

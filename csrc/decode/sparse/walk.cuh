@@ -1,4 +1,4 @@
-// The pieces of a partition of sparse attention, as every role of a CTA walks them.
+// Every role of a CTA walks the pieces of a partition of sparse attention on its own.
 #pragma once
 
 #include "decode/pieces.cuh"
@@ -29,7 +29,7 @@ class TokenWalk {
     return piece;
   }
 
-  // Of the token whose piece next() has returned.
+  // Returns the lists of the token whose piece next() has returned.
   CUTE_DEVICE const TokenLists& lists() const { return lists_; }
 
  private:

@@ -8,10 +8,10 @@
 
 namespace etap::sparse_fp8 {
 
-using Words = uint32_t[4];
-using Operands = uint32_t[2][4];  // two steps of WGMMA
+using transposed_fp8::Words;
+using Operands = transposed_fp8::Operand<2>;
 
-// What matrix loads give a warp of a unit of its 16 tokens and the one behind it.
+// Loads a unit of a warp's 16 tokens and the one behind it.
 template <class T>
 CUTE_DEVICE void load_key_units(const char* tile, int offset, Words& words) {
   const int lane = threadIdx.x % kWarpSize;
@@ -20,7 +20,7 @@ CUTE_DEVICE void load_key_units(const char* tile, int offset, Words& words) {
   cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
 }
 
-// Tokens [32 * half, 32 * half + 32) of the warp's 16 value dims in a slice of 64.
+// Loads tokens [32 * half, 32 * half + 32) of the warp's 16 value dims in a slice of 64.
 template <class T>
 CUTE_DEVICE void load_value_units(const char* tile, int slice, int half, Words& words) {
   const int lane = threadIdx.x % kWarpSize;
@@ -29,47 +29,13 @@ CUTE_DEVICE void load_value_units(const char* tile, int slice, int half, Words& 
   cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
 }
 
-// Bytes 0 and 2, and bytes 1 and 3, of four e4m3 values as bfloat16, exactly: the exponent's and mantissa's bits are moved to
-// where bfloat16 has them, and 2^120 makes up for the difference of the exponents' biases. (A NaN becomes 480; it has
-// made scores NaN before.)
-CUTE_DEVICE uint2 to_bfloat16(uint32_t word) {
-  constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x07f007f0, kBias = 0x7b807b80;
-  const uint32_t even = (word << 8 & kSigns) | (word << 4 & kMagnitudes);
-  const uint32_t odd = (word & kSigns) | (word >> 4 & kMagnitudes);
-  return {ptx::mul_bf16x2(even, kBias), ptx::mul_bf16x2(odd, kBias)};
-}
-
-// 32 columns of K's latent part, as float16.
-CUTE_DEVICE void convert_keys(const Words& words, Operands& operands) {
-  CUTE_UNROLL
-  for (int i = 0; i < 4; ++i) {
-    const uint2 halves = transposed_fp8::to_halves(words[i]);
-    operands[i / 2][i % 2] = halves.x;
-    operands[i / 2][i % 2 + 2] = halves.y;
-  }
-}
-
-// 32 columns of its rope part: 16 of bfloat16 are two units, and need no conversion.
+// 32 columns of K's rope part: 16 of bfloat16 are two units, and need no conversion.
 template <class T>
 CUTE_DEVICE void load_rope(const char* tile, int load, Operands& operands) {
   CUTE_UNROLL
   for (int step = 0; step < 2; ++step) {
     load_key_units<T>(tile, T::kRopeOffset + load * 64 + step * 32, operands[step]);
   }
-}
-
-// Start a load's share of a product, a group of WGMMAs.
-template <class Element, class Mma, class OperandB, class Result>
-CUTE_DEVICE void multiply(Mma& mma, const Operands& operands, const OperandB& b, int first_step, Result&& result) {
-  cute::warpgroup_arrive();
-  CUTE_UNROLL
-  for (int step = 0; step < 2; ++step) {
-    const auto a = cute::make_tensor(cute::make_rmem_ptr(reinterpret_cast<const Element*>(operands[step])),
-                                     cute::Layout<cute::_8>{});
-    cute::gemm(mma, a, b(cute::_, 0, first_step + step), result);
-    mma.accumulate_ = cute::GMMA::ScaleOut::One;
-  }
-  cute::warpgroup_commit_batch();
 }
 
 // The scales of a thread's two tokens, 8 apart.
@@ -104,7 +70,7 @@ struct TokenScales {
   }
 };
 
-// S^T of one tile in the log2 domain, complete on return. Each 128 columns and the rope part have a sum of their own, one or
+// Computes S^T of one tile in the log2 domain, which is complete on return. Each 128 columns and the rope part have a sum of their own, one or
 // two of which are under way at a time. What comes from shared memory is asked for a few loads ahead, as are the queries' scales.
 template <class T>
 CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const TokenScales& scales, float scale_log2,
@@ -168,18 +134,18 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const Token
     }
     const Words& from = words[load % T::kFetches];
     if (load < kLatentLoads) {
-      convert_keys(from, operand);
+      transposed_fp8::convert_keys(from, operand);
       fetch(load + T::kFetches);
       auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::ScoreElement*>(chunk)),
                                  typename T::template Operand<typename T::ScoreElement>{});
-      multiply<typename T::ScoreElement>(mma, operand, slice.make_fragment_B(slice.partition_B(s_query)), load % 2 * 2,
+      transposed_fp8::multiply<typename T::ScoreElement>(mma, operand, slice.make_fragment_B(slice.partition_B(s_query)), load % 2 * 2,
                                          parts[part % T::kParts]);
     } else {
       auto& rope_operand = T::kFetchesAhead ? rope[load - kLatentLoads] : operand;
       if (!T::kFetchesAhead) load_rope<T>(tile, load - kLatentLoads, rope_operand);
       auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::RopeElement*>(chunk)),
                                  typename T::template Operand<typename T::RopeElement>{});
-      multiply<typename T::RopeElement>(rope_mma, rope_operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)),
+      transposed_fp8::multiply<typename T::RopeElement>(rope_mma, rope_operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)),
                                         load % 2 * 2, parts[part % T::kParts]);
     }
   }
@@ -188,7 +154,7 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const Token
   for (int part = kScales + 1 - T::kParts; part <= kScales; ++part) take_over(part);
 }
 
-// V of one tile on its way to registers, a few loads ahead.
+// Holds V of one tile on its way to registers, a few loads ahead.
 template <class T>
 struct ValueFetches {
   static constexpr int kLoads = 2 * T::kOutputSlices;
@@ -205,45 +171,29 @@ struct ValueFetches {
   }
 };
 
-// Four e4m3 values, bytes 0 and 2, and bytes 1 and 3, as an operand of the output's products.
-template <class E>
-CUTE_DEVICE uint2 convert_values(uint32_t word) {
-  if constexpr (std::is_same_v<E, cutlass::half_t>) {
-    return transposed_fp8::to_halves(__byte_perm(word, 0, 0x3120));
-  } else {
-    return to_bfloat16(word);
-  }
-}
-
-// O^T += V^T·P^T of one tile, P^T in E, which is given back once it is in registers; `meanwhile` runs
-// beside the last products, or before the first where registers are short.
+// Adds V^T·P^T of one tile to O^T, with P^T in E. The tile is given back once it is in registers; `meanwhile` runs beside the last
+// products, or before the first where registers are short.
 template <class E, class T, class Meanwhile>
 CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, ValueFetches<T>& values, const char* probabilities,
                             transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
-  constexpr int kLoads = ValueFetches<T>::kLoads;
-  typename T::template Mma<E, T::kRowTile> mma;  // all have the fragments of T::OutputMma
-  mma.accumulate_ = GMMA::ScaleOut::One;
-  const auto slice = mma.get_thread_slice(0);
-  Operands operands[T::kOperands];
+  // All types of P^T have the fragments of T::OutputMma.
+  using Fragment = decltype(make_fragment_like(ot(_, 0, 0)));
+  transposed_fp8::LoadedProducts<T, E, typename T::template Mma<E, T::kRowTile>, ValueFetches<T>::kLoads, Fragment> products;
+  products.mma.accumulate_ = GMMA::ScaleOut::One;
+  const auto slice = products.mma.get_thread_slice(0);
   warpgroup_fence_operand(ot);
   if (!T::kFetchesAhead) meanwhile();
   if (!T::kFetchesAhead) values.begin();
-  CUTE_UNROLL
-  for (int load = 0; load < kLoads; ++load) {
-    if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
-    auto& operand = operands[load % T::kOperands];
-    CUTE_UNROLL
-    for (int i = 0; i < 4; ++i) {
-      const uint2 pairs = convert_values<E>(values.words[load % T::kFetches][i]);
-      operand[i / 2][i % 2 * 2] = pairs.x;
-      operand[i / 2][i % 2 * 2 + 1] = pairs.y;
-    }
-    values.fetch(load + T::kFetches);
-    const char* scaled = probabilities + load / 2 * 64 / kScaledColumns * T::kScaledBytes;
-    auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const E*>(scaled)), typename T::template Operand<E>{});
-    multiply<E>(mma, operand, slice.make_fragment_B(slice.partition_B(s_pt)), load % 2 * 2, ot(_, load / 2, 0));
-  }
+  products.start(
+      values.words, [&](int load, auto&) { values.fetch(load); },
+      [](const auto& words, auto& operand) { transposed_fp8::convert_values<E>(words, operand); },
+      [&](int load) {
+        const char* scaled = probabilities + load / 2 * 64 / kScaledColumns * T::kScaledBytes;
+        auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const E*>(scaled)), typename T::template Operand<E>{});
+        return slice.make_fragment_B(slice.partition_B(s_pt));
+      },
+      [&](int load) { return ot(_, load / 2, 0); });
   __syncwarp();
   if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at));
   if (T::kFetchesAhead) meanwhile();

@@ -1,5 +1,5 @@
-// The query rows of a token beside FP8 rows: the latent part as float16, scaled into its range row by row, the rope part as it
-// is.
+// Beside FP8 rows the consumers read the query rows of a token: the latent part becomes float16, scaled into its range row by row, the
+// rope part stays as it is.
 #pragma once
 
 #include <algorithm>
@@ -12,7 +12,7 @@ namespace etap::sparse_fp8 {
 constexpr int kLatentUnits = kLatentDim / transposed_fp8::kUnitColumns / kWarpSize;  // of a lane
 constexpr int kRopeLanes = kRopeDim / transposed_fp8::kUnitColumns;                  // the first ones have a unit each
 
-// Scale a row and write it where WGMMA reads it.
+// Scales a row and writes it where WGMMA reads it.
 template <class T>
 CUTE_DEVICE void write_query(Shared<T>& shared, const DecodeParams& params, int row,
                              const transposed_fp8::QueryUnit (&units)[kLatentUnits], uint4 rope) {
@@ -38,7 +38,7 @@ CUTE_DEVICE void write_query(Shared<T>& shared, const DecodeParams& params, int 
   if (lane == 0) shared.score_scales[row] = scale_log2 * transposed_fp8::power_of_two(-exponent);
 }
 
-// Called by both consumers when they are done with the last piece's scores; complete for both on return.
+// Both consumers call it when they are done with the last piece's scores; the rows are there for both on return.
 template <class T>
 CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
   using transposed_fp8::kUnitColumns;

@@ -1,5 +1,5 @@
-// S^T of one tile of FP8 rows which the consumers share: each adds up the products of its own columns of K for all query rows,
-// and gives the other one what belongs to its rows.
+// Where the consumers share a tile of FP8 rows, each adds up the products of its own columns of K for all query rows, and gives the
+// other one what belongs to its rows.
 #pragma once
 
 #include "decode/sparse_fp8/products.cuh"
@@ -79,13 +79,13 @@ CUTE_DEVICE void compute_share(Shared<T>& shared, const char* tile, int group, S
   for (int load = 0; load < kLatentLoads; ++load) {
     auto& operand = operands[load % T::kOperands];
     if (load >= T::kOperands) warpgroup_wait<T::kOperands - 1>();
-    convert_keys(words[load % T::kFetches], operand);
+    transposed_fp8::convert_keys(words[load % T::kFetches], operand);
     fetch(load + T::kFetches);
     if (load == kLoadsPerScale) multiply_sum([&](int i) { return factors.first[i / 2 % 2]; });
     auto s_query = make_tensor(
         make_smem_ptr(reinterpret_cast<const typename T::ScoreElement*>(query + load / 2 * T::kQueryChunkBytes)),
         typename T::template Operand<typename T::ScoreElement>{});
-    multiply<typename T::ScoreElement>(mma, operand, slice.make_fragment_B(slice.partition_B(s_query)), load % 2 * 2,
+    transposed_fp8::multiply<typename T::ScoreElement>(mma, operand, slice.make_fragment_B(slice.partition_B(s_query)), load % 2 * 2,
                                        share(_, 0, 0));
   }
   auto& operand = operands[kLatentLoads % T::kOperands];
@@ -97,13 +97,13 @@ CUTE_DEVICE void compute_share(Shared<T>& shared, const char* tile, int group, S
   auto s_query = make_tensor(
       make_smem_ptr(reinterpret_cast<const typename T::RopeElement*>(shared.query + kValueChunks * T::kQueryChunkBytes)),
       typename T::template Operand<typename T::RopeElement>{});
-  multiply<typename T::RopeElement>(rope_mma, operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)), group * 2,
+  transposed_fp8::multiply<typename T::RopeElement>(rope_mma, operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)), group * 2,
                                     share(_, 0, 0));
   warpgroup_wait<0>();
   warpgroup_fence_operand(share);
 }
 
-// Give the other warpgroup its rows' share. Which registers those are must be known when compiling.
+// Gives the other warpgroup its rows' share. Which registers those are must be known when compiling.
 template <class T, int kGroup>
 CUTE_DEVICE void give_share(Shared<T>& shared, const ScoreShare<T>& share) {
   constexpr int kFirst = T::first_column(1 - kGroup) / 2;  // four values of a thread for eight columns
@@ -115,7 +115,7 @@ CUTE_DEVICE void give_share(Shared<T>& shared, const ScoreShare<T>& share) {
   }
 }
 
-// Add what the other one gives for the rows of this one, in the log2 domain. (The product is rounded before a reference is taken
+// Adds what the other one gives for the rows of this one, in the log2 domain. (The product is rounded before a reference is taken
 // from it: where tokens' scales are large, what one rounding less leaves over may be as well.)
 template <class T, int kGroup>
 CUTE_DEVICE void take_share(Shared<T>& shared, const ScoreShare<T>& share, float scale_log2, transposed::ScoreFragment<T>& st) {
@@ -131,7 +131,7 @@ CUTE_DEVICE void take_share(Shared<T>& shared, const ScoreShare<T>& share, float
   }
 }
 
-// S^T of one tile and this warpgroup's rows in the log2 domain; `meanwhile` runs while the other warpgroup may be late.
+// Computes S^T of one tile and this warpgroup's rows in the log2 domain; `meanwhile` runs while the other warpgroup may be late.
 template <class T, class Meanwhile>
 CUTE_DEVICE void compute_shared_scores(Shared<T>& shared, const char* tile, int group, float scale_log2,
                                        transposed::ScoreFragment<T>& st, Meanwhile&& meanwhile) {

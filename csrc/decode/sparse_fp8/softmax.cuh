@@ -1,4 +1,4 @@
-// The softmax of transposed/softmax.cuh, whose P^T is stored four times: times the scales of each 128 columns.
+// This is the softmax of transposed/softmax.cuh, but P^T is stored four times: times the scales of each 128 columns.
 #pragma once
 
 #include "decode/sparse_fp8/products.cuh"

@@ -8,7 +8,7 @@
 #include "decode/sparse/traits.h"
 #include "decode/sparse/validity.cuh"
 #include "decode/transposed/traits.h"
-#include "decode/transposed_fp8/shared_tiles_traits.h"
+#include "decode/transposed_fp8/traits.h"
 
 namespace etap::sparse_fp8 {
 
@@ -71,7 +71,6 @@ struct Products : Tiles {
 
   // A matrix load brings 32 columns of K, or 32 tokens of 16 value dims, for two steps of WGMMA.
   static constexpr int kStepsPerLoad = 2;
-  static constexpr int kValuesPerStep = 8;
 
   static constexpr auto kMajorK = cute::GMMA::Major::K;
   template <class E, int kColumns>
@@ -97,7 +96,7 @@ struct Products : Tiles {
 template <int kRowTile_>
 struct Traits : Products<transposed::AlternateTiles<kRowTile_>> {
   using Base = Products<transposed::AlternateTiles<kRowTile_>>;
-  using Base::kRowTile, Base::kStageBytes, Base::kStagesPerTile, Base::kSliceBytes, Base::kMergeSlices, Base::kScaledBytes;
+  using Base::kRowTile, Base::kStageBytes, Base::kStagesPerTile, Base::kScaledBytes;
   static_assert(kRowTile <= 32);
   using SharedStorage = SharedMemory<Traits>;
   using Consumer = sparse_fp8::Consumer<Traits>;
@@ -107,9 +106,7 @@ struct Traits : Products<transposed::AlternateTiles<kRowTile_>> {
   static constexpr bool kScoresScaledLast = false;
 
   static constexpr int kStages = kRowTile == 32 ? 3 : 4;
-  static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
-  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
-  static_assert(kConsumerGroups * kMergeStages <= kStages);
+  static constexpr int kMergeStages = Base::merge_stages(kStageBytes);
 
   static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
   // Loads on their way while one is in work; whether the first ones, and what else is known to be wanted, are asked for before
@@ -130,18 +127,16 @@ struct SharedTilesMemory : transposed_fp8::SharedTilesMemory<T> {
   float4 shares[kConsumerGroups][T::kScoreColumns / 8][kGroupThreads];
 };
 
-template <class T>
-struct SharedTilesConsumer;
-
 // 33 to 64 query rows: shared tiles. A warpgroup has half of the latent columns, as columns of K and as value dims, and half of
 // the rope columns; so that no value is converted twice. Of S^T it has its columns' share for all rows, and finishes half of
 // the rows with the other's share.
 struct SharedTilesTraits : Products<transposed_fp8::SharedTiles> {
   using SharedStorage = SharedTilesMemory<SharedTilesTraits>;
-  using Consumer = SharedTilesConsumer<SharedTilesTraits>;
+  using Consumer = sparse_fp8::Consumer<SharedTilesTraits>;
   static constexpr bool kFitsLaunchRegisters = false;
   static constexpr Registers registers(bool) { return {168, 40, 232}; }
   static constexpr bool kScoresScaledLast = true;
+  static constexpr int kProbabilityBuffers = 1;
 
   static constexpr int kStages = 2;
   static constexpr int kOperands = 2;

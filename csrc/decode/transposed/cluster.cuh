@@ -1,4 +1,4 @@
-// Pieces of a request that the CTAs of a cluster decode, one each: they sum them among themselves, through their shared memory.
+// Where the CTAs of a cluster decode the pieces of a request, one each, they sum them among themselves, through their shared memory.
 // So no partial result goes to memory, and no combination is launched.
 #pragma once
 
@@ -9,13 +9,15 @@ namespace etap::transposed {
 
 // Whether this CTA's piece is summed in a cluster.
 template <class T>
+constexpr bool kSumsInClusters = T::kGathered && T::kGrantsTiles;
+template <class T>
 CUTE_DEVICE bool clustered() {
-  return T::kGathered && ptx::cluster_size() > 1;
+  return kSumsInClusters<T> && ptx::cluster_size() > 1;
 }
 
 constexpr int kTaskDims = 16;  // a task: 8 rows x 16 value dims, what a warp holds of a slice and column block
 
-// What a CTA shows the others of its piece, where its key ring was. Each has one piece and no tile behind it.
+// A CTA shows the others this of its piece, where its key ring was. Each has one piece and no tile behind it.
 template <class T>
 struct ClusterPart {
   float4 values[kLatentDim / 64][T::kRowTile / 8][kGroupThreads];  // as in partial_out
@@ -27,7 +29,7 @@ struct ClusterPart {
   }
 };
 
-// The half that a warpgroup has merged, which it leaves in its registers' order.
+// Shows the half that a warpgroup has merged, in its registers' order.
 template <class T, int kGroup>
 CUTE_DEVICE void show_half(Shared<T>& shared, const WarpFactors<T>& factors, const OutputFragment<T>& ot) {
   auto& part = ClusterPart<T>::of(shared);
@@ -36,7 +38,7 @@ CUTE_DEVICE void show_half(Shared<T>& shared, const WarpFactors<T>& factors, con
   if (kGroup == 0) factors.write_lse(T::kRowTile, [&](int row, float lse) { part.lse[row] = lse; });
 }
 
-// Of a piece without tokens: weighs nothing, but is multiplied.
+// Shows a piece without tokens, which weighs nothing, but is multiplied.
 template <class T>
 CUTE_DEVICE void show_nothing(Shared<T>& shared) {
   auto& part = ClusterPart<T>::of(shared);
@@ -48,8 +50,8 @@ CUTE_DEVICE void show_nothing(Shared<T>& shared) {
   if (threadIdx.x < T::kRowTile) part.lse[threadIdx.x] = -INFINITY;
 }
 
-// Sum the parts of kParts CTAs, of which each writes its share of the value dims. A warp has tasks of the same eight rows.
-// Called between the halves of the cluster's barrier, so that addresses are ready when it opens.
+// Sums the parts of kParts CTAs, of which each writes its share of the value dims. A warp has tasks of the same eight rows. It is
+// called between the halves of the cluster's barrier, so that addresses are ready when it opens.
 template <class T, int kParts>
 CUTE_DEVICE void sum_parts(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
   using Part = ClusterPart<T>;
@@ -100,7 +102,7 @@ CUTE_DEVICE void sum_parts(Shared<T>& shared, const DecodeParams& params, int re
   ETAP_MARKED(cluster_end, ptx::cluster_wait());
 }
 
-// Called by both consumers, each of whose CTAs has left its part.
+// Both consumers call it when their CTA has left its part.
 template <class T>
 CUTE_DEVICE void sum_cluster(Shared<T>& shared, const DecodeParams& params, int partition, int row_group) {
   ETAP_MARKED(parts_meeting, ptx::cluster_arrive());

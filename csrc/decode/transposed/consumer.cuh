@@ -1,122 +1,197 @@
-// A consumer warpgroup of the transposed kernel: an attention of its own over every other tile.
+// A consumer warpgroup of the transposed kernels: the loop over its CTA's pieces, which all of them share, and how it decodes a tile of
+// a cache of the queries' type or of e4m3. (FP8 rows of lists: sparse_fp8/consumer.cuh.)
 #pragma once
 
 #include "decode/sparse/queries.cuh"
 #include "decode/sparse/validity.cuh"
+#include "decode/sparse_fp8/queries.cuh"
 #include "decode/transposed/merge.cuh"
 #include "decode/transposed/single_tile.cuh"
+#include "decode/transposed_fp8/products.cuh"
+#include "decode/transposed_fp8/queries.cuh"
 
 namespace etap::transposed {
 
-// What a consumer knows of its CTA, and what it holds. Both consumers run the same instructions, so that they share the
-// instruction cache.
-template <class T>
-struct Consumer {
+// This is what a consumer knows of its CTA, and what it holds. Both consumers run the same instructions, so that they share the
+// instruction cache. Own is the kernel's consumer: it consumes tiles, and computes its share of a single one that both halve.
+//
+// Tiles either alternate between the consumers, whose O^T are merged at the end of a piece, or both consumers share every tile and
+// each holds the O^T of its value dims.
+template <class T, class Own, template <class> class SoftmaxOf>
+struct PieceLoop {
+  static constexpr bool kProducerBringsQueries = !T::kGathered && !T::kFp8Cache;
+  static constexpr bool kQueriesBeforeLength = !T::kGathered && T::kFp8Cache;  // while the length is on its way
+
   Shared<T>& shared;
   const DecodeParams& params;
-  const int row_group;
-  Softmax<T>& softmax;
+  const int row_group_of_cta;
+  SoftmaxOf<T>& softmax;
   OutputFragment<T>& ot;
 
   // Decodes a partition's pieces.
   CUTE_DEVICE static void run(Shared<T>& shared, const DecodeParams& params, int partition, int row_group, int group) {
-    Softmax<T> softmax(shared, params.scale_log2, 1.0f, group);
+    float value_scale = 1.0f;
+    if constexpr (kQueriesBeforeLength) {
+      if (!T::kGrantsTiles && params.early_loads) follow_predecessor();
+      value_scale = transposed_fp8::scale_of(params.kv_scale);
+    }
+    SoftmaxOf<T> softmax(shared, params.scale_log2, value_scale, group);
     OutputFragment<T> ot;
-    Consumer consumer{shared, params, row_group, softmax, ot};
+    Own consumer{{shared, params, row_group, softmax, ot}};
     KeyPosition<T> keys;
     RingPosition<1> queries;
     uint32_t grants_taken = 0;  // in all pieces
     int pieces = 0;
-    char* const probabilities = shared.probabilities + 2 * group * T::kProbabilityBytes;  // this consumer's two
+    char* const probabilities = shared.probabilities + (T::kGrantsTiles ? 2 * group * T::kProbabilityBytes : 0);
     typename T::Walk walk(params, partition);
     for (int n = 0; !walk.done(); ++n) {
+      if constexpr (kQueriesBeforeLength) {
+        transposed_fp8::load_queries<T>(shared, params, walk.request(), consumer.row_group(), value_scale);
+      }
       const Piece piece = next_piece<T>(shared, params, walk, n);
-      if (piece.tiles() == 0) finish_empty<T>(shared, Destination<T>(params, piece, row_group));
-      if constexpr (!T::kGathered) {
+      if (piece.tiles() == 0) {
+        finish_empty<T>(shared, Destination<T>(params, piece, consumer.row_group()));
+        if constexpr (kQueriesBeforeLength && T::kGrantsTiles) continue;
+      }
+      if (T::kFp8Cache && piece.tiles() == 0) continue;  // the same; ptxas orders a kernel's instructions after where it stands
+      if constexpr (kProducerBringsQueries) {
         shared.queries.wait(queries);
-      } else if (piece.tiles() > 0) {
-        sparse::gather_queries<T>(shared, params, piece.request, row_group);
+      } else if constexpr (T::kGathered && T::kFp8Cache) {
+        sparse_fp8::load_queries<T>(shared, params, piece.request, row_group);
+      } else if constexpr (T::kGathered) {
+        if (piece.tiles() > 0) sparse::gather_queries<T>(shared, params, piece.request, row_group);
       }
       softmax.reset();
+      if (T::kFp8Cache) cute::clear(ot);
       if constexpr (T::kHalvesSingleTiles) {
         if (piece.tiles() == 1) {
           shared.granted[group].wait(grants_taken++);
           decode_single_tile<T>(
-              shared, params, piece, row_group, keys, pieces++, softmax, ot,
+              shared, params, piece, consumer.row_group(), keys, pieces++, softmax, ot,
               [&](ScoreFragment<T>& st) {
-                compute_score_share<T>(shared, keys, group, st);
-                if (releases()) shared.queries.release(queries);
+                Own::compute_score_share(shared, params, keys, group, st);
+                if (kProducerBringsQueries && releases()) shared.queries.release(queries);
               },
-              [&](auto&& meanwhile) { compute_output_share<T>(shared, keys, group, probabilities, ot, meanwhile); });
+              [&](auto&& meanwhile) { Own::compute_output_share(shared, keys, group, probabilities, ot, meanwhile); });
           queries.advance(1);
           keys.advance(T::kStagesPerTile);
           continue;
         }
       }
-      cute::clear(ot);
+      if (!T::kFp8Cache) cute::clear(ot);
       for (int i = 0; i < piece.tiles(); ++i, keys.advance(T::kStagesPerTile)) {
-        if (i % kConsumerGroups != group) continue;
-        // A stage's barrier tells odd rounds from even ones only, and the other consumer's tile that lay there before ours
-        // may not have arrived yet. Once our first stage is being filled, it has: a tile gives back its first stage only
-        // when its last one has arrived.
-        shared.granted[group].wait(grants_taken++);
-        const int mine = i / kConsumerGroups;
+        int mine = i;
+        if constexpr (T::kGrantsTiles) {
+          if (i % kConsumerGroups != group) continue;
+          // A stage's barrier tells odd rounds from even ones only, and the other consumer's tile that lay there before ours
+          // may not have arrived yet. Once our first stage is being filled, it has: a tile gives back its first stage only
+          // when its last one has arrived.
+          shared.granted[group].wait(grants_taken++);
+          mine = i / kConsumerGroups;
+        }
         const bool last = i + kConsumerGroups >= piece.tiles();
         consumer.consume_tile(piece, piece.begin_tile + i, mine == 0, last, queries, keys,
-                              probabilities + mine % 2 * T::kProbabilityBytes);
+                              probabilities + mine % T::kProbabilityBuffers * T::kProbabilityBytes);
       }
-      if (!T::kGathered && piece.tiles() <= group) {  // no tile for this consumer
-        __syncwarp();                                 // all lanes have seen this round
-        if (releases()) shared.queries.release(queries);
+      if constexpr (kProducerBringsQueries) {
+        if (piece.tiles() <= group) {  // no tile for this consumer
+          __syncwarp();                // all lanes have seen this round
+          if (releases()) shared.queries.release(queries);
+        }
+        queries.advance(1);
       }
-      queries.advance(1);
       if (piece.tiles() == 0) continue;
-      // The stages for merging, for the same reason.
-      ETAP_MARKED(merge_grant, shared.granted[group].wait(grants_taken++));
-      merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, row_group), softmax, ot);
-      keys.advance(kConsumerGroups * T::kMergeStages);
+      softmax.finish();
+      if constexpr (T::kGrantsTiles) {
+        // The stages for merging are waited for as a tile's are, for the same reason.
+        ETAP_MARKED(merge_grant, shared.granted[group].wait(grants_taken++));
+        merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, consumer.row_group()), softmax, ot);
+        keys.advance(kConsumerGroups * T::kMergeStages);
+      } else {
+        write_shared<T>(shared, Destination<T>(params, piece, consumer.row_group()), softmax, ot);
+      }
     }
-    if constexpr (T::kGathered) {
+    if constexpr (kSumsInClusters<T>) {
       if (clustered<T>()) sum_cluster<T>(shared, params, partition, row_group);
     }
   }
 
-  // One tile: wait for K, S^T, softmax, O^T, release. `first` and `last`: of this consumer's in the piece.
+  // Beside an FP8 cache it is worked out where it is wanted: a register that kept it through the products would be spilled.
+  CUTE_DEVICE int row_group() const {
+    if constexpr (!kQueriesBeforeLength || !T::kGrantsTiles) return row_group_of_cta;
+    return params.row_groups == 1 ? 0 : anew(blockIdx.x) % params.row_groups;
+  }
+
+  // Hides what rows must not see of a tile at the request's end, and zeros V's tokens behind it.
+  CUTE_DEVICE void mask_tail(KeyPosition<T> at, const Piece& piece, int tile, ScoreFragment<T>& st) const {
+    const int tile_end = (tile + 1) * kTileTokens;
+    if (tile_end > piece.seq_len - params.s_q + 1) {
+      mask_scores<T>(params, piece, tile, row_group(), softmax.group, st);
+      if (tile_end > piece.seq_len) {
+        // Matrix loads of the scores may still read there. What they get is masked; they should read no half-written value.
+        if constexpr (T::kFp8Cache) event::scores_read<T>(softmax.group).sync();
+        zero_value_tail<T>(shared, at, piece, tile);
+      }
+    }
+  }
+};
+
+template <class T>
+struct Consumer : PieceLoop<T, Consumer<T>, Softmax> {
+  using Loop = PieceLoop<T, Consumer<T>, Softmax>;
+  using Loop::shared, Loop::params, Loop::softmax, Loop::ot;
+
+  // Consumes one tile: wait for K, S^T, softmax, O^T, release. `first` and `last` say that it is this consumer's in the piece.
   CUTE_DEVICE void consume_tile(const Piece& piece, int tile, bool first, bool last, RingPosition<1> queries, KeyPosition<T> at,
                                 char* probabilities) {
     const int group = softmax.group;
     // Wait for K, S^T.
     ScoreFragment<T> st;
-    compute_scores<T>(shared, at, st);
-    if (!T::kGathered && last && releases()) shared.queries.release(queries);
+    if constexpr (T::kFp8Cache) {
+      transposed_fp8::compute_scores<T>(shared, params, at, group, st);
+    } else {
+      compute_scores<T>(shared, at, st);
+    }
+    if (Loop::kProducerBringsQueries && last && releases()) shared.queries.release(queries);
 
     // Softmax.
-    const int tile_end = (tile + 1) * kTileTokens;
     if constexpr (T::kGathered) {
       sparse::hide_invalid_rows(shared.valid[at.stage], st);
-    } else if (tile_end > piece.seq_len - params.s_q + 1) {
-      mask_scores<T>(params, piece, tile, row_group, group, st);
-      if (tile_end > piece.seq_len) zero_value_tail<T>(shared, at, piece, tile);
+    } else {
+      Loop::mask_tail(at, piece, tile, st);
     }
-    bool renew = first;
-    if (!renew) {
-      const bool exceeds = softmax.exponentiate(st);
-      softmax.store(probabilities);
-      ETAP_MARKED(probabilities_meeting, renew = event::probabilities_written(group).any(exceeds));
-    }
-    if (renew) {
-      float correction[Softmax<T>::kColumns];
-      softmax.renew(st, correction);
-      scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
-      softmax.exponentiate(st);
-      softmax.store(probabilities);
-      event::probabilities_written(group).sync();
-    }
+    write_probabilities<T>(softmax, st, first, probabilities,
+                           [&](const auto& correction) { rescale_output<T>(shared, group, correction, ot); });
 
-    // O^T, release.
-    start_output<T>(shared, at, probabilities, ot);
-    softmax.accumulate();
-    finish_output<T>(shared, at, ot);
+    // O^T of this warpgroup's value dims, release.
+    if constexpr (T::kFp8Cache) {
+      transposed_fp8::add_output<T>(shared, at, T::kGrantsTiles ? 0 : group * T::kOutputSlices, probabilities, ot,
+                                    [&] { softmax.accumulate(); });
+    } else {
+      start_output<T>(shared, at, probabilities, ot);
+      softmax.accumulate();
+      finish_output<T>(shared, at, ot);
+    }
+  }
+
+  // These do a consumer's share of a piece's only tile: see single_tile.cuh.
+  CUTE_DEVICE static void compute_score_share(Shared<T>& shared, const DecodeParams& params, KeyPosition<T> at, int group,
+                                              ScoreFragment<T>& st) {
+    if constexpr (T::kFp8Cache) {
+      transposed_fp8::compute_scores<T, kConsumerGroups>(shared, params, at, group, st);
+    } else {
+      transposed::compute_score_share<T>(shared, at, group, st);
+    }
+  }
+  template <class Meanwhile>
+  CUTE_DEVICE static void compute_output_share(Shared<T>& shared, KeyPosition<T> at, int group, const char* probabilities,
+                                               OutputFragment<T>& ot, Meanwhile&& meanwhile) {
+    if constexpr (T::kFp8Cache) {
+      constexpr int kShare = T::kOutputSlices / kConsumerGroups;
+      transposed_fp8::add_output<T, kShare>(shared, at, group * kShare, probabilities, ot, meanwhile);
+    } else {
+      transposed::compute_output_share<T>(shared, at, group, probabilities, ot, meanwhile);
+    }
   }
 };
 

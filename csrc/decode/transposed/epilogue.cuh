@@ -1,15 +1,14 @@
-// The end of a piece, as far as both forms of the transposed kernels share it: the columns' sums, the factors that follow
-// from them, and O^T written as O.
+// At the end of a piece all transposed kernels publish the columns' sums, take factors from them, and write O^T as O.
 #pragma once
 
 #include "decode/destination.cuh"
-#include "decode/transposed/output.cuh"
+#include "decode/transposed/products.cuh"
 #include "decode/transposed/softmax.cuh"
 
 namespace etap::transposed {
 
-// Sum each value over the eight lanes that hold other tokens of the same columns. The lanes share the work: each step
-// halves the values a lane still holds, so that lane / 4 ends with the value (or kCount / 8 values) of its place.
+// Sums each value over the eight lanes that hold other tokens of the same columns. The lanes share the work: each step halves
+// the values a lane still holds, so that lane / 4 ends with the value (or kCount / 8 values) of its place.
 template <int kHeld, int kLanes = kWarpSize / 2, int kCount>
 CUTE_DEVICE void sum_over_tokens(float (&values)[kCount]) {
   constexpr int kHalf = kHeld / 2;
@@ -26,7 +25,7 @@ CUTE_DEVICE void sum_over_tokens(float (&values)[kCount]) {
   if constexpr (kLanes > 4) sum_over_tokens<kHalf, kLanes / 2>(values);
 }
 
-// Publish the column sums of each warp and the references for both warpgroups.
+// Publishes the column sums of each warp and the references for both warpgroups.
 template <class T>
 CUTE_DEVICE void publish_columns(ColumnSums<T::kScoreColumns>& columns, const Softmax<T>& softmax) {
   constexpr int kColumns = Softmax<T>::kColumns;
@@ -58,8 +57,8 @@ CUTE_DEVICE void publish_columns(ColumnSums<T::kScoreColumns>& columns, const So
   }
 }
 
-// How a column of O^T becomes the result: what this warpgroup's and the other one's values are multiplied with, and the
-// column's log2-sum-exp.
+// A column of O^T becomes the result so: this warpgroup's and the other one's values are multiplied with these. And it has this
+// log2-sum-exp.
 struct ColumnFactors {
   float own;
   float other;
@@ -74,7 +73,7 @@ CUTE_DEVICE ColumnFactors normalised(float own, float other, float sum, float ro
   return {own * inverse, other * inverse, sum == 0.0f ? -INFINITY : reference + __log2f(sum)};
 }
 
-// The factors of all columns of a row tile, one or two a lane: worked out once a warp, and handed round.
+// Holds the factors of all columns of a row tile, one or two a lane. They are worked out once a warp, and handed round.
 template <class T>
 class WarpFactors {
  public:

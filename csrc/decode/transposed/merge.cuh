@@ -1,23 +1,24 @@
-// The end of a piece where tiles alternate: the two O^T become one. Each consumer hands over half of its own, and
-// finishes and writes the other half.
+// At the end of a piece the consumers' results become one. Where tiles alternate, each hands over half of its own O^T, and finishes
+// and writes the other half; where they share tiles, each finishes its value dims.
 #pragma once
 
 #include "decode/transposed/cluster.cuh"
 
 namespace etap::transposed {
 
-// Where a slice of the half that `target` keeps crosses from the other warpgroup: in stages of the key ring that the
-// producer granted, [target][merge stage], 16 bytes a thread and `quad`.
+// A slice of the half that `target` keeps crosses here from the other warpgroup: in stages of the key ring that the producer
+// granted, [target][merge stage], 16 bytes a thread and `quad`.
 template <class T>
 CUTE_DEVICE float4* exchange_slot(Shared<T>& shared, KeyPosition<T> at, int target, int m, int quad) {
   using Slice = float4[T::kRowTile / 8][kGroupThreads];
   static_assert(sizeof(Slice) == T::kSliceBytes);
-  const int stage = at.ahead(target * T::kMergeStages + m / T::kSlicesPerMergeStage).stage;
+  constexpr int kOfStage = T::kStageBytes / T::kSliceBytes;
+  const int stage = at.ahead(target * T::kMergeStages + m / kOfStage).stage;
   auto* slices = reinterpret_cast<Slice*>(shared.ring + stage * T::kStageBytes);
-  return &slices[m % T::kSlicesPerMergeStage][quad][threadIdx.x % kGroupThreads];
+  return &slices[m % kOfStage][quad][threadIdx.x % kGroupThreads];
 }
 
-// Hand over the half of this warpgroup's O^T that the other one keeps.
+// Hands over the half of this warpgroup's O^T that the other one keeps.
 template <class T, int kGroup>
 CUTE_DEVICE void give_half(Shared<T>& shared, KeyPosition<T> at, OutputFragment<T>& ot) {
   CUTE_UNROLL
@@ -31,7 +32,7 @@ CUTE_DEVICE void give_half(Shared<T>& shared, KeyPosition<T> at, OutputFragment<
   cutlass::arch::fence_view_async_shared();  // these writes, before TMA fills the stages again
 }
 
-// Add the other warpgroup's part to the half that stays here, both normalised, and give the stages back.
+// Adds the other warpgroup's part to the half that stays here, both normalised, and gives the stages back.
 template <class T, int kGroup>
 CUTE_DEVICE void take_half(Shared<T>& shared, KeyPosition<T> at, const WarpFactors<T>& factors, OutputFragment<T>& ot) {
   CUTE_UNROLL
@@ -55,7 +56,7 @@ CUTE_DEVICE void take_half(Shared<T>& shared, KeyPosition<T> at, const WarpFacto
   }
 }
 
-// What a column of both warpgroups becomes, of which `own` is this one.
+// Says what a column of both warpgroups becomes, of which `own` is this one.
 template <class T>
 CUTE_DEVICE ColumnFactors merged_factors(const ColumnSums<T::kScoreColumns>& columns, int own, int column) {
   const int partner = 1 - own;
@@ -69,7 +70,7 @@ CUTE_DEVICE ColumnFactors merged_factors(const ColumnSums<T::kScoreColumns>& col
   return normalised(factor, other, sum, rounded_sum, reference);
 }
 
-// Merge the half that stays here and write it, or show it to the cluster; the first warpgroup the log-sum-exps, too.
+// Merges the half that stays here and writes it, or shows it to the cluster; the first warpgroup does so with the log-sum-exps, too.
 template <class T, int kGroup>
 CUTE_DEVICE void finish_half(Shared<T>& shared, KeyPosition<T> at, const Destination<T>& to, const WarpFactors<T>& factors,
                              OutputFragment<T>& ot) {
@@ -84,8 +85,7 @@ CUTE_DEVICE void finish_half(Shared<T>& shared, KeyPosition<T> at, const Destina
   if (kGroup == 0) factors.write_lse(to);
 }
 
-// Finish a piece in whose place `at` of the ring both consumers have stages lent to them; `pieces` counts those finished
-// before.
+// Finishes a piece. From `at` on both consumers have stages of the ring lent to them; `pieces` counts those finished before.
 template <class T>
 CUTE_DEVICE void merge_and_write(Shared<T>& shared, KeyPosition<T> at, int pieces, const Destination<T>& to,
                                  const Softmax<T>& softmax, OutputFragment<T>& ot) {
@@ -114,10 +114,33 @@ CUTE_DEVICE void merge_and_write(Shared<T>& shared, KeyPosition<T> at, int piece
   }
 }
 
-// The same of a piece without tokens.
+// Finishes a piece where both consumers share the tiles: each holds half of the value dims of every row, and needs the other one's
+// columns to finish them.
+template <class T>
+CUTE_DEVICE void write_shared(Shared<T>& shared, const Destination<T>& to, const Softmax<T>& softmax, OutputFragment<T>& ot) {
+  const int group = softmax.group;
+  auto& columns = shared.columns;
+  publish_columns<T>(columns, softmax);
+  event::sums_written().meet();
+  const WarpFactors<T> factors([&](int owner, int column) {
+    const float reference = columns.references[owner][column];
+    const float own = ptx::ex2(columns.references[owner][column] - reference);
+    const float sum = own * total(columns.sums[owner][column]);
+    const float rounded_sum = own * total(columns.rounded_sums[owner][column]);
+    ColumnFactors factors = normalised(own, 0.0f, sum, rounded_sum, reference);
+    if constexpr (T::kGathered) factors.own *= to.beside_sink(T::first_column(owner) + column, factors.lse);
+    return factors;
+  });
+  scale_columns<T>(ot, [&](int block, int bit) { return factors.own(block, bit); });
+  if (group == 0) factors.write_lse(to);
+  write_output<T, T::kOutputSlices>(to, group * (kLatentDim / 2), 0, ot);
+  event::sums_read().sync();  // before the next piece's maxima take their place
+}
+
+// Finishes a piece without tokens.
 template <class T>
 CUTE_DEVICE void finish_empty(Shared<T>& shared, const Destination<T>& to) {
-  if constexpr (T::kGathered) {
+  if constexpr (kSumsInClusters<T>) {
     if (clustered<T>()) return show_nothing<T>(shared);
   }
   write_empty<T>(to);

@@ -1,52 +1,12 @@
-// A piece of a single tile, as short calls have them: both consumers decode it, each with half of K's columns and half of the
-// value dims, so that nothing is left to merge.
+// Short calls have pieces of a single tile. Both consumers decode it, each with half of K's columns and half of the value dims, so
+// that nothing is left to merge.
 #pragma once
 
 #include "decode/transposed/merge.cuh"
 
 namespace etap::transposed {
 
-// A consumer's share of a tile's chunks: half of those of value dims, and of the last one, rope, half of the columns.
-constexpr int kShareChunks = kValueChunks / kConsumerGroups;
-
-template <class T>
-CUTE_DEVICE auto& key_chunk(Shared<T>& shared, KeyPosition<T> at, int chunk) {
-  return item<typename T::KeyStage>(shared.ring, at.ahead(chunk / T::kChunksPerStage).stage)[chunk % T::kChunksPerStage];
-}
-
-// S^T of this consumer's share of the columns.
-template <class T>
-CUTE_DEVICE void compute_score_share(Shared<T>& shared, KeyPosition<T> at, int group, ScoreFragment<T>& st) {
-  using namespace cute;
-  typename T::ScoreMma mma;
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
-  const auto slice = mma.get_thread_slice(0);
-  constexpr int kSteps = kChunkColumns / 16;
-
-  warpgroup_fence_operand(st);
-  CUTE_UNROLL
-  for (int c = 0; c <= kShareChunks; ++c) {
-    const int chunk = c < kShareChunks ? group * kShareChunks + c : kValueChunks;
-    shared.keys.wait(at.ahead(chunk / T::kChunksPerStage));
-    warpgroup_arrive();
-    auto s_key = make_tensor(make_smem_ptr(&key_chunk<T>(shared, at, chunk)[0][0]), typename T::KeyOperand{});
-    auto s_query = make_tensor(make_smem_ptr(&item<typename T::QueryChunk>(shared.query, chunk)[0][0]),
-                               typename T::QueryOperand{});
-    auto r_key = slice.make_fragment_A(slice.partition_A(s_key));
-    auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
-    const int first = c < kShareChunks ? 0 : group * (kSteps / kConsumerGroups);
-    CUTE_UNROLL
-    for (int k = 0; k < (c < kShareChunks ? kSteps : kSteps / kConsumerGroups); ++k) {
-      gemm(mma, r_key(_, 0, first + k), r_query(_, 0, first + k), st(_, 0, 0));
-      mma.accumulate_ = GMMA::ScaleOut::One;
-    }
-  }
-  warpgroup_commit_batch();
-  warpgroup_wait<0>();
-  warpgroup_fence_operand(st);
-}
-
-// Add the other consumer's share. It crosses where the receiver's P^T will lie.
+// Adds the other consumer's share. It crosses where the receiver's P^T will lie.
 template <class T>
 CUTE_DEVICE void add_score_shares(Shared<T>& shared, int group, ScoreFragment<T>& st) {
   using Share = float4[T::kScoreColumns / 8][kGroupThreads];
@@ -70,29 +30,19 @@ CUTE_DEVICE void add_score_shares(Shared<T>& shared, int group, ScoreFragment<T>
   }
 }
 
-// O^T of this consumer's value dims, in the first slices of the fragment; `meanwhile` runs beside the products.
+// Computes O^T of this consumer's value dims, in the first slices of the fragment; `meanwhile` runs beside the products.
 template <class T, class Meanwhile>
 CUTE_DEVICE void compute_output_share(Shared<T>& shared, KeyPosition<T> at, int group, const char* probabilities,
                                       OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
   typename T::OutputMma mma;
-  const auto slice = mma.get_thread_slice(0);
-  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)),
-                          typename T::ProbabilityOperand{});
-  auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
+  const auto r_pt = probability_operand<T>(mma, probabilities);
   warpgroup_fence_operand(ot);
   warpgroup_arrive();
   CUTE_UNROLL
   for (int m = 0; m < kShareChunks; ++m) {
-    auto s_value = make_tensor(make_smem_ptr(&key_chunk<T>(shared, at, group * kShareChunks + m)[0][0]),
-                               typename T::ValueOperand{});
-    auto r_value = slice.make_fragment_A(slice.partition_A(s_value));
     mma.accumulate_ = GMMA::ScaleOut::Zero;
-    CUTE_UNROLL
-    for (int k = 0; k < size<2>(r_value); ++k) {
-      gemm(mma, r_value(_, 0, k), r_pt(_, 0, k), ot(_, m, 0));
-      mma.accumulate_ = GMMA::ScaleOut::One;
-    }
+    multiply_values<T>(mma, key_chunk<T>(shared, at, group * kShareChunks + m), r_pt, m, ot);
   }
   warpgroup_commit_batch();
   meanwhile();
@@ -100,8 +50,8 @@ CUTE_DEVICE void compute_output_share(Shared<T>& shared, KeyPosition<T> at, int 
   warpgroup_fence_operand(ot);
 }
 
-// Called by both consumers; `pieces` counts those finished before. compute_scores(st): of this consumer's share of the columns;
-// compute_output(meanwhile): O^T of its value dims, in the first slices.
+// Both consumers call it; `pieces` counts those finished before. compute_scores(st) computes the scores of this consumer's share of the
+// columns, compute_output(meanwhile) O^T of its value dims, in the first slices.
 template <class T, class ComputeScores, class ComputeOutput>
 CUTE_DEVICE void decode_single_tile(Shared<T>& shared, const DecodeParams& params, const Piece& piece, int row_group,
                                     KeyPosition<T> at, int pieces, Softmax<T>& softmax, OutputFragment<T>& ot,
@@ -120,11 +70,7 @@ CUTE_DEVICE void decode_single_tile(Shared<T>& shared, const DecodeParams& param
       zero_value_tail<T>(shared, at, piece, piece.begin_tile, group * kChunks, (group + 1) * kChunks);
     }
   }
-  float correction[Softmax<T>::kColumns];
-  softmax.renew(st, correction);
-  softmax.exponentiate(st);
-  softmax.store(shared.probabilities + 2 * group * T::kProbabilityBytes);
-  event::probabilities_written(group).sync();
+  write_probabilities<T>(softmax, st, true, shared.probabilities + 2 * group * T::kProbabilityBytes, [](const auto&) {});
 
   auto& columns = shared.columns[pieces % 2];
   compute_output([&] {

@@ -1,10 +1,10 @@
-// Online softmax down the columns of S^T, against a reference maximum that is renewed only when it must be.
+// The softmax is online, down the columns of S^T, against a reference maximum that is renewed only when it must be.
 #pragma once
 
 #include <cute/arch/copy_sm90.hpp>
 
 #include "decode/pieces.cuh"
-#include "decode/transposed/scores.cuh"
+#include "decode/transposed/products.cuh"
 
 namespace etap::transposed {
 
@@ -32,7 +32,7 @@ struct Softmax {
       : shared(shared), group(group), scale(shared, scale_log2, T::first_column(group)),
         inverse_value_scale(1.0f / value_scale) {}
 
-  // At the beginning of a piece, when its queries are there.
+  // Begins a piece, when its queries are there.
   CUTE_DEVICE void reset() {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) {
@@ -64,7 +64,7 @@ struct Softmax {
     return exceeds;
   }
 
-  // Write P^T with its tokens contiguous, [rows x 64 tokens] in the swizzle of operand B.
+  // Writes P^T with its tokens contiguous, [rows x 64 tokens] in the swizzle of operand B.
   CUTE_DEVICE void store(char* probabilities) const {
     if constexpr (kEightBits) {
       store_fours(probabilities);
@@ -112,8 +112,8 @@ struct Softmax {
     }
   }
 
-  // Take this tile's column maxima into the reference and rescale the sums; O^T is to be multiplied with `correction`.
-  // Needs all threads of the warpgroup.
+  // Takes this tile's column maxima into the reference and rescales the sums; O^T is to be multiplied with `correction`. All threads of
+  // the warpgroup call it.
   CUTE_DEVICE void renew(const ScoreFragment<T>& st, float (&correction)[kColumns]) {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     CUTE_UNROLL
@@ -140,6 +140,9 @@ struct Softmax {
     }
   }
 
+  // Ends a piece.
+  CUTE_DEVICE void finish() {}
+
   // O^T is divided by the sum of what the products see, so that the rounding of a dominating key cancels; the
   // log-sum-exp takes the sum before rounding.
   CUTE_DEVICE void accumulate() {
@@ -160,7 +163,7 @@ struct Softmax {
   }
 };
 
-// Hide the tokens a row must not see: those behind the request's end, and for s_q > 1 those behind the row's own token.
+// Hides the tokens a row must not see: those behind the request's end, and for s_q > 1 those behind the row's own token.
 template <class T>
 CUTE_DEVICE void mask_scores(const DecodeParams& params, const Piece& piece, int tile, int row_group, int group,
                              ScoreFragment<T>& st) {
@@ -177,7 +180,29 @@ CUTE_DEVICE void mask_scores(const DecodeParams& params, const Piece& piece, int
   }
 }
 
-// Zero V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN.
+// P^T of a tile, written for the threads that meet over it. `first`: of theirs in the piece. rescale(correction) is called where O^T
+// is to be multiplied with that for a new reference.
+template <class T, class Rescale>
+CUTE_DEVICE void write_probabilities(Softmax<T>& softmax, const ScoreFragment<T>& st, bool first, char* probabilities,
+                                     Rescale&& rescale) {
+  const NamedBarrier written = event::probabilities_written<T>(softmax.group);
+  bool renew = first;
+  if (!renew) {
+    const bool exceeds = softmax.exponentiate(st);
+    softmax.store(probabilities);
+    ETAP_MARKED(probabilities_meeting, renew = written.any(exceeds));
+  }
+  if (renew) {
+    float correction[Softmax<T>::kColumns];
+    softmax.renew(st, correction);
+    rescale(correction);
+    softmax.exponentiate(st);
+    softmax.store(probabilities);
+    written.sync();
+  }
+}
+
+// Zeros V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN.
 template <class T>
 CUTE_DEVICE void zero_value_tail(Shared<T>& shared, KeyPosition<T> at, const Piece& piece, int tile, int first_chunk = 0,
                                  int end_chunk = T::kTileValueChunks) {

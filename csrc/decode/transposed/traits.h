@@ -41,6 +41,7 @@ struct AlternateTiles {
   static constexpr bool kHalvesSingleTiles = false;
   static constexpr bool kFitsLaunchRegisters = true;
   static constexpr int kStageReleases = kWarpsPerGroup;
+  static constexpr int kProbabilityBuffers = 2;         // P^T that a consumer has room for
   static constexpr int kScoreColumns = kRowTile;        // of a warpgroup's S^T
   __host__ __device__ static constexpr int first_column(int) { return 0; }  // of a warpgroup's, in the row tile
   static constexpr int kScoreThreads = kGroupThreads;   // that meet over one P^T
@@ -49,6 +50,10 @@ struct AlternateTiles {
   // float32.
   static constexpr int kMergeSlices = kOutputSlices / kConsumerGroups;
   static constexpr int kSliceBytes = 64 * kRowTile * 4;
+  __host__ __device__ static constexpr int merge_stages(int stage_bytes) {
+    const int slices_per_stage = stage_bytes / kSliceBytes;
+    return (kMergeSlices + slices_per_stage - 1) / slices_per_stage;
+  }
 };
 
 template <class T>
@@ -86,7 +91,7 @@ struct Consumer;
 template <class Element_, int kRowTile_, int kTileChunks_ = kChunks>
 struct Traits : AlternateTiles<kRowTile_> {
   using Base = AlternateTiles<kRowTile_>;
-  using Base::kRowTile, Base::kScoreColumns, Base::kSliceBytes, Base::kMergeSlices;
+  using Base::kRowTile, Base::kScoreColumns;
   static_assert(kRowTile <= 32);
   using Element = Element_;
   using Probability = Element;
@@ -116,9 +121,7 @@ struct Traits : AlternateTiles<kRowTile_> {
   static constexpr int kTileValueChunks = kValueChunks;  // 128 bytes of each token of a tile
   __host__ __device__ static constexpr int first_chunk(int stage, int) { return stage * kChunksPerStage; }
   static_assert(kTileChunks % kChunksPerStage == 0);
-  static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
-  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
-  static_assert(kConsumerGroups * kMergeStages <= kStages);
+  static constexpr int kMergeStages = Base::merge_stages(kStageBytes);
 
   // Powers of two: how far P^T lies above its value against the reference, and how far above 1 it may get.
   static constexpr float kProbabilityShift = 0.0f;
@@ -147,14 +150,7 @@ struct Traits : AlternateTiles<kRowTile_> {
   static constexpr int kQueryBytes = kTileChunks * sizeof(QueryChunk);
   static constexpr int kProbabilityBytes = sizeof(Probabilities);
 
-  struct CacheMaps {
-    CUtensorMap chunks;  // (64 columns, tokens of a page, 9 column chunks, pages)
-
-    // A stage's chunks, `chunk` the first, of 64 tokens, `token` the first of its page.
-    CUTE_DEVICE void copy(uint64_t* barrier, KeyStage& stage, int page, int token, int chunk) const {
-      cute::SM90_TMA_LOAD_4D::copy(&chunks, barrier, kReadOnce, &stage, 0, token, chunk, page);
-    }
-  };
+  using CacheMaps = ChunkMaps;
   // Of a part alone, whose tokens are the tile's from `first` on.
   CUTE_DEVICE static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first, int page, int token,
                                     int chunk) {

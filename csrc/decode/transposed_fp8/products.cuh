@@ -9,19 +9,15 @@
 #include <cute/arch/copy_sm75.hpp>
 
 #include "decode/pieces.cuh"
-#include "decode/transposed/output.cuh"
-#include "decode/transposed/scores.cuh"
+#include "decode/transposed/products.cuh"
 #include "decode/transposed_fp8/traits.h"
 
 namespace etap::transposed_fp8 {
 
-template <class T>
-using Operand = typename T::Element[T::kStepsPerLoad][T::kValuesPerStep];
-
-template <class T>
-CUTE_DEVICE void set_operand(Operand<T>& operand, int step, int i, uint32_t word) {
-  reinterpret_cast<uint32_t*>(operand[step])[i] = word;
-}
+// A matrix load gives a thread these words; as operand A of kSteps steps of WGMMA they are four a step.
+using Words = uint32_t[4];
+template <int kSteps>
+using Operand = uint32_t[kSteps][4];
 
 // Four e4m3 values as float16, exactly.
 CUTE_DEVICE uint2 to_halves(uint32_t word) {
@@ -30,9 +26,19 @@ CUTE_DEVICE uint2 to_halves(uint32_t word) {
   return reinterpret_cast<const uint2&>(halves);
 }
 
-// Columns [32 * load, 32 * load + 32) of K.
+// Bytes 0 and 2, and bytes 1 and 3, of four e4m3 values as bfloat16, exactly: the exponent's and mantissa's bits are moved to
+// where bfloat16 has them, and 2^120 makes up for the difference of the exponents' biases. (A NaN becomes 480; it has
+// made scores NaN before.)
+CUTE_DEVICE uint2 to_bfloat16(uint32_t word) {
+  constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x07f007f0, kBias = 0x7b807b80;
+  const uint32_t even = (word << 8 & kSigns) | (word << 4 & kMagnitudes);
+  const uint32_t odd = (word & kSigns) | (word >> 4 & kMagnitudes);
+  return {ptx::mul_bf16x2(even, kBias), ptx::mul_bf16x2(odd, kBias)};
+}
+
+// Loads columns [32 * load, 32 * load + 32) of K.
 template <class T>
-CUTE_DEVICE void load_keys_words(const char* tile, int load, uint32_t (&words)[4]) {
+CUTE_DEVICE void load_keys_words(const char* tile, int load, Words& words) {
   const int lane = threadIdx.x % kWarpSize;
   const int row = threadIdx.x % kGroupThreads / kWarpSize * 16 + lane % 16;
   constexpr int kLoadsPerWide = T::kWideColumns / 32;
@@ -44,47 +50,49 @@ CUTE_DEVICE void load_keys_words(const char* tile, int load, uint32_t (&words)[4
   cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
 }
 
-template <class T>
-CUTE_DEVICE void convert_keys(const uint32_t (&words)[4], Operand<T>& operand) {
+CUTE_DEVICE void convert_keys(const Words& words, Operand<2>& operand) {
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) {
     const uint2 halves = to_halves(words[i]);
-    set_operand<T>(operand, i / 2, i % 2, halves.x);
-    set_operand<T>(operand, i / 2, i % 2 + 2, halves.y);
+    operand[i / 2][i % 2] = halves.x;
+    operand[i / 2][i % 2 + 2] = halves.y;
   }
 }
 
-// Tokens [32 * half, 32 * half + 32) of the warp's 16 value dims in a slice of 64.
+// Loads tokens [32 * half, 32 * half + 32) of the warp's 16 value dims in a slice of 64.
 template <class T>
-CUTE_DEVICE void load_values_words(const char* tile, int slice, int half, uint32_t (&words)[4]) {
+CUTE_DEVICE void load_values_words(const char* tile, int slice, int half, Words& words) {
   const int lane = threadIdx.x % kWarpSize;
   const int unit = slice % 2 * 4 + threadIdx.x % kGroupThreads / kWarpSize;
   const char* from = tile + slice / 2 * T::kWideBytes + (half * 32 + lane) * 128 + (unit ^ swizzle<128>(lane)) * kUnitBytes;
   cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
 }
 
-template <class T>
-CUTE_DEVICE void convert_values(const uint32_t (&words)[4], Operand<T>& operand) {
+// Makes values of E of V's words.
+template <class E, int kSteps>
+CUTE_DEVICE void convert_values(const Words& words, Operand<kSteps>& operand) {
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) {
-    if constexpr (T::kFp8Math) {
+    if constexpr (sizeof(E) == 1) {
       // Tokens t, t + 8, t + 1, t + 9 of one value dim, as P^T has them.
-      set_operand<T>(operand, 0, i, __byte_perm(words[i / 2 * 2], words[i / 2 * 2 + 1], i % 2 == 0 ? 0x6240 : 0x7351));
+      operand[0][i] = __byte_perm(words[i / 2 * 2], words[i / 2 * 2 + 1], i % 2 == 0 ? 0x6240 : 0x7351);
     } else {
-      const uint2 halves = to_halves(__byte_perm(words[i], 0, 0x3120));
-      set_operand<T>(operand, i / 2, i % 2 * 2, halves.x);
-      set_operand<T>(operand, i / 2, i % 2 * 2 + 1, halves.y);
+      const uint2 pairs =
+          std::is_same_v<E, cutlass::half_t> ? to_halves(__byte_perm(words[i], 0, 0x3120)) : to_bfloat16(words[i]);
+      operand[i / 2][i % 2 * 2] = pairs.x;
+      operand[i / 2][i % 2 * 2 + 1] = pairs.y;
     }
   }
 }
 
-// Start one load's share of a product, a group of WGMMAs. The operand's registers are theirs until the group is waited for.
-template <class T, class Mma, class OperandB, class Result>
-CUTE_DEVICE void multiply(Mma& mma, const Operand<T>& operand, const OperandB& b, int first_step, Result&& result) {
+// Starts one load's share of a product, a group of WGMMAs. The operand's registers are theirs until the group is waited for.
+template <class Element, int kSteps, class Mma, class OperandB, class Result>
+CUTE_DEVICE void multiply(Mma& mma, const Operand<kSteps>& operand, const OperandB& b, int first_step, Result&& result) {
   cute::warpgroup_arrive();
   CUTE_UNROLL
-  for (int step = 0; step < T::kStepsPerLoad; ++step) {
-    const auto a = cute::make_tensor(cute::make_rmem_ptr(&operand[step][0]), cute::Layout<cute::Int<T::kValuesPerStep>>{});
+  for (int step = 0; step < kSteps; ++step) {
+    const auto a = cute::make_tensor(cute::make_rmem_ptr(reinterpret_cast<const Element*>(operand[step])),
+                                     cute::Layout<cute::Int<16 / sizeof(Element)>>{});
     cute::gemm(mma, a, b(cute::_, 0, first_step + step), result);
     mma.accumulate_ = cute::GMMA::ScaleOut::One;
   }
@@ -97,19 +105,27 @@ CUTE_DEVICE void multiply(Mma& mma, const Operand<T>& operand, const OperandB& b
 // Hopper adds float16 products in float32, but e4m3 ones with some 14 bits, and cuts off the rest: scores of 576 columns
 // were off by up to 5e-3 of their size, and O^T adds up thousands of tokens. So the e4m3 products of two loads get a sum of
 // their own, which float32 additions take over.
-template <class T, class Mma, int kLoads, class Fragment>
+template <class T, class Element, class Mma, int kLoads, class Fragment>
 struct LoadedProducts {
   static constexpr int kParts = T::kFp8Math ? T::kOperands / 2 : 1;
 
   Mma mma;
-  Operand<T> operands[T::kOperands];
+  Operand<T::kStepsPerLoad> operands[T::kOperands];
   Fragment parts[kParts];
 
+  // fetch(load, words) asks for a load's words, convert(words, operand) makes operand A of them, operand_b(load) is what it is
+  // multiplied with.
   template <class Fetch, class Convert, class OperandB, class Result>
   CUTE_DEVICE void start(Fetch&& fetch, Convert&& convert, OperandB&& operand_b, Result&& result) {
-    uint32_t words[T::kFetches][4];
+    Words words[T::kFetches];
     CUTE_UNROLL
     for (int load = 0; load < T::kFetches; ++load) fetch(load, words[load]);
+    start(words, fetch, convert, operand_b, result);
+  }
+
+  // The same when the first words have been asked for.
+  template <class Fetch, class Convert, class OperandB, class Result>
+  CUTE_DEVICE void start(Words (&words)[T::kFetches], Fetch&& fetch, Convert&& convert, OperandB&& operand_b, Result&& result) {
     CUTE_UNROLL
     for (int load = 0; load < kLoads; ++load) {
       // Sums of two loads are waited for in pairs, which frees both operands.
@@ -126,9 +142,9 @@ struct LoadedProducts {
           mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
           cute::warpgroup_fence_operand(part);
         }
-        multiply<T>(mma, operand, operand_b(load), load % 2, part);
+        multiply<Element>(mma, operand, operand_b(load), load % 2, part);
       } else {
-        multiply<T>(mma, operand, operand_b(load), load % 2 * T::kStepsPerLoad, result(load));
+        multiply<Element>(mma, operand, operand_b(load), load % 2 * T::kStepsPerLoad, result(load));
       }
     }
   }
@@ -152,7 +168,7 @@ struct LoadedProducts {
   }
 };
 
-// S^T = K·Q^T of one tile in e4m3, K as it lies in shared memory. Sums are of two steps, as above.
+// Computes S^T = K·Q^T of one tile in e4m3, K as it lies in shared memory. Sums are of two steps, as above.
 template <class T>
 CUTE_DEVICE void multiply_shared_keys(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
   using namespace cute;
@@ -205,21 +221,76 @@ CUTE_DEVICE void multiply_shared_keys(const char* tile, const char* query, trans
   });
 }
 
-// The same in float16, K through registers.
+// Does the same with a consumer's share of the columns, where both halve a tile: see transposed/single_tile.cuh. Rope's share is one step.
 template <class T>
-CUTE_DEVICE void multiply_loaded_keys(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
+CUTE_DEVICE void multiply_shared_key_share(const char* tile, const char* query, int group, transposed::ScoreFragment<T>& st) {
   using namespace cute;
   using Element = typename T::Element;
-  LoadedProducts<T, typename T::ScoreMma, kHeadDim / 32, decltype(make_fragment_like(st(_, 0, 0)))> products;
+  constexpr int kShareChunks = kValueChunks / kConsumerGroups;
+  typename T::ScoreMma mma;
+  const auto slice = mma.get_thread_slice(0);
+  decltype(make_fragment_like(st(_, 0, 0))) sums[kShareChunks + 1];
+  const auto query_chunk = [&](int chunk) {
+    auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(query + chunk * T::kQueryChunkBytes)),
+                               typename T::QueryOperand{});
+    return slice.make_fragment_B(slice.partition_B(s_query));
+  };
+  const auto key_operand = [&](const char* at, auto operand) {
+    auto s_key = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(at)), operand);
+    return slice.make_fragment_A(slice.partition_A(s_key));
+  };
+  CUTE_UNROLL
+  for (auto& sum : sums) warpgroup_fence_operand(sum);
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int c = 0; c < kShareChunks; ++c) {
+    const auto r_query = query_chunk(group * kShareChunks + c);
+    const auto r_key = key_operand(tile + (group * kShareChunks + c) / 2 * T::kWideBytes, typename T::LatentOperand{});
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    CUTE_UNROLL
+    for (int step = 0; step < size<2>(r_query); ++step) {
+      gemm(mma, r_key(_, 0, c % 2 * 2 + step), r_query(_, 0, step), sums[c]);
+      mma.accumulate_ = GMMA::ScaleOut::One;
+    }
+  }
+  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  gemm(mma, key_operand(tile + T::kWideChunks * T::kWideBytes, typename T::RopeOperand{})(_, 0, group),
+       query_chunk(kValueChunks)(_, 0, group), sums[kShareChunks]);
+  warpgroup_commit_batch();
+  warpgroup_wait<0>();
+  CUTE_UNROLL
+  for (auto& sum : sums) warpgroup_fence_operand(sum);
+  CUTE_UNROLL
+  for (int i = 0; i < size(sums[0]); ++i) {
+    st(i) = sums[0](i);
+    CUTE_UNROLL
+    for (int c = 1; c <= kShareChunks; ++c) st(i) += sums[c](i);
+  }
+}
+
+// Computes S^T in float16, K through registers, of all columns or of a consumer's share of them (of two).
+template <class T, int kShares>
+CUTE_DEVICE void multiply_loaded_keys(const char* tile, const char* query, int share, transposed::ScoreFragment<T>& st) {
+  using namespace cute;
+  using Element = typename T::Element;
+  constexpr int kLatentLoads = kLatentDim / 32 / kShares, kRopeLoads = kRopeDim / 32 / kShares;
+  LoadedProducts<T, Element, typename T::ScoreMma, kLatentLoads + kRopeLoads, decltype(make_fragment_like(st(_, 0, 0)))> products;
   const auto slice = products.mma.get_thread_slice(0);
   const auto result = [&](int) { return st(_, 0, 0); };
+  static_assert(kShares == 1 || kRopeLoads == 1);
+  const auto of_tile = [&](int load) {  // the share's load, counted through the tile
+    if (kShares == 1) return load;
+    return load < kLatentLoads ? share * kLatentLoads + load : kShares * kLatentLoads + share;
+  };
   products.mma.accumulate_ = GMMA::ScaleOut::Zero;
   warpgroup_fence_operand(st);
-  products.start([&](int load, auto& words) { load_keys_words<T>(tile, load, words); },
-                 [](const auto& words, auto& operand) { convert_keys<T>(words, operand); },
+  products.start([&](int load, auto& words) { load_keys_words<T>(tile, of_tile(load), words); },
+                 [](const auto& words, auto& operand) { convert_keys(words, operand); },
                  [&](int load) {
+                   const int column = kShares == 1 || load < kLatentLoads ? 0 : share * 32;  // of the chunk
+                   const int chunk = load < kLatentLoads ? of_tile(load) / 2 : kValueChunks;
                    auto s_query = make_tensor(
-                       make_smem_ptr(reinterpret_cast<const Element*>(query + load / 2 * T::kQueryChunkBytes)),
+                       make_smem_ptr(reinterpret_cast<const Element*>(query + chunk * T::kQueryChunkBytes) + column),
                        typename T::QueryOperand{});  // (score columns, 64 columns)
                    return slice.make_fragment_B(slice.partition_B(s_query));
                  },
@@ -228,33 +299,38 @@ CUTE_DEVICE void multiply_loaded_keys(const char* tile, const char* query, trans
   warpgroup_fence_operand(st);
 }
 
-// S^T of one tile, complete on return.
-template <class T>
+// Computes S^T of one tile, or a consumer's share of it (of two), which is complete on return.
+template <class T, int kShares = 1>
 CUTE_DEVICE void compute_scores(Shared<T>& shared, const DecodeParams& params, KeyPosition<T> at, int group,
                                 transposed::ScoreFragment<T>& st) {
-  const char* query = shared.query + T::first_column(group) * kChunkColumns * sizeof(typename T::Element);
+  const char* query = shared.query + T::first_column(group) * kChunkColumns * sizeof(typename T::Element);  // where nothing is shared
   const char* tile = shared.ring + at.stage * T::kStageBytes;
   shared.keys.wait(at);
   if constexpr (T::kFp8Math) {
     // What cp.async wrote, for WGMMA.
     if (params.key_load == KeyLoad::kRows) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
+  }
+  if constexpr (!T::kFp8Math) {
+    multiply_loaded_keys<T, kShares>(tile, kShares == 1 ? query : shared.query, kShares == 1 ? 0 : group, st);
+  } else if constexpr (kShares == 1) {
     multiply_shared_keys<T>(tile, query, st);
   } else {
-    multiply_loaded_keys<T>(tile, query, st);
+    multiply_shared_key_share<T>(tile, shared.query, group, st);
   }
 }
 
-// O^T += V^T·P^T of one tile, kSlices of it from first_slice on. Where those are a consumer's all, the tile is given back once
+// Adds V^T·P^T of one tile to O^T, kSlices of it from first_slice on. Where those are a consumer's all, the tile is given back once
 // it is in registers. `meanwhile` runs beside the last products, or before the first where its registers are wanted.
 template <class T, int kSlices = T::kOutputSlices, class Meanwhile>
 CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, int first_slice, const char* probabilities,
                             transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
   const char* tile = shared.ring + at.stage * T::kStageBytes + first_slice / 2 * T::kWideBytes;
-  LoadedProducts<T, typename T::OutputMma, 2 * kSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;
+  using Element = typename T::Element;
+  LoadedProducts<T, Element, typename T::OutputMma, 2 * kSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;
   products.mma.accumulate_ = GMMA::ScaleOut::One;
   const auto slice = products.mma.get_thread_slice(0);
-  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)),
+  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(probabilities)),
                           typename T::ProbabilityOperand{});
   auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
   const auto result = [&](int load) { return ot(_, load / 2, 0); };
@@ -263,7 +339,7 @@ CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, int first_slic
   if (kFewRegisters) meanwhile();
   warpgroup_fence_operand(ot);
   products.start([&](int load, auto& words) { load_values_words<T>(tile, load / 2, load % 2, words); },
-                 [](const auto& words, auto& operand) { convert_values<T>(words, operand); }, [&](int) { return r_pt; },
+                 [](const auto& words, auto& operand) { convert_values<Element>(words, operand); }, [&](int) { return r_pt; },
                  result);
   __syncwarp();
   if (kSlices == T::kOutputSlices && releases()) shared.keys.release(at);

@@ -1,5 +1,5 @@
-// The query rows of a piece beside an FP8 cache: read, scaled into the range of the products' type, and laid out as
-// the columns of K come: in the order of matrix loads where products are float16.
+// Beside an FP8 cache the consumers read the query rows of a piece, scale them into the range of the products' type, and lay them out
+// as the columns of K come: in the order of matrix loads where products are float16.
 #pragma once
 
 #include "decode/pieces.cuh"
@@ -7,7 +7,7 @@
 
 namespace etap::transposed_fp8 {
 
-// What the values of the cache, or those of e4m3 queries, are multiplied with. The former's is read before the predecessor has
+// The values of the cache, or those of e4m3 queries, are multiplied with this. The former's is read before the predecessor has
 // ended, which may still write the latter's beside it: so neither comes through L1, which would keep their line.
 CUTE_DEVICE float scale_of(const float* scale) { return scale == nullptr ? 1.0f : __ldcg(scale); }
 
@@ -42,13 +42,13 @@ CUTE_DEVICE int scale_exponent(uint32_t largest) {
 
 CUTE_DEVICE float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent + 127) << 23); }
 
-// Byte of a 16-byte unit in the rows of a query chunk.
+// Returns the byte of a 16-byte unit in the rows of a query chunk.
 template <class T>
 CUTE_DEVICE int operand_unit(int row, int unit) {
   return row * T::kOperandLine + (unit ^ swizzle<T::kOperandLine>(row)) * kUnitBytes;
 }
 
-// A lane's eight columns. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of WGMMA's sixteen
+// Writes a lane's eight columns. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of WGMMA's sixteen
 // for it, so pairs of columns change places: 0 2 4 6 first, then 1 3 5 7.
 template <class T, class Element = typename T::Element>
 CUTE_DEVICE void write_unit(char* query, int row, int index, const QueryUnit& unit, float factor) {
@@ -79,7 +79,7 @@ CUTE_DEVICE void write_unit(char* query, int row, int index, const QueryUnit& un
 template <class Source>
 using RawUnit = std::conditional_t<sizeof(Source) == 2, uint4, uint2>;
 
-// The units of the query rows that a warp reads at once, none of which waits for another. Rows of the tile behind the last one
+// Holds the units of the query rows that a warp reads at once, none of which waits for another. Rows of the tile behind the last one
 // are zeros.
 template <class T, class Source, int kRows>
 struct RawRows {
@@ -154,7 +154,7 @@ CUTE_DEVICE void load_query_rows(Shared<T>& shared, const DecodeParams& params, 
   }
 }
 
-// Called by both consumers when they are done with the last piece's scores; complete for both on return.
+// Both consumers call it when they are done with the last piece's scores; the rows are there for both on return.
 template <class T>
 CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, int request, int row_group, float kv_scale) {
   if (params.query_type == QueryType::kBFloat16) {

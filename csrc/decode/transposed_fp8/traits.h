@@ -48,7 +48,6 @@ struct Products : Tiles {
   using Probability = Math;
   static constexpr bool kFp8Cache = true;
   static constexpr bool kGathered = false;
-  static constexpr bool kClustered = false;
   static constexpr bool kLeanCombination = false;
   static constexpr int kGatherWarps = 4;
   using Walk = PieceWalk;
@@ -91,7 +90,6 @@ struct Products : Tiles {
   // WGMMAs take kStepColumns of the contraction; a matrix load brings 32 of them to a thread.
   static constexpr int kStepColumns = kFp8Math ? 32 : 16;
   static constexpr int kStepsPerLoad = 32 / kStepColumns;
-  static constexpr int kValuesPerStep = 4 * 4 / sizeof(Math);  // of operand A, a thread
   // Operands that may wait for the tensor cores while the next are converted.
   static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
   static constexpr int kFetches = kRowTile <= 16 ? 3 : 2;  // matrix loads on their way while one is converted
@@ -143,9 +141,6 @@ struct Products : Tiles {
   }
 };
 
-template <class T>
-struct Consumer;
-
 // Up to 32 query rows: alternate tiles. kLeavesRoom: for the combination, at the price of registers; of e4m3 products, up to 16 rows.
 template <class Math, int kRowTile_, bool kLeavesRoom = false>
 struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
@@ -156,16 +151,57 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   static constexpr bool kLeanCombination = Base::kFp8Math && kRowTile_ <= 16;
   static_assert(kLeanCombination || !kLeavesRoom);
   static constexpr int kScoreSums = kLeavesRoom && kRowTile_ == 16 ? 4 : Base::kScoreSums;
-  using Base::kRowTile, Base::kFp8Math, Base::kStageBytes, Base::kStagesPerTile, Base::kSliceBytes, Base::kMergeSlices;
+  using Base::kRowTile, Base::kFp8Math, Base::kStageBytes, Base::kStagesPerTile;
   using SharedStorage = transposed::SharedMemory<Traits>;
   using ScoreScales = std::conditional_t<kRowTile <= 16, HeldScales<Traits>, ReadScales<Traits>>;
-  using Consumer = transposed_fp8::Consumer<Traits>;
+  using Consumer = transposed::Consumer<Traits>;
   static constexpr bool kHalvesSingleTiles = true;
   static constexpr int kProbabilityBytes = kRowTile * kTileTokens * 2;  // with room for a single tile's scores to cross
   static constexpr int kStages = kFp8Math || kRowTile <= 16 ? 5 : 4;
-  static constexpr int kSlicesPerMergeStage = kStageBytes / kSliceBytes;
-  static constexpr int kMergeStages = (kMergeSlices + kSlicesPerMergeStage - 1) / kSlicesPerMergeStage;
-  static_assert(kConsumerGroups * kMergeStages <= kStages);
+  static constexpr int kMergeStages = Base::merge_stages(kStageBytes);
+};
+
+// 64 query rows ("shared tiles"): O^T of 512 x 64 needs both register files, so each warpgroup holds half of the value dims of every
+// tile and half of the columns of S^T, and P^T is shared. (With a 16-bit cache: query_major/.)
+struct SharedTiles {
+  static constexpr int kRowTile = 64;
+  static constexpr bool kHalvesSingleTiles = false;
+  static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
+  static constexpr int kMergeStages = 0;
+  static constexpr bool kFitsLaunchRegisters = true;
+  static constexpr int kStageReleases = kConsumerWarps;
+  static constexpr int kProbabilityBuffers = 2;
+  static constexpr int kScoreColumns = kRowTile / kConsumerGroups;
+  __host__ __device__ static constexpr int first_column(int group) { return group * kScoreColumns; }
+  static constexpr int kScoreThreads = kConsumerThreads;
+  static constexpr int kOutputSlices = kValueChunks / kConsumerGroups;
+};
+
+template <class T>
+struct SharedTilesMemory {
+  alignas(1024) char ring[T::kStages * T::kStageBytes];       // KeyStage [kStages]
+  alignas(1024) char query[T::kQueryBytes];                   // QueryChunk [kChunks]
+  alignas(1024) char probabilities[2 * T::kProbabilityBytes];  // Probabilities [2]: see transposed::SharedMemory
+  transposed::ColumnSums<T::kScoreColumns> columns;
+  float factors[kConsumerGroups][T::kScoreColumns];  // what O^T is scaled by for a new reference
+  float score_scales[T::kRowTile];                   // of each query row
+  Ring<T::kStages> keys;
+  Ring<1> queries;
+  LengthQueue lengths;
+
+  CUTE_DEVICE void init_grants(int) {}
+  // Each warp's column maxima of one tile: only the place of the sums is left for them.
+  CUTE_DEVICE float& maximum(int group, int warp, int column) {
+    return reinterpret_cast<float*>(columns.sums)[(group * kWarpsPerGroup + warp) * T::kScoreColumns + column];
+  }
+};
+
+template <class Math>
+struct SharedTilesTraits : Products<Math, SharedTiles> {
+  using SharedStorage = SharedTilesMemory<SharedTilesTraits>;
+  using ScoreScales = ReadScales<SharedTilesTraits>;
+  using Consumer = transposed::Consumer<SharedTilesTraits>;
+  static constexpr int kStages = Products<Math, SharedTiles>::kFp8Math ? 5 : 3;
 };
 
 }  // namespace etap::transposed_fp8

@@ -1,5 +1,5 @@
-// The key producer: one warp copies the cache tile by tile with TMA into the key ring. (Where a page does not hold whole tiles:
-// load_parts.cuh, gather_kv.cuh.)
+// The key producer: one warp copies the cache tile by tile with TMA into the key ring. (Where a page does not hold whole tiles,
+// load_parts.cuh or gather_rows.cuh does it.)
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -21,14 +21,14 @@ class PageFetcher {
         lane_(threadIdx.x % kWarpSize),
         next_(fetch(begin_part)) {}
 
-  // To `part`, begin_part + i; called with i = 0, 1, 2, ..., or with the first one's of each tile.
+  // Goes to `part`, begin_part + i. It is called with i = 0, 1, 2, ..., or with that of each tile's first part.
   CUTE_DEVICE void advance(int part, int i) {
     if (i % kWarpSize == 0) {
       current_ = next_;
       next_ = fetch(part + kWarpSize);
     }
   }
-  // Page of begin_part + i, or of one that follows in its tile; called by the whole warp.
+  // Returns the page of begin_part + i, or of one that follows in its tile. The whole warp calls it.
   CUTE_DEVICE int page(int i) const { return __shfl_sync(0xffffffff, current_, i % kWarpSize); }
 
  private:
@@ -96,7 +96,6 @@ constexpr int kUrgentTiles = 2;
 
 template <class T>
 CUTE_DEVICE void load_keys(Shared<T>& shared, const DecodeParams& params, const typename T::CacheMaps& maps, int partition) {
-  constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   const bool elected = threadIdx.x % kWarpSize == 0;
   KeyPosition<T> at;
   int tiles_begun = 0;
@@ -118,14 +117,13 @@ CUTE_DEVICE void load_keys(Shared<T>& shared, const DecodeParams& params, const 
       const int token = params.parts_per_page.rem(tile) * kTileTokens;  // of the page
 #pragma unroll
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
-        // No more in flight than wanted; room in the ring.
-        // Until the first queries are there. Later ones may be, too, when the ring goes round: a stage given back tells that.
+        // No more is in flight than wanted, and the ring has room. Loads are sparing until the first queries are there; later ones
+        // may be, too, when the ring goes round: a stage given back tells that.
         if (ahead) ahead = at.parity == 0 && !shared.queries.filled({});
         const bool one = (ahead && piece.tiles() > kUrgentTiles) || alone<T>(tiles_begun, piece.tiles());
-        shared.keys.wait(at.behind(one ? 1 : kStagesInFlight));
+        shared.keys.wait(at.behind(one ? 1 : kStagesInFlight<T>));
         shared.keys.acquire(at);
         if (!elected) continue;
-        // The copy.
         ETAP_MARKED(expected_bytes, shared.keys.expect_bytes(at, T::kStageBytes));
         auto& target = item<typename T::KeyStage>(shared.ring, at.stage);
         maps.copy(shared.keys.full_barrier(at), target, page, token, T::first_chunk(stage, i));

@@ -1,9 +1,9 @@
-// The key producers where pages are too small for TMA: warps that copy the cache row by row with cp.async, 16 bytes a lane.
+// Where pages are too small for TMA, the key producers are warps that copy the cache row by row with cp.async, 16 bytes a lane.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
 
-#include "decode/load_parts.cuh"
+#include "decode/producers/load_parts.cuh"
 
 namespace etap {
 
@@ -19,7 +19,7 @@ class PagedRows {
         row_((warp + threadIdx.x % kWarpSize / 4 * kWarps) * 4 + threadIdx.x % 4),
         next_page_(fetch(begin_tile)) {}
 
-  // To the next tile, the first one to begin with.
+  // Goes to the next tile, the first one to begin with.
   CUTE_DEVICE void advance(int tile, int seq_len) {
     const int token = tile * kTileTokens + row_;
     exists_ = row_ < kTileTokens && token < seq_len && uint32_t(next_page_) < uint32_t(params_.cache.pages);
@@ -30,7 +30,7 @@ class PagedRows {
     next_page_ = fetch(tile + 1);
   }
 
-  // This lane's row: whether it exists, and where both of its parts lie, in units.
+  // These say of this lane's row whether it exists, and where both of its parts lie, in units.
   CUTE_DEVICE bool exists() const { return exists_; }
   CUTE_DEVICE uint32_t latent() const { return latent_; }
   CUTE_DEVICE uint32_t rope() const { return rope_; }
@@ -50,7 +50,7 @@ class PagedRows {
   uint32_t rope_ = 0;
 };
 
-// The same rows as they are copied, 16 bytes a lane: eight lanes take a line of 128 bytes of a row, a warp those of a group.
+// Copies these rows, 16 bytes a lane: eight lanes take a line of 128 bytes of a row, a warp those of a group.
 // Each lane gets the addresses that it needs once a tile, so that a stage costs little more than its copies.
 template <class T>
 class CopiedRows {
@@ -61,7 +61,7 @@ class CopiedRows {
     for (int k = 0; k < kHeld; ++k) latent_[k] = kHeld == 1 ? rows.latent() : held_by(k * 4 + lane() / 8, rows.latent());
   }
 
-  // So many lines of the latent part from `offset` on, each [tokens x line] in the swizzle.
+  // Copies so many lines of the latent part from `offset` on, each [tokens x line] in the swizzle.
   template <int kLines>
   CUTE_DEVICE void copy_latent(int offset, char* target) const {
     const char* const columns = params_.cache.latent + offset + lane() % 8 * kUnitBytes;
@@ -82,7 +82,7 @@ class CopiedRows {
     }
   }
 
-  // The rope part, a line or half of one: then half the lanes take it, and a warp two groups at a time.
+  // Copies the rope part. It is a line, or half of one: then half the lanes take it, and a warp two groups at a time.
   template <int kRopeBytes>
   CUTE_DEVICE void copy_rope(char* target) const {
     constexpr int kRowUnits = kRopeBytes / kUnitBytes;
@@ -106,14 +106,14 @@ class CopiedRows {
   static constexpr int kHeld = T::kStagesPerTile > 1 ? kGroups : 1;  // one: what this lane has fetched
 
   CUTE_DEVICE static int lane() { return threadIdx.x % kWarpSize; }
-  // What another lane holds. Called by the whole warp.
+  // Returns what another lane holds. The whole warp calls it.
   CUTE_DEVICE static uint32_t held_by(int lane, uint32_t value) {
     return __shfl_sync(0xffffffff, value, lane);
   }
   CUTE_DEVICE bool has_group(int k) const {
     return kAllGroups % T::kGatherWarps == 0 || k + 1 < kGroups || warp_ < kAllGroups % T::kGatherWarps;
   }
-  // 16 bytes of the row that a lane fetched, or zeros where it does not exist.
+  // Copies 16 bytes of the row that a lane fetched, or zeros where it does not exist.
   CUTE_DEVICE void copy(const char* from, int fetched_by, char* to) const {
     cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
                                                                  *reinterpret_cast<cute::uint128_t*>(to),
@@ -127,7 +127,7 @@ class CopiedRows {
   uint32_t latent_[kHeld];
 };
 
-// A warp's rows of a stage.
+// Copies a warp's rows of a stage.
 template <class T>
 CUTE_DEVICE void copy_stage(const CopiedRows<T>& rows, int first_chunk, char* target) {
   if constexpr (T::kFp8Cache) {
@@ -146,21 +146,21 @@ CUTE_DEVICE void copy_stage(const CopiedRows<T>& rows, int first_chunk, char* ta
   }
 }
 
-// Stages that a warp has asked for, oldest first. cp.async writes as ordinary stores do: so that WGMMA sees it, the warp
+// Holds the stages that a warp has asked for, oldest first. cp.async writes as ordinary stores do: so that WGMMA sees it, the warp
 // that copied waits, passes a proxy fence and only then says that its share is there.
 template <class T>
 class Landing {
  public:
-  static constexpr int kMost = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
+  static constexpr int kMost = kStagesInFlight<T>;
 
-  // The copies since the last call are this stage's.
+  // Takes the copies since the last call for this stage's.
   CUTE_DEVICE void begin(int stage) {
     cute::cp_async_fence();
     stages_ |= decltype(stages_)(stage) << kStageBits * count_++;
   }
   CUTE_DEVICE bool full() const { return count_ == kMost; }
 
-  // Wait until at most so many have not arrived.
+  // Waits until at most so many have not arrived.
   template <int kOutstanding>
   CUTE_DEVICE void land(Shared<T>& shared) {
     ETAP_MARKED(rows_wait, cute::cp_async_wait<kOutstanding>());
@@ -180,7 +180,6 @@ class Landing {
 
 template <class T>
 CUTE_DEVICE void gather_keys(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
-  constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   const int lane = threadIdx.x % kWarpSize;
   KeyPosition<T> at;
   [[maybe_unused]] int tiles_begun = 0;
@@ -188,7 +187,7 @@ CUTE_DEVICE void gather_keys(Shared<T>& shared, const DecodeParams& params, int 
   Grants<T> grants;
   const auto acquire = [&] {
     if constexpr (T::kFp8Cache) {
-      shared.keys.wait(at.behind(tiles_begun < T::kTilesAlone ? 1 : kStagesInFlight));
+      shared.keys.wait(at.behind(tiles_begun < T::kTilesAlone ? 1 : kStagesInFlight<T>));
     } else {
       // Consumers may wait for what has not been announced before they make room.
       if (!__all_sync(0xffffffff, shared.keys.has_room(at))) landing.template land<0>(shared);

@@ -1,8 +1,8 @@
-// The key producers where a page holds a part of a tile, or latent and rope are no neighbours: warps that share the parts of a
+// Where a page holds a part of a tile, or latent and rope are no neighbours, the key producers are warps that share the parts of a
 // tile, each a TMA copy a chunk. One warp alone would take as long to ask for 36 copies as memory to bring them.
 #pragma once
 
-#include "decode/load_kv.cuh"
+#include "decode/producers/load_tiles.cuh"
 
 namespace etap {
 
@@ -10,7 +10,6 @@ namespace etap {
 // one says how many bytes are to come.
 template <class T>
 CUTE_DEVICE void load_parts(Shared<T>& shared, const DecodeParams& params, const PartMaps& maps, int partition, int warp) {
-  constexpr int kStagesInFlight = (kBytesInFlight + T::kStageBytes / 2) / T::kStageBytes;
   const bool elected = threadIdx.x % kWarpSize == 0;
   const int parts = kTileTokens / params.part_tokens;
   KeyPosition<T> at;
@@ -29,7 +28,7 @@ CUTE_DEVICE void load_parts(Shared<T>& shared, const DecodeParams& params, const
 #pragma unroll
       for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
         // As in load_keys.
-        shared.keys.wait(at.behind(alone<T>(tiles_begun, piece.tiles()) ? 1 : kStagesInFlight));
+        shared.keys.wait(at.behind(alone<T>(tiles_begun, piece.tiles()) ? 1 : kStagesInFlight<T>));
         shared.keys.acquire(at);
         if (elected) {
           if (warp == 0) {

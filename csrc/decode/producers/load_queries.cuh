@@ -1,5 +1,5 @@
-// The query producers, of a cache of the queries' own type: one warp copies the rows of each piece with TMA, or, where
-// their strides allow no tensor map, three warps gather them (one where pages are small).
+// The query producers beside a cache of the queries' own type: one warp copies the rows of each piece with TMA, or, where their
+// strides allow no tensor map, three warps gather them (one where pages are small).
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
@@ -86,7 +86,7 @@ CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, i
   }
 }
 
-// kWarps: that may gather.
+// kWarps says how many may gather.
 template <class T, int kWarps>
 CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, const QueryMaps& maps, int partition,
                               int row_group, WarpRole role) {

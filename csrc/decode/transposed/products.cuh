@@ -1,0 +1,189 @@
+// S^T = K·Q^T of one tile, [64 tokens x score columns], and O^T += V^T·P^T, slices of 64 value dims x all rows; both in float32
+// registers.
+#pragma once
+
+#include "decode/transposed/traits.h"
+
+namespace etap::transposed {
+
+template <class T>
+using ScoreFragment = decltype(cute::partition_fragment_C(typename T::ScoreMma{},
+                                                          cute::Shape<cute::_64, cute::Int<T::kScoreColumns>>{}));
+
+template <class T>
+CUTE_DEVICE auto& key_chunk(Shared<T>& shared, KeyPosition<T> at, int chunk) {
+  return item<typename T::KeyStage>(shared.ring, at.ahead(chunk / T::kChunksPerStage).stage)[chunk % T::kChunksPerStage];
+}
+
+constexpr int kShareChunks = kValueChunks / kConsumerGroups;
+
+// Start the product of a chunk of K with that of the queries, `steps` times 16 columns from the first step on.
+template <class T, class Mma, class Chunk>
+CUTE_DEVICE void multiply_keys(Shared<T>& shared, Mma& mma, const Chunk& key, int chunk, int first, int steps,
+                               ScoreFragment<T>& st) {
+  using namespace cute;
+  const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
+  auto s_key = make_tensor(make_smem_ptr(&key[0][0]), typename T::KeyOperand{});  // (64 tokens, 64 columns)
+  auto s_query = make_tensor(make_smem_ptr(&item<typename T::QueryChunk>(shared.query, chunk)[0][0]),
+                             typename T::QueryOperand{});  // (score columns, 64 columns)
+  auto r_key = slice.make_fragment_A(slice.partition_A(s_key));
+  auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
+  CUTE_UNROLL
+  for (int k = 0; k < steps; ++k) {
+    gemm(mma, r_key(_, 0, first + k), r_query(_, 0, first + k), st(_, 0, 0));
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+}
+constexpr int kChunkSteps = kChunkColumns / 16;
+
+// S^T of one tile. The products start stage by stage as the tile arrives, and are complete on return.
+template <class T>
+CUTE_DEVICE void compute_scores(Shared<T>& shared, KeyPosition<T> at, ScoreFragment<T>& st) {
+  using namespace cute;
+  typename T::ScoreMma mma;
+  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  warpgroup_fence_operand(st);
+  CUTE_UNROLL
+  for (int stage = 0; stage < T::kStagesPerTile; ++stage) {
+    const auto from = at.ahead(stage);
+    shared.keys.wait(from);
+    // What cp.async wrote, for WGMMA.
+    if constexpr (T::kGathered) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
+    warpgroup_arrive();
+    CUTE_UNROLL
+    for (int c = 0; c < T::kChunksPerStage; ++c) {
+      const auto& key = item<typename T::KeyStage>(shared.ring, from.stage)[c];
+      multiply_keys<T>(shared, mma, key, stage * T::kChunksPerStage + c, 0, kChunkSteps, st);
+    }
+  }
+  ETAP_MARKED(scores_commit, warpgroup_commit_batch());
+  ETAP_MARKED(scores_wait, warpgroup_wait<0>());
+  warpgroup_fence_operand(st);
+}
+
+// The same of a consumer's share of a single tile's columns: half of the value dims' chunks, and half of rope's, the last one's.
+template <class T>
+CUTE_DEVICE void compute_score_share(Shared<T>& shared, KeyPosition<T> at, int group, ScoreFragment<T>& st) {
+  using namespace cute;
+  typename T::ScoreMma mma;
+  mma.accumulate_ = GMMA::ScaleOut::Zero;
+  warpgroup_fence_operand(st);
+  CUTE_UNROLL
+  for (int c = 0; c <= kShareChunks; ++c) {
+    const int chunk = c < kShareChunks ? group * kShareChunks + c : kValueChunks;
+    shared.keys.wait(at.ahead(chunk / T::kChunksPerStage));
+    warpgroup_arrive();
+    const int steps = c < kShareChunks ? kChunkSteps : kChunkSteps / kConsumerGroups;
+    multiply_keys<T>(shared, mma, key_chunk<T>(shared, at, chunk), chunk, c < kShareChunks ? 0 : group * steps, steps, st);
+  }
+  warpgroup_commit_batch();
+  warpgroup_wait<0>();
+  warpgroup_fence_operand(st);
+}
+
+template <class T>
+using OutputFragment = decltype(cute::partition_fragment_C(
+    typename T::OutputMma{}, cute::Shape<cute::Int<64 * T::kOutputSlices>, cute::Int<T::kRowTile>>{}));
+
+// Multiply each column of O^T, its first kSlices slices, by factor(column block, column bit).
+template <class T, int kSlices = T::kOutputSlices, class Factor>
+CUTE_DEVICE void scale_columns(OutputFragment<T>& ot, Factor&& factor) {
+  CUTE_UNROLL
+  for (int block = 0; block < T::kRowTile / 8; ++block) {
+    CUTE_UNROLL
+    for (int bit = 0; bit < 2; ++bit) {
+      const float scale = factor(block, bit);
+      CUTE_UNROLL
+      for (int m = 0; m < kSlices; ++m) {
+        ot(cute::make_coord(bit, 0, block), m, 0) *= scale;
+        ot(cute::make_coord(bit, 1, block), m, 0) *= scale;
+      }
+    }
+  }
+}
+
+// Multiply O^T with what the consumers have found for their columns: all of them where tiles alternate, half of them where both
+// share a tile.
+template <class T, int kColumns>
+CUTE_DEVICE void rescale_output(Shared<T>& shared, int group, const float (&correction)[kColumns], OutputFragment<T>& ot) {
+  if constexpr (T::kGrantsTiles) {
+    scale_columns<T>(ot, [&](int block, int bit) { return correction[2 * block + bit]; });
+  } else {
+    constexpr int kBlocks = kColumns / 2;
+    CUTE_UNROLL
+    for (int i = 0; i < kColumns; ++i) {
+      if (threadIdx.x % kGroupThreads < 4) shared.factors[group][fragment_column(i / 2, i % 2)] = correction[i];
+    }
+    event::factors_written().sync();
+    scale_columns<T>(ot, [&](int block, int bit) {
+      return shared.factors[block / kBlocks][fragment_column(block % kBlocks, bit)];
+    });
+  }
+}
+
+// Stages of a tile that hold value dims, which a warpgroup multiplies with P^T.
+template <class T>
+constexpr int kValueStages = (T::kOutputSlices + T::kChunksPerStage - 1) / T::kChunksPerStage;
+
+// P^T as WGMMA's operand B.
+template <class T, class Mma>
+CUTE_DEVICE auto probability_operand(const Mma& mma, const char* probabilities) {
+  const auto slice = mma.get_thread_slice(0);
+  auto s_pt = cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)),
+                                typename T::ProbabilityOperand{});  // (rows, 64 tokens)
+  return slice.make_fragment_B(slice.partition_B(s_pt));
+}
+
+// Start the product of a chunk of V with P^T, to be added to slice m of O^T.
+template <class T, class Mma, class Chunk, class OperandB>
+CUTE_DEVICE void multiply_values(Mma& mma, const Chunk& chunk, const OperandB& r_pt, int m, OutputFragment<T>& ot) {
+  using namespace cute;
+  const auto slice = mma.get_thread_slice(0);
+  auto s_value = make_tensor(make_smem_ptr(&chunk[0][0]), typename T::ValueOperand{});  // (64 value dims, 64 tokens)
+  auto r_value = slice.make_fragment_A(slice.partition_A(s_value));
+  CUTE_UNROLL
+  for (int k = 0; k < size<2>(r_value); ++k) {
+    gemm(mma, r_value(_, 0, k), r_pt(_, 0, k), ot(_, m, 0));
+    mma.accumulate_ = GMMA::ScaleOut::One;
+  }
+}
+
+// Start the products, one group of WGMMAs a stage.
+template <class T>
+CUTE_DEVICE void start_output(Shared<T>& shared, KeyPosition<T> at, const char* probabilities, OutputFragment<T>& ot) {
+  using namespace cute;
+  typename T::OutputMma mma;
+  mma.accumulate_ = GMMA::ScaleOut::One;
+  const auto r_pt = probability_operand<T>(mma, probabilities);
+
+  warpgroup_fence_operand(ot);
+  ETAP_MARKED(output_fence, warpgroup_arrive());
+  CUTE_UNROLL
+  for (int stage = 0; stage < kValueStages<T>; ++stage) {
+    const auto from = at.ahead(stage);
+    CUTE_UNROLL
+    for (int c = 0; c < T::kChunksPerStage; ++c) {
+      const int m = stage * T::kChunksPerStage + c;
+      if (m >= T::kOutputSlices) continue;
+      multiply_values<T>(mma, item<typename T::KeyStage>(shared.ring, from.stage)[c], r_pt, m, ot);
+    }
+    warpgroup_commit_batch();
+  }
+}
+
+template <int kOutstanding, class T>
+CUTE_DEVICE void finish_output_stages(Shared<T>& shared, KeyPosition<T> at) {
+  ETAP_MARKED(output_wait, cute::warpgroup_wait<kOutstanding>());
+  constexpr int kStage = kValueStages<T> - 1 - kOutstanding;
+  if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at.ahead(kStage)));
+  if constexpr (kOutstanding > 0) finish_output_stages<kOutstanding - 1, T>(shared, at);
+}
+
+// Wait for the products and give each stage back as soon as its own are done.
+template <class T>
+CUTE_DEVICE void finish_output(Shared<T>& shared, KeyPosition<T> at, OutputFragment<T>& ot) {
+  finish_output_stages<kValueStages<T> - 1, T>(shared, at);
+  cute::warpgroup_fence_operand(ot);
+}
+
+}  // namespace etap::transposed
