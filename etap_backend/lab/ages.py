@@ -1,9 +1,7 @@
 """How old a result is: lines of what it depends on, kernels, schedule and plugins, that changed since its commit.
 
-LIMIT is where a result stops being evidence. csrc and the product have some 14,000 lines, so 1,000 are a fourteenth:
-a day of messages, types and plugin code stays below, a kernel written anew does not, for the smallest of them with its
-launch and its part of the schedule has more. A smaller limit would have results measured again that nothing touched;
-a larger one let whole kernels go by, which is what happened while there was none.
+LIMIT is where a result stops being evidence. csrc and the product have some 14,000 lines: a day of messages, types and
+plugin code stays below 1,000, a kernel written anew does not, for the smallest has more with its launch and schedule.
 """
 
 from __future__ import annotations
@@ -16,10 +14,13 @@ from pathlib import Path
 SOURCES = ("csrc", "etap_backend", ":(exclude)etap_backend/lab")
 OF_CALLS = ("csrc", ":(exclude)csrc/cmake", ":(exclude)csrc/THIRD_PARTY_NOTICES")
 SPARSE_ONLY = ("decode/sparse", "decode/sparse_fp8", "decode/instantiations/sparse*", "api/sparse_call.h")
-SOURCES_OF = {"bench": (*OF_CALLS, *(f":(exclude)csrc/{path}" for path in SPARSE_ONLY)), "bench-sparse": OF_CALLS}
-"""What times in a file of some kinds depend on: a call's on the kernels and the schedule that it runs. All else, such
-as a server's answers and steps, depends on all of SOURCES.
-"""
+SOURCES_OF = {
+    "bench": (*OF_CALLS, *(f":(exclude)csrc/{path}" for path in SPARSE_ONLY)),
+    "bench-sparse": OF_CALLS,
+    "calls": (*SOURCES, *(f":(exclude)etap_backend/{engine}" for engine in ("vllm", "sglang"))),
+}
+"""What kinds of files depend on: a call's times on kernels and schedule, its results on all but the engines' plugins.
+All else, such as a server's answers and steps, depends on all of SOURCES."""
 LIMIT = 1000
 SAME = "Kernels: same instructions"
 UNTOLD = ("", "unknown", "none")
@@ -60,8 +61,7 @@ def why_unknown(root: Path) -> str | None:
 def changed_lines(root: Path, commit: str, sources: tuple[str, ...] = SOURCES) -> int | None:
     """Lines added and removed in the sources from a commit to the working tree; None when there is no such commit.
 
-    Those of csrc do not count in a commit that has the line SAME: `qualify.same_instructions` showed that all kernels
-    kept theirs.
+    Those of csrc do not count in a commit that has the line SAME, which `qualify.same_instructions` showed.
     """
     if _git(root, "rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}") is None:
         return None
