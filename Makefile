@@ -4,7 +4,7 @@
 #   make test           test-unit, then test-contract: what a change needs, in 14 minutes on two cores
 #   make test-unit      without engines; the kernels run in an emulator
 #   make test-contract  beside the oldest tested vLLM and SGLang: registration, selection, a layer
-#   make test-engines   what make test leaves out: every contract test in all tested versions, all emulated cases
+#   make test-engines   what make test leaves out: every contract test in all tested versions, all emulated cases, faults
 #   make test-gpu       the tests marked gpu; fails where there is no Hopper GPU
 #   make wheel          the wheel that is published, in dist/
 #   make build          the library into etap_backend/lib, for work in the source tree
@@ -38,6 +38,9 @@ install := $(BIN)/uv pip install --python $(BIN)/python
 quietly = @mkdir -p $(LOGS); echo "... $(1)"; log="$(LOGS)/$(subst $() ,-,$(1)).log"; begin=$$(date +%s); \
   { $(2); } > "$$log" 2>&1 || { tail -n 50 "$$log"; echo "failed: $(1), see $$log"; exit 1; }; \
   echo "    $(1): $$(($$(date +%s) - begin)) s"
+# $(call compile_ahead,NAMES): sources of tests/emulator.
+compile_ahead = $(call quietly,kernels for the emulator,\
+  PYTHONPATH=tests/emulator $(BIN)/python -c 'from kernels import compile_ahead; compile_ahead(*"$(1)".split())')
 # $(call at_once,TARGETS): the network's work beside the compiler's.
 at_once = @$(MAKE) --no-print-directory -j $(words $(1)) $(1)
 
@@ -58,11 +61,10 @@ test: $(STAMPS)/packaging
 	@$(MAKE) --no-print-directory test-unit
 	@$(MAKE) --no-print-directory test-contract
 
-# Takes the kernels' PTX from the wheel's build, for their tests in an emulator, and compiles what tests add to them: with
-# the build requirements, which may not be missing.
+# The emulator takes the kernels' PTX from the wheel's build, and that of what tests add to them is compiled: with the build
+# requirements, which may not be missing.
 test-unit: $(STAMPS)/installed
-	$(call quietly,kernels for the emulator,\
-	  PYTHONPATH=tests/emulator $(BIN)/python -c "from kernels import compile_all; compile_all()")
+	$(call compile_ahead,products)
 	@echo "... unit tests"
 	$(unit_tests) -m "not gpu and not exhaustive" --durations 15 --ignore tests/vllm --ignore tests/sglang
 
@@ -74,8 +76,9 @@ test-engines: $(STAMPS)/installed
 	@echo "Downloads the newest tested vLLM and SGLang (4 GB, 8 on disk), runs all contract tests in all tested versions, two"
 	@echo "at a time, and then the emulated cases that make test leaves out: 15 minutes on two cores."
 	@$(BIN)/python tests/contract.py --all --wheel dist/*.whl
-	@echo "... emulated cases"
-	$(unit_tests) -m "exhaustive and not gpu" tests/emulator
+	$(call compile_ahead,marked marked_sparse)
+	@echo "... emulated cases, and what qualifies a build"
+	$(unit_tests) -m "exhaustive and not gpu" --ignore tests/vllm --ignore tests/sglang
 
 unit_tests = ETAP_REQUIRE_NVCC=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 

@@ -54,6 +54,7 @@ inline void check_types(const DecodeCall& call) {
   if (!same(q, kBFloat16) && !same(q, kFloat16) && !(fp8_query && call.fp8_cache())) {
     TVM_FFI_THROW(TypeError) << "q: wanted bfloat16 or float16, or float8_e4m3fn with an FP8 cache, got " << text(q);
   }
+  if (call.q_rope.has_value()) check_dtype("q_rope", call.q_rope.value(), q, " like q");  // before it is missed in the cache
   if (call.rope_cache.has_value()) check_dtype("rope_cache", call.rope_cache.value(), cache, " like kv_cache");
   if (!call.fp8_cache() && !same(cache, q)) {
     TVM_FFI_THROW(TypeError) << "kv_cache: wanted " << text(q) << " like q or float8_e4m3fn, got " << text(cache);

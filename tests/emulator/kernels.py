@@ -34,7 +34,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
 DECODES = ("bf16", "fp16", "fp8", "fp8_math", "sparse", "sparse_fp8")
-SOURCES = {  # those that compile for longest first
+SOURCES = {
     **{name: CSRC / "decode" / "instantiations" / f"{name}.cu" for name in DECODES},
     "products": HERE / "products.cu",
     "marked": HERE / "marked.cu",
@@ -104,45 +104,49 @@ NEEDS_COMPILER = pytest.mark.skipif(
 
 
 @cache
-def compile_all() -> dict[str, Path]:
-    """PTX of every source; what an earlier run compiled from the same sources with the same compiler is kept.
-
-    So is what the wheel's build left, where it is younger than every source.
-    """
+def ptx_folder() -> Path:
+    """Where PTX of these sources and this compiler lies, what an earlier run compiled among it."""
     if toolchain() is None:
         raise FileNotFoundError("nvcc or CUTLASS's headers: install the build requirements of pyproject.toml")
-    nvcc, cutlass = toolchain()
-    key = hashlib.sha256(subprocess.run([nvcc, "--version"], capture_output=True, check=True).stdout)
-    sources = sorted([*CSRC.rglob("*.cu"), *CSRC.rglob("*.cuh"), *CSRC.rglob("*.h"), *HERE.glob("*.cu")])
-    for path in sources:
+    key = hashlib.sha256(subprocess.run([toolchain()[0], "--version"], capture_output=True, check=True).stdout)
+    for path in all_sources():
         key.update(path.read_bytes())
     folder = CACHE / key.hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
-    targets = {name: folder / f"{name}.ptx" for name in SOURCES}
-    youngest = max(path.stat().st_mtime for path in sources)
-    built = {path.stem: path for path in ROOT.glob(f"{BUILT}/*.ptx") if path.stat().st_mtime > youngest}
+    return folder
 
-    def compile_one(name: str) -> None:
-        target = targets[name]
-        if target.exists():
-            return
-        unfinished = target.with_suffix(f".{os.getpid()}")
-        if name in built:
-            shutil.copy(built[name], unfinished)
-            unfinished.rename(target)
-            return
+
+def all_sources() -> list[Path]:
+    return sorted([*CSRC.rglob("*.cu"), *CSRC.rglob("*.cuh"), *CSRC.rglob("*.h"), *HERE.glob("*.cu")])
+
+
+def compiled(name: str) -> Path:
+    """PTX of a source: what is kept, or what the wheel's build left if it is younger than every source, or made now."""
+    target = ptx_folder() / f"{name}.ptx"
+    if target.exists():
+        return target
+    unfinished = target.with_suffix(f".{os.getpid()}")
+    youngest = max(path.stat().st_mtime for path in all_sources())
+    built = [path for path in ROOT.glob(f"{BUILT}/{name}.ptx") if path.stat().st_mtime > youngest]
+    if built:
+        shutil.copy(built[0], unfinished)
+    else:
+        nvcc, cutlass = toolchain()
         flags = ["-std=c++17", "-lineinfo", "-gencode", "arch=compute_90a,code=compute_90a", "--expt-relaxed-constexpr"]
         subprocess.run([nvcc, *flags, f"-I{CSRC}", f"-I{cutlass}", "-ptx", "-o", unfinished, SOURCES[name]], check=True)
-        unfinished.rename(target)
+    unfinished.rename(target)
+    return target
 
+
+def compile_ahead(*names: str) -> None:
+    """Compile sources, two at a time, so that tests which run at once do not each do it."""
     with ThreadPoolExecutor(2) as pool:
-        list(pool.map(compile_one, SOURCES))
-    return targets
+        list(pool.map(compiled, names))
 
 
 @cache
 def module(name: str) -> Module:
-    return Module(compile_all()[name].read_text())
+    return Module(compiled(name).read_text())
 
 
 @lru_cache(48)

@@ -101,7 +101,7 @@ def test_the_order_of_splits_does_not_depend_on_the_batch(lengths, heads, early_
     assert all(torch.equal(alone, among) for alone, among in zip(*results, strict=True))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.exhaustive)])
 def test_requests_of_many_and_of_few_splits(dtype):
     """A block of the combination takes two at a time, or one whose splits its warps divide."""
     verify(Case((2000, *(200,) * 15), heads=16, num_sms=46, dtype=dtype), seed=1)
@@ -207,7 +207,7 @@ def test_a_schedule_of_other_lengths_gives_the_same_result(heads, kind):
 
 
 # A partition for all, and pieces: of a request that has no tokens any more, too, which the combination finds.
-@covering(2, {"kind": list(CACHES), "heads": [4, 16, 32], "num_sms": [1, 9]})
+@covering(1, {"kind": list(CACHES), "heads": [4, 16, 32], "num_sms": [1, 9]})
 def test_rows_that_see_nothing_have_the_log_sum_exp_that_is_asked_for(num_sms, heads, kind):
     problem, wanted = problem_and_truth(Case((130, 0, 300, 1), heads=heads, s_q=2, num_sms=num_sms, **CACHES[kind]))
     runner = Runner(problem)
@@ -401,15 +401,15 @@ def fault_of(case: Case, edit: Edit, **how) -> str:
     return ""
 
 
-@covering(1, {"kernel": list(CASES), "timing": TIMINGS})
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("timing", TIMINGS)
+@pytest.mark.parametrize("kernel", CASES)
 def test_the_kernel_without_a_planted_fault_has_none(kernel, timing):
     verify(CASES[kernel], sources=kernels.MARKED, timing=timing, early_loads="early" in kernel)
 
 
-# The default selection has those of the kernel that most calls run.
-@pytest.mark.parametrize("kernel, mark", [
-    pytest.param(*fault, marks=() if fault[0] == "transposed" else pytest.mark.exhaustive) for fault in FAULTS
-])  # fmt: skip
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("kernel, mark", FAULTS)
 def test_missing_synchronisation_is_found(kernel, mark):
     assert mark in marked(kernel).marks
     case = WHOLE_TILES if mark in ("probabilities_fence", "merge_grant") else CASES[kernel]
@@ -417,10 +417,12 @@ def test_missing_synchronisation_is_found(kernel, mark):
     assert re.search(FAULTS[kernel, mark], found), found
 
 
+@pytest.mark.exhaustive
 def test_every_mark_is_left_out_by_a_test():
     assert {mark for _, mark in FAULTS} == set().union(*(marked(kernel).marks for kernel in CASES))
 
 
+@pytest.mark.exhaustive
 def test_waits_for_the_other_parity_are_found():
     waits = [item for item in marked("transposed").instructions() if "try_wait" in item.parts]
     _, ran = emulate(CASES["transposed"], sources=kernels.MARKED)
@@ -432,6 +434,7 @@ def test_waits_for_the_other_parity_are_found():
         assert fault_of(CASES["transposed"], faults.other_parity(wait)), f"not found: {wait}"
 
 
+@pytest.mark.exhaustive
 def test_an_access_behind_a_tensor_is_found():
     loads = (item for item in marked("transposed").instructions() if item.opcode == "ld.global.u32")
     edit = faults.far_behind(next(load for load in loads if load.operands[1].offset == 0))

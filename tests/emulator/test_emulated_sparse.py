@@ -509,15 +509,8 @@ INTERLEAVED = [
 ]
 
 
-def is_kept(case: Case) -> bool:
-    """Whether the default selection has it: each kernel and producer, and clusters of one."""
-    if case.partitions > 1:
-        return case.heads == 16
-    return case.cache == "v4" or case.first.top_k == 130 or case.heads == 16
-
-
 @pytest.mark.parametrize("case, seed", [
-    pytest.param(case, seed, marks=() if seed == 0 and is_kept(case) else pytest.mark.exhaustive)
+    pytest.param(case, seed, marks=() if seed == 0 and case.heads == 16 else pytest.mark.exhaustive)
     for case in INTERLEAVED
     for seed in SEEDS
 ])  # fmt: skip
@@ -622,15 +615,6 @@ def marks(kernel: str) -> set[str]:
     return Entry(module, next(name for full, name in module.names.items() if TRAITS[kernel] in full)).marks
 
 
-def planted() -> list:
-    """Kernel and mark; exhaustive but for the first kernel's, and for those of the producers of V4's rows."""
-    return [
-        pytest.param(kernel, mark, marks=() if kernel in ("transposed", "latent of v4") else pytest.mark.exhaustive)
-        for kernel, names in PLANTED.items()
-        for mark in names.split()
-    ]
-
-
 def fault_of(case: Case, edit: Edit) -> str:
     """What the emulator says of the marked kernel of a case, changed by an edit; empty when it finds nothing."""
     for seed in range(4):
@@ -644,12 +628,16 @@ def fault_of(case: Case, edit: Edit) -> str:
     return ""
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("kernel", FAULTY)
 def test_the_kernel_without_a_planted_fault_has_none(kernel):
     verify(FAULTY[kernel], sources=kernels.MARKED_SPARSE)
 
 
-@pytest.mark.parametrize("kernel, mark", planted())
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(
+    "kernel, mark", [(kernel, mark) for kernel, marks in PLANTED.items() for mark in marks.split()]
+)
 def test_missing_synchronisation_is_found(kernel, mark):
     assert mark in marks(kernel)
     case = FAULTY[kernel]
@@ -659,6 +647,7 @@ def test_missing_synchronisation_is_found(kernel, mark):
     assert re.search(FAULTS[mark], found), found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "kernel, names",
     [

@@ -97,6 +97,7 @@ def test_the_longest_lengths_have_a_last_tile(heads, page_size):
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(2 * TILE)))
 
 
+@pytest.mark.exhaustive
 def test_a_deadlock_ends_in_a_trap(monkeypatch):
     """On a GPU nobody sees that all wait; a producer's patience must end, and not before the predecessor has."""
 

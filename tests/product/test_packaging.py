@@ -154,6 +154,7 @@ def test_the_readme_of_an_index_has_no_link_that_leads_nowhere(metadata):
     assert re.findall(r"\]\((?!https?://)[^)]*\)", text) == [] and "https://arxiv.org" in text
 
 
+@pytest.mark.exhaustive
 def test_a_source_distribution_is_built_and_holds_what_a_wheel_is_made_of(tmp_path):
     command = [sys.executable, "-m", "build", "--sdist", "--no-isolation", "--outdir", tmp_path, ROOT]
     run = subprocess.run(command, capture_output=True, text=True)

@@ -11,6 +11,8 @@ from qualify import flashmla_dense
 from qualify.fake_checkout import checkout, outcomes
 from qualify.theirs import part_of
 
+pytestmark = pytest.mark.exhaustive  # each starts a pytest of its own
+
 SCRIPT = """
 import dataclasses
 import torch

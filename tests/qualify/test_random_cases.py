@@ -93,6 +93,7 @@ def test_a_run_says_on_what_and_how_far_it_is_and_writes_only_where_told_to(tmp_
     assert lines[-1].startswith("3 of 3 cases on the executor on the CPU, small cases: 0 wrong (")
 
 
+@pytest.mark.exhaustive
 def test_several_processes_run_the_same_cases(tmp_path):
     _, one = invoke(tmp_path / "one.json", "--count", "9")
     result, several = invoke(tmp_path / "several.json", "--count", "9", "--jobs", "2")
