@@ -1,7 +1,7 @@
 # Everything needs Python >= 3.10, a C++ compiler and a package index; compiler, engines and tools come from there.
 #
 #   make demo           build, install into .venv and run `etap demo`
-#   make test           test-unit, then test-contract: what a change needs, in 14 minutes on two cores
+#   make test           test-unit, then test-contract: what a change needs, in 10 minutes on two cores
 #   make test-unit      without engines; the kernels run in an emulator
 #   make test-contract  beside the oldest tested vLLM and SGLang: registration, selection, a layer
 #   make test-engines   what make test leaves out: every contract test in all tested versions, all emulated cases, faults
@@ -56,7 +56,7 @@ demo: $(STAMPS)/packaging
 
 test: $(STAMPS)/packaging
 	@echo "Compiles the wheel and meanwhile downloads torch, compilers, one vLLM and one SGLang, 10 GB on disk; then runs the"
-	@echo "unit tests and the engines' first contract tests: 14 minutes on two cores."
+	@echo "unit tests and the engines' first contract tests: 10 minutes on two cores."
 	$(call at_once,dist/built $(STAMPS)/tools $(STAMPS)/build engines)
 	@$(MAKE) --no-print-directory test-unit
 	@$(MAKE) --no-print-directory test-contract
@@ -74,7 +74,7 @@ test-contract: dist/built
 
 test-engines: $(STAMPS)/installed
 	@echo "Downloads the newest tested vLLM and SGLang (4 GB, 8 on disk), runs all contract tests in all tested versions, two"
-	@echo "at a time, and then the emulated cases that make test leaves out: 15 minutes on two cores."
+	@echo "at a time, and then the emulated cases that make test leaves out: 20 minutes on two cores."
 	@$(BIN)/python tests/contract.py --all --wheel dist/*.whl
 	$(call compile_ahead,marked marked_sparse)
 	@echo "... emulated cases, and what qualifies a build"

@@ -158,6 +158,7 @@ def test_small_pages(kind, page_size, heads):
     verify(Case(LENGTHS, heads=heads, page_size=page_size, num_sms=2, **types), seed=page_size)
 
 
+@pytest.mark.exhaustive
 @covering(1, {
     "kind": ["bf16", "fp8"],
     "heads, cache_layout, q_layout": [(16, "gapped", "strided"), (24, "headed", "split")],
@@ -188,6 +189,7 @@ def test_a_page_that_the_cache_lacks_is_not_read(page_size, columns):
     torch.testing.assert_close(runner.lse.tensor, torch.full_like(runner.lse.tensor, math.log(192)))
 
 
+@pytest.mark.exhaustive
 @covering(2, {"kind": list(CACHES), "heads": [16, 64], "law": ["dominating", "rising", "falling"]})
 def test_maxima_that_come_late_or_early(law, kind, heads):
     verify(Case((129, 500), law=law, heads=heads, num_sms=2, **CACHES[kind]), seed=4)

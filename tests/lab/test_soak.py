@@ -159,6 +159,7 @@ def test_a_sparse_models_indexer_has_room_to_grow_into_and_its_server_must_say_t
     assert code == 1 and "sparse attention" in document["failures"][0]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     "faults, said",
     [

@@ -250,6 +250,7 @@ def etap(environment: Path, *words: str) -> subprocess.CompletedProcess:
     )
 
 
+@pytest.mark.exhaustive
 def test_beside_torch_and_tvm_ffi_the_wheel_needs_nothing_for_its_own_commands(bare_environment):
     doctor_run = etap(bare_environment, "doctor")
     assert re.search(rf"library +ok .*{re.escape(str(bare_environment))}", doctor_run.stdout), doctor_run.stderr

@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 
@@ -24,6 +25,13 @@ MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
 def pytest_report_header():
     if not IN_CONTRACT:
         return "vLLM contract tests: not collected here, tests/contract.py runs them beside each vLLM"
+
+
+@pytest.fixture(autouse=True)
+def unchanged_environment():
+    """What a test leaves to the next: vLLM 0.26 sets a variable where it makes DeepSeek-V4's configuration."""
+    with patch.dict(os.environ):
+        yield
 
 
 @pytest.fixture(scope="session")
