@@ -57,7 +57,7 @@ ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOA
 # ---------------------------------------------------------------------------------------------------------------- cases
 
 
-def covering(together: int, axes: dict[str, Sequence]) -> pytest.MarkDecorator:
+def covering(together: int, axes: dict[str, Sequence], most: int = 0) -> pytest.MarkDecorator:
     """Parametrize a test with the product of its axes, most of it marked exhaustive.
 
     What is left without that mark has every `together` values of different axes in one case: 1 each value, 2 each pair;
@@ -65,8 +65,20 @@ def covering(together: int, axes: dict[str, Sequence]) -> pytest.MarkDecorator:
 
     Args:
         axes: values by the name of their argument; by several names, between commas, tuples.
+        most: has what every so many values need in place of the whole product; 0 for that.
     """
-    places = itertools.product(*(range(len(values)) for values in axes.values()))
+    product = list(itertools.product(*(range(len(values)) for values in axes.values())))
+    kept = _covering(together, product)
+    cases = []
+    for place in sorted(_covering(most, product) | kept) if most else product:
+        chosen = [(name, values[at]) for (name, values), at in zip(axes.items(), place, strict=True)]
+        flat = [part for name, value in chosen for part in (value if "," in name else (value,))]
+        cases.append(pytest.param(*flat, marks=() if place in kept else pytest.mark.exhaustive))
+    return pytest.mark.parametrize(", ".join(axes), cases)
+
+
+def _covering(together: int, places: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
+    """Few of the places, in which every `together` values that meet in one of all of them meet."""
     meetings = {place: frozenset(itertools.combinations(enumerate(place), together)) for place in places}
     missing, kept, taken = frozenset().union(*meetings.values()), set(), Counter()
     while missing:
@@ -74,12 +86,7 @@ def covering(together: int, axes: dict[str, Sequence]) -> pytest.MarkDecorator:
         kept.add(place)
         taken.update(enumerate(place))
         missing -= meetings[place]
-    cases = []
-    for place in meetings:
-        chosen = [(name, values[at]) for (name, values), at in zip(axes.items(), place, strict=True)]
-        flat = [part for name, value in chosen for part in (value if "," in name else (value,))]
-        cases.append(pytest.param(*flat, marks=() if place in kept else pytest.mark.exhaustive))
-    return pytest.mark.parametrize(", ".join(axes), cases)
+    return kept
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling

@@ -259,7 +259,7 @@ def test_decode_waits_for_its_predecessor_before_it_lets_the_combination_begin(s
         ((130, 200), 1, 100, 64),
     ],
     "timing": TIMINGS,
-})  # fmt: skip
+}, most=2)  # fmt: skip
 def test_early_loads_touch_nothing_that_the_predecessor_may_write(
     lengths, s_q, num_sms, page_size, heads, kind, timing
 ):
@@ -312,7 +312,7 @@ RAGGED += [(kind, 64, lengths) for kind in CACHES for lengths in ((129, 0, 64), 
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in SEEDS[1:])])
-@covering(1, {"kind, heads, lengths": LENT_STAGES + RAGGED, "page_size": [64, 32, 1], "timing": TIMINGS})
+@covering(1, {"kind, heads, lengths": LENT_STAGES + RAGGED, "page_size": [64, 32, 1], "timing": TIMINGS}, most=2)
 def test_interleavings(kind, heads, lengths, page_size, timing, seed):
     verify(Case(lengths, heads=heads, page_size=page_size, num_sms=1, **CACHES[kind]), seed=seed, timing=timing)
 
