@@ -764,6 +764,7 @@ def test_it_takes_the_place_of_a_flash_mla_that_is_not_there(program, wanted):
     assert wanted in run(program)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("before", ["", "import flash_mla; "])
 def test_it_takes_the_place_of_another_flash_mla_only_when_told_to(tmp_path, before):
     (tmp_path / "flash_mla.py").write_text("def get_mla_metadata(): return 'another'")
@@ -775,6 +776,7 @@ def test_it_takes_the_place_of_another_flash_mla_only_when_told_to(tmp_path, bef
     assert run(f"{path}{after[2:]}") == "str\n", "importing the module alone takes no place"
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("before", ["", "import flash_mla; "])
 def test_names_that_only_the_replaced_flash_mla_has_are_its(tmp_path, before):
     package = tmp_path / "flash_mla"
