@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import inspect
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,6 +14,16 @@ from etap_backend.limits import TILE_TOKENS, dtype_name
 
 CHEAP_PAGE_ROWS = 32
 """Most query rows of the kernels to which pages smaller than a tile cost little."""
+AUTO_VARIABLE = "ETAP_AUTO"
+"""1 makes ETAP an engine's first choice for what it serves, where no attention backend is named."""
+
+
+def is_first_choice() -> bool:
+    """What AUTO_VARIABLE says: 1 is on, 0 and no value are off. Raises ValueError for another value."""
+    value = os.environ.get(AUTO_VARIABLE, "0")
+    if value not in ("0", "1"):
+        raise ValueError(f"{AUTO_VARIABLE}: wanted 0 or 1, got {value!r}")
+    return value == "1"
 
 
 def release(version: str) -> tuple[int, ...]:

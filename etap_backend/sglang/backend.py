@@ -132,7 +132,7 @@ class ETAPBackend(AttentionBackend):
         self.forward_metadata, self._verify_mask = None, None
         versions.register_model_support()
         if versions.scales_queries(model_runner.model_config):
-            versions.register_model_support(scaled=True)
+            versions.register_scaled_queries()
         self._deterministic = versions.is_deterministic()
         self.prefill = None if skip_prefill else self._make_prefill(model_runner)
         self._fp8_math = fp8_cache and fp8_math

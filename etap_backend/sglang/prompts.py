@@ -28,12 +28,19 @@ def prompt_runs(forward_batch, num_heads: int) -> list[Run]:
     return kept[1]
 
 
+# SGLang is imported in functions: `etap doctor` imports this module where there is none.
+def is_deterministic() -> bool:
+    """Whether a request's result must not depend on what runs beside it."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().deterministic.enable_deterministic_inference
+
+
 def _runs(query_lens: list[int], prefix_lens: list[int], num_heads: int) -> list[Run]:
-    # Here, because `etap doctor` imports this module where there is no SGLang.
-    from sglang.srt.runtime_context import get_exec, get_parallel
+    from sglang.srt.runtime_context import get_parallel
 
     # The way that a prompt goes must not depend on those beside it; and a rank may have some of the context's tokens.
-    if get_exec().deterministic.enable_deterministic_inference or get_parallel().attn_dcp_size > 1:
+    if is_deterministic() or get_parallel().attn_dcp_size > 1:
         return []
     # Prompts of which nothing is cached read no context but themselves.
     short = query_lens and 0 < min(query_lens) <= max(query_lens) <= short_prompt_tokens(num_heads)

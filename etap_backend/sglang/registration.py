@@ -7,7 +7,6 @@ the function of SGLang that it extends, and what would happen without.
 import functools
 import inspect
 import logging
-import os
 import pkgutil
 
 from etap_backend import engine_contract
@@ -27,9 +26,6 @@ from etap_backend.sglang.versions import (
 )
 
 _logger = logging.getLogger(__name__)
-
-AUTO_VARIABLE = "ETAP_AUTO"
-"""1 makes ETAP the attention backend of models that it serves, where the user names none."""
 
 
 class Unavailable(RuntimeError):
@@ -74,7 +70,7 @@ def _register_names() -> None:
     if _is_there(SPARSE_HOOK):
         HookRegistry.register(SPARSE_HOOK, arguments.resolve_sparse_kernels, HookType.AFTER)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
-    versions.hook_prefill_graph(captures_fp8_prefill)
+    versions.hook_prefill_graph(drops_prefill_graph)
     versions.hook_choice(choose_by_default)
     if V4_NAME in ATTENTION_BACKENDS and all(map(_is_there, V4_HOOKS)):
         register_attention_backend(V4_NAME)(functools.partial(make_v4_backend, ATTENTION_BACKENDS[V4_NAME]))
@@ -211,16 +207,14 @@ def choose_by_default(server_args) -> None:
     Raises:
         ValueError: the environment variable is neither 0 nor 1.
     """
-    wish = os.environ.get(AUTO_VARIABLE)
-    if wish not in (None, "0", "1"):
-        raise ValueError(f"{AUTO_VARIABLE}: wanted 0 or 1, or the variable unset, got {wish!r}")
-    view = versions.if_chosen(server_args)
-    if wish != "1" or versions.names_a_backend(server_args):
+    if not engine_contract.is_first_choice() or versions.names_a_backend(server_args):
         return
+    view = versions.if_chosen(server_args)
     reason = arguments.why_not_unasked(view) or _why_not(view, NAME)
     if reason is None:
         versions.choose(server_args)
-    _say(f"etap-backend: {AUTO_VARIABLE}: " + (f"SGLang's own attention backend: {reason}" if reason else NAME))
+    chosen = f"SGLang's own attention backend: {reason}" if reason else NAME
+    _say(f"etap-backend: {engine_contract.AUTO_VARIABLE}: {chosen}")
 
 
 @functools.cache  # SGLang may resolve its arguments again
@@ -234,7 +228,7 @@ def _warn_untested() -> None:
         _logger.warning("etap-backend: %s", untested)
 
 
-def captures_fp8_prefill(view) -> bool:
+def drops_prefill_graph(view) -> bool:
     """Whether prefill is to have no CUDA graph, and say so: SGLang captures the attention to latent rows only."""
     captures = arguments.captures_fp8_prefill(view)
     if captures:

@@ -4,7 +4,7 @@ import importlib
 
 from etap_backend.engine_contract import Engine
 from etap_backend.limits import FP8
-from etap_backend.sglang.prompts import PREFILL_MODES, prompt_runs
+from etap_backend.sglang.prompts import PREFILL_MODES, is_deterministic, prompt_runs
 
 NAME = "etap"
 FP8_MATH_NAME = "etap_fp8_math"
@@ -45,13 +45,6 @@ def verifies_raggedly() -> bool:
     from sglang.srt.environ import envs
 
     return envs.SGLANG_RAGGED_VERIFY_MODE.get().lower() != "static"
-
-
-def is_deterministic() -> bool:
-    """Whether a request's result must not depend on what runs beside it."""
-    from sglang.srt.runtime_context import get_exec
-
-    return get_exec().deterministic.enable_deterministic_inference
 
 
 def hook_prefill_graph(unwanted) -> None:
@@ -162,7 +155,7 @@ def hook_choice(choose_by_default) -> None:
 
 
 def v4_is_ours() -> bool:
-    """Whether DeepSeek-V4's kernels are to be ETAP's: `arguments.resolve_v4` says so to all ranks."""
+    """Whether DeepSeek-V4's kernels are to be ETAP's: `registration.resolve_arguments` says so to all ranks."""
     from sglang.srt.runtime_context import get_exec
 
     return get_exec().kernel.dsa_decode_backend == NAME
@@ -290,7 +283,7 @@ def scales_queries(model_config) -> bool:
     return bool(getattr(model_config.hf_text_config, "llama_4_scaling", None))
 
 
-def register_model_support(scaled: bool = False) -> None:
+def register_model_support() -> None:
     """Enter ETAP where SGLang's MLA models look; here and not in `register`, because it imports those models.
 
     They route short prompts to the latent rows (without: long contexts are made keys of), other prefill as with
@@ -300,10 +293,6 @@ def register_model_support(scaled: bool = False) -> None:
     log-sum-exp as a natural one (without: base 2). Deterministic prefill goes as with FlashAttention 3, which runs it.
     DFLASH makes no mask for our backend (without: one of a chain, which nothing reads, in every step, as large as all
     contexts times the drafts).
-
-    Args:
-        scaled: whether the model scales its queries by position, which SGLang forgets where it hands over their two
-            parts, and where it makes keys of the latent rows. None of both is done then.
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils
@@ -324,12 +313,6 @@ def register_model_support(scaled: bool = False) -> None:
             method = handler.handle_attention_flashmla(attn, forward_batch)
         return method
 
-    parts = utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
-    if scaled:
-        for name in NAMES:
-            handler.AttentionBackendRegistry.register(name, lambda attn, forward_batch: AttnForwardMethod.MLA)
-        parts[:] = [name for name in parts if name not in NAMES]
-        return
     if NAME in handler.AttentionBackendRegistry._handlers:
         return
     # It is public since 0.5.18.
@@ -340,5 +323,21 @@ def register_model_support(scaled: bool = False) -> None:
     known = getattr(forward_mla, function)
     for name in NAMES:
         handler.AttentionBackendRegistry.register(name, route)
-        parts.append(name)
+        utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.append(name)
     setattr(forward_mla, function, lambda attention_backend: attention_backend in NAMES or known(attention_backend))
+
+
+def register_scaled_queries() -> None:
+    """Change what `register_model_support` entered for a model that scales its queries by position.
+
+    SGLang forgets the scaling where it hands over a query's two parts, and where it makes keys of the latent rows:
+    neither is done then.
+    """
+    from sglang.srt.models.deepseek_common import attention_backend_handler as handler
+    from sglang.srt.models.deepseek_common import utils
+    from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+
+    parts = utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    parts[:] = [name for name in parts if name not in NAMES]
+    for name in NAMES:
+        handler.AttentionBackendRegistry.register(name, lambda attn, forward_batch: AttnForwardMethod.MLA)

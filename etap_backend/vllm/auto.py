@@ -4,28 +4,19 @@ What it does not serve is decoded as without the variable, and one line of the l
 """
 
 import functools
-import os
 from typing import Any
 
 from vllm.logger import init_logger
 
-VARIABLE = "ETAP_AUTO"
+from etap_backend.engine_contract import AUTO_VARIABLE
 
 # vLLM gives its handler and level to loggers below "vllm" only.
 _logger = init_logger(f"vllm.{__name__}")
 
 
-def is_on() -> bool:
-    """What the variable says: 1 is on, 0 and no value are off. Raises ValueError for another value."""
-    value = os.environ.get(VARIABLE, "0")
-    if value not in ("0", "1"):
-        raise ValueError(f"{VARIABLE}: wanted 0 or 1, got {value!r}")
-    return value == "1"
-
-
 def say_why_not(attention: str, reason: str) -> None:
     """Log, once in a process and of all ranks by the first, that vLLM's own choice decodes."""
-    _logger.info_once("%s=1 has no effect on %s: %s", VARIABLE, attention, reason, scope="global")
+    _logger.info_once("%s=1 has no effect on %s: %s", AUTO_VARIABLE, attention, reason, scope="global")
 
 
 def prefer(member: Any) -> None:

@@ -4,6 +4,7 @@ import copyreg
 import logging
 from enum import Enum
 
+from etap_backend import engine_contract
 from etap_backend.vllm import auto, selected, v4_selection
 from etap_backend.vllm.versions import ENGINE, NAME
 
@@ -18,7 +19,7 @@ def register() -> None:
 
     Raises ValueError for a value of ETAP_AUTO that is none.
     """
-    preferred = auto.is_on()
+    preferred = engine_contract.is_first_choice()
     try:
         member = backend_member()
         v4_selection.watch()

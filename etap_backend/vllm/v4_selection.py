@@ -15,6 +15,7 @@ import sys
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
+from etap_backend import engine_contract
 from etap_backend.vllm import auto
 from etap_backend.vllm.versions import ENGINE, NAME
 
@@ -90,7 +91,7 @@ def extend(module: ModuleType) -> None:
 
     @functools.wraps(theirs)
     def select(vllm_config):
-        preferred = vllm_config.attention_config.backend is None and auto.is_on()
+        preferred = vllm_config.attention_config.backend is None and engine_contract.is_first_choice()
         if not (preferred or _is_wanted(vllm_config)):
             return theirs(vllm_config)
         try:
