@@ -1,15 +1,15 @@
 """Runs the engines' contract tests, each version of an engine in its own environment, on a machine that needs no GPU.
 
     python tests/contract.py [--wheel dist/etap_backend-*.whl] [pytest arguments]
-    python tests/contract.py --all
+    python tests/contract.py --rest
     python tests/contract.py --engine vllm-0.34.0
     python tests/contract.py --newest
-    python tests/contract.py --install [--all]
+    python tests/contract.py --install [--rest]
 
-Without an option it tests the oldest supported version of each engine, with the tests that FIRST names. --all runs
-every test in every tested version. --engine takes any version, which is resolved when its environment is made unless it
-has a lock file; --newest takes those that the package index has beyond the tested ones, and says where there is none.
---install makes the environments and tests nothing.
+Without an option it tests the oldest supported version of each engine, with the tests that FIRST names. --rest runs
+what that leaves out, in every tested version. --engine runs every test in any version, which is resolved when its
+environment is made unless it has a lock file; --newest does so in those that the package index has beyond the tested
+ones, and says where there is none. --install makes the environments and tests nothing.
 
 It needs a C compiler with binutils and a package index. Environments lie in .contract/ and share their files, by hard
 links, with the installer's cache in build/cache (or UV_CACHE_DIR) and with .venv; one is made anew only when its lock
@@ -106,7 +106,8 @@ def _sglang(version: str) -> Engine:
 
 
 MAKE = {"vllm": _vllm, "sglang": _sglang}
-ENGINES = {str(engine): engine for engine in (_vllm("0.26.0"), _sglang("0.5.17"), _vllm("0.33.0"), _sglang("0.5.23"))}
+# The one whose tests take longest begins, so that none of AT_ONCE waits for it in the end.
+ENGINES = {str(engine): engine for engine in (_vllm("0.33.0"), _vllm("0.26.0"), _sglang("0.5.17"), _sglang("0.5.23"))}
 DEFAULT = ("vllm-0.26.0", "sglang-0.5.17")  # both ask for torch 2.11.0, which is on the disk once
 
 
@@ -247,14 +248,21 @@ def find_wheel(given: Path | None) -> Path:
     return wheels[0].resolve()
 
 
-def test(engine: Engine, everything: bool, pytest_arguments: list[str]) -> bool:
+def tests_of(engine: Engine, part: str) -> list[Path]:
+    """Files of an engine's tests: all, those that FIRST names, or the rest of what FIRST leaves out."""
+    everything = sorted(engine.folder.glob("test_contract_*.py"))
+    first = [engine.folder / f"test_contract_{name}.py" for name in FIRST[engine.name]]
+    if part == "first":
+        return first
+    tested_before = first if part == "rest" and str(engine) in DEFAULT else []
+    return [path for path in everything if path not in tested_before]
+
+
+def test(engine: Engine, part: str, pytest_arguments: list[str]) -> bool:
     """Run an engine's tests in its environment; print how far they are, and how they ended."""
     # Deprecations are between the engine and its dependencies.
     options = ["-q", "--import-mode=importlib", "-W", "ignore::DeprecationWarning"]
-    names = ("*",) if everything else FIRST[engine.name]
-    options += [] if everything else ["-m", "not exhaustive"]
-    tests = sorted(path for name in names for path in engine.folder.glob(f"test_contract_{name}.py"))
-    command = [engine.environment / "bin/pytest", *tests, *options, *pytest_arguments]
+    command = [engine.environment / "bin/pytest", *tests_of(engine, part), *options, *pytest_arguments]
     log, start, told = ENVIRONMENTS / f"{engine}.log", time.monotonic(), None
     with log.open("w") as output:
         variables = contract_variables(engine)
@@ -276,7 +284,7 @@ def test(engine: Engine, everything: bool, pytest_arguments: list[str]) -> bool:
     return passed
 
 
-def check_all(engines: list[Engine], everything: bool, wheel: Path | None, pytest_arguments: list[str]) -> None:
+def check_all(engines: list[Engine], part: str, wheel: Path | None, pytest_arguments: list[str]) -> None:
     """Install engines one by one and test them AT_ONCE at a time; without a wheel only install."""
     uv, installing, skipped, failed = find_uv(), threading.Lock(), [], []
 
@@ -290,7 +298,7 @@ def check_all(engines: list[Engine], everything: bool, wheel: Path | None, pytes
                 return
             if wheel:
                 install_wheel(uv, engine.environment, wheel)
-        if wheel and not test(engine, everything, pytest_arguments):
+        if wheel and not test(engine, part, pytest_arguments):
             failed.append(str(engine))
 
     with ThreadPoolExecutor(AT_ONCE) as pool:
@@ -304,7 +312,7 @@ def check_all(engines: list[Engine], everything: bool, wheel: Path | None, pytes
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--wheel", type=Path, help="the wheel to test; default: the only one in dist/")
-    parser.add_argument("--all", action="store_true", help="every test, in every tested version")
+    parser.add_argument("--rest", action="store_true", help="what a run without an option leaves out, in every version")
     parser.add_argument("--engine", type=engine_named, action="append", help="every test, in this version; repeatable")
     parser.add_argument("--newest", action="store_true", help="every test, in what is newer than the tested versions")
     parser.add_argument("--install", action="store_true", help="make the environments and test nothing")
@@ -312,11 +320,11 @@ def main() -> None:
     if arguments.newest:
         engines = newest_engines()
     else:
-        engines = arguments.engine or [ENGINES[name] for name in (ENGINES if arguments.all else DEFAULT)]
-    everything = bool(arguments.all or arguments.engine or arguments.newest)
+        engines = arguments.engine or [ENGINES[name] for name in (ENGINES if arguments.rest else DEFAULT)]
+    part = "all" if arguments.engine or arguments.newest else "rest" if arguments.rest else "first"
     ENVIRONMENTS.mkdir(exist_ok=True)
     os.environ.setdefault("UV_CACHE_DIR", str(ROOT / "build/cache"))
-    check_all(engines, everything, None if arguments.install else find_wheel(arguments.wheel), pytest_arguments)
+    check_all(engines, part, None if arguments.install else find_wheel(arguments.wheel), pytest_arguments)
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def test_layer_decodes_as_exactly_as_torch(make, lengths, s_q, arguments):
     ([70, 33, 300, 5, 17, 2000], [4, 1, 4, 2, 1, 3], SPECULATIVE, "0"),  # token by token
     ([2000, 64, 129], [4, 1, 3], SPECULATIVE, "1"),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("block", [16, pytest.param(32, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("block", [16, 32])
 def test_blocks_of_other_sizes(make, monkeypatch, block, lengths, s_q, arguments, invariant, cache):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", invariant)
     layer, builder = make(block_size=block, kv_cache_dtype=cache, **arguments)
