@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import inspect
+import itertools
 import os
 import re
 from collections.abc import Callable, Iterable
@@ -53,14 +54,18 @@ def lacking(classes: Callable[[], Iterable[type]], of_some: Iterable[str] = ()) 
 
 
 def misfits(ours: type, of_some: Iterable[str] = ()) -> list[str]:
-    """What of the engine's class, which ours derives from, our methods and attributes do not fit, by name.
+    """What of the engine's class, which ours derives from, methods and attributes of ours do not fit, by name.
+
+    Ours are those of the class and of this package's classes that stand before the engine's among its bases.
 
     A public one of ours that the base lacks would never be asked for, unless only some versions ask for it; one whose
     parameters ours does not take could not be called.
     """
-    base = inspect.getmro(ours)[1]
+    bases = inspect.getmro(ours)[1:]
+    of_us = list(itertools.takewhile(lambda cls: cls.__module__.startswith("etap_backend."), bases))
+    base = bases[len(of_us)]
     found = []
-    for name, value in vars(ours).items():
+    for name, value in itertools.chain.from_iterable(vars(cls).items() for cls in (ours, *of_us)):
         target = f"{base.__module__}:{base.__qualname__}.{name}"
         if name.startswith("__"):
             continue

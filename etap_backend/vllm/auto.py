@@ -6,17 +6,13 @@ What it does not serve is decoded as without the variable, and one line of the l
 import functools
 from typing import Any
 
-from vllm.logger import init_logger
-
 from etap_backend.engine_contract import AUTO_VARIABLE
-
-# vLLM gives its handler and level to loggers below "vllm" only.
-_logger = init_logger(f"vllm.{__name__}")
+from etap_backend.vllm.log import logger
 
 
 def say_why_not(attention: str, reason: str) -> None:
     """Log, once in a process and of all ranks by the first, that vLLM's own choice decodes."""
-    _logger.info_once("%s=1 has no effect on %s: %s", AUTO_VARIABLE, attention, reason, scope="global")
+    logger.info_once("%s=1 has no effect on %s: %s", AUTO_VARIABLE, attention, reason, scope="global")
 
 
 def prefer(member: Any) -> None:

@@ -22,7 +22,50 @@ it runs itself, prefill and the writing of the cache, was made for those.
 """
 
 
-class ETAPBackend(MLACommonBackend):
+class KernelBackend:
+    """What the backends of dense and of sparse attention answer alike; it stands before vLLM's among the bases."""
+
+    @classmethod
+    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
+        """Hopper only."""
+        return (capability.major, capability.minor) == COMPUTE_CAPABILITY
+
+    @classmethod
+    def supports_batch_invariance(cls) -> bool:
+        """Whether a result may be kept independent of its company. What that wants besides, the combination says."""
+        return True
+
+    @classmethod
+    def supports_combination(
+        cls,
+        head_size: int,
+        dtype: torch.dtype,
+        kv_cache_dtype: CacheDType | None,
+        block_size: int | None,
+        use_mla: bool,
+        has_sink: bool,
+        use_sparse: bool,
+        use_mm_prefix: bool,
+        device_capability: DeviceCapability,
+    ) -> str | None:
+        """Say why the kernels cannot run this, or None when they can."""
+        asked = {
+            "dtype": dtype,
+            "head_dim": head_size,
+            "page_size": TILE_TOKENS if block_size is None else block_size,
+            "kv_cache_dtype": kv_cache_dtype,
+            "compute_capability": (device_capability.major, device_capability.minor),
+        }
+        reason = cls._why_not(use_sparse, asked) or why_not_parallel(get_current_vllm_config_or_none())
+        return reason or engine_contract.why_no_library()
+
+    @classmethod
+    def _why_not(cls, use_sparse: bool, asked: dict) -> str | None:
+        """What is particular to one of both; `asked` are arguments of `why_unsupported`."""
+        raise NotImplementedError
+
+
+class ETAPBackend(KernelBackend, MLACommonBackend):
     """MLA attention with ETAP's decode kernels; prefill, and the writing of the KV cache, are vLLM's own."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
@@ -56,12 +99,11 @@ class ETAPBackend(MLACommonBackend):
         """
         if kv_cache_spec is not None:
             block_size = kv_cache_spec.block_size
-        else:
-            config = get_current_vllm_config_or_none()
-            if config is None:
-                return list(BLOCK_SIZES)
+        elif config := get_current_vllm_config_or_none():
             cache = config.cache_config
             block_size = cache.block_size if cache.user_specified_block_size else TILE_TOKENS
+        else:
+            return list(BLOCK_SIZES)
         return [max(min(BLOCK_SIZES), math.gcd(block_size, TILE_TOKENS))]
 
     @classmethod
@@ -81,44 +123,16 @@ class ETAPBackend(MLACommonBackend):
         return [HEAD_DIM]
 
     @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        """Hopper only."""
-        return (capability.major, capability.minor) == COMPUTE_CAPABILITY
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """True: with VLLM_BATCH_INVARIANT=1 a request is cut into pieces by its own length only."""
-        return True
-
-    @classmethod
     def supports_non_causal(cls) -> bool:
         """Whether this vLLM decodes blocks of a draft's tokens that all see each other, as it does since 0.33."""
         return hasattr(MLACommonMetadataBuilder, "supports_non_causal_multi_token_decode")
 
     @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: CacheDType | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: DeviceCapability,
-    ) -> str | None:
-        """Say why the kernels cannot run this, or None when they can."""
-        page_size = TILE_TOKENS if block_size is None else block_size
-        reason = why_unsupported(
-            dtype=dtype,
-            head_dim=head_size,
-            page_size=page_size,
-            kv_cache_dtype=kv_cache_dtype,
-            compute_capability=(device_capability.major, device_capability.minor),
-        )
-        if reason is None and page_size % min(BLOCK_SIZES):
-            reason = f"block_size {page_size} is not supported: wanted a multiple of {min(BLOCK_SIZES)} tokens"
-        if reason is None and use_sparse:
-            reason = "sparse attention without index_topk in the model's configuration is not supported"
-        return reason or why_not_parallel(get_current_vllm_config_or_none()) or engine_contract.why_no_library()
+    def _why_not(cls, use_sparse: bool, asked: dict) -> str | None:
+        if reason := why_unsupported(**asked):
+            return reason
+        if asked["page_size"] % min(BLOCK_SIZES):
+            return f"block_size {asked['page_size']} is not supported: wanted a multiple of {min(BLOCK_SIZES)} tokens"
+        if use_sparse:
+            return "sparse attention without index_topk in the model's configuration is not supported"
+        return None

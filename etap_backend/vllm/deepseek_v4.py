@@ -14,24 +14,19 @@ import vllm.envs as envs
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.utils.platform_utils import num_compute_units
 
 from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
 from etap_backend.limits import SPARSE_FP8, why_unsupported_sparse
+from etap_backend.vllm.log import logger
 from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.policy import FP8_MATH_IS_DENSE, wants_fp8_math
+from etap_backend.vllm.policy import why_not_sparse
 from etap_backend.vllm.versions import ENGINE, NAME
 
 QUERY_HEADS = (8, 16, 32, 64, 128)
 """Heads that vLLM's operator writes queries for; it fills what a rank has not with zeros."""
-CACHES = ("auto", "fp8", SPARSE_FP8)
-"""Names of the one type of cache that vLLM keeps for these layers, which is FP8 rows with scales of their own."""
 FLASH_MLA_PREFILL = "flash_mla_sparse_fwd"
-
-# vLLM gives its handler and level to loggers below "vllm" only.
-_logger = init_logger(f"vllm.{__name__}")
 
 
 class ETAPLayer:
@@ -49,11 +44,7 @@ class ETAPLayer:
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """Heads of queries and outputs: a rank's own wherever vLLM's operator takes so many.
-
-        Raises:
-            ValueError: there are more than 128.
-        """
+        """Heads of queries and outputs: a rank's own wherever vLLM's operator takes so many; at most 128."""
         if num_heads > max(QUERY_HEADS):
             raise ValueError(f"{NAME}: num_heads: wanted at most {max(QUERY_HEADS)} on a rank, got {num_heads}")
         return min(heads for heads in QUERY_HEADS if heads >= num_heads)
@@ -63,7 +54,7 @@ class ETAPLayer:
         super().__init__(*arguments, **keywords)
         self._etap_num_sms = num_compute_units()
         self._etap_workspace_floats = sparse_workspace_floats(self.padded_heads, self._etap_num_sms)
-        _logger.info_once(
+        logger.info_once(
             f"{NAME} decodes: DeepSeek-V4's sparse attention, {self.padded_heads} query heads, KV cache {SPARSE_FP8}"
         )
 
@@ -125,8 +116,8 @@ class ETAPLayer:
 def _counts(swa_metadata: Any, positions: Tensor) -> Tensor:
     """Entries of each token's list that count, int32 [tokens]: none where a row pads the step, whose list is old.
 
-    The same for all layers of a step, and kept in its metadata: vLLM makes that anew for each step. A CUDA graph has to
-    hold the computing of what it reads, so that it takes nothing that was kept before its capture.
+    They are the same for all layers of a step, and kept in its metadata. A CUDA graph has to hold the computing of what
+    it reads, so that it takes nothing that was kept before its capture.
     """
     kept = vars(swa_metadata).setdefault("etap_counts", {})
     tokens, top_k = positions.shape
@@ -156,7 +147,7 @@ def _attend_to_gathered(
 
 
 def _calling(method: Callable, **functions: Callable) -> Callable:
-    """The method, in which these names, which it finds in its module, stand for these functions."""
+    """The method, in which these names of its module stand for these functions."""
     names = method.__globals__ | functions
     ours = types.FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
     ours.__kwdefaults__ = method.__kwdefaults__
@@ -172,14 +163,10 @@ def derived(base: type) -> type:
 
 def lacking(base: type) -> list[str]:
     """What vLLM's layer has not of what ETAP's needs, by name."""
-
-    def classes() -> list[type]:
-        if FLASH_MLA_PREFILL not in base._forward_prefill.__code__.co_names:
-            raise AttributeError(f"{base.__module__}:{base.__qualname__}._forward_prefill calls no {FLASH_MLA_PREFILL}")
-        own = {name: value for name, value in vars(ETAPLayer).items() if not name.startswith(("__", "_etap"))}
-        return [type(ETAPLayer.__name__, (base,), own)]
-
-    return engine_contract.lacking(classes)
+    prefill = getattr(base, "_forward_prefill", None)
+    if prefill is None or FLASH_MLA_PREFILL not in prefill.__code__.co_names:
+        return [f"{base.__module__}:{base.__qualname__}._forward_prefill calls no {FLASH_MLA_PREFILL}"]
+    return engine_contract.lacking(lambda: [derived(base)])
 
 
 def why_not(base: type, config: VllmConfig) -> str | None:
@@ -189,14 +176,13 @@ def why_not(base: type, config: VllmConfig) -> str | None:
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
         if (ranks := getattr(config.parallel_config, name, 1)) > 1:
             return f"{name} {ranks} is not supported: wanted 1"
-    if (cache := config.cache_config.cache_dtype) not in CACHES:
-        return f"kv_cache_dtype {cache} is not supported: wanted {', '.join(CACHES[:-1])} or {CACHES[-1]}"
-    if getattr(config.attention_config, "hisparse_config", None):
-        return "a KV cache in host memory (HiSparse) is not supported"
+    # Names of the one type of cache that vLLM keeps for these layers.
+    if (cache := config.cache_config.cache_dtype) not in ("auto", "fp8", SPARSE_FP8):
+        return f"kv_cache_dtype {cache} is not supported: wanted auto, fp8 or {SPARSE_FP8}"
     if envs.VLLM_BATCH_INVARIANT:
         return "batch invariance is not supported"
-    if wants_fp8_math(config):
-        return FP8_MATH_IS_DENSE
+    if reason := why_not_sparse(config):
+        return reason
     capability = current_platform.get_device_capability()
     return why_unsupported_sparse(
         dtype=config.model_config.dtype,
@@ -208,17 +194,12 @@ def why_not(base: type, config: VllmConfig) -> str | None:
 
 
 def attention_class(base: type, config: VllmConfig) -> type:
-    """The class of a model's attention layers where ETAP is selected.
+    """The class of a model's attention layers where ETAP is selected; `base` is vLLM's for FlashMLA.
 
-    Args:
-        base: vLLM's for FlashMLA.
-        config: vLLM's configuration.
-
-    Raises:
-        NotImplementedError: ETAP cannot run them; the text says why.
+    Raises NotImplementedError with the reason where ETAP cannot run them.
     """
     if reason := why_not(base, config):
         raise NotImplementedError(reason)
     if untested := ENGINE.why_untested():
-        _logger.warning_once(untested, scope="global")  # of all ranks the first one says it
+        logger.warning_once(untested, scope="global")  # of all ranks the first one says it
     return derived(base)

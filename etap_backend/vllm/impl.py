@@ -6,44 +6,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig, get_current_vllm_config
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import MLACommonImpl
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import AttentionLayer, AttentionType
 
 from etap_backend import engine_contract, mla_decode, why_unsupported
 from etap_backend.vllm import versions
+from etap_backend.vllm.log import logger
 from etap_backend.vllm.metadata import ETAPMetadata, claim_workspace
 from etap_backend.vllm.policy import Policy
 
-# vLLM gives its handler and level to loggers below "vllm" only.
-_logger = init_logger(f"vllm.{__name__}")
 
-
-def asked_of_kernels(arguments: dict[str, Any], latent_dim: int) -> tuple[VllmConfig, dict[str, Any]]:
-    """vLLM's configuration, and by `why_unsupported`'s names what a layer made with these arguments asks of a call.
-
-    Raises NotImplementedError for variants of attention that no kernel computes.
-    """
-    for name in "alibi_slopes", "sliding_window", "logits_soft_cap":
-        if arguments[name]:
-            raise NotImplementedError(f"{versions.NAME}: {name} is not supported, got {arguments[name]}")
-    if arguments["attn_type"] != AttentionType.DECODER:
-        wanted = AttentionType.DECODER.value
-        raise NotImplementedError(f"{versions.NAME}: attn_type: wanted {wanted}, got {arguments['attn_type']}")
-    config = get_current_vllm_config()
-    return config, {
-        "dtype": config.model_config.dtype,
-        # Decode context parallelism gathers the query heads of its ranks, which the base class counts later until 0.27.
-        "num_heads": arguments["num_heads"] * config.parallel_config.decode_context_parallel_size,
-        "head_dim": arguments["head_size"],
-        "v_head_dim": latent_dim,
-        "kv_cache_dtype": arguments["kv_cache_dtype"],
-    }
-
-
-class ETAPImpl(MLACommonImpl[ETAPMetadata]):
-    """One layer's MLA attention: decodes and short prompts by ETAP's kernels, prefill by vLLM's own."""
+class KernelImpl:
+    """What the implementations of dense and of sparse attention share; it stands before vLLM's among the bases."""
 
     can_return_lse_for_decode: ClassVar[bool] = True
     lse_base_on_e: ClassVar[bool] = True
@@ -51,27 +26,56 @@ class ETAPImpl(MLACommonImpl[ETAPMetadata]):
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
     supports_pcp: ClassVar[bool] = True  # but not beside decode context parallelism: `why_not_parallel`
 
-    def __init__(self, **arguments) -> None:
-        """All by name, as vLLM gives them."""
-        super().__init__(**arguments)
-        config, asked = asked_of_kernels(arguments, self.kv_lora_rank)
-        policy = Policy.of(config, asked["num_heads"])
-        reason = why_unsupported(**asked, s_q=policy.max_s_q)
-        if reason:
-            raise NotImplementedError(f"{versions.NAME}: {reason}")
-        self._fp8_cache = asked["kv_cache_dtype"].startswith("fp8")
-        self._fp8_math = policy.fp8_math and self._fp8_cache
+    @staticmethod
+    def _asked_of_kernels(arguments: dict[str, Any], latent_dim: int) -> tuple[VllmConfig, dict[str, Any]]:
+        """vLLM's configuration, and by `why_unsupported`'s names what a layer made with these arguments asks of a call.
+
+        Raises NotImplementedError for variants of attention that no kernel computes.
+        """
+        for name in "alibi_slopes", "sliding_window", "logits_soft_cap":
+            if arguments[name]:
+                raise NotImplementedError(f"{versions.NAME}: {name} is not supported, got {arguments[name]}")
+        if arguments["attn_type"] != AttentionType.DECODER:
+            wanted = AttentionType.DECODER.value
+            raise NotImplementedError(f"{versions.NAME}: attn_type: wanted {wanted}, got {arguments['attn_type']}")
+        config = get_current_vllm_config()
+        # Decode context parallelism gathers the query heads of its ranks, which vLLM's class counts later until 0.27.
+        return config, {
+            "dtype": config.model_config.dtype,
+            "num_heads": arguments["num_heads"] * config.parallel_config.decode_context_parallel_size,
+            "head_dim": arguments["head_size"],
+            "v_head_dim": latent_dim,
+            "kv_cache_dtype": arguments["kv_cache_dtype"],
+        }
+
+    def _begin(self, config: VllmConfig, workspace_floats: int, types: str) -> None:
+        """Take the workspace as early as this vLLM wants it, and say in the log what decodes."""
         # The kernels round each query row by a scale of its own, if at all; vLLM would with one for all of them.
         self.supports_quant_query_input = False
-        types = engine_contract.types_text(asked["dtype"], self._fp8_cache, self._fp8_math)
-        _logger.info_once(f"{versions.NAME} decodes: {types}")
-        self._workspace_floats = policy.workspace_floats(num_compute_units())
+        logger.info_once(f"{versions.NAME} decodes: {types}")
+        self._workspace_floats = workspace_floats
         if not versions.reserves_in_profile_run(config):
             self.reserve_workspace()
 
     def reserve_workspace(self) -> None:
         """Claim the largest workspace that any step needs, while vLLM measures the memory that the model needs."""
         claim_workspace(self._workspace_floats)
+
+
+class ETAPImpl(KernelImpl, MLACommonImpl[ETAPMetadata]):
+    """One layer's MLA attention: decodes and short prompts by ETAP's kernels, prefill by vLLM's own."""
+
+    def __init__(self, **arguments) -> None:
+        """All by name, as vLLM gives them."""
+        super().__init__(**arguments)
+        config, asked = self._asked_of_kernels(arguments, self.kv_lora_rank)
+        policy = Policy.of(config, asked["num_heads"])
+        if reason := why_unsupported(**asked, s_q=policy.max_s_q):
+            raise NotImplementedError(f"{versions.NAME}: {reason}")
+        self._fp8_cache = asked["kv_cache_dtype"].startswith("fp8")
+        self._fp8_math = policy.fp8_math and self._fp8_cache
+        types = engine_contract.types_text(asked["dtype"], self._fp8_cache, self._fp8_math)
+        self._begin(config, policy.workspace_floats(num_compute_units()), types)
 
     def forward_mqa(
         self,

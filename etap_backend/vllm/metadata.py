@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from vllm.config import VllmConfig
 from vllm.distributed import get_dcp_group
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonMetadata,
@@ -22,13 +21,11 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from etap_backend import BuiltSchedule, DecodeSchedule, engine_contract
-from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS
+from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS, Run
 from etap_backend.vllm import versions
+from etap_backend.vllm.log import logger
 from etap_backend.vllm.policy import Policy
-from etap_backend.vllm.step_cuts import TokenRequests, cut, longest_decode, whole
-
-# vLLM gives its handler and level to loggers below "vllm" only.
-_logger = init_logger(f"vllm.{__name__}")
+from etap_backend.vllm.step_cuts import TokenRequests, cut, longest_decode
 
 
 def claim_workspace(floats: int) -> Tensor:
@@ -44,9 +41,8 @@ def claim_workspace(floats: int) -> Tensor:
 class DecodeRun(NamedTuple):
     """What one call decodes: query tokens of a step, and block table, lengths and schedule of their requests.
 
-    early_loads: as of `mla_decode`. vLLM's layer writes its rows of the cache before it brings the queries into the
-    latent space, so that all but the queries are older than the kernel before the call.
-    of_tokens: writes table and lengths anew where the requests are single tokens; None where they are vLLM's.
+    early_loads is `mla_decode`'s: all that the call reads but the queries is older than the kernel before it.
+    of_tokens writes table and lengths anew where the requests are single tokens; it is None where they are vLLM's.
     """
 
     tokens: slice
@@ -73,8 +69,7 @@ class ETAPMetadata(MLACommonMetadata[ETAPDecodeMetadata]):
 class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
     """Plans each step, once for all layers and outside the CUDA graph that reads the plan.
 
-    vLLM makes a builder for each micro-batch, so the schedules' buffers belong here. A step's calls need one each: all
-    are planned before the first layer.
+    vLLM makes a builder for each micro-batch, so that the schedules' buffers belong here, one for each call of a step.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -91,10 +86,10 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         num_heads = self.num_heads * self.dcp_world_size
         self.policy = policy = Policy.of(vllm_config, num_heads)
         self.reorder_batch_threshold = policy.longest
-        _logger.info_once(f"{versions.NAME} decodes: steps of up to {policy.longest} tokens a request")
+        logger.info_once(f"{versions.NAME} decodes: steps of up to {policy.longest} tokens a request")
         rows = num_heads * min(policy.verified, policy.max_s_q)
         if slow := engine_contract.small_pages_text(self.page_size, rows):
-            _logger.warning_once(f"{versions.NAME}: {slow}")
+            logger.warning_once(f"{versions.NAME}: {slow}")
         self._token_by_token = policy.token_by_token and policy.verified > 1
         self._causal = True  # of the step that is being built
         self._early_loads = versions.writes_rows_first(vllm_config, layer_names)
@@ -119,7 +114,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
             max_pages = self.model_config.max_model_len // self.page_size + 1
             group = get_dcp_group() if self.dcp_world_size > 1 else None  # which need not be there for one rank
             share = (group.world_size, group.rank_in_group, self.dcp_local_block_size) if group else (1, 0, 1)
-            self._token_requests = TokenRequests(policy.max_batch, max_pages, device, *share)
+            self._token_requests = TokenRequests(policy.max_batch, max_pages, device, share)
         # vLLM advances the lengths of draft steps on the device, but not those of a rank's share of the context.
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
 
@@ -158,7 +153,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         num_tokens = parts[-1].tokens.stop if parts else 0
         token_by_token = self._token_by_token or not self._causal
         if token_by_token and any(part.s_q != 1 for part in parts):
-            parts = [whole(parts)]
+            parts = [Run(slice(0, parts[-1].requests.stop), slice(0, num_tokens), 0)]
         total_lens = seq_lens_device if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device
         runs = []
         for (requests, tokens, s_q), schedule in zip(parts, self.schedules[: len(parts)], strict=True):

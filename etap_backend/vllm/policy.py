@@ -1,4 +1,4 @@
-"""How ETAP decodes under a configuration of vLLM: which requests, in how large calls, with which math."""
+"""How ETAP decodes under a configuration of vLLM: which requests, in how large calls, with which math; or why not."""
 
 from dataclasses import dataclass
 
@@ -13,10 +13,6 @@ FP8_MATH_OPTION = "etap_fp8_math"
 """`--additional-config '{"etap_fp8_math": true}'`: an FP8 cache is multiplied as it is, by queries rounded to e4m3;
 otherwise as float16, exactly. vLLM's configuration is the same for all ranks, an environment need not be.
 """
-FP8_MATH_IS_DENSE = (
-    f"{FP8_MATH_OPTION} multiplies FP8 caches of dense attention, and the model's is sparse: wanted false"
-)
-"""What a sparse model is refused with beside that option."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,15 @@ def why_not_parallel(config: VllmConfig | None) -> str | None:
     parallel = config and config.parallel_config
     if parallel and min(parallel.prefill_context_parallel_size, parallel.decode_context_parallel_size) > 1:
         return "prefill context parallelism beside decode context parallelism is not supported: wanted one of both"
+    return None
+
+
+def why_not_sparse(config: VllmConfig) -> str | None:
+    """Say why ETAP cannot run any sparse model under a configuration, or None; raises as `wants_fp8_math`."""
+    if getattr(config.attention_config, "hisparse_config", None):  # since 0.33
+        return "a KV cache in host memory (HiSparse) is not supported"
+    if wants_fp8_math(config):
+        return f"{FP8_MATH_OPTION} multiplies FP8 caches of dense attention, and the model's is sparse: wanted false"
     return None
 
 

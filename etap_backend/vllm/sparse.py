@@ -4,7 +4,6 @@ The layer's indexer writes for each query token which positions of its request i
 decoded, verify drafts or are a prompt's makes no difference then: one call takes them all, with nothing planned ahead.
 """
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
 import torch
@@ -12,9 +11,7 @@ import vllm.envs as envs
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.config.cache import CacheDType
-from vllm.logger import init_logger
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
-from vllm.platforms.interface import DeviceCapability
 from vllm.utils.platform_utils import num_compute_units
 from vllm.v1.attention.backend import AttentionLayer
 from vllm.v1.attention.backends.mla.flashattn_mla_sparse import (
@@ -25,31 +22,16 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_convert_dcp_index
 
 from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
-from etap_backend.limits import COMPUTE_CAPABILITY, HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
+from etap_backend.limits import HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
 from etap_backend.sparse import sparse_decode_shape
 from etap_backend.vllm import versions
-from etap_backend.vllm.impl import asked_of_kernels
+from etap_backend.vllm.backend import KernelBackend
+from etap_backend.vllm.impl import KernelImpl
 from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.policy import FP8_MATH_IS_DENSE, wants_fp8_math, why_not_parallel
-
-# vLLM gives its handler and level to loggers below "vllm" only.
-_logger = init_logger(f"vllm.{__name__}")
-
+from etap_backend.vllm.policy import why_not_sparse
 
 FORCE_MQA = "sparse_mla_force_mqa"
 """Of vLLM's attention configuration. Without it the longest prompt of a step decides how all of them attend."""
-
-
-def whole_tokens(tokens: int, partitions: int) -> Iterator[tuple[slice, int]]:
-    """Calls that split no token, so that its bits are its own: tokens of each, and partitions, which have equally many.
-
-    The library gives each of so many partitions whole tokens: split evenly, the longest one would have as many tiles.
-    """
-    even = tokens - tokens % partitions
-    if even:
-        yield slice(0, even), partitions
-    if even < tokens:
-        yield slice(even, tokens), tokens - even
 
 
 class ETAPSparseMetadataBuilder(FlashAttnMLASparseMetadataBuilder):
@@ -65,14 +47,8 @@ class ETAPSparseMetadataBuilder(FlashAttnMLASparseMetadataBuilder):
         super()._init_reorder_batch_threshold(reorder_batch_threshold, supports_spec_as_decode, True)
 
 
-class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
+class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
     """One layer's sparse MLA attention by ETAP's kernels; what vLLM computes densely stays vLLM's."""
-
-    can_return_lse_for_decode: ClassVar[bool] = True
-    lse_base_on_e: ClassVar[bool] = True
-    supports_dcp: ClassVar[bool] = True
-    supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
-    supports_pcp: ClassVar[bool] = True  # but not beside decode context parallelism: `why_not_parallel`
 
     def __init__(
         self,
@@ -85,33 +61,20 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
         """All by name, as vLLM gives them."""
         # Without the buffer vLLM 0.33 makes no group of layers that share converted indices, and no memory for them.
         super().__init__(**arguments)
-        config, asked = asked_of_kernels(arguments, self.kv_lora_rank)
-        reason = why_unsupported_sparse(**asked)
-        if reason is None and indexer is None and topk_indices_buffer is None:
-            reason = "indexer or topk_indices_buffer: wanted one of both, got None"
-        if reason:
+        config, asked = self._asked_of_kernels(arguments, self.kv_lora_rank)
+        no_lists = indexer is None and topk_indices_buffer is None
+        missing = "indexer or topk_indices_buffer: wanted one of both, got None" if no_lists else None
+        if reason := why_unsupported_sparse(**asked) or missing:
             raise NotImplementedError(f"{versions.NAME}: {reason}")
         # Asked for its buffer in each call: a draft model's gets the target's after its layers are made. The names are
         # those behind 0.33's property `topk_indices_buffer`, by which some models replace the buffer.
         self._indexer = indexer
         self._topk_indices_buffer = topk_indices_buffer
-        self.supports_quant_query_input = False
-        fp8_cache = asked["kv_cache_dtype"] == SPARSE_FP8
-        _logger.info_once(
-            f"{versions.NAME} decodes: sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
-        )
         self._num_sms = num_compute_units()
-        shape = sparse_decode_shape(asked["num_heads"])
-        self._row_groups = shape.row_groups
-        # With batch invariance, the most that a call is divided into.
-        self._invariant_partitions = shape.partitions(self._num_sms) if envs.VLLM_BATCH_INVARIANT else 0
-        self._workspace_floats = sparse_workspace_floats(asked["num_heads"], self._num_sms)
-        if not versions.reserves_in_profile_run(config):
-            self.reserve_workspace()
-
-    def reserve_workspace(self) -> None:
-        """Claim the workspace, the same for any step, while vLLM measures the memory that the model needs."""
-        claim_workspace(self._workspace_floats)
+        self._shape = sparse_decode_shape(asked["num_heads"])
+        self._batch_invariant = envs.VLLM_BATCH_INVARIANT
+        types = f"sparse attention, KV cache {SPARSE_FP8 if asked['kv_cache_dtype'] == SPARSE_FP8 else 'bfloat16'}"
+        self._begin(config, sparse_workspace_floats(asked["num_heads"], self._num_sms), types)
 
     def prepare_for_batch(self, attn_metadata: FlashAttnMLASparseMetadata | None) -> None:
         """Claim the workspace in the profile run, in which there is no batch.
@@ -143,7 +106,8 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
             e. Tokens without an index on this rank have output 0 and log-sum-exp -inf.
         """
         latent, rope = q if isinstance(q, tuple) else (q, None)
-        tokens = latent.shape[0]
+        rope = rope if self.qk_rope_head_dim else None
+        tokens, heads = latent.shape[:2]
         indices: Any = self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
         indices, block_table = indices[:tokens], attn_metadata.block_table
         request_ids = attn_metadata.req_id_per_token[:tokens]
@@ -161,33 +125,39 @@ class ETAPSparseImpl(SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
                 compact_valid_to_front=False,
             )
             block_table = request_ids = None
-        shared = {
-            "softmax_scale": self.scale,
-            "block_table": block_table,
-            "workspace": claim_workspace(self._workspace_floats),
-        }
-        rope = rope if self.qk_rope_head_dim else None
-        if not self._invariant_partitions:
-            more = {"q_rope": rope, "request_ids": request_ids, "num_sms": self._num_sms}
-            return sparse_mla_decode(latent, kv_c_and_k_pe_cache, indices, **shared, **more)
-        out = latent.new_empty(tokens, latent.shape[1], self.kv_lora_rank)
-        lse = latent.new_empty(tokens, latent.shape[1], dtype=torch.float32)
-        for rows, partitions in whole_tokens(tokens, self._invariant_partitions):
+        out = latent.new_empty(tokens, heads, self.kv_lora_rank)
+        lse = latent.new_empty(tokens, heads, dtype=torch.float32)
+        for rows, num_sms in self._calls(tokens):
             sparse_mla_decode(
                 latent[rows],
                 kv_c_and_k_pe_cache,
                 indices[rows],
-                **shared,
+                softmax_scale=self.scale,
                 q_rope=None if rope is None else rope[rows],
+                block_table=block_table,
                 request_ids=None if request_ids is None else request_ids[rows],
-                num_sms=partitions * self._row_groups,
+                workspace=claim_workspace(self._workspace_floats),
+                num_sms=num_sms,
                 out=out[rows],
                 lse=lse[rows],
             )
         return out, lse
 
+    def _calls(self, tokens: int) -> list[tuple[slice, int]]:
+        """Tokens of each call of a step, and the SMs that it is divided for.
 
-class ETAPSparseBackend(FlashMLASparseBackend):
+        With batch invariance no token is split, so that its bits are its own: the library gives each partition whole
+        tokens where all have equally many. Split evenly, the longest partition would have as many tiles.
+        """
+        if not self._batch_invariant:
+            return [(slice(0, tokens), self._num_sms)]
+        partitions = self._shape.partitions(self._num_sms)
+        even = tokens - tokens % partitions
+        calls = [(slice(0, even), partitions), (slice(even, tokens), tokens - even)]
+        return [(rows, parts * self._shape.row_groups) for rows, parts in calls if rows.start < rows.stop]
+
+
+class ETAPSparseBackend(KernelBackend, FlashMLASparseBackend):
     """Sparse MLA attention with ETAP's kernels; cache layouts, and the writing of the cache, are vLLM's own.
 
     The name stays FLASHMLA_SPARSE, as vLLM's own subclasses of it have it: by that name vLLM stores `fp8` in rows with
@@ -215,44 +185,16 @@ class ETAPSparseBackend(FlashMLASparseBackend):
         return [HEAD_DIM, LATENT_DIM]
 
     @classmethod
-    def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        """Hopper only."""
-        return (capability.major, capability.minor) == COMPUTE_CAPABILITY
-
-    @classmethod
-    def supports_batch_invariance(cls) -> bool:
-        """True: with VLLM_BATCH_INVARIANT=1 no token's list is split. What else that wants the combination says."""
-        return True
-
-    @classmethod
-    def supports_combination(
-        cls,
-        head_size: int,
-        dtype: torch.dtype,
-        kv_cache_dtype: CacheDType | None,
-        block_size: int | None,
-        use_mla: bool,
-        has_sink: bool,
-        use_sparse: bool,
-        use_mm_prefix: bool,
-        device_capability: DeviceCapability,
-    ) -> str | None:
-        """Say why the kernels cannot run this, or None when they can."""
-        reason = why_unsupported_sparse(
-            dtype=dtype,
-            head_dim=head_size,
-            kv_cache_dtype=SPARSE_FP8 if kv_cache_dtype == "fp8" else kv_cache_dtype,
-            compute_capability=(device_capability.major, device_capability.minor),
-        )
-        if reason is None and head_size == LATENT_DIM and kv_cache_dtype in ("fp8", SPARSE_FP8):
+    def _why_not(cls, use_sparse: bool, asked: dict) -> str | None:
+        fp8 = asked["kv_cache_dtype"] in ("fp8", SPARSE_FP8)
+        if reason := why_unsupported_sparse(**(asked | ({"kv_cache_dtype": SPARSE_FP8} if fp8 else {}))):
+            return reason
+        if fp8 and asked["head_dim"] == LATENT_DIM:
             # vLLM stores rows of 656 bytes even so, and the kernels take 528 for queries without rope.
-            reason = f"kv_cache_dtype {kv_cache_dtype} is not supported for a model without rope"
+            return f"kv_cache_dtype {asked['kv_cache_dtype']} is not supported for a model without rope"
         config = get_current_vllm_config()
-        # Not all versions have it.
-        if reason is None and getattr(config.attention_config, "hisparse_config", None):
-            reason = "a KV cache in host memory (HiSparse) is not supported"
-        if reason is None and wants_fp8_math(config):
-            reason = FP8_MATH_IS_DENSE
-        if reason is None and envs.VLLM_BATCH_INVARIANT and not getattr(config.attention_config, FORCE_MQA, False):
-            reason = f"batch invariance of sparse attention wants --attention-config '{{\"{FORCE_MQA}\": true}}'"
-        return reason or why_not_parallel(config) or engine_contract.why_no_library()
+        if reason := why_not_sparse(config):
+            return reason
+        if envs.VLLM_BATCH_INVARIANT and not getattr(config.attention_config, FORCE_MQA, False):
+            return f"batch invariance of sparse attention wants --attention-config '{{\"{FORCE_MQA}\": true}}'"
+        return None

@@ -57,11 +57,6 @@ def cut(starts: np.ndarray, num_tokens: int, verified: int) -> list[Run]:
     return runs
 
 
-def whole(runs: list[Run]) -> Run:
-    """One run of these, which is decoded token by token."""
-    return Run(slice(0, runs[-1].requests.stop), slice(0, runs[-1].tokens.stop), 0)
-
-
 def longest_decode(runs: list[Run], longest: int) -> int:
     """Most query tokens of the requests that a step decodes, at most `longest`, so that they are MAX_RUNS runs.
 
@@ -79,20 +74,16 @@ class TokenRequests:
     after another in the cache; with decode context parallelism a rank has some of them.
     """
 
-    def __init__(
-        self,
-        max_tokens: int,
-        max_pages: int,
-        device: torch.device,
-        dcp_size: int,
-        dcp_rank: int,
-        dcp_interleave: int,
-    ):
-        """Allocate for max_tokens query tokens of requests with max_pages pages on this rank."""
+    def __init__(self, max_tokens: int, max_pages: int, device: torch.device, share: tuple[int, int, int]):
+        """Allocate for max_tokens query tokens of requests with max_pages pages on this rank.
+
+        `share` is how many ranks share a context, which of them this is, and how many tokens that follow one another a
+        rank has.
+        """
         # Nothing here may outlast a step: vLLM's sleep mode gives the memory back with other contents.
         self._seq_lens = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_tokens, max_pages, dtype=torch.int32, device=device)
-        self._share = (dcp_size, dcp_rank, dcp_interleave)
+        self._share = share
 
     def fill(
         self, block_table: Tensor, seq_lens: Tensor, query_start_loc: Tensor, num_tokens: int, causal: bool = True

@@ -10,13 +10,13 @@ when its module has been imported. Versions: all. Goes when vLLM asks the regist
 import functools
 import importlib
 import importlib.machinery
-import logging
 import sys
 from importlib.abc import MetaPathFinder
 from types import ModuleType
 
 from etap_backend import engine_contract
 from etap_backend.vllm import auto
+from etap_backend.vllm.log import logger
 from etap_backend.vllm.versions import ENGINE, NAME
 
 MODULES = ("vllm.models.deepseek_v4.nvidia.model", "vllm.models.deepseek_v41.nvidia.model")
@@ -24,9 +24,6 @@ FUNCTION = "_select_dsv4_attn_cls"
 THEIRS = "DeepseekV4FlashMLAAttention"
 MARK = "_etap_layer"
 """Attribute of ETAP's layers."""
-
-# vLLM gives its handler and level to loggers below "vllm" only.
-_logger = logging.getLogger(f"vllm.{__name__}")
 
 
 class _Finder(MetaPathFinder):
@@ -54,7 +51,7 @@ def watch() -> None:
         sys.meta_path.insert(0, _Finder())
 
 
-def missing(module: ModuleType) -> list[str]:
+def _missing(module: ModuleType) -> list[str]:
     """What a model's module has not of what is used here, by name."""
     return [f"{module.__name__}:{name}" for name in (FUNCTION, THEIRS) if not hasattr(module, name)]
 
@@ -65,11 +62,11 @@ def why_no_layers() -> str | None:
     from etap_backend.vllm import deepseek_v4
 
     module = importlib.import_module(MODULES[0])
-    return ENGINE.why_lacking(missing(module) or deepseek_v4.lacking(getattr(module, THEIRS)))
+    return ENGINE.why_lacking(_missing(module) or deepseek_v4.lacking(getattr(module, THEIRS)))
 
 
 def _is_wanted(vllm_config) -> bool:
-    """Whether the layers of a configuration's model are to be ETAP's.
+    """Whether the layers of a configuration's model are to be ETAP's because ETAP was named.
 
     A draft model may come without the backend that was named for its target, and has that of the target's layers then,
     which are known by its configuration.
@@ -82,8 +79,8 @@ def _is_wanted(vllm_config) -> bool:
 
 def extend(module: ModuleType) -> None:
     """Let a model's module choose ETAP's layer where ETAP is selected, and do as before where it is not."""
-    if lacking := missing(module):
-        _logger.warning("%s; whatever is selected, it does not decode with %s", ENGINE.why_lacking(lacking), NAME)
+    if lacking := _missing(module):
+        logger.warning("%s; whatever is selected, it does not decode with %s", ENGINE.why_lacking(lacking), NAME)
         return
     theirs = getattr(module, FUNCTION)
     if hasattr(theirs, "etap"):

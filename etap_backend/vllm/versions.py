@@ -25,9 +25,8 @@ def why_no_indexer() -> str | None:
 def reserves_in_profile_run(vllm_config) -> bool:
     """Whether vLLM calls `reserve_workspace` of the implementation while it measures the memory that a model needs.
 
-    Reason: the hook exists since 0.33. Before, an implementation claims its workspace when it is constructed, which is
-    ahead of the measurement too. Where the hook exists, construction is too early: there the manager allocates from a
-    pool of its own, and not inside that of the weights. Kimi-K3 and Kimi-Linear have a layer of their own there, which
+    Reason: the hook exists since 0.33. Before, an implementation claims its workspace when it is constructed; where the
+    hook exists that is too early, in the pool of the weights. The layer of their own that Kimi-K3 and Kimi-Linear have
     calls nothing of an implementation while memory is measured: early is better than unmeasured.
     Versions: below 0.33, and of those models all. Goes when 0.33 is the oldest one supported and their layer calls it.
     """
@@ -40,9 +39,9 @@ def reserves_in_profile_run(vllm_config) -> bool:
 def writes_rows_first(vllm_config, layer_names: list[str]) -> bool:
     """Whether all rows that a call may read are written before the kernel ahead of it, but each request's new ones.
 
-    Reason: vLLM's MLA layer writes a step's rows, and brings its queries into the latent space then. The layer of its
-    own that Kimi-K3 and Kimi-Linear have writes them last. A request may hit blocks of the prefix cache that another
-    one of its step fills: that layer may still be writing them.
+    Reason: vLLM's MLA layer writes a step's rows, and brings its queries into the latent space then. The layer of
+    Kimi-K3 and Kimi-Linear writes them last, and a request may hit blocks of the prefix cache that another one of its
+    step fills.
     Versions: 0.33. Goes when that layer writes first, or tells that it does not.
     """
     from vllm.model_executor.layers.attention.mla_attention import MLAAttention
@@ -56,8 +55,7 @@ def writes_rows_first(vllm_config, layer_names: list[str]) -> bool:
 def max_decode_query_len(vllm_config) -> int:
     """Query tokens of a request that is decoded: 1, more with speculative decoding.
 
-    Reason: this rule is a function since 0.31. Before, it is inside `AttentionMetadataBuilder`, which is constructed
-    when memory has been measured.
+    Reason: this rule is a function since 0.31; before, it is inside a builder of metadata, which is made too late.
     Versions: below 0.31. Goes when 0.31 is the oldest one supported.
     """
     from vllm.v1.attention import backend

@@ -96,3 +96,8 @@ def test_methods_that_nobody_asks_for_or_nobody_can_call_are_named():
     of_some = ["newer", "field", "size"]
     assert engine_contract.misfits(Ours, of_some) == wanted
     assert engine_contract.lacking(lambda: [Ours, Base], of_some)[:4] == wanted
+
+
+def test_methods_of_a_class_of_ours_between_are_looked_at_too():
+    shared = type("Shared", (), {"__module__": "etap_backend.vllm.impl", "renamed": lambda self: None})
+    assert engine_contract.misfits(type("Ours", (shared, Base), {})) == [f"{__name__}:Base.renamed"]

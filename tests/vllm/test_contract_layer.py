@@ -16,7 +16,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker import workspace
 
 from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS
-from etap_backend.vllm import impl, metadata
+from etap_backend.vllm import impl, log
 from etap_backend.vllm.metadata import claim_workspace
 from etap_backend.vllm.policy import Policy
 from etap_backend.vllm.step_cuts import cut, longest_decode
@@ -92,7 +92,7 @@ def test_blocks_of_other_sizes(make, monkeypatch, block, lengths, s_q, arguments
 ], ids=str)  # fmt: skip
 def test_the_log_warns_of_small_blocks_for_many_rows(make, monkeypatch, arguments, rows):
     lines = []
-    monkeypatch.setattr(metadata._logger, "warning_once", lines.append)
+    monkeypatch.setattr(log.logger, "warning_once", lines.append)
     make(**arguments)
     assert [re.sub(":.*", "", line.removeprefix("ETAP: ")) for line in lines] == (
         [f"pages of {arguments['block_size']} tokens with {rows} query rows (heads * tokens) for each request"]

@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import inspect
+import itertools
 import logging
 import sys
 
@@ -253,10 +254,15 @@ def test_larger_blocks_are_split_into_the_largest_that_fit(engine_config, block,
         assert select_common_block_size(block, [ETAPBackend], [spec]) == split
 
 
+def of_us(ours):
+    """The class, and those of ours that stand before vLLM's among its bases."""
+    return [cls for cls in ours.__mro__ if cls.__module__.startswith("etap_backend.")]
+
+
 def overridden(ours, host):
     """Name, our function and the host's, of the methods that our class defines."""
-    for name, value in vars(ours).items():
-        if name.startswith("__") and name != "__init__":
+    for name, value in itertools.chain.from_iterable(vars(cls).items() for cls in of_us(ours)):
+        if name.startswith("_") and name != "__init__" and not hasattr(value, "__override__"):
             continue
         if callable(getattr(ours, name)) and isinstance(value, (staticmethod, classmethod, type(overridden))):
             yield name, getattr(ours, name), getattr(host, name, None)
@@ -299,7 +305,7 @@ def test_methods_can_be_called_as_the_hosts(ours, host):
 
 @pytest.mark.parametrize("ours, host", CLASSES, ids=lambda cls: cls.__name__)
 def test_class_attributes_are_ones_the_host_reads(ours, host):
-    for name in vars(ours).get("__annotations__", {}):
+    for name in itertools.chain.from_iterable(vars(cls).get("__annotations__", {}) for cls in of_us(ours)):
         assert hasattr(host, name) or name in NEW_ATTRIBUTES_SINCE_026, name
 
 

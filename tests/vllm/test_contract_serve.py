@@ -59,7 +59,7 @@ def test_engine_core_rebuilds_the_name_and_goes_on_to_the_missing_gpu(served):
     assert "'attention_backend': 'ETAP'" in log, log
     (core,) = set(map(int, ENGINE_CORE.findall(log)))
     # A virtual environment may be read twice, as lib and as lib64, so the witness may speak twice.
-    assert set(WITNESSED.findall(log)) == {(str(core), "etap_backend.vllm.registration.rebuild_member")}, log
+    assert set(WITNESSED.findall(log)) == {(str(core), "etap_backend.vllm.registration.backend_member")}, log
     assert re.search(rf"^\(EngineCore pid={core}\).*{NO_DEVICE}", log, re.MULTILINE), log
     assert TRAP not in log, log
 

@@ -15,7 +15,7 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 
-from etap_backend.vllm import deepseek_v4, v4_selection
+from etap_backend.vllm import deepseek_v4, log, v4_selection
 from support import vllm_v4_layer
 from support.vllm_v4_layer import RATIOS, STEPS
 
@@ -126,10 +126,10 @@ def test_a_layer_that_calls_no_prefill_of_flash_mla_is_refused(select, model, mo
 
 def test_a_model_without_the_function_is_told_of_and_left_alone(caplog):
     module = SimpleNamespace(__name__="vllm.models.deepseek_v4.nvidia.model")
-    with caplog.at_level("WARNING", logger=v4_selection._logger.name):
-        v4_selection._logger.addHandler(caplog.handler)
+    with caplog.at_level("WARNING", logger=log.logger.name):
+        log.logger.addHandler(caplog.handler)
         v4_selection.extend(module)
-        v4_selection._logger.removeHandler(caplog.handler)
+        log.logger.removeHandler(caplog.handler)
     assert "lacks what ETAP uses: vllm.models.deepseek_v4.nvidia.model:_select_dsv4_attn_cls" in caplog.text
     assert vars(module) == {"__name__": "vllm.models.deepseek_v4.nvidia.model"}
 
