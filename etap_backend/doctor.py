@@ -88,7 +88,7 @@ PLUGINS = (
         "from etap_backend.vllm import selected, v4_selection, versions\n"
         "if reason := selected.why_not(sparse=False): raise SystemExit(reason)",
         "selected.why_not(sparse=True) or versions.why_no_indexer()",
-        "--kv-cache-dtype auto, bfloat16 or fp8 (stored as fp8_ds_mla); models without rope (GLM-5.3-Flash) not in fp8",
+        "--kv-cache-dtype auto, bfloat16 or fp8 (stored as fp8_ds_mla)",
         "v4_selection.why_no_layers() or versions.why_no_indexer()",
         "--kv-cache-dtype fp8 (stored as fp8_ds_mla), V4.1 where vLLM has it",
     ),

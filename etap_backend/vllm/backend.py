@@ -1,7 +1,7 @@
 """The attention backend as vLLM selects it: names, classes and what it can run."""
 
 import math
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from vllm.config import get_current_vllm_config_or_none
@@ -49,7 +49,7 @@ class KernelBackend:
         device_capability: DeviceCapability,
     ) -> str | None:
         """Say why the kernels cannot run this, or None when they can."""
-        asked = {
+        asked: dict[str, Any] = {
             "dtype": dtype,
             "head_dim": head_size,
             "page_size": TILE_TOKENS if block_size is None else block_size,
@@ -60,7 +60,7 @@ class KernelBackend:
         return reason or engine_contract.why_no_library()
 
     @classmethod
-    def _why_not(cls, use_sparse: bool, asked: dict) -> str | None:
+    def _why_not(cls, use_sparse: bool, asked: dict[str, Any]) -> str | None:
         """What is particular to one of both; `asked` are arguments of `why_unsupported`."""
         raise NotImplementedError
 
@@ -128,7 +128,7 @@ class ETAPBackend(KernelBackend, MLACommonBackend):
         return hasattr(MLACommonMetadataBuilder, "supports_non_causal_multi_token_decode")
 
     @classmethod
-    def _why_not(cls, use_sparse: bool, asked: dict) -> str | None:
+    def _why_not(cls, use_sparse: bool, asked: dict[str, Any]) -> str | None:
         if reason := why_unsupported(**asked):
             return reason
         if asked["page_size"] % min(BLOCK_SIZES):

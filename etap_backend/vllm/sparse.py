@@ -1,4 +1,4 @@
-"""Sparse attention (DeepSeek-V3.2, GLM-5): the backend, what it plans for a step, and what each layer runs.
+"""Sparse attention (DeepSeek-V3.2, GLM-5, HY V4): the backend, what it plans for a step, and what each layer runs.
 
 The layer's indexer writes for each query token which positions of its request it attends to. Whether tokens are
 decoded, verify drafts or are a prompt's makes no difference then: one call takes them all, with nothing planned ahead.
@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_convert_dcp_index
 
 from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
-from etap_backend.limits import HEAD_DIM, LATENT_DIM, SPARSE_FP8, why_unsupported_sparse
+from etap_backend.limits import SPARSE_FP8, SPARSE_FP8_BYTES, why_unsupported_sparse
 from etap_backend.sparse import sparse_decode_shape
 from etap_backend.vllm import versions
 from etap_backend.vllm.backend import KernelBackend
@@ -56,6 +56,7 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         indexer: Any = None,
         topk_indices_buffer: Tensor | None = None,
         index_group_builder: object = None,
+        sinks: Tensor | None = None,
         **arguments,
     ) -> None:
         """All by name, as vLLM gives them."""
@@ -66,14 +67,23 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         missing = "indexer or topk_indices_buffer: wanted one of both, got None" if no_lists else None
         if reason := why_unsupported_sparse(**asked) or missing:
             raise NotImplementedError(f"{versions.NAME}: {reason}")
+        fp8_cache = asked["kv_cache_dtype"] == SPARSE_FP8
         # Asked for its buffer in each call: a draft model's gets the target's after its layers are made. The names are
         # those behind 0.33's property `topk_indices_buffer`, by which some models replace the buffer.
         self._indexer = indexer
         self._topk_indices_buffer = topk_indices_buffer
+        if sinks is not None and config.parallel_config.decode_context_parallel_size > 1:
+            # Each rank would weigh a sink against its own share of the context.
+            raise NotImplementedError(f"{versions.NAME}: sinks beside decode context parallelism are not supported")
+        self._sinks = sinks
+        # vLLM keeps rows with room for a rope part that the model has not; its dense prefill has no such room.
+        self._leaves_rope_out = fp8_cache and not self.qk_rope_head_dim
+        if self._leaves_rope_out:
+            self.supports_dense_mha_prefill = False
         self._num_sms = num_compute_units()
         self._shape = sparse_decode_shape(asked["num_heads"])
         self._batch_invariant = envs.VLLM_BATCH_INVARIANT
-        types = f"sparse attention, KV cache {SPARSE_FP8 if asked['kv_cache_dtype'] == SPARSE_FP8 else 'bfloat16'}"
+        types = f"sparse attention, KV cache {SPARSE_FP8 if fp8_cache else 'bfloat16'}"
         self._begin(config, sparse_workspace_floats(asked["num_heads"], self._num_sms), types)
 
     def prepare_for_batch(self, attn_metadata: FlashAttnMLASparseMetadata | None) -> None:
@@ -107,6 +117,8 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         """
         latent, rope = q if isinstance(q, tuple) else (q, None)
         rope = rope if self.qk_rope_head_dim else None
+        if self._leaves_rope_out:
+            kv_c_and_k_pe_cache = kv_c_and_k_pe_cache[..., :SPARSE_FP8_BYTES]
         tokens, heads = latent.shape[:2]
         indices: Any = self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
         indices, block_table = indices[:tokens], attn_metadata.block_table
@@ -136,6 +148,7 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
                 q_rope=None if rope is None else rope[rows],
                 block_table=block_table,
                 request_ids=None if request_ids is None else request_ids[rows],
+                sinks=self._sinks,
                 workspace=claim_workspace(self._workspace_floats),
                 num_sms=num_sms,
                 out=out[rows],
@@ -180,19 +193,22 @@ class ETAPSparseBackend(KernelBackend, FlashMLASparseBackend):
         return ETAPSparseImpl
 
     @classmethod
-    def get_supported_head_sizes(cls) -> list[int]:
-        """Widths of a query: with rope, and of a model without."""
-        return [HEAD_DIM, LATENT_DIM]
+    def supports_sink(cls) -> bool:
+        """True: HY V4 keeps a backend that takes its sinks, and gives them to the implementation."""
+        return True
 
     @classmethod
-    def _why_not(cls, use_sparse: bool, asked: dict) -> str | None:
-        fp8 = asked["kv_cache_dtype"] in ("fp8", SPARSE_FP8)
-        if reason := why_unsupported_sparse(**(asked | ({"kv_cache_dtype": SPARSE_FP8} if fp8 else {}))):
+    def _why_not(cls, use_sparse: bool, asked: dict[str, Any]) -> str | None:
+        if asked["kv_cache_dtype"] == "fp8":
+            asked = asked | {"kv_cache_dtype": SPARSE_FP8}
+        if reason := why_unsupported_sparse(**asked):
             return reason
-        if fp8 and asked["head_dim"] == LATENT_DIM:
-            # vLLM stores rows of 656 bytes even so, and the kernels take 528 for queries without rope.
-            return f"kv_cache_dtype {asked['kv_cache_dtype']} is not supported for a model without rope"
         config = get_current_vllm_config()
+        if config.model_config.hf_text_config.model_type.startswith("dots3_note"):
+            return (
+                "Dots3-Note's layers decode with backends of their own, DOTS3_NOTE_PADDED_MLA_SPARSE and TRITON_MLA, "
+                f"whatever is named: leave {versions.NAME} out"
+            )
         if reason := why_not_sparse(config):
             return reason
         if envs.VLLM_BATCH_INVARIANT and not getattr(config.attention_config, FORCE_MQA, False):

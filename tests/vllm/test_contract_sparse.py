@@ -90,7 +90,8 @@ def select(engine_config):
 
 @pytest.mark.parametrize("changes", [
     {}, {"kv_cache_dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}, {"kv_cache_dtype": "fp8_ds_mla"},
-    {"num_heads": 8}, {"num_heads": 128}, {"head_size": 512},
+    {"num_heads": 8}, {"num_heads": 128}, {"has_sink": True},
+    *(pytest.param({"head_size": 512, "kv_cache_dtype": cache}, marks=needs_glm5_next) for cache in ("auto", "fp8")),
 ], ids=str)  # fmt: skip
 def test_one_name_serves_sparse_and_dense_models(select, changes):
     assert select(**changes) is ETAPSparseBackend
@@ -109,11 +110,8 @@ def test_without_a_model_the_name_stands_for_the_dense_backend():
     ({"kv_cache_dtype": "float16"}, "kv_cache_dtype float16 is not supported"),
     ({"dtype": torch.float16}, "dtype float16 is not supported: wanted bfloat16"),
     ({"head_size": 320}, "head_dim 320 is not supported: wanted 576"),
-    ({"head_size": 512, "kv_cache_dtype": "fp8"}, "kv_cache_dtype fp8 is not supported for a model without rope"),
-    ({"head_size": 512, "kv_cache_dtype": "fp8_ds_mla"}, "is not supported for a model without rope"),
     ({"engine": {"block_size": 16}}, "block_size not supported"),
     ({"engine": {"block_size": 32}}, "block_size not supported"),
-    ({"has_sink": True}, "sink"),
     ({"use_sparse": False}, "non-sparse not supported"),
     ({"model": {}}, "sparse attention without index_topk in the model's configuration is not supported"),
 ], ids=str)  # fmt: skip
@@ -123,14 +121,29 @@ def test_refuses(select, changes, reason):
     assert reason in str(refusal.value)
 
 
-def test_hy_v4_replaces_etap_where_it_has_a_sink(engine_config):
-    """So vLLM's log names ETAP, and nothing of ETAP is made."""
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_hy_v4_keeps_etap_for_its_sinks(engine_config, cache):
     attention = pytest.importorskip("vllm.models.hy_v4.nvidia.attention", reason="vLLM 0.26 has no HY V4")
     layer = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, is_sparse=True, num_local_heads=HEADS)
     config = engine_config(attention_backend="ETAP", hf_overrides=SPARSE_MODEL)
     with set_current_vllm_config(config), set_default_torch_dtype(torch.bfloat16):
-        backend = attention.HYV4MLAAttention._resolve_sink_backend(layer, "auto")
-    assert backend.supports_sink() and not issubclass(backend, ETAPSparseBackend)
+        assert attention.HYV4MLAAttention._resolve_sink_backend(layer, cache) is ETAPSparseBackend
+
+
+def test_dots3_note_is_refused_with_what_it_uses_instead(engine_config):
+    """Its layers are made with what was named first, and then again with these."""
+    pytest.importorskip("vllm.models.dots3_note", reason="vLLM 0.26 has no Dots3-Note")
+    from vllm.models.dots3_note.nvidia import model
+    from vllm.transformers_utils.configs.dots3_note import Dots3NoteConfig
+
+    config = engine_config(attention_backend="ETAP", hf_overrides=SPARSE_MODEL)
+    config.model_config.hf_text_config.model_type = Dots3NoteConfig.model_type
+    selector._cached_get_attn_backend.cache_clear()
+    with set_current_vllm_config(config), pytest.raises(ValueError, match="ETAP is not valid") as refusal:
+        selector.get_attn_backend(**(LAYER | {"use_sparse": True, "num_heads": HEADS}))
+    selector._cached_get_attn_backend.cache_clear()
+    own = [model.Dots3NotePaddedSparseBackend.get_name(), model.Dots3NoteTritonMLABackend.get_name()]
+    assert f"Dots3-Note's layers decode with backends of their own, {' and '.join(own)}" in str(refusal.value)
 
 
 def test_what_vllm_lacks_for_sparse_attention_refuses_no_other_model(select, monkeypatch):
@@ -682,21 +695,60 @@ def arguments_of(layer, indexer):
     }  # fmt: skip
 
 
-def test_rows_without_rope(make):
-    """GLM-5.3-Flash: the rope part of the query has width 0."""
-    layer, builder, indexer = make()
-    no_rope = {"head_size": LATENT, "qk_rope_head_dim": 0, "qk_head_dim": NOPE}
+def attend(problem, q, token, width):
+    """Output and log-sum-exp of a token's list over so many columns of its rows."""
+    entries = problem.lists[token]
+    rows = problem.kv[token][entries[entries != NOTHING].long(), :width].double()
+    scores = q[token, :, :width].double() @ rows.T * SCALE
+    return scores.softmax(-1) @ rows[:, :LATENT], scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("cache", ["auto", pytest.param("fp8", marks=needs_glm5_next)])
+def test_rows_without_rope(make, cache):
+    """GLM-5.3-Flash: the rope part of the query has width 0; vLLM's FP8 rows have room for one, which is not read."""
+    layer, builder, indexer = make(cache=cache)
+    stored = layer.kv_cache_dtype
+    no_rope = {"head_size": LATENT, "qk_rope_head_dim": 0, "qk_head_dim": NOPE, "kv_cache_dtype": stored}
     impl = type(layer.impl)(**(arguments_of(layer, indexer) | no_rope))
-    problem = SparseProblem(LENGTHS, 1)
+    assert getattr(impl, "supports_dense_mha_prefill", True) is (cache == "auto")
+    problem = SparseProblem(LENGTHS, 1, cache)
     indexer.topk_indices_buffer[:4] = problem.lists
     latent = torch.randn(4, HEADS, LATENT).bfloat16()
-    cache = problem.cache[..., :LATENT].contiguous()
-    out, lse = impl.forward_mqa((latent, latent[..., :0]), cache, builder.build(0, problem.common_metadata()), layer)
-    for token, entries in enumerate(problem.lists):
-        rows = problem.kv[token][entries[entries != NOTHING].long(), :LATENT].double()
-        scores = latent[token].double() @ rows.T * SCALE
-        torch.testing.assert_close(lse[token].double(), scores.logsumexp(-1), rtol=1e-4, atol=1e-4)
-        torch.testing.assert_close(out[token].double(), scores.softmax(-1) @ rows, rtol=2e-2, atol=2e-2)
+    if cache == "fp8":
+        problem.cache[..., 528:] = 0xFF  # NaN
+    else:
+        problem.cache = problem.cache[..., :LATENT].contiguous()
+    metadata = builder.build(0, problem.common_metadata())
+    out, lse = impl.forward_mqa((latent, latent[..., :0]), problem.cache, metadata, layer)
+    for token in range(4):
+        exact, exact_lse = attend(problem, latent, token, LATENT)
+        torch.testing.assert_close(lse[token].double(), exact_lse, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(out[token].double(), exact, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("cache", ROW_BYTES)
+def test_sinks_weigh_in_as_a_key_without_a_value(make, cache):
+    """HY V4's: weights that are loaded when the layer has been made."""
+    layer, builder, indexer = make(cache=cache)
+    sinks = torch.nn.Parameter(torch.full((HEADS,), -torch.inf), requires_grad=False)
+    given = arguments_of(layer, indexer) | {"kv_cache_dtype": layer.kv_cache_dtype, "sinks": sinks}
+    impl = type(layer.impl)(**given)
+    sinks.data.copy_(torch.linspace(-2, 8, HEADS))
+    problem = SparseProblem(LENGTHS, 1, cache)
+    indexer.topk_indices_buffer[:4] = problem.lists
+    q = torch.randn(4, HEADS, LATENT + ROPE).bfloat16()
+    out, _ = impl.forward_mqa(q, problem.cache, builder.build(0, problem.common_metadata()), layer)
+    for token in range(4):
+        exact, lse = attend(problem, q, token, LATENT + ROPE)
+        exact = exact * torch.sigmoid(lse - sinks.double())[:, None]
+        torch.testing.assert_close(out[token].double(), exact, rtol=2e-2, atol=2e-2)
+
+
+def test_sinks_beside_decode_context_parallelism_are_refused(make, monkeypatch):
+    layer, builder, indexer = make()
+    monkeypatch.setattr(builder.vllm_config.parallel_config, "decode_context_parallel_size", 2)
+    with pytest.raises(NotImplementedError, match="ETAP: sinks beside decode context parallelism are not supported"):
+        type(layer.impl)(**arguments_of(layer, indexer), sinks=torch.zeros(HEADS))
 
 
 @pytest.mark.parametrize("changes, reason", [
