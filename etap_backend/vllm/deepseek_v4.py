@@ -21,7 +21,7 @@ from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_fl
 from etap_backend.limits import SPARSE_FP8, why_unsupported_sparse
 from etap_backend.vllm.log import logger
 from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.policy import why_not_sparse
+from etap_backend.vllm.policy import uses_hisparse, why_not_sparse
 from etap_backend.vllm.versions import ENGINE, NAME
 
 QUERY_HEADS = (8, 16, 32, 64, 128)
@@ -179,6 +179,8 @@ def why_not(base: type, config: VllmConfig) -> str | None:
     # Names of the one type of cache that vLLM keeps for these layers.
     if (cache := config.cache_config.cache_dtype) not in ("auto", "fp8", SPARSE_FP8):
         return f"kv_cache_dtype {cache} is not supported: wanted auto, fp8 or {SPARSE_FP8}"
+    if uses_hisparse(config):
+        return "a KV cache in host memory (HiSparse) is not supported"
     if envs.VLLM_BATCH_INVARIANT:
         return "batch invariance is not supported"
     if reason := why_not_sparse(config):

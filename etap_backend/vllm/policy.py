@@ -90,10 +90,13 @@ def why_not_parallel(config: VllmConfig | None) -> str | None:
     return None
 
 
+def uses_hisparse(config: VllmConfig) -> bool:
+    """Whether vLLM keeps a sparse model's cache in host memory, and on the GPU what lists name; since 0.33."""
+    return getattr(config.attention_config, "hisparse_config", None) is not None
+
+
 def why_not_sparse(config: VllmConfig) -> str | None:
     """Say why ETAP cannot run any sparse model under a configuration, or None; raises as `wants_fp8_math`."""
-    if getattr(config.attention_config, "hisparse_config", None):  # since 0.33
-        return "a KV cache in host memory (HiSparse) is not supported"
     if wants_fp8_math(config):
         return f"{FP8_MATH_OPTION} multiplies FP8 caches of dense attention, and the model's is sparse: wanted false"
     return None

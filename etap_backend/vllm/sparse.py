@@ -28,7 +28,7 @@ from etap_backend.vllm import versions
 from etap_backend.vllm.backend import KernelBackend
 from etap_backend.vllm.impl import KernelImpl
 from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.policy import why_not_sparse
+from etap_backend.vllm.policy import uses_hisparse, why_not_sparse
 
 FORCE_MQA = "sparse_mla_force_mqa"
 """Of vLLM's attention configuration. Without it the longest prompt of a step decides how all of them attend."""
@@ -60,8 +60,12 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         **arguments,
     ) -> None:
         """All by name, as vLLM gives them."""
-        # Without the buffer vLLM 0.33 makes no group of layers that share converted indices, and no memory for them.
-        super().__init__(**arguments)
+        self._hisparse = uses_hisparse(get_current_vllm_config())
+        lists = {}  # without them vLLM 0.33 makes no group of layers that share converted lists, and no memory for them
+        if self._hisparse:
+            lists = {"indexer": indexer, "topk_indices_buffer": topk_indices_buffer}
+            lists["index_group_builder"] = index_group_builder
+        super().__init__(**arguments, **lists)
         config, asked = self._asked_of_kernels(arguments, self.kv_lora_rank)
         no_lists = indexer is None and topk_indices_buffer is None
         missing = "indexer or topk_indices_buffer: wanted one of both, got None" if no_lists else None
@@ -93,6 +97,8 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         """
         if attn_metadata is None:
             self.reserve_workspace()
+        if self._hisparse:
+            super().prepare_for_batch(attn_metadata)
 
     def forward_mqa(
         self,
@@ -115,11 +121,9 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
             The output in the latent space, bfloat16 [tokens, heads, 512], and float32 [tokens, heads] log-sum-exp, base
             e. Tokens without an index on this rank have output 0 and log-sum-exp -inf.
         """
-        latent, rope = q if isinstance(q, tuple) else (q, None)
-        rope = rope if self.qk_rope_head_dim else None
-        if self._leaves_rope_out:
-            kv_c_and_k_pe_cache = kv_c_and_k_pe_cache[..., :SPARSE_FP8_BYTES]
-        tokens, heads = latent.shape[:2]
+        if self._hisparse:  # vLLM brings the rows to the GPU, and calls `_forward_mqa_kernel`
+            return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
+        tokens = len(q[0]) if isinstance(q, tuple) else len(q)
         indices: Any = self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
         indices, block_table = indices[:tokens], attn_metadata.block_table
         request_ids = attn_metadata.req_id_per_token[:tokens]
@@ -137,17 +141,48 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
                 compact_valid_to_front=False,
             )
             block_table = request_ids = None
+        return self._attend(q, kv_c_and_k_pe_cache, indices, block_table=block_table, request_ids=request_ids)
+
+    @engine_contract.override
+    def _forward_mqa_kernel(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_cache: Tensor,
+        topk_indices: Tensor,
+        valid_counts: Tensor,
+        *,
+        layer: AttentionLayer,
+        block_size: int,
+        is_decode: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """As `forward_mqa`, of lists of rows, int32 [tokens, top_k], of which the first int32 [tokens] count."""
+        return self._attend(q, kv_cache, topk_indices, valid_counts=valid_counts)
+
+    def _attend(
+        self,
+        q: Tensor | tuple[Tensor, Tensor],
+        kv_cache: Tensor,
+        indices: Tensor,
+        *,
+        block_table: Tensor | None = None,
+        **of_tokens: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """`sparse_mla_decode` of a step; `of_tokens` are its other arguments that have a row for each token."""
+        latent, rope = q if isinstance(q, tuple) else (q, None)
+        of_tokens["q_rope"] = rope if self.qk_rope_head_dim else None
+        if self._leaves_rope_out:
+            kv_cache = kv_cache[..., :SPARSE_FP8_BYTES]
+        tokens, heads = latent.shape[:2]
         out = latent.new_empty(tokens, heads, self.kv_lora_rank)
         lse = latent.new_empty(tokens, heads, dtype=torch.float32)
         for rows, num_sms in self._calls(tokens):
             sparse_mla_decode(
                 latent[rows],
-                kv_c_and_k_pe_cache,
+                kv_cache,
                 indices[rows],
                 softmax_scale=self.scale,
-                q_rope=None if rope is None else rope[rows],
                 block_table=block_table,
-                request_ids=None if request_ids is None else request_ids[rows],
+                **{name: None if value is None else value[rows] for name, value in of_tokens.items()},
                 sinks=self._sinks,
                 workspace=claim_workspace(self._workspace_floats),
                 num_sms=num_sms,
@@ -211,6 +246,8 @@ class ETAPSparseBackend(KernelBackend, FlashMLASparseBackend):
             )
         if reason := why_not_sparse(config):
             return reason
+        if envs.VLLM_BATCH_INVARIANT and uses_hisparse(config):
+            return "batch invariance beside a KV cache in host memory (HiSparse) is not supported"
         if envs.VLLM_BATCH_INVARIANT and not getattr(config.attention_config, FORCE_MQA, False):
             return f"batch invariance of sparse attention wants --attention-config '{{\"{FORCE_MQA}\": true}}'"
         return None

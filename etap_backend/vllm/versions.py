@@ -7,7 +7,7 @@ ENGINE = Engine("vLLM", "vllm", NAME, oldest="0.26.0", newest="0.33.0")
 
 HOOKS_OF_SOME = (
     *("reserve_workspace", "update_draft_decode_metadata", "prepare_for_batch"),
-    "supports_non_causal_multi_token_decode",
+    *("supports_non_causal_multi_token_decode", "_forward_mqa_kernel"),
     "get_kv_cache_stride_order",  # until layouts have names
 )
 """Methods of ours that only some of the versions ask for."""

@@ -34,7 +34,7 @@ ETAPBackend = AttentionBackendEnum.ETAP.get_class()
 
 # Methods that newer versions ask for and older ones do not have, and one that only 0.26 asks for.
 NEW_SINCE_026 = {
-    *("reserve_workspace", "update_draft_decode_metadata", "prepare_for_batch"),
+    *("reserve_workspace", "update_draft_decode_metadata", "prepare_for_batch", "_forward_mqa_kernel"),
 }
 GONE_SINCE_026 = {"get_kv_cache_stride_order"}
 NEW_ATTRIBUTES_SINCE_026 = {"supports_draft_decode_metadata_update", "supports_non_causal_multi_token_decode"}

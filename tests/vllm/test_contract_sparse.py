@@ -56,6 +56,9 @@ MODELS = Path(__file__).resolve().parents[2] / "configs/models"
 RANKS = 8
 GLM5_NEXT = importlib.util.find_spec("vllm.models.glm5next") is not None
 needs_glm5_next = pytest.mark.skipif(not GLM5_NEXT, reason="this vLLM has no GLM-5.3-Flash; 0.33 has")
+needs_hisparse = pytest.mark.skipif(
+    importlib.util.find_spec("vllm.v1.hisparse") is None, reason="vLLM 0.26 has no HiSparse"
+)
 TOP_K = 128  # as in vLLM's own tests of sparse backends
 H20_SMS = 78  # of the pretended GPU
 MAX_TOKENS = 2048
@@ -190,16 +193,13 @@ def test_refuses_other_gpus(select, monkeypatch, capability):
         select()
 
 
-def test_refuses_a_cache_in_host_memory(select, engine_config, monkeypatch):
-    config = engine_config(attention_backend="ETAP", hf_overrides=SPARSE_MODEL)
-    if not hasattr(config.attention_config, "hisparse_config"):
-        pytest.skip("vLLM 0.26 has no HiSparse")
-    monkeypatch.setattr(config.attention_config, "hisparse_config", object())
-    with set_current_vllm_config(config):
-        reason = ETAPSparseBackend.supports_combination(
-            576, torch.bfloat16, "auto", None, True, False, True, False, DeviceCapability(9, 0)
-        )
-    assert reason == "a KV cache in host memory (HiSparse) is not supported"
+@needs_hisparse
+def test_a_cache_in_host_memory_is_served_but_not_beside_batch_invariance(select, monkeypatch):
+    engine = {"attention_config": {"sparse_mla_force_mqa": True, "hisparse_config": {}}}
+    assert select(engine=engine) is ETAPSparseBackend
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    with pytest.raises(ValueError, match="batch invariance beside a KV cache in host memory .HiSparse. is not"):
+        select(engine=engine)
 
 
 class SparseProblem(Problem):
@@ -286,6 +286,7 @@ def interpreted(monkeypatch):
         from vllm.v1.attention.ops import metadata
 
         kernels = [(metadata, "_token_request"), (metadata, "_token_request_mapping_kernel"), (triton.language, "sum")]
+        kernels.append((triton.language, "cumsum"))
         kernels.append((sparse_utils.ConvertReqIndexToGlobalIndexKernel, "kernel"))
     for owner, name in kernels:
         monkeypatch.setattr(owner, name, InterpretedFunction(getattr(owner, name).fn))
@@ -724,6 +725,44 @@ def test_rows_without_rope(make, cache):
         exact, exact_lse = attend(problem, latent, token, LATENT)
         torch.testing.assert_close(lse[token].double(), exact_lse, rtol=1e-4, atol=1e-4)
         torch.testing.assert_close(out[token].double(), exact, rtol=2e-2, atol=2e-2)
+
+
+@needs_hisparse
+@pytest.mark.parametrize("resident", [True, False], ids=["prompts' rows on the GPU", "prompts' rows staged"])
+@pytest.mark.parametrize("cache", ROW_BYTES)
+def test_rows_of_a_cache_in_host_memory_are_read_where_vllm_brings_them(make, monkeypatch, cache, resident):
+    """vLLM's own layer, builder and `forward_mqa`; of the transfers, which need a GPU, what they leave is pretended."""
+    from vllm.v1.attention.backends.mla import index_group
+
+    problem = SparseProblem([70, 700, 130], [1, 1, 130], cache)
+    staged, hot, blocks = problem.cache, problem.cache.flip(0), len(problem.cache)
+    runtime = SimpleNamespace(hot=SimpleNamespace(attention_cache=hot))
+    prepared = []
+    handle = SimpleNamespace(
+        runtime=runtime, all_context_pages_resident=resident, prepare_group_for_batch=prepared.append
+    )
+    monkeypatch.setattr(index_group, "create_hisparse_cache_handle", lambda *_, **__: handle)
+    for name in "_create_side_stream", "_create_event":
+        monkeypatch.setattr(index_group, name, lambda *_: None)
+
+    def bring(group, layer, lists, step, **options):
+        assert options == {"block_stride_rows": None, "return_valid_counts": True}
+        block = step.block_table[step.req_id_per_token[: len(lists), None], lists.clamp(min=0) // BLOCK]
+        rows = ((blocks - 1 - block) * BLOCK + lists % BLOCK).masked_fill(lists == NOTHING, NOTHING)
+        return rows.sort(dim=1, descending=True).values.int(), (rows != NOTHING).sum(1).int()
+
+    def stage(group, layer, given, step):
+        assert given is problem.cache
+        return staged, step.block_table[2:], step.req_id_per_token[2 : problem.tokens] - 2
+
+    monkeypatch.setattr(index_group.HiSparseMLAIndexGroup, "convert_logical_to_physical_topk", bring)
+    monkeypatch.setattr(index_group.HiSparseMLAIndexGroup, "stage_prefill_rows", stage)
+    layer, builder, indexer = make(cache=cache, attention_config={"hisparse_config": {}})
+    assert layer.hisparse_cache is handle and builder.reorder_batch_threshold == 1
+    layer.impl.prepare_for_batch("a step")  # as the layer of DeepSeek-V3.2 calls it
+    assert prepared == ["a step"]
+    problem.cache = torch.full_like(staged.view(torch.uint8), 0xFF).view(staged.dtype)  # NaN
+    assert_as_exact_as_torch(run(layer, builder, indexer, problem), problem, layer)
 
 
 @pytest.mark.parametrize("cache", ROW_BYTES)

@@ -90,8 +90,13 @@ def set_fp8_math(config):
     config.additional_config = {"etap_fp8_math": True}
 
 
+def set_hisparse(config):
+    config.attention_config.hisparse_config = object()
+
+
 @in_both
 @pytest.mark.parametrize("change, reason", [
+    (set_hisparse, r"a KV cache in host memory \(HiSparse\) is not supported"),
     (set_pcp, "prefill_context_parallel_size 2 is not supported: wanted 1"),
     (set_dcp, "decode_context_parallel_size 2 is not supported: wanted 1"),
     (set_cache, "kv_cache_dtype bfloat16 is not supported: wanted auto, fp8 or fp8_ds_mla"),
