@@ -134,7 +134,7 @@ def make_layer(engine_config):
         return build_layer(config, heads, **(layer_arguments or {})), config
 
     yield make
-    for context in made:
+    for context in reversed(made):
         context.__exit__(None, None, None)
 
 
