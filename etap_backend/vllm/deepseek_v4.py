@@ -6,7 +6,6 @@ vLLM's, and so do the caches, their writing, the lists of rows, and the gatherin
 
 import functools
 import types
-from collections.abc import Callable
 from typing import Any, ClassVar
 
 import torch
@@ -82,35 +81,34 @@ class ETAPLayer:
         swa_only: bool,
         output: Tensor,
     ) -> None:
+        compressed = {}  # entries that the token attends to beside its window, in a cache of their own
+        if not swa_only and self.compress_ratio == 128:
+            compressed = {  # all of them, as rows of the cache
+                "extra_kv_cache": kv_cache,
+                "extra_indices": attn_metadata.c128a_global_decode_topk_indices[:, 0],
+                "extra_valid_counts": attn_metadata.c128a_decode_topk_lens,
+            }
+        elif not swa_only:
+            positions = self.topk_indices_buffer[: len(q)]
+            compressed = {  # those that the indexer chose, as positions
+                "extra_kv_cache": kv_cache,
+                "extra_indices": positions,
+                "extra_block_table": attn_metadata.block_table,
+                "request_ids": swa_metadata.token_to_req_indices[: len(q)],
+                "extra_valid_counts": _counts(swa_metadata, positions),
+            }
         sparse_mla_decode(
             q,
             self.swa_cache_layer.kv_cache,
             swa_metadata.decode_swa_indices[:, 0],
             softmax_scale=self.scale,
             valid_counts=swa_metadata.decode_swa_lens,
-            **({} if swa_only else self._etap_compressed(len(q), kv_cache, swa_metadata, attn_metadata)),
+            **compressed,
             sinks=self.attn_sink,
             workspace=claim_workspace(self._etap_workspace_floats),
             num_sms=self._etap_num_sms,
             out=output,
         )
-
-    def _etap_compressed(self, tokens: int, kv_cache: Tensor | None, swa_metadata: Any, attn_metadata: Any) -> dict:
-        """The second cache of a layer's decodes, and its rows that they attend to."""
-        if self.compress_ratio == 128:  # each compressed entry, as rows of the cache
-            return {
-                "extra_kv_cache": kv_cache,
-                "extra_indices": attn_metadata.c128a_global_decode_topk_indices[:, 0],
-                "extra_valid_counts": attn_metadata.c128a_decode_topk_lens,
-            }
-        positions = self.topk_indices_buffer[:tokens]
-        return {
-            "extra_kv_cache": kv_cache,
-            "extra_indices": positions,
-            "extra_block_table": attn_metadata.block_table,
-            "request_ids": swa_metadata.token_to_req_indices[:tokens],
-            "extra_valid_counts": _counts(swa_metadata, positions),
-        }
 
 
 def _counts(swa_metadata: Any, positions: Tensor) -> Tensor:
@@ -146,19 +144,15 @@ def _attend_to_gathered(
     )
 
 
-def _calling(method: Callable, **functions: Callable) -> Callable:
-    """The method, in which these names of its module stand for these functions."""
-    names = method.__globals__ | functions
-    ours = types.FunctionType(method.__code__, names, method.__name__, method.__defaults__, method.__closure__)
-    ours.__kwdefaults__ = method.__kwdefaults__
-    return engine_contract.override(ours)
-
-
 @functools.cache
 def derived(base: type) -> type:
-    """ETAP's layer, derived from vLLM's."""
-    prefill = _calling(base._forward_prefill, **{FLASH_MLA_PREFILL: _attend_to_gathered})
-    return type(f"ETAP{base.__name__}", (ETAPLayer, base), {"_forward_prefill": prefill})
+    """ETAP's layer, derived from vLLM's, whose own prefill finds our function by the name of FlashMLA's."""
+    theirs = base._forward_prefill
+    names = theirs.__globals__ | {FLASH_MLA_PREFILL: _attend_to_gathered}
+    prefill = types.FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__, theirs.__closure__)
+    prefill.__kwdefaults__ = theirs.__kwdefaults__
+    own = {"_forward_prefill": engine_contract.override(prefill)}
+    return type(f"ETAP{base.__name__}", (ETAPLayer, base), own)
 
 
 def lacking(base: type) -> list[str]:

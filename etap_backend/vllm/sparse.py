@@ -30,9 +30,6 @@ from etap_backend.vllm.impl import KernelImpl
 from etap_backend.vllm.metadata import claim_workspace
 from etap_backend.vllm.policy import uses_hisparse, why_not_sparse
 
-FORCE_MQA = "sparse_mla_force_mqa"
-"""Of vLLM's attention configuration. Without it the longest prompt of a step decides how all of them attend."""
-
 
 class ETAPSparseMetadataBuilder(FlashAttnMLASparseMetadataBuilder):
     """vLLM's own for a backend without a schedule; with decode context parallelism requests may be of any length."""
@@ -91,7 +88,7 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         self._begin(config, sparse_workspace_floats(asked["num_heads"], self._num_sms), types)
 
     def prepare_for_batch(self, attn_metadata: FlashAttnMLASparseMetadata | None) -> None:
-        """Claim the workspace in the profile run, in which there is no batch.
+        """Claim the workspace in the profile run, in which there is no batch; with HiSparse make a batch's rows ready.
 
         vLLM 0.33's own layer of DeepSeek-V3.2 and GLM-5 calls this there, and never `reserve_workspace`.
         """
@@ -165,11 +162,12 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         indices: Tensor,
         *,
         block_table: Tensor | None = None,
-        **of_tokens: Tensor | None,
+        request_ids: Tensor | None = None,
+        valid_counts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`sparse_mla_decode` of a step; `of_tokens` are its other arguments that have a row for each token."""
+        """`sparse_mla_decode` of a step; what is not said here is as there."""
         latent, rope = q if isinstance(q, tuple) else (q, None)
-        of_tokens["q_rope"] = rope if self.qk_rope_head_dim else None
+        rope = rope if self.qk_rope_head_dim else None
         if self._leaves_rope_out:
             kv_cache = kv_cache[..., :SPARSE_FP8_BYTES]
         tokens, heads = latent.shape[:2]
@@ -181,8 +179,10 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
                 kv_cache,
                 indices[rows],
                 softmax_scale=self.scale,
+                q_rope=None if rope is None else rope[rows],
                 block_table=block_table,
-                **{name: None if value is None else value[rows] for name, value in of_tokens.items()},
+                request_ids=None if request_ids is None else request_ids[rows],
+                valid_counts=None if valid_counts is None else valid_counts[rows],
                 sinks=self._sinks,
                 workspace=claim_workspace(self._workspace_floats),
                 num_sms=num_sms,
@@ -248,6 +248,7 @@ class ETAPSparseBackend(KernelBackend, FlashMLASparseBackend):
             return reason
         if envs.VLLM_BATCH_INVARIANT and uses_hisparse(config):
             return "batch invariance beside a KV cache in host memory (HiSparse) is not supported"
-        if envs.VLLM_BATCH_INVARIANT and not getattr(config.attention_config, FORCE_MQA, False):
-            return f"batch invariance of sparse attention wants --attention-config '{{\"{FORCE_MQA}\": true}}'"
+        # Without it the longest prompt of a step decides how all of them attend.
+        if envs.VLLM_BATCH_INVARIANT and not getattr(config.attention_config, "sparse_mla_force_mqa", False):
+            return "batch invariance of sparse attention wants --attention-config '{\"sparse_mla_force_mqa\": true}'"
         return None
