@@ -17,12 +17,14 @@ from sglang.srt.layers.attention.flashmla_backend import (
     get_num_kv_index_blocks_flashmla,
     maybe_create_verify_mask,
 )
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_spec
 from torch import Tensor
 
 from etap_backend import BuiltSchedule, DecodeSchedule, engine_contract, mla_decode, why_unsupported
 from etap_backend.sglang import arguments, versions
+from etap_backend.sglang.policy import Policy
 from etap_backend.sglang.prompts import prompt_runs
+from etap_backend.sglang.versions import refuse
 from etap_backend.short_prompts import MAX_RUNS, Run, short_prompt_tokens
 
 _logger = logging.getLogger(__name__)
@@ -42,34 +44,27 @@ class DecodeCall(NamedTuple):
         return rows[self.tokens].unflatten(0, (self.schedule.batch, self.schedule.s_q))
 
 
-def _heads(model_runner) -> int:
-    """Query heads that a decode step has on this GPU."""
-    parallel = get_parallel()
-    # Decode context parallelism gathers the heads of its ranks.
-    return model_runner.model_config.num_attention_heads // parallel.attn_tp_size * parallel.attn_dcp_size
-
-
-def _why_unsupported(model_runner) -> str | None:
+def _check(model_runner, policy: Policy, prefills: bool) -> None:
+    """Raise ValueError where the kernels cannot run this model or these arguments; the text says why."""
     if not model_runner.use_mla_backend:
-        return "the model's attention is not MLA (a draft model has --speculative-draft-attention-backend)"
-    config, spec = model_runner.model_config, get_spec()
-    if model_runner.is_draft_worker and spec.speculative_algorithm in arguments.BLOCK_ALGORITHMS:
-        return f"a draft model of {spec.speculative_algorithm} attends without a mask: wanted another backend for it"
-    on_gpu = torch.device(model_runner.device).type == "cuda"
-    reason = why_unsupported(
-        dtype=model_runner.dtype,
-        num_heads=_heads(model_runner),
-        head_dim=config.kv_lora_rank + config.qk_rope_head_dim,
-        v_head_dim=config.kv_lora_rank,
-        page_size=model_runner.page_size,
-        kv_cache_dtype=model_runner.kv_cache_dtype,
-        compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
-    )
-    reason = reason or arguments.why_page_size(model_runner.page_size)
-    reason = reason or arguments.why_unsupported_speculation(
-        spec.speculative_algorithm, spec.speculative_eagle_topk, get_parallel().attn_dcp_size
-    )
-    return reason or engine_contract.why_no_library()
+        refuse("the model's attention is not MLA (a draft model has --speculative-draft-attention-backend)")
+    config, algorithm = model_runner.model_config, get_spec().speculative_algorithm
+    if model_runner.is_draft_worker and algorithm in arguments.BLOCK_ALGORITHMS:
+        refuse(f"a draft model of {algorithm} attends without a mask: wanted another backend for it")
+    widths = {"head_dim": config.kv_lora_rank + config.qk_rope_head_dim, "v_head_dim": config.kv_lora_rank}
+    policy.check(model_runner, why_unsupported, **widths, kv_cache_dtype=model_runner.kv_cache_dtype)
+    refuse(arguments.why_page_size(model_runner.page_size))
+    if prefills and model_runner.kv_cache_dtype != model_runner.dtype and versions.captures_prefill():
+        refuse(arguments.FP8_PREFILL_GRAPH)
+
+
+def _make_prefill(model_runner, policy: Policy) -> AttentionBackend:
+    if not policy.deterministic:
+        return FlashInferMLAAttnBackend(model_runner)
+    # Here, because it imports kernels that nothing else needs.
+    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+
+    return FlashAttentionBackend(model_runner)
 
 
 @FlashMLABackend.register  # SGLang captures CUDA graphs of draft extension for the classes that it knows
@@ -114,12 +109,8 @@ class ETAPBackend(AttentionBackend):
         Raises:
             ValueError: the kernels cannot run this model or these arguments; the text says why.
         """
-        fp8_cache = model_runner.kv_cache_dtype != model_runner.dtype
-        reason = _why_unsupported(model_runner)
-        if reason is None and fp8_cache and not skip_prefill and versions.captures_prefill():
-            reason = arguments.FP8_PREFILL_GRAPH
-        if reason:
-            raise ValueError(f"attention backend {versions.NAME}: {reason}")
+        self.policy = policy = Policy.of(model_runner)
+        _check(model_runner, policy, prefills=not skip_prefill)
         super().__init__()
         # What SGLang reads of a backend, beside what the steps need.
         self.device, self.page_size = model_runner.device, model_runner.page_size
@@ -133,54 +124,47 @@ class ETAPBackend(AttentionBackend):
         versions.register_model_support()
         if versions.scales_queries(model_runner.model_config):
             versions.register_scaled_queries()
-        self._deterministic = versions.is_deterministic()
-        self.prefill = None if skip_prefill else self._make_prefill(model_runner)
+        self.prefill = None if skip_prefill else _make_prefill(model_runner, policy)
+        fp8_cache = self.data_type != model_runner.dtype
         self._fp8_math = fp8_cache and fp8_math
         self.draft_step, self._fills_table = draft_step, fills_table
-        self._returns_lse = get_parallel().attn_dcp_size > 1
-        self._num_heads = _heads(model_runner)
-        drafts = (self.num_draft_tokens if draft_step is None else None) or 1
-        options = {"fp8_cache": fp8_cache, "fp8_math": self._fp8_math, "batch_invariant": self._deterministic}
-        self._allocate(drafts, first, options | {"device": self.device})
+        self._allocate(policy.verified if draft_step is None else 1, first, fp8_cache)
         if draft_step is None:
-            self._log(model_runner.dtype, drafts)
+            types = engine_contract.types_text(model_runner.dtype, fp8_cache, self._fp8_math)
+            _logger.info("Attention backend %s: %s", versions.NAME, types)
+            if slow := engine_contract.small_pages_text(self.page_size, policy.num_heads * policy.verified):
+                _logger.warning("Attention backend %s: %s", versions.NAME, slow)
 
-    def _make_prefill(self, model_runner) -> AttentionBackend:
-        if not self._deterministic:
-            return FlashInferMLAAttnBackend(model_runner)
-        # Here, because it imports kernels that nothing else needs.
-        from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+    def _allocate(self, s_q: int, first: "ETAPBackend | None", fp8_cache: bool) -> None:
+        """Make the buffers of a step's plan: `s_q` query tokens of a request in all calls but a prompt's.
 
-        return FlashAttentionBackend(model_runner)
-
-    def _log(self, dtype: torch.dtype, drafts: int) -> None:
-        types = engine_contract.types_text(dtype, self.data_type != dtype, self._fp8_math)
-        _logger.info("Attention backend %s: %s", versions.NAME, types)
-        if slow := engine_contract.small_pages_text(self.page_size, self._num_heads * drafts):
-            _logger.warning("Attention backend %s: %s", versions.NAME, slow)
-
-    def _allocate(self, drafts: int, first: "ETAPBackend | None", options: dict) -> None:
-        """Make the buffers of a step's plan: `drafts` query tokens of a request in all calls but a prompt's."""
-        # SGLang pads a step so that the ranks divide each half of it.
-        multiple = 2 * get_parallel().attn_tp_size
-        max_requests = -(-self.req_to_token_pool.size // multiple) * multiple
-        workspace = None if first is None else first.schedule.workspace
-        # Calls of a step are planned before the first layer, each in buffers of its own. All share a workspace.
-        self._prompt_schedules: list[DecodeSchedule] = []
-        if self.prefill is not None and not self._deterministic:
-            most = short_prompt_tokens(self._num_heads)
-            for _ in range(MAX_RUNS):
-                schedule = DecodeSchedule(max_requests, self._num_heads, max_s_q=most, workspace=workspace, **options)
-                workspace = schedule.workspace
-                self._prompt_schedules.append(schedule)
-        self.schedule = DecodeSchedule(max_requests, self._num_heads, max_s_q=drafts, workspace=workspace, **options)
+        Calls of a step are planned before the first layer, each in buffers of its own. All share a workspace.
+        """
+        policy, workspace = self.policy, None if first is None else first.schedule.workspace
+        # Prompts that must not depend on those beside them are all the prefill backend's.
+        prompts = MAX_RUNS if self.prefill is not None and not policy.deterministic else 0
+        made = []
+        for most in (*[short_prompt_tokens(policy.num_heads)] * prompts, s_q):
+            schedule = DecodeSchedule(
+                policy.max_requests,
+                policy.num_heads,
+                max_s_q=most,
+                device=self.device,
+                workspace=workspace,
+                batch_invariant=policy.deterministic,
+                fp8_cache=fp8_cache,
+                fp8_math=self._fp8_math,
+            )
+            workspace = schedule.workspace
+            made.append(schedule)
+        *self._prompt_schedules, self.schedule = made
         if first is None:
             # With pages of one token it is as large as SGLang's own table.
             pages = -(-self.req_to_token.shape[1] // self.page_size)
-            self._block_table = torch.zeros(max_requests, pages, dtype=torch.int32, device=self.device)
+            self._block_table = torch.zeros(policy.max_requests, pages, dtype=torch.int32, device=self.device)
         else:
             self._block_table = first._block_table
-        self._seq_lens = torch.zeros(max_requests, dtype=torch.int32, device=self.device)
+        self._seq_lens = torch.zeros(policy.max_requests, dtype=torch.int32, device=self.device)
 
     @property
     def verify_mask(self):
@@ -193,11 +177,9 @@ class ETAPBackend(AttentionBackend):
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int, block_kv_indices: Tensor | None = None) -> None:
         """Prepare for CUDA graphs of up to max_bs requests; they read the buffers that every step reads."""
-        if max_bs > self.schedule.max_batch:
-            raise ValueError(
-                f"max_bs: wanted at most {self.schedule.max_batch} requests in a CUDA graph, those that the request "
-                f"pool holds, got {max_bs}"
-            )
+        if max_bs > (most := self.policy.max_requests):
+            wanted = f"wanted at most {most} requests in a CUDA graph, those that the request pool holds"
+            refuse(f"max_bs: {wanted}, got {max_bs}")
         if self.num_draft_tokens:
             self._verify_mask = maybe_create_verify_mask(
                 is_draft_runner=self.is_draft_runner,
@@ -216,7 +198,7 @@ class ETAPBackend(AttentionBackend):
             # Its lengths have what was verified; the queries are always a whole window.
             whole_window = forward_batch.seq_lens - forward_batch.extend_seq_lens + self.num_draft_tokens
             self._plan_alike(forward_batch, whole_window, 0, self.num_draft_tokens)
-        elif self._decodes(mode):
+        elif mode.is_decode_or_idle() or mode.is_target_verify():
             self.init_forward_metadata_out_graph(forward_batch)
         elif runs := self._prompt_runs(forward_batch):
             self._plan(forward_batch, forward_batch.seq_lens, 0, zip(runs, self._prompt_schedules, strict=False))
@@ -236,7 +218,7 @@ class ETAPBackend(AttentionBackend):
         elif mode.is_target_verify():
             if getattr(forward_batch.spec_info, "ragged_verify_layout", None) is not None:
                 wanted = "wanted as many drafts of each request (SGLANG_RAGGED_VERIFY_MODE=static)"
-                raise ValueError(f"attention backend {versions.NAME}: ragged verification is not supported: {wanted}")
+                refuse(f"ragged verification is not supported: {wanted}")
             self._plan_alike(forward_batch, forward_batch.seq_lens, self.num_draft_tokens, self.num_draft_tokens)
         elif mode.is_draft_extend_v2():
             self._plan_alike(forward_batch, forward_batch.seq_lens, 0, self.num_draft_tokens)
@@ -244,20 +226,16 @@ class ETAPBackend(AttentionBackend):
             new_drafts = 0 if self.draft_step is None else self.draft_step + 1
             self._plan_alike(forward_batch, forward_batch.seq_lens, new_drafts, 1)
         else:
-            raise ValueError(f"attention backend {versions.NAME}: no full CUDA graph of {mode.name} is supported")
+            refuse(f"no full CUDA graph of {mode.name} is supported")
 
     def _prompt_runs(self, forward_batch) -> list[Run]:
         """The calls that decode a step of short prompts, which the model routes to the latent rows; none for others."""
-        runs = prompt_runs(forward_batch, self._num_heads)
-        rows = self._num_heads * max((run.s_q for run in runs), default=0)
+        runs = prompt_runs(forward_batch, self.policy.num_heads)
+        rows = self.policy.num_heads * max((run.s_q for run in runs), default=0)
         # FlashInfer's prefill of latent rows gathers small pages faster than our kernels for many rows, but would copy
         # the whole of an FP8 cache.
         slow = engine_contract.small_pages_text(self.page_size, rows) and not self.schedule.fp8_cache
         return [] if slow else runs
-
-    @staticmethod
-    def _decodes(mode) -> bool:
-        return mode.is_decode_or_idle() or mode.is_target_verify() or mode.is_draft_extend_v2()
 
     def _plan_alike(self, forward_batch, seq_lens: Tensor, new_tokens: int, s_q: int) -> None:
         """`_plan` of one call, in which each request has s_q query tokens."""
@@ -283,13 +261,12 @@ class ETAPBackend(AttentionBackend):
             calls: runs of requests, all of them together, and whose buffers their plans take.
             early_loads: as of `mla_decode`.
         """
-        requests, most = forward_batch.batch_size, self.schedule.max_batch
-        if requests > most:
-            wanted = f"wanted at most {most} requests in a step, those that the request pool holds, got {requests}"
-            raise ValueError(f"attention backend {versions.NAME}: {wanted}")
+        requests = forward_batch.batch_size
+        if requests > (most := self.policy.max_requests):
+            refuse(f"wanted at most {most} requests in a step, those that the request pool holds, got {requests}")
         lengths, table = self._seq_lens[:requests], self._block_table[:requests]
         torch.add(seq_lens[:requests], new_tokens, out=lengths)
-        if self._returns_lse:
+        if self.policy.ranks > 1:
             versions.fill_rank_share(self, forward_batch.req_pool_indices, lengths, table)
         elif self._fills_table:
             blocks = get_num_kv_index_blocks_flashmla(table.shape[1], self.page_size)
@@ -337,9 +314,13 @@ class ETAPBackend(AttentionBackend):
             [tokens, heads * 512]; under decode context parallelism with float32 [tokens, heads] log-sum-exp, base e.
         """
         if layer.logit_cap:
-            raise ValueError(f"attention backend {versions.NAME}: logit_cap {layer.logit_cap} is not supported")
+            refuse(f"logit_cap {layer.logit_cap} is not supported")
         if k is not None and save_kv_cache:
-            self._write(k, v, k_rope, layer, forward_batch)
+            location = versions.write_location(forward_batch)
+            if k_rope is None:
+                self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+            else:
+                self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
         heads, width = layer.tp_q_head_num, layer.head_dim if q_rope is None else layer.v_head_dim
         q = q.view(-1, heads, width)
         if q_rope is not None:
@@ -365,37 +346,15 @@ class ETAPBackend(AttentionBackend):
             )
         if len(out) > call.tokens.stop:  # ranks pad steps to one size, some behind their plan
             out[call.tokens.stop :] = 0
-        return (out.flatten(1), lse) if self._returns_lse else out.flatten(1)
+        return (out.flatten(1), lse) if self.policy.ranks > 1 else out.flatten(1)
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs: int | None) -> None:
         """Nothing, where SGLang plans a verification beside the drafting: the plan does not depend on the drafts."""
 
-    def _write(self, k: Tensor, v: Tensor | None, k_rope: Tensor | None, layer, forward_batch) -> None:
-        location = versions.write_location(forward_batch)
-        if k_rope is None:
-            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
-        else:
-            self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
-
-    def forward_extend(
-        self,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        layer,
-        forward_batch,
-        save_kv_cache: bool = True,
-        q_rope: Tensor | None = None,
-        k_rope: Tensor | None = None,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Verify drafts, extend a draft model's cache and serve short prompts as `forward_decode` does.
-
-        Other prefill as FlashInfer does.
-        """
-        inputs = (q, k, v, layer, forward_batch, save_kv_cache, q_rope, k_rope)
-        if self.forward_metadata is not None:
-            return self.forward_decode(*inputs)
-        return self.prefill.forward_extend(*inputs)
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **parts):
+        """As `forward_decode` for drafts to verify, a draft model's cache and short prompts, else as `prefill` does."""
+        forward = self.prefill.forward_extend if self.forward_metadata is None else self.forward_decode
+        return forward(q, k, v, layer, forward_batch, save_kv_cache, **parts)
 
 
 class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
@@ -412,7 +371,7 @@ class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
             ValueError: topk is not 1, or the kernels cannot run the draft model; the text says why.
         """
         if topk != 1:
-            raise ValueError(f"attention backend {versions.NAME}: topk: wanted 1, a chain of drafts, got {topk}")
+            refuse(f"topk: wanted 1, a chain of drafts, got {topk}")
         self.topk = topk
         self.speculative_num_steps = speculative_num_steps
         self.attn_backends: list[ETAPBackend] = []

@@ -7,25 +7,37 @@ the function of SGLang that it extends, and what would happen without.
 import functools
 import inspect
 import logging
+import logging.handlers
 import pkgutil
 
 from etap_backend import engine_contract
 from etap_backend.limits import TILE_TOKENS
 from etap_backend.sglang import arguments, versions
-from etap_backend.sglang.versions import (
-    DRAFT_HOOK,
-    ENGINE,
-    FP8_MATH_NAME,
-    NAME,
-    NAMES,
-    PAGE_HOOK,
-    SPARSE_HOOK,
-    V4_DRAFT_HOOK,
-    V4_NAME,
-    V4_STEPS_HOOK,
-)
+from etap_backend.sglang.versions import DRAFT_HOOK, ENGINE, FP8_MATH_NAME, NAME, NAMES, PAGE_HOOK, SPARSE_HOOK, V4_NAME
 
 _logger = logging.getLogger(__name__)
+
+LISTS = (
+    "add_attention_backend_choices",
+    "add_deterministic_attention_backend_choices",
+    "add_radix_supported_deterministic_attention_backend_choices",
+)
+"""Functions that extend the choices of `--attention-backend` and its kin, and the names that may be deterministic and
+keep the radix cache then (without: refused)."""
+PREFIX_LIST = "add_chunked_prefix_cache_attention_backend"
+"""The one for the backends that may use the chunked prefix cache (without: it is off)."""
+NEEDED = (
+    PAGE_HOOK,
+    DRAFT_HOOK,
+    "sglang.srt.layers.attention.attention_registry.register_attention_backend",
+    "sglang.srt.plugins.hook_registry.HookRegistry.register",
+    *(f"sglang.srt.server_args.{name}" for name in (*LISTS, PREFIX_LIST)),
+)
+"""What is extended or called to enter the names: where one is gone they stay unknown."""
+V4_HOOKS = (versions.V4_DRAFT_HOOK, versions.V4_STEPS_HOOK)
+"""What is hooked for DeepSeek-V4 besides: where one is gone, that model is refused."""
+OF_SOME = ("init_mha_chunk_metadata", "extend_dummy_seqs_capped_by_req_pool")
+"""What SGLang asks of a backend where it has it, and of its own classes only some versions have."""
 
 
 class Unavailable(RuntimeError):
@@ -40,8 +52,8 @@ def register() -> None:
     try:
         if reason := why_unregistered():
             _logger.warning("etap-backend: %s; other attention backends are not affected", reason)
-            return
-        _register_names()
+        else:
+            _register_names()
     except Exception as error:
         text = "etap-backend: the attention backend %s is not available: %s: %s"
         _logger.error(text, NAME, type(error).__name__, error)
@@ -49,21 +61,15 @@ def register() -> None:
 
 
 def _register_names() -> None:
-    """Enter ETAP where SGLang looks while it reads its arguments and makes its backends.
-
-    The lists are the choices of `--attention-backend` and its kin, those of the draft's backend where it has a list of
-    its own, those that may be deterministic and keep the radix cache then (without: refused), and the backends that may
-    use the chunked prefix cache (without: it is off).
-    """
+    """Enter ETAP where SGLang looks while it reads its arguments and makes its backends."""
     from sglang.srt import server_args
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS, register_attention_backend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if NAME in ATTENTION_BACKENDS:
         return
-    server_args.add_attention_backend_choices(list(NAMES))
-    server_args.add_deterministic_attention_backend_choices(list(NAMES))
-    server_args.add_radix_supported_deterministic_attention_backend_choices(list(NAMES))
+    for name in LISTS:
+        getattr(server_args, name)(list(NAMES))
     if hasattr(server_args, "add_draft_attention_backend_choices"):
         server_args.add_draft_attention_backend_choices(list(NAMES))
     HookRegistry.register(PAGE_HOOK, resolve_arguments, HookType.AFTER)
@@ -74,32 +80,12 @@ def _register_names() -> None:
     versions.hook_choice(choose_by_default)
     if V4_NAME in ATTENTION_BACKENDS and all(map(_is_there, V4_HOOKS)):
         register_attention_backend(V4_NAME)(functools.partial(make_v4_backend, ATTENTION_BACKENDS[V4_NAME]))
-        HookRegistry.register(V4_DRAFT_HOOK, make_v4_draft_backend, HookType.AROUND)
-        HookRegistry.register(V4_STEPS_HOOK, make_v4_steps_backend, HookType.AROUND)
+        for hook, make in zip(V4_HOOKS, (make_v4_draft_backend, make_v4_steps_backend), strict=True):
+            HookRegistry.register(hook, make, HookType.AROUND)
     for name in NAMES:
-        server_args.add_chunked_prefix_cache_attention_backend(name)
+        getattr(server_args, PREFIX_LIST)(name)
         register_attention_backend(name)(functools.partial(make_backend, fp8_math=name == FP8_MATH_NAME))
     _logger.info("Attention backends %s registered", " and ".join(NAMES))
-
-
-NEEDED = (
-    PAGE_HOOK,
-    DRAFT_HOOK,
-    "sglang.srt.layers.attention.attention_registry.register_attention_backend",
-    "sglang.srt.plugins.hook_registry.HookRegistry.register",
-    "sglang.srt.server_args.add_attention_backend_choices",
-    "sglang.srt.server_args.add_chunked_prefix_cache_attention_backend",
-    "sglang.srt.server_args.add_deterministic_attention_backend_choices",
-    "sglang.srt.server_args.add_radix_supported_deterministic_attention_backend_choices",
-)
-"""What is extended or called to enter the names: where one is gone they stay unknown."""
-
-
-OF_SOME = ("init_mha_chunk_metadata", "extend_dummy_seqs_capped_by_req_pool")
-"""What SGLang asks of a backend where it has it, and of its own classes only some versions have."""
-
-V4_HOOKS = (V4_DRAFT_HOOK, V4_STEPS_HOOK)
-"""What is hooked for DeepSeek-V4 besides: where one is gone, that model is refused."""
 
 
 def _is_there(name: str) -> bool:
@@ -152,9 +138,8 @@ def why_no_v4() -> str | None:
     A factory or a hook that is not ours would leave the target or its drafts to SGLang's kernels.
     """
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    missing = [hook for hook in V4_HOOKS if hook not in HookRegistry._patched]
+    missing = _unhooked(*V4_HOOKS)
     if getattr(ATTENTION_BACKENDS.get(V4_NAME), "func", None) is not make_v4_backend:
         missing.append(f"attention backend {V4_NAME}")
     if missing:
@@ -169,13 +154,19 @@ def why_no_v4() -> str | None:
     return ENGINE.why_lacking(engine_contract.lacking(classes))
 
 
+def _unhooked(*hooks: str) -> list[str]:
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    return [hook for hook in hooks if hook not in HookRegistry._patched]
+
+
 def resolve_arguments(declared: dict, view) -> dict | None:
     """Look for what ETAP uses and resolve its arguments, where it was chosen, before any weight is loaded.
 
     Runs after `_mla_backend_page_constraints`, which sets the page size of the backends that SGLang knows; without, it
     would be 1.
     """
-    chosen = arguments.names_chosen(view)
+    chosen = (*arguments.names_of_model(view), view.speculative_draft_attention_backend)
     name = next((name for name in (*chosen, versions.name_given(view)) if name in NAMES), None)
     if name is None:
         return None
@@ -184,7 +175,8 @@ def resolve_arguments(declared: dict, view) -> dict | None:
         return None  # another model for which SGLang takes a backend of its own
     if reason := _why_not(view, name):
         raise ValueError(f"--attention-backend {name}: {reason}")
-    _warn_untested()
+    if untested := ENGINE.why_untested():
+        _say(logging.WARNING, untested)
     if v4:
         # SGLang renames the backend, and asks of this kernel in other models only: it tells all ranks what was named.
         return declared | {"dsa_decode_backend": NAME}
@@ -194,9 +186,10 @@ def resolve_arguments(declared: dict, view) -> dict | None:
 def _why_not(view, name: str) -> str | None:
     model = versions.model_config(view)
     if versions.is_v4(model):
-        return why_no_v4() or arguments.why_not_v4(view, name)
-    reason = why_unusable() or (why_unusable(sparse=True) if versions.is_sparse(model) else None)
-    return reason or arguments.why_not(view, name)
+        lacking = why_no_v4()
+    else:
+        lacking = why_unusable() or (why_unusable(sparse=True) if versions.is_sparse(model) else None)
+    return lacking or arguments.why_not(view, name)
 
 
 def choose_by_default(server_args) -> None:
@@ -207,25 +200,19 @@ def choose_by_default(server_args) -> None:
     Raises:
         ValueError: the environment variable is neither 0 nor 1.
     """
-    if not engine_contract.is_first_choice() or versions.names_a_backend(server_args):
+    if not engine_contract.is_first_choice() or any(arguments.names_of_model(server_args)):
         return
     view = versions.if_chosen(server_args)
     reason = arguments.why_not_unasked(view) or _why_not(view, NAME)
     if reason is None:
         versions.choose(server_args)
     chosen = f"SGLang's own attention backend: {reason}" if reason else NAME
-    _say(f"etap-backend: {engine_contract.AUTO_VARIABLE}: {chosen}")
+    _say(logging.INFO, f"{engine_contract.AUTO_VARIABLE}: {chosen}")
 
 
 @functools.cache  # SGLang may resolve its arguments again
-def _say(text: str) -> None:
-    _logger.info(text)
-
-
-@functools.cache  # SGLang may resolve its arguments again
-def _warn_untested() -> None:
-    if untested := ENGINE.why_untested():
-        _logger.warning("etap-backend: %s", untested)
+def _say(level: int, text: str) -> None:
+    _logger.log(level, "etap-backend: %s", text)
 
 
 def drops_prefill_graph(view) -> bool:
@@ -246,10 +233,7 @@ def make_backend(model_runner, fp8_math: bool):
 
 def make_v4_backend(sglangs, model_runner):
     """SGLang's factory of the backend `dsv4`: ours where the user named ETAP, else what SGLang's own makes."""
-    if not versions.v4_is_ours():
-        return sglangs(model_runner)
-    backend, _ = _classes(v4=True)
-    return backend(model_runner)
+    return _classes(v4=True)[0](model_runner) if versions.v4_is_ours() else sglangs(model_runner)
 
 
 def make_v4_draft_backend(sglangs, factory):
@@ -280,52 +264,42 @@ def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_tem
     Without, SGLang says "EAGLE is not supported in decode attention backend etap". The factory calls it twice, for the
     steps of drafting and for the draft's extension by the verified tokens, with a table for each.
     """
-    decodes = backend_map.get("flashmla") == factory._create_flashmla_decode_backend
+    of_steps = backend_map.get("flashmla") == factory._create_flashmla_decode_backend
 
     def create(name: str):
         runner = factory.draft_model_runner
         sparse = versions.is_sparse(runner.model_config)
+        single, steps = _classes(sparse)
+        options = {"fp8_math": name == FP8_MATH_NAME}
         if sparse:
             options = {"seed_dsa_topk_from_draft_extend": factory.seed_dsa_topk_from_draft_extend}
-        else:
-            options = {"fp8_math": name == FP8_MATH_NAME}
-        single, steps = _classes(sparse)
-        if decodes:
-            backend = steps(runner, factory.topk, factory.speculative_num_steps, **options)
-        else:
-            backend = single(runner, **options)
-        return _answer(factory, name, backend)
+        many = (factory.topk, factory.speculative_num_steps) if of_steps else ()
+        return _answer(factory, name, (steps if of_steps else single)(runner, *many, **options))
 
     backend_map |= {name: functools.partial(create, name) for name in NAMES}
-
-
-class _Errors(logging.Handler):
-    """Keeps what SGLang's plugin loader reports as an error."""
-
-    def __init__(self):
-        super().__init__(logging.ERROR)
-        self.texts: list[str] = []
-
-    def emit(self, record: logging.LogRecord) -> None:
-        """Keep one line of the record and the exception behind it."""
-        cause = record.exc_info[1] if record.exc_info else None
-        self.texts.append(record.getMessage() + (f": {type(cause).__name__}: {cause}" if cause else ""))
 
 
 def check_plugin() -> None:
     """Load SGLang's plugins as its server does, and raise Unavailable with what it swallowed, if ETAP is missing."""
     from sglang.srt import plugins as loader
     from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-    from sglang.srt.plugins.hook_registry import HookRegistry
 
-    errors = _Errors()
-    logging.getLogger("sglang.srt.plugins").addHandler(errors)
+    swallowed = logging.handlers.BufferingHandler(capacity=1000)
+    swallowed.setLevel(logging.ERROR)
+    logging.getLogger("sglang.srt.plugins").addHandler(swallowed)
     loader.load_plugins()
-    if reason := why_unregistered():
-        raise Unavailable(reason)
-    missing = [hook for hook in (PAGE_HOOK, DRAFT_HOOK) if hook not in HookRegistry._patched]
-    if NAME not in ATTENTION_BACKENDS or missing:
-        what = f"{', '.join(missing)} not hooked" if NAME in ATTENTION_BACKENDS else f"no attention backend {NAME}"
-        raise Unavailable("; ".join([what, *errors.texts]))
+    reason = why_unregistered()
+    if reason is None and NAME not in ATTENTION_BACKENDS:
+        reason = f"no attention backend {NAME}"
+    elif reason is None and (missing := _unhooked(PAGE_HOOK, DRAFT_HOOK)):
+        reason = f"{', '.join(missing)} not hooked"
+    if reason:
+        raise Unavailable("; ".join([reason, *map(_line_of, swallowed.buffer)]))
     if reason := why_unusable():
         raise Unavailable(reason)
+
+
+def _line_of(record: logging.LogRecord) -> str:
+    """The message and the exception behind it."""
+    cause = record.exc_info[1] if record.exc_info else None
+    return record.getMessage() + (f": {type(cause).__name__}: {cause}" if cause else "")

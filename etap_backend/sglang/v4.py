@@ -10,44 +10,32 @@ others of the output as they are, since the layer slices them off.
 import contextlib
 import logging
 
-import torch
 from sglang.srt.layers.attention import deepseek_v4_backend
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend, DeepseekV4MultiStepBackend
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import get_device_core_count
 from torch import Tensor
 
-from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
+from etap_backend import sparse_mla_decode
 from etap_backend.limits import SPARSE_FP8, V4_ROW_BYTES, why_unsupported_sparse
 from etap_backend.sglang import versions
+from etap_backend.sglang.policy import Policy, backends_of_steps
+from etap_backend.sglang.versions import refuse
 
 _logger = logging.getLogger(__name__)
 
 
-def _heads(model_runner) -> int:
-    return model_runner.model_config.num_attention_heads // get_parallel().attn_tp_size
-
-
-def _why_unsupported(model_runner) -> str | None:
+def _check(model_runner, policy: Policy) -> None:
+    """Raise ValueError where the kernels cannot run this model or these arguments; the text says why."""
     config = model_runner.model_config
-    on_gpu = torch.device(model_runner.device).type == "cuda"
-    reason = why_unsupported_sparse(
-        dtype=model_runner.dtype,
-        num_heads=_heads(model_runner),
-        head_dim=config.head_dim,
-        v_head_dim=config.v_head_dim,
-        page_size=model_runner.page_size,
-        kv_cache_dtype=SPARSE_FP8,
-        compute_capability=torch.cuda.get_device_capability() if on_gpu else None,
-    )
+    widths = {"head_dim": config.head_dim, "v_head_dim": config.v_head_dim}
+    policy.check(model_runner, why_unsupported_sparse, **widths, kv_cache_dtype=SPARSE_FP8)
     row_bytes = versions.v4_row_bytes(model_runner.token_to_kv_pool)
-    if reason is None and row_bytes != V4_ROW_BYTES:
-        reason = f"cache rows of {row_bytes} bytes are not supported: wanted {V4_ROW_BYTES}"
+    if row_bytes != V4_ROW_BYTES:
+        refuse(f"cache rows of {row_bytes} bytes are not supported: wanted {V4_ROW_BYTES}")
     # Since 0.5.19 or later an environment variable may choose prefill in FP8, beside an argument.
     in_fp8 = getattr(deepseek_v4_backend, "use_dsv4_q8kv8_sparse_prefill", None)
-    if reason is None and in_fp8 is not None and in_fp8():
-        reason = "prefill in FP8 (SGLANG_DSV4_Q8KV8_PREFILL) is not supported: wanted it unset"
-    return reason or engine_contract.why_no_library()
+    if in_fp8 is not None and in_fp8():
+        refuse("prefill in FP8 (SGLANG_DSV4_Q8KV8_PREFILL) is not supported: wanted it unset")
 
 
 @contextlib.contextmanager
@@ -64,46 +52,26 @@ def _replaced(module, **functions):
 class ETAPV4Backend(DeepseekV4AttnBackend):
     """Attention of DeepSeek-V4's layers with ETAP's kernels, for decoding, drafts and prompts."""
 
-    def __init__(
-        self,
-        model_runner,
-        skip_prefill: bool = False,
-        speculative_step_id: int = 0,
-        topk: int = 0,
-        speculative_num_steps: int = 0,
-        *,
-        workspace: Tensor | None = None,
-    ):
+    def __init__(self, model_runner, *, workspace: Tensor | None = None, **options):
         """Allocate what every step needs.
 
         Args:
             model_runner: SGLang's.
-            skip_prefill, speculative_step_id, topk, speculative_num_steps: of the base class.
             workspace: another backend's, to share among those that run one after another.
+            options: the base class's.
 
         Raises:
             ValueError: the kernels cannot run this model or these arguments; the text says why.
         """
-        if reason := _why_unsupported(model_runner):
-            raise ValueError(f"attention backend {versions.NAME}: {reason}")
-        super().__init__(
-            model_runner,
-            skip_prefill=skip_prefill,
-            speculative_step_id=speculative_step_id,
-            topk=topk,
-            speculative_num_steps=speculative_num_steps,
-        )
+        policy = Policy.of(model_runner)
+        _check(model_runner, policy)
+        super().__init__(model_runner, **options)
         self._flash_mla = versions.flash_mla()
         # What SGLang binds when it makes the backend, where it does not import it in each call.
         self._flash_mla_with_kvcache = self._attend_to_pages
-        self._heads = _heads(model_runner)
-        self._num_sms = get_device_core_count()
-        self._calls = 0
-        if workspace is None:
-            floats = sparse_workspace_floats(self._heads, self._num_sms)
-            workspace = torch.empty(floats, dtype=torch.float32, device=self.device)
-        self.workspace = workspace
-        if not speculative_num_steps:
+        self._heads, self._num_sms, self._calls = policy.num_heads, get_device_core_count(), 0
+        self.workspace = policy.sparse_workspace(self._num_sms, self.device) if workspace is None else workspace
+        if not options.get("speculative_num_steps"):
             text = "Attention backend %s: DeepSeek-V4, decode and prefill, %d heads unpadded, KV cache %s"
             _logger.info(text, versions.NAME, self._heads, SPARSE_FP8)
 
@@ -125,24 +93,14 @@ class ETAPV4Backend(DeepseekV4AttnBackend):
         return out
 
     def _attend_to_pages(
-        self,
-        *,
-        q: Tensor,
-        k_cache: Tensor,
-        softmax_scale: float,
-        indices: Tensor,
-        topk_length: Tensor,
-        attn_sink: Tensor,
-        extra_k_cache: Tensor | None,
-        extra_indices_in_kvcache: Tensor | None,
-        extra_topk_length: Tensor | None,
-        **of_flash_mla,
-    ) -> tuple[Tensor, None]:
+        self, *, q, k_cache, softmax_scale: float, indices, topk_length, attn_sink, extra_k_cache,
+        extra_indices_in_kvcache, extra_topk_length, **of_flash_mla,
+    ) -> tuple[Tensor, None]:  # fmt: skip
         """Attend to rows of the window and of the layer's compressed entries, as FlashMLA does.
 
         Args:
             q: bfloat16 [tokens, 1, heads, 512].
-            k_cache, extra_k_cache: bytes [pages, page_size, 1, 584].
+            k_cache, extra_k_cache: bytes [pages, page_size, 1, 584]; no second one, None.
             softmax_scale: factor of the scores before softmax.
             indices, extra_indices_in_kvcache: int32 [tokens, 1, entries], rows of a cache; -1 is none.
             topk_length, extra_topk_length: int32 [tokens], how many entries of each list count.
@@ -163,15 +121,7 @@ class ETAPV4Backend(DeepseekV4AttnBackend):
         return out.unsqueeze(1), None
 
     def _attend_to_rows(
-        self,
-        *,
-        q: Tensor,
-        kv: Tensor,
-        indices: Tensor,
-        sm_scale: float,
-        attn_sink: Tensor,
-        topk_length: Tensor,
-        **of_flash_mla,
+        self, *, q, kv, indices, sm_scale: float, attn_sink, topk_length, **of_flash_mla
     ) -> tuple[Tensor, None, None]:
         """Attend to gathered rows, bfloat16 [rows, 1, 512]; otherwise as above, but for q: [tokens, heads, 512]."""
         return self._attend(q, kv, indices, topk_length, sm_scale, attn_sink), None, None
@@ -204,15 +154,6 @@ class ETAPV4MultiStepDraftBackend(DeepseekV4MultiStepBackend):
             ValueError: the kernels cannot run the draft model; the text says why.
         """
         super().__init__(model_runner, topk, speculative_num_steps)
-        workspace = None
         # In place of those that the base class made, which hold no memory to speak of.
-        for step in range(len(self.attn_backends)):
-            backend = ETAPV4Backend(
-                model_runner,
-                speculative_step_id=step,
-                topk=topk,
-                speculative_num_steps=speculative_num_steps,
-                workspace=workspace,
-            )
-            workspace = backend.workspace
-            self.attn_backends[step] = backend
+        options = {"topk": topk, "speculative_num_steps": speculative_num_steps}
+        self.attn_backends[:] = backends_of_steps(ETAPV4Backend, len(self.attn_backends), model_runner, **options)

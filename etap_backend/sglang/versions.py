@@ -24,57 +24,14 @@ V4_DRAFT_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_
 
 TOKENS_PER_PROGRAM = 4096
 """Whose pages one Triton program enters in the block table, as in SGLang's kernels; a page has no more."""
-
-
 NO_GRAPH = "disabled"
 """The graph of a phase that has none, in SGLang's `cuda_graph_config`."""
 
 
-def captures_prefill() -> bool:
-    """Whether SGLang will capture a CUDA graph of prefill with ETAP in this process."""
-    from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_backend
-    from sglang.srt.runtime_context import get_exec
-
-    chosen = get_exec().kernel
-    ours = (chosen.prefill_attention_backend or chosen.attention_backend) in NAMES
-    return ours and not check_cuda_graph_backend(Phase.PREFILL, NO_GRAPH)
-
-
-def verifies_raggedly() -> bool:
-    """Whether requests of a step may have different numbers of drafts to verify."""
-    from sglang.srt.environ import envs
-
-    return envs.SGLANG_RAGGED_VERIFY_MODE.get().lower() != "static"
-
-
-def hook_prefill_graph(unwanted) -> None:
-    """Have SGLang capture no CUDA graph of prefill where `unwanted`, which takes its arguments, says so.
-
-    Reason: there was none for models with MLA, and later there is one by default.
-    Versions: 0.5.17 at least. Goes when the oldest one supported has the new way.
-    """
-    try:
-        from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
-        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-        from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
-    except ImportError:
-        return
-
-    step = "disable_prefill_cuda_graph_for_deepseek_trtllm_mla"
-
-    @register_resolution_hook(step)
-    def resolve(arguments, previous) -> None:
-        previous(arguments)
-        view = resolved_view(arguments)
-        if unwanted(view):
-            graphs = with_phase(view.cuda_graph_config, Phase.PREFILL, backend=NO_GRAPH)
-            declare_resolution(arguments, step, cuda_graph_config=graphs)
-
-
-def named_prefill_graph(view) -> bool:
-    """Whether the user named the kind of prefill's CUDA graph, which SGLang then leaves as it is."""
-    arguments = object.__getattribute__(view, "_server_args")
-    return ("prefill", "backend") in arguments._cuda_graph_config_locked
+def refuse(reason: str | None) -> None:
+    """Raise ValueError in the name of a backend that cannot do what it is given; None is no reason."""
+    if reason:
+        raise ValueError(f"attention backend {NAME}: {reason}")
 
 
 def is_mla(model_config) -> bool:
@@ -97,15 +54,56 @@ def is_v4(model_config) -> bool:
     return architectures[0].startswith("DeepseekV4")
 
 
+def scales_queries(model_config) -> bool:
+    """Whether queries are scaled by position (Mistral-Large-3)."""
+    return bool(getattr(model_config.hf_text_config, "llama_4_scaling", None))
+
+
+def v4_is_ours() -> bool:
+    """Whether DeepSeek-V4's kernels are to be ETAP's: `registration.resolve_arguments` says so to all ranks."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().kernel.dsa_decode_backend == NAME
+
+
+def verifies_raggedly() -> bool:
+    """Whether requests of a step may have different numbers of drafts to verify."""
+    from sglang.srt.environ import envs
+
+    return envs.SGLANG_RAGGED_VERIFY_MODE.get().lower() != "static"
+
+
+def captures_prefill() -> bool:
+    """Whether SGLang will capture a CUDA graph of prefill with ETAP in this process."""
+    from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_backend
+    from sglang.srt.runtime_context import get_exec
+
+    chosen = get_exec().kernel
+    ours = (chosen.prefill_attention_backend or chosen.attention_backend) in NAMES
+    return ours and not check_cuda_graph_backend(Phase.PREFILL, NO_GRAPH)
+
+
+def copies_cache(forward_batch) -> bool:
+    """Whether FlashInfer's prefill of latent rows would copy the whole of an FP8 cache into the model's type.
+
+    It copies what it reads of the other ranks' under decode context parallelism.
+    """
+    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
+    from sglang.srt.runtime_context import get_parallel
+
+    if forward_batch.forward_mode.name not in PREFILL_MODES or get_parallel().attn_dcp_size > 1:
+        return False
+    return get_token_to_kv_pool().dtype == FP8
+
+
+def given(view):
+    """SGLang's arguments behind a view of them: what the user gave. 0.5.17 writes what it chooses into them."""
+    return object.__getattribute__(view, "_server_args")
+
+
 def name_given(view) -> str | None:
     """What the user named as `--attention-backend`, before a model's own choice; not after SGLang has resolved it."""
-    arguments = object.__getattribute__(view, "_server_args")
-    return getattr(arguments, "_etap_chosen", None) or arguments.attention_backend
-
-
-def names_a_backend(arguments) -> bool:
-    """Whether the user named attention backends."""
-    return any((arguments.attention_backend, arguments.prefill_attention_backend, arguments.decode_attention_backend))
+    return getattr(given(view), "_etap_chosen", None) or given(view).attention_backend
 
 
 def if_chosen(arguments):
@@ -154,33 +152,28 @@ def hook_choice(choose_by_default) -> None:
         previous(arguments)
 
 
-def v4_is_ours() -> bool:
-    """Whether DeepSeek-V4's kernels are to be ETAP's: `registration.resolve_arguments` says so to all ranks."""
-    from sglang.srt.runtime_context import get_exec
+def hook_prefill_graph(unwanted) -> None:
+    """Have SGLang capture no CUDA graph of prefill where `unwanted`, which takes its arguments, says so.
 
-    return get_exec().kernel.dsa_decode_backend == NAME
-
-
-def v4_row_bytes(pool) -> int:
-    """Bytes of a row of DeepSeek-V4's window cache.
-
-    Reason: there was one format of rows, and later several, one of which also has 528 bytes without rope.
-    Versions: 0.5.17 at least. Goes when the oldest one supported has the method.
-    """
-    method = getattr(pool, "get_swa_key_bytes_per_token", None)
-    return method() if method else pool.swa_kv_pool.kv_cache_total_dim
-
-
-def flash_mla():
-    """The module that DeepSeek-V4's backend imports FlashMLA's functions from, in each call.
-
-    Reason: they were in a package of their own, and later among SGLang's kernels.
-    Versions: 0.5.17 at least. Goes when the oldest one supported has the second module.
+    Reason: there was none for models with MLA, and later there is one by default.
+    Versions: 0.5.17 at least. Goes when the oldest one supported has the new way.
     """
     try:
-        return importlib.import_module("sglang.kernels.ops.attention.flash_mla_interface")
-    except ModuleNotFoundError:
-        return importlib.import_module("sgl_kernel.flash_mla")
+        from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
+        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+        from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
+    except ImportError:
+        return
+
+    step = "disable_prefill_cuda_graph_for_deepseek_trtllm_mla"
+
+    @register_resolution_hook(step)
+    def resolve(arguments, previous) -> None:
+        previous(arguments)
+        view = resolved_view(arguments)
+        if unwanted(view):
+            graphs = with_phase(view.cuda_graph_config, Phase.PREFILL, backend=NO_GRAPH)
+            declare_resolution(arguments, step, cuda_graph_config=graphs)
 
 
 def model_config(view):
@@ -246,19 +239,6 @@ def fill_rank_share(backend, req_pool_indices, lengths, table) -> None:
     )
 
 
-def copies_cache(forward_batch) -> bool:
-    """Whether FlashInfer's prefill of latent rows would copy the whole of an FP8 cache into the model's type.
-
-    It copies what it reads of the other ranks' under decode context parallelism.
-    """
-    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
-    from sglang.srt.runtime_context import get_parallel
-
-    if forward_batch.forward_mode.name not in PREFILL_MODES or get_parallel().attn_dcp_size > 1:
-        return False
-    return get_token_to_kv_pool().dtype == FP8
-
-
 def share_of_lists():
     """What turns lists of rows into those of a rank's own under decode context parallelism, with their counts, or None.
 
@@ -272,15 +252,26 @@ def share_of_lists():
     return transform_index_page_table_dcp
 
 
-def kernels_named(view) -> tuple[str | None, str | None]:
-    """The kernels of sparse prefill and decode that the user named, before a choice of SGLang's."""
-    arguments = object.__getattribute__(view, "_server_args")
-    return arguments.dsa_prefill_backend, arguments.dsa_decode_backend
+def v4_row_bytes(pool) -> int:
+    """Bytes of a row of DeepSeek-V4's window cache.
+
+    Reason: there was one format of rows, and later several, one of which also has 528 bytes without rope.
+    Versions: 0.5.17 at least. Goes when the oldest one supported has the method.
+    """
+    method = getattr(pool, "get_swa_key_bytes_per_token", None)
+    return method() if method else pool.swa_kv_pool.kv_cache_total_dim
 
 
-def scales_queries(model_config) -> bool:
-    """Whether queries are scaled by position (Mistral-Large-3)."""
-    return bool(getattr(model_config.hf_text_config, "llama_4_scaling", None))
+def flash_mla():
+    """The module that DeepSeek-V4's backend imports FlashMLA's functions from, in each call.
+
+    Reason: they were in a package of their own, and later among SGLang's kernels.
+    Versions: 0.5.17 at least. Goes when the oldest one supported has the second module.
+    """
+    try:
+        return importlib.import_module("sglang.kernels.ops.attention.flash_mla_interface")
+    except ModuleNotFoundError:
+        return importlib.import_module("sgl_kernel.flash_mla")
 
 
 def register_model_support() -> None:

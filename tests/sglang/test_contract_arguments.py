@@ -305,10 +305,10 @@ def version(monkeypatch):
 
     def change(version):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "sglang" else real(name))
-        registration._warn_untested.cache_clear()
+        registration._say.cache_clear()
 
     yield change
-    registration._warn_untested.cache_clear()
+    registration._say.cache_clear()
 
 
 @pytest.fixture

@@ -389,7 +389,7 @@ def sglangs_prefill(monkeypatch):
         (flashinfer_mla_backend.FlashInferMLAAttnBackend, "forward_extend"),
         (attention_backend_handler, "handle_attention_flashmla"),
     ):
-        monkeypatch.setattr(place, name, lambda *arguments, name=name: steps.append(name))
+        monkeypatch.setattr(place, name, lambda *arguments, name=name, **parts: steps.append(name))
     return steps
 
 
