@@ -3,6 +3,7 @@
 Prefill is FlashInfer's, whose backend this one holds, but for prompts of few new tokens.
 """
 
+import copy
 import logging
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -91,20 +92,13 @@ class ETAPBackend(AttentionBackend):
         skip_prefill: bool = False,
         *,
         fp8_math: bool = False,
-        draft_step: int | None = None,
-        first: "ETAPBackend | None" = None,
-        fills_table: bool = True,
     ):
         """Allocate what every step needs.
 
         Args:
             model_runner: SGLang's.
-            skip_prefill: whether prefill never reaches this backend.
+            skip_prefill: whether nothing but the steps of a draft model reaches this backend.
             fp8_math: whether to multiply an FP8 cache as it is; no other cache is.
-            draft_step: which of a draft model's steps this backend serves; None when it is not for one of them.
-            first: that of a draft model's first step, to share its workspace and block table: the steps run one after
-                another, and a later one enters the same pages and some more.
-            fills_table: whether this backend's plans fill the block table; another's do, which shares it.
 
         Raises:
             ValueError: the kernels cannot run this model or these arguments; the text says why.
@@ -127,20 +121,19 @@ class ETAPBackend(AttentionBackend):
         self.prefill = None if skip_prefill else _make_prefill(model_runner, policy)
         fp8_cache = self.data_type != model_runner.dtype
         self._fp8_math = fp8_cache and fp8_math
-        self.draft_step, self._fills_table = draft_step, fills_table
-        self._allocate(policy.verified if draft_step is None else 1, first, fp8_cache)
-        if draft_step is None:
+        self._allocate(1 if skip_prefill else policy.verified, fp8_cache)
+        if not skip_prefill:
             types = engine_contract.types_text(model_runner.dtype, fp8_cache, self._fp8_math)
             _logger.info("Attention backend %s: %s", versions.NAME, types)
             if slow := engine_contract.small_pages_text(self.page_size, policy.num_heads * policy.verified):
                 _logger.warning("Attention backend %s: %s", versions.NAME, slow)
 
-    def _allocate(self, s_q: int, first: "ETAPBackend | None", fp8_cache: bool) -> None:
+    def _allocate(self, s_q: int, fp8_cache: bool) -> None:
         """Make the buffers of a step's plan: `s_q` query tokens of a request in all calls but a prompt's.
 
         Calls of a step are planned before the first layer, each in buffers of its own. All share a workspace.
         """
-        policy, workspace = self.policy, None if first is None else first.schedule.workspace
+        policy, workspace = self.policy, None
         # Prompts that must not depend on those beside them are all the prefill backend's.
         prompts = MAX_RUNS if self.prefill is not None and not policy.deterministic else 0
         made = []
@@ -158,12 +151,9 @@ class ETAPBackend(AttentionBackend):
             workspace = schedule.workspace
             made.append(schedule)
         *self._prompt_schedules, self.schedule = made
-        if first is None:
-            # With pages of one token it is as large as SGLang's own table.
-            pages = -(-self.req_to_token.shape[1] // self.page_size)
-            self._block_table = torch.zeros(policy.max_requests, pages, dtype=torch.int32, device=self.device)
-        else:
-            self._block_table = first._block_table
+        # With pages of one token it is as large as SGLang's own table.
+        pages = -(-self.req_to_token.shape[1] // self.page_size)
+        self._block_table = torch.zeros(policy.max_requests, pages, dtype=torch.int32, device=self.device)
         self._seq_lens = torch.zeros(policy.max_requests, dtype=torch.int32, device=self.device)
 
     @property
@@ -223,8 +213,7 @@ class ETAPBackend(AttentionBackend):
         elif mode.is_draft_extend_v2():
             self._plan_alike(forward_batch, forward_batch.seq_lens, 0, self.num_draft_tokens)
         elif mode.is_decode():
-            new_drafts = 0 if self.draft_step is None else self.draft_step + 1
-            self._plan_alike(forward_batch, forward_batch.seq_lens, new_drafts, 1)
+            self._plan_alike(forward_batch, forward_batch.seq_lens, 0, 1)
         else:
             refuse(f"no full CUDA graph of {mode.name} is supported")
 
@@ -268,7 +257,7 @@ class ETAPBackend(AttentionBackend):
         torch.add(seq_lens[:requests], new_tokens, out=lengths)
         if self.policy.ranks > 1:
             versions.fill_rank_share(self, forward_batch.req_pool_indices, lengths, table)
-        elif self._fills_table:
+        else:
             blocks = get_num_kv_index_blocks_flashmla(table.shape[1], self.page_size)
             create_flashmla_kv_indices_triton[(requests, blocks)](
                 self.req_to_token,
@@ -358,10 +347,11 @@ class ETAPBackend(AttentionBackend):
 
 
 class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
-    """The steps in which a draft model makes its chain of tokens, each planned by a backend of its own.
+    """The steps in which a draft model makes its chain of tokens, planned at once ahead of the first one.
 
-    In step i a request has i + 1 tokens more than the batch says, its drafts so far. SGLang plans all steps before the
-    first one runs, so that the last one's plan fills the block table of all.
+    In step i a request has i + 1 tokens more than the batch says, its drafts so far. All steps read the last one's
+    block table, which has the others' pages, and its schedule, which divides a few tokens more as well. Lengths are
+    each step's own.
     """
 
     def __init__(self, model_runner, topk: int, speculative_num_steps: int, *, fp8_math: bool = False):
@@ -372,11 +362,31 @@ class ETAPMultiStepDraftBackend(FlashMLAMultiStepDraftBackend):
         """
         if topk != 1:
             refuse(f"topk: wanted 1, a chain of drafts, got {topk}")
-        self.topk = topk
-        self.speculative_num_steps = speculative_num_steps
+        self.topk, self.speculative_num_steps = topk, speculative_num_steps
         self.attn_backends: list[ETAPBackend] = []
-        for step in range(speculative_num_steps - 1):
-            first = self.attn_backends[0] if step else None
-            options = {"fp8_math": fp8_math, "draft_step": step, "first": first}
-            options["fills_table"] = step == speculative_num_steps - 2
-            self.attn_backends.append(ETAPBackend(model_runner, skip_prefill=True, **options))
+        if (steps := speculative_num_steps - 1) > 0:
+            planner = ETAPBackend(model_runner, skip_prefill=True, fp8_math=fp8_math)
+            # One after another they run with the same buffers; a plan is for each.
+            self.attn_backends = [*(copy.copy(planner) for _ in range(steps - 1)), planner]
+            self._new_tokens = torch.arange(1, steps + 1, dtype=torch.int32, device=planner.device)[:, None]
+            self._seq_lens = planner._seq_lens.new_zeros(steps, planner.policy.max_requests)
+            planner._seq_lens = self._seq_lens[-1]
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        """Plan all steps; the batch has the lengths that requests had before."""
+        self._plan(forward_batch, 0 if forward_batch.forward_mode.is_idle() else forward_batch.batch_size)
+
+    def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
+        """Plan all steps ahead of the CUDA graph that runs them, or of its capture; an idle rank's has requests."""
+        self._plan(forward_batch, forward_batch.batch_size)
+
+    def _plan(self, forward_batch, requests: int) -> None:
+        plans: list[list[DecodeCall] | None] = [None] * len(self.attn_backends)
+        if plans and requests:
+            planner, before = self.attn_backends[-1], forward_batch.seq_lens
+            planner._plan_alike(forward_batch, before, len(plans), 1)
+            lengths = self._seq_lens[:, :requests]
+            torch.add(before[:requests], self._new_tokens[:-1], out=lengths[:-1])
+            plans = [[planner.forward_metadata[0]._replace(seq_lens=of_step)] for of_step in lengths.unbind()]
+        for backend, plan in zip(self.attn_backends, plans, strict=True):
+            backend.forward_metadata = plan

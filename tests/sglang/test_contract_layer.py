@@ -807,33 +807,50 @@ def make_factory(runner, monkeypatch, topk=1, name="etap"):
 
 
 @pytest.mark.parametrize("page", [PAGE, 1])
-def test_draft_model_has_a_backend_for_each_of_its_steps(make, monkeypatch, page):
-    """In step i a request has i + 1 tokens more than the batch says."""
+def test_a_draft_models_steps_are_planned_once_for_all(make, monkeypatch, page):
+    """In step i a request has i + 1 tokens more than the batch says; some are in tiles that a shorter one has not."""
     runner, target = make(mode=ForwardMode.TARGET_VERIFY, page_size=page)
     steps = make_factory(DraftRunner(runner), monkeypatch).create_decode_backend()
     assert len(steps.attn_backends) == DRAFTS - 2
-    assert len({backend.schedule.workspace.data_ptr() for backend in steps.attn_backends}) == 1
-    tables = {backend._block_table.data_ptr() for backend in steps.attn_backends}
-    assert len(tables) == 1 and target._block_table.data_ptr() not in tables
-    problem = Problem(runner, [70, 129, 66], new=1)
+    for buffer in ("_block_table", "schedule"):
+        of_steps = {id(getattr(backend, buffer)) for backend in steps.attn_backends}
+        assert len(of_steps) == 1 and id(getattr(target, buffer)) not in of_steps
+    problem = Problem(runner, [70, 129, 66, 64, 2], new=1)
+    fill, build = backend_module.create_flashmla_kv_indices_triton, backend_module.DecodeSchedule.build
     for step, backend in enumerate(steps.attn_backends):
         batch = problem.batch(seq_lens=[length - step - 1 for length in problem.lengths])
         batch.spec_info = object()
         for plan in (steps.init_forward_metadata, steps.init_forward_metadata_out_graph):
             backend._block_table.fill_(WILD)
-            backend.forward_metadata = None
+            builds = []
             with monkeypatch.context() as patch:
-                fill, fills = backend_module.create_flashmla_kv_indices_triton, Recorder()
+                fills = Recorder()
                 patch.setattr(backend_module, "create_flashmla_kv_indices_triton", fills.of(fill))
+                patch.setattr(
+                    backend_module.DecodeSchedule, "build", lambda *of, builds=builds: builds.append(of) or build(*of)
+                )
                 plan(batch)
-            assert fills.calls == 1
+            assert fills.calls == len(builds) == 1
             problem.check(attend(backend, problem, batch))
+
+
+def test_a_draft_models_steps_on_an_idle_rank(make, monkeypatch):
+    """Without a CUDA graph they plan nothing; with one its requests, which pad."""
+    runner, _ = make(mode=ForwardMode.TARGET_VERIFY)
+    steps = make_factory(DraftRunner(runner), monkeypatch).create_decode_backend()
+    batch = Problem(runner, LENGTHS).batch()
+    batch.forward_mode = ForwardMode.IDLE
+    steps.init_forward_metadata_out_graph(batch)
+    planned = [backend.forward_metadata[0].seq_lens.tolist() for backend in steps.attn_backends]
+    assert planned == [[length + step + 1 for length in LENGTHS] for step in range(DRAFTS - 2)]
+    steps.init_forward_metadata(batch)
+    assert [backend.forward_metadata for backend in steps.attn_backends] == [None] * (DRAFTS - 2)
 
 
 def test_draft_model_has_a_backend_that_extends_its_cache(make, monkeypatch):
     runner, backend = make(mode=ForwardMode.DRAFT_EXTEND_V2)
     extension = make_factory(DraftRunner(runner), monkeypatch).create_draft_extend_backend()
-    assert type(extension) is type(backend) and extension.draft_step is None
+    assert type(extension) is type(backend) and extension.schedule.max_s_q == DRAFTS
 
 
 @pytest.mark.parametrize("fp8_math", [False, True])
