@@ -80,7 +80,7 @@ def _of_others(view, model, name: str) -> Iterator[str | None]:
 
 
 def _of_scaled_queries(view, sparse: bool) -> Iterator[str]:
-    """What needs a query's two parts, or keys of the latent rows, which SGLang makes without the scaling."""
+    """What needs queries and keys in two parts, or keys of the latent rows, which SGLang makes without the scaling."""
     model = "a model whose queries are scaled by position (llama_4_scaling) is not supported with"
     if sparse:
         yield f"{model} sparse attention"
@@ -88,6 +88,8 @@ def _of_scaled_queries(view, sparse: bool) -> Iterator[str]:
         yield f"{model} decode context parallelism (dcp_size {view.dcp_size})"
     if view.kv_cache_dtype == "fp8_e4m3":
         yield f"{model} kv_cache_dtype {view.kv_cache_dtype}"
+    if view.enable_deterministic_inference:
+        yield f"{model} enable_deterministic_inference"
 
 
 def _of_dense(view, not_mla: bool) -> Iterator[str | None]:

@@ -1,6 +1,6 @@
 """The attention backend as SGLang runs it: what each step plans, and what each layer runs.
 
-Prefill is FlashInfer's, whose backend this one holds, but for prompts of few new tokens.
+Prefill is a backend of SGLang's, which this one holds, but for prompts of few new tokens.
 """
 
 import copy
@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
 from sglang.srt.layers.attention.flashinfer_mla_backend import FlashInferMLAAttnBackend
 from sglang.srt.layers.attention.flashmla_backend import (
     FlashMLABackend,
@@ -60,12 +61,14 @@ def _check(model_runner, policy: Policy, prefills: bool) -> None:
 
 
 def _make_prefill(model_runner, policy: Policy) -> AttentionBackend:
-    if not policy.deterministic:
-        return FlashInferMLAAttnBackend(model_runner)
-    # Here, because it imports kernels that nothing else needs.
-    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+    """SGLang's default on Hopper, FlashAttention 3, where it serves; `versions.register_model_support` routes alike.
 
-    return FlashAttentionBackend(model_runner)
+    It takes keys in two parts only, knows no decode context parallelism, and would copy an FP8 cache.
+    """
+    one_part = versions.scales_queries(model_runner.model_config)
+    fp8_cache = model_runner.kv_cache_dtype != model_runner.dtype
+    flashinfers = one_part or fp8_cache or policy.ranks > 1
+    return FlashInferMLAAttnBackend(model_runner) if flashinfers else FlashAttentionBackend(model_runner)
 
 
 @FlashMLABackend.register  # SGLang captures CUDA graphs of draft extension for the classes that it knows
@@ -73,8 +76,8 @@ class ETAPBackend(AttentionBackend):
     """MLA attention with ETAP's kernels for decoding, verifying drafts, extending a draft model's cache, short prompts.
 
     Attributes:
-        prefill: SGLang's backend for what remains, FlashInfer's or, where a result must not depend on what runs beside
-            it, FlashAttention's; None where no prefill is.
+        prefill: SGLang's backend for what remains, FlashAttention 3's or, where that does not serve,
+            FlashInfer's; None where no prefill is.
         forward_metadata: the DecodeCalls that serve a step; None where `prefill` does.
     """
 
@@ -197,8 +200,9 @@ class ETAPBackend(AttentionBackend):
             self.prefill.init_forward_metadata(forward_batch)
 
     def init_mha_chunk_metadata(self, forward_batch, *args, **kwargs) -> None:
-        """Plan a prompt of which keys and values are made, in chunks of what is cached."""
-        self.prefill.init_mha_chunk_metadata(forward_batch, *args, **kwargs)
+        """Plan a prompt of which keys and values are made, in chunks of what is cached, where that needs a plan."""
+        if isinstance(self.prefill, FlashInferMLAAttnBackend):
+            self.prefill.init_mha_chunk_metadata(forward_batch, *args, **kwargs)
 
     def init_forward_metadata_out_graph(self, forward_batch, in_capture: bool = False) -> None:
         """Plan a step ahead of the CUDA graph that runs it, or of its capture."""
@@ -221,8 +225,8 @@ class ETAPBackend(AttentionBackend):
         """The calls that decode a step of short prompts, which the model routes to the latent rows; none for others."""
         runs = prompt_runs(forward_batch, self.policy.num_heads)
         rows = self.policy.num_heads * max((run.s_q for run in runs), default=0)
-        # FlashInfer's prefill of latent rows gathers small pages faster than our kernels for many rows, but would copy
-        # the whole of an FP8 cache.
+        # SGLang's prefill of latent rows gathers small pages faster than our kernels for many rows, but would copy the
+        # whole of an FP8 cache.
         slow = engine_contract.small_pages_text(self.page_size, rows) and not self.schedule.fp8_cache
         return [] if slow else runs
 

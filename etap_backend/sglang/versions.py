@@ -4,7 +4,7 @@ import importlib
 
 from etap_backend.engine_contract import Engine
 from etap_backend.limits import FP8
-from etap_backend.sglang.prompts import PREFILL_MODES, is_deterministic, prompt_runs
+from etap_backend.sglang.prompts import PREFILL_MODES, prompt_runs
 
 NAME = "etap"
 FP8_MATH_NAME = "etap_fp8_math"
@@ -83,16 +83,10 @@ def captures_prefill() -> bool:
     return ours and not check_cuda_graph_backend(Phase.PREFILL, NO_GRAPH)
 
 
-def copies_cache(forward_batch) -> bool:
-    """Whether FlashInfer's prefill of latent rows would copy the whole of an FP8 cache into the model's type.
-
-    It copies what it reads of the other ranks' under decode context parallelism.
-    """
+def has_fp8_cache() -> bool:
+    """Whether the cache of the model that runs is FP8; only while it runs."""
     from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
-    from sglang.srt.runtime_context import get_parallel
 
-    if forward_batch.forward_mode.name not in PREFILL_MODES or get_parallel().attn_dcp_size > 1:
-        return False
     return get_token_to_kv_pool().dtype == FP8
 
 
@@ -277,32 +271,32 @@ def flash_mla():
 def register_model_support() -> None:
     """Enter ETAP where SGLang's MLA models look; here and not in `register`, because it imports those models.
 
-    They route short prompts to the latent rows (without: long contexts are made keys of), other prefill as with
-    FlashMLA (but over an FP8 cache keys are made of cached prefixes of any length, not only of long ones), sparse ones
-    as with SGLang's sparse backend (without: Triton's routes), hand over the latent and the rope part of queries and
-    keys apart (without: concatenated, a copy of each for every layer), and under decode context parallelism take our
-    log-sum-exp as a natural one (without: base 2). Deterministic prefill goes as with FlashAttention 3, which runs it.
-    DFLASH makes no mask for our backend (without: one of a chain, which nothing reads, in every step, as large as all
-    contexts times the drafts).
+    They route short prompts to the latent rows (without: long contexts are made keys of), other prefill as with the
+    backend that runs it, FlashAttention 3's or FlashInfer's (but over an FP8 cache keys are made of cached prefixes of
+    any length, not only of long ones: FlashInfer's attention to latent rows would copy a layer's whole pool), sparse
+    ones as with SGLang's sparse backend (without: Triton's routes), hand over the latent and the rope part of queries
+    and keys apart (without: concatenated, a copy of each for every layer), and under decode context parallelism take
+    our log-sum-exp as a natural one (without: base 2). DFLASH makes no mask for our backend (without: one of a chain,
+    which nothing reads, in every step, as large as all contexts times the drafts).
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils
     from sglang.srt.models.deepseek_common.attention_forward_methods import forward_mla
     from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
+    from sglang.srt.runtime_context import get_parallel
     from sglang.srt.speculative import dflash_utils
 
     def route(attn, forward_batch):
         if getattr(attn, "use_dsa", False):
             return handler.handle_attention_dsa(attn, forward_batch)
-        if forward_batch.forward_mode.name in PREFILL_MODES and is_deterministic():
-            return handler.handle_attention_fa3(attn, forward_batch)
         if prompt_runs(forward_batch, attn.num_local_heads):
             return AttnForwardMethod.MLA
-        method = handler.handle_attention_flashmla(attn, forward_batch)
-        if method == AttnForwardMethod.MLA and attn.chunked_prefix_cache_threshold and copies_cache(forward_batch):
+        if get_parallel().attn_dcp_size > 1:  # FlashInfer copies only what it reads of the other ranks'
+            return handler.handle_attention_flashmla(attn, forward_batch)
+        if forward_batch.forward_mode.name in PREFILL_MODES and has_fp8_cache():
             attn.chunked_prefix_cache_threshold = 0
-            method = handler.handle_attention_flashmla(attn, forward_batch)
-        return method
+            return handler.handle_attention_flashmla(attn, forward_batch)
+        return handler.handle_attention_fa3(attn, forward_batch)
 
     if NAME in handler.AttentionBackendRegistry._handlers:
         return

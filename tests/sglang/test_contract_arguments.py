@@ -562,6 +562,7 @@ def test_queries_that_are_scaled_by_position(resolve, model_directory, tmp_path,
     for flags, what in (
         (("--kv-cache-dtype", "fp8_e4m3"), "kv_cache_dtype fp8_e4m3"),
         (("--tp-size", 8, "--dcp-size", 8), "decode context parallelism .dcp_size 8."),
+        ((DETERMINISTIC,), "enable_deterministic_inference"),
     ):
         with pytest.raises(
             ValueError, match=rf"etap: a model whose .* \(llama_4_scaling\) is not supported with {what}"

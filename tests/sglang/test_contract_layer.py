@@ -381,16 +381,29 @@ def route(batch, heads=HEADS):
 
 @pytest.fixture
 def sglangs_prefill(monkeypatch):
-    """The steps that SGLang's prefill plans, runs and routes."""
+    """The steps that SGLang's prefill plans, runs and routes, each with whose it is."""
     steps = []
-    for place, name in (
-        (flashinfer_mla_backend.FlashInferMLAAttnBackend, "init_forward_metadata"),
-        (flashinfer_mla_backend.FlashInferMLAAttnBackend, "init_mha_chunk_metadata"),
-        (flashinfer_mla_backend.FlashInferMLAAttnBackend, "forward_extend"),
-        (attention_backend_handler, "handle_attention_flashmla"),
+    flashinfers, fa3s = flashinfer_mla_backend.FlashInferMLAAttnBackend, flashattention_backend.FlashAttentionBackend
+    for whose, place, name in (
+        ("FlashInfer", flashinfers, "init_forward_metadata"),
+        ("FlashInfer", flashinfers, "init_mha_chunk_metadata"),
+        ("FlashInfer", flashinfers, "forward_extend"),
+        ("FlashInfer", attention_backend_handler, "handle_attention_flashmla"),
+        ("FlashAttention", fa3s, "init_forward_metadata"),
+        ("FlashAttention", fa3s, "forward_extend"),
+        ("FlashAttention", attention_backend_handler, "handle_attention_fa3"),
     ):
-        monkeypatch.setattr(place, name, lambda *arguments, name=name, **parts: steps.append(name))
+
+        def step(*arguments, done=(whose, name), **parts):
+            steps.append(done)
+
+        monkeypatch.setattr(place, name, step)
     return steps
+
+
+def prefill_of(runner):
+    """Whose prefill it is: an FP8 cache FlashAttention 3 would copy, and multiply in FP8."""
+    return "FlashAttention" if runner.kv_cache_dtype == runner.dtype else "FlashInfer"
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED], ids=str)
@@ -413,7 +426,8 @@ def test_decodes_short_prompts_over_cached_ones(make, sglangs_prefill, lengths, 
     batch = prompts(problem, mode)
     backend.init_forward_metadata(batch)
     problem.check(attend(backend, problem, batch))
-    assert route(batch, options.get("heads", HEADS)) == AttnForwardMethod.MLA and not sglangs_prefill
+    with forward_context(ForwardContext(attn_backend=backend)):
+        assert route(batch, options.get("heads", HEADS)) == AttnForwardMethod.MLA and not sglangs_prefill
 
 
 @pytest.mark.parametrize(
@@ -434,9 +448,17 @@ def test_other_prompts_are_sglangs(make, sglangs_prefill, lengths, query_lens, o
     backend.init_forward_metadata(batch)
     backend.init_mha_chunk_metadata(batch)
     attend(backend, problem, batch)
-    route(batch, options.get("heads", HEADS))
-    planned = ["init_forward_metadata", "init_mha_chunk_metadata"]
-    assert sglangs_prefill == [*planned, "forward_extend", "handle_attention_flashmla"]
+    with forward_context(ForwardContext(attn_backend=backend)):
+        route(batch, options.get("heads", HEADS))
+    of = {
+        "FlashAttention": ["init_forward_metadata", "forward_extend", "handle_attention_fa3"],
+        "FlashInfer": [
+            *("init_forward_metadata", "init_mha_chunk_metadata"),
+            *("forward_extend", "handle_attention_flashmla"),
+        ],
+    }
+    whose = prefill_of(runner)
+    assert sglangs_prefill == [(whose, name) for name in of[whose]]
 
 
 def long_prompts(runner, problem):
@@ -448,14 +470,55 @@ def long_prompts(runner, problem):
 
 
 @pytest.mark.parametrize("page", [PAGE, 1])
-def test_long_prompts_are_planned_and_run_by_flashinfers_backend(make, monkeypatch, page):
+def test_long_prompts_are_planned_and_run_by_sglangs_default_or_flashinfers_backend(make, monkeypatch, page):
     monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", LatentAttention)
+    monkeypatch.setattr(flashattention_backend, "flash_attn_with_kvcache", latent := Latent())
     runner, backend = make(page_size=page)
+    assert type(backend.prefill).__name__.startswith(prefill_of(runner))
     problem = Problem(runner, [300, 129, 1000], s_q=[130, 129, 200])
     batch = long_prompts(runner, problem)
     backend.init_forward_metadata(batch)
     assert backend.forward_metadata is None
     problem.check(attend(backend, problem, batch))
+    assert len(latent.splits) == (prefill_of(runner) == "FlashAttention")
+
+
+def keys_in_full(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, **options):
+    """FlashAttention 3's call over keys and values of each head, in torch."""
+    tokens, rows = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    assert causal and max(map(int.__sub__, rows[1:], rows)) == max_seqlen_k
+    assert max(map(int.__sub__, tokens[1:], tokens)) == max_seqlen_q
+    outs = []
+    for a, b, c, d in zip(tokens, tokens[1:], rows, rows[1:], strict=False):
+        parts = [part.transpose(0, 1).float() for part in (q[a:b], k[c:d], v[c:d])]
+        seen = torch.ones(b - a, d - c).tril(d - c - (b - a)).bool()
+        out = torch.nn.functional.scaled_dot_product_attention(*parts, attn_mask=seen, scale=softmax_scale)
+        outs.append(out.transpose(0, 1).to(q.dtype))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("cached", [0, 70])
+@pytest.mark.parametrize("make", [False], indirect=True, ids=[""])
+def test_prompts_that_keys_are_made_of_are_planned_for_flashattention(make, monkeypatch, cached):
+    """As SGLang's model calls it: keys and values of a whole request, of which some may be cached."""
+    monkeypatch.setattr(flashattention_backend, "flash_attn_varlen_func", keys_in_full)
+    runner, backend = make()
+    lengths = [300, 129]
+    batch = long_prompts(runner, Problem(runner, lengths, s_q=[length - cached for length in lengths]))
+    backend.init_forward_metadata(batch)
+    backend.init_mha_chunk_metadata(batch)
+    batch.attn_attend_prefix_cache, batch.mha_return_lse, batch.mha_one_shot = False, False, True
+    random = torch.Generator().manual_seed(0)
+    q = torch.randn(sum(lengths) - 2 * cached, HEADS, 192, generator=random).bfloat16()
+    k, v = (torch.randn(sum(lengths), HEADS, width, generator=random).bfloat16() for width in (192, 128))
+    layer = RadixAttention(HEADS, 192, SCALE, num_kv_heads=HEADS, layer_id=0, v_head_dim=128)
+    with forward_context(ForwardContext(attn_backend=backend)):
+        out = layer(q, k, v, batch, save_kv_cache=False)
+    starts = (torch.tensor([0, *lengths]) - torch.tensor([0, cached, cached])).cumsum(0).int()
+    ends = torch.tensor([0, *lengths]).cumsum(0).int()
+    most = {"max_seqlen_q": 300 - cached, "max_seqlen_k": 300}
+    wanted = keys_in_full(q, k, v, starts, ends, softmax_scale=SCALE, causal=True, **most)
+    assert torch.equal(out.view(wanted.shape), wanted)
 
 
 class Latent:
@@ -529,7 +592,8 @@ def test_deterministic_prompts_are_flashattentions(make, model_layer, monkeypatc
         problem.check(attend(backend, problem, batch))
         assert latent.splits == [1] and backend.forward_metadata is None
         handler = attention_backend_handler.AttentionBackendRegistry.get_handler("etap")
-        assert handler(model_layer, batch) == AttnForwardMethod.MLA
+        with forward_context(ForwardContext(attn_backend=backend)):
+            assert handler(model_layer, batch) == AttnForwardMethod.MLA
 
 
 class ScaledLayer(forward_mla.DeepseekMLAForwardMixin):
@@ -597,7 +661,7 @@ def test_a_graph_of_prefill_runs_a_batch_of_fewer_tokens(make, monkeypatch, quer
     from sglang.srt.model_executor.runner_utils.forward_batch import set_forward_batch
     from sglang.srt.model_executor.runner_utils.prefill_graph import prefill_graph_scope
 
-    monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", LatentAttention)
+    monkeypatch.setattr(flashattention_backend, "flash_attn_with_kvcache", Latent())
     runner, backend = make()
     problem, tokens = Problem(runner, [300, 200], s_q=query_lens), sum(query_lens)
     batch = long_prompts(runner, problem)
@@ -685,24 +749,25 @@ def test_the_way_of_a_batch_is_found_once(make, monkeypatch):
     assert prompt_runs(batch, 4096) == [] and len(asked) == 1
 
 
-def test_prompts_of_decode_context_parallelism_are_sglangs(make, parallel, sglangs_prefill):
-    runner, backend = make()
-    batch = prompts(Problem(runner, [70, 129], s_q=[5, 5]))
+def test_prompts_of_decode_context_parallelism_are_flashinfers(make, parallel, sglangs_prefill):
     parallel(attn_dcp_size=2, dcp_enabled=True)
+    runner, backend = make()
+    batch = prompts(Problem(runner, [70, 129], s_q=[5, 5], ranks=2))
     backend.init_forward_metadata(batch)
     route(batch)
-    assert sglangs_prefill == ["init_forward_metadata", "handle_attention_flashmla"]
+    wanted = ["init_forward_metadata", "handle_attention_flashmla"]
+    assert sglangs_prefill == [("FlashInfer", name) for name in wanted]
 
 
 @pytest.mark.parametrize("query_lens, ours", [([2, 2], True), ([2, 3], False)], ids=str)
-def test_many_rows_of_small_pages_are_flashinfers(make, sglangs_prefill, query_lens, ours):
-    """It reads the latent rows, too: the model's route is the same. An FP8 cache it would copy."""
+def test_many_rows_of_small_pages_are_sglangs(make, sglangs_prefill, query_lens, ours):
+    """Which reads the latent rows, too: the model's route is the same. An FP8 cache it would copy."""
     runner, backend = make(page_size=1)
     ours = ours or runner.kv_cache_dtype != runner.dtype
     batch = prompts(Problem(runner, [70, 129], s_q=query_lens))
     backend.init_forward_metadata(batch)
+    assert sglangs_prefill == ([] if ours else [("FlashAttention", "init_forward_metadata")])
     assert route(batch) == AttnForwardMethod.MLA
-    assert sglangs_prefill == ([] if ours else ["init_forward_metadata"])
 
 
 def test_rows_that_pad_prompts_are_zeros(make):

@@ -104,13 +104,13 @@ def test_registering_again_changes_nothing():
 @pytest.mark.parametrize("times", [1, 2])
 def test_models_route_prefill_as_with_sglangs_backends_and_hand_over_the_parts(times, monkeypatch):
     versions.register_model_support()
-    for kind in ("flashmla", "dsa"):
+    for kind in ("fa3", "dsa"):
         monkeypatch.setattr(handler, f"handle_attention_{kind}", lambda attn, batch, kind=kind: (kind, attn, batch))
     batch = SimpleNamespace(forward_mode=ForwardMode.DECODE)
     dense, sparse = SimpleNamespace(num_local_heads=16), SimpleNamespace(use_dsa=True)
     for name in versions.NAMES:
         route = handler.AttentionBackendRegistry.get_handler(name)
-        assert route(dense, batch) == ("flashmla", dense, batch)
+        assert route(dense, batch) == ("fa3", dense, batch)
         assert route(sparse, batch) == ("dsa", sparse, batch)
         assert utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(name) == 1
 
