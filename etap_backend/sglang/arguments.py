@@ -66,6 +66,9 @@ def captures_fp8_prefill(view) -> bool:
 
 def _of_others(view, model, name: str) -> Iterator[str | None]:
     sparse, of_model = versions.is_sparse(model), name in names_of_model(view)
+    if versions.is_dots(model):
+        why = "SGLang makes the backend of its sparse layers itself, and its window layers read plans of its own"
+        yield f"Dots3-Note is not supported: {why}; wanted no attention backend named, SGLang's own then runs"
     if of_model and versions.scales_queries(model):
         yield from _of_scaled_queries(view, sparse)
     if not sparse:
@@ -193,18 +196,18 @@ def why_not_kernels(view) -> str | None:
         return f"--dsa-decode-backend {decode} is not supported: wanted none, ETAP decodes"
     if prefill == "fa3":
         return "--dsa-prefill-backend fa3 is not supported: ETAP stands in its place; wanted another, or none"
-    if view.dcp_size > 1 and prefill not in (None, versions.NAME):
-        return f"--dsa-prefill-backend {prefill} is not supported with decode context parallelism: wanted none"
+    mode = "decode context parallelism" if view.dcp_size > 1 else "attention sinks" if versions.has_sinks(model) else ""
+    if mode and prefill not in (None, versions.NAME):
+        return f"--dsa-prefill-backend {prefill} is not supported with {mode}: wanted none"
     return None
 
 
 def _why_no_variant(view, model) -> str | None:
-    no_ranks = versions.is_v4(model) or versions.share_of_lists() is None
+    v4 = versions.is_v4(model)
     variants = {
-        "decode context parallelism (dcp_size)": view.dcp_size > 1 and no_ranks,
+        "decode context parallelism (dcp_size)": view.dcp_size > 1 and (v4 or versions.share_of_lists() is None),
         "prefill context parallelism (enable_prefill_cp)": view.enable_prefill_cp,
-        "a KV cache in host memory (enable_hisparse)": view.enable_hisparse,
-        "attention sinks (learnable_sink)": getattr(model.hf_config, "learnable_sink", False),
+        "a KV cache in host memory (enable_hisparse)": view.enable_hisparse and v4,
     }
     unsupported = [variant for variant, present in variants.items() if present]
     return f"{unsupported[0]} is not supported with sparse attention" if unsupported else None

@@ -75,6 +75,9 @@ def _register_names() -> None:
     HookRegistry.register(PAGE_HOOK, resolve_arguments, HookType.AFTER)
     if _is_there(SPARSE_HOOK):
         HookRegistry.register(SPARSE_HOOK, arguments.resolve_sparse_kernels, HookType.AFTER)
+    if _is_there(versions.HISPARSE_LIST):
+        for kernels in pkgutil.resolve_name(versions.HISPARSE_LIST).values():
+            kernels.add(NAME)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
     versions.hook_prefill_graph(drops_prefill_graph)
     versions.hook_choice(choose_by_default)

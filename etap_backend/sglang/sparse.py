@@ -23,6 +23,9 @@ _KERNEL = "fa3"
 """Whose calls are ours: of SGLang's kernels the one that takes both parts of the queries where they are, rows of the
 cache and how many of them are valid."""
 
+_KERNEL_WITH_SINKS = "flashmla_sparse"
+"""The one that SGLang hands attention sinks to."""
+
 _PADDED_HEADS = 64
 """SGLang's kernels for prefill on Hopper compute a multiple of so many heads."""
 
@@ -49,15 +52,19 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         versions.register_model_support()
         # SGLang has it for dense attention only, and goes by the name, which stands for both here.
         get_context().override("etap_backend", disable_chunked_prefix_cache=True)
-        self.dsa_decode_impl = _KERNEL
+        self._has_sinks = versions.has_sinks(config)
+        self.dsa_decode_impl = kernel = _KERNEL_WITH_SINKS if self._has_sinks else _KERNEL
         # A rank attends to its share of a token's rows with the heads of all ranks, in every step.
         self._share_of_lists = versions.share_of_lists() if policy.ranks > 1 else None
         prefill = self.dsa_prefill_impl
         if prefill == versions.NAME:
-            # Where nothing is padded and no log-sum-exp is asked for, SGLang's choice.
-            ours = self.num_q_heads % _PADDED_HEADS != 0 or policy.ranks > 1
+            # SGLang's choice where nothing is padded and no log-sum-exp is asked for. Its choice knows no hot buffer of
+            # rows in host memory, and no lists with a tail.
+            theirs = self.num_q_heads % _PADDED_HEADS == 0 and policy.ranks == 1
+            theirs = theirs and self.hisparse_coordinator is None and getattr(self, "dsa_index_kpool", 1) == 1
+            ours = self._has_sinks or not theirs
             prefill = prefill if ours else "flashmla_auto"
-            self.dsa_prefill_impl = _KERNEL if ours else prefill
+            self.dsa_prefill_impl = kernel if ours else prefill
             self.enable_auto_select_prefill_impl = not ours
         self._num_sms = get_device_core_count()
         self.workspace = policy.sparse_workspace(self._num_sms, self.device) if workspace is None else workspace
@@ -86,23 +93,36 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         """
         if logit_cap:
             versions.refuse(f"logit_cap {logit_cap} is not supported")
-        tokens = q_nope.shape[0]
+        out, lse = self._attend(q_nope, q_rope, kv_cache, page_table, cache_seqlens, sm_scale)
+        return out if self._share_of_lists is None else (out, lse)
+
+    @engine_contract.override
+    def _forward_flashmla_sparse(self, *, q_all, kv_cache, page_table_1, sm_scale: float, **of_flash_mla) -> Tensor:
+        """As `_forward_fa3` where the model has attention sinks, float32 [heads]; else SGLang's kernel for prompts."""
+        if not self._has_sinks:
+            inputs = {"q_all": q_all, "kv_cache": kv_cache, "page_table_1": page_table_1, "sm_scale": sm_scale}
+            return super()._forward_flashmla_sparse(**inputs, **of_flash_mla)
+        counts, sinks = of_flash_mla["topk_length"], of_flash_mla["attn_sink"]
+        return self._attend(q_all, None, kv_cache, page_table_1, counts, sm_scale, sinks)[0]
+
+    def _attend(self, q, q_rope, kv_cache, lists, counts, scale: float, sinks=None) -> tuple[Tensor, Tensor]:
+        tokens = q.shape[0]
         # Where ranks pad their batches to one size there may be counts for more tokens, or for fewer.
-        counts = cache_seqlens[:tokens] if cache_seqlens.shape[0] >= tokens else None
+        counts = counts[:tokens] if counts.shape[0] >= tokens else None
         if self._share_of_lists is not None:
             parallel = get_parallel()
-            page_table, counts = self._share_of_lists(page_table, parallel.attn_dcp_size, parallel.attn_dcp_rank)
-        out, lse = sparse_mla_decode(
-            q_nope,
+            lists, counts = self._share_of_lists(lists, parallel.attn_dcp_size, parallel.attn_dcp_rank)
+        return sparse_mla_decode(
+            q,
             kv_cache,
-            page_table,
-            softmax_scale=sm_scale,
-            q_rope=q_rope if q_rope.shape[-1] else None,
+            lists,
+            softmax_scale=scale,
+            q_rope=q_rope if q_rope is not None and q_rope.shape[-1] else None,
             valid_counts=counts,
+            sinks=sinks,
             workspace=self.workspace,
             num_sms=self._num_sms,
         )
-        return out if self._share_of_lists is None else (out, lse)
 
 
 class ETAPSparseMultiStepDraftBackend(DeepseekSparseAttnMultiStepBackend):

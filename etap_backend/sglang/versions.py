@@ -16,6 +16,8 @@ ENGINE = Engine("SGLang", "sglang", NAME, oldest="0.5.17", newest="0.5.23")
 
 PAGE_HOOK = "sglang.srt.arg_groups.overrides._mla_backend_page_constraints"
 SPARSE_HOOK = "sglang.srt.arg_groups.overrides._dsa_split_backend_resolution"
+HISPARSE_LIST = "sglang.srt.arg_groups.hisparse_hook.HISPARSE_CUDA_DSA_BACKENDS_BY_DTYPE"
+"""By the cache's type the kernels that may read a hot buffer of rows in host memory."""
 DRAFT_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_backend"
 V4_NAME = "dsv4"
 """The name that SGLang gives DeepSeek-V4's backend, whatever the user named."""
@@ -52,6 +54,17 @@ def is_v4(model_config) -> bool:
     """Whether the model's layers are DeepSeek-V4's; V4.1 and the draft models have names with the same start."""
     architectures = getattr(model_config.hf_config, "architectures", None) or [""]
     return architectures[0].startswith("DeepseekV4")
+
+
+def is_dots(model_config) -> bool:
+    """Whether the model is Dots3-Note, whose layers SGLang has two backends for, and one of its own around both."""
+    architectures = getattr(model_config.hf_config, "architectures", None) or [""]
+    return architectures[0].startswith("Dots3")
+
+
+def has_sinks(model_config) -> bool:
+    """Whether sparse attention has sinks that are learned (HY-V4)."""
+    return bool(getattr(model_config.hf_config, "learnable_sink", False))
 
 
 def scales_queries(model_config) -> bool:

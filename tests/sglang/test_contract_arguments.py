@@ -14,6 +14,7 @@ from sglang.srt.plugins import load_plugins
 
 load_plugins()
 
+from sglang.srt.arg_groups.hisparse_hook import validate_hisparse  # noqa: E402
 from sglang.srt.layers.attention import dsa_backend, flashmla_backend  # noqa: E402
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS  # noqa: E402
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend  # noqa: E402
@@ -495,11 +496,68 @@ def test_prefill_of_sparse_attention_may_have_another_kernel(resolve, sparse_mod
         ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", 4),
         "speculative algorithm NGRAM is not supported",
     ),
-    (("--enable-hisparse", "--disable-radix-cache"), "a KV cache in host memory .* is not supported with sparse"),
 ], ids=str)  # fmt: skip
 def test_refuses_with_sparse_attention(resolve, sparse_model, flags, reason):
     with pytest.raises(ValueError, match=f"--attention-backend etap: {reason}"):
         resolve(*ETAP, *flags, model=sparse_model)
+
+
+HISPARSE = ("--enable-hisparse", "--disable-radix-cache")
+
+
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
+def test_rows_in_host_memory(resolve, sparse_model, cache):
+    """SGLang has a list of the kernels that may read its hot buffer, and looks there when it has resolved arguments."""
+    flags = (*ETAP, "--kv-cache-dtype", cache, *HISPARSE)
+    arguments = resolve(*flags, model=sparse_model, raw=True)
+    validate_hisparse(arguments)
+    assert sparse_kernels(resolved_view(arguments)) == ("etap", "etap", "etap")
+    others = resolve(*flags, "--dsa-prefill-backend", "flashmla_auto", model=sparse_model, raw=True)
+    with pytest.raises(ValueError, match="HiSparse supports DSA prefill backend.* but got .*flashmla_auto"):
+        validate_hisparse(others)
+
+
+@pytest.fixture(params=["GLM-5.3-Flash", "HY-V4", "Dots3-Note"])
+def newer_model(request, tmp_path, monkeypatch):
+    """The folder of a model that SGLang 0.5.17 does not know; of the last a small one, of the others as they come."""
+    if not importlib.util.find_spec("sglang.srt.configs.glm5_next"):
+        pytest.skip("this SGLang does not know the model")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    config = {"architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4"}
+    if request.param == "GLM-5.3-Flash":
+        config = json.loads((MODELS / "glm-5.3-flash.json").read_text())
+    elif request.param == "Dots3-Note":
+        layers = ["full_attention", "sliding_attention"] * 2
+        config = {"architectures": ["Dots3NoteForCausalLM"], "model_type": "dots3_note", "num_hidden_layers": 4}
+        config |= INDEXER | {"layer_types": layers}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return tmp_path
+
+
+@pytest.mark.parametrize("newer_model", ["GLM-5.3-Flash"], indirect=True)
+@pytest.mark.parametrize("cache", ["bfloat16", "fp8_e4m3"])
+@pytest.mark.parametrize("tp", [1, 8])
+def test_a_model_without_rope_has_both_caches(resolve, newer_model, cache, tp):
+    view = resolve(*ETAP, "--kv-cache-dtype", cache, "--tp-size", tp, model=newer_model)
+    assert (*sparse_kernels(view), view.kv_cache_dtype) == ("etap", "etap", "etap", cache)
+
+
+@pytest.mark.parametrize("newer_model", ["HY-V4"], indirect=True)
+def test_attention_sinks(resolve, newer_model):
+    assert sparse_kernels(resolve(*ETAP, "--tp-size", 8, model=newer_model)) == ("etap", "etap", "etap")
+    assert sparse_kernels(resolve(model=newer_model)) == ("dsa", "flashmla_sparse", "flashmla_sparse")
+    with pytest.raises(
+        ValueError, match="etap: --dsa-prefill-backend .* is not supported with attention sinks: wanted"
+    ):
+        resolve(*ETAP, "--dsa-prefill-backend", "flashmla_sparse", model=newer_model)
+
+
+@pytest.mark.parametrize("newer_model", ["Dots3-Note"], indirect=True)
+def test_a_model_with_two_backends_of_sglangs_is_refused(resolve, newer_model):
+    assert resolve(model=newer_model).attention_backend == "dsa"
+    for flags in (ETAP, ("--decode-attention-backend", "etap")):
+        with pytest.raises(ValueError, match="etap: Dots3-Note is not supported: .* wanted no attention backend named"):
+            resolve(*flags, model=newer_model)
 
 
 def test_a_part_of_the_name_is_refused_with_sparse_attention(resolve, sparse_model):

@@ -195,6 +195,115 @@ def test_sglangs_own_backend_reads_the_same_rows(make, sglangs_kernels, our_call
 
 
 @pytest.fixture
+def newer():
+    """Leaves out an SGLang without the models of this month, and what their backend needs."""
+    if not importlib.util.find_spec("sglang.srt.configs.glm5_next"):
+        pytest.skip("this SGLang does not know the model")
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_a_model_without_rope(newer, make, our_calls, step):
+    """GLM-5.3-Flash's, whose FP8 rows have 528 bytes and end with the scales."""
+    runner, backend = make(mode=STEPS[step][0], rope=0)
+    Problem(runner, *STEPS[step]).run(backend)
+    (call,) = our_calls
+    assert call["q_rope"] is None
+    assert call["kv_cache"].shape[-1] == (528 if backend.dsa_kv_cache_store_fp8 else 512)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_prompts_with_lists_that_have_a_tail_are_ours(newer, make, monkeypatch, heads):
+    """GLM-5.3-Flash's: its indexer chooses pools of tokens, and adds those that fill none."""
+    _, backend = make(rope=0, heads=heads, mode=ForwardMode.EXTEND, of_model={"index_kpool": 4})
+    lists = torch.zeros(1, TOP_K + 3, dtype=torch.int32)
+    for kernel in (backend.dsa_prefill_impl, backend.dsa_decode_impl):
+        backend._check_kpool_tail_backend(lists, backend._resolve_kpool_tail_backend(lists, kernel), "prefill")
+    assert backend.dsa_prefill_impl == "fa3" and not backend.enable_auto_select_prefill_impl
+
+
+@pytest.mark.parametrize("make", [False], indirect=True, ids=[""])
+@pytest.mark.parametrize("heads", [4, 64])
+@pytest.mark.parametrize("step", STEPS)
+def test_attention_sinks(newer, make, our_calls, sglangs_kernels, step, heads):
+    """HY-V4's, which SGLang hands to the kernel that this backend stands in for then."""
+    runner, backend = make(heads=heads, mode=STEPS[step][0], of_model={"learnable_sink": True})
+    problem, sinks = Problem(runner, *STEPS[step]), torch.linspace(-2, 6, heads)
+    problem.sinks = sinks
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    out = problem.attend(backend, batch)
+    problem.check(out)
+    problem.sinks = None
+    with pytest.raises(AssertionError):
+        problem.check(out)  # what it would be without
+    assert (len(our_calls), sglangs_kernels) == (1, [])
+    assert our_calls[0]["q"].shape[1] == heads and our_calls[0]["sinks"] is sinks
+
+
+class HotBuffer:
+    """SGLang's coordinator of rows in host memory, whose kernels need a GPU: it swaps in the rows that lists name.
+
+    Attributes:
+        host: rows by a request's positions.
+    """
+
+    def __init__(self, problem, pool):
+        self.problem, self.pool, self.host = problem, pool, problem.cache.view(torch.uint8).clone()
+        self.asked = []
+
+    def swap_in_selected_pages(self, requests, seq_lens, positions, layer_id):
+        """Rows of the hot buffer, [tokens, top_k], in the order of the lists, -1 where those name none."""
+        self.asked.append((requests.tolist(), seq_lens.tolist(), layer_id))
+        hot, rows = self.pool.get_key_buffer(layer_id).view(torch.uint8), torch.full_like(positions, NOTHING)
+        free = iter(range(1, len(hot)))
+        for request, (named, found) in enumerate(zip(positions, rows, strict=True)):
+            for place, position in enumerate(named.tolist()):
+                if position != NOTHING:
+                    found[place] = next(free)
+                    hot[found[place]] = self.host[self.problem.slots[request, position]]
+        return rows
+
+
+def test_decodes_rows_that_were_swapped_in_from_host_memory(make):
+    """HiSparse's hot buffer: the kernel gets its rows, and nothing else of the device's pool is a row."""
+    runner, _ = make()
+    problem = Problem(runner, *STEPS["decode"])
+    problem.cache.view(torch.uint8)[problem.new_slots] = pack(problem.new_rows, problem.cache.dtype).view(torch.uint8)
+    coordinator = runner.hisparse_coordinator = HotBuffer(problem, runner.token_to_kv_pool)
+    backend = ATTENTION_BACKENDS["etap"](runner)
+    assert backend.dsa_prefill_impl == "fa3" and not backend.enable_auto_select_prefill_impl
+    places = {slot: place for part in problem.slots.tolist() for place, slot in enumerate(part)}
+    positions = torch.tensor([[places.get(row, NOTHING) for row in named] for named in problem.lists.tolist()])
+    whole, problem.cache = problem.cache, problem.cache.clone()
+    whole.view(torch.uint8).fill_(0xFF)
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    out = problem.attend(backend, batch, positions.int())
+    assert coordinator.asked == [(problem.requests.tolist(), problem.lengths, 0)]
+    problem.check(out)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_prompts_with_host_memory_are_ours(make, heads):
+    """SGLang translates their lists to rows of the device for a kernel that reads those, whatever it would choose."""
+    runner, _ = make(heads=heads, mode=ForwardMode.EXTEND)
+    problem = Problem(runner, *STEPS["prompts"])
+    runner.hisparse_coordinator = object()
+    moved = torch.randperm(len(problem.cache))
+    pool = runner.token_to_kv_pool
+    pool.translate_loc_to_hisparse_device = lambda rows: torch.where(rows < 0, rows, moved[rows].to(rows.dtype))
+    backend = ATTENTION_BACKENDS["etap"](runner)
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    rows = problem.cache.view(torch.uint8)
+    rows[moved] = rows.clone()
+    batch.out_cache_loc = moved[problem.new_slots]
+    out = problem.attend(backend, batch)
+    problem.cache = rows[moved].view(problem.cache.dtype)
+    problem.check(out)
+
+
+@pytest.fixture
 def rows_of_ranks(monkeypatch):
     """Ranks write their own rows, as the pool's kernel does."""
 

@@ -44,25 +44,27 @@ def make_runner(heads=HEADS, mode=ForwardMode.DECODE, prefill="etap", decode="et
         prefix_lens=(1,) * requests,
         extend_lens=drafts,
     )
-    latent = options.pop("kv_lora_rank", LATENT)
+    latent, rope = options.pop("kv_lora_rank", LATENT), options.pop("rope", ROPE)
+    of_model = options.pop("of_model", {})
     config = TinyDSAModelConfig(
         num_heads=heads,
         num_kv_heads=1,
-        head_dim=latent + ROPE,
+        head_dim=latent + rope,
         hidden_size=64,
         context_len=CONTEXT,
         qk_nope_head_dim=latent,
-        qk_rope_head_dim=ROPE,
+        qk_rope_head_dim=rope,
         kv_lora_rank=latent,
         index_topk=TOP_K,
     )
+    vars(config.hf_config).update(of_model)
     return DSAMockModelRunner(
         case=case,
         model_config=config,
         dtype=dtype,
         device=device,
         max_context_len=CONTEXT,
-        head_dim=latent + ROPE,
+        head_dim=latent + rope,
         dsa_prefill_backend=prefill,
         dsa_decode_backend=decode,
         **options,
@@ -76,14 +78,17 @@ class Problem:
     names is NaN.
     """
 
+    sinks = None
+
     def __init__(self, runner, mode, lengths, new, seed=0):
         self.random = torch.Generator().manual_seed(seed)
         self.runner, self.mode, self.lengths, self.device = runner, mode, lengths, runner.device
         self.new = [new] * len(lengths) if isinstance(new, int) else new
         self.tokens, heads = sum(self.new), runner.model_config.num_attention_heads
+        self.rope = runner.model_config.qk_rope_head_dim
         # As the model hands them over: the latent part out of a product with the heads in front, the rope part strided.
         self.q = self.normal(heads, self.tokens, LATENT).transpose(0, 1)
-        self.q_rope = self.normal(self.tokens, heads, 128 + ROPE)[..., 128:]
+        self.q_rope = self.normal(self.tokens, heads, 128 + self.rope)[..., 128:]
         pages = CONTEXT // PAGE
         order = 1 + torch.randperm(len(lengths) * pages, generator=self.random)
         self.slots = (order[:, None] * PAGE + torch.arange(PAGE)).view(len(lengths), -1)
@@ -93,7 +98,7 @@ class Problem:
         table[self.requests] = self.slots.int().to(self.device)
         self.cache = runner.token_to_kv_pool.get_key_buffer(0)
         self.cache.view(torch.uint8).fill_(0xFF)
-        rows = self.normal(sum(lengths), 1, LATENT + ROPE)
+        rows = self.normal(sum(lengths), 1, LATENT + self.rope)
         slots = torch.cat([part[:length] for part, length in zip(self.slots, lengths, strict=True)]).to(self.device)
         ends = torch.tensor(lengths).cumsum(0)
         is_new = torch.cat([torch.arange(end - tail, end) for end, tail in zip(ends, self.new, strict=True)])
@@ -148,11 +153,12 @@ class Problem:
 
     def attend(self, backend, batch, lists=None):
         """One layer, called as SGLang's MLA models call it: [tokens, heads, 512]."""
-        k, k_rope = self.new_rows.split([LATENT, ROPE], dim=-1)
+        k, k_rope = self.new_rows.split([LATENT, self.rope], dim=-1)
+        sinks = {} if self.sinks is None else {"attn_sink": self.sinks}
         lists = self.lists if lists is None else lists
         with forward_context(ForwardContext(attn_backend=backend)):
-            layer = make_layer(self.q.shape[1])
-            out = layer(self.q, k, k, batch, q_rope=self.q_rope, k_rope=k_rope, topk_indices=lists)
+            layer = make_layer(self.q.shape[1], self.rope)
+            out = layer(self.q, k, k, batch, q_rope=self.q_rope, k_rope=k_rope, topk_indices=lists, **sinks)
         return out.view(self.tokens, -1, LATENT)
 
     def run(self, backend):
@@ -164,8 +170,9 @@ class Problem:
     def errors(self, out):
         """Relative errors against float64 of this output, and of the same attention by torch in bfloat16."""
         problem = (torch.cat([self.q, self.q_rope], dim=-1), self.cache, self.lists)
-        exact, _ = sparse_mla_decode_reference(*problem, softmax_scale=SCALE)
-        plain, _ = sparse_mla_decode_reference(*problem, softmax_scale=SCALE, dtype=torch.bfloat16)
+        options = {"softmax_scale": SCALE, "sinks": self.sinks}
+        exact, _ = sparse_mla_decode_reference(*problem, **options)
+        plain, _ = sparse_mla_decode_reference(*problem, **options, dtype=torch.bfloat16)
         assert out.dtype == torch.bfloat16 and exact.abs().max() > 0.1
         return relative_rmse(out, exact), relative_rmse(plain, exact)
 
@@ -181,15 +188,15 @@ class Problem:
 
 
 def pack(rows, dtype):
-    """Rows as the pool holds them: as they are, or of 656 bytes with a scale for each 128 columns."""
+    """Rows as the pool holds them: as they are, or of 656 or 528 bytes with a scale for each 128 columns."""
     if dtype == rows.dtype:
         return rows
-    latent, rope = rows.split([LATENT, ROPE], dim=-1)
+    latent, rope = rows.split([LATENT, rows.shape[-1] - LATENT], dim=-1)
     groups = latent.float().unflatten(-1, (4, 128))
     scales = groups.abs().amax(dim=-1, keepdim=True) / 448
     parts = (groups / scales).to(dtype).flatten(-2), scales.squeeze(-1), rope
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1).view(dtype)
 
 
-def make_layer(heads=HEADS):
-    return RadixAttention(heads, LATENT + ROPE, SCALE, num_kv_heads=1, layer_id=0, v_head_dim=LATENT)
+def make_layer(heads=HEADS, rope=ROPE):
+    return RadixAttention(heads, LATENT + rope, SCALE, num_kv_heads=1, layer_id=0, v_head_dim=LATENT)
