@@ -200,6 +200,23 @@ def test_the_draft_of_a_block_has_another_backend(resolve, model_directory, monk
         resolve(*flags, *other)
 
 
+@pytest.mark.parametrize("flags", [
+    ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "mooncake"),
+    ("--disaggregation-mode", "decode", "--disaggregation-transfer-backend", "nixl"),
+    ("--disaggregation-mode", "prefill", "--disaggregation-transfer-backend", "mooncake"),
+    ("--enable-hierarchical-cache", "--hicache-storage-backend", "mooncake"),
+    ("--enable-hierarchical-cache", "--hicache-storage-backend", "nixl"),
+    ("--enable-lmcache",),
+], ids=str)  # fmt: skip
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+def test_what_moves_pages_changes_nothing(resolve, flags, cache):
+    view = resolve(*ETAP, "--kv-cache-dtype", cache, *flags)
+    assert (view.attention_backend, view.page_size, view.kv_cache_dtype) == ("etap", 64, cache)
+    other = resolve("--attention-backend", "flashmla", "--kv-cache-dtype", cache, *flags)
+    for argument in ("hicache_io_backend", "hicache_mem_layout", "disaggregation_transfer_backend", "page_size"):
+        assert getattr(view, argument) == getattr(other, argument)
+
+
 DETERMINISTIC = "--enable-deterministic-inference"
 
 

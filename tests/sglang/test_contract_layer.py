@@ -7,6 +7,7 @@ prefill, real CUDA graphs and memory are not tested here.
 """
 
 import copy
+import ctypes
 import dataclasses
 import importlib.util
 import re
@@ -847,6 +848,44 @@ def test_drafts_change_nothing_that_was_planned_beside_them(make):
     backend.init_forward_metadata_out_graph(batch)
     backend.update_verify_buffers_to_fill_after_draft(object(), 2)
     problem.check(attend(backend, problem, batch))
+
+
+def test_pages_that_a_connector_moves_are_decoded(make):
+    """What Mooncake and NIXL register of the pool is all that they know of it: pages of so many bytes, at addresses."""
+    runner, backend = make()
+    problem, pool = Problem(runner, [70, 129, 300]), runner.token_to_kv_pool
+    problem.write(rank=0, keep=0)
+    (address,), (size,), (page_bytes,) = pool.get_contiguous_buf_infos()
+    rows = problem.cache.view(torch.uint8)
+    assert (address, size) == (rows.data_ptr(), rows.numel()) and page_bytes == size // len(rows) * PAGE
+    sent = (ctypes.c_char * size).from_address(address)
+    pages = torch.randperm(size // page_bytes - 1) + 1  # the first page is no request's
+    moved, before = dict(enumerate(pages.tolist(), start=1)), bytes(sent)
+    problem.cache.fill_(float("nan"))
+    table = runner.req_to_token_pool.req_to_token
+    for request, length in zip(problem.requests.tolist(), problem.lengths, strict=True):
+        for first in range(0, length, PAGE):
+            page = int(table[request, first]) // PAGE
+            there, here = moved[page] * page_bytes, page * page_bytes
+            sent[there : there + page_bytes] = before[here : here + page_bytes]
+            end = min(first + PAGE, length)
+            table[request, first:end] += (moved[page] - page) * PAGE
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    problem.check(attend(backend, problem, batch, save=False))
+
+
+def test_a_layer_waits_for_its_pages_from_host_memory(make):
+    """HiCache loads layer by layer, and SGLang's pool waits where a backend asks for a layer's rows."""
+    runner, backend = make()
+    problem, waited = Problem(runner, LENGTHS), []
+    problem.write(rank=0, keep=0)
+    runner.token_to_kv_pool.register_layer_transfer_counter(SimpleNamespace(wait_until=waited.append))
+    batch = problem.batch()
+    backend.init_forward_metadata(batch)
+    assert not waited
+    problem.check(attend(backend, problem, batch, save=False))
+    assert waited == [0]
 
 
 class DraftRunner:
