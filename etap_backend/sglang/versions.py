@@ -50,16 +50,18 @@ def is_sparse(model_config) -> bool:
     return is_deepseek_dsa(model_config.hf_config)
 
 
+def _architecture(model_config) -> str:
+    return (getattr(model_config.hf_config, "architectures", None) or [""])[0]
+
+
 def is_v4(model_config) -> bool:
     """Whether the model's layers are DeepSeek-V4's; V4.1 and the draft models have names with the same start."""
-    architectures = getattr(model_config.hf_config, "architectures", None) or [""]
-    return architectures[0].startswith("DeepseekV4")
+    return _architecture(model_config).startswith("DeepseekV4")
 
 
 def is_dots(model_config) -> bool:
     """Whether the model is Dots3-Note, whose layers SGLang has two backends for, and one of its own around both."""
-    architectures = getattr(model_config.hf_config, "architectures", None) or [""]
-    return architectures[0].startswith("Dots3")
+    return _architecture(model_config).startswith("Dots3")
 
 
 def has_sinks(model_config) -> bool:
