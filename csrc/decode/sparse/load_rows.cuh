@@ -364,7 +364,7 @@ class StagedDequantiser {
   // becomes columns next.
   CUTE_DEVICE void ask_for(int octet) {
     if (octet == 0) {
-      rows_ = stream_.next();
+      rows_ = stream_.rows();
       CUTE_UNROLL
       for (int t = 1; t < kTilesAhead; ++t) tiles_[t - 1] = tiles_[t];
       tiles_[kTilesAhead - 1] = {rows_.is_tile, rows_.last, rows_.present};
@@ -384,6 +384,7 @@ class StagedDequantiser {
     }
     cute::cp_async_fence();
     slot_ = both_slots_ - slot_;
+    if (octet == 0) stream_.advance();
   }
 
   // Makes columns of the octet in the slot, for all stages of the tile, the first of which has room.

@@ -25,7 +25,7 @@ struct WarpRows {
 };
 
 // The tiles of a partition in order, through all pieces, for the warp that copies each kWarps-th octet. An entry's index is read
-// two tiles before its row is wanted, and its page one, so that neither is waited for.
+// two tiles before its row is wanted, and its page one, so that neither is waited for. The first two tiles' are read together.
 template <int kWarps>
 class RowStream {
  public:
@@ -35,12 +35,20 @@ class RowStream {
         row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarps) * kOctetRows + threadIdx.x % kOctetRows) {
     find_tile();
     fetch_index();
-    fetch_page();
+    const Entry first = listed_;
     fetch_index();
+    fetch_page(first);
   }
 
   // Returns the next tile's rows; behind the last tile there are none. The whole warp calls it.
   CUTE_DEVICE WarpRows next() {
+    const WarpRows rows = this->rows();
+    advance();
+    return rows;
+  }
+
+  // The same in two steps, for those who ask for the rows before they wait for the index of a tile behind them.
+  CUTE_DEVICE WarpRows rows() const {
     WarpRows rows;
     const RowList& list = params_.lists[paged_.list()];
     const bool present = uint32_t(page_) < uint32_t(list.pages);
@@ -56,9 +64,11 @@ class RowStream {
     rows.present = __ballot_sync(0xffffffff, present);
     rows.is_tile = paged_.marks & kIsTile;
     rows.last = paged_.marks & kLast;
-    fetch_page();
-    fetch_index();
     return rows;
+  }
+  CUTE_DEVICE void advance() {
+    fetch_page(listed_);
+    fetch_index();
   }
 
  private:
@@ -97,8 +107,8 @@ class RowStream {
     find_tile();
   }
 
-  CUTE_DEVICE void fetch_page() {
-    paged_ = listed_;
+  CUTE_DEVICE void fetch_page(const Entry& listed) {
+    paged_ = listed;
     page_ = -1;
     const RowList& list = params_.lists[paged_.list()];
     if (paged_.index < 0) return;
