@@ -191,6 +191,15 @@ CUTE_DEVICE void load_if(bool wanted, const void* from, uint2& value) {
       : "l"(from), "r"(int(wanted))
       : "memory");
 }
+CUTE_DEVICE void load_if(bool wanted, const void* from, int32_t& value) {
+  asm volatile(
+      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
+      "mov.b32 %0, 0;\n"
+      "@wanted ld.global.s32 %0, [%1];\n}"
+      : "=&r"(value)
+      : "l"(from), "r"(int(wanted))
+      : "memory");
+}
 
 // The same of what is read once, and leaves L1 alone.
 CUTE_DEVICE void load_once_if(bool wanted, uint64_t from, uint4& value) {

@@ -1,6 +1,7 @@
 // A stream says where the listed rows of a partition's tiles lie: indices and pages are read ahead, across the ends of lists and pieces.
 #pragma once
 
+#include "common/ptx.cuh"
 #include "common/warp.cuh"
 #include "decode/roles.h"
 #include "decode/sparse/walk.cuh"
@@ -31,10 +32,11 @@ class RowStream {
  public:
   CUTE_DEVICE RowStream(const DecodeParams& params, int partition, int warp)
       : params_(params.sparse),
-        walk_(params, partition),
-        row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarps) * kOctetRows + threadIdx.x % kOctetRows) {
+        row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarps) * kOctetRows + threadIdx.x % kOctetRows),
+        guess_(guess(partition)),
+        walk_(params, partition) {
     find_tile();
-    fetch_index();
+    fetch_index(guess_);
     const Entry first = listed_;
     fetch_index();
     fetch_page(first);
@@ -93,16 +95,37 @@ class RowStream {
     }
   }
 
-  CUTE_DEVICE void fetch_index() {
-    const TokenLists& lists = walk_.lists();
+  // Where this lane's entry of a token's tile lies, null where there is none.
+  CUTE_DEVICE const int32_t* entry(const TokenLists& lists, int token, int tile) const {
     const int first_tiles = lists.first_tiles();
-    const bool second = tile_ >= first_tiles, is_tile = tile_ < end_tile_;
-    listed_ = {-1, request_, (second ? kSecond : 0) | (is_tile ? kIsTile : 0) | (tile_ + 1 == end_tile_ ? kLast : 0)};
-    const int entry = (tile_ - (second ? first_tiles : 0)) * kTileTokens + row_;
+    const bool second = tile >= first_tiles;
+    const int entry = (tile - (second ? first_tiles : 0)) * kTileTokens + row_;
     const RowList& list = params_.lists[second];
-    if (row_ < kTileTokens && is_tile && entry < (second ? lists.entries[1] : lists.entries[0])) {
-      listed_.index = list.indices[token_ * list.index_stride + entry];
-    }
+    const bool exists = row_ < kTileTokens && entry < (second ? lists.entries[1] : lists.entries[0]);
+    return exists ? list.indices + (token * list.index_stride + entry) : nullptr;
+  }
+
+  // What has been read of a list, and where.
+  struct Read {
+    const int32_t* from = nullptr;
+    int32_t index = -1;
+  };
+
+  // Reads the index of the partition's first tile while the counts are on their way: from where it lies if all entries count.
+  CUTE_DEVICE Read guess(int partition) const {
+    const TokenLists all{{params_.lists[0].width, params_.lists[1].width}};
+    const int token = first_token(params_.division, partition);
+    Read read{entry(all, token, tile_range(params_.division, token, partition, all.tiles()).begin)};
+    ptx::load_if(read.from != nullptr, read.from, read.index);
+    return read;
+  }
+
+  CUTE_DEVICE void fetch_index(const Read& read = {}) {
+    const TokenLists& lists = walk_.lists();
+    const bool second = tile_ >= lists.first_tiles(), is_tile = tile_ < end_tile_;
+    listed_ = {-1, request_, (second ? kSecond : 0) | (is_tile ? kIsTile : 0) | (tile_ + 1 == end_tile_ ? kLast : 0)};
+    const int32_t* const from = is_tile ? entry(lists, token_, tile_) : nullptr;
+    if (from != nullptr) listed_.index = from == read.from ? read.index : *from;
     ++tile_;
     find_tile();
   }
@@ -121,8 +144,9 @@ class RowStream {
   }
 
   const SparseParams& params_;
-  TokenWalk walk_;
   const int row_;  // of a tile; behind its end: this lane has none
+  const Read guess_;
+  TokenWalk walk_;
   int token_ = 0;
   int request_ = 0;
   int tile_ = 0;
