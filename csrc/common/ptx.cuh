@@ -54,9 +54,15 @@ CUTE_DEVICE uint32_t movmatrix_trans(uint32_t x) {
   return y;
 }
 
-// Copy 16 bytes of global memory to an address of shared memory, zeros where they do not exist, which are then not read.
+// Copy 16 bytes of global memory to an address of shared memory, zeros where they do not exist, which are then not read. kLine: the
+// line of 128 bytes around them is wanted, too, so that L2 fetches it at once.
+template <bool kLine = true>
 CUTE_DEVICE void copy_async_16(uint32_t target, uint64_t source, bool exists) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
+  if constexpr (kLine) {
+    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
+  } else {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
+  }
 }
 
 // The same of 8 bytes.

@@ -376,7 +376,7 @@ class StagedDequantiser {
     if (rows_.is_tile) {
       CUTE_UNROLL
       for (int bytes = 0; bytes < V4Row::kDataBytes; bytes += V4Row::kNopeBytes) {
-        ptx::copy_async_16(nope() + bytes, from + V4Row::lane() * kUnitBytes + bytes, present);
+        ptx::copy_async_16<false>(nope() + bytes, from + V4Row::lane() * kUnitBytes + bytes, present);
       }
       if (V4Row::lane() == 0) {
         ptx::copy_async_8(slot_ + kScales + V4Row::row() * kPageScaleBytes, from + scales, present);
