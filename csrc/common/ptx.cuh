@@ -54,31 +54,9 @@ CUTE_DEVICE uint32_t movmatrix_trans(uint32_t x) {
   return y;
 }
 
-// Copy 16 bytes of global memory to an address of shared memory, zeros where they do not exist, which are then not read. kLine: the
-// line of 128 bytes around them is wanted, too, so that L2 fetches it at once.
-template <bool kLine = true>
+// Copy 16 bytes of global memory to an address of shared memory, zeros where they do not exist, which are then not read.
 CUTE_DEVICE void copy_async_16(uint32_t target, uint64_t source, bool exists) {
-  if constexpr (kLine) {
-    asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
-  } else {
-    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
-  }
-}
-
-// The same of 8 bytes.
-CUTE_DEVICE void copy_async_8(uint32_t target, uint64_t source, bool exists) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(target), "l"(source), "r"(exists ? 8 : 0));
-}
-
-// Load 16 or 8 bytes from an address of shared memory.
-CUTE_DEVICE void load_shared(uint32_t from, uint4& value) {
-  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
-               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
-               : "r"(from)
-               : "memory");
-}
-CUTE_DEVICE void load_shared(uint32_t from, uint2& value) {
-  asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(value.x), "=r"(value.y) : "r"(from) : "memory");
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
 }
 
 // Store 16 bytes at an address of shared memory.
@@ -194,15 +172,6 @@ CUTE_DEVICE void load_if(bool wanted, const void* from, uint2& value) {
       "mov.b32 %0, 0;\nmov.b32 %1, 0;\n"
       "@wanted ld.global.v2.u32 {%0, %1}, [%2];\n}"
       : "=&r"(value.x), "=&r"(value.y)
-      : "l"(from), "r"(int(wanted))
-      : "memory");
-}
-CUTE_DEVICE void load_if(bool wanted, const void* from, int32_t& value) {
-  asm volatile(
-      "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %2, 0;\n"
-      "mov.b32 %0, 0;\n"
-      "@wanted ld.global.s32 %0, [%1];\n}"
-      : "=&r"(value)
       : "l"(from), "r"(int(wanted))
       : "memory");
 }

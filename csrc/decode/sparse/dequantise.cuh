@@ -9,7 +9,6 @@
 #include "common/ptx.cuh"
 #include "common/swizzle.cuh"
 #include "common/warp.cuh"
-#include "decode/sparse/row_stream.cuh"
 #include "decode/traits.h"
 
 namespace etap::sparse {
@@ -54,7 +53,6 @@ CUTE_DEVICE void dequantise(const uint4& values, const Scale& scale, uint4 (&col
 struct V4Row {
   static constexpr int kNopeChunks = (kLatentDim - kRopeDim) / kChunkColumns;
   static constexpr int kNopeBytes = kUnitBytes * kRowLanes;  // of a chunk
-  static constexpr int kDataBytes = (kNopeChunks + 2) * kNopeBytes;
 
   uint4 nope[kNopeChunks];
   uint4 rope[2];
@@ -77,8 +75,7 @@ struct V4Row {
     ptx::load_once_if(present, from - lane() * kUnitBytes + behind, next_scales);
   }
   // Whether one of the warp's is 2 or more.
-  CUTE_DEVICE bool large() const { return large(scales); }
-  CUTE_DEVICE static bool large(const uint2& scales) {
+  CUTE_DEVICE bool large() const {
     return __any_sync(0xffffffff, (scales.x & 0x80808080) != 0 || (scales.y & 0x00808080) != 0);
   }
 
@@ -102,21 +99,6 @@ struct V4Row {
       to[0] = rope[0], to[1] = rope[1];
     }
   }
-};
-
-// A warp's octet of V4's rows as they lie in the cache, but with their scales behind them.
-struct StagedOctet {
-  char rows[kOctetRows][V4Row::kDataBytes];
-  char scales[kOctetRows][kPageScaleBytes];
-};
-
-// Octets on their way through shared memory, as many as a warp has asked for while it converts none. So loads are on their way
-// however long a conversion takes, and one short loop converts all chunks.
-template <int kWarps>
-struct StagedOctets {
-  static constexpr int kAhead = 2;
-
-  alignas(16) StagedOctet octets[kWarps][kAhead];
 };
 
 }  // namespace etap::sparse

@@ -1,6 +1,6 @@
 // The producers of sparse attention are warps that bring listed rows of the caches into the key ring. Rows are copied with cp.async
-// (one bulk copy a row is up to twice as slow); V4's become bfloat16 on their way. Consumers find chunks of [tokens x 64 columns]
-// in WGMMA's swizzle, or V3.2's FP8 rows as they are.
+// (one bulk copy a row is up to twice as slow); V4's go through registers and become bfloat16. Consumers find chunks of [tokens x 64
+// columns] in WGMMA's swizzle, or V3.2's FP8 rows as they are.
 #pragma once
 
 #include "decode/sparse/dequantise.cuh"
@@ -207,9 +207,9 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
   }
 }
 
-// Brings V4's rows by way of registers. A warp holds an octet; when the chunks of a stage have become columns, the same ones of the
-// octet behind it are asked for. Stages of a tile are few: the hardware counts loads on their way in few counters, and a wait for
-// early ones would be one for late ones, too.
+// Brings V4's rows. A warp holds an octet in registers; when the chunks of a stage have become columns, the same ones of the octet behind it
+// are asked for. Stages of a tile are few: the hardware counts loads on their way in few counters, and a wait for early ones would be
+// one for late ones, too.
 template <class T>
 class Dequantiser {
  public:
@@ -309,164 +309,17 @@ class Dequantiser {
   V4Row held_;
 };
 
-// Does the same by way of shared memory. The warp's slots take octets in turn: those of a tile, or those of two tiles.
-template <class T>
-class StagedDequantiser {
- public:
-  CUTE_DEVICE StagedDequantiser(Shared<T>& shared, const DecodeParams& params, int partition, int warp)
-      : shared_(shared),
-        stream_(params, partition, warp),
-        place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + V4Row::row()) * kLineBytes),
-        slot_(cute::cast_smem_ptr_to_uint(shared.staged.octets[warp])),
-        both_slots_(2 * slot_ + sizeof(StagedOctet)) {
-    CUTE_UNROLL
-    for (int octet = 0; octet < kAhead; ++octet) ask_for(octet % kOctetsOf<T>);
-  }
-
-  CUTE_DEVICE bool done() const { return !tiles_[0].is_tile; }
-
-  // Brings the next tile, its piece's i-th, into the ring; returns whether it is the piece's last.
-  CUTE_DEVICE bool fill(KeyPosition<T>& at, int i, const TileGrants<T>& grants) {
-    const bool last = tiles_[0].last;
-    ETAP_MARKED(rows_room, shared_.keys.acquire(at));
-    write_mask<T>(shared_.valid[at.stage], tiles_[0].present);
-    if (cute::elect_one_sync()) grants.grant_tile(shared_, i);
-    cute::for_each(cute::make_seq<kOctetsOf<T>>{}, [&](auto octet) {
-      constexpr int kOctet = decltype(octet)::value;
-      ETAP_MARKED(rows_wait, cute::cp_async_wait<kAhead - 1>());
-      __syncwarp();  // another lane has copied the scales
-      uint2 scales;
-      ptx::load_shared(slot_ + kScales + V4Row::row() * kPageScaleBytes, scales);
-      if (V4Row::large(scales)) {
-        convert<kOctet, true>(at, scales);
-      } else {
-        convert<kOctet, false>(at, scales);
-      }
-      __syncwarp();  // all have read the scales
-      ask_for(kOctet);
-    });
-    at.advance(T::kStagesPerTile);
-    return last;
-  }
-
- private:
-  static constexpr int kAhead = StagedOctets<T::kGatherWarps>::kAhead, kTilesAhead = kAhead / kOctetsOf<T>;
-  static constexpr int kScales = offsetof(StagedOctet, scales);
-  static_assert(kAhead == 2 && kAhead % kOctetsOf<T> == 0 && T::kChunksPerStage == 2);
-
-  // What there is to know of a tile until it has become columns.
-  struct Tile {
-    bool is_tile = false, last = false;
-    uint32_t present = 0;
-  };
-
-  // Asks for an octet, with a tile's first one for the stream's next tile, into the slot that is free. The other slot holds what
-  // becomes columns next.
-  CUTE_DEVICE void ask_for(int octet) {
-    if (octet == 0) {
-      rows_ = stream_.rows();
-      CUTE_UNROLL
-      for (int t = 1; t < kTilesAhead; ++t) tiles_[t - 1] = tiles_[t];
-      tiles_[kTilesAhead - 1] = {rows_.is_tile, rows_.last, rows_.present};
-    }
-    const int holder = octet * kOctetRows + V4Row::row();
-    const uint64_t from = rows_.row_of(holder);
-    const int32_t scales = rows_.scales_of(holder);
-    const bool present = rows_.present >> holder & 1;
-    if (rows_.is_tile) {
-      CUTE_UNROLL
-      for (int bytes = 0; bytes < V4Row::kDataBytes; bytes += V4Row::kNopeBytes) {
-        ptx::copy_async_16<false>(nope() + bytes, from + V4Row::lane() * kUnitBytes + bytes, present);
-      }
-      if (V4Row::lane() == 0) {
-        ptx::copy_async_8(slot_ + kScales + V4Row::row() * kPageScaleBytes, from + scales, present);
-      }
-    }
-    cute::cp_async_fence();
-    slot_ = both_slots_ - slot_;
-    if (octet == 0) stream_.advance();
-  }
-
-  // Makes columns of the octet in the slot, for all stages of the tile, the first of which has room.
-  template <int kOctet, bool kLarge>
-  CUTE_DEVICE void convert(KeyPosition<T> at, const uint2& scales) {
-    uint32_t from = nope();
-    CUTE_NO_UNROLL
-    for (int chunk = 0; chunk < V4Row::kNopeChunks - 1; chunk += 2, from += 2 * V4Row::kNopeBytes, at.advance(1)) {
-      begin_stage<kOctet>(at);
-      convert_chunk<kLarge>(from, scales, chunk, target<kOctet>(at, 0));
-      convert_chunk<kLarge>(from + V4Row::kNopeBytes, scales, chunk + 1, target<kOctet>(at, 1));
-      end_stage<kOctet>(at);
-    }
-    begin_stage<kOctet>(at);
-    convert_chunk<kLarge>(from, scales, V4Row::kNopeChunks - 1, target<kOctet>(at, 0));
-    copy_rope(from - V4Row::lane() * kUnitBytes + V4Row::kNopeBytes, target<kOctet>(at, 1));
-    end_stage<kOctet>(at);
-  }
-
-  template <bool kLarge>
-  CUTE_DEVICE void convert_chunk(uint32_t from, const uint2& scales, int chunk, uint32_t to) const {
-    uint4 values, columns[2];
-    ptx::load_shared(from, values);
-    dequantise(values, PowerOfTwo<kLarge>(__byte_perm(scales.x, scales.y, chunk) & 0xff), columns);
-    CUTE_UNROLL
-    for (int half = 0; half < 2; ++half) store<0>(to, half, columns[half]);
-  }
-  CUTE_DEVICE void copy_rope(uint32_t from, uint32_t to) const {
-    CUTE_UNROLL
-    for (int half = 0; half < 2; ++half) {
-      uint4 columns;
-      ptx::load_shared(from + V4Row::unit<V4Row::kNopeChunks>(half) * kUnitBytes, columns);
-      store<V4Row::kNopeChunks>(to, half, columns);
-    }
-  }
-  // kChunk: one that has its units where this one does.
-  template <int kChunk>
-  CUTE_DEVICE static void store(uint32_t to, int half, const uint4& columns) {
-    ptx::store_shared(to + (V4Row::unit<kChunk>(half) ^ swizzle<kLineBytes>(V4Row::row())) * kUnitBytes, columns);
-  }
-
-  // Where this lane's first unit of the octet in the slot lies.
-  CUTE_DEVICE uint32_t nope() const { return slot_ + V4Row::row() * V4Row::kDataBytes + V4Row::lane() * kUnitBytes; }
-  // Where this lane's row of an octet of the tile lies in a chunk of a stage.
-  template <int kOctet>
-  CUTE_DEVICE uint32_t target(KeyPosition<T> at, int chunk) const {
-    return place_ + at.stage * T::kStageBytes + (chunk * kTileTokens + kOctet * T::kGatherWarps * kOctetRows) * kLineBytes;
-  }
-
-  // The warp waits for a stage with the tile's first octet, and hands it over with its last one. For WGMMA the consumers fence.
-  template <int kOctet>
-  CUTE_DEVICE void begin_stage(KeyPosition<T> at) {
-    if (kOctet == 0) ETAP_MARKED(rows_room, shared_.keys.acquire(at));
-  }
-  template <int kOctet>
-  CUTE_DEVICE void end_stage(KeyPosition<T> at) {
-    if (kOctet < kOctetsOf<T> - 1) return;
-    __syncwarp();
-    if (cute::elect_one_sync()) ETAP_MARKED(rows_commit, shared_.keys.commit(at));
-  }
-
-  Shared<T>& shared_;
-  RowStream<T::kGatherWarps> stream_;
-  const uint32_t place_;  // of this lane's row of the warp's first octet, in the first stage
-  uint32_t slot_;         // of the octet that becomes columns next, whose place another one then takes
-  const uint32_t both_slots_;
-  WarpRows rows_;            // of the tile asked for last
-  Tile tiles_[kTilesAhead];  // the one that becomes columns next, and those behind it
-};
-
 template <class T>
 CUTE_DEVICE void dequantise_rows(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
   KeyPosition<T> at;
   TileGrants<T> grants;
-  std::conditional_t<T::kStagesOctets, StagedDequantiser<T>, Dequantiser<T>> rows(shared, params, partition, warp);
+  Dequantiser<T> rows(shared, params, partition, warp);
   int i = 0;  // of the piece's tiles
   while (!rows.done()) {
     const bool last = rows.fill(at, i, grants);
     if (last) grants.end_piece(shared, at, i + 1);
     i = last ? 0 : i + 1;
   }
-  cute::cp_async_wait<0>();  // no copy is left, but groups without one
 }
 
 template <class T>

@@ -1,7 +1,6 @@
 // A stream says where the listed rows of a partition's tiles lie: indices and pages are read ahead, across the ends of lists and pieces.
 #pragma once
 
-#include "common/ptx.cuh"
 #include "common/warp.cuh"
 #include "decode/roles.h"
 #include "decode/sparse/walk.cuh"
@@ -26,31 +25,22 @@ struct WarpRows {
 };
 
 // The tiles of a partition in order, through all pieces, for the warp that copies each kWarps-th octet. An entry's index is read
-// two tiles before its row is wanted, and its page one, so that neither is waited for. The first two tiles' are read together.
+// two tiles before its row is wanted, and its page one, so that neither is waited for.
 template <int kWarps>
 class RowStream {
  public:
   CUTE_DEVICE RowStream(const DecodeParams& params, int partition, int warp)
       : params_(params.sparse),
-        row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarps) * kOctetRows + threadIdx.x % kOctetRows),
-        guess_(guess(partition)),
-        walk_(params, partition) {
+        walk_(params, partition),
+        row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarps) * kOctetRows + threadIdx.x % kOctetRows) {
     find_tile();
-    fetch_index(guess_);
-    const Entry first = listed_;
     fetch_index();
-    fetch_page(first);
+    fetch_page();
+    fetch_index();
   }
 
   // Returns the next tile's rows; behind the last tile there are none. The whole warp calls it.
   CUTE_DEVICE WarpRows next() {
-    const WarpRows rows = this->rows();
-    advance();
-    return rows;
-  }
-
-  // The same in two steps, for those who ask for the rows before they wait for the index of a tile behind them.
-  CUTE_DEVICE WarpRows rows() const {
     WarpRows rows;
     const RowList& list = params_.lists[paged_.list()];
     const bool present = uint32_t(page_) < uint32_t(list.pages);
@@ -66,11 +56,9 @@ class RowStream {
     rows.present = __ballot_sync(0xffffffff, present);
     rows.is_tile = paged_.marks & kIsTile;
     rows.last = paged_.marks & kLast;
-    return rows;
-  }
-  CUTE_DEVICE void advance() {
-    fetch_page(listed_);
+    fetch_page();
     fetch_index();
+    return rows;
   }
 
  private:
@@ -95,43 +83,22 @@ class RowStream {
     }
   }
 
-  // Where this lane's entry of a token's tile lies, null where there is none.
-  CUTE_DEVICE const int32_t* entry(const TokenLists& lists, int token, int tile) const {
-    const int first_tiles = lists.first_tiles();
-    const bool second = tile >= first_tiles;
-    const int entry = (tile - (second ? first_tiles : 0)) * kTileTokens + row_;
-    const RowList& list = params_.lists[second];
-    const bool exists = row_ < kTileTokens && entry < (second ? lists.entries[1] : lists.entries[0]);
-    return exists ? list.indices + (token * list.index_stride + entry) : nullptr;
-  }
-
-  // What has been read of a list, and where.
-  struct Read {
-    const int32_t* from = nullptr;
-    int32_t index = -1;
-  };
-
-  // Reads the index of the partition's first tile while the counts are on their way: from where it lies if all entries count.
-  CUTE_DEVICE Read guess(int partition) const {
-    const TokenLists all{{params_.lists[0].width, params_.lists[1].width}};
-    const int token = first_token(params_.division, partition);
-    Read read{entry(all, token, tile_range(params_.division, token, partition, all.tiles()).begin)};
-    ptx::load_if(read.from != nullptr, read.from, read.index);
-    return read;
-  }
-
-  CUTE_DEVICE void fetch_index(const Read& read = {}) {
+  CUTE_DEVICE void fetch_index() {
     const TokenLists& lists = walk_.lists();
-    const bool second = tile_ >= lists.first_tiles(), is_tile = tile_ < end_tile_;
+    const int first_tiles = lists.first_tiles();
+    const bool second = tile_ >= first_tiles, is_tile = tile_ < end_tile_;
     listed_ = {-1, request_, (second ? kSecond : 0) | (is_tile ? kIsTile : 0) | (tile_ + 1 == end_tile_ ? kLast : 0)};
-    const int32_t* const from = is_tile ? entry(lists, token_, tile_) : nullptr;
-    if (from != nullptr) listed_.index = from == read.from ? read.index : *from;
+    const int entry = (tile_ - (second ? first_tiles : 0)) * kTileTokens + row_;
+    const RowList& list = params_.lists[second];
+    if (row_ < kTileTokens && is_tile && entry < (second ? lists.entries[1] : lists.entries[0])) {
+      listed_.index = list.indices[token_ * list.index_stride + entry];
+    }
     ++tile_;
     find_tile();
   }
 
-  CUTE_DEVICE void fetch_page(const Entry& listed) {
-    paged_ = listed;
+  CUTE_DEVICE void fetch_page() {
+    paged_ = listed_;
     page_ = -1;
     const RowList& list = params_.lists[paged_.list()];
     if (paged_.index < 0) return;
@@ -144,9 +111,8 @@ class RowStream {
   }
 
   const SparseParams& params_;
-  const int row_;  // of a tile; behind its end: this lane has none
-  const Read guess_;
   TokenWalk walk_;
+  const int row_;  // of a tile; behind its end: this lane has none
   int token_ = 0;
   int request_ = 0;
   int tile_ = 0;

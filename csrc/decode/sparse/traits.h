@@ -2,7 +2,6 @@
 #pragma once
 
 #include "decode/query_major/traits.h"
-#include "decode/sparse/dequantise.cuh"
 #include "decode/sparse/validity.cuh"
 #include "decode/sparse/walk.cuh"
 #include "decode/transposed/traits.h"
@@ -10,7 +9,6 @@
 namespace etap::sparse {
 
 struct NoMaps {};
-struct NoOctets {};
 
 // The traits of a dense kernel, and its consumer and shared memory for those made of them.
 template <class Dense, template <class> class DenseConsumer, template <class> class DenseMemory>
@@ -21,17 +19,16 @@ struct GatheredTraits : Dense {
   // V4's rows come without rope behind the latent part.
   static constexpr bool kRope = kTileChunks > kValueChunks;
   static constexpr bool kDequantises = !kRope;
-  static constexpr bool kStagesOctets = kDequantises && kRowTile < 64;  // where there is room beside the ring
   // The consumers gather the queries. Up to 16 rows they leave registers for two warpgroups of producers that dequantise: one warp a
   // scheduler would wait for its own instructions.
   static constexpr int kGatherWarps = kDequantises && kRowTile <= 16 ? 8 : 4;
   static constexpr bool kFitsLaunchRegisters = !kDequantises && Dense::kFitsLaunchRegisters;
   static constexpr Registers registers(bool) {
     if (!kDequantises) return {168, 40, 232};
-    return kRowTile <= 16 ? Registers{128, 104, 152} : kRowTile == 32 ? Registers{168, 72, 216} : Registers{168, 88, 208};
+    return kRowTile <= 16 ? Registers{128, 104, 152} : kRowTile == 32 ? Registers{168, 104, 200} : Registers{168, 88, 208};
   }
   // Stages of a tile that rows of bfloat16 fill together, chunks that follow each other in a row: the r-th run's begin.
-  static constexpr int kRuns = kRowTile == 64 ? (kRope ? 3 : 2) : Dense::kStagesPerTile;
+  static constexpr int kRuns = kRope ? 3 : 2;
   static constexpr int run_begin(int r) {
     if constexpr (kRowTile == 64) return kRope ? (r == 0 ? 0 : 1 + (r - 1) * Dense::kHalfChunks) : r * Dense::kHalfChunks;
     return r;
@@ -41,7 +38,6 @@ struct GatheredTraits : Dense {
   using Consumer = DenseConsumer<GatheredTraits>;
   struct SharedStorage : DenseMemory<GatheredTraits> {
     TileMask valid[Dense::kStages];  // of each tile, at its first stage
-    [[no_unique_address]] std::conditional_t<kStagesOctets, StagedOctets<kGatherWarps>, NoOctets> staged;
   };
 };
 

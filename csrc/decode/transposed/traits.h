@@ -110,13 +110,13 @@ struct Traits : AlternateTiles<kRowTile_> {
   static constexpr bool kPairedDims = false;
   static constexpr bool kHalvesSingleTiles = true;
 
+  // Three chunks a stage (24 KB a copy) load faster than one.
   static constexpr int kTileChunks = kTileChunks_;
-  // Three chunks a stage (24 KB a copy) load faster than one. Beside listed rows without rope the ring leaves V4's room on their way.
-  static constexpr int kChunksPerStage = kTileChunks == kChunks ? 3 : 2;
+  static constexpr int kChunksPerStage = kTileChunks == kChunks ? 3 : 4;
   using KeyStage = Element[kChunksPerStage][kTileTokens][kChunkColumns];  // swizzled
   static constexpr int kStageBytes = sizeof(KeyStage);
   static constexpr int kStagesPerTile = kTileChunks / kChunksPerStage;
-  static constexpr int kStages = kRowTile == (kTileChunks == kChunks ? 32 : 16) ? 7 : 8;
+  static constexpr int kStages = kTileChunks == kChunks ? (kRowTile == 32 ? 7 : 8) : kRowTile == 32 ? 5 : 6;
   static constexpr int kTilesAlone = 0;
   static constexpr int kTileValueChunks = kValueChunks;  // 128 bytes of each token of a tile
   __host__ __device__ static constexpr int first_chunk(int stage, int) { return stage * kChunksPerStage; }

@@ -490,8 +490,7 @@ class Cta:
         units = np.arange(destination // 16, (destination + size) // 16)
         units = units ^ (units >> 3 & tensor_map.swizzle // 16 - 1)
         self.shared.refuse_unfenced(units, "copy to")
-        words = units[:, None] * 2 + np.arange(2)
-        self.shared.begin_copy(words)
+        self.shared.begin_copy(units)
         self.barrier(barrier)
 
         def finish():
@@ -499,7 +498,7 @@ class Cta:
                 data = box()
             except EmulationError as error:
                 raise EmulationError(f"{error}: {item}") from error
-            self.shared.end_copy(words, np.ascontiguousarray(data).reshape(-1, 16).view(np.uint64), None)
+            self.shared.end_copy(units, data.reshape(-1, 16), None)
             self.arrive(barrier, arrivals=0, transaction_bytes=-size)
 
         self.transfers.append((self.rng.random(), finish))
@@ -512,11 +511,10 @@ class Cta:
 
     def start_copy(self, warp: Warp, address: np.ndarray, data: np.ndarray) -> None:
         """cp.async of a warp's lanes."""
-        words = data.view(np.uint64)
-        places = self.shared.index(address, data.shape[1])[:, None] * words.shape[1] + np.arange(words.shape[1])
-        self.shared.begin_copy(places)
+        units = self.shared.index(address, 16)
+        self.shared.begin_copy(units)
         warp.copies_begun += 1
-        warp.copies.append(partial(self.shared.end_copy, places, words, warp.index, warp.copies_begun))
+        warp.copies.append(partial(self.shared.end_copy, units, data, warp.index, warp.copies_begun))
         if self.timing == "early":
             self._finish_copy(warp)
 

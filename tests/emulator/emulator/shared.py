@@ -81,19 +81,18 @@ class SharedMemory:
         """The same of 16 bytes each."""
         self._put(units[:, None] * 2 + np.arange(2), 8, raw.view(np.uint64), warp, number)
 
-    def begin_copy(self, words: np.ndarray) -> None:
-        """Into words of 8 bytes."""
-        if (self._state_views[8][words] & LOCKED[8]).any():
-            self._refuse(words, 8, "copy to")
-        self._views[8][words] = ~np.uint64(0)
-        self._state_views[8][words] = ONES[8] * np.uint64(IN_FLIGHT)
+    def begin_copy(self, units: np.ndarray) -> None:
+        if (self._state_units.view(np.uint64)[units] & LOCKED[8]).any():
+            self._refuse(units, 16, "copy to")
+        self._data_units[units] = 0xFF
+        self._state_units[units] = IN_FLIGHT
 
-    def end_copy(self, words: np.ndarray, raw: np.ndarray, warp: int | None, number: int = 0) -> None:
+    def end_copy(self, units: np.ndarray, raw: np.ndarray, warp: int | None, number: int = 0) -> None:
         """The data arrives; a warp's own cp.async is a write of its that the asynchronous units may not see yet."""
-        self._state_views[8][words] = 0
-        self._views[8][words] = raw
+        self._state_units[units] = 0
+        self._data_units[units] = raw
         if warp is not None:
-            self._mark(words, 8, warp, number, COPIED)
+            self._mark(units[:, None] * 2 + np.arange(2), 8, warp, number, COPIED)
 
     def lock_barrier(self, address: int) -> None:
         self.index(np.array([address], np.uint32), 8)
