@@ -57,7 +57,7 @@ struct Traits : transposed_fp8::Products<cutlass::float_e4m3_t, transposed_fp8::
 
   static constexpr int kOperands = 4;  // beside O there are registers for two parts: none of S is held by then
 
-  static constexpr int kPartChunks = 1;  // of 64 columns, that tensor cores add up
+  static constexpr int kPartChunks = 2;  // of 64 columns, that tensor cores add up
   using ScoreMma = decltype(cute::make_tiled_mma(
       cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileTokens>, cute::_64>, kMajorK,
                                  kMajorK>()));
