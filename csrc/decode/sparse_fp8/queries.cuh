@@ -29,8 +29,8 @@ CUTE_DEVICE void write_query(Shared<T>& shared, const DecodeParams& params, int 
   const int exponent = transposed_fp8::scale_exponent<T, 0>(__reduce_max_sync(0xffffffff, largest));
   CUTE_UNROLL
   for (int u = 0; u < kLatentUnits; ++u) {
-    transposed_fp8::write_unit<T, typename T::ScoreElement>(shared.query, row, u * kWarpSize + lane, true,
-                                                            units[u], transposed_fp8::power_of_two(exponent));
+    transposed_fp8::write_unit<T, typename T::ScoreElement>(shared.query, row, u * kWarpSize + lane, units[u],
+                                                            transposed_fp8::power_of_two(exponent));
   }
   char* rope_chunk = shared.query + kValueChunks * T::kQueryChunkBytes;
   if (has_rope) *reinterpret_cast<uint4*>(rope_chunk + operand_unit<T>(row, lane)) = rope;
