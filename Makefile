@@ -25,10 +25,11 @@ GPU_TESTS = $(shell grep -rl "mark.gpu" tests --include "test_*.py")
 SOURCES := pyproject.toml README.md LICENSE $(shell find csrc etap_backend configs -type f -not -path '*/lib/*' -not -name '*.pyc')
 
 # Environments share their files with this cache by hard links; installations into one environment wait for each other.
-# The index is the one that pip is told, which uv does not read.
+# The index is the one that pip is told, by its files or the environment, which uv does not read.
 export UV_CACHE_DIR ?= $(CURDIR)/build/cache
 export UV_LOCK_TIMEOUT ?= 3600
-INDEX := $(or $(UV_DEFAULT_INDEX),$(PIP_INDEX_URL),$(shell $(PYTHON) -m pip config get global.index-url 2> /dev/null))
+INDEX := $(or $(UV_DEFAULT_INDEX),$(shell $(PYTHON) -m pip config list 2> /dev/null | \
+  sed -n "s/^[a-z:]*\.index.url='\(.*\)'$$/\1/p" | head -n 1))
 ifneq ($(INDEX),)
 export UV_DEFAULT_INDEX := $(INDEX)
 endif

@@ -84,15 +84,14 @@ def _of_others(view, model, name: str) -> Iterator[str | None]:
 
 def _of_scaled_queries(view, sparse: bool) -> Iterator[str]:
     """What needs queries and keys in two parts, or keys of the latent rows, which SGLang makes without the scaling."""
-    model = "a model whose queries are scaled by position (llama_4_scaling) is not supported with"
-    if sparse:
-        yield f"{model} sparse attention"
-    if view.dcp_size > 1:
-        yield f"{model} decode context parallelism (dcp_size {view.dcp_size})"
-    if view.kv_cache_dtype == "fp8_e4m3":
-        yield f"{model} kv_cache_dtype {view.kv_cache_dtype}"
-    if view.enable_deterministic_inference:
-        yield f"{model} enable_deterministic_inference"
+    modes = {
+        "sparse attention": sparse,
+        f"decode context parallelism (dcp_size {view.dcp_size})": view.dcp_size > 1,
+        f"kv_cache_dtype {view.kv_cache_dtype}": view.kv_cache_dtype == "fp8_e4m3",
+        "enable_deterministic_inference": view.enable_deterministic_inference,
+    }
+    for mode in (mode for mode, chosen in modes.items() if chosen):
+        yield f"a model whose queries are scaled by position (llama_4_scaling) is not supported with {mode}"
 
 
 def _of_dense(view, not_mla: bool) -> Iterator[str | None]:

@@ -131,9 +131,7 @@ def test_layers_without_an_indexer_keep_no_keys(tmp_path, changes, indexers):
 
 
 def test_an_fp8_cache_without_rope_is_refused_and_not_offered():
-    with pytest.raises(
-        ValueError, match="model: wanted one that ETAP runs: cache fp8 is not supported .* without rope"
-    ):
+    with pytest.raises(ValueError, match="model: wanted one that ETAP runs: cache fp8 is not planned .* without rope"):
         make_sparse_plan(FLASH, H200, on(cache="fp8"))
     assert {found.cache for found in what_fits(FLASH, H200, on())} == {"bfloat16"}
     assert {found.cache for found in what_fits(V32, H200, on())} == {"bfloat16", "fp8"}
