@@ -3,7 +3,8 @@
 //
 //   producers/       bring the cache and the queries into shared memory
 //   transposed/      S^T = K·Q^T, O^T = V^T·P^T: multiplies a cache of the queries' type, up to 32 rows
-//   transposed_fp8/  does the same with a cache of e4m3, V^T by way of registers; at 64 rows the consumers share tiles
+//   transposed_fp8/  does the same with a cache of e4m3, V^T by way of registers; at 64 rows of float16 products the consumers share tiles
+//   mixed_major/     S = Q·K^T, O^T = V^T·P^T: multiplies 64 rows of a cache of e4m3 as such
 //   query_major/     S = Q·K^T, O = P·V: multiplies 64 rows of a cache of the queries' type, which fill WGMMA's M
 //   sparse/          gathers listed rows for the consumers of the first and the last, and makes bfloat16 of V4's
 //   sparse_fp8/      multiplies V3.2's FP8 rows with float32 scales, which consumers convert
@@ -43,6 +44,7 @@
 // warps) share the copies, in parts by TMA or row by row: producers/load_parts.cuh, gather_rows.cuh.
 #pragma once
 
+#include "decode/mixed_major/consumer.cuh"
 #include "decode/producers/gather_rows.cuh"
 #include "decode/producers/load_queries.cuh"
 #include "decode/query_major/consumer.cuh"

@@ -72,7 +72,8 @@ DecodeKernel fp8_kernel(int row_tile, bool whole_tiles, bool few_tensor_cores) {
     case 8: return describe<transposed_fp8::Traits<Math, 8>>(whole_tiles);
     case 16: return describe<transposed_fp8::Traits<Math, 16>>(whole_tiles);
     case 32: return describe<transposed_fp8::Traits<Math, 32>>(whole_tiles);
-    default: return describe<transposed_fp8::SharedTilesTraits<Math>>(whole_tiles);
+    default:
+      return describe<std::conditional_t<sizeof(Math) == 1, mixed_major::Traits, transposed_fp8::SharedTilesTraits>>(whole_tiles);
   }
 }
 

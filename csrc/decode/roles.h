@@ -111,6 +111,9 @@ CUTE_DEVICE NamedBarrier scores_read(int group) { return of_tile<T>(group); }
 template <class T>
 CUTE_DEVICE NamedBarrier probabilities_written(int group) { return of_tile<T>(group); }
 
+// Of both consumers, over a tile of one of them: 4 and 5.
+CUTE_DEVICE NamedBarrier tile_handed_over(int owner) { return {4 + owner, kConsumerThreads}; }
+
 // Of this warp and the same one of the other consumer: 4 to 11.
 CUTE_DEVICE NamedBarrier probabilities_handed_over(int owner) {
   return {4 + owner * kWarpsPerGroup + int(threadIdx.x % kGroupThreads / kWarpSize), 2 * kWarpSize};

@@ -63,15 +63,16 @@ constexpr int64_t kAnyBatch = 0;
 
 // Where tensor cores are few, groups of 16 rows, each of which reads the cache, take less time than groups of 64 with an
 // eighth more of padding. Where one tile of 32 or 64 would do, they are for few requests, whose short calls leave CTAs without
-// work (long ones of an FP8 cache take up to 5% more); for e4m3 products, beside which V's way through registers is the bound;
-// and for 64 rows of a 16-bit cache, whose long calls take 2% more, and short ones up to a tenth less. Of more groups some CTAs
+// work (long ones of an FP8 cache take up to 5% more); for 32 rows of e4m3 products, beside which V's way through registers is
+// the bound; and for 64 rows of a 16-bit cache, whose long calls take 2% more, and short ones up to a tenth less. Of more groups some CTAs
 // would have no part.
 constexpr bool takes_small_groups(int64_t rows, const PlannedCalls& calls) {
   constexpr int64_t kMostGroups = 7, kFewRequests = 8;
   if (!few_tensor_cores(calls.num_sms) || rows <= kSmallGroup || rows > kMostGroups * kSmallGroup) return false;
   if (rows > kMaxRowTile / 2 && 8 * padded(rows, kSmallGroup) <= 7 * padded(rows, kMaxRowTile)) return true;
   if (calls.batch == kAnyBatch || rows > kMaxRowTile) return false;
-  return calls.batch <= kFewRequests || (calls.fp8_cache ? calls.fp8_math : rows > kMaxRowTile / 2);
+  const bool sixty_four = rows > kMaxRowTile / 2;
+  return calls.batch <= kFewRequests || (calls.fp8_cache ? calls.fp8_math && !sixty_four : sixty_four);
 }
 
 // Requests of at most so many tiles are cut into single ones where each has a partition; as measured on an H200. Where tensor cores

@@ -329,10 +329,13 @@ CASES = {
     "query_major rows": Case((200, 449), heads=64, num_sms=1, page_size=1),
     "transposed_fp8 rows": Case((200, 449), num_sms=1, page_size=1, kv_dtype="fp8"),
     "transposed_fp8_math rows": Case((200, 449), num_sms=1, page_size=1, kv_dtype="fp8", fp8_math=True),
+    "mixed_major": Case((200, 449), heads=64, num_sms=1, kv_dtype="fp8", fp8_math=True),
+    "mixed_major rows": Case((200, 449), heads=64, num_sms=1, page_size=1, kv_dtype="fp8", fp8_math=True),
 }
 TRAITS = {  # of kernels whose name does not say them
     "transposed_fp8": "transposed_fp8::Traits<cutlass::half_t",
     "transposed_fp8_math": "transposed_fp8::Traits<cutlass::float_e4m3_t",
+    "mixed_major": "mixed_major::Traits",
 }
 WHOLE_TILES = Case((192,), num_sms=1)  # where a fault shows that another one, of a tail, would hide or come before
 FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator says where it is left out
@@ -379,6 +382,13 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("query_major", "tail_fence"): "without fence.proxy.async",
     ("query_major", "tail_meeting"): "inf/NaN elsewhere",
     ("query_major", "output_fence"): "wgmma.fence",
+    ("mixed_major", "scores_wait"): "in flight",
+    ("mixed_major", "rope_meeting"): "inf/NaN elsewhere|cosine|log-sum-exp",
+    ("mixed_major", "tile_meeting"): ".",
+    ("mixed_major", "own_tile_meeting"): "never written|inf/NaN elsewhere|cosine",
+    ("mixed_major", "handed_over_fence"): "without fence.proxy.async|inf/NaN elsewhere|cosine",
+    ("mixed_major", "half_tail_meeting"): "inf/NaN elsewhere",
+    ("mixed_major rows", "rows_fence"): "inf/NaN elsewhere|cosine|without fence.proxy.async",
 }
 
 

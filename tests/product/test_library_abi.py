@@ -111,9 +111,9 @@ def test_each_transposed_kernel_multiplies_on_the_tensor_cores_with_its_rows_on_
     assert max(columns) == row_tile, "M is the 64 tokens of a tile, N the query rows and no more"
 
 
-@pytest.mark.parametrize("math", ["half", "float_e4m3"])
-def test_64_rows_of_an_fp8_cache_are_on_n(math):
-    assert max(columns_of(rf"decode_kernel.*SharedTilesTraits.*{math}_t")) == 64
+@pytest.mark.parametrize("traits", ["14transposed_fp817SharedTilesTraits", "11mixed_major6Traits"])
+def test_64_rows_of_an_fp8_cache_are_on_n(traits):
+    assert max(columns_of(rf"decode_kernelINS_{traits}E")) == 64
 
 
 @pytest.mark.parametrize(

@@ -380,7 +380,7 @@ GROUPED = {
     (8, True, False): range(17, 65),
     (9, False, False): range(33, 65),
     (9, True, False): (),
-    (256, True, True): range(17, 65),
+    (256, True, True): range(17, 33),
 }
 
 

@@ -85,11 +85,11 @@ template <class T>
 using OutputFragment = decltype(cute::partition_fragment_C(
     typename T::OutputMma{}, cute::Shape<cute::Int<64 * T::kOutputSlices>, cute::Int<T::kRowTile>>{}));
 
-// Multiply each column of O^T, its first kSlices slices, by factor(column block, column bit).
+// Multiply each column of O^T, its first kSlices slices, by factor(column block, column bit); of some blocks of columns or all.
 template <class T, int kSlices = T::kOutputSlices, class Factor>
-CUTE_DEVICE void scale_columns(OutputFragment<T>& ot, Factor&& factor) {
+CUTE_DEVICE void scale_columns(OutputFragment<T>& ot, Factor&& factor, int first_block = 0, int end_block = T::kRowTile / 8) {
   CUTE_UNROLL
-  for (int block = 0; block < T::kRowTile / 8; ++block) {
+  for (int block = first_block; block < end_block; ++block) {
     CUTE_UNROLL
     for (int bit = 0; bit < 2; ++bit) {
       const float scale = factor(block, bit);

@@ -342,7 +342,7 @@ CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, int first_slic
                  [](const auto& words, auto& operand) { convert_values<Element>(words, operand); }, [&](int) { return r_pt; },
                  result);
   __syncwarp();
-  if (kSlices == T::kOutputSlices && releases()) shared.keys.release(at);
+  if (kSlices == T::kOutputSlices && !T::kProbabilitiesInTile && releases()) shared.keys.release(at);
   if (!kFewRegisters) meanwhile();
   products.finish(result);
   warpgroup_fence_operand(ot);

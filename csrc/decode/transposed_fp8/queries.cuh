@@ -48,14 +48,19 @@ CUTE_DEVICE int operand_unit(int row, int unit) {
   return row * T::kOperandLine + (unit ^ swizzle<T::kOperandLine>(row)) * kUnitBytes;
 }
 
-// Writes a lane's eight columns. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of WGMMA's sixteen
+// At 64 rows of e4m3 products a lane converts columns that do not exist, too, and does not write them: ptxas would keep words that lack a
+// value otherwise through the main loop.
+template <class T>
+constexpr bool kConvertsAlways = T::kFp8Math && T::kRowTile == kMaxRowTile;
+
+// Writes a lane's eight columns if they exist. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of WGMMA's sixteen
 // for it, so pairs of columns change places: 0 2 4 6 first, then 1 3 5 7.
 template <class T, class Element = typename T::Element>
-CUTE_DEVICE void write_unit(char* query, int row, int index, const QueryUnit& unit, float factor) {
+CUTE_DEVICE void write_unit(char* query, int row, int index, const QueryUnit& unit, float factor, bool exists = true) {
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitColumns;
   char* chunk = query + index / kUnitsPerChunk * T::kQueryChunkBytes;
   const int place = index % kUnitsPerChunk;
-  uint32_t words[4];
+  uint32_t words[T::kFp8Math ? 2 : 4];
   CUTE_UNROLL
   for (int i = 0; i < kUnitColumns; i += 4) {
     const float(&v)[kUnitColumns] = unit.values;
@@ -65,6 +70,10 @@ CUTE_DEVICE void write_unit(char* query, int row, int index, const QueryUnit& un
       words[i / 2] = pack<Element>(v[i] * factor, v[i + 1] * factor);
       words[i / 2 + 1] = pack<Element>(v[i + 2] * factor, v[i + 3] * factor);
     }
+  }
+  if constexpr (kConvertsAlways<T>) {
+    for (uint32_t& word : words) word = anew(word);
+    if (!exists) return;
   }
   if constexpr (T::kFp8Math) {
     *reinterpret_cast<uint2*>(chunk + operand_unit<T>(row, place / 2) + place % 2 * 8) = make_uint2(words[0], words[1]);
@@ -147,7 +156,8 @@ CUTE_DEVICE void load_query_rows(Shared<T>& shared, const DecodeParams& params, 
       CUTE_UNROLL
       for (int u = 0; u < kLaneUnits; ++u) {
         const int index = u * kWarpSize + lane;
-        if (index < kRowUnits) write_unit<T>(shared.query, row, index, units[u], power_of_two(exponent));
+        const bool exists = index < kRowUnits;
+        if (kConvertsAlways<T> || exists) write_unit<T>(shared.query, row, index, units[u], power_of_two(exponent), exists);
       }
       if (lane == 0) shared.score_scales[row] = score_scale * power_of_two(-exponent);
     }

@@ -121,6 +121,7 @@ struct Products : Tiles {
   static constexpr int kQueryChunkBytes = sizeof(QueryChunk);
   static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
   static constexpr int kProbabilityBytes = sizeof(Probabilities);
+  static constexpr bool kProbabilitiesInTile = false;  // the consumer gives such a tile back
 
   struct CacheMaps {
     CUtensorMap latent;  // (128 columns, tokens of a page, 4 column chunks, pages)
@@ -162,7 +163,7 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
 };
 
 // 64 query rows ("shared tiles"): O^T of 512 x 64 needs both register files, so each warpgroup holds half of the value dims of every
-// tile and half of the columns of S^T, and P^T is shared. (With a 16-bit cache: query_major/.)
+// tile and half of the columns of S^T, and P^T is shared. (With a 16-bit cache: query_major/; with e4m3 products: mixed_major/.)
 struct SharedTiles {
   static constexpr int kRowTile = 64;
   static constexpr bool kHalvesSingleTiles = false;
@@ -196,12 +197,11 @@ struct SharedTilesMemory {
   }
 };
 
-template <class Math>
-struct SharedTilesTraits : Products<Math, SharedTiles> {
+struct SharedTilesTraits : Products<cutlass::half_t, SharedTiles> {
   using SharedStorage = SharedTilesMemory<SharedTilesTraits>;
   using ScoreScales = ReadScales<SharedTilesTraits>;
   using Consumer = transposed::Consumer<SharedTilesTraits>;
-  static constexpr int kStages = Products<Math, SharedTiles>::kFp8Math ? 5 : 3;
+  static constexpr int kStages = 3;
 };
 
 }  // namespace etap::transposed_fp8

@@ -1,0 +1,133 @@
+// A consumer warpgroup of 64 rows with e4m3 products. Time going down, s the scores of a tile, o an addition to this half of O^T:
+//
+//   warpgroup 0: s(0) softmax(0)      o(0)  s(2)  softmax(2) o(1) o(2)  s(4) ...
+//   warpgroup 1: s(1)      softmax(1) o(0) o(1)  s(3)  softmax(3) o(2) o(3) ...
+#pragma once
+
+#include "decode/destination.cuh"
+#include "decode/mixed_major/products.cuh"
+#include "decode/mixed_major/softmax.cuh"
+#include "decode/transposed/epilogue.cuh"
+#include "decode/transposed_fp8/queries.cuh"
+
+namespace etap::mixed_major {
+
+// Writes this half of O^T, divided by the rows' sums, and the log-sum-exp. last: the piece's last tile.
+template <class T>
+CUTE_DEVICE void finish_piece(Shared<T>& shared, const Destination<T>& to, int group, int last, float value_scale,
+                              const RowState& state, transposed::OutputFragment<T>& ot) {
+  const float inverse_value_scale = 1.0f / value_scale;
+  CUTE_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    RowSums sums{state.sums[h], state.rounded_sums[h] * inverse_value_scale};
+    CUTE_UNROLL
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+      sums.sum += __shfl_xor_sync(0xffffffff, sums.sum, lanes);
+      sums.rounded_sum += __shfl_xor_sync(0xffffffff, sums.rounded_sum, lanes);
+    }
+    if (threadIdx.x % 4 == 0) shared.sums[group][first_row() + 8 * h] = sums;
+  }
+  event::sums_written().meet();
+  const transposed::WarpFactors<T> factors([&](int i, int column) {
+    const int row = i * T::kScoreColumns + column;
+    const RowSums a = shared.sums[0][row], b = shared.sums[1][row];
+    const float reference = shared.rows[last % T::kTilesTold][row].reference;
+    return transposed::normalised(1.0f, 0.0f, a.sum + b.sum, a.rounded_sum + b.rounded_sum, reference);
+  });
+  transposed::scale_columns<T>(ot, [&](int block, int bit) { return factors.own(block, bit); });
+  if (group == 0) factors.write_lse(to);
+  transposed::write_output<T, T::kOutputSlices>(to, group * (kLatentDim / 2), 0, ot);
+}
+
+// This is what a consumer knows of its CTA, and what it holds. Tiles are counted from their piece's beginning.
+template <class T>
+struct Consumer {
+  Shared<T>& shared;
+  const DecodeParams& params;
+  const int group;
+  KeyPosition<T> at;  // of the next tile that this warpgroup multiplies P with
+  transposed::OutputFragment<T> ot;
+
+  // Decodes a partition's pieces.
+  CUTE_DEVICE static void run(Shared<T>& shared, const DecodeParams& params, int partition, int row_group, int group) {
+    if (params.early_loads) follow_predecessor();
+    const float value_scale = transposed_fp8::scale_of(params.kv_scale);
+    Consumer consumer{shared, params, group};
+    typename T::Walk walk(params, partition);
+    for (int n = 0; !walk.done(); ++n) {
+      transposed_fp8::load_queries<T>(shared, params, walk.request(), row_group, value_scale);
+      const Piece piece = next_piece<T>(shared, params, walk, n);
+      const int tiles = piece.tiles();
+      if (tiles == 0) {
+        write_empty<T>(Destination<T>(params, piece, row_group));
+        continue;
+      }
+      RowState state(shared, params, piece, row_group);
+      cute::clear(consumer.ot);
+      // Own tiles, and behind them the piece's last one if that is the other's.
+      for (int i = group; i <= tiles; i += kConsumerGroups) {
+        if (i < tiles) {
+          consumer.start_own_tile(piece, i, state);
+        } else {
+          take_over<T>(shared, 1 - group, i - 1, state);
+        }
+#pragma unroll 1
+        for (int tile = max(i - 1, 0); tile < min(i + 1, tiles); ++tile) consumer.add_output(piece, tile, tile == i);
+      }
+      finish_piece<T>(shared, Destination<T>(params, piece, row_group), group, tiles - 1, value_scale, state, consumer.ot);
+    }
+  }
+
+  // Computes an own tile's P, against a reference that follows that of the tile before, and hands it over.
+  CUTE_DEVICE void start_own_tile(const Piece& piece, int tile, RowState& state) {
+    const auto own = tile == 0 ? at : at.ahead(1);
+    typename T::Scores s;
+    compute_scores<T>(shared, params, own, s);
+    // All warps of this group have read rope when they have met.
+    if (tile == 0) {
+      ETAP_MARKED(rope_meeting, event::of_consumer(group).sync());
+    } else {
+      take_over<T>(shared, 1 - group, tile - 1, state);
+    }
+    if ((piece.begin_tile + tile + 1) * kTileTokens > piece.seq_len - params.s_q + 1) {
+      query_major::mask_scores<T>(state, piece.begin_tile + tile, s);
+    }
+    Probabilities<T> p;
+    float factor[2];
+    const bool renewed = exponentiate<T>(s, state, p, factor);
+    hand_over<T>(shared, probabilities(own), group, tile, state, p, renewed, factor);
+  }
+
+  // Adds a tile's output, whose P is there: of an own one when this warpgroup has met.
+  CUTE_DEVICE void add_output(const Piece& piece, int tile, bool own) {
+    if (own) ETAP_MARKED(own_tile_meeting, event::of_consumer(group).sync());
+    if (tile > 0) scale_output(tile % T::kTilesTold);
+    if ((piece.begin_tile + tile + 1) * kTileTokens > piece.seq_len) {
+      constexpr int kChunksOfGroup = T::kWideChunks / kConsumerGroups;
+      transposed::zero_value_tail<T>(shared, at, piece, piece.begin_tile + tile, group * kChunksOfGroup,
+                                     (group + 1) * kChunksOfGroup);
+      cutlass::arch::fence_view_async_shared();  // before TMA writes there again
+      ETAP_MARKED(half_tail_meeting, event::tail_zeroed(group).sync());
+    }
+    transposed_fp8::add_output<T>(shared, at, group * T::kOutputSlices, probabilities(at), ot, [] {});
+    if (releases()) shared.keys.release(at);
+    at.advance(1);
+  }
+
+  // Multiplies the columns of warps whose rows have a new reference.
+  CUTE_DEVICE void scale_output(int told) {
+    const auto renewed = reinterpret_cast<const uint32_t&>(shared.renewed[told]);
+    CUTE_UNROLL
+    for (int warp = 0; warp < kWarpsPerGroup; ++warp) {
+      constexpr int kBlocks = T::kRowTile / 8 / kWarpsPerGroup;
+      if ((renewed >> 8 * warp & 1) == 0) continue;
+      transposed::scale_columns<T>(
+          ot, [&](int block, int bit) { return shared.rows[told][transposed::fragment_column(block, bit)].factor; },
+          warp * kBlocks, (warp + 1) * kBlocks);
+    }
+  }
+
+  CUTE_DEVICE char* probabilities(KeyPosition<T> of) const { return shared.ring + of.stage * T::kStageBytes + T::kRopeOffset; }
+};
+
+}  // namespace etap::mixed_major

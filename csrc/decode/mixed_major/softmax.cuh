@@ -1,0 +1,100 @@
+// The softmax is online, along the rows of S; P then lies where both consumers multiply it.
+#pragma once
+
+#include <cute/arch/copy_sm90.hpp>
+
+#include "decode/mixed_major/traits.h"
+#include "decode/query_major/softmax.cuh"
+
+namespace etap::mixed_major {
+
+// The first of a thread's two rows of S; the other is 8 behind it.
+CUTE_DEVICE int first_row() {
+  const int thread = anew(threadIdx.x % kGroupThreads);
+  return thread / kWarpSize * 16 + thread % kWarpSize / 4;
+}
+
+struct RowState : query_major::RowState {
+  float scale[2];  // of scores, to the log2 domain
+
+  template <class SharedStorage>
+  CUTE_DEVICE RowState(const SharedStorage& shared, const DecodeParams& params, const Piece& piece, int row_group)
+      : query_major::RowState(params, piece, row_group),
+        scale{shared.score_scales[first_row()], shared.score_scales[first_row() + 8]} {}
+};
+
+// Four e4m3 values of a row a word: tokens t, t + 8, t + 1, t + 9 of each 16, in the order of V^T's operand.
+template <class T>
+using Probabilities = uint32_t[2][T::kWords];
+
+// Computes P = 2^(scale * S - reference), rounded, against a reference that is renewed when a score lies too far above it. It returns
+// true when O is to be multiplied with `factor`.
+template <class T>
+CUTE_DEVICE bool exponentiate(const typename T::Scores& s, RowState& state, Probabilities<T>& p, float (&factor)[2]) {
+  float maximum[2] = {s(0), s(2)};
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(s); ++i) maximum[i / 2 % 2] = fmaxf(maximum[i / 2 % 2], s(i));
+  bool exceeds = false;
+  CUTE_UNROLL
+  for (int h = 0; h < 2; ++h) exceeds |= fmaf(maximum[h], state.scale[h], -state.reference[h]) > T::kLargestExponent;
+  const bool renew = __any_sync(0xffffffff, exceeds);
+  factor[0] = factor[1] = 1.0f;
+  if (renew) {
+    CUTE_UNROLL
+    for (int h = 0; h < 2; ++h) {
+      maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(0xffffffff, maximum[h], 1));
+      maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(0xffffffff, maximum[h], 2));
+      factor[h] = state.raise(h, fmaxf(state.reference[h], maximum[h] * state.scale[h] - T::kProbabilityShift));
+    }
+  }
+  CUTE_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    float sum = 0.0f, rounded_sum = 0.0f;
+    CUTE_UNROLL
+    for (int word = 0; word < T::kWords; ++word) {
+      const auto exponential = [&](int block, int bit) {
+        return ptx::ex2(fmaf(s(8 * word + 4 * block + 2 * h + bit), state.scale[h], -state.reference[h]));
+      };
+      const float a = exponential(0, 0), b = exponential(1, 0), c = exponential(0, 1), d = exponential(1, 1);
+      p[h][word] = pack_four<typename T::Element>(a, b, c, d);
+      const float4 rounded = unpack_four<typename T::Element>(p[h][word]);
+      sum += (a + b) + (c + d);
+      rounded_sum += (rounded.x + rounded.y) + (rounded.z + rounded.w);
+    }
+    state.sums[h] += sum;
+    state.rounded_sums[h] += rounded_sum;
+  }
+  return renew;
+}
+
+// Writes P, [64 rows x 64 tokens] in the swizzle of operand B, over rope, and tells the other warpgroup of it. `tile` is the piece's.
+template <class T>
+CUTE_DEVICE void hand_over(Shared<T>& shared, char* probabilities, int group, int tile, const RowState& state,
+                           const Probabilities<T>& p, bool renewed, const float (&factor)[2]) {
+  const int lane = anew(threadIdx.x % kWarpSize);
+  const int row = first_row() - lane / 4 + lane % 8;  // that the lane points at, of unit lane / 8
+  char* const target = probabilities + row * T::kOperandLine + (lane / 8 ^ swizzle<T::kOperandLine>(row)) * kUnitBytes;
+  CUTE_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    auto& units = *reinterpret_cast<cute::uint128_t*>(target + h * 8 * T::kOperandLine);
+    cute::SM90_U32x4_STSM_N::copy(p[h][0], p[h][1], p[h][2], p[h][3], units);
+    if (lane % 4 == 0) shared.rows[tile % T::kTilesTold][first_row() + 8 * h] = {state.reference[h], factor[h]};
+  }
+  if (lane == 0) shared.renewed[tile % T::kTilesTold][first_row() / 16] = renewed;
+  ETAP_MARKED(handed_over_fence, cutlass::arch::fence_view_async_shared());  // P, for WGMMA
+#ifdef ETAP_SPIN_LIMIT
+  event::tile_handed_over(group).meet();  // racecheck takes no arrival without a wait
+#else
+  event::tile_handed_over(group).arrive();
+#endif
+}
+
+// Waits for P of a tile of the other warpgroup, and takes its references.
+template <class T>
+CUTE_DEVICE void take_over(const Shared<T>& shared, int owner, int tile, RowState& state) {
+  ETAP_MARKED(tile_meeting, event::tile_handed_over(owner).meet());
+  CUTE_UNROLL
+  for (int h = 0; h < 2; ++h) state.raise(h, shared.rows[tile % T::kTilesTold][first_row() + 8 * h].reference);
+}
+
+}  // namespace etap::mixed_major

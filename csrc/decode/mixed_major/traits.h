@@ -1,0 +1,70 @@
+// Numbers and layouts of the kernel for 64 query rows with e4m3 products: S = Q·K^T with the rows on WGMMA's M, O^T += V^T·P^T with the
+// value dims there. K is operand B as it lies, and so is P as it comes from S; V^T comes through registers, which transpose it.
+//
+// A warpgroup owns every other tile of a piece, whose scores and softmax it does, and half of the value dims of all tiles. A row's
+// maximum needs four lanes only. P of a tile takes the place of its rope columns, which are as many bytes and which the owner alone
+// reads: so it lasts as long as the tile does.
+#pragma once
+
+#include "decode/transposed_fp8/traits.h"
+
+namespace etap::mixed_major {
+
+template <class T>
+struct Consumer;
+
+// What a tile's owner tells of a row: P's reference, and what O is multiplied with for it.
+struct RowReference {
+  float reference;
+  float factor;
+};
+
+struct RowSums {
+  float sum;
+  float rounded_sum;
+};
+
+template <class T>
+struct SharedMemory {
+  alignas(1024) char ring[T::kStages * T::kStageBytes];  // KeyStage [kStages]
+  alignas(1024) char query[T::kQueryBytes];              // QueryChunk [kChunks]
+  // Of a tile. Four in turn: a warpgroup may hand over its next one while it has not yet multiplied the other's before.
+  RowReference rows[T::kTilesTold][T::kRowTile];
+  alignas(uint32_t) uint8_t renewed[T::kTilesTold][kWarpsPerGroup];  // whether a warp's rows have another reference than the tile before
+  RowSums sums[kConsumerGroups][T::kRowTile];      // at the end of a piece, over the tiles of each warpgroup
+  float score_scales[T::kRowTile];                 // of each query row
+  Ring<T::kStages> keys;
+  Ring<1> queries;
+  LengthQueue lengths;
+
+  CUTE_DEVICE void init_grants(int) {}
+};
+
+struct Traits : transposed_fp8::Products<cutlass::float_e4m3_t, transposed_fp8::SharedTiles> {
+  using SharedStorage = SharedMemory<Traits>;
+  using Consumer = mixed_major::Consumer<Traits>;
+  static constexpr bool kFitsLaunchRegisters = false;
+  static constexpr int kStages = 5;
+  static constexpr int kTilesTold = 4;
+  static constexpr int kScoreThreads = kGroupThreads;  // a warpgroup zeros the tail of its own value dims
+  static constexpr bool kProbabilitiesInTile = true;
+  static_assert(kProbabilityBytes == kTileTokens * kRopeDim);
+  static constexpr int kRopeOffset = kWideChunks * kWideBytes;  // of a stage, where P lies in the end
+
+  // Of a row whose maximum is new P is exact there; a warp's 16 rows take new references together. It stands this much above the shift so
+  // that the same maximum, rounded twice, is no new one.
+  static constexpr float kLargestExponent = kProbabilityShift + 0.05f;
+
+  static constexpr int kOperands = 4;  // beside O there are registers for two parts: none of S is held by then
+
+  static constexpr int kPartChunks = 2;  // of 64 columns, that tensor cores add up
+  using ScoreMma = decltype(cute::make_tiled_mma(
+      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileTokens>, cute::_64>, kMajorK,
+                                 kMajorK>()));
+  using Scores = decltype(cute::partition_fragment_C(ScoreMma{}, cute::Shape<cute::_64, cute::Int<kTileTokens>>{}));
+  using QueryOperand =
+      decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW64_Atom<Element>{}, cute::Shape<cute::_64, cute::_64>{}));
+  static constexpr int kWords = kTileTokens / 16;  // of a thread's P in each of its rows
+};
+
+}  // namespace etap::mixed_major
