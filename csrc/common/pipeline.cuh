@@ -103,7 +103,7 @@ struct Turns {
 };
 
 // One lane of a warp in step releases for all. In debug builds each does for itself: racecheck does not see that what the others
-// have read comes before it.
+// have read or written comes before it.
 #ifdef ETAP_SPIN_LIMIT
 constexpr int kReleasingLanes = kWarpSize;
 #else

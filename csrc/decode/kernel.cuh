@@ -112,7 +112,7 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
     }
     // So many arrivals fill a stage of keys, and so many signals grant it; the next number fills the queries.
     constexpr int kKeyArrivals = T::kGathered || !kWholeTiles ? T::kGatherWarps : 1;
-    shared.keys.init(threadIdx.x, kKeyArrivals, T::kStageReleases);
+    shared.keys.init(threadIdx.x, kKeyArrivals * (T::kGathered ? kReleasingLanes : 1), T::kStageReleases);
     const int query_arrivals = query_maps.usable || T::kFp8Cache ? 1 : kQueryWarps<kWholeTiles> * kWarpSize;
     shared.queries.init(threadIdx.x, query_arrivals, kConsumerWarps);
     if constexpr (!T::kGathered) shared.lengths.init();

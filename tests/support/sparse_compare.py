@@ -106,7 +106,7 @@ def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
     result = weight @ values
 
     moved = _moved(weight, torch.exp((scores + off - below).clamp(max=0)), scores - off - above)
-    deviation, lost = _rounding_of_p(rows, weight, times[:, None].clamp(min=1), values, result)
+    deviation, lost = _rounding_of_p(rows, weight, times[:, None].clamp(min=1), values, result, off)
     deviation = (deviation.square() + size_of_sum(moved, values, result).square()).sqrt()
     lost = lost + SUM * (weight @ values.abs()) + BF16.tiny
     out = result
@@ -134,14 +134,16 @@ def _moved(weight: torch.Tensor, highest: torch.Tensor, log_lowest: torch.Tensor
     return torch.maximum(torch.minimum(up, others_down), torch.minimum(down, others_up))
 
 
-def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounding_of_p(rows, weight, times, values, result, off_score) -> tuple[torch.Tensor, torch.Tensor]:
     """The deviation of what rounding P to bfloat16 costs [tokens, heads, 512], and what that type's range may cost.
 
     P is half an epsilon off at most, at worst uniformly, each row's by itself. P of a token's largest score is at least
-    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale. P
-    times 2^7 and an ordinary scale may be in float16, whose subnormal numbers are off by half of the least.
+    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale, and
+    what scores that are off by as much as they may be bring there. P times 2^7 and an ordinary scale may be in float16,
+    whose subnormal numbers are off by half of the least.
     """
-    p = weight / times / (weight / times).amax(dim=2, keepdim=True)  # at most P
+    # At most P.
+    p = weight / times / (weight / times).amax(dim=2, keepdim=True) * torch.exp(-2 * off_score.amax(dim=2, keepdim=True))
     off = BF16.eps / 2 / math.sqrt(3) * weight
     if rows.dtype != torch.uint8 or rows.shape[2] == V4_ROW_BYTES:
         small = torch.where(p < BF16.tiny, weight, 0)

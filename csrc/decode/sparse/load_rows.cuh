@@ -18,6 +18,9 @@ constexpr int kLineUnits = kLineBytes / kUnitBytes;
 template <class T>
 constexpr int kOctetsOf = kOctets / T::kGatherWarps;
 
+// Whether a lane says that its warp's part of a stage is there: one does, in debug builds each for itself, as with releases().
+CUTE_DEVICE bool commits(bool elected) { return elected || kReleasingLanes > 1; }
+
 // Tells a tile's consumers which of its rows there are. The warp that brings them calls it.
 template <class T>
 CUTE_DEVICE void write_mask(TileMask& mask, uint32_t present) {
@@ -46,7 +49,7 @@ class TileGrants {
       const bool elected = threadIdx.x % kWarpSize == 0;
       for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
         ETAP_MARKED(lent_room, shared.keys.acquire(at));
-        if (elected) ETAP_MARKED(lent_commit, shared.keys.commit(at));
+        if (commits(elected)) ETAP_MARKED(lent_commit, shared.keys.commit(at));
       }
       even_ += (tiles + 1) / kConsumerGroups;
       odd_ += tiles / kConsumerGroups;
@@ -195,10 +198,10 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
         ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at.ahead(s))));
       }
       __syncwarp();
-      if (elected) {
+      if (commits(elected)) {
         CUTE_UNROLL
         for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_commit, shared.keys.commit(at.ahead(s)));
-        if (kBegin == 0) grants.grant_tile(shared, i);
+        if (kBegin == 0 && elected) grants.grant_tile(shared, i);
       }
       at.advance(kRunStages);
     });
@@ -264,7 +267,7 @@ class Dequantiser {
       if (kLast) {
         // For WGMMA the consumers fence, as they do where rows are copied: here a fence would wait for all loads on their way.
         __syncwarp();
-        if (cute::elect_one_sync()) ETAP_MARKED(rows_commit, shared_.keys.commit(to));
+        if (commits(cute::elect_one_sync())) ETAP_MARKED(rows_commit, shared_.keys.commit(to));
       }
       if (kFirst && kStage == 0 && cute::elect_one_sync()) grants.grant_tile(shared_, i);
     });
