@@ -106,7 +106,7 @@ def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
     result = weight @ values
 
     moved = _moved(weight, torch.exp((scores + off - below).clamp(max=0)), scores - off - above)
-    deviation, lost = _rounding_of_p(rows, weight, times[:, None].clamp(min=1), values, result, off)
+    deviation, lost = _rounding_of_p(rows, weight, times[:, None].clamp(min=1), values, result)
     deviation = (deviation.square() + size_of_sum(moved, values, result).square()).sqrt()
     lost = lost + SUM * (weight @ values.abs()) + BF16.tiny
     out = result
@@ -134,29 +134,31 @@ def _moved(weight: torch.Tensor, highest: torch.Tensor, log_lowest: torch.Tensor
     return torch.maximum(torch.minimum(up, others_down), torch.minimum(down, others_up))
 
 
-def _rounding_of_p(rows, weight, times, values, result, off_score) -> tuple[torch.Tensor, torch.Tensor]:
+def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, torch.Tensor]:
     """The deviation of what rounding P to bfloat16 costs [tokens, heads, 512], and what that type's range may cost.
 
     P is half an epsilon off at most, at worst uniformly, each row's by itself. P of a token's largest score is at least
-    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale, and
-    what scores that are off by as much as they may be bring there. P times 2^7 and an ordinary scale may be in float16,
-    whose subnormal numbers are off by half of the least.
+    1, and what is below the normal numbers of float32, which are bfloat16's, may be lost: P, or P times a scale, or
+    what rows of an earlier reference are multiplied with when they meet a later one. As a reference may lie 8 binades
+    below its rows' maximum, a row may be lost whose own share is 2^8 times as much. P times 2^7 and an ordinary scale
+    may be in float16, whose subnormal numbers are off by half of the least.
     """
-    # At most P.
-    p = weight / times / (weight / times).amax(dim=2, keepdim=True) * torch.exp(-2 * off_score.amax(dim=2, keepdim=True))
+    share = weight / times
+    p = share / share.amax(dim=2, keepdim=True)  # at most P
+    least = share * 2.0 ** -cpu_dense.REFERENCES[False, torch.bfloat16].most
     off = BF16.eps / 2 / math.sqrt(3) * weight
     if rows.dtype != torch.uint8 or rows.shape[2] == V4_ROW_BYTES:
-        small = torch.where(p < BF16.tiny, weight, 0)
+        small = torch.where(least < BF16.tiny, weight, 0)
         return size_of_sum(off, values, result), small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
     scales = rows[..., LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
     deviations, lost = [], []
     ordinary = (scales >= cpu_sparse.LEAST_SCALE) & (scales <= cpu_sparse.LARGEST_SCALE)
     shift = 2.0 ** cpu_dense.REFERENCES[True, torch.float16].shift
-    most = times * (weight / times).amax(dim=2, keepdim=True)  # what P = 1 would weigh
+    most = times * share.amax(dim=2, keepdim=True)  # what P = 1 would weigh
     parts = zip(scales[:, None].unbind(3), ordinary[:, None].unbind(3), values.split(SCALE_DIM, dim=2), strict=True)
     for scale, is_ordinary, columns in parts:
         deviations.append((off.square() @ columns.square()).sqrt())
-        small = torch.where(p * scale.clamp(max=1) < BF16.tiny, weight, 0)
+        small = torch.where(least * scale.clamp(max=1) < BF16.tiny, weight, 0)
         subnormal = is_ordinary & (p * shift * scale < HALF.tiny)
         rounded = torch.minimum(weight, most * (HALF.tiny * HALF.eps / 2 / shift) / scale)
         lost.append((small + torch.where(subnormal, rounded, 0)) @ columns.abs())
