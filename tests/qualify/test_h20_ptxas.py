@@ -108,6 +108,18 @@ def test_the_toolchain_compiles_slowed_code_with_the_real_ptxas(cuda, tmp_path):
     assert h20_ptxas.make_toolchain(tmp_path / "h20", cuda) == nvcc, "made again in the same place"
 
 
+def test_what_ptxas_warns_of_is_no_error_there(cuda, tmp_path):
+    nvcc = h20_ptxas.make_toolchain(tmp_path / "h20", cuda)
+    source = tmp_path / "a.ptx"
+    local = ["cvta.local.u64 %da, in_local;", "ld.param.u64 %db, [x];", "st.volatile.u64 [%da], %db;"]
+    source.write_text(HEAD + entry("a", ".local .b64 in_local;", *local))
+    strict = ["-arch=sm_90a", "--warn-on-local-memory-usage", "--warning-as-error", source]
+    run = subprocess.run([cuda / "bin" / "ptxas", *strict, "-o", tmp_path / "a.cubin"], capture_output=True, text=True)
+    assert run.returncode != 0 and "Local memory used" in run.stderr
+    run = subprocess.run([nvcc.with_name("ptxas"), *strict], cwd=tmp_path, capture_output=True, text=True)
+    assert run.returncode == 0 and "Local memory used" in run.stderr
+
+
 def test_a_folder_without_a_toolkit_is_refused(tmp_path):
     with pytest.raises(ValueError, match="CUDA_HOME: wanted a CUDA toolkit with bin/nvcc and bin/ptxas, got "):
         h20_ptxas.make_toolchain(tmp_path / "h20", tmp_path)
