@@ -13,11 +13,13 @@ whatever attention computes. Here each matrix keeps the variance of what it mult
   hair now and then, and would turn rounding into differences as large as those of a wrong context;
 - log-probabilities spread, so that greedy decoding seldom meets a tie (lm_head).
 
-A weight depends on its name and shape only, so every attention backend gets the same model.
+A weight depends on its name and shape only, so every attention backend gets the same model. FP8 weights in blocks get
+their variance from the scales; integers are zeros.
 """
 
 import math
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -28,24 +30,39 @@ import torch
 from torch import nn
 
 LOAD_FORMAT = "seeded"
-GAINS = {"q_b_proj.weight": 1.25, "q_proj.weight": 1.25, "o_proj.weight": 4.0, "w2_weight": 0.25, "lm_head.weight": 3.0}
+GAINS = {
+    **{"q_b_proj.weight": 1.25, "wq_b.weight": 1.25, "q_proj.weight": 1.25, "o_proj.weight": 4.0, "wo_b.weight": 4.0},
+    **{"w2_weight": 0.25, "lm_head.weight": 3.0},
+}
+SCALE = re.compile(r"_scale(_inv)?$")  # of a weight in blocks of BLOCK columns
+BLOCK = 128
+FP8_DEVIATION = 16.0  # of weights in e4m3, which reach 448
+HYPER_CONNECTION = 0.5  # deviation of DeepSeek-V4's vectors that mix residual streams
+# What a model of vLLM works out from its weights when it has loaded them.
+FINISHING = ("finalize_mega_moe_weights", "finalize_mhc_broadcast_weights")
 
 
 def fill(name: str, parameter: torch.Tensor) -> None:
-    """Set one parameter: normalizations to 1, biases to 0, matrices [..., outputs, inputs] to random values."""
-    if not parameter.is_floating_point() or parameter.element_size() < 2:
-        raise ValueError(
-            f"{name}: load format {LOAD_FORMAT} wants floating point of 16 or 32 bits, got {parameter.dtype}"
-        )
-    if name.endswith(("norm.weight", "bias")):
-        parameter.fill_(float(name.endswith("norm.weight")))
+    """Set one parameter: matrices [..., outputs, inputs] to random values, biases and sinks to 0, others to 1."""
+    if not parameter.is_floating_point():
+        parameter.zero_()
         return
-    if parameter.dim() < 2:
-        raise ValueError(f"{name}: wanted a normalization, a bias or a matrix, got shape {tuple(parameter.shape)}")
-    gain = next((gain for suffix, gain in GAINS.items() if name.endswith(suffix)), 1.0)
-    inputs = 1 if "embed_tokens" in name else parameter.shape[-1]
     generator = torch.Generator(device=parameter.device).manual_seed(zlib.crc32(name.encode()))
-    parameter.normal_(0.0, gain / math.sqrt(inputs), generator=generator)
+    inputs = 1 if "embed" in name else parameter.shape[-1]
+    gain = next((gain for suffix, gain in GAINS.items() if SCALE.sub("", name).endswith(suffix)), 1.0)
+    if parameter.dim() < 2:
+        if "hc_" in name:
+            parameter.normal_(0.0, HYPER_CONNECTION, generator=generator)
+        else:
+            parameter.fill_(float(not name.endswith(("bias", "sink"))))
+    elif SCALE.search(name):
+        parameter.fill_(gain / FP8_DEVIATION / math.sqrt(inputs * BLOCK))
+    elif parameter.element_size() == 1:
+        for rows in parameter.flatten(0, -2).split(2**16):  # one at a time: float32 takes four times as much
+            drawn = torch.empty(rows.shape, device=rows.device).normal_(0.0, FP8_DEVIATION, generator=generator)
+            rows.copy_(drawn.to(rows.dtype))
+    else:
+        parameter.normal_(0.0, gain / math.sqrt(inputs), generator=generator)
 
 
 def register() -> None:
@@ -63,6 +80,8 @@ def register() -> None:
         def load_weights(self, model: nn.Module, model_config) -> None:
             for name, parameter in model.named_parameters():
                 fill(name, parameter)
+            for finish in FINISHING:
+                getattr(getattr(model, "model", None), finish, lambda: None)()
 
     model_loader.register_model_loader(LOAD_FORMAT)(SeededLoader)
 

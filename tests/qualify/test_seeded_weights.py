@@ -27,10 +27,24 @@ def test_seeded_weights_of_one_dimension():
     assert vector.eq(1).all()
     seeded_weights.fill("model.layers.3.mlp.gate.e_score_correction_bias", vector)
     assert vector.eq(0).all()
-    with pytest.raises(ValueError, match="k_scale.*shape"):
-        seeded_weights.fill("model.layers.0.self_attn.k_scale", torch.ones(1))
-    with pytest.raises(ValueError, match="got torch.float8_e4m3fn"):
-        seeded_weights.fill("q_b_proj.weight", torch.empty(4, 4, dtype=torch.float8_e4m3fn))
+    seeded_weights.fill("model.layers.0.self_attn.k_scale", vector.fill_(torch.nan))
+    assert vector.eq(1).all()
+    seeded_weights.fill("model.layers.3.attn.attn_sink", vector.fill_(torch.nan))
+    assert vector.eq(0).all()
+    seeded_weights.fill("model.layers.3.hc_attn_base", vector)
+    assert vector.isfinite().all() and vector.std() > 0
+
+
+def test_seeded_weights_in_blocks_have_their_variance_from_the_scales():
+    weight, scale = torch.empty(256, 1024, dtype=torch.float8_e4m3fn), torch.empty(2, 8)
+    for name, gain in (("attn.wq_b", 1.25), ("attn.wkv", 1.0)):
+        seeded_weights.fill(f"model.layers.0.{name}.weight", weight)
+        seeded_weights.fill(f"model.layers.0.{name}.weight_scale_inv", scale)
+        whole = weight.float() * scale.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        assert whole.std().item() == pytest.approx(gain / 32, rel=0.02)
+    table = torch.ones(4, 4, dtype=torch.int32)
+    seeded_weights.fill("model.layers.0.ffn.gate.tid2eid", table)
+    assert table.eq(0).all()
 
 
 def test_a_command_finds_the_plugin(capfd):

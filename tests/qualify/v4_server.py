@@ -1,0 +1,240 @@
+"""vLLM with DeepSeek-V4's layers on one GPU: answers and steps with ETAP beside vLLM's own attention.
+
+    PYTHONPATH=tests python -m qualify.v4_server --output v4-server.json [--steps 2]
+
+Needs a Hopper GPU and vLLM with etap-backend beside it, and no network. The model is V4-Flash as one of 8 ranks has it
+(8 query heads), of eight layers: two with a window alone, three CSA, three HCA. Its experts are fewer and narrower, its
+weights seeded. Each engine answers mixed requests together, again over its prefix cache, a few at a time, and long ones
+behind another beginning; log-probabilities must agree as those of `etap check answers` must. With --steps N engines
+take so many turns, in which steps of decode are timed over prompts that are cached, the host's speed beside them.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import statistics
+import subprocess
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from etap_backend import _library
+from etap_backend.lab import configs
+from etap_backend.lab.checks.agreement import (
+    CONTEXT,
+    FEW,
+    LONG_PROMPT,
+    PROMPT_TOKENS,
+    Request,
+    agreement,
+    make_requests,
+    moved,
+    objections,
+    with_another_beginning,
+)
+from etap_backend.lab.checks.asked import PACKAGES
+from etap_backend.lab.provenance import provenance
+from etap_backend.lab.results import must_be_writable, read_json, write
+from etap_backend.lab.serving.client import Failed
+from etap_backend.lab.serving.engines import Answer
+from etap_backend.lab.serving.lifecycle import tail
+from qualify import seeded_weights
+
+BACKENDS = ("FLASHMLA_SPARSE", "ETAP")  # the reference first
+LAYERS = {"num_hidden_layers": 8, "compress_ratios": [0, 0, 4, 128, 4, 128, 4, 128], "num_hash_layers": 0}
+RANK = {"num_attention_heads": 8, "o_groups": 1}
+SMALLER = {"n_routed_experts": 64, "moe_intermediate_size": 256, "expert_dtype": "fp8", "vocab_size": 16384}
+REQUESTS = 48
+POINTS = ((1, 4096), (16, 4096), (64, 4096))  # requests x tokens of their prompts
+SHORT, LONG = 8, 136  # new tokens of two readings, whose difference is steps of decode alone
+LOOPS = 10_000_000
+PROOF = "ETAP decodes: DeepSeek-V4's sparse attention"
+
+
+def write_model(folder: Path) -> Path:
+    config = json.loads(configs.find("models", "deepseek-v4-flash", ".json").read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    changed = config | LAYERS | RANK | SMALLER | {"num_nextn_predict_layers": 0}
+    (folder / "config.json").write_text(json.dumps(changed))
+    return folder
+
+
+class Served:
+    """vLLM in this process."""
+
+    def __init__(self, backend: str, model: Path) -> None:
+        from vllm import LLM
+
+        seeded_weights.register()
+        begin = time.monotonic()
+        self.llm = LLM(
+            model=str(model),
+            load_format=seeded_weights.LOAD_FORMAT,
+            attention_backend=backend,
+            kv_cache_dtype="fp8",
+            block_size=256,
+            max_model_len=CONTEXT,
+            max_num_seqs=max(count for count, _ in POINTS),
+            gpu_memory_utilization=0.35,
+            kv_cache_memory_bytes=8 << 30,
+            skip_tokenizer_init=True,
+            logits_processors=["etap_backend.lab.checks.forced_tokens:ForcedTokens"],
+        )
+        self.ready_seconds = time.monotonic() - begin
+
+    def ask(self, requests: list[Request], at_once: int, salt: str) -> list[Answer]:
+        from vllm import SamplingParams
+        from vllm.inputs import TokensPrompt
+
+        replies = []
+        for first in range(0, len(requests), at_once):
+            some = requests[first : first + at_once]
+            prompts = [TokensPrompt(prompt_token_ids=one.prompt, cache_salt=salt) for one in some]
+            sampling = [
+                SamplingParams(
+                    temperature=0,
+                    max_tokens=one.new_tokens,
+                    ignore_eos=True,
+                    logprobs=2,
+                    detokenize=False,
+                    extra_args=one.path and {"forced_tokens": one.path},
+                )
+                for one in some
+            ]
+            replies += [reply.outputs[0] for reply in self.llm.generate(prompts, sampling, use_tqdm=False)]
+        return [_answer(list(reply.token_ids), reply.logprobs) for reply in replies]
+
+    def step_ms(self, requests: list[Request]) -> float:
+        seconds = []
+        for tokens in (SHORT, LONG):
+            begin = time.perf_counter()
+            self.ask([Request(one.prompt, tokens) for one in requests], len(requests), "steps")
+            seconds.append(time.perf_counter() - begin)
+        return (seconds[1] - seconds[0]) / (LONG - SHORT) * 1e3
+
+
+def _answer(tokens: list[int], steps: list[dict]) -> Answer:
+    best = [sorted((one.logprob for one in step.values()), reverse=True) for step in steps]
+    logprobs = [step[token].logprob for token, step in zip(tokens, steps, strict=True)]
+    return Answer(tokens, logprobs, [values[0] - values[1] for values in best])
+
+
+def answers(served: Served) -> dict[str, list[dict]]:
+    """By stage, what the engine answers."""
+    requests = make_requests(REQUESTS)
+    long = [i for i, one in enumerate(requests) if len(one.prompt) >= LONG_PROMPT and one.forced is not None]
+    stages = {
+        "together": served.ask(requests, REQUESTS, "together"),
+        "again": served.ask(requests, REQUESTS, "together"),
+    }
+    stages["few"] = served.ask(requests, FEW, "few")
+    stages["control"] = served.ask([with_another_beginning(requests[i]) for i in long], REQUESTS, "control")
+    stages["before control"] = [stages["together"][i] for i in long]
+    return {stage: [asdict(answer) for answer in given] for stage, given in stages.items()}
+
+
+def steps(served: Served) -> dict[str, dict]:
+    """By point, three readings in milliseconds, and how long the host takes for a plain loop."""
+    draw, found = random.Random(1), {}
+    for count, length in POINTS:
+        requests = [Request(draw.choices(PROMPT_TOKENS, k=length), 1) for _ in range(count)]
+        served.ask(requests, count, "steps")  # prompts come into the prefix cache
+        begin = time.perf_counter()
+        sum(range(LOOPS))
+        host = time.perf_counter() - begin
+        found[f"{count} x {length}"] = {"ms": [served.step_ms(requests) for _ in range(3)], "host_loop_s": host}
+    return found
+
+
+def serve(backend: str, part: str, folder: Path) -> None:
+    """What one process does: serve, and write what was asked for."""
+    served = Served(backend, write_model(folder / f"model-{backend}"))
+    made = {"answers": answers, "steps": steps}[part.split("-")[0]](served)
+    write({"ready_seconds": round(served.ready_seconds, 1), "found": made}, folder / f"{backend}-{part}.json")
+
+
+def judged(folder: Path) -> tuple[dict, list[str]]:
+    """How far the answers agree, and what speaks against ETAP's."""
+    reference, ours = (
+        {stage: [Answer(**one) for one in made] for stage, made in read_json(path)["found"].items()}
+        for path in (folder / f"{backend}-answers.json" for backend in BACKENDS)
+    )
+    noise = agreement(reference["few"], reference["together"])
+    control = moved(reference["control"], reference["before control"])
+    found, failures = {"noise": noise.summary(), "control": control.summary()}, []
+    for stage in ("together", "again", "few"):
+        result = agreement(ours[stage], reference["together"])
+        equal = len(result.differences) - len(result.parted)
+        found[stage] = result.summary() | {"equal_answers": equal, "requests": len(result.differences)}
+        failures += [f"{stage}: {reason}" for reason in objections(result, noise, control)]
+    return found, failures
+
+
+def outcome(document: dict) -> str:
+    answered = document["agreement"]["together"]
+    said = f"log-probabilities {'differ' if document['failures'] else 'agree'}, median {answered['median']:.4f} "
+    said += f"(the reference's own noise {document['agreement']['noise']['median']:.4f})"
+    turns = document["steps"]
+    for point in next(iter(turns[BACKENDS[0]]), {}):
+        times = [statistics.median(ms for turn in turns[name] for ms in turn[point]["ms"]) for name in BACKENDS]
+        said += f"; a step of {point}: {times[1]:.2f} ms, {BACKENDS[0]} {times[0]:.2f}"
+    return said
+
+
+def run(parts: list[tuple[str, str]], output: Path, limit: float) -> None:
+    """Processes that serve at the same time, but for those that have left their file. Raises Failed where one fails."""
+    folder, running = output.with_suffix(""), {}
+    for backend, part in parts:
+        if not (folder / f"{backend}-{part}.json").is_file():
+            command = [sys.executable, "-m", __spec__.name, "--output", str(output), "--serve", backend, "--part", part]
+            log = folder / f"{backend}-{part}.log"
+            running[log] = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT)
+    for log, process in running.items():
+        if process.wait(limit):
+            raise Failed(f"an engine failed:\n{tail(log)}")
+
+
+def main(
+    output: Annotated[Path, typer.Option(help="JSON file to write.")] = Path("v4-server.json"),
+    turns: Annotated[int, typer.Option("--steps", min=0, help="Turns in which steps are timed.")] = 0,
+    parallel: Annotated[bool, typer.Option("--parallel", help="Both engines answer at a time.")] = False,
+    limit: Annotated[float, typer.Option(help="Seconds for one engine.")] = 600,
+    backend: Annotated[str, typer.Option("--serve", hidden=True)] = "",
+    part: Annotated[str, typer.Option(hidden=True)] = "answers",
+) -> None:
+    """Compare answers and steps; exit with 1 when answers differ by more than allowed."""
+    folder = output.with_suffix("")
+    if backend:
+        return serve(backend, part, folder)
+    must_be_writable(output)
+    folder.mkdir(parents=True, exist_ok=True)
+    about = provenance("python -m qualify.v4_server", packages=("vllm", *PACKAGES), library=_library.library_path())
+    answering = [(backend, "answers") for backend in BACKENDS]
+    for parts in [answering] if parallel else [[one] for one in answering]:
+        run(parts, output, limit)
+    said = next((line for line in (folder / "ETAP-answers.log").read_text().splitlines() if PROOF in line), None)
+    if said is None:
+        raise Failed(f"the log does not say {PROOF!r}:\n{tail(folder / 'ETAP-answers.log')}")
+    for turn in range(turns):
+        for backend in BACKENDS:
+            run([(backend, f"steps-{turn}")], output, limit)
+    agreements, failures = judged(folder)
+    document = {"what": "vLLM serves DeepSeek-V4's layers with ETAP beside its own attention", **about.model_dump()}
+    document |= {"agreement": agreements, "failures": failures}
+    document["steps"] = {
+        backend: [read_json(folder / f"{backend}-steps-{turn}.json")["found"] for turn in range(turns)]
+        for backend in BACKENDS
+    }
+    document["outcome"] = outcome(document)
+    write(document, output)
+    print(document["outcome"], *failures, sep="\n")
+    raise typer.Exit(bool(failures))
+
+
+if __name__ == "__main__":
+    typer.run(main)
