@@ -12,6 +12,7 @@ take so many turns, in which steps of decode are timed over prompts that are cac
 from __future__ import annotations
 
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -68,6 +69,7 @@ class Served:
     """vLLM in this process."""
 
     def __init__(self, backend: str, model: Path) -> None:
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine has this process's load format
         from vllm import LLM
 
         seeded_weights.register()
