@@ -362,7 +362,7 @@ def test_the_screen_says_what_was_not_measured(tmp_path):
     arguments = ("deepseek-v3.2", "--gpu", str(mine), "--context", "64K")
     text = words_of(*arguments)
     assert "78,324 B (8,052 of them the indexer's)" in text
-    assert "ETAP not measured memory >=8.3 16 >=0.50 indexer not measured memory >=30.3 64 >=1.85" in text
+    assert "ETAP not timed memory >=8.3 16 >=0.50 indexer not timed memory >=30.3 64 >=1.85" in text
     assert "Nobody timed such a call on mine (--kernels): no step and no gain. >= is a roofline." in text
     made = json.loads(etap_plan(*arguments, "--json"))
     assert made["step"]["gain"] is None and made["step"]["gain_over"] == {} and made["indexer"]["call"] is None

@@ -158,7 +158,7 @@ def attention_table(gpu: Gpu, plan: Plan) -> Table:
     gains = dict(_gains(plan))
     for kernel in filter(None, (plan.etap, plan.fp8_math, plan.in_bf16, *plan.peers, plan.indexer)):
         gain, at_least = gains.get(kernel), "" if kernel.call else ">="
-        status = kernel.call.status if kernel.call else "not measured"
+        status = kernel.call.status if kernel.call else "not timed"
         call = (status, kernel.bound.removesuffix(" cores"), f"{at_least}{kernel.call_us:.1f}", str(kernel.rows))
         step = "" if kernel.call is None else f"{'>=' if plan.indexer else ''}{plan.step_with(kernel):.1f}"
         cells = (_starred(gain), f"{gain.call:.2f}x") if gain else ("", "")
