@@ -195,7 +195,8 @@ def run(parts: list[tuple[str, str]], output: Path, limit: float) -> None:
         if not (folder / f"{backend}-{part}.json").is_file():
             command = [sys.executable, "-m", __spec__.name, "--output", str(output), "--serve", backend, "--part", part]
             log = folder / f"{backend}-{part}.log"
-            running[log] = subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT)
+            with log.open("w") as file:
+                running[log] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
     for log, process in running.items():
         if process.wait(limit):
             raise Failed(f"an engine failed:\n{tail(log)}")
