@@ -128,7 +128,7 @@ def test_fp8_math_that_leaves_the_combination_room(heads):
     "page_size": [1, 64],
     "heads, s_q, num_sms": [(16, 3, 7), (12, 3, 4), (40, 1, 3), (16, 5, 5), (16, 4, 9), (32, 1, 4), (10, 5, 8)],
     "kind": list(CACHES),
-})  # fmt: skip
+}, most=2)  # fmt: skip
 def test_groups_of_16_rows(kind, heads, s_q, num_sms, page_size):
     rows = dict(heads=heads, s_q=s_q, num_sms=num_sms, groups=True)
     assert decode_shape(heads * s_q, num_sms, batch=5).row_tile == 16
@@ -209,7 +209,7 @@ def test_a_schedule_of_other_lengths_gives_the_same_result(heads, kind):
 
 
 # A partition for all, and pieces: of a request that has no tokens any more, too, which the combination finds.
-@covering(1, {"kind": list(CACHES), "heads": [4, 16, 32], "num_sms": [1, 9]})
+@covering(1, {"kind": list(CACHES), "heads": [4, 16, 32], "num_sms": [1, 9]}, most=2)
 def test_rows_that_see_nothing_have_the_log_sum_exp_that_is_asked_for(num_sms, heads, kind):
     problem, wanted = problem_and_truth(Case((130, 0, 300, 1), heads=heads, s_q=2, num_sms=num_sms, **CACHES[kind]))
     runner = Runner(problem)
