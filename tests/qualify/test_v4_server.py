@@ -24,6 +24,7 @@ def answers(shift: float = 0.0) -> list[dict]:
 def record(folder, backend: str, shift: float = 0.0) -> None:
     stages = {"together": answers(shift), "again": answers(shift), "few": answers(shift + 0.01)}
     stages |= {"control": answers(shift + 3), "before control": answers(shift)}
+    stages["turns"] = answers(shift)
     write({"ready_seconds": 1.0, "found": stages}, folder / f"{backend}-answers.json")
 
 
@@ -48,17 +49,20 @@ def test_answers_are_judged_by_the_reference_s_own_noise(tmp_path, shift, said):
     for backend, by in zip(v4_server.BACKENDS, (0.0, shift), strict=True):
         record(tmp_path, backend, by)
     found, failures = v4_server.judged(tmp_path)
-    assert found["together"]["median"] == pytest.approx(shift) and found["together"]["equal_answers"] == 4
-    assert bool(failures) == (said == "differ") and (
-        not failures or "together: median difference 1.0000" in failures[0]
-    )
-    steps = {
-        name: [{"1 x 4096": {"ms": [ms, 9.0, ms], "host_loop_s": 0.1}}]
+    together = found["agreement"]["ETAP plain, together"]
+    assert together["median"] == pytest.approx(shift) and together["equal_answers"] == together["requests"] == 4
+    assert found["outcome"].startswith(f"log-probabilities {said}; equal answers: ETAP plain, together: 4 of 4; ")
+    assert bool(failures) == (said == "differ")
+    assert not failures or failures[0].startswith("ETAP plain, together: median difference 1.0000")
+
+
+def test_a_step_is_the_median_of_all_readings_of_its_point():
+    turns = {
+        name: [{"1 x 4096": {"ms": [ms, 9.0, ms]}}, {"1 x 4096": {"ms": [ms, ms, 9.0]}}]
         for name, ms in zip(v4_server.BACKENDS, (2.0, 1.5), strict=True)
     }
-    text = v4_server.outcome({"agreement": found, "failures": failures, "steps": steps})
-    assert text.startswith(f"log-probabilities {said}, median {shift:.4f} (the reference's own noise 0.0100)")
-    assert text.endswith("; a step of 1 x 4096: 1.50 ms, FLASHMLA_SPARSE 2.00")
+    assert v4_server.medians(turns) == "; a step of 1 x 4096: 1.50 ms, FLASHMLA_SPARSE 2.00"
+    assert v4_server.medians({name: [] for name in v4_server.BACKENDS}) == ""
 
 
 def test_an_engine_that_fails_is_told_with_the_end_of_its_log(tmp_path, monkeypatch):

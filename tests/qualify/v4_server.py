@@ -15,7 +15,6 @@ import json
 import os
 import random
 import statistics
-import subprocess
 import sys
 import time
 from dataclasses import asdict
@@ -31,19 +30,19 @@ from etap_backend.lab.checks.agreement import (
     FEW,
     LONG_PROMPT,
     PROMPT_TOKENS,
+    MixedRequests,
     Request,
-    agreement,
     make_requests,
-    moved,
-    objections,
+    make_turns,
     with_another_beginning,
 )
-from etap_backend.lab.checks.asked import PACKAGES
+from etap_backend.lab.checks.asked import ASKED, PACKAGES
+from etap_backend.lab.e2e.turns import host_ms
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import Answer
-from etap_backend.lab.serving.lifecycle import tail
+from etap_backend.lab.serving.lifecycle import Process, tail
 from qualify import seeded_weights
 
 BACKENDS = ("FLASHMLA_SPARSE", "ETAP")  # the reference first
@@ -53,7 +52,6 @@ SMALLER = {"n_routed_experts": 64, "moe_intermediate_size": 256, "expert_dtype":
 REQUESTS = 48
 POINTS = ((1, 4096), (16, 4096), (64, 4096))  # requests x tokens of their prompts
 SHORT, LONG = 8, 136  # new tokens of two readings, whose difference is steps of decode alone
-LOOPS = 10_000_000
 PROOF = "ETAP decodes: DeepSeek-V4's sparse attention"
 
 
@@ -131,26 +129,24 @@ def answers(served: Served) -> dict[str, list[dict]]:
     """By stage, what the engine answers."""
     requests = make_requests(REQUESTS)
     long = [i for i, one in enumerate(requests) if len(one.prompt) >= LONG_PROMPT and one.forced is not None]
-    stages = {
-        "together": served.ask(requests, REQUESTS, "together"),
-        "again": served.ask(requests, REQUESTS, "together"),
-    }
-    stages["few"] = served.ask(requests, FEW, "few")
+    stages = {stage: served.ask(requests, REQUESTS, "together") for stage in ("together", "again")}
+    stages |= {"few": served.ask(requests, FEW, "few"), "turns": served.ask(make_turns(), 1, "turns")}
     stages["control"] = served.ask([with_another_beginning(requests[i]) for i in long], REQUESTS, "control")
     stages["before control"] = [stages["together"][i] for i in long]
     return {stage: [asdict(answer) for answer in given] for stage, given in stages.items()}
 
 
 def steps(served: Served) -> dict[str, dict]:
-    """By point, three readings in milliseconds, and how long the host takes for a plain loop."""
+    """By point, three readings in milliseconds, and what the host took for a plain loop before and after them."""
     draw, found = random.Random(1), {}
     for count, length in POINTS:
         requests = [Request(draw.choices(PROMPT_TOKENS, k=length), 1) for _ in range(count)]
         served.ask(requests, count, "steps")  # prompts come into the prefix cache
-        begin = time.perf_counter()
-        sum(range(LOOPS))
-        host = time.perf_counter() - begin
-        found[f"{count} x {length}"] = {"ms": [served.step_ms(requests) for _ in range(3)], "host_loop_s": host}
+        host = host_ms()
+        found[f"{count} x {length}"] = {
+            "ms": [served.step_ms(requests) for _ in range(3)],
+            "host_ms": [host, host_ms()],
+        }
     return found
 
 
@@ -162,45 +158,57 @@ def serve(backend: str, part: str, folder: Path) -> None:
 
 
 def judged(folder: Path) -> tuple[dict, list[str]]:
-    """How far the answers agree, and what speaks against ETAP's."""
-    reference, ours = (
-        {stage: [Answer(**one) for one in made] for stage, made in read_json(path)["found"].items()}
-        for path in (folder / f"{backend}-answers.json" for backend in BACKENDS)
-    )
-    noise = agreement(reference["few"], reference["together"])
-    control = moved(reference["control"], reference["before control"])
-    found, failures = {"noise": noise.summary(), "control": control.summary()}, []
-    for stage in ("together", "again", "few"):
-        result = agreement(ours[stage], reference["together"])
-        equal = len(result.differences) - len(result.parted)
-        found[stage] = result.summary() | {"equal_answers": equal, "requests": len(result.differences)}
-        failures += [f"{stage}: {reason}" for reason in objections(result, noise, control)]
-    return found, failures
+    """What `etap check answers` would say of these answers, and what speaks against ETAP's."""
+    records = {}
+    for backend in BACKENDS:
+        found = read_json(folder / f"{backend}-answers.json")
+        stages = {stage: {"requests": [Answer(**one) for one in made]} for stage, made in found.pop("found").items()}
+        records[backend, "plain"] = found | {"stages": stages}
+    return MixedRequests(str(folder), REQUESTS).judged(records, list(BACKENDS), ASKED["vllm"])
 
 
-def outcome(document: dict) -> str:
-    answered = document["agreement"]["together"]
-    said = f"log-probabilities {'differ' if document['failures'] else 'agree'}, median {answered['median']:.4f} "
-    said += f"(the reference's own noise {document['agreement']['noise']['median']:.4f})"
-    turns = document["steps"]
-    for point in next(iter(turns[BACKENDS[0]]), {}):
-        times = [statistics.median(ms for turn in turns[name] for ms in turn[point]["ms"]) for name in BACKENDS]
-        said += f"; a step of {point}: {times[1]:.2f} ms, {BACKENDS[0]} {times[0]:.2f}"
+def medians(turns: dict[str, list[dict]]) -> str:
+    """What a step of each point took, ours first."""
+    reference, ours = BACKENDS
+    said = ""
+    for point in next(iter(turns[ours]), {}):
+        times = {name: statistics.median(ms for turn in turns[name] for ms in turn[point]["ms"]) for name in BACKENDS}
+        said += f"; a step of {point}: {times[ours]:.2f} ms, {reference} {times[reference]:.2f}"
     return said
 
 
 def run(parts: list[tuple[str, str]], output: Path, limit: float) -> None:
     """Processes that serve at the same time, but for those that have left their file. Raises Failed where one fails."""
-    folder, running = output.with_suffix(""), {}
-    for backend, part in parts:
-        if not (folder / f"{backend}-{part}.json").is_file():
-            command = [sys.executable, "-m", __spec__.name, "--output", str(output), "--serve", backend, "--part", part]
-            log = folder / f"{backend}-{part}.log"
-            with log.open("w") as file:
-                running[log] = subprocess.Popen(command, stdout=file, stderr=subprocess.STDOUT)
-    for log, process in running.items():
-        if process.wait(limit):
-            raise Failed(f"an engine failed:\n{tail(log)}")
+    folder = output.with_suffix("")
+    left = [name for name in parts if not (folder / f"{'-'.join(name)}.json").is_file()]
+    command = [sys.executable, "-m", __spec__.name, "--output", str(output), "--serve"]
+    running = [Process([*command, backend, "--part", part], folder / f"{backend}-{part}.log") for backend, part in left]
+    deadline = time.monotonic() + limit
+    try:
+        while any(process.ended() is None for process in running) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        for process in running:
+            if process.ended() != 0:
+                raise Failed(f"an engine failed, or took over {limit:g} s:\n{tail(process.log)}")
+    finally:
+        for process in running:
+            process.end()
+
+
+def compare(output: Path, turns: int, parallel: bool, limit: float) -> tuple[dict, list[str]]:
+    """The document's own part, and what speaks against ETAP. Raises Failed where an engine fails."""
+    folder = output.with_suffix("")
+    answering = [(backend, "answers") for backend in BACKENDS]
+    for parts in [answering] if parallel else [[one] for one in answering]:
+        run(parts, output, limit)
+    if PROOF not in (log := folder / "ETAP-answers.log").read_text():
+        raise Failed(f"the log does not say {PROOF!r}:\n{tail(log)}")
+    for turn in range(turns):
+        for backend in BACKENDS:
+            run([(backend, f"steps-{turn}")], output, limit)
+    found, failures = judged(folder)
+    timed = {name: [read_json(folder / f"{name}-steps-{n}.json")["found"] for n in range(turns)] for name in BACKENDS}
+    return found | {"outcome": found["outcome"] + medians(timed), "steps": timed, "failures": failures}, failures
 
 
 def main(
@@ -212,31 +220,17 @@ def main(
     part: Annotated[str, typer.Option(hidden=True)] = "answers",
 ) -> None:
     """Compare answers and steps; exit with 1 when answers differ by more than allowed."""
-    folder = output.with_suffix("")
     if backend:
-        return serve(backend, part, folder)
+        return serve(backend, part, output.with_suffix(""))
     must_be_writable(output)
-    folder.mkdir(parents=True, exist_ok=True)
     about = provenance("python -m qualify.v4_server", packages=("vllm", *PACKAGES), library=_library.library_path())
-    answering = [(backend, "answers") for backend in BACKENDS]
-    for parts in [answering] if parallel else [[one] for one in answering]:
-        run(parts, output, limit)
-    said = next((line for line in (folder / "ETAP-answers.log").read_text().splitlines() if PROOF in line), None)
-    if said is None:
-        raise Failed(f"the log does not say {PROOF!r}:\n{tail(folder / 'ETAP-answers.log')}")
-    for turn in range(turns):
-        for backend in BACKENDS:
-            run([(backend, f"steps-{turn}")], output, limit)
-    agreements, failures = judged(folder)
+    try:
+        found, failures = compare(output, turns, parallel, limit)
+    except Failed as failure:
+        sys.exit(str(failure))
     document = {"what": "vLLM serves DeepSeek-V4's layers with ETAP beside its own attention", **about.model_dump()}
-    document |= {"agreement": agreements, "failures": failures}
-    document["steps"] = {
-        backend: [read_json(folder / f"{backend}-steps-{turn}.json")["found"] for turn in range(turns)]
-        for backend in BACKENDS
-    }
-    document["outcome"] = outcome(document)
-    write(document, output)
-    print(document["outcome"], *failures, sep="\n")
+    write(document | found, output)
+    print(found["outcome"], *failures, sep="\n")
     raise typer.Exit(bool(failures))
 
 
