@@ -152,8 +152,8 @@ def sparse_mla_decode(
     A page of DeepSeek-V4's cache holds its rows' data, 576 bytes each (448 elements in e4m3 and 64 in bfloat16), and
     behind all of them 8 bytes of scales for each row: 7 powers of two, the byte b for 2^(b - 127), each of 64 of the
     448 elements, and one byte that is not read. All 512 are both key and value. A tensor of it says 584 bytes a row,
-    which is the size of a row and no place of one. An element times its scale is rounded to bfloat16, which is exact
-    from 2^-126 on and may be 0 below.
+    which is the size of a row and no place of one. An element times its scale is exact from 2^-126 on and may be 0
+    below.
 
     Args:
         q: bfloat16 [tokens, heads, 576], or its latent part [tokens, heads, 512] when q_rope is given or rows have no

@@ -258,7 +258,9 @@ inline SparseParams sparse_params(const SparseCall& call) {
 }
 
 inline DecodeParams decode_params(const SparseCall& call) {
-  const bool scaled = call.format() == RowFormat::kScaledFp8;  // which has kernels of its own
+  // FP8 rows have kernels of their own, but for 64 of V4's.
+  const bool scaled = call.format() == RowFormat::kScaledFp8 ||
+                      (call.format() == RowFormat::kPageScaledFp8 && call.shape().row_tile < kMaxRowTile);
   DecodeParams params = common_params(call, call.division().partitions);
   if (!call.rope()) params.q_rope = nullptr;
   params.parts_per_page = 1;

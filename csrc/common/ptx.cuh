@@ -59,6 +59,10 @@ CUTE_DEVICE void copy_async_16(uint32_t target, uint64_t source, bool exists) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(target), "l"(source), "r"(exists ? 16 : 0));
 }
 
+CUTE_DEVICE void copy_async_8(uint32_t target, uint64_t source, bool exists) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(target), "l"(source), "r"(exists ? 8 : 0));
+}
+
 // Store 16 bytes at an address of shared memory.
 CUTE_DEVICE void store_shared(uint32_t target, const uint4& value) {
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(target), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w)

@@ -6,8 +6,8 @@
 //   transposed_fp8/  does the same with a cache of e4m3, V^T by way of registers; at 64 rows of float16 products the consumers share tiles
 //   mixed_major/     S = Q·K^T, O^T = V^T·P^T: multiplies 64 rows of a cache of e4m3 as such
 //   query_major/     S = Q·K^T, O = P·V: multiplies 64 rows of a cache of the queries' type, which fill WGMMA's M
-//   sparse/          gathers listed rows for the consumers of the first and the last, and makes bfloat16 of V4's
-//   sparse_fp8/      multiplies V3.2's FP8 rows with float32 scales, which consumers convert
+//   sparse/          gathers listed rows for the consumers of the first and the last, and for 64 rows makes bfloat16 of V4's
+//   sparse_fp8/      multiplies FP8 rows of lists, whose scales and values the consumers convert: V3.2's, and V4's up to 32 rows
 //
 // Grid             CTAs: partitions x row groups, those of a partition neighbours. One CTA decodes the pieces of its
 //                  partition's work range for its row group (a row tile of the rows), one after the other. One CTA an SM.

@@ -21,7 +21,7 @@ KernelLaunch launch_of(dim3 blocks, int cluster = 1) {
                 kSharedBytes + kBlockBytes + kCombinationBytes <= kMaxSharedBytes);
   static KernelHandles handles;
   return {reinterpret_cast<const void*>(decode_kernel<T, kWholeTiles>), __PRETTY_FUNCTION__, &handles, blocks,
-          kDecodeThreads<T>, kSharedBytes, cluster};
+          kDecodeThreads, kSharedBytes, cluster};
 }
 
 template <class T, bool kWholeTiles>

@@ -21,11 +21,7 @@ constexpr int kGroupThreads = kWarpSize * kWarpsPerGroup;
 constexpr int kConsumerGroups = 2;
 constexpr int kConsumerThreads = kConsumerGroups * kGroupThreads;
 constexpr int kConsumerWarps = kConsumerThreads / kWarpSize;
-// The warpgroups behind the consumers' are the producers': one, or two that gather rows.
-template <class T>
-constexpr int kProducerGroups = (T::kGatherWarps + kWarpsPerGroup - 1) / kWarpsPerGroup;
-template <class T>
-constexpr int kDecodeThreads = kConsumerThreads + kProducerGroups<T> * kGroupThreads;
+constexpr int kDecodeThreads = kConsumerThreads + kGroupThreads;
 constexpr int kQueryProducerThreads = kGroupThreads - kWarpSize;
 
 // Warpgroups 0 and 1 are the consumers: they compute scores, softmax and output, merge, and write. The warps of warpgroup 2 are:
@@ -59,8 +55,7 @@ constexpr int kBlockBytes = 1024;
 template <class T, bool kWholeTiles>
 constexpr Registers registers() {
   constexpr Registers wanted = T::registers(kWholeTiles);
-  constexpr int kProducerThreads = kProducerGroups<T> * kGroupThreads;
-  static_assert(wanted.producer * kProducerThreads + wanted.consumer * kConsumerThreads <= wanted.launch * kDecodeThreads<T>);
+  static_assert(wanted.producer * kGroupThreads + wanted.consumer * kConsumerThreads <= wanted.launch * kDecodeThreads);
 #ifdef ETAP_SPIN_LIMIT
   if constexpr (T::kFitsLaunchRegisters) return {168, 0, 0};
 #endif

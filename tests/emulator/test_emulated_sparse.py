@@ -526,16 +526,16 @@ def test_interleavings(case, seed):
 FAULTY = {  # by kernel and, where it matters to the faults, what its producers bring
     "transposed": Case(16, List(130, invalid=0.3)),
     "clustered": Case(16, List(384, invalid=0.3), None, 1, 2),
-    "latent of v4": Case(32, List(70, invalid=0.3), List(66), **ROWS["v4"]),
+    "v4": Case(32, List(70, invalid=0.3), List(66), **ROWS["v4"]),
     # Of two tiles each, so that what the CTAs show each other lies where the consumers handed their halves over.
-    "latent clustered": Case(32, List(448, invalid=0.3), List(64), 1, 4, **ROWS["v4"]),
+    "v4 clustered": Case(32, List(448, invalid=0.3), List(64), 1, 4, **ROWS["v4"]),
     "query_major": Case(64, List(200, invalid=0.3), None, 1),
     "query_major of v4": Case(64, List(130, invalid=0.3), List(70), 1, **ROWS["v4"]),
     "fp8": Case(32, List(130, invalid=0.3), **ROWS["fp8"]),
     "fp8_shared": Case(64, List(200, invalid=0.3), **ROWS["fp8"]),
 }
 # Where a stage that is lent held what was lent before, or a tile of the consumer that does not write there.
-LENT_AGAIN = {"transposed": List(64), "latent of v4": List(190)}
+LENT_AGAIN = {"transposed": List(64), "v4": List(190)}
 NONSENSE = "NaN or infinity|elements, the first"
 FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it is left out, in each kernel that has it
     "launch_meeting": "no mbarrier",
@@ -589,8 +589,8 @@ IN_A_CLUSTER = "cluster_end halves_meeting parts_meeting"
 PLANTED = {
     "transposed": TRANSPOSED,
     "clustered": IN_A_CLUSTER,
-    "latent of v4": TRANSPOSED.replace("rows_arrival ", ""),  # FP8 rows are not copied
-    "latent clustered": IN_A_CLUSTER,
+    "v4": FP8,
+    "v4 clustered": IN_A_CLUSTER,
     "query_major": QUERY_MAJOR,
     "query_major of v4": PRODUCERS,
     "fp8": FP8,
@@ -601,11 +601,11 @@ PLANTED = {
 TRAITS = {  # of the marked kernels
     "transposed": "transposed::Traits<cutlass::bfloat16_t, 16, 9>",
     "clustered": "transposed::Traits<cutlass::bfloat16_t, 16, 9>",
-    "latent of v4": "transposed::Traits<cutlass::bfloat16_t, 32, 8>",
-    "latent clustered": "transposed::Traits<cutlass::bfloat16_t, 32, 8>",
+    "v4": "sparse_fp8::Traits<32, etap::sparse_fp8::V4Row>",
+    "v4 clustered": "sparse_fp8::Traits<32, etap::sparse_fp8::V4Row>",
     "query_major": "query_major::Traits<cutlass::bfloat16_t, 9>",
     "query_major of v4": "query_major::Traits<cutlass::bfloat16_t, 8>",
-    "fp8": "sparse_fp8::Traits<32>",
+    "fp8": "sparse_fp8::Traits<32, etap::sparse_fp8::V32Row>",
     "fp8_shared": "sparse_fp8::SharedTilesTraits",
 }
 
@@ -653,7 +653,7 @@ def test_missing_synchronisation_is_found(kernel, mark):
     "kernel, names",
     [
         ("transposed", f"{TRANSPOSED} {IN_A_CLUSTER}"),
-        ("latent of v4", f"{TRANSPOSED} {IN_A_CLUSTER}"),
+        ("v4", f"{FP8} {IN_A_CLUSTER}"),
         ("query_major", QUERY_MAJOR),
         ("fp8", f"{FP8} {IN_A_CLUSTER}"),
         ("fp8_shared", FP8_SHARED),

@@ -84,6 +84,7 @@ class Served:
             gpu_memory_utilization=0.35,
             kv_cache_memory_bytes=8 << 30,
             skip_tokenizer_init=True,
+            enable_flashinfer_autotune=False,
             logits_processors=["etap_backend.lab.checks.forced_tokens:ForcedTokens"],
         )
         self.ready_seconds = time.monotonic() - begin

@@ -1,4 +1,4 @@
-// V4's rows on their way through registers to bfloat16: what a lane holds of a row, and how it becomes columns of K.
+// V4's rows on their way through registers to bfloat16, for 64 query rows: what a lane holds of a row, and how it becomes columns of K.
 //
 // Four lanes share a row, a quarter of the columns of each chunk (64 columns) each. So a warp's store of 16 bytes a lane touches
 // all banks, with the swizzle of eight rows.
@@ -50,7 +50,7 @@ CUTE_DEVICE void dequantise(const uint4& values, const Scale& scale, uint4 (&col
 
 // A lane's quarter of a row: of seven chunks of e4m3 a unit each, of one of 64 bfloat16 two, and the row's powers of two, which lie
 // apart. Rows are loaded from where this lane's first unit begins.
-struct V4Row {
+struct HeldRow {
   static constexpr int kNopeChunks = (kLatentDim - kRopeDim) / kChunkColumns;
   static constexpr int kNopeBytes = kUnitBytes * kRowLanes;  // of a chunk
 

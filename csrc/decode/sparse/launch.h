@@ -16,12 +16,15 @@ inline int cluster_pieces(const DecodeParams& params) {
 
 KernelLaunch prepare_bf16(int row_tile, bool rope, dim3 blocks, int cluster);  // V4's rows, too
 KernelLaunch prepare_scaled_fp8(int row_tile, dim3 blocks, int cluster);
+KernelLaunch prepare_page_scaled_fp8(int row_tile, dim3 blocks, int cluster);  // up to 32 rows
 
 inline KernelLaunch prepare(const DecodeParams& params, int cluster) {
   const dim3 blocks(params.partitions * params.row_groups);
-  return params.sparse.format == RowFormat::kScaledFp8
-             ? prepare_scaled_fp8(params.row_tile, blocks, cluster)
-             : prepare_bf16(params.row_tile, params.q_rope != nullptr, blocks, cluster);
+  if (params.sparse.format == RowFormat::kScaledFp8) return prepare_scaled_fp8(params.row_tile, blocks, cluster);
+  if (params.sparse.format == RowFormat::kPageScaledFp8 && params.row_tile < kMaxRowTile) {
+    return prepare_page_scaled_fp8(params.row_tile, blocks, cluster);
+  }
+  return prepare_bf16(params.row_tile, params.q_rope != nullptr, blocks, cluster);
 }
 
 }  // namespace etap::sparse

@@ -1,6 +1,6 @@
-// The producers of sparse attention are warps that bring listed rows of the caches into the key ring. Rows are copied with cp.async
-// (one bulk copy a row is up to twice as slow); V4's go through registers and become bfloat16. Consumers find chunks of [tokens x 64
-// columns] in WGMMA's swizzle, or V3.2's FP8 rows as they are.
+// The producers of sparse attention are four warps that bring listed rows of the caches into the key ring. Rows are copied with
+// cp.async (one bulk copy a row is up to twice as slow). Consumers find chunks of [tokens x 64 columns] in WGMMA's swizzle, or FP8
+// rows as they are; but for 64 query rows V4's go through registers and become bfloat16.
 #pragma once
 
 #include "decode/sparse/dequantise.cuh"
@@ -14,19 +14,14 @@ constexpr int kLineBytes = 128;  // of a chunk's row
 constexpr int kHalfRows = kOctetRows / 2;
 constexpr int kLineUnits = kLineBytes / kUnitBytes;
 
-// Octets of a warp.
-template <class T>
-constexpr int kOctetsOf = kOctets / T::kGatherWarps;
-
 // Whether a lane says that its warp's part of a stage is there: one does, in debug builds each for itself, as with releases().
 CUTE_DEVICE bool commits(bool elected) { return elected || kReleasingLanes > 1; }
 
 // Tells a tile's consumers which of its rows there are. The warp that brings them calls it.
-template <class T>
 CUTE_DEVICE void write_mask(TileMask& mask, uint32_t present) {
   const int thread = anew(threadIdx.x), lane = thread % kWarpSize, warp = thread / kWarpSize - kConsumerWarps;
-  if (lane >= 2 * kOctetsOf<T>) return;
-  mask.fours[(warp + lane / 2 * T::kGatherWarps) * 2 + lane % 2] = present >> (lane * kHalfRows) & 15;
+  if (lane >= 2 * kOctets) return;
+  mask.fours[(warp + lane / 2 * kWarpsPerGroup) * 2 + lane % 2] = present >> (lane * kHalfRows) & 15;
 }
 
 // Tells the consumers that their tiles have been begun, and that stages for merging are theirs: see producers/load_tiles.cuh. One lane of each
@@ -95,7 +90,7 @@ class LineCopier {
     CUTE_UNROLL
     for (int i = 0; i < kHalves; ++i) {
       const uint64_t from = from_[i] + first_chunk * kLineBytes;
-      const uint32_t to = target + places_[i % 2] + i / 2 * T::kGatherWarps * kOctetRows * kLineBytes;
+      const uint32_t to = target + places_[i % 2] + i / 2 * kWarpsPerGroup * kOctetRows * kLineBytes;
       const bool exists = present_ >> (i * kHalfRows) & 1;
       CUTE_UNROLL
       for (int c = 0; c < kRunChunks; ++c) {
@@ -105,7 +100,7 @@ class LineCopier {
   }
 
  private:
-  static constexpr int kHalves = 2 * kOctetsOf<T>;
+  static constexpr int kHalves = 2 * kOctets;
 
   int places_[2];  // in a chunk, of the warp's first octet's halves
   uint64_t from_[kHalves];
@@ -123,7 +118,7 @@ class RowCopier {
         lane_(anew(threadIdx.x % kWarpSize)),
         offset_(lane_ % kLineUnits * kUnitBytes),
         place_((warp * kOctetRows + lane_ / kLineUnits) * T::kRowBytes),
-        own_place_(((warp + lane_ / kOctetRows * T::kGatherWarps) * kOctetRows + lane_ % kOctetRows) * T::kRowBytes) {}
+        own_place_(((warp + lane_ / kOctetRows * kWarpsPerGroup) * kOctetRows + lane_ % kOctetRows) * T::kRowBytes) {}
 
   CUTE_DEVICE void take(const WarpRows& rows) { rows_ = rows; }
 
@@ -135,7 +130,7 @@ class RowCopier {
     CUTE_UNROLL
     for (int i = 0; i < kHalves; ++i) {
       const uint64_t from = rows_.row_of(i * kHalfRows + row);
-      const uint32_t to = tile + place_ + (i / 2 * T::kGatherWarps * kOctetRows + i % 2 * kHalfRows) * T::kRowBytes;
+      const uint32_t to = tile + place_ + (i / 2 * kWarpsPerGroup * kOctetRows + i % 2 * kHalfRows) * T::kRowBytes;
       const bool exists = valid >> (i * kHalfRows) & 1;
       const int begin = offset_ - int(from % kLineBytes);  // of this lane's unit of the first line, in the row
       CUTE_UNROLL
@@ -154,7 +149,7 @@ class RowCopier {
  private:
   static constexpr int kLines = T::kRowBytes / kLineBytes;
   static constexpr int kLast = kLines * kLineBytes;  // where the last unit begins
-  static constexpr int kHalves = 2 * kOctetsOf<T>;
+  static constexpr int kHalves = 2 * kOctets;
   static_assert(T::kRowBytes == kLast + kUnitBytes);
 
   const int row_bytes_;  // units behind them are zeros
@@ -165,6 +160,45 @@ class RowCopier {
   WarpRows rows_;
 };
 
+// Does the same with V4's rows, whose scales come from behind their page's rows. Four lanes take 64 bytes of a row, one instruction
+// those of an octet.
+template <class T>
+class PageRowCopier {
+ public:
+  CUTE_DEVICE PageRowCopier(const SparseParams&, int warp)
+      : lane_(anew(threadIdx.x % kWarpSize)),
+        place_((warp * kOctetRows + lane_ / kRowLanes) * T::kRowBytes + lane_ % kRowLanes * kUnitBytes),
+        own_place_(((warp + lane_ / kOctetRows * kWarpsPerGroup) * kOctetRows + lane_ % kOctetRows) * T::kRowBytes) {}
+
+  CUTE_DEVICE void take(const WarpRows& rows) { rows_ = rows; }
+
+  // The whole warp calls it.
+  template <int>
+  CUTE_DEVICE void copy(int, uint32_t tile) const {
+    if (lane_ < kOctets * kOctetRows) {
+      ptx::copy_async_8(tile + own_place_ + T::Row::kScaleOffset, rows_.row + rows_.scales, rows_.present >> lane_ & 1);
+    }
+    CUTE_UNROLL
+    for (int octet = 0; octet < kOctets; ++octet) {
+      const int holder = octet * kOctetRows + lane_ / kRowLanes;
+      const uint64_t from = rows_.row_of(holder) + lane_ % kRowLanes * kUnitBytes;
+      const uint32_t to = tile + place_ + octet * kWarpsPerGroup * kOctetRows * T::kRowBytes;
+      const bool exists = rows_.present >> holder & 1;
+      CUTE_UNROLL
+      for (int i = 0; i < T::Row::kScaleOffset; i += kRowLanes * kUnitBytes) ptx::copy_async_16(to + i, from + i, exists);
+    }
+  }
+
+ private:
+  const int lane_;
+  const int place_;      // in a tile, of what this lane copies of the warp's first octet
+  const int own_place_;  // of the row that this lane holds
+  WarpRows rows_;
+};
+
+template <class T>
+using CopierOf = std::conditional_t<!T::kFp8Cache, LineCopier<T>, std::conditional_t<T::kScalesApart, PageRowCopier<T>, RowCopier<T>>>;
+
 // Tiles of a partition from which on a call is taken for a prompt's: its tokens name the same rows again and again, which then
 // come from L2, whose answers more requests do not delay.
 constexpr int kPromptTiles = 256;
@@ -174,12 +208,12 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
   const bool elected = threadIdx.x % kWarpSize == 0;
   const uint32_t ring = cute::cast_smem_ptr_to_uint(shared.ring);
   // In a smaller ring, as at 64 rows, holding back gains nothing; and a late warp would wait for a round of a stage that the
-  // others fill again already.
-  const bool holds_back = T::kRowTile < 64 && T::kStages >= 2 * kStagesInFlight<T> && params.sparse.partition_tiles < kPromptTiles;
+  // others fill again already. Few of V4's smaller rows are on their way as it is.
+  const bool holds_back = T::kRowTile < 64 && !T::kScalesApart && T::kStages >= 2 * kStagesInFlight<T> && params.sparse.partition_tiles < kPromptTiles;
   KeyPosition<T> at;
   TileGrants<T> grants;
-  RowStream<T::kGatherWarps> stream(params, partition, warp);
-  std::conditional_t<T::kFp8Cache, RowCopier<T>, LineCopier<T>> copier(params.sparse, warp);
+  RowStream stream(params, partition, warp);
+  CopierOf<T> copier(params.sparse, warp);
   int i = 0;  // of the piece's tiles
   for (WarpRows rows = stream.next(); rows.is_tile; rows = stream.next()) {
     copier.take(rows);
@@ -190,7 +224,7 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
       if (holds_back) shared.keys.wait(at.behind(kStagesInFlight<T>));
       CUTE_UNROLL
       for (int s = 0; s < kRunStages; ++s) ETAP_MARKED(rows_room, shared.keys.acquire(at.ahead(s)));
-      if (kBegin == 0) write_mask<T>(shared.valid[at.stage], rows.present);
+      if (kBegin == 0) write_mask(shared.valid[at.stage], rows.present);
       copier.template copy<kRunStages * T::kChunksPerStage>(T::first_chunk(kBegin, i), ring + at.stage * T::kStageBytes);
       // A stage is full when the copies of all lanes are there, which each of them counts, and the warps say so.
       CUTE_UNROLL
@@ -210,7 +244,7 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
   }
 }
 
-// Brings V4's rows. A warp holds an octet in registers; when the chunks of a stage have become columns, the same ones of the octet behind it
+// Brings V4's rows for 64 query rows. A warp holds an octet in registers; when the chunks of a stage have become columns, the same ones of the octet behind it
 // are asked for. Stages of a tile are few: the hardware counts loads on their way in few counters, and a wait for early ones would be
 // one for late ones, too.
 template <class T>
@@ -219,7 +253,7 @@ class Dequantiser {
   CUTE_DEVICE Dequantiser(Shared<T>& shared, const DecodeParams& params, int partition, int warp)
       : shared_(shared),
         stream_(params, partition, warp),
-        place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + V4Row::row()) * kLineBytes) {
+        place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + HeldRow::row()) * kLineBytes) {
     tile_ = stream_.next();
     aim(0);
     cute::for_each(cute::make_seq<T::kTileChunks>{}, [&](auto chunk) { held_.template load<decltype(chunk)::value>(present_, from_); });
@@ -228,18 +262,18 @@ class Dequantiser {
   CUTE_DEVICE bool done() const { return !tile_.is_tile; }
 
   // Brings the next tile, its piece's i-th, into the ring; returns whether it is the piece's last.
-  CUTE_DEVICE bool fill(KeyPosition<T>& at, int i, const TileGrants<T>& grants) {
+  CUTE_DEVICE bool fill(KeyPosition<T>& at, int i) {
     const bool last = tile_.last;
-    cute::for_each(cute::make_seq<kOctetsOf<T>>{}, [&](auto octet) {
+    cute::for_each(cute::make_seq<kOctets>{}, [&](auto octet) {
       constexpr int kOctet = decltype(octet)::value;
       const uint32_t present = tile_.present;
       // The octet behind this one: of this tile, or the first of the next one.
-      if (kOctet == kOctetsOf<T> - 1) tile_ = stream_.next();
-      aim((kOctet + 1) % kOctetsOf<T>);
+      if (kOctet == kOctets - 1) tile_ = stream_.next();
+      aim((kOctet + 1) % kOctets);
       if (held_.large()) {
-        fill_octet<kOctet, true>(at, i, present, grants);
+        fill_octet<kOctet, true>(at, i, present);
       } else {
-        fill_octet<kOctet, false>(at, i, present, grants);
+        fill_octet<kOctet, false>(at, i, present);
       }
     });
     at.advance(T::kStagesPerTile);
@@ -249,31 +283,30 @@ class Dequantiser {
  private:
   // Takes an octet of the tile for the one that is asked for next, and asks for its scales at once. The whole warp calls it.
   CUTE_DEVICE void aim(int octet) {
-    const int holder = octet * kOctetRows + V4Row::row();
-    from_ = tile_.row_of(holder) + V4Row::lane() * kUnitBytes;
+    const int holder = octet * kOctetRows + HeldRow::row();
+    from_ = tile_.row_of(holder) + HeldRow::lane() * kUnitBytes;
     present_ = tile_.present >> holder & 1;
     held_.advance_scales(present_, from_, tile_.scales_of(holder));
   }
 
   template <int kOctet, bool kLarge>
-  CUTE_DEVICE void fill_octet(KeyPosition<T> at, int i, uint32_t present, const TileGrants<T>& grants) {
-    constexpr bool kFirst = kOctet == 0, kLast = kOctet == kOctetsOf<T> - 1;
+  CUTE_DEVICE void fill_octet(KeyPosition<T> at, int i, uint32_t present) {
+    constexpr bool kFirst = kOctet == 0, kLast = kOctet == kOctets - 1;
     cute::for_each(cute::make_seq<T::kStagesPerTile>{}, [&](auto stage) {
       constexpr int kStage = decltype(stage)::value;
       const auto to = at.ahead(kStage);
       if (kFirst) ETAP_MARKED(rows_room, shared_.keys.acquire(to));
-      if (kFirst && kStage == 0) write_mask<T>(shared_.valid[to.stage], present);
+      if (kFirst && kStage == 0) write_mask(shared_.valid[to.stage], present);
       convert_stage<kOctet, kStage, kLarge>(to.stage, i);
       if (kLast) {
         // For WGMMA the consumers fence, as they do where rows are copied: here a fence would wait for all loads on their way.
         __syncwarp();
         if (commits(cute::elect_one_sync())) ETAP_MARKED(rows_commit, shared_.keys.commit(to));
       }
-      if (kFirst && kStage == 0 && cute::elect_one_sync()) grants.grant_tile(shared_, i);
     });
   }
 
-  // Converts the chunks of a stage. At 64 rows which these are depends on the tile's place in its piece.
+  // Converts the chunks of a stage. Which these are depends on the tile's place in its piece.
   template <int kOctet, int kStage, bool kLarge>
   CUTE_DEVICE void convert_stage(int stage, int i) {
     constexpr int kEven = T::first_chunk(kStage, 0), kOdd = T::first_chunk(kStage, 1);
@@ -293,8 +326,8 @@ class Dequantiser {
       held_.template columns<kFirstChunk + kChunk, kLarge>(columns);
       CUTE_UNROLL
       for (int half = 0; half < 2; ++half) {
-        constexpr int kPlace = (kChunk * kTileTokens + kOctet * T::kGatherWarps * kOctetRows) * kLineBytes;
-        const int unit = V4Row::unit<kFirstChunk + kChunk>(half) ^ swizzle<kLineBytes>(V4Row::row());
+        constexpr int kPlace = (kChunk * kTileTokens + kOctet * kWarpsPerGroup * kOctetRows) * kLineBytes;
+        const int unit = HeldRow::unit<kFirstChunk + kChunk>(half) ^ swizzle<kLineBytes>(HeldRow::row());
         ptx::store_shared(target + kPlace + unit * kUnitBytes, columns[half]);
       }
     });
@@ -304,30 +337,24 @@ class Dequantiser {
   }
 
   Shared<T>& shared_;
-  RowStream<T::kGatherWarps> stream_;
+  RowStream stream_;
   const uint32_t place_;  // of this lane's row of the warp's first octet, in the first stage
   WarpRows tile_;         // whose octets are asked for
   uint64_t from_;
   bool present_;
-  V4Row held_;
+  HeldRow held_;
 };
 
 template <class T>
 CUTE_DEVICE void dequantise_rows(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
+  static_assert(!T::kGrantsTiles);
   KeyPosition<T> at;
-  TileGrants<T> grants;
   Dequantiser<T> rows(shared, params, partition, warp);
-  int i = 0;  // of the piece's tiles
-  while (!rows.done()) {
-    const bool last = rows.fill(at, i, grants);
-    if (last) grants.end_piece(shared, at, i + 1);
-    i = last ? 0 : i + 1;
-  }
+  for (int i = 0; !rows.done();) i = rows.fill(at, i) ? 0 : i + 1;  // of the piece's tiles
 }
 
 template <class T>
 CUTE_DEVICE void load_rows(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
-  static_assert(kOctets % T::kGatherWarps == 0);
   if constexpr (T::kDequantises) {
     if (params.sparse.format == RowFormat::kPageScaledFp8) return dequantise_rows<T>(shared, params, partition, warp);
   }

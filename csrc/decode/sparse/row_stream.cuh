@@ -7,9 +7,9 @@
 
 namespace etap::sparse {
 
-// A warp copies eight rows at a time: an octet. Octets of a tile are dealt to the warps in turn.
+// A warp copies eight rows at a time: an octet. Octets of a tile are dealt to the four warps in turn.
 constexpr int kOctetRows = 8;
-constexpr int kOctets = kTileTokens / kOctetRows;
+constexpr int kOctets = kTileTokens / kOctetRows / kWarpsPerGroup;  // of a warp
 
 // The rows of a tile that a warp copies, as its lanes hold them: lane 8k + j the j-th of its warp's k-th octet.
 struct WarpRows {
@@ -24,15 +24,14 @@ struct WarpRows {
   CUTE_DEVICE int32_t scales_of(int lane) const { return __shfl_sync(0xffffffff, scales, lane); }
 };
 
-// The tiles of a partition in order, through all pieces, for the warp that copies each kWarps-th octet. An entry's index is read
+// The tiles of a partition in order, through all pieces, for the warp that copies each fourth octet. An entry's index is read
 // two tiles before its row is wanted, and its page one, so that neither is waited for.
-template <int kWarps>
 class RowStream {
  public:
   CUTE_DEVICE RowStream(const DecodeParams& params, int partition, int warp)
       : params_(params.sparse),
         walk_(params, partition),
-        row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarps) * kOctetRows + threadIdx.x % kOctetRows) {
+        row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarpsPerGroup) * kOctetRows + threadIdx.x % kOctetRows) {
     find_tile();
     fetch_index();
     fetch_page();

@@ -16,17 +16,14 @@ struct GatheredTraits : Dense {
   using Dense::kRowTile, Dense::kTileChunks;
   static constexpr bool kGathered = true;
   static constexpr bool kHalvesSingleTiles = false;
+  static constexpr bool kScalesApart = false;
   // V4's rows come without rope behind the latent part.
   static constexpr bool kRope = kTileChunks > kValueChunks;
-  static constexpr bool kDequantises = !kRope;
-  // The consumers gather the queries. Up to 16 rows they leave registers for two warpgroups of producers that dequantise: one warp a
-  // scheduler would wait for its own instructions.
-  static constexpr int kGatherWarps = kDequantises && kRowTile <= 16 ? 8 : 4;
+  static constexpr bool kDequantises = !kRope && kRowTile == kMaxRowTile;  // with fewer rows: sparse_fp8/
+  // The consumers gather the queries.
+  static constexpr int kGatherWarps = 4;
   static constexpr bool kFitsLaunchRegisters = !kDequantises && Dense::kFitsLaunchRegisters;
-  static constexpr Registers registers(bool) {
-    if (!kDequantises) return {168, 40, 232};
-    return kRowTile <= 16 ? Registers{128, 104, 152} : kRowTile == 32 ? Registers{168, 104, 200} : Registers{168, 88, 208};
-  }
+  static constexpr Registers registers(bool) { return kDequantises ? Registers{168, 88, 208} : Registers{168, 40, 232}; }
   // Stages of a tile that rows of bfloat16 fill together, chunks that follow each other in a row: the r-th run's begin.
   static constexpr int kRuns = kRope ? 3 : 2;
   static constexpr int run_begin(int r) {

@@ -12,14 +12,19 @@ struct alignas(16) TileMask {
   CUTE_DEVICE uint32_t word(int i) const { return reinterpret_cast<const uint32_t*>(fours)[i]; }
 };
 
+// Bits 0 and 16 say whether a thread's two tokens of S^T name a row.
+CUTE_DEVICE uint32_t valid_tokens(const TileMask& mask) {
+  const int lane = threadIdx.x % kWarpSize;
+  return mask.word(threadIdx.x / kWarpSize % kWarpsPerGroup) >> (lane / 16 * 8 + lane / 4 % 4);
+}
+
 // Hides scores of S^T, whose fragment holds tokens as transposed/traits.h says.
 template <class Scores>
 CUTE_DEVICE void hide_invalid_rows(const TileMask& mask, Scores& st) {
-  const int lane = threadIdx.x % kWarpSize;
-  const uint32_t sixteen = mask.word(threadIdx.x / kWarpSize % kWarpsPerGroup) >> (lane / 16 * 8 + lane / 4 % 4);
+  const uint32_t valid = valid_tokens(mask);
   CUTE_UNROLL
   for (int i = 0; i < cute::size(st); ++i) {
-    const uint32_t bit = sixteen >> (i / 2 % 2 * 16) & 1;
+    const uint32_t bit = valid >> (i / 2 % 2 * 16) & 1;
     if (!bit) st(i) = -INFINITY;
   }
 }

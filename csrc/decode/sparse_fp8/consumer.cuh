@@ -1,4 +1,4 @@
-// How a consumer warpgroup beside FP8 rows decodes a tile: as in transposed/consumer.cuh, with the scales of each token's 128 columns.
+// How a consumer warpgroup beside FP8 rows decodes a tile: as in transposed/consumer.cuh, with the scales of each token's columns.
 #pragma once
 
 #include "decode/sparse_fp8/products.cuh"
@@ -8,13 +8,15 @@
 
 namespace etap::sparse_fp8 {
 
-// Writes P^T of a tile, times the tokens' scales, as transposed::write_probabilities does; returns whether it is of the wide type.
+// Writes P^T of a tile, times the tokens' scales, as transposed::write_probabilities does; returns what V of the wide type is
+// multiplied with if P^T is of that, else 0.
 template <class T, class Rescale>
-CUTE_DEVICE bool write_probabilities(ScaledSoftmax<T>& softmax, const transposed::ScoreFragment<T>& st,
-                                     const TokenScales& scales, bool first, char* probabilities,
+CUTE_DEVICE uint32_t write_probabilities(ScaledSoftmax<T>& softmax, const transposed::ScoreFragment<T>& st,
+                                     const TokenScales<T>& scales, bool first, char* probabilities,
                                      Rescale&& rescale) {
   const NamedBarrier written = event::probabilities_written<T>(softmax.group);
-  bool renew = first, wide = scales.template beyond_half<T>();
+  bool renew = first, wide = scales.beyond(T::kLeastScale, T::kLargestScale);
+  uint32_t factor = 0;
   if (!renew) {
     const bool exceeds = softmax.exponentiate(st);
     softmax.template store<typename T::Probability>(scales, probabilities);
@@ -27,13 +29,15 @@ CUTE_DEVICE bool write_probabilities(ScaledSoftmax<T>& softmax, const transposed
     softmax.exponentiate(st);
     wide = written.any(wide);
     if (wide) {
-      softmax.template store<typename T::WideProbability>(scales, probabilities);
+      const bool widest = written.any(scales.beyond(-127, T::kWidestScale));
+      factor = widest ? transposed_fp8::kFactorTimes128 : transposed_fp8::kFactor;
+      softmax.template store<typename T::WideProbability>(scales, probabilities, widest ? 0x1p-7f : 1.0f);
     } else {
       softmax.template store<typename T::Probability>(scales, probabilities);
     }
     written.sync();
   }
-  return wide;
+  return factor;
 }
 
 template <class T>
@@ -42,22 +46,26 @@ struct Consumer : transposed::PieceLoop<T, Consumer<T>, ScaledSoftmax> {
   using Loop::shared, Loop::params, Loop::softmax, Loop::ot;
 
   // One tile: wait for K, S^T, softmax, O^T, release. `first`: of this consumer's in the piece.
-  CUTE_DEVICE void consume_tile(const Piece&, int, bool first, bool, RingPosition<1>, KeyPosition<T> at, char* probabilities) {
+  CUTE_DEVICE void consume_tile(const Piece&, int, bool first, bool last, RingPosition<1>, KeyPosition<T> at, char* probabilities) {
     const int group = softmax.group;
     // Wait for K, S^T. Where consumers share the tile: of this one's columns and all rows, then of all columns and its rows.
     ETAP_MARKED(rows_wait, shared.keys.wait(at));
     const char* tile = shared.ring + at.stage * T::kStageBytes;
     transposed::ScoreFragment<T> st;
-    TokenScales scales;
+    TokenScales<T> scales;
     ValueFetches<T> values{tile + (T::kGrantsTiles ? 0 : group * (kLatentDim / kConsumerGroups))};
     if constexpr (T::kGrantsTiles) {
-      scales = TokenScales::read<T>(tile);
+      scales.read(tile, shared.valid[at.stage]);
       compute_scores<T>(shared, tile, scales, params.scale_log2, st);
       sparse::hide_invalid_rows(shared.valid[at.stage], st);
-      if (T::kFetchesAhead) values.begin();
+      if (T::kFetchesAhead) {
+        values.begin();
+      } else {
+        scales.read(tile, shared.valid[at.stage]);  // again: registers are short
+      }
     } else {
       compute_shared_scores<T>(shared, tile, group, params.scale_log2, st, [&] {
-        scales = TokenScales::read<T>(tile);
+        scales.read(tile, shared.valid[at.stage]);
         if (T::kFetchesAhead) values.begin();
       });
       sparse::hide_invalid_rows(shared.valid[at.stage], st);
@@ -67,18 +75,19 @@ struct Consumer : transposed::PieceLoop<T, Consumer<T>, ScaledSoftmax> {
     if constexpr (T::kGrantsTiles && T::kProbabilityBuffers == 1) {
       ETAP_MARKED(products_meeting, event::scores_read<T>(group).sync());
     }
-    const bool wide =
+    const uint32_t factor =
         write_probabilities<T>(softmax, st, scales, first, probabilities,
                                [&](const auto& correction) { transposed::rescale_output<T>(shared, group, correction, ot); });
 
     // O^T of this warpgroup's value dims, release.
-    if (!T::kGrantsTiles) probabilities += group * (kScales / kConsumerGroups) * T::kScaledBytes;
+    if (!T::kGrantsTiles) probabilities += group * (T::Row::kScales / kConsumerGroups) * T::kScaledBytes;
     const auto accumulate = [&] { softmax.accumulate(); };
-    if (wide) {
-      add_output<typename T::WideProbability>(shared, at, values, probabilities, ot, accumulate);
+    if (factor != 0) {
+      add_output<typename T::WideProbability>(shared, at, values, probabilities, factor, ot, accumulate);
     } else {
-      add_output<typename T::Probability>(shared, at, values, probabilities, ot, accumulate);
+      add_output<typename T::Probability>(shared, at, values, probabilities, 0, ot, accumulate);
     }
+    if (T::Row::kRopeIsValue && last) pair_rope_dims<T>(ot);
   }
 };
 

@@ -34,50 +34,90 @@ template <class T>
 CUTE_DEVICE void load_rope(const char* tile, int load, Operands& operands) {
   CUTE_UNROLL
   for (int step = 0; step < 2; ++step) {
-    load_key_units<T>(tile, T::kRopeOffset + load * 64 + step * 32, operands[step]);
+    load_key_units<T>(tile, T::Row::kRopeOffset + load * 64 + step * 32, operands[step]);
   }
 }
 
-// The scales of a thread's two tokens, 8 apart.
-struct TokenScales {
-  float of[2][kScales];
+// The first of a thread's two tokens.
+CUTE_DEVICE int first_token() {
+  const int thread = threadIdx.x % kGroupThreads;
+  return thread / kWarpSize * 16 + thread % kWarpSize / 4;
+}
 
-  template <class T>
-  CUTE_DEVICE static TokenScales read(const char* tile) {
-    const int thread = threadIdx.x % kGroupThreads;
-    const char* row = tile + (thread / kWarpSize * 16 + thread % kWarpSize / 4) * T::kRowBytes + kLatentDim;
-    TokenScales scales;
+// The scales of a thread's two tokens, 8 apart.
+template <class T, class Row = typename T::Row>
+struct TokenScales;
+
+template <class T>
+struct TokenScales<T, V32Row> {
+  float4 rows[2];
+
+  CUTE_DEVICE void read(const char* tile, const sparse::TileMask&) {
+    const char* row = tile + first_token() * T::kRowBytes + V32Row::kScaleOffset;
     CUTE_UNROLL
-    for (int i = 0; i < 2; ++i) {
-      const float4 four = *reinterpret_cast<const float4*>(row + i * 8 * T::kRowBytes);
-      scales.of[i][0] = four.x, scales.of[i][1] = four.y, scales.of[i][2] = four.z, scales.of[i][3] = four.w;
-    }
-    return scales;
+    for (int i = 0; i < 2; ++i) rows[i] = *reinterpret_cast<const float4*>(row + i * 8 * T::kRowBytes);
+  }
+  CUTE_DEVICE float of(int token, int column) const {
+    const float4& row = rows[token];
+    return column == 0 ? row.x : column == 1 ? row.y : column == 2 ? row.z : row.w;
   }
 
-  // Whether one of a row is beyond float16's bounds; the four threads that hold the same two rows look at a column each. Those
+  // Whether one of a row is beyond these powers of two; the four threads that hold the same two rows look at a column each. Those
   // of rows that do not exist are 0.
-  template <class T>
-  CUTE_DEVICE bool beyond_half() const {
-    const int column = threadIdx.x % kScales;
+  CUTE_DEVICE bool beyond(int least, int largest) const {
+    const int column = threadIdx.x % V32Row::kScales;
     bool beyond = false;
     CUTE_UNROLL
-    for (const auto& row : of) {
-      const float scale = fabsf(column < 2 ? (column == 0 ? row[0] : row[1]) : (column == 2 ? row[2] : row[3]));
-      beyond |= scale > T::kLargestScale || (scale < T::kLeastScale && scale != 0.0f);
+    for (const auto& row : rows) {
+      const float scale = fabsf(column < 2 ? (column == 0 ? row.x : row.y) : (column == 2 ? row.z : row.w));
+      beyond |= scale > transposed_fp8::power_of_two(largest) || (scale < transposed_fp8::power_of_two(least) && scale != 0.0f);
     }
     return beyond;
   }
 };
 
-// Computes S^T of one tile in the log2 domain, which is complete on return. Each 128 columns and the rope part have a sum of their own, one or
-// two of which are under way at a time. What comes from shared memory is asked for a few loads ahead, as are the queries' scales.
+// V4's are powers of two, a byte each: 2^(byte - 127).
 template <class T>
-CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const TokenScales& scales, float scale_log2,
+struct TokenScales<T, V4Row> {
+  uint2 rows[2];
+
+  CUTE_DEVICE void read(const char* tile, const sparse::TileMask& valid) {
+    const char* row = tile + first_token() * T::kRowBytes + V4Row::kScaleOffset;
+    const uint32_t exist = sparse::valid_tokens(valid);
+    CUTE_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      rows[i] = *reinterpret_cast<const uint2*>(row + i * 8 * T::kRowBytes);
+      if (!(exist >> (16 * i) & 1)) rows[i] = {kOnes, kOnes};  // zeros would ask for the wide type
+    }
+  }
+  CUTE_DEVICE float of(int token, int column) const {
+    const uint32_t byte = __byte_perm(rows[token].x, rows[token].y, 0x4440 + column) & 0xff;
+    return __uint_as_float(max(byte << 23, 0x00400000u));
+  }
+
+  // Each of the four threads looks at one or two columns.
+  CUTE_DEVICE bool beyond(int least, int largest) const {
+    const int shift = threadIdx.x % 4 * 8;
+    const auto within = [=](uint32_t word) { return (word >> shift & 255) - (127 + least) <= uint32_t(largest - least); };
+    bool beyond = false;
+    CUTE_UNROLL
+    for (const auto& row : rows) beyond |= !within(row.x) || (shift < 24 && !within(row.y));
+    return beyond;
+  }
+
+ private:
+  static constexpr uint32_t kOnes = 0x7f7f7f7f;
+};
+
+// Computes S^T of one tile in the log2 domain, which is complete on return. The columns of each scale and the rope part have a sum of their own, one
+// to three of which are under way at a time. What comes from shared memory is asked for a few loads ahead, as are the queries' scales.
+template <class T>
+CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const TokenScales<T>& scales, float scale_log2,
                                 transposed::ScoreFragment<T>& st) {
   using namespace cute;
-  constexpr int kLoadsPerPart = kScaledColumns / 32;
-  constexpr int kLatentLoads = kLatentDim / 32;
+  constexpr int kScales = T::Row::kScales;
+  constexpr int kLoadsPerPart = T::Row::kScaledColumns / 32;
+  constexpr int kLatentLoads = T::kScaledDims / 32;
   constexpr int kRopeLoads = kRopeDim / 32;
   constexpr int kLoads = kLatentLoads + kRopeLoads;
   constexpr int kRopeFetch = kLatentLoads - T::kFetches;
@@ -111,7 +151,7 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const Token
         const int column = i / 4 * 2 + i % 2;
         st(i) = st(i) * (T::kFetchesAhead ? query_scales[column] : query_scale(column)) + value * scale_log2;
       } else {
-        st(i) = part == 0 ? value * scales.of[i / 2 % 2][0] : fmaf(value, scales.of[i / 2 % 2][part], st(i));
+        st(i) = part == 0 ? value * scales.of(i / 2 % 2, 0) : fmaf(value, scales.of(i / 2 % 2, part), st(i));
       }
     }
   };
@@ -125,7 +165,7 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const Token
       CUTE_UNROLL
       for (int r = 0; r < kRopeLoads; ++r) load_rope<T>(tile, r, rope[r]);
     }
-    const char* chunk = shared.query + min(load / 2, kValueChunks) * T::kQueryChunkBytes;
+    const char* chunk = shared.query + load / 2 * T::kQueryChunkBytes;
     if (load % kLoadsPerPart == 0) {
       if (T::kParts == 1) warpgroup_wait<0>();
       if (part >= T::kParts) take_over(part - T::kParts);
@@ -157,7 +197,7 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const Token
 // Holds V of one tile on its way to registers, a few loads ahead.
 template <class T>
 struct ValueFetches {
-  static constexpr int kLoads = 2 * T::kOutputSlices;
+  static constexpr int kLoads = 2 * (T::kOutputSlices - T::Row::kRopeIsValue);
 
   const char* tile;
   Words words[T::kFetches];
@@ -171,10 +211,60 @@ struct ValueFetches {
   }
 };
 
+// Loads tokens [16 * step, 16 * step + 16) of the warp's 16 value dims in the rope part.
+template <class T>
+CUTE_DEVICE void load_rope_values(const char* tile, int step, Words& words) {
+  const int lane = threadIdx.x % kWarpSize;
+  const int unit = threadIdx.x % kGroupThreads / kWarpSize * 2 + lane / 8 % 2;
+  const char* from = tile + (step * 16 + lane / 16 * 8 + lane % 8) * T::kRowBytes + T::Row::kRopeOffset + unit * kUnitBytes;
+  cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+}
+
+// Starts to add the products of the rope part, the last slice of O^T.
+template <class T>
+CUTE_DEVICE void add_rope_output(const char* tile, const char* probabilities, transposed::OutputFragment<T>& ot) {
+  using namespace cute;
+  typename T::RopeMma mma;
+  mma.accumulate_ = GMMA::ScaleOut::One;
+  const auto slice = mma.get_thread_slice(0);
+  using E = typename T::RopeElement;
+  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const E*>(probabilities + T::Row::kScales * T::kScaledBytes)),
+                          typename T::template Operand<E>{});
+  Operands operands[2];
+  CUTE_UNROLL
+  for (int load = 0; load < 2; ++load) {
+    warpgroup_wait<1>();
+    CUTE_UNROLL
+    for (int step = 0; step < 2; ++step) load_rope_values<T>(tile, 2 * load + step, operands[load][step]);
+    transposed_fp8::multiply<E>(mma, operands[load], slice.make_fragment_B(slice.partition_B(s_pt)), load * 2,
+                                ot(_, T::kOutputSlices - 1, 0));
+  }
+}
+
+// Rows r and r + 8 of the rope part's slice of O^T are value dims r and r + 8; they become dims 2r and 2r + 1, as in other slices.
+template <class T>
+CUTE_DEVICE void pair_rope_dims(transposed::OutputFragment<T>& ot) {
+  const int lane = threadIdx.x % kWarpSize, row = lane / 4;
+  const int from = row * 2 % 8 * 4 + lane % 4;
+  CUTE_UNROLL
+  for (int block = 0; block < T::kRowTile / 8; ++block) {
+    auto values = ot(cute::make_coord(cute::_, cute::_, block), T::kOutputSlices - 1, 0);  // (column, half)
+    CUTE_UNROLL
+    for (int column = 0; column < 2; ++column) {
+      const float low = values(column, 0), high = values(column, 1);
+      CUTE_UNROLL
+      for (int i = 0; i < 2; ++i) {
+        const float of_low = __shfl_sync(0xffffffff, low, from + 4 * i), of_high = __shfl_sync(0xffffffff, high, from + 4 * i);
+        values(column, i) = row < 4 ? of_low : of_high;
+      }
+    }
+  }
+}
+
 // Adds V^T·P^T of one tile to O^T, with P^T in E. The tile is given back once it is in registers; `meanwhile` runs beside the last
 // products, or before the first where registers are short.
 template <class E, class T, class Meanwhile>
-CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, ValueFetches<T>& values, const char* probabilities,
+CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, ValueFetches<T>& values, const char* probabilities, uint32_t factor,
                             transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
   // All types of P^T have the fragments of T::OutputMma.
@@ -187,13 +277,14 @@ CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, ValueFetches<T
   if (!T::kFetchesAhead) values.begin();
   products.start(
       values.words, [&](int load, auto&) { values.fetch(load); },
-      [](const auto& words, auto& operand) { transposed_fp8::convert_values<E>(words, operand); },
+      [=](const auto& words, auto& operand) { transposed_fp8::convert_values<E>(words, operand, factor); },
       [&](int load) {
-        const char* scaled = probabilities + load / 2 * 64 / kScaledColumns * T::kScaledBytes;
+        const char* scaled = probabilities + load / 2 * 64 / T::Row::kScaledColumns * T::kScaledBytes;
         auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const E*>(scaled)), typename T::template Operand<E>{});
         return slice.make_fragment_B(slice.partition_B(s_pt));
       },
       [&](int load) { return ot(_, load / 2, 0); });
+  if constexpr (T::Row::kRopeIsValue) add_rope_output<T>(values.tile, probabilities, ot);
   __syncwarp();
   if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at));
   if (T::kFetchesAhead) meanwhile();

@@ -10,7 +10,13 @@
 namespace etap::sparse_fp8 {
 
 constexpr int kLatentUnits = kLatentDim / transposed_fp8::kUnitColumns / kWarpSize;  // of a lane
-constexpr int kRopeLanes = kRopeDim / transposed_fp8::kUnitColumns;                  // the first ones have a unit each
+constexpr int kRopeLanes = kRopeDim / transposed_fp8::kUnitColumns;                  // the first ones have a unit each, or the last
+
+// Where the rope part is value dims it lies behind those that have scales.
+template <class T>
+CUTE_DEVICE constexpr int first_rope_lane() {
+  return T::Row::kRopeIsValue ? kWarpSize - kRopeLanes : 0;
+}
 
 // Scales a row and writes it where WGMMA reads it.
 template <class T>
@@ -18,22 +24,26 @@ CUTE_DEVICE void write_query(Shared<T>& shared, const DecodeParams& params, int 
                              const transposed_fp8::QueryUnit (&units)[kLatentUnits], uint4 rope) {
   using transposed_fp8::operand_unit;
   const int lane = threadIdx.x % kWarpSize;
-  const bool has_rope = lane < kRopeLanes;
+  const int rope_unit = lane - first_rope_lane<T>();
+  const auto scaled = [&](int u) { return u * kWarpSize + lane < T::kScaledDims / transposed_fp8::kUnitColumns; };
   uint32_t largest = 0;
   CUTE_UNROLL
-  for (const auto& unit : units) {
+  for (int u = 0; u < kLatentUnits; ++u) {
     CUTE_UNROLL
-    for (float value : unit.values) largest = max(largest, __float_as_uint(fabsf(value)));
+    for (float value : units[u].values) {
+      if (scaled(u)) largest = max(largest, __float_as_uint(fabsf(value)));
+    }
   }
   // Near 1: products are multiplied with the tokens' scales first, which may be large.
   const int exponent = transposed_fp8::scale_exponent<T, 0>(__reduce_max_sync(0xffffffff, largest));
   CUTE_UNROLL
   for (int u = 0; u < kLatentUnits; ++u) {
+    if (!scaled(u)) continue;
     transposed_fp8::write_unit<T, typename T::ScoreElement>(shared.query, row, u * kWarpSize + lane, units[u],
                                                             transposed_fp8::power_of_two(exponent));
   }
-  char* rope_chunk = shared.query + kValueChunks * T::kQueryChunkBytes;
-  if (has_rope) *reinterpret_cast<uint4*>(rope_chunk + operand_unit<T>(row, lane)) = rope;
+  char* rope_chunk = shared.query + T::kScaledDims / kChunkColumns * T::kQueryChunkBytes;
+  if (uint32_t(rope_unit) < kRopeLanes) *reinterpret_cast<uint4*>(rope_chunk + operand_unit<T>(row, rope_unit)) = rope;
   const float scale_log2 = T::kScoresScaledLast ? 1.0f : params.scale_log2;
   if (lane == 0) shared.score_scales[row] = scale_log2 * transposed_fp8::power_of_two(-exponent);
 }
@@ -46,9 +56,8 @@ CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, int
   const auto* q = static_cast<const cutlass::bfloat16_t*>(params.q) + request * params.q_stride_batch + lane * kUnitColumns;
   const auto* q_rope =
       static_cast<const cutlass::bfloat16_t*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitColumns;
-  const bool has_rope = lane < kRopeLanes;
   const int warp = anew(threadIdx.x) / kWarpSize;
-  const bool reads_rope = has_rope && params.q_rope != nullptr;
+  const bool reads_rope = !T::Row::kRopeIsValue && lane < kRopeLanes && params.q_rope != nullptr;
   constexpr int kRowsAtOnce = std::min(4, T::kRowTile / kConsumerWarps);  // whose reads do not wait for each other's
 #pragma unroll 1
   for (int first = 0; first < T::kRowTile; first += kRowsAtOnce * kConsumerWarps) {
@@ -69,7 +78,8 @@ CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, int
       for (int u = 0; u < kLatentUnits; ++u) {
         units[u] = transposed_fp8::to_floats<cutlass::bfloat16_t>(raw[i][u]);
       }
-      write_query<T>(shared, params, first + i * kConsumerWarps + warp, units, rope[i]);
+      write_query<T>(shared, params, first + i * kConsumerWarps + warp, units,
+                     T::Row::kRopeIsValue ? raw[i][kLatentUnits - 1] : rope[i]);
     }
   }
   ETAP_MARKED(queries_fence, cutlass::arch::fence_view_async_shared());  // these writes, for WGMMA

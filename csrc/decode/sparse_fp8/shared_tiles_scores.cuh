@@ -19,7 +19,7 @@ struct ShareFactors {
   template <class T>
   CUTE_DEVICE static ShareFactors read(const char* tile, int group) {
     const int thread = threadIdx.x % kGroupThreads;
-    const char* row = tile + (thread / kWarpSize * 16 + thread % kWarpSize / 4) * T::kRowBytes + kLatentDim;
+    const char* row = tile + (thread / kWarpSize * 16 + thread % kWarpSize / 4) * T::kRowBytes + T::Row::kScaleOffset;
     ShareFactors factors;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -45,7 +45,7 @@ struct ShareFactors {
 template <class T>
 CUTE_DEVICE void compute_share(Shared<T>& shared, const char* tile, int group, ScoreShare<T>& share) {
   using namespace cute;
-  constexpr int kLoadsPerScale = kScaledColumns / 32;
+  constexpr int kLoadsPerScale = T::Row::kScaledColumns / 32;
   constexpr int kLatentLoads = kLatentDim / kConsumerGroups / 32;
   constexpr int kLoads = kLatentLoads + kRopeDim / kConsumerGroups / 32;
   static_assert(kLatentLoads == 2 * kLoadsPerScale && kLoads == kLatentLoads + 1);

@@ -1,4 +1,5 @@
-// This is the softmax of transposed/softmax.cuh, but P^T is stored four times: times the scales of each 128 columns.
+// This is the softmax of transposed/softmax.cuh, but P^T is stored once for each group of columns, times the tokens' scales, and
+// as it is where the rope part is value dims, too.
 #pragma once
 
 #include "decode/sparse_fp8/products.cuh"
@@ -9,7 +10,7 @@ namespace etap::sparse_fp8 {
 template <class T>
 struct ScaledSoftmax : transposed::Softmax<T> {
   using Base = transposed::Softmax<T>;
-  using Base::Base, Base::kBlocks, Base::kColumns, Base::reference, Base::rounded, Base::sums, Base::rounded_sums, Base::tile_sums;
+  using Base::Base, Base::kBlocks, Base::kColumns, Base::kWords, Base::reference, Base::rounded, Base::sums, Base::rounded_sums, Base::tile_sums;
 
   float p[4 * kBlocks];  // as the fragment of S^T has them
 
@@ -27,16 +28,25 @@ struct ScaledSoftmax : transposed::Softmax<T> {
     return exceeds;
   }
 
+  // As E, times the scales and the factor. Where the rope part is value dims, P^T is rounded to its type first: powers of two round
+  // nothing, so that all products see the same P.
   template <class E>
-  CUTE_DEVICE void store(const TokenScales& scales, char* probabilities) {
-    CUTE_UNROLL
-    for (int scaled = 0; scaled < kScales; ++scaled) {
+  CUTE_DEVICE void store(const TokenScales<T>& scales, char* probabilities, float factor = 1.0f) {
+    if constexpr (T::Row::kRopeIsValue) {
       CUTE_UNROLL
-      for (int i = 0; i < 2 * kBlocks; ++i) {
-        const float scale = scales.of[i % 2][scaled];
-        rounded[i] = pack<E>(p[2 * i] * scale, p[2 * i + 1] * scale);
+      for (int i = 0; i < kWords; ++i) rounded[i] = pack<typename T::RopeElement>(p[2 * i], p[2 * i + 1]);
+      Base::store_pairs(rounded, probabilities + T::Row::kScales * T::kScaledBytes);
+    }
+    CUTE_UNROLL
+    for (int scaled = 0; scaled < T::Row::kScales; ++scaled) {
+      const float scale[2] = {scales.of(0, scaled) * factor, scales.of(1, scaled) * factor};
+      uint32_t words[kWords];
+      CUTE_UNROLL
+      for (int i = 0; i < kWords; ++i) {
+        const float2 pair = T::Row::kRopeIsValue ? unpack<typename T::RopeElement>(rounded[i]) : make_float2(p[2 * i], p[2 * i + 1]);
+        words[i] = pack<E>(pair.x * scale[i % 2], pair.y * scale[i % 2]);
       }
-      Base::store_pairs(probabilities + scaled * T::kScaledBytes);
+      Base::store_pairs(words, probabilities + scaled * T::kScaledBytes);
     }
     ETAP_MARKED(probabilities_fence, cutlass::arch::fence_view_async_shared());
   }
@@ -44,12 +54,22 @@ struct ScaledSoftmax : transposed::Softmax<T> {
   CUTE_DEVICE void accumulate() {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) sums[i] += tile_sums[i];
+    if constexpr (T::Row::kRopeIsValue) {
+      CUTE_UNROLL
+      for (int i = 0; i < kWords; ++i) {
+        const float2 pair = unpack<typename T::RopeElement>(rounded[i]);
+        rounded_sums[i / 2 * 2] += pair.x;
+        rounded_sums[i / 2 * 2 + 1] += pair.y;
+      }
+    }
   }
 
-  // At the end of a piece. Each scaled P^T is rounded in its own way, so that O^T is divided by the sum before rounding.
+  // At the end of a piece. Where each scaled P^T is rounded in its own way, O^T is divided by the sum before rounding.
   CUTE_DEVICE void finish() {
     CUTE_UNROLL
-    for (int i = 0; i < kColumns; ++i) rounded_sums[i] = sums[i];
+    for (int i = 0; i < kColumns; ++i) {
+      if (!T::Row::kRopeIsValue) rounded_sums[i] = sums[i];
+    }
   }
 };
 

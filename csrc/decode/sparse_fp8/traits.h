@@ -1,8 +1,8 @@
-// Numbers and layouts of sparse attention over FP8 rows: 512 values of e4m3, a float32 scale for each 128 of them, 64 values
-// of bfloat16. Rows lie in shared memory as they do in the cache: 656 bytes are an odd number of 16-byte units, so that
-// matrix loads of eight rows touch all banks. Their values reach the products through registers as float16, exactly; the
-// scales are applied to the scores of each 128 columns and to P^T. A tile with a scale that float16 has no room for beside P
-// takes the output's product in bfloat16, which has float32's range, at three times the instructions.
+// Numbers and layouts of sparse attention over FP8 rows, values of e4m3 with a scale for each 128 (V3.2) or 64 (V4) of them, and 64
+// values of bfloat16. Rows lie in shared memory as they do in the cache, an odd number of 16-byte units apart, so that matrix loads
+// of eight rows touch all banks. Their values reach the products through registers as float16, exactly; the scales are applied to
+// the scores of their columns and to P^T. A tile with a scale that float16 has no room for beside P takes the output's product in
+// bfloat16, which has float32's range, at three times the instructions.
 #pragma once
 
 #include "decode/sparse/traits.h"
@@ -12,8 +12,25 @@
 
 namespace etap::sparse_fp8 {
 
-constexpr int kScaledColumns = 128;  // that have a scale
-constexpr int kScales = kLatentDim / kScaledColumns;
+// What a row of DeepSeek-V3.2's cache holds, as it lies in shared memory.
+struct V32Row {
+  static constexpr int kScaledColumns = 128;  // that have a scale
+  static constexpr int kScales = kLatentDim / kScaledColumns;
+  static constexpr bool kRopeIsValue = false;  // it lies behind the value dims
+  static constexpr int kScaleOffset = kLatentDim;
+  static constexpr int kRopeOffset = kScaleOffset + kScales * 4;
+  static constexpr int kBytes = kRopeOffset + kRopeDim * 2;
+};
+
+// And one of DeepSeek-V4's, whose scales lie apart in the cache and come to its end.
+struct V4Row {
+  static constexpr int kScaledColumns = 64;
+  static constexpr int kScales = (kLatentDim - kRopeDim) / kScaledColumns;
+  static constexpr bool kRopeIsValue = true;  // the last value dims
+  static constexpr int kRopeOffset = kLatentDim - kRopeDim;
+  static constexpr int kScaleOffset = kRopeOffset + kRopeDim * 2;
+  static constexpr int kBytes = kScaleOffset + kUnitBytes;
+};
 
 // Scores are in the log2 domain already.
 struct NoScale {
@@ -32,12 +49,14 @@ struct SharedMemory : transposed::SharedMemory<T> {
 };
 
 // What does not depend on the number of query rows. Tiles: how the consumers divide the work, AlternateTiles or SharedTiles.
-template <class Tiles>
+template <class Tiles, class Row_>
 struct Products : Tiles {
+  using Row = Row_;
   using Tiles::kRowTile, Tiles::kScoreColumns;
   static constexpr bool kLeanCombination = false;
   static constexpr bool kGathered = true;
   static constexpr bool kDequantises = false;
+  static constexpr bool kScalesApart = Row::kRopeIsValue;
   static constexpr int kGatherWarps = 4;
   static constexpr int kRuns = 1;
   static constexpr int run_begin(int r) { return r; }
@@ -46,19 +65,21 @@ struct Products : Tiles {
   using Element = cutlass::bfloat16_t;  // of queries, rope part and output
   using ScoreElement = cutlass::half_t;
   using RopeElement = cutlass::bfloat16_t;
-  // Of the output's products, and where a tile's scales are beyond these bounds. P is at most 2^15, so that P times a scale
-  // stays finite; that of a tile's largest score, 2^7 when its reference was set, is a normal number.
+  // Of the output's products, and where a tile's scales are beyond these powers of two. P is at most 2^15, so that P times a scale
+  // stays finite; that of a tile's largest score, 2^7 when its reference was set, is a normal number. Then P is at most 2^7: beyond
+  // the widest scale V has that shift instead.
   using Probability = cutlass::half_t;
   using WideProbability = cutlass::bfloat16_t;
-  static constexpr float kLeastScale = 0x1p-13f, kLargestScale = 1.0f;
+  static constexpr int kLeastScale = -13, kLargestScale = 0, kWidestScale = 120;
   static constexpr bool kFp8Cache = true;
   static constexpr bool kFp8Math = false;
   static constexpr bool kPairedDims = true;
   using ScoreScales = NoScale;
 
   // A stage is a whole tile.
-  static constexpr int kRowBytes = kLatentDim + kScales * 4 + kRopeDim * 2;
-  static constexpr int kRopeOffset = kLatentDim + kScales * 4;
+  static constexpr int kRowBytes = Row::kBytes;
+  static_assert(kRowBytes / kUnitBytes % 2 == 1);
+  static constexpr int kScaledDims = Row::kScales * Row::kScaledColumns;  // of e4m3
   using KeyStage = uint8_t[kTileTokens][kRowBytes];
   static constexpr int kStageBytes = sizeof(KeyStage);
   static constexpr int kStagesPerTile = 1;
@@ -88,15 +109,16 @@ struct Products : Tiles {
   using QueryChunk = ScoreElement[kRowTile][kChunkColumns];   // swizzled
   using Probabilities = Probability[kRowTile][kTileTokens];  // swizzled
   static constexpr int kQueryChunkBytes = sizeof(QueryChunk);
-  static constexpr int kQueryBytes = kChunks * kQueryChunkBytes;
+  static constexpr int kQueryBytes = (kScaledDims + kRopeDim) / kChunkColumns * kQueryChunkBytes;
   static constexpr int kScaledBytes = sizeof(Probabilities);
+  static constexpr int kScaledProbabilities = Row::kScales + Row::kRopeIsValue;
 };
 
 // Up to 32 query rows: alternate tiles.
-template <int kRowTile_>
-struct Traits : Products<transposed::AlternateTiles<kRowTile_>> {
-  using Base = Products<transposed::AlternateTiles<kRowTile_>>;
-  using Base::kRowTile, Base::kStageBytes, Base::kStagesPerTile, Base::kScaledBytes;
+template <int kRowTile_, class Row>
+struct Traits : Products<transposed::AlternateTiles<kRowTile_>, Row> {
+  using Base = Products<transposed::AlternateTiles<kRowTile_>, Row>;
+  using Base::kRowTile, Base::kStageBytes, Base::kStagesPerTile, Base::kScaledBytes, Base::kScaledProbabilities;
   static_assert(kRowTile <= 32);
   using SharedStorage = SharedMemory<Traits>;
   using Consumer = sparse_fp8::Consumer<Traits>;
@@ -113,11 +135,12 @@ struct Traits : Products<transposed::AlternateTiles<kRowTile_>> {
   // the last phase's end. At 32 rows registers are short.
   static constexpr int kFetches = kRowTile <= 16 ? 3 : 2;
   static constexpr bool kFetchesAhead = kRowTile <= 16;
-  static constexpr int kParts = kRowTile <= 16 ? 2 : 1;  // sums of scores under way
+  // Sums of scores under way: those of the operands that wait for the tensor cores, and one more.
+  static constexpr int kParts = kRowTile > 16 ? 1 : Row::kScaledColumns == 64 ? 3 : 2;
 
-  // P^T times the scales of each 128 columns. At 32 rows there is room for one of a consumer, not two.
-  static constexpr int kProbabilityBuffers = kRowTile == 32 ? 1 : 2;
-  static constexpr int kProbabilityBytes = kScales * kScaledBytes * kProbabilityBuffers / 2;
+  // P^T times the scales of each group of columns. Where they are large there is room for one of a consumer, not two.
+  static constexpr int kProbabilityBuffers = kScaledProbabilities * kScaledBytes > 8192 ? 1 : 2;
+  static constexpr int kProbabilityBytes = kScaledProbabilities * kScaledBytes * kProbabilityBuffers / 2;
 };
 
 template <class T>
@@ -130,7 +153,7 @@ struct SharedTilesMemory : transposed_fp8::SharedTilesMemory<T> {
 // 33 to 64 query rows: shared tiles. A warpgroup has half of the latent columns, as columns of K and as value dims, and half of
 // the rope columns; so that no value is converted twice. Of S^T it has its columns' share for all rows, and finishes half of
 // the rows with the other's share.
-struct SharedTilesTraits : Products<transposed_fp8::SharedTiles> {
+struct SharedTilesTraits : Products<transposed_fp8::SharedTiles, V32Row> {
   using SharedStorage = SharedTilesMemory<SharedTilesTraits>;
   using Consumer = sparse_fp8::Consumer<SharedTilesTraits>;
   static constexpr bool kFitsLaunchRegisters = false;
@@ -145,7 +168,7 @@ struct SharedTilesTraits : Products<transposed_fp8::SharedTiles> {
   using ShareMma = Mma<ScoreElement, kRowTile>;
 
   // One P^T for both: when shares of scores have been given, both are done with the last one.
-  static constexpr int kProbabilityBytes = kScales * kScaledBytes / 2;
+  static constexpr int kProbabilityBytes = kScaledProbabilities * kScaledBytes / 2;
 };
 
 }  // namespace etap::sparse_fp8

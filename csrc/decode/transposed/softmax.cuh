@@ -69,7 +69,7 @@ struct Softmax {
     if constexpr (kEightBits) {
       store_fours(probabilities);
     } else {
-      store_pairs(probabilities);
+      store_pairs(rounded, probabilities);
     }
     // P^T (and zeroed V tokens), for WGMMA once all threads have met.
     ETAP_MARKED(probabilities_fence, cutlass::arch::fence_view_async_shared());
@@ -77,7 +77,7 @@ struct Softmax {
 
   // A warp's 16 tokens are two units; lanes 0 to 7 point at the first of eight columns, the next eight at the second, the
   // other 16 at those of the next column block.
-  CUTE_DEVICE void store_pairs(char* probabilities) const {
+  CUTE_DEVICE void store_pairs(const uint32_t (&words)[kWords], char* probabilities) const {
     constexpr int kBlockBytes = 8 * kTileTokens * 2;
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     const int lane = threadIdx.x % kWarpSize;
@@ -87,12 +87,12 @@ struct Softmax {
                    token_unit * kUnitBytes;
     if constexpr (kBlocks == 1) {
       target -= lane / 16 * kBlockBytes;
-      cute::SM90_U16x4_STSM_T::copy(rounded[0], rounded[1], *reinterpret_cast<cute::uint128_t*>(target));
+      cute::SM90_U16x4_STSM_T::copy(words[0], words[1], *reinterpret_cast<cute::uint128_t*>(target));
     } else {
       CUTE_UNROLL
       for (int block = 0; block < kBlocks; block += 2) {
-        cute::SM90_U16x8_STSM_T::copy(rounded[2 * block], rounded[2 * block + 1], rounded[2 * block + 2],
-                                      rounded[2 * block + 3],
+        cute::SM90_U16x8_STSM_T::copy(words[2 * block], words[2 * block + 1], words[2 * block + 2],
+                                      words[2 * block + 3],
                                       *reinterpret_cast<cute::uint128_t*>(target + block * kBlockBytes));
       }
     }

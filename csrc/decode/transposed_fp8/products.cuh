@@ -27,13 +27,14 @@ CUTE_DEVICE uint2 to_halves(uint32_t word) {
 }
 
 // Bytes 0 and 2, and bytes 1 and 3, of four e4m3 values as bfloat16, exactly: the exponent's and mantissa's bits are moved to
-// where bfloat16 has them, and 2^120 makes up for the difference of the exponents' biases. (A NaN becomes 480; it has
-// made scores NaN before.)
-CUTE_DEVICE uint2 to_bfloat16(uint32_t word) {
-  constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x07f007f0, kBias = 0x7b807b80;
+// where bfloat16 has them. The factor, a power of two twice, makes up for the difference of the exponents' biases. (A NaN becomes
+// 480; it has made scores NaN before.)
+constexpr uint32_t kFactor = 0x7b807b80, kFactorTimes128 = 0x7f007f00;  // 2^120 and 2^127
+CUTE_DEVICE uint2 to_bfloat16(uint32_t word, uint32_t factor) {
+  constexpr uint32_t kSigns = 0x80008000, kMagnitudes = 0x07f007f0;
   const uint32_t even = (word << 8 & kSigns) | (word << 4 & kMagnitudes);
   const uint32_t odd = (word & kSigns) | (word >> 4 & kMagnitudes);
-  return {ptx::mul_bf16x2(even, kBias), ptx::mul_bf16x2(odd, kBias)};
+  return {ptx::mul_bf16x2(even, factor), ptx::mul_bf16x2(odd, factor)};
 }
 
 // Loads columns [32 * load, 32 * load + 32) of K.
@@ -68,9 +69,9 @@ CUTE_DEVICE void load_values_words(const char* tile, int slice, int half, Words&
   cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
 }
 
-// Makes values of E of V's words.
+// Makes values of E of V's words. factor: see to_bfloat16.
 template <class E, int kSteps>
-CUTE_DEVICE void convert_values(const Words& words, Operand<kSteps>& operand) {
+CUTE_DEVICE void convert_values(const Words& words, Operand<kSteps>& operand, uint32_t factor = kFactor) {
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) {
     if constexpr (sizeof(E) == 1) {
@@ -78,7 +79,7 @@ CUTE_DEVICE void convert_values(const Words& words, Operand<kSteps>& operand) {
       operand[0][i] = __byte_perm(words[i / 2 * 2], words[i / 2 * 2 + 1], i % 2 == 0 ? 0x6240 : 0x7351);
     } else {
       const uint2 pairs =
-          std::is_same_v<E, cutlass::half_t> ? to_halves(__byte_perm(words[i], 0, 0x3120)) : to_bfloat16(words[i]);
+          std::is_same_v<E, cutlass::half_t> ? to_halves(__byte_perm(words[i], 0, 0x3120)) : to_bfloat16(words[i], factor);
       operand[i / 2][i % 2 * 2] = pairs.x;
       operand[i / 2][i % 2 * 2 + 1] = pairs.y;
     }

@@ -490,7 +490,8 @@ class Cta:
         units = np.arange(destination // 16, (destination + size) // 16)
         units = units ^ (units >> 3 & tensor_map.swizzle // 16 - 1)
         self.shared.refuse_unfenced(units, "copy to")
-        self.shared.begin_copy(units)
+        index = units[:, None] * 2 + np.arange(2)
+        self.shared.begin_copy(index)
         self.barrier(barrier)
 
         def finish():
@@ -498,7 +499,7 @@ class Cta:
                 data = box()
             except EmulationError as error:
                 raise EmulationError(f"{error}: {item}") from error
-            self.shared.end_copy(units, data.reshape(-1, 16), None)
+            self.shared.end_copy(index, data.reshape(-1, 16), None)
             self.arrive(barrier, arrivals=0, transaction_bytes=-size)
 
         self.transfers.append((self.rng.random(), finish))
@@ -511,10 +512,11 @@ class Cta:
 
     def start_copy(self, warp: Warp, address: np.ndarray, data: np.ndarray) -> None:
         """cp.async of a warp's lanes."""
-        units = self.shared.index(address, 16)
-        self.shared.begin_copy(units)
+        each = data.shape[1] // 8
+        index = self.shared.index(address, 8, each)[:, None] + np.arange(each)
+        self.shared.begin_copy(index)
         warp.copies_begun += 1
-        warp.copies.append(partial(self.shared.end_copy, units, data, warp.index, warp.copies_begun))
+        warp.copies.append(partial(self.shared.end_copy, index, data, warp.index, warp.copies_begun))
         if self.timing == "early":
             self._finish_copy(warp)
 

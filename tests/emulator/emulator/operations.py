@@ -234,7 +234,7 @@ def _fence(t: Translator, item: Instruction):
 def _cp(t: Translator, item: Instruction):
     if item.opcode.startswith("cp.async.bulk.tensor."):
         return _tensor_copy(t, item)
-    if item.opcode.startswith("cp.async.cg.shared.global"):
+    if item.opcode.startswith(("cp.async.cg.shared.global", "cp.async.ca.shared.global")):
         return _async_copy(t, item)
     if item.opcode == "cp.async.mbarrier.arrive.shared::cta.b64":
         return _announcement(t, item)
@@ -277,9 +277,10 @@ def _tensor_copy(t: Translator, item: Instruction):
 
 
 def _async_copy(t: Translator, item: Instruction):
-    """16 bytes a lane, of which the last operand says how many come from memory; the rest are zeros."""
+    """8 or 16 bytes a lane, of which the last operand says how many come from memory; the rest are zeros."""
     destination, source, size, *taken = item.operands
-    if int(size.text) != 16 or len(taken) > 1:
+    each = int(size.text)
+    if each not in ((8, 16) if item.parts[2] == "ca" else (16,)) or len(taken) > 1:
         raise UnknownInstruction(str(item))
     to, source_at = t.address(destination), t.address(source, "u64")
     count_of = t.reader(taken[0] if taken else size, "u32")
@@ -287,12 +288,12 @@ def _async_copy(t: Translator, item: Instruction):
     def run(cta, warp, bits: int):
         lanes = lanes_of(bits)
         counts, addresses = count_of(warp)[lanes], source_at(warp)[lanes]
-        if not ((counts == 0) | (counts == 16)).all():
-            raise EmulationError(f"cp.async of {counts.tolist()} bytes: our kernels copy 16 or none")
-        data = np.zeros((len(counts), 16), np.uint8)
+        if not ((counts == 0) | (counts == each)).all():
+            raise EmulationError(f"cp.async of {counts.tolist()} bytes: our kernels copy {each} or none")
+        data = np.zeros((len(counts), each), np.uint8)
         if not warp.followed:
-            cta.memory.refuse_late(addresses[counts == 16], 16)
-        data[counts == 16] = cta.memory.load(addresses[counts == 16], 16)
+            cta.memory.refuse_late(addresses[counts == each], each)
+        data[counts == each] = cta.memory.load(addresses[counts == each], each)
         cta.start_copy(warp, to(warp)[lanes], data)
 
     return lanewise(item, run)
