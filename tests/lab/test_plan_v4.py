@@ -219,7 +219,7 @@ def test_the_indexer_scores_a_key_of_four_tokens_in_csa_layers():
 
 
 # As the GPUs' files say. FlashMLA's times step at 64 tokens.
-@pytest.mark.parametrize("gpu, file, ours, theirs", [(H200, "v4", 0.12, 0.30), (H20, "v4-h20-proxy", 0.21, 0.30)])
+@pytest.mark.parametrize("gpu, file, ours, theirs", [(H200, "v4", 0.12, 0.30), (H20, "v4-h20-proxy", 0.22, 0.31)])
 @pytest.mark.parametrize("model, heads", [(FLASH, 8), (PRO, 16)])
 def test_a_call_takes_what_was_measured_behind_another_kernel(model, heads, gpu, file, ours, theirs):
     document = results.read(RESULTS / f"{file}.json", SparseDocument)
