@@ -209,7 +209,8 @@ def sparse_launches(case: SparseCase) -> list:
     "heads, row_tile", [(1, 8), (8, 8), (12, 16), (16, 16), (24, 32), (32, 32), (64, 64), (128, 64)]
 )
 def test_the_heads_name_the_sparse_kernel(heads, row_tile):
-    """Those of FP8 rows with float32 scales are apart; V4's are multiplied as bfloat16, as rows without rope."""
+    """FP8 rows have kernels of their own; for 64 heads V4's are multiplied as bfloat16, as rows without rope."""
+    wide = row_tile == 64
     shape = sparse_decode_shape(heads)
     assert shape.row_tile == row_tile and shape.row_groups == -(-heads // shape.row_tile)
     names = {}
@@ -217,14 +218,19 @@ def test_the_heads_name_the_sparse_kernel(heads, row_tile):
         num_sms = 6 * shape.row_groups  # partitions of six tiles, which are no whole fraction of a token
         decode, combine = sparse_launches(SparseCase(1, heads, 2048, cache, num_sms=num_sms))
         assert decode[1] * decode[2] == 6 * shape.row_groups
-        kernel = "sparse_fp8::" if cache.startswith("fp8") else f"{shape.kernel}::Traits<"
+        of_its_own = cache.startswith("fp8") or (cache.startswith("v4") and not wide)
+        kernel = "sparse_fp8::" if of_its_own else f"{shape.kernel}::Traits<"
         assert kernel in decode[0] and "combine" in combine[0]
         names[cache] = decode[0]
     assert names["fp8"] == names["fp8 as e4m3"] and names["v4"] == names["v4 as e4m3"]
     assert len(set(names.values())) == 3
-    for cache, same in (("bf16", "v4"), ("fp8", "fp8")):
-        without_rope, *_ = sparse_launches(SparseCase(1, heads, 2048, cache, rope=False, num_sms=num_sms))
-        assert without_rope[0] == names[same]
+    assert wide or ("V32Row" in names["fp8"] and "V4Row" in names["v4"])
+    without_rope = {}
+    for cache in ("bf16", "fp8"):
+        decode, *_ = sparse_launches(SparseCase(1, heads, 2048, cache, rope=False, num_sms=num_sms))
+        without_rope[cache] = decode[0]
+    assert without_rope["fp8"] == names["fp8"] and f"{shape.kernel}::Traits<" in without_rope["bf16"]
+    assert (without_rope["bf16"] == names["v4"]) == wide and without_rope["bf16"] != names["bf16"]
 
 
 @pytest.mark.parametrize("tokens, cluster", [(1, 1), (4, 1), (8, 16), (16, 8), (24, 1), (32, 4), (64, 2), (128, 1)])
