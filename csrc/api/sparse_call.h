@@ -258,9 +258,7 @@ inline SparseParams sparse_params(const SparseCall& call) {
 }
 
 inline DecodeParams decode_params(const SparseCall& call) {
-  // FP8 rows have kernels of their own, but for 64 of V4's.
-  const bool scaled = call.format() == RowFormat::kScaledFp8 ||
-                      (call.format() == RowFormat::kPageScaledFp8 && call.shape().row_tile < kMaxRowTile);
+  const bool scaled = sparse::consumers_convert(call.format(), call.shape().row_tile);
   DecodeParams params = common_params(call, call.division().partitions);
   if (!call.rope()) params.q_rope = nullptr;
   params.parts_per_page = 1;

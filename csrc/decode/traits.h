@@ -85,7 +85,7 @@ constexpr bool are_traits() {
   static_assert(sizeof(typename T::Element) <= 2);
   // The cache as TMA sees it, copy() fills a stage, and copy_part() from PartMaps; or lists of its rows.
   static_assert(sizeof(typename T::CacheMaps) > 0);
-  static_assert(T::kGatherWarps <= kWarpsPerGroup);               // that copy rows where TMA does not
+  static_assert(T::kGatherWarps <= kWarpsPerGroup);                   // that copy rows where TMA does not
   static_assert(is_flag(T::kLeanCombination));                        // of whole tiles: see combine.h
   // The pieces of a partition.
   static_assert(sizeof(typename T::Walk) > 0);

@@ -209,7 +209,8 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
   const uint32_t ring = cute::cast_smem_ptr_to_uint(shared.ring);
   // In a smaller ring, as at 64 rows, holding back gains nothing; and a late warp would wait for a round of a stage that the
   // others fill again already. Few of V4's smaller rows are on their way as it is.
-  const bool holds_back = T::kRowTile < 64 && !T::kScalesApart && T::kStages >= 2 * kStagesInFlight<T> && params.sparse.partition_tiles < kPromptTiles;
+  const bool holds_back = T::kRowTile < 64 && !T::kScalesApart && T::kStages >= 2 * kStagesInFlight<T> &&
+                          params.sparse.partition_tiles < kPromptTiles;
   KeyPosition<T> at;
   TileGrants<T> grants;
   RowStream stream(params, partition, warp);
