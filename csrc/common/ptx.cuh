@@ -199,4 +199,7 @@ CUTE_DEVICE void load_once_if(bool wanted, uint64_t from, uint2& value) {
       : "l"(from), "r"(int(wanted))
       : "memory");
 }
+
+CUTE_DEVICE void prefetch_l2(const void* line) { asm volatile("prefetch.global.L2 [%0];" ::"l"(line)); }
+
 }  // namespace etap::ptx

@@ -88,6 +88,7 @@ namespace event {
 CUTE_DEVICE NamedBarrier of_consumer(int group) { return {2 + group, kGroupThreads}; }
 CUTE_DEVICE NamedBarrier maxima_written(int group) { return of_consumer(group); }
 CUTE_DEVICE NamedBarrier tail_zeroed(int group) { return of_consumer(group); }
+CUTE_DEVICE NamedBarrier output_done(int group) { return of_consumer(group); }
 
 // Of both consumers: 1.
 CUTE_DEVICE NamedBarrier of_consumers() { return {1, kConsumerThreads}; }

@@ -38,7 +38,8 @@ template <class T>
 constexpr int turns() {
   constexpr int merge = kConsumerGroups * T::kMergeStages;
   static_assert(merge <= T::kStages);
-  constexpr int of_two = T::kStagesPerTile + (T::kHalvesSingleTiles && T::kStagesPerTile < merge ? T::kStagesPerTile : merge);
+  constexpr bool tiles_alone = merge == 0 || (T::kHalvesSingleTiles && T::kStagesPerTile < merge);
+  constexpr int of_two = T::kStagesPerTile + (tiles_alone ? T::kStagesPerTile : merge);
   static_assert(T::kStages <= 4 * of_two);
   return T::kStages <= 2 * of_two ? 4 : 8;
 }

@@ -104,7 +104,7 @@ struct PieceLoop {
       softmax.finish();
       if constexpr (T::kGrantsTiles) {
         // The stages for merging are waited for as a tile's are, for the same reason.
-        ETAP_MARKED(merge_grant, shared.granted[group].wait(grants_taken++));
+        if (T::kMergeStages > 0) ETAP_MARKED(merge_grant, shared.granted[group].wait(grants_taken++));
         merge_and_write<T>(shared, keys, pieces++, Destination<T>(params, piece, consumer.row_group()), softmax, ot);
         keys.advance(kConsumerGroups * T::kMergeStages);
       } else {

@@ -6,21 +6,28 @@
 
 namespace etap::transposed {
 
-// A slice of the half that `target` keeps crosses here from the other warpgroup: in stages of the key ring that the producer
-// granted, [target][merge stage], 16 bytes a thread and `quad`.
+// A slice of the half that `target` keeps crosses here from the other warpgroup, 16 bytes a thread and `quad`: in stages of the key
+// ring that the producer granted, [target][merge stage], or where the other one's P^T was.
 template <class T>
 CUTE_DEVICE float4* exchange_slot(Shared<T>& shared, KeyPosition<T> at, int target, int m, int quad) {
   using Slice = float4[T::kRowTile / 8][kGroupThreads];
   static_assert(sizeof(Slice) == T::kSliceBytes);
-  constexpr int kOfStage = T::kStageBytes / T::kSliceBytes;
-  const int stage = at.ahead(target * T::kMergeStages + m / kOfStage).stage;
-  auto* slices = reinterpret_cast<Slice*>(shared.ring + stage * T::kStageBytes);
-  return &slices[m % kOfStage][quad][threadIdx.x % kGroupThreads];
+  if constexpr (T::kMergeStages == 0) {
+    auto* slices = reinterpret_cast<Slice*>(shared.probabilities + (1 - target) * 2 * T::kProbabilityBytes);
+    return &slices[m][quad][threadIdx.x % kGroupThreads];
+  } else {
+    constexpr int kOfStage = T::kStageBytes / T::kSliceBytes;
+    const int stage = at.ahead(target * T::kMergeStages + m / kOfStage).stage;
+    auto* slices = reinterpret_cast<Slice*>(shared.ring + stage * T::kStageBytes);
+    return &slices[m % kOfStage][quad][threadIdx.x % kGroupThreads];
+  }
 }
 
 // Hands over the half of this warpgroup's O^T that the other one keeps.
 template <class T, int kGroup>
 CUTE_DEVICE void give_half(Shared<T>& shared, KeyPosition<T> at, OutputFragment<T>& ot) {
+  // Other warps' products may still read the last P^T.
+  if (T::kMergeStages == 0) ETAP_MARKED(output_meeting, event::output_done(kGroup).sync());
   CUTE_UNROLL
   for (int m = 0; m < T::kMergeSlices; ++m) {
     auto given = ot(cute::_, (1 - kGroup) * T::kMergeSlices + m, 0);
@@ -29,7 +36,7 @@ CUTE_DEVICE void give_half(Shared<T>& shared, KeyPosition<T> at, OutputFragment<
       *exchange_slot<T>(shared, at, 1 - kGroup, m, i / 4) = make_float4(given(i), given(i + 1), given(i + 2), given(i + 3));
     }
   }
-  cutlass::arch::fence_view_async_shared();  // these writes, before TMA fills the stages again
+  if (T::kMergeStages > 0) cutlass::arch::fence_view_async_shared();  // these writes, before TMA fills the stages again
 }
 
 // Adds the other warpgroup's part to the half that stays here, both normalised, and gives the stages back.
@@ -77,7 +84,7 @@ CUTE_DEVICE void finish_half(Shared<T>& shared, KeyPosition<T> at, const Destina
   take_half<T, kGroup>(shared, at, factors, ot);
   if constexpr (T::kGathered) {
     if (clustered<T>()) {
-      ETAP_MARKED(halves_meeting, event::halves_taken().sync());
+      if (T::kMergeStages > 0) ETAP_MARKED(halves_meeting, event::halves_taken().sync());
       return show_half<T, kGroup>(shared, factors, ot);
     }
   }
