@@ -48,6 +48,7 @@ class TileGrants {
       }
       even_ += (tiles + 1) / kConsumerGroups;
       odd_ += tiles / kConsumerGroups;
+      if (T::kMergeStages == 0) return;
       if (elected) {
         shared.granted[0].signal(even_);
         shared.granted[1].signal(odd_);

@@ -30,12 +30,14 @@ class RowStream {
  public:
   CUTE_DEVICE RowStream(const DecodeParams& params, int partition, int warp)
       : params_(params.sparse),
-        walk_(params, partition),
-        row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarpsPerGroup) * kOctetRows + threadIdx.x % kOctetRows) {
+        row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarpsPerGroup) * kOctetRows + threadIdx.x % kOctetRows),
+        guess_(guess_first(partition)),
+        walk_(params, partition) {
     find_tile();
+    fetch_index<true>();
+    const Entry first = listed_;
     fetch_index();
-    fetch_page();
-    fetch_index();
+    fetch_page(first);
   }
 
   // Returns the next tile's rows; behind the last tile there are none. The whole warp calls it.
@@ -55,7 +57,7 @@ class RowStream {
     rows.present = __ballot_sync(0xffffffff, present);
     rows.is_tile = paged_.marks & kIsTile;
     rows.last = paged_.marks & kLast;
-    fetch_page();
+    fetch_page(listed_);
     fetch_index();
     return rows;
   }
@@ -71,6 +73,38 @@ class RowStream {
     CUTE_DEVICE uint32_t list() const { return marks & kSecond; }
   };
 
+  // What the partition begins with where its first token's lists are full, as in a long context: asked for beside the counts.
+  struct Guess {
+    int token;
+    int list;
+    int entry;
+    int index;
+  };
+
+  CUTE_DEVICE Guess guess_first(int partition) const {
+    const TokenDivision& division = params_.division;
+    const int token = first_token(division, partition);
+    const int first_tiles = tiles_of(params_.lists[0].width);
+    const int tile = tile_range(division, token, partition, first_tiles + tiles_of(params_.lists[1].width)).begin;
+    const bool second = tile >= first_tiles;
+    const int entry = (tile - (second ? first_tiles : 0)) * kTileTokens + row_;
+    const RowList& list = params_.lists[second];
+    if (token >= division.tokens) return {token, second, entry, -1};
+    prefetch_lists(token);
+    const bool exists = row_ < kTileTokens && entry < list.width;
+    return {token, second, entry, exists ? list.indices[token * list.index_stride + entry] : -1};
+  }
+
+  // Asks L2 for a token's lists, a line of 32 entries a lane of the producers.
+  CUTE_DEVICE void prefetch_lists(int token) const {
+    constexpr int kLineEntries = 32;
+    const int entry = threadIdx.x % kGroupThreads * kLineEntries;
+    CUTE_UNROLL
+    for (const RowList& list : params_.lists) {
+      if (entry < list.width) ptx::prefetch_l2(list.indices + token * list.index_stride + entry);
+    }
+  }
+
   // Goes to a tile that exists, or behind the last piece.
   CUTE_DEVICE void find_tile() {
     while (tile_ >= end_tile_ && !walk_.done()) {
@@ -82,6 +116,7 @@ class RowStream {
     }
   }
 
+  template <bool kFirst = false>
   CUTE_DEVICE void fetch_index() {
     const TokenLists& lists = walk_.lists();
     const int first_tiles = lists.first_tiles();
@@ -90,14 +125,15 @@ class RowStream {
     const int entry = (tile_ - (second ? first_tiles : 0)) * kTileTokens + row_;
     const RowList& list = params_.lists[second];
     if (row_ < kTileTokens && is_tile && entry < (second ? lists.entries[1] : lists.entries[0])) {
-      listed_.index = list.indices[token_ * list.index_stride + entry];
+      const bool guessed = kFirst && guess_.token == token_ && guess_.list == second && guess_.entry == entry;
+      listed_.index = guessed ? guess_.index : list.indices[token_ * list.index_stride + entry];
     }
     ++tile_;
     find_tile();
   }
 
-  CUTE_DEVICE void fetch_page() {
-    paged_ = listed_;
+  CUTE_DEVICE void fetch_page(const Entry& entry) {
+    paged_ = entry;
     page_ = -1;
     const RowList& list = params_.lists[paged_.list()];
     if (paged_.index < 0) return;
@@ -110,8 +146,9 @@ class RowStream {
   }
 
   const SparseParams& params_;
-  TokenWalk walk_;
   const int row_;  // of a tile; behind its end: this lane has none
+  const Guess guess_;
+  TokenWalk walk_;
   int token_ = 0;
   int request_ = 0;
   int tile_ = 0;

@@ -18,6 +18,8 @@ class TokenWalk {
   }
 
   CUTE_DEVICE bool done() const { return token_ >= end_token_; }
+  // The token of the next piece.
+  CUTE_DEVICE int request() const { return token_; }
 
   CUTE_DEVICE Piece next() {
     lists_ = next_;

@@ -11,6 +11,20 @@ namespace etap::sparse_fp8 {
 using transposed_fp8::Words;
 using Operands = transposed_fp8::Operand<2>;
 
+// Operand B in shared memory, and the same so many bytes behind it: one addition, where a descriptor made of the address takes five.
+template <class E, class T, class Mma>
+CUTE_DEVICE auto operand_b(const Mma& mma, const char* from) {
+  const auto slice = mma.get_thread_slice(0);
+  return slice.make_fragment_B(slice.partition_B(
+      cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<const E*>(from)), typename T::template Operand<E>{})));
+}
+template <class OperandB>
+CUTE_DEVICE auto behind(const OperandB& b, int bytes) {
+  auto from = b.data();
+  from.desc_.reg32_[0] += bytes / 16;
+  return cute::make_tensor(from, b.layout());
+}
+
 // Loads a unit of a warp's 16 tokens and the one behind it.
 template <class T>
 CUTE_DEVICE void load_key_units(const char* tile, int offset, Words& words) {
@@ -123,8 +137,8 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const Token
   constexpr int kRopeFetch = kLatentLoads - T::kFetches;
   typename T::ScoreMma mma;
   typename T::RopeMma rope_mma;
-  const auto slice = mma.get_thread_slice(0);
-  const auto rope_slice = rope_mma.get_thread_slice(0);
+  const auto latent_queries = operand_b<typename T::ScoreElement, T>(mma, shared.query);
+  const auto rope_queries = operand_b<typename T::RopeElement, T>(rope_mma, shared.query);
   decltype(make_fragment_like(st(_, 0, 0))) parts[T::kParts];
   Operands operands[T::kOperands];
   Operands rope[kRopeLoads];
@@ -165,7 +179,7 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const Token
       CUTE_UNROLL
       for (int r = 0; r < kRopeLoads; ++r) load_rope<T>(tile, r, rope[r]);
     }
-    const char* chunk = shared.query + load / 2 * T::kQueryChunkBytes;
+    const int chunk = load / 2 * T::kQueryChunkBytes;
     if (load % kLoadsPerPart == 0) {
       if (T::kParts == 1) warpgroup_wait<0>();
       if (part >= T::kParts) take_over(part - T::kParts);
@@ -176,17 +190,13 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const Token
     if (load < kLatentLoads) {
       transposed_fp8::convert_keys(from, operand);
       fetch(load + T::kFetches);
-      auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::ScoreElement*>(chunk)),
-                                 typename T::template Operand<typename T::ScoreElement>{});
-      transposed_fp8::multiply<typename T::ScoreElement>(mma, operand, slice.make_fragment_B(slice.partition_B(s_query)), load % 2 * 2,
-                                         parts[part % T::kParts]);
+      transposed_fp8::multiply<typename T::ScoreElement>(mma, operand, behind(latent_queries, chunk), load % 2 * 2,
+                                                         parts[part % T::kParts]);
     } else {
       auto& rope_operand = T::kFetchesAhead ? rope[load - kLatentLoads] : operand;
       if (!T::kFetchesAhead) load_rope<T>(tile, load - kLatentLoads, rope_operand);
-      auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const typename T::RopeElement*>(chunk)),
-                                 typename T::template Operand<typename T::RopeElement>{});
-      transposed_fp8::multiply<typename T::RopeElement>(rope_mma, rope_operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)),
-                                        load % 2 * 2, parts[part % T::kParts]);
+      transposed_fp8::multiply<typename T::RopeElement>(rope_mma, rope_operand, behind(rope_queries, chunk), load % 2 * 2,
+                                                        parts[part % T::kParts]);
     }
   }
   warpgroup_wait<0>();
@@ -226,18 +236,15 @@ CUTE_DEVICE void add_rope_output(const char* tile, const char* probabilities, tr
   using namespace cute;
   typename T::RopeMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
-  const auto slice = mma.get_thread_slice(0);
   using E = typename T::RopeElement;
-  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const E*>(probabilities + T::Row::kScales * T::kScaledBytes)),
-                          typename T::template Operand<E>{});
+  const auto s_pt = operand_b<E, T>(mma, probabilities + T::Row::kScales * T::kScaledBytes);
   Operands operands[2];
   CUTE_UNROLL
   for (int load = 0; load < 2; ++load) {
     warpgroup_wait<1>();
     CUTE_UNROLL
     for (int step = 0; step < 2; ++step) load_rope_values<T>(tile, 2 * load + step, operands[load][step]);
-    transposed_fp8::multiply<E>(mma, operands[load], slice.make_fragment_B(slice.partition_B(s_pt)), load * 2,
-                                ot(_, T::kOutputSlices - 1, 0));
+    transposed_fp8::multiply<E>(mma, operands[load], s_pt, load * 2, ot(_, T::kOutputSlices - 1, 0));
   }
 }
 
@@ -271,18 +278,14 @@ CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, ValueFetches<T
   using Fragment = decltype(make_fragment_like(ot(_, 0, 0)));
   transposed_fp8::LoadedProducts<T, E, typename T::template Mma<E, T::kRowTile>, ValueFetches<T>::kLoads, Fragment> products;
   products.mma.accumulate_ = GMMA::ScaleOut::One;
-  const auto slice = products.mma.get_thread_slice(0);
+  const auto scaled = operand_b<E, T>(products.mma, probabilities);
   warpgroup_fence_operand(ot);
   if (!T::kFetchesAhead) meanwhile();
   if (!T::kFetchesAhead) values.begin();
   products.start(
       values.words, [&](int load, auto&) { values.fetch(load); },
       [=](const auto& words, auto& operand) { transposed_fp8::convert_values<E>(words, operand, factor); },
-      [&](int load) {
-        const char* scaled = probabilities + load / 2 * 64 / T::Row::kScaledColumns * T::kScaledBytes;
-        auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const E*>(scaled)), typename T::template Operand<E>{});
-        return slice.make_fragment_B(slice.partition_B(s_pt));
-      },
+      [&](int load) { return behind(scaled, load / 2 * 64 / T::Row::kScaledColumns * T::kScaledBytes); },
       [&](int load) { return ot(_, load / 2, 0); });
   if constexpr (T::Row::kRopeIsValue) add_rope_output<T>(values.tile, probabilities, ot);
   __syncwarp();

@@ -48,31 +48,38 @@ CUTE_DEVICE void write_query(Shared<T>& shared, const DecodeParams& params, int 
   if (lane == 0) shared.score_scales[row] = scale_log2 * transposed_fp8::power_of_two(-exponent);
 }
 
-// Both consumers call it when they are done with the last piece's scores; the rows are there for both on return.
+// The query rows of a token that a warp brings, on their way.
 template <class T>
-CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
-  using transposed_fp8::kUnitColumns;
-  const int lane = threadIdx.x % kWarpSize;
-  const auto* q = static_cast<const cutlass::bfloat16_t*>(params.q) + request * params.q_stride_batch + lane * kUnitColumns;
-  const auto* q_rope =
-      static_cast<const cutlass::bfloat16_t*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitColumns;
-  const int warp = anew(threadIdx.x) / kWarpSize;
-  const bool reads_rope = !T::Row::kRopeIsValue && lane < kRopeLanes && params.q_rope != nullptr;
-  constexpr int kRowsAtOnce = std::min(4, T::kRowTile / kConsumerWarps);  // whose reads do not wait for each other's
-#pragma unroll 1
-  for (int first = 0; first < T::kRowTile; first += kRowsAtOnce * kConsumerWarps) {
-    uint4 raw[kRowsAtOnce][kLatentUnits], rope[kRowsAtOnce] = {};
+struct QueryRows {
+  static constexpr int kAtOnce = std::min(4, T::kRowTile / kConsumerWarps);  // whose reads do not wait for each other's
+  // Whether all of them are asked for while the piece before is finished: at 32 rows registers are short.
+  static constexpr bool kAhead = T::kRowTile <= 16;
+
+  uint4 raw[kAtOnce][kLatentUnits], rope[kAtOnce];
+
+  // Asks for the row tile's rows from `first` on. Rows of the tile behind the last one repeat it.
+  CUTE_DEVICE void ask(const DecodeParams& params, int request, int row_group, int first = 0) {
+    using transposed_fp8::kUnitColumns;
+    const int lane = threadIdx.x % kWarpSize;
+    const auto* q = static_cast<const cutlass::bfloat16_t*>(params.q) + request * params.q_stride_batch + lane * kUnitColumns;
+    const auto* q_rope =
+        static_cast<const cutlass::bfloat16_t*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitColumns;
+    const int warp = anew(threadIdx.x) / kWarpSize;
+    const bool reads_rope = !T::Row::kRopeIsValue && lane < kRopeLanes && params.q_rope != nullptr;
     CUTE_UNROLL
-    for (int i = 0; i < kRowsAtOnce; ++i) {
-      // Rows of the tile behind the last one repeat it.
+    for (int i = 0; i < kAtOnce; ++i) {
       const int head = min(row_group * T::kRowTile + first + i * kConsumerWarps + warp, params.heads - 1);
       const auto* from = reinterpret_cast<const uint4*>(q + head * params.q_stride_head);
       CUTE_UNROLL
       for (int u = 0; u < kLatentUnits; ++u) raw[i][u] = from[u * kWarpSize];
-      if (reads_rope) rope[i] = *reinterpret_cast<const uint4*>(q_rope + head * params.q_rope_stride_head);
+      rope[i] = reads_rope ? *reinterpret_cast<const uint4*>(q_rope + head * params.q_rope_stride_head) : uint4{};
     }
+  }
+
+  CUTE_DEVICE void write(Shared<T>& shared, const DecodeParams& params, int first = 0) const {
+    const int warp = anew(threadIdx.x) / kWarpSize;
     CUTE_UNROLL
-    for (int i = 0; i < kRowsAtOnce; ++i) {
+    for (int i = 0; i < kAtOnce; ++i) {
       transposed_fp8::QueryUnit units[kLatentUnits];
       CUTE_UNROLL
       for (int u = 0; u < kLatentUnits; ++u) {
@@ -80,6 +87,20 @@ CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, int
       }
       write_query<T>(shared, params, first + i * kConsumerWarps + warp, units,
                      T::Row::kRopeIsValue ? raw[i][kLatentUnits - 1] : rope[i]);
+    }
+  }
+};
+
+// Both consumers call it when they are done with the last piece's scores; the rows are there for both on return.
+template <class T>
+CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, QueryRows<T>& rows, int request, int row_group) {
+  if constexpr (QueryRows<T>::kAhead) {
+    rows.write(shared, params);
+  } else {
+#pragma unroll 1
+    for (int first = 0; first < T::kRowTile; first += QueryRows<T>::kAtOnce * kConsumerWarps) {
+      rows.ask(params, request, row_group, first);
+      rows.write(shared, params, first);
     }
   }
   ETAP_MARKED(queries_fence, cutlass::arch::fence_view_async_shared());  // these writes, for WGMMA

@@ -119,6 +119,7 @@ template <int kRowTile_, class Row>
 struct Traits : Products<transposed::AlternateTiles<kRowTile_>, Row> {
   using Base = Products<transposed::AlternateTiles<kRowTile_>, Row>;
   using Base::kRowTile, Base::kStageBytes, Base::kStagesPerTile, Base::kScaledBytes, Base::kScaledProbabilities;
+  using Base::kMergeSlices, Base::kSliceBytes;
   static_assert(kRowTile <= 32);
   using SharedStorage = SharedMemory<Traits>;
   using Consumer = sparse_fp8::Consumer<Traits>;
@@ -128,7 +129,6 @@ struct Traits : Products<transposed::AlternateTiles<kRowTile_>, Row> {
   static constexpr bool kScoresScaledLast = false;
 
   static constexpr int kStages = kRowTile == 32 ? 3 : 4;
-  static constexpr int kMergeStages = Base::merge_stages(kStageBytes);
 
   static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
   // Loads on their way while one is in work; whether the first ones, and what else is known to be wanted, are asked for before
@@ -141,6 +141,10 @@ struct Traits : Products<transposed::AlternateTiles<kRowTile_>, Row> {
   // P^T times the scales of each group of columns. Where they are large there is room for one of a consumer, not two.
   static constexpr int kProbabilityBuffers = kScaledProbabilities * kScaledBytes > 8192 ? 1 : 2;
   static constexpr int kProbabilityBytes = kScaledProbabilities * kScaledBytes * kProbabilityBuffers / 2;
+  // P^T's room takes half of O^T too, unless V3.2's rows meet 32 query rows: then no stage is lent, and the next piece's tiles come
+  // while this one's halves are merged.
+  static constexpr int kMergeStages =
+      2 * kProbabilityBytes >= kMergeSlices * kSliceBytes ? 0 : Base::merge_stages(kStageBytes);
 };
 
 template <class T>

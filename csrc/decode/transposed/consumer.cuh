@@ -12,6 +12,11 @@
 
 namespace etap::transposed {
 
+// Where no queries are asked for while the piece before is finished.
+struct NoQueries {
+  static constexpr bool kAhead = false;
+};
+
 // This is what a consumer knows of its CTA, and what it holds. Both consumers run the same instructions, so that they share the
 // instruction cache. Own is the kernel's consumer: it consumes tiles, and computes its share of a single one that both halve.
 //
@@ -21,6 +26,10 @@ template <class T, class Own, template <class> class SoftmaxOf>
 struct PieceLoop {
   static constexpr bool kProducerBringsQueries = !T::kGathered && !T::kFp8Cache;
   static constexpr bool kQueriesBeforeLength = !T::kGathered && T::kFp8Cache;  // while the length is on its way
+
+  static constexpr bool kConvertsLists = T::kGathered && T::kFp8Cache;
+  using Queries = typename std::conditional_t<kConvertsLists, sparse_fp8::QueryRows<T>, NoQueries>;
+  static constexpr bool kQueriesAhead = Queries::kAhead;
 
   Shared<T>& shared;
   const DecodeParams& params;
@@ -44,6 +53,13 @@ struct PieceLoop {
     int pieces = 0;
     char* const probabilities = shared.probabilities + (T::kGrantsTiles ? 2 * group * T::kProbabilityBytes : 0);
     typename T::Walk walk(params, partition);
+    Queries queries_ahead;
+    const auto ask_queries = [&] {
+      if constexpr (kQueriesAhead) {
+        if (!walk.done()) queries_ahead.ask(params, walk.request(), row_group);
+      }
+    };
+    ask_queries();
     for (int n = 0; !walk.done(); ++n) {
       if constexpr (kQueriesBeforeLength) {
         transposed_fp8::load_queries<T>(shared, params, walk.request(), consumer.row_group(), value_scale);
@@ -51,13 +67,14 @@ struct PieceLoop {
       const Piece piece = next_piece<T>(shared, params, walk, n);
       if (piece.tiles() == 0) {
         finish_empty<T>(shared, Destination<T>(params, piece, consumer.row_group()));
+        ask_queries();
         if constexpr (kQueriesBeforeLength && T::kGrantsTiles) continue;
       }
       if (T::kFp8Cache && piece.tiles() == 0) continue;  // the same; ptxas orders a kernel's instructions after where it stands
       if constexpr (kProducerBringsQueries) {
         shared.queries.wait(queries);
-      } else if constexpr (T::kGathered && T::kFp8Cache) {
-        sparse_fp8::load_queries<T>(shared, params, piece.request, row_group);
+      } else if constexpr (kConvertsLists) {
+        sparse_fp8::load_queries<T>(shared, params, queries_ahead, piece.request, row_group);
       } else if constexpr (T::kGathered) {
         if (piece.tiles() > 0) sparse::gather_queries<T>(shared, params, piece.request, row_group);
       }
@@ -102,6 +119,7 @@ struct PieceLoop {
       }
       if (piece.tiles() == 0) continue;
       softmax.finish();
+      ask_queries();
       if constexpr (T::kGrantsTiles) {
         // The stages for merging are waited for as a tile's are, for the same reason.
         if (T::kMergeStages > 0) ETAP_MARKED(merge_grant, shared.granted[group].wait(grants_taken++));

@@ -27,7 +27,7 @@ CUTE_DEVICE float4* exchange_slot(Shared<T>& shared, KeyPosition<T> at, int targ
 template <class T, int kGroup>
 CUTE_DEVICE void give_half(Shared<T>& shared, KeyPosition<T> at, OutputFragment<T>& ot) {
   // Other warps' products may still read the last P^T.
-  if (T::kMergeStages == 0) ETAP_MARKED(output_meeting, event::output_done(kGroup).sync());
+  if (T::kMergeStages == 0) ETAP_MARKED(output_meeting, event::output_done(kGroup).meet());
   CUTE_UNROLL
   for (int m = 0; m < T::kMergeSlices; ++m) {
     auto given = ot(cute::_, (1 - kGroup) * T::kMergeSlices + m, 0);
