@@ -21,8 +21,5 @@ def in_k(tokens: int) -> str:
 
 
 def load_text(requests: int, given: int, made: int, prefill: str) -> str:
-    """A load on a server: requests at a time, tokens given and made, and what becomes of prefill ("served", "cached").
-
-    For example "16 x 16K/256, cached".
-    """
+    """Requests at a time, tokens given and made, what becomes of prefill (served, cached): "16 x 16K/256, cached"."""
     return f"{requests} x {in_k(given)}/{in_k(made)}, {prefill}"

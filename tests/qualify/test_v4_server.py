@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from dataclasses import asdict
 from types import SimpleNamespace
 
@@ -21,20 +22,22 @@ def answers(shift: float = 0.0) -> list[dict]:
     return [asdict(Answer([7] * STEPS, [-2.0 - shift] * STEPS, [1.0] * STEPS)) for _ in range(4)]
 
 
-def record(folder, backend: str, shift: float = 0.0) -> None:
+def record(folder, backend: str, shift: float = 0.0, part: str = "answers") -> None:
     stages = {"together": answers(shift), "again": answers(shift), "few": answers(shift + 0.01)}
-    stages |= {"control": answers(shift + 3), "before control": answers(shift)}
     stages["turns"] = answers(shift)
-    write({"ready_seconds": 1.0, "found": stages}, folder / f"{backend}-answers.json")
+    about = {"ready_seconds": 1.0, "drafts": {"proposed": 90, "accepted": 2}}
+    if part == "answers":
+        stages |= {"control": answers(shift + 3), "before control": answers(shift)}
+        del about["drafts"]
+    write(about | {"found": stages}, folder / f"{backend}-{part}.json")
 
 
-def test_the_model_has_every_kind_of_layer_and_every_token_of_a_prompt(tmp_path):
-    config = json.loads((v4_server.write_model(tmp_path / "model") / "config.json").read_text())
-    assert len(config["compress_ratios"]) == config["num_hidden_layers"] and set(config["compress_ratios"]) == {
-        0,
-        4,
-        128,
-    }
+@pytest.mark.parametrize("layers, drafts", [(8, 0), (24, 0), (8, 3)])
+def test_the_model_has_every_kind_of_layer_and_every_token_of_a_prompt(tmp_path, layers, drafts):
+    config = json.loads((v4_server.write_model(tmp_path / "model", layers, drafts) / "config.json").read_text())
+    mtp = int(drafts > 0)
+    assert (config["num_hidden_layers"], config["num_nextn_predict_layers"]) == (layers, mtp)
+    assert config["compress_ratios"] == [0, 0, *[4, 128] * (layers // 2 - 1), *[0] * mtp]
     assert config["vocab_size"] > max(PROMPT_TOKENS) and config["num_attention_heads"] == 8
     assert config["num_attention_heads"] % config["o_groups"] == 0
 
@@ -48,12 +51,99 @@ def test_a_reply_is_its_tokens_their_log_probabilities_and_the_gaps_between_the_
 def test_answers_are_judged_by_the_reference_s_own_noise(tmp_path, shift, said):
     for backend, by in zip(v4_server.BACKENDS, (0.0, shift), strict=True):
         record(tmp_path, backend, by)
-    found, failures = v4_server.judged(tmp_path)
+    found, failures = v4_server.judged(tmp_path, ["answers"])
     together = found["agreement"]["ETAP plain, together"]
     assert together["median"] == pytest.approx(shift) and together["equal_answers"] == together["requests"] == 4
     assert found["outcome"].startswith(f"log-probabilities {said}; equal answers: ETAP plain, together: 4 of 4; ")
     assert bool(failures) == (said == "differ")
     assert not failures or failures[0].startswith("ETAP plain, together: median difference 1.0000")
+
+
+@pytest.mark.parametrize("shift, said", [(0.0, "agree"), (1.0, "differ")])
+def test_answers_with_drafts_are_judged_beside_those_without(tmp_path, shift, said):
+    for part, by in (("answers", 0.0), ("drafts", shift)):
+        record(tmp_path, "FLASHMLA_SPARSE", 0.0, part)
+        record(tmp_path, "ETAP", by, part)
+    found, failures = v4_server.judged(tmp_path, ["answers", "drafts"])
+    assert found["agreement"]["ETAP plain, together"]["median"] == 0
+    assert found["agreement"]["ETAP mtp, together"]["median"] == pytest.approx(shift)
+    assert found["outcome"].startswith(f"log-probabilities {said}; ") and bool(failures) == (said == "differ")
+    accepted = "FLASHMLA_SPARSE mtp: 2 of 90 drafts accepted; ETAP mtp: 2 of 90 drafts accepted"
+    assert found["outcome"].endswith(accepted)
+
+
+class Engine:
+    """Answers two requests, as vLLM does: the second one's prompt takes steps in which the first decodes."""
+
+    def __init__(self, steps: int):
+        self.outputs = [[1], [1], *[[1, 2]] * steps, [2], [2]]
+
+    def add_request(self, *_):
+        """All that is asked is in `outputs`."""
+
+    def has_unfinished_requests(self):
+        return bool(self.outputs)
+
+    def step(self):
+        return self.outputs.pop(0)
+
+
+def served(monkeypatch, engine: Engine, drafts: int = 0) -> v4_server.Served:
+    """vLLM's part of a server, without vLLM."""
+    for name, attribute in (("vllm", "SamplingParams"), ("vllm.inputs", "TokensPrompt")):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**{attribute: dict}))
+    made = object.__new__(v4_server.Served)
+    made.llm, made.drafts = SimpleNamespace(llm_engine=engine), drafts
+    return made
+
+
+def test_a_step_is_one_in_which_all_requests_decode(monkeypatch):
+    clock = iter(range(1000))
+    monkeypatch.setattr(v4_server.time, "perf_counter", lambda: next(clock))
+    two = [v4_server.Request([7], 4), v4_server.Request([7], 4)]
+    assert served(monkeypatch, Engine(v4_server.STEPS)).step_ms(two) == 1000  # the clock's second is a step
+    with pytest.raises(Failed, match="wanted 128 steps in which 2 requests decode, got 127"):
+        served(monkeypatch, Engine(v4_server.STEPS - 1)).step_ms(two)
+
+
+def test_drafts_are_counted_and_there_must_be_some(monkeypatch):
+    def metrics(proposed):
+        counts = {"num_drafts": 30, "num_draft_tokens": proposed, "num_accepted_tokens": 2}
+        return [SimpleNamespace(name=f"vllm:spec_decode_{name}", value=value) for name, value in counts.items()]
+
+    made = served(monkeypatch, Engine(0), drafts=3)
+    made.llm.get_metrics = lambda: metrics(90)
+    assert made.about_drafts() == {"proposed": 90, "accepted": 2}
+    made.llm.get_metrics = lambda: metrics(0)
+    with pytest.raises(Failed, match="no token was drafted"):
+        made.about_drafts()
+
+
+@pytest.mark.parametrize("processors, by", [
+    (True, {"extra_args": {"forced_tokens": [5, 5]}}),
+    (False, {"allowed_token_ids": [5]}),
+])  # fmt: skip
+def test_tokens_are_forced_as_the_version_does(monkeypatch, processors, by):
+    monkeypatch.setattr(v4_server, "takes_processors", lambda: processors)
+    assert v4_server.forcing(v4_server.Request([7], 2, 5)) == by
+    assert v4_server.forcing(v4_server.Request([7], 2)) == {}
+
+
+def test_with_drafts_all_answers_are_greedy_and_there_is_no_control(monkeypatch):
+    asked = {}
+
+    def ask(requests, at_once, salt):
+        asked.setdefault(salt, []).extend(one.forced for one in requests)
+        return [Answer([7], [-1.0], [0.5])] * len(requests)
+
+    stages = {}
+    for drafts in (0, 1):
+        made = served(monkeypatch, Engine(0), drafts)
+        made.ask = ask
+        asked.clear()
+        stages[drafts] = v4_server.answers(made)
+        assert any(asked["together"]) == any(asked["turns"]) == (not drafts)
+    assert stages[0].keys() - stages[1].keys() == {"control", "before control"}
 
 
 def test_a_step_is_the_median_of_all_readings_of_its_point():

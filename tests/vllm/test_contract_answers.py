@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
+from etap_backend.lab.serving.engines import ENGINES
 from etap_backend.vllm.backend import ETAPBackend
 from etap_backend.vllm.sparse import ETAPSparseBackend
 from qualify import train_model
@@ -126,6 +128,13 @@ def test_every_weight_of_vllms_model_is_in_the_checkpoint(
     assert mla.attn_backend is backend
     assert mla.scale == pytest.approx((train_model.NOPE + train_model.ROPE) ** -0.5)
     assert layer.rotary_emb.is_neox_style is False
+
+
+def test_requests_force_tokens_as_this_version_s_model_runner_takes_it():
+    second = find_spec("vllm.v1.worker.gpu.sample.logits_processor") is not None
+    body = ENGINES["vllm"].body([1], 2, forced=[7, 7])
+    assert body.get("allowed_token_ids") == ([7] if second else None)
+    assert ("vllm_xargs" in body) == (not second)
 
 
 def test_forced_tokens_leave_one_token_possible_at_each_step(engine_config):

@@ -21,10 +21,7 @@ extern "C" __global__ void __launch_bounds__(1024) hold(volatile int* stop, cons
   asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(due));
   int row = blockIdx.x;
   while (!__syncthreads_or(threadIdx.x == 0 && (*stop != 0 || clock64() - begin > 40000000000LL))) {
-    if (period == 0) {
-      __nanosleep(20000);
-      continue;
-    }
+    if (period == 0) { __nanosleep(20000); continue; }
     for (int i = 0; i < 8; ++i, row = (row + gridDim.x) % rows) {
       uint4 read;
       asm volatile("ld.global.L1::no_allocate.v4.u32 {%0, %1, %2, %3}, [%4];"

@@ -237,7 +237,7 @@ class MixedRequests:
 
     def ask(self, server: Served, asked: Asked, mode: str, reference: Callable | None, deadline: Deadline) -> dict:
         """Answers by stage. Raises Failed where a stage did not run as it should."""
-        engine, forces = server.engine, bool(asked.forcing(mode))
+        engine, forces = server.engine, asked.forces and mode == "plain"
         requests, turns = make_requests(self.count), make_turns()
         if not forces:
             requests, turns = ([replace(request, forced=None) for request in made] for made in (requests, turns))

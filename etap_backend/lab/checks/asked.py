@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from etap_backend.lab.results import read_json
-from etap_backend.lab.serving.engines import ENGINES, Engine, Serving
+from etap_backend.lab.serving.engines import ENGINES, FORCED_TOKENS, Engine, Serving, takes_processors
 from etap_backend.limits import SPARSE_FP8
 
 PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")
@@ -111,9 +111,8 @@ class Asked:
         return Serving(str(model), tp=variant.tp, dcp=variant.dcp, max_requests=requests, max_context=context, **drafts)
 
     def forcing(self, mode: str) -> list[str]:
-        """What makes a server answer given tokens, where it can."""
-        forced = ["--logits-processors", "etap_backend.lab.checks.forced_tokens:ForcedTokens"]
-        return forced if self.forces and mode == "plain" else []
+        """What makes a server answer given tokens, where it can and takes more than the requests for it."""
+        return ["--logits-processors", FORCED_TOKENS] if self.forces and mode == "plain" and takes_processors() else []
 
     def flags(self, mode: str, cache_tokens: int, variant: Variant) -> list[str]:
         """Besides those of every server: a small cache, and in plain mode what forces answers."""

@@ -7,8 +7,6 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.sample.logits_processor import AdapterLogitsProcessor
 
-ARGUMENT = "forced_tokens"  # in the request's vllm_xargs
-
 
 class ForcedTokens(AdapterLogitsProcessor):
     """Leaves one token possible at each step of a request that has the argument."""
@@ -19,7 +17,7 @@ class ForcedTokens(AdapterLogitsProcessor):
 
     def new_req_logits_processor(self, params: SamplingParams):
         """What is applied to the logits [vocabulary] of one request, given its output so far."""
-        tokens = (params.extra_args or {}).get(ARGUMENT)
+        tokens = (params.extra_args or {}).get("forced_tokens")  # its vllm_xargs
         if tokens is None:
             return None
 

@@ -7,9 +7,11 @@ import json
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Literal
 
+FORCED_TOKENS = "etap_backend.lab.checks.forced_tokens:ForcedTokens"
 SERVED_NAME = "served"
 SEED = 0
 PAGE_TOKENS = 64
@@ -109,8 +111,8 @@ class Engine:
     #   small_cache(tokens)      flags for a KV cache of so many tokens on each rank
     #   body(prompt, tokens, temperature, logprobs, forced, salt)  a request for exactly so many tokens behind a prompt
     #       of token ids. With `logprobs` the reply has log-probabilities, and so many of the best tokens at each step.
-    #       `forced` names the tokens of the answer, where the server was started with `forced_tokens`. Another `salt`
-    #       finds nothing in the prefix cache. SGLang takes neither of the two.
+    #       `forced` names the tokens of the answer (see takes_processors). Another `salt` finds nothing in the prefix
+    #       cache. SGLang takes neither of the two.
     #   answer(reply)            what a reply with log-probabilities of at least two tokens says
     #   logprobs_in(reply)       all log-probabilities in a reply, or in one part of a stream
     #   tokens_in(reply, before) tokens so far, after a reply or one more part of a stream
@@ -142,6 +144,12 @@ def _given(flag: str, *values: object) -> list[str]:
 def _gaps(steps: Sequence[Sequence[float]]) -> list[float]:
     best = [sorted(step, reverse=True)[:2] for step in steps]
     return [first - second for first, second in best]
+
+
+def takes_processors() -> bool:
+    """Whether vLLM here takes FORCED_TOKENS. The V2 model runner keeps to `allowed_token_ids`, which V1 mixes up."""
+    places = getattr(find_spec("vllm"), "submodule_search_locations", ())
+    return not any(any(Path(place, "v1/worker/gpu/sample").glob("logits_processor*")) for place in places)
 
 
 class Vllm(Engine):
@@ -207,7 +215,8 @@ class Vllm(Engine):
         if logprobs:
             body |= {"logprobs": logprobs, "return_tokens_as_token_ids": True}
         if forced is not None:
-            body |= {"vllm_xargs": {"forced_tokens": list(forced)}}
+            allowed = {"allowed_token_ids": sorted(set(forced))}  # answers repeat a token
+            body |= {"vllm_xargs": {"forced_tokens": list(forced)}} if takes_processors() else allowed
         return body | ({} if salt is None else {"cache_salt": salt})
 
     def _logprobs(self, reply: dict) -> dict:
