@@ -35,6 +35,8 @@ from etap_backend.limits import (
 
 # Scales of FP8 rows for which float16 holds P times scale: kLeastScale and kLargestScale of the kernels.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-13, 1.0
+# Query rows of a CTA up to which V4's elements are multiplied as they are, as V3.2's always are.
+MOST_ROWS_OF_V4 = 32
 
 
 @dataclass(frozen=True)
@@ -102,10 +104,13 @@ class Lists:
     lists: tuple[RowList, ...]
 
     @property
-    def scaled(self) -> bool:
-        """Whether rows are multiplied as they are stored, with scales beside the products: V3.2's FP8 rows."""
-        cache = self.lists[0].kv_cache
-        return cache.dtype == torch.uint8 and cache.shape[2] != V4_ROW_BYTES
+    def v4(self) -> bool:
+        return self.lists[0].kv_cache.shape[2] == V4_ROW_BYTES
+
+    def scaled(self, row_tile: int) -> bool:
+        """Whether FP8 elements are multiplied as they are stored, with scales beside the products, where a CTA computes
+        so many query rows."""
+        return self.lists[0].kv_cache.dtype == torch.uint8 and (not self.v4 or row_tile <= MOST_ROWS_OF_V4)
 
     @property
     def most_tiles(self) -> int:
@@ -124,40 +129,65 @@ class Lists:
 
 @dataclass(frozen=True)
 class Queries:
-    """A token's queries as the products take them; those beside bfloat16 rows are all in `latent`."""
+    """A token's queries as the products take them; those beside bfloat16 rows and V4's are all in `latent`."""
 
     latent: Tensor  # float32 [heads, 512; beside bfloat16 rows with rope 576]
     factor: Tensor  # float32 [heads]: what products with latent are multiplied by
     rope: Tensor  # float32 [heads, 64 or 0]
 
 
-def queries_of(q: Tensor, fp8: bool) -> Queries:
-    """Of bfloat16 [heads, 576 or 512]. Beside FP8 rows the latent part is multiplied as float16."""
-    if not fp8:
+def queries_of(q: Tensor, v32: bool) -> Queries:
+    """Of bfloat16 [heads, 576 or 512]. Beside V3.2's FP8 rows the latent part is multiplied as float16."""
+    if not v32:
         return Queries(q.float(), torch.ones(len(q), dtype=torch.float32), q[:, :0].float())
     return Queries(*scaled_queries(q[:, :LATENT_DIM], torch.float16, 0), q[:, LATENT_DIM:].float())
 
 
+def v4_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of V4's rows, uint8 [n, 584] of data and scales: e4m3 elements in float32 [n, 448], the exponents of their scales
+    [n, 7], and bfloat16 [n, 64]."""
+    elements, rope, powers = (part.contiguous() for part in rows.tensor_split((V4_NOPE_DIM, V4_DATA_BYTES), dim=1))
+    return elements.view(FP8).float(), powers[:, :V4_SCALES].int() - 127, rope.view(torch.bfloat16)
+
+
 def v4_keys(rows: Tensor) -> Tensor:
-    """What V4's rows stand for, uint8 [n, 584] of data and scales, as the kernels have it: bfloat16 [n, 512].
+    """What V4's rows stand for, as the kernels have it: bfloat16 [n, 512].
 
     A power of two changes no digit of an element of e4m3; what bfloat16 has no exponent for is subnormal or infinite.
     """
-    elements, rope, powers = (part.contiguous() for part in rows.tensor_split((V4_NOPE_DIM, V4_DATA_BYTES), dim=1))
-    exponents = powers[:, :V4_SCALES].int() - 127
-    nope = torch.ldexp(elements.view(FP8).float(), exponents.repeat_interleave(V4_SCALE_DIM, dim=1))
-    return torch.cat([nope.bfloat16(), rope.view(torch.bfloat16)], dim=1)
+    elements, exponents, rope = v4_parts(rows)
+    nope = torch.ldexp(elements, exponents.repeat_interleave(V4_SCALE_DIM, dim=1))
+    return torch.cat([nope.bfloat16(), rope], dim=1)
 
 
-def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
+def v4_product(rows: Tensor, pt: Tensor) -> tuple[Tensor, Tensor]:
+    """As `rounded_product`, of V4's rows whose elements are multiplied as they are: a power of two times P, rounded to
+    bfloat16, is float16 and rounded where that is subnormal."""
+    elements, exponents, rope = v4_parts(rows)
+    rounded_pt = pt.bfloat16().float()
+    scaled = [torch.ldexp(rounded_pt, power[:, None]).half().float() for power in exponents.T]
+    groups = zip(elements.split(V4_SCALE_DIM, dim=1), scaled, strict=True)
+    return torch.cat([*(part.T @ p for part, p in groups), rope.float().T @ rounded_pt]), rounded_pt.sum(dim=0)
+
+
+def has_ordinary_scales(scales: Tensor) -> bool:
+    """Whether float16 has room for P times each of a tile's scales."""
+    size = scales.abs()
+    return bool((((size >= LEAST_SCALE) & (size <= LARGEST_SCALE)) | (size == 0)).all())
+
+
+def scores_and_product(q: Queries, rows: Tensor, valid: Tensor, scaled: bool) -> tuple[Tensor, Product]:
     """K Q^T of some cache rows, [tokens, heads], and the product that takes their P.
 
-    FP8 elements are multiplied as they are: their scales multiply the scores of 128 columns at a time, and in the
+    `scaled` FP8 elements are multiplied as they are: their scales multiply the scores of their columns, and in the
     product with V they multiply P before it is rounded: to float16, or to bfloat16 where a scale of the tile is beyond
-    what float16 has room for. So the output is divided by the sum of P as it was.
+    what float16 has room for. So the output is divided by the sum of P as it was. V4's scales are powers of two: there
+    P is rounded before, and bfloat16 has room for all.
     """
     if rows.dtype != torch.uint8 or rows.shape[1] == V4_ROW_BYTES:
         keys = (v4_keys(rows) if rows.dtype == torch.uint8 else rows).float()
+        if scaled and has_ordinary_scales(torch.exp2(v4_parts(rows[valid])[1].float())):
+            return keys @ q.latent.T, functools.partial(v4_product, rows)
         return keys @ q.latent.T, functools.partial(rounded_product, keys[:, :LATENT_DIM], torch.bfloat16)
     elements, scales, rope = (part.contiguous() for part in rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1))
     values, scales = elements.view(FP8).float(), scales.view(torch.float32)
@@ -166,10 +196,7 @@ def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
     for group, scale in zip(groups, scales.T, strict=True):
         scores += scale[:, None] * (values[:, group] @ q.latent[:, group].T)
     scores = scores * q.factor + rope.view(torch.bfloat16).float() @ q.rope.T
-
-    size = scales.abs()
-    ordinary = ((size >= LEAST_SCALE) & (size <= LARGEST_SCALE)) | (size == 0)
-    p_dtype = torch.float16 if ordinary.all() else torch.bfloat16
+    p_dtype = torch.float16 if has_ordinary_scales(scales) else torch.bfloat16
 
     def product(pt: Tensor) -> tuple[Tensor, Tensor]:
         parts = [
@@ -181,17 +208,20 @@ def scores_and_product(q: Queries, rows: Tensor) -> tuple[Tensor, Product]:
     return scores, product
 
 
-def decode_piece(q: Queries, lists: Lists, token: int, tiles: range, softmax_scale: float) -> tuple[Tensor, Tensor]:
+def decode_piece(
+    q: Queries, lists: Lists, token: int, tiles: range, softmax_scale: float, row_tile: int
+) -> tuple[Tensor, Tensor]:
     """Attention of one token over some tiles of its list: float32 out [heads, 512] and lse [heads]."""
+    scaled = lists.scaled(row_tile)
 
     def scores_and_products() -> Iterator[tuple[Tensor, Product]]:
         for tile in tiles:
             rows, valid = lists.rows(token, tile)
-            scores, product = scores_and_product(q, rows)
+            scores, product = scores_and_product(q, rows, valid, scaled)
             st = scores * (softmax_scale / math.log(2))
             yield st.masked_fill(~valid[:, None], float("-inf")), product
 
-    kept = REFERENCES[lists.scaled, torch.float16 if lists.scaled else torch.bfloat16]
+    kept = REFERENCES[scaled, torch.float16 if scaled else torch.bfloat16]
     return attend(len(q.factor), kept, scores_and_products())
 
 
@@ -234,11 +264,12 @@ def decode(call: SparseCall) -> None:
     tiles = [lists.tiles(token) for token in range(tokens)]
     slot_floats = heads * PARTIAL_FLOATS
     slots = call.workspace[: call.workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
+    _, row_tile, *_ = library().sparse_decode_shape(heads)
     partial: dict[int, list[int]] = {}  # slots of each token that is split
 
     for piece in pieces(tiles, lists.most_tiles, heads, call.partitions):
-        queries = queries_of(packed[piece.token], lists.scaled)
-        piece_out, piece_lse = decode_piece(queries, lists, piece.token, piece.tiles, call.softmax_scale)
+        queries = queries_of(packed[piece.token], lists.scaled(row_tile) and not lists.v4)
+        piece_out, piece_lse = decode_piece(queries, lists, piece.token, piece.tiles, call.softmax_scale, row_tile)
         if piece.slot is None:
             call.out[piece.token] = with_sinks(piece_out, piece_lse, call.sinks).to(call.out.dtype)
             call.lse[piece.token] = final_lse(piece_lse, call.empty_lse)

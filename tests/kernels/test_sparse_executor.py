@@ -2,6 +2,7 @@
 
 import math
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -103,7 +104,7 @@ def test_pieces_merge_to_the_whole(cuts, cache):
     bounds = (0, *cuts, 8)
     arguments = (cpu_sparse.queries_of(problem.q[0], cache == "fp8"), lists_of(problem), 0)
     parts = [
-        cpu_sparse.decode_piece(*arguments, range(a, b), SOFTMAX_SCALE)
+        cpu_sparse.decode_piece(*arguments, range(a, b), SOFTMAX_SCALE, row_tile=8)
         for a, b in zip(bounds, bounds[1:], strict=False)
     ]
     out, lse = cpu_dense.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
@@ -141,7 +142,7 @@ def test_an_fp8_row_is_not_multiplied_out(scales, p_dtype):
     """Its scale multiplies P, which is rounded then: a single key is as far off as P's type rounds the scale."""
     problem = build(SparseCase(1, 4, 1, "fp8", scales=scales), "cpu")
     queries = cpu_sparse.queries_of(problem.q[0], True)
-    out, lse = cpu_sparse.decode_piece(queries, lists_of(problem), 0, range(1), SOFTMAX_SCALE)
+    out, lse = cpu_sparse.decode_piece(queries, lists_of(problem), 0, range(1), SOFTMAX_SCALE, row_tile=8)
     wanted = truth(problem)
     rows, _ = lists_of(problem).rows(0, 0)
     scales = rows[:, 512:528].contiguous().view(torch.float32)
@@ -149,6 +150,19 @@ def test_an_fp8_row_is_not_multiplied_out(scales, p_dtype):
     torch.testing.assert_close(out.double(), wanted.out[0] * rounded.repeat_interleave(128, dim=1), rtol=1e-6, atol=0)
     torch.testing.assert_close(lse.double(), wanted.lse[0], rtol=1e-6, atol=1e-6)
     assert (out.double() != wanted.out[0]).any()
+
+
+@pytest.mark.parametrize("seed", [13, 359])
+def test_v4s_small_probabilities_are_subnormal_beside_few_query_rows(seed):
+    """Where a dominating key's value is zero they are the whole element, and 64 rows give it more exactly than 16."""
+    case = SparseCase(1, 10, 64, "v4 as e4m3", holes="wild", counts="drawn", requests=1, q_layout="expanded")
+    case = replace(case, law="dominating", scales="powers", num_sms=104, extra=0, out_layout="sliced", seed=seed)
+    problem = build(case, "cpu")
+    wanted = truth(problem)
+    assert problems_with(*decode(problem), wanted) == []
+    exact = truth(replace(problem, q=problem.q.repeat(1, 7, 1)[:, :64]))
+    error = (decode(problem)[0].double() - wanted.out).abs()
+    assert (error > exact.max_error[:, :10]).any()
 
 
 def test_the_workspace_is_two_partial_results_a_cta():

@@ -8,7 +8,8 @@ scores of these inputs leave open. The policy holds for each token by itself.
 
 P of V3.2's FP8 rows is rounded after its scale has multiplied it, for 128 columns at a time, to bfloat16 or, among
 ordinary scales, float16; and the output is divided by the sum of P as it was. So the rounding of a dominating key does
-not cancel there, as it does for bfloat16 rows and for V4's, which are multiplied as bfloat16.
+not cancel there, as it does for bfloat16 rows and for V4's, whose P is rounded before a power of two multiplies it:
+with up to 32 query rows in a CTA that is float16, too, whose subnormal numbers round it again.
 """
 
 from __future__ import annotations
@@ -21,7 +22,16 @@ import torch
 from etap_backend import reference
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.cpu import sparse as cpu_sparse
-from etap_backend.limits import SCALE_DIM, SPARSE_FP8_BYTES, V4_ROW_BYTES
+from etap_backend.limits import (
+    SCALE_DIM,
+    SPARSE_FP8_BYTES,
+    V4_DATA_BYTES,
+    V4_NOPE_DIM,
+    V4_ROW_BYTES,
+    V4_SCALE_DIM,
+    V4_SCALES,
+)
+from etap_backend.sparse import sparse_decode_shape
 from support.cases import LATENT, SOFTMAX_SCALE
 from support.compare import (
     COSINE,
@@ -147,22 +157,32 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
     p = share / share.amax(dim=2, keepdim=True)  # at most P
     least = share * 2.0 ** -cpu_dense.REFERENCES[False, torch.bfloat16].most
     off = BF16.eps / 2 / math.sqrt(3) * weight
-    if rows.dtype != torch.uint8 or rows.shape[2] == V4_ROW_BYTES:
+    most = times * share.amax(dim=2, keepdim=True)  # what P = 1 would weigh
+    is_v4 = rows.shape[2] == V4_ROW_BYTES
+    if rows.dtype != torch.uint8 or is_v4:
         small = torch.where(least < BF16.tiny, weight, 0)
-        return size_of_sum(off, values, result), small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
+        lost = small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
+        if is_v4 and sparse_decode_shape(weight.shape[1]).row_tile <= cpu_sparse.MOST_ROWS_OF_V4:
+            scales = torch.exp2(rows[..., V4_DATA_BYTES : V4_DATA_BYTES + V4_SCALES].double() - 127)
+            groups = zip(scales.unbind(2), values[..., :V4_NOPE_DIM].split(V4_SCALE_DIM, dim=2), strict=True)
+            parts = [_subnormal(scale[:, None], weight, p, most) @ columns.abs() for scale, columns in groups]
+            lost[..., :V4_NOPE_DIM] += torch.cat(parts, dim=2)
+        return size_of_sum(off, values, result), lost
     scales = rows[..., LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
     deviations, lost = [], []
-    ordinary = (scales >= cpu_sparse.LEAST_SCALE) & (scales <= cpu_sparse.LARGEST_SCALE)
-    shift = 2.0 ** cpu_dense.REFERENCES[True, torch.float16].shift
-    most = times * share.amax(dim=2, keepdim=True)  # what P = 1 would weigh
-    parts = zip(scales[:, None].unbind(3), ordinary[:, None].unbind(3), values.split(SCALE_DIM, dim=2), strict=True)
-    for scale, is_ordinary, columns in parts:
+    for scale, columns in zip(scales[:, None].unbind(3), values.split(SCALE_DIM, dim=2), strict=True):
         deviations.append((off.square() @ columns.square()).sqrt())
         small = torch.where(least * scale.clamp(max=1) < BF16.tiny, weight, 0)
-        subnormal = is_ordinary & (p * shift * scale < HALF.tiny)
-        rounded = torch.minimum(weight, most * (HALF.tiny * HALF.eps / 2 / shift) / scale)
-        lost.append((small + torch.where(subnormal, rounded, 0)) @ columns.abs())
+        lost.append((small + _subnormal(scale, weight, p, most)) @ columns.abs())
     return torch.cat(deviations, dim=2), torch.cat(lost, dim=2)
+
+
+def _subnormal(scale, weight, p, most) -> torch.Tensor:
+    """What weights [tokens, heads, rows] may lose where P times an ordinary scale is subnormal in float16."""
+    shift = 2.0 ** cpu_dense.REFERENCES[True, torch.float16].shift
+    is_ordinary = (scale >= cpu_sparse.LEAST_SCALE) & (scale <= cpu_sparse.LARGEST_SCALE)
+    rounded = torch.minimum(weight, most * (HALF.tiny * HALF.eps / 2 / shift) / scale)
+    return torch.where(is_ordinary & (p * shift * scale < HALF.tiny), rounded, 0)
 
 
 def measures(out: torch.Tensor, lse: torch.Tensor, wanted: Truth) -> list[Measure]:
