@@ -56,10 +56,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Load:
-    """One run of the load generator: `prompts` random prompts of `input` tokens, `concurrency` at a time.
-
-    The same seed, input and prompts give the same prompts.
-    """
+    """A load generator's run: `prompts` prompts of `input` random tokens, by the seed, `concurrency` at a time."""
 
     input: int
     output: int
@@ -236,6 +233,8 @@ class Vllm(Engine):
         return before + len(self._logprobs(reply).get("tokens") or ())
 
     def in_use(self, backend: str, log: str) -> bool:
+        if "Resolved architecture: DeepseekV4" in log:  # its layers choose for themselves, and only ETAP's say so
+            return (f"{self.ours} decodes: DeepSeek-V4" in log) == (backend.upper() == self.ours)
         return f"Using AttentionBackendEnum.{backend.upper()} backend" in log
 
 
