@@ -86,14 +86,14 @@ def register() -> None:
     model_loader.register_model_loader(LOAD_FORMAT)(SeededLoader)
 
 
-def run(command: list[str]) -> int:
-    """Run a command in whose environment vLLM finds the load format, as a plugin that exists meanwhile."""
+def run(command: list[str], group: str = "vllm.general_plugins", module: str = "qualify.seeded_weights") -> int:
+    """Run a command in whose environment an engine finds a module's `register`, as a plugin that exists meanwhile."""
+    name = module.rpartition(".")[2]
     with tempfile.TemporaryDirectory() as folder:
-        distribution = Path(folder) / "etap_seeded_weights-0.dist-info"
+        distribution = Path(folder) / f"{name}-0.dist-info"
         distribution.mkdir()
-        (distribution / "METADATA").write_text("Metadata-Version: 2.1\nName: etap-seeded-weights\nVersion: 0\n")
-        entry_points = "[vllm.general_plugins]\netap_seeded_weights = qualify.seeded_weights:register\n"
-        (distribution / "entry_points.txt").write_text(entry_points)
+        (distribution / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0\n")
+        (distribution / "entry_points.txt").write_text(f"[{group}]\n{name} = {module}:register\n")
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         found = [folder, str(Path(__file__).parents[1]), *filter(None, inherited)]
         return subprocess.run(command, env={**os.environ, "PYTHONPATH": os.pathsep.join(found)}).returncode

@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from qualify import seeded_weights
+from qualify import drawn_experts, seeded_weights
 
 
 def test_seeded_weights_depend_on_the_name_and_keep_the_variance():
@@ -47,7 +47,19 @@ def test_seeded_weights_in_blocks_have_their_variance_from_the_scales():
     assert table.eq(0).all()
 
 
-def test_a_command_finds_the_plugin(capfd):
-    program = "from importlib.metadata import entry_points as of; print([e.load() for e in of(group='{}')])"
-    assert seeded_weights.run([sys.executable, "-c", program.format("vllm.general_plugins")]) == 0
+@pytest.mark.parametrize(
+    "plugin", [(), ("sglang.srt.plugins", "qualify.drawn_experts")], ids=["vllm", "drawn experts of sglang"]
+)
+def test_a_command_finds_the_plugin(plugin, capfd):
+    group = plugin[0] if plugin else "vllm.general_plugins"
+    program = f"from importlib.metadata import entry_points as of; print([e.load() for e in of(group='{group}')])"
+    assert seeded_weights.run([sys.executable, "-c", program], *plugin) == 0
     assert "function register" in capfd.readouterr().out
+
+
+def test_drawn_logits_choose_other_experts_for_every_token():
+    logits = torch.zeros(64, 256)
+    drawn_experts.draw_logits(None, logits)
+    assert len(logits.topk(8).indices.unique()) > 200
+    drawn_experts.draw_logits(router_logits=logits.zero_())
+    assert logits.std() > 1

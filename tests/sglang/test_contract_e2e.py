@@ -4,6 +4,7 @@ load generator as it is driven."""
 import argparse
 import http.server
 import json
+import pkgutil
 import sys
 import threading
 import time
@@ -16,11 +17,12 @@ from etap_backend.lab import configs
 from etap_backend.lab.checks import asked as asks
 from etap_backend.lab.checks.agreement import MixedRequests
 from etap_backend.lab.e2e.model import prepare_model, serving_of
+from etap_backend.lab.e2e.results_file import DRAWING_PLUGIN
 from etap_backend.lab.e2e.scenario import cases_of, read_scenario
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import ENGINES, Load, read_result
 from etap_backend.lab.serving.lifecycle import Generator
-from qualify import two_nodes
+from qualify import drawn_experts, two_nodes
 
 SGLANG = ENGINES["sglang"]
 SCENARIOS = configs.shipped("e2e")
@@ -64,6 +66,17 @@ def test_sglang_takes_every_scenarios_flags(name, dummy_folder):
         assert parsed.context_length == wanted.max_context
         assert (parsed.speculative_algorithm is not None) == (scenario.draft_tokens > 0)
         assert parsed.disable_radix_cache is False and parsed.enable_metrics
+
+
+def test_the_plugin_that_draws_experts_replaces_what_sglang_has(monkeypatch):
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    names: list[str] = []
+    monkeypatch.setattr(HookRegistry, "register", lambda name, *_: names.append(name))
+    drawn_experts.register()
+    assert len(names) == 3 and all(callable(pkgutil.resolve_name(name)) for name in names)
+    assert drawn_experts.__name__.endswith(DRAWING_PLUGIN)
+    assert DRAWING_PLUGIN in read_scenario("decode-full").sglang.environment["SGLANG_PLUGINS"]
 
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if name.endswith("-plain") or name == "decode-full-mtp"])

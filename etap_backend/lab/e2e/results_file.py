@@ -15,6 +15,7 @@ from etap_backend.lab.units import load_text
 
 HOST_TOLERANCE = 0.10
 EVEN_ROUTING = "VLLM_MOE_ROUTING_SIMULATION_STRATEGY"  # set where experts were drawn instead of chosen
+DRAWING_PLUGIN = "drawn_experts"  # that does so in SGLang
 COMPARABLE = (
     *("title", "engine", "gpu", "weights", "gpus", "layout", "draft_tokens", "kv_dtype", "versions", "environment"),
 )
@@ -221,7 +222,7 @@ class Document(Provenance):
     @property
     def draws_experts(self) -> bool:
         """Whether each token's experts were drawn, all equally likely, instead of chosen by the model's router."""
-        return bool(self.environment.get(EVEN_ROUTING))
+        return EVEN_ROUTING in self.environment or DRAWING_PLUGIN in self.environment.get("SGLANG_PLUGINS", "")
 
     def by_shape(self) -> dict[tuple, dict[str, Measured | Skipped | Failed]]:
         """{shape: {backend: row}} in the order of the rows."""
