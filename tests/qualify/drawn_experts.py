@@ -3,8 +3,9 @@
     PYTHONPATH=tests python -m qualify.drawn_experts etap e2e decode-full --engine sglang --gpus 4 --rank-of 8
 
 runs a command whose servers of SGLang know it; the scenario's SGLANG_PLUGINS names it. Made-up weights send all tokens
-to much the same few experts, so each token's are drawn; a cache that no prompt has written is all zeros, so it starts
-with random numbers. And logits are gathered by NCCL, for SGLang's own gathering multicasts over NVLink.
+to much the same few experts, so each token's are drawn. Prompts count as transferred from a server that is not there; a
+cache that no prompt has written is all zeros, so it starts with random numbers. And logits are gathered by NCCL, for
+SGLang's own gathering multicasts over NVLink.
 """
 
 import sys
@@ -28,6 +29,14 @@ def fill_cache(result, pool, *args, **kwargs) -> None:
             buffer.normal_(generator=torch.Generator(buffer.device).manual_seed(layer))
 
 
+def take_for_transferred(queue, req, *args, **kwargs) -> None:
+    """Before a request waits for its cache: where nobody sent it, it comes from the sender that sends nothing."""
+    from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+
+    if req.bootstrap_host is None:
+        req.bootstrap_host, req.bootstrap_room = FAKE_BOOTSTRAP_HOST, 0
+
+
 def no_gatherer(self, x) -> None:
     """For MultimemAllGatherer._build, which says so where there is no multicast."""
 
@@ -38,6 +47,9 @@ def register() -> None:
     HookRegistry.register("sglang.srt.layers.moe.topk.select_experts", draw_logits, HookType.BEFORE)
     HookRegistry.register(
         "sglang.srt.mem_cache.memory_pool.MLATokenToKVPool._create_buffers", fill_cache, HookType.AFTER
+    )
+    HookRegistry.register(
+        "sglang.srt.disaggregation.decode.DecodePreallocQueue.add", take_for_transferred, HookType.BEFORE
     )
     HookRegistry.register(GATHERER, no_gatherer, HookType.REPLACE)
 

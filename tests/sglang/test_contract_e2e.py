@@ -74,7 +74,7 @@ def test_the_plugin_that_draws_experts_replaces_what_sglang_has(monkeypatch):
     names: list[str] = []
     monkeypatch.setattr(HookRegistry, "register", lambda name, *_: names.append(name))
     drawn_experts.register()
-    assert len(names) == 3 and all(callable(pkgutil.resolve_name(name)) for name in names)
+    assert len(names) == 4 and all(callable(pkgutil.resolve_name(name)) for name in names)
     assert drawn_experts.__name__.endswith(DRAWING_PLUGIN)
     assert DRAWING_PLUGIN in read_scenario("decode-full").sglang.environment["SGLANG_PLUGINS"]
 
