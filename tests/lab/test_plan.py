@@ -222,10 +222,11 @@ def test_step_of_vllm_on_h200():
     assert made.step_with(made.peers[0]) == close(10.06)
 
 
-# Servers whose experts were drawn evenly, as the plan has it. Nothing was fitted to them.
+# Servers whose experts were drawn evenly, as the plan has it. Nothing was fitted to them. SGLang's were without its own
+# all-reduce, and NCCL's make the step of one request longer than the plan's by 3 ms.
 EVEN = [
     document
-    for path in sorted(RESULTS.glob("e2e-*-vllm.json"))
+    for path in sorted(RESULTS.glob("e2e-decode-full*.json"))
     if (document := e2e_file.read(path)).draws_experts and document.layout.dcp == 1
     if (shape := configs.parse(Model, document.model_shape)).num_hidden_layers == 61 and not shape.sparse
 ]
@@ -233,12 +234,12 @@ EVEN_STEPS = [
     pytest.param(document, row, id=f"{document.title}, {row.backend}, {row.load_text}")
     for document in EVEN
     for row in document.measured()
-    if kernel_of(row) in ("etap", "FlashMLA")
+    if kernel_of(row) in ("etap", "FlashMLA") and (document.engine == "vllm" or row.concurrency > 1)
 ]
 
 
 @pytest.mark.parametrize("document, row", EVEN_STEPS)
-def test_steps_of_vllm_at_full_depth(document, row):
+def test_steps_at_full_depth(document, row):
     """Each H200 as one of eight ranks; FlashMLA as vLLM calls it where that was measured."""
     servers = servers_of(document, "h20-96g")
     where, _ = servers.deployments(document, row)

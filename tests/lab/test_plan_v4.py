@@ -16,6 +16,7 @@ from plan_screens import etap_plan, run, words_of
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.bench.rows import SparseDocument
+from etap_backend.lab.e2e import results_file as e2e_file
 from etap_backend.lab.plan.alternatives import what_fits
 from etap_backend.lab.plan.inputs import CSA, HCA, Deployment, read_gpu, read_model
 from etap_backend.lab.plan.memory import RESERVE_BYTES, memory_of, parameters_of, v4_caches, weights_of
@@ -209,6 +210,18 @@ def test_a_step_is_the_sum_of_each_kind_of_layers_calls(kernel):
         for layers, rows in v4_lists(FLASH, on(64)).values()
     ]
     assert attention.step_ms == pytest.approx(sum(layers * us for layers, us in calls) / 1e3)
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("e2e-decode-v4-vllm.json")), ids=lambda path: path.stem)
+def test_steps_of_a_server_at_full_depth(path, tmp_path):
+    """V4-Flash on 4 x H200, plain steps; its experts were in FP8. Nothing was fitted to them."""
+    document = e2e_file.read(path)
+    (tmp_path / "config.json").write_text(json.dumps(document.model_shape))
+    model = read_model(str(tmp_path / "config.json"))
+    for row in document.measured():
+        made = make_sparse_plan(model, H200, on(row.concurrency, row.input, gpus=4, tp=4))
+        attention = made.etap if row.backend == "ETAP" else made.peers[0]
+        assert made.step_with(attention) == pytest.approx(row.itl_ms.median, rel=0.15), row.load_text
 
 
 def test_the_indexer_scores_a_key_of_four_tokens_in_csa_layers():

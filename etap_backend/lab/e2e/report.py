@@ -25,8 +25,8 @@ from etap_backend.lab.units import in_k
 METHOD = (
     "the engine's own load generator, random prompts, greedy, all requests at once up to the concurrency; TPOT is the "
     "median over requests, ITL that over all steps; median and range over repeated readings; prefill served: prompts "
-    "new to the server; prefill cached: the same prompts were sent before and are in the prefix cache, so readings are "
-    "decode alone; tokens a chunk: of the stream, ITL lies between chunks; host ms: a fixed loop of plain Python on "
+    "new to the server; prefill cached: the prompts' cache is there before, from prompts sent once or, where a server's "
+    "flags say so, filled without computing them, so readings are decode alone; tokens a chunk: of the stream, ITL lies between chunks; host ms: a fixed loop of plain Python on "
     "the server's machine, the slower of before and after a reading: where it was timed, a point's readings are "
     "compared that are within 10% of each other"
 )
