@@ -26,8 +26,8 @@ METHOD = (
     "the engine's own load generator, random prompts, greedy, all requests at once up to the concurrency; TPOT is the "
     "median over requests, ITL that over all steps; median and range over repeated readings; prefill served: prompts "
     "new to the server; prefill cached: their cache is there before, sent once or, where a server's flags say so, made "
-    "up, so readings are decode alone; tokens a chunk: of the stream, ITL lies between chunks; host ms: a fixed loop of "
-    "plain Python on the server's machine, the slower of before and after a reading: where it was timed, a point's "
+    "up, so readings are decode alone; tokens a chunk: of the stream, ITL lies between chunks; host ms: a fixed loop "
+    "of plain Python on the server's machine, the slower of before and after a reading: where it was timed, a point's "
     "readings are compared that are within 10% of each other"
 )
 DUMMY = "Dummy weights: times are those of the architecture, answers mean nothing, and "
