@@ -214,14 +214,19 @@ def test_a_step_is_the_sum_of_each_kind_of_layers_calls(kernel):
 
 @pytest.mark.parametrize("path", sorted(RESULTS.glob("e2e-decode-v4-vllm.json")), ids=lambda path: path.stem)
 def test_steps_of_a_server_at_full_depth(path, tmp_path):
-    """V4-Flash on 4 x H200, plain steps; its experts were in FP8. Nothing was fitted to them."""
+    """V4-Flash on 4 x H200, plain steps; its experts were in FP8. What FlashMLA takes in vLLM was fitted to them."""
     document = e2e_file.read(path)
     (tmp_path / "config.json").write_text(json.dumps(document.model_shape))
     model = read_model(str(tmp_path / "config.json"))
-    for row in document.measured():
-        made = make_sparse_plan(model, H200, on(row.concurrency, row.input, gpus=4, tp=4))
-        attention = made.etap if row.backend == "ETAP" else made.peers[0]
-        assert made.step_with(attention) == pytest.approx(row.itl_ms.median, rel=0.15), row.load_text
+    for rows in document.by_shape().values():
+        steps = {name: row.itl_ms.median for name, row in rows.items()}
+        ours, theirs = steps["ETAP"], steps["FLASHMLA_SPARSE"]
+        shape = rows["ETAP"]
+        made = make_sparse_plan(model, H200, on(shape.concurrency, shape.input, gpus=4, tp=4))
+        assert [peer.kernel for peer in made.peers] == ["FlashMLA", "FlashMLA in vLLM"]
+        assert made.step_with(made.etap) == pytest.approx(ours, rel=0.15)
+        assert made.step_with(made.peers[-1]) == pytest.approx(theirs, rel=0.15)
+        assert made.gain_over(made.peers[-1]).upper == pytest.approx(theirs / ours - 1, abs=0.02)
 
 
 def test_the_indexer_scores_a_key_of_four_tokens_in_csa_layers():

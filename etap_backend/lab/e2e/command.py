@@ -1,9 +1,4 @@
-"""`etap e2e`: ETAP and an engine's own attention backends behind the same server flags and the same load, in turn.
-
-For each backend a server is started, every point of the scenario is driven with the engine's own load generator, and
-the server is ended again. The file is whole after every reading, whatever ends the run, and an older one is replaced
-with the first.
-"""
+"""`etap e2e`: ETAP and an engine's own attention backends behind the same server flags and the same load, in turn."""
 
 from __future__ import annotations
 
