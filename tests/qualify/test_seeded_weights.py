@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from qualify import drawn_experts, seeded_weights
+from qualify import drawn_experts, filled_caches, seeded_weights
 
 
 def test_seeded_weights_depend_on_the_name_and_keep_the_variance():
@@ -48,13 +48,23 @@ def test_seeded_weights_in_blocks_have_their_variance_from_the_scales():
 
 
 @pytest.mark.parametrize(
-    "plugin", [(), ("sglang.srt.plugins", "qualify.drawn_experts")], ids=["vllm", "drawn experts of sglang"]
+    "plugin",
+    [(), ("vllm.general_plugins", "qualify.filled_caches"), ("sglang.srt.plugins", "qualify.drawn_experts")],
+    ids=["seeded weights", "filled caches", "drawn experts"],
 )
 def test_a_command_finds_the_plugin(plugin, capfd):
     group = plugin[0] if plugin else "vllm.general_plugins"
     program = f"from importlib.metadata import entry_points as of; print([e.load() for e in of(group='{group}')])"
     assert seeded_weights.run([sys.executable, "-c", program], *plugin) == 0
     assert "function register" in capfd.readouterr().out
+
+
+def test_blocks_that_a_request_has_are_filled_with_finite_numbers():
+    stored, states = torch.full((5, 3, 4), 255, dtype=torch.uint8), torch.full((5, 8), torch.nan)
+    for cache in (stored, states):
+        filled_caches.fill(None, cache, [0, 2, 4, 7])
+    assert stored[[2, 4]].max() < 64 and stored[[0, 1, 3]].eq(255).all()
+    assert states[[2, 4]].isfinite().all() and states[[0, 1, 3]].isnan().all()
 
 
 def test_drawn_logits_choose_other_experts_for_every_token():

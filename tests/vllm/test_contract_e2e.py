@@ -19,11 +19,26 @@ from etap_backend.lab.e2e.scenario import cases_of, read_scenario
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import ENGINES, FORCED_TOKENS, Load, read_result, takes_processors
 from etap_backend.lab.serving.lifecycle import Generator
-from qualify import two_nodes
+from qualify import filled_caches, two_nodes
 
 VLLM = ENGINES["vllm"]
 SCENARIOS = configs.shipped("e2e")
 GENERATOR_SECONDS = 1800  # of a generator that hangs
+
+
+@pytest.mark.skipif(not takes_processors(), reason="the plugin is vLLM 0.26's")
+def test_the_plugin_that_fills_caches_replaces_what_vllm_has(monkeypatch):
+    from vllm.distributed.kv_transfer.kv_connector.v1 import decode_bench_connector as bench
+    from vllm.model_executor.warmup import kernel_warmup
+
+    connector, worker = bench.DecodeBenchConnector, bench.DecodeBenchConnectorWorker
+    replaced = [(connector, "__init__"), (worker, "register_kv_caches"), (worker, "_fill_block_tensor")]
+    replaced += [(kernel_warmup, f"_LL_BF16_WARMUP_{what}") for what in ("MODEL_SHAPES", "M_RANGE")]
+    before = [getattr(*one) for one in replaced]
+    for (owner, name), value in zip(replaced, before, strict=True):
+        monkeypatch.setattr(owner, name, value)  # and puts it back
+    filled_caches.register()
+    assert all(getattr(*one) != value for one, value in zip(replaced, before, strict=True))
 
 
 @pytest.fixture(scope="session")
