@@ -150,20 +150,18 @@ def v4_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return elements.view(FP8).float(), powers[:, :V4_SCALES].int() - 127, rope.view(torch.bfloat16)
 
 
-def v4_keys(rows: Tensor) -> Tensor:
-    """What V4's rows stand for, as the kernels have it: bfloat16 [n, 512].
+def v4_keys(elements: Tensor, exponents: Tensor, rope: Tensor) -> Tensor:
+    """What V4's rows stand for, in their parts, as the kernels have it: bfloat16 [n, 512].
 
     A power of two changes no digit of an element of e4m3; what bfloat16 has no exponent for is subnormal or infinite.
     """
-    elements, exponents, rope = v4_parts(rows)
     nope = torch.ldexp(elements, exponents.repeat_interleave(V4_SCALE_DIM, dim=1))
     return torch.cat([nope.bfloat16(), rope], dim=1)
 
 
-def v4_product(rows: Tensor, pt: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rounded_product`, of V4's rows whose elements are multiplied as they are: a power of two times P, rounded to
-    bfloat16, is float16 and rounded where that is subnormal."""
-    elements, exponents, rope = v4_parts(rows)
+def v4_product(elements: Tensor, exponents: Tensor, rope: Tensor, pt: Tensor) -> tuple[Tensor, Tensor]:
+    """As `rounded_product`, of V4's rows whose elements are multiplied as they are: P is rounded to bfloat16, and times
+    a power of two to float16, which changes it where that is subnormal."""
     rounded_pt = pt.bfloat16().float()
     scaled = [torch.ldexp(rounded_pt, power[:, None]).half().float() for power in exponents.T]
     groups = zip(elements.split(V4_SCALE_DIM, dim=1), scaled, strict=True)
@@ -184,11 +182,15 @@ def scores_and_product(q: Queries, rows: Tensor, valid: Tensor, scaled: bool) ->
     what float16 has room for. So the output is divided by the sum of P as it was. V4's scales are powers of two: there
     P is rounded before, and bfloat16 has room for all.
     """
-    if rows.dtype != torch.uint8 or rows.shape[1] == V4_ROW_BYTES:
-        keys = (v4_keys(rows) if rows.dtype == torch.uint8 else rows).float()
-        if scaled and has_ordinary_scales(torch.exp2(v4_parts(rows[valid])[1].float())):
-            return keys @ q.latent.T, functools.partial(v4_product, rows)
+    if rows.dtype != torch.uint8:
+        keys = rows.float()
         return keys @ q.latent.T, functools.partial(rounded_product, keys[:, :LATENT_DIM], torch.bfloat16)
+    if rows.shape[1] == V4_ROW_BYTES:
+        elements, exponents, v4_rope = v4_parts(rows)
+        keys = v4_keys(elements, exponents, v4_rope).float()
+        if scaled and has_ordinary_scales(torch.exp2(exponents[valid].float())):
+            return keys @ q.latent.T, functools.partial(v4_product, elements, exponents, v4_rope)
+        return keys @ q.latent.T, functools.partial(rounded_product, keys, torch.bfloat16)
     elements, scales, rope = (part.contiguous() for part in rows.tensor_split((LATENT_DIM, SPARSE_FP8_BYTES), dim=1))
     values, scales = elements.view(FP8).float(), scales.view(torch.float32)
     groups = [slice(first, first + SCALE_DIM) for first in range(0, LATENT_DIM, SCALE_DIM)]
@@ -209,10 +211,9 @@ def scores_and_product(q: Queries, rows: Tensor, valid: Tensor, scaled: bool) ->
 
 
 def decode_piece(
-    q: Queries, lists: Lists, token: int, tiles: range, softmax_scale: float, row_tile: int
+    q: Queries, lists: Lists, token: int, tiles: range, softmax_scale: float, scaled: bool
 ) -> tuple[Tensor, Tensor]:
     """Attention of one token over some tiles of its list: float32 out [heads, 512] and lse [heads]."""
-    scaled = lists.scaled(row_tile)
 
     def scores_and_products() -> Iterator[tuple[Tensor, Product]]:
         for tile in tiles:
@@ -265,11 +266,12 @@ def decode(call: SparseCall) -> None:
     slot_floats = heads * PARTIAL_FLOATS
     slots = call.workspace[: call.workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
     _, row_tile, *_ = library().sparse_decode_shape(heads)
+    scaled = lists.scaled(row_tile)
     partial: dict[int, list[int]] = {}  # slots of each token that is split
 
     for piece in pieces(tiles, lists.most_tiles, heads, call.partitions):
-        queries = queries_of(packed[piece.token], lists.scaled(row_tile) and not lists.v4)
-        piece_out, piece_lse = decode_piece(queries, lists, piece.token, piece.tiles, call.softmax_scale, row_tile)
+        queries = queries_of(packed[piece.token], scaled and not lists.v4)
+        piece_out, piece_lse = decode_piece(queries, lists, piece.token, piece.tiles, call.softmax_scale, scaled)
         if piece.slot is None:
             call.out[piece.token] = with_sinks(piece_out, piece_lse, call.sinks).to(call.out.dtype)
             call.lse[piece.token] = final_lse(piece_lse, call.empty_lse)

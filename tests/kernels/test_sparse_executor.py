@@ -104,7 +104,7 @@ def test_pieces_merge_to_the_whole(cuts, cache):
     bounds = (0, *cuts, 8)
     arguments = (cpu_sparse.queries_of(problem.q[0], cache == "fp8"), lists_of(problem), 0)
     parts = [
-        cpu_sparse.decode_piece(*arguments, range(a, b), SOFTMAX_SCALE, row_tile=8)
+        cpu_sparse.decode_piece(*arguments, range(a, b), SOFTMAX_SCALE, scaled=cache == "fp8")
         for a, b in zip(bounds, bounds[1:], strict=False)
     ]
     out, lse = cpu_dense.combine(*(torch.stack(tensors) for tensors in zip(*parts, strict=True)))
@@ -142,7 +142,7 @@ def test_an_fp8_row_is_not_multiplied_out(scales, p_dtype):
     """Its scale multiplies P, which is rounded then: a single key is as far off as P's type rounds the scale."""
     problem = build(SparseCase(1, 4, 1, "fp8", scales=scales), "cpu")
     queries = cpu_sparse.queries_of(problem.q[0], True)
-    out, lse = cpu_sparse.decode_piece(queries, lists_of(problem), 0, range(1), SOFTMAX_SCALE, row_tile=8)
+    out, lse = cpu_sparse.decode_piece(queries, lists_of(problem), 0, range(1), SOFTMAX_SCALE, scaled=True)
     wanted = truth(problem)
     rows, _ = lists_of(problem).rows(0, 0)
     scales = rows[:, 512:528].contiguous().view(torch.float32)

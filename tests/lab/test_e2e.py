@@ -324,7 +324,10 @@ def test_the_whole_depth_is_the_same_server_in_all_three_forms():
 def test_a_scenario_like_another_has_its_points_and_its_own_environment():
     like, base = read_scenario("decode-plain"), read_scenario("decode")
     assert like.points == base.points and like.vllm.backends == base.vllm.backends
-    assert base.environment == {} and like.environment["NCCL_NVLS_ENABLE"] == "0"
+    no_multicast = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+    assert base.environment == {} and like.environment == no_multicast
+    plain = (name for name in SCENARIOS if name.endswith("-plain") or name.startswith("decode-full"))
+    assert all(read_scenario(name).environment == no_multicast for name in plain)
     assert like.sglang.flags[:4] == base.sglang.flags and "SGLANG_ENABLE_JIT_DEEPGEMM" in like.sglang.environment
     assert "--disable-custom-all-reduce" in like.sglang.flags and like.sglang.backends == base.sglang.backends
 

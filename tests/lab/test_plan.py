@@ -223,7 +223,7 @@ def test_step_of_vllm_on_h200():
 
 
 # Servers whose experts were drawn evenly, as the plan has it. Nothing was fitted to them. SGLang's were without its own
-# all-reduce, and NCCL's make the step of one request longer than the plan's by 3 ms.
+# all-reduce; a step of one request is 3 ms longer there than the plan's, which docs/plan.md says.
 EVEN = [
     document
     for path in sorted(RESULTS.glob("e2e-decode-full*.json"))

@@ -22,15 +22,7 @@ import torch
 from etap_backend import reference
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.cpu import sparse as cpu_sparse
-from etap_backend.limits import (
-    SCALE_DIM,
-    SPARSE_FP8_BYTES,
-    V4_DATA_BYTES,
-    V4_NOPE_DIM,
-    V4_ROW_BYTES,
-    V4_SCALE_DIM,
-    V4_SCALES,
-)
+from etap_backend.limits import SCALE_DIM, SPARSE_FP8_BYTES, V4_NOPE_DIM, V4_ROW_BYTES, V4_SCALE_DIM
 from etap_backend.sparse import sparse_decode_shape
 from support.cases import LATENT, SOFTMAX_SCALE
 from support.compare import (
@@ -163,7 +155,8 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
         small = torch.where(least < BF16.tiny, weight, 0)
         lost = small @ values.abs() + small.sum(2, keepdim=True) * result.abs()
         if is_v4 and sparse_decode_shape(weight.shape[1]).row_tile <= cpu_sparse.MOST_ROWS_OF_V4:
-            scales = torch.exp2(rows[..., V4_DATA_BYTES : V4_DATA_BYTES + V4_SCALES].double() - 127)
+            _, exponents, _ = cpu_sparse.v4_parts(rows.flatten(0, 1))
+            scales = torch.exp2(exponents.double()).unflatten(0, rows.shape[:2])
             groups = zip(scales.unbind(2), values[..., :V4_NOPE_DIM].split(V4_SCALE_DIM, dim=2), strict=True)
             parts = [_subnormal(scale[:, None], weight, p, most) @ columns.abs() for scale, columns in groups]
             lost[..., :V4_NOPE_DIM] += torch.cat(parts, dim=2)

@@ -222,7 +222,7 @@ class Document(Provenance):
     @property
     def draws_experts(self) -> bool:
         """Whether each token's experts were drawn, all equally likely, instead of chosen by the model's router."""
-        return EVEN_ROUTING in self.environment or DRAWING_PLUGIN in self.environment.get("SGLANG_PLUGINS", "")
+        return bool(self.environment.get(EVEN_ROUTING)) or DRAWING_PLUGIN in self.environment.get("SGLANG_PLUGINS", "")
 
     def by_shape(self) -> dict[tuple, dict[str, Measured | Skipped | Failed]]:
         """{shape: {backend: row}} in the order of the rows."""

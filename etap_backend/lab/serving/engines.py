@@ -56,7 +56,7 @@ class Serving:
 
 @dataclass(frozen=True)
 class Load:
-    """A load generator's run: `prompts` prompts of `input` random tokens, by the seed, `concurrency` at a time."""
+    """A load generator's run: `prompts` of `input` random tokens, of one seed the same, `concurrency` at a time."""
 
     input: int
     output: int
