@@ -82,7 +82,7 @@ def test_it_holds_the_package_and_one_library(wheel):
     sources |= {f"etap_backend/{path.relative_to(ROOT)}" for path in (ROOT / "configs").rglob("*.*") if path.is_file()}
     packaged = {name for name in names if not name.startswith("etap_backend-")} - {LIBRARY}
     assert packaged == sources
-    assert wheel.getinfo(LIBRARY).file_size < 7 * 2**20
+    assert wheel.getinfo(LIBRARY).file_size < 3 * 2**20
 
 
 def test_its_version_names_its_build(wheel, wheel_path, metadata):
