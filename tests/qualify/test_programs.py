@@ -31,7 +31,7 @@ def test_a_program_says_how_it_is_run_and_lists_its_options(name):
 def test_the_programs_are_those_that_are_known():
     assert PROGRAMS == [
         "known_answers", "random_cases", "same_instructions", "sanitize", "theirs", "train_model", "two_nodes",
-        "v4_server", "vllm_upstream",
+        "two_servers", "v4_server", "vllm_upstream",
     ]  # fmt: skip
 
 

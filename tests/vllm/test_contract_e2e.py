@@ -19,7 +19,7 @@ from etap_backend.lab.e2e.scenario import cases_of, read_scenario
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import ENGINES, FORCED_TOKENS, Load, read_result, takes_processors
 from etap_backend.lab.serving.lifecycle import Generator
-from qualify import filled_caches, two_nodes
+from qualify import filled_caches, seeded_weights, two_nodes, two_servers
 
 VLLM = ENGINES["vllm"]
 SCENARIOS = configs.shipped("e2e")
@@ -295,3 +295,28 @@ def test_the_dummy_model_is_one_rank_of_the_whole(dummy_folder):
         256,
         256,
     )
+
+
+@pytest.mark.skipif(not takes_processors(), reason="the connector's configuration is vLLM 0.26's")
+def test_vllm_makes_a_configuration_of_each_of_two_joined_servers(dummy_folder):
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    prepared = prepare_model("deepseek-r1", two_servers.CHANGES, 8, 1, dummy_folder)
+    prepared.write()
+    seeded_weights.register()
+    for role, gpu in two_servers.SERVERS.items():
+        backend = ("FLASHMLA", "ETAP")[gpu]
+        flags = read_scenario("decode-plain").vllm.flags
+        parsed = serve_arguments(
+            two_servers.command(role, prepared.model, backend, 8000, dummy_folder / "kv-blocks", flags)[4:]
+        )
+        parsed.model = parsed.model_tag or parsed.model
+        made = AsyncEngineArgs.from_cli_args(parsed).create_engine_config()
+        assert made.attention_config.backend.name == backend and made.cache_config.block_size == 64
+        assert made.load_config.load_format == "seeded" and made.cache_config.kv_cache_memory_bytes == 2 << 30
+        assert (made.kv_transfer_config is not None) == (role in two_servers.JOINED)
+        if made.kv_transfer_config:
+            connector = KVConnectorFactory.get_connector_class(made.kv_transfer_config)
+            assert connector.__name__ == "OffloadingConnector"
+            assert not made.scheduler_config.disable_hybrid_kv_cache_manager
