@@ -49,7 +49,6 @@ LAB = {
     "record": Program("etap_backend.lab.bench.record", "main", "measure a group of published results again"),
     "report": Program("etap_backend.lab.bench.report", "main", "tables and plots of benchmark results"),
     "plan": Program("etap_backend.lab.plan.command", "plan", "what fits on which GPUs, and what ETAP gains there"),
-    "estimate": Program("etap_backend.lab.estimate.command", "main", "from a measured server to one on an H20"),
     "e2e": Program("etap_backend.lab.e2e.command", "e2e", "serve a model with ETAP and other backends, and compare"),
     "e2e-report": Program("etap_backend.lab.e2e.report", "main", "tables and plots of e2e results"),
 }

@@ -5,11 +5,10 @@
 
 `<!-- bench NAME -->` is the table of results/NAME.json, `<!-- bench NAME: 1 x 1K; 16 x 4K, 8 heads -->` some of its
 rows, `<!-- summary NAME -->` a wide sweep by query rows, `<!-- ratios NAME -->` how ours compares with each peer,
-`<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time
-between two tokens at some loads, `<!-- estimate NAME -->` a table of `etap estimate`, and `<!-- claims all -->` what
-checks say of themselves in their files. A place whose NAME ends in a question mark says that nothing was measured until
-there is such a file. Each file of times has a page of its own in docs/tables, and
-docs/api.md is made from docstrings where there is torch to import them with.
+`<!-- e2e NAME -->` a table of `etap e2e`, `<!-- e2e NAME: 16 x 16K -->` the time between two tokens at some loads, and
+`<!-- claims all -->` what checks say of themselves in their files. A place whose NAME ends in a question mark says that
+nothing was measured until there is such a file. Each file of times has a page of its own in docs/tables. Where there is
+torch to import the public calls with, docs/api.md is made from their docstrings.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from etap_backend.lab.bench import plots, report
 from etap_backend.lab.bench import rows as bench_rows
 from etap_backend.lab.e2e import report as e2e_report
 from etap_backend.lab.e2e import results_file as e2e_rows
-from etap_backend.lab.estimate import results_file as estimates
 from etap_backend.lab.results import Place
 
 ROOT = results.FOLDER.parent
@@ -38,9 +36,8 @@ KINDS: dict[str, Callable[[Path, Place], str]] = {
     "summary": lambda path, place: report.summary(bench_rows.read(path)),
     "ratios": lambda path, place: report.ratios(bench_rows.read(path)),
     "e2e": lambda path, place: e2e_report.markdown(e2e_rows.read(path), place.rows),
-    "estimate": lambda path, place: estimates.markdown(path),
 }
-WHOLE = {"bench": "bench", "bench-sparse": "bench", "e2e": "e2e", "estimate": "estimate"}
+WHOLE = {"bench": "bench", "bench-sparse": "bench", "e2e": "e2e"}
 """Kinds of files with a page of their own, and the kind of the place on it."""
 SWEPT = 200  # rows: the page of a file with more has them by query rows
 OF_A_CHECK = ("what", "outcome", "gpu", "date", "commit")
@@ -93,11 +90,11 @@ def whole_pages(root: Path) -> dict[Path, str]:
         content = results.read_json(path)
         if kind := kind_of(content):
             kind = "summary" if kind == "bench" and len(content["rows"]) > SWEPT else kind
-            title = f"# {content.get('title') or 'Estimate for ' + content['target']}"
+            title = f"# {content['title']}"
             about = f"Made from [{path.name}](../../results/{path.name})."
             place = f"<!-- {kind} {path.stem} -->\n<!-- /{kind} -->\n"
             made[root / "docs" / "tables" / f"{path.stem}.md"] = f"{title}\n\n{about}\n\n{place}"
-            index.append(f"- [{path.stem}]({path.stem}.md): {title[2:]}, {content.get('gpu', 'estimate')}")
+            index.append(f"- [{path.stem}]({path.stem}.md): {title[2:]}, {content['gpu']}")
     made[root / "docs" / "tables" / "README.md"] = "\n".join([*index, "<!-- /index -->", ""])
     return made
 

@@ -20,7 +20,6 @@ from plan_screens import etap_plan, run, words_of
 from etap_backend.lab import configs, results
 from etap_backend.lab.bench.rows import Document
 from etap_backend.lab.e2e import results_file as e2e_file
-from etap_backend.lab.estimate.carry_over import kernel_of, servers_of, step_ms
 from etap_backend.lab.plan import step
 from etap_backend.lab.plan.alternatives import what_fits
 from etap_backend.lab.plan.inputs import CACHE_NAMES, LONGEST_REST, Deployment, Model, read_gpu, read_model
@@ -230,6 +229,29 @@ EVEN = [
     if (document := e2e_file.read(path)).draws_experts and document.layout.dcp == 1
     if (shape := configs.parse(Model, document.model_shape)).num_hidden_layers == 61 and not shape.sparse
 ]
+
+
+def kernel_of(row: e2e_file.Measured) -> str | None:
+    return {"etap": "etap", "flashmla": "FlashMLA"}.get(row.backend.lower())
+
+
+def step_ms(document: e2e_file.Document, row: e2e_file.Measured) -> float:
+    """As served: where prompts are cached and a chunk has one token, the time between two chunks. TPOT has in it what
+    requests wait for the others' admission."""
+    alone = not row.tokens_per_chunk or row.tokens_per_chunk.median < 1.05
+    if row.prefill == "cached" and not document.draft_tokens and row.itl_ms and alone:
+        return row.itl_ms.median
+    return row.tpot_ms.median * (row.acceptance_length.median if row.acceptance_length else 1.0)
+
+
+def planned(document: e2e_file.Document, row: e2e_file.Measured) -> tuple[Model, Deployment]:
+    """What the planner is told of a reading."""
+    layout, cache = document.layout, "fp8" if document.kv_dtype == "fp8" else "bfloat16"
+    load = {"context": row.input + row.output // 2, "batch": row.concurrency, "s_q": 1 + document.draft_tokens}
+    where = Deployment(document.gpus, layout.tp, layout.dp, layout.pp, cache=cache, **load)
+    return configs.parse(Model, document.model_shape), where
+
+
 EVEN_STEPS = [
     pytest.param(document, row, id=f"{document.title}, {row.backend}, {row.load_text}")
     for document in EVEN
@@ -241,9 +263,7 @@ EVEN_STEPS = [
 @pytest.mark.parametrize("document, row", EVEN_STEPS)
 def test_steps_at_full_depth(document, row):
     """Each H200 as one of eight ranks; FlashMLA as vLLM calls it where that was measured."""
-    servers = servers_of(document, "h20-96g")
-    where, _ = servers.deployments(document, row)
-    made = make_plan(servers.model_here, servers.gpu_here, where)
+    made = make_plan(planned(document, row)[0], H200, planned(document, row)[1])
     kernel = made.etap if kernel_of(row) == "etap" else made.peers[-1]
     assert made.step_with(kernel) == close(step_ms(document, row))
 
@@ -251,11 +271,10 @@ def test_steps_at_full_depth(document, row):
 @pytest.mark.parametrize("document", EVEN, ids=lambda document: document.title)
 def test_rest_of_a_step_with_experts_drawn_evenly(document):
     """The profiles' time beside attention; each backend's is the same but for the spread."""
-    servers = servers_of(document, "h20-96g")
     for row in (row for row in document.measured() if row.profile and row.profile.steps):
-        where, _ = servers.deployments(document, row)
+        model, where = planned(document, row)
         rest = (row.profile.kernels_ms - row.profile.attention_ms) / row.profile.steps
-        assert step.rest_of_step_ms(servers.model_here, servers.gpu_here, where) == close(rest)
+        assert step.rest_of_step_ms(model, H200, where) == close(rest)
 
 
 def test_fewer_experts_take_less_and_an_even_choice_is_the_default():

@@ -238,6 +238,11 @@ def test_logs_are_understood():
     assert sglang.in_use("etap", "server_args=ServerArgs(attention_backend='etap', ")
     assert sglang.in_use("etap", "server_args={'decode_attention_backend': None, 'attention_backend': 'etap', ")
     assert not sglang.in_use("etap", "attention_backend='fa3', decode_attention_backend='etap'")
+    v4 = "Use dsv4 attention backend for DeepseekV4ForCausalLM, setting page_size to 256.\n attention_backend='dsv4'"
+    ours = "Attention backend etap: DeepSeek-V4, decode and prefill, 8 heads unpadded, KV cache fp8_ds_mla"
+    assert sglang.in_use("dsv4", v4) and not sglang.in_use("etap", v4)
+    assert sglang.in_use("etap", v4 + ours) and not sglang.in_use("dsv4", v4 + ours)
+    assert (sglang.page_tokens(""), sglang.page_tokens(v4)) == (64, 256)
 
 
 def test_results_of_both_load_generators_are_read(tmp_path):

@@ -15,6 +15,7 @@ import typer
 
 from etap_backend.lab.checks import soak
 from etap_backend.lab.checks import traffic as load
+from etap_backend.lab.checks.agreement import Agreement
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.engines import ENGINES
 
@@ -107,7 +108,7 @@ def run(model, faults, monkeypatch, **changes):
     monkeypatch.setenv("FAULTS", faults)
     output = model.parent / "soak.json"
     options = {"seconds": 1.5, "concurrency": 8, "timeout": 20.0, "probe_every": 0.2, "sample_every": 0.05}
-    options |= {"wave_every": 0.3, "write_every": 0.5, "host_growth": 24, "ready": 20, "output": output}
+    options |= {"wave_every": 0.3, "write_every": 0.5, "host_growth": 24, "ready": 120, "output": output}
     with pytest.raises(typer.Exit) as ended:
         soak.main(model, [], **(DEFAULTS | options | changes))
     document = json.loads(output.read_text())
@@ -157,6 +158,30 @@ def test_a_sparse_models_indexer_has_room_to_grow_into_and_its_server_must_say_t
     code, document = run(model, "", monkeypatch)
     assert document["settings"]["gpu_growth"] == 1 + 512
     assert code == 1 and "sparse attention" in document["failures"][0]
+
+
+def test_a_server_of_deepseek_v4_that_knows_nothing_by_heart_is_held_against_its_own_noise(model, monkeypatch):
+    """Without drafts as with them; only ETAP's line says what its layers attend with."""
+    for name, more in (("config", {"index_topk": 512, "compress_ratios": [0, 4]}), ("prompts", {"recite": []})):
+        file = model / f"{name}.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    code, document = run(model, "", monkeypatch)
+    assert (code, document["failures"]) == (0, []) and document["probes"]["recite_right"] is None
+    code, document = run(model, "wrong when forced", monkeypatch)
+    assert code == 1 and any("wrong answer" in failure for failure in document["failures"])
+
+
+def test_what_a_model_that_knows_nothing_by_heart_may_differ_by_follows_its_noise(tmp_path):
+    entry = {"prompt": [1], "answer": [2]}
+    allowed = {}
+    for recite in ([], [entry]):
+        (tmp_path / "prompts.json").write_text(json.dumps({"recite": recite, "recall": [entry]}))
+        probes = soak.Probes(ENGINES["vllm"], None, tmp_path, True)
+        probes.noise = 0.1
+        found = Agreement([[0.7] * 9], [0.9])
+        allowed[bool(recite)] = probes.objections(found)
+    assert not [said for said in allowed[False] if "probe" in said or "best two" in said]
+    assert len([said for said in allowed[True] if "probe" in said or "best two" in said]) == 2
 
 
 @pytest.mark.exhaustive

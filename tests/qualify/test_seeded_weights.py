@@ -5,7 +5,7 @@ import sys
 import pytest
 import torch
 
-from qualify import drawn_experts, filled_caches, seeded_weights
+from qualify import drawn_experts, filled_caches, seeded_sglang, seeded_weights
 
 
 def test_seeded_weights_depend_on_the_name_and_keep_the_variance():
@@ -49,8 +49,13 @@ def test_seeded_weights_in_blocks_have_their_variance_from_the_scales():
 
 @pytest.mark.parametrize(
     "plugin",
-    [(), ("vllm.general_plugins", "qualify.filled_caches"), ("sglang.srt.plugins", "qualify.drawn_experts")],
-    ids=["seeded weights", "filled caches", "drawn experts"],
+    [
+        (),
+        ("vllm.general_plugins", "qualify.filled_caches"),
+        ("sglang.srt.plugins", "qualify.drawn_experts"),
+        ("sglang.srt.plugins", "qualify.seeded_sglang"),
+    ],
+    ids=["seeded weights", "filled caches", "drawn experts", "seeded SGLang"],
 )
 def test_a_command_finds_the_plugin(plugin, capfd):
     group = plugin[0] if plugin else "vllm.general_plugins"
@@ -73,3 +78,13 @@ def test_drawn_logits_choose_other_experts_for_every_token():
     assert len(logits.topk(8).indices.unique()) > 200
     drawn_experts.draw_logits(router_logits=logits.zero_())
     assert logits.std() > 1
+
+
+def test_sglang_gets_the_same_weights_and_layers_that_pad_their_heads():
+    layer, drawn = torch.nn.Linear(8, 8), torch.empty(8, 8)
+    layer.attn_sink, layer.attn_tp_size = torch.nn.Parameter(torch.ones(8)), 1
+    layer.k_scale = torch.nn.Parameter(torch.tensor(-1.0))
+    seeded_sglang.initialize(torch.nn.ModuleDict({"wq_b": layer}))
+    seeded_weights.fill("wq_b.weight", drawn)
+    assert torch.equal(layer.weight, drawn) and not layer.attn_sink.any()
+    assert layer.k_scale == -1 and layer.attn_tp_size == 2

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from etap_backend.lab.checks.agreement import PROMPT_TOKENS
+from etap_backend.lab.checks.agreement import CONTEXT, PROMPT_TOKENS
+from etap_backend.lab.checks.asked import is_v4
 from etap_backend.lab.results import write
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import Answer
@@ -40,6 +41,16 @@ def test_the_model_has_every_kind_of_layer_and_every_token_of_a_prompt(tmp_path,
     assert config["compress_ratios"] == [0, 0, *[4, 128] * (layers // 2 - 1), *[0] * mtp]
     assert config["vocab_size"] > max(PROMPT_TOKENS) and config["num_attention_heads"] == 8
     assert config["num_attention_heads"] % config["o_groups"] == 0
+
+
+def test_a_model_for_the_checks_has_a_tokenizer_and_knows_no_prompt_by_heart(tmp_path):
+    pytest.importorskip("tokenizers", reason="the dummy model's tokenizer is made with it")
+    v4_server.main(model=tmp_path, layers=8, drafts=1, output=tmp_path / "none.json")
+    files = {name: json.loads((tmp_path / f"{name}.json").read_text()) for name in ("config", "prompts", "training")}
+    assert files["config"]["num_nextn_predict_layers"] == 1 and files["config"]["max_position_embeddings"] == CONTEXT
+    assert (tmp_path / "tokenizer.json").exists() and not files["prompts"]["recite"]
+    longest = max(len(entry["prompt"]) + len(entry["answer"]) for entry in files["prompts"]["recall"])
+    assert 4000 < longest < CONTEXT and is_v4(tmp_path)
 
 
 def test_a_reply_is_its_tokens_their_log_probabilities_and_the_gaps_between_the_best_two():

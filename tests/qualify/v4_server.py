@@ -9,6 +9,9 @@ and long ones behind another beginning; log-probabilities must agree as those of
 --drafts N each answers once more, greedily, with N tokens drafted by the model's MTP layer. With --steps N engines take
 so many turns without drafts, in which steps of decode are timed, the host's speed beside them. A run goes on with the
 engines' files that it finds beside its output: another model, vLLM or library wants another output.
+
+With --write-model FOLDER it leaves that folder with the model for `etap check answers` and `etap check soak`, in vLLM
+under `qualify.seeded_weights`, in SGLang under `qualify.seeded_sglang`, and does nothing else.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from etap_backend.lab.checks.asked import ASKED, PACKAGES
 from etap_backend.lab.e2e.turns import host_ms
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
+from etap_backend.lab.serving import dummy_model
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import FORCED_TOKENS, Answer, takes_processors
 from etap_backend.lab.serving.lifecycle import Process, tail
@@ -57,6 +61,7 @@ SMALLER = {"n_routed_experts": 64, "moe_intermediate_size": 256, "expert_dtype":
 MODES = {"answers": "plain", "drafts": "mtp"}  # what engines are asked for, by its file
 REQUESTS = 48
 POINTS = ((1, 4096), (16, 4096), (64, 4096))  # requests x tokens of their prompts
+PROBED = (40, 200, 700, 1500, 2300, 3000, 3600, 4000)  # tokens of the prompts that a soak's probes have
 STEPS = 128  # in which all requests decode, at least
 PROMPT_TOKENS_A_STEP = 1024  # vLLM takes more of them
 PROOF = "ETAP decodes: DeepSeek-V4's sparse attention"
@@ -70,6 +75,16 @@ def write_model(folder: Path, layers: int = LAYERS, drafts: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return folder
+
+
+def write_checked_model(folder: Path, layers: int, drafts: int) -> None:
+    """The same with what the checks want beside: a tokenizer, and prompts of which none is known by heart."""
+    config = json.loads((write_model(folder, layers, drafts) / "config.json").read_text())
+    dummy_model.write(folder, config | {"max_position_embeddings": CONTEXT})
+    draw = random.Random(0)
+    prompts = [{"prompt": draw.choices(PROMPT_TOKENS, k=length), "answer": [0] * 32} for length in PROBED]
+    write({"recite": [], "recall": prompts}, folder / "prompts.json")
+    write({"weights": "seeded", "layers": layers, "drafts": drafts}, folder / "training.json")
 
 
 def forcing(request: Request) -> dict:
@@ -280,6 +295,7 @@ def main(
     drafts: Annotated[int, typer.Option(min=0, help="Tokens that MTP drafts in answers besides.")] = 0,
     turns: Annotated[int, typer.Option("--steps", min=0, help="Turns in which steps are timed.")] = 0,
     asked: Annotated[bool, typer.Option("--answers/--no-answers", help="Whether answers are compared.")] = True,
+    model: Annotated[Path | None, typer.Option("--write-model", help="Only write the model, to this folder.")] = None,
     parallel: Annotated[bool, typer.Option("--parallel", help="Both engines answer at a time.")] = False,
     limit: Annotated[float, typer.Option(help="Seconds for one engine.")] = 600,
     backend: Annotated[str, typer.Option("--serve", hidden=True)] = "",
@@ -287,6 +303,8 @@ def main(
 ) -> None:
     """Compare answers and steps; exit with 1 when answers differ by more than allowed."""
     folder = output.with_suffix("")
+    if model:
+        return write_checked_model(model, layers, drafts)
     if backend:
         return serve(backend, part, folder, layers, drafts)
     must_be_writable(output)

@@ -28,7 +28,7 @@ from typing import ClassVar
 from etap_backend.lab.checks.asked import Asked, Variant
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.client import Deadline, Failed, FailedRequest
-from etap_backend.lab.serving.engines import PAGE_TOKENS, Answer, Engine, Serving
+from etap_backend.lab.serving.engines import Answer, Engine, Serving
 from etap_backend.lab.serving.servers import Served
 
 PROMPT_TOKENS = range(1000, 4000)  # in the vocabulary of every model, and no special token of any
@@ -337,11 +337,17 @@ def _found(server: Served) -> float:
 
 
 def _must_have_found(server: Served, requests: list[Request], had: float) -> None:
-    """Raise Failed unless the prefix cache had nearly all whole pages of prompts that were just asked."""
+    """Raise Failed unless the prefix cache had nearly all whole pages of prompts that were just asked.
+
+    One that cannot hold what these requests make of it need not.
+    """
     # The last page of a prompt is computed again, and so is one that only just fills a page.
-    wanted = sum((len(request.prompt) - 1) // PAGE_TOKENS * PAGE_TOKENS for request in requests)
+    page = server.engine.page_tokens(server.text())
+    wanted = sum((len(request.prompt) - 1) // page * page for request in requests)
     server.about.update(tokens_cached=had, tokens_cached_wanted=wanted)
-    if had < CACHED_SHARE * wanted:
+    room = server.engine.cache_tokens(server.text())
+    holds = room is None or room >= sum(len(request.prompt) + request.new_tokens for request in requests)
+    if holds and had < CACHED_SHARE * wanted:
         raise Failed(f"prefix cache: wanted {wanted} tokens of the prompts, got {had:.0f}")
 
 

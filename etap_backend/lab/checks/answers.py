@@ -21,7 +21,7 @@ run at once on the GPU; vLLM then needs --kv-cache-memory-bytes, because it take
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +34,7 @@ from rich.table import Table
 from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import MixedRequests
-from etap_backend.lab.checks.asked import ASKED, PACKAGES, Asked, Variant, is_sparse, on_gpus
+from etap_backend.lab.checks.asked import ASKED, PACKAGES, Asked, Variant, is_sparse, is_v4, on_gpus
 from etap_backend.lab.e2e.scenario import Scenario, read_scenario
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
@@ -131,11 +131,14 @@ class Run:
 
 
 def chosen_backends(
-    questions: MixedRequests, asked: Asked, sparse: bool, names: str, cache: str, layouts: str
+    questions: MixedRequests, asked: Asked, own: Sequence[str], names: str, cache: str, layouts: str
 ) -> list[str]:
-    """The backends of a run, the reference first. Raises ValueError when they are none, or want more GPUs."""
-    own = list(asked.sparse if sparse else asked.backends)
-    backends = questions.backends(asked, names.split(",") if names else own, cache, named=bool(names))
+    """The backends of a run, the reference first. Raises ValueError when they are none, or want more GPUs.
+
+    Args:
+        own: the model's, where none are named.
+    """
+    backends = questions.backends(asked, names.split(",") if names else list(own), cache, named=bool(names))
     backends = on_gpus(backends, layouts.split(",")) if layouts else backends
     wanted = max(Variant.parse(name).tp for name in backends)
     if wanted > 1 and (there := len(gpus.gpus())) < wanted:
@@ -192,8 +195,11 @@ def command(program: str, questions_of: type[MixedRequests], default: int, optio
         work = work or output.with_suffix("")
         try:
             questions = questions_of(model, size)
-            sparse = is_sparse(folder) if (folder / "config.json").is_file() else False
-            chosen = chosen_backends(questions, asked, sparse, backends, kv_cache_dtype, layouts)
+            known = (folder / "config.json").is_file()
+            v4 = known and is_v4(folder)
+            sparse = known and is_sparse(folder) and not v4  # V4's line proves it by itself
+            own = asked.v4 if v4 else asked.sparse if sparse else asked.backends
+            chosen = chosen_backends(questions, asked, own, backends, kv_cache_dtype, layouts)
             several = read_scenario(scenario)
             if getattr(several, engine) is None:
                 raise ValueError(f"--scenario: wanted one with a table [{engine}], got {scenario}")

@@ -72,6 +72,11 @@ def is_sparse(model: Path) -> bool:
     return "index_topk" in read_json(model / "config.json")
 
 
+def is_v4(model: Path) -> bool:
+    """Whether the model's layers attend as DeepSeek-V4's. Raises ValueError where the folder has no configuration."""
+    return "compress_ratios" in read_json(model / "config.json")
+
+
 def parse_layout(text: str) -> tuple[int, int]:
     """Ranks of tensor and of decode context parallelism, from tp2, dcp2 or the like. Raises ValueError otherwise."""
     if not (found := re.fullmatch(r"(tp|dcp)([1-9]\d*)", text)):
@@ -91,7 +96,8 @@ class Asked:
     """What an engine is asked for here.
 
     Attributes:
-        backends, sparse: attention backends for models of dense and of sparse attention, the reference first.
+        backends, sparse, v4: attention backends for models of dense and of sparse attention and for DeepSeek-V4, the
+            reference first.
         modes: who proposes tokens.
         forces: whether it can be made to answer given tokens.
         roomy: modes with room for all requests, in which none is preempted.
@@ -100,6 +106,7 @@ class Asked:
     engine: Engine
     backends: tuple[str, ...]
     sparse: tuple[str, ...]
+    v4: tuple[str, ...]
     modes: tuple[str, ...]
     forces: bool
     roomy: tuple[str, ...] = ()
@@ -126,11 +133,18 @@ ASKED = {
         ENGINES["vllm"],
         ("FLASHMLA", ETAP, "TRITON_MLA"),
         ("FLASH_ATTN_MLA_SPARSE", ETAP, "FLASHMLA_SPARSE"),
+        ("FLASHMLA_SPARSE", ETAP),
         ("plain", "mtp", "ngram"),
         forces=True,
     ),
     # SGLang 0.5.17 loses a log-probability of a drafting request that it retracts.
     "sglang": Asked(
-        ENGINES["sglang"], ("flashmla", "etap", "triton"), ("dsa", "etap"), ("plain", "mtp"), False, roomy=("mtp",)
+        ENGINES["sglang"],
+        ("flashmla", "etap", "triton"),
+        ("dsa", "etap"),
+        ("dsv4", "etap"),
+        ("plain", "mtp"),
+        forces=False,
+        roomy=("mtp",),
     ),
 }

@@ -2,9 +2,10 @@
 
     etap check soak MODEL --engine vllm --output soak.json [--seconds 600] [--mode mtp] [-- flags for the server]
 
-Needs a Hopper GPU, the engine with etap-backend beside it, and a MODEL of tests/qualify/train_model.py. Other jobs may
-use the same GPU. Requests come in waves, up to --concurrency at once (see traffic.py), to a KV cache so small that some
-are preempted. A run fails for
+Needs a Hopper GPU, the engine with etap-backend beside it, and a MODEL of tests/qualify/train_model.py, or one that
+knows no prompts by heart: its prompts.json has none under "recite", and what is allowed for rounding is then multiples
+of what the idle server differs by from itself. Other jobs may use the same GPU. Requests come in waves, up to
+--concurrency at once (see traffic.py), to a KV cache so small that some are preempted. A run fails for
 
 - an HTTP error, an answer that is too short, a request that does not end in --timeout seconds;
 - a log-probability that is not finite (engines send NaN as null), an error or `nan` in the server's log;
@@ -40,7 +41,7 @@ from rich.console import Console
 from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import NOISE_FACTOR, agreement, answer_in
-from etap_backend.lab.checks.asked import ASKED, PACKAGES, Variant, is_sparse
+from etap_backend.lab.checks.asked import ASKED, PACKAGES, Variant, is_sparse, is_v4
 from etap_backend.lab.checks.traffic import Settings, Tally, Traffic
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
@@ -55,6 +56,9 @@ PROGRAM = "python -m etap_backend.lab.checks.soak"
 # wrong ones at 1.2 and more. Between two servers the largest difference of a step was 0.23 nats and the largest median
 # of a request 0.064, where another context gave medians of 3.4.
 MOST_GAP, MOST_STEP, MOST_REQUEST, MOST_MEDIAN = 0.5, 1.0, 0.3, 0.05
+# Of a model that knows nothing by heart, in medians of the idle server against itself. DeepSeek-V4's layers with seeded
+# weights: 0.094 nats; two right servers differed by up to 4.7, 7.9 and 3.9 of these, another context by 20 (median).
+GAP_NOISES, STEP_NOISES, REQUEST_NOISES = 10, 16, 8
 PROBES = 8  # of each kind
 RIGHT_SHARE = 0.9  # of those known by heart
 FEW = 4
@@ -79,6 +83,7 @@ class Probes:
         self.kinds = [(kind, entry) for kind in ("recite", "recall") for entry in entries[kind][:PROBES]]
         self.reference: list[Answer] = []
         self.noise = 0.0
+        self.by_heart = bool(entries["recite"])
         self.rounds: list[dict] = []
 
     def ask(self, concurrency: int, forced: bool, salt: str | None) -> list[Answer]:
@@ -102,8 +107,9 @@ class Probes:
         again = agreement(self.ask(FEW, False, None), self.reference)
         self.noise = again.median() if any(again.differences) else math.nan
         known = [index for index, (kind, _) in enumerate(self.kinds) if kind == "recite"]
-        right = statistics.fmean(self.reference[i].tokens == self.kinds[i][1]["answer"] for i in known)
-        if right < RIGHT_SHARE:
+        rights = [self.reference[i].tokens == self.kinds[i][1]["answer"] for i in known]
+        right = statistics.fmean(rights) if self.by_heart else None
+        if right is not None and right < RIGHT_SHARE:
             raise Failed(f"wanted {RIGHT_SHARE:.0%} of the prompts known by heart answered rightly, got {right:.0%}")
         if wrong := self.objections(again):
             raise Failed(f"the idle server does not agree with itself: {'; '.join(wrong)}")
@@ -111,12 +117,16 @@ class Probes:
 
     def objections(self, found) -> list[str]:
         """What of an agreement is more than rounding, by request."""
+        most_gap, most_step, most_request = MOST_GAP, MOST_STEP, MOST_REQUEST
+        if not self.by_heart:
+            most_gap, most_step = max(most_gap, GAP_NOISES * self.noise), max(most_step, STEP_NOISES * self.noise)
+            most_request = max(most_request, REQUEST_NOISES * self.noise)
         wrong = []
         for index, differences in enumerate(found.differences):
             median, most = (statistics.median(differences), max(differences)) if differences else (0.0, 0.0)
-            if not (median <= MOST_REQUEST and most <= MOST_STEP):
+            if not (median <= most_request and most <= most_step):
                 wrong.append(f"probe {index} ({self.kinds[index][0]}): median {median:.3f}, largest {most:.3f} nats")
-        wrong += [f"another token, the best two {gap:.3f} nats apart" for gap in found.parted if not gap <= MOST_GAP]
+        wrong += [f"another token, the best two {gap:.3f} nats apart" for gap in found.parted if not gap <= most_gap]
         if any(found.differences) and not found.median() <= max(NOISE_FACTOR * self.noise, MOST_MEDIAN):
             wrong.append(f"median of all {found.median():.4f} nats, of the idle server's own {self.noise:.4f}")
         return wrong
@@ -355,7 +365,7 @@ def main(
         variant = Variant.parse(f"{backend or asked.engine.ours}+{kv_cache_dtype}")
         must_be_writable(output)
         training, config = (read_json(model / f"{name}.json") for name in ("training", "config"))
-        sparse = is_sparse(model)
+        sparse, v4 = is_sparse(model), is_v4(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     sizes = {"seconds": seconds, "concurrency": concurrency, "context": config["max_position_embeddings"], "seed": seed}
@@ -375,7 +385,7 @@ def main(
     serving, record = asked.serving(model, mode, variant), document["server"]
     try:
         with stopping(None), served(asked.engine, serving, name, flags, log=log, seconds=ready, about=record) as server:
-            server.must_say(variant.proof(sparse))
+            server.must_say(variant.proof(sparse and not v4))  # V4's line proves it by itself
             with closing(Wire(server.url + asked.engine.path, timeout)) as wire:
                 probes = Probes(asked.engine, wire, model, asked.forces and mode == "plain")
                 traffic = Traffic(asked.engine, wire, settings, tally)

@@ -119,6 +119,10 @@ class Engine:
         """Variables that this engine needs for what it is started for."""
         return {}
 
+    def page_tokens(self, log: str) -> int:
+        """Tokens of a page, in wholes of which the prefix cache finds a prompt."""
+        return PAGE_TOKENS
+
     def cache_tokens(self, log: str) -> int | None:
         """Tokens that the KV cache holds, as the server's log has it."""
         found = re.search(self.kv_tokens, log)
@@ -268,7 +272,8 @@ class Sglang(Engine):
         ]
         if serving.draft_tokens:
             command += [
-                *("--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(serving.draft_tokens)),
+                # Also called NEXTN, but not for DeepSeek-V4.
+                *("--speculative-algorithm", "EAGLE", "--speculative-num-steps", str(serving.draft_tokens)),
                 *("--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(serving.draft_tokens + 1)),
             ]
         return [*command, *_given("--kv-cache-dtype", serving.fp8_cache and "fp8_e4m3"), *flags]
@@ -310,7 +315,13 @@ class Sglang(Engine):
     def tokens_in(self, reply: dict, before: int = 0) -> int:
         return reply.get("meta_info", {}).get("completion_tokens", before)
 
+    def page_tokens(self, log: str) -> int:
+        found = re.search(r"setting page_size to (\d+)", log)  # of models that have a size of their own
+        return int(found[1]) if found else PAGE_TOKENS
+
     def in_use(self, backend: str, log: str) -> bool:
+        if "Use dsv4 attention backend" in log:  # whatever is named, and only ETAP says that it runs instead
+            return (f"Attention backend {self.ours}: DeepSeek-V4" in log) == (backend == self.ours)
         # 0.5.17 logs its arguments as a record, 0.5.23 as a dictionary.
         return re.search(rf"\battention_backend(=|': )'{re.escape(backend)}'", log) is not None
 
