@@ -157,25 +157,26 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
         if is_v4 and sparse_decode_shape(weight.shape[1]).row_tile <= cpu_sparse.MOST_ROWS_OF_V4:
             _, exponents, _ = cpu_sparse.v4_parts(rows.flatten(0, 1))
             scales = torch.exp2(exponents.double()).unflatten(0, rows.shape[:2])
-            groups = zip(scales.unbind(2), values[..., :V4_NOPE_DIM].split(V4_SCALE_DIM, dim=2), strict=True)
-            parts = [_subnormal(scale[:, None], weight, p, most) @ columns.abs() for scale, columns in groups]
+            groups = zip(scales[:, None].unbind(3), values[..., :V4_NOPE_DIM].split(V4_SCALE_DIM, dim=2), strict=True)
+            parts = [_scaled_away(scale, weight, p, least, most) @ columns.abs() for scale, columns in groups]
             lost[..., :V4_NOPE_DIM] += torch.cat(parts, dim=2)
         return size_of_sum(off, values, result), lost
     scales = rows[..., LATENT:SPARSE_FP8_BYTES].contiguous().view(torch.float32).double().abs()
     deviations, lost = [], []
     for scale, columns in zip(scales[:, None].unbind(3), values.split(SCALE_DIM, dim=2), strict=True):
         deviations.append((off.square() @ columns.square()).sqrt())
-        small = torch.where(least * scale.clamp(max=1) < BF16.tiny, weight, 0)
-        lost.append((small + _subnormal(scale, weight, p, most)) @ columns.abs())
+        lost.append(_scaled_away(scale, weight, p, least, most) @ columns.abs())
     return torch.cat(deviations, dim=2), torch.cat(lost, dim=2)
 
 
-def _subnormal(scale, weight, p, most) -> torch.Tensor:
-    """What weights [tokens, heads, rows] may lose where P times an ordinary scale is subnormal in float16."""
+def _scaled_away(scale, weight, p, least, most) -> torch.Tensor:
+    """What weights [tokens, heads, rows] may lose where P times a scale is below float32's normal numbers, or P times
+    an ordinary scale below float16's."""
+    small = torch.where(least * scale.clamp(max=1) < BF16.tiny, weight, 0)
     shift = 2.0 ** cpu_dense.REFERENCES[True, torch.float16].shift
     is_ordinary = (scale >= cpu_sparse.LEAST_SCALE) & (scale <= cpu_sparse.LARGEST_SCALE)
     rounded = torch.minimum(weight, most * (HALF.tiny * HALF.eps / 2 / shift) / scale)
-    return torch.where(is_ordinary & (p * shift * scale < HALF.tiny), rounded, 0)
+    return small + torch.where(is_ordinary & (p * shift * scale < HALF.tiny), rounded, 0)
 
 
 def measures(out: torch.Tensor, lse: torch.Tensor, wanted: Truth) -> list[Measure]:
