@@ -237,7 +237,7 @@ def test_the_indexer_scores_a_key_of_four_tokens_in_csa_layers():
 
 
 # As the GPUs' files say. FlashMLA's times step at 64 tokens.
-@pytest.mark.parametrize("gpu, file, ours, theirs", [(H200, "v4", 0.12, 0.30), (H20, "v4-h20-proxy", 0.22, 0.31)])
+@pytest.mark.parametrize("gpu, file, ours, theirs", [(H200, "v4", 0.12, 0.30), (H20, "v4-h20-proxy", 0.24, 0.31)])
 @pytest.mark.parametrize("model, heads", [(FLASH, 8), (PRO, 16)])
 def test_a_call_takes_what_was_measured_behind_another_kernel(model, heads, gpu, file, ours, theirs):
     document = results.read(RESULTS / f"{file}.json", SparseDocument)
@@ -272,7 +272,7 @@ def test_where_nobody_timed_the_call_no_gain_is_told():
 
 
 @pytest.mark.parametrize(
-    "gpu, model, least, most", [(H200, FLASH, 2, 8), (H200, PRO, 1, 4), (H20_141, FLASH, 3, 22), (H20_141, PRO, 2, 10)]
+    "gpu, model, least, most", [(H200, FLASH, 2, 8), (H200, PRO, 1, 4), (H20_141, FLASH, 3, 22), (H20_141, PRO, 2, 9)]
 )
 def test_what_docs_say_of_the_gain(gpu, model, least, most):
     sizes = product((1, 4, 16, 64, 128), (4 * K, 64 * K, K * K))

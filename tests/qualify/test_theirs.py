@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 import typer
 from typer.testing import CliRunner
 
@@ -37,6 +38,16 @@ def test_parts_become_one_file_with_all_their_commands():
     assert made["commands"] == ["etap check x --part 1/2", "etap check x --part 2/2"]
     said = "6 of 6 cases in bf16 pass, none is wrong (NVIDIA H200, driver 580.1; torch 2.11.0; commit abc1234)."
     assert theirs.sentence(made) == said
+
+
+def test_errors_beside_another_kernel_are_those_of_all_calls():
+    errors, whole = [theirs.Errors() for _ in range(2)], theirs.Errors()
+    truth = torch.ones(4)
+    for i, by in enumerate((0.1, 0.2, 0.4)):
+        for one in (errors[i % 2], whole):
+            one.add("64", truth + by, truth + 0.1, truth)
+    made = theirs.merged([part(f"{i}/2", relative_rmse=errors[i - 1].summary()) for i in (1, 2)])
+    assert made["relative_rmse"]["64"] == pytest.approx(whole.summary()["64"]) and made["complete"]
 
 
 def test_types_of_elements_are_told_apart():
@@ -75,7 +86,7 @@ def test_a_run_without_merged_parts_is_said_too():
         ),
         ([part("1/2"), part("1/2")], "part: wanted different parts of one number, got 1/2, 1/2"),
         ([part("1/2"), part("2/3")], "part: wanted different parts of one number, got 1/2, 2/3"),
-        ([part("1/2", relative_rmse={})], "parts: wanted results of runs with --part and without --beside"),
+        ([{"what": "tests"}], "parts: wanted results of runs with --part"),
         ([], "parts: wanted results of runs with --part"),
     ],
 )

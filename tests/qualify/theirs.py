@@ -29,6 +29,7 @@ KEPT_FAILURES = 20
 KEPT_TEXT = 600  # characters of what a wrong case printed
 ALLOWED_RATIO = 1.05
 OF_PARTS = {"date", "command", "note", "dtype", "part", "cases", "complete", "outcome", "failed", "failures"}
+OF_PARTS |= {"relative_rmse"}
 """Fields in which the parts of a run differ; in all others they have to agree."""
 
 
@@ -142,8 +143,8 @@ def merged(documents: list[dict]) -> dict:
     It is complete where no part is missing, all cases ran and none was wrong. Raises ValueError, naming the field,
     when the parts are not of one run, or one is there twice.
     """
-    if any("part" not in one or "relative_rmse" in one for one in documents) or not documents:
-        raise ValueError("parts: wanted results of runs with --part and without --beside")
+    if any("part" not in one for one in documents) or not documents:
+        raise ValueError("parts: wanted results of runs with --part")
     documents = sorted(documents, key=lambda one: (one.get("dtype", ""), part_numbers(one["part"])))
     first = documents[0]
     for name in sorted({name for one in documents for name in one} - OF_PARTS):
@@ -167,7 +168,22 @@ def merged(documents: list[dict]) -> dict:
         "failed": sum(one["failed"] for one in documents),
         "failures": [failure for one in documents for failure in one["failures"]][:KEPT_FAILURES],
     }
+    if any("relative_rmse" in one for one in documents):
+        made["relative_rmse"] = pooled([one.get("relative_rmse", {}) for one in documents])
     return told(made)
+
+
+def pooled(summaries: list[dict]) -> dict[str, dict]:
+    """What Errors.summary() had said of all calls at once."""
+    found = {}
+    for kind in sorted({kind for summary in summaries for kind in summary}):
+        parts = [summary[kind] for summary in summaries if kind in summary]
+        calls = sum(one["calls"] for one in parts)
+        both = {
+            whose: math.sqrt(sum(x["calls"] * x[whose] ** 2 for x in parts) / calls) for whose in ("ours", "theirs")
+        }
+        found[kind] = {"calls": calls, **both, "ratio": both["ours"] / both["theirs"]}
+    return found
 
 
 def main(

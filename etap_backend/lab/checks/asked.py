@@ -12,6 +12,7 @@ from etap_backend.limits import SPARSE_FP8
 
 PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")
 ETAP = "ETAP"
+V4_TOO = ", DeepSeek-V4"  # behind what a check is of
 MEMORY_SHARE = 0.5
 MANY = 256  # requests in flight
 DRAFT_TOKENS = 3

@@ -41,7 +41,7 @@ from rich.console import Console
 from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import NOISE_FACTOR, agreement, answer_in
-from etap_backend.lab.checks.asked import ASKED, PACKAGES, Variant, is_sparse, is_v4
+from etap_backend.lab.checks.asked import ASKED, PACKAGES, V4_TOO, Variant, is_sparse, is_v4
 from etap_backend.lab.checks.traffic import Settings, Tally, Traffic
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
@@ -377,7 +377,7 @@ def main(
     flags += [*asked.flags(mode, cache_tokens, variant), asked.engine.memory_share, str(memory_share)]
     flags += serve_flags or []
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
-    document = {"what": f"soak, {engine}"} | about.model_dump() | {"model": training, "mode": mode}
+    document = {"what": f"soak, {engine}" + V4_TOO * v4} | about.model_dump() | {"model": training, "mode": mode}
     document |= {"backend": variant.backend, "settings": asdict(settings), "server": {}}
     document |= {"complete": False, "stopped": None, "failures": []}
     tally, log = Tally(), output.with_suffix(".log")
