@@ -179,8 +179,7 @@ def run_cases(name: str, seed: int, indices: range, device: str, check: Callable
     subject = SUBJECTS[name]
     worst = Worst()
     found = {"cases": 0, "wrong": 0, "longest": 0, "stopped": None, "failures": [], "kinds": worst.kinds}
-    if device == "cpu":  # its problems are small: a second thread is waited for longer than it computes
-        torch.set_num_threads(1)
+    torch.set_num_threads(1)  # a second thread is waited for longer than it computes, and all processes' are too many
     beat = time.monotonic()
     try:
         for index in indices:
