@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+
+from etap_backend.lab.serving.engines import ENGINES
 
 # Writes a process of its own session, so that ending the group is not enough, and answers /health after a while.
 SERVER = """
@@ -23,12 +26,46 @@ class Handler(http.server.BaseHTTPRequestHandler):
 http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
 """
 
+# What programs in vLLM's place begin with: flags of its command line, replies in its format. They end with
+# serve(Handler).
+IN_VLLMS_PLACE = """
+import http.server, json, os, sys, threading, time
+def flag(name): return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else "1"
+fault = os.environ.get("FAULT", "")
+
+class Replying(http.server.BaseHTTPRequestHandler):
+    def reply(self, text, kind):
+        self.send_response(200)
+        self.send_header("content-type", kind)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def count(self, counts):
+        self.reply("".join(f"vllm:{name}_total {count}\\n" for name, count in counts.items()), "text/plain")
+
+    def asked(self):
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        return body, body.get("vllm_xargs", {}).get("forced_tokens")
+
+    def answer(self, tokens, value, second):
+        names = [f"token_id:{token}" for token in tokens]
+        logprobs = {"tokens": names, "token_logprobs": [value] * len(names)}
+        logprobs["top_logprobs"] = [{name: value, "token_id:9999": second} for name in names]
+        self.reply(json.dumps({"choices": [{"logprobs": logprobs}]}), "application/json")
+
+    def log_message(self, *_): pass
+
+class Server(http.server.ThreadingHTTPServer):
+    request_queue_size = 128
+def serve(handler): Server(("127.0.0.1", int(flag("--port"))), handler).serve_forever()
+"""
+
 # Answers in vLLM's format to vLLM's command line, and says with which layout and variables it was started. FAULT names
 # a layout, tp2 or dcp2, that answers one prompt in ten wrongly, or is "silent": the second node names no backend then.
-ANSWERING = """
-import http.server, json, os, sys, time
-def flag(name): return sys.argv[sys.argv.index(name) + 1] if name in sys.argv else "1"
-fault, node = os.environ.get("FAULT", ""), "--headless" in sys.argv
+ANSWERING = (
+    IN_VLLMS_PLACE
+    + """
+node = "--headless" in sys.argv
 layout = "dcp2" if flag("--decode-context-parallel-size") == "2" else f"tp{flag('--tensor-parallel-size')}"
 if not (node and fault == "silent"):
     print(f"Using AttentionBackendEnum.{flag('--attention-backend')} backend.")
@@ -37,34 +74,40 @@ if node: time.sleep(600)
 COUNTED = "num_preemptions", "prefix_cache_hits", "spec_decode_num_draft_tokens", "spec_decode_num_accepted_tokens"
 count = 0
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def reply(self, text, kind):
-        self.send_response(200)
-        self.send_header("content-type", kind)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
+class Handler(Replying):
     def do_GET(self):
-        self.reply("".join(f"vllm:{name}_total {count}\\n" for name in COUNTED), "text/plain")
+        self.count(dict.fromkeys(COUNTED, count))
 
     def do_POST(self):
         global count
         count += 1
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        forced = asked.get("vllm_xargs", {}).get("forced_tokens")
+        asked, forced = self.asked()
         first = sum(asked["prompt"]) % 1000
         wrong = fault == layout and first % 10 == 0
-        names = [f"token_id:{t}" for t in forced or [(first + n + wrong) % 1000 for n in range(asked["max_tokens"])]]
-        best = [{name: -0.1, "token_id:9999": -2.1} for name in names]
-        logprobs = {"tokens": names, "token_logprobs": [-0.1] * len(names), "top_logprobs": best}
-        self.reply(json.dumps({"choices": [{"logprobs": logprobs}]}), "application/json")
-
-    def log_message(self, *_): pass
-
-class Server(http.server.ThreadingHTTPServer):
-    request_queue_size = 128
-Server(("127.0.0.1", int(flag("--port"))), Handler).serve_forever()
+        tokens = forced or [(first + n + wrong) % 1000 for n in range(asked["max_tokens"])]
+        self.answer(tokens, -0.1, -2.1)
+serve(Handler)
 """
+)
+
+
+class Written:
+    """A model's folder, which needs no tokenizer here."""
+
+    def __init__(self, model: Path | str):
+        self.model = str(model)
+
+    def write(self) -> None:
+        Path(self.model).mkdir(parents=True)
+        (Path(self.model) / "config.json").write_text("{}")
+
+
+def stand_in(monkeypatch, folder: Path, program: str) -> None:
+    """Let this program be started where vLLM's server would be."""
+    file, vllm = folder / "server.py", type(ENGINES["vllm"])
+    file.write_text(program)
+    command = vllm.server
+    monkeypatch.setattr(vllm, "server", lambda *of: [sys.executable, str(file), *command(*of)[1:]])
 
 
 def alive(pid: int) -> bool:

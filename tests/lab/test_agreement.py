@@ -3,10 +3,10 @@
 import json
 import math
 import random
-import sys
 
 import pytest
 import typer
+from fake_server import IN_VLLMS_PLACE, stand_in
 from typer.testing import CliRunner
 
 from etap_backend.lab.checks import agreement as judged
@@ -191,44 +191,29 @@ def test_the_log_must_say_what_decode_ran_with():
 
 
 # Answers as vLLM does, with log-probabilities that follow from the prompt; FAULT is a backend whose own are others.
-SERVER = """
-import http.server, json, os, sys, threading
-def flag(name): return sys.argv[sys.argv.index(name) + 1]
-backend, fault, seen, hits, lock = flag("--attention-backend"), os.environ.get("FAULT", ""), set(), 0, threading.Lock()
+SERVER = (
+    IN_VLLMS_PLACE
+    + """
+backend, seen, hits, lock = flag("--attention-backend"), set(), 0, threading.Lock()
 print(f"Using AttentionBackendEnum.{backend} backend.")
 print("" if "--enforce-eager" in sys.argv or fault == "graphs" else "Capturing CUDA graphs (FULL)", flush=True)
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def reply(self, text, kind):
-        self.send_response(200)
-        self.send_header("content-type", kind)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
+class Handler(Replying):
     def do_GET(self):
-        self.reply(f"vllm:prefix_cache_hits_total {0 if fault == 'cache' else hits}\\n", "text/plain")
+        self.count({"prefix_cache_hits": 0 if fault == "cache" else hits})
 
     def do_POST(self):
         global hits
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked, forced = self.asked()
         prompt, place = asked["prompt"], (asked["cache_salt"], *asked["prompt"])
         with lock:
             hits += (len(prompt) - 1) // 64 * 64 * (place in seen)
             seen.add(place)
         moved = 2.0 * (fault == backend) + (sum(prompt) % 97 / 10 if fault != "blind" else 0)
-        forced = asked.get("vllm_xargs", {}).get("forced_tokens")
-        tokens = forced or [(sum(prompt) + n) % 1000 for n in range(asked["max_tokens"])]
-        names = [f"token_id:{token}" for token in tokens]
-        logprobs = {"tokens": names, "token_logprobs": [-1 - moved] * len(names)}
-        logprobs["top_logprobs"] = [{name: -1 - moved, "token_id:9999": -20} for name in names]
-        self.reply(json.dumps({"choices": [{"logprobs": logprobs}]}), "application/json")
-
-    def log_message(self, *_): pass
-
-class Server(http.server.ThreadingHTTPServer):
-    request_queue_size = 128
-Server(("127.0.0.1", int(flag("--port"))), Handler).serve_forever()
+        self.answer(forced or [(sum(prompt) + n) % 1000 for n in range(asked["max_tokens"])], -1 - moved, -20)
+serve(Handler)
 """
+)
 
 
 @pytest.mark.parametrize(
@@ -242,10 +227,9 @@ Server(("127.0.0.1", int(flag("--port"))), Handler).serve_forever()
     ],
 )
 def test_any_model_is_compared_with_what_the_reference_shows_of_itself(tmp_path, monkeypatch, fault, said):
-    program, output, command = tmp_path / "server.py", tmp_path / "answers.json", type(VLLM).server
-    program.write_text(SERVER)
+    output = tmp_path / "answers.json"
+    stand_in(monkeypatch, tmp_path, SERVER)
     monkeypatch.setenv("FAULT", fault)
-    monkeypatch.setattr(type(VLLM), "server", lambda *of: [sys.executable, str(program), *command(*of)[1:]])
     app = typer.Typer()
     app.command()(answers.main)
     words = ["some/model", "--backends", "FLASHMLA,ETAP,ETAP+eager", "--requests", "32", "--output", str(output)]

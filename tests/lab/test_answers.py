@@ -3,12 +3,11 @@
 import copy
 import json
 import math
-import sys
 from pathlib import Path
 
 import pytest
 import typer
-from fake_server import ANSWERING
+from fake_server import ANSWERING, stand_in
 from typer.testing import CliRunner
 
 from etap_backend.lab.checks import answers, asked
@@ -195,11 +194,7 @@ def served_model(tmp_path, monkeypatch):
     (tmp_path / "prompts.json").write_text(json.dumps(prompts))
     for name in ("training.json", "config.json"):
         (tmp_path / name).write_text("{}")
-    program = tmp_path / "server.py"
-    program.write_text(ANSWERING)
-    vllm = type(ENGINES["vllm"])
-    command = vllm.server
-    monkeypatch.setattr(vllm, "server", lambda *of: [sys.executable, str(program), *command(*of)[1:]])
+    stand_in(monkeypatch, tmp_path, ANSWERING)
     monkeypatch.setattr(answers.gpus, "gpus", lambda: [None, None])
     monkeypatch.setattr(answers, "provenance", lambda *_, **__: Provenance.model_construct())
     return tmp_path

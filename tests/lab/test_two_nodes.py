@@ -1,13 +1,9 @@
 """The check of two nodes against small processes in the engine's place: both must name ETAP, the first must answer."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import typer
-from fake_server import ANSWERING
+from fake_server import ANSWERING, Written, stand_in
 
-from etap_backend.lab.serving.engines import ENGINES
 from etap_backend.lab.serving.lifecycle import Process
 from qualify import two_nodes
 
@@ -15,12 +11,8 @@ from qualify import two_nodes
 @pytest.fixture
 def check(tmp_path, monkeypatch):
     """Runs the check; gives the logs of both nodes."""
-    program = tmp_path / "server.py"
-    program.write_text(ANSWERING)
-    vllm = type(ENGINES["vllm"])
-    command = vllm.server
-    monkeypatch.setattr(vllm, "server", lambda *of: [sys.executable, str(program), *command(*of)[1:]])
-    monkeypatch.setattr(two_nodes, "prepare_model", lambda *of: Written(str(of[-1])))
+    stand_in(monkeypatch, tmp_path, ANSWERING)
+    monkeypatch.setattr(two_nodes, "prepare_model", lambda *of: Written(of[-1]))
 
     def run(fault: str, scenario: str = "decode-plain") -> list[str]:
         monkeypatch.setenv("FAULT", fault)
@@ -30,16 +22,6 @@ def check(tmp_path, monkeypatch):
 
     yield run
     assert not Process.alive
-
-
-class Written:
-    """A model's folder, which needs no tokenizer here."""
-
-    def __init__(self, model: str):
-        self.model = model
-
-    def write(self) -> None:
-        Path(self.model).mkdir(parents=True)
 
 
 def test_both_nodes_run_etap_and_get_the_scenarios_flags_and_variables(check, capsys):

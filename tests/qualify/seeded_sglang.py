@@ -9,6 +9,7 @@ A DeepSeek-V4 with fewer heads than FlashMLA knows, 64 and 128, then runs on one
 SGLang pads them: `qualify.v4_server.write_model` writes such a model.
 """
 
+import os
 import sys
 
 import torch
@@ -37,4 +38,5 @@ def register() -> None:
 
 
 if __name__ == "__main__":
+    os.environ.setdefault("SGLANG_DSV4_FP4_EXPERTS", "0")  # SGLang's guess where no checkpoint tells; here they are FP8
     sys.exit(seeded_weights.run(sys.argv[1:], "sglang.srt.plugins", "qualify.seeded_sglang"))

@@ -15,6 +15,7 @@ Each runs with both caches. A case is a failure if the kit says so, if it skips 
 """
 
 import dataclasses
+import types
 import unittest
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -111,11 +112,16 @@ def one_rank():
         yield
 
 
-def test_theirs(case, monkeypatch):
-    calls, kernel = [], sparse.sparse_mla_decode
-    monkeypatch.setattr(sparse, "sparse_mla_decode", lambda *args, **named: calls.append(1) or kernel(*args, **named))
+def must_call_us(case: Case, backend: types.ModuleType, monkeypatch) -> None:
+    """Run a case. It fails where the kit skips it, or where no call came to the kernel of this module of ETAP's."""
+    calls, kernel = [], backend.sparse_mla_decode
+    monkeypatch.setattr(backend, "sparse_mla_decode", lambda *args, **named: calls.append(1) or kernel(*args, **named))
     try:
         case.run(unittest.TestCase())
     except unittest.SkipTest as reason:
         pytest.fail(f"the kit skips it: {reason}")
     assert calls, "no call came to ETAP's kernel"
+
+
+def test_theirs(case, monkeypatch):
+    must_call_us(case, sparse, monkeypatch)

@@ -18,7 +18,6 @@ ETAP's kernel.
 """
 
 import dataclasses
-import unittest
 from collections.abc import Iterator
 from functools import partial
 
@@ -37,7 +36,7 @@ from sglang.test.kits.attention_unittest.runner_modes.speculative_target_verify_
 )
 
 from etap_backend.sglang import v4, versions
-from qualify.sglang_kit import Run
+from qualify.sglang_kit import Run, must_call_us
 from qualify.theirs import Case
 from support.sglang_layer import ONE_RANK
 
@@ -118,10 +117,4 @@ def one_rank():
 
 
 def test_theirs(case, monkeypatch):
-    calls, kernel = [], v4.sparse_mla_decode
-    monkeypatch.setattr(v4, "sparse_mla_decode", lambda *args, **named: calls.append(1) or kernel(*args, **named))
-    try:
-        case.run(unittest.TestCase())
-    except unittest.SkipTest as reason:
-        pytest.fail(f"the kit skips it: {reason}")
-    assert calls, "no call came to ETAP's kernel"
+    must_call_us(case, v4, monkeypatch)

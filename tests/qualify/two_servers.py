@@ -158,6 +158,12 @@ def judge(answers: dict[str, dict[str, list[Answer]]]) -> tuple[dict[str, Agreem
     return found | {"noise": noise, "control": control}, failures
 
 
+def silent(servers: dict[str, Served], backends: dict[str, str]) -> list[str]:
+    """What is to be said of servers whose log does not name the backend that they were asked for."""
+    unnamed = [role for role, server in servers.items() if not VLLM.in_use(backends[role], server.text())]
+    return [f"{role}.log does not say that {backends[role]} is in use" for role in unnamed]
+
+
 def outcome(found: dict[str, Agreement], came: int) -> str:
     """What a table says of the run."""
     requests = {case: len(one.differences) for case, one in found.items() if case.startswith("the pair")}
@@ -199,11 +205,7 @@ def main(
             servers[role] = start(role, port, words, log_folder / f"{role}.log", environment)
         answers, came = ask_all(servers, blocks, deadline)
         found, failures = judge(answers)
-        failures += [
-            f"{role}.log does not say that {backends[role]} is in use"
-            for role, server in servers.items()
-            if not VLLM.in_use(backends[role], server.text())
-        ]
+        failures += silent(servers, backends)
     except Failed as failure:
         tails = [f"{role}.log:\n{tail(server.log, SHOWN_LINES)}" for role, server in servers.items()]
         sys.exit("\n\n".join([str(failure), *tails]))

@@ -67,20 +67,23 @@ PROMPT_TOKENS_A_STEP = 1024  # vLLM takes more of them
 PROOF = "ETAP decodes: DeepSeek-V4's sparse attention"
 
 
-def write_model(folder: Path, layers: int = LAYERS, drafts: int = 0) -> Path:
+def model_config(layers: int, drafts: int) -> dict:
     config = json.loads(configs.find("models", "deepseek-v4-flash", ".json").read_text())
     mtp = int(drafts > 0)
     config |= RANK | SMALLER | {"num_hidden_layers": layers, "num_hash_layers": 0, "num_nextn_predict_layers": mtp}
     config["compress_ratios"] = config["compress_ratios"][:layers] + [0] * mtp
+    return config
+
+
+def write_model(folder: Path, layers: int = LAYERS, drafts: int = 0) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(model_config(layers, drafts)))
     return folder
 
 
 def write_checked_model(folder: Path, layers: int, drafts: int) -> None:
     """The same with what the checks want beside: a tokenizer, and prompts of which none is known by heart."""
-    config = json.loads((write_model(folder, layers, drafts) / "config.json").read_text())
-    dummy_model.write(folder, config | {"max_position_embeddings": CONTEXT})
+    dummy_model.write(folder, model_config(layers, drafts) | {"max_position_embeddings": CONTEXT})
     draw = random.Random(0)
     prompts = [{"prompt": draw.choices(PROMPT_TOKENS, k=length), "answer": [0] * 32} for length in PROBED]
     write({"recite": [], "recall": prompts}, folder / "prompts.json")

@@ -34,7 +34,7 @@ from rich.table import Table
 from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import MixedRequests
-from etap_backend.lab.checks.asked import ASKED, PACKAGES, V4_TOO, Asked, Variant, is_sparse, is_v4, on_gpus
+from etap_backend.lab.checks.asked import ASKED, PACKAGES, Asked, Variant, checked, is_sparse, is_v4, on_gpus
 from etap_backend.lab.e2e.scenario import Scenario, read_scenario
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
@@ -214,7 +214,7 @@ def command(program: str, questions_of: type[MixedRequests], default: int, optio
             records, failures = run.all(parallel)
         found, against = questions.judged(records, chosen, asked)
         document = (
-            {"what": f"{questions.what}, {engine}" + V4_TOO * v4}
+            {"what": checked(questions.what, engine, v4)}
             | about.model_dump()
             | questions.about
             | found

@@ -12,7 +12,6 @@ from etap_backend.limits import SPARSE_FP8
 
 PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")
 ETAP = "ETAP"
-V4_TOO = ", DeepSeek-V4"  # behind what a check is of
 MEMORY_SHARE = 0.5
 MANY = 256  # requests in flight
 DRAFT_TOKENS = 3
@@ -76,6 +75,11 @@ def is_sparse(model: Path) -> bool:
 def is_v4(model: Path) -> bool:
     """Whether the model's layers attend as DeepSeek-V4's. Raises ValueError where the folder has no configuration."""
     return "compress_ratios" in read_json(model / "config.json")
+
+
+def checked(what: str, engine: str, v4: bool) -> str:
+    """What a results file is of, as a page shows it."""
+    return f"{what}, {engine}, DeepSeek-V4" if v4 else f"{what}, {engine}"
 
 
 def parse_layout(text: str) -> tuple[int, int]:

@@ -41,7 +41,7 @@ from rich.console import Console
 from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import NOISE_FACTOR, agreement, answer_in
-from etap_backend.lab.checks.asked import ASKED, PACKAGES, V4_TOO, Variant, is_sparse, is_v4
+from etap_backend.lab.checks.asked import ASKED, PACKAGES, Variant, checked, is_sparse, is_v4
 from etap_backend.lab.checks.traffic import Settings, Tally, Traffic
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
@@ -83,7 +83,6 @@ class Probes:
         self.kinds = [(kind, entry) for kind in ("recite", "recall") for entry in entries[kind][:PROBES]]
         self.reference: list[Answer] = []
         self.noise = 0.0
-        self.by_heart = bool(entries["recite"])
         self.rounds: list[dict] = []
 
     def ask(self, concurrency: int, forced: bool, salt: str | None) -> list[Answer]:
@@ -106,21 +105,26 @@ class Probes:
         self.reference = self.ask(len(self.kinds), False, "idle")
         again = agreement(self.ask(FEW, False, None), self.reference)
         self.noise = again.median() if any(again.differences) else math.nan
-        known = [index for index, (kind, _) in enumerate(self.kinds) if kind == "recite"]
-        rights = [self.reference[i].tokens == self.kinds[i][1]["answer"] for i in known]
-        right = statistics.fmean(rights) if self.by_heart else None
+        asked = zip(self.kinds, self.reference, strict=True)
+        rights = [answer.tokens == entry["answer"] for (kind, entry), answer in asked if kind == "recite"]
+        right = statistics.fmean(rights) if rights else None
         if right is not None and right < RIGHT_SHARE:
             raise Failed(f"wanted {RIGHT_SHARE:.0%} of the prompts known by heart answered rightly, got {right:.0%}")
         if wrong := self.objections(again):
             raise Failed(f"the idle server does not agree with itself: {'; '.join(wrong)}")
         return {"recite_right": right, "noise": again.summary()}
 
+    def limits(self) -> list[float]:
+        """The largest gap of the best two, difference of a step and median of a request that rounding explains."""
+        least = [MOST_GAP, MOST_STEP, MOST_REQUEST]
+        if any(kind == "recite" for kind, _ in self.kinds):
+            return least
+        multiples = (GAP_NOISES, STEP_NOISES, REQUEST_NOISES)
+        return [max(one, times * self.noise) for one, times in zip(least, multiples, strict=True)]
+
     def objections(self, found) -> list[str]:
         """What of an agreement is more than rounding, by request."""
-        most_gap, most_step, most_request = MOST_GAP, MOST_STEP, MOST_REQUEST
-        if not self.by_heart:
-            most_gap, most_step = max(most_gap, GAP_NOISES * self.noise), max(most_step, STEP_NOISES * self.noise)
-            most_request = max(most_request, REQUEST_NOISES * self.noise)
+        most_gap, most_step, most_request = self.limits()
         wrong = []
         for index, differences in enumerate(found.differences):
             median, most = (statistics.median(differences), max(differences)) if differences else (0.0, 0.0)
@@ -377,7 +381,7 @@ def main(
     flags += [*asked.flags(mode, cache_tokens, variant), asked.engine.memory_share, str(memory_share)]
     flags += serve_flags or []
     about = provenance(PROGRAM, packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
-    document = {"what": f"soak, {engine}" + V4_TOO * v4} | about.model_dump() | {"model": training, "mode": mode}
+    document = {"what": checked("soak", engine, v4)} | about.model_dump() | {"model": training, "mode": mode}
     document |= {"backend": variant.backend, "settings": asdict(settings), "server": {}}
     document |= {"complete": False, "stopped": None, "failures": []}
     tally, log = Tally(), output.with_suffix(".log")

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import sys
-from pathlib import Path
 
 import pytest
+from fake_server import IN_VLLMS_PLACE, Written, stand_in
 
-from etap_backend.lab.serving.engines import ENGINES, Answer
+from etap_backend.lab.serving.engines import Answer
 from etap_backend.lab.serving.lifecycle import Process
 from qualify import two_servers
 
@@ -18,11 +17,12 @@ STEPS = 12
 # Answers vLLM's command line in its format, writes blocks of prompts as files and finds them again. FAULT is "silent"
 # where the server that decodes names no backend, "loses" where no file is written, "recomputes" where none is read,
 # "differs" where what was read gives other answers, and "dies" where a server does at start.
-SERVER = """
-import http.server, json, os, sys, threading, zlib
+SERVER = (
+    IN_VLLMS_PLACE
+    + """
+import zlib
 from pathlib import Path
-def flag(name): return sys.argv[sys.argv.index(name) + 1]
-fault, ours = os.environ["FAULT"], flag("--attention-backend") == "ETAP"
+ours = flag("--attention-backend") == "ETAP"
 joined = "--kv-transfer-config" in sys.argv and json.loads(flag("--kv-transfer-config"))["kv_connector_extra_config"]
 folder = Path(joined["secondary_tiers"][0]["root_dir"]) if joined else None
 if fault == "dies" and joined and ours: sys.exit("RuntimeError: out of luck")
@@ -46,53 +46,24 @@ def reused(prompt, salt):
         if file and not there and fault != "loses": file.touch()
     return came
 
-class Handler(http.server.BaseHTTPRequestHandler):
-    def reply(self, text, kind):
-        self.send_response(200)
-        self.send_header("content-type", kind)
-        self.end_headers()
-        self.wfile.write(text.encode())
-
+class Handler(Replying):
     def do_GET(self):
-        self.reply("".join(f"vllm:{name}_total {count}\\n" for name, count in counts.items()), "text/plain")
+        self.count(counts)
 
     def do_POST(self):
-        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        asked, forced = self.asked()
         with lock: came = reused(asked["prompt"], asked["cache_salt"])
-        forced, count = asked.get("vllm_xargs", {}).get("forced_tokens"), asked["max_tokens"]
         first = -1.0 - sum(asked["prompt"]) % 7 - (came and fault == "differs")
-        names = [f"token_id:{token}" for token in forced or range(count)][:count]
-        best = [{name: first, "token_id:9999": first - 2} for name in names]
-        logprobs = {"tokens": names, "token_logprobs": [first] * count, "top_logprobs": best}
-        self.reply(json.dumps({"choices": [{"logprobs": logprobs}]}), "application/json")
-
-    def log_message(self, *_): pass
-
-class Server(http.server.ThreadingHTTPServer):
-    request_queue_size = 128
-Server(("127.0.0.1", int(flag("--port"))), Handler).serve_forever()
+        self.answer((forced or range(asked["max_tokens"]))[: asked["max_tokens"]], first, first - 2)
+serve(Handler)
 """
-
-
-class Written:
-    """A model's folder, which needs no tokenizer here."""
-
-    def __init__(self, model: Path):
-        self.model = str(model)
-
-    def write(self) -> None:
-        Path(self.model).mkdir(parents=True)
-        (Path(self.model) / "config.json").write_text("{}")
+)
 
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
     """Runs the program; gives what it exits with. Nothing is left of it."""
-    program = tmp_path / "server.py"
-    program.write_text(SERVER)
-    vllm = type(ENGINES["vllm"])
-    command = vllm.server
-    monkeypatch.setattr(vllm, "server", lambda *of: [sys.executable, str(program), *command(*of)[1:]])
+    stand_in(monkeypatch, tmp_path, SERVER)
     monkeypatch.setattr(two_servers, "prepare_model", lambda *of: Written(of[-1]))
     monkeypatch.setattr(two_servers, "FILE_SECONDS", 1)
 
@@ -100,7 +71,7 @@ def run(tmp_path, monkeypatch):
         monkeypatch.setenv("FAULT", fault)
         with pytest.raises(SystemExit) as end:
             two_servers.main(
-                ["--max-num-seqs", "64"], "deepseek-r1", tmp_path / "servers.json", None, "decode-plain", 120
+                ["--max-num-seqs", "64"], "deepseek-r1", tmp_path / "servers.json", None, "decode-plain", 600
             )
         return end.value.code
 
