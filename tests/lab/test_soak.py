@@ -202,7 +202,7 @@ def test_what_a_model_that_knows_nothing_by_heart_may_differ_by_follows_its_nois
         ("hung", [r"hung \(.*no answer in 1 s"]),
         ("host memory", ["host memory grew by .* allowed 24"]),
         ("another token", [r"wrong answer \(.*another token, the best two 2\.\d+ nats apart"]),
-        ("wrong when forced", [r"wrong answer \(.*probe 1 \(recite\): median 3\.0"]),
+        ("wrong when forced", [r"wrong answer \(.*probe 1 \(recite\): median (2\.999|3\.00[01])"]),
         ("server", [r"server \(.*ended with 3"]),
     ],
 )
