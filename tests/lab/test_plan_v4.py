@@ -28,14 +28,15 @@ from etap_backend.lab.plan.sparse import (
     sparse_attention,
     v4_lists,
 )
-from etap_backend.lab.plan.v4_caches import V4Caches, page_bytes
+from etap_backend.lab.plan.v4_caches import V4Caches, V41Caches, page_bytes
 
 K = 1024
 RESULTS = Path(__file__).parents[2] / "results"
 GPUS = configs.shipped("hardware")
 FLASH, PRO = (read_model(f"deepseek-v4-{name}") for name in ("flash", "pro"))
+V41 = read_model("deepseek-v4.1-flash")
 H20, H20_141, H100, H200 = (read_gpu(name) for name in ("H20-96G", "H20-141G", "H100", "H200"))
-CACHES = {"flash": V4Caches(43, 21, 20, 128), "pro": V4Caches(61, 30, 31, 128)}
+CACHES = {"flash": V4Caches(43, 128, csa=21, hca=20), "pro": V4Caches(61, 128, csa=30, hca=31)}
 
 
 def on(batch: int = 16, context: int = 16 * K, **other) -> Deployment:
@@ -116,6 +117,32 @@ def test_a_draft_brings_a_window_and_a_stage_has_its_own_layers():
     assert memory_of(PRO, H200, on(gpus=16, pp=2)).cache_per_token * 256 == 15 * 46_080 + 16 * 1_728
 
 
+def test_deepseek_v41s_layers_share_four_caches_of_entries():
+    """Three of pairs, one of tokens, with keys each: 3 x (19,008 + 4,608) + 37,440 + 8,640. Six windows of 19,008 fill
+    such a block, so 40 make seven groups; a request has 5 + 1 blocks of 32 tokens in each, and a ring of sums."""
+    caches, memory = v4_caches(V41, on()), memory_of(V41, H200, on())
+    assert caches == V41Caches(40, 128, half=3, whole=1) and caches.block_bytes == 116_928
+    assert memory.cache_per_token == 116_928 / 64 and memory.page_tokens == 64
+    assert memory.indexer_per_token * 64 == 3 * 4_608 + 8_640
+    assert caches.blocks(2) == 7 * 6 + 1 and caches.blocks_of_prompts == 7 * 517 + 1
+    assert memory.state == 16 * 43 * 116_928
+
+
+def test_what_sglang_keeps_of_deepseek_v41():
+    """Entries of 585 bytes, and keys in FP4. Of a request 40 layers' rows of 128 + 128 + 2 x 256 tokens and of 4 x
+    (128 + 256), and two tokens' sums in each layer that makes pairs of them."""
+    caches = v4_caches(V41, on())
+    assert caches.sglang_token_bytes == 3 / 2 * (585 + 68) + 585 + 68
+    assert caches.sglang_request_bytes == 40 * 585 * (768 + 1_536) + 3 * 2 * 4_096
+
+
+def test_a_stage_of_deepseek_v41_has_the_entries_that_its_layers_read():
+    assert v4_caches(V41, on(gpus=16, pp=2)) == V41Caches(20, 128, half=3, whole=1)
+    assert v4_caches(V41, on(s_q=6)).layers == 43
+    with pytest.raises(ValueError, match="pp: wanted at most 40 layers in stages that read no other's entries"):
+        make_sparse_plan(V41, H200, on(gpus=32, pp=4))
+
+
 # What the weights take
 
 
@@ -132,6 +159,27 @@ def test_the_checkpoint_has_as_many_bytes(model, gibibytes):
     blocks, compressors in bfloat16, hyper-connections in float32."""
     parts = weights_of(model, on(gpus=1, tp=1, s_q=2))
     assert sum(part.bytes_per_gpu for part in parts) / 2**30 == pytest.approx(gibibytes, rel=1e-3)
+
+
+def test_deepseek_v41s_checkpoint_has_as_many_bytes():
+    """510,286,023,000 in all, of which the vision tower has 0.90 GiB; of the three layers that predict 128 experts each
+    and, left out, 0.2 GB of heads. 202.8 GB of tables are in host memory."""
+    parts = weights_of(V41, on(gpus=1, tp=1, s_q=2))
+    whole = sum(part.bytes_per_gpu for part in parts)
+    assert whole == pytest.approx(510_286_023_000 - 0.9 * 2**30, rel=1e-3)
+    tables = [part for part in parts if part.in_host_memory]
+    assert [part.bytes_per_gpu for part in tables] == [(384_006_168 + 384_016_682) * 264]
+    assert memory_of(V41, H200, on(gpus=1, tp=1, s_q=2)).weights == pytest.approx(whole - tables[0].bytes_per_gpu)
+    drafts = {part.name: part.parameters for part in parts}["experts"]
+    assert drafts == (40 * 384 + 3 * 128) * 3 * 5120 * 2304
+
+
+def test_an_indexer_of_deepseek_v41_has_keys_of_entries():
+    parts = {part.name: part for part in weights_of(V41, on())}
+    assert parts["indexer, queries"].parameters == 8 * 1280 * 32 * 128
+    assert parts["indexer, keys and gates"].parameters == 8 * 5120 * 32 + 4 * 512 * 128
+    assert parts["compressors"].parameters == (3 * 2 + 1) * 512 * 5120
+    assert parts["Engram, projections"].parameters == 2 * 24 * 256 * 5 * 5120
 
 
 def test_what_ranks_share_and_what_each_has_whole():
@@ -160,6 +208,8 @@ def test_experts_in_fp8_take_twice_as_much(tmp_path):
         (FLASH, H20, 8, True),
         (FLASH, H20_141, 8, True),
         (FLASH, H200, 4, True),
+        (V41, H20, 8, True),
+        (V41, H20, 4, True),
         (PRO, H20, 8, False),
         (PRO, H20_141, 8, True),
         (PRO, H200, 8, True),
@@ -171,7 +221,7 @@ def test_what_fits_where(model, gpu, gpus, fits):
 
 
 @settings(deadline=None)
-@given(st.sampled_from([FLASH, PRO]), st.integers(1, 2**20), st.integers(1, 512), st.sampled_from([1, 2]))
+@given(st.sampled_from([FLASH, PRO, V41]), st.integers(1, 2**20), st.integers(1, 512), st.sampled_from([1, 2]))
 def test_what_is_said_to_fit_fits(model, context, batch, s_q):
     where = on(batch, context, s_q=s_q)
     asked, *others = what_fits(model, H200, where)
@@ -194,6 +244,8 @@ def test_what_is_said_to_fit_fits(model, context, batch, s_q):
         (FLASH, 64 * K, {"window": (2, 128), "CSA": (21, 640), "HCA": (20, 640)}),
         (PRO, K * K, {"window": (0, 128), "CSA": (30, 1152), "HCA": (31, 8320)}),
         (FLASH, 100, {"window": (2, 100), "CSA": (21, 125), "HCA": (20, 100)}),
+        (V41, 64 * K, {"window": (2, 128), "pairs": (18, 640), "tokens": (20, 640)}),
+        (V41, 400, {"window": (2, 128), "pairs": (18, 328), "tokens": (20, 528)}),
     ],
 )
 def test_rows_that_a_query_token_attends_to(model, context, lists):
@@ -236,6 +288,13 @@ def test_the_indexer_scores_a_key_of_four_tokens_in_csa_layers():
     assert indexer.roofline_us == pytest.approx(flops / H20_141.sustained_flops(fp8=True) * 1e6)
 
 
+def test_eight_layers_of_deepseek_v41_score_pairs_or_tokens():
+    indexer = make_sparse_plan(V41, H200, on(context=64 * K)).indexer
+    assert indexer.layers == 8 and indexer.rows == 32 and indexer.bound == "memory"
+    keys = 16 * (3 * 32 * K + 5 * 64 * K)
+    assert indexer.step_ms == pytest.approx(keys * 132 / H200.sustained_bandwidth.value * 1e3)
+
+
 # As the GPUs' files say. FlashMLA's times step at 64 tokens.
 @pytest.mark.parametrize("gpu, file, ours, theirs", [(H200, "v4", 0.12, 0.30), (H20, "v4-h20-proxy", 0.24, 0.31)])
 @pytest.mark.parametrize("model, heads", [(FLASH, 8), (PRO, 16)])
@@ -272,7 +331,15 @@ def test_where_nobody_timed_the_call_no_gain_is_told():
 
 
 @pytest.mark.parametrize(
-    "gpu, model, least, most", [(H200, FLASH, 2, 8), (H200, PRO, 1, 4), (H20_141, FLASH, 3, 22), (H20_141, PRO, 2, 9)]
+    "gpu, model, least, most",
+    [
+        (H200, FLASH, 2, 8),
+        (H200, PRO, 1, 4),
+        (H200, V41, 2, 6),
+        (H20_141, FLASH, 3, 22),
+        (H20_141, PRO, 2, 9),
+        (H20_141, V41, 3, 20),
+    ],
 )
 def test_what_docs_say_of_the_gain(gpu, model, least, most):
     sizes = product((1, 4, 16, 64, 128), (4 * K, 64 * K, K * K))
@@ -302,17 +369,31 @@ def changed(tmp_path: Path, **changes):
     [
         ({"compress_ratios": [0, 0, 4]}, "compress_ratios: wanted one for each of num_hidden_layers = 43, got 3"),
         ({"compress_ratios": "gone"}, "compress_ratios: wanted one for each of num_hidden_layers = 43, got 0"),
-        ({"compress_ratios": [2] * 43}, "compress_ratios.0: Input should be 0, 4 or 128, got 2"),
+        ({"compress_ratios": [0, 2] * 22}, "compress_ratios: wanted 0, 4, 128 of deepseek_v4, got [2]"),
         ({"sliding_window": "gone"}, "sliding_window: wanted a number beside model_type deepseek_v4, got None"),
         ({"o_groups": "8"}, "o_groups: wanted a number beside model_type deepseek_v4, got '8'"),
         ({"expert_dtype": "int4"}, "expert_dtype: Input should be 'fp4' or 'fp8', got 'int4'"),
         ({"index_n_heads": None}, "wanted index_n_heads, index_head_dim and q_lora_rank beside index_topk"),
-        ({"model_type": "deepseek_v41"}, "model_type: deepseek_v41 has layers that share caches, which is not planned"),
     ],
 )
 def test_a_model_that_is_described_wrongly_is_refused_by_name(tmp_path, changes, words):
     with pytest.raises(ValueError, match=f"config.json: .*{re.escape(words)}"):
         changed(tmp_path, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, words",
+    [
+        ({"compress_ratios": [0, 4] * 20}, "compress_ratios: wanted 0, 1, 2 of deepseek_v41_text, got [4]"),
+        ({"kv_source_layer_ids": [8, 20]}, "kv_source_layer_ids: wanted the first layer with entries among them, got"),
+        ({"index_source_layer_ids": []}, "index_source_layer_ids: wanted the first layer with entries among them, got"),
+    ],
+)
+def test_a_layer_of_deepseek_v41_without_entries_is_refused(tmp_path, changes, words):
+    whole = json.loads((configs.FOLDER / "models" / "deepseek-v4.1-flash.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": whole["text_config"] | changes}))
+    with pytest.raises(ValueError, match=f"config.json: .*{re.escape(words)}"):
+        read_model(str(tmp_path))
 
 
 def test_a_row_of_another_width_is_refused(tmp_path):
@@ -353,6 +434,9 @@ def test_the_screen_says_what_the_caches_hold():
     assert "7,086.75 B a token, 10,485,760 a request" in text
     assert "Lists have 128 (2 window), 640 (21 CSA), 640 (20 HCA) rows, calls their mean" in text
     assert re.search(r"ETAP measured memory [\d.]+ 8 .* FlashMLA measured tensor [\d.]+ 64", text)
+    shared = words_of("deepseek-v4.1-flash", "--gpu", "H200", "--context", "64K")
+    assert "Engram's tables, 202.8 GB: in vLLM of host memory, in SGLang of the GPUs'." in shared
+    assert "Lists have 128 (2 window), 640 (18 pairs), 640 (20 tokens) rows" in shared
     assert "18 rows behind another kernel" in words_of("deepseek-v4-flash", "--gpu", "H200", "--sources")
 
 
@@ -375,7 +459,7 @@ def test_json_has_what_the_screen_has():
 
 @pytest.mark.parametrize("layout", [(), ("--count", "16", "--pp", "2"), ("--context", "1M"), ("--batch", "512")])
 @pytest.mark.parametrize("gpu", GPUS)
-@pytest.mark.parametrize("model", ["deepseek-v4-flash", "deepseek-v4-pro"])
+@pytest.mark.parametrize("model", ["deepseek-v4-flash", "deepseek-v4-pro", "deepseek-v4.1-flash"])
 def test_the_answer_fits_one_screen(model, gpu, layout):
     lines = etap_plan(model, "--gpu", gpu, *layout, columns=80).splitlines()
     assert len(lines) <= 24 and max(map(len, lines)) <= 80

@@ -49,6 +49,7 @@ def test_every_model_on_every_server_is_there():
     models = {row.values[0] for row in rows()}
     assert models == {
         "deepseek-r1", "kimi-k2", "kimi-k3", "deepseek-v3.2", "glm-5-fp8", "deepseek-v4-flash", "deepseek-v4-pro",
+        "deepseek-v4.1-flash",
     }  # fmt: skip
 
 

@@ -1,5 +1,6 @@
 """configs/sglang through SGLang's own parser of `--config`, and the cache arithmetic in their comments."""
 
+import importlib.util
 import re
 import shutil
 import sys
@@ -18,8 +19,10 @@ load_plugins()
 
 from sglang.srt.server_args import prepare_server_args  # noqa: E402 - reads the choices that plugins extend
 
+HAS_V41 = importlib.util.find_spec("sglang.srt.configs.deepseek_v41") is not None  # since 0.5.23
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-FILES = sorted((CONFIGS / "sglang").glob("*.yaml"))
+SHIPPED = sorted((CONFIGS / "sglang").glob("*.yaml"))
+FILES = [path for path in SHIPPED if HAS_V41 or not path.stem.startswith("deepseek-v4.1")]
 V4_FILES = [path for path in FILES if path.stem.startswith("deepseek-v4")]
 MODELS = {
     "deepseek-ai/DeepSeek-R1": "deepseek-r1",
@@ -27,6 +30,7 @@ MODELS = {
     "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
     "deepseek-ai/DeepSeek-V4-Flash": "deepseek-v4-flash",
     "deepseek-ai/DeepSeek-V4-Pro": "deepseek-v4-pro",
+    "deepseek-ai/DeepSeek-V4.1-Flash": "deepseek-v4.1-flash",
     "zai-org/GLM-5-FP8": "glm-5-fp8",
 }
 GPUS = {"96g": "H20-96G", "141g": "H20-141G"}
@@ -43,11 +47,13 @@ def settings(config_file):
 
 
 def test_there_is_one_for_each_deployment():
-    names = {path.stem for path in FILES}
+    names = {path.stem for path in SHIPPED}
     deployments = {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
     small = {f"deepseek-r1-8xh20-96g-{kind}" for kind in ("fp8-cache", "dcp8", "dcp2-fp8-cache")}
     sparse = {"deepseek-v3.2-8xh20-96g-fp8-cache", "deepseek-v3.2-8xh20-141g", "glm-5-fp8-8xh20-141g"}
-    v4 = {f"deepseek-v4-{size}" for size in ("flash-8xh20-96g", "flash-8xh20-141g", "pro-8xh20-141g")}
+    v4 = {f"deepseek-{name}flash-8xh20-{gpu}" for gpu in GPUS for name in ("v4-", "v4.1-")} | {
+        "deepseek-v4-pro-8xh20-141g"
+    }
     assert names == {"smoke-1gpu"} | small | deployments | sparse | v4
 
 
@@ -70,7 +76,8 @@ def test_sglangs_parser_takes_every_setting(config_file, settings, tmp_path, mon
     if v4 := config_file in V4_FILES:  # SGLang renames it, and ETAP keeps the wish
         assert settings.pop("attention-backend") == arguments.dsa_decode_backend == "etap"
         assert arguments.attention_backend == "dsv4" and arguments.page_size == 256
-        assert arguments.swa_full_tokens_ratio == SWA_FULL_TOKENS_RATIO
+        bounded = "v4.1" in config_file.stem  # by the requests that may run
+        assert arguments.swa_full_tokens_ratio == (None if bounded else SWA_FULL_TOKENS_RATIO)
     else:
         assert arguments.attention_backend in ("etap", "etap_fp8_math") and arguments.page_size == PAGE_TOKENS
     for name, wanted in settings.items():
@@ -105,16 +112,19 @@ def test_comments_count_the_cache_as_sglang_does(config_file, settings):
 
 @pytest.mark.parametrize("config_file", V4_FILES, ids=lambda path: path.stem, indirect=True)
 def test_comments_count_deepseek_v4s_cache_as_the_plan_does(config_file, settings):
-    """SGLang has a ring of sums for each request that may run, for one more, and room for two behind the last."""
+    """SGLang has a ring of sums for each request that may run, for one more, and room for two behind the last; of
+    V4.1, windows of each."""
     text = " ".join(config_file.read_text().replace("#", " ").split())
     requests, fraction = settings["max-running-requests"], settings["mem-fraction-static"]
     gpu = next(gpu for name, gpu in GPUS.items() if name in config_file.stem)
     model, on = read_model(MODELS[settings["model-path"]]), Deployment(cache="fp8", utilization=fraction)
     plan, caches = memory_of(model, read_gpu(gpu), on), v4_caches(model, on)
-    sums, a_token = (requests + 3) * caches.sglang_request_bytes, caches.sglang_token_bytes
-    tokens = int((plan.usable - plan.weights - sums) / a_token) // 256 * 256
-    held = f"{tokens:,} tokens of {a_token:,.10g} bytes (SGLang 0.5.23), beside {sums / 1e9:.1f} GB"
-    beside = f"for {caches.hca} layers' partial sums of {requests} requests"
+    slots = requests + (0 if model.shares_caches else 3)
+    kept, a_token = slots * caches.sglang_request_bytes, caches.sglang_token_bytes
+    tokens = int((plan.usable - plan.weights - kept) / a_token) // 256 * 256
+    held = f"{tokens:,} tokens of {a_token:,.10g} bytes (SGLang 0.5.23), beside {kept / 1e9:.1f} GB"
+    what = "the windows" if model.shares_caches else f"{caches.hca} layers' partial sums"
+    beside = f"for {what} of {requests} requests"
     assert f"{(plan.usable - plan.weights) / 1e9:.1f} GB KV cache: {held} {beside}" in text
     assert f"{requests} requests have {tokens // requests:,} tokens each when the cache is full" in text
     assert tokens >= 2 * settings["context-length"], "two requests of the greatest length"

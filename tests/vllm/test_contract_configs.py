@@ -27,15 +27,19 @@ from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
 from etap_backend.lab.plan.memory import memory_of, v4_caches
 from etap_backend.vllm import deepseek_v4
 
+HAS_V41 = importlib.util.find_spec("vllm.models.deepseek_v41") is not None  # since 0.33
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
-FILES = sorted((CONFIGS / "vllm").glob("*.yaml"))
-V4_FILES = [path for path in FILES if path.stem.startswith("deepseek-v4")]
+SHIPPED = sorted((CONFIGS / "vllm").glob("*.yaml"))
+FILES = [path for path in SHIPPED if HAS_V41 or not path.stem.startswith("deepseek-v4.1")]
+V4_FILES = [path for path in FILES if path.stem.startswith("deepseek-v4-")]
+V41_FILES = [path for path in FILES if path.stem.startswith("deepseek-v4.1")]
 MODELS = {
     "deepseek-ai/DeepSeek-R1": "deepseek-r1",
     "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite",
     "deepseek-ai/DeepSeek-V3.2": "deepseek-v3.2",
     "deepseek-ai/DeepSeek-V4-Flash": "deepseek-v4-flash",
     "deepseek-ai/DeepSeek-V4-Pro": "deepseek-v4-pro",
+    "deepseek-ai/DeepSeek-V4.1-Flash": "deepseek-v4.1-flash",
     "zai-org/GLM-5-FP8": "glm-5-fp8",
 }
 PLANNING = ("vllm.v1.core.kv_cache_planning", "vllm.v1.core.kv_cache_utils")
@@ -63,11 +67,13 @@ def cache_bytes_a_token(text):
 
 
 def test_there_is_one_for_each_deployment():
-    names = {path.stem for path in FILES}
+    names = {path.stem for path in SHIPPED}
     deployments = {f"deepseek-r1-8xh20-{gpu}{mtp}" for gpu in GPUS for mtp in ("", "-mtp")}
     small = {f"deepseek-r1-8xh20-96g-{kind}" for kind in ("fp8-cache", "dcp8", "dcp2-fp8-cache")}
     sparse = {"deepseek-v3.2-8xh20-96g-fp8-cache", "deepseek-v3.2-8xh20-141g", "glm-5-fp8-8xh20-141g"}
-    v4 = {f"deepseek-v4-{size}" for size in ("flash-8xh20-96g", "flash-8xh20-141g", "pro-8xh20-141g")}
+    v4 = {f"deepseek-{name}flash-8xh20-{gpu}" for gpu in GPUS for name in ("v4-", "v4.1-")} | {
+        "deepseek-v4-pro-8xh20-141g"
+    }
     assert names == {"smoke-1gpu"} | small | deployments | sparse | v4
 
 
@@ -103,9 +109,11 @@ def test_vllms_parser_takes_every_setting(config_file, settings, config):
     assert config.attention_config.backend is AttentionBackendEnum.ETAP
     described = read_model(MODELS[settings["model"]])
     if described.v4:
+        shares = described.shares_caches
+        module = importlib.import_module("vllm.models.deepseek_v41.nvidia.model") if shares else v4_model
         with set_current_vllm_config(config):
-            assert issubclass(v4_model._select_dsv4_attn_cls(config), deepseek_v4.ETAPLayer)
-        assert config.cache_config.block_size == 256
+            assert issubclass(module._select_dsv4_attn_cls(config), deepseek_v4.ETAPLayer)
+        assert config.cache_config.block_size == (64 if shares else 256)
     else:
         with set_current_vllm_config(config):
             backend = AttentionBackendEnum.ETAP.get_class()
@@ -125,7 +133,9 @@ def test_vllms_parser_takes_every_setting(config_file, settings, config):
     assert (drafts > 0) == config_file.stem.endswith("-mtp")
 
 
-@pytest.mark.parametrize("config_file", sorted(set(FILES) - set(V4_FILES)), ids=lambda path: path.stem, indirect=True)
+@pytest.mark.parametrize(
+    "config_file", sorted({*FILES} - {*V4_FILES, *V41_FILES}), ids=lambda path: path.stem, indirect=True
+)
 def test_comments_count_the_cache_as_the_plan_does(config_file, settings):
     text = config_file.read_text()
     a_token = cache_bytes_a_token(text)
@@ -165,12 +175,13 @@ def v4_specs(config, model):
     return specs
 
 
-@pytest.mark.parametrize("config_file", V4_FILES, ids=lambda path: path.stem, indirect=True)
+@pytest.mark.parametrize("config_file", [*V4_FILES, *V41_FILES], ids=lambda path: path.stem, indirect=True)
 def test_comments_count_deepseek_v4s_blocks_as_the_plan_does(config_file, settings):
     text = " ".join(config_file.read_text().replace("#", " ").split())
-    form = r"(\d+) x \(([\d,]+) \+ ([\d,]+)\) \+ (\d+) x ([\d,]+) = ([\d,]+) bytes"
-    csa, entry, key, hca, sparse_entry, block = (int(one.replace(",", "")) for one in re.search(form, text).groups())
-    assert csa * (entry + key) + hca * sparse_entry == block
+    form = r"(\d+) x \(([\d,]+) \+ ([\d,]+)\) \+ (?:(\d+) x )?([\d,]+)(?: \+ ([\d,]+))? = ([\d,]+) bytes"
+    found = (int((one or "0").replace(",", "")) for one in re.search(form, text).groups())
+    layers, entry, key, others, other_entry, other_key, block = found
+    assert layers * (entry + key) + (others or 1) * other_entry + other_key == block
     gpu = next(gpu for name, gpu in GPUS.items() if name in config_file.stem)
     requests, fraction = settings["max-num-seqs"], settings["gpu-memory-utilization"]
     model, on = read_model(MODELS[settings["model"]]), Deployment(batch=requests, utilization=fraction, cache="fp8")
@@ -183,19 +194,48 @@ def test_comments_count_deepseek_v4s_blocks_as_the_plan_does(config_file, settin
     assert plan.tokens >= 2 * settings["max-model-len"], "two requests of the greatest length"
 
 
-@pytest.mark.parametrize("config_file", V4_FILES, ids=lambda path: path.stem, indirect=True)
+def v41_specs(config, model):
+    """What vLLM's own layers of DeepSeek-V4.1 ask of its cache, by name."""
+    attention, compressor, made = (
+        importlib.import_module(f"vllm.models.deepseek_v41.{name}")
+        for name in ("attention", "compressor", "nvidia.flashmla")
+    )
+    cache = config.cache_config
+    cache.cache_dtype = "fp8_ds_mla"
+    layer = {"head_dim": 512, "kv_cache_dtype": cache.cache_dtype, "kv_cache_torch_dtype": torch.uint8}
+    layer |= {"is_kv_source": True, "kv_page_alignment": 576, "compressed_bytes_per_token": 584}
+    window = {"block_size": 32, "packed_bytes_per_token": 584, "packed_page_alignment": 576}
+    specs = {}
+    with set_current_vllm_config(config):
+        for number in range(model.num_hidden_layers):
+            caches = {"window": DeepseekV4SWACache(512, 128, torch.uint8, f"{number}.window", cache, **window)}
+            if number in model.kv_source_layer_ids:
+                ratio = model.compress_ratios[number]
+                keys = attention.DeepseekV4IndexerCache(132, torch.uint8, f"{number}.keys", cache, ratio)
+                caches |= {"keys": keys}
+                if ratio > 1:
+                    caches["sums"] = compressor.CompressorStateCache(2 * 512, torch.float32, f"{number}.sums")
+                entries = SimpleNamespace(compress_ratio=ratio, **layer)
+                layers = made.DeepseekV4FlashMLAAttention
+                specs[f"{number}.entries"] = layers.get_kv_cache_spec(entries, config)
+            specs |= {f"{number}.{name}": one.get_kv_cache_spec(config) for name, one in caches.items()}
+    return specs
+
+
+@pytest.mark.parametrize("config_file", [*V4_FILES, *V41_FILES], ids=lambda path: path.stem, indirect=True)
 def test_the_plan_counts_deepseek_v4s_caches_as_vllm_does(settings, config):
     """Bytes of a block and blocks of a request, in vLLM's own sums. 0.26 keeps a place for each page of each size, of
     which its groups leave some empty."""
     planning = importlib.import_module(next(name for name in PLANNING if importlib.util.find_spec(name)))
     described = read_model(MODELS[settings["model"]])
     config.cache_config.kv_cache_layout = "BLHNC"  # as vLLM 0.33 resolves it for what these layers ask; 0.26 has none
-    groups = planning.get_kv_cache_groups(config, v4_specs(config, described))
+    specs, kinds = (v41_specs, 9) if described.shares_caches else (v4_specs, 5)
+    groups = planning.get_kv_cache_groups(config, specs(config, described))
     caches = v4_caches(described, Deployment(cache="fp8"))
-    assert len(groups) == 5
+    assert len(groups) == kinds
     available = 10**12
     blocks = planning.get_kv_cache_config_from_groups(config, groups, available).num_blocks
     wasted = 0.04 if planning.__name__ == PLANNING[-1] else 1e-6
     assert caches.block_bytes <= available / blocks <= caches.block_bytes * (1 + wasted)
     most = sum(group.kv_cache_spec.max_memory_usage_pages(config) for group in groups)
-    assert most == settings["max-model-len"] // 256 + caches.blocks_of_prompts
+    assert most == settings["max-model-len"] // caches.block_tokens + caches.blocks_of_prompts

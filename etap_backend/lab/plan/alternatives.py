@@ -58,7 +58,7 @@ def what_fits(
         if other.memory_bytes.value > 1.05 * gpu.memory_bytes.value:
             layouts[f"{on.gpus} x {other.name}"] = other, on
     more = replace(on, gpus=2 * on.gpus, pp=2 * on.pp)
-    if more.pp <= model.num_hidden_layers:
+    if model.divides_into(more.pp):
         layouts[f"{more.gpus} x {gpu.name}, pp {more.pp}"] = gpu, more
     found = []
     for cache in dict.fromkeys((on.cache, "fp8")):

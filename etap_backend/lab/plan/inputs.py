@@ -20,9 +20,10 @@ SMALLEST, GREATEST = 1e-3, 1e18
 CACHE_BYTES = {"bfloat16": 2, "fp8": 1}
 CACHE_NAMES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "auto": "bfloat16", "fp8": "fp8", "fp8_e4m3": "fp8"}
 """What the engines call the caches."""
-V4 = "deepseek_v4"
+V4, V41 = "deepseek_v4", "deepseek_v41_text"
 CSA, HCA = 4, 128
-"""Tokens of a compressed entry in the two kinds of DeepSeek-V4's layers that keep any."""
+"""Tokens of a compressed entry in the two kinds of DeepSeek-V4's layers that keep any; V4.1's have 2 and 1."""
+RATIOS = {V4: (0, CSA, HCA), V41: (0, 1, 2)}
 V4_SIZES = "head_dim qk_rope_head_dim moe_intermediate_size index_topk sliding_window o_groups o_lora_rank hc_mult"
 """What its config.json has, and its plan needs."""
 
@@ -122,6 +123,7 @@ class Quantization(BaseModel):
     quant_method: Literal["fp8", "compressed-tensors"]
     weight_block_size: tuple[Size, Size] | None = None
     format: Literal["mxfp4-pack-quantized"] | None = None  # of compressed-tensors
+    expert_dtype: Literal["fp4", "fp8"] | None = None  # of DeepSeek-V4.1; V4 has it beside this
 
     @model_validator(mode="after")
     def _format_is_known(self) -> Quantization:
@@ -182,23 +184,26 @@ class Model(BaseModel):
     mla_use_output_gate: bool = False
     linear_attn_config: LinearAttention | None = None
     layer_types: tuple[str, ...] | None = None
-    compress_ratios: tuple[Literal[0, 4, 128], ...] = ()  # DeepSeek-V4's, those of layers that predict at the end
+    compress_ratios: tuple[Count, ...] = ()  # DeepSeek-V4's, those of layers that predict at the end
     sliding_window: Size | None = None
     o_groups: Size | None = None
     o_lora_rank: Size | None = None
     hc_mult: Count | None = None
     expert_dtype: Literal["fp4", "fp8"] | None = None
+    kv_source_layer_ids: tuple[Count, ...] = ()  # DeepSeek-V4.1's layers, from 0, whose entries those behind them read
+    index_source_layer_ids: tuple[Count, ...] = ()  # and those that choose for them
+    dspark_n_routed_experts: Count | None = None  # of layers that predict
+    engram_num_embeddings: tuple[Count, ...] = ()  # rows of its tables of word groups, in host memory
+    engram_head_dim: Count = 0
+    engram_n_heads: Count = 0
+    engram_max_ngram_size: Count = 0
 
     @model_validator(mode="before")
     @classmethod
     def _text_alone(cls, data: object) -> object:
         if isinstance(data, dict) and isinstance(text := data.get("text_config"), dict):
             data = {"quantization_config": data.get("quantization_config")} | text
-        if isinstance(data, dict) and str(kind := data.get("model_type", "")).startswith(V4):
-            if kind != V4:
-                raise ValueError(f"model_type: {kind} has layers that share caches, which is not planned: wanted {V4}")
-            data = _as_latent(data)
-        return data
+        return _as_latent(data) if isinstance(data, dict) and data.get("model_type") in RATIOS else data
 
     @model_validator(mode="after")
     def _is_whole(self) -> Model:
@@ -209,9 +214,8 @@ class Model(BaseModel):
         if self.layer_types and len(self.layer_types) != self.num_hidden_layers:
             wanted = f"as many as num_hidden_layers = {self.num_hidden_layers}"
             raise ValueError(f"layer_types: wanted {wanted}, got {len(self.layer_types)}")
-        if self.v4 and len(self.compress_ratios) < self.num_hidden_layers:
-            wanted = f"one for each of num_hidden_layers = {self.num_hidden_layers}"
-            raise ValueError(f"compress_ratios: wanted {wanted}, got {len(self.compress_ratios)}")
+        if self.v4:
+            self._check_caches()
         if self.sparse and not (self.index_n_heads and self.index_head_dim and self.q_lora_rank):
             raise ValueError("wanted index_n_heads, index_head_dim and q_lora_rank beside index_topk")
         if self.n_routed_experts and not (self.num_experts_per_tok and self.moe_intermediate_size):
@@ -220,6 +224,19 @@ class Model(BaseModel):
             wanted = f"at most n_routed_experts = {self.n_routed_experts}"
             raise ValueError(f"num_experts_per_tok: wanted {wanted}, got {self.num_experts_per_tok}")
         return self
+
+    def _check_caches(self) -> None:
+        """Raise ValueError unless each of DeepSeek-V4's layers has its entries, or those of a layer before it."""
+        ratios, known = self.compress_ratios[: self.num_hidden_layers], RATIOS[self.model_type]
+        if len(ratios) < self.num_hidden_layers:
+            wanted = f"one for each of num_hidden_layers = {self.num_hidden_layers}"
+            raise ValueError(f"compress_ratios: wanted {wanted}, got {len(ratios)}")
+        if wrong := sorted(set(ratios) - set(known)):
+            raise ValueError(f"compress_ratios: wanted {', '.join(map(str, known))} of {self.model_type}, got {wrong}")
+        for name in ("kv_source_layer_ids", "index_source_layer_ids") if self.shares_caches else ():
+            first, compressed = min(getattr(self, name), default=self.num_hidden_layers), sum(map(bool, ratios))
+            if compressed and first > min(layer for layer, ratio in enumerate(ratios) if ratio):
+                raise ValueError(f"{name}: wanted the first layer with entries among them, got {getattr(self, name)}")
 
     @property
     def moe_layers(self) -> int:
@@ -240,12 +257,22 @@ class Model(BaseModel):
 
     @property
     def v4(self) -> bool:
-        """Whether each layer has a window of the last tokens, and entries that stand for many of the others."""
-        return self.model_type == V4
+        """Whether each layer has a window of the last tokens, and entries that stand for the others: V4.1's too."""
+        return self.model_type in RATIOS
+
+    @property
+    def shares_caches(self) -> bool:
+        """Whether a layer of DeepSeek-V4.1 reads what another one compressed and chose."""
+        return self.model_type == V41
 
     def layers_of(self, ratio: int) -> tuple[int, ...]:
         """DeepSeek-V4's layers, counted from 1, with an entry for so many tokens; 0 for those with a window alone."""
         return tuple(layer for layer in self.all_layers if self.compress_ratios[layer - 1] == ratio)
+
+    def compressing(self, ratio: int) -> tuple[int, ...]:
+        """Those of them that make the entries, and keep them."""
+        layers = self.layers_of(ratio)
+        return tuple(one for one in layers if one - 1 in self.kv_source_layer_ids) if self.shares_caches else layers
 
     @property
     def indexer_layers(self) -> tuple[int, ...]:
@@ -255,7 +282,7 @@ class Model(BaseModel):
     def _chooses(self, layer: int) -> bool:
         """Whether this layer, counted from 0, has an indexer: the engines' rule."""
         if self.v4:
-            return self.compress_ratios[layer] == CSA
+            return layer in self.index_source_layer_ids or self.compress_ratios[layer] == CSA
         if self.index_topk_pattern is not None:
             return self.index_topk_pattern[layer : layer + 1] != "S"
         return max(layer - self.index_skip_topk_offset + 1, 0) % self.index_topk_freq == 0
@@ -263,6 +290,12 @@ class Model(BaseModel):
     @property
     def all_layers(self) -> tuple[int, ...]:
         return tuple(range(1, self.num_hidden_layers + 1))
+
+    def divides_into(self, stages: int) -> bool:
+        """Whether there can be so many pipeline stages: layers that share entries stay together."""
+        starts = range(0, self.num_hidden_layers, -(-self.num_hidden_layers // stages))[1:]
+        alone = not self.shares_caches or all(start in self.kv_source_layer_ids for start in starts)
+        return stages <= self.num_hidden_layers and alone
 
     @property
     def linear_layers(self) -> int:
@@ -317,12 +350,15 @@ class Model(BaseModel):
 def _as_latent(data: dict) -> dict:
     """DeepSeek-V4's config.json with latent attention's names for what it has: one row of `head_dim` elements is key
     and value whole, and the engines take experts for FP4 where nothing else is said."""
+    kind = data["model_type"]
     for name in V4_SIZES.split():
         if not isinstance(data.get(name), int):
-            raise ValueError(f"{name}: wanted a number beside model_type {V4}, got {data.get(name)!r}")
+            raise ValueError(f"{name}: wanted a number beside model_type {kind}, got {data.get(name)!r}")
     row, rope = data["head_dim"], data["qk_rope_head_dim"]
-    names = {"kv_lora_rank": row, "v_head_dim": row, "qk_nope_head_dim": row - rope, "index_kpool": CSA}
-    return {"expert_dtype": "fp4"} | data | names | {"intermediate_size": data["moe_intermediate_size"]}
+    names = {"kv_lora_rank": row, "v_head_dim": row, "qk_nope_head_dim": row - rope}
+    names |= {"index_kpool": CSA if kind == V4 else 1, "intermediate_size": data["moe_intermediate_size"]}
+    experts = (data.get("quantization_config") or {}).get("expert_dtype") or "fp4"
+    return {"expert_dtype": experts} | data | names
 
 
 def read_model(name: str) -> Model:
@@ -390,8 +426,9 @@ class Deployment:
         for name, has in (("dcp", 1), ("cache", "fp8")) if model.v4 else ():
             if (got := getattr(self, name)) != has:
                 raise ValueError(f"{name}: wanted {has}, which is all that the engines have for {V4}, got {got}")
-        if self.pp > model.num_hidden_layers:
-            raise ValueError(f"pp: wanted at most {model.num_hidden_layers} layers, got {self.pp}")
+        if not model.divides_into(self.pp):
+            alone = " in stages that read no other's entries" if model.shares_caches else ""
+            raise ValueError(f"pp: wanted at most {model.num_hidden_layers} layers{alone}, got {self.pp}")
 
     @property
     def local_batch(self) -> int:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from etap_backend.lab.plan.inputs import CSA, HCA, Deployment, Figure, Gpu, Model
-from etap_backend.lab.plan.v4_caches import BATCHES, BLOCK_TOKENS, PAGES, V4Caches
+from etap_backend.lab.plan.v4_caches import BATCHES, V4Caches, V41Caches
 
 PAGE_TOKENS = 64
 # Activations of the largest prefill chunk, CUDA graphs, NCCL, allocator: what is missing between weights and cache in
@@ -31,6 +31,7 @@ class Weights:
     experts: bool = False
     ends: bool = False  # before the first layer or after the last, not in every pipeline stage
     read_by_decode: bool = True
+    in_host_memory: bool = False
 
     @property
     def bytes_per_gpu(self) -> float:
@@ -50,7 +51,8 @@ def weights_of(model: Model, on: Deployment) -> list[Weights]:
         *_indexer(model, len(model.indexer_layers) + (predicting if model.sparse and not model.v4 else 0)),
         *_compression(model, len(model.attention_layers) + predicting),
         *_linear_attention(model, on),
-        *_feed_forward(model, on, model.moe_layers + predicting),
+        *_feed_forward(model, on, predicting),
+        *_engram(model, on),
         Weights("embedding", head, on.tp, 2.0, ends=True, read_by_decode=False),
         Weights("output head", 0 if model.tie_word_embeddings else head, on.tp, 2.0, ends=True),
     ]
@@ -78,27 +80,31 @@ def _attention(model: Model, on: Deployment, layers: int) -> list[Weights]:
 
 def _indexer(model: Model, layers: int) -> list[Weights]:
     """Every rank has the indexer whole. Weights of its keys, of its heads' gates and, where keys are pooled, of the
-    pool's stay in two bytes; DeepSeek-V4's pool has two series of keys and of gates."""
+    pool's stay in two bytes; DeepSeek-V4's pool has two series of keys and of gates, V4.1 makes keys of entries."""
     if not model.sparse:
         return []
     pool = model.index_head_dim * (3 if model.v4 else 1) if model.index_kpool > 1 else 0
     queries = model.q_lora_rank * model.index_n_heads * model.index_head_dim
-    keys = model.hidden_size * (model.index_head_dim + model.index_n_heads + pool)
+    keys = layers * model.hidden_size * (model.index_head_dim + model.index_n_heads + pool)
+    if model.shares_caches:
+        keys = layers * model.hidden_size * model.index_n_heads
+        keys += len(model.kv_source_layer_ids) * model.kv_lora_rank * model.index_head_dim
     return [
         Weights("indexer, queries", layers * queries, 1, model.attention_bytes),
-        Weights("indexer, keys and gates", layers * keys, 1, 2.0),
+        Weights("indexer, keys and gates", keys, 1, 2.0),
     ]
 
 
 def _compression(model: Model, layers: int) -> list[Weights]:
-    """What each rank has whole of DeepSeek-V4: CSA makes two series of keys and gates, HCA one; and each layer mixes
-    the streams of its residual before and behind both of its parts, in float32."""
+    """What each rank has whole of DeepSeek-V4: CSA makes two series of keys and gates, HCA and V4.1's pairs one, and
+    V4.1's single tokens have no gate; and each layer mixes the streams of its residual before and behind both of its
+    parts, in float32."""
     if not model.v4:
         return []
-    series = 2 * len(model.layers_of(CSA)) + len(model.layers_of(HCA))
+    matrices = sum(count * len(model.compressing(ratio)) for ratio, count in {CSA: 4, HCA: 2, 2: 2, 1: 1}.items())
     mixes = 2 * (model.hc_mult + 2) * model.hc_mult * model.hc_mult * model.hidden_size
     return [
-        Weights("compressors", series * 2 * model.kv_lora_rank * model.hidden_size, 1, 2.0),
+        Weights("compressors", matrices * model.kv_lora_rank * model.hidden_size, 1, 2.0),
         Weights("hyper-connections", layers * mixes, 1, 4.0),
     ]
 
@@ -122,19 +128,32 @@ def _linear_attention(model: Model, on: Deployment) -> list[Weights]:
     ]
 
 
-def _feed_forward(model: Model, on: Deployment, moe: int) -> list[Weights]:
-    """Dense layers, and the `moe` layers with experts. Routed experts are spread over tp x dp ranks."""
-    hidden, experts, each = model.hidden_size, model.n_routed_experts or 0, model.weight_bytes
+def _feed_forward(model: Model, on: Deployment, predicting: int) -> list[Weights]:
+    """Dense layers, and those with experts, the `predicting` ones among them. Routed experts are spread over tp x dp
+    ranks."""
+    hidden, each, moe = model.hidden_size, model.weight_bytes, model.moe_layers + predicting
+    experts = model.moe_layers * (model.n_routed_experts or 0)
+    experts += predicting * (model.dspark_n_routed_experts or model.n_routed_experts or 0)
     dense = model.num_hidden_layers - model.moe_layers
     narrow, wide = model.routed_expert_hidden_size or 0, 3 * model.moe_intermediate_size
     shared, routed = (model.n_shared_experts or 0) * wide * hidden, experts * wide * (narrow or hidden)
     return [
         Weights("dense layers", dense * 3 * hidden * model.intermediate_size, on.tp, each),
         Weights("shared experts", moe * shared, on.tp, each),
-        Weights("router", moe * hidden * experts, 1, 2.0),
+        Weights("router", hidden * experts, 1, 2.0),
         Weights("experts' projections", moe * 2 * hidden * narrow, 1, each),
-        Weights("experts", moe * routed, on.tp * on.dp, model.expert_bytes, experts=True),
+        Weights("experts", routed, on.tp * on.dp, model.expert_bytes, experts=True),
     ]
+
+
+def _engram(model: Model, on: Deployment) -> list[Weights]:
+    """DeepSeek-V4.1's tables of word groups, a row with a byte of scale for 32, which vLLM keeps in host memory, and
+    what brings the rows of a token's groups, of 2 words and more, into its streams."""
+    layers, rows = len(model.engram_num_embeddings), sum(model.engram_num_embeddings)
+    read = (model.engram_max_ngram_size - 1) * model.engram_n_heads * model.engram_head_dim
+    table = Weights("Engram, tables", rows * model.engram_head_dim, on.tp, 1 + 1 / 32, in_host_memory=True)
+    into = layers * read * model.hidden_size * ((model.hc_mult or 0) + 1)
+    return [replace(table, read_by_decode=False), Weights("Engram, projections", into, on.tp, model.weight_bytes)]
 
 
 def parameters_of(model: Model) -> int:
@@ -202,11 +221,12 @@ class Memory:
         return int(self.tokens_wanted * self.cache_per_token)
 
 
-def v4_caches(model: Model, on: Deployment) -> V4Caches:
+def v4_caches(model: Model, on: Deployment) -> V4Caches | V41Caches:
     """Of the pipeline stage that has most of each kind of layers; those that predict have a window alone."""
-    kinds = model.attention_layers, model.layers_of(CSA), model.layers_of(HCA)
-    window, csa, hca = (_most_in_a_stage(layers, model, on.pp) for layers in kinds)
-    return V4Caches(window + predicting_layers(model, on), csa, hca, model.sliding_window)
+    made, first, second = (V41Caches, 2, 1) if model.shares_caches else (V4Caches, CSA, HCA)
+    kinds = model.attention_layers, model.compressing(first), model.compressing(second)
+    layers, *entries = (_most_in_a_stage(layers, model, on.pp) for layers in kinds)
+    return made(layers + predicting_layers(model, on), model.sliding_window, *entries)
 
 
 def memory_of(model: Model, gpu: Gpu, on: Deployment) -> Memory:
@@ -219,17 +239,17 @@ def memory_of(model: Model, gpu: Gpu, on: Deployment) -> Memory:
     reserve, page_tokens = RESERVE_BYTES.value + (INDEXER_RESERVE_BYTES.value if model.sparse else 0), PAGE_TOKENS
     cache_per_token, state = model.cache_row_bytes(on.cache) * layers + indexer_per_token, state_bytes(model, on)
     if model.v4:
-        caches, page_tokens = v4_caches(model, on), BLOCK_TOKENS
-        csa_keys = caches.csa * PAGES["index_keys"]
+        caches = v4_caches(model, on)
+        page_tokens = caches.block_tokens
         reserve += caches.blocks_of_prompts * caches.block_bytes
-        cache_per_token, indexer_per_token = caches.block_bytes / BLOCK_TOKENS, csa_keys / BLOCK_TOKENS
+        cache_per_token, indexer_per_token = (each / page_tokens for each in (caches.block_bytes, caches.keys_bytes))
         state = caches.blocks(BATCHES * on.s_q) * caches.block_bytes
     # The fullest stage has ceil(layers / pp) layers and an end of the model; its other parts are shared out evenly.
-    stage = -(-model.num_hidden_layers // on.pp) / model.num_hidden_layers
+    stage, parts = -(-model.num_hidden_layers // on.pp) / model.num_hidden_layers, weights_of(model, on)
     return Memory(
         total=gpu.memory_bytes.value,
         usable=gpu.memory_bytes.value * on.utilization,
-        weights=sum(part.bytes_per_gpu * (1 if part.ends else stage) for part in weights_of(model, on)),
+        weights=sum(part.bytes_per_gpu * (1 if part.ends else stage) for part in parts if not part.in_host_memory),
         reserve=reserve,
         state_per_request=state,
         requests=on.local_batch,

@@ -13,7 +13,7 @@ from etap_backend.lab.plan.inputs import Call, Deployment, Figure, Gpu, Model
 from etap_backend.lab.plan.memory import INDEXER_RESERVE_BYTES, RESERVE_BYTES, parameters_of, v4_caches, weights_of
 from etap_backend.lab.plan.sparse import call_size, v4_lists
 from etap_backend.lab.plan.step import GEMM_BANDWIDTH, LAYER_US, Attention, Gain, Plan
-from etap_backend.lab.plan.v4_caches import BATCHES, BLOCK_TOKENS
+from etap_backend.lab.plan.v4_caches import BATCHES
 from etap_backend.lab.screen import print_table
 from etap_backend.lab.units import in_k
 
@@ -130,10 +130,12 @@ def _v4_line(model: Model, on: Deployment) -> str:
     (tokens, entries), kinds = call_size(model, on), v4_lists(model, on).items()
     rows = ", ".join(f"{rows:,} ({layers} {kind})" for kind, (layers, rows) in kinds if layers)
     read = tokens * entries * model.num_hidden_layers * model.cache_row_bytes(on.cache)
+    tables = sum(part.bytes_per_gpu * part.shards for part in weights_of(model, on) if part.in_host_memory)
+    engram = f"Engram's tables, {_gb(tables)}: in vLLM of host memory, in SGLang of the GPUs'. " if tables else ""
     return (
-        f"vLLM 0.33: {BLOCK_TOKENS} tokens are a block of {caches.block_bytes:,} B, a request {request} more. SGLang "
-        f"0.5.23: {caches.sglang_token_bytes:,.10g} B a token, {caches.sglang_request_bytes:,} a request. "
-        f"Lists have {rows} rows, calls their mean; a step reads {_gb(read)}."
+        f"vLLM 0.33: {caches.block_tokens} tokens are a block of {caches.block_bytes:,} B, a request {request} more. "
+        f"SGLang 0.5.23: {caches.sglang_token_bytes:,.10g} B a token, {caches.sglang_request_bytes:,} a request. "
+        f"{engram}Lists have {rows} rows, calls their mean; a step reads {_gb(read)}."
     )
 
 
@@ -212,7 +214,9 @@ def remarks(gpu: Gpu, model: Model, on: Deployment, plan: Plan) -> str:
         lines.append(f"Against its bf16 cache {one:.2f}x per call, {other:.2f}x with FP8 math (*).")
     if plan.indexer:
         tokens, entries = call_size(model, on)
-        chosen = "CSA layers' rows" if model.v4 else f"{tokens} lists of {entries:,} rows"
+        chosen = f"{tokens} lists of {entries:,} rows"
+        if model.v4:
+            chosen = "entries" if model.shares_caches else "CSA layers' rows"
         lines.append(f"Choosing the {chosen} comes on top.")
     if model.linear_layers:
         lines.append(f"{model.linear_layers} of {model.num_hidden_layers} layers have linear attention, untimed here.")

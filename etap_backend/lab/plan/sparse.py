@@ -12,7 +12,7 @@ import numpy
 
 from etap_backend.lab import results
 from etap_backend.lab.bench import rows as bench
-from etap_backend.lab.plan.inputs import CSA, HCA, Call, Deployment, Gpu, Model, read_gpu
+from etap_backend.lab.plan.inputs import CSA, HCA, RATIOS, Call, Deployment, Gpu, Model, read_gpu
 from etap_backend.lab.plan.memory import memory_of
 from etap_backend.lab.plan.step import PADDED_ROWS, Attention, Plan, attention_on, check, rest_of_step_ms
 from etap_backend.limits import LATENT_DIM
@@ -114,19 +114,24 @@ def shipped_calls(gpu: Gpu, heads: int, fp8: bool, v4: bool = False) -> dict[str
 
 
 def _indexer(model: Model, gpu: Gpu, on: Deployment) -> Attention:
-    """Scores of every key of the context in each layer that has an indexer. Each rank has all heads of the indexer,
-    and scores the keys of its share of a context."""
-    keys, heads = on.local_batch * -(-on.context // (on.dcp * model.index_kpool)), model.index_n_heads
+    """Scores of every key of the context in each layer that has an indexer, DeepSeek-V4.1's of the mean layer. Each
+    rank has all heads of the indexer, and scores the keys of its share of a context."""
+    layers, heads = model.indexer_layers, model.index_n_heads
+    pools = [model.compress_ratios[layer - 1] if model.shares_caches else model.index_kpool for layer in layers]
+    keys = on.local_batch * sum(-(-on.context // (on.dcp * pool)) for pool in pools) / len(layers)
     flops = 2 * keys * on.s_q * heads * model.index_head_dim
-    data, layers = keys * model.index_row_bytes * model.index_kpool, len(model.indexer_layers)
-    return attention_on(gpu, "indexer", None, layers=layers, rows=heads, data=data, flops=flops, fp8=True)
+    data = keys * model.index_row_bytes * model.index_kpool
+    return attention_on(gpu, "indexer", None, layers=len(layers), rows=heads, data=data, flops=flops, fp8=True)
 
 
 def v4_lists(model: Model, on: Deployment) -> dict[str, tuple[int, int]]:
-    """DeepSeek-V4's kinds of layers: how many there are, and the rows that a query token's lists have in each."""
-    window, entries = min(on.context, model.sliding_window), on.context // CSA
-    rows = {"window": (0, 0), "CSA": (CSA, min(model.index_topk, entries)), "HCA": (HCA, on.context // HCA)}
-    return {kind: (len(model.layers_of(ratio)), window + more) for kind, (ratio, more) in rows.items()}
+    """DeepSeek-V4's kinds of layers: how many there are, and the rows that a query token's lists have in each. V4.1's
+    have entries of pairs, or of single tokens."""
+    window, chosen = min(on.context, model.sliding_window), {"CSA": CSA, "pairs": 2, "tokens": 1}
+    rows = {kind: (ratio, min(model.index_topk, on.context // ratio)) for kind, ratio in chosen.items()}
+    rows = {"window": (0, 0), **rows, "HCA": (HCA, on.context // HCA)}
+    known = RATIOS[model.model_type]
+    return {kind: (len(model.layers_of(of)), window + more) for kind, (of, more) in rows.items() if of in known}
 
 
 def call_size(model: Model, on: Deployment) -> tuple[int, float]:
