@@ -87,10 +87,12 @@ ON_PROXY = a_document("H20 proxy (H200 throttled)", H20, options={"num_sms": 78,
         (GLM5, "bfloat16", 78 * (1152 + 132), 78 * 132),
         (GLM5, "fp8", 78 * (656 + 132), 78 * 132),
         (FLASH, "bfloat16", 11 * (1024 + 33), 11 * 33),
+        (FLASH, "fp8", 11 * (656 + 33), 11 * 33),
     ],
 )
 def test_a_token_takes_a_row_and_an_indexers_key_in_each_layer(model, cache, bytes_a_token, indexer):
-    """FP8 rows have four scales and rope in bfloat16; a key is 128 bytes and a scale, of GLM-5.3-Flash for 4 tokens."""
+    """FP8 rows have four scales and rope in bfloat16, or as many bytes without rope, as in vLLM; a key is 128 bytes and
+    a scale, of GLM-5.3-Flash for 4 tokens."""
     memory = memory_of(model, H20_141, on(cache=cache))
     assert (memory.cache_per_token, memory.indexer_per_token) == (bytes_a_token, indexer)
 
@@ -130,11 +132,13 @@ def test_layers_without_an_indexer_keep_no_keys(tmp_path, changes, indexers):
 # What is not planned
 
 
-def test_an_fp8_cache_without_rope_is_refused_and_not_offered():
-    with pytest.raises(ValueError, match="model: wanted one that ETAP runs: cache fp8 is not planned .* without rope"):
-        make_sparse_plan(FLASH, H200, on(cache="fp8"))
-    assert {found.cache for found in what_fits(FLASH, H200, on())} == {"bfloat16"}
-    assert {found.cache for found in what_fits(V32, H200, on())} == {"bfloat16", "fp8"}
+def test_an_fp8_cache_is_offered_and_a_row_without_rope_is_read_as_far_as_it_goes():
+    for model in (FLASH, V32):
+        assert {found.cache for found in what_fits(model, H200, on())} == {"bfloat16", "fp8"}
+    made = make_sparse_plan(FLASH, H200, on(cache="fp8"))
+    tokens, entries = call_size(FLASH, on(cache="fp8"))
+    assert made.etap.roofline_us == pytest.approx(tokens * entries * 528 / H200.sustained_bandwidth.value * 1e6)
+    assert made.etap.call.status == "derived" and "of rows with rope" in made.etap.call.source
 
 
 def test_a_sparse_model_with_another_latent_is_refused(tmp_path):

@@ -11,7 +11,7 @@ from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
 
 from etap_backend.lab import configs, results
 from etap_backend.lab.configs import Strict
-from etap_backend.limits import SCALE_DIM, SPARSE_FP8_BYTES, V4_ROW_BYTES
+from etap_backend.limits import ROPE_DIM, SCALE_DIM, SPARSE_FP8_BYTES, V4_ROW_BYTES
 
 # Beyond these a number is a mistake, and within them no sum or quotient of the planner leaves what a float holds.
 MOST = 2**31
@@ -308,7 +308,14 @@ class Model(BaseModel):
         return self.kv_lora_rank + (0 if self.v4 else self.qk_rope_head_dim)
 
     def cache_row_bytes(self, cache: str) -> int:
-        """What they take. FP8 rows of sparse attention have scales in them and a rope part of two bytes an element."""
+        """What they take. FP8 rows of sparse attention have scales in them and a rope part of two bytes an element, for
+        which vLLM has room without rope, too."""
+        if self.sparse and cache == "fp8" and not self.v4:
+            return SPARSE_FP8_BYTES + CACHE_BYTES["bfloat16"] * (self.qk_rope_head_dim or ROPE_DIM)
+        return self.read_row_bytes(cache)
+
+    def read_row_bytes(self, cache: str) -> int:
+        """What a call reads of them."""
         if self.v4:
             return V4_ROW_BYTES
         if self.sparse and cache == "fp8":

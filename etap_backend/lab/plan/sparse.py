@@ -161,7 +161,7 @@ def make_sparse_plan(model: Model, gpu: Gpu, on: Deployment, files: list[Path] |
     if model.v4 and (alone := calls.get("FlashMLA")) and alone.status == "measured":
         slower = {"fixed_us": alone.fixed_us + V4_IN_VLLM_US, "source": f"{alone.source}; {V4_IN_VLLM}"}
         calls["FlashMLA in vLLM"] = alone.model_copy(update={"status": "derived"} | slower)
-    layers, row_bytes = len(model.attention_layers), model.cache_row_bytes(on.cache)
+    layers, row_bytes = len(model.attention_layers), model.read_row_bytes(on.cache)
     size = (heads, tokens * entries, model.cache_row, row_bytes, layers)
     etap = sparse_attention(bench.OURS, gpu, calls.pop(bench.OURS, None), *size)
     return Plan(

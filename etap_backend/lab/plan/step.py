@@ -24,16 +24,12 @@ GEMM_BANDWIDTH = Figure(value=0.75, status="derived", source="of the sustained b
 
 
 def why_not(model: Model, on: Deployment) -> str | None:
-    """Why ETAP cannot decode this model, or what of it is not planned, or None."""
+    """Why ETAP cannot decode this model, or None."""
     shape = {"dtype": torch.bfloat16, "head_dim": model.cache_row, "v_head_dim": model.kv_lora_rank}
     if not model.sparse:
         return why_unsupported(kv_cache_dtype=on.cache, **shape)
-    fp8 = on.cache == "fp8"
-    reason = why_unsupported_sparse(kv_cache_dtype=SPARSE_FP8 if fp8 else on.cache, top_k=model.index_topk, **shape)
-    if reason is None and fp8 and not model.qk_rope_head_dim:
-        # ETAP reads 528 of either engine's bytes.
-        reason = "cache fp8 is not planned for a model without rope: a row takes 656 bytes in vLLM, 528 in SGLang"
-    return reason
+    cache = SPARSE_FP8 if on.cache == "fp8" else on.cache
+    return why_unsupported_sparse(kv_cache_dtype=cache, top_k=model.index_topk, **shape)
 
 
 def check(model: Model, on: Deployment) -> None:
