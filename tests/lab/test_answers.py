@@ -3,6 +3,7 @@
 import copy
 import json
 import math
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +11,10 @@ import typer
 from fake_server import ANSWERING, stand_in
 from typer.testing import CliRunner
 
+from etap_backend.lab import configs
 from etap_backend.lab.checks import answers, asked
 from etap_backend.lab.checks.agreement import answer_in
-from etap_backend.lab.checks.asked import ASKED, Variant
+from etap_backend.lab.checks.asked import ASKED, Variant, configuration, is_sparse, is_v4
 from etap_backend.lab.provenance import Provenance
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.client import FailedRequest
@@ -198,6 +200,15 @@ def served_model(tmp_path, monkeypatch):
     monkeypatch.setattr(answers.gpus, "gpus", lambda: [None, None])
     monkeypatch.setattr(answers, "provenance", lambda *_, **__: Provenance.model_construct())
     return tmp_path
+
+
+@pytest.mark.parametrize(
+    "name, v4", [("deepseek-v4-flash", True), ("deepseek-v4.1-flash", True), ("glm-5.3-flash", False)]
+)
+def test_a_configuration_of_text_and_images_says_how_its_text_attends(tmp_path, name, v4):
+    shutil.copy(configs.find("models", name, ".json"), tmp_path / "config.json")
+    config = configuration(tmp_path)
+    assert is_sparse(config) and is_v4(config) == v4
 
 
 @pytest.mark.parametrize("fault", ["", "tp2", "dcp2"])

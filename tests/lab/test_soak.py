@@ -161,10 +161,12 @@ def test_a_sparse_models_indexer_has_room_to_grow_into_and_its_server_must_say_t
 
 
 def test_a_server_of_deepseek_v4_that_knows_nothing_by_heart_is_held_against_its_own_noise(model, monkeypatch):
-    """Without drafts as with them; only ETAP's line says what its layers attend with."""
-    for name, more in (("config", {"index_topk": 512, "compress_ratios": [0, 4]}), ("prompts", {"recite": []})):
-        file = model / f"{name}.json"
-        file.write_text(json.dumps(json.loads(file.read_text()) | more))
+    """Without drafts as with them; only ETAP's line says what its layers attend with. Of V4.1, whose images have a
+    configuration beside the text's."""
+    config, prompts = (model / f"{name}.json" for name in ("config", "prompts"))
+    text = json.loads(config.read_text()) | {"index_topk": 512, "compress_ratios": [0, 2]}
+    config.write_text(json.dumps({"text_config": text}))
+    prompts.write_text(json.dumps(json.loads(prompts.read_text()) | {"recite": []}))
     code, document = run(model, "", monkeypatch)
     assert (code, document["failures"]) == (0, []) and document["probes"]["recite_right"] is None
     code, document = run(model, "wrong when forced", monkeypatch)

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from etap_backend.lab.checks.agreement import CONTEXT, PROMPT_TOKENS
-from etap_backend.lab.checks.asked import is_v4
+from etap_backend.lab.checks.asked import configuration, is_v4
 from etap_backend.lab.results import write
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import Answer
@@ -50,7 +50,7 @@ def test_a_model_for_the_checks_has_a_tokenizer_and_knows_no_prompt_by_heart(tmp
     assert files["config"]["num_nextn_predict_layers"] == 1 and files["config"]["max_position_embeddings"] == CONTEXT
     assert (tmp_path / "tokenizer.json").exists() and not files["prompts"]["recite"]
     longest = max(len(entry["prompt"]) + len(entry["answer"]) for entry in files["prompts"]["recall"])
-    assert 4000 < longest < CONTEXT and is_v4(tmp_path)
+    assert 4000 < longest < CONTEXT and is_v4(configuration(tmp_path))
 
 
 def test_a_reply_is_its_tokens_their_log_probabilities_and_the_gaps_between_the_best_two():

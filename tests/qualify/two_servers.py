@@ -28,7 +28,7 @@ import typer
 
 from etap_backend import _library
 from etap_backend.lab.checks.agreement import CONTEXT, Agreement, MixedRequests, agreement, moved, objections
-from etap_backend.lab.checks.asked import ASKED, PACKAGES, is_sparse
+from etap_backend.lab.checks.asked import ASKED, PACKAGES, configuration, is_sparse
 from etap_backend.lab.e2e.model import prepare_model
 from etap_backend.lab.e2e.scenario import read_scenario
 from etap_backend.lab.provenance import provenance
@@ -190,7 +190,7 @@ def main(
             raise ValueError(f"--scenario: wanted one with a table [vllm], got {scenario}")
         prepared = prepare_model(model, CHANGES, 8, 1, log_folder / "model")
         prepared.write()
-        theirs = "FLASHMLA_SPARSE" if is_sparse(log_folder / "model") else "FLASHMLA"
+        theirs = "FLASHMLA_SPARSE" if is_sparse(configuration(log_folder / "model")) else "FLASHMLA"
         shutil.rmtree(blocks, ignore_errors=True)
         blocks.mkdir(parents=True)
     except (ValueError, OSError) as error:

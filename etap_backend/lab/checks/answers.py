@@ -34,7 +34,17 @@ from rich.table import Table
 from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import MixedRequests
-from etap_backend.lab.checks.asked import ASKED, PACKAGES, Asked, Variant, checked, is_sparse, is_v4, on_gpus
+from etap_backend.lab.checks.asked import (
+    ASKED,
+    PACKAGES,
+    Asked,
+    Variant,
+    checked,
+    configuration,
+    is_sparse,
+    is_v4,
+    on_gpus,
+)
 from etap_backend.lab.e2e.scenario import Scenario, read_scenario
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
@@ -195,9 +205,9 @@ def command(program: str, questions_of: type[MixedRequests], default: int, optio
         work = work or output.with_suffix("")
         try:
             questions = questions_of(model, size)
-            known = (folder / "config.json").is_file()
-            v4 = known and is_v4(folder)
-            sparse = known and is_sparse(folder) and not v4  # V4's line proves it by itself
+            config = configuration(folder) if (folder / "config.json").is_file() else {}
+            v4 = is_v4(config)
+            sparse = is_sparse(config) and not v4  # V4's line proves it by itself
             own = asked.v4 if v4 else asked.sparse if sparse else asked.backends
             chosen = chosen_backends(questions, asked, own, backends, kv_cache_dtype, layouts)
             several = read_scenario(scenario)

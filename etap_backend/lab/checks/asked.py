@@ -67,14 +67,20 @@ class Variant:
         return "" if self.own_cache else f"KV cache FP8 (e4m3), math {'FP8 (e4m3)' if self.fp8_math else 'float16'}"
 
 
-def is_sparse(model: Path) -> bool:
-    """Whether the model's attention is sparse. Raises ValueError where the folder has no configuration."""
-    return "index_topk" in read_json(model / "config.json")
+def configuration(model: Path) -> dict:
+    """The model's, of a multimodal one the text's. Raises ValueError where the folder has none."""
+    config = read_json(model / "config.json")
+    return config.get("text_config") or config
 
 
-def is_v4(model: Path) -> bool:
-    """Whether the model's layers attend as DeepSeek-V4's. Raises ValueError where the folder has no configuration."""
-    return "compress_ratios" in read_json(model / "config.json")
+def is_sparse(config: dict) -> bool:
+    """Whether the model's attention is sparse."""
+    return "index_topk" in config
+
+
+def is_v4(config: dict) -> bool:
+    """Whether the model's layers attend as DeepSeek-V4's."""
+    return "compress_ratios" in config
 
 
 def checked(what: str, engine: str, v4: bool) -> str:

@@ -41,7 +41,7 @@ from rich.console import Console
 from etap_backend import _library
 from etap_backend.lab import gpus
 from etap_backend.lab.checks.agreement import NOISE_FACTOR, agreement, answer_in
-from etap_backend.lab.checks.asked import ASKED, PACKAGES, Variant, checked, is_sparse, is_v4
+from etap_backend.lab.checks.asked import ASKED, PACKAGES, Variant, checked, configuration, is_sparse, is_v4
 from etap_backend.lab.checks.traffic import Settings, Tally, Traffic
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.results import must_be_writable, read_json, write
@@ -368,10 +368,10 @@ def main(
     try:
         variant = Variant.parse(f"{backend or asked.engine.ours}+{kv_cache_dtype}")
         must_be_writable(output)
-        training, config = (read_json(model / f"{name}.json") for name in ("training", "config"))
-        sparse, v4 = is_sparse(model), is_v4(model)
+        training, config = read_json(model / "training.json"), configuration(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
+    sparse, v4 = is_sparse(config), is_v4(config)
     sizes = {"seconds": seconds, "concurrency": concurrency, "context": config["max_position_embeddings"], "seed": seed}
     growth = {"host_growth": host_growth, "gpu_growth": gpu_growth + INDEXER_MIB * (engine == "vllm" and sparse)}
     every = {"probe": probe_every, "sample": sample_every, "wave": wave_every, "write": write_every}
