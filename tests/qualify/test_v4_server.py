@@ -8,9 +8,12 @@ from dataclasses import asdict
 from types import SimpleNamespace
 
 import pytest
+import typer
+from typer.testing import CliRunner
 
 from etap_backend.lab.checks.agreement import CONTEXT, PROMPT_TOKENS
 from etap_backend.lab.checks.asked import configuration, is_v4
+from etap_backend.lab.plan.inputs import read_model
 from etap_backend.lab.results import write
 from etap_backend.lab.serving.client import Failed
 from etap_backend.lab.serving.engines import Answer
@@ -41,6 +44,24 @@ def test_the_model_has_every_kind_of_layer_and_every_token_of_a_prompt(tmp_path,
     assert config["compress_ratios"] == [0, 0, *[4, 128] * (layers // 2 - 1), *[0] * mtp]
     assert config["vocab_size"] > max(PROMPT_TOKENS) and config["num_attention_heads"] == 8
     assert config["num_attention_heads"] % config["o_groups"] == 0
+
+
+@pytest.mark.parametrize("layers", [4, 8, 23])
+def test_a_model_of_v41_has_every_kind_of_layer_and_the_first_of_a_kind_keeps_its_entries(tmp_path, layers):
+    model = read_model(str(v4_server.write_model(tmp_path / "model", layers, v41=True)))
+    kinds = {ratio: model.layers_of(ratio) for ratio in (0, 2, 1)}
+    assert sum(map(len, kinds.values())) == layers == model.num_hidden_layers and len(kinds[0]) == 2
+    assert [model.compressing(ratio) for ratio in (2, 1)] == [kinds[ratio][:1] for ratio in (2, 1)]
+    assert model.indexer_layers == (kinds[2][0], kinds[1][0]) and not model.engram_num_embeddings
+    assert model.vocab_size > max(PROMPT_TOKENS) and model.num_attention_heads == 8 and model.expert_bytes > 1
+
+
+@pytest.mark.parametrize("beside", [["--drafts", "1"], ["--write-model", "model"]])
+def test_v41_has_no_drafts_and_no_folder_for_the_checks(beside):
+    app = typer.Typer()
+    app.command()(v4_server.main)
+    result = CliRunner().invoke(app, ["--v41", *beside])
+    assert result.exit_code == 2 and "--v41: wanted neither" in result.stderr
 
 
 def test_a_model_for_the_checks_has_a_tokenizer_and_knows_no_prompt_by_heart(tmp_path):

@@ -1,14 +1,18 @@
 """vLLM with DeepSeek-V4's layers on one GPU: answers and steps with ETAP beside vLLM's own attention.
 
-    PYTHONPATH=tests python -m qualify.v4_server --output v4-server.json [--drafts 1] [--steps 2] [--layers 24]
+    PYTHONPATH=tests python -m qualify.v4_server --output v4-server.json [--drafts 1] [--steps 2] [--layers 24] [--v41]
 
 Needs a Hopper GPU and vLLM with etap-backend beside it, and no network. The model is V4-Flash as one of 8 ranks has it
 (8 query heads), of its first eight layers: two with a window alone, three CSA, three HCA. Its experts are fewer and
-narrower, its weights seeded. Each engine answers mixed requests together, again over its prefix cache, a few at a time,
-and long ones behind another beginning; log-probabilities must agree as those of `etap check answers` must. With
---drafts N each answers once more, greedily, with N tokens drafted by the model's MTP layer. With --steps N engines take
-so many turns without drafts, in which steps of decode are timed, the host's speed beside them. A run goes on with the
-engines' files that it finds beside its output: another model, vLLM or library wants another output.
+narrower, its weights seeded. With --v41 they are V4.1's, in vLLM 0.33: two with a window alone, three that read the
+entries of pairs which the first of them keeps, and three of tokens; it has no tables of word groups, no vision tower,
+FP8 in V4's blocks, and no drafts.
+
+Each engine answers mixed requests together, again over its prefix cache, a few at a time, and long ones behind another
+beginning; log-probabilities must agree as those of `etap check answers` must. With --drafts N each answers once more,
+greedily, with N tokens drafted by the model's MTP layer. With --steps N engines take so many turns without drafts, in
+which steps of decode are timed, the host's speed beside them. A run goes on with the engines' files that it finds
+beside its output: another model, vLLM or library wants another output.
 
 With --write-model FOLDER it leaves that folder with the model for `etap check answers` and `etap check soak`, in vLLM
 under `qualify.seeded_weights`, in SGLang under `qualify.seeded_sglang`, and does nothing else.
@@ -65,19 +69,42 @@ PROBED = (40, 200, 700, 1500, 2300, 3000, 3600, 4000)  # tokens of the prompts t
 STEPS = 128  # in which all requests decode, at least
 PROMPT_TOKENS_A_STEP = 1024  # vLLM takes more of them
 PROOF = "ETAP decodes: DeepSeek-V4's sparse attention"
+V4_ARGUMENTS = {"block_size": 256}
+V41_ARGUMENTS = {"block_size": 64, "language_model_only": True}
+
+
+def shipped(name: str) -> dict:
+    return json.loads(configs.find("models", name, ".json").read_text())
 
 
 def model_config(layers: int, drafts: int) -> dict:
-    config = json.loads(configs.find("models", "deepseek-v4-flash", ".json").read_text())
-    mtp = int(drafts > 0)
+    config, mtp = shipped("deepseek-v4-flash"), int(drafts > 0)
     config |= RANK | SMALLER | {"num_hidden_layers": layers, "num_hash_layers": 0, "num_nextn_predict_layers": mtp}
     config["compress_ratios"] = config["compress_ratios"][:layers] + [0] * mtp
     return config
 
 
-def write_model(folder: Path, layers: int = LAYERS, drafts: int = 0) -> Path:
+def v41_config(layers: int) -> dict:
+    """Half of the layers behind the windows read pairs, the others tokens, which their first one keeps and chooses."""
+    config, pairs = shipped("deepseek-v4.1-flash"), (layers - 2) // 2
+    sources = [2, 2 + pairs]
+    text = {
+        "num_hidden_layers": layers,
+        "num_nextn_predict_layers": 0,
+        "compress_ratios": [0, 0] + [2] * pairs + [1] * (layers - 2 - pairs),
+        "kv_source_layer_ids": sources,
+        "index_source_layer_ids": sources,
+        "candidate_source_layer_id": sources[-1],
+        "engram_layer_ids": [],
+        "engram_num_embeddings": [],
+    }
+    of_v4 = {"quantization_config": shipped("deepseek-v4-flash")["quantization_config"]}
+    return config | of_v4 | {"text_config": config["text_config"] | RANK | SMALLER | text}
+
+
+def write_model(folder: Path, layers: int = LAYERS, drafts: int = 0, v41: bool = False) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(model_config(layers, drafts)))
+    (folder / "config.json").write_text(json.dumps(v41_config(layers) if v41 else model_config(layers, drafts)))
     return folder
 
 
@@ -102,7 +129,7 @@ def forcing(request: Request) -> dict:
 class Served:
     """vLLM in this process."""
 
-    def __init__(self, backend: str, model: Path, layers: int = LAYERS, drafts: int = 0) -> None:
+    def __init__(self, backend: str, model: Path, layers: int = LAYERS, drafts: int = 0, v41: bool = False) -> None:
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine has this process's load format
         from vllm import LLM
 
@@ -114,7 +141,7 @@ class Served:
             load_format=seeded_weights.LOAD_FORMAT,
             attention_backend=backend,
             kv_cache_dtype="fp8",
-            block_size=256,
+            **(V41_ARGUMENTS if v41 else V4_ARGUMENTS),
             max_model_len=CONTEXT,
             max_num_seqs=max(count for count, _ in POINTS),
             cudagraph_capture_sizes=[count * (1 + drafts) for count, _ in POINTS],  # no others: starts are short
@@ -220,10 +247,11 @@ def steps(served: Served) -> dict:
     return found
 
 
-def serve(backend: str, part: str, folder: Path, layers: int, drafts: int) -> None:
+def serve(backend: str, part: str, folder: Path, layers: int, drafts: int, v41: bool) -> None:
     """What one process does: serve, and write what was asked for."""
     drafts = drafts if part == "drafts" else 0
-    served = Served(backend, write_model(folder / f"model-{backend}-{part}", layers, drafts), layers, drafts)
+    model = write_model(folder / f"model-{backend}-{part}", layers, drafts, v41)
+    served = Served(backend, model, layers, drafts, v41)
     found = answers(served) if part in MODES else steps(served)
     of_drafts = {"drafts": served.about_drafts()} if drafts else {}
     write(served.about() | of_drafts | {"found": found}, folder / f"{backend}-{part}.json")
@@ -300,19 +328,22 @@ def main(
     asked: Annotated[bool, typer.Option("--answers/--no-answers", help="Whether answers are compared.")] = True,
     model: Annotated[Path | None, typer.Option("--write-model", help="Only write the model, to this folder.")] = None,
     parallel: Annotated[bool, typer.Option("--parallel", help="Both engines answer at a time.")] = False,
+    v41: Annotated[bool, typer.Option("--v41", help="DeepSeek-V4.1's layers, without drafts.")] = False,
     limit: Annotated[float, typer.Option(help="Seconds for one engine.")] = 600,
     backend: Annotated[str, typer.Option("--serve", hidden=True)] = "",
     part: Annotated[str, typer.Option(hidden=True)] = "answers",
 ) -> None:
     """Compare answers and steps; exit with 1 when answers differ by more than allowed."""
     folder = output.with_suffix("")
+    if v41 and (drafts or model):
+        raise typer.BadParameter("--v41: wanted neither --drafts nor --write-model beside it")
     if model:
         return write_checked_model(model, layers, drafts)
     if backend:
-        return serve(backend, part, folder, layers, drafts)
+        return serve(backend, part, folder, layers, drafts, v41)
     must_be_writable(output)
     about = provenance("python -m qualify.v4_server", packages=("vllm", *PACKAGES), library=_library.library_path())
-    options = ["--layers", str(layers), "--drafts", str(drafts)]
+    options = ["--layers", str(layers), "--drafts", str(drafts), *["--v41"] * v41]
     start = functools.partial(run, output=output, limit=limit, options=options)
     parts = ["answers"] + ["drafts"] * (drafts > 0) if asked else []
     try:
@@ -320,7 +351,8 @@ def main(
         of_steps = timed(start, folder, turns)
     except Failed as failure:
         sys.exit(str(failure))
-    document = {"what": "vLLM serves DeepSeek-V4's layers with ETAP beside its own attention", **about.model_dump()}
+    whose = "DeepSeek-V4.1" if v41 else "DeepSeek-V4"
+    document = {"what": f"vLLM serves {whose}'s layers with ETAP beside its own attention", **about.model_dump()}
     found["outcome"] += medians(of_steps)
     write(document | {"layers": layers} | found | {"steps": of_steps, "failures": failures}, output)
     print(found["outcome"], *failures, sep="\n")

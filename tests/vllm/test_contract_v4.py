@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from vllm.config import set_current_vllm_config
+from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 
 from etap_backend.vllm import deepseek_v4, log, v4_selection
+from qualify import v4_server
 from support import vllm_v4_layer
 from support.vllm_v4_layer import RATIOS, STEPS
 
@@ -52,6 +54,19 @@ def test_the_option_gives_a_layer_derived_from_vllms_own(select, model):
     assert issubclass(ours, deepseek_v4.ETAPLayer) and issubclass(ours, theirs)
     assert ours.backend_cls is theirs.backend_cls  # by its name vLLM chooses what it warms up
     assert ours is select(model)
+
+
+@in_both
+def test_the_program_that_compares_answers_makes_a_model_that_vllm_knows(tmp_path, model):
+    v41 = model == "v41"
+    folder = v4_server.write_model(tmp_path / "model", v41=v41)
+    asked = {"attention_backend": "ETAP", "kv_cache_dtype": "fp8", "skip_tokenizer_init": True}
+    asked |= v4_server.V41_ARGUMENTS if v41 else v4_server.V4_ARGUMENTS
+    config = EngineArgs(model=str(folder), load_format="dummy", **asked).create_engine_config()
+    with set_current_vllm_config(config):
+        assert issubclass(module_of(model)._select_dsv4_attn_cls(config), deepseek_v4.ETAPLayer)
+    assert config.model_config.hf_config.expert_dtype == "fp8"
+    assert not v41 or config.model_config.multimodal_config.get_limit_per_prompt("image") == 0
 
 
 @in_both
