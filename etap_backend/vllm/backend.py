@@ -135,4 +135,7 @@ class ETAPBackend(KernelBackend, MLACommonBackend):
             return f"block_size {asked['page_size']} is not supported: wanted a multiple of {min(BLOCK_SIZES)} tokens"
         if use_sparse:
             return "sparse attention without index_topk in the model's configuration is not supported"
+        config = get_current_vllm_config_or_none()
+        if config and config.model_config and str(asked["kv_cache_dtype"]).startswith("fp8"):
+            return versions.why_no_fp8_cache(config)
         return None

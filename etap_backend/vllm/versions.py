@@ -1,5 +1,7 @@
 """Which versions of vLLM run ETAP, and what differs between them: the reason, the versions and when it can go."""
 
+import importlib.util
+
 from etap_backend.engine_contract import Engine, release
 
 NAME = "ETAP"
@@ -34,6 +36,20 @@ def reserves_in_profile_run(vllm_config) -> bool:
 
     layer_of_its_own = vllm_config.model_config.hf_text_config.model_type == "kimi_linear"
     return hasattr(MLAAttentionImpl, "reserve_workspace") and not layer_of_its_own
+
+
+def why_no_fp8_cache(vllm_config) -> str | None:
+    """Say why vLLM does not prefill this model over an FP8 cache on Hopper, whatever decodes, or None.
+
+    Reason: the layer of their own that Kimi-K3 and Kimi-Linear have wants queries in FP8 for that, which vLLM has on
+    Blackwell only; it says so at the first longer prompt, which ends the server.
+    Versions: 0.33. Goes when that layer takes other queries.
+    """
+    if not importlib.util.find_spec("vllm.models.kimi_k3"):
+        return None
+    if vllm_config.model_config.hf_text_config.model_type != "kimi_linear":
+        return None
+    return "an FP8 KV cache is not supported with this model: vLLM prefills it with queries that it has not on Hopper"
 
 
 def writes_rows_first(vllm_config, layer_names: list[str]) -> bool:

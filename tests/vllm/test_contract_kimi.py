@@ -15,10 +15,12 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
+from vllm.v1.attention import selector
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker import workspace
 
 from etap_backend import mla_decode
+from etap_backend.vllm import versions
 from support.vllm_layer import (
     BLOCK,
     CPU,
@@ -88,26 +90,37 @@ def concat_and_insert(latent, rope, new_latent, new_rope, cache, slots, **_):
     return torch.cat([latent, rope], -1)
 
 
-@pytest.fixture
-def kimi_k3_layer(tmp_path, monkeypatch, request):
-    """Kimi-K3's own MLA layer with the heads of one of eight ranks, and its configuration; the parameter is a cache."""
-    from vllm.models.kimi_k3.nvidia import mla
-
-    monkeypatch.setattr(mla, "fused_mla_decode_q_concat_kv_cache_insert", concat_and_insert)
+def kimi_k3_config(folder: Path, cache: str):
+    """vLLM's configuration of Kimi-K3 with the heads of one of eight ranks."""
     whole = shipped("kimi-k3")
     text = whole["text_config"] | {"num_attention_heads": HEADS["kimi-k3"], "num_key_value_heads": HEADS["kimi-k3"]}
     text |= {"hidden_size": HIDDEN}
     text["linear_attn_config"] = text["linear_attn_config"] | {"num_heads": HEADS["kimi-k3"]}
-    cache = getattr(request, "param", "auto")
-    config = engine_config(tmp_path, whole | {"text_config": text}, kv_cache_dtype=cache)
+    return engine_config(folder, whole | {"text_config": text}, kv_cache_dtype=cache)
+
+
+def make_kimi_k3_layer(config):
+    from vllm.models.kimi_k3.nvidia import mla
+
+    return mla.MultiHeadLatentAttention(
+        config.model_config.hf_text_config, HIDDEN, HEADS["kimi-k3"], NOPE, ROPE, VALUE, 128, LATENT,
+        use_output_gate=True, cache_config=config.cache_config, prefix=NAME,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def kimi_k3_layer(tmp_path, monkeypatch, request):
+    """Kimi-K3's own MLA layer and its configuration; the parameter is a cache, which is not refused here."""
+    from vllm.models.kimi_k3.nvidia import mla
+
+    monkeypatch.setattr(mla, "fused_mla_decode_q_concat_kv_cache_insert", concat_and_insert)
+    monkeypatch.setattr(versions, "why_no_fp8_cache", lambda _: None)
+    config = kimi_k3_config(tmp_path, getattr(request, "param", "auto"))
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
     try:
         with set_current_vllm_config(config):
-            layer = mla.MultiHeadLatentAttention(
-                config.model_config.hf_text_config, HIDDEN, HEADS["kimi-k3"], NOPE, ROPE, VALUE, 128, LATENT,
-                use_output_gate=True, cache_config=config.cache_config, prefix=NAME,
-            )  # fmt: skip
+            layer = make_kimi_k3_layer(config)
             torch.manual_seed(1)
             layer.kv_b_proj.weight.data.normal_(std=LATENT**-0.5)
             layer.process_weights_after_loading(torch.bfloat16)
@@ -232,3 +245,13 @@ def test_kimi_k3s_own_layer_prefills_no_fp8_cache_on_hopper(kimi_k3_layer):
     context = set_forward_context({NAME: step}, config, slot_mapping={NAME: slots})
     with context, pytest.raises(AssertionError, match="requires an fp8 prefill query"):
         layer._attention(slots, problem.q, latent, rope, out)
+
+
+@needs_kimi_k3
+def test_so_its_fp8_cache_is_refused_as_the_model_is_built(tmp_path, monkeypatch):
+    config = kimi_k3_config(tmp_path, "fp8")
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
+    selector._cached_get_attn_backend.cache_clear()  # another test's answer
+    refusal = "ETAP is not valid for this configuration.*an FP8 KV cache is not supported with this model"
+    with set_current_vllm_config(config), pytest.raises(ValueError, match=refusal):
+        make_kimi_k3_layer(config)
