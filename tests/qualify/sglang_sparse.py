@@ -1,6 +1,6 @@
 """Sparse attention in SGLang: our backend beside float64, on SGLang's own pools, lists and batches.
 
-    PYTHONPATH=tests python -m pytest -rA tests/qualify/test_sglang_sparse.py
+    PYTHONPATH=tests python -m pytest -rA tests/qualify/sglang_sparse.py
 
 Needs a Hopper GPU and SGLang with etap-backend beside it, and no model. One layer of DeepSeek-V3.2's attention runs on
 SGLang's pools: decode, verification of drafts, the extension of a draft model's cache and prompts, with both caches,
