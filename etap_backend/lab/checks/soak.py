@@ -331,7 +331,7 @@ def outcome(document: dict) -> str:
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="Folder that train_model.py wrote.")],
+    model: Annotated[Path, typer.Argument(help="Folder that train_model.py or v4_server.py wrote.")],
     serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for the server, after --.")] = None,
     engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
     output: Annotated[Path, typer.Option(help="JSON file to write; the server's log goes beside it.")] = Path(
