@@ -606,10 +606,19 @@ def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
     elif not isinstance(table, Tensor) or table.dim() != 2 or rows is None and table.shape[0] != batch:
         raise ValueError(call.said("page_table", f"an int32 tensor of shape [{batch}, pages]", table))
     elif rows is not None:
+        _check_rows(call, rows, table.shape[0])
         table = table.index_select(0, rows)
     lengths = _lengths(call, batch, table.shape[1] * page_size)
     table = table if table.stride(-1) == 1 else table.contiguous()
     return table if call.page_table is None else whole_rows(table), lengths.contiguous()
+
+
+def _check_rows(call: Call, rows: Tensor, there: int) -> None:
+    """Refuse numbers of rows that page_table has not, which on a GPU only a copy to the host would show."""
+    if not rows.is_cpu or type(rows) is not Tensor or is_compiling():  # fake tensors have no numbers
+        return
+    if wrong := [number for number in rows.tolist() if not 0 <= number < there]:
+        raise ValueError(call.said("cache_batch_idx", f"numbers from 0 on below {there}, page_table's rows", wrong[0]))
 
 
 def _numbers(call: Call, name: str, batch: int, wanted: str = "") -> Tensor:

@@ -806,6 +806,15 @@ def test_a_row_of_the_cache_that_is_not_there_is_refused_by_its_number():
         problem.run(cache_batch_idx=torch.arange(1, 7, dtype=torch.int32))
 
 
+@pytest.mark.parametrize("wrong", [6, -1])
+def test_a_row_of_the_table_that_is_not_there_is_refused_where_the_host_sees_it(wrong):
+    problem = problem_of()
+    out = torch.full((6, 1, 16, 512), torch.nan, dtype=torch.bfloat16)
+    with pytest.raises(ValueError, match=f"^cache_batch_idx: wanted numbers from 0 on below 6, .* got {wrong}$"):
+        problem.run(cache_batch_idx=torch.tensor([0, 1, 2, 3, 4, wrong], dtype=torch.int32), out=out)
+    assert out.isnan().all()
+
+
 def test_numbers_of_rows_that_lie_apart_are_no_table_of_more_pages():
     problem = problem_of((48, 48), page_size=None)
     rows = torch.tensor([[1, 0], [0, 1]], dtype=torch.int32)[:, 0]
