@@ -31,7 +31,7 @@ from etap_backend.limits import (
     output_dtypes,
     why_unsupported,
 )
-from etap_backend.schedule import BuiltSchedule, decode_shape, sms_of
+from etap_backend.schedule import BuiltSchedule, count, decode_shape, sms_of
 
 __all__ = ["flash_attn_varlen_func", "flash_attn_with_kvcache", "get_scheduler_metadata", "install"]
 
@@ -69,7 +69,7 @@ NAMES = {
 }
 """`flash_attn_with_kvcache`'s of what ETAP's refusals name."""
 TYPE_NAMES = {"dtype": "q.dtype", "kv_cache_dtype": "k_cache.dtype"}
-PLAN_NAMES = {"seq_lens": "cache_seqlens", "num_heads": "max_seqlen_q * num_heads_q"}
+PLAN_NAMES = {"seq_lens": "cache_seqlens"}
 
 
 @dataclass(frozen=True)
@@ -387,7 +387,8 @@ def get_scheduler_metadata(
     if cache_seqlens.shape != (batch_size,):
         raise ValueError(f"cache_seqlens: wanted shape [{batch_size}], got {list(cache_seqlens.shape)}")
     # As many rows of offsets as there are offsets, so that the shape says for how many requests they are.
-    room, rows = (batch_size + 1) * WORK_RANGE_FIELDS - 1, max_seqlen_q * num_heads_q
+    room = (batch_size + 1) * WORK_RANGE_FIELDS - 1
+    rows = count("max_seqlen_q", max_seqlen_q) * count("num_heads_q", num_heads_q)
     options = {"batch_invariant": _unsplit(num_splits), "handed_over": True}
     built = named(PLAN_NAMES, plan, cache_seqlens, room, rows, cache_seqlens.device, **options)
     return torch.cat([built.work_ranges, built.split_offsets.view(-1, WORK_RANGE_FIELDS)])

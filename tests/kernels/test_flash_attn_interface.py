@@ -791,7 +791,10 @@ def test_plans_of_other_requests_and_heads_are_refused():
     ({"cache_seqlens": None}, "cache_seqlens: wanted a tensor, got None"),
     ({"cache_seqlens": torch.zeros(2)}, "cache_seqlens: wanted int32, got float32"),
     ({"batch_size": 3}, r"cache_seqlens: wanted shape \[3\], got \[2\]"),
-    ({"max_seqlen_q": 0}, r"max_seqlen_q \* num_heads_q: wanted at least 1, got 0"),
+    ({"max_seqlen_q": 0}, "max_seqlen_q: wanted at least 1, got 0"),
+    ({"max_seqlen_q": None}, "max_seqlen_q: wanted an int, got None"),
+    ({"num_heads_q": None}, "num_heads_q: wanted an int, got None"),
+    ({"max_seqlen_q": -2, "num_heads_q": -8}, "max_seqlen_q: wanted at least 1, got -2"),
 ])  # fmt: skip
 def test_plans_that_cannot_be_are_refused(more, text):
     call = {"batch_size": 2, "max_seqlen_q": 1, "max_seqlen_k": 9, "num_heads_q": 16, "num_heads_kv": 1, "headdim": 64}
