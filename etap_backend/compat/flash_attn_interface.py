@@ -63,6 +63,7 @@ NAMES = {
     "kv_scale": "k_descale",
     "block_table": "page_table",
     "seq_lens": "cache_seqlens",
+    "out_dtype": "out",
     "schedule": "scheduler_metadata",
     "work_ranges": "scheduler_metadata",
     "split_offsets": "scheduler_metadata",

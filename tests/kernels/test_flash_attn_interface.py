@@ -698,6 +698,9 @@ REFUSALS = {
     "values that step": (ValueError, "^v_cache: wanted stride 1",
                          lambda c: {"v_cache": c["v_cache"].repeat_interleave(2, -1)[..., ::2]}),
     "two types of queries": (TypeError, "^q: wanted float16 like qv, got bfloat16", lambda c: {"qv": c["qv"].half()}),
+    "two types of queries beside an output": (
+        ValueError, "^out: wanted None or float16 for a qv of float16, got bfloat16",
+        lambda c: {"qv": c["qv"].half(), "out": torch.zeros(6, 1, 16, 512, dtype=torch.bfloat16)}),
     "no pages": (ValueError, "^v_cache: wanted at least one page",
                  lambda c: {name: c[name][:0] for name in ("k_cache", "v_cache")}),
     "a scale of queries": (TypeError, "^softmax_scale: wanted a number, got str", {"softmax_scale": "1"}),
