@@ -129,10 +129,11 @@ def check_driver() -> Finding:
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         version = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
-    except (OSError, subprocess.CalledProcessError, IndexError):
+        major = int(version.split(".")[0])
+    except (OSError, subprocess.CalledProcessError, IndexError, ValueError):
         remedy = f"install the NVIDIA driver, {MIN_DRIVER} or newer"
         return Finding(Verdict.BROKEN, "nvidia-smi finds no driver", remedy)
-    if int(version.split(".")[0]) < MIN_DRIVER:
+    if major < MIN_DRIVER:
         return Finding(Verdict.BROKEN, version, f"update the NVIDIA driver to {MIN_DRIVER} or newer")
     return Finding(Verdict.OK, version)
 

@@ -162,7 +162,15 @@ def test_the_doctor_on_a_gpu_is_content():
 
 
 @pytest.mark.parametrize(
-    "version, verdict", [("579.99.01", "BROKEN"), ("580", "OK"), ("580.65.06", "OK"), ("590.1", "OK"), ("", "BROKEN")]
+    "version, verdict",
+    [
+        ("579.99.01", "BROKEN"),
+        ("580", "OK"),
+        ("580.65.06", "OK"),
+        ("590.1", "OK"),
+        ("", "BROKEN"),
+        ("No devices were found", "BROKEN"),
+    ],
 )
 def test_the_first_driver_that_runs_the_kernels_is_580(monkeypatch, tmp_path, version, verdict):
     tool = tmp_path / "nvidia-smi"
