@@ -1,4 +1,4 @@
-"""docs/recipes.md and README's table of gains: every row is what `etap plan` answers, and every file named is shipped."""
+"""docs/recipes.md and README's table of gains: a row is what `etap plan` answers, and every file named is shipped."""
 
 from __future__ import annotations
 
