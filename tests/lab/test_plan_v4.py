@@ -374,6 +374,7 @@ def changed(tmp_path: Path, **changes):
         ({"o_groups": "8"}, "o_groups: wanted a number beside model_type deepseek_v4, got '8'"),
         ({"expert_dtype": "int4"}, "expert_dtype: Input should be 'fp4' or 'fp8', got 'int4'"),
         ({"index_n_heads": None}, "wanted index_n_heads, index_head_dim and q_lora_rank beside index_topk"),
+        ({"model_type": "deepseek_v42"}, "model_type: wanted deepseek_v4 or deepseek_v41_text, which are planned, got"),
     ],
 )
 def test_a_model_that_is_described_wrongly_is_refused_by_name(tmp_path, changes, words):
@@ -394,6 +395,11 @@ def test_a_layer_of_deepseek_v41_without_entries_is_refused(tmp_path, changes, w
     (tmp_path / "config.json").write_text(json.dumps(whole | {"text_config": whole["text_config"] | changes}))
     with pytest.raises(ValueError, match=f"config.json: .*{re.escape(words)}"):
         read_model(str(tmp_path))
+
+
+def test_without_entries_nothing_is_chosen(tmp_path):
+    made = make_sparse_plan(changed(tmp_path, compress_ratios=[0] * 43), H200, on())
+    assert made.indexer.step_ms == 0 and made.memory.fits
 
 
 def test_a_row_of_another_width_is_refused(tmp_path):

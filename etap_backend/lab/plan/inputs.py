@@ -203,7 +203,11 @@ class Model(BaseModel):
     def _text_alone(cls, data: object) -> object:
         if isinstance(data, dict) and isinstance(text := data.get("text_config"), dict):
             data = {"quantization_config": data.get("quantization_config")} | text
-        return _as_latent(data) if isinstance(data, dict) and data.get("model_type") in RATIOS else data
+        if isinstance(data, dict) and str(kind := data.get("model_type", "")).startswith(V4):
+            if kind not in RATIOS:
+                raise ValueError(f"model_type: wanted {' or '.join(RATIOS)}, which are planned, got {kind}")
+            data = _as_latent(data)
+        return data
 
     @model_validator(mode="after")
     def _is_whole(self) -> Model:
@@ -432,7 +436,9 @@ class Deployment:
                 raise ValueError(f"{name}: wanted a divisor of {what}, got {got}")
         for name, has in (("dcp", 1), ("cache", "fp8")) if model.v4 else ():
             if (got := getattr(self, name)) != has:
-                raise ValueError(f"{name}: wanted {has}, which is all that the engines have for {V4}, got {got}")
+                raise ValueError(
+                    f"{name}: wanted {has}, which is all that the engines have for {model.model_type}, got {got}"
+                )
         if not model.divides_into(self.pp):
             alone = " in stages that read no other's entries" if model.shares_caches else ""
             raise ValueError(f"pp: wanted at most {model.num_hidden_layers} layers{alone}, got {self.pp}")

@@ -118,7 +118,7 @@ def _indexer(model: Model, gpu: Gpu, on: Deployment) -> Attention:
     rank has all heads of the indexer, and scores the keys of its share of a context."""
     layers, heads = model.indexer_layers, model.index_n_heads
     pools = [model.compress_ratios[layer - 1] if model.shares_caches else model.index_kpool for layer in layers]
-    keys = on.local_batch * sum(-(-on.context // (on.dcp * pool)) for pool in pools) / len(layers)
+    keys = on.local_batch * sum(-(-on.context // (on.dcp * pool)) for pool in pools) / max(1, len(layers))
     flops = 2 * keys * on.s_q * heads * model.index_head_dim
     data = keys * model.index_row_bytes * model.index_kpool
     return attention_on(gpu, "indexer", None, layers=len(layers), rows=heads, data=data, flops=flops, fp8=True)
