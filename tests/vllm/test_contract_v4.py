@@ -47,6 +47,17 @@ def select(tmp_path):
     return call
 
 
+def test_no_other_model_of_this_vllm_chooses_such_layers():
+    """One that did would decode with its own, whatever the option says."""
+    root = Path(importlib.util.find_spec("vllm").origin).parent
+    choosing = [
+        path for path in root.glob("models/*/nvidia/*.py") if f"def {v4_selection.FUNCTION}(" in path.read_text()
+    ]
+    assert {".".join(path.relative_to(root.parent).with_suffix("").parts) for path in choosing} == {
+        name for name in v4_selection.MODULES if importlib.util.find_spec(name.rsplit(".", 2)[0])
+    }
+
+
 @in_both
 def test_the_option_gives_a_layer_derived_from_vllms_own(select, model):
     theirs = module_of(model).DeepseekV4FlashMLAAttention
