@@ -8,6 +8,7 @@ which puts ETAP in front of an installed FlashAttention-3. What is not served is
 import functools
 import importlib
 import inspect
+import itertools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
@@ -616,11 +617,14 @@ def _cache(call: Call, batch: int) -> tuple[Tensor, Tensor]:
 
 
 def _check_rows(call: Call, rows: Tensor, there: int) -> None:
-    """Refuse numbers of rows that page_table has not, which on a GPU only a copy to the host would show."""
-    if not rows.is_cpu or type(rows) is not Tensor or is_compiling():  # fake tensors have no numbers
-        return
-    if wrong := [number for number in rows.tolist() if not 0 <= number < there]:
+    """Refuse numbers of rows that page_table has not."""
+    if wrong := [number for number in _seen(rows) if not 0 <= number < there]:
         raise ValueError(call.said("cache_batch_idx", f"numbers from 0 on below {there}, page_table's rows", wrong[0]))
+
+
+def _seen(numbers: Tensor) -> list[int]:
+    """What the host sees of them: nothing on a GPU, which only a copy would show, and nothing of fake tensors."""
+    return numbers.tolist() if numbers.is_cpu and type(numbers) is Tensor and not is_compiling() else []
 
 
 def _numbers(call: Call, name: str, batch: int, wanted: str = "") -> Tensor:
@@ -665,25 +669,37 @@ def _serve(call: Call, batch: int, longest: int) -> Tensor | tuple[Tensor, Tenso
         if starts is None:
             out, lse = _decode(call, q, qv, table, lengths, out)
         elif longest == 1 and q.shape[0] == batch:
-            if starts.is_cpu:
-                _check_places(call, starts)
+            _check_places(call, starts)
             out, lse = _singly(call, table, lengths, planned=True)
-        elif not _unsplit(call.num_splits) and _padding_pays(q, batch, longest):
-            out, lse = _padded(call, starts, longest, table, lengths)
         else:
-            out, lse = _token_by_token(call, starts, table, lengths)
+            _check_bounds(call, starts, longest)
+            if not _unsplit(call.num_splits) and _padding_pays(q, batch, longest):
+                out, lse = _padded(call, starts, longest, table, lengths)
+            else:
+                out, lse = _token_by_token(call, starts, table, lengths)
     # theirs: [b, h, s_q] or [h, total_q]
     return (out, lse.transpose(-2, -1).contiguous()) if call.return_softmax_lse else out
 
 
 def _check_places(call: Call, starts: Tensor) -> None:
-    """Refuse requests whose token is not in their own row of q, which on a GPU only a copy to the host would show."""
-    if type(starts) is not Tensor or is_compiling():  # fake tensors have no numbers
-        return
-    numbers = starts.tolist()
+    """Refuse requests whose token is not in their own row of q."""
+    numbers = _seen(starts)
     if numbers != [min(row, numbers[-1]) for row in range(len(numbers))]:
         wanted = "a token for each request and those without one last, or max_seqlen_q 2, where q has b rows"
         raise ValueError(call.said("cu_seqlens_q", wanted, numbers))
+
+
+def _check_bounds(call: Call, starts: Tensor, longest: int) -> None:
+    """Refuse tokens of a request that are not in q, and more of them than max_seqlen_q."""
+    numbers, tokens = _seen(starts), call.q.shape[0]
+    if not numbers:
+        return
+    if numbers != sorted(numbers) or numbers[0] != 0 or numbers[-1] > tokens:
+        wanted = f"ascending numbers from 0 to at most {tokens}, q's rows"
+        raise ValueError(call.said("cu_seqlens_q", wanted, numbers))
+    most = max(end - start for start, end in itertools.pairwise(numbers))
+    if most > longest:
+        raise ValueError(call.said("max_seqlen_q", f"at least the {most} tokens of a request in cu_seqlens_q", longest))
 
 
 def _padding_pays(q: Tensor, batch: int, longest: int) -> bool:

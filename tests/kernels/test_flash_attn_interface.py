@@ -851,6 +851,22 @@ def test_ragged_queries_want_their_bounds(wrong, text):
         problem_of(s_q=(1, 2, 1, 1, 1, 1)).run(**wrong)
 
 
+@pytest.mark.parametrize("starts, longest, text", [
+    ((0, 3, 4), 2, "max_seqlen_q: wanted at least the 3 tokens of a request in cu_seqlens_q, got 2"),
+    ((0, 4, 3), 4, r"cu_seqlens_q: wanted ascending numbers from 0 to at most 4, q's rows, got \[0, 4, 3\]"),
+    ((1, 3, 4), 4, r"cu_seqlens_q: wanted ascending .* got \[1, 3, 4\]"),
+    ((0, 3, 5), 4, r"cu_seqlens_q: wanted ascending .* got \[0, 3, 5\]"),
+])  # fmt: skip
+@pytest.mark.parametrize("num_splits", [0, 1])
+def test_tokens_beyond_the_bounds_are_refused_where_the_host_sees_them(starts, longest, text, num_splits):
+    problem = problem_of((48, 48), (3, 1))
+    out = torch.full((4, 16, 512), torch.nan, dtype=torch.bfloat16)
+    given = {"cu_seqlens_q": torch.tensor(starts, dtype=torch.int32), "max_seqlen_q": longest, "out": out}
+    with pytest.raises(ValueError, match=f"^{text}$"):
+        problem.run(causal=True, num_splits=num_splits, **given)
+    assert out.isnan().all()
+
+
 def test_scales_are_one_for_all(none_installed):
     problem = problem_of(kind="fp8")
     for name in "q_descale", "k_descale", "v_descale":
