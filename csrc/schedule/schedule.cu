@@ -111,32 +111,30 @@ __device__ Division choose_division(const Batch& batch, typename Scan::TempStora
 __device__ void write_splits(const Batch& batch, const Division& division, int64_t place, typename Scan::TempStorage& storage) {
   const ScheduleParams& params = batch.params;
   constexpr int kCountShift = 32;  // slots and split requests, packed so that one scan counts both
-  int64_t packed = 0;
-  int64_t walk = place;
+  const auto for_each_request = [&](auto&& visit) {
+    int64_t walk = place;
 #pragma unroll 1
-  for (int r = batch.first; r < batch.last; ++r) {
-    const int64_t length = division.length(batch.tiles(r));
-    const int64_t pieces = division.pieces(walk, length);
+    for (int r = batch.first; r < batch.last; ++r) {
+      const int64_t length = division.length(batch.tiles(r));
+      visit(r, division.pieces(walk, length));
+      walk += length;
+    }
+  };
+  int64_t packed = 0;
+  for_each_request([&](int, int64_t pieces) {
     if (pieces > 1) packed += pieces + (int64_t(1) << kCountShift);
-    walk += length;
-  }
+  });
   int64_t before, all;
   Scan(storage).ExclusiveSum(packed, before, all);
-  walk = place;
-#pragma unroll 1
-  for (int r = batch.first; r < batch.last; ++r) {
-    const int64_t length = division.length(batch.tiles(r));
-    const int64_t pieces = division.pieces(walk, length);
+  for_each_request([&](int r, int64_t pieces) {
     params.split_offsets[r] = int32_t(before);
-    if (pieces > 1) {
-      WorkRange& entry = params.work_ranges[before >> kCountShift];
-      entry.split_request = r;
-      entry.split_slot = int32_t(before);
-      entry.split_pieces = int32_t(pieces);
-      before += pieces + (int64_t(1) << kCountShift);
-    }
-    walk += length;
-  }
+    if (pieces <= 1) return;
+    WorkRange& entry = params.work_ranges[before >> kCountShift];
+    entry.split_request = r;
+    entry.split_slot = int32_t(before);
+    entry.split_pieces = int32_t(pieces);
+    before += pieces + (int64_t(1) << kCountShift);
+  });
   if (threadIdx.x == 0) params.split_offsets[params.batch] = int32_t(all);
 }
 
