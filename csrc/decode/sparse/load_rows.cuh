@@ -108,20 +108,35 @@ class LineCopier {
   uint32_t present_ = 0;  // bit 4i: the i-th of them
 };
 
-// Does the same with whole rows as they are. Eight lanes take the five lines of 128 bytes of the cache in which a row begins, those
-// before its beginning what lies in the sixth; so no sector is fetched twice. The 41st unit comes from the lanes that hold the
-// rows.
-template <class T>
-class RowCopier {
+// The rows of a tile that a warp copies as they are, kLanes lanes a row.
+template <class T, int kLanes>
+class WholeRows {
  public:
-  CUTE_DEVICE RowCopier(const SparseParams& params, int warp)
-      : row_bytes_(params.row_bytes),
-        lane_(anew(threadIdx.x % kWarpSize)),
-        offset_(lane_ % kLineUnits * kUnitBytes),
-        place_((warp * kOctetRows + lane_ / kLineUnits) * T::kRowBytes),
+  CUTE_DEVICE explicit WholeRows(int warp)
+      : lane_(anew(threadIdx.x % kWarpSize)),
+        place_((warp * kOctetRows + lane_ / kLanes) * T::kRowBytes),
         own_place_(((warp + lane_ / kOctetRows * kWarpsPerGroup) * kOctetRows + lane_ % kOctetRows) * T::kRowBytes) {}
 
   CUTE_DEVICE void take(const WarpRows& rows) { rows_ = rows; }
+
+ protected:
+  const int lane_;
+  const int place_;      // in a tile, of the row that this lane copies, the warp's first time
+  const int own_place_;  // of the row that this lane holds
+  WarpRows rows_;
+};
+
+// Copies whole rows as they are, instead of lines. Eight lanes take the five lines of 128 bytes of the cache in which a row begins, those
+// before its beginning what lies in the sixth; so no sector is fetched twice. The 41st unit comes from the lanes that hold the
+// rows.
+template <class T>
+class RowCopier : public WholeRows<T, kLineUnits> {
+  using Rows = WholeRows<T, kLineUnits>;
+  using Rows::lane_, Rows::place_, Rows::own_place_, Rows::rows_;
+
+ public:
+  CUTE_DEVICE RowCopier(const SparseParams& params, int warp)
+      : Rows(warp), row_bytes_(params.row_bytes), offset_(lane_ % kLineUnits * kUnitBytes) {}
 
   // The whole warp calls it.
   template <int>
@@ -154,24 +169,18 @@ class RowCopier {
   static_assert(T::kRowBytes == kLast + kUnitBytes);
 
   const int row_bytes_;  // units behind them are zeros
-  const int lane_;
   const int offset_;     // of this lane, in a line
-  const int place_;      // in a tile, of the row of the warp's first four that this lane copies
-  const int own_place_;  // of the row that this lane holds
-  WarpRows rows_;
 };
 
 // Does the same with V4's rows, whose scales come from behind their page's rows. Four lanes take 64 bytes of a row, one instruction
 // those of an octet.
 template <class T>
-class PageRowCopier {
- public:
-  CUTE_DEVICE PageRowCopier(const SparseParams&, int warp)
-      : lane_(anew(threadIdx.x % kWarpSize)),
-        place_((warp * kOctetRows + lane_ / kRowLanes) * T::kRowBytes + lane_ % kRowLanes * kUnitBytes),
-        own_place_(((warp + lane_ / kOctetRows * kWarpsPerGroup) * kOctetRows + lane_ % kOctetRows) * T::kRowBytes) {}
+class PageRowCopier : public WholeRows<T, kRowLanes> {
+  using Rows = WholeRows<T, kRowLanes>;
+  using Rows::lane_, Rows::place_, Rows::own_place_, Rows::rows_;
 
-  CUTE_DEVICE void take(const WarpRows& rows) { rows_ = rows; }
+ public:
+  CUTE_DEVICE PageRowCopier(const SparseParams&, int warp) : Rows(warp) {}
 
   // The whole warp calls it.
   template <int>
@@ -182,19 +191,14 @@ class PageRowCopier {
     CUTE_UNROLL
     for (int octet = 0; octet < kOctets; ++octet) {
       const int holder = octet * kOctetRows + lane_ / kRowLanes;
-      const uint64_t from = rows_.row_of(holder) + lane_ % kRowLanes * kUnitBytes;
-      const uint32_t to = tile + place_ + octet * kWarpsPerGroup * kOctetRows * T::kRowBytes;
+      const int unit = lane_ % kRowLanes * kUnitBytes;
+      const uint64_t from = rows_.row_of(holder) + unit;
+      const uint32_t to = tile + place_ + unit + octet * kWarpsPerGroup * kOctetRows * T::kRowBytes;
       const bool exists = rows_.present >> holder & 1;
       CUTE_UNROLL
       for (int i = 0; i < T::Row::kScaleOffset; i += kRowLanes * kUnitBytes) ptx::copy_async_16(to + i, from + i, exists);
     }
   }
-
- private:
-  const int lane_;
-  const int place_;      // in a tile, of what this lane copies of the warp's first octet
-  const int own_place_;  // of the row that this lane holds
-  WarpRows rows_;
 };
 
 template <class T>

@@ -87,8 +87,6 @@ __host__ __device__ constexpr int equal_pieces(const TokenDivision& of) {
 struct TileRange {
   int begin;
   int end;
-
-  __host__ __device__ constexpr int size() const { return end - begin; }
 };
 
 // The tile of a token, of so many, at which the partitions before this one end.
