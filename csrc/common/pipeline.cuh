@@ -75,8 +75,15 @@ struct NamedBarrier {
   int threads;
 
   CUTE_DEVICE void sync() const { ptx::barrier_sync(number, threads); }
-  // Without waiting, for those who only hand over.
-  CUTE_DEVICE void arrive() const { ptx::barrier_arrive(number, threads); }
+  // Without waiting, for those who only hand over to others that meet. Debug builds meet, too: racecheck takes no arrival without a
+  // wait.
+  CUTE_DEVICE void hand_over() const {
+#ifdef ETAP_SPIN_LIMIT
+    meet();
+#else
+    ptx::barrier_arrive(number, threads);
+#endif
+  }
   // True for all when any passed true.
   CUTE_DEVICE bool any(bool value) const { return ptx::barrier_any(value, number, threads); }
   // Where threads read what others have just written. Debug builds meet twice: racecheck takes some accesses right behind a

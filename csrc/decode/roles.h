@@ -4,6 +4,8 @@
 #include <cutlass/arch/reg_reconfig.h>
 #include <cutlass/cutlass.h>
 
+#include <type_traits>
+
 #include "common/mark.h"
 #include "common/pipeline.cuh"
 #include "common/warp.cuh"
@@ -34,6 +36,21 @@ enum class WarpRole {
 CUTE_DEVICE WarpRole producer_role() {
   const int warp = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
   return warp == 0 ? WarpRole::kKeyProducer : warp == 1 ? WarpRole::kQueryProducer : WarpRole::kQueryHelper;
+}
+
+// Calls `of` with a constant, the warpgroup: which registers of a fragment stay and which go must be known when compiling.
+template <class Of>
+CUTE_DEVICE void of_group(int group, Of&& of) {
+  if (group == 0) {
+    of(std::integral_constant<int, 0>{});
+  } else {
+    of(std::integral_constant<int, 1>{});
+  }
+}
+
+// The first of the two rows that a thread holds of WGMMA's 64; the other is 8 behind it.
+CUTE_DEVICE int fragment_row(int thread = threadIdx.x % kGroupThreads) {
+  return thread / kWarpSize * 16 + thread % kWarpSize / 4;
 }
 
 // Registers of a thread: those of the launch, and what the warpgroups' roles change them to.

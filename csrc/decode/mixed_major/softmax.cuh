@@ -8,11 +8,8 @@
 
 namespace etap::mixed_major {
 
-// The first of a thread's two rows of S; the other is 8 behind it.
-CUTE_DEVICE int first_row() {
-  const int thread = anew(threadIdx.x % kGroupThreads);
-  return thread / kWarpSize * 16 + thread % kWarpSize / 4;
-}
+// The first of a thread's two rows of S.
+CUTE_DEVICE int first_row() { return fragment_row(anew(threadIdx.x % kGroupThreads)); }
 
 struct RowState : query_major::RowState {
   float scale[2];  // of scores, to the log2 domain
@@ -27,26 +24,12 @@ struct RowState : query_major::RowState {
 template <class T>
 using Probabilities = uint32_t[2][T::kWords];
 
-// Computes P = 2^(scale * S - reference), rounded, against a reference that is renewed when a score lies too far above it. It returns
-// true when O is to be multiplied with `factor`.
+// Computes P = 2^(scale * S - reference), rounded, of a tile whose references may be renewed: see query_major/softmax.cuh.
 template <class T>
 CUTE_DEVICE bool exponentiate(const typename T::Scores& s, RowState& state, Probabilities<T>& p, float (&factor)[2]) {
-  float maximum[2] = {s(0), s(2)};
-  CUTE_UNROLL
-  for (int i = 0; i < cute::size(s); ++i) maximum[i / 2 % 2] = fmaxf(maximum[i / 2 % 2], s(i));
-  bool exceeds = false;
-  CUTE_UNROLL
-  for (int h = 0; h < 2; ++h) exceeds |= fmaf(maximum[h], state.scale[h], -state.reference[h]) > T::kLargestExponent;
-  const bool renew = __any_sync(0xffffffff, exceeds);
   factor[0] = factor[1] = 1.0f;
-  if (renew) {
-    CUTE_UNROLL
-    for (int h = 0; h < 2; ++h) {
-      maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(0xffffffff, maximum[h], 1));
-      maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(0xffffffff, maximum[h], 2));
-      factor[h] = state.raise(h, fmaxf(state.reference[h], maximum[h] * state.scale[h] - T::kProbabilityShift));
-    }
-  }
+  const bool renew =
+      query_major::renew_references(s, state.scale, T::kLargestExponent, T::kProbabilityShift, state, factor);
   CUTE_UNROLL
   for (int h = 0; h < 2; ++h) {
     float sum = 0.0f, rounded_sum = 0.0f;
@@ -82,11 +65,7 @@ CUTE_DEVICE void hand_over(Shared<T>& shared, char* probabilities, int group, in
   }
   if (lane == 0) shared.renewed[tile % T::kTilesTold][first_row() / 16] = renewed;
   ETAP_MARKED(handed_over_fence, cutlass::arch::fence_view_async_shared());  // P, for WGMMA
-#ifdef ETAP_SPIN_LIMIT
-  event::tile_handed_over(group).meet();  // racecheck takes no arrival without a wait
-#else
-  event::tile_handed_over(group).arrive();
-#endif
+  event::tile_handed_over(group).hand_over();
 }
 
 // Waits for P of a tile of the other warpgroup, and takes its references.

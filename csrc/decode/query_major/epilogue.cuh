@@ -65,7 +65,7 @@ template <class T>
 CUTE_DEVICE void finish_piece(Shared<T>& shared, const Destination<T>& to, int pieces, int group, const RowState& state,
                               typename T::Output& o) {
   const int thread = anew(threadIdx.x % kGroupThreads);
-  const int row = thread / kWarpSize * 16 + thread % kWarpSize / 4;
+  const int row = fragment_row(thread);
   float sums[4] = {state.sums[0], state.sums[1], state.rounded_sums[0], state.rounded_sums[1]};
   CUTE_UNROLL
   for (int i = 0; i < 4; ++i) {

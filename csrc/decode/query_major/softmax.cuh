@@ -43,26 +43,34 @@ CUTE_DEVICE void mask_scores(const RowState& state, int tile, typename T::Scores
   }
 }
 
-// Computes P = 2^(scale * S - reference), rounded, against a reference that is renewed when a score lies too far above it. It returns
-// true when O is to be multiplied with `factor`.
-template <class T>
-CUTE_DEVICE bool exponentiate(const typename T::Scores& s, float scale, RowState& state, uint32_t (&p)[T::kWords],
-                              float (&factor)[2]) {
+// Renews the rows' references, each `shift` below its maximum, when a score lies too far above one. It returns true when O is to be
+// multiplied with `factor`.
+template <class Scores>
+CUTE_DEVICE bool renew_references(const Scores& s, const float (&scale)[2], float largest_exponent, float shift, RowState& state,
+                                  float (&factor)[2]) {
   float maximum[2] = {s(0), s(2)};
   CUTE_UNROLL
   for (int i = 0; i < cute::size(s); ++i) maximum[i / 2 % 2] = fmaxf(maximum[i / 2 % 2], s(i));
   bool exceeds = false;
   CUTE_UNROLL
-  for (int h = 0; h < 2; ++h) exceeds |= fmaf(maximum[h], scale, -state.reference[h]) > kLazyMaximum;
+  for (int h = 0; h < 2; ++h) exceeds |= fmaf(maximum[h], scale[h], -state.reference[h]) > largest_exponent;
   const bool renew = __any_sync(0xffffffff, exceeds);
   if (renew) {
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
       maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(0xffffffff, maximum[h], 1));
       maximum[h] = fmaxf(maximum[h], __shfl_xor_sync(0xffffffff, maximum[h], 2));
-      factor[h] = state.raise(h, fmaxf(state.reference[h], maximum[h] * scale));
+      factor[h] = state.raise(h, fmaxf(state.reference[h], maximum[h] * scale[h] - shift));
     }
   }
+  return renew;
+}
+
+// Computes P = 2^(scale * S - reference), rounded, of a tile whose references may be renewed.
+template <class T>
+CUTE_DEVICE bool exponentiate(const typename T::Scores& s, float scale, RowState& state, uint32_t (&p)[T::kWords],
+                              float (&factor)[2]) {
+  const bool renew = renew_references(s, {scale, scale}, kLazyMaximum, 0.0f, state, factor);
   float sums[2] = {0.0f, 0.0f};
   float rounded_sums[2] = {0.0f, 0.0f};
   CUTE_UNROLL
@@ -92,11 +100,7 @@ CUTE_DEVICE void hand_over(Shared<T>& shared, int group, const RowState& state, 
     shared.probabilities[i][thread] = make_uint4(p[4 * i], p[4 * i + 1], p[4 * i + 2], p[4 * i + 3]);
   }
   if (thread % 4 == 0) shared.references[thread / 4] = make_float2(state.reference[0], state.reference[1]);
-#ifdef ETAP_SPIN_LIMIT
-  event::probabilities_handed_over(group).meet();  // racecheck takes no arrival without a wait
-#else
-  event::probabilities_handed_over(group).arrive();
-#endif
+  event::probabilities_handed_over(group).hand_over();
 }
 
 // Takes P of the other warpgroup's tile, and its reference. It returns true when O is to be multiplied with `factor`.

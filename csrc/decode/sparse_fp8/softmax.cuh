@@ -10,7 +10,8 @@ namespace etap::sparse_fp8 {
 template <class T>
 struct ScaledSoftmax : transposed::Softmax<T> {
   using Base = transposed::Softmax<T>;
-  using Base::Base, Base::kBlocks, Base::kColumns, Base::kWords, Base::reference, Base::rounded, Base::sums, Base::rounded_sums, Base::tile_sums;
+  using Base::Base, Base::kBlocks, Base::kColumns, Base::kWords, Base::reference, Base::rounded, Base::sums, Base::rounded_sums,
+      Base::tile_sums;
 
   float p[4 * kBlocks];  // as the fragment of S^T has them
 
@@ -52,16 +53,8 @@ struct ScaledSoftmax : transposed::Softmax<T> {
   }
 
   CUTE_DEVICE void accumulate() {
-    CUTE_UNROLL
-    for (int i = 0; i < kColumns; ++i) sums[i] += tile_sums[i];
-    if constexpr (T::Row::kRopeIsValue) {
-      CUTE_UNROLL
-      for (int i = 0; i < kWords; ++i) {
-        const float2 pair = unpack<typename T::RopeElement>(rounded[i]);
-        rounded_sums[i / 2 * 2] += pair.x;
-        rounded_sums[i / 2 * 2 + 1] += pair.y;
-      }
-    }
+    Base::accumulate_unrounded();
+    if constexpr (T::Row::kRopeIsValue) Base::template accumulate_rounded<typename T::RopeElement>();
   }
 
   // At the end of a piece. Where each scaled P^T is rounded in its own way, O^T is divided by the sum before rounding.

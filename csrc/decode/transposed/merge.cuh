@@ -99,11 +99,7 @@ CUTE_DEVICE void merge_and_write(Shared<T>& shared, KeyPosition<T> at, int piece
   const int group = softmax.group;
   auto& columns = shared.columns[pieces % 2];
   publish_columns<T>(columns, softmax);
-  if (group == 0) {  // which registers stay and which go must be known when compiling
-    give_half<T, 0>(shared, at, ot);
-  } else {
-    give_half<T, 1>(shared, at, ot);
-  }
+  of_group(group, [&](auto own) { give_half<T, own>(shared, at, ot); });
   event::sums_written().meet();
   const WarpFactors<T> factors([&](int, int column) {
     ColumnFactors merged = merged_factors<T>(columns, group, column);
@@ -114,11 +110,7 @@ CUTE_DEVICE void merge_and_write(Shared<T>& shared, KeyPosition<T> at, int piece
     }
     return merged;
   });
-  if (group == 0) {
-    finish_half<T, 0>(shared, at, to, factors, ot);
-  } else {
-    finish_half<T, 1>(shared, at, to, factors, ot);
-  }
+  of_group(group, [&](auto own) { finish_half<T, own>(shared, at, to, factors, ot); });
 }
 
 // Finishes a piece where both consumers share the tiles: each holds half of the value dims of every row, and needs the other one's

@@ -146,16 +146,23 @@ struct Softmax {
   // O^T is divided by the sum of what the products see, so that the rounding of a dominating key cancels; the
   // log-sum-exp takes the sum before rounding.
   CUTE_DEVICE void accumulate() {
+    accumulate_unrounded();
+    accumulate_rounded<typename T::Probability>();
+  }
+  CUTE_DEVICE void accumulate_unrounded() {
     CUTE_UNROLL
     for (int i = 0; i < kColumns; ++i) sums[i] += tile_sums[i];
+  }
+  template <class E>
+  CUTE_DEVICE void accumulate_rounded() {
     CUTE_UNROLL
     for (int i = 0; i < kWords; ++i) {
       if constexpr (!kEightBits) {
-        const float2 pair = unpack<typename T::Probability>(rounded[i]);
+        const float2 pair = unpack<E>(rounded[i]);
         rounded_sums[i / 2 * 2] += pair.x;
         rounded_sums[i / 2 * 2 + 1] += pair.y;
       } else {
-        const float4 four = unpack_four<typename T::Probability>(rounded[i]);
+        const float4 four = unpack_four<E>(rounded[i]);
         rounded_sums[2 * i] += four.x + four.y;
         rounded_sums[2 * i + 1] += four.z + four.w;
       }
