@@ -116,7 +116,7 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
     const int query_arrivals = query_maps.usable || T::kFp8Cache ? 1 : kQueryWarps<kWholeTiles> * kWarpSize;
     shared.queries.init(threadIdx.x, query_arrivals, kConsumerWarps);
     if constexpr (!T::kGathered) shared.lengths.init();
-    shared.init_grants(kKeyArrivals);
+    if constexpr (T::kGrantsTiles) shared.init_grants(kKeyArrivals);
     cutlass::arch::fence_barrier_init();
   }
   ETAP_MARKED(launch_meeting, __syncthreads());

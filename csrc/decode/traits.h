@@ -2,15 +2,14 @@
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/atom/mma_traits_sm90_gmma.hpp>
-#include <cute/tensor.hpp>
-
 #include <cuda.h>
 
 #include <cfloat>
 
 #include "common/swizzle.cuh"
+#include "decode/pieces.cuh"
 #include "decode/roles.h"
+#include "decode/wgmma.cuh"
 #include "params.h"
 
 namespace etap {
@@ -68,12 +67,58 @@ struct PartMaps {
   CUtensorMap latent;  // (columns of a chunk, tokens of a page, chunks, pages)
   CUtensorMap rope;    // (64 columns, tokens, pages)
 
-  // Of a part's tokens, `token` the first of its page.
+  // These copy a part's tokens, `token` the first of its page. Of chunks of 16 bits those behind the value dims are rope.
+  CUTE_DEVICE void copy(uint64_t* barrier, void* target, int page, int token, int chunk) const {
+    if (chunk < kValueChunks) {
+      copy_latent(barrier, target, page, token, chunk);
+    } else {
+      copy_rope(barrier, target, page, token);
+    }
+  }
   CUTE_DEVICE void copy_latent(uint64_t* barrier, void* target, int page, int token, int chunk) const {
     cute::SM90_TMA_LOAD_4D::copy(&latent, barrier, kReadOnce, target, 0, token, chunk, page);
   }
   CUTE_DEVICE void copy_rope(uint64_t* barrier, void* target, int page, int token) const {
     cute::SM90_TMA_LOAD_3D::copy(&rope, barrier, kReadOnce, target, 0, token, page);
+  }
+};
+
+// What traits say where a kernel does not say otherwise.
+struct CommonTraits {
+  using Walk = PieceWalk;
+  static constexpr bool kGathered = false;
+  static constexpr int kGatherWarps = kWarpsPerGroup;
+  static constexpr bool kHalvesSingleTiles = false;
+  static constexpr int kTilesAlone = 0;
+  static constexpr int kStagesPerTile = 1;
+  __host__ __device__ static constexpr int first_chunk(int, int) { return 0; }
+  static constexpr bool kFitsLaunchRegisters = true;
+  static constexpr bool kLeanCombination = false;
+};
+
+// What follows from a cache of the queries' own type, multiplied as it lies in shared memory. Tiles: how the consumers divide the
+// work. kTileChunks: of a tile, those of value dims and, where rows have one, rope.
+template <class Tiles, class Element_, int kTileChunks_, int kChunksPerStage_>
+struct SixteenBitCache : Tiles {
+  using Element = Element_;
+  static_assert(sizeof(Element) == 2);
+  static constexpr bool kFp8Cache = false;
+  static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
+  static constexpr int kTileChunks = kTileChunks_;
+  static constexpr int kChunksPerStage = kChunksPerStage_;
+  static_assert(kTileChunks % kChunksPerStage == 0);
+  using KeyStage = Element[kChunksPerStage][kTileTokens][kChunkColumns];  // swizzled
+  static constexpr int kStageBytes = sizeof(KeyStage);
+  static constexpr int kStagesPerTile = kTileChunks / kChunksPerStage;
+  using QueryChunk = Element[Tiles::kRowTile][kChunkColumns];  // swizzled
+  static constexpr int kQueryBytes = kTileChunks * sizeof(QueryChunk);
+
+  using CacheMaps = ChunkMaps;
+  // Of a part alone, whose tokens are the tile's from `first` on.
+  CUTE_DEVICE static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first, int page, int token,
+                                    int chunk) {
+    CUTE_UNROLL
+    for (int c = 0; c < kChunksPerStage; ++c) maps.copy(barrier, &stage[c][first], page, token, chunk + c);
   }
 };
 
@@ -90,13 +135,14 @@ constexpr bool are_traits() {
   static_assert(is_flag(T::kLeanCombination));                        // of whole tiles: see combine.h
   // The pieces of a partition.
   static_assert(sizeof(typename T::Walk) > 0);
-  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries, init_grants(signals).
+  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries; with grants init_grants(signals).
   static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
   // Consumer::run(shared, params, partition, row group, warpgroup) decodes the partition.
   static_assert(sizeof(typename T::Consumer) > 0);
   static_assert(T::kRowTile % 8 == 0 && T::kRowTile <= kMaxRowTile);  // query rows of a CTA
   static_assert(T::registers(true).launch > 0);                       // of a thread, where tiles are copied whole
   static_assert(is_flag(T::kFitsLaunchRegisters));                    // consumers need no more than the launch gives
+  static_assert(is_flag(T::kGathered));                               // lists name the rows
   static_assert(is_flag(T::kFp8Cache));                               // e4m3: consumers load the queries
   static_assert(T::kStages >= T::kStagesPerTile);                     // the key ring; how many of it a tile takes
   static_assert(sizeof(typename T::KeyStage) == T::kStageBytes);      // what TMA brings to one

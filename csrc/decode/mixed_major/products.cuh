@@ -6,40 +6,34 @@
 
 namespace etap::mixed_major {
 
+// multiply(where, layout, first step): of a chunk of K, which is half of a wide one, or rope.
+template <class T, class Multiply>
+CUTE_DEVICE void with_chunk(const char* tile, int chunk, Multiply&& multiply) {
+  if (chunk < kValueChunks) {
+    multiply(tile + chunk / 2 * T::kWideBytes, typename T::LatentOperand{}, chunk % 2 * 2);
+  } else {
+    multiply(tile + T::kWideChunks * T::kWideBytes, typename T::RopeOperand{}, 0);
+  }
+}
+
 // Waits for a tile and computes its scores, which are complete on return. The products of kPartChunks chunks have a sum of their own,
 // which float32 additions take over: see transposed_fp8/products.cuh. The first one's is the scores', so two are under way at first.
 template <class T>
 CUTE_DEVICE void compute_scores(Shared<T>& shared, const DecodeParams& params, KeyPosition<T> at, typename T::Scores& s) {
   using namespace cute;
-  using Element = typename T::Element;
   typename T::ScoreMma mma;
-  const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
   const char* tile = shared.ring + at.stage * T::kStageBytes;
-  const auto operand = [](const char* from, auto layout) {
-    return make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(from)), layout);
-  };
-  const auto multiply_chunk = [&](int chunk, const auto& r_key, int first_step, auto& sum) {
-    const auto s_query = operand(shared.query + chunk * T::kQueryChunkBytes, typename T::QueryOperand{});  // (64 rows, 64 columns)
-    const auto r_query = slice.make_fragment_A(slice.partition_A(s_query));
-    CUTE_UNROLL
-    for (int step = 0; step < size<2>(r_query); ++step) {
-      gemm(mma, r_query(_, 0, step), r_key(_, 0, first_step + step), sum(_, 0, 0));
-      mma.accumulate_ = GMMA::ScaleOut::One;
-    }
-  };
   const auto start_part = [&](int first_chunk, auto& sum) {
     warpgroup_fence_operand(sum);
     warpgroup_arrive();
     mma.accumulate_ = GMMA::ScaleOut::Zero;
     CUTE_UNROLL
     for (int chunk = first_chunk; chunk < first_chunk + T::kPartChunks && chunk < kChunks; ++chunk) {
-      if (chunk < kValueChunks) {
-        const auto s_key = operand(tile + chunk / 2 * T::kWideBytes, typename T::LatentOperand{});
-        multiply_chunk(chunk, slice.make_fragment_B(slice.partition_B(s_key)), chunk % 2 * 2, sum);
-      } else {
-        const auto s_key = operand(tile + T::kRopeOffset, typename T::RopeOperand{});
-        multiply_chunk(chunk, slice.make_fragment_B(slice.partition_B(s_key)), 0, sum);
-      }
+      const auto r_query = wgmma::operand_a<typename T::QueryOperand>(mma, shared.query + chunk * T::kQueryChunkBytes);
+      with_chunk<T>(tile, chunk, [&](const char* from, auto layout, int first_step) {
+        const auto r_key = wgmma::operand_b<decltype(layout)>(mma, from);
+        wgmma::multiply(mma, r_query, 0, r_key, first_step, size<2>(r_query), sum(_, 0, 0));
+      });
     }
     warpgroup_commit_batch();
   };

@@ -36,8 +36,6 @@ struct SharedMemory {
   Ring<T::kStages> keys;
   Ring<1> queries;
   LengthQueue lengths;
-
-  CUTE_DEVICE void init_grants(int) {}
 };
 
 struct Traits : transposed_fp8::Products<cutlass::float_e4m3_t, transposed_fp8::SharedTiles> {
@@ -58,12 +56,9 @@ struct Traits : transposed_fp8::Products<cutlass::float_e4m3_t, transposed_fp8::
   static constexpr int kOperands = 4;  // beside O there are registers for two parts: none of S is held by then
 
   static constexpr int kPartChunks = 2;  // of 64 columns, that tensor cores add up
-  using ScoreMma = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileTokens>, cute::_64>, kMajorK,
-                                 kMajorK>()));
-  using Scores = decltype(cute::partition_fragment_C(ScoreMma{}, cute::Shape<cute::_64, cute::Int<kTileTokens>>{}));
-  using QueryOperand =
-      decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW64_Atom<Element>{}, cute::Shape<cute::_64, cute::_64>{}));
+  using ScoreMma = wgmma::OfShared<Element, kTileTokens>;
+  using Scores = wgmma::Result<ScoreMma, kRowTile, kTileTokens>;
+  using QueryOperand = wgmma::Layout<Swizzle, kRowTile>;
   static constexpr int kWords = kTileTokens / 16;  // of a thread's P in each of its rows
 };
 

@@ -17,11 +17,8 @@ CUTE_DEVICE KeyPosition<T> tile_position(int n) {
 template <class T, int kBegin, int kEnd>
 CUTE_DEVICE void start_scores(Shared<T>& shared, KeyPosition<T> at, int i, typename T::Scores& s) {
   using namespace cute;
-  using Element = typename T::Element;
   typename T::ScoreMma mma;
   mma.accumulate_ = kBegin == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-  const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
-  const auto chunk_at = [](const Element* chunk) { return make_tensor(make_smem_ptr(chunk), typename T::Chunk{}); };
   warpgroup_fence_operand(s);
   CUTE_UNROLL
   for (int stage = kBegin; stage < kEnd; ++stage) {
@@ -29,15 +26,10 @@ CUTE_DEVICE void start_scores(Shared<T>& shared, KeyPosition<T> at, int i, typen
     // What cp.async wrote, for WGMMA.
     if constexpr (T::kGathered) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
     warpgroup_arrive();
-    const auto* query = &item<typename T::QueryChunk>(shared.query, T::first_chunk(stage, i))[0][0];
-    const auto* key = &item<typename T::KeyStage>(shared.ring, at.stage + stage)[0][0];
-    auto r_query = slice.make_fragment_A(slice.partition_A(chunk_at(query)));
-    auto r_key = slice.make_fragment_B(slice.partition_B(chunk_at(key)));
-    CUTE_UNROLL
-    for (int k = 0; k < size<2>(r_key); ++k) {
-      gemm(mma, r_query(_, 0, k), r_key(_, 0, k), s(_, 0, 0));
-      mma.accumulate_ = GMMA::ScaleOut::One;
-    }
+    const auto& query = item<typename T::QueryChunk>(shared.query, T::first_chunk(stage, i));
+    const auto& key = item<typename T::KeyStage>(shared.ring, at.stage + stage);
+    wgmma::multiply(mma, wgmma::operand_a<typename T::Chunk>(mma, &query), wgmma::operand_b<typename T::Chunk>(mma, &key),
+                    s(_, 0, 0));
   }
   warpgroup_commit_batch();
 }
@@ -62,7 +54,6 @@ CUTE_DEVICE void start_output(Shared<T>& shared, int first, const uint32_t (&p)[
   using Element = typename T::Element;
   typename T::OutputMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
-  const auto slice = mma.get_thread_slice(0);
   constexpr int kStages = T::kProductDims / kChunkColumns;
   // What cp.async wrote of a tile that the other warpgroup waited for, for WGMMA.
   if constexpr (T::kGathered) ETAP_MARKED(other_rows_fence, cutlass::arch::fence_view_async_shared());
@@ -70,9 +61,8 @@ CUTE_DEVICE void start_output(Shared<T>& shared, int first, const uint32_t (&p)[
   ETAP_MARKED(output_fence, warpgroup_arrive());
   CUTE_UNROLL
   for (int n = 0; n < T::kProducts; ++n) {
-    auto s_value = make_tensor(make_smem_ptr(&item<typename T::KeyStage>(shared.ring, first + n * kStages)[0][0]),
-                               typename T::ValueChunks{});  // (64 value dims, 64 tokens)
-    auto r_value = slice.make_fragment_B(slice.partition_B(s_value));
+    const auto r_value =
+        wgmma::operand_b<typename T::ValueChunks>(mma, &item<typename T::KeyStage>(shared.ring, first + n * kStages));
     CUTE_UNROLL
     for (int k = 0; k < size<2>(r_value); ++k) {
       const auto a = make_tensor(make_rmem_ptr(reinterpret_cast<const Element*>(&p[4 * k])), Layout<_8>{});
@@ -83,21 +73,16 @@ CUTE_DEVICE void start_output(Shared<T>& shared, int first, const uint32_t (&p)[
 }
 
 // Waits for the products, and gives their stages back as soon as those of a WGMMA are done.
-template <class T, int kOutstanding = T::kProducts - 1>
+template <class T>
 CUTE_DEVICE void finish_output(Shared<T>& shared, int first, typename T::Output& o) {
   constexpr int kStages = T::kHalfChunks / T::kProducts;
-  cute::warpgroup_wait<kOutstanding>();
-  if (releases()) {
+  cute::for_each(cute::make_seq<T::kProducts>{}, [&](auto n) {
+    cute::warpgroup_wait<T::kProducts - 1 - n>();
+    if (!releases()) return;
     CUTE_UNROLL
-    for (int stage = 0; stage < kStages; ++stage) {
-      shared.keys.release({first + (T::kProducts - 1 - kOutstanding) * kStages + stage, 0});
-    }
-  }
-  if constexpr (kOutstanding > 0) {
-    finish_output<T, kOutstanding - 1>(shared, first, o);
-  } else {
-    cute::warpgroup_fence_operand(o);
-  }
+    for (int stage = 0; stage < kStages; ++stage) shared.keys.release({first + n * kStages + stage, 0});
+  });
+  cute::warpgroup_fence_operand(o);
 }
 
 // Zeros this half of V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN. Scores may still read there, which are

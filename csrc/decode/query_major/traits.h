@@ -6,9 +6,6 @@
 // same thread of the other warpgroup as it is.
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
-#include "decode/pieces.cuh"
 #include "decode/traits.h"
 
 namespace etap::query_major {
@@ -26,36 +23,27 @@ struct SharedMemory {
   Ring<T::kStages, false> keys;  // each instruction of the producer is waited for: patience took 3% of long calls
   Ring<1> queries;
   LengthQueue lengths;
-
-  CUTE_DEVICE void init_grants(int) {}
 };
 
-template <class Element_, int kTileChunks_ = kChunks>
-struct Traits {
-  using Element = Element_;
-  using Consumer = query_major::Consumer<Traits>;
-  using Walk = PieceWalk;
+// How the consumers divide the work.
+struct OwnedTiles : CommonTraits {
   static constexpr int kRowTile = 64;
-  static constexpr bool kFp8Cache = false;
-  static constexpr bool kGathered = false;
-  static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
-  static constexpr bool kHalvesSingleTiles = false;
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
+  static constexpr int kStageReleases = kWarpsPerGroup;
+};
+
+template <class Element, int kTileChunks_ = kChunks>
+struct Traits : SixteenBitCache<OwnedTiles, Element, kTileChunks_, 1> {
+  using Base = SixteenBitCache<OwnedTiles, Element, kTileChunks_, 1>;
+  using Base::kRowTile, Base::kTileChunks;
+  using Consumer = query_major::Consumer<Traits>;
   static constexpr bool kFitsLaunchRegisters = false;
   static constexpr Registers registers(bool) { return {168, 40, 232}; }
-  static constexpr bool kLeanCombination = false;
 
   // The ring is two tiles, one of each warpgroup, and comes chunk by chunk.
-  using KeyStage = Element[kTileTokens][kChunkColumns];  // swizzled
-  static constexpr int kStageBytes = sizeof(KeyStage);
-  static constexpr int kChunksPerStage = 1;
-  static constexpr int kTileChunks = kTileChunks_;
   static constexpr int kRopeStages = kTileChunks - kValueChunks;  // the first of a tile, or none
-  static constexpr int kStagesPerTile = kTileChunks;
-  static constexpr int kStages = kConsumerGroups * kStagesPerTile;
-  static constexpr int kStageReleases = kWarpsPerGroup;
-  static constexpr int kTilesAlone = 0;
+  static constexpr int kStages = kConsumerGroups * kTileChunks;
   static constexpr int kHalfChunks = kValueChunks / kConsumerGroups;
   // The order in which a tile's chunks come: rope, which its owner's scores give back first, the value dims of one
   // warpgroup, the other's. The owner's come first, unless earlier pieces of the CTA had an odd number of tiles: scores are
@@ -65,42 +53,20 @@ struct Traits {
     return stage < kRopeStages ? kValueChunks : (first_half(i) * kHalfChunks + stage - kRopeStages) % kValueChunks;
   }
 
-  static constexpr auto kMajorK = cute::GMMA::Major::K;
-  static constexpr auto kMajorMN = cute::GMMA::Major::MN;
   static constexpr int kOutputDims = kLatentDim / kConsumerGroups;
   static constexpr int kFirstScores = kRopeStages + kHalfChunks;  // chunks of the first share of a tile's scores: rope and half of the value dims
   static constexpr int kProductDims = 64;  // of one WGMMA
   static constexpr int kProducts = kOutputDims / kProductDims;
-  using ScoreMma = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kTileTokens>, cute::_64>, kMajorK,
-                                 kMajorK>()));
-  using OutputMma = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kProductDims>, cute::_64>, kMajorK,
-                                 kMajorMN>()));
+  using ScoreMma = wgmma::OfShared<Element, kTileTokens>;
+  using OutputMma = wgmma::OfRegisters<Element, kProductDims, wgmma::kMajorMN>;
   // Q chunk [64 rows x 64 columns] and K chunk [64 tokens x 64 columns].
-  using Chunk =
-      decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<Element>{}, cute::Shape<cute::_64, cute::_64>{}));
+  using Chunk = wgmma::Layout<cute::GMMA::Layout_K_SW128_Atom<Element>, 64>;
   // Value chunks side by side, as [value dims x 64 tokens].
   using ValueChunks = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
                                                    cute::Shape<cute::Int<kProductDims>, cute::_64>{},
                                                    cute::Step<cute::_2, cute::_1>{}));
-  using Scores =
-      decltype(cute::partition_fragment_C(ScoreMma{}, cute::Shape<cute::_64, cute::Int<kTileTokens>>{}));
-  using Output = decltype(cute::partition_fragment_C(OutputMma{}, cute::Shape<cute::_64, cute::Int<kOutputDims>>{}));
-
-  using QueryChunk = Element[kRowTile][kChunkColumns];  // swizzled
-  static constexpr int kQueryBytes = kTileChunks * sizeof(QueryChunk);
-
-  using CacheMaps = ChunkMaps;
-  // Of a part alone, whose tokens are the tile's from `first` on.
-  CUTE_DEVICE static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first, int page, int token,
-                                    int chunk) {
-    if (chunk < kValueChunks) {
-      maps.copy_latent(barrier, &stage[first], page, token, chunk);
-    } else {
-      maps.copy_rope(barrier, &stage[first], page, token);
-    }
-  }
+  using Scores = wgmma::Result<ScoreMma, kRowTile, kTileTokens>;
+  using Output = wgmma::Result<OutputMma, kRowTile, kOutputDims>;
 
   static constexpr int kWords = kTileTokens / 4;  // of a thread's P: pairs of neighbouring tokens
   static constexpr int kQuads = kGroupThreads / 4;

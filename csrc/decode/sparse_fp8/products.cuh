@@ -12,11 +12,9 @@ using transposed_fp8::Words;
 using Operands = transposed_fp8::Operand<2>;
 
 // Operand B in shared memory, and the same so many bytes behind it: one addition, where a descriptor made of the address takes five.
-template <class E, class T, class Mma>
+template <class T, class Mma>
 CUTE_DEVICE auto operand_b(const Mma& mma, const char* from) {
-  const auto slice = mma.get_thread_slice(0);
-  return slice.make_fragment_B(slice.partition_B(
-      cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<const E*>(from)), typename T::template Operand<E>{})));
+  return wgmma::operand_b<typename T::template Operand<typename Mma::ValTypeB>>(mma, from);
 }
 template <class OperandB>
 CUTE_DEVICE auto behind(const OperandB& b, int bytes) {
@@ -52,12 +50,6 @@ CUTE_DEVICE void load_rope(const char* tile, int load, Operands& operands) {
   }
 }
 
-// The first of a thread's two tokens.
-CUTE_DEVICE int first_token() {
-  const int thread = threadIdx.x % kGroupThreads;
-  return thread / kWarpSize * 16 + thread % kWarpSize / 4;
-}
-
 // The scales of a thread's two tokens, 8 apart.
 template <class T, class Row = typename T::Row>
 struct TokenScales;
@@ -67,7 +59,7 @@ struct TokenScales<T, V32Row> {
   float4 rows[2];
 
   CUTE_DEVICE void read(const char* tile, const sparse::TileMask&) {
-    const char* row = tile + first_token() * T::kRowBytes + V32Row::kScaleOffset;
+    const char* row = tile + fragment_row() * T::kRowBytes + V32Row::kScaleOffset;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) rows[i] = *reinterpret_cast<const float4*>(row + i * 8 * T::kRowBytes);
   }
@@ -96,7 +88,7 @@ struct TokenScales<T, V4Row> {
   uint2 rows[2];
 
   CUTE_DEVICE void read(const char* tile, const sparse::TileMask& valid) {
-    const char* row = tile + first_token() * T::kRowBytes + V4Row::kScaleOffset;
+    const char* row = tile + fragment_row() * T::kRowBytes + V4Row::kScaleOffset;
     const uint32_t exist = sparse::valid_tokens(valid);
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -137,8 +129,8 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const Token
   constexpr int kRopeFetch = kLatentLoads - T::kFetches;
   typename T::ScoreMma mma;
   typename T::RopeMma rope_mma;
-  const auto latent_queries = operand_b<typename T::ScoreElement, T>(mma, shared.query);
-  const auto rope_queries = operand_b<typename T::RopeElement, T>(rope_mma, shared.query);
+  const auto latent_queries = operand_b<T>(mma, shared.query);
+  const auto rope_queries = operand_b<T>(rope_mma, shared.query);
   decltype(make_fragment_like(st(_, 0, 0))) parts[T::kParts];
   Operands operands[T::kOperands];
   Operands rope[kRopeLoads];
@@ -190,13 +182,11 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const Token
     if (load < kLatentLoads) {
       transposed_fp8::convert_keys(from, operand);
       fetch(load + T::kFetches);
-      transposed_fp8::multiply<typename T::ScoreElement>(mma, operand, behind(latent_queries, chunk), load % 2 * 2,
-                                                         parts[part % T::kParts]);
+      transposed_fp8::multiply(mma, operand, behind(latent_queries, chunk), load % 2 * 2, parts[part % T::kParts]);
     } else {
       auto& rope_operand = T::kFetchesAhead ? rope[load - kLatentLoads] : operand;
       if (!T::kFetchesAhead) load_rope<T>(tile, load - kLatentLoads, rope_operand);
-      transposed_fp8::multiply<typename T::RopeElement>(rope_mma, rope_operand, behind(rope_queries, chunk), load % 2 * 2,
-                                                        parts[part % T::kParts]);
+      transposed_fp8::multiply(rope_mma, rope_operand, behind(rope_queries, chunk), load % 2 * 2, parts[part % T::kParts]);
     }
   }
   warpgroup_wait<0>();
@@ -236,15 +226,14 @@ CUTE_DEVICE void add_rope_output(const char* tile, const char* probabilities, tr
   using namespace cute;
   typename T::RopeMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
-  using E = typename T::RopeElement;
-  const auto s_pt = operand_b<E, T>(mma, probabilities + T::Row::kScales * T::kScaledBytes);
+  const auto s_pt = operand_b<T>(mma, probabilities + T::Row::kScales * T::kScaledBytes);
   Operands operands[2];
   CUTE_UNROLL
   for (int load = 0; load < 2; ++load) {
     warpgroup_wait<1>();
     CUTE_UNROLL
     for (int step = 0; step < 2; ++step) load_rope_values<T>(tile, 2 * load + step, operands[load][step]);
-    transposed_fp8::multiply<E>(mma, operands[load], s_pt, load * 2, ot(_, T::kOutputSlices - 1, 0));
+    transposed_fp8::multiply(mma, operands[load], s_pt, load * 2, ot(_, T::kOutputSlices - 1, 0));
   }
 }
 
@@ -276,9 +265,9 @@ CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, ValueFetches<T
   using namespace cute;
   // All types of P^T have the fragments of T::OutputMma.
   using Fragment = decltype(make_fragment_like(ot(_, 0, 0)));
-  transposed_fp8::LoadedProducts<T, E, typename T::template Mma<E, T::kRowTile>, ValueFetches<T>::kLoads, Fragment> products;
+  transposed_fp8::LoadedProducts<T, wgmma::OfRegisters<E, T::kRowTile>, ValueFetches<T>::kLoads, Fragment> products;
   products.mma.accumulate_ = GMMA::ScaleOut::One;
-  const auto scaled = operand_b<E, T>(products.mma, probabilities);
+  const auto scaled = operand_b<T>(products.mma, probabilities);
   warpgroup_fence_operand(ot);
   if (!T::kFetchesAhead) meanwhile();
   if (!T::kFetchesAhead) values.begin();

@@ -8,8 +8,7 @@ namespace etap::sparse_fp8 {
 
 // A warpgroup's share of S^T: [64 tokens x all query rows].
 template <class T>
-using ScoreShare =
-    decltype(cute::partition_fragment_C(typename T::ShareMma{}, cute::Shape<cute::_64, cute::Int<T::kRowTile>>{}));
+using ScoreShare = wgmma::Result<typename T::ShareMma, kTileTokens, T::kRowTile>;
 
 // What a share is multiplied with behind its first 128 columns, and behind its second, for a thread's two tokens: one accumulator
 // takes a * A + b * B as (a / b * A + B) * b.
@@ -18,8 +17,7 @@ struct ShareFactors {
 
   template <class T>
   CUTE_DEVICE static ShareFactors read(const char* tile, int group) {
-    const int thread = threadIdx.x % kGroupThreads;
-    const char* row = tile + (thread / kWarpSize * 16 + thread % kWarpSize / 4) * T::kRowBytes + T::Row::kScaleOffset;
+    const char* row = tile + fragment_row() * T::kRowBytes + T::Row::kScaleOffset;
     ShareFactors factors;
     CUTE_UNROLL
     for (int i = 0; i < 2; ++i) {
@@ -53,8 +51,6 @@ CUTE_DEVICE void compute_share(Shared<T>& shared, const char* tile, int group, S
   typename T::RopeMma rope_mma;
   mma.accumulate_ = GMMA::ScaleOut::Zero;
   rope_mma.accumulate_ = GMMA::ScaleOut::One;
-  const auto slice = mma.get_thread_slice(0);
-  const auto rope_slice = rope_mma.get_thread_slice(0);
   const char* query = shared.query + group * (kValueChunks / kConsumerGroups) * T::kQueryChunkBytes;
   Operands operands[T::kOperands];
   Words words[T::kFetches];
@@ -82,11 +78,8 @@ CUTE_DEVICE void compute_share(Shared<T>& shared, const char* tile, int group, S
     transposed_fp8::convert_keys(words[load % T::kFetches], operand);
     fetch(load + T::kFetches);
     if (load == kLoadsPerScale) multiply_sum([&](int i) { return factors.first[i / 2 % 2]; });
-    auto s_query = make_tensor(
-        make_smem_ptr(reinterpret_cast<const typename T::ScoreElement*>(query + load / 2 * T::kQueryChunkBytes)),
-        typename T::template Operand<typename T::ScoreElement>{});
-    transposed_fp8::multiply<typename T::ScoreElement>(mma, operand, slice.make_fragment_B(slice.partition_B(s_query)), load % 2 * 2,
-                                       share(_, 0, 0));
+    const auto queries = operand_b<T>(mma, query + load / 2 * T::kQueryChunkBytes);
+    transposed_fp8::multiply(mma, operand, queries, load % 2 * 2, share(_, 0, 0));
   }
   auto& operand = operands[kLatentLoads % T::kOperands];
   warpgroup_wait<T::kOperands - 1>();
@@ -94,16 +87,13 @@ CUTE_DEVICE void compute_share(Shared<T>& shared, const char* tile, int group, S
   multiply_sum([&](int i) {
     return factors.second[i / 2 % 2] * shared.score_scales[transposed::fragment_column(i / 4, i % 2)];
   });
-  auto s_query = make_tensor(
-      make_smem_ptr(reinterpret_cast<const typename T::RopeElement*>(shared.query + kValueChunks * T::kQueryChunkBytes)),
-      typename T::template Operand<typename T::RopeElement>{});
-  transposed_fp8::multiply<typename T::RopeElement>(rope_mma, operand, rope_slice.make_fragment_B(rope_slice.partition_B(s_query)), group * 2,
-                                    share(_, 0, 0));
+  const auto rope_queries = operand_b<T>(rope_mma, shared.query + kValueChunks * T::kQueryChunkBytes);
+  transposed_fp8::multiply(rope_mma, operand, rope_queries, group * 2, share(_, 0, 0));
   warpgroup_wait<0>();
   warpgroup_fence_operand(share);
 }
 
-// Gives the other warpgroup its rows' share. Which registers those are must be known when compiling.
+// Gives the other warpgroup its rows' share.
 template <class T, int kGroup>
 CUTE_DEVICE void give_share(Shared<T>& shared, const ScoreShare<T>& share) {
   constexpr int kFirst = T::first_column(1 - kGroup) / 2;  // four values of a thread for eight columns
@@ -137,18 +127,10 @@ CUTE_DEVICE void compute_shared_scores(Shared<T>& shared, const char* tile, int 
                                        transposed::ScoreFragment<T>& st, Meanwhile&& meanwhile) {
   ScoreShare<T> share;
   compute_share<T>(shared, tile, group, share);
-  if (group == 0) {
-    give_share<T, 0>(shared, share);
-  } else {
-    give_share<T, 1>(shared, share);
-  }
+  of_group(group, [&](auto own) { give_share<T, own>(shared, share); });
   meanwhile();
   ETAP_MARKED(shares_meeting, event::shares_written().meet());
-  if (group == 0) {
-    take_share<T, 0>(shared, share, scale_log2, st);
-  } else {
-    take_share<T, 1>(shared, share, scale_log2, st);
-  }
+  of_group(group, [&](auto own) { take_share<T, own>(shared, share, scale_log2, st); });
 }
 
 }  // namespace etap::sparse_fp8

@@ -53,11 +53,9 @@ template <class Tiles, class Row_>
 struct Products : Tiles {
   using Row = Row_;
   using Tiles::kRowTile, Tiles::kScoreColumns;
-  static constexpr bool kLeanCombination = false;
   static constexpr bool kGathered = true;
   static constexpr bool kDequantises = false;
   static constexpr bool kScalesApart = Row::kRopeIsValue;
-  static constexpr int kGatherWarps = 4;
   static constexpr int kRuns = 1;
   static constexpr int run_begin(int r) { return r; }
   using Walk = sparse::TokenWalk;
@@ -82,10 +80,7 @@ struct Products : Tiles {
   static constexpr int kScaledDims = Row::kScales * Row::kScaledColumns;  // of e4m3
   using KeyStage = uint8_t[kTileTokens][kRowBytes];
   static constexpr int kStageBytes = sizeof(KeyStage);
-  static constexpr int kStagesPerTile = 1;
   static constexpr int kChunksPerStage = 1;
-  static constexpr int kTilesAlone = 0;
-  __host__ __device__ static constexpr int first_chunk(int, int) { return 0; }
 
   static constexpr float kProbabilityShift = 7.0f;
   static constexpr float kLargestExponent = kProbabilityShift + kLazyMaximum;
@@ -93,18 +88,13 @@ struct Products : Tiles {
   // A matrix load brings 32 columns of K, or 32 tokens of 16 value dims, for two steps of WGMMA.
   static constexpr int kStepsPerLoad = 2;
 
-  static constexpr auto kMajorK = cute::GMMA::Major::K;
-  template <class E, int kColumns>
-  using Mma = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<E, E, float, cute::Shape<cute::_64, cute::Int<kColumns>, cute::_64>, kMajorK, kMajorK>()));
-  using ScoreMma = Mma<ScoreElement, kScoreColumns>;  // has the fragment of finished scores
-  using RopeMma = Mma<RopeElement, kRowTile>;
-  using OutputMma = Mma<Probability, kRowTile>;
+  using ScoreMma = wgmma::OfRegisters<ScoreElement, kScoreColumns>;  // has the fragment of finished scores
+  using RopeMma = wgmma::OfRegisters<RopeElement, kRowTile>;
+  using OutputMma = wgmma::OfRegisters<Probability, kRowTile>;
 
   // Q chunk [score columns x 64 columns], the last one rope, and P^T [rows x 64 tokens], K-major for operand B.
   template <class E>
-  using Operand = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<E>{},
-                                               cute::Shape<cute::Int<kRowTile>, cute::_64>{}));
+  using Operand = wgmma::Layout<cute::GMMA::Layout_K_SW128_Atom<E>, kRowTile>;
   static constexpr int kOperandLine = 128;  // bytes of a row of operand B
   using QueryChunk = ScoreElement[kRowTile][kChunkColumns];   // swizzled
   using Probabilities = Probability[kRowTile][kTileTokens];  // swizzled
@@ -118,7 +108,7 @@ struct Products : Tiles {
 template <int kRowTile_, class Row>
 struct Traits : Products<transposed::AlternateTiles<kRowTile_>, Row> {
   using Base = Products<transposed::AlternateTiles<kRowTile_>, Row>;
-  using Base::kRowTile, Base::kStageBytes, Base::kStagesPerTile, Base::kScaledBytes, Base::kScaledProbabilities;
+  using Base::kRowTile, Base::kStageBytes, Base::kScaledBytes, Base::kScaledProbabilities;
   using Base::kMergeSlices, Base::kSliceBytes;
   static_assert(kRowTile <= 32);
   using SharedStorage = SharedMemory<Traits>;
@@ -169,7 +159,7 @@ struct SharedTilesTraits : Products<transposed_fp8::SharedTiles, V32Row> {
   static constexpr int kOperands = 2;
   static constexpr int kFetches = 2;
   static constexpr bool kFetchesAhead = true;
-  using ShareMma = Mma<ScoreElement, kRowTile>;
+  using ShareMma = wgmma::OfRegisters<ScoreElement, kRowTile>;
 
   // One P^T for both: when shares of scores have been given, both are done with the last one.
   static constexpr int kProbabilityBytes = kScaledProbabilities * kScaledBytes / 2;

@@ -7,8 +7,7 @@
 namespace etap::transposed {
 
 template <class T>
-using ScoreFragment = decltype(cute::partition_fragment_C(typename T::ScoreMma{},
-                                                          cute::Shape<cute::_64, cute::Int<T::kScoreColumns>>{}));
+using ScoreFragment = wgmma::Result<typename T::ScoreMma, kTileTokens, T::kScoreColumns>;
 
 template <class T>
 CUTE_DEVICE auto& key_chunk(Shared<T>& shared, KeyPosition<T> at, int chunk) {
@@ -21,18 +20,9 @@ constexpr int kShareChunks = kValueChunks / kConsumerGroups;
 template <class T, class Mma, class Chunk>
 CUTE_DEVICE void multiply_keys(Shared<T>& shared, Mma& mma, const Chunk& key, int chunk, int first, int steps,
                                ScoreFragment<T>& st) {
-  using namespace cute;
-  const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
-  auto s_key = make_tensor(make_smem_ptr(&key[0][0]), typename T::KeyOperand{});  // (64 tokens, 64 columns)
-  auto s_query = make_tensor(make_smem_ptr(&item<typename T::QueryChunk>(shared.query, chunk)[0][0]),
-                             typename T::QueryOperand{});  // (score columns, 64 columns)
-  auto r_key = slice.make_fragment_A(slice.partition_A(s_key));
-  auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
-  CUTE_UNROLL
-  for (int k = 0; k < steps; ++k) {
-    gemm(mma, r_key(_, 0, first + k), r_query(_, 0, first + k), st(_, 0, 0));
-    mma.accumulate_ = GMMA::ScaleOut::One;
-  }
+  const auto r_key = wgmma::operand_a<typename T::KeyOperand>(mma, &key);
+  const auto r_query = wgmma::operand_b<typename T::QueryOperand>(mma, &item<typename T::QueryChunk>(shared.query, chunk));
+  wgmma::multiply(mma, r_key, first, r_query, first, steps, st(cute::_, 0, 0));
 }
 constexpr int kChunkSteps = kChunkColumns / 16;
 
@@ -82,8 +72,7 @@ CUTE_DEVICE void compute_score_share(Shared<T>& shared, KeyPosition<T> at, int g
 }
 
 template <class T>
-using OutputFragment = decltype(cute::partition_fragment_C(
-    typename T::OutputMma{}, cute::Shape<cute::Int<64 * T::kOutputSlices>, cute::Int<T::kRowTile>>{}));
+using OutputFragment = wgmma::Result<typename T::OutputMma, 64 * T::kOutputSlices, T::kRowTile>;
 
 // Multiply each column of O^T, its first kSlices slices, by factor(column block, column bit); of some blocks of columns or all.
 template <class T, int kSlices = T::kOutputSlices, class Factor>
@@ -125,36 +114,13 @@ CUTE_DEVICE void rescale_output(Shared<T>& shared, int group, const float (&corr
 template <class T>
 constexpr int kValueStages = (T::kOutputSlices + T::kChunksPerStage - 1) / T::kChunksPerStage;
 
-// P^T as WGMMA's operand B.
-template <class T, class Mma>
-CUTE_DEVICE auto probability_operand(const Mma& mma, const char* probabilities) {
-  const auto slice = mma.get_thread_slice(0);
-  auto s_pt = cute::make_tensor(cute::make_smem_ptr(reinterpret_cast<const typename T::Element*>(probabilities)),
-                                typename T::ProbabilityOperand{});  // (rows, 64 tokens)
-  return slice.make_fragment_B(slice.partition_B(s_pt));
-}
-
-// Start the product of a chunk of V with P^T, to be added to slice m of O^T.
-template <class T, class Mma, class Chunk, class OperandB>
-CUTE_DEVICE void multiply_values(Mma& mma, const Chunk& chunk, const OperandB& r_pt, int m, OutputFragment<T>& ot) {
-  using namespace cute;
-  const auto slice = mma.get_thread_slice(0);
-  auto s_value = make_tensor(make_smem_ptr(&chunk[0][0]), typename T::ValueOperand{});  // (64 value dims, 64 tokens)
-  auto r_value = slice.make_fragment_A(slice.partition_A(s_value));
-  CUTE_UNROLL
-  for (int k = 0; k < size<2>(r_value); ++k) {
-    gemm(mma, r_value(_, 0, k), r_pt(_, 0, k), ot(_, m, 0));
-    mma.accumulate_ = GMMA::ScaleOut::One;
-  }
-}
-
 // Start the products, one group of WGMMAs a stage.
 template <class T>
 CUTE_DEVICE void start_output(Shared<T>& shared, KeyPosition<T> at, const char* probabilities, OutputFragment<T>& ot) {
   using namespace cute;
   typename T::OutputMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
-  const auto r_pt = probability_operand<T>(mma, probabilities);
+  const auto r_pt = wgmma::operand_b<typename T::ProbabilityOperand>(mma, probabilities);
 
   warpgroup_fence_operand(ot);
   ETAP_MARKED(output_fence, warpgroup_arrive());
@@ -165,24 +131,20 @@ CUTE_DEVICE void start_output(Shared<T>& shared, KeyPosition<T> at, const char* 
     for (int c = 0; c < T::kChunksPerStage; ++c) {
       const int m = stage * T::kChunksPerStage + c;
       if (m >= T::kOutputSlices) continue;
-      multiply_values<T>(mma, item<typename T::KeyStage>(shared.ring, from.stage)[c], r_pt, m, ot);
+      const auto& chunk = item<typename T::KeyStage>(shared.ring, from.stage)[c];
+      wgmma::multiply(mma, wgmma::operand_a<typename T::ValueOperand>(mma, &chunk), r_pt, ot(_, m, 0));
     }
     warpgroup_commit_batch();
   }
 }
 
-template <int kOutstanding, class T>
-CUTE_DEVICE void finish_output_stages(Shared<T>& shared, KeyPosition<T> at) {
-  ETAP_MARKED(output_wait, cute::warpgroup_wait<kOutstanding>());
-  constexpr int kStage = kValueStages<T> - 1 - kOutstanding;
-  if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at.ahead(kStage)));
-  if constexpr (kOutstanding > 0) finish_output_stages<kOutstanding - 1, T>(shared, at);
-}
-
 // Wait for the products and give each stage back as soon as its own are done.
 template <class T>
 CUTE_DEVICE void finish_output(Shared<T>& shared, KeyPosition<T> at, OutputFragment<T>& ot) {
-  finish_output_stages<kValueStages<T> - 1, T>(shared, at);
+  cute::for_each(cute::make_seq<kValueStages<T>>{}, [&](auto stage) {
+    ETAP_MARKED(output_wait, cute::warpgroup_wait<kValueStages<T> - 1 - stage>());
+    if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at.ahead(stage)));
+  });
   cute::warpgroup_fence_operand(ot);
 }
 

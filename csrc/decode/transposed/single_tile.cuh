@@ -36,13 +36,14 @@ CUTE_DEVICE void compute_output_share(Shared<T>& shared, KeyPosition<T> at, int 
                                       OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
   typename T::OutputMma mma;
-  const auto r_pt = probability_operand<T>(mma, probabilities);
+  const auto r_pt = wgmma::operand_b<typename T::ProbabilityOperand>(mma, probabilities);
   warpgroup_fence_operand(ot);
   warpgroup_arrive();
   CUTE_UNROLL
   for (int m = 0; m < kShareChunks; ++m) {
     mma.accumulate_ = GMMA::ScaleOut::Zero;
-    multiply_values<T>(mma, key_chunk<T>(shared, at, group * kShareChunks + m), r_pt, m, ot);
+    const auto& chunk = key_chunk<T>(shared, at, group * kShareChunks + m);
+    wgmma::multiply(mma, wgmma::operand_a<typename T::ValueOperand>(mma, &chunk), r_pt, ot(_, m, 0));
   }
   warpgroup_commit_batch();
   meanwhile();

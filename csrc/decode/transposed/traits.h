@@ -2,9 +2,6 @@
 // (512 x rows), and they take the tiles in turn ("alternate tiles").
 #pragma once
 
-#include <cute/arch/copy_sm90_tma.hpp>
-
-#include "decode/pieces.cuh"
 #include "decode/traits.h"
 
 namespace etap::transposed {
@@ -35,11 +32,9 @@ struct ColumnSums {
 
 // What follows from the number of query rows alone, where tiles alternate.
 template <int kRowTile_>
-struct AlternateTiles {
+struct AlternateTiles : CommonTraits {
   static constexpr int kRowTile = kRowTile_;
   static constexpr bool kGrantsTiles = true;
-  static constexpr bool kHalvesSingleTiles = false;
-  static constexpr bool kFitsLaunchRegisters = true;
   static constexpr int kStageReleases = kWarpsPerGroup;
   static constexpr int kProbabilityBuffers = 2;         // P^T that a consumer has room for
   static constexpr int kScoreColumns = kRowTile;        // of a warpgroup's S^T
@@ -86,84 +81,48 @@ struct SharedMemory {
 template <class T>
 struct Consumer;
 
-// A cache of the queries' own type, multiplied as it lies in shared memory. kTileChunks: of a tile, those of value dims and, where
-// rows have one, rope.
-template <class Element_, int kRowTile_, int kTileChunks_ = kChunks>
-struct Traits : AlternateTiles<kRowTile_> {
-  using Base = AlternateTiles<kRowTile_>;
-  using Base::kRowTile, Base::kScoreColumns;
+// Three chunks a stage (24 KB a copy) load faster than one.
+constexpr int chunks_per_stage(int tile_chunks) { return tile_chunks == kChunks ? 3 : 4; }
+
+// Of a cache of the queries' own type.
+template <class Element, int kRowTile_, int kTileChunks_ = kChunks>
+struct Traits : SixteenBitCache<AlternateTiles<kRowTile_>, Element, kTileChunks_, chunks_per_stage(kTileChunks_)> {
+  using Base = SixteenBitCache<AlternateTiles<kRowTile_>, Element, kTileChunks_, chunks_per_stage(kTileChunks_)>;
+  using Base::kRowTile, Base::kScoreColumns, Base::kTileChunks, Base::kChunksPerStage;
   static_assert(kRowTile <= 32);
-  using Element = Element_;
   using Probability = Element;
   using ScoreScales = UniformScale;
   using SharedStorage = SharedMemory<Traits>;
   using Consumer = transposed::Consumer<Traits>;
-  using Walk = PieceWalk;
-  static_assert(sizeof(Element) == 2);
   static constexpr Registers registers(bool whole_tiles) {
     return whole_tiles && kRowTile <= 16 ? kBesideCombination : Registers{168, 40, 232};
   }
   static constexpr bool kLeanCombination = kRowTile <= 16;
-  static constexpr bool kFp8Cache = false;
-  static constexpr bool kGathered = false;
-  static constexpr int kGatherWarps = 3;  // beside the one that brings the queries
   static constexpr bool kPairedDims = false;
   static constexpr bool kHalvesSingleTiles = true;
 
-  // Three chunks a stage (24 KB a copy) load faster than one.
-  static constexpr int kTileChunks = kTileChunks_;
-  static constexpr int kChunksPerStage = kTileChunks == kChunks ? 3 : 4;
-  using KeyStage = Element[kChunksPerStage][kTileTokens][kChunkColumns];  // swizzled
-  static constexpr int kStageBytes = sizeof(KeyStage);
-  static constexpr int kStagesPerTile = kTileChunks / kChunksPerStage;
   static constexpr int kStages = kTileChunks == kChunks ? (kRowTile == 32 ? 7 : 8) : kRowTile == 32 ? 5 : 6;
-  static constexpr int kTilesAlone = 0;
   static constexpr int kTileValueChunks = kValueChunks;  // 128 bytes of each token of a tile
   __host__ __device__ static constexpr int first_chunk(int stage, int) { return stage * kChunksPerStage; }
-  static_assert(kTileChunks % kChunksPerStage == 0);
-  static constexpr int kMergeStages = Base::merge_stages(kStageBytes);
+  static constexpr int kMergeStages = Base::merge_stages(Base::kStageBytes);
 
   // Powers of two: how far P^T lies above its value against the reference, and how far above 1 it may get.
   static constexpr float kProbabilityShift = 0.0f;
   static constexpr float kLargestExponent = kLazyMaximum;
 
-  static constexpr auto kMajorK = cute::GMMA::Major::K;
-  static constexpr auto kMajorMN = cute::GMMA::Major::MN;
-  using ScoreMma = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kScoreColumns>, cute::_64>,
-                                 kMajorK, kMajorK>()));
-  using OutputMma = decltype(cute::make_tiled_mma(
-      cute::GMMA::ss_op_selector<Element, Element, float, cute::Shape<cute::_64, cute::Int<kRowTile>, cute::_64>,
-                                 kMajorMN, kMajorK>()));
+  using ScoreMma = wgmma::OfShared<Element, kScoreColumns>;
+  using OutputMma = wgmma::OfShared<Element, kRowTile, wgmma::kMajorMN>;
 
   using Swizzle = cute::GMMA::Layout_K_SW128_Atom<Element>;
   // K chunk [tokens x 64 columns], and the same bytes as V^T [64 value dims x tokens].
-  using KeyOperand = decltype(cute::tile_to_shape(Swizzle{}, cute::Shape<cute::_64, cute::_64>{}));
-  using ValueOperand = decltype(cute::tile_to_shape(cute::GMMA::Layout_MN_SW128_Atom<Element>{},
-                                                  cute::Shape<cute::_64, cute::_64>{}));
+  using KeyOperand = wgmma::Layout<Swizzle, kTileTokens>;
+  using ValueOperand = wgmma::Layout<cute::GMMA::Layout_MN_SW128_Atom<Element>, 64>;
   // Q chunk [score columns x 64 columns] and P^T [rows x 64 tokens], both K-major for operand B.
-  using QueryOperand = decltype(cute::tile_to_shape(Swizzle{}, cute::Shape<cute::Int<kScoreColumns>, cute::_64>{}));
-  using ProbabilityOperand = decltype(cute::tile_to_shape(Swizzle{}, cute::Shape<cute::Int<kRowTile>, cute::_64>{}));
+  using QueryOperand = wgmma::Layout<Swizzle, kScoreColumns>;
+  using ProbabilityOperand = wgmma::Layout<Swizzle, kRowTile>;
 
-  using QueryChunk = Element[kRowTile][kChunkColumns];        // swizzled
   using Probabilities = Probability[kRowTile][kTileTokens];  // swizzled
-  static constexpr int kQueryBytes = kTileChunks * sizeof(QueryChunk);
   static constexpr int kProbabilityBytes = sizeof(Probabilities);
-
-  using CacheMaps = ChunkMaps;
-  // Of a part alone, whose tokens are the tile's from `first` on.
-  CUTE_DEVICE static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first, int page, int token,
-                                    int chunk) {
-    CUTE_UNROLL
-    for (int c = 0; c < kChunksPerStage; ++c) {
-      char* const target = reinterpret_cast<char*>(&stage[c][first]);
-      if (chunk + c < kValueChunks) {
-        maps.copy_latent(barrier, target, page, token, chunk + c);
-      } else {
-        maps.copy_rope(barrier, target, page, token);
-      }
-    }
-  }
 };
 
 }  // namespace etap::transposed

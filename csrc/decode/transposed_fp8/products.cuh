@@ -87,11 +87,12 @@ CUTE_DEVICE void convert_values(const Words& words, Operand<kSteps>& operand, ui
 }
 
 // Starts one load's share of a product, a group of WGMMAs. The operand's registers are theirs until the group is waited for.
-template <class Element, int kSteps, class Mma, class OperandB, class Result>
+template <int kSteps, class Mma, class OperandB, class Result>
 CUTE_DEVICE void multiply(Mma& mma, const Operand<kSteps>& operand, const OperandB& b, int first_step, Result&& result) {
   cute::warpgroup_arrive();
   CUTE_UNROLL
   for (int step = 0; step < kSteps; ++step) {
+    using Element = typename Mma::ValTypeA;
     const auto a = cute::make_tensor(cute::make_rmem_ptr(reinterpret_cast<const Element*>(operand[step])),
                                      cute::Layout<cute::Int<16 / sizeof(Element)>>{});
     cute::gemm(mma, a, b(cute::_, 0, first_step + step), result);
@@ -106,7 +107,7 @@ CUTE_DEVICE void multiply(Mma& mma, const Operand<kSteps>& operand, const Operan
 // Hopper adds float16 products in float32, but e4m3 ones with some 14 bits, and cuts off the rest: scores of 576 columns
 // were off by up to 5e-3 of their size, and O^T adds up thousands of tokens. So the e4m3 products of two loads get a sum of
 // their own, which float32 additions take over.
-template <class T, class Element, class Mma, int kLoads, class Fragment>
+template <class T, class Mma, int kLoads, class Fragment>
 struct LoadedProducts {
   static constexpr int kParts = T::kFp8Math ? T::kOperands / 2 : 1;
 
@@ -143,9 +144,9 @@ struct LoadedProducts {
           mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
           cute::warpgroup_fence_operand(part);
         }
-        multiply<Element>(mma, operand, operand_b(load), load % 2, part);
+        multiply(mma, operand, operand_b(load), load % 2, part);
       } else {
-        multiply<Element>(mma, operand, operand_b(load), load % 2 * T::kStepsPerLoad, result(load));
+        multiply(mma, operand, operand_b(load), load % 2 * T::kStepsPerLoad, result(load));
       }
     }
   }
@@ -173,23 +174,15 @@ struct LoadedProducts {
 template <class T>
 CUTE_DEVICE void multiply_shared_keys(const char* tile, const char* query, transposed::ScoreFragment<T>& st) {
   using namespace cute;
-  using Element = typename T::Element;
   typename T::ScoreMma mma;
-  const auto slice = mma.get_thread_slice(0);  // operands in shared memory do not depend on the thread
   decltype(make_fragment_like(st(_, 0, 0))) sums[T::kScoreSums];
   const auto multiply_chunk = [&](int chunk, const auto& r_key, int first_step) {
-    auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(query + chunk * T::kQueryChunkBytes)),
-                               typename T::QueryOperand{});  // (score columns, 64 columns)
-    const auto r_query = slice.make_fragment_B(slice.partition_B(s_query));
+    const auto r_query = wgmma::operand_b<typename T::QueryOperand>(mma, query + chunk * T::kQueryChunkBytes);
     auto& sum = sums[chunk % T::kScoreSums];
     warpgroup_fence_operand(sum);
     warpgroup_arrive();
     mma.accumulate_ = GMMA::ScaleOut::Zero;
-    CUTE_UNROLL
-    for (int step = 0; step < size<2>(r_query); ++step) {
-      gemm(mma, r_key(_, 0, first_step + step), r_query(_, 0, step), sum);
-      mma.accumulate_ = GMMA::ScaleOut::One;
-    }
+    wgmma::multiply(mma, r_key, first_step, r_query, 0, size<2>(r_query), sum);
     warpgroup_commit_batch();
   };
   const auto take_over = [&](int chunk) {
@@ -207,13 +200,9 @@ CUTE_DEVICE void multiply_shared_keys(const char* tile, const char* query, trans
       take_over(chunk - T::kScoreSums);
     }
     if (chunk < kValueChunks) {
-      auto s_key = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(tile + chunk / 2 * T::kWideBytes)),
-                               typename T::LatentOperand{});
-      multiply_chunk(chunk, slice.make_fragment_A(slice.partition_A(s_key)), chunk % 2 * 2);
+      multiply_chunk(chunk, wgmma::operand_a<typename T::LatentOperand>(mma, tile + chunk / 2 * T::kWideBytes), chunk % 2 * 2);
     } else {
-      auto s_key = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(tile + T::kWideChunks * T::kWideBytes)),
-                               typename T::RopeOperand{});
-      multiply_chunk(chunk, slice.make_fragment_A(slice.partition_A(s_key)), 0);
+      multiply_chunk(chunk, wgmma::operand_a<typename T::RopeOperand>(mma, tile + T::kWideChunks * T::kWideBytes), 0);
     }
   }
   for_each(make_seq<T::kScoreSums>{}, [&](auto i) {
@@ -226,37 +215,26 @@ CUTE_DEVICE void multiply_shared_keys(const char* tile, const char* query, trans
 template <class T>
 CUTE_DEVICE void multiply_shared_key_share(const char* tile, const char* query, int group, transposed::ScoreFragment<T>& st) {
   using namespace cute;
-  using Element = typename T::Element;
-  constexpr int kShareChunks = kValueChunks / kConsumerGroups;
+  using transposed::kShareChunks;
   typename T::ScoreMma mma;
-  const auto slice = mma.get_thread_slice(0);
   decltype(make_fragment_like(st(_, 0, 0))) sums[kShareChunks + 1];
   const auto query_chunk = [&](int chunk) {
-    auto s_query = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(query + chunk * T::kQueryChunkBytes)),
-                               typename T::QueryOperand{});
-    return slice.make_fragment_B(slice.partition_B(s_query));
-  };
-  const auto key_operand = [&](const char* at, auto operand) {
-    auto s_key = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(at)), operand);
-    return slice.make_fragment_A(slice.partition_A(s_key));
+    return wgmma::operand_b<typename T::QueryOperand>(mma, query + chunk * T::kQueryChunkBytes);
   };
   CUTE_UNROLL
   for (auto& sum : sums) warpgroup_fence_operand(sum);
   warpgroup_arrive();
   CUTE_UNROLL
   for (int c = 0; c < kShareChunks; ++c) {
-    const auto r_query = query_chunk(group * kShareChunks + c);
-    const auto r_key = key_operand(tile + (group * kShareChunks + c) / 2 * T::kWideBytes, typename T::LatentOperand{});
+    const int chunk = group * kShareChunks + c;
+    const auto r_query = query_chunk(chunk);
+    const auto r_key = wgmma::operand_a<typename T::LatentOperand>(mma, tile + chunk / 2 * T::kWideBytes);
     mma.accumulate_ = GMMA::ScaleOut::Zero;
-    CUTE_UNROLL
-    for (int step = 0; step < size<2>(r_query); ++step) {
-      gemm(mma, r_key(_, 0, c % 2 * 2 + step), r_query(_, 0, step), sums[c]);
-      mma.accumulate_ = GMMA::ScaleOut::One;
-    }
+    wgmma::multiply(mma, r_key, c % 2 * 2, r_query, 0, size<2>(r_query), sums[c]);
   }
+  const auto rope_key = wgmma::operand_a<typename T::RopeOperand>(mma, tile + T::kWideChunks * T::kWideBytes);
   mma.accumulate_ = GMMA::ScaleOut::Zero;
-  gemm(mma, key_operand(tile + T::kWideChunks * T::kWideBytes, typename T::RopeOperand{})(_, 0, group),
-       query_chunk(kValueChunks)(_, 0, group), sums[kShareChunks]);
+  wgmma::multiply(mma, rope_key, group, query_chunk(kValueChunks), group, 1, sums[kShareChunks]);
   warpgroup_commit_batch();
   warpgroup_wait<0>();
   CUTE_UNROLL
@@ -275,8 +253,7 @@ CUTE_DEVICE void multiply_loaded_keys(const char* tile, const char* query, int s
   using namespace cute;
   using Element = typename T::Element;
   constexpr int kLatentLoads = kLatentDim / 32 / kShares, kRopeLoads = kRopeDim / 32 / kShares;
-  LoadedProducts<T, Element, typename T::ScoreMma, kLatentLoads + kRopeLoads, decltype(make_fragment_like(st(_, 0, 0)))> products;
-  const auto slice = products.mma.get_thread_slice(0);
+  LoadedProducts<T, typename T::ScoreMma, kLatentLoads + kRopeLoads, decltype(make_fragment_like(st(_, 0, 0)))> products;
   const auto result = [&](int) { return st(_, 0, 0); };
   static_assert(kShares == 1 || kRopeLoads == 1);
   const auto of_tile = [&](int load) {  // the share's load, counted through the tile
@@ -290,10 +267,8 @@ CUTE_DEVICE void multiply_loaded_keys(const char* tile, const char* query, int s
                  [&](int load) {
                    const int column = kShares == 1 || load < kLatentLoads ? 0 : share * 32;  // of the chunk
                    const int chunk = load < kLatentLoads ? of_tile(load) / 2 : kValueChunks;
-                   auto s_query = make_tensor(
-                       make_smem_ptr(reinterpret_cast<const Element*>(query + chunk * T::kQueryChunkBytes) + column),
-                       typename T::QueryOperand{});  // (score columns, 64 columns)
-                   return slice.make_fragment_B(slice.partition_B(s_query));
+                   const auto* from = reinterpret_cast<const Element*>(query + chunk * T::kQueryChunkBytes) + column;
+                   return wgmma::operand_b<typename T::QueryOperand>(products.mma, from);
                  },
                  result);
   products.finish(result);
@@ -327,21 +302,17 @@ CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, int first_slic
                             transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
   using namespace cute;
   const char* tile = shared.ring + at.stage * T::kStageBytes + first_slice / 2 * T::kWideBytes;
-  using Element = typename T::Element;
-  LoadedProducts<T, Element, typename T::OutputMma, 2 * kSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;
+  LoadedProducts<T, typename T::OutputMma, 2 * kSlices, decltype(make_fragment_like(ot(_, 0, 0)))> products;
   products.mma.accumulate_ = GMMA::ScaleOut::One;
-  const auto slice = products.mma.get_thread_slice(0);
-  auto s_pt = make_tensor(make_smem_ptr(reinterpret_cast<const Element*>(probabilities)),
-                          typename T::ProbabilityOperand{});
-  auto r_pt = slice.make_fragment_B(slice.partition_B(s_pt));
+  const auto r_pt = wgmma::operand_b<typename T::ProbabilityOperand>(products.mma, probabilities);
   const auto result = [&](int load) { return ot(_, load / 2, 0); };
 
   constexpr bool kFewRegisters = T::kFp8Math && T::kRowTile > 16;  // beside the parts
   if (kFewRegisters) meanwhile();
   warpgroup_fence_operand(ot);
   products.start([&](int load, auto& words) { load_values_words<T>(tile, load / 2, load % 2, words); },
-                 [](const auto& words, auto& operand) { convert_values<Element>(words, operand); }, [&](int) { return r_pt; },
-                 result);
+                 [](const auto& words, auto& operand) { convert_values<typename T::Element>(words, operand); },
+                 [&](int) { return r_pt; }, result);
   __syncwarp();
   if (kSlices == T::kOutputSlices && !T::kProbabilitiesInTile && releases()) shared.keys.release(at);
   if (!kFewRegisters) meanwhile();

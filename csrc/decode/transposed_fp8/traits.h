@@ -47,10 +47,6 @@ struct Products : Tiles {
   using Element = Math;
   using Probability = Math;
   static constexpr bool kFp8Cache = true;
-  static constexpr bool kGathered = false;
-  static constexpr bool kLeanCombination = false;
-  static constexpr int kGatherWarps = 4;
-  using Walk = PieceWalk;
   static constexpr bool kFp8Math = sizeof(Math) == 1;
   // Matrix loads bring pairs of value dims: rows r and r + 8 of O^T's 16 are dims 2r and 2r + 1.
   static constexpr bool kPairedDims = true;
@@ -70,14 +66,12 @@ struct Products : Tiles {
   // As WGMMA's descriptors have them: swizzled lines of two chunks, then rope's, from multiples of 1,024 on.
   static_assert(kWideColumns == 2 * kChunkColumns && kChunks == kValueChunks + 1 && kRopeDim == kChunkColumns);
   static_assert(offsetof(KeyStage, rope) == kWideChunks * kWideBytes && kWideBytes % 1024 == 0 && kStageBytes % 1024 == 0);
-  static constexpr int kStagesPerTile = 1;
   static constexpr int kChunksPerStage = kWideChunks;
   static constexpr int kTileValueChunks = kWideChunks;
   // Two tiles at a time would come at half the speed, and work on the first begin later. Up to 16 rows that counts only where
   // there are no more: a piece that goes on makes up for it.
   static constexpr int kTilesAlone = kRowTile <= 16 ? 2 : 4;
   static constexpr int kLongestAlone = kRowTile <= 16 ? 2 : INT_MAX;
-  __host__ __device__ static constexpr int first_chunk(int, int) { return 0; }
 
   // P^T is kept this many powers of two above its value against the reference: small ones stay out of float16's and
   // e4m3's subnormal numbers. What lies above the reference still fits: 2^15 of float16's 2^16, and 448 of e4m3.
@@ -94,26 +88,17 @@ struct Products : Tiles {
   static constexpr int kOperands = kRowTile <= 16 ? 4 : 2;
   static constexpr int kFetches = kRowTile <= 16 ? 3 : 2;  // matrix loads on their way while one is converted
 
-  static constexpr auto kMajorK = cute::GMMA::Major::K;
-  using ScoreShape = cute::Shape<cute::_64, cute::Int<kScoreColumns>, cute::_64>;
-  using RegisterScoreMma =
-      decltype(cute::make_tiled_mma(cute::GMMA::rs_op_selector<Math, Math, float, ScoreShape, kMajorK, kMajorK>()));
-  using SharedScoreMma =
-      decltype(cute::make_tiled_mma(cute::GMMA::ss_op_selector<Math, Math, float, ScoreShape, kMajorK, kMajorK>()));
-  using ScoreMma = std::conditional_t<kFp8Math, SharedScoreMma, RegisterScoreMma>;
-  using OutputMma = decltype(cute::make_tiled_mma(
-      cute::GMMA::rs_op_selector<Math, Math, float, cute::Shape<cute::_64, cute::Int<kRowTile>, cute::_64>, kMajorK,
-                                 kMajorK>()));
+  using ScoreMma =
+      std::conditional_t<kFp8Math, wgmma::OfShared<Math, kScoreColumns>, wgmma::OfRegisters<Math, kScoreColumns>>;
+  using OutputMma = wgmma::OfRegisters<Math, kRowTile>;
 
   // K as it lies in shared memory, [tokens x 128 latent columns] and [tokens x 64 rope columns].
-  using LatentOperand = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW128_Atom<cutlass::float_e4m3_t>{},
-                                                   cute::Shape<cute::_64, cute::Int<kWideColumns>>{}));
-  using RopeOperand = decltype(cute::tile_to_shape(cute::GMMA::Layout_K_SW64_Atom<cutlass::float_e4m3_t>{},
-                                                 cute::Shape<cute::_64, cute::Int<kRopeDim>>{}));
+  using LatentOperand = wgmma::Layout<cute::GMMA::Layout_K_SW128_Atom<cutlass::float_e4m3_t>, kTileTokens, kWideColumns>;
+  using RopeOperand = wgmma::Layout<cute::GMMA::Layout_K_SW64_Atom<cutlass::float_e4m3_t>, kTileTokens, kRopeDim>;
   // Q chunk [score columns x 64 columns] and P^T [rows x 64 tokens], both K-major for operand B.
   using Swizzle = std::conditional_t<kFp8Math, cute::GMMA::Layout_K_SW64_Atom<Math>, cute::GMMA::Layout_K_SW128_Atom<Math>>;
-  using QueryOperand = decltype(cute::tile_to_shape(Swizzle{}, cute::Shape<cute::Int<kScoreColumns>, cute::_64>{}));
-  using ProbabilityOperand = decltype(cute::tile_to_shape(Swizzle{}, cute::Shape<cute::Int<kRowTile>, cute::_64>{}));
+  using QueryOperand = wgmma::Layout<Swizzle, kScoreColumns>;
+  using ProbabilityOperand = wgmma::Layout<Swizzle, kRowTile>;
 
   static constexpr int kOperandLine = kChunkColumns * sizeof(Math);  // bytes of a row of operand B
   using QueryChunk = Math[kRowTile][kChunkColumns];   // swizzled
@@ -152,7 +137,7 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   static constexpr bool kLeanCombination = Base::kFp8Math && kRowTile_ <= 16;
   static_assert(kLeanCombination || !kLeavesRoom);
   static constexpr int kScoreSums = kLeavesRoom && kRowTile_ == 16 ? 4 : Base::kScoreSums;
-  using Base::kRowTile, Base::kFp8Math, Base::kStageBytes, Base::kStagesPerTile;
+  using Base::kRowTile, Base::kFp8Math, Base::kStageBytes;
   using SharedStorage = transposed::SharedMemory<Traits>;
   using ScoreScales = std::conditional_t<kRowTile <= 16, HeldScales<Traits>, ReadScales<Traits>>;
   using Consumer = transposed::Consumer<Traits>;
@@ -164,12 +149,10 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
 
 // 64 query rows ("shared tiles"): O^T of 512 x 64 needs both register files, so each warpgroup holds half of the value dims of every
 // tile and half of the columns of S^T, and P^T is shared. (With a 16-bit cache: query_major/; with e4m3 products: mixed_major/.)
-struct SharedTiles {
+struct SharedTiles : CommonTraits {
   static constexpr int kRowTile = 64;
-  static constexpr bool kHalvesSingleTiles = false;
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
-  static constexpr bool kFitsLaunchRegisters = true;
   static constexpr int kStageReleases = kConsumerWarps;
   static constexpr int kProbabilityBuffers = 2;
   static constexpr int kScoreColumns = kRowTile / kConsumerGroups;
@@ -190,7 +173,6 @@ struct SharedTilesMemory {
   Ring<1> queries;
   LengthQueue lengths;
 
-  CUTE_DEVICE void init_grants(int) {}
   // Each warp's column maxima of one tile: only the place of the sums is left for them.
   CUTE_DEVICE float& maximum(int group, int warp, int column) {
     return reinterpret_cast<float*>(columns.sums)[(group * kWarpsPerGroup + warp) * T::kScoreColumns + column];
