@@ -86,6 +86,15 @@ inline void check_shape(const char* name, const TensorView& tensor, std::initial
   TVM_FFI_THROW(ValueError) << name << ": wanted shape " << sizes << "], got " << text(tensor.shape());
 }
 
+// A cache's tensor, [pages, page_size, row] or with a 1 before the last.
+inline void check_pages(const char* name, const TensorView& cache, Size pages, Size page_size, Size row) {
+  if (cache.ndim() == 4) {
+    check_shape(name, cache, {pages, page_size, {1}, row});
+  } else {
+    check_shape(name, cache, {pages, page_size, row});
+  }
+}
+
 inline void check_contiguous(const char* name, const TensorView& tensor) {
   if (tensor.numel() > 0 && !tensor.IsContiguous()) {  // nothing is contiguous, whatever its strides
     TVM_FFI_THROW(ValueError) << name << ": wanted a contiguous tensor, got shape " << text(tensor.shape())

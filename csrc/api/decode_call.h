@@ -86,11 +86,7 @@ inline void check_scale(const char* name, const Optional<TensorView>& scale, con
 // One of the cache's tensors: [pages, page_size, columns], the first two sizes those of another one if given.
 inline void check_cache(const char* name, const TensorView& cache, int64_t columns, Size pages, Size page_size,
                         DLDevice device) {
-  if (cache.ndim() == 4) {
-    check_shape(name, cache, {pages, page_size, {1}, {columns}});
-  } else {
-    check_shape(name, cache, {pages, page_size, {columns}});
-  }
+  check_pages(name, cache, pages, page_size, {columns});
   if (cache.size(0) < 1 || cache.size(1) < 1) {
     TVM_FFI_THROW(ValueError) << name << ": wanted at least one page of at least one token, got " << text(cache.shape());
   }
@@ -164,15 +160,12 @@ inline void check_workspace(const TensorView& workspace, DLDevice device, const 
   check_aligned("workspace", workspace);
 }
 
-inline void check_softmax_scale(double scale) {
-  const float scale_log2 = float(scale * kLog2E);
-  if (scale_log2 > 0.0f && std::isfinite(scale_log2)) return;
-  TVM_FFI_THROW(ValueError) << "softmax_scale: wanted a positive finite number of float32, got " << scale;
-}
-
-inline void check_empty_lse(double empty_lse) {
-  if (std::isinf(empty_lse)) return;
-  TVM_FFI_THROW(ValueError) << "empty_lse: wanted -inf or inf, got " << empty_lse;
+inline void check_numbers(double softmax_scale, double empty_lse) {
+  const float scale_log2 = float(softmax_scale * kLog2E);
+  if (!(scale_log2 > 0.0f && std::isfinite(scale_log2))) {
+    TVM_FFI_THROW(ValueError) << "softmax_scale: wanted a positive finite number of float32, got " << softmax_scale;
+  }
+  if (!std::isinf(empty_lse)) TVM_FFI_THROW(ValueError) << "empty_lse: wanted -inf or inf, got " << empty_lse;
 }
 
 // Every refusal of a call that can be made without reading what its tensors hold.
@@ -188,8 +181,7 @@ inline void check(const DecodeCall& call) {
     check_tensor("q_rope", call.q_rope.value(), call.q.dtype(), shape, Layout::kRows, device, " like q");
   }
   check_schedule(call);
-  check_softmax_scale(call.softmax_scale);
-  check_empty_lse(call.empty_lse);
+  check_numbers(call.softmax_scale, call.empty_lse);
   check_scale("q_scale", call.q_scale, "q", call.q);
   check_scale("kv_scale", call.kv_scale, "kv_cache", call.kv_cache);
   check_caches(call, device);

@@ -87,11 +87,7 @@ inline void check_sparse_cache(const char* name, const TensorView& cache, DLDevi
     TVM_FFI_THROW(TypeError) << name << ": wanted bfloat16, or uint8 or float8_e4m3fn for FP8 rows, got " << text(type);
   }
   const Size pages{kAny, "pages"}, page_size{kAny, "page_size"}, row{kAny, fp8 ? "656, 528 or 584" : "576 or 512"};
-  if (cache.ndim() == 4) {
-    check_shape(name, cache, {pages, page_size, {1}, row});
-  } else {
-    check_shape(name, cache, {pages, page_size, row});
-  }
+  check_pages(name, cache, pages, page_size, row);
   const int64_t width = cache.size(cache.ndim() - 1);
   if (!known_row(fp8, width)) {
     TVM_FFI_THROW(ValueError) << name << ": wanted shape [pages, page_size, " << row.name << "], got " << text(cache.shape());
@@ -200,8 +196,7 @@ inline void check(const SparseCall& call) {
   check_sparse_cache("kv_cache", call.kv_cache(), device);
   check_queries(call);
   const int64_t tokens = call.tokens(), heads = call.heads();
-  check_softmax_scale(call.softmax_scale);
-  check_empty_lse(call.empty_lse);
+  check_numbers(call.softmax_scale, call.empty_lse);
   check_at_least("partitions", call.partitions, 1);
   check_indices(call);
   check_sinks(call);
