@@ -36,7 +36,10 @@ inline std::string text(tvm::ffi::ShapeView sizes) {
 inline std::string text(DLDataType type) {
   switch (type.code) {
     case kDLFloat8_e4m3fn: return "float8_e4m3fn";
+    case kDLFloat8_e4m3fnuz: return "float8_e4m3fnuz";
     case kDLFloat8_e5m2: return "float8_e5m2";
+    case kDLFloat8_e5m2fnuz: return "float8_e5m2fnuz";
+    case kDLFloat8_e8m0fnu: return "float8_e8m0fnu";
     case kDLBool: return "bool";
     case kDLInt: return "int" + std::to_string(int(type.bits));
     case kDLUInt: return "uint" + std::to_string(int(type.bits));

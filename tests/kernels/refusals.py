@@ -292,6 +292,12 @@ REFUSALS = (
         lambda c: {"kv_cache": c["kv_cache"].to(torch.float8_e5m2)},
     ),
     Refusal(
+        "cache_of_powers_of_two",
+        TypeError,
+        ("kv_cache:", "float8_e4m3fn", "got float8_e8m0fnu"),
+        lambda c: {"kv_cache": c["kv_cache"].to(torch.float8_e8m0fnu)},
+    ),
+    Refusal(
         "fp8_cache_width",
         ValueError,
         ("kv_cache:", "576", "[7, 64, 512]"),
