@@ -34,8 +34,13 @@ def reserves_in_profile_run(vllm_config) -> bool:
     """
     from vllm.v1.attention.backend import MLAAttentionImpl
 
-    layer_of_its_own = vllm_config.model_config.hf_text_config.model_type == "kimi_linear"
-    return hasattr(MLAAttentionImpl, "reserve_workspace") and not layer_of_its_own
+    return hasattr(MLAAttentionImpl, "reserve_workspace") and not _has_layer_of_its_own(vllm_config)
+
+
+def _has_layer_of_its_own(vllm_config) -> bool:
+    """Whether the model's MLA layer is not vLLM's for all models, as Kimi-K3's and Kimi-Linear's are since 0.33."""
+    known = importlib.util.find_spec("vllm.models.kimi_k3") is not None
+    return known and vllm_config.model_config.hf_text_config.model_type == "kimi_linear"
 
 
 def why_no_fp8_cache(vllm_config) -> str | None:
@@ -45,9 +50,7 @@ def why_no_fp8_cache(vllm_config) -> str | None:
     Blackwell only; it says so at the first longer prompt, which ends the server.
     Versions: 0.33. Goes when that layer takes other queries.
     """
-    if not importlib.util.find_spec("vllm.models.kimi_k3"):
-        return None
-    if vllm_config.model_config.hf_text_config.model_type != "kimi_linear":
+    if not _has_layer_of_its_own(vllm_config):
         return None
     return "an FP8 KV cache is not supported with this model: vLLM prefills it with queries that it has not on Hopper"
 

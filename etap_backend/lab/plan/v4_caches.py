@@ -48,6 +48,7 @@ class _Caches:
     layers: int
     window: int  # tokens
     block_tokens: ClassVar[int]
+    window_rows: ClassVar[int]  # of a window's page, in vLLM
     pages: ClassVar[dict[str, int]]
     rings: ClassVar[int] = 0  # blocks of a request that do not grow with its tokens in flight
 
@@ -80,11 +81,12 @@ class V4Caches(_Caches):
     csa: int
     hca: int
     block_tokens: ClassVar[int] = 256
+    window_rows: ClassVar[int] = 64
     pages: ClassVar[dict[str, int]] = {
-        "window": page_bytes(64),
-        "csa": page_bytes(256 // 4),
-        "hca": page_bytes(256 // 128),
-        "index_keys": page_bytes(256 // 4, KEY_BYTES),
+        "window": page_bytes(window_rows),
+        "csa": page_bytes(block_tokens // 4),
+        "hca": page_bytes(block_tokens // 128),
+        "index_keys": page_bytes(block_tokens // 4, KEY_BYTES),
         "csa_sums": page_bytes(4, 2 * SUM_BYTES) + page_bytes(4, 2 * KEY_SUM_BYTES),
         "hca_sums": page_bytes(8, SUM_BYTES),
     }
@@ -93,7 +95,7 @@ class V4Caches(_Caches):
     def _groups(self) -> list[tuple[int, int, Kept]]:
         """What is not in the blocks of entries: layers of each kind, bytes of one's page, and into how many groups
         vLLM divides the layers, so that least is lost where all groups have one size."""
-        kinds = [(self.layers, "window", self.window, 64), (self.csa, "csa_sums", CSA_RING, 4)]
+        kinds = [(self.layers, "window", self.window, self.window_rows), (self.csa, "csa_sums", CSA_RING, 4)]
         kinds += [(self.hca, "hca_sums", HCA_RING, 8)]
         counts = [count for count, *_ in kinds]
         size = min(range(max(1, self.csa), max(counts) + 1), key=lambda size: (sum(-n % size for n in counts), -size))
@@ -118,7 +120,7 @@ class V4Caches(_Caches):
     def sglang_token_bytes(self) -> float:
         """Of each token in SGLang's pools: entries and keys, and a share of windows and of CSA's sums."""
         sums = self.csa * CSA_RING * 2 * (SUM_BYTES + KEY_SUM_BYTES) / SGLANG_PAGE_TOKENS
-        entries = self.csa * (self.pages["csa"] + 256 // 4 * KEY_BYTES) + self.hca * self.pages["hca"]
+        entries = self.csa * (self.pages["csa"] + SGLANG_PAGE_TOKENS // 4 * KEY_BYTES) + self.hca * self.pages["hca"]
         return SWA_FULL_TOKENS_RATIO * (self.sglang_window_bytes + sums) + entries / SGLANG_PAGE_TOKENS
 
     @property
@@ -133,17 +135,18 @@ EVICTION_TOKENS, KEPT_PREFIXES = 128, 4  # SGLang drops windows after so many to
 @dataclass(frozen=True)
 class V41Caches(_Caches):
     """DeepSeek-V4.1's: `half` of the layers have entries of two tokens, `whole` of one, with an indexer's keys each;
-    the others read these. A stage without such layers has nothing that grows with the context."""
+    the others read these."""
 
     half: int
     whole: int
     block_tokens: ClassVar[int] = 64
+    window_rows: ClassVar[int] = 32
     pages: ClassVar[dict[str, int]] = {
-        "window": page_bytes(32),
-        "half": page_bytes(32),
-        "whole": page_bytes(64),
-        "half_keys": page_bytes(32, KEY_BYTES),
-        "whole_keys": page_bytes(64, KEY_BYTES),
+        "window": page_bytes(window_rows),
+        "half": page_bytes(block_tokens // 2),
+        "whole": page_bytes(block_tokens),
+        "half_keys": page_bytes(block_tokens // 2, KEY_BYTES),
+        "whole_keys": page_bytes(block_tokens, KEY_BYTES),
         "sums": 8 * SUM_BYTES,  # a ring of the last tokens'
     }
     rings: ClassVar[int] = 1
@@ -151,7 +154,8 @@ class V41Caches(_Caches):
     @property
     def kept(self) -> tuple[Kept, ...]:
         """Windows, of as many layers in a group as a block of entries has room for."""
-        return (Kept(-(-self.layers // max(1, self.block_bytes // self.pages["window"])), self.window, 32),)
+        layers = max(1, self.block_bytes // self.pages["window"])
+        return (Kept(-(-self.layers // layers), self.window, self.window_rows),)
 
     @property
     def keys_bytes(self) -> int:
