@@ -85,9 +85,9 @@ PLUGINS = (
         "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
         "from vllm.v1.attention.backends.registry import AttentionBackendEnum\n"
         "assert 'ETAP' in AttentionBackendEnum.__members__, 'ETAP is not among the attention backends'\n"
-        "from etap_backend.vllm import selected, v4_selection, versions\n"
-        "if reason := selected.why_not(sparse=False): raise SystemExit(reason)",
-        "selected.why_not(sparse=True) or versions.why_no_indexer()",
+        "from etap_backend.vllm import registration, v4_selection, versions\n"
+        "if reason := registration.why_not(sparse=False): raise SystemExit(reason)",
+        "registration.why_not(sparse=True) or versions.why_no_indexer()",
         "--kv-cache-dtype auto, bfloat16 or fp8 (stored as fp8_ds_mla)",
         "v4_selection.why_no_layers() or versions.why_no_indexer()",
         "--kv-cache-dtype fp8 (stored as fp8_ds_mla), V4.1 where vLLM has it",

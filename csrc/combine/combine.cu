@@ -18,19 +18,19 @@ constexpr int kWideBlocksPerSm = 2;                 // of a task a warp, with ma
 constexpr int kSlices = kLatentDim / 64;            // of O^T, each 64 value dims by four warps
 constexpr int kSliceWarps = 4;
 constexpr int kBlockVectors = kSliceWarps * kWarpSize;  // float4s of one slice and column block
+constexpr int kRowLanes = 8;                        // at most, that hold other rows
 
 // Ask for the partials first, first + step, ... before `end`, of kTasks tasks, whose values lie at task_offset.
-template <bool kOneRow, int kAhead, int kTasks>
-CUTE_DEVICE void load(Flight<kAhead, kTasks>& flight, const Partials& from, const int (&task_offset)[kTasks], int first,
-                      int step, int end) {
+template <int kAhead, int kTasks>
+CUTE_DEVICE void load(Flight<kAhead, kTasks>& flight, const Partials& from, bool one_row, const int (&task_offset)[kTasks],
+                      int first, int step, int end) {
 #pragma unroll
   for (int a = 0; a < kAhead; ++a) {
     const int at = first + a * step;
-    flight.lse[a] = make_float2(-INFINITY, -INFINITY);  // behind the last split: weighs nothing
-    if (at < end) {
-      const float* found = from.lse + at * from.lse_stride;
-      flight.lse[a] = kOneRow ? make_float2(*found, *found) : *reinterpret_cast<const float2*>(found);
-    }
+    float2 pair = make_float2(-INFINITY, -INFINITY);  // behind the last split: weighs nothing
+    if (at < end) pair = *reinterpret_cast<const float2*>(from.lse + at * from.lse_stride);
+    const float own = row_of_lane(true) % 2 ? pair.y : pair.x;
+    flight.lse[a] = one_row ? make_float2(own, own) : pair;
 #pragma unroll
     for (int t = 0; t < kTasks; ++t) {
       flight.value[a][t] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -42,31 +42,26 @@ CUTE_DEVICE void load(Flight<kAhead, kTasks>& flight, const Partials& from, cons
 constexpr int kMostEntries = 4;  // requests that a block takes at a time
 
 // What the warps of a block hold of the splits that they divided among them, of kTasks tasks. Where room is short, as beside a
-// decode kernel (kBesideCombination), kAtATime warps show theirs after each other.
-template <int kTasks, int kAtATime, bool kOneRow>
+// decode kernel (kBesideCombination), kAtATime warps show theirs after each other. kRowLanes lanes at most hold other rows.
+template <int kTasks, int kAtATime, int kRowLanes>
 struct Shares {
-  static constexpr int kRowLanes = kOneRow ? 8 : 4;  // lanes that hold other rows
   Sum sums[kAtATime][kTasks][kWarpSize];
   Totals totals[kWarps][kRowLanes];
 
-  CUTE_DEVICE static int row_lane() {
-    const int lane = threadIdx.x % kWarpSize;
-    return kOneRow ? lane / 4 : lane % 4;
-  }
-  CUTE_DEVICE float2 maximum() const {
-    float2 maximum = totals[0][row_lane()].reference;
+  CUTE_DEVICE float2 maximum(int row_lane) const {
+    float2 maximum = totals[0][row_lane].reference;
 #pragma unroll
     for (int w = 1; w < kWarps; ++w) {
-      const float2 reference = totals[w][row_lane()].reference;
+      const float2 reference = totals[w][row_lane].reference;
       maximum = {fmaxf(maximum.x, reference.x), fmaxf(maximum.y, reference.y)};
     }
     return maximum;
   }
   // Adds a task's shares of the warps from `first` on to a sum against all.reference.
-  CUTE_DEVICE void add_to(Totals& all, Sum& sum, int first, int task) const {
+  CUTE_DEVICE void add_to(Totals& all, Sum& sum, int row_lane, int first, int task) const {
 #pragma unroll
     for (int w = 0; w < kAtATime; ++w) {
-      const Totals share = totals[first + w][row_lane()];
+      const Totals share = totals[first + w][row_lane];
       const float2 weight = {ptx::ex2(share.reference.x - all.reference.x), ptx::ex2(share.reference.y - all.reference.y)};
       all.sum = {__fmaf_rn(weight.x, share.sum.x, all.sum.x), __fmaf_rn(weight.y, share.sum.y, all.sum.y)};
       sum.add(weight, sums[w][task][threadIdx.x % kWarpSize].value);
@@ -129,9 +124,9 @@ CUTE_DEVICE bool is_behind(const DecodeParams& params, int i, const Entry& entry
 // A task is 8 rows x 16 value dims of a split request. A block takes kWarps tasks of the same rows; or 1 or 2, where few requests
 // can be split and blocks are what is wanted. All that does not depend on the request is worked out here, before the kernel waits
 // for the one that writes the partials.
-template <bool kOneRow>
 struct Block {
   const DecodeParams& params;
+  const bool one_row;
   const unsigned warp = threadIdx.x / kWarpSize;
   const unsigned lane = threadIdx.x % kWarpSize;
   int first_row;
@@ -139,7 +134,7 @@ struct Block {
   int slice_stride;  // of partial values, from a task to the one 64 value dims behind it
   Partials partials;
 
-  CUTE_DEVICE Block(const DecodeParams& params, unsigned first_task) : params(params) {
+  CUTE_DEVICE Block(const DecodeParams& params, bool one_row, unsigned first_task) : params(params), one_row(one_row) {
     const unsigned blocks_per_group = params.row_tile / 8;
     const unsigned slice = first_task / kSliceWarps % kSlices;
     const unsigned quarter = first_task % kSliceWarps;
@@ -151,7 +146,7 @@ struct Block {
     slice_stride = anew(blocks_per_group * kBlockVectors);
     const unsigned vectors = ((group * kSlices + slice) * blocks_per_group + row_block) * kBlockVectors;
     const unsigned value = vectors + quarter * kWarpSize + lane;
-    const unsigned lse = group * params.row_tile + row_block * 8 + (kOneRow ? lane / 4 : lane % 4 * 2);
+    const unsigned lse = group * params.row_tile + row_block * 8 + row_of_lane(one_row) / 2 * 2;
     partials.lse_stride = anew(params.row_groups * params.row_tile);
     partials.value_stride = partials.lse_stride * (kLatentDim / 4);
     partials.value = reinterpret_cast<const float4*>(params.partial_out) + anew(value);
@@ -166,8 +161,8 @@ struct Block {
   // Of the task t.
   CUTE_DEVICE void write(int request, const Sum& sum, const Totals& totals, unsigned t) const {
     const int dim = first_dim + t * 16;
-    write_rows<kOneRow>(params, sum, totals, request, first_row, dim);
-    if (dim == 0) write_lse<kOneRow>(params, totals, request, first_row);
+    write_rows(params, one_row, sum, totals, request, first_row, dim);
+    if (dim == 0) write_lse(params, one_row, totals, request, first_row);
   }
 
   // Those requests that have few splits: each warp sums its own task of all of them, the splits in flight together.
@@ -185,7 +180,7 @@ struct Block {
       Flight<kAhead, 1> flights[kEntries];
 #pragma unroll
       for (int e = 0; e < kEntries; ++e) {
-        load<kOneRow>(flights[e], partials, offsets, entries[e].slot + split, 1, entries[e].slot + entries[e].splits);
+        load(flights[e], partials, one_row, offsets, entries[e].slot + split, 1, entries[e].slot + entries[e].splits);
       }
 #pragma unroll
       for (int e = 0; e < kEntries; ++e) flights[e].add_to(totals[e], sums[e]);
@@ -233,9 +228,9 @@ struct Block {
   }
 
   // The warps divide a request's splits, sum all tasks of the block, and add up in shared memory.
-  template <int kAhead, int kTasks, int kAtATime>
-  CUTE_DEVICE void sum_together(const Entry& entry, Shares<kTasks, kAtATime, kOneRow>& shared) const {
-    const int end = entry.slot + entry.splits;
+  template <int kAhead, int kTasks, int kAtATime, int kRowLanes>
+  CUTE_DEVICE void sum_together(const Entry& entry, Shares<kTasks, kAtATime, kRowLanes>& shared) const {
+    const int end = entry.slot + entry.splits, row_lane = one_row ? lane / 4 : lane % 4;
     int offsets[kTasks];
 #pragma unroll
     for (int t = 0; t < kTasks; ++t) offsets[t] = offset(t);
@@ -244,7 +239,7 @@ struct Block {
 #pragma unroll 1
     for (int at = entry.slot + warp; at < end; at += kWarps * kAhead) {
       Flight<kAhead, kTasks> flight;
-      load<kOneRow>(flight, partials, offsets, at, kWarps, end);
+      load(flight, partials, one_row, offsets, at, kWarps, end);
       flight.add_to(share, sums);
     }
     Totals all;
@@ -252,15 +247,15 @@ struct Block {
 #pragma unroll
     for (int first = 0; first < kWarps; first += kAtATime) {
       __syncthreads();  // the last shares are read, those of an earlier request, too
-      if (first == 0) shared.totals[warp][shared.row_lane()] = share;
+      if (first == 0) shared.totals[warp][row_lane] = share;
 #pragma unroll
       for (int t = 0; t < kTasks; ++t) {
         if (warp / kAtATime == first / kAtATime) shared.sums[warp % kAtATime][t][lane] = sums[t];
       }
       __syncthreads();
       if (warp >= kTasks) continue;
-      if (first == 0) all.reference = shared.maximum();
-      shared.add_to(all, sum, first, warp);
+      if (first == 0) all.reference = shared.maximum(row_lane);
+      shared.add_to(all, sum, row_lane, first, warp);
     }
     if (warp < kTasks) write(entry.request, sum, all, warp);
   }
@@ -279,11 +274,11 @@ struct Block {
 
 // Of a task a warp. A block takes kEntries requests of the list at a time, for memory has a long way, and a request after the other
 // would go it each time.
-template <int kEntries, bool kOneRow>
+template <int kEntries>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
     wide_combine_kernel(const __grid_constant__ DecodeParams params) {
-  __shared__ Shares<kWarps, kWarps, kOneRow> shared;
-  const Block<kOneRow> block(params, blockIdx.x * kWarps);
+  __shared__ Shares<kWarps, kWarps, kRowLanes> shared;
+  const Block block(params, params.rows_on_lanes, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
 
   bool waited = false;
@@ -308,9 +303,9 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
 template <int kTasks, bool kOneRow>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
     narrow_combine_kernel(const __grid_constant__ DecodeParams params) {
-  __shared__ Shares<kTasks, kWarps / kTasks, kOneRow> shared;
+  __shared__ Shares<kTasks, kWarps / kTasks, kOneRow ? kRowLanes : kRowLanes / 2> shared;
   static_assert(kOneRow || sizeof(shared) <= kCombinationBytes);
-  const Block<kOneRow> block(params, blockIdx.x * kTasks);
+  const Block block(params, kOneRow, blockIdx.x * kTasks);
   cudaTriggerProgrammaticLaunchCompletion();
 
   const Entry one = Entry::of(params, blockIdx.y);
@@ -323,7 +318,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
 template <int kEntries>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
     lean_combine_kernel(const __grid_constant__ DecodeParams params) {
-  const Block<false> block(params, blockIdx.x * kWarps);
+  const Block block(params, false, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
 
   bool waited = false;
@@ -353,18 +348,18 @@ KernelLaunch lean_launch(dim3 blocks) {
           kWarps * kWarpSize, 0};
 }
 
-template <int kEntries, bool kOneRow>
+template <int kEntries>
 KernelLaunch wide_launch(dim3 blocks) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(wide_combine_kernel<kEntries, kOneRow>), __PRETTY_FUNCTION__, &handles, blocks,
+  return {reinterpret_cast<const void*>(wide_combine_kernel<kEntries>), __PRETTY_FUNCTION__, &handles, blocks,
           kWarps * kWarpSize, 0};
 }
 
 template <int kTasks, bool kOneRow>
-KernelLaunch narrow_launch(int tasks, int requests) {
+KernelLaunch narrow_launch(dim3 blocks) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(narrow_combine_kernel<kTasks, kOneRow>), __PRETTY_FUNCTION__, &handles,
-          dim3(tasks / kTasks, requests), kWarps * kWarpSize, 0};
+  return {reinterpret_cast<const void*>(narrow_combine_kernel<kTasks, kOneRow>), __PRETTY_FUNCTION__, &handles, blocks,
+          kWarps * kWarpSize, 0};
 }
 
 // The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where those leave it
@@ -376,7 +371,6 @@ KernelLaunch narrow_launch(int tasks, int requests) {
 // In batch-invariant schedules, whose partitions are a multiple of the batch, no sum may be rounded in another order with another
 // batch. There `sparing` alone depends on it, and only chooses between grids that give the same bits, or in which all splits of a
 // request are in flight at once.
-template <bool kOneRow>
 KernelLaunch prepare(const DecodeParams& params, bool lean) {
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
@@ -384,7 +378,9 @@ KernelLaunch prepare(const DecodeParams& params, bool lean) {
   const bool few = few_tensor_cores(multiprocessors);
   if (requests * tasks <= kBlocksPerSm * multiprocessors) {
     const bool two = params.early_loads && !few && requests * tasks > multiprocessors;
-    return two ? narrow_launch<2, kOneRow>(tasks, requests) : narrow_launch<1, kOneRow>(tasks, requests);
+    const dim3 blocks(two ? tasks / 2 : tasks, requests);
+    if (params.rows_on_lanes) return two ? narrow_launch<2, true>(blocks) : narrow_launch<1, true>(blocks);
+    return two ? narrow_launch<2, false>(blocks) : narrow_launch<1, false>(blocks);
   }
   const int steps = tasks / kWarps;
   // Requests of a block with so many blocks a multiprocessor, and how many of them it takes at a time.
@@ -401,15 +397,13 @@ KernelLaunch prepare(const DecodeParams& params, bool lean) {
   if (lean) {
     return entries == 1 ? lean_launch<1>(blocks) : entries == 2 ? lean_launch<2>(blocks) : lean_launch<kMostEntries>(blocks);
   }
-  return entries == 1   ? wide_launch<1, kOneRow>(blocks)
-         : entries == 2 ? wide_launch<2, kOneRow>(blocks)
-                        : wide_launch<kMostEntries, kOneRow>(blocks);
+  return entries == 1 ? wide_launch<1>(blocks) : entries == 2 ? wide_launch<2>(blocks) : wide_launch<kMostEntries>(blocks);
 }
 
 }  // namespace
 
 KernelLaunch prepare_combine(const DecodeParams& params, bool lean) {
-  return params.rows_on_lanes ? prepare<true>(params, false) : prepare<false>(params, lean);
+  return prepare(params, lean && !params.rows_on_lanes);
 }
 
 }  // namespace etap

@@ -10,7 +10,7 @@ constexpr int kFewSplits = 8;  // that are on their way together
 // Partials as a lane finds them, strides from split to split. There are at most two a partition, which int counts.
 struct Partials {
   const float4* value;  // of the first split of the first task
-  const float* lse;
+  const float* lse;     // of the lane's two rows, or of the two among which is its one
   int value_stride;
   int lse_stride;
 };

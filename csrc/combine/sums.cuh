@@ -18,7 +18,7 @@ constexpr float kNoSplit = -FLT_MAX;
 // Each step rounds as it is written, whatever the compiler makes of what surrounds it: the kernels' forms give the same bits.
 //
 // What a lane holds of a partial: two neighbouring rows of the output (columns of O^T) and two value dims, 8 apart; or,
-// where the rows were on WGMMA's M (kOneRow), one row, of which the weights have two copies, and twice two value dims.
+// where the rows were on WGMMA's M (one_row), one row, of which the weights have two copies, and twice two value dims.
 struct Sum {
   float4 value = {0.0f, 0.0f, 0.0f, 0.0f};
 
@@ -46,31 +46,34 @@ struct Totals {
   }
 };
 
-// What attention sinks leave of a lane's two rows' scale. The rows are a token's heads.
-template <bool kOneRow>
-CUTE_DEVICE float2 beside_sinks(const DecodeParams& params, const Totals& totals, int first_row, float2 scale) {
+// Of eight rows the one that a lane holds, or the first of its two.
+CUTE_DEVICE int row_of_lane(bool one_row) {
   const int lane = threadIdx.x % kWarpSize;
-  const int low = first_row + (kOneRow ? lane / 4 : lane % 4 * 2), high = kOneRow ? low : low + 1;
+  return one_row ? lane / 4 : lane % 4 * 2;
+}
+
+// What attention sinks leave of a lane's two rows' scale. The rows are a token's heads.
+CUTE_DEVICE float2 beside_sinks(const DecodeParams& params, bool one_row, const Totals& totals, int first_row, float2 scale) {
+  const int low = first_row + row_of_lane(one_row), high = one_row ? low : low + 1;
   if (low < params.rows) scale.x *= beside_sink(params.sinks[low], totals.reference.x + log2f(totals.sum.x));
   if (high < params.rows) scale.y *= beside_sink(params.sinks[high], totals.reference.y + log2f(totals.sum.y));
   return scale;
 }
 
 // Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
-template <bool kOneRow>
-CUTE_DEVICE void write_rows(const DecodeParams& params, const Sum& sum, const Totals& totals, int request, int first_row,
-                            int dim) {
+CUTE_DEVICE void write_rows(const DecodeParams& params, bool one_row, const Sum& sum, const Totals& totals, int request,
+                            int first_row, int dim) {
   const int lane = threadIdx.x % kWarpSize;
   // The sums are at least 1, that of the reference, or 0.
   float2 scale = {totals.sum.x == 0.0f ? 0.0f : __fdividef(1.0f, totals.sum.x),
                   totals.sum.y == 0.0f ? 0.0f : __fdividef(1.0f, totals.sum.y)};
-  if (params.sinks != nullptr) scale = beside_sinks<kOneRow>(params, totals, first_row, scale);
+  if (params.sinks != nullptr) scale = beside_sinks(params, one_row, totals, first_row, scale);
   const auto pack_out = [&](float a, float b) {
     return params.float16_out ? pack<cutlass::half_t>(a, b) : pack<cutlass::bfloat16_t>(a, b);
   };
   uint32_t low = pack_out(sum.value.x * scale.x, sum.value.y * scale.y);
   uint32_t high = pack_out(sum.value.z * scale.x, sum.value.w * scale.y);
-  if constexpr (!kOneRow) {
+  if (!one_row) {
     low = ptx::movmatrix_trans(low);
     high = ptx::movmatrix_trans(high);
   }
@@ -82,18 +85,17 @@ CUTE_DEVICE void write_rows(const DecodeParams& params, const Sum& sum, const To
   if (row < params.rows) *reinterpret_cast<uint2*>(out + (paired ? lane_dim<true>(lane) : lane_dim<false>(lane))) = dims;
 }
 
-template <bool kOneRow>
-CUTE_DEVICE void write_lse(const DecodeParams& params, const Totals& totals, int request, int first_row) {
+CUTE_DEVICE void write_lse(const DecodeParams& params, bool one_row, const Totals& totals, int request, int first_row) {
   const int lane = threadIdx.x % kWarpSize;
-  const int row = first_row + (kOneRow ? lane / 4 : lane * 2);
+  const int row = first_row + (one_row ? lane / 4 : lane * 2);
   float* lse = params.lse + int64_t(request) * params.rows + row;
   // A sum of 0 has the logarithm -inf. Asked of the sum instead, the compiler branches, and spills where registers are few.
   const auto natural = [&](float reference, float sum) {
     const float value = (reference + __log2f(sum)) * kLn2;
     return value == -INFINITY ? params.empty_lse : value;
   };
-  if ((kOneRow ? lane % 4 == 0 : lane < 4) && row < params.rows) lse[0] = natural(totals.reference.x, totals.sum.x);
-  if (!kOneRow && lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);
+  if ((one_row ? lane % 4 == 0 : lane < 4) && row < params.rows) lse[0] = natural(totals.reference.x, totals.sum.x);
+  if (!one_row && lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);
 }
 
 // Splits on their way, log-sum-exps and values, so that nothing waits for anything but memory.

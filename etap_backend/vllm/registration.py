@@ -1,18 +1,28 @@
-"""Where vLLM knows attention backends by name: ETAP becomes a member of its enumeration, in every process."""
+"""vLLM plugin: `vllm serve MODEL --attention-backend ETAP`.
+
+vLLM calls `register` through the entry point `etap` of group `vllm.general_plugins`, in every process that it starts.
+ETAP becomes a member of its enumeration of attention backends, behind which vLLM finds a backend, or in a vLLM that
+cannot run it, the refusal.
+"""
 
 import copyreg
+import functools
+import pkgutil
+from dataclasses import dataclass
 from enum import Enum
 
 from etap_backend import engine_contract
-from etap_backend.vllm import auto, selected, v4_selection
+from etap_backend.vllm import auto, v4_selection
 from etap_backend.vllm.log import logger
-from etap_backend.vllm.versions import ENGINE, NAME
+from etap_backend.vllm.versions import ENGINE, HOOKS_OF_SOME, NAME
 
-_BACKEND_PATH = "etap_backend.vllm.backend.ETAPBackend"
+_DENSE, _SPARSE = "etap_backend.vllm.backend.ETAPBackend", "etap_backend.vllm.sparse.ETAPSparseBackend"
 
 
 def register() -> None:
-    """Register ETAP. Where vLLM's registry is another one this only warns: a start with another backend goes on.
+    """Make ETAP known to vLLM. May be called any number of times; touches no CUDA.
+
+    Where vLLM's registry is another one this only warns: a start with another backend goes on.
 
     Raises ValueError for a value of ETAP_AUTO that is none.
     """
@@ -34,7 +44,7 @@ def backend_member() -> Enum:
     if NAME not in AttentionBackendEnum.__members__:
         _add_member(AttentionBackendEnum)
         # The class depends on the model: vLLM asks the member for it once for each layer.
-        AttentionBackendEnum[NAME].get_class = selected.backend_class
+        AttentionBackendEnum[NAME].get_class = backend_class
         _make_picklable(AttentionBackendEnum)
         logger.info("Attention backend %s registered", NAME)
     return AttentionBackendEnum[NAME]
@@ -50,12 +60,12 @@ def _add_member(enum: type[Enum]) -> None:
     if hasattr(enum, "register"):
         from vllm.v1.attention.backends.registry import register_backend
 
-        register_backend(NAME, _BACKEND_PATH)
+        register_backend(NAME, _DENSE)
         return
     member = object.__new__(enum)
-    member._name_, member._value_ = NAME, _BACKEND_PATH
+    member._name_, member._value_ = NAME, _DENSE
     setattr(enum, NAME, member)
-    enum._member_map_[NAME] = enum._value2member_map_[_BACKEND_PATH] = member
+    enum._member_map_[NAME] = enum._value2member_map_[_DENSE] = member
     enum._member_names_.append(NAME)
 
 
@@ -76,3 +86,47 @@ def _make_picklable(enum: type[Enum]) -> None:
         return previous(member) if previous else member.__reduce_ex__(2)
 
     copyreg.pickle(enum, reduce)
+
+
+@functools.cache
+def why_not(sparse: bool) -> str | None:
+    """Say why vLLM cannot run ETAP with models of sparse attention, or with those of dense, or None when it can."""
+    if reason := why_not(False) if sparse else ENGINE.why_too_old():
+        return reason
+
+    def classes() -> tuple[type, ...]:
+        backend = pkgutil.resolve_name(_SPARSE if sparse else _DENSE)
+        return backend, backend.get_impl_cls(), backend.get_builder_cls()
+
+    return ENGINE.why_lacking(engine_contract.lacking(classes, HOOKS_OF_SOME))
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """Stands for a backend that cannot run, until vLLM's own selection has reported the reason."""
+
+    reason: str
+
+    def validate_configuration(self, *_, **__) -> list[str]:
+        """vLLM's question to a selected backend: the reasons against it."""
+        return [self.reason]
+
+
+def backend_class() -> type | Refusal:
+    """The class for the model whose configuration is set.
+
+    vLLM asks once for each layer, before it says whether the layer's attention is sparse; and a class answers for one
+    of both. It builds sparse layers where the model's configuration has index_topk.
+    """
+    sparse, reason = False, why_not(False)
+    if reason is None:
+        if untested := ENGINE.why_untested():
+            logger.warning_once(untested, scope="global")  # of all ranks the first one says it
+        from vllm.config import get_current_vllm_config_or_none
+
+        config = get_current_vllm_config_or_none()
+        sparse = bool(config and config.model_config and hasattr(config.model_config.hf_text_config, "index_topk"))
+        reason = why_not(sparse)
+    if reason:
+        return Refusal(reason)
+    return pkgutil.resolve_name(_SPARSE if sparse else _DENSE)

@@ -60,7 +60,7 @@ def dims(numbers) -> dict:
 )
 def test_the_shape_names_kernel_and_grid(kind, element, heads, groups):
     shape = decode_shape(heads, 9, 2 * groups, "kv_dtype" in kind, kind.get("fp8_math", False))
-    decode, combine = launches(Case((300, 70), heads, num_sms=9, groups=groups, **kind))
+    decode, *combining = launches(Case((300, 70), heads, num_sms=9, groups=groups, **kind))
     fp8 = "kv_dtype" in kind
     last = ", false" if fp8 else ", 9"  # takes all registers; chunks of a tile
     traits = f"Traits<cutlass::{element}, {shape.row_tile}{last}>"
@@ -69,8 +69,13 @@ def test_the_shape_names_kernel_and_grid(kind, element, heads, groups):
     name = f"{shape.kernel}::{traits}"
     if shape.row_tile == 64 and "fp8_math" in kind:
         name = "mixed_major::Traits;"
-    assert name in decode[0] and decode[1] == 9 // shape.row_groups * shape.row_groups
-    assert ("kOneRow = true" in combine[0]) == (shape.kernel == "query_major")
+    assert name in decode[0] and decode[1] == 9 // shape.row_groups * shape.row_groups and len(combining) == 1
+
+
+@pytest.mark.parametrize("heads, one_row", [(16, "false"), (64, "true")])
+def test_one_request_is_combined_by_a_block_a_task(heads, one_row):
+    _, combine = launches(Case((8192,), heads, num_sms=132))
+    assert "narrow_launch" in combine[0] and f"kOneRow = {one_row}" in combine[0]
 
 
 @pytest.mark.parametrize("num_sms", [78, 132])

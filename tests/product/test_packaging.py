@@ -271,7 +271,7 @@ def test_its_entry_points_name_what_is_in_it(wheel):
     parser = configparser.ConfigParser()
     parser.read_string(information(wheel, "entry_points.txt"))
     assert parser["console_scripts"]["etap"] == "etap_backend.cli:main"
-    assert parser["vllm.general_plugins"]["etap"] == "etap_backend.vllm:register"
+    assert parser["vllm.general_plugins"]["etap"] == "etap_backend.vllm.registration:register"
     assert parser["sglang.srt.plugins"]["etap"] == "etap_backend.sglang:register"
     for group in parser.sections():
         for target in parser[group].values():

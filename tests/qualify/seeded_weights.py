@@ -44,6 +44,8 @@ FINISHING = ("finalize_mega_moe_weights", "finalize_mhc_broadcast_weights")
 
 def fill(name: str, parameter: torch.Tensor) -> None:
     """Set one parameter: matrices [..., outputs, inputs] to random values, biases and sinks to 0, others to 1."""
+    if parameter.is_meta:  # of a part of the model that is not loaded
+        return
     if not parameter.is_floating_point():
         parameter.zero_()
         return

@@ -35,6 +35,10 @@ def test_seeded_weights_of_one_dimension():
     assert vector.isfinite().all() and vector.std() > 0
 
 
+def test_weights_of_what_is_not_loaded_stay_as_they_are():
+    seeded_weights.fill("image_start", torch.empty(8, device="meta"))
+
+
 def test_seeded_weights_in_blocks_have_their_variance_from_the_scales():
     weight, scale = torch.empty(256, 1024, dtype=torch.float8_e4m3fn), torch.empty(2, 8)
     for name, gain in (("attn.wq_b", 1.25), ("attn.wkv", 1.0)):

@@ -9,9 +9,8 @@ import scripts_in_forks
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-import etap_backend.vllm
 from etap_backend import doctor
-from etap_backend.vllm import selected, versions
+from etap_backend.vllm import registration, versions
 
 # Nothing of this loads a plugin.
 IMPORTS = """
@@ -24,7 +23,7 @@ TOUCHES_NO_CUDA = """
 import torch
 def refuse(): raise SystemExit("CUDA was initialised")
 torch.cuda._lazy_init = refuse
-from etap_backend.vllm import register
+from etap_backend.vllm.registration import register
 register()
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 print(AttentionBackendEnum.ETAP.get_class().get_name())
@@ -43,7 +42,7 @@ NEWER_VERSION = """
 import importlib.metadata
 real = importlib.metadata.version
 importlib.metadata.version = lambda name: "0.99.0" if name == "vllm" else real(name)
-from etap_backend.vllm import register
+from etap_backend.vllm.registration import register
 register()
 register()
 import torch
@@ -77,7 +76,7 @@ def run_script(tmp_path_factory):
 
 def test_entry_point_is_installed_once_and_names_register():
     (point,) = [point for point in entry_points(group="vllm.general_plugins") if point.name == "etap"]
-    assert point.load() is etap_backend.vllm.register
+    assert point.load() is registration.register
 
 
 def test_the_doctor_finds_the_plugin_and_what_it_serves():
@@ -89,13 +88,13 @@ def test_the_doctor_finds_the_plugin_and_what_it_serves():
 
 
 def test_the_installed_version_has_all_that_is_used():
-    assert selected.why_not(sparse=False) is None and selected.why_not(sparse=True) is None
+    assert registration.why_not(sparse=False) is None and registration.why_not(sparse=True) is None
 
 
 def test_registering_again_changes_nothing():
     before = (list(AttentionBackendEnum.__members__), AttentionBackendEnum.ETAP)
-    etap_backend.vllm.register()
-    etap_backend.vllm.register()
+    registration.register()
+    registration.register()
     assert (list(AttentionBackendEnum.__members__), AttentionBackendEnum.ETAP) == before
     assert before[0].count("ETAP") == 1
 

@@ -24,7 +24,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.worker import workspace
 from vllm.v1.worker.utils import select_common_block_size
 
-from etap_backend.vllm import selected, versions
+from etap_backend.vllm import registration, versions
 from etap_backend.vllm.sparse import ETAPSparseBackend
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -136,14 +136,14 @@ def select_anew(select, monkeypatch):
 
     def call(version=versions.ENGINE.newest, **changes):
         monkeypatch.setattr(importlib.metadata, "version", lambda name: version if name == "vllm" else real(name))
-        selected.why_not.cache_clear()
+        registration.why_not.cache_clear()
         logger._print_warning_once.cache_clear()
         return select(**changes)
 
     logging.getLogger("vllm").addHandler(handler)
     yield call, lines
     logging.getLogger("vllm").removeHandler(handler)
-    selected.why_not.cache_clear()
+    registration.why_not.cache_clear()
 
 
 @pytest.mark.parametrize("version", [versions.ENGINE.oldest, versions.ENGINE.newest, f"{versions.ENGINE.newest}.post1"])
@@ -212,7 +212,7 @@ def test_what_vllm_lacks_is_named_in_its_own_refusal(select_anew, monkeypatch, w
         remove(patch)
         package = sys.modules["etap_backend.vllm"]
         for module in [name for name in sys.modules if name.startswith("etap_backend.vllm.")]:
-            if module == selected.__name__:
+            if module == registration.__name__:
                 continue  # vLLM's registry holds its function
             patch.delitem(sys.modules, module)  # as in a process that imports them after this vLLM
             patch.delattr(package, module.rpartition(".")[2])

@@ -30,7 +30,7 @@ from vllm.v1.worker import workspace
 
 from etap_backend import sparse_workspace_floats
 from etap_backend.sparse import sparse_decode_shape
-from etap_backend.vllm import selected, sparse, versions
+from etap_backend.vllm import registration, sparse, versions
 from etap_backend.vllm.backend import ETAPBackend
 from etap_backend.vllm.metadata import claim_workspace
 from etap_backend.vllm.sparse import ETAPSparseBackend
@@ -150,22 +150,22 @@ def test_dots3_note_is_refused_with_what_it_uses_instead(engine_config):
 
 
 def test_what_vllm_lacks_for_sparse_attention_refuses_no_other_model(select, monkeypatch):
-    selected.why_not.cache_clear()
+    registration.why_not.cache_clear()
     monkeypatch.delitem(sys.modules, "etap_backend.vllm.sparse")
     monkeypatch.delattr(sparse_utils, "triton_filter_and_convert_dcp_index")
     with pytest.raises(ValueError, match="lacks what ETAP uses: .*'triton_filter_and_convert_dcp_index'"):
         select()
     assert select(model={}, use_sparse=False) is ETAPBackend
-    selected.why_not.cache_clear()
+    registration.why_not.cache_clear()
 
 
 def test_the_doctor_is_told_what_sparse_attention_would_lack(monkeypatch):
-    assert selected.why_not(sparse=True) is None and versions.why_no_indexer() is None
+    assert registration.why_not(sparse=True) is None and versions.why_no_indexer() is None
     monkeypatch.setattr("vllm.utils.import_utils.has_deep_gemm", lambda: False)
     assert versions.why_no_indexer() == "DeepGEMM, which vLLM's indexer needs, is not installed"
     monkeypatch.delitem(sys.modules, "etap_backend.vllm.sparse")
     monkeypatch.delattr(sparse_utils, "triton_filter_and_convert_dcp_index")
-    assert "lacks what ETAP uses: " in selected.why_not.__wrapped__(True) and selected.why_not(False) is None
+    assert "lacks what ETAP uses: " in registration.why_not.__wrapped__(True) and registration.why_not(False) is None
 
 
 @pytest.mark.parametrize("model, head_size, heads", [

@@ -93,9 +93,9 @@ CUTE_DEVICE void sum_parts(Shared<T>& shared, const DecodeParams& params, int re
     const int first_row = row_group * T::kRowTile + block * 8;
     CUTE_UNROLL
     for (int t = 0; t < kTasks; ++t) {
-      write_rows<false>(params, sums[t], totals, request, first_row, (task + t * kWarpsOfBlock) * kTaskDims);
+      write_rows(params, false, sums[t], totals, request, first_row, (task + t * kWarpsOfBlock) * kTaskDims);
     }
-    if (task == 0) etap::write_lse<false>(params, totals, request, first_row);
+    if (task == 0) etap::write_lse(params, false, totals, request, first_row);
   }
   // A CTA that has ended has no shared memory for others to read.
   ptx::cluster_arrive_relaxed();

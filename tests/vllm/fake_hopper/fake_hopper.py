@@ -32,7 +32,7 @@ def remove_reducer() -> None:
 
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-    from etap_backend.vllm import register
+    from etap_backend.vllm.registration import register
 
     register()
     del copyreg.dispatch_table[AttentionBackendEnum]
