@@ -18,6 +18,7 @@ from etap_backend.lab import configs, results
 from etap_backend.lab.bench import rows
 from etap_backend.lab.bench.grids import SparseWorkload
 from etap_backend.lab.bench.rows import Measured, SparseDocument
+from etap_backend.lab.e2e import results_file as e2e_file
 from etap_backend.lab.plan.alternatives import what_fits
 from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
 from etap_backend.lab.plan.memory import memory_of, weights_of
@@ -409,3 +410,22 @@ def test_the_command_refuses_what_it_cannot_plan(arguments, words):
     result = run("deepseek-v3.2", *arguments)
     assert result.exit_code == 2 and result.stdout == ""
     assert words in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.glob("e2e-decode-glm-5-mtp*.json")), ids=lambda path: path.stem)
+def test_steps_of_a_server_with_drafts_and_an_fp8_cache(path, tmp_path):
+    """GLM-5, 40 layers on an H200 as one of eight ranks; nothing was fitted to it. What drafting takes beside the
+    model's own step is more than 15% of a single request's, and is not in the plan."""
+    document = e2e_file.read(path)
+    (tmp_path / "config.json").write_text(json.dumps(document.model_shape))
+    model = read_model(str(tmp_path / "config.json"))
+    for backends in document.by_shape().values():
+        shape = backends["ETAP"]
+        ours, theirs = (backends[name].itl_ms.median for name in ("ETAP", "FLASHMLA_SPARSE"))
+        load = {"s_q": 1 + document.draft_tokens, "cache": "fp8", "gpus": 1, "tp": 1}
+        made = make_sparse_plan(model, H200, on(shape.concurrency, shape.input, **load))
+        gain = made.gain_over(made.peers[0])
+        assert gain.lower - 0.035 <= theirs / ours - 1 <= gain.upper
+        if shape.concurrency > 1 and shape.input == 4 * K:
+            assert made.step_with(made.etap) == pytest.approx(ours, rel=0.15)
+            assert made.step_with(made.peers[0]) == pytest.approx(theirs, rel=0.15)
