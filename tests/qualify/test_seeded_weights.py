@@ -62,8 +62,9 @@ def test_seeded_weights_in_blocks_have_their_variance_from_the_scales():
     ids=["seeded weights", "filled caches", "drawn experts", "seeded SGLang"],
 )
 def test_a_command_finds_the_plugin(plugin, capfd):
-    group = plugin[0] if plugin else "vllm.general_plugins"
-    program = f"from importlib.metadata import entry_points as of; print([e.load() for e in of(group='{group}')])"
+    group, module = plugin or ("vllm.general_plugins", "qualify.seeded_weights")
+    chosen = f"of(group='{group}', name='{module.rpartition('.')[2]}')"
+    program = f"from importlib.metadata import entry_points as of; print([e.load() for e in {chosen}])"
     assert seeded_weights.run([sys.executable, "-c", program], *plugin) == 0
     assert "function register" in capfd.readouterr().out
 
