@@ -16,7 +16,9 @@ from etap_backend.vllm import auto, v4_selection
 from etap_backend.vllm.log import logger
 from etap_backend.vllm.versions import ENGINE, HOOKS_OF_SOME, NAME
 
-_DENSE, _SPARSE = "etap_backend.vllm.backend.ETAPBackend", "etap_backend.vllm.sparse.ETAPSparseBackend"
+_BACKEND_PATH = "etap_backend.vllm.backend.ETAPBackend"
+# With a colon: without it `resolve_name` says of a failed import that an attribute is missing.
+_DENSE, _SPARSE = "etap_backend.vllm.backend:ETAPBackend", "etap_backend.vllm.sparse:ETAPSparseBackend"
 
 
 def register() -> None:
@@ -60,12 +62,12 @@ def _add_member(enum: type[Enum]) -> None:
     if hasattr(enum, "register"):
         from vllm.v1.attention.backends.registry import register_backend
 
-        register_backend(NAME, _DENSE)
+        register_backend(NAME, _BACKEND_PATH)
         return
     member = object.__new__(enum)
-    member._name_, member._value_ = NAME, _DENSE
+    member._name_, member._value_ = NAME, _BACKEND_PATH
     setattr(enum, NAME, member)
-    enum._member_map_[NAME] = enum._value2member_map_[_DENSE] = member
+    enum._member_map_[NAME] = enum._value2member_map_[_BACKEND_PATH] = member
     enum._member_names_.append(NAME)
 
 
