@@ -18,7 +18,7 @@ constexpr int kWideBlocksPerSm = 2;                 // of a task a warp, with ma
 constexpr int kSlices = kLatentDim / 64;            // of O^T, each 64 value dims by four warps
 constexpr int kSliceWarps = 4;
 constexpr int kBlockVectors = kSliceWarps * kWarpSize;  // float4s of one slice and column block
-constexpr int kRowLanes = 8;                        // at most, that hold other rows
+constexpr int kMostRowLanes = 8;                    // lanes of a warp that hold different rows
 
 // Ask for the partials first, first + step, ... before `end`, of kTasks tasks, whose values lie at task_offset.
 template <int kAhead, int kTasks>
@@ -42,11 +42,11 @@ CUTE_DEVICE void load(Flight<kAhead, kTasks>& flight, const Partials& from, bool
 constexpr int kMostEntries = 4;  // requests that a block takes at a time
 
 // What the warps of a block hold of the splits that they divided among them, of kTasks tasks. Where room is short, as beside a
-// decode kernel (kBesideCombination), kAtATime warps show theirs after each other. kRowLanes lanes at most hold other rows.
+// decode kernel (kBesideCombination), kAtATime warps show theirs after each other.
 template <int kTasks, int kAtATime, int kRowLanes>
 struct Shares {
   Sum sums[kAtATime][kTasks][kWarpSize];
-  Totals totals[kWarps][kRowLanes];
+  Totals totals[kWarps][kRowLanes];  // of the lanes that hold different rows
 
   CUTE_DEVICE float2 maximum(int row_lane) const {
     float2 maximum = totals[0][row_lane].reference;
@@ -277,7 +277,7 @@ struct Block {
 template <int kEntries>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
     wide_combine_kernel(const __grid_constant__ DecodeParams params) {
-  __shared__ Shares<kWarps, kWarps, kRowLanes> shared;
+  __shared__ Shares<kWarps, kWarps, kMostRowLanes> shared;
   const Block block(params, params.rows_on_lanes, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
 
@@ -303,7 +303,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
 template <int kTasks, bool kOneRow>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
     narrow_combine_kernel(const __grid_constant__ DecodeParams params) {
-  __shared__ Shares<kTasks, kWarps / kTasks, kOneRow ? kRowLanes : kRowLanes / 2> shared;
+  __shared__ Shares<kTasks, kWarps / kTasks, kOneRow ? kMostRowLanes : kMostRowLanes / 2> shared;
   static_assert(kOneRow || sizeof(shared) <= kCombinationBytes);
   const Block block(params, kOneRow, blockIdx.x * kTasks);
   cudaTriggerProgrammaticLaunchCompletion();
@@ -362,6 +362,8 @@ KernelLaunch narrow_launch(dim3 blocks) {
           kWarps * kWarpSize, 0};
 }
 
+}  // namespace
+
 // The next decode kernel begins when all blocks of this one have (they trigger it then), and its CTAs only where those leave it
 // room. So where it loads early, as a call with early loads takes for granted, there are no more than a block or so a
 // multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight or hardly any request is
@@ -371,7 +373,8 @@ KernelLaunch narrow_launch(dim3 blocks) {
 // In batch-invariant schedules, whose partitions are a multiple of the batch, no sum may be rounded in another order with another
 // batch. There `sparing` alone depends on it, and only chooses between grids that give the same bits, or in which all splits of a
 // request are in flight at once.
-KernelLaunch prepare(const DecodeParams& params, bool lean) {
+KernelLaunch prepare_combine(const DecodeParams& params, bool lean) {
+  lean = lean && !params.rows_on_lanes;
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;
   const int multiprocessors = params.partitions * params.row_groups;
@@ -398,12 +401,6 @@ KernelLaunch prepare(const DecodeParams& params, bool lean) {
     return entries == 1 ? lean_launch<1>(blocks) : entries == 2 ? lean_launch<2>(blocks) : lean_launch<kMostEntries>(blocks);
   }
   return entries == 1 ? wide_launch<1>(blocks) : entries == 2 ? wide_launch<2>(blocks) : wide_launch<kMostEntries>(blocks);
-}
-
-}  // namespace
-
-KernelLaunch prepare_combine(const DecodeParams& params, bool lean) {
-  return prepare(params, lean && !params.rows_on_lanes);
 }
 
 }  // namespace etap
