@@ -309,6 +309,7 @@ RAGGED = [(kind, 16, (192, 64, 0, 191, 1, 320)) for kind in CACHES]
 # The producer is as many pieces ahead as the ring has tiles: four barriers in turn do not tell that many grants apart.
 RAGGED += [(kind, heads, (64, 5, 63, 17, 64, 1, 30, 64)) for kind in CACHES for heads in (16, 32)]
 RAGGED += [(kind, 64, lengths) for kind in CACHES for lengths in ((129, 0, 64), (320, 1, 192, 64))]
+RAGGED += [("fp8_math", 64, (577, 640))]  # two tiles together
 
 
 @pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in SEEDS[1:])])
@@ -329,7 +330,7 @@ CASES = {
     "query_major rows": Case((200, 449), heads=64, num_sms=1, page_size=1),
     "transposed_fp8 rows": Case((200, 449), num_sms=1, page_size=1, kv_dtype="fp8"),
     "transposed_fp8_math rows": Case((200, 449), num_sms=1, page_size=1, kv_dtype="fp8", fp8_math=True),
-    "mixed_major": Case((200, 449), heads=64, num_sms=1, kv_dtype="fp8", fp8_math=True),
+    "mixed_major": Case((200, 600), heads=64, num_sms=1, kv_dtype="fp8", fp8_math=True),
     "mixed_major rows": Case((200, 449), heads=64, num_sms=1, page_size=1, kv_dtype="fp8", fp8_math=True),
 }
 TRAITS = {  # of kernels whose name does not say them

@@ -161,6 +161,14 @@ def test_a_product_and_a_sum_of_bf16_are_rounded_once():
     assert ((got - exact).abs() <= torch.minimum((low - exact).abs(), (high - exact).abs())).all()
 
 
+def test_two_sums_of_halves_are_rounded_each():
+    halves = np.array([1.0, 448.0, 2**-9, 2048.0, 3.0, -448.0, 0.125, 1.0], np.float16)
+    words = np.resize(halves.view(np.uint32), (128, 2))
+    got = run("add.f16x2 %o0, %i0, %i1;", words, threads=128)[:, 0].copy().view(np.float16)
+    pairs = words.view(np.float16).reshape(-1, 2, 2)
+    np.testing.assert_array_equal(got.reshape(-1, 2), pairs[:, 0] + pairs[:, 1])
+
+
 def test_integers_lose_and_regain_their_upper_half():
     numbers = np.array([0, 1, 0xFFFF, 0x10000, 0x12345678, 0xFFFFFFFF], np.uint32)
     got = run("cvt.u16.u32 %h0, %i0; cvt.u32.u16 %o0, %h0;", np.resize(numbers, 128), threads=128)[:, 0]

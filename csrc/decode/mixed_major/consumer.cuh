@@ -1,7 +1,7 @@
 // A consumer warpgroup of 64 rows with e4m3 products. Time going down, s the scores of a tile, o an addition to this half of O^T:
 //
-//   warpgroup 0: s(0) softmax(0)      o(0)  s(2)  softmax(2) o(1) o(2)  s(4) ...
-//   warpgroup 1: s(1)      softmax(1) o(0) o(1)  s(3)  softmax(3) o(2) o(3) ...
+//   warpgroup 0: s(0) softmax(0)      o(0)  s(2)  softmax(2) o(1, 2)  s(4) ...
+//   warpgroup 1: s(1)      softmax(1) o(0, 1)  s(3)  softmax(3) o(2, 3) ...
 #pragma once
 
 #include "decode/destination.cuh"
@@ -44,6 +44,7 @@ template <class T>
 struct Consumer {
   Shared<T>& shared;
   const DecodeParams& params;
+  const int row_group;
   const int group;
   KeyPosition<T> at;  // of the next tile that this warpgroup multiplies P with
   transposed::OutputFragment<T> ot;
@@ -52,7 +53,7 @@ struct Consumer {
   CUTE_DEVICE static void run(Shared<T>& shared, const DecodeParams& params, int partition, int row_group, int group) {
     if (params.early_loads) follow_predecessor();
     const float value_scale = transposed_fp8::scale_of(params.kv_scale);
-    Consumer consumer{shared, params, group};
+    Consumer consumer{shared, params, row_group, group};
     typename T::Walk walk(params, partition);
     for (int n = 0; !walk.done(); ++n) {
       transposed_fp8::load_queries<T>(shared, params, walk.request(), row_group, value_scale);
@@ -62,7 +63,7 @@ struct Consumer {
         write_empty<T>(Destination<T>(params, piece, row_group));
         continue;
       }
-      RowState state(shared, params, piece, row_group);
+      RowState state;
       cute::clear(consumer.ot);
       // Own tiles, and behind them the piece's last one if that is the other's.
       for (int i = group; i <= tiles; i += kConsumerGroups) {
@@ -71,8 +72,7 @@ struct Consumer {
         } else {
           take_over<T>(shared, 1 - group, i - 1, state);
         }
-#pragma unroll 1
-        for (int tile = max(i - 1, 0); tile < min(i + 1, tiles); ++tile) consumer.add_output(piece, tile, tile == i);
+        consumer.add_outputs(piece, max(i - 1, 0), min(i + 1, tiles), tiles > T::kFewTiles);
       }
       finish_piece<T>(shared, Destination<T>(params, piece, row_group), group, tiles - 1, value_scale, state, consumer.ot);
     }
@@ -90,33 +90,51 @@ struct Consumer {
       take_over<T>(shared, 1 - group, tile - 1, state);
     }
     if ((piece.begin_tile + tile + 1) * kTileTokens > piece.seq_len - params.s_q + 1) {
-      query_major::mask_scores<T>(state, piece.begin_tile + tile, s);
+      query_major::mask_scores<T>({params, piece, row_group}, piece.begin_tile + tile, s);
     }
     Probabilities<T> p;
     float factor[2];
-    const bool renewed = exponentiate<T>(s, state, p, factor);
-    hand_over<T>(shared, probabilities(own), group, tile, state, p, renewed, factor);
+    const bool renewed = exponentiate<T>(shared, s, state, p, factor);
+    hand_over<T>(shared, stage(own) + T::kRopeOffset, group, tile, state, p, renewed, factor);
   }
 
-  // Adds a tile's output, whose P is there: of an own one when this warpgroup has met.
-  CUTE_DEVICE void add_output(const Piece& piece, int tile, bool own) {
-    if (own) ETAP_MARKED(own_tile_meeting, event::of_consumer(group).sync());
-    if (tile > 0) scale_output(tile % T::kTilesTold);
-    if ((piece.begin_tile + tile + 1) * kTileTokens > piece.seq_len) {
-      constexpr int kChunksOfGroup = T::kWideChunks / kConsumerGroups;
-      transposed::zero_value_tail<T>(shared, at, piece, piece.begin_tile + tile, group * kChunksOfGroup,
-                                     (group + 1) * kChunksOfGroup);
-      cutlass::arch::fence_view_async_shared();  // before TMA writes there again
-      ETAP_MARKED(half_tail_meeting, event::tail_zeroed(group).sync());
+  // Adds the outputs of tiles [begin, end): an own one, the other's before it, or both. Their P is there, but for what other warps of
+  // this group have of an own one's. together: both in one sum, if they have the same references.
+  CUTE_DEVICE void add_outputs(const Piece& piece, int begin, int end, bool together) {
+    ETAP_MARKED(own_tile_meeting, event::of_consumer(group).sync());
+    if ((piece.begin_tile + end) * kTileTokens > piece.seq_len) zero_tail(piece, end - 1, end - 1 == begin ? at : at.ahead(1));
+    if (together && end - begin == 2 && renewed(begin + 1) == 0) {
+      if (begin > 0) scale_output(begin);
+      const auto second = at.ahead(1);
+      mixed_major::add_outputs<T>({stage(at), stage(second)}, group * T::kOutputSlices, ot);
+      if (releases()) {
+        shared.keys.release(at);
+        shared.keys.release(second);
+      }
+      at.advance(2);
+      return;
     }
-    transposed_fp8::add_output<T>(shared, at, group * T::kOutputSlices, probabilities(at), ot, [] {});
-    if (releases()) shared.keys.release(at);
-    at.advance(1);
+#pragma unroll 1
+    for (int tile = begin; tile < end; ++tile) {
+      if (tile > 0) scale_output(tile);
+      transposed_fp8::add_output<T>(shared, at, group * T::kOutputSlices, stage(at) + T::kRopeOffset, ot, [] {});
+      if (releases()) shared.keys.release(at);
+      at.advance(1);
+    }
+  }
+
+  // Overwrites the rows behind the request's end of a tile, in this half of the value dims.
+  CUTE_DEVICE void zero_tail(const Piece& piece, int tile, KeyPosition<T> of) {
+    constexpr int kChunksOfGroup = T::kWideChunks / kConsumerGroups;
+    transposed::zero_value_tail<T>(shared, of, piece, piece.begin_tile + tile, group * kChunksOfGroup, (group + 1) * kChunksOfGroup);
+    cutlass::arch::fence_view_async_shared();  // before TMA writes there again
+    ETAP_MARKED(half_tail_meeting, event::tail_zeroed(group).sync());
   }
 
   // Multiplies the columns of warps whose rows have a new reference.
-  CUTE_DEVICE void scale_output(int told) {
-    const auto renewed = reinterpret_cast<const uint32_t&>(shared.renewed[told]);
+  CUTE_DEVICE void scale_output(int tile) {
+    const int told = tile % T::kTilesTold;
+    const uint32_t renewed = this->renewed(tile);
     CUTE_UNROLL
     for (int warp = 0; warp < kWarpsPerGroup; ++warp) {
       constexpr int kBlocks = T::kRowTile / 8 / kWarpsPerGroup;
@@ -127,7 +145,9 @@ struct Consumer {
     }
   }
 
-  CUTE_DEVICE char* probabilities(KeyPosition<T> of) const { return shared.ring + of.stage * T::kStageBytes + T::kRopeOffset; }
+  // A byte a warp's rows.
+  CUTE_DEVICE uint32_t renewed(int tile) const { return reinterpret_cast<const uint32_t&>(shared.renewed[tile % T::kTilesTold]); }
+  CUTE_DEVICE char* stage(KeyPosition<T> of) const { return shared.ring + of.stage * T::kStageBytes; }
 };
 
 }  // namespace etap::mixed_major

@@ -1,4 +1,4 @@
-// S = Q·K^T of one tile, [64 rows x 64 tokens] in float32 registers. (The output: transposed_fp8/products.cuh.)
+// S = Q·K^T of one tile, [64 rows x 64 tokens], and this half of O^T += V^T·P^T of two, in float32 registers.
 #pragma once
 
 #include "decode/mixed_major/traits.h"
@@ -52,6 +52,29 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, const DecodeParams& params, K
     CUTE_UNROLL
     for (int i = 0; i < size(s); ++i) s(i) += part(i);
   }
+}
+
+// Adds V^T·P^T of two tiles, slices first_slice and those behind it. The products of both have a sum of their own.
+template <class T>
+CUTE_DEVICE void add_outputs(const char* const (&tiles)[2], int first_slice, transposed::OutputFragment<T>& ot) {
+  using namespace cute;
+  constexpr int kTileLoads = 2;  // of a slice
+  transposed_fp8::LoadedProducts<T, typename T::OutputMma, 2 * kTileLoads * T::kOutputSlices, decltype(make_fragment_like(ot(_, 0, 0))),
+                                 2 * kTileLoads>
+      products;
+  const auto operand = [&](int i) { return wgmma::operand_b<typename T::ProbabilityOperand>(products.mma, tiles[i] + T::kRopeOffset); };
+  const decltype(operand(0)) r_pt[2] = {operand(0), operand(1)};
+  const auto result = [&](int load) { return ot(_, load / (2 * kTileLoads), 0); };
+  const int offset = first_slice / 2 * T::kWideBytes;
+  warpgroup_fence_operand(ot);
+  products.start(
+      [&](int load, auto& words) {
+        transposed_fp8::load_values_words<T>(tiles[load / kTileLoads % 2] + offset, load / (2 * kTileLoads), load % kTileLoads, words);
+      },
+      [](const auto& words, auto& operand) { transposed_fp8::convert_values<typename T::Element>(words, operand); },
+      [&](int load) { return r_pt[load / kTileLoads % 2]; }, result);
+  products.finish(result);
+  warpgroup_fence_operand(ot);
 }
 
 }  // namespace etap::mixed_major

@@ -1,6 +1,8 @@
 // The softmax is online, along the rows of S; P then lies where both consumers multiply it.
 #pragma once
 
+#include <cuda_fp16.h>
+
 #include <cute/arch/copy_sm90.hpp>
 
 #include "decode/mixed_major/traits.h"
@@ -11,14 +13,7 @@ namespace etap::mixed_major {
 // The first of a thread's two rows of S.
 CUTE_DEVICE int first_row() { return fragment_row(anew(threadIdx.x % kGroupThreads)); }
 
-struct RowState : query_major::RowState {
-  float scale[2];  // of scores, to the log2 domain
-
-  template <class SharedStorage>
-  CUTE_DEVICE RowState(const SharedStorage& shared, const DecodeParams& params, const Piece& piece, int row_group)
-      : query_major::RowState(params, piece, row_group),
-        scale{shared.score_scales[first_row()], shared.score_scales[first_row() + 8]} {}
-};
+using query_major::RowState;
 
 // Four e4m3 values of a row a word: tokens t, t + 8, t + 1, t + 9 of each 16, in the order of V^T's operand.
 template <class T>
@@ -26,26 +21,30 @@ using Probabilities = uint32_t[2][T::kWords];
 
 // Computes P = 2^(scale * S - reference), rounded, of a tile whose references may be renewed: see query_major/softmax.cuh.
 template <class T>
-CUTE_DEVICE bool exponentiate(const typename T::Scores& s, RowState& state, Probabilities<T>& p, float (&factor)[2]) {
+CUTE_DEVICE bool exponentiate(const Shared<T>& shared, const typename T::Scores& s, RowState& state, Probabilities<T>& p,
+                              float (&factor)[2]) {
+  const float scale[2] = {shared.score_scales[first_row()], shared.score_scales[first_row() + 8]};  // to the log2 domain
   factor[0] = factor[1] = 1.0f;
   const bool renew =
-      query_major::renew_references(s, state.scale, T::kLargestExponent, T::kProbabilityShift, state, factor);
+      query_major::renew_references(s, scale, T::kLargestExponent, T::kProbabilityShift, state, factor);
   CUTE_UNROLL
   for (int h = 0; h < 2; ++h) {
-    float sum = 0.0f, rounded_sum = 0.0f;
+    float sum = 0.0f;
+    __half2 rounded_sums;  // 16 values of at most 448: float16 holds their sum more exactly than e4m3 does each
     CUTE_UNROLL
     for (int word = 0; word < T::kWords; ++word) {
       const auto exponential = [&](int block, int bit) {
-        return ptx::ex2(fmaf(s(8 * word + 4 * block + 2 * h + bit), state.scale[h], -state.reference[h]));
+        return ptx::ex2(fmaf(s(8 * word + 4 * block + 2 * h + bit), scale[h], -state.reference[h]));
       };
       const float a = exponential(0, 0), b = exponential(1, 0), c = exponential(0, 1), d = exponential(1, 1);
       p[h][word] = pack_four<typename T::Element>(a, b, c, d);
-      const float4 rounded = unpack_four<typename T::Element>(p[h][word]);
       sum += (a + b) + (c + d);
-      rounded_sum += (rounded.x + rounded.y) + (rounded.z + rounded.w);
+      const uint2 rounded = transposed_fp8::to_halves(p[h][word]);
+      const __half2 pairs = __hadd2(reinterpret_cast<const __half2&>(rounded.x), reinterpret_cast<const __half2&>(rounded.y));
+      rounded_sums = word == 0 ? pairs : __hadd2(rounded_sums, pairs);
     }
     state.sums[h] += sum;
-    state.rounded_sums[h] += rounded_sum;
+    state.rounded_sums[h] += __low2float(rounded_sums) + __high2float(rounded_sums);
   }
   return renew;
 }

@@ -44,18 +44,19 @@ struct Traits : transposed_fp8::Products<cutlass::float_e4m3_t, transposed_fp8::
   static constexpr bool kFitsLaunchRegisters = false;
   static constexpr int kStages = 5;
   static constexpr int kTilesTold = 4;
+  static constexpr int kFewTiles = 8;  // of a piece, for which the code that multiplies two together is not worth its loading
   static constexpr int kScoreThreads = kGroupThreads;  // a warpgroup zeros the tail of its own value dims
   static constexpr bool kProbabilitiesInTile = true;
   static_assert(kProbabilityBytes == kTileTokens * kRopeDim);
   static constexpr int kRopeOffset = kWideChunks * kWideBytes;  // of a stage, where P lies in the end
 
-  // Of a row whose maximum is new P is exact there; a warp's 16 rows take new references together. It stands this much above the shift so
-  // that the same maximum, rounded twice, is no new one.
-  static constexpr float kLargestExponent = kProbabilityShift + 0.05f;
+  // Half of what the others have, which leaves room for larger scores before references are renewed: a warp's 16 rows take new
+  // ones together.
+  static constexpr float kProbabilityShift = 7.0f;
 
   static constexpr int kOperands = 4;  // beside O there are registers for two parts: none of S is held by then
 
-  static constexpr int kPartChunks = 2;  // of 64 columns, that tensor cores add up
+  static constexpr int kPartChunks = 3;  // of 64 columns, that tensor cores add up
   using ScoreMma = wgmma::OfShared<Element, kTileTokens>;
   using Scores = wgmma::Result<ScoreMma, kRowTile, kTileTokens>;
   using QueryOperand = wgmma::Layout<Swizzle, kRowTile>;

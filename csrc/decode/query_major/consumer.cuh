@@ -41,10 +41,11 @@ struct Consumer {
       }
       if (tiles == 0) continue;
       if constexpr (T::kGathered) sparse::gather_queries<T>(shared, params, piece.request, row_group);
-      RowState state(params, piece, row_group);
+      RowState state;
+      const VisibleTokens visible(params, piece, row_group);
       cute::clear(consumer.o);
       for (int i = first; i < tiles; i += kConsumerGroups) {
-        consumer.own_tile(piece, piece.begin_tile + i, n + i, i + kConsumerGroups >= tiles, queries, state);
+        consumer.own_tile(piece, piece.begin_tile + i, n + i, i + kConsumerGroups >= tiles, queries, visible, state);
       }
       if ((n + tiles - 1 + group) % kConsumerGroups != 0) {
         consumer.other_tile(piece, piece.end_tile - 1, n + tiles - 1, state);
@@ -56,7 +57,8 @@ struct Consumer {
 
   // Consumes an own tile, the CTA's n-th, and adds the output of the one before it if it follows one in the piece: between two shares
   // of the scores, when P of that tile is there and the value dims of this one may still be on their way.
-  CUTE_DEVICE void own_tile(const Piece& piece, int tile, int n, bool last, RingPosition<1> queries, RowState& state) {
+  CUTE_DEVICE void own_tile(const Piece& piece, int tile, int n, bool last, RingPosition<1> queries,
+                            const VisibleTokens& visible, RowState& state) {
     const int i = tile - piece.begin_tile;
     const auto at = tile_position<T>(n);
 
@@ -85,7 +87,7 @@ struct Consumer {
     if constexpr (T::kGathered) {
       sparse::hide_invalid_columns(valid, s);
     } else if ((tile + 1) * kTileTokens > piece.seq_len - params.s_q + 1) {
-      mask_scores<T>(state, tile, s);
+      mask_scores<T>(visible, tile, s);
     }
     uint32_t p[T::kWords];
     float factor[2];

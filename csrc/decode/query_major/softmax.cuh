@@ -11,15 +11,12 @@ struct RowState {
   float reference[2];
   float sums[2];
   float rounded_sums[2];
-  int visible[2];  // tokens that the row may see
 
-  CUTE_DEVICE RowState(const DecodeParams& params, const Piece& piece, int row_group) {
-    const int row = row_group * kMaxRowTile + threadIdx.x % kGroupThreads / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+  CUTE_DEVICE RowState() {
     CUTE_UNROLL
     for (int h = 0; h < 2; ++h) {
       reference[h] = kNoMaximum;
       sums[h] = rounded_sums[h] = 0.0f;
-      visible[h] = piece.seq_len - params.s_q + min((row + 8 * h) / params.heads, params.s_q - 1) + 1;
     }
   }
 
@@ -33,13 +30,24 @@ struct RowState {
   }
 };
 
+// How many tokens a thread's two rows may see.
+struct VisibleTokens {
+  int of[2];
+
+  CUTE_DEVICE VisibleTokens(const DecodeParams& params, const Piece& piece, int row_group) {
+    const int row = row_group * kMaxRowTile + threadIdx.x % kGroupThreads / kWarpSize * 16 + threadIdx.x % kWarpSize / 4;
+    CUTE_UNROLL
+    for (int h = 0; h < 2; ++h) of[h] = piece.seq_len - params.s_q + min((row + 8 * h) / params.heads, params.s_q - 1) + 1;
+  }
+};
+
 // Hides the tokens that a row must not see: those behind the request's end, and for s_q > 1 those behind the row's own.
 template <class T>
-CUTE_DEVICE void mask_scores(const RowState& state, int tile, typename T::Scores& s) {
+CUTE_DEVICE void mask_scores(const VisibleTokens& visible, int tile, typename T::Scores& s) {
   const int token = tile * kTileTokens + threadIdx.x % 4 * 2;
   CUTE_UNROLL
   for (int i = 0; i < cute::size(s); ++i) {
-    if (token + i / 4 * 8 + i % 2 >= state.visible[i / 2 % 2]) s(i) = -INFINITY;
+    if (token + i / 4 * 8 + i % 2 >= visible.of[i / 2 % 2]) s(i) = -INFINITY;
   }
 }
 

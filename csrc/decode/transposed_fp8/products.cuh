@@ -101,13 +101,13 @@ CUTE_DEVICE void multiply(Mma& mma, const Operand<kSteps>& operand, const Operan
   cute::warpgroup_commit_batch();
 }
 
-// The products of kLoads matrix loads, added up in the fragments that `result(load)` names, the same for each two loads.
+// The products of kLoads matrix loads, added up in the fragments that `result(load)` names, the same for each kPartLoads of them.
 // While the tensor cores have a few operands, the next is loaded and converted.
 //
 // Hopper adds float16 products in float32, but e4m3 ones with some 14 bits, and cuts off the rest: scores of 576 columns
-// were off by up to 5e-3 of their size, and O^T adds up thousands of tokens. So the e4m3 products of two loads get a sum of
+// were off by up to 5e-3 of their size, and O^T adds up thousands of tokens. So the e4m3 products of kPartLoads loads get a sum of
 // their own, which float32 additions take over.
-template <class T, class Mma, int kLoads, class Fragment>
+template <class T, class Mma, int kLoads, class Fragment, int kPartLoads = 2>
 struct LoadedProducts {
   static constexpr int kParts = T::kFp8Math ? T::kOperands / 2 : 1;
 
@@ -130,17 +130,18 @@ struct LoadedProducts {
   CUTE_DEVICE void start(Words (&words)[T::kFetches], Fetch&& fetch, Convert&& convert, OperandB&& operand_b, Result&& result) {
     CUTE_UNROLL
     for (int load = 0; load < kLoads; ++load) {
-      // Sums of two loads are waited for in pairs, which frees both operands.
+      // e4m3 operands are waited for in pairs.
       if (load >= T::kOperands && (!T::kFp8Math || load % 2 == 0)) {
         cute::warpgroup_wait<T::kFp8Math ? T::kOperands - 2 : T::kOperands - 1>();
-        if (T::kFp8Math) take_over(load / 2 - kParts, result);
+        const int done = load - T::kOperands + 2;
+        if (T::kFp8Math && done % kPartLoads == 0) take_over(done / kPartLoads - 1, result);
       }
       auto& operand = operands[load % T::kOperands];
       convert(words[load % T::kFetches], operand);
       if (load + T::kFetches < kLoads) fetch(load + T::kFetches, words[load % T::kFetches]);
       if constexpr (T::kFp8Math) {
-        auto& part = parts[load / 2 % kParts];
-        if (load % 2 == 0) {
+        auto& part = parts[load / kPartLoads % kParts];
+        if (load % kPartLoads == 0) {
           mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
           cute::warpgroup_fence_operand(part);
         }
@@ -156,15 +157,15 @@ struct LoadedProducts {
     cute::warpgroup_wait<0>();
     if constexpr (T::kFp8Math) {
       CUTE_UNROLL
-      for (int pair = kLoads / 2 - kParts; pair < kLoads / 2; ++pair) take_over(pair, result);
+      for (int part = (kLoads - T::kOperands) / kPartLoads; part < kLoads / kPartLoads; ++part) take_over(part, result);
     }
   }
 
   template <class Result>
-  CUTE_DEVICE void take_over(int pair, Result&& result) {
-    auto& part = parts[pair % kParts];
+  CUTE_DEVICE void take_over(int n, Result&& result) {
+    auto& part = parts[n % kParts];
     cute::warpgroup_fence_operand(part);
-    auto sum = result(2 * pair);
+    auto sum = result(kPartLoads * n);
     CUTE_UNROLL
     for (int i = 0; i < cute::size(part); ++i) sum(i) += part(i);
   }

@@ -228,6 +228,13 @@ def _product(integer: str, real: str | None):
     return translate
 
 
+def _sum(t: Translator, item: Instruction, mask: str) -> str:
+    if item.opcode != "add.f16x2":
+        return _arithmetic("{0} + {1}", "{0} + {1}")(t, item, mask)
+    a, b = (t.read(operand, "f16x2") for operand in item.operands[1:])
+    return t.write(item.operands[0], "f16x2", f"({a}.view(float16) + {b}.view(float16)).view(uint32)", mask)
+
+
 def _fused(t: Translator, item: Instruction, mask: str) -> str:
     if item.opcode != "fma.rn.bf16x2":
         return _arithmetic(None, "_fma({0}, {1}, {2})")(t, item, mask)
@@ -372,7 +379,7 @@ def _griddepcontrol(t: Translator, item: Instruction, mask: str) -> str:
 
 TRANSLATIONS = {
     "mov": _mov,
-    "add": _arithmetic("{0} + {1}", "{0} + {1}"),
+    "add": _sum,
     "sub": _arithmetic("{0} - {1}", "{0} - {1}"),
     "mul": _product("{0} * {1}", "{0} * {1}"),
     "mad": _product("{0} * {1} + {2}", None),
