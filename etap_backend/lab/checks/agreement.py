@@ -77,16 +77,19 @@ class Agreement:
         return {i: statistics.median(steps) for i, steps in enumerate(self.differences) if len(steps) >= REQUEST_STEPS}
 
     def median(self) -> float:
-        return statistics.median([value for request in self.differences for value in request])
+        """Infinite where all requests part at their first step."""
+        values = [value for request in self.differences for value in request]
+        return statistics.median(values) if values else math.inf
 
     def summary(self) -> dict:
         values = sorted(value for request in self.differences for value in request)
+        medians = (statistics.median(request) for request in self.differences if request)
         return {
             "steps": len(values),
-            "median": statistics.median(values),
-            "p99": values[math.ceil(0.99 * len(values)) - 1],
-            "max": values[-1],
-            "largest_median_of_a_request": max(statistics.median(request) for request in self.differences if request),
+            "median": statistics.median(values) if values else None,
+            "p99": values[math.ceil(0.99 * len(values)) - 1] if values else None,
+            "max": values[-1] if values else None,
+            "largest_median_of_a_request": max(medians, default=None),
             "largest_median_of_a_judged_request": max(self.request_medians().values(), default=None),
             "parted": len(self.parted),
             "largest_gap_parted": max(self.parted, default=None),
@@ -297,7 +300,7 @@ class MixedRequests:
                     failures += [f"{case}: {reason}" for reason in against] if ours.is_etap else []
         found = [f"{case}: {one['equal_answers']} of {one['requests']}" for case, one in document["agreement"].items()]
         said = f"log-probabilities {'differ' if failures else 'agree'}; equal answers: {'; '.join(found)}"
-        return {"outcome": said} | document, failures
+        return {"outcome": said if found else "no answers to compare"} | document, failures
 
     @staticmethod
     def rows(document: dict) -> list[list[dict]]:
@@ -347,8 +350,8 @@ def _must_have_found(server: Served, requests: list[Request], had: float) -> Non
 
 
 def _agreements(record: dict, reference: dict) -> dict[str, Agreement]:
-    """By stage; what was asked together, again and few at a time is all compared with what was answered together."""
-    others = {stage: "turns" if stage == "turns" else "together" for stage in ("together", "again", "few", "turns")}
+    """By stage, beside the reference's, whose prefix cache may change answers, too; few at a time beside together."""
+    others = {stage: "together" if stage == "few" else stage for stage in ("together", "again", "few", "turns")}
     return {
         stage: agreement(record["stages"][stage]["requests"], reference["stages"][other]["requests"])
         for stage, other in others.items()
