@@ -13,7 +13,7 @@ whatever attention computes. Here each matrix keeps the variance of what it mult
   hair now and then, and would turn rounding into differences as large as those of a wrong context;
 - log-probabilities spread, so that greedy decoding seldom meets a tie (lm_head).
 
-A weight depends on its name and shape only, so every attention backend gets the same model, if on as many ranks: a shard
+A weight depends on its name and shape only, so every attention backend gets the same model on as many ranks: a shard
 is drawn by itself. FP8 weights in blocks get their variance from the scales; integers are zeros.
 """
 
