@@ -72,7 +72,7 @@ struct Consumer {
         } else {
           take_over<T>(shared, 1 - group, i - 1, state);
         }
-        consumer.add_outputs(piece, max(i - 1, 0), min(i + 1, tiles), tiles > T::kFewTiles);
+        consumer.add_outputs(piece, max(i - 1, 0), min(i + 1, tiles));
       }
       finish_piece<T>(shared, Destination<T>(params, piece, row_group), group, tiles - 1, value_scale, state, consumer.ot);
     }
@@ -99,11 +99,11 @@ struct Consumer {
   }
 
   // Adds the outputs of tiles [begin, end): an own one, the other's before it, or both. Their P is there, but for what other warps of
-  // this group have of an own one's. together: both in one sum, if they have the same references.
-  CUTE_DEVICE void add_outputs(const Piece& piece, int begin, int end, bool together) {
+  // this group have of an own one's. Both go in one sum if they have the same references.
+  CUTE_DEVICE void add_outputs(const Piece& piece, int begin, int end) {
     ETAP_MARKED(own_tile_meeting, event::of_consumer(group).sync());
     if ((piece.begin_tile + end) * kTileTokens > piece.seq_len) zero_tail(piece, end - 1, end - 1 == begin ? at : at.ahead(1));
-    if (together && end - begin == 2 && renewed(begin + 1) == 0) {
+    if (piece.tiles() > T::kFewTiles && end - begin == 2 && renewed(begin + 1) == 0) {
       if (begin > 0) scale_output(begin);
       const auto second = at.ahead(1);
       mixed_major::add_outputs<T>({stage(at), stage(second)}, group * T::kOutputSlices, ot);

@@ -4,13 +4,15 @@ Concurrent requests of mixed length go to every server. What is forced (every se
 made to answer given tokens) compares at all its steps; what decodes greedily compares up to the first step at which the
 two choose differently. Each server answers all of them together, again over what its prefix cache holds, a few at a
 time, and at last next turns: prompts of 2 to 300 tokens over a cached prefix, one at a time, so that each is a step of
-its own, of which up to 128 tokens go through the backends' decode kernels. Two yardsticks come from the reference:
+its own, of which up to 128 tokens go through the backends' decode kernels. Three yardsticks come from the reference:
 
 - noise: the same requests a few at a time. Batches of other sizes take other GEMM and split-KV kernels, and each
   rounding to bfloat16 that turns out differently spreads through the layers. That is no fault, and no attention kernel
   can be told apart below it.
 - control: requests again with the first three quarters of their prompts replaced. If that moved nothing, attention
   would not matter here and agreement would prove nothing.
+- prefix cache: the same requests again. An engine may answer otherwise from its prefix cache whoever attends, so ETAP's
+  answers again are compared with the reference's again; this tells how far the reference moves.
 
 Over an FP8 cache most backends round queries and probabilities to e4m3, as ETAP does with FP8 math alone, so noise is
 no bound to differences between the two ways; it is none to eager mode either, which rounds elsewhere.
@@ -286,7 +288,9 @@ class MixedRequests:
                 continue
             control = moved(*(yardstick["stages"][stage]["requests"] for stage in ("control", "before control")))
             noise = agreement(known["stages"]["few"]["requests"], known["stages"]["together"]["requests"])
-            document["yardsticks"][mode] = {"noise": noise.summary(), "control": control.summary()}
+            again = agreement(*(known["stages"][stage]["requests"] for stage in ("again", "together")))
+            yardsticks = {"noise": noise, "control": control, "prefix cache": again}
+            document["yardsticks"][mode] = {name: one.summary() for name, one in yardsticks.items()}
             for backend in (name for name, its_mode in records if its_mode == mode and name != reference):
                 ours = Variant.parse(backend)
                 loose = rounds_otherwise(ours, Variant.parse(reference))
