@@ -100,8 +100,8 @@ struct RowList {
 struct TokenDivision {
   int32_t tokens;
   int32_t partitions;
-  int32_t step_tokens;  // a partition decodes step_tokens / step_parts tokens
-  int32_t step_parts;
+  cutlass::FastDivmod step_tokens;  // a partition decodes step_tokens / step_parts tokens
+  cutlass::FastDivmod step_parts;
 };
 
 struct SparseParams {
@@ -109,11 +109,38 @@ struct SparseParams {
   RowFormat format;  // of the rows of both caches
   int32_t row_bytes;
   const int32_t* request_ids;  // [tokens], rows of the block tables; null where there are none
-  TokenDivision division;
   int32_t partition_tiles;  // of the longest partition, if all entries count
 };
 
-struct DecodeParams {
+// What decode kernels and the combination behind them share: how the work is divided, where partial results lie, where results go. It
+// is all that the combination is given, since each 64 bytes of parameters are first read from memory.
+struct ResultParams {
+  // Partial O^T as WGMMA's registers hold it, so that all copies are 16 bytes wide and coalesced:
+  // [slots, row_groups, 8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads, 4]
+  float* partial_out;
+  float* partial_lse;                      // [slots, row_groups, row_tile], log2
+  const WorkRange* work_ranges = nullptr;  // [partitions]; of sparse attention none
+  int32_t batch;
+  int32_t partitions;
+  int32_t rows;        // s_q * heads
+  int32_t row_tile;    // 8, 16, 32 or 64
+  int32_t row_groups;  // ceil(rows / row_tile)
+  float empty_lse;     // of rows that see no token; partial_lse has -inf of them
+  bool float16_out;    // else bfloat16
+  // Schedule, lengths, block table, kv_scale and the cache's rows of all but the last s_q tokens are older than the kernel before this
+  // one: they are read before that has ended. Of whole tiles of dense attention alone.
+  bool early_loads = false;
+  bool rows_on_lanes = false;  // partial_out lies as O = P·V leaves it: see combine.cu
+  bool paired_dims = false;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
+  void* out;                 // [batch, rows, 512]; strides in elements, of a dense call contiguous
+  int64_t out_stride_batch;
+  int64_t out_stride_row;
+  float* lse;                    // [batch, rows], natural log
+  const float* sinks = nullptr;  // [heads], null: none; natural logarithms; of sparse attention
+  TokenDivision division = {};   // of sparse attention; of a dense call no partitions
+};
+
+struct DecodeParams : ResultParams {
   const void* q;       // [batch, s_q, heads, 512 or 576]
   const void* q_rope;  // [batch, s_q, heads, 64]
   int64_t q_stride_batch;
@@ -126,46 +153,23 @@ struct DecodeParams {
   int64_t block_table_stride = 0;
   int32_t max_pages = 0;
   const int32_t* seq_lens = nullptr;       // [batch]
-  const WorkRange* work_ranges = nullptr;  // [partitions]
   const int32_t* split_offsets = nullptr;  // [batch + 1]
-  void* out;                               // [batch, rows, 512]; strides in elements, of a dense call contiguous
-  int64_t out_stride_batch;
-  int64_t out_stride_row;
-  float* lse;                              // [batch, rows], natural log
-  // Partial O^T as WGMMA's registers hold it, so that all copies are 16 bytes wide and coalesced:
-  // [slots, row_groups, 8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads, 4]
-  float* partial_out;
-  float* partial_lse;  // [slots, row_groups, row_tile], log2
-  int32_t batch;
   int32_t s_q;
   int32_t heads;
-  int32_t rows;        // s_q * heads
-  int32_t row_tile;    // 8, 16, 32 or 64
-  int32_t row_groups;  // ceil(rows / row_tile)
-  int32_t partitions;
   cutlass::FastDivmod parts_per_page = {};
   float scale_log2;  // softmax scale * log2(e)
-  float empty_lse;   // of rows that see no token; partial_lse has -inf of them
-  // For an FP8 cache alone: what its values and those of e4m3 queries are multiplied with (null: 1), what the queries are,
-  // and whether the result is float16 or bfloat16.
+  // For an FP8 cache alone: what its values and those of e4m3 queries are multiplied with (null: 1), and what the queries are.
   const float* kv_scale = nullptr;
   const float* q_scale = nullptr;
   QueryType query_type;
-  bool float16_out;
-  bool rows_on_lanes = false;  // partial_out lies as O = P·V leaves it: see combine.cu
-  bool paired_dims = false;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
-  // Sparse attention alone, where each query token is a request of its own, and no schedule divides the work: there are no
-  // work_ranges, split_offsets, seq_lens and block_table.
-  const float* sinks = nullptr;  // [heads], null: none; natural logarithms
   // Dense attention alone.
   PagedCache cache = {};
   KeyLoad key_load = KeyLoad::kTiles;
   RowSteps latent_steps = {};
   RowSteps rope_steps = {};
   int32_t part_tokens = kTileTokens;  // that are copied together: 64, 32, 16 or, row by row, 1
-  // Schedule, lengths, block table, kv_scale and the cache's rows of all but the last s_q tokens are older than the kernel before
-  // this one: they are read before that has ended. Of whole tiles alone.
-  bool early_loads = false;
+  // Sparse attention alone, where each query token is a request of its own, and no schedule divides the work: there are no
+  // work_ranges, split_offsets, seq_lens and block_table.
   SparseParams sparse = {};
 };
 

@@ -157,7 +157,8 @@ Bytes bytes_of(const Params& params) {
   return Bytes(reinterpret_cast<const char*>(&params), sizeof(params));
 }
 
-Launch launch_of(const KernelLaunch& kernel, const DecodeParams& params, const DecodeLaunch& maps) {
+template <class Params>
+Launch launch_of(const KernelLaunch& kernel, const Params& params, const DecodeLaunch& maps) {
   Array<Array<int64_t>> cache, queries;
   for (int i = 0; i < maps.cache_map_count; ++i) cache.push_back(numbers(maps.cache_maps[i]));
   for (int i = 0; maps.query_maps_usable && i < 2; ++i) queries.push_back(numbers(maps.query_maps[i]));
@@ -173,7 +174,8 @@ Array<Launch> decode_launches(const DecodeCall& call) {
   const DecodeParams params = decode_params(call);
   const DecodeLaunch decode = prepare_decode(params, call.cache_type());
   all.push_back(launch_of(decode.kernel, params, decode));
-  if (params.partitions > 1) all.push_back(launch_of(prepare_combine(params, decode.lean_combination), params, {}));
+  const ResultParams& results = params;
+  if (params.partitions > 1) all.push_back(launch_of(prepare_combine(params, decode.lean_combination), results, {}));
   return all;
 }
 
@@ -190,7 +192,7 @@ auto with_call(TensorView q, Optional<TensorView> q_rope, TensorView kv_cache, O
 
 // Whether a token is in several pieces, which the decode kernel does not sum itself.
 bool combines(const DecodeParams& params, const KernelLaunch& decode) {
-  return decode.cluster == 1 && sparse::split_candidates(params.sparse.division) > 0;
+  return decode.cluster == 1 && sparse::split_candidates(params.division) > 0;
 }
 
 void sparse_decode(const SparseCall& call) {
@@ -219,13 +221,14 @@ Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
   Array<SparseLaunch> all;
   if (call.is_empty()) return all;
   const DecodeParams params = decode_params(call);
-  const auto add = [&](const KernelLaunch& kernel) {
+  const auto add = [&](const KernelLaunch& kernel, const auto& given) {
     all.push_back(SparseLaunch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.cluster),
-                               int64_t(kernel.threads), int64_t(kernel.shared_bytes), bytes_of(params)));
+                               int64_t(kernel.threads), int64_t(kernel.shared_bytes), bytes_of(given)));
   };
   const KernelLaunch kernel = sparse::prepare(params, sparse::cluster_pieces(params));
-  add(kernel);
-  if (combines(params, kernel)) add(prepare_combine(params, false));
+  const ResultParams& results = params;
+  add(kernel, params);
+  if (combines(params, kernel)) add(prepare_combine(params, false), results);
   return all;
 }
 

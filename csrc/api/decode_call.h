@@ -226,35 +226,35 @@ DecodeParams common_params(const Call& call, int64_t partitions) {
   const int head = call.q.ndim() - 2;  // the dimension
   const DecodeShape shape = call.shape();
   auto* partials = static_cast<float*>(call.workspace.data_ptr());
-  return {
-      .q = call.q.data_ptr(),
-      .q_rope = static_cast<const char*>(rope.data_ptr()) + rope_offset,
-      .q_stride_batch = call.q.stride(0),
-      .q_stride_token = head > 1 ? call.q.stride(1) : 0,
-      .q_stride_head = call.q.stride(head),
-      .q_rope_stride_batch = rope.stride(0),
-      .q_rope_stride_token = head > 1 ? rope.stride(1) : 0,
-      .q_rope_stride_head = rope.stride(head),
-      .out = call.out.data_ptr(),
-      .out_stride_batch = call.out.stride(0),
-      .out_stride_row = call.out.stride(head),
-      .lse = static_cast<float*>(call.lse.data_ptr()),
-      .partial_out = partials,
-      .partial_lse = partials + shape.partial_rows(call.partitions) * kLatentDim,
-      .batch = int32_t(call.q.size(0)),
-      .s_q = int32_t(head > 1 ? call.q.size(1) : 1),
-      .heads = int32_t(call.heads()),
-      .rows = int32_t(call.rows()),
-      .row_tile = shape.row_tile,
-      .row_groups = shape.row_groups,
-      .partitions = int32_t(partitions),
-      .scale_log2 = float(call.softmax_scale * kLog2E),
-      .empty_lse = float(call.empty_lse),
-      .query_type = same(call.q.dtype(), kBFloat16)  ? QueryType::kBFloat16
-                    : same(call.q.dtype(), kFloat16) ? QueryType::kFloat16
-                                                     : QueryType::kE4M3,
-      .float16_out = same(call.out.dtype(), kFloat16),
-  };
+  DecodeParams params{};
+  params.partial_out = partials;
+  params.partial_lse = partials + shape.partial_rows(call.partitions) * kLatentDim;
+  params.batch = int32_t(call.q.size(0));
+  params.partitions = int32_t(partitions);
+  params.rows = int32_t(call.rows());
+  params.row_tile = shape.row_tile;
+  params.row_groups = shape.row_groups;
+  params.empty_lse = float(call.empty_lse);
+  params.float16_out = same(call.out.dtype(), kFloat16);
+  params.out = call.out.data_ptr();
+  params.out_stride_batch = call.out.stride(0);
+  params.out_stride_row = call.out.stride(head);
+  params.lse = static_cast<float*>(call.lse.data_ptr());
+  params.q = call.q.data_ptr();
+  params.q_rope = static_cast<const char*>(rope.data_ptr()) + rope_offset;
+  params.q_stride_batch = call.q.stride(0);
+  params.q_stride_token = head > 1 ? call.q.stride(1) : 0;
+  params.q_stride_head = call.q.stride(head);
+  params.q_rope_stride_batch = rope.stride(0);
+  params.q_rope_stride_token = head > 1 ? rope.stride(1) : 0;
+  params.q_rope_stride_head = rope.stride(head);
+  params.s_q = int32_t(head > 1 ? call.q.size(1) : 1);
+  params.heads = int32_t(call.heads());
+  params.scale_log2 = float(call.softmax_scale * kLog2E);
+  params.query_type = same(call.q.dtype(), kBFloat16)  ? QueryType::kBFloat16
+                      : same(call.q.dtype(), kFloat16) ? QueryType::kFloat16
+                                                       : QueryType::kE4M3;
+  return params;
 }
 
 inline DecodeParams decode_params(const DecodeCall& call) {

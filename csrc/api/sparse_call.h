@@ -247,7 +247,6 @@ inline SparseParams sparse_params(const SparseCall& call) {
       .format = call.format(),
       .row_bytes = int32_t(call.lists[0].row() * element_bytes(call.kv_cache().dtype())),
       .request_ids = integers(call.request_ids),
-      .division = call.division(),
       .partition_tiles = int32_t((call.tokens() * call.most_tiles() + call.division().partitions - 1) / call.division().partitions),
   };
 }
@@ -260,6 +259,7 @@ inline DecodeParams decode_params(const SparseCall& call) {
   params.rows_on_lanes = call.shape().kernel == DecodeKernelKind::kQueryMajor && !scaled;
   params.paired_dims = scaled;
   params.sinks = call.sinks.has_value() ? static_cast<const float*>(call.sinks.value().data_ptr()) : nullptr;
+  params.division = call.division();
   params.sparse = sparse_params(call);
   return params;
 }

@@ -70,7 +70,7 @@ struct Shares {
 };
 
 // Whether the work was divided by shapes alone, or else by a schedule.
-CUTE_DEVICE bool is_even(const DecodeParams& params) { return params.sparse.division.partitions > 0; }
+CUTE_DEVICE bool is_even(const ResultParams& params) { return params.division.partitions > 0; }
 
 // A split request.
 struct Entry {
@@ -79,7 +79,7 @@ struct Entry {
   int splits = 0;
 
   // The schedule's i-th, request -1 behind the last.
-  CUTE_DEVICE static Entry listed(const DecodeParams& params, int i) {
+  CUTE_DEVICE static Entry listed(const ResultParams& params, int i) {
     Entry entry;
     if (i < min(params.batch, params.partitions)) {
       const WorkRange& row = params.work_ranges[i];
@@ -90,8 +90,8 @@ struct Entry {
     return entry;
   }
   // The i-th token that may be split, request -1 where it is not.
-  CUTE_DEVICE static Entry even(const DecodeParams& params, int i) {
-    const TokenDivision& division = params.sparse.division;
+  CUTE_DEVICE static Entry even(const ResultParams& params, int i) {
+    const TokenDivision& division = params.division;
     Entry entry;
     if (i < sparse::split_candidates(division)) {
       const int token = sparse::split_candidate(division, i), pieces = sparse::pieces(division, token);
@@ -99,14 +99,14 @@ struct Entry {
     }
     return entry;
   }
-  CUTE_DEVICE static Entry of(const DecodeParams& params, int i) {
+  CUTE_DEVICE static Entry of(const ResultParams& params, int i) {
     return is_even(params) ? even(params, i) : listed(params, i);
   }
 };
 
 // Those of the candidates first, first + step, ... One question for all, so that the loads of listed ones do not wait for each other.
 template <int kEntries>
-CUTE_DEVICE void find(const DecodeParams& params, int first, int step, Entry (&entries)[kEntries]) {
+CUTE_DEVICE void find(const ResultParams& params, int first, int step, Entry (&entries)[kEntries]) {
   if (is_even(params)) {
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) entries[e] = Entry::even(params, first + e * step);
@@ -117,15 +117,15 @@ CUTE_DEVICE void find(const DecodeParams& params, int first, int step, Entry (&e
 }
 
 // Whether there is nothing to sum from the i-th candidate on, `entry`.
-CUTE_DEVICE bool is_behind(const DecodeParams& params, int i, const Entry& entry) {
-  return is_even(params) ? i >= sparse::split_candidates(params.sparse.division) : entry.request < 0;
+CUTE_DEVICE bool is_behind(const ResultParams& params, int i, const Entry& entry) {
+  return is_even(params) ? i >= sparse::split_candidates(params.division) : entry.request < 0;
 }
 
 // A task is 8 rows x 16 value dims of a split request. A block takes kWarps tasks of the same rows; or 1 or 2, where few requests
 // can be split and blocks are what is wanted. All that does not depend on the request is worked out here, before the kernel waits
 // for the one that writes the partials.
 struct Block {
-  const DecodeParams& params;
+  const ResultParams& params;
   const bool one_row;
   const unsigned warp = threadIdx.x / kWarpSize;
   const unsigned lane = threadIdx.x % kWarpSize;
@@ -134,7 +134,7 @@ struct Block {
   int slice_stride;  // of partial values, from a task to the one 64 value dims behind it
   Partials partials;
 
-  CUTE_DEVICE Block(const DecodeParams& params, bool one_row, unsigned first_task) : params(params), one_row(one_row) {
+  CUTE_DEVICE Block(const ResultParams& params, bool one_row, unsigned first_task) : params(params), one_row(one_row) {
     const unsigned blocks_per_group = params.row_tile / 8;
     const unsigned slice = first_task / kSliceWarps % kSlices;
     const unsigned quarter = first_task % kSliceWarps;
@@ -276,7 +276,7 @@ struct Block {
 // would go it each time.
 template <int kEntries>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
-    wide_combine_kernel(const __grid_constant__ DecodeParams params) {
+    wide_combine_kernel(const __grid_constant__ ResultParams params) {
   __shared__ Shares<kWarps, kWarps, kMostRowLanes> shared;
   const Block block(params, params.rows_on_lanes, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
@@ -302,7 +302,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
 // Of one task or two a block, of one request: a grid has a block for each that may be split.
 template <int kTasks, bool kOneRow>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
-    narrow_combine_kernel(const __grid_constant__ DecodeParams params) {
+    narrow_combine_kernel(const __grid_constant__ ResultParams params) {
   __shared__ Shares<kTasks, kWarps / kTasks, kOneRow ? kMostRowLanes : kMostRowLanes / 2> shared;
   static_assert(kOneRow || sizeof(shared) <= kCombinationBytes);
   const Block block(params, kOneRow, blockIdx.x * kTasks);
@@ -317,7 +317,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
 // (kBesideCombination): it waits there from that kernel's start on, and the next one's CTAs begin beside it.
 template <int kEntries>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
-    lean_combine_kernel(const __grid_constant__ DecodeParams params) {
+    lean_combine_kernel(const __grid_constant__ ResultParams params) {
   const Block block(params, false, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
 
@@ -373,7 +373,7 @@ KernelLaunch narrow_launch(dim3 blocks) {
 // In batch-invariant schedules, whose partitions are a multiple of the batch, no sum may be rounded in another order with another
 // batch. There `sparing` alone depends on it, and only chooses between grids that give the same bits, or in which all splits of a
 // request are in flight at once.
-KernelLaunch prepare_combine(const DecodeParams& params, bool lean) {
+KernelLaunch prepare_combine(const ResultParams& params, bool lean) {
   lean = lean && !params.rows_on_lanes;
   const int requests = std::min(params.batch, params.partitions);  // at most so many are split
   const int tasks = params.row_groups * params.row_tile / 8 * kSlices * kSliceWarps;

@@ -53,7 +53,7 @@ CUTE_DEVICE int row_of_lane(bool one_row) {
 }
 
 // What attention sinks leave of a lane's two rows' scale. The rows are a token's heads.
-CUTE_DEVICE float2 beside_sinks(const DecodeParams& params, bool one_row, const Totals& totals, int first_row, float2 scale) {
+CUTE_DEVICE float2 beside_sinks(const ResultParams& params, bool one_row, const Totals& totals, int first_row, float2 scale) {
   const int low = first_row + row_of_lane(one_row), high = one_row ? low : low + 1;
   if (low < params.rows) scale.x *= beside_sink(params.sinks[low], totals.reference.x + log2f(totals.sum.x));
   if (high < params.rows) scale.y *= beside_sink(params.sinks[high], totals.reference.y + log2f(totals.sum.y));
@@ -61,7 +61,7 @@ CUTE_DEVICE float2 beside_sinks(const DecodeParams& params, bool one_row, const 
 }
 
 // Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
-CUTE_DEVICE void write_rows(const DecodeParams& params, bool one_row, const Sum& sum, const Totals& totals, int request,
+CUTE_DEVICE void write_rows(const ResultParams& params, bool one_row, const Sum& sum, const Totals& totals, int request,
                             int first_row, int dim) {
   const int lane = threadIdx.x % kWarpSize;
   // The sums are at least 1, that of the reference, or 0.
@@ -85,7 +85,7 @@ CUTE_DEVICE void write_rows(const DecodeParams& params, bool one_row, const Sum&
   if (row < params.rows) *reinterpret_cast<uint2*>(out + (paired ? lane_dim<true>(lane) : lane_dim<false>(lane))) = dims;
 }
 
-CUTE_DEVICE void write_lse(const DecodeParams& params, bool one_row, const Totals& totals, int request, int first_row) {
+CUTE_DEVICE void write_lse(const ResultParams& params, bool one_row, const Totals& totals, int request, int first_row) {
   const int lane = threadIdx.x % kWarpSize;
   const int row = first_row + (one_row ? lane / 4 : lane * 2);
   float* lse = params.lse + int64_t(request) * params.rows + row;

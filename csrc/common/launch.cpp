@@ -53,7 +53,6 @@ CUfunction KernelHandles::of(const KernelLaunch& kernel, int device) {
   if (handle != nullptr) return handle;
   const void* const function = kernel.function;
   ETAP_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, kernel.shared_bytes));
-  ETAP_CUDA_CHECK(cudaFuncSetAttribute(function, cudaFuncAttributeNonPortableClusterSizeAllowed, 1));  // its later launches'
   ETAP_CUDA_CHECK(cudaGetFuncBySymbol(&handle, function));
   known.store(handle, std::memory_order_relaxed);
   return handle;

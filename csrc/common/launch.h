@@ -20,14 +20,14 @@ struct KernelLaunch;
 // launch: 0.4 us, of which a decode call has two.
 class KernelHandles {
  public:
-  // Grants the shared memory, and clusters of more than 8, too, the first time. device: the current one.
+  // Grants the shared memory the first time. device: the current one.
   CUfunction of(const KernelLaunch& kernel, int device);
   // Whether the GPU has room for all of a launch's clusters at once, which its SMs may be too few or too scattered for. Asked
   // of the driver once for each size of them.
   bool clusters_fit(const KernelLaunch& kernel, int device);
 
  private:
-  static constexpr int kDevices = 64, kClusterSizes = 5;  // powers of two
+  static constexpr int kDevices = 64, kClusterSizes = 4;  // powers of two
   std::atomic<CUfunction> of_device_[kDevices] = {};
   std::atomic<int> clusters_[kDevices][kClusterSizes] = {};  // at once, and 1; 0: not yet known
 };

@@ -122,10 +122,14 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   ETAP_MARKED(launch_meeting, __syncthreads());
   if (T::kGathered || !kWholeTiles || !params.early_loads) ETAP_MARKED(launch_wait, follow_predecessor());
 
-  const unsigned cluster = T::kGathered ? ptx::cluster_size() : 1;
-  const unsigned place = blockIdx.x / cluster;
-  const int partition = place / params.row_groups * cluster + blockIdx.x % cluster;
-  const int row_group = place % params.row_groups;
+  const unsigned cluster = T::kGathered ? ptx::cluster_size() : 1;  // 1, 2, 4 or 8
+  unsigned place = blockIdx.x >> ((cluster > 1) + (cluster > 2) + (cluster > 4));
+  int row_group = 0;
+  if (!T::kGathered || params.row_groups > 1) {  // with lists seldom, and the rows wait for it; else ptxas would spill for the question
+    row_group = place % params.row_groups;
+    place /= params.row_groups;
+  }
+  const int partition = place * cluster + (blockIdx.x & (cluster - 1));
   const int group = cutlass::canonical_warp_group_idx();
   if (group >= kConsumerGroups) {
     adjust_registers<T, kWholeTiles, false>();

@@ -460,7 +460,7 @@ def clusters(case: Case) -> list[int]:
 
 
 # Pieces of a tile, and of two and three, behind which what the CTAs show each other lies over stages lent for merging.
-@covering(1, {"rows, heads": IN_CLUSTERS, "pieces, tiles": [(2, 2), (2, 3), (4, 1), (8, 1), (16, 1)]})
+@covering(1, {"rows, heads": IN_CLUSTERS, "pieces, tiles": [(2, 2), (2, 3), (4, 1), (8, 1), (8, 2)]})
 def test_pieces_that_a_cluster_sums(rows, heads, pieces, tiles):
     tokens = 2 if pieces < 8 else 1
     entries = (pieces * tiles - 1) * TILE
@@ -486,7 +486,7 @@ def test_a_clusters_bits_do_not_depend_on_the_other_tokens(rows, heads):
 
 
 def test_what_no_cluster_sums_is_combined():
-    three, many = Case(16, List(192), None, 1, 3), Case(16, List(2048), None, 1, 32)  # no 2, 4, 8 or 16 pieces
+    three, many = Case(16, List(192), None, 1, 3), Case(16, List(2048), None, 1, 32)  # no 2, 4 or 8 pieces
     wide = [Case(64, List(256), None, 1, 4, **rows) for rows in ROWS.values()]  # more than 32 heads
     across = Case(16, List(640), None, 3, 5)  # a partition of two tokens
     for case in (three, many, *wide, across):

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from etap_backend import DecodeSchedule
+from etap_backend.lab.bench.hold import sms_held
 from support.cases import WILD_PAGES, Case, Guarded, Problem, build, decode
 from support.compare import check, truth
 
@@ -18,6 +19,7 @@ FP8_CACHE = {"kv_dtype": "fp8", "kv_scale": 0.0137}
 CACHES = {"bf16": {}, "fp8": FP8_CACHE, "fp8 math": {**FP8_CACHE, "fp8_math": True}}
 every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 
+REPLAYS = 100_000  # with each cache
 POOL_PAGES = 400
 BATCHES = [
     (700, 64, 5000, 1, 0, 300),
@@ -100,6 +102,60 @@ def test_one_graph_serves_other_lengths(heads, s_q, where, cache):
             recorded.build()
         graph.replay()
         recorded.check(problem)
+
+
+class Turns:
+    """Batches of other lengths over one pool; a graph takes them in turn by itself and compares with the first bits."""
+
+    def __init__(self, batches: list[Problem]):
+        self.recorded = Recorded(batches[0])
+        self.turn = torch.zeros((1,), dtype=torch.int64, device="cuda")
+        self.differing = torch.zeros((), dtype=torch.int64, device="cuda")
+        static, width = self.recorded.static, self.recorded.table.shape[1]
+        static.kv_cache = torch.cat([p.kv_cache.view(torch.uint8) for p in batches]).view(static.kv_cache.dtype)
+        tables = self.recorded.wild.repeat(len(batches), 1, 1)
+        for i, problem in enumerate(batches):
+            pages = problem.block_table
+            used = (pages >= 0) & (pages < POOL_PAGES)
+            tables[i, :, : min(width, pages.shape[1])] = torch.where(used, pages + i * POOL_PAGES, pages)
+        lengths, queries = (torch.stack([getattr(p, name) for p in batches]) for name in ("seq_lens", "q"))
+        self.inputs = [(lengths, static.seq_lens), (queries, static.call_q), (tables, self.recorded.table)]
+        self.first = []
+        for i, problem in enumerate(batches):
+            self.turn.fill_(i)
+            self.step()
+            self.recorded.check(problem)
+            self.first.append([x.clone() for x in (self.recorded.out.tensor, self.recorded.lse.tensor)])
+        self.first = [torch.stack(each) for each in zip(*self.first, strict=True)]
+
+    def step(self) -> None:
+        for values, buffer in self.inputs:
+            buffer.copy_(values.index_select(0, self.turn)[0])
+        self.recorded.build()
+        self.recorded.decode()
+
+    def step_and_compare(self) -> None:
+        self.turn.add_(1).remainder_(len(self.first[0]))
+        for guarded in (self.recorded.out, self.recorded.lse):
+            guarded.poison()
+        self.step()
+        for first, now in zip(self.first, (self.recorded.out.tensor, self.recorded.lse.tensor), strict=True):
+            self.differing += (first.index_select(0, self.turn)[0] != now).any()
+
+
+@every_cache
+@pytest.mark.parametrize("held", [1, 24, 100])
+def test_replays_with_changing_lengths_beside_a_kernel_that_holds_sms(held, cache):
+    """As a communication kernel does: a call's CTAs do not all run at once, in another arrangement each time."""
+    turns = Turns(problems(16, 1, **cache))
+    graph = turns.recorded.record(turns.step_and_compare)
+    turns.differing.zero_()
+    with sms_held(held) as holding:
+        for _ in range(REPLAYS // 3):
+            graph.replay()
+        torch.cuda.current_stream().synchronize()
+        assert not holding.query(), "the SMs were given back before the last replay"
+    assert not turns.differing
 
 
 @every_cache

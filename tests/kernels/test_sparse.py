@@ -16,6 +16,7 @@ import torch
 from sparse_refusals import REFUSALS
 
 from etap_backend import sparse_mla_decode, sparse_workspace_floats
+from etap_backend.lab.bench.hold import sms_held
 from support.cases import LAWS, SOFTMAX_SCALE
 from support.sparse_cases import (
     CACHE_LAYOUTS,
@@ -206,11 +207,24 @@ def test_numbers_of_multiprocessors(device, heads, tokens, num_sms, cache):
 @pytest.mark.parametrize("holes", ["wild", "tail", "all"])
 @on_each("heads, tokens", cpu=[(12, 16)], cuda=product((1, 8, 16, 32, 40, 128), (5, 8, 9, 16, 28, 32, 60, 64)))
 def test_pieces_that_clusters_sum(device, heads, tokens, holes, cache):
-    """16, 8, 4 and 2 pieces a token on 132 multiprocessors, some of them without entries."""
+    """8, 4 and 2 pieces a token on 132 multiprocessors, some of them without entries; some that are combined."""
     top_k = {"cpu": 512, "cuda": 2048}[device]
     case = SparseCase(tokens, heads, top_k, cache, holes=holes, counts="drawn", sinks="infinite", num_sms=132, seed=21)
     verify(case, device)
     verify(replace(case, counts="none", sinks="none", requests=3), device)
+
+
+@pytest.mark.gpu
+@every_cache
+@pytest.mark.parametrize("tokens", [3, 6, 8, 16, 32, 64])
+def test_calls_end_beside_a_kernel_that_holds_three_sms_of_each_gpc(tokens, cache):
+    """As a communication kernel does, that may itself be waiting for another GPU: a cluster still finds its room."""
+    runner = SparseRunner(build(SparseCase(tokens, 16, 2048, cache, seed=24), "cuda"))
+    first = [result.clone() for result in runner.run()]
+    assert not runner.differences(first, (torch.nan,))  # nothing is loaded later, which would wait for all that runs
+    with sms_held(24) as holding:
+        found = runner.differences(first, (torch.nan,) * 3)
+        assert not found and not holding.query(), (found, "or the call waited for the SMs that were held")
 
 
 @both_devices

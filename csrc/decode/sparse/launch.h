@@ -8,10 +8,11 @@
 namespace etap::sparse {
 
 // CTAs of a cluster that holds the pieces of a token and sums them; 1 where they do not, and a token in several pieces wants the
-// combination: where pieces are not 2, 4, 8 or 16 (more than 8 take the GPU's leave), and where a CTA has 64 rows.
+// combination: where pieces are not 2, 4 or 8, and where a CTA has 64 rows. Larger clusters would need nearly all SMs of a GPC, of which
+// a communication kernel may hold some for as long as it likes.
 inline int cluster_pieces(const DecodeParams& params) {
-  const int pieces = equal_pieces(params.sparse.division);
-  return params.row_tile < kMaxRowTile && (pieces == 2 || pieces == 4 || pieces == 8 || pieces == 16) ? pieces : 1;
+  const int pieces = equal_pieces(params.division);
+  return params.row_tile < kMaxRowTile && (pieces == 2 || pieces == 4 || pieces == 8) ? pieces : 1;
 }
 
 // Whether consumers convert the rows; else they multiply bfloat16, which for 64 rows producers make of V4's.

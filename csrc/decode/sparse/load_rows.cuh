@@ -220,8 +220,14 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
   TileGrants<T> grants;
   RowStream stream(params, partition, warp);
   CopierOf<T> copier(params.sparse, warp);
-  int i = 0;  // of the piece's tiles
-  for (WarpRows rows = stream.next(); rows.is_tile; rows = stream.next()) {
+  int i = -RowStream::kAhead;  // of the piece's tiles
+  while (true) {
+    const WarpRows rows = stream.next();
+    if (i < 0) {
+      ++i;
+      continue;
+    }
+    if (!rows.is_tile) return;
     copier.take(rows);
     cute::for_each(cute::make_seq<T::kRuns>{}, [&](auto run) {
       constexpr int kRun = decltype(run)::value;
@@ -260,7 +266,8 @@ class Dequantiser {
       : shared_(shared),
         stream_(params, partition, warp),
         place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + HeldRow::row()) * kLineBytes) {
-    tile_ = stream_.next();
+#pragma unroll 1
+    for (int i = 0; i <= RowStream::kAhead; ++i) tile_ = stream_.next();
     aim(0);
     cute::for_each(cute::make_seq<T::kTileChunks>{}, [&](auto chunk) { held_.template load<decltype(chunk)::value>(present_, from_); });
   }

@@ -15,73 +15,77 @@ namespace etap::sparse {
 // What an end takes, in halves of a tile: a combination behind the partitions; a cluster that sums its CTAs' pieces itself; a second
 // piece of a partition.
 constexpr int64_t kCombinationHalves = 3, kClusterHalves = 2, kSecondPieceHalves = 2;
-constexpr int64_t kMostClusterPieces = 16;
+constexpr int64_t kMostClusterPieces = 8;
 
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The division among at most `partitions` partitions of tokens that have at most so many tiles each, by which the longest partition
-// and what follows it take least: whole tokens; equal pieces of tokens, which a cluster sums (2, 4, 8 or 16, where there are
-// `clusters`) or a combination; or all tiles evenly, which a combination sums.
-__host__ __device__ constexpr TokenDivision divide(int64_t tokens, int64_t most_tiles, int64_t partitions, bool clusters) {
+// and what follows it take least: whole tokens; equal pieces of tokens, which a cluster sums (2, 4 or 8, where there are `clusters`)
+// or a combination; or all tiles evenly, which a combination sums.
+inline TokenDivision divide(int64_t tokens, int64_t most_tiles, int64_t partitions, bool clusters) {
   const int64_t all = tokens * most_tiles;
-  const int64_t used = all < 1 ? 1 : all < partitions ? all : partitions;
-  TokenDivision best{int32_t(tokens), int32_t(used), int32_t(tokens > 0 ? tokens : 1), int32_t(used)};
-  if (all < 1) return best;
-  int64_t least = 2 * divide_up(all, used) + kCombinationHalves + (used % tokens != 0 ? kSecondPieceHalves : 0);
-  const auto consider = [&](int64_t halves, int64_t of_partitions, int64_t step_tokens, int64_t step_parts) {
+  int64_t used = all < 1 ? 1 : all < partitions ? all : partitions;
+  int64_t step_tokens = tokens > 0 ? tokens : 1, step_parts = used;
+  int64_t least = 2 * divide_up(all, used) + kCombinationHalves + (tokens > 0 && used % tokens != 0 ? kSecondPieceHalves : 0);
+  const auto consider = [&](int64_t halves, int64_t of_partitions, int64_t of_tokens, int64_t of_parts) {
     if (halves > least) return;
-    best = {int32_t(tokens), int32_t(of_partitions), int32_t(step_tokens), int32_t(step_parts)};
     least = halves;
+    used = of_partitions;
+    step_tokens = of_tokens;
+    step_parts = of_parts;
   };
-  const int64_t step = divide_up(tokens, partitions);  // whole tokens of a partition
-  if (partitions > tokens && most_tiles > 1) {
-    const int64_t most = partitions / tokens < most_tiles ? partitions / tokens : most_tiles;
-    const int64_t longest = divide_up(most_tiles, most), pieces = divide_up(most_tiles, longest);
-    if (pieces > 1) consider(2 * longest + kCombinationHalves, tokens * pieces, 1, pieces);
+  if (all > 0) {
+    if (partitions > tokens && most_tiles > 1) {
+      const int64_t most = partitions / tokens < most_tiles ? partitions / tokens : most_tiles;
+      const int64_t longest = divide_up(most_tiles, most), pieces = divide_up(most_tiles, longest);
+      if (pieces > 1) consider(2 * longest + kCombinationHalves, tokens * pieces, 1, pieces);
+    }
+    for (int64_t pieces = 2; clusters && pieces <= kMostClusterPieces && tokens * pieces <= partitions; pieces *= 2) {
+      if (pieces <= most_tiles) consider(2 * divide_up(most_tiles, pieces) + kClusterHalves, tokens * pieces, 1, pieces);
+    }
+    const int64_t step = divide_up(tokens, partitions);  // whole tokens of a partition
+    consider(2 * step * most_tiles, divide_up(tokens, step), step, 1);
   }
-  for (int64_t pieces = 2; clusters && pieces <= kMostClusterPieces && tokens * pieces <= partitions; pieces *= 2) {
-    if (pieces <= most_tiles) consider(2 * divide_up(most_tiles, pieces) + kClusterHalves, tokens * pieces, 1, pieces);
-  }
-  consider(2 * step * most_tiles, divide_up(tokens, step), step, 1);
-  return best;
+  return {int32_t(tokens), int32_t(used), int32_t(step_tokens), int32_t(step_parts)};
 }
 
 // The tokens that a partition meets: [first_token, end_token).
-__host__ __device__ constexpr int first_token(const TokenDivision& of, int partition) {
-  return partition * of.step_tokens / of.step_parts;
+__host__ __device__ inline int first_token(const TokenDivision& of, int partition) {
+  return of.step_parts.div(partition * of.step_tokens.divisor);
 }
-__host__ __device__ constexpr int end_token(const TokenDivision& of, int partition) {
-  const int end = ((partition + 1) * of.step_tokens + of.step_parts - 1) / of.step_parts;
+__host__ __device__ inline int end_token(const TokenDivision& of, int partition) {
+  const int end = of.step_parts.div((partition + 1) * of.step_tokens.divisor + of.step_parts.divisor - 1);
   return end < of.tokens ? end : of.tokens;
 }
 
 // The partitions that meet a token: pieces() of them from first_partition() on, whatever its counts.
-__host__ __device__ constexpr int first_partition(const TokenDivision& of, int token) {
-  return token * of.step_parts / of.step_tokens;
+__host__ __device__ inline int first_partition(const TokenDivision& of, int token) {
+  return of.step_tokens.div(token * of.step_parts.divisor);
 }
-__host__ __device__ constexpr int pieces(const TokenDivision& of, int token) {
-  return ((token + 1) * of.step_parts - 1) / of.step_tokens - first_partition(of, token) + 1;
+__host__ __device__ inline int pieces(const TokenDivision& of, int token) {
+  return of.step_tokens.div((token + 1) * of.step_parts.divisor - 1) - first_partition(of, token) + 1;
 }
 
 // Where a split token's partial result from a partition lies; those of its other pieces follow each other. A partition begins in
 // one token and ends in another, so that two slots a partition suffice.
-__host__ __device__ constexpr int first_slot(const TokenDivision& of, int token) { return 2 * first_partition(of, token); }
-__host__ __device__ constexpr int slot(const TokenDivision& of, int token, int partition) {
+__host__ __device__ inline int first_slot(const TokenDivision& of, int token) { return 2 * first_partition(of, token); }
+__host__ __device__ inline int slot(const TokenDivision& of, int token, int partition) {
   return first_partition(of, token) + partition;
 }
 
 // The tokens that may be split, in order: all where partitions are shorter than they are, none where partitions end with tokens,
 // else those in which a partition ends.
-__host__ __device__ constexpr int split_candidates(const TokenDivision& of) {
-  return of.step_tokens < of.step_parts ? of.tokens : of.step_tokens % of.step_parts == 0 ? 0 : of.partitions - 1;
+__host__ __device__ inline int split_candidates(const TokenDivision& of) {
+  const int tokens = of.step_tokens.divisor, parts = of.step_parts.divisor;
+  return tokens < parts ? of.tokens : of.step_parts.rem(tokens) == 0 ? 0 : of.partitions - 1;
 }
-__host__ __device__ constexpr int split_candidate(const TokenDivision& of, int i) {
-  return of.step_tokens < of.step_parts ? i : first_token(of, i + 1);
+__host__ __device__ inline int split_candidate(const TokenDivision& of, int i) {
+  return of.step_tokens.divisor < of.step_parts.divisor ? i : first_token(of, i + 1);
 }
 
 // Pieces of every token, all of them equal shares, one a partition; 0 where tokens do not have as many.
-__host__ __device__ constexpr int equal_pieces(const TokenDivision& of) {
-  return of.step_parts % of.step_tokens == 0 ? of.step_parts / of.step_tokens : 0;
+inline int equal_pieces(const TokenDivision& of) {
+  return of.step_parts.divisor % of.step_tokens.divisor == 0 ? of.step_parts.divisor / of.step_tokens.divisor : 0;
 }
 
 struct TileRange {
@@ -90,14 +94,14 @@ struct TileRange {
 };
 
 // The tile of a token, of so many, at which the partitions before this one end.
-__host__ __device__ constexpr int end_tile(const TokenDivision& of, int token, int partition, int tiles) {
-  const int share = partition * of.step_tokens - token * of.step_parts;
-  const int within = share < 0 ? 0 : share < of.step_parts ? share : of.step_parts;
-  return within * tiles / of.step_parts;
+__host__ __device__ inline int end_tile(const TokenDivision& of, int token, int partition, int tiles) {
+  const int parts = of.step_parts.divisor, share = partition * of.step_tokens.divisor - token * parts;
+  const int within = share < 0 ? 0 : share < parts ? share : parts;
+  return of.step_parts.div(within * tiles);
 }
 
 // What a partition decodes of a token's so many tiles.
-__host__ __device__ constexpr TileRange tile_range(const TokenDivision& of, int token, int partition, int tiles) {
+__host__ __device__ inline TileRange tile_range(const TokenDivision& of, int token, int partition, int tiles) {
   return {end_tile(of, token, partition, tiles), end_tile(of, token, partition + 1, tiles)};
 }
 

@@ -31,32 +31,32 @@ class RowStream {
   CUTE_DEVICE RowStream(const DecodeParams& params, int partition, int warp)
       : params_(params.sparse),
         row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarpsPerGroup) * kOctetRows + threadIdx.x % kOctetRows),
-        guess_(guess_first(partition)),
+        guess_(guess_first(params.division, partition)),
         walk_(params, partition) {
     find_tile();
-    fetch_index<true>();
-    const Entry first = listed_;
-    fetch_index();
-    fetch_page(first);
   }
 
-  // Returns the next tile's rows; behind the last tile there are none. The whole warp calls it.
+  // Returns the next tile's rows, but first kAhead times none; behind the last tile there are none. The whole warp calls it. Reading
+  // ahead begins in its caller's loop, and not here, since a call begins with instructions that are in no cache yet.
+  static constexpr int kAhead = 2;
   CUTE_DEVICE WarpRows next() {
     WarpRows rows;
-    const RowList& list = params_.lists[paged_.list()];
-    const bool present = uint32_t(page_) < uint32_t(list.pages);
-    if (present) {
-      const int place = list.page_size.rem(paged_.index);
-      rows.row = reinterpret_cast<uint64_t>(list.rows + page_ * list.page_stride + place * list.row_stride);
-      if (params_.format == RowFormat::kPageScaledFp8) {
-        rows.scales = (list.page_size.divisor - place) * int32_t(list.row_stride) + place * kPageScaleBytes;
+    if (paged_.marks & kIsTile) {
+      const RowList& list = params_.lists[paged_.list()];
+      const bool present = uint32_t(page_) < uint32_t(list.pages);
+      if (present) {
+        const int place = list.page_size.rem(paged_.index);
+        rows.row = reinterpret_cast<uint64_t>(list.rows + page_ * list.page_stride + place * list.row_stride);
+        if (params_.format == RowFormat::kPageScaledFp8) {
+          rows.scales = (list.page_size.divisor - place) * int32_t(list.row_stride) + place * kPageScaleBytes;
+        }
+      } else {
+        rows.row = reinterpret_cast<uint64_t>(params_.lists[0].rows);
       }
-    } else {
-      rows.row = reinterpret_cast<uint64_t>(params_.lists[0].rows);
+      rows.present = __ballot_sync(0xffffffff, present);
+      rows.is_tile = true;
+      rows.last = paged_.marks & kLast;
     }
-    rows.present = __ballot_sync(0xffffffff, present);
-    rows.is_tile = paged_.marks & kIsTile;
-    rows.last = paged_.marks & kLast;
     fetch_page(listed_);
     fetch_index();
     return rows;
@@ -75,24 +75,25 @@ class RowStream {
 
   // What the partition begins with where its first token's lists are full, as in a long context: asked for beside the counts.
   struct Guess {
-    int token;
-    int list;
-    int entry;
-    int index;
+    const int32_t* from = nullptr;
+    int index = 0;
   };
 
-  CUTE_DEVICE Guess guess_first(int partition) const {
-    const TokenDivision& division = params_.division;
+  CUTE_DEVICE Guess guess_first(const TokenDivision& division, int partition) const {
     const int token = first_token(division, partition);
     const int first_tiles = tiles_of(params_.lists[0].width);
     const int tile = tile_range(division, token, partition, first_tiles + tiles_of(params_.lists[1].width)).begin;
     const bool second = tile >= first_tiles;
     const int entry = (tile - (second ? first_tiles : 0)) * kTileTokens + row_;
     const RowList& list = params_.lists[second];
-    if (token >= division.tokens) return {token, second, entry, -1};
+    if (token >= division.tokens) return {};
+    Guess guess;
+    if (row_ < kTileTokens && entry < list.width) {
+      guess.from = list.indices + token * list.index_stride + entry;
+      guess.index = *guess.from;
+    }
     prefetch_lists(token);
-    const bool exists = row_ < kTileTokens && entry < list.width;
-    return {token, second, entry, exists ? list.indices[token * list.index_stride + entry] : -1};
+    return guess;
   }
 
   // Asks L2 for a token's lists, a line of 32 entries a lane of the producers.
@@ -116,7 +117,6 @@ class RowStream {
     }
   }
 
-  template <bool kFirst = false>
   CUTE_DEVICE void fetch_index() {
     const TokenLists& lists = walk_.lists();
     const int first_tiles = lists.first_tiles();
@@ -125,8 +125,8 @@ class RowStream {
     const int entry = (tile_ - (second ? first_tiles : 0)) * kTileTokens + row_;
     const RowList& list = params_.lists[second];
     if (row_ < kTileTokens && is_tile && entry < (second ? lists.entries[1] : lists.entries[0])) {
-      const bool guessed = kFirst && guess_.token == token_ && guess_.list == second && guess_.entry == entry;
-      listed_.index = guessed ? guess_.index : list.indices[token_ * list.index_stride + entry];
+      const int32_t* from = list.indices + token_ * list.index_stride + entry;
+      listed_.index = from == guess_.from ? guess_.index : *from;
     }
     ++tile_;
     find_tile();

@@ -10,11 +10,11 @@ namespace etap::sparse {
 class TokenWalk {
  public:
   CUTE_DEVICE TokenWalk(const DecodeParams& params, int partition)
-      : params_(params.sparse),
+      : params_(params),
         partition_(partition),
         token_(first_token(params_.division, partition)),
         end_token_(end_token(params_.division, partition)) {
-    if (!done()) next_ = token_lists(params_, token_);
+    if (!done()) next_ = token_lists(params_.sparse, token_);
   }
 
   CUTE_DEVICE bool done() const { return token_ >= end_token_; }
@@ -27,7 +27,7 @@ class TokenWalk {
     const bool split = pieces(params_.division, token_) > 1;
     const Piece piece{token_, 0, tiles.begin, tiles.end, split ? slot(params_.division, token_, partition_) : -1};
     ++token_;
-    if (!done()) next_ = token_lists(params_, token_);
+    if (!done()) next_ = token_lists(params_.sparse, token_);
     return piece;
   }
 
@@ -35,7 +35,7 @@ class TokenWalk {
   CUTE_DEVICE const TokenLists& lists() const { return lists_; }
 
  private:
-  const SparseParams& params_;
+  const DecodeParams& params_;
   const int partition_;
   int token_;
   const int end_token_;

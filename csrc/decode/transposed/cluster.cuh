@@ -110,8 +110,7 @@ CUTE_DEVICE void sum_cluster(Shared<T>& shared, const DecodeParams& params, int 
   switch (ptx::cluster_size()) {
     case 2: return sum_parts<T, 2>(shared, params, request, row_group);
     case 4: return sum_parts<T, 4>(shared, params, request, row_group);
-    case 8: return sum_parts<T, 8>(shared, params, request, row_group);
-    default: return sum_parts<T, 16>(shared, params, request, row_group);
+    default: return sum_parts<T, 8>(shared, params, request, row_group);
   }
 }
 

@@ -49,8 +49,10 @@ def holding_kernel() -> tuple[Callable, int]:
 
 
 @contextmanager
-def sms_held(count: int, traffic: float = 0.0) -> Iterator[None]:
+def sms_held(count: int, traffic: float = 0.0) -> Iterator[torch.cuda.Stream | None]:
     """Keep `count` SMs from what runs inside, which may wait for its own stream only: the whole GPU is never done.
+
+    Yields the stream whose kernel holds them, None if it is to hold none: it has work as long as they are held.
 
     `traffic`: bytes a second that they read from memory meanwhile, together.
 
@@ -58,7 +60,7 @@ def sms_held(count: int, traffic: float = 0.0) -> Iterator[None]:
     one does not, in another arrangement each time. On a GPU that has no more SMs they cannot.
     """
     if count == 0:
-        yield
+        yield None
         return
     kernel, bytes_held = holding_kernel()
     stop = torch.zeros((), dtype=torch.int32, device=DEVICE)
@@ -70,7 +72,7 @@ def sms_held(count: int, traffic: float = 0.0) -> Iterator[None]:
     arguments = [stop, source, source.numel() // row_bytes, period]
     kernel(grid=(count, 1, 1), block=(THREADS, 1, 1), args=arguments, shared_mem=bytes_held, stream=stream)
     try:
-        yield
+        yield stream
     finally:
         stop.fill_(1)
         torch.cuda.synchronize()
