@@ -125,7 +125,8 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   const unsigned cluster = T::kGathered ? ptx::cluster_size() : 1;  // 1, 2, 4 or 8
   unsigned place = blockIdx.x >> ((cluster > 1) + (cluster > 2) + (cluster > 4));
   int row_group = 0;
-  if (!T::kGathered || params.row_groups > 1) {  // with lists seldom, and the rows wait for it; else ptxas would spill for the question
+  // With lists one group is usual, and the rows wait for the division. Elsewhere ptxas would spill for the question.
+  if (!T::kGathered || params.row_groups > 1) {
     row_group = place % params.row_groups;
     place /= params.row_groups;
   }

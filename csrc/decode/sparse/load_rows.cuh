@@ -220,7 +220,7 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
   TileGrants<T> grants;
   RowStream stream(params, partition, warp);
   CopierOf<T> copier(params.sparse, warp);
-  int i = -RowStream::kAhead;  // of the piece's tiles
+  int i = -RowStream::kAhead;  // of the piece's tiles; below 0 there are none yet
   while (true) {
     const WarpRows rows = stream.next();
     if (i < 0) {
