@@ -112,8 +112,8 @@ struct SparseParams {
   int32_t partition_tiles;  // of the longest partition, if all entries count
 };
 
-// What decode kernels and the combination behind them share: how the work is divided, where partial results lie, where results go. It
-// is all that the combination is given, since each 64 bytes of parameters are first read from memory.
+// What decode kernels and the combination behind them share: how the work is divided, where partial results lie, where results go. The
+// combination is given no more, because a kernel waits when it first reads each 64 bytes of its parameters.
 struct ResultParams {
   // Partial O^T as WGMMA's registers hold it, so that all copies are 16 bytes wide and coalesced:
   // [slots, row_groups, 8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads, 4]

@@ -174,8 +174,9 @@ Array<Launch> decode_launches(const DecodeCall& call) {
   const DecodeParams params = decode_params(call);
   const DecodeLaunch decode = prepare_decode(params, call.cache_type());
   all.push_back(launch_of(decode.kernel, params, decode));
-  const ResultParams& results = params;
-  if (params.partitions > 1) all.push_back(launch_of(prepare_combine(params, decode.lean_combination), results, {}));
+  if (params.partitions > 1) {
+    all.push_back(launch_of<ResultParams>(prepare_combine(params, decode.lean_combination), params, {}));
+  }
   return all;
 }
 
@@ -221,14 +222,13 @@ Array<SparseLaunch> sparse_decode_launches(const SparseCall& call) {
   Array<SparseLaunch> all;
   if (call.is_empty()) return all;
   const DecodeParams params = decode_params(call);
-  const auto add = [&](const KernelLaunch& kernel, const auto& given) {
+  const auto add = [&](const KernelLaunch& kernel, Bytes given) {
     all.push_back(SparseLaunch(String(kernel.name), int64_t(kernel.blocks.x), int64_t(kernel.blocks.y), int64_t(kernel.cluster),
-                               int64_t(kernel.threads), int64_t(kernel.shared_bytes), bytes_of(given)));
+                               int64_t(kernel.threads), int64_t(kernel.shared_bytes), given));
   };
   const KernelLaunch kernel = sparse::prepare(params, sparse::cluster_pieces(params));
-  const ResultParams& results = params;
-  add(kernel, params);
-  if (combines(params, kernel)) add(prepare_combine(params, false), results);
+  add(kernel, bytes_of(params));
+  if (combines(params, kernel)) add(prepare_combine(params, false), bytes_of<ResultParams>(params));
   return all;
 }
 

@@ -241,26 +241,27 @@ inline RowList row_list(const ListArguments& list) {
   };
 }
 
-inline SparseParams sparse_params(const SparseCall& call) {
+inline SparseParams sparse_params(const SparseCall& call, int64_t partitions) {
   return {
       .lists = {row_list(call.lists[0]), row_list(call.lists[1])},
       .format = call.format(),
       .row_bytes = int32_t(call.lists[0].row() * element_bytes(call.kv_cache().dtype())),
       .request_ids = integers(call.request_ids),
-      .partition_tiles = int32_t((call.tokens() * call.most_tiles() + call.division().partitions - 1) / call.division().partitions),
+      .partition_tiles = int32_t(sparse::divide_up(call.tokens() * call.most_tiles(), partitions)),
   };
 }
 
 inline DecodeParams decode_params(const SparseCall& call) {
   const bool scaled = sparse::consumers_convert(call.format(), call.shape().row_tile);
-  DecodeParams params = common_params(call, call.division().partitions);
+  const TokenDivision division = call.division();
+  DecodeParams params = common_params(call, division.partitions);
   if (!call.rope()) params.q_rope = nullptr;
   params.parts_per_page = 1;
   params.rows_on_lanes = call.shape().kernel == DecodeKernelKind::kQueryMajor && !scaled;
   params.paired_dims = scaled;
   params.sinks = call.sinks.has_value() ? static_cast<const float*>(call.sinks.value().data_ptr()) : nullptr;
-  params.division = call.division();
-  params.sparse = sparse_params(call);
+  params.division = division;
+  params.sparse = sparse_params(call, division.partitions);
   return params;
 }
 

@@ -19,7 +19,8 @@ FP8_CACHE = {"kv_dtype": "fp8", "kv_scale": 0.0137}
 CACHES = {"bf16": {}, "fp8": FP8_CACHE, "fp8 math": {**FP8_CACHE, "fp8_math": True}}
 every_cache = pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
 
-REPLAYS = 100_000  # with each cache
+REPLAYS = 100_000  # with each cache, in equal parts
+HELD_SMS = (1, 24, 100)
 POOL_PAGES = 400
 BATCHES = [
     (700, 64, 5000, 1, 0, 300),
@@ -144,14 +145,14 @@ class Turns:
 
 
 @every_cache
-@pytest.mark.parametrize("held", [1, 24, 100])
+@pytest.mark.parametrize("held", HELD_SMS)
 def test_replays_with_changing_lengths_beside_a_kernel_that_holds_sms(held, cache):
     """As a communication kernel does: a call's CTAs do not all run at once, in another arrangement each time."""
     turns = Turns(problems(16, 1, **cache))
     graph = turns.recorded.record(turns.step_and_compare)
     turns.differing.zero_()
     with sms_held(held) as holding:
-        for _ in range(REPLAYS // 3):
+        for _ in range(-(-REPLAYS // len(HELD_SMS))):
             graph.replay()
         torch.cuda.current_stream().synchronize()
         assert not holding.query(), "the SMs were given back before the last replay"

@@ -24,29 +24,31 @@ __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (
 // or a combination; or all tiles evenly, which a combination sums.
 inline TokenDivision divide(int64_t tokens, int64_t most_tiles, int64_t partitions, bool clusters) {
   const int64_t all = tokens * most_tiles;
-  int64_t used = all < 1 ? 1 : all < partitions ? all : partitions;
-  int64_t step_tokens = tokens > 0 ? tokens : 1, step_parts = used;
-  int64_t least = 2 * divide_up(all, used) + kCombinationHalves + (tokens > 0 && used % tokens != 0 ? kSecondPieceHalves : 0);
-  const auto consider = [&](int64_t halves, int64_t of_partitions, int64_t of_tokens, int64_t of_parts) {
-    if (halves > least) return;
-    least = halves;
-    used = of_partitions;
-    step_tokens = of_tokens;
-    step_parts = of_parts;
+  const int64_t used = all < 1 ? 1 : all < partitions ? all : partitions;
+  struct {
+    int64_t partitions, step_tokens, step_parts;
+  } best{used, tokens > 0 ? tokens : 1, used};
+  const auto division = [&] {
+    return TokenDivision{int32_t(tokens), int32_t(best.partitions), int32_t(best.step_tokens), int32_t(best.step_parts)};
   };
-  if (all > 0) {
-    if (partitions > tokens && most_tiles > 1) {
-      const int64_t most = partitions / tokens < most_tiles ? partitions / tokens : most_tiles;
-      const int64_t longest = divide_up(most_tiles, most), pieces = divide_up(most_tiles, longest);
-      if (pieces > 1) consider(2 * longest + kCombinationHalves, tokens * pieces, 1, pieces);
-    }
-    for (int64_t pieces = 2; clusters && pieces <= kMostClusterPieces && tokens * pieces <= partitions; pieces *= 2) {
-      if (pieces <= most_tiles) consider(2 * divide_up(most_tiles, pieces) + kClusterHalves, tokens * pieces, 1, pieces);
-    }
-    const int64_t step = divide_up(tokens, partitions);  // whole tokens of a partition
-    consider(2 * step * most_tiles, divide_up(tokens, step), step, 1);
+  if (all < 1) return division();
+  int64_t least = 2 * divide_up(all, used) + kCombinationHalves + (used % tokens != 0 ? kSecondPieceHalves : 0);
+  const auto consider = [&](int64_t halves, int64_t of_partitions, int64_t step_tokens, int64_t step_parts) {
+    if (halves > least) return;
+    best = {of_partitions, step_tokens, step_parts};
+    least = halves;
+  };
+  const int64_t step = divide_up(tokens, partitions);  // whole tokens of a partition
+  if (partitions > tokens && most_tiles > 1) {
+    const int64_t most = partitions / tokens < most_tiles ? partitions / tokens : most_tiles;
+    const int64_t longest = divide_up(most_tiles, most), pieces = divide_up(most_tiles, longest);
+    if (pieces > 1) consider(2 * longest + kCombinationHalves, tokens * pieces, 1, pieces);
   }
-  return {int32_t(tokens), int32_t(used), int32_t(step_tokens), int32_t(step_parts)};
+  for (int64_t pieces = 2; clusters && pieces <= kMostClusterPieces && tokens * pieces <= partitions; pieces *= 2) {
+    if (pieces <= most_tiles) consider(2 * divide_up(most_tiles, pieces) + kClusterHalves, tokens * pieces, 1, pieces);
+  }
+  consider(2 * step * most_tiles, divide_up(tokens, step), step, 1);
+  return division();
 }
 
 // The tokens that a partition meets: [first_token, end_token).

@@ -36,9 +36,11 @@ class RowStream {
     find_tile();
   }
 
-  // Returns the next tile's rows, but first kAhead times none; behind the last tile there are none. The whole warp calls it. Reading
-  // ahead begins in its caller's loop, and not here, since a call begins with instructions that are in no cache yet.
+  // So many calls of next() only read ahead. They are the caller's, in one loop with the others, because the instructions that a call
+  // begins with are in no cache yet.
   static constexpr int kAhead = 2;
+
+  // Returns the next tile's rows; there are none the first kAhead times and behind the last tile. The whole warp calls it.
   CUTE_DEVICE WarpRows next() {
     WarpRows rows;
     if (paged_.marks & kIsTile) {
