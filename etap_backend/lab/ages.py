@@ -14,16 +14,28 @@ from pathlib import Path
 SOURCES = ("csrc", "etap_backend", ":(exclude)etap_backend/lab")
 OF_CALLS = ("csrc", ":(exclude)csrc/cmake", ":(exclude)csrc/THIRD_PARTY_NOTICES")
 SPARSE_ONLY = ("decode/sparse", "decode/sparse_fp8", "decode/instantiations/sparse*", "api/sparse_call.h")
+ENGINES = ("vllm", "sglang")
+NOT_SERVED = ("compat", "cpu", "cli.py", "doctor.py")  # no server on a GPU runs these
 SOURCES_OF = {
     "bench": (*OF_CALLS, *(f":(exclude)csrc/{path}" for path in SPARSE_ONLY)),
     "bench-sparse": OF_CALLS,
-    "calls": (*SOURCES, *(f":(exclude)etap_backend/{engine}" for engine in ("vllm", "sglang"))),
+    "calls": (*SOURCES, *(f":(exclude)etap_backend/{engine}" for engine in ENGINES)),
+    **{
+        engine: (*SOURCES, *(f":(exclude)etap_backend/{path}" for path in (*NOT_SERVED, *(set(ENGINES) - {engine}))))
+        for engine in ENGINES
+    },
 }
-"""What kinds of files depend on: a call's times on kernels and schedule, its results on all but the engines' plugins.
-All else, such as a server's answers and steps, depends on all of SOURCES."""
+"""What kinds of files depend on: a call's times on kernels and schedule, its results on all but the engines' plugins;
+what an engine answers, and its steps, on what its server runs."""
 LIMIT = 1000
 SAME = "Kernels: same instructions"
 UNTOLD = ("", "unknown", "none")
+
+
+def kind_of(content: dict) -> str:
+    """A result's, a key of SOURCES_OF: its own, or its engine where it has one among its versions."""
+    kind, versions = content.get("kind"), content.get("versions") or {}
+    return kind if kind in SOURCES_OF else next((engine for engine in ENGINES if engine in versions), "calls")
 
 
 @dataclass(frozen=True)
@@ -58,7 +70,7 @@ def why_unknown(root: Path) -> str | None:
     return None
 
 
-def changed_lines(root: Path, commit: str, sources: tuple[str, ...] = SOURCES) -> int | None:
+def changed_lines(root: Path, commit: str, sources: tuple[str, ...]) -> int | None:
     """Lines added and removed in the sources from a commit to the working tree; None when there is no such commit.
 
     Those of csrc do not count in a commit that has the line SAME, which `qualify.same_instructions` showed.
@@ -78,7 +90,7 @@ def _lines(root: Path, sources: tuple[str, ...], *commits: str) -> int:
     return sum(int(number) for line in numbers.splitlines() for number in line.split("\t")[:2] if number.isdecimal())
 
 
-def age_of(root: Path, commit: object, *, in_history: bool, kind: str | None = None) -> Age:
+def age_of(root: Path, commit: object, *, in_history: bool, kind: str = "calls") -> Age:
     """Of a result of a kind with this commit; without `in_history` only whether it names a clean one is looked at."""
     if not isinstance(commit, str) or commit in UNTOLD:
         return Age(commit, problem=f"wanted the commit that it was made with, got {commit}")
@@ -86,7 +98,7 @@ def age_of(root: Path, commit: object, *, in_history: bool, kind: str | None = N
         return Age(commit, problem=f"wanted a commit, of a tree without changes, got {commit}")
     if not in_history:
         return Age(commit)
-    lines = changed_lines(root, commit, SOURCES_OF.get(kind or "", SOURCES))
+    lines = changed_lines(root, commit, SOURCES_OF[kind])
     if lines is None:
         return Age(commit, problem=f"commit {commit} is not in this history")
     if lines > LIMIT:

@@ -168,8 +168,9 @@ def ages_of(root: Path, *, in_history: bool) -> dict[str, ages.Age]:
     found = {}
     for path in sorted((root / "results").glob("*.json")):
         content = results.read_json(path)
-        commit, kind = (content.get("commit"), content.get("kind")) if isinstance(content, dict) else (None, None)
-        found[path.name] = ages.age_of(root, commit, in_history=in_history, kind=kind)
+        content = content if isinstance(content, dict) else {}
+        kind = ages.kind_of(content)
+        found[path.name] = ages.age_of(root, content.get("commit"), in_history=in_history, kind=kind)
     return found
 
 

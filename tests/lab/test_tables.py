@@ -223,11 +223,36 @@ def test_a_commit_that_leaves_the_kernels_instructions_ages_nothing_by_them(root
     kernel.write_text("moved\n" * 50)
     product.write_text("new\n" * 4)
     commit(f"moves them\n\n{ages.SAME}")
-    before = ages.changed_lines(root, first), ages.changed_lines(root, first, ages.SOURCES_OF["bench"])
+    before = ages.changed_lines(root, first, ages.SOURCES), ages.changed_lines(root, first, ages.SOURCES_OF["bench"])
     kernel.write_text("moved\n" * 50 + "more\n")
     commit(f"says in passing that {ages.SAME}")
-    after = ages.changed_lines(root, first), ages.changed_lines(root, first, ages.SOURCES_OF["bench"])
+    after = ages.changed_lines(root, first, ages.SOURCES), ages.changed_lines(root, first, ages.SOURCES_OF["bench"])
     assert after == (before[0] + 1, before[1] + 1) and before[0] - before[1] == 4 and 3 <= before[1] < 20
+
+
+@pytest.mark.parametrize(
+    "content, kind, ageing",
+    [
+        ({"kind": "bench", "versions": {"vllm": "0.26.0"}}, "bench", {"csrc/decode"}),
+        ({"kind": "e2e", "versions": {"sglang": "0.5.23"}}, "sglang", {"csrc/decode", "etap_backend/sglang"}),
+        ({"versions": {"vllm": "0.33.0"}}, "vllm", {"csrc/decode", "etap_backend/vllm"}),
+        ({"versions": {"torch": "2.14.0"}}, "calls", {"csrc/decode", "etap_backend/compat"}),
+        ({}, "calls", {"csrc/decode", "etap_backend/compat"}),
+    ],
+)
+def test_a_result_ages_by_what_it_depends_on(root, content, kind, ageing):
+    run(root)
+    first = git(root, "rev-parse", "--short", "HEAD")
+    found = set()
+    for folder in ("csrc/decode", *(f"etap_backend/{part}" for part in ("compat", "sglang", "vllm", "lab"))):
+        path = root / folder / "changed"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("a line\n")
+        git(root, "add", ".")
+        if ages.age_of(root, first, in_history=True, kind=ages.kind_of(content)).lines:
+            found.add(folder)
+        git(root, "rm", "-qf", str(path))
+    assert ages.kind_of(content) == kind and found == ageing
 
 
 @pytest.mark.parametrize(
