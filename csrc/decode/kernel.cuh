@@ -120,7 +120,8 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
     cutlass::arch::fence_barrier_init();
   }
   ETAP_MARKED(launch_meeting, __syncthreads());
-  if (T::kGathered || !kWholeTiles || !params.early_loads) ETAP_MARKED(launch_wait, follow_predecessor());
+  // With lists each role waits when it knows where to begin: the first instructions take as long as memory.
+  if (!T::kGathered && (!kWholeTiles || !params.early_loads)) ETAP_MARKED(launch_wait, follow_predecessor());
 
   const unsigned cluster = T::kGathered ? ptx::cluster_size() : 1;  // 1, 2, 4 or 8
   unsigned place = blockIdx.x >> ((cluster > 1) + (cluster > 2) + (cluster > 4));

@@ -538,7 +538,8 @@ LENT_AGAIN = {"transposed": List(64)}
 NONSENSE = "NaN or infinity|elements, the first"
 FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it is left out, in each kernel that has it
     "launch_meeting": "no mbarrier",
-    "launch_wait": "without having waited",
+    "lists_wait": "without having waited",
+    "queries_wait": "without having waited",
     "rows_room": f"deadlock|more arrivals|never written|in flight|{NONSENSE}",
     "rows_arrival": f"in flight|{NONSENSE}",
     "rows_commit": "deadlock",
@@ -568,23 +569,23 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
 }
 PRODUCERS = "rows_fence rows_commit rows_room"  # where V4's rows come from, and again of others
 TRANSPOSED = (
-    "launch_meeting launch_wait lent_commit lent_room merge_grant output_fence output_wait probabilities_fence "
-    "probabilities_meeting queries_meeting rows_arrival rows_commit rows_fence rows_grant rows_room scores_commit "
-    "scores_wait stage_release"
+    "launch_meeting lent_commit lent_room lists_wait merge_grant output_fence output_wait probabilities_fence "
+    "probabilities_meeting queries_meeting queries_wait rows_arrival rows_commit rows_fence rows_grant rows_room "
+    "scores_commit scores_wait stage_release"
 )
 QUERY_MAJOR = (
-    "hand_over_meeting launch_meeting launch_wait other_rows_fence output_fence queries_meeting rows_arrival "
-    "rows_commit rows_fence rows_room scores_wait"
+    "hand_over_meeting launch_meeting lists_wait other_rows_fence output_fence queries_meeting queries_wait "
+    "rows_arrival rows_commit rows_fence rows_room scores_wait"
 )
 SCALED = (
-    "launch_meeting launch_wait probabilities_fence probabilities_meeting products_meeting queries_fence "
-    "queries_meeting rows_arrival rows_commit rows_grant rows_room rows_wait stage_release"
+    "launch_meeting lists_wait probabilities_fence probabilities_meeting products_meeting queries_fence "
+    "queries_meeting queries_wait rows_arrival rows_commit rows_grant rows_room rows_wait stage_release"
 )
 FP8 = f"{SCALED} lent_commit lent_room merge_grant"
 V4 = f"{SCALED} output_meeting"  # halves cross where P^T was
 FP8_SHARED = (
-    "launch_meeting launch_wait probabilities_fence probabilities_meeting queries_fence queries_meeting rows_arrival "
-    "rows_commit rows_room rows_wait shares_meeting stage_release"
+    "launch_meeting lists_wait probabilities_fence probabilities_meeting queries_fence queries_meeting queries_wait "
+    "rows_arrival rows_commit rows_room rows_wait shares_meeting stage_release"
 )
 SUMMED = "cluster_end parts_meeting"
 IN_A_CLUSTER = f"{SUMMED} halves_meeting"

@@ -27,7 +27,13 @@ struct Consumer {
     int n = 0;  // tiles of earlier pieces
     int pieces = 0;
     int walked = 0;
-    for (typename T::Walk walk(params, partition); !walk.done(); queries.advance(1)) {
+    typename T::Walk walk(params, partition);
+    if constexpr (T::kGathered) {
+      ETAP_MARKED(queries_wait, follow_predecessor());
+      walk.begin();
+    }
+    for (; !walk.done(); queries.advance(1)) {
+      if constexpr (T::kGathered) sparse::gather_queries<T>(shared, params, walk.request(), row_group);
       const Piece piece = next_piece<T>(shared, params, walk, walked++);
       const int tiles = piece.tiles();
       const int first = (n + group) % kConsumerGroups;  // own tile
@@ -39,8 +45,8 @@ struct Consumer {
           if (releases()) shared.queries.release(queries);
         }
       }
+      if constexpr (T::kGathered) sparse::await_queries();
       if (tiles == 0) continue;
-      if constexpr (T::kGathered) sparse::gather_queries<T>(shared, params, piece.request, row_group);
       RowState state;
       const VisibleTokens visible(params, piece, row_group);
       cute::clear(consumer.o);

@@ -208,7 +208,8 @@ using CopierOf = std::conditional_t<!T::kFp8Cache, LineCopier<T>, std::condition
 // come from L2, whose answers more requests do not delay.
 constexpr int kPromptTiles = 256;
 
-template <class T>
+// kLists: see RowStream.
+template <class T, int kLists>
 CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
   const bool elected = threadIdx.x % kWarpSize == 0;
   const uint32_t ring = cute::cast_smem_ptr_to_uint(shared.ring);
@@ -218,9 +219,9 @@ CUTE_DEVICE void copy_rows(Shared<T>& shared, const DecodeParams& params, int pa
                           params.sparse.partition_tiles < kPromptTiles;
   KeyPosition<T> at;
   TileGrants<T> grants;
-  RowStream stream(params, partition, warp);
+  RowStream<kLists> stream(params, partition, warp);
   CopierOf<T> copier(params.sparse, warp);
-  int i = -RowStream::kAhead;  // of the piece's tiles; below 0 there are none yet
+  int i = -RowStream<kLists>::kAhead;  // of the piece's tiles; below 0 there are none yet
   while (true) {
     const WarpRows rows = stream.next();
     if (i < 0) {
@@ -267,7 +268,7 @@ class Dequantiser {
         stream_(params, partition, warp),
         place_(cute::cast_smem_ptr_to_uint(shared.ring) + (warp * kOctetRows + HeldRow::row()) * kLineBytes) {
 #pragma unroll 1
-    for (int i = 0; i <= RowStream::kAhead; ++i) tile_ = stream_.next();
+    for (int i = 0; i <= RowStream<2>::kAhead; ++i) tile_ = stream_.next();
     aim(0);
     cute::for_each(cute::make_seq<T::kTileChunks>{}, [&](auto chunk) { held_.template load<decltype(chunk)::value>(present_, from_); });
   }
@@ -350,7 +351,7 @@ class Dequantiser {
   }
 
   Shared<T>& shared_;
-  RowStream stream_;
+  RowStream<2> stream_;
   const uint32_t place_;  // of this lane's row of the warp's first octet, in the first stage
   WarpRows tile_;         // whose octets are asked for
   uint64_t from_;
@@ -371,7 +372,10 @@ CUTE_DEVICE void load_rows(Shared<T>& shared, const DecodeParams& params, int pa
   if constexpr (T::kDequantises) {
     if (params.sparse.format == RowFormat::kPageScaledFp8) return dequantise_rows<T>(shared, params, partition, warp);
   }
-  copy_rows<T>(shared, params, partition, warp);
+  if constexpr (!T::kScalesApart) {
+    if (params.sparse.lists[1].width == 0) return copy_rows<T, 1>(shared, params, partition, warp);
+  }
+  copy_rows<T, 2>(shared, params, partition, warp);
 }
 
 }  // namespace etap::sparse

@@ -122,8 +122,10 @@ struct TokenLists {
   __host__ __device__ constexpr int tiles() const { return tiles_of(entries[0]) + tiles_of(entries[1]); }
 };
 
+// kLists: 1 where it is known that there is no second one.
+template <int kLists = 2>
 __host__ __device__ constexpr TokenLists token_lists(const SparseParams& params, int token) {
-  return {{entries(params.lists[0], token), entries(params.lists[1], token)}};
+  return {{entries(params.lists[0], token), kLists > 1 ? entries(params.lists[1], token) : 0}};
 }
 
 }  // namespace etap::sparse

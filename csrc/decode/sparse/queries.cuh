@@ -8,8 +8,7 @@
 
 namespace etap::sparse {
 
-// Both consumers call it when they are done with the last piece's scores; the rows are there for both on return. A lane has two units
-// of a row's latent part, and each of the first eight lanes one of the rope part.
+// Both consumers ask for the rows when they are done with the last piece's scores. A lane has two units of a row's latent part, and each of the first eight lanes one of the rope part.
 template <class T>
 CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
   using Element = typename T::Element;
@@ -38,6 +37,10 @@ CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, i
       ptx::copy_async_16(to + kValueChunks * kChunkBytes, reinterpret_cast<uint64_t>(rope), exists);
     }
   }
+}
+
+// Both consumers call it; the rows are there for both on return.
+CUTE_DEVICE void await_queries() {
   cute::cp_async_wait<0>();
   // For WGMMA the consumers fence before every product, for the cache's rows too.
   ETAP_MARKED(queries_meeting, event::queries_written().meet());

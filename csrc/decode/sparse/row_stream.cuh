@@ -25,7 +25,9 @@ struct WarpRows {
 };
 
 // The tiles of a partition in order, through all pieces, for the warp that copies each fourth octet. An entry's index is read
-// two tiles before its row is wanted, and its page one, so that neither is waited for.
+// two tiles before its row is wanted, and its page one, so that neither is waited for. kLists: 1 where it is known that there is no
+// second one and rows are not V4's, which takes fewer instructions.
+template <int kLists>
 class RowStream {
  public:
   CUTE_DEVICE RowStream(const DecodeParams& params, int partition, int warp)
@@ -33,6 +35,10 @@ class RowStream {
         row_((warp + threadIdx.x % kWarpSize / kOctetRows * kWarpsPerGroup) * kOctetRows + threadIdx.x % kOctetRows),
         guess_(guess_first(params.division, partition)),
         walk_(params, partition) {
+    ETAP_MARKED(lists_wait, follow_predecessor());
+    if (guess_.from != nullptr) guess_.index = *guess_.from;
+    walk_.begin();
+    if (!walk_.done()) prefetch_lists(walk_.request());
     find_tile();
   }
 
@@ -49,7 +55,7 @@ class RowStream {
       if (present) {
         const int place = list.page_size.rem(paged_.index);
         rows.row = reinterpret_cast<uint64_t>(list.rows + page_ * list.page_stride + place * list.row_stride);
-        if (params_.format == RowFormat::kPageScaledFp8) {
+        if (kLists > 1 && params_.format == RowFormat::kPageScaledFp8) {
           rows.scales = (list.page_size.divisor - place) * int32_t(list.row_stride) + place * kPageScaleBytes;
         }
       } else {
@@ -59,8 +65,9 @@ class RowStream {
       rows.is_tile = true;
       rows.last = paged_.marks & kLast;
     }
-    fetch_page(listed_);
-    fetch_index();
+    const Entry before = listed_;
+    fetch_index();  // on its way while that of the one before is waited for
+    fetch_page(before);
     return rows;
   }
 
@@ -72,29 +79,27 @@ class RowStream {
     int request = 0;  // of the block table
     uint32_t marks = 0;
 
-    CUTE_DEVICE uint32_t list() const { return marks & kSecond; }
+    CUTE_DEVICE uint32_t list() const { return kLists > 1 ? marks & kSecond : 0; }
   };
 
-  // What the partition begins with where its first token's lists are full, as in a long context: asked for beside the counts.
+  // What the partition begins with where its first token's lists are full, as in a long context: asked for before their counts are
+  // there.
   struct Guess {
     const int32_t* from = nullptr;
     int index = 0;
   };
 
+  // Where that lies. The predecessor may still run.
   CUTE_DEVICE Guess guess_first(const TokenDivision& division, int partition) const {
     const int token = first_token(division, partition);
-    const int first_tiles = tiles_of(params_.lists[0].width);
-    const int tile = tile_range(division, token, partition, first_tiles + tiles_of(params_.lists[1].width)).begin;
-    const bool second = tile >= first_tiles;
+    const int first_tiles = tiles_of(params_.lists[0].width), second_tiles = kLists > 1 ? tiles_of(params_.lists[1].width) : 0;
+    const int tile = tile_range(division, token, partition, first_tiles + second_tiles).begin;
+    const bool second = kLists > 1 && tile >= first_tiles;
     const int entry = (tile - (second ? first_tiles : 0)) * kTileTokens + row_;
     const RowList& list = params_.lists[second];
     if (token >= division.tokens) return {};
     Guess guess;
-    if (row_ < kTileTokens && entry < list.width) {
-      guess.from = list.indices + token * list.index_stride + entry;
-      guess.index = *guess.from;
-    }
-    prefetch_lists(token);
+    if (row_ < kTileTokens && entry < list.width) guess.from = list.indices + token * list.index_stride + entry;
     return guess;
   }
 
@@ -103,7 +108,8 @@ class RowStream {
     constexpr int kLineEntries = 32;
     const int entry = threadIdx.x % kGroupThreads * kLineEntries;
     CUTE_UNROLL
-    for (const RowList& list : params_.lists) {
+    for (int i = 0; i < kLists; ++i) {
+      const RowList& list = params_.lists[i];
       if (entry < list.width) ptx::prefetch_l2(list.indices + token * list.index_stride + entry);
     }
   }
@@ -122,7 +128,7 @@ class RowStream {
   CUTE_DEVICE void fetch_index() {
     const TokenLists& lists = walk_.lists();
     const int first_tiles = lists.first_tiles();
-    const bool second = tile_ >= first_tiles, is_tile = tile_ < end_tile_;
+    const bool second = kLists > 1 && tile_ >= first_tiles, is_tile = tile_ < end_tile_;
     listed_ = {-1, request_, (second ? kSecond : 0) | (is_tile ? kIsTile : 0) | (tile_ + 1 == end_tile_ ? kLast : 0)};
     const int entry = (tile_ - (second ? first_tiles : 0)) * kTileTokens + row_;
     const RowList& list = params_.lists[second];
@@ -149,8 +155,8 @@ class RowStream {
 
   const SparseParams& params_;
   const int row_;  // of a tile; behind its end: this lane has none
-  const Guess guess_;
-  TokenWalk walk_;
+  Guess guess_;
+  TokenWalk<kLists> walk_;
   int token_ = 0;
   int request_ = 0;
   int tile_ = 0;

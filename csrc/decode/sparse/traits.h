@@ -31,7 +31,7 @@ struct GatheredTraits : Dense {
     return r;
   }
   using CacheMaps = NoMaps;
-  using Walk = TokenWalk;
+  using Walk = TokenWalk<>;
   using Consumer = DenseConsumer<GatheredTraits>;
   struct SharedStorage : DenseMemory<GatheredTraits> {
     TileMask valid[Dense::kStages];  // of each tile, at its first stage

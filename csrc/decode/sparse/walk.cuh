@@ -6,15 +6,19 @@
 
 namespace etap::sparse {
 
-// Walks the tokens that a partition meets. A token's counts are read while the one before it is decoded.
+// Walks the tokens that a partition meets, from begin() on. A token's counts are read while the one before it is decoded.
+template <int kLists = 2>
 class TokenWalk {
  public:
   CUTE_DEVICE TokenWalk(const DecodeParams& params, int partition)
       : params_(params),
         partition_(partition),
         token_(first_token(params_.division, partition)),
-        end_token_(end_token(params_.division, partition)) {
-    if (!done()) next_ = token_lists(params_.sparse, token_);
+        end_token_(end_token(params_.division, partition)) {}
+
+  // Reads the first token's counts, behind the predecessor's end.
+  CUTE_DEVICE void begin() {
+    if (!done()) next_ = token_lists<kLists>(params_.sparse, token_);
   }
 
   CUTE_DEVICE bool done() const { return token_ >= end_token_; }
@@ -27,7 +31,7 @@ class TokenWalk {
     const bool split = pieces(params_.division, token_) > 1;
     const Piece piece{token_, 0, tiles.begin, tiles.end, split ? slot(params_.division, token_, partition_) : -1};
     ++token_;
-    if (!done()) next_ = token_lists(params_.sparse, token_);
+    if (!done()) next_ = token_lists<kLists>(params_.sparse, token_);
     return piece;
   }
 

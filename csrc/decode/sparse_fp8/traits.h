@@ -58,7 +58,7 @@ struct Products : Tiles {
   static constexpr bool kScalesApart = Row::kRopeIsValue;
   static constexpr int kRuns = 1;
   static constexpr int run_begin(int r) { return r; }
-  using Walk = sparse::TokenWalk;
+  using Walk = sparse::TokenWalk<>;
   using CacheMaps = sparse::NoMaps;
   using Element = cutlass::bfloat16_t;  // of queries, rope part and output
   using ScoreElement = cutlass::half_t;

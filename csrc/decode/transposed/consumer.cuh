@@ -59,11 +59,14 @@ struct PieceLoop {
         if (!walk.done()) queries_ahead.ask(params, walk.request(), row_group);
       }
     };
+    if constexpr (T::kGathered) ETAP_MARKED(queries_wait, follow_predecessor());
     ask_queries();
+    if constexpr (T::kGathered) walk.begin();
     for (int n = 0; !walk.done(); ++n) {
       if constexpr (kQueriesBeforeLength) {
         transposed_fp8::load_queries<T>(shared, params, walk.request(), consumer.row_group(), value_scale);
       }
+      if constexpr (T::kGathered && !kConvertsLists) sparse::gather_queries<T>(shared, params, walk.request(), row_group);
       const Piece piece = next_piece<T>(shared, params, walk, n);
       if (piece.tiles() == 0) {
         finish_empty<T>(shared, Destination<T>(params, piece, consumer.row_group()));
@@ -76,7 +79,7 @@ struct PieceLoop {
       } else if constexpr (kConvertsLists) {
         sparse_fp8::load_queries<T>(shared, params, queries_ahead, piece.request, row_group);
       } else if constexpr (T::kGathered) {
-        if (piece.tiles() > 0) sparse::gather_queries<T>(shared, params, piece.request, row_group);
+        sparse::await_queries();
       }
       softmax.reset();
       if (T::kFp8Cache) cute::clear(ot);
