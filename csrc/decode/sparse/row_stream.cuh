@@ -36,7 +36,7 @@ class RowStream {
         guess_(guess_first(params.division, partition)),
         walk_(params, partition) {
     ETAP_MARKED(lists_wait, follow_predecessor());
-    if (guess_.from != nullptr) guess_.index = *guess_.from;
+    if (guess_.exists) guess_.index = *guess_.from;
     walk_.begin();
     if (!walk_.done()) prefetch_lists(walk_.request());
     find_tile();
@@ -85,8 +85,9 @@ class RowStream {
   // What the partition begins with where its first token's lists are full, as in a long context: asked for before their counts are
   // there.
   struct Guess {
-    const int32_t* from = nullptr;
-    int index = 0;
+    const int32_t* from;
+    bool exists;  // else this lane has none
+    int index = -1;
   };
 
   // Where that lies. The predecessor may still run.
@@ -97,10 +98,7 @@ class RowStream {
     const bool second = kLists > 1 && tile >= first_tiles;
     const int entry = (tile - (second ? first_tiles : 0)) * kTileTokens + row_;
     const RowList& list = params_.lists[second];
-    if (token >= division.tokens) return {};
-    Guess guess;
-    if (row_ < kTileTokens && entry < list.width) guess.from = list.indices + token * list.index_stride + entry;
-    return guess;
+    return {list.indices + token * list.index_stride + entry, token < division.tokens && row_ < kTileTokens && entry < list.width};
   }
 
   // Asks L2 for a token's lists, a line of 32 entries a lane of the producers.
@@ -134,7 +132,7 @@ class RowStream {
     const RowList& list = params_.lists[second];
     if (row_ < kTileTokens && is_tile && entry < (second ? lists.entries[1] : lists.entries[0])) {
       const int32_t* from = list.indices + token_ * list.index_stride + entry;
-      listed_.index = from == guess_.from ? guess_.index : *from;
+      listed_.index = guess_.exists && from == guess_.from ? guess_.index : *from;
     }
     ++tile_;
     find_tile();
