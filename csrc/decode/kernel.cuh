@@ -120,7 +120,7 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
     cutlass::arch::fence_barrier_init();
   }
   ETAP_MARKED(launch_meeting, __syncthreads());
-  // With lists each role waits when it knows where to begin: the first instructions take as long as memory.
+  // With lists each role waits for the predecessor by itself, when it has worked out where it begins.
   if (!T::kGathered && (!kWholeTiles || !params.early_loads)) ETAP_MARKED(launch_wait, follow_predecessor());
 
   const unsigned cluster = T::kGathered ? ptx::cluster_size() : 1;  // 1, 2, 4 or 8

@@ -372,7 +372,7 @@ CUTE_DEVICE void load_rows(Shared<T>& shared, const DecodeParams& params, int pa
   if constexpr (T::kDequantises) {
     if (params.sparse.format == RowFormat::kPageScaledFp8) return dequantise_rows<T>(shared, params, partition, warp);
   }
-  if constexpr (!T::kScalesApart) {
+  if constexpr (!T::kScalesApart) {  // of which the stream of one list knows nothing
     if (params.sparse.lists[1].width == 0) return copy_rows<T, 1>(shared, params, partition, warp);
   }
   copy_rows<T, 2>(shared, params, partition, warp);

@@ -8,7 +8,8 @@
 
 namespace etap::sparse {
 
-// Both consumers ask for the rows when they are done with the last piece's scores. A lane has two units of a row's latent part, and each of the first eight lanes one of the rope part.
+// Both consumers ask for the rows when they are done with the last piece's scores. A lane has two units of a row's latent part, and
+// each of the first eight lanes one of the rope part.
 template <class T>
 CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
   using Element = typename T::Element;

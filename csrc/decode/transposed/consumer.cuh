@@ -59,9 +59,11 @@ struct PieceLoop {
         if (!walk.done()) queries_ahead.ask(params, walk.request(), row_group);
       }
     };
-    if constexpr (T::kGathered) ETAP_MARKED(queries_wait, follow_predecessor());
-    ask_queries();
-    if constexpr (T::kGathered) walk.begin();
+    if constexpr (T::kGathered) {
+      ETAP_MARKED(queries_wait, follow_predecessor());
+      ask_queries();
+      walk.begin();
+    }
     for (int n = 0; !walk.done(); ++n) {
       if constexpr (kQueriesBeforeLength) {
         transposed_fp8::load_queries<T>(shared, params, walk.request(), consumer.row_group(), value_scale);
