@@ -101,8 +101,10 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setenv("ETAP_TEST_LOADS", str(tmp_path / "loads.txt"))
     engine, whole = Pretended(tmp_path), a_document()
 
-    def make(backends=("ETAP", "FLASHMLA"), deadline=None, document=whole, times=1):
-        return a_run(tmp_path, engine, document, turns_of(list(backends), times), deadline)
+    def make(backends=("ETAP", "FLASHMLA"), deadline=None, document=whole, times=1, together=False):
+        made = a_run(tmp_path, engine, document, turns_of(list(backends), times), deadline)
+        made.together = together
+        return made
 
     make.loads = lambda: (tmp_path / "loads.txt").read_text().splitlines()
     make.output = tmp_path / "out.json"
@@ -144,6 +146,39 @@ def test_servers_in_turns_share_the_readings_of_a_point(run):
     }  # fmt: skip
     asked = [line.split()[2] for line in run.loads()]
     assert [asked.count(port) for port in ports] == [4] * 4, "a warm-up and a reading of two points on each"
+
+
+def test_servers_together_are_read_one_after_the_other_and_all_end(run):
+    """A B A B within seconds, whatever becomes of a third; each with the cache that its name says."""
+    caches = {}
+
+    def server(python, serving, backend, port, flags, command=Pretended.server):
+        caches[str(port)] = backend, serving.fp8_cache
+        return command(made.engine, python, serving, backend, port, flags)
+
+    made = run(backends=("ETAP", "BROKEN", "FLASHMLA+fp8"), together=True)
+    made.engine.server = server
+    made.all()
+    document = rows.read(run.output)
+    assert len(document.rows) == 6 and all(map(done, document.rows))
+    assert "CUDA error: out of luck" in document.servers["BROKEN"].error
+    a, b = ("ETAP", False), ("FLASHMLA", True)
+    asked = [caches[line.split()[2]] for line in run.loads()]
+    assert asked == 2 * [a, a, b, b, a, b], (
+        "of each point a warm-up and a reading on each server, then the other reading"
+    )
+    for backend in ("etap", "flashmla+fp8"):
+        assert not any(map(alive, children_in(made.logs / f"vllm-{backend}.log")))
+
+
+def test_the_time_limit_ends_servers_that_are_together(run, clock):
+    made = run(deadline=500, together=True)
+    with pytest.raises(Stopped, match="by the time limit"):
+        made.all()
+    found = rows.read(run.output).rows
+    assert [(row.backend, len(row.readings)) for row in found] == [("ETAP", 2), ("FLASHMLA", 1)]
+    for backend in ("etap", "flashmla"):
+        assert not any(map(alive, children_in(made.logs / f"vllm-{backend}.log")))
 
 
 def test_a_backend_named_twice_has_two_turns_and_every_server_takes_as_many_readings():
@@ -456,6 +491,8 @@ REFUSED = [
     (["decode", "--rank-of", "7"], "rank_of: wanted a divisor"),
     (["decode", "--gpus", "3"], "--gpus: wanted tensor parallel ranks that divide the model's 128 heads, got 3"),
     (["decode", "--gpus", "3", "--show"], "--gpus: wanted tensor parallel ranks that divide"),
+    (["decode", "--backend", "ETAP+fp4"], "--backend: wanted NAME or NAME+fp8, got ETAP+fp4"),
+    (["decode", "--together", "--turns", "2"], "--together: wanted one server of each backend, got --turns"),
     (["decode", "--dcp", "3"], "decode_context_parallel: wanted a divisor of tensor parallel 8, got 3"),
     (["decode", "--model", "kimi-k3"], "--model: wanted a model of text alone for dummy weights, got kimi-k3"),
 ]

@@ -18,8 +18,8 @@ BLOCKS_AT_A_TIME = 64
 ROUTER_SHAPES, ROUTER_TOKENS = ((4096, 256),), (1, 2, 16)
 
 
-def fill(worker, kv_cache: torch.Tensor, block_ids) -> None:
-    """The blocks of one layer's cache, as the connector's worker is asked to."""
+def fill(worker, kv_cache: torch.Tensor, block_ids, *values) -> None:
+    """The blocks of one layer's cache, as the connector's worker is asked to; vLLM 0.33 tells with which values."""
     rows = torch.tensor(sorted({i for i in block_ids if 0 < i < kv_cache.shape[0]}), dtype=torch.long)
     for some in rows.to(kv_cache.device).split(BLOCKS_AT_A_TIME):
         shape = (len(some), *kv_cache.shape[1:])

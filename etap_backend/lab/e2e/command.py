@@ -23,7 +23,7 @@ from etap_backend.lab.e2e import scenario as asked
 from etap_backend.lab.e2e.model import Prepared, parse_changes, prepare_model, serving_of
 from etap_backend.lab.e2e.results_file import Document, Layout
 from etap_backend.lab.e2e.scenario import Case, EngineScenario, Scenario, cases_of, chosen, read_scenario, turns_of
-from etap_backend.lab.e2e.turns import Run
+from etap_backend.lab.e2e.turns import Run, of_cache
 from etap_backend.lab.provenance import provenance
 from etap_backend.lab.serving.engines import ENGINES, Engine, Serving
 from etap_backend.lab.stopping import Stopped, stopping
@@ -95,7 +95,8 @@ def show_commands(
     engine: Engine, serving: Serving, backends: list[str], cases: list[Case], python: str, flags: list[str]
 ) -> None:
     """Those of every server, and of the load generator at every point."""
-    servers = [engine.server(python, serving, name, SHOWN_PORT, flags) for name in backends]
+    asked_for = [of_cache(backend, serving) for backend in backends]
+    servers = [engine.server(python, of_it, name, SHOWN_PORT, flags) for name, of_it in asked_for]
     loads = [engine.load(serving, case.load, SHOWN_PORT, SHOWN_RESULT) for case in cases]
     console = Console()
     for command in [*servers, *([python, "-m", engine.load_module, *load] for load in loads)]:
@@ -127,7 +128,10 @@ def e2e(
     model: Annotated[
         str | None, typer.Option(help="Folder or name of real weights, or a name of configs/models.")
     ] = None,
-    backend: Annotated[list[str] | None, typer.Option(help="Only this attention backend; may be repeated.")] = None,
+    backend: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this attention backend; may be repeated. With +fp8 behind it: from an FP8 cache."),
+    ] = None,
     gpus: Annotated[int | None, typer.Option(min=1, help="GPUs, instead of the scenario's.")] = None,
     dcp: Annotated[
         int | None, typer.Option(min=1, help="Decode context parallel, over so many of the tensor-parallel ranks.")
@@ -152,6 +156,12 @@ def e2e(
     turns: Annotated[
         int, typer.Option(min=1, help="Servers of each backend, in turn: A B A B; they share the readings.")
     ] = 1,
+    together: Annotated[
+        bool,
+        typer.Option(
+            "--together", help="All servers at once, readings in turn; the flags give each its share of the memory."
+        ),
+    ] = False,
     flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE, one more variable for the server; kept in the output.")
@@ -191,6 +201,10 @@ def e2e(
         asked_for, folder = parse_changes(changes or [], layers), output.with_suffix("") / "model"
         prepared = prepare_model(wanted.model, asked_for, rank_of, wanted.tensor_parallel, folder)
         serving, served_by = serving_of(wanted, prepared, cases), ENGINES[engine]
+        for turn in order:
+            of_cache(turn.backend, serving)
+        if together and turns > 1:
+            raise ValueError("--together: wanted one server of each backend, got --turns")
         profiled = asked.parse_profile(profile, cases)
         if show:
             backends = list(dict.fromkeys(turn.backend for turn in order))
@@ -221,6 +235,7 @@ def e2e(
         deadline=None if time_limit is None else begin + time_limit,
         console=Console() if sys.stdout.isatty() else Console(width=180),
         profile=profiled,
+        together=together,
     )
     run.console.print(f"{wanted.title}: {prepared.what}, {wanted.gpus} GPUs", markup=False)
     try:

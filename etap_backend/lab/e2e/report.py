@@ -56,8 +56,13 @@ def line(row: Row, gpus: int) -> str:
 def backends_of(document: Document) -> list[str]:
     """Backends in their order, ours first."""
     names = dict.fromkeys(row.backend for row in document.rows)
-    ours = ENGINES[document.engine].ours
-    return sorted(names, key=lambda name: name != ours)
+    return sorted(names, key=lambda name: name != ours_beside(name, document))
+
+
+def ours_beside(backend: str, document: Document) -> str:
+    """Our own backend with this one's cache."""
+    _, plus, cache = backend.partition("+")
+    return ENGINES[document.engine].ours + plus + cache
 
 
 def _range(row: Row, key: str) -> str:
@@ -138,10 +143,9 @@ def cells_of(document: Document) -> list[list[str]]:
     """The table's rows: all backends of a point, then the next point."""
     columns, names, lines = columns_of(document).values(), backends_of(document), []
     for rows in document.by_shape().values():
-        ours = rows.get(ENGINES[document.engine].ours)
         found = [rows[name] for name in names if name in rows]
         told = [row for row in found if not isinstance(row, Measured) or row.readings]  # a row may be only begun
-        lines += [[text(row, ours) for text in columns] for row in told]
+        lines += [[text(row, rows.get(ours_beside(row.backend, document))) for text in columns] for row in told]
     return lines
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import tempfile
 import time
+from collections.abc import Generator as Steps
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -18,7 +20,7 @@ from etap_backend.lab.e2e.results_file import Document, Failed, Measured, Profil
 from etap_backend.lab.e2e.scenario import Case, EngineScenario, Scenario, Turn
 from etap_backend.lab.serving import client
 from etap_backend.lab.serving.engines import PAGE_TOKENS, SEED, Engine, Load, Serving, read_result
-from etap_backend.lab.serving.lifecycle import Generator, tail
+from etap_backend.lab.serving.lifecycle import Generator, end_all, tail
 from etap_backend.lab.serving.servers import Served, served
 from etap_backend.lab.stopping import Stopped
 
@@ -54,6 +56,17 @@ def least_cached(case: Case) -> float:
     return max(0.0, 0.95 * (1 - 2 * PAGE_TOKENS / case.input))
 
 
+def of_cache(backend: str, serving: Serving) -> tuple[str, Serving]:
+    """What a server is asked for by a backend's name: `NAME+fp8` has an FP8 cache, whatever the scenario has.
+
+    Raises ValueError for another cache.
+    """
+    name, plus, cache = backend.partition("+")
+    if plus and cache != "fp8":
+        raise ValueError(f"--backend: wanted NAME or NAME+fp8, got {backend}")
+    return name, replace(serving, fp8_cache=True) if plus else serving
+
+
 @dataclass
 class Run:
     """One run; `document` is what is written, also when it ends half way."""
@@ -71,6 +84,7 @@ class Run:
     deadline: float | None
     console: Console
     profile: tuple[int, int] | None = None  # concurrency and input length of the point that is profiled
+    together: bool = False  # all servers are there at once
     fresh_seeds: int = 0
     replaces_older: bool = field(init=False)  # whether the output is a file of before this run
 
@@ -142,11 +156,31 @@ class Run:
         waiting = [turn for turn in self.turns if self.missing(turn)]
         log = self.logs / f"{self.engine.name}.load.log"
         with Generator(self.python, self.engine.load_module, log, self.environment()) as generator:
-            for turn in waiting:
-                self.turn(turn, generator)
+            for some in [waiting] if self.together else [[turn] for turn in waiting]:
+                self.in_steps([self.turn(turn, generator) for turn in some])
 
-    def turn(self, turn: Turn, generator: Generator) -> None:
-        """One backend's turn; a server that fails does not end the run."""
+    def in_steps(self, turns: list[Steps[bool]]) -> None:
+        """Start the servers of these turns, read from one after the other, and end them."""
+        if len(turns) == 1:
+            for _ in turns[0]:
+                pass
+            return
+        with ThreadPoolExecutor(max(1, len(turns))) as pool:
+            try:
+                measuring = list(zip(turns, pool.map(lambda turn: next(turn, False), turns), strict=True))
+                while measuring:
+                    measuring = [(turn, True) for turn, more in measuring if more and next(turn, False)]
+                list(pool.map(lambda turn: next(turn, None), turns))
+            except Stopped:
+                end_all()  # a server may still be starting in another thread
+                raise
+            finally:
+                for turn in turns:
+                    turn.close()
+
+    def turn(self, turn: Turn, generator: Generator) -> Steps[bool]:
+        """One backend's turn: True with its server ready and after each reading, False when all are made, and the
+        server's end. A server that fails does not end the run."""
         backend, cases = turn.backend, self.missing(turn)
 
         def stays(row: Row) -> bool:
@@ -157,7 +191,7 @@ class Run:
         self.document.rows = list(filter(stays, self.document.rows))
         about = self.document.servers.get(backend, Server()).model_dump(exclude={"error"})
         try:
-            self.serve(turn, cases, about, generator)
+            yield from self.serve(turn, cases, about, generator)
         except client.Failed as failure:
             self.seconds(1)  # a time limit that ends a wait is not the server's fault
             about["error"] = str(failure)
@@ -166,15 +200,16 @@ class Run:
             self.document.servers[backend] = Server(**about)
             self.write()
 
-    def serve(self, turn: Turn, cases: list[Case], about: dict, generator: Generator) -> None:
+    def serve(self, turn: Turn, cases: list[Case], about: dict, generator: Generator) -> Steps[bool]:
         """One server and all that is measured on it."""
         backend, again = turn.backend, f"-{turn.number}" if turn.number > 1 else ""
         log = self.logs / f"{self.engine.name}-{backend.lower()}{again}.log"
         self.console.print(f"[bold]{backend}[/]: starting, log in {log}")
+        name, serving = of_cache(backend, self.serving)
         with served(
             self.engine,
-            self.serving,
-            backend,
+            serving,
+            name,
             self.server_flags(backend),
             log=log,
             seconds=self.seconds(self.scenario.ready_seconds),
@@ -186,10 +221,12 @@ class Run:
             about["cache_tokens"] = room = self.engine.cache_tokens(server.text())
             self.document.servers[backend] = Server(**about)
             self.console.print(f"{backend}: ready after {about['seconds_to_ready']:.0f} s, cache of {room} tokens")
+            yield True
             loaded = Loaded(self, turn, server, generator, room)
-            loaded.all(cases)
+            yield from loaded.all(cases)
             if server.process.ended() is None:
                 loaded.profiled()
+            yield False
 
     def seed(self, cached: bool) -> int:
         """The one seed for prompts that are to be known already, a new one for prompts that are not."""
@@ -207,7 +244,7 @@ class Loaded:
     generator: Generator
     room: int | None  # tokens that the server's cache holds
 
-    def all(self, cases: list[Case]) -> None:
+    def all(self, cases: list[Case]) -> Steps[bool]:
         """All cases: two readings of each, then the rest, so that a cut costs readings before points."""
         sent: list[Case] = []
         for first in (FIRST_READINGS, math.inf):
@@ -220,14 +257,14 @@ class Loaded:
                     reason = f"needs a cache of {case.tokens:,} tokens, the server has {self.room:,}"
                     row = self.run.put(Skipped(reason=reason, run=row.run, **row.load_of))
                 else:
-                    row = self.case(case, row, most, case in sent or any(map(case.in_cache_after, sent)))
+                    row = yield from self.case(case, row, most, case in sent or any(map(case.in_cache_after, sent)))
                     sent.append(case)
                 if not isinstance(row, Measured) or row.readings:
                     self.run.console.print(line(row, self.run.scenario.gpus), markup=False, highlight=False)
                 if self.server.process.ended() is not None:
                     return  # the server's end reports it; the other cases stay to be measured
 
-    def case(self, case: Case, row: Measured, most: int, known: bool) -> Row:
+    def case(self, case: Case, row: Measured, most: int, known: bool) -> Steps[bool, None, Row]:
         """Readings of one case, `most` in all; `known` when its prompts are in the prefix cache already. A load
         generator that fails costs the case, not the server."""
         load, cached = case.load, case.prefill == "cached"
@@ -252,6 +289,7 @@ class Loaded:
                     said = f"prefill {case.prefill}, but {share:.0%} of the prompts' tokens were in the prefix cache"
                     raise client.Failed(said)
                 row = put(readings=[*row.readings, reading])
+                yield True
             return put(complete=len(row.readings) == case.repeats)
         except client.Failed as failure:
             self.run.seconds(1)
