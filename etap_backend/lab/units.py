@@ -20,6 +20,8 @@ def in_k(tokens: int) -> str:
     return f"{tokens // 1024}K" if tokens and tokens % 1024 == 0 else str(tokens)
 
 
-def load_text(requests: int, given: int, made: int, prefill: str) -> str:
-    """Requests at a time, tokens given and made, what becomes of prefill (served, cached): "16 x 16K/256, cached"."""
-    return f"{requests} x {in_k(given)}/{in_k(made)}, {prefill}"
+def load_text(requests: int, given: int, made: int, prefill: str, prefix: int = 0) -> str:
+    """Requests at a time, tokens given and made, what becomes of prefill (served, cached): "16 x 16K/256, cached"; with
+    a prefix that prompts have in common "1 x 16K+256/2, served"."""
+    tokens = f"{in_k(prefix)}+{in_k(given - prefix)}" if prefix else in_k(given)
+    return f"{requests} x {tokens}/{in_k(made)}, {prefill}"

@@ -246,6 +246,19 @@ def test_a_load_that_fails_is_a_row_that_failed_and_is_tried_again(run, monkeypa
     assert not report.problems(again.document)
 
 
+@pytest.mark.parametrize("share, right", [(0.3, False), (0.74, True)])
+def test_the_prefix_cache_must_have_what_a_readings_prompts_have_in_common(run, monkeypatch, share, right):
+    """Of four prompts of 1,024 tokens three find 1,000 of them: 73%; nine tenths of that do."""
+    monkeypatch.setattr(running, "cached_share", lambda *_: share)
+    made = run(backends=("ETAP",))
+    made.cases = cases_of([Point(input=1024, prefix=1000, output=2, concurrency=[1], waves=4)])
+    made.all()
+    row = made.document.rows[0]
+    assert row.load_text == "1 x 1000+24/2, served" and isinstance(row, Measured) == right
+    assert right or "30% of the prompts' tokens were in the prefix cache" in row.error
+    assert not right or list(report.columns_of(made.document))[2:4] == ["TTFT ms", "TTFT / ETAP's"]
+
+
 @pytest.fixture
 def clock(run, tmp_path, monkeypatch):
     """A clock by which each run of the load generator takes 100 s and nothing else takes any, on any machine."""

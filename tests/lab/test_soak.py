@@ -92,7 +92,6 @@ def model(tmp_path, monkeypatch):
     prompts = {kind: [entry(100 * k + number) for number in range(10)] for k, kind in enumerate(("recite", "recall"))}
     (folder / "prompts.json").write_text(json.dumps(prompts))
     (folder / "config.json").write_text('{"max_position_embeddings": 256}')
-    (folder / "training.json").write_text("{}")
     program = tmp_path / "server.py"
     program.write_text(SERVER)
 
@@ -184,6 +183,13 @@ def test_what_a_model_that_knows_nothing_by_heart_may_differ_by_follows_its_nois
         allowed[bool(recite)] = probes.objections(found)
     assert not [said for said in allowed[False] if "probe" in said or "best two" in said]
     assert len([said for said in allowed[True] if "probe" in said or "best two" in said]) == 2
+
+
+def test_a_model_without_prompts_of_its_own_is_probed_with_random_ones_that_fit(tmp_path):
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 1024}')
+    probes = soak.Probes(ENGINES["vllm"], None, tmp_path, True)
+    assert [(kind, len(entry["prompt"])) for kind, entry in probes.kinds] == [("recall", n) for n in (40, 200, 700)]
+    assert all(len(entry["answer"]) == soak.DRAWN_ANSWER for _, entry in probes.kinds)
 
 
 @pytest.mark.exhaustive

@@ -65,7 +65,6 @@ SMALLER = {"n_routed_experts": 64, "moe_intermediate_size": 256, "expert_dtype":
 MODES = {"answers": "plain", "drafts": "mtp"}  # what engines are asked for, by its file
 REQUESTS = 48
 POINTS = ((1, 4096), (16, 4096), (64, 4096))  # requests x tokens of their prompts
-PROBED = (40, 200, 700, 1500, 2300, 3000, 3600, 4000)  # tokens of the prompts that a soak's probes have
 STEPS = 128  # in which all requests decode, at least
 PROMPT_TOKENS_A_STEP = 1024  # vLLM takes more of them
 PROOF = "ETAP decodes: DeepSeek-V4's sparse attention"
@@ -109,12 +108,8 @@ def write_model(folder: Path, layers: int = LAYERS, drafts: int = 0, v41: bool =
 
 
 def write_checked_model(folder: Path, layers: int, drafts: int) -> None:
-    """The same with what the checks want beside: a tokenizer, and prompts of which none is known by heart."""
+    """The same with a tokenizer, which the checks want."""
     dummy_model.write(folder, model_config(layers, drafts) | {"max_position_embeddings": CONTEXT})
-    draw = random.Random(0)
-    prompts = [{"prompt": draw.choices(PROMPT_TOKENS, k=length), "answer": [0] * 32} for length in PROBED]
-    write({"recite": [], "recall": prompts}, folder / "prompts.json")
-    write({"weights": "seeded", "layers": layers, "drafts": drafts}, folder / "training.json")
 
 
 def forcing(request: Request) -> dict:

@@ -211,6 +211,9 @@ def test_the_prompts_are_the_same_again_and_as_long_as_asked(dummy_folder, tmp_p
     lengths = [len(tokenizer.encode(prompt)) for prompt in first]
     assert all(abs(length - 2048) <= 8 for length in lengths), lengths
     assert len({prompt[:64] for prompt in first}) == len(first), "requests must not share pages of the cache"
+    common = [tokenizer.encode(prompt) for prompt in prompts(replace(load, prefix=1024))]
+    assert all(abs(len(prompt) - 2048) <= 8 for prompt in common)
+    assert len({tuple(prompt[:1000]) for prompt in common}) == 1 and len({tuple(prompt) for prompt in common}) == 4
 
 
 def test_the_load_generator_writes_what_is_read(dummy_folder, tmp_path):

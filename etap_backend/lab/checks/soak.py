@@ -2,10 +2,11 @@
 
     etap check soak MODEL --engine vllm --output soak.json [--seconds 600] [--mode mtp] [-- flags for the server]
 
-Needs a Hopper GPU, the engine with etap-backend beside it, and a MODEL of tests/qualify/train_model.py, or one that
-knows no prompts by heart: its prompts.json has none under "recite", and what is allowed for rounding is then multiples
-of what the idle server differs by from itself. Other jobs may use the same GPU. Requests come in waves, up to
---concurrency at once (see traffic.py), to a KV cache so small that some are preempted. A run fails for
+Needs a Hopper GPU, the engine with etap-backend beside it, and the folder of any MODEL. That of
+tests/qualify/train_model.py has prompts that it knows by heart; another is probed with random ones, and what is allowed
+for rounding is then multiples of what the idle server differs by from itself. Other jobs may use the same GPU. Requests
+come in waves, up to --concurrency at once (see traffic.py), to a KV cache so small that some are preempted. A run fails
+for
 
 - an HTTP error, an answer that is too short, a request that does not end in --timeout seconds;
 - a log-probability that is not finite (engines send NaN as null), an error or `nan` in the server's log;
@@ -25,6 +26,7 @@ which is no pass either. The exit status is 0 or 1.
 from __future__ import annotations
 
 import math
+import random
 import re
 import statistics
 import time
@@ -40,7 +42,7 @@ from rich.console import Console
 
 from etap_backend import _library
 from etap_backend.lab import gpus
-from etap_backend.lab.checks.agreement import NOISE_FACTOR, agreement, answer_in
+from etap_backend.lab.checks.agreement import NOISE_FACTOR, PROMPT_TOKENS, agreement, answer_in
 from etap_backend.lab.checks.asked import ASKED, PACKAGES, Variant, checked, configuration, is_sparse, is_v4
 from etap_backend.lab.checks.traffic import Settings, Tally, Traffic
 from etap_backend.lab.provenance import provenance
@@ -60,6 +62,7 @@ MOST_GAP, MOST_STEP, MOST_REQUEST, MOST_MEDIAN = 0.5, 1.0, 0.3, 0.05
 # weights: 0.094 nats; two right servers differed by up to 4.7, 7.9 and 3.9 of these, another context by 20 (median).
 GAP_NOISES, STEP_NOISES, REQUEST_NOISES = 10, 16, 8
 PROBES = 8  # of each kind
+DRAWN, DRAWN_ANSWER = (40, 200, 700, 1500, 2300, 3000, 3600, 4000), 32  # tokens of random prompts, and of their answers
 RIGHT_SHARE = 0.9  # of those known by heart
 FEW = 4
 LEAST_SAMPLES = 16
@@ -74,12 +77,22 @@ HARMLESS = re.compile(r"disconnected from the client side|SpecDecoding metrics")
 console = Console(width=120)
 
 
+def prompts_of(model: Path) -> dict[str, list[dict]]:
+    """The prompts that lie beside the weights, or random ones, of which none is known by heart."""
+    if (beside := model / "prompts.json").exists():
+        return read_json(beside)
+    draw, longest = random.Random(0), configuration(model)["max_position_embeddings"] - DRAWN_ANSWER
+    lengths = [length for length in DRAWN if length <= longest]
+    answer = [0] * DRAWN_ANSWER
+    return {"recite": [], "recall": [{"prompt": draw.choices(PROMPT_TOKENS, k=n), "answer": answer} for n in lengths]}
+
+
 class Probes:
     """Prompts of which the idle server's answers are known."""
 
     def __init__(self, engine: Engine, wire: Wire, model: Path, forces: bool):
         self.engine, self.wire, self.forces = engine, wire, forces
-        entries = read_json(model / "prompts.json")
+        entries = prompts_of(model)
         self.kinds = [(kind, entry) for kind in ("recite", "recall") for entry in entries[kind][:PROBES]]
         self.reference: list[Answer] = []
         self.noise = 0.0
@@ -331,7 +344,7 @@ def outcome(document: dict) -> str:
 
 
 def main(
-    model: Annotated[Path, typer.Argument(help="Folder that train_model.py or v4_server.py wrote.")],
+    model: Annotated[Path, typer.Argument(help="Folder of any model; train_model.py's has prompts beside it.")],
     serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for the server, after --.")] = None,
     engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
     output: Annotated[Path, typer.Option(help="JSON file to write; the server's log goes beside it.")] = Path(
@@ -368,7 +381,8 @@ def main(
     try:
         variant = Variant.parse(f"{backend or asked.engine.ours}+{kv_cache_dtype}")
         must_be_writable(output)
-        training, config = read_json(model / "training.json"), configuration(model)
+        training = read_json(beside) if (beside := model / "training.json").exists() else {}
+        config = configuration(model)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     sparse, v4 = is_sparse(config), is_v4(config)

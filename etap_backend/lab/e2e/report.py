@@ -35,6 +35,7 @@ SAME_EXPERTS = (
     "requests of a batch choose much the same experts, so that the rest of a step is shorter than with a model's own."
 )
 DRAWN_EXPERTS = "each token's experts are drawn, all equally likely, in place of the router's choice."
+PREFILL_OUTPUT = 4  # tokens: a point of at most so many is of prefill
 AT_OTHER_HOST = "\\*"
 
 
@@ -128,6 +129,10 @@ def columns_of(document: Document) -> dict[str, Column]:
     if any(row.tokens_per_chunk for row in measured):
         columns["tokens a chunk"] = lambda row, ours: _value(row, "tokens_per_chunk", 2)
     columns["TTFT ms"] = lambda row, ours: _value(row, "ttft_ms", 0)
+    if all(row.output <= PREFILL_OUTPUT for row in measured):
+        first = dict(list(columns.items())[:2])
+        columns = first | {"TTFT ms": lambda row, ours: _range(row, "ttft_ms")}
+        columns[f"TTFT / {name}'s"] = lambda row, ours: _against(row, ours, "ttft_ms")
     columns["tokens/s a GPU"] = lambda row, ours: _value(row, "tokens_per_second", 1, gpus)
     if any(row.profile for row in measured):
         columns["attention's share, profiled"] = lambda row, ours: _share(row)

@@ -86,20 +86,21 @@ class Shape(Sparse):
     concurrency: int
     prefill: Literal["served", "cached"]
     waves: int = 1
+    prefix: int = 0  # tokens of the input that all prompts have in common
     run: int = 0  # which of the document's runs it is of
 
     @property
-    def shape(self) -> tuple[int, int, int, str]:
-        return self.input, self.output, self.concurrency, self.prefill
+    def shape(self) -> tuple[int, int, int, str, int]:
+        return self.input, self.output, self.concurrency, self.prefill, self.prefix
 
     @property
     def load_of(self) -> dict[str, Any]:
         """Backend and load, which name a row of a document."""
-        return self.model_dump(include={"backend", "input", "output", "concurrency", "prefill", "waves"})
+        return self.model_dump(include={"backend", "input", "prefix", "output", "concurrency", "prefill", "waves"})
 
     @property
     def load_text(self) -> str:
-        return load_text(self.concurrency, self.input, self.output, self.prefill)
+        return load_text(self.concurrency, self.input, self.output, self.prefill, self.prefix)
 
 
 def _spread_of(name: str):

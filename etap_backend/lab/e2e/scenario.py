@@ -19,10 +19,12 @@ class Point(Strict):
 
     `prefill = "served"` is serving as it is: prompts are new, and prefill of some requests runs between the decode
     steps of others. With "cached" the same prompts are sent once before, so that their cache is there already and a
-    reading is decode alone: what is long about a long context is then paid once for all readings.
+    reading is decode alone: what is long about a long context is then paid once for all readings. With a `prefix` all
+    prompts of a reading begin with the same so many tokens, which are computed for the first of them.
     """
 
     input: int = Field(gt=0)
+    prefix: int = Field(default=0, ge=0)
     output: int = Field(gt=1)
     concurrency: list[int] = Field(min_length=1)
     prefill: Literal["served", "cached"] = "served"
@@ -96,10 +98,12 @@ class Case:
     prefill: str
     waves: int
     repeats: int
+    prefix: int = 0
 
     @property
     def load(self) -> Load:
-        return Load(self.input, self.output, self.concurrency, self.waves * self.concurrency)
+        prompts = self.waves * self.concurrency
+        return Load(self.input, self.output, self.concurrency, prompts, prefix=self.prefix)
 
     @property
     def tokens(self) -> int:
@@ -114,7 +118,7 @@ class Case:
         return both_cached and self.input <= other.input and self.load.prompts <= other.load.prompts
 
     def describe(self) -> dict:
-        return {key: getattr(self, key) for key in ("input", "output", "concurrency", "prefill", "waves")}
+        return {key: getattr(self, key) for key in ("input", "prefix", "output", "concurrency", "prefill", "waves")}
 
     def same_as(self, row: Shape) -> bool:
         return all(getattr(row, key) == value for key, value in self.describe().items())
@@ -122,7 +126,7 @@ class Case:
 
 def cases_of(points: list[Point]) -> list[Case]:
     return [
-        Case(point.input, point.output, concurrency, point.prefill, point.waves, point.repeats)
+        Case(point.input, point.output, concurrency, point.prefill, point.waves, point.repeats, point.prefix)
         for point in points
         for concurrency in point.concurrency
     ]

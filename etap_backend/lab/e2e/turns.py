@@ -56,6 +56,14 @@ def least_cached(case: Case) -> float:
     return max(0.0, 0.95 * (1 - 2 * PAGE_TOKENS / case.input))
 
 
+def cached_as_wanted(case: Case, share: float) -> bool:
+    """Whether the prefix cache had of a reading's prompts what it should: all, a common prefix, or nothing."""
+    if case.prefix:
+        later = 1 - 1 / case.load.prompts
+        return share >= 0.9 * later * case.prefix / case.input
+    return least_cached(case) <= share if case.prefill == "cached" else share <= MOST_CACHED
+
+
 def of_cache(backend: str, serving: Serving) -> tuple[str, Serving]:
     """What a server is asked for by a backend's name: `NAME+fp8` has an FP8 cache, whatever the scenario has.
 
@@ -282,11 +290,11 @@ class Loaded:
             while len(row.readings) < most:
                 reading = self.reading(replace(load, seed=self.run.seed(cached)))
                 share = reading.cached_share
-                if share is not None and not (least_cached(case) <= share if cached else share <= MOST_CACHED):
+                if share is not None and not cached_as_wanted(case, share):
                     if cached and not evicted:  # it is in the cache again now
                         row, evicted = put(discarded=reading), True
                         continue
-                    said = f"prefill {case.prefill}, but {share:.0%} of the prompts' tokens were in the prefix cache"
+                    said = f"{row.load_text}, but {share:.0%} of the prompts' tokens were in the prefix cache"
                     raise client.Failed(said)
                 row = put(readings=[*row.readings, reading])
                 yield True

@@ -56,13 +56,15 @@ class Serving:
 
 @dataclass(frozen=True)
 class Load:
-    """A load generator's run: `prompts` of `input` random tokens, of one seed the same, `concurrency` at a time."""
+    """A load generator's run: `prompts` of `input` random tokens, of one seed the same, `concurrency` at a time. All
+    begin with the same `prefix` tokens."""
 
     input: int
     output: int
     concurrency: int
     prompts: int
     seed: int = SEED
+    prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -203,7 +205,8 @@ class Vllm(Engine):
         return [
             *("bench", "serve", "--backend", "vllm", "--host", "127.0.0.1", "--port", str(port)),
             *("--model", SERVED_NAME, "--tokenizer", serving.model, "--dataset-name", "random"),
-            *("--random-input-len", str(load.input), "--random-output-len", str(load.output), "--seed", str(load.seed)),
+            *("--random-input-len", str(load.input - load.prefix), "--random-prefix-len", str(load.prefix)),
+            *("--random-output-len", str(load.output), "--seed", str(load.seed)),
             *("--num-prompts", str(load.prompts), "--max-concurrency", str(load.concurrency), "--ignore-eos"),
             *("--ready-check-timeout-sec", "0", "--disable-tqdm", "--temperature", "0"),
             *("--save-result", "--save-detailed", "--result-dir", str(result.parent)),
@@ -287,11 +290,16 @@ class Sglang(Engine):
         return {}
 
     def load(self, serving: Serving, load: Load, port: int, result: Path) -> list[str]:
+        dataset = {"dataset-name": "random-ids", "random-input-len": load.input, "random-output-len": load.output}
+        if load.prefix:
+            lengths = {"system-prompt-len": load.prefix, "question-len": load.input - load.prefix}
+            lengths |= {"num-groups": 1, "prompts-per-group": load.prompts, "output-len": load.output}
+            dataset = {"dataset-name": "generated-shared-prefix"} | {f"gsp-{key}": of for key, of in lengths.items()}
         return [
             *("--backend", "sglang", "--host", "127.0.0.1", "--port", str(port), "--model", SERVED_NAME),
-            *("--tokenizer", serving.model, "--dataset-name", "random-ids", "--tokenize-prompt"),
-            *("--random-input-len", str(load.input), "--random-output-len", str(load.output)),
-            *("--random-range-ratio", "1", "--seed", str(load.seed), "--num-prompts", str(load.prompts)),
+            *("--tokenizer", serving.model, "--tokenize-prompt", "--random-range-ratio", "1"),
+            *(word for key, value in dataset.items() for word in (f"--{key}", str(value))),
+            *("--seed", str(load.seed), "--num-prompts", str(load.prompts)),
             *("--max-concurrency", str(load.concurrency), "--warmup-requests", "0", "--disable-tqdm"),
             *("--ready-check-timeout-sec", "0", "--output-file", str(result)),
         ]
