@@ -143,7 +143,6 @@ KINDS: dict[str, Callable[[Document, Series], Figure]] = {"tflops": bars, "laten
 PICTURES: dict[str, tuple[str, str, Callable[[Row], bool]]] = {
     "paper-h20-proxy-tflops": ("paper-h20-proxy", "tflops", lambda row: row.batch == 16),
     "targets-latency": ("targets", "latency", lambda row: True),
-    "sparse-latency": ("sparse", "latency", lambda row: row.heads == 16),
 }
 """Those of the pages: the result that each is drawn from, its kind, and which rows it shows."""
 
