@@ -8,25 +8,33 @@ from __future__ import annotations
 
 import re
 import subprocess
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = ("csrc", "etap_backend", ":(exclude)etap_backend/lab")
 OF_CALLS = ("csrc", ":(exclude)csrc/cmake", ":(exclude)csrc/THIRD_PARTY_NOTICES")
 SPARSE_ONLY = ("decode/sparse", "decode/sparse_fp8", "decode/instantiations/sparse*", "api/sparse_call.h")
+DENSE_ONLY = ("schedule/schedule.*", "api/decode_call.h", *(f"decode/instantiations/{of}*.cu" for of in ("bf16", "fp")))
 ENGINES = ("vllm", "sglang")
 NOT_SERVED = ("compat", "cpu", "cli.py", "doctor.py")  # no server on a GPU runs these
+V4 = "DeepSeek-V4"
+
+
+def _without(folder: str, paths: Iterable[str]) -> tuple[str, ...]:
+    return tuple(f":(exclude){folder}/{path}" for path in paths)
+
+
+SERVED_BY = {name: (*SOURCES, *_without("etap_backend", (*NOT_SERVED, *({*ENGINES} - {name})))) for name in ENGINES}
 SOURCES_OF = {
-    "bench": (*OF_CALLS, *(f":(exclude)csrc/{path}" for path in SPARSE_ONLY)),
-    "bench-sparse": OF_CALLS,
-    "calls": (*SOURCES, *(f":(exclude)etap_backend/{engine}" for engine in ENGINES)),
-    **{
-        engine: (*SOURCES, *(f":(exclude)etap_backend/{path}" for path in (*NOT_SERVED, *(set(ENGINES) - {engine}))))
-        for engine in ENGINES
-    },
+    "bench": (*OF_CALLS, *_without("csrc", SPARSE_ONLY)),
+    "bench-sparse": (*OF_CALLS, *_without("csrc", DENSE_ONLY)),
+    "calls": (*SOURCES, *_without("etap_backend", ENGINES)),
+    **SERVED_BY,
+    **{f"{name} {V4}": (*served, *_without("csrc", DENSE_ONLY)) for name, served in SERVED_BY.items()},
 }
 """What kinds of files depend on: a call's times on kernels and schedule, its results on all but the engines' plugins;
-what an engine answers, and its steps, on what its server runs."""
+what an engine answers, and its steps, on what its server runs, of DeepSeek-V4 without what only dense calls have."""
 LIMIT = 1000
 SAME = "Kernels: same instructions"
 UNTOLD = ("", "unknown", "none")
@@ -35,7 +43,11 @@ UNTOLD = ("", "unknown", "none")
 def kind_of(content: dict) -> str:
     """A result's, a key of SOURCES_OF: its own, or its engine where it has one among its versions."""
     kind, versions = content.get("kind"), content.get("versions") or {}
-    return kind if kind in SOURCES_OF else next((engine for engine in ENGINES if engine in versions), "calls")
+    if kind in SOURCES_OF:
+        return kind
+    engine = next((name for name in ENGINES if name in versions), None)
+    v4 = V4 in f"{content.get('what')} {content.get('title')}"
+    return "calls" if engine is None else f"{engine} {V4}" if v4 else engine
 
 
 @dataclass(frozen=True)

@@ -233,24 +233,36 @@ def test_a_commit_that_leaves_the_kernels_instructions_ages_nothing_by_them(root
 @pytest.mark.parametrize(
     "content, kind, ageing",
     [
-        ({"kind": "bench", "versions": {"vllm": "0.26.0"}}, "bench", {"csrc/decode"}),
-        ({"kind": "e2e", "versions": {"sglang": "0.5.23"}}, "sglang", {"csrc/decode", "etap_backend/sglang"}),
-        ({"versions": {"vllm": "0.33.0"}}, "vllm", {"csrc/decode", "etap_backend/vllm"}),
-        ({"versions": {"torch": "2.14.0"}}, "calls", {"csrc/decode", "etap_backend/compat"}),
-        ({}, "calls", {"csrc/decode", "etap_backend/compat"}),
+        ({"kind": "bench", "versions": {"vllm": "0.26.0"}}, "bench", {"common", "decode_call"}),
+        ({"kind": "bench-sparse"}, "bench-sparse", {"common", "sparse_call"}),
+        (
+            {"kind": "e2e", "versions": {"sglang": "0.5.23"}},
+            "sglang",
+            {"common", "decode_call", "sparse_call", "sglang"},
+        ),
+        ({"versions": {"vllm": "0.33.0"}}, "vllm", {"common", "decode_call", "sparse_call", "vllm"}),
+        (
+            {"what": "soak, DeepSeek-V4", "versions": {"vllm": ""}},
+            "vllm DeepSeek-V4",
+            {"common", "sparse_call", "vllm"},
+        ),
+        ({"versions": {"torch": "2.14.0"}}, "calls", {"common", "decode_call", "sparse_call", "compat"}),
+        ({}, "calls", {"common", "decode_call", "sparse_call", "compat"}),
     ],
 )
 def test_a_result_ages_by_what_it_depends_on(root, content, kind, ageing):
     run(root)
     first = git(root, "rev-parse", "--short", "HEAD")
     found = set()
-    for folder in ("csrc/decode", *(f"etap_backend/{part}" for part in ("compat", "sglang", "vllm", "lab"))):
-        path = root / folder / "changed"
+    kernels = ("common/common.cuh", "api/decode_call.h", "api/sparse_call.h")
+    python = (f"{part}/{part}.py" for part in ("compat", "sglang", "vllm", "lab"))
+    for name in (*(f"csrc/{file}" for file in kernels), *(f"etap_backend/{file}" for file in python)):
+        path = root / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("a line\n")
         git(root, "add", ".")
         if ages.age_of(root, first, in_history=True, kind=ages.kind_of(content)).lines:
-            found.add(folder)
+            found.add(path.stem)
         git(root, "rm", "-qf", str(path))
     assert ages.kind_of(content) == kind and found == ageing
 
