@@ -67,7 +67,7 @@ class Pretended(Engine):
 
     def server(self, python, serving, backend, port, flags):
         fate = ["at start"] if backend == "BROKEN" else []
-        return [sys.executable, str(self.folder / "server.py"), str(port), "0", *fate]
+        return [sys.executable, str(self.folder / "server.py"), str(port), "600" if backend == "SLOW" else "0", *fate]
 
     def load(self, serving, load, port, result):
         return [str(load.prompts), str(load.seed), str(port), str(result)]
@@ -179,6 +179,11 @@ def test_the_time_limit_ends_servers_that_are_together(run, clock):
     assert [(row.backend, len(row.readings)) for row in found] == [("ETAP", 2), ("FLASHMLA", 1)]
     for backend in ("etap", "flashmla"):
         assert not any(map(alive, children_in(made.logs / f"vllm-{backend}.log")))
+
+
+def test_a_prefix_leaves_tokens_of_a_prompts_own():
+    with pytest.raises(ValueError, match="prefix: wanted fewer tokens than the input's 64, got 64"):
+        Point(input=64, prefix=64, output=2, concurrency=[1])
 
 
 def test_a_backend_named_twice_has_two_turns_and_every_server_takes_as_many_readings():
@@ -304,7 +309,10 @@ def test_prompts_that_an_earlier_point_left_in_the_cache_are_not_sent_to_fill_it
     assert last.discarded.cached_share == 0.3 and len(last.readings) == 3 and last.complete
 
 
-def test_ctrl_c_ends_a_run_and_leaves_its_file_and_nothing_running(run, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    "backends", [("ETAP",), ("ETAP", "SLOW")], ids=["in a reading", "while servers start together"]
+)
+def test_ctrl_c_ends_a_run_and_leaves_its_file_and_nothing_running(run, tmp_path, monkeypatch, backends):
     """The run in a process of its own, as a user has it."""
     program = tmp_path / "main.py"
     program.write_text(
@@ -315,7 +323,9 @@ def test_ctrl_c_ends_a_run_and_leaves_its_file_and_nothing_running(run, tmp_path
         "from etap_backend.lab.stopping import Stopped, stopping\n"
         f"folder, document = Path({str(tmp_path)!r}), test_e2e.a_document()\n"
         "points = [test_e2e.Point(input=1024, output=8, concurrency=[1, 2])]\n"
-        "made = test_e2e.a_run(folder, test_e2e.Pretended(folder), document, [test_e2e.Turn('ETAP')], points=points)\n"
+        f"turns = test_e2e.turns_of({list(backends)}, 1)\n"
+        "made = test_e2e.a_run(folder, test_e2e.Pretended(folder), document, turns, points=points)\n"
+        "made.together = len(turns) > 1\n"
         "with stopping(None):\n"
         "    try:\n        made.all()\n"
         "    except Stopped as reason:\n        document.stopped = str(reason)\n"
@@ -323,17 +333,24 @@ def test_ctrl_c_ends_a_run_and_leaves_its_file_and_nothing_running(run, tmp_path
         "except test_e2e.typer.Exit as end:\n    sys.exit(end.exit_code)\n"
     )
     monkeypatch.setenv("ETAP_TEST_SECONDS", "3600")
+    logs = [tmp_path / "out" / f"vllm-{backend.lower()}.log" for backend in backends]
     process = subprocess.Popen([sys.executable, str(program)], stderr=subprocess.PIPE, text=True)
+
+    def busy() -> bool:
+        """The load generator at work, or the slow server on its way."""
+        return (
+            logs[-1].exists() and bool(children_in(logs[-1])) and (len(logs) > 1 or (tmp_path / "loads.txt").exists())
+        )
+
     try:
-        while not (tmp_path / "loads.txt").exists() and process.poll() is None:
+        while not busy() and process.poll() is None:
             time.sleep(0.1)
-        assert run.loads(), "the load generator was at work"
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=600)
     finally:
         process.kill()
     assert process.returncode == 2 and "stopped by SIGINT, before the first reading" in said and "Traceback" not in said
-    assert not any(map(alive, children_in(tmp_path / "out" / "vllm-etap.log")))
+    assert not any(alive(child) for log in logs for child in children_in(log))
     assert rows.read(run.output).servers["ETAP"].command
 
 

@@ -4,9 +4,8 @@
 
 Needs a Hopper GPU, the engine with etap-backend beside it, and the folder of any MODEL. That of
 tests/qualify/train_model.py has prompts that it knows by heart; another is probed with random ones, and what is allowed
-for rounding is then multiples of what the idle server differs by from itself. Other jobs may use the same GPU. Requests
-come in waves, up to --concurrency at once (see traffic.py), to a KV cache so small that some are preempted. A run fails
-for
+for rounding is then multiples of what the idle server differs by from itself. Other jobs may use the GPU. Requests come
+in waves, up to --concurrency at once (see traffic.py), to a KV cache so small that some are preempted. A run fails for
 
 - an HTTP error, an answer that is too short, a request that does not end in --timeout seconds;
 - a log-probability that is not finite (engines send NaN as null), an error or `nan` in the server's log;

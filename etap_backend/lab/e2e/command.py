@@ -157,10 +157,7 @@ def e2e(
         int, typer.Option(min=1, help="Servers of each backend, in turn: A B A B; they share the readings.")
     ] = 1,
     together: Annotated[
-        bool,
-        typer.Option(
-            "--together", help="All servers at once, readings in turn; the flags give each its share of the memory."
-        ),
+        bool, typer.Option("--together", help="All servers at once, read in turn; flags divide the memory.")
     ] = False,
     flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
     env: Annotated[

@@ -129,7 +129,7 @@ def columns_of(document: Document) -> dict[str, Column]:
     if any(row.tokens_per_chunk for row in measured):
         columns["tokens a chunk"] = lambda row, ours: _value(row, "tokens_per_chunk", 2)
     columns["TTFT ms"] = lambda row, ours: _value(row, "ttft_ms", 0)
-    if all(row.output <= PREFILL_OUTPUT for row in measured):
+    if measured and all(row.output <= PREFILL_OUTPUT for row in measured):
         first = dict(list(columns.items())[:2])
         columns = first | {"TTFT ms": lambda row, ours: _range(row, "ttft_ms")}
         columns[f"TTFT / {name}'s"] = lambda row, ours: _against(row, ours, "ttft_ms")

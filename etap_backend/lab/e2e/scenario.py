@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from etap_backend.lab import configs
 from etap_backend.lab.configs import Strict
@@ -30,6 +30,12 @@ class Point(Strict):
     prefill: Literal["served", "cached"] = "served"
     waves: int = Field(default=1, ge=1)  # prompts = waves x concurrency
     repeats: int = Field(default=1, ge=1)
+
+    @model_validator(mode="after")
+    def _has_tokens_behind_its_prefix(self) -> Point:
+        if self.prefix >= self.input:
+            raise ValueError(f"prefix: wanted fewer tokens than the input's {self.input}, got {self.prefix}")
+        return self
 
 
 class EngineScenario(Strict):

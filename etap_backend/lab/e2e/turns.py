@@ -9,6 +9,7 @@ from collections.abc import Generator as Steps
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Lock
 
 from rich.console import Console
 
@@ -93,8 +94,10 @@ class Run:
     console: Console
     profile: tuple[int, int] | None = None  # concurrency and input length of the point that is profiled
     together: bool = False  # all servers are there at once
+    stopped: bool = False  # and were ended early, wherever they were
     fresh_seeds: int = 0
     replaces_older: bool = field(init=False)  # whether the output is a file of before this run
+    writing: Lock = field(default_factory=Lock, init=False)
 
     def __post_init__(self):
         self.replaces_older = self.output.exists()
@@ -127,8 +130,13 @@ class Run:
 
     def write(self) -> None:
         """Write the document; over an older file only when there is a reading."""
-        if self.document.measured() or not self.replaces_older:
-            results.write(self.document, self.output)
+        with self.writing:
+            if self.document.measured() or not self.replaces_older:
+                results.write(self.document, self.output)
+
+    def tell(self, backend: str, about: dict) -> None:
+        with self.writing:
+            self.document.servers[backend] = Server(**about)
 
     def row(self, backend: str, case: Case) -> Row:
         """The case's row as it stands in the document, or a new one."""
@@ -173,18 +181,20 @@ class Run:
             for _ in turns[0]:
                 pass
             return
-        with ThreadPoolExecutor(max(1, len(turns))) as pool:
-            try:
-                measuring = list(zip(turns, pool.map(lambda turn: next(turn, False), turns), strict=True))
-                while measuring:
-                    measuring = [(turn, True) for turn, more in measuring if more and next(turn, False)]
-                list(pool.map(lambda turn: next(turn, None), turns))
-            except Stopped:
-                end_all()  # a server may still be starting in another thread
-                raise
-            finally:
-                for turn in turns:
-                    turn.close()
+        try:
+            with ThreadPoolExecutor(max(1, len(turns))) as pool:
+                try:
+                    measuring = list(zip(turns, pool.map(lambda turn: next(turn, False), turns), strict=True))
+                    while measuring:
+                        measuring = [(turn, True) for turn, more in measuring if more and next(turn, False)]
+                    list(pool.map(lambda turn: next(turn, None), turns))
+                except Stopped:
+                    self.stopped = True
+                    end_all()  # servers may still be starting in other threads
+                    raise
+        finally:
+            for turn in turns:
+                turn.close()
 
     def turn(self, turn: Turn, generator: Generator) -> Steps[bool]:
         """One backend's turn: True with its server ready and after each reading, False when all are made, and the
@@ -202,10 +212,12 @@ class Run:
             yield from self.serve(turn, cases, about, generator)
         except client.Failed as failure:
             self.seconds(1)  # a time limit that ends a wait is not the server's fault
+            if self.stopped:
+                return
             about["error"] = str(failure)
             self.console.print(f"{backend}: {failure}", style="red", markup=False, highlight=False)
         finally:
-            self.document.servers[backend] = Server(**about)
+            self.tell(backend, about)
             self.write()
 
     def serve(self, turn: Turn, cases: list[Case], about: dict, generator: Generator) -> Steps[bool]:
@@ -227,7 +239,7 @@ class Run:
         ) as server:
             about["full_cuda_graphs"] = self.engine.in_full_graphs(server.text())
             about["cache_tokens"] = room = self.engine.cache_tokens(server.text())
-            self.document.servers[backend] = Server(**about)
+            self.tell(backend, about)
             self.console.print(f"{backend}: ready after {about['seconds_to_ready']:.0f} s, cache of {room} tokens")
             yield True
             loaded = Loaded(self, turn, server, generator, room)
