@@ -178,8 +178,7 @@ class Run:
     def in_steps(self, turns: list[Steps[bool]]) -> None:
         """Start the servers of these turns, read from one after the other, and end them."""
         if len(turns) == 1:
-            for _ in turns[0]:
-                pass
+            list(turns[0])
             return
         try:
             with ThreadPoolExecutor(max(1, len(turns))) as pool:
@@ -206,7 +205,8 @@ class Run:
             goes_on = turn.number > 1 and not isinstance(row, Failed) and row.run == self.number
             return row.backend != backend or goes_on or not any(case.same_as(row) for case in cases)
 
-        self.document.rows = list(filter(stays, self.document.rows))
+        with self.writing:
+            self.document.rows = list(filter(stays, self.document.rows))
         about = self.document.servers.get(backend, Server()).model_dump(exclude={"error"})
         try:
             yield from self.serve(turn, cases, about, generator)
