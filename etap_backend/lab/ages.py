@@ -45,9 +45,9 @@ def kind_of(content: dict) -> str:
     kind, versions = content.get("kind"), content.get("versions") or {}
     if kind in SOURCES_OF:
         return kind
-    engine = next((name for name in ENGINES if name in versions), None)
-    v4 = V4 in f"{content.get('what')} {content.get('title')}"
-    return "calls" if engine is None else f"{engine} {V4}" if v4 else engine
+    engine = next((name for name in ENGINES if name in versions), "calls")
+    v4 = f"{engine} {V4}"
+    return v4 if v4 in SOURCES_OF and V4 in f"{content.get('what')} {content.get('title')}" else engine
 
 
 @dataclass(frozen=True)

@@ -345,6 +345,7 @@ def test_ctrl_c_ends_a_run_and_leaves_its_file_and_nothing_running(run, tmp_path
     try:
         while not busy() and process.poll() is None:
             time.sleep(0.1)
+        assert busy()
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=600)
     finally:

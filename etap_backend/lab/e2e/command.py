@@ -95,8 +95,8 @@ def show_commands(
     engine: Engine, serving: Serving, backends: list[str], cases: list[Case], python: str, flags: list[str]
 ) -> None:
     """Those of every server, and of the load generator at every point."""
-    asked_for = [of_cache(backend, serving) for backend in backends]
-    servers = [engine.server(python, of_it, name, SHOWN_PORT, flags) for name, of_it in asked_for]
+    asked_of = (of_cache(backend, serving) for backend in backends)
+    servers = [engine.server(python, served, name, SHOWN_PORT, flags) for name, served in asked_of]
     loads = [engine.load(serving, case.load, SHOWN_PORT, SHOWN_RESULT) for case in cases]
     console = Console()
     for command in [*servers, *([python, "-m", engine.load_module, *load] for load in loads)]:
@@ -156,9 +156,7 @@ def e2e(
     turns: Annotated[
         int, typer.Option(min=1, help="Servers of each backend, in turn: A B A B; they share the readings.")
     ] = 1,
-    together: Annotated[
-        bool, typer.Option("--together", help="All servers at once, read in turn; flags divide the memory.")
-    ] = False,
+    together: Annotated[bool, typer.Option("--together", help="All servers at once; flags divide the memory.")] = False,
     flag: Annotated[list[str] | None, typer.Option(help="One more flag for the server, as --flag=--x=y.")] = None,
     env: Annotated[
         list[str] | None, typer.Option(help="NAME=VALUE, one more variable for the server; kept in the output.")

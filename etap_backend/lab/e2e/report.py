@@ -120,19 +120,19 @@ def columns_of(document: Document) -> dict[str, Column]:
     columns: dict[str, Column] = {
         "requests x input/output, prefill": lambda row, ours: row.load_text,
         "backend": lambda row, ours: row.backend,
-        "TPOT ms": lambda row, ours: _range(row, "tpot_ms"),
-        f"TPOT / {name}'s": lambda row, ours: _against(row, ours, "tpot_ms"),
     }
-    if any(row.itl_ms for row in measured):
-        columns["ITL ms"] = lambda row, ours: _range(row, "itl_ms")
-        columns[f"ITL / {name}'s"] = lambda row, ours: _against(row, ours, "itl_ms")
-    if any(row.tokens_per_chunk for row in measured):
-        columns["tokens a chunk"] = lambda row, ours: _value(row, "tokens_per_chunk", 2)
-    columns["TTFT ms"] = lambda row, ours: _value(row, "ttft_ms", 0)
     if measured and all(row.output <= PREFILL_OUTPUT for row in measured):
-        first = dict(list(columns.items())[:2])
-        columns = first | {"TTFT ms": lambda row, ours: _range(row, "ttft_ms")}
+        columns["TTFT ms"] = lambda row, ours: _range(row, "ttft_ms")
         columns[f"TTFT / {name}'s"] = lambda row, ours: _against(row, ours, "ttft_ms")
+    else:
+        columns["TPOT ms"] = lambda row, ours: _range(row, "tpot_ms")
+        columns[f"TPOT / {name}'s"] = lambda row, ours: _against(row, ours, "tpot_ms")
+        if any(row.itl_ms for row in measured):
+            columns["ITL ms"] = lambda row, ours: _range(row, "itl_ms")
+            columns[f"ITL / {name}'s"] = lambda row, ours: _against(row, ours, "itl_ms")
+        if any(row.tokens_per_chunk for row in measured):
+            columns["tokens a chunk"] = lambda row, ours: _value(row, "tokens_per_chunk", 2)
+        columns["TTFT ms"] = lambda row, ours: _value(row, "ttft_ms", 0)
     columns["tokens/s a GPU"] = lambda row, ours: _value(row, "tokens_per_second", 1, gpus)
     if any(row.profile for row in measured):
         columns["attention's share, profiled"] = lambda row, ours: _share(row)

@@ -60,8 +60,7 @@ def least_cached(case: Case) -> float:
 def cached_as_wanted(case: Case, share: float) -> bool:
     """Whether the prefix cache had of a reading's prompts what it should: all, a common prefix, or nothing."""
     if case.prefix:
-        later = 1 - 1 / case.load.prompts
-        return share >= 0.9 * later * case.prefix / case.input
+        return share >= 0.9 * (1 - 1 / case.load.prompts) * case.prefix / case.input
     return least_cached(case) <= share if case.prefill == "cached" else share <= MOST_CACHED
 
 
@@ -94,7 +93,7 @@ class Run:
     console: Console
     profile: tuple[int, int] | None = None  # concurrency and input length of the point that is profiled
     together: bool = False  # all servers are there at once
-    stopped: bool = False  # and were ended early, wherever they were
+    stopped: bool = False  # servers were ended early, wherever they were
     fresh_seeds: int = 0
     replaces_older: bool = field(init=False)  # whether the output is a file of before this run
     writing: Lock = field(default_factory=Lock, init=False)
@@ -135,6 +134,7 @@ class Run:
                 results.write(self.document, self.output)
 
     def tell(self, backend: str, about: dict) -> None:
+        """Put what is known of a server into the document, which other threads may be writing."""
         with self.writing:
             self.document.servers[backend] = Server(**about)
 
@@ -176,20 +176,21 @@ class Run:
                 self.in_steps([self.turn(turn, generator) for turn in some])
 
     def in_steps(self, turns: list[Steps[bool]]) -> None:
-        """Start the servers of these turns, read from one after the other, and end them."""
-        if len(turns) == 1:
-            list(turns[0])
-            return
+        """Start the servers of these turns at once, read from one after the other, and end all at once."""
+
+        def step(turn: Steps[bool]) -> bool:
+            return next(turn, False)
+
         try:
-            with ThreadPoolExecutor(max(1, len(turns))) as pool:
+            with ThreadPoolExecutor(len(turns) or None) as pool:
                 try:
-                    measuring = list(zip(turns, pool.map(lambda turn: next(turn, False), turns), strict=True))
+                    measuring = [turn for turn, ready in zip(turns, pool.map(step, turns), strict=True) if ready]
                     while measuring:
-                        measuring = [(turn, True) for turn, more in measuring if more and next(turn, False)]
-                    list(pool.map(lambda turn: next(turn, None), turns))
+                        measuring = [turn for turn in measuring if step(turn)]
+                    list(pool.map(step, turns))
                 except Stopped:
                     self.stopped = True
-                    end_all()  # servers may still be starting in other threads
+                    end_all()  # servers may still be starting in the pool's threads
                     raise
         finally:
             for turn in turns:
