@@ -8,13 +8,13 @@ from etap_backend import engine_contract
 from etap_backend.limits import SPARSE_FP8, TILE_TOKENS, why_unsupported, why_unsupported_sparse
 from etap_backend.sglang import versions
 
-CHAIN_ALGORITHMS = (None, "NEXTN", "EAGLE", "EAGLE3", "STANDALONE")
-"""Those whose drafts are a chain when topk is 1; others may verify a tree, whose mask the kernels do not take."""
-
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
 """Those whose drafts come as a block, and are verified as a chain. Tokens of a block attend to each other without a
 mask, so that the draft model has another backend.
 """
+
+ALGORITHMS = ("NEXTN", "EAGLE", "EAGLE3", "STANDALONE", *BLOCK_ALGORITHMS)
+"""Those whose drafts are a chain when topk is 1; others may verify a tree, whose mask the kernels do not take."""
 
 FP8_PREFILL_GRAPH = (
     "a prefill CUDA graph with an FP8 cache is not supported: FlashInfer would copy the whole cache in every layer; "
@@ -75,7 +75,7 @@ def _of_others(view, model, name: str) -> Iterator[str | None]:
         yield from _of_dense(view, of_model and not versions.is_mla(model))
     elif of_model:
         yield from _of_sparse(view, model, name)
-    yield from _of_drafts(view, of_model, sparse)
+    yield from _of_drafts(view, of_model)
     if view.enable_deterministic_inference:
         yield from _of_determinism(view, sparse)
     if ("prefill", "backend") in versions.given(view)._cuda_graph_config_locked and captures_fp8_prefill(view):
@@ -125,15 +125,15 @@ def _of_sparse(view, model, name: str) -> Iterator[str | None]:
         yield f"speculative_draft_attention_backend {draft_name} is not supported: wanted {name}, or none"
 
 
-def _of_drafts(view, of_model: bool, sparse: bool) -> Iterator[str]:
+def _of_drafts(view, of_model: bool) -> Iterator[str]:
     algorithm, topk = view.speculative_algorithm, view.speculative_eagle_topk
-    served = CHAIN_ALGORITHMS if sparse else CHAIN_ALGORITHMS + BLOCK_ALGORITHMS
-    if algorithm not in served:
-        wanted = ", ".join(filter(None, served))
-        yield f"speculative algorithm {algorithm} is not supported: wanted one of {wanted}"
-    if algorithm is not None and topk not in (None, 1):
+    if algorithm is None:
+        return
+    if algorithm not in ALGORITHMS:
+        yield f"speculative algorithm {algorithm} is not supported: wanted one of {', '.join(ALGORITHMS)}"
+    if topk not in (None, 1):
         yield f"speculative_eagle_topk {topk} is not supported: wanted 1, a chain of drafts"
-    if algorithm is not None and view.dcp_size > 1:
+    if view.dcp_size > 1:
         yield f"speculative decoding with decode context parallelism (dcp_size {view.dcp_size}) is not supported"
     if of_model and algorithm in BLOCK_ALGORITHMS:
         draft = view.speculative_draft_attention_backend

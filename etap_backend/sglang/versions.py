@@ -291,7 +291,7 @@ def register_model_support() -> None:
     any length, not only of long ones: FlashInfer's attention to latent rows would copy a layer's whole pool), sparse
     ones as with SGLang's sparse backend (without: Triton's routes), hand over the latent and the rope part of queries
     and keys apart (without: concatenated, a copy of each for every layer), and under decode context parallelism take
-    our log-sum-exp as a natural one (without: base 2). DFLASH makes no mask for our backend (without: one of a chain,
+    our log-sum-exp as a natural one (without: base 2). DFLASH makes no mask for our backends (without: one of a chain,
     which nothing reads, in every step, as large as all contexts times the drafts).
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
@@ -317,7 +317,7 @@ def register_model_support() -> None:
         return
     # It is public since 0.5.18.
     maskless = "_DFLASH_VERIFY_SKIP_CUSTOM_MASK_BACKENDS"
-    setattr(dflash_utils, maskless, getattr(dflash_utils, maskless) | {"ETAPBackend"})
+    setattr(dflash_utils, maskless, getattr(dflash_utils, maskless) | {"ETAPBackend", "ETAPSparseBackend"})
     public = "is_mla_dcp_lse_base_on_e"
     function = public if hasattr(forward_mla, public) else f"_{public}"
     known = getattr(forward_mla, function)

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend
 from vllm.v1.attention.backends.mla.sparse_utils import triton_filter_and_convert_dcp_index
 
 from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_floats
-from etap_backend.limits import SPARSE_FP8, SPARSE_FP8_BYTES, why_unsupported_sparse
+from etap_backend.limits import LATENT_DIM, SPARSE_FP8, SPARSE_FP8_BYTES, why_unsupported_sparse
 from etap_backend.sparse import sparse_decode_shape
 from etap_backend.vllm import versions
 from etap_backend.vllm.backend import KernelBackend
@@ -246,8 +246,13 @@ class ETAPSparseBackend(KernelBackend, FlashMLASparseBackend):
             )
         if reason := why_not_sparse(config):
             return reason
-        if envs.VLLM_BATCH_INVARIANT and uses_hisparse(config):
-            return "batch invariance beside a KV cache in host memory (HiSparse) is not supported"
+        if uses_hisparse(config):
+            mode = "beside a KV cache in host memory (HiSparse) is not supported"
+            if envs.VLLM_BATCH_INVARIANT:
+                return f"batch invariance {mode}"
+            if asked["kv_cache_dtype"] == SPARSE_FP8 and asked["head_dim"] == LATENT_DIM:
+                # vLLM stages prompts' rows where it could compute them densely, which it cannot of such rows.
+                return f"an FP8 cache of a model without rope {mode}: wanted --kv-cache-dtype bfloat16"
         # Without it the longest prompt of a step decides how all of them attend.
         if envs.VLLM_BATCH_INVARIANT and not getattr(config.attention_config, "sparse_mla_force_mqa", False):
             return "batch invariance of sparse attention wants --attention-config '{\"sparse_mla_force_mqa\": true}'"

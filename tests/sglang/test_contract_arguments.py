@@ -184,6 +184,18 @@ def test_blocks_of_drafts_are_a_chain(resolve, model_directory, backend):
     assert (view.speculative_eagle_topk, view.speculative_num_draft_tokens) == (1, 4)
 
 
+@pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
+@pytest.mark.parametrize("backend", ["etap", "dsa"])
+def test_blocks_of_drafts_of_a_sparse_model(resolve, model_directory, sparse_model, backend, cache):
+    view = resolve(
+        "--attention-backend", backend, "--speculative-algorithm", "DFLASH", "--kv-cache-dtype", cache,
+        "--speculative-draft-attention-backend", "fa3", "--speculative-draft-model-path", model_directory,
+        "--speculative-dflash-block-size", 4, model=sparse_model,
+    )  # fmt: skip
+    assert (view.attention_backend, view.speculative_draft_attention_backend) == (backend, "fa3")
+    assert (view.speculative_eagle_topk, view.speculative_num_draft_tokens) == (1, 4)
+
+
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])
 def test_the_draft_of_a_block_has_another_backend(resolve, model_directory, monkeypatch, sparse_model, algorithm):
     flags = (*ETAP, "--speculative-algorithm", algorithm, "--speculative-draft-model-path", model_directory)
@@ -193,11 +205,10 @@ def test_the_draft_of_a_block_has_another_backend(resolve, model_directory, monk
         with pytest.raises(ValueError, match=f"etap: {reason}, such as fa3"):
             resolve(*flags, *draft)
     other = (named, "fa3")
-    with pytest.raises(ValueError, match=f"etap: speculative algorithm {algorithm} is not supported: wanted one of"):
-        resolve(*flags, *other, model=sparse_model)
     monkeypatch.setenv("SGLANG_RAGGED_VERIFY_MODE", "compact")
-    with pytest.raises(ValueError, match=f"etap: SGLANG_RAGGED_VERIFY_MODE is not supported with {algorithm}"):
-        resolve(*flags, *other)
+    for model in (model_directory, sparse_model):
+        with pytest.raises(ValueError, match=f"etap: SGLANG_RAGGED_VERIFY_MODE is not supported with {algorithm}"):
+            resolve(*flags, *other, model=model)
 
 
 @pytest.mark.parametrize("flags", [

@@ -27,6 +27,8 @@ from sglang.srt.models.deepseek_common import attention_backend_handler
 from sglang.srt.models.deepseek_common.attention_forward_methods.forward_methods import AttnForwardMethod
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_parallel, get_schedule
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_utils import resolve_dflash_verify_mask_policy
 from sglang.srt.speculative.draft_utils import DraftBackendFactory
 
 from etap_backend import sparse_workspace_floats
@@ -192,6 +194,18 @@ def test_sglangs_own_backend_reads_the_same_rows(make, sglangs_kernels, our_call
     assert type(runs) is DeepseekSparseAttnBackend and len(sglangs_kernels) == len(our_calls) == 1
     problem.check(outs[0])
     problem.check(outs[1])
+
+
+def test_verifies_a_block_of_drafts_without_a_mask(make, our_calls):
+    """DFLASH and DSPARK make one for backends that they do not know, as large as all contexts times the drafts."""
+    mode, lengths, new = STEPS["drafts"]
+    runner, backend = make(mode=mode)
+    assert resolve_dflash_verify_mask_policy(backend) == ("ETAPSparseBackend", False)
+    problem = Problem(runner, mode, lengths, new)
+    batch = problem.batch(spec_info=DFlashVerifyInput(draft_token=None, positions=None, draft_token_num=DRAFTS))
+    backend.init_forward_metadata(batch)
+    problem.check(problem.attend(backend, batch))
+    assert [len(call["q"]) for call in our_calls] == [problem.tokens]
 
 
 @pytest.fixture

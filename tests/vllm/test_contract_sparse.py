@@ -197,6 +197,10 @@ def test_refuses_other_gpus(select, monkeypatch, capability):
 def test_a_cache_in_host_memory_is_served_but_not_beside_batch_invariance(select, monkeypatch):
     engine = {"attention_config": {"sparse_mla_force_mqa": True, "hisparse_config": {}}}
     assert select(engine=engine) is ETAPSparseBackend
+    without_rope = {"engine": engine, "head_size": 512}
+    assert select(**without_rope) is ETAPSparseBackend
+    with pytest.raises(ValueError, match="an FP8 cache of a model without rope beside .* is not supported: wanted"):
+        select(**without_rope, kv_cache_dtype="fp8")
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     with pytest.raises(ValueError, match="batch invariance beside a KV cache in host memory .HiSparse. is not"):
         select(engine=engine)
