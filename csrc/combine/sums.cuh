@@ -52,22 +52,24 @@ CUTE_DEVICE int row_of_lane(bool one_row) {
   return one_row ? lane / 4 : lane % 4 * 2;
 }
 
-// What attention sinks leave of a lane's two rows' scale. The rows are a token's heads.
-CUTE_DEVICE float2 beside_sinks(const ResultParams& params, bool one_row, const Totals& totals, int first_row, float2 scale) {
-  const int low = first_row + row_of_lane(one_row), high = one_row ? low : low + 1;
-  if (low < params.rows) scale.x *= beside_sink(params.sinks[low], totals.reference.x + log2f(totals.sum.x));
-  if (high < params.rows) scale.y *= beside_sink(params.sinks[high], totals.reference.y + log2f(totals.sum.y));
-  return scale;
+// What a lane's two rows are multiplied with at last: 1 over the splits' sum, which is at least 1, that of the reference, or 0. An
+// attention sink is one more term of that sum. The rows are a token's heads.
+CUTE_DEVICE float2 last_scale(const ResultParams& params, bool one_row, const Totals& totals, int first_row) {
+  float2 sum = totals.sum;
+  if (params.sinks != nullptr) {
+    const int low = first_row + row_of_lane(one_row), high = one_row ? low : low + 1;
+    const auto term = [&](int row, float reference) { return ptx::ex2(__fmaf_rn(params.sinks[row], kLog2OfE, -reference)); };
+    if (low < params.rows) sum.x = __fadd_rn(sum.x, term(low, totals.reference.x));
+    if (high < params.rows) sum.y = __fadd_rn(sum.y, term(high, totals.reference.y));
+  }
+  return {sum.x == 0.0f ? 0.0f : __fdividef(1.0f, sum.x), sum.y == 0.0f ? 0.0f : __fdividef(1.0f, sum.y)};
 }
 
 // Write a lane's part of the result, two rows of it transposed between the lanes to rows of 8 value dims.
 CUTE_DEVICE void write_rows(const ResultParams& params, bool one_row, const Sum& sum, const Totals& totals, int request,
                             int first_row, int dim) {
   const int lane = threadIdx.x % kWarpSize;
-  // The sums are at least 1, that of the reference, or 0.
-  float2 scale = {totals.sum.x == 0.0f ? 0.0f : __fdividef(1.0f, totals.sum.x),
-                  totals.sum.y == 0.0f ? 0.0f : __fdividef(1.0f, totals.sum.y)};
-  if (params.sinks != nullptr) scale = beside_sinks(params, one_row, totals, first_row, scale);
+  const float2 scale = last_scale(params, one_row, totals, first_row);
   const auto pack_out = [&](float a, float b) {
     return params.float16_out ? pack<cutlass::half_t>(a, b) : pack<cutlass::bfloat16_t>(a, b);
   };

@@ -227,7 +227,7 @@ def test_logs_are_understood():
     vllm, sglang = ENGINES["vllm"], ENGINES["sglang"]
     assert vllm.cache_tokens("INFO [kv_cache_utils.py] GPU KV cache size: 674,597 tokens\n") == 674597
     assert sglang.cache_tokens("max_total_num_tokens=65536, chunked_prefill_size=8192") == 65536
-    assert vllm.cache_tokens("nothing") is None
+    assert vllm.cache_tokens("nothing") is None and vllm.cache_tokens("GPU + host KV cache size: 9,216 tokens") == 9216
     assert vllm.in_full_graphs("Capturing CUDA graphs (decode, FULL):  50%|") is True
     assert vllm.in_full_graphs("Capturing CUDA graphs (mixed prefill-decode, PIECEWISE)") is False
     assert sglang.in_full_graphs("") is None
@@ -243,6 +243,8 @@ def test_logs_are_understood():
     assert sglang.in_use("dsv4", v4) and not sglang.in_use("etap", v4)
     assert sglang.in_use("etap", v4 + ours) and not sglang.in_use("dsv4", v4 + ours)
     assert (sglang.page_tokens(""), sglang.page_tokens(v4)) == (64, 256)
+    hybrid = "Setting attention block size to 640 tokens to ensure that attention page size is >= mamba page size."
+    assert (ENGINES["vllm"].page_tokens(""), ENGINES["vllm"].page_tokens(hybrid)) == (64, 640)
 
 
 def test_results_of_both_load_generators_are_read(tmp_path):

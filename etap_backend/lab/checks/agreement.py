@@ -344,12 +344,12 @@ def _found(server: Served) -> float:
 
 
 def _must_have_found(server: Served, requests: list[Request], had: float) -> None:
-    """Raise Failed unless the prefix cache had nearly all whole pages of prompts that were just asked."""
+    """Raise Failed unless the prefix cache, if any, had nearly all whole pages of prompts that were just asked."""
     # The last page of a prompt is computed again, and so is one that only just fills a page.
     page = server.engine.page_tokens(server.text())
     wanted = sum((len(request.prompt) - 1) // page * page for request in requests)
     server.about.update(tokens_cached=had, tokens_cached_wanted=wanted)
-    if had < CACHED_SHARE * wanted:
+    if had < CACHED_SHARE * wanted and "--disable-radix-cache" not in server.about["command"].split():
         raise Failed(f"prefix cache: wanted {wanted} tokens of the prompts, got {had:.0f}")
 
 

@@ -161,14 +161,8 @@ def table_of(rows: list[dict]) -> Table:
     columns = list(dict.fromkeys(key for row in rows for key in row if key != "objections"))
     table = Table(*columns)
     for row in rows:
-        values = (row.get(key, "") for key in columns)
-        last = (value[-1] if isinstance(value, list) and value else value for value in values)
-        table.add_row(
-            *(
-                f"{value:.5g}" if isinstance(value, float) else "" if value in (None, []) else str(value)
-                for value in last
-            )
-        )
+        last = (v[-1] if isinstance(v, list) and v else v for v in (row.get(key, "") for key in columns))
+        table.add_row(*(f"{v:.5g}" if isinstance(v, float) else "" if v in (None, []) else str(v) for v in last))
     return table
 
 

@@ -88,6 +88,7 @@ class Engine:
     path: str
     """Where completions are asked for."""
     kv_tokens: str
+    page_size: str
     full_graphs: str | None = None
     """What the log has where decode runs in full CUDA graphs; None where an engine does not say when it is ready."""
     cached: tuple[str, str]
@@ -123,7 +124,8 @@ class Engine:
 
     def page_tokens(self, log: str) -> int:
         """Tokens of a page, in wholes of which the prefix cache finds a prompt."""
-        return PAGE_TOKENS
+        found = re.search(self.page_size, log)  # of models that have a size of their own
+        return int(found[1]) if found else PAGE_TOKENS
 
     def cache_tokens(self, log: str) -> int | None:
         """Tokens that the KV cache holds, as the server's log has it."""
@@ -161,7 +163,8 @@ class Vllm(Engine):
     fp8_math = (ours, ["--additional-config", json.dumps({"etap_fp8_math": True})])
     load_module = "vllm.entrypoints.cli.main"
     path = "/v1/completions"
-    kv_tokens = r"GPU KV cache size: ([\d,]+) tokens"
+    kv_tokens = r"GPU (?:\+ host )?KV cache size: ([\d,]+) tokens"
+    page_size = r"Setting attention block size to (\d+) tokens"
     full_graphs = r"Capturing CUDA graphs \((decode, )?FULL\)"
     cached = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
     running = "vllm:num_requests_running"
@@ -170,6 +173,7 @@ class Vllm(Engine):
         "prefix tokens found": "vllm:prefix_cache_hits_total",
         "drafts": "vllm:spec_decode_num_draft_tokens_total",
         "drafts accepted": "vllm:spec_decode_num_accepted_tokens_total",
+        "rows brought from host memory": "vllm:hisparse_cache_misses_total",
     }
     memory_share = "--gpu-memory-utilization"
     eager = "--enforce-eager"
@@ -252,6 +256,7 @@ class Sglang(Engine):
     load_module = "sglang.benchmark.serving"
     path = "/generate"
     kv_tokens = r"max_total_num_tokens=(\d+)"
+    page_size = r"[Ss]etting page[_ ]size to (\d+)"
     cached = ("sglang:cached_tokens_total", "sglang:prompt_tokens_total")
     running = "sglang:num_running_reqs"
     counters = {"preempted": "sglang:num_retracted_requests_total", "prefix tokens found": "sglang:cached_tokens_total"}
@@ -323,10 +328,6 @@ class Sglang(Engine):
     def tokens_in(self, reply: dict, before: int = 0) -> int:
         return reply.get("meta_info", {}).get("completion_tokens", before)
 
-    def page_tokens(self, log: str) -> int:
-        found = re.search(r"setting page_size to (\d+)", log)  # of models that have a size of their own
-        return int(found[1]) if found else PAGE_TOKENS
-
     def in_use(self, backend: str, log: str) -> bool:
         if "Use dsv4 attention backend" in log:  # whatever is named, and only ETAP says that it runs instead
             return (f"Attention backend {self.ours}: DeepSeek-V4" in log) == (backend == self.ours)
@@ -339,7 +340,7 @@ ENGINES: dict[str, Engine] = {engine.name: engine for engine in (Vllm(), Sglang(
 
 def cache_lines(log: str) -> list[str]:
     """What a server's log says of the KV cache: its type, the math on it, how many tokens fit."""
-    said = r"GPU KV cache size: [\d,]+ tokens|KV Cache (?:is allocated|VA upper bound).*"
+    said = r"GPU (?:\+ host )?KV cache size: [\d,]+ tokens|KV Cache (?:is allocated|VA upper bound).*"
     ours = r"(?:ETAP decodes|Attention backend etap): (?:sparse attention, )?KV cache .*"
     return list(dict.fromkeys(re.findall(f"{said}|{ours}", log)))
 
