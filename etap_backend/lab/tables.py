@@ -17,7 +17,7 @@ import importlib.util
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -43,11 +43,16 @@ SWEPT = 200  # rows: the page of a file with more has them by query rows
 OF_A_CHECK = ("what", "outcome", "gpu", "date", "commit")
 
 
+def _documents(folder: Path) -> list[tuple[Path, Any]]:
+    """Every result and its file, which may hold a list of results: checks that belong together."""
+    files = [(path, results.read_json(path)) for path in sorted(folder.glob("*.json"))]
+    return [(path, one) for path, content in files for one in (isinstance(content, list) and content or [content])]
+
+
 def claims(folder: Path) -> str:
     """A table of the results of checks. Raises ValueError, naming the file, for one that does not say what came out."""
     lines = ["| check | outcome | seen on |", "|---|---|---|"]
-    for path in sorted(folder.glob("*.json")):
-        content = results.read_json(path)
+    for path, content in _documents(folder):
         if kind_of(content) is None:
             if missing := [key for key in OF_A_CHECK if not isinstance(content, dict) or not content.get(key)]:
                 raise ValueError(f"{path}: wanted what every check's result says, got none of {', '.join(missing)}")
@@ -163,14 +168,13 @@ def complaints(root: Path) -> list[str]:
     return found + [f"results/{name}: no page shows it" for name in sorted(there - set().union(*shown.values()))]
 
 
-def ages_of(root: Path, *, in_history: bool) -> dict[str, ages.Age]:
+def ages_of(root: Path, *, in_history: bool) -> list[tuple[str, ages.Age]]:
     """Of every result."""
-    found = {}
-    for path in sorted((root / "results").glob("*.json")):
-        content = results.read_json(path)
+    found = []
+    for path, content in _documents(root / "results"):
         content = content if isinstance(content, dict) else {}
         kind = ages.kind_of(content)
-        found[path.name] = ages.age_of(root, content.get("commit"), in_history=in_history, kind=kind)
+        found.append((path.name, ages.age_of(root, content.get("commit"), in_history=in_history, kind=kind)))
     return found
 
 
@@ -187,7 +191,7 @@ def main(
     if check:
         if why := ages.why_unknown(root):
             typer.echo(f"{why}; limit {ages.LIMIT}", err=True)
-        for name, age in ages_of(root, in_history=why is None).items():
+        for name, age in ages_of(root, in_history=why is None):
             if age.problem:
                 wrong.append(f"results/{name}: {age}")
             else:

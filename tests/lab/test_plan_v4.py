@@ -336,8 +336,8 @@ def test_where_nobody_timed_the_call_no_gain_is_told():
         (H200, FLASH, 2, 8),
         (H200, PRO, 1, 4),
         (H200, V41, 2, 6),
-        (H20_141, FLASH, 3, 22),
-        (H20_141, PRO, 2, 9),
+        (H20_141, FLASH, 3, 23),
+        (H20_141, PRO, 2, 10),
         (H20_141, V41, 3, 20),
     ],
 )

@@ -373,8 +373,14 @@ def test_every_check_says_what_came_out(tmp_path, content, said):
     assert tables.claims(tmp_path).splitlines()[2:] == [f"| a check ([file](../results/a.json)) | {said} | {seen} |"]
 
 
-@pytest.mark.parametrize("content", [ABOUT, ABOUT | {"outcome": "x", "commit": ""}, {}, []])
+def test_checks_that_belong_together_share_a_file(tmp_path):
+    (tmp_path / "a.json").write_text(json.dumps([ABOUT | {"outcome": "x"}, ABOUT | {"outcome": "y"}]))
+    said = [line.split(" | ")[1] for line in tables.claims(tmp_path).splitlines()[2:]]
+    assert said == ["x", "y"]
+
+
+@pytest.mark.parametrize("content", [ABOUT, ABOUT | {"outcome": "x", "commit": ""}, {}, [], [ABOUT]])
 def test_a_file_of_no_check_is_named(tmp_path, content):
-    (tmp_path / "a.json").write_text(results.text_of(content) if isinstance(content, dict) else "[]")
+    (tmp_path / "a.json").write_text(json.dumps(content))
     with pytest.raises(ValueError, match=r"a\.json: wanted "):
         tables.claims(tmp_path)

@@ -10,8 +10,9 @@ There are as many as one H200 SM needs, with two warpgroups issuing, to come dow
 a function. tf32 and integer products stay as they are.
 
 The zeros must be zeros that ptxas cannot know, or it builds them anew for every filler and serialises the instructions.
-They are the upper half of the grid's size in z, taken once per function or at every wgmma.fence; each function gets the
-place that neither serialises nor spills. A function for which neither place is clean is named: it comes out too slow.
+They are the upper half of the grid's size in z, taken once per function, at every wgmma.fence, or at the first one in a
+basic block and behind a wait, so that products in flight share them; each function gets the place that neither serialises
+nor spills. A function for which no place is clean is named: it comes out too slow.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ ALIKE = {64: (3.275, 3.265), 128: (3.28, 3.295), 256: (3.3, 3.28)}
 WGMMA = re.compile(r"wgmma\.mma_async\.[^;]*;")
 SLOWED = re.compile(r"k16|k32\.\w+\.e[45]m")
 FENCE = re.compile(r"wgmma\.fence\.sync\.aligned;")
+FENCE_OR_EDGE = re.compile(rf"{FENCE.pattern}|^\$L__BB\w+:|wgmma\.wait_group", re.M)
 FUNCTION = re.compile(r"^\s*(?:\.visible\s+|\.weak\s+|\.extern\s+)*\.(?:entry|func)\s+(?:\([^)]*\)\s*)?([\w$]+)", re.M)
 DECLARE = ".reg .b32 %h20z<4>; .reg .b32 %h20t; .reg .pred %h20p; setp.eq.b32 %h20p, 0, 0;\n"
 # A grid has at most 65535 blocks in z. Four shifts of that number: ptxas must take them for four different values.
 ZEROS = "mov.u32 %h20t, %nctaid.z; " + " ".join(f"shr.u32 %h20z{i}, %h20t, {16 + i};" for i in range(4)) + "\n"
-PLACES = ("function", "fence")  # where the zeros are worked out
+PLACES = ("function", "fence", "block")  # where the zeros are worked out
 SERIALISED, WARNED = 10**6, 10**3  # as bad as so many spilled bytes
 REAL = "H20_PROXY_REAL_PTXAS"
 
@@ -105,13 +107,27 @@ def throttled(ptx: str, place: Callable[[str], str], throttle: Callable[[], Thro
             text = WGMMA.sub(slowing, text)
             for key, counts in slowing.counted.items():
                 counted[key] = tuple(map(sum, zip(counted.get(key, (0, 0)), counts, strict=True)))
-            once = place(match.group(1)) == "function" or not FENCE.search(text)
+            where = place(match.group(1))
+            once = where == "function" or not FENCE.search(text)
             if not once:
-                text = FENCE.sub(lambda m: ZEROS + m.group(0), text)
+                text = _at_fences(text, first_of_block=where == "block")
             body = text.index("\n{") + 2
             text = text[:body] + "\n" + DECLARE + (ZEROS if once else "") + text[body:]
         out.append(text)
     return "".join(out), counted
+
+
+def _at_fences(text: str, first_of_block: bool) -> str:
+    """The zeros at every fence, or only at the first one behind each edge of a basic block and each wait."""
+    stale = True
+
+    def put(match: re.Match) -> str:
+        nonlocal stale
+        is_fence, had = FENCE.match(match.group(0)) is not None, stale
+        stale = not is_fence or not first_of_block
+        return (ZEROS if is_fence and had else "") + match.group(0)
+
+    return FENCE_OR_EDGE.sub(put, text)
 
 
 def complaints(messages: str) -> dict[str, int]:

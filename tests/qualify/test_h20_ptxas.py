@@ -47,6 +47,13 @@ def test_fillers_follow_the_measured_number_on_average(place):
     assert (zeros < slowed.index(".reg .b64 %da")) == (place == "function") and zeros < fence
 
 
+@pytest.mark.parametrize("place, zeros", [("function", 1), ("fence", 5), ("block", 3)])
+def test_zeros_stand_where_products_in_flight_may_share_them(place, zeros):
+    wait = "wgmma.wait_group.sync.aligned 1;"
+    text, _ = throttled(HEAD + entry("a", *LOOP, *LOOP, wait, *LOOP, *LOOP, "$L__BB0_2:", *LOOP), lambda name: place)
+    assert text.count("%nctaid.z") == zeros
+
+
 def test_wide_products_have_fillers_of_their_own_shape():
     text, counted = throttled(HEAD + entry("wide", *[product(64)] * 40), lambda name: "function")
     assert counted == {(64, False): (40, 131)} and text.count("m64n64k16") == 171 and "m64n8k16" not in text
