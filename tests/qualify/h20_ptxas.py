@@ -11,8 +11,8 @@ a function. tf32 and integer products stay as they are.
 
 The zeros must be zeros that ptxas cannot know, or it builds them anew for every filler and serialises the instructions.
 They are the upper half of the grid's size in z, taken once per function, at every wgmma.fence, or at the first one in a
-basic block and behind a wait, so that products in flight share them; each function gets the place that neither serialises
-nor spills. A function for which no place is clean is named: it comes out too slow.
+basic block and behind a wait, so that products in flight share them; each function gets the place that neither
+serialises nor spills. A function for which no place is clean is named: it comes out too slow.
 """
 
 from __future__ import annotations
