@@ -38,6 +38,7 @@ from etap_backend.lab.bench.rows import (
     read,
     row_of,
 )
+from etap_backend.lab.tables import kind_of
 
 RESULTS = Path(__file__).parents[2] / "results"
 
@@ -248,8 +249,7 @@ def test_a_graph_has_a_call_for_every_copy_of_the_cache(tokens, requests):
 # Results files
 
 
-KINDS = ("bench", "bench-sparse")
-BENCHMARKS = [path for path in sorted(RESULTS.glob("*.json")) if json.loads(path.read_text()).get("kind") in KINDS]
+BENCHMARKS = [path for path in sorted(RESULTS.glob("*.json")) if kind_of(json.loads(path.read_text())) == "bench"]
 
 
 @pytest.mark.parametrize("path", BENCHMARKS, ids=lambda path: path.stem)
