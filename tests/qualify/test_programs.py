@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from qualify import sanitize
+from qualify import block_draft, sanitize
 
 HERE = Path(__file__).parent
 PROGRAMS = sorted(path.stem for path in HERE.glob("*.py") if "    typer.run(main)\n" in path.read_text())
@@ -30,8 +31,8 @@ def test_a_program_says_how_it_is_run_and_lists_its_options(name):
 
 def test_the_programs_are_those_that_are_known():
     assert PROGRAMS == [
-        "known_answers", "random_cases", "same_instructions", "sanitize", "theirs", "train_model", "two_nodes",
-        "two_servers", "v4_server", "vllm_upstream",
+        "block_draft", "known_answers", "random_cases", "same_instructions", "sanitize", "theirs", "train_model",
+        "two_nodes", "two_servers", "v4_server", "vllm_upstream",
     ]  # fmt: skip
 
 
@@ -42,3 +43,14 @@ def test_the_sanitizer_runs_the_cases_of_its_module(monkeypatch):
     assert sanitize.sanitize("memcheck") == 0
     words = commands[0][commands[0].index(sys.executable) :]
     assert words == [sys.executable, "-m", "qualify.sanitize", "--run-cases"]
+
+
+@pytest.mark.parametrize("algorithm", ["dspark", "dflash"])
+def test_a_draft_has_its_targets_width_and_words(tmp_path, algorithm):
+    target = {"hidden_size": 6144, "vocab_size": 154880, "num_hidden_layers": 4, "max_position_embeddings": 8192}
+    (tmp_path / "config.json").write_text(json.dumps(target))
+    block_draft.main(tmp_path, tmp_path / "draft", algorithm)
+    made = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert all(made[key] == target[key] for key in ("hidden_size", "vocab_size", "max_position_embeddings"))
+    assert made["num_target_layers"] == 4 and made["dflash_config"]["target_layer_ids"] == [0, 2]
+    assert ("markov_rank" in made) == (algorithm == "dspark")
