@@ -46,7 +46,8 @@ OF_A_CHECK = ("what", "outcome", "gpu", "date", "commit")
 def _documents(folder: Path) -> list[tuple[Path, Any]]:
     """Every result and its file, which may hold a list of results: checks that belong together."""
     files = [(path, results.read_json(path)) for path in sorted(folder.glob("*.json"))]
-    return [(path, one) for path, content in files for one in (isinstance(content, list) and content or [content])]
+    lists = [(path, content if content and isinstance(content, list) else [content]) for path, content in files]
+    return [(path, one) for path, together in lists for one in together]
 
 
 def claims(folder: Path) -> str:
@@ -91,8 +92,7 @@ def table(place: Place, folder: Path) -> str:
 def whole_pages(root: Path) -> dict[Path, str]:
     """The pages of docs/tables as they are to be, but for their tables, which `filled` brings."""
     made, index = {}, ["# All tables", "", "<!-- index -->"]
-    for path in sorted((root / "results").glob("*.json")):
-        content = results.read_json(path)
+    for path, content in _documents(root / "results"):
         if kind := kind_of(content):
             kind = "summary" if kind == "bench" and len(content["rows"]) > SWEPT else kind
             title = f"# {content['title']}"
@@ -170,12 +170,11 @@ def complaints(root: Path) -> list[str]:
 
 def ages_of(root: Path, *, in_history: bool) -> list[tuple[str, ages.Age]]:
     """Of every result."""
-    found = []
-    for path, content in _documents(root / "results"):
-        content = content if isinstance(content, dict) else {}
-        kind = ages.kind_of(content)
-        found.append((path.name, ages.age_of(root, content.get("commit"), in_history=in_history, kind=kind)))
-    return found
+    every = [(path.name, one if isinstance(one, dict) else {}) for path, one in _documents(root / "results")]
+    return [
+        (name, ages.age_of(root, one.get("commit"), in_history=in_history, kind=ages.kind_of(one)))
+        for name, one in every
+    ]
 
 
 def main(

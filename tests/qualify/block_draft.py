@@ -14,6 +14,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from etap_backend.lab.checks.asked import configuration
+
 BLOCK = 3  # tokens
 READ = (0, 2)  # layers of the target
 ARCHITECTURES = {"dspark": "Qwen3DSparkModel", "dflash": "DFlashDraftModel"}
@@ -32,7 +34,6 @@ def draft_of(target: dict, algorithm: str) -> dict:
         "intermediate_size": 4096,
         "max_position_embeddings": target["max_position_embeddings"],
     }
-    layers = {"mask_token_id": target["vocab_size"] - 1, "target_layer_ids": list(READ)}
     return shape | {
         "architectures": [ARCHITECTURES[algorithm]],
         "model_type": "qwen3",
@@ -44,7 +45,7 @@ def draft_of(target: dict, algorithm: str) -> dict:
         "tie_word_embeddings": False,
         "block_size": BLOCK,
         "num_target_layers": target["num_hidden_layers"],
-        "dflash_config": layers,
+        "dflash_config": {"mask_token_id": target["vocab_size"] - 1, "target_layer_ids": READ},
         **(DSPARK if algorithm == "dspark" else {}),
     }
 
@@ -56,8 +57,7 @@ def main(
 ) -> None:
     """Write a draft of blocks for a target."""
     draft.mkdir(parents=True, exist_ok=True)
-    config = draft_of(json.loads((target / "config.json").read_text()), algorithm)
-    (draft / "config.json").write_text(json.dumps(config, indent=1) + "\n")
+    (draft / "config.json").write_text(json.dumps(draft_of(configuration(target), algorithm), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -123,9 +123,10 @@ def _at_fences(text: str, first_of_block: bool) -> str:
 
     def put(match: re.Match) -> str:
         nonlocal stale
-        is_fence, had = FENCE.match(match.group(0)) is not None, stale
-        stale = not is_fence or not first_of_block
-        return (ZEROS if is_fence and had else "") + match.group(0)
+        is_edge = not FENCE.match(match.group(0))
+        zeros = ZEROS if stale and not is_edge else ""
+        stale = is_edge or not first_of_block
+        return zeros + match.group(0)
 
     return FENCE_OR_EDGE.sub(put, text)
 

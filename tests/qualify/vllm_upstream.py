@@ -185,8 +185,8 @@ class WithSparseEtap(Counting):
         for item in items:
             given = item.callspec.params if hasattr(item, "callspec") else {}
             ours = given.get("backend_cls") is self.backend
-            fits = not ours or given["kv_cache_dtype"] in self.wanted["cache"] and given["block_size"] == 64
-            fits = fits and not (ours and given.get("qk_rope_head_dim") == 0)
+            taken = ours and given["kv_cache_dtype"] in self.wanted["cache"] and given["block_size"] == 64
+            fits = not ours or taken and given.get("qk_rope_head_dim") != 0
             (kept if fits else left_out).append(item)
             if ours and fits:
                 self.of_etap.add(item.nodeid)

@@ -173,27 +173,31 @@ def test_other_values_are_refused_by_name(resolve, monkeypatch, wish):
         resolve()
 
 
+@pytest.fixture
+def a_chain(resolve, model_directory):
+    """Asserts that a backend's blocks of drafts are one."""
+
+    def check(backend, cache="auto", **model):
+        view = resolve(
+            "--attention-backend", backend, "--kv-cache-dtype", cache, "--speculative-algorithm", "DFLASH",
+            "--speculative-draft-attention-backend", "fa3", "--speculative-draft-model-path", model_directory,
+            "--speculative-dflash-block-size", 4, **model,
+        )  # fmt: skip
+        assert (view.attention_backend, view.speculative_draft_attention_backend) == (backend, "fa3")
+        assert (view.speculative_eagle_topk, view.speculative_num_draft_tokens) == (1, 4)
+
+    return check
+
+
 @pytest.mark.parametrize("backend", ["etap", "flashinfer"])
-def test_blocks_of_drafts_are_a_chain(resolve, model_directory, backend):
-    view = resolve(
-        "--attention-backend", backend, "--speculative-algorithm", "DFLASH",
-        "--speculative-draft-attention-backend", "fa3", "--speculative-draft-model-path", model_directory,
-        "--speculative-dflash-block-size", 4,
-    )  # fmt: skip
-    assert (view.attention_backend, view.speculative_draft_attention_backend) == (backend, "fa3")
-    assert (view.speculative_eagle_topk, view.speculative_num_draft_tokens) == (1, 4)
+def test_blocks_of_drafts_are_a_chain(a_chain, backend):
+    a_chain(backend)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
 @pytest.mark.parametrize("backend", ["etap", "dsa"])
-def test_blocks_of_drafts_of_a_sparse_model(resolve, model_directory, sparse_model, backend, cache):
-    view = resolve(
-        "--attention-backend", backend, "--speculative-algorithm", "DFLASH", "--kv-cache-dtype", cache,
-        "--speculative-draft-attention-backend", "fa3", "--speculative-draft-model-path", model_directory,
-        "--speculative-dflash-block-size", 4, model=sparse_model,
-    )  # fmt: skip
-    assert (view.attention_backend, view.speculative_draft_attention_backend) == (backend, "fa3")
-    assert (view.speculative_eagle_topk, view.speculative_num_draft_tokens) == (1, 4)
+def test_blocks_of_drafts_of_a_sparse_model_are_a_chain(a_chain, sparse_model, backend, cache):
+    a_chain(backend, cache, model=sparse_model)
 
 
 @pytest.mark.parametrize("algorithm", ["DFLASH", "DSPARK"])

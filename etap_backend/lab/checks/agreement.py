@@ -349,7 +349,7 @@ def _must_have_found(server: Served, requests: list[Request], had: float) -> Non
     page = server.engine.page_tokens(server.text())
     wanted = sum((len(request.prompt) - 1) // page * page for request in requests)
     server.about.update(tokens_cached=had, tokens_cached_wanted=wanted)
-    if had < CACHED_SHARE * wanted and "--disable-radix-cache" not in server.about["command"].split():
+    if had < CACHED_SHARE * wanted and server.engine.uncached not in server.about["command"].split():
         raise Failed(f"prefix cache: wanted {wanted} tokens of the prompts, got {had:.0f}")
 
 

@@ -101,6 +101,8 @@ class Engine:
     """The flag for the share of the GPU's memory that the server may take."""
     eager: str
     """The flag for no CUDA graphs."""
+    uncached: str
+    """The flag for no prefix cache."""
 
     parts_are_new: bool
     """Whether a part of a stream has what is new alone; else it repeats all that came before."""
@@ -173,10 +175,10 @@ class Vllm(Engine):
         "prefix tokens found": "vllm:prefix_cache_hits_total",
         "drafts": "vllm:spec_decode_num_draft_tokens_total",
         "drafts accepted": "vllm:spec_decode_num_accepted_tokens_total",
-        "rows brought from host memory": "vllm:hisparse_cache_misses_total",
     }
     memory_share = "--gpu-memory-utilization"
     eager = "--enforce-eager"
+    uncached = "--no-enable-prefix-caching"
     parts_are_new = True
 
     def server(self, python: str, serving: Serving, backend: str, port: int, flags: list[str]) -> list[str]:
@@ -262,6 +264,7 @@ class Sglang(Engine):
     counters = {"preempted": "sglang:num_retracted_requests_total", "prefix tokens found": "sglang:cached_tokens_total"}
     memory_share = "--mem-fraction-static"
     eager = "--disable-cuda-graph"
+    uncached = "--disable-radix-cache"
     parts_are_new = False
 
     def server(self, python: str, serving: Serving, backend: str, port: int, flags: list[str]) -> list[str]:
