@@ -16,11 +16,6 @@ mask, so that the draft model has another backend.
 ALGORITHMS = ("NEXTN", "EAGLE", "EAGLE3", "STANDALONE", *BLOCK_ALGORITHMS)
 """Those whose drafts are a chain when topk is 1; others may verify a tree, whose mask the kernels do not take."""
 
-FP8_PREFILL_GRAPH = (
-    "a prefill CUDA graph with an FP8 cache is not supported: FlashInfer would copy the whole cache in every layer; "
-    "wanted --kv-cache-dtype fp8_e4m3 with no --cuda-graph-backend-prefill, or with disabled"
-)
-
 _DTYPES = {"half": torch.float16, "float16": torch.float16, "float": torch.float32, "float32": torch.float32}
 
 
@@ -58,12 +53,6 @@ def why_page_size(page_size: int) -> str | None:
     return None
 
 
-def captures_fp8_prefill(view) -> bool:
-    """Whether SGLang would capture a CUDA graph of prefill over an FP8 cache of dense attention, with ETAP."""
-    captures = view.cuda_graph_config.prefill.backend != versions.NO_GRAPH and view.kv_cache_dtype == "fp8_e4m3"
-    return captures and _prefills(view) and not versions.is_sparse(versions.model_config(view))
-
-
 def _of_others(view, model, name: str) -> Iterator[str | None]:
     sparse, of_model = versions.is_sparse(model), name in names_of_model(view)
     if versions.is_dots(model):
@@ -78,8 +67,6 @@ def _of_others(view, model, name: str) -> Iterator[str | None]:
     yield from _of_drafts(view, of_model)
     if view.enable_deterministic_inference:
         yield from _of_determinism(view, sparse)
-    if ("prefill", "backend") in versions.given(view)._cuda_graph_config_locked and captures_fp8_prefill(view):
-        yield FP8_PREFILL_GRAPH  # the user named a graph, which SGLang leaves as it is
 
 
 def _of_scaled_queries(view, sparse: bool) -> Iterator[str]:

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from etap_backend import BuiltSchedule, DecodeSchedule, engine_contract, mla_decode, why_unsupported
 from etap_backend.sglang import arguments, versions
+from etap_backend.sglang.gathered_prefill import GatheredPrefill
 from etap_backend.sglang.policy import Policy
 from etap_backend.sglang.prompts import prompt_runs
 from etap_backend.sglang.versions import refuse
@@ -46,7 +47,7 @@ class DecodeCall(NamedTuple):
         return rows[self.tokens].unflatten(0, (self.schedule.batch, self.schedule.s_q))
 
 
-def _check(model_runner, policy: Policy, prefills: bool) -> None:
+def _check(model_runner, policy: Policy) -> None:
     """Raise ValueError where the kernels cannot run this model or these arguments; the text says why."""
     if not model_runner.use_mla_backend:
         refuse("the model's attention is not MLA (a draft model has --speculative-draft-attention-backend)")
@@ -56,19 +57,17 @@ def _check(model_runner, policy: Policy, prefills: bool) -> None:
     widths = {"head_dim": config.kv_lora_rank + config.qk_rope_head_dim, "v_head_dim": config.kv_lora_rank}
     policy.check(model_runner, why_unsupported, **widths, kv_cache_dtype=model_runner.kv_cache_dtype)
     refuse(arguments.why_page_size(model_runner.page_size))
-    if prefills and model_runner.kv_cache_dtype != model_runner.dtype and versions.captures_prefill():
-        refuse(arguments.FP8_PREFILL_GRAPH)
 
 
 def _make_prefill(model_runner, policy: Policy) -> AttentionBackend:
     """SGLang's default on Hopper, FlashAttention 3, where it serves; `versions.register_model_support` routes alike.
 
-    It takes keys in two parts only, knows no decode context parallelism, and would copy an FP8 cache.
+    It takes keys in two parts only, and knows no decode context parallelism.
     """
-    one_part = versions.scales_queries(model_runner.model_config)
+    if versions.scales_queries(model_runner.model_config) or policy.ranks > 1:
+        return FlashInferMLAAttnBackend(model_runner)
     fp8_cache = model_runner.kv_cache_dtype != model_runner.dtype
-    flashinfers = one_part or fp8_cache or policy.ranks > 1
-    return FlashInferMLAAttnBackend(model_runner) if flashinfers else FlashAttentionBackend(model_runner)
+    return (GatheredPrefill if fp8_cache else FlashAttentionBackend)(model_runner)
 
 
 @FlashMLABackend.register  # SGLang captures CUDA graphs of draft extension for the classes that it knows
@@ -107,7 +106,7 @@ class ETAPBackend(AttentionBackend):
             ValueError: the kernels cannot run this model or these arguments; the text says why.
         """
         self.policy = policy = Policy.of(model_runner)
-        _check(model_runner, policy, prefills=not skip_prefill)
+        _check(model_runner, policy)
         super().__init__()
         # What SGLang reads of a backend, beside what the steps need.
         self.device, self.page_size = model_runner.device, model_runner.page_size
@@ -225,8 +224,8 @@ class ETAPBackend(AttentionBackend):
         """The calls that decode a step of short prompts, which the model routes to the latent rows; none for others."""
         runs = prompt_runs(forward_batch, self.policy.num_heads)
         rows = self.policy.num_heads * max((run.s_q for run in runs), default=0)
-        # SGLang's prefill of latent rows gathers small pages faster than our kernels for many rows, but would copy the
-        # whole of an FP8 cache.
+        # SGLang's prefill of latent rows gathers small pages faster than our kernels for many rows, but those of an FP8
+        # cache only when they were copied.
         slow = engine_contract.small_pages_text(self.page_size, rows) and not self.schedule.fp8_cache
         return [] if slow else runs
 

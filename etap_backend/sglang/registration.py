@@ -79,7 +79,6 @@ def _register_names() -> None:
         for kernels in pkgutil.resolve_name(versions.HISPARSE_LIST).values():
             kernels.add(NAME)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
-    versions.hook_prefill_graph(drops_prefill_graph)
     versions.hook_choice(choose_by_default)
     if V4_NAME in ATTENTION_BACKENDS and all(map(_is_there, V4_HOOKS)):
         register_attention_backend(V4_NAME)(functools.partial(make_v4_backend, ATTENTION_BACKENDS[V4_NAME]))
@@ -216,15 +215,6 @@ def choose_by_default(server_args) -> None:
 @functools.cache  # SGLang may resolve its arguments again
 def _say(level: int, text: str) -> None:
     _logger.log(level, "etap-backend: %s", text)
-
-
-def drops_prefill_graph(view) -> bool:
-    """Whether prefill is to have no CUDA graph, and say so: SGLang captures the attention to latent rows only."""
-    captures = arguments.captures_fp8_prefill(view)
-    if captures:
-        what = "with an FP8 cache FlashInfer would copy the whole cache in every layer"
-        _logger.info("etap-backend: prefill without a CUDA graph: %s", what)
-    return captures
 
 
 def make_backend(model_runner, fp8_math: bool):

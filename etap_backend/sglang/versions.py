@@ -3,8 +3,7 @@
 import importlib
 
 from etap_backend.engine_contract import Engine
-from etap_backend.limits import FP8
-from etap_backend.sglang.prompts import PREFILL_MODES, prompt_runs
+from etap_backend.sglang.prompts import prompt_runs
 
 NAME = "etap"
 FP8_MATH_NAME = "etap_fp8_math"
@@ -26,8 +25,6 @@ V4_DRAFT_HOOK = "sglang.srt.speculative.draft_utils.DraftBackendFactory._create_
 
 TOKENS_PER_PROGRAM = 4096
 """Whose pages one Triton program enters in the block table, as in SGLang's kernels; a page has no more."""
-NO_GRAPH = "disabled"
-"""The graph of a phase that has none, in SGLang's `cuda_graph_config`."""
 
 
 def refuse(reason: str | None) -> None:
@@ -88,23 +85,6 @@ def verifies_raggedly() -> bool:
     return envs.SGLANG_RAGGED_VERIFY_MODE.get().lower() != "static"
 
 
-def captures_prefill() -> bool:
-    """Whether SGLang will capture a CUDA graph of prefill with ETAP in this process."""
-    from sglang.srt.model_executor.cuda_graph_config import Phase, check_cuda_graph_backend
-    from sglang.srt.runtime_context import get_exec
-
-    chosen = get_exec().kernel
-    ours = (chosen.prefill_attention_backend or chosen.attention_backend) in NAMES
-    return ours and not check_cuda_graph_backend(Phase.PREFILL, NO_GRAPH)
-
-
-def has_fp8_cache() -> bool:
-    """Whether the cache of the model that runs is FP8; only while it runs."""
-    from sglang.srt.model_executor.forward_context import get_token_to_kv_pool
-
-    return get_token_to_kv_pool().dtype == FP8
-
-
 def given(view):
     """SGLang's arguments behind a view of them: what the user gave. 0.5.17 writes what it chooses into them."""
     return object.__getattribute__(view, "_server_args")
@@ -159,30 +139,6 @@ def hook_choice(choose_by_default) -> None:
     def resolve(arguments, previous) -> None:
         choose_by_default(arguments)
         previous(arguments)
-
-
-def hook_prefill_graph(unwanted) -> None:
-    """Have SGLang capture no CUDA graph of prefill where `unwanted`, which takes its arguments, says so.
-
-    Reason: there was none for models with MLA, and later there is one by default.
-    Versions: 0.5.17 at least. Goes when the oldest one supported has the new way.
-    """
-    try:
-        from sglang.srt.arg_groups.overrides import declare_resolution, resolved_view
-        from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
-        from sglang.srt.model_executor.cuda_graph_config import Phase, with_phase
-    except ImportError:
-        return
-
-    step = "disable_prefill_cuda_graph_for_deepseek_trtllm_mla"
-
-    @register_resolution_hook(step)
-    def resolve(arguments, previous) -> None:
-        previous(arguments)
-        view = resolved_view(arguments)
-        if unwanted(view):
-            graphs = with_phase(view.cuda_graph_config, Phase.PREFILL, backend=NO_GRAPH)
-            declare_resolution(arguments, step, cuda_graph_config=graphs)
 
 
 def model_config(view):
@@ -287,12 +243,11 @@ def register_model_support() -> None:
     """Enter ETAP where SGLang's MLA models look; here and not in `register`, because it imports those models.
 
     They route short prompts to the latent rows (without: long contexts are made keys of), other prefill as with the
-    backend that runs it, FlashAttention 3's or FlashInfer's (but over an FP8 cache keys are made of cached prefixes of
-    any length, not only of long ones: FlashInfer's attention to latent rows would copy a layer's whole pool), sparse
-    ones as with SGLang's sparse backend (without: Triton's routes), hand over the latent and the rope part of queries
-    and keys apart (without: concatenated, a copy of each for every layer), and under decode context parallelism take
-    our log-sum-exp as a natural one (without: base 2). DFLASH makes no mask for our backends (without: one of a chain,
-    which nothing reads, in every step, as large as all contexts times the drafts).
+    backend that runs it, FlashAttention 3's or FlashInfer's, sparse ones as with SGLang's sparse backend (without:
+    Triton's routes), hand over the latent and the rope part of queries and keys apart (without: concatenated, a copy of
+    each for every layer), and under decode context parallelism take our log-sum-exp as a natural one (without: base 2).
+    DFLASH makes no mask for our backends (without: one of a chain, which nothing reads, in every step, as large as all
+    contexts times the drafts).
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils
@@ -307,9 +262,6 @@ def register_model_support() -> None:
         if prompt_runs(forward_batch, attn.num_local_heads):
             return AttnForwardMethod.MLA
         if get_parallel().attn_dcp_size > 1:  # FlashInfer copies only what it reads of the other ranks'
-            return handler.handle_attention_flashmla(attn, forward_batch)
-        if forward_batch.forward_mode.name in PREFILL_MODES and has_fp8_cache():
-            attn.chunked_prefix_cache_threshold = 0
             return handler.handle_attention_flashmla(attn, forward_batch)
         return handler.handle_attention_fa3(attn, forward_batch)
 

@@ -274,27 +274,13 @@ def prefill_graph(view):
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8_e4m3"])
-@pytest.mark.parametrize("backend", ["etap", "fa3"])
-def test_prefill_has_sglangs_cuda_graph_but_none_with_an_fp8_cache(resolve, lines, backend, cache):
+def test_prefill_has_the_cuda_graph_that_it_has_with_flash_attention(resolve, cache):
     own = prefill_graph(resolve("--attention-backend", "fa3", "--kv-cache-dtype", cache))
-    view = resolve("--attention-backend", backend, "--kv-cache-dtype", cache)
-    off = backend == "etap" and cache == "fp8_e4m3"
-    assert prefill_graph(view) == ("disabled" if off else own)
-    said = ["without a CUDA graph: with an FP8 cache FlashInfer would copy the whole cache in every layer"]
-    said = said if off and own != "disabled" else []
-    assert [line.partition("etap-backend: prefill ")[2] for line in lines] == said
+    view = resolve("--attention-backend", "etap", "--kv-cache-dtype", cache)
+    assert prefill_graph(view) == own
     assert view.cuda_graph_config.decode.backend == "full"
-
-
-@pytest.mark.parametrize("flag", ["--attention-backend", "--prefill-attention-backend", "--decode-attention-backend"])
-def test_a_prefill_graph_that_was_asked_for_is_refused_with_an_fp8_cache(resolve, flag):
-    flags = (flag, "etap", "--cuda-graph-backend-prefill", "breakable")
-    assert prefill_graph(resolve(*flags)) == "breakable"
-    if flag == "--decode-attention-backend":  # another one's prefill
-        assert prefill_graph(resolve(*flags, "--kv-cache-dtype", "fp8_e4m3")) == "breakable"
-        return
-    with pytest.raises(ValueError, match="--attention-backend etap: a prefill CUDA graph with an FP8 cache is not"):
-        resolve(*flags, "--kv-cache-dtype", "fp8_e4m3")
+    asked = ("--cuda-graph-backend-prefill", "breakable")
+    assert prefill_graph(resolve("--attention-backend", "etap", "--kv-cache-dtype", cache, *asked)) == "breakable"
 
 
 @pytest.mark.parametrize("name", ["etap", "etap_fp8_math"])

@@ -10,6 +10,7 @@ import copy
 import ctypes
 import dataclasses
 import importlib.util
+import itertools
 import re
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
@@ -397,14 +398,12 @@ def sglangs_prefill(monkeypatch):
 
         def step(*arguments, done=(whose, name), **parts):
             steps.append(done)
+            if done == ("FlashAttention", "init_forward_metadata"):  # what of its plan is read
+                table = torch.zeros(arguments[1].batch_size, CONTEXT, dtype=torch.int32)
+                arguments[0].forward_metadata = SimpleNamespace(page_table=table)
 
         monkeypatch.setattr(place, name, step)
     return steps
-
-
-def prefill_of(runner):
-    """Whose prefill it is: an FP8 cache FlashAttention 3 would copy, and multiply in FP8."""
-    return "FlashAttention" if runner.kv_cache_dtype == runner.dtype else "FlashInfer"
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.EXTEND, ForwardMode.MIXED], ids=str)
@@ -451,15 +450,8 @@ def test_other_prompts_are_sglangs(make, sglangs_prefill, lengths, query_lens, o
     attend(backend, problem, batch)
     with forward_context(ForwardContext(attn_backend=backend)):
         route(batch, options.get("heads", HEADS))
-    of = {
-        "FlashAttention": ["init_forward_metadata", "forward_extend", "handle_attention_fa3"],
-        "FlashInfer": [
-            *("init_forward_metadata", "init_mha_chunk_metadata"),
-            *("forward_extend", "handle_attention_flashmla"),
-        ],
-    }
-    whose = prefill_of(runner)
-    assert sglangs_prefill == [(whose, name) for name in of[whose]]
+    steps = ("init_forward_metadata", "forward_extend", "handle_attention_fa3")
+    assert sglangs_prefill == [("FlashAttention", name) for name in steps]
 
 
 def long_prompts(runner, problem):
@@ -471,17 +463,16 @@ def long_prompts(runner, problem):
 
 
 @pytest.mark.parametrize("page", [PAGE, 1])
-def test_long_prompts_are_planned_and_run_by_sglangs_default_or_flashinfers_backend(make, monkeypatch, page):
-    monkeypatch.setattr(flashinfer_mla_backend, "BatchMLAPagedAttentionWrapper", LatentAttention)
+def test_long_prompts_are_planned_and_run_by_sglangs_default(make, monkeypatch, page):
     monkeypatch.setattr(flashattention_backend, "flash_attn_with_kvcache", latent := Latent())
     runner, backend = make(page_size=page)
-    assert type(backend.prefill).__name__.startswith(prefill_of(runner))
+    assert isinstance(backend.prefill, flashattention_backend.FlashAttentionBackend)
     problem = Problem(runner, [300, 129, 1000], s_q=[130, 129, 200])
     batch = long_prompts(runner, problem)
     backend.init_forward_metadata(batch)
     assert backend.forward_metadata is None
     problem.check(attend(backend, problem, batch))
-    assert len(latent.splits) == (prefill_of(runner) == "FlashAttention")
+    assert len(latent.splits) == 1
 
 
 def keys_in_full(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale, causal, **options):
@@ -499,7 +490,6 @@ def keys_in_full(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
 
 
 @pytest.mark.parametrize("cached", [0, 70])
-@pytest.mark.parametrize("make", [False], indirect=True, ids=[""])
 def test_prompts_that_keys_are_made_of_are_planned_for_flashattention(make, monkeypatch, cached):
     """As SGLang's model calls it: keys and values of a whole request, of which some may be cached."""
     monkeypatch.setattr(flashattention_backend, "flash_attn_varlen_func", keys_in_full)
@@ -526,10 +516,11 @@ class Latent:
     """FlashAttention 3's call over pages of latent rows, in torch; what it is asked for."""
 
     def __init__(self):
-        self.splits = []
+        self.splits, self.pages = [], []
 
     def __call__(self, q, k_cache, v_cache, qv, page_table, cache_seqlens, cu_seqlens_q, num_splits, **options):
         self.splits.append(num_splits)
+        self.pages.append(len(k_cache))
         assert options["causal"] and options["softmax_scale"] == SCALE
         cache, parts = torch.cat([v_cache, k_cache], dim=-1)[:, :, 0], torch.cat([qv, q], dim=-1)
         ends = cu_seqlens_q.tolist()
@@ -653,7 +644,6 @@ def test_queries_scaled_by_position(make, monkeypatch, models_lists, model_layer
 
 
 @pytest.mark.parametrize("query_lens, ours", [([5, 64], True), ([130, 129], False)], ids=str)
-@pytest.mark.parametrize("make", [False], indirect=True, ids=[""])
 def test_a_graph_of_prefill_runs_a_batch_of_fewer_tokens(make, monkeypatch, query_lens, ours):
     """SGLang's segments are captured, attention between them is not: it gets the batch's rows of the graph's."""
     if not importlib.util.find_spec("sglang.srt.model_executor.runner_utils.prefill_graph"):
@@ -701,32 +691,35 @@ def model_layer():
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["etap", "etap_fp8_math"])
-def test_no_prefill_reads_the_latent_rows_of_an_fp8_cache(make, model_layer, name):
-    """FlashInfer would copy the whole pool of a layer for it; of a prefix's rows SGLang makes keys, chunk by chunk."""
+@pytest.mark.parametrize("lengths, new", [([600, 700, 65], [300, 200, 65]), ([1024] * 8, [200] * 8)], ids=str)
+@pytest.mark.parametrize("make", [True], indirect=True, ids=[""])
+@pytest.mark.parametrize("page_size", [1, 16, 64])
+def test_prefill_reads_rows_of_an_fp8_cache_in_the_models_type(make, monkeypatch, page_size, lengths, new):
+    """FlashAttention 3 is given the batch's pages alone, or the pool's where those are as many."""
+    attention = Latent()
+    monkeypatch.setattr(flashattention_backend, "flash_attn_with_kvcache", attention)
+    runner, backend = make(requests=8, page_size=page_size)
+    problem = Problem(runner, lengths, s_q=new)
+    batch = long_prompts(runner, problem)
+    backend.init_forward_metadata(batch)
+    problem.check(attend(backend, problem, batch))
+    pages = sum(-(-length // page_size) for length in lengths)
+    assert attention.pages == [min(pages, len(problem.cache) // page_size)]
+
+
+def test_routes_of_prefill_are_flashattentions(make, model_layer):
+    """With an FP8 cache, too: keys are made of long prefixes only."""
     runner, backend = make()
-    fp8_cache = runner.kv_cache_dtype != runner.dtype
     batch = prompts(Problem(runner, [600, 700], s_q=[300, 200]))
     batch.seq_lens_cpu = batch.seq_lens
     batch.get_max_chunk_capacity = lambda: 128 * 1024
-    handler = attention_backend_handler.AttentionBackendRegistry.get_handler(name)
-    flashmlas = attention_backend_handler.handle_attention_flashmla(model_layer, batch)
     with forward_context(ForwardContext(attn_backend=backend)):
-        assert flashmlas == AttnForwardMethod.MLA
-        assert handler(model_layer, batch) == (AttnForwardMethod.MHA_ONE_SHOT if fp8_cache else AttnForwardMethod.MLA)
-        decoded = Problem(runner, [600]).batch()
-        assert handler(model_layer, decoded) == AttnForwardMethod.MLA
-        batch.get_max_chunk_capacity = lambda: 1024
-        chunked = handler(model_layer, batch)
-    assert chunked == (AttnForwardMethod.MHA_CHUNKED_KV if fp8_cache else AttnForwardMethod.MLA)
-
-
-def test_a_prefill_graph_is_refused_with_an_fp8_cache(make):
-    """As where the checkpoint and no argument asks for the cache: no argument could be refused before."""
-    options = {"fp8_kv_cache": True, "disable_cuda_graph": False, "disable_piecewise_cuda_graph": False}
-    with pytest.raises(ValueError, match="etap: a prefill CUDA graph with an FP8 cache is not supported"):
-        make(**options)
-    assert make(**options | {"fp8_kv_cache": False})[1].prefill is not None
+        for name, threshold in itertools.product(("etap", "etap_fp8_math"), (8192, 0)):
+            model_layer.chunked_prefix_cache_threshold = threshold
+            handler = attention_backend_handler.AttentionBackendRegistry.get_handler(name)
+            method = handler(model_layer, batch)
+            assert method == attention_backend_handler.handle_attention_fa3(model_layer, batch)
+            assert method == (AttnForwardMethod.MLA if threshold else AttnForwardMethod.MHA_ONE_SHOT)
 
 
 def test_no_prompts_are_sglangs(make, model_layer):

@@ -1,0 +1,52 @@
+"""Prefill from an FP8 cache of dense attention, by SGLang's FlashAttention 3."""
+
+from itertools import accumulate
+from types import SimpleNamespace
+
+import torch
+from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
+from torch import Tensor
+
+from etap_backend.sglang import versions
+
+
+class GatheredPrefill(FlashAttentionBackend):
+    """FlashAttention 3 over a batch's latent rows in the model's type.
+
+    SGLang's own multiplies keys made of an FP8 cache's rows in e4m3, and for the rows themselves converts a layer's
+    whole pool in every layer. Here the batch's pages are copied, one request behind the other, and converted; where
+    they are more than the pool's, because requests share them, the pool is.
+    """
+
+    def __init__(self, model_runner):
+        super().__init__(model_runner)
+        self.kv_cache_dtype, self.kv_cache_dtype_str = model_runner.dtype, "auto"  # what attention is given
+        self._pool, self._rows, self._pages = self.token_to_kv_pool, None, None
+        self.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer_id: self._rows)
+
+    def init_forward_metadata(self, forward_batch) -> None:
+        """Plan a step of prompts, whose lengths are on the host, too."""
+        super().init_forward_metadata(forward_batch)
+        lengths = zip(forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu, strict=True)
+        pages = [-(-(before + new) // self.page_size) for before, new in lengths]
+        self._pages, table = None, self.forward_metadata.page_table
+        if 0 < sum(pages) * self.page_size < self._pool.size:
+            self._pages = torch.cat([row[:count] for row, count in zip(table, pages, strict=True)])
+            # Behind a request's last page the table names pages that its length keeps from being read.
+            begin = torch.tensor([0, *accumulate(pages[:-1])], dtype=torch.int32).to(table.device, non_blocking=True)
+            columns = torch.arange(table.shape[1], dtype=torch.int32, device=table.device)
+            self.forward_metadata.page_table = (begin[:, None] + columns).clamp_(max=sum(pages) - 1)
+
+    def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **parts):
+        """As SGLang's, from rows in the model's type."""
+        if k is not None and save_kv_cache:
+            self._pool.set_mla_kv_buffer(layer, versions.write_location(forward_batch), k, parts["k_rope"])
+        if forward_batch.attn_attend_prefix_cache is None:  # else keys and values are made of the rows
+            self._rows = self._gathered(self._pool.get_key_buffer(layer.layer_id)).to(q.dtype)
+        return super().forward_extend(q, k, v, layer, forward_batch, False, **parts)
+
+    def _gathered(self, rows: Tensor) -> Tensor:
+        if self._pages is None:
+            return rows
+        as_bytes = rows.view(torch.uint8).unflatten(0, (-1, self.page_size))
+        return as_bytes.index_select(0, self._pages).flatten(0, 1).view(rows.dtype)
