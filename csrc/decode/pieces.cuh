@@ -104,16 +104,17 @@ class PieceWalk {
   int end_tile_;
 };
 
-// Returns the next piece as the consumers walk, the partition's n-th, behind the predecessor's end, which they wait for when all else
-// is known. Lists are no longer than their tensor, and nobody reads them earlier: there the consumers read their lengths, too.
+// Returns the next piece as the consumers walk, the partition's n-th, behind the predecessor's end. Lists are no longer than their
+// tensor, and nobody reads them earlier: there the consumers read their lengths, too.
 template <class T>
 CUTE_DEVICE Piece next_piece(Shared<T>& shared, const DecodeParams& params, typename T::Walk& walk, int n) {
   if constexpr (T::kGathered) {
     return walk.next();
   } else {
-    const Piece piece = walk.next([&] { return shared.lengths.take(n); });
-    if (params.early_loads) ETAP_MARKED(first_piece_wait, follow_predecessor());
-    return piece;
+    return walk.next([&] {
+      if (params.early_loads) ETAP_MARKED(first_piece_wait, follow_predecessor());
+      return shared.lengths.take(n);
+    });
   }
 }
 

@@ -224,8 +224,8 @@ class ETAPBackend(AttentionBackend):
         """The calls that decode a step of short prompts, which the model routes to the latent rows; none for others."""
         runs = prompt_runs(forward_batch, self.policy.num_heads)
         rows = self.policy.num_heads * max((run.s_q for run in runs), default=0)
-        # SGLang's prefill of latent rows gathers small pages faster than our kernels for many rows, but those of an FP8
-        # cache only when they were copied.
+        # SGLang's prefill of latent rows gathers small pages faster than our kernels for many rows, but would copy the
+        # pages of an FP8 cache.
         slow = engine_contract.small_pages_text(self.page_size, rows) and not self.schedule.fp8_cache
         return [] if slow else runs
 

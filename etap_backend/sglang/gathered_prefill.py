@@ -1,28 +1,24 @@
-"""Prefill from an FP8 cache of dense attention, by SGLang's FlashAttention 3."""
+"""Prefill from an FP8 cache of dense attention: SGLang's FlashAttention 3 over rows in the model's type."""
 
 from itertools import accumulate
 from types import SimpleNamespace
 
 import torch
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
-from torch import Tensor
 
 from etap_backend.sglang import versions
 
 
 class GatheredPrefill(FlashAttentionBackend):
-    """FlashAttention 3 over a batch's latent rows in the model's type.
+    """SGLang's own would convert a layer's whole pool, and multiply keys made of its rows in e4m3.
 
-    SGLang's own multiplies keys made of an FP8 cache's rows in e4m3, and for the rows themselves converts a layer's
-    whole pool in every layer. Here the batch's pages are copied, one request behind the other, and converted; where
-    they are more than the pool's, because requests share them, the pool is.
+    The batch's pages are copied, one request behind the other, unless, as requests share some, the pool has fewer.
     """
 
     def __init__(self, model_runner):
         super().__init__(model_runner)
         self.kv_cache_dtype, self.kv_cache_dtype_str = model_runner.dtype, "auto"  # what attention is given
-        self._pool, self._rows, self._pages = self.token_to_kv_pool, None, None
-        self.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda layer_id: self._rows)
+        self._pool, self.token_to_kv_pool = self.token_to_kv_pool, SimpleNamespace(get_key_buffer=lambda _: self._rows)
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Plan a step of prompts, whose lengths are on the host, too."""
@@ -42,11 +38,9 @@ class GatheredPrefill(FlashAttentionBackend):
         if k is not None and save_kv_cache:
             self._pool.set_mla_kv_buffer(layer, versions.write_location(forward_batch), k, parts["k_rope"])
         if forward_batch.attn_attend_prefix_cache is None:  # else keys and values are made of the rows
-            self._rows = self._gathered(self._pool.get_key_buffer(layer.layer_id)).to(q.dtype)
+            rows = self._pool.get_key_buffer(layer.layer_id)
+            if self._pages is not None:
+                paged = rows.view(torch.uint8).unflatten(0, (-1, self.page_size))
+                rows = paged.index_select(0, self._pages).flatten(0, 1).view(rows.dtype)
+            self._rows = rows.to(q.dtype)
         return super().forward_extend(q, k, v, layer, forward_batch, False, **parts)
-
-    def _gathered(self, rows: Tensor) -> Tensor:
-        if self._pages is None:
-            return rows
-        as_bytes = rows.view(torch.uint8).unflatten(0, (-1, self.page_size))
-        return as_bytes.index_select(0, self._pages).flatten(0, 1).view(rows.dtype)

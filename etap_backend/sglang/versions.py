@@ -243,11 +243,11 @@ def register_model_support() -> None:
     """Enter ETAP where SGLang's MLA models look; here and not in `register`, because it imports those models.
 
     They route short prompts to the latent rows (without: long contexts are made keys of), other prefill as with the
-    backend that runs it, FlashAttention 3's or FlashInfer's, sparse ones as with SGLang's sparse backend (without:
-    Triton's routes), hand over the latent and the rope part of queries and keys apart (without: concatenated, a copy of
-    each for every layer), and under decode context parallelism take our log-sum-exp as a natural one (without: base 2).
-    DFLASH makes no mask for our backends (without: one of a chain, which nothing reads, in every step, as large as all
-    contexts times the drafts).
+    backend that runs it, FlashAttention 3's or FlashInfer's, sparse
+    ones as with SGLang's sparse backend (without: Triton's routes), hand over the latent and the rope part of queries
+    and keys apart (without: concatenated, a copy of each for every layer), and under decode context parallelism take
+    our log-sum-exp as a natural one (without: base 2). DFLASH makes no mask for our backends (without: one of a chain,
+    which nothing reads, in every step, as large as all contexts times the drafts).
     """
     from sglang.srt.models.deepseek_common import attention_backend_handler as handler
     from sglang.srt.models.deepseek_common import utils

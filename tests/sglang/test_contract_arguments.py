@@ -250,7 +250,7 @@ def test_deterministic_decode_over_an_fp8_cache_with_anothers_prefill(resolve):
 def test_what_cannot_be_deterministic_is_refused(resolve, sparse_model, model_directory, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     for flags, reason, model in (
-        (("--kv-cache-dtype", "fp8_e4m3"), "with an FP8 cache: FlashAttention 3 would copy the whole", model_directory),
+        (("--kv-cache-dtype", "fp8_e4m3"), "with an FP8 cache: nobody has shown", model_directory),
         (("--tp-size", 8, "--dcp-size", 8), "with decode context parallelism .dcp_size 8.", model_directory),
         ((), "with sparse attention: SGLang has no indexer", sparse_model),
     ):

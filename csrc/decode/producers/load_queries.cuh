@@ -84,7 +84,6 @@ CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, i
     at.advance(1);
     walk.skip();
   }
-  shared.queries.acquire(at);  // as above
 }
 
 // kWarps says how many may gather.

@@ -68,8 +68,7 @@ struct SharedMemory {
   Ring<T::kStages, !T::kGathered> keys;  // producers of lists have no registers for patience
   Ring<1> queries;
   LengthQueue lengths;
-  // Begun for each consumer: its tiles, its stages for merging. Where a query producer waits for the consumers, its patience suffices.
-  Turns<turns<T>(), !T::kGathered && T::kFp8Cache> granted[kConsumerGroups];
+  Turns<turns<T>(), !T::kGathered> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
   CUTE_DEVICE void init_grants(int signals) {
     if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);
