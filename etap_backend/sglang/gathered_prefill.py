@@ -10,9 +10,9 @@ from etap_backend.sglang import versions
 
 
 class GatheredPrefill(FlashAttentionBackend):
-    """SGLang's own would convert a layer's whole pool, and multiply keys made of its rows in e4m3.
+    """FlashAttention 3 in the model's type; SGLang's own multiplies keys in e4m3 and converts a layer's whole pool.
 
-    The batch's pages are copied, one request behind the other, unless, as requests share some, the pool has fewer.
+    Here the batch's pages are copied, one request behind the other; or the pool, where that has fewer.
     """
 
     def __init__(self, model_runner):
