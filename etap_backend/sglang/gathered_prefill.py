@@ -18,7 +18,8 @@ class GatheredPrefill(FlashAttentionBackend):
     def __init__(self, model_runner):
         super().__init__(model_runner)
         self.kv_cache_dtype, self.kv_cache_dtype_str = model_runner.dtype, "auto"  # what attention is given
-        self._pool, self.token_to_kv_pool = self.token_to_kv_pool, SimpleNamespace(get_key_buffer=lambda _: self._rows)
+        self._pool = self.token_to_kv_pool
+        self.token_to_kv_pool = SimpleNamespace(get_key_buffer=lambda _: self._rows.pop())
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Plan a step of prompts, whose lengths are on the host, too."""
@@ -34,7 +35,6 @@ class GatheredPrefill(FlashAttentionBackend):
             self.forward_metadata.page_table = (begin[:, None] + columns).clamp_(max=sum(pages) - 1)
 
     def forward_extend(self, q, k, v, layer, forward_batch, save_kv_cache: bool = True, **parts):
-        """As SGLang's, from rows in the model's type."""
         if k is not None and save_kv_cache:
             self._pool.set_mla_kv_buffer(layer, versions.write_location(forward_batch), k, parts["k_rope"])
         if forward_batch.attn_attend_prefix_cache is None:  # else keys and values are made of the rows
@@ -42,5 +42,5 @@ class GatheredPrefill(FlashAttentionBackend):
             if self._pages is not None:
                 paged = rows.view(torch.uint8).unflatten(0, (-1, self.page_size))
                 rows = paged.index_select(0, self._pages).flatten(0, 1).view(rows.dtype)
-            self._rows = rows.to(q.dtype)
+            self._rows = [rows.to(q.dtype)]  # to be read once, and not kept: they are as large as the contexts
         return super().forward_extend(q, k, v, layer, forward_batch, False, **parts)
