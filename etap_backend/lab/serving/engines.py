@@ -4,6 +4,7 @@ and its metrics mean."""
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -87,7 +88,7 @@ class Engine:
     load_module: str
     path: str
     """Where completions are asked for."""
-    kv_tokens: str
+    kv_tokens: str  # a number, or two whose product is meant
     page_size: str
     full_graphs: str | None = None
     """What the log has where decode runs in full CUDA graphs; None where an engine does not say when it is ready."""
@@ -112,9 +113,8 @@ class Engine:
     #   load(serving, load, port, result)              arguments of its load generator
     #   small_cache(tokens)      flags for a KV cache of so many tokens on each rank
     #   body(prompt, tokens, temperature, logprobs, forced, salt)  a request for exactly so many tokens behind a prompt
-    #       of token ids. With `logprobs` the reply has log-probabilities, and so many of the best tokens at each step.
-    #       `forced` names the tokens of the answer (see takes_processors). Another `salt` finds nothing in the prefix
-    #       cache. SGLang takes neither of the two.
+    #       of token ids. `logprobs`: also those of so many best tokens at each step. `forced`: the answer's tokens (see
+    #       takes_processors). Another `salt` finds nothing in the prefix cache. SGLang takes neither of the two.
     #   answer(reply)            what a reply with log-probabilities of at least two tokens says
     #   logprobs_in(reply)       all log-probabilities in a reply, or in one part of a stream
     #   tokens_in(reply, before) tokens so far, after a reply or one more part of a stream
@@ -132,7 +132,7 @@ class Engine:
     def cache_tokens(self, log: str) -> int | None:
         """Tokens that the KV cache holds, as the server's log has it."""
         found = re.search(self.kv_tokens, log)
-        return int(found[1].replace(",", "")) if found else None
+        return int(math.prod(float(factor.replace(",", "")) for factor in found.groups("1"))) if found else None
 
     def in_full_graphs(self, log: str) -> bool | None:
         return None if self.full_graphs is None else re.search(self.full_graphs, log) is not None
@@ -165,7 +165,7 @@ class Vllm(Engine):
     fp8_math = (ours, ["--additional-config", json.dumps({"etap_fp8_math": True})])
     load_module = "vllm.entrypoints.cli.main"
     path = "/v1/completions"
-    kv_tokens = r"GPU (?:\+ host )?KV cache size: ([\d,]+) tokens"
+    kv_tokens = r"(?:GPU KV cache size|HiSparse steady-state maximum concurrency for ([\d,]+) tokens per request): ([\d.,]+)"
     page_size = r"Setting attention block size to (\d+) tokens"
     full_graphs = r"Capturing CUDA graphs \((decode, )?FULL\)"
     cached = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
