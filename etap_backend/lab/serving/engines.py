@@ -165,7 +165,7 @@ class Vllm(Engine):
     fp8_math = (ours, ["--additional-config", json.dumps({"etap_fp8_math": True})])
     load_module = "vllm.entrypoints.cli.main"
     path = "/v1/completions"
-    kv_tokens = r"(?:GPU KV cache size|HiSparse steady-state maximum concurrency for ([\d,]+) tokens per request): ([\d.,]+)"
+    kv_tokens = r"(?:GPU KV cache size|HiSparse steady-state .* for ([\d,]+) tokens per request): ([\d.,]+)"
     page_size = r"Setting attention block size to (\d+) tokens"
     full_graphs = r"Capturing CUDA graphs \((decode, )?FULL\)"
     cached = ("vllm:prefix_cache_hits_total", "vllm:prefix_cache_queries_total")
