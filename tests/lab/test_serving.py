@@ -303,7 +303,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.server.most = max(self.server.most, self.server.running)
         if self.path == "/silent":
             self.server.over.wait(GUARD)
-        if self.path == "/error":
+        if self.path == "/first-error":  # the others wait
+            wait_until(lambda: self.server.over.is_set() or (body["prompt"] == [0] and self.server.most == 3))
+        if self.path in ("/error", "/first-error"):
             return self.answer("out of luck", 500)
         if not body.get("stream"):
             # A busy machine may send the last of them late.
@@ -379,6 +381,18 @@ def test_requests_that_fail_say_how(url, path, seconds, kind, words):
     assert failed.value.kind == kind
     with pytest.raises(FailedRequest, match=words):
         client.post(f"{url}/{path}", {"prompt": [1]}, seconds)
+
+
+def test_requests_that_wait_when_another_fails_end_with_the_server(server, url, monkeypatch):
+    """Each reads its own answer. One whose connection were closed under it might wait for another's, and with it the
+    program's end."""
+    threads, seen, must_be_ok = threading.active_count(), [], client.must_be_ok
+    monkeypatch.setattr(client, "must_be_ok", lambda *answer: seen.append(answer) or must_be_ok(*answer))
+    with pytest.raises(FailedRequest, match="got 500"):
+        client.ask_all(f"{url}/first-error", [{"prompt": [number]} for number in range(3)], 3, GUARD)
+    server.over.set()
+    wait_until(lambda: threading.active_count() <= threads)
+    assert seen == [(500, "out of luck")] * 3
 
 
 def test_streams_come_in_parts_and_must_end(url):

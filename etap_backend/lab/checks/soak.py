@@ -31,7 +31,6 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated
@@ -403,10 +402,11 @@ def main(
     try:
         with stopping(None), served(asked.engine, serving, name, flags, log=log, seconds=ready, about=record) as server:
             server.must_say(variant.proof(sparse and not v4))  # V4's line proves it by itself
-            with closing(Wire(server.url + asked.engine.path, timeout)) as wire:
-                probes = Probes(asked.engine, wire, model, asked.forces and mode == "plain")
-                traffic = Traffic(asked.engine, wire, settings, tally)
-                Soak(server, mode, probes, traffic, document, output, stop_file).run()
+            wire = Wire(server.url + asked.engine.path, timeout)
+            probes = Probes(asked.engine, wire, model, asked.forces and mode == "plain")
+            traffic = Traffic(asked.engine, wire, settings, tally)
+            Soak(server, mode, probes, traffic, document, output, stop_file).run()
+            wire.close()  # not after a failure, when requests wait for an answer that would then never come
     except Stopped as reason:
         document["stopped"] = str(reason)
     except Failed as error:

@@ -119,13 +119,13 @@ def ask_all(url: str, bodies: Sequence[dict], concurrency: int, seconds: float) 
             must_be_ok(answer.status_code, answer.text)
             return answer.json()
 
-    # Threads take a third of the time that httpx's asynchronous client takes for as many requests.
-    pool = ThreadPoolExecutor(concurrency)
-    with httpx.Client(**OPTIONS) as http:
-        try:
-            return list(pool.map(ask, bodies))
-        finally:  # what still waits for its answer ends with the server
-            pool.shutdown(wait=False, cancel_futures=True)
+    pool, http = ThreadPoolExecutor(concurrency), httpx.Client(**OPTIONS)  # an AsyncClient takes three times as long
+    try:
+        replies = list(pool.map(ask, bodies))
+    finally:  # what still waits for its answer ends with the server, but not if its connection is closed here
+        pool.shutdown(wait=False, cancel_futures=True)
+    http.close()
+    return replies
 
 
 class Wire:
