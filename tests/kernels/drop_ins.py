@@ -1,7 +1,5 @@
 """What the tests of other libraries' calls on ETAP share."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -18,11 +16,4 @@ KINDS = {
 """Types of queries and cache."""
 KV_SCALE, Q_SCALE = 0.0137, 0.021
 WILD = 2147480000  # in unused entries of block tables
-HERE = Path(__file__).parent  # not the source tree's root, which would hide the installed package
-DOCS = HERE.parents[1] / "docs"
-
-
-def run_program(program: str) -> str:
-    """What a program says in a Python of its own."""
-    done = subprocess.run([sys.executable, "-c", program], cwd=HERE, capture_output=True, text=True)
-    return done.stdout + done.stderr
+DOCS = Path(__file__).parents[2] / "docs"

@@ -15,7 +15,7 @@ from types import ModuleType
 
 import pytest
 import torch
-from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices, run_program
+from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -943,7 +943,7 @@ def test_it_is_in_front_of_the_functions_of_an_installed_module(other):
         ours(*range(9))
 
 
-def test_without_a_flash_attention_it_is_one():
+def test_without_a_flash_attention_it_is_one(run):
     if importlib.util.find_spec(fa3.NAME) is not None:
         pytest.skip("this machine has one")
     program = "install(); import flash_attn_interface as f; print(f.flash_attn_with_kvcache.__module__, install() is f)"
@@ -960,12 +960,13 @@ def test_what_cannot_be_installed_over_is_refused(other):
         fa3.install(other("empty", "def flash_attn_varlen_func(q, k, v, qv=None): pass"))
 
 
-def run(program: str) -> str:
+@pytest.fixture
+def run(run_program):
     head = "from etap_backend.compat.flash_attn_interface import install; "
-    return run_program(head + program)
+    return lambda program: "".join(run_program(head + program))
 
 
-def test_the_programs_of_the_page_run():
+def test_the_programs_of_the_page_run(run):
     first, second = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict = {}
     exec(first, names)

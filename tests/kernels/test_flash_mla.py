@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices, run_program
+from drop_ins import DOCS, FP8, KINDS, KV_SCALE, Q_SCALE, WILD, both_devices
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from etap_backend import why_unsupported
@@ -763,13 +763,13 @@ INSTALLED = {
 
 
 @pytest.mark.parametrize("program, wanted", INSTALLED.items())
-def test_it_takes_the_place_of_a_flash_mla_that_is_not_there(program, wanted):
+def test_it_takes_the_place_of_a_flash_mla_that_is_not_there(run, program, wanted):
     assert wanted in run(program)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("before", ["", "import flash_mla; "])
-def test_it_takes_the_place_of_another_flash_mla_only_when_told_to(tmp_path, before):
+def test_it_takes_the_place_of_another_flash_mla_only_when_told_to(run, tmp_path, before):
     (tmp_path / "flash_mla.py").write_text("def get_mla_metadata(): return 'another'")
     path = f"import sys; sys.path.append({str(tmp_path)!r}); {before}"
     after = "; import flash_mla; print(type(flash_mla.get_mla_metadata()).__name__)"
@@ -781,7 +781,7 @@ def test_it_takes_the_place_of_another_flash_mla_only_when_told_to(tmp_path, bef
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("before", ["", "import flash_mla; "])
-def test_names_that_only_the_replaced_flash_mla_has_are_its(tmp_path, before):
+def test_names_that_only_the_replaced_flash_mla_has_are_its(run, tmp_path, before):
     package = tmp_path / "flash_mla"
     package.mkdir()
     (package / "__init__.py").write_text("from . import fused\ndef get_mla_metadata(): return 'another'")
@@ -797,7 +797,7 @@ def test_names_that_only_the_replaced_flash_mla_has_are_its(tmp_path, before):
         )
 
 
-def test_the_programs_of_the_page_run():
+def test_the_programs_of_the_page_run(run):
     first, second = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)
     names: dict = {}
     exec(first, names)
@@ -809,6 +809,7 @@ def test_the_programs_of_the_page_run():
     assert run(f"{second}\nimport flash_mla as f; print(f is flash_mla)") == "True\n"
 
 
-def run(program: str) -> str:
+@pytest.fixture
+def run(run_program):
     head = "from etap_backend.compat.flash_mla import FlashMLASchedMeta, install; "
-    return run_program(head + program)
+    return lambda program: "".join(run_program(head + program))

@@ -2,8 +2,6 @@
 
 import importlib.util
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -41,16 +39,16 @@ def programs() -> list:
 
 
 @pytest.mark.parametrize("program", programs())
-def test_the_programs_of_the_pages_run_without_a_gpu(program):
+def test_the_programs_of_the_pages_run_without_a_gpu(run_program, program):
     program = program.replace('"cuda"', '"cpu"') + (
         "\nimport torch\n"
         "results = [one for name, one in globals().items() if name.endswith(('out', 'lse'))]\n"
         "assert all(isinstance(one, torch.Tensor) and one.isfinite().all() for one in results)\n"
         "print(len(results))"
     )
-    run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=Path(__file__).parent)
+    output, errors = run_program(program)
     if "flashinfer.install(" in program and not importlib.util.find_spec("flashinfer"):
-        assert run.stderr.endswith("ModuleNotFoundError: No module named 'flashinfer'\n")
+        assert errors.endswith("ModuleNotFoundError: No module named 'flashinfer'\n")
         return
-    assert run.returncode == 0, run.stderr
-    assert ("install(" in program) == (int(run.stdout) == 0)
+    assert output, errors
+    assert ("install(" in program) == (int(output) == 0)
