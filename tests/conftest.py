@@ -26,11 +26,11 @@ def _why_no_gpu() -> str | None:
 
 @pytest.fixture(scope="session")
 def run_program(tmp_path_factory):
-    """Runs a program in a Python of its own, which has torch already; gives output and errors, of a failure, too."""
+    """Runs a program in a Python of its own, which has torch already; gives output and errors."""
     import scripts_in_forks  # not in contract tests, for which this folder is not on the path
 
     with scripts_in_forks.runner("import torch", tmp_path_factory.mktemp("programs")) as run:
-        yield lambda program: run(program, may_fail=True)
+        yield run
 
 
 def pytest_configure(config):

@@ -963,7 +963,7 @@ def test_what_cannot_be_installed_over_is_refused(other):
 @pytest.fixture
 def run(run_program):
     head = "from etap_backend.compat.flash_attn_interface import install; "
-    return lambda program: "".join(run_program(head + program))
+    return lambda program: "".join(run_program(head + program, may_fail=True))
 
 
 def test_the_programs_of_the_page_run(run):

@@ -812,4 +812,4 @@ def test_the_programs_of_the_page_run(run):
 @pytest.fixture
 def run(run_program):
     head = "from etap_backend.compat.flash_mla import FlashMLASchedMeta, install; "
-    return lambda program: "".join(run_program(head + program))
+    return lambda program: "".join(run_program(head + program, may_fail=True))

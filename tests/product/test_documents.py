@@ -46,9 +46,9 @@ def test_the_programs_of_the_pages_run_without_a_gpu(run_program, program):
         "assert all(isinstance(one, torch.Tensor) and one.isfinite().all() for one in results)\n"
         "print(len(results))"
     )
-    output, errors = run_program(program)
-    if "flashinfer.install(" in program and not importlib.util.find_spec("flashinfer"):
+    lacks_flashinfer = "flashinfer.install(" in program and not importlib.util.find_spec("flashinfer")
+    output, errors = run_program(program, may_fail=lacks_flashinfer)
+    if lacks_flashinfer:
         assert errors.endswith("ModuleNotFoundError: No module named 'flashinfer'\n")
         return
-    assert output, errors
     assert ("install(" in program) == (int(output) == 0)
