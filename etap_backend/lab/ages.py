@@ -15,10 +15,10 @@ from pathlib import Path
 SOURCES = ("csrc", "etap_backend", ":(exclude)etap_backend/lab")
 OF_CALLS = ("csrc", ":(exclude)csrc/cmake", ":(exclude)csrc/THIRD_PARTY_NOTICES")
 SPARSE_ONLY = ("decode/sparse", "decode/sparse_fp8", "decode/instantiations/sparse*", "api/sparse_call.h")
-DENSE_ONLY = ("schedule/schedule.*", "api/decode_call.h", *(f"decode/instantiations/{of}*.cu" for of in ("bf16", "fp")))
+DENSE_ONLY = ("decode/mixed_major", "schedule/schedule.*", "api/decode_call.h", "decode/instantiations/[bf]*.cu")
 ENGINES = ("vllm", "sglang")
 NOT_SERVED = ("compat", "cpu", "cli.py", "doctor.py")  # no server on a GPU runs these
-V4 = "DeepSeek-V4"
+V4, DENSE = "DeepSeek-V4", "dense"
 
 
 def _without(folder: str, paths: Iterable[str]) -> tuple[str, ...]:
@@ -32,9 +32,10 @@ SOURCES_OF = {
     "calls": (*SOURCES, *_without("etap_backend", ENGINES)),
     **SERVED_BY,
     **{f"{name} {V4}": (*served, *_without("csrc", DENSE_ONLY)) for name, served in SERVED_BY.items()},
+    **{f"{name} {DENSE}": (*served, *_without("csrc", SPARSE_ONLY)) for name, served in SERVED_BY.items()},
 }
 """What kinds of files depend on: a call's times on kernels and schedule, its results on all but the engines' plugins;
-what an engine answers, and its steps, on what its server runs, of DeepSeek-V4 without what only dense calls have."""
+an engine's answers and steps on what its server runs, of a model without what only dense or only sparse calls have."""
 LIMIT = 1000
 SAME = "Kernels: same instructions"
 UNTOLD = ("", "unknown", "none")
@@ -42,12 +43,12 @@ UNTOLD = ("", "unknown", "none")
 
 def kind_of(content: dict) -> str:
     """A result's, a key of SOURCES_OF: its own, or its engine where it has one among its versions."""
-    kind, versions = content.get("kind"), content.get("versions") or {}
-    if kind in SOURCES_OF:
+    if (kind := content.get("kind")) in SOURCES_OF:
         return kind
-    engine = next((name for name in ENGINES if name in versions), "calls")
-    v4 = f"{engine} {V4}"
-    return v4 if v4 in SOURCES_OF and V4 in f"{content.get('what')} {content.get('title')}" else engine
+    engine = next((name for name in ENGINES if name in (content.get("versions") or {})), "calls")
+    dense = "index_topk" not in content.get("model_shape", "index_topk")  # what indexes the rows of sparse models
+    attention = V4 if V4 in f"{content.get('what')} {content.get('title')}" else DENSE if dense else None
+    return kind if (kind := f"{engine} {attention}") in SOURCES_OF else engine
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,6 @@ def age_of(root: Path, commit: object, *, in_history: bool, kind: str = "calls")
     if lines is None:
         return Age(commit, problem=f"commit {commit} is not in this history")
     if lines > LIMIT:
-        return Age(
-            commit, lines, f"{lines} lines changed since {commit}, at most {LIMIT} may: measure again, or delete it"
-        )
+        why = f"{lines} lines changed since {commit}, at most {LIMIT} may: measure again, or delete it"
+        return Age(commit, lines, why)
     return Age(commit, lines)

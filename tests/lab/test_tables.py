@@ -240,6 +240,16 @@ def test_a_commit_that_leaves_the_kernels_instructions_ages_nothing_by_them(root
             "sglang",
             {"common", "decode_call", "sparse_call", "sglang"},
         ),
+        (
+            {"versions": {"sglang": ""}, "model_shape": {"num_hidden_layers": 61}},
+            "sglang dense",
+            {"common", "decode_call", "sglang"},
+        ),
+        (
+            {"versions": {"vllm": ""}, "model_shape": {"index_topk": 2048}},
+            "vllm",
+            {"common", "decode_call", "sparse_call", "vllm"},
+        ),
         ({"versions": {"vllm": "0.33.0"}}, "vllm", {"common", "decode_call", "sparse_call", "vllm"}),
         (
             {"what": "soak, DeepSeek-V4", "versions": {"vllm": ""}},
