@@ -68,26 +68,28 @@ struct Consumer {
     const int i = tile - piece.begin_tile;
     const auto at = tile_position<T>(n);
 
-    // Wait for K, S: rope and the half that comes first; O of the tile before; S: the other half.
+    // S: rope and the half that comes first; O of the tile before; S: the other half. Each is started while the one before is under way.
     typename T::Scores s;
     start_scores<T, 0, T::kFirstScores>(shared, at, i, s);
-    finish_scores<T>(s);
-    if (tile > piece.begin_tile) other_tile(piece, tile - 1, n - 1, state);
-    start_scores<T, T::kFirstScores, T::kStagesPerTile>(shared, at, i, s);
-    finish_scores<T>(s);
+    const auto start_other_half = [&] { start_scores<T, T::kFirstScores, T::kStagesPerTile>(shared, at, i, s); };
+    if (i > 0) {
+      other_tile<1>(piece, tile - 1, n - 1, state, start_other_half);
+    } else {
+      start_other_half();
+      cute::warpgroup_wait<1>();
+    }
 
-    // The next tile's mask may take this one's place as soon as the first stage is given back.
+    // Release rope's stage, which no value dims are in. The next tile's mask may take this one's place as soon as that is given back.
     [[maybe_unused]] sparse::TileMask valid;
     if constexpr (T::kGathered) {
       valid = shared.valid[at.stage];
       __syncwarp();
     }
+    if (T::kRopeStages > 0 && releases()) shared.keys.release(at);
 
-    // Release rope's stage, which no value dims are in, and the queries.
-    if (releases()) {
-      if (T::kRopeStages > 0) shared.keys.release(at);
-      if (!T::kGathered && last) shared.queries.release(queries);
-    }
+    // Wait for S, release the queries.
+    finish_scores<T>(s);
+    if (!T::kGathered && last && releases()) shared.queries.release(queries);
 
     // Softmax.
     if constexpr (T::kGathered) {
@@ -102,24 +104,28 @@ struct Consumer {
     if (renewed && tile > piece.begin_tile) scale_rows<T>(o, factor);  // before a piece's first tile O is zero
 
     // O, release.
-    add_output(piece, tile, n, p);
+    add_output<0>(piece, tile, n, p, [] {});
   }
 
-  // Adds the output of the other warpgroup's tile, the CTA's n-th.
-  CUTE_DEVICE void other_tile(const Piece& piece, int tile, int n, RowState& state) {
+  // Adds the output of the other warpgroup's tile, the CTA's n-th. start_behind: see add_output.
+  template <int kBehind = 0, class StartBehind = void (*)()>
+  CUTE_DEVICE void other_tile(const Piece& piece, int tile, int n, RowState& state, StartBehind&& start_behind = [] {}) {
     uint32_t p[T::kWords];
     float factor[2];
     const bool renewed = take_over<T>(shared, 1 - group, state, p, factor);
     if (renewed) scale_rows<T>(o, factor);
-    add_output(piece, tile, n, p);
+    add_output<kBehind>(piece, tile, n, p, start_behind);
   }
 
-  CUTE_DEVICE void add_output(const Piece& piece, int tile, int n, const uint32_t (&p)[T::kWords]) {
+  // start_behind: starts kBehind groups of other WGMMAs, which are under way on return.
+  template <int kBehind, class StartBehind>
+  CUTE_DEVICE void add_output(const Piece& piece, int tile, int n, const uint32_t (&p)[T::kWords], StartBehind&& start_behind) {
     const int valid = piece.seq_len - tile * kTileTokens;
     const int first = half_stage(n, tile - piece.begin_tile);
     if (!T::kGathered && valid < kTileTokens) zero_value_tail<T>(shared, first, group, valid);
     start_output<T>(shared, first, p, o);
-    finish_output<T>(shared, first, o);
+    start_behind();
+    finish_output<T, kBehind>(shared, first, o);
   }
 
   // This warpgroup's half of the CTA's n-th tile, its piece's i-th, begins at this stage.

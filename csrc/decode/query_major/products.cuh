@@ -72,12 +72,13 @@ CUTE_DEVICE void start_output(Shared<T>& shared, int first, const uint32_t (&p)[
   }
 }
 
-// Waits for the products, and gives their stages back as soon as those of a WGMMA are done.
-template <class T>
+// Waits for the products, but not for kBehind groups started behind them, and gives their stages back as soon as those of a WGMMA are
+// done.
+template <class T, int kBehind>
 CUTE_DEVICE void finish_output(Shared<T>& shared, int first, typename T::Output& o) {
   constexpr int kStages = T::kHalfChunks / T::kProducts;
   cute::for_each(cute::make_seq<T::kProducts>{}, [&](auto n) {
-    cute::warpgroup_wait<T::kProducts - 1 - n>();
+    cute::warpgroup_wait<T::kProducts - 1 - n + kBehind>();
     if (!releases()) return;
     CUTE_UNROLL
     for (int stage = 0; stage < kStages; ++stage) shared.keys.release({first + n * kStages + stage, 0});

@@ -55,7 +55,7 @@ struct Traits : SixteenBitCache<OwnedTiles, Element, kTileChunks_, 1> {
 
   static constexpr int kOutputDims = kLatentDim / kConsumerGroups;
   static constexpr int kFirstScores = kRopeStages + kHalfChunks;  // chunks of the first share of a tile's scores: rope and half of the value dims
-  static constexpr int kProductDims = 64;  // of one WGMMA
+  static constexpr int kProductDims = 128;  // of one WGMMA
   static constexpr int kProducts = kOutputDims / kProductDims;
   using ScoreMma = wgmma::OfShared<Element, kTileTokens>;
   using OutputMma = wgmma::OfRegisters<Element, kProductDims, wgmma::kMajorMN>;
