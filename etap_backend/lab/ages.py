@@ -46,9 +46,9 @@ def kind_of(content: dict) -> str:
     if (kind := content.get("kind")) in SOURCES_OF:
         return kind
     engine = next((name for name in ENGINES if name in (content.get("versions") or {})), "calls")
-    dense = "index_topk" not in content.get("model_shape", "index_topk")  # what indexes the rows of sparse models
+    dense = "model_shape" in content and "index_topk" not in content["model_shape"]  # an indexer makes a model sparse
     attention = V4 if V4 in f"{content.get('what')} {content.get('title')}" else DENSE if dense else None
-    return kind if (kind := f"{engine} {attention}") in SOURCES_OF else engine
+    return of if (of := f"{engine} {attention}") in SOURCES_OF else engine
 
 
 @dataclass(frozen=True)

@@ -379,6 +379,7 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed_fp8_math rows", "rows_commit"): "deadlock",
     ("transposed_fp8_math rows", "lent_commit"): "deadlock",
     ("query_major", "scores_wait"): "in flight",
+    ("query_major", "rope_wait"): "inf/NaN elsewhere|cosine|log-sum-exp",
     ("query_major", "hand_over_meeting"): ".",
     ("query_major", "tail_fence"): "without fence.proxy.async",
     ("query_major", "tail_meeting"): "inf/NaN elsewhere",

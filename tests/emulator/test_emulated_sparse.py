@@ -555,6 +555,7 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "stage_release": "deadlock",
     "scores_commit": "in flight",
     "scores_wait": "in flight",
+    "rope_wait": f"in flight|{NONSENSE}",
     "probabilities_fence": NONSENSE,
     "probabilities_meeting": f"never written|{NONSENSE}",
     "products_meeting": NONSENSE,
@@ -575,7 +576,7 @@ TRANSPOSED = (
 )
 QUERY_MAJOR = (
     "hand_over_meeting launch_meeting lists_wait other_rows_fence output_fence queries_meeting queries_wait "
-    "rows_arrival rows_commit rows_fence rows_room scores_wait"
+    "rope_wait rows_arrival rows_commit rows_fence rows_room scores_wait"
 )
 SCALED = (
     "launch_meeting lists_wait probabilities_fence probabilities_meeting products_meeting queries_fence "

@@ -54,7 +54,7 @@ struct Consumer {
         consumer.own_tile(piece, piece.begin_tile + i, n + i, i + kConsumerGroups >= tiles, queries, visible, state);
       }
       if ((n + tiles - 1 + group) % kConsumerGroups != 0) {
-        consumer.other_tile(piece, piece.end_tile - 1, n + tiles - 1, state);
+        consumer.other_tile<0>(piece, piece.end_tile - 1, n + tiles - 1, state, [] {});
       }
       n += tiles;
       finish_piece<T>(shared, Destination<T>(params, piece, row_group), pieces++, group, state, consumer.o);
@@ -76,7 +76,7 @@ struct Consumer {
       other_tile<1>(piece, tile - 1, n - 1, state, start_other_half);
     } else {
       start_other_half();
-      cute::warpgroup_wait<1>();
+      ETAP_MARKED(rope_wait, cute::warpgroup_wait<1>());
     }
 
     // Release rope's stage, which no value dims are in. The next tile's mask may take this one's place as soon as that is given back.
@@ -101,15 +101,15 @@ struct Consumer {
     float factor[2];
     const bool renewed = exponentiate<T>(s, params.scale_log2, state, p, factor);
     hand_over<T>(shared, group, state, p);
-    if (renewed && tile > piece.begin_tile) scale_rows<T>(o, factor);  // before a piece's first tile O is zero
+    if (renewed && i > 0) scale_rows<T>(o, factor);  // before a piece's first tile O is zero
 
     // O, release.
     add_output<0>(piece, tile, n, p, [] {});
   }
 
   // Adds the output of the other warpgroup's tile, the CTA's n-th. start_behind: see add_output.
-  template <int kBehind = 0, class StartBehind = void (*)()>
-  CUTE_DEVICE void other_tile(const Piece& piece, int tile, int n, RowState& state, StartBehind&& start_behind = [] {}) {
+  template <int kBehind, class StartBehind>
+  CUTE_DEVICE void other_tile(const Piece& piece, int tile, int n, RowState& state, StartBehind&& start_behind) {
     uint32_t p[T::kWords];
     float factor[2];
     const bool renewed = take_over<T>(shared, 1 - group, state, p, factor);
