@@ -21,9 +21,9 @@ constexpr int kBlockVectors = kSliceWarps * kWarpSize;  // float4s of one slice 
 constexpr int kMostRowLanes = 8;                    // lanes of a warp that hold different rows
 
 // Ask for the partials first, first + step, ... before `end`, of kTasks tasks, whose values lie at task_offset.
-template <int kAhead, int kTasks>
-CUTE_DEVICE void load(Flight<kAhead, kTasks>& flight, const Partials& from, bool one_row, const int (&task_offset)[kTasks],
-                      int first, int step, int end) {
+template <class Vector, int kAhead, int kTasks>
+CUTE_DEVICE void load(Flight<Vector, kAhead, kTasks>& flight, const Partials<Vector>& from, bool one_row,
+                      const int (&task_offset)[kTasks], int first, int step, int end) {
 #pragma unroll
   for (int a = 0; a < kAhead; ++a) {
     const int at = first + a * step;
@@ -33,7 +33,7 @@ CUTE_DEVICE void load(Flight<kAhead, kTasks>& flight, const Partials& from, bool
     flight.lse[a] = one_row ? make_float2(own, own) : pair;
 #pragma unroll
     for (int t = 0; t < kTasks; ++t) {
-      flight.value[a][t] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      flight.value[a][t] = {};
       if (at < end) flight.value[a][t] = from.value[at * from.value_stride + task_offset[t]];
     }
   }
@@ -123,7 +123,8 @@ CUTE_DEVICE bool is_behind(const ResultParams& params, int i, const Entry& entry
 
 // A task is 8 rows x 16 value dims of a split request. A block takes kWarps tasks of the same rows; or 1 or 2, where few requests
 // can be split and blocks are what is wanted. All that does not depend on the request is worked out here, before the kernel waits
-// for the one that writes the partials.
+// for the one that writes the partials. Vector: four values of theirs.
+template <class Vector = float4>
 struct Block {
   const ResultParams& params;
   const bool one_row;
@@ -132,7 +133,7 @@ struct Block {
   int first_row;
   int first_dim;
   int slice_stride;  // of partial values, from a task to the one 64 value dims behind it
-  Partials partials;
+  Partials<Vector> partials;
 
   CUTE_DEVICE Block(const ResultParams& params, bool one_row, unsigned first_task) : params(params), one_row(one_row) {
     const unsigned blocks_per_group = params.row_tile / 8;
@@ -149,7 +150,7 @@ struct Block {
     const unsigned lse = group * params.row_tile + row_block * 8 + row_of_lane(one_row) / 2 * 2;
     partials.lse_stride = anew(params.row_groups * params.row_tile);
     partials.value_stride = partials.lse_stride * (kLatentDim / 4);
-    partials.value = reinterpret_cast<const float4*>(params.partial_out) + anew(value);
+    partials.value = reinterpret_cast<const Vector*>(params.partial_out) + anew(value);
     partials.lse = params.partial_lse + anew(lse);
   }
 
@@ -177,7 +178,7 @@ struct Block {
     Sum sums[kEntries][1];
 #pragma unroll 1
     for (int split = 0; split < most_splits(entries); split += kAhead) {
-      Flight<kAhead, 1> flights[kEntries];
+      Flight<Vector, kAhead, 1> flights[kEntries];
 #pragma unroll
       for (int e = 0; e < kEntries; ++e) {
         load(flights[e], partials, one_row, offsets, entries[e].slot + split, 1, entries[e].slot + entries[e].splits);
@@ -238,7 +239,7 @@ struct Block {
     Sum sums[kTasks];
 #pragma unroll 1
     for (int at = entry.slot + warp; at < end; at += kWarps * kAhead) {
-      Flight<kAhead, kTasks> flight;
+      Flight<Vector, kAhead, kTasks> flight;
       load(flight, partials, one_row, offsets, at, kWarps, end);
       flight.add_to(share, sums);
     }
@@ -274,11 +275,11 @@ struct Block {
 
 // Of a task a warp. A block takes kEntries requests of the list at a time, for memory has a long way, and a request after the other
 // would go it each time.
-template <int kEntries>
+template <int kEntries, class Vector>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
     wide_combine_kernel(const __grid_constant__ ResultParams params) {
   __shared__ Shares<kWarps, kWarps, kMostRowLanes> shared;
-  const Block block(params, params.rows_on_lanes, blockIdx.x * kWarps);
+  const Block<Vector> block(params, params.rows_on_lanes, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
 
   bool waited = false;
@@ -300,12 +301,12 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kWideBlocksPerSm)
 }
 
 // Of one task or two a block, of one request: a grid has a block for each that may be split.
-template <int kTasks, bool kOneRow>
+template <int kTasks, bool kOneRow, class Vector>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
     narrow_combine_kernel(const __grid_constant__ ResultParams params) {
   __shared__ Shares<kTasks, kWarps / kTasks, kOneRow ? kMostRowLanes : kMostRowLanes / 2> shared;
   static_assert(kOneRow || sizeof(shared) <= kCombinationBytes);
-  const Block block(params, kOneRow, blockIdx.x * kTasks);
+  const Block<Vector> block(params, kOneRow, blockIdx.x * kTasks);
   cudaTriggerProgrammaticLaunchCompletion();
 
   const Entry one = Entry::of(params, blockIdx.y);
@@ -318,7 +319,7 @@ __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
 template <int kEntries>
 __global__ void __launch_bounds__(kWarps* kWarpSize, kBlocksPerSm)
     lean_combine_kernel(const __grid_constant__ ResultParams params) {
-  const Block block(params, false, blockIdx.x * kWarps);
+  const Block<> block(params, false, blockIdx.x * kWarps);
   cudaTriggerProgrammaticLaunchCompletion();
 
   bool waited = false;
@@ -348,17 +349,17 @@ KernelLaunch lean_launch(dim3 blocks) {
           kWarps * kWarpSize, 0};
 }
 
-template <int kEntries>
+template <int kEntries, class Vector = float4>
 KernelLaunch wide_launch(dim3 blocks) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(wide_combine_kernel<kEntries>), __PRETTY_FUNCTION__, &handles, blocks,
+  return {reinterpret_cast<const void*>(wide_combine_kernel<kEntries, Vector>), __PRETTY_FUNCTION__, &handles, blocks,
           kWarps * kWarpSize, 0};
 }
 
-template <int kTasks, bool kOneRow>
+template <int kTasks, bool kOneRow, class Vector = float4>
 KernelLaunch narrow_launch(dim3 blocks) {
   static KernelHandles handles;
-  return {reinterpret_cast<const void*>(narrow_combine_kernel<kTasks, kOneRow>), __PRETTY_FUNCTION__, &handles, blocks,
+  return {reinterpret_cast<const void*>(narrow_combine_kernel<kTasks, kOneRow, Vector>), __PRETTY_FUNCTION__, &handles, blocks,
           kWarps * kWarpSize, 0};
 }
 

@@ -8,8 +8,9 @@ namespace etap {
 constexpr int kFewSplits = 8;  // that are on their way together
 
 // Partials as a lane finds them, strides from split to split. There are at most two a partition, which int counts.
+template <class Vector = float4>
 struct Partials {
-  const float4* value;  // of the first split of the first task
+  const Vector* value;  // of the first split of the first task
   const float* lse;     // of the lane's two rows, or of the two among which is its one
   int value_stride;
   int lse_stride;
@@ -23,7 +24,7 @@ class DividedFlight {
   static constexpr int kAhead = kFewSplits / kEntries;
 
   // The splits of entry e from first[e] on that come before end[e]. Values lie at task_offset.
-  CUTE_DEVICE DividedFlight(const Partials& from, int task_offset, const int (&first)[kEntries], const int (&end)[kEntries]) {
+  CUTE_DEVICE DividedFlight(const Partials<>& from, int task_offset, const int (&first)[kEntries], const int (&end)[kEntries]) {
     const int own = threadIdx.x % kWarpSize / kRowLanes;
     int at = first[0] + own, limit = end[0];
 #pragma unroll

@@ -100,11 +100,18 @@ CUTE_DEVICE void write_lse(const ResultParams& params, bool one_row, const Total
   if (!one_row && lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);
 }
 
+// Four values of a partial result: float32, or bfloat16.
+CUTE_DEVICE float4 widened(float4 vector) { return vector; }
+CUTE_DEVICE float4 widened(uint2 vector) {
+  const float2 low = unpack<cutlass::bfloat16_t>(vector.x), high = unpack<cutlass::bfloat16_t>(vector.y);
+  return {low.x, low.y, high.x, high.y};
+}
+
 // Splits on their way, log-sum-exps and values, so that nothing waits for anything but memory.
-template <int kAhead, int kTasks>
+template <class Vector, int kAhead, int kTasks>
 struct Flight {
   float2 lse[kAhead];
-  float4 value[kAhead][kTasks];
+  Vector value[kAhead][kTasks];
 
   CUTE_DEVICE void add_to(Totals& totals, Sum (&sums)[kTasks]) const {
     float2 maximum = lse[0];
@@ -118,7 +125,7 @@ struct Flight {
       const float2 weight = {ptx::ex2(lse[a].x - totals.reference.x), ptx::ex2(lse[a].y - totals.reference.y)};
       totals.sum = {__fadd_rn(totals.sum.x, weight.x), __fadd_rn(totals.sum.y, weight.y)};
 #pragma unroll
-      for (int t = 0; t < kTasks; ++t) sums[t].add(weight, value[a][t]);
+      for (int t = 0; t < kTasks; ++t) sums[t].add(weight, widened(value[a][t]));
     }
   }
 };

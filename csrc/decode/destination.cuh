@@ -7,15 +7,18 @@
 
 namespace etap {
 
-// Says where a piece's rows go: to the result itself, or to a float32 partial with a log2-sum-exp.
+// Says where a piece's rows go: to the result itself, or to a partial one with a log2-sum-exp.
 template <class T>
 struct Destination {
+  using Partial = std::conditional_t<T::kHalfPartials, uint2, float4>;  // four values: see params.h
+  static constexpr int kPartialFloats = kLatentDim / 4 * int(sizeof(Partial) / sizeof(float));  // that a row takes the place of
+
   uint16_t* out;        // float16 or bfloat16 [rows of the group, 512]; null: the partial
   float* lse;           // [rows of the group], natural logarithm
   float empty_lse;      // there of rows that see no token
   const float* sinks;   // [rows of the group]; null: none, or the combination's business
   int64_t out_stride;   // of rows that may lie apart, elements
-  float4* partial_out;  // [8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads]
+  Partial* partial_out;  // [8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads]
   float* partial_lse;   // [row_tile], log2
   int rows;             // of the group, which the row tile may exceed
   bool float16_out;
@@ -31,7 +34,7 @@ struct Destination {
     lse = params.lse + row;
     empty_lse = params.empty_lse;
     sinks = whole && T::kGathered && params.sinks != nullptr ? params.sinks + row_group * T::kRowTile : nullptr;
-    partial_out = reinterpret_cast<float4*>(params.partial_out + partial_row * kLatentDim);
+    partial_out = reinterpret_cast<Partial*>(params.partial_out + partial_row * kPartialFloats);
     partial_lse = params.partial_lse + partial_row;
     rows = min(params.rows - row_group * T::kRowTile, T::kRowTile);
     float16_out = params.float16_out;
@@ -68,7 +71,7 @@ CUTE_DEVICE void write_empty(const Destination<T>& to) {
   float* lse = whole ? to.lse : to.partial_lse;
   const float none = whole ? to.empty_lse : -INFINITY;
   constexpr int kRowUnits = kLatentDim / 8;  // of 16 bytes
-  const int units = whole ? to.rows * kRowUnits : T::kRowTile * 2 * kRowUnits;
+  const int units = whole ? to.rows * kRowUnits : T::kRowTile * to.kPartialFloats / 4;
 #pragma unroll 1
   for (int i = threadIdx.x; i < units; i += kConsumerThreads) {
     auto* out = whole ? reinterpret_cast<uint4*>(to.out + i / kRowUnits * to.row_stride()) + i % kRowUnits

@@ -77,7 +77,7 @@ CUTE_DEVICE void sum_parts(Shared<T>& shared, const DecodeParams& params, int re
   }
   ETAP_MARKED(parts_meeting, ptx::cluster_wait());
   if (has_task) {
-    Flight<kParts, kTasks> flight;
+    Flight<float4, kParts, kTasks> flight;
     cute::for_each(cute::make_seq<kParts>{}, [&](auto p) {
       flight.lse[p] = ptx::load_cluster_float2<0>(lses[p]);
       cute::for_each(cute::make_seq<kTasks>{}, [&](auto t) {

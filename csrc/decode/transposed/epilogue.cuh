@@ -119,13 +119,18 @@ class WarpFactors {
 
 // Write slices [first_slice, first_slice + kSlices) of O^T as they lie in this thread's registers, to where its first four
 // values go.
-template <class T, int kSlices>
-CUTE_DEVICE void write_partial(float4* partial, int first_slice, const OutputFragment<T>& ot) {
+template <class T, int kSlices, class Vector>
+CUTE_DEVICE void write_partial(Vector* partial, int first_slice, const OutputFragment<T>& ot) {
   constexpr int kBlocks = T::kRowTile / 8;
   CUTE_UNROLL
   for (int i = 0; i < kSlices * kBlocks; ++i) {
     auto block = ot(cute::make_coord(cute::_, cute::_, i % kBlocks), first_slice + i / kBlocks, 0);
-    partial[i * kGroupThreads] = make_float4(block(0, 0), block(1, 0), block(0, 1), block(1, 1));
+    if constexpr (sizeof(Vector) == sizeof(float4)) {
+      partial[i * kGroupThreads] = make_float4(block(0, 0), block(1, 0), block(0, 1), block(1, 1));
+    } else {
+      using Half = cutlass::bfloat16_t;
+      partial[i * kGroupThreads] = make_uint2(pack<Half>(block(0, 0), block(1, 0)), pack<Half>(block(0, 1), block(1, 1)));
+    }
   }
 }
 
