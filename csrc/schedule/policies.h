@@ -92,12 +92,13 @@ struct BatchShape {
   __host__ __device__ int64_t line_share() const { return ceil_div(line_total(), partitions); }
 
   // Pieces of two tiles leave half as many partial results, and each consumer takes one; single tiles are both consumers'. So
-  // requests are cut into these where half of the partitions would else have no work; short ones, where each tile has a partition;
-  // and all into pieces of two where there are not many more tiles than partitions. Many rows' partial results are dear.
+  // requests are cut into these where half of the partitions would else have no work, or three quarters: many rows' partial results
+  // are dear; short ones, where each tile has a partition; and all into pieces of two where there are not many more tiles than
+  // partitions.
   __host__ __device__ LeastPiece least_piece() const {
     const bool few_rows = split_rows <= kMemoryRows;
     const int64_t always = few_rows ? tiles : kShortTiles;
-    const int64_t single = 2 * tiles <= partitions ? always : tiles <= partitions ? single_tiles : 0;
+    const int64_t single = (few_rows ? 2 : 4) * tiles <= partitions ? always : tiles <= partitions ? single_tiles : 0;
     return {single, few_rows && 2 * tiles <= 3 * partitions};
   }
 

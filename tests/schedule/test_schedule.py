@@ -30,10 +30,12 @@ class Calls(NamedTuple):
 
 
 def single_tiles(lengths, partitions: int, calls: Calls) -> int:
-    """Tiles of the longest request that may be cut into single ones: any where half of the partitions would be idle."""
+    """Tiles of the longest request that may be cut into single ones: any where half of the partitions would be idle, of
+    many rows short ones where three quarters would be."""
     tiles = sum(tiles_of(lengths))
-    if 2 * tiles <= partitions:
-        return tiles if calls.row_tile <= MEMORY_ROWS else SHORT_TILES
+    few_rows = calls.row_tile <= MEMORY_ROWS
+    if (2 if few_rows else 4) * tiles <= partitions:
+        return tiles if few_rows else SHORT_TILES
     return calls.single_tiles if tiles <= partitions else 0
 
 
