@@ -111,9 +111,8 @@ void prepare_query_maps(const DecodeKernel& kernel, const DecodeParams& params, 
 DecodeKernel kernel_of(const DecodeParams& params, CacheType cache) {
   const bool whole_tiles = params.key_load == KeyLoad::kTiles;
   if (cache.fp8) {
-    const bool few = few_tensor_cores(params.partitions * params.row_groups);
-    return cache.fp8_math ? fp8_kernel<cutlass::float_e4m3_t>(params.row_tile, whole_tiles, few)
-                          : fp8_kernel<cutlass::half_t>(params.row_tile, whole_tiles, few);
+    return cache.fp8_math ? fp8_kernel<cutlass::float_e4m3_t>(params.row_tile, whole_tiles)
+                          : fp8_kernel<cutlass::half_t>(params.row_tile, whole_tiles);
   }
   return params.query_type == QueryType::kFloat16 ? sixteen_bit_kernel<cutlass::half_t>(params.row_tile, whole_tiles)
                                                   : sixteen_bit_kernel<cutlass::bfloat16_t>(params.row_tile, whole_tiles);

@@ -61,13 +61,7 @@ DecodeKernel sixteen_bit_kernel(int row_tile, bool whole_tiles) {
 }
 
 template <class Math>
-DecodeKernel fp8_kernel(int row_tile, bool whole_tiles, bool few_tensor_cores) {
-  if constexpr (sizeof(Math) == 1) {
-    if (whole_tiles && !few_tensor_cores) {
-      if (row_tile == 8) return describe<transposed_fp8::Traits<Math, 8, true>, true>();
-      if (row_tile == 16) return describe<transposed_fp8::Traits<Math, 16, true>, true>();
-    }
-  }
+DecodeKernel fp8_kernel(int row_tile, bool whole_tiles) {
   switch (row_tile) {
     case 8: return describe<transposed_fp8::Traits<Math, 8>>(whole_tiles);
     case 16: return describe<transposed_fp8::Traits<Math, 16>>(whole_tiles);

@@ -21,12 +21,11 @@ struct DecodeKernel {
 };
 
 // The kernels for a 16-bit cache (bfloat16_t or half_t), and for one of e4m3 (multiplied as half_t or float_e4m3_t).
-// whole_tiles: copied so, not in parts or rows. Where tensor cores are few, e4m3 products keep all registers: they are what is
-// waited for there.
+// whole_tiles: copied so, not in parts or rows.
 template <class Element>
 DecodeKernel sixteen_bit_kernel(int row_tile, bool whole_tiles);
 template <class Math>
-DecodeKernel fp8_kernel(int row_tile, bool whole_tiles, bool few_tensor_cores);
+DecodeKernel fp8_kernel(int row_tile, bool whole_tiles);
 
 // The type of the cache, e4m3 or the queries', and how the former is multiplied.
 struct CacheType {

@@ -84,13 +84,9 @@ def test_it_holds_code_for_sm_90a_only():
 
 
 def columns_of(kernel: str) -> set[int]:
-    """WGMMA's N in the kernels of a name: dense for whole tiles and for parts, sparse with rope and without.
-
-    e4m3 products of up to 16 rows have two for whole tiles, of which one leaves the combination room.
-    """
+    """WGMMA's N in the kernels of a name: dense for whole tiles and for parts, sparse with rope and without."""
     found = [sass for name, sass in kernels().items() if re.search(kernel, name)]
-    rooms = re.search("e4m3_tELi(8|16)E", kernel)
-    assert len(found) == (3 if rooms else 2)
+    assert len(found) == 2
     (columns,) = {frozenset(map(int, re.findall(r"[HQ]GMMA\.64x(\d+)x", sass))) for sass in found}
     return set(columns)
 

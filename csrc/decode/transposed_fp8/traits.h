@@ -127,16 +127,15 @@ struct Products : Tiles {
   }
 };
 
-// Up to 32 query rows: alternate tiles. kLeavesRoom: for the combination, at the price of registers; of e4m3 products, up to 16 rows.
-template <class Math, int kRowTile_, bool kLeavesRoom = false>
+// Up to 32 query rows: alternate tiles. Up to 16, e4m3 products leave the combination room, at the price of registers.
+template <class Math, int kRowTile_>
 struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   using Base = Products<Math, transposed::AlternateTiles<kRowTile_>>;
-  static constexpr Registers registers(bool whole_tiles) {
-    return kLeavesRoom ? kBesideCombination : Base::registers(whole_tiles);
-  }
   static constexpr bool kLeanCombination = Base::kFp8Math && kRowTile_ <= 16;
-  static_assert(kLeanCombination || !kLeavesRoom);
-  static constexpr int kScoreSums = kLeavesRoom && kRowTile_ == 16 ? 4 : Base::kScoreSums;
+  static constexpr Registers registers(bool whole_tiles) {
+    return kLeanCombination && whole_tiles ? kBesideCombination : Base::registers(whole_tiles);
+  }
+  static constexpr int kScoreSums = kLeanCombination && kRowTile_ == 16 ? 4 : Base::kScoreSums;
   using Base::kRowTile, Base::kFp8Math, Base::kStageBytes;
   using SharedStorage = transposed::SharedMemory<Traits>;
   using ScoreScales = std::conditional_t<kRowTile <= 16, HeldScales<Traits>, ReadScales<Traits>>;
