@@ -115,7 +115,7 @@ struct SparseParams {
 // What decode kernels and the combination behind them share: how the work is divided, where partial results lie, where results go. The
 // combination is given no more, because a kernel waits when it first reads each 64 bytes of its parameters.
 struct ResultParams {
-  // Partial O^T as WGMMA's registers hold it, so that all copies are 16 bytes wide and coalesced:
+  // Partial O^T as WGMMA's registers hold it, float32 or, with half_partials, bfloat16, so that copies are wide and coalesced:
   // [slots, row_groups, 8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads, 4]
   float* partial_out;
   float* partial_lse;                      // [slots, row_groups, row_tile], log2
@@ -131,6 +131,7 @@ struct ResultParams {
   // one: they are read before that has ended. Of whole tiles of dense attention alone.
   bool early_loads = false;
   bool rows_on_lanes = false;  // partial_out lies as O = P·V leaves it: see combine.cu
+  bool half_partials = false;  // of 64 rows of e4m3 products, whose own rounding is the coarser: see mixed_major/traits.h
   bool paired_dims = false;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
   void* out;                 // [batch, rows, 512]; strides in elements, of a dense call contiguous
   int64_t out_stride_batch;

@@ -275,6 +275,7 @@ inline DecodeParams decode_params(const DecodeCall& call) {
   params.q_scale = scale(call.q_scale);
   params.rows_on_lanes = shape.kernel == DecodeKernelKind::kQueryMajor;
   params.paired_dims = shape.kernel == DecodeKernelKind::kTransposedFp8;
+  params.half_partials = call.fp8_math && shape.row_tile == kMaxRowTile;
   params.cache = paged_cache(call);
   choose_key_load(params, call.cache_type());
   params.early_loads = call.early_loads && params.key_load == KeyLoad::kTiles;

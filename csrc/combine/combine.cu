@@ -169,7 +169,8 @@ struct Block {
   // Those requests that have few splits: each warp sums its own task of all of them, the splits in flight together.
   template <int kEntries>
   CUTE_DEVICE void sum_alone(const Entry (&all)[kEntries]) const {
-    constexpr int kAhead = kFewSplits / kEntries;
+    // Of two requests' half partials registers hold all.
+    constexpr int kAhead = kEntries == 2 && sizeof(Vector) < sizeof(float4) ? kFewSplits : kFewSplits / kEntries;
     Entry entries[kEntries];
 #pragma unroll
     for (int e = 0; e < kEntries; ++e) entries[e] = all[e].splits > kFewSplits ? Entry() : all[e];
@@ -369,7 +370,8 @@ KernelLaunch narrow_launch(dim3 blocks) {
 // room. So where it loads early, as a call with early loads takes for granted, there are no more than a block or so a
 // multiprocessor, each with twice the tasks or requests, as long as all their partials can be in flight or hardly any request is
 // split; but where tensor cores are few, for there they are what the next kernel waits for, not its loads. Without early loads there
-// are no more of the lean form, either, of which one finds room on a multiprocessor.
+// are no more of the lean form, either, of which one finds room on a multiprocessor. 64 rows have fewer forms: two tasks a block for one
+// request, and of half partials two or four requests a block.
 //
 // In batch-invariant schedules, whose partitions are a multiple of the batch, no sum may be rounded in another order with another
 // batch. There `sparing` alone depends on it, and only chooses between grids that give the same bits, or in which all splits of a
@@ -381,9 +383,10 @@ KernelLaunch prepare_combine(const ResultParams& params, bool lean) {
   const int multiprocessors = params.partitions * params.row_groups;
   const bool few = few_tensor_cores(multiprocessors);
   if (requests * tasks <= kBlocksPerSm * multiprocessors) {
-    const bool two = params.early_loads && !few && requests * tasks > multiprocessors;
+    const bool two = params.row_tile == kMaxRowTile || (params.early_loads && !few && requests * tasks > multiprocessors);
     const dim3 blocks(two ? tasks / 2 : tasks, requests);
-    if (params.rows_on_lanes) return two ? narrow_launch<2, true>(blocks) : narrow_launch<1, true>(blocks);
+    if (params.half_partials) return narrow_launch<2, false, uint2>(blocks);
+    if (params.rows_on_lanes) return narrow_launch<2, true>(blocks);
     return two ? narrow_launch<2, false>(blocks) : narrow_launch<1, false>(blocks);
   }
   const int steps = tasks / kWarps;
@@ -398,6 +401,7 @@ KernelLaunch prepare_combine(const ResultParams& params, bool lean) {
   const int blocks_per_sm = sparing && in_flight ? 1 : kWideBlocksPerSm;
   const dim3 blocks(steps, std::min(requests, std::max(blocks_per_sm * multiprocessors / steps, 1)));
   const int entries = at_a_time(blocks_per_sm);
+  if (params.half_partials) return entries <= 2 ? wide_launch<2, uint2>(blocks) : wide_launch<kMostEntries, uint2>(blocks);
   if (lean) {
     return entries == 1 ? lean_launch<1>(blocks) : entries == 2 ? lean_launch<2>(blocks) : lean_launch<kMostEntries>(blocks);
   }

@@ -100,7 +100,7 @@ CUTE_DEVICE void write_lse(const ResultParams& params, bool one_row, const Total
   if (!one_row && lane < 4 && row + 1 < params.rows) lse[1] = natural(totals.reference.y, totals.sum.y);
 }
 
-// Four values of a partial result: float32, or bfloat16.
+// Four values of a partial result: float32, or bfloat16 (see half_partials).
 CUTE_DEVICE float4 widened(float4 vector) { return vector; }
 CUTE_DEVICE float4 widened(uint2 vector) {
   const float2 low = unpack<cutlass::bfloat16_t>(vector.x), high = unpack<cutlass::bfloat16_t>(vector.y);

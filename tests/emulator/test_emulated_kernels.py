@@ -118,9 +118,14 @@ def test_decode_from_an_fp8_cache(dtype, q_scale, heads, s_q, num_sms, fp8_math)
     verify(Case(LENGTHS, heads=heads, s_q=s_q, num_sms=num_sms, **types), seed=num_sms)
 
 
-@pytest.mark.parametrize("heads", [8, 16])
-def test_fp8_math_that_leaves_the_combination_room(heads):
-    verify(Case((130, 200), heads=heads, num_sms=100, **CACHES["fp8_math"]), early_loads=True)
+@pytest.mark.parametrize("planned_for, lengths", [((200,), (200,)), ((700, 130, 300), (700, 130, 0))])
+def test_half_partials(planned_for, lengths):
+    """64 rows of FP8 products: a request alone; one of more splits than a warp sums at once, fewer, and empty ones."""
+    problem, wanted = problem_and_truth(Case(lengths, heads=64, num_sms=132, **CACHES["fp8_math"]))
+    planned = (runner := Runner(problem)).schedule.build(torch.tensor(planned_for, dtype=torch.int32))
+    assert planned.split_offsets.diff()[: len(lengths)].tolist() == [-(-tokens // 64) for tokens in planned_for]
+    kernels.run_decode(problem, planned, runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+    assert not problems_with(runner.out.tensor, runner.lse.tensor, problem, wanted)
 
 
 # As on an H20, in tiles of 16 rows: those of a token each, or of tokens that begin in one and end in another.
@@ -249,8 +254,8 @@ def test_decode_waits_for_its_predecessor_before_it_lets_the_combination_begin(s
         assert triggers and all(i > 0 and opcodes[i - 1] == "griddepcontrol.wait" for i in triggers)
 
 
-# Tiles with new tokens alone, behind others, and two of them; requests of one CTA, one of several, and so many CTAs
-# that FP8 math leaves the combination room.
+# Tiles with new tokens alone, behind others, and two of them; requests of one CTA, one of several, and as many CTAs as an H100 has
+# at least.
 @covering(1, {
     "kind": list(CACHES),
     "heads": HEADS,

@@ -34,7 +34,7 @@ CASES = (
     Case((0, 1, 65, 200, 500), heads=16, num_sms=5, kv_dtype="fp8", kv_scale=0.0137, seed=6),
     Case((130, 700), heads=8, num_sms=3, dtype="float16", q_layout="split", kv_dtype="fp8", seed=7),
     Case((3, 260), heads=32, dtype="float8_e4m3fn", num_sms=3, kv_dtype="fp8", fp8_math=True, seed=8),
-    Case((129, 1300), heads=64, s_q=2, num_sms=2, cache_layout="gapped", kv_dtype="fp8", fp8_math=True, seed=9),
+    Case((129, 1300), heads=64, s_q=2, num_sms=4, cache_layout="gapped", kv_dtype="fp8", fp8_math=True, seed=9),
     Case((0, 1, 65, 200, 500), heads=16, num_sms=5, page_size=1, seed=11),
     Case((129, 320), heads=64, num_sms=3, page_size=1, cache_layout="apart", seed=12),
     Case((130, 500), heads=24, num_sms=3, page_size=16, q_layout="strided", seed=13),
