@@ -18,7 +18,7 @@ SPARSE_ONLY = ("decode/sparse", "decode/sparse_fp8", "decode/instantiations/spar
 DENSE_ONLY = ("decode/mixed_major", "schedule/schedule.*", "api/decode_call.h", "decode/instantiations/[bf]*.cu")
 ENGINES = ("vllm", "sglang")
 NOT_SERVED = ("compat", "cpu", "cli.py", "doctor.py")  # no server on a GPU runs these
-V4, DENSE = "DeepSeek-V4", "dense"
+V4, DENSE, SPARSE = "DeepSeek-V4", "dense", "sparse call"
 
 
 def _without(folder: str, paths: Iterable[str]) -> tuple[str, ...]:
@@ -30,6 +30,7 @@ SOURCES_OF = {
     "bench": (*OF_CALLS, *_without("csrc", SPARSE_ONLY)),
     "bench-sparse": (*OF_CALLS, *_without("csrc", DENSE_ONLY)),
     "calls": (*SOURCES, *_without("etap_backend", ENGINES)),
+    f"calls {SPARSE}": (*SOURCES, *_without("etap_backend", ENGINES), *_without("csrc", DENSE_ONLY)),
     **SERVED_BY,
     **{f"{name} {V4}": (*served, *_without("csrc", DENSE_ONLY)) for name, served in SERVED_BY.items()},
     **{f"{name} {DENSE}": (*served, *_without("csrc", SPARSE_ONLY)) for name, served in SERVED_BY.items()},
@@ -47,7 +48,8 @@ def kind_of(content: dict) -> str:
         return kind
     engine = next((name for name in ENGINES if name in (content.get("versions") or {})), "calls")
     dense = "model_shape" in content and "index_topk" not in content["model_shape"]  # an indexer makes a model sparse
-    attention = V4 if V4 in f"{content.get('what')} {content.get('title')}" else DENSE if dense else None
+    said = [name for name in (V4, SPARSE) if name in f"{content.get('what')} {content.get('title')}"]
+    attention = said[0] if said else DENSE if dense else None
     return of if (of := f"{engine} {attention}") in SOURCES_OF else engine
 
 
@@ -114,7 +116,5 @@ def age_of(root: Path, commit: object, *, in_history: bool, kind: str = "calls")
     lines = changed_lines(root, commit, SOURCES_OF[kind])
     if lines is None:
         return Age(commit, problem=f"commit {commit} is not in this history")
-    if lines > LIMIT:
-        why = f"{lines} lines changed since {commit}, at most {LIMIT} may: measure again, or delete it"
-        return Age(commit, lines, why)
-    return Age(commit, lines)
+    too_old = f"{lines} lines changed since {commit}, at most {LIMIT} may: measure again, or delete it"
+    return Age(commit, lines, too_old if lines > LIMIT else "")

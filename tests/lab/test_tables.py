@@ -256,6 +256,7 @@ def test_a_commit_that_leaves_the_kernels_instructions_ages_nothing_by_them(root
             "vllm DeepSeek-V4",
             {"common", "sparse_call", "vllm"},
         ),
+        ({"what": "cases of the sparse call"}, "calls sparse call", {"common", "sparse_call", "compat"}),
         ({"versions": {"torch": "2.14.0"}}, "calls", {"common", "decode_call", "sparse_call", "compat"}),
         ({}, "calls", {"common", "decode_call", "sparse_call", "compat"}),
     ],
