@@ -257,8 +257,8 @@ def test_decode_waits_for_its_predecessor_before_it_lets_the_combination_begin(s
         assert triggers and all(i > 0 and opcodes[i - 1] == "griddepcontrol.wait" for i in triggers)
 
 
-# Tiles with new tokens alone, behind others, and two of them; requests of one CTA, one of several, and as many CTAs as an H100 has
-# at least.
+# Tiles with new tokens alone, behind others, and two of them; requests of one CTA, one of several, and nearly as many
+# CTAs as an H100 has at least.
 @covering(1, {
     "kind": list(CACHES),
     "heads": HEADS,
