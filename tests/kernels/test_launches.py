@@ -62,7 +62,7 @@ def test_the_shape_names_kernel_and_grid(kind, element, heads, groups):
     shape = decode_shape(heads, 9, 2 * groups, "kv_dtype" in kind, kind.get("fp8_math", False))
     decode, *combining = launches(Case((300, 70), heads, num_sms=9, groups=groups, **kind))
     fp8 = "kv_dtype" in kind
-    last = ", false" if fp8 else ", 9"  # takes all registers; chunks of a tile
+    last = "" if fp8 else ", 9"  # chunks of a tile
     traits = f"Traits<cutlass::{element}, {shape.row_tile}{last}>"
     if shape.row_tile == 64:  # of a form with no other row tile
         traits = "SharedTilesTraits;" if fp8 else f"Traits<cutlass::{element}{last}>"
@@ -90,13 +90,16 @@ def test_one_request_is_combined_by_a_block_a_task(heads, one_row):
     ],
 )
 def test_the_combination_is_lean_where_decode_may_leave_it_room(kind, lean, heads, num_sms):
-    """FP8 math keeps its registers where tensor cores are few, and is combined in the same form."""
-    decode, combine = launches(Case((70,) * 32, heads, num_sms=num_sms, **kind))
+    _, combine = launches(Case((70,) * 32, heads, num_sms=num_sms, **kind))
     assert ("lean_launch" in combine[0]) == (lean and heads <= 16)
-    if "fp8_math" in kind:
-        assert (f"{decode_shape(heads, num_sms, 32, True, True).row_tile}, true>" in decode[0]) == (
-            heads <= 16 and num_sms == 132
-        )
+
+
+@pytest.mark.parametrize("batch, form", [(1, "kTasks = 2"), (4, "kEntries = 2"), (64, "kEntries = 4")])
+def test_half_partials_are_of_64_rows_of_fp8_products(batch, form):
+    for fp8_math in (True, False):
+        _, combine = launches(Case((70,) * batch, 64, num_sms=132, kv_dtype="fp8", fp8_math=fp8_math))
+        assert ("uint2" in combine[0]) == fp8_math
+        assert form in combine[0] or not fp8_math
 
 
 def test_one_partition_has_nothing_to_combine_and_no_request_nothing_to_decode():
