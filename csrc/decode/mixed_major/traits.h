@@ -42,7 +42,7 @@ struct Traits : transposed_fp8::Products<cutlass::float_e4m3_t, transposed_fp8::
   using SharedStorage = SharedMemory<Traits>;
   using Consumer = mixed_major::Consumer<Traits>;
   static constexpr bool kFitsLaunchRegisters = false;
-  static constexpr bool kHalfPartials = true;  // whose rounding is a tenth of the products'
+  static constexpr bool kHalfPartials = true;  // e4m3 products round ten times as coarsely
   static constexpr int kStages = 5;
   static constexpr int kTilesTold = 4;
   static constexpr int kFewTiles = 8;  // of a piece, for which the code that multiplies two together is not worth its loading
@@ -57,7 +57,7 @@ struct Traits : transposed_fp8::Products<cutlass::float_e4m3_t, transposed_fp8::
 
   static constexpr int kOperands = 4;  // beside O there are registers for two parts: none of S is held by then
 
-  static constexpr int kPartChunks = 3;  // of 64 columns, that tensor cores add up: of 5 log-sum-exps err too much
+  static constexpr int kPartChunks = 3;  // of 64 columns, that tensor cores add up: with 5, log-sum-exps err too much
   using ScoreMma = wgmma::OfShared<Element, kTileTokens>;
   using Scores = wgmma::Result<ScoreMma, kRowTile, kTileTokens>;
   using QueryOperand = wgmma::Layout<Swizzle, kRowTile>;
