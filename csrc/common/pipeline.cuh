@@ -40,6 +40,19 @@ struct RingPosition {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
+// The warps of a CTA set up its barriers in turn, one thread of each. The lanes of one warp would do it one after the other, and all
+// that a CTA does waits for it.
+constexpr int kSetupWarps = 12;
+
+// Calls of(i) for those of kCount barriers that are this warp's.
+template <int kCount, class Of>
+CUTE_DEVICE void in_turn(int warp, Of&& of) {
+  CUTE_UNROLL
+  for (int earlier = 0; earlier < kCount; earlier += kSetupWarps) {
+    if (earlier + warp < kCount) of(earlier + warp);
+  }
+}
+
 // A wait with patience looks at the clock after so many tries, and gives up when its upper half has gone up so often: after 9 to 11
 // seconds at 1.98 GHz.
 constexpr uint32_t kTriesPerLook = 256;
@@ -102,9 +115,6 @@ template <int kTurns, bool kPatient>
 struct Turns {
   Barrier barriers[kTurns];
 
-  CUTE_DEVICE void init(int signals) {
-    for (Barrier& barrier : barriers) barrier.init(signals);
-  }
   CUTE_DEVICE void signal(uint32_t turn) { barriers[turn % kTurns].arrive(); }
   CUTE_DEVICE void wait(uint32_t turn) { spin<kPatient>(barriers[turn % kTurns], turn / kTurns % 2); }
 };
@@ -127,11 +137,11 @@ struct Ring {
   Barrier full[kStages];
   Barrier empty[kStages];
 
-  // Called by the threads 0 to kStages - 1 at least; each sets up one stage.
-  CUTE_DEVICE void init(int thread, int producer_arrivals, int consumer_warps) {
-    if (thread >= kStages) return;
-    full[thread].init(producer_arrivals);
-    empty[thread].init(consumer_warps * kReleasingLanes);
+  CUTE_DEVICE void init(int warp, int producer_arrivals, int consumer_warps) {
+    in_turn<kStages>(warp, [&](int stage) {
+      full[stage].init(producer_arrivals);
+      empty[stage].init(consumer_warps * kReleasingLanes);
+    });
   }
   CUTE_DEVICE void acquire(Position at) { spin<kPatient>(empty[at.stage], at.parity ^ 1); }
   // Whether acquire would not wait now.

@@ -92,6 +92,21 @@ CUTE_DEVICE void produce(Shared<T>& shared, const DecodeParams& params, const Ca
   }
 }
 
+// Sets up those barriers that are this warp's. Short rings are the last warps', which have fewer stages of keys.
+template <class T, bool kWholeTiles>
+CUTE_DEVICE void init_barriers(Shared<T>& shared, bool query_maps_usable, int warp) {
+  static_assert(kSetupWarps == kDecodeThreads / kWarpSize);
+  const int from_last = kSetupWarps - 1 - warp;
+  // So many arrivals fill a stage of keys, and so many signals grant it; the next number fills the queries.
+  constexpr int kKeyArrivals = T::kGathered || !kWholeTiles ? T::kGatherWarps : 1;
+  const int query_arrivals = query_maps_usable || T::kFp8Cache ? 1 : kQueryWarps<kWholeTiles> * kWarpSize;
+  shared.keys.init(warp, kKeyArrivals * (T::kGathered ? kReleasingLanes : 1), T::kStageReleases);
+  shared.queries.init(from_last, query_arrivals, kConsumerWarps);
+  if constexpr (!T::kGathered) shared.lengths.init(from_last);
+  if constexpr (T::kGrantsTiles) shared.init_grants(warp, kKeyArrivals);
+  cutlass::arch::fence_barrier_init();
+}
+
 // kWholeTiles says that one copy brings a tile of the cache; else it comes in parts or rows, as params says. A kernel for both would
 // cost the former: ptxas orders the consumers' instructions otherwise for it.
 template <class T, bool kWholeTiles = true>
@@ -110,15 +125,9 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
       cute::prefetch_tma_descriptor(&query_maps.latent);
       cute::prefetch_tma_descriptor(&query_maps.rope);
     }
-    // So many arrivals fill a stage of keys, and so many signals grant it; the next number fills the queries.
-    constexpr int kKeyArrivals = T::kGathered || !kWholeTiles ? T::kGatherWarps : 1;
-    shared.keys.init(threadIdx.x, kKeyArrivals * (T::kGathered ? kReleasingLanes : 1), T::kStageReleases);
-    const int query_arrivals = query_maps.usable || T::kFp8Cache ? 1 : kQueryWarps<kWholeTiles> * kWarpSize;
-    shared.queries.init(threadIdx.x, query_arrivals, kConsumerWarps);
-    if constexpr (!T::kGathered) shared.lengths.init();
-    if constexpr (T::kGrantsTiles) shared.init_grants(kKeyArrivals);
-    cutlass::arch::fence_barrier_init();
   }
+  const int warp = cutlass::canonical_warp_idx_sync();
+  if (threadIdx.x % kWarpSize == 0) init_barriers<T, kWholeTiles>(shared, query_maps.usable, warp);
   ETAP_MARKED(launch_meeting, __syncthreads());
   // With lists each role waits for the predecessor by itself, when it has worked out where it begins.
   if (!T::kGathered && (!kWholeTiles || !params.early_loads)) ETAP_MARKED(launch_wait, follow_predecessor());

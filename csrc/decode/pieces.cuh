@@ -26,7 +26,7 @@ struct LengthQueue {
   int lengths[kPlaces];
   Ring<kPlaces> ring;
 
-  CUTE_DEVICE void init() { ring.init(threadIdx.x, 1, kConsumerWarps); }
+  CUTE_DEVICE void init(int warp) { ring.init(warp, 1, kConsumerWarps); }
   // Hands over that of the partition's n-th piece. One whole warp calls it.
   CUTE_DEVICE void put(int n, int length) {
     const RingPosition<kPlaces> at = position(n);

@@ -137,7 +137,7 @@ constexpr bool are_traits() {
   static_assert(is_flag(T::kHalfPartials));                           // partial results are bfloat16: see params.h
   // The pieces of a partition.
   static_assert(sizeof(typename T::Walk) > 0);
-  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries; with grants init_grants(signals).
+  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries; with grants init_grants(warp, signals).
   static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
   // Consumer::run(shared, params, partition, row group, warpgroup) decodes the partition.
   static_assert(sizeof(typename T::Consumer) > 0);

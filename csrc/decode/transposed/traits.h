@@ -70,8 +70,9 @@ struct SharedMemory {
   LengthQueue lengths;
   Turns<turns<T>(), !T::kGathered> granted[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
 
-  CUTE_DEVICE void init_grants(int signals) {
-    if (threadIdx.x < kConsumerGroups) granted[threadIdx.x].init(signals);
+  CUTE_DEVICE void init_grants(int warp, int signals) {
+    constexpr int kTurns = turns<T>();
+    in_turn<kConsumerGroups * kTurns>(warp, [&](int i) { granted[i / kTurns].barriers[i % kTurns].init(signals); });
   }
   CUTE_DEVICE float& maximum(int group, int warp, int column) {
     return maxima[(group * kWarpsPerGroup + warp) * T::kScoreColumns + column];
