@@ -92,7 +92,7 @@ CUTE_DEVICE bool alone(int tiles_begun, int tiles_of_piece) {
 // of its reads, which the queries wait for. But a piece of so few tiles wants them at once.
 template <class T>
 constexpr bool kLoadsSparingly = T::registers(true).launch == kBesideCombination.launch;
-constexpr int kUrgentTiles = 2;
+constexpr int kUrgentTiles = 1;
 
 template <class T>
 CUTE_DEVICE void load_keys(Shared<T>& shared, const DecodeParams& params, const typename T::CacheMaps& maps, int partition) {
