@@ -89,10 +89,9 @@ CUTE_DEVICE bool alone(int tiles_begun, int tiles_of_piece) {
 }
 
 // Where the combination before may work beside this CTA, stages are asked for one by one until it has ended: more would queue ahead
-// of its reads, which the queries wait for. But a piece of so few tiles wants them at once.
+// of its reads, which the queries wait for. But a piece of one tile wants it at once.
 template <class T>
 constexpr bool kLoadsSparingly = T::registers(true).launch == kBesideCombination.launch;
-constexpr int kUrgentTiles = 1;
 
 template <class T>
 CUTE_DEVICE void load_keys(Shared<T>& shared, const DecodeParams& params, const typename T::CacheMaps& maps, int partition) {
@@ -120,7 +119,7 @@ CUTE_DEVICE void load_keys(Shared<T>& shared, const DecodeParams& params, const 
         // No more is in flight than wanted, and the ring has room. Loads are sparing until the first queries are there; later ones
         // may be, too, when the ring goes round: a stage given back tells that.
         if (ahead) ahead = at.parity == 0 && !shared.queries.filled({});
-        const bool one = (ahead && piece.tiles() > kUrgentTiles) || alone<T>(tiles_begun, piece.tiles());
+        const bool one = (ahead && piece.tiles() > 1) || alone<T>(tiles_begun, piece.tiles());
         shared.keys.wait(at.behind(one ? 1 : kStagesInFlight<T>));
         shared.keys.acquire(at);
         if (!elected) continue;
