@@ -40,16 +40,16 @@ struct RingPosition {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
-// The warps of a CTA set up its barriers in turn, one thread of each. The lanes of one warp would do it one after the other, and all
+// One thread of each warp of a CTA sets up some of its barriers. The lanes of a single warp would do it one after the other, and all
 // that a CTA does waits for it.
 constexpr int kSetupWarps = 12;
 
-// Calls of(i) for those of kCount barriers that are this warp's.
+// Calls of(i) for those of kCount barriers that this warp sets up.
 template <int kCount, class Of>
-CUTE_DEVICE void in_turn(int warp, Of&& of) {
+CUTE_DEVICE void each_of_warp(int warp, Of&& of) {
   CUTE_UNROLL
-  for (int earlier = 0; earlier < kCount; earlier += kSetupWarps) {
-    if (earlier + warp < kCount) of(earlier + warp);
+  for (int first = 0; first < kCount; first += kSetupWarps) {
+    if (first + warp < kCount) of(first + warp);
   }
 }
 
@@ -115,6 +115,7 @@ template <int kTurns, bool kPatient>
 struct Turns {
   Barrier barriers[kTurns];
 
+  CUTE_DEVICE void init(uint32_t turn, int signals) { barriers[turn].init(signals); }
   CUTE_DEVICE void signal(uint32_t turn) { barriers[turn % kTurns].arrive(); }
   CUTE_DEVICE void wait(uint32_t turn) { spin<kPatient>(barriers[turn % kTurns], turn / kTurns % 2); }
 };
@@ -137,8 +138,9 @@ struct Ring {
   Barrier full[kStages];
   Barrier empty[kStages];
 
+  // Sets up those stages that are this warp's.
   CUTE_DEVICE void init(int warp, int producer_arrivals, int consumer_warps) {
-    in_turn<kStages>(warp, [&](int stage) {
+    each_of_warp<kStages>(warp, [&](int stage) {
       full[stage].init(producer_arrivals);
       empty[stage].init(consumer_warps * kReleasingLanes);
     });

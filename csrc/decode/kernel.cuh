@@ -92,7 +92,7 @@ CUTE_DEVICE void produce(Shared<T>& shared, const DecodeParams& params, const Ca
   }
 }
 
-// Sets up those barriers that are this warp's. Short rings are the last warps', which have fewer stages of keys.
+// Sets up those barriers that are this warp's. Short rings go to the last warps, whose share of the key stages is the smallest.
 template <class T, bool kWholeTiles>
 CUTE_DEVICE void init_barriers(Shared<T>& shared, bool query_maps_usable, int warp) {
   static_assert(kSetupWarps == kDecodeThreads / kWarpSize);

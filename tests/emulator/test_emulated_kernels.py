@@ -387,7 +387,7 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed_fp8_math rows", "rows_commit"): "deadlock",
     ("transposed_fp8_math rows", "lent_commit"): "deadlock",
     ("query_major", "scores_wait"): "in flight",
-    ("query_major", "rope_wait"): "in flight|inf/NaN elsewhere|cosine|log-sum-exp",
+    ("query_major", "rope_wait"): "in flight",
     ("query_major", "hand_over_meeting"): ".",
     ("query_major", "tail_fence"): "without fence.proxy.async",
     ("query_major", "tail_meeting"): "inf/NaN elsewhere",
@@ -447,14 +447,15 @@ def test_every_mark_is_left_out_by_a_test():
 
 @pytest.mark.exhaustive
 def test_waits_for_the_other_parity_are_found():
+    case = Case((200, 449, 64), num_sms=1)  # pieces of several tiles and of one
     waits = [item for item in marked("transposed").instructions() if "try_wait" in item.parts]
-    _, ran = emulate(CASES["transposed"], sources=kernels.MARKED)
+    _, ran = emulate(case, sources=kernels.MARKED)
     kernel = kernels.kernel_of("transposed::Traits<cutlass::bfloat16_t, 16, 9>", kernels.MARKED, None)
     idle = kernel.missed(ran)
     waits = [wait for wait in waits if wait.text not in idle]
-    assert len(waits) >= 8
+    assert len(waits) > 8
     for wait in waits[:: len(waits) // 4]:
-        assert fault_of(CASES["transposed"], faults.other_parity(wait)), f"not found: {wait}"
+        assert fault_of(case, faults.other_parity(wait)), f"not found: {wait}"
 
 
 @pytest.mark.exhaustive

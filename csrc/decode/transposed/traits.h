@@ -72,7 +72,7 @@ struct SharedMemory {
 
   CUTE_DEVICE void init_grants(int warp, int signals) {
     constexpr int kTurns = turns<T>();
-    in_turn<kConsumerGroups * kTurns>(warp, [&](int i) { granted[i / kTurns].barriers[i % kTurns].init(signals); });
+    each_of_warp<kConsumerGroups * kTurns>(warp, [&](int i) { granted[i / kTurns].init(i % kTurns, signals); });
   }
   CUTE_DEVICE float& maximum(int group, int warp, int column) {
     return maxima[(group * kWarpsPerGroup + warp) * T::kScoreColumns + column];
