@@ -41,16 +41,16 @@ class Program:
 
 
 def _check(name: str, summary: str) -> Program:
-    return Program(f"etap_backend.lab.checks.{name}", "main", summary)
+    return Program(f"bench.checks.{name}", "main", summary)
 
 
 LAB = {
-    "bench": Program("etap_backend.lab.bench.command", "bench", "measure the kernels beside others"),
-    "record": Program("etap_backend.lab.bench.record", "main", "measure a group of published results again"),
-    "report": Program("etap_backend.lab.bench.report", "main", "tables and plots of benchmark results"),
-    "plan": Program("etap_backend.lab.plan.command", "plan", "what fits on which GPUs, and what ETAP gains there"),
-    "e2e": Program("etap_backend.lab.e2e.command", "e2e", "serve a model with ETAP and other backends, and compare"),
-    "e2e-report": Program("etap_backend.lab.e2e.report", "main", "tables and plots of e2e results"),
+    "bench": Program("bench.kernels.command", "bench", "measure the kernels beside others"),
+    "record": Program("bench.kernels.record", "main", "measure a group of published results again"),
+    "report": Program("bench.kernels.report", "main", "tables and plots of benchmark results"),
+    "plan": Program("etap_backend.plan.command", "plan", "what fits on which GPUs, and what ETAP gains there"),
+    "e2e": Program("bench.e2e.command", "e2e", "serve a model with ETAP and other backends, and compare"),
+    "e2e-report": Program("bench.e2e.report", "main", "tables and plots of e2e results"),
 }
 CHECKS = {
     "answers": _check("answers", "what a model answers with ETAP and with other attention backends"),

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from etap_backend import DecodeSchedule
-from etap_backend.lab.bench.hold import sms_held
+from bench.kernels.hold import sms_held
 from support.cases import WILD_PAGES, Case, Guarded, Problem, build, decode
 from support.compare import check, truth
 

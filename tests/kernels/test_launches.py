@@ -10,7 +10,7 @@ from etap_backend import DecodeSchedule, sparse_workspace_floats
 from etap_backend._library import library
 from etap_backend.schedule import decode_shape
 from etap_backend.sparse import sparse_decode_shape
-from qualify import sanitize
+from bench.qualify import sanitize
 from support.cases import SOFTMAX_SCALE, Case, build
 from support.sparse_cases import CACHES, SparseCase
 from support.sparse_cases import build as build_sparse

@@ -16,7 +16,7 @@ import torch
 from sparse_refusals import REFUSALS
 
 from etap_backend import sparse_mla_decode, sparse_workspace_floats
-from etap_backend.lab.bench.hold import sms_held
+from bench.kernels.hold import sms_held
 from support.cases import LAWS, SOFTMAX_SCALE
 from support.sparse_cases import (
     CACHE_LAYOUTS,

@@ -11,9 +11,9 @@ import torch
 import yaml
 from sglang.srt.plugins import load_plugins
 
-from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
-from etap_backend.lab.plan.memory import PAGE_TOKENS, RESERVE_BYTES, memory_of, v4_caches
-from etap_backend.lab.plan.v4_caches import SWA_FULL_TOKENS_RATIO
+from etap_backend.plan.inputs import Deployment, read_gpu, read_model
+from etap_backend.plan.memory import PAGE_TOKENS, RESERVE_BYTES, memory_of, v4_caches
+from etap_backend.plan.v4_caches import SWA_FULL_TOKENS_RATIO
 
 load_plugins()
 

@@ -14,16 +14,16 @@ from pathlib import Path
 
 import pytest
 
-from etap_backend.lab import configs
-from etap_backend.lab.checks import asked as asks
-from etap_backend.lab.checks.agreement import MixedRequests
-from etap_backend.lab.e2e.model import prepare_model, serving_of
-from etap_backend.lab.e2e.results_file import DRAWING_PLUGIN
-from etap_backend.lab.e2e.scenario import cases_of, read_scenario
-from etap_backend.lab.serving.client import Failed
-from etap_backend.lab.serving.engines import ENGINES, Load, read_result
-from etap_backend.lab.serving.lifecycle import Generator
-from qualify import drawn_experts, two_nodes
+from bench.common import configs
+from bench.checks import asked as asks
+from bench.checks.agreement import MixedRequests
+from bench.e2e.model import prepare_model, serving_of
+from bench.e2e.results_file import DRAWING_PLUGIN
+from bench.e2e.scenario import cases_of, read_scenario
+from bench.serving.client import Failed
+from bench.serving.engines import ENGINES, Load, read_result
+from bench.serving.lifecycle import Generator
+from bench.qualify import drawn_experts, two_nodes
 
 SGLANG = ENGINES["sglang"]
 SCENARIOS = configs.shipped("e2e")

@@ -15,10 +15,10 @@ from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 
-from etap_backend.lab.serving.engines import ENGINES
+from bench.serving.engines import ENGINES
 from etap_backend.vllm.backend import ETAPBackend
 from etap_backend.vllm.sparse import ETAPSparseBackend
-from qualify import train_model
+from bench.qualify import train_model
 
 SHAPE = train_model.Shape(hidden=128, layers=2, query_latent=64, feed_forward=192, expert_width=64, vocabulary=600)
 TEXTS = {path.name: path.read_text() for path in sorted(Path(train_model.__file__).parent.glob("*.py"))}
@@ -144,7 +144,7 @@ def test_forced_tokens_leave_one_token_possible_at_each_step(engine_config):
 
     config = engine_config(attention_backend="ETAP")
     processors = build_logitsprocs(
-        config, torch.device("cpu"), False, False, ["etap_backend.lab.checks.forced_tokens:ForcedTokens"]
+        config, torch.device("cpu"), False, False, ["bench.checks.forced_tokens:ForcedTokens"]
     )
     outputs = [[], []]
     forced = SamplingParams(extra_args={"forced_tokens": [7, 3]})

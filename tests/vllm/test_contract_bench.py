@@ -4,9 +4,9 @@ operators' schemas are vLLM's own, the GPU kernels behind them are replaced by w
 import pytest
 import torch
 
-from etap_backend.lab.bench import tensors
-from etap_backend.lab.bench.grids import SparseWorkload, Workload
-from etap_backend.lab.bench.providers import installed, of_drop_ins
+from bench.kernels import tensors
+from bench.kernels.grids import SparseWorkload, Workload
+from bench.kernels.providers import installed, of_drop_ins
 from etap_backend.reference import mla_decode_reference, relative_rmse, sparse_mla_decode_reference
 
 

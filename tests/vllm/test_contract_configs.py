@@ -23,8 +23,8 @@ from vllm.v1.attention import selector
 from vllm.v1.attention.backends.mla.sparse_swa import DeepseekV4SWACache
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-from etap_backend.lab.plan.inputs import Deployment, read_gpu, read_model
-from etap_backend.lab.plan.memory import memory_of, v4_caches
+from etap_backend.plan.inputs import Deployment, read_gpu, read_model
+from etap_backend.plan.memory import memory_of, v4_caches
 from etap_backend.vllm import deepseek_v4
 
 HAS_V41 = importlib.util.find_spec("vllm.models.deepseek_v41") is not None  # since 0.33

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import pytest
 
-from etap_backend.lab import configs
-from etap_backend.lab.checks import asked as asks
-from etap_backend.lab.checks.agreement import MixedRequests
-from etap_backend.lab.e2e.model import prepare_model, serving_of
-from etap_backend.lab.e2e.scenario import cases_of, read_scenario
-from etap_backend.lab.serving.client import Failed
-from etap_backend.lab.serving.engines import ENGINES, FORCED_TOKENS, Load, read_result, takes_processors
-from etap_backend.lab.serving.lifecycle import Generator
-from qualify import filled_caches, seeded_weights, two_nodes, two_servers
+from bench.common import configs
+from bench.checks import asked as asks
+from bench.checks.agreement import MixedRequests
+from bench.e2e.model import prepare_model, serving_of
+from bench.e2e.scenario import cases_of, read_scenario
+from bench.serving.client import Failed
+from bench.serving.engines import ENGINES, FORCED_TOKENS, Load, read_result, takes_processors
+from bench.serving.lifecycle import Generator
+from bench.qualify import filled_caches, seeded_weights, two_nodes, two_servers
 
 VLLM = ENGINES["vllm"]
 SCENARIOS = configs.shipped("e2e")

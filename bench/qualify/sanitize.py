@@ -1,0 +1,119 @@
+"""A few decode problems under compute-sanitizer.
+
+    PYTHONPATH=tests python -m bench.qualify.sanitize [memcheck racecheck synccheck ...]
+
+Small grids, so that each tool ends within about a minute; together they take every row tile, both types, split and
+whole requests, partial tiles and several pieces on one CTA, of the dense call and of the sparse one. Only our kernels
+are instrumented.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import fields
+from typing import Annotated
+
+import typer
+
+from support import cases, compare, sparse_cases, sparse_compare
+from support.cases import Case, Problem, Runner
+from support.sparse_cases import SparseCase, SparseProblem, SparseRunner
+
+CASES = (
+    Case((0, 1, 65, 200, 500), heads=16, num_sms=5),
+    Case((130, 700), heads=8, s_q=1, num_sms=3, seed=1),
+    Case((3, 260), heads=32, dtype="float16", num_sms=3, q_layout="split", seed=2),
+    Case((64, 190), heads=16, s_q=3, num_sms=3, cache_layout="gapped", seed=3),
+    Case((129, 320), heads=64, num_sms=3, page_size=128, seed=4),
+    Case((70, 256), heads=64, s_q=2, num_sms=6, q_layout="strided", seed=5),
+    Case((129, 450), heads=64, law="rising", num_sms=2, seed=10),
+    Case((0, 1, 65, 200, 500), heads=16, num_sms=5, kv_dtype="fp8", kv_scale=0.0137, seed=6),
+    Case((130, 700), heads=8, num_sms=3, dtype="float16", q_layout="split", kv_dtype="fp8", seed=7),
+    Case((3, 260), heads=32, dtype="float8_e4m3fn", num_sms=3, kv_dtype="fp8", fp8_math=True, seed=8),
+    Case((129, 1300), heads=64, s_q=2, num_sms=4, cache_layout="gapped", kv_dtype="fp8", fp8_math=True, seed=9),
+    Case((0, 1, 65, 200, 500), heads=16, num_sms=5, page_size=1, seed=11),
+    Case((129, 320), heads=64, num_sms=3, page_size=1, cache_layout="apart", seed=12),
+    Case((130, 500), heads=24, num_sms=3, page_size=16, q_layout="strided", seed=13),
+    Case((130, 500), heads=24, num_sms=3, page_size=5, q_layout="strided", seed=14),
+    Case((129, 450), heads=64, num_sms=2, page_size=32, seed=15),
+    Case((0, 1, 65, 200, 500), heads=16, num_sms=5, page_size=1, kv_dtype="fp8", seed=16),
+    Case((129, 320), heads=64, num_sms=3, page_size=16, cache_layout="apart", kv_dtype="fp8", fp8_math=True, seed=17),
+)
+SPARSE_CASES = (
+    SparseCase(3, 16, 200, holes="anywhere", num_sms=5, seed=20),
+    SparseCase(2, 8, 130, counts="drawn", sinks="infinite", num_sms=1, q_layout="split", seed=21),
+    SparseCase(3, 32, 300, requests=2, holes="wild", num_sms=4, page_size=16, seed=22),
+    SparseCase(2, 100, 130, holes="all", num_sms=6, cache_layout="gapped", seed=23),
+    SparseCase(3, 16, 200, "fp8", holes="anywhere", num_sms=5, seed=24),
+    SparseCase(2, 8, 130, "fp8", counts="drawn", sinks="infinite", num_sms=1, q_layout="split", seed=25),
+    SparseCase(3, 32, 300, "fp8", requests=2, holes="wild", num_sms=4, page_size=16, scales="mixed", seed=26),
+    SparseCase(2, 64, 130, "fp8", holes="all", num_sms=6, cache_layout="rows apart", law="rising", seed=27),
+    SparseCase(2, 16, 250, holes="anywhere", sinks="infinite", num_sms=8, seed=28),  # clusters of 4 ...
+    SparseCase(2, 32, 250, "fp8", counts="drawn", holes="anywhere", num_sms=4, scales="mixed", seed=29),  # ... and of 2
+    SparseCase(3, 100, 200, "fp8", counts="drawn", num_sms=4, scales="mixed", sinks="infinite", seed=30),
+    # V4's pages and two lists: pieces that are combined, whole lists, clusters of 2, 64 rows.
+    SparseCase(3, 16, 100, "v4", holes="wild", counts="drawn", extra=130, extra_page_size=2, num_sms=5, seed=31),
+    SparseCase(2, 8, 64, "v4", page_size=256, extra=70, extra_requests=2, num_sms=1, out_layout="sliced", seed=32),
+    SparseCase(
+        2, 32, 128, "v4", scales="mixed", sinks="infinite", extra=128, num_sms=4, cache_layout="gapped", seed=33
+    ),
+    SparseCase(3, 64, 128, "v4", holes="all", extra=100, extra_page_size=61, num_sms=4, out_layout="sliced", seed=34),
+    SparseCase(3, 16, 100, "bf16", counts="drawn", extra=100, num_sms=2, requests=2, rope=False, seed=35),
+)
+
+
+def on_host(problem: Problem | SparseProblem) -> Problem | SparseProblem:
+    tensors = {f.name: getattr(problem, f.name) for f in fields(problem) if f.name != "case"}
+    return type(problem)(problem.case, **{name: x if x is None else x.cpu() for name, x in tensors.items()})
+
+
+def run_case(case: Case | SparseCase) -> None:
+    sparse = isinstance(case, SparseCase)
+    problem = (sparse_cases if sparse else cases).build(case, "cuda")
+    runner = (SparseRunner if sparse else Runner)(problem)
+    out, lse = runner.run()
+    # On the CPU: racecheck ends cuBLAS's kernels with an illegal access, also where it instruments nothing.
+    problem, compared = on_host(problem), sparse_compare if sparse else compare
+    compared.check(out.cpu(), lse.cpu(), problem, compared.truth(problem))
+    runner.check_guards()
+
+
+def run_cases() -> None:
+    for case in (*CASES, *SPARSE_CASES):
+        begin = time.monotonic()
+        run_case(case)
+        print(f"right after {time.monotonic() - begin:.1f} s: {case!r}", flush=True)
+
+
+def sanitize(tool: str) -> int:
+    command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=etap", "--error-exitcode", "9"]
+    command += [sys.executable, "-m", __spec__.name, "--run-cases"]
+    # Without torch's pool every tensor is an allocation of its own, and memcheck sees where each one ends.
+    environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    begin = time.monotonic()
+    code = subprocess.run(command, env=environment).returncode
+    print(f"{tool}: {'clean' if code == 0 else f'exit code {code}'} after {time.monotonic() - begin:.0f} s", flush=True)
+    return code
+
+
+def main(
+    tools: Annotated[list[str] | None, typer.Argument(help="memcheck, racecheck, synccheck or initcheck.")] = None,
+    run_cases_only: Annotated[
+        bool, typer.Option("--run-cases", help="Run the cases in this process, without a sanitizer.")
+    ] = False,
+) -> None:
+    """Run the cases under each tool, memcheck and racecheck when none is named; exit with the largest exit code."""
+    if run_cases_only:
+        run_cases()
+        return
+    if not shutil.which("compute-sanitizer"):
+        raise typer.BadParameter("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
+    raise typer.Exit(max(sanitize(tool) for tool in tools or ("memcheck", "racecheck")))
+
+
+if __name__ == "__main__":
+    typer.run(main)
