@@ -1,27 +1,29 @@
 # Everything needs Python >= 3.10, a C++ compiler and a package index; compiler, engines and tools come from there.
 #
-#   make demo           build, install into .venv and run `etap demo`
-#   make test           test-unit, then test-contract: what a change needs, in 10 minutes on two cores
-#   make test-unit      without engines; the kernels run in an emulator
-#   make test-contract  beside the oldest tested vLLM and SGLang: registration, selection, a layer
-#   make test-engines   what make test leaves out: contract tests in all tested versions, emulated cases, planted faults
-#   make test-gpu       the tests marked gpu; fails where there is no Hopper GPU
-#   make wheel          the wheel that is published, in dist/
-#   make build          the library into etap_backend/lib, for work in the source tree
-#   make lint           ruff, types, and whether documents and results agree
+#   make demo             build, install into .venv and run `etap demo`
+#   make test             test-unit, then test-contract: what every change needs
+#   make test-unit        without engines; the kernels run in an emulator
+#   make test-contract    in the newest supported vLLM and SGLang: registration, selection, a layer
+#   make test-engines     the contract tests that make test leaves out, in all supported versions
+#   make test-exhaustive  all emulated cases and planted faults, for a change of kernels or emulator
+#   make test-bench       the tests of bench/
+#   make test-gpu         the tests marked gpu; fails where there is no Hopper GPU
+#   make wheel            the wheel that is published, in dist/
+#   make build            the library into etap_backend/lib, for work in the source tree
+#   make lint             ruff and types
 #
 # Output of compilers and installers is in build/logs, its end on the screen where one fails.
 # make test-gpu NO_INSTALL=1 PYTHON=python3 installs nothing: it uses that interpreter's torch, pytest and hypothesis,
 # the source tree, and the library of an earlier `make build` (or the one that ETAP_LIBRARY names).
 
 PYTHON ?= python3
-# The torch that the oldest tested engines pin: it is downloaded and stored once for all tests. The package binds none.
-TORCH ?= torch==2.11.0
+# The torch that the newest tested vLLM pins: it is stored once for all tests. The package binds none.
+TORCH ?= torch==2.14.0
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
 LOGS := build/logs
-GPU_TESTS = $(shell grep -rl "mark.gpu" tests --include "test_*.py")
+GPU_TESTS = $(shell grep -rl "mark.gpu" tests bench --include "test_*.py")
 SOURCES := pyproject.toml README.md LICENSE $(shell find csrc etap_backend configs -type f -not -path '*/lib/*' -not -name '*.pyc')
 
 # Environments share their files with this cache by hard links; installations into one environment wait for each other.
@@ -45,7 +47,7 @@ compile_ahead = $(call quietly,kernels for the emulator,\
 # $(call at_once,TARGETS): the network's work beside the compiler's.
 at_once = @$(MAKE) --no-print-directory -j $(words $(1)) $(1)
 
-.PHONY: build clean demo engines lint test test-contract test-engines test-gpu test-unit wheel
+.PHONY: build clean demo engines lint test test-bench test-contract test-engines test-exhaustive test-gpu test-unit wheel
 
 wheel: dist/built
 
@@ -56,8 +58,8 @@ demo: $(STAMPS)/packaging
 	$(BIN)/etap demo
 
 test: $(STAMPS)/packaging
-	@echo "Compiles the wheel and meanwhile downloads torch, compilers, one vLLM and one SGLang, 10 GB on disk; then runs the"
-	@echo "unit tests and the engines' first contract tests: 10 minutes on two cores."
+	@echo "Compiles the wheel and meanwhile downloads torch, compilers, the newest vLLM and SGLang, 12 GB on disk; then runs"
+	@echo "the unit tests and the engines' first contract tests: 11 minutes on two idle cores."
 	$(call at_once,dist/built $(STAMPS)/tools $(STAMPS)/build engines)
 	@$(MAKE) --no-print-directory test-unit
 	@$(MAKE) --no-print-directory test-contract
@@ -67,21 +69,27 @@ test: $(STAMPS)/packaging
 test-unit: $(STAMPS)/installed
 	$(call compile_ahead,products)
 	@echo "... unit tests"
-	$(unit_tests) -m "not gpu and not exhaustive" --durations 15 --ignore tests/vllm --ignore tests/sglang
+	$(pytest) -m "not gpu and not exhaustive" --durations 15 tests --ignore tests/vllm --ignore tests/sglang
 
 test-contract: dist/built
-	@echo "... contract tests, of the oldest vLLM and SGLang at the same time"
+	@echo "... contract tests, of the newest vLLM and SGLang at the same time"
 	@$(BIN)/python tests/contract.py --wheel dist/*.whl
 
-test-engines: $(STAMPS)/installed
-	@echo "Downloads the newest tested vLLM and SGLang (4 GB, 8 on disk), runs the contract tests that make test leaves out in"
-	@echo "all tested versions, two at a time, and then its emulated cases: 18 minutes on two cores."
+test-engines: $(STAMPS)/torch dist/built
+	@echo "Downloads the older supported vLLM and SGLang, 6 GB on disk, and runs the contract tests that make test leaves out in"
+	@echo "all four, two at a time: 10 minutes on two cores."
 	@$(BIN)/python tests/contract.py --rest --wheel dist/*.whl
-	$(call compile_ahead,marked marked_sparse)
-	@echo "... emulated cases, and what qualifies a build"
-	$(unit_tests) -m "exhaustive and not gpu" --ignore tests/vllm --ignore tests/sglang
 
-unit_tests = ETAP_REQUIRE_NVCC=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
+test-exhaustive: $(STAMPS)/installed
+	$(call compile_ahead,marked marked_sparse)
+	@echo "... emulated cases and planted faults, 9 minutes on two cores"
+	$(pytest) -m "exhaustive and not gpu" tests --ignore tests/vllm --ignore tests/sglang
+	@$(BIN)/python tests/emulator/verified.py --write
+
+test-bench: $(STAMPS)/installed $(STAMPS)/bench
+	$(pytest) -m "not gpu" bench/tests
+
+pytest = ETAP_REQUIRE_NVCC=1 OMP_NUM_THREADS=1 $(BIN)/pytest -q -n 2 --dist worksteal
 
 engines: $(STAMPS)/torch
 	$(call quietly,engines installed,$(BIN)/python tests/contract.py --install)
@@ -98,7 +106,6 @@ lint: $(STAMPS)/lint $(STAMPS)/torch
 	$(BIN)/ruff check --output-format concise .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
-	$(BIN)/python -m etap_backend.lab.tables --check
 
 build: $(STAMPS)/build
 	$(BIN)/cmake -S csrc -B build/tree -G Ninja -DCMAKE_BUILD_TYPE=Release -DPython_EXECUTABLE=$(CURDIR)/$(BIN)/python \
@@ -118,12 +125,8 @@ $(STAMPS)/packaging: pyproject.toml $(STAMPS)/venv
 	$(call quietly,tools of packaging,$(install) --group packaging)
 	@touch $@
 
-# The laboratory's requirements without the package, which would have to be compiled first.
 $(STAMPS)/lint: pyproject.toml $(STAMPS)/venv
-	$(call quietly,tools of lint,$(install) --group lint && $(BIN)/python -c "import sys; \
-	  toml = __import__('tomllib' if sys.version_info >= (3, 11) else 'tomli'); \
-	  print(*toml.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['lab'], sep='\n')" \
-	  > $(STAMPS)/lab.txt && $(install) -r $(STAMPS)/lab.txt)
+	$(call quietly,tools of lint,$(install) --group lint)
 	@touch $@
 
 $(STAMPS)/torch: pyproject.toml $(STAMPS)/packaging
@@ -131,7 +134,11 @@ $(STAMPS)/torch: pyproject.toml $(STAMPS)/packaging
 	@touch $@
 
 $(STAMPS)/tools: pyproject.toml $(STAMPS)/torch
-	$(call quietly,tools of tests,$(install) --requirements pyproject.toml --extra lab --group test "$(TORCH)")
+	$(call quietly,tools of tests,$(install) --requirements pyproject.toml --group test "$(TORCH)")
+	@touch $@
+
+$(STAMPS)/bench: bench/requirements.txt $(STAMPS)/torch
+	$(call quietly,requirements of bench,$(install) -r bench/requirements.txt)
 	@touch $@
 
 # The build requirements, as the build backend itself names them.

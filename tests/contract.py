@@ -6,7 +6,7 @@
     python tests/contract.py --newest
     python tests/contract.py --install [--rest]
 
-Without an option it tests the oldest supported version of each engine, with the tests that FIRST names. --rest runs
+Without an option it tests the newest supported version of each engine, with the tests that FIRST names. --rest runs
 what that leaves out, in every tested version. --engine runs every test in any version, which is resolved when its
 environment is made unless it has a lock file; --newest does so in those that the package index has beyond the tested
 ones, and says where there is none. --install makes the environments and tests nothing.
@@ -107,8 +107,8 @@ def _sglang(version: str) -> Engine:
 
 MAKE = {"vllm": _vllm, "sglang": _sglang}
 # The one whose tests take longest begins, so that none of AT_ONCE waits for it in the end.
-ENGINES = {str(engine): engine for engine in (_vllm("0.33.0"), _vllm("0.26.0"), _sglang("0.5.17"), _sglang("0.5.23"))}
-DEFAULT = ("vllm-0.26.0", "sglang-0.5.17")  # both ask for torch 2.11.0, which is on the disk once
+ENGINES = {str(engine): engine for engine in (_vllm("0.33.0"), _vllm("0.32.0"), _sglang("0.5.22"), _sglang("0.5.23"))}
+DEFAULT = ("vllm-0.33.0", "sglang-0.5.23")  # the newest of each
 
 
 def engine_named(text: str) -> Engine:
