@@ -16,7 +16,7 @@ def purpose(text: str) -> str:
     return words.strip().partition(". ")[0].rstrip(".")
 
 
-def run() -> int:
+def run(options: object = None) -> int:
     """Print each file's path and purpose; gives 0."""
     for engine in ENGINES:
         for path in sorted((FOLDER / engine).glob("*.yaml")):

@@ -1,5 +1,6 @@
 """`etap demo`: one ragged batch through schedule, kernel and combination, compared with float64."""
 
+import argparse
 import statistics
 import sys
 from dataclasses import dataclass
@@ -70,18 +71,17 @@ def _choose_device(wanted: str) -> tuple[str, str]:
     return "cpu", f"the reference executor in plain torch on the CPU, no GPU kernel ({reason})"
 
 
-def run(device: str, heads: int, seed: int) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the demo and print what it found.
 
     Args:
-        device: auto, cuda or cpu.
-        heads: query heads.
-        seed: of lengths, queries and cache.
+        options: device ("auto", "cuda" or "cpu"), heads (query heads) and seed.
 
     Gives 0 when the result is right, 1 when it is wrong or the compiled library is missing, 2 without the wanted GPU.
     """
+    heads, seed = options.heads, options.seed
     try:
-        where, sentence = _choose_device(device)
+        where, sentence = _choose_device(options.device)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2

@@ -197,7 +197,7 @@ def check_plugin(plugin: Plugin) -> Finding:
     return Finding(Verdict.OK, f"{version}, plugin active", remedy, sparse)
 
 
-def run() -> int:
+def run(options: object = None) -> int:
     """Print each finding as it comes; gives 1 when something is broken, else 0."""
     checks: dict[str, Callable[[], Finding]] = {"GPU": check_gpu, "driver": check_driver, "library": check_library}
     checks |= {plugin.engine.name: lambda plugin=plugin: check_plugin(plugin) for plugin in PLUGINS}
