@@ -12,7 +12,7 @@ CACHE_NAMES = {"bfloat16": "bfloat16", "bf16": "bfloat16", "auto": "bfloat16", "
 
 
 def cache_named(name: str, model: Model) -> str:
-    """The planner's name of a cache type; "auto" is the model's. Raises ValueError for a cache that ETAP cannot read."""
+    """The planner's name of a cache type; "auto" is the model's. Raises ValueError for one that ETAP cannot read."""
     if name not in CACHE_NAMES:
         raise ValueError(f"cache: wanted one of {', '.join(CACHE_NAMES)}, got {name}")
     return "fp8" if model.v4 and name == "auto" else CACHE_NAMES[name]

@@ -108,7 +108,7 @@ def _short(value: object) -> str:
 
 
 def parse_tokens(text: str) -> int:
-    """A number of tokens, such as 4096, 4K or 1M. Raises ValueError, naming the argument `context`, for anything else."""
+    """A number of tokens, such as 4096, 4K or 1M. Raises ValueError, naming `context`, for anything else."""
     scale = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
     number = text[:-1] if scale > 1 else text
     if not re.fullmatch(r"[0-9]{1,400}", number) or int(number) < 1:

@@ -1,4 +1,4 @@
-"""What the planner reads of a model's config.json, and what follows from it: layers, rows of the cache, weights' bytes."""
+"""A model's config.json, and what follows from it: layers, rows of the cache, bytes of a weight."""
 
 from __future__ import annotations
 

@@ -131,8 +131,8 @@ def _v4_line(model: Model, on: Deployment) -> str:
     tables = sum(part.bytes_per_gpu * part.shards for part in weights_of(model, on) if part.in_host_memory)
     engram = f"Engram's tables, {_gb(tables)}: in vLLM of host memory, in SGLang of the GPUs'. " if tables else ""
     return (
-        f"vLLM 0.33: {pool.block_tokens} tokens are a block of {pool.block_bytes:,} B, a request {pool.blocks_of_request} "
-        "more. SGLang and other versions divide memory otherwise: see the tokens in their log. "
+        f"vLLM 0.33: {pool.block_tokens} tokens are a block of {pool.block_bytes:,} B, "
+        f"a request {pool.blocks_of_request} more. SGLang and other versions: see the tokens in their log. "
         f"{engram}Lists have {rows} rows, calls their mean; a step reads {_gb(read)}."
     )
 

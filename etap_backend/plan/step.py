@@ -18,8 +18,8 @@ LEAST_SHARE, MOST_SHARE = 0.001, 0.999  # of attention in a step
 PADDED_ROWS = 64  # WGMMA's M: row tile of kernels with query rows there
 FP4_ROWS = 8  # smallest row tile of Marlin, which both engines use for FP4 weights on Hopper
 
-# Fitted together to five readings of DeepSeek-R1 on 8 x H200 (vLLM's step at batch 1, SGLang 0.5.7's TPOT at concurrency
-# 8 to 64). A layer's time holds what does not grow with the batch: launches, small kernels, two all-reduces' latency.
+# Fitted to five readings of DeepSeek-R1 on 8 x H200 (vLLM's step at batch 1, SGLang 0.5.7's TPOT at concurrency 8 to
+# 64). A layer's time holds what does not grow with the batch: launches, small kernels, two all-reduces' latency.
 LAYER_US = Figure(107.0, "derived", "fitted to 8 x H200 readings of vLLM 0.26.0 and SGLang 0.5.7")
 GEMM_BANDWIDTH = Figure(0.75, "derived", "of the sustained bandwidth; fitted with the time per layer")
 
