@@ -62,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     text = "check GPU, driver, compiled library and engines; exits with 1 when decoding cannot work"
     commands.add_parser("doctor", help="say what is wrong, and what to do", description=text)
-    text = "list the configurations of vLLM and SGLang that come with the package, each with its purpose"
+    text = "list the configurations of vLLM and SGLang that come with the package"
     commands.add_parser("configs", help="where the servers' configurations lie", description=text)
     text = "decode one ragged batch through schedule, kernel and combine, and compare it with float64"
     demo = commands.add_parser("demo", help="decode one batch, and compare it with float64", description=text)
