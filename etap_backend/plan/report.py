@@ -199,7 +199,7 @@ def screen(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, found:
         _remarks(model, gpu, on, plan),
         f"What fits: requests of {_in_k(on.context)}; tokens of each of {on.batch}; gain where {_load(on)} fits",
         _alternatives_table(found),
-        f"{closing}The file of {gpu.name} in configs/hardware has the sources of its numbers.",
+        f"{closing}The GPU's file in configs/hardware has the sources of its numbers.",
     ]
     width = max(20, shutil.get_terminal_size().columns)
     wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
