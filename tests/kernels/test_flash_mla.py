@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
 import math
+import re
+import sys
 from dataclasses import dataclass
 from types import SimpleNamespace
 
@@ -14,11 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from etap_backend.compat import _capture, flash_mla, plan, whole_rows
 from etap_backend.compat._capture import capture_id
-from etap_backend.schedule import CPU_SMS, decode_shape, sms_of
+from etap_backend.schedule import decode_shape, sms_of
 from support import sparse_compare
 from support.cases import SOFTMAX_SCALE
 from support.sparse_cases import SparseCase
 from support.sparse_cases import build as build_sparse
+
+META = flash_mla.FlashMLASchedMeta
+CAPTURED = "in a capture"
+LOADED = ("q", "k_cache", "block_table", "cache_seqlens")
 
 
 @dataclass
@@ -69,74 +76,51 @@ def test_dense_is_as_flashmla_defines_it(device, h_q, h_k, s_q, causal, kind):
 
 @both_devices
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("h_q, h_k", [(16, 1), (6, 3)])
-def test_two_tensors_are_as_good_as_the_object(device, h_q, h_k, causal):
+@pytest.mark.parametrize("h_q, h_k", [(16, 1), (6, 3), (128, 1)])
+def test_two_tensors_in_place_of_the_object(device, h_q, h_k, causal):
     problem = dense((700, 65, 0), h_q, h_k, 2, device=device)
-    ranges, splits = flash_mla.get_mla_decoding_metadata(problem.call["cache_seqlens"], 2 * h_q // h_k, h_k)
+    lengths = problem.call["cache_seqlens"]
+    ranges, splits = flash_mla.get_mla_decoding_metadata(lengths, 2 * h_q // h_k, h_k)
     assert ranges.dtype == splits.dtype == torch.int32 and ranges.shape[1] == 8 and splits.shape == (4,)
-    buffer = splits.new_full((9,), -1)
-    buffer[:4].copy_(splits)
-    plan = {"tile_scheduler_metadata": ranges.clone(), "num_splits": buffer[:4]}
-    by_hand = flash_mla.FlashMLASchedMeta(tile_scheduler_metadata=ranges, num_splits=splits)
-    results = [problem.run(causal=causal, **more) for more in (plan, {"tile_scheduler_metadata": by_hand})]
-    assert all(map(torch.equal, *results))
+    assigned = META(tile_scheduler_metadata=ranges, num_splits=splits)
+    given = {"tile_scheduler_metadata": ranges.clone(), "num_splits": splits.clone()}
+    results = [problem.run(causal=causal, **more) for more in (given, {"tile_scheduler_metadata": assigned})]
+    assert all(map(torch.equal, *results)) and assigned.tile_scheduler_metadata is ranges
     problem.check(results[0], causal)
-    assert by_hand.have_initialized and by_hand.tile_scheduler_metadata is ranges
-
-
-@both_devices
-@pytest.mark.parametrize("h_q", [8, 16, 128])
-def test_two_tensors_of_other_heads_divide_the_work_otherwise_and_are_as_right(device, h_q):
-    """128 heads are two row groups, which half as many work ranges are for."""
-    problem = dense((700, 65, 0), h_q, device=device)
-    for rows in 16, 128:
-        ranges, splits = flash_mla.get_mla_decoding_metadata(problem.call["cache_seqlens"], rows, 1)
-        problem.check(problem.run(tile_scheduler_metadata=ranges, num_splits=splits))
+    for rows in 16, 128:  # a plan for other rows divides the work otherwise
+        ranges, splits = flash_mla.get_mla_decoding_metadata(lengths, rows, 1)
+        problem.check(problem.run(causal=causal, tile_scheduler_metadata=ranges, num_splits=splits), causal)
 
 
 @pytest.mark.parametrize("rows", [16, 48, 64])
-def test_two_tensors_have_the_same_shape_whatever_the_batch_and_the_cache(rows):
+def test_two_tensors_have_one_shape_for_all_batches_and_caches(rows):
     """Programs keep them in buffers that serve CUDA graphs of every batch."""
     lengths = torch.full((20,), 100, dtype=torch.int32)
     batches = [flash_mla.get_mla_decoding_metadata(lengths[:b], rows, 1, is_fp8_kvcache=b > 1)[0] for b in (1, 9, 20)]
-    assert len({ranges.shape for ranges in batches}) == 1
+    assert len({len(ranges) for ranges in batches}) == 1
 
 
 @both_devices
 @pytest.mark.parametrize("kind", ["bf16", "fp8"])
-def test_a_plan_of_the_call_itself_may_be_of_groups_of_rows(device, kind):
-    problem = dense((700, 65, 0), 32, s_q=2, kind=kind, device=device)
-    num_sms = sms_of(problem.call["q"].device)
-    shape = decode_shape(64, num_sms, 3, kind == "fp8")
+def test_a_call_plans_in_the_rows_that_suit_it(device, kind):
+    """GPUs with few multiprocessors take 17 to 64 rows in smaller tiles; a plan in two tensors cannot."""
+    problem, metadata = dense((700, 65, 0), 32, s_q=2, kind=kind, device=device), META()
+    shape = decode_shape(64, num_sms := sms_of(problem.drawn.q.device), 3, kind == "fp8")
     assert (shape.row_tile == 16) == (num_sms < 100)
-    metadata, _ = flash_mla.get_mla_metadata()
-    for _ in range(2):  # the second takes what the first has kept
+    for _ in range(2):  # the second call reads the plan of the first
         problem.check(problem.run(causal=True, tile_scheduler_metadata=metadata), True)
-        assert metadata.row_tile == shape.row_tile
-        assert len(metadata.tile_scheduler_metadata) == shape.partitions(num_sms)
+        assert (metadata.row_tile, len(metadata.num_splits)) == (shape.row_tile, 4)
 
 
-def test_two_tensors_have_rows_that_lie_as_those_of_any_batch():
-    problem = dense((700, 65, 0), 32, s_q=2)
-    ranges, splits = flash_mla.get_mla_decoding_metadata(problem.call["cache_seqlens"], 64, 1)
-    by_hand = flash_mla.FlashMLASchedMeta(tile_scheduler_metadata=ranges, num_splits=splits)
-    problem.check(problem.run(causal=True, tile_scheduler_metadata=by_hand), True)
-    assert (by_hand.row_tile, len(ranges)) == (64, CPU_SMS)
-
-
-@both_devices
-@pytest.mark.parametrize("kind", KINDS)
-def test_no_requests_and_no_query_tokens_are_no_work(device, kind):
-    problem = dense((65, 1), kind=kind, device=device)
-    call = problem.call
-    none = {name: call[name][:0] for name in ("q", "block_table", "cache_seqlens")}
-    for shape, more in ((0, 1), none), ((2, 0), {"q": call["q"][:, :0]}):
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_no_requests_and_no_query_tokens(kind):
+    problem = dense((65, 1), kind=kind)
+    none = {name: problem.call[name][:0] for name in ("q", "block_table", "cache_seqlens")}
+    plan = dict(zip(PLAN, flash_mla.get_mla_decoding_metadata(none["cache_seqlens"], 16, 1), strict=True))
+    for shape, more in ((0, 1), none), ((0, 1), none | plan), ((2, 0), {"q": problem.call["q"][:, :0]}):
         out, lse = problem.run(**more)
         assert out.shape == (*shape, 16, 512) and lse.shape == (shape[0], 16, shape[1])
-        assert out.dtype == (KINDS[kind][0] if KINDS[kind][0] != FP8 else torch.bfloat16) and lse.dtype == torch.float32
-    ranges, splits = flash_mla.get_mla_decoding_metadata(none["cache_seqlens"], 16, 1)
-    assert splits.shape == (1,)
-    problem.run(**none, tile_scheduler_metadata=ranges, num_splits=splits)
+        assert out.dtype == torch.bfloat16 and lse.dtype == torch.float32
 
 
 @both_devices
@@ -152,7 +136,7 @@ def test_one_plan_serves_the_layers_of_a_step_and_is_right_for_other_lengths(dev
 
 def test_a_plan_for_other_shapes_is_refused_by_name_and_a_refused_call_leaves_it_empty():
     problem, metadata = dense((300, 65)), flash_mla.get_mla_metadata()[0]
-    with pytest.raises(ValueError, match="block_table"):
+    with refused(ValueError, "block_table"):
         problem.run(tile_scheduler_metadata=metadata, block_table=problem.call["block_table"][:1])
     assert (metadata.have_initialized, metadata.config, metadata.tile_scheduler_metadata) == (False, None, None)
     problem.run(tile_scheduler_metadata=metadata)
@@ -173,10 +157,9 @@ def test_the_output_goes_where_it_is_wanted(device, causal, h_q, h_k):
     out, lse = problem.run(causal=causal, out=buffer[1:4])
     assert out.data_ptr() == buffer[1:4].data_ptr() and torch.equal(out, wanted[0]) and torch.equal(lse, wanted[1])
     assert buffer[[0, 4]].isnan().all()
-    with pytest.raises(ValueError, match=r"^out: wanted a contiguous \[3, 2, "):
-        problem.run(causal=causal, out=buffer[1:4].transpose(1, 2))
-    with pytest.raises(ValueError, match="^out: wanted .* of bfloat16 on .*, got .* of float16 "):
-        problem.run(causal=causal, out=buffer[1:4].to(torch.float16))
+    for wrong in buffer[1:4].transpose(1, 2), buffer[1:4].to(torch.float16):
+        with refused(ValueError, "out"):
+            problem.run(causal=causal, out=wrong)
 
 
 @both_devices
@@ -242,7 +225,8 @@ def test_pages_of_any_size(device, page_size):
 def test_a_graph_serves_other_lengths(h_q, h_k, s_q, causal, form):
     shape = {"h_q": h_q, "h_k": h_k, "s_q": s_q, "device": "cuda", "pages": 100}
     problems = [dense(lengths, seed=9, **shape) for lengths in ((700, 5000, 1), (64, 0, 6000), (2, 65, 3))]
-    static = Dense({name: one.clone() if name in LOADED else one for name, one in problems[0].call.items()}, None, [])
+    call = {name: one.clone() if name in LOADED else one for name, one in problems[0].call.items()}
+    static = Dense(problems[0].drawn, call)
     rows = s_q * h_q // h_k
     metadata, splits = flash_mla.get_mla_metadata()
     if form == "tensors copied into buffers":
@@ -257,11 +241,8 @@ def test_a_graph_serves_other_lengths(h_q, h_k, s_q, causal, form):
         for name in LOADED:
             static.call[name].copy_(problem.call[name])
         if splits is not None:
-            for buffer, one in zip(
-                (metadata, splits),
-                flash_mla.get_mla_decoding_metadata(static.call["cache_seqlens"], rows, h_k),
-                strict=True,
-            ):
+            made = flash_mla.get_mla_decoding_metadata(static.call["cache_seqlens"], rows, h_k)
+            for buffer, one in zip((metadata, splits), made, strict=True):
                 buffer.copy_(one)
         graph.replay()
         for layer in layers:
@@ -313,9 +294,6 @@ def test_layers_of_a_capture_share_its_plan():
             problem.run(tile_scheduler_metadata=metadata)
             plans.append(metadata.tile_scheduler_metadata)
     assert isinstance(metadata.capture, int) and plans[0] is plans[1] is plans[2]
-
-
-CAPTURED = "in a capture"
 
 
 @pytest.mark.parametrize("after", [None, "in another"])
@@ -374,9 +352,6 @@ def test_captures_that_the_driver_does_not_tell_apart_are_each_another(monkeypat
         assert capture_id(cuda) != capture_id(cuda) and capture_id(cuda) is not None
 
 
-LOADED = ("q", "k_cache", "block_table", "cache_seqlens")
-
-
 LAYOUTS = {
     "656 bytes": {"cache": "fp8 as e4m3", "cache_layout": "headed", "page_size": 7},
     "528 bytes without rope": {"cache": "fp8", "cache_layout": "headed", "rope": False},
@@ -407,7 +382,7 @@ def sparse_call(problem, batch: int, s_q: int) -> dict:
 
 
 def check_sparse(out: torch.Tensor, lse: torch.Tensor, problem) -> None:
-    """By our policy; `lse` [tokens, heads], whose empty rows are theirs."""
+    """By the sparse tests' limits; `lse` [tokens, heads], +inf for empty lists."""
     assert lse.isposinf().any() and not lse.isneginf().any()
     sparse_compare.check(out, lse.masked_fill(lse.isposinf(), -torch.inf), problem, sparse_compare.truth(problem))
 
@@ -439,37 +414,22 @@ def test_a_sliced_output_is_written_in_place(device, batch, s_q):
 
 
 @both_devices
-def test_lengths_of_two_lists_are_each_its_own(device):
-    problem = build_sparse(SparseCase(6, 5, 70, **LAYOUTS["584 bytes, two caches"] | {"extra": 100}), device)
-    call = sparse_call(problem, 2, 3) | {"kv_format": "V4"}
-    lengths = {"topk_length": [0, 70], "extra_topk_length": [100, 33]}
-    lengths = {name: torch.tensor(each, dtype=torch.int32, device=device) for name, each in lengths.items()}
-    out, lse = flash_mla.flash_mla_with_kvcache(**call, **lengths)
-    first, extra = (torch.arange(n, device=device) for n in (70, 100))
-    for request, (counted, extra_counted) in enumerate(((0, 100), (70, 33))):
-        of_request = slice(3 * request, 3 * request + 3)
-        problem.meant[of_request, first >= counted] = -1
-        problem.extra_meant[of_request, extra >= extra_counted] = -1
-    sparse_compare.check(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), problem, sparse_compare.truth(problem))
-
-
-@both_devices
-def test_lengths_of_sparse_lists_are_a_requests(device):
-    problem = build_sparse(SparseCase(6, 5, 70, "fp8 as e4m3", cache_layout="headed"), device)
-    lengths = torch.tensor([3, 70], dtype=torch.int32, device=device)
-    call = sparse_call(problem, 2, 3)
-    out, lse = flash_mla.flash_mla_with_kvcache(**call, topk_length=lengths)
-    problem.meant[:3, 3:] = -1
-    sparse_compare.check(out.flatten(0, 1), lse.transpose(1, 2).flatten(0, 1), problem, sparse_compare.truth(problem))
-    if device == "cuda":  # a CPU's product of fewer rows may be summed in another order
-        call["indices"] = call["indices"].clone()
-        call["indices"][0, :, 3:] = -1
-        assert all(map(torch.equal, (out, lse), flash_mla.flash_mla_with_kvcache(**call)))
+@pytest.mark.parametrize("layout, extra", [("656 bytes", 0), ("584 bytes, two caches", 100)])
+def test_lists_count_to_their_lengths(device, layout, extra):
+    problem = build_sparse(SparseCase(6, 5, 70, **LAYOUTS[layout] | ({"extra": extra} if extra else {})), device)
+    counts = {"topk_length": [0, 70]} | ({"extra_topk_length": [100, 33]} if extra else {})
+    given = {name: torch.tensor(each, dtype=torch.int32, device=device) for name, each in counts.items()}
+    out, lse = flash_mla.flash_mla_with_kvcache(**sparse_call(problem, 2, 3), **given)
+    for meant, each in zip((problem.meant, problem.extra_meant), counts.values(), strict=False):
+        for request, counted in enumerate(each):
+            meant[3 * request : 3 * request + 3, counted:] = -1
+    lse = lse.masked_fill(lse.isposinf(), -torch.inf).transpose(1, 2)
+    sparse_compare.check(out.flatten(0, 1), lse.flatten(0, 1), problem, sparse_compare.truth(problem))
 
 
 @both_devices
 @pytest.mark.parametrize("batch, s_q", [(1, 6), (6, 1), (3, 2)])
-def test_lengths_of_sparse_lists_may_lie_apart_and_be_one(device, batch, s_q):
+def test_list_lengths_may_be_strided(device, batch, s_q):
     problem = build_sparse(SparseCase(6, 5, 70, "fp8 as e4m3", cache_layout="headed"), device)
     call = sparse_call(problem, batch, s_q)
     lengths = torch.full((2 * batch,), 3, dtype=torch.int32, device=device)[::2]
@@ -552,7 +512,6 @@ def check_launches(call) -> None:
     assert 1 <= len(launched) <= 2 and all("etap" in name for name in launched), launched
 
 
-META = flash_mla.FlashMLASchedMeta
 TENSORS = flash_mla.get_mla_decoding_metadata(torch.tensor([65, 1], dtype=torch.int32), 16, 1)
 LENGTHS = torch.ones(3, dtype=torch.int32)
 ROWS = torch.zeros(4, 64, 1, 656, dtype=torch.uint8)
@@ -669,58 +628,46 @@ def test_prompts_are_refused_by_name(kind, name, value):
         flash_mla.flash_mla_sparse_fwd(**call | {"indices": torch.zeros(2, 1, 64, dtype=torch.int32), name: value})
 
 
-INSTALLED = {
-    "install(); import flash_mla; print(flash_mla.FlashMLASchedMeta is FlashMLASchedMeta)": "True",
-    "install(); from flash_mla.flash_mla_interface import get_mla_metadata as f; print(f()[1])": "None",
-    "install(); import flash_mla.flash_mla_interface as f; print(f.get_mla_metadata()[1])": "None",
-    "install(); import flash_mla.flash_mla_interface; print(flash_mla.flash_mla_interface is flash_mla)": "True",
-    "print(install() is install())": "True",
-    "install(); from flash_mla import flash_attn_varlen_func": "cannot import name 'flash_attn_varlen_func'",
-}
+@pytest.fixture
+def other(tmp_path, monkeypatch):
+    """Another FlashMLA on the path; what `install` changes is taken back."""
+    (tmp_path / "flash_mla").mkdir()
+    (tmp_path / "flash_mla/__init__.py").write_text("from . import fused\ndef get_mla_metadata(): return 'other'")
+    (tmp_path / "flash_mla/fused.py").write_text("name = 'fused'")
+    monkeypatch.setattr(flash_mla, "_replaced", None)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.split(".")[0] == "flash_mla"]:
+        del sys.modules[name]
 
 
-@pytest.mark.parametrize("program, wanted", INSTALLED.items())
-def test_it_takes_the_place_of_a_flash_mla_that_is_not_there(run, program, wanted):
-    assert wanted in run(program)
+def test_install_gives_the_module(other):
+    assert flash_mla.install() is flash_mla is flash_mla.install()
+    for name in flash_mla.MODULES:
+        assert importlib.import_module(name) is flash_mla
+    assert flash_mla.flash_mla_interface is flash_mla and not hasattr(flash_mla, "flash_attn_varlen_func")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("before", ["", "import flash_mla; "])
-def test_it_takes_the_place_of_another_flash_mla_only_when_told_to(run, tmp_path, before):
-    (tmp_path / "flash_mla.py").write_text("def get_mla_metadata(): return 'another'")
-    path = f"import sys; sys.path.append({str(tmp_path)!r}); {before}"
-    after = "; import flash_mla; print(type(flash_mla.get_mla_metadata()).__name__)"
-    refused = run(f"{path}install(){after}")
-    assert "ImportError: flash_mla: wanted no other one" in refused and str(tmp_path / "flash_mla.py") in refused
-    assert run(f"{path}install(replace=True){after}") == "tuple\n"
-    assert run(f"{path}{after[2:]}") == "str\n", "importing the module alone takes no place"
+@pytest.mark.parametrize("imported", [False, True])
+def test_install_replaces_another_flash_mla_only_when_told_to(other, monkeypatch, imported):
+    monkeypatch.syspath_prepend(other)
+    if imported:
+        importlib.import_module("flash_mla")
+    with pytest.raises(ImportError, match=f"^flash_mla: wanted no other .*{re.escape(str(other))}"):
+        flash_mla.install()
+    assert importlib.import_module("flash_mla").get_mla_metadata() == "other"
+    flash_mla.install(replace=True)
+    assert importlib.import_module("flash_mla") is flash_mla is flash_mla.install()
+    assert importlib.import_module("flash_mla.fused").name == flash_mla.fused.name == "fused"
+    assert not hasattr(flash_mla, "more")
 
 
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("before", ["", "import flash_mla; "])
-def test_names_that_only_the_replaced_flash_mla_has_are_its(run, tmp_path, before):
-    package = tmp_path / "flash_mla"
-    package.mkdir()
-    (package / "__init__.py").write_text("from . import fused\ndef get_mla_metadata(): return 'another'")
-    (package / "fused.py").write_text("name = 'theirs'")
-    after = "; import flash_mla.fused; from flash_mla import fused, get_mla_metadata as f; print(fused.name, f()[1])"
-    path = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {before}"
-    assert run(f"{path}install(replace=True); install(){after}") == "theirs None\n"
-    assert "cannot import name 'more'" in run(f"{path}install(replace=True); from flash_mla import more")
-    (package / "__init__.py").write_text("raise OSError('libcuda.so.1')")
-    if not before:
-        assert (
-            run(f"{path}install(replace=True); from flash_mla import get_mla_metadata as f; print(f()[1])") == "None\n"
-        )
+def test_install_replaces_a_flash_mla_that_cannot_be_loaded(other, monkeypatch):
+    monkeypatch.syspath_prepend(other)
+    (other / "flash_mla/__init__.py").write_text("raise OSError('libcuda.so.1')")
+    assert flash_mla.install(replace=True) is importlib.import_module("flash_mla") is flash_mla
 
 
 def test_the_program_of_the_page_runs():
     names: dict = {}
     exec(program("flash_mla"), names)
     assert names["out"].shape == (2, 1, 16, 512) and names["lse"].isfinite().all()
-
-
-@pytest.fixture
-def run(run_program):
-    head = "from etap_backend.compat.flash_mla import FlashMLASchedMeta, install; "
-    return lambda program: "".join(run_program(head + program, may_fail=True))
