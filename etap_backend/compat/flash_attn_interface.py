@@ -105,25 +105,24 @@ def flash_attn_with_kvcache(
         ValueError, TypeError: an argument is not as described.
     """
     refuse_options(options, CHOICES, NO_EFFECT)
-    _check_mla({"q": q, "qv": qv, "k_cache": k_cache, "v_cache": v_cache}, 4 if cu_seqlens_q is None else 3)
-    batch = len(q) if cu_seqlens_q is None else _requests(cu_seqlens_q, max_seqlen_q, q)
-    _check_integers("cache_seqlens", cache_seqlens, (batch,), q.device)
-    _check_integers("page_table", page_table, (batch, None), q.device)
+    qv = _check_mla({"q": q, "qv": qv, "k_cache": k_cache, "v_cache": v_cache}, 4 if cu_seqlens_q is None else 3)
+    batch, longest = (len(q), 0) if cu_seqlens_q is None else _requests(cu_seqlens_q, max_seqlen_q, q)
+    lengths = _integers("cache_seqlens", cache_seqlens, (batch,), q.device)
+    table = whole_rows(_integers("page_table", page_table, (batch, None), q.device))
     check_out("out", out, (*q.shape[:-1], LATENT_DIM), (q.dtype,), q)
     out = q.new_empty(*q.shape[:-1], LATENT_DIM) if out is None else out
     scale = (ROPE_DIM + LATENT_DIM) ** -0.5 if softmax_scale is None else softmax_scale
     layer = _Layer(k_cache, v_cache, scale, causal, scheduler_metadata, num_splits == 1)
-    table = whole_rows(page_table)
     if not q.numel():
         lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     elif cu_seqlens_q is None:
-        lse = _decode(layer, q, qv, table, cache_seqlens, out)
-    elif max_seqlen_q == 1 and len(q) == batch:
-        lse = _decode(layer, q[:, None], qv[:, None], table, cache_seqlens, out[:, None])[:, 0]
-    elif not layer.unsplit and _padding_pays(q, batch, max_seqlen_q):
-        lse = _padded(layer, q, qv, cu_seqlens_q[1:], max_seqlen_q, table, cache_seqlens, out)
+        lse = _decode(layer, q, qv, table, lengths, out)
+    elif longest == 1 and len(q) == batch:
+        lse = _decode(layer, q[:, None], qv[:, None], table, lengths, out[:, None])[:, 0]
+    elif not layer.unsplit and _padding_pays(q, batch, longest):
+        lse = _padded(layer, q, qv, cu_seqlens_q[1:], longest, table, lengths, out)
     else:
-        lse = _token_by_token(layer, q, qv, cu_seqlens_q[1:], _narrow(table, k_cache, max_seqlen_k), cache_seqlens, out)
+        lse = _token_by_token(layer, q, qv, cu_seqlens_q[1:], _narrow(table, k_cache, max_seqlen_k), lengths, out)
     return (out, lse.transpose(-2, -1).contiguous()) if return_softmax_lse else out
 
 
@@ -196,7 +195,7 @@ def get_scheduler_metadata(
     for name, (got, wanted) in given.items():
         if got != wanted:
             raise NotImplementedError(f"{name}: wanted {wanted}, got {got}")
-    _check_integers("cache_seqlens", cache_seqlens, (batch_size,), check_tensor("cache_seqlens", cache_seqlens).device)
+    _integers("cache_seqlens", cache_seqlens, (batch_size,), check_tensor("cache_seqlens", cache_seqlens).device)
     rows = count("max_seqlen_q", max_seqlen_q) * count("num_heads_q", num_heads_q)
     # One row of metadata for each request and one more hold the offsets: the shape gives the number of requests.
     room = (batch_size + 1) * WORK_RANGE_FIELDS - 1
@@ -205,26 +204,28 @@ def get_scheduler_metadata(
     return torch.cat([built.work_ranges, built.split_offsets.view(-1, WORK_RANGE_FIELDS)])
 
 
-def _check_mla(parts: dict[str, Tensor | None], query_dims: int) -> None:
-    """Refuse what is not MLA over pages, in the types and sizes of the kernels."""
+def _check_mla(parts: dict[str, Tensor | None], query_dims: int) -> Tensor:
+    """Refuse what is not MLA over pages, in the types and sizes of the kernels; returns qv."""
     if parts["qv"] is None:
         raise NotImplementedError("qv: wanted the latent part of the queries, as of MLA, got None")
-    dtype = check_tensor("q", parts["q"]).dtype
+    q, qv = (check_tensor(name, parts[name]) for name in ("q", "qv"))
     for name, value in parts.items():
         tensor, width = check_tensor(name, value), LATENT_DIM if "v" in name else ROPE_DIM
         wanted = [*["any"] * 2, 1, width] if "cache" in name else [*["any"] * (query_dims - 1), width]
         got = list(tensor.shape)
         if len(got) != len(wanted) or any(one not in ("any", size) for one, size in zip(wanted, got, strict=True)):
             raise NotImplementedError(f"{name}: wanted shape [{', '.join(map(str, wanted))}], got {got}")
-        if tensor.dtype != dtype or dtype not in DTYPES:
+        if tensor.dtype != q.dtype or q.dtype not in DTYPES:
             raise NotImplementedError(
                 f"{name}.dtype: wanted bfloat16 or float16 like q, got {dtype_name(tensor.dtype)}"
             )
-    if parts["qv"].shape[:-1] != parts["q"].shape[:-1]:
-        raise ValueError(f"qv: wanted q's rows, {list(parts['q'].shape[:-1])}, got {list(parts['qv'].shape)}")
+    if qv.shape[:-1] != q.shape[:-1]:
+        raise ValueError(f"qv: wanted q's rows, {list(q.shape[:-1])}, got {list(qv.shape)}")
+    return qv
 
 
-def _check_integers(name: str, value: object, shape: tuple[int | None, ...], device: torch.device) -> None:
+def _integers(name: str, value: object, shape: tuple[int | None, ...], device: torch.device) -> Tensor:
+    """The tensor, or a refusal; None fits any size."""
     if not isinstance(value, Tensor):
         raise NotImplementedError(f"{name}: wanted a tensor, got {value}")
     fits = value.dim() == len(shape) and shape[0] in (None, len(value))
@@ -233,23 +234,24 @@ def _check_integers(name: str, value: object, shape: tuple[int | None, ...], dev
         raise ValueError(
             f"{name}: wanted {wanted}, got {dtype_name(value.dtype)} {list(value.shape)} on {value.device}"
         )
+    return value
 
 
-def _requests(starts: Tensor, longest: int | None, q: Tensor) -> int:
-    """Number of requests of ragged queries; bounds that the host sees are checked."""
-    _check_integers("cu_seqlens_q", starts, (None,), q.device)
-    count("max_seqlen_q", longest)
+def _requests(starts: Tensor, longest: Any, q: Tensor) -> tuple[int, int]:
+    """Number of ragged requests and the most tokens of one; bounds that the host sees are checked."""
+    starts = _integers("cu_seqlens_q", starts, (None,), q.device)
+    longest, batch = count("max_seqlen_q", longest), count("cu_seqlens_q's requests", len(starts) - 1)
     if starts.is_cpu:
-        numbers, batch = starts.tolist(), len(starts) - 1
-        if numbers != sorted(numbers) or not numbers or numbers[0] != 0 or numbers[-1] > len(q):
+        numbers = starts.tolist()
+        if numbers != sorted(numbers) or numbers[0] != 0 or numbers[-1] > len(q):
             raise ValueError(f"cu_seqlens_q: wanted ascending numbers from 0 to at most {len(q)}, got {numbers}")
-        most = max((end - start for start, end in itertools.pairwise(numbers)), default=0)
+        most = max((end - start for start, end in itertools.pairwise(numbers)))
         if most > longest:
             raise ValueError(f"max_seqlen_q: wanted at least the {most} tokens of a request, got {longest}")
         if longest == 1 and batch == len(q) and numbers != [min(row, numbers[-1]) for row in range(batch + 1)]:
             wanted = "requests without a token last, or max_seqlen_q 2"
             raise ValueError(f"cu_seqlens_q: wanted {wanted}, got {numbers}")
-    return len(starts) - 1
+    return batch, longest
 
 
 def _padding_pays(q: Tensor, batch: int, longest: int) -> bool:
@@ -288,7 +290,7 @@ def _token_by_token(layer: _Layer, q, qv, ends: Tensor, table: Tensor, lengths: 
 
 def _narrow(table: Tensor, cache: Tensor, longest_context: int | None) -> Tensor:
     """Columns for the longest context; all of them in a CUDA graph, whose replays may bring longer ones."""
-    if longest_context is None or table.is_cuda and torch.cuda.is_current_stream_capturing():
+    if not isinstance(longest_context, int) or table.is_cuda and torch.cuda.is_current_stream_capturing():
         return table
     return table[:, : max(1, -(-longest_context // max(1, cache.shape[1])))]
 

@@ -156,11 +156,11 @@ class BatchMLAPagedAttentionWrapper:
         given |= {"q_data_type": q_data_type, "kv_data_type": kv_data_type}
         _check_model(given, head_dim_ckv, head_dim_kpe, output_dtype)
         problem = _Problem(**_requests(lists, given["page_size"]), **given)
-        first = self._problem is None or self._graph_pages is None
-        for name, old, new in zip(problem._fields, problem if first else self._problem, problem, strict=True):
+        before = None if self._graph_pages is None else self._problem
+        for name, old, new in zip(problem._fields, before or problem, problem, strict=True):
             if old != new:
                 raise ValueError(f"{name}: wanted {old} as in the first plan for CUDA graphs, got {new}")
-        self._place(lists, problem, first)
+        self._place(lists, problem, first=before is None)
 
     def _place(self, lists: dict[str, Tensor], problem: _Problem, first: bool) -> None:
         """Copy the requests to the device and plan for them; for CUDA graphs always into the same memory."""
@@ -239,10 +239,10 @@ class BatchMLAPagedAttentionWrapper:
         if (plan := self._problem) is None:
             raise RuntimeError("run: wanted a plan before it, got none")
         rows = (plan.batch * plan.s_q, plan.num_heads)
-        self._check("q_nope", q_nope, (*rows, LATENT_DIM), plan.q_data_type)
-        self._check("q_pe", q_pe, (*rows, ROPE_DIM), plan.q_data_type)
-        self._check("ckv_cache", ckv_cache, (None, plan.page_size, LATENT_DIM), plan.kv_data_type)
-        self._check("kpe_cache", kpe_cache, (len(ckv_cache), plan.page_size, ROPE_DIM), plan.kv_data_type)
+        q_nope = self._checked("q_nope", q_nope, (*rows, LATENT_DIM), plan.q_data_type)
+        q_pe = self._checked("q_pe", q_pe, (*rows, ROPE_DIM), plan.q_data_type)
+        ckv_cache = self._checked("ckv_cache", ckv_cache, (None, plan.page_size, LATENT_DIM), plan.kv_data_type)
+        kpe_cache = self._checked("kpe_cache", kpe_cache, (len(ckv_cache), plan.page_size, ROPE_DIM), plan.kv_data_type)
         kv_scale, q_pe = self._scaled(q_pe, plan.kv_data_type, ckv_scale, kpe_scale)
         check_out("out", out, (*rows, LATENT_DIM), (plan.q_data_type,), q_nope)
         check_out("lse", lse, rows, (torch.float32,), q_nope)
@@ -268,20 +268,21 @@ class BatchMLAPagedAttentionWrapper:
             lse.mul_(math.log2(math.e))
         return (out, lse) if return_lse else out
 
-    def _check(self, name: str, tensor: object, shape: tuple, dtype: torch.dtype) -> None:
+    def _checked(self, name: str, tensor: object, shape: tuple, dtype: torch.dtype) -> Tensor:
         tensor = check_tensor(name, tensor)
         shape = tuple(tensor.shape[:1] if shape[0] is None else shape[:1]) + shape[1:]
         if tensor.shape != shape or tensor.dtype != dtype or tensor.device != self.device:
             wanted = f"{list(shape)} of {dtype_name(dtype)} on {self.device} as planned"
             got = f"{list(tensor.shape)} of {dtype_name(tensor.dtype)} on {tensor.device}"
             raise ValueError(f"{name}: wanted {wanted}, got {got}")
+        return tensor
 
     def _scaled(self, q_pe: Tensor, kv_dtype: torch.dtype, ckv: Any, kpe: Any) -> tuple[Tensor | None, Tensor]:
         """An FP8 cache's scale on the device, and q_pe, which makes up for another scale of the rope."""
         for name, scale in {"ckv_scale": ckv, "kpe_scale": kpe}.items():
             if kv_dtype != FP8 and scale is not None:
                 raise ValueError(f"{name}: wanted None with a cache of {dtype_name(kv_dtype)}, got {scale}")
-            if kv_dtype == FP8 and not (isinstance(scale, Real) and 0 < scale < math.inf):
+            if kv_dtype == FP8 and not (isinstance(scale, Real) and 0 < float(scale) < math.inf):
                 raise ValueError(f"{name}: wanted a positive finite number with an FP8 cache, got {scale}")
         if kv_dtype != FP8:
             return None, q_pe

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 
 import pytest
 import torch
@@ -24,7 +23,6 @@ KINDS = {
 KV_SCALE, Q_SCALE = 0.0137, 0.021
 SOFTMAX_SCALE = 576**-0.5
 WILD = 2147480000  # in unused entries of block tables
-PAGE = Path(__file__).parents[2] / "docs/drop-ins.md"
 
 
 @dataclass
@@ -111,9 +109,3 @@ def check(out: torch.Tensor, lse: torch.Tensor, truth: tuple[torch.Tensor, torch
 def refused(kind: type[Exception], name: str):
     """Expects a refusal of this type that begins with the argument's name."""
     return pytest.raises(kind, match=f"^{re.escape(name)}(:|[' .])")
-
-
-def program(library: str) -> str:
-    """The example of a library on the documentation's page."""
-    (text,) = (one for one in re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL) if library in one)
-    return text

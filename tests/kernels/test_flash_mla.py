@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from drop_ins import FP8, KINDS, KV_SCALE, Q_SCALE, Drawn, both_devices, draw, program, refused
+from drop_ins import FP8, KINDS, KV_SCALE, Q_SCALE, Drawn, both_devices, draw, refused
 from drop_ins import check as check_drawn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -273,8 +273,10 @@ def test_a_plan_that_a_capture_made_serves_no_call_outside_of_it(h_q, h_k, s_q, 
     for _ in range(2):
         graphs.append(torch.cuda.CUDAGraph())
         with torch.cuda.graph(graphs[-1]):
-            layers = [problem.run(causal=causal, tile_scheduler_metadata=metadata) for _ in range(2)]
+            layers = [problem.run(causal=causal, tile_scheduler_metadata=metadata)]
             plans.append((metadata.tile_scheduler_metadata, metadata.capture))
+            layers.append(problem.run(causal=causal, tile_scheduler_metadata=metadata))
+            assert metadata.tile_scheduler_metadata is plans[-1][0], "layers of one capture share a plan"
         results.append(layers)
     assert plans[0][0] is not plans[1][0] and plans[0][1] != plans[1][1], "the driver tells captures apart"
     problem.check(problem.run(causal=causal, tile_scheduler_metadata=metadata), causal)
@@ -283,17 +285,6 @@ def test_a_plan_that_a_capture_made_serves_no_call_outside_of_it(h_q, h_k, s_q, 
         graph.replay()
         for layer in layers:
             problem.check(layer, causal)
-
-
-@pytest.mark.gpu
-def test_layers_of_a_capture_share_its_plan():
-    problem, metadata, plans = dense((700, 65), device="cuda"), flash_mla.get_mla_metadata()[0], []
-    problem.run()
-    with torch.cuda.graph(torch.cuda.CUDAGraph()):
-        for _ in range(3):
-            problem.run(tile_scheduler_metadata=metadata)
-            plans.append(metadata.tile_scheduler_metadata)
-    assert isinstance(metadata.capture, int) and plans[0] is plans[1] is plans[2]
 
 
 @pytest.mark.parametrize("after", [None, "in another"])
@@ -458,55 +449,40 @@ def test_batch_invariant_sparse_bits_do_not_depend_on_the_batch(device, tokens):
 
 @both_devices
 @pytest.mark.parametrize("rope", [True, False])
-def test_a_prompts_tokens(device, rope):
+def test_sparse_prompts(device, rope):
     problem = build_sparse(SparseCase(7, 24, 130, page_size=200, rope=rope, holes="all", sinks="drawn"), device)
-    kv = problem.kv_cache.flatten(0, 1)[:, None]
-    out, largest, lse = flash_mla.flash_mla_sparse_fwd(
-        problem.q, kv, problem.indices[:, None], SOFTMAX_SCALE, attn_sink=problem.sinks
-    )
-    assert largest is None
+    call = {"q": problem.q, "kv": problem.kv_cache.flatten(0, 1)[:, None], "indices": problem.indices[:, None]}
+    call |= {"sm_scale": SOFTMAX_SCALE, "attn_sink": problem.sinks, "use_legacy": True}
+    out, largest, lse = flash_mla.flash_mla_sparse_fwd(**call)
+    assert largest is None and lse.isposinf().any()
     check_sparse(out, lse, problem)
+    other, _, base_2 = flash_mla.flash_mla_sparse_fwd(**call, return_log2_lse=True)
+    torch.testing.assert_close(base_2, lse / math.log(2))
+    assert torch.equal(out, other) and flash_mla.flash_mla_sparse_fwd(**call, return_log2_lse=False)[1:] == (None, None)
     counts = torch.arange(7, dtype=torch.int32, device=device) * 20
-    counted, _, _ = flash_mla.flash_mla_sparse_fwd(
-        problem.q, kv, problem.indices[:, None], SOFTMAX_SCALE, 512, None, counts
-    )
-    cut = problem.indices.masked_fill(torch.arange(130, device=device) >= counts[:, None], -1)
-    assert torch.equal(counted, flash_mla.flash_mla_sparse_fwd(problem.q, kv, cut[:, None], SOFTMAX_SCALE)[0])
-
-
-def test_a_prompts_statistics_are_as_sgl_flash_mla_is_asked_for_them():
-    problem = build_sparse(SparseCase(7, 16, 130, page_size=200, holes="all"), "cpu")
-    call = (problem.q, problem.kv_cache.flatten(0, 1)[:, None], problem.indices[:, None], SOFTMAX_SCALE)
-    out, _, natural = flash_mla.flash_mla_sparse_fwd(*call, use_legacy=True, return_log2_lse=None)
-    other, _, base_2 = flash_mla.flash_mla_sparse_fwd(*call, use_legacy=True, return_log2_lse=True)
-    torch.testing.assert_close(base_2, natural / math.log(2))
-    assert natural.isposinf().any() and torch.equal(out, other)
-    assert flash_mla.flash_mla_sparse_fwd(*call, return_log2_lse=False)[1:] == (None, None)
+    counted, _, _ = flash_mla.flash_mla_sparse_fwd(**call, topk_length=counts)
+    shorter = problem.indices.masked_fill(torch.arange(130, device=device) >= counts[:, None], -1)
+    assert torch.equal(counted, flash_mla.flash_mla_sparse_fwd(**call | {"indices": shorter[:, None]})[0])
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("s_q", [1, 2])
-def test_a_dense_call_with_a_plan_launches_our_kernels_and_nothing_else(s_q, causal):
-    problem, metadata = dense((700, 0, 65), s_q=s_q, device="cuda"), flash_mla.get_mla_metadata()[0]
-    problem.call["q"] = problem.call["q"].contiguous()  # so that other rows of it are a view
-    check_launches(lambda: problem.run(causal=causal, tile_scheduler_metadata=metadata))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("batch, s_q", [(6, 1), (2, 3)])
-def test_a_sparse_call_launches_our_kernels_and_nothing_else(batch, s_q, layout):
-    problem = build_sparse(SparseCase(6, 16, 512, holes="all", sinks="drawn", **LAYOUTS[layout]), "cuda")
-    call = sparse_call(problem, batch, s_q)
-    check_launches(lambda: flash_mla.flash_mla_with_kvcache(**call))
-
-
-def check_launches(call) -> None:
-    call()
+@pytest.mark.parametrize("layout", [None, *LAYOUTS])
+def test_a_call_launches_etaps_kernels_and_no_other(batch, s_q, layout):
+    if layout is None:
+        problem = dense((700, 0, 65, 1, 2, 3)[:batch], s_q=s_q, device="cuda")
+        call = problem.call | {
+            "q": problem.call["q"].contiguous(),
+            "tile_scheduler_metadata": META(),
+            "causal": s_q > 1,
+        }
+    else:
+        case = SparseCase(6, 16, 512, holes="all", sinks="drawn", **LAYOUTS[layout])
+        call = sparse_call(build_sparse(case, "cuda"), batch, s_q)
+    flash_mla.flash_mla_with_kvcache(**call)  # plans
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
-        call()
+        flash_mla.flash_mla_with_kvcache(**call)
         torch.cuda.synchronize()
     launched = [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
     assert 1 <= len(launched) <= 2 and all("etap" in name for name in launched), launched
@@ -665,9 +641,3 @@ def test_install_replaces_a_flash_mla_that_cannot_be_loaded(other, monkeypatch):
     monkeypatch.syspath_prepend(other)
     (other / "flash_mla/__init__.py").write_text("raise OSError('libcuda.so.1')")
     assert flash_mla.install(replace=True) is importlib.import_module("flash_mla") is flash_mla
-
-
-def test_the_program_of_the_page_runs():
-    names: dict = {}
-    exec(program("flash_mla"), names)
-    assert names["out"].shape == (2, 1, 16, 512) and names["lse"].isfinite().all()

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from drop_ins import FP8, KINDS, KV_SCALE, WILD, Drawn, both_devices, check, draw, program, refused
+from drop_ins import FP8, KINDS, KV_SCALE, WILD, Drawn, both_devices, check, draw, refused
 
 from etap_backend.compat import flashinfer
 from etap_backend.compat.flashinfer import LISTS, BatchMLAPagedAttentionWrapper
@@ -16,7 +16,7 @@ from etap_backend.compat.flashinfer import LISTS, BatchMLAPagedAttentionWrapper
 SERVED_KINDS = [kind for kind in KINDS if kind != "fp8"]  # FP8 queries are refused
 SCALE = 192**-0.5
 WORKSPACE = 128 << 20
-LENGTHS = (97, 130, 2, 16, 65)
+LENGTHS = (97, 130, 2, 0, 65)
 
 
 @dataclass
@@ -96,12 +96,6 @@ def test_requests_without_a_query_token_come_last(device, counts):
     problem = make(counts=counts, spare=spare, device=device)
     problem.check(problem.results())
     problem.check(problem.results(problem.graph_wrapper()))
-
-
-@both_devices
-def test_a_query_that_sees_nothing(device):
-    problem = make((0, 1, 5), 2, device=device)
-    problem.check(problem.results())
 
 
 @both_devices
@@ -346,9 +340,3 @@ def test_softmax_scales_are_numbers_of_float32(scale):
 def test_wrappers_are_refused_by_name(kind, name, wrong):
     with refused(kind, name):
         BatchMLAPagedAttentionWrapper(**{"float_workspace_buffer": torch.empty(64)} | wrong)
-
-
-def test_the_program_of_the_page_runs():
-    names: dict = {}
-    exec(program("flashinfer"), names)
-    assert names["out"].shape == (2, 16, 512) and names["lse"].isfinite().all()
