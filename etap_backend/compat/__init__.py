@@ -59,8 +59,8 @@ def whole_rows(table: Tensor) -> Tensor:
     (rows, columns), (step, between) = table.shape, table.stride()
     if step == columns or between != 1 or type(table) is not Tensor or is_compiling():  # fake tensors have no storage
         return table
-    behind = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
-    room = min(step, behind - (rows - 1) * step)
+    after = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
+    room = min(step, after - (rows - 1) * step)
     return table.as_strided((rows, room), (step, 1)) if room > columns else table
 
 

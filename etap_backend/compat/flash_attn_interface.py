@@ -97,7 +97,7 @@ def flash_attn_with_kvcache(
 
     Returns:
         out [b, s_q, h, 512] or [total_q, h, 512] of q's type. With return_softmax_lse also lse, float32 [b, h, s_q] or
-        [h, total_q], natural logarithm. A query that sees nothing has out 0 and lse -inf; rows of q behind the last
+        [h, total_q], natural logarithm. A query that sees nothing has out 0 and lse -inf; rows of q after the last
         token have results without meaning.
 
     Raises:
@@ -271,7 +271,7 @@ def _padded(layer: _Layer, q, qv, ends: Tensor, longest: int, table: Tensor, len
     lse = _decode(layer, q, qv, table, lengths, padded)
     token = numbers[longest:]
     request = torch.bucketize(token, ends[:-1], right=True, out_int32=True)
-    # Rows of q behind the last token repeat its result.
+    # Rows of q after the last token repeat its result.
     target = ((request + 1) * longest + token - ends.index_select(0, request)).clamp_(0, len(source) - 1)
     torch.index_select(padded.view(-1, heads, LATENT_DIM), 0, target, out=out)
     return lse.view(-1, heads).index_select(0, target)
@@ -281,7 +281,7 @@ def _token_by_token(layer: _Layer, q, qv, ends: Tensor, table: Tensor, lengths: 
     """Decode each token as a request of its own; only rows of the block table are copied."""
     number = torch.arange(1, len(q) + 1, dtype=torch.int32, device=ends.device)
     request = torch.bucketize(number, ends[:-1], out_int32=True)
-    following = ends.index_select(0, request) - number  # tokens of the same request; below 0 behind the last token
+    following = ends.index_select(0, request) - number  # tokens of the same request; below 0 after the last token
     seen = lengths.index_select(0, request)
     seen = (seen - following if layer.causal else seen).masked_fill_(following < 0, 0)
     own = layer._replace(metadata=None)

@@ -141,7 +141,7 @@ def install(*, replace: bool = False) -> ModuleType:
         spec = importlib.util.find_spec(MODULES[0]) if there is None else there.__spec__
         if (there or spec) and not replace:
             where = spec.origin if spec else "this process"
-            raise ImportError(f"flash_mla: wanted no other one than ETAP's, or replace=True; got one in {where}")
+            raise ImportError(f"flash_mla: wanted no other FlashMLA than ETAP's, or replace=True; got one in {where}")
         here._replaced = there or _other()
     sys.modules.update(dict.fromkeys(MODULES, here))
     here.flash_mla_interface = here  # for `import flash_mla.flash_mla_interface as ...`
@@ -371,14 +371,8 @@ def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _why_not_dense(dtype, cache_dtype, heads: int, head_dim: int, head_dim_v: int, page_size: int) -> str | None:
-    return why_unsupported(
-        dtype=dtype,
-        kv_cache_dtype=cache_dtype,
-        num_heads=heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim_v,
-        page_size=page_size,
-    )
+    sizes: dict[str, Any] = {"num_heads": heads, "head_dim": head_dim, "v_head_dim": head_dim_v, "page_size": page_size}
+    return why_unsupported(dtype=dtype, kv_cache_dtype=cache_dtype, **sizes)
 
 
 @functools.lru_cache(maxsize=256)

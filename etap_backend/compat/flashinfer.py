@@ -159,6 +159,7 @@ class BatchMLAPagedAttentionWrapper:
         before = None if self._graph_pages is None else self._problem
         for name, old, new in zip(problem._fields, before or problem, problem, strict=True):
             if old != new:
+                name = {"batch": "kv_len_arr", "s_q": "qo_indptr"}.get(name, name)
                 raise ValueError(f"{name}: wanted {old} as in the first plan for CUDA graphs, got {new}")
         self._place(lists, problem, first=before is None)
 
@@ -293,8 +294,7 @@ class BatchMLAPagedAttentionWrapper:
 def _check_list(name: str, values: object) -> Tensor:
     values = check_tensor(name, values)
     if values.dtype != torch.int32 or values.dim() != 1:
-        got = f"{list(values.shape)} of {dtype_name(values.dtype)}"
-        raise ValueError(f"{name}: wanted int32 of one dimension, got {got}")
+        raise ValueError(f"{name}: wanted int32 [n], got {dtype_name(values.dtype)} {list(values.shape)}")
     return values
 
 

@@ -150,7 +150,7 @@ def test_a_plan_for_other_shapes_is_refused_by_name_and_a_refused_call_leaves_it
 @both_devices
 @pytest.mark.parametrize("h_q, h_k", [(16, 1), (6, 3)])
 @pytest.mark.parametrize("causal", [False, True])
-def test_the_output_goes_where_it_is_wanted(device, causal, h_q, h_k):
+def test_outputs(device, causal, h_q, h_k):
     problem = dense((300, 0, 65), h_q, h_k, 2, device=device)
     wanted = problem.run(causal=causal)
     buffer = torch.full((5, 2, h_q, 512), torch.nan, dtype=torch.bfloat16, device=device)
@@ -165,7 +165,7 @@ def test_the_output_goes_where_it_is_wanted(device, causal, h_q, h_k):
 @both_devices
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("h_q, h_k", [(16, 1), (6, 3)])
-def test_lengths_alone_say_how_far_a_tables_rows_are_read(device, h_q, h_k, causal):
+def test_lengths_alone_bound_the_columns_that_are_read(device, h_q, h_k, causal):
     problem = dense((300, 0, 65), h_q, h_k, 2, device=device)
     problem.check(problem.run(causal=causal, block_table=problem.call["block_table"][:, :1]), causal)
 
@@ -289,7 +289,7 @@ def test_a_plan_that_a_capture_made_serves_no_call_outside_of_it(h_q, h_k, s_q, 
 
 @pytest.mark.parametrize("after", [None, "in another"])
 def test_a_plan_that_was_only_recorded_is_made_anew(monkeypatch, after):
-    """As a capture leaves it: nothing has filled its buffers, which say here that there is no work."""
+    """A capture fills no buffer; here they say that there is no work."""
     problem, metadata, now = dense((700, 65)), flash_mla.get_mla_metadata()[0], [CAPTURED]
     monkeypatch.setattr(flash_mla, "capture_id", lambda device: now[0])
     problem.run(tile_scheduler_metadata=metadata)
@@ -319,7 +319,7 @@ def test_a_plan_that_is_there_serves_captures_as_well(monkeypatch, assigned):
         assert metadata.tile_scheduler_metadata is made and metadata.capture is None
 
 
-def test_captures_that_the_driver_does_not_tell_apart_are_each_another(monkeypatch):
+def test_captures_without_numbers_are_all_different(monkeypatch):
     """A driver that is not there, that refuses, or says that the capture is no longer active."""
     cuda = torch.device("cuda")
     assert capture_id(torch.device("cpu")) is None
@@ -395,7 +395,7 @@ def test_sparse_rows_of_any_format_heads_and_page_size(device, layout, heads):
 @both_devices
 @pytest.mark.parametrize("batch, s_q", [(6, 1), (1, 6), (2, 3)])
 def test_a_sliced_output_is_written_in_place(device, batch, s_q):
-    """As vLLM has it: the first heads of a buffer that is padded to 64."""
+    """vLLM passes the first heads of a buffer that is padded to 64."""
     problem = build_sparse(SparseCase(6, 16, 130, holes="all", sinks="drawn", **LAYOUTS["584 bytes"]), device)
     buffer = torch.full((batch, s_q, 64, 512), torch.nan, dtype=torch.bfloat16, device=device)
     sliced = buffer[:, :, :16]
@@ -433,7 +433,7 @@ def test_list_lengths_may_be_strided(device, batch, s_q):
 @both_devices
 @pytest.mark.parametrize("tokens", [20, 150])
 def test_batch_invariant_sparse_bits_do_not_depend_on_the_batch(device, tokens):
-    """150 tokens are more than one call gives a partition of their own."""
+    """150 tokens have more than the partitions of one call."""
     top_k = {"cpu": 512, "cuda": 2048}[device]
     problem = build_sparse(SparseCase(tokens, 16, top_k, "fp8", cache_layout="headed", page_size=61), device)
     call = sparse_call(problem, tokens, 1)

@@ -217,8 +217,8 @@ def test_plans_for_graphs_keep_the_first_ones_shape():
         with refused(ValueError, name):
             problem.results(wrapper, **more)
     for name, other in (
-        ("batch", make(LENGTHS[:4], 2)),
-        ("s_q", make(counts=1)),
+        ("kv_len_arr", make(LENGTHS[:4], 2)),
+        ("qo_indptr", make(counts=1)),
         ("kv_indptr", make((500, 1, 1, 1, 1), 2)),
     ):
         with refused(ValueError, name):
