@@ -19,7 +19,7 @@ from bench.kernels.libraries import Build
 from etap_backend.dense import mla_decode
 from etap_backend.limits import FP8, LATENT_DIM
 from etap_backend.schedule import DecodeSchedule
-from etap_backend.sparse import sparse_mla_decode, sparse_workspace_floats
+from etap_backend.sparse import device_sms, sparse_mla_decode, sparse_workspace_floats
 
 ETAP, FP8_MATH, BF16_CACHE = "etap", "etap-fp8-math", "etap-bf16"
 """ETAP's columns: products in the query's type; in e4m3; and the same row from a bfloat16 cache."""
@@ -44,7 +44,7 @@ def etap(inputs: Inputs, *, fp8_math: bool = False) -> Call:
 def _sparse_buffers(inputs: SparseInputs) -> dict:
     """Arguments of a sparse call that allocates nothing."""
     tokens, heads, _ = inputs.q.shape
-    num_sms = inputs.num_sms or torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
+    num_sms = inputs.num_sms or device_sms(inputs.q.device)
     return {
         "softmax_scale": inputs.softmax_scale,
         "workspace": inputs.q.new_empty(sparse_workspace_floats(heads, num_sms), dtype=torch.float32),
