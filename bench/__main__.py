@@ -8,9 +8,9 @@ import sys
 COMMANDS = {
     "kernels": "bench.kernels.command:main",
     "report": "bench.kernels.report:main",
-    "answers": "bench.checks.answers:main",
-    "soak": "bench.checks.soak:main",
-    "serve": "bench.e2e.command:main",
+    "answers": "bench.servers.answers:main",
+    "soak": "bench.servers.soak:main",
+    "serve": "bench.servers.serve:main",
     "random-cases": "bench.qualify.random_cases:main",
     "sanitize": "bench.qualify.sanitize:main",
     "same-instructions": "bench.qualify.same_instructions:main",
@@ -25,8 +25,11 @@ def main(words: list[str]) -> int:
     if name not in COMMANDS:
         asked = name in ("-h", "--help")
         usage = f"usage: python -m bench {{{','.join(COMMANDS)}}} ..."
-        print(usage if asked else f"{usage}\nbench: wanted one of these commands, got {name}", file=sys.stderr)
-        return 0 if asked else USAGE_ERROR
+        if asked:
+            print(f"{usage}\n\npython -m bench NAME --help lists the options of a command.")
+            return 0
+        print(f"{usage}\nbench: wanted one of these commands, got {name}", file=sys.stderr)
+        return USAGE_ERROR
     import typer  # after the name is known: --help needs no requirements
 
     module, function = COMMANDS[name].split(":")

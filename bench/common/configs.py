@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import reprlib
 import sys
 from pathlib import Path
 from typing import TypeVar
@@ -17,21 +16,16 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-BENCH_CONFIGS = Path(__file__).parents[1] / "configs"
 FOLDERS = {
-    "grids": BENCH_CONFIGS / "grids",
-    "scenarios": BENCH_CONFIGS / "scenarios",
+    "grids": Path(__file__).parents[1] / "configs" / "grids",
     "models": PACKAGE_CONFIGS / "models",
     "hardware": PACKAGE_CONFIGS / "hardware",
 }
-ARGUMENTS = {"grids": "grid", "scenarios": "scenario", "models": "model", "hardware": "gpu"}
+ARGUMENTS = {"grids": "grid", "models": "model", "hardware": "gpu"}
 """The argument that names a file of each folder, as errors call it."""
 Content = TypeVar("Content", bound=BaseModel)
 ORGANISATION = r"^\w[\w-]*/(?=[^/]+$)"  # before a model's name
-MAX_PROBLEMS = 12  # listed by one error
-SHORT = reprlib.Repr()
-SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 60
-SHORT.maxlist = SHORT.maxdict = 3
+MAX_PROBLEMS, MAX_TEXT = 12, 60  # listed by one error; characters of a wrong value
 
 
 class Strict(BaseModel):
@@ -83,12 +77,10 @@ def parse(kind: type[Content], data: object, path: Path | None = None) -> Conten
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        problems = [_problem(one) for one in error.errors()]
-        more = [f"and {len(problems) - MAX_PROBLEMS} more"] if len(problems) > MAX_PROBLEMS else []
-        text = "; ".join(problems[:MAX_PROBLEMS] + more)
+        text = "; ".join(map(_problem, error.errors()[:MAX_PROBLEMS]))
         raise ValueError(f"{path}: {text}" if path else text) from error
 
 
 def _problem(error: dict) -> str:
-    text = f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}"
-    return text if error["type"] == "missing" else f"{text}, got {SHORT.repr(error['input'])}"
+    text, got = f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}", repr(error["input"])
+    return text if error["type"] == "missing" else f"{text}, got {got[:MAX_TEXT]}"

@@ -14,9 +14,8 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from bench.common import gpus
+from bench.common.configs import Strict
 
 UNKNOWN = "unknown"
 
@@ -26,10 +25,8 @@ def as_from_here(text: str) -> str:
     return text.replace(f"{Path.cwd()}/", "")
 
 
-class Provenance(BaseModel):
+class Provenance(Strict):
     """Top-level fields of every results file."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     date: str  # UTC, ISO 8601
     gpu: str = UNKNOWN  # the first visible one
@@ -43,17 +40,6 @@ class Provenance(BaseModel):
     library_sha256: str | None = None
     command: str
     note: str = ""
-
-
-def without_note(command: str) -> str:
-    """A command without its `--note`."""
-    kept, words = [], iter(shlex.split(command))
-    for word in words:
-        if word == "--note":
-            next(words, None)
-        elif not word.startswith("--note="):
-            kept.append(word)
-    return shlex.join(kept)
 
 
 def provenance(

@@ -45,11 +45,12 @@ def must_be_writable(path: Path, argument: str = "--output") -> None:
         raise ValueError(f"{argument}: wanted a file that can be written, got {path}: {error}") from error
 
 
-def must_be_new(path: Path, more: str = "") -> None:
-    """Raises ValueError when a default output file exists; `more` names another way out."""
+def must_be_new(path: Path) -> None:
+    """Raises ValueError when a default output file exists."""
     if path.exists():
-        what = f"--output: wanted a file's name, got none, and {path} exists"
-        raise ValueError(f"{what}: name another, or this one to replace it{more}")
+        raise ValueError(
+            f"--output: wanted a file's name, got none, and {path} exists: name another, or it to replace it"
+        )
 
 
 def read_json(path: Path) -> object:
@@ -62,8 +63,4 @@ def read_json(path: Path) -> object:
 
 def read(path: Path, kind: type[configs.Content]) -> configs.Content:
     """The file's content as a `kind`. Raises ValueError, naming file and key, when it is not one."""
-    content = read_json(path)
-    field = kind.model_fields.get("kind") if isinstance(content, dict) else None
-    if field and (got := content.get("kind")) != field.default:  # most other keys would be wrong, too
-        raise ValueError(f"{path}: wanted a results file of kind {field.default!r}, got {configs.SHORT.repr(got)}")
-    return configs.parse(kind, content, path)
+    return configs.parse(kind, read_json(path), path)

@@ -5,13 +5,14 @@ Where calls were timed behind another kernel, too, a cell has both times: back t
 
 from __future__ import annotations
 
-import importlib
+import io
 import statistics
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.console import Console
 
 from bench.common import results
 from bench.common.units import in_k
@@ -21,8 +22,6 @@ OWN = (ETAP, "etap-fp8-math", BF16_CACHE, "FlashMLA drop-in")
 KINDS = ("bench", "bench-sparse")
 SLOWER = 0.98  # a ratio below counts as slower; readings of a run differ by less
 MAX_ROWS = 100  # a page shows larger grids as a summary by query rows
-OTHER_TABLES = {"e2e": "bench.e2e.report:markdown"}
-"""Functions that write the tables of other kinds of results files, from their path."""
 
 
 def result(row: dict, name: str) -> dict:
@@ -185,36 +184,50 @@ def read(path: Path) -> dict:
     return content
 
 
-def section(path: Path) -> str:
-    """A results file's part of a page: kernels' tables, the tables of another kind, or one line per check."""
+def section(path: Path, page: bool) -> str:
+    """What a results file says: tables of kernels or servers, or a line per check. Raises ValueError, naming the file,
+    when it is no results file."""
     content = results.read_json(path)
     documents = content if isinstance(content, list) else [content]
-    if not all(isinstance(one, dict) for one in documents):
-        raise ValueError(f"{path}: wanted a results file, got none")
+    if not documents or not all(isinstance(one, dict) for one in documents):
+        raise ValueError(f"{path}: wanted a results file, got {str(content)[:60]}")
     if (kind := documents[0].get("kind")) in KINDS:
-        return text(read(path), page=True)
-    if kind in OTHER_TABLES:
-        module, function = OTHER_TABLES[kind].split(":")
-        return getattr(importlib.import_module(module), function)(path)
+        return text(read(path), page)
+    if kind == "serve":
+        return _served(documents[0], page)
+    if not all("what" in one or "title" in one for one in documents):
+        raise ValueError(f"{path}: wanted a results file of bench, got kind {kind!r}")
     return "\n".join(map(_check_line, documents))
 
 
+def _served(document: dict, page: bool) -> str:
+    from bench.servers.serve import show
+
+    screen = Console(file=io.StringIO(), width=200)
+    show(document, screen, markdown=True)
+    return f"{'## ' if page else ''}{document['title']}, {document['engine']}\n\n{screen.file.getvalue().strip()}"
+
+
 def _check_line(document: dict) -> str:
+    """A check's outcome in one line. The tables of servers measured before v0.2 need the bench of their commit."""
     outcome = document.get("outcome") or ("failed" if document.get("failed") or document.get("failures") else "passed")
-    what, about = document.get("what", "check"), [document.get(key, "unknown") for key in ("gpu", "commit", "date")]
-    return f"- {what}: {outcome}. {', '.join(about)}; `{document.get('command', '')}`"
+    if document.get("kind") == "e2e":
+        outcome = f"{len(document['rows'])} readings in the file"
+    what = document.get("what") or document["title"]
+    about = ", ".join(str(document.get(key, "unknown")) for key in ("gpu", "commit", "date"))
+    return f"- {what}: {outcome}. {about}; `{document.get('command', '')}`"
 
 
-def page(paths: Iterable[Path]) -> str:
+def page_of(paths: Iterable[Path]) -> str:
     """One Markdown page of several results files: tables first, then checks."""
-    sections = [section(path) for path in paths]
+    sections = [section(path, page=True) for path in paths]
     tables, checks = ([one for one in sections if one.startswith("- ") == listed] for listed in (False, True))
-    return "\n\n".join([*tables, *(["## Checks", "\n".join(checks)] if checks else [])]) + "\n"
+    return "\n\n".join([*tables, *(["## Checks", "\n".join(checks)] if checks else [])])
 
 
 def main(
     files: Annotated[list[Path], typer.Argument(help="Results files of bench.")],
-    as_page: Annotated[bool, typer.Option("--page", help="Write one Markdown page of all files.")] = False,
+    page: Annotated[bool, typer.Option("--page", help="Write one Markdown page of all files.")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s of the one file into this PNG.")] = None,
 ) -> None:
     """Print the tables of results files, write a page of them, or draw a picture."""
@@ -225,7 +238,7 @@ def main(
             from bench.kernels.picture import draw  # needs matplotlib
 
             draw(read(files[0]), plot)
-        typer.echo(page(files) if as_page else "\n\n".join(text(read(path)) for path in files), nl=not as_page)
+        typer.echo(page_of(files) if page else "\n\n".join(section(path, page=False) for path in files))
     except ValueError as error:
         typer.secho(f"bench report: {error}", fg="red", err=True)
         raise typer.Exit(2) from error

@@ -11,7 +11,6 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from bench.__main__ import COMMANDS
 from bench.common import configs, results
 from bench.kernels import command, inputs, libraries, measure, peers, providers
 from bench.kernels.floors import DENSE, SPARSE, floor_for
@@ -424,13 +423,14 @@ def test_the_proxy_needs_a_throttled_library_and_is_called_so(tmp_path, grid, an
     assert "operations / 132 TFLOP/s" in made["floor"]["text"]
 
 
-def test_an_existing_file_is_replaced_only_by_its_name(tmp_path, monkeypatch, an_h200):
+def test_an_existing_file_is_replaced_only_by_its_name(tmp_path, monkeypatch, grid, an_h200):
     monkeypatch.chdir(tmp_path)
-    results.must_be_writable(older := Path("results") / "targets-fp8.json")
+    results.must_be_writable(older := Path("results") / "grid-fp8.json")
     older.write_text("{}")
-    refused = run_command("targets", "--kv-dtype", "fp8", "--only", "etap")
+    words = (grid("[[rows]]\nshapes = [[1, 64]]"), "--kv-dtype", "fp8", "--only", "etap")
+    refused = run_command(*words)
     assert refused.exit_code == 2 and "--output: " in refused.output and older.read_text() == "{}"
-    assert run_command("targets", "--kv-dtype", "fp8", "--only", "etap", "--output", older).exit_code == 0
+    assert run_command(*words, "--output", older).exit_code == 0
     assert json.loads(older.read_text())["rows"]
 
 
@@ -443,11 +443,6 @@ def test_without_a_gpu_the_command_refuses():
     ):
         result = run_command(*words)
         assert result.exit_code == 2 and said in result.output
-
-
-def test_the_table_of_commands_names_functions():
-    assert {"kernels", "report", "answers", "soak", "serve"} <= COMMANDS.keys()
-    assert all(target.startswith("bench.") and target.endswith(":main") for target in COMMANDS.values())
 
 
 # On a GPU
