@@ -85,7 +85,6 @@ def document_of(run: Run, gpu: str, floor: Floor | None) -> dict:
         "left_out": run.left_out,
         "complete": False,
         "stopped": None,
-        "host_calls": {},
         "rows": [],
     }
 
@@ -99,11 +98,6 @@ def measured(run: Run, progress: Progress) -> dict:
     with stopping(run.time_limit) as check:
         try:
             pool = pool_of(workloads)
-            document["host_calls"] = measure.measure_hosts(
-                workloads[0], pool, run.providers[workloads[0].kind], run.options
-            )
-            if document["kind"] == "bench" and not run.builds:
-                document["schedule_build"] = measure.measure_schedule(run.options)
             for workload in workloads:
                 check()
                 progress.update(task, description=workload.label)

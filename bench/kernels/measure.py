@@ -8,7 +8,6 @@ all alike.
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict, dataclass
@@ -29,8 +28,6 @@ H20_SMS = 78
 MIN_CALLS = 4
 # Calls per graph: 16, unless they would read more than this; the graph's start weighs little then, as in an engine.
 USUAL_CALLS, USUAL_BYTES = 16, 10e9
-HOST_TURNS, HOST_CALLS = 9, 100
-SCHEDULE_REQUESTS, SCHEDULE_BUILDS = 256, 100
 # Relative RMSE, twice that of plain torch in the type; ETAP's is between 1.6e-3 and 2.5e-3 in bfloat16.
 MAX_RMSE = {"bfloat16": 5e-3, "float16": 6e-4}
 # Products in e4m3: the root of twice the cosine difference allowed, 1e-3. Peers round as they like, up to this.
@@ -226,41 +223,6 @@ def same_bits(results: dict[str, Tensor], of: dict[str, Provider]) -> dict[str, 
                 same[name] = torch.equal(bits, first[math_])
             first.setdefault(math_, bits)
     return same
-
-
-def measure_hosts(workload: Workload, pool: Pool, of: dict[str, Provider], options: Options) -> dict[str, dict]:
-    """Host time to launch one call of each kernel, in microseconds, when nothing waits for the GPU; in turns."""
-    row, launches = Row(workload, pool, options), {}
-    for name, provider in of.items():
-        with suppress(Exception), provider.active():  # the row says what cannot be called, and why
-            call, copies, _ = row.prepared(provider)
-            call(*copies[0])
-            launches[name] = partial(call, *copies[0])
-    times = {name: [] for name in launches}
-    for _ in range(HOST_TURNS):
-        for name, launch in launches.items():
-            with of[name].active():
-                times[name].append(_host_us(launch))
-    torch.cuda.synchronize()
-    return {name: timing_of(each) for name, each in times.items()}
-
-
-def _host_us(launch: Callable[[], Tensor]) -> float:
-    launch()
-    torch.cuda.synchronize()
-    begin = time.perf_counter()
-    for _ in range(HOST_CALLS):
-        launch()
-    return (time.perf_counter() - begin) / HOST_CALLS * 1e6
-
-
-def measure_schedule(options: Options) -> dict:
-    """GPU time to build a schedule, which an engine does once per step."""
-    build = providers.schedule_build(SCHEDULE_REQUESTS, options.num_sms, "cuda")
-    graph = Graph(lambda _: build(), SCHEDULE_BUILDS)
-    events = [graph.replay() for _ in range(options.replays)]
-    torch.cuda.synchronize()
-    return {**graph.timing(events), "batch": SCHEDULE_REQUESTS}
 
 
 def problems(document: dict) -> list[str]:

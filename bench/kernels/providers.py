@@ -72,13 +72,6 @@ def etap_v4(inputs: V4Inputs) -> Call:
     return call
 
 
-def schedule_build(batch: int, num_sms: int | None, device: str) -> Callable[[], object]:
-    """What an engine does once per step for so many requests of 1 to 8K tokens."""
-    seq_lens = torch.randint(1, 8192, (batch,), dtype=torch.int32, device=device)
-    buffers = DecodeSchedule(batch, 16, device=seq_lens.device, num_sms=num_sms)
-    return lambda: buffers.build(seq_lens)
-
-
 @dataclass(frozen=True)
 class Provider:
     """A kernel: `prepare` takes a row's inputs and returns its Call, or raises NotImplementedError with the reason why

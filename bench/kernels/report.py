@@ -126,7 +126,7 @@ def markdown_table(lines: list[list[str]]) -> str:
 
 
 def remarks(document: dict) -> list[str]:
-    """What a table does not show: ratios over all rows, equal bits, host times, refusals and failures."""
+    """What a table does not show: ratios over all rows, equal bits, refusals and failures."""
     rows, lines = document["rows"], []
     for title, *pair in comparisons(document):
         if values := {row["label"]: value for row in rows if (value := ratio(row, *pair))}:
@@ -138,10 +138,6 @@ def remarks(document: dict) -> list[str]:
         other = "; ".join(label for label, same in bits.items() if not same)
         equal = f"{sum(bits.values())} of {len(bits)} outputs have the first build's bits"
         lines.append(equal + (f", not {other}" if other else ""))
-    hosts = [f"{name} {found['us']:.1f}" for name, found in document["host_calls"].items()]
-    lines += [f"host time per call of the first row, us: {', '.join(hosts)}"] if hosts else []
-    if built := document.get("schedule_build"):
-        lines.append(f"building the schedule of {built['batch']} requests: {built['us']:.1f} us")
     reasons: dict[str, list[str]] = {}
     for row in rows:
         for name, found in row["results"].items():

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pynvml
 import pytest
@@ -48,65 +49,31 @@ def test_the_time_limit_stops_a_run():
         check()
 
 
-class FakeDriver:
-    """NVML with two GPUs of 1000 MiB, `used` MiB in use, and processes (pid, MiB) on each."""
-
-    def __init__(self, monkeypatch):
-        self.used, self.processes, self.started = [1, 9000], [[], []], 0
-        for name in [name for name in dir(self) if name.startswith("nvml")]:
-            monkeypatch.setattr(pynvml, name, getattr(self, name))
-
-    def nvmlInit(self):
-        self.started += 1
-
-    def nvmlShutdown(self):
-        self.started -= 1
-
-    def nvmlDeviceGetCount(self):
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        if index > 1:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_INVALID_ARGUMENT)
-        return index
-
-    def nvmlDeviceGetHandleByUUID(self, uuid):
-        return ["GPU-0", "GPU-1"].index(uuid)
-
-    def nvmlSystemGetDriverVersion(self):
-        return "580.1"
-
-    def nvmlDeviceGetName(self, handle):
-        return f"Fake {handle}"
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        class Info:
-            total, used = 1000 << 20, self.used[handle] << 20
-
-        return Info
-
-    def nvmlDeviceGetEnforcedPowerLimit(self, handle):
-        return 700000
-
-    def nvmlDeviceGetMaxClockInfo(self, handle, kind):
-        if kind == pynvml.NVML_CLOCK_MEM:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
-        return 1980
-
-    def nvmlDeviceGetComputeRunningProcesses(self, handle):
-        class Running:
-            def __init__(self, pid, mib):
-                self.pid, self.usedGpuMemory = pid, mib and mib << 20
-
-        return [Running(*pair) for pair in self.processes[handle]]
-
-
 @pytest.fixture
 def driver(monkeypatch):
+    """NVML with two GPUs of 1000 MiB, 1 and 9000 MiB in use, and the processes (pid, bytes) of each."""
+
+    def unknown(*_):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+    opened: list[int] = []
+    running = [[(7, 100), (8, 5)], [(7, 20), (9, None)]]
+    fake = {
+        "Init": lambda: opened.append(1), "Shutdown": opened.pop, "DeviceGetCount": lambda: 2,
+        "DeviceGetHandleByIndex": lambda index: index if index < 2 else unknown(),
+        "DeviceGetHandleByUUID": ["GPU-0", "GPU-1"].index, "SystemGetDriverVersion": lambda: "580.1",
+        "DeviceGetName": lambda gpu: f"Fake {gpu}", "DeviceGetEnforcedPowerLimit": lambda gpu: 700000,
+        "DeviceGetMemoryInfo": lambda gpu: SimpleNamespace(total=1000 << 20, used=(1, 9000)[gpu] << 20),
+        "DeviceGetMaxClockInfo": lambda gpu, kind: unknown() if kind == pynvml.NVML_CLOCK_MEM else 1980,
+        "DeviceGetComputeRunningProcesses": lambda gpu: [
+            SimpleNamespace(pid=pid, usedGpuMemory=mib and mib << 20) for pid, mib in running[gpu]
+        ],
+    }  # fmt: skip
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    fake = FakeDriver(monkeypatch)
-    yield fake
-    assert fake.started == 0, "NVML was left open"
+    for name, function in fake.items():
+        monkeypatch.setattr(pynvml, f"nvml{name}", function)
+    yield
+    assert not opened, "NVML was left open"
 
 
 @pytest.mark.parametrize(
@@ -128,7 +95,6 @@ def test_only_visible_gpus_are_asked(driver, monkeypatch, visible, names, used):
 
 def test_memory_of_processes_is_that_on_all_gpus_and_unknown_where_none_is_known(driver, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    driver.processes = [[(7, 100), (8, 5)], [(7, 20), (9, None)]]
     assert gpus.process_mib({7}) == 120 and gpus.process_mib({7, 8}) == 125
     assert gpus.process_mib({9}) is None and gpus.process_mib(()) is None
 

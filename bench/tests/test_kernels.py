@@ -383,8 +383,6 @@ def an_h200(monkeypatch, on_cpu):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1e11, 1e11))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "NVIDIA H200")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: chip)
-    monkeypatch.setattr(measure, "measure_hosts", lambda workload, pool, of, options: {})
-    monkeypatch.setattr(measure, "measure_schedule", lambda options: measure.timing_of([1.0] * 3) | {"batch": 256})
 
     def row(workload, pool, of, options, floor):
         if workload.heads == 128:
@@ -467,7 +465,7 @@ def test_a_short_run_writes_right_results(tmp_path, grid, text):
     result = run_command(grid(text), "--behind", "--replays", "3", "--output", tmp_path / "r.json")
     assert result.exit_code == 0, result.output
     made = json.loads((tmp_path / "r.json").read_text())
-    assert made["complete"] and made["host_calls"][ETAP]["us"] > 0
+    assert made["complete"]
     for row in made["rows"]:
         found = row["results"][ETAP]
         assert 0 < found["relative_rmse"] < MAX_RMSE["bfloat16"] and found["behind"]["us"] > found["us"] > 0

@@ -32,7 +32,7 @@ def a_document(*rows: dict, **fields) -> dict:
         "date": "2026-01-01T00:00:00+00:00", "gpu": "NVIDIA H200", "driver": "580.1", "clocks": ["1980 MHz"],
         "versions": {"vllm": "0.33.0"}, "commit": "abc1234", "command": "python -m bench kernels x", "note": "",
         "kind": "bench", "grid": "x", "title": "MLA decode", "multiprocessors": 132, "options": {"behind": False},
-        "libraries": {}, "published": [], "left_out": [], "complete": True, "stopped": None, "host_calls": {},
+        "libraries": {}, "published": [], "left_out": [], "complete": True, "stopped": None,
         "floor": {"bandwidth": 4.57e12, "flops": 947e12, "text": "max(..)"},
     }  # fmt: skip
     return usual | fields | {"rows": list(rows)}
