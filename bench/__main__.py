@@ -11,6 +11,7 @@ COMMANDS = {
     "answers": "bench.servers.answers:main",
     "soak": "bench.servers.soak:main",
     "serve": "bench.servers.serve:main",
+    "suites": "bench.qualify.suites:main",
     "random-cases": "bench.qualify.random_cases:main",
     "sanitize": "bench.qualify.sanitize:main",
     "same-instructions": "bench.qualify.same_instructions:main",
