@@ -18,7 +18,8 @@ from bench.kernels.grids import KvDtype, Workload, read_grid
 from bench.kernels.measure import MAX_RMSE, Options, Row
 from bench.kernels.providers import BF16_CACHE, ETAP, FP8_MATH, Provider
 from etap_backend import _library, _operator
-from etap_backend.reference import relative_rmse, stored_rows, what_rows_stand_for
+from etap_backend.limits import FP8
+from etap_backend.reference import relative_rmse, stored_rows
 
 SMALL = {
     "plain": Workload("dense", (100, 333), 4),
@@ -188,24 +189,29 @@ def test_fp8_saturates():
     assert inputs.to_fp8(x, 0.0125).float().tolist() == [0.0, 80.0, -448.0, 448.0, -448.0]
 
 
+def errors_of(values: torch.Tensor, scales: torch.Tensor, made_of: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of e4m3 values [rows, columns] times a scale per group, and the largest errors of rounding to e4m3."""
+    groups = made_of.double().unflatten(1, (scales.shape[1], -1))
+    error = (values.double().unflatten(1, (scales.shape[1], -1)) * scales.double().unsqueeze(2) - groups).abs()
+    return error, groups.abs() / 16 + groups.abs().amax(dim=2, keepdim=True) / 224 / 1024
+
+
 def test_fp8_rows_stand_for_what_they_were_made_of():
     made_of = torch.randn(50, 576, dtype=torch.bfloat16)
-    back = what_rows_stand_for(inputs.fp8_rows(made_of), torch.float64)
-    assert torch.equal(back[:, 512:], made_of[:, 512:].double()), "rope is not rounded"
-    latent, groups = (rows[:, :512].double().view(50, 4, 128) for rows in (back, made_of))
-    error, largest = (latent - groups).abs(), groups.abs().amax(dim=-1, keepdim=True)
-    assert (error <= groups.abs() / 16 + largest / 448 / 1024).all() and error.max() > 0
+    values, scales, rope = inputs.fp8_rows(made_of).split([512, 16, 128], dim=1)
+    assert torch.equal(rope.contiguous().view(torch.bfloat16), made_of[:, 512:])
+    error, limit = errors_of(values.view(FP8), scales.contiguous().view(torch.float32), made_of[:, :512])
+    assert (error <= limit).all() and error.max() > 0
 
 
 def test_v4_pages_stand_for_what_they_were_made_of():
     made_of = torch.randn(3, 64, 512, dtype=torch.bfloat16)
     packed = inputs.v4_pages(made_of)
     page, place = torch.arange(3 * 64).div(64, rounding_mode="floor"), torch.arange(3 * 64) % 64
-    back = what_rows_stand_for(stored_rows(packed, page, place), torch.float64).view(3, 64, 512)
-    assert torch.equal(back[..., 448:], made_of[..., 448:].double()), "rope is not rounded"
-    groups, error = (x[..., :448].unflatten(-1, (7, 64)).abs() for x in (made_of.double(), back - made_of.double()))
-    assert (error <= groups / 16 + groups.amax(dim=-1, keepdim=True) / 224 / 1024).all() and error.max() > 0
-    assert not packed.view(3, -1)[:, 64 * 576 :].view(3, 64, 8)[..., 7].any()
+    values, rope, exponents, unused = stored_rows(packed, page, place).split([448, 128, 7, 1], dim=1)
+    assert torch.equal(rope.contiguous().view(torch.bfloat16), made_of.flatten(0, 1)[:, 448:]) and not unused.any()
+    error, limit = errors_of(values.view(FP8), (exponents.double() - 127).exp2(), made_of.flatten(0, 1)[:, :448])
+    assert (error <= limit).all() and error.max() > 0
 
 
 def test_calls_read_rows_that_no_other_call_reads(on_cpu):
