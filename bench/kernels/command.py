@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 import etap_backend
 from bench.common import configs, results
-from bench.common.provenance import as_from_here, provenance, sha256
+from bench.common.provenance import provenance, sha256
 from bench.common.stopping import Stopped, stopping
 from bench.kernels import libraries, measure, providers, report
 from bench.kernels.floors import Floor, floor_for
@@ -66,10 +66,11 @@ def kernels_of(builds: list[Build], peers: Path | None, h20_proxy: bool) -> tupl
 def document_of(run: Run, gpu: str, floor: Floor | None) -> dict:
     """The results file of a run that begins now, without a row."""
     packages = ["etap-backend", *providers.packages(run.providers)]
-    about = provenance("python -m bench kernels", packages=packages, library=_library.library_path()).model_dump()
+    library = None if run.builds else _library.library_path()
+    about = provenance("python -m bench kernels", packages=packages, library=library).model_dump()
     about["versions"] |= {"etap-backend": etap_backend.__version__, "torch": torch.__version__, **run.versions}
     names = list(dict.fromkeys(name for each in run.providers.values() for name in each))
-    built = {build.name: {"sha256": sha256(build.path), "path": as_from_here(str(build.path))} for build in run.builds}
+    built = {build.name: {"sha256": sha256(build.path)} for build in run.builds}
     options = measure.options_of(run.options)
     return {
         **about,
@@ -157,7 +158,7 @@ def main(
         kept, left_out = fitting(whole)
         builds = libraries.load(library or [])
         found, versions = kernels_of(builds, peers, h20_proxy)
-        kernels = providers.chosen(found, {one.kind for one in kept.workloads}, only or [], skip or [])
+        kernels = providers.chosen(found, dict.fromkeys(one.kind for one in kept.workloads), only or [], skip or [])
         options = Options(replays, validate, h20_proxy, behind)
         run = Run(kept, kernels, options, path, versions, builds, left_out, time_limit)
     except ValueError as error:
