@@ -135,6 +135,24 @@ def test_one_page_has_the_tables_of_several_files_and_a_line_per_check(document,
     assert "- other: failed. " in run_report(tmp_path / "b.json").stdout
 
 
+def test_a_page_has_the_tables_of_servers(document, tmp_path):
+    reading = {"backend": "ETAP", "turn": 0, "point": "16 x 16K/256, cached", "itl_ms": 12.5, "tpot_ms": 12.6}
+    reading |= {"ttft_ms": 90.0, "tokens_per_second": 1200.0, "host_ms": 11.0, "cached_share": 1.0}
+    served = {
+        "kind": "serve",
+        "scenario": "decode-short",
+        "engine": "vllm",
+        "model": "r1",
+        "weights": "dummy",
+        "gpus": 1,
+    }
+    served = document | served | {"skipped": [], "failures": ["FLASHMLA: no"], "rows": [reading]}
+    (tmp_path / "served.json").write_text(json.dumps(served))
+    shown = run_report(tmp_path / "served.json", "--page").stdout
+    assert shown.startswith("## Servers, decode-short, vllm\n\n| requests x input/output, prefill")
+    assert "12.50 (12.50 to 12.50)" in shown and "failed: FLASHMLA: no" in shown
+
+
 @pytest.mark.parametrize("text", ["{", "[]", "{}", "3", '{"kind": "other"}', '{"kind": "bench"}'])
 def test_files_of_something_else_are_refused_by_name(tmp_path, text):
     path = tmp_path / "other.json"
