@@ -201,7 +201,8 @@ def _served(document: dict, page: bool) -> str:
 
     screen = Console(file=io.StringIO(), width=200)
     show(document, screen, markdown=True)
-    return f"{'## ' if page else ''}Servers, {document['scenario']}, {document['engine']}\n\n{screen.file.getvalue().strip()}"
+    title = f"Servers, {document['scenario']}, {document['engine']}"
+    return f"{'## ' if page else ''}{title}\n\n{screen.file.getvalue().strip()}"
 
 
 def _check_line(document: dict) -> str:
