@@ -48,7 +48,7 @@ def test_fillers_follow_the_measured_number_on_average(place):
 
 
 @pytest.mark.parametrize("place, zeros", [("function", 1), ("fence", 5), ("block", 3)])
-def test_zeros_stand_where_products_in_flight_may_share_them(place, zeros):
+def test_products_in_flight_share_zeros(place, zeros):
     wait = "wgmma.wait_group.sync.aligned 1;"
     text, _ = throttled(HEAD + entry("a", *LOOP, *LOOP, wait, *LOOP, *LOOP, "$L__BB0_2:", *LOOP), lambda name: place)
     assert text.count("%nctaid.z") == zeros
@@ -88,7 +88,7 @@ def test_a_function_gets_the_place_where_ptxas_complains_least():
 
 @pytest.fixture
 def cuda() -> Path:
-    """A toolkit, or what of one an index brings."""
+    """A CUDA toolkit, or the part of one that a package index has."""
     found = shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
     if not found or not (Path(found).resolve().parent / "nvcc").is_file():
         if os.environ.get("ETAP_REQUIRE_NVCC"):
@@ -115,7 +115,7 @@ def test_the_toolchain_compiles_slowed_code_with_the_real_ptxas(cuda, tmp_path):
     assert h20_ptxas.make_toolchain(tmp_path / "h20", cuda) == nvcc, "made again in the same place"
 
 
-def test_what_ptxas_warns_of_is_no_error_there(cuda, tmp_path):
+def test_warnings_of_ptxas_are_no_errors(cuda, tmp_path):
     nvcc = h20_ptxas.make_toolchain(tmp_path / "h20", cuda)
     source = tmp_path / "a.ptx"
     local = ["cvta.local.u64 %da, in_local;", "ld.param.u64 %db, [x];", "st.volatile.u64 [%da], %db;"]
