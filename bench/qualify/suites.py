@@ -5,8 +5,9 @@
     python -m bench.qualify.suites sglang-v4
 
 All need a Hopper GPU. FlashMLA's also need triton; vLLM's and SGLang's need the engine with etap-backend installed
-beside it, but no model and no network. Nothing of the other projects is copied into this one. A run passes if every
-case passes, every passed case called ETAP, and every kind of case has one that passed. Skipped cases are counted.
+beside it, but no model and no network; vLLM's tests import tblib. Nothing of the other projects is copied into this
+one. A run passes if no case fails, every passed case called ETAP, and each kind of case has one that passed; skipped
+cases are counted.
 """
 
 from __future__ import annotations
