@@ -3,10 +3,10 @@
     python -m bench.qualify.h20_rates [--output rates.json] [--widths 8 16 ...] [--build-only]
 
 Two warpgroups per CTA issue products from shared memory, or from registers and shared memory, in chains of four on up
-to four accumulators. The table has for each shape TFLOP/s without fillers and with h20_ptxas.py's times 0.96, 1 and
-1.04, the rate of one warpgroup alone, DIFFERENT where the accumulators are not the same bit for bit, and how many
-fillers give the H20's rate, for h20_ptxas.py's tables. Run it again for another ptxas or card; one run varies by 2%.
-The exit status is 1 if a rate with the tables' fillers is more than 5% off, or a result is DIFFERENT.
+to four accumulators. A line has for each shape TFLOP/s without fillers and with h20_ptxas.py's, DIFFERENT where the
+accumulators are not the same bit for bit, and how many fillers give the H20's rate, for h20_ptxas.py's tables. Run it
+again for another ptxas or card; one run varies by 2%. The exit status is 1 if a rate with fillers is more than 5% off,
+or a result is DIFFERENT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -29,7 +28,6 @@ from bench.qualify import h20_ptxas
 SMS, TARGET = 78, {16: 131.0, 8: 262.0}  # TFLOP/s on that many SMs, by the bits of an operand
 SLOW = {(8, False)}  # (n, A in registers) that an H200 itself does not bring to the rate
 MAX_OFF = 0.05
-RATIOS = (0.0, 0.96, 1.0, 1.04)  # of the tables' fillers
 PTXAS = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
 SHARED = 160 * 1024  # one CTA per SM
 KERNEL = """
@@ -105,11 +103,11 @@ def kernel(bits: int, n: int, from_registers: bool, across: bool) -> str:
     )
 
 
-def build(folder: Path, case: tuple, ratio: float) -> tuple[bytes, float]:
-    """The kernel's binary with so many times the tables' fillers, and its fillers per instruction."""
-    wanted = partial(lambda ratio, *key: ratio * h20_ptxas.fillers(*key), ratio)
+def build(folder: Path, case: tuple, slowed: bool) -> tuple[bytes, float]:
+    """The kernel's binary, with fillers or without, and its fillers per instruction."""
+    wanted = h20_ptxas.fillers if slowed else lambda *key: 0.0
     text, counted = h20_ptxas.throttled(kernel(*case), lambda _: "function", lambda: h20_ptxas.Throttle(wanted))
-    source = folder / f"{'_'.join(map(str, (*case, ratio)))}.ptx"
+    source = folder / f"{'_'.join(map(str, (*case, slowed)))}.ptx"
     source.write_text(text)
     command = [PTXAS, "-arch=sm_90a", "--warn-on-spills", source, "-o", source.with_suffix(".cubin")]
     run = subprocess.run(command, capture_output=True, text=True)
@@ -120,7 +118,7 @@ def build(folder: Path, case: tuple, ratio: float) -> tuple[bytes, float]:
     return source.with_suffix(".cubin").read_bytes(), added / total
 
 
-def measure(cubin: bytes, bits: int, n: int, warpgroups: int = 2):
+def measure(cubin: bytes, bits: int, n: int):
     """TFLOP/s on SMS CTAs, and the accumulators."""
     import torch
     from torch.cuda._utils import _cuda_load_module
@@ -133,48 +131,36 @@ def measure(cubin: bytes, bits: int, n: int, warpgroups: int = 2):
     for _ in range(6):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        function((SMS, 1, 1), (128 * warpgroups, 1, 1), (out, count), shared_mem=SHARED)
+        function((SMS, 1, 1), (256, 1, 1), (out, count), shared_mem=SHARED)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    flop = SMS * warpgroups * count * group * 2 * 64 * n * (16 if bits == 16 else 32)
+    flop = SMS * 2 * count * group * 2 * 64 * n * (16 if bits == 16 else 32)
     return flop / sorted(times[1:])[2] / 1e9, out
 
 
-def measure_all(case: tuple, built: list[tuple[bytes, float]]) -> dict:
-    """Rates of a case's binaries, the first without fillers, and the fillers that give the H20's rate."""
+def measured(case: tuple, plain: tuple[bytes, float], slowed: tuple[bytes, float]) -> dict:
+    """Rates of a case's two binaries, whether their results are the same, and the fillers that give the H20's rate."""
     bits, n, registers, across = case
-    rows, reference = [], None
-    for cubin, added in built:
-        rate, out = measure(cubin, bits, n)
-        alone, _ = measure(cubin, bits, n, 1)
-        reference = out if reference is None else reference
-        same = bool((out == reference).all() and reference.any())
-        rows.append({"fillers": added, "rate": rate, "alone": alone, "same": same})
-    wanted = wanted_fillers(rows, TARGET[bits])
-    return {"bits": bits, "n": n, "registers": registers, "mn_major": across, "rows": rows, "wanted": wanted}
-
-
-def wanted_fillers(rows: list[dict], target: float) -> float:
-    """Fillers for the target's rate: an instruction's time is linear in their number."""
-    free, last = rows[0], rows[-1]
-    cost = (1 / last["rate"] - 1 / free["rate"]) / last["fillers"] if last["fillers"] else 0
-    return max(0.0, (1 / target - 1 / free["rate"]) / cost) if cost > 0 else 0.0
+    (free, reference), (rate, out) = (measure(cubin, bits, n) for cubin, _ in (plain, slowed))
+    # An instruction's time is linear in its fillers.
+    cost = (1 / rate - 1 / free) / slowed[1] if slowed[1] else 0
+    wanted = max(0.0, (1 / TARGET[bits] - 1 / free) / cost) if cost > 0 else 0.0
+    same = bool((out == reference).all() and reference.any())
+    found = {"bits": bits, "n": n, "registers": registers, "mn_major": across, "free": free, "rate": rate}
+    return found | {"fillers": slowed[1], "wanted": wanted, "same": same}
 
 
 def is_wrong(found: dict) -> bool:
-    """Whether the rate with the tables' fillers is off, or a result has other bits."""
-    rate = found["rows"][RATIOS.index(1.0)]["rate"]
-    off = (found["n"], found["registers"]) not in SLOW and abs(rate / TARGET[found["bits"]] - 1) > MAX_OFF
-    return off or not all(row["same"] for row in found["rows"])
+    slow = (found["n"], found["registers"]) in SLOW
+    return not found["same"] or not slow and abs(found["rate"] / TARGET[found["bits"]] - 1) > MAX_OFF
 
 
 def line(found: dict) -> str:
-    name = f"{found['bits']:2}-bit n{found['n']:<3} {'RS' if found['registers'] else 'SS'} "
-    name += "MN" if found["mn_major"] else "K "
-    texts = [f"{row['fillers']:.2f}: {row['rate']:.1f} ({row['alone']:.1f} alone)" for row in found["rows"]]
-    texts = [text + ("" if row["same"] else " DIFFERENT") for text, row in zip(texts, found["rows"], strict=True)]
-    return f"{name} {'  '.join(texts)}  wanted {found['wanted']:.3f}"
+    name = f"{found['bits']:2}-bit n{found['n']:<3} {'RS' if found['registers'] else 'SS'}"
+    name += " MN" if found["mn_major"] else " K "
+    text = f"{name} {found['free']:.1f}, with {found['fillers']:.2f} fillers {found['rate']:.1f}"
+    return f"{text}{'' if found['same'] else ' DIFFERENT'}, wanted {found['wanted']:.3f}"
 
 
 def main() -> int:
@@ -187,11 +173,11 @@ def main() -> int:
     cases = [case for case in cases if case[0] == 16 or not case[3]]  # 8-bit operands are K-major only
     found = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        built = {case: [pool.submit(build, Path(folder), case, ratio) for ratio in RATIOS] for case in cases}
+        built = {case: [pool.submit(build, Path(folder), case, slowed) for slowed in (False, True)] for case in cases}
         for case, binaries in built.items():
-            ready = [each.result() for each in binaries]
+            plain, slowed = (each.result() for each in binaries)
             if not options.build_only:
-                found.append(measure_all(case, ready))
+                found.append(measured(case, plain, slowed))
                 print(line(found[-1]), flush=True)
     if options.output:
         about = provenance("python -m bench.qualify.h20_rates").model_dump()
