@@ -144,10 +144,10 @@ def run(subject: Subject, count: int, seed: int, device: str) -> dict:
     """Run all cases; failures, and by kind the number of cases and their worst errors."""
     kinds, failures, wrong = {}, [], 0
     torch.set_num_threads(1)  # small cases wait longer for a second thread than they compute
-    begin = told = time.monotonic()
+    begin = printed = time.monotonic()
     for index in range(count):
-        if time.monotonic() - told > PROGRESS_SECONDS:
-            told = time.monotonic()
+        if time.monotonic() - printed > PROGRESS_SECONDS:
+            printed = time.monotonic()
             typer.echo(f"{index} of {count} cases, {wrong} wrong")
         case = subject.random_case(seed, index, device)
         problems, measured = subject.run_case(case, device)

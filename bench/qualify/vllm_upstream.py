@@ -19,9 +19,9 @@ from pathlib import Path
 
 import pytest
 
+from bench.common import configs
 from bench.qualify.suites import Options, Report
 
-CONFIGS = Path(__file__).resolve().parents[2] / "configs/models"
 MODELS = {"deepseek-ai/DeepSeek-R1": "deepseek-r1", "deepseek-ai/DeepSeek-V2-Lite-Chat": "deepseek-v2-lite"}
 """Models whose configurations the tests read, and their files' names."""
 TENSOR_PARALLEL_SIZES = (1, 2, 4, 8)
@@ -119,7 +119,7 @@ def offline_hub(folder: Path) -> None:
         (model / "refs").mkdir(parents=True)
         (model / "refs/main").write_text(snapshot)
         (model / "snapshots" / snapshot).mkdir(parents=True)
-        shutil.copy(CONFIGS / f"{shipped}.json", model / "snapshots" / snapshot / "config.json")
+        shutil.copy(configs.find("models", shipped, ".json"), model / "snapshots" / snapshot / "config.json")
     os.environ |= {"HF_HOME": str(folder), "HF_HUB_CACHE": str(folder / "hub"), "HF_HUB_OFFLINE": "1"}
 
 
