@@ -186,5 +186,5 @@ def layer(options: Options, report: Report) -> None:
 
 def v4(options: Options, report: Report) -> None:
     cases = [case for heads in V4_HEADS for case in v4_cases(heads)]
-    with mock.patch.object(versions, "v4_is_ours", lambda: True):
+    with mock.patch.object(versions, "serves_v4", lambda: True):
         run(cases, v4_backend, options, report)
