@@ -5,9 +5,9 @@
 Needs torch, safetensors, tokenizers and a GPU with 40 GB; no network. The text is Python's standard library. Attention
 has DeepSeek's dimensions (latent 512, rope 64, 16 heads as on one of 8 ranks); the rest is narrow.
 
-Half of the training sequences come from a fortieth of the files, which the model learns by heart: how they go on is then
-so certain that the rounding of correct kernels does not change it, and a wrong kernel does. Three eighths are passages
-of text or noise, some of them repeated, which teaches to answer from thousands of tokens back. FOLDER gets prompts.json:
+Half of the training sequences come from a fortieth of the files, which the model learns by heart: how they go on is
+then so certain that rounding in correct kernels does not change it, and a wrong kernel does. Three eighths are passages
+of text or noise, some of them repeated, which teaches to answer from thousands of tokens back. FOLDER's prompts.json:
 
 - recite: the beginning of a text learned by heart. The right answer is how it goes on.
 - recall: passages of files that training never sees, and then the beginning of one of them. Likewise.
@@ -125,34 +125,22 @@ class FeedForward(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-class Gate(nn.Module):
-    """Sigmoid router; its correction bias, which balances experts in DeepSeek's models, stays 0."""
-
-    def __init__(self, shape: Shape):
-        super().__init__()
-        self.weight = nn.Parameter(torch.randn(shape.experts, shape.hidden) * shape.hidden**-0.5)
-        self.register_buffer("e_score_correction_bias", torch.zeros(shape.experts))
-        self.chosen = shape.experts_per_token
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Weights of all experts for each token; 0 for those not chosen."""
-        scores = F.linear(x, self.weight).float().sigmoid()
-        best = torch.topk(scores + self.e_score_correction_bias, self.chosen, dim=-1).indices
-        kept = torch.zeros_like(scores).scatter(-1, best, scores.gather(-1, best))
-        return kept / kept.sum(-1, keepdim=True)
-
-
 class Experts(nn.Module):
-    """Mixture of experts, each of which computes every token: the layer is small, and training short."""
+    """Mixture of experts with a sigmoid router. Every expert computes every token: the layer is small, and training
+    short. The correction bias, which balances experts in DeepSeek's models, stays 0."""
 
     def __init__(self, shape: Shape):
         super().__init__()
-        self.gate = Gate(shape)
+        self.gate, self.chosen = linear(shape.hidden, shape.experts), shape.experts_per_token
+        self.gate.register_buffer("e_score_correction_bias", torch.zeros(shape.experts))
         self.experts = nn.ModuleList(FeedForward(shape.hidden, shape.expert_width) for _ in range(shape.experts))
         self.shared_experts = FeedForward(shape.hidden, shape.expert_width)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.gate(x).to(x.dtype)
+        scores = F.linear(x, self.gate.weight).float().sigmoid()
+        best = scores.topk(self.chosen, dim=-1).indices
+        kept = torch.zeros_like(scores).scatter(-1, best, scores.gather(-1, best))
+        weight = (kept / kept.sum(-1, keepdim=True)).to(x.dtype)
         chosen = (expert(x) * weight[..., index, None] for index, expert in enumerate(self.experts))
         return sum(chosen, self.shared_experts(x))
 
@@ -238,10 +226,6 @@ def library_texts() -> dict[str, str]:
     skipped = {"site-packages", "dist-packages", "__pycache__"}
     paths = [path for path in sorted(root.rglob("*.py")) if not skipped & set(path.parts)]
     return {str(path.relative_to(root)): path.read_text(encoding="utf-8", errors="replace") for path in paths}
-
-
-def is_one_of(name: str, many: int, which: int) -> bool:
-    return zlib.crc32(name.encode()) % many == which
 
 
 def train_tokenizer(texts: list[str], vocabulary: int):
@@ -336,16 +320,12 @@ def make_prompts(by_heart: Text, unseen: Text, count: int, longest: int) -> dict
     return prompts
 
 
-def make_optimizer(model: Model) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
-    groups = [{"params": [p for p in parameters if p.dim() > 1], "weight_decay": 0.1}]
-    groups += [{"params": [p for p in parameters if p.dim() == 1], "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), fused=True)
-
-
 def train(model: Model, corpus: Corpus, seconds: float, device: str, most_steps: float = math.inf) -> dict:
     """Train in place for so many seconds or steps; what was reached."""
-    optimizer, start, step, progress = make_optimizer(model), time.monotonic(), 0, 0.0
+    matrices, vectors = ([p for p in model.parameters() if (p.dim() > 1) == wanted] for wanted in (True, False))
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=RATE, betas=(0.9, 0.95), fused=True)
+    start, step, progress = time.monotonic(), 0, 0.0
     while progress < 1:
         phase = next(phase for phase, end in enumerate(UNTIL) if progress < end)
         length = min(LENGTHS[phase], model.shape.context)
@@ -427,9 +407,10 @@ def make_model(
     """Train, save and describe a model; `texts` replaces the standard library."""
     torch.manual_seed(seed)
     texts = library_texts() if texts is None else texts
-    unseen = [text for name, text in texts.items() if is_one_of(name, HELD_OUT, 0)]
-    by_heart = [text for name, text in texts.items() if is_one_of(name, BY_HEART, 1)]
-    seen = [text for name, text in texts.items() if not is_one_of(name, HELD_OUT, 0)]
+    numbered = [(zlib.crc32(name.encode()), text) for name, text in texts.items()]
+    unseen = [text for number, text in numbered if number % HELD_OUT == 0]
+    by_heart = [text for number, text in numbered if number % BY_HEART == 1]
+    seen = [text for number, text in numbered if number % HELD_OUT]
     tokenizer = train_tokenizer(seen, shape.vocabulary)
     passage, parts = tokenizer.token_to_id(PASSAGE), [tokenise(tokenizer, part) for part in (seen, by_heart, unseen)]
     corpus = Corpus(*(Text(tokens, passage, seed + index) for index, tokens in enumerate(parts)))
@@ -439,8 +420,7 @@ def make_model(
     known = (Text(tokens, passage, seed + 9) for tokens in parts[1:])
     prompts = make_prompts(*known, count=256, longest=shape.context * 3 // 4)
     (folder / "prompts.json").write_text(json.dumps(prompts) + "\n")
-    about = {"shape": asdict(shape), "files": len(seen), "tokens": [len(tokens) for tokens in parts], **reached}
-    (folder / "training.json").write_text(json.dumps(about, indent=1) + "\n")
+    (folder / "training.json").write_text(json.dumps({"shape": asdict(shape), **reached}, indent=1) + "\n")
     return model
 
 

@@ -1,12 +1,13 @@
 """Writes a small DeepSeek-V4 or V4.1 without weights: V4-Flash's shapes as one of 8 ranks has them, 8 layers.
 
     python -m bench.models.v4 FOLDER [--layers 8] [--drafts 1] [--v41]
-    python -m bench answers FOLDER --engine vllm --seeded -- --block-size 256
+    python -m bench answers FOLDER --engine vllm --seeded -- --kv-cache-dtype fp8 --block-size 256
     python -m bench soak FOLDER --engine sglang --seeded
 
 V4's layers are two with a window alone, three CSA, three HCA; its experts are fewer and narrower. V4.1's (vLLM 0.33,
 without drafts) are two with a window alone, three that read pairs and three that read tokens, whose entries the first
-of each kind keeps; its servers need the flags --block-size 64 --language-model-only.
+of each kind keeps; its servers need --kv-cache-dtype fp8 --block-size 64
+--language-model-only.
 """
 
 from __future__ import annotations

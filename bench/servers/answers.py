@@ -20,7 +20,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated
@@ -30,7 +31,7 @@ from rich.console import Console
 
 from bench.common.provenance import provenance
 from bench.common.results import must_be_writable, read_json, write
-from bench.common.stopping import stopping
+from bench.common.stopping import Stopped, stopping
 from bench.models.plugins import plugins
 from bench.servers import client
 from bench.servers.agreement import (
@@ -46,11 +47,21 @@ from bench.servers.agreement import (
     with_another_beginning,
 )
 from bench.servers.client import Failed
-from bench.servers.engines import ENGINES, Answer, Serving, Sglang, Variant, Vllm, configuration, is_sparse, is_v4
-from bench.servers.processes import Server, served
+from bench.servers.engines import (
+    ENGINES,
+    PACKAGES,
+    Answer,
+    Serving,
+    Sglang,
+    Variant,
+    Vllm,
+    configuration,
+    is_sparse,
+    is_v4,
+)
+from bench.servers.processes import Server, end_all, served
 from etap_backend import _library
 
-PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")
 CONTEXT = 4096 + 1024
 FEW, KNOWN_MANY = 8, 256  # requests at a time
 LONG_PROMPT = 128  # tokens of a prompt whose beginning matters
@@ -229,22 +240,54 @@ def perplexity(answers: Sequence[Answer]) -> float:
     return math.exp(-statistics.fmean(logprob for answer in answers for logprob in answer.logprobs))
 
 
-def serve(
-    engine: Vllm | Sglang, serving: Serving, backend: str, mode: str, ask: Callable, log: Path, flags: list[str]
-) -> tuple[dict, dict[str, list[Answer]]]:
-    """One server: what the results file says of it, and its answers by stage. Raises Failed."""
-    variant = Variant.parse(backend)
-    if mode != "plain":
-        serving = replace(serving, draft_tokens=DRAFT_TOKENS, drafter=mode)
-    if engine.name == "sglang":
-        own = ["--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK_TOKENS), "--decode-log-interval", "1"]
-        flags = [*own, *flags]
-    console.print(f"{backend} {mode}: starting, log in {log}", highlight=False)
-    environment = {} if variant.tp == 1 else {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
-    with plugins(["seeded"] if serving.weights == "seeded" else []) as more:
-        with served(engine, serving, variant, flags, log=log, environment=environment | more) as server:
-            stages = ask(server, mode, variant)
-            return server.about | {"counters": server.counters()}, stages
+@dataclass
+class Run:
+    """All servers of one comparison."""
+
+    engine: Vllm | Sglang
+    serving: Serving
+    flags: list[str]
+    folder: Path  # for logs
+    requests: int
+    known: dict[str, list[dict]]
+    about: dict[str, dict] = field(default_factory=dict)  # servers
+
+    def serve(self, backend: str, mode: str) -> dict[str, list[Answer]]:
+        """One server's answers by stage. Raises Failed."""
+        variant, serving, flags = Variant.parse(backend), self.serving, self.flags
+        if mode != "plain":
+            serving = replace(serving, draft_tokens=DRAFT_TOKENS, drafter=mode)
+        if self.engine.name == "sglang":
+            own = ["--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK_TOKENS), "--decode-log-interval", "1"]
+            flags = [*own, *flags]
+        environment = {} if variant.tp == 1 else {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"}
+        log = self.folder / f"{backend}-{mode}.log"
+        console.print(f"{backend} {mode}: starting, log in {log}", highlight=False)
+        with (
+            plugins(["seeded"] if serving.weights == "seeded" else []) as more,
+            served(self.engine, serving, variant, flags, log=log, environment=environment | more) as server,
+        ):
+            stages = Questions(server, mode, variant, self.requests, self.known).ask()
+            self.about[f"{backend} {mode}"] = server.about | {"counters": server.counters()}
+            return stages
+
+    def all(self, backends: list[str], modes: list[str], parallel: int) -> tuple[Records, list[str]]:
+        """Every server's answers, and what failed."""
+        every = [(name, mode) for mode in modes for name in backends]
+        every = [(name, mode) for name, mode in every if mode == "plain" or Variant.parse(name).dcp == 1]
+        records, failures = {}, []
+        with ThreadPoolExecutor(parallel) as pool:
+            asked = {key: pool.submit(self.serve, *key) for key in every}  # engines refuse drafts with dcp
+            for key, answers in asked.items():
+                try:
+                    records[key] = answers.result()
+                except Failed as error:
+                    failures.append(f"{' '.join(key)}: {error}")
+                except Stopped:
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    end_all()
+                    raise
+        return records, failures
 
 
 def main(
@@ -255,6 +298,7 @@ def main(
     backends: Annotated[str, typer.Option(help="The reference first; default: the engine's.")] = "",
     modes: Annotated[str, typer.Option(help="Of plain, mtp, ngram.")] = "plain",
     requests: Annotated[int, typer.Option(min=32, help="Concurrent requests of mixed length.")] = 96,
+    parallel: Annotated[int, typer.Option(min=1, help="Servers at a time; flags divide the memory.")] = 1,
     seeded: Annotated[bool, typer.Option("--seeded", help="With weights of bench.models.seeded.")] = False,
     note: Annotated[str, typer.Option(help="Put into the output.")] = "",
 ) -> None:
@@ -266,8 +310,6 @@ def main(
         of, config = ENGINES[engine], configuration(model)
         own = of.v4 if is_v4(config) else of.sparse if is_sparse(config) else of.backends
         names = backends.split(",") if backends else [*own, f"{of.etap}+eager"]
-        if is_v4(config) and not backends:
-            names = [f"{name}+fp8" for name in names]
         for name in names:
             Variant.parse(name)
         prompts = Path(model) / "prompts.json"
@@ -278,26 +320,13 @@ def main(
     about = provenance(
         "python -m bench answers", packages=(engine, *PACKAGES), library=_library.library_path(), note=note
     )
-    document = {"what": f"answers, {engine}", **about.model_dump(), "servers": {}}
-    serving = Serving(model, "seeded" if seeded else "auto", max_requests=max(requests, KNOWN_MANY if known else 0))
-    serving = replace(serving, max_context=None if known else CONTEXT)
-    records, failures = {}, []
-
-    def ask(server: Server, mode: str, variant: Variant) -> dict[str, list[Answer]]:
-        return Questions(server, mode, variant, requests, known).ask()
-
+    most, weights = max(requests, KNOWN_MANY if known else 0), "seeded" if seeded else "auto"
+    serving = Serving(model, weights, max_requests=most, max_context=None if known else CONTEXT)
+    run = Run(of, serving, serve_flags or [], output.with_suffix(""), requests, known)
     with stopping(None):
-        for mode in modes.split(","):
-            for name in names:
-                if mode != "plain" and Variant.parse(name).dcp > 1:  # engines refuse drafts there
-                    continue
-                log = output.with_suffix("") / f"{name}-{mode}.log"
-                try:
-                    served_by = serve(of, serving, name, mode, ask, log, serve_flags or [])
-                    document["servers"][f"{name} {mode}"], records[name, mode] = served_by
-                except Failed as error:
-                    failures.append(f"{name} {mode}: {error}")
+        records, failures = run.all(names, modes.split(","), parallel)
     found, against = judged(records, names[0], known)
+    document = {"what": f"answers, {engine}", **about.model_dump(), "servers": run.about}
     document |= found | {"failures": failures + against}
     write(document, output)
     for name, one in (document["yardsticks"] | document["agreement"]).items():

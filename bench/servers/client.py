@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
@@ -96,7 +96,7 @@ def ask_all(url: str, bodies: Sequence[dict], concurrency: int, seconds: float) 
     return replies
 
 
-def stream(http: httpx.Client, url: str, body: dict, seconds: float) -> Iterator[dict]:
+def stream(http: httpx.Client, url: str, body: dict, seconds: float) -> Generator[dict]:
     """The parts of a streamed reply; closing the generator closes the connection.
 
     Raises FailedRequest when the stream breaks off before its end.

@@ -5,14 +5,13 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.common.results import read_json
 from etap_backend.limits import SPARSE_FP8
 
+PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")
 SERVED_NAME = "served"
 SEED = 0
 PAGE_TOKENS = 64
@@ -44,7 +43,7 @@ class Variant:
             raise ValueError(f"--backend: wanted BACKEND[+CACHE][+math][+eager][@tpN or @dcpN], got {name!r}")
         ranks = int(found["ranks"] or tp)
         dcp = ranks if found["kind"] == "dcp" else 1
-        return cls(found["backend"], *(caches or ["auto"]), "math" in words, "eager" in words, ranks, dcp)
+        return cls(found["backend"], (caches or ["auto"])[0], "math" in words, "eager" in words, ranks, dcp)
 
     @property
     def is_etap(self) -> bool:
@@ -65,7 +64,7 @@ class Serving:
     """What a server is started for.
 
     Attributes:
-        model: folder or name of the model.
+        model: folder or name.
         weights: "auto" loads them, "dummy" are the engine's random ones, "seeded" those of bench.models.seeded.
         max_requests: most requests at a time.
         max_context: longest request in tokens, output included; None for the model's limit.
@@ -87,15 +86,15 @@ class Serving:
 
 @dataclass(frozen=True)
 class Load:
-    """A run of a load generator: `prompts` of `input` random tokens, `concurrency` at a time. Equal seeds give equal
-    prompts; all begin with the same `prefix` tokens."""
+    """A run of a load generator: `prompts` of `input` random tokens, the first `prefix` of them common to all,
+    `concurrency` at a time. Equal seeds give equal prompts."""
 
     input: int
+    prefix: int
     output: int
     concurrency: int
     prompts: int
     seed: int = SEED
-    prefix: int = 0
 
 
 @dataclass(frozen=True)
@@ -108,24 +107,17 @@ class Answer:
 
 
 class Engine:
-    """What both engines have; attributes named in capitals in a comment are samples of /metrics."""
+    """What both engines share.
 
-    name: str
-    etap: str  # ETAP's name there
-    backends: tuple[str, ...]  # compared by default, the reference first: dense, sparse and DeepSeek-V4 models
-    sparse: tuple[str, ...]
-    v4: tuple[str, ...]
-    modes: tuple[str, ...]  # who drafts
-    forces: bool  # whether a request can name the tokens of its answer
-    load_module: str
-    path: str  # of completions
-    cache_size: str  # regular expression: tokens of the KV cache in the log
-    page_size: str  # regular expression: tokens per page in the log
-    cached: tuple[str, str]  # SAMPLES: prompt tokens found in the prefix cache, and all prompt tokens
-    running: str  # SAMPLE: requests in the running batch
-    counters: dict[str, str]  # further SAMPLES by what they count
-    memory_flag: str  # share of GPU memory
-    parts_are_new: bool  # whether a part of a stream has only new tokens
+    Attributes of each: `backends`, `sparse` and `v4` are compared by default for dense, sparse and DeepSeek-V4 models,
+    the reference first; `modes` tell who may draft, `forces` whether a request can name the token of every step,
+    `parts_are_new` whether parts of a stream have only new tokens; `cached` (found, all), `running` and `counters` are
+    samples of /metrics.
+    """
+
+    cache_size: str
+    page_size: str
+    cached: tuple[str, str]
 
     def environment(self, serving: Serving) -> dict[str, str]:
         """Variables for a server."""
@@ -140,18 +132,29 @@ class Engine:
         return int(found[1].replace(",", "")) if found else None
 
     def cached_and_asked(self, metrics: dict[str, float]) -> tuple[float, float]:
+        """Prompt tokens that the prefix cache had so far, and all; NaN where /metrics does not say."""
         found, asked = (metrics.get(name, math.nan) for name in self.cached)
         return found, asked
+
+    def steps(self, reply: dict) -> tuple[list[int], list[float | None], list[list[float | None]]]:
+        """Of a reply or one part of a stream: tokens, their log-probabilities, those of the best tokens per step."""
+        raise NotImplementedError
+
+    def answer(self, reply: dict) -> Answer:
+        """The answer in a reply with log-probabilities."""
+        tokens, logprobs, steps = self.steps(reply)
+        best = [sorted(step, reverse=True)[:2] for step in steps]
+        return Answer(tokens, logprobs, [first - second for first, second in best])
+
+    def logprobs_in(self, reply: dict) -> list[float | None]:
+        """All log-probabilities in a reply or in one part of a stream."""
+        _, logprobs, steps = self.steps(reply)
+        return [*logprobs, *(value for step in steps for value in step)]
 
 
 def _flag(name: str, *values: object) -> list[str]:
     """The flag with its values, nothing if a value is missing."""
     return [name, *map(str, values)] if values and all(values) else []
-
-
-def _gaps(steps: Iterable[Iterable[float]]) -> list[float]:
-    best = [sorted(step, reverse=True)[:2] for step in steps]
-    return [first - second for first, second in best]
 
 
 class Vllm(Engine):
@@ -215,38 +218,23 @@ class Vllm(Engine):
         ]
 
     def body(self, prompt, tokens, *, temperature=0.0, logprobs=0, forced=None, salt=None) -> dict:
-        """A request for exactly so many tokens.
-
-        Args:
-            prompt: token ids.
-            logprobs: also return those of so many best tokens per step.
-            forced: the token of every step; None lets the model choose.
-            salt: requests with another salt share no prefix cache.
-        """
+        """A request for exactly so many tokens behind a prompt of token ids, with log-probabilities of so many best
+        tokens per step. `forced` is the token of every step; requests with another `salt` share no prefix cache."""
         body = {"model": SERVED_NAME, "prompt": prompt, "max_tokens": tokens, "temperature": temperature}
         body |= {"ignore_eos": True}
         body |= {"logprobs": logprobs, "return_tokens_as_token_ids": True} if logprobs else {}
         body |= {} if forced is None else {"allowed_token_ids": [forced]}
         return body | ({} if salt is None else {"cache_salt": salt})
 
-    def _logprobs(self, reply: dict) -> dict:
-        return (reply["choices"][0].get("logprobs") if reply["choices"] else None) or {}
-
-    def answer(self, reply: dict) -> Answer:
-        """The answer in a reply with log-probabilities."""
-        found = self._logprobs(reply)
-        tokens = [int(token.removeprefix("token_id:")) for token in found["tokens"]]
-        return Answer(tokens, found["token_logprobs"], _gaps(step.values() for step in found["top_logprobs"]))
-
-    def logprobs_in(self, reply: dict) -> list[float | None]:
-        """All log-probabilities in a reply or in one part of a stream."""
-        found = self._logprobs(reply)
-        best = [value for step in found.get("top_logprobs") or () for value in step.values()]
-        return [*(found.get("token_logprobs") or ()), *best]
+    def steps(self, reply: dict) -> tuple[list, list, list]:
+        found = (reply["choices"][0].get("logprobs") if reply["choices"] else None) or {}
+        tokens = [int(token.removeprefix("token_id:")) for token in found.get("tokens") or ()]
+        best = [list(step.values()) for step in found.get("top_logprobs") or ()]
+        return tokens, found.get("token_logprobs") or [], best
 
     def tokens_in(self, reply: dict, before: int = 0) -> int:
         """Tokens so far, after a reply or one more part of a stream."""
-        return before + len(self._logprobs(reply).get("tokens") or ())
+        return before + len(self.steps(reply)[0])
 
     def in_use(self, variant: Variant, log: str) -> bool:
         """Whether the log says that this attention backend runs."""
@@ -326,16 +314,11 @@ class Sglang(Engine):
         body = {"input_ids": prompt, "sampling_params": sampling}
         return body | ({"return_logprob": True, "top_logprobs_num": logprobs} if logprobs else {})
 
-    def answer(self, reply: dict) -> Answer:
-        about = reply["meta_info"]
-        logprobs = [logprob for logprob, *_ in about["output_token_logprobs"]]
-        tokens = [token for _, token, *_ in about["output_token_logprobs"]]
-        return Answer(tokens, logprobs, _gaps([one[0] for one in step] for step in about["output_top_logprobs"]))
-
-    def logprobs_in(self, reply: dict) -> list[float | None]:
+    def steps(self, reply: dict) -> tuple[list, list, list]:
         about = reply.get("meta_info", {})
-        best = [one[0] for step in about.get("output_top_logprobs") or () for one in step or ()]
-        return [*(one[0] for one in about.get("output_token_logprobs") or ()), *best]
+        chosen = about.get("output_token_logprobs") or []
+        best = [[one[0] for one in step or ()] for step in about.get("output_top_logprobs") or ()]
+        return [one[1] for one in chosen], [one[0] for one in chosen], best
 
     def tokens_in(self, reply: dict, before: int = 0) -> int:
         return reply.get("meta_info", {}).get("completion_tokens", before)
@@ -357,7 +340,7 @@ ENGINES: dict[str, Vllm | Sglang] = {engine.name: engine for engine in (Vllm(), 
 def configuration(model: str | Path) -> dict:
     """The model's config.json, of a multimodal model its text's; {} where there is no such file."""
     path = Path(model) / "config.json"
-    config = read_json(path) if path.is_file() else {}
+    config: dict = json.loads(path.read_text()) if path.is_file() else {}
     return config.get("text_config") or config
 
 

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-import re
-import runpy
 import shlex
 import signal
 import socket
 import subprocess
 import sys
 import time
-import traceback
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar
 
 import psutil
 
@@ -27,10 +24,9 @@ from bench.common.stopping import signals_go_to
 from bench.servers import client
 from bench.servers.client import Failed
 from bench.servers.engines import Serving, Sglang, Variant, Vllm, cache_lines, configuration
+from bench.servers.generator import tail
 
 MARK = "ETAP_BENCH_PROCESS"
-TAIL_LINES, FIRST_ERRORS = 30, 6
-ERROR = re.compile(r"\b[A-Z]\w*(Error|Exception|Exit)\b: .+")
 GRACE_SECONDS = 10
 MEMORY_SECONDS, MEMORY_MIB = 30, 2048
 READY_SECONDS = 600
@@ -42,15 +38,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def tail(log: Path, lines: int = TAIL_LINES) -> str:
-    """The end of a log, after the first errors above it: a child often logs the cause long before the end."""
-    text = log.read_text(errors="replace").splitlines()
-    errors = dict.fromkeys(found[0] for line in text[:-lines] if (found := ERROR.search(line)))
-    return "\n".join([*(f"error above: {error}" for error in list(errors)[:FIRST_ERRORS]), *text[-lines:]])
-
-
 class Process:
     """A process in its own session, and a mark in the environment that all its descendants inherit."""
+
+    alive: ClassVar[set[Process]] = set()
 
     def __init__(self, command: list[str], log: Path, environment: dict[str, str]):
         self.log, self.mark = log, uuid.uuid4().hex
@@ -61,6 +52,7 @@ class Process:
         options = {"stdout": self._output, "stderr": subprocess.STDOUT, "start_new_session": True}
         self._process = subprocess.Popen(command, env=environment, **options)
         self._about, self.pid = psutil.Process(self._process.pid), self._process.pid
+        self.alive.add(self)
 
     def ended(self) -> int | None:
         """Its exit code, None while it runs."""
@@ -106,11 +98,18 @@ class Process:
                 time.sleep(0.1)
             self._process.wait()
             self._output.close()
+            self.alive.discard(self)
 
     def _signal(self, number: int) -> None:
         for pid in self.running():
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+def end_all() -> None:
+    """End every process, those of other threads too."""
+    for process in list(Process.alive):
+        process.end()
 
 
 @dataclass(frozen=True)
@@ -170,10 +169,11 @@ def served(
         _must_run(server, variant, configuration(serving.model))
         yield server
         if (code := process.ended()) is not None:
-            raise Failed(f"the server ended with {code} while it was in use:\n{tail(log)}")
+            raise Failed(f"{variant.backend}: the server ended with {code} while it was in use:\n{tail(log)}")
     finally:
         process.end()
-        _wait_for_memory(before)
+        if not Process.alive:
+            _wait_for_memory(before)
 
 
 def _wait_until_ready(server: Server, end: float) -> None:
@@ -193,65 +193,7 @@ def _must_run(server: Server, variant: Variant, config: dict) -> None:
 
 
 def _wait_for_memory(before: float | None) -> None:
-    """The driver frees memory a moment after a process has ended."""
+    """The driver frees memory a moment after the last process has ended."""
     end = time.monotonic() + MEMORY_SECONDS
     while before is not None and (gpus.used_mib() or 0) > before + MEMORY_MIB and time.monotonic() < end:
         time.sleep(0.5)
-
-
-class Generator:
-    """An engine's load generator in a process that stays: its imports take longer than a reading."""
-
-    def __init__(self, module: str, log: Path):
-        self.module, self.log = module, log
-        self._process = self._pipe = None
-
-    def run(self, arguments: list[str], seconds: float) -> None:
-        """One run with these arguments. Raises Failed unless it ends well within `seconds`."""
-        if self._process is None:
-            context = multiprocessing.get_context("spawn")
-            self._pipe, end = context.Pipe()
-            self.log.parent.mkdir(parents=True, exist_ok=True)
-            self._process = context.Process(target=_generate, args=(self.module, self.log, end))
-            self._process.start()
-            end.close()
-        problem = f"took more than {seconds:.0f} s"
-        try:
-            self._pipe.send(arguments)
-            if self._pipe.poll(seconds) and (problem := self._pipe.recv()) is None:
-                return
-        except (EOFError, OSError):
-            problem = "ended"
-        self.end()
-        raise Failed(f"the load generator failed ({problem}):\n{tail(self.log, 15)}")
-
-    def end(self) -> None:
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._process = self._pipe = None
-
-    def __enter__(self) -> Generator:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.end()
-
-
-def _generate(module: str, log: Path, pipe) -> None:
-    """Run a module as the main program with each list of arguments; reply None, or what went wrong."""
-    os.setpgrp()  # Ctrl-C is for the parent, which ends this process
-    with log.open("a") as output:
-        os.dup2(output.fileno(), 1)
-        os.dup2(output.fileno(), 2)
-    while True:
-        sys.argv, problem = [module, *pipe.recv()], None
-        try:
-            runpy.run_module(module, run_name="__main__", alter_sys=True)
-        except SystemExit as end:
-            problem = f"exit code {end.code}" if end.code else None
-        except Exception as error:  # whatever it raises is the reply
-            traceback.print_exc()
-            problem = f"{type(error).__name__}: {error}"
-        sys.stdout.flush()
-        pipe.send(problem)

@@ -65,21 +65,23 @@ class Scenario(Strict):
     vllm: EngineScenario | None = None
     sglang: EngineScenario | None = None
 
+    def of(self, engine: str) -> EngineScenario:
+        """Raises ValueError where the scenario is not for this engine."""
+        if (found := getattr(self, engine)) is None:
+            raise ValueError(f"--engine: wanted a scenario with a table [{engine}], got one without")
+        return found
+
     def serving(self, model: str, cases: list[Case]) -> Serving:
-        batches = tuple(sorted({case.concurrency for case in cases}))
+        batches = tuple(sorted({case.load.concurrency for case in cases}))
         return Serving(
             model,
             self.weights,
             max_requests=max(batches),
-            max_context=max(case.input + case.output for case in cases) + MARGIN_TOKENS + self.draft_tokens,
+            max_context=max(case.load.input + case.load.output for case in cases) + MARGIN_TOKENS + self.draft_tokens,
             batches=batches,
             draft_tokens=self.draft_tokens,
             acceptance=None if self.weights == "auto" else self.acceptance,
         )
-
-
-def names() -> list[str]:
-    return list(configs.read_toml_table(SCENARIOS))
 
 
 def read_scenario(name: str) -> Scenario:
@@ -110,41 +112,33 @@ def _merged(base: dict, more: dict) -> dict:
 class Case:
     """A point at one concurrency."""
 
-    input: int
-    prefix: int
-    output: int
-    concurrency: int
+    load: Load
     prefill: str
-    waves: int
-
-    @property
-    def load(self) -> Load:
-        return Load(self.input, self.output, self.concurrency, self.waves * self.concurrency, prefix=self.prefix)
 
     @property
     def tokens(self) -> int:
         """Cache that its requests need at the same time."""
-        prompts = self.load.prompts if self.prefill == "cached" else self.concurrency
-        return prompts * -(-(self.input + self.output) // PAGE_TOKENS) * PAGE_TOKENS
+        prompts = self.load.prompts if self.prefill == "cached" else self.load.concurrency
+        return prompts * -(-(self.load.input + self.load.output) // PAGE_TOKENS) * PAGE_TOKENS
 
     @property
     def text(self) -> str:
-        return load_text(self.concurrency, self.input, self.output, self.prefill, self.prefix)
+        return load_text(self.load.concurrency, self.load.input, self.load.output, self.prefill, self.load.prefix)
 
     def in_cache_after(self, other: Case) -> bool:
         """Whether `other` left these prompts in the prefix cache: of equal seeds fewer and shorter prompts begin as
         more and longer ones."""
         both = self.prefill == other.prefill == "cached"
-        return both and self.input <= other.input and self.load.prompts <= other.load.prompts
+        return both and self.load.input <= other.load.input and self.load.prompts <= other.load.prompts
 
     def cached_as_wanted(self, share: float) -> bool:
         """Whether this share of the prompts' tokens is right for the prefix cache to have had: nearly all, the common
         prefix, or nothing."""
-        if self.prefix:
-            return share >= 0.9 * (1 - 1 / self.load.prompts) * self.prefix / self.input
+        if self.load.prefix:
+            return share >= 0.9 * (1 - 1 / self.load.prompts) * self.load.prefix / self.load.input
         if self.prefill == "served":
             return share <= 0.05  # a common first page
-        return share >= 0.95 * (1 - 2 * PAGE_TOKENS / self.input)  # the last page is computed again
+        return share >= 0.95 * (1 - 2 * PAGE_TOKENS / self.load.input)  # the last page is computed again
 
 
 def cases_of(points: list[Point], context: list[int], concurrency: list[int]) -> list[Case]:
@@ -153,7 +147,7 @@ def cases_of(points: list[Point], context: list[int], concurrency: list[int]) ->
     Raises ValueError when none is left.
     """
     found = [
-        Case(point.input, point.prefix, point.output, one, point.prefill, point.waves)
+        Case(Load(point.input, point.prefix, point.output, one, point.waves * one), point.prefill)
         for point in points
         for one in point.concurrency
         if (not context or point.input in context) and (not concurrency or one in concurrency)

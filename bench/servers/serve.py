@@ -1,11 +1,13 @@
 """Servers of ETAP and of an engine's own attention backends in turns (A B A B), under the engine's load generator.
 
     python -m bench serve decode-short --engine vllm --turns 2
+    python -m bench serve decode-sparse --together --backend ETAP --backend FLASHMLA_SPARSE --flag=...
 
-Each turn of a backend is a server of its own, and every reading has the host's speed beside it: a fixed loop of plain
-Python, the slower of before and after. Of a point's readings those within 10% of each other's host speed are compared,
-the others are void. The output is written after every reading, so a run that is cut short (SIGTERM, Ctrl-C) keeps its
-readings. The exit status is 1 when a server or a point failed, and 2 when there is nothing to measure.
+Each turn of a backend is a server of its own, or with --together another pass over servers that are all there at once.
+Every reading has the host's speed beside it: a fixed loop of plain Python, the slower of before and after. Of a point's
+readings those within 10% of each other's host speed are compared, the others are void. The output is written after
+every reading, so a run that is cut short (SIGTERM, Ctrl-C) keeps its readings. The exit status is 1 when a server or a
+point failed, and 2 when there is nothing to measure.
 """
 
 from __future__ import annotations
@@ -17,71 +19,33 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
-from pydantic import ConfigDict
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 from bench.common import gpus as driver
 from bench.common import results
-from bench.common.configs import Strict
-from bench.common.provenance import Provenance, provenance
+from bench.common.provenance import provenance
 from bench.common.screen import print_table
 from bench.common.stopping import Stopped, stopping
 from bench.common.units import parse_tokens
 from bench.models import dummy
 from bench.models.plugins import plugins
 from bench.servers.client import Failed
-from bench.servers.engines import ENGINES, SEED, Serving, Sglang, Variant, Vllm, read_result
-from bench.servers.processes import Generator, Server, free_port, served, tail
-from bench.servers.scenario import Case, EngineScenario, Scenario, cases_of, read_scenario
+from bench.servers.engines import ENGINES, PACKAGES, SEED, Load, Serving, Sglang, Variant, Vllm, read_result
+from bench.servers.generator import Generator, tail
+from bench.servers.processes import Server, end_all, free_port, served
+from bench.servers.scenario import Case, Scenario, cases_of, read_scenario
+from etap_backend import _library
 
 HOST_LOOPS, HOST_STEPS, HOST_TOLERANCE = 5, 400_000, 0.10
-PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-python", "sglang-kernel")
-
-
-class Reading(Strict):
-    """One run of the load generator: medians over requests, of ITL over all steps."""
-
-    backend: str
-    turn: int
-    point: str
-    tpot_ms: float
-    itl_ms: float | None = None
-    ttft_ms: float
-    tokens_per_second: float
-    duration: float | None = None
-    acceptance_length: float | None = None
-    cached_share: float | None = None  # of the prompts' tokens, found in the prefix cache
-    host_ms: float
-
-
-class Document(Provenance):
-    """A results file of `serve`; it grows during the run."""
-
-    model_config = ConfigDict(extra="forbid", frozen=False)
-
-    kind: Literal["serve"] = "serve"
-    scenario: str
-    engine: str
-    model: str
-    weights: str
-    model_shape: dict
-    gpus: int
-    draft_tokens: int
-    acceptance: float | None
-    environment: dict[str, str]
-    plugins: list[str]
-    stopped: str | None = None
-    servers: dict[str, dict] = {}
-    skipped: list[str] = []
-    failures: list[str] = []
-    rows: list[Reading] = []
 
 
 def host_ms() -> float:
@@ -96,95 +60,116 @@ def host_ms() -> float:
     return round(min(loop() for _ in range(HOST_LOOPS)), 2)
 
 
-def at_equal_host_speed(rows: list[Reading]) -> list[Reading]:
+def at_equal_host_speed(rows: list[dict]) -> list[dict]:
     """The readings of one point within HOST_TOLERANCE of each other's host speed: of most backends, then most
     readings, then the fastest host."""
 
-    def within(low: float) -> list[Reading]:
-        return [row for row in rows if low <= row.host_ms <= low * (1 + HOST_TOLERANCE)]
+    def within(low: float) -> list[dict]:
+        return [row for row in rows if low <= row["host_ms"] <= low * (1 + HOST_TOLERANCE)]
 
-    spans = [within(row.host_ms) for row in rows]
-    return max(spans, key=lambda span: (len({row.backend for row in span}), len(span), -span[0].host_ms), default=[])
+    lows = sorted({row["host_ms"] for row in rows})
+    return max(map(within, lows), key=lambda span: (len({row["backend"] for row in span}), len(span)), default=[])
 
 
 @dataclass
 class Run:
-    """Everything that one command measures."""
+    """One command's measurements; `document` is the results file, whose `rows` are readings."""
 
     engine: Vllm | Sglang
     scenario: Scenario
-    specific: EngineScenario
     backends: list[str]
     cases: list[Case]
     serving: Serving
     flags: list[str]
-    document: Document
+    document: dict
     output: Path
     console: Console
-    readings: int = 1
+    readings: int
+    environment: dict[str, str] = field(default_factory=dict, init=False)
     fresh_seeds: int = field(default=0, init=False)
+    sent: dict[str, list[Case]] = field(default_factory=dict, init=False)  # whose prompts a server has had, by its URL
 
     def variant(self, backend: str) -> Variant:
         return Variant.parse(backend, self.scenario.gpus)
 
-    def environment(self) -> dict[str, str]:
-        return {**self.scenario.environment, **self.specific.environment}
-
-    def write(self) -> None:
-        results.write(self.document, self.output)
+    def tell(self, text: str, **options) -> None:
+        self.console.print(text, markup=False, highlight=False, **options)
 
     def fail(self, text: str) -> None:
-        self.document.failures.append(text)
-        self.console.print(text, style="red", markup=False, highlight=False)
-        self.write()
+        self.document["failures"].append(text)
+        self.tell(text, style="red")
+        results.write(self.document, self.output)
 
-    def all(self, turns: int) -> None:
+    def all(self, turns: int, together: bool) -> None:
         """Every turn of every backend; a server that fails does not end the run."""
-        folder, environment = self.output.with_suffix(""), self.environment()
-        with (
-            plugins([*self.scenario.plugins, *(["seeded"] if self.serving.weights == "seeded" else [])]) as more,
-            Generator(self.engine.load_module, folder / "load.log") as generator,
-        ):
-            for turn in range(1, turns + 1):
-                for backend in self.backends:
-                    log = folder / f"{backend}-{turn}.log"
-                    options = {"log": log, "environment": environment | more}
-                    self.console.print(f"{backend}, turn {turn}: starting, log in {log}", highlight=False)
-                    try:
-                        with served(self.engine, self.serving, self.variant(backend), self.flags, **options) as server:
-                            self.document.servers[f"{backend}, turn {turn}"] = server.about
-                            self.one(server, generator, backend, turn)
-                    except Failed as failure:
-                        self.fail(f"{backend}, turn {turn}: {failure}")
+        seeded = ["seeded"] if self.serving.weights == "seeded" else []
+        log = self.output.with_suffix("") / "load.log"
+        with plugins([*self.scenario.plugins, *seeded]) as more, Generator(self.engine.load_module, log) as generator:
+            self.environment = self.document["environment"] | more
+            rounds = [self.backends] if together else [[name] for name in self.backends] * turns
+            for number, names in enumerate(rounds):
+                passes = range(1, turns + 1) if together else [1 + number // len(self.backends)]
+                self.group(names, passes, generator)
 
-    def one(self, server: Server, generator: Generator, backend: str, turn: int) -> None:
+    def group(self, names: list[str], passes: list[int] | range, generator: Generator) -> None:
+        """Start these servers at the same time, then measure on one after the other in each pass."""
+        try:
+            with ExitStack() as stack, ThreadPoolExecutor(len(names)) as pool:
+                starting = {name: pool.submit(stack.enter_context, self.start(name, passes[0])) for name in names}
+                running = self.ready(starting)
+                for turn in passes:
+                    for name, server in running.items():
+                        if server.process.ended() is None:
+                            self.pass_over(server, generator, name, turn)
+        except Failed as failure:
+            self.fail(str(failure))
+
+    def ready(self, starting: dict[str, Future[Server]]) -> dict[str, Server]:
+        """The servers that come up."""
+        running = {}
+        for name, server in starting.items():
+            try:
+                running[name] = server.result()
+            except Failed as failure:
+                self.fail(f"{name}: {failure}")
+            except Stopped:
+                end_all()  # those that are still starting, for which the pool waits
+                raise
+        return running
+
+    def start(self, name: str, turn: int):
+        log = self.output.with_suffix("") / f"{name}-{turn}.log"
+        self.tell(f"{name}, turn {turn}: starting, log in {log}")
+        options = {"log": log, "environment": self.environment}
+        return served(self.engine, self.serving, self.variant(name), self.flags, **options)
+
+    def pass_over(self, server: Server, generator: Generator, backend: str, turn: int) -> None:
         """All points on one server."""
         room = self.engine.cache_tokens(server.log())
-        server.about |= {"cache_tokens": room, "cuda_graphs": self.engine.in_graphs(server.log())}
-        sent: list[Case] = []
+        server.about.update(cache_tokens=room, cuda_graphs=self.engine.in_graphs(server.log()))
+        self.document["servers"][f"{backend}, turn {turn}"] = server.about
         for case in self.cases:
             if room is not None and case.tokens > room:
                 text = f"{backend}, {case.text}: needs a cache of {case.tokens:,} tokens, the server has {room:,}"
-                self.document.skipped = list(dict.fromkeys([*self.document.skipped, text]))
+                self.document["skipped"] += [text] * (text not in self.document["skipped"])
                 continue
             try:
-                for reading in self.of_case(server, generator, case, any(map(case.in_cache_after, sent))):
-                    row = Reading(backend=backend, turn=turn, point=case.text, **reading)
-                    self.document.rows.append(row)
-                    self.write()
-                    said = f"{backend}, {row.point}: TPOT {row.tpot_ms:.2f} ms, host {row.host_ms:.1f} ms"
-                    self.console.print(said, markup=False, highlight=False)
-                sent.append(case)
+                for reading in self.of_case(server, generator, case):
+                    row = {"backend": backend, "turn": turn, "point": case.text, **reading}
+                    self.document["rows"].append(row)
+                    results.write(self.document, self.output)
+                    self.tell(f"{backend}, {case.text}: TPOT {row['tpot_ms']:.2f} ms, host {row['host_ms']:.1f} ms")
             except Failed as failure:
                 self.fail(f"{backend}, turn {turn}, {case.text}: {failure}")
                 if server.process.ended() is not None:
                     return
 
-    def of_case(self, server: Server, generator: Generator, case: Case, known: bool) -> Iterator[dict]:
-        """Readings of a case; `known` when its prompts are in the prefix cache already."""
-        cached = case.prefill == "cached"
-        if not known:  # fills the prefix cache, and lets the server compile what it has not met
+    def of_case(self, server: Server, generator: Generator, case: Case) -> Iterator[dict]:
+        """Readings of a case, after a warm-up unless its prompts are in the prefix cache already."""
+        cached, sent = case.prefill == "cached", self.sent.setdefault(server.url, [])
+        if not any(case == one or case.in_cache_after(one) for one in sent):
             self.reading(server, generator, replace(case.load, output=2, seed=self.seed(cached)))
+            sent.append(case)
         for _ in range(self.readings):
             for last in (False, True):  # prompts that were evicted are cached again after one more run
                 reading = self.reading(server, generator, replace(case.load, seed=self.seed(cached)))
@@ -200,13 +185,12 @@ class Run:
         self.fresh_seeds += not cached
         return SEED if cached else SEED + self.fresh_seeds
 
-    def reading(self, server: Server, generator: Generator, load) -> dict:
+    def reading(self, server: Server, generator: Generator, load: Load) -> dict:
         """One run of the load generator."""
         with tempfile.TemporaryDirectory() as folder:
             result = Path(folder) / "result.json"
             host, before = host_ms(), self.engine.cached_and_asked(server.metrics())
-            arguments = self.engine.load(self.serving, load, server.port, result)
-            generator.run(arguments, self.scenario.point_seconds)
+            generator.run(self.engine.load(self.serving, load, server.port, result), self.scenario.point_seconds)
             after = self.engine.cached_and_asked(server.metrics())
             try:
                 found = read_result(result, load.prompts)
@@ -217,45 +201,43 @@ class Run:
             return found | {"cached_share": share, "host_ms": max(host, host_ms())}
 
 
-def table_of(document: Document, markdown: bool = False) -> Table:
+def table_of(document: dict, markdown: bool = False) -> Table:
     """Medians and ranges of comparable readings by point and backend, and ratios to ETAP with the same cache."""
-    table = Table(box=box.MARKDOWN if markdown else box.HEAVY_HEAD)
-    served_only = all("cached" not in row.point for row in document.rows)
-    time_of = "ttft_ms" if served_only else "itl_ms" if all(row.itl_ms for row in document.rows) else "tpot_ms"
-    titles = ("requests x input/output, prefill", "backend", f"{time_of[:4].rstrip('_').upper()} ms", "/ ETAP")
-    for title in (*titles, "tokens/s per GPU", "host ms", "readings"):
-        table.add_column(title)
-
-    for point in dict.fromkeys(row.point for row in document.rows):
-        rows = [row for row in document.rows if row.point == point]
-        valid = at_equal_host_speed(rows)
-        for backend in dict.fromkeys(row.backend for row in rows):
-            own = [row for row in valid if row.backend == backend]
-            times = [getattr(row, time_of) for row in own]
-            beside = ENGINES[document.engine].etap + backend.removeprefix(Variant.parse(backend).backend)
-            etap = [getattr(row, time_of) for row in valid if row.backend == beside]
-            hosts = [row.host_ms for row in rows if row.backend == backend]
-            ratio = f"{statistics.median(times) / statistics.median(etap):.3f}" if times and etap else "-"
-            rates = [row.tokens_per_second / document.gpus for row in own]
-            table.add_row(
-                *(point, backend, f"{statistics.median(times):.2f} ({min(times):.2f} to {max(times):.2f})"
-                if times else "void", ratio),
-                *(f"{statistics.median(rates):,.1f}" if rates else "-", f"{min(hosts):.1f} to {max(hosts):.1f}"),
-                f"{len(own)}" + (f", {len(hosts) - len(own)} void" if len(hosts) > len(own) else ""),
-            )  # fmt: skip
+    rows, etap = document["rows"], ENGINES[document["engine"]].etap
+    key = "itl_ms" if all(row.get("itl_ms") for row in rows) else "tpot_ms"
+    key = key if any("cached" in row["point"] for row in rows) else "ttft_ms"
+    titles = ("requests x input/output, prefill", "backend", key[:4].rstrip("_").upper() + " ms", "/ ETAP")
+    table = Table(*titles, "tokens/s per GPU", "host ms", "readings", box=box.MARKDOWN if markdown else box.HEAVY_HEAD)
+    for point in dict.fromkeys(row["point"] for row in rows):
+        of_point = [row for row in rows if row["point"] == point]
+        valid: dict[str, list[dict]] = {}
+        for row in at_equal_host_speed(of_point):
+            valid.setdefault(row["backend"], []).append(row)
+        times = {name: [row[key] for row in readings] for name, readings in valid.items()}
+        for name in dict.fromkeys(row["backend"] for row in of_point):
+            own, reference = times.get(name), times.get(etap + name.removeprefix(Variant.parse(name).backend))
+            hosts = [row["host_ms"] for row in of_point if row["backend"] == name]
+            cells = ["void", "-", "-"]
+            if own:
+                cells[0] = f"{statistics.median(own):.2f} ({min(own):.2f} to {max(own):.2f})"
+                rate = statistics.median(row["tokens_per_second"] for row in valid[name]) / document["gpus"]
+                cells[2] = f"{rate:,.1f}"
+            if own and reference:
+                cells[1] = f"{statistics.median(own) / statistics.median(reference):.3f}"
+            void = len(hosts) - len(own or [])
+            used = f"{len(own or [])}, {void} void" if void else str(len(hosts))
+            table.add_row(point, name, *cells, f"{min(hosts):.1f} to {max(hosts):.1f}", used)
     return table
 
 
-def show(document: Document, console: Console, markdown: bool = False) -> None:
+def show(document: dict, console: Console, markdown: bool = False) -> None:
     """The table, what is missing, and how it was made."""
-    if document.rows:
+    if document["rows"]:
         print_table(console, table_of(document, markdown))
-    versions = ", ".join(f"{package} {version}" for package, version in document.versions.items())
-    drafts = f", {document.draft_tokens} draft tokens" if document.draft_tokens else ""
-    made = f"{document.gpus} x {document.gpu}, driver {document.driver}{drafts}; {versions}; commit {document.commit}"
-    lines = [f"{document.model}, {document.weights}; {made}; {document.date}.", document.note, *document.skipped]
-    lines += [f"failed: {text}" for text in document.failures]
-    for line in filter(None, lines):
+    versions = ", ".join(f"{package} {version}" for package, version in document["versions"].items())
+    made = "{model}, {weights}; {gpus} x {gpu}, driver {driver}; {versions}; commit {commit}; {date}."
+    lines = [made.format(**document | {"versions": versions}), document["note"], *document["skipped"]]
+    for line in [*filter(None, lines), *(f"failed: {text}" for text in document["failures"])]:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
@@ -265,13 +247,16 @@ def report(
 ) -> None:
     """Print the tables of results files again."""
     for path in files:
-        show(results.read(path, Document), Console(), markdown)
+        document = results.read_json(path)
+        if not isinstance(document, dict) or document.get("kind") != "serve":
+            raise typer.BadParameter(f"{path}: wanted a results file of serve")
+        show(document, Console(), markdown)
 
 
 def prepared(scenario: Scenario, folder: Path) -> tuple[str, dict, str]:
     """The model's folder or name, its configuration ({} if unknown), and what its weights are.
 
-    Raises ValueError when the configuration cannot be changed so, or does not divide.
+    Raises ValueError when the configuration cannot be changed so, or heads do not divide.
     """
     if scenario.weights == "auto":
         return scenario.model, {}, "its own weights"
@@ -283,21 +268,12 @@ def prepared(scenario: Scenario, folder: Path) -> tuple[str, dict, str]:
     return str(folder), config, f"{scenario.weights} weights, {config['num_hidden_layers']} layers{rank}"
 
 
-def parse_pairs(argument: str, pairs: list[str]) -> dict[str, str]:
-    """{key: value} of KEY=VALUE texts. Raises ValueError for other texts."""
-    split = [pair.partition("=") for pair in pairs]
-    for pair, (key, equals, _) in zip(pairs, split, strict=True):
-        if not (key and equals):
-            raise ValueError(f"{argument}: wanted KEY=VALUE, got {pair!r}")
-    return {key: value for key, _, value in split}
-
-
 def parse_changes(pairs: list[str]) -> dict:
-    """As parse_pairs, with values in JSON."""
+    """{key: value} of KEY=VALUE texts with values in JSON. Raises ValueError for other texts."""
     try:
-        return {key: json.loads(value) for key, value in parse_pairs("--set", pairs).items()}
+        return {key: json.loads(value) for key, _, value in (pair.partition("=") for pair in pairs)}
     except json.JSONDecodeError as error:
-        raise ValueError(f"--set: wanted a JSON value, got {error.doc!r}") from error
+        raise ValueError(f"--set: wanted KEY=VALUE with a JSON value, got {pairs}") from error
 
 
 def main(
@@ -312,13 +288,13 @@ def main(
     changes: Annotated[list[str] | None, typer.Option("--set", help="KEY=VALUE of config.json; repeatable.")] = None,
     context: Annotated[list[str] | None, typer.Option(help="Only this input length, such as 16K; repeatable.")] = None,
     concurrency: Annotated[list[int] | None, typer.Option(min=1, help="Only this concurrency; repeatable.")] = None,
-    turns: Annotated[int, typer.Option(min=1, help="Servers of each backend, in turn.")] = 2,
-    readings: Annotated[int, typer.Option(min=1, help="Readings of each point on each server.")] = 1,
+    turns: Annotated[int, typer.Option(min=1, help="Turns of each backend.")] = 2,
+    readings: Annotated[int, typer.Option(min=1, help="Readings of each point in each turn.")] = 1,
+    together: Annotated[bool, typer.Option("--together", help="All servers at once; flags divide the memory.")] = False,
     flag: Annotated[list[str] | None, typer.Option(help="A server's flag more, as --flag=--x=y; repeatable.")] = None,
-    env: Annotated[list[str] | None, typer.Option(help="NAME=VALUE for servers; repeatable.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON; results/serve-<scenario>-<engine>.json if absent.")] = None,
     note: Annotated[str, typer.Option(help="Put into the output.")] = "",
-    show_commands: Annotated[bool, typer.Option("--show", help="Print the commands; run and write nothing.")] = False,
+    commands: Annotated[bool, typer.Option("--show", help="Print the commands; run and write nothing.")] = False,
 ) -> None:
     """Serve one model with ETAP and with the engine's own attention backends, and compare their steps."""
     console = Console() if sys.stdout.isatty() else Console(width=180)
@@ -328,21 +304,17 @@ def main(
         wanted = read_scenario(scenario)
         given["changes"] = wanted.changes | parse_changes(changes or [])
         wanted = wanted.model_copy(update={key: value for key, value in given.items() if value is not None})
-        if (specific := getattr(wanted, engine)) is None:
-            raise ValueError(f"--engine: wanted a table [{engine}] in {scenario}, got none")
-        variables = specific.environment | parse_pairs("--env", env or [])
-        specific = specific.model_copy(update={"environment": variables})
         cases = cases_of(wanted.points, [parse_tokens(text) for text in context or []], concurrency or [])
         folder, config, said = prepared(wanted, path.with_suffix("") / "model")
-        backends, serving = backend or specific.backends, wanted.serving(folder, cases)
-        for name in backends:
-            Variant.parse(name)
-        document = document_of(scenario, engine, wanted, specific, config, said, note)
-        flags = [*specific.flags, *(flag or [])]
-        run = Run(ENGINES[engine], wanted, specific, backends, cases, serving, flags, document, path, console, readings)
-        if show_commands:
+        about = {"scenario": scenario, "weights": said, "model_shape": config, "note": note}
+        document, specific = document_of(engine, wanted, about), wanted.of(engine)
+        serving, flags = wanted.serving(folder, cases), [*specific.flags, *(flag or [])]
+        names, of = backend or specific.backends, ENGINES[engine]
+        run = Run(of, wanted, names, cases, serving, flags, document, path, console, readings)
+        if commands:
             return print_commands(run)
-        must_have_gpus(max(run.variant(name).tp for name in backends))
+        if (found := len(driver.gpus())) < (least := max(run.variant(name).tp for name in names)):
+            raise ValueError(f"--gpus: wanted {least} GPUs, this machine shows {found}; --show needs none")
         if output is None:
             results.must_be_new(path)
         results.must_be_writable(path)
@@ -353,41 +325,21 @@ def main(
         raise typer.Exit(2) from error
     try:
         with stopping(None):
-            run.all(turns)
+            run.all(turns, together)
     except Stopped as reason:
-        document.stopped = str(reason)
-    run.write()
+        document["stopped"] = str(reason)
+    results.write(document, path)
     show(document, console)
-    raise typer.Exit(2 if not document.rows else bool(document.failures))
+    raise typer.Exit(2 if not document["rows"] else bool(document["failures"]))
 
 
-def document_of(
-    name: str, engine: str, scenario: Scenario, specific: EngineScenario, config: dict, weights: str, note: str
-) -> Document:
-    from etap_backend import _library
-
-    about = provenance(
-        "python -m bench serve", packages=(engine, *PACKAGES), library=_library.library_path(), note=note
-    )
-    return Document(
-        **about.model_dump(),
-        scenario=name,
-        engine=engine,
-        model=scenario.model,
-        weights=weights,
-        model_shape=config,
-        gpus=scenario.gpus,
-        draft_tokens=scenario.draft_tokens,
-        acceptance=scenario.acceptance,
-        environment={**scenario.environment, **specific.environment},
-        plugins=scenario.plugins,
-    )
-
-
-def must_have_gpus(wanted: int) -> None:
-    """Raises ValueError where there are fewer."""
-    if (found := len(driver.gpus())) < wanted:
-        raise ValueError(f"--gpus: wanted {wanted} GPUs, this machine shows {found}; --show needs none")
+def document_of(engine: str, scenario: Scenario, about: dict) -> dict:
+    """A results file without readings."""
+    made = provenance("python -m bench serve", packages=(engine, *PACKAGES), library=_library.library_path())
+    environment = {**scenario.environment, **scenario.of(engine).environment}
+    document = {"kind": "serve", "engine": engine, **made.model_dump(), **about, "environment": environment}
+    document |= scenario.model_dump(include={"model", "gpus", "draft_tokens", "acceptance", "plugins"})
+    return document | {"stopped": None, "servers": {}, "skipped": [], "failures": [], "rows": []}
 
 
 def print_commands(run: Run) -> None:
@@ -396,7 +348,7 @@ def print_commands(run: Run) -> None:
     made = [run.engine.server("python", run.serving, run.variant(name), port, run.flags) for name in run.backends]
     loads = [run.engine.load(run.serving, case.load, port, result) for case in run.cases]
     for command in [*made, *(["python", "-m", run.engine.load_module, *load] for load in loads)]:
-        run.console.print(shlex.join(command), markup=False, highlight=False, soft_wrap=True)
+        run.tell(shlex.join(command), soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -41,16 +41,16 @@ from bench.common.stopping import Stopped, stopping
 from bench.models.plugins import plugins
 from bench.servers import client
 from bench.servers.agreement import NOISE_FACTOR, PROMPT_TOKENS, Agreement, agreement, answer_in
-from bench.servers.answers import DRAFT_TOKENS, PACKAGES, RIGHT_SHARE
+from bench.servers.answers import DRAFT_TOKENS, RIGHT_SHARE
 from bench.servers.client import Failed, FailedRequest
-from bench.servers.engines import ENGINES, Answer, Serving, Variant, configuration, is_sparse
+from bench.servers.engines import ENGINES, PACKAGES, Answer, Serving, Variant, configuration, is_sparse
 from bench.servers.processes import Server, served
 from bench.servers.traffic import Settings, Tally, Traffic
 from etap_backend import _library
 
-# With correct kernels, answers of the trained model parted where the best two tokens were at most 0.125 nats apart, with
-# wrong ones at 1.2 and more. Between two servers the largest difference of a step was 0.23 nats and the largest median
-# of a request 0.064, where another context gave medians of 3.4.
+# Measured with the trained model and correct kernels: answers part where the best two tokens are at most 0.125 nats
+# apart (wrong kernels: 1.2 and more), the largest difference of a step between two servers is 0.23 nats, the largest
+# median of a request 0.064 (another context: 3.4).
 MOST_GAP, MOST_STEP, MOST_REQUEST, MOST_MEDIAN = 0.5, 1.0, 0.3, 0.05
 # For a model that knows nothing by heart, in medians of the idle server against itself. For DeepSeek-V4's layers with
 # seeded weights (0.094 nats) two correct servers differed by up to 4.7, 7.9 and 3.9 of these, another context by 20.
@@ -337,8 +337,6 @@ def main(
     cache_tokens: Annotated[int, typer.Option(help="Size of the KV cache in tokens.")] = 1280 * 64,
     memory_share: Annotated[float, typer.Option(help="Of the GPU, that the server may take.")] = 0.25,
     seconds: Annotated[float, typer.Option(min=1, help="How long the traffic lasts.")] = 600,
-    concurrency: Annotated[int, typer.Option(min=1, help="Most requests at once.")] = 256,
-    timeout: Annotated[float, typer.Option(help="Seconds that a request may take.")] = 240,
     seeded: Annotated[bool, typer.Option("--seeded", help="With weights of bench.models.seeded.")] = False,
     note: Annotated[str, typer.Option(help="Put into the output.")] = "",
 ) -> None:
@@ -354,10 +352,10 @@ def main(
             raise ValueError(f"model: wanted a folder with config.json, got {model}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    settings = Settings(config["max_position_embeddings"], seconds, concurrency, timeout)
-    settings = with_indexer(settings) if engine == "vllm" and is_sparse(config) else settings
+    indexer = INDEXER_MIB * (engine == "vllm" and is_sparse(config))
+    settings = Settings(config["max_position_embeddings"], seconds, gpu_growth=256 + indexer)
     drafts = {"draft_tokens": DRAFT_TOKENS, "drafter": mode} if mode != "plain" else {}
-    serving = Serving(str(model), "seeded" if seeded else "auto", max_requests=concurrency, **drafts)
+    serving = Serving(str(model), "seeded" if seeded else "auto", max_requests=settings.concurrency, **drafts)
     # SGLang loses a log-probability of a drafting request that it preempts, so it gets room for all.
     room = 8 * cache_tokens if engine == "sglang" and drafts else cache_tokens
     of = ENGINES[engine]
@@ -374,13 +372,6 @@ def main(
     passed = document["complete"] and not document["failures"]
     console.print("passed" if passed else f"not passed (stopped: {document['stopped']})", highlight=False)
     raise typer.Exit(not passed)
-
-
-def with_indexer(settings: Settings) -> Settings:
-    """With room for the scores of vLLM's indexer."""
-    from dataclasses import replace
-
-    return replace(settings, gpu_growth=settings.gpu_growth + INDEXER_MIB)
 
 
 if __name__ == "__main__":
