@@ -44,7 +44,7 @@ def _check(model_runner, policy: Policy) -> None:
         refuse(f"a draft model of {algorithm} attends without a mask: wanted another backend for it")
     widths = {"head_dim": config.kv_lora_rank + config.qk_rope_head_dim, "v_head_dim": config.kv_lora_rank}
     policy.check(model_runner, why_unsupported, **widths, kv_cache_dtype=model_runner.kv_cache_dtype)
-    refuse(arguments.why_page_size(model_runner.page_size))
+    refuse(arguments.why_not_page_size(model_runner.page_size))
 
 
 def _make_prefill(model_runner, policy: Policy) -> AttentionBackend:
