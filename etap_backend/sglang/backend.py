@@ -76,13 +76,7 @@ class ETAPBackend(AttentionBackend):
     # Buffers hold the requests of the pool, as FlashInfer's do.
     extend_dummy_seqs_capped_by_req_pool: bool = True
 
-    def __init__(
-        self,
-        model_runner,
-        skip_prefill: bool = False,
-        *,
-        fp8_math: bool = False,
-    ):
+    def __init__(self, model_runner, skip_prefill: bool = False, *, fp8_math: bool = False):
         """Allocate what every step needs.
 
         Args:
@@ -247,31 +241,22 @@ class ETAPBackend(AttentionBackend):
             refuse(f"wanted at most {most} requests in a step, those that the request pool holds, got {requests}")
         lengths, table = self._seq_lens[:requests], self._block_table[:requests]
         torch.add(seq_lens[:requests], new_tokens, out=lengths)
-        if self.policy.ranks > 1:
-            versions.fill_rank_share(self, forward_batch.req_pool_indices, lengths, table)
-        else:
-            blocks = get_num_kv_index_blocks_flashmla(table.shape[1], self.page_size)
-            create_flashmla_kv_indices_triton[(requests, blocks)](
-                self.req_to_token,
-                forward_batch.req_pool_indices,
-                lengths,
-                None,
-                table,
-                self.req_to_token.stride(0),
-                table.stride(0),
-                PAGED_SIZE=self.page_size,
-            )
+        self._fill_table(forward_batch.req_pool_indices, lengths, table)
         self.forward_metadata = []
         for run, schedule in calls:
             seen = lengths[run.requests]
-            call = DecodeCall(
-                tokens=run.tokens,
-                block_table=table[run.requests],
-                seq_lens=seen,
-                schedule=schedule.build(seen, run.s_q),
-                early_loads=early_loads,
-            )
-            self.forward_metadata.append(call)
+            planned = schedule.build(seen, run.s_q)
+            self.forward_metadata.append(DecodeCall(run.tokens, table[run.requests], seen, planned, early_loads))
+
+    def _fill_table(self, req_pool_indices: Tensor, lengths: Tensor, table: Tensor) -> None:
+        """Write the block table; under decode context parallelism also turn the lengths into this rank's."""
+        if self.policy.ranks > 1:
+            versions.fill_rank_share(self, req_pool_indices, lengths, table)
+            return
+        blocks = get_num_kv_index_blocks_flashmla(table.shape[1], self.page_size)
+        strides = (self.req_to_token.stride(0), table.stride(0))
+        fill = create_flashmla_kv_indices_triton[(len(table), blocks)]
+        fill(self.req_to_token, req_pool_indices, lengths, None, table, *strides, PAGED_SIZE=self.page_size)
 
     def forward_decode(
         self,
@@ -302,11 +287,7 @@ class ETAPBackend(AttentionBackend):
         if layer.logit_cap:
             refuse(f"logit_cap {layer.logit_cap} is not supported")
         if k is not None and save_kv_cache:
-            location = KVWriteLoc.for_batch(forward_batch)
-            if k_rope is None:
-                self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
-            else:
-                self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
+            self._write_rows(layer, forward_batch, k, v, k_rope)
         heads, width = layer.tp_q_head_num, layer.head_dim if q_rope is None else layer.v_head_dim
         q = q.view(-1, heads, width)
         if q_rope is not None:
@@ -333,6 +314,13 @@ class ETAPBackend(AttentionBackend):
         if len(out) > call.tokens.stop:  # ranks pad steps to one size after planning
             out[call.tokens.stop :] = 0
         return (out.flatten(1), lse) if self.policy.ranks > 1 else out.flatten(1)
+
+    def _write_rows(self, layer, forward_batch, k: Tensor, v: Tensor | None, k_rope: Tensor | None) -> None:
+        location = KVWriteLoc.for_batch(forward_batch)
+        if k_rope is None:
+            self.token_to_kv_pool.set_kv_buffer(layer, location, k, v)
+        else:
+            self.token_to_kv_pool.set_mla_kv_buffer(layer, location, k, k_rope)
 
     def update_verify_buffers_to_fill_after_draft(self, spec_info, cuda_graph_bs: int | None) -> None:
         """Do nothing: a verification that SGLang plans beside the drafting does not depend on the drafts."""

@@ -72,7 +72,7 @@ def _register_names() -> None:
         return
     for name in LISTS:
         getattr(server_args, name)(list(NAMES))
-    register_resolution_hook("handle_model_specific_adjustments")(_choose_first)
+    register_resolution_hook("handle_model_specific_adjustments")(choose_by_default)
     HookRegistry.register(PAGE_HOOK, resolve_arguments, HookType.AFTER)
     HookRegistry.register(DRAFT_HOOK, offer_draft_backend, HookType.BEFORE)
     if _is_there(SPARSE_HOOK):
@@ -103,8 +103,12 @@ def why_unregistered() -> str | None:
     return ENGINE.why_too_old() or ENGINE.why_lacking(name for name in NEEDED if not _is_there(name))
 
 
-def _classes(sparse: bool = False) -> tuple[type, type]:
+def _classes(sparse: bool = False, v4: bool = False) -> tuple[type, type]:
     """The backend, and the backend of a draft model's decode steps; imports SGLang's backends and models."""
+    if v4:
+        from etap_backend.sglang.v4 import ETAPV4Backend, ETAPV4MultiStepDraftBackend
+
+        return ETAPV4Backend, ETAPV4MultiStepDraftBackend
     from etap_backend.sglang import model_support
 
     model_support.register()
@@ -115,12 +119,6 @@ def _classes(sparse: bool = False) -> tuple[type, type]:
     from etap_backend.sglang.backend import ETAPBackend, ETAPMultiStepDraftBackend
 
     return ETAPBackend, ETAPMultiStepDraftBackend
-
-
-def _v4_classes() -> tuple[type, type]:
-    from etap_backend.sglang.v4 import ETAPV4Backend, ETAPV4MultiStepDraftBackend
-
-    return ETAPV4Backend, ETAPV4MultiStepDraftBackend
 
 
 def why_unusable(sparse: bool = False) -> str | None:
@@ -150,7 +148,7 @@ def why_no_v4() -> str | None:
     def classes() -> tuple[type, type]:
         for name in flash_mla.FUNCTIONS:
             getattr(flash_mla.module(), name)
-        return _v4_classes()
+        return _classes(v4=True)
 
     return ENGINE.why_lacking(engine_contract.lacking(classes))
 
@@ -189,28 +187,22 @@ def _why_not(view, name: str) -> str | None:
     return lacking or arguments.why_not(view, name)
 
 
-def _choose_first(server_args, previous) -> None:
-    """Around the step in which SGLang chooses backends for some models."""
-    choose_by_default(server_args)
-    previous(server_args)
-
-
-def choose_by_default(server_args) -> None:
+def choose_by_default(server_args, previous) -> None:
     """Choose ETAP where ETAP_AUTO is 1, no attention backend is named, and nothing keeps ETAP from serving.
 
-    One line of the log tells the choice.
+    Runs before `previous`, in which SGLang chooses backends for some models. One line of the log tells the choice.
 
     Raises:
         ValueError: the environment variable is neither 0 nor 1.
     """
-    if not engine_contract.is_first_choice() or any(arguments.model_backends(server_args)):
-        return
-    view = versions.if_chosen(server_args)
-    reason = arguments.why_not_default(view) or _why_not(view, NAME)
-    if reason is None:
-        versions.choose(server_args)
-    chosen = f"SGLang's own attention backend: {reason}" if reason else NAME
-    _log_once(logging.INFO, f"{engine_contract.AUTO_VARIABLE}: {chosen}")
+    if engine_contract.is_first_choice() and not any(arguments.model_backends(server_args)):
+        view = versions.if_chosen(server_args)
+        reason = arguments.why_not_default(view) or _why_not(view, NAME)
+        if reason is None:
+            versions.choose(server_args)
+        chosen = f"SGLang's own attention backend: {reason}" if reason else NAME
+        _log_once(logging.INFO, f"{engine_contract.AUTO_VARIABLE}: {chosen}")
+    previous(server_args)
 
 
 @functools.cache  # SGLang may resolve its arguments again
@@ -227,21 +219,21 @@ def make_backend(model_runner, fp8_math: bool):
 
 def make_v4_backend(make_sglangs, model_runner):
     """SGLang's factory of the backend `dsv4`: ETAP's where the user named ETAP, else what `make_sglangs` makes."""
-    return _v4_classes()[0](model_runner) if versions.serves_v4() else make_sglangs(model_runner)
+    return _classes(v4=True)[0](model_runner) if versions.serves_v4() else make_sglangs(model_runner)
 
 
 def make_v4_draft_backend(make_sglangs, factory):
     """Around SGLang's maker of the backend that extends the cache of DeepSeek-V4's draft model."""
     if not versions.serves_v4():
         return make_sglangs(factory)
-    return V4_NAME, _v4_classes()[0](factory.draft_model_runner)
+    return V4_NAME, _classes(v4=True)[0](factory.draft_model_runner)
 
 
 def make_v4_steps_backend(make_sglangs, factory):
     """Around SGLang's maker of the backend for the decode steps of DeepSeek-V4's draft model."""
     if not versions.serves_v4():
         return make_sglangs(factory)
-    return V4_NAME, _v4_classes()[1](factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
+    return V4_NAME, _classes(v4=True)[1](factory.draft_model_runner, factory.topk, factory.speculative_num_steps)
 
 
 def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_template: str, **options) -> None:
@@ -253,12 +245,10 @@ def offer_draft_backend(factory, backend_name: str, backend_map: dict, error_tem
     has_steps = options.get("stamps_children", False)
 
     def create(name: str):
-        runner = factory.draft_model_runner
-        sparse = versions.is_sparse(runner.model_config)
-        single, steps = _classes(sparse)
-        options = {"fp8_math": name == FP8_MATH_NAME}
-        if sparse:
+        runner, options = factory.draft_model_runner, {"fp8_math": name == FP8_MATH_NAME}
+        if sparse := versions.is_sparse(runner.model_config):
             options = {"seed_dsa_topk_from_draft_extend": factory.seed_dsa_topk_from_draft_extend}
+        single, steps = _classes(sparse)
         if has_steps:
             return name, steps(runner, factory.topk, factory.speculative_num_steps, **options)
         return name, single(runner, **options)

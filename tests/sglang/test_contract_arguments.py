@@ -41,7 +41,7 @@ CHANGES = {
     "V4": V4,
     "V4.1": V4 | {"model_type": "deepseek_v41", "compress_ratios": [1, 2]},
 }
-"""By model what its configuration changes in that of a small dense one."""
+"""For each model, its differences from the configuration of a small dense one."""
 SMALL_MODELS = {
     "HY-V4": {"architectures": ["HYV4ForCausalLM"], "model_type": "hy_v4"},
     "Dots3-Note": {
@@ -49,7 +49,7 @@ SMALL_MODELS = {
         "layer_types": ["full_attention", "sliding_attention"] * 2,
     } | INDEXER,
 }  # fmt: skip
-"""Configurations of their own."""
+"""Models whose configuration shares nothing with the dense one."""
 SPARSE_MODELS = ("V3.2", "GLM-5")
 
 ETAP = ("--attention-backend", "etap")

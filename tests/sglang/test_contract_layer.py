@@ -38,6 +38,7 @@ from sglang.test.kits.attention_unittest.attention_methods.mla_attention import 
     TinyMLAModelConfig,
 )
 
+from etap_backend.compat import flash_attn_interface
 from etap_backend.reference import mla_decode_reference
 from etap_backend.sglang import backend as backend_module
 from etap_backend.sglang import model_support
@@ -503,6 +504,19 @@ def test_long_prompts_are_planned_and_run_by_sglangs_default(make, fa3, page):
     assert isinstance(backend.prefill, FA3)
     Problem(runner, [300, 129, 1000], s_q=[130, 129, 200]).run(backend, EXTEND)
     assert backend.forward_metadata is None and len(fa3.splits) == 1
+
+
+@pytest.mark.parametrize("mode, s_q", [(DECODE, 1), (VERIFY, DRAFTS)], ids=str)
+@MODELS_CACHE
+def test_the_drop_in_takes_the_calls_of_sglangs_flash_attention_backend(make, monkeypatch, mode, s_q):
+    """`etap_backend.compat.flash_attn_interface` in the place of sgl-kernel's function."""
+    monkeypatch.setattr(flashattention_backend, "flash_attn_with_kvcache", flash_attn_interface.flash_attn_with_kvcache)
+    runner, _ = make(mode=mode)
+    problem, backend = Problem(runner, [70, 129, 300], s_q=s_q), ATTENTION_BACKENDS["fa3"](runner)
+    before = torch.tensor(problem.lengths) - (s_q if mode == VERIFY else 0)
+    batch = problem.batch(mode, seq_lens_cpu=before, seq_lens_sum=int(before.sum()))
+    backend.init_forward_metadata(batch)
+    problem.check(problem.attend(backend, batch))
 
 
 @pytest.mark.parametrize("cached", [0, 70])
