@@ -29,7 +29,7 @@ from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_utils import resolve_dflash_verify_mask_policy
 
 from etap_backend import sparse_workspace_floats
-from etap_backend.reference import relative_rmse, sparse_mla_decode_reference, what_rows_stand_for
+from etap_backend.reference import dequantized, relative_rmse, sparse_mla_decode_reference
 from etap_backend.sglang import flash_mla, sparse
 from etap_backend.sglang.sparse import ETAPSparseBackend
 from support.sglang_layer import (
@@ -155,7 +155,7 @@ def test_rows_of_an_fp8_cache_are_read_as_sglang_reads_them(make):
     # The interpreter rounds in its own way, to e4m3 and to bfloat16.
     assert torch.equal(written[..., LATENT:], packed[..., LATENT:])
     for stored in (written, packed):
-        read = what_rows_stand_for(stored.squeeze(1), torch.float64)
+        read = dequantized(stored.squeeze(1), torch.float64)
         sglangs = dequantize_k_cache(stored.view(FP8).view(1, 8, 1, -1)).view(8, -1)
         torch.testing.assert_close(sglangs.double(), read, rtol=2**-7, atol=0)
         assert relative_rmse(read, rows.double().view(read.shape)) < 0.1
