@@ -17,7 +17,7 @@ from etap_backend.vllm.metadata import ETAPMetadataBuilder
 from etap_backend.vllm.policy import why_not_parallel
 
 BLOCK_SIZES = (TILE_TOKENS, 32, 16)
-"""Tokens per block that the kernels are given. They take any number, but vLLM's own kernels are made for multiples of 16."""
+"""Tokens per block that the kernels are given. They take any number; vLLM's own kernels take multiples of 16."""
 
 
 class KernelBackend:

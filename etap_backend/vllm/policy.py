@@ -56,7 +56,7 @@ class Policy:
             or (drafts is not None and drafts.enable_adaptive_verification)
         )
         verified = longest = max_decode_query_len(config)
-        # A prompt may hit prefix-cache blocks that another prompt of the step is writing. vLLM keeps such prompts in one
+        # A prompt may hit prefix-cache blocks that another prompt of the step is writing. vLLM keeps the two in one
         # micro-batch, unless it counts them as decodes. With prefill context parallelism it divides every prompt.
         prompts_elsewhere = parallel.use_ubatching or parallel.prefill_context_parallel_size > 1
         if not (token_by_token or prompts_elsewhere):

@@ -152,7 +152,7 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         block_size: int,
         is_decode: bool,
     ) -> tuple[Tensor, Tensor]:
-        """`forward_mqa` with lists of rows, int32 [tokens, top_k]; the first valid_counts, int32 [tokens], are valid."""
+        """`forward_mqa` with lists of rows, int32 [tokens, top_k]; valid_counts, int32 [tokens], of each are valid."""
         return self._attend(q, kv_cache, topk_indices, valid_counts=valid_counts)
 
     def _attend(

@@ -115,7 +115,7 @@ def run_step(layer, builder, step, rank: int, interleave: int, scale: float | No
     common.seq_lens.copy_(torch.tensor(problem.lengths))
     planned = builder.build(0, common)
     assert (planned.num_decodes, planned.num_decode_tokens) == (len(problem.lengths), problem.tokens)
-    (run,) = planned.decode.runs
+    (run,) = planned.decode.calls
     assert run.schedule.batch == problem.tokens
     return decode(layer, share, captured)
 

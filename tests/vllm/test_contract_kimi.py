@@ -225,7 +225,7 @@ def test_vllms_layer_writes_its_rows_first(make, prefix_caching):
     """So that a call for decodes may load early, whoever shares a block; a prompt's, whose rows are many, does not."""
     _, builder = make(enable_prefix_caching=prefix_caching)
     step = builder.build(0, Problem([200, 65, 40], [1, 1, 20]).common_metadata())
-    assert [run.early_loads for run in step.decode.runs] == [True, False]
+    assert [run.early_loads for run in step.decode.calls] == [True, False]
 
 
 @needs_kimi_k3

@@ -168,8 +168,8 @@ def test_long_prompts_beside_decodes_stay_with_vllms_prefill(make):
     problem = Problem([70, 129], 1)
     step = builder.build(0, problem.common_metadata(prefill_lengths=[140, 9]))
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (2, 2, 2)
-    assert step.decode.runs[0].seq_lens.tolist() == [70, 129]
-    assert (step.decode.runs[0].schedule.batch, step.decode.runs[0].schedule.s_q) == (2, 1)
+    assert step.decode.calls[0].seq_lens.tolist() == [70, 129]
+    assert (step.decode.calls[0].schedule.batch, step.decode.calls[0].schedule.s_q) == (2, 1)
 
 
 @pytest.mark.parametrize("lengths, s_q", [
@@ -308,7 +308,7 @@ def test_requests_of_different_query_lengths_are_decodes(make, query_lens, argum
     problem = Problem([max(*pair) for pair in zip(lengths, query_lens, strict=True)], query_lens)
     step = builder.build(0, problem.common_metadata())
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (len(lengths), problem.tokens, 0)
-    assert [run.early_loads for run in step.decode.runs] == early_loads
+    assert [run.early_loads for run in step.decode.calls] == early_loads
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
 
 
@@ -317,8 +317,8 @@ def test_what_few_calls_cannot_decode_is_prefilled(make):
     problem = Problem([700, 129, 300, 64], [1, 1, 5, 6])
     step = builder.build(0, problem.common_metadata(prefill_lengths=[7, 8, 9]))
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (5, 20, 2)
-    assert [run.schedule.s_q for run in step.decode.runs] == [1, 5, 6, 7]
-    assert [run.early_loads for run in step.decode.runs] == [True, False, False, False]  # as decodes, not short prompts
+    assert [run.schedule.s_q for run in step.decode.calls] == [1, 5, 6, 7]
+    assert [run.early_loads for run in step.decode.calls] == [True, False, False, False]  # as decodes, not short prompts
     assert builder.reorder_batch_threshold == SHORT_PROMPT_TOKENS
     assert builder.build(0, Problem([200], 128).common_metadata()).num_decodes == 1
 
@@ -326,7 +326,7 @@ def test_what_few_calls_cannot_decode_is_prefilled(make):
 def test_calls_of_a_step_share_no_schedule(make):
     """All are planned before the first layer runs."""
     _, builder = make()
-    runs = builder.build(0, Problem([700, 129, 300, 64], [1, 2, 3, 4]).common_metadata()).decode.runs
+    runs = builder.build(0, Problem([700, 129, 300, 64], [1, 2, 3, 4]).common_metadata()).decode.calls
     for name in ("work_ranges", "split_offsets"):
         assert len({getattr(run.schedule, name).data_ptr() for run in runs}) == len(runs) == MAX_RUNS, name
 
@@ -361,7 +361,7 @@ def test_a_batch_of_two_requests_and_two_without_tokens_is_no_batch_of_four(make
         num_decode_tokens=4,
         dcp_tot_seq_lens_device=None,
     )
-    assert [(run.schedule.batch, run.schedule.s_q) for run in step.runs] == [(2, 2)]
+    assert [(run.schedule.batch, run.schedule.s_q) for run in step.calls] == [(2, 2)]
     whole = builder.build(0, common)
     whole.decode = step
     assert_as_exact_as_torch(decode(layer, problem, whole), problem, layer.kv_b_proj.weight)
@@ -373,8 +373,8 @@ def test_two_steps_planned_ahead_keep_their_own_numbers(make):
     problem = Problem([70, 129, 64], 4)
     common = problem.common_metadata()
     first = builder.build(0, common)
-    (other,) = builder.build(0, Problem([2048], 128).common_metadata()).decode.runs
-    (mine,) = first.decode.runs
+    (other,) = builder.build(0, Problem([2048], 128).common_metadata()).decode.calls
+    (mine,) = first.decode.calls
     assert (mine.schedule.batch, mine.schedule.s_q) == (3, 4)
     assert (other.schedule.batch, other.schedule.s_q) == (1, 128)
     assert mine.schedule.partitions > other.schedule.partitions
@@ -403,16 +403,16 @@ def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, s_q, argumen
     assert builder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
     common = Problem([4, 4, 4], s_q).common_metadata()
     captured = builder.build_for_cudagraph_capture(common)
-    schedule = captured.decode.runs[0].schedule
+    schedule = captured.decode.calls[0].schedule
     kept = (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions)
     later = Problem([700, 129, 64], s_q)
     blocks = torch.zeros(3, 11, dtype=torch.int32)
     blocks[:, : later.block_table.shape[1]] = later.block_table
     common.seq_lens.copy_(torch.tensor(later.lengths))
-    captured.decode.runs = [captured.decode.runs[0]._replace(block_table=blocks)]
-    schedule = builder.build(0, common).decode.runs[0].schedule
+    captured.decode.calls = [captured.decode.calls[0]._replace(block_table=blocks)]
+    schedule = builder.build(0, common).decode.calls[0].schedule
     assert (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions) == kept
-    assert captured.decode.runs[0].seq_lens.data_ptr() == common.seq_lens.data_ptr()
+    assert captured.decode.calls[0].seq_lens.data_ptr() == common.seq_lens.data_ptr()
     assert_as_exact_as_torch(decode(layer, later, captured), later, layer.kv_b_proj.weight)
 
 
@@ -428,7 +428,7 @@ def test_a_graph_is_right_after_a_step_of_short_prompts(make_layer, s_q, argumen
     captured = builder.build_for_cudagraph_capture(common)
 
     def planned(step):
-        schedule = step.decode.runs[0].schedule
+        schedule = step.decode.calls[0].schedule
         addresses = schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr()
         return addresses, (schedule.batch, schedule.s_q, schedule.partitions)
 
@@ -464,11 +464,11 @@ def test_a_token_for_each_request_is_decoded_with_vllms_own_table_and_lengths(ma
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     _, builder = make(**SPECULATIVE)
     common = Problem(LENGTHS, 1).common_metadata()
-    (run,) = builder.build(0, common).decode.runs
+    (run,) = builder.build(0, common).decode.calls
     assert run.of_tokens is None and (run.schedule.batch, run.schedule.s_q) == (3, 1)
     assert run.seq_lens.data_ptr() == common.seq_lens.data_ptr()
     assert run.block_table.data_ptr() == common.block_table_tensor.data_ptr()
-    (run,) = builder.build(0, Problem([70, 129, 4], [1, 1, 2]).common_metadata()).decode.runs
+    (run,) = builder.build(0, Problem([70, 129, 4], [1, 1, 2]).common_metadata()).decode.calls
     assert run.of_tokens is not None and (run.schedule.batch, run.schedule.s_q) == (4, 1)
 
 
@@ -516,7 +516,7 @@ def test_micro_batches_share_neither_schedule_nor_workspace(make, monkeypatch):
     for micro_batch, (problem, step) in enumerate(zip(problems, steps, strict=True)):
         monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda current=micro_batch: current)
         assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
-    a, b = (step.decode.runs[0].schedule for step in steps)
+    a, b = (step.decode.calls[0].schedule for step in steps)
     for name in ("work_ranges", "split_offsets"):
         assert getattr(a, name).data_ptr() != getattr(b, name).data_ptr(), name
     claimed = []

@@ -108,7 +108,7 @@ def test_last_token_of_a_chunked_prompt_is_a_decode(make):
     problem = Problem([129, 70], 1)
     common = problem.common_metadata(prefill_lengths=[205])
     step = builder.build(0, common)
-    assert (step.num_decodes, step.num_prefills, step.decode.runs[0].schedule.batch) == (2, 1, 2)
+    assert (step.num_decodes, step.num_prefills, step.decode.calls[0].schedule.batch) == (2, 1, 2)
     tokens = problem.tokens
     out, lse = layer.impl.forward_mqa(torch.randn(tokens, HEADS, LATENT + ROPE).bfloat16(), problem.cache, step, layer)
     assert out.shape[0] == lse.shape[0] == tokens and out.isfinite().all()
@@ -280,7 +280,7 @@ def test_batch_invariance_verifies_drafts_with_the_same_bits_in_any_company(make
     lengths, query_lens = [2000, 64, 129, 1100, 5, 70], [4, 1, 3, 4, 1, 2]
     problem = Problem(lengths, query_lens)
     step = builder.build(0, problem.common_metadata())
-    assert (step.num_decodes, len(step.decode.runs)) == (6, 1)
+    assert (step.num_decodes, len(step.decode.calls)) == (6, 1)
     together = decode(layer, problem, step)
     assert_as_exact_as_torch(together, problem, weight_of(layer))
     for requests in ([0], [3, 0], [2, 5, 1]):
@@ -443,7 +443,7 @@ def test_tokens_of_a_non_causal_draft_see_each_other(make_layer, padded):
     assert_as_exact_as_torch(out[:8], as_single, weight_of(layer))
     assert not out[8:].any()
     later = Problem([700, 129], 4).common_metadata()
-    assert builder.build(0, later).decode.runs[0].schedule.s_q == 4, "causal again"
+    assert builder.build(0, later).decode.calls[0].schedule.s_q == 4, "causal again"
 
 
 def test_empty_shares_alone_give_nothing(make):
