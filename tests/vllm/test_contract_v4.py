@@ -16,8 +16,8 @@ from vllm.platforms import current_platform
 from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 
-from etap_backend.vllm import deepseek_v4, log, v4_selection
 from bench.qualify import v4_server
+from etap_backend.vllm import deepseek_v4, log, v4_selection
 from support import vllm_v4_layer
 from support.vllm_v4_layer import RATIOS, STEPS
 
