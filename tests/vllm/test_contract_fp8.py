@@ -1,6 +1,6 @@
 """vLLM's own MLA layer with an FP8 KV cache, on CPU tensors: values, scales, queries and options.
 
-The reference is attention in float64 over the cache's elements times the scale. Writing the cache and prefill need a GPU.
+The reference is attention in float64 over the cache's elements times the scale. Writing the cache needs a GPU.
 """
 
 import pickle
@@ -112,7 +112,7 @@ def test_queries_and_scale_reach_the_kernel_as_they_are(make_fp8, monkeypatch):
     "s_q, arguments", [(1, {}), (4, SPECULATIVE), (20, {})], ids=["decode", "speculative", "short prompts"]
 )
 def test_fp8_math_is_as_exact_as_its_types_allow(make_fp8, s_q, arguments):
-    """At most twice the error of attention in float64 that rounds queries and probabilities to e4m3, as the kernel does.
+    """At most twice the error of attention in float64 with queries and probabilities rounded to e4m3.
 
     A query is scaled to e4m3's range by its largest element, probabilities by the largest one of a row.
     """
