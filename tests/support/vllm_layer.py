@@ -159,10 +159,3 @@ def implementation_arguments(layer):
 
 
 SPECULATIVE = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
-
-
-def empty_share(problem):
-    problem.lengths = [1]
-    common = problem.common_metadata()
-    common.seq_lens.zero_()
-    return common

@@ -201,24 +201,6 @@ def test_vllms_layer_writes_its_rows_first(make, prefix_caching):
     assert [run.early_loads for run in step.decode.calls] == [True, False]
 
 
-@pytest.mark.parametrize("kimi_k3_layer", ["fp8"], indirect=True)
-def test_kimi_k3s_own_layer_prefills_no_fp8_cache_on_hopper(kimi_k3_layer):
-    """Whatever the backend: it needs FP8 queries, which vLLM has for other GPUs only."""
-    layer, config = kimi_k3_layer
-    config.attention_config.use_prefill_query_quantization = True
-    heads, tokens = HEADS["kimi-k3"], 300
-    problem = Problem([tokens], tokens, heads=heads)
-    spec = layer.get_kv_cache_spec(config)
-    builder = ETAPBackend.get_builder_cls()(spec.copy_with_new_block_size(BLOCK), [NAME], config, CPU)
-    step = builder.build(0, problem.common_metadata())
-    assert step.num_prefills == 1
-    latent, rope, out = torch.zeros(tokens, LATENT), torch.zeros(tokens, 1, ROPE), torch.zeros(tokens, heads * VALUE)
-    slots = torch.arange(tokens)
-    context = set_forward_context({NAME: step}, config, slot_mapping={NAME: slots})
-    with context, pytest.raises(AssertionError, match="requires an fp8 prefill query"):
-        layer._attention(slots, problem.q, latent, rope, out)
-
-
 def test_its_fp8_cache_is_refused_when_the_model_is_built(tmp_path, monkeypatch):
     config = kimi_k3_config(tmp_path, "fp8")
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)

@@ -107,15 +107,6 @@ def test_query_in_one_tensor_gives_the_same(make):
     assert all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
 
 
-def test_long_prompts_beside_decodes_stay_with_vllms_prefill(make):
-    _, builder = make(**SPECULATIVE)
-    problem = Problem([70, 129], 1)
-    step = builder.build(0, problem.common_metadata(prefill_lengths=[140, 9]))
-    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (2, 2, 2)
-    assert step.decode.calls[0].seq_lens.tolist() == [70, 129]
-    assert (step.decode.calls[0].schedule.batch, step.decode.calls[0].schedule.s_q) == (2, 1)
-
-
 @pytest.mark.parametrize("lengths, s_q", [
     ([700, 300], 37),
     ([2048], 128),
@@ -281,29 +272,6 @@ def test_rows_of_no_request_are_zeros(make):
     out, lse = layer.impl.forward_mqa(q, problem.cache, step, layer)
     assert out[:8].all() and lse[:8].isfinite().all()
     assert not out[8:].any() and lse[8:].isneginf().all()
-
-
-def test_a_batch_of_two_requests_and_two_without_tokens_is_no_batch_of_four(make):
-    layer, builder = make(**SPECULATIVE)
-    problem = Problem([70, 129], 2)
-    common = problem.common_metadata()
-    starts = torch.tensor([0, 2, 4, 4, 4], dtype=torch.int32)
-    lengths = torch.tensor([70, 129, 0, 0], dtype=torch.int32)
-    table = torch.nn.functional.pad(common.block_table_tensor, (0, 0, 0, 2))
-    step = builder._build_decode(
-        block_table_tensor=table,
-        seq_lens_device=lengths,
-        max_seq_len=129,
-        query_start_loc_cpu=starts,
-        query_start_loc_device=starts,
-        num_decode_tokens=4,
-        max_query_len=2,
-        dcp_tot_seq_lens_device=None,
-    )
-    assert [(run.schedule.batch, run.schedule.s_q) for run in step.calls] == [(2, 2)]
-    whole = builder.build(0, common)
-    whole.decode = step
-    assert_as_exact_as_torch(decode(layer, problem, whole), problem, layer.kv_b_proj.weight)
 
 
 def test_a_workspace_that_vllm_replaces_is_not_used_again(make):

@@ -133,7 +133,7 @@ def test_a_newer_version_is_selected_with_one_warning(select_anew, select):
 
 def test_an_older_version_is_refused(select_anew):
     call, lines = select_anew
-    with pytest.raises(ValueError, match="ETAP needs vLLM 0.32.0 or newer, this is vLLM 0.31.9"):
+    with pytest.raises(ValueError, match="ETAP supports vLLM 0.32.0 and 0.33.0, this is vLLM 0.31.9"):
         call("0.31.9")
     assert not lines
 

@@ -4,7 +4,6 @@ The library's CPU functions stand in for the kernels. A layer's indexer needs a 
 """
 
 import itertools
-import shutil
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,10 +13,8 @@ import torch
 import triton
 from triton.runtime.interpreter import InterpretedFunction
 from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.attention.sparse_mla_attention import SparseMLACommonImpl
-from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention import selector
@@ -149,22 +146,6 @@ def test_names_that_vllm_lacks_for_sparse_attention_refuse_no_dense_model(select
         select()
     assert select(model={}, use_sparse=False) is ETAPBackend
     registration.why_not.cache_clear()
-
-
-@pytest.mark.parametrize("model, head_size, heads", [("glm-5-fp8", 576, 8), ("glm-5.3-flash", 512, 8)])
-def test_vllm_makes_a_configuration_of_the_whole_model_with_etap(model, head_size, heads, tmp_path, monkeypatch):
-    monkeypatch.setattr(type(current_platform), "device_count", classmethod(lambda cls: RANKS))
-    shutil.copy(MODELS / f"{model}.json", tmp_path / "config.json")
-    arguments = {"max_model_len": 2048, "max_num_seqs": 8, "skip_tokenizer_init": True, "load_format": "dummy"}
-    arguments |= {"attention_backend": "ETAP", "tensor_parallel_size": RANKS}
-    config = EngineArgs(model=str(tmp_path), **arguments).create_engine_config()
-    assert config.model_config.use_mla and config.model_config.get_head_size() == head_size
-    assert config.model_config.get_num_attention_heads(config.parallel_config) == heads
-    selector._cached_get_attn_backend.cache_clear()
-    with set_current_vllm_config(config):
-        layer = LAYER | {"use_sparse": True, "head_size": head_size, "num_heads": heads}
-        assert selector.get_attn_backend(**layer) is ETAPSparseBackend
-    selector._cached_get_attn_backend.cache_clear()
 
 
 @needs_hisparse
