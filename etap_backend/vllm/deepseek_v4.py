@@ -84,13 +84,7 @@ class ETAPLayer:
 
     @engine_contract.override
     def _forward_decode(
-        self,
-        q: Tensor,
-        kv_cache: Tensor | None,
-        swa_metadata: Any,
-        attn_metadata: Any,
-        swa_only: bool,
-        output: Tensor,
+        self, q: Tensor, kv_cache: Tensor | None, swa_metadata: Any, attn_metadata: Any, swa_only: bool, output: Tensor
     ) -> None:
         compressed = {}  # entries that a token attends to beside its window, in a cache of their own
         if not swa_only and self.compress_ratio == 128:
@@ -137,13 +131,7 @@ def _valid_counts(swa_metadata: Any, positions: Tensor) -> Tensor:
 
 
 def _attend_to_gathered(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    sm_scale: float,
-    attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    out: Tensor | None = None,
+    *, q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, attn_sink: Tensor, topk_length: Tensor, out: Tensor
 ) -> None:
     """FlashMLA's sparse prefill as vLLM calls it: prompts' tokens, over rows that vLLM gathered in bfloat16.
 

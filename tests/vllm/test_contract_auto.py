@@ -107,7 +107,7 @@ def test_what_is_refused_is_vllms_choice_and_one_line_says_why(select, logged, w
     assert line.startswith(f"ETAP_AUTO=1 has no effect on {reason}")
 
 
-def test_another_gpu_is_vllms_choice_and_one_line_says_why(select, logged, monkeypatch):
+def test_on_another_gpu_vllm_chooses_and_one_line_says_why(select, logged, monkeypatch):
     monkeypatch.setattr(type(current_platform), "capability", DeviceCapability(8, 0))
     vllm_choice = select("0")
     assert select("1") is vllm_choice

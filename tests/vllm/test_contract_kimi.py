@@ -193,14 +193,6 @@ def test_kimi_k3s_own_layer_reads_the_rows_that_its_step_writes(kimi_k3_layer, m
     assert early == [not prefix_caching]
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_vllms_layer_writes_its_rows_first(make, prefix_caching):
-    """So calls for decodes may load early, also from shared blocks; calls for prompts may not."""
-    _, builder = make(enable_prefix_caching=prefix_caching)
-    step = builder.build(0, Problem([200, 65, 40], [1, 1, 20]).common_metadata())
-    assert [run.early_loads for run in step.decode.calls] == [True, False]
-
-
 def test_its_fp8_cache_is_refused_when_the_model_is_built(tmp_path, monkeypatch):
     config = kimi_k3_config(tmp_path, "fp8")
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)

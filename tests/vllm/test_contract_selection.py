@@ -1,8 +1,6 @@
 """What vLLM's own selection says when the user names ETAP: accepted, or refused with the reason."""
 
 import importlib.metadata
-import inspect
-import itertools
 import logging
 import sys
 
@@ -17,24 +15,17 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention import selector
 from vllm.v1.attention.backend import AttentionBackend
-from vllm.v1.attention.backends.mla.flashattn_mla_sparse import FlashAttnMLASparseMetadataBuilder
-from vllm.v1.attention.backends.mla.flashmla import FlashMLABackend, FlashMLAImpl, FlashMLAMetadataBuilder
-from vllm.v1.attention.backends.mla.flashmla_sparse import FlashMLASparseBackend, FlashMLASparseImpl
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from vllm.v1.worker import workspace
 from vllm.v1.worker.utils import select_common_block_size
 
 from etap_backend.vllm import registration, versions
-from etap_backend.vllm.sparse import ETAPSparseBackend
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 load_general_plugins()
 ETAPBackend = AttentionBackendEnum.ETAP.get_class()
-
-BASES = FlashMLABackend, FlashMLAImpl, FlashMLAMetadataBuilder
-SPARSE_BASES = FlashMLASparseBackend, FlashMLASparseImpl, FlashAttnMLASparseMetadataBuilder
 
 
 @pytest.fixture
@@ -215,51 +206,3 @@ def test_larger_blocks_are_split_into_the_largest_that_fit(engine_config, block,
     spec = MLAAttentionSpec(block_size=block, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
     assert select_common_block_size(block, [ETAPBackend]) == split
     assert select_common_block_size(block, [ETAPBackend], [spec]) == split
-
-
-def own_classes(cls):
-    """The class, and the classes of this package among its bases."""
-    return [base for base in cls.__mro__ if base.__module__.startswith("etap_backend.")]
-
-
-def overrides(cls, base):
-    """Name, function and the base's function of each method that the class overrides."""
-    for name, value in itertools.chain.from_iterable(vars(one).items() for one in own_classes(cls)):
-        private = name.startswith("_") and name != "__init__" and not hasattr(value, "__override__")
-        if not private and isinstance(value, (staticmethod, classmethod, type(overrides))):
-            yield name, getattr(cls, name), getattr(base, name, None)
-
-
-def classes_of(backend):
-    return backend, backend.get_impl_cls(), backend.get_builder_cls()
-
-
-CLASSES = [
-    *zip(classes_of(ETAPBackend), BASES, strict=True),
-    *zip(classes_of(ETAPSparseBackend), SPARSE_BASES, strict=True),
-]
-
-
-@pytest.mark.parametrize("cls, base", CLASSES, ids=lambda cls: cls.__name__)
-def test_methods_can_be_called_as_vllms_own(cls, base):
-    """vLLM calls its backends and ETAP from the same places, so every parameter of its methods must fit here."""
-    named = 0
-    for name, function, vllm_function in overrides(cls, base):
-        if vllm_function is None:
-            assert name in {*versions.NEW_HOOKS, "update_draft_decode_metadata"}, f"{name} overrides nothing"
-            continue
-        taken, given = (inspect.signature(one).parameters for one in (function, vllm_function))
-        takes_any = any(one.kind is one.VAR_KEYWORD for one in taken.values())
-        for one in given.values():
-            assert takes_any or one.name in taken or one.kind is one.VAR_KEYWORD, (name, one)
-        for one in taken.values():
-            extra = one.name not in given and one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)
-            assert not extra or one.default is not one.empty, (name, one)
-        named += 1
-    assert named and not inspect.isabstract(cls)
-
-
-@pytest.mark.parametrize("cls, base", CLASSES, ids=lambda cls: cls.__name__)
-def test_class_attributes_are_ones_that_vllm_reads(cls, base):
-    for name in itertools.chain.from_iterable(vars(one).get("__annotations__", {}) for one in own_classes(cls)):
-        assert hasattr(base, name), name
