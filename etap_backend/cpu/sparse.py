@@ -11,8 +11,8 @@ from torch import Tensor
 from etap_backend._library import library
 from etap_backend.calls import SparseCall
 from etap_backend.cpu.dense import (
-    PARTIAL_FLOATS,
     P_RANGES,
+    PARTIAL_FLOATS,
     Product,
     attend,
     combine,

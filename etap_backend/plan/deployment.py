@@ -57,7 +57,7 @@ class Deployment:
                 raise ValueError(f"{name}: wanted at least 1 and at most {MOST}, got {value}")
         if not 0 < self.utilization <= 1:
             raise ValueError(f"utilization: wanted more than 0 and at most 1, got {self.utilization}")
-        most = model.n_routed_experts or 0
+        most = model.n_routed_experts
         if self.experts is not None and not 0 < self.experts <= most:
             raise ValueError(f"experts: wanted more than 0 and at most the model's {most}, got {self.experts}")
         if self.cache not in CACHE_BYTES:

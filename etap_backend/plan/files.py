@@ -7,11 +7,10 @@ import json
 import re
 import types
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 from etap_backend.config_list import FOLDER
 
-Record = TypeVar("Record")
 MOST = 2**31
 """Above this a number is a mistake; within it no sum or quotient of the planner overflows a float."""
 Size = Annotated[int, 1, MOST]
@@ -54,7 +53,7 @@ def read_json(path: Path, argument: str) -> dict:
     return content
 
 
-def record(kind: type[Record], data: dict, where: str = "", *, strict: bool = False) -> Record:
+def record(kind: Any, data: dict, where: str = "", *, strict: bool = False) -> Any:
     """A dataclass from a JSON object, where null is like no key; `strict` refuses keys that the dataclass lacks.
 
     Raises ValueError, naming the key, what was wanted and what came.

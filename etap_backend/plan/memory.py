@@ -60,7 +60,7 @@ def weights_of(model: Model, on: Deployment) -> list[Weights]:
 
 def _attention(model: Model, on: Deployment, layers: int) -> list[Weights]:
     hidden, heads, each = model.hidden_size, model.num_attention_heads, model.attention_bytes
-    down = hidden * (model.cache_row + (model.q_lora_rank or 0))
+    down = hidden * (model.cache_row + model.q_lora_rank)
     queries = (model.q_lora_rank or hidden) * heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
     output = heads * model.v_head_dim * hidden
     if model.v4:  # each group of heads has its own latent output
@@ -132,11 +132,11 @@ def _linear_attention(model: Model, on: Deployment) -> list[Weights]:
 def _feed_forward(model: Model, on: Deployment, predicting: int) -> list[Weights]:
     """Dense layers and layers with experts, `predicting` ones included; routed experts are spread over tp x dp."""
     hidden, each, moe = model.hidden_size, model.weight_bytes, model.moe_layers + predicting
-    experts = model.moe_layers * (model.n_routed_experts or 0)
-    experts += predicting * (model.dspark_n_routed_experts or model.n_routed_experts or 0)
+    experts = model.moe_layers * model.n_routed_experts
+    experts += predicting * (model.dspark_n_routed_experts or model.n_routed_experts)
     dense = model.num_hidden_layers - model.moe_layers
-    narrow, wide = model.routed_expert_hidden_size or 0, 3 * model.moe_intermediate_size
-    shared, routed = (model.n_shared_experts or 0) * wide * hidden, experts * wide * (narrow or hidden)
+    narrow, wide = model.routed_expert_hidden_size, 3 * model.moe_intermediate_size
+    shared, routed = model.n_shared_experts * wide * hidden, experts * wide * (narrow or hidden)
     return [
         Weights("dense layers", dense * 3 * hidden * model.intermediate_size, on.tp, each),
         Weights("shared experts", moe * shared, on.tp, each),
@@ -151,7 +151,7 @@ def _engram(model: Model, on: Deployment) -> list[Weights]:
     layers, rows = len(model.engram_num_embeddings), sum(model.engram_num_embeddings)
     read = (model.engram_max_ngram_size - 1) * model.engram_n_heads * model.engram_head_dim
     table = Weights("Engram, tables", rows * model.engram_head_dim, on.tp, 1 + 1 / 32, in_host_memory=True)
-    into = layers * read * model.hidden_size * ((model.hc_mult or 0) + 1)
+    into = layers * read * model.hidden_size * (model.hc_mult + 1)
     return [replace(table, read_by_decode=False), Weights("Engram, projections", into, on.tp, model.weight_bytes)]
 
 

@@ -62,19 +62,19 @@ class Model:
     qk_nope_head_dim: Size
     v_head_dim: Size
     model_type: str = ""
-    q_lora_rank: Size | None = None
+    q_lora_rank: Count = 0
     moe_intermediate_size: Count = 0
-    n_routed_experts: Count | None = None
-    n_shared_experts: Count | None = None
-    num_experts_per_tok: Count | None = None
-    routed_expert_hidden_size: Size | None = None  # routed experts may work on a projection of the hidden states
+    n_routed_experts: Count = 0
+    n_shared_experts: Count = 0
+    num_experts_per_tok: Count = 0
+    routed_expert_hidden_size: Count = 0  # routed experts may work on a projection of the hidden states
     first_k_dense_replace: Count = 0
     num_nextn_predict_layers: Count = 0
     tie_word_embeddings: bool = False
     quantization_config: Quantization | None = None
-    index_topk: Count | None = None  # sparse attention and its indexer
-    index_n_heads: Count | None = None
-    index_head_dim: Count | None = None
+    index_topk: Count = 0  # sparse attention and its indexer
+    index_n_heads: Count = 0
+    index_head_dim: Count = 0
     index_kpool: Size = 1  # tokens per key of the indexer
     index_topk_freq: Size = 1  # one layer in so many has an indexer, and the next ones use its choice
     index_skip_topk_offset: Count = 2
@@ -83,14 +83,14 @@ class Model:
     linear_attn_config: LinearAttention | None = None
     layer_types: tuple[str, ...] | None = None
     compress_ratios: tuple[Count, ...] = ()  # DeepSeek-V4; the predicting layers' come last
-    sliding_window: Size | None = None
-    o_groups: Size | None = None
-    o_lora_rank: Size | None = None
-    hc_mult: Count | None = None
+    sliding_window: Count = 0
+    o_groups: Count = 0
+    o_lora_rank: Count = 0
+    hc_mult: Count = 0
     expert_dtype: Literal["fp4", "fp8"] | None = None
     kv_source_layer_ids: tuple[Count, ...] = ()  # DeepSeek-V4.1's layers, from 0, that make entries for the next ones
     index_source_layer_ids: tuple[Count, ...] = ()  # and those with an indexer
-    dspark_n_routed_experts: Count | None = None  # of the predicting layers
+    dspark_n_routed_experts: Count = 0  # of the predicting layers
     engram_num_embeddings: tuple[Count, ...] = ()  # rows of the tables of word groups, in host memory
     engram_head_dim: Count = 0
     engram_n_heads: Count = 0
@@ -227,7 +227,7 @@ class Model:
     @property
     def weight_bytes(self) -> float:
         """Bytes of a weight outside the routed experts, with its share of a block's scale."""
-        if not self.fp8_weights:
+        if self.quantization_config is None or not self.fp8_weights:
             return 2.0
         rows, columns = self.quantization_config.weight_block_size or (128, 128)
         return 1 + 4 / (rows * columns)

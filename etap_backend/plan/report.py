@@ -86,14 +86,13 @@ def _load(on: Deployment) -> str:
 def _table(rows: list[list[str]], words: int) -> str:
     """Rows with a header: `words` columns of words, then columns of numbers."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = (
-        (f"{cell:<{width}}" if column < words else f"{cell:>{width}}")
+    return "\n".join(
+        " ".join(
+            cell.ljust(width) if column < words else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
         for row in rows
-        for column, (cell, width) in enumerate(zip(row, widths, strict=True))
     )
-    columns = len(widths)
-    cells = list(lines)
-    return "\n".join(" ".join(cells[at : at + columns]).rstrip() for at in range(0, len(cells), columns))
 
 
 def _memory_lines(model: Model, gpu: Gpu, on: Deployment, plan: Plan) -> list[str]:
@@ -165,12 +164,13 @@ def verdict(plan: Plan, gpu: Gpu) -> str:
     """What ETAP gains in a step, or that it is better left off."""
     if plan.etap.call is None:
         return f"Nobody timed such a call on {gpu.name}: no step and no gain. >= is a roofline."
-    if (gain := plan.gain) is None:
+    peer, gain = plan.fastest_peer, plan.gain
+    if peer is None or gain is None:
         return f"No other kernel was timed on {gpu.name}: no gain."
     if round(100 * gain.upper) <= 0:
         return f"Leave ETAP off here: it changes a step's tokens/s by {percent(gain)}%."
     gives = "With ETAP a step gives" if plan.memory.fits else "If it fitted, with ETAP a step would give"
-    return f"{gives} {percent(gain)}% more tokens/s than with {plan.fastest_peer.kernel}."
+    return f"{gives} {percent(gain)}% more tokens/s than with {peer.kernel}."
 
 
 def _remarks(model: Model, gpu: Gpu, on: Deployment, plan: Plan) -> str:
@@ -179,7 +179,7 @@ def _remarks(model: Model, gpu: Gpu, on: Deployment, plan: Plan) -> str:
     lines = [f"{verdict(plan, gpu)} The rest of a step, {plan.rest_ms:.1f} ms{longer}, is {plan.rest_status}."]
     if plan.fastest_peer and plan.etap.rows >= plan.fastest_peer.rows:
         lines.append(f"Both compute {plan.etap.rows} query rows: there is no padding that ETAP could save.")
-    if plan.in_bf16:
+    if plan.in_bf16 and plan.fp8_math:
         one, other = (plan.in_bf16.call_us / kernel.call_us for kernel in (plan.etap, plan.fp8_math))
         lines.append(f"Against its bf16 cache {one:.2f}x per call, {other:.2f}x with FP8 math (*).")
     if plan.indexer:

@@ -111,7 +111,9 @@ def etap_attention(model: Model, gpu: Gpu, on: Deployment, *, fp8_math: bool = F
 def padded_attention(model: Model, gpu: Gpu, on: Deployment, *, in_vllm: bool = False) -> Attention:
     """FlashMLA: query rows on WGMMA's M in row tiles of 64; it multiplies an FP8 cache in FP8."""
     tiles = -(-query_rows(model, on) // PADDED_ROWS)
-    name, call = ("FlashMLA in vLLM", gpu.padded_in_vllm) if in_vllm else ("FlashMLA alone", gpu.padded)
+    name, call = "FlashMLA alone", gpu.padded
+    if in_vllm and gpu.padded_in_vllm:
+        name, call = "FlashMLA in vLLM", gpu.padded_in_vllm
     return _dense(model, gpu, on, name, call, tiles * PADDED_ROWS, tiles, on.cache == "fp8")
 
 
