@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import math
 import mmap
 import os
@@ -15,8 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,6 +26,8 @@ from emulator.memory import Memory, TensorMap
 from emulator.ptx import Edit, Module
 
 from etap_backend._library import library
+from etap_backend.sparse import sparse_decode_shape
+from support.cases import SOFTMAX_SCALE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -52,41 +51,6 @@ SCHEDULE_THREADS = 256
 FAR = 1 << 28  # bytes on both sides of a tensor, a multiple of a page; none of them is ever touched
 NO_MAPS = bytes(1)  # etap::sparse::NoMaps
 ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOAT16
-
-
-# ---------------------------------------------------------------------------------------------------------------- cases
-
-
-def covering(together: int, axes: dict[str, Sequence], most: int = 0) -> pytest.MarkDecorator:
-    """Parametrize a test with the product of its axes, most of it marked exhaustive.
-
-    What is left without that mark has every `together` values of different axes in one case: 1 each value, 2 each pair;
-    of cases that add as much, those of the values that were taken least.
-
-    Args:
-        axes: values by the name of their argument; by several names, between commas, tuples.
-        most: has what every so many values need in place of the whole product; 0 for that.
-    """
-    product = list(itertools.product(*(range(len(values)) for values in axes.values())))
-    kept = _covering(together, product)
-    cases = []
-    for place in sorted(_covering(most, product) | kept) if most else product:
-        chosen = [(name, values[at]) for (name, values), at in zip(axes.items(), place, strict=True)]
-        flat = [part for name, value in chosen for part in (value if "," in name else (value,))]
-        cases.append(pytest.param(*flat, marks=() if place in kept else pytest.mark.exhaustive))
-    return pytest.mark.parametrize(", ".join(axes), cases)
-
-
-def _covering(together: int, places: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Few of the places, in which every `together` values that meet in one of all of them meet."""
-    meetings = {place: frozenset(itertools.combinations(enumerate(place), together)) for place in places}
-    missing, kept, taken = frozenset().union(*meetings.values()), set(), Counter()
-    while missing:
-        place = max(meetings, key=lambda p: (len(meetings[p] & missing), -sum(taken[at] for at in enumerate(p))))
-        kept.add(place)
-        taken.update(enumerate(place))
-        missing -= meetings[place]
-    return kept
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
@@ -282,15 +246,14 @@ def run_decode(
     return ran[0]
 
 
-def run_sparse(
-    tensors: dict, softmax_scale: float, partitions: int, *, empty_lse=-math.inf, sources=SHIPPED, edit=None, **how
-) -> set[int]:
-    """The same for a sparse call; `tensors` are its arguments in order, and those named out and lse have the result."""
+def run_sparse(problem, runner, *, empty_lse=-math.inf, sources=SHIPPED, edit=None, **how) -> set[int]:
+    """The same for a problem of support.sparse_cases; its runner's `out` and `lse` have the result."""
     memory = Memory()
+    tensors = sparse_tensors(problem, runner)
     copies = placed(memory, tensors)
     memory.late = every_byte(copies)
     ran = []
-    for launch in library().sparse_decode_launches(*copies.values(), softmax_scale, partitions, empty_lse):
+    for launch in sparse_launches(problem.case, copies, empty_lse):
         name, x, y, cluster, threads, shared_bytes, params = launch
         arguments = [bytes(params), *([] if ran else [NO_MAPS, bytes(3 * 128)])]  # the combination is given the first
         kernel = kernel_of(_template_arguments(name), sources, edit, _combination(name))
@@ -298,6 +261,22 @@ def run_sparse(
     tensors["out"].copy_(copies["out"])
     tensors["lse"].copy_(copies["lse"])
     return ran[0]
+
+
+def sparse_tensors(problem, runner) -> dict[str, torch.Tensor | None]:
+    """The tensors of a sparse call in their order."""
+    names = ("indices", "block_table", "request_ids", "valid_counts")
+    extra = ("extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts")
+    tensors = dict(q=problem.call_q, q_rope=problem.call_q_rope, kv_cache=problem.kv_cache)
+    tensors |= {name: getattr(problem, name) for name in (*names, *extra)}
+    workspace, out, lse = (buffer.tensor for buffer in (runner.workspace, runner.out, runner.lse))
+    return tensors | dict(sinks=problem.sinks, workspace=workspace, out=out, lse=lse)
+
+
+def sparse_launches(case, tensors: dict, empty_lse=-math.inf) -> list:
+    """What the library launches for a call of a case with these tensors."""
+    partitions = sparse_decode_shape(case.heads).partitions(case.num_sms)
+    return library().sparse_decode_launches(*tensors.values(), SOFTMAX_SCALE, partitions, empty_lse)
 
 
 class ScheduleParams(ctypes.Structure):
