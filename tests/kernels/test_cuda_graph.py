@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from etap_backend import DecodeSchedule
-from bench.kernels.hold import sms_held
 from support.cases import WILD_PAGES, Case, Guarded, Problem, build, decode
 from support.compare import check, truth
+from support.held_sms import sms_held
 
 pytestmark = pytest.mark.gpu
 
