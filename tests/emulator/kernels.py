@@ -120,19 +120,24 @@ def module(name: str) -> Module:
     return Module(compiled(name).read_text())
 
 
-@lru_cache(48)
-def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None, called: str = "") -> Kernel:
-    """The one kernel among sources that has these template arguments, in or out of our namespaces, translated.
+def find(pretty_function: str, sources: tuple[str, ...]) -> tuple[str, str]:
+    """Source and name of the one kernel among sources that a function of the library launches.
 
-    called: its own name, where another has the same arguments.
+    pretty_function: the function's name with its template arguments, which are the kernel's; see `decode_launches`.
     """
-    inner = re.escape(arguments.replace("etap::", ""))
+    called = _combination(pretty_function)
+    inner = re.escape(_template_arguments(pretty_function).replace("etap::", ""))
     pattern = re.compile(rf"{called}<(\w+::)?{inner}(, true)?>\(")  # kWholeTiles' default
     names = {(source, name): full for source in sources for full, name in module(source).names.items()}
     found = [place for place, full in names.items() if pattern.search(full.replace("etap::", "").replace(" >", ">"))]
     if len(found) != 1:
-        raise KeyError(f"{len(found)} kernels have <{arguments}>, of {list(names.values())}")
-    ((source, name),) = found
+        raise KeyError(f"{len(found)} kernels are {called}<{inner}>, of {list(names.values())}")
+    return found[0]
+
+
+@lru_cache(48)
+def kernel_of(source: str, name: str, edit: Edit | None) -> Kernel:
+    """A kernel, translated, with changed instructions."""
     return Kernel(module(source), name, edit)
 
 
@@ -199,55 +204,66 @@ def _template_arguments(pretty_function: str) -> str:
 
 def run_decode(
     problem,
-    schedule,
-    out,
-    lse,
-    softmax_scale: float,
+    planned,
+    runner,
     *,
+    softmax_scale=SOFTMAX_SCALE,
     empty_lse=-math.inf,
     early_loads=False,
     sources=SHIPPED,
     edit=None,
     **how,
 ) -> set[int]:
-    """Launch what the library does for a problem of support.cases; `out` and `lse` have the result.
+    """Launch what the library does for a problem of support.cases; the runner's `out` and `lse` have the result.
 
     Args:
+        planned: the built schedule.
         sources: where the kernels are taken from, and how they are changed (see emulator.ptx.Edit).
         how: seed and timing, see Kernel.launch.
 
     Returns:
         The segments of the decode kernel that ran.
     """
-    tensors = dict(q=problem.call_q, q_rope=problem.call_q_rope)
-    tensors |= dict(kv_cache=problem.call_kv_cache, rope_cache=problem.rope_cache)
-    tensors |= dict(q_scale=problem.q_scale, kv_scale=problem.kv_scale)
-    tensors |= dict(block_table=problem.block_table, seq_lens=problem.seq_lens)
-    batch, s_q, heads, partitions, row_tile, work_ranges, split_offsets, workspace = schedule
-    tensors |= dict(work_ranges=work_ranges, split_offsets=split_offsets, workspace=workspace, out=out, lse=lse)
+    tensors = decode_tensors(problem, planned, runner)
     memory = Memory()
     copies = placed(memory, tensors)
-    rest = (batch, s_q, heads, partitions, row_tile, problem.case.fp8_math, empty_lse, early_loads)
-    late = late_for_decode(copies, s_q) if early_loads else every_byte(copies)
+    late = late_for_decode(copies, planned.s_q) if early_loads else every_byte(copies)
     ran = []
-    for launch in library().decode_launches(*copies.values(), softmax_scale, *rest):
+    numbers = (softmax_scale, empty_lse, early_loads)
+    for launch in decode_launches(problem.case, planned, copies, *numbers):
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
         arguments = [bytes(params)]
-        if not ran:  # the combination is given the first alone
+        if not ran:  # the combine kernel is given the first alone
             queries = [*map(tensor_map, query_maps), bytes([1] + [0] * 127)] if query_maps else [bytes(3 * 128)]
             # Kernels that gather rows have the maps of those that copy parts, and use none.
             arguments += [[*map(tensor_map, cache_maps)] if cache_maps else bytes(2 * 128), queries]
-        # The combination reads the schedule before it waits for partials: decode has waited before it lets it begin.
+        # The combine kernel reads the schedule before it waits for partials: decode has waited before it begins.
         memory.late = every_byte(copies, besides=("work_ranges",)) if ran else late
-        kernel = kernel_of(_template_arguments(name), sources, edit, _combination(name))
+        kernel = kernel_of(*find(name, sources), edit)
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
-    out.copy_(copies["out"])
-    lse.copy_(copies["lse"])
+    tensors["out"].copy_(copies["out"])
+    tensors["lse"].copy_(copies["lse"])
     return ran[0]
 
 
+def decode_tensors(problem, planned, runner) -> dict[str, torch.Tensor | None]:
+    """The tensors of a dense call in their order."""
+    tensors = dict(q=problem.call_q, q_rope=problem.call_q_rope)
+    tensors |= dict(kv_cache=problem.call_kv_cache, rope_cache=problem.rope_cache)
+    tensors |= {name: getattr(problem, name) for name in ("q_scale", "kv_scale", "block_table", "seq_lens")}
+    tensors |= {name: getattr(planned, name) for name in ("work_ranges", "split_offsets", "workspace")}
+    return tensors | dict(out=runner.out.tensor, lse=runner.lse.tensor)
+
+
+def decode_launches(case, planned, tensors, softmax_scale=SOFTMAX_SCALE, empty_lse=-math.inf, early_loads=False):
+    """What the library launches for a call of a case with these tensors."""
+    return library().decode_launches(
+        *tensors.values(), softmax_scale, *planned[:5], case.fp8_math, empty_lse, early_loads
+    )
+
+
 def run_sparse(problem, runner, *, empty_lse=-math.inf, sources=SHIPPED, edit=None, **how) -> set[int]:
-    """The same for a problem of support.sparse_cases; its runner's `out` and `lse` have the result."""
+    """The same for a problem of support.sparse_cases."""
     memory = Memory()
     tensors = sparse_tensors(problem, runner)
     copies = placed(memory, tensors)
@@ -255,8 +271,8 @@ def run_sparse(problem, runner, *, empty_lse=-math.inf, sources=SHIPPED, edit=No
     ran = []
     for launch in sparse_launches(problem.case, copies, empty_lse):
         name, x, y, cluster, threads, shared_bytes, params = launch
-        arguments = [bytes(params), *([] if ran else [NO_MAPS, bytes(3 * 128)])]  # the combination is given the first
-        kernel = kernel_of(_template_arguments(name), sources, edit, _combination(name))
+        arguments = [bytes(params), *([] if ran else [NO_MAPS, bytes(3 * 128)])]
+        kernel = kernel_of(*find(name, sources), edit)
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, cluster=cluster, **how))
     tensors["out"].copy_(copies["out"])
     tensors["lse"].copy_(copies["lse"])
@@ -284,18 +300,18 @@ class ScheduleParams(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("seq_lens", "work_ranges", "split_offsets")),
-        *((name, ctypes.c_int32) for name in ("batch", "partitions", "fixed_pieces", "split_rows")),
-        *((name, ctypes.c_int32) for name in ("piece_cost", "single_tiles")),
+        *((name, ctypes.c_int32) for name in ("batch", "partitions", "fixed_splits", "split_rows")),
+        *((name, ctypes.c_int32) for name in ("split_cost", "single_tiles")),
     ]
 
 
 def run_schedule(
-    seq_lens, work_ranges, split_offsets, fixed_pieces: int, split_rows: int, piece_cost: int, single_tiles: int
+    seq_lens, work_ranges, split_offsets, fixed_splits: int, split_rows: int, split_cost: int, single_tiles: int
 ) -> None:
     """The schedule kernel, on tensors as etap_backend.DecodeSchedule has them."""
     memory = Memory()
     copies = placed(memory, dict(seq_lens=seq_lens, work_ranges=work_ranges, split_offsets=split_offsets))
-    counts = (len(seq_lens), len(work_ranges), fixed_pieces, split_rows, piece_cost, single_tiles)
+    counts = (len(seq_lens), len(work_ranges), fixed_splits, split_rows, split_cost, single_tiles)
     params = bytes(ScheduleParams(*(tensor.data_ptr() for tensor in copies.values()), *counts))
     (name,) = module("schedule").names.values()
     Kernel(module("schedule"), name).launch((1, 1), SCHEDULE_THREADS, 0, [params], memory)

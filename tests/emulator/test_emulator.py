@@ -15,6 +15,8 @@ from emulator.machine import TIMINGS, Kernel
 from emulator.memory import Memory, TensorMap
 from emulator.ptx import LANES, EmulationError, Module, UnknownInstruction
 
+from support.covering import covering
+
 # --------------------------------------------------------------------------------------------- WGMMA and CuTe's layouts
 
 PRODUCTS = re.findall(
@@ -24,8 +26,7 @@ ENCODERS = {"bf16": f32_to_bf16, "f16": lambda x: x.astype(np.float16), "e4m3": 
 
 
 @kernels.NEEDS_COMPILER
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("name, columns, depth", PRODUCTS)
+@covering(1, {"name, columns, depth": PRODUCTS, "timing": TIMINGS})
 def test_products_of_cute(name, columns, depth, timing):
     kind = name.split("_")[1]
     generator = np.random.default_rng(0)
