@@ -135,7 +135,7 @@ def find(pretty_function: str, sources: tuple[str, ...]) -> tuple[str, str]:
     return found[0]
 
 
-@lru_cache(48)
+@lru_cache(64)
 def kernel_of(source: str, name: str, edit: Edit | None) -> Kernel:
     """A kernel, translated, with changed instructions."""
     return Kernel(module(source), name, edit)

@@ -1,7 +1,7 @@
 """The sparse kernels themselves, run instruction by instruction, against float64.
 
-Cases that are marked exhaustive run in `make test-exhaustive`. ETAP_EMULATOR_SEEDS=N has N interleavings of every case
-that depends on them, the first of which is not marked; 2 by default.
+What runs always and what is marked exhaustive: see test_emulated_kernels. ETAP_EMULATOR_SEEDS=N has N interleavings of
+every case that depends on them; 2 by default.
 """
 
 from __future__ import annotations
@@ -89,15 +89,27 @@ PAIRS = (  # both lists: V4's; one of them empty, for all tokens or for some; bo
 )
 
 
-# Partitions of three tiles where tokens have five, of four where they have three, and of one.
+# Partitions of three tiles where tokens have four or two, and of one tile.
 @covering(1, {
     "cache, heads, rope": [(*kernel, True) for kernel in KERNELS] + [(*kernel, False) for kernel in WITHOUT_ROPE],
-    "tokens, top_k, extra, num_sms": [(3, 200, 64, 5), (5, 130, None, 4), (2, 130, None, 6)],
+    "tokens, top_k, extra, num_sms": [(2, 130, 64, 3), (3, 100, None, 2), (2, 130, None, 6)],
 })  # fmt: skip
 def test_every_kernel(cache, heads, rope, tokens, top_k, extra, num_sms):
     counts = [None if n is None else tuple(range(n, n - tokens, -1)) for n in (top_k, extra)]
     lists = dict(counts=counts[0], extra=extra, extra_counts=counts[1], holes="wild", num_sms=num_sms)
     verify(SparseCase(tokens, heads, top_k, cache, rope=rope, **lists), seed=heads)
+
+
+def test_every_compiled_kernel_has_a_case():
+    """See the dense kernels' test of this name."""
+    found = set()
+    for cache, heads, rope in [(*kernel, True) for kernel in KERNELS] + [(*kernel, False) for kernel in WITHOUT_ROPE]:
+        case = SparseCase(1, heads, 64, cache, rope=rope, num_sms=1)
+        problem = build(case, "cpu")
+        tensors = kernels.sparse_tensors(problem, SparseRunner(problem))
+        found |= {kernels.find(launch[0], kernels.SHIPPED) for launch in kernels.sparse_launches(case, tensors)}
+    sources = ("sparse", "sparse_fp8")
+    assert found == {(source, name) for source in sources for name in kernels.module(source).names.values()}
 
 
 @covering(1, {"cache": CACHES, "heads, tokens, num_sms": [(3, 2, 1), (40, 1, 2), (100, 2, 2), (100, 1, 4)]})
@@ -243,13 +255,11 @@ INTERLEAVED = [
 ]
 
 
-@pytest.mark.parametrize("case, seed", [
-    pytest.param(case, seed, marks=() if seed == 0 and case.heads == 16 else pytest.mark.exhaustive)
-    for case in INTERLEAVED
-    for seed in SEEDS
-])  # fmt: skip
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("case", INTERLEAVED, ids=repr)
 def test_interleavings(case, seed):
-    """The bits are the same as with copies at once; those of the default selection come at random."""
+    """The bits are the same as with copies at once."""
     wanted = verify(case, timing="early")
     for got, want in zip(verify(case, seed=seed, timing=("random", "late")[seed % 2]), wanted, strict=True):
         assert torch.equal(got, want)

@@ -19,6 +19,7 @@ from .lanes import FULL, Group, bits_of, lanes_of
 from .memory import Memory, TensorMap
 from .operations import OPERATIONS, ret
 from .ptx import (
+    DTYPES,
     LANES,
     PARAM_BASE,
     SHARED_BASE,
@@ -35,6 +36,10 @@ from .shared import MAX_SHARED, SharedMemory
 from .tensor_cores import Product, ProductsInFlight
 
 TIMINGS = ("early", "late", "random")
+POISON = {  # what a register holds before it is written: NaN, or false
+    dtype: np.full(LANES * dtype.itemsize, 0 if dtype.kind == "b" else 0xFF, np.uint8).view(dtype)
+    for dtype in DTYPES.values()
+}
 ALL_TRUE, ALL_FALSE = b"\x01" * LANES, b"\x00" * LANES
 L1_LINE = 128  # bytes
 MOST_STEPS = 1_000_000  # segments that a CTA may run before it counts as a livelock
@@ -61,6 +66,7 @@ class Kernel:
         self.translator = Translator(self.entry)
         self.segments: list[Segment] = []
         self._cut()
+        self.poison = [POISON[reg.dtype] for reg in self.entry.registers]
 
     def launch(
         self,
@@ -208,11 +214,7 @@ def _latest(a: tuple, b: tuple) -> tuple:
 class Warp:
     def __init__(self, cta: Cta, index: int, warps: int):
         self.cta, self.index = cta, index
-        poison = {
-            dtype: np.full(LANES * dtype.itemsize, 0 if dtype.kind == "b" else 0xFF, np.uint8).view(dtype)
-            for dtype in {reg.dtype for reg in cta.kernel.entry.registers}
-        }
-        self.R: list[np.ndarray] = [poison[reg.dtype] for reg in cta.kernel.entry.registers]
+        self.R: list[np.ndarray] = cta.kernel.poison.copy()
         self.groups = [Group(0, FULL)]
         self.live = FULL
         self.here: tuple[Segment, int] | None = None  # and the lanes that run it, for messages
