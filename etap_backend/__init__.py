@@ -1,7 +1,7 @@
 """MLA decode attention for Hopper GPUs, with the context on WGMMA's M.
 
-Importing this package needs no GPU and does not touch CUDA. Its names are loaded when they are first asked for: a
-command line that only prints a help text, and a server process that never decodes, need not wait for torch.
+Importing this package needs no GPU and does not touch CUDA. Its names load on first use, so that a help text and a
+server process that never decodes do not wait for torch.
 """
 
 import contextlib

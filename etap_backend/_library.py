@@ -1,4 +1,4 @@
-"""Finds, loads and version-checks the compiled library; nothing else loads it."""
+"""Finds, loads and checks the version of the compiled library; no other module loads it."""
 
 import functools
 import os
@@ -7,7 +7,7 @@ from pathlib import Path
 import tvm_ffi
 
 ABI_VERSION = 13
-"""What `abi_version()` of the library must return: raised whenever a compiled function changes its arguments."""
+"""The library's `abi_version()` must return this; it rises whenever a compiled function changes its arguments."""
 
 PATH_VARIABLE = "ETAP_LIBRARY"
 
@@ -20,9 +20,9 @@ def library_path() -> Path:
 
 @functools.cache
 def library() -> tvm_ffi.Module:
-    """The loaded library, with the functions that the end of csrc/api/bindings.cpp lists.
+    """The loaded library; csrc/api/bindings.cpp lists its functions.
 
-    Raises ImportError when there is no library, when it does not load, or when its version is not this package's.
+    Raises ImportError when the library is missing, does not load, or has another ABI version than this package.
     """
     path = library_path()
     if not path.is_file():

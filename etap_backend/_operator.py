@@ -1,4 +1,4 @@
-"""The way of a public call to the library: past torch's dispatcher for plain tensors, through it for compilers."""
+"""Calls the compiled library directly; through a torch operator under torch.compile."""
 
 import functools
 import itertools
@@ -21,8 +21,17 @@ def compiled(name: str) -> Callable:
     return library().get_function(name)
 
 
+def library_function(name: str) -> Callable[..., None]:
+    """A function of the library that is looked up when it is first called."""
+
+    def run(*arguments: object) -> None:
+        compiled(name)(*arguments)
+
+    return run
+
+
 def type_name(value: object) -> str:
-    """As a refusal names what came."""
+    """The type of a value, as refusals name it."""
     return "None" if value is None else type(value).__name__
 
 
@@ -32,7 +41,10 @@ SCHEMA_TYPES = {
 
 
 def schema(name: str, takes: Callable[..., object], written: Collection[str]) -> str:
-    """torch's schema of an operator with the fields of a named tuple or a function's parameters; `written` it fills."""
+    """torch's schema of an operator whose arguments are a named tuple's fields or a function's parameters.
+
+    The operator writes the arguments named in `written`.
+    """
     letters, arguments = itertools.count(), []
     hints = get_type_hints(takes)
     hints.pop("return", None)
@@ -45,24 +57,24 @@ def schema(name: str, takes: Callable[..., object], written: Collection[str]) ->
 
 
 class Operator:
-    """A torch operator with the arguments of a function of the library.
+    """A torch operator over a function of the library.
 
-    The operator is what torch.compile and fake tensors see. Plain tensors go to the library directly: on its way
-    through torch's dispatcher a call with so many arguments takes as long as a short decode step.
+    torch.compile and fake tensors see the operator. Plain tensors go to the library directly: torch's dispatcher takes
+    as long for so many arguments as a short decode step.
     """
 
     def __init__(self, schema: str, on_cuda: Callable[..., None], on_cpu: Callable[..., None]):
-        """Register it.
+        """Register the operator.
 
         Args:
-            schema: torch's, without the namespace.
-            on_cuda, on_cpu: what runs the arguments there, and refuses by itself what it can look at.
+            schema: torch's schema without the namespace.
+            on_cuda, on_cpu: functions that run the arguments and refuse the wrong ones that reach them.
         """
-        # Defined by hand: torch.library.custom_op costs several microseconds more. The strides of queries and caches
-        # carry meaning: torch.compile must pass them as they are.
+        # torch.library.custom_op costs several microseconds more. torch.compile must keep the strides of queries and
+        # caches.
         _LIBRARY.define(schema, tags=(torch.Tag.needs_fixed_stride_order,))
         name = schema.partition("(")[0]
-        # The types of what is computed are ours to choose: autocast would make bfloat16 of float32 products.
+        # autocast would turn float32 products into bfloat16.
         self._on_cuda, self._on_cpu = on_cuda, torch.autocast("cpu", enabled=False)(on_cpu)
         _LIBRARY.impl(name, lambda *arguments: self._run(True, arguments), "CUDA")
         _LIBRARY.impl(name, lambda *arguments: self._run(False, arguments), "CPU")
@@ -70,10 +82,10 @@ class Operator:
         self._operator = getattr(torch.ops.etap_backend, name).default
 
     def __call__(self, q: Tensor, arguments: tuple) -> None:
-        """Run the arguments where `q`, one of them, is."""
+        """Run the arguments on the device of `q`, one of them."""
         if type(q) is not Tensor or is_compiling():
             if not isinstance(q, Tensor):
-                self._refuse_what_cannot_cross(arguments)
+                self._refuse_wrong_types(arguments)
             self._operator(*arguments)
         else:
             self._run(q.is_cuda, arguments)
@@ -82,12 +94,12 @@ class Operator:
         try:
             (self._on_cuda if on_cuda else self._on_cpu)(*arguments)
         except Exception:
-            # What never reached the library is looked at here, and only then.
-            self._refuse_what_cannot_cross(arguments)
+            # Types that the library's bindings cannot take are named here, and only after a failure.
+            self._refuse_wrong_types(arguments)
             raise
 
-    def _refuse_what_cannot_cross(self, arguments: tuple) -> None:
-        """Name the argument that cannot be handed to the library; nothing where all can."""
+    def _refuse_wrong_types(self, arguments: tuple) -> None:
+        """Raise TypeError or ValueError for the first argument whose type the library cannot take."""
         for wanted, value in zip(self._operator._schema.arguments, arguments, strict=True):
             kind = str(wanted.type)
             if kind == "Tensor" or kind == "Optional[Tensor]" and value is not None:
@@ -99,7 +111,10 @@ class Operator:
 
 
 def check_tensor(name: str, value: object) -> Tensor:
-    """The value, or a refusal of what is no tensor, and of tensors that no function of the library takes."""
+    """The value, if it is a strided tensor on a CUDA device or the CPU.
+
+    Raises TypeError or ValueError, naming the argument, otherwise.
+    """
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: wanted a tensor, got {type_name(value)}") from None
     if not (value.is_cuda or value.is_cpu):

@@ -1,7 +1,6 @@
-"""What the functions of the compiled library take: each argument has its place here, and nowhere else.
+"""The arguments of the compiled library's functions, in the order of csrc/api/bindings.cpp.
 
-The fields of a call stand in the order of its function in csrc/api/bindings.cpp. A call is made with arguments by
-position, which costs a third of what names cost, and is read by name.
+A call is built by position, which costs a third of building it by name, and is read by name.
 """
 
 from typing import NamedTuple
@@ -10,7 +9,7 @@ from torch import Tensor
 
 
 class DenseCall(NamedTuple):
-    """The arguments of the library's `decode`, as `mla_decode` describes them; the schedule's parts stand apart."""
+    """The library's `decode`: `mla_decode`'s arguments, with the schedule's parts."""
 
     q: Tensor
     q_rope: Tensor | None
@@ -37,7 +36,7 @@ class DenseCall(NamedTuple):
 
 
 class SparseCall(NamedTuple):
-    """The arguments of the library's `sparse_decode`, as `sparse_mla_decode` describes them, with its partitions."""
+    """The library's `sparse_decode`: `sparse_mla_decode`'s arguments, with `partitions` in place of `num_sms`."""
 
     q: Tensor
     q_rope: Tensor | None
@@ -60,22 +59,22 @@ class SparseCall(NamedTuple):
 
 
 class ScheduleCall(NamedTuple):
-    """What the two functions that plan a step take between them.
+    """The library's `build_schedule` and `build_fixed_schedule`.
 
     Attributes:
         seq_lens: int32 [batch].
-        work_ranges, split_offsets: the buffers that are filled.
-        partitions: parts of the work.
-        fixed_pieces: most pieces of a request where its length alone decides (`build_fixed_schedule`); 0 where the
-            batch does (`build_schedule`).
-        split_rows, piece_cost, single_tiles: of the DecodeShape; a schedule of fixed pieces does not need them.
+        work_ranges, split_offsets: the buffers to fill.
+        partitions: partitions of the work.
+        fixed_splits: most splits per request where its length alone decides (`build_fixed_schedule`); 0 where the
+            whole batch does (`build_schedule`).
+        split_rows, split_cost, single_tiles: from the DecodeShape; `build_fixed_schedule` does not need them.
     """
 
     seq_lens: Tensor
     work_ranges: Tensor
     split_offsets: Tensor
     partitions: int
-    fixed_pieces: int
+    fixed_splits: int
     split_rows: int
-    piece_cost: int
+    split_cost: int
     single_tiles: int

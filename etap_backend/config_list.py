@@ -1,24 +1,17 @@
-"""`etap configs`: where the configurations of the servers lie, and what each of them is for."""
+"""`etap configs`: the servers' configurations that come with the package."""
 
-from itertools import takewhile
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
-# In a wheel the folder lies in the package; in a source tree beside it.
+# A wheel has the folder in the package, a source tree beside it.
 FOLDER = next(folder for folder in (_PACKAGE / "configs", _PACKAGE.parent / "configs") if folder.is_dir())
-ENGINES = ("vllm", "sglang")
+COMMANDS = {"vllm": "vllm serve --config", "sglang": "python -m sglang.launch_server --config"}
 
 
-def purpose(text: str) -> str:
-    """The first sentence of a file's comments, behind the command that they begin with."""
-    _, *comments = takewhile(lambda line: line.startswith("#"), text.splitlines())
-    words = " ".join(line.removeprefix("#").strip() for line in comments)
-    return words.strip().partition(". ")[0].rstrip(".")
-
-
-def run() -> int:
-    """Print each file's path and purpose; gives 0."""
-    for engine in ENGINES:
+def run(options: object = None) -> int:
+    """Print the path of each file under its engine's command; gives 0. Each file's head says what it is for."""
+    for engine, command in COMMANDS.items():
+        print(f"{command} FILE")
         for path in sorted((FOLDER / engine).glob("*.yaml")):
-            print(f"{path}\n    {purpose(path.read_text())}")
+            print(f"    {path}")
     return 0

@@ -1,5 +1,6 @@
-"""`etap demo`: one ragged batch through schedule, kernel and combination, compared with float64."""
+"""`etap demo`: one ragged batch through schedule, kernel and combine, compared with float64."""
 
+import argparse
 import statistics
 import sys
 from dataclasses import dataclass
@@ -13,14 +14,14 @@ from etap_backend.reference import mla_decode_reference, relative_rmse
 from etap_backend.schedule import DecodeSchedule
 
 ON_THE_CPU = (
-    "The CPU follows the same schedule in plain torch: it shows that the installation is whole and its results are "
-    "right, and says nothing about speed."
+    "The CPU follows the same schedule in plain torch: this shows that the installation is complete and its results "
+    "are right, and says nothing about speed."
 )
 
 
 @dataclass(frozen=True)
 class Batch:
-    """A ragged batch in a paged cache; what no request owns holds NaN and wild page numbers."""
+    """A ragged batch in a paged cache; unused rows hold NaN and unused table entries wild page numbers."""
 
     q: torch.Tensor
     kv_cache: torch.Tensor
@@ -45,7 +46,7 @@ class Batch:
 
 
 def _microseconds(call) -> float:
-    """Median time of one call between two events on the GPU, after the first calls have warmed it up."""
+    """Median time of one call between two events on the GPU, after five calls to warm up."""
     times = []
     for _ in range(25):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -58,7 +59,7 @@ def _microseconds(call) -> float:
 
 
 def _choose_device(wanted: str) -> tuple[str, str]:
-    """Where the demo runs, and the sentence that says so. Raises ValueError where that is not possible."""
+    """The device, and a description of what runs there. Raises ValueError when the wanted one is unusable."""
     reason = "the CPU was asked for"
     if wanted != "cpu":
         finding = doctor.check_gpu()
@@ -70,18 +71,17 @@ def _choose_device(wanted: str) -> tuple[str, str]:
     return "cpu", f"the reference executor in plain torch on the CPU, no GPU kernel ({reason})"
 
 
-def run(device: str, heads: int, seed: int) -> int:
+def run(options: argparse.Namespace) -> int:
     """Run the demo and print what it found.
 
     Args:
-        device: auto, cuda or cpu.
-        heads: query heads.
-        seed: of lengths, queries and cache.
+        options: device ("auto", "cuda" or "cpu"), heads (query heads) and seed.
 
     Gives 0 when the result is right, 1 when it is wrong or the compiled library is missing, 2 without the wanted GPU.
     """
+    heads, seed = options.heads, options.seed
     try:
-        where, sentence = _choose_device(device)
+        where, sentence = _choose_device(options.device)
     except ValueError as error:
         print(error, file=sys.stderr)
         return 2
@@ -99,14 +99,14 @@ def run(device: str, heads: int, seed: int) -> int:
     true_out, true_lse = mla_decode_reference(*inputs, scale)
     plain_out, _ = mla_decode_reference(*inputs, scale, dtype=torch.bfloat16)
     error, plain_error = relative_rmse(out, true_out), relative_rmse(plain_out, true_out)
-    pieces = schedule.split_offsets.diff().clamp(min=1).tolist()
+    splits = schedule.split_offsets.diff().clamp(min=1).tolist()
 
     print(f"Ran {sentence}.")
     print(f"{requests} requests of {min(lengths)} to {max(lengths)} tokens, {heads} heads, bfloat16")
-    print(f"schedule     {sum(pieces)} pieces for {schedule.partitions} partitions, {max(pieces)} at most a request")
+    print(f"schedule     {sum(splits)} splits for {schedule.partitions} partitions, {max(splits)} at most per request")
     if where == "cuda":
         us = _microseconds(lambda: mla_decode(*inputs, schedule, softmax_scale=scale, out=out, lse=lse))
-        print(f"time         {us:,.0f} us a call")
+        print(f"time         {us:,.0f} us per call")
     print(f"error        {error:.2e} relative RMSE against float64; plain bfloat16 torch has {plain_error:.2e}")
     print(f"log-sum-exp  {(lse.double() - true_lse).abs().max().item():.1e} at most")
     if not error <= 2 * plain_error:

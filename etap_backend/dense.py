@@ -5,15 +5,11 @@ import math
 import torch
 from torch import Tensor
 
-from etap_backend._operator import Operator, compiled, schema, type_name
+from etap_backend._operator import Operator, compiled, library_function, schema, type_name
 from etap_backend.calls import DenseCall
 from etap_backend.cpu import dense as cpu_dense
 from etap_backend.limits import LATENT_DIM, dtype_name, output_dtypes
 from etap_backend.schedule import BuiltSchedule
-
-
-def _on_cuda(*arguments) -> None:
-    compiled("decode")(*arguments)
 
 
 def _on_cpu(*arguments) -> None:
@@ -22,11 +18,13 @@ def _on_cpu(*arguments) -> None:
     cpu_dense.decode(call)
 
 
-_decode = Operator(schema("mla_decode", DenseCall, written=("workspace", "out", "lse")), _on_cuda, _on_cpu)
+_decode = Operator(
+    schema("mla_decode", DenseCall, written=("workspace", "out", "lse")), library_function("decode"), _on_cpu
+)
 
 
 def _outputs(q: Tensor, out: Tensor | None, lse: Tensor | None, out_dtype: torch.dtype | None) -> tuple[Tensor, Tensor]:
-    """Those of the outputs that were not given."""
+    """The given outputs, and new ones in place of None."""
     if not isinstance(q, Tensor):
         raise TypeError(f"q: wanted a tensor, got {type_name(q)}")
     if q.dim() != 4:
@@ -69,33 +67,33 @@ def mla_decode(
     """One layer's MLA decode attention over a paged KV cache.
 
     Causal inside the query block: row t of a request's s_q query tokens sees its first seq_len - s_q + t + 1 tokens. A
-    row that sees none (seq_len 0, say) gets output 0 and log-sum-exp `empty_lse`. Cache rows past a request's length
-    and unused block-table entries may hold anything. On CUDA tensors the compiled kernels run on the current stream,
-    with no allocation when `out` and `lse` are given and no copy to the host; on CPU tensors `etap_backend.cpu.dense`
-    runs. Nothing of it is recorded for gradients. `out`, `lse` and the workspace share no memory with each other,
-    queries or cache.
+    row that sees no token (seq_len 0, for example) gets output 0 and log-sum-exp `empty_lse`. Cache rows past a
+    request's length and unused block-table entries may hold anything. On CUDA tensors the compiled kernels run on the
+    current stream, without allocating when `out` and `lse` are given and without copying to the host; on CPU tensors
+    `etap_backend.cpu.dense` runs. Nothing is recorded for gradients. `out`, `lse` and the workspace must not share
+    memory with each other, the queries or the cache.
 
-    An FP8 cache takes half the memory. Its elements are multiplied as float16, which holds each of them exactly, so
-    that nothing is lost but what the cache's own rounding lost; `fp8_math` multiplies them as they are, which needs
-    queries and probabilities in 3 bits after the leading one.
+    An FP8 cache takes half the memory. Its elements are multiplied as float16, which holds them exactly, so that only
+    the cache's own rounding is lost; `fp8_math` multiplies them in FP8 and rounds queries and probabilities to 3 bits
+    after the leading one.
 
     Args:
         q: bfloat16 or float16 [batch, s_q, heads, 576], or its latent part [batch, s_q, heads, 512] when q_rope is
-            given; float8_e4m3fn, too, where the cache has it. Any strides with a contiguous last dimension and every
-            row at a multiple of 16 bytes.
+            given; also float8_e4m3fn with an FP8 cache. Any strides with a contiguous last dimension and every row at
+            a multiple of 16 bytes.
         kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576], dtype of q or float8_e4m3fn, or its latent part
             [.., 512] when rope_cache is given; at least one page. Any page_size: multiples of 64 are fastest, those of
-            16 next, others are gathered row by row. Each row is contiguous, at a multiple of 16 bytes; rows and pages
-            may lie apart (stride(1), stride(0)), by less than 2^40 bytes.
-        block_table: int32 [batch, max_pages]; the page that holds each page_size tokens. Rows may lie apart.
-        seq_lens: int32 [batch], tokens of each request, the new ones included. With other lengths than the schedule was
-            built from the result is as right, but the work is divided for those.
+            16 next, others are gathered row by row. Each row is contiguous, at a multiple of 16 bytes; gaps between
+            rows and between pages (stride(1), stride(0)) may be up to 2^40 bytes.
+        block_table: int32 [batch, max_pages]; the page of each page_size tokens. Gaps between rows are allowed.
+        seq_lens: int32 [batch], tokens of each request, new ones included. The result is right for any lengths; the
+            work is divided for the lengths that the schedule was built from.
         schedule: what `DecodeSchedule.build` returned this step, for this batch, s_q and number of heads.
         softmax_scale: factor of the scores before softmax.
-        q_rope: [batch, s_q, heads, 64], dtype of q, strides as free as q's.
-        rope_cache: [pages, page_size, 64] or [pages, page_size, 1, 64], dtype of kv_cache, strides as free as its.
-        q_scale: float32 [] or [1] on q's device; what an element of a float8_e4m3fn q (and q_rope) is multiplied by
-            for what it stands for, 1 when None.
+        q_rope: [batch, s_q, heads, 64], dtype of q, the same freedom of strides.
+        rope_cache: [pages, page_size, 64] or [pages, page_size, 1, 64], dtype of kv_cache, the same freedom of strides.
+        q_scale: float32 [] or [1] on q's device; the value of an element of a float8_e4m3fn q (and q_rope) is the
+            element times q_scale; 1 when None.
         kv_scale: float32 [] or [1] on q's device; the same for a float8_e4m3fn cache.
         fp8_math: with an FP8 cache, multiply in float8_e4m3fn; queries of another type are rounded to it, row by row.
         workspace: float32 [>= DecodeSchedule.max_workspace_floats], contiguous, aligned to 16 bytes; the schedule's
@@ -105,11 +103,11 @@ def mla_decode(
         lse: float32 [batch, s_q, heads], natural logarithm, contiguous; allocated when None.
         out_dtype: dtype of an output that is allocated: bfloat16 (when None) or float16 when q is float8_e4m3fn, else
             q's. If `out` is given, its dtype.
-        empty_lse: log-sum-exp of rows that see no token, -inf or, as FlashMLA has it, +inf.
-        early_loads: True says that the schedule, seq_lens, block_table, kv_scale and the cache's rows of all but each
-            request's last s_q tokens were written before the kernel that precedes this call on its stream began; in a
-            page that requests share that holds for each of them. They are then read while that kernel ends, as far as
-            it lets this one begin.
+        empty_lse: log-sum-exp of rows that see no token: -inf, or FlashMLA's +inf.
+        early_loads: True promises that the schedule, seq_lens, block_table, kv_scale and all cache rows but those of
+            each request's last s_q tokens were written before the preceding kernel on this stream began; for a page
+            that requests share, the promise covers each of them. The call then reads them while that kernel ends, if
+            that kernel allows it.
 
     Returns:
         out and lse.
@@ -124,7 +122,7 @@ def mla_decode(
         out, lse = _outputs(q, out, lse, out_dtype)
     workspace = schedule.workspace if workspace is None else workspace
     if workspace is None:
-        raise TypeError("workspace: wanted a tensor, got None, and the schedule has none either")
+        raise TypeError("workspace: wanted a tensor, got None, and the schedule has none")
     call = DenseCall(
         q,
         q_rope,

@@ -1,4 +1,4 @@
-"""`etap doctor`: what decoding and the serving engines need, what of it is there, and what to do about the rest."""
+"""`etap doctor`: what decoding and the serving engines need, what is missing, and what to do about it."""
 
 import importlib.metadata
 import os
@@ -17,15 +17,15 @@ from etap_backend.vllm import versions as vllm
 
 MIN_DRIVER = 580  # the first driver that runs CUDA 13
 PROBE_SECONDS = 300
-SPARSE_SAID, V4_SAID = "etap, sparse attention: ", "etap, DeepSeek-V4: "
+SPARSE_MARK, V4_MARK = "etap, sparse attention: ", "etap, DeepSeek-V4: "
 ASK = """
 try:
     why_not = {expression}
 except Exception as error:
     why_not = type(error).__name__ + ": " + str(error)
-print("{said}" + (why_not or "").partition("\\n")[0])
+print("{mark}" + (why_not or "").partition("\\n")[0])
 """
-"""What a probe ends with; its line has nothing behind the mark where what was asked for can run."""
+"""The end of a probe; it prints a line with the reason after the mark, or nothing after it where ETAP can run."""
 SPARSE_MODELS = "sparse attention (DeepSeek-V3.2, GLM-5)"
 
 
@@ -38,7 +38,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """What was found of one part; `remedy` tells what to do, or what can be done, `sparse` what is served of that."""
+    """One part's state; `remedy` tells what to do or what is possible, `sparse` which sparse models are served."""
 
     verdict: Verdict
     found: str
@@ -48,15 +48,16 @@ class Finding:
 
 @dataclass(frozen=True)
 class Plugin:
-    """Ours in an engine.
+    """ETAP's plugin in an engine.
 
     Attributes:
-        engine, option, entry_points, allow_list: which one, what selects ETAP, and what it reads plugins from.
-        allowed: the names in a value of the allow list, as the engine reads them; None for all.
+        option: the option that selects ETAP.
+        entry_points: the group that the engine reads plugins from.
+        allow_list: the environment variable with the names of plugins to load.
+        allowed: the names in its value, as the engine reads them; None for all.
         probe: a program that fails, with a line, where ETAP cannot run.
-        why_not_sparse, why_not_v4: expressions behind it, of the reason why sparse attention and why DeepSeek-V4 cannot
-            run, or None.
-        sparse, v4: how they are had where they can.
+        why_not_sparse, why_not_v4: expressions for the reason why sparse attention and DeepSeek-V4 cannot run, or None.
+        sparse, v4: the options that select them.
     """
 
     engine: engine_contract.Engine
@@ -108,7 +109,7 @@ PLUGINS = (
 
 
 def check_gpu() -> Finding:
-    """Whether every GPU that torch sees runs the kernels."""
+    """Whether every GPU that torch sees can run the kernels."""
     if not torch.cuda.is_available():
         remedy = "run where nvidia-smi lists a Hopper GPU (H100, H200, H20), with a CUDA build of torch"
         return Finding(Verdict.BROKEN, "torch sees no CUDA device", remedy)
@@ -125,7 +126,7 @@ def check_gpu() -> Finding:
 
 
 def check_driver() -> Finding:
-    """Whether the NVIDIA driver runs the CUDA version that the kernels are compiled with."""
+    """Whether the NVIDIA driver supports the CUDA version of the kernels."""
     try:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         version = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split()[0]
@@ -139,7 +140,7 @@ def check_driver() -> Finding:
 
 
 def check_library() -> Finding:
-    """Whether the compiled library is there, loads, and is of this package's version."""
+    """Whether the compiled library exists, loads, and has this package's version."""
     try:
         version = _library.library().abi_version()
     except ImportError as error:
@@ -148,38 +149,38 @@ def check_library() -> Finding:
 
 
 def _probe(plugin: Plugin) -> tuple[str | None, tuple[str, ...]]:
-    """Why the plugin cannot run, or None, and then a line on sparse attention and one on DeepSeek-V4.
+    """Why the plugin cannot run, or None with a line on sparse attention and one on DeepSeek-V4.
 
-    In a process of its own: importing an engine takes long, changes the process and may end it.
+    It runs in another process: importing an engine takes long, changes the process and may end it.
     """
     asked = {
-        SPARSE_SAID: (SPARSE_MODELS, plugin.why_not_sparse, plugin.sparse),
-        V4_SAID: ("DeepSeek-V4", plugin.why_not_v4, plugin.v4),
+        SPARSE_MARK: (SPARSE_MODELS, plugin.why_not_sparse, plugin.sparse),
+        V4_MARK: ("DeepSeek-V4", plugin.why_not_v4, plugin.v4),
     }
-    questions = [ASK.format(expression=expression, said=mark) for mark, (_, expression, _) in asked.items()]
+    questions = [ASK.format(expression=expression, mark=mark) for mark, (_, expression, _) in asked.items()]
     program = plugin.probe + "".join(questions)
     try:
         probe = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=PROBE_SECONDS)
     except subprocess.TimeoutExpired:
-        return f"nothing came for {PROBE_SECONDS} s", ()
+        return f"no answer after {PROBE_SECONDS} s", ()
     if probe.returncode:
         return (probe.stderr.strip().splitlines() or [f"exit code {probe.returncode}"])[-1], ()
     lines = []
     for mark, (models, _, how) in asked.items():
-        # Engines print too.
-        said = [line.removeprefix(mark) for line in probe.stdout.splitlines() if line.startswith(mark)]
-        lines.append(f"no {models}: {said[-1]}" if said[-1] else f"{models} too: {how}")
+        # The output has the engine's own lines too.
+        reasons = [line.removeprefix(mark) for line in probe.stdout.splitlines() if line.startswith(mark)]
+        lines.append(f"no {models}: {reasons[-1]}" if reasons[-1] else f"{models} too: {how}")
     return None, tuple(lines)
 
 
 def check_plugin(plugin: Plugin) -> Finding:
-    """Whether this engine would run ETAP: installed, entry point known, not turned off, and it has what ETAP uses."""
+    """Whether this engine can run ETAP: installed, entry point known, not turned off, with all that ETAP uses."""
     engine = plugin.engine
     try:
         version = engine.version
     except importlib.metadata.PackageNotFoundError:
         return Finding(Verdict.ABSENT, "", f"pip install '{engine.package}>={engine.oldest}' to serve with it")
-    version += ", tested" if engine.is_tested else f", not tested ({engine} were)"
+    version += ", tested" if engine.is_tested else f", not tested ({engine} are)"
     if "etap" not in importlib.metadata.entry_points(group=plugin.entry_points).names:
         remedy = "install etap-backend with pip: from a source tree alone its entry points are unknown"
         return Finding(Verdict.BROKEN, f"{version}, no entry point etap in {plugin.entry_points}", remedy)
@@ -190,21 +191,21 @@ def check_plugin(plugin: Plugin) -> Finding:
         return Finding(Verdict.OFF, f"{version}, {plugin.allow_list}={value} leaves etap out", remedy)
     reason, sparse = _probe(plugin)
     if reason:
-        remedy = f"{engine.name} does not come up with the plugin here; the reason above is its own"
+        remedy = f"{engine.name} does not load the plugin here; the reason is in its own words"
         return Finding(Verdict.BROKEN, f"{version}, not usable: {reason}", remedy)
     others = "other plugins' names" + (", or to nothing," if plugin.allowed("") is not None else "")
     remedy = f"{plugin.option} selects it; {plugin.allow_list} set to {others} turns it off"
     return Finding(Verdict.OK, f"{version}, plugin active", remedy, sparse)
 
 
-def run() -> int:
+def run(options: object = None) -> int:
     """Print each finding as it comes; gives 1 when something is broken, else 0."""
     checks: dict[str, Callable[[], Finding]] = {"GPU": check_gpu, "driver": check_driver, "library": check_library}
     checks |= {plugin.engine.name: lambda plugin=plugin: check_plugin(plugin) for plugin in PLUGINS}
     print(f"etap-backend {__version__}, torch {torch.__version__}")
     broken = False
     for name, check in checks.items():
-        print(f"{name:<9}", end="", flush=True)  # an engine takes half a minute to come up
+        print(f"{name:<9}", end="", flush=True)  # an engine takes half a minute to load
         finding = check()
         broken |= finding.verdict is Verdict.BROKEN
         print(f"{finding.verdict.value:<15}{finding.found}".rstrip())

@@ -1,4 +1,4 @@
-"""The one answer to "can these kernels run this?"; engines, command line and tests all ask here."""
+"""What the kernels support; engines, command line and tests all ask here."""
 
 import torch
 
@@ -6,27 +6,27 @@ LATENT_DIM = 512
 ROPE_DIM = 64
 HEAD_DIM = LATENT_DIM + ROPE_DIM
 SCALE_DIM = 128
-"""Columns of a row of a sparse FP8 cache that share a scale."""
+"""Columns of a sparse FP8 cache row that share a scale."""
 SCALES = LATENT_DIM // SCALE_DIM
 SPARSE_FP8_BYTES = LATENT_DIM + 4 * SCALES
-"""Of a row of a sparse FP8 cache before its rope part, if it has one: 512 elements in e4m3 and 4 float32 scales."""
+"""Bytes of a sparse FP8 cache row before its rope part, if it has one: 512 e4m3 elements and 4 float32 scales."""
 V4_NOPE_DIM = LATENT_DIM - ROPE_DIM
 V4_SCALE_DIM = 64
-"""Columns of a row of DeepSeek-V4's cache that share a power of two; the last 64 of its 512 columns have none."""
+"""Columns of DeepSeek-V4's cache row that share a power of two; the last 64 of its 512 columns have no scale."""
 V4_SCALES = V4_NOPE_DIM // V4_SCALE_DIM
 V4_DATA_BYTES = V4_NOPE_DIM + 2 * ROPE_DIM
-"""Of a row: 448 elements in e4m3 and 64 in bfloat16."""
+"""Bytes of a row's elements: 448 in e4m3 and 64 in bfloat16."""
 V4_ROW_BYTES = V4_DATA_BYTES + 8
-"""Of a row with its scales, which lie behind the data of all rows of its page: 7 powers of two and a byte of none."""
+"""Bytes of a row with its scales: 7 powers of two and an unused byte, which follow the data of all rows of a page."""
 TILE_TOKENS = 64
 WORK_RANGE_FIELDS = 8
 COMPUTE_CAPABILITY = (9, 0)
 DTYPES = (torch.bfloat16, torch.float16)
 FP8 = torch.float8_e4m3fn
-"""Of an FP8 KV cache in the engines' dense layout, 576 bytes a token; the queries of one may be in it too."""
+"""The type of an FP8 KV cache in the engines' dense layout, 576 bytes per token; its queries may have it too."""
 
 SPARSE_FP8 = "fp8_ds_mla"
-"""The engines' name of a cache of FP8 rows with scales of their own: DeepSeek-V3.2's and V4's."""
+"""The engines' name of a cache whose FP8 rows carry their own scales: DeepSeek-V3.2's and V4's."""
 
 _CACHE_DTYPE_NAMES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "fp8": FP8, "fp8_e4m3": FP8}
 _FOREIGN_CACHES = {
@@ -35,16 +35,16 @@ _FOREIGN_CACHES = {
     "float8_e5m2": "the kernels read 8-bit floats in e4m3 only",
     "nvfp4": "the kernels read no 4-bit floats",
 }
-"""What the names of other caches begin with, and why they are none of ours."""
+"""Prefixes of other caches' names, and why the kernels cannot read them."""
 
 
 def dtype_name(dtype: object) -> str:
-    """As a refusal or a log names a type of elements; an engine's own name for one stays as it is."""
+    """The name of an element type in refusals and logs; an engine's own name stays as it is."""
     return str(dtype).removeprefix("torch.")
 
 
 def output_dtypes(q_dtype: torch.dtype) -> tuple[torch.dtype, ...]:
-    """What a dense call's output may be for such queries, first what it is where none is given."""
+    """Output dtypes that a dense call allows for queries of this dtype; the default first."""
     return DTYPES if q_dtype == FP8 else (q_dtype,)
 
 
@@ -96,18 +96,18 @@ def why_unsupported(
     compute_capability: tuple[int, int] | None = None,
     s_q: int = 1,
 ) -> str | None:
-    """Say why a decode problem cannot run, or None when it can.
+    """The reason why a decode problem cannot run, or None when it can.
 
     Args:
-        dtype: type of the query, bfloat16 or float16; float8_e4m3fn where the cache has it too.
-        num_heads: query heads on this GPU; None when not known yet.
+        dtype: type of the query, bfloat16 or float16; float8_e4m3fn with an FP8 cache.
+        num_heads: query heads on this GPU; None when unknown.
         head_dim: width of a query and of a cache row in elements (latent + rope), 576.
         v_head_dim: width of an output row in elements (latent), 512.
         page_size: tokens in a page of the KV cache, any number.
         kv_cache_dtype: a dtype or an engine's name for it: the query's, or FP8 (float8_e4m3fn, "fp8", "fp8_e4m3") in
-            the dense layout of 576 bytes a token; None and "auto" mean the query's.
-        compute_capability: (major, minor) of the GPU; None when not known yet.
-        s_q: query tokens for each request.
+            the dense layout of 576 bytes per token; None and "auto" mean the query's.
+        compute_capability: (major, minor) of the GPU; None when unknown.
+        s_q: query tokens per request.
     """
     if reason := _why_gpu(compute_capability) or _why_dtypes(dtype, _cache_dtype(kv_cache_dtype, dtype)):
         return reason
@@ -129,18 +129,18 @@ def why_unsupported_sparse(
     compute_capability: tuple[int, int] | None = None,
     top_k: int = 1,
 ) -> str | None:
-    """Say why a sparse decode problem cannot run, or None when it can.
+    """The reason why a sparse decode problem cannot run, or None when it can.
 
     Args:
         dtype: type of the query, bfloat16.
-        num_heads: query heads on this GPU; None when not known yet.
-        head_dim: width of a query in elements, 576 (latent + rope) or 512 (a model without rope, or DeepSeek-V4).
+        num_heads: query heads on this GPU; None when unknown.
+        head_dim: width of a query in elements, 576 (latent + rope) or 512 (without rope, or DeepSeek-V4).
         v_head_dim: width of an output row in elements (latent), 512.
         page_size: tokens in a page of the KV cache, any number.
         kv_cache_dtype: bfloat16 or its name; or "fp8_ds_mla", rows of 656 bytes beside head_dim 576, of 528 (without
             rope) or V4's 584 beside 512; None and "auto" mean the query's.
-        compute_capability: (major, minor) of the GPU; None when not known yet.
-        top_k: entries of a query token's list, any number.
+        compute_capability: (major, minor) of the GPU; None when unknown.
+        top_k: entries in a query token's list, any number.
     """
     if reason := _why_gpu(compute_capability):
         return reason
@@ -148,7 +148,7 @@ def why_unsupported_sparse(
         return f"dtype {dtype_name(dtype)} is not supported: wanted bfloat16"
     cache = _cache_dtype(kv_cache_dtype, dtype)
     if cache not in (torch.bfloat16, SPARSE_FP8):
-        wanted = f"bfloat16, or {SPARSE_FP8} (rows with scales of their own)"
+        wanted = f"bfloat16, or {SPARSE_FP8} (rows with their own scales)"
         return f"kv_cache_dtype {dtype_name(cache)} is not supported: wanted {wanted}"
     if head_dim not in (HEAD_DIM, LATENT_DIM):
         return f"head_dim {head_dim} is not supported: wanted {HEAD_DIM} (latent {LATENT_DIM} + rope) or {LATENT_DIM}"

@@ -1,4 +1,4 @@
-"""The truth that kernels and executor are measured against: plain attention, one request at a time, no tiles."""
+"""The reference that kernels and executor are measured against: plain attention, one request at a time, no tiles."""
 
 import heapq
 import itertools
@@ -35,24 +35,23 @@ def mla_decode_reference(
     """MLA decode attention in `dtype` on the given (already rounded) inputs.
 
     Row t of a request's s_q query tokens sees its first seq_len - s_q + t + 1 tokens. A row that sees none gets output
-    0 and log-sum-exp -inf. Cache rows past a request's length and the block-table entries behind them are never read.
+    0 and log-sum-exp -inf. Cache rows and block-table entries past a request's length are never read.
 
     Args:
         q: [batch, s_q, heads, 576].
         kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576]; the values are the first 512 columns.
-        block_table: integer [batch, max_pages], page of each page_size tokens.
-        seq_lens: integer [batch], tokens of each request, the new ones included.
+        block_table: integer [batch, max_pages], the page of each page_size tokens.
+        seq_lens: integer [batch], tokens of each request, new ones included.
         softmax_scale: factor of the scores before softmax.
-        q_scale, kv_scale: one element each; what an element of q or of the cache is multiplied by for what it stands
-            for, 1 where None. They are applied to scores and output, which an element in `dtype` might not hold.
+        q_scale, kv_scale: one element each, the factors of q's and the cache's elements; 1 when None. They are applied
+            to scores and output, because `dtype` may not hold the scaled elements.
         dtype: type of every intermediate result.
 
     Returns:
         out [batch, s_q, heads, 512] and lse [batch, s_q, heads] (natural logarithm), both in `dtype`.
 
     Raises:
-        ValueError: a request has more tokens than its row of the block table has room for, or a page that it uses is
-            not in the cache.
+        ValueError: a request has more tokens than its row of the block table holds, or a page outside the cache.
     """
     batch, s_q, heads, _ = q.shape
     out = torch.zeros(batch, s_q, heads, LATENT_DIM, dtype=dtype, device=q.device)
@@ -68,10 +67,9 @@ def mla_decode_reference(
 def scores_and_values(
     q: Tensor, kv_cache: Tensor, block_table: Tensor, seq_lens: Tensor, score_factor: float, dtype: torch.dtype
 ) -> Iterator[tuple[int, int, Tensor, Tensor]]:
-    """Yield (request, query token, scores [heads, tokens], values [tokens, 512]) of what each query token sees.
+    """Yield (request, query token, scores [heads, tokens], values [tokens, 512]) for each query token that sees any.
 
-    Arguments and refusals as of `mla_decode_reference`; values are as stored. Query tokens that see nothing are left
-    out.
+    Arguments and errors as in `mla_decode_reference`; values are as stored.
     """
     s_q = q.shape[1]
     pages, page_size = kv_cache.shape[:2]
@@ -112,11 +110,10 @@ def sparse_mla_decode_reference(
 
     Args:
         q: [tokens, heads, 576, or 512 where rows have no rope beside the latent part].
-        kv_cache, indices, block_table, request_ids, valid_counts, sinks, and those of the second cache: as of
-            `sparse_mla_decode`. Cache rows that no list names, and the block-table entries of positions that none
-            names, are never read.
+        kv_cache, indices, block_table, request_ids, valid_counts, sinks, extra_...: as in `sparse_mla_decode`. Cache
+            rows and block-table entries that no list names are never read.
         softmax_scale: factor of the scores before softmax.
-        dtype: type of every intermediate result, and of what the elements of an FP8 cache stand for.
+        dtype: type of every intermediate result and of an FP8 cache's scaled elements.
 
     Returns:
         out [tokens, heads, 512] and lse [tokens, heads] (natural logarithm), both in `dtype`.
@@ -129,7 +126,7 @@ def sparse_mla_decode_reference(
         lists.append(named_rows(extra_kv_cache, extra_indices, extra_block_table, request_ids, extra_valid_counts))
     token_of = operator.itemgetter(0)
     for token, of_token in itertools.groupby(heapq.merge(*lists, key=token_of), token_of):
-        keys = what_rows_stand_for(torch.cat([rows for _, rows in of_token]), dtype)
+        keys = dequantized(torch.cat([rows for _, rows in of_token]), dtype)
         scores = (q[token].to(dtype) @ keys.T) * softmax_scale
         lse[token] = torch.logsumexp(scores, dim=-1)
         out[token] = torch.softmax(scores, dim=-1) @ keys[:, :LATENT_DIM]
@@ -145,10 +142,10 @@ def named_rows(
     request_ids: Tensor | None = None,
     valid_counts: Tensor | None = None,
 ) -> Iterator[tuple[int, Tensor]]:
-    """Yield (token, rows) of the cache rows that a token's list names, in its order, without tokens that name none.
+    """Yield (token, rows) for each token whose list names cache rows, in the list's order.
 
-    Arguments as of `sparse_mla_decode`; rows are as stored, bfloat16 [named, 576 or 512] or uint8 [named, 656, 528 or,
-    of V4's pages, 584].
+    Arguments as in `sparse_mla_decode`; rows are as stored, bfloat16 [named, 576 or 512] or uint8 [named, 656, 528 or,
+    from V4's pages, 584].
     """
     pages, page_size = kv_cache.shape[:2]
     requests = [-1] * len(indices) if request_ids is None else request_ids.tolist()
@@ -168,7 +165,7 @@ def named_rows(
 
 
 def stored_rows(kv_cache: Tensor, page: Tensor, place: Tensor) -> Tensor:
-    """Rows of a sparse call's cache at so many places, as stored: [*page.shape, width]; V4's 576 bytes with their 8."""
+    """Rows of a sparse call's cache at these places, as stored: [*page.shape, width]; V4's 576 bytes, then their 8."""
     cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
     cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
     if cache.dtype != torch.uint8 or cache.shape[2] != V4_ROW_BYTES:
@@ -181,11 +178,11 @@ def stored_rows(kv_cache: Tensor, page: Tensor, place: Tensor) -> Tensor:
     return whole[page[..., None], torch.cat([data, page_size * V4_DATA_BYTES + scales], dim=-1)]
 
 
-def what_rows_stand_for(rows: Tensor, dtype: torch.dtype) -> Tensor:
-    """Cache rows as of `stored_rows` [n, width], those of bytes with their scales, as [n, 576 or 512] in `dtype`."""
+def dequantized(rows: Tensor, dtype: torch.dtype) -> Tensor:
+    """`stored_rows`' rows [n, width] as values [n, 576 or 512] in `dtype`; bytes become elements times scales."""
     if rows.dtype != torch.uint8:
         return rows.to(dtype)
-    # Exact in float64, and rounded once in narrower types.
+    # Exact in float64; rounded once to narrower types.
     if rows.shape[1] == V4_ROW_BYTES:
         elements, rope, powers = (part.contiguous() for part in rows.tensor_split((V4_NOPE_DIM, V4_DATA_BYTES), dim=1))
         scales, columns = torch.exp2(powers[:, :V4_SCALES].double() - 127), V4_SCALE_DIM
@@ -199,5 +196,5 @@ def what_rows_stand_for(rows: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def relative_rmse(result: Tensor, truth: Tensor) -> float:
-    """Root mean square of result - truth over that of truth; float64 `truth`, `result` of as many elements."""
+    """Root mean square of result - truth over that of truth; `truth` is float64, `result` has as many elements."""
     return ((result.double().reshape(truth.shape) - truth).norm() / truth.norm()).item()

@@ -1,4 +1,4 @@
-"""The plan of one decode step: which CTA works on which tiles of which request."""
+"""The plan of one decode step: which CTA computes which tiles of which request."""
 
 import functools
 import operator
@@ -13,83 +13,84 @@ from etap_backend.calls import ScheduleCall
 from etap_backend.limits import WORK_RANGE_FIELDS, dtype_name
 
 BATCH_INVARIANT_BYTES = 60 * 2**20
-"""Workspace that a batch-invariant schedule may take to split requests; without splits it needs none of it."""
+"""Workspace that a batch-invariant schedule may take for splitting requests."""
 MOST_ROWS = 64
-"""Query rows that a CTA computes at most."""
+"""The largest row tile."""
 ANY_BATCH = 0
-"""In place of a step's number of requests: its rows shall lie as those of every other."""
+"""In place of a step's number of requests: row tiles are those of every batch."""
 CPU_SMS = 8
-"""Partitions that a schedule on the CPU plans for: enough to split requests, small enough to follow by hand."""
+"""Partitions of a schedule on the CPU: enough to split requests, few enough to follow by hand."""
 
 
 def _fill(*arguments) -> None:
     call = ScheduleCall(*arguments)
     buffers = (call.seq_lens, call.work_ranges, call.split_offsets, call.partitions)
-    if call.fixed_pieces:
-        compiled("build_fixed_schedule")(*buffers, call.fixed_pieces)
+    if call.fixed_splits:
+        compiled("build_fixed_schedule")(*buffers, call.fixed_splits)
     else:
-        compiled("build_schedule")(*buffers, call.split_rows, call.piece_cost, call.single_tiles)
+        compiled("build_schedule")(*buffers, call.split_rows, call.split_cost, call.single_tiles)
 
 
-# As an operator, so that fake tensors, which have no memory, do not reach the library.
+# An operator, so that fake tensors, which have no memory, do not reach the library.
 _build = Operator(schema("build_schedule", ScheduleCall, written=("work_ranges", "split_offsets")), _fill, _fill)
 
 
 class DecodeShape(NamedTuple):
-    """What a number of query rows (query tokens * heads) means for the kernels; the compiled library says it.
+    """How the kernels compute a number of query rows (query tokens * heads); the compiled library decides it.
 
     Attributes:
         kernel: "transposed", "transposed_fp8" or "query_major".
-        row_tile: rows that a CTA computes: 8, 16, 32 or 64.
-        row_groups: CTAs that share a piece of a request, each with another row tile of it.
-        piece_floats: what a CTA's partial result of one piece takes of the workspace.
-        split_rows: what a schedule weighs a split by; sparse calls have none.
-        piece_cost: what it takes a piece of a request for beside its tiles, in tiles.
-        single_tiles: tiles of the longest request that a schedule cuts into single ones where each has a partition.
+        row_tile: query rows that a CTA computes: 8, 16, 32 or 64.
+        row_groups: CTAs that share a split, each with another row tile.
+        partial_floats: floats of the workspace that a CTA's partial takes.
+        split_rows: the weight of one more split in a schedule; sparse calls have none.
+        split_cost: a split's fixed cost in a schedule, in tiles.
+        single_tiles: tiles of the longest request up to which a schedule makes every tile a split, if each gets a
+            partition.
     """
 
     kernel: str
     row_tile: int
     row_groups: int
-    piece_floats: int
+    partial_floats: int
     split_rows: int
-    piece_cost: int
+    split_cost: int
     single_tiles: int
 
     def partitions(self, num_sms: int) -> int:
-        """Parts that the work is divided into, each for one CTA (for as many as there are row groups)."""
+        """Partitions of the work, each for one CTA per row group."""
         return max(1, num_sms // self.row_groups)
 
     def workspace_floats(self, partitions: int) -> int:
-        """A partition begins in one request and ends in another: it holds at most two pieces of split ones.
+        """Floats of all partials: a partition has at most two, of the requests that it begins and ends in.
 
-        One partition alone splits no request.
+        A single partition splits no request.
         """
-        return 2 * partitions * self.row_groups * self.piece_floats if partitions > 1 else 0
+        return 2 * partitions * self.row_groups * self.partial_floats if partitions > 1 else 0
 
 
 @functools.cache
-@torch.compiler.assume_constant_result  # a compiler cannot look into the library
+@torch.compiler.assume_constant_result  # torch.compile cannot trace the library
 def decode_shape(
     rows: int, num_sms: int, batch: int = ANY_BATCH, fp8_cache: bool = False, fp8_math: bool = False
 ) -> DecodeShape:
-    """How a schedule for so many CTAs takes a request's rows, of calls as `DecodeSchedule` is told of them.
+    """The shape of a request's query rows in a schedule for so many CTAs; arguments as for `DecodeSchedule`.
 
-    Of ANY_BATCH rows lie alike whatever the batch and the cache: no shape of as many rows takes more workspace. Raises
-    ImportError where there is no library, ValueError for a count below 1.
+    With ANY_BATCH the shape depends neither on the batch nor on the cache; no other shape of as many rows takes more
+    workspace. Raises ImportError without a library, ValueError for a count below 1.
     """
     return DecodeShape(*library().decode_shape(rows, num_sms, batch, fp8_cache, fp8_math))
 
 
-def fixed_pieces(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
-    """Most pieces of a request in a batch-invariant schedule: as many as fill the GPU, if max_batch times them fit."""
+def fixed_splits(max_batch: int, num_heads: int, max_s_q: int, num_sms: int) -> int:
+    """Most splits per request in a batch-invariant schedule: as many as fill the GPU and fit the workspace."""
     shape = decode_shape(num_heads * max_s_q, num_sms)
-    slot_bytes = 4 * shape.row_groups * shape.piece_floats
+    slot_bytes = 4 * shape.row_groups * shape.partial_floats
     return max(1, min(shape.partitions(num_sms), BATCH_INVARIANT_BYTES // (2 * slot_bytes * max_batch)))
 
 
 def count(name: str, value: int) -> int:
-    """`value` as an int of at least 1, or a ValueError or TypeError that names the argument."""
+    """`value` as an int. Raises ValueError below 1 and TypeError for other types, naming the argument."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -101,33 +102,33 @@ def count(name: str, value: int) -> int:
 
 @functools.cache
 def sms_of(device: torch.device, on_cpu: int = CPU_SMS) -> int:
-    """CTAs that fill a device: a GPU's multiprocessors, or what the CPU's executor divides the work for."""
+    """CTAs that fill a device: a GPU's multiprocessors, or `on_cpu`."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else on_cpu
 
 
 def _device(device: torch.device | str) -> torch.device:
-    """The device with its number, or a ValueError for one that schedules do not live on."""
+    """The device with its number. Raises ValueError for any but the CPU and CUDA devices that torch sees."""
     try:
         found = torch.device(device)
-    except (RuntimeError, TypeError):  # no name of a device, or nothing that could be one
+    except (RuntimeError, TypeError):
         found = None
     if found is not None and found.type == "cpu":
-        return torch.device("cpu")  # as tensors there say it, without a number
+        return torch.device("cpu")  # tensors there have no number
     if found is None or found.type != "cuda" or (found.index or 0) >= torch.cuda.device_count():
         raise ValueError(f"device: wanted the CPU or a CUDA device that torch sees, got {device}")
     return torch.device("cuda", torch.cuda.current_device() if found.index is None else found.index)
 
 
 class BuiltSchedule(NamedTuple):
-    """What `DecodeSchedule.build` planned for one step, as `mla_decode` takes it.
+    """The plan of one step, which `DecodeSchedule.build` makes and `mla_decode` takes.
 
-    What it says in Python never changes. The tensors are the schedule's buffers, which its next `build` fills anew, on
-    the stream where it runs: calls that were enqueued before it have read them by then. Steps whose calls are
-    enqueued later than another step's `build` need another DecodeSchedule.
+    Its numbers never change. Its tensors are the schedule's buffers; the next `build` refills them on its stream, after
+    the calls that were enqueued before it. A step whose calls are enqueued after another step's `build` needs another
+    DecodeSchedule.
 
     Attributes:
-        batch, s_q, num_heads: of the calls that it serves.
-        partitions: parts of the work, each for one CTA (for as many as there are row groups).
+        batch, s_q, num_heads: of the calls that the plan serves.
+        partitions: partitions of the work, each for one CTA per row group.
         row_tile: query rows that a CTA computes.
         work_ranges, split_offsets, workspace: the DecodeSchedule's.
     """
@@ -141,9 +142,9 @@ class BuiltSchedule(NamedTuple):
     split_offsets: Tensor
     workspace: Tensor | None
 
-    # A tuple would compare and print what the tensors hold.
+    # A tuple's own methods would compare and print the tensors' elements.
     def __eq__(self, other: object) -> bool:
-        """Whether both say the same of the same buffers."""
+        """Whether both have the same numbers and the same buffers."""
         return isinstance(other, BuiltSchedule) and self._key() == other._key()
 
     def __ne__(self, other: object) -> bool:
@@ -167,28 +168,28 @@ def _described(value: object) -> str:
 
 
 class DecodeSchedule:
-    """Per-CTA work partitions of one decode batch, in buffers whose addresses and shapes never change.
+    """Partitions of one decode batch, one per CTA, in buffers whose addresses and shapes never change.
 
     Build it once per step, before the first layer; every layer's `mla_decode` then takes what `build` returned. Because
     neither addresses nor shapes change, a captured CUDA graph may replay `build` and the layers with other lengths, as
     long as batch and s_q are those of the capture.
 
-    With `batch_invariant`, a request's result has the same bits whatever shares its batch: it is cut into at most
-    `fixed_pieces` pieces, whose number and ends follow from its own length. That number is what the workspace has room
-    for with max_batch requests of as many; it is 1, so that no request is split, when that leaves no two.
+    With `batch_invariant`, a request's result has the same bits whatever else is in its batch: its own length decides
+    into how many splits it is cut, and where. It has at most `fixed_splits` splits, which the workspace holds for
+    max_batch requests; where it does not hold two for each, no request is split.
 
     Attributes:
         max_batch, num_heads, max_s_q, num_sms, device, fp8_cache, fp8_math: as given.
-        any_batch: as given, and with batch_invariant.
+        any_batch: as given; True with batch_invariant.
         work_ranges: int32 [>= num_sms, 8]; row p holds partition p's begin_request, begin_tile, end_request, end_tile
-            (exclusive) and begin_split, which piece of its first request it owns; then, for the combination, the p-th
-            request that was split (-1 behind the last), the slot of its first partial result and their number. A tile
-            is 64 tokens.
-        split_offsets: int32 [max_batch + 1]; exclusive prefix of the number of partial results of each request, which
-            is 0 for a request that one partition decodes alone.
-        workspace: float32, for calls that bring none of their own; None where they all do.
-        max_workspace_floats: elements that the workspace of a call may have to have.
-        fixed_pieces: most pieces of a request where its length alone decides; 0 where the batch does.
+            (exclusive) and begin_split, the index of its split of begin_request; then, for the combine, the p-th
+            request that is split (-1 after the last), the slot of its first partial and the number of its partials. A
+            tile is 64 tokens.
+        split_offsets: int32 [max_batch + 1]; exclusive prefix sum of the requests' numbers of partials, which is 0
+            for a request that one partition computes.
+        workspace: float32, for calls without their own; None where every call has its own.
+        max_workspace_floats: the most elements that a call needs in its workspace.
+        fixed_splits: most splits per request where its length alone decides; 0 where the batch does.
     """
 
     def __init__(
@@ -209,23 +210,25 @@ class DecodeSchedule:
         """Allocate the buffers.
 
         Args:
-            max_batch: most requests that one `build` will be given.
+            max_batch: most requests of one `build`.
             num_heads: query heads on this GPU.
-            max_s_q: most query tokens for each request.
-            device: where the schedule and its work live, a CUDA device or the CPU.
+            max_s_q: most query tokens per request.
+            device: a CUDA device or the CPU, where the buffers are.
             num_sms: CTAs to plan for; None means the device's multiprocessors (8 on the CPU).
             workspace: float32 [>= workspace_floats(...) of the same arguments] on `device`, to share among schedules.
-            allocate_workspace: False where every call brings its own; nothing to a workspace that is given.
-            batch_invariant: cut requests by their own length only. Slower: a short batch does not fill the GPU.
-            fp8_cache: the cache that calls read is of float8_e4m3fn.
-            fp8_math: they multiply such a cache as it is. Of the batch and both follows how 17 to 64 query rows lie on
-                a GPU of fewer than 100 multiprocessors; others' calls are as right, and up to 15% slower there.
-            any_batch: rows lie alike whatever the batch and the cache, so that every step has as many partitions; with
-                batch_invariant they do. Short calls of few requests take up to 1.7 times as long there.
+            allocate_workspace: False where every call has its own workspace; without effect beside `workspace`.
+            batch_invariant: split requests by their own length only. Slower: a short batch does not fill the GPU.
+            fp8_cache: the calls read a float8_e4m3fn cache.
+            fp8_math: the calls multiply such a cache in FP8. On a GPU with fewer than 100 multiprocessors the batch,
+                fp8_cache and fp8_math decide the row tile of 17 to 64 query rows; calls of another kind give right
+                results there, up to 15% slower.
+            any_batch: one row tile for every batch and cache, so that every step has equally many partitions; implied
+                by batch_invariant. On those GPUs short calls of few requests take up to 1.7 times as long.
 
         Raises:
-            ValueError: a count is below 1, the workspace too small or the device not there; TypeError: a count is no
-                int, or the workspace is not float32; ImportError: there is no library, or one of another version.
+            ValueError: a count is below 1, the workspace too small or the device absent.
+            TypeError: a count is not an int, or the workspace is not float32.
+            ImportError: the compiled library is missing or of another version.
         """
         self.max_batch, self.num_heads = count("max_batch", max_batch), count("num_heads", num_heads)
         self.max_s_q = count("max_s_q", max_s_q)
@@ -236,8 +239,8 @@ class DecodeSchedule:
         self.fp8_cache, self.fp8_math = bool(fp8_cache), bool(fp8_math)
         most = (self.max_batch, self.num_heads, self.max_s_q, num_sms)
         self.any_batch = bool(any_batch or batch_invariant)
-        self.fixed_pieces = fixed_pieces(*most) if batch_invariant else 0
-        ranges = max(num_sms, self.max_batch * self.fixed_pieces if self.fixed_pieces > 1 else 0)
+        self.fixed_splits = fixed_splits(*most) if batch_invariant else 0
+        ranges = max(num_sms, self.max_batch * self.fixed_splits if self.fixed_splits > 1 else 0)
         self.work_ranges = torch.zeros(ranges, WORK_RANGE_FIELDS, dtype=torch.int32, device=self.device)
         self.split_offsets = torch.zeros(self.max_batch + 1, dtype=torch.int32, device=self.device)
         self.max_workspace_floats = self.workspace_floats(
@@ -253,22 +256,22 @@ class DecodeSchedule:
     def workspace_floats(
         num_heads: int, max_s_q: int, num_sms: int, *, max_batch: int = 1, batch_invariant: bool = False
     ) -> int:
-        """Floats that the partial results need: at most two pieces a CTA, each with its output rows and log-sum-exp.
+        """Floats that the partials need: at most two per CTA, each with its output rows and log-sum-exp.
 
-        Arguments as of the schedule. Raises ValueError and TypeError for a count that is below 1 or no int.
+        Arguments as for the schedule. Raises ValueError for a count below 1, TypeError for one that is not an int.
         """
         num_heads, max_s_q = count("num_heads", num_heads), count("max_s_q", max_s_q)
         num_sms, max_batch = count("num_sms", num_sms), count("max_batch", max_batch)
-        pieces = fixed_pieces(max_batch, num_heads, max_s_q, num_sms) if batch_invariant else 0
+        splits = fixed_splits(max_batch, num_heads, max_s_q, num_sms) if batch_invariant else 0
 
         most = 0
         for s_q in range(1, max_s_q + 1):
             shape = decode_shape(num_heads * s_q, num_sms)
-            partitions = max(shape.partitions(num_sms), max_batch * pieces if pieces > 1 else 0)
-            # More rows may lie in more and smaller groups.
+            partitions = max(shape.partitions(num_sms), max_batch * splits if splits > 1 else 0)
+            # More rows may need more and smaller row groups.
             most = max(most, shape.workspace_floats(partitions))
             if partitions == 1 and shape.row_tile == MOST_ROWS:
-                break  # more rows are more groups from here on, and one partition, too
+                break  # from here on more rows mean more row groups, still with one partition
         return most
 
     def _check_workspace(self, workspace: Tensor) -> None:
@@ -283,7 +286,7 @@ class DecodeSchedule:
             raise ValueError(f"workspace: wanted a contiguous [>={floats}], got {list(workspace.shape)}")
 
     def shape(self, batch: int, s_q: int = 1) -> DecodeShape:
-        """How the rows of a step of so many requests lie."""
+        """The shape of a step with so many requests."""
         batch = ANY_BATCH if self.any_batch else batch
         return decode_shape(s_q * self.num_heads, self.num_sms, batch, self.fp8_cache, self.fp8_math)
 
@@ -291,11 +294,11 @@ class DecodeSchedule:
         """Plan one step. Copies nothing to the host, allocates nothing, and may be captured in a CUDA graph.
 
         Args:
-            seq_lens: int32 [batch <= max_batch] on the schedule's device, tokens of each request with the new ones.
-            s_q: query tokens for each request, at most max_s_q.
+            seq_lens: int32 [batch <= max_batch] on the schedule's device, tokens of each request, new ones included.
+            s_q: query tokens per request, at most max_s_q.
 
         Returns:
-            What `mla_decode` takes for this step.
+            The plan that this step's `mla_decode` calls take.
 
         Raises:
             ValueError, TypeError: an argument is not as described; the text names it, what was wanted and what came.
@@ -306,18 +309,18 @@ class DecodeSchedule:
             raise ValueError(f"seq_lens: wanted a tensor on {self.device}, got one on {seq_lens.device}")
         if (s_q := count("s_q", s_q)) > self.max_s_q:
             raise ValueError(f"s_q: wanted 1 to {self.max_s_q} (max_s_q), got {s_q}")
-        # A plan is for one number of requests: a compiler that left it open makes another graph for each.
+        # The plan depends on the number of requests: torch.compile makes one graph per number.
         batch = operator.index(seq_lens.shape[0]) if seq_lens.dim() else 0
         shape = self.shape(batch, s_q)
-        partitions = max(1, batch * self.fixed_pieces) if self.fixed_pieces > 1 else shape.partitions(self.num_sms)
+        partitions = max(1, batch * self.fixed_splits) if self.fixed_splits > 1 else shape.partitions(self.num_sms)
         call = ScheduleCall(
             seq_lens,
             self.work_ranges,
             self.split_offsets,
             partitions,
-            self.fixed_pieces,
+            self.fixed_splits,
             shape.split_rows,
-            shape.piece_cost,
+            shape.split_cost,
             shape.single_tiles,
         )
         _build(seq_lens, call)

@@ -1,4 +1,4 @@
-"""The public call of sparse attention, where every query token has a list of the cache rows that it attends to."""
+"""The public call of sparse attention: every query token has a list of the cache rows that it attends to."""
 
 import functools
 import math
@@ -14,24 +14,25 @@ from etap_backend.limits import LATENT_DIM
 from etap_backend.schedule import DecodeShape, count, sms_of
 
 CPU_SMS = 132
-"""CTAs that the CPU's executor divides a call for: an H200's, so that it walks the same pieces."""
+"""CTAs that a call on the CPU is divided for: an H200's, so that the splits are the same."""
 
 
 @functools.cache
 def sparse_decode_shape(heads: int) -> DecodeShape:
-    """Ask the library; raises ImportError where there is none, and ValueError for less than one head."""
+    """The library's answer. Raises ImportError without a library, ValueError for less than one head."""
     return DecodeShape(*library().sparse_decode_shape(heads))
 
 
 def sparse_workspace_floats(heads: int, num_sms: int) -> int:
-    """Floats that the workspace of a `sparse_mla_decode` may have to have, whatever its tokens, caches and lists.
+    """The most floats that a `sparse_mla_decode` needs in its workspace, for any tokens, caches and lists.
 
     Args:
         heads: query heads on this GPU.
         num_sms: CTAs that the calls are launched on.
 
     Raises:
-        ValueError, TypeError: a count is below 1 or no int; ImportError: no library, or one of another version.
+        ValueError, TypeError: a count is below 1 or not an int.
+        ImportError: the compiled library is missing or of another version.
     """
     shape = sparse_decode_shape(count("heads", heads))
     return shape.workspace_floats(shape.partitions(count("num_sms", num_sms)))
@@ -42,7 +43,7 @@ def device_sms(device: torch.device) -> int:
     return sms_of(device, CPU_SMS)
 
 
-def _as_the_library_takes_it(
+def _library_call(
     q: Tensor,
     q_rope: Tensor | None,
     kv_cache: Tensor,
@@ -62,7 +63,7 @@ def _as_the_library_takes_it(
     num_sms: int | None,
     empty_lse: float,
 ) -> SparseCall:
-    """The operator's arguments with a workspace, and with partitions in place of num_sms."""
+    """The library's arguments: the operator's, with a workspace, and with partitions in place of num_sms."""
     heads = q.shape[1] if q.dim() == 3 else 0
     shape = sparse_decode_shape(max(1, heads))
     partitions = shape.partitions(device_sms(q.device) if num_sms is None else count("num_sms", num_sms))
@@ -91,19 +92,17 @@ def _as_the_library_takes_it(
 
 
 def _on_cuda(*arguments) -> None:
-    compiled("sparse_decode")(*_as_the_library_takes_it(*arguments))
+    compiled("sparse_decode")(*_library_call(*arguments))
 
 
 def _on_cpu(*arguments) -> None:
-    call = _as_the_library_takes_it(*arguments)
+    call = _library_call(*arguments)
     compiled("check_sparse_decode")(*call)
     cpu_sparse.decode(call)
 
 
-# The workspace and the partitions are found behind the operator: torch.compile cannot look into the library.
-_decode = Operator(
-    schema("sparse_mla_decode", _as_the_library_takes_it, written=("workspace", "out", "lse")), _on_cuda, _on_cpu
-)
+# Behind the operator, because torch.compile cannot trace the library.
+_decode = Operator(schema("sparse_mla_decode", _library_call, written=("workspace", "out", "lse")), _on_cuda, _on_cpu)
 
 
 def sparse_mla_decode(
@@ -129,60 +128,58 @@ def sparse_mla_decode(
 ) -> tuple[Tensor, Tensor]:
     """One layer's sparse MLA attention: every query token attends to the cache rows that its list names.
 
-    Tokens are independent: whether they are requests' next ones, drafts to verify or a prompt's, what each may see is
-    in its list. An entry that names no row is as if it were not there: a negative one, a row past the cache's last, a
-    position past the block table or on a page that is not in the cache, any entry of a token of no known request. Such
-    entries may be anywhere, and nothing is read for them. A row that is named twice counts twice. A token whose lists
-    name no row gets output 0 and log-sum-exp `empty_lse`. Cache rows that no list names may hold anything.
+    Tokens are independent: decode tokens, drafts to verify and prompt tokens alike see what their own lists name. An
+    entry that names no row is ignored, and nothing is read for it: a negative entry, a row past the cache's end, a
+    position past the block table or on a page outside the cache, any entry of a token whose request is unknown. Such
+    entries may stand anywhere in a list. A row that is named twice counts twice. A token whose lists name no row gets
+    output 0 and log-sum-exp `empty_lse`. Cache rows that no list names may hold anything.
 
-    A token may have a second list, of rows of a second cache, as DeepSeek-V4 keeps its window and its compressed
-    entries; one softmax is over the rows of both. The caches have rows of the same format, and pages of any two sizes.
+    A token may have a second list with rows of a second cache: DeepSeek-V4 keeps a window and compressed entries. One
+    softmax covers the rows of both. Both caches have rows of the same format; their page sizes may differ.
 
-    The work is divided by shapes and by each token's own counts, so that no schedule is built, a wide list costs what
-    its valid entries cost, and a token's result has the same bits whatever the other tokens of a call of the same shape
-    hold. On CUDA tensors the compiled kernels run on the current stream,
-    with no allocation when `out`, `lse` and `workspace` are given and no copy to the host; on CPU tensors
-    `etap_backend.cpu.sparse` runs. Nothing of it is recorded for gradients. `out`, `lse` and
-    `workspace` share no memory with each other, queries, cache or lists.
+    Shapes and each token's own counts divide the work. There is no schedule, a wide list costs as much as its valid
+    entries, and in calls of the same shape a token's result has the same bits whatever the other tokens hold. On CUDA
+    tensors the compiled kernels run on the current stream, without allocating when `out`, `lse` and `workspace` are
+    given and without copying to the host; on CPU tensors `etap_backend.cpu.sparse` runs. Nothing is recorded for
+    gradients. `out`, `lse` and `workspace` must not share memory with each other, the queries, the cache or the lists.
 
-    A row of DeepSeek-V3.2's FP8 cache has 656 bytes: 512 elements in e4m3, 4 float32 scales, each of 128 of them, and
-    64 rope elements in bfloat16. An element stands for itself times its scale, which may be any number up to 2^100 in
-    size. Rows without rope (512 wide, FP8 ones of 528 bytes, which end with the scales) go with queries without it.
+    A row of DeepSeek-V3.2's FP8 cache has 656 bytes: 512 e4m3 elements, 4 float32 scales for 128 elements each, and 64
+    rope elements in bfloat16. The value of an element is the element times its scale, which may be any number up to
+    2^100 in size. Rows without rope (512 wide, or 528 bytes in FP8, scales last) go with queries without rope.
 
-    A page of DeepSeek-V4's cache holds its rows' data, 576 bytes each (448 elements in e4m3 and 64 in bfloat16), and
-    behind all of them 8 bytes of scales for each row: 7 powers of two, the byte b for 2^(b - 127), each of 64 of the
-    448 elements, and one byte that is not read. All 512 are both key and value. A tensor of it says 584 bytes a row,
-    which is the size of a row and no place of one. An element times its scale is exact from 2^-126 on and may be 0
-    below.
+    A page of DeepSeek-V4's cache holds its rows' data, 576 bytes each (448 e4m3 and 64 bfloat16 elements), followed by
+    8 bytes of scales per row: 7 powers of two for 64 of the 448 elements each, byte b standing for 2^(b - 127), and
+    one byte that is not read. All 512 elements are both key and value. The tensor has 584 bytes per row; a row's bytes
+    are not contiguous there. An element times its scale is exact from 2^-126 on and may be 0 below.
 
     Args:
         q: bfloat16 [tokens, heads, 576], or its latent part [tokens, heads, 512] when q_rope is given or rows have no
             rope. Any strides with a contiguous last dimension and every row at a multiple of 16 bytes.
         kv_cache: bfloat16 [pages, page_size, 576 or 512], or uint8 or float8_e4m3fn [pages, page_size, 656, 528 or, for
-            V4's pages, 584]; in either case [pages, page_size, 1, ...], too. Any page_size, at least one page. Rows are
-            contiguous and at multiples of 16 bytes, which is what the kernels read at a time; rows and pages may lie
-            further apart than their size. Of V4's pages, strides are [any multiple of 16 bytes, 584, 1].
-        indices: int32 [tokens, top_k], any top_k. Row of the cache, page * page_size + place in the page; with
-            block_table, position in the token's request. Lists may lie apart.
+            V4's pages, 584]; also [pages, page_size, 1, ...]. Any page_size, at least one page. Rows are contiguous and
+            at multiples of 16 bytes; gaps between rows and between pages are allowed. V4's pages have the strides [any
+            multiple of 16 bytes, 584, 1].
+        indices: int32 [tokens, top_k], any top_k. A row of the cache, page * page_size + offset in the page; with
+            block_table, a position in the token's request. Gaps between lists are allowed.
         softmax_scale: factor of the scores before softmax.
-        q_rope: bfloat16 [tokens, heads, 64], strides as free as q's.
-        block_table: int32 [requests, max_pages]; the page that holds each page_size tokens of a request. Rows may lie
-            apart.
-        request_ids: int32 [tokens], row of block_table and of extra_block_table for each token; given where one is.
-        valid_counts: int32 [tokens]; only so many entries of each list count, from its beginning; none where it is
-            negative. All when None.
-        extra_kv_cache, extra_indices, extra_block_table, extra_valid_counts: the second cache, rows as kv_cache's, and
-            what names rows of it, as of the first; cache and indices are given together. Each list is of rows or of
-            positions by itself.
-        sinks: float32 [>= heads], natural logarithm: the output is multiplied by 1 / (1 + exp(sink - lse)), lse stays
-            as it is. +inf makes the output 0, -inf and None leave it alone.
+        q_rope: bfloat16 [tokens, heads, 64], the same freedom of strides as q.
+        block_table: int32 [requests, max_pages]; the page of each page_size tokens of a request. Gaps between rows are
+            allowed.
+        request_ids: int32 [tokens], each token's row of block_table and of extra_block_table; required with either.
+        valid_counts: int32 [tokens]; the number of leading entries of each list that count, none where it is negative.
+            All when None.
+        extra_kv_cache, extra_indices, extra_block_table, extra_valid_counts: the second cache, with rows like
+            kv_cache's, and its lists, like the first's; cache and indices are given together. Each of the two lists
+            may hold rows or positions.
+        sinks: float32 [>= heads], natural logarithm: the output is multiplied by 1 / (1 + exp(sink - lse)); lse does
+            not change. +inf makes the output 0; -inf and None have no effect.
         workspace: float32 [>= sparse_workspace_floats(heads, num_sms)], contiguous, aligned to 16 bytes; allocated when
             None. Calls that follow each other on one stream may share it.
         num_sms: CTAs to launch; all of the GPU's multiprocessors when None (132 on the CPU).
-        out: bfloat16 [tokens, heads, 512], also a slice of a wider buffer: the last dimension contiguous, rows at
-            multiples of 16 bytes that do not overlap; allocated when None.
+        out: bfloat16 [tokens, heads, 512], also a slice of a wider buffer: last dimension contiguous, rows at multiples
+            of 16 bytes without overlap; allocated when None.
         lse: float32 [tokens, heads], natural logarithm, contiguous; allocated when None.
-        empty_lse: log-sum-exp of tokens whose list names no row, -inf or, as FlashMLA has it, +inf.
+        empty_lse: log-sum-exp of tokens whose lists name no row: -inf, or FlashMLA's +inf.
 
     Returns:
         out and lse.
@@ -200,7 +197,7 @@ def sparse_mla_decode(
 
 
 def _outputs(q: Tensor, out: Tensor | None, lse: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Those of the outputs that were not given."""
+    """The given outputs, and new ones in place of None."""
     if not isinstance(q, Tensor):
         raise TypeError(f"q: wanted a tensor, got {type_name(q)}")
     if q.dim() != 3:

@@ -1,1 +1,1 @@
-"""The kernels' algorithms in plain torch, over the same schedules, for CPU tensors."""
+"""The kernels' algorithms in plain torch, with the same schedules, for CPU tensors."""

@@ -1,6 +1,6 @@
-"""The kernel's algorithm in plain torch, for the CPU: the same work ranges, the same tiles, the same rounding of P.
+"""The dense kernels' algorithm in plain torch on the CPU: the same work ranges, tiles and rounding of P.
 
-It exists to be read and to be tested against: what the schedule and the combination do wrong shows here without a GPU.
+It is there to be read and tested against: faults of schedule and combine show here without a GPU.
 """
 
 import functools
@@ -16,50 +16,50 @@ from etap_backend.limits import FP8, HEAD_DIM, LATENT_DIM, TILE_TOKENS
 
 Product = Callable[[Tensor], tuple[Tensor, Tensor]]
 PARTIAL_FLOATS = LATENT_DIM + 1  # an output row and its log-sum-exp
-# With an FP8 cache a query row is multiplied by the power of two that brings its largest element into [2^n, 2^(n+1)).
+# With an FP8 cache a query row is scaled by the power of two that brings its largest element into [2^n, 2^(n+1)).
 QUERY_EXPONENT = {torch.float16: 14, FP8: 7}
-# A row of (nearly) zeros is multiplied by no more, so that the factor and its reciprocal are normal float32 numbers.
+# The largest scaling, of a row of (nearly) zeros: the factor and its reciprocal are normal float32 numbers.
 MOST_QUERY_EXPONENT = 126
 
 
 @dataclass(frozen=True)
-class Reference:
-    """Where P is kept: its largest is 2^shift at a new reference, which is renewed when P would come above 2^most."""
+class PRange:
+    """The range of P: 2^shift is the largest at a new reference, which is renewed when P would exceed 2^most."""
 
     shift: float
     most: float
 
 
-# Of a cache in FP8 or not and P's type: kProbabilityShift and kLargestExponent of the kernels. The shift keeps small
-# P above what float16 and e4m3 lose, and what may come above it before the reference is renewed still fits.
-REFERENCES = {
-    (False, torch.bfloat16): Reference(0.0, 8.0),
-    (False, torch.float16): Reference(0.0, 8.0),
-    (True, torch.float16): Reference(7.0, 15.0),
-    (True, FP8): Reference(8.0, 8.8),
+# By (FP8 cache, P's type): the kernels' kProbabilityShift and kLargestExponent. The shift keeps small P above what
+# float16 and e4m3 lose, and P still fits just before the reference is renewed.
+P_RANGES = {
+    (False, torch.bfloat16): PRange(0.0, 8.0),
+    (False, torch.float16): PRange(0.0, 8.0),
+    (True, torch.float16): PRange(7.0, 15.0),
+    (True, FP8): PRange(8.0, 8.8),
 }
 
 
 @dataclass(frozen=True)
 class Batch:
-    """What the pieces of a decode share; rows are packed, row = query token * heads + head."""
+    """The inputs that all splits of a decode share; rows are packed, row = query token * heads + head."""
 
-    q: Tensor  # [batch, rows, 576], float32, of values that the product's type holds
-    score_factor: Tensor  # [batch, rows], float32: what Q times K is multiplied by
+    q: Tensor  # float32 [batch, rows, 576], values that the product's type holds
+    score_factor: Tensor  # float32 [batch, rows], factor of Q times K
     kv_cache: Tensor  # [pages, page_size, 576]
     output_factor: float
-    p_dtype: torch.dtype  # of P in its product with V
+    p_dtype: torch.dtype  # P's type in its product with V
     block_table: Tensor  # [batch, max_pages]
     seq_lens: list[int]
     s_q: int
     heads: int
 
     @property
-    def kept(self) -> Reference:
-        return REFERENCES[self.kv_cache.dtype == FP8, self.p_dtype]
+    def p_range(self) -> PRange:
+        return P_RANGES[self.kv_cache.dtype == FP8, self.p_dtype]
 
     def tile(self, request: int, tile: int) -> Tensor:
-        """K of one tile, float32 [tokens <= 64, 576]: only the tokens that the request has."""
+        """K of one tile, float32 [tokens <= 64, 576], without rows past the request's length."""
         page_size = self.kv_cache.shape[1]
         tokens = torch.arange(tile * TILE_TOKENS, min((tile + 1) * TILE_TOKENS, self.seq_lens[request]))
         return self.kv_cache[self.block_table[request, tokens // page_size].long(), tokens % page_size].float()
@@ -81,7 +81,7 @@ def batch_of(
     softmax_scale: float,
     fp8_math: bool,
 ) -> Batch:
-    """The Batch of packed query rows [batch, s_q * heads, 576] and of the arguments of `decode`."""
+    """The Batch for packed query rows [batch, s_q * heads, 576] and `decode`'s other arguments."""
     p_dtype = rows.dtype
     if kv_cache.dtype == FP8:
         p_dtype = FP8 if fp8_math else torch.float16
@@ -92,14 +92,14 @@ def batch_of(
 
 
 def product_queries(rows: Tensor, p_dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Query rows as the product takes them, and what its results are multiplied by to make up for that.
+    """Query rows in the product's type, and the factors that undo their scaling.
 
     Args:
-        rows: [batch, rows, 576], of the type that Q and P have in the products (then nothing changes) or another.
-        p_dtype: that type.
+        rows: [batch, rows, 576]; rows in p_dtype or FP8 stay as they are.
+        p_dtype: the type of Q and P in the products.
 
     Returns:
-        float32 [batch, rows, 576] of values that the type holds, and float32 [batch, rows] of powers of two.
+        float32 [batch, rows, 576], values that p_dtype holds, and float32 [batch, rows], powers of two.
     """
     if rows.dtype in (p_dtype, FP8):
         return rows.float(), torch.ones(rows.shape[:2], dtype=torch.float32)
@@ -107,9 +107,9 @@ def product_queries(rows: Tensor, p_dtype: torch.dtype) -> tuple[Tensor, Tensor]
 
 
 def scaled_queries(rows: Tensor, dtype: torch.dtype, wanted: int) -> tuple[Tensor, Tensor]:
-    """Rows [..., columns] in `dtype`, the largest element of each brought to 2^wanted or just above; as float32.
+    """Rows [..., columns] rounded to `dtype`, as float32, and the powers of two [...] that undo their scaling.
 
-    Beside them what makes up for it, powers of two [...].
+    Each row's largest element is scaled into [2^wanted, 2^(wanted + 1)).
     """
     rows = rows.float()
     _, exponent = torch.frexp(rows.abs().amax(dim=-1))  # the largest element lies in [2^(exponent - 1), 2^exponent)
@@ -118,10 +118,10 @@ def scaled_queries(rows: Tensor, dtype: torch.dtype, wanted: int) -> tuple[Tenso
     return torch.ldexp(rows, shift[..., None]).to(dtype).float(), torch.ldexp(ones, -shift)
 
 
-def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tensor]:
-    """Attention of one request over some of its tiles: float32 out [rows, 512] and lse [rows].
+def decode_split(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tensor]:
+    """Attention of one request over one split's tiles: float32 out [rows, 512] and lse [rows].
 
-    The context lies on the rows of st and the queries on its columns, as in the kernel.
+    As in the kernel, st has the context on its rows and the queries on its columns.
     """
     qt = batch.q[request].T
     visible = batch.visible(request)
@@ -134,36 +134,36 @@ def decode_piece(batch: Batch, request: int, tiles: range) -> tuple[Tensor, Tens
             st.masked_fill_(position[:, None] >= visible, float("-inf"))
             yield st, functools.partial(rounded_product, k[:, :LATENT_DIM], batch.p_dtype)
 
-    out, lse = attend(visible.shape[0], batch.kept, scores_and_products())
+    out, lse = attend(visible.shape[0], batch.p_range, scores_and_products())
     return out * batch.output_factor, lse
 
 
 def rounded_product(values: Tensor, p_dtype: torch.dtype, pt: Tensor) -> tuple[Tensor, Tensor]:
-    """V^T [512, tokens] times P^T [tokens, rows] rounded, and what the result is to be divided by.
+    """V^T [512, tokens] times rounded P^T [tokens, rows], and the divisor of the result.
 
-    That is the sum of the rounded P, so that the rounding of a dominating key cancels; in the log-sum-exp nothing would
-    cancel it.
+    The divisor is the sum of the rounded P, so that the rounding of a dominating key cancels. The log-sum-exp uses the
+    sum of the unrounded P.
     """
     rounded_pt = pt.to(p_dtype).float()
     return values.T @ rounded_pt, rounded_pt.sum(dim=0)
 
 
-def attend(rows: int, kept: Reference, tiles: Iterable[tuple[Tensor, Product]]) -> tuple[Tensor, Tensor]:
+def attend(rows: int, p_range: PRange, tiles: Iterable[tuple[Tensor, Product]]) -> tuple[Tensor, Tensor]:
     """Attention over tiles, one after the other: float32 out [rows, 512] and lse [rows].
 
     Args:
         rows: columns of each tile's scores.
-        kept: where P is kept.
-        tiles: of each its scores in base 2, [tokens, rows], -inf where nothing is seen; and its product, which takes P
-            [tokens, rows] and gives what it adds to the output [512, rows] and to the divisor [rows].
+        p_range: the range of P.
+        tiles: for each tile its scores in base 2, [tokens, rows], -inf for masked ones; and its product, a function of
+            P [tokens, rows] that returns the addends of the output [512, rows] and of the divisor [rows].
     """
     ot = torch.zeros(LATENT_DIM, rows, dtype=torch.float32)
     reference = torch.full((rows,), float("-inf"), dtype=torch.float32)
     column_sum, divisor = torch.zeros(2, rows, dtype=torch.float32)
     for st, product in tiles:
         column_max = st.amax(dim=0)
-        renewed = torch.where(column_max - reference > kept.most, column_max - kept.shift, reference)
-        # A column that has seen nothing has the reference -inf; 0 instead keeps -inf - -inf out.
+        renewed = torch.where(column_max - reference > p_range.most, column_max - p_range.shift, reference)
+        # A column without visible tokens has the reference -inf; 0 instead avoids -inf - -inf.
         finite = torch.where(renewed.isinf(), 0.0, renewed)
         pt = torch.exp2(st - finite)
         correction = torch.exp2(reference - finite)
@@ -177,22 +177,22 @@ def attend(rows: int, kept: Reference, tiles: Iterable[tuple[Tensor, Product]]) 
 
 
 def combine(partial_out: Tensor, partial_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """Merge the pieces of one request: [pieces, rows, 512] and [pieces, rows] to [rows, 512] and [rows]."""
+    """Merge one request's partials: [splits, rows, 512] and [splits, rows] to [rows, 512] and [rows]."""
     largest = partial_lse.amax(dim=0)
     weight = torch.exp(partial_lse - torch.where(largest.isinf(), 0.0, largest))
-    # Divided by the sum: beside a very large log-sum-exp the logarithm of the number of pieces is lost.
+    # Divide by the sum: exp(lse - total lse) would lose the logarithm of the number of splits beside a very large lse.
     total = weight.sum(dim=0)
     out = (weight[..., None] * partial_out).sum(dim=0) / total.clamp(min=1)[:, None]
     return out, largest + torch.log(total)
 
 
 def final_lse(lse: Tensor, empty_lse: float) -> Tensor:
-    """What the caller gets of log-sum-exps, of which those of rows that saw nothing are -inf."""
+    """Log-sum-exps for the caller: `empty_lse` in place of -inf, for rows that see no token."""
     return lse.masked_fill(lse.isneginf(), empty_lse)
 
 
-def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]) -> Iterator[tuple[int, range, int]]:
-    """Yield (request, tiles, split index) of every piece, partition by partition as the kernel walks them."""
+def splits(work_ranges: Tensor, partitions: int, tile_counts: list[int]) -> Iterator[tuple[int, range, int]]:
+    """Yield (request, tiles, split index) of every split, partition by partition as the kernel walks them."""
     for begin_request, begin_tile, end_request, end_tile, begin_split, *_ in work_ranges[:partitions].tolist():
         for request in range(begin_request, min(end_request + 1, len(tile_counts))):
             first = begin_tile if request == begin_request else 0
@@ -202,7 +202,7 @@ def pieces(work_ranges: Tensor, partitions: int, tile_counts: list[int]) -> Iter
 
 
 def _check_contents(batch: Batch, tile_counts: list[int], planned: list[tuple[int, range, int]]) -> None:
-    """Refuse what a GPU could learn only by waiting for its own data."""
+    """Refuse wrong lengths, pages and schedules, which a GPU could only check by waiting for its own data."""
     pages, page_size, _ = batch.kv_cache.shape
     capacity = batch.block_table.shape[1] * page_size
     longest = max(batch.seq_lens, default=0)
@@ -214,8 +214,8 @@ def _check_contents(batch: Batch, tile_counts: list[int], planned: list[tuple[in
     for request, tiles in enumerate(tile_counts):
         if covered[request] != list(range(tiles)):
             raise ValueError(
-                "schedule: wanted the buffers that build() filled for these requests, got others' work: "
-                f"of request {request} {len(covered[request])} of {tiles} tiles"
+                "schedule: wanted the buffers that build() filled for these requests, got others': "
+                f"{len(covered[request])} of {tiles} tiles of request {request}"
             )
     for request, length in enumerate(batch.seq_lens):
         for page in batch.block_table[request, : -(-length // page_size)].tolist():
@@ -227,11 +227,10 @@ def _check_contents(batch: Batch, tile_counts: list[int], planned: list[tuple[in
 
 @torch.inference_mode()
 def decode(call: DenseCall) -> None:
-    """Decode on the CPU a call that the library's `check_decode` has allowed; fills `out` and `lse`.
+    """Decode a call that the library's `check_decode` allowed; fills `out` and `lse`, unseen by autograd.
 
-    Like the kernels it is nothing that autograd sees. How the kernels' rows are shaped plays no part here.
-
-    Raises ValueError for lengths and pages that cannot be, which a GPU could learn only by waiting for its own data.
+    The kernels' row tiles play no part here. Raises ValueError for impossible lengths, pages and schedules, which a GPU
+    could only check by waiting for its own data.
     """
     rows = call.s_q * call.heads
     packed = call.q if call.q_rope is None else torch.cat([call.q, call.q_rope], dim=-1)
@@ -250,20 +249,20 @@ def decode(call: DenseCall) -> None:
         call.fp8_math,
     )
     tile_counts = [-(-length // TILE_TOKENS) for length in batch.seq_lens]
-    planned = list(pieces(call.work_ranges, call.partitions, tile_counts))
+    planned = list(splits(call.work_ranges, call.partitions, tile_counts))
     _check_contents(batch, tile_counts, planned)
     offsets = call.split_offsets[: call.batch + 1].tolist()
     slots = call.workspace[: offsets[-1] * rows * PARTIAL_FLOATS].view(offsets[-1], rows, PARTIAL_FLOATS)
     out_rows, lse_rows = call.out.view(call.batch, rows, LATENT_DIM), call.lse.view(call.batch, rows)
 
     for request, tiles, split in planned:
-        piece_out, piece_lse = decode_piece(batch, request, tiles)
+        split_out, split_lse = decode_split(batch, request, tiles)
         if offsets[request] == offsets[request + 1]:
-            out_rows[request] = piece_out.to(call.out.dtype)
-            lse_rows[request] = final_lse(piece_lse, call.empty_lse)
+            out_rows[request] = split_out.to(call.out.dtype)
+            lse_rows[request] = final_lse(split_lse, call.empty_lse)
         else:
             slot = slots[offsets[request] + split]
-            slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = piece_out, piece_lse
+            slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = split_out, split_lse
 
     for request in range(call.batch):
         partial = slots[offsets[request] : offsets[request + 1]]

@@ -1,4 +1,4 @@
-"""The sparse kernels' algorithm in plain torch, for the CPU: the same partitions and pieces, the same rounding of P."""
+"""The sparse kernels' algorithm in plain torch on the CPU: the same partitions, splits and rounding of P."""
 
 import functools
 import math
@@ -11,8 +11,8 @@ from torch import Tensor
 from etap_backend._library import library
 from etap_backend.calls import SparseCall
 from etap_backend.cpu.dense import (
+    P_RANGES,
     PARTIAL_FLOATS,
-    REFERENCES,
     Product,
     attend,
     combine,
@@ -33,25 +33,25 @@ from etap_backend.limits import (
     V4_SCALES,
 )
 
-# Scales of FP8 rows for which float16 holds P times scale: kLeastScale and kLargestScale of the kernels.
+# Scales of FP8 rows for which float16 holds P times scale: the kernels' kLeastScale and kLargestScale.
 LEAST_SCALE, LARGEST_SCALE = 2.0**-13, 1.0
-# Query rows of a CTA up to which V4's elements are multiplied as they are, as V3.2's always are.
+# The largest row tile that multiplies V4's elements unscaled; V3.2's always are.
 MOST_ROWS_OF_V4 = 32
 
 
 @dataclass(frozen=True)
 class RowList:
-    """What the tokens of a call attend to in one cache."""
+    """One cache and its lists: the rows that each token of a call attends to."""
 
     kv_cache: Tensor  # [pages, page_size, 576 or 512 elements, or 656, 528 or 584 bytes]
     indices: Tensor  # [tokens, top_k]
     block_table: Tensor | None
     request_ids: Tensor | None
-    counts: list[int]  # entries of each token that count
+    counts: list[int]  # entries of each token's list that count
 
     @staticmethod
     def of(kv_cache: Tensor, indices: Tensor, block_table, request_ids, valid_counts: Tensor | None) -> "RowList":
-        """Of a call's arguments."""
+        """The list in a call's arguments."""
         cache = kv_cache.squeeze(2) if kv_cache.dim() == 4 else kv_cache
         cache = cache.view(torch.uint8) if cache.dtype == FP8 else cache
         tokens, top_k = indices.shape
@@ -62,7 +62,7 @@ class RowList:
         return -(-self.counts[token] // TILE_TOKENS)
 
     def rows(self, token: int, tile: int) -> tuple[Tensor, Tensor]:
-        """Of a tile's entries the cache rows, [64 or less, width] with zeros where none is named, and which are."""
+        """A tile's cache rows [64 or less, width], zeros where an entry names no row, and which entries name one."""
         first = tile * TILE_TOKENS
         entries = self.indices[token, first : min(first + TILE_TOKENS, self.counts[token])].long()
         pages, page_size, width = self.kv_cache.shape
@@ -75,7 +75,7 @@ class RowList:
         return rows, valid
 
     def _stored(self, page: Tensor, offset: Tensor) -> Tensor:
-        """Rows as they are in memory; of V4's pages each row's data and scales."""
+        """Rows as they are in memory; a row of V4's pages is its data, then its scales."""
         cache = self.kv_cache
         if cache.shape[2] != V4_ROW_BYTES:
             return cache[page, offset]
@@ -88,7 +88,7 @@ class RowList:
 
     @staticmethod
     def _translated(logical: Tensor, block_table: Tensor, request: int) -> Tensor:
-        """The cache's page of each of a request's, -1 where the block table does not reach."""
+        """The cache's pages for a request's, -1 past the end of the block table."""
         requests, max_pages = block_table.shape
         page = torch.full_like(logical, -1)
         if 0 <= request < requests:
@@ -99,7 +99,7 @@ class RowList:
 
 @dataclass(frozen=True)
 class Lists:
-    """The one or two lists of a call: of each token first the tiles of the one, then those of the other."""
+    """A call's one or two lists: the tiles of a token's first list come before those of its second."""
 
     lists: tuple[RowList, ...]
 
@@ -108,20 +108,19 @@ class Lists:
         return self.lists[0].kv_cache.shape[2] == V4_ROW_BYTES
 
     def scaled(self, row_tile: int) -> bool:
-        """Whether FP8 elements are multiplied as they are stored, with scales beside the products, where a CTA computes
-        so many query rows."""
+        """Whether CTAs with this row tile multiply FP8 elements as stored, and apply their scales to the products."""
         return self.lists[0].kv_cache.dtype == torch.uint8 and (not self.v4 or row_tile <= MOST_ROWS_OF_V4)
 
     @property
     def most_tiles(self) -> int:
-        """Of a token all of whose entries count."""
+        """Tiles of a token whose entries all count."""
         return sum(-(-one.indices.shape[1] // TILE_TOKENS) for one in self.lists)
 
     def tiles(self, token: int) -> int:
         return sum(one.tiles(token) for one in self.lists)
 
     def rows(self, token: int, tile: int) -> tuple[Tensor, Tensor]:
-        """As `RowList.rows`, of a tile of the token's."""
+        """`RowList.rows` for a tile of either list."""
         first = self.lists[0]
         behind = tile - first.tiles(token)
         return first.rows(token, tile) if behind < 0 else self.lists[1].rows(token, behind)
@@ -129,39 +128,46 @@ class Lists:
 
 @dataclass(frozen=True)
 class Queries:
-    """A token's queries as the products take them; those beside bfloat16 rows and V4's are all in `latent`."""
+    """A token's queries as the products take them; with bfloat16 rows and V4's, `latent` holds all of them.
 
-    latent: Tensor  # float32 [heads, 512; beside bfloat16 rows with rope 576]
-    factor: Tensor  # float32 [heads]: what products with latent are multiplied by
-    rope: Tensor  # float32 [heads, 64 or 0]
+    Attributes:
+        latent: float32 [heads, 512, or 576 with bfloat16 rows that have rope].
+        factor: float32 [heads], factor of the products with latent.
+        rope: float32 [heads, 64 or 0].
+    """
+
+    latent: Tensor
+    factor: Tensor
+    rope: Tensor
 
 
 def queries_of(q: Tensor, v32: bool) -> Queries:
-    """Of bfloat16 [heads, 576 or 512]. Beside V3.2's FP8 rows the latent part is multiplied as float16."""
+    """Queries from bfloat16 [heads, 576 or 512]. With V3.2's FP8 rows the latent part becomes float16."""
     if not v32:
         return Queries(q.float(), torch.ones(len(q), dtype=torch.float32), q[:, :0].float())
     return Queries(*scaled_queries(q[:, :LATENT_DIM], torch.float16, 0), q[:, LATENT_DIM:].float())
 
 
 def v4_parts(rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of V4's rows, uint8 [n, 584] of data and scales: e4m3 elements in float32 [n, 448], the exponents of their scales
-    [n, 7], and bfloat16 [n, 64]."""
+    """V4's rows, uint8 [n, 584], as float32 elements [n, 448], exponents of scales [n, 7], bfloat16 rope [n, 64]."""
     elements, rope, powers = (part.contiguous() for part in rows.tensor_split((V4_NOPE_DIM, V4_DATA_BYTES), dim=1))
     return elements.view(FP8).float(), powers[:, :V4_SCALES].int() - 127, rope.view(torch.bfloat16)
 
 
 def v4_keys(elements: Tensor, exponents: Tensor, rope: Tensor) -> Tensor:
-    """What V4's rows stand for, in their parts, as the kernels have it: bfloat16 [n, 512].
+    """The values of V4's rows, bfloat16 [n, 512], as the kernels compute them from the parts.
 
-    A power of two changes no digit of an element of e4m3; what bfloat16 has no exponent for is subnormal or infinite.
+    A power of two changes no digit of an e4m3 element; beyond bfloat16's exponents the value is subnormal or infinite.
     """
     nope = torch.ldexp(elements, exponents.repeat_interleave(V4_SCALE_DIM, dim=1))
     return torch.cat([nope.bfloat16(), rope], dim=1)
 
 
 def v4_product(elements: Tensor, exponents: Tensor, rope: Tensor, pt: Tensor) -> tuple[Tensor, Tensor]:
-    """As `rounded_product`, of V4's rows whose elements are multiplied as they are: P is rounded to bfloat16, and times
-    a power of two to float16, which changes it where that is subnormal."""
+    """`rounded_product` with V4's elements as stored: P is rounded to bfloat16, then scaled and rounded to float16.
+
+    The second rounding changes P only where the scaled value is subnormal.
+    """
     rounded_pt = pt.bfloat16().float()
     scaled = [torch.ldexp(rounded_pt, power[:, None]).half().float() for power in exponents.T]
     groups = zip(elements.split(V4_SCALE_DIM, dim=1), scaled, strict=True)
@@ -169,7 +175,7 @@ def v4_product(elements: Tensor, exponents: Tensor, rope: Tensor, pt: Tensor) ->
 
 
 def has_ordinary_scales(scales: Tensor) -> bool:
-    """Whether float16 has room for P times each of a tile's scales."""
+    """Whether float16 holds P times each of a tile's scales."""
     size = scales.abs()
     return bool((((size >= LEAST_SCALE) & (size <= LARGEST_SCALE)) | (size == 0)).all())
 
@@ -177,10 +183,10 @@ def has_ordinary_scales(scales: Tensor) -> bool:
 def scores_and_product(q: Queries, rows: Tensor, valid: Tensor, scaled: bool) -> tuple[Tensor, Product]:
     """K Q^T of some cache rows, [tokens, heads], and the product that takes their P.
 
-    `scaled` FP8 elements are multiplied as they are: their scales multiply the scores of their columns, and in the
-    product with V they multiply P before it is rounded: to float16, or to bfloat16 where a scale of the tile is beyond
-    what float16 has room for. So the output is divided by the sum of P as it was. V4's scales are powers of two: there
-    P is rounded before, and bfloat16 has room for all.
+    With `scaled`, FP8 elements are multiplied as stored. Their scales multiply the partial scores of their columns, and
+    in the product with V they multiply P before it is rounded to float16, or to bfloat16 where a scale of the tile
+    exceeds float16; the divisor is then the sum of the unrounded P. V4's scales are powers of two: P is rounded first,
+    and bfloat16 holds them all.
     """
     if rows.dtype != torch.uint8:
         keys = rows.float()
@@ -210,10 +216,10 @@ def scores_and_product(q: Queries, rows: Tensor, valid: Tensor, scaled: bool) ->
     return scores, product
 
 
-def decode_piece(
+def decode_split(
     q: Queries, lists: Lists, token: int, tiles: range, softmax_scale: float, scaled: bool
 ) -> tuple[Tensor, Tensor]:
-    """Attention of one token over some tiles of its list: float32 out [heads, 512] and lse [heads]."""
+    """Attention of one token over one split's tiles: float32 out [heads, 512] and lse [heads]."""
 
     def scores_and_products() -> Iterator[tuple[Tensor, Product]]:
         for tile in tiles:
@@ -222,37 +228,34 @@ def decode_piece(
             st = scores * (softmax_scale / math.log(2))
             yield st.masked_fill(~valid[:, None], float("-inf")), product
 
-    kept = REFERENCES[scaled, torch.float16 if scaled else torch.bfloat16]
-    return attend(len(q.factor), kept, scores_and_products())
+    p_range = P_RANGES[scaled, torch.float16 if scaled else torch.bfloat16]
+    return attend(len(q.factor), p_range, scores_and_products())
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Tiles of a token that one partition decodes; slot: of its partial result, None where it is the whole."""
+class Split:
+    """A token's tiles in one partition; slot is its partial's, None where the split is the whole token."""
 
     token: int
     tiles: range
     slot: int | None
 
 
-def pieces(tiles: list[int], most_tiles: int, heads: int, partitions: int) -> Iterator[Piece]:
-    """The pieces of tokens with so many tiles each, in the order of the partitions, as the library divides them."""
+def splits(tiles: list[int], most_tiles: int, heads: int, partitions: int) -> Iterator[Split]:
+    """The splits of tokens with so many tiles each, in the partitions' order, as the library divides them."""
     of_token = torch.tensor(tiles, dtype=torch.int32)
     for token, _, begin, end, slot in library().sparse_pieces(of_token, most_tiles, heads, partitions):
-        yield Piece(token, range(begin, end), None if slot < 0 else slot)
+        yield Split(token, range(begin, end), None if slot < 0 else slot)
 
 
 def with_sinks(out: Tensor, lse: Tensor, sinks: Tensor | None) -> Tensor:
-    """Output rows [heads, 512] of log-sum-exp [heads] beside a sink, which takes a share of the weights."""
+    """Output rows [heads, 512] with log-sum-exp [heads], reduced by the sinks' share of the weights."""
     return out if sinks is None else out * torch.sigmoid(lse - sinks[: len(lse)]).nan_to_num(0.0)[:, None]
 
 
 @torch.inference_mode()
 def decode(call: SparseCall) -> None:
-    """Decode on the CPU a call that the library's `check_sparse_decode` has allowed; fills `out` and `lse`.
-
-    Like the kernels it is nothing that autograd sees.
-    """
+    """Decode a call that the library's `check_sparse_decode` allowed; fills `out` and `lse`, unseen by autograd."""
     tokens, heads = call.q.shape[:2]
     if tokens * heads == 0:
         return
@@ -267,20 +270,20 @@ def decode(call: SparseCall) -> None:
     slots = call.workspace[: call.workspace.numel() // slot_floats * slot_floats].view(-1, heads, PARTIAL_FLOATS)
     _, row_tile, *_ = library().sparse_decode_shape(heads)
     scaled = lists.scaled(row_tile)
-    partial: dict[int, list[int]] = {}  # slots of each token that is split
+    partials: dict[int, list[int]] = {}  # slots by token
 
-    for piece in pieces(tiles, lists.most_tiles, heads, call.partitions):
-        queries = queries_of(packed[piece.token], scaled and not lists.v4)
-        piece_out, piece_lse = decode_piece(queries, lists, piece.token, piece.tiles, call.softmax_scale, scaled)
-        if piece.slot is None:
-            call.out[piece.token] = with_sinks(piece_out, piece_lse, call.sinks).to(call.out.dtype)
-            call.lse[piece.token] = final_lse(piece_lse, call.empty_lse)
+    for split in splits(tiles, lists.most_tiles, heads, call.partitions):
+        queries = queries_of(packed[split.token], scaled and not lists.v4)
+        split_out, split_lse = decode_split(queries, lists, split.token, split.tiles, call.softmax_scale, scaled)
+        if split.slot is None:
+            call.out[split.token] = with_sinks(split_out, split_lse, call.sinks).to(call.out.dtype)
+            call.lse[split.token] = final_lse(split_lse, call.empty_lse)
         else:
-            slot = slots[piece.slot]
-            slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = piece_out, piece_lse
-            partial.setdefault(piece.token, []).append(piece.slot)
+            slot = slots[split.slot]
+            slot[:, :LATENT_DIM], slot[:, LATENT_DIM] = split_out, split_lse
+            partials.setdefault(split.token, []).append(split.slot)
 
-    for token, its_slots in partial.items():
+    for token, its_slots in partials.items():
         parts = slots[its_slots]
         merged_out, merged_lse = combine(parts[..., :LATENT_DIM], parts[..., LATENT_DIM])
         call.out[token] = with_sinks(merged_out, merged_lse, call.sinks).to(call.out.dtype)

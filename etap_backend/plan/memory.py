@@ -1,4 +1,4 @@
-"""What weights and KV cache take on the fullest GPU, and what is left for tokens."""
+"""Weights and KV cache on the fullest GPU, and the tokens that fit beside them."""
 
 from __future__ import annotations
 
@@ -6,23 +6,22 @@ import math
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from etap_backend.plan.inputs import CSA, HCA, Deployment, Figure, Gpu, Model
-from etap_backend.plan.v4_caches import BATCHES, V4Caches, V41Caches
+from etap_backend.plan.deployment import Deployment
+from etap_backend.plan.gpu import Figure, Gpu
+from etap_backend.plan.model import CSA, HCA, V4, V41, Model
 
 PAGE_TOKENS = 64
-# Activations of the largest prefill chunk, CUDA graphs, NCCL, allocator: what is missing between weights and cache in
-# the one 8 x H200 start that reported its cache (674,597 tokens at vLLM 0.26.0's default share of the memory, 0.92).
-RESERVE_BYTES = Figure(value=5.6e9, status="derived", source="8 x H200, vLLM 0.26.0: memory less weights less KV cache")
-
-# What vLLM 0.26 to 0.33 allocate for the indexer of sparse attention: 512 MiB for the scores of a prefill, and
-# 40 keys of 132 bytes for each of 163,840 tokens, DeepSeek-V3.2's longest context. With a lower --max-model-len less.
-INDEXER_RESERVE_BYTES = Figure(value=1.4e9, status="derived", source="vLLM 0.26.0 and 0.33.0: the indexer's buffers")
+# Activations of the largest prefill chunk, CUDA graphs, NCCL, allocator.
+RESERVE_BYTES = Figure(5.6e9, "derived", "8 x H200, vLLM 0.26.0: memory less weights less KV cache")
+# 512 MiB for the scores of a prefill, and 40 keys of 132 bytes for each of 163,840 tokens, DeepSeek-V3.2's longest
+# context; a lower --max-model-len takes less.
+INDEXER_RESERVE_BYTES = Figure(1.4e9, "derived", "vLLM 0.26.0 and 0.33.0: the indexer's buffers")
 ABSORBED = "attention, absorbed copy"
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Matrices of one kind: how many weights all of them have, how they are divided, and when a step reads them."""
+    """Matrices of one kind: their weights together, how they are divided, and whether a step reads them."""
 
     name: str
     parameters: int
@@ -39,7 +38,7 @@ class Weights:
 
 
 def predicting_layers(model: Model, on: Deployment) -> int:
-    """Layers that predict the next tokens, which are loaded where drafts are made."""
+    """Layers that predict the next tokens; they are loaded where drafts are made."""
     return model.num_nextn_predict_layers if on.s_q > 1 else 0
 
 
@@ -61,26 +60,28 @@ def weights_of(model: Model, on: Deployment) -> list[Weights]:
 
 def _attention(model: Model, on: Deployment, layers: int) -> list[Weights]:
     hidden, heads, each = model.hidden_size, model.num_attention_heads, model.attention_bytes
-    down = hidden * (model.cache_row + (model.q_lora_rank or 0))
+    down = hidden * (model.cache_row + model.q_lora_rank)
     queries = (model.q_lora_rank or hidden) * heads * (model.qk_nope_head_dim + model.qk_rope_head_dim)
     output = heads * model.v_head_dim * hidden
-    if model.v4:  # each group of heads has a latent output of its own
+    if model.v4:  # each group of heads has its own latent output
         output = model.o_lora_rank * (heads * model.v_head_dim + model.o_groups * hidden)
     gate = output if model.mla_use_output_gate else 0
     latent = layers * model.kv_lora_rank * heads * (model.qk_nope_head_dim + model.v_head_dim)
-    latent = 0 if model.v4 else latent  # queries are made in the cache's own space
+    latent = 0 if model.v4 else latent  # queries are already in the cache's space
     return [
         Weights("attention, latent projections", layers * down, 1, each),
         Weights("attention, heads", layers * (queries + output + gate), on.tp, each),
         Weights("attention, latent to heads", latent, on.tp, each, read_by_decode=False),
-        # The engines keep the absorbed form of kv_b_proj in the activations' type beside the weight as it was loaded.
+        # The engines keep kv_b_proj's absorbed form in the activations' type beside the loaded weight.
         Weights(ABSORBED, latent, on.tp, 2.0),
     ]
 
 
 def _indexer(model: Model, layers: int) -> list[Weights]:
-    """Every rank has the indexer whole. Weights of its keys, of its heads' gates and, where keys are pooled, of the
-    pool's stay in two bytes; DeepSeek-V4's pool has two series of keys and of gates, V4.1 makes keys of entries."""
+    """Every rank has the whole indexer. Keys, gates and the pooling of keys stay in two bytes.
+
+    DeepSeek-V4's pooling has two series of keys and gates; V4.1 makes keys from entries.
+    """
     if not model.sparse:
         return []
     pool = model.index_head_dim * (3 if model.v4 else 1) if model.index_kpool > 1 else 0
@@ -96,9 +97,10 @@ def _indexer(model: Model, layers: int) -> list[Weights]:
 
 
 def _compression(model: Model, layers: int) -> list[Weights]:
-    """What each rank has whole of DeepSeek-V4: CSA makes two series of keys and gates, HCA and V4.1's pairs one, and
-    V4.1's single tokens have no gate; and each layer mixes the streams of its residual before and behind both of its
-    parts, in float32."""
+    """DeepSeek-V4's compressors and hyper-connections (float32), whole on each rank.
+
+    CSA makes two series of keys and gates, HCA and V4.1's pairs one; V4.1's single tokens have no gate.
+    """
     if not model.v4:
         return []
     matrices = sum(count * len(model.compressing(ratio)) for ratio, count in {CSA: 4, HCA: 2, 2: 2, 1: 1}.items())
@@ -110,11 +112,10 @@ def _compression(model: Model, layers: int) -> list[Weights]:
 
 
 def _linear_attention(model: Model, on: Deployment) -> list[Weights]:
-    """Kimi's delta attention."""
+    """Kimi's delta attention: queries, keys, values, output, the heads' steps, the forget gate, three convolutions."""
     if (linear := model.linear_attn_config) is None:
         return []
     hidden, width, layers = model.hidden_size, linear.num_heads * linear.head_dim, model.linear_layers
-    # Queries, keys, values and output; the step of each head; the forget gate's second half; three convolutions.
     divided = 4 * hidden * width + hidden * linear.num_heads + linear.head_dim * width
     divided += 3 * width * linear.short_conv_kernel_size
     whole = hidden * linear.head_dim
@@ -129,14 +130,13 @@ def _linear_attention(model: Model, on: Deployment) -> list[Weights]:
 
 
 def _feed_forward(model: Model, on: Deployment, predicting: int) -> list[Weights]:
-    """Dense layers, and those with experts, the `predicting` ones among them. Routed experts are spread over tp x dp
-    ranks."""
+    """Dense layers and layers with experts, `predicting` ones included; routed experts are spread over tp x dp."""
     hidden, each, moe = model.hidden_size, model.weight_bytes, model.moe_layers + predicting
-    experts = model.moe_layers * (model.n_routed_experts or 0)
-    experts += predicting * (model.dspark_n_routed_experts or model.n_routed_experts or 0)
+    experts = model.moe_layers * model.n_routed_experts
+    experts += predicting * (model.dspark_n_routed_experts or model.n_routed_experts)
     dense = model.num_hidden_layers - model.moe_layers
-    narrow, wide = model.routed_expert_hidden_size or 0, 3 * model.moe_intermediate_size
-    shared, routed = (model.n_shared_experts or 0) * wide * hidden, experts * wide * (narrow or hidden)
+    narrow, wide = model.routed_expert_hidden_size, 3 * model.moe_intermediate_size
+    shared, routed = model.n_shared_experts * wide * hidden, experts * wide * (narrow or hidden)
     return [
         Weights("dense layers", dense * 3 * hidden * model.intermediate_size, on.tp, each),
         Weights("shared experts", moe * shared, on.tp, each),
@@ -147,23 +147,22 @@ def _feed_forward(model: Model, on: Deployment, predicting: int) -> list[Weights
 
 
 def _engram(model: Model, on: Deployment) -> list[Weights]:
-    """DeepSeek-V4.1's tables of word groups, a row with a byte of scale for 32, which vLLM keeps in host memory, and
-    what brings the rows of a token's groups, of 2 words and more, into its streams."""
+    """DeepSeek-V4.1's tables of word groups, MXFP8 in host memory (vLLM's default), and their projections."""
     layers, rows = len(model.engram_num_embeddings), sum(model.engram_num_embeddings)
     read = (model.engram_max_ngram_size - 1) * model.engram_n_heads * model.engram_head_dim
     table = Weights("Engram, tables", rows * model.engram_head_dim, on.tp, 1 + 1 / 32, in_host_memory=True)
-    into = layers * read * model.hidden_size * ((model.hc_mult or 0) + 1)
+    into = layers * read * model.hidden_size * (model.hc_mult + 1)
     return [replace(table, read_by_decode=False), Weights("Engram, projections", into, on.tp, model.weight_bytes)]
 
 
 def parameters_of(model: Model) -> int:
-    """Parameters of the model without its next-token predictor and without biases and norms."""
+    """Parameters of the model without its next-token predictor, biases and norms."""
     return sum(part.parameters for part in weights_of(model, Deployment(gpus=1, tp=1)) if part.name != ABSORBED)
 
 
 def state_bytes(model: Model, on: Deployment) -> int:
-    """What linear attention keeps of one request on a rank: in every layer a float32 matrix of each head, and the
-    convolutions' last inputs in bfloat16, as both engines have it."""
+    """Bytes that linear attention keeps per request on a rank: a float32 matrix per head and layer, and the last
+    inputs of the convolutions in bfloat16, in both engines."""
     if (linear := model.linear_attn_config) is None:
         return 0
     heads = linear.num_heads // on.tp
@@ -172,30 +171,37 @@ def state_bytes(model: Model, on: Deployment) -> int:
 
 
 def _most_in_a_stage(layers: tuple[int, ...], model: Model, pp: int) -> int:
-    """How many of these layers the pipeline stage has that has most of them."""
+    """How many of these layers the pipeline stage with most of them has."""
     stage = -(-model.num_hidden_layers // pp)
     return max(Counter((layer - 1) // stage for layer in layers).values(), default=0)
 
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of the fullest GPU, and the tokens that its KV cache can hold. Of DeepSeek-V4 they are vLLM's: entries and
-    keys count for each token, windows and the compressors' state for each request."""
+    """Bytes of the fullest GPU, and the tokens that its KV cache can hold.
+
+    For DeepSeek-V4 the bytes are vLLM's: entries and keys per token, windows and partial sums per request.
+
+    Attributes:
+        state_per_request: bytes that do not grow with a request's tokens.
+        requests: requests that decode on this GPU.
+        indexer_per_token: the indexers' part of cache_per_token.
+    """
 
     total: float
     usable: float
     weights: float
     reserve: float
-    state_per_request: int  # of what does not grow with its tokens
-    requests: int  # that decode on this GPU
+    state_per_request: int
+    requests: int
     cache_per_token: float
-    indexer_per_token: float  # of that, in the caches of indexers
+    indexer_per_token: float
     tokens_wanted: int
     page_tokens: int = PAGE_TOKENS
 
     @property
     def left(self) -> int:
-        """Bytes for requests: KV cache and state."""
+        """Bytes left for requests: KV cache and state."""
         return max(0, math.floor(self.usable - self.weights - self.reserve))
 
     @property
@@ -204,12 +210,12 @@ class Memory:
 
     @property
     def tokens(self) -> int:
-        """Tokens for which there is a KV cache, in whole pages."""
+        """Tokens that the KV cache holds, in whole pages."""
         page = int(self.cache_per_token * self.page_tokens)
         return max(0, self.left - self.state) // page * self.page_tokens
 
     def requests_of(self, tokens: int) -> int:
-        """How many requests fit that need so many tokens of the cache on this GPU."""
+        """Requests that fit when each needs so many tokens of the cache on this GPU."""
         return int(self.left // (tokens * self.cache_per_token + self.state_per_request))
 
     @property
@@ -221,30 +227,53 @@ class Memory:
         return int(self.tokens_wanted * self.cache_per_token)
 
 
-def v4_caches(model: Model, on: Deployment) -> V4Caches | V41Caches:
-    """Of the pipeline stage that has most of each kind of layers; those that predict have a window alone."""
-    made, first, second = (V41Caches, 2, 1) if model.shares_caches else (V4Caches, CSA, HCA)
-    kinds = model.attention_layers, model.compressing(first), model.compressing(second)
-    layers, *entries = (_most_in_a_stage(layers, model, on.pp) for layers in kinds)
-    return made(layers + predicting_layers(model, on), model.sliding_window, *entries)
+@dataclass(frozen=True)
+class Pool:
+    """vLLM 0.33's block pool for DeepSeek-V4 on one rank; every rank holds the same.
+
+    A block holds a page of each layer's compressed entries and of its indexer's keys. A request takes other blocks for
+    windows and partial sums, and prompts in flight (2 x 8,192 tokens) do too. Other versions and SGLang divide their
+    memory otherwise; their logs tell the tokens that they hold.
+    """
+
+    block_tokens: int
+    block_bytes: int
+    key_bytes: int
+    blocks_of_request: int
+    blocks_of_prompts: int
+
+
+# Tokens per block; bytes of a layer's page of entries and of keys by its ratio; blocks of a request and of prompts.
+POOLS = {
+    V4: (256, {CSA: (37_440, 8_640), HCA: (1_728, 0)}, 30, 6_682),
+    V41: (64, {2: (19_008, 4_608), 1: (37_440, 8_640)}, 43, 3_620),
+}
+
+
+def pool_of(model: Model, on: Deployment) -> Pool:
+    """DeepSeek-V4's pool in the fullest pipeline stage."""
+    tokens, pages, *blocks = POOLS[model.model_type]
+    layers = {ratio: _most_in_a_stage(model.compressing(ratio), model, on.pp) for ratio in pages}
+    entries, keys = (sum(count * pages[ratio][part] for ratio, count in layers.items()) for part in (0, 1))
+    return Pool(tokens, max(1, entries + keys), keys, *blocks)
 
 
 def memory_of(model: Model, gpu: Gpu, on: Deployment) -> Memory:
-    """Of a deployment that can be (`Deployment.check`)."""
+    """The memory of a deployment that passes `Deployment.check`."""
     predicting = predicting_layers(model, on)
     layers, indexers = (
-        _most_in_a_stage(of, model, on.pp) + predicting for of in (model.attention_layers, model.indexer_layers)
+        _most_in_a_stage(kind, model, on.pp) + predicting for kind in (model.attention_layers, model.indexer_layers)
     )
     indexer_per_token = indexers * model.index_row_bytes
     reserve, page_tokens = RESERVE_BYTES.value + (INDEXER_RESERVE_BYTES.value if model.sparse else 0), PAGE_TOKENS
     cache_per_token, state = model.cache_row_bytes(on.cache) * layers + indexer_per_token, state_bytes(model, on)
     if model.v4:
-        caches = v4_caches(model, on)
-        page_tokens = caches.block_tokens
-        reserve += caches.blocks_of_prompts * caches.block_bytes
-        cache_per_token, indexer_per_token = (each / page_tokens for each in (caches.block_bytes, caches.keys_bytes))
-        state = caches.blocks(BATCHES * on.s_q) * caches.block_bytes
-    # The fullest stage has ceil(layers / pp) layers and an end of the model; its other parts are shared out evenly.
+        pool = pool_of(model, on)
+        page_tokens = pool.block_tokens
+        reserve += pool.blocks_of_prompts * pool.block_bytes
+        cache_per_token, indexer_per_token = (each / page_tokens for each in (pool.block_bytes, pool.key_bytes))
+        state = pool.blocks_of_request * pool.block_bytes
+    # The fullest stage has ceil(layers / pp) layers and one end of the model.
     stage, parts = -(-model.num_hidden_layers // on.pp) / model.num_hidden_layers, weights_of(model, on)
     return Memory(
         total=gpu.memory_bytes.value,

@@ -1,4 +1,4 @@
-"""Who may import whom: the product no laboratory, a table no kernel, nobody in a circle or hidden in a function."""
+"""Who may import whom: the package no bench, nobody in a circle or in a function; and importing it stays light."""
 
 import ast
 import graphlib
@@ -9,27 +9,24 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-import pytest
-
 import etap_backend
 from etap_backend import cli
 
 PACKAGE = Path(etap_backend.__file__).parent
-LAB = "etap_backend.lab"
 
 LAZY = {
     ("etap_backend.vllm", "register"),  # vLLM loads plugins in processes that never select a backend
-    ("etap_backend.sglang", "register"),  # SGLang too; and `etap doctor` imports the package where there is no SGLang
+    ("etap_backend.sglang", "register"),  # SGLang does too; `etap doctor` imports the package without SGLang
     ("etap_backend.vllm.v4_selection", "select"),  # the layer's module imports what serves a model
     ("etap_backend.vllm.v4_selection", "why_no_layers"),
     ("etap_backend.sglang.registration", "_classes"),  # the backends' modules import the engine's models
 }
-"""The functions that may import modules of this package when they are called, each with its reason."""
+"""The functions that may import this package's modules when they are called, each with its reason."""
 
 
 @dataclass(frozen=True)
 class Import:
-    """One import of a module of this package; `function` is the innermost one around it, None at the top level."""
+    """One import of this package's modules; `function` is the innermost one around it, None at the top level."""
 
     importer: str
     imported: str
@@ -47,7 +44,7 @@ def trees() -> dict[str, ast.Module]:
 
 
 def module_of(name: str) -> str:
-    """The module that `name` is, or is in; names that the package itself offers are in the modules they come from."""
+    """The module that `name` is or is in; the package's own names are in the modules that they come from."""
     head, _, tail = name.rpartition(".")
     if head == "etap_backend" and tail in etap_backend._MODULES:
         return etap_backend._MODULES[tail]
@@ -72,7 +69,7 @@ def names_in(node: ast.AST) -> list[str]:
 
 def imports_below(importer: str, node: ast.AST, function: str | None) -> Iterator[Import]:
     for child in ast.iter_child_nodes(node):
-        # An attribute of the package is a use of what was imported at the top.
+        # An attribute of the package uses what was imported at the top.
         where = None if isinstance(child, ast.Attribute) else function
         yield from (Import(importer, module_of(name), where) for name in names_in(child))
         inside = child.name if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef)) else function
@@ -89,19 +86,6 @@ def test_the_graph_is_that_of_this_package():
     known = {(i.importer, i.imported) for i in imports()}
     assert ("etap_backend.dense", "etap_backend._operator") in known
     assert ("etap_backend.doctor", "etap_backend.limits") in known
-    assert any(i.importer.startswith(LAB) and not i.imported.startswith(LAB) for i in imports())
-
-
-def test_the_product_imports_no_laboratory():
-    wrong = [i for i in imports() if not i.importer.startswith(LAB) and i.imported.startswith(LAB)]
-    assert wrong == []
-    naming = {
-        name
-        for name, tree in trees().items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Constant) and LAB in str(node.value) and not name.startswith(LAB)
-    }
-    assert naming <= {"etap_backend.cli"}, "only the command line hands over to the laboratory, by name"
 
 
 def test_nothing_imports_in_a_circle():
@@ -116,18 +100,37 @@ def test_no_import_hides_in_a_function():
     assert [i for i in hidden if (i.importer, i.function) not in LAZY] == []
 
 
-@pytest.mark.parametrize("name, program", [*cli.LAB.items(), *cli.CHECKS.items()])
-def test_the_command_line_hands_over_to_functions_that_are_there(name, program):
-    body = trees()[program.module].body
-    names = {node.name for node in body if isinstance(node, ast.FunctionDef)}
-    names |= {
-        target.id for node in body if isinstance(node, ast.Assign) for target in node.targets if vars(target).get("id")
+def foreign(tree: ast.Module) -> set[str]:
+    """Top-level names of the modules outside the standard library that a module imports."""
+    names = {
+        name.split(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, (ast.Import, ast.ImportFrom))
+        for name in ([node.module or ""] if isinstance(node, ast.ImportFrom) else [alias.name for alias in node.names])
     }
-    assert program.function in names
+    return names - sys.stdlib_module_names - {"etap_backend"}
 
 
-@pytest.mark.parametrize("module", ["etap_backend", "etap_backend.cli", "etap_backend.lab.tables"])
-def test_neither_the_command_line_nor_a_table_waits_for_torch_or_loads_a_kernel(module):
-    program = f"import sys, {module}; print([name for name in ('torch', 'tvm_ffi', 'vllm') if name in sys.modules])"
+def test_each_room_imports_what_its_user_has_installed():
+    """The package's own requirements everywhere; an engine and what it brings in that engine's plugin only."""
+    own, engines = {"torch", "tvm_ffi"}, ("etap_backend.vllm", "etap_backend.sglang", "etap_backend.compat")
+    wrong = {
+        name: more for name, tree in trees().items() if not name.startswith(engines) if (more := foreign(tree) - own)
+    }
+    assert wrong == {}
+    assert [name for name, tree in trees().items() if {"bench", "tests", "support"} & foreign(tree)] == []
+
+
+def test_every_command_is_a_module_with_a_run():
+    for module in cli.COMMANDS.values():
+        assert "run" in {node.name for node in trees()[module].body if isinstance(node, ast.FunctionDef)}
+
+
+def test_the_package_and_its_command_line_wait_for_no_torch():
+    program = (
+        "import sys, etap_backend, etap_backend.cli\n"
+        "heavy = [name for name in ('torch', 'tvm_ffi', 'vllm') if name in sys.modules]\n"
+        "print(heavy, all(hasattr(etap_backend, name) for name in etap_backend.__all__))"
+    )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
-    assert run.stdout.strip() == "[]"
+    assert run.stdout == "[] True\n"

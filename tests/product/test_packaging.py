@@ -1,4 +1,4 @@
-"""The wheel of `make wheel`: what is in it, whom it fits, and that it promises no more than its library holds."""
+"""The wheel of `make wheel`: its contents, the platforms that it fits, and what it needs."""
 
 import configparser
 import email
@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from packaging.version import Version
 
 import etap_backend
-from etap_backend import cli, doctor
+from etap_backend import doctor
 
 ROOT = Path(__file__).parents[2]
 DIST = ROOT / "dist"
@@ -166,11 +166,12 @@ def test_a_source_distribution_is_built_and_holds_what_a_wheel_is_made_of(tmp_pa
         names = {name.partition("/")[2] for name in archive.getnames()}
     tracked = git("-C", str(ROOT), "ls-files", "csrc", "etap_backend", "configs", "LICENSE", "README.md").splitlines()
     assert set(tracked) <= names
-    assert not any(name.startswith(("tests/", "results/", "docs/")) or name.endswith(".so") for name in names)
+    assert not any(name.startswith(("bench/", "tests/", "results/", "docs/")) for name in names)
+    assert not any(name.endswith(".so") for name in names)
 
 
 def requirements_of(metadata, extra: str | None) -> dict[str, Requirement]:
-    """What the wheel requires beside the product's own requirements when this extra is asked for, on every Python."""
+    """The requirements that this extra adds; the wheel's own requirements without one."""
     found = {}
     for requirement in map(Requirement, metadata.get_all("Requires-Dist")):
         marker = str(requirement.marker or "")
@@ -189,11 +190,8 @@ def test_the_product_requires_torch_unpinned_and_tvm_ffi_and_no_more(metadata):
     assert metadata["Requires-Python"] == ">=3.10"
 
 
-def test_the_command_line_knows_what_the_laboratory_s_extra_installs(metadata):
-    names = requirements_of(metadata, "lab").keys() - {"tomli"}  # which only Python 3.10 needs
-    brought = importlib.metadata.packages_distributions()
-    found = [canonicalize_name(name) for module in cli.LAB_MODULES for name in brought.get(module, ())]
-    assert names == set(found) - {"tomli"} and len(cli.LAB_MODULES) == len(names) + 1
+def test_the_extras_are_the_engines(metadata):
+    assert set(metadata.get_all("Provides-Extra")) == {plugin.engine.package for plugin in doctor.PLUGINS}
 
 
 def test_the_doctor_asks_for_the_engines_that_the_wheel_supports(metadata):
@@ -203,7 +201,7 @@ def test_the_doctor_asks_for_the_engines_that_the_wheel_supports(metadata):
 
 
 def closure(*names: str) -> set[str]:
-    """Distributions that these need on this machine, themselves among them."""
+    """These distributions and those that they need on this machine."""
     found: set[str] = set()
     wanted = list(names)
     while wanted:
@@ -229,18 +227,8 @@ def bare_environment(wheel_path, tmp_path_factory) -> Path:
             top = Path(file.parts[0])
             if top.name != ".." and not (packages / top).exists():
                 (packages / top).symlink_to(Path(file.locate()).parents[len(file.parts) - 1] / top)
-    pip = [
-        sys.executable,
-        "-m",
-        "pip",
-        "--python",
-        folder / "bin/python",
-        "install",
-        "--quiet",
-        "--no-deps",
-        "--no-index",
-    ]
-    subprocess.run([*pip, wheel_path], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", folder / "bin/python", "install", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--no-index", wheel_path], check=True)
     return folder
 
 
@@ -256,15 +244,11 @@ def etap(environment: Path, *words: str) -> subprocess.CompletedProcess:
 def test_beside_torch_and_tvm_ffi_the_wheel_needs_nothing_for_its_own_commands(bare_environment):
     doctor_run = etap(bare_environment, "doctor")
     assert re.search(rf"library +ok .*{re.escape(str(bare_environment))}", doctor_run.stdout), doctor_run.stderr
-    demo_run = etap(bare_environment, "demo")
+    demo_run, plan_run = etap(bare_environment, "demo"), etap(bare_environment, "plan", "deepseek-v3.2", "--sources")
     assert demo_run.returncode == 0 and "Ran the reference executor" in demo_run.stdout, demo_run.stderr
-    assert doctor_run.stderr + demo_run.stderr == "", "such as a warning of a missing numpy"
-
-
-@pytest.mark.parametrize("words", [(name,) for name in cli.LAB] + [("check", name) for name in cli.CHECKS])
-def test_without_its_extra_a_command_says_what_to_install(bare_environment, words):
-    run = etap(bare_environment, *words, "--help")
-    assert run.returncode == 2 and run.stderr.endswith("not installed: pip install 'etap-backend[lab]'\n")
+    assert plan_run.returncode == 0 and "With ETAP a step gives" in plan_run.stdout, plan_run.stderr
+    assert etap(bare_environment, "configs").stdout.count(str(bare_environment)) == 32
+    assert doctor_run.stderr + demo_run.stderr + plan_run.stderr == "", "such as a warning of a missing numpy"
 
 
 def test_its_entry_points_name_what_is_in_it(wheel):

@@ -1,0 +1,115 @@
+"""Reads JSON files into checked dataclasses, and finds the files that ship with the package."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+from etap_backend.config_list import FOLDER
+
+MOST = 2**31
+"""Above this a number is a mistake; within it no sum or quotient of the planner overflows a float."""
+Size = Annotated[int, 1, MOST]
+Count = Annotated[int, 0, MOST]
+Quantity = Annotated[float, 1e-3, 1e18]
+CALLED = {"hardware": "gpu", "models": "model"}
+"""The argument that names a file of each folder."""
+HUB = r"^\w[\w-]*/(?=[^/]+$)"  # an organisation before a model's name
+KINDS = {int: "an integer", float: "a number", str: "a text", bool: "true or false"}
+
+
+def shipped(kind: str) -> list[str]:
+    """Names of the files in configs/`kind`."""
+    return sorted(path.stem for path in (FOLDER / kind).glob("*.json"))
+
+
+def find(kind: str, name: str) -> Path:
+    """The file that `name` means: an existing path, or a file of configs/`kind` in any case of letters, with or without
+    the organisation that a hub puts before it (deepseek-ai/DeepSeek-R1).
+
+    Raises ValueError, naming the argument, when it means neither.
+    """
+    if (path := Path(name)).is_file():
+        return path
+    if (path := FOLDER / kind / f"{re.sub(HUB, '', name).lower()}.json").is_file():
+        return path
+    if name.endswith(".json") or name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ValueError(f"{CALLED[kind]}: wanted a file that exists, got {name}")
+    raise ValueError(f"{CALLED[kind]}: wanted a file or one of {', '.join(shipped(kind))}, got {name}")
+
+
+def read_json(path: Path, argument: str) -> dict:
+    """The object in a file. Raises ValueError, naming the argument, when there is none."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{argument}: wanted a JSON file, got {path}: {error}") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{argument}: wanted a JSON object, got {path}, which holds {type(content).__name__}")
+    return content
+
+
+def record(kind: Any, data: dict, where: str = "", *, strict: bool = False) -> Any:
+    """A dataclass from a JSON object, where null is like no key; `strict` refuses keys that the dataclass lacks.
+
+    Raises ValueError, naming the key, what was wanted and what came.
+    """
+    hints, values = get_type_hints(kind, include_extras=True), {}
+    for field in dataclasses.fields(kind):
+        key = f"{where}{field.name}"
+        if (value := data.get(field.name)) is not None:
+            values[field.name] = _value(hints[field.name], value, key, strict)
+        elif field.default is dataclasses.MISSING:
+            raise ValueError(f"{key}: wanted a value, got none")
+    if strict and (more := sorted(set(data) - set(hints))):
+        raise ValueError(f"{where}{more[0]}: wanted one of {', '.join(hints)}")
+    return kind(**values)
+
+
+def _value(hint: Any, value: object, key: str, strict: bool) -> Any:
+    """`value` as a field of this type."""
+    arguments = get_args(hint)
+    if get_origin(hint) in (Union, types.UnionType):
+        return _value(arguments[0], value, key, strict)
+    if get_origin(hint) is tuple:
+        many = arguments[-1] is ...
+        if not isinstance(value, list) or not many and len(value) != len(arguments):
+            raise ValueError(f"{key}: wanted a list{'' if many else f' of {len(arguments)}'}, got {_short(value)}")
+        return tuple(_value(arguments[0], one, f"{key}.{number}", strict) for number, one in enumerate(value))
+    if get_origin(hint) is Literal:
+        if value not in arguments:
+            raise ValueError(f"{key}: wanted {' or '.join(map(repr, arguments))}, got {_short(value)}")
+        return value
+    if dataclasses.is_dataclass(hint):
+        if not isinstance(value, dict):
+            raise ValueError(f"{key}: wanted an object, got {_short(value)}")
+        return record(hint, value, f"{key}.", strict=strict)
+    return _scalar(hint, value, key)
+
+
+def _scalar(hint: Any, value: Any, key: str) -> Any:
+    base, *bounds = get_args(hint) or (hint,)
+    allowed = (int, float) if base is float else base
+    if not isinstance(value, allowed) or isinstance(value, bool) != (base is bool):
+        raise ValueError(f"{key}: wanted {KINDS[base]}, got {_short(value)}")
+    if bounds and not bounds[0] <= value <= bounds[1]:
+        raise ValueError(f"{key}: wanted {bounds[0]} to {bounds[1]}, got {_short(value)}")
+    return base(value)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def parse_tokens(text: str) -> int:
+    """A number of tokens, such as 4096, 4K or 1M. Raises ValueError, naming `context`, for anything else."""
+    scale = {"k": 1024, "m": 1024**2}.get(text[-1:].lower(), 1)
+    number = text[:-1] if scale > 1 else text
+    if not re.fullmatch(r"[0-9]{1,400}", number) or int(number) < 1:
+        raise ValueError(f"context: wanted a number of tokens such as 4096, 4K or 1M, got {text[:60]!r}")
+    return int(number) * scale
