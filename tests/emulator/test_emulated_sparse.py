@@ -103,8 +103,8 @@ def test_every_kernel(cache, heads, rope, tokens, top_k, extra, num_sms):
 def test_every_compiled_kernel_has_a_case():
     """See the dense kernels' test of this name."""
     found = set()
-    for cache, heads, rope in [(*kernel, True) for kernel in KERNELS] + [(*kernel, False) for kernel in WITHOUT_ROPE]:
-        case = SparseCase(1, heads, 64, cache, rope=rope, num_sms=1)
+    for rows, heads, rope in [(*kernel, True) for kernel in KERNELS] + [(*kernel, False) for kernel in WITHOUT_ROPE]:
+        case = SparseCase(1, heads, 64, rows, rope=rope, num_sms=1)
         problem = build(case, "cpu")
         tensors = kernels.sparse_tensors(problem, SparseRunner(problem))
         found |= {kernels.find(launch[0], kernels.SHIPPED) for launch in kernels.sparse_launches(case, tensors)}

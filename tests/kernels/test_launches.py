@@ -89,7 +89,7 @@ def test_one_request_is_combined_by_blocks_of_few_tasks(heads, one_row):
         ({"page_size": 16}, False),
     ],
 )
-def test_the_combination_is_lean_where_decode_may_leave_it_room(kind, lean, heads, num_sms):
+def test_the_combine_kernel_is_lean_where_decode_may_leave_it_room(kind, lean, heads, num_sms):
     _, combine = launches(Case((70,) * 32, heads, num_sms=num_sms, **kind))
     assert ("lean_launch" in combine[0]) == (lean and heads <= 16)
 
@@ -125,7 +125,7 @@ def test_one_partition_has_nothing_to_combine_and_no_request_nothing_to_decode()
         (128, 16, "same", ((8, 16), None, 4), ((8, 16), None, 4)),
     ],
 )
-def test_before_early_loads_the_combination_has_no_more_blocks_than_keep_its_loads_in_flight(
+def test_before_early_loads_the_combine_kernel_has_no_more_blocks_than_keep_its_loads_in_flight(
     batch, heads, kv_dtype, late, early
 ):
     """Grid, tasks of 8 rows x 16 value dims of a block (None: the lean form), and requests that it takes at a time."""
@@ -138,7 +138,7 @@ def test_before_early_loads_the_combination_has_no_more_blocks_than_keep_its_loa
 
 
 @pytest.mark.parametrize("batch, heads", [(1, 16), (2, 16), (16, 16), (32, 16), (64, 16), (16, 64)])
-def test_where_tensor_cores_are_few_the_combination_has_as_many_blocks_as_ever(batch, heads):
+def test_where_tensor_cores_are_few_the_combine_kernel_has_as_many_blocks_as_ever(batch, heads):
     late, early = (launches(Case((70,) * batch, heads, num_sms=78), early_loads=early) for early in (False, True))
     assert early[1][:5] == late[1][:5]
 
@@ -243,7 +243,7 @@ def test_the_heads_name_the_sparse_kernel(heads, row_tile):
 @pytest.mark.parametrize("tokens, cluster", [(1, 1), (4, 1), (8, 1), (16, 8), (24, 1), (32, 4), (64, 2), (128, 1)])
 @pytest.mark.parametrize("cache, heads", [("bf16", 16), ("bf16", 32), ("fp8", 8), ("v4", 16)])
 @pytest.mark.parametrize("extra", [None, 1920])
-def test_pieces_of_a_token_are_a_cluster_that_needs_no_combination(extra, cache, heads, tokens, cluster):
+def test_splits_of_a_token_are_a_cluster_that_needs_no_combine_kernel(extra, cache, heads, tokens, cluster):
     """Where they are 2, 4 or 8, on an H200's multiprocessors, of one list or of two with as many tiles."""
     top_k = 2048 if extra is None else 128
     decode, *combine = sparse_launches(SparseCase(tokens, heads, top_k, cache, extra=extra, num_sms=132))
@@ -252,7 +252,7 @@ def test_pieces_of_a_token_are_a_cluster_that_needs_no_combination(extra, cache,
 
 
 @pytest.mark.parametrize("cache", ["bf16", "fp8", "v4"])
-def test_pieces_of_64_rows_are_combined(cache):
+def test_splits_of_64_rows_are_combined(cache):
     for tokens, heads in ((16, 64), (32, 33), (16, 128)):
         decode, combine = sparse_launches(SparseCase(tokens, heads, 2048, cache, num_sms=132))
         assert decode[3] == 1 and "combine" in combine[0]

@@ -98,7 +98,7 @@ def rounding_of(problem: Problem, out: torch.Tensor) -> Rounding:
     most the weight, and all tokens may err the same way. P of the row's largest score is at least 2^shift.
     """
     p_dtype = torch.float16 if problem.kv_cache.dtype == FP8 else problem.kv_cache.dtype
-    shift = cpu_dense.REFERENCES[problem.kv_cache.dtype == FP8, p_dtype].shift
+    shift = cpu_dense.P_RANGES[problem.kv_cache.dtype == FP8, p_dtype].shift
     kind = torch.finfo(p_dtype)
     least = kind.tiny if p_dtype == torch.bfloat16 else kind.tiny * kind.eps / 2
     q_factor, kv_factor = (1.0 if scale is None else scale.item() for scale in (problem.q_scale, problem.kv_scale))

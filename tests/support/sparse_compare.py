@@ -99,7 +99,7 @@ def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
         torch.cat(parts, dim=1)
         for parts in zip(*(_named(cache, meant[part]) for cache, meant in problem.caches()), strict=True)
     )
-    keys = reference.what_rows_stand_for(rows.flatten(0, 1), torch.float64).unflatten(0, times.shape)
+    keys = reference.dequantized(rows.flatten(0, 1), torch.float64).unflatten(0, times.shape)
     values, any_row = keys[..., :LATENT], (times > 0).any(1)[:, None, None]
     scores = (q @ keys.mT) * SOFTMAX_SCALE + times.double().log()[:, None]
     off = SCORE * SOFTMAX_SCALE * (q.abs() @ keys.abs().mT)
@@ -147,7 +147,7 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
     """
     share = weight / times
     p = share / share.amax(dim=2, keepdim=True)  # at most P
-    least = share * 2.0 ** -cpu_dense.REFERENCES[False, torch.bfloat16].most
+    least = share * 2.0 ** -cpu_dense.P_RANGES[False, torch.bfloat16].most
     off = BF16.eps / 2 / math.sqrt(3) * weight
     most = times * share.amax(dim=2, keepdim=True)  # what P = 1 would weigh
     is_v4 = rows.shape[2] == V4_ROW_BYTES
@@ -173,7 +173,7 @@ def _scaled_away(scale, weight, p, least, most) -> torch.Tensor:
     """What weights [tokens, heads, rows] may lose where P times a scale is below float32's normal numbers, or P times
     an ordinary scale below float16's."""
     small = torch.where(least * scale.clamp(max=1) < BF16.tiny, weight, 0)
-    shift = 2.0 ** cpu_dense.REFERENCES[True, torch.float16].shift
+    shift = 2.0 ** cpu_dense.P_RANGES[True, torch.float16].shift
     is_ordinary = (scale >= cpu_sparse.LEAST_SCALE) & (scale <= cpu_sparse.LARGEST_SCALE)
     rounded = torch.minimum(weight, most * (HALF.tiny * HALF.eps / 2 / shift) / scale)
     return small + torch.where(is_ordinary & (p * shift * scale < HALF.tiny), rounded, 0)

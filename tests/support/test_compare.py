@@ -137,6 +137,6 @@ def test_fp8_math_of_many_keys_alike_may_err_as_the_executor_does_and_not_more()
     assert along.square().sum() > 0.7 * error.square().sum()
     assert cosine_difference(out.double(), wanted.out) > FP8_MATH_COSINE_ALIKE
     assert not problems_with(out, lse, problem, wanted)
-    # One of 32 pieces lost.
+    # One of 32 splits lost.
     without, _ = result_of(problem, lambda scores: scores[:, 1250:2500].fill_(-torch.inf))
     assert any("cosine" in line for line in problems_with(without, lse, problem, wanted))
