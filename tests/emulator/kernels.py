@@ -1,4 +1,4 @@
-"""The project's kernels in the emulator: compiled to PTX, and given what the library says that a call launches.
+"""The project's kernels in the emulator: compiled to PTX, and launched as the library launches them.
 
 Tests skip where there is no compiler, unless ETAP_REQUIRE_NVCC=1 demands one.
 """
@@ -41,8 +41,8 @@ SOURCES = {
     "schedule": CSRC / "schedule" / "schedule.cu",
     "combine": CSRC / "combine" / "combine.cu",
 }
-SHIPPED = (*DECODES, "combine")  # the kernels of a call
-MARKED = ("marked", "combine")  # those in which faults are planted
+SHIPPED = (*DECODES, "combine")  # the library's kernels
+MARKED = ("marked", "combine")  # the kernels for planted faults
 MARKED_SPARSE = ("marked_sparse", "combine")
 CACHE = ROOT / "build" / "ptx"
 BUILT = "build/*/ptx"  # where the wheel's build leaves the PTX that it assembles
@@ -76,7 +76,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 
 @cache
 def ptx_folder() -> Path:
-    """Where PTX of these sources and this compiler lies, what an earlier run compiled among it."""
+    """Folder for the PTX of these sources and this compiler, shared by all runs."""
     if toolchain() is None:
         raise FileNotFoundError("nvcc or CUTLASS's headers: install the build requirements of pyproject.toml")
     key = hashlib.sha256(subprocess.run([toolchain()[0], "--version"], capture_output=True, check=True).stdout)
@@ -92,7 +92,7 @@ def all_sources() -> list[Path]:
 
 
 def compiled(name: str) -> Path:
-    """PTX of a source: what is kept, or what the wheel's build left if it is younger than every source, or made now."""
+    """PTX of a source: an earlier run's, or the wheel build's if it is younger than every source, or compiled now."""
     target = ptx_folder() / f"{name}.ptx"
     if target.exists():
         return target
@@ -125,7 +125,7 @@ def find(pretty_function: str, sources: tuple[str, ...]) -> tuple[str, str]:
 
     pretty_function: the function's name with its template arguments, which are the kernel's; see `decode_launches`.
     """
-    called = _combination(pretty_function)
+    called = _combine_kernel(pretty_function)
     inner = re.escape(_template_arguments(pretty_function).replace("etap::", ""))
     pattern = re.compile(rf"{called}<(\w+::)?{inner}(, true)?>\(")  # kWholeTiles' default
     names = {(source, name): full for source in sources for full, name in module(source).names.items()}
@@ -145,7 +145,7 @@ def kernel_of(source: str, name: str, edit: Edit | None) -> Kernel:
 
 
 def placed(memory: Memory, tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Copies of just what the tensors span, registered, and far from each other: an overrun of one hits nothing."""
+    """Registered copies of the tensors' spans, far from each other: an overrun of one hits nothing."""
     return {name: None if tensor is None else _placed(memory, tensor, name) for name, tensor in tensors.items()}
 
 
@@ -160,7 +160,7 @@ def _placed(memory: Memory, tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def every_byte(tensors: dict[str, torch.Tensor | None], besides: tuple[str, ...] = ()) -> np.ndarray:
-    """[ranges, 2], addresses of what the tensors span."""
+    """[ranges, 2], the addresses of the tensors' spans."""
     ranges = []
     for name, tensor in tensors.items():
         if tensor is not None and tensor.numel() and name not in besides:
@@ -170,7 +170,7 @@ def every_byte(tensors: dict[str, torch.Tensor | None], besides: tuple[str, ...]
 
 
 def late_for_decode(tensors: dict[str, torch.Tensor | None], s_q: int) -> np.ndarray:
-    """The same of what early loads may find unwritten: cache rows of the last s_q tokens, queries, outputs."""
+    """The same for what early loads may find unwritten: cache rows of the last s_q tokens, queries, outputs."""
     caches = [tensors[name] for name in ("kv_cache", "rope_cache") if tensors[name] is not None]
     rows = []
     for request, length in enumerate(tensors["seq_lens"].tolist()):
@@ -184,20 +184,20 @@ def late_for_decode(tensors: dict[str, torch.Tensor | None], s_q: int) -> np.nda
 
 
 def tensor_map(numbers: list[int]) -> TensorMap:
-    """Of the numbers that `decode_launches` writes of one."""
+    """A tensor map from the numbers that the library gives for it."""
     address, kind, swizzle, rank, *rest = numbers
     extents, strides, box = rest[:rank], rest[rank : 2 * rank - 1], rest[2 * rank - 1 :]
     return TensorMap(address, ELEMENT_BYTES[kind], tuple(extents), tuple(strides), tuple(box), swizzle=16 << swizzle)
 
 
-def _combination(pretty_function: str) -> str:
-    """Its kernel's name, of the function that launches it; none of any other's."""
+def _combine_kernel(pretty_function: str) -> str:
+    """Name of the combine kernel that a function launches; empty for other functions."""
     found = re.search(r"(wide|narrow|lean)_launch", pretty_function)
     return f"{found[1]}_combine_kernel" if found else ""
 
 
 def _template_arguments(pretty_function: str) -> str:
-    """Of "... [with A = a; int N = 1]"; a typedef stands there too, as itself."""
+    """The arguments in "... [with A = a; int N = 1]", which lists typedefs, too."""
     pairs = re.findall(r"(\w+) = ([^;\]]+)", pretty_function)
     return ", ".join(value for key, value in pairs if value != key)
 
@@ -214,11 +214,12 @@ def run_decode(
     edit=None,
     **how,
 ) -> set[int]:
-    """Launch what the library does for a problem of support.cases; the runner's `out` and `lse` have the result.
+    """Launch what the library launches for a problem of support.cases; the result is in the runner's `out` and `lse`.
 
     Args:
         planned: the built schedule.
-        sources: where the kernels are taken from, and how they are changed (see emulator.ptx.Edit).
+        sources: where the kernels come from.
+        edit: how they are changed (see emulator.ptx.Edit).
         how: seed and timing, see Kernel.launch.
 
     Returns:
@@ -233,9 +234,9 @@ def run_decode(
     for launch in decode_launches(problem.case, planned, copies, *numbers):
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
         arguments = [bytes(params)]
-        if not ran:  # the combine kernel is given the first alone
+        if not ran:  # the combine kernel takes the first argument alone
             queries = [*map(tensor_map, query_maps), bytes([1] + [0] * 127)] if query_maps else [bytes(3 * 128)]
-            # Kernels that gather rows have the maps of those that copy parts, and use none.
+            # Kernels that gather rows declare the maps of kernels that copy parts, and use none.
             arguments += [[*map(tensor_map, cache_maps)] if cache_maps else bytes(2 * 128), queries]
         # The combine kernel reads the schedule before it waits for partials: decode has waited before it begins.
         memory.late = every_byte(copies, besides=("work_ranges",)) if ran else late
@@ -308,7 +309,7 @@ class ScheduleParams(ctypes.Structure):
 def run_schedule(
     seq_lens, work_ranges, split_offsets, fixed_splits: int, split_rows: int, split_cost: int, single_tiles: int
 ) -> None:
-    """The schedule kernel, on tensors as etap_backend.DecodeSchedule has them."""
+    """The schedule kernel, on the buffers of an etap_backend.DecodeSchedule."""
     memory = Memory()
     copies = placed(memory, dict(seq_lens=seq_lens, work_ranges=work_ranges, split_offsets=split_offsets))
     counts = (len(seq_lens), len(work_ranges), fixed_splits, split_rows, split_cost, single_tiles)

@@ -181,7 +181,7 @@ def test_half_partials(planned_for, lengths):
     assert not problems_with(runner.out.tensor, runner.lse.tensor, problem, wanted)
 
 
-# As on an H20, in tiles of 16 rows: those of a token each, or of tokens that begin in one and end in another.
+# As on an H20, in tiles of 16 rows: one per token, or tokens that begin in one tile and end in another.
 @covering(1, {
     "page_size": [1, 64],
     "heads, s_q, num_sms": [(16, 3, 7), (12, 3, 4), (40, 1, 3), (16, 5, 5), (16, 4, 9), (32, 1, 4), (10, 5, 8)],
@@ -235,7 +235,7 @@ def test_latent_and_rope_in_two_tensors(page_size, heads, kind):
 @pytest.mark.parametrize("columns", [None, 1], ids=["wild pages", "a short table"])
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 def test_a_page_outside_the_cache_is_not_read(page_size, columns):
-    """An engine's mistake must not end in another tensor or request: its tokens count as zeros, however copied."""
+    """An engine's mistake must not read another tensor or request: such tokens count as zeros, however copied."""
     problem = build(Case((192,), page_size=page_size, num_sms=1), "cpu")
     problem.kv_cache.fill_(1)
     wild = torch.tensor([2**31 - 1, -1, len(problem.kv_cache)], dtype=torch.int32).repeat(70)
@@ -285,7 +285,7 @@ def test_rows_that_see_nothing_have_the_requested_log_sum_exp(num_sms, heads, ki
 @pytest.mark.parametrize("num_sms", [1, 3])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_scores_far_below_zero_are_attended_to(heads, num_sms):
-    """All of a row's scores below -1e30, and such that float32 holds them: there is no difference between them."""
+    """All of a row's scores are below -1e30, equal, and float32 numbers."""
     softmax_scale = math.log(2) / 32
     problem = build(Case((200,), heads=heads, num_sms=num_sms), "cpu")
     problem.q[:], problem.kv_cache[problem.block_table[0, :4].long()] = 2.0**55, -(2.0**55)
@@ -355,9 +355,9 @@ def test_schedule_kernel_does_what_the_library_does_on_the_host(
 
 # ------------------------------------------------------------------------------------------------------- interleavings
 
-# Tiles of one CTA such that a stage lent for the merge held the other consumer's tile just before: a kernel that took
-# such a stage without a grant was caught by these.
-LENT_STAGES = [
+# Tiles of one CTA such that a stage that the merge borrows held the other consumer's tile just before: these found a
+# kernel that took such a stage too early.
+BORROWED_STAGES = [
     *[("bf16", heads, lengths) for heads in (8, 16) for lengths in ((129,), (192,))],
     ("bf16", 32, (129, 192)),
     ("fp8", 32, (256,)),
@@ -372,7 +372,7 @@ RAGGED += [("fp8_math", 64, (577, 640))]  # two tiles together
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("seed", SEEDS)
-@covering(1, {"kind, heads, lengths": LENT_STAGES + RAGGED, "page_size": [64, 32, 1], "timing": TIMINGS}, most=2)
+@covering(1, {"kind, heads, lengths": BORROWED_STAGES + RAGGED, "page_size": [64, 32, 1], "timing": TIMINGS}, most=2)
 def test_interleavings(kind, heads, lengths, page_size, timing, seed):
     verify(Case(lengths, heads=heads, page_size=page_size, num_sms=1, **CACHES[kind]), seed=seed, timing=timing)
 

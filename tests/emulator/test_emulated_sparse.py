@@ -200,7 +200,7 @@ def clusters(case: SparseCase) -> list[int]:
     return [launch[3] for launch in kernels.sparse_launches(case, tensors)]
 
 
-# Splits of a tile, and of two and three, behind which what the CTAs show each other lies over stages lent for merging.
+# Splits of one, two and three tiles: the CTAs' exchange then lies over stages that the merge borrowed.
 @covering(1, {
     "cache": CACHES,
     "heads": [8, 16, 32],
@@ -240,8 +240,8 @@ def test_splits_that_no_cluster_sums_are_combined():
 
 # -------------------------------------------------------------------------------------------------------- interleavings
 
-# Splits whose stages, of tiles and lent for merging, come to lie on one another in turn; a mask that the next tile's
-# follows at once; the end of one list and the beginning of the other.
+# Splits whose stages hold tiles and the merge's data in turn; a mask that the next tile's follows at once; the end of
+# one list and the beginning of the other.
 THREE_SPLITS = dict(tokens=3, top_k=130, counts=(130, 64, 65), holes="wild", num_sms=1)
 SINGLE_TILES = dict(tokens=4, top_k=64, holes="wild", num_sms=1)
 BOTH_LISTS = dict(tokens=3, top_k=128, counts=(100, 128, 1), extra=70, extra_counts=(70, 0, 66), num_sms=1)
@@ -388,7 +388,7 @@ def test_the_kernel_without_a_planted_fault_has_none(kernel):
 def test_missing_synchronisation_is_found(kernel, mark):
     assert mark in marks(kernel)
     case = FAULTY[kernel]
-    if mark == "lent_room":  # a stage that is lent held what was lent before, or the other consumer's tile
+    if mark == "lent_room":  # a borrowed stage held an earlier loan, or the other consumer's tile
         case = replace(case, tokens=4, top_k=64 if kernel == "transposed" else case.top_k)
     if mark == "rope_wait":  # of each split's first tile alone
         case = replace(case, tokens=5, top_k=130)

@@ -147,7 +147,7 @@ def test_products_of_two_bf16():
 
 
 def test_a_product_and_a_sum_of_bf16_are_rounded_once():
-    """The first two sums are next to halfway between two neighbours, and float32 would put them there."""
+    """The first two sums lie just beside the middle of two neighbours; float32 would round them onto it."""
     bits = np.random.default_rng(0).integers(0x3F00, 0x4100, (256, 3, 2), dtype=np.uint16)
     bits ^= np.random.default_rng(1).integers(0, 2, bits.shape, dtype=np.uint16) << 15
     bits[:4, :, 0] = [[0x3F81, 0x3FC0, 0xAF80], [0x3F83, 0x3FC0, 0x2F80], [0x3F81, 0x3F80, 0], [0x7F80, 0x3F80, 0xFF80]]

@@ -1,4 +1,4 @@
-"""What a kernel must survive though its caller or its predecessor on the stream does what no engine should."""
+"""Kernels survive callers and predecessors on the stream that do what no engine should."""
 
 import math
 from dataclasses import replace
@@ -38,8 +38,8 @@ class GrowingLengths(Memory):
 
 
 @covering(1, {"kind": list(CACHES), "heads": [16, 64], "early_loads": [False, True]})
-def test_a_length_that_changes_meanwhile_is_one_of_both_for_all(kind, heads, early_loads, monkeypatch):
-    """At a multiple of 64 tokens one more is a tile more: two that read it would wait for each other."""
+def test_all_warps_take_the_same_one_of_two_lengths(kind, heads, early_loads, monkeypatch):
+    """At a multiple of 64 one more token is one more tile: warps that read both lengths would wait for each other."""
     monkeypatch.setattr(kernels, "Memory", GrowingLengths)
     after = build(Case((2 * TILE + 1,), heads=heads, num_sms=1, **CACHES[kind]), "cpu")
     before = replace(after, case=replace(after.case, lengths=(2 * TILE,)), seq_lens=after.seq_lens - 1)
@@ -98,7 +98,7 @@ def test_the_longest_lengths_have_a_last_tile(heads, page_size):
 
 @pytest.mark.exhaustive
 def test_a_deadlock_ends_in_a_trap(monkeypatch):
-    """On a GPU nobody sees that all wait; a producer's patience must end, and not before the predecessor has."""
+    """On a GPU nobody sees a deadlock: a producer's patience must end, and not before the predecessor has ended."""
 
     def nothing_happens(cta, stuck_at):
         cta.give_up = True

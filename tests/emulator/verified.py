@@ -3,9 +3,8 @@
     python tests/emulator/verified.py --check   exit status 0: they have; 1: sources changed since, run them
     python tests/emulator/verified.py --write   they have just passed: record that, for a commit
 
-The digest is of the kernels' sources, of the emulator and its tests, of the problems and limits that those share with
-the GPU's tests, and of the build requirements, which pin the compiler. It is not of PTX, which names the folder of the
-build.
+The digest covers the kernels' sources, the emulator and its tests, the problems and limits that they share with the
+GPU's tests, and the build requirements, which pin the compiler. It does not cover PTX, which names the build's folder.
 """
 
 import argparse
@@ -20,7 +19,7 @@ SUPPORT = ("cases", "compare", "covering", "sparse_cases", "sparse_compare")
 
 
 def inputs(root: Path = ROOT) -> dict[str, bytes]:
-    """By path below the root what decides whether the cases pass."""
+    """Content of every input by its path below the root."""
     files = [path for folder in FOLDERS for path in (root / folder).rglob("*") if path.is_file()]
     files = [path for path in files if "__pycache__" not in path.parts and path.name != RECORD.name]
     files += [root / "tests" / "support" / f"{name}.py" for name in SUPPORT]

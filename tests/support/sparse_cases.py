@@ -1,10 +1,10 @@
 """Sparse decode problems (`SparseCase`), their tensors (`SparseProblem`), and guarded calls on them (`SparseRunner`).
 
-Whatever a call must not read is poison: NaN and infinities in every cache row that no valid entry names, those that
-entries behind a token's valid count name among them, between rows and pages too; wild pages in the block-table entries
-that no valid entry needs; NaN and infinities beside the queries; NaN in the scales of V4's rows that no entry names and
-behind a page's last. What lies between the rows of a sliced output must stay. Shapes follow from a case without its
-seed, so that a graph that was recorded with one case may be replayed with another.
+Whatever a call must not read is poison: NaN and infinities between rows and pages and in every cache row that no valid
+entry names, also where an entry behind a token's valid count names it; wild pages in the block-table entries that no
+valid entry needs; NaN and infinities beside the queries; NaN in the scales of V4's rows that no entry names and behind
+a page's last. Memory between the rows of a sliced output must keep its values. Shapes do not depend on the seed, so
+that a graph that was recorded with one case can be replayed with another.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ TABLE_TAIL = 2  # entries behind a request's pages in the block table, all of th
 FAR_PAGES_BYTES = 2**27  # from one page to the next where pages are far apart
 V4_PAGE_MULTIPLE = 576  # engines pad V4's pages so
 V4_APART_BYTES = 2**20  # from one of V4's pages to the next where an engine lays the pages of all layers side by side
-SINKS_BEHIND = 2  # that no head has
+SINKS_BEHIND = 2  # more than there are heads
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,16 @@ class SparseCase:
 
     @property
     def width(self) -> int:
-        """Columns of queries and of what rows stand for."""
+        """Columns of queries and of dequantized rows."""
         return HEAD_DIM if self.rope and not self.v4 else LATENT
 
     @property
     def scaled_columns(self) -> int:
-        """Of a row's first columns those that have scales, where it has some."""
+        """How many first columns of an FP8 row have scales."""
         return V4_NOPE_DIM if self.v4 else LATENT
 
     def of_extra(self) -> SparseCase:
-        """One whose only list is this one's second."""
+        """The case whose only list is this one's second."""
         second = {"top_k": self.extra, "page_size": self.extra_page_size, "requests": self.extra_requests}
         counts = self.counts if self.extra_counts is None else self.extra_counts
         return replace(self, **second, counts=counts, extra=None, seed=self.seed + 7919)
@@ -124,12 +124,12 @@ class SparseCase:
 
     @property
     def context(self) -> int:
-        """Rows that lists choose from: of each request where there are some."""
+        """Rows that lists choose from, per request where there are requests."""
         return 8 if self.repeats else max(64, self.top_k)
 
     @property
     def pages(self) -> int:
-        """Pages of the cache: at least half of the rows are named by nobody."""
+        """Pages of the cache: no list names half of the rows or more."""
         return max(self.pool_pages, max(1, self.requests) * self.request_pages + 1)
 
     @property
@@ -159,7 +159,7 @@ class SparseProblem:
     extra_valid_counts: torch.Tensor | None = None
 
     def lists(self) -> dict:
-        """What says which rows a token attends to, as the reference takes it beside the cache."""
+        """The arguments that say which rows a token attends to, as the reference takes them."""
         names = ("indices", "block_table", "request_ids", "valid_counts")
         extra = ("extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts")
         return {name: getattr(self, name) for name in (*names, *extra)}
@@ -171,7 +171,7 @@ class SparseProblem:
 
 
 def build(case: SparseCase, device: str) -> SparseProblem:
-    """The same tensors for the same case and device, always."""
+    """The tensors of a case: always the same on the same device."""
     host = torch.Generator().manual_seed(case.seed)
     cases = [case] if case.extra is None else [case, case.of_extra()]
     requests = max(one.requests for one in cases)
@@ -196,7 +196,7 @@ def build(case: SparseCase, device: str) -> SparseProblem:
 
 
 def _list(case: SparseCase, request_ids: torch.Tensor, direction: torch.Tensor, device: str) -> tuple:
-    """The cache, entries, rows that they mean, block table and valid counts of a case's only list."""
+    """The cache, entries, rows that they name, block table and valid counts of a case's only list."""
     host = torch.Generator().manual_seed(case.seed)
     table, named, unnamed, slots = _pool(case, host)
     known = (request_ids >= 0) & (request_ids < case.requests)
@@ -233,7 +233,7 @@ def _pool(case: SparseCase, host: torch.Generator) -> tuple[torch.Tensor, ...]:
 
 
 class _Lists:
-    """The entries of all lists, and the cache's row that each means."""
+    """The entries of all lists, and the cache row that each names."""
 
     def __init__(self, case: SparseCase, named, unnamed, slots, host: torch.Generator):
         self.case, self.host = case, host
@@ -393,11 +393,11 @@ def _poison_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _values(case: SparseCase, lists: _Lists, rows: torch.Tensor, direction: torch.Tensor, device: str) -> torch.Tensor:
-    """Float32 [rows, width]: what the named rows are to hold, up to rounding."""
+    """Float32 [rows, width]: the named rows before rounding."""
     values = draw((len(rows), case.width), case.law, case.seed, "kv", device)
     if case.law not in ALIGNED_LAWS or not len(rows):
         return values
-    # Where a row stands among those that its request's lists may name: the order of rising and falling lists.
+    # A row's rank among the rows that its request's lists may name: the order of rising and falling lists.
     place = torch.full((int(lists.slots.max()) + 1,), -1)
     place[lists.slots.gather(1, lists.named)] = torch.arange(case.context).expand(lists.named.shape)
     place = place[rows].to(device)[:, None]
@@ -509,7 +509,7 @@ class RecordedCall:
             self.runner.call()
 
     def replay(self, problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs of the graph with another problem's tensors, in buffers that were poisoned."""
+        """The graph's outputs for another problem's tensors, in poisoned buffers."""
         self.runner.poison()
         for name, value in vars(self.static).items():
             if isinstance(value, torch.Tensor):

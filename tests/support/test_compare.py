@@ -1,4 +1,4 @@
-"""The limits of `compare`: what the formats cost is allowed, and a wrong result is found, on the CPU's executor."""
+"""The limits of `compare`: they allow the formats' errors and find wrong results of the CPU's executor."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ KINDS = [
 
 
 def result_of(problem, change):
-    """What a kernel that is otherwise exact would write after `change` to the scores [heads, tokens] of each row."""
+    """The result of an otherwise exact kernel after `change` to the scores [heads, tokens] of each row."""
     out = torch.zeros(*problem.q.shape[:3], 512, dtype=torch.float64)
     lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=torch.float64)
     q_factor, kv_factor = (1.0 if scale is None else scale.item() for scale in (problem.q_scale, problem.kv_scale))
@@ -80,7 +80,7 @@ def test_a_wrong_page_is_found(kind, law):
 
 @pytest.mark.parametrize("kind", [{}, {"dtype": "float8_e4m3fn", "q_scale": 0.021, "output": "float16"}])
 def test_weights_below_what_p_holds_may_vanish_and_nothing_more(kind):
-    """Three tokens, of which the last weighs 1 and the others 1e-18 at most; where its value is 0, they decide."""
+    """Three tokens: the last weighs 1, the others 1e-18 at most. Where the last one's value is 0, the others decide."""
     problem = build(Case((3,) * 24, 16, law="rising", seed=0, kv_dtype="fp8", **kind), "cpu")
     wanted = truth(problem)
     tiny = (wanted.out != 0) & (wanted.out.abs() < 1e-15)

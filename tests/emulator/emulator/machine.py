@@ -87,7 +87,7 @@ class Kernel:
             cluster: neighbours in x that run together.
             block: threads.
             shared_bytes: dynamic shared memory.
-            params: for each parameter bytes, a TensorMap, or a list of those (a struct that holds tensor maps).
+            params: for each parameter bytes, a TensorMap, or a list of both (a struct that holds tensor maps).
             timing: "early", "late" or "random": when copies and products happen.
         """
         if timing not in TIMINGS:
@@ -190,8 +190,8 @@ class MBarrier:
     pending: int
     transaction_bytes: int = 0
     phase: int = 0
-    gathering: tuple = ()  # what those who have arrived know of writes, see Warp.known
-    told: tuple = ()  # to those who see a phase completed
+    gathering: tuple = ()  # what the warps that arrived know of writes, see Warp.known
+    told: tuple = ()  # what a warp learns that sees the phase completed
 
 
 @dataclass
@@ -202,7 +202,7 @@ class NamedBarrier:
     expected: int = 0  # 0: all threads of the CTA
     gathering: list[np.ndarray] = field(default_factory=list)
     votes: list[np.ndarray] = field(default_factory=list)  # of the generation before
-    known: tuple = ()  # to those who have arrived, see Warp.known
+    known: tuple = ()  # what the warps that arrived know, see Warp.known
     told: tuple = ()  # what the generation before knew
 
 
@@ -255,7 +255,7 @@ class Warp:
         self.known = self.known[:own] + (self.writes,) + self.known[own + 1 :]
         return self.writes
 
-    # What the translated code calls: all lanes' addresses, and a mask of those that count or None.
+    # The translated code calls these with all lanes' addresses, and a mask of the active lanes or None.
 
     def special(self, name: str) -> np.ndarray:
         lane = np.arange(LANES, dtype=np.uint32)
@@ -332,7 +332,7 @@ def _safe(address: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
 
 
 class Cluster:
-    """CTAs that take turns, meet at a barrier of all their threads and read each other's shared memory."""
+    """CTAs that take turns, share a barrier of all their threads and read each other's shared memory."""
 
     def __init__(self, ctas: list[Cta]):
         self.ctas = ctas
@@ -447,7 +447,7 @@ class Cta:
             self.events += 1
 
     def meet(self, number: int, threads: int, known: tuple, vote: np.ndarray | None) -> tuple[NamedBarrier, int]:
-        """A warp arrives at a named barrier; returns that and the generation that it waits for the end of."""
+        """A warp arrives at a named barrier; returns the barrier and the generation whose end the warp waits for."""
         barrier = self.named.setdefault(number, NamedBarrier(number))
         generation = barrier.generation
         if barrier.arrived and barrier.expected != threads:
@@ -539,7 +539,7 @@ class Cta:
         warp.copies.append(partial(warp.group_arrives, warp.copies_begun))
 
     def finish_copies(self, warp: Warp, groups: int | None) -> None:
-        """The warp waits for all its copies, or for all but those of its latest groups."""
+        """The warp waits for all its copies, or for all but the copies of its latest groups."""
         while warp.copies and (groups is None or warp.groups_begun - warp.groups_there > groups):
             self._finish_copy(warp)
         there = warp.copies_begun if groups is None else warp.copies_there
@@ -681,7 +681,7 @@ class Cta:
 
     @staticmethod
     def _merge(warp: Warp) -> None:
-        """Groups that meet become one."""
+        """Groups at the same place become one."""
         kept: dict[int, Group] = {}
         for group in warp.groups:
             if group.bits and group.pc in kept:

@@ -98,7 +98,7 @@ class Label:
 
 
 # Given an instruction and the mark around it: the PTX to run in its place, which may be its own text, or nothing. A
-# mark is the NAME between .pragma "begin NAME" and .pragma "end NAME"; outside of those it is empty.
+# mark is the NAME between .pragma "begin NAME" and .pragma "end NAME"; elsewhere it is empty.
 Edit = Callable[[Instruction, str], str]
 
 
