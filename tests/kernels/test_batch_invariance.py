@@ -1,4 +1,4 @@
-"""Batch invariance: a request's bits are the same alone, in company and in another place of the batch."""
+"""Batch invariance: a request's bits are the same alone, in a batch and at another place of the batch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_bits_do_not_depend_on_the_batch(device, heads, s_q, max_batch, cache):
 
 @on_devices({"max_batch": (8, 24, 40, 64), "heads": (16, 64, 128)})
 def test_the_order_of_many_splits_does_not_depend_on_the_batch(device, heads, max_batch):
-    """How many requests a block of the combine kernel takes at a time must not follow from how many there are."""
+    """The batch must not decide how many requests a block of the combine kernel takes at a time."""
     lengths = {"cpu": (2100, 1025, 1, 1100, 64), "cuda": (20_000, 9000, 1, 3000, 60_000)}[device]
     problem = build(Case(lengths, heads=heads), device)
     out, lse, _ = run(problem, [0, 1, 2, 3, 4], max_batch, None)
@@ -81,7 +81,7 @@ def test_long_requests_are_split_where_the_workspace_has_room(device):
     problem = build(Case((4096, 100, 1025)), device)
     _, _, schedule = run(problem, [0, 1, 2], 3, 8)
     assert schedule.fixed_splits == 8
-    # 64, 2 and 17 tiles, none of the splits shorter than 16 where there are several but the last request's.
+    # 64, 2 and 17 tiles: no split is shorter than 16 tiles, but the last request's second.
     assert schedule.split_offsets.tolist() == [0, 4, 4, 6]
 
 
@@ -105,7 +105,7 @@ def test_workspace_stays_small(heads, max_batch, max_s_q):
 
 
 @pytest.mark.parametrize("max_batch", [16, 20, 55])
-def test_a_request_has_as_many_splits_as_the_bytes_for_all_partial_results_allow(max_batch):
+def test_the_bytes_for_all_partials_limit_the_splits(max_batch):
     schedule = DecodeSchedule(max_batch, 128, device="cpu", num_sms=132, batch_invariant=True)
     shape = decode_shape(128, 132)
     assert 1 < schedule.fixed_splits < shape.partitions(132)

@@ -1,4 +1,4 @@
-"""The executor, the kernel's algorithm in plain torch: a split, the merge, the whole, and the operator around it."""
+"""The executor, the kernel's algorithm in plain torch: a split, the combining, and the operator around it."""
 
 import functools
 import math
@@ -45,7 +45,7 @@ def test_a_split_is_the_attention_over_its_tiles(length, s_q, dtype):
 
 @pytest.mark.parametrize("fp8_math", [False, True])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float8_e4m3fn"])
-def test_a_split_of_an_fp8_cache_is_the_attention_over_what_it_stands_for(dtype, fp8_math):
+def test_a_split_of_an_fp8_cache_is_the_attention_over_dequantized_rows(dtype, fp8_math):
     case = Case((500,), 5, 2, dtype, kv_dtype="fp8", kv_scale=0.0137, q_scale=0.021 if dtype[:6] == "float8" else None)
     problem = build(case, "cpu")
     rows = problem.q.reshape(1, 10, 576)
@@ -82,7 +82,7 @@ def test_query_rows_of_the_products_type_or_of_fp8_stay_as_they_are(p_dtype):
 
 @pytest.mark.parametrize("p_dtype", [torch.bfloat16, torch.float16, torch.float8_e4m3fn])
 def test_the_rounding_of_p_cancels_in_the_output_and_is_not_in_the_log_sum_exp(p_dtype):
-    """The output is divided by the sum of the rounded P, the log-sum-exp takes that of P before it is rounded."""
+    """The output is divided by the sum of the rounded P; the log-sum-exp takes the sum before rounding."""
     scores = torch.tensor([[0.0], [-0.7]])
     assert torch.exp2(scores).to(p_dtype).float().sum() != torch.exp2(scores).sum()
     product = functools.partial(cpu_dense.rounded_product, torch.ones(2, LATENT_DIM), p_dtype)
@@ -92,7 +92,7 @@ def test_the_rounding_of_p_cancels_in_the_output_and_is_not_in_the_log_sum_exp(p
 
 
 @pytest.mark.parametrize("cuts", [(1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
-def test_splits_merge_to_the_whole(cuts):
+def test_partials_combine_to_the_whole(cuts):
     problem, batch = one_request(500, s_q=2)
     whole_out, whole_lse = cpu_dense.decode_split(batch, 0, range(8))
     bounds = (0, *cuts, 8)
@@ -102,7 +102,7 @@ def test_splits_merge_to_the_whole(cuts):
     assert (out - whole_out).norm() / whole_out.norm() < tolerance(problem.q.dtype)
 
 
-def test_merging_ignores_splits_that_saw_nothing():
+def test_combining_ignores_partials_without_tokens():
     out, lse = torch.randn(3, 4, LATENT_DIM), torch.randn(3, 4)
     out[1], lse[1] = 0, -torch.inf
     out[:, 3], lse[:, 3] = 0, -torch.inf
@@ -125,14 +125,14 @@ def test_torchs_default_type_changes_nothing(kind):
         torch.set_default_dtype(before)
 
 
-def test_splits_of_very_large_scores_weigh_together_no_more_than_one():
+def test_partials_of_very_large_scores_weigh_together_no_more_than_one():
     out, lse = torch.randn(1, 4, LATENT_DIM).expand(3, -1, -1), torch.full((3, 4), 8e31)
     merged_out, merged_lse = cpu_dense.combine(out, lse)
     torch.testing.assert_close(merged_out, out[0])
     assert merged_lse.eq(8e31).all()
 
 
-def test_the_operator_is_registered_as_torch_wants_it():
+def test_torch_accepts_the_operators_registration():
     problem = build(Case((70, 300), 16), "cpu")
     schedule = DecodeSchedule(2, 16, device="cpu").build(problem.seq_lens)
     buffers = (schedule.work_ranges, schedule.split_offsets, schedule.workspace)
@@ -146,7 +146,7 @@ def test_the_operator_is_registered_as_torch_wants_it():
     )
 
 
-def test_building_a_schedule_is_an_operator_too():
+def test_torch_accepts_the_registration_of_building_a_schedule():
     schedule = DecodeSchedule(3, 16, device="cpu")
     lengths = torch.tensor([70, 300, 4000], dtype=torch.int32)
     torch.library.opcheck(
@@ -158,7 +158,7 @@ def test_building_a_schedule_is_an_operator_too():
 
 @pytest.mark.parametrize("batch_invariant", [False, True])
 def test_fake_tensors_go_through_a_step(batch_invariant):
-    """As a compiler or a count of memory sends them; they have no memory that the library could look at."""
+    """As a compiler or a memory profile passes them; they have no memory that the library could look at."""
     with FakeTensorMode():
         lengths, table = torch.ones(2, dtype=torch.int32), torch.zeros(2, 9, dtype=torch.int32)
         planned = DecodeSchedule(2, 16, device="cpu", batch_invariant=batch_invariant).build(lengths)
@@ -168,7 +168,7 @@ def test_fake_tensors_go_through_a_step(batch_invariant):
 
 
 @pytest.mark.parametrize("requests", [1, 3])
-def test_a_compiler_takes_the_planning_of_a_step_for_any_number_of_requests(requests):
+def test_torch_compile_takes_a_build_for_any_number_of_requests(requests):
     schedule = DecodeSchedule(4, 16, device="cpu")
     lengths = [torch.tensor([1000 + n] * requests, dtype=torch.int32) for n in (1, 2)]
     compiled = torch.compile(lambda seq_lens: schedule.build(seq_lens)[5] + 0, fullgraph=True, backend="aot_eager")
@@ -185,6 +185,6 @@ def test_autocast_changes_nothing_on_the_cpu():
 
 
 @pytest.mark.parametrize("name", ["mla_decode", "sparse_mla_decode"])
-def test_a_compiler_must_hand_over_the_strides_that_it_was_given(name):
-    """They say where queries and cache rows lie; a compiler is free to lay out anew what has no such tag."""
+def test_a_compiler_must_keep_strides(name):
+    """Strides say where queries and cache rows lie; without the tag a compiler may change the layout."""
     assert torch.Tag.needs_fixed_stride_order in getattr(torch.ops.etap_backend, name).default.tags

@@ -134,8 +134,8 @@ def test_each_list_is_of_rows_or_of_positions(device, requests, extra_requests, 
 
 
 @on_devices({"cache": ROWS, "holes": ("none", "all"), "num_sms": (1, 7, 132)})
-def test_a_list_that_counts_nothing_is_as_if_it_were_not_there(device, num_sms, holes, cache):
-    """Whichever of the two it is, and however wide; the other's result has the bits of a call of the same shape."""
+def test_a_list_of_no_valid_entries_changes_nothing(device, num_sms, holes, cache):
+    """Either list, of any width."""
     problem = build(SparseCase(5, 12, 128, cache, extra=704, holes=holes, seed=54), device)
     nothing, everything = (torch.full((5,), count, dtype=torch.int32, device=device) for count in (-3, 2**31 - 1))
     for counts, extra_counts in ((everything, nothing), (nothing, everything), (nothing, nothing)):
@@ -190,7 +190,7 @@ def test_splits_that_clusters_sum(device, heads, tokens, holes, cache):
 @every_cache
 @pytest.mark.parametrize("tokens", [3, 6, 8, 16, 32, 64])
 def test_calls_end_beside_a_kernel_that_holds_three_sms_of_each_gpc(tokens, cache):
-    """As a communication kernel does, that may itself be waiting for another GPU: a cluster still finds its room."""
+    """As a communication kernel that itself waits for another GPU may do: a cluster still finds its room."""
     runner = SparseRunner(build(SparseCase(tokens, 16, 2048, cache, seed=24), "cuda"))
     first = [result.clone() for result in runner.run()]
     assert not runner.differences(first, (torch.nan,))  # nothing is loaded later, which would wait for all that runs
@@ -247,7 +247,7 @@ def test_random_cases(device, seed):
 
 @on_devices({"cache": ROWS, "heads": (16, 64), "num_sms": (7, 132)})
 def test_a_tokens_bits_do_not_depend_on_its_company(device, cache, heads, num_sms):
-    """Neither on what the other tokens' lists, counts and queries hold, nor on how often the call was made."""
+    """The other tokens' lists, counts and queries may hold anything."""
     problem = build(SparseCase(9, heads, 200, cache, counts="drawn", sinks="drawn", extra=100, seed=9), device)
     out, lse = decode(problem, num_sms=num_sms)
     lists = ("indices", "valid_counts", "extra_indices", "extra_valid_counts")
@@ -324,7 +324,7 @@ def test_cache_rows_beyond_2_to_the_31_bytes_and_elements(cache):
 @every_cache
 @pytest.mark.parametrize("requests", [0, 1])
 def test_pages_far_apart(cache, requests):
-    """Rows of few pages, the last of them more than 2^32 bytes and 2^31 elements behind the first."""
+    """Rows of few pages; the last one begins more than 2^32 bytes and 2^31 elements behind the first."""
     verify(SparseCase(20, 16, 1024, cache, requests=requests, pool_pages=40, far_pages=True, seed=15), "cuda")
     verify(SparseCase(20, 16, 64, cache, extra=1024, extra_requests=requests, pool_pages=40, far_pages=True), "cuda")
 
@@ -359,7 +359,7 @@ def test_one_graph_serves_other_lists(extra, heads, top_k, requests, cache):
 @pytest.mark.gpu
 @every_cache
 def test_layers_of_one_graph_share_a_workspace(cache):
-    """The next layer's kernels may start while the last one's finish: what they share must stand that."""
+    """The next layer's kernels may start while the last layer's finish: shared buffers must allow that."""
     layers = [build(SparseCase(6, 16, 512, cache, seed=30 + layer), "cuda") for layer in range(8)]
     shared = torch.empty(sparse_workspace_floats(16, 132), device="cuda")
     results = [decode(problem, workspace=shared, num_sms=132) for problem in layers]
@@ -394,7 +394,7 @@ def test_the_call_allocates_nothing_and_waits_for_nothing(cache):
 
 @pytest.mark.gpu
 @every_cache
-def test_a_call_launches_our_kernels_and_nothing_else(cache):
+def test_a_call_launches_its_kernels_and_nothing_else(cache):
     runner = SparseRunner(build(SparseCase(6, 16, 512, cache, sinks="drawn", seed=41), "cuda"))
     runner.run()
     torch.cuda.synchronize()
@@ -440,7 +440,7 @@ def test_torchs_default_type_changes_nothing(device, cache, bfloat16_by_default)
 
 
 @both_devices
-def test_the_softmax_scale_is_that_of_the_call(device):
+def test_the_calls_softmax_scale_counts(device):
     problem = build(SparseCase(3, 16, 100, seed=43), device)
     out, lse = decode(problem)
     doubled = replace(problem, call_q=problem.q * 2)

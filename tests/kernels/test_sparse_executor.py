@@ -29,7 +29,7 @@ from support.sparse_compare import problems_with, truth
 
 
 def drawn_tiles(tokens: int, most: int, seed: int) -> list[int]:
-    """Tiles of each token: none, all, or any number between."""
+    """Tiles of each token: none, all, or a number between."""
     draw = random.Random(seed)
     return [draw.choice([0, most, draw.randint(0, most)]) for _ in range(tokens)]
 
@@ -53,7 +53,7 @@ def test_splits_are_all_tiles_once_in_slots_of_their_own(tokens, most, partition
 @pytest.mark.parametrize("most", [1, 2, 10, 18, 32, 130])
 @pytest.mark.parametrize("tokens", [1, 7, 16, 64, 128, 300])
 def test_partitions_are_as_even_as_whole_tiles_allow(tokens, most):
-    """A partition has few tiles more than its share, of full lists or of ones that are all as short."""
+    """A partition has few tiles more than its share, of full lists or of equally short lists."""
     for valid in (most, -(-most // 3)):
         loads: dict[int, int] = {}
         for _, partition, begin, end, _ in library().sparse_pieces(
@@ -99,7 +99,7 @@ def lists_of(problem) -> cpu_sparse.Lists:
 
 @pytest.mark.parametrize("cache", ["bf16", "fp8"])
 @pytest.mark.parametrize("cuts", [(), (1,), (3, 4), (1, 2, 3, 4, 5, 6, 7)])
-def test_splits_merge_to_the_whole(cuts, cache):
+def test_partials_combine_to_the_whole(cuts, cache):
     problem = build(SparseCase(1, 5, 500, cache, holes="anywhere"), "cpu")
     bounds = (0, *cuts, 8)
     arguments = (cpu_sparse.queries_of(problem.q[0], cache == "fp8"), lists_of(problem), 0)
@@ -112,7 +112,7 @@ def test_splits_merge_to_the_whole(cuts, cache):
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_truth_is_the_references_on_the_calls_own_lists(seed):
+def test_the_truth_is_the_references_result(seed):
     draw = random.Random(seed)
     case = SparseCase(
         tokens=7,
@@ -165,7 +165,7 @@ def test_v4s_small_probabilities_are_subnormal_beside_few_query_rows(seed):
     assert (error > exact.max_error[:, :10]).any()
 
 
-def test_the_workspace_is_two_partial_results_a_cta():
+def test_the_workspace_holds_two_partials_per_cta():
     for heads in (1, 16, 64, 128):
         shape = sparse_decode_shape(heads)
         assert shape.row_groups * shape.row_tile >= heads and shape.partial_floats >= shape.row_tile * 513
@@ -219,7 +219,7 @@ def test_a_wrong_result_is_found():
     assert problems_with(without, lse, wanted)
 
 
-def test_the_operator_is_registered_as_torch_wants_it():
+def test_torch_accepts_the_operators_registration():
     problem = build(SparseCase(3, 16, 100, requests=2, counts="drawn", sinks="drawn"), "cpu")
     floats = sparse_workspace_floats(16, 7)
     lists = (problem.block_table, problem.request_ids, problem.valid_counts, None, None, None, None, problem.sinks)

@@ -22,11 +22,11 @@ ROW_TILES = (8, 16, 32, 64)
 
 
 class Calls(NamedTuple):
-    """What a schedule is told of them."""
+    """A schedule's parameters, which follow from a call's rows and cache."""
 
-    row_tile: int  # by which a split is dear; 0: it is cheap
-    split_cost: int  # what the start and the end of a split take, in tiles
-    single_tiles: int = 0  # of the longest request that is cut into single tiles where each has a partition
+    row_tile: int  # more rows make combining dearer; 0: it is cheap
+    split_cost: int  # a split's fixed cost, in tiles
+    single_tiles: int = 0  # most tiles of a request that is cut into single tiles where each has a partition
 
 
 def single_tiles(lengths, partitions: int, calls: Calls) -> int:
@@ -40,7 +40,7 @@ def single_tiles(lengths, partitions: int, calls: Calls) -> int:
 
 
 def least_tiles(lengths, partitions: int, calls: Calls) -> list[int]:
-    """What a split of each request holds at least: below, its combination costs more than it saves."""
+    """Fewest tiles of a split of each request: below, combining costs more than the split saves."""
     pairs = 2 * sum(tiles_of(lengths)) <= 3 * partitions and calls.row_tile <= MEMORY_ROWS
     single = single_tiles(lengths, partitions, calls)
     return [1 if n <= single else 2 if pairs else max(2, math.ceil(math.sqrt(n) / 4)) for n in tiles_of(lengths)]
@@ -51,7 +51,7 @@ def least_bound(lengths, partitions: int, calls: Calls) -> int:
 
 
 def line_share(lengths, partitions: int, calls: Calls) -> int:
-    """What a partition of the cost line has to do beside the fixed cost of one split."""
+    """Load of a partition of the cost line beside the fixed cost of one split."""
     return -(-(sum(tiles_of(lengths)) + calls.split_cost * len(lengths)) // partitions)
 
 
@@ -76,7 +76,7 @@ def own_partitions(lengths, partitions: int, bound: int, calls: Calls) -> list[i
 
 
 def whole_load(lengths, partitions: int, calls: Calls) -> int:
-    """What a partition of whole requests may cost: as much as one that splits them, and what that saves."""
+    """Most load of a partition of whole requests: that of splitting them, and what whole requests save."""
     row_tile = calls.row_tile
     share = line_share(lengths, partitions, calls)
     rows = min(len(lengths), partitions) * row_tile
@@ -117,7 +117,7 @@ def model(lengths: list[int], partitions: int, calls: Calls) -> list[tuple[int, 
 
 
 def fixed_model(lengths: list[int], partitions: int, most: int) -> list[tuple[int, int]]:
-    """The same where a request's length alone decides into how many splits, `most` at most, it is cut."""
+    """The same where a request's length alone decides its number of splits, `most` at most."""
     end = (len(lengths), 0)
     tiles = tiles_of(lengths)
     if most > 1:
@@ -140,10 +140,10 @@ def build(
     split_cost: int | None = None,
     single_tiles: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As for that many rows on a GPU of many tensor cores, unless split_cost says otherwise."""
+    """Build for that many rows on a GPU of many tensor cores, unless split_cost says otherwise."""
     weighed = (row_tile, split_cost or decode_shape(row_tile, 132).split_cost, single_tiles)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    # One row more than needed, and a number nobody plans: what lies behind must stay as it was.
+    # One row more than needed, filled with a number that no schedule has: it must stay.
     work_ranges = torch.full((partitions + 1, 8), -99, dtype=torch.int32, device=device)
     split_offsets = torch.full((len(lengths) + 2,), -99, dtype=torch.int32, device=device)
     if fixed:
@@ -170,10 +170,10 @@ def check_invariants(lengths: list[int], partitions: int, work_ranges, split_off
         runs[request].append(run)
     for request, request_runs in enumerate(runs):
         assert [tile for run in request_runs for tile in run] == list(range(tiles[request])), "each tile once, in order"
-        assert request_runs, "an empty request too has its split, which writes its zeros"
+        assert request_runs, "an empty request has a split, too, which writes its zeros"
         wanted = len(request_runs) if len(request_runs) > 1 else 0
         assert offsets[request + 1] - offsets[request] == wanted
-    assert offsets[0] == 0 and offsets[-1] <= 2 * partitions, "the workspace has two slots a partition"
+    assert offsets[0] == 0 and offsets[-1] <= 2 * partitions, "the workspace has two slots per partition"
     split_requests = [request for request, request_runs in enumerate(runs) if len(request_runs) > 1]
     assert work_ranges[:, 5].tolist() == split_requests + [-1] * (partitions - len(split_requests))
     for (slot, count), request in zip(work_ranges[:, 6:].tolist(), split_requests, strict=False):
@@ -200,7 +200,7 @@ MIXED = st.lists(
 
 @st.composite
 def near_even(draw) -> list[int]:
-    """Requests about as long as each other, as they are where whole ones may be spread evenly."""
+    """Requests of about the same length, where whole ones may be spread evenly."""
     shortest, batch = draw(st.integers(0, 5_000)), draw(st.integers(1, 600))
     longest = shortest + draw(st.sampled_from([0, 0, 64, 1_000]))
     return draw(st.lists(st.integers(shortest, longest), min_size=batch, max_size=batch))
@@ -243,15 +243,15 @@ def test_even_requests_stay_whole_where_a_split_costs_more_than_it_saves(batch, 
 
 
 def test_how_many_rows_leave_requests_whole():
-    """64 on 132 partitions: in halves there is half the work a partition, but the more rows, the dearer is a split."""
+    """64 on 132 partitions: halves halve each partition's work, but more rows make a split dearer."""
     for tokens, whole in ((4096, ()), (1024, (32,)), (512, (16, 32, 64)), (128, ROW_TILES)):
         uncut = [tile for tile in ROW_TILES if not build([tokens] * 64, 132, row_tile=tile)[1].any()]
         assert uncut == list(whole)
     assert build([128] * 4, 132, row_tile=64)[1].any()  # few requests: there is hardly anything to combine
 
 
-def test_where_splits_are_not_dear_only_even_requests_stay_whole():
-    """64 on 78 partitions, an H20's: the 14 that get none would be missed."""
+def test_where_splits_are_cheap_only_even_requests_stay_whole():
+    """64 on an H20's 78 partitions: 14 of them would be idle."""
     shape = decode_shape(16, 78)
     cheap = {"row_tile": shape.split_rows, "split_cost": shape.split_cost}
     assert build([4096] * 64, 78, **cheap)[1].any()
@@ -304,7 +304,7 @@ FIXED = st.one_of(st.just(1), st.integers(2, 40))
 
 
 def fixed_partitions(lengths, partitions: int, fixed: int) -> int:
-    """Splits of their own need as many partitions as there may be splits."""
+    """Fixed splits need a partition each."""
     return len(lengths) * fixed if fixed > 1 else partitions
 
 
@@ -373,8 +373,8 @@ def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
         assert decode_shape(rows, 132, batch, fp8_cache)[:6] == (kernel, tile, groups, tile * 513, tile, tile // 8)
 
 
-# What a schedule is told: the batch (0: any), an FP8 cache, FP8 math; and which rows it then takes in groups of 16 on
-# few tensor cores, besides those that leave padding in tiles of 64.
+# Batch (0: any), FP8 cache, FP8 math: the rows that go in groups of 16 on few tensor cores, besides rows that leave
+# padding in tiles of 64.
 GROUPED = {
     (0, False, False): (),
     (0, True, True): (),
@@ -403,7 +403,7 @@ def test_on_few_tensor_cores_rows_go_in_groups_of_16(told):
 
 
 def test_groups_of_16_take_no_more_workspace_than_tiles_of_64():
-    """So that it does not depend on what a schedule is told."""
+    """So that the workspace does not depend on batch and cache."""
     for num_sms in range(1, 100):
         for rows in range(1, 300):
             most = decode_shape(rows, num_sms)
@@ -416,7 +416,7 @@ def test_groups_of_16_take_no_more_workspace_than_tiles_of_64():
 @pytest.mark.parametrize("alike", ["any_batch", "batch_invariant", None])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_rows_may_lie_alike_whatever_the_batch(fp8, alike):
-    """As batch invariance wants it, and programs that keep plans in buffers of one size."""
+    """For batch invariance, and for programs whose schedules have buffers of one size."""
     lengths = torch.full((40,), 100, dtype=torch.int32)
     options = {"device": "cpu", "num_sms": 78, "fp8_cache": fp8, "fp8_math": fp8} | ({alike: True} if alike else {})
     schedule = DecodeSchedule(40, 32, **options)
@@ -436,7 +436,7 @@ def test_the_workspace_serves_fewer_query_tokens_than_the_most():
 
 
 def test_one_partition_needs_no_workspace():
-    """It splits nothing, and a call's rows are what its results take, not gigabytes of partial ones."""
+    """It splits nothing: a call needs memory for its results, not gigabytes for partials."""
     for num_sms in (1, 8, 132):
         shape = decode_shape(64 * num_sms, num_sms)
         assert shape.partitions(num_sms) == 1 and shape.workspace_floats(1) == 0
@@ -464,7 +464,7 @@ def test_no_rows_and_no_multiprocessors_have_no_shape():
         decode_shape(16, 0)
 
 
-def test_python_and_library_mean_the_same_numbers():
+def test_python_and_library_have_the_same_constants():
     for name in ("tile_tokens", "latent_dim", "rope_dim", "work_range_fields"):
         assert CONSTANTS[name] == getattr(limits, name.upper())
 
@@ -485,7 +485,7 @@ def test_rebuilding_keeps_every_address():
     assert len(addresses) == 1
 
 
-def test_a_later_build_changes_nothing_of_what_an_earlier_one_returned():
+def test_a_later_build_does_not_change_an_earlier_result():
     schedule = DecodeSchedule(4, 64, max_s_q=2, device="cpu", num_sms=132)
     first = schedule.build(torch.tensor([64, 64], dtype=torch.int32))
     kept = BuiltSchedule(*first)
@@ -504,7 +504,7 @@ def test_schedules_share_a_workspace_that_is_large_enough():
         DecodeSchedule(4, 16, max_s_q=2, device="cpu", num_sms=8, workspace=shared[:-1])
 
 
-def test_plans_are_compared_and_printed_by_their_buffers_not_by_what_those_hold():
+def test_built_schedules_are_compared_and_printed_by_their_buffers():
     lengths = torch.tensor([1000, 3], dtype=torch.int32)
     schedule, other = (DecodeSchedule(2, 16, device="cpu") for _ in range(2))
     first, again = schedule.build(lengths), schedule.build(lengths)
