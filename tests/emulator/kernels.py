@@ -230,14 +230,10 @@ def run_decode(
     copies = placed(memory, tensors)
     late = late_for_decode(copies, planned.s_q) if early_loads else every_byte(copies)
     ran = []
-    numbers = (softmax_scale, empty_lse, early_loads)
-    for launch in decode_launches(problem.case, planned, copies, *numbers):
+    for launch in decode_launches(problem.case, planned, copies, softmax_scale, empty_lse, early_loads):
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
-        arguments = [bytes(params)]
-        if not ran:  # the combine kernel takes the first argument alone
-            queries = [*map(tensor_map, query_maps), bytes([1] + [0] * 127)] if query_maps else [bytes(3 * 128)]
-            # Kernels that gather rows declare the maps of kernels that copy parts, and use none.
-            arguments += [[*map(tensor_map, cache_maps)] if cache_maps else bytes(2 * 128), queries]
+        # The combine kernel takes the first argument alone.
+        arguments = [bytes(params), *([] if ran else _maps(cache_maps, query_maps))]
         # The combine kernel reads the schedule before it waits for partials: decode has waited before it begins.
         memory.late = every_byte(copies, besides=("work_ranges",)) if ran else late
         kernel = kernel_of(*find(name, sources), edit)
@@ -245,6 +241,12 @@ def run_decode(
     tensors["out"].copy_(copies["out"])
     tensors["lse"].copy_(copies["lse"])
     return ran[0]
+
+
+def _maps(cache_maps: list, query_maps: list) -> list:
+    """The decode kernel's tensor maps; kernels that gather rows declare the maps of parts, too, and use none."""
+    caches = [*map(tensor_map, cache_maps)] if cache_maps else bytes(2 * 128)
+    return [caches, [*map(tensor_map, query_maps), bytes([1] + [0] * 127)] if query_maps else bytes(3 * 128)]
 
 
 def decode_tensors(problem, planned, runner) -> dict[str, torch.Tensor | None]:

@@ -83,9 +83,8 @@ class Kernel:
         """Run the grid, one cluster after another; returns the segments that ran (see `missed`).
 
         Args:
-            grid: CTAs in x and y.
+            grid, block: CTAs in x and y, and threads of each.
             cluster: neighbours in x that run together.
-            block: threads.
             shared_bytes: dynamic shared memory.
             params: for each parameter bytes, a TensorMap, or a list of both (a struct that holds tensor maps).
             timing: "early", "late" or "random": when copies and products happen.
