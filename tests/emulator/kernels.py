@@ -26,8 +26,8 @@ from emulator.memory import Memory, TensorMap
 from emulator.ptx import Edit, Module
 
 from etap_backend._library import library
+from etap_backend.limits import LATENT_DIM, ROPE_DIM
 from etap_backend.sparse import sparse_decode_shape
-from support.cases import SOFTMAX_SCALE
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -49,6 +49,7 @@ BUILT = "build/*/ptx"  # where the wheel's build leaves the PTX that it assemble
 
 SCHEDULE_THREADS = 256
 FAR = 1 << 28  # bytes on both sides of a tensor, a multiple of a page; none of them is ever touched
+SOFTMAX_SCALE = (LATENT_DIM + ROPE_DIM) ** -0.5  # of support.cases, which is not imported: `make` runs this file alone
 NO_MAPS = bytes(1)  # etap::sparse::NoMaps
 ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOAT16
 
