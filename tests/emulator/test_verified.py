@@ -28,11 +28,11 @@ def test_the_digest_changes_with_sources_and_build_requirements_alone(tmp_path):
         (tmp_path / path).write_bytes(content)
     assert verified.digest(tmp_path) == (before := verified.digest())
     pyproject = tmp_path / "pyproject.toml"
-    pyproject.write_text(pyproject.read_text() + "[project]\nname = 'other'\n")
+    pyproject.write_text(f"# a comment\n{pyproject.read_text()}\n[project]\nname = 'other'\n")
     (tmp_path / "README.md").write_text("other")
     assert verified.digest(tmp_path) == before
     for changed in ("csrc/params.h", "tests/emulator/kernels.py", "tests/support/cases.py", "pyproject.toml"):
         content = (tmp_path / changed).read_text()
-        (tmp_path / changed).write_text(f"\n{content}")
+        (tmp_path / changed).write_text(f'"other"\n{content}')
         assert verified.digest(tmp_path) != before
         (tmp_path / changed).write_text(content)

@@ -4,28 +4,31 @@
     python tests/emulator/verified.py --write   they have just passed: record that, for a commit
 
 The digest covers the kernels' sources, the emulator and its tests, the problems and limits that they share with the
-GPU's tests, and the build requirements, which pin the compiler. It does not cover PTX, which names the build's folder.
+GPU's tests, and the build requirements, which pin the compiler. It does not cover PTX, which names the build's folder,
+nor the package's Python, which the cases that always run check.
 """
 
 import argparse
 import hashlib
+import re
 import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 RECORD = Path(__file__).with_name("verified.sha256")
 FOLDERS = ("csrc", "tests/emulator")
+NO_INPUTS = ("verified.py", "test_verified.py", RECORD.name)  # and what Python compiles
 SUPPORT = ("cases", "compare", "covering", "sparse_cases", "sparse_compare")
 
 
 def inputs(root: Path = ROOT) -> dict[str, bytes]:
     """Content of every input by its path below the root."""
     files = [path for folder in FOLDERS for path in (root / folder).rglob("*") if path.is_file()]
-    files = [path for path in files if "__pycache__" not in path.parts and path.name != RECORD.name]
+    files = [path for path in files if "__pycache__" not in path.parts and path.name not in NO_INPUTS]
     files += [root / "tests" / "support" / f"{name}.py" for name in SUPPORT]
     found = {path.relative_to(root).as_posix(): path.read_bytes() for path in files}
-    requirements, _, _ = (root / "pyproject.toml").read_bytes().partition(b"[project]")
-    return found | {"pyproject.toml": requirements}
+    build_system, _, _ = (root / "pyproject.toml").read_bytes().partition(b"[project]")
+    return found | {"pyproject.toml": b"\n".join(re.findall(rb'"[^"]+"', build_system))}
 
 
 def digest(root: Path = ROOT) -> str:
