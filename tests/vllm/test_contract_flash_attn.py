@@ -1,78 +1,77 @@
-"""ETAP in front of vLLM's own FlashAttention-3 function: what it serves, and what reaches vLLM's.
-
-There is no GPU: vLLM's function ends in torch, which has it for CUDA tensors only, and says so.
-"""
+"""FlashAttention-3's drop-in answers the decode call of vLLM's own FLASH_ATTN_MLA backend."""
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 from vllm import vllm_flash_attn
+from vllm.v1.attention.backends.mla import flashattn_mla
 
-from etap_backend.compat import flash_attn_interface
+from etap_backend.compat import flash_attn_interface as fa3
 from etap_backend.reference import mla_decode_reference
 
 LENGTHS = (70, 129, 1)
-PAGE = 16
+SCALE = 0.1147
 
 
-@pytest.fixture
-def in_front(monkeypatch):
-    """vLLM's function with ETAP in front of it, and vLLM's alone."""
-    theirs = vllm_flash_attn.flash_attn_varlen_func
-    monkeypatch.setattr(vllm_flash_attn, "flash_attn_varlen_func", theirs)  # so that it is as before behind the test
-    assert flash_attn_interface.install("vllm.vllm_flash_attn") is vllm_flash_attn
-    return vllm_flash_attn.flash_attn_varlen_func, theirs
+@pytest.fixture(autouse=True)
+def in_place(monkeypatch):
+    """In vLLM's module, as after a changed import."""
+    monkeypatch.setattr(flashattn_mla, "flash_attn_varlen_func", fa3.flash_attn_varlen_func)
+    monkeypatch.setattr(flashattn_mla, "get_scheduler_metadata", fa3.get_scheduler_metadata)
 
 
-@pytest.fixture
-def call():
-    """As vLLM's FlashAttnMLAImpl calls it: one cache, of whose rows k and v are parts."""
+@pytest.mark.parametrize("counts", [(1, 1, 1), (2, 2, 2), (1, 3, 2)])
+@pytest.mark.parametrize("planned", [False, True])
+def test_vllms_backend_decodes(counts, planned):
     torch.manual_seed(0)
-    cache = torch.randn(40, PAGE, 576).bfloat16()
-    q = torch.randn(6, 16, 576).bfloat16()
-    return {
-        "q": q[..., 512:],
-        "k": cache[..., 512:].unsqueeze(-2),
-        "v": cache[..., :512].unsqueeze(-2),
-        "q_v": q[..., :512],
-        "max_seqlen_q": 2,
-        "cu_seqlens_q": torch.tensor([0, 2, 4, 6], dtype=torch.int32),
-        "max_seqlen_k": max(LENGTHS),
-        "seqused_k": torch.tensor(LENGTHS, dtype=torch.int32),
-        "block_table": torch.randperm(40, dtype=torch.int32)[:27].view(3, 9),
-        "softmax_scale": 0.1147,
-        "causal": True,
-        "return_softmax_lse": True,
-        "fa_version": 3,
-        "scheduler_metadata": torch.zeros(13, dtype=torch.int32),
-        "num_splits": 32,
-        "cp_world_size": 1,
-        "cp_rank": 0,
-        "cp_tot_seqused_k": None,
-    }
+    cache, q = torch.randn(40, 16, 576).bfloat16(), torch.randn(sum(counts), 16, 576).bfloat16()
+    starts = torch.tensor([0, *counts]).cumsum(0).int()
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    table = torch.randperm(40, dtype=torch.int32)[:27].view(3, 9)
+    builder = SimpleNamespace(
+        fa_aot_schedule=True,
+        num_heads=16,
+        dcp_world_size=1,
+        mla_dims=SimpleNamespace(qk_rope_head_dim=64, kv_lora_rank=512),
+        kv_cache_spec=SimpleNamespace(dtype=torch.bfloat16),
+        page_size=16,
+    )
+    schedule = flashattn_mla.FlashAttnMLAMetadataBuilder._schedule_decode
+    sizes = (max(counts), lengths, max(LENGTHS), True, 32)
+    decode = flashattn_mla.FlashAttnMLADecodeMetadata(
+        block_table=table,
+        seq_lens=lengths,
+        query_start_loc=starts,
+        max_query_len=max(counts),
+        max_seq_len=max(LENGTHS),
+        scheduler_metadata=schedule(builder, 3, starts, *sizes) if planned else torch.zeros(13, dtype=torch.int32),
+        max_num_splits=32,
+        dcp_tot_seq_lens=None,
+    )
+    impl = SimpleNamespace(
+        kv_lora_rank=512,
+        qk_rope_head_dim=64,
+        kv_cache_dtype="auto",
+        scale=SCALE,
+        need_to_return_lse_for_decode=True,
+        dcp_world_size=1,
+        dcp_rank=0,
+    )
+    out, lse = flashattn_mla.FlashAttnMLAImpl.forward_mqa(impl, q, cache, SimpleNamespace(decode=decode), None)
+    for i, (rows, got) in enumerate(zip(q.split(counts), out.split(counts), strict=True)):
+        one = slice(i, i + 1)
+        true_out, true_lse = mla_decode_reference(rows[None], cache, table[one], lengths[one], SCALE)
+        torch.testing.assert_close(got.double(), true_out[0], rtol=0.02, atol=0.02)
+        torch.testing.assert_close(lse.split(counts)[i].double(), true_lse[0], rtol=1e-5, atol=1e-5)
 
 
-def test_the_call_of_vllms_own_mla_backend_is_served(in_front, call):
-    function, theirs = in_front
-    assert function.handed_to is theirs and inspect.signature(function) == inspect.signature(theirs)
-    out, lse = function(**call)
-    q = torch.cat([call["q_v"], call["q"]], dim=-1).view(3, 2, 16, 576)
-    cache = torch.cat([call["v"], call["k"]], dim=-1)
-    true_out, true_lse = mla_decode_reference(q, cache, call["block_table"], call["seqused_k"], 0.1147)
-    torch.testing.assert_close(out.double(), true_out.flatten(0, 1), rtol=0.02, atol=0.02)
-    torch.testing.assert_close(lse.double().T, true_lse.flatten(0, 1), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("spoiled, operator", [
-    ({"softcap": 1.0}, "_vllm_fa3_C::fwd"),
-    ({"window_size": [5, 0]}, "_vllm_fa3_C::fwd"),
-    ({"q_v": None}, "_vllm_fa3_C::fwd"),
-    ({"q_v": None, "fa_version": 2, "scheduler_metadata": None, "num_splits": 0}, "_vllm_fa2_C::varlen_fwd"),
-])  # fmt: skip
-def test_what_is_not_served_reaches_vllms_function(in_front, call, spoiled, operator):
-    function, _ = in_front
-    for one in function, flash_attn_interface.flash_attn_varlen_func:
-        flash_attn_interface._installed.cache_clear()
-        with pytest.raises(NotImplementedError, match=f"{operator}.* with arguments from the 'CPU' backend"):
-            one(**call | spoiled)
+@pytest.mark.parametrize("name", ["flash_attn_varlen_func", "get_scheduler_metadata"])
+def test_positions_and_defaults_are_vllms(name):
+    ours, theirs = (inspect.signature(getattr(one, name)).parameters for one in (fa3, vllm_flash_attn))
+    by_position = [each.name for each in ours.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert list(theirs)[: len(by_position)] == by_position
+    for each in ours.values():
+        if each.kind is not each.VAR_KEYWORD:
+            assert theirs[each.name].default == each.default, each
