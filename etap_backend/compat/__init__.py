@@ -1,20 +1,20 @@
-"""Other libraries' calls, answered by ETAP: a module each, with that library's names, shapes and conventions."""
+"""Calls of other libraries on ETAP's kernels: one module per library, with its names, shapes and conventions."""
 
 import re
-from collections.abc import Callable, Mapping
-from typing import TypeVar
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.compiler import is_compiling
 
-from etap_backend._operator import check_tensor
+from etap_backend._operator import check_tensor, type_name
 from etap_backend.limits import dtype_name
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule
 
 Result = TypeVar("Result")
 UNSPLIT_BATCH = 1024
-"""A batch-invariant schedule with room for so many requests splits none, whatever their heads."""
+"""A batch-invariant schedule for this many requests splits none, whatever their heads."""
 
 
 def plan(
@@ -28,11 +28,11 @@ def plan(
     fp8_math: bool = False,
     handed_over: bool = False,
 ) -> BuiltSchedule:
-    """Plan for so many query rows of each request, tokens times heads; how they are shaped plays no part.
+    """Plan for `rows` query rows per request, whatever their tokens and heads.
 
-    There are as many work ranges as partitions, and offsets for `room` requests: in tensors that a caller hands over
-    the shapes alone say how many; then, with `handed_over`, calls bring a workspace, and every batch has as many
-    partitions.
+    There are as many work ranges as partitions, and offsets for `room` requests, so that the shapes describe the plan.
+    With `handed_over` the caller keeps only these tensors: the plan has no workspace, and the same number of partitions
+    for every batch.
     """
     schedule = DecodeSchedule(
         max(room, UNSPLIT_BATCH if batch_invariant else 1),
@@ -50,31 +50,45 @@ def plan(
 
 
 def whole_rows(table: Tensor) -> Tensor:
-    """A block table [b, n] with all columns that its rows have in memory, as elsewhere only lengths limit a row.
+    """A view of a block table [b, n] with all columns that its rows have in memory.
 
-    Their programs capture CUDA graphs with a few columns of a wide table, and replay them with longer contexts. Our
-    kernels read no more columns than they are told of. The last row ends with the storage at the latest.
+    Other libraries read as many columns as lengths ask for. Their programs capture CUDA graphs with a few columns of a
+    wide table and replay them with longer contexts; ETAP's kernels read no column beyond the shape. The last row ends
+    with the storage at the latest.
     """
     (rows, columns), (step, between) = table.shape, table.stride()
     if step == columns or between != 1 or type(table) is not Tensor or is_compiling():  # fake tensors have no storage
         return table
-    behind = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
-    room = min(step, behind - (rows - 1) * step)
+    after = table.untyped_storage().nbytes() // table.element_size() - table.storage_offset()
+    room = min(step, after - (rows - 1) * step)
     return table.as_strided((rows, room), (step, 1)) if room > columns else table
 
 
 def renamed(text: str, names: Mapping[str, str]) -> str:
-    """A text of ETAP's in the caller's words: `names` has the caller's names by ETAP's."""
+    """A refusal with the words in `names` replaced by the caller's argument names."""
     return re.sub(r"\w+", lambda word: names.get(word[0], word[0]), text)
 
 
-def named(names: Mapping[str, str], call: Callable[..., Result], *arguments: object, **options: object) -> Result:
-    """What `call` returns; what it refuses it refuses in the caller's words, `names` as of `renamed`."""
+def named(names: Mapping[str, str], call: Callable[..., Result], *arguments: Any, **options: Any) -> Result:
+    """The result of `call`, whose refusals are `renamed`."""
     try:
         return call(*arguments, **options)
-    except (ValueError, TypeError) as error:
-        kind = TypeError if isinstance(error, TypeError) else ValueError
+    except (ValueError, TypeError, NotImplementedError) as error:
+        kind = next(one for one in (TypeError, NotImplementedError, ValueError) if isinstance(error, one))
         raise kind(renamed(str(error), names)) from error
+
+
+def refuse_options(
+    options: Mapping[str, Any], choices: Mapping[str, tuple] | None = None, no_effect: Collection[str] = ()
+) -> None:
+    """Refuse options by name, but for None, False, 0, the values in `choices` and the names in `no_effect`."""
+    for name, value in options.items():
+        if value is None or name in no_effect:
+            continue
+        allowed = (choices or {}).get(name, (False, 0))
+        if isinstance(value, Tensor) or value not in allowed:
+            got = repr(value) if isinstance(value, bool | str | int | float | tuple | list) else type_name(value)
+            raise NotImplementedError(f"{name}: wanted {' or '.join(map(repr, ('None', *allowed)))}, got {got}")
 
 
 def check_out(
@@ -86,12 +100,12 @@ def check_out(
     *,
     contiguous: bool = True,
 ) -> None:
-    """Refuse what is given for an output beside queries and cannot be one; None is."""
+    """Refuse an output that does not fit the queries; None fits."""
     if out is None:
         return
     out = check_tensor(name, out)
-    lies_wrong = contiguous and not out.is_contiguous()
-    if out.shape != shape or out.dtype not in dtypes or out.device != q.device or lies_wrong:
+    wrong_strides = contiguous and not out.is_contiguous()
+    if out.shape != shape or out.dtype not in dtypes or out.device != q.device or wrong_strides:
         types = " or ".join(map(dtype_name, dtypes))
         wanted = f"a {'contiguous ' if contiguous else ''}{list(shape)} of {types} on {q.device}"
         got = f"{list(out.shape)} of {dtype_name(out.dtype)} on {out.device} with strides {list(out.stride())}"

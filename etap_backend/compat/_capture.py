@@ -1,4 +1,4 @@
-"""Which CUDA graph is being captured: what a capture fills is filled in its replays only, and for them alone."""
+"""The CUDA graph capture that a call belongs to: memory that a capture fills is filled in that graph's replays only."""
 
 import ctypes
 import functools
@@ -11,9 +11,9 @@ ACTIVE = 1
 
 
 def capture_id(device: torch.device) -> object | None:
-    """What is equal in all calls of one capture on the current stream, and never in another; None outside of captures.
+    """A value that is equal in all calls of one capture on the current stream and in no other; None outside captures.
 
-    Where the driver does not say which capture it is, no two calls have the same: a plan is then made for each.
+    Where the driver does not number captures, no two calls have the same value: each then makes its own plan.
     """
     if device.type != "cuda" or not torch.cuda.is_current_stream_capturing():
         return None
@@ -26,11 +26,11 @@ def capture_id(device: torch.device) -> object | None:
 
 @functools.cache
 def _driver() -> Callable[..., int] | None:
-    """cuStreamGetCaptureInfo_v2, which numbers the captures of a process; torch has no call for it."""
+    """cuStreamGetCaptureInfo_v2, which numbers the captures of a process; torch does not offer it."""
     try:
         ask = ctypes.CDLL("libcuda.so.1").cuStreamGetCaptureInfo_v2
-    except (OSError, AttributeError):  # no driver, or one without it
+    except (OSError, AttributeError):  # no driver, or one without this function
         return None
-    # Stream; status, number; graph, its nodes, how many: places for what is not wanted may be null.
+    # Stream; status, number; graph, its nodes, how many: outputs that are not wanted may be null.
     ask.argtypes, ask.restype = [ctypes.c_void_p] * 6, ctypes.c_int
     return ask

@@ -1,7 +1,7 @@
-"""FlashMLA's calls on ETAP's kernels: what `import flash_mla` gives on a Hopper GPU, as of FlashMLA 9241ae3.
+"""FlashMLA's calls (commit 9241ae3, the last with Hopper) on ETAP's kernels.
 
-`from etap_backend.compat import flash_mla` in place of `import flash_mla`; or `install()`, before the program imports
-`flash_mla` by itself.
+Use `from etap_backend.compat import flash_mla` in place of `import flash_mla`, or call `install()` before the program
+imports `flash_mla`.
 """
 
 import functools
@@ -44,7 +44,7 @@ __all__ = [
 ]
 
 MODULES = ("flash_mla", "flash_mla.flash_mla_interface")
-"""Those whose place `install` takes."""
+"""Modules that `install` replaces."""
 NAMES = {
     "dtype": "q.dtype",
     "head_dim": "q's head_dim",
@@ -65,20 +65,20 @@ NAMES = {
     "extra_valid_counts": "extra_topk_length",
     "sinks": "attn_sink",
 }
-"""FlashMLA's of what ETAP's refusals name."""
+"""FlashMLA's argument names by ETAP's, for refusals."""
 PROMPT_NAMES = NAMES | {"kv_cache": "kv", "page_size": "s_kv", "v_head_dim": "d_v", "softmax_scale": "sm_scale"}
 PLAN_NAMES = {"seq_lens": "seqlens_k", "num_heads": "num_q_tokens_per_head_k"}
 FORMATS = {"V32": (HEAD_DIM, 656), "V32_NO_ROPE": (LATENT_DIM, 528), "V4": (LATENT_DIM, V4_ROW_BYTES)}
-"""Columns of a query and bytes of a row, by the names that `kv_format` may have. V4.1's rows have 528 bytes, too."""
+"""Query columns and row bytes by `kv_format`. V4.1's rows have 528 bytes, too."""
 EXTRA = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
 EMPTY_LSE = math.inf
-"""Log-sum-exp of queries that see nothing, which is -inf in ETAP."""
+"""FlashMLA's log-sum-exp of queries that see nothing; ETAP's is -inf."""
 _replaced: ModuleType | None = None
-"""The FlashMLA whose place `install` took."""
+"""The FlashMLA that `install` replaced."""
 
 
 def __getattr__(name: str) -> object:
-    """What the FlashMLA that was replaced has besides, such as kernels for other models."""
+    """Names that only the replaced FlashMLA has, such as kernels for other models."""
     if _replaced is None or name.startswith("__"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(_replaced, name)
@@ -86,19 +86,18 @@ def __getattr__(name: str) -> object:
 
 @dataclass(eq=False)
 class FlashMLASchedMeta:
-    """The plan of a step's calls; the first of them fills it, for all of the same shapes.
+    """The plan of a step's calls of one shape; the first call fills it.
 
     Attributes:
         have_initialized, config: set by the first call.
-        tile_scheduler_metadata, num_splits: what `get_mla_decoding_metadata` returns. May be assigned before the first
-            call, which else makes them.
-        workspace: for partial results.
-        capture: the CUDA graph's capture that recorded how the plan is made; None for one that is there.
+        tile_scheduler_metadata, num_splits: as of `get_mla_decoding_metadata`; may be assigned before the first call.
+        workspace, row_tile: for partial results, and query rows per CTA.
+        capture: the CUDA graph capture that recorded the planning; None for a plan that is already in memory.
     """
 
     @dataclass
     class Config:
-        """What the calls have in common."""
+        """What all calls have in common."""
 
         b: int
         s_q: int
@@ -122,13 +121,13 @@ class FlashMLASchedMeta:
 
 
 def install(*, replace: bool = False) -> ModuleType:
-    """Let `import flash_mla` give this module, in this process and from now on.
+    """Make `import flash_mla` give this module, in this process and from now on.
 
-    What the program took out of another FlashMLA before stays as it was.
+    Earlier imports from another FlashMLA do not change.
 
     Args:
-        replace: take the place of a FlashMLA that is imported or installed, too. Without it that is refused. It is
-            imported, and names that this module has not are its.
+        replace: also replace a FlashMLA that is imported or installed. It is imported then, and this module gives the
+            names that only the other has.
 
     Returns:
         This module.
@@ -142,7 +141,7 @@ def install(*, replace: bool = False) -> ModuleType:
         spec = importlib.util.find_spec(MODULES[0]) if there is None else there.__spec__
         if (there or spec) and not replace:
             where = spec.origin if spec else "this process"
-            raise ImportError(f"flash_mla: wanted no other one than ETAP's, or replace=True; got one in {where}")
+            raise ImportError(f"flash_mla: wanted no other FlashMLA than ETAP's, or replace=True; got one in {where}")
         here._replaced = there or _other()
     sys.modules.update(dict.fromkeys(MODULES, here))
     here.flash_mla_interface = here  # for `import flash_mla.flash_mla_interface as ...`
@@ -150,7 +149,7 @@ def install(*, replace: bool = False) -> ModuleType:
 
 
 def _other() -> ModuleType | None:
-    """The FlashMLA that is installed; None where there is none, or a build that this machine cannot load."""
+    """The installed FlashMLA; None where there is none, or this machine cannot load it."""
     try:
         return importlib.import_module(MODULES[0])
     except (ImportError, OSError, RuntimeError):
@@ -158,7 +157,7 @@ def _other() -> ModuleType | None:
 
 
 def get_mla_metadata(*args: object, **kwargs: object) -> tuple[FlashMLASchedMeta, None]:
-    """An empty plan, which the first call fills; arguments are taken for the older interface's sake, and ignored."""
+    """An empty plan, which the first call fills. Arguments of the older interface are ignored."""
     return FlashMLASchedMeta(), None
 
 
@@ -171,7 +170,7 @@ def get_mla_decoding_metadata(
     topk: int | None = None,
     use_legacy: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """The plan as two tensors, for programs that copy it into buffers of their own. Copies nothing to the host.
+    """The plan as two tensors, for programs that copy it into their own buffers. Copies nothing to the host.
 
     Args:
         seqlens_k: int32 [b], tokens of each request, the new ones included.
@@ -180,9 +179,8 @@ def get_mla_decoding_metadata(
             plan.
 
     Returns:
-        tile_scheduler_metadata, int32 [n, 8] with an n that follows from the GPU and num_q_tokens_per_head_k, and
-        num_splits, int32 [b + 1]. What they mean is ETAP's: FlashMLA's kernels cannot take them, nor these calls
-        FlashMLA's.
+        tile_scheduler_metadata, int32 [n, 8], where n follows from the GPU and num_q_tokens_per_head_k, and num_splits,
+        int32 [b + 1]. ETAP and FlashMLA cannot read each other's.
 
     Raises:
         ValueError, TypeError: an argument is not as described.
@@ -221,50 +219,48 @@ def flash_mla_with_kvcache(
 ) -> tuple[Tensor, Tensor]:
     """Decode attention over a paged cache: dense with a block table, sparse with lists of rows (`indices`).
 
-    May be captured in a CUDA graph, the first call of a plan, too: replays then plan for the lengths of their time, and
-    calls that are not of this capture make a plan of their own. A graph reads a plan that was there before in place.
-    With other lengths than it was made for a plan gives results as right, but divides the work for those.
+    May be captured in a CUDA graph, including the first call of a plan: each replay then plans again, and calls outside
+    this capture make their own plan. A graph reads an earlier plan in place. With other lengths than the planned ones
+    results are as right, but the work is divided for the planned lengths.
 
-    Several KV heads are as many launches, of which each reads its own rows of the cache in place.
+    Each KV head is a launch, which reads its rows of the cache in place.
 
     Args:
         q: [b, s_q, h_q, 576], any strides with a contiguous last dimension. Dense: bfloat16, float16, or float8_e4m3fn
-            with a cache of that type. Sparse: bfloat16; [..., 512] with V4's rows and rows without rope. Any number of
-            heads.
-        k_cache: [num_blocks, page_block_size, h_k, 576]: dense, of q's type or float8_e4m3fn, h_k a divisor of h_q,
-            or sparse, bfloat16, h_k 1; any page size. Or sparse in FP8, of a type of 8 bits: [num_blocks,
+            with an FP8 cache. Sparse: bfloat16; [..., 512] with V4's rows and rows without rope. Any number of heads.
+        k_cache: any page size. Dense: [num_blocks, page_block_size, h_k, 576] of q's type or float8_e4m3fn, h_k divides
+            h_q. Sparse: bfloat16 [num_blocks, page_block_size, 1, 576 or 512], or any 8-bit type [num_blocks,
             page_block_size, 1, 656 (V3.2), 584 (V4's pages) or 528 (V32_NO_ROPE)].
         block_table: dense: int32 [b, max_num_blocks_per_seq]; unused entries may hold anything. Of a view of a wider
-            table, all columns in memory count, as in FlashMLA.
+            table all columns in memory count, as in FlashMLA.
         cache_seqlens: dense: int32 [b], tokens of each request, the new ones included.
         head_dim_v: 512.
-        tile_scheduler_metadata: what `get_mla_metadata` returned, for calls of the same shapes and one stream; or the
-            first tensor of `get_mla_decoding_metadata`.
-        num_splits: the second tensor with the first, None with a FlashMLASchedMeta.
+        tile_scheduler_metadata: from `get_mla_metadata`, for calls of the same shapes on one stream; or the first
+            tensor of `get_mla_decoding_metadata`.
+        num_splits: the second tensor beside the first, None beside a FlashMLASchedMeta.
         softmax_scale: factor of the scores; 1 / sqrt(q's columns) when None.
         causal: dense: query token i sees the first cache_seqlens - (s_q - 1 - i) tokens, else it sees all.
-        is_fp8_kvcache: None and False leave it to the cache's type; True wants one of 8 bits.
-        indices: int32 [b, s_q, topk], block * page_block_size + place in the block, of any number; an entry that is
-            negative or past the cache is as if it were not there.
+        is_fp8_kvcache: True wants a cache of an 8-bit type; None and False leave it to the cache.
+        indices: int32 [b, s_q, topk], block * page_block_size + offset, any topk; entries that are negative or past the
+            cache are skipped.
         attn_sink: sparse: float32 [>= h_q], natural logarithm; the output is multiplied by 1 / (1 + exp(sink - lse)).
-        topk_length: sparse: int32 [b]; only so many entries of each list count.
-        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: sparse: a second cache, of rows like k_cache's, and
-            its lists and lengths; one softmax is over both. Cache and lists are given together.
-        out: [b, s_q, h_q, 512] of the output's type; allocated when None. Dense: contiguous; sparse: any strides by
-            which b and s_q are one dimension, as where one of them is 1, rows at multiples of 16 bytes.
-        enable_batch_invariant: no request is split, so that its result has the same bits in every batch. Slower.
-        descale_q, descale_k: float32 [1]; what elements of an FP8 q and of a dense FP8 cache are multiplied by.
+        topk_length: sparse: int32 [b]; only the first topk_length entries of each list count.
+        extra_k_cache, extra_indices_in_kvcache, extra_topk_length: sparse: a second cache of the same rows with its
+            lists and lengths, in the same softmax. Cache and lists are given together.
+        out: [b, s_q, h_q, 512] of the output's type; allocated when None. Dense: contiguous. Sparse: b and s_q form one
+            dimension, rows at multiples of 16 bytes.
+        enable_batch_invariant: split no request, so that its result has the same bits in every batch. Slower.
+        descale_q, descale_k: float32 [1], factors of the elements of an FP8 q and of a dense FP8 cache.
         kv_format: None, "V32", "V4" or "V32_NO_ROPE" (rows of 528 bytes with 4 float32 scales), for sparse FP8 caches.
         use_legacy: ignored.
         fp8_math: not FlashMLA's: with a dense FP8 cache, multiply in float8_e4m3fn instead of float16.
 
     Returns:
-        out [b, s_q, h_q, 512], of q's type, bfloat16 for an FP8 q; and lse, float32 [b, h_q, s_q], natural logarithm.
-        out is contiguous where none was given, and lse is as of [b, s_q, h_q], FlashMLA's strides, too. A query that
-        sees nothing has out 0 and lse +inf.
+        out [b, s_q, h_q, 512], of q's type, bfloat16 for an FP8 q; and lse, float32 [b, h_q, s_q], natural logarithm,
+        with FlashMLA's strides (a transposed [b, s_q, h_q]). A query that sees nothing has out 0 and lse +inf.
 
     Raises:
-        NotImplementedError: something that FlashMLA has and this has not; the text names it.
+        NotImplementedError: FlashMLA serves this, ETAP does not; the text names the argument.
         ValueError, TypeError: an argument is not as described.
     """
     extra = (extra_k_cache, extra_indices_in_kvcache, extra_topk_length)
@@ -273,7 +269,7 @@ def flash_mla_with_kvcache(
     dense_only = {"causal": causal, "descale_q": descale_q, "descale_k": descale_k, "fp8_math": fp8_math}
     config = _config(q, k_cache, causal, is_fp8_kvcache, indices, extra, enable_batch_invariant)
     _check_metadata(tile_scheduler_metadata, num_splits, config)
-    count("head_dim_v", head_dim_v)  # those who ask below keep answers by it
+    count("head_dim_v", head_dim_v)  # an int, which the caches below can hash
     check_out("out", out, (*q.shape[:3], LATENT_DIM), output_dtypes(q.dtype), q, contiguous=indices is None)
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     if indices is None:
@@ -297,7 +293,7 @@ def flash_mla_with_kvcache(
         options = {"softmax_scale": scale, "sinks": attn_sink, "empty_lse": EMPTY_LSE}
         out, lse = _sparse(q, lists, enable_batch_invariant, out, options)
     if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        _keep(tile_scheduler_metadata, config, planned)
+        _store(tile_scheduler_metadata, config, planned)
     return out, lse.transpose(1, 2)
 
 
@@ -314,23 +310,23 @@ def flash_mla_sparse_fwd(
     use_legacy: bool = False,
     return_log2_lse: bool | None = None,
 ) -> tuple[Tensor, None, Tensor | None]:
-    """Attention of a prompt's tokens, each to the rows that its list names.
+    """Sparse attention of a prompt: each token attends to the rows in its list.
 
     Args:
         q: bfloat16 [s_q, h_q, 576 or 512], any number of heads.
-        kv: bfloat16 [s_kv, 1, 576 or 512], columns as q has.
-        indices: int32 [s_q, 1, topk]; an entry that is negative or at least s_kv is as if it were not there.
+        kv: bfloat16 [s_kv, 1, 576 or 512], as many columns as q.
+        indices: int32 [s_q, 1, topk]; entries below 0 or from s_kv on are skipped.
         sm_scale: factor of the scores.
         d_v: 512.
         attn_sink: float32 [>= h_q], natural logarithm, as in `flash_mla_with_kvcache`.
-        topk_length: int32 [s_q]; only so many entries of each list count.
+        topk_length: int32 [s_q]; only the first topk_length entries of each list count.
         out: bfloat16 [s_q, h_q, 512], also a slice of a wider buffer; allocated when None.
         use_legacy: ignored.
-        return_log2_lse: True for lse in base 2, False for none, as sgl-flash-mla has it.
+        return_log2_lse: True for lse in base 2, False for none, as in sgl-flash-mla.
 
     Returns:
-        out [s_q, h_q, 512]; None where FlashMLA has the largest score of each query, which these kernels do not keep;
-        float32 lse [s_q, h_q], natural logarithm, +inf for a query whose list names nothing.
+        out [s_q, h_q, 512]; None in place of FlashMLA's largest scores, which these kernels do not store; float32 lse
+        [s_q, h_q], natural logarithm, +inf for an empty list.
 
     Raises:
         NotImplementedError, ValueError, TypeError: as `flash_mla_with_kvcache`.
@@ -375,14 +371,8 @@ def _check_dims(name: str, tensor: object, dims: int, wanted: str) -> Tensor:
 
 @functools.lru_cache(maxsize=256)
 def _why_not_dense(dtype, cache_dtype, heads: int, head_dim: int, head_dim_v: int, page_size: int) -> str | None:
-    return why_unsupported(
-        dtype=dtype,
-        kv_cache_dtype=cache_dtype,
-        num_heads=heads,
-        head_dim=head_dim,
-        v_head_dim=head_dim_v,
-        page_size=page_size,
-    )
+    sizes: dict[str, Any] = {"num_heads": heads, "head_dim": head_dim, "v_head_dim": head_dim_v, "page_size": page_size}
+    return why_unsupported(dtype=dtype, kv_cache_dtype=cache_dtype, **sizes)
 
 
 @functools.lru_cache(maxsize=256)
@@ -394,7 +384,7 @@ def _why_not_sparse(dtype, cache_dtype, heads: int, head_dim: int, head_dim_v: i
 
 
 def _check_format(columns: int, k_cache: Tensor, kv_format: str | None) -> None:
-    """Rows of bytes, whose size alone does not say what they mean, are of a format that the sparse call reads."""
+    """Refuse 8-bit rows in a format that the sparse call does not read; sizes alone are ambiguous."""
     if k_cache.element_size() > 1:
         return _check_absent(f"beside a k_cache of {dtype_name(k_cache.dtype)}", {"kv_format": kv_format})
     if kv_format is not None and not isinstance(kv_format, str):
@@ -408,7 +398,7 @@ def _check_format(columns: int, k_cache: Tensor, kv_format: str | None) -> None:
 
 
 def _config(q, k_cache, causal, is_fp8_kvcache, indices, extra: tuple, batch_invariant) -> FlashMLASchedMeta.Config:
-    """What a plan's calls have in common, of tensors whose dimensions are looked at here."""
+    """What a plan's calls have in common; checks the dimensions of the tensors."""
     _check_dims("q", q, 4, "[b, s_q, h_q, d]")
     _check_dims("k_cache", k_cache, 4, "[num_blocks, page_block_size, h_k, d]")
     batch, s_q, heads, _ = q.shape
@@ -428,7 +418,7 @@ def _config(q, k_cache, causal, is_fp8_kvcache, indices, extra: tuple, batch_inv
 
 
 def _top_k(name: str, indices: object, q: Tensor) -> int:
-    """Entries of each list, or a refusal of lists that are not those of q's tokens."""
+    """Entries per list; refuses lists that do not fit q's tokens."""
     indices = _check_dims(name, indices, 3, "[b, s_q, topk]")
     if indices.shape[:2] != q.shape[:2]:
         wanted = [*q.shape[:2], "topk"]
@@ -437,7 +427,7 @@ def _top_k(name: str, indices: object, q: Tensor) -> int:
 
 
 def _extra_sizes(k_cache: object, indices: object, q: Tensor) -> tuple[int | None, int | None]:
-    """The second cache's page_block_size and its lists' topk, each None where there is none."""
+    """page_block_size and topk of the second cache; None where there is none."""
     top_k = None if indices is None else _top_k("extra_indices_in_kvcache", indices, q)
     if k_cache is None:
         return None, top_k
@@ -445,7 +435,7 @@ def _extra_sizes(k_cache: object, indices: object, q: Tensor) -> tuple[int | Non
 
 
 def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedMeta.Config) -> None:
-    """One of the two forms, and if calls were made with it, ones like this."""
+    """Refuse metadata in neither form, or of calls that differ from this one."""
     by_hand = isinstance(metadata, Tensor)
     if not by_hand and not isinstance(metadata, FlashMLASchedMeta):
         wanted = "what get_mla_metadata or get_mla_decoding_metadata returned"
@@ -459,7 +449,7 @@ def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedM
                 (each.name, getattr(metadata.config, each.name), getattr(config, each.name)) for each in fields(config)
             )
             name, before, now = next(pair for pair in pairs if pair[1] != pair[2])
-            raise ValueError(f"tile_scheduler_metadata: wanted one of calls with {name} {now}, got one with {before}")
+            raise ValueError(f"tile_scheduler_metadata: wanted a plan for {name} {now}, got one for {before}")
         return
     splits = by_hand or metadata.tile_scheduler_metadata is not None
     if config.enable_batch_invariant and config.topk is None and splits:
@@ -468,7 +458,7 @@ def _check_metadata(metadata: object, num_splits: object, config: FlashMLASchedM
 
 
 def _check_plan(work_ranges: object, split_offsets: object, batch: int) -> None:
-    """Refuse tensors of other shapes than a plan of so many requests has; what they hold is not looked at."""
+    """Refuse tensors without the shapes of a plan for this many requests; contents are not checked."""
     rows, columns = _check_dims("tile_scheduler_metadata", work_ranges, 2, "[n, 8]").shape
     if rows < 1 or columns != WORK_RANGE_FIELDS:
         wanted = f"at least one row of {WORK_RANGE_FIELDS}"
@@ -485,15 +475,14 @@ def _check_requests(name: str, tensor: object, wanted: int) -> None:
 def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config, fp8_math: bool) -> BuiltSchedule:
     """The plan of each KV head's call.
 
-    Without a causal mask all queries of a request see the same tokens, as the heads of one query token do; so that is
-    what they are for the kernel.
+    Without a causal mask all query tokens of a request see the same context, so they are heads of one token.
     """
     group = config.h_q // config.h_k
     rows, tokens = config.s_q * group, config.s_q if config.causal else 1
     sizes = {"batch": config.b, "s_q": tokens, "num_heads": rows // tokens}
     work_ranges, split_offsets, workspace, row_tile = metadata, num_splits, None, None
     if isinstance(metadata, FlashMLASchedMeta):
-        work_ranges, split_offsets, workspace, row_tile = _kept(metadata, q.device)
+        work_ranges, split_offsets, workspace, row_tile = _plan_of(metadata, q.device)
     if work_ranges is None:
         types = {"fp8_cache": config.is_fp8_kvcache, "fp8_math": fp8_math}
         options = {"batch_invariant": config.enable_batch_invariant} | types
@@ -512,18 +501,18 @@ def _planned(metadata, num_splits, q: Tensor, cache_seqlens: Tensor, config, fp8
     )
 
 
-def _kept(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Any, Any, Tensor | None, int | None]:
-    """What the calls before planned, and with which workspace; each None where this one has to make its own.
+def _plan_of(metadata: FlashMLASchedMeta, device: torch.device) -> tuple[Any, Any, Tensor | None, int | None]:
+    """Work ranges, offsets, workspace and row tile of earlier calls; all None where this call has to plan.
 
-    What a capture recorded has run nowhere but in its graph's replays: others find anything in its buffers.
+    A plan recorded by another capture exists in that graph's replays only: its buffers may hold anything here.
     """
     if metadata.capture is not None and metadata.capture != capture_id(device):
         return None, None, None, None
     return metadata.tile_scheduler_metadata, metadata.num_splits, metadata.workspace, metadata.row_tile
 
 
-def _keep(metadata: FlashMLASchedMeta, config: FlashMLASchedMeta.Config, planned: BuiltSchedule | None) -> None:
-    """For the calls that follow, once one has been made."""
+def _store(metadata: FlashMLASchedMeta, config: FlashMLASchedMeta.Config, planned: BuiltSchedule | None) -> None:
+    """Store the plan of a call that succeeded for those that follow."""
     metadata.have_initialized, metadata.config = True, config
     if planned:
         if planned.work_ranges is not metadata.tile_scheduler_metadata:
@@ -533,14 +522,14 @@ def _keep(metadata: FlashMLASchedMeta, config: FlashMLASchedMeta.Config, planned
 
 
 def _nothing(q: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
-    """The results of no requests, or of requests without query tokens."""
+    """Empty results, for no requests or no query tokens."""
     batch, s_q, heads, _ = q.shape
     out = q.new_empty(batch, s_q, heads, LATENT_DIM, dtype=output_dtypes(q.dtype)[0]) if out is None else out
     return out, q.new_empty(batch, s_q, heads, dtype=torch.float32).transpose(1, 2)
 
 
 def _dense(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options: dict) -> tuple[Tensor, Tensor]:
-    """A call for each KV head, which is a view of the cache; out [b, s_q, h_q, 512] and lse [b, s_q, h_q]."""
+    """One call per KV head, on a view of the cache; returns out [b, s_q, h_q, 512] and lse [b, s_q, h_q]."""
     kv_heads = k_cache.shape[2]
     if kv_heads == 1:
         return _dense_head(q, k_cache, block_table, cache_seqlens, planned, out, options)
@@ -563,26 +552,26 @@ def _dense(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, 
 
 
 def _dense_head(q, k_cache, block_table, cache_seqlens, planned: BuiltSchedule, out, options) -> tuple[Tensor, Tensor]:
-    """The queries of one KV head, in the shape that the plan gives them; results as of `_dense`."""
-    shape, asked = q.shape[:3], (planned.batch, planned.s_q, planned.num_heads)
-    if shape == asked:
+    """Decode the queries of one KV head in the plan's shape; results as of `_dense`."""
+    shape, inner = q.shape[:3], (planned.batch, planned.s_q, planned.num_heads)
+    if shape == inner:
         return named(NAMES, mla_decode, q, k_cache, block_table, cache_seqlens, planned, out=out, **options)
-    whole = None if out is None else out.view(*asked, LATENT_DIM)
-    rows = q.reshape(*asked, q.shape[3])
+    whole = None if out is None else out.view(*inner, LATENT_DIM)
+    rows = q.reshape(*inner, q.shape[3])
     out, lse = named(NAMES, mla_decode, rows, k_cache, block_table, cache_seqlens, planned, out=whole, **options)
     return out.view(*shape, LATENT_DIM), lse.view(shape)
 
 
 class _SparseList(NamedTuple):
-    """A cache and the lists of its rows, as FlashMLA's call is given them."""
+    """A cache and the lists of its rows, as given to FlashMLA's call."""
 
-    prefix: str  # of their names
+    prefix: str  # of the argument names
     k_cache: Tensor | None
     indices: Tensor | None
     topk_length: Tensor | None
 
     def arguments(self, batch: int, s_q: int, part: slice) -> dict[str, Tensor | None]:
-        """The sparse call's, of some of the b * s_q tokens."""
+        """Arguments of the sparse call for a part of the b * s_q tokens."""
         cache, indices, counts = self.k_cache, self.indices, self.topk_length
         if cache is not None and cache.dtype == torch.int8:
             cache = cache.view(torch.uint8)
@@ -590,21 +579,21 @@ class _SparseList(NamedTuple):
             _check_requests(f"{self.prefix}topk_length", counts, batch)
             counts = counts[:, None].expand(batch, s_q).contiguous().flatten()[part]
         lists = None if indices is None else indices.flatten(0, 1)[part]
-        named_here = {"kv_cache": cache, "indices": lists, "valid_counts": counts}
-        return {f"{self.prefix}{name}": value for name, value in named_here.items()}
+        arguments = {"kv_cache": cache, "indices": lists, "valid_counts": counts}
+        return {f"{self.prefix}{name}": value for name, value in arguments.items()}
 
 
 def _sparse(q, lists: tuple[_SparseList, ...], batch_invariant: bool, out, options: dict) -> tuple[Tensor, Tensor]:
     """One call over all query tokens; results as of `_dense`.
 
-    Batch-invariant, as many calls as it takes to give each token a partition of its own, in which nothing splits it.
+    Batch-invariant results take several calls, so that each token has its own partition and is not split.
     """
     batch, s_q, heads, _ = q.shape
     tokens = q.flatten(0, 1)
     out = q.new_empty(batch, s_q, heads, LATENT_DIM) if out is None else out
     rows = out.flatten(0, 1)
     if rows.data_ptr() != out.data_ptr():
-        raise ValueError(f"out: wanted strides by which b and s_q are one dimension, got {list(out.stride())}")
+        raise ValueError(f"out: wanted strides that make b and s_q one dimension, got {list(out.stride())}")
     lse = q.new_empty(batch, s_q, heads, dtype=torch.float32)
     shape = sparse_decode_shape(heads)
     most = shape.partitions(device_sms(q.device)) if batch_invariant else max(1, batch * s_q)

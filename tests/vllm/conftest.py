@@ -93,7 +93,7 @@ def on_two_ranks(model_directory, tmp_path_factory):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS)}
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
         ranks = []
         for rank in range(2):
             of_all = [Path(__file__).with_name(script), rank, port, model_directory, folder / str(rank)]
