@@ -24,7 +24,7 @@ MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
 
 def pytest_report_header():
     if not IN_CONTRACT:
-        return "vLLM contract tests: not collected here, tests/contract.py runs them beside each vLLM"
+        return "vLLM contract tests: not collected here, tests/contract.py runs them in each vLLM's environment"
 
 
 @pytest.fixture(autouse=True)
