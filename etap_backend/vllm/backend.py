@@ -1,4 +1,4 @@
-"""The attention backend as vLLM selects it: names, classes and what it can run."""
+"""The attention backend that vLLM selects: its names, its classes, and what it can run."""
 
 import math
 from typing import Any, ClassVar
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 import torch
 from vllm.config import get_current_vllm_config_or_none
 from vllm.config.cache import CacheDType
-from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend, MLACommonMetadataBuilder
+from vllm.model_executor.layers.attention.mla_attention import MLACommonBackend
 from vllm.platforms.interface import DeviceCapability
 
 from etap_backend import engine_contract
@@ -17,13 +17,11 @@ from etap_backend.vllm.metadata import ETAPMetadataBuilder
 from etap_backend.vllm.policy import why_not_parallel
 
 BLOCK_SIZES = (TILE_TOKENS, 32, 16)
-"""Tokens in a block as the kernels get it. They take any number; vLLM's own MLA backends take multiples of 16, and what
-it runs itself, prefill and the writing of the cache, was made for those.
-"""
+"""Tokens per block that the kernels are given. They take any number; vLLM's own kernels take multiples of 16."""
 
 
 class KernelBackend:
-    """What the backends of dense and of sparse attention answer alike; it stands before vLLM's among the bases."""
+    """Shared by the backends of dense and sparse attention; stands before vLLM's class among the bases."""
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
@@ -32,7 +30,7 @@ class KernelBackend:
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:
-        """Whether a result may be kept independent of its company. What that wants besides, the combination says."""
+        """True: requests can be independent of each other; conditions are in `supports_combination`."""
         return True
 
     @classmethod
@@ -61,16 +59,16 @@ class KernelBackend:
 
     @classmethod
     def _why_not(cls, use_sparse: bool, asked: dict[str, Any]) -> str | None:
-        """What is particular to one of both; `asked` are arguments of `why_unsupported`."""
+        """Reasons of one kind of attention; `asked` are arguments of `why_unsupported`."""
         raise NotImplementedError
 
 
 class ETAPBackend(KernelBackend, MLACommonBackend):
-    """MLA attention with ETAP's decode kernels; prefill, and the writing of the KV cache, are vLLM's own."""
+    """MLA attention with ETAP's decode kernels; prefill and the writing of the KV cache stay vLLM's."""
 
     supported_dtypes: ClassVar[list[torch.dtype]] = list(DTYPES)
-    # FP8 is listed even where it is refused: of types that are not listed vLLM says no more than "not supported", of
-    # the others what `supports_combination` answers.
+    # FP8 is listed although some models refuse it: for a type that is not listed, vLLM says only "not supported"; for
+    # the others it gives the reason of `supports_combination`.
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = ["auto", "float16", "bfloat16", "fp8", "fp8_e4m3"]
 
     @staticmethod
@@ -88,14 +86,13 @@ class ETAPBackend(KernelBackend, MLACommonBackend):
         """The class that runs each layer."""
         return ETAPImpl
 
-    # vLLM passes the specification of the KV cache since 0.31.
     @staticmethod
     def get_supported_kernel_block_sizes(kv_cache_spec=None) -> list[int]:
-        """Tokens in a block of the KV cache. vLLM splits larger blocks that are a multiple of it.
+        """Tokens per block of the KV cache; vLLM splits larger blocks that are a multiple of it.
 
-        The largest of BLOCK_SIZES that divides the cache's blocks, and 64 before their size is chosen: whoever does not
-        ask for other blocks keeps those, beside other backends and caches of several types, too. All of them where
-        neither is known; vLLM then takes the largest that divides.
+        The largest of BLOCK_SIZES that divides the cache's blocks, or 64 before their size is chosen, so that users who
+        ask for no size get 64, also with several backends or cache types. All sizes where nothing is known; vLLM
+        then takes the largest that divides.
         """
         if kv_cache_spec is not None:
             block_size = kv_cache_spec.block_size
@@ -108,24 +105,18 @@ class ETAPBackend(KernelBackend, MLACommonBackend):
 
     @classmethod
     def get_preferred_block_size(cls, default_block_size: int) -> int:
-        """Tokens in a block where the user names no number: vLLM's default if it is a multiple of 64, else 64."""
+        """Tokens per block where the user gives no size: vLLM's default if it is a multiple of 64, else 64."""
         return default_block_size if default_block_size % TILE_TOKENS == 0 else TILE_TOKENS
-
-    # For vLLM 0.26. 0.33 has named layouts, and takes a backend that excludes none to be content with all.
-    @staticmethod
-    def get_kv_cache_stride_order(include_num_layers_dimension: bool = False) -> tuple[int, ...]:
-        """Order of the dimensions in memory: blocks first, at any distance, so that one may hold all layers."""
-        return (1, 0, 2, 3) if include_num_layers_dimension else (0, 1, 2)
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
-        """Width of a row of the KV cache."""
+        """Widths of a row of the KV cache."""
         return [HEAD_DIM]
 
     @classmethod
     def supports_non_causal(cls) -> bool:
-        """Whether this vLLM decodes blocks of a draft's tokens that all see each other, as it does since 0.33."""
-        return hasattr(MLACommonMetadataBuilder, "supports_non_causal_multi_token_decode")
+        """True: a draft's tokens may all see each other."""
+        return True
 
     @classmethod
     def _why_not(cls, use_sparse: bool, asked: dict[str, Any]) -> str | None:

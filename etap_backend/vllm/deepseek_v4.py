@@ -1,11 +1,13 @@
-"""DeepSeek-V4 and V4.1: vLLM's own attention layer for them, with ETAP's kernels where it calls FlashMLA's.
+"""DeepSeek-V4 and V4.1: vLLM's own attention layer, with ETAP's kernels where it calls FlashMLA's.
 
-Each version's layer of each model gets a class derived from it. What of a layer is not the attention itself stays
-vLLM's, and so do the caches, their writing, the lists of rows, and the gathering of a prompt's rows in bfloat16.
+ETAP's layer is derived from vLLM's, per model. Everything around the attention itself stays vLLM's, and so do the
+caches, their writing, the lists of rows, and the gathering of a prompt's rows in bfloat16.
 """
 
 import functools
-import types
+import sys
+from contextvars import ContextVar
+from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
@@ -20,20 +22,21 @@ from etap_backend import engine_contract, sparse_mla_decode, sparse_workspace_fl
 from etap_backend.limits import SPARSE_FP8, why_unsupported_sparse
 from etap_backend.vllm.log import logger
 from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.policy import uses_hisparse, why_not_sparse
-from etap_backend.vllm.versions import ENGINE, NAME
+from etap_backend.vllm.policy import why_not_sparse
+from etap_backend.vllm.versions import ENGINE, NAME, uses_hisparse
 
 QUERY_HEADS = (8, 16, 32, 64, 128)
-"""Heads that vLLM's operator writes queries for; it fills what a rank has not with zeros."""
+"""Numbers of heads that vLLM's operator writes queries for; it fills those that a rank lacks with zeros."""
 FLASH_MLA_PREFILL = "flash_mla_sparse_fwd"
+_in_prefill = ContextVar("etap_in_prefill", default=False)
 
 
 class ETAPLayer:
-    """What ETAP's layer has in place of vLLM's; stands before it among the bases of a class."""
+    """ETAP's overrides of vLLM's layer; stands before it among the bases of a class."""
 
-    _etap_layer: ClassVar[bool] = True  # as v4_selection.MARK has it
+    _etap_layer: ClassVar[bool] = True  # v4_selection.LAYER_MARK
 
-    # What vLLM's layer, the next base, brings.
+    # Attributes of vLLM's layer, the next base.
     padded_heads: int
     swa_cache_layer: Any
     scale: float
@@ -43,7 +46,7 @@ class ETAPLayer:
 
     @classmethod
     def get_padded_num_q_heads(cls, num_heads: int) -> int:
-        """Heads of queries and outputs: a rank's own wherever vLLM's operator takes so many; at most 128."""
+        """Heads of queries and outputs: a rank's own, rounded up to one of QUERY_HEADS."""
         if num_heads > max(QUERY_HEADS):
             raise ValueError(f"{NAME}: num_heads: wanted at most {max(QUERY_HEADS)} on a rank, got {num_heads}")
         return min(heads for heads in QUERY_HEADS if heads >= num_heads)
@@ -58,13 +61,13 @@ class ETAPLayer:
         )
 
     def forward_mqa(self, q: Tensor, kv: Tensor, positions: Tensor, output: Tensor) -> None:
-        """Attention of a step, written to output: of its prompts, then of its decodes.
+        """Attention of a step, written to output: its prompts, then its decodes.
 
         Args:
             q: bfloat16 [tokens, heads, 512].
-            kv: as vLLM's layer takes it; the keys are in the cache already.
+            kv: as vLLM's layer takes it; the keys are already in the cache.
             positions: int64 [tokens].
-            output: bfloat16 [tokens, heads, 512]. Rows that the step's metadata does not tell of stay as they are.
+            output: bfloat16 [tokens, heads, 512]. Rows that the step's metadata does not describe stay as they are.
         """
         if get_forward_context().attn_metadata is None:  # vLLM measures the memory that the model needs
             claim_workspace(self._etap_workspace_floats)
@@ -72,30 +75,32 @@ class ETAPLayer:
         super().forward_mqa(q, kv, positions, output)  # pyright: ignore[reportAttributeAccessIssue]
 
     @engine_contract.override
+    def _forward_prefill(self, **arguments) -> None:
+        token = _in_prefill.set(True)
+        try:
+            super()._forward_prefill(**arguments)  # pyright: ignore[reportAttributeAccessIssue]
+        finally:
+            _in_prefill.reset(token)
+
+    @engine_contract.override
     def _forward_decode(
-        self,
-        q: Tensor,
-        kv_cache: Tensor | None,
-        swa_metadata: Any,
-        attn_metadata: Any,
-        swa_only: bool,
-        output: Tensor,
+        self, q: Tensor, kv_cache: Tensor | None, swa_metadata: Any, attn_metadata: Any, swa_only: bool, output: Tensor
     ) -> None:
-        compressed = {}  # entries that the token attends to beside its window, in a cache of their own
+        compressed = {}  # entries that a token attends to beside its window, in a cache of their own
         if not swa_only and self.compress_ratio == 128:
-            compressed = {  # all of them, as rows of the cache
+            compressed = {  # all entries, as rows of the cache
                 "extra_kv_cache": kv_cache,
                 "extra_indices": attn_metadata.c128a_global_decode_topk_indices[:, 0],
                 "extra_valid_counts": attn_metadata.c128a_decode_topk_lens,
             }
         elif not swa_only:
             positions = self.topk_indices_buffer[: len(q)]
-            compressed = {  # those that the indexer chose, as positions
+            compressed = {  # the entries that the indexer chose, as positions
                 "extra_kv_cache": kv_cache,
                 "extra_indices": positions,
                 "extra_block_table": attn_metadata.block_table,
                 "request_ids": swa_metadata.token_to_req_indices[: len(q)],
-                "extra_valid_counts": _counts(swa_metadata, positions),
+                "extra_valid_counts": _valid_counts(swa_metadata, positions),
             }
         sparse_mla_decode(
             q,
@@ -111,32 +116,26 @@ class ETAPLayer:
         )
 
 
-def _counts(swa_metadata: Any, positions: Tensor) -> Tensor:
-    """Entries of each token's list that count, int32 [tokens]: none where a row pads the step, whose list is old.
+def _valid_counts(swa_metadata: Any, positions: Tensor) -> Tensor:
+    """Valid entries of each token's list, int32 [tokens]: 0 for rows that pad the step, whose lists are old.
 
-    They are the same for all layers of a step, and kept in its metadata. A CUDA graph has to hold the computing of what
-    it reads, so that it takes nothing that was kept before its capture.
+    All layers of a step have the same counts, so they are cached in its metadata. A CUDA graph has to compute what it
+    reads: while one is captured, nothing cached before counts.
     """
-    kept = vars(swa_metadata).setdefault("etap_counts", {})
+    cached = vars(swa_metadata).setdefault("etap_valid_counts", {})
     tokens, top_k = positions.shape
     key = top_k, positions.is_cuda and torch.cuda.is_current_stream_capturing()
-    if key not in kept:
-        kept[key] = swa_metadata.is_valid_token[:tokens].to(torch.int32).mul_(top_k)
-    return kept[key]
+    if key not in cached:
+        cached[key] = swa_metadata.is_valid_token[:tokens].to(torch.int32).mul_(top_k)
+    return cached[key]
 
 
 def _attend_to_gathered(
-    q: Tensor,
-    kv: Tensor,
-    indices: Tensor,
-    sm_scale: float,
-    attn_sink: Tensor | None = None,
-    topk_length: Tensor | None = None,
-    out: Tensor | None = None,
+    *, q: Tensor, kv: Tensor, indices: Tensor, sm_scale: float, attn_sink: Tensor, topk_length: Tensor, out: Tensor
 ) -> None:
-    """What vLLM calls FlashMLA's prefill for: prompts' tokens, with rows that it has gathered in bfloat16.
+    """FlashMLA's sparse prefill as vLLM calls it: prompts' tokens, over rows that vLLM gathered in bfloat16.
 
-    The workspace is allocated here: vLLM's, which is one for all, has the gathered rows.
+    Its workspace is allocated here: vLLM's only one holds the gathered rows.
     """
     rows = kv.view(1, -1, kv.shape[-1])
     sparse_mla_decode(
@@ -144,19 +143,36 @@ def _attend_to_gathered(
     )
 
 
-@functools.cache
+def _dispatch_prefill(module: ModuleType) -> None:
+    """Let a layer's module call ETAP's kernel in the prefill of ETAP's layers, and FlashMLA's in the others.
+
+    Reason: vLLM's `_forward_prefill` gathers a prompt's rows and calls FlashMLA by its name in the module; there is no
+    method to override for the call alone.
+    Versions: all. Goes when vLLM's layer has one.
+    """
+    flash_mla = getattr(module, FLASH_MLA_PREFILL)
+
+    @functools.wraps(flash_mla)
+    def attend(*arguments, **keywords):
+        kernel = _attend_to_gathered if _in_prefill.get() else flash_mla
+        return kernel(*arguments, **keywords)
+
+    setattr(module, FLASH_MLA_PREFILL, attend)
+
+
 def derived(base: type) -> type:
-    """ETAP's layer, derived from vLLM's, whose own prefill finds our function by the name of FlashMLA's."""
-    theirs = base._forward_prefill
-    names = theirs.__globals__ | {FLASH_MLA_PREFILL: _attend_to_gathered}
-    prefill = types.FunctionType(theirs.__code__, names, theirs.__name__, theirs.__defaults__, theirs.__closure__)
-    prefill.__kwdefaults__ = theirs.__kwdefaults__
-    own = {"_forward_prefill": engine_contract.override(prefill)}
-    return type(f"ETAP{base.__name__}", (ETAPLayer, base), own)
+    """ETAP's layer, derived from vLLM's."""
+    return type(f"ETAP{base.__name__}", (ETAPLayer, base), {})
+
+
+@functools.cache
+def _layer_class(base: type) -> type:
+    _dispatch_prefill(sys.modules[base.__module__])
+    return derived(base)
 
 
 def lacking(base: type) -> list[str]:
-    """What vLLM's layer has not of what ETAP's needs, by name."""
+    """The names that ETAP's layer needs and vLLM's layer lacks."""
     prefill = getattr(base, "_forward_prefill", None)
     if prefill is None or FLASH_MLA_PREFILL not in prefill.__code__.co_names:
         return [f"{base.__module__}:{base.__qualname__}._forward_prefill calls no {FLASH_MLA_PREFILL}"]
@@ -168,9 +184,9 @@ def why_not(base: type, config: VllmConfig) -> str | None:
     if reason := ENGINE.why_too_old() or ENGINE.why_lacking(lacking(base)) or engine_contract.why_no_library():
         return reason
     for name in ("prefill_context_parallel_size", "decode_context_parallel_size"):
-        if (ranks := getattr(config.parallel_config, name, 1)) > 1:
+        if (ranks := getattr(config.parallel_config, name)) > 1:
             return f"{name} {ranks} is not supported: wanted 1"
-    # Names of the one type of cache that vLLM keeps for these layers.
+    # All name the one format that vLLM has for these layers.
     if (cache := config.cache_config.cache_dtype) not in ("auto", "fp8", SPARSE_FP8):
         return f"kv_cache_dtype {cache} is not supported: wanted auto, fp8 or {SPARSE_FP8}"
     if uses_hisparse(config):
@@ -197,5 +213,5 @@ def attention_class(base: type, config: VllmConfig) -> type:
     if reason := why_not(base, config):
         raise NotImplementedError(reason)
     if untested := ENGINE.why_untested():
-        logger.warning_once(untested, scope="global")  # of all ranks the first one says it
-    return derived(base)
+        logger.warning_once(untested, scope="global")  # on one rank only
+    return _layer_class(base)

@@ -1,4 +1,4 @@
-"""What each layer runs."""
+"""The attention of one layer."""
 
 import math
 from typing import Any, ClassVar
@@ -18,17 +18,17 @@ from etap_backend.vllm.policy import Policy
 
 
 class KernelImpl:
-    """What the implementations of dense and of sparse attention share; it stands before vLLM's among the bases."""
+    """Shared by the implementations of dense and sparse attention; stands before vLLM's class among the bases."""
 
     can_return_lse_for_decode: ClassVar[bool] = True
     lse_base_on_e: ClassVar[bool] = True
     supports_dcp: ClassVar[bool] = True
     supports_mtp_with_cp_non_trivial_interleave_size: ClassVar[bool] = True
-    supports_pcp: ClassVar[bool] = True  # but not beside decode context parallelism: `why_not_parallel`
+    supports_pcp: ClassVar[bool] = True  # but not with decode context parallelism: `why_not_parallel`
 
     @staticmethod
-    def _asked_of_kernels(arguments: dict[str, Any], latent_dim: int) -> tuple[VllmConfig, dict[str, Any]]:
-        """vLLM's configuration, and by `why_unsupported`'s names what a layer made with these arguments asks of a call.
+    def _kernel_arguments(arguments: dict[str, Any], latent_dim: int) -> tuple[VllmConfig, dict[str, Any]]:
+        """vLLM's configuration, and the arguments of `why_unsupported` for a layer that vLLM makes with `arguments`.
 
         Raises NotImplementedError for variants of attention that no kernel computes.
         """
@@ -39,7 +39,7 @@ class KernelImpl:
             wanted = AttentionType.DECODER.value
             raise NotImplementedError(f"{versions.NAME}: attn_type: wanted {wanted}, got {arguments['attn_type']}")
         config = get_current_vllm_config()
-        # Decode context parallelism gathers the query heads of its ranks, which vLLM's class counts later until 0.27.
+        # Decode context parallelism gathers the query heads of its ranks before `forward_mqa`.
         return config, {
             "dtype": config.model_config.dtype,
             "num_heads": arguments["num_heads"] * config.parallel_config.decode_context_parallel_size,
@@ -49,8 +49,8 @@ class KernelImpl:
         }
 
     def _begin(self, config: VllmConfig, workspace_floats: int, types: str) -> None:
-        """Take the workspace as early as this vLLM wants it, and say in the log what decodes."""
-        # The kernels round each query row by a scale of its own, if at all; vLLM would with one for all of them.
+        """Claim the workspace if this vLLM does not ask later, and log what decodes."""
+        # vLLM would round all queries with one scale; the kernels, where they round, scale each row by itself.
         self.supports_quant_query_input = False
         logger.info_once(f"{versions.NAME} decodes: {types}")
         self._workspace_floats = workspace_floats
@@ -66,9 +66,9 @@ class ETAPImpl(KernelImpl, MLACommonImpl[ETAPMetadata]):
     """One layer's MLA attention: decodes and short prompts by ETAP's kernels, prefill by vLLM's own."""
 
     def __init__(self, **arguments) -> None:
-        """All by name, as vLLM gives them."""
+        """Takes vLLM's arguments, all by name."""
         super().__init__(**arguments)
-        config, asked = self._asked_of_kernels(arguments, self.kv_lora_rank)
+        config, asked = self._kernel_arguments(arguments, self.kv_lora_rank)
         policy = Policy.of(config, asked["num_heads"])
         if reason := why_unsupported(**asked, s_q=policy.max_s_q):
             raise NotImplementedError(f"{versions.NAME}: {reason}")
@@ -84,15 +84,14 @@ class ETAPImpl(KernelImpl, MLACommonImpl[ETAPMetadata]):
         attn_metadata: ETAPMetadata,
         layer: AttentionLayer,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of this layer for what vLLM takes for decodes, short prompts among them.
+        """Attention of this layer for the requests that vLLM counts as decodes, short prompts among them.
 
         Args:
             q: (latent part [tokens, heads, 512], rope part [tokens, heads, 64]), both with any strides, or both parts
                 in one tensor [tokens, heads, 576]. A request's tokens follow one another.
-            kv_c_and_k_pe_cache: [blocks, block size, 576], dtype of q, or e4m3: a value is what is stored times
-                layer._k_scale.
-            attn_metadata: this step's, from the builder.
-            layer: vLLM's, for the scale; it stays on the device, where vLLM may still change it.
+            kv_c_and_k_pe_cache: [blocks, block size, 576], dtype of q, or e4m3 to be multiplied by layer._k_scale.
+            attn_metadata: the step's, from the builder.
+            layer: vLLM's layer, for the scale, which stays on the device, where vLLM may still change it.
 
         Returns:
             The output in the latent space [tokens, heads, 512], dtype of q, and float32 [tokens, heads] log-sum-exp,
@@ -103,22 +102,21 @@ class ETAPImpl(KernelImpl, MLACommonImpl[ETAPMetadata]):
         tokens, heads = latent.shape[:2]
         out = latent.new_empty(tokens, heads, self.kv_lora_rank)
         lse = latent.new_empty(tokens, heads, dtype=torch.float32)
-        for run in decode.runs:
-            rows, per_request = run.tokens, (run.schedule.batch, run.schedule.s_q)
+        for call in decode.calls:
             mla_decode(
-                latent[rows].unflatten(0, per_request),
+                call.rows(latent),
                 kv_c_and_k_pe_cache,
-                run.block_table,
-                run.seq_lens,
-                run.schedule,
+                call.block_table,
+                call.seq_lens,
+                call.schedule,
                 softmax_scale=self.scale,
-                q_rope=None if rope is None else rope[rows].unflatten(0, per_request),
+                q_rope=None if rope is None else call.rows(rope),
                 kv_scale=layer._k_scale if self._fp8_cache else None,
                 fp8_math=self._fp8_math,
                 workspace=claim_workspace(self._workspace_floats),
-                out=out[rows].unflatten(0, per_request),
-                lse=lse[rows].unflatten(0, per_request),
-                early_loads=run.early_loads,
+                out=call.rows(out),
+                lse=call.rows(lse),
+                early_loads=call.early_loads,
             )
         if decode.num_tokens < tokens:
             out[decode.num_tokens :].zero_()

@@ -1,9 +1,9 @@
-"""What a step plans for all its layers: its decode calls, in buffers that CUDA graphs may keep."""
+"""Plans the decode calls of a step once for all layers, in buffers at addresses that CUDA graphs can keep."""
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -20,7 +20,8 @@ from vllm.v1.attention.backend import AttentionCGSupport, CommonAttentionMetadat
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.worker.workspace import current_workspace_manager
 
-from etap_backend import BuiltSchedule, DecodeSchedule, engine_contract
+from etap_backend import DecodeSchedule, engine_contract
+from etap_backend.decode_call import DecodeCall
 from etap_backend.short_prompts import MAX_RUNS, SHORT_PROMPT_TOKENS, Run
 from etap_backend.vllm import versions
 from etap_backend.vllm.log import logger
@@ -29,36 +30,28 @@ from etap_backend.vllm.step_cuts import TokenRequests, cut, longest_decode
 
 
 def claim_workspace(floats: int) -> Tensor:
-    """Scratch memory for the partial results, float32 [floats].
+    """Scratch memory for partials, float32 [floats].
 
-    It comes from vLLM's workspace manager, which shares it with the other layers' scratch and gives each micro-batch
-    its own. Hold it no longer than one call: the manager may replace it until vLLM has captured its CUDA graphs.
+    It is vLLM's workspace manager's, which shares it between layers and gives each micro-batch its own. Hold it for one
+    call only: the manager may replace it until vLLM has captured its CUDA graphs.
     """
     (workspace,) = current_workspace_manager().get_simultaneous(((floats,), torch.float32))
     return workspace
 
 
-class DecodeRun(NamedTuple):
-    """What one call decodes: query tokens of a step, and block table, lengths and schedule of their requests.
-
-    early_loads is `mla_decode`'s: all that the call reads but the queries is older than the kernel before it.
-    of_tokens writes table and lengths anew where the requests are single tokens; it is None where they are vLLM's.
-    """
-
-    tokens: slice
-    block_table: Tensor
-    seq_lens: Tensor
-    schedule: BuiltSchedule
-    early_loads: bool
-    of_tokens: Callable[[], object] | None = None
-
-
 @dataclass
 class ETAPDecodeMetadata(MLACommonDecodeMetadata):
-    """The decode part of a step: its calls, and how many query tokens they decode; those behind are no request's."""
+    """The decode part of a step.
 
-    runs: list[DecodeRun]
+    Attributes:
+        calls: its calls.
+        num_tokens: query tokens that they decode; the rows behind belong to no request.
+        refill: writes the table and lengths of the call that decodes token by token anew, if there is one.
+    """
+
+    calls: list[DecodeCall]
     num_tokens: int
+    refill: Callable[[], object] | None
 
 
 @dataclass
@@ -69,13 +62,13 @@ class ETAPMetadata(MLACommonMetadata[ETAPDecodeMetadata]):
 class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
     """Plans each step, once for all layers and outside the CUDA graph that reads the plan.
 
-    vLLM makes a builder for each micro-batch, so that the schedules' buffers belong here, one for each call of a step.
+    vLLM makes one builder per micro-batch, so the builder owns the schedules, one per call of a step.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
     supports_non_causal_multi_token_decode: ClassVar[bool] = True
-    # An instance may have less.
+    # Upper bound; an instance may have less.
     reorder_batch_threshold: int = SHORT_PROMPT_TOKENS
 
     def __init__(
@@ -86,12 +79,12 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         num_heads = self.num_heads * self.dcp_world_size
         self.policy = policy = Policy.of(vllm_config, num_heads)
         self.reorder_batch_threshold = policy.longest
-        logger.info_once(f"{versions.NAME} decodes: steps of up to {policy.longest} tokens a request")
+        logger.info_once(f"{versions.NAME} decodes: steps of up to {policy.longest} tokens per request")
         rows = num_heads * min(policy.verified, policy.max_s_q)
         if slow := engine_contract.small_pages_text(self.page_size, rows):
             logger.warning_once(f"{versions.NAME}: {slow}")
         self._token_by_token = policy.token_by_token and policy.verified > 1
-        self._causal = True  # of the step that is being built
+        self._causal = True  # in the step that is being built
         self._early_loads = versions.writes_rows_first(vllm_config, layer_names)
         self.schedules = [
             DecodeSchedule(
@@ -100,7 +93,7 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
                 max_s_q=policy.max_s_q,
                 device=device,
                 num_sms=num_compute_units(device.index),
-                allocate_workspace=False,  # each call claims vLLM's
+                allocate_workspace=False,  # each call claims it from vLLM
                 batch_invariant=policy.batch_invariant,
                 fp8_cache=kv_cache_spec.dtype.itemsize == 1,
                 fp8_math=policy.fp8_math,
@@ -112,18 +105,18 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         self._token_requests: TokenRequests | None = None
         if policy.verified > 1:
             max_pages = self.model_config.max_model_len // self.page_size + 1
-            group = get_dcp_group() if self.dcp_world_size > 1 else None  # which need not be there for one rank
+            group = get_dcp_group() if self.dcp_world_size > 1 else None  # one rank may have no group
             share = (group.world_size, group.rank_in_group, self.dcp_local_block_size) if group else (1, 0, 1)
             self._token_requests = TokenRequests(policy.max_batch, max_pages, device, share)
-        # vLLM advances the lengths of draft steps on the device, but not those of a rank's share of the context.
+        # vLLM advances the lengths of draft steps on the device, but not the lengths on one rank of a shared context.
         self.supports_draft_decode_metadata_update = self.dcp_world_size == 1
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
     ) -> ETAPMetadata:
-        """vLLM's, with as many requests as decodes as MAX_RUNS calls can take.
+        """vLLM's metadata, with as many leading requests taken as decodes as MAX_RUNS calls can decode.
 
-        vLLM's method reads from the builder what a decode is, and takes it in no other way: for one step that changes.
+        vLLM's method reads the limit from the builder's `reorder_batch_threshold` only, which changes for this step.
         """
         policy = self.policy
         self._causal = common_attn_metadata.causal
@@ -136,7 +129,6 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         finally:
             self.reorder_batch_threshold = policy.longest
 
-    # vLLM calls it with keywords, max_query_len among them since 0.31.
     @engine_contract.override
     def _build_decode(
         self,
@@ -146,38 +138,39 @@ class ETAPMetadataBuilder(MLACommonMetadataBuilder[ETAPMetadata]):
         query_start_loc_cpu: Tensor,
         query_start_loc_device: Tensor,
         num_decode_tokens: int,
+        max_query_len: int,
         dcp_tot_seq_lens_device: Tensor | None,
-        max_query_len: int | None = None,
     ) -> ETAPDecodeMetadata:
-        parts = cut(query_start_loc_cpu.numpy(), num_decode_tokens, self.policy.verified)
-        num_tokens = parts[-1].tokens.stop if parts else 0
+        runs = cut(query_start_loc_cpu.numpy(), num_decode_tokens, self.policy.verified)
+        num_tokens = runs[-1].tokens.stop if runs else 0
         token_by_token = self._token_by_token or not self._causal
-        if token_by_token and any(part.s_q != 1 for part in parts):
-            parts = [Run(slice(0, parts[-1].requests.stop), slice(0, num_tokens), 0)]
+        if token_by_token and any(run.s_q != 1 for run in runs):
+            runs = [Run(slice(0, runs[-1].requests.stop), slice(0, num_tokens), 0)]
         total_lens = seq_lens_device if dcp_tot_seq_lens_device is None else dcp_tot_seq_lens_device
-        runs = []
-        for (requests, tokens, s_q), schedule in zip(parts, self.schedules[: len(parts)], strict=True):
-            table, seq_lens, of_tokens = block_table_tensor[requests], seq_lens_device[requests], None
-            if not s_q and self._token_requests is not None:
+        calls, refill = [], None
+        for (requests, tokens, s_q), schedule in zip(runs, self.schedules[: len(runs)], strict=True):
+            table, seq_lens = block_table_tensor[requests], seq_lens_device[requests]
+            if not s_q and self._token_requests is not None:  # at most the first run
                 starts = query_start_loc_device[: requests.stop + 1]
-                of_tokens = functools.partial(
+                refill = functools.partial(
                     self._token_requests.fill, table, total_lens[requests], starts, tokens.stop, self._causal
                 )
-                table, seq_lens = of_tokens()
+                table, seq_lens = refill()
             early_loads = self._early_loads and 0 < s_q <= self.policy.verified
             planned = schedule.build(seq_lens, s_q or 1)
-            runs.append(DecodeRun(tokens, table, seq_lens, planned, early_loads, of_tokens))
+            calls.append(DecodeCall(tokens, table, seq_lens, planned, early_loads))
         return ETAPDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            runs=runs,
+            calls=calls,
             num_tokens=num_tokens,
+            refill=refill,
         )
 
     def update_draft_decode_metadata(self, metadata: ETAPMetadata) -> None:
         """Plan the next draft step from the lengths that vLLM advanced on the device; vLLM may capture this."""
-        for run, schedule in zip(metadata.decode.runs, self.schedules, strict=False):
-            if run.of_tokens:
-                run.of_tokens()
-            schedule.build(run.seq_lens, run.schedule.s_q)
+        if metadata.decode.refill:
+            metadata.decode.refill()
+        for call, schedule in zip(metadata.decode.calls, self.schedules, strict=False):
+            schedule.build(call.seq_lens, call.schedule.s_q)

@@ -1,8 +1,7 @@
 """vLLM plugin: `vllm serve MODEL --attention-backend ETAP`.
 
-vLLM calls `register` through the entry point `etap` of group `vllm.general_plugins`, in every process that it starts.
-ETAP becomes a member of its enumeration of attention backends, behind which vLLM finds a backend, or in a vLLM that
-cannot run it, the refusal.
+vLLM calls `register` through the entry point `etap` of the group `vllm.general_plugins`, in every process it starts.
+ETAP becomes a member of vLLM's enumeration of attention backends.
 """
 
 import copyreg
@@ -12,75 +11,63 @@ from dataclasses import dataclass
 from enum import Enum
 
 from etap_backend import engine_contract
-from etap_backend.vllm import auto, v4_selection
+from etap_backend.vllm import auto
 from etap_backend.vllm.log import logger
-from etap_backend.vllm.versions import ENGINE, HOOKS_OF_SOME, NAME
+from etap_backend.vllm.versions import ENGINE, NAME, NEW_HOOKS
 
 _BACKEND_PATH = "etap_backend.vllm.backend.ETAPBackend"
-# With a colon: without it `resolve_name` says of a failed import that an attribute is missing.
+# With a colon: without it, `resolve_name` reports a failed import as a missing attribute.
 _DENSE, _SPARSE = "etap_backend.vllm.backend:ETAPBackend", "etap_backend.vllm.sparse:ETAPSparseBackend"
 
 
 def register() -> None:
     """Make ETAP known to vLLM. May be called any number of times; touches no CUDA.
 
-    Where vLLM's registry is another one this only warns: a start with another backend goes on.
+    In a vLLM that is too old, or has another registry, it only warns: a start with another backend goes on.
 
-    Raises ValueError for a value of ETAP_AUTO that is none.
+    Raises ValueError for an invalid value of ETAP_AUTO.
     """
     preferred = engine_contract.is_first_choice()
     try:
-        member = backend_member()
-        v4_selection.watch()
-        if preferred:
-            auto.prefer(member)
-    except Exception as error:  # nothing is known of that registry
-        reason = ENGINE.why_too_old() or ENGINE.why_lacking([f"{type(error).__name__}: {error}"])
+        if (reason := ENGINE.why_too_old()) is None:
+            _register(preferred)
+    except Exception as error:  # vLLM's registries may have changed in any way
+        reason = f"{ENGINE.name} lacks what {NAME} uses: {type(error).__name__}: {error}"
+    if reason:
         logger.warning("%s; other attention backends are not affected", reason)
 
 
+def _register(preferred: bool) -> None:
+    # Imported here: it imports vLLM's registry of models, which may be another one.
+    from etap_backend.vllm import v4_selection
+
+    member = backend_member()
+    v4_selection.register_models()
+    if preferred:
+        auto.prefer(member)
+
+
 def backend_member() -> Enum:
-    """The member ETAP of vLLM's enumeration of attention backends, added when it is not there yet."""
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+    """The member ETAP of vLLM's enumeration of attention backends, registered if it is not yet."""
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     if NAME not in AttentionBackendEnum.__members__:
-        _add_member(AttentionBackendEnum)
-        # The class depends on the model: vLLM asks the member for it once for each layer.
+        register_backend(NAME, _BACKEND_PATH)
+        # The class depends on the model: vLLM asks the member for it once per layer.
         AttentionBackendEnum[NAME].get_class = backend_class
         _make_picklable(AttentionBackendEnum)
-        logger.info("Attention backend %s registered", NAME)
     return AttentionBackendEnum[NAME]
-
-
-def _add_member(enum: type[Enum]) -> None:
-    """Add the member ETAP with the backend's path as its value.
-
-    Reason: `register_backend` takes the name of a new backend since vLLM 0.32; before, it only replaces existing
-    members. The steps are those that 0.32 takes.
-    Versions: below 0.32. Goes when 0.32 is the oldest one supported.
-    """
-    if hasattr(enum, "register"):
-        from vllm.v1.attention.backends.registry import register_backend
-
-        register_backend(NAME, _BACKEND_PATH)
-        return
-    member = object.__new__(enum)
-    member._name_, member._value_ = NAME, _BACKEND_PATH
-    setattr(enum, NAME, member)
-    enum._member_map_[NAME] = enum._value2member_map_[_BACKEND_PATH] = member
-    enum._member_names_.append(NAME)
 
 
 def _make_picklable(enum: type[Enum]) -> None:
     """Let a spawned process unpickle the member ETAP.
 
-    Reason: the engine core and the workers get their configuration by pickle before they load any plugin. An
-    enumeration member pickles as its class and value, and there the value is not known yet: "... is not a valid
-    AttentionBackendEnum". A reducer that names `backend_member` makes unpickling import this module and register.
-    Versions: all. Goes when vLLM loads plugins first, or gives added members a reducer of its own.
+    Reason: the engine core and the workers unpickle their configuration before they load plugins. A member pickles as
+    its class and value, and the value is unknown there: "... is not a valid AttentionBackendEnum". A reducer that
+    names `backend_member` makes unpickling import this module and register.
+    Versions: all. Goes when vLLM loads plugins first, or gives registered members a reducer of its own.
     """
-    # Another plugin may cure its own member in the same way.
-    previous = copyreg.dispatch_table.get(enum)
+    previous = copyreg.dispatch_table.get(enum)  # perhaps another plugin's, for its own member
 
     def reduce(member: Enum) -> "str | tuple":
         if member.name == NAME:
@@ -92,7 +79,7 @@ def _make_picklable(enum: type[Enum]) -> None:
 
 @functools.cache
 def why_not(sparse: bool) -> str | None:
-    """Say why vLLM cannot run ETAP with models of sparse attention, or with those of dense, or None when it can."""
+    """Say why this vLLM cannot run ETAP for models of sparse (or dense) attention, or None when it can."""
     if reason := why_not(False) if sparse else ENGINE.why_too_old():
         return reason
 
@@ -100,30 +87,30 @@ def why_not(sparse: bool) -> str | None:
         backend = pkgutil.resolve_name(_SPARSE if sparse else _DENSE)
         return backend, backend.get_impl_cls(), backend.get_builder_cls()
 
-    return ENGINE.why_lacking(engine_contract.lacking(classes, HOOKS_OF_SOME))
+    return ENGINE.why_lacking(engine_contract.lacking(classes, NEW_HOOKS))
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """Stands for a backend that cannot run, until vLLM's own selection has reported the reason."""
+    """Takes the place of a backend that cannot run, so that vLLM's own selection reports the reason."""
 
     reason: str
 
     def validate_configuration(self, *_, **__) -> list[str]:
-        """vLLM's question to a selected backend: the reasons against it."""
+        """The reasons against the backend, as vLLM asks a selected one."""
         return [self.reason]
 
 
 def backend_class() -> type | Refusal:
-    """The class for the model whose configuration is set.
+    """The backend's class for the model of the current configuration.
 
-    vLLM asks once for each layer, before it says whether the layer's attention is sparse; and a class answers for one
-    of both. It builds sparse layers where the model's configuration has index_topk.
+    vLLM asks before it says whether a layer's attention is sparse, and one class serves either kind. Layers are sparse
+    where the model's configuration has index_topk.
     """
     sparse, reason = False, why_not(False)
     if reason is None:
         if untested := ENGINE.why_untested():
-            logger.warning_once(untested, scope="global")  # of all ranks the first one says it
+            logger.warning_once(untested, scope="global")  # on one rank only
         from vllm.config import get_current_vllm_config_or_none
 
         config = get_current_vllm_config_or_none()

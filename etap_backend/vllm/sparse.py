@@ -1,7 +1,7 @@
-"""Sparse attention (DeepSeek-V3.2, GLM-5, HY V4): the backend, what it plans for a step, and what each layer runs.
+"""Sparse attention (DeepSeek-V3.2, GLM-5, HY V4): backend, metadata and implementation.
 
-The layer's indexer writes for each query token which positions of its request it attends to. Whether tokens are
-decoded, verify drafts or are a prompt's makes no difference then: one call takes them all, with nothing planned ahead.
+A layer's indexer writes, for each query token, the positions of its request that it attends to. It makes no difference
+then whether a token is decoded, verifies a draft or is part of a prompt: one call takes them all, and needs no plan.
 """
 
 from typing import Any, ClassVar
@@ -28,11 +28,11 @@ from etap_backend.vllm import versions
 from etap_backend.vllm.backend import KernelBackend
 from etap_backend.vllm.impl import KernelImpl
 from etap_backend.vllm.metadata import claim_workspace
-from etap_backend.vllm.policy import uses_hisparse, why_not_sparse
+from etap_backend.vllm.policy import why_not_sparse
 
 
 class ETAPSparseMetadataBuilder(FlashAttnMLASparseMetadataBuilder):
-    """vLLM's own for a backend without a schedule; with decode context parallelism requests may be of any length."""
+    """vLLM's builder of a backend without a plan; with decode context parallelism, drafts may differ in number."""
 
     @engine_contract.override
     def _init_reorder_batch_threshold(
@@ -45,7 +45,7 @@ class ETAPSparseMetadataBuilder(FlashAttnMLASparseMetadataBuilder):
 
 
 class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]):
-    """One layer's sparse MLA attention by ETAP's kernels; what vLLM computes densely stays vLLM's."""
+    """One layer's sparse MLA attention by ETAP's kernels; short prompts, which vLLM computes densely, stay vLLM's."""
 
     def __init__(
         self,
@@ -56,28 +56,28 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         sinks: Tensor | None = None,
         **arguments,
     ) -> None:
-        """All by name, as vLLM gives them."""
-        self._hisparse = uses_hisparse(get_current_vllm_config())
-        lists = {}  # without them vLLM 0.33 makes no group of layers that share converted lists, and no memory for them
+        """Takes vLLM's arguments, all by name."""
+        self._hisparse = versions.uses_hisparse(get_current_vllm_config())
+        lists = {}  # given them, vLLM allocates memory for converted lists, which ETAP needs with HiSparse only
         if self._hisparse:
             lists = {"indexer": indexer, "topk_indices_buffer": topk_indices_buffer}
             lists["index_group_builder"] = index_group_builder
         super().__init__(**arguments, **lists)
-        config, asked = self._asked_of_kernels(arguments, self.kv_lora_rank)
+        config, asked = self._kernel_arguments(arguments, self.kv_lora_rank)
         no_lists = indexer is None and topk_indices_buffer is None
-        missing = "indexer or topk_indices_buffer: wanted one of both, got None" if no_lists else None
+        missing = "indexer or topk_indices_buffer: wanted one of them, got None" if no_lists else None
         if reason := why_unsupported_sparse(**asked) or missing:
             raise NotImplementedError(f"{versions.NAME}: {reason}")
         fp8_cache = asked["kv_cache_dtype"] == SPARSE_FP8
-        # Asked for its buffer in each call: a draft model's gets the target's after its layers are made. The names are
-        # those behind 0.33's property `topk_indices_buffer`, by which some models replace the buffer.
+        # The indexer's buffer is read in each call: a draft's indexer gets the target's after its layers are made. Some
+        # models replace the buffer through vLLM's property `topk_indices_buffer`, which sets these two names.
         self._indexer = indexer
         self._topk_indices_buffer = topk_indices_buffer
         if sinks is not None and config.parallel_config.decode_context_parallel_size > 1:
-            # Each rank would weigh a sink against its own share of the context.
-            raise NotImplementedError(f"{versions.NAME}: sinks beside decode context parallelism are not supported")
+            # Each rank would count a sink once.
+            raise NotImplementedError(f"{versions.NAME}: sinks with decode context parallelism are not supported")
         self._sinks = sinks
-        # vLLM keeps rows with room for a rope part that the model has not; its dense prefill has no such room.
+        # vLLM's rows have room for a rope part that this model lacks, and its dense prefill cannot read such rows.
         self._leaves_rope_out = fp8_cache and not self.qk_rope_head_dim
         if self._leaves_rope_out:
             self.supports_dense_mha_prefill = False
@@ -88,9 +88,9 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         self._begin(config, sparse_workspace_floats(asked["num_heads"], self._num_sms), types)
 
     def prepare_for_batch(self, attn_metadata: FlashAttnMLASparseMetadata | None) -> None:
-        """Claim the workspace in the profile run, in which there is no batch; with HiSparse make a batch's rows ready.
+        """Claim the workspace in the profile run, which has no batch; with HiSparse, prepare a batch's rows.
 
-        vLLM 0.33's own layer of DeepSeek-V3.2 and GLM-5 calls this there, and never `reserve_workspace`.
+        vLLM's layer of DeepSeek-V3.2 and GLM-5 calls this in the profile run, and never `reserve_workspace`.
         """
         if attn_metadata is None:
             self.reserve_workspace()
@@ -104,28 +104,28 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         attn_metadata: FlashAttnMLASparseMetadata,
         layer: AttentionLayer,
     ) -> tuple[Tensor, Tensor]:
-        """Attention of this layer for a step's decodes, or for all of its tokens.
+        """Attention of this layer for a step's decodes, or for all its tokens.
 
         Args:
             q: (latent part [tokens, heads, 512], rope part [tokens, heads, 64]), both with any strides, or both parts
-                in one tensor [tokens, heads, 576]. Without rope its part has width 0, and the tensor 512.
-            kv_c_and_k_pe_cache: bfloat16 [blocks, block size, 576, 512 without rope] or uint8 [blocks, block size,
+                in one tensor [tokens, heads, 576]. Without rope, its part has width 0 and the tensor width 512.
+            kv_c_and_k_pe_cache: bfloat16 [blocks, block size, 576 (512 without rope)] or uint8 [blocks, block size,
                 656]; blocks may lie apart.
-            attn_metadata: this step's, from the builder.
-            layer: vLLM's; scales of this cache are in its rows.
+            attn_metadata: the step's, from the builder.
+            layer: vLLM's layer; unused, because this cache has its scales in its rows.
 
         Returns:
             The output in the latent space, bfloat16 [tokens, heads, 512], and float32 [tokens, heads] log-sum-exp, base
             e. Tokens without an index on this rank have output 0 and log-sum-exp -inf.
         """
-        if self._hisparse:  # vLLM brings the rows to the GPU, and calls `_forward_mqa_kernel`
+        if self._hisparse:  # vLLM brings the rows to the GPU and calls `_forward_mqa_kernel`
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
         tokens = len(q[0]) if isinstance(q, tuple) else len(q)
         indices: Any = self._topk_indices_buffer if self._indexer is None else self._indexer.topk_indices_buffer
         indices, block_table = indices[:tokens], attn_metadata.block_table
         request_ids = attn_metadata.req_id_per_token[:tokens]
         if self.dcp_world_size > 1:
-            # Positions are those on all ranks; the result is rows of the cache, -1 where another rank has the token.
+            # Lists hold positions on all ranks; converted, they hold rows of the cache, -1 for other ranks' tokens.
             indices = triton_filter_and_convert_dcp_index(
                 request_ids,
                 block_table,
@@ -152,7 +152,7 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         block_size: int,
         is_decode: bool,
     ) -> tuple[Tensor, Tensor]:
-        """As `forward_mqa`, of lists of rows, int32 [tokens, top_k], of which the first int32 [tokens] count."""
+        """`forward_mqa` with lists of rows, int32 [tokens, top_k]; valid_counts, int32 [tokens], of each are valid."""
         return self._attend(q, kv_cache, topk_indices, valid_counts=valid_counts)
 
     def _attend(
@@ -165,7 +165,7 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         request_ids: Tensor | None = None,
         valid_counts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """`sparse_mla_decode` of a step; what is not said here is as there."""
+        """The `sparse_mla_decode` calls of a step."""
         latent, rope = q if isinstance(q, tuple) else (q, None)
         rope = rope if self.qk_rope_head_dim else None
         if self._leaves_rope_out:
@@ -192,10 +192,10 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
         return out, lse
 
     def _calls(self, tokens: int) -> list[tuple[slice, int]]:
-        """Tokens of each call of a step, and the SMs that it is divided for.
+        """Tokens of each call of a step, and the number of SMs that it is planned for.
 
-        With batch invariance no token is split, so that its bits are its own: the library gives each partition whole
-        tokens where all have equally many. Split evenly, the longest partition would have as many tiles.
+        With batch invariance no token is split, so its bits depend on nothing else: where all partitions have equally
+        many tokens, they have whole ones. An even split would give the longest partition as many tiles.
         """
         if not self._batch_invariant:
             return [(slice(0, tokens), self._num_sms)]
@@ -206,13 +206,15 @@ class ETAPSparseImpl(KernelImpl, SparseMLACommonImpl[FlashAttnMLASparseMetadata]
 
 
 class ETAPSparseBackend(KernelBackend, FlashMLASparseBackend):
-    """Sparse MLA attention with ETAP's kernels; cache layouts, and the writing of the cache, are vLLM's own.
+    """Sparse MLA attention with ETAP's kernels; cache layouts and the writing of the cache stay vLLM's.
 
-    The name stays FLASHMLA_SPARSE, as vLLM's own subclasses of it have it: by that name vLLM stores `fp8` in rows with
-    scales of their own, fp8_ds_mla, where it would store one scale for all otherwise.
+    Its name stays FLASHMLA_SPARSE, also in vLLM's log and in NIXL's handshake, whose peers share the layout.
+    Reason: vLLM selects the cache format `fp8_ds_mla`, its warm-ups and when prompts are computed densely by that name;
+    its own subclass for HY V4 keeps it, too.
+    Versions: all. Goes when a backend can say which format it stores.
     """
 
-    # Those that are refused are listed too: of types that are not, vLLM says no more than "not supported".
+    # Refused types are listed too: for a type that is not, vLLM says only "not supported".
     supported_kv_cache_dtypes: ClassVar[list[CacheDType]] = [
         "auto", "bfloat16", "float16", "fp8", "fp8_ds_mla", "fp8_e4m3", "fp8_e5m2", "nvfp4", "nvfp4_ds_mla",
     ]  # fmt: skip
@@ -229,7 +231,7 @@ class ETAPSparseBackend(KernelBackend, FlashMLASparseBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """True: HY V4 keeps a backend that takes its sinks, and gives them to the implementation."""
+        """True: HY V4 keeps a backend that says so, and gives its sinks to the implementation."""
         return True
 
     @classmethod
@@ -241,19 +243,19 @@ class ETAPSparseBackend(KernelBackend, FlashMLASparseBackend):
         config = get_current_vllm_config()
         if config.model_config.hf_text_config.model_type.startswith("dots3_note"):
             return (
-                "Dots3-Note's layers decode with backends of their own, DOTS3_NOTE_PADDED_MLA_SPARSE and TRITON_MLA, "
-                f"whatever is named: leave {versions.NAME} out"
+                "Dots3-Note's layers decode with their own backends, DOTS3_NOTE_PADDED_MLA_SPARSE and TRITON_MLA: "
+                f"leave {versions.NAME} out"
             )
-        if reason := why_not_sparse(config):
+        if reason := why_not_sparse(config) or versions.why_no_hisparse(config):
             return reason
-        if uses_hisparse(config):
-            mode = "beside a KV cache in host memory (HiSparse) is not supported"
+        if versions.uses_hisparse(config):
+            mode = "with a KV cache in host memory (HiSparse) is not supported"
             if envs.VLLM_BATCH_INVARIANT:
                 return f"batch invariance {mode}"
             if asked["kv_cache_dtype"] == SPARSE_FP8 and asked["head_dim"] == LATENT_DIM:
-                # vLLM stages prompts' rows where it could compute them densely, which it cannot of such rows.
+                # vLLM stages prompts' rows only where it can compute them densely, which such rows do not allow.
                 return f"an FP8 cache of a model without rope {mode}: wanted --kv-cache-dtype bfloat16"
-        # Without it the longest prompt of a step decides how all of them attend.
-        if envs.VLLM_BATCH_INVARIANT and not getattr(config.attention_config, "sparse_mla_force_mqa", False):
-            return "batch invariance of sparse attention wants --attention-config '{\"sparse_mla_force_mqa\": true}'"
+        # Otherwise the longest prompt of a step decides how all prompts attend.
+        if envs.VLLM_BATCH_INVARIANT and not config.attention_config.sparse_mla_force_mqa:
+            return "batch invariance of sparse attention needs --attention-config '{\"sparse_mla_force_mqa\": true}'"
         return None

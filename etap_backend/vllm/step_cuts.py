@@ -1,4 +1,4 @@
-"""How a step's decodes are cut into calls: runs of requests with equally many query tokens, or token by token."""
+"""Cuts a step's decodes into calls: runs of requests with equally many query tokens, or token by token."""
 
 from itertools import takewhile
 
@@ -11,17 +11,16 @@ from etap_backend.short_prompts import MAX_RUNS, Run
 
 
 def cut(starts: np.ndarray, num_tokens: int, verified: int) -> list[Run]:
-    """Runs of equally many query tokens, in the order of the requests, a step's padding among them.
+    """Runs of equally many query tokens, in the order of the requests, a step's padding included.
 
-    Where there are more than MAX_RUNS, the requests that lead with up to `verified` tokens are one run, which is
-    decoded token by token: prefill would project their contexts up, and drafts are few enough to read a context once
-    for each.
+    Where there are more than MAX_RUNS, the leading requests of up to `verified` tokens become one run, decoded token by
+    token: prefill would project their contexts up, and drafts are few enough to read a context once per token.
 
     Args:
         starts: int32 [requests + 1], where each request's query tokens begin, and where the last one's end. Requests
-            that pad a step for a CUDA graph are last and have none here.
-        num_tokens: rows of the queries. Those that pad the step belong to its padding's requests, each as many as the
-            first request has, or to no request: these are counted nowhere.
+            that pad a step for a CUDA graph are last and have no tokens here.
+        num_tokens: rows of the queries. Rows that pad the step belong to its padding requests, each with as many as the
+            first request, or to no request, and then to no run.
         verified: most query tokens of a decode with its drafts.
 
     Raises:
@@ -29,7 +28,7 @@ def cut(starts: np.ndarray, num_tokens: int, verified: int) -> list[Run]:
     """
     query_lens = starts[1:] - starts[:-1]
     requests, first, runs = len(query_lens), 0, []
-    ends = np.flatnonzero(query_lens[1:] != query_lens[:-1]) + 1  # of all runs but the last one
+    ends = np.flatnonzero(query_lens[1:] != query_lens[:-1]) + 1  # of every run but the last
     if len(ends) >= MAX_RUNS:
         others = np.flatnonzero((query_lens > verified) | (query_lens <= 0))
         lead = int(others[0]) if len(others) else requests
@@ -42,10 +41,10 @@ def cut(starts: np.ndarray, num_tokens: int, verified: int) -> list[Run]:
     spare = num_tokens - int(starts[-1])
     if spare < 0 or any(run.tokens.start >= run.tokens.stop for run in runs):
         raise ValueError(
-            f"query_start_loc_cpu: wanted requests of {num_tokens} query tokens at most, those with none of them last, "
+            f"query_start_loc_cpu: wanted requests of {num_tokens} query tokens at most, empty ones last, "
             f"got {query_lens.tolist()}"
         )
-    # A step of padding alone has as many tokens for each request as there is room for.
+    # A step of padding alone divides its rows evenly.
     s_q = int(query_lens[0]) or max(1, num_tokens // requests)
     if padded := min(spare // s_q, requests - padding.start):
         requests_begin, tokens_begin = padding.start, int(starts[-1])
@@ -58,29 +57,29 @@ def cut(starts: np.ndarray, num_tokens: int, verified: int) -> list[Run]:
 
 
 def longest_decode(runs: list[Run], longest: int) -> int:
-    """Most query tokens of the requests that a step decodes, at most `longest`, so that they are MAX_RUNS runs.
+    """The limit on query tokens, at most `longest`, with which a step decodes no more than MAX_RUNS runs.
 
-    vLLM decodes what comes before the first request that is longer. It sorts requests by their tokens, or at least
-    puts decodes first.
+    vLLM decodes all requests before the first one above the limit. It sorts requests by their tokens, or at least puts
+    decodes first.
     """
     decoded = list(takewhile(lambda run: run.s_q <= longest, runs))
     return longest if len(decoded) <= MAX_RUNS else max(run.s_q for run in decoded[: MAX_RUNS + 1]) - 1
 
 
 class TokenRequests:
-    """A step's query tokens as requests of one token each, in buffers that CUDA graphs may keep.
+    """A step's query tokens as requests of one token each, in buffers at addresses that CUDA graphs can keep.
 
-    Each sees the context up to itself, or all of it. The kernel's own causal mask wants a request's last tokens one
-    after another in the cache; with decode context parallelism a rank has some of them.
+    Each token sees the context up to itself, or all of it. The kernel's own causal mask needs all of a request's last
+    tokens in the cache; with decode context parallelism a rank has only some.
     """
 
     def __init__(self, max_tokens: int, max_pages: int, device: torch.device, share: tuple[int, int, int]):
         """Allocate for max_tokens query tokens of requests with max_pages pages on this rank.
 
-        `share` is how many ranks share a context, which of them this is, and how many tokens that follow one another a
-        rank has.
+        `share` is the number of ranks that share a context, this rank's number, and how many consecutive tokens a rank
+        has at a time.
         """
-        # Nothing here may outlast a step: vLLM's sleep mode gives the memory back with other contents.
+        # Contents may not outlast a step: after vLLM's sleep mode they are lost.
         self._seq_lens = torch.zeros(max_tokens, dtype=torch.int32, device=device)
         self._block_table = torch.zeros(max_tokens, max_pages, dtype=torch.int32, device=device)
         self._share = share
@@ -94,16 +93,16 @@ class TokenRequests:
             block_table: int32 [requests, pages].
             seq_lens: int32 [requests], tokens of each on all ranks, the new ones included.
             query_start_loc: int32 [requests + 1], on the device.
-            num_tokens: query tokens; those behind the last request's pad the step, and get length 0.
-            causal: whether a token sees none of its request's later ones; otherwise each sees all of the request.
+            num_tokens: query tokens; those behind the last request's pad the step and get length 0.
+            causal: whether a token sees no later token of its request; otherwise it sees the whole request.
         """
         token = torch.arange(num_tokens, dtype=torch.int32, device=query_start_loc.device)
         request = torch.bucketize(token, query_start_loc[1:], right=True).clamp_(max=len(seq_lens) - 1)
         later = query_start_loc[request + 1] - 1 - token
         total = (seq_lens[request] - later if causal else seq_lens[request]).clamp_(min=0).masked_fill_(later < 0, 0)
         size, rank, interleave = self._share
-        if size > 1:  # all ranks' at once: vLLM 0.26 would copy the number of a single one to the device
-            total = get_dcp_local_seq_lens(total, size, None, interleave)[:, rank]
+        if size > 1:
+            total = get_dcp_local_seq_lens(total, size, rank, interleave)
         self._seq_lens[:num_tokens] = total
         pages = min(block_table.shape[1], self._block_table.shape[1])
         table = self._block_table[:num_tokens, :pages]

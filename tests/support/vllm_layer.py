@@ -1,4 +1,4 @@
-"""Steps of decoding for vLLM's own MLA layer, and what they should give: shared by the contract tests of the layer."""
+"""Decode steps for vLLM's own MLA layer with float64 references; shared by the contract tests of the layer."""
 
 import itertools
 
@@ -20,8 +20,7 @@ KV_SCALE = 0.3  # no power of two: it must not be rounded into the values
 CACHES = {"auto": None, "fp8": KV_SCALE}
 """Types of the KV cache, with their scales."""
 DCP_CONFIGURATIONS = [("auto", 1, BLOCK), ("fp8", 1, BLOCK), ("auto", 16, BLOCK), ("auto", 1, 16)]
-"""With decode context parallelism: type of the cache, how many tokens that follow one another a rank has, and those of
-a block."""
+"""With decode context parallelism: type of the cache, consecutive tokens that a rank has, and tokens per block."""
 DCP_STEPS = {
     "decode": (LENGTHS, 1),
     "drafts": ([700, 129, 5, 64], 4),
@@ -31,11 +30,10 @@ DCP_STEPS = {
 
 
 class Problem:
-    """One step of decoding: requests with their cache, and every token's query and key.
+    """One decode step: requests with their cache, and every token's query and key.
 
-    `s_q` is the query tokens of each request, a list where their numbers differ.
-    With `kv_scale` the cache is FP8, as bytes like vLLM's; `kv` is what its values stand for, times the scale.
-    `block` is the tokens in a block of the cache.
+    `s_q` is the query tokens per request, a list where they differ, and `block` the tokens per block of the cache. With
+    `kv_scale` the cache is FP8, as bytes like vLLM's, and `kv` its elements times the scale.
     """
 
     def __init__(self, lengths, s_q, seed=0, heads=HEADS, kv_scale=None, block=BLOCK):
@@ -68,7 +66,7 @@ class Problem:
         self.cache = cache.view(torch.uint8) if dtype == FP8 else cache
 
     def common_metadata(self, prefill_lengths=(), context=0):
-        """vLLM's description of the batch: the decodes, then prompts over so much context, which has no blocks here."""
+        """vLLM's description of the batch: the decodes, then prompts after `context` tokens without blocks."""
         query_lens = [n if length else 0 for n, length in zip(self.query_lens, self.lengths, strict=True)]
         query_lens += prefill_lengths
         totals = self.lengths + [context + length for length in prefill_lengths]
@@ -94,7 +92,7 @@ class Problem:
 def unabsorbed(problem, weight, dtype):
     """Attention over up-projected keys and values, as in the model's formula: [tokens, heads * 128].
 
-    Shares nothing with the layer: it never sees the latent query, the cache's pages or the schedule.
+    It shares nothing with the layer: neither the latent query nor pages nor schedule.
     """
     heads = problem.heads
     weight = weight.to(dtype).view(heads, NOPE + VALUE, LATENT)
@@ -105,7 +103,7 @@ def unabsorbed(problem, weight, dtype):
         key_value = torch.einsum("hdl,tl->htd", weight, latent)
         key = torch.cat([key_value[..., :NOPE], rope.expand(heads, -1, -1)], dim=-1)
         scores = torch.einsum("qhd,htd->hqt", problem.q[end - query_len : end].to(dtype), key) * SCALE
-        last = torch.arange(len(rows) - query_len, len(rows))  # what each query token sees last
+        last = torch.arange(len(rows) - query_len, len(rows))  # position that each query token sees last
         scores.masked_fill_(torch.arange(len(rows)) > last[:, None], float("-inf"))
         seen = scores.softmax(-1).masked_fill(last[:, None] < 0, 0.0)  # a token that sees nothing gets 0
         out[end - query_len : end] = torch.einsum("hqt,htd->qhd", seen, key_value[..., NOPE:])
@@ -113,10 +111,7 @@ def unabsorbed(problem, weight, dtype):
 
 
 def build_layer(config, heads, **arguments):
-    """A real MLA layer of one rank's heads; call it with the configuration set as vLLM's current one.
-
-    Keywords are the layer's own, those of a sparse one.
-    """
+    """A real MLA layer of one rank's heads; `config` has to be vLLM's current one, keywords are the layer's."""
     ranks = config.parallel_config.tensor_parallel_size
     dtype = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -145,7 +140,7 @@ def decode(layer, problem, step):
 
 
 def assert_as_exact_as_torch(out, problem, weight):
-    """At most twice the error that the same attention has when torch computes it in bfloat16."""
+    """At most twice the error of the same attention computed by torch in bfloat16."""
     exact = unabsorbed(problem, weight, torch.float64)
     assert exact.abs().max() > 0.1
     error = (out.double() - exact).pow(2).mean().sqrt()
@@ -153,11 +148,14 @@ def assert_as_exact_as_torch(out, problem, weight):
     assert error <= 2 * torch_error, (error, torch_error)
 
 
+def implementation_arguments(layer):
+    """The arguments that vLLM makes the layer's implementation with, but those of a sparse one."""
+    return {
+        "num_heads": HEADS, "head_size": LATENT + ROPE, "scale": SCALE, "num_kv_heads": 1, "alibi_slopes": None,
+        "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder",
+        "kv_sharing_target_layer_name": None, "q_lora_rank": 512, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE,
+        "qk_rope_head_dim": ROPE, "qk_head_dim": NOPE + ROPE, "v_head_dim": VALUE, "kv_b_proj": layer.kv_b_proj,
+    }  # fmt: skip
+
+
 SPECULATIVE = {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 2}}
-
-
-def empty_share(problem):
-    problem.lengths = [1]
-    common = problem.common_metadata()
-    common.seq_lens.zero_()
-    return common

@@ -16,6 +16,7 @@ from vllm.config import replace, set_current_vllm_config
 from vllm.distributed import init_distributed_environment, initialize_model_parallel
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.triton_utils import triton
@@ -64,8 +65,15 @@ def write_model(folder: Path, model: str) -> None:
     (folder / "config.json").write_text(json.dumps(config))
 
 
+def load_model(model: str):
+    """The module of a model's layers, once vLLM's registry has loaded the model as for serving."""
+    architecture = {"v4": "DeepseekV4ForCausalLM", "v41": "DeepseekV41ForCausalLM"}[model]
+    ModelRegistry.models[architecture].load_model_cls()
+    return importlib.import_module(f"vllm.models.deepseek_{model}.nvidia.model")
+
+
 def configuration(folder: Path, model: str, **arguments):
-    """vLLM's; keywords are EngineArgs'."""
+    """vLLM's configuration of the model; keywords are EngineArgs'."""
     write_model(folder, model)
     defaults = {
         "attention_backend": "ETAP", "kv_cache_dtype": "fp8", "block_size": BLOCK[model], "max_model_len": 2048,
@@ -82,7 +90,7 @@ class NoCompressor(torch.nn.Module):
 
 
 def prepare() -> None:
-    """What a machine without a GPU cannot answer, and attributes that Triton's interpreter lacks."""
+    """Stand in for what needs a GPU, and give kernels attributes that Triton's interpreter lacks."""
     load_general_plugins()
     torch.accelerator.empty_cache = lambda: None
     type(current_platform).device_type = "cpu"
@@ -238,7 +246,7 @@ def main(model: str, folder: str) -> None:
     config = configuration(Path(folder), model)
     package = f"vllm.models.deepseek_{model}"
     importlib.import_module(f"{package}.attention").DeepseekCompressor = NoCompressor
-    select = importlib.import_module(f"{package}.nvidia.model")._select_dsv4_attn_cls
+    select = load_model(model)._select_dsv4_attn_cls
     check_layout(importlib.import_module(f"{package}.common.ops.cache_utils").quantize_and_insert_k_cache)
     lists = torch.full((config.scheduler_config.max_num_batched_tokens, TOP_K), 2**30, dtype=torch.int32)
     results = {}

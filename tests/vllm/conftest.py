@@ -29,14 +29,14 @@ def pytest_report_header():
 
 @pytest.fixture(autouse=True)
 def unchanged_environment():
-    """What a test leaves to the next: vLLM 0.26 sets a variable where it makes DeepSeek-V4's configuration."""
+    """vLLM sets variables where it makes DeepSeek-V4's configuration."""
     with patch.dict(os.environ):
         yield
 
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory):
-    """A model of which only the configuration exists."""
+    """A model that is only a config.json."""
     directory = tmp_path_factory.mktemp("model")
     shutil.copy(MODEL, directory / "config.json")
     return directory
@@ -84,7 +84,7 @@ def fresh_workspaces(monkeypatch):
 
 @pytest.fixture(scope="module")
 def on_two_ranks(model_directory, tmp_path_factory):
-    """Runs a script of this folder as two ranks, `script RANK PORT MODEL OUTPUT ARGUMENTS`; gives what each saved."""
+    """Runs a script of this folder on two ranks, `script RANK PORT MODEL OUTPUT ARGUMENTS`; gives their results."""
 
     def run(script, *arguments):
         import torch
@@ -114,9 +114,9 @@ def on_two_ranks(model_directory, tmp_path_factory):
 
 @pytest.fixture
 def make_layer(engine_config):
-    """Makes a real MLA layer with our backend, in a configuration with these EngineArgs; gives both.
+    """Makes a real MLA layer with ETAP's backend, and its configuration; keywords are EngineArgs'.
 
-    `layer_arguments` are the layer's own.
+    `layer_arguments` are the layer's.
     """
     from vllm.config import set_current_vllm_config
 

@@ -12,7 +12,7 @@ from vllm.distributed import init_distributed_environment, initialize_model_para
 from vllm.engine.arg_utils import EngineArgs
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
-from vllm.v1.attention import ops
+from vllm.v1.attention.ops import dcp
 from vllm.v1.worker import workspace
 from vllm.v1.worker.cp_utils import check_attention_cp_compatibility
 
@@ -36,8 +36,8 @@ COMMUNICATOR = "vllm.distributed.device_communicators.base_device_communicator.D
 
 
 def prepare() -> None:
-    """What a machine without a GPU cannot answer, and an attribute that Triton's interpreter lacks."""
-    real = importlib.metadata.version  # a newer version, for the warning that one rank gives
+    """Stand in for what needs a GPU, and give a kernel an attribute that Triton's interpreter lacks."""
+    real = importlib.metadata.version  # a newer version, of which one rank warns
     importlib.metadata.version = lambda name: "0.99.0" if name == "vllm" else real(name)
     load_general_plugins()
     torch.accelerator.empty_cache = lambda: None
@@ -46,13 +46,12 @@ def prepare() -> None:
     platform.get_device_communicator_cls = classmethod(lambda cls: COMMUNICATOR)
     platform.use_custom_op_collectives = classmethod(lambda cls: False)  # those are for CUDA tensors
     workspace.init_workspace_manager(torch.device("cpu"), 1)
-    if hasattr(ops, "dcp"):  # since vLLM 0.31
-        kernel = ops.dcp.CorrectAttnCPOutKernel.kernel
-        kernel.constexprs = [name for name in kernel.arg_names if name.isupper()]
+    kernel = dcp.CorrectAttnCPOutKernel.kernel
+    kernel.constexprs = [name for name in kernel.arg_names if name.isupper()]
 
 
 def share_of(problem: Problem, rank: int, interleave: int) -> tuple[Problem, list[int]]:
-    """The same step with the tokens that vLLM's interleaved cache gives to one rank, and their numbers."""
+    """The step with the tokens that vLLM's interleaved cache gives to one rank, and their number per request."""
     local = [rows[torch.arange(len(rows)) // interleave % RANKS == rank] for rows in problem.stored]
     share = Problem([max(1, len(rows)) for rows in local], problem.query_lens, block=problem.block)
     share.q = problem.q[:, rank * HEADS : (rank + 1) * HEADS]
@@ -61,7 +60,7 @@ def share_of(problem: Problem, rank: int, interleave: int) -> tuple[Problem, lis
 
 
 def configuration(model: str, cache_dtype: str, interleave: int, block: int, **changes):
-    """vLLM's, of two ranks; keywords change the model's."""
+    """vLLM's configuration of two ranks; keywords change the model's."""
     heads = {"num_attention_heads": RANKS * HEADS, "num_key_value_heads": RANKS * HEADS}
     return EngineArgs(
         model=model,
@@ -105,7 +104,7 @@ def run(config, rank: int, scale: float | None) -> dict[str, tuple[torch.Tensor,
 
 
 def run_step(layer, builder, step, rank: int, interleave: int, scale: float | None) -> torch.Tensor:
-    """Output of a step, whose metadata is that of a CUDA graph's capture with other lengths."""
+    """Output of a step with metadata from a CUDA graph's capture with other lengths."""
     problem = Problem(*step, heads=RANKS * HEADS, kv_scale=scale, block=builder.page_size)
     share, lengths = share_of(problem, rank, interleave)
     common = share.common_metadata()
@@ -115,8 +114,8 @@ def run_step(layer, builder, step, rank: int, interleave: int, scale: float | No
     common.seq_lens.copy_(torch.tensor(problem.lengths))
     planned = builder.build(0, common)
     assert (planned.num_decodes, planned.num_decode_tokens) == (len(problem.lengths), problem.tokens)
-    (run,) = planned.decode.runs
-    assert run.schedule.batch == problem.tokens
+    (call,) = planned.decode.calls
+    assert call.schedule.batch == problem.tokens
     return decode(layer, share, captured)
 
 

@@ -1,7 +1,7 @@
 """One of two ranks that share each context of a sparse model: `python dcp_rank_sparse.py RANK PORT MODEL OUTPUT STEPS`.
 
-STEPS is what test_contract_sparse.py saved of each step. Groups, layer, builder, the choice of a rank's part of each
-list, collectives and merging are vLLM's; Triton's interpreter runs its kernels.
+STEPS is a file that test_contract_sparse.py saved. Groups, layer, builder, the choice of a rank's part of each list,
+collectives and merging are vLLM's; Triton's interpreter runs its kernels.
 """
 
 import sys
@@ -19,13 +19,12 @@ from support.vllm_layer import BLOCK, HEADS, Problem, build_layer, decode, make_
 
 def interpret() -> None:
     """Give vLLM's kernel an attribute that Triton's interpreter lacks."""
-    if hasattr(sparse_utils, "ConvertReqIndexToGlobalIndexKernel"):  # since vLLM 0.31
-        kernel = sparse_utils.ConvertReqIndexToGlobalIndexKernel.kernel
-        kernel.constexprs = [name for name in kernel.arg_names if name.isupper()]
+    kernel = sparse_utils.ConvertReqIndexToGlobalIndexKernel.kernel
+    kernel.constexprs = [name for name in kernel.arg_names if name.isupper()]
 
 
 def share_of(step: dict, rank: int, interleave: int) -> Problem:
-    """The step with the heads of one rank, and of the cache what vLLM's interleaved one gives to it, NaN elsewhere."""
+    """The step with the heads of one rank and its part of vLLM's interleaved cache, NaN elsewhere."""
     share, rows = Problem(step["lengths"], step["query_lens"]), step["rows"]
     share.q = step["q"][:, rank * HEADS : (rank + 1) * HEADS]
     empty = 0xFF if rows[0].dtype == torch.uint8 else torch.nan
@@ -38,7 +37,7 @@ def share_of(step: dict, rank: int, interleave: int) -> Problem:
 
 
 def layer_of(config, asked: dict):
-    """A sparse layer, its builder, and the buffer in which it finds its lists."""
+    """A sparse layer, its builder, and the buffer of its lists."""
     lists = asked["buffer"].clone()
     indexer = SimpleNamespace(topk_indices_buffer=lists)
     layer = build_layer(config, HEADS, use_sparse=True, indexer=indexer, topk_indices_buffer=lists)

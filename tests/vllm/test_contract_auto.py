@@ -1,6 +1,5 @@
 """`ETAP_AUTO`: what vLLM's own selection chooses where no backend is named."""
 
-import importlib
 import logging
 
 import pytest
@@ -20,12 +19,11 @@ from support import vllm_v4_layer
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 SPARSE = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 128, "index_n_heads": 32, "index_head_dim": 128}
-V4 = "vllm.models.deepseek_v4.nvidia.model"
 
 
 @pytest.fixture(autouse=True)
-def said(monkeypatch):
-    """What vLLM logs of ETAP_AUTO, in a process in which no plugin was loaded before."""
+def logged(monkeypatch):
+    """The lines that vLLM logs about ETAP_AUTO, in a process that seems to have loaded no plugin."""
     lines = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: lines.append(record.getMessage()) if "ETAP_AUTO" in record.getMessage() else None
@@ -41,13 +39,13 @@ def said(monkeypatch):
 
 @pytest.fixture
 def select(engine_config, monkeypatch):
-    """The backend that two layers get with such a value; keywords are a layer's own, `engine` EngineArgs'."""
+    """The backend that two layers get with this value; keywords are a layer's, `engine` EngineArgs'."""
 
     def call(auto, engine=None, **layer):
         if auto is not None:
             monkeypatch.setenv("ETAP_AUTO", auto)
         plugins.load_general_plugins()
-        registration.register()  # as vLLM may
+        registration.register()  # vLLM may call it again
         selector._cached_get_attn_backend.cache_clear()
         layer = {"head_size": 576, "dtype": torch.bfloat16, "kv_cache_dtype": "auto", "use_mla": True} | layer
         with set_current_vllm_config(engine_config(**(engine or {}))):
@@ -59,13 +57,13 @@ def select(engine_config, monkeypatch):
 
 @pytest.fixture
 def select_v4(tmp_path, monkeypatch):
-    """The class of DeepSeek-V4's layers with such a value, and vLLM's own; keywords are EngineArgs'."""
+    """The class of DeepSeek-V4's layers with this value, and vLLM's own; keywords are EngineArgs'."""
 
     def call(auto, **arguments):
         monkeypatch.setenv("ETAP_AUTO", auto)
         plugins.load_general_plugins()
         config = vllm_v4_layer.configuration(tmp_path, "v4", **({"attention_backend": None} | arguments))
-        module = importlib.import_module(V4)
+        module = vllm_v4_layer.load_model("v4")
         with set_current_vllm_config(config):
             classes = {module._select_dsv4_attn_cls(config) for _ in range(2)}
         return *classes, module.DeepseekV4FlashMLAAttention
@@ -78,19 +76,18 @@ def select_v4(tmp_path, monkeypatch):
     ({"kv_cache_dtype": "fp8"}, {}, ETAPBackend),
     ({"use_sparse": True}, {"hf_overrides": SPARSE}, ETAPSparseBackend),
 ], ids=["dense", "dense, fp8", "sparse"])  # fmt: skip
-def test_etap_is_the_first_choice_where_it_is_on(select, said, layer, engine, backend):
+def test_etap_is_the_first_choice_where_it_is_on(select, logged, layer, engine, backend):
     assert not issubclass(select(None, engine, **layer), backend) and not issubclass(
         select("0", engine, **layer), backend
     )
     assert select("1", engine, **layer) is backend
-    assert not said
+    assert not logged
 
 
-def test_etap_is_the_first_choice_for_deepseek_v4(select_v4, said):
-    ours, theirs = select_v4("1")
-    assert issubclass(ours, deepseek_v4.ETAPLayer) and issubclass(ours, theirs)
-    off, theirs = select_v4("0")
-    assert off is theirs and not said
+def test_etap_is_the_first_choice_for_deepseek_v4(select_v4, logged):
+    found, vllm_layer = select_v4("1")
+    assert issubclass(found, deepseek_v4.ETAPLayer) and issubclass(found, vllm_layer)
+    assert select_v4("0") == (vllm_layer, vllm_layer) and not logged
 
 
 REFUSED = {
@@ -100,50 +97,48 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_is_refused_is_vllms_choice_and_one_line_says_why(select, said, what):
+def test_what_is_refused_is_vllms_choice_and_one_line_says_why(select, logged, what):
     layer, reason = REFUSED[what]
-    theirs = select("0", **layer)
-    assert not said
-    assert select("1", **layer) is theirs
-    assert select("1", **layer) is theirs
-    (line,) = said
+    vllm_choice = select("0", **layer)
+    assert not logged
+    assert select("1", **layer) is vllm_choice
+    assert select("1", **layer) is vllm_choice
+    (line,) = logged
     assert line.startswith(f"ETAP_AUTO=1 has no effect on {reason}")
 
 
-def test_another_gpu_is_vllms_choice_and_one_line_says_why(select, said, monkeypatch):
+def test_on_another_gpu_vllm_chooses_and_one_line_says_why(select, logged, monkeypatch):
     monkeypatch.setattr(type(current_platform), "capability", DeviceCapability(8, 0))
-    theirs = select("0")
-    assert select("1") is theirs
-    (line,) = said
+    vllm_choice = select("0")
+    assert select("1") is vllm_choice
+    (line,) = logged
     assert "compute capability 8.0 is not supported" in line
 
 
-def test_a_refused_deepseek_v4_is_vllms_choice_and_one_line_says_why(select_v4, said):
-    found, theirs = select_v4("1", additional_config={"etap_fp8_math": True})
-    assert found is theirs
-    assert said == [
-        "ETAP_AUTO=1 has no effect on DeepSeek-V4: etap_fp8_math multiplies FP8 caches of dense attention, and the "
-        "model's is sparse: wanted false"
-    ]
+def test_a_refused_deepseek_v4_is_vllms_choice_and_one_line_says_why(select_v4, logged):
+    found, vllm_layer = select_v4("1", additional_config={"etap_fp8_math": True})
+    assert found is vllm_layer
+    (line,) = logged
+    assert line.startswith("ETAP_AUTO=1 has no effect on DeepSeek-V4: etap_fp8_math")
 
 
 @pytest.mark.parametrize("engine", [
     {"attention_backend": "FLASHMLA"},
     {"attention_config": {"backend_per_kind": {"mla_attention": "FLASHMLA"}}},
 ], ids=["for all layers", "for a kind"])  # fmt: skip
-def test_a_named_backend_wins(select, said, engine):
-    assert select("1", engine).get_name() == "FLASHMLA" and not said
+def test_a_named_backend_wins(select, logged, engine):
+    assert select("1", engine).get_name() == "FLASHMLA" and not logged
 
 
-def test_a_named_backend_wins_for_deepseek_v4(select_v4, said):
-    found, theirs = select_v4("1", attention_backend="FLASHMLA_SPARSE")
-    assert found is theirs and not said
+def test_a_named_backend_wins_for_deepseek_v4(select_v4, logged):
+    found, vllm_layer = select_v4("1", attention_backend="FLASHMLA_SPARSE")
+    assert found is vllm_layer and not logged
 
 
-def test_a_named_etap_that_is_refused_is_refused_as_without_the_variable(select, said):
+def test_a_named_etap_that_is_refused_is_refused_as_without_the_variable(select, logged):
     with pytest.raises(ValueError, match="ETAP is not valid"):
         select("1", {"attention_backend": "ETAP"}, head_size=320)
-    assert not said
+    assert not logged
 
 
 @pytest.mark.parametrize("value", ["", "yes", "2", "01"])

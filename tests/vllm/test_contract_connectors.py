@@ -1,7 +1,6 @@
-"""KV connectors beside ETAP, as far as they run without packages of their own: whose blocks they move, and how."""
+"""KV connectors with ETAP's caches, as far as they run without packages of their own."""
 
 import ctypes
-from importlib.metadata import version
 from types import SimpleNamespace
 
 import pytest
@@ -12,7 +11,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCac
 from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_connector
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
+from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
+from vllm.v1.kv_cache_interface import KVCacheGroupSpec
+from vllm.v1.worker.utils import allocate_kv_cache
 
 from support.vllm_layer import BLOCK, CPU, NAME
 
@@ -22,13 +24,13 @@ pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
 BLOCKS = 7
 SPARSE = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 128, "index_n_heads": 32, "index_head_dim": 128}
 BACKENDS = {"ETAP": ({}, {}), "FLASHMLA_SPARSE": ({"hf_overrides": SPARSE}, {"use_sparse": True})}
-"""By the backend's name in vLLM: arguments of the engine and of the layer."""
+"""Arguments of the engine and of the layer, by the backend's name in vLLM."""
 ROW_BYTES = {("ETAP", "auto"): 1152, ("ETAP", "fp8"): 576, ("FLASHMLA_SPARSE", "auto"): 1152,
              ("FLASHMLA_SPARSE", "fp8"): 656}  # fmt: skip
 
 
 class Engine:
-    """In the place of Mooncake's, which is no part of vLLM: it keeps what memory it is told of."""
+    """Stands in for Mooncake's, which is not part of vLLM; remembers the memory that is registered."""
 
     def initialize(self, *_):
         return 0
@@ -45,17 +47,7 @@ class Engine:
 
 
 def configuration(layer, config):
-    """Of the KV cache of one layer, and the cache as this vLLM allocates it."""
-    if version("vllm") == "0.26.0":
-        spec = layer.get_kv_cache_spec(config)
-        groups = [KVCacheGroupSpec([NAME], spec)]
-        shape = layer.get_attn_backend().get_kv_cache_shape(BLOCKS, BLOCK, 1, spec.head_size, spec.cache_dtype_str)
-        tensors = [KVCacheTensor(BLOCKS * spec.page_size_bytes, [NAME])]
-        return KVCacheConfig(BLOCKS, tensors, groups), lambda: torch.zeros(shape, dtype=spec.dtype)
-    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
-    from vllm.v1.worker.utils import allocate_kv_cache
-
+    """vLLM's configuration of one layer's KV cache, and a function that allocates the cache."""
     backend = layer.get_attn_backend()
     spec = backend.customize_spec(layer.get_kv_cache_spec(config))
     layout = resolve_kv_cache_layout(config, [[one.name for one in get_supported_kv_cache_layouts([backend])]], [spec])
@@ -66,7 +58,7 @@ def configuration(layer, config):
 
 @pytest.fixture
 def registered(make_layer, monkeypatch):
-    """Two servers' Mooncake workers of one layer, and the caches that they know."""
+    """The Mooncake workers of two servers of one layer, and their caches."""
     monkeypatch.setattr(mooncake_connector, "TransferEngine", Engine)
     monkeypatch.setattr(torch.accelerator, "current_device_index", lambda: 0)
     monkeypatch.setattr(type(current_platform), "set_device", classmethod(lambda cls, device: None))
@@ -87,7 +79,7 @@ def registered(make_layer, monkeypatch):
         config.cache_config.num_gpu_blocks = BLOCKS
         assert [one.get_name() for one in get_current_attn_backends(config)] == [backend]
         for connector in mooncake_connector.MooncakeConnector, LMCacheConnectorV1:
-            assert connector.get_required_kvcache_layout(config) is None, "ETAP's own layout is what it takes"
+            assert connector.get_required_kvcache_layout(config) is None
         kv_cache_config, allocate = configuration(layer, config)
         caches = [allocate(), allocate()]
         for number, one in enumerate(caches):
@@ -102,8 +94,8 @@ def registered(make_layer, monkeypatch):
 
 
 @pytest.mark.parametrize("backend, cache", ROW_BYTES)
-def test_mooncake_moves_whole_blocks_of_our_caches(registered, backend, cache):
-    """From where the sender's worker computes a block to where the receiver's does."""
+def test_mooncake_moves_whole_blocks_of_etaps_caches(registered, backend, cache):
+    """From the address that the sender computes for a block to the one that the receiver computes."""
     (sender, receiver), (source, target) = registered(backend, cache)
     assert sender.block_size == BLOCK and sender.use_mla
     source.view(torch.uint8).random_()
@@ -114,9 +106,9 @@ def test_mooncake_moves_whole_blocks_of_our_caches(registered, backend, cache):
         (memory,) = worker.engine.memory
         assert begin in memory and begin + apart * BLOCKS - 1 in memory
     for block, place in enumerate(places):
-        ours, theirs = (
+        begin, end = (
             worker.kv_caches_base_addr[0] + number * worker.block_len_per_layer[0]
             for worker, number in ((sender, block), (receiver, place))
         )
-        ctypes.memmove(theirs, ours, sender.kv_block_len_per_layer[0])
+        ctypes.memmove(end, begin, sender.kv_block_len_per_layer[0])
     assert torch.equal(target.view(torch.uint8)[places], source.view(torch.uint8))

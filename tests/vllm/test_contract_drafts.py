@@ -1,10 +1,9 @@
-"""Which backend a draft's layers get when the user names ETAP: by vLLM's own code, up to the loading of the draft.
+"""Which backend a draft's layers get when the user names ETAP, by vLLM's own code up to the loading of the draft.
 
 vLLM's first model runner leaves the target's backend out of the draft's configuration, its second one leaves it in.
 """
 
 import importlib
-import importlib.util
 import json
 from types import SimpleNamespace
 
@@ -27,9 +26,6 @@ MTP = {"head_size": 576, "use_mla": True, "num_heads": 16}
 
 NAMED = {"attention_backend": "ETAP"}
 BY_KIND = {"attention_config": {"backend_per_kind": {"mla_attention": "ETAP"}}}
-
-# 0.26's second runner loads drafts with EAGLE's and MTP's code alone, which does not look for a name of their own.
-NEW = importlib.util.find_spec("vllm.v1.worker.gpu.spec_decode.standalone_ar") is not None
 
 
 class Loading(Exception):
@@ -71,7 +67,7 @@ def select(one_rank, engine_config, model_directory, tmp_path, monkeypatch):
     target = json.loads((model_directory / "config.json").read_text())
     of_target = {"hidden_size": target["hidden_size"], "vocab_size": target["vocab_size"]}
     (tmp_path / "config.json").write_text(json.dumps(DRAFT | of_target | {"draft_vocab_size": target["vocab_size"]}))
-    for name in ["eagle.utils", "standalone_ar.speculator"][: 1 + NEW]:
+    for name in "eagle.utils", "standalone_ar.speculator":
         monkeypatch.setattr(module_of_second_runner(name), "get_model", loading)
 
     def call(load, layer, speculative=None, **arguments):
@@ -87,12 +83,7 @@ def select(one_rank, engine_config, model_directory, tmp_path, monkeypatch):
     selector._cached_get_attn_backend.cache_clear()
 
 
-needs_new = pytest.mark.skipif(not NEW, reason="vLLM 0.26: its second runner has no draft models")
-RUNNERS = [
-    first_runner,
-    second_runner,
-    pytest.param(second_runner_draft_model, marks=needs_new),
-]
+RUNNERS = [first_runner, second_runner, second_runner_draft_model]
 
 
 @pytest.mark.parametrize("load", RUNNERS)
@@ -114,12 +105,10 @@ def test_the_first_runner_lets_vllm_choose_for_a_draft(select):
     assert select(first_runner, MTP, {"attention_backend": "ETAP"}, **NAMED) == "ETAP"
 
 
-@pytest.mark.parametrize("load, read", [
-    (first_runner, True),
-    (second_runner, NEW),
-    pytest.param(second_runner_draft_model, False, marks=needs_new),
-])  # fmt: skip
-def test_who_reads_the_backend_in_the_speculative_configuration(select, load, read):
+@pytest.mark.parametrize(
+    "load, read", [(first_runner, True), (second_runner, True), (second_runner_draft_model, False)]
+)
+def test_which_runner_reads_the_backend_in_the_speculative_configuration(select, load, read):
     speculative = {"attention_backend": "FLASH_ATTN"}
     if read:
         assert select(load, DENSE_HEADS, speculative, **NAMED) == "FLASH_ATTN"

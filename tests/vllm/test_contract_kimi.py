@@ -1,10 +1,9 @@
-"""Kimi-K2's and Kimi-K3's attention on one of eight ranks: 8 heads, and 12, which are no power of two.
+"""Kimi-K2's and Kimi-K3's attention on one of eight ranks: 8 heads, and 12, which is no power of two.
 
-Kimi-K3's model and its MLA layer are vLLM's own, since 0.33. The layer's fused kernel, which joins the parts of the
-query and writes the cache, is Triton's for a GPU; torch does the same in its place.
+vLLM has a MLA layer of its own for Kimi-K3. Its fused kernel, which joins the parts of the query and writes the cache,
+needs a GPU; a torch function stands in for it.
 """
 
-import importlib.util
 import json
 from pathlib import Path
 
@@ -13,6 +12,7 @@ import torch
 from vllm.config import set_current_vllm_config
 from vllm.engine.arg_utils import EngineArgs
 from vllm.forward_context import set_forward_context
+from vllm.models.kimi_k3.nvidia import mla
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention import selector
@@ -24,16 +24,13 @@ from etap_backend.vllm import versions
 from support.vllm_layer import (
     BLOCK,
     CPU,
-    KV_SCALE,
     LATENT,
     NOPE,
     ROPE,
     SCALE,
-    SPECULATIVE,
     VALUE,
     Problem,
     assert_as_exact_as_torch,
-    decode,
 )
 
 load_general_plugins()
@@ -44,14 +41,12 @@ HEADS = {"kimi-k2": 8, "kimi-k3": 12}
 RANKS = 8
 HIDDEN = 768
 NAME = "model.layers.3.self_attn.mla_attn"
-KIMI_K3 = importlib.util.find_spec("vllm.models.kimi_k3") is not None
 
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")
-needs_kimi_k3 = pytest.mark.skipif(not KIMI_K3, reason="this vLLM has no Kimi-K3; 0.33 has")
 
 
 def engine_config(folder: Path, config: dict, **arguments):
-    """vLLM's configuration of a model of which only the config.json exists."""
+    """vLLM's configuration of a model that is only a config.json."""
     (folder / "config.json").write_text(json.dumps(config))
     defaults = {"max_model_len": 2048, "max_num_seqs": 8, "skip_tokenizer_init": True, "load_format": "dummy"}
     return EngineArgs(model=str(folder), attention_backend="ETAP", **(defaults | arguments)).create_engine_config()
@@ -61,7 +56,7 @@ def shipped(model: str) -> dict:
     return json.loads((MODELS / f"{model}.json").read_text())
 
 
-@pytest.mark.parametrize("model", ["kimi-k2", pytest.param("kimi-k3", marks=needs_kimi_k3)])
+@pytest.mark.parametrize("model", HEADS)
 def test_vllm_makes_a_configuration_of_the_whole_model_with_etap(model, tmp_path, monkeypatch):
     monkeypatch.setattr(type(current_platform), "device_count", classmethod(lambda cls: RANKS))
     config = engine_config(tmp_path, shipped(model), tensor_parallel_size=RANKS)
@@ -70,22 +65,8 @@ def test_vllm_makes_a_configuration_of_the_whole_model_with_etap(model, tmp_path
     assert config.model_config.use_mla and config.model_config.get_head_size() == LATENT + ROPE
 
 
-@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
-@pytest.mark.parametrize("cache", ["auto", "fp8"])
-@pytest.mark.parametrize("arguments, s_q", [({}, 1), (SPECULATIVE, 4)], ids=["decode", "speculative"])
-def test_layer_decodes_as_exactly_as_torch(make, heads, cache, arguments, s_q):
-    layer, builder = make(heads=heads, kv_cache_dtype=cache, **arguments)
-    scale = KV_SCALE if cache == "fp8" else None
-    if scale:
-        layer._k_scale.fill_(scale)
-    problem = Problem([70, 200], s_q, heads=heads, kv_scale=scale)
-    assert builder.schedules[0].num_heads == heads
-    out = decode(layer, problem, builder.build(0, problem.common_metadata()))
-    assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
-
-
 def concat_and_insert(latent, rope, new_latent, new_rope, cache, slots, **_):
-    """What Kimi-K3's fused kernel does where nothing is rotated or quantised."""
+    """Kimi-K3's fused kernel, without rotation and quantisation."""
     cache.flatten(0, 1)[slots] = torch.cat([new_latent, new_rope.flatten(1)], -1)
     return torch.cat([latent, rope], -1)
 
@@ -100,8 +81,6 @@ def kimi_k3_config(folder: Path, cache: str):
 
 
 def make_kimi_k3_layer(config):
-    from vllm.models.kimi_k3.nvidia import mla
-
     return mla.MultiHeadLatentAttention(
         config.model_config.hf_text_config, HIDDEN, HEADS["kimi-k3"], NOPE, ROPE, VALUE, 128, LATENT,
         use_output_gate=True, cache_config=config.cache_config, prefix=NAME,
@@ -110,9 +89,7 @@ def make_kimi_k3_layer(config):
 
 @pytest.fixture
 def kimi_k3_layer(tmp_path, monkeypatch, request):
-    """Kimi-K3's own MLA layer and its configuration; the parameter is a cache, which is not refused here."""
-    from vllm.models.kimi_k3.nvidia import mla
-
+    """Kimi-K3's own MLA layer and its configuration; the parameter is the type of the cache, FP8 not being refused."""
     monkeypatch.setattr(mla, "fused_mla_decode_q_concat_kv_cache_insert", concat_and_insert)
     monkeypatch.setattr(versions, "why_no_fp8_cache", lambda _: None)
     config = kimi_k3_config(tmp_path, getattr(request, "param", "auto"))
@@ -130,8 +107,7 @@ def kimi_k3_layer(tmp_path, monkeypatch, request):
         torch.set_default_dtype(dtype)
 
 
-@needs_kimi_k3
-def test_kimi_k3s_own_layer_has_etap_and_pages_that_it_can_split(kimi_k3_layer):
+def test_kimi_k3s_own_layer_gets_etap_and_pages_that_it_can_split(kimi_k3_layer):
     layer, config = kimi_k3_layer
     assert layer.get_attn_backend() is ETAPBackend and type(layer.impl) is ETAPBackend.get_impl_cls()
     spec = layer.get_kv_cache_spec(config)
@@ -139,9 +115,8 @@ def test_kimi_k3s_own_layer_has_etap_and_pages_that_it_can_split(kimi_k3_layer):
     assert config.cache_config.block_size > BLOCK, "a page holds a layer's state of linear attention"
 
 
-@needs_kimi_k3
 def test_kimi_k3s_own_layer_has_its_workspace_before_memory_is_measured(kimi_k3_layer):
-    """In that run there is no step's metadata, and the layer calls nothing of the implementation."""
+    """In the profile run the layer calls nothing of the implementation."""
     layer, config = kimi_k3_layer
     heads = HEADS["kimi-k3"]
     out = torch.full((3, heads * VALUE), torch.nan)
@@ -154,7 +129,7 @@ def test_kimi_k3s_own_layer_has_its_workspace_before_memory_is_measured(kimi_k3_
 
 
 def decode_in_own_layer(layer, config, problem):
-    """What Kimi-K3's own layer gives for a step, and writes of its rows, which were not in the cache before."""
+    """Output of Kimi-K3's own layer for a step whose new rows it has to write itself."""
     spec = layer.get_kv_cache_spec(config)
     builder = ETAPBackend.get_builder_cls()(spec.copy_with_new_block_size(BLOCK), [NAME], config, CPU)
     step = builder.build(0, problem.common_metadata())
@@ -172,22 +147,20 @@ def decode_in_own_layer(layer, config, problem):
     return out
 
 
-@needs_kimi_k3
 def test_kimi_k3s_own_layer_decodes_as_exactly_as_torch(kimi_k3_layer):
-    """Nothing is rotated, and a row still has 576 elements: 512 of the latent, 64 of the key that all heads share."""
+    """Nothing is rotated; a row has 576 elements, as in other models."""
     layer, config = kimi_k3_layer
     problem = Problem([70, 200, 1], 1, heads=HEADS["kimi-k3"])
     out = decode_in_own_layer(layer, config, problem)
     assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
 
 
-@needs_kimi_k3
 @pytest.mark.parametrize("prefix_caching", [True, False])
-def test_kimi_k3s_own_layer_is_decoded_with_the_rows_that_its_step_writes(kimi_k3_layer, monkeypatch, prefix_caching):
-    """One request completes a block of the prefix cache in the step in which another one hits that block.
+def test_kimi_k3s_own_layer_reads_the_rows_that_its_step_writes(kimi_k3_layer, monkeypatch, prefix_caching):
+    """A request completes a prefix-cache block in the same step in which another request hits that block.
 
-    The layer's kernel ahead of the call writes the row. A call that loads early may read the cache from before that
-    kernel, except for the rows that are each request's own new ones: that is what it gets here.
+    The layer's kernel right before the call writes the row. A call with early loads may read the cache as it was before
+    that kernel, except for each request's own new rows; here it always does.
     """
     layer, config = kimi_k3_layer
     config.cache_config.enable_prefix_caching = prefix_caching
@@ -220,38 +193,10 @@ def test_kimi_k3s_own_layer_is_decoded_with_the_rows_that_its_step_writes(kimi_k
     assert early == [not prefix_caching]
 
 
-@pytest.mark.parametrize("prefix_caching", [True, False])
-def test_vllms_layer_writes_its_rows_first(make, prefix_caching):
-    """So that a call for decodes may load early, whoever shares a block; a prompt's, whose rows are many, does not."""
-    _, builder = make(enable_prefix_caching=prefix_caching)
-    step = builder.build(0, Problem([200, 65, 40], [1, 1, 20]).common_metadata())
-    assert [run.early_loads for run in step.decode.runs] == [True, False]
-
-
-@needs_kimi_k3
-@pytest.mark.parametrize("kimi_k3_layer", ["fp8"], indirect=True)
-def test_kimi_k3s_own_layer_prefills_no_fp8_cache_on_hopper(kimi_k3_layer):
-    """Whatever the backend: it wants queries in FP8, which vLLM has for other GPUs only."""
-    layer, config = kimi_k3_layer
-    config.attention_config.use_prefill_query_quantization = True
-    heads, tokens = HEADS["kimi-k3"], 300
-    problem = Problem([tokens], tokens, heads=heads)
-    spec = layer.get_kv_cache_spec(config)
-    builder = ETAPBackend.get_builder_cls()(spec.copy_with_new_block_size(BLOCK), [NAME], config, CPU)
-    step = builder.build(0, problem.common_metadata())
-    assert step.num_prefills == 1
-    latent, rope, out = torch.zeros(tokens, LATENT), torch.zeros(tokens, 1, ROPE), torch.zeros(tokens, heads * VALUE)
-    slots = torch.arange(tokens)
-    context = set_forward_context({NAME: step}, config, slot_mapping={NAME: slots})
-    with context, pytest.raises(AssertionError, match="requires an fp8 prefill query"):
-        layer._attention(slots, problem.q, latent, rope, out)
-
-
-@needs_kimi_k3
-def test_so_its_fp8_cache_is_refused_as_the_model_is_built(tmp_path, monkeypatch):
+def test_its_fp8_cache_is_refused_when_the_model_is_built(tmp_path, monkeypatch):
     config = kimi_k3_config(tmp_path, "fp8")
     monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
-    selector._cached_get_attn_backend.cache_clear()  # another test's answer
+    selector._cached_get_attn_backend.cache_clear()  # it may hold another test's backend
     refusal = "ETAP is not valid for this configuration.*an FP8 KV cache is not supported with this model"
     with set_current_vllm_config(config), pytest.raises(ValueError, match=refusal):
         make_kimi_k3_layer(config)

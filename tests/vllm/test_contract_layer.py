@@ -1,17 +1,16 @@
-"""vLLM's own MLA layer, metadata builder and workspace manager around our backend, on CPU tensors.
+"""vLLM's own MLA layer, metadata builder and workspace manager around ETAP's backend, on CPU tensors.
 
-The reference executor stands in for the kernels; writing the cache, prefill, real CUDA graphs and memory need a GPU and
-are not tested here.
+The library's CPU functions stand in for the kernels. Writing the cache, prefill, real CUDA graphs and memory need a GPU
+and are not tested here.
 """
 
+import dataclasses
 import itertools
-import re
 
 import numpy as np
 import pytest
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.attention import backend as attention_backend
 from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.worker import workspace
 
@@ -21,7 +20,6 @@ from etap_backend.vllm.metadata import claim_workspace
 from etap_backend.vllm.policy import Policy
 from etap_backend.vllm.step_cuts import cut, longest_decode
 from support.vllm_layer import (
-    BLOCK,
     CACHES,
     CPU,
     HEADS,
@@ -30,13 +28,12 @@ from support.vllm_layer import (
     NAME,
     NOPE,
     ROPE,
-    SCALE,
     SPECULATIVE,
     VALUE,
     Problem,
     assert_as_exact_as_torch,
     decode,
-    empty_share,
+    implementation_arguments,
     make_builder,
 )
 
@@ -82,39 +79,6 @@ def test_blocks_of_other_sizes(make, monkeypatch, block, lengths, s_q, arguments
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
 
 
-@pytest.mark.parametrize("arguments, rows", [
-    ({"block_size": 16}, None),
-    ({"block_size": 16, "heads": 32}, None),
-    ({"block_size": 64, "heads": 128}, None),
-    ({"heads": 128}, None),
-    ({"block_size": 16, "heads": 64}, 64),
-    ({"block_size": 32, **SPECULATIVE}, 64),
-], ids=str)  # fmt: skip
-def test_the_log_warns_of_small_blocks_for_many_rows(make, monkeypatch, arguments, rows):
-    lines = []
-    monkeypatch.setattr(log.logger, "warning_once", lines.append)
-    make(**arguments)
-    assert [re.sub(":.*", "", line.removeprefix("ETAP: ")) for line in lines] == (
-        [f"pages of {arguments['block_size']} tokens with {rows} query rows (heads * tokens) for each request"]
-        if rows
-        else []
-    )
-
-
-def test_block_size_and_page_bytes(make):
-    layer, builder = make()
-    assert builder.kv_cache_spec.block_size == BLOCK
-    assert builder.kv_cache_spec.page_size_bytes == BLOCK * (LATENT + ROPE) * 2
-
-
-def test_batch_padded_for_a_cuda_graph_gives_zeros_for_the_padding(make):
-    layer, builder = make(**SPECULATIVE)
-    problem = Problem([70, 129, 0, 0], 4)
-    out = decode(layer, problem, builder.build(0, problem.common_metadata()))
-    assert_as_exact_as_torch(out, problem, layer.kv_b_proj.weight)
-    assert not out[8:].any()
-
-
 def test_query_reaches_the_kernel_without_a_copy(make, monkeypatch):
     layer, builder = make()
     problem = Problem(LENGTHS, 1)
@@ -125,9 +89,9 @@ def test_query_reaches_the_kernel_without_a_copy(make, monkeypatch):
         impl, "mla_decode", lambda q, *rest, **more: passed.append((q, more["q_rope"])) or mla_decode(q, *rest, **more)
     )
     decode(layer, problem, builder.build(0, problem.common_metadata()))
-    for theirs, ours in zip(given[0], passed[0], strict=True):
-        assert ours.data_ptr() == theirs.data_ptr()
-        assert (ours.stride(0), *ours.stride()[2:]) == theirs.stride()
+    for vllms, passed_on in zip(given[0], passed[0], strict=True):
+        assert passed_on.data_ptr() == vllms.data_ptr()
+        assert (passed_on.stride(0), *passed_on.stride()[2:]) == vllms.stride()
     assert passed[0][1].data_ptr() == problem.q[..., NOPE:].data_ptr()
 
 
@@ -143,35 +107,6 @@ def test_query_in_one_tensor_gives_the_same(make):
     assert all(torch.equal(a, b) for a, b in zip(whole, split, strict=True))
 
 
-def test_shares_of_a_context_merge_by_natural_log_sum_exp(make):
-    """What vLLM does with decode context parallelism: each rank's output weighs exp(lse), an empty share nothing."""
-    layer, builder = make()
-    assert layer.impl.can_return_lse_for_decode and layer.impl.supports_dcp and layer.impl.lse_base_on_e
-    q = torch.randn(1, HEADS, LATENT + ROPE).bfloat16()
-    problem = Problem([192], 1)
-    whole, whole_lse = layer.impl.forward_mqa(q, problem.cache, builder.build(0, problem.common_metadata()), layer)
-    parts = []
-    for share in (problem.kv[0][:64], problem.kv[0][64:], problem.kv[0][:0]):
-        problem.lengths = [len(share)]
-        problem.cache[problem.block_table[0, : len(share) // BLOCK]] = share.view(-1, BLOCK, LATENT + ROPE)
-        step = builder.build(0, problem.common_metadata() if len(share) else empty_share(problem))
-        parts.append(layer.impl.forward_mqa(q, problem.cache, step, layer))
-    lse = torch.logsumexp(torch.stack([part_lse for _, part_lse in parts]), dim=0)
-    merged = sum(out.float() * (part_lse - lse).exp()[..., None] for out, part_lse in parts)
-    assert parts[2][1].isneginf().all() and not parts[2][0].any()
-    torch.testing.assert_close(lse, whole_lse, rtol=0, atol=1e-5)
-    torch.testing.assert_close(merged, whole.float(), rtol=2e-2, atol=2e-2)
-
-
-def test_long_prompts_beside_decodes_stay_with_vllms_prefill(make):
-    _, builder = make(**SPECULATIVE)
-    problem = Problem([70, 129], 1)
-    step = builder.build(0, problem.common_metadata(prefill_lengths=[140, 9]))
-    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (2, 2, 2)
-    assert step.decode.runs[0].seq_lens.tolist() == [70, 129]
-    assert (step.decode.runs[0].schedule.batch, step.decode.runs[0].schedule.s_q) == (2, 1)
-
-
 @pytest.mark.parametrize("lengths, s_q", [
     ([700, 300], 37),
     ([2048], 128),
@@ -180,7 +115,7 @@ def test_long_prompts_beside_decodes_stay_with_vllms_prefill(make):
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("arguments", [{}, SPECULATIVE], ids=["plain", "speculative"])
 def test_short_prompts_are_decodes_as_exact_as_torch(make, lengths, s_q, arguments):
-    """Over a cached prefix or, where a length is s_q, over none; each sees the prefix, and its own tokens causally."""
+    """Over a cached prefix, or over none where the length is s_q; each sees the prefix, and its own tokens causally."""
     layer, builder = make(**arguments)
     assert type(builder).reorder_batch_threshold == builder.reorder_batch_threshold == SHORT_PROMPT_TOKENS == 128
     problem = Problem(lengths, s_q)
@@ -189,21 +124,10 @@ def test_short_prompts_are_decodes_as_exact_as_torch(make, lengths, s_q, argumen
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
 
 
-def test_longer_prompts_are_prefilled(make):
-    _, builder = make()
-    step = builder.build(0, Problem([129], 129).common_metadata(prefill_lengths=[7]))  # behind a longer one
-    assert (step.num_decodes, step.num_decode_tokens, step.num_prefills, step.decode) == (0, 0, 2, None)
-
-
 @pytest.mark.parametrize("context", [0, 200])
 @pytest.mark.parametrize("s_q, others", [(1, [137]), ([1, 37], [1000, 37]), (37, [136]), (37, [500, 37])], ids=str)
 def test_decode_and_prefill_share_a_step(make, monkeypatch, context, s_q, others):
-    """Those before the first long prompt are decodes, be they decodes or prompts.
-
-    vLLM's prefill needs a GPU: that it gets all other tokens, and only those, is what is seen of it here.
-    """
-    if context and not hasattr(attention_backend, "max_decode_query_len"):
-        pytest.skip("vLLM 0.26 pins host memory for the context of a prefill, which needs a driver")
+    """Everything before the first long prompt is decoded; vLLM's prefill, which needs a GPU, gets all other tokens."""
     layer, builder = make()
     problem = Problem([700, 130], s_q)
     step = builder.build(0, problem.common_metadata(others, context))
@@ -225,7 +149,7 @@ def test_decode_and_prefill_share_a_step(make, monkeypatch, context, s_q, others
 
 @pytest.mark.parametrize("heads, tokens", [(8, 128), (16, 128), (24, 85), (32, 64), (64, 32), (128, 16)])
 def test_more_heads_take_shorter_prompts(make, heads, tokens):
-    """2048 rows a request are what was timed."""
+    """At most 2048 rows per request."""
     layer, builder = make(heads=heads)
     assert builder.reorder_batch_threshold == builder.schedules[0].max_s_q == tokens
     problem = Problem([300, tokens], tokens, heads=heads)
@@ -308,7 +232,7 @@ def test_requests_of_different_query_lengths_are_decodes(make, query_lens, argum
     problem = Problem([max(*pair) for pair in zip(lengths, query_lens, strict=True)], query_lens)
     step = builder.build(0, problem.common_metadata())
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (len(lengths), problem.tokens, 0)
-    assert [run.early_loads for run in step.decode.runs] == early_loads
+    assert [call.early_loads for call in step.decode.calls] == early_loads
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
 
 
@@ -317,8 +241,13 @@ def test_what_few_calls_cannot_decode_is_prefilled(make):
     problem = Problem([700, 129, 300, 64], [1, 1, 5, 6])
     step = builder.build(0, problem.common_metadata(prefill_lengths=[7, 8, 9]))
     assert (step.num_decodes, step.num_decode_tokens, step.num_prefills) == (5, 20, 2)
-    assert [run.schedule.s_q for run in step.decode.runs] == [1, 5, 6, 7]
-    assert [run.early_loads for run in step.decode.runs] == [True, False, False, False]  # as decodes, not short prompts
+    assert [call.schedule.s_q for call in step.decode.calls] == [1, 5, 6, 7]
+    assert [call.early_loads for call in step.decode.calls] == [
+        True,
+        False,
+        False,
+        False,
+    ]  # as decodes, not short prompts
     assert builder.reorder_batch_threshold == SHORT_PROMPT_TOKENS
     assert builder.build(0, Problem([200], 128).common_metadata()).num_decodes == 1
 
@@ -326,13 +255,13 @@ def test_what_few_calls_cannot_decode_is_prefilled(make):
 def test_calls_of_a_step_share_no_schedule(make):
     """All are planned before the first layer runs."""
     _, builder = make()
-    runs = builder.build(0, Problem([700, 129, 300, 64], [1, 2, 3, 4]).common_metadata()).decode.runs
+    runs = builder.build(0, Problem([700, 129, 300, 64], [1, 2, 3, 4]).common_metadata()).decode.calls
     for name in ("work_ranges", "split_offsets"):
         assert len({getattr(run.schedule, name).data_ptr() for run in runs}) == len(runs) == MAX_RUNS, name
 
 
 def test_rows_of_no_request_are_zeros(make):
-    """vLLM 0.26's second model runner pads tokens beside breakable graphs, and not always requests with them."""
+    """Rows that pad a step need not belong to requests that pad it."""
     layer, builder = make(**SPECULATIVE)
     problem = Problem([70, 129, 64], [4, 1, 3])
     common = problem.common_metadata()
@@ -343,43 +272,6 @@ def test_rows_of_no_request_are_zeros(make):
     out, lse = layer.impl.forward_mqa(q, problem.cache, step, layer)
     assert out[:8].all() and lse[:8].isfinite().all()
     assert not out[8:].any() and lse[8:].isneginf().all()
-
-
-def test_a_batch_of_two_requests_and_two_without_tokens_is_no_batch_of_four(make):
-    layer, builder = make(**SPECULATIVE)
-    problem = Problem([70, 129], 2)
-    common = problem.common_metadata()
-    starts = torch.tensor([0, 2, 4, 4, 4], dtype=torch.int32)
-    lengths = torch.tensor([70, 129, 0, 0], dtype=torch.int32)
-    table = torch.nn.functional.pad(common.block_table_tensor, (0, 0, 0, 2))
-    step = builder._build_decode(
-        block_table_tensor=table,
-        seq_lens_device=lengths,
-        max_seq_len=129,
-        query_start_loc_cpu=starts,
-        query_start_loc_device=starts,
-        num_decode_tokens=4,
-        dcp_tot_seq_lens_device=None,
-    )
-    assert [(run.schedule.batch, run.schedule.s_q) for run in step.runs] == [(2, 2)]
-    whole = builder.build(0, common)
-    whole.decode = step
-    assert_as_exact_as_torch(decode(layer, problem, whole), problem, layer.kv_b_proj.weight)
-
-
-def test_two_steps_planned_ahead_keep_their_own_numbers(make):
-    """What is read in Python is each step's own; the buffers hold what was built last."""
-    layer, builder = make(**SPECULATIVE)
-    problem = Problem([70, 129, 64], 4)
-    common = problem.common_metadata()
-    first = builder.build(0, common)
-    (other,) = builder.build(0, Problem([2048], 128).common_metadata()).decode.runs
-    (mine,) = first.decode.runs
-    assert (mine.schedule.batch, mine.schedule.s_q) == (3, 4)
-    assert (other.schedule.batch, other.schedule.s_q) == (1, 128)
-    assert mine.schedule.partitions > other.schedule.partitions
-    builder.build(0, common)  # the buffers again as the first step's, whose metadata is not made anew
-    assert_as_exact_as_torch(decode(layer, problem, first), problem, layer.kv_b_proj.weight)
 
 
 def test_a_workspace_that_vllm_replaces_is_not_used_again(make):
@@ -403,16 +295,16 @@ def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, s_q, argumen
     assert builder._cudagraph_support is AttentionCGSupport.UNIFORM_BATCH
     common = Problem([4, 4, 4], s_q).common_metadata()
     captured = builder.build_for_cudagraph_capture(common)
-    schedule = captured.decode.runs[0].schedule
+    schedule = captured.decode.calls[0].schedule
     kept = (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions)
     later = Problem([700, 129, 64], s_q)
     blocks = torch.zeros(3, 11, dtype=torch.int32)
     blocks[:, : later.block_table.shape[1]] = later.block_table
     common.seq_lens.copy_(torch.tensor(later.lengths))
-    captured.decode.runs = [captured.decode.runs[0]._replace(block_table=blocks)]
-    schedule = builder.build(0, common).decode.runs[0].schedule
+    captured.decode.calls = [dataclasses.replace(captured.decode.calls[0], block_table=blocks)]
+    schedule = builder.build(0, common).decode.calls[0].schedule
     assert (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions) == kept
-    assert captured.decode.runs[0].seq_lens.data_ptr() == common.seq_lens.data_ptr()
+    assert captured.decode.calls[0].seq_lens.data_ptr() == common.seq_lens.data_ptr()
     assert_as_exact_as_torch(decode(layer, later, captured), later, layer.kv_b_proj.weight)
 
 
@@ -428,7 +320,7 @@ def test_a_graph_is_right_after_a_step_of_short_prompts(make_layer, s_q, argumen
     captured = builder.build_for_cudagraph_capture(common)
 
     def planned(step):
-        schedule = step.decode.runs[0].schedule
+        schedule = step.decode.calls[0].schedule
         addresses = schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr()
         return addresses, (schedule.batch, schedule.s_q, schedule.partitions)
 
@@ -459,17 +351,19 @@ def test_draft_steps_plan_again_from_the_advanced_lengths(make, monkeypatch, s_q
     assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
 
 
-def test_a_token_for_each_request_is_decoded_with_vllms_own_table_and_lengths(make, monkeypatch):
-    """A draft model's steps, which are many, fill no buffers of single tokens."""
+def test_one_token_per_request_is_decoded_with_vllms_own_table_and_lengths(make, monkeypatch):
+    """A draft model's many steps fill no buffers."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     _, builder = make(**SPECULATIVE)
     common = Problem(LENGTHS, 1).common_metadata()
-    (run,) = builder.build(0, common).decode.runs
-    assert run.of_tokens is None and (run.schedule.batch, run.schedule.s_q) == (3, 1)
-    assert run.seq_lens.data_ptr() == common.seq_lens.data_ptr()
-    assert run.block_table.data_ptr() == common.block_table_tensor.data_ptr()
-    (run,) = builder.build(0, Problem([70, 129, 4], [1, 1, 2]).common_metadata()).decode.runs
-    assert run.of_tokens is not None and (run.schedule.batch, run.schedule.s_q) == (4, 1)
+    decode_metadata = builder.build(0, common).decode
+    (call,) = decode_metadata.calls
+    assert decode_metadata.refill is None and (call.schedule.batch, call.schedule.s_q) == (3, 1)
+    assert call.seq_lens.data_ptr() == common.seq_lens.data_ptr()
+    assert call.block_table.data_ptr() == common.block_table_tensor.data_ptr()
+    decode_metadata = builder.build(0, Problem([70, 129, 4], [1, 1, 2]).common_metadata()).decode
+    (call,) = decode_metadata.calls
+    assert decode_metadata.refill is not None and (call.schedule.batch, call.schedule.s_q) == (4, 1)
 
 
 @pytest.mark.parametrize("arguments, s_q", [
@@ -516,7 +410,7 @@ def test_micro_batches_share_neither_schedule_nor_workspace(make, monkeypatch):
     for micro_batch, (problem, step) in enumerate(zip(problems, steps, strict=True)):
         monkeypatch.setattr(workspace, "dbo_current_ubatch_id", lambda current=micro_batch: current)
         assert_as_exact_as_torch(decode(layer, problem, step), problem, layer.kv_b_proj.weight)
-    a, b = (step.decode.runs[0].schedule for step in steps)
+    a, b = (step.decode.calls[0].schedule for step in steps)
     for name in ("work_ranges", "split_offsets"):
         assert getattr(a, name).data_ptr() != getattr(b, name).data_ptr(), name
     claimed = []
@@ -526,27 +420,28 @@ def test_micro_batches_share_neither_schedule_nor_workspace(make, monkeypatch):
     assert claimed[0].data_ptr() != claimed[1].data_ptr()
 
 
-@pytest.mark.parametrize(
-    "changes, reason",
-    [
-        ({"logits_soft_cap": 30.0}, "logits_soft_cap is not supported"),
-        ({"sliding_window": 128}, "sliding_window is not supported"),
-        ({"attn_type": "encoder_only"}, "attn_type: wanted decoder"),
-        ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype fp8_e5m2 is not supported"),
-        ({"kv_cache_dtype": "fp8_ds_mla"}, "kv_cache_dtype fp8_ds_mla is not supported"),
-        ({"head_size": 320}, "head_dim 320 is not supported"),
-        ({"kv_lora_rank": 256}, "v_head_dim 256 is not supported"),
-    ],
-    ids=str,
-)
-def test_implementation_refuses(make, changes, reason):
+@pytest.mark.parametrize("arguments, rows", [
+    ({"block_size": 16, "heads": 32}, None),
+    ({"heads": 128}, None),
+    ({"block_size": 16, "heads": 64}, 64),
+    ({"block_size": 32, **SPECULATIVE}, 64),
+], ids=str)  # fmt: skip
+def test_the_log_warns_of_small_blocks_for_many_rows(make, monkeypatch, arguments, rows):
+    lines = []
+    monkeypatch.setattr(log.logger, "warning_once", lines.append)
+    make(**arguments)
+    assert len(lines) == bool(rows)
+    assert not rows or f"pages of {arguments['block_size']} tokens with {rows} query rows" in lines[0]
+
+
+@pytest.mark.parametrize("changes, name", [
+    ({"logits_soft_cap": 30.0}, "logits_soft_cap"), ({"sliding_window": 128}, "sliding_window"),
+    ({"attn_type": "encoder_only"}, "attn_type"), ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype"),
+    ({"head_size": 320}, "head_dim"), ({"kv_lora_rank": 256}, "v_head_dim"),
+], ids=str)  # fmt: skip
+def test_the_implementation_refuses_by_name(make, changes, name):
     layer, _ = make()
-    arguments = {
-        "num_heads": HEADS, "head_size": LATENT + ROPE, "scale": SCALE, "num_kv_heads": 1, "alibi_slopes": None,
-        "sliding_window": None, "kv_cache_dtype": "auto", "logits_soft_cap": None, "attn_type": "decoder",
-        "kv_sharing_target_layer_name": None, "q_lora_rank": 512, "kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE,
-        "qk_rope_head_dim": ROPE, "qk_head_dim": NOPE + ROPE, "v_head_dim": VALUE, "kv_b_proj": layer.kv_b_proj,
-    }  # fmt: skip
+    arguments = implementation_arguments(layer)
     type(layer.impl)(**arguments)
-    with pytest.raises(NotImplementedError, match=f"ETAP: {reason}"):
+    with pytest.raises(NotImplementedError, match=f"ETAP: {name}"):
         type(layer.impl)(**(arguments | changes))
