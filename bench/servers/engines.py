@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-pyt
 SERVED_NAME = "served"
 SEED = 0
 PAGE_TOKENS = 64
+DRAFT_TOKENS = 3
 NAME = re.compile(r"(?P<backend>\w+)(?P<words>(?:\+\w+)*)(?:@(?P<kind>tp|dcp)(?P<ranks>[1-9]\d*))?")
 
 
@@ -83,6 +84,10 @@ class Serving:
     drafter: str = "mtp"
     acceptance: float | None = None
 
+    def drafting(self, mode: str) -> Serving:
+        """With DRAFT_TOKENS per step where somebody drafts."""
+        return self if mode == "plain" else replace(self, draft_tokens=DRAFT_TOKENS, drafter=mode)
+
 
 @dataclass(frozen=True)
 class Load:
@@ -115,9 +120,16 @@ class Engine:
     samples of /metrics.
     """
 
+    name: str
+    modes: tuple[str, ...]
     cache_size: str
     page_size: str
     cached: tuple[str, str]
+
+    def must_have_modes(self, modes: list[str]) -> None:
+        """Raises ValueError for an unknown one."""
+        if set(modes) - set(self.modes):
+            raise ValueError(f"--mode: wanted {', '.join(self.modes)} with {self.name}, got {', '.join(modes)}")
 
     def environment(self, serving: Serving) -> dict[str, str]:
         """Variables for a server."""
