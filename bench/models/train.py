@@ -141,8 +141,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = F.linear(x, self.gate.weight).float().sigmoid()
         best = scores.topk(self.chosen, dim=-1).indices
-        kept = torch.zeros_like(scores).scatter(-1, best, scores.gather(-1, best))
-        weight = (kept / kept.sum(-1, keepdim=True)).to(x.dtype)
+        used = torch.zeros_like(scores).scatter(-1, best, scores.gather(-1, best))
+        weight = (used / used.sum(-1, keepdim=True)).to(x.dtype)
         chosen = (expert(x) * weight[..., index, None] for index, expert in enumerate(self.experts))
         return sum(chosen, self.shared_experts(x))
 
@@ -180,7 +180,7 @@ class Model(nn.Module):
     """DeepseekV3ForCausalLM with one MTP layer; parameters have the checkpoint's names.
 
     What each layer adds begins small, so that the residual stream does not grow with depth. All embeddings share a
-    direction, from which a head can attend by position alone: copying begins with that.
+    direction, from which a head can attend by position only: copying begins with that.
     """
 
     def __init__(self, shape: Shape):

@@ -216,8 +216,10 @@ def kinds_known(own: dict[str, list[Answer]], known: dict[str, list[dict]]) -> t
         for kind, entries in known.items()
     }
     kinds = [kind for kind, share in shares.items() if share >= RIGHT_SHARE]
-    told = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
-    return kinds, [f"wanted {RIGHT_SHARE:.0%} of a kind answered rightly, got {told}"] if known and not kinds else []
+    if kinds or not known:
+        return kinds, []
+    got = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
+    return kinds, [f"wanted {RIGHT_SHARE:.0%} of a kind answered rightly, got {got}"]
 
 
 def known_objections(

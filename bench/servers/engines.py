@@ -148,7 +148,7 @@ class Engine:
         found, asked = (metrics.get(name, math.nan) for name in self.cached)
         return found, asked
 
-    def steps(self, reply: dict) -> tuple[list[int], list[float | None], list[list[float | None]]]:
+    def steps(self, reply: dict) -> tuple[list, list, list]:
         """Of a reply or one part of a stream: tokens, their log-probabilities, those of the best tokens per step."""
         raise NotImplementedError
 
@@ -380,7 +380,6 @@ def read_result(path: Path, prompts: int) -> dict:
     raw = json.loads(path.read_text().splitlines()[-1])  # SGLang appends lines
     if raw["completed"] != prompts:
         raise ValueError(f"wanted {prompts} requests answered, got {raw['completed']}")
-    names = {"ttft_ms": "median_ttft_ms", "tpot_ms": "median_tpot_ms", "itl_ms": "median_itl_ms"}
-    names |= {"tokens_per_second": "output_throughput", "duration": "duration"}
-    found = {ours: raw.get(name) for ours, name in names.items()}
+    found = {f"{name}_ms": raw.get(f"median_{name}_ms") for name in ("ttft", "tpot", "itl")}
+    found |= {"tokens_per_second": raw["output_throughput"], "duration": raw.get("duration")}
     return found | {"acceptance_length": raw.get("spec_decode_acceptance_length") or raw.get("accept_length")}

@@ -20,6 +20,7 @@ The exit status is 0 or 1.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -35,7 +36,7 @@ import typer
 
 from bench.common import gpus
 from bench.common.provenance import provenance
-from bench.common.results import must_be_writable, read_json
+from bench.common.results import must_be_writable
 from bench.common.stopping import Stopped, stopping
 from bench.models.plugins import plugins
 from bench.servers import client
@@ -69,7 +70,7 @@ HARMLESS = re.compile(r"disconnected from the client side|SpecDecoding metrics")
 def prompts_of(model: Path) -> dict[str, list[dict]]:
     """The prompts beside the weights, or random ones, which no model knows by heart."""
     if (beside := model / "prompts.json").exists():
-        return read_json(beside)
+        return json.loads(beside.read_text())
     rng, longest = random.Random(0), configuration(model)["max_position_embeddings"] - DRAWN_ANSWER
     lengths = [length for length in DRAWN if length <= longest]
     prompts = [{"prompt": rng.choices(PROMPT_TOKENS, k=n), "answer": [0] * DRAWN_ANSWER} for n in lengths]
