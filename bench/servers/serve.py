@@ -88,7 +88,7 @@ class Run:
     readings: int
     environment: dict[str, str] = field(default_factory=dict, init=False)
     fresh_seeds: int = field(default=0, init=False)
-    sent: dict[str, list[Case]] = field(default_factory=dict, init=False)  # whose prompts a server has had, by its URL
+    sent: dict[str, list[Case]] = field(default_factory=dict, init=False)  # by server
 
     def variant(self, backend: str) -> Variant:
         return Variant.parse(backend, self.scenario.gpus)
@@ -167,7 +167,7 @@ class Run:
 
     def of_case(self, server: Server, generator: Generator, case: Case) -> Iterator[dict]:
         """Readings of a case, after a warm-up unless its prompts are in the prefix cache already."""
-        cached, sent = case.prefill == "cached", self.sent.setdefault(server.url, [])
+        cached, sent = case.prefill == "cached", self.sent.setdefault(server.process.mark, [])
         if not any(case == one or case.in_cache_after(one) for one in sent):
             self.reading(server, generator, replace(case.load, output=2, seed=self.seed(cached)))
             sent.append(case)

@@ -38,7 +38,7 @@ def test_vllm_makes_a_configuration_of_every_scenario(name, tmp_path):
     try:
         from vllm.entrypoints.common import cli_args
     except ImportError:  # vLLM 0.32
-        from vllm.entrypoints.openai import cli_args
+        from vllm.entrypoints.launchers import cli_args
     from etap_backend.vllm.registration import register
 
     for each in (register, seeded.register_vllm, filled_caches.register):
