@@ -31,6 +31,8 @@ import torch.nn.functional as F
 import typer
 from torch import Tensor, nn
 
+from bench.models import dummy
+
 NOPE, ROPE, LATENT, VALUE = 128, 64, 512, 128
 ROPE_THETA = 10000.0
 NORM_EPS = 1e-6
@@ -139,8 +141,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scores = F.linear(x, self.gate.weight).float().sigmoid()
         best = scores.topk(self.chosen, dim=-1).indices
-        kept = torch.zeros_like(scores).scatter(-1, best, scores.gather(-1, best))
-        weight = (kept / kept.sum(-1, keepdim=True)).to(x.dtype)
+        used = torch.zeros_like(scores).scatter(-1, best, scores.gather(-1, best))
+        weight = (used / used.sum(-1, keepdim=True)).to(x.dtype)
         chosen = (expert(x) * weight[..., index, None] for index, expert in enumerate(self.experts))
         return sum(chosen, self.shared_experts(x))
 
@@ -178,7 +180,7 @@ class Model(nn.Module):
     """DeepseekV3ForCausalLM with one MTP layer; parameters have the checkpoint's names.
 
     What each layer adds begins small, so that the residual stream does not grow with depth. All embeddings share a
-    direction, from which a head can attend by position alone: copying begins with that.
+    direction, from which a head can attend by position only: copying begins with that.
     """
 
     def __init__(self, shape: Shape):
@@ -351,31 +353,19 @@ def train(model: Model, corpus: Corpus, seconds: float, device: str, most_steps:
 
 
 def config_of(shape: Shape, end: int) -> dict:
-    """config.json."""
-    return {
-        "architectures": ["DeepseekV3ForCausalLM"],
-        "model_type": "deepseek_v3",
-        "torch_dtype": "bfloat16",
-        "hidden_act": "silu",
+    """config.json: DeepSeek-R1's with other widths, without FP8 and a longer context."""
+    config = {key: value for key, value in dummy.shipped("deepseek-r1").items() if key != "quantization_config"}
+    return config | {
         "hidden_size": shape.hidden,
         "intermediate_size": shape.feed_forward,
         "num_hidden_layers": shape.layers,
         "first_k_dense_replace": shape.layers,
-        "moe_layer_freq": 1,
         "moe_intermediate_size": shape.expert_width,
         "n_routed_experts": shape.experts,
         "num_experts_per_tok": shape.experts_per_token,
-        **{"n_shared_experts": 1, "n_group": 1, "topk_group": 1, "topk_method": "noaux_tc"},
-        **{"scoring_func": "sigmoid", "norm_topk_prob": True, "routed_scaling_factor": 1.0},
-        "num_nextn_predict_layers": 1,
-        "num_attention_heads": shape.heads,
-        "num_key_value_heads": shape.heads,
-        "q_lora_rank": shape.query_latent,
-        **{"kv_lora_rank": LATENT, "qk_nope_head_dim": NOPE, "qk_rope_head_dim": ROPE, "v_head_dim": VALUE},
-        "vocab_size": shape.vocabulary,
-        "max_position_embeddings": shape.context,
-        **{"rms_norm_eps": NORM_EPS, "rope_theta": ROPE_THETA, "rope_scaling": None, "rope_interleave": True},
-        **{"attention_bias": False, "attention_dropout": 0.0, "tie_word_embeddings": False},
+        **{"n_group": 1, "topk_group": 1, "routed_scaling_factor": 1.0, "rope_scaling": None, "rope_interleave": True},
+        **{"num_attention_heads": shape.heads, "num_key_value_heads": shape.heads, "q_lora_rank": shape.query_latent},
+        **{"vocab_size": shape.vocabulary, "max_position_embeddings": shape.context},
         **{"bos_token_id": end, "eos_token_id": end},
     }
 

@@ -4,9 +4,9 @@
     python -m bench answers FOLDER --engine vllm --seeded -- --kv-cache-dtype fp8 --block-size 256
     python -m bench soak FOLDER --engine sglang --seeded
 
-V4's layers are two with a window alone, three CSA, three HCA; its experts are fewer and narrower. V4.1's (vLLM 0.33,
-without drafts) are two with a window alone, three that read pairs and three that read tokens, whose entries the first
-of each kind keeps; its servers need --kv-cache-dtype fp8 --block-size 64
+V4's layers are two with only a window, three CSA, three HCA; its experts are fewer and narrower. V4.1's (vLLM 0.33,
+without drafts) are two with only a window, three that read pairs and three that read tokens; the first of
+each kind keeps the entries; its servers need --kv-cache-dtype fp8 --block-size 64
 --language-model-only.
 """
 

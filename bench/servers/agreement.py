@@ -4,11 +4,11 @@ Requests with forced tokens compare at all steps; greedy ones up to the first st
 The yardsticks come from the reference:
 
 - noise: the same requests a few at a time. Other batch sizes take other GEMM and split kernels, and rounding to
-  bfloat16 spreads through the layers; no attention kernel can be told apart below that.
+  bfloat16 spreads through the layers; below that no attention kernel can be distinguished.
 - control: requests with the first three quarters of their prompts replaced. If that moved nothing, attention would not
   matter and agreement would prove nothing.
 
-Over an FP8 cache most backends round queries and probabilities to e4m3, as ETAP does with FP8 math alone, so noise does
+Over an FP8 cache most backends round queries and probabilities to e4m3, as ETAP does only with FP8 math, so noise does
 not bound differences between the two ways, nor from eager mode, which rounds elsewhere.
 """
 
@@ -147,8 +147,8 @@ def moved(answers: Sequence[Answer], before: Sequence[Answer]) -> Agreement:
 def rounds_elsewhere(variant: Variant, reference: Variant) -> bool:
     """Whether the two round queries and probabilities in different places, which differs more than noise."""
     caches = {variant.cache, reference.cache}
-    kept = not variant.fp8_math and reference.backend == KEEPS_QUERIES
-    return variant.eager or not (caches == {"auto"} or (len(caches) == 1 and kept))
+    unrounded = not variant.fp8_math and reference.backend == KEEPS_QUERIES
+    return variant.eager or not (caches == {"auto"} or (len(caches) == 1 and unrounded))
 
 
 def objections(found: Agreement, noise: Agreement, control: Agreement, *, loose: bool = False) -> list[str]:

@@ -18,19 +18,20 @@ in nine of ten cases; if there is none, the model proves nothing. The exit statu
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from bench.common.provenance import provenance
-from bench.common.results import must_be_writable, read_json, write
+from bench.common.results import must_be_writable, write
 from bench.common.stopping import Stopped, stopping
 from bench.models.plugins import plugins
 from bench.servers import client
@@ -67,7 +68,6 @@ FEW, KNOWN_MANY = 8, 256  # requests at a time
 LONG_PROMPT = 128  # tokens of a prompt whose beginning matters
 CHUNK_TOKENS = 2048  # prefilled per step in SGLang, so that longer prompts take several
 CACHED_SHARE = 0.9  # of the whole pages of prompts asked again, that the prefix cache must have
-DRAFT_TOKENS = 3
 RIGHT_SHARE, EQUAL_SHARE = 0.9, 0.99
 PERPLEXITY_SHARE, FP8_PERPLEXITY_SHARE = 0.001, 0.005
 STAGES = {"together": "together", "again": "again", "few": "together", "turns": "turns"}  # and the reference's stage
@@ -216,8 +216,10 @@ def kinds_known(own: dict[str, list[Answer]], known: dict[str, list[dict]]) -> t
         for kind, entries in known.items()
     }
     kinds = [kind for kind, share in shares.items() if share >= RIGHT_SHARE]
-    told = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
-    return kinds, [f"wanted {RIGHT_SHARE:.0%} of a kind answered rightly, got {told}"] if known and not kinds else []
+    if kinds or not known:
+        return kinds, []
+    got = ", ".join(f"{share:.1%} of {kind}" for kind, share in shares.items())
+    return kinds, [f"wanted {RIGHT_SHARE:.0%} of a kind answered rightly, got {got}"]
 
 
 def known_objections(
@@ -254,9 +256,7 @@ class Run:
 
     def serve(self, backend: str, mode: str) -> dict[str, list[Answer]]:
         """One server's answers by stage. Raises Failed."""
-        variant, serving, flags = Variant.parse(backend), self.serving, self.flags
-        if mode != "plain":
-            serving = replace(serving, draft_tokens=DRAFT_TOKENS, drafter=mode)
+        variant, serving, flags = Variant.parse(backend), self.serving.drafting(mode), self.flags
         if self.engine.name == "sglang":
             own = ["--skip-tokenizer-init", "--chunked-prefill-size", str(CHUNK_TOKENS), "--decode-log-interval", "1"]
             flags = [*own, *flags]
@@ -290,10 +290,21 @@ class Run:
         return records, failures
 
 
+def finish(document: dict, output: Path, lines: list[str]) -> None:
+    """Write the results file, print these lines and the failures, and end with the exit status."""
+    write(document, output)
+    for line in lines:
+        console.print(line, highlight=False, markup=False)
+    for failure in document["failures"]:
+        console.print(f"FAILED {failure}", style="red", markup=False)
+    console.print("failed" if document["failures"] else "passed")
+    raise typer.Exit(bool(document["failures"]))
+
+
 def main(
     model: Annotated[str, typer.Argument(help="Folder or name of any MLA model.")],
     serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for every server, after --.")] = None,
-    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Whose servers.")] = "vllm",
     output: Annotated[Path, typer.Option(help="JSON file to write; logs go beside it.")] = Path("answers.json"),
     backends: Annotated[str, typer.Option(help="The reference first; default: the engine's.")] = "",
     modes: Annotated[str, typer.Option(help="Of plain, mtp, ngram.")] = "plain",
@@ -303,23 +314,19 @@ def main(
     note: Annotated[str, typer.Option(help="Put into the output.")] = "",
 ) -> None:
     """Compare the answers of attention backends; exit with 1 when they differ by more than allowed."""
+    of, config, prompts = ENGINES[engine], configuration(model), Path(model) / "prompts.json"
+    own = of.v4 if is_v4(config) else of.sparse if is_sparse(config) else of.backends
+    names = backends.split(",") if backends else [*own, f"{of.etap}+eager"]
     try:
-        if engine not in ENGINES or set(modes.split(",")) - set(ENGINES[engine].modes):
-            told = "; ".join(f"{name} with {', '.join(one.modes)}" for name, one in ENGINES.items())
-            raise ValueError(f"--engine, --modes: wanted {told}, got {engine} with {modes}")
-        of, config = ENGINES[engine], configuration(model)
-        own = of.v4 if is_v4(config) else of.sparse if is_sparse(config) else of.backends
-        names = backends.split(",") if backends else [*own, f"{of.etap}+eager"]
+        of.must_have_modes(modes.split(","))
         for name in names:
             Variant.parse(name)
-        prompts = Path(model) / "prompts.json"
-        known = read_json(prompts) if prompts.is_file() else {}
+        known = json.loads(prompts.read_text()) if prompts.is_file() else {}
         must_be_writable(output)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    about = provenance(
-        "python -m bench answers", packages=(engine, *PACKAGES), library=_library.library_path(), note=note
-    )
+    library, packages = _library.library_path(), (engine, *PACKAGES)
+    about = provenance("python -m bench answers", packages=packages, library=library, note=note)
     most, weights = max(requests, KNOWN_MANY if known else 0), "seeded" if seeded else "auto"
     serving = Serving(model, weights, max_requests=most, max_context=None if known else CONTEXT)
     run = Run(of, serving, serve_flags or [], output.with_suffix(""), requests, known)
@@ -328,14 +335,11 @@ def main(
     found, against = judged(records, names[0], known)
     document = {"what": f"answers, {engine}", **about.model_dump(), "servers": run.about}
     document |= found | {"failures": failures + against}
-    write(document, output)
-    for name, one in (document["yardsticks"] | document["agreement"]).items():
-        numbers = ", ".join(f"{key} {value:.5g}" for key, value in one.items() if isinstance(value, int | float))
-        console.print(f"{name}: {numbers}", highlight=False)
-    for failure in document["failures"]:
-        console.print(f"FAILED {failure}", style="red", markup=False)
-    console.print("failed" if document["failures"] else "the answers agree")
-    raise typer.Exit(bool(document["failures"]))
+    numbers = {
+        case: ", ".join(f"{key} {value:.5g}" for key, value in one.items() if isinstance(value, int | float))
+        for case, one in (document["yardsticks"] | document["agreement"]).items()
+    }
+    finish(document, output, [f"{case}: {text}" for case, text in numbers.items()])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections import Counter
 from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -49,15 +48,15 @@ def is_healthy(url: str) -> bool:
 
 def metrics(url: str) -> dict[str, float]:
     """Samples of /metrics by name, summed over their labels; empty where the server does not answer."""
-    sums: Counter[str] = Counter()
+    sums: dict[str, float] = {}
     try:
         reply = _get(f"{url}/metrics", METRICS_SECONDS)
         for family in text_string_to_metric_families(reply.text if reply.is_success else ""):
             for sample in family.samples:
-                sums[sample.name] += float(sample.value)
+                sums[sample.name] = sums.get(sample.name, 0.0) + float(sample.value)
     except (httpx.HTTPError, ValueError):
         return {}
-    return dict(sums)
+    return sums
 
 
 @contextmanager
@@ -122,5 +121,5 @@ def described(body: dict | None) -> str:
     """A request of either engine in a few words."""
     body = body or {}
     prompt, parameters = body.get("prompt") or body.get("input_ids") or [], body.get("sampling_params", body)
-    kept = {key: parameters[key] for key in ("max_tokens", "max_new_tokens", "temperature") if key in parameters}
-    return f"{len(prompt)} prompt tokens, {kept}"
+    limits = {key: parameters[key] for key in ("max_tokens", "max_new_tokens", "temperature") if key in parameters}
+    return f"{len(prompt)} prompt tokens, {limits}"

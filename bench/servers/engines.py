@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -15,6 +15,7 @@ PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "flashinfer-pyt
 SERVED_NAME = "served"
 SEED = 0
 PAGE_TOKENS = 64
+DRAFT_TOKENS = 3
 NAME = re.compile(r"(?P<backend>\w+)(?P<words>(?:\+\w+)*)(?:@(?P<kind>tp|dcp)(?P<ranks>[1-9]\d*))?")
 
 
@@ -83,6 +84,10 @@ class Serving:
     drafter: str = "mtp"
     acceptance: float | None = None
 
+    def drafting(self, mode: str) -> Serving:
+        """With DRAFT_TOKENS per step where somebody drafts."""
+        return self if mode == "plain" else replace(self, draft_tokens=DRAFT_TOKENS, drafter=mode)
+
 
 @dataclass(frozen=True)
 class Load:
@@ -115,9 +120,16 @@ class Engine:
     samples of /metrics.
     """
 
+    name: str
+    modes: tuple[str, ...]
     cache_size: str
     page_size: str
     cached: tuple[str, str]
+
+    def must_have_modes(self, modes: list[str]) -> None:
+        """Raises ValueError for an unknown one."""
+        if set(modes) - set(self.modes):
+            raise ValueError(f"--mode: wanted {', '.join(self.modes)} with {self.name}, got {', '.join(modes)}")
 
     def environment(self, serving: Serving) -> dict[str, str]:
         """Variables for a server."""
@@ -136,7 +148,7 @@ class Engine:
         found, asked = (metrics.get(name, math.nan) for name in self.cached)
         return found, asked
 
-    def steps(self, reply: dict) -> tuple[list[int], list[float | None], list[list[float | None]]]:
+    def steps(self, reply: dict) -> tuple[list, list, list]:
         """Of a reply or one part of a stream: tokens, their log-probabilities, those of the best tokens per step."""
         raise NotImplementedError
 
@@ -368,7 +380,6 @@ def read_result(path: Path, prompts: int) -> dict:
     raw = json.loads(path.read_text().splitlines()[-1])  # SGLang appends lines
     if raw["completed"] != prompts:
         raise ValueError(f"wanted {prompts} requests answered, got {raw['completed']}")
-    names = {"ttft_ms": "median_ttft_ms", "tpot_ms": "median_tpot_ms", "itl_ms": "median_itl_ms"}
-    names |= {"tokens_per_second": "output_throughput", "duration": "duration"}
-    found = {ours: raw.get(name) for ours, name in names.items()}
+    found = {f"{name}_ms": raw.get(f"median_{name}_ms") for name in ("ttft", "tpot", "itl")}
+    found |= {"tokens_per_second": raw["output_throughput"], "duration": raw.get("duration")}
     return found | {"acceptance_length": raw.get("spec_decode_acceptance_length") or raw.get("accept_length")}

@@ -9,6 +9,7 @@ import runpy
 import sys
 import traceback
 from pathlib import Path
+from typing import Any
 
 from bench.servers.client import Failed
 
@@ -28,7 +29,7 @@ class Generator:
 
     def __init__(self, module: str, log: Path):
         self.module, self.log = module, log
-        self._process, self._pipe = None, None
+        self._process: Any = None
 
     def run(self, arguments: list[str], seconds: float) -> None:
         """One run with these arguments. Raises Failed unless it ends well within `seconds`."""
@@ -53,7 +54,8 @@ class Generator:
         if self._process is not None:
             self._process.kill()
             self._process.join()
-            self._process = self._pipe = None
+            self._pipe.close()
+            self._process = None
 
     def __enter__(self) -> Generator:
         return self

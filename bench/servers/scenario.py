@@ -21,7 +21,7 @@ class Point(Strict):
     """Requests of one length at one or several concurrencies.
 
     With `prefill = "served"` prompts are new to the server. With "cached" they are sent once before, so that a reading
-    is decode alone. With a `prefix` all prompts of a reading begin with the same tokens.
+    has no prefill. With a `prefix` all prompts of a reading begin with the same tokens.
     """
 
     input: int = Field(gt=0)

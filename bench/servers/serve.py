@@ -1,6 +1,7 @@
 """Servers of ETAP and of an engine's own attention backends in turns (A B A B), under the engine's load generator.
 
     python -m bench serve decode-short --engine vllm --turns 2
+    python -m bench serve results/serve-decode-short-vllm.json --markdown
     python -m bench serve decode-sparse --together --backend ETAP --backend FLASHMLA_SPARSE --flag=...
 
 Each turn of a backend is a server of its own, or with --together another pass over servers that are all there at once.
@@ -87,7 +88,7 @@ class Run:
     readings: int
     environment: dict[str, str] = field(default_factory=dict, init=False)
     fresh_seeds: int = field(default=0, init=False)
-    sent: dict[str, list[Case]] = field(default_factory=dict, init=False)  # whose prompts a server has had, by its URL
+    sent: dict[str, list[Case]] = field(default_factory=dict, init=False)  # by server
 
     def variant(self, backend: str) -> Variant:
         return Variant.parse(backend, self.scenario.gpus)
@@ -101,7 +102,7 @@ class Run:
         results.write(self.document, self.output)
 
     def all(self, turns: int, together: bool) -> None:
-        """Every turn of every backend; a server that fails does not end the run."""
+        """Every turn of every backend; a server that fails does not end the run, a signal does."""
         seeded = ["seeded"] if self.serving.weights == "seeded" else []
         log = self.output.with_suffix("") / "load.log"
         with plugins([*self.scenario.plugins, *seeded]) as more, Generator(self.engine.load_module, log) as generator:
@@ -166,7 +167,7 @@ class Run:
 
     def of_case(self, server: Server, generator: Generator, case: Case) -> Iterator[dict]:
         """Readings of a case, after a warm-up unless its prompts are in the prefix cache already."""
-        cached, sent = case.prefill == "cached", self.sent.setdefault(server.url, [])
+        cached, sent = case.prefill == "cached", self.sent.setdefault(server.process.mark, [])
         if not any(case == one or case.in_cache_after(one) for one in sent):
             self.reading(server, generator, replace(case.load, output=2, seed=self.seed(cached)))
             sent.append(case)
@@ -241,18 +242,6 @@ def show(document: dict, console: Console, markdown: bool = False) -> None:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def report(
-    files: Annotated[list[Path], typer.Argument(help="Results files of serve.")],
-    markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
-) -> None:
-    """Print the tables of results files again."""
-    for path in files:
-        document = results.read_json(path)
-        if not isinstance(document, dict) or document.get("kind") != "serve":
-            raise typer.BadParameter(f"{path}: wanted a results file of serve")
-        show(document, Console(), markdown)
-
-
 def prepared(scenario: Scenario, folder: Path) -> tuple[str, dict, str]:
     """The model's folder or name, its configuration ({} if unknown), and what its weights are.
 
@@ -277,7 +266,7 @@ def parse_changes(pairs: list[str]) -> dict:
 
 
 def main(
-    scenario: Annotated[str, typer.Argument(help="A name in bench/configs/scenarios.toml, or a TOML file.")],
+    scenario: Annotated[str, typer.Argument(help="A name in configs/scenarios.toml, a TOML file, or JSON to show.")],
     engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Whose server and load generator.")] = "vllm",
     model: Annotated[str | None, typer.Option(help="Another of configs/models; with --weights auto a folder.")] = None,
     weights: Annotated[Literal["auto", "dummy", "seeded"] | None, typer.Option(help="Of the model.")] = None,
@@ -294,10 +283,13 @@ def main(
     flag: Annotated[list[str] | None, typer.Option(help="A server's flag more, as --flag=--x=y; repeatable.")] = None,
     output: Annotated[Path | None, typer.Option(help="JSON; results/serve-<scenario>-<engine>.json if absent.")] = None,
     note: Annotated[str, typer.Option(help="Put into the output.")] = "",
+    markdown: Annotated[bool, typer.Option("--markdown", help="Tables in Markdown.")] = False,
     commands: Annotated[bool, typer.Option("--show", help="Print the commands; run and write nothing.")] = False,
 ) -> None:
     """Serve one model with ETAP and with the engine's own attention backends, and compare their steps."""
     console = Console() if sys.stdout.isatty() else Console(width=180)
+    if scenario.endswith(".json"):
+        return show(json.loads(Path(scenario).read_text()), console, markdown)
     path = output or Path("results") / f"serve-{Path(scenario).stem}-{engine}.json"
     given = {"model": model, "weights": weights, "gpus": gpus, "layers": layers, "rank_of": rank_of}
     try:
@@ -305,21 +297,15 @@ def main(
         given["changes"] = wanted.changes | parse_changes(changes or [])
         wanted = wanted.model_copy(update={key: value for key, value in given.items() if value is not None})
         cases = cases_of(wanted.points, [parse_tokens(text) for text in context or []], concurrency or [])
-        folder, config, said = prepared(wanted, path.with_suffix("") / "model")
-        about = {"scenario": scenario, "weights": said, "model_shape": config, "note": note}
+        folder, config, made = prepared(wanted, path.with_suffix("") / "model")
+        about = {"scenario": scenario, "weights": made, "model_shape": config, "note": note}
         document, specific = document_of(engine, wanted, about), wanted.of(engine)
         serving, flags = wanted.serving(folder, cases), [*specific.flags, *(flag or [])]
         names, of = backend or specific.backends, ENGINES[engine]
         run = Run(of, wanted, names, cases, serving, flags, document, path, console, readings)
         if commands:
             return print_commands(run)
-        if (found := len(driver.gpus())) < (least := max(run.variant(name).tp for name in names)):
-            raise ValueError(f"--gpus: wanted {least} GPUs, this machine shows {found}; --show needs none")
-        if output is None:
-            results.must_be_new(path)
-        results.must_be_writable(path)
-        if config:
-            dummy.write(Path(folder), config)
+        make_ready(run, new=output is None)
     except (ValueError, OSError) as error:
         console.print(f"serve: {error}", style="red", markup=False, highlight=False)
         raise typer.Exit(2) from error
@@ -329,8 +315,20 @@ def main(
     except Stopped as reason:
         document["stopped"] = str(reason)
     results.write(document, path)
-    show(document, console)
+    show(document, console, markdown)
     raise typer.Exit(2 if not document["rows"] else bool(document["failures"]))
+
+
+def make_ready(run: Run, new: bool) -> None:
+    """Write the model's folder. Raises ValueError without enough GPUs, or when the output cannot be written."""
+    found, least = len(driver.gpus()), max(run.variant(name).tp for name in run.backends)
+    if found < least:
+        raise ValueError(f"--gpus: wanted {least} GPUs, this machine shows {found}; --show needs none")
+    if new:
+        results.must_be_new(run.output)
+    results.must_be_writable(run.output)
+    if config := run.document["model_shape"]:
+        dummy.write(Path(run.serving.model), config)
 
 
 def document_of(engine: str, scenario: Scenario, about: dict) -> dict:

@@ -9,7 +9,7 @@ that some requests are preempted. A run fails for
 - an HTTP error, an incomplete answer, a request that does not end in time;
 - a log-probability that is not finite (engines send NaN as null), an error or `nan` in the server's log;
 - a wrong answer to a probe: the idle server answers these prompts first, then again and again among the traffic and
-  once after it, in vLLM without drafts every second one forced. Rounding depends on the batch; the limits are below;
+  once after it. Rounding depends on the batch; the limits are below;
 - memory that grows: of host and GPU, the last quarter of the samples against the second;
 - a run that proves nothing: nothing preempted (vLLM), found in the prefix cache, aborted, or accepted as a draft, or a
   model that does not know its prompts;
@@ -20,6 +20,7 @@ The exit status is 0 or 1.
 
 from __future__ import annotations
 
+import json
 import math
 import random
 import re
@@ -27,21 +28,20 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
-from rich.console import Console
 
 from bench.common import gpus
 from bench.common.provenance import provenance
-from bench.common.results import must_be_writable, read_json, write
+from bench.common.results import must_be_writable
 from bench.common.stopping import Stopped, stopping
 from bench.models.plugins import plugins
 from bench.servers import client
 from bench.servers.agreement import NOISE_FACTOR, PROMPT_TOKENS, Agreement, agreement, answer_in
-from bench.servers.answers import DRAFT_TOKENS, RIGHT_SHARE
+from bench.servers.answers import RIGHT_SHARE, finish
 from bench.servers.client import Failed, FailedRequest
 from bench.servers.engines import ENGINES, PACKAGES, Answer, Serving, Variant, configuration, is_sparse
 from bench.servers.processes import Server, served
@@ -66,13 +66,11 @@ BAD_LINE = re.compile(
 )
 HARMLESS = re.compile(r"disconnected from the client side|SpecDecoding metrics")  # aborts in SGLang; no drafts in vLLM
 
-console = Console(width=120)
-
 
 def prompts_of(model: Path) -> dict[str, list[dict]]:
     """The prompts beside the weights, or random ones, which no model knows by heart."""
     if (beside := model / "prompts.json").exists():
-        return read_json(beside)
+        return json.loads(beside.read_text())
     rng, longest = random.Random(0), configuration(model)["max_position_embeddings"] - DRAWN_ANSWER
     lengths = [length for length in DRAWN if length <= longest]
     prompts = [{"prompt": rng.choices(PROMPT_TOKENS, k=n), "answer": [0] * DRAWN_ANSWER} for n in lengths]
@@ -82,37 +80,34 @@ def prompts_of(model: Path) -> dict[str, list[dict]]:
 class Probes:
     """Prompts that the idle server answers first, so that later answers can be compared."""
 
-    def __init__(self, server: Server, prompts: dict[str, list[dict]], forces: bool, timeout: float):
+    def __init__(self, server: Server, prompts: dict[str, list[dict]], timeout: float):
         self.server, self.timeout, self.http = server, timeout, client.new_client()
         self.kinds = [(kind, entry) for kind in ("recite", "recall") for entry in prompts[kind][:PROBES]]
-        self.forced = [entry["prompt"][-1] if forces and i % 2 else None for i, (_, entry) in enumerate(self.kinds)]
         self.reference: list[Answer] = []
         self.noise = 0.0
         self.rounds: list[dict] = []
 
-    def ask(self, concurrency: int, salt: str | None, forced: Sequence[int | None]) -> list[Answer]:
+    def ask(self, concurrency: int, salt: str | None) -> list[Answer]:
         """Answers to all probes; another salt finds nothing in the prefix cache."""
         engine, url = self.server.engine, self.server.url + self.server.engine.path
 
-        def one(index: int) -> Answer:
-            entry, token = self.kinds[index][1], forced[index]
+        def one(entry: dict) -> Answer:
             tokens = len(entry["answer"])
-            body = engine.body(entry["prompt"], tokens, logprobs=2, forced=token, salt=salt)
-            return answer_in(engine, client.ask(self.http, url, body, self.timeout), tokens, token)
+            body = engine.body(entry["prompt"], tokens, logprobs=2, salt=salt)
+            return answer_in(engine, client.ask(self.http, url, body, self.timeout), tokens)
 
         with ThreadPoolExecutor(concurrency) as pool:
-            return list(pool.map(one, range(len(self.kinds))))
+            return list(pool.map(one, (entry for _, entry in self.kinds)))
 
     def learn(self) -> dict:
         """The idle server's answers, and its noise a few at a time. Raises Failed if they cannot serve as reference."""
-        greedy = self.ask(len(self.kinds), "idle", [None] * len(self.kinds))
-        asked = zip(self.kinds, greedy, strict=True)
+        self.reference = self.ask(len(self.kinds), "idle")
+        asked = zip(self.kinds, self.reference, strict=True)
         rights = [answer.tokens == entry["answer"] for (kind, entry), answer in asked if kind == "recite"]
         right = statistics.fmean(rights) if rights else None
         if right is not None and right < RIGHT_SHARE:
             raise Failed(f"wanted {RIGHT_SHARE:.0%} of the prompts known by heart answered rightly, got {right:.0%}")
-        self.reference = self.ask(len(self.kinds), "idle", self.forced)
-        again = agreement(self.ask(FEW, None, self.forced), self.reference)
+        again = agreement(self.ask(FEW, None), self.reference)
         self.noise = again.median() if any(again.differences) else math.nan
         if wrong := self.objections(again):
             raise Failed(f"the idle server does not agree with itself: {'; '.join(wrong)}")
@@ -143,7 +138,7 @@ class Probes:
         """Ask once more; every second round finds nothing in the prefix cache."""
         try:
             salt = f"round {when}" if len(self.rounds) % 2 else None
-            found = agreement(self.ask(len(self.kinds), salt, self.forced), self.reference)
+            found = agreement(self.ask(len(self.kinds), salt), self.reference)
         except FailedRequest as fault:
             tally.fail(fault.kind, f"probes: {fault}")
             return
@@ -185,7 +180,7 @@ class Soak:
     """One server under traffic; `document` gets what is measured, also when the run ends early."""
 
     server: Server
-    mode: str
+    drafts: bool
     probes: Probes
     traffic: Traffic
     document: dict
@@ -262,24 +257,15 @@ class Soak:
 
     def note(self) -> None:
         """Put everything into the document."""
-        grown = [growth([sample[column] for sample in self.samples]) for column in (0, 1)]
-        allowed = (self.settings.host_growth, self.settings.gpu_growth)
-        after = self.server.counters()
-        counters = {
-            name: None if value is None else value - (self.before.get(name) or 0) for name, value in after.items()
+        after, failures = self.server.counters(), self.tally.failures.items()
+        counters = {name: value and value - (self.before.get(name) or 0) for name, value in after.items()}
+        memory = {
+            kind: {"growth_mib": growth([sample[column] for sample in self.samples]), "allowed_mib": allowed}
+            for column, (kind, allowed) in enumerate(self.settings.allowed_growth.items())
         }
-        self.document |= {
-            "seconds": round(self.elapsed(), 1),
-            "requests": dict(self.tally.counts),
-            "counters": counters,
-            "faults": {
-                kind: {"times": n, "examples": self.tally.examples[kind]} for kind, n in self.tally.failures.items()
-            },
-            "memory": {
-                kind: {"growth_mib": one, "allowed_mib": most}
-                for kind, one, most in zip(("host", "gpu"), grown, allowed, strict=True)
-            },
-        }
+        self.document |= {"seconds": round(self.elapsed(), 1), "requests": dict(self.tally.counts)}
+        self.document |= {"counters": counters, "memory": memory}
+        self.document["faults"] = {kind: {"times": n, "examples": self.tally.examples[kind]} for kind, n in failures}
         self.document["probes"]["rounds"] = self.probes.rounds
 
     def proves_nothing(self) -> list[str]:
@@ -287,7 +273,7 @@ class Soak:
         counters, requests = self.document["counters"], self.tally.counts
         # SGLang reserves room for outputs, so that it may preempt nothing.
         wanted = ["prefix tokens found", *(["preempted"] if self.server.engine.name == "vllm" else [])]
-        wanted += ["drafts accepted"] if self.mode != "plain" and "drafts accepted" in counters else []
+        wanted += ["drafts accepted"] if self.drafts and "drafts accepted" in counters else []
         found = [f"{what}: wanted some, got {counters[what]}" for what in wanted if not counters[what]]
         found += [f"requests {what}: wanted some, got none" for what in ("served", "aborted") if not requests[what]]
         if not self.document.get("rounds_in_traffic"):
@@ -301,24 +287,20 @@ class Soak:
         return found
 
 
-def soak(
-    serving: Serving, variant: Variant, engine: str, mode: str, settings: Settings, flags: list[str], output: Path
-) -> dict:
+def soak(engine: str, serving: Serving, variant: Variant, settings: Settings, flags: list[str], output: Path) -> dict:
     """Run one server; what was measured, with `failures`."""
     document, tally = {"server": {}, "complete": False, "stopped": None, "failures": []}, Tally()
     try:
         with (
             stopping(None),
             plugins(["seeded"] if serving.weights == "seeded" else []) as environment,
-            served(
-                ENGINES[engine], serving, variant, flags, log=output.with_suffix(".log"), environment=environment
-            ) as server,
-        ):
+            served(ENGINES[engine], serving, variant, flags, log=output.with_suffix(".log"), environment=environment) as
+            server,
+        ):  # fmt: skip
             document["server"] = server.about
-            forces = server.engine.forces and mode == "plain"
-            probes = Probes(server, prompts_of(Path(serving.model)), forces, settings.timeout)
+            probes = Probes(server, prompts_of(Path(serving.model)), settings.timeout)
             traffic = Traffic(server.engine, server.url + server.engine.path, settings, tally)
-            Soak(server, mode, probes, traffic, document).run()
+            Soak(server, serving.draft_tokens > 0, probes, traffic, document).run()
     except Stopped as reason:
         document |= {"stopped": str(reason), "complete": False}
     except Failed as error:
@@ -330,7 +312,7 @@ def soak(
 def main(
     model: Annotated[Path, typer.Argument(help="Folder of any MLA model.")],
     serve_flags: Annotated[list[str] | None, typer.Argument(help="Flags for the server, after --.")] = None,
-    engine: Annotated[str, typer.Option(help="vllm or sglang.")] = "vllm",
+    engine: Annotated[Literal["vllm", "sglang"], typer.Option(help="Whose server.")] = "vllm",
     output: Annotated[Path, typer.Option(help="JSON file to write; the log goes beside it.")] = Path("soak.json"),
     backend: Annotated[str, typer.Option(help="BACKEND[+CACHE][+math]; default: ETAP.")] = "",
     mode: Annotated[str, typer.Option(help="plain, mtp, or for vLLM ngram.")] = "plain",
@@ -341,37 +323,31 @@ def main(
     note: Annotated[str, typer.Option(help="Put into the output.")] = "",
 ) -> None:
     """Soak one server with ETAP; exit with 1 when anything was wrong or the run was cut short."""
+    of, config = ENGINES[engine], configuration(model)
     try:
-        if engine not in ENGINES or mode not in ENGINES[engine].modes:
-            told = "; ".join(f"{name} with {', '.join(one.modes)}" for name, one in ENGINES.items())
-            raise ValueError(f"--engine, --mode: wanted {told}, got {engine} with {mode}")
-        variant = Variant.parse(backend or ENGINES[engine].etap)
+        of.must_have_modes([mode])
+        variant = Variant.parse(backend or of.etap)
         must_be_writable(output)
-        config = configuration(model)
         if "max_position_embeddings" not in config:
             raise ValueError(f"model: wanted a folder with config.json, got {model}")
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    indexer = INDEXER_MIB * (engine == "vllm" and is_sparse(config))
-    settings = Settings(config["max_position_embeddings"], seconds, gpu_growth=256 + indexer)
-    drafts = {"draft_tokens": DRAFT_TOKENS, "drafter": mode} if mode != "plain" else {}
-    serving = Serving(str(model), "seeded" if seeded else "auto", max_requests=settings.concurrency, **drafts)
+    settings = Settings(config["max_position_embeddings"], seconds)
+    if engine == "vllm" and is_sparse(config):
+        settings = replace(settings, gpu_growth=settings.gpu_growth + INDEXER_MIB)
+    serving = Serving(str(model), "seeded" if seeded else "auto", settings.concurrency)
+    serving = serving.drafting(mode)
     # SGLang loses a log-probability of a drafting request that it preempts, so it gets room for all.
-    room = 8 * cache_tokens if engine == "sglang" and drafts else cache_tokens
-    of = ENGINES[engine]
+    room = 8 * cache_tokens if engine == "sglang" and serving.draft_tokens else cache_tokens
     flags = [*of.small_cache(room), of.memory_flag, str(memory_share), *(serve_flags or [])]
     about = provenance("python -m bench soak", packages=(engine, *PACKAGES), library=_library.library_path(), note=note)
-    console.print(f"{engine} with {variant.backend}: starting, log in {output.with_suffix('.log')}", highlight=False)
     document = {"what": f"soak, {engine}", **about.model_dump(), "mode": mode, "backend": variant.backend}
-    document |= {"settings": asdict(settings)} | soak(serving, variant, engine, mode, settings, flags, output)
-    write(document, output)
-    for name in ("seconds", "requests", "counters", "memory"):
-        console.print(f"{name}: {document.get(name)}", highlight=False, markup=False)
-    for failure in document["failures"]:
-        console.print(f"FAILED {failure}", style="red", markup=False)
-    passed = document["complete"] and not document["failures"]
-    console.print("passed" if passed else f"not passed (stopped: {document['stopped']})", highlight=False)
-    raise typer.Exit(not passed)
+    document |= {"settings": asdict(settings)} | soak(engine, serving, variant, settings, flags, output)
+    if not document["complete"]:
+        document["failures"].append(f"not complete, stopped {document['stopped']}")
+    finish(
+        document, output, [f"{name}: {document.get(name)}" for name in ("seconds", "requests", "counters", "memory")]
+    )
 
 
 if __name__ == "__main__":

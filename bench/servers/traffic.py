@@ -47,6 +47,10 @@ class Settings:
     host_growth: float = 512
     gpu_growth: float = 256
 
+    @property
+    def allowed_growth(self) -> dict[str, float]:
+        return {"host": self.host_growth, "gpu": self.gpu_growth}
+
 
 class Tally:
     """Counts and failures of many threads."""

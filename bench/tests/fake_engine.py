@@ -51,7 +51,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         tokens = [(sum(prompt) + n + (n > 3 and wrong)) % 1000 for n in range(asked["max_tokens"])]
         tokens = forced * asked["max_tokens"] if forced else tokens
         moved = 2.0 * (backend in faults or again and ("again" in faults or f"{backend} again" in faults))
-        moved += 3.0 * bool(late and "wrong when forced" in faults and forced)
+        moved += 3.0 * (late and "other logprobs" in faults)
         moved += sum(prompt) % 97 / 10 if "blind" not in faults else 0
         def part(tokens):
             values = [-1 - moved - 0.001 * random.random() for _ in tokens]

@@ -117,7 +117,7 @@ def test_backends_that_round_elsewhere_are_not_held_to_noise(one, reference, els
     assert rounds_elsewhere(Variant.parse(one), Variant.parse(reference)) == elsewhere
 
 
-def told(logprob=-0.1, wrong=0, count=256):
+def recited(logprob=-0.1, wrong=0, count=256):
     return [Answer([n % 100, 1, 3 if n < wrong else 2], [logprob] * 3, [3.0] * 3) for n in range(count)]
 
 
@@ -130,7 +130,7 @@ def told(logprob=-0.1, wrong=0, count=256):
 )  # fmt: skip
 def test_known_answers_are_equal_for_99_percent_and_perplexities_within_a_thousandth(names, logprob, wrong, reasons):
     one, other = map(Variant.parse, names.split())
-    found, reference = told(logprob, wrong), told()
+    found, reference = recited(logprob, wrong), recited()
     texts = answers.known_objections(agreement(found, reference), found, reference, one, other)
     assert len(texts) == len(reasons) and all(reason in text for reason, text in zip(reasons, texts, strict=True))
 
@@ -170,5 +170,5 @@ def test_a_model_is_compared_with_what_the_reference_shows_of_itself(tmp_path, m
 
 def test_a_model_that_answers_nothing_rightly_proves_nothing():
     wrong = {"recite": [{"prompt": [1], "answer": [0, 0, 0]}] * 256}
-    kinds, problems = answers.kinds_known({"recite": told()}, wrong)
+    kinds, problems = answers.kinds_known({"recite": recited()}, wrong)
     assert kinds == [] and "wanted 90% of a kind answered rightly" in problems[0]

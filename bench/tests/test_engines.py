@@ -1,4 +1,4 @@
-"""What servers and load generators are told, in the engines' own parsers; skipped where an engine is not installed."""
+"""Arguments of servers and load generators in the engines' own parsers; skipped where an engine is not installed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from bench.servers.scenario import cases_of, read_scenario
 SCENARIOS = list(configs.read_toml_table(scenarios.SCENARIOS))
 
 
-def told(engine: str, name: str, folder: Path):
+def arguments(engine: str, name: str, folder: Path):
     """Variants of a scenario with their servers' arguments, and those of the load generator at the first point."""
     of, scenario = ENGINES[engine], read_scenario(name)
     cases = cases_of(scenario.points, [], [])
@@ -33,14 +33,17 @@ def test_vllm_makes_a_configuration_of_every_scenario(name, tmp_path):
     pytest.importorskip("vllm")
     from vllm.benchmarks.serve import add_cli_args
     from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.common import cli_args
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    try:
+        from vllm.entrypoints.common import cli_args
+    except ImportError:  # vLLM 0.32
+        from vllm.entrypoints.launchers import cli_args
     from etap_backend.vllm.registration import register
 
     for each in (register, seeded.register_vllm, filled_caches.register):
         each()
-    serving, servers, load = told("vllm", name, tmp_path)
+    serving, servers, load = arguments("vllm", name, tmp_path)
     for variant, command in servers:
         parsed = cli_args.make_arg_parser(FlexibleArgumentParser()).parse_args(command[4:])
         cli_args.validate_parsed_serve_args(parsed)
@@ -64,7 +67,7 @@ def test_sglang_takes_the_flags_of_every_scenario(name, tmp_path):
     from etap_backend.sglang import register
 
     register()
-    serving, servers, _ = told("sglang", name, tmp_path)
+    serving, servers, _ = arguments("sglang", name, tmp_path)
     for variant, command in servers:
         parser = argparse.ArgumentParser()
         ServerArgs.add_cli_args(parser)

@@ -60,8 +60,7 @@ def run(tmp_path, monkeypatch):
     monkeypatch.setattr(serve, "HOST_STEPS", 1000)
     monkeypatch.setattr(serve, "HOST_TOLERANCE", 10)
     monkeypatch.setattr(serve, "provenance", lambda *_, **__: Provenance(date="2026-01-01", command="serve"))
-    app, output = typer.Typer(), tmp_path / "out.json"
-    app.command()(serve.main)
+    app, output = app_of(serve.main), tmp_path / "out.json"
 
     def call(*words: str, faults: str = ""):
         stand_in(monkeypatch, tmp_path, faults)
@@ -86,7 +85,7 @@ def test_backends_take_turns_and_share_no_prompt(run, tmp_path, together):
     }  # fmt: skip
     assert all(row["host_ms"] > 0 for row in rows) and "needs a cache of 131,200 tokens" in document["skipped"][0]
     assert len(list((tmp_path / "out").glob("*-[12].log"))) == (2 if together else 4)
-    again = CliRunner().invoke(app_of(serve.report), [str(tmp_path / "out.json"), "--markdown"])
+    again = CliRunner().invoke(app_of(serve.main), [str(tmp_path / "out.json"), "--markdown"])
     assert again.exit_code == 0 and "| 2 x 1K/8, cached" in again.output and "ITL ms" in again.output
 
 

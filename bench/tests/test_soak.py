@@ -31,7 +31,7 @@ def run(tmp_path, monkeypatch):
         (tmp_path / "prompts.json").write_text(json.dumps(prompts or known_prompts(10)))
         (tmp_path / "config.json").write_text('{"max_position_embeddings": 256}')
         serving, made = Serving(str(tmp_path), max_requests=8), Settings(**FAST | settings)
-        document = soak.soak(serving, Variant("ETAP"), "vllm", "plain", made, [], tmp_path / "soak.json")
+        document = soak.soak("vllm", serving, Variant("ETAP"), made, [], tmp_path / "soak.json")
         assert not children(tmp_path)
         return document
 
@@ -65,7 +65,7 @@ def test_a_good_run_passes_and_tells_what_it_saw(run):
         ("hung", [r"hung \(.*no answer in 1 s"]),
         ("host memory", ["host memory grew by .* allowed 24"]),
         ("another token", [r"wrong answer \(.*another token, the best two 2\.000 nats apart"]),
-        ("wrong when forced", [r"wrong answer \(.*probe 1 \(recite\): median (2\.999|3\.00[01])"]),
+        ("other logprobs", [r"wrong answer \(.*probe 0 \(recite\): median (2\.999|3\.00[01])"]),
         ("server", [r"server \(.*ended with 3"]),
     ],
 )
@@ -94,7 +94,7 @@ def test_limits_follow_the_noise_where_nothing_is_known_by_heart(tmp_path):
     assert [len(entry["prompt"]) for entry in drawn["recall"]] == [40, 200, 700] and not drawn["recite"]
     found = []
     for prompts in (drawn, known_prompts(3)):
-        probes = soak.Probes(None, prompts, True, 1.0)
+        probes = soak.Probes(None, prompts, 1.0)
         probes.noise = 0.1
         found.append([text for text in probes.objections(Agreement([[0.7] * 9], [0.9])) if "all" not in text])
     assert len(found[0]) == 0 and len(found[1]) == 2

@@ -1,6 +1,7 @@
 """Prefill from an FP8 cache of dense attention: SGLang's FlashAttention 3 over rows in the model's type."""
 
 from itertools import accumulate
+from typing import Any
 
 import torch
 from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend
@@ -28,7 +29,8 @@ class GatheredPrefill(FlashAttentionBackend):
     def __init__(self, model_runner):
         super().__init__(model_runner)
         self.kv_cache_dtype, self.kv_cache_dtype_str = model_runner.dtype, "auto"  # what attention is given
-        self._pool, self.token_to_kv_pool = self.token_to_kv_pool, LayerRows()
+        self._pool: Any = self.token_to_kv_pool
+        self.token_to_kv_pool = LayerRows()
 
     def init_forward_metadata(self, forward_batch) -> None:
         """Plan a step of prompts, whose lengths are on the host too."""

@@ -1,6 +1,6 @@
 """Where SGLang's MLA models look up attention backends by name; importing it imports those models.
 
-Each function extends one list, or hooks one function. All of them go when a backend can answer for itself.
+Each function extends one list or hooks one function. All go when SGLang asks the backend instead of its name.
 """
 
 import functools

@@ -10,7 +10,7 @@ PREFILL_MODES = ("EXTEND", "MIXED")
 def prompt_runs(forward_batch, num_heads: int) -> list[Run]:
     """The calls that decode a prefill step; an empty list where SGLang's prefill serves it.
 
-    Both the backend that plans the step and the model, in every layer, ask. The batch stores the answer, so that they
+    The backend asks when it plans the step, and the model in every layer. The batch stores the result, so that both
     agree.
 
     Args:

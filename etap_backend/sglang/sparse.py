@@ -34,12 +34,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
     """Sparse MLA attention with ETAP's kernels for all tokens, or for all but a prompt's."""
 
     def __init__(self, model_runner, *, workspace: Tensor | None = None, **options):
-        """Allocate what every step needs.
-
-        Args:
-            model_runner: SGLang's.
-            workspace: another backend's, to share among those that run one after another.
-            options: the base class's.
+        """Allocate what every step needs; backends that run one after another may share a workspace.
 
         Raises:
             ValueError: the kernels cannot run this model or these arguments; the text says why.
@@ -49,7 +44,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         widths = {"head_dim": config.kv_lora_rank + config.qk_rope_head_dim, "v_head_dim": config.kv_lora_rank}
         policy.check(model_runner, why_unsupported_sparse, **widths, kv_cache_dtype=cache)
         super().__init__(model_runner, **options)
-        # SGLang allows it by name, for dense attention; here the name stands for sparse attention too.
+        # SGLang allows the chunked prefix cache by name; it is for dense attention, and the name stands for both here.
         get_context().override("etap_backend", disable_chunked_prefix_cache=True)
         self._has_sinks = versions.has_sinks(config)
         self.dsa_decode_impl = kernel = _KERNEL_WITH_SINKS if self._has_sinks else _KERNEL

@@ -41,12 +41,7 @@ class ETAPV4Backend(DeepseekV4AttnBackend):
     """Attention of DeepSeek-V4's layers with ETAP's kernels, for decoding, drafts and prompts."""
 
     def __init__(self, model_runner, *, workspace: Tensor | None = None, **options):
-        """Allocate what every step needs.
-
-        Args:
-            model_runner: SGLang's.
-            workspace: another backend's, to share among those that run one after another.
-            options: the base class's.
+        """Allocate what every step needs; backends that run one after another may share a workspace.
 
         Raises:
             ValueError: the kernels cannot run this model or these arguments; the text says why.

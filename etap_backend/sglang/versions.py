@@ -60,7 +60,7 @@ def is_v4(model_config) -> bool:
 
 
 def is_dots(model_config) -> bool:
-    """Whether the model is Dots3-Note, for whose layers SGLang combines two backends in a third."""
+    """Whether the model is Dots3-Note: SGLang combines two backends for its layers."""
     return _architecture(model_config).startswith("Dots3")
 
 
@@ -89,10 +89,10 @@ def verifies_raggedly() -> bool:
 
 
 def given(view):
-    """The arguments that the user gave, behind SGLang's view of what it has resolved so far."""
-    from sglang.srt.arg_groups.model_override_base import ResolvedView, record_of
+    """The arguments that the user gave, behind SGLang's view of what it has resolved."""
+    from sglang.srt.arg_groups.model_override_base import record_of
 
-    return record_of(view) if isinstance(view, ResolvedView) else view
+    return record_of(view)
 
 
 def name_given(view) -> str | None:
@@ -127,7 +127,7 @@ def model_config(view):
 
 
 def unhooked(hooks: tuple[str, ...]) -> list[str]:
-    """Those of SGLang's functions that the plugin hooks, and that SGLang has not hooked.
+    """The functions among `hooks` to which SGLang could not apply the plugin's hook.
 
     Reason: SGLang logs a hook that fails, and tells the plugin nothing.
     Versions: 0.5.22 and 0.5.23. Goes when HookRegistry tells which hooks it has applied.

@@ -71,7 +71,7 @@ class ETAPLayer:
         """
         if get_forward_context().attn_metadata is None:  # vLLM measures the memory that the model needs
             claim_workspace(self._etap_workspace_floats)
-            q.new_empty(self._etap_workspace_floats, dtype=torch.float32)  # a prompt's, beside what vLLM claims
+            q.new_empty(self._etap_workspace_floats, dtype=torch.float32)  # a prompt's, in addition to vLLM's
         super().forward_mqa(q, kv, positions, output)  # pyright: ignore[reportAttributeAccessIssue]
 
     @engine_contract.override
@@ -86,7 +86,7 @@ class ETAPLayer:
     def _forward_decode(
         self, q: Tensor, kv_cache: Tensor | None, swa_metadata: Any, attn_metadata: Any, swa_only: bool, output: Tensor
     ) -> None:
-        compressed = {}  # entries that a token attends to beside its window, in a cache of their own
+        compressed = {}  # entries that a token attends to in addition to its window, in a second cache
         if not swa_only and self.compress_ratio == 128:
             compressed = {  # all entries, as rows of the cache
                 "extra_kv_cache": kv_cache,
@@ -146,8 +146,8 @@ def _attend_to_gathered(
 def _dispatch_prefill(module: ModuleType) -> None:
     """Let a layer's module call ETAP's kernel in the prefill of ETAP's layers, and FlashMLA's in the others.
 
-    Reason: vLLM's `_forward_prefill` gathers a prompt's rows and calls FlashMLA by its name in the module; there is no
-    method to override for the call alone.
+    Reason: vLLM's `_forward_prefill` gathers a prompt's rows and calls FlashMLA by its name in the module; no
+    method wraps the call.
     Versions: all. Goes when vLLM's layer has one.
     """
     flash_mla = getattr(module, FLASH_MLA_PREFILL)

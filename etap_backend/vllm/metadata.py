@@ -46,7 +46,7 @@ class ETAPDecodeMetadata(MLACommonDecodeMetadata):
     Attributes:
         calls: its calls.
         num_tokens: query tokens that they decode; the rows behind belong to no request.
-        refill: writes the table and lengths of the call that decodes token by token anew, if there is one.
+        refill: writes the table and lengths of the call that decodes token by token again, if there is one.
     """
 
     calls: list[DecodeCall]

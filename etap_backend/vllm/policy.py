@@ -17,7 +17,7 @@ FP8 cache is multiplied as float16, which is exact. All ranks share vLLM's confi
 
 @dataclass(frozen=True)
 class Policy:
-    """What follows from vLLM's configuration alone, so that layers and builders decide alike.
+    """Decisions that follow from vLLM's configuration, the same for layers and builders.
 
     Attributes:
         num_heads: query heads of a call.

@@ -231,7 +231,7 @@ class ETAPSparseBackend(KernelBackend, FlashMLASparseBackend):
 
     @classmethod
     def supports_sink(cls) -> bool:
-        """True: HY V4 keeps a backend that says so, and gives its sinks to the implementation."""
+        """True: HY V4 then uses this backend, and gives its sinks to the implementation."""
         return True
 
     @classmethod

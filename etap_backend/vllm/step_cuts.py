@@ -44,7 +44,7 @@ def cut(starts: np.ndarray, num_tokens: int, verified: int) -> list[Run]:
             f"query_start_loc_cpu: wanted requests of {num_tokens} query tokens at most, empty ones last, "
             f"got {query_lens.tolist()}"
         )
-    # A step of padding alone divides its rows evenly.
+    # A step that is all padding divides its rows evenly.
     s_q = int(query_lens[0]) or max(1, num_tokens // requests)
     if padded := min(spare // s_q, requests - padding.start):
         requests_begin, tokens_begin = padding.start, int(starts[-1])

@@ -15,7 +15,7 @@ from etap_backend import cli
 PACKAGE = Path(etap_backend.__file__).parent
 
 LAZY = {
-    ("etap_backend.vllm", "register"),  # vLLM loads plugins in processes that never select a backend
+    ("etap_backend.vllm.registration", "_register"),  # the module imports vLLM's registry of models, which may change
     ("etap_backend.sglang", "register"),  # SGLang does too; `etap doctor` imports the package without SGLang
     (
         "etap_backend.vllm.registration",

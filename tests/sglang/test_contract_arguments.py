@@ -68,7 +68,7 @@ DCP = ("--tp-size", 8, "--dcp-size", 8)
 
 @pytest.fixture
 def folder(model_directory, tmp_path):
-    """Makes the folder of a model, of which only the config.json exists."""
+    """Makes the folder of a model with only its config.json."""
 
     def make(model):
         directory = tmp_path / model

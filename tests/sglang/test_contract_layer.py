@@ -182,7 +182,7 @@ FP8_CACHE = pytest.mark.parametrize("make", [True], indirect=True, ids=[""])
 
 
 class Problem:
-    """Requests with their cache, of which the last `new` tokens of each come with the step's queries.
+    """Requests with their cache; the last `new` tokens of each come with the step's queries.
 
     What a step must not read is poison: NaN in every cache row past a request's length, and beyond its length in the
     table of its tokens a slot that does not exist.
@@ -276,7 +276,7 @@ class Problem:
         assert error <= 2 * (plain.double() - exact).pow(2).mean().sqrt(), error
 
     def attention(self, dtype=torch.float64):
-        """Of each query token in `dtype`, with log-sum-exp: [tokens, heads, 512] and [tokens, heads].
+        """Attention in `dtype`, [tokens, heads, 512], and log-sum-exp, [tokens, heads].
 
         The reference never sees SGLang's pools.
         """
@@ -408,7 +408,7 @@ def test_the_draft_model_of_a_block_is_refused(make, algorithm):
 
 
 def model_layer(heads=HEADS):
-    """What the way of a batch is read from, of SGLang's MLA layer."""
+    """The attributes of SGLang's MLA layer that routes of a batch read."""
     return SimpleNamespace(
         num_local_heads=heads, qk_rope_head_dim=ROPE, flashinfer_mla_disable_ragged=False,
         disable_chunked_prefix_cache=False, chunked_prefix_cache_threshold=8192,
@@ -416,14 +416,14 @@ def model_layer(heads=HEADS):
 
 
 def route(backend, batch, heads=HEADS):
-    """The way that SGLang's model takes a batch with ETAP's name."""
+    """How SGLang's model computes a batch with ETAP's name."""
     with forward_context(ForwardContext(attn_backend=backend)):
         return HANDLERS.get_handler("etap")(model_layer(heads), batch)
 
 
 @pytest.fixture
 def sglangs_prefill(monkeypatch):
-    """The steps that SGLang's prefill plans, runs and routes, each with whose it is."""
+    """The steps that SGLang's prefill plans, runs and routes, each with the backend's name."""
     steps = []
     for whose, place, name in (
         *(("FlashInfer", FLASHINFER, f"{step}_metadata") for step in ("init_forward", "init_mha_chunk")),
@@ -520,7 +520,7 @@ def test_the_drop_in_takes_the_calls_of_sglangs_flash_attention_backend(make, mo
 
 @pytest.mark.parametrize("cached", [0, 70])
 def test_prompts_that_keys_are_made_of_are_planned_for_flashattention(make, monkeypatch, cached):
-    """As SGLang's model calls it: keys and values of a whole request, of which some may be cached."""
+    """As SGLang's model calls it: keys and values of a whole request; some may be cached."""
     monkeypatch.setattr(flashattention_backend, "flash_attn_varlen_func", keys_in_full)
     runner, backend = make()
     lengths = [300, 129]
@@ -699,7 +699,7 @@ def test_routes_of_prefill_are_flashattentions(make):
             assert method == (AttnForwardMethod.MLA if threshold else AttnForwardMethod.MHA_ONE_SHOT)
 
 
-def test_the_way_of_a_batch_is_found_once(make, monkeypatch):
+def test_the_runs_of_a_batch_are_found_once(make, monkeypatch):
     runner, backend = make()
     batch, asked = Problem(runner, [70, 129, 300], s_q=[5, 5, 3]).batch(EXTEND), []
     monkeypatch.setattr(prompts_module, "equal_runs", lambda lens: asked.append(lens) or equal_runs(lens))
@@ -726,7 +726,7 @@ def test_prompts_of_decode_context_parallelism_are_flashinfers(make, parallel, s
 
 @pytest.mark.parametrize("query_lens, decodes", [([2, 2], True), ([2, 3], False)], ids=str)
 def test_many_rows_of_small_pages_are_sglangs(make, sglangs_prefill, query_lens, decodes):
-    """Which reads the latent rows, too: the model's route is the same. An FP8 cache it would copy."""
+    """SGLang's prefill reads the latent rows too, so that the route is the same; it would copy an FP8 cache."""
     runner, backend = make(page_size=1)
     decodes = decodes or runner.kv_cache_dtype != runner.dtype
     batch = Problem(runner, [70, 129], s_q=query_lens).batch(EXTEND)
@@ -850,7 +850,7 @@ def test_a_layer_waits_for_its_pages_from_host_memory(make):
 
 @pytest.mark.parametrize("page", [PAGE, 1])
 def test_a_draft_models_steps_are_planned_once_for_all(make, monkeypatch, page):
-    """In step i a request has i + 1 tokens more than the batch says; some are in tiles that a shorter one has not."""
+    """In step i a request has i + 1 tokens more than the batch says, some of them in a tile more."""
     runner, target = make(mode=VERIFY, page_size=page)
     steps = draft_factory(runner, monkeypatch).create_decode_backend()
     assert len(steps.attn_backends) == DRAFTS - 2

@@ -11,6 +11,7 @@ from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.models.deepseek_common import attention_backend_handler as handler
 from sglang.srt.models.deepseek_common import utils
 from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_parallel
 
 import etap_backend.sglang
 from etap_backend import doctor
@@ -110,7 +111,8 @@ def test_models_route_prefill_as_with_sglangs_backends_and_hand_over_the_parts(m
     dense, sparse = SimpleNamespace(num_local_heads=16), SimpleNamespace(use_dsa=True)
     for name in versions.NAMES:
         route = handler.AttentionBackendRegistry.get_handler(name)
-        assert route(dense, batch) == ("fa3", dense, batch)
+        with get_parallel().override(attn_dcp_size=1):
+            assert route(dense, batch) == ("fa3", dense, batch)
         assert route(sparse, batch) == ("dsa", sparse, batch)
         assert utils.FORWARD_ABSORB_CORE_ATTENTION_BACKENDS.count(name) == 1
 

@@ -75,7 +75,7 @@ def make_runner(heads=HEADS, mode=ForwardMode.DECODE, prefill="etap", decode="et
 
 
 class Problem:
-    """Requests with their cache, of which the last tokens of each come with the step's queries.
+    """Requests with their cache; the last tokens of each come with the step's queries.
 
     A token's list has rows of the cache that the token sees, as many as it may, in no order. Every row that no list
     names is NaN.

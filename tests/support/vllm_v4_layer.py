@@ -1,9 +1,9 @@
 """Steps of DeepSeek-V4's attention layers in a real vLLM: `python vllm_v4_layer.py MODEL FOLDER`, v4 or v41.
 
-Model configuration, choice of the class, layers, builders of metadata, lists of a step, and the gathering of a prompt's
-rows are vLLM's; Triton's interpreter runs its kernels. Left out are the writers of the caches, for which a GPU or hours
-are needed: their layout is written here, and compared with what vLLM's own Triton writer does. The lists that a layer's
-indexer makes are written here too. FOLDER/steps gets a step's outputs beside those of the mathematics in float64.
+vLLM makes the configuration, selects the class, and runs layers, metadata builders, lists and the gathering of prompts'
+rows, its kernels in Triton's interpreter. The writers of the caches need a GPU or hours: the layout is written here and
+compared with vLLM's own Triton writer; an indexer's lists are written here too. FOLDER/steps gets each step's outputs
+and float64 references.
 """
 
 import importlib
@@ -52,7 +52,7 @@ MODEL = {
 
 
 def write_model(folder: Path, model: str) -> None:
-    """The model's configuration, of which vLLM reads nothing else."""
+    """The model's configuration, the only file that vLLM reads."""
     config = MODEL
     if model == "v41":
         text = MODEL | {
@@ -83,7 +83,7 @@ def configuration(folder: Path, model: str, **arguments):
 
 
 class NoCompressor(torch.nn.Module):
-    """Stands where vLLM's compressor would, which asks for CUDA's memory or DSL as it is made, and is not run here."""
+    """Stands in for vLLM's compressor, which needs CUDA when it is constructed, and is not run here."""
 
     def __init__(self, **_):
         super().__init__()
@@ -100,7 +100,7 @@ def prepare() -> None:
 
 
 class Cache:
-    """One layer's cache, its pages as vLLM lays them: among those of others, far apart, full of NaN."""
+    """One layer's cache, its pages between other layers' as in vLLM: far apart, full of NaN."""
 
     def __init__(self, pages: torch.Tensor, first_byte: int, rows: int, ratio: int, random: torch.Generator):
         self.rows, self.ratio = rows, ratio
@@ -109,7 +109,7 @@ class Cache:
         self.order = torch.randperm(len(pages), generator=random)
 
     def table(self, lengths: list[int]) -> torch.Tensor:
-        """Block table of requests with so many tokens; what is behind their pages is no page."""
+        """Block table of requests with so many tokens; unused entries are no pages."""
         needed = [-(-(tokens // self.ratio) // self.rows) for tokens in lengths]
         table = torch.full((len(lengths), max(*needed, 1) + 1), 2**30, dtype=torch.int32)
         pages = iter(self.order.tolist())
@@ -118,7 +118,7 @@ class Cache:
         return table
 
     def write(self, table: torch.Tensor, request: int, count: int, random: torch.Generator) -> torch.Tensor:
-        """Store so many keys of a request: any elements, scales of 2^-2 to 2; gives what they are in float64."""
+        """Store random keys of a request, with scales of 2^-5 to 2^-3, and return them in float64."""
         element = torch.randint(0, 0x70, (count, NOPE), generator=random, dtype=torch.uint8)  # up to 30 in size
         element += 0x80 * torch.randint(0, 2, (count, NOPE), generator=random, dtype=torch.uint8)
         scale = torch.randint(122, 125, (count, 8), generator=random, dtype=torch.uint8)
@@ -133,7 +133,7 @@ class Cache:
 
 
 def check_layout(write_rows) -> None:
-    """What vLLM's own writer stores is where `Cache.write` has it, up to the rounding of Triton's interpreter."""
+    """Check that vLLM's own writer uses the layout of `Cache.write`, up to the rounding of Triton's interpreter."""
     cache = Cache(torch.zeros(2, 40000, dtype=torch.uint8), 0, 64, 1, torch.Generator())
     key = torch.linspace(-2, 2, WIDTH).bfloat16()
     write_rows(key[None], cache.tensor, torch.tensor([67]), 64)
@@ -145,7 +145,7 @@ def check_layout(write_rows) -> None:
 
 
 def wanted(q, window, compressed, sinks) -> torch.Tensor:
-    """The mathematics of one token: softmax over its keys and one sink for each head, in float64 [heads, 512]."""
+    """One token's attention: softmax over its keys and one sink per head, in float64 [heads, 512]."""
     keys = torch.cat([window, compressed])
     scores = q.double() @ keys.T * WIDTH**-0.5
     weights = torch.cat([scores, sinks.double()[:, None]], dim=1).softmax(dim=1)[:, :-1]
@@ -194,7 +194,7 @@ class Steps:
         )
 
     def choose(self, requests, tables: dict, keys: dict) -> list[torch.Tensor]:
-        """Write each token's list, as an indexer would; gives what of the compressed entries each attends to."""
+        """Write each token's list, as an indexer would; gives the compressed entries that each token attends to."""
         chosen, buffer = [], self.layer.topk_indices_buffer
         for request, (length, count) in enumerate(requests):
             for position in range(length - count, length):
@@ -207,7 +207,7 @@ class Steps:
         return chosen
 
     def run(self, requests) -> dict[str, torch.Tensor]:
-        """Outputs of a step, what they should be, and the rows behind them."""
+        """Outputs of a step, the float64 reference, and the rows behind the step's tokens."""
         lengths = [length for length, _ in requests]
         tables, keys, metadata = {}, {}, {}
         for name, cache in self.caches.items():
@@ -234,7 +234,7 @@ class Steps:
         return {"out": output[: len(chosen)], "exact": exact, "behind": output[len(chosen) :]}
 
     def measured(self) -> dict[str, torch.Tensor]:
-        """What a step without metadata, in which vLLM measures memory, writes, and that it may claim all it needs."""
+        """Output of a step without metadata, in which vLLM measures memory."""
         output = torch.full((4, HEADS, WIDTH), 7.0, dtype=torch.bfloat16)
         with set_forward_context(None, self.config):
             self.layer.forward_mqa(torch.zeros_like(output), output[:, 0], torch.zeros(4, dtype=torch.int64), output)

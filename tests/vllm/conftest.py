@@ -24,7 +24,7 @@ MODEL = Path(__file__).resolve().parent.parent / "contract_model.json"
 
 def pytest_report_header():
     if not IN_CONTRACT:
-        return "vLLM contract tests: not collected here, tests/contract.py runs them beside each vLLM"
+        return "vLLM contract tests: not collected here, tests/contract.py runs them in each vLLM's environment"
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +93,7 @@ def on_two_ranks(model_directory, tmp_path_factory):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(TESTS)}
+        environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join([str(TESTS), *sys.path])}
         ranks = []
         for rank in range(2):
             of_all = [Path(__file__).with_name(script), rank, port, model_directory, folder / str(rank)]

@@ -68,10 +68,10 @@ def test_vllms_backend_decodes(counts, planned):
 
 
 @pytest.mark.parametrize("name", ["flash_attn_varlen_func", "get_scheduler_metadata"])
-def test_positions_and_defaults_are_vllms(name):
-    ours, theirs = (inspect.signature(getattr(one, name)).parameters for one in (fa3, vllm_flash_attn))
-    by_position = [each.name for each in ours.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    assert list(theirs)[: len(by_position)] == by_position
-    for each in ours.values():
+def test_positions_and_defaults_are_vllms_own(name):
+    taken, given = (inspect.signature(getattr(one, name)).parameters for one in (fa3, vllm_flash_attn))
+    by_position = [each.name for each in taken.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert list(given)[: len(by_position)] == by_position
+    for each in taken.values():
         if each.kind is not each.VAR_KEYWORD:
-            assert theirs[each.name].default == each.default, each
+            assert given[each.name].default == each.default, each

@@ -12,22 +12,22 @@ from etap_backend.reference import mla_decode_reference
 
 @pytest.mark.parametrize("name", ["__init__", "plan", "run"])
 def test_positions_and_defaults_are_flashinfers(name):
-    ours, theirs = (
+    taken, given = (
         inspect.signature(getattr(one, name)).parameters
         for one in (flashinfer.BatchMLAPagedAttentionWrapper, BatchMLAPagedAttentionWrapper)
     )
-    by_position = [each.name for each in theirs.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
-    assert list(ours)[: len(by_position)] == by_position
-    for each in ours.values():
+    by_position = [each.name for each in given.values() if each.kind is each.POSITIONAL_OR_KEYWORD]
+    assert list(taken)[: len(by_position)] == by_position
+    for each in taken.values():
         if each.kind is not each.VAR_KEYWORD:
-            assert theirs[each.name].default == each.default, each
+            assert given[each.name].default == each.default, each
 
 
 def test_defaults_of_other_options_ask_for_nothing():
-    theirs = inspect.signature(BatchMLAPagedAttentionWrapper.plan).parameters
-    ours = inspect.signature(flashinfer.BatchMLAPagedAttentionWrapper.plan).parameters
-    for name in theirs.keys() - ours.keys():
-        flashinfer.refuse_options({name: theirs[name].default}, flashinfer.CHOICES)
+    given = inspect.signature(BatchMLAPagedAttentionWrapper.plan).parameters
+    taken = inspect.signature(flashinfer.BatchMLAPagedAttentionWrapper.plan).parameters
+    for name in given.keys() - taken.keys():
+        flashinfer.refuse_options({name: given[name].default}, flashinfer.CHOICES)
 
 
 @pytest.mark.parametrize("flat", [False, True])

@@ -296,14 +296,14 @@ def test_metadata_captured_in_a_cuda_graph_serves_later_steps(make, s_q, argumen
     common = Problem([4, 4, 4], s_q).common_metadata()
     captured = builder.build_for_cudagraph_capture(common)
     schedule = captured.decode.calls[0].schedule
-    kept = (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions)
+    captured_plan = (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions)
     later = Problem([700, 129, 64], s_q)
     blocks = torch.zeros(3, 11, dtype=torch.int32)
     blocks[:, : later.block_table.shape[1]] = later.block_table
     common.seq_lens.copy_(torch.tensor(later.lengths))
     captured.decode.calls = [dataclasses.replace(captured.decode.calls[0], block_table=blocks)]
     schedule = builder.build(0, common).decode.calls[0].schedule
-    assert (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions) == kept
+    assert (schedule.work_ranges.data_ptr(), schedule.split_offsets.data_ptr(), schedule.partitions) == captured_plan
     assert captured.decode.calls[0].seq_lens.data_ptr() == common.seq_lens.data_ptr()
     assert_as_exact_as_torch(decode(layer, later, captured), later, layer.kv_b_proj.weight)
 

@@ -161,7 +161,7 @@ def batch_invariant(monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
 
 
-def test_batch_invariance_gives_a_request_the_same_bits_in_any_company(make, batch_invariant):
+def test_batch_invariance_gives_a_request_the_same_bits_whatever_the_batch(make, batch_invariant):
     layer, builder = make()
     problem = Problem([2300, 64, 129, 1100], 1)
     together = decode(layer, problem, builder.build(0, problem.common_metadata()))
@@ -176,13 +176,13 @@ def test_batch_invariance_gives_a_request_the_same_bits_in_any_company(make, bat
         assert torch.equal(decode(layer, part, builder.build(0, common)), together[requests])
 
 
-def test_without_batch_invariance_company_matters(make):
+def test_without_batch_invariance_the_batch_matters(make):
     layer, builder = make()
     problem = Problem([2300, 6000, 6000, 6000], 1)
     together = decode(layer, problem, builder.build(0, problem.common_metadata()))
-    alone = Problem([2300], 1)
-    alone.q, alone.cache, alone.block_table = problem.q[:1], problem.cache, problem.block_table[:1]
-    assert not torch.equal(decode(layer, alone, builder.build(0, alone.common_metadata())), together[:1])
+    single = Problem([2300], 1)
+    single.q, single.cache, single.block_table = problem.q[:1], problem.cache, problem.block_table[:1]
+    assert not torch.equal(decode(layer, single, builder.build(0, single.common_metadata())), together[:1])
 
 
 def test_batch_invariance_keeps_the_prefix_cache_and_its_workspace_is_reserved(make_layer, batch_invariant):
@@ -197,7 +197,7 @@ def test_batch_invariance_keeps_the_prefix_cache_and_its_workspace_is_reserved(m
     assert make_builder(layer, config).schedules[0].fixed_splits > 1
 
 
-def test_batch_invariance_verifies_drafts_with_the_same_bits_in_any_company(make, batch_invariant):
+def test_batch_invariance_verifies_drafts_with_the_same_bits_whatever_the_batch(make, batch_invariant):
     """Each token is a request of its own: the numbers of drafts have no effect, the request's own neither."""
     layer, builder = make(**SPECULATIVE)
     lengths, query_lens = [2000, 64, 129, 1100, 5, 70], [4, 1, 3, 4, 1, 2]

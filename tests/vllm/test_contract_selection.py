@@ -92,7 +92,7 @@ def test_refuses_without_the_compiled_library(select, monkeypatch, tmp_path):
 
 @pytest.fixture
 def select_anew(select, monkeypatch):
-    """Selects as a process does that has not yet; gives also what vLLM logs about ETAP."""
+    """Selects as in a new process; gives vLLM's log lines about ETAP, too."""
     lines, real = [], importlib.metadata.version
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: lines.append(record.getMessage())

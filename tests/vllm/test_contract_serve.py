@@ -1,4 +1,4 @@
-"""`vllm serve --attention-backend ETAP` as a user types it, up to the missing GPU, and what happens without our cure.
+"""`vllm serve --attention-backend ETAP` up to the missing GPU, with and without the reducer for pickle.
 
 Nothing here runs the model: on a machine without a GPU vLLM's worker stops when it sets its device.
 """
@@ -16,7 +16,7 @@ import pytest
 from fake_hopper import WITHOUT_REDUCER, WITNESS
 
 SERVE_SECONDS = 1800
-UNCURED = {WITHOUT_REDUCER: "1"}
+NO_REDUCER = {WITHOUT_REDUCER: "1"}
 NO_DEVICE = "out of bounds for 0 devices"
 TRAP = "is not a valid AttentionBackendEnum"
 ENGINE_CORE = re.compile(r"^\(EngineCore pid=(\d+)\)", re.MULTILINE)
@@ -42,9 +42,12 @@ def start(model_directory, log, **variables):
 
 @pytest.fixture(scope="module")
 def served(model_directory, tmp_path_factory):
-    """What two servers wrote; they run at the same time because all they do is import."""
-    logs = {name: tmp_path_factory.mktemp("serve") / f"{name}.log" for name in ("cured", "without_reducer")}
-    servers = [start(model_directory, logs["cured"]), start(model_directory, logs["without_reducer"], **UNCURED)]
+    """The logs of two servers, which run at the same time because they only import."""
+    logs = {name: tmp_path_factory.mktemp("serve") / f"{name}.log" for name in ("reducer", "no_reducer")}
+    servers = [
+        start(model_directory, logs["reducer"]),
+        start(model_directory, logs["no_reducer"], **NO_REDUCER),
+    ]
     try:
         assert all(server.wait(SERVE_SECONDS) != 0 for server in servers)
     finally:
@@ -55,7 +58,7 @@ def served(model_directory, tmp_path_factory):
 
 
 def test_engine_core_rebuilds_the_name_and_goes_on_to_the_missing_gpu(served):
-    log = served["cured"]
+    log = served["reducer"]
     assert "'attention_backend': 'ETAP'" in log, log
     (core,) = set(map(int, ENGINE_CORE.findall(log)))
     # A virtual environment may be read twice, as lib and as lib64, so the witness may speak twice.
@@ -65,6 +68,6 @@ def test_engine_core_rebuilds_the_name_and_goes_on_to_the_missing_gpu(served):
 
 
 def test_engine_core_cannot_start_without_the_reducer(served):
-    log = served["without_reducer"]
+    log = served["no_reducer"]
     assert TRAP in log, log
     assert NO_DEVICE not in log, log

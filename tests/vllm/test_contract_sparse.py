@@ -298,7 +298,7 @@ BATCH_INVARIANT = {"attention_config": {"sparse_mla_force_mqa": True}}
 
 
 @pytest.mark.parametrize("heads", [8, 128])
-def test_batch_invariance_gives_a_token_the_same_bits_in_any_company(make, monkeypatch, heads):
+def test_batch_invariance_gives_a_token_the_same_bits_whatever_the_batch(make, monkeypatch, heads):
     """A list has 16 tiles, which a call of few tokens would split without batch invariance."""
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
     layer, builder, indexer = make(heads=heads, top_k=1024, **BATCH_INVARIANT)
@@ -324,7 +324,7 @@ def test_batch_invariance_gives_a_token_the_same_bits_in_any_company(make, monke
 
 def test_batch_invariance_wants_prompts_that_attend_by_lists(select, monkeypatch):
     monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-    with pytest.raises(ValueError, match="batch invariance of sparse attention wants --attention-config .*force_mqa"):
+    with pytest.raises(ValueError, match="batch invariance of sparse attention .*force_mqa"):
         select()
     assert select(engine=BATCH_INVARIANT) is ETAPSparseBackend
 
@@ -465,11 +465,11 @@ def test_query_in_one_tensor_and_strided_gives_the_same(make):
 RANK_STEPS = {
     "decode": ([700, 129, 5, 64], 1),
     "drafts of different numbers": ([700, 129, 1, 6], [4, 2, 1, 3]),
-    "beside a long prompt": ([700, 130], [1, 130]),
+    "with a long prompt": ([700, 130], [1, 130]),
 }
 RANK_CASES = [
     ("auto", 16, "decode"), ("auto", 16, "drafts of different numbers"),
-    ("fp8", 1, "drafts of different numbers"), ("fp8", 1, "beside a long prompt"),
+    ("fp8", 1, "drafts of different numbers"), ("fp8", 1, "with a long prompt"),
 ]  # fmt: skip
 """Type of the cache, consecutive tokens that a rank has, and the step."""
 
