@@ -93,14 +93,12 @@ def _add_plan(commands) -> None:
         ("batch", int, 16, "requests that decode at the same time"),
         ("s-q", int, 1, "query tokens per step: 1 + draft tokens of multi-token prediction"),
         ("utilization", float, 0.92, "share of the memory that the engine may take"),
-        ("experts", float, None, "routed experts per layer that a step reads, instead of an even choice"),
         ("attention-share", float, None, "measured share of a padded kernel in a step, instead of the estimate"),
     ):
         shown = "" if default is None else " (default: %(default)s)"
         plan.add_argument(f"--{flag}", type=kind, default=default, help=text + shown)
     text = "type of the KV cache: auto, bfloat16, bf16, fp8, fp8_e4m3 (default: %(default)s)"
     plan.add_argument("--kv-dtype", "--cache", default="auto", help=text)
-    plan.add_argument("--sources", action="store_true", help="also show where each number is from")
     plan.add_argument("--json", action="store_true", help="print everything as JSON")
 
 

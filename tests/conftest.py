@@ -1,4 +1,4 @@
-"""The `gpu` marker: such tests skip without a Hopper GPU, saying why, unless one is demanded: then nothing runs."""
+"""The `gpu` marker: such tests skip without a Hopper GPU and say why; with --require-gpu nothing runs without one."""
 
 import os
 
@@ -26,7 +26,7 @@ def _why_no_gpu() -> str | None:
 
 @pytest.fixture(scope="session")
 def run_program(tmp_path_factory):
-    """Runs a program in a Python of its own, which has torch already; gives output and errors."""
+    """Runs a program in a Python of its own with torch imported; returns output and errors."""
     import scripts_in_forks  # not in contract tests, for which this folder is not on the path
 
     with scripts_in_forks.runner("import torch", tmp_path_factory.mktemp("programs")) as run:
@@ -34,7 +34,7 @@ def run_program(tmp_path_factory):
 
 
 def pytest_configure(config):
-    # The CPU's problems are small: beside other programs a second thread is waited for longer than it computes.
+    # The CPU's problems are small: beside other programs a second thread waits longer than it computes.
     torch.set_num_threads(1)
     if config.getoption("--require-gpu") and (reason := _why_no_gpu()):
         raise pytest.UsageError(f"a Hopper GPU is demanded: {reason}")

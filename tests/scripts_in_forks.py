@@ -1,4 +1,4 @@
-"""Small programs that each need a Python of their own with much imported: children of one that has imported it."""
+"""Small programs that each need a Python of their own with large modules: forks of a process that imported them."""
 
 import subprocess
 import sys
@@ -8,10 +8,10 @@ from pathlib import Path
 
 SCRIPT_SECONDS = 900
 
-# Reads paths of scripts, answers with each one's exit status; beside a script lies what it wrote.
+# Reads paths of scripts and writes the exit status of each; a script's output and errors lie beside it.
 PARENT = """
 import os, sys, traceback
-answers = os.fdopen(os.dup(1), "w")
+statuses = os.fdopen(os.dup(1), "w")
 os.dup2(2, 1)
 {imports}
 for path in map(str.strip, sys.stdin):
@@ -30,7 +30,7 @@ for path in map(str.strip, sys.stdin):
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(status)
-    print(os.waitpid(child, 0)[1], file=answers, flush=True)
+    print(os.waitpid(child, 0)[1], file=statuses, flush=True)
 """
 
 ENDED, RAISED = "0\n", "256\n"
@@ -39,7 +39,7 @@ Run = Callable[..., tuple[str, str]]
 
 @contextmanager
 def runner(imports: str, folder: Path) -> Iterator[Run]:
-    """Gives a function that runs a script where `imports` has run and nothing else, and returns its output and errors.
+    """Gives a function that runs a script in a process that ran `imports` alone, and returns its output and errors.
 
     Scripts lie and run in `folder`. One that takes longer than SCRIPT_SECONDS, or fails and may not, fails the test.
     """

@@ -1,59 +1,61 @@
-"""The configuration files that are part of the product, and how one becomes an object that was checked."""
+"""Finds the configuration files by name, and reads each as a checked object."""
 
 from __future__ import annotations
 
 import re
-import reprlib
 import sys
 from pathlib import Path
 from typing import TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from etap_backend.config_list import FOLDER
+from etap_backend.config_list import FOLDER as PACKAGE_CONFIGS
 
 if sys.version_info >= (3, 11):
     import tomllib
 else:
     import tomli as tomllib
 
-PACKAGE = Path(__file__).parents[1]
+FOLDERS = {
+    "grids": Path(__file__).parents[1] / "configs" / "grids",
+    "models": PACKAGE_CONFIGS / "models",
+    "hardware": PACKAGE_CONFIGS / "hardware",
+}
+ARGUMENTS = {"grids": "grid", "models": "model", "hardware": "gpu"}
+"""The argument that names a file of each folder, as errors call it."""
+Content = TypeVar("Content", bound=BaseModel)
+ORGANISATION = r"^\w[\w-]*/(?=[^/]+$)"  # before a model's name
+MAX_PROBLEMS, MAX_TEXT = 12, 60  # listed by one error; characters of a wrong value
 
 
 class Strict(BaseModel):
-    """Data of a file: a key that nobody reads is an error, and nothing changes after it was read."""
+    """Immutable content of a file; an unknown key is an error."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
 
-CALLED = {"bench": "grid", "e2e": "scenario", "hardware": "gpu", "models": "model", "record": "names"}
-"""The arguments that name a file of each folder."""
-Content = TypeVar("Content", bound=BaseModel)
-HUB = r"^\w[\w-]*/(?=[^/]+$)"  # an organisation before a model's name
-MOST_PROBLEMS = 12  # that an error tells
-SHORT = reprlib.Repr()
-SHORT.maxstring = SHORT.maxother = SHORT.maxlong = 60
-SHORT.maxlist = SHORT.maxdict = 3
-
-
 def shipped(kind: str, suffix: str = ".toml") -> list[str]:
-    """Names of the files of configs/`kind`."""
-    return sorted(path.stem for path in (FOLDER / kind).glob(f"*{suffix}"))
+    """Names of the files in the folder of a kind."""
+    return sorted(path.stem for path in FOLDERS[kind].glob(f"*{suffix}"))
 
 
 def find(kind: str, name: str, suffix: str = ".toml") -> Path:
-    """The file that `name` means: a path that exists, or the name of a file of configs/`kind` in any case of letters,
-    with an organisation before it as a hub has, such as deepseek-ai/DeepSeek-R1, or without.
+    """The file that `name` means: an existing path, or a shipped file's name in any case of letters, with or without
+    an organisation before it (deepseek-ai/DeepSeek-R1).
 
-    Raises ValueError when it means neither: for a path that says so, for a name that lists what there is.
+    Args:
+        kind: a key of FOLDERS.
+
+    Raises:
+        ValueError: there is no such file; the text names the argument and, for a name, lists the shipped files.
     """
     if (path := Path(name)).is_file():
         return path
-    if (path := FOLDER / kind / f"{re.sub(HUB, '', name).lower()}{suffix}").is_file():
+    if (path := FOLDERS[kind] / f"{re.sub(ORGANISATION, '', name).lower()}{suffix}").is_file():
         return path
     if name.endswith(suffix) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"{CALLED[kind]}: wanted a file that exists, got {name}")
-    raise ValueError(f"{CALLED[kind]}: wanted a file or one of {', '.join(shipped(kind, suffix))}, got {name}")
+        raise ValueError(f"{ARGUMENTS[kind]}: wanted a file that exists, got {name}")
+    raise ValueError(f"{ARGUMENTS[kind]}: wanted a file or one of {', '.join(shipped(kind, suffix))}, got {name}")
 
 
 def read_toml_table(path: Path) -> dict:
@@ -70,17 +72,15 @@ def read_toml(path: Path, kind: type[Content]) -> Content:
 
 
 def parse(kind: type[Content], data: object, path: Path | None = None) -> Content:
-    """`data`, of a file if one is named, as a `kind`. Raises ValueError with what was wanted and what came for the
-    first keys that are wrong."""
+    """`data` as a `kind`. Raises ValueError that names the file, if one is given, and the first wrong keys with what
+    was wanted and what came."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        problems = [_problem(one) for one in error.errors()]
-        more = [f"and {len(problems) - MOST_PROBLEMS} more"] if len(problems) > MOST_PROBLEMS else []
-        said = "; ".join(problems[:MOST_PROBLEMS] + more)
-        raise ValueError(f"{path}: {said}" if path else said) from error
+        text = "; ".join(map(_problem, error.errors()[:MAX_PROBLEMS]))
+        raise ValueError(f"{path}: {text}" if path else text) from error
 
 
 def _problem(error: dict) -> str:
-    what = f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}"
-    return what if error["type"] == "missing" else f"{what}, got {SHORT.repr(error['input'])}"
+    text, got = f"{'.'.join(map(str, error['loc'])) or 'file'}: {error['msg']}", repr(error["input"])
+    return text if error["type"] == "missing" else f"{text}, got {got[:MAX_TEXT]}"

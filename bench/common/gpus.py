@@ -1,4 +1,4 @@
-"""What the driver says of the GPUs, through NVML: CUDA is not touched, and other processes' memory is seen."""
+"""Asks the driver about the GPUs through NVML, without touching CUDA."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU and its greatest clocks and power."""
+    """One GPU with its greatest clocks and power; None where the driver does not know."""
 
     name: str
     memory_mib: int
@@ -25,14 +25,14 @@ class Gpu:
 
     @property
     def clocks(self) -> list[str]:
-        """Greatest clocks of SMs and memory, and the power limit, without what is not known."""
-        found = ((self.sm_clock_mhz, "MHz", 0), (self.memory_clock_mhz, "MHz", 0), (self.power_limit_w, "W", 2))
-        return [f"{value:.{digits}f} {unit}" for value, unit, digits in found if value is not None]
+        """Greatest clocks of SMs and memory, and the power limit, as far as known."""
+        known = ((self.sm_clock_mhz, "MHz", 0), (self.memory_clock_mhz, "MHz", 0), (self.power_limit_w, "W", 2))
+        return [f"{value:.{digits}f} {unit}" for value, unit, digits in known if value is not None]
 
 
 @contextmanager
 def _nvml() -> Iterator[bool]:
-    """Whether there is a driver to ask, inside the block."""
+    """Open NVML; yields whether there is a driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
@@ -45,23 +45,24 @@ def _nvml() -> Iterator[bool]:
 
 
 def _handles(*, everywhere: bool = False) -> list:
-    """Handles of the GPUs of CUDA_VISIBLE_DEVICES (indices, or UUIDs), or of all."""
+    """Handles of the GPUs that CUDA_VISIBLE_DEVICES names by index or UUID, or of all."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if everywhere or visible is None:
         return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
     handles = []
     for name in filter(None, (part.strip() for part in visible.split(","))):
         try:
-            by_index = name.isdecimal()
-            of = pynvml.nvmlDeviceGetHandleByIndex if by_index else pynvml.nvmlDeviceGetHandleByUUID
-            handles.append(of(int(name) if by_index else name))
+            if name.isdecimal():
+                handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(name)))
+            else:
+                handles.append(pynvml.nvmlDeviceGetHandleByUUID(name))
         except pynvml.NVMLError:
-            break  # as CUDA does: what comes after the first that does not exist is not visible
+            break  # like CUDA: devices after the first invalid one are not visible
     return handles
 
 
 def _known(read, *arguments):
-    """What NVML answers, None where this GPU or driver does not know."""
+    """NVML's answer, or None where this GPU or driver has none."""
     with suppress(pynvml.NVMLError):
         return read(*arguments)
     return None
@@ -74,7 +75,7 @@ def count() -> int:
 
 
 def gpus() -> list[Gpu]:
-    """The GPUs that CUDA_VISIBLE_DEVICES leaves visible, in its order; none without a driver."""
+    """The visible GPUs in the order of CUDA_VISIBLE_DEVICES; none without a driver."""
     found = []
     with _nvml() as there:
         driver = pynvml.nvmlSystemGetDriverVersion() if there else ""
@@ -94,7 +95,7 @@ def gpus() -> list[Gpu]:
 
 
 def used_mib() -> float | None:
-    """MiB in use on the visible GPUs together, by whomever; None without a driver or a GPU."""
+    """MiB in use on the visible GPUs together, by any process; None without a driver or a GPU."""
     with _nvml() as there:
         handles = _handles() if there else []
         used = [pynvml.nvmlDeviceGetMemoryInfo(handle).used / MIB for handle in handles]
@@ -104,7 +105,7 @@ def used_mib() -> float | None:
 def process_mib(pids: Collection[int]) -> float | None:
     """MiB of these processes on all GPUs of the machine.
 
-    None where the driver knows of none of them: it may count process ids elsewhere, as from outside a container.
+    None where the driver knows none of them: outside a container process ids may differ.
     """
     found: list[float] = []
     with _nvml() as there:

@@ -1,4 +1,4 @@
-"""What a figure is worth nothing without: when, on what, with which sources, versions and command it was made."""
+"""The provenance of a result: date, GPU, driver, clocks, versions, commit, library and command."""
 
 from __future__ import annotations
 
@@ -14,22 +14,19 @@ from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
-
 from bench.common import gpus
+from bench.common.configs import Strict
 
 UNKNOWN = "unknown"
 
 
 def as_from_here(text: str) -> str:
-    """The text with its paths as from the folder that the program runs in: a results file names none of its machine."""
+    """The text with paths relative to the working directory: a results file names no path of its machine."""
     return text.replace(f"{Path.cwd()}/", "")
 
 
-class Provenance(BaseModel):
-    """The part that every results file has; fields lie at its top level, beside what was measured."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
+class Provenance(Strict):
+    """Top-level fields of every results file."""
 
     date: str  # UTC, ISO 8601
     gpu: str = UNKNOWN  # the first visible one
@@ -45,17 +42,6 @@ class Provenance(BaseModel):
     note: str = ""
 
 
-def without_note(command: str) -> str:
-    """A command without its `--note`, for where the note stands beside it."""
-    kept, words = [], iter(shlex.split(command))
-    for word in words:
-        if word == "--note":
-            next(words, None)
-        elif not word.startswith("--note="):
-            kept.append(word)
-    return shlex.join(kept)
-
-
 def provenance(
     program: str,
     *,
@@ -68,11 +54,10 @@ def provenance(
     """The provenance of a run that begins now.
 
     Args:
-        program: how this program is called where it is not through `etap`, such as
-            "python -m bench.checks.soak".
-        packages: whose installed versions are noted, as far as they are installed.
-        versions, python: versions of packages and of Python where another interpreter than this one does the work.
-        library: the compiled library; its SHA-256 is noted when the file is there.
+        program: the command without its arguments, such as "python -m bench.checks.soak".
+        packages: names of packages; versions of the installed ones are noted.
+        versions, python: where another interpreter does the work, its versions of packages and of Python.
+        library: the compiled library; its SHA-256 is noted when the file exists.
         note: anything else that a reader must know.
     """
     found = gpus.gpus()
@@ -99,12 +84,12 @@ def now() -> str:
 
 
 def commit() -> str:
-    """The commit that a result is made with: ETAP_COMMIT, or what git says of these sources; -dirty when changed."""
+    """The sources' commit: ETAP_COMMIT, or what `git describe` says; it ends in -dirty when files are changed."""
     return os.environ.get("ETAP_COMMIT") or commit_of(Path(__file__).parent)
 
 
 def commit_of(folder: Path) -> str:
-    """What git says of the sources in a folder."""
+    """What `git describe` says in a folder."""
     command = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
     with suppress(OSError, subprocess.SubprocessError):
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout.strip()
@@ -112,9 +97,10 @@ def commit_of(folder: Path) -> str:
 
 
 def command_line(program: str) -> str:
-    """The command that started this process: as a subcommand of `etap`, or `program` with the same arguments."""
-    words = ["etap"] if Path(sys.argv[0]).name == "etap" else program.split()
-    return shlex.join([*words, *sys.argv[1:]])
+    """This process's command, with paths relative to the working directory: "python -m bench NAME ..." where it was
+    started so, else `program` with the same arguments."""
+    by_name = Path(sys.argv[0]) == Path(__file__).parents[1] / "__main__.py"
+    return as_from_here(shlex.join([*("python -m bench" if by_name else program).split(), *sys.argv[1:]]))
 
 
 def installed(packages: Iterable[str]) -> dict[str, str]:

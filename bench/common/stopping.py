@@ -1,4 +1,4 @@
-"""How a long run ends early: a signal or its time limit becomes one exception, and what was measured is kept."""
+"""Ends a long run early: a signal or a time limit becomes one exception, and what was measured stays."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 
 class Stopped(KeyboardInterrupt):
-    """The run ends early; the text says by what: "by SIGTERM", "by the time limit of 60 s"."""
+    """The run ends early; the text names the cause: "by SIGTERM", "by the time limit of 60 s"."""
 
 
 @contextmanager
@@ -31,7 +31,7 @@ def stopping(time_limit: float | None) -> Iterator[Callable[[], None]]:
 
 @contextmanager
 def signals_go_to(handler: Callable | int) -> Iterator[None]:
-    """What SIGTERM and Ctrl-C do in the block; signals are the main thread's, so that elsewhere nothing changes."""
+    """Handle SIGTERM and Ctrl-C so in the block; outside the main thread, which alone gets signals, do nothing."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -39,5 +39,5 @@ def signals_go_to(handler: Callable | int) -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, previous in before.items():
+            signal.signal(number, previous)

@@ -1,80 +1,78 @@
-"""Several builds of our own in one process, each called by the Python of its own source tree.
+"""Several builds of ETAP's library in one process, each called by this checkout's Python package.
 
-A torch operator's name is global and a package's imports are absolute, so a second package needs another name: it is a
-copy of the tree's files with the package's name changed in them. Two libraries that take other arguments, whose
-operators have other schemas, then stand side by side, and their calls take turns replay by replay.
+A CUDA graph keeps what it recorded, so the package needs a build only while graphs are recorded: `active` points
+ETAP_LIBRARY at it and clears what the package caches of a library. A build whose compiled functions take other
+arguments has another ABI version and is refused. Compare such a build by running the same grid in its own checkout and
+in this one, in turns on one card.
 """
 
 from __future__ import annotations
 
-import importlib
+import os
 import re
-import shutil
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from unittest import mock
 
 from etap_backend import _library
-from bench.common import configs, provenance
-from bench.kernels.rows import Library
-
-LIBRARY = Path("lib") / "libetap_backend.so"
 
 
 @dataclass(frozen=True)
 class Build:
-    """A name, the package folder whose Python calls the library, and the library."""
+    """A library by the name of its column."""
 
     name: str
-    package: Path
-    library: Path
+    path: Path
+
+    @contextmanager
+    def active(self) -> Iterator[None]:
+        """Have etap_backend call this library until the block ends."""
+        with mock.patch.dict(os.environ, {_library.PATH_VARIABLE: str(self.path)}):
+            _forget_library()
+            try:
+                yield
+            finally:
+                _forget_library()
+
+
+def _forget_library() -> None:
+    """Clear the package's caches: the library, its functions, and what they said of shapes."""
+    for name, module in list(sys.modules.items()):
+        if name.partition(".")[0] == "etap_backend":
+            for value in list(vars(module).values()):
+                if hasattr(value, "cache_clear"):
+                    value.cache_clear()
+
+
+_LOADED: list[object] = []
+"""Modules of all builds, until the process ends: unloading one would take its kernels out of recorded graphs."""
 
 
 def parse(text: str) -> Build:
-    """NAME=PATH, PATH being the folder of a package with lib/libetap_backend.so in it, or a library for this package.
-
-    Raises ValueError, naming --library, when it is neither.
-    """
+    """The build that NAME=PATH means. Raises ValueError, naming --library, for other text or a missing file."""
     name, equals, where = text.partition("=")
-    if not equals or not re.fullmatch(r"\w[\w.-]*", name):
-        raise ValueError(f"--library: wanted NAME=PATH, NAME of letters, digits, dots and dashes, got {text}")
     path = Path(where).expanduser()
-    whole = (path / "_library.py").is_file()
-    package, library = (path, path / LIBRARY) if whole else (configs.PACKAGE, path)
-    if not library.is_file():
-        raise ValueError(f"--library: wanted a folder etap_backend with {LIBRARY} in it, or a library, got {where}")
-    return Build(name, package.resolve(), library.resolve())
+    if not equals or not re.fullmatch(r"\w[\w.-]*", name) or not path.is_file():
+        raise ValueError(f"--library: wanted NAME=PATH of a libetap_backend.so, got {text}")
+    return Build(name, path.resolve())
 
 
-def load(build: Build, folder: Path) -> ModuleType:
-    """The build's `lab.bench.kernels`, imported from a renamed copy of its package in `folder`.
+def load(texts: list[str]) -> list[Build]:
+    """The builds, each loaded once.
 
-    Raises ValueError, naming --library, when package and library do not belong together.
+    Raises:
+        ValueError: two have one name, or this package cannot call one; the text names --library and the reason.
     """
-    alias = "etap_backend_" + re.sub(r"\W", "_", build.name)
-    for source in build.package.rglob("*.py"):
-        copy = folder / alias / source.relative_to(build.package)
-        copy.parent.mkdir(parents=True, exist_ok=True)
-        # Its own variable besides, which nobody sets: a copy has its library beside it.
-        text = re.sub(r"\betap_backend\b", alias, source.read_text())
-        copy.write_text(text.replace(_library.PATH_VARIABLE, f"{_library.PATH_VARIABLE}_OF_{alias.upper()}"))
-    (folder / alias / LIBRARY).parent.mkdir(exist_ok=True)
-    shutil.copy(build.library, folder / alias / LIBRARY)
-    if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
-    try:
-        importlib.import_module(f"{alias}._library").library()
-        return importlib.import_module(f"{alias}.lab.bench.kernels")
-    except ImportError as error:
-        raise ValueError(f"--library {build.name}: {error}") from error
-
-
-def described(build: Build) -> Library:
-    """What a results file says of a build; the commit of one that this package calls is that of the run."""
-    own = build.package == configs.PACKAGE.resolve()
-    return Library(
-        package=provenance.as_from_here(str(build.package)),
-        sha256=provenance.sha256(build.library) or provenance.UNKNOWN,
-        commit=provenance.commit() if own else provenance.commit_of(build.package),
-    )
+    builds = [parse(text) for text in texts]
+    if len({build.name for build in builds}) < len(builds):
+        raise ValueError("--library: wanted different names")
+    for build in builds:
+        with build.active():
+            try:
+                _LOADED.append(_library.library())
+            except ImportError as error:
+                raise ValueError(f"--library {build.name}: {error}") from error
+    return builds

@@ -1,5 +1,12 @@
-"""What qualifies a build on a GPU: other projects' tests, random cases, sanitizers, and a model that answers.
+"""Qualifies a build on a GPU: random cases, sanitizers, other projects' test suites, the H20 proxy, trained models.
 
-Files with `test_theirs` or marked gpu are run by pytest, the others as `PYTHONPATH=tests python -m bench.qualify.NAME`, both
-from the source tree's folder. Only test_*.py belong to the tests of every day.
+Programs run from the repository's root as `python -m bench.qualify.NAME`, the files that hold a suite under pytest.
+They share the problems of tests/support, so this package puts the checkout's tests/ on the path.
 """
+
+import sys
+from pathlib import Path
+
+TESTS = str(Path(__file__).resolve().parents[2] / "tests")
+if TESTS not in sys.path:
+    sys.path.append(TESTS)

@@ -1,18 +1,18 @@
 """The H20 proxy's compiler: a CUDA toolchain whose ptxas slows the WGMMA stream down to an H20's tensor-core rate.
 
-    PYTHONPATH=.:tests python -m bench.qualify.h20_ptxas OUT_DIR [CUDA_HOME]    # then build with CUDACXX=OUT_DIR/bin/nvcc
+    python -m bench.qualify.h20_ptxas OUT_DIR [CUDA_HOME]    # then build with CUDACXX=OUT_DIR/bin/nvcc
 
-Nothing in the sources changes: the toolchain's ptxas is this file, which rewrites every .ptx argument and runs the real
-one on it. Behind a warpgroup matrix instruction go fillers: products with A in registers that hold zeros and with
-scale-d 1. They keep the tensor cores busy, add exactly nothing to the accumulator, and read of shared memory only B.
-There are as many as one H200 SM needs, with two warpgroups issuing, to come down to an H20 SM's 131 TFLOP/s / 78
-(bfloat16 and float16; twice that in 8 bits), measured by h20_rates.py; fractions are met on average over
-a function. tf32 and integer products stay as they are.
+The sources stay as they are: the toolchain's ptxas is this file, which rewrites every .ptx argument and runs the real
+ptxas on it. It puts fillers behind each warpgroup matrix instruction: products with A in registers that hold zeros, and
+with scale-d 1. They keep the tensor cores busy, add exactly nothing to the accumulator, and read only B from shared
+memory. Their number slows one H200 SM, on which two warpgroups issue, down to an H20 SM's 131 TFLOP/s / 78 (bfloat16
+and float16; twice that in 8 bits), as h20_rates.py measures; fractions are met on average over a function. tf32 and
+integer products stay as they are.
 
-The zeros must be zeros that ptxas cannot know, or it builds them anew for every filler and serialises the instructions.
-They are the upper half of the grid's size in z, taken once per function, at every wgmma.fence, or at the first one in a
-basic block and behind a wait, so that products in flight share them; each function gets the place that neither
-serialises nor spills. A function for which no place is clean is named: it comes out too slow.
+ptxas must not know that the zeros are zeros, or it builds them anew for every filler and serialises the instructions.
+They are the upper half of the grid's size in z, computed once per function, at every wgmma.fence, or at the first fence
+of a basic block and behind a wait, so that products in flight share them. Each function gets the place that neither
+serialises nor spills. A function that has no such place is named: it comes out too slow.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-# Fillers for each instruction: {n: (A from shared memory, A from registers)}.
-# Below n = 64 a filler is m64n8 on the first sums of the accumulator: those read least, and narrow products are where
-# shared memory is short. PTX promises an order only among instructions of one shape; on an H200 the results are the
-# same bit for bit. From 64 on a filler has the instruction's own shape: of m64n8 it would take 8 to 32.
+# Fillers per instruction: {n: (A from shared memory, A from registers)}.
+# Below n = 64 a filler is m64n8 on the first sums of the accumulator: it reads least, and narrow products are short of
+# shared memory. PTX promises an order only among instructions of one shape; on an H200 the results are the same bit for
+# bit. From 64 on a filler has the instruction's own shape: 8 to 32 of m64n8 would be needed.
 NARROW = {8: (0.0, 0.325), 16: (1.23, 1.645), 32: (3.62, 4.03), 64: (7.71, 8.09)}
 ALIKE = {64: (3.275, 3.265), 128: (3.28, 3.295), 256: (3.3, 3.28)}
 WGMMA = re.compile(r"wgmma\.mma_async\.[^;]*;")
@@ -41,14 +41,14 @@ DECLARE = ".reg .b32 %h20z<4>; .reg .b32 %h20t; .reg .pred %h20p; setp.eq.b32 %h
 # A grid has at most 65535 blocks in z. Four shifts of that number: ptxas must take them for four different values.
 ZEROS = "mov.u32 %h20t, %nctaid.z; " + " ".join(f"shr.u32 %h20z{i}, %h20t, {16 + i};" for i in range(4)) + "\n"
 PLACES = ("function", "fence", "block")  # where the zeros are worked out
-SERIALISED, WARNED = 10**6, 10**3  # as bad as so many spilled bytes
+SERIALISED, WARNED = 10**6, 10**3  # in spilled bytes that are as bad
 REAL = "H20_PROXY_REAL_PTXAS"
 
 Wanted = Callable[[int, bool], float]
 
 
 def fillers(n: int, from_registers: bool) -> float:
-    """Fillers for each instruction of width n, linear between the measured widths."""
+    """Fillers per instruction of width n, linear between the measured widths."""
     table = NARROW if n < min(ALIKE) else ALIKE
     low, high = max(m for m in table if m <= n), min(m for m in table if m >= n)
     a, b = table[low][from_registers], table[high][from_registers]
@@ -63,7 +63,7 @@ def operands(text: str) -> list[str]:
 class Throttle:
     """Puts fillers behind instructions so that their running mean follows each shape's number.
 
-    `counted` has, by (n, whether A is in registers), instructions and fillers.
+    `counted`: by (n, whether A is in registers) the numbers of instructions and of fillers.
     """
 
     def __init__(self, wanted: Wanted = fillers):
@@ -96,7 +96,7 @@ def throttled(ptx: str, place: Callable[[str], str], throttle: Callable[[], Thro
     """PTX text with every function's WGMMA stream slowed down, and the counts of fillers.
 
     Args:
-        place: one of PLACES for a function's name.
+        place: gives one of PLACES for a function's name.
     """
     found, counted = list(FUNCTION.finditer(ptx)), {}
     out = [ptx[: found[0].start()] if found else ptx]
@@ -132,7 +132,7 @@ def _at_fences(text: str, first_of_block: bool) -> str:
 
 
 def complaints(messages: str) -> dict[str, int]:
-    """How bad each function came out, from what ptxas said: spilled bytes, and far worse, serialised instructions."""
+    """By function how bad ptxas says it is: spilled bytes, or far worse, serialised instructions."""
     out: dict[str, int] = {}
     for line in messages.splitlines():
         name = re.search(r"function '([^']+)'", line)
@@ -144,7 +144,7 @@ def complaints(messages: str) -> dict[str, int]:
 
 
 def _tried(real: str, arguments: list[str], source: str, text: str) -> dict[str, int]:
-    """What ptxas complains about in this text, the output thrown away."""
+    """ptxas's complaints about this text; its output is thrown away."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trial.ptx")
         path.write_text(text)
@@ -156,7 +156,7 @@ def _tried(real: str, arguments: list[str], source: str, text: str) -> dict[str,
 
 
 def _slowed(real: str, arguments: list[str], source: str) -> str:
-    """The text of a source that the real ptxas is to get; what was done is told on stderr."""
+    """The slowed text of a source, for the real ptxas; a summary goes to stderr."""
     text = Path(source).read_text()
     if not WGMMA.search(text):
         return text
@@ -173,7 +173,7 @@ def _slowed(real: str, arguments: list[str], source: str) -> str:
 
 
 def as_ptxas(arguments: list[str]) -> int:
-    """Run the real ptxas on slowed sources and return its exit status; warnings are no errors, as fillers may spill."""
+    """Run the real ptxas on slowed sources; its exit status. Warnings are no errors: fillers may spill."""
     real = os.environ.get(REAL) or str(Path(__file__).resolve().with_name("ptxas.real"))
     arguments = [a for a in arguments if a not in ("--warning-as-error", "-Werror")]
     with tempfile.TemporaryDirectory() as folder:
@@ -186,7 +186,7 @@ def as_ptxas(arguments: list[str]) -> int:
 
 
 def make_toolchain(out: Path, cuda: Path) -> Path:
-    """A folder like CUDA's with this file for its ptxas; returns its nvcc.
+    """Make a folder like CUDA's with this file as its ptxas; returns its nvcc.
 
     Raises ValueError, naming CUDA_HOME, when there is no toolkit.
     """
@@ -197,7 +197,7 @@ def make_toolchain(out: Path, cuda: Path) -> Path:
     (out / "bin").mkdir(parents=True)
     for entry in [*cuda.iterdir(), *(cuda / "bin").iterdir()]:
         link = out / entry.relative_to(cuda)
-        # nvcc finds its tools beside the file it was started from, so these two must be real files here.
+        # nvcc looks for its tools beside its own file: these two must be real files here.
         if entry.name in ("nvcc", "nvcc.profile"):
             shutil.copy(entry, link)
         elif entry.name not in ("bin", "ptxas"):
@@ -214,6 +214,6 @@ if __name__ == "__main__":
     if Path(__file__).name == "ptxas":
         sys.exit(as_ptxas(sys.argv[1:]))
     if not 2 <= len(sys.argv) <= 3:
-        sys.exit(f"usage: PYTHONPATH=.:tests python -m bench.qualify.h20_ptxas OUT_DIR [CUDA_HOME], got {sys.argv[1:]}")
+        sys.exit(f"usage: python -m bench.qualify.h20_ptxas OUT_DIR [CUDA_HOME], got {sys.argv[1:]}")
     home = (sys.argv[2:] or [os.environ.get("CUDA_HOME", "/usr/local/cuda")])[0]
     print(make_toolchain(Path(sys.argv[1]), Path(home)))

@@ -1,14 +1,15 @@
-#!/usr/bin/env python3
-"""What WGMMA of every shape sustains on 78 CTAs of this GPU, with and without the H20 proxy's fillers.
+"""Measures the rate of WGMMA of every shape on 78 CTAs of this GPU, with and without the H20 proxy's fillers.
 
-    PYTHONPATH=.:tests python -m bench.qualify.h20_rates [--output rates.json] [--widths 8 16 ...] [--ratios 0.96 1 1.04]
+    python -m bench.qualify.h20_rates [--output rates.json] [--widths 8 16 ...] [--build-only]
 
-Two warpgroups per CTA issue products of shared memory or registers with shared memory, in chains of four on up to four
-accumulators. Printed for each shape: TFLOP/s without fillers and with those of h20_ptxas.py times each ratio, what one
-warpgroup alone gets, DIFFERENT where the accumulators are not the same bit for bit, and how many fillers would give the
-H20's rate, which is what h20_ptxas.py's tables hold. Run it again when ptxas or the card is another one; one run varies
-by 2%. Exits with 1 when a rate with the tables' fillers is more than 5% off, or a result is DIFFERENT.
+Two warpgroups per CTA issue products from shared memory, or from registers and shared memory, in chains of four on up
+to four accumulators. A line has for each shape TFLOP/s without fillers and with h20_ptxas.py's, DIFFERENT where the
+accumulators are not the same bit for bit, and how many fillers give the H20's rate, for h20_ptxas.py's tables. Run it
+again for another ptxas or card; one run varies by 2%. The exit status is 1 if a rate with fillers is more than 5% off,
+or a result is DIFFERENT.
 """
+
+from __future__ import annotations
 
 import argparse
 import json
@@ -18,7 +19,6 @@ import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -26,8 +26,8 @@ from bench.common.provenance import provenance
 from bench.qualify import h20_ptxas
 
 SMS, TARGET = 78, {16: 131.0, 8: 262.0}  # TFLOP/s on that many SMs, by the bits of an operand
-SLOW = {(8, False)}  # widths with A from shared memory that an H200 itself does not bring to the rate
-MOST_OFF = 0.05
+SLOW = {(8, False)}  # (n, A in registers) that an H200 itself does not bring to the rate
+MAX_OFF = 0.05
 PTXAS = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
 SHARED = 160 * 1024  # one CTA per SM
 KERNEL = """
@@ -103,22 +103,22 @@ def kernel(bits: int, n: int, from_registers: bool, across: bool) -> str:
     )
 
 
-def build(folder: Path, case: tuple, ratio: float) -> tuple[bytes, float]:
-    """The kernel's binary, and its fillers per instruction."""
-    wanted = partial(lambda ratio, *key: ratio * h20_ptxas.fillers(*key), ratio)
+def build(folder: Path, case: tuple, slowed: bool) -> tuple[bytes, float]:
+    """The kernel's binary, with fillers or without, and its fillers per instruction."""
+    wanted = h20_ptxas.fillers if slowed else lambda *key: 0.0
     text, counted = h20_ptxas.throttled(kernel(*case), lambda _: "function", lambda: h20_ptxas.Throttle(wanted))
-    source = folder / f"{'_'.join(map(str, (*case, ratio)))}.ptx"
+    source = folder / f"{'_'.join(map(str, (*case, slowed)))}.ptx"
     source.write_text(text)
     command = [PTXAS, "-arch=sm_90a", "--warn-on-spills", source, "-o", source.with_suffix(".cubin")]
     run = subprocess.run(command, capture_output=True, text=True)
-    said = run.stdout + run.stderr
-    if run.returncode or h20_ptxas.complaints(said):
-        raise SystemExit(f"ptxas refuses or spoils {source.stem}: {said.strip()[:400]}")
+    messages = run.stdout + run.stderr
+    if run.returncode or h20_ptxas.complaints(messages):
+        raise SystemExit(f"ptxas refuses or spoils {source.stem}: {messages.strip()[:400]}")
     total, added = counted[case[1:3]]
     return source.with_suffix(".cubin").read_bytes(), added / total
 
 
-def measure(cubin: bytes, bits: int, n: int, warpgroups: int = 2):
+def measure(cubin: bytes, bits: int, n: int):
     """TFLOP/s on SMS CTAs, and the accumulators."""
     import torch
     from torch.cuda._utils import _cuda_load_module
@@ -131,65 +131,58 @@ def measure(cubin: bytes, bits: int, n: int, warpgroups: int = 2):
     for _ in range(6):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        function((SMS, 1, 1), (128 * warpgroups, 1, 1), (out, count), shared_mem=SHARED)
+        function((SMS, 1, 1), (256, 1, 1), (out, count), shared_mem=SHARED)
         end.record()
         end.synchronize()
         times.append(start.elapsed_time(end))
-    flop = SMS * warpgroups * count * group * 2 * 64 * n * (16 if bits == 16 else 32)
+    flop = SMS * 2 * count * group * 2 * 64 * n * (16 if bits == 16 else 32)
     return flop / sorted(times[1:])[2] / 1e9, out
 
 
-def rows_of(case: tuple, built: list[tuple[bytes, float]]) -> list[dict]:
-    """What each binary of a case sustains; the first has no fillers."""
-    rows, reference = [], None
-    for cubin, added in built:
-        rate, out = measure(cubin, case[0], case[1])
-        alone, _ = measure(cubin, case[0], case[1], 1)
-        reference = out if reference is None else reference
-        same = bool((out == reference).all() and reference.any())
-        rows.append({"fillers": added, "rate": rate, "alone": alone, "same": same})
-    return rows
+def measured(case: tuple, plain: tuple[bytes, float], slowed: tuple[bytes, float]) -> dict:
+    """Rates of a case's two binaries, whether their results are the same, and the fillers that give the H20's rate."""
+    bits, n, registers, across = case
+    (free, reference), (rate, out) = (measure(cubin, bits, n) for cubin, _ in (plain, slowed))
+    # An instruction's time is linear in its fillers.
+    cost = (1 / rate - 1 / free) / slowed[1] if slowed[1] else 0
+    wanted = max(0.0, (1 / TARGET[bits] - 1 / free) / cost) if cost > 0 else 0.0
+    same = bool((out == reference).all() and reference.any())
+    found = {"bits": bits, "n": n, "registers": registers, "mn_major": across, "free": free, "rate": rate}
+    return found | {"fillers": slowed[1], "wanted": wanted, "same": same}
 
 
-def wanted_fillers(rows: list[dict], target: float) -> float:
-    """How many take what the target's time leaves: an instruction's time is linear in its fillers."""
-    free, last = rows[0], rows[-1]
-    cost = (1 / last["rate"] - 1 / free["rate"]) / last["fillers"] if last["fillers"] else 0
-    return max(0.0, (1 / target - 1 / free["rate"]) / cost) if cost > 0 else 0.0
+def is_wrong(found: dict) -> bool:
+    slow = (found["n"], found["registers"]) in SLOW
+    return not found["same"] or not slow and abs(found["rate"] / TARGET[found["bits"]] - 1) > MAX_OFF
+
+
+def line(found: dict) -> str:
+    name = f"{found['bits']:2}-bit n{found['n']:<3} {'RS' if found['registers'] else 'SS'}"
+    name += " MN" if found["mn_major"] else " K "
+    text = f"{name} {found['free']:.1f}, with {found['fillers']:.2f} fillers {found['rate']:.1f}"
+    return f"{text}{'' if found['same'] else ' DIFFERENT'}, wanted {found['wanted']:.3f}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--widths", type=int, nargs="*", default=[8, 16, 32, 64, 128, 256])
-    parser.add_argument("--ratios", type=float, nargs="*", default=[0.96, 1.0, 1.04])
     parser.add_argument("--build-only", action="store_true", help="only see whether ptxas complains; needs no GPU")
     options = parser.parse_args()
     cases = list(product((16, 8), options.widths, (False, True), (False, True)))
     cases = [case for case in cases if case[0] == 16 or not case[3]]  # 8-bit operands are K-major only
-    found, wrong = [], 0
+    found = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        ratios = (0.0, *options.ratios)
-        built = {case: [pool.submit(build, Path(folder), case, ratio) for ratio in ratios] for case in cases}
+        built = {case: [pool.submit(build, Path(folder), case, slowed) for slowed in (False, True)] for case in cases}
         for case, binaries in built.items():
-            binaries = [each.result() for each in binaries]
-            if options.build_only:
-                continue
-            bits, n, registers, across = case
-            rows = rows_of(case, binaries)
-            found.append({"bits": bits, "n": n, "registers": registers, "mn_major": across, "rows": rows})
-            found[-1]["wanted"] = wanted_fillers(rows, TARGET[bits])
-            asked = dict(zip(ratios, rows, strict=True)).get(1.0)
-            off = asked and (n, registers) not in SLOW and abs(asked["rate"] / TARGET[bits] - 1) > MOST_OFF
-            wrong += bool(off) or not all(row["same"] for row in rows)
-            texts = [f"{r['fillers']:.2f}: {r['rate']:.1f} ({r['alone']:.1f} alone)" for r in rows]
-            texts = [text + ("" if r["same"] else " DIFFERENT") for text, r in zip(texts, rows, strict=True)]
-            name = f"{bits:2}-bit n{n:<3} {'RS' if registers else 'SS'} {'MN' if across else 'K '}"
-            print(name, "  ".join(texts), f" wanted {found[-1]['wanted']:.3f}", flush=True)
+            plain, slowed = (each.result() for each in binaries)
+            if not options.build_only:
+                found.append(measured(case, plain, slowed))
+                print(line(found[-1]), flush=True)
     if options.output:
         about = provenance("python -m bench.qualify.h20_rates").model_dump()
         options.output.write_text(json.dumps({**about, "shapes": found}, indent=1))
-    return int(bool(wrong))
+    return int(any(map(is_wrong, found)))
 
 
 if __name__ == "__main__":

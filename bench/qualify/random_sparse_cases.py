@@ -1,10 +1,10 @@
-"""Random cases of the sparse call, for `random_cases --sparse`: how they are drawn and run.
+"""Random cases of the sparse call, for `random_cases --sparse`.
 
-Up to 4096 tokens, 1 to 128 heads, one list or two of up to 8192 entries with every kind of hole, rows and positions,
-valid counts, sinks, bfloat16 rows, V3.2's and V4's FP8 rows with every kind of scales, with rope and without, pages of
-any size and apart, outputs that are slices, other numbers of CTAs. Every row that no list names is poison. Each case
-runs three times with the same bits. On a GPU it is recorded in a CUDA graph, too, which is replayed with queries, rows
-and lists of another case of the same shapes, and again with its own.
+They have up to 4096 tokens, 1 to 128 heads, one list or two of up to 8192 entries with every kind of hole, rows and
+positions, valid counts, sinks, bfloat16 rows, V3.2's and V4's FP8 rows with every kind of scales, with rope and
+without, pages of any size, sliced outputs and any number of CTAs. Every row that no list names is poison. A case runs
+three times with equal bits. On a GPU it is also recorded in a CUDA graph, which is replayed with queries, rows and
+lists of another case of the same shapes, and again with its own.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from support.sparse_cases import (
 )
 from support.sparse_compare import measures, problems_with, truth
 
-MOST_HEADS = 128
-MOST_ROWS = 2**16  # tokens * heads, so that a GPU has room for the float64 results of several processes
+MAX_HEADS = 128
+MAX_ROWS = 2**16  # tokens * heads, so that a GPU has room for the float64 results of several processes
 USUAL_LISTS = (1, 63, 64, 65, 100, 128, 512, 1024, 2048, 2176)
 
 
 def random_sizes(draw: random.Random, device: str) -> dict[str, int]:
-    """Tokens and the length of their lists: mostly few tokens, now and then a prompt's, or very long lists."""
+    """Tokens and the length of their lists: mostly few tokens, sometimes a prompt's, sometimes very long lists."""
     if device == "cpu":
         return {"tokens": draw.randint(0, 4), "top_k": draw.choice([1, 63, 64, 65, 100, draw.randint(1, 300)])}
     if (shape := draw.random()) < 0.02:
@@ -55,11 +55,11 @@ def random_sizes(draw: random.Random, device: str) -> dict[str, int]:
 def random_case(seed: int, index: int, device: str) -> SparseCase:
     draw = random.Random(f"sparse {seed} {index}")
     sizes = random_sizes(draw, device)
-    heads = draw.choice([8, 16, 32, 64, 128, *[draw.randint(1, MOST_HEADS)] * 5])
+    heads = draw.choice([8, 16, 32, 64, 128, *[draw.randint(1, MAX_HEADS)] * 5])
     extra = draw.choice([None, draw.choice([0, 2, 64, 128, 512, draw.randint(1, min(1024, 8 * sizes["top_k"]))])])
     return SparseCase(
         **sizes,
-        heads=min(heads, MOST_ROWS // max(1, sizes["tokens"])),
+        heads=min(heads, MAX_ROWS // max(1, sizes["tokens"])),
         cache=draw.choice(["bf16", *CACHES]),
         page_size=draw.choice([64, 64, 1, 2, 256, draw.randint(1, 300)]),
         law=draw.choice(["normal", *LAWS]),
@@ -88,7 +88,7 @@ def kind_of(case: SparseCase) -> str:
 
 
 def run_case(case: SparseCase, device: str) -> tuple[list[str], list[Measure]]:
-    """What is wrong with the call on this case, and how far its results are from the truth."""
+    """The call's faults on this case, and its errors."""
     problem = build(case, device)
     wanted = truth(problem)
     runner = SparseRunner(problem)
@@ -100,11 +100,11 @@ def run_case(case: SparseCase, device: str) -> tuple[list[str], list[Measure]]:
 
 
 def replayed(problem: SparseProblem, first: list[torch.Tensor]) -> list[str]:
-    """What is wrong with replays of the recorded call: with another problem, and with its own again."""
+    """Faults of the recorded call when it is replayed with another problem, and with its own again."""
     other = build(replace(problem.case, seed=problem.case.seed + 500_000), "cuda")
     recorded = RecordedCall(problem)
     found = [f"replayed with other lists: {line}" for line in problems_with(*recorded.replay(other), truth(other))]
     for name, result, before in zip(("out", "lse"), recorded.replay(problem), first, strict=True):
         if not torch.equal(result.view(torch.uint8), before.view(torch.uint8)):
-            found.append(f"{name}: the replayed graph gave other bits than the call")
+            found.append(f"{name}: the replayed graph and the call differ in bits")
     return found

@@ -1,10 +1,10 @@
-"""Whether two builds of the library have the same kernels, instruction for instruction.
+"""Compares two builds of the library: do they have the same kernels, instruction for instruction?
 
-    PYTHONPATH=tests python -m bench.qualify.same_instructions BEFORE AFTER    # two libetap_backend.so of one compiler
+    python -m bench.qualify.same_instructions BEFORE AFTER    # two libetap_backend.so from one compiler
 
-Sources that are only moved, renamed or said once instead of twice leave the instructions as they are: then no GPU has
-to test and time the kernels again. Encodings are compared, in their order. A kernel that one build lacks is the other's
-under a new name where that one has its instructions. The exit status is 0 where all kernels are the same.
+A change that only moves or renames sources leaves the instructions alone, so no GPU needs to test and time the kernels
+again. Encodings are compared in order, control words included. A kernel with a new name and unchanged instructions
+counts as the same. The exit status is 0 if all kernels are the same.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ ENCODING = re.compile(r"/\* (0x[0-9a-f]{16}) \*/")
 
 
 def compared(before: str, after: str) -> tuple[int, list[str]]:
-    """How many kernels of two dumps of `cuobjdump -sass` are the same, and which are not, a line each.
+    """Compare two dumps of `cuobjdump -sass`: the number of equal kernels, and a line for each other one.
 
     Raises ValueError where a dump has no kernel, or one without instructions.
     """
@@ -36,18 +36,18 @@ def compared(before: str, after: str) -> tuple[int, list[str]]:
     for name, code in list(gone.items()):
         if renamed := [other for other, its in new.items() if its == code]:
             del gone[name], new[renamed[0]]
-    ways = {"other instructions": changed, "before alone": gone, "after alone": new}
-    differ = sorted(f"{name}: {how}" for how, names in ways.items() for name in names)
-    return len(first) - len(gone) - len(changed), differ
+    differences = {"instructions differ": changed, "only before": gone, "only after": new}
+    lines = sorted(f"{name}: {how}" for how, names in differences.items() for name in names)
+    return len(first) - len(gone) - len(changed), lines
 
 
 def main(
     before: Annotated[Path, typer.Argument(help="the library before the change", exists=True, dir_okay=False)],
-    after: Annotated[Path, typer.Argument(help="the library with it", exists=True, dir_okay=False)],
+    after: Annotated[Path, typer.Argument(help="the library after it", exists=True, dir_okay=False)],
 ) -> None:
     """Compare the kernels of two built libraries, instruction for instruction."""
     same, differ = compared(*(cuobjdump(library, "-sass") for library in (before, after)))
-    typer.echo("\n".join([*differ, f"{same} kernels are the same, {len(differ)} are not"]))
+    typer.echo("\n".join([*differ, f"{same} kernels are the same, {len(differ)} differ"]))
     raise typer.Exit(bool(differ))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.qualify import h20_ptxas
-from bench.qualify.h20_ptxas import Throttle, complaints, fillers, throttled
+from bench.qualify.h20_ptxas import complaints, fillers, throttled
 from bench.qualify.h20_rates import kernel
 
 SUMS = {n: "{" + ", ".join(f"%f{i}" for i in range(n // 2)) + "}" for n in (8, 16, 64)}
@@ -48,47 +47,42 @@ def test_fillers_follow_the_measured_number_on_average(place):
 
 
 @pytest.mark.parametrize("place, zeros", [("function", 1), ("fence", 5), ("block", 3)])
-def test_zeros_stand_where_products_in_flight_may_share_them(place, zeros):
+def test_products_in_flight_share_zeros(place, zeros):
     wait = "wgmma.wait_group.sync.aligned 1;"
     text, _ = throttled(HEAD + entry("a", *LOOP, *LOOP, wait, *LOOP, *LOOP, "$L__BB0_2:", *LOOP), lambda name: place)
     assert text.count("%nctaid.z") == zeros
 
 
-def test_wide_products_have_fillers_of_their_own_shape():
-    text, counted = throttled(HEAD + entry("wide", *[product(64)] * 40), lambda name: "function")
-    assert counted == {(64, False): (40, 131)} and text.count("m64n64k16") == 171 and "m64n8k16" not in text
-
-
-def test_integers_and_tf32_stay_as_they_are():
-    others = [product(8, kind="k8.f32.tf32.tf32"), product(8, kind="k32.s32.s8.s8")]
-    text, counted = throttled(HEAD + entry("others", *others), lambda name: "function")
-    assert counted == {} and text.count("wgmma.mma_async") == 2
-    fp8 = product(8, a="{%r0, %r1, %r2, %r3}", kind="k32.f32.e4m3.e4m3", rest="%db, p, 1, 1")
-    text, counted = throttled(HEAD + entry("fp8", *[fp8] * 40), lambda name: "function")
-    assert counted == {(8, True): (40, 13)} and text.count("%db, %h20p, 1, 1;") == 13
-
-
-def test_numbers_between_the_measured_widths_lie_on_a_line():
-    assert fillers(8, False) == 0 and fillers(256, True) == 3.28
-    assert fillers(24, False) == pytest.approx((1.23 + 3.62) / 2) and fillers(96, True) == pytest.approx(
-        (3.265 + 3.295) / 2
-    )
-    counts = [len(re.findall("m64n8", Throttle(lambda *_: 0.5)(h20_ptxas.WGMMA.search(product(16))))) for _ in range(2)]
-    assert counts == [0, 0], "each function begins anew"
+@pytest.mark.parametrize(
+    "products, counted",
+    [
+        ([product(64)] * 40, {(64, False): (40, 131)}),
+        (
+            [product(8, a="{%r0, %r1, %r2, %r3}", kind="k32.f32.e4m3.e4m3", rest="%db, p, 1, 1")] * 40,
+            {(8, True): (40, 13)},
+        ),
+        ([product(8, kind="k8.f32.tf32.tf32"), product(8, kind="k32.s32.s8.s8")], {}),
+    ],
+    ids=["wide", "fp8", "tf32 and integers"],
+)
+def test_each_shape_has_fillers_of_its_own(products, counted):
+    text, found = throttled(HEAD + entry("a", *products), lambda name: "function")
+    assert found == counted and text.count("wgmma.mma_async") == len(products) + sum(n for _, n in counted.values())
+    assert ("m64n8k16" in text) is False, "from n = 64 on a filler has the instruction's shape"
 
 
 def test_a_function_gets_the_place_where_ptxas_complains_least():
-    said = (
+    messages = (
         "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized due to ... in "
         "function 'a'\nptxas warning : Registers are spilled to local memory in function 'b', 8 bytes spill stores, "
         "4 bytes spill loads\n"
     )
-    assert complaints(said) == {"a": h20_ptxas.SERIALISED, "b": 12} and complaints("all is well") == {}
+    assert complaints(messages) == {"a": h20_ptxas.SERIALISED, "b": 12} and complaints("all is well") == {}
 
 
 @pytest.fixture
 def cuda() -> Path:
-    """A toolkit, or what of one an index brings."""
+    """A CUDA toolkit, or the part of one that a package index has."""
     found = shutil.which("ptxas") or shutil.which("/usr/local/cuda/bin/ptxas")
     if not found or not (Path(found).resolve().parent / "nvcc").is_file():
         if os.environ.get("ETAP_REQUIRE_NVCC"):
@@ -115,7 +109,7 @@ def test_the_toolchain_compiles_slowed_code_with_the_real_ptxas(cuda, tmp_path):
     assert h20_ptxas.make_toolchain(tmp_path / "h20", cuda) == nvcc, "made again in the same place"
 
 
-def test_what_ptxas_warns_of_is_no_error_there(cuda, tmp_path):
+def test_warnings_of_ptxas_are_no_errors(cuda, tmp_path):
     nvcc = h20_ptxas.make_toolchain(tmp_path / "h20", cuda)
     source = tmp_path / "a.ptx"
     local = ["cvta.local.u64 %da, in_local;", "ld.param.u64 %db, [x];", "st.volatile.u64 [%da], %db;"]

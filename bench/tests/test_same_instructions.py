@@ -1,4 +1,4 @@
-"""The comparison of two builds' kernels: what counts as the same, and what is named."""
+"""Comparing two builds' kernels: which count as the same, and which are named."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from bench.qualify.same_instructions import compared
 
 
 def dump(**kernels: str) -> str:
-    """As cuobjdump prints kernels of some encodings, a word each."""
+    """What cuobjdump prints for kernels with these encodings, a word each."""
     lines = ["Fatbin elf code:", "arch = sm_90a", "code for sm_90a"]
     for name, codes in kernels.items():
         lines += [f"\t\tFunction : {name}", '\t.headerflags\t@"EF_CUDA_SM90"']
@@ -28,11 +28,11 @@ BOTH = dump(decode="1 2 3", combine="4 5")
         (BOTH, 2, []),
         (dump(combine="4 5", decode="1 2 3"), 2, []),
         (dump(decode="1 2 3", sum="4 5"), 2, []),
-        (dump(decode="1 3 2", combine="4 5"), 1, ["decode: other instructions"]),
-        (dump(decode="1 2", combine="4 5"), 1, ["decode: other instructions"]),
-        (dump(decode="1 2 3"), 1, ["combine: before alone"]),
-        (dump(decode="1 2 3", combine="4 5", more="4 5"), 2, ["more: after alone"]),
-        (dump(decode="1 2 3", sum="4 6"), 1, ["combine: before alone", "sum: after alone"]),
+        (dump(decode="1 3 2", combine="4 5"), 1, ["decode: instructions differ"]),
+        (dump(decode="1 2", combine="4 5"), 1, ["decode: instructions differ"]),
+        (dump(decode="1 2 3"), 1, ["combine: only before"]),
+        (dump(decode="1 2 3", combine="4 5", more="4 5"), 2, ["more: only after"]),
+        (dump(decode="1 2 3", sum="4 6"), 1, ["combine: only before", "sum: only after"]),
     ],
     ids=["alike", "in another order", "renamed", "reordered", "shorter", "gone", "new", "renamed and changed"],
 )
@@ -41,7 +41,7 @@ def test_kernels_are_compared_by_their_instructions(after, same, differ):
 
 
 def test_one_new_name_stands_for_one_kernel():
-    assert compared(dump(a="1 2", b="1 2"), dump(c="1 2")) == (1, ["b: before alone"])
+    assert compared(dump(a="1 2", b="1 2"), dump(c="1 2")) == (1, ["b: only before"])
 
 
 def test_control_words_count():

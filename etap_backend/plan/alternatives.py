@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from etap_backend.plan import files
 from etap_backend.plan.deployment import Deployment
-from etap_backend.plan.gpu import Gpu, Status, read_gpu
+from etap_backend.plan.gpu import Gpu, read_gpu
 from etap_backend.plan.model import Model
 from etap_backend.plan.sparse import make_sparse_plan
 from etap_backend.plan.step import Gain, Plan, make_dense_plan, why_not
@@ -14,22 +14,15 @@ from etap_backend.plan.step import Gain, Plan, make_dense_plan, why_not
 
 @dataclass(frozen=True)
 class Alternative:
-    """One layout with one cache.
-
-    Attributes:
-        most_requests: requests of the asked context that fit on all GPUs.
-        most_context: tokens that each request of the asked batch may have.
-        gain: None where no kernel was timed.
-    """
+    """One layout with one cache."""
 
     layout: str
     cache: str
     tokens: int
     tokens_wanted: int
-    most_requests: int
-    most_context: int
-    gain: Gain | None
-    rest_status: Status
+    most_requests: int  # requests of the asked context that fit on all GPUs
+    most_context: int  # tokens that each request of the asked batch may have
+    gain: Gain | None  # None where no kernel was timed
 
     @property
     def fits(self) -> bool:
@@ -74,5 +67,5 @@ def what_fits(model: Model, gpu: Gpu, on: Deployment, attention_share: float | N
             most = memory.requests_of(memory.tokens_wanted // how.local_batch) * how.dp
             context = memory.tokens // page // how.local_batch * page * how.dcp
             sizes = memory.tokens, memory.tokens_wanted, most, context
-            found.append(Alternative(layout, cache, *sizes, made.gain, made.rest_status))
+            found.append(Alternative(layout, cache, *sizes, made.gain))
     return found

@@ -11,7 +11,7 @@ from etap_backend.plan.deployment import Deployment, cache_named
 from etap_backend.plan.files import parse_tokens
 from etap_backend.plan.gpu import read_gpu
 from etap_backend.plan.model import read_model
-from etap_backend.plan.report import document, screen, sources
+from etap_backend.plan.report import document, screen
 
 FLAGS = {"model": "model", "gpus": "--count", "cache": "--kv-dtype"}
 
@@ -33,7 +33,7 @@ def run(options: argparse.Namespace) -> int:
         tp = _tensor_parallel(options.count, options.dp * options.pp) if options.tp is None else options.tp
         context, cache = parse_tokens(options.context), cache_named(options.kv_dtype, model)
         layout = (options.count, tp, options.dp, options.pp, options.dcp)
-        on = Deployment(*layout, cache, context, options.batch, options.s_q, options.utilization, options.experts)
+        on = Deployment(*layout, cache, context, options.batch, options.s_q, options.utilization)
         made = make_plan(model, gpu, on, options.attention_share)
         found = what_fits(model, gpu, on, options.attention_share)
     except (ValueError, ImportError) as error:  # the compiled library says how it groups query rows
@@ -45,6 +45,4 @@ def run(options: argparse.Namespace) -> int:
         print(json.dumps(document(options.model, model, gpu, on, made, found), indent=1, allow_nan=False))
         return 0
     print(screen(options.model, model, gpu, on, made, found))
-    if options.sources:
-        print(sources(gpu, model, made))
     return 0

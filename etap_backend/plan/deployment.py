@@ -20,30 +20,18 @@ def cache_named(name: str, model: Model) -> str:
 
 @dataclass(frozen=True)
 class Deployment:
-    """GPUs and their layout, the cache, and the load.
+    """GPUs and their layout, the cache, and the load."""
 
-    Attributes:
-        gpus, tp, dp, pp: gpus = tp x dp x pp. Attention runs on each dp replica; experts are spread over tp x dp.
-        dcp: decode context parallelism, the tp ranks that share a request's tokens.
-        cache: "bfloat16" or "fp8".
-        context: tokens of every request in the cache.
-        batch: requests that decode at the same time on all GPUs.
-        s_q: query tokens per request and step; more than 1 with multi-token prediction.
-        utilization: share of the GPU's memory that the engine may take.
-        experts: routed experts per layer that a step reads; None when tokens choose evenly.
-    """
-
-    gpus: int = 8
+    gpus: int = 8  # tp x dp x pp
     tp: int = 8
-    dp: int = 1
+    dp: int = 1  # attention runs on each replica; experts are spread over tp x dp
     pp: int = 1
-    dcp: int = 1
-    cache: str = "bfloat16"
-    context: int = 16384
-    batch: int = 16
-    s_q: int = 1
-    utilization: float = 0.92
-    experts: float | None = None
+    dcp: int = 1  # decode context parallelism: the tp ranks that share a request's tokens
+    cache: str = "bfloat16"  # or "fp8"
+    context: int = 16384  # tokens of every request in the cache
+    batch: int = 16  # requests that decode at the same time on all GPUs
+    s_q: int = 1  # query tokens per request and step; more than 1 with multi-token prediction
+    utilization: float = 0.92  # share of the GPU's memory that the engine may take
 
     @property
     def local_batch(self) -> int:
@@ -57,9 +45,6 @@ class Deployment:
                 raise ValueError(f"{name}: wanted at least 1 and at most {MOST}, got {value}")
         if not 0 < self.utilization <= 1:
             raise ValueError(f"utilization: wanted more than 0 and at most 1, got {self.utilization}")
-        most = model.n_routed_experts
-        if self.experts is not None and not 0 < self.experts <= most:
-            raise ValueError(f"experts: wanted more than 0 and at most the model's {most}, got {self.experts}")
         if self.cache not in CACHE_BYTES:
             raise ValueError(f"cache: wanted one of {', '.join(CACHE_BYTES)}, got {self.cache}")
         if self.tp * self.dp * self.pp != self.gpus:
@@ -67,14 +52,11 @@ class Deployment:
         self._check_layout(model)
 
     def _check_layout(self, model: Model) -> None:
-        linear = model.linear_attn_config
-        for name, whole, what in (
-            ("tp", model.num_attention_heads, "heads"),
-            ("tp", linear and linear.num_heads, "heads of linear attention"),
-            ("tp", model.v4 and model.o_groups, "groups of heads"),
-        ):
-            if whole and whole % self.tp:
-                raise ValueError(f"{name}: wanted a divisor of {whole} {what}, got {self.tp}")
+        linear = model.linear_attn_config.num_heads if model.linear_attn_config else 0
+        heads = {"heads": model.num_attention_heads, "heads of linear attention": linear}
+        for what, whole in (heads | {"groups of heads": model.o_groups if model.v4 else 0}).items():
+            if whole % self.tp:
+                raise ValueError(f"tp: wanted a divisor of {whole} {what}, got {self.tp}")
         if self.tp % self.dcp:
             raise ValueError(f"dcp: wanted a divisor of tp = {self.tp}, got {self.dcp}")
         for name, only in (("dcp", 1), ("cache", "fp8")) if model.v4 else ():

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from etap_backend.plan import files
@@ -53,16 +53,7 @@ LONGEST_REST = Figure(
 
 @dataclass(frozen=True)
 class Gpu:
-    """A file of configs/hardware; rates in bytes or dense operations per second.
-
-    Attributes:
-        etap, etap_fp8_math: ETAP's calls, the latter with FP8 products where their line differs.
-        padded: FlashMLA's kernels alone, built from its sources.
-        padded_in_vllm: FlashMLA as vLLM ships and calls it, where that was measured.
-        longest_rest: how many times its estimate the rest of a step may take.
-        sparse: sparse calls, lines fitted to `python -m bench`'s files for `sparse` and `v4`.
-        sparse_like: the GPU whose `sparse` lines stand in for this one's.
-    """
+    """A file of configs/hardware; rates in bytes or dense operations per second."""
 
     name: str
     memory_bytes: Figure
@@ -73,25 +64,17 @@ class Gpu:
     sustained_bf16_flops: Figure
     sms: Figure
     etap: Call
-    padded: Call
-    etap_fp8_math: Call | None = None
-    padded_in_vllm: Call | None = None
-    longest_rest: Figure = LONGEST_REST
+    padded: Call  # FlashMLA's kernels without an engine, built from its sources
+    etap_fp8_math: Call | None = None  # with FP8 products, where they follow another line
+    padded_in_vllm: Call | None = None  # FlashMLA as vLLM ships and calls it, where that was measured
+    longest_rest: Figure = LONGEST_REST  # how many times its estimate the rest of a step may take
     sparse: tuple[SparseCall, ...] = ()
-    sparse_like: str = ""
+    sparse_like: str = ""  # the GPU whose `sparse` calls stand in for this one's
 
     def sustained_flops(self, *, fp8: bool) -> float:
         """Operations per second of WGMMA on 16-bit or FP8 numbers; FP8 reaches the same share of its nominal rate."""
         share = self.sustained_bf16_flops.value / self.bf16_flops.value
         return self.fp8_flops.value * share if fp8 else self.sustained_bf16_flops.value
-
-    @property
-    def figures(self) -> dict[str, Figure]:
-        return {one.name: value for one in fields(self) if isinstance(value := getattr(self, one.name), Figure)}
-
-    @property
-    def calls(self) -> dict[str, Call]:
-        return {one.name: value for one in fields(self) if isinstance(value := getattr(self, one.name), Call)}
 
 
 def read_gpu(name: str) -> Gpu:

@@ -7,15 +7,16 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from etap_backend.plan.deployment import Deployment
-from etap_backend.plan.gpu import Figure, Gpu
+from etap_backend.plan.gpu import Gpu
 from etap_backend.plan.model import CSA, HCA, V4, V41, Model
 
 PAGE_TOKENS = 64
-# Activations of the largest prefill chunk, CUDA graphs, NCCL, allocator.
-RESERVE_BYTES = Figure(5.6e9, "derived", "8 x H200, vLLM 0.26.0: memory less weights less KV cache")
-# 512 MiB for the scores of a prefill, and 40 keys of 132 bytes for each of 163,840 tokens, DeepSeek-V3.2's longest
-# context; a lower --max-model-len takes less.
-INDEXER_RESERVE_BYTES = Figure(1.4e9, "derived", "vLLM 0.26.0 and 0.33.0: the indexer's buffers")
+# Activations of the largest prefill chunk, CUDA graphs, NCCL, allocator: what vLLM 0.26.0 on 8 x H200 had left beside
+# weights and KV cache.
+RESERVE_BYTES = 5.6e9
+# The indexer's buffers in vLLM 0.33: 512 MiB for the scores of a prefill, and 40 keys of 132 bytes for each of 163,840
+# tokens, DeepSeek-V3.2's longest context; a lower --max-model-len takes less.
+INDEXER_RESERVE_BYTES = 1.4e9
 ABSORBED = "attention, absorbed copy"
 
 
@@ -181,21 +182,16 @@ class Memory:
     """Bytes of the fullest GPU, and the tokens that its KV cache can hold.
 
     For DeepSeek-V4 the bytes are vLLM's: entries and keys per token, windows and partial sums per request.
-
-    Attributes:
-        state_per_request: bytes that do not grow with a request's tokens.
-        requests: requests that decode on this GPU.
-        indexer_per_token: the indexers' part of cache_per_token.
     """
 
     total: float
     usable: float
     weights: float
     reserve: float
-    state_per_request: int
-    requests: int
+    state_per_request: int  # bytes that do not grow with a request's tokens
+    requests: int  # that decode on this GPU
     cache_per_token: float
-    indexer_per_token: float
+    indexer_per_token: float  # the indexers' part of it
     tokens_wanted: int
     page_tokens: int = PAGE_TOKENS
 
@@ -265,7 +261,7 @@ def memory_of(model: Model, gpu: Gpu, on: Deployment) -> Memory:
         _most_in_a_stage(kind, model, on.pp) + predicting for kind in (model.attention_layers, model.indexer_layers)
     )
     indexer_per_token = indexers * model.index_row_bytes
-    reserve, page_tokens = RESERVE_BYTES.value + (INDEXER_RESERVE_BYTES.value if model.sparse else 0), PAGE_TOKENS
+    reserve, page_tokens = RESERVE_BYTES + (INDEXER_RESERVE_BYTES if model.sparse else 0), PAGE_TOKENS
     cache_per_token, state = model.cache_row_bytes(on.cache) * layers + indexer_per_token, state_bytes(model, on)
     if model.v4:
         pool = pool_of(model, on)

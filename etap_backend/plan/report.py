@@ -8,18 +8,13 @@ from dataclasses import asdict
 
 from etap_backend.plan.alternatives import Alternative
 from etap_backend.plan.deployment import Deployment
-from etap_backend.plan.gpu import Figure, Gpu
-from etap_backend.plan.memory import INDEXER_RESERVE_BYTES, RESERVE_BYTES, parameters_of, pool_of, weights_of
+from etap_backend.plan.gpu import Gpu
+from etap_backend.plan.memory import parameters_of, pool_of, weights_of
 from etap_backend.plan.model import Model
 from etap_backend.plan.sparse import call_size, v4_lists
-from etap_backend.plan.step import GEMM_BANDWIDTH, LAYER_US, Attention, Gain, Plan
+from etap_backend.plan.step import Attention, Gain, Plan
 
 SHORT = {"bfloat16": "bf16", "fp8": "FP8"}
-ASSUMPTIONS = {"layer_us": LAYER_US, "gemm_bandwidth_share": GEMM_BANDWIDTH, "reserve_bytes": RESERVE_BYTES}
-
-
-def _assumptions(model: Model) -> dict[str, Figure]:
-    return ASSUMPTIONS | ({"indexer_reserve_bytes": INDEXER_RESERVE_BYTES} if model.sparse else {})
 
 
 def _kernels(plan: Plan) -> list[Attention]:
@@ -31,26 +26,22 @@ def document(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, foun
 
     With sparse attention `step_with_ms` is a lower bound, as the indexer's time is.
     """
-    memory, counted = plan.memory, ("left", "state", "tokens", "cache_wanted", "fits")
-    attention = {
+    kernels = {
         kernel.kernel: asdict(kernel)
         | {"call_us": kernel.call_us, "attention_ms": kernel.step_ms, "step_with_ms": plan.step_with(kernel)}
         for kernel in _kernels(plan)
     }
+    counted = {key: getattr(plan.memory, key) for key in ("left", "state", "tokens", "cache_wanted", "fits")}
     return {
-        "model": {"name": name, "parameters": parameters_of(model), **asdict(model)},
-        "gpu": asdict(gpu),
+        "model": {"name": name, "parameters": parameters_of(model)},
+        "gpu": gpu.name,
         "deployment": asdict(on),
-        "assumptions": {key: asdict(figure) for key, figure in _assumptions(model).items()},
-        "weights": [asdict(part) | {"bytes_per_gpu": part.bytes_per_gpu} for part in weights_of(model, on)],
-        "memory": asdict(memory) | {key: getattr(memory, key) for key in counted},
+        "memory": asdict(plan.memory) | counted,
         "bf16_tokens": plan.bf16_tokens,
-        "caches": asdict(pool_of(model, on)) if model.v4 else None,
-        "indexer": attention.pop("indexer", None),
-        "attention": attention,
+        "indexer": kernels.pop("indexer", None),
+        "attention": kernels,
         "step": {
             "rest_ms": plan.rest_ms,
-            "rest_status": plan.rest_status,
             "longest_rest_ms": plan.longest_rest * plan.rest_ms,
             "attention_share_padded": plan.share,
             "gain": plan.gain and asdict(plan.gain),
@@ -208,23 +199,8 @@ def screen(name: str, model: Model, gpu: Gpu, on: Deployment, plan: Plan, found:
         _remarks(model, gpu, on, plan),
         f"What fits: requests of {_in_k(on.context)}; tokens of each of {on.batch}; gain where {_load(on)} fits",
         _alternatives_table(found),
-        f"{closing}Where each number is from: --sources.",
+        f"{closing}The GPU's file in configs/hardware has the sources of its numbers.",
     ]
     width = max(20, shutil.get_terminal_size().columns)
     wrap = textwrap.TextWrapper(width, break_long_words=False, break_on_hyphens=False)
     return "\n".join(text if "\n" in text else wrap.fill(text) for text in words)
-
-
-def sources(gpu: Gpu, model: Model, plan: Plan) -> str:
-    """Every number that the plan starts from, with its status and source."""
-    rows = [["What the numbers are", "value", "", "source"]]
-    for name, figure in {**gpu.figures, **_assumptions(model)}.items():
-        rows.append([name.replace("_", " "), f"{figure.value:,.4g}", figure.status, figure.source])
-    kernels = {kernel.kernel: kernel.call for kernel in (plan.etap, *plan.peers) if kernel.call}
-    for name, call in (kernels if model.sparse else gpu.calls).items():
-        line = f"{call.fixed_us:.3g} us + {call.factor:.3g} x roofline"
-        rows.append([f"call, {name.replace('_', ' ')}", line, call.status, call.source])
-    if not model.sparse:
-        fp8 = "the same, with an FP8 cache's roofline; from 65 us on within 15% of results/targets-fp8*.json"
-        rows.append(["call, FP8 cache", "", "derived", fp8])
-    return _table(rows, words=4)

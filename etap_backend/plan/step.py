@@ -1,4 +1,4 @@
-"""Decode attention and the rest of a step on one GPU, and what ETAP gains. docs/plan.md has the formulas."""
+"""Decode attention and the rest of a step on one GPU, and what ETAP gains. docs/sizing.md has the formulas."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from etap_backend.limits import SPARSE_FP8, why_unsupported, why_unsupported_sparse
 from etap_backend.plan.deployment import Deployment
-from etap_backend.plan.gpu import Call, Figure, Gpu, Status
+from etap_backend.plan.gpu import Call, Gpu, Status
 from etap_backend.plan.memory import Memory, Weights, memory_of, state_bytes, weights_of
 from etap_backend.plan.model import CACHE_BYTES, Model
 from etap_backend.schedule import decode_shape
@@ -19,9 +19,9 @@ PADDED_ROWS = 64  # WGMMA's M: row tile of kernels with query rows there
 FP4_ROWS = 8  # smallest row tile of Marlin, which both engines use for FP4 weights on Hopper
 
 # Fitted to five readings of DeepSeek-R1 on 8 x H200 (vLLM's step at batch 1, SGLang 0.5.7's TPOT at concurrency 8 to
-# 64). A layer's time holds what does not grow with the batch: launches, small kernels, two all-reduces' latency.
-LAYER_US = Figure(107.0, "derived", "fitted to 8 x H200 readings of vLLM 0.26.0 and SGLang 0.5.7")
-GEMM_BANDWIDTH = Figure(0.75, "derived", "of the sustained bandwidth; fitted with the time per layer")
+# 64): a layer's time that does not grow with the batch (launches, small kernels, two all-reduces' latency), and the
+# share of the sustained bandwidth that other products reach.
+LAYER_US, GEMM_BANDWIDTH = 107.0, 0.75
 
 
 def why_not(model: Model, on: Deployment) -> str | None:
@@ -42,21 +42,14 @@ def check(model: Model, on: Deployment) -> None:
 
 @dataclass(frozen=True)
 class Attention:
-    """One kernel's decode attention on one GPU.
-
-    Attributes:
-        rows: query rows that the tensor cores compute, padding included.
-        roofline_us: one call's bytes over bandwidth, or operations over the tensor cores' rate, both sustained.
-        bound: which of the two is longer.
-        call: how the time follows from the roofline; None where no call was timed.
-    """
+    """One kernel's decode attention on one GPU."""
 
     kernel: str
-    rows: int
-    roofline_us: float
-    bound: str
+    rows: int  # query rows that the tensor cores compute, padding included
+    roofline_us: float  # one call's bytes over bandwidth, or operations over the tensor cores' rate, both sustained
+    bound: str  # the longer of the two
     layers: int
-    call: Call | None
+    call: Call | None  # how the time follows from the roofline; None where no call was timed
 
     @property
     def call_us(self) -> float:
@@ -125,13 +118,13 @@ def _gemm_seconds(part: Weights, model: Model, gpu: Gpu, on: Deployment) -> floa
     touched, rows = 1.0, on.local_batch * on.s_q
     if part.experts:
         tokens, chosen = on.batch * on.s_q, model.num_experts_per_tok / model.n_routed_experts
-        touched = 1 - (1 - chosen) ** tokens if on.experts is None else on.experts / model.n_routed_experts
+        touched = 1 - (1 - chosen) ** tokens  # tokens choose evenly
         rows = tokens * chosen / touched
     fp4 = part.bytes_each < 1
     tile = FP4_ROWS if fp4 else PADDED_ROWS
     tiled = math.ceil(rows / tile) * tile
     rate = gpu.sustained_flops(fp8=model.fp8_weights and part.bytes_each < 2 and not fp4)
-    memory = touched * part.bytes_per_gpu / (gpu.sustained_bandwidth.value * GEMM_BANDWIDTH.value)
+    memory = touched * part.bytes_per_gpu / (gpu.sustained_bandwidth.value * GEMM_BANDWIDTH)
     return max(memory, 2 * tiled * touched * part.parameters / part.shards / rate)
 
 
@@ -140,44 +133,31 @@ def rest_of_step_ms(model: Model, gpu: Gpu, on: Deployment) -> float:
     gemms = sum(_gemm_seconds(part, model, gpu, on) for part in weights_of(model, on) if part.read_by_decode)
     # Linear attention reads and writes its state.
     states = 2 * on.local_batch * state_bytes(model, replace(on, pp=1)) / gpu.sustained_bandwidth.value
-    return (gemms + states) * 1e3 + model.num_hidden_layers * LAYER_US.value / 1e3
+    return (gemms + states) * 1e3 + model.num_hidden_layers * LAYER_US / 1e3
 
 
 @dataclass(frozen=True)
 class Gain:
-    """ETAP in place of another kernel.
+    """ETAP in place of another kernel."""
 
-    Attributes:
-        call: the other kernel's time per call over ETAP's.
-        lower, upper: two estimates of the share of tokens per second gained.
-        fp8_math: whether ETAP multiplies in FP8.
-    """
-
-    call: float
-    lower: float
+    call: float  # the other kernel's time per call over ETAP's
+    lower: float  # two estimates of the share of tokens per second gained
     upper: float
-    fp8_math: bool = False
+    fp8_math: bool = False  # whether ETAP multiplies in FP8
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The planner's answer. With sparse attention the indexer's time, and so a step's, is a lower bound.
-
-    Attributes:
-        peers: the other kernels that were timed for this GPU.
-        longest_rest: how many times rest_ms the lower estimate of a gain assumes.
-        fp8_math: ETAP with FP8 products on an FP8 cache.
-        in_bf16, bf16_tokens: ETAP with a bfloat16 cache and the tokens that fit then, beside an FP8 cache.
-    """
+    """The planner's answer. With sparse attention the indexer's time, and so a step's, is a lower bound."""
 
     memory: Memory
     etap: Attention
-    peers: tuple[Attention, ...]
+    peers: tuple[Attention, ...]  # the other kernels that were timed for this GPU
     rest_ms: float
     rest_status: Status
-    longest_rest: float
-    fp8_math: Attention | None = None
-    in_bf16: Attention | None = None
+    longest_rest: float  # how many times rest_ms the lower estimate of a gain assumes
+    fp8_math: Attention | None = None  # with an FP8 cache: ETAP with FP8 products,
+    in_bf16: Attention | None = None  # ETAP with a bfloat16 cache, and the tokens that fit then
     bf16_tokens: int | None = None
     indexer: Attention | None = None
 

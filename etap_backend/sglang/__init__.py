@@ -5,8 +5,8 @@ SGLang calls `register` through the entry point `etap` of group `sglang.srt.plug
 
 
 def register() -> None:
-    """Make the attention backend name etap known to SGLang. May be called any number of times; touches no CUDA."""
-    # Imported here: the command line and the tests import this package where there is no SGLang.
+    """Register the attention backend etap in SGLang. May be called any number of times; touches no CUDA."""
+    # Imported here: the command line and the tests import this package where SGLang is not installed.
     from etap_backend.sglang import registration
 
     registration.register()

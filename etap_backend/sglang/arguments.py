@@ -1,4 +1,4 @@
-"""What ETAP asks of SGLang's arguments, and says before any weight is loaded."""
+"""Which of SGLang's arguments ETAP serves; the others are refused before any weight is loaded."""
 
 from collections.abc import Iterator
 
@@ -9,43 +9,46 @@ from etap_backend.limits import SPARSE_FP8, TILE_TOKENS, why_unsupported, why_un
 from etap_backend.sglang import versions
 
 BLOCK_ALGORITHMS = ("DFLASH", "DSPARK")
-"""Those whose drafts come as a block, and are verified as a chain. Tokens of a block attend to each other without a
-mask, so that the draft model has another backend.
+"""Algorithms that draft a block and verify it as a chain. Tokens of a block attend to each other without a mask, so
+that the draft model needs another backend.
 """
 
 ALGORITHMS = ("NEXTN", "EAGLE", "EAGLE3", "STANDALONE", *BLOCK_ALGORITHMS)
-"""Those whose drafts are a chain when topk is 1; others may verify a tree, whose mask the kernels do not take."""
+"""Algorithms whose drafts are a chain when topk is 1. Others may verify a tree, and the kernels take no mask."""
 
 _DTYPES = {"half": torch.float16, "float16": torch.float16, "float": torch.float32, "float32": torch.float32}
 
 
-def names_of_model(view) -> tuple[str | None, ...]:
-    """The attention backends of the model; a draft model may have another."""
+def model_backends(view) -> tuple[str | None, ...]:
+    """The names of the model's attention backends; a draft model may have another."""
     return view.attention_backend, view.decode_attention_backend, view.prefill_attention_backend
 
 
 def why_not(view, name: str) -> str | None:
-    """Say why ETAP, under this name, cannot serve the model with these arguments, or None; the first of the reasons."""
+    """Say why ETAP, under this name, cannot serve the model with these arguments, or None."""
     model = versions.model_config(view)
-    reasons = _of_v4 if versions.is_v4(model) else _of_others
-    return next(filter(None, reasons(view, model, name)), None) or engine_contract.why_no_library()
+    refusals = _v4_refusals if versions.is_v4(model) else _non_v4_refusals
+    return next(filter(None, refusals(view, model, name)), None) or engine_contract.why_no_library()
 
 
-def why_not_unasked(view) -> str | None:
-    """Say what asks for another backend, where the user named none and SGLang could not fall back to its own."""
+def why_not_default(view) -> str | None:
+    """Say why ETAP must not become the default, beside what `why_not` refuses, or None.
+
+    With these arguments SGLang itself would refuse ETAP, or could not fall back to its own backend.
+    """
     if _compute_capability() is None:
         return "torch sees no GPU"
     if view.speculative_draft_model_path not in (None, view.model_path):
-        return "a draft model of its own, which may have no MLA (speculative_draft_model_path)"
+        return "a separate draft model may have no MLA (speculative_draft_model_path)"
     named = ("enable_unified_memory", "enable_page_major_kv_layout", "dcp_size")
     found = [argument for argument in named if getattr(view, argument) not in (False, None, 1)]
     return f"{found[0]} needs a backend to be named" if found else why_not_kernels(view)
 
 
-def why_page_size(page_size: int) -> str | None:
-    """Say why pages may not have so many tokens, or None when they may.
+def why_not_page_size(page_size: int) -> str | None:
+    """Say why pages may not have this many tokens, or None.
 
-    The kernels take any number, but SGLang's own, which fills the block table, steps through it in powers of two.
+    ETAP's kernels take any number. SGLang's kernel that fills the block table takes powers of two.
     """
     most = versions.TOKENS_PER_PROGRAM
     if page_size & (page_size - 1) or page_size > most:
@@ -53,24 +56,24 @@ def why_page_size(page_size: int) -> str | None:
     return None
 
 
-def _of_others(view, model, name: str) -> Iterator[str | None]:
-    sparse, of_model = versions.is_sparse(model), name in names_of_model(view)
+def _non_v4_refusals(view, model, name: str) -> Iterator[str | None]:
+    sparse, is_models = versions.is_sparse(model), name in model_backends(view)
     if versions.is_dots(model):
-        why = "SGLang makes the backend of its sparse layers itself, and its window layers read plans of its own"
+        why = "SGLang makes the backend of its sparse layers itself, and its window layers read other plans"
         yield f"Dots3-Note is not supported: {why}; wanted no attention backend named, SGLang's own then runs"
-    if of_model and versions.scales_queries(model):
-        yield from _of_scaled_queries(view, sparse)
+    if is_models and versions.scales_queries(model):
+        yield from _scaled_query_refusals(view, sparse)
     if not sparse:
-        yield from _of_dense(view, of_model and not versions.is_mla(model))
-    elif of_model:
-        yield from _of_sparse(view, model, name)
-    yield from _of_drafts(view, of_model)
+        yield from _dense_refusals(view, is_models and not versions.is_mla(model))
+    elif is_models:
+        yield from _sparse_refusals(view, model, name)
+    yield from _draft_refusals(view, is_models)
     if view.enable_deterministic_inference:
-        yield from _of_determinism(view, sparse)
+        yield from _determinism_refusals(view, sparse)
 
 
-def _of_scaled_queries(view, sparse: bool) -> Iterator[str]:
-    """What needs queries and keys in two parts, or keys of the latent rows, which SGLang makes without the scaling."""
+def _scaled_query_refusals(view, sparse: bool) -> Iterator[str]:
+    """Modes that need queries in two tensors, or keys made of the latent rows: SGLang forgets the scaling there."""
     modes = {
         "sparse attention": sparse,
         f"decode context parallelism (dcp_size {view.dcp_size})": view.dcp_size > 1,
@@ -81,20 +84,20 @@ def _of_scaled_queries(view, sparse: bool) -> Iterator[str]:
         yield f"a model whose queries are scaled by position (llama_4_scaling) is not supported with {mode}"
 
 
-def _of_dense(view, not_mla: bool) -> Iterator[str | None]:
+def _dense_refusals(view, not_mla: bool) -> Iterator[str | None]:
     page_size = TILE_TOKENS if view.page_size is None else view.page_size
-    yield _of_kernels(view, why_unsupported, page_size=page_size, kv_cache_dtype=_cache_dtype(view))
-    yield why_page_size(page_size)
+    yield _kernel_refusal(view, why_unsupported, page_size=page_size, kv_cache_dtype=_cache_dtype(view))
+    yield why_not_page_size(page_size)
     if not_mla:
         yield "the model's attention is not MLA"
     if view.enable_prefill_cp or view.attn_cp_size > 1:
-        # Each rank has a share of a prompt, whose rows the backend would gather.
+        # Each rank computes a share of a prompt, and the backend would have to gather the rows.
         yield "prefill context parallelism (enable_prefill_cp) is not supported"
 
 
-def _of_sparse(view, model, name: str) -> Iterator[str | None]:
+def _sparse_refusals(view, model, name: str) -> Iterator[str | None]:
     cache_dtype = _cache_dtype(view)
-    yield _of_kernels(
+    yield _kernel_refusal(
         view,
         why_unsupported_sparse,
         head_dim=model.kv_lora_rank + model.qk_rope_head_dim,
@@ -103,8 +106,8 @@ def _of_sparse(view, model, name: str) -> Iterator[str | None]:
     )
     if name == versions.FP8_MATH_NAME:
         yield f"it multiplies FP8 caches of dense attention, and the model's is sparse: wanted {versions.NAME}"
-    # SGLang has filled in the model's by now, so that one is there for each phase.
-    if others := sorted(other for other in names_of_model(view) if other not in (None, name)):
+    # SGLang has filled in a name for each phase by now.
+    if others := sorted(other for other in model_backends(view) if other not in (None, name)):
         wanted = "wanted it for the whole model; --dsa-prefill-backend chooses the kernels of prefill"
         yield f"beside {others[0]} it is not supported with sparse attention: {wanted}"
     draft_name = view.speculative_draft_attention_backend
@@ -112,7 +115,7 @@ def _of_sparse(view, model, name: str) -> Iterator[str | None]:
         yield f"speculative_draft_attention_backend {draft_name} is not supported: wanted {name}, or none"
 
 
-def _of_drafts(view, of_model: bool) -> Iterator[str]:
+def _draft_refusals(view, is_models: bool) -> Iterator[str]:
     algorithm, topk = view.speculative_algorithm, view.speculative_eagle_topk
     if algorithm is None:
         return
@@ -122,28 +125,28 @@ def _of_drafts(view, of_model: bool) -> Iterator[str]:
         yield f"speculative_eagle_topk {topk} is not supported: wanted 1, a chain of drafts"
     if view.dcp_size > 1:
         yield f"speculative decoding with decode context parallelism (dcp_size {view.dcp_size}) is not supported"
-    if of_model and algorithm in BLOCK_ALGORITHMS:
+    if is_models and algorithm in BLOCK_ALGORITHMS:
         draft = view.speculative_draft_attention_backend
         if draft in (None, *versions.NAMES):
-            wanted = "wanted another's name, such as fa3: the draft model attends without a mask"
+            wanted = "wanted another backend, such as fa3: the draft model attends without a mask"
             yield f"speculative_draft_attention_backend {draft} is not supported with {algorithm}: {wanted}"
         if versions.verifies_raggedly():
             yield f"SGLANG_RAGGED_VERIFY_MODE is not supported with {algorithm}: wanted static"
 
 
-def _of_determinism(view, sparse: bool) -> Iterator[str]:
-    """What cannot be deterministic, for which prefill is FlashAttention 3's."""
+def _determinism_refusals(view, sparse: bool) -> Iterator[str]:
+    """Modes that cannot be deterministic. In the others FlashAttention 3 prefills."""
     mode = "enable_deterministic_inference is not supported"
     if sparse:
         yield f"{mode} with sparse attention: SGLang has no indexer that chooses the same rows in every batch"
     if view.dcp_size > 1:
         yield f"{mode} with decode context parallelism (dcp_size {view.dcp_size})"
     if view.kv_cache_dtype == "fp8_e4m3" and _prefills(view):
-        yield f"{mode} with an FP8 cache: nobody has shown that prefill from it is deterministic"
+        yield f"{mode} with an FP8 cache: prefill from it is not known to be deterministic"
 
 
-def _of_v4(view, model, name: str) -> Iterator[str | None]:
-    yield _of_kernels(view, why_unsupported_sparse, head_dim=model.head_dim, v_head_dim=model.v_head_dim)
+def _v4_refusals(view, model, name: str) -> Iterator[str | None]:
+    yield _kernel_refusal(view, why_unsupported_sparse, head_dim=model.head_dim, v_head_dim=model.v_head_dim)
     if name != versions.NAME:
         yield f"it multiplies FP8 caches of dense attention, and the model is DeepSeek-V4: wanted {versions.NAME}"
     if view.kv_cache_dtype not in ("auto", "fp8_e4m3"):
@@ -152,19 +155,19 @@ def _of_v4(view, model, name: str) -> Iterator[str | None]:
     wanted = dict.fromkeys(phases, (None, versions.V4_NAME))
     wanted |= {"dsv4_attn_backend": ("auto", "flashmla"), "dsv4_prefill_backend": ("auto", "flashmla_sparse")}
     for argument, values in wanted.items():
-        value = getattr(view, argument, values[0])
+        value = getattr(view, argument)
         if value not in values:
             yield f"{argument} {value} is not supported with DeepSeek-V4: wanted {values[0] or 'none'}"
-    yield _why_no_variant(view, model)
+    yield _sparse_mode_refusal(view, v4=True)
 
 
 def resolve_sparse_kernels(declared: dict, view) -> dict | None:
     """Name ETAP as the kernel of sparse decode, and of prefill unless the user chose one, where ETAP was chosen.
 
     Raises:
-        ValueError: the user chose kernels beside which it cannot run; the text says which.
+        ValueError: the user chose kernels that ETAP cannot run beside; the text says which.
     """
-    if versions.NAME not in names_of_model(view):
+    if versions.NAME not in model_backends(view):
         return None
     if reason := why_not_kernels(view):
         raise ValueError(f"--attention-backend {versions.NAME}: {reason}")
@@ -173,9 +176,9 @@ def resolve_sparse_kernels(declared: dict, view) -> dict | None:
 
 
 def why_not_kernels(view) -> str | None:
-    """Say which kernels of sparse attention the user chose beside which ETAP cannot run, or None."""
+    """Say which kernels or modes of sparse attention the user chose that ETAP cannot run beside, or None."""
     model = versions.model_config(view)
-    if reason := versions.is_sparse(model) and _why_no_variant(view, model):
+    if reason := versions.is_sparse(model) and _sparse_mode_refusal(view, versions.is_v4(model)):
         return reason
     prefill, decode = versions.given(view).dsa_prefill_backend, versions.given(view).dsa_decode_backend
     if decode not in (None, versions.NAME):
@@ -188,20 +191,19 @@ def why_not_kernels(view) -> str | None:
     return None
 
 
-def _why_no_variant(view, model) -> str | None:
-    v4 = versions.is_v4(model)
-    variants = {
-        "decode context parallelism (dcp_size)": view.dcp_size > 1 and (v4 or versions.share_of_lists() is None),
+def _sparse_mode_refusal(view, v4: bool) -> str | None:
+    modes = {
+        "decode context parallelism (dcp_size)": view.dcp_size > 1 and v4,
         "prefill context parallelism (enable_prefill_cp)": view.enable_prefill_cp,
         "a KV cache in host memory (enable_hisparse)": view.enable_hisparse and v4,
     }
-    unsupported = [variant for variant, present in variants.items() if present]
-    return f"{unsupported[0]} is not supported with sparse attention" if unsupported else None
+    chosen = [mode for mode, is_chosen in modes.items() if is_chosen]
+    return f"{chosen[0]} is not supported with sparse attention" if chosen else None
 
 
-def _of_kernels(view, why, **asked) -> str | None:
+def _kernel_refusal(view, why_unsupported, **asked) -> str | None:
     dtype = _DTYPES.get(view.dtype, torch.bfloat16)
-    return why(dtype=dtype, compute_capability=_compute_capability(), **asked)
+    return why_unsupported(dtype=dtype, compute_capability=_compute_capability(), **asked)
 
 
 def _compute_capability() -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""What SGLang's configuration says of the calls of all backends in a process, and whether the kernels can run them."""
+"""What SGLang's configuration fixes for all calls of a rank, and whether the kernels can run them."""
 
 from dataclasses import dataclass
 
@@ -16,11 +16,11 @@ class Policy:
     """How a model is decoded on this rank.
 
     Attributes:
-        num_heads: query heads of a call; decode context parallelism gathers those of its ranks.
-        ranks: of decode context parallelism.
-        verified: query tokens of a request whose drafts are verified; 1 without drafts.
-        max_requests: most requests of a step, which SGLang pads so that the ranks divide each half of it.
-        deterministic: whether a result must not depend on the requests beside it.
+        num_heads: query heads per call; decode context parallelism gathers the heads of its ranks.
+        ranks: ranks of decode context parallelism.
+        verified: query tokens per request in a verification of drafts; 1 without drafts.
+        max_requests: most requests per step; SGLang pads steps so that the ranks divide each half.
+        deterministic: whether a request's result must not depend on the other requests.
     """
 
     num_heads: int
@@ -31,7 +31,7 @@ class Policy:
 
     @classmethod
     def of(cls, model_runner) -> "Policy":
-        """That of a runner's model."""
+        """The policy of a runner's model."""
         parallel = get_parallel()
         multiple = 2 * parallel.attn_tp_size
         return cls(
@@ -47,8 +47,8 @@ class Policy:
 
         Args:
             model_runner: SGLang's.
-            why_unsupported: that of `limits` for dense or for sparse attention.
-            asked: what it takes besides: widths, and the cache's type.
+            why_unsupported: the function of `limits` for dense or for sparse attention.
+            asked: its other arguments: widths, and the cache's type.
         """
         on_gpu = torch.device(model_runner.device).type == "cuda"
         reason = why_unsupported(
@@ -61,12 +61,12 @@ class Policy:
         refuse(reason or engine_contract.why_no_library())
 
     def sparse_workspace(self, num_sms: int, device) -> Tensor:
-        """Scratch memory of sparse calls on so many CTAs, float32; those that run one after another may share it."""
+        """Scratch memory of sparse calls on num_sms CTAs, float32; calls that run one after another may share it."""
         return torch.empty(sparse_workspace_floats(self.num_heads, num_sms), dtype=torch.float32, device=device)
 
 
 def backends_of_steps(backend: type, steps: int, model_runner, **options) -> list:
-    """Backends of sparse attention for a draft model's steps, which run one after another and share a workspace."""
+    """One backend of sparse attention per step of a draft model; they share a workspace."""
     made: list = []
     for step in range(steps):
         workspace = made[0].workspace if made else None

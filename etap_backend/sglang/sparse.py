@@ -1,12 +1,13 @@
 """Sparse attention (DeepSeek-V3.2, GLM-5): SGLang's own backend with another kernel.
 
-The layer's indexer writes for each query token which rows of the cache it attends to. Whether tokens are decoded,
-verify drafts or are a prompt's makes no difference then: one call takes them all, with nothing planned ahead. What
-SGLang plans for its indexer, what it computes densely and how it writes the cache stays as it is.
+The layer's indexer lists for each query token the rows of the cache that it attends to. One call takes all tokens,
+whether they are decoded, verify drafts or belong to a prompt, and nothing is planned ahead. SGLang's indexer and its
+plans, its dense attention for short prompts and its writing of the cache stay as they are.
 """
 
 import logging
 
+from sglang.kernels.ops.attention.dsa.transform_index import transform_index_page_table_dcp
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, DeepseekSparseAttnMultiStepBackend
 from sglang.srt.runtime_context import get_context, get_parallel
 from sglang.srt.utils import get_device_core_count
@@ -20,26 +21,20 @@ from etap_backend.sglang.policy import Policy, backends_of_steps
 _logger = logging.getLogger(__name__)
 
 _KERNEL = "fa3"
-"""Whose calls are ours: of SGLang's kernels the one that takes both parts of the queries where they are, rows of the
-cache and how many of them are valid."""
+"""The kernel of SGLang that ETAP stands in for: it takes queries in two tensors, rows of the cache and their counts."""
 
 _KERNEL_WITH_SINKS = "flashmla_sparse"
-"""The one that SGLang hands attention sinks to."""
+"""The kernel that SGLang hands attention sinks to."""
 
 _PADDED_HEADS = 64
-"""SGLang's kernels for prefill on Hopper compute a multiple of so many heads."""
+"""SGLang's prefill kernels on Hopper compute a multiple of this many heads."""
 
 
 class ETAPSparseBackend(DeepseekSparseAttnBackend):
     """Sparse MLA attention with ETAP's kernels for all tokens, or for all but a prompt's."""
 
     def __init__(self, model_runner, *, workspace: Tensor | None = None, **options):
-        """Allocate what every step needs.
-
-        Args:
-            model_runner: SGLang's.
-            workspace: another backend's, to share among those that run one after another.
-            options: the base class's.
+        """Allocate what every step needs; backends that run one after another may share a workspace.
 
         Raises:
             ValueError: the kernels cannot run this model or these arguments; the text says why.
@@ -49,32 +44,36 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
         widths = {"head_dim": config.kv_lora_rank + config.qk_rope_head_dim, "v_head_dim": config.kv_lora_rank}
         policy.check(model_runner, why_unsupported_sparse, **widths, kv_cache_dtype=cache)
         super().__init__(model_runner, **options)
-        versions.register_model_support()
-        # SGLang has it for dense attention only, and goes by the name, which stands for both here.
+        # SGLang allows the chunked prefix cache by name; it is for dense attention, and the name stands for both here.
         get_context().override("etap_backend", disable_chunked_prefix_cache=True)
         self._has_sinks = versions.has_sinks(config)
         self.dsa_decode_impl = kernel = _KERNEL_WITH_SINKS if self._has_sinks else _KERNEL
-        # A rank attends to its share of a token's rows with the heads of all ranks, in every step.
-        self._share_of_lists = versions.share_of_lists() if policy.ranks > 1 else None
+        self._ranks = policy.ranks
         prefill = self.dsa_prefill_impl
         if prefill == versions.NAME:
-            # SGLang's choice where nothing is padded and no log-sum-exp is asked for. Its choice knows no hot buffer of
-            # rows in host memory, and no lists with a tail.
-            theirs = self.num_q_heads % _PADDED_HEADS == 0 and policy.ranks == 1
-            theirs = theirs and self.hisparse_coordinator is None and getattr(self, "dsa_index_kpool", 1) == 1
-            ours = self._has_sinks or not theirs
-            prefill = prefill if ours else "flashmla_auto"
-            self.dsa_prefill_impl = kernel if ours else prefill
-            self.enable_auto_select_prefill_impl = not ours
+            prefills = self._prefills()
+            prefill = prefill if prefills else "flashmla_auto"
+            self.dsa_prefill_impl = kernel if prefills else prefill
+            self.enable_auto_select_prefill_impl = not prefills
         self._num_sms = get_device_core_count()
         self.workspace = policy.sparse_workspace(self._num_sms, self.device) if workspace is None else workspace
         if not options.get("speculative_num_steps"):
             text = "Attention backend %s: sparse attention, KV cache %s, prefill by %s"
             _logger.info(text, versions.NAME, cache, prefill)
 
+    def _prefills(self) -> bool:
+        """Whether ETAP serves prompts where the user chose no kernel.
+
+        SGLang's choice does where it pads no heads and needs no log-sum-exp; it reads neither HiSparse's hot buffer
+        nor lists with a tail, and takes no sinks.
+        """
+        pads_heads = self.num_q_heads % _PADDED_HEADS != 0
+        has_tail = self.dsa_index_kpool != 1
+        return self._has_sinks or pads_heads or has_tail or self._ranks > 1 or self.hisparse_coordinator is not None
+
     @engine_contract.override
     def _forward_fa3(
-        self, q_rope, kv_cache, q_nope, page_table, cache_seqlens, sm_scale: float, logit_cap: float, **of_fa3
+        self, q_rope, kv_cache, q_nope, page_table, cache_seqlens, sm_scale: float, logit_cap: float, **unused
     ) -> Tensor | tuple[Tensor, Tensor]:
         """Attend to the rows of the cache that each token's list names.
 
@@ -82,36 +81,37 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
             q_rope: [tokens, heads, 64], any strides between its rows; width 0 in a model without rope.
             kv_cache: bfloat16 [slots, 1, 576], or an FP8 cache's bytes [slots, 1, 656]; 512 and 528 without rope.
             q_nope: [tokens, heads, 512], any strides between its rows.
-            page_table: int32 [tokens, top_k], rows of the cache; entries that are no row count as not there.
-            cache_seqlens: int32 [>= tokens], how many entries of each list count; of fewer tokens, all do.
-            sm_scale, logit_cap: factor of the scores before softmax; no cap, 0.
-            of_fa3: says that each token is a request, and each row a page.
+            page_table: int32 [tokens, top_k], rows of the cache; entries outside of it are ignored.
+            cache_seqlens: int32 [>= tokens], valid entries of each list; with fewer counts than tokens, all are valid.
+            sm_scale: factor of the scores before softmax.
+            logit_cap: 0, no cap.
+            unused: FlashAttention's plan, in which each token is a request and each row a page.
 
         Returns:
-            bfloat16 [tokens, heads, 512]; under decode context parallelism of the rank's rows, with float32
+            bfloat16 [tokens, heads, 512]; under decode context parallelism over the rank's rows, with float32
             [tokens, heads] log-sum-exp, base e.
         """
         if logit_cap:
             versions.refuse(f"logit_cap {logit_cap} is not supported")
         out, lse = self._attend(q_nope, q_rope, kv_cache, page_table, cache_seqlens, sm_scale)
-        return out if self._share_of_lists is None else (out, lse)
+        return (out, lse) if self._ranks > 1 else out
 
     @engine_contract.override
-    def _forward_flashmla_sparse(self, *, q_all, kv_cache, page_table_1, sm_scale: float, **of_flash_mla) -> Tensor:
+    def _forward_flashmla_sparse(self, *, q_all, kv_cache, page_table_1, sm_scale: float, **others) -> Tensor:
         """As `_forward_fa3` where the model has attention sinks, float32 [heads]; else SGLang's kernel for prompts."""
         if not self._has_sinks:
             inputs = {"q_all": q_all, "kv_cache": kv_cache, "page_table_1": page_table_1, "sm_scale": sm_scale}
-            return super()._forward_flashmla_sparse(**inputs, **of_flash_mla)
-        counts, sinks = of_flash_mla["topk_length"], of_flash_mla["attn_sink"]
+            return super()._forward_flashmla_sparse(**inputs, **others)
+        counts, sinks = others["topk_length"], others["attn_sink"]
         return self._attend(q_all, None, kv_cache, page_table_1, counts, sm_scale, sinks)[0]
 
     def _attend(self, q, q_rope, kv_cache, lists, counts, scale: float, sinks=None) -> tuple[Tensor, Tensor]:
         tokens = q.shape[0]
-        # Where ranks pad their batches to one size there may be counts for more tokens, or for fewer.
+        # Where ranks pad their batches to one size, there may be counts for more tokens or for fewer.
         counts = counts[:tokens] if counts.shape[0] >= tokens else None
-        if self._share_of_lists is not None:
+        if self._ranks > 1:  # this rank's rows, for the heads of all ranks
             parallel = get_parallel()
-            lists, counts = self._share_of_lists(lists, parallel.attn_dcp_size, parallel.attn_dcp_rank)
+            lists, counts = transform_index_page_table_dcp(lists, parallel.attn_dcp_size, parallel.attn_dcp_rank)
         return sparse_mla_decode(
             q,
             kv_cache,
@@ -126,7 +126,7 @@ class ETAPSparseBackend(DeepseekSparseAttnBackend):
 
 
 class ETAPSparseMultiStepDraftBackend(DeepseekSparseAttnMultiStepBackend):
-    """The steps in which a draft model makes its chain of tokens, as SGLang plans them."""
+    """The draft model's decode steps, as SGLang plans them."""
 
     def __init__(self, model_runner, topk: int, speculative_num_steps: int, **options):
         """Make a backend for each step but the last, which needs no attention.
@@ -136,5 +136,5 @@ class ETAPSparseMultiStepDraftBackend(DeepseekSparseAttnMultiStepBackend):
         """
         super().__init__(model_runner, topk, speculative_num_steps, **options)
         options |= {"topk": topk, "speculative_num_steps": speculative_num_steps}
-        # In place of those that the base class made, which hold no memory to speak of.
+        # These replace the base class's, which hold little memory.
         self.attn_backends[:] = backends_of_steps(ETAPSparseBackend, len(self.attn_backends), model_runner, **options)

@@ -1,4 +1,4 @@
-"""The project's kernels in the emulator: compiled to PTX, and given what the library says that a call launches.
+"""The project's kernels in the emulator: compiled to PTX, and launched as the library launches them.
 
 Tests skip where there is no compiler, unless ETAP_REQUIRE_NVCC=1 demands one.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import itertools
 import math
 import mmap
 import os
@@ -15,8 +14,6 @@ import re
 import shutil
 import subprocess
 import sys
-from collections import Counter
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, lru_cache
 from pathlib import Path
@@ -29,6 +26,8 @@ from emulator.memory import Memory, TensorMap
 from emulator.ptx import Edit, Module
 
 from etap_backend._library import library
+from etap_backend.limits import LATENT_DIM, ROPE_DIM
+from etap_backend.sparse import sparse_decode_shape
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -42,51 +41,17 @@ SOURCES = {
     "schedule": CSRC / "schedule" / "schedule.cu",
     "combine": CSRC / "combine" / "combine.cu",
 }
-SHIPPED = (*DECODES, "combine")  # the kernels of a call
-MARKED = ("marked", "combine")  # those in which faults are planted
+SHIPPED = (*DECODES, "combine")  # the library's kernels
+MARKED = ("marked", "combine")  # the kernels for planted faults
 MARKED_SPARSE = ("marked_sparse", "combine")
 CACHE = ROOT / "build" / "ptx"
 BUILT = "build/*/ptx"  # where the wheel's build leaves the PTX that it assembles
 
 SCHEDULE_THREADS = 256
 FAR = 1 << 28  # bytes on both sides of a tensor, a multiple of a page; none of them is ever touched
+SOFTMAX_SCALE = (LATENT_DIM + ROPE_DIM) ** -0.5  # of support.cases, which is not imported: `make` runs this file alone
 NO_MAPS = bytes(1)  # etap::sparse::NoMaps
 ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOAT16
-
-
-# ---------------------------------------------------------------------------------------------------------------- cases
-
-
-def covering(together: int, axes: dict[str, Sequence], most: int = 0) -> pytest.MarkDecorator:
-    """Parametrize a test with the product of its axes, most of it marked exhaustive.
-
-    What is left without that mark has every `together` values of different axes in one case: 1 each value, 2 each pair;
-    of cases that add as much, those of the values that were taken least.
-
-    Args:
-        axes: values by the name of their argument; by several names, between commas, tuples.
-        most: has what every so many values need in place of the whole product; 0 for that.
-    """
-    product = list(itertools.product(*(range(len(values)) for values in axes.values())))
-    kept = _covering(together, product)
-    cases = []
-    for place in sorted(_covering(most, product) | kept) if most else product:
-        chosen = [(name, values[at]) for (name, values), at in zip(axes.items(), place, strict=True)]
-        flat = [part for name, value in chosen for part in (value if "," in name else (value,))]
-        cases.append(pytest.param(*flat, marks=() if place in kept else pytest.mark.exhaustive))
-    return pytest.mark.parametrize(", ".join(axes), cases)
-
-
-def _covering(together: int, places: list[tuple[int, ...]]) -> set[tuple[int, ...]]:
-    """Few of the places, in which every `together` values that meet in one of all of them meet."""
-    meetings = {place: frozenset(itertools.combinations(enumerate(place), together)) for place in places}
-    missing, kept, taken = frozenset().union(*meetings.values()), set(), Counter()
-    while missing:
-        place = max(meetings, key=lambda p: (len(meetings[p] & missing), -sum(taken[at] for at in enumerate(p))))
-        kept.add(place)
-        taken.update(enumerate(place))
-        missing -= meetings[place]
-    return kept
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
@@ -112,7 +77,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 
 @cache
 def ptx_folder() -> Path:
-    """Where PTX of these sources and this compiler lies, what an earlier run compiled among it."""
+    """Folder for the PTX of these sources and this compiler, shared by all runs."""
     if toolchain() is None:
         raise FileNotFoundError("nvcc or CUTLASS's headers: install the build requirements of pyproject.toml")
     key = hashlib.sha256(subprocess.run([toolchain()[0], "--version"], capture_output=True, check=True).stdout)
@@ -128,7 +93,7 @@ def all_sources() -> list[Path]:
 
 
 def compiled(name: str) -> Path:
-    """PTX of a source: what is kept, or what the wheel's build left if it is younger than every source, or made now."""
+    """PTX of a source: an earlier run's, or the wheel build's if it is younger than every source, or compiled now."""
     target = ptx_folder() / f"{name}.ptx"
     if target.exists():
         return target
@@ -156,19 +121,24 @@ def module(name: str) -> Module:
     return Module(compiled(name).read_text())
 
 
-@lru_cache(48)
-def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None, called: str = "") -> Kernel:
-    """The one kernel among sources that has these template arguments, in or out of our namespaces, translated.
+def find(pretty_function: str, sources: tuple[str, ...]) -> tuple[str, str]:
+    """Source and name of the one kernel among sources that a function of the library launches.
 
-    called: its own name, where another has the same arguments.
+    pretty_function: the function's name with its template arguments, which are the kernel's; see `decode_launches`.
     """
-    inner = re.escape(arguments.replace("etap::", ""))
+    called = _combine_kernel(pretty_function)
+    inner = re.escape(_template_arguments(pretty_function).replace("etap::", ""))
     pattern = re.compile(rf"{called}<(\w+::)?{inner}(, true)?>\(")  # kWholeTiles' default
     names = {(source, name): full for source in sources for full, name in module(source).names.items()}
     found = [place for place, full in names.items() if pattern.search(full.replace("etap::", "").replace(" >", ">"))]
     if len(found) != 1:
-        raise KeyError(f"{len(found)} kernels have <{arguments}>, of {list(names.values())}")
-    ((source, name),) = found
+        raise KeyError(f"{len(found)} kernels are {called}<{inner}>, of {list(names.values())}")
+    return found[0]
+
+
+@lru_cache(64)
+def kernel_of(source: str, name: str, edit: Edit | None) -> Kernel:
+    """A kernel, translated, with changed instructions."""
     return Kernel(module(source), name, edit)
 
 
@@ -176,7 +146,7 @@ def kernel_of(arguments: str, sources: tuple[str, ...], edit: Edit | None, calle
 
 
 def placed(memory: Memory, tensors: dict[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None]:
-    """Copies of just what the tensors span, registered, and far from each other: an overrun of one hits nothing."""
+    """Registered copies of the tensors' spans, far from each other: an overrun of one hits nothing."""
     return {name: None if tensor is None else _placed(memory, tensor, name) for name, tensor in tensors.items()}
 
 
@@ -191,7 +161,7 @@ def _placed(memory: Memory, tensor: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def every_byte(tensors: dict[str, torch.Tensor | None], besides: tuple[str, ...] = ()) -> np.ndarray:
-    """[ranges, 2], addresses of what the tensors span."""
+    """[ranges, 2], the addresses of the tensors' spans."""
     ranges = []
     for name, tensor in tensors.items():
         if tensor is not None and tensor.numel() and name not in besides:
@@ -201,7 +171,7 @@ def every_byte(tensors: dict[str, torch.Tensor | None], besides: tuple[str, ...]
 
 
 def late_for_decode(tensors: dict[str, torch.Tensor | None], s_q: int) -> np.ndarray:
-    """The same of what early loads may find unwritten: cache rows of the last s_q tokens, queries, outputs."""
+    """The same for what early loads may find unwritten: cache rows of the last s_q tokens, queries, outputs."""
     caches = [tensors[name] for name in ("kv_cache", "rope_cache") if tensors[name] is not None]
     rows = []
     for request, length in enumerate(tensors["seq_lens"].tolist()):
@@ -215,89 +185,118 @@ def late_for_decode(tensors: dict[str, torch.Tensor | None], s_q: int) -> np.nda
 
 
 def tensor_map(numbers: list[int]) -> TensorMap:
-    """Of the numbers that `decode_launches` writes of one."""
+    """A tensor map from the numbers that the library gives for it."""
     address, kind, swizzle, rank, *rest = numbers
     extents, strides, box = rest[:rank], rest[rank : 2 * rank - 1], rest[2 * rank - 1 :]
     return TensorMap(address, ELEMENT_BYTES[kind], tuple(extents), tuple(strides), tuple(box), swizzle=16 << swizzle)
 
 
-def _combination(pretty_function: str) -> str:
-    """Its kernel's name, of the function that launches it; none of any other's."""
+def _combine_kernel(pretty_function: str) -> str:
+    """Name of the combine kernel that a function launches; empty for other functions."""
     found = re.search(r"(wide|narrow|lean)_launch", pretty_function)
     return f"{found[1]}_combine_kernel" if found else ""
 
 
 def _template_arguments(pretty_function: str) -> str:
-    """Of "... [with A = a; int N = 1]"; a typedef stands there too, as itself."""
+    """The arguments in "... [with A = a; int N = 1]", which lists typedefs, too."""
     pairs = re.findall(r"(\w+) = ([^;\]]+)", pretty_function)
     return ", ".join(value for key, value in pairs if value != key)
 
 
 def run_decode(
     problem,
-    schedule,
-    out,
-    lse,
-    softmax_scale: float,
+    planned,
+    runner,
     *,
+    softmax_scale=SOFTMAX_SCALE,
     empty_lse=-math.inf,
     early_loads=False,
     sources=SHIPPED,
     edit=None,
     **how,
 ) -> set[int]:
-    """Launch what the library does for a problem of support.cases; `out` and `lse` have the result.
+    """Launch what the library launches for a problem of support.cases; the result is in the runner's `out` and `lse`.
 
     Args:
-        sources: where the kernels are taken from, and how they are changed (see emulator.ptx.Edit).
+        planned: the built schedule.
+        sources: where the kernels come from.
+        edit: how they are changed (see emulator.ptx.Edit).
         how: seed and timing, see Kernel.launch.
 
     Returns:
         The segments of the decode kernel that ran.
     """
-    tensors = dict(q=problem.call_q, q_rope=problem.call_q_rope)
-    tensors |= dict(kv_cache=problem.call_kv_cache, rope_cache=problem.rope_cache)
-    tensors |= dict(q_scale=problem.q_scale, kv_scale=problem.kv_scale)
-    tensors |= dict(block_table=problem.block_table, seq_lens=problem.seq_lens)
-    batch, s_q, heads, partitions, row_tile, work_ranges, split_offsets, workspace = schedule
-    tensors |= dict(work_ranges=work_ranges, split_offsets=split_offsets, workspace=workspace, out=out, lse=lse)
+    tensors = decode_tensors(problem, planned, runner)
     memory = Memory()
     copies = placed(memory, tensors)
-    rest = (batch, s_q, heads, partitions, row_tile, problem.case.fp8_math, empty_lse, early_loads)
-    late = late_for_decode(copies, s_q) if early_loads else every_byte(copies)
+    late = late_for_decode(copies, planned.s_q) if early_loads else every_byte(copies)
     ran = []
-    for launch in library().decode_launches(*copies.values(), softmax_scale, *rest):
+    for launch in decode_launches(problem.case, planned, copies, softmax_scale, empty_lse, early_loads):
         name, x, y, threads, shared_bytes, params, cache_maps, query_maps = launch
-        arguments = [bytes(params)]
-        if not ran:  # the combination is given the first alone
-            queries = [*map(tensor_map, query_maps), bytes([1] + [0] * 127)] if query_maps else [bytes(3 * 128)]
-            # Kernels that gather rows have the maps of those that copy parts, and use none.
-            arguments += [[*map(tensor_map, cache_maps)] if cache_maps else bytes(2 * 128), queries]
-        # The combination reads the schedule before it waits for partials: decode has waited before it lets it begin.
+        # The combine kernel takes the first argument alone.
+        arguments = [bytes(params), *([] if ran else _maps(cache_maps, query_maps))]
+        # The combine kernel reads the schedule before it waits for partials: decode has waited before it begins.
         memory.late = every_byte(copies, besides=("work_ranges",)) if ran else late
-        kernel = kernel_of(_template_arguments(name), sources, edit, _combination(name))
+        kernel = kernel_of(*find(name, sources), edit)
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, **how))
-    out.copy_(copies["out"])
-    lse.copy_(copies["lse"])
+    tensors["out"].copy_(copies["out"])
+    tensors["lse"].copy_(copies["lse"])
     return ran[0]
 
 
-def run_sparse(
-    tensors: dict, softmax_scale: float, partitions: int, *, empty_lse=-math.inf, sources=SHIPPED, edit=None, **how
-) -> set[int]:
-    """The same for a sparse call; `tensors` are its arguments in order, and those named out and lse have the result."""
+def _maps(cache_maps: list, query_maps: list) -> list:
+    """The decode kernel's tensor maps; kernels that gather rows declare the maps of parts, too, and use none."""
+    caches = [*map(tensor_map, cache_maps)] if cache_maps else bytes(2 * 128)
+    return [caches, [*map(tensor_map, query_maps), bytes([1] + [0] * 127)] if query_maps else bytes(3 * 128)]
+
+
+def decode_tensors(problem, planned, runner) -> dict[str, torch.Tensor | None]:
+    """The tensors of a dense call in their order."""
+    tensors = dict(q=problem.call_q, q_rope=problem.call_q_rope)
+    tensors |= dict(kv_cache=problem.call_kv_cache, rope_cache=problem.rope_cache)
+    tensors |= {name: getattr(problem, name) for name in ("q_scale", "kv_scale", "block_table", "seq_lens")}
+    tensors |= {name: getattr(planned, name) for name in ("work_ranges", "split_offsets", "workspace")}
+    return tensors | dict(out=runner.out.tensor, lse=runner.lse.tensor)
+
+
+def decode_launches(case, planned, tensors, softmax_scale=SOFTMAX_SCALE, empty_lse=-math.inf, early_loads=False):
+    """What the library launches for a call of a case with these tensors."""
+    return library().decode_launches(
+        *tensors.values(), softmax_scale, *planned[:5], case.fp8_math, empty_lse, early_loads
+    )
+
+
+def run_sparse(problem, runner, *, empty_lse=-math.inf, sources=SHIPPED, edit=None, **how) -> set[int]:
+    """The same for a problem of support.sparse_cases."""
     memory = Memory()
+    tensors = sparse_tensors(problem, runner)
     copies = placed(memory, tensors)
     memory.late = every_byte(copies)
     ran = []
-    for launch in library().sparse_decode_launches(*copies.values(), softmax_scale, partitions, empty_lse):
+    for launch in sparse_launches(problem.case, copies, empty_lse):
         name, x, y, cluster, threads, shared_bytes, params = launch
-        arguments = [bytes(params), *([] if ran else [NO_MAPS, bytes(3 * 128)])]  # the combination is given the first
-        kernel = kernel_of(_template_arguments(name), sources, edit, _combination(name))
+        arguments = [bytes(params), *([] if ran else [NO_MAPS, bytes(3 * 128)])]
+        kernel = kernel_of(*find(name, sources), edit)
         ran.append(kernel.launch((x, y), threads, shared_bytes, arguments, memory, cluster=cluster, **how))
     tensors["out"].copy_(copies["out"])
     tensors["lse"].copy_(copies["lse"])
     return ran[0]
+
+
+def sparse_tensors(problem, runner) -> dict[str, torch.Tensor | None]:
+    """The tensors of a sparse call in their order."""
+    names = ("indices", "block_table", "request_ids", "valid_counts")
+    extra = ("extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts")
+    tensors = dict(q=problem.call_q, q_rope=problem.call_q_rope, kv_cache=problem.kv_cache)
+    tensors |= {name: getattr(problem, name) for name in (*names, *extra)}
+    workspace, out, lse = (buffer.tensor for buffer in (runner.workspace, runner.out, runner.lse))
+    return tensors | dict(sinks=problem.sinks, workspace=workspace, out=out, lse=lse)
+
+
+def sparse_launches(case, tensors: dict, empty_lse=-math.inf) -> list:
+    """What the library launches for a call of a case with these tensors."""
+    partitions = sparse_decode_shape(case.heads).partitions(case.num_sms)
+    return library().sparse_decode_launches(*tensors.values(), SOFTMAX_SCALE, partitions, empty_lse)
 
 
 class ScheduleParams(ctypes.Structure):
@@ -305,18 +304,18 @@ class ScheduleParams(ctypes.Structure):
 
     _fields_ = [
         *((name, ctypes.c_uint64) for name in ("seq_lens", "work_ranges", "split_offsets")),
-        *((name, ctypes.c_int32) for name in ("batch", "partitions", "fixed_pieces", "split_rows")),
-        *((name, ctypes.c_int32) for name in ("piece_cost", "single_tiles")),
+        *((name, ctypes.c_int32) for name in ("batch", "partitions", "fixed_splits", "split_rows")),
+        *((name, ctypes.c_int32) for name in ("split_cost", "single_tiles")),
     ]
 
 
 def run_schedule(
-    seq_lens, work_ranges, split_offsets, fixed_pieces: int, split_rows: int, piece_cost: int, single_tiles: int
+    seq_lens, work_ranges, split_offsets, fixed_splits: int, split_rows: int, split_cost: int, single_tiles: int
 ) -> None:
-    """The schedule kernel, on tensors as etap_backend.DecodeSchedule has them."""
+    """The schedule kernel, on the buffers of an etap_backend.DecodeSchedule."""
     memory = Memory()
     copies = placed(memory, dict(seq_lens=seq_lens, work_ranges=work_ranges, split_offsets=split_offsets))
-    counts = (len(seq_lens), len(work_ranges), fixed_pieces, split_rows, piece_cost, single_tiles)
+    counts = (len(seq_lens), len(work_ranges), fixed_splits, split_rows, split_cost, single_tiles)
     params = bytes(ScheduleParams(*(tensor.data_ptr() for tensor in copies.values()), *counts))
     (name,) = module("schedule").names.values()
     Kernel(module("schedule"), name).launch((1, 1), SCHEDULE_THREADS, 0, [params], memory)

@@ -15,6 +15,8 @@ from emulator.machine import TIMINGS, Kernel
 from emulator.memory import Memory, TensorMap
 from emulator.ptx import LANES, EmulationError, Module, UnknownInstruction
 
+from support.covering import covering
+
 # --------------------------------------------------------------------------------------------- WGMMA and CuTe's layouts
 
 PRODUCTS = re.findall(
@@ -24,8 +26,7 @@ ENCODERS = {"bf16": f32_to_bf16, "f16": lambda x: x.astype(np.float16), "e4m3": 
 
 
 @kernels.NEEDS_COMPILER
-@pytest.mark.parametrize("timing", TIMINGS)
-@pytest.mark.parametrize("name, columns, depth", PRODUCTS)
+@covering(1, {"name, columns, depth": PRODUCTS, "timing": TIMINGS})
 def test_products_of_cute(name, columns, depth, timing):
     kind = name.split("_")[1]
     generator = np.random.default_rng(0)
@@ -146,7 +147,7 @@ def test_products_of_two_bf16():
 
 
 def test_a_product_and_a_sum_of_bf16_are_rounded_once():
-    """The first two sums are next to halfway between two neighbours, and float32 would put them there."""
+    """The first two sums lie just beside the middle of two neighbours; float32 would round them onto it."""
     bits = np.random.default_rng(0).integers(0x3F00, 0x4100, (256, 3, 2), dtype=np.uint16)
     bits ^= np.random.default_rng(1).integers(0, 2, bits.shape, dtype=np.uint16) << 15
     bits[:4, :, 0] = [[0x3F81, 0x3FC0, 0xAF80], [0x3F83, 0x3FC0, 0x2F80], [0x3F81, 0x3F80, 0], [0x7F80, 0x3F80, 0xFF80]]

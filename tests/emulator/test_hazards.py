@@ -1,4 +1,4 @@
-"""What a kernel must survive though its caller or its predecessor on the stream does what no engine should."""
+"""Kernels survive callers and predecessors on the stream that do what no engine should."""
 
 import math
 from dataclasses import replace
@@ -12,8 +12,9 @@ from emulator.machine import TIMINGS, Cta, Warp
 from emulator.memory import Memory
 from emulator.ptx import LANES, EmulationError
 
-from support.cases import SOFTMAX_SCALE, Case, Runner, build
+from support.cases import Case, Runner, build
 from support.compare import problems_with, truth
+from support.covering import covering
 
 pytestmark = kernels.NEEDS_COMPILER
 
@@ -36,11 +37,9 @@ class GrowingLengths(Memory):
         return loaded
 
 
-@pytest.mark.parametrize("early_loads", [False, True])
-@pytest.mark.parametrize("heads", [16, 64])
-@pytest.mark.parametrize("kind", CACHES)
-def test_a_length_that_changes_meanwhile_is_one_of_both_for_all(kind, heads, early_loads, monkeypatch):
-    """At a multiple of 64 tokens one more is a tile more: two that read it would wait for each other."""
+@covering(1, {"kind": list(CACHES), "heads": [16, 64], "early_loads": [False, True]})
+def test_all_warps_take_the_same_one_of_two_lengths(kind, heads, early_loads, monkeypatch):
+    """At a multiple of 64 one more token is one more tile: warps that read both lengths would wait for each other."""
     monkeypatch.setattr(kernels, "Memory", GrowingLengths)
     after = build(Case((2 * TILE + 1,), heads=heads, num_sms=1, **CACHES[kind]), "cpu")
     before = replace(after, case=replace(after.case, lengths=(2 * TILE,)), seq_lens=after.seq_lens - 1)
@@ -49,7 +48,7 @@ def test_a_length_that_changes_meanwhile_is_one_of_both_for_all(kind, heads, ear
         runner = Runner(before)
         out, lse = runner.out.tensor, runner.lse.tensor
         how = dict(early_loads=early_loads, seed=seed, timing=timing)
-        kernels.run_decode(before, runner.build(), out, lse, SOFTMAX_SCALE, **how)
+        kernels.run_decode(before, runner.build(), runner, **how)
         found = [problems_with(out, lse, *each) for each in wanted]
         assert not all(found), found
 
@@ -75,7 +74,7 @@ def test_a_scale_beside_one_that_comes_late_is_not_read_through_its_line(monkeyp
     types = dict(dtype="float8_e4m3fn", kv_dtype="fp8", q_scale=0.02, kv_scale=0.03, fp8_math=True)
     problem = build(Case((200, 0, 64), num_sms=2, **types), "cpu")
     runner = Runner(problem)
-    arguments = (problem, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+    arguments = (problem, runner.build(), runner)
     kernels.run_decode(*arguments, early_loads=True)
     assert not problems_with(runner.out.tensor, runner.lse.tensor, problem, truth(problem))
     with pytest.raises(EmulationError, match="a line of L1"):
@@ -92,14 +91,14 @@ def test_the_longest_lengths_have_a_last_tile(heads, page_size):
     planned = runner.schedule.build(torch.tensor([192], dtype=torch.int32))
     planned.work_ranges[0, :5] = torch.tensor([0, MOST_TOKENS // TILE - 2, 1, 0, 0])
     out, lse = runner.out.tensor, runner.lse.tensor
-    kernels.run_decode(problem, planned, out, lse, SOFTMAX_SCALE)
+    kernels.run_decode(problem, planned, runner)
     assert out.eq(0).all()
     torch.testing.assert_close(lse, torch.full_like(lse, math.log(2 * TILE)))
 
 
 @pytest.mark.exhaustive
 def test_a_deadlock_ends_in_a_trap(monkeypatch):
-    """On a GPU nobody sees that all wait; a producer's patience must end, and not before the predecessor has."""
+    """On a GPU nobody sees a deadlock: a producer's patience must end, and not before the predecessor has ended."""
 
     def nothing_happens(cta, stuck_at):
         cta.give_up = True
@@ -117,6 +116,6 @@ def test_a_deadlock_ends_in_a_trap(monkeypatch):
     for page_size, mark in ((TILE, "stage_release"), (1, "rows_grant")):
         problem = build(Case((1000,), page_size=page_size, num_sms=1), "cpu")
         runner = Runner(problem)
-        arguments = (problem, runner.build(), runner.out.tensor, runner.lse.tensor, SOFTMAX_SCALE)
+        arguments = (problem, runner.build(), runner)
         with pytest.raises(EmulationError, match="trap"):
             kernels.run_decode(*arguments, sources=kernels.MARKED, edit=faults.without(mark))

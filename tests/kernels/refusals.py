@@ -1,13 +1,119 @@
-"""Every call that `mla_decode` must refuse, in one table: CPU and GPU must say the same words, naming the argument."""
+"""Calls that must be refused on every device: tables whose rows spoil one argument of a valid call."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from etap_backend import DecodeSchedule, mla_decode
 
 BATCH, S_Q, HEADS, PAGES, PAGE_SIZE = 3, 2, 16, 7, 64
+FP8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A spoiled call, whose error has this type and a text that begins with the argument's name."""
+
+    argument: str
+    what: str
+    error: type[Exception]
+    function: Callable
+    arguments: Callable[[str], dict]  # of a device
+
+    def __str__(self) -> str:
+        return f"{self.argument} {self.what}"
+
+    @property
+    def text(self) -> str:
+        """A pattern that the whole text matches: every refusal says what was wanted and what came."""
+        return rf"(?s)^{self.argument}\b.*: wanted .+, got .+"
+
+    def call(self, device: str) -> None:
+        self.function(**self.arguments(device))
+
+
+def spoiled(function: Callable, valid: Callable[[str], dict], rows: list[tuple]) -> list[Refusal]:
+    """Refusals of (argument, what, error, spoil[, base]).
+
+    Args:
+        valid: a device's valid arguments.
+        rows: `spoil` makes the argument's new value of the one that it has, and whatever is no function is the new
+            value; `base` first changes the valid call, whose arguments it is given, to another valid one.
+    """
+    found = []
+    for argument, what, error, spoil, *base in rows:
+
+        def arguments(device: str, argument=argument, spoil=spoil, base=base) -> dict:
+            call = valid(device)
+            for change in base:
+                call |= change(call)
+            return call | {argument: spoil(call[argument]) if callable(spoil) else spoil}
+
+        found.append(Refusal(argument, what, error, function, arguments))
+    return found
+
+
+def strided(dim: int, step: int) -> Callable[[Tensor], Tensor]:
+    """The same shape, with steps of `step` elements in `dim`."""
+
+    def change(tensor: Tensor) -> Tensor:
+        shape = list(tensor.shape)
+        shape[dim] *= step
+        return tensor.new_zeros(shape)[(slice(None),) * (dim % tensor.dim()) + (slice(None, None, step),)]
+
+    return change
+
+
+def wide(more: int, first: int = 0) -> Callable[[Tensor], Tensor]:
+    """The same shape as a window of rows that are `more` elements longer."""
+    return lambda x: x.new_zeros(*x.shape[:-1], x.shape[-1] + more)[..., first : first + x.shape[-1]]
+
+
+def shifted(tensor: Tensor) -> Tensor:
+    """The same shape, one element behind an aligned address."""
+    return tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape)
+
+
+def to(*target) -> Callable[[Tensor], Tensor]:
+    return lambda x: x.to(*target)
+
+
+def inside(other: Tensor, like: Tensor) -> Tensor:
+    """What is like `like`, in the memory of `other`."""
+    return other.flatten().view(torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape)
+
+
+def within(other: str, argument: str) -> Callable[[dict], dict]:
+    """An argument in another's memory."""
+    return lambda c: {argument: inside(c[other], c[argument])}
+
+
+def workspace(floats: int = 10**6, **options) -> Callable[[dict], dict]:
+    return lambda c: {"workspace": torch.zeros(floats, **{"device": c["q"].device, **options})}
+
+
+SAME = lambda x: x  # noqa: E731
+SCALES = [
+    *(("softmax_scale", f"{value}", ValueError, value) for value in (0.0, -1.0, float("nan"), float("inf"), 1e39)),
+    ("softmax_scale", "text", TypeError, "1"),
+    ("softmax_scale", "None", TypeError, None),
+    *(("empty_lse", f"{value}", ValueError, value) for value in (0.0, float("nan"))),
+    *(("empty_lse", f"{value}", TypeError, value) for value in ("inf", None)),
+]
+"""What both calls refuse of their numbers."""
+WORKSPACES = [
+    ("workspace", "too small", ValueError, SAME, workspace(99)),
+    ("workspace", "dtype", TypeError, SAME, workspace(dtype=torch.float64)),
+    ("workspace", "strides", ValueError, lambda x: x[::2], workspace(10**7)),
+    ("workspace", "dims", ValueError, lambda x: x[None], workspace(10**7)),
+    ("workspace", "address", ValueError, lambda x: x[1:], workspace(10**7)),
+    ("workspace", "on meta", ValueError, to("meta"), workspace()),
+]
+
+
+# ------------------------------------------------------------------------------------------------------ the dense call
 
 
 def valid_call(device: str) -> dict:
@@ -28,503 +134,151 @@ def valid_call(device: str) -> dict:
     }
 
 
-@dataclass(frozen=True)
-class Refusal:
-    """A spoiled call: `spoil` returns the arguments to replace, `words` must all stand in the error's text."""
-
-    name: str
-    error: type[Exception]
-    words: tuple[str, ...]
-    spoil: Callable[[dict], dict]
-
-    def __str__(self) -> str:
-        return self.name
-
-    def call(self, device: str) -> None:
-        arguments = valid_call(device)
-        mla_decode(**{**arguments, **self.spoil(arguments)})
+def split(call: dict) -> dict:
+    return {"q": call["q"][..., :512], "q_rope": call["q"][..., 512:]}
 
 
-def strided(tensor: torch.Tensor, dim: int, step: int) -> torch.Tensor:
-    """The same shape, with steps of `step` elements in `dim` (1: the step of a contiguous tensor)."""
-    shape = list(tensor.shape)
-    shape[dim] *= step
-    return tensor.new_zeros(shape)[(slice(None),) * (dim % tensor.dim()) + (slice(None, None, step),)]
+def apart(call: dict) -> dict:
+    return {"kv_cache": call["kv_cache"][..., :512], "rope_cache": call["kv_cache"][..., 512:]}
 
 
-def wide(tensor: torch.Tensor, more: int, first: int = 0) -> torch.Tensor:
-    """The same shape as a window of rows that are `more` elements longer."""
-    width = tensor.shape[-1]
-    return tensor.new_zeros(*tensor.shape[:-1], width + more)[..., first : first + width]
+def fp8(call: dict) -> dict:
+    """With an FP8 cache and a scale."""
+    scale = torch.ones((), device=call["q"].device)
+    return {"kv_cache": call["kv_cache"].to(FP8), "kv_scale": scale}
 
 
-def shifted(tensor: torch.Tensor) -> torch.Tensor:
-    """The same shape, one element behind an aligned address."""
-    return tensor.new_zeros(tensor.numel() + 1)[1:].view(tensor.shape)
+def fp8_query(call: dict) -> dict:
+    return fp8(call) | {"q": call["q"].to(FP8), "q_scale": torch.ones((), device=call["q"].device)}
 
 
-def inside(other: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """What is like `like`, in the memory of `other`."""
-    return other.flatten().view(torch.uint8)[: like.nbytes].view(like.dtype).view(like.shape)
+def allocated(call: dict) -> dict:
+    return {"out": None}
 
 
-def _workspace(call: dict, floats: int = 10**6, **options) -> torch.Tensor:
-    return torch.zeros(floats, **{"device": call["q"].device, **options})
+def then(*changes) -> Callable[[dict], dict]:
+    """One change after the other."""
+
+    def change(call: dict) -> dict:
+        for one in changes:
+            call = call | one(call)
+        return call
+
+    return change
 
 
-def _split(call: dict) -> dict:
-    q = call["q"]
-    return {"q": q[..., :512], "q_rope": q[..., 512:]}
+def _schedule(batch=BATCH, heads=HEADS, s_q=S_Q) -> Callable:
+    """A schedule built for another call."""
+
+    def build(planned) -> object:
+        device = planned.work_ranges.device
+        lens = torch.ones(batch, dtype=torch.int32, device=device)
+        return DecodeSchedule(8, heads, max_s_q=4, device=device, num_sms=8).build(lens, s_q)
+
+    return build
 
 
-def _apart(call: dict) -> dict:
-    cache = call["kv_cache"]
-    return {"kv_cache": cache[..., :512], "rope_cache": cache[..., 512:]}
+def _split_offsets_in_table(call: dict) -> dict:
+    schedule = call["schedule"]._replace(split_offsets=call["block_table"].flatten().repeat(16))
+    return {"schedule": schedule, "lse": inside(schedule.split_offsets, call["lse"])}
 
 
-def _fp8(call: dict, **more) -> dict:
-    """The valid call with an FP8 cache, and more of it spoiled."""
-    return {"kv_cache": call["kv_cache"].to(torch.float8_e4m3fn), **more}
+def _wide_table(call: dict) -> dict:
+    return {"block_table": call["block_table"].repeat(1, 32)}
 
 
-def _fp8_query(call: dict, **more) -> dict:
-    return _fp8(call, **{"q": call["q"].to(torch.float8_e4m3fn), **more})
-
-
-def _one(call: dict, shape=(), dtype=torch.float32) -> torch.Tensor:
-    return torch.ones(shape, dtype=dtype, device=call["q"].device)
-
-
-def _other_schedule(call: dict, batch=BATCH, heads=HEADS, s_q=S_Q) -> dict:
-    device = call["q"].device
-    lens = torch.ones(batch, dtype=torch.int32, device=device)
-    return {"schedule": DecodeSchedule(8, heads, max_s_q=4, device=device, num_sms=8).build(lens, s_q)}
-
-
-# What both calls refuse of their `empty_lse`: the fields of a Refusal.
-EMPTY_LSE = (
-    ("empty_lse_zero", ValueError, ("empty_lse:", "-inf or inf", "got 0"), lambda c: {"empty_lse": 0.0}),
-    ("empty_lse_nan", ValueError, ("empty_lse:", "-inf or inf", "got nan"), lambda c: {"empty_lse": float("nan")}),
-    ("empty_lse_text", TypeError, ("empty_lse:", "a number", "got str"), lambda c: {"empty_lse": "inf"}),
-    ("empty_lse_none", TypeError, ("empty_lse:", "a number", "got None"), lambda c: {"empty_lse": None}),
-)
-REFUSALS = (
-    Refusal("q_layout", TypeError, ("q:", "a strided tensor", "sparse_coo"), lambda c: {"q": c["q"].to_sparse()}),
-    Refusal(
-        "cache_layout",
-        TypeError,
-        ("kv_cache:", "a strided tensor", "sparse_coo"),
-        lambda c: {"kv_cache": c["kv_cache"].to_sparse()},
-    ),
-    Refusal("q_dtype", TypeError, ("q:", "bfloat16 or float16", "float32"), lambda c: {"q": c["q"].float()}),
-    Refusal("q_dims", ValueError, ("q:", "[3, 32, 576]"), lambda c: {"q": c["q"].flatten(1, 2)}),
-    Refusal("q_width", ValueError, ("q:", "576", "[3, 2, 16, 512]"), lambda c: {"q": c["q"][..., :512]}),
-    Refusal("q_width_beside_rope", ValueError, ("q:", "512", "[3, 2, 16, 576]"), lambda c: {**_split(c), "q": c["q"]}),
-    Refusal("q_last_stride", ValueError, ("q:", "stride 1", "2]"), lambda c: {"q": strided(c["q"], -1, 2)}),
-    Refusal("q_row_step", ValueError, ("q:", "16 bytes", "580"), lambda c: {"q": wide(c["q"], 4)}),
-    Refusal("q_first_row", ValueError, ("q:", "16 bytes", "address"), lambda c: {"q": wide(c["q"], 8, first=4)}),
-    Refusal(
-        "rope_dtype",
-        TypeError,
-        ("q_rope:", "bfloat16", "float16"),
-        lambda c: {**_split(c), "q_rope": _split(c)["q_rope"].half()},
-    ),
-    Refusal(
-        "rope_shape",
-        ValueError,
-        ("q_rope:", "[3, 2, 16, 64]", "[3, 2, 16, 32]"),
-        lambda c: {**_split(c), "q_rope": _split(c)["q_rope"][..., :32]},
-    ),
-    Refusal(
-        "rope_row_step",
-        ValueError,
-        ("q_rope:", "16 bytes", "68"),
-        lambda c: {**_split(c), "q_rope": wide(_split(c)["q_rope"], 4)},
-    ),
-    Refusal(
-        "cache_dtype", TypeError, ("kv_cache:", "bfloat16", "float16"), lambda c: {"kv_cache": c["kv_cache"].half()}
-    ),
-    Refusal(
-        "cache_width",
-        ValueError,
-        ("kv_cache:", "576", "[7, 64, 512]"),
-        lambda c: {"kv_cache": c["kv_cache"][..., :512]},
-    ),
-    Refusal(
-        "cache_heads",
-        ValueError,
-        ("kv_cache:", "1, 576", "[7, 64, 2, 576]"),
-        lambda c: {"kv_cache": c["kv_cache"].new_zeros(PAGES, PAGE_SIZE, 2, 576)},
-    ),
-    Refusal(
-        "page_size_zero",
-        ValueError,
-        ("kv_cache:", "at least one token", "[7, 0, 576]"),
-        lambda c: {"kv_cache": c["kv_cache"][:, :0]},
-    ),
-    Refusal(
-        "cache_width_beside_rope",
-        ValueError,
-        ("kv_cache:", "512", "[7, 64, 576]"),
-        lambda c: {**_apart(c), "kv_cache": c["kv_cache"]},
-    ),
-    Refusal(
-        "rope_cache_dtype",
-        TypeError,
-        ("rope_cache:", "bfloat16 like kv_cache", "float16"),
-        lambda c: {**_apart(c), "rope_cache": _apart(c)["rope_cache"].half()},
-    ),
-    Refusal(
-        "rope_cache_width",
-        ValueError,
-        ("rope_cache:", "[7, 64, 64]", "[7, 64, 32]"),
-        lambda c: {**_apart(c), "rope_cache": _apart(c)["rope_cache"][..., :32]},
-    ),
-    Refusal(
-        "rope_cache_of_other_pages",
-        ValueError,
-        ("rope_cache:", "[7, 64, 64]", "[7, 32, 64]"),
-        lambda c: {**_apart(c), "rope_cache": _apart(c)["rope_cache"][:, :32]},
-    ),
-    Refusal(
-        "rope_cache_row_step",
-        ValueError,
-        ("rope_cache:", "16 bytes", "68"),
-        lambda c: {**_apart(c), "rope_cache": wide(_apart(c)["rope_cache"], 4)},
-    ),
-    Refusal(
-        "rope_cache_rows_in_one_place",
-        ValueError,
-        ("rope_cache:", "above 0", "0, 1]"),
-        lambda c: {**_apart(c), "rope_cache": _apart(c)["rope_cache"][:, :1].expand(-1, PAGE_SIZE, -1)},
-    ),
-    Refusal(
-        "rope_cache_on_meta",
-        ValueError,
-        ("rope_cache:", "got one on meta"),
-        lambda c: {**_apart(c), "rope_cache": _apart(c)["rope_cache"].to("meta")},
-    ),
-    Refusal(
-        "cache_row_step", ValueError, ("kv_cache:", "16 bytes", "580"), lambda c: {"kv_cache": wide(c["kv_cache"], 4)}
-    ),
-    Refusal(
-        "cache_last_stride",
-        ValueError,
-        ("kv_cache:", "stride 1", "2]"),
-        lambda c: {"kv_cache": strided(c["kv_cache"], -1, 2)},
-    ),
-    Refusal(
-        "table_dtype", TypeError, ("block_table:", "int32", "int64"), lambda c: {"block_table": c["block_table"].long()}
-    ),
-    Refusal(
-        "table_batch",
-        ValueError,
-        ("block_table:", "[3, max_pages]", "[2, 2]"),
-        lambda c: {"block_table": c["block_table"][:2]},
-    ),
-    Refusal(
-        "table_stride",
-        ValueError,
-        ("block_table:", "stride 1", "2]"),
-        lambda c: {"block_table": strided(c["block_table"], 1, 2)},
-    ),
-    Refusal("lens_dtype", TypeError, ("seq_lens:", "int32", "int64"), lambda c: {"seq_lens": c["seq_lens"].long()}),
-    Refusal("lens_batch", ValueError, ("seq_lens:", "[3]", "[2]"), lambda c: {"seq_lens": c["seq_lens"][:2]}),
-    Refusal(
-        "lens_stride",
-        ValueError,
-        ("seq_lens:", "contiguous", "[2]"),
-        lambda c: {"seq_lens": strided(c["seq_lens"], 0, 2)},
-    ),
-    Refusal("out_dtype", TypeError, ("out:", "bfloat16", "float32"), lambda c: {"out": c["out"].float()}),
-    Refusal(
-        "out_shape", ValueError, ("out:", "[3, 2, 16, 512]", "[3, 2, 16, 256]"), lambda c: {"out": c["out"][..., :256]}
-    ),
-    Refusal("out_strides", ValueError, ("out:", "contiguous", "520"), lambda c: {"out": wide(c["out"], 8)}),
-    Refusal("lse_dtype", TypeError, ("lse:", "float32", "float64"), lambda c: {"lse": c["lse"].double()}),
-    Refusal("lse_shape", ValueError, ("lse:", "[3, 2, 16]", "[3, 16, 2]"), lambda c: {"lse": c["lse"].view(3, 16, 2)}),
-    Refusal("lse_strides", ValueError, ("lse:", "contiguous", "17"), lambda c: {"lse": wide(c["lse"], 1)}),
-    Refusal("scale_zero", ValueError, ("softmax_scale:", "positive", "got 0"), lambda c: {"softmax_scale": 0.0}),
-    Refusal("scale_nan", ValueError, ("softmax_scale:", "finite", "nan"), lambda c: {"softmax_scale": float("nan")}),
-    Refusal(
-        "schedule_unbuilt",
-        TypeError,
-        ("schedule:", "DecodeSchedule.build()", "got DecodeSchedule"),
-        lambda c: {"schedule": DecodeSchedule(8, HEADS, device=c["q"].device, num_sms=8)},
-    ),
-    Refusal("schedule_batch", ValueError, ("schedule:", "batch 3", "batch 2"), lambda c: _other_schedule(c, batch=2)),
-    Refusal("schedule_heads", ValueError, ("schedule:", "16 heads", "8 heads"), lambda c: _other_schedule(c, heads=8)),
-    Refusal("schedule_s_q", ValueError, ("schedule:", "s_q 2", "s_q 1"), lambda c: _other_schedule(c, s_q=1)),
-    Refusal(
-        "fp8_query_without_fp8_cache",
-        TypeError,
-        ("q:", "bfloat16 or float16", "float8_e4m3fn with an FP8 cache", "got float8_e4m3fn"),
-        lambda c: {"q": c["q"].to(torch.float8_e4m3fn)},
-    ),
-    Refusal(
-        "query_of_bytes",
-        TypeError,
-        ("q:", "float8_e4m3fn", "got uint8"),
-        lambda c: _fp8(c, q=_fp8_query(c)["q"].view(torch.uint8)),
-    ),
-    Refusal(
-        "rope_unlike_fp8_query",
-        TypeError,
-        ("q_rope:", "float8_e4m3fn", "bfloat16"),
-        lambda c: _fp8(c, q=_fp8_query(c)["q"][..., :512], q_rope=c["q"][..., 512:]),
-    ),
-    Refusal(
-        "fp8_rope_beside_other_query",
-        TypeError,
-        ("q_rope:", "bfloat16", "got float8_e4m3fn"),
-        lambda c: _fp8(c, q=c["q"][..., :512], q_rope=_fp8_query(c)["q"][..., 512:]),
-    ),
-    Refusal(
-        "cache_of_bytes",
-        TypeError,
-        ("kv_cache:", "bfloat16", "float8_e4m3fn", "got uint8"),
-        lambda c: {"kv_cache": _fp8(c)["kv_cache"].view(torch.uint8)},
-    ),
-    Refusal(
-        "cache_in_e5m2",
-        TypeError,
-        ("kv_cache:", "float8_e4m3fn", "got float8_e5m2"),
-        lambda c: {"kv_cache": c["kv_cache"].to(torch.float8_e5m2)},
-    ),
-    Refusal(
-        "cache_of_powers_of_two",
-        TypeError,
-        ("kv_cache:", "float8_e4m3fn", "got float8_e8m0fnu"),
-        lambda c: {"kv_cache": c["kv_cache"].to(torch.float8_e8m0fnu)},
-    ),
-    Refusal(
-        "fp8_cache_width",
-        ValueError,
-        ("kv_cache:", "576", "[7, 64, 512]"),
-        lambda c: {"kv_cache": _fp8(c)["kv_cache"][..., :512]},
-    ),
-    Refusal(
-        "fp8_cache_row_step",
-        ValueError,
-        ("kv_cache:", "16 bytes", "584"),
-        lambda c: {"kv_cache": wide(_fp8(c)["kv_cache"], 8)},
-    ),
-    Refusal(
-        "fp8_query_row_step",
-        ValueError,
-        ("q:", "16 bytes", "584"),
-        lambda c: _fp8_query(c, q=wide(_fp8_query(c)["q"], 8)),
-    ),
-    Refusal(
-        "fp8_rope_first_row",
-        ValueError,
-        ("q_rope:", "16 bytes", "address"),
-        lambda c: _fp8(c, q=_fp8_query(c)["q"][..., :512], q_rope=wide(_fp8_query(c)["q"][..., 512:], 16, first=8)),
-    ),
-    Refusal(
-        "kv_scale_of_another_cache",
-        ValueError,
-        ("kv_scale:", "None", "kv_cache of bfloat16"),
-        lambda c: {"kv_scale": _one(c)},
-    ),
-    Refusal(
-        "q_scale_of_another_query",
-        ValueError,
-        ("q_scale:", "None", "q of bfloat16"),
-        lambda c: _fp8(c, q_scale=_one(c)),
-    ),
-    Refusal(
-        "kv_scale_dtype",
-        TypeError,
-        ("kv_scale:", "float32", "float64"),
-        lambda c: _fp8(c, kv_scale=_one(c, dtype=torch.float64)),
-    ),
-    Refusal(
-        "kv_scale_shape",
-        ValueError,
-        ("kv_scale:", "one element", "[3]"),
-        lambda c: _fp8(c, kv_scale=_one(c, [3])),
-    ),
-    Refusal(
-        "kv_scale_dims",
-        ValueError,
-        ("kv_scale:", "[] or [1]", "[1, 1]"),
-        lambda c: _fp8(c, kv_scale=_one(c, [1, 1])),
-    ),
-    Refusal(
-        "kv_scale_device",
-        ValueError,
-        ("kv_scale:", "a tensor on", "got one on meta"),
-        lambda c: _fp8(c, kv_scale=_one(c).to("meta")),
-    ),
-    Refusal(
-        "q_scale_dtype",
-        TypeError,
-        ("q_scale:", "float32", "bfloat16"),
-        lambda c: _fp8_query(c, q_scale=_one(c, dtype=torch.bfloat16)),
-    ),
-    Refusal(
-        "q_scale_shape",
-        ValueError,
-        ("q_scale:", "one element", "[16]"),
-        lambda c: _fp8_query(c, q_scale=_one(c, [16])),
-    ),
-    Refusal(
-        "q_scale_device",
-        ValueError,
-        ("q_scale:", "a tensor on", "got one on meta"),
-        lambda c: _fp8_query(c, q_scale=_one(c).to("meta")),
-    ),
-    Refusal(
-        "fp8_math_without_fp8_cache",
-        ValueError,
-        ("fp8_math:", "False", "kv_cache of bfloat16", "True"),
-        lambda c: {"fp8_math": True},
-    ),
-    Refusal(
-        "out_dtype_unlike_query",
-        ValueError,
-        ("out_dtype:", "None or bfloat16", "float16"),
-        lambda c: {"out": None, "out_dtype": torch.float16},
-    ),
-    Refusal(
-        "out_dtype_text",
-        TypeError,
-        ("out_dtype:", "torch.dtype", "got str"),
-        lambda c: {"out": None, "out_dtype": "bfloat16"},
-    ),
-    Refusal(
-        "out_dtype_unlike_query_beside_fp8_cache",
-        ValueError,
-        ("out_dtype:", "None or bfloat16", "float16"),
-        lambda c: _fp8(c, out=None, out_dtype=torch.float16),
-    ),
-    Refusal(
-        "out_dtype_of_fp8_query",
-        ValueError,
-        ("out_dtype:", "bfloat16 or float16", "float32"),
-        lambda c: _fp8_query(c, out=None, out_dtype=torch.float32),
-    ),
-    Refusal(
-        "out_dtype_unlike_out",
-        ValueError,
-        ("out_dtype:", "bfloat16 like out", "got float16"),
-        lambda c: _fp8_query(c, out_dtype=torch.float16),
-    ),
-    Refusal(
-        "fp8_out",
-        TypeError,
-        ("out:", "bfloat16 or float16", "float8_e4m3fn"),
-        lambda c: _fp8_query(c, out=c["out"].to(torch.float8_e4m3fn)),
-    ),
-    Refusal(
-        "out_unlike_query_beside_fp8_cache",
-        TypeError,
-        ("out:", "bfloat16", "float16"),
-        lambda c: _fp8(c, out=c["out"].half()),
-    ),
-    # What is no tensor, or has no memory.
-    *(
-        Refusal(
-            f"{name}_on_meta",
-            ValueError,
-            (f"{name}:", "CUDA device or the CPU", "got one on meta"),
-            lambda c, name=name: {name: c[name].to("meta")},
-        )
-        for name in ("q", "kv_cache", "block_table", "seq_lens", "out", "lse")
-    ),
-    *(
-        Refusal(f"{name}_none", TypeError, (f"{name}:", "wanted", "got None"), lambda c, name=name: {name: None})
-        for name in ("q", "kv_cache", "block_table", "seq_lens", "schedule", "softmax_scale", "fp8_math", "early_loads")
-    ),
-    Refusal("q_list_without_out", TypeError, ("q:", "a tensor", "got list"), lambda c: {"q": [0.0], "out": None}),
-    Refusal("table_list", TypeError, ("block_table:", "a tensor", "got list"), lambda c: {"block_table": [[0]]}),
-    Refusal("kv_scale_number", TypeError, ("kv_scale:", "a tensor", "got float"), lambda c: _fp8(c, kv_scale=1.0)),
-    Refusal("scale_text", TypeError, ("softmax_scale:", "a number", "got str"), lambda c: {"softmax_scale": "1"}),
-    *(Refusal(*case) for case in EMPTY_LSE),
-    Refusal("scale_infinite", ValueError, ("softmax_scale:", "finite"), lambda c: {"softmax_scale": float("inf")}),
-    Refusal("scale_of_float64", ValueError, ("softmax_scale:", "float32", "1e+39"), lambda c: {"softmax_scale": 1e39}),
-    Refusal(
-        "schedule_unlike",
-        TypeError,
-        ("schedule:", "DecodeSchedule.build()", "got tuple"),
-        lambda c: {"schedule": (1, 2)},
-    ),
-    # What kernels write or read 16 bytes at a time, and what TMA can reach.
-    Refusal("out_address", ValueError, ("out:", "16 bytes", "address"), lambda c: {"out": shifted(c["out"])}),
-    Refusal(
-        "workspace_address",
-        ValueError,
-        ("workspace:", "16 bytes", "address"),
-        lambda c: {"workspace": _workspace(c)[1:]},
-    ),
-    Refusal(
-        "workspace_dtype",
-        TypeError,
-        ("workspace:", "float32", "float64"),
-        lambda c: {"workspace": _workspace(c, dtype=torch.float64)},
-    ),
-    Refusal("workspace_size", ValueError, ("workspace:", "[>=", "[99]"), lambda c: {"workspace": _workspace(c, 99)}),
-    Refusal(
-        "workspace_strides",
-        ValueError,
-        ("workspace:", "contiguous", "strides [2]"),
-        lambda c: {"workspace": _workspace(c)[::2]},
-    ),
-    Refusal("workspace_dims", ValueError, ("workspace:", "[1, 1000000]"), lambda c: {"workspace": _workspace(c)[None]}),
-    Refusal(
-        "workspace_on_meta", ValueError, ("workspace:", "meta"), lambda c: {"workspace": _workspace(c, device="meta")}
-    ),
-    Refusal(
-        "workspace_of_neither",
-        TypeError,
-        ("workspace:", "a tensor", "got None"),
-        lambda c: {"schedule": c["schedule"]._replace(workspace=None)},
-    ),
-    Refusal(
-        "no_pages", ValueError, ("kv_cache:", "one page", "[0, 64, 576]"), lambda c: {"kv_cache": c["kv_cache"][:0]}
-    ),
+REFUSALS = spoiled(mla_decode, valid_call, [
+    ("q", "layout", TypeError, lambda x: x.to_sparse()),
+    ("q", "dtype", TypeError, to(torch.float32)),
+    ("q", "dims", ValueError, lambda x: x.flatten(1, 2)),
+    ("q", "dims without out", ValueError, lambda x: x.flatten(1, 2), allocated),
+    ("q", "width", ValueError, lambda x: x[..., :512]),
+    ("q", "width beside rope", ValueError, lambda x: x.new_zeros(BATCH, S_Q, HEADS, 576), split),
+    ("q", "last stride", ValueError, strided(-1, 2)),
+    ("q", "row step", ValueError, wide(4)),
+    ("q", "first row", ValueError, wide(8, first=4)),
+    ("q", "list without out", TypeError, [0.0], allocated),
+    ("q", "fp8 without fp8 cache", TypeError, to(FP8)),
+    ("q", "bytes", TypeError, lambda x: x.view(torch.uint8), fp8_query),
+    ("q", "fp8 row step", ValueError, wide(8), fp8_query),
+    ("q_rope", "dtype", TypeError, to(torch.float16), split),
+    ("q_rope", "shape", ValueError, lambda x: x[..., :32], split),
+    ("q_rope", "row step", ValueError, wide(4), split),
+    ("q_rope", "unlike fp8 q", TypeError, to(torch.bfloat16), then(fp8_query, split)),
+    ("q_rope", "fp8 beside other q", TypeError, to(FP8), then(fp8, split)),
+    ("q_rope", "fp8 first row", ValueError, wide(16, first=8), then(fp8_query, split)),
+    ("kv_cache", "layout", TypeError, lambda x: x.to_sparse()),
+    ("kv_cache", "dtype", TypeError, to(torch.float16)),
+    ("kv_cache", "bytes", TypeError, lambda x: x.view(torch.uint8), fp8),
+    ("kv_cache", "e5m2", TypeError, to(torch.float8_e5m2)),
+    ("kv_cache", "powers of two", TypeError, to(torch.float8_e8m0fnu)),
+    ("kv_cache", "width", ValueError, lambda x: x[..., :512]),
+    ("kv_cache", "width beside rope", ValueError, lambda x: x.new_zeros(PAGES, PAGE_SIZE, 576), apart),
+    ("kv_cache", "fp8 width", ValueError, lambda x: x[..., :512], fp8),
+    ("kv_cache", "heads", ValueError, lambda x: x.new_zeros(PAGES, PAGE_SIZE, 2, 576)),
+    ("kv_cache", "no pages", ValueError, lambda x: x[:0]),
+    ("kv_cache", "empty pages", ValueError, lambda x: x[:, :0]),
+    ("kv_cache", "row step", ValueError, wide(4)),
+    ("kv_cache", "fp8 row step", ValueError, wide(8), fp8),
+    ("kv_cache", "last stride", ValueError, strided(-1, 2)),
+    ("kv_cache", "pages in one place", ValueError, lambda x: x[:1].expand(PAGES, -1, -1)),
+    ("kv_cache", "rows in one place", ValueError, lambda x: x[:, :1].expand(-1, PAGE_SIZE, -1)),
+    ("rope_cache", "dtype", TypeError, to(torch.float16), apart),
+    ("rope_cache", "width", ValueError, lambda x: x[..., :32], apart),
+    ("rope_cache", "other pages", ValueError, lambda x: x[:, :32], apart),
+    ("rope_cache", "row step", ValueError, wide(4), apart),
+    ("rope_cache", "rows in one place", ValueError, lambda x: x[:, :1].expand(-1, PAGE_SIZE, -1), apart),
+    ("rope_cache", "on meta", ValueError, to("meta"), apart),
+    ("block_table", "dtype", TypeError, to(torch.int64)),
+    ("block_table", "batch", ValueError, lambda x: x[:2]),
+    ("block_table", "stride", ValueError, strided(1, 2)),
+    ("block_table", "list", TypeError, [[0]]),
+    ("seq_lens", "dtype", TypeError, to(torch.int64)),
+    ("seq_lens", "batch", ValueError, lambda x: x[:2]),
+    ("seq_lens", "stride", ValueError, strided(0, 2)),
+    ("kv_scale", "of another cache", ValueError, SAME, lambda c: {"kv_scale": fp8(c)["kv_scale"]}),
+    ("kv_scale", "dtype", TypeError, to(torch.float64), fp8),
+    ("kv_scale", "shape", ValueError, lambda x: x.expand(3), fp8),
+    ("kv_scale", "dims", ValueError, lambda x: x.view(1, 1), fp8),
+    ("kv_scale", "on meta", ValueError, to("meta"), fp8),
+    ("kv_scale", "number", TypeError, 1.0, fp8),
+    ("q_scale", "of another q", ValueError, SAME, lambda c: fp8_query(c) | {"q": c["q"]}),
+    ("q_scale", "dtype", TypeError, to(torch.bfloat16), fp8_query),
+    ("q_scale", "shape", ValueError, lambda x: x.expand(16), fp8_query),
+    ("q_scale", "on meta", ValueError, to("meta"), fp8_query),
+    ("fp8_math", "without fp8 cache", ValueError, True),
+    ("out_dtype", "unlike q", ValueError, torch.float16, allocated),
+    ("out_dtype", "unlike q beside fp8 cache", ValueError, torch.float16, then(fp8, allocated)),
+    ("out_dtype", "text", TypeError, "bfloat16", allocated),
+    ("out_dtype", "of fp8 q", ValueError, torch.float32, then(fp8_query, allocated)),
+    ("out_dtype", "unlike out", ValueError, torch.float16, fp8_query),
+    ("out", "dtype", TypeError, to(torch.float32)),
+    ("out", "unlike q beside fp8 cache", TypeError, to(torch.float16), fp8),
+    ("out", "fp8", TypeError, to(FP8), fp8_query),
+    ("out", "shape", ValueError, lambda x: x[..., :256]),
+    ("out", "strides", ValueError, wide(8)),
+    ("out", "address", ValueError, shifted),
+    ("lse", "dtype", TypeError, to(torch.float64)),
+    ("lse", "shape", ValueError, lambda x: x.view(3, 16, 2)),
+    ("lse", "strides", ValueError, wide(1)),
+    ("schedule", "unbuilt", TypeError, lambda x: DecodeSchedule(8, HEADS, device=x.work_ranges.device, num_sms=8)),
+    ("schedule", "tuple", TypeError, (1, 2)),
+    ("schedule", "batch", ValueError, _schedule(batch=2)),
+    ("schedule", "heads", ValueError, _schedule(heads=8)),
+    ("schedule", "s_q", ValueError, _schedule(s_q=1)),
+    ("workspace", "of neither", TypeError, None, lambda c: {"schedule": c["schedule"]._replace(workspace=None)}),
     # What is written while others are read.
-    Refusal("out_in_q", ValueError, ("out:", "its own", "q's"), lambda c: {"out": inside(c["q"], c["out"])}),
-    Refusal("lse_in_q", ValueError, ("lse:", "its own", "q's"), lambda c: {"lse": inside(c["q"], c["lse"])}),
-    Refusal(
-        "out_in_cache",
-        ValueError,
-        ("out:", "its own", "kv_cache's"),
-        lambda c: {"out": inside(c["kv_cache"], c["out"])},
-    ),
-    Refusal("lse_in_out", ValueError, ("lse:", "its own", "out's"), lambda c: {"lse": inside(c["out"], c["lse"])}),
-    Refusal(
-        "lse_in_block_table",
-        ValueError,
-        ("lse:", "its own", "block_table's"),
-        lambda c: {"block_table": (table := c["block_table"].repeat(1, 32)), "lse": inside(table, c["lse"])},
-    ),
-    Refusal(
-        "lse_in_split_offsets",
-        ValueError,
-        ("lse:", "its own", "split_offsets's"),
-        lambda c: {
-            "schedule": (schedule := c["schedule"]._replace(split_offsets=c["block_table"].flatten().repeat(16))),
-            "lse": inside(schedule.split_offsets, c["lse"]),
-        },
-    ),
-    Refusal(
-        "lse_in_workspace",
-        ValueError,
-        ("workspace:", "its own", "lse's"),
-        lambda c: {"workspace": (workspace := _workspace(c)), "lse": inside(workspace, c["lse"])},
-    ),
-    Refusal(
-        "cache_pages_in_one_place",
-        ValueError,
-        ("kv_cache:", "above 0", "[0, 576, 1]"),
-        lambda c: {"kv_cache": c["kv_cache"][:1].expand(PAGES, -1, -1)},
-    ),
-    Refusal(
-        "cache_rows_in_one_place",
-        ValueError,
-        ("kv_cache:", "above 0", "0, 1]"),
-        lambda c: {"kv_cache": c["kv_cache"][:, :1].expand(-1, PAGE_SIZE, -1)},
-    ),
-)
+    ("out", "in q", ValueError, SAME, within("q", "out")),
+    ("lse", "in q", ValueError, SAME, within("q", "lse")),
+    ("out", "in kv_cache", ValueError, SAME, within("kv_cache", "out")),
+    ("lse", "in out", ValueError, SAME, within("out", "lse")),
+    ("lse", "in block_table", ValueError, SAME, then(_wide_table, within("block_table", "lse"))),
+    ("lse", "in split_offsets", ValueError, SAME, _split_offsets_in_table),
+    ("workspace", "with lse in it", ValueError, SAME, then(workspace(), within("workspace", "lse"))),
+    # What is no tensor, or has no memory.
+    *((name, "on meta", ValueError, to("meta")) for name in ("q", "kv_cache", "block_table", "seq_lens", "out", "lse")),
+    *((name, "None", TypeError, None) for name in ("q", "kv_cache", "block_table", "seq_lens")),
+    *((name, "None", TypeError, None) for name in ("schedule", "fp8_math", "early_loads")),
+    *SCALES,
+    *WORKSPACES,
+])  # fmt: skip

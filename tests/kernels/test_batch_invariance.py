@@ -1,4 +1,4 @@
-"""Batch invariance: a request's bits are the same alone, in company and in another place of the batch."""
+"""Batch invariance: a request's bits are the same alone, in a batch and at another place of the batch."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from etap_backend import DecodeSchedule, mla_decode
 from etap_backend.schedule import BATCH_INVARIANT_BYTES, decode_shape
 from support.cases import LATENT, SOFTMAX_SCALE, Case, Problem, build
 from support.compare import check, truth
+from support.covering import both_devices, on_devices
 
-both_devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 LENGTHS = {
     "cpu": (2500, 0, 1, 64, 1025, 700),
     "cuda": (60_000, 0, 1, 64, 1025, 2048, 700, 9000, 65, *range(900, 20_000, 137)),
@@ -42,18 +42,19 @@ FP8_CACHE = {"kv_dtype": "fp8", "kv_scale": 0.0137}
 CACHES = {"bf16": {}, "fp8": FP8_CACHE, "fp8 math": {**FP8_CACHE, "fp8_math": True}}
 
 
-@both_devices
-@pytest.mark.parametrize("cache", CACHES.values(), ids=CACHES)
-@pytest.mark.parametrize("max_batch", [160, 4096], ids=["some splits", "no splits"])
-@pytest.mark.parametrize("heads, s_q", [(8, 1), (16, 1), (16, 2), (64, 1), (128, 1)])
+@on_devices({
+    "cache": list(CACHES),
+    "max_batch": (160, 4096),  # some splits, and none
+    "heads, s_q": [(8, 1), (16, 1), (16, 2), (64, 1), (128, 1)],
+})  # fmt: skip
 def test_bits_do_not_depend_on_the_batch(device, heads, s_q, max_batch, cache):
-    case = Case(LENGTHS[device], heads=heads, s_q=s_q, **cache)
+    case = Case(LENGTHS[device], heads=heads, s_q=s_q, **CACHES[cache])
     problem = build(case, device)
     everyone = list(range(len(case.lengths)))
     out, lse, schedule = run(problem, everyone, max_batch, None)
     check(out, lse, problem, truth(problem))
     if max_batch == 4096:
-        assert schedule.fixed_pieces == 1 and not schedule.split_offsets.any()
+        assert schedule.fixed_splits == 1 and not schedule.split_offsets.any()
     crowds = {"cpu": [[0], [4, 0]], "cuda": [[0], [4], [7, 0], [1, 2, 0, 3, 7], [0] * 150]}
     for requests in (*crowds[device], everyone[::-1]):
         some_out, some_lse, _ = run(problem, requests, max_batch, None)
@@ -62,11 +63,9 @@ def test_bits_do_not_depend_on_the_batch(device, heads, s_q, max_batch, cache):
             assert same_bits(some_lse[place], lse[request]), f"log-sum-exp of request {request} among {requests}"
 
 
-@both_devices
-@pytest.mark.parametrize("max_batch", [8, 24, 40, 64])
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@on_devices({"max_batch": (8, 24, 40, 64), "heads": (16, 64, 128)})
 def test_the_order_of_many_splits_does_not_depend_on_the_batch(device, heads, max_batch):
-    """How many requests a block of the combination takes at a time must not follow from how many there are."""
+    """The batch must not decide how many requests a block of the combine kernel takes at a time."""
     lengths = {"cpu": (2100, 1025, 1, 1100, 64), "cuda": (20_000, 9000, 1, 3000, 60_000)}[device]
     problem = build(Case(lengths, heads=heads), device)
     out, lse, _ = run(problem, [0, 1, 2, 3, 4], max_batch, None)
@@ -81,8 +80,8 @@ def test_the_order_of_many_splits_does_not_depend_on_the_batch(device, heads, ma
 def test_long_requests_are_split_where_the_workspace_has_room(device):
     problem = build(Case((4096, 100, 1025)), device)
     _, _, schedule = run(problem, [0, 1, 2], 3, 8)
-    assert schedule.fixed_pieces == 8
-    # 64, 2 and 17 tiles, none of the pieces shorter than 16 where there are several but the last request's.
+    assert schedule.fixed_splits == 8
+    # 64, 2 and 17 tiles: no split is shorter than 16 tiles, but the last request's second.
     assert schedule.split_offsets.tolist() == [0, 4, 4, 6]
 
 
@@ -106,9 +105,9 @@ def test_workspace_stays_small(heads, max_batch, max_s_q):
 
 
 @pytest.mark.parametrize("max_batch", [16, 20, 55])
-def test_a_request_has_as_many_pieces_as_the_bytes_for_all_partial_results_allow(max_batch):
+def test_the_bytes_for_all_partials_limit_the_splits(max_batch):
     schedule = DecodeSchedule(max_batch, 128, device="cpu", num_sms=132, batch_invariant=True)
     shape = decode_shape(128, 132)
-    assert 1 < schedule.fixed_pieces < shape.partitions(132)
+    assert 1 < schedule.fixed_splits < shape.partitions(132)
     assert 4 * schedule.workspace.numel() <= BATCH_INVARIANT_BYTES
-    assert 4 * shape.workspace_floats(max_batch * (schedule.fixed_pieces + 1)) > BATCH_INVARIANT_BYTES
+    assert 4 * shape.workspace_floats(max_batch * (schedule.fixed_splits + 1)) > BATCH_INVARIANT_BYTES

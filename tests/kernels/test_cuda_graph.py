@@ -1,4 +1,4 @@
-"""What engines do with a call: record it in a CUDA graph, replay it with other lengths, run it on any stream."""
+"""Calls as engines make them: recorded in a CUDA graph, replayed with other lengths, on any stream."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from etap_backend import DecodeSchedule
-from bench.kernels.hold import sms_held
 from support.cases import WILD_PAGES, Case, Guarded, Problem, build, decode
 from support.compare import check, truth
+from support.held_sms import sms_held
 
 pytestmark = pytest.mark.gpu
 
@@ -106,7 +106,7 @@ def test_one_graph_serves_other_lengths(heads, s_q, where, cache):
 
 
 class Turns:
-    """Batches of other lengths over one pool; a graph takes them in turn by itself and compares with the first bits."""
+    """Batches of different lengths over one pool: a graph takes them in turn and compares with the first bits."""
 
     def __init__(self, batches: list[Problem]):
         self.recorded = Recorded(batches[0])
@@ -147,7 +147,7 @@ class Turns:
 @every_cache
 @pytest.mark.parametrize("held", HELD_SMS)
 def test_replays_with_changing_lengths_beside_a_kernel_that_holds_sms(held, cache):
-    """As a communication kernel does: a call's CTAs do not all run at once, in another arrangement each time."""
+    """As beside a communication kernel: a call's CTAs do not all run at once, in another arrangement each time."""
     turns = Turns(problems(16, 1, **cache))
     graph = turns.recorded.record(turns.step_and_compare)
     turns.differing.zero_()
@@ -174,7 +174,7 @@ def test_a_graph_gives_the_bits_of_a_plain_call(cache):
 
 @every_cache
 def test_layers_of_one_graph_share_schedule_and_workspace(cache):
-    """The next layer's kernels may start while the last one's finish: what they share must stand that."""
+    """The next layer's kernels may start while the last layer's finish: shared buffers must allow that."""
     layers = [build(Case(BATCHES[0], heads=16, seed=60 + layer, **cache), "cuda") for layer in range(8)]
     schedule = DecodeSchedule(6, 16).build(layers[0].seq_lens)
     results = [decode(problem, schedule) for problem in layers]
@@ -192,8 +192,8 @@ def test_layers_of_one_graph_share_schedule_and_workspace(cache):
 
 
 @every_cache
-def test_a_call_launches_our_kernels_and_nothing_else(cache):
-    """No copy, no memset: all that build and decode do are kernels, whose names the sanitizer's filter knows."""
+def test_a_call_launches_its_kernels_and_nothing_else(cache):
+    """No copy, no memset: build and decode launch the project's kernels, which the sanitizer's filter knows by name."""
     recorded = Recorded(problems(16, 1, **cache)[0])
     recorded.build()
     recorded.decode()

@@ -50,7 +50,7 @@ def test_it_agrees_with_torch(dtype, page_size, layout, s_q):
 
 @pytest.mark.parametrize("q_scale", [None, 1e-3, 0.021, 1e3])
 @pytest.mark.parametrize("kv_scale", [None, 1e-3, 0.0137, 1e3])
-def test_it_agrees_with_torch_on_what_fp8_stands_for(q_scale, kv_scale):
+def test_it_agrees_with_torch_on_dequantized_fp8(q_scale, kv_scale):
     case = Case((3, 64, 200), 5, s_q=2, dtype="float8_e4m3fn", q_scale=q_scale, kv_dtype="fp8", kv_scale=kv_scale)
     problem = build(case, "cpu")
     assert problem.kv_cache.isnan().any() and problem.kv_cache.dtype == problem.q.dtype == torch.float8_e4m3fn
@@ -102,7 +102,7 @@ def test_a_length_beyond_the_block_table_and_a_page_beyond_the_cache_are_refused
 
 
 def stored_rows(problem, token: int) -> torch.Tensor:
-    """The cache rows that a token's list names, by the problem's own account, gathered one by one."""
+    """The cache rows that the problem says a token attends to, gathered one by one."""
     case, cache = problem.case, problem.kv_cache
     if case.fp8:
         cache = cache.view(torch.uint8)
@@ -113,7 +113,7 @@ def stored_rows(problem, token: int) -> torch.Tensor:
 
 
 def stored_row(case: SparseCase, page: torch.Tensor, place: int) -> torch.Tensor:
-    """A row of a page [page_size, width]; of V4's, where rows are no rows of the tensor, by the bytes' own places."""
+    """A row of a page [page_size, width]; V4's rows are not rows of the tensor and are taken byte by byte."""
     if not case.v4:
         return page[place]
     page, behind = page.flatten(), 576 * case.page_size
@@ -121,7 +121,7 @@ def stored_row(case: SparseCase, page: torch.Tensor, place: int) -> torch.Tensor
 
 
 def keys_of(rows: torch.Tensor) -> torch.Tensor:
-    """Float64 [n, 576 or 512] of stored rows, a group of columns that share a scale after the other."""
+    """Float64 [n, 576 or 512] of stored rows, by groups of columns that share a scale."""
     if rows.dtype == torch.bfloat16:
         return rows.double()
     if rows.shape[1] == 584:
@@ -170,7 +170,7 @@ def test_the_sparse_one_agrees_with_torch(counts, holes, requests, cache):
 
 
 @pytest.mark.parametrize("cache", ["bf16", "fp8", "v4"])
-def test_the_sparse_one_of_two_lists_is_that_of_their_rows_in_one(cache):
+def test_two_lists_are_attended_to_like_one_of_all_their_rows(cache):
     case = SparseCase(
         5, 4, 70, cache, holes="all", counts="drawn", requests=3, page_size=16, extra=40, extra_page_size=2
     )
@@ -189,7 +189,7 @@ def test_the_sparse_one_of_two_lists_is_that_of_their_rows_in_one(cache):
 
 
 def test_a_page_of_deepseek_v4_byte_by_byte():
-    """Two rows: their data, then their scales, then nothing that is read."""
+    """Two rows: their data, then their scales, then unread bytes."""
     page = torch.full((1, 3 * 576), 0xFF, dtype=torch.uint8)
     one, two = torch.tensor([1.0, -448.0]).to(torch.float8_e4m3fn).view(torch.uint8).tolist()
     page[0, :448], page[0, 576 : 576 + 448] = one, two

@@ -44,7 +44,7 @@ def test_two_requests_of_the_greatest_length_fit(path):
         assert memory.fits
     else:
         assert memory.usable - memory.weights >= memory.cache_wanted + memory.state
-        assert memory.total * (1 - share) >= RESERVE_BYTES.value
+        assert memory.total * (1 - share) >= RESERVE_BYTES
     command = "vllm serve" if in_vllm else "python -m sglang.launch_server"
     assert f"{command} --config configs/{path.parent.name}/{path.name}" in path.read_text()
 

@@ -19,7 +19,7 @@ from etap_backend.config_list import FOLDER
 from etap_backend.plan import files, step
 from etap_backend.plan.alternatives import make_plan, what_fits
 from etap_backend.plan.deployment import Deployment
-from etap_backend.plan.gpu import LONGEST_REST, read_gpu
+from etap_backend.plan.gpu import LONGEST_REST, Call, Figure, read_gpu
 from etap_backend.plan.memory import RESERVE_BYTES, memory_of, parameters_of, weights_of
 from etap_backend.plan.model import read_model
 from etap_backend.plan.report import percent, verdict
@@ -147,7 +147,7 @@ def test_context_parallelism_divides_the_cache_and_gathers_the_heads():
 def test_an_fp8_cache_holds_twice_the_tokens():
     plain, made = memory_of(R1, H200, on()), make_plan(R1, H200, on(cache="fp8"))
     assert made.memory.cache_per_token == 576 * 61 == plain.cache_per_token / 2
-    left = H200.memory_bytes.value * 0.92 - plain.weights - RESERVE_BYTES.value
+    left = H200.memory_bytes.value * 0.92 - plain.weights - RESERVE_BYTES
     assert made.memory.tokens == int(left / 35136 / 64) * 64 and made.bf16_tokens == plain.tokens
 
 
@@ -234,13 +234,6 @@ def test_steps_at_full_depth(batch, context, etap_ms, flashmla_ms):
     """R1 on 4 x H200 as four ranks of eight, SGLang, experts drawn evenly. Nothing was fitted to it."""
     made = make_plan(RANKS_OF_EIGHT, H200, on(batch, context + 128, gpus=4, tp=4))
     assert made.step_with(made.etap) == close(etap_ms) and made.step_with(made.peers[-1]) == close(flashmla_ms)
-
-
-def test_fewer_experts_take_less_and_an_even_choice_is_the_default():
-    few, even, all_of_them = (
-        step.rest_of_step_ms(R1, H200, on(experts=experts)) for experts in (20, 256 * (1 - (1 - 1 / 32) ** 16), 256)
-    )
-    assert few < even < all_of_them and even == pytest.approx(step.rest_of_step_ms(R1, H200, on()))
 
 
 def test_a_gain_is_a_range_between_two_estimates_of_the_rest():
@@ -331,7 +324,6 @@ def test_what_is_said_to_fit_fits(model, gpu, where):
         ({"tp": 3, "gpus": 3}, "tp"),
         ({"dcp": 3}, "dcp"),
         ({"utilization": 1.5}, "utilization"),
-        ({"experts": 257}, "experts"),
         ({"pp": 62, "gpus": 496}, "pp"),
     ],
 )
@@ -404,8 +396,9 @@ def test_a_wrong_gpu_file_is_refused_by_key(tmp_path):
 def test_every_number_of_a_gpu_says_what_it_is(name):
     gpu = read_gpu(name)
     assert gpu.name.lower() == name
-    for figure in (*gpu.figures.values(), *gpu.calls.values(), *gpu.sparse):
-        assert figure.status in ("measured", "nominal", "derived") and figure.source
+    known = [one for one in (*vars(gpu).values(), *gpu.sparse) if isinstance(one, (Figure, Call))]
+    assert len(known) >= 10
+    assert all(one.status in ("measured", "nominal", "derived") and one.source for one in known)
 
 
 # The command
@@ -415,8 +408,6 @@ def test_the_screen_says_what_does_not_fit_and_what_does(etap_plan, monkeypatch)
     text = etap_plan("deepseek-ai/DeepSeek-R1", "--gpu", "H20-96G", "--context", "64K")
     assert "16 x 64K does not fit: its KV cache is 1,048,576 tokens = 73.7 GB per GPU, 3.4 GB are left" in text
     assert re.search(r"8 x H20-96G 0 3,008 - 1 6,080 - .*16 x H20-96G, pp 2 19 79,040 \d+ to \d+ ", text)
-    sources = etap_plan("deepseek-r1", "--gpu", "H20-96G", "--sources")
-    assert "TensorRT-LLM issue 3977" in sources and "TensorRT-LLM issue 3977" not in text
     assert "The weights leave no room for a KV cache on 8 x H100." in etap_plan("kimi-k2", "--gpu", "H100")
     assert "Leave ETAP off here" in (padded := etap_plan("--gpu", "H20-96G", "--dcp", "8"))
     assert "Both compute 128 query rows: there is no padding that ETAP could save." in padded

@@ -84,7 +84,7 @@ def test_a_block_of_vllm_has_256_tokens_of_all_of_deepseek_v4s_layers(model, csa
     assert pool.block_bytes == csa * (37_440 + 8_640) + hca * 1_728 == memory.cache_per_token * 256
     assert memory.indexer_per_token * 256 == csa * 8_640 and memory.page_tokens == 256
     assert memory.state == 16 * 30 * pool.block_bytes
-    assert memory.reserve - RESERVE_BYTES.value - 1.4e9 == pytest.approx(6_682 * pool.block_bytes)
+    assert memory.reserve - RESERVE_BYTES - 1.4e9 == pytest.approx(6_682 * pool.block_bytes)
 
 
 def test_tokens_that_vllm_logged():
@@ -351,4 +351,4 @@ def test_the_screen_says_what_a_block_holds_and_what_was_not_timed(capsys):
     assert "indexer not timed memory >=" in text
     assert cli.main(["plan", "deepseek-v4-flash", "--count", "2", "--json"]) == 0
     made = json.loads(capsys.readouterr().out)
-    assert made["step"]["gain"] is None and made["caches"]["block_bytes"] == 1_002_240
+    assert made["step"]["gain"] is None and made["attention"]["ETAP"]["call"] is None

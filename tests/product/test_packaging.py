@@ -244,7 +244,7 @@ def etap(environment: Path, *words: str) -> subprocess.CompletedProcess:
 def test_beside_torch_and_tvm_ffi_the_wheel_needs_nothing_for_its_own_commands(bare_environment):
     doctor_run = etap(bare_environment, "doctor")
     assert re.search(rf"library +ok .*{re.escape(str(bare_environment))}", doctor_run.stdout), doctor_run.stderr
-    demo_run, plan_run = etap(bare_environment, "demo"), etap(bare_environment, "plan", "deepseek-v3.2", "--sources")
+    demo_run, plan_run = etap(bare_environment, "demo"), etap(bare_environment, "plan", "deepseek-v3.2")
     assert demo_run.returncode == 0 and "Ran the reference executor" in demo_run.stdout, demo_run.stderr
     assert plan_run.returncode == 0 and "With ETAP a step gives" in plan_run.stdout, plan_run.stderr
     assert etap(bare_environment, "configs").stdout.count(str(bare_environment)) == 32

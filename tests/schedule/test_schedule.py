@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from etap_backend import limits
 from etap_backend import schedule as schedule_module
 from etap_backend._library import library
-from etap_backend.cpu.dense import pieces
+from etap_backend.cpu.dense import splits
 from etap_backend.schedule import BuiltSchedule, DecodeSchedule, decode_shape
 
 CONSTANTS = library().constants()
@@ -22,11 +22,11 @@ ROW_TILES = (8, 16, 32, 64)
 
 
 class Calls(NamedTuple):
-    """What a schedule is told of them."""
+    """A schedule's parameters, which follow from a call's rows and cache."""
 
-    row_tile: int  # by which a split is dear; 0: it is cheap
-    piece_cost: int  # what the start and the end of a piece take, in tiles
-    single_tiles: int = 0  # of the longest request that is cut into single tiles where each has a partition
+    row_tile: int  # more rows make combining dearer; 0: it is cheap
+    split_cost: int  # a split's fixed cost, in tiles
+    single_tiles: int = 0  # most tiles of a request that is cut into single tiles where each has a partition
 
 
 def single_tiles(lengths, partitions: int, calls: Calls) -> int:
@@ -40,7 +40,7 @@ def single_tiles(lengths, partitions: int, calls: Calls) -> int:
 
 
 def least_tiles(lengths, partitions: int, calls: Calls) -> list[int]:
-    """What a piece of each request holds at least: below, its combination costs more than it saves."""
+    """Fewest tiles of a split of each request: below, combining costs more than the split saves."""
     pairs = 2 * sum(tiles_of(lengths)) <= 3 * partitions and calls.row_tile <= MEMORY_ROWS
     single = single_tiles(lengths, partitions, calls)
     return [1 if n <= single else 2 if pairs else max(2, math.ceil(math.sqrt(n) / 4)) for n in tiles_of(lengths)]
@@ -51,18 +51,18 @@ def least_bound(lengths, partitions: int, calls: Calls) -> int:
 
 
 def line_share(lengths, partitions: int, calls: Calls) -> int:
-    """What a partition of the cost line has to do beside the fixed cost of one piece."""
-    return -(-(sum(tiles_of(lengths)) + calls.piece_cost * len(lengths)) // partitions)
+    """Load of a partition of the cost line beside the fixed cost of one split."""
+    return -(-(sum(tiles_of(lengths)) + calls.split_cost * len(lengths)) // partitions)
 
 
 def most_load(lengths, partitions: int, calls: Calls) -> int:
-    """Tiles of the busiest partition that own partitions may have, beside the fixed cost of one piece."""
+    """Tiles of the busiest partition that own partitions may have, beside the fixed cost of one split."""
     share = line_share(lengths, partitions, calls)
     return max(share, least_bound(lengths, partitions, calls)) + share // OWN_TOLERANCE
 
 
 def own_bound(lengths, partitions: int, calls: Calls) -> int:
-    """The most tiles of a partition where each has one piece; 0 when the cost line serves the batch better."""
+    """The most tiles of a partition where each has one split; 0 when the cost line serves the batch better."""
     for bound in range(least_bound(lengths, partitions, calls), most_load(lengths, partitions, calls) + 1):
         if sum(own_partitions(lengths, partitions, bound, calls)) <= partitions:
             return bound
@@ -72,18 +72,18 @@ def own_bound(lengths, partitions: int, calls: Calls) -> int:
 def own_partitions(lengths, partitions: int, bound: int, calls: Calls) -> list[int]:
     """How many partitions each request gets to itself."""
     least = least_tiles(lengths, partitions, calls)
-    return [max(1, -(-n // max(bound, piece))) for n, piece in zip(tiles_of(lengths), least, strict=True)]
+    return [max(1, -(-n // max(bound, split))) for n, split in zip(tiles_of(lengths), least, strict=True)]
 
 
 def whole_load(lengths, partitions: int, calls: Calls) -> int:
-    """What a partition of whole requests may cost: as much as one that splits them, and what that saves."""
+    """Most load of a partition of whole requests: that of splitting them, and what whole requests save."""
     row_tile = calls.row_tile
     share = line_share(lengths, partitions, calls)
     rows = min(len(lengths), partitions) * row_tile
     many = MANY_SPLIT_ROWS * partitions
     saved = (rows + many // 2) // many if row_tile > MEMORY_ROWS else math.ceil(rows / (SPLIT_ROWS * partitions))
     split = own_bound(lengths, partitions, calls) or share
-    return split + calls.piece_cost + saved + share // OWN_TOLERANCE
+    return split + calls.split_cost + saved + share // OWN_TOLERANCE
 
 
 def counted(requests: int, partitions: int) -> list[int]:
@@ -92,7 +92,7 @@ def counted(requests: int, partitions: int) -> list[int]:
 
 
 def stay_whole(lengths, partitions: int, calls: Calls) -> bool:
-    costs = [tiles + calls.piece_cost for tiles in tiles_of(lengths)]
+    costs = [tiles + calls.split_cost for tiles in tiles_of(lengths)]
     firsts = counted(len(lengths), partitions)
     heaviest = max(sum(costs[first:end]) for first, end in zip(firsts, firsts[1:], strict=False))
     return heaviest <= whole_load(lengths, partitions, calls)
@@ -111,13 +111,13 @@ def model(lengths: list[int], partitions: int, calls: Calls) -> list[tuple[int, 
         return points + [end] * (partitions + 1 - len(points))
     line = []
     for request, tiles in enumerate(tiles_of(lengths)):
-        line += [(request, 0)] * calls.piece_cost + [(request, tile) for tile in range(tiles)]
-    parts = min(partitions, len(line))  # more would leave empty partitions between the pieces of one request
+        line += [(request, 0)] * calls.split_cost + [(request, tile) for tile in range(tiles)]
+    parts = min(partitions, len(line))  # more would leave empty partitions between the splits of one request
     return [line[p * len(line) // parts] if p < parts else end for p in range(partitions)] + [end]
 
 
 def fixed_model(lengths: list[int], partitions: int, most: int) -> list[tuple[int, int]]:
-    """The same where a request's length alone decides into how many pieces, `most` at most, it is cut."""
+    """The same where a request's length alone decides its number of splits, `most` at most."""
     end = (len(lengths), 0)
     tiles = tiles_of(lengths)
     if most > 1:
@@ -137,13 +137,13 @@ def build(
     device: str = "cpu",
     fixed: int = 0,
     row_tile: int = 16,
-    piece_cost: int | None = None,
+    split_cost: int | None = None,
     single_tiles: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As for that many rows on a GPU of many tensor cores, unless piece_cost says otherwise."""
-    weighed = (row_tile, piece_cost or decode_shape(row_tile, 132).piece_cost, single_tiles)
+    """Build for that many rows on a GPU of many tensor cores, unless split_cost says otherwise."""
+    weighed = (row_tile, split_cost or decode_shape(row_tile, 132).split_cost, single_tiles)
     seq_lens = torch.tensor(lengths, dtype=torch.int32, device=device)
-    # One row more than needed, and a number nobody plans: what lies behind must stay as it was.
+    # One row more than needed, filled with a number that no schedule has: it must stay.
     work_ranges = torch.full((partitions + 1, 8), -99, dtype=torch.int32, device=device)
     split_offsets = torch.full((len(lengths) + 2,), -99, dtype=torch.int32, device=device)
     if fixed:
@@ -159,21 +159,21 @@ def tiles_of(lengths) -> list[int]:
 
 
 def owned(lengths, work_ranges) -> list[tuple[int, range, int]]:
-    return list(pieces(work_ranges, len(work_ranges), tiles_of(lengths)))
+    return list(splits(work_ranges, len(work_ranges), tiles_of(lengths)))
 
 
 def check_invariants(lengths: list[int], partitions: int, work_ranges, split_offsets) -> None:
     tiles, offsets = tiles_of(lengths), split_offsets.tolist()
     runs = [[] for _ in lengths]
     for request, run, split in owned(lengths, work_ranges):
-        assert split == len(runs[request]), "the pieces of a request are numbered in their order"
+        assert split == len(runs[request]), "the splits of a request are numbered in their order"
         runs[request].append(run)
     for request, request_runs in enumerate(runs):
         assert [tile for run in request_runs for tile in run] == list(range(tiles[request])), "each tile once, in order"
-        assert request_runs, "an empty request too has its piece, which writes its zeros"
+        assert request_runs, "an empty request has a split, too, which writes its zeros"
         wanted = len(request_runs) if len(request_runs) > 1 else 0
         assert offsets[request + 1] - offsets[request] == wanted
-    assert offsets[0] == 0 and offsets[-1] <= 2 * partitions, "the workspace has two slots a partition"
+    assert offsets[0] == 0 and offsets[-1] <= 2 * partitions, "the workspace has two slots per partition"
     split_requests = [request for request, request_runs in enumerate(runs) if len(request_runs) > 1]
     assert work_ranges[:, 5].tolist() == split_requests + [-1] * (partitions - len(split_requests))
     for (slot, count), request in zip(work_ranges[:, 6:].tolist(), split_requests, strict=False):
@@ -181,14 +181,14 @@ def check_invariants(lengths: list[int], partitions: int, work_ranges, split_off
 
 
 def check_balance(lengths: list[int], partitions: int, calls: Calls, work_ranges) -> None:
-    cost = calls.piece_cost
+    cost = calls.split_cost
     most = max(most_load(lengths, partitions, calls), *least_tiles(lengths, partitions, calls), 0)
     if not work_ranges[:, 5].ge(0).any():  # where nothing is split a little more is worth it
         most = max(most, whole_load(lengths, partitions, calls) - cost)
     for p in range(partitions):
-        mine = list(pieces(work_ranges[p : p + 1], 1, tiles_of(lengths)))
+        mine = list(splits(work_ranges[p : p + 1], 1, tiles_of(lengths)))
         load = sum(len(run) for _, run, _ in mine) + cost * len(mine)
-        assert load <= most + cost, "near the mean, and one more piece"
+        assert load <= most + cost, "near the mean, and one more split"
 
 
 MIXED = st.lists(
@@ -200,7 +200,7 @@ MIXED = st.lists(
 
 @st.composite
 def near_even(draw) -> list[int]:
-    """Requests about as long as each other, as they are where whole ones may be spread evenly."""
+    """Requests of about the same length, where whole ones may be spread evenly."""
     shortest, batch = draw(st.integers(0, 5_000)), draw(st.integers(1, 600))
     longest = shortest + draw(st.sampled_from([0, 0, 64, 1_000]))
     return draw(st.lists(st.integers(shortest, longest), min_size=batch, max_size=batch))
@@ -238,22 +238,22 @@ def test_the_device_builds_what_the_host_builds(lengths, partitions, calls):
 def test_even_requests_stay_whole_where_a_split_costs_more_than_it_saves(batch, tokens):
     work_ranges, split_offsets = build([tokens] * batch, 132, row_tile=32)
     assert not split_offsets.any() and not work_ranges[:, 1].any()
-    counts = [len(list(pieces(work_ranges[p : p + 1], 1, [tokens // 64] * batch))) for p in range(132)]
+    counts = [len(list(splits(work_ranges[p : p + 1], 1, [tokens // 64] * batch))) for p in range(132)]
     assert max(counts) == -(-batch // 132) and sum(counts) == batch
 
 
 def test_how_many_rows_leave_requests_whole():
-    """64 on 132 partitions: in halves there is half the work a partition, but the more rows, the dearer is a split."""
+    """64 on 132 partitions: halves halve each partition's work, but more rows make a split dearer."""
     for tokens, whole in ((4096, ()), (1024, (32,)), (512, (16, 32, 64)), (128, ROW_TILES)):
         uncut = [tile for tile in ROW_TILES if not build([tokens] * 64, 132, row_tile=tile)[1].any()]
         assert uncut == list(whole)
     assert build([128] * 4, 132, row_tile=64)[1].any()  # few requests: there is hardly anything to combine
 
 
-def test_where_splits_are_not_dear_only_even_requests_stay_whole():
-    """64 on 78 partitions, an H20's: the 14 that get none would be missed."""
+def test_where_splits_are_cheap_only_even_requests_stay_whole():
+    """64 on an H20's 78 partitions: 14 of them would be idle."""
     shape = decode_shape(16, 78)
-    cheap = {"row_tile": shape.split_rows, "piece_cost": shape.piece_cost}
+    cheap = {"row_tile": shape.split_rows, "split_cost": shape.split_cost}
     assert build([4096] * 64, 78, **cheap)[1].any()
     assert not build([4096] * 78, 78, **cheap)[1].any()
 
@@ -304,13 +304,13 @@ FIXED = st.one_of(st.just(1), st.integers(2, 40))
 
 
 def fixed_partitions(lengths, partitions: int, fixed: int) -> int:
-    """Pieces of their own need as many partitions as there may be pieces."""
+    """Fixed splits need a partition each."""
     return len(lengths) * fixed if fixed > 1 else partitions
 
 
 @SEARCH
 @given(LENGTHS, PARTITIONS, FIXED)
-def test_fixed_pieces_are_what_the_model_says(lengths, partitions, fixed):
+def test_fixed_splits_are_what_the_model_says(lengths, partitions, fixed):
     partitions = fixed_partitions(lengths, partitions, fixed)
     work_ranges, split_offsets = build(lengths, partitions, fixed=fixed)
     points = fixed_model(lengths, partitions, fixed)
@@ -324,17 +324,17 @@ def test_fixed_pieces_are_what_the_model_says(lengths, partitions, fixed):
 @pytest.mark.gpu
 @SEARCH
 @given(LENGTHS, PARTITIONS, FIXED)
-def test_the_device_builds_the_same_fixed_pieces(lengths, partitions, fixed):
+def test_the_device_builds_the_same_fixed_splits(lengths, partitions, fixed):
     partitions = fixed_partitions(lengths, partitions, fixed)
     pairs = zip(build(lengths, partitions, fixed=fixed), build(lengths, partitions, "cuda", fixed), strict=True)
     for on_host, on_device in pairs:
         assert on_device.tolist() == on_host.tolist()
 
 
-def test_fixed_pieces_need_partitions_for_all_of_them():
+def test_fixed_splits_need_partitions_for_all_of_them():
     with pytest.raises(ValueError, match="partitions: wanted at least 6, got 5"):
         build([1000, 2000], 5, fixed=3)
-    with pytest.raises(ValueError, match="fixed_pieces: wanted at least 1, got -1"):
+    with pytest.raises(ValueError, match="wanted at least 1, got -1"):
         build([1000], 5, fixed=-1)
 
 
@@ -373,8 +373,8 @@ def test_the_library_groups_rows(rows, groups, tile, fp8_cache):
         assert decode_shape(rows, 132, batch, fp8_cache)[:6] == (kernel, tile, groups, tile * 513, tile, tile // 8)
 
 
-# What a schedule is told: the batch (0: any), an FP8 cache, FP8 math; and which rows it then takes in groups of 16 on
-# few tensor cores, besides those that leave padding in tiles of 64.
+# Batch (0: any), FP8 cache, FP8 math: the rows that go in groups of 16 on few tensor cores, besides rows that leave
+# padding in tiles of 64.
 GROUPED = {
     (0, False, False): (),
     (0, True, True): (),
@@ -398,12 +398,12 @@ def test_on_few_tensor_cores_rows_go_in_groups_of_16(told):
             shape = decode_shape(rows, num_sms, *told)
             assert shape[:4] == (grouped if padded or rows in GROUPED[told] else others)
             assert (shape.split_rows, shape.single_tiles) == (0, 0), "splits are cheap, tiles are not"
-            assert shape.piece_cost == (3 if shape.row_tile <= 16 else 1)
+            assert shape.split_cost == (3 if shape.row_tile <= 16 else 1)
         assert not small_batch or rows > 64 or decode_shape(rows, 78, *told).row_tile <= 16
 
 
 def test_groups_of_16_take_no_more_workspace_than_tiles_of_64():
-    """So that it does not depend on what a schedule is told."""
+    """So that the workspace does not depend on batch and cache."""
     for num_sms in range(1, 100):
         for rows in range(1, 300):
             most = decode_shape(rows, num_sms)
@@ -416,7 +416,7 @@ def test_groups_of_16_take_no_more_workspace_than_tiles_of_64():
 @pytest.mark.parametrize("alike", ["any_batch", "batch_invariant", None])
 @pytest.mark.parametrize("fp8", [False, True])
 def test_rows_may_lie_alike_whatever_the_batch(fp8, alike):
-    """As batch invariance wants it, and programs that keep plans in buffers of one size."""
+    """For batch invariance, and for programs whose schedules have buffers of one size."""
     lengths = torch.full((40,), 100, dtype=torch.int32)
     options = {"device": "cpu", "num_sms": 78, "fp8_cache": fp8, "fp8_math": fp8} | ({alike: True} if alike else {})
     schedule = DecodeSchedule(40, 32, **options)
@@ -430,17 +430,17 @@ def test_the_workspace_serves_fewer_query_tokens_than_the_most():
         assert floats == sorted(floats), "two tokens' tile of 32 rows takes more than each of three tokens' of 16"
         for s_q in (1, 2, 3, 4):
             shape = decode_shape(16 * s_q, num_sms)
-            needed = 2 * (num_sms // shape.row_groups) * shape.row_groups * shape.piece_floats
+            needed = 2 * (num_sms // shape.row_groups) * shape.row_groups * shape.partial_floats
             assert needed == shape.workspace_floats(shape.partitions(num_sms))
             assert needed <= floats[s_q - 1] <= floats[3]
 
 
 def test_one_partition_needs_no_workspace():
-    """It splits nothing, and a call's rows are what its results take, not gigabytes of partial ones."""
+    """It splits nothing: a call needs memory for its results, not gigabytes for partials."""
     for num_sms in (1, 8, 132):
         shape = decode_shape(64 * num_sms, num_sms)
         assert shape.partitions(num_sms) == 1 and shape.workspace_floats(1) == 0
-        assert shape.workspace_floats(2) == 4 * shape.row_groups * shape.piece_floats
+        assert shape.workspace_floats(2) == 4 * shape.row_groups * shape.partial_floats
     schedule = DecodeSchedule(3, 64 * 8, device="cpu", num_sms=8)
     assert schedule.workspace.numel() == schedule.max_workspace_floats == 0
     assert schedule.build(torch.tensor([5000, 1, 0], dtype=torch.int32)).partitions == 1
@@ -464,7 +464,7 @@ def test_no_rows_and_no_multiprocessors_have_no_shape():
         decode_shape(16, 0)
 
 
-def test_python_and_library_mean_the_same_numbers():
+def test_python_and_library_have_the_same_constants():
     for name in ("tile_tokens", "latent_dim", "rope_dim", "work_range_fields"):
         assert CONSTANTS[name] == getattr(limits, name.upper())
 
@@ -485,7 +485,7 @@ def test_rebuilding_keeps_every_address():
     assert len(addresses) == 1
 
 
-def test_a_later_build_changes_nothing_of_what_an_earlier_one_returned():
+def test_a_later_build_does_not_change_an_earlier_result():
     schedule = DecodeSchedule(4, 64, max_s_q=2, device="cpu", num_sms=132)
     first = schedule.build(torch.tensor([64, 64], dtype=torch.int32))
     kept = BuiltSchedule(*first)
@@ -504,7 +504,7 @@ def test_schedules_share_a_workspace_that_is_large_enough():
         DecodeSchedule(4, 16, max_s_q=2, device="cpu", num_sms=8, workspace=shared[:-1])
 
 
-def test_plans_are_compared_and_printed_by_their_buffers_not_by_what_those_hold():
+def test_built_schedules_are_compared_and_printed_by_their_buffers():
     lengths = torch.tensor([1000, 3], dtype=torch.int32)
     schedule, other = (DecodeSchedule(2, 16, device="cpu") for _ in range(2))
     first, again = schedule.build(lengths), schedule.build(lengths)

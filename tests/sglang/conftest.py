@@ -24,7 +24,7 @@ def pytest_report_header():
 
 @pytest.fixture(scope="session")
 def model_directory(tmp_path_factory):
-    """A model of which only the configuration exists."""
+    """The folder of a model with only its config.json."""
     directory = tmp_path_factory.mktemp("model")
     shutil.copy(MODEL, directory / "config.json")
     return directory
@@ -32,9 +32,9 @@ def model_directory(tmp_path_factory):
 
 @pytest.fixture
 def calls_of(monkeypatch):
-    """Keeps the arguments of each call of our sparse kernel by a module, by name."""
+    """Records the arguments, by name, of each call of ETAP's sparse kernel by a module."""
 
-    def keep(module):
+    def record(module):
         calls = []
         kernel = module.sparse_mla_decode
 
@@ -45,4 +45,4 @@ def calls_of(monkeypatch):
         monkeypatch.setattr(module, "sparse_mla_decode", call)
         return calls
 
-    return keep
+    return record

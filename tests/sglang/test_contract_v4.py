@@ -1,4 +1,4 @@
-"""SGLang's pools, step metadata and attention of DeepSeek-V4 and V4.1 around our backend, on CPU tensors.
+"""SGLang's pools, step metadata and attention of DeepSeek-V4 and V4.1 around ETAP's backend, on CPU tensors.
 
 The runner is the one of SGLang's own tests of that attention, on one of 8 ranks. The reference executor stands in for
 the kernels, and Triton's interpreter runs SGLang's: what fills the window's lists and those of the layers that compress
@@ -7,40 +7,36 @@ and compressor, whose lists are written here as the indexer leaves them, and the
 are not tested here.
 """
 
-import inspect
-from contextlib import ExitStack
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
-from sglang.srt.layers.attention import attention_registry, deepseek_v4_backend
+from sglang.srt.layers.attention import deepseek_v4_backend
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend, DeepseekV4MultiStepBackend
-from sglang.srt.layers.attention.dsv4 import sparse_prefill_utils
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.plugins import load_plugins
 from sglang.srt.runtime_context import get_context, get_parallel
-from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods import dsv4_attention as kit
 
 from etap_backend import sparse_workspace_floats
 from etap_backend.reference import relative_rmse, sparse_mla_decode_reference
-from etap_backend.sglang import v4, versions
+from etap_backend.sglang import flash_mla, v4
 from etap_backend.sglang.v4 import ETAPV4Backend
+from support.sglang_layer import DRAFTS, draft_factory
 
 load_plugins()
 
 ALL_HEADS, RANKS, PADDED_HEADS = 64, 8, 64
 HEADS = ALL_HEADS // RANKS
 PAGE, WINDOW, CONTEXT, WIDTH = 256, 128, 1024, 512
-# V4.1's, in an SGLang that has it.
-LOW_RATIOS = [1, 2] if "low_ratios" in deepseek_v4_backend.DSV4AttnMetadata.__dataclass_fields__ else []
+LOW_RATIOS = [1, 2]  # V4.1's
 RATIOS = [0, 4, 128, *LOW_RATIOS]  # of the layers, by number
 TOP_K = 512
 SPARSE_PREFILL = "SGLANG_OPT_FLASHMLA_SPARSE_PREFILL"
 H20_SMS = 78  # of the pretended GPU
-DRAFTS = 4
 PAGES = ((3, 1, 4), (2,))  # of each request, in the order of its tokens
 STEPS = {
     "decode": (ForwardMode.DECODE, (699, 39), (1, 1)),
@@ -55,49 +51,16 @@ def slot_of(request, position, **unused):
     return PAGES[request][position // PAGE] * PAGE + position % PAGE
 
 
-def combined(
-    topk_indices, query_start_loc, seq_lens, gather_lens, compressed_base, swa_base, window_size, compress_ratio, topk,
-    out_indices=None, out_lens=None,
-):  # fmt: skip
-    """What 0.5.17's kernel does, whose loop Triton's interpreter cannot run: a prompt's lists of gathered rows."""
-    width = sparse_prefill_utils.combined_topk_width(topk, window_size)
-    indices = topk_indices.new_full((len(topk_indices), width), -1) if out_indices is None else out_indices
-    lens = topk_indices.new_zeros(len(topk_indices)) if out_lens is None else out_lens
-    for request, end in enumerate(query_start_loc[1:].tolist()):
-        start, length = int(query_start_loc[request]), int(seq_lens[request])
-        for token in range(start, end):
-            position = length - end + token
-            named = min((position + 1) // compress_ratio, topk)
-            window = torch.arange(max(0, position - window_size + 1), position + 1).int()
-            rows = (
-                topk_indices[token, :named] + compressed_base[request],
-                window + swa_base[request] - (length - gather_lens[request]),
-            )
-            lens[token] = named + len(window)
-            indices[token, : named + len(window)] = torch.cat(rows)
-    return indices, lens
-
-
 @pytest.fixture(autouse=True)
 def no_gpu(monkeypatch):
     """Leaves out what SGLang plans for its indexer and compressor."""
     monkeypatch.setenv(SPARSE_PREFILL, "1")  # SGLang turns it off in a process that asked for context parallelism
-    if "query_pos" not in inspect.signature(sparse_prefill_utils.combine_topk_swa_indices).parameters:
-        monkeypatch.setattr(sparse_prefill_utils, "combine_topk_swa_indices", combined)
     monkeypatch.setattr(DeepseekV4AttnBackend, "init_forward_metadata_indexer", lambda *args, **options: None)
     monkeypatch.setattr(deepseek_v4_backend, "create_paged_compressor_data", lambda *args, **options: None)
     monkeypatch.setattr(kit, "_token_loc", slot_of)
     tensor = torch.tensor
     monkeypatch.setattr(torch, "tensor", lambda *data, pin_memory=False, **options: tensor(*data, **options))
-    # As SGLang's server makes its pool; the runner of 0.5.17's tests has half of that.
-    pool = kit.DeepSeekV4TokenToKVPool
-    monkeypatch.setattr(kit, "DeepSeekV4TokenToKVPool", lambda **sizes: pool(**sizes | {"swa_page_size": PAGE}))
-
-
-@pytest.fixture(autouse=True)
-def parallel():
-    with ExitStack() as stack:
-        stack.enter_context(get_parallel().override(tp_size=RANKS, attn_tp_size=RANKS, moe_tp_size=RANKS))
+    with get_parallel().override(tp_size=RANKS, attn_tp_size=RANKS, moe_tp_size=RANKS):
         yield
 
 
@@ -241,18 +204,18 @@ def as_lists(rows):
 
 
 @pytest.fixture
-def our_calls(calls_of):
+def calls(calls_of):
     return calls_of(v4)
 
 
 @pytest.mark.parametrize("layer", range(len(RATIOS)), ids=[f"ratio {ratio}" for ratio in RATIOS])
 @pytest.mark.parametrize("step", STEPS)
-def test_a_layer_is_one_call_as_exact_as_torch(our_calls, step, layer):
+def test_a_layer_is_one_call_as_exact_as_torch(calls, step, layer):
     problem = Problem(step, v41=RATIOS[layer] in LOW_RATIOS)
     backend = make_backend(problem.runner)
     assert type(backend) is ETAPV4Backend
     problem.check(problem.attend(backend, problem.plan(backend), layer), layer)
-    (call,) = our_calls
+    (call,) = calls
     assert call["q"].shape == (problem.tokens, HEADS, WIDTH), "no head that pads is computed"
     assert call["q"].data_ptr() == problem.q.data_ptr()
     assert ("extra_kv_cache" in call) == (step != "prompts" and layer > 0)
@@ -265,20 +228,20 @@ def test_a_layer_is_one_call_as_exact_as_torch(our_calls, step, layer):
 
 
 @pytest.mark.parametrize("layer", range(3))
-def test_prompts_read_the_caches_pages_where_sglang_gathers_no_rows(our_calls, monkeypatch, layer):
+def test_prompts_read_the_caches_pages_where_sglang_gathers_no_rows(calls, monkeypatch, layer):
     monkeypatch.setenv(SPARSE_PREFILL, "0")
     problem = Problem("prompts")
     backend = make_backend(problem.runner)
     problem.check(problem.attend(backend, problem.plan(backend), layer), layer)
-    assert [call["kv_cache"].shape[1:] for call in our_calls] == [(PAGE, 1, 584)]
+    assert [call["kv_cache"].shape[1:] for call in calls] == [(PAGE, 1, 584)]
 
 
-def test_a_request_without_a_complete_entry_has_one_that_names_no_row(our_calls):
+def test_a_request_without_a_complete_entry_has_one_that_names_no_row(calls):
     """SGLang's lists have one entry at least, and say -1."""
     problem = Problem("decode")
     backend = make_backend(problem.runner)
     problem.check(problem.attend(backend, problem.plan(backend), 2), 2)
-    (call,) = our_calls
+    (call,) = calls
     assert call["extra_valid_counts"].tolist() == [700 // 128, 1] and call["extra_indices"][1, 0] == -1
 
 
@@ -309,13 +272,36 @@ def test_the_output_is_viewed_by_groups_of_heads():
     assert out.view(problem.tokens, 1, -1).shape == (problem.tokens, 1, HEADS * WIDTH)
 
 
-def test_flashmla_stays_as_it_was_for_others():
-    problem = Problem("prompts")
+def test_flashmla_stays_sglangs_for_others():
+    """Outside of ETAP's layers, in another thread while one attends, and for a backend beside it."""
+    problem, asked = Problem("prompts"), []
     backend = make_backend(problem.runner)
-    module = versions.flash_mla()
-    before = module.flash_mla_with_kvcache, module.flash_mla_sparse_fwd
-    problem.attend(backend, problem.plan(backend), 0)
-    assert (module.flash_mla_with_kvcache, module.flash_mla_sparse_fwd) == before
+    module = flash_mla.module()
+    installed = [getattr(module, name) for name in flash_mla.FUNCTIONS]
+    assert [function.__wrapped__ for function in installed] != installed
+
+    def ask():
+        for function in (module.flash_mla_with_kvcache, module.flash_mla_sparse_fwd):
+            with pytest.raises(TypeError, match="missing .* required positional"):  # SGLang's, which needs arguments
+                function()
+            asked.append(function)
+
+    def attend_beside_another_thread(*args, **kwargs):
+        thread = threading.Thread(target=ask)
+        thread.start()
+        thread.join()
+        return DeepseekV4AttnBackend.forward(backend, *args, **kwargs)
+
+    ask()
+    batch = problem.plan(backend)
+    calls = {"flash_mla_with_kvcache": backend._attend_to_pages, "flash_mla_sparse_fwd": backend._attend_to_rows}
+    radix = RadixAttention(HEADS, WIDTH, WIDTH**-0.5, num_kv_heads=1, layer_id=0, v_head_dim=WIDTH)
+    given = {"compress_ratio": 0, "attn_sink": problem.sinks, "save_kv_cache": False}
+    flash_mla.replaced(calls, attend_beside_another_thread, problem.q, problem.q, problem.q, radix, batch, **given)
+    ask()
+    assert backend._calls == 1 and asked == installed * 3
+    make_backend(problem.runner)
+    assert [getattr(module, name) for name in flash_mla.FUNCTIONS] == installed, "one dispatcher in a process"
 
 
 def test_another_kernel_of_sglangs_is_no_silent_way_out(monkeypatch):
@@ -323,11 +309,11 @@ def test_another_kernel_of_sglangs_is_no_silent_way_out(monkeypatch):
     backend = make_backend(problem.runner)
     batch = problem.plan(backend)
     monkeypatch.setattr(DeepseekV4AttnBackend, "forward", lambda self, q, *args, **options: q)
-    with pytest.raises(RuntimeError, match="attention backend etap: SGLang attended with another kernel"):
+    with pytest.raises(RuntimeError, match="SGLang attended with another kernel"):
         problem.attend(backend, batch, 0)
 
 
-def ours_of(caplog):
+def logged_by(caplog):
     return [record.getMessage() for record in caplog.records if record.name == v4.__name__]
 
 
@@ -335,7 +321,7 @@ def test_the_log_says_that_etap_decodes(caplog):
     runner, _ = make_runner()
     with caplog.at_level("INFO", logger=v4.__name__):
         backend = ATTENTION_BACKENDS["dsv4"](runner)
-    assert ours_of(caplog) == [
+    assert logged_by(caplog) == [
         "Attention backend etap: DeepSeek-V4, decode and prefill, 8 heads unpadded, KV cache fp8_ds_mla"
     ]
     assert backend.workspace.numel() == sparse_workspace_floats(HEADS, H20_SMS)
@@ -347,16 +333,7 @@ def make_factory(monkeypatch):
 
     def make(decode_backend="etap"):
         runner, _ = make_runner(ForwardMode.TARGET_VERIFY, new=(DRAFTS, DRAFTS), decode_backend=decode_backend)
-        factory = DraftBackendFactory.__new__(DraftBackendFactory)
-        factory.draft_model_runner, factory.topk, factory.speculative_num_steps = runner, 1, DRAFTS - 1
-        factory.server_args, factory.draft_attn_backend = runner.server_args, "dsv4"
-        factory.seed_dsa_topk_from_draft_extend, factory.qsa_profile = False, None
-        runner.is_draft_worker, runner.draft_attention_backend = True, "dsv4"
-        # Wrappers for models with convolutions; they read configurations that a runner for tests lacks.
-        for wrapper in ("attn_backend_wrapper_for_draft_decode", "attn_backend_wrapper_for_draft_extend"):
-            if hasattr(attention_registry, wrapper):
-                monkeypatch.setattr(attention_registry, wrapper, lambda runner, backend: backend)
-        return factory
+        return draft_factory(runner, monkeypatch, "dsv4")
 
     return make
 
@@ -365,7 +342,7 @@ def test_a_draft_models_steps_and_its_extension_are_ours(make_factory, caplog):
     factory = make_factory()
     with caplog.at_level("INFO", logger=v4.__name__):
         steps = factory.create_decode_backend()
-    assert not ours_of(caplog)
+    assert not logged_by(caplog)
     assert isinstance(steps, DeepseekV4MultiStepBackend)
     assert [type(backend) for backend in steps.attn_backends] == [ETAPV4Backend] * (DRAFTS - 1)
     assert [backend.speculative_step_id for backend in steps.attn_backends] == [0, 1, 2]
@@ -383,17 +360,16 @@ def test_without_the_users_wish_all_are_sglangs(make_factory):
     assert type(factory.create_draft_extend_backend()) is DeepseekV4AttnBackend
 
 
-@pytest.mark.parametrize("changes, reason", [
-    ({"dtype": torch.float16}, "dtype float16 is not supported: wanted bfloat16"),
-], ids=str)  # fmt: skip
-def test_refuses(changes, reason):
-    runner, _ = make_runner(**changes)
-    with pytest.raises(ValueError, match=f"attention backend etap: {reason}"):
+def refuses(runner, argument):
+    with pytest.raises(ValueError, match=f"attention backend etap: .*{argument}"):
         ATTENTION_BACKENDS["dsv4"](runner)
 
 
-def test_refuses_rows_of_other_formats(monkeypatch):
+def test_refuses_other_types_rows_of_other_formats_and_prefill_in_fp8(monkeypatch):
+    refuses(make_runner(dtype=torch.float16)[0], "dtype float16")
     runner, _ = make_runner()
-    monkeypatch.setattr(versions, "v4_row_bytes", lambda pool: 528)
-    with pytest.raises(ValueError, match="attention backend etap: cache rows of 528 bytes are not supported: wanted"):
-        ATTENTION_BACKENDS["dsv4"](runner)
+    with monkeypatch.context() as patch:
+        patch.setattr(runner.token_to_kv_pool, "get_swa_key_bytes_per_token", lambda: 528)
+        refuses(runner, "rows of 528 bytes")
+    monkeypatch.setenv("SGLANG_DSV4_Q8KV8_PREFILL", "1")
+    refuses(runner, "SGLANG_DSV4_Q8KV8_PREFILL")

@@ -1,7 +1,7 @@
-"""Decode problems (`Case`), their tensors (`Problem`), and guarded calls of the product on them (`Runner`).
+"""Decode problems (`Case`), their tensors (`Problem`), and guarded calls on them (`Runner`).
 
 Whatever a request must not read is poison: NaN and infinities in every cache row past its length, between the pages and
-in every page that nobody uses, wild page ids in the unused block-table entries, NaN and infinities beside the queries.
+in every unused page, wild page ids in the unused block-table entries, NaN and infinities beside the queries.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Case:
     q_power: int = 0  # queries are 2^q_power larger than the law's, keys as much smaller
     fp8_math: bool = False
     output: str = "same"  # dtype of the output; same: the query's, or bfloat16 when that is FP8
-    groups: bool = False  # few multiprocessors may take rows in groups of 16 for the batch's or the cache's sake
+    groups: bool = False  # few multiprocessors may take rows in groups of 16 where batch or cache suggest it
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -58,7 +58,7 @@ class Case:
 
     @property
     def planned(self) -> dict:
-        """What a schedule for it is made with, besides its batch, heads and device."""
+        """Arguments of a schedule for it, besides batch, heads and device."""
         types = {"fp8_cache": self.kv_dtype == "fp8", "fp8_math": self.fp8_math}
         return {"max_s_q": self.s_q, "num_sms": self.num_sms, "any_batch": not self.groups} | types
 
@@ -95,7 +95,7 @@ class Problem:
 
 
 def build(case: Case, device: str) -> Problem:
-    """The same tensors for the same case and device, always."""
+    """The tensors of a case: always the same on the same device."""
     kv_cache, block_table, seq_lens = _paged_cache(
         case.lengths,
         case.kv_torch_dtype,
@@ -171,7 +171,7 @@ def _paged_cache(lengths, dtype, factor, page_size, law, layout, pool_pages, ali
 
 
 def _alias(table: torch.Tensor, lengths, page_size: int, host: torch.Generator) -> list[int]:
-    """Let about half the used entries name a full page of any request instead; the pages that nobody names any more."""
+    """Let about half the used entries name a full page of any request; returns the pages that lost their last entry."""
     full = [page for row, length in zip(table.tolist(), lengths, strict=True) for page in row[: length // page_size]]
     if not full:
         return []
@@ -234,7 +234,7 @@ def lay_out_queries(q: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.T
 
 
 def lay_apart(cache: torch.Tensor) -> list[torch.Tensor]:
-    """Latent and rope part of every row, each a window of a wider buffer: no strides of one are those of the other."""
+    """Latent and rope part of every row, each a window of a wider buffer: their strides differ."""
     parts = []
     for part, room in ((cache[..., :LATENT], 32), (cache[..., LATENT:], 64)):
         pages, rows, columns = part.shape
@@ -291,7 +291,7 @@ class GuardedCall:
         self.workspace.check("workspace")
 
     def differences(self, first: list[torch.Tensor], poisons: tuple[float, ...]) -> list[str]:
-        """What is wrong with further runs, one on buffers of each poison: other bits than the first, broken guards."""
+        """What further runs do wrong, one on buffers of each poison: other bits than the first run, broken guards."""
         found = []
         for run, poison in enumerate(poisons, start=2):
             for name, result, before in zip(("out", "lse"), self.run(poison), first, strict=True):

@@ -1,4 +1,4 @@
-"""The error policy: what a result may differ by from float64 on the same rounded inputs, and how a failure reads.
+"""The error policy: how far a result may be from float64 on the same rounded inputs, and how a failure reads.
 
 A request's output may err at most twice as much as a plain torch computation in the input's own type does, in its
 worst element and in relative RMSE. Where plain torch happens to be exact or luckier than rounding allows, what the
@@ -6,8 +6,8 @@ formats of the output and of P cost counts instead (`Rounding`): of an element b
 small one. The policy holds for each request by itself: long requests have small outputs, and one norm over a ragged
 batch would hide them behind the short ones.
 
-A cache in FP8 changes nothing of that, as the truth is that of what it stands for; beside FP8 queries bfloat16 is what
-the plain computation runs in. Only where the kernel itself rounds to FP8 to multiply, the cosine alone decides. P in
+The same holds for an FP8 cache, whose truth is computed on dequantized values; beside FP8 queries the plain
+computation runs in bfloat16. Only where the kernel itself rounds to FP8 to multiply, the cosine alone decides. P in
 e4m3 is a staircase of the score, and the score is a product with K, whose part is V: where tens of thousands of keys
 weigh alike, so that their V nearly cancel, the stairs' error along the query is what remains, and its share grows with
 the tokens. How much that is follows from the arithmetic, which the CPU's executor has, too: a request beyond the fixed
@@ -37,15 +37,15 @@ FP8_MATH_COSINE = 1e-3
 FP8_MATH_COSINE_ALIKE = 1.5e-3
 FP8_MATH_COSINE_ROUNDED_QUERIES = 2e-3
 FP8_MATH_LSE_ROUNDED_QUERIES = 0.25
-# Hopper adds e4m3 products with some 14 bits, of the largest among those that it adds at a time.
+# Hopper adds e4m3 products with some 14 bits of the largest product that it adds at a time.
 FP8_MATH_LSE = 2e-3
-# Of a sum of independent roundings: one in 5 * 10^8 elements would be beyond, and a case has up to 5 * 10^7 of them.
+# Deviations of a sum of independent roundings: one in 5 * 10^8 elements is beyond, and a case has up to 5 * 10^7.
 SIGMAS = 6
 
 
 @dataclass
 class Truth:
-    """Float64 result of a problem and the errors that are allowed, one value a request."""
+    """Float64 result of a problem and the errors that are allowed, one value per request."""
 
     out: torch.Tensor  # float64 [batch, s_q, heads, 512]
     lse: torch.Tensor  # float64 [batch, s_q, heads]
@@ -55,7 +55,7 @@ class Truth:
 
 
 def truth(problem: Problem, *, of_rounded_queries: bool = False) -> Truth:
-    """Float64 on the problem's inputs; or on its queries as FP8 math rounds them, which is then no error of it."""
+    """Float64 on the problem's inputs; or on its queries as FP8 math rounds them, whose rounding is then no error."""
     arguments = (problem.block_table, problem.seq_lens, SOFTMAX_SCALE)
     scales = {"q_scale": problem.q_scale, "kv_scale": problem.kv_scale}
     q = rounded_queries(problem.q) if of_rounded_queries else problem.q
@@ -82,7 +82,7 @@ def truth(problem: Problem, *, of_rounded_queries: bool = False) -> Truth:
 
 @dataclass
 class Rounding:
-    """What the formats of P and of the output may cost each element, float64 [batch, s_q, heads, 512]."""
+    """Largest error of each element by the formats of P and of the output, float64 [batch, s_q, heads, 512]."""
 
     element: torch.Tensor  # all of it
     lost: torch.Tensor  # the part of weights so small that P's format has no digits, or nothing, for them
@@ -98,7 +98,7 @@ def rounding_of(problem: Problem, out: torch.Tensor) -> Rounding:
     most the weight, and all tokens may err the same way. P of the row's largest score is at least 2^shift.
     """
     p_dtype = torch.float16 if problem.kv_cache.dtype == FP8 else problem.kv_cache.dtype
-    shift = cpu_dense.REFERENCES[problem.kv_cache.dtype == FP8, p_dtype].shift
+    shift = cpu_dense.P_RANGES[problem.kv_cache.dtype == FP8, p_dtype].shift
     kind = torch.finfo(p_dtype)
     least = kind.tiny if p_dtype == torch.bfloat16 else kind.tiny * kind.eps / 2
     q_factor, kv_factor = (1.0 if scale is None else scale.item() for scale in (problem.q_scale, problem.kv_scale))
@@ -148,7 +148,7 @@ def rounds_queries(problem: Problem) -> bool:
 
 
 def rounded_queries(q: torch.Tensor) -> torch.Tensor:
-    """What FP8 math multiplies for queries [batch, s_q, heads, 576] of a wider type, as float32."""
+    """Queries [batch, s_q, heads, 576] of a wider type as FP8 math multiplies them, in float32."""
     values, factor = cpu_dense.product_queries(q.flatten(1, 2).cpu(), FP8)
     return (values * factor[..., None]).view(q.shape).to(q.device)
 
@@ -173,7 +173,7 @@ def cosine_difference(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 @dataclass
 class Measure:
-    """One measure of a result, a value a request, and what it may be; wrong where it is not at most that."""
+    """One measure of a result, a value per request, and its limit; the result is wrong where got <= limit is false."""
 
     name: str
     got: torch.Tensor  # [batch]
@@ -207,7 +207,7 @@ def measures(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted: Tru
 
 
 def largest_error(error: torch.Tensor, limit: torch.Tensor, name: str) -> Measure:
-    """Of each request the element [batch, elements] that comes nearest to its limit, or is furthest beyond."""
+    """Each request's element [batch, elements] that comes nearest to its limit, or is furthest beyond."""
     if error.shape[1] == 0:
         return Measure(name, *error.new_zeros(2, len(error)))
     share = torch.where(error > 0, error / limit, 0).nan_to_num(torch.inf, torch.inf)
@@ -217,7 +217,7 @@ def largest_error(error: torch.Tensor, limit: torch.Tensor, name: str) -> Measur
 
 
 def executed(problem: Problem) -> torch.Tensor:
-    """The CPU executor's output of a problem on any device, cut for as many CTAs as an H200 has SMs or as it says."""
+    """The CPU executor's output of a problem on any device, split for the case's number of SMs or an H200's."""
     tensors = {name: value.cpu() for name, value in vars(problem).items() if isinstance(value, torch.Tensor)}
     case, here = problem.case, replace(problem, **tensors)
     batch = len(case.lengths)
@@ -227,7 +227,7 @@ def executed(problem: Problem) -> torch.Tensor:
 
 
 def _limits(problem: Problem, wanted: Truth) -> tuple[float, float]:
-    """Of the cosine difference and of the log-sum-exp's error."""
+    """Limits of the cosine difference and of the log-sum-exp's error."""
     if not problem.case.fp8_math:
         return COSINE[plain_dtype(problem)], LSE
     if rounds_queries(problem) and not wanted.of_rounded_queries:
@@ -248,7 +248,7 @@ def problems_with(out: torch.Tensor, lse: torch.Tensor, problem: Problem, wanted
 def elsewhere(
     out: torch.Tensor, lse: torch.Tensor, wanted_out: torch.Tensor, wanted_lse: torch.Tensor
 ) -> list[Measure]:
-    """Of outputs and log-sum-exps the infinities and NaN that are not those of the reference: none may be."""
+    """Infinities and NaN of outputs and log-sum-exps that the reference does not have: none is allowed."""
     found = []
     for name, got, want in (("out", out, wanted_out), ("lse", lse, wanted_lse)):
         special = ~torch.isfinite(want)

@@ -1,9 +1,12 @@
-"""Steps of sparse attention on SGLang's own pools, and what they should give; shared by its contract and GPU tests."""
+"""Steps of sparse attention on SGLang's own pools, and their right results; shared by its contract and GPU tests."""
 
+import pytest
 import torch
+from sglang.srt.layers.attention import attention_registry
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardBatch, ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.speculative.draft_utils import DraftBackendFactory
 from sglang.test.kits.attention_unittest.attention_methods.dsa_attention import (
     DSAAttentionCase,
     DSAMockModelRunner,
@@ -72,7 +75,7 @@ def make_runner(heads=HEADS, mode=ForwardMode.DECODE, prefill="etap", decode="et
 
 
 class Problem:
-    """Requests with their cache, of which the last tokens of each come with the step's queries.
+    """Requests with their cache; the last tokens of each come with the step's queries.
 
     A token's list has rows of the cache that the token sees, as many as it may, in no order. Every row that no list
     names is NaN.
@@ -198,5 +201,33 @@ def pack(rows, dtype):
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1).view(dtype)
 
 
-def make_layer(heads=HEADS, rope=ROPE):
-    return RadixAttention(heads, LATENT + rope, SCALE, num_kv_heads=1, layer_id=0, v_head_dim=LATENT)
+def make_layer(heads=HEADS, rope=ROPE, layer_id=0):
+    """SGLang's attention layer over latent rows."""
+    return RadixAttention(heads, LATENT + rope, SCALE, num_kv_heads=1, layer_id=layer_id, v_head_dim=LATENT)
+
+
+class DraftRunner:
+    """What SGLang's factory of draft backends asks of the draft model's runner, beside what a runner has."""
+
+    hybrid_gdn_config = kimi_linear_config = mamba2_config = mambaish_config = None
+
+    def __init__(self, runner, name="etap"):
+        self.__dict__.update(vars(runner))
+        self.use_mla_backend, self.is_draft_worker, self.draft_attention_backend = True, True, name
+
+
+def draft_factory(runner, monkeypatch, name="etap", topk=1, reuses_lists=False):
+    """SGLang's factory of a draft model's backends.
+
+    Wrappers for models with convolutions are left out: they read configurations that a runner for tests lacks.
+    """
+    factory = DraftBackendFactory(DraftRunner(runner, name), topk, DRAFTS - 1, reuses_lists)
+    for wrapper in ("attn_backend_wrapper_for_draft_decode", "attn_backend_wrapper_for_draft_extend"):
+        monkeypatch.setattr(attention_registry, wrapper, lambda runner, backend: backend)
+    return factory
+
+
+def forbid_host_reads(monkeypatch):
+    """Fails the test where a tensor is read back to the host."""
+    for name in ("item", "tolist", "cpu", "numpy", "nonzero"):
+        monkeypatch.setattr(torch.Tensor, name, lambda *arguments, _name=name: pytest.fail(f"{_name} was called"))

@@ -1,10 +1,10 @@
 """Sparse decode problems (`SparseCase`), their tensors (`SparseProblem`), and guarded calls on them (`SparseRunner`).
 
-Whatever a call must not read is poison: NaN and infinities in every cache row that no valid entry names, those that
-entries behind a token's valid count name among them, between rows and pages too; wild pages in the block-table entries
-that no valid entry needs; NaN and infinities beside the queries; NaN in the scales of V4's rows that no entry names and
-behind a page's last. What lies between the rows of a sliced output must stay. Shapes follow from a case without its
-seed, so that a graph that was recorded with one case may be replayed with another.
+Whatever a call must not read is poison: NaN and infinities between rows and pages and in every cache row that no valid
+entry names, also where an entry behind a token's valid count names it; wild pages in the block-table entries that no
+valid entry needs; NaN and infinities beside the queries; NaN in the scales of V4's rows that no entry names and behind
+a page's last. Memory between the rows of a sliced output must keep its values. Shapes do not depend on the seed, so
+that a graph that was recorded with one case can be replayed with another.
 """
 
 from __future__ import annotations
@@ -41,20 +41,20 @@ from support.cases import (
 )
 
 CACHES = ("bf16", "fp8", "fp8 as e4m3", "v4", "v4 as e4m3")
-HOLES = ("none", "tail", "anywhere", "wild", "all")
+HOLES = ("none", "tail", "anywhere", "most", "wild", "all")
 COUNTS = ("none", "drawn")
 SINKS = ("none", "drawn", "infinite")
 Q_LAYOUTS = ("packed", "strided", "split", "expanded")
 SCALE_LAWS = ("fitted", "powers", "zeros", "tiny", "huge", "mixed")
 CACHE_LAYOUTS = ("dense", "gapped", "rows apart", "headed")
-OUT_LAYOUTS = ("dense", "sliced")
+OUT_LAYOUTS = ("dense", "sliced", "transposed")
 WILD_ENTRIES = (-1, -7, -(2**31), 2**31 - 1, 2**31 - 65)
 WILD_PAGES = (-1, -7, -(2**31), 2**31 - 1, 1 << 20)
 TABLE_TAIL = 2  # entries behind a request's pages in the block table, all of them wild
 FAR_PAGES_BYTES = 2**27  # from one page to the next where pages are far apart
 V4_PAGE_MULTIPLE = 576  # engines pad V4's pages so
 V4_APART_BYTES = 2**20  # from one of V4's pages to the next where an engine lays the pages of all layers side by side
-SINKS_BEHIND = 2  # that no head has
+SINKS_BEHIND = 2  # more than there are heads
 
 
 @dataclass(frozen=True)
@@ -67,11 +67,9 @@ class SparseCase:
     cache: str = "bf16"  # or FP8 rows, V3.2's (fp8) or V4's, as uint8 or as float8_e4m3fn
     page_size: int = 64
     law: str = "normal"
-    scales: str = (
-        "fitted"  # of FP8 rows: amax / 448, that rounded up to powers of two (V4: so always), ..., all of these
-    )
-    holes: str = "none"  # entries that name nothing: at the end, anywhere, of every wild kind, all of some tokens
-    counts: str = "none"  # valid counts from below 0 to above top_k
+    scales: str = "fitted"  # of FP8 rows: amax / 448, rounded up to powers of two (always in V4), ..., all of these
+    holes: str = "none"  # entries that name nothing: at the end, anywhere, most, of every wild kind, all of some tokens
+    counts: str | tuple[int, ...] = "none"  # valid counts: drawn from below 0 to above top_k, or each token's own
     sinks: str = "none"  # infinite: some +inf, some -inf, some numbers
     repeats: bool = False  # rows are named many times
     requests: int = 0  # entries are positions in so many requests; 0: rows of the cache
@@ -82,11 +80,12 @@ class SparseCase:
     far_pages: bool = False  # pages 2^27 bytes apart, so that a few of them reach beyond 2^31 bytes and elements
     num_sms: int | None = None
     seed: int = 0
-    rope: bool = True  # of queries and rows behind their latent part, which V4's have not
+    rope: bool = True  # columns behind the latent part of queries and rows; V4 has none
     extra: int | None = None  # entries of a second list, None: no second cache
+    extra_counts: tuple[int, ...] | None = None  # None: as counts, of the second list
     extra_page_size: int = 64
     extra_requests: int = 0  # as requests, of the second list
-    out_layout: str = "dense"  # sliced (a window of a wider buffer)
+    out_layout: str = "dense"  # sliced (a window of a wider buffer), transposed (such a window, heads first)
 
     @property
     def fp8(self) -> bool:
@@ -98,18 +97,19 @@ class SparseCase:
 
     @property
     def width(self) -> int:
-        """Columns of queries and of what rows stand for."""
+        """Columns of queries and of dequantized rows."""
         return HEAD_DIM if self.rope and not self.v4 else LATENT
 
     @property
     def scaled_columns(self) -> int:
-        """Of a row's first columns those that have scales, where it has some."""
+        """How many first columns of an FP8 row have scales."""
         return V4_NOPE_DIM if self.v4 else LATENT
 
     def of_extra(self) -> SparseCase:
-        """One whose only list is this one's second."""
+        """The case whose only list is this one's second."""
         second = {"top_k": self.extra, "page_size": self.extra_page_size, "requests": self.extra_requests}
-        return replace(self, **second, extra=None, seed=self.seed + 7919)
+        counts = self.counts if self.extra_counts is None else self.extra_counts
+        return replace(self, **second, counts=counts, extra=None, seed=self.seed + 7919)
 
     @property
     def row_dtype(self) -> torch.dtype:
@@ -124,12 +124,12 @@ class SparseCase:
 
     @property
     def context(self) -> int:
-        """Rows that lists choose from: of each request where there are some."""
+        """Rows that lists choose from, per request where there are requests."""
         return 8 if self.repeats else max(64, self.top_k)
 
     @property
     def pages(self) -> int:
-        """Pages of the cache: at least half of the rows are named by nobody."""
+        """Pages of the cache: no list names half of the rows or more."""
         return max(self.pool_pages, max(1, self.requests) * self.request_pages + 1)
 
     @property
@@ -159,7 +159,7 @@ class SparseProblem:
     extra_valid_counts: torch.Tensor | None = None
 
     def lists(self) -> dict:
-        """What says which rows a token attends to, as the reference takes it beside the cache."""
+        """The arguments that say which rows a token attends to, as the reference takes them."""
         names = ("indices", "block_table", "request_ids", "valid_counts")
         extra = ("extra_kv_cache", "extra_indices", "extra_block_table", "extra_valid_counts")
         return {name: getattr(self, name) for name in (*names, *extra)}
@@ -171,13 +171,14 @@ class SparseProblem:
 
 
 def build(case: SparseCase, device: str) -> SparseProblem:
-    """The same tensors for the same case and device, always."""
+    """The tensors of a case: always the same on the same device."""
     host = torch.Generator().manual_seed(case.seed)
     cases = [case] if case.extra is None else [case, case.of_extra()]
     requests = max(one.requests for one in cases)
     request_ids = torch.randint(max(1, requests), (case.tokens,), generator=host)
     if requests and case.holes in ("wild", "all"):
         lost = torch.rand(case.tokens, generator=host) < 0.1
+        lost[2::8] = True
         request_ids[lost] = torch.tensor([-1, requests, 2**31 - 1]).repeat(case.tokens)[: int(lost.sum())]
     q = _queries(case, device)
     built = [_list(one, request_ids, _direction(case, device), device) for one in cases]
@@ -195,7 +196,7 @@ def build(case: SparseCase, device: str) -> SparseProblem:
 
 
 def _list(case: SparseCase, request_ids: torch.Tensor, direction: torch.Tensor, device: str) -> tuple:
-    """The cache, entries, rows that they mean, block table and valid counts of a case's only list."""
+    """The cache, entries, rows that they name, block table and valid counts of a case's only list."""
     host = torch.Generator().manual_seed(case.seed)
     table, named, unnamed, slots = _pool(case, host)
     known = (request_ids >= 0) & (request_ids < case.requests)
@@ -232,7 +233,7 @@ def _pool(case: SparseCase, host: torch.Generator) -> tuple[torch.Tensor, ...]:
 
 
 class _Lists:
-    """The entries of all lists, and the cache's row that each means."""
+    """The entries of all lists, and the cache row that each names."""
 
     def __init__(self, case: SparseCase, named, unnamed, slots, host: torch.Generator):
         self.case, self.host = case, host
@@ -259,23 +260,28 @@ class _Lists:
             seen = torch.randint(case.top_k + 1, (case.tokens, 1), generator=self.host)
             self._spoil(torch.arange(case.top_k) >= seen, (-1,))
         elif case.holes != "none":
-            self._spoil(torch.rand(shape, generator=self.host) < 0.3, self._wild())
+            share = 0.95 if case.holes == "most" else 0.3
+            self._spoil(torch.rand(shape, generator=self.host) < share, self._wild())
         if case.holes == "all":
             self._spoil((torch.arange(case.tokens) % 2 == 0)[:, None].expand(shape), (-1,))
-        if case.counts == "drawn":
-            self.counts = torch.randint(case.top_k + 1, (case.tokens,), generator=self.host)
-            edges = torch.tensor([0, 1, case.top_k, case.top_k + 1, 2**31 - 1, -1, -(2**31), case.top_k - 1])
-            chosen = edges[torch.randint(len(edges), (case.tokens,), generator=self.host)]
-            self.counts = torch.where(torch.rand(case.tokens, generator=self.host) < 0.4, chosen, self.counts)
+        if case.counts != "none":
+            self.counts = self._drawn_counts() if case.counts == "drawn" else torch.tensor(case.counts)
             behind = torch.arange(case.top_k) >= self.counts[:, None]
             any_row = torch.randint(self.unnamed.shape[1], shape, generator=self.host)
             self.entries = torch.where(behind, self._written(self.unnamed.gather(1, any_row)), self.entries)
             self.meant = self.meant.masked_fill(behind, -1)
 
+    def _drawn_counts(self) -> torch.Tensor:
+        case = self.case
+        counts = torch.randint(case.top_k + 1, (case.tokens,), generator=self.host)
+        edges = torch.tensor([0, 1, case.top_k, case.top_k + 1, 2**31 - 1, -1, -(2**31), case.top_k - 1])
+        chosen = edges[torch.randint(len(edges), (case.tokens,), generator=self.host)]
+        return torch.where(torch.rand(case.tokens, generator=self.host) < 0.4, chosen, counts)
+
     def _wild(self) -> tuple[int, ...]:
         """Entries that name nothing, each kind of them."""
         case = self.case
-        if case.holes == "anywhere":
+        if case.holes in ("anywhere", "most"):
             return (-1,)
         if not case.requests:
             return (*WILD_ENTRIES, case.pages * case.page_size, case.pages * case.page_size + 1)
@@ -387,11 +393,11 @@ def _poison_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _values(case: SparseCase, lists: _Lists, rows: torch.Tensor, direction: torch.Tensor, device: str) -> torch.Tensor:
-    """Float32 [rows, width]: what the named rows are to hold, up to rounding."""
+    """Float32 [rows, width]: the named rows before rounding."""
     values = draw((len(rows), case.width), case.law, case.seed, "kv", device)
     if case.law not in ALIGNED_LAWS or not len(rows):
         return values
-    # Where a row stands among those that its request's lists may name: the order of rising and falling lists.
+    # A row's rank among the rows that its request's lists may name: the order of rising and falling lists.
     place = torch.full((int(lists.slots.max()) + 1,), -1)
     place[lists.slots.gather(1, lists.named)] = torch.arange(case.context).expand(lists.named.shape)
     place = place[rows].to(device)[:, None]
@@ -451,15 +457,16 @@ def _v4_rows(case: SparseCase, values: torch.Tensor, device: str) -> torch.Tenso
 class SlicedRows(Guarded):
     """[tokens, heads, columns] as a window of a wider buffer, around which `check` finds everything as it was."""
 
-    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device):
-        tokens, heads, columns = shape
-        self.whole = torch.full((tokens + 1, heads + 3, columns + 16), 7.0, dtype=dtype, device=device)
-        self.tensor = self.whole[1:, 2 : heads + 2, 8 : columns + 8]
+    def __init__(self, shape: tuple[int, int, int], dtype: torch.dtype, device, transposed: bool):
+        first, second, columns = (shape[1], shape[0], shape[2]) if transposed else shape
+        self.whole = torch.full((first + 1, second + 3, columns + 16), 7.0, dtype=dtype, device=device)
+        self.window = (slice(1, None), slice(2, second + 2), slice(8, columns + 8))
+        self.tensor = self.whole[self.window].transpose(0, 1) if transposed else self.whole[self.window]
         self.poison()
 
     def check(self, name: str):
         around = self.whole.clone()
-        around[1:, 2 : self.tensor.shape[1] + 2, 8 : self.tensor.shape[2] + 8] = 7
+        around[self.window] = 7
         assert bool((around == 7).all()), f"{name}: bytes around it were written"
 
 
@@ -471,8 +478,9 @@ class SparseRunner(GuardedCall):
         case, device = problem.case, problem.q.device
         floats = sparse_workspace_floats(max(1, case.heads), case.num_sms or device_sms(device))
         self.workspace = Guarded((floats,), torch.float32, device)
-        of_out = SlicedRows if case.out_layout == "sliced" else Guarded
-        self.out = of_out((case.tokens, case.heads, LATENT), torch.bfloat16, device)
+        of_out = (case.tokens, case.heads, LATENT), torch.bfloat16, device
+        sliced = case.out_layout != "dense"
+        self.out = SlicedRows(*of_out, case.out_layout == "transposed") if sliced else Guarded(*of_out)
         self.lse = Guarded((case.tokens, case.heads), torch.float32, device)
 
     def call(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -501,7 +509,7 @@ class RecordedCall:
             self.runner.call()
 
     def replay(self, problem: SparseProblem) -> tuple[torch.Tensor, torch.Tensor]:
-        """Outputs of the graph with another problem's tensors, in buffers that were poisoned."""
+        """The graph's outputs for another problem's tensors, in poisoned buffers."""
         self.runner.poison()
         for name, value in vars(self.static).items():
             if isinstance(value, torch.Tensor):

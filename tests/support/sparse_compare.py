@@ -1,4 +1,4 @@
-"""The error policy of sparse attention: what a token's result may differ by from float64 on the same rounded inputs.
+"""The error policy of sparse attention: how far a token's result may be from float64 on the same rounded inputs.
 
 All limits follow from the formats. An element may be off by what the rounding of P and that of the output, both in
 bfloat16, and sums in float32 cost itself, so that a large element excuses no small one; the relative RMSE by twice what
@@ -42,11 +42,11 @@ from support.compare import (
 from support.sparse_cases import SparseProblem
 
 BF16, HALF, FLOAT = (torch.finfo(x) for x in (torch.bfloat16, torch.float16, torch.float32))
-# Of the sum of a score's products without their signs: float32 additions, of which a tensor core cuts off the rest.
+# Error of a score, relative to the sum of its products without their signs: a tensor core truncates float32 sums.
 SCORE = 2.0**-20
-# Of the sum of an output element's products without their signs: up to 128 additions in float32, cut off.
+# Error of an output element, relative likewise: up to 128 truncated additions in float32.
 SUM = 2.0**-17
-ROWS_AT_A_TIME = {"cpu": 1, "cuda": 2**15}  # of all tokens: a CPU takes one token after the other
+ROWS_AT_A_TIME = {"cpu": 1, "cuda": 2**15}  # of all tokens: a CPU takes one token at a time
 
 
 @dataclass
@@ -61,7 +61,7 @@ class Truth:
 
 
 def truth(problem: SparseProblem) -> Truth:
-    """Of each token what `meant` says that it attends to; many tokens at a time, as a GPU likes it."""
+    """Attention of each token over the rows that `meant` names; on a GPU many tokens at a time."""
     tokens, heads, _ = problem.q.shape
     like = {"dtype": torch.float64, "device": problem.q.device}
     out, lse = torch.zeros(tokens, heads, LATENT, **like), torch.zeros(tokens, heads, **like)
@@ -79,8 +79,8 @@ def truth(problem: SparseProblem) -> Truth:
 def _named(cache: torch.Tensor, meant: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The rows as stored [tokens, top_k, width] that some tokens name, each once, and how often [tokens, top_k].
 
-    Those that none names are zeros, and named 0 times: a row that is named several times has the same P each time,
-    which is rounded the same way.
+    Rows that no token names are zeros, and named 0 times. A row that is named several times has the same P each time,
+    rounded the same way.
     """
     ids, _ = meant.sort(dim=1)
     first = torch.ones_like(ids, dtype=torch.bool)
@@ -93,13 +93,13 @@ def _named(cache: torch.Tensor, meant: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def _fill(found: Truth, part: slice, problem: SparseProblem) -> None:
-    """The truth of some tokens, and what their results may err by."""
+    """The truth of some tokens, and the errors that are allowed."""
     q, sinks = problem.q[part].double(), problem.sinks
     rows, times = (
         torch.cat(parts, dim=1)
         for parts in zip(*(_named(cache, meant[part]) for cache, meant in problem.caches()), strict=True)
     )
-    keys = reference.what_rows_stand_for(rows.flatten(0, 1), torch.float64).unflatten(0, times.shape)
+    keys = reference.dequantized(rows.flatten(0, 1), torch.float64).unflatten(0, times.shape)
     values, any_row = keys[..., :LATENT], (times > 0).any(1)[:, None, None]
     scores = (q @ keys.mT) * SOFTMAX_SCALE + times.double().log()[:, None]
     off = SCORE * SOFTMAX_SCALE * (q.abs() @ keys.abs().mT)
@@ -147,7 +147,7 @@ def _rounding_of_p(rows, weight, times, values, result) -> tuple[torch.Tensor, t
     """
     share = weight / times
     p = share / share.amax(dim=2, keepdim=True)  # at most P
-    least = share * 2.0 ** -cpu_dense.REFERENCES[False, torch.bfloat16].most
+    least = share * 2.0 ** -cpu_dense.P_RANGES[False, torch.bfloat16].most
     off = BF16.eps / 2 / math.sqrt(3) * weight
     most = times * share.amax(dim=2, keepdim=True)  # what P = 1 would weigh
     is_v4 = rows.shape[2] == V4_ROW_BYTES
@@ -173,14 +173,14 @@ def _scaled_away(scale, weight, p, least, most) -> torch.Tensor:
     """What weights [tokens, heads, rows] may lose where P times a scale is below float32's normal numbers, or P times
     an ordinary scale below float16's."""
     small = torch.where(least * scale.clamp(max=1) < BF16.tiny, weight, 0)
-    shift = 2.0 ** cpu_dense.REFERENCES[True, torch.float16].shift
+    shift = 2.0 ** cpu_dense.P_RANGES[True, torch.float16].shift
     is_ordinary = (scale >= cpu_sparse.LEAST_SCALE) & (scale <= cpu_sparse.LARGEST_SCALE)
     rounded = torch.minimum(weight, most * (HALF.tiny * HALF.eps / 2 / shift) / scale)
     return small + torch.where(is_ordinary & (p * shift * scale < HALF.tiny), rounded, 0)
 
 
 def measures(out: torch.Tensor, lse: torch.Tensor, wanted: Truth) -> list[Measure]:
-    """How far a result is from the truth, and how far it may be, a value a token."""
+    """How far a result is from the truth, and how far it may be, one value per token."""
     error = out.double() - wanted.out
     rmse = FACTOR * relative_rmse(wanted.rms_error, wanted.out)
     lse_error = torch.where(torch.isfinite(wanted.lse), (lse.double() - wanted.lse).abs(), 0)
@@ -194,7 +194,7 @@ def measures(out: torch.Tensor, lse: torch.Tensor, wanted: Truth) -> list[Measur
 
 
 def problems_with(out: torch.Tensor, lse: torch.Tensor, wanted: Truth) -> list[str]:
-    """What is wrong with a result, one line a token and measure; empty when all is well."""
+    """What is wrong with a result, one line per token and measure; empty when all is well."""
     found = elsewhere(out, lse, wanted.out, wanted.lse)
     return failures([*found, *measures(out, lse, wanted)], lambda token: f"token {token}")
 

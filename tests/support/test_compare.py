@@ -1,4 +1,4 @@
-"""The limits of `compare`: what the formats cost is allowed, and a wrong result is found, on the CPU's executor."""
+"""The limits of `compare`: they allow the formats' errors and find wrong results of the CPU's executor."""
 
 from dataclasses import replace
 
@@ -27,7 +27,7 @@ KINDS = [
 
 
 def result_of(problem, change):
-    """What a kernel that is otherwise exact would write after `change` to the scores [heads, tokens] of each row."""
+    """The result of an otherwise exact kernel after `change` to the scores [heads, tokens] of each row."""
     out = torch.zeros(*problem.q.shape[:3], 512, dtype=torch.float64)
     lse = torch.full(problem.q.shape[:3], -torch.inf, dtype=torch.float64)
     q_factor, kv_factor = (1.0 if scale is None else scale.item() for scale in (problem.q_scale, problem.kv_scale))
@@ -80,7 +80,7 @@ def test_a_wrong_page_is_found(kind, law):
 
 @pytest.mark.parametrize("kind", [{}, {"dtype": "float8_e4m3fn", "q_scale": 0.021, "output": "float16"}])
 def test_weights_below_what_p_holds_may_vanish_and_nothing_more(kind):
-    """Three tokens, of which the last weighs 1 and the others 1e-18 at most; where its value is 0, they decide."""
+    """Three tokens: the last weighs 1, the others 1e-18 at most. Where the last one's value is 0, the others decide."""
     problem = build(Case((3,) * 24, 16, law="rising", seed=0, kv_dtype="fp8", **kind), "cpu")
     wanted = truth(problem)
     tiny = (wanted.out != 0) & (wanted.out.abs() < 1e-15)
@@ -137,6 +137,6 @@ def test_fp8_math_of_many_keys_alike_may_err_as_the_executor_does_and_not_more()
     assert along.square().sum() > 0.7 * error.square().sum()
     assert cosine_difference(out.double(), wanted.out) > FP8_MATH_COSINE_ALIKE
     assert not problems_with(out, lse, problem, wanted)
-    # One of 32 pieces lost.
+    # One of 32 splits lost.
     without, _ = result_of(problem, lambda scores: scores[:, 1250:2500].fill_(-torch.inf))
     assert any("cosine" in line for line in problems_with(without, lse, problem, wanted))

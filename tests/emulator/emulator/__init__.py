@@ -17,15 +17,15 @@ source line, warp and lanes:
 
 A warp knows what any of its lanes knows, and a fence is all lanes'. Its cp.async arrive in the order of the program.
 
-An instruction that it does not know raises when the kernel is loaded; it knows those that our kernels use.
+An unknown instruction raises when the kernel is loaded; the emulator knows all that the project's kernels use.
 
 Read in this order: ptx.py (text to instructions), machine.py (CTAs, warps, barriers, copies in flight, who runs next),
 instructions.py and operations.py (what each instruction does, alone or with others), tensor_cores.py (WGMMA).
 shared.py, memory.py, lanes.py and formats.py hold what these need; faults.py plants faults in a kernel. Nothing here
-knows which kernels run: ../kernels.py compiles csrc and launches what the library says that a call launches.
+knows the project's kernels: ../kernels.py compiles csrc and launches what the library launches.
 
-What it cannot see: registers, as PTX has as many as it likes (spills, and where ptxas reuses one too early); time and
+It cannot see: registers, as PTX has as many as it likes (spills, and where ptxas reuses one too early); time and
 occupancy; memory ordering weaker than program order, as fences between threads do nothing here; races between CTAs,
-which run one after another (those of a cluster take turns); interleavings finer than straight-line code. WGMMA sums in
-float32, where hardware keeps fewer bits of e4m3 products; ex2, lg2 and divisions are exact here.
+which run one after another (the CTAs of a cluster take turns); interleavings finer than straight-line code. WGMMA sums
+in float32, where hardware keeps fewer bits of e4m3 products; ex2, lg2 and divisions are exact here.
 """

@@ -373,7 +373,7 @@ def _nothing(t: Translator, item: Instruction, mask: str) -> str:
 
 
 def _griddepcontrol(t: Translator, item: Instruction, mask: str) -> str:
-    """What a kernel's predecessor may still write is refused to those that have not waited; see Memory.late."""
+    """A warp that has not waited may not touch what the kernel's predecessor still writes; see Memory.late."""
     return "w.followed = True" if "wait" in item.parts else "pass"
 
 

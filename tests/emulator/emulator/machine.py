@@ -19,6 +19,7 @@ from .lanes import FULL, Group, bits_of, lanes_of
 from .memory import Memory, TensorMap
 from .operations import OPERATIONS, ret
 from .ptx import (
+    DTYPES,
     LANES,
     PARAM_BASE,
     SHARED_BASE,
@@ -35,6 +36,10 @@ from .shared import MAX_SHARED, SharedMemory
 from .tensor_cores import Product, ProductsInFlight
 
 TIMINGS = ("early", "late", "random")
+POISON = {  # what a register holds before it is written: NaN, or false
+    dtype: np.full(LANES * dtype.itemsize, 0 if dtype.kind == "b" else 0xFF, np.uint8).view(dtype)
+    for dtype in DTYPES.values()
+}
 ALL_TRUE, ALL_FALSE = b"\x01" * LANES, b"\x00" * LANES
 L1_LINE = 128  # bytes
 MOST_STEPS = 1_000_000  # segments that a CTA may run before it counts as a livelock
@@ -61,6 +66,7 @@ class Kernel:
         self.translator = Translator(self.entry)
         self.segments: list[Segment] = []
         self._cut()
+        self.poison = [POISON[reg.dtype] for reg in self.entry.registers]
 
     def launch(
         self,
@@ -77,11 +83,10 @@ class Kernel:
         """Run the grid, one cluster after another; returns the segments that ran (see `missed`).
 
         Args:
-            grid: CTAs in x and y.
+            grid, block: CTAs in x and y, and threads of each.
             cluster: neighbours in x that run together.
-            block: threads.
             shared_bytes: dynamic shared memory.
-            params: for each parameter bytes, a TensorMap, or a list of those (a struct that holds tensor maps).
+            params: for each parameter bytes, a TensorMap, or a list of both (a struct that holds tensor maps).
             timing: "early", "late" or "random": when copies and products happen.
         """
         if timing not in TIMINGS:
@@ -184,8 +189,8 @@ class MBarrier:
     pending: int
     transaction_bytes: int = 0
     phase: int = 0
-    gathering: tuple = ()  # what those who have arrived know of writes, see Warp.known
-    told: tuple = ()  # to those who see a phase completed
+    gathering: tuple = ()  # what the warps that arrived know of writes, see Warp.known
+    told: tuple = ()  # what a warp learns that sees the phase completed
 
 
 @dataclass
@@ -196,7 +201,7 @@ class NamedBarrier:
     expected: int = 0  # 0: all threads of the CTA
     gathering: list[np.ndarray] = field(default_factory=list)
     votes: list[np.ndarray] = field(default_factory=list)  # of the generation before
-    known: tuple = ()  # to those who have arrived, see Warp.known
+    known: tuple = ()  # what the warps that arrived know, see Warp.known
     told: tuple = ()  # what the generation before knew
 
 
@@ -208,11 +213,7 @@ def _latest(a: tuple, b: tuple) -> tuple:
 class Warp:
     def __init__(self, cta: Cta, index: int, warps: int):
         self.cta, self.index = cta, index
-        poison = {
-            dtype: np.full(LANES * dtype.itemsize, 0 if dtype.kind == "b" else 0xFF, np.uint8).view(dtype)
-            for dtype in {reg.dtype for reg in cta.kernel.entry.registers}
-        }
-        self.R: list[np.ndarray] = [poison[reg.dtype] for reg in cta.kernel.entry.registers]
+        self.R: list[np.ndarray] = cta.kernel.poison.copy()
         self.groups = [Group(0, FULL)]
         self.live = FULL
         self.here: tuple[Segment, int] | None = None  # and the lanes that run it, for messages
@@ -253,7 +254,7 @@ class Warp:
         self.known = self.known[:own] + (self.writes,) + self.known[own + 1 :]
         return self.writes
 
-    # What the translated code calls: all lanes' addresses, and a mask of those that count or None.
+    # The translated code calls these with all lanes' addresses, and a mask of the active lanes or None.
 
     def special(self, name: str) -> np.ndarray:
         lane = np.arange(LANES, dtype=np.uint32)
@@ -330,7 +331,7 @@ def _safe(address: np.ndarray, mask: np.ndarray | None) -> np.ndarray:
 
 
 class Cluster:
-    """CTAs that take turns, meet at a barrier of all their threads and read each other's shared memory."""
+    """CTAs that take turns, share a barrier of all their threads and read each other's shared memory."""
 
     def __init__(self, ctas: list[Cta]):
         self.ctas = ctas
@@ -445,7 +446,7 @@ class Cta:
             self.events += 1
 
     def meet(self, number: int, threads: int, known: tuple, vote: np.ndarray | None) -> tuple[NamedBarrier, int]:
-        """A warp arrives at a named barrier; returns that and the generation that it waits for the end of."""
+        """A warp arrives at a named barrier; returns the barrier and the generation whose end the warp waits for."""
         barrier = self.named.setdefault(number, NamedBarrier(number))
         generation = barrier.generation
         if barrier.arrived and barrier.expected != threads:
@@ -537,7 +538,7 @@ class Cta:
         warp.copies.append(partial(warp.group_arrives, warp.copies_begun))
 
     def finish_copies(self, warp: Warp, groups: int | None) -> None:
-        """The warp waits for all its copies, or for all but those of its latest groups."""
+        """The warp waits for all its copies, or for all but the copies of its latest groups."""
         while warp.copies and (groups is None or warp.groups_begun - warp.groups_there > groups):
             self._finish_copy(warp)
         there = warp.copies_begun if groups is None else warp.copies_there
@@ -679,7 +680,7 @@ class Cta:
 
     @staticmethod
     def _merge(warp: Warp) -> None:
-        """Groups that meet become one."""
+        """Groups at the same place become one."""
         kept: dict[int, Group] = {}
         for group in warp.groups:
             if group.bits and group.pc in kept:

@@ -277,7 +277,7 @@ def _tensor_copy(t: Translator, item: Instruction):
 
 
 def _async_copy(t: Translator, item: Instruction):
-    """8 or 16 bytes a lane, of which the last operand says how many come from memory; the rest are zeros."""
+    """8 or 16 bytes per lane; the last operand says how many come from memory, the rest are zeros."""
     destination, source, size, *taken = item.operands
     each = int(size.text)
     if each not in ((8, 16) if item.parts[2] == "ca" else (16,)) or len(taken) > 1:

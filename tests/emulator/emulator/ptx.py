@@ -98,7 +98,7 @@ class Label:
 
 
 # Given an instruction and the mark around it: the PTX to run in its place, which may be its own text, or nothing. A
-# mark is the NAME between .pragma "begin NAME" and .pragma "end NAME"; outside of those it is empty.
+# mark is the NAME between .pragma "begin NAME" and .pragma "end NAME"; elsewhere it is empty.
 Edit = Callable[[Instruction, str], str]
 
 
@@ -185,11 +185,10 @@ class Entry:
         return offset
 
     def _parse(self, body: str, edit: Edit | None, scope: tuple = (), place: str = "?") -> list[Instruction | Label]:
-        label = re.compile(r"([\w$%]+)\s*:(?!:)")
+        label, blanks = re.compile(r"([\w$%]+)\s*:(?!:)"), re.compile(r"\s*")
         items, mark, i = [], "", 0
         while True:
-            while i < len(body) and body[i].isspace():
-                i += 1
+            i = blanks.match(body, i).end()
             if i >= len(body):
                 return items
             if body[i] == "{":

@@ -28,7 +28,7 @@ class SharedMemory:
         data = np.full(self.end, 0xFF, np.uint8)  # NaN in every type
         state = np.full(self.end, UNWRITTEN, np.uint8)
         unfenced = np.zeros(self.end, np.uint8)  # 1 + the warp whose write is not fenced (+ COPIED)
-        self._numbers = np.zeros(self.end // 4, np.int64)  # of the write that brought a word, among those of its warp
+        self._numbers = np.zeros(self.end // 4, np.int64)  # of the write that brought a word, among its warp's writes
         self._state, self._unfenced = state, unfenced
         self._views, self._state_views, self._unfenced_views = (
             {n: x.view(f"uint{n * 8}") for n in (1, 2, 4, 8)} for x in (data, state, unfenced)

@@ -150,7 +150,7 @@ def _wgmma_product(t: Translator, item: Instruction):
     d, a, b, accumulate, *rest = item.operands
     scales, majors = [int(x.text) for x in rest[:2]], [bool(int(x.text)) for x in rest[2:]]
     in_registers = isinstance(a, Vec)
-    # 8-bit types have no transposed operands, and those in registers none either.
+    # Operands of 8-bit types and operands in registers are never transposed.
     if scales != [1, 1] or len(majors) != (0 if INPUT_BYTES[kind] == 1 else 1 if in_registers else 2):
         raise UnknownInstruction(str(item))
     if len(d.items) != columns // 2 or in_registers and len(a.items) != 4:

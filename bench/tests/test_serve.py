@@ -1,0 +1,175 @@
+"""`serve` with real processes: a small server and load generator in the engine's place, scenarios, host speed."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import threading
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from bench.common import configs
+from bench.common.provenance import Provenance
+from bench.servers import scenario as scenarios
+from bench.servers import serve
+from bench.servers.engines import ENGINES, Vllm
+from bench.servers.scenario import Point, cases_of, read_scenario
+from bench.tests.fake_engine import children, stand_in
+
+SCENARIO = """
+like = "decode-short"
+model = "deepseek-v4-flash"
+rank_of = 0
+changes = {vocab_size = 2000}
+points = [
+  {input = 1024, output = 8, concurrency = [2, 1], prefill = "cached"},
+  {input = 1024, output = 8, concurrency = [1]},
+  {input = 65536, output = 8, concurrency = [2], prefill = "cached"},
+]
+[vllm]
+backends = ["ETAP", "FLASHMLA"]
+"""
+# Sends its prompts to the server, and writes what vLLM's load generator writes.
+LOADS = """
+import json, os, pathlib, sys, time, urllib.request
+flag = lambda name: sys.argv[sys.argv.index(name) + 1]
+if "load" in os.environ["FAULT"] and flag("--num-prompts") == "2": raise RuntimeError("out of luck")
+while "slow" in os.environ["FAULT"]: time.sleep(1)
+prompts = int(flag("--num-prompts"))
+for n in range(prompts):
+    body = {"prompt": [int(flag("--seed")), n, *range(int(flag("--random-input-len")) - 2)], "max_tokens": 1}
+    request = urllib.request.Request(f"http://127.0.0.1:{flag('--port')}/v1/completions", json.dumps(body).encode())
+    urllib.request.urlopen(request).read()
+numbers = dict.fromkeys(["median_ttft_ms", "median_tpot_ms", "median_itl_ms"], 10.0)
+numbers |= {"output_throughput": 800.0, "completed": prompts}
+pathlib.Path(flag("--result-dir"), flag("--result-filename")).write_text(json.dumps(numbers))
+"""
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """Runs the command; gives its exit code, screen and results file."""
+    (tmp_path / "loads.py").write_text(LOADS)
+    (tmp_path / "scenario.toml").write_text(SCENARIO)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(Vllm, "load_module", "loads")
+    monkeypatch.setattr(serve.driver, "gpus", lambda: [None])
+    monkeypatch.setattr(serve, "HOST_STEPS", 1000)
+    monkeypatch.setattr(serve, "HOST_TOLERANCE", 10)
+    monkeypatch.setattr(serve, "provenance", lambda *_, **__: Provenance(date="2026-01-01", command="serve"))
+    app, output = app_of(serve.main), tmp_path / "out.json"
+
+    def call(*words: str, faults: str = ""):
+        stand_in(monkeypatch, tmp_path, faults)
+        result = CliRunner().invoke(app, [str(tmp_path / "scenario.toml"), "--output", str(output), *words])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        assert not children(tmp_path)
+        return result.exit_code, result.output, json.loads(output.read_text()) if output.exists() else None
+
+    return call
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_backends_take_turns_and_share_no_prompt(run, tmp_path, together):
+    code, screen, document = run(*["--together"] * together)
+    rows = document["rows"]
+    assert (code, document["failures"], len(rows)) == (0, [], 2 * 2 * 3), screen
+    assert list(dict.fromkeys((row["backend"], row["turn"]) for row in rows)) == [
+        ("ETAP", 1), ("FLASHMLA", 1), ("ETAP", 2), ("FLASHMLA", 2),
+    ]  # fmt: skip
+    assert {row["point"]: round(row["cached_share"], 2) for row in rows} == {
+        "2 x 1K/8, cached": 0.94, "1 x 1K/8, cached": 0.94, "1 x 1K/8, served": 0.0,
+    }  # fmt: skip
+    assert all(row["host_ms"] > 0 for row in rows) and "needs a cache of 131,200 tokens" in document["skipped"][0]
+    assert len(list((tmp_path / "out").glob("*-[12].log"))) == (2 if together else 4)
+    again = CliRunner().invoke(app_of(serve.main), [str(tmp_path / "out.json"), "--markdown"])
+    assert again.exit_code == 0 and "| 2 x 1K/8, cached" in again.output and "ITL ms" in again.output
+
+
+def app_of(function) -> typer.Typer:
+    app = typer.Typer()
+    app.command()(function)
+    return app
+
+
+@pytest.mark.parametrize(
+    "faults, words, rows",
+    [
+        ("ETAP at start", "out of luck", 3),
+        ("load", "RuntimeError: out of luck", 4),
+        ("cache", "0% of the prompts' tokens were in the prefix cache", 2),
+        ("dies", "ended with 3 while it was in use", 0),
+    ],
+)
+def test_what_fails_is_told_and_the_rest_is_measured(run, faults, words, rows):
+    code, screen, document = run("--turns", "1", faults=faults)
+    assert code == (1 if rows else 2) and any(words in text for text in document["failures"]), screen
+    assert len(document["rows"]) == rows
+
+
+def test_a_signal_ends_a_run_and_keeps_its_file(run):
+    threading.Timer(4, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    code, _, document = run(faults="slow")
+    assert code == 2 and document["stopped"] == "by SIGTERM" and document["rows"] == []
+
+
+def reading(backend: str, host: float, tpot: float = 10.0) -> dict:
+    row = {"backend": backend, "turn": 1, "point": "1 x 1K/8, cached", "tpot_ms": tpot, "itl_ms": tpot, "ttft_ms": 1.0}
+    return row | {"tokens_per_second": 100.0, "host_ms": host}
+
+
+def test_readings_at_another_host_speed_are_void():
+    rows = [reading("ETAP", 10.0), reading("ETAP", 14.0, 99.0), reading("FLASHMLA", 10.9, 11.0)]
+    assert serve.at_equal_host_speed(rows) == [rows[0], rows[2]]
+    rows += [reading("FLASH_ATTN_MLA", 20.0)]
+    cells = [list(column.cells) for column in serve.table_of({"rows": rows, "engine": "vllm", "gpus": 1}).columns]
+    assert cells[2] == ["10.00 (10.00 to 10.00)", "11.00 (11.00 to 11.00)", "void"]
+    assert cells[3] == ["1.000", "1.100", "-"] and cells[6] == ["1, 1 void", "1", "0, 1 void"]
+
+
+@pytest.mark.parametrize("name", list(configs.read_toml_table(scenarios.SCENARIOS)))
+def test_shipped_scenarios_name_backends_models_and_plugins(name, tmp_path):
+    scenario = read_scenario(name)
+    _, config, _ = serve.prepared(scenario, tmp_path)
+    assert config["num_hidden_layers"] == scenario.layers and scenario.environment["NCCL_NVLS_ENABLE"] == "0"
+    assert scenario.vllm.backends[0].startswith("ETAP") and len(scenario.vllm.backends) > 1
+    with serve.plugins(scenario.plugins) as environment:
+        assert ("PYTHONPATH" in environment) == bool(scenario.plugins)
+    assert scenario.serving("m", cases_of(scenario.points, [], [])).max_requests > 0
+
+
+@pytest.mark.parametrize("share, right", [(0.3, False), (0.74, True)])
+def test_the_prefix_cache_must_have_the_common_prefix(share, right):
+    (case,) = cases_of([Point(input=1024, prefix=1000, output=2, concurrency=[1], waves=4)], [], [])
+    assert case.text == "1 x 1000+24/2, served" and case.cached_as_wanted(share) == right
+
+
+REFUSED = [
+    (["nothing"], "scenario: wanted a TOML file or one of decode-short"),
+    (["decode-short", "--context", "3K"], "--context, --concurrency: wanted a point"),
+    (["decode-short", "--set", "layers"], "--set: wanted KEY=VALUE"),
+    (["decode-short", "--set", "n_layers=3"], "--set: wanted keys of deepseek-r1"),
+    (["decode-short", "--rank-of", "7"], "rank_of: wanted a divisor"),
+    (["decode-short", "--gpus", "3", "--rank-of", "0"], "--gpus: wanted a divisor of 128 heads, got 3"),
+    (["decode-short", "--backend", "ETAP@x"], "--backend: wanted BACKEND"),
+    (["decode-short", "--model", "kimi-k3"], "--model: wanted a text model"),
+    (["decode-short"], "--gpus: wanted 1 GPUs, this machine shows 0"),
+]
+
+
+@pytest.mark.parametrize("words, reason", REFUSED)
+def test_nothing_starts_or_is_written_when_arguments_are_wrong(words, reason, tmp_path, monkeypatch):
+    monkeypatch.setattr(serve.driver, "gpus", list)
+    result = CliRunner().invoke(app_of(serve.main), [*words, "--output", str(tmp_path / "o" / "o.json")])
+    assert result.exit_code == 2 and reason in result.output and not list(tmp_path.iterdir()), result.output
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_show_prints_commands_and_writes_nothing(engine, tmp_path):
+    words = ["mtp", "--engine", engine, "--show", "--context", "4K", "--output", str(tmp_path / "o.json")]
+    result = CliRunner().invoke(app_of(serve.main), words)
+    lines = [line for line in result.output.splitlines() if line.startswith("python -m ")]
+    assert result.exit_code == 0 and len(lines) == 3 + 4 and not list(tmp_path.iterdir()), result.output
