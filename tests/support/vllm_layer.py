@@ -8,6 +8,11 @@ from vllm.model_executor.layers.linear import ColumnParallelLinear
 from vllm.platforms import current_platform
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+try:
+    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups  # noqa: F401
+except ImportError:  # vLLM 0.32
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups  # noqa: F401
+
 HEADS, NOPE, ROPE, LATENT, VALUE = 16, 128, 64, 512, 128
 SCALE = 0.1147  # not 1/sqrt of anything: the layer's own, as after YaRN
 BLOCK = 64

@@ -12,11 +12,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.mooncake import mooncake_conne
 from vllm.platforms import current_platform
 from vllm.plugins import load_general_plugins
 from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
 from vllm.v1.kv_cache_interface import KVCacheGroupSpec
 from vllm.v1.worker.utils import allocate_kv_cache
 
-from support.vllm_layer import BLOCK, CPU, NAME
+from support.vllm_layer import BLOCK, CPU, NAME, get_kv_cache_config_from_groups
 
 load_general_plugins()
 pytestmark = pytest.mark.usefixtures("one_rank", "fresh_workspaces")

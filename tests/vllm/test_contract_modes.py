@@ -29,6 +29,7 @@ from support.vllm_layer import (
     Problem,
     assert_as_exact_as_torch,
     decode,
+    get_kv_cache_config_from_groups,
     make_builder,
 )
 
@@ -118,7 +119,6 @@ LAYERS = ["model.layers.1.self_attn.attn", NAME, "model.layers.2.self_attn.attn"
 def blocks_of_all_layers(layer, config, blocks, monkeypatch):
     """The caches that vLLM allocates in the layout that puts blocks first, and all layers into each."""
     from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts, resolve_kv_cache_layout
-    from vllm.v1.core.kv_cache_planning import get_kv_cache_config_from_groups
     from vllm.v1.kv_cache_interface import KVCacheGroupSpec
     from vllm.v1.worker.utils import allocate_kv_cache
 
