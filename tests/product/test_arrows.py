@@ -17,10 +17,6 @@ PACKAGE = Path(etap_backend.__file__).parent
 LAZY = {
     ("etap_backend.vllm.registration", "_register"),  # the module imports vLLM's registry of models, which may change
     ("etap_backend.sglang", "register"),  # SGLang does too; `etap doctor` imports the package without SGLang
-    (
-        "etap_backend.vllm.registration",
-        "_register",
-    ),  # registering imports vLLM's registry of models, a refusal does not
     ("etap_backend.vllm.v4_selection", "select"),  # the layer's module imports what serves a model
     ("etap_backend.vllm.v4_selection", "why_no_layers"),
     ("etap_backend.sglang.registration", "_classes"),  # the backends' modules import the engine's models
