@@ -314,7 +314,7 @@ SCHEDULES = [
 ]
 
 
-@pytest.mark.parametrize("argument, error", SCHEDULES, ids=str)
+@pytest.mark.parametrize("argument, error", SCHEDULES)
 def test_an_impossible_schedule_is_refused(argument, error):
     with pytest.raises(error, match=f"^{next(iter(argument))}: wanted .+, got "):
         DecodeSchedule(**{"max_batch": 4, "num_heads": 16, "device": "cpu", **argument})
