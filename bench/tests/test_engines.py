@@ -30,7 +30,7 @@ def arguments(engine: str, name: str, folder: Path):
 
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_vllm_makes_a_configuration_of_every_scenario(name, tmp_path):
-    pytest.importorskip("vllm")
+    pytest.importorskip("vllm.benchmarks")
     from vllm.benchmarks.serve import add_cli_args
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -61,7 +61,7 @@ def test_vllm_makes_a_configuration_of_every_scenario(name, tmp_path):
 
 @pytest.mark.parametrize("name", [name for name in SCENARIOS if "v4" not in name])
 def test_sglang_takes_the_flags_of_every_scenario(name, tmp_path):
-    pytest.importorskip("sglang")
+    pytest.importorskip("sglang.srt")
     from sglang.srt.server_args import ServerArgs
 
     from etap_backend.sglang import register
