@@ -17,28 +17,23 @@ COMMANDS = {
     "same-instructions": "bench.qualify.same_instructions:main",
 }
 """Each command's module, and the function whose parameters typer reads from the command line."""
-USAGE_ERROR = 2
 
 
-def main(words: list[str]) -> int:
+def main() -> int:
     """Run the command that the first word names with the other words; gives the exit status of a usage error."""
-    name, *rest = words or ["--help"]
+    name, *rest = sys.argv[1:] or ["--help"]
     if name not in COMMANDS:
-        asked = name in ("-h", "--help")
-        usage = f"usage: python -m bench {{{','.join(COMMANDS)}}} ..."
-        if asked:
-            print(f"{usage}\n\npython -m bench NAME --help lists the options of a command.")
-            return 0
-        print(f"{usage}\nbench: wanted one of these commands, got {name}", file=sys.stderr)
-        return USAGE_ERROR
+        print(f"usage: python -m bench {{{','.join(COMMANDS)}}} ...\n\n--help behind a name lists the command's options.")
+        return 0 if name in ("-h", "--help") else 2
     import typer  # after the name is known: --help needs no requirements
 
     module, function = COMMANDS[name].split(":")
     command = typer.Typer(add_completion=False)
     command.command()(getattr(importlib.import_module(module), function))
-    command(args=rest, prog_name=f"python -m bench {name}")  # ends with SystemExit
+    sys.argv = [f"python -m bench {name}", *rest]  # the provenance of a result shows it
+    command(prog_name=sys.argv[0])  # ends with SystemExit
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import sys
 from pathlib import Path
 from typing import TypeVar
@@ -16,15 +15,8 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-FOLDERS = {
-    "grids": Path(__file__).parents[1] / "configs" / "grids",
-    "models": PACKAGE_CONFIGS / "models",
-    "hardware": PACKAGE_CONFIGS / "hardware",
-}
-ARGUMENTS = {"grids": "grid", "models": "model", "hardware": "gpu"}
-"""The argument that names a file of each folder, as errors call it."""
+FOLDERS = {"grids": Path(__file__).parents[1] / "configs" / "grids", "models": PACKAGE_CONFIGS / "models"}
 Content = TypeVar("Content", bound=BaseModel)
-ORGANISATION = r"^\w[\w-]*/(?=[^/]+$)"  # before a model's name
 MAX_PROBLEMS, MAX_TEXT = 12, 60  # listed by one error; characters of a wrong value
 
 
@@ -47,15 +39,13 @@ def find(kind: str, name: str, suffix: str = ".toml") -> Path:
         kind: a key of FOLDERS.
 
     Raises:
-        ValueError: there is no such file; the text names the argument and, for a name, lists the shipped files.
+        ValueError: there is no such file; the text lists the shipped ones.
     """
     if (path := Path(name)).is_file():
         return path
-    if (path := FOLDERS[kind] / f"{re.sub(ORGANISATION, '', name).lower()}{suffix}").is_file():
+    if (path := FOLDERS[kind] / f"{path.name.lower()}{suffix}").is_file():
         return path
-    if name.endswith(suffix) or name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ValueError(f"{ARGUMENTS[kind]}: wanted a file that exists, got {name}")
-    raise ValueError(f"{ARGUMENTS[kind]}: wanted a file or one of {', '.join(shipped(kind, suffix))}, got {name}")
+    raise ValueError(f"{kind[:-1]}: wanted a file or one of {', '.join(shipped(kind, suffix))}, got {name}")
 
 
 def read_toml_table(path: Path) -> dict:
@@ -66,19 +56,13 @@ def read_toml_table(path: Path) -> dict:
         raise ValueError(f"{path}: {error}") from error
 
 
-def read_toml(path: Path, kind: type[Content]) -> Content:
-    """The file's content as a `kind`. Raises ValueError, naming file and key, when it is not one."""
-    return parse(kind, read_toml_table(path), path)
-
-
-def parse(kind: type[Content], data: object, path: Path | None = None) -> Content:
-    """`data` as a `kind`. Raises ValueError that names the file, if one is given, and the first wrong keys with what
-    was wanted and what came."""
+def parse(kind: type[Content], data: object, path: Path) -> Content:
+    """`data` of a file as a `kind`. Raises ValueError that names the file and the first wrong keys with what was wanted
+    and what came."""
     try:
         return kind.model_validate(data)
     except ValidationError as error:
-        text = "; ".join(map(_problem, error.errors()[:MAX_PROBLEMS]))
-        raise ValueError(f"{path}: {text}" if path else text) from error
+        raise ValueError(f"{path}: {'; '.join(map(_problem, error.errors()[:MAX_PROBLEMS]))}") from error
 
 
 def _problem(error: dict) -> str:

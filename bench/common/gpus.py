@@ -14,51 +14,36 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU with its greatest clocks and power; None where the driver does not know."""
+    """One GPU; `clocks` are the greatest ones of SMs and memory, and the power limit, as far as known."""
 
     name: str
     memory_mib: int
     driver: str
-    sm_clock_mhz: int | None
-    memory_clock_mhz: int | None
-    power_limit_w: float | None
-
-    @property
-    def clocks(self) -> list[str]:
-        """Greatest clocks of SMs and memory, and the power limit, as far as known."""
-        known = ((self.sm_clock_mhz, "MHz", 0), (self.memory_clock_mhz, "MHz", 0), (self.power_limit_w, "W", 2))
-        return [f"{value:.{digits}f} {unit}" for value, unit, digits in known if value is not None]
+    clocks: list[str]
 
 
 @contextmanager
-def _nvml() -> Iterator[bool]:
-    """Open NVML; yields whether there is a driver."""
+def _devices() -> Iterator[list]:
+    """NVML's handles of all GPUs while it is open; none without a driver."""
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        yield False
+        yield []
         return
     try:
-        yield True
+        yield [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
     finally:
         pynvml.nvmlShutdown()
 
 
-def _handles(*, everywhere: bool = False) -> list:
-    """Handles of the GPUs that CUDA_VISIBLE_DEVICES names by index or UUID, or of all."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if everywhere or visible is None:
-        return [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
-    handles = []
-    for name in filter(None, (part.strip() for part in visible.split(","))):
-        try:
-            if name.isdecimal():
-                handles.append(pynvml.nvmlDeviceGetHandleByIndex(int(name)))
-            else:
-                handles.append(pynvml.nvmlDeviceGetHandleByUUID(name))
-        except pynvml.NVMLError:
-            break  # like CUDA: devices after the first invalid one are not visible
-    return handles
+def _visible(devices: list) -> list:
+    """The GPUs that CUDA_VISIBLE_DEVICES names by index or UUID, or all."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if names is None:
+        return devices
+    by_name = {str(index): device for index, device in enumerate(devices)}
+    by_name |= {pynvml.nvmlDeviceGetUUID(device): device for device in devices}
+    return [by_name[name] for name in map(str.strip, names.split(",")) if name in by_name]
 
 
 def _known(read, *arguments):
@@ -68,37 +53,27 @@ def _known(read, *arguments):
     return None
 
 
-def count() -> int:
-    """GPUs of the machine, visible or not; 0 without a driver."""
-    with _nvml() as there:
-        return pynvml.nvmlDeviceGetCount() if there else 0
+def _clocks(device) -> list[str]:
+    kinds = (pynvml.NVML_CLOCK_SM, pynvml.NVML_CLOCK_MEM)
+    found = [_known(pynvml.nvmlDeviceGetMaxClockInfo, device, kind) for kind in kinds]
+    limit = _known(pynvml.nvmlDeviceGetEnforcedPowerLimit, device)
+    return [f"{mhz} MHz" for mhz in found if mhz] + ([f"{limit / 1e3:.0f} W"] if limit else [])
 
 
 def gpus() -> list[Gpu]:
     """The visible GPUs in the order of CUDA_VISIBLE_DEVICES; none without a driver."""
-    found = []
-    with _nvml() as there:
-        driver = pynvml.nvmlSystemGetDriverVersion() if there else ""
-        for handle in _handles() if there else ():
-            limit = _known(pynvml.nvmlDeviceGetEnforcedPowerLimit, handle)
-            found.append(
-                Gpu(
-                    name=pynvml.nvmlDeviceGetName(handle),
-                    memory_mib=pynvml.nvmlDeviceGetMemoryInfo(handle).total // MIB,
-                    driver=driver,
-                    sm_clock_mhz=_known(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_SM),
-                    memory_clock_mhz=_known(pynvml.nvmlDeviceGetMaxClockInfo, handle, pynvml.NVML_CLOCK_MEM),
-                    power_limit_w=limit and limit / 1e3,
-                )
-            )
-    return found
+    with _devices() as devices:
+        driver = pynvml.nvmlSystemGetDriverVersion() if devices else ""
+        return [
+            Gpu(pynvml.nvmlDeviceGetName(one), pynvml.nvmlDeviceGetMemoryInfo(one).total // MIB, driver, _clocks(one))
+            for one in _visible(devices)
+        ]
 
 
 def used_mib() -> float | None:
     """MiB in use on the visible GPUs together, by any process; None without a driver or a GPU."""
-    with _nvml() as there:
-        handles = _handles() if there else []
-        used = [pynvml.nvmlDeviceGetMemoryInfo(handle).used / MIB for handle in handles]
+    with _devices() as devices:
+        used = [pynvml.nvmlDeviceGetMemoryInfo(one).used / MIB for one in _visible(devices)]
     return sum(used) if used else None
 
 
@@ -108,8 +83,8 @@ def process_mib(pids: Collection[int]) -> float | None:
     None where the driver knows none of them: outside a container process ids may differ.
     """
     found: list[float] = []
-    with _nvml() as there:
-        for handle in _handles(everywhere=True) if there else ():
-            running = _known(pynvml.nvmlDeviceGetComputeRunningProcesses, handle) or ()
+    with _devices() as devices:
+        for device in devices:
+            running = _known(pynvml.nvmlDeviceGetComputeRunningProcesses, device) or ()
             found += [each.usedGpuMemory / MIB for each in running if each.pid in pids and each.usedGpuMemory]
     return sum(found) if found else None

@@ -2,52 +2,48 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
+
+from bench.kernels.grids import Workload
 
 
-@dataclass(frozen=True)
-class Floor:
+class Floor(NamedTuple):
     """Measured limits of a GPU: bytes and operations per second, microseconds of a launch."""
 
     bandwidth: float
-    fp8_bandwidth: float
     flops: float
-    fp8_flops: float
     launch_us: float
 
-    def us(self, *, read: int, flops: int, fp8: bool) -> float:
-        """Microseconds of a call that reads so many bytes of a cache."""
-        seconds = read / (self.fp8_bandwidth if fp8 else self.bandwidth)
-        return max(seconds, flops / (self.fp8_flops if fp8 else self.flops)) * 1e6 + self.launch_us
+    def us(self, workload: Workload) -> float:
+        """Microseconds of a call."""
+        return max(workload.bytes / self.bandwidth, workload.flops / self.flops) * 1e6 + self.launch_us
 
     @property
     def text(self) -> str:
-        bytes_, operations = (
-            f"bytes / {self.bandwidth / 1e12:.2f} TB/s",
-            f"operations / {self.flops / 1e12:.0f} TFLOP/s",
-        )
-        if self.fp8_bandwidth != self.bandwidth:
-            bytes_ += f" (FP8 rows: {self.fp8_bandwidth / 1e12:.2f})"
-        if self.fp8_flops != self.flops:
-            operations += f" (FP8 cache: {self.fp8_flops / 1e12:.0f})"
-        return f"max({bytes_}, {operations}) + {self.launch_us} us"
+        limits = f"bytes / {self.bandwidth / 1e12:.2f} TB/s, operations / {self.flops / 1e12:.0f} TFLOP/s"
+        return f"max({limits}) + {self.launch_us} us"
 
 
-# Measured on an H200 at 132 CTAs, and throttled at 78: the copy engine on random pages, WGMMA in its fastest shape.
-DENSE = {
-    "H200": Floor(bandwidth=4.57e12, fp8_bandwidth=4.57e12, flops=947e12, fp8_flops=2 * 947e12, launch_us=3.5),
-    "H20 proxy": Floor(bandwidth=4.30e12, fp8_bandwidth=4.30e12, flops=132e12, fp8_flops=2 * 132e12, launch_us=3.5),
-}
-# Gathering 2048 rows per token into shared memory by 16-byte cp.async, for 8 to 128 tokens, takes this time to 6% more.
-# Every kernel multiplies FP8 rows (656 bytes) in 16 bits.
-SPARSE = {
-    "H200": Floor(bandwidth=4.46e12, fp8_bandwidth=3.71e12, flops=947e12, fp8_flops=947e12, launch_us=2.7),
-    "H20 proxy": Floor(bandwidth=4.36e12, fp8_bandwidth=2.92e12, flops=132e12, fp8_flops=132e12, launch_us=2.6),
+# Measured on an H200 at 132 CTAs, and throttled at 78. Dense: the copy engine on random pages, WGMMA in its fastest
+# shape. Sparse: gathering 2048 rows per token into shared memory by 16-byte cp.async, for 8 to 128 tokens, takes this
+# time to 6% more; every kernel multiplies FP8 rows (656 bytes) in 16 bits. Nothing was measured for V4's rows.
+FLOORS = {
+    "H200": {
+        "plain": Floor(4.57e12, 947e12, 3.5),
+        "fp8": Floor(4.57e12, 2 * 947e12, 3.5),
+        "sparse": Floor(4.46e12, 947e12, 2.7),
+        "sparse_fp8": Floor(3.71e12, 947e12, 2.7),
+    },
+    "H20 proxy": {
+        "plain": Floor(4.30e12, 132e12, 3.5),
+        "fp8": Floor(4.30e12, 2 * 132e12, 3.5),
+        "sparse": Floor(4.36e12, 132e12, 2.6),
+        "sparse_fp8": Floor(2.92e12, 132e12, 2.6),
+    },
 }
 
 
 def floor_for(gpu: str, kind: str) -> Floor | None:
-    """The floor of a GPU by its name, for a workload's kind; None where nothing was measured, as for V4's rows."""
-    floors = {"plain": DENSE, "fp8": DENSE, "sparse": SPARSE, "sparse_fp8": SPARSE}.get(kind, {})
+    """The floor of a GPU by its name, for a workload's kind; None where nothing was measured."""
     name = "H20 proxy" if "H20 proxy" in gpu else "H200" if "H200" in gpu else ""
-    return floors.get(name)
+    return FLOORS.get(name, {}).get(kind)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from enum import Enum
 from itertools import product
 from typing import Annotated, Literal
 
@@ -17,185 +16,124 @@ from etap_backend.limits import HEAD_DIM, LATENT_DIM, ROPE_DIM, SPARSE_FP8_BYTES
 PAGE_SIZE = TILE_TOKENS  # unless a row names another
 V4_WINDOW = 128  # DeepSeek-V4's list of last tokens
 MEMORY_SHARE = 0.8  # of the GPU's free memory, for caches
-
-
-class KvDtype(str, Enum):
-    """Type of the cache: the query's, or e4m3."""
-
-    SAME = "same"
-    FP8 = "fp8"
+CallName = Literal["dense", "sparse", "v4"]
+KvDtype = Literal["same", "fp8"]
+KINDS = {
+    ("dense", "same"): "plain",
+    ("dense", "fp8"): "fp8",
+    ("sparse", "same"): "sparse",
+    ("sparse", "fp8"): "sparse_fp8",
+    ("v4", "fp8"): "v4",
+}
+"""The kinds of workloads, by call and type of the cache: each has kernels that can run it."""
 
 
 @dataclass(frozen=True)
 class Workload:
-    """One call. In a sparse or V4 call every query token is a request that attends to as many rows as its length says:
-    of V4 the last 128 tokens, and compressed ones of a second cache."""
+    """One call. In a sparse or V4 call every query token is a request that attends to `length` rows: of V4 the last 128
+    tokens, and compressed ones of a second cache."""
 
-    call: str  # "dense", "sparse" or "v4"
-    lengths: tuple[int, ...]
+    call: CallName
+    batch: int
+    length: int  # tokens of each request
     heads: int = 16
     s_q: int = 1
-    dtype: str = "bfloat16"
-    fp8: bool = False  # the cache is FP8
+    kv_dtype: KvDtype = "same"  # the query's type, bfloat16, or FP8
     page_size: int = PAGE_SIZE
     context: int = 0  # sparse and V4: rows of each cache
-    name: str = ""  # of requests of different lengths
+
+    @property
+    def fp8(self) -> bool:
+        return self.kv_dtype == "fp8"
 
     @property
     def kind(self) -> str:
-        """A key of `providers.KINDS`: which kernels can run this call."""
-        return {"dense": "fp8" if self.fp8 else "plain", "sparse": "sparse_fp8" if self.fp8 else "sparse", "v4": "v4"}[
-            self.call
-        ]
+        """A value of KINDS."""
+        return KINDS[self.call, self.kv_dtype]
 
     @property
     def extra(self) -> int:
         """V4: entries of each token's list of compressed tokens."""
-        return self.lengths[0] - V4_WINDOW
-
-    @property
-    def tokens(self) -> int:
-        return sum(self.lengths)
+        return self.length - V4_WINDOW
 
     @property
     def row_bytes(self) -> int:
-        if not self.fp8:
-            return 2 * HEAD_DIM
-        return {"dense": HEAD_DIM, "sparse": SPARSE_FP8_BYTES + 2 * ROPE_DIM, "v4": V4_ROW_BYTES}[self.call]
+        fp8 = {"dense": HEAD_DIM, "sparse": SPARSE_FP8_BYTES + 2 * ROPE_DIM, "v4": V4_ROW_BYTES}
+        return fp8[self.call] if self.fp8 else 2 * HEAD_DIM
 
     @property
     def bytes(self) -> int:
         """That one call must read of the cache; a row that several tokens of a prefill share counts once."""
-        return (min(self.tokens, self.context) if self.call == "sparse" else self.tokens) * self.row_bytes
+        rows = self.batch * self.length
+        return (min(rows, self.context) if self.call == "sparse" else rows) * self.row_bytes
 
     @property
     def memory_bytes(self) -> int:
         """Of the run's caches; FP8 ones are made from bfloat16 rows, which stay."""
-        rows = {"dense": self.tokens, "sparse": self.context, "v4": 2 * self.context}[self.call]
-        return rows * ((2 * LATENT_DIM if self.call == "v4" else 2 * HEAD_DIM) + (self.row_bytes if self.fp8 else 0))
+        rows = {"dense": self.batch * self.length, "sparse": self.context, "v4": 2 * self.context}[self.call]
+        return rows * (2 * HEAD_DIM + (self.row_bytes if self.fp8 else 0))
 
     @property
     def flops(self) -> int:
         width = 2 * LATENT_DIM if self.call == "v4" else HEAD_DIM + LATENT_DIM
-        return 2 * self.heads * self.s_q * self.tokens * width
+        return 2 * self.heads * self.s_q * self.batch * self.length * width
 
     @property
     def label(self) -> str:
+        shape = f"{self.batch} x {in_k(self.length)}"
         if self.call == "v4":
-            extra = f" + {self.extra}" if self.extra else ""
-            return f"{len(self.lengths)} x {V4_WINDOW}{extra}, {self.heads} heads, V4 rows"
-        shape = self.name or f"{len(self.lengths)} x {in_k(self.lengths[0])}"
-        if self.call == "sparse":
-            return f"{shape} of {in_k(self.context)}, {self.heads} heads" + (", FP8 rows" if self.fp8 else "")
-        types = ("" if self.dtype == "bfloat16" else f", {self.dtype}") + (", FP8 cache" if self.fp8 else "")
+            shape = f"{self.batch} x {V4_WINDOW}" + (f" + {self.extra}" if self.extra else "")
+        where = f" of {in_k(self.context)}" if self.context else ""
         pages = "" if self.page_size == PAGE_SIZE else f", pages of {self.page_size}"
-        return f"{shape}, {self.heads} heads, s_q {self.s_q}{types}{pages}"
+        return f"{shape}{where}, {self.heads} heads, s_q {self.s_q}" + (", FP8 cache" if self.fp8 else "") + pages
 
     @property
     def fields(self) -> dict:
-        """The shape in a results file; `length` is None where requests differ."""
-        kept = {name: getattr(self, name) for name in ("label", "name", "heads", "s_q", "dtype", "page_size")}
-        sparse = {"context": self.context, "window": V4_WINDOW if self.call == "v4" else 0}
-        return {
-            **kept,
-            "batch": len(self.lengths),
-            "length": self.lengths[0] if len(set(self.lengths)) == 1 else None,
-            "tokens": self.tokens,
-            "kv_dtype": "fp8" if self.fp8 else "same",
-            "bytes": self.bytes,
-            "flops": self.flops,
-            **({} if self.call == "dense" else sparse),
-        }
+        """The shape in a results file."""
+        names = ("label", "batch", "length", "heads", "s_q", "kv_dtype", "page_size", "context", "bytes", "flops")
+        return {name: getattr(self, name) for name in names} | {"window": V4_WINDOW if self.call == "v4" else 0}
 
 
 Count = Annotated[int, Field(ge=1, strict=True)]
 Counts = Annotated[list[Count], Field(min_length=1)]
-Batches = Annotated[list[tuple[Count, Count]], Field(min_length=1)]
-"""Pairs of requests and tokens per request."""
 
 
-class DenseTable(Strict):
-    """A [[rows]] table: every batch with every number of heads and query tokens and every page size.
+class Rows(Strict):
+    """A [[rows]] table: the product of its lists. Requests and tokens per request are pairs of `shapes`, or all
+    combinations of `batch` and `tokens`; a sparse call's `batch` are query tokens, its `tokens` the lists' lengths."""
 
-    Batches are `shapes`; or all combinations of `batch` and `tokens`; or, with a `name`, the `mixed` requests of one
-    batch, and beside it the same tokens spread evenly.
-    """
-
+    call: CallName = "dense"
     heads: Counts = [16]
     s_q: Counts = [1]
-    dtype: Literal["bfloat16", "float16"] = "bfloat16"
-    kv_dtype: KvDtype = KvDtype.SAME
+    kv_dtype: Annotated[list[KvDtype], Field(min_length=1)] = ["same"]
     page_size: Counts = [PAGE_SIZE]
-    shapes: Batches | None = None
-    batch: Counts | None = None
-    tokens: Counts | None = None
-    name: str = ""
-    mixed: Batches | None = None
+    shapes: list[tuple[Count, Count]] = []
+    batch: list[Count] = []
+    tokens: list[Count] = []
+    context: Annotated[int, Field(ge=0, multiple_of=PAGE_SIZE)] = 0
 
     @model_validator(mode="after")
-    def _batches_in_one_way(self) -> DenseTable:
-        if sum(way is not None for way in (self.shapes, self.batch, self.mixed)) != 1:
-            raise ValueError("wanted one of shapes, batch with tokens, mixed with name")
-        if bool(self.batch) != bool(self.tokens) or bool(self.name) != bool(self.mixed):
-            raise ValueError("wanted batch with tokens, mixed with name")
+    def _fits(self) -> Rows:
+        if bool(self.shapes) == bool(self.batch and self.tokens):
+            raise ValueError("wanted shapes, or batch and tokens")
+        if self.call == "dense":
+            if self.context:
+                raise ValueError("context: wanted with call = 'sparse' or 'v4' only")
+            return self
+        if not self.tokens or self.context < max(self.tokens):
+            raise ValueError(f"context: wanted at least as many rows as a list of tokens names, got {self.context}")
+        if (self.s_q, self.page_size) != ([1], [PAGE_SIZE]):
+            raise ValueError("s_q, page_size: wanted with call = 'dense' only")
+        if self.call == "v4" and (self.kv_dtype != ["fp8"] or min(self.tokens) < V4_WINDOW):
+            raise ValueError(f"wanted kv_dtype = ['fp8'] and tokens from {V4_WINDOW} on with call = 'v4'")
         return self
 
-    def batches(self) -> list[tuple[str, tuple[int, ...]]]:
-        """(name, lengths) of every batch."""
-        if not self.mixed:
-            return [("", (tokens,) * requests) for requests, tokens in self.shapes or product(self.batch, self.tokens)]
-        lengths = tuple(tokens for requests, tokens in self.mixed for _ in range(requests))
-        share, rest = divmod(sum(lengths), len(lengths))
-        even = tuple(share + (request < rest) for request in range(len(lengths)))
-        return [(self.name, lengths), (f"{self.name}, evened out", even)]
-
-    def workloads(self, kv_dtype: KvDtype | None) -> list[Workload]:
-        fp8 = (kv_dtype or self.kv_dtype) == KvDtype.FP8
-        rows = product(self.heads, self.s_q, self.batches(), self.page_size)
+    def workloads(self) -> list[Workload]:
+        shapes = self.shapes or list(product(self.batch, self.tokens))
+        rows = product(self.kv_dtype, self.heads, self.s_q, shapes, self.page_size)
         return [
-            Workload("dense", lengths, heads, s_q, self.dtype, fp8, page_size, name=name)
-            for heads, s_q, (name, lengths), page_size in rows
-        ]
-
-
-class SparseTable(Strict):
-    """A [[sparse]] table: every type of cache with every number of heads and of query tokens."""
-
-    tokens: Counts
-    heads: Counts = [16]
-    kv_dtype: Annotated[list[KvDtype], Field(min_length=1)] = [KvDtype.SAME]  # fp8: rows of 656 bytes
-    top_k: Count = 2048
-    context: Annotated[int, Field(ge=PAGE_SIZE, multiple_of=PAGE_SIZE)]  # cache rows that lists are drawn from
-
-    @model_validator(mode="after")
-    def _enough_rows(self) -> SparseTable:
-        if self.context < self.top_k:
-            raise ValueError(f"context: wanted at least top_k, got {self.context}")
-        return self
-
-    def workloads(self, kv_dtype: KvDtype | None) -> list[Workload]:
-        rows = product([kv_dtype] if kv_dtype else self.kv_dtype, self.heads, self.tokens)
-        return [
-            Workload("sparse", (self.top_k,) * tokens, heads, fp8=cache == KvDtype.FP8, context=self.context)
-            for cache, heads, tokens in rows
-        ]
-
-
-class V4Table(Strict):
-    """A [[v4]] table: every number of heads and query tokens with every number of compressed entries."""
-
-    tokens: Counts
-    heads: Counts
-    extra: Annotated[list[Annotated[int, Field(ge=0, strict=True)]], Field(min_length=1)]
-    context: Annotated[int, Field(ge=PAGE_SIZE, multiple_of=PAGE_SIZE)]  # rows of each of the two caches
-
-    def workloads(self, kv_dtype: KvDtype | None) -> list[Workload]:
-        if kv_dtype == KvDtype.SAME:
-            raise ValueError("--kv-dtype: wanted fp8 or none for DeepSeek-V4's rows, got same")
-        rows = product(self.heads, self.extra, self.tokens)
-        return [
-            Workload("v4", (V4_WINDOW + extra,) * tokens, heads, fp8=True, context=self.context)
-            for heads, extra, tokens in rows
+            Workload(self.call, *shape, heads, s_q, kv_dtype, page_size, self.context)
+            for kv_dtype, heads, s_q, shape, page_size in rows
         ]
 
 
@@ -211,18 +149,16 @@ class Published(Strict):
 
 
 class File(Strict):
-    """A grid's file: tables of one call."""
+    """A grid's file."""
 
-    title: str = ""
-    rows: list[DenseTable] = []
-    sparse: list[SparseTable] = []
-    v4: list[V4Table] = []
+    title: str
+    rows: Annotated[list[Rows], Field(min_length=1)]
     published: list[Published] = []
 
     @model_validator(mode="after")
     def _of_one_call(self) -> File:
-        if sum(map(bool, (self.rows, self.sparse, self.v4))) != 1:
-            raise ValueError("wanted [[rows]], or [[sparse]], or [[v4]]")
+        if len({table.call for table in self.rows}) > 1:
+            raise ValueError("wanted rows of one call")
         return self
 
 
@@ -233,7 +169,7 @@ class Grid:
     name: str
     title: str
     workloads: tuple[Workload, ...]
-    published: tuple[Published, ...] = ()
+    published: tuple[Published, ...]
 
     def within(self, memory_bytes: float) -> tuple[Grid, list[str]]:
         """The grid without the rows whose caches exceed 80% of this memory, and those rows' labels."""
@@ -241,12 +177,13 @@ class Grid:
         return replace(self, workloads=kept), [one.label for one in self.workloads if one not in kept]
 
 
-def read_grid(name: str, kv_dtype: KvDtype | None = None) -> Grid:
-    """The grid of a file, by its path or by its name in bench/configs/grids; `kv_dtype` replaces every row's.
+def read_grid(name: str, fp8: bool = False) -> Grid:
+    """The grid of a file, by its path or by its name in bench/configs/grids; `fp8` gives every row an FP8 cache.
 
     Raises ValueError when there is no such file, or when its content is wrong; the text names file and key.
     """
     path = configs.find("grids", name)
-    file = configs.read_toml(path, File)
-    workloads = (workload for table in (*file.rows, *file.sparse, *file.v4) for workload in table.workloads(kv_dtype))
-    return Grid(path.stem, file.title or path.stem, tuple(dict.fromkeys(workloads)), tuple(file.published))
+    file = configs.parse(File, configs.read_toml_table(path), path)
+    found = [workload for table in file.rows for workload in table.workloads()]
+    found = [replace(workload, kv_dtype="fp8") for workload in found] if fp8 else found
+    return Grid(path.stem, file.title, tuple(dict.fromkeys(found)), tuple(file.published))
