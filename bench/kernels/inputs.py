@@ -17,12 +17,11 @@ DEVICE = "cuda"
 ROTATED_BYTES = 400e6  # that the calls of a graph read together; an H200's L2 holds 60 MB
 MAX_COPIES = 512
 KV_SCALE = 0.0125  # of FP8 caches: their largest number stands for 5.6 standard deviations
-SOFTMAX_SCALE = HEAD_DIM**-0.5
 CHUNK_PAGES = 4096  # converted to FP8 at a time
 
 Copy = tuple[Tensor | None, ...]
 """What differs between the calls of a graph. Dense: one copy of the cache, [pages, page_size, 576]. Sparse: the cache,
-bfloat16 [pages, page_size, 576] or uint8 [.., 656], and int32 [tokens, top_k], the rows of each token. DeepSeek-V4:
+bfloat16 [pages, page_size, 576] or uint8 [.., 656], and int32 [tokens, length], the rows of each token. DeepSeek-V4:
 cache, uint8 [pages, page_size, 584], and list of the last tokens, then cache and list of the compressed ones, or None
 twice."""
 
@@ -32,17 +31,17 @@ Call = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class Inputs:
-    """What a kernel of the dense call gets besides a Copy."""
+    """What a kernel gets besides a Copy."""
 
-    q: Tensor  # bfloat16 or float16 [batch, s_q, heads, 576], contiguous
-    block_table: Tensor  # int32 [batch, max_pages]
-    seq_lens: Tensor  # int32 [batch]
-    lengths: tuple[int, ...]  # seq_lens on the host
-    page_size: int
+    workload: Workload
+    q: Tensor  # bfloat16: dense [batch, s_q, heads, 576], sparse [tokens, heads, 576], V4 [tokens, heads, 512]
     softmax_scale: float
     num_sms: int | None  # CTAs of ETAP's launch; None for the device's multiprocessors
-    kv_dtype: torch.dtype = torch.bfloat16
-    kv_scale: float | None = None  # of an FP8 cache
+    kv_dtype: torch.dtype = torch.bfloat16  # FP8 of a dense cache; uint8 of rows with their own scales
+    kv_scale: float | None = None  # of a dense FP8 cache
+    block_table: Tensor | None = None  # dense: int32 [batch, max_pages]
+    seq_lens: Tensor | None = None  # dense: int32 [batch]
+    sinks: Tensor | None = None  # V4: float32 [heads]
 
     @property
     def kv_scale_tensor(self) -> Tensor | None:
@@ -50,34 +49,11 @@ class Inputs:
 
     @property
     def query_starts(self) -> Tensor:
-        batch, s_q = self.q.shape[:2]
-        return torch.arange(batch + 1, dtype=torch.int32, device=self.q.device) * s_q
-
-
-@dataclass(frozen=True)
-class SparseInputs:
-    """What a kernel of the sparse call gets besides a Copy."""
-
-    q: Tensor  # bfloat16 [tokens, heads, 576], contiguous
-    top_k: int
-    softmax_scale: float
-    num_sms: int | None
-    kv_dtype: torch.dtype = torch.bfloat16  # or uint8 for FP8 rows
+        return torch.arange(self.workload.batch + 1, dtype=torch.int32, device=self.q.device) * self.workload.s_q
 
     def counts(self, entries: int) -> Tensor:
+        """int32 [tokens]: the valid entries of every list."""
         return torch.full(self.q.shape[:1], entries, dtype=torch.int32, device=self.q.device)
-
-
-@dataclass(frozen=True)
-class V4Inputs(SparseInputs):
-    """What a kernel of DeepSeek-V4's call gets besides a Copy; q is [tokens, heads, 512]."""
-
-    window: int = 0  # entries of each token's list of its last tokens
-    extra: int = 0  # entries of its list of compressed tokens
-    sinks: Tensor | None = None  # float32 [heads]
-
-
-AnyInputs = Inputs | SparseInputs
 
 
 def copies_of(workload: Workload) -> int:
@@ -85,142 +61,97 @@ def copies_of(workload: Workload) -> int:
     wanted = min(MAX_COPIES, -(-int(ROTATED_BYTES) // workload.bytes))
     if workload.call == "dense":
         return wanted
-    drawn = len(workload.lengths) * (workload.extra if workload.call == "v4" else workload.lengths[0])
+    drawn = workload.batch * (workload.extra if workload.call == "v4" else workload.length)
     return max(1, min(wanted, workload.context // max(1, drawn)))
 
 
 class Pool:
-    """One buffer of random cache pages for all rows of a run.
-
-    Subclasses give `convert(pages, dtype)`, bfloat16 pages in another type; `inputs(workload, num_sms)`;
-    `copies(workload, dtype)`, which the calls take in turns; and `truth(inputs, copy)`, the output in float64 on the
-    rounded cache.
-    """
-
-    def __init__(self, pages: int, width: int = HEAD_DIM):
-        self.pages = torch.empty(pages, PAGE_SIZE, width, dtype=torch.bfloat16, device=DEVICE).normal_()
-        self._converted: dict[torch.dtype, Tensor] = {}
-
-    def pages_in(self, dtype: torch.dtype) -> Tensor:
-        """The buffer in a type, converted once."""
-        if dtype == self.pages.dtype:
-            return self.pages
-        if dtype not in self._converted:
-            first = self.convert(self.pages[:1], dtype)
-            pages = first.new_empty(len(self.pages), *first.shape[1:])
-            for to, chunk in zip(pages.split(CHUNK_PAGES), self.pages.split(CHUNK_PAGES), strict=True):
-                to.copy_(self.convert(chunk, dtype))
-            self._converted[dtype] = pages
-        return self._converted[dtype]
-
-    def cache_dtype(self, workload: Workload, bf16_cache: bool = False) -> torch.dtype:
-        return torch.uint8 if workload.fp8 else torch.bfloat16
-
-    def with_cache(self, inputs: AnyInputs, dtype: torch.dtype) -> AnyInputs:
-        """The inputs for a cache of this type."""
-        return replace(inputs, kv_dtype=dtype)
-
-
-class DensePool(Pool):
-    """Cuts the buffer into copies of a row's cache."""
+    """One buffer of random cache pages for all rows of a run, which are of one call. Dense rows cut it into copies of
+    their cache; the calls of a sparse row differ in their lists."""
 
     def __init__(self, workloads: tuple[Workload, ...]):
-        super().__init__(-(-max(self._rows(workload) * copies_of(workload) for workload in workloads) // PAGE_SIZE))
+        rows = max(map(_pool_rows, workloads))
+        shape = (-(-rows // PAGE_SIZE), PAGE_SIZE, _width(workloads[0]))
+        self.pages = torch.empty(shape, dtype=torch.bfloat16, device=DEVICE).normal_()
+        self._convert = {"dense": to_fp8, "sparse": fp8_rows, "v4": v4_pages}[workloads[0].call]
+        self._fp8: Tensor | None = None
 
-    @staticmethod
-    def _pages_of_requests(workload: Workload) -> list[int]:
-        return [-(-length // workload.page_size) for length in workload.lengths]
+    def pages_in(self, fp8: bool) -> Tensor:
+        """The buffer in bfloat16, or in the call's FP8 layout, converted once."""
+        if not fp8:
+            return self.pages
+        if self._fp8 is None:
+            first = self._convert(self.pages[:1])
+            self._fp8 = first.new_empty(len(self.pages), *first.shape[1:])
+            for to, chunk in zip(self._fp8.split(CHUNK_PAGES), self.pages.split(CHUNK_PAGES), strict=True):
+                to.copy_(self._convert(chunk))
+        return self._fp8
 
-    def _rows(self, workload: Workload) -> int:
-        return sum(self._pages_of_requests(workload)) * workload.page_size
+    def copies(self, workload: Workload, fp8: bool) -> list[Copy]:
+        """What the calls of a graph take in turns."""
+        pages = self.pages_in(fp8)
+        if workload.call == "dense":
+            rows = _request_rows(workload) * workload.batch
+            parts = pages.flatten(0, 1)[: rows * copies_of(workload)].split(rows)
+            return [(part.unflatten(0, (-1, workload.page_size)),) for part in parts]
+        if workload.call == "sparse":
+            cache = pages[: workload.context // PAGE_SIZE]
+            return [(cache, lists) for lists in lists_of(workload, workload.length)]
+        cache, extra_cache = pages.chunk(2)
+        if not workload.extra:
+            return [(cache, window, None, None) for window in windows_of(workload)]
+        both = zip(windows_of(workload), lists_of(workload, workload.extra), strict=True)
+        return [(cache, window, extra_cache, extra) for window, extra in both]
 
-    def convert(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
-        return to_fp8(pages, KV_SCALE) if dtype == FP8 else pages.to(dtype)
 
-    def cache_dtype(self, workload: Workload, bf16_cache: bool = False) -> torch.dtype:
-        return FP8 if workload.fp8 and not bf16_cache else getattr(torch, workload.dtype)
+def _pool_rows(workload: Workload) -> int:
+    if workload.call == "dense":
+        return _request_rows(workload) * workload.batch * copies_of(workload)
+    return workload.context * (2 if workload.call == "v4" else 1)
 
-    def with_cache(self, inputs: Inputs, dtype: torch.dtype) -> Inputs:
-        return replace(inputs, kv_dtype=dtype, kv_scale=KV_SCALE if dtype == FP8 else None)
 
-    def inputs(self, workload: Workload, num_sms: int | None) -> Inputs:
-        pages = self._pages_of_requests(workload)
-        shuffled = torch.randperm(sum(pages), generator=torch.Generator().manual_seed(0)).to(torch.int32)
-        block_table = torch.zeros(len(pages), max(pages), dtype=torch.int32)
-        for row, ids in zip(block_table, shuffled.split(pages), strict=True):
-            row[: len(ids)] = ids
-        q = torch.randn(len(pages), workload.s_q, workload.heads, HEAD_DIM, device=DEVICE)
-        seq_lens = torch.tensor(workload.lengths, dtype=torch.int32, device=DEVICE)
-        lists = (block_table.to(DEVICE), seq_lens, workload.lengths, workload.page_size)
-        return Inputs(q.to(getattr(torch, workload.dtype)), *lists, SOFTMAX_SCALE, num_sms)
+def _request_rows(workload: Workload) -> int:
+    return -(-workload.length // workload.page_size) * workload.page_size
 
-    def copies(self, workload: Workload, dtype: torch.dtype) -> list[Copy]:
-        rows = self.pages_in(dtype).flatten(0, 1)[: self._rows(workload) * copies_of(workload)]
-        return [(part.unflatten(0, (-1, workload.page_size)),) for part in rows.split(self._rows(workload))]
 
-    def truth(self, inputs: Inputs, copy: Copy) -> Tensor:
+def _width(workload: Workload) -> int:
+    return LATENT_DIM if workload.call == "v4" else HEAD_DIM
+
+
+def inputs_of(workload: Workload, num_sms: int | None) -> Inputs:
+    """A row's queries and, of a dense call, its shuffled block table."""
+    batch, heads = workload.batch, workload.heads
+    shape = (batch, workload.s_q, heads) if workload.call == "dense" else (batch, heads)
+    q = torch.randn(*shape, _width(workload), device=DEVICE).to(torch.bfloat16)
+    given = Inputs(workload, q, _width(workload) ** -0.5, num_sms)
+    if workload.call == "v4":
+        return replace(given, sinks=torch.randn(heads, device=DEVICE))
+    if workload.call == "sparse":
+        return given
+    pages = _request_rows(workload) // workload.page_size
+    shuffled = torch.randperm(batch * pages, generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    seq_lens = torch.full((batch,), workload.length, dtype=torch.int32, device=DEVICE)
+    return replace(given, block_table=shuffled.view(batch, pages).to(DEVICE), seq_lens=seq_lens)
+
+
+def with_cache(inputs: Inputs, fp8: bool) -> Inputs:
+    """The inputs for a cache of this type."""
+    if fp8 and inputs.workload.call == "dense":
+        return replace(inputs, kv_dtype=FP8, kv_scale=KV_SCALE)
+    return replace(inputs, kv_dtype=torch.uint8 if fp8 else torch.bfloat16)
+
+
+def truth(inputs: Inputs, copy: Copy) -> Tensor:
+    """The output in float64 on the rounded cache."""
+    if inputs.workload.call == "dense":
         lists, scale = (inputs.block_table, inputs.seq_lens), inputs.kv_scale_tensor
         return mla_decode_reference(inputs.q, *copy, *lists, inputs.softmax_scale, kv_scale=scale)[0]
+    cache, indices, extra_cache, extra_indices = copy if len(copy) == 4 else (*copy, None, None)
+    more = {"extra_kv_cache": extra_cache, "extra_indices": extra_indices, "sinks": inputs.sinks}
+    return sparse_mla_decode_reference(inputs.q, cache, indices, inputs.softmax_scale, **more)[0]
 
 
-class SparsePool(Pool):
-    """One cache for every row; calls differ in their lists."""
-
-    def __init__(self, workloads: tuple[Workload, ...]):
-        super().__init__(max(workload.context for workload in workloads) // PAGE_SIZE)
-
-    def convert(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
-        return fp8_rows(pages)
-
-    def inputs(self, workload: Workload, num_sms: int | None) -> SparseInputs:
-        q = torch.randn(len(workload.lengths), workload.heads, HEAD_DIM, device=DEVICE)
-        return SparseInputs(q.to(torch.bfloat16), workload.lengths[0], SOFTMAX_SCALE, num_sms)
-
-    def copies(self, workload: Workload, dtype: torch.dtype) -> list[Copy]:
-        pages = self.pages_in(dtype)[: workload.context // PAGE_SIZE]
-        return [(pages, lists) for lists in lists_of(workload, workload.lengths[0])]
-
-    def truth(self, inputs: SparseInputs, copy: Copy) -> Tensor:
-        return sparse_mla_decode_reference(inputs.q, *copy, softmax_scale=inputs.softmax_scale)[0]
-
-
-class V4Pool(Pool):
-    """Two caches for every row. A token's last tokens are consecutive rows; its compressed ones are drawn evenly."""
-
-    def __init__(self, workloads: tuple[Workload, ...]):
-        super().__init__(2 * max(workload.context for workload in workloads) // PAGE_SIZE, LATENT_DIM)
-
-    def convert(self, pages: Tensor, dtype: torch.dtype) -> Tensor:
-        return v4_pages(pages)
-
-    def inputs(self, workload: Workload, num_sms: int | None) -> V4Inputs:
-        q = torch.randn(len(workload.lengths), workload.heads, LATENT_DIM, device=DEVICE).to(torch.bfloat16)
-        sinks = torch.randn(workload.heads, device=DEVICE)
-        given = (workload.lengths[0], LATENT_DIM**-0.5, num_sms, torch.uint8)
-        return V4Inputs(q, *given, window=V4_WINDOW, extra=workload.extra, sinks=sinks)
-
-    def copies(self, workload: Workload, dtype: torch.dtype) -> list[Copy]:
-        cache, extra_cache = self.pages_in(dtype).chunk(2)
-        tokens, generator = len(workload.lengths), torch.Generator(DEVICE).manual_seed(1)
-        places, made = workload.context - V4_WINDOW + 1, []
-        for lists in lists_of(workload, workload.extra) if workload.extra else [None] * copies_of(workload):
-            first = torch.randint(places, (tokens, 1), generator=generator, device=DEVICE, dtype=torch.int32)
-            window = first + torch.arange(V4_WINDOW, device=DEVICE, dtype=torch.int32)
-            made.append((cache, window, None if lists is None else extra_cache, lists))
-        return made
-
-    def truth(self, inputs: V4Inputs, copy: Copy) -> Tensor:
-        cache, indices, extra_cache, extra_indices = copy
-        more = {"extra_kv_cache": extra_cache, "extra_indices": extra_indices, "sinks": inputs.sinks}
-        return sparse_mla_decode_reference(inputs.q, cache, indices, inputs.softmax_scale, **more)[0]
-
-
-def pool_of(workloads: tuple[Workload, ...]) -> Pool:
-    """The pool of a run, whose workloads are of one call."""
-    return {"dense": DensePool, "sparse": SparsePool, "v4": V4Pool}[workloads[0].call](workloads)
-
-
-def to_fp8(x: Tensor, scale: float) -> Tensor:
+def to_fp8(x: Tensor, scale: float = KV_SCALE) -> Tensor:
     """`x` / `scale` in e4m3, saturated."""
     return (x / scale).clamp(-448, 448).to(FP8)
 
@@ -251,9 +182,20 @@ def v4_pages(pages: Tensor) -> Tensor:
 def lists_of(workload: Workload, entries: int) -> tuple[Tensor, ...]:
     """int32 [tokens, entries] for each copy, cut from permutations of the cache's rows: no list names a row twice."""
     generator = torch.Generator(DEVICE).manual_seed(0)
-    tokens, per_permutation = len(workload.lengths), workload.context // entries
+    tokens, per_permutation = workload.batch, workload.context // entries
     lists = []
     for _ in range(-(-tokens * copies_of(workload) // per_permutation)):
         rows = torch.randperm(workload.context, generator=generator, device=DEVICE, dtype=torch.int32)
         lists.append(rows[: per_permutation * entries].view(per_permutation, entries))
     return torch.cat(lists)[: tokens * copies_of(workload)].split(tokens)
+
+
+def windows_of(workload: Workload) -> list[Tensor]:
+    """int32 [tokens, 128] for each copy: consecutive rows, the last tokens of each query token."""
+    generator = torch.Generator(DEVICE).manual_seed(1)
+    places, shape = workload.context - V4_WINDOW + 1, (workload.batch, 1)
+    window = torch.arange(V4_WINDOW, device=DEVICE, dtype=torch.int32)
+    return [
+        torch.randint(places, shape, generator=generator, device=DEVICE, dtype=torch.int32) + window
+        for _ in range(copies_of(workload))
+    ]

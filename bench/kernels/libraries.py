@@ -9,7 +9,6 @@ in this one, in turns on one card.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,24 +50,20 @@ _LOADED: list[object] = []
 """Modules of all builds, until the process ends: unloading one would take its kernels out of recorded graphs."""
 
 
-def parse(text: str) -> Build:
-    """The build that NAME=PATH means. Raises ValueError, naming --library, for other text or a missing file."""
-    name, equals, where = text.partition("=")
-    path = Path(where).expanduser()
-    if not equals or not re.fullmatch(r"\w[\w.-]*", name) or not path.is_file():
-        raise ValueError(f"--library: wanted NAME=PATH of a libetap_backend.so, got {text}")
-    return Build(name, path.resolve())
-
-
 def load(texts: list[str]) -> list[Build]:
-    """The builds, each loaded once.
+    """The builds that NAME=PATH means, each loaded once.
 
     Raises:
-        ValueError: two have one name, or this package cannot call one; the text names --library and the reason.
+        ValueError: a text is something else, two have one name, or this package cannot call one; the text names
+            --library and the reason.
     """
-    builds = [parse(text) for text in texts]
-    if len({build.name for build in builds}) < len(builds):
-        raise ValueError("--library: wanted different names")
+    builds = []
+    for text in texts:
+        name, _, where = text.partition("=")
+        path = Path(where).expanduser()
+        if not name or not path.is_file() or name in [build.name for build in builds]:
+            raise ValueError(f"--library: wanted NAME=PATH of a libetap_backend.so, a name once, got {text}")
+        builds.append(Build(name, path.resolve()))
     for build in builds:
         with build.active():
             try:

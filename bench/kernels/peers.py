@@ -14,31 +14,31 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from bench.kernels.inputs import Call, Inputs, SparseInputs, V4Inputs, to_fp8
+from bench.kernels.grids import V4_WINDOW
+from bench.kernels.inputs import Call, Inputs, to_fp8
 from etap_backend.limits import LATENT_DIM, ROPE_DIM
 
 FLASHMLA = "vllm.third_party.flashmla.flash_mla_interface"
-FLASHMLA_DROP_IN = "etap_backend.compat.flash_mla"
 FLASHMLA_PAGE_SIZE = 64
 
 
 def _flashmla_dense(inputs: Inputs) -> dict:
     """Arguments of FlashMLA's dense calls, in bfloat16 and FP8."""
-    if inputs.page_size != FLASHMLA_PAGE_SIZE:
+    if inputs.workload.page_size != FLASHMLA_PAGE_SIZE:
         raise NotImplementedError(f"takes pages of {FLASHMLA_PAGE_SIZE} tokens")
     lists = {"block_table": inputs.block_table, "cache_seqlens": inputs.seq_lens}
     return {**lists, "head_dim_v": LATENT_DIM, "softmax_scale": inputs.softmax_scale, "causal": True}
 
 
-def _flashmla_lists(inputs: SparseInputs) -> dict:
+def _flashmla_lists(inputs: Inputs) -> dict:
     """Arguments of FlashMLA's calls on lists of FP8 rows."""
     unused = {"block_table": None, "cache_seqlens": None}
     return {**unused, "head_dim_v": LATENT_DIM, "softmax_scale": inputs.softmax_scale, "is_fp8_kvcache": True}
 
 
-def flashmla(inputs: Inputs, *, module: str = FLASHMLA) -> Call:
-    """FlashMLA, or another module with its interface. The first call fills the metadata."""
-    interface, given = importlib.import_module(module), _flashmla_dense(inputs)
+def flashmla(inputs: Inputs) -> Call:
+    """The first call fills the metadata."""
+    interface, given = importlib.import_module(FLASHMLA), _flashmla_dense(inputs)
     metadata = interface.get_mla_metadata()[0]
 
     def call(kv_cache: Tensor) -> Tensor:
@@ -67,10 +67,10 @@ def fa3(inputs: Inputs) -> Call:
     from vllm.vllm_flash_attn import flash_attn_varlen_func, get_scheduler_metadata
 
     batch, s_q, heads, _ = inputs.q.shape
-    lengths = {"max_seqlen_q": s_q, "max_seqlen_k": max(inputs.lengths), "cu_seqlens_q": inputs.query_starts}
+    lengths = {"max_seqlen_q": s_q, "max_seqlen_k": inputs.workload.length, "cu_seqlens_q": inputs.query_starts}
     both = {**lengths, "causal": True, "num_splits": 32}  # vLLM's flash_attn_max_num_splits_for_cuda_graph
     sizes = {"num_heads_q": heads, "num_heads_kv": 1, "headdim": ROPE_DIM, "headdim_v": LATENT_DIM}
-    cache = {"cache_seqlens": inputs.seq_lens, "qkv_dtype": inputs.q.dtype, "page_size": inputs.page_size}
+    cache = {"cache_seqlens": inputs.seq_lens, "qkv_dtype": inputs.q.dtype, "page_size": inputs.workload.page_size}
     given = {"scheduler_metadata": get_scheduler_metadata(batch_size=batch, **sizes, **cache, **both)}
     given |= {"seqused_k": inputs.seq_lens, "block_table": inputs.block_table}
     given |= {"softmax_scale": inputs.softmax_scale, "fa_version": 3, **both}
@@ -87,13 +87,13 @@ def flashinfer(inputs: Inputs) -> Call:
     from flashinfer.mla import BatchMLAPagedAttentionWrapper
 
     s_q, heads = inputs.q.shape[1:3]
-    pages = [-(-length // inputs.page_size) for length in inputs.lengths]
-    page_starts = torch.tensor([0, *pages], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(inputs.q.device)
-    page_ids = torch.cat([row[:used] for row, used in zip(inputs.block_table, pages, strict=True)])
+    batch, pages = inputs.block_table.shape
+    page_starts = torch.arange(batch + 1, dtype=torch.int32, device=inputs.q.device) * pages
+    page_ids = inputs.block_table.flatten()
     buffer = torch.empty(128 << 20, dtype=torch.int8, device=inputs.q.device)
     wrapper = BatchMLAPagedAttentionWrapper(buffer, backend="fa3")
     lists, sizes = (inputs.query_starts, page_starts, page_ids, inputs.seq_lens), (heads, LATENT_DIM, ROPE_DIM)
-    wrapper.plan(*lists, *sizes, inputs.page_size, s_q > 1, inputs.softmax_scale, inputs.q.dtype, inputs.kv_dtype)
+    wrapper.plan(*lists, *sizes, inputs.workload.page_size, s_q > 1, inputs.softmax_scale, inputs.q.dtype, inputs.kv_dtype)
     q_latent, q_rope = inputs.q.flatten(0, 1).split([LATENT_DIM, ROPE_DIM], dim=-1)
     scales = {} if inputs.kv_scale is None else {"ckv_scale": inputs.kv_scale, "kpe_scale": inputs.kv_scale}
 
@@ -111,7 +111,7 @@ def triton(inputs: Inputs) -> Call:
         raise NotImplementedError("takes one query token per request")
     multiprocessors = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
     # vLLM's choice: a power of two of splits, at least 512 tokens each, at most two per multiprocessor.
-    splits = min(1 << math.ceil(math.log2(max(1, max(inputs.lengths) // 512))), 2 * multiprocessors)
+    splits = min(1 << math.ceil(math.log2(max(1, inputs.workload.length // 512))), 2 * multiprocessors)
     q = inputs.q.flatten(0, 1)
     out, lse = q.new_empty(batch, heads, LATENT_DIM), q.new_empty(batch, heads)
     partial = q.new_empty(batch, heads, splits, LATENT_DIM + 1, dtype=torch.float32)
@@ -119,18 +119,18 @@ def triton(inputs: Inputs) -> Call:
 
     def call(kv_cache: Tensor) -> Tensor:
         k = kv_cache.unsqueeze(2)
-        lists = (inputs.block_table, inputs.seq_lens, partial, splits, inputs.softmax_scale, inputs.page_size)
+        lists = (inputs.block_table, inputs.seq_lens, partial, splits, inputs.softmax_scale, inputs.workload.page_size)
         decode_attention_fwd(q, k, k[..., :LATENT_DIM], out, lse, *lists, k_scale=scale, v_scale=scale, is_mla=True)
         return out
 
     return call
 
 
-def flashmla_sparse_fp8(inputs: SparseInputs, *, pad_in_call: bool = True, module: str = FLASHMLA) -> Call:
+def flashmla_sparse_fp8(inputs: Inputs, *, pad_in_call: bool = True) -> Call:
     """All tokens are one request. Like vLLM, each call copies the queries of a rank with few heads among zeros to 64 or
     128 heads; without `pad_in_call` they lie padded before the clock runs."""
-    interface, (tokens, heads, width) = importlib.import_module(module), inputs.q.shape
-    padded = heads if module == FLASHMLA_DROP_IN else _padded_heads(heads, pad_in_call)
+    interface, (tokens, heads, width) = importlib.import_module(FLASHMLA), inputs.q.shape
+    padded = _padded_heads(heads, pad_in_call)
     q = inputs.q if pad_in_call else pad(inputs.q, (0, 0, 0, padded - heads))
     given = {"tile_scheduler_metadata": interface.get_mla_metadata()[0], **_flashmla_lists(inputs)}
 
@@ -145,12 +145,12 @@ def flashmla_sparse_fp8(inputs: SparseInputs, *, pad_in_call: bool = True, modul
     return call
 
 
-def flashmla_sparse(inputs: SparseInputs, *, pad_in_call: bool = True) -> Call:
+def flashmla_sparse(inputs: Inputs, *, pad_in_call: bool = True) -> Call:
     """FlashMLA's kernel for bfloat16 rows, as vLLM calls it; `pad_in_call` as above."""
     from vllm.third_party.flashmla.flash_mla_interface import flash_mla_sparse_fwd
 
     tokens, heads, width = inputs.q.shape
-    padded, counts = _padded_heads(heads, pad_in_call), inputs.counts(inputs.top_k)
+    padded, counts = _padded_heads(heads, pad_in_call), inputs.counts(inputs.workload.length)
     q = inputs.q if pad_in_call else pad(inputs.q, (0, 0, 0, padded - heads))
 
     def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
@@ -172,11 +172,11 @@ def _padded_heads(heads: int, pad_in_call: bool) -> int:
     return padded
 
 
-def fa3_sparse(inputs: SparseInputs) -> Call:
+def fa3_sparse(inputs: Inputs) -> Call:
     """vLLM's FLASH_ATTN_MLA_SPARSE: pages of one token, a list is a page table, a token a request."""
     from vllm.vllm_flash_attn import flash_attn_varlen_func
 
-    counts = inputs.counts(inputs.top_k)
+    counts = inputs.counts(inputs.workload.length)
     q_latent, q_rope = inputs.q.split([LATENT_DIM, ROPE_DIM], dim=-1)
 
     def call(kv_cache: Tensor, indices: Tensor) -> Tensor:
@@ -190,7 +190,7 @@ def fa3_sparse(inputs: SparseInputs) -> Call:
     return call
 
 
-def flashmla_v4(inputs: V4Inputs) -> Call:
+def flashmla_v4(inputs: Inputs) -> Call:
     """As in vLLM 0.33: the operator before the call has written queries padded to 64 heads; sinks of the padding are
     -inf; both lists have counts."""
     interface, (tokens, heads, _) = importlib.import_module(FLASHMLA), inputs.q.shape
@@ -198,8 +198,8 @@ def flashmla_v4(inputs: V4Inputs) -> Call:
     q = pad(inputs.q, (0, 0, 0, padded - heads)).unsqueeze(1)
     given = {"tile_scheduler_metadata": interface.get_mla_metadata()[0], **_flashmla_lists(inputs)}
     given["attn_sink"] = pad(inputs.sinks, (0, padded - heads), value=-math.inf)
-    given["topk_length"] = inputs.counts(inputs.window)
-    given["extra_topk_length"] = inputs.counts(inputs.extra) if inputs.extra else None
+    given["topk_length"] = inputs.counts(V4_WINDOW)
+    given["extra_topk_length"] = inputs.counts(inputs.workload.extra) if inputs.workload.extra else None
     if "out" in inspect.signature(interface.flash_mla_with_kvcache).parameters:
         given["out"] = q.new_empty(tokens, 1, padded, LATENT_DIM)
 
