@@ -23,7 +23,7 @@ def main() -> int:
     """Run the command that the first word names with the other words; gives the exit status of a usage error."""
     name, *rest = sys.argv[1:] or ["--help"]
     if name not in COMMANDS:
-        print(f"usage: python -m bench {{{','.join(COMMANDS)}}} ...\n\n--help behind a name lists the command's options.")
+        print(f"usage: python -m bench {{{','.join(COMMANDS)}}} ...; NAME --help lists a command's options")
         return 0 if name in ("-h", "--help") else 2
     import typer  # after the name is known: --help needs no requirements
 

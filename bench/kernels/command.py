@@ -3,42 +3,24 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
 
 import torch
 import typer
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 import etap_backend
 from bench.common import configs, results
 from bench.common.provenance import provenance, sha256
-from bench.common.stopping import Stopped, stopping
 from bench.kernels import libraries, measure, providers, report
-from bench.kernels.floors import Floor, floor_for
+from bench.kernels.floors import floor_for
 from bench.kernels.grids import Grid, KvDtype, read_grid
-from bench.kernels.inputs import pool_of
+from bench.kernels.inputs import Pool
 from bench.kernels.libraries import Build
 from bench.kernels.measure import Options
 from bench.kernels.providers import Providers
 from etap_backend import _library
 from etap_backend.limits import COMPUTE_CAPABILITY
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run measures, and how."""
-
-    grid: Grid
-    providers: Providers
-    options: Options
-    output: Path
-    versions: dict[str, str]  # of the kernels of a --peers file
-    builds: list[Build]
-    left_out: list[str]  # labels of rows that do not fit in memory
-    time_limit: float | None
 
 
 def must_be_hopper() -> None:
@@ -58,72 +40,44 @@ def kernels_of(builds: list[Build], peers: Path | None, h20_proxy: bool) -> tupl
         return providers.of_builds(builds), {}
     if h20_proxy and _library.PATH_VARIABLE not in os.environ:
         raise ValueError(f"--h20-proxy: wanted {_library.PATH_VARIABLE}, a library built with the throttled toolchain")
-    # Installed peers are not throttled; a file's are taken to be.
-    found = providers.own(providers.available()) if h20_proxy else providers.available()
+    found = providers.own() if h20_proxy else providers.AVAILABLE  # installed peers are not throttled
     return providers.with_file(found, peers) if peers else (found, {})
 
 
-def document_of(run: Run, gpu: str, floor: Floor | None) -> dict:
+def document_of(grid: Grid, kernels: Providers, builds: list[Build], options: Options, versions: dict) -> dict:
     """The results file of a run that begins now, without a row."""
-    packages = ["etap-backend", *providers.packages(run.providers)]
-    library = None if run.builds else _library.library_path()
-    about = provenance("python -m bench kernels", packages=packages, library=library).model_dump()
-    about["versions"] |= {"etap-backend": etap_backend.__version__, "torch": torch.__version__, **run.versions}
-    names = list(dict.fromkeys(name for each in run.providers.values() for name in each))
-    built = {build.name: {"sha256": sha256(build.path)} for build in run.builds}
-    options = measure.options_of(run.options)
+    packages = {one.package for each in kernels.values() for one in each.values() if one.package}
+    library = None if builds else _library.library_path()
+    about = provenance("python -m bench kernels", packages=sorted(packages), library=library).model_dump()
+    about["versions"] |= {"etap-backend": etap_backend.__version__, "torch": torch.__version__, **versions}
+    chip = torch.cuda.get_device_name()
+    gpu = f"H20 proxy ({chip.removeprefix('NVIDIA ')} throttled)" if options.h20_proxy else chip
+    floor = floor_for(gpu, grid.workloads[0].kind)
     return {
         **about,
         "gpu": gpu,
-        "kind": "bench" if run.grid.workloads[0].call == "dense" else "bench-sparse",
-        "grid": run.grid.name,
-        "title": run.grid.title,
+        "kind": "bench" if grid.workloads[0].call == "dense" else "bench-sparse",
+        "grid": grid.name,
+        "title": grid.title,
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
-        "options": {"kernels": names, "time_limit": run.time_limit, **options},
-        "libraries": built,
-        "published": [one.model_dump(mode="json") for one in run.grid.published],
-        "floor": floor and {"bandwidth": floor.bandwidth, "flops": floor.flops, "text": floor.text},
-        "left_out": run.left_out,
+        "options": measure.options_of(options),
+        "libraries": {build.name: {"sha256": sha256(build.path)} for build in builds},
+        "published": [one.model_dump(mode="json") for one in grid.published],
+        "floor": floor and {**floor._asdict(), "text": floor.text},
         "complete": False,
-        "stopped": None,
         "rows": [],
     }
 
 
-def measured(run: Run, progress: Progress) -> dict:
-    """Measure row by row. After each row the file is whole; an older file stays until there is a row."""
-    chip = torch.cuda.get_device_name()
-    gpu = f"H20 proxy ({chip.removeprefix('NVIDIA ')} throttled)" if run.options.h20_proxy else chip
-    workloads, task = run.grid.workloads, progress.add_task("", total=len(run.grid.workloads))
-    document = document_of(run, gpu, floor_for(gpu, workloads[0].kind))
-    with stopping(run.time_limit) as check:
-        try:
-            pool = pool_of(workloads)
-            for workload in workloads:
-                check()
-                progress.update(task, description=workload.label)
-                floor = floor_for(gpu, workload.kind)
-                row = measure.measure(workload, pool, run.providers[workload.kind], run.options, floor)
-                document["rows"].append(row)
-                results.write(document, run.output)
-                progress.advance(task)
-            document["complete"] = True
-        except Stopped as reason:
-            document["stopped"] = str(reason)
-        finally:
-            if document["rows"] or not run.output.exists():
-                results.write(document, run.output)
-    return document
-
-
-def output_of(output: Path | None, grid: Grid, kv_dtype: KvDtype | None, h20_proxy: bool) -> Path:
-    """Where the results go. Raises ValueError, naming --output, when they cannot go there."""
-    if output is None:
-        suffix = ("-fp8" if kv_dtype == KvDtype.FP8 else "") + ("-h20-proxy" if h20_proxy else "")
-        output = Path("results") / f"{grid.name}{suffix}.json"
-        results.must_be_new(output)
-    results.must_be_writable(output)
-    return output
+def run(document: dict, grid: Grid, kernels: Providers, options: Options, output: Path) -> None:
+    """Measure row by row; after each row the file is whole."""
+    pool = Pool(grid.workloads)
+    for index, workload in enumerate(grid.workloads):
+        typer.echo(f"{index + 1} of {len(grid.workloads)}: {workload.label}", err=True)
+        row = measure.measure(workload, pool, kernels[workload.kind], options, document["gpu"])
+        document["rows"].append(row)
+        document["complete"] = len(document["rows"]) == len(grid.workloads)
+        results.write(document, output)
 
 
 def fitting(grid: Grid) -> tuple[Grid, list[str]]:
@@ -135,9 +89,17 @@ def fitting(grid: Grid) -> tuple[Grid, list[str]]:
     return kept, left_out
 
 
+def output_of(output: Path | None, grid: Grid, suffix: str) -> Path:
+    """Where the results go. Raises ValueError, naming --output, when they cannot go there."""
+    if output is None:
+        results.must_be_new(output := Path("results") / f"{grid.name}{suffix}.json")
+    results.must_be_writable(output)
+    return output
+
+
 def main(
     grid: Annotated[str, typer.Argument(help=f"{', '.join(configs.shipped('grids'))}, or a TOML file like these.")],
-    kv_dtype: Annotated[KvDtype | None, typer.Option(help="Type of the cache in all rows.")] = None,
+    kv_dtype: Annotated[KvDtype, typer.Option(help="fp8: an FP8 cache in all rows; same: as the grid says.")] = "same",
     output: Annotated[Path | None, typer.Option(help="JSON file; default results/GRID.json.")] = None,
     only: Annotated[list[str] | None, typer.Option(help="Time only this kernel; may be repeated.")] = None,
     skip: Annotated[list[str] | None, typer.Option(help="Leave this kernel out; may be repeated.")] = None,
@@ -147,28 +109,24 @@ def main(
     validate: Annotated[bool, typer.Option(help="Compare every timed call with float64 first.")] = True,
     h20_proxy: Annotated[bool, typer.Option("--h20-proxy", help="78 CTAs; ETAP_LIBRARY is throttled.")] = False,
     behind: Annotated[bool, typer.Option("--behind", help="Time calls behind another kernel, too.")] = False,
-    time_limit: Annotated[float | None, typer.Option(help="Stop after this many seconds, keep the rows.")] = None,
 ) -> None:
     """Time ETAP's decode call and every installed peer side by side on one Hopper GPU."""
-    stderr = Console(stderr=True)
     try:
-        whole = read_grid(grid, kv_dtype)
+        whole = read_grid(grid, kv_dtype == "fp8")
         must_be_hopper()
-        path = output_of(output, whole, kv_dtype, h20_proxy)
+        suffix = ("-fp8" if kv_dtype == "fp8" else "") + ("-h20-proxy" if h20_proxy else "")
+        path = output_of(output, whole, suffix)
         kept, left_out = fitting(whole)
         builds = libraries.load(library or [])
         found, versions = kernels_of(builds, peers, h20_proxy)
         kernels = providers.chosen(found, dict.fromkeys(one.kind for one in kept.workloads), only or [], skip or [])
-        options = Options(replays, validate, h20_proxy, behind)
-        run = Run(kept, kernels, options, path, versions, builds, left_out, time_limit)
     except ValueError as error:
-        stderr.print(f"bench kernels: {error}", style="red", markup=False, highlight=False)
+        typer.secho(f"bench kernels: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    with Progress(*columns, console=stderr, transient=True) as progress:
-        document = measured(run, progress)
+    options = Options(replays, validate, h20_proxy, behind)
+    document = document_of(kept, kernels, builds, options, versions) | {"left_out": left_out}
+    run(document, kept, kernels, options, path)
     typer.echo(report.text(document))
     if wrong := measure.problems(document):
-        stderr.print(f"ETAP's results are wrong or missing: {'; '.join(wrong)}", style="red", markup=False)
-    if wrong or not document["rows"]:
+        typer.secho(f"ETAP's results are wrong or missing: {'; '.join(wrong)}", fg="red", err=True)
         raise typer.Exit(1)

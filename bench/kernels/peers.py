@@ -93,7 +93,8 @@ def flashinfer(inputs: Inputs) -> Call:
     buffer = torch.empty(128 << 20, dtype=torch.int8, device=inputs.q.device)
     wrapper = BatchMLAPagedAttentionWrapper(buffer, backend="fa3")
     lists, sizes = (inputs.query_starts, page_starts, page_ids, inputs.seq_lens), (heads, LATENT_DIM, ROPE_DIM)
-    wrapper.plan(*lists, *sizes, inputs.workload.page_size, s_q > 1, inputs.softmax_scale, inputs.q.dtype, inputs.kv_dtype)
+    types = (inputs.softmax_scale, inputs.q.dtype, inputs.kv_dtype)
+    wrapper.plan(*lists, *sizes, inputs.workload.page_size, s_q > 1, *types)
     q_latent, q_rope = inputs.q.flatten(0, 1).split([LATENT_DIM, ROPE_DIM], dim=-1)
     scales = {} if inputs.kv_scale is None else {"ckv_scale": inputs.kv_scale, "kpe_scale": inputs.kv_scale}
 

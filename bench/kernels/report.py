@@ -18,21 +18,17 @@ from bench.common import results
 from bench.common.units import in_k
 
 ETAP, BF16_CACHE = "etap", "etap-bf16"
-OWN = (ETAP, "etap-fp8-math", BF16_CACHE, "FlashMLA drop-in")
+OWN = (ETAP, "etap-fp8-math", BF16_CACHE)
 KINDS = ("bench", "bench-sparse")
-SLOWER = 0.98  # a ratio below counts as slower; readings of a run differ by less
 MAX_ROWS = 100  # a page shows larger grids as a summary by query rows
-
-
-def result(row: dict, name: str) -> dict:
-    """A kernel's result in a row if it was measured, else nothing."""
-    found = row["results"].get(name, {})
-    return found if found.get("state") == "measured" else {}
+Pair = tuple[str, list[str], str]
+"""A column that compares: its title, the kernels whose fastest time is divided, and the kernel that divides it."""
 
 
 def time_of(row: dict, name: str, behind: bool = False) -> float | None:
-    """Microseconds per call."""
-    return (result(row, name).get("behind") or {}).get("us") if behind else result(row, name).get("us")
+    """Microseconds per call of a kernel, if it was measured."""
+    found = row["results"].get(name, {})
+    return (found.get("behind") or {} if behind else found).get("us")
 
 
 def names_of(document: dict) -> list[str]:
@@ -44,27 +40,20 @@ def names_of(document: dict) -> list[str]:
 def shape_of(row: dict) -> str:
     """A row's first column, such as "16 x 4K"; for DeepSeek-V4 "16 x 128 + 512"."""
     if window := row.get("window"):
-        return f"{row['batch']} x {window}" + (f" + {row['length'] - window}" if row["length"] > window else "")
-    return row["name"] or f"{row['batch']} x {in_k(row['length'])}"
+        return f"{row['batch']} x {window} + {row['length'] - window}"
+    return f"{row['batch']} x {in_k(row['length'])}"
 
 
-def cache_of(row: dict) -> str:
-    return "FP8" if row["kv_dtype"] == "fp8" else {"bfloat16": "bf16", "float16": "fp16"}[row["dtype"]]
-
-
-def comparisons(document: dict) -> list[tuple[str, list[str], str]]:
-    """Columns that compare: title, kernels of which the fastest is divided, and the divisor. They are each build with
-    the first; or one or two peers, or the best of more, with ETAP, and ETAP from a bfloat16 cache."""
+def pairs_of(document: dict) -> list[Pair]:
+    """Each build with the first one; else the best peer with ETAP, and ETAP from a bfloat16 cache with ETAP."""
     names = names_of(document)
     if builds := list(document["libraries"]):
         suffixes = [name.removeprefix(builds[0]) for name in names if name.startswith(builds[0])]
         pairs = [(other + suffix, builds[0] + suffix) for suffix in suffixes for other in builds[1:]]
         return [(f"{one} / {first}", [one], first) for one, first in pairs if one in names]
     peers = [name for name in names if name not in OWN]
-    if ETAP not in names:
-        return []
-    best = [(f"best peer / {ETAP}", peers, ETAP)] if len(peers) > 2 else [(f"{p} / {ETAP}", [p], ETAP) for p in peers]
-    return best + [(f"{BF16_CACHE} / {ETAP}", [BF16_CACHE], ETAP)] * (BF16_CACHE in names)
+    pairs = [(f"best peer / {ETAP}", peers, ETAP), (f"{BF16_CACHE} / {ETAP}", [BF16_CACHE], ETAP)]
+    return [(title, over, under) for title, over, under in pairs if {*over} & {*names} and under in names]
 
 
 def ratio(row: dict, over: list[str], under: str, behind: bool = False) -> float | None:
@@ -78,42 +67,34 @@ def _number(value: float | None, digits: int = 1) -> str:
 
 
 def table(document: dict) -> list[list[str]]:
-    """Titles, and cells of each row: shape, floor, times, ETAP's rates and error, and how kernels compare."""
-    rows, names, compared = document["rows"], names_of(document), comparisons(document)
-    first = names[0] if names else ETAP
+    """Titles, and cells of each row: shape, floor, times, the first kernel's rates, and how kernels compare."""
+    names, pairs, digits = names_of(document), pairs_of(document), 3 if document["libraries"] else 2
     readings = (False, True) if document["options"].get("behind") else (False,)
-    shape = {"heads": lambda row: row["heads"], "s_q": lambda row: row["s_q"], "cache": cache_of}
-    shape["page_size"] = lambda row: row["page_size"]
-    shown = [name for name, of in shape.items() if name == "heads" or len({of(row) for row in rows}) > 1]
-    lines = [[
-        "requests x tokens" if document["kind"] == "bench" else "tokens x keys", *shown, "floor", *names,
-        "TFLOP/s", "% of floor", "rel. RMSE", *(title for title, *_ in compared),
-    ]]  # fmt: skip
-    for row in rows:
-        us, rmse, floor = time_of(row, first), result(row, first).get("relative_rmse"), row.get("floor_us")
-        cells = [shape_of(row), *(str(shape[name](row)) for name in shown), _number(floor)]
+    first, shape = next(iter(names), ETAP), ("heads", "s_q", "kv_dtype", "page_size")
+    titles = ("floor", *names, "TFLOP/s", "% of floor", *(title for title, *_ in pairs))
+    lines = [["requests x tokens" if document["kind"] == "bench" else "tokens x keys", *shape, *titles]]
+    for row in document["rows"]:
+        us, floor = time_of(row, first), row.get("floor_us")
+        cells = [shape_of(row), *(str(row[name]) for name in shape), _number(floor)]
         cells += [" / ".join(_number(time_of(row, name, behind)) for behind in readings) for name in names]
         cells += [_number(us and row["flops"] / us / 1e6), _number(us and floor and 100 * floor / us, 0)]
-        cells += ["-" if rmse is None else f"{rmse:.1e}"]
-        digits = 3 if document["libraries"] else 2
-        cells += [" / ".join(_number(ratio(row, *pair, b), digits) for b in readings) for _, *pair in compared]
+        cells += [" / ".join(_number(ratio(row, *pair, behind), digits) for behind in readings) for _, *pair in pairs]
         lines.append(cells)
     return lines
 
 
 def summary(document: dict) -> list[list[str]]:
-    """A large grid by query rows: how the fastest peer compares with ETAP, and where it is faster."""
+    """A large grid by query rows: how the fastest peer compares with ETAP, and where least well."""
     found: dict[int, list[tuple[float, str]]] = {}
     peers = [name for name in names_of(document) if name not in OWN]
     for row in document["rows"]:
         if value := ratio(row, peers, ETAP):
             found.setdefault(row["heads"] * row["s_q"], []).append((value, row["label"]))
-    lines = [["query rows", "shapes", f"best peer / {ETAP}, least", "median", "most", f"below {SLOWER}", "the least"]]
+    lines = [["query rows", "shapes", f"best peer / {ETAP}, least", "median", "most", "the least"]]
     for rows, pairs in sorted(found.items()):
         values, (least, label) = [value for value, _ in pairs], min(pairs)
-        slower = sum(value < SLOWER for value in values)
         spread = [f"{least:.3f}", f"{statistics.median(values):.2f}", f"{max(values):.2f}"]
-        lines.append([str(rows), str(len(pairs)), *spread, str(slower), label if least < 1 else "-"])
+        lines.append([str(rows), str(len(pairs)), *spread, label])
     return lines
 
 
@@ -128,37 +109,33 @@ def markdown_table(lines: list[list[str]]) -> str:
 def remarks(document: dict) -> list[str]:
     """What a table does not show: ratios over all rows, equal bits, refusals and failures."""
     rows, lines = document["rows"], []
-    for title, *pair in comparisons(document):
+    for title, *pair in pairs_of(document):
         if values := {row["label"]: value for row in rows if (value := ratio(row, *pair))}:
             least, most = min(values, key=values.get), max(values, key=values.get)
             spread = f"{values[least]:.3f} ({least}) to {values[most]:.3f} ({most})"
             lines.append(f"{title}: {spread}, median {statistics.median(values.values()):.3f}")
-    bits = {f"{row['label']}, {name}": result(row, name).get("same_bits") for row in rows for name in row["results"]}
-    if bits := {label: same for label, same in bits.items() if same is not None}:
+    found = {f"{row['label']}, {name}": one for row in rows for name, one in row["results"].items()}
+    if bits := {label: one["same_bits"] for label, one in found.items() if one.get("same_bits") is not None}:
         other = "; ".join(label for label, same in bits.items() if not same)
         equal = f"{sum(bits.values())} of {len(bits)} outputs have the first build's bits"
         lines.append(equal + (f", not {other}" if other else ""))
     reasons: dict[str, list[str]] = {}
-    for row in rows:
-        for name, found in row["results"].items():
-            if found["state"] != "measured":
-                reasons.setdefault(f"{name}: {found.get('reason') or found.get('error')}", []).append(row["label"])
-    return lines + [f"{reason} ({len(labels)} rows, the first {labels[0]})" for reason, labels in reasons.items()]
+    for label, one in found.items():
+        if one["state"] != "measured":
+            reasons.setdefault(one.get("reason") or one["error"], []).append(label)
+    return lines + [f"{reason} ({len(labels)} times, the first {labels[0]})" for reason, labels in reasons.items()]
 
 
 def provenance(document: dict) -> str:
     """Where the figures come from."""
-    ctas = document["options"].get("num_sms")
-    parts = [f"{ctas} CTAs on {document['multiprocessors']} SMs"] if ctas else []
-    parts += [document["gpu"], f"driver {document['driver']}", *document["clocks"]]
+    parts = [document["gpu"], f"driver {document['driver']}", *document["clocks"]]
     parts += [f"{name} {version}" for name, version in document["versions"].items()]
     parts += [f"commit {document['commit']}", document["date"]]
-    parts += [f"{name}: SHA-256 {of['sha256'][:12]}" for name, of in document["libraries"].items()]
+    parts += [f"{name}: SHA-256 {build['sha256'][:12]}" for name, build in document["libraries"].items()]
     floor = [f"floor = {document['floor']['text']}"] if document.get("floor") else []
     left_out = [f"{len(document['left_out'])} rows left out for want of memory"] if document["left_out"] else []
-    stopped = [] if document["complete"] else [f"stopped {document.get('stopped')} after {len(document['rows'])} rows"]
-    note = [document["note"]] if document["note"] else []
-    return "; ".join([", ".join(parts), f"`{document['command']}`", *floor, *left_out, *stopped, *note])
+    stopped = [] if document["complete"] else [f"stopped after {len(document['rows'])} rows"]
+    return "; ".join([", ".join(parts), f"`{document['command']}`", *floor, *left_out, *stopped])
 
 
 def text(document: dict, page: bool = False) -> str:
@@ -166,18 +143,9 @@ def text(document: dict, page: bool = False) -> str:
     both = ", back to back / behind another kernel" if document["options"].get("behind") else ""
     title = f"{document['title']}, {document['gpu']}: microseconds per call{both}"
     large = page and len(document["rows"]) > MAX_ROWS
-    lines = [f"- {line}" for line in remarks(document)]
+    lines = "\n".join(f"- {line}" for line in remarks(document))
     body = markdown_table(summary(document) if large else table(document))
-    return "\n\n".join([f"## {title}" if page else title, body, "\n".join(lines), f"{provenance(document)}."])
-
-
-def read(path: Path) -> dict:
-    """A results file of `bench kernels`. Raises ValueError, naming the file, when it is none."""
-    content = results.read_json(path)
-    kind = content.get("kind") if isinstance(content, dict) else None
-    if kind not in KINDS or not isinstance(content.get("rows"), list):
-        raise ValueError(f"{path}: wanted a results file of bench kernels, got kind {kind!r}")
-    return content
+    return "\n\n".join([f"## {title}" if page else title, body, lines, f"{provenance(document)}."])
 
 
 def section(path: Path, page: bool) -> str:
@@ -187,8 +155,9 @@ def section(path: Path, page: bool) -> str:
     documents = content if isinstance(content, list) else [content]
     if not documents or not all(isinstance(one, dict) for one in documents):
         raise ValueError(f"{path}: wanted a results file, got {str(content)[:60]}")
-    if (kind := documents[0].get("kind")) in KINDS:
-        return text(read(path), page)
+    kind = documents[0].get("kind")
+    if kind in KINDS and "rows" in documents[0]:
+        return text(documents[0], page)
     if kind == "serve":
         return _served(documents[0], page)
     if not all("what" in one or "title" in one for one in documents):
@@ -219,23 +188,24 @@ def page_of(paths: Iterable[Path]) -> str:
     """One Markdown page of several results files: tables first, then checks."""
     sections = [section(path, page=True) for path in paths]
     tables, checks = ([one for one in sections if one.startswith("- ") == listed] for listed in (False, True))
-    return "\n\n".join([*tables, *(["## Checks", "\n".join(checks)] if checks else [])])
+    return "\n\n".join([*tables, *(["## Checks", "\n".join(checks)] if checks else [])]) + "\n"
 
 
 def main(
     files: Annotated[list[Path], typer.Argument(help="Results files of bench.")],
-    page: Annotated[bool, typer.Option("--page", help="Write one Markdown page of all files.")] = False,
+    page: Annotated[Path | None, typer.Option(help="Write one Markdown page of all files.")] = None,
     plot: Annotated[Path | None, typer.Option(help="Draw TFLOP/s of the one file into this PNG.")] = None,
 ) -> None:
     """Print the tables of results files, write a page of them, or draw a picture."""
     try:
-        if plot and len(files) > 1:
-            raise ValueError(f"--plot: wanted one file, got {len(files)}")
-        if plot:
+        if page:
+            page.write_text(page_of(files))
+        elif plot:
             from bench.kernels.picture import draw  # needs matplotlib
 
-            draw(read(files[0]), plot)
-        typer.echo(page_of(files) if page else "\n\n".join(section(path, page=False) for path in files))
+            draw(results.read_json(files[0]), plot)
+        else:
+            typer.echo("\n\n".join(section(path, page=False) for path in files))
     except ValueError as error:
         typer.secho(f"bench report: {error}", fg="red", err=True)
         raise typer.Exit(2) from error
