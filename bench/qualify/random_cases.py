@@ -1,6 +1,6 @@
 """Runs random cases of the public calls against float64, each at least twice with equal bits; no case may be wrong.
 
-    python -m bench.qualify.random_cases --count 3000 --seed 1 [--output random.json] [--sparse]
+    python -m bench random-cases --count 3000 --seed 1 [--output random.json] [--sparse]
 
 Dense cases have lengths from 0 to 70,000 tokens, 1 to 128 heads, 1 to 4 query tokens, caches in bfloat16, float16 and
 FP8, FP8 math, separate and aliased pages, separate q_rope and any number of CTAs; `random_sparse_cases` lists the
@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated
 
 import torch
 import typer
@@ -28,15 +27,15 @@ from bench.common.results import must_be_writable, write
 from bench.qualify import random_sparse_cases
 from etap_backend import _library
 from support.cases import LAWS, Case, Runner, build
-from support.compare import Measure, measures, problems_with, rounds_queries, truth
+from support.compare import problems_with, rounds_queries, truth
 
-PROGRAM = "python -m bench.qualify.random_cases"
+PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi")
 DEVICES = {"cuda": "the compiled kernels", "cpu": "the CPU executor, small cases"}
 LONGEST = {"cuda": 70_000, "cpu": 300}
 EDGES = (0, 1, 2, 63, 64, 65, 127, 128, 129)
 MAX_HEADS, MAX_QUERY_TOKENS = 128, 4
 MAX_FAILURES = 20  # that a results file holds: a broken kernel fails everywhere
-PROGRESS_SECONDS = 20
+PROGRESS = 200  # cases from one line to the next
 
 
 def random_lengths(draw: random.Random, device: str) -> tuple[int, ...]:
@@ -94,81 +93,31 @@ def random_case(seed: int, index: int, device: str) -> Case:
     )
 
 
-def kind_of(case: Case) -> str:
-    cache = "fp8" if case.kv_dtype == "fp8" else case.dtype
-    return f"{case.dtype} q, {cache} cache" + (", fp8 math" if case.fp8_math else "")
-
-
-def run_case(case: Case, device: str) -> tuple[list[str], list[Measure]]:
-    """The call's faults on this case, and its errors."""
+def run_case(case: Case, device: str) -> list[str]:
+    """The call's faults on this case."""
     problem = build(case, device)
-    wanted = truth(problem)
     runner = Runner(problem)
     first = [result.clone() for result in runner.run()]
-    found = problems_with(*first, problem, wanted)
+    found = problems_with(*first, problem, truth(problem))
     if found and rounds_queries(problem):
-        wanted = truth(problem, of_rounded_queries=True)
-        found = problems_with(*first, problem, wanted)
-    return found + runner.differences(first, (torch.inf,)), measures(*first, problem, wanted)
+        found = problems_with(*first, problem, truth(problem, of_rounded_queries=True))
+    return found + runner.differences(first, (torch.inf,))
 
 
-class Subject(NamedTuple):
-    """A call: how its cases are drawn, run and named."""
-
-    what: str
-    random_case: Callable[[int, int, str], Any]
-    run_case: Callable[[Any, str], tuple[list[str], list[Measure]]]
-    kind_of: Callable[[Any], str]
-
-
-DENSE = Subject("random cases of mla_decode against float64, each twice", random_case, run_case, kind_of)
-SPARSE = Subject(
-    "random cases of sparse_mla_decode against float64, each three times, and in replayed CUDA graphs",
-    random_sparse_cases.random_case,
-    random_sparse_cases.run_case,
-    random_sparse_cases.kind_of,
-)
-
-
-def add_kind(kinds: dict[str, dict], kind: str, found: list[Measure]) -> None:
-    """Count a case of this kind and keep, by measure, the error that is closest to its limit."""
-    entry = kinds.setdefault(kind, {"cases": 0, "worst": {}})
-    entry["cases"] += 1
-    for measure in found:
-        share, value = measure.worst()
-        if share >= entry["worst"].get(measure.name, {"of_limit": 0})["of_limit"]:
-            entry["worst"][measure.name] = {"of_limit": share, "value": value}
-
-
-def run(subject: Subject, count: int, seed: int, device: str) -> dict:
-    """Run all cases; failures, and by kind the number of cases and their worst errors."""
-    kinds, failures, wrong = {}, [], 0
+def run(count: int, seed: int, device: str, sparse: bool) -> dict:
+    """Run all cases of the dense or the sparse call: how many were wrong, and the first of them."""
+    draw, judge = (random_sparse_cases.random_case, random_sparse_cases.run_case) if sparse else (random_case, run_case)
+    failures, begin = [], time.monotonic()
     torch.set_num_threads(1)  # small cases wait longer for a second thread than they compute
-    begin = printed = time.monotonic()
     for index in range(count):
-        if time.monotonic() - printed > PROGRESS_SECONDS:
-            printed = time.monotonic()
-            typer.echo(f"{index} of {count} cases, {wrong} wrong")
-        case = subject.random_case(seed, index, device)
-        problems, measured = subject.run_case(case, device)
-        add_kind(kinds, subject.kind_of(case), measured)
-        if problems:
-            wrong += 1
+        if index and index % PROGRESS == 0:
+            typer.echo(f"{index} of {count} cases, {len(failures)} wrong")
+        case = draw(seed, index, device)
+        if problems := judge(case, device):
             typer.echo("\n  ".join([f"WRONG {index}: {case!r}", *problems]))
             failures.append({"index": index, "case": repr(case), "problems": problems})
-    return {
-        "cases": count,
-        "wrong": wrong,
-        "seconds": round(time.monotonic() - begin, 1),
-        "failures": failures[:MAX_FAILURES],
-        "kinds": dict(sorted(kinds.items())),
-    }
-
-
-def print_kinds(kinds: dict[str, dict]) -> None:
-    for kind, entry in kinds.items():
-        errors = (f"{name} {each['value']:.1e} ({each['of_limit']:.0%})" for name, each in entry["worst"].items())
-        typer.echo(f"{kind}: {entry['cases']} cases; worst errors (of their limits): {', '.join(errors)}")
+    seconds = round(time.monotonic() - begin, 1)
+    return {"cases": count, "wrong": len(failures), "seconds": seconds, "failures": failures[:MAX_FAILURES]}
 
 
 def main(
@@ -178,23 +127,17 @@ def main(
     sparse: Annotated[bool, typer.Option("--sparse", help="Run cases of the sparse call.")] = False,
 ) -> None:
     """Compare random cases of the call with float64; exit with 1 if any is wrong."""
-    device, subject = "cuda" if torch.cuda.is_available() else "cpu", SPARSE if sparse else DENSE
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         if output:
             must_be_writable(output)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
-    typer.echo(f"{count} cases of seed {seed} on {DEVICES[device]}")
-    about = provenance(PROGRAM, packages=("etap-backend", "torch", "apache-tvm-ffi"), library=_library.library_path())
-    found = run(subject, count, seed, device)
-    print_kinds(found["kinds"])
-    outcome = f"{found['cases']:,} cases, {found['wrong']} wrong, seed {seed}"
+    about = provenance("python -m bench random-cases", packages=PACKAGES, library=_library.library_path()).model_dump()
+    found = run(count, seed, device, sparse)
+    outcome = f"{count:,} cases, {found['wrong']} wrong, seed {seed}, on {DEVICES[device]}"
     if output:
-        head = {"what": subject.what, **about.model_dump(mode="json"), "device": DEVICES[device], "seed": seed}
-        write(head | {"outcome": outcome, "complete": True} | found, output)
-    typer.echo(f"{outcome}, on {DEVICES[device]} ({found['seconds']} s)")
+        what = f"random cases of {'sparse_' if sparse else ''}mla_decode against float64, each at least twice"
+        write({"what": what, **about, "seed": seed, "outcome": outcome, "complete": True} | found, output)
+    typer.echo(f"{outcome} ({found['seconds']} s)")
     raise typer.Exit(bool(found["wrong"]))
-
-
-if __name__ == "__main__":
-    typer.run(main)

@@ -14,24 +14,10 @@ from dataclasses import replace
 
 import torch
 
+from support import sparse_cases as options
 from support.cases import LAWS
-from support.compare import Measure
-from support.sparse_cases import (
-    CACHE_LAYOUTS,
-    CACHES,
-    COUNTS,
-    HOLES,
-    OUT_LAYOUTS,
-    Q_LAYOUTS,
-    SCALE_LAWS,
-    SINKS,
-    RecordedCall,
-    SparseCase,
-    SparseProblem,
-    SparseRunner,
-    build,
-)
-from support.sparse_compare import measures, problems_with, truth
+from support.sparse_cases import RecordedCall, SparseCase, SparseProblem, SparseRunner, build
+from support.sparse_compare import problems_with, truth
 
 MAX_HEADS = 128
 MAX_ROWS = 2**16  # tokens * heads, so that a GPU has room for the float64 results of several processes
@@ -60,17 +46,17 @@ def random_case(seed: int, index: int, device: str) -> SparseCase:
     return SparseCase(
         **sizes,
         heads=min(heads, MAX_ROWS // max(1, sizes["tokens"])),
-        cache=draw.choice(["bf16", *CACHES]),
+        cache=draw.choice(["bf16", *options.CACHES]),
         page_size=draw.choice([64, 64, 1, 2, 256, draw.randint(1, 300)]),
         law=draw.choice(["normal", *LAWS]),
-        scales=draw.choice(["fitted", *SCALE_LAWS]),
-        holes=draw.choice(HOLES),
-        counts=draw.choice(COUNTS),
-        sinks=draw.choice(SINKS),
+        scales=draw.choice(["fitted", *options.SCALE_LAWS]),
+        holes=draw.choice(options.HOLES),
+        counts=draw.choice(options.COUNTS),
+        sinks=draw.choice(options.SINKS),
         repeats=draw.random() < 0.15,
         requests=draw.choice([0, 0, 1, draw.randint(2, 9)]),
-        q_layout=draw.choice(Q_LAYOUTS),
-        cache_layout=draw.choice(CACHE_LAYOUTS),
+        q_layout=draw.choice(options.Q_LAYOUTS),
+        cache_layout=draw.choice(options.CACHE_LAYOUTS),
         pool_pages=draw.choice([0, 0, draw.randint(1, 1000 if device == "cuda" else 20)]),
         num_sms=draw.choice([None, None, None, 132, 78, draw.randint(1, 132)]),
         seed=1_000_000 * seed + index,
@@ -78,25 +64,19 @@ def random_case(seed: int, index: int, device: str) -> SparseCase:
         extra=extra,
         extra_page_size=draw.choice([64, 2, 1, draw.randint(1, 300)]),
         extra_requests=draw.choice([0, 0, 1, draw.randint(2, 9)]),
-        out_layout=draw.choice(OUT_LAYOUTS),
+        out_layout=draw.choice(options.OUT_LAYOUTS),
     )
 
 
-def kind_of(case: SparseCase) -> str:
-    rows = f"{'V4' if case.v4 else 'fp8'} rows, {case.scales} scales" if case.fp8 else "bfloat16 rows"
-    return rows if case.rope or case.v4 else f"{rows}, no rope"
-
-
-def run_case(case: SparseCase, device: str) -> tuple[list[str], list[Measure]]:
-    """The call's faults on this case, and its errors."""
+def run_case(case: SparseCase, device: str) -> list[str]:
+    """The call's faults on this case."""
     problem = build(case, device)
-    wanted = truth(problem)
     runner = SparseRunner(problem)
     first = [result.clone() for result in runner.run()]
-    found = problems_with(*first, wanted) + runner.differences(first, (torch.inf, torch.nan))
+    found = problems_with(*first, truth(problem)) + runner.differences(first, (torch.inf, torch.nan))
     if device == "cuda" and case.tokens:
         found += replayed(problem, first)
-    return found, measures(*first, wanted)
+    return found
 
 
 def replayed(problem: SparseProblem, first: list[torch.Tensor]) -> list[str]:

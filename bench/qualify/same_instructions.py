@@ -1,6 +1,6 @@
 """Compares two builds of the library: do they have the same kernels, instruction for instruction?
 
-    python -m bench.qualify.same_instructions BEFORE AFTER    # two libetap_backend.so from one compiler
+    python -m bench same-instructions BEFORE AFTER    # two libetap_backend.so from one compiler
 
 A change that only moves or renames sources leaves the instructions alone, so no GPU needs to test and time the kernels
 again. Encodings are compared in order, control words included. A kernel with a new name and unchanged instructions
@@ -49,7 +49,3 @@ def main(
     same, differ = compared(*(cuobjdump(library, "-sass") for library in (before, after)))
     typer.echo("\n".join([*differ, f"{same} kernels are the same, {len(differ)} differ"]))
     raise typer.Exit(bool(differ))
-
-
-if __name__ == "__main__":
-    typer.run(main)

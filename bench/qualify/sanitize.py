@@ -1,6 +1,6 @@
 """Runs small decode problems under compute-sanitizer; only ETAP's kernels are instrumented.
 
-    python -m bench.qualify.sanitize [memcheck racecheck synccheck initcheck ...]    # default: memcheck racecheck
+    python -m bench sanitize [memcheck racecheck synccheck initcheck ...]    # default: memcheck racecheck
 
 The grids are small, so that each tool ends within about a minute. Together the cases take every row tile, both types,
 split and whole requests, partial tiles and several splits on one CTA, in dense and sparse calls. Run it with the
@@ -13,7 +13,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from dataclasses import fields
 from typing import Annotated
 
@@ -83,22 +82,14 @@ def run_case(case: Case | SparseCase) -> None:
     runner.check_guards()
 
 
-def run_cases() -> None:
-    for case in (*CASES, *SPARSE_CASES):
-        begin = time.monotonic()
-        run_case(case)
-        print(f"right after {time.monotonic() - begin:.1f} s: {case!r}", flush=True)
-
-
 def sanitize(tool: str) -> int:
     """Run all cases under a tool; its exit code, 9 where it found a fault."""
     command = ["compute-sanitizer", "--tool", tool, "--kernel-name", "kns=etap", "--error-exitcode", "9"]
-    command += [sys.executable, "-m", "bench.qualify.sanitize", "--run-cases"]
+    command += [sys.executable, "-m", "bench", "sanitize", "--run-cases"]
     # Without torch's pool every tensor is an allocation of its own, and memcheck sees where each one ends.
     environment = {**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    begin = time.monotonic()
     code = subprocess.run(command, env=environment).returncode
-    print(f"{tool}: {'clean' if code == 0 else f'exit code {code}'} after {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"{tool}: {'clean' if code == 0 else f'exit code {code}'}", flush=True)
     return code
 
 
@@ -110,12 +101,10 @@ def main(
 ) -> None:
     """Run the cases under each tool, memcheck and racecheck by default; exit with 1 unless all are clean."""
     if run_cases_only:
-        run_cases()
+        for case in (*CASES, *SPARSE_CASES):
+            run_case(case)
+            print(f"right: {case!r}", flush=True)
         return
     if not shutil.which("compute-sanitizer"):
         raise typer.BadParameter("compute-sanitizer is not on PATH; it comes with the CUDA toolkit")
     raise typer.Exit(any([sanitize(tool) for tool in tools or ("memcheck", "racecheck")]))
-
-
-if __name__ == "__main__":
-    typer.run(main)

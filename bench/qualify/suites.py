@@ -1,8 +1,8 @@
 """Runs other projects' own test suites on ETAP, with their data, references and limits.
 
-    python -m bench.qualify.suites flashmla-dense --checkout FLASHMLA [--output FILE] [--part 1/4] [--only TEXT]
-    python -m bench.qualify.suites vllm --checkout VLLM
-    python -m bench.qualify.suites sglang-v4
+    python -m bench suites flashmla-dense --checkout FLASHMLA [--output FILE] [--part 1/4]
+    python -m bench suites vllm --checkout VLLM
+    python -m bench suites sglang-v4
 
 All need a Hopper GPU. FlashMLA's also need triton; vLLM's and SGLang's need the engine with etap-backend installed
 beside it, but no model and no network; vLLM's tests import tblib. Nothing of the other projects is copied into this
@@ -31,7 +31,6 @@ from bench.common.provenance import commit_of, provenance
 from bench.common.results import must_be_writable, write
 from etap_backend import _library
 
-PROGRAM = "python -m bench.qualify.suites"
 PACKAGES = ("etap-backend", "torch", "apache-tvm-ffi", "triton", "vllm", "sglang")
 MAX_FAILURES, MAX_TEXT = 20, 600  # kept in a results file; characters of each failure
 
@@ -60,16 +59,15 @@ SUITES = {
 
 
 class Options(NamedTuple):
-    """What of a suite runs, and where it is."""
+    """Which part of a suite runs, and where it is."""
 
     checkout: Path | None = None
     script: Path | None = None  # in the checkout
     part: tuple[int, int] = (1, 1)  # (2, 4): the second of every four cases
-    only: str = ""  # cases whose name has this text
 
-    def chosen(self, cases: Iterable, name: Callable[[Any], str]) -> list:
+    def chosen(self, cases: Iterable) -> list:
         first, every = self.part
-        return [case for case in cases if self.only in name(case)][first - 1 :: every]
+        return list(cases)[first - 1 :: every]
 
 
 class Case(NamedTuple):
@@ -121,7 +119,7 @@ class Report:
 
     def run(self, cases: Iterable[Case], options: Options) -> None:
         """Run the chosen cases; what they print is kept for those that fail."""
-        cases = options.chosen(cases, lambda case: case.name)
+        cases = options.chosen(cases)
         for case in cases:
             self.expect(case.kind)
         for index, case in enumerate(cases):
@@ -168,51 +166,30 @@ def load_script(options: Options, stand_ins: dict[str, types.ModuleType]) -> typ
     return importlib.import_module(options.script.stem)
 
 
-def parsed_part(part: str) -> tuple[int, int]:
-    """(2, 4) for "2/4". Raises BadParameter for anything but I/N with I from 1 to N."""
-    numbers = re.fullmatch(r"(\d+)/(\d+)", part)
-    first, every = map(int, numbers.groups()) if numbers else (0, 0)
-    if not 1 <= first <= every:
-        raise typer.BadParameter(f"--part: wanted I/N with I from 1 to N, got {part}")
-    return first, every
-
-
-def find_script(suite: Suite, checkout: Path | None) -> Path | None:
-    """The suite's script, relative to the checkout. Raises BadParameter where the checkout lacks it."""
-    if suite.script is None:
-        return None
-    if not (checkout and (checkout / suite.script).is_file()):
-        raise typer.BadParameter(f"--checkout: wanted a repository with {suite.script}, got {checkout}")
-    return Path(suite.script)
-
-
 def main(
     suite: Annotated[str, typer.Argument(help=f"One of {', '.join(SUITES)}.")],
     checkout: Annotated[Path | None, typer.Option(help="The other project's repository.")] = None,
     part: Annotated[str, typer.Option(help="Such as 2/4: the second of every four cases.")] = "1/1",
-    only: Annotated[str, typer.Option(help="Only cases whose name has this text.")] = "",
     output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None,
 ) -> None:
     """Run another project's test suite on ETAP; exit with 1 unless it passes."""
     if suite not in SUITES:
         raise typer.BadParameter(f"suite: wanted one of {', '.join(SUITES)}, got {suite}")
-    chosen, checkout, output = SUITES[suite], checkout and checkout.absolute(), output and output.absolute()
-    options, report = Options(checkout, find_script(chosen, checkout), parsed_part(part), only), Report()
-    try:
-        if output:
-            must_be_writable(output)
-    except ValueError as error:
-        raise typer.BadParameter(str(error)) from error
-    about = provenance(PROGRAM, packages=PACKAGES, library=_library.library_path()).model_dump(mode="json")
+    wanted, checkout, output = SUITES[suite], checkout and checkout.absolute(), output and output.absolute()
+    if wanted.script and not (checkout and (checkout / wanted.script).is_file()):
+        raise typer.BadParameter(f"--checkout: wanted a repository with {wanted.script}, got {checkout}")
+    numbers = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
+    if not numbers or int(numbers[1]) > int(numbers[2]):
+        raise typer.BadParameter(f"--part: wanted I/N with I from 1 to N, got {part}")
+    if output:
+        must_be_writable(output)
+    script = Path(wanted.script) if wanted.script else None
+    options, report = Options(checkout, script, (int(numbers[1]), int(numbers[2]))), Report()
+    about = provenance("python -m bench suites", packages=PACKAGES, library=_library.library_path()).model_dump()
     commit = commit_of(checkout) if checkout and (checkout / ".git").exists() else None
-    getattr(importlib.import_module(f"bench.qualify.{chosen.module}"), chosen.run)(options, report)
-    document = {"what": f"{chosen.what} on ETAP", **about, "suite_commit": commit, "part": part, "only": only}
-    document |= report.document()
+    getattr(importlib.import_module(f"bench.qualify.{wanted.module}"), wanted.run)(options, report)
+    document = {"what": f"{wanted.what} on ETAP", **about, "suite_commit": commit, "part": part, **report.document()}
     if output:
         write(document, output)
     typer.echo(f"{document['what']}: {document['outcome']}")
     raise typer.Exit(not document["complete"])
-
-
-if __name__ == "__main__":
-    typer.run(main)

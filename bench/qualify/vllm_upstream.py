@@ -45,7 +45,7 @@ class Redirected:
 
     def pytest_collection_modifyitems(self, config, items) -> None:
         cases = [item for item in items if item.originalname == self.test and self.wanted(item.callspec.params)]
-        chosen = self.options.chosen(cases, lambda item: item.nodeid)
+        chosen = self.options.chosen(cases)
         config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
         items[:] = chosen
         for item in items:
