@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
@@ -60,7 +61,7 @@ def document_of(grid: Grid, kernels: Providers, builds: list[Build], options: Op
         "grid": grid.name,
         "title": grid.title,
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
-        "options": measure.options_of(options),
+        "options": asdict(options),
         "libraries": {build.name: {"sha256": sha256(build.path)} for build in builds},
         "published": [one.model_dump(mode="json") for one in grid.published],
         "floor": floor and {**floor._asdict(), "text": floor.text},

@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -217,8 +217,3 @@ def problems(document: dict) -> list[str]:
     failed = [(row, name) for row in document["rows"] for name in names if name in row["results"]]
     failed = [(row, name) for row, name in failed if row["results"][name]["state"] == "failed"]
     return [f"{row['label']}: {name}: {row['results'][name]['error']}" for row, name in failed]
-
-
-def options_of(options: Options) -> dict:
-    """The options as a results file holds them."""
-    return asdict(options) | {"num_sms": options.num_sms}

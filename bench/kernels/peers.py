@@ -1,6 +1,6 @@
 """The kernels that ETAP is compared with, called as engines call them; metadata is built before the clock runs.
 
-FlashMLA, FA3 and Triton are called as in vLLM 0.33, FlashInfer as in SGLang 0.5; each is imported on use. A function
+FlashMLA and FA3 are called as in vLLM 0.33, FlashInfer as in SGLang 0.5; each is imported on use. A function
 takes a row's inputs and returns the call; NotImplementedError says why the kernel cannot run the row.
 """
 
@@ -100,29 +100,6 @@ def flashinfer(inputs: Inputs) -> Call:
 
     def call(kv_cache: Tensor) -> Tensor:
         return wrapper.run(q_latent, q_rope, kv_cache[..., :LATENT_DIM], kv_cache[..., LATENT_DIM:], **scales)
-
-    return call
-
-
-def triton(inputs: Inputs) -> Call:
-    from vllm.v1.attention.ops.triton_decode_attention import decode_attention_fwd
-
-    batch, s_q, heads, _ = inputs.q.shape
-    if s_q > 1:
-        raise NotImplementedError("takes one query token per request")
-    multiprocessors = torch.cuda.get_device_properties(inputs.q.device).multi_processor_count
-    # vLLM's choice: a power of two of splits, at least 512 tokens each, at most two per multiprocessor.
-    splits = min(1 << math.ceil(math.log2(max(1, inputs.workload.length // 512))), 2 * multiprocessors)
-    q = inputs.q.flatten(0, 1)
-    out, lse = q.new_empty(batch, heads, LATENT_DIM), q.new_empty(batch, heads)
-    partial = q.new_empty(batch, heads, splits, LATENT_DIM + 1, dtype=torch.float32)
-    scale = torch.tensor(inputs.kv_scale or 1.0, device=q.device)
-
-    def call(kv_cache: Tensor) -> Tensor:
-        k = kv_cache.unsqueeze(2)
-        lists = (inputs.block_table, inputs.seq_lens, partial, splits, inputs.softmax_scale, inputs.workload.page_size)
-        decode_attention_fwd(q, k, k[..., :LATENT_DIM], out, lse, *lists, k_scale=scale, v_scale=scale, is_mla=True)
-        return out
 
     return call
 

@@ -79,14 +79,13 @@ class Provider:
 Providers = dict[str, dict[str, Provider]]
 """By kind of workload, then by the name of a column."""
 
-FLASHINFER, TRITON = Provider(peers.flashinfer, "flashinfer-python"), Provider(peers.triton, "vllm")
+FLASHINFER = Provider(peers.flashinfer, "flashinfer-python")
 AVAILABLE: Providers = {
     "plain": {
         ETAP: Provider(etap),
         "FlashMLA": Provider(peers.flashmla, "vllm"),
         "FA3": Provider(peers.fa3, "vllm"),
         "FlashInfer": FLASHINFER,
-        "Triton": TRITON,
     },
     "fp8": {  # FA3 has no MLA kernel for an FP8 cache
         ETAP: Provider(etap),
@@ -94,7 +93,6 @@ AVAILABLE: Providers = {
         BF16_CACHE: Provider(etap, bf16_cache=True),
         "FlashMLA": Provider(peers.flashmla_fp8, "vllm"),
         "FlashInfer": FLASHINFER,
-        "Triton": TRITON,
     },
     "sparse": {
         ETAP: Provider(etap_sparse),

@@ -20,7 +20,7 @@ from bench.common.units import in_k
 ETAP, BF16_CACHE = "etap", "etap-bf16"
 OWN = (ETAP, "etap-fp8-math", BF16_CACHE)
 KINDS = ("bench", "bench-sparse")
-MAX_ROWS = 100  # a page shows larger grids as a summary by query rows
+MAX_ROWS = 100  # a page shows ratios alone of larger grids
 Pair = tuple[str, list[str], str]
 """A column that compares: its title, the kernels whose fastest time is divided, and the kernel that divides it."""
 
@@ -83,21 +83,6 @@ def table(document: dict) -> list[list[str]]:
     return lines
 
 
-def summary(document: dict) -> list[list[str]]:
-    """A large grid by query rows: how the fastest peer compares with ETAP, and where least well."""
-    found: dict[int, list[tuple[float, str]]] = {}
-    peers = [name for name in names_of(document) if name not in OWN]
-    for row in document["rows"]:
-        if value := ratio(row, peers, ETAP):
-            found.setdefault(row["heads"] * row["s_q"], []).append((value, row["label"]))
-    lines = [["query rows", "shapes", f"best peer / {ETAP}, least", "median", "most", "the least"]]
-    for rows, pairs in sorted(found.items()):
-        values, (least, label) = [value for value, _ in pairs], min(pairs)
-        spread = [f"{least:.3f}", f"{statistics.median(values):.2f}", f"{max(values):.2f}"]
-        lines.append([str(rows), str(len(pairs)), *spread, label])
-    return lines
-
-
 def markdown_table(lines: list[list[str]]) -> str:
     """A Markdown table whose columns are aligned, so that a screen can show it, too."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
@@ -139,13 +124,13 @@ def provenance(document: dict) -> str:
 
 
 def text(document: dict, page: bool = False) -> str:
-    """All that a results file of `bench kernels` says; on a page, a grid of many rows by its summary."""
+    """All that a results file of `bench kernels` says; on a page, a large grid without its table."""
     both = ", back to back / behind another kernel" if document["options"].get("behind") else ""
     title = f"{document['title']}, {document['gpu']}: microseconds per call{both}"
     large = page and len(document["rows"]) > MAX_ROWS
     lines = "\n".join(f"- {line}" for line in remarks(document))
-    body = markdown_table(summary(document) if large else table(document))
-    return "\n\n".join([f"## {title}" if page else title, body, lines, f"{provenance(document)}."])
+    body = [] if large else [markdown_table(table(document))]
+    return "\n\n".join([f"## {title}" if page else title, *body, lines, f"{provenance(document)}."])
 
 
 def section(path: Path, page: bool) -> str:

@@ -1,33 +1,37 @@
 """Measures the rate of WGMMA of every shape on 78 CTAs of this GPU, with and without the H20 proxy's fillers.
 
-    python -m bench.qualify.h20_rates [--output rates.json] [--widths 8 16 ...] [--build-only]
+    python -m bench.qualify.h20_rates [--output rates.json]
 
 Two warpgroups per CTA issue products from shared memory, or from registers and shared memory, in chains of four on up
-to four accumulators. A line has for each shape TFLOP/s without fillers and with h20_ptxas.py's, DIFFERENT where the
-accumulators are not the same bit for bit, and how many fillers give the H20's rate, for h20_ptxas.py's tables. Run it
+to four accumulators. A line has for each shape TFLOP/s without fillers and with h20_ptxas.py's, whether the
+accumulators are the same bit for bit, and how many fillers give the H20's rate, for h20_ptxas.py's tables. Run it
 again for another ptxas or card; one run varies by 2%. The exit status is 1 if a rate with fillers is more than 5% off,
-or a result is DIFFERENT.
+or a result is not the same.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from torch.cuda._utils import _cuda_load_module
 
 from bench.common.provenance import provenance
+from bench.common.results import write
 from bench.qualify import h20_ptxas
 
 SMS, TARGET = 78, {16: 131.0, 8: 262.0}  # TFLOP/s on that many SMs, by the bits of an operand
 SLOW = {(8, False)}  # (n, A in registers) that an H200 itself does not bring to the rate
 MAX_OFF = 0.05
+WIDTHS = (8, 16, 32, 64, 128, 256)
 PTXAS = shutil.which("ptxas") or "/usr/local/cuda/bin/ptxas"
 SHARED = 160 * 1024  # one CTA per SM
 KERNEL = """
@@ -120,9 +124,6 @@ def build(folder: Path, case: tuple, slowed: bool) -> tuple[bytes, float]:
 
 def measure(cubin: bytes, bits: int, n: int):
     """TFLOP/s on SMS CTAs, and the accumulators."""
-    import torch
-    from torch.cuda._utils import _cuda_load_module
-
     group, accumulators = shape(n)
     function = _cuda_load_module(cubin, ["rate"])["rate"]
     function.set_shared_memory_config(SHARED)
@@ -147,43 +148,25 @@ def measured(case: tuple, plain: tuple[bytes, float], slowed: tuple[bytes, float
     cost = (1 / rate - 1 / free) / slowed[1] if slowed[1] else 0
     wanted = max(0.0, (1 / TARGET[bits] - 1 / free) / cost) if cost > 0 else 0.0
     same = bool((out == reference).all() and reference.any())
+    right = same and ((n, registers) in SLOW or abs(rate / TARGET[bits] - 1) <= MAX_OFF)
     found = {"bits": bits, "n": n, "registers": registers, "mn_major": across, "free": free, "rate": rate}
-    return found | {"fillers": slowed[1], "wanted": wanted, "same": same}
+    return found | {"fillers": slowed[1], "wanted": wanted, "same": same, "right": right}
 
 
-def is_wrong(found: dict) -> bool:
-    slow = (found["n"], found["registers"]) in SLOW
-    return not found["same"] or not slow and abs(found["rate"] / TARGET[found["bits"]] - 1) > MAX_OFF
-
-
-def line(found: dict) -> str:
-    name = f"{found['bits']:2}-bit n{found['n']:<3} {'RS' if found['registers'] else 'SS'}"
-    name += " MN" if found["mn_major"] else " K "
-    text = f"{name} {found['free']:.1f}, with {found['fillers']:.2f} fillers {found['rate']:.1f}"
-    return f"{text}{'' if found['same'] else ' DIFFERENT'}, wanted {found['wanted']:.3f}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path)
-    parser.add_argument("--widths", type=int, nargs="*", default=[8, 16, 32, 64, 128, 256])
-    parser.add_argument("--build-only", action="store_true", help="only see whether ptxas complains; needs no GPU")
-    options = parser.parse_args()
-    cases = list(product((16, 8), options.widths, (False, True), (False, True)))
+def main(output: Annotated[Path | None, typer.Option(help="JSON file to write.")] = None) -> None:
+    """Measure every shape's rate; exit with 1 if one is off or a result is not the same."""
+    cases = list(product((16, 8), WIDTHS, (False, True), (False, True)))
     cases = [case for case in cases if case[0] == 16 or not case[3]]  # 8-bit operands are K-major only
     found = []
     with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         built = {case: [pool.submit(build, Path(folder), case, slowed) for slowed in (False, True)] for case in cases}
         for case, binaries in built.items():
-            plain, slowed = (each.result() for each in binaries)
-            if not options.build_only:
-                found.append(measured(case, plain, slowed))
-                print(line(found[-1]), flush=True)
-    if options.output:
-        about = provenance("python -m bench.qualify.h20_rates").model_dump()
-        options.output.write_text(json.dumps({**about, "shapes": found}, indent=1))
-    return int(any(map(is_wrong, found)))
+            found.append(measured(case, *(each.result() for each in binaries)))
+            typer.echo(found[-1])
+    if output:
+        write({**provenance("python -m bench.qualify.h20_rates").model_dump(), "shapes": found}, output)
+    raise typer.Exit(not all(one["right"] for one in found))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    typer.run(main)

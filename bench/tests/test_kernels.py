@@ -19,8 +19,7 @@ from bench.kernels.grids import Workload, read_grid
 from bench.kernels.measure import MAX_RMSE, Options, Row
 from bench.kernels.providers import BF16_CACHE, ETAP, FP8_MATH, Provider
 from etap_backend import _library, _operator
-from etap_backend.limits import FP8
-from etap_backend.reference import relative_rmse, stored_rows
+from etap_backend.reference import relative_rmse
 
 SMALL = {
     "plain": Workload("dense", 2, 333, 4),
@@ -85,11 +84,6 @@ def test_the_shipped_grids_can_be_read_by_name(name):
             assert measure.calls_of(workload) >= copies
 
 
-def test_the_cache_of_a_grid_can_be_fp8(grid):
-    assert {one.kind for one in read_grid("heads", fp8=True).workloads} == {"fp8"}
-    assert {one.label for one in read_grid("heads").workloads} & {"16 x 4K, 8 heads, s_q 1"}
-
-
 @pytest.mark.parametrize(
     "text, key",
     [
@@ -106,7 +100,8 @@ def test_a_grid_that_makes_no_sense_is_refused(grid, text, key):
         read_grid(grid(text))
 
 
-def test_rows_beyond_the_memory_are_left_out_and_named(grid):
+def test_rows_beyond_the_memory_are_left_out_and_all_can_be_fp8(grid):
+    assert {one.kind for one in read_grid("heads", fp8=True).workloads} == {"fp8"}
     kept, left_out = read_grid(grid("[[rows]]\nshapes = [[1, 1024], [256, 131072]]")).within(20e9)
     assert [one.length for one in kept.workloads] == [1024] and left_out == ["256 x 128K, 16 heads, s_q 1"]
 
@@ -122,21 +117,6 @@ def test_bytes_operations_and_floors_of_each_call():
     assert FLOORS["H20 proxy"]["fp8"].us(fp8) == pytest.approx(fp8.flops / 264e6 + 3.5)
     assert floor_for("H20 proxy (H200 throttled)", "sparse") is FLOORS["H20 proxy"]["sparse"]
     assert floor_for("NVIDIA H100 80GB HBM3", "plain") is floor_for("NVIDIA H200", "v4") is None
-
-
-def test_fp8_rows_and_v4_pages_stand_for_what_they_were_made_of():
-    made_of = torch.randn(50, 576, dtype=torch.bfloat16)
-    values, scales, rope = inputs.fp8_rows(made_of).split([512, 16, 128], dim=1)
-    assert torch.equal(rope.contiguous().view(torch.bfloat16), made_of[:, 512:])
-    scales = scales.contiguous().view(torch.float32).repeat_interleave(128, dim=1)
-    torch.testing.assert_close(values.view(FP8).float() * scales, made_of[:, :512].float(), rtol=1 / 16, atol=1e-3)
-    made_of = torch.randn(3, 64, 512, dtype=torch.bfloat16)
-    rows = stored_rows(inputs.v4_pages(made_of), torch.arange(3).repeat_interleave(64), torch.arange(64).repeat(3))
-    values, rope, exponents, _ = rows.split([448, 128, 7, 1], dim=1)
-    assert torch.equal(rope.contiguous().view(torch.bfloat16), made_of.flatten(0, 1)[:, 448:])
-    scales = (exponents.float() - 127).exp2().repeat_interleave(64, dim=1)
-    wanted = made_of.flatten(0, 1)[:, :448].float()
-    torch.testing.assert_close(values.view(FP8).float() * scales, wanted, rtol=1 / 16, atol=1e-3)
 
 
 def test_calls_read_rows_that_no_other_call_reads(on_cpu):
@@ -196,8 +176,8 @@ def test_a_files_peers_stand_beside_etap_and_are_checked(tmp_path):
 def test_without_a_choice_etap_and_the_installed_peers_are_timed(monkeypatch):
     monkeypatch.setattr(providers, "installed", lambda packages: {p: "1" for p in packages if p == "vllm"})
     plain = providers.chosen(providers.AVAILABLE, ["plain"], [], [])
-    assert list(plain["plain"]) == [ETAP, "FlashMLA", "FA3", "Triton"]
-    fp8 = providers.chosen(providers.AVAILABLE, ["fp8"], [], ["triton", "Etap-BF16"])
+    assert list(plain["plain"]) == [ETAP, "FlashMLA", "FA3"]
+    fp8 = providers.chosen(providers.AVAILABLE, ["fp8"], [], ["flashinfer", "Etap-BF16"])
     assert list(fp8["fp8"]) == [ETAP, FP8_MATH, "FlashMLA"]
     for only, skip, argument in ((["FA4"], [], "--only"), ([], ["x"], "--skip"), ([ETAP], [ETAP], "--skip")):
         with pytest.raises(ValueError, match=f"{argument}: wanted"):

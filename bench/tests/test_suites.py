@@ -91,11 +91,10 @@ def test_flashmla_s_script_runs_on_etap(tmp_path, monkeypatch, value, passed):
     [
         ("calls.append(1)", []),
         ("pass", ["no case passed", "2 cases failed", *["no case of this kind"] * 2]),
-        ("calls.append(1); assert False", ["no case passed", "2 cases failed", *["no case of this kind"] * 2]),
         ("pytest.skip()", ["no case passed", *["no case of this kind"] * 2]),
         ("(", ["pytest ended with 2", "no case passed"]),
     ],
-    ids=["passes", "without ETAP", "fails", "skips", "cannot be collected"],
+    ids=["passes", "without ETAP", "skips", "cannot be collected"],
 )
 def test_vllm_s_cases_are_counted(tmp_path, monkeypatch, body, problems):
     monkeypatch.setattr(suites.sys, "path", [*suites.sys.path])
