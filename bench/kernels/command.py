@@ -63,7 +63,7 @@ def document_of(grid: Grid, kernels: Providers, builds: list[Build], options: Op
         "multiprocessors": torch.cuda.get_device_properties(0).multi_processor_count,
         "options": asdict(options),
         "libraries": {build.name: {"sha256": sha256(build.path)} for build in builds},
-        "published": [one.model_dump(mode="json") for one in grid.published],
+        "published": grid.published,
         "floor": floor and {**floor._asdict(), "text": floor.text},
         "complete": False,
         "rows": [],

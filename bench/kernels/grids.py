@@ -137,23 +137,12 @@ class Rows(Strict):
         ]
 
 
-class Published(Strict):
-    """TFLOP/s that others published for a kernel, for the picture."""
-
-    kernel: str
-    gpu: str
-    source: str
-    batch: Count
-    heads: Count
-    tflops: dict[int, float]  # by tokens per request
-
-
 class File(Strict):
     """A grid's file."""
 
     title: str
     rows: Annotated[list[Rows], Field(min_length=1)]
-    published: list[Published] = []
+    published: list[dict] = []  # TFLOP/s that others published for a kernel, for the picture
 
     @model_validator(mode="after")
     def _of_one_call(self) -> File:
@@ -169,7 +158,7 @@ class Grid:
     name: str
     title: str
     workloads: tuple[Workload, ...]
-    published: tuple[Published, ...]
+    published: list[dict]
 
     def within(self, memory_bytes: float) -> tuple[Grid, list[str]]:
         """The grid without the rows whose caches exceed 80% of this memory, and those rows' labels."""
@@ -186,4 +175,4 @@ def read_grid(name: str, fp8: bool = False) -> Grid:
     file = configs.parse(File, configs.read_toml_table(path), path)
     found = [workload for table in file.rows for workload in table.workloads()]
     found = [replace(workload, kv_dtype="fp8") for workload in found] if fp8 else found
-    return Grid(path.stem, file.title, tuple(dict.fromkeys(found)), tuple(file.published))
+    return Grid(path.stem, file.title, tuple(dict.fromkeys(found)), file.published)

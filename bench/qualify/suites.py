@@ -21,9 +21,10 @@ import traceback
 import types
 import unittest
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
+from unittest import mock
 
 import typer
 
@@ -107,15 +108,9 @@ class Report:
 
         return call
 
-    @contextlib.contextmanager
-    def counting(self, owner: Any, name: str) -> Iterator[None]:
-        """Count the calls of owner.name."""
-        function = getattr(owner, name)
-        setattr(owner, name, self.counted(function))
-        try:
-            yield
-        finally:
-            setattr(owner, name, function)
+    def counting(self, owner: Any, name: str) -> contextlib.AbstractContextManager:
+        """Count the calls of owner.name while it is open."""
+        return mock.patch.object(owner, name, self.counted(getattr(owner, name)))
 
     def run(self, cases: Iterable[Case], options: Options) -> None:
         """Run the chosen cases; what they print is kept for those that fail."""
