@@ -176,8 +176,11 @@ def main(
     numbers = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", part)
     if not numbers or int(numbers[1]) > int(numbers[2]):
         raise typer.BadParameter(f"--part: wanted I/N with I from 1 to N, got {part}")
-    if output:
-        must_be_writable(output)
+    try:
+        if output:
+            must_be_writable(output)
+    except ValueError as error:
+        raise typer.BadParameter(str(error)) from error
     script = Path(wanted.script) if wanted.script else None
     options, report = Options(checkout, script, (int(numbers[1]), int(numbers[2]))), Report()
     about = provenance("python -m bench suites", packages=PACKAGES, library=_library.library_path()).model_dump()
