@@ -180,6 +180,8 @@ def check_plugin(plugin: Plugin) -> Finding:
         version = engine.version
     except importlib.metadata.PackageNotFoundError:
         return Finding(Verdict.ABSENT, "", f"pip install '{engine.package}>={engine.oldest}' to serve with it")
+    if too_old := engine.why_too_old():
+        return Finding(Verdict.BROKEN, too_old, f"pip install '{engine.package}>={engine.oldest}'")
     version += ", tested" if engine.is_tested else f", not tested ({engine} are)"
     if "etap" not in importlib.metadata.entry_points(group=plugin.entry_points).names:
         remedy = "install etap-backend with pip: from a source tree alone its entry points are unknown"

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from bench.kernels.floors import floor_for
 from bench.kernels.grids import Workload
-from bench.kernels.hold import sms_held
 from bench.kernels.inputs import Pool, copies_of, inputs_of, truth, with_cache
 from bench.kernels.providers import BF16_CACHE, ETAP, MATH_SUFFIX, OWN, Provider
 from etap_backend.reference import relative_rmse
+from support.held_sms import sms_held
 
 H20_SMS = 78
 MIN_CALLS = 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import shlex
 import signal
 import socket
@@ -30,12 +31,22 @@ MARK = "ETAP_BENCH_PROCESS"
 GRACE_SECONDS = 10
 MEMORY_SECONDS, MEMORY_MIB = 30, 2048
 READY_SECONDS = 600
+SERVER_PORTS = (20_000, 32_000)
+_given_ports: set[int] = set()
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """A port on which nothing listens, and which no earlier call gave.
+
+    It lies below the ports that Linux gives to clients: one of those may be taken before a server listens on it.
+    """
+    while True:
+        port = random.randrange(*SERVER_PORTS)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in _given_ports:
+                _given_ports.add(port)
+                return port
 
 
 class Process:

@@ -224,6 +224,9 @@ def test_an_engine_is_absent_or_lacks_the_entry_point_or_has_an_active_plugin(pl
     active = doctor.check_plugin(plugin)
     assert active.verdict is doctor.Verdict.OK and active.found == f"{version('pytest')}, tested, plugin active"
     assert "ENGINE_PLUGINS" in active.remedy and "--attention-backend ETAP selects it" in active.remedy
+    older = doctor.check_plugin(replace(plugin, engine=replace(plugin.engine, oldest="999.0", newest="999.1")))
+    assert older.verdict is doctor.Verdict.BROKEN and "supports Engine 999.0 and 999.1" in older.found
+    assert "pip install 'pytest>=999.0'" in older.remedy
     newer = doctor.check_plugin(replace(plugin, engine=replace(plugin.engine, newest="1.5")))
     assert newer.verdict is doctor.Verdict.OK and "not tested (Engine 1.0 and 1.5 are)" in newer.found
 
