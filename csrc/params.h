@@ -96,7 +96,7 @@ struct RowList {
   int32_t width;  // 0: there is no list, and the rest means nothing
 };
 
-// Where partitions begin and end in the sequence of tokens: see decode/sparse/pieces.h.
+// Where partitions begin and end in the sequence of tokens: see decode/cta/token_splits.h.
 struct TokenDivision {
   int32_t tokens;
   int32_t partitions;

@@ -286,7 +286,7 @@ Array<SparsePiece> sparse_pieces(TensorView tiles, int64_t most_tiles, int64_t h
   for (int p = 0; p < division.partitions; ++p) {
     for (int t = sparse::first_token(division, p); t < sparse::end_token(division, p); ++t) {
       const sparse::TileRange range = sparse::tile_range(division, t, p, of_token[t]);
-      const int slot = sparse::pieces(division, t) > 1 ? sparse::slot(division, t, p) : -1;
+      const int slot = sparse::splits(division, t) > 1 ? sparse::slot(division, t, p) : -1;
       all.push_back(SparsePiece(t, p, range.begin, range.end, slot));
     }
   }

@@ -3,7 +3,7 @@
 
 #include "api/decode_call.h"
 #include "decode/sparse/launch.h"
-#include "decode/sparse/pieces.h"
+#include "decode/cta/token_splits.h"
 
 namespace etap {
 

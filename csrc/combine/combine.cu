@@ -5,9 +5,9 @@
 #include <algorithm>
 
 #include "combine/divided_flight.cuh"
-#include "decode/roles.h"
+#include "decode/cta/roles.h"
 #include "decode/shape.h"
-#include "decode/sparse/pieces.h"
+#include "decode/cta/token_splits.h"
 
 namespace etap {
 namespace {
@@ -94,7 +94,7 @@ struct Entry {
     const TokenDivision& division = params.division;
     Entry entry;
     if (i < sparse::split_candidates(division)) {
-      const int token = sparse::split_candidate(division, i), pieces = sparse::pieces(division, token);
+      const int token = sparse::split_candidate(division, i), pieces = sparse::splits(division, token);
       if (pieces > 1) entry = {token, sparse::first_slot(division, token), pieces};
     }
     return entry;

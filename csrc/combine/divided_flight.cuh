@@ -1,7 +1,7 @@
 // Partial results on their way to a warp that has few registers, as beside a decode kernel.
 #pragma once
 
-#include "combine/sums.cuh"
+#include "common/sums.cuh"
 
 namespace etap {
 

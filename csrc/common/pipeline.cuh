@@ -53,16 +53,15 @@ CUTE_DEVICE void each_of_warp(int warp, Of&& of) {
   }
 }
 
-// A wait with patience looks at the clock after so many tries, and gives up when its upper half has gone up so often: after 9 to 11
+// A wait that traps reads the clock after this many tries, and traps when the clock's upper half has gone up this often: after 9 to 11
 // seconds at 1.98 GHz.
 constexpr uint32_t kTriesPerLook = 256;
-constexpr uint32_t kPatience = 5;
+constexpr uint32_t kTrapTicks = 5;
 
 // Waits for a phase of a barrier. A deadlock ends in a trap, which the host sees as a failed launch, instead of holding the GPU for
-// ever. kPatient says where that is looked for: there must be registers for it, time for its instructions, and one such wait
-// suffices that every deadlock meets. Time counts from the predecessor's end, which may take as long as it likes. Debug builds count
-// tries at every wait.
-template <bool kPatient = false>
+// ever. A wait that traps takes registers and instructions, so kTraps names the waits that do: one that every deadlock reaches
+// suffices. Time counts from the predecessor's end, which may take as long as it likes. In debug builds every wait counts its tries.
+template <bool kTraps = false>
 CUTE_DEVICE void spin(Barrier& barrier, uint32_t parity) {
   const uint32_t address = cute::cast_smem_ptr_to_uint(&barrier);
   [[maybe_unused]] uint32_t begin = 0;
@@ -71,9 +70,9 @@ CUTE_DEVICE void spin(Barrier& barrier, uint32_t parity) {
 #ifdef ETAP_SPIN_LIMIT
     if (tries > ETAP_SPIN_LIMIT) __trap();
 #else
-    if (!kPatient || tries % kTriesPerLook != 0) continue;
+    if (!kTraps || tries % kTriesPerLook != 0) continue;
     if (tries == kTriesPerLook) begin = ptx::clock_high();
-    if (ptx::clock_high() - begin < kPatience) continue;
+    if (ptx::clock_high() - begin < kTrapTicks) continue;
     if (followed) __trap();
     cudaGridDependencySynchronize();
     followed = true;
@@ -82,42 +81,36 @@ CUTE_DEVICE void spin(Barrier& barrier, uint32_t parity) {
   }
 }
 
-// A hardware barrier of part of a CTA, by number. Each sync orders its threads' accesses to memory before and behind it.
+// A hardware barrier of part of a CTA, by number. It orders its threads' accesses to memory before and behind it. Debug builds sync
+// where release builds arrive, and twice where those sync: racecheck takes no arrival without a wait, and takes some accesses right
+// behind a named barrier of part of the CTA for earlier ones.
 struct NamedBarrier {
   int number;
   int threads;
 
-  CUTE_DEVICE void sync() const { ptx::barrier_sync(number, threads); }
-  // Without waiting, for those who only hand over to others that meet. Debug builds meet, too: racecheck takes no arrival without a
-  // wait.
-  CUTE_DEVICE void hand_over() const {
 #ifdef ETAP_SPIN_LIMIT
-    meet();
+  CUTE_DEVICE void sync() const {
+    ptx::barrier_sync(number, threads);
+    ptx::barrier_sync(number, threads);
+  }
+  CUTE_DEVICE void arrive() const { sync(); }
 #else
-    ptx::barrier_arrive(number, threads);
+  CUTE_DEVICE void sync() const { ptx::barrier_sync(number, threads); }
+  CUTE_DEVICE void arrive() const { ptx::barrier_arrive(number, threads); }
 #endif
-  }
-  // True for all when any passed true.
+  // Syncs, and returns true in all threads when any of them passed true.
   CUTE_DEVICE bool any(bool value) const { return ptx::barrier_any(value, number, threads); }
-  // Where threads read what others have just written. Debug builds meet twice: racecheck takes some accesses right behind a
-  // named barrier of part of the CTA for earlier ones.
-  CUTE_DEVICE void meet() const {
-    sync();
-#ifdef ETAP_SPIN_LIMIT
-    sync();
-#endif
-  }
 };
 
 // Numbered events for one waiter, who may be up to kTurns behind: they take the barriers in turn. Each has happened when all
 // of its signals were given.
-template <int kTurns, bool kPatient>
+template <int kTurns, bool kTraps>
 struct Turns {
   Barrier barriers[kTurns];
 
   CUTE_DEVICE void init(uint32_t turn, int signals) { barriers[turn].init(signals); }
   CUTE_DEVICE void signal(uint32_t turn) { barriers[turn % kTurns].arrive(); }
-  CUTE_DEVICE void wait(uint32_t turn) { spin<kPatient>(barriers[turn % kTurns], turn / kTurns % 2); }
+  CUTE_DEVICE void wait(uint32_t turn) { spin<kTraps>(barriers[turn % kTurns], turn / kTurns % 2); }
 };
 
 // One lane of a warp in step releases for all. In debug builds each does for itself: racecheck does not see that what the others
@@ -129,9 +122,9 @@ constexpr int kReleasingLanes = 1;
 #endif
 CUTE_DEVICE bool releases() { return threadIdx.x % kWarpSize < kReleasingLanes; }
 
-// One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release. kPatient: of the
-// producer, see spin.
-template <int kStages, bool kPatient = true>
+// One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release. kTraps: the
+// producer's waits trap, see spin.
+template <int kStages, bool kTraps = true>
 struct Ring {
   using Position = RingPosition<kStages>;
 
@@ -145,7 +138,7 @@ struct Ring {
       empty[stage].init(consumer_warps * kReleasingLanes);
     });
   }
-  CUTE_DEVICE void acquire(Position at) { spin<kPatient>(empty[at.stage], at.parity ^ 1); }
+  CUTE_DEVICE void acquire(Position at) { spin<kTraps>(empty[at.stage], at.parity ^ 1); }
   // Whether acquire would not wait now.
   CUTE_DEVICE bool has_room(Position at) {
     return ptx::mbarrier_test_wait(cute::cast_smem_ptr_to_uint(&empty[at.stage]), at.parity ^ 1);

@@ -9,24 +9,24 @@
 //   sparse/          gathers listed rows for the consumers of the first and the last, and for 64 rows makes bfloat16 of V4's
 //   sparse_fp8/      multiplies FP8 rows of lists, whose scales and values the consumers convert: V3.2's, and V4's up to 32 rows
 //
-// Grid             CTAs: partitions x row groups, those of a partition neighbours. One CTA decodes the pieces of its
+// Grid             CTAs: partitions x row groups, those of a partition neighbours. One CTA decodes the splits of its
 //                  partition's work range for its row group (a row tile of the rows), one after the other. One CTA an SM.
-//                  Where the pieces of a token of sparse attention are a cluster, a row group's are neighbours.
+//                  Where the splits of a token of sparse attention are a cluster, a row group's are neighbours.
 //
-// Glossary         tile: 64 tokens   piece: a run of tiles of one request   row: (query token, head), packed
+// Glossary         tile: 64 tokens   split: a run of tiles of one request   row: (query token, head), packed
 //                  st: S^T [64 tokens x query rows]   pt: P^T [rows x tokens]   ot: O^T [value dims x rows]
 //                  s, p, o: the same not transposed   chunk: 64 columns (e4m3: 128) of a tile   stage: of the key ring
 //
 // Role             warps  registers (*)   does
 // consumer 0, 1    4 + 4  232 (FP8 240)   scores, softmax, output of tiles; merge; write
 // key producer     1      40 (FP8 24)     K tiles, TMA, stage by stage into the key ring
-// query producer   1      40 (FP8 24)     the query rows of each piece, TMA (FP8: nothing; lists: rows)
+// query producer   1      40 (FP8 24)     the query rows of each split, TMA (FP8: nothing; lists: rows)
 // query helper     2      40 (FP8 24)     with it, by cp.async, where TMA cannot
 // (*) up to 16 rows 152 and 32 where a block of the combination finds room beside the CTA: kBesideCombination
 //
 // Pipeline         stages                 producer -> consumer                    released by
 // keys             8 x 24 KB (+)          TMA bytes -> the tile's consumer(s)     4 warps, or 8 that share tiles
-// queries          1                      TMA bytes or 96 threads -> both         8 warps, after the piece's last scores
+// queries          1                      TMA bytes or 96 threads -> both         8 warps, after the split's last scores
 // lengths          4                      key producer -> both                    8 warps, at once
 // grants           4 a consumer           key producer -> the tile's consumer     (nothing to release)
 // (+) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB. There, and beside lists, consumers
@@ -35,23 +35,23 @@
 // Up to 32 rows, time going down:
 //   consumer 0: st(0) softmax(0) ot(0)         st(2) ...          The tensor cores alternate between the two; each
 //   consumer 1:            st(1) softmax(1) ot(1)    st(3) ...    one's softmax hides behind the other's products.
-// A piece of one tile is both consumers', half of the columns each.
+// A split of one tile is both consumers', half of the columns each.
 //
 // Early loads: the kernel before may still run while the schedule and the cache's older rows are read. The key producer waits for
-// it before a tile with new tokens, the query producer and the consumers when they know their first piece.
+// it before a tile with new tokens, the query producer and the consumers when they know their first split.
 //
 // Where pages hold no whole tiles (kWholeTiles is false), the key producer and the query helpers (beside an FP8 cache all four
 // warps) share the copies, in parts by TMA or row by row: producers/load_parts.cuh, gather_rows.cuh.
 #pragma once
 
-#include "decode/mixed_major/consumer.cuh"
-#include "decode/producers/gather_rows.cuh"
-#include "decode/producers/load_queries.cuh"
-#include "decode/query_major/consumer.cuh"
-#include "decode/sparse/load_rows.cuh"
-#include "decode/sparse/traits.h"
-#include "decode/sparse_fp8/consumer.cuh"
-#include "decode/transposed/consumer.cuh"
+#include "decode/consumers/mixed_major.cuh"
+#include "decode/load/paged_rows.cuh"
+#include "decode/load/queries.cuh"
+#include "decode/consumers/owned_tiles.cuh"
+#include "decode/load/listed_rows.cuh"
+#include "decode/layouts/sparse.h"
+#include "decode/consumers/fp8_rows.cuh"
+#include "decode/consumers/alternating.cuh"
 
 namespace etap {
 
@@ -68,7 +68,7 @@ template <class T, bool kWholeTiles>
 CUTE_DEVICE void produce(Shared<T>& shared, const DecodeParams& params, const Cache<T, kWholeTiles>& cache,
                          const QueryMaps& query_maps, int partition, int row_group) {
   const WarpRole role = producer_role();
-  if constexpr (T::kGathered) {
+  if constexpr (T::kSparse) {
     sparse::load_rows<T>(shared, params, partition, cutlass::canonical_warp_idx_sync() - kConsumerWarps);
   } else if constexpr (kWholeTiles) {
     if (role == WarpRole::kKeyProducer) {
@@ -98,12 +98,12 @@ CUTE_DEVICE void init_barriers(Shared<T>& shared, bool query_maps_usable, int wa
   static_assert(kSetupWarps == kDecodeThreads / kWarpSize);
   const int from_last = kSetupWarps - 1 - warp;
   // So many arrivals fill a stage of keys, and so many signals grant it; the next number fills the queries.
-  constexpr int kKeyArrivals = T::kGathered || !kWholeTiles ? T::kGatherWarps : 1;
+  constexpr int kKeyArrivals = T::kSparse || !kWholeTiles ? T::kGatherWarps : 1;
   const int query_arrivals = query_maps_usable || T::kFp8Cache ? 1 : kQueryWarps<kWholeTiles> * kWarpSize;
-  shared.keys.init(warp, kKeyArrivals * (T::kGathered ? kReleasingLanes : 1), T::kStageReleases);
+  shared.keys.init(warp, kKeyArrivals * (T::kSparse ? kReleasingLanes : 1), T::kStageReleases);
   shared.queries.init(from_last, query_arrivals, kConsumerWarps);
-  if constexpr (!T::kGathered) shared.lengths.init(from_last);
-  if constexpr (T::kGrantsTiles) shared.init_grants(warp, kKeyArrivals);
+  if constexpr (!T::kSparse) shared.lengths.init(from_last);
+  if constexpr (T::kAlternatingTiles) shared.init_tile_ready(warp, kKeyArrivals);
   cutlass::arch::fence_barrier_init();
 }
 
@@ -117,8 +117,8 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   extern __shared__ __align__(1024) char shared_bytes[];
   auto& shared = *reinterpret_cast<typename T::SharedStorage*>(shared_bytes);
   if (threadIdx.x < kWarpSize) {
-    const bool gathered = T::kGathered || (!kWholeTiles && params.key_load == KeyLoad::kRows);  // no TMA for the cache
-    if (!T::kGathered && !gathered && threadIdx.x < sizeof(cache) / sizeof(CUtensorMap)) {
+    const bool gathered = T::kSparse || (!kWholeTiles && params.key_load == KeyLoad::kRows);  // no TMA for the cache
+    if (!T::kSparse && !gathered && threadIdx.x < sizeof(cache) / sizeof(CUtensorMap)) {
       cute::prefetch_tma_descriptor(reinterpret_cast<const CUtensorMap*>(&cache) + threadIdx.x);
     }
     if (threadIdx.x == 0 && query_maps.usable) {
@@ -128,15 +128,15 @@ __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
   }
   const int warp = cutlass::canonical_warp_idx_sync();
   if (threadIdx.x % kWarpSize == 0) init_barriers<T, kWholeTiles>(shared, query_maps.usable, warp);
-  ETAP_MARKED(launch_meeting, __syncthreads());
+  ETAP_MARKED(launch_sync, __syncthreads());
   // With lists each role waits for the predecessor by itself, when it has worked out where it begins.
-  if (!T::kGathered && (!kWholeTiles || !params.early_loads)) ETAP_MARKED(launch_wait, follow_predecessor());
+  if (!T::kSparse && (!kWholeTiles || !params.early_loads)) ETAP_MARKED(launch_wait, pdl_wait_then_trigger());
 
-  const unsigned cluster = T::kGathered ? ptx::cluster_size() : 1;  // 1, 2, 4 or 8
+  const unsigned cluster = T::kSparse ? ptx::cluster_size() : 1;  // 1, 2, 4 or 8
   unsigned place = blockIdx.x >> ((cluster > 1) + (cluster > 2) + (cluster > 4));
   int row_group = 0;
   // With lists one group is usual, and the rows wait for the division. Elsewhere ptxas would spill for the question.
-  if (!T::kGathered || params.row_groups > 1) {
+  if (!T::kSparse || params.row_groups > 1) {
     row_group = place % params.row_groups;
     place /= params.row_groups;
   }

@@ -399,7 +399,7 @@ TRAITS = {  # of kernels whose name does not say them
 }
 WHOLE_TILES = Case((192,), num_sms=1)  # where a fault shows that another one, of a tail, would hide or come before
 FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator says where it is left out
-    ("transposed", "launch_meeting"): "no mbarrier",
+    ("transposed", "launch_sync"): "no mbarrier",
     ("transposed", "length_wait"): "never written|inf/NaN elsewhere|cosine",
     ("transposed", "length_commit"): "deadlock",
     ("transposed single tiles", "length_release"): "deadlock",
@@ -407,26 +407,26 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed", "scores_commit"): "in flight",
     ("transposed", "scores_wait"): "in flight",
     ("transposed", "probabilities_fence"): "inf/NaN elsewhere",
-    ("transposed", "probabilities_meeting"): "never written|inf/NaN elsewhere",
+    ("transposed", "probabilities_sync"): "never written|inf/NaN elsewhere",
     ("transposed", "output_fence"): "wgmma.fence",
     ("transposed", "output_wait"): "in flight",
     ("transposed", "stage_release"): "deadlock",
     # What it overwrites is a tile still on its way, or one that the other consumer still multiplies.
-    ("transposed", "merge_grant"): "in flight|inf/NaN elsewhere|cosine",
+    ("transposed", "merge_ready"): "in flight|inf/NaN elsewhere|cosine",
     ("transposed", "launch_wait"): "without having waited",
-    ("transposed single tiles", "shares_meeting"): "never written|inf/NaN elsewhere|cosine",
-    ("transposed single tiles", "outputs_meeting"): "in flight|inf/NaN elsewhere|cosine|never written",
+    ("transposed single tiles", "shares_sync"): "never written|inf/NaN elsewhere|cosine",
+    ("transposed single tiles", "outputs_sync"): "in flight|inf/NaN elsewhere|cosine|never written",
     ("transposed early", "new_tokens_wait"): "without having waited",
     ("transposed early", "queries_wait"): "without having waited",
-    ("transposed early", "first_piece_wait"): "without having waited",
+    ("transposed early", "first_split_wait"): "without having waited",
     ("transposed rows", "rows_room"): "deadlock|in flight|inf/NaN elsewhere|cosine|more arrivals",
     ("transposed rows", "rows_wait"): "in flight",
     ("transposed rows", "rows_fence"): "inf/NaN elsewhere",
-    ("transposed rows", "rows_grant"): "deadlock",
+    ("transposed rows", "rows_ready"): "deadlock",
     ("transposed rows", "lent_commit"): "deadlock",
     ("transposed parts", "part_bytes"): "deadlock",
     ("transposed parts", "part_arrival"): "deadlock",
-    ("transposed parts", "part_grant"): "deadlock",
+    ("transposed parts", "part_ready"): "deadlock",
     ("query_major rows", "rows_wait"): "in flight",
     ("query_major rows", "rows_fence"): "inf/NaN elsewhere",
     ("transposed_fp8 rows", "rows_room"): "deadlock|in flight|inf/NaN elsewhere|cosine|more arrivals",
@@ -439,17 +439,17 @@ FAULTS = {  # by kernel and mark (see csrc/common/mark.h): what the emulator say
     ("transposed_fp8_math rows", "lent_commit"): "deadlock",
     ("query_major", "scores_wait"): "in flight",
     ("query_major", "rope_wait"): "in flight",
-    ("query_major", "hand_over_meeting"): ".",
+    ("query_major", "published_sync"): ".",
     ("query_major", "tail_fence"): "without fence.proxy.async",
-    ("query_major", "tail_meeting"): "inf/NaN elsewhere",
+    ("query_major", "tail_sync"): "inf/NaN elsewhere",
     ("query_major", "output_fence"): "wgmma.fence",
     ("mixed_major", "scores_wait"): "in flight",
-    ("mixed_major", "rope_meeting"): "inf/NaN elsewhere|cosine|log-sum-exp",
-    ("mixed_major", "tile_meeting"): ".",
-    ("mixed_major", "own_tile_meeting"): "different WGMMAs",
-    ("mixed_major rows", "own_tile_meeting"): "never written|inf/NaN elsewhere|cosine",
-    ("mixed_major", "handed_over_fence"): "without fence.proxy.async|inf/NaN elsewhere|cosine",
-    ("mixed_major", "half_tail_meeting"): "inf/NaN elsewhere",
+    ("mixed_major", "rope_sync"): "inf/NaN elsewhere|cosine|log-sum-exp",
+    ("mixed_major", "tile_sync"): ".",
+    ("mixed_major", "own_tile_sync"): "different WGMMAs",
+    ("mixed_major rows", "own_tile_sync"): "never written|inf/NaN elsewhere|cosine",
+    ("mixed_major", "published_fence"): "without fence.proxy.async|inf/NaN elsewhere|cosine",
+    ("mixed_major", "half_tail_sync"): "inf/NaN elsewhere",
     ("mixed_major rows", "rows_fence"): "inf/NaN elsewhere|cosine|without fence.proxy.async",
 }
 
@@ -486,7 +486,7 @@ def test_the_kernel_without_a_planted_fault_has_none(kernel, timing):
 @pytest.mark.parametrize("kernel, mark", FAULTS)
 def test_missing_synchronisation_is_found(kernel, mark):
     assert mark in marked(kernel).marks
-    case = WHOLE_TILES if mark in ("probabilities_fence", "merge_grant") else CASES[kernel]
+    case = WHOLE_TILES if mark in ("probabilities_fence", "merge_ready") else CASES[kernel]
     found = fault_of(case, faults.without(mark), early_loads="early" in kernel)
     assert re.search(FAULTS[kernel, mark], found), found
 

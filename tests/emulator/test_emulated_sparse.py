@@ -279,59 +279,59 @@ FAULTY = {  # by kernel and, where it matters to the faults, by rows
 }
 NONSENSE = "inf/NaN elsewhere|cosine|log-sum-exp|largest error|RMSE"
 FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it is left out, in each kernel that has it
-    "launch_meeting": "no mbarrier",
+    "launch_sync": "no mbarrier",
     "lists_wait": "without having waited",
     "queries_wait": "without having waited",
     "rows_room": f"deadlock|more arrivals|never written|in flight|{NONSENSE}",
     "rows_arrival": f"in flight|{NONSENSE}",
     "rows_commit": "deadlock",
-    "rows_grant": "deadlock",
+    "rows_ready": "deadlock",
     "rows_wait": "in flight|never written",
     "rows_fence": NONSENSE,
     "other_rows_fence": NONSENSE,
     "queries_fence": NONSENSE,
-    "queries_meeting": f"never written|{NONSENSE}",
+    "queries_sync": f"never written|{NONSENSE}",
     "lent_room": f"deadlock|more arrivals|never written|in flight|{NONSENSE}",
     "lent_commit": "deadlock",
-    "merge_grant": f"deadlock|in flight|{NONSENSE}",
+    "merge_ready": f"deadlock|in flight|{NONSENSE}",
     "stage_release": "deadlock",
     "scores_commit": "in flight",
     "scores_wait": "in flight",
     "rope_wait": f"in flight|{NONSENSE}",
     "probabilities_fence": NONSENSE,
-    "probabilities_meeting": f"never written|{NONSENSE}",
-    "products_meeting": NONSENSE,
-    "shares_meeting": f"never written|{NONSENSE}",
-    "hand_over_meeting": f"never written|{NONSENSE}",
+    "probabilities_sync": f"never written|{NONSENSE}",
+    "products_sync": NONSENSE,
+    "shares_sync": f"never written|{NONSENSE}",
+    "published_sync": f"never written|{NONSENSE}",
     "output_fence": "wgmma.fence",
     "output_wait": "in flight",
-    "output_meeting": f"in flight|{NONSENSE}",
-    "halves_meeting": NONSENSE,
-    "parts_meeting": f"never written|an mbarrier|{NONSENSE}",
+    "output_sync": f"in flight|{NONSENSE}",
+    "halves_sync": NONSENSE,
+    "parts_sync": f"never written|an mbarrier|{NONSENSE}",
     "cluster_end": "has ended",
 }
 PRODUCERS = "rows_fence rows_commit rows_room"  # where V4's rows come from, and again of others
 TRANSPOSED = (
-    "launch_meeting lent_commit lent_room lists_wait merge_grant output_fence output_wait probabilities_fence "
-    "probabilities_meeting queries_meeting queries_wait rows_arrival rows_commit rows_fence rows_grant rows_room "
+    "launch_sync lent_commit lent_room lists_wait merge_ready output_fence output_wait probabilities_fence "
+    "probabilities_sync queries_sync queries_wait rows_arrival rows_commit rows_fence rows_ready rows_room "
     "scores_commit scores_wait stage_release"
 )
 QUERY_MAJOR = (
-    "hand_over_meeting launch_meeting lists_wait other_rows_fence output_fence queries_meeting queries_wait "
+    "published_sync launch_sync lists_wait other_rows_fence output_fence queries_sync queries_wait "
     "rope_wait rows_arrival rows_commit rows_fence rows_room scores_wait"
 )
 SCALED = (
-    "launch_meeting lists_wait probabilities_fence probabilities_meeting products_meeting queries_fence "
-    "queries_meeting queries_wait rows_arrival rows_commit rows_grant rows_room rows_wait stage_release"
+    "launch_sync lists_wait probabilities_fence probabilities_sync products_sync queries_fence "
+    "queries_sync queries_wait rows_arrival rows_commit rows_ready rows_room rows_wait stage_release"
 )
-FP8 = f"{SCALED} lent_commit lent_room merge_grant"
-V4 = f"{SCALED} output_meeting"  # halves cross where P^T was
+FP8 = f"{SCALED} lent_commit lent_room merge_ready"
+V4 = f"{SCALED} output_sync"  # halves cross where P^T was
 FP8_SHARED = (
-    "launch_meeting lists_wait probabilities_fence probabilities_meeting queries_fence queries_meeting queries_wait "
-    "rows_arrival rows_commit rows_room rows_wait shares_meeting stage_release"
+    "launch_sync lists_wait probabilities_fence probabilities_sync queries_fence queries_sync queries_wait "
+    "rows_arrival rows_commit rows_room rows_wait shares_sync stage_release"
 )
-SUMMED = "cluster_end parts_meeting"
-IN_A_CLUSTER = f"{SUMMED} halves_meeting"
+SUMMED = "cluster_end parts_sync"
+IN_A_CLUSTER = f"{SUMMED} halves_sync"
 PLANTED = {
     "transposed": TRANSPOSED,
     "clustered": IN_A_CLUSTER,

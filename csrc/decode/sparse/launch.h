@@ -2,7 +2,7 @@
 #pragma once
 
 #include "common/launch.h"
-#include "decode/sparse/pieces.h"
+#include "decode/cta/token_splits.h"
 #include "params.h"
 
 namespace etap::sparse {
@@ -11,7 +11,7 @@ namespace etap::sparse {
 // combination: where pieces are not 2, 4 or 8, and where a CTA has 64 rows. Larger clusters would need nearly all SMs of a GPC, of which
 // a communication kernel may hold some for as long as it likes.
 inline int cluster_pieces(const DecodeParams& params) {
-  const int pieces = equal_pieces(params.division);
+  const int pieces = equal_splits(params.division);
   return params.row_tile < kMaxRowTile && (pieces == 2 || pieces == 4 || pieces == 8) ? pieces : 1;
 }
 

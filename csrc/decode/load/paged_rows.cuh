@@ -1,0 +1,240 @@
+// Where pages are too small for TMA, the key producers are warps that copy the cache row by row with cp.async, 16 bytes a lane.
+#pragma once
+
+#include <cute/arch/copy_sm80.hpp>
+
+#include "decode/load/parts.cuh"
+
+namespace etap {
+
+// The rows of a tile that a warp copies. Groups of four are dealt to the warps in turn: lane 4k + j has the j-th row of its
+// warp's k-th group, and fetches its page one tile ahead. As with TMA, what lies behind the request's end in the table is
+// read, but never used, and a page that the cache lacks counts as zeros.
+template <int kWarps>
+class PagedRows {
+ public:
+  CUTE_DEVICE PagedRows(const DecodeParams& params, int warp, int request, int begin_tile)
+      : params_(params),
+        pages_(params.block_table + request * params.block_table_stride),
+        row_((warp + threadIdx.x % kWarpSize / 4 * kWarps) * 4 + threadIdx.x % 4),
+        next_page_(fetch(begin_tile)) {}
+
+  // Goes to the next tile, the first one to begin with.
+  CUTE_DEVICE void advance(int tile, int seq_len) {
+    const int token = tile * kTileTokens + row_;
+    exists_ = row_ < kTileTokens && token < seq_len && uint32_t(next_page_) < uint32_t(params_.cache.pages);
+    const uint32_t page = exists_ ? next_page_ : 0;
+    const uint32_t place = params_.parts_per_page.rem(token);
+    latent_ = page * params_.latent_steps.page + place * params_.latent_steps.row;
+    rope_ = page * params_.rope_steps.page + place * params_.rope_steps.row;
+    next_page_ = fetch(tile + 1);
+  }
+
+  // These say of this lane's row whether it exists, and where both of its parts lie, in units.
+  CUTE_DEVICE bool exists() const { return exists_; }
+  CUTE_DEVICE uint32_t latent() const { return latent_; }
+  CUTE_DEVICE uint32_t rope() const { return rope_; }
+
+ private:
+  CUTE_DEVICE int fetch(int tile) const {
+    const int page = params_.parts_per_page.div(tile * kTileTokens + row_);
+    return page < params_.max_pages ? pages_[page] : -1;
+  }
+
+  const DecodeParams& params_;
+  const int32_t* pages_;  // of the request: [max_pages]
+  const int row_;         // of a tile; behind its end: this lane has none
+  int next_page_;
+  bool exists_ = false;
+  uint32_t latent_ = 0;
+  uint32_t rope_ = 0;
+};
+
+// Copies these rows, 16 bytes a lane: eight lanes take a line of 128 bytes of a row, a warp those of a group.
+// Each lane gets the addresses that it needs once a tile, so that a stage costs little more than its copies.
+template <class T>
+class CopiedRows {
+ public:
+  CUTE_DEVICE CopiedRows(const PagedRows<T::kGatherWarps>& rows, const DecodeParams& params, int warp)
+      : params_(params), warp_(warp), exist_(__ballot_sync(0xffffffff, rows.exists())), rope_(rows.rope()) {
+    CUTE_UNROLL
+    for (int k = 0; k < kHeld; ++k) latent_[k] = kHeld == 1 ? rows.latent() : held_by(k * 4 + lane() / 8, rows.latent());
+  }
+
+  // Copies so many lines of the latent part from `offset` on, each [tokens x line] in the swizzle.
+  template <int kLines>
+  CUTE_DEVICE void copy_latent(int offset, char* target) const {
+    const char* const columns = params_.cache.latent + offset + lane() % 8 * kUnitBytes;
+    const int row = warp_ * 4 + uint32_t(anew(lane())) / 8;
+    const int first = row * kLineBytes + (lane() % 8 ^ swizzle<kLineBytes>(row)) * kUnitBytes;
+#pragma unroll(kHeld)
+    for (int k = 0; k < kGroups; ++k) {
+      if (!has_group(k)) continue;
+      // Worked out anew for each stage: there are no registers for all addresses.
+      const uint32_t latent = kHeld == 1 ? held_by(k * 4 + lane() / 8, latent_[0]) : anew(latent_[k]);
+      const char* const from = columns + uint64_t(latent) * params_.latent_steps.unit_bytes;
+      // A step of an odd number of groups of four is half a turn of the swizzle.
+      char* const to = target + k * T::kGatherWarps * 4 * kLineBytes + (first ^ k * T::kGatherWarps % 2 * 4 * kUnitBytes);
+      CUTE_UNROLL
+      for (int line = 0; line < kLines; ++line) {
+        copy(from + line * kLineBytes, k * 4 + lane() / 8, to + line * kTileTokens * kLineBytes);
+      }
+    }
+  }
+
+  // Copies the rope part. It is a line, or half of one: then half the lanes take it, and a warp two groups at a time.
+  template <int kRopeBytes>
+  CUTE_DEVICE void copy_rope(char* target) const {
+    constexpr int kRowUnits = kRopeBytes / kUnitBytes;
+    const char* const columns = params_.cache.rope + lane() % kRowUnits * kUnitBytes;
+#pragma unroll(kHeld)
+    for (int k = 0; k < kGroups; k += 8 / kRowUnits) {
+      const uint32_t at = uint32_t(anew(lane())) / kRowUnits;  // of the rows of these groups
+      const int held = k * 4 + at;
+      const char* const from = columns + uint64_t(held_by(held, rope_)) * params_.rope_steps.unit_bytes;
+      const uint32_t row = (warp_ + (k + at / 4) * T::kGatherWarps) * 4 + at % 4;
+      char* const to = target + row * kRopeBytes + (lane() % kRowUnits ^ swizzle<kRopeBytes>(row)) * kUnitBytes;
+      if (has_group(k)) copy(from, held, to);
+    }
+  }
+
+ private:
+  static constexpr int kLineBytes = 128;
+  static constexpr int kAllGroups = kTileTokens / 4;
+  static constexpr int kGroups = (kAllGroups + T::kGatherWarps - 1) / T::kGatherWarps;  // the last warps may have one less
+
+  static constexpr int kHeld = T::kStagesPerTile > 1 ? kGroups : 1;  // one: what this lane has fetched
+
+  CUTE_DEVICE static int lane() { return threadIdx.x % kWarpSize; }
+  // Returns what another lane holds. The whole warp calls it.
+  CUTE_DEVICE static uint32_t held_by(int lane, uint32_t value) {
+    return __shfl_sync(0xffffffff, value, lane);
+  }
+  CUTE_DEVICE bool has_group(int k) const {
+    return kAllGroups % T::kGatherWarps == 0 || k + 1 < kGroups || warp_ < kAllGroups % T::kGatherWarps;
+  }
+  // Copies 16 bytes of the row that a lane fetched, or zeros where it does not exist.
+  CUTE_DEVICE void copy(const char* from, int fetched_by, char* to) const {
+    cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(*reinterpret_cast<const cute::uint128_t*>(from),
+                                                                 *reinterpret_cast<cute::uint128_t*>(to),
+                                                                 exist_ >> fetched_by & 1);
+  }
+
+  const DecodeParams& params_;
+  const int warp_;
+  const uint32_t exist_;  // a bit a lane
+  const uint32_t rope_;
+  uint32_t latent_[kHeld];
+};
+
+// Copies a warp's rows of a stage.
+template <class T>
+CUTE_DEVICE void copy_stage(const CopiedRows<T>& rows, int first_chunk, char* target) {
+  if constexpr (T::kFp8Cache) {
+    rows.template copy_latent<T::kWideChunks>(0, target);
+    rows.template copy_rope<kRopeDim>(target + kTileTokens * kLatentDim);
+  } else {
+    constexpr int kChunkBytes = kTileTokens * kChunkColumns * sizeof(typename T::Element);
+    constexpr int kRowBytes = kChunkBytes / kTileTokens;
+    constexpr int kBefore = T::kChunksPerStage - 1;  // rope is the last chunk of its stage
+    if (first_chunk + kBefore < kValueChunks) {
+      rows.template copy_latent<T::kChunksPerStage>(first_chunk * kRowBytes, target);
+    } else {
+      rows.template copy_latent<kBefore>(first_chunk * kRowBytes, target);
+      rows.template copy_rope<kRowBytes>(target + kBefore * kChunkBytes);
+    }
+  }
+}
+
+// Holds the stages that a warp has asked for, oldest first. cp.async writes as ordinary stores do: so that WGMMA sees it, the warp
+// that copied waits, passes a proxy fence and only then says that its share is there.
+template <class T>
+class Landing {
+ public:
+  static constexpr int kMost = kStagesInFlight<T>;
+
+  // Takes the copies since the last call for this stage's.
+  CUTE_DEVICE void begin(int stage) {
+    cute::cp_async_fence();
+    stages_ |= decltype(stages_)(stage) << kStageBits * count_++;
+  }
+  CUTE_DEVICE bool full() const { return count_ == kMost; }
+
+  // Waits until at most so many have not arrived.
+  template <int kOutstanding>
+  CUTE_DEVICE void land(Shared<T>& shared) {
+    ETAP_MARKED(rows_wait, cute::cp_async_wait<kOutstanding>());
+    ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
+    __syncwarp();
+    for (; count_ > kOutstanding; --count_, stages_ >>= kStageBits) {
+      if (threadIdx.x % kWarpSize == 0) shared.keys.full[stages_ & ((1 << kStageBits) - 1)].arrive();
+    }
+  }
+
+ private:
+  static constexpr int kStageBits = 5;
+  static_assert(T::kStages <= 1 << kStageBits && kMost * kStageBits <= 64);
+  std::conditional_t<kMost * kStageBits <= 32, uint32_t, uint64_t> stages_ = 0;
+  int count_ = 0;
+};
+
+template <class T>
+CUTE_DEVICE void gather_keys(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
+  const int lane = threadIdx.x % kWarpSize;
+  KeyPosition<T> at;
+  [[maybe_unused]] int tiles_begun = 0;
+  [[maybe_unused]] Landing<T> landing;
+  TileReady<T> ready;
+  const auto acquire = [&] {
+    if constexpr (T::kFp8Cache) {
+      shared.keys.wait(at.behind(tiles_begun < T::kSerializedTiles ? 1 : kStagesInFlight<T>));
+    } else {
+      // Consumers may wait for what has not been announced before they make room.
+      if (!__all_sync(0xffffffff, shared.keys.has_room(at))) landing.template land<0>(shared);
+    }
+    ETAP_MARKED(rows_room, shared.keys.acquire(at));
+  };
+  SplitWalk walk(params, partition);
+  for (int splits = 0; !walk.done(); ++splits) {
+    PagedRows<T::kGatherWarps> rows(params, warp, walk.request(), walk.begin_tile());
+    const Split split = walk.next();
+    if (warp == 0) shared.lengths.put(splits, split.seq_len);
+    if (split.tiles() == 0) continue;
+    ready.begin_split(split.tiles());
+    for (int tile = split.begin_tile; tile < split.end_tile; ++tile, ++tiles_begun) {
+      const int i = tile - split.begin_tile;
+      rows.advance(tile, split.seq_len);
+      const CopiedRows<T> copied(rows, params, warp);
+#pragma unroll 1
+      for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
+        acquire();
+        copy_stage<T>(copied, T::first_chunk(stage, i), shared.ring + at.stage * T::kStageBytes);
+        if constexpr (T::kFp8Cache) {
+          // cp.async's own arrivals will do: matrix loads read it, and before WGMMA the consumers pass a fence. The stage is
+          // full when all lanes' copies are there, and the warps have said so.
+          ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at)));
+          __syncwarp();
+          if (lane == 0) ETAP_MARKED(rows_commit, shared.keys.commit(at));
+        } else {
+          landing.begin(at.stage);
+          if (landing.full()) landing.template land<Landing<T>::kMost - 1>(shared);
+        }
+        if constexpr (T::kAlternatingTiles) {
+          if (stage == 0 && lane == 0) ETAP_MARKED(rows_ready, ready.signal_tile(shared, i));
+        }
+      }
+    }
+    if (ready.lends_stages()) {
+      // As in load_parts.
+      for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
+        acquire();
+        if (lane == 0) ETAP_MARKED(lent_commit, shared.keys.commit(at));
+      }
+      if (lane == 0) ready.signal_merge(shared);
+    }
+    ready.end_split();
+  }
+  if constexpr (!T::kFp8Cache) landing.template land<0>(shared);
+}
+
+}  // namespace etap
