@@ -48,7 +48,9 @@
 #include "decode/load/paged_rows.cuh"
 #include "decode/load/queries.cuh"
 #include "decode/consumers/owned_tiles.cuh"
+#include "decode/load/dequantise.cuh"
 #include "decode/load/listed_rows.cuh"
+#include "decode/load/tiles.cuh"
 #include "decode/layouts/sparse.h"
 #include "decode/consumers/fp8_rows.cuh"
 #include "decode/consumers/alternating.cuh"
@@ -63,16 +65,29 @@ using Cache = std::conditional_t<kWholeTiles, typename T::CacheMaps, PartMaps>;
 template <bool kWholeTiles>
 constexpr int kQueryWarps = kWholeTiles ? kQueryProducerThreads / kWarpSize : 1;
 
+// Brings the rows of lists.
+template <class T>
+CUTE_DEVICE void load_listed_rows(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
+  using namespace sparse;
+  if constexpr (T::kDequantises) {
+    if (params.sparse.format == RowFormat::kPageScaledFp8) return dequantise_rows<T>(shared, params, partition, warp);
+  }
+  if constexpr (!T::kScalesApart) {  // of which the stream of one list knows nothing
+    if (params.sparse.lists[1].width == 0) return fill_ring<T>(shared, ListedRows<T, 1>(shared, params, partition, warp));
+  }
+  fill_ring<T>(shared, ListedRows<T, 2>(shared, params, partition, warp));
+}
+
 // Does the work of a warp of the third warpgroup. Beside an FP8 cache and beside lists the consumers read the queries.
 template <class T, bool kWholeTiles>
 CUTE_DEVICE void produce(Shared<T>& shared, const DecodeParams& params, const Cache<T, kWholeTiles>& cache,
                          const QueryMaps& query_maps, int partition, int row_group) {
   const WarpRole role = producer_role();
   if constexpr (T::kSparse) {
-    sparse::load_rows<T>(shared, params, partition, cutlass::canonical_warp_idx_sync() - kConsumerWarps);
+    load_listed_rows<T>(shared, params, partition, cutlass::canonical_warp_idx_sync() - kConsumerWarps);
   } else if constexpr (kWholeTiles) {
     if (role == WarpRole::kKeyProducer) {
-      load_keys<T>(shared, params, cache, partition);
+      fill_ring<T>(shared, WholeTiles<T>(shared, params, cache, partition));
     } else if constexpr (!T::kFp8Cache) {
       load_queries<T, kQueryWarps<true>>(shared, params, query_maps, partition, row_group, role);
     } else if (kLoadsSparingly<T> && params.early_loads && role == WarpRole::kQueryProducer) {
@@ -83,9 +98,9 @@ CUTE_DEVICE void produce(Shared<T>& shared, const DecodeParams& params, const Ca
     const int producer = cutlass::canonical_warp_idx_sync() % kWarpsPerGroup;
     const int warp = T::kFp8Cache || producer == 0 ? producer : producer - 1;
     if (params.key_load == KeyLoad::kRows) {
-      gather_keys<T>(shared, params, partition, warp);
+      fill_ring<T>(shared, CacheRows<T>(shared, params, partition, warp));
     } else {
-      load_parts<T>(shared, params, cache, partition, warp);
+      fill_ring<T>(shared, TileParts<T>(shared, params, cache, partition, warp));
     }
   } else if constexpr (!T::kFp8Cache) {
     load_queries<T, kQueryWarps<false>>(shared, params, query_maps, partition, row_group, role);

@@ -285,7 +285,7 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
     "rows_room": f"deadlock|more arrivals|never written|in flight|{NONSENSE}",
     "rows_arrival": f"in flight|{NONSENSE}",
     "rows_commit": "deadlock",
-    "rows_ready": "deadlock",
+    "tile_ready": "deadlock",
     "rows_wait": "in flight|never written",
     "rows_fence": NONSENSE,
     "other_rows_fence": NONSENSE,
@@ -313,7 +313,7 @@ FAULTS = {  # by mark (see csrc/common/mark.h): what the emulator says where it 
 PRODUCERS = "rows_fence rows_commit rows_room"  # where V4's rows come from, and again of others
 TRANSPOSED = (
     "launch_sync lent_commit lent_room lists_wait merge_ready output_fence output_wait probabilities_fence "
-    "probabilities_sync queries_sync queries_wait rows_arrival rows_commit rows_fence rows_ready rows_room "
+    "probabilities_sync queries_sync queries_wait rows_arrival rows_commit rows_fence tile_ready rows_room "
     "scores_commit scores_wait stage_release"
 )
 QUERY_MAJOR = (
@@ -322,7 +322,7 @@ QUERY_MAJOR = (
 )
 SCALED = (
     "launch_sync lists_wait probabilities_fence probabilities_sync products_sync queries_fence "
-    "queries_sync queries_wait rows_arrival rows_commit rows_ready rows_room rows_wait stage_release"
+    "queries_sync queries_wait rows_arrival rows_commit tile_ready rows_room rows_wait stage_release"
 )
 FP8 = f"{SCALED} lent_commit lent_room merge_ready"
 V4 = f"{SCALED} output_sync"  # halves cross where P^T was

@@ -113,7 +113,7 @@ def test_a_deadlock_ends_in_a_trap(monkeypatch):
     special, unblock = Warp.special, Cta._unblock
     monkeypatch.setattr(Warp, "special", ticking)
     monkeypatch.setattr(Cta, "_unblock", lambda cta, at: (unblock if cta.transfers else nothing_happens)(cta, at))
-    for page_size, mark in ((TILE, "stage_release"), (1, "rows_ready")):
+    for page_size, mark in ((TILE, "stage_release"), (1, "tile_ready")):
         problem = build(Case((1000,), page_size=page_size, num_sms=1), "cpu")
         runner = Runner(problem)
         arguments = (problem, runner.build(), runner)

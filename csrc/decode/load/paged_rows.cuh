@@ -1,25 +1,27 @@
-// Where pages are too small for TMA, the key producers are warps that copy the cache row by row with cp.async, 16 bytes a lane.
+// The source where pages are too small for TMA: warps copy the cache row by row with cp.async, 16 bytes a lane.
 #pragma once
 
 #include <cute/arch/copy_sm80.hpp>
 
-#include "decode/load/parts.cuh"
+#include "decode/load/fill_ring.cuh"
 
 namespace etap {
 
-// The rows of a tile that a warp copies. Groups of four are dealt to the warps in turn: lane 4k + j has the j-th row of its
-// warp's k-th group, and fetches its page one tile ahead. As with TMA, what lies behind the request's end in the table is
-// read, but never used, and a page that the cache lacks counts as zeros.
+// The rows of a tile that a warp copies. Groups of four are dealt to the warps in turn: lane 4k + j has the j-th row of its warp's k-th
+// group, and fetches its page one tile ahead. As with TMA, what lies behind the request's end in the table is read, but never used, and
+// a page that the cache lacks counts as zeros.
 template <int kWarps>
 class PagedRows {
  public:
-  CUTE_DEVICE PagedRows(const DecodeParams& params, int warp, int request, int begin_tile)
-      : params_(params),
-        pages_(params.block_table + request * params.block_table_stride),
-        row_((warp + threadIdx.x % kWarpSize / 4 * kWarps) * 4 + threadIdx.x % 4),
-        next_page_(fetch(begin_tile)) {}
+  CUTE_DEVICE PagedRows(const DecodeParams& params, int warp)
+      : params_(params), row_((warp + threadIdx.x % kWarpSize / 4 * kWarps) * 4 + threadIdx.x % 4) {}
 
-  // Goes to the next tile, the first one to begin with.
+  // Begins a split.
+  CUTE_DEVICE void begin(int request, int begin_tile) {
+    pages_ = params_.block_table + request * params_.block_table_stride;
+    next_page_ = fetch(begin_tile);
+  }
+  // Goes to the next tile, the split's first one to begin with.
   CUTE_DEVICE void advance(int tile, int seq_len) {
     const int token = tile * kTileTokens + row_;
     exists_ = row_ < kTileTokens && token < seq_len && uint32_t(next_page_) < uint32_t(params_.cache.pages);
@@ -42,9 +44,9 @@ class PagedRows {
   }
 
   const DecodeParams& params_;
-  const int32_t* pages_;  // of the request: [max_pages]
   const int row_;         // of a tile; behind its end: this lane has none
-  int next_page_;
+  const int32_t* pages_;  // of the request: [max_pages]
+  int next_page_ = -1;
   bool exists_ = false;
   uint32_t latent_ = 0;
   uint32_t rope_ = 0;
@@ -178,63 +180,62 @@ class Landing {
   int count_ = 0;
 };
 
+// Of a 16-bit cache, stages land: see Landing. Of an FP8 cache cp.async's own arrivals will do, since matrix loads read it, and before
+// WGMMA the consumers pass a fence: a stage is full when all lanes' copies are there, and the warps have said so.
 template <class T>
-CUTE_DEVICE void gather_keys(Shared<T>& shared, const DecodeParams& params, int partition, int warp) {
-  const int lane = threadIdx.x % kWarpSize;
-  KeyPosition<T> at;
-  [[maybe_unused]] int tiles_begun = 0;
-  [[maybe_unused]] Landing<T> landing;
-  TileReady<T> ready;
-  const auto acquire = [&] {
+class CacheRows : public DenseTiles<T, PagedRows<T::kGatherWarps>> {
+  using Tiles = DenseTiles<T, PagedRows<T::kGatherWarps>>;
+  using Tiles::shared_, Tiles::params_, Tiles::pages_, Tiles::split_, Tiles::tile_, Tiles::tiles_begun_;
+
+ public:
+  CUTE_DEVICE CacheRows(Shared<T>& shared, const DecodeParams& params, int partition, int warp)
+      : Tiles(shared, params, partition, {params, warp}), warp_(warp) {}
+
+  CUTE_DEVICE bool next_tile(int i) {
+    if (!Tiles::go_on(i, warp_ == 0)) return false;
+    pages_.advance(tile_, split_.seq_len);
+    return true;
+  }
+
+  CUTE_DEVICE void acquire_lent(KeyPosition<T> at) { acquire(at); }
+
+  template <class Begun>
+  CUTE_DEVICE void fill_tile(KeyPosition<T>& at, int i, Begun&& begun) {
+    const bool elected = threadIdx.x % kWarpSize == 0;
+    const CopiedRows<T> copied(pages_, params_, warp_);
+#pragma unroll 1
+    for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
+      acquire(at);
+      copy_stage<T>(copied, T::first_chunk(stage, i), shared_.ring + at.stage * T::kStageBytes);
+      if constexpr (T::kFp8Cache) {
+        ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared_.keys.full_barrier(at)));
+        __syncwarp();
+        if (elected) ETAP_MARKED(rows_commit, shared_.keys.commit(at));
+      } else {
+        landing_.begin(at.stage);
+        if (landing_.full()) landing_.template land<Landing<T>::kMost - 1>(shared_);
+      }
+      if (stage == 0 && elected) begun();
+    }
+  }
+
+  CUTE_DEVICE void finish() {
+    if constexpr (!T::kFp8Cache) landing_.template land<0>(shared_);
+  }
+
+ private:
+  CUTE_DEVICE void acquire(KeyPosition<T> at) {
     if constexpr (T::kFp8Cache) {
-      shared.keys.wait(at.behind(tiles_begun < T::kSerializedTiles ? 1 : kStagesInFlight<T>));
+      shared_.keys.wait(at.behind(tiles_begun_ <= T::kSerializedTiles ? 1 : kStagesInFlight<T>));
     } else {
       // Consumers may wait for what has not been announced before they make room.
-      if (!__all_sync(0xffffffff, shared.keys.has_room(at))) landing.template land<0>(shared);
+      if (!__all_sync(0xffffffff, shared_.keys.has_room(at))) landing_.template land<0>(shared_);
     }
-    ETAP_MARKED(rows_room, shared.keys.acquire(at));
-  };
-  SplitWalk walk(params, partition);
-  for (int splits = 0; !walk.done(); ++splits) {
-    PagedRows<T::kGatherWarps> rows(params, warp, walk.request(), walk.begin_tile());
-    const Split split = walk.next();
-    if (warp == 0) shared.lengths.put(splits, split.seq_len);
-    if (split.tiles() == 0) continue;
-    ready.begin_split(split.tiles());
-    for (int tile = split.begin_tile; tile < split.end_tile; ++tile, ++tiles_begun) {
-      const int i = tile - split.begin_tile;
-      rows.advance(tile, split.seq_len);
-      const CopiedRows<T> copied(rows, params, warp);
-#pragma unroll 1
-      for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
-        acquire();
-        copy_stage<T>(copied, T::first_chunk(stage, i), shared.ring + at.stage * T::kStageBytes);
-        if constexpr (T::kFp8Cache) {
-          // cp.async's own arrivals will do: matrix loads read it, and before WGMMA the consumers pass a fence. The stage is
-          // full when all lanes' copies are there, and the warps have said so.
-          ETAP_MARKED(rows_arrival, cutlass::arch::cpasync_barrier_arrive(shared.keys.full_barrier(at)));
-          __syncwarp();
-          if (lane == 0) ETAP_MARKED(rows_commit, shared.keys.commit(at));
-        } else {
-          landing.begin(at.stage);
-          if (landing.full()) landing.template land<Landing<T>::kMost - 1>(shared);
-        }
-        if constexpr (T::kAlternatingTiles) {
-          if (stage == 0 && lane == 0) ETAP_MARKED(rows_ready, ready.signal_tile(shared, i));
-        }
-      }
-    }
-    if (ready.lends_stages()) {
-      // As in load_parts.
-      for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
-        acquire();
-        if (lane == 0) ETAP_MARKED(lent_commit, shared.keys.commit(at));
-      }
-      if (lane == 0) ready.signal_merge(shared);
-    }
-    ready.end_split();
+    ETAP_MARKED(rows_room, shared_.keys.acquire(at));
   }
-  if constexpr (!T::kFp8Cache) landing.template land<0>(shared);
-}
+
+  const int warp_;
+  [[maybe_unused]] Landing<T> landing_;
+};
 
 }  // namespace etap

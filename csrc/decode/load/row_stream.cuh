@@ -3,6 +3,7 @@
 
 #include "common/warp.cuh"
 #include "decode/cta/roles.h"
+#include "decode/layouts/tile_mask.cuh"
 #include "decode/cta/token_walk.cuh"
 
 namespace etap::sparse {
@@ -10,6 +11,9 @@ namespace etap::sparse {
 // A warp copies eight rows at a time: an octet. Octets of a tile are dealt to the four warps in turn.
 constexpr int kOctetRows = 8;
 constexpr int kOctets = kTileTokens / kOctetRows / kWarpsPerGroup;  // of a warp
+constexpr int kHalfRows = kOctetRows / 2;
+constexpr int kLineBytes = 128;  // of a chunk's row
+constexpr int kRowLanes = 4;     // that share a row of V4
 
 // The rows of a tile that a warp copies, as its lanes hold them: lane 8k + j the j-th of its warp's k-th octet.
 struct WarpRows {
@@ -163,5 +167,12 @@ class RowStream {
   Entry paged_;   // whose page was
   int page_ = -1;
 };
+
+// Tells a tile's consumers which of its rows there are. The warp that brings them calls it.
+CUTE_DEVICE void write_mask(TileMask& mask, uint32_t present) {
+  const int thread = anew(threadIdx.x), lane = thread % kWarpSize, warp = thread / kWarpSize - kConsumerWarps;
+  if (lane >= 2 * kOctets) return;
+  mask.fours[(warp + lane / 2 * kWarpsPerGroup) * 2 + lane % 2] = present >> (lane * kHalfRows) & 15;
+}
 
 }  // namespace etap::sparse

@@ -1,146 +1,146 @@
-// The key producer: one warp copies the cache tile by tile with TMA into the key ring. (Where a page does not hold whole tiles,
-// load_parts.cuh or gather_rows.cuh does it.)
+// Sources that copy the cache with TMA: one warp whole tiles, or, where a page holds a part of a tile or latent and rope are no
+// neighbours, several warps the parts of a tile. One warp alone would take as long to ask for 36 copies as memory to bring them.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
 
-#include "decode/cta/splits.cuh"
-#include "decode/layouts/common.h"
+#include "decode/load/fill_ring.cuh"
 
 namespace etap {
 
-// The page of each part of a tile (of whole tiles, of each tile) is fetched 32 parts at a time, a lane each, one batch ahead
-// of its use. The first fetch does not wait for the request's length: what lies behind it in the table is read, but never
+// A lane fetches the page of one part of a tile (of a whole tile, where TMA copies those), the warp those of 32 parts at a time, one
+// batch ahead of its use. The first fetch does not wait for the request's length: what lies behind it in the table is read, but never
 // used. Behind the table there is page -1, of which TMA writes zeros: a length that is too long reads no other request's rows.
 class PageFetcher {
  public:
-  CUTE_DEVICE PageFetcher(const DecodeParams& params, int request, int begin_part)
-      : pages_(params.block_table + request * params.block_table_stride),
-        parts_per_page_(params.parts_per_page),
-        max_pages_(params.max_pages),
-        lane_(threadIdx.x % kWarpSize),
-        next_(fetch(begin_part)) {}
+  CUTE_DEVICE PageFetcher(const DecodeParams& params, int parts)
+      : params_(params), parts_(parts), lane_(threadIdx.x % kWarpSize) {}
 
-  // Goes to `part`, begin_part + i. It is called with i = 0, 1, 2, ..., or with that of each tile's first part.
+  // Begins a split.
+  CUTE_DEVICE void begin(int request, int begin_tile) {
+    pages_ = params_.block_table + request * params_.block_table_stride;
+    next_ = fetch(begin_tile * parts_);
+  }
+  // Goes to `part`, the split's i-th. It is called with i = 0, 1, 2, ..., or with that of each tile's first part.
   CUTE_DEVICE void advance(int part, int i) {
     if (i % kWarpSize == 0) {
       current_ = next_;
       next_ = fetch(part + kWarpSize);
     }
   }
-  // Returns the page of begin_part + i, or of one that follows in its tile. The whole warp calls it.
+  // Returns the page of the split's i-th part, or of one that follows in its tile. The whole warp calls it.
   CUTE_DEVICE int page(int i) const { return __shfl_sync(0xffffffff, current_, i % kWarpSize); }
 
  private:
   CUTE_DEVICE int fetch(int first_part) const {
-    const int page = parts_per_page_.div(first_part + lane_);
-    return page < max_pages_ ? pages_[page] : -1;
+    const int page = params_.parts_per_page.div(first_part + lane_);
+    return page < params_.max_pages ? pages_[page] : -1;
   }
 
-  const int32_t* pages_;  // of the request: [max_pages_]
-  const cutlass::FastDivmod& parts_per_page_;
-  int max_pages_;
-  int lane_;
+  const DecodeParams& params_;
+  const int parts_;  // of a tile
+  const int lane_;
+  const int32_t* pages_;  // of the request: [max_pages]
   int current_ = 0;
-  int next_;
+  int next_ = 0;
 };
 
-// Tells consumers that take tiles in turn that theirs has been begun, and that the stages for merging are theirs: see
-// transposed/consumer.cuh. A single tile of a split is both consumers', and nothing is left to merge: transposed/single_tile.cuh.
-// One lane of each producer warp signals.
-template <class T>
-class TileReady {
- public:
-  CUTE_DEVICE void begin_split(int tiles) {
-    single_tile_ = T::kHalvesSingleTiles && tiles == 1;
-    of_first_ = (tiles + 1) / kConsumerGroups;
-    of_second_ = single_tile_ ? 1 : tiles / kConsumerGroups;
-  }
-  // The i-th tile.
-  CUTE_DEVICE void signal_tile(Shared<T>& shared, int i) const {
-    const uint32_t before = i % kConsumerGroups == 0 ? before_first_ : before_second_;
-    shared.tile_ready[i % kConsumerGroups].signal(before + i / kConsumerGroups);
-    if (single_tile_) shared.tile_ready[1].signal(before_second_);
-  }
-  // Whether stages are lent behind the last tile, and that they are.
-  CUTE_DEVICE bool lends_stages() const { return T::kAlternatingTiles && !single_tile_; }
-  CUTE_DEVICE void signal_merge(Shared<T>& shared) const {
-    if constexpr (T::kAlternatingTiles) {
-      shared.tile_ready[0].signal(before_first_ + of_first_);
-      shared.tile_ready[1].signal(before_second_ + of_second_);
-    }
-  }
-  CUTE_DEVICE void end_split() {
-    before_first_ += of_first_ + lends_stages();
-    before_second_ += of_second_ + lends_stages();
-  }
-
- private:
-  uint32_t before_first_ = 0, before_second_ = 0;  // that consumers 0 and 1 got in earlier splits
-  uint32_t of_first_, of_second_;                  // tiles of this one
-  bool single_tile_;
-};
-
-// Whether a tile is asked for when the one before it has come: the first ones of a CTA in splits that are short enough.
-template <class T>
-CUTE_DEVICE bool serialize_first_loads(int tiles_begun, int tiles_of_piece) {
-  if constexpr (T::kSerializedTiles > 0) return tiles_begun < T::kSerializedTiles && tiles_of_piece <= T::kLongestSerialized;
-  return false;
-}
-
-// Where the combination before may work beside this CTA, stages are asked for one by one until it has ended: more would queue ahead
-// of its reads, which the queries wait for. But a split of one tile wants it at once.
+// Where a block of combine may work beside this CTA, stages are asked for one by one until the predecessor has ended: more would queue
+// ahead of its reads, which the queries wait for. But a split of one tile wants it at once.
 template <class T>
 constexpr bool kLoadsSparingly = T::registers(true).launch == kBesideCombination.launch;
 
 template <class T>
-CUTE_DEVICE void load_keys(Shared<T>& shared, const DecodeParams& params, const typename T::CacheMaps& maps, int partition) {
-  const bool elected = threadIdx.x % kWarpSize == 0;
-  KeyPosition<T> at;
-  int tiles_begun = 0;
-  TileReady<T> ready;
-  bool ahead = kLoadsSparingly<T> && params.early_loads;  // the predecessor may still run
-  SplitWalk walk(params, partition);
-  for (int splits = 0; !walk.done(); ++splits) {
-    PageFetcher pages(params, walk.request(), walk.begin_tile());
-    const Split split = walk.next();
-    shared.lengths.put(splits, split.seq_len);
-    if (split.tiles() == 0) continue;
-    ready.begin_split(split.tiles());
-    for (int tile = split.begin_tile; tile < split.end_tile; ++tile, ++tiles_begun) {
-      const int i = tile - split.begin_tile;
-      const bool new_tokens = (tile + 1) * kTileTokens > split.seq_len - params.s_q;
-      if (params.early_loads && new_tokens) ETAP_MARKED(new_tokens_wait, cudaGridDependencySynchronize());
-      pages.advance(tile, i);
-      const int page = pages.page(i);
-      const int token = params.parts_per_page.rem(tile) * kTileTokens;  // of the page
-#pragma unroll
-      for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
-        // No more is in flight than wanted, and the ring has room. Loads are sparing until the first queries are there; later ones
-        // may be, too, when the ring goes round: a stage given back tells that.
-        if (ahead) ahead = at.parity == 0 && !shared.queries.filled({});
-        const bool one = (ahead && split.tiles() > 1) || serialize_first_loads<T>(tiles_begun, split.tiles());
-        shared.keys.wait(at.behind(one ? 1 : kStagesInFlight<T>));
-        shared.keys.acquire(at);
-        if (!elected) continue;
-        ETAP_MARKED(expected_bytes, shared.keys.expect_bytes(at, T::kStageBytes));
-        auto& target = item<typename T::KeyStage>(shared.ring, at.stage);
-        maps.copy(shared.keys.full_barrier(at), target, page, token, T::first_chunk(stage, i));
-        if constexpr (T::kAlternatingTiles) {
-          if (stage == 0) ready.signal_tile(shared, i);
-        }
-      }
-    }
-    if (ready.lends_stages()) {
-      // Stages lent to the consumers for merging their halves: granted, not filled.
-      for (int stage = 0; stage < kConsumerGroups * T::kMergeStages; ++stage, at.advance(1)) {
-        shared.keys.acquire(at);
-        if (elected) shared.keys.commit(at);
-      }
-      if (elected) ready.signal_merge(shared);
-    }
-    ready.end_split();
+class WholeTiles : public DenseTiles<T, PageFetcher> {
+  using Tiles = DenseTiles<T, PageFetcher>;
+  using Tiles::shared_, Tiles::params_, Tiles::pages_, Tiles::split_, Tiles::tile_;
+
+ public:
+  CUTE_DEVICE WholeTiles(Shared<T>& shared, const DecodeParams& params, const typename T::CacheMaps& maps, int partition)
+      : Tiles(shared, params, partition, {params, 1}), maps_(maps), before_predecessors_end_(kLoadsSparingly<T> && params.early_loads) {}
+
+  CUTE_DEVICE bool next_tile(int i) {
+    if (!Tiles::go_on(i, true)) return false;
+    const bool new_tokens = (tile_ + 1) * kTileTokens > split_.seq_len - params_.s_q;
+    if (params_.early_loads && new_tokens) ETAP_MARKED(new_tokens_wait, cudaGridDependencySynchronize());
+    pages_.advance(tile_, i);
+    return true;
   }
-}
+
+  template <class Begun>
+  CUTE_DEVICE void fill_tile(KeyPosition<T>& at, int i, Begun&& begun) {
+    const int page = pages_.page(i);
+    const int token = params_.parts_per_page.rem(tile_) * kTileTokens;  // of the page
+#pragma unroll
+    for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
+      // Loads are sparing until the first queries are there. Later ones may be, too, when the ring goes round: its parity tells that.
+      if (before_predecessors_end_) before_predecessors_end_ = at.parity == 0 && !shared_.queries.filled({});
+      const bool one = (before_predecessors_end_ && split_.tiles() > 1) || Tiles::serialize_first_loads();
+      shared_.keys.wait(at.behind(one ? 1 : kStagesInFlight<T>));  // no more is in flight than wanted
+      shared_.keys.acquire(at);
+      if (threadIdx.x % kWarpSize != 0) continue;
+      ETAP_MARKED(expected_bytes, shared_.keys.expect_bytes(at, T::kStageBytes));
+      auto& target = item<typename T::KeyStage>(shared_.ring, at.stage);
+      maps_.copy(shared_.keys.full_barrier(at), target, page, token, T::first_chunk(stage, i));
+      if (stage == 0) begun();
+    }
+  }
+
+ private:
+  const typename T::CacheMaps& maps_;
+  bool before_predecessors_end_;  // the predecessor may still run
+};
+
+// All warps arrive at each stage, also where a warp has no part of it; the first one says how many bytes are to come.
+template <class T>
+class TileParts : public DenseTiles<T, PageFetcher> {
+  using Tiles = DenseTiles<T, PageFetcher>;
+  using Tiles::shared_, Tiles::params_, Tiles::pages_, Tiles::split_, Tiles::tile_;
+
+ public:
+  CUTE_DEVICE TileParts(Shared<T>& shared, const DecodeParams& params, const PartMaps& maps, int partition, int warp)
+      : Tiles(shared, params, partition, {params, kTileTokens / params.part_tokens}),
+        maps_(maps), warp_(warp), parts_(kTileTokens / params.part_tokens) {}
+
+  CUTE_DEVICE bool next_tile(int i) {
+    if (!Tiles::go_on(i, warp_ == 0)) return false;
+    pages_.advance(tile_ * parts_, i * parts_);
+    return true;
+  }
+
+  template <class Begun>
+  CUTE_DEVICE void fill_tile(KeyPosition<T>& at, int i, Begun&& begun) {
+    const bool elected = threadIdx.x % kWarpSize == 0;
+#pragma unroll
+    for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
+      shared_.keys.wait(at.behind(Tiles::serialize_first_loads() ? 1 : kStagesInFlight<T>));
+      shared_.keys.acquire(at);
+      if (elected) {
+        if (warp_ == 0) {
+          ETAP_MARKED(part_bytes, shared_.keys.expect_bytes(at, T::kStageBytes));
+        } else {
+          ETAP_MARKED(part_arrival, shared_.keys.commit(at));
+        }
+        if (stage == 0) begun();
+      }
+      // The warps take turns in beginning, so that over the stages of a tile each has as many parts as the others.
+#pragma unroll 1
+      for (int part = (warp_ + stage) % T::kGatherWarps; part < parts_; part += T::kGatherWarps) {
+        // Of a part behind the request's end nothing is read: there is no page -1.
+        const int held = pages_.page(i * parts_ + part);
+        const int page = (tile_ * parts_ + part) * params_.part_tokens < split_.seq_len ? held : -1;
+        const int token = params_.parts_per_page.rem(tile_ * parts_ + part) * params_.part_tokens;
+        if (!elected) continue;
+        T::copy_part(maps_, shared_.keys.full_barrier(at), item<typename T::KeyStage>(shared_.ring, at.stage),
+                     part * params_.part_tokens, page, token, T::first_chunk(stage, i));
+      }
+    }
+  }
+
+ private:
+  const PartMaps& maps_;
+  const int warp_;
+  const int parts_;  // of a tile
+};
 
 }  // namespace etap
