@@ -44,16 +44,18 @@
 // warps) share the copies, in parts by TMA or row by row: producers/load_parts.cuh, gather_rows.cuh.
 #pragma once
 
+#include "decode/consumers/alternating.cuh"
+#include "decode/consumers/fp8_cache.cuh"
+#include "decode/consumers/fp8_rows.cuh"
 #include "decode/consumers/mixed_major.cuh"
-#include "decode/load/paged_rows.cuh"
-#include "decode/load/queries.cuh"
 #include "decode/consumers/owned_tiles.cuh"
+#include "decode/consumers/shared_tiles.cuh"
+#include "decode/layouts/sparse.h"
 #include "decode/load/dequantise.cuh"
 #include "decode/load/listed_rows.cuh"
+#include "decode/load/paged_rows.cuh"
+#include "decode/load/queries.cuh"
 #include "decode/load/tiles.cuh"
-#include "decode/layouts/sparse.h"
-#include "decode/consumers/fp8_rows.cuh"
-#include "decode/consumers/alternating.cuh"
 
 namespace etap {
 

@@ -4,40 +4,11 @@
 //   warpgroup 1: s(1)      softmax(1) o(0, 1)  s(3)  softmax(3) o(2, 3) ...
 #pragma once
 
-#include "decode/epilogue/destination.cuh"
-#include "decode/mma/mixed_major.cuh"
-#include "decode/softmax/fp8_rows.cuh"
-#include "decode/epilogue/columns.cuh"
+#include "decode/epilogue/rows.cuh"
 #include "decode/load/scaled_queries.cuh"
+#include "decode/mma/fp8_cache.cuh"
 
 namespace etap::mixed_major {
-
-// Writes this half of O^T, divided by the rows' sums, and the log-sum-exp. last: the split's last tile.
-template <class T>
-CUTE_DEVICE void finish_split(Shared<T>& shared, const Destination<T>& to, int group, int last, float value_scale,
-                              const RowState& state, transposed::OutputFragment<T>& ot) {
-  const float inverse_value_scale = 1.0f / value_scale;
-  CUTE_UNROLL
-  for (int h = 0; h < 2; ++h) {
-    RowSums sums{state.sums[h], state.rounded_sums[h] * inverse_value_scale};
-    CUTE_UNROLL
-    for (int lanes = 1; lanes < 4; lanes *= 2) {
-      sums.sum += __shfl_xor_sync(0xffffffff, sums.sum, lanes);
-      sums.rounded_sum += __shfl_xor_sync(0xffffffff, sums.rounded_sum, lanes);
-    }
-    if (threadIdx.x % 4 == 0) shared.sums[group][first_row() + 8 * h] = sums;
-  }
-  event::sums_written().sync();
-  const transposed::WarpFactors<T> factors([&](int i, int column) {
-    const int row = i * T::kScoreColumns + column;
-    const RowSums a = shared.sums[0][row], b = shared.sums[1][row];
-    const float reference = shared.rows[last % T::kTilesTold][row].reference;
-    return transposed::normalised(1.0f, 0.0f, a.sum + b.sum, a.rounded_sum + b.rounded_sum, reference);
-  });
-  transposed::scale_columns<T>(ot, [&](int block, int bit) { return factors.own(block, bit); });
-  if (group == 0) factors.write_lse(to);
-  transposed::write_output<T, T::kOutputSlices>(to, group * (kLatentDim / 2), 0, ot);
-}
 
 // This is what a consumer knows of its CTA, and what it holds. Tiles are counted from their split's beginning.
 template <class T>
@@ -82,7 +53,10 @@ struct Consumer {
   CUTE_DEVICE void start_own_tile(const Split& split, int tile, RowState& state) {
     const auto own = tile == 0 ? at : at.ahead(1);
     typename T::Scores s;
-    compute_scores<T>(shared, params, own, s);
+    shared.keys.wait(own);
+    // What cp.async wrote, for WGMMA.
+    if (params.key_load == KeyLoad::kRows) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
+    compute_scores<T>(shared, own, s);
     // All warps of this group have read rope when they have met.
     if (tile == 0) {
       ETAP_MARKED(rope_sync, event::of_consumer(group).sync());
@@ -117,7 +91,7 @@ struct Consumer {
 #pragma unroll 1
     for (int tile = begin; tile < end; ++tile) {
       if (tile > 0) scale_output(tile);
-      transposed_fp8::add_output<T>(shared, at, group * T::kOutputSlices, stage(at) + T::kRopeOffset, ot, [] {});
+      transposed_fp8::add_output<T>(stage(at), group * T::kOutputSlices, stage(at) + T::kRopeOffset, ot, [] {}, [] {});
       if (releases()) shared.keys.release(at);
       at.advance(1);
     }

@@ -30,51 +30,32 @@ CUTE_DEVICE void add_score_shares(Shared<T>& shared, int group, ScoreFragment<T>
   }
 }
 
-// Computes O^T of this consumer's value dims, in the first slices of the fragment; `meanwhile` runs beside the products.
-template <class T, class Meanwhile>
-CUTE_DEVICE void compute_output_share(Shared<T>& shared, KeyPosition<T> at, int group, const char* probabilities,
-                                      OutputFragment<T>& ot, Meanwhile&& meanwhile) {
-  using namespace cute;
-  typename T::OutputMma mma;
-  const auto r_pt = wgmma::operand_b<typename T::ProbabilityOperand>(mma, probabilities);
-  warpgroup_fence_operand(ot);
-  warpgroup_arrive();
-  CUTE_UNROLL
-  for (int m = 0; m < kShareChunks; ++m) {
-    mma.accumulate_ = GMMA::ScaleOut::Zero;
-    const auto& chunk = key_chunk<T>(shared, at, group * kShareChunks + m);
-    wgmma::multiply(mma, wgmma::operand_a<typename T::ValueOperand>(mma, &chunk), r_pt, ot(_, m, 0));
-  }
-  warpgroup_commit_batch();
-  meanwhile();
-  warpgroup_wait<0>();
-  warpgroup_fence_operand(ot);
-}
-
-// Both consumers call it; `splits` counts those finished before. compute_scores(st) computes the scores of this consumer's share of the
-// columns, compute_output(meanwhile) O^T of its value dims, in the first slices.
-template <class T, class ComputeScores, class ComputeOutput>
-CUTE_DEVICE void decode_single_tile(Shared<T>& shared, const DecodeParams& params, const Split& split, int row_group,
-                                    KeyPosition<T> at, int splits, Softmax<T>& softmax, OutputFragment<T>& ot,
-                                    ComputeScores&& compute_scores, ComputeOutput&& compute_output) {
+// Both consumers call it; `splits` counts those finished before. The consumer has compute_score_share(at, st), the scores of its share of
+// the columns, and compute_output_share(at, probabilities, meanwhile), O^T of its value dims, in the first slices.
+template <class T, class Consumer>
+CUTE_DEVICE void decode_single_tile(Consumer& consumer, const Split& split, KeyPosition<T> at, int splits, char* probabilities) {
+  auto& shared = consumer.shared;
+  auto& softmax = consumer.softmax;
+  auto& ot = consumer.ot;
+  const auto& params = consumer.params;
   const int group = softmax.group;
   ScoreFragment<T> st;
-  compute_scores(st);
+  consumer.compute_score_share(at, st);
   add_score_shares<T>(shared, group, st);
 
-  // Softmax. The shares have met: nobody reads K any more.
+  // P^T. The shares have been exchanged: nobody reads K any more.
   const int tile_end = (split.begin_tile + 1) * kTileTokens;
   if (tile_end > split.seq_len - params.s_q + 1) {
-    mask_scores<T>(params, split, split.begin_tile, row_group, group, st);
+    mask_scores<T>(params, split, split.begin_tile, consumer.row_group(), group, st);
     if (tile_end > split.seq_len) {
       constexpr int kChunks = T::kTileValueChunks / kConsumerGroups;
       zero_value_tail<T>(shared, at, split, split.begin_tile, group * kChunks, (group + 1) * kChunks);
     }
   }
-  write_probabilities<T>(softmax, st, true, shared.probabilities + 2 * group * T::kProbabilityBytes, [](const auto&) {});
+  write_probabilities<T>(softmax, st, true, probabilities, [](const auto&) {});
 
   auto& columns = shared.columns[splits % 2];
-  compute_output([&] {
+  consumer.compute_output_share(at, probabilities, [&] {
     softmax.accumulate();
     publish_columns<T>(columns, softmax);
   });
@@ -88,7 +69,7 @@ CUTE_DEVICE void decode_single_tile(Shared<T>& shared, const DecodeParams& param
                       columns.references[group][column]);
   });
   scale_columns<T, T::kMergeSlices>(ot, [&](int block, int bit) { return factors.own(block, bit); });
-  const Destination<T> to(params, split, row_group);
+  const Destination<T> to(params, split, consumer.row_group());
   write_output<T, T::kMergeSlices>(to, group * kLatentDim / kConsumerGroups, 0, ot);
   if (group == 0) factors.write_lse(to);
 }

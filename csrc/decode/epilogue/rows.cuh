@@ -1,7 +1,7 @@
 // At the end of a split the two warpgroups' sums of a row meet, and each writes its half of O.
 #pragma once
 
-#include "decode/epilogue/destination.cuh"
+#include "decode/epilogue/columns.cuh"
 #include "decode/mma/query_major.cuh"
 #include "decode/softmax/rows.cuh"
 
@@ -91,3 +91,34 @@ CUTE_DEVICE void finish_split(Shared<T>& shared, const Destination<T>& to, int s
 }
 
 }  // namespace etap::query_major
+
+namespace etap::mixed_major {
+
+// Writes this half of O^T, divided by the rows' sums, and the log-sum-exp. last: the split's last tile.
+template <class T>
+CUTE_DEVICE void finish_split(Shared<T>& shared, const Destination<T>& to, int group, int last, float value_scale,
+                              const RowState& state, transposed::OutputFragment<T>& ot) {
+  const float inverse_value_scale = 1.0f / value_scale;
+  CUTE_UNROLL
+  for (int h = 0; h < 2; ++h) {
+    RowSums sums{state.sums[h], state.rounded_sums[h] * inverse_value_scale};
+    CUTE_UNROLL
+    for (int lanes = 1; lanes < 4; lanes *= 2) {
+      sums.sum += __shfl_xor_sync(0xffffffff, sums.sum, lanes);
+      sums.rounded_sum += __shfl_xor_sync(0xffffffff, sums.rounded_sum, lanes);
+    }
+    if (threadIdx.x % 4 == 0) shared.sums[group][first_row() + 8 * h] = sums;
+  }
+  event::sums_written().sync();
+  const transposed::WarpFactors<T> factors([&](int i, int column) {
+    const int row = i * T::kScoreColumns + column;
+    const RowSums a = shared.sums[0][row], b = shared.sums[1][row];
+    const float reference = shared.rows[last % T::kTilesTold][row].reference;
+    return transposed::normalised(1.0f, 0.0f, a.sum + b.sum, a.rounded_sum + b.rounded_sum, reference);
+  });
+  transposed::scale_columns<T>(ot, [&](int block, int bit) { return factors.own(block, bit); });
+  if (group == 0) factors.write_lse(to);
+  transposed::write_output<T, T::kOutputSlices>(to, group * (kLatentDim / 2), 0, ot);
+}
+
+}  // namespace etap::mixed_major

@@ -42,6 +42,8 @@ struct NoScale {
 
 template <class T>
 struct Consumer;
+template <class T>
+struct SharedTilesConsumer;
 
 template <class T>
 struct SharedMemory : transposed::SharedMemory<T> {
@@ -149,7 +151,7 @@ struct SharedTilesMemory : transposed_fp8::SharedTilesMemory<T> {
 // the rows with the other's share.
 struct SharedTilesTraits : Products<transposed_fp8::SharedTiles, V32Row> {
   using SharedStorage = SharedTilesMemory<SharedTilesTraits>;
-  using Consumer = sparse_fp8::Consumer<SharedTilesTraits>;
+  using Consumer = SharedTilesConsumer<SharedTilesTraits>;
   static constexpr bool kFitsLaunchRegisters = false;
   static constexpr Registers registers(bool) { return {168, 40, 232}; }
   static constexpr bool kScoresScaledLast = true;

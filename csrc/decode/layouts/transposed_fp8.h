@@ -41,6 +41,9 @@ struct ReadScales {
   }
 };
 
+template <class T>
+struct Consumer;
+
 // What the products' type and the row tile settle. Math: the type of the products, half_t or float_e4m3_t. Tiles: how the
 // consumers divide the work, AlternateTiles or SharedTiles.
 template <class Math, class Tiles>
@@ -141,7 +144,7 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   using Base::kRowTile, Base::kFp8Math, Base::kStageBytes;
   using SharedStorage = transposed::SharedMemory<Traits>;
   using ScoreScales = std::conditional_t<kRowTile <= 16, HeldScales<Traits>, ReadScales<Traits>>;
-  using Consumer = transposed::Consumer<Traits>;
+  using Consumer = transposed_fp8::Consumer<Traits>;
   static constexpr bool kHalvesSingleTiles = true;
   static constexpr int kProbabilityBytes = kRowTile * kTileTokens * 2;  // with room for a single tile's scores to cross
   static constexpr int kStages = kFp8Math || kRowTile <= 16 ? 5 : 4;
@@ -183,7 +186,7 @@ struct SharedTilesMemory {
 struct SharedTilesTraits : Products<cutlass::half_t, SharedTiles> {
   using SharedStorage = SharedTilesMemory<SharedTilesTraits>;
   using ScoreScales = ReadScales<SharedTilesTraits>;
-  using Consumer = transposed::Consumer<SharedTilesTraits>;
+  using Consumer = transposed_fp8::Consumer<SharedTilesTraits>;
   static constexpr int kStages = 3;
 };
 

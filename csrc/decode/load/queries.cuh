@@ -1,8 +1,7 @@
-// The query producers beside a cache of the queries' own type: one warp copies the rows of each split with TMA, or, where their
-// strides allow no tensor map, three warps gather them (one where pages are small).
+// Query rows as they are, beside a cache or lists of their own type. One producer warp copies those of each split with TMA, or, where their
+// strides allow no tensor map, three warps gather them (one where pages are small); the rows of lists the consumers gather.
 #pragma once
 
-#include <cute/arch/copy_sm80.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
 
 #include "decode/cta/splits.cuh"
@@ -33,56 +32,68 @@ CUTE_DEVICE void copy_queries(Shared<T>& shared, const DecodeParams& params, con
     copy(maps.latent, 0);
     copy(maps.rope, kValueChunks);
   }
-  shared.queries.acquire(at);  // somebody's patience must end where consumers are stuck in the last split
+  shared.queries.acquire(at);  // a wait that traps, if consumers are stuck in the last split
 }
 
-// Query rows of any strides go through cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads. A warp
-// takes every kWarps-th row and steps from row to row without a division.
+// Copies a query row with cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads. A lane has two units of the latent part,
+// and each of the first eight lanes one of rope. The pointers are this lane's first units. A row that does not exist becomes zeros.
+template <class T>
+CUTE_DEVICE void copy_query_row(Shared<T>& shared, int row, const typename T::Element* latent, const typename T::Element* rope, bool exists) {
+  using Element = typename T::Element;
+  constexpr int kUnitColumns = kUnitBytes / sizeof(Element);
+  constexpr int kUnitsPerChunk = kChunkColumns / kUnitColumns;
+  constexpr int kLatentUnits = kLatentDim / kUnitColumns;
+  constexpr int kChunkBytes = sizeof(typename T::QueryChunk);
+  const int lane = threadIdx.x % kWarpSize;
+  const int unit = lane % kUnitsPerChunk ^ swizzle<kChunkColumns * sizeof(Element)>(row);
+  const uint32_t to = cute::cast_smem_ptr_to_uint(shared.query) + lane / kUnitsPerChunk * kChunkBytes +
+                      (row * kUnitsPerChunk + unit) * kUnitBytes;
+  CUTE_UNROLL
+  for (int u = 0; u < kLatentUnits; u += kWarpSize) {
+    ptx::copy_async_16(to + u / kUnitsPerChunk * kChunkBytes, reinterpret_cast<uint64_t>(latent + u * kUnitColumns), exists);
+  }
+  if (T::kTileChunks > kValueChunks && lane < kUnitsPerChunk) {
+    ptx::copy_async_16(to + kValueChunks * kChunkBytes, reinterpret_cast<uint64_t>(rope), exists);
+  }
+}
+
+// This lane's first units of a request's query rows, latent and rope.
+template <class T>
+struct QueryPointers {
+  using Element = typename T::Element;
+  static constexpr int kUnitColumns = kUnitBytes / sizeof(Element);
+
+  const Element *latent, *rope;
+
+  CUTE_DEVICE QueryPointers(const DecodeParams& params, int64_t request)
+      : latent(static_cast<const Element*>(params.q) + request * params.q_stride_batch + threadIdx.x % kWarpSize * kUnitColumns),
+        rope(static_cast<const Element*>(params.q_rope) + request * params.q_rope_stride_batch + threadIdx.x % kWarpSize * kUnitColumns) {}
+};
+
+// Producer warps copy query rows of any strides. A warp takes every kWarps-th row and steps from row to row without a division.
 template <class T, int kWarps>
 CUTE_DEVICE void gather_queries(Shared<T>& shared, const DecodeParams& params, int partition, int row_group) {
-  using Element = typename T::Element;
-  constexpr int kUnitElements = kUnitBytes / sizeof(Element);
-  constexpr int kUnitsPerChunk = kChunkColumns / kUnitElements;
-  constexpr int kChunkBytes = sizeof(typename T::QueryChunk);
-  constexpr int kLatentUnits = kLatentDim / kUnitElements;
-  const int lane = threadIdx.x % kWarpSize;
   const int warp = threadIdx.x % kGroupThreads / kWarpSize - 1;
   const int first_token = (row_group * T::kRowTile + warp) / params.heads;
   const int first_head = row_group * T::kRowTile + warp - first_token * params.heads;
   RingPosition<1> at;
   SplitWalk walk(params, partition);
   if (params.early_loads) ETAP_MARKED(queries_wait, cudaGridDependencySynchronize());
-  while (!walk.done()) {
-    const int64_t request = walk.request();
-    const auto* q = static_cast<const Element*>(params.q) + request * params.q_stride_batch + lane * kUnitElements;
-    const auto* q_rope = static_cast<const Element*>(params.q_rope) + request * params.q_rope_stride_batch + lane * kUnitElements;
+  for (; !walk.done(); walk.skip(), at.advance(1)) {
+    const QueryPointers<T> q(params, walk.request());
     int token = first_token;
     int head = first_head;
     shared.queries.acquire(at);
 #pragma unroll 1
     for (int row = warp; row < T::kRowTile; row += kWarps) {
-      const bool valid = token < params.s_q;  // rows of the tile behind the last one are zeros
-      const Element* latent = valid ? q + token * params.q_stride_token + head * params.q_stride_head : q;
-      const Element* rope = valid ? q_rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q;
-      const int unit = (lane % kUnitsPerChunk) ^ swizzle<kChunkColumns * sizeof(Element)>(row);
-      char* target = shared.query + lane / kUnitsPerChunk * kChunkBytes + (row * kUnitsPerChunk + unit) * kUnitBytes;
-      const auto copy = [&](int chunk, const Element* source, bool exists) {
-        cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>::copy(
-            *reinterpret_cast<const cute::uint128_t*>(source),
-            *reinterpret_cast<cute::uint128_t*>(target + chunk * kChunkBytes), exists);
-      };
-      CUTE_UNROLL
-      for (int unit = 0; unit < kLatentUnits; unit += kWarpSize) {
-        copy(unit / kUnitsPerChunk, latent + unit * kUnitElements, valid);
-      }
-      if (lane < kUnitsPerChunk) copy(kValueChunks, rope, valid);
+      const bool exists = token < params.s_q;  // rows of the tile behind the last one do not
+      copy_query_row<T>(shared, row, exists ? q.latent + token * params.q_stride_token + head * params.q_stride_head : q.latent,
+                        exists ? q.rope + token * params.q_rope_stride_token + head * params.q_rope_stride_head : q.rope, exists);
       for (head += kWarps; head >= params.heads; head -= params.heads) ++token;
     }
     cute::cp_async_wait<0>();
     cutlass::arch::fence_view_async_shared();  // these writes, for WGMMA
     shared.queries.commit(at);
-    at.advance(1);
-    walk.skip();
   }
 }
 
@@ -96,5 +107,73 @@ CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, con
     copy_queries<T>(shared, params, maps, partition, row_group);
   }
 }
+
+// How a consumer comes by the query rows of its splits. A policy holds what it must between these calls:
+//   begin(params, walk, row_group)                   before the first split: where there are lists, goes behind the predecessor's end
+//   begin_split(shared, params, request, row_group)  what can be done before the split's length is known
+//   await(shared, params, request, row_group)        returns when the rows are there
+//   release(shared)                                  this consumer's last scores of the split are done
+//   release_unread(shared)                           this consumer has no tile of the split
+//   end_split()                                      goes to the next split's rows
+//   ask(params, walk, row_group)                     may ask for the next split's rows
+// It says what V's values are multiplied with (value_scale), which row group is meant (row_group), and whether the rows come while the
+// split's length is on its way (kAheadOfLength).
+struct NoScaling {
+  static constexpr bool kAheadOfLength = false;
+  CUTE_DEVICE static float value_scale(const DecodeParams&) { return 1.0f; }
+  CUTE_DEVICE static int row_group(const DecodeParams&, int of_cta) { return of_cta; }
+};
+
+// Producers bring the rows.
+template <class T>
+struct ProducedQueries : NoScaling {
+  RingPosition<1> at;
+
+  CUTE_DEVICE void begin(const DecodeParams&, SplitWalk&, int) {}
+  CUTE_DEVICE void begin_split(Shared<T>&, const DecodeParams&, int, int) {}
+  CUTE_DEVICE void await(Shared<T>& shared, const DecodeParams&, int, int) { shared.queries.wait(at); }
+  CUTE_DEVICE void release(Shared<T>& shared) {
+    if (releases()) shared.queries.release(at);
+  }
+  CUTE_DEVICE void release_unread(Shared<T>& shared) {
+    __syncwarp();  // all lanes have seen this round
+    release(shared);
+  }
+  CUTE_DEVICE void end_split() { at.advance(1); }
+  CUTE_DEVICE void ask(const DecodeParams&, SplitWalk&, int) {}
+};
+
+// Both consumers copy the rows of a token of sparse attention: a split begins with that, and 64 rows take one producer warp several
+// microseconds. They ask for the rows when they are done with the last split's scores.
+template <class T>
+struct ListedQueries : NoScaling {
+  CUTE_DEVICE void begin(const DecodeParams&, typename T::Walk& walk, int) {
+    ETAP_MARKED(queries_wait, pdl_wait_then_trigger());
+    walk.begin();
+  }
+  CUTE_DEVICE void begin_split(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
+    const int warp = anew(threadIdx.x) / kWarpSize;
+    const QueryPointers<T> q(params, request);
+    CUTE_UNROLL
+    for (int first = 0; first < T::kRowTile; first += kConsumerWarps) {
+      const int head = row_group * T::kRowTile + first + warp;
+      const bool exists = head < params.heads;  // rows of the tile behind the last one do not
+      copy_query_row<T>(shared, first + warp, exists ? q.latent + head * params.q_stride_head : q.latent,
+                        exists ? q.rope + head * params.q_rope_stride_head : q.rope, exists);
+    }
+  }
+  CUTE_DEVICE void await(Shared<T>&, const DecodeParams&, int, int) {
+    cute::cp_async_wait<0>();
+    // For WGMMA the consumers fence before every product, for the cache's rows too.
+    ETAP_MARKED(queries_sync, event::queries_written().sync());
+  }
+  CUTE_DEVICE void release(Shared<T>&) {}
+  CUTE_DEVICE void release_unread(Shared<T>&) {}
+  CUTE_DEVICE void end_split() {}
+  CUTE_DEVICE void ask(const DecodeParams&, typename T::Walk&, int) {}
+};
+
+template <class T>
+using PlainQueries = std::conditional_t<T::kSparse, ListedQueries<T>, ProducedQueries<T>>;
 
 }  // namespace etap

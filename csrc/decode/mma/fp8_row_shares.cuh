@@ -121,16 +121,4 @@ CUTE_DEVICE void take_share(Shared<T>& shared, const ScoreShare<T>& share, float
   }
 }
 
-// Computes S^T of one tile and this warpgroup's rows in the log2 domain; `meanwhile` runs while the other warpgroup may be late.
-template <class T, class Meanwhile>
-CUTE_DEVICE void compute_shared_scores(Shared<T>& shared, const char* tile, int group, float scale_log2,
-                                       transposed::ScoreFragment<T>& st, Meanwhile&& meanwhile) {
-  ScoreShare<T> share;
-  compute_share<T>(shared, tile, group, share);
-  of_group(group, [&](auto own) { give_share<T, own>(shared, share); });
-  meanwhile();
-  ETAP_MARKED(shares_sync, event::shares_written().sync());
-  of_group(group, [&](auto own) { take_share<T, own>(shared, share, scale_log2, st); });
-}
-
 }  // namespace etap::sparse_fp8

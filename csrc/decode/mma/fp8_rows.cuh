@@ -5,6 +5,7 @@
 
 #include "decode/layouts/sparse_fp8.h"
 #include "decode/mma/registers.cuh"
+#include "decode/mma/shared.cuh"
 
 namespace etap::sparse_fp8 {
 
@@ -29,7 +30,7 @@ CUTE_DEVICE void load_key_units(const char* tile, int offset, Words& words) {
   const int lane = threadIdx.x % kWarpSize;
   const int row = threadIdx.x % kGroupThreads / kWarpSize * 16 + lane % 16;
   const char* from = tile + row * T::kRowBytes + offset + lane / 16 * kUnitBytes;
-  cute::SM75_U32x4_LDSM_N::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+  transposed_fp8::load_words<false>(from, words);
 }
 
 // Loads tokens [32 * half, 32 * half + 32) of the warp's 16 value dims in a slice of 64.
@@ -38,7 +39,7 @@ CUTE_DEVICE void load_value_units(const char* tile, int slice, int half, Words& 
   const int lane = threadIdx.x % kWarpSize;
   const int unit = slice * 4 + threadIdx.x % kGroupThreads / kWarpSize;
   const char* from = tile + (half * 32 + lane) * T::kRowBytes + unit * kUnitBytes;
-  cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+  transposed_fp8::load_words<true>(from, words);
 }
 
 // 32 columns of K's rope part: 16 of bfloat16 are two units, and need no conversion.
@@ -217,7 +218,7 @@ CUTE_DEVICE void load_rope_values(const char* tile, int step, Words& words) {
   const int lane = threadIdx.x % kWarpSize;
   const int unit = threadIdx.x % kGroupThreads / kWarpSize * 2 + lane / 8 % 2;
   const char* from = tile + (step * 16 + lane / 16 * 8 + lane % 8) * T::kRowBytes + T::Row::kRopeOffset + unit * kUnitBytes;
-  cute::SM75_U16x8_LDSM_T::copy(*reinterpret_cast<const cute::uint128_t*>(from), words[0], words[1], words[2], words[3]);
+  transposed_fp8::load_words<true>(from, words);
 }
 
 // Starts to add the products of the rope part, the last slice of O^T.
@@ -257,11 +258,11 @@ CUTE_DEVICE void pair_rope_dims(transposed::OutputFragment<T>& ot) {
   }
 }
 
-// Adds V^T·P^T of one tile to O^T, with P^T in E. The tile is given back once it is in registers; `meanwhile` runs beside the last
+// Adds V^T·P^T of one tile to O^T, with P^T in E. values_read() is called when V^T is in registers; `meanwhile` runs beside the last
 // products, or before the first where registers are short.
-template <class E, class T, class Meanwhile>
-CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, ValueFetches<T>& values, const char* probabilities, uint32_t factor,
-                            transposed::OutputFragment<T>& ot, Meanwhile&& meanwhile) {
+template <class E, class T, class ValuesRead, class Meanwhile>
+CUTE_DEVICE void add_output(ValueFetches<T>& values, const char* probabilities, uint32_t factor, transposed::OutputFragment<T>& ot,
+                            ValuesRead&& values_read, Meanwhile&& meanwhile) {
   using namespace cute;
   // All types of P^T have the fragments of T::OutputMma.
   using Fragment = decltype(make_fragment_like(ot(_, 0, 0)));
@@ -278,7 +279,7 @@ CUTE_DEVICE void add_output(Shared<T>& shared, KeyPosition<T> at, ValueFetches<T
       [&](int load) { return ot(_, load / 2, 0); });
   if constexpr (T::Row::kRopeIsValue) add_rope_output<T>(values.tile, probabilities, ot);
   __syncwarp();
-  if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at));
+  values_read();
   if (T::kFetchesAhead) meanwhile();
   warpgroup_wait<0>();
   warpgroup_fence_operand(ot);

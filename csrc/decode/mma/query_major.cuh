@@ -12,31 +12,19 @@ CUTE_DEVICE KeyPosition<T> tile_position(int n) {
   return {n % kConsumerGroups * T::kStagesPerTile, uint32_t(n / kConsumerGroups % 2)};
 }
 
-// Starts the share of S of an own tile, its split's i-th, that stages [kBegin, kEnd) have, one by one as they arrive: a group of
-// WGMMAs.
-template <class T, int kBegin, int kEnd>
-CUTE_DEVICE void start_scores(Shared<T>& shared, KeyPosition<T> at, int i, typename T::Scores& s) {
-  using namespace cute;
-  typename T::ScoreMma mma;
-  mma.accumulate_ = kBegin == 0 ? GMMA::ScaleOut::Zero : GMMA::ScaleOut::One;
-  warpgroup_fence_operand(s);
-  CUTE_UNROLL
-  for (int stage = kBegin; stage < kEnd; ++stage) {
-    shared.keys.wait({at.stage + stage, at.parity});
-    // What cp.async wrote, for WGMMA.
-    if constexpr (T::kSparse) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
-    warpgroup_arrive();
-    const auto& query = item<typename T::QueryChunk>(shared.query, T::first_chunk(stage, i));
-    const auto& key = item<typename T::KeyStage>(shared.ring, at.stage + stage);
-    wgmma::multiply(mma, wgmma::operand_a<typename T::Chunk>(mma, &query), wgmma::operand_b<typename T::Chunk>(mma, &key),
-                    s(_, 0, 0));
-  }
-  warpgroup_commit_batch();
+// Starts the products of an own tile, its split's i-th, with one stage of it.
+template <class T>
+CUTE_DEVICE void add_scores(Shared<T>& shared, typename T::ScoreMma& mma, KeyPosition<T> at, int stage, int i, typename T::Scores& s) {
+  cute::warpgroup_arrive();
+  const auto& query = item<typename T::QueryChunk>(shared.query, T::first_chunk(stage, i));
+  const auto& key = item<typename T::KeyStage>(shared.ring, at.stage + stage);
+  wgmma::multiply(mma, wgmma::operand_a<typename T::Chunk>(mma, &query), wgmma::operand_b<typename T::Chunk>(mma, &key),
+                  s(cute::_, 0, 0));
 }
 
 // Waits for the scores, which are complete on return.
 template <class T>
-CUTE_DEVICE void finish_scores(typename T::Scores& s) {
+CUTE_DEVICE void wait_scores(typename T::Scores& s) {
   ETAP_MARKED(scores_wait, cute::warpgroup_wait<0>());
   cute::warpgroup_fence_operand(s);
 }
@@ -55,8 +43,6 @@ CUTE_DEVICE void start_output(Shared<T>& shared, int first, const uint32_t (&p)[
   typename T::OutputMma mma;
   mma.accumulate_ = GMMA::ScaleOut::One;
   constexpr int kStages = T::kProductDims / kChunkColumns;
-  // What cp.async wrote of a tile that the other warpgroup waited for, for WGMMA.
-  if constexpr (T::kSparse) ETAP_MARKED(other_rows_fence, cutlass::arch::fence_view_async_shared());
   warpgroup_fence_operand(o);
   ETAP_MARKED(output_fence, warpgroup_arrive());
   CUTE_UNROLL
@@ -70,20 +56,6 @@ CUTE_DEVICE void start_output(Shared<T>& shared, int first, const uint32_t (&p)[
     }
     warpgroup_commit_batch();
   }
-}
-
-// Waits for the products, but not for kBehind groups started behind them, and gives their stages back as soon as those of a WGMMA are
-// done.
-template <class T, int kBehind>
-CUTE_DEVICE void finish_output(Shared<T>& shared, int first, typename T::Output& o) {
-  constexpr int kStages = T::kHalfChunks / T::kProducts;
-  cute::for_each(cute::make_seq<T::kProducts>{}, [&](auto n) {
-    cute::warpgroup_wait<T::kProducts - 1 - n + kBehind>();
-    if (!releases()) return;
-    CUTE_UNROLL
-    for (int stage = 0; stage < kStages; ++stage) shared.keys.release({first + n * kStages + stage, 0});
-  });
-  cute::warpgroup_fence_operand(o);
 }
 
 // Zeros this half of V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN. Scores may still read there, which are

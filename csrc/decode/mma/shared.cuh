@@ -26,49 +26,40 @@ CUTE_DEVICE void multiply_keys(Shared<T>& shared, Mma& mma, const Chunk& key, in
 }
 constexpr int kChunkSteps = kChunkColumns / 16;
 
-// S^T of one tile. The products start stage by stage as the tile arrives, and are complete on return.
+// Begins S^T of a tile, to which products are then added.
 template <class T>
-CUTE_DEVICE void compute_scores(Shared<T>& shared, KeyPosition<T> at, ScoreFragment<T>& st) {
-  using namespace cute;
-  typename T::ScoreMma mma;
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
-  warpgroup_fence_operand(st);
-  CUTE_UNROLL
-  for (int stage = 0; stage < T::kStagesPerTile; ++stage) {
-    const auto from = at.ahead(stage);
-    shared.keys.wait(from);
-    // What cp.async wrote, for WGMMA.
-    if constexpr (T::kSparse) ETAP_MARKED(rows_fence, cutlass::arch::fence_view_async_shared());
-    warpgroup_arrive();
-    CUTE_UNROLL
-    for (int c = 0; c < T::kChunksPerStage; ++c) {
-      const auto& key = item<typename T::KeyStage>(shared.ring, from.stage)[c];
-      multiply_keys<T>(shared, mma, key, stage * T::kChunksPerStage + c, 0, kChunkSteps, st);
-    }
-  }
-  ETAP_MARKED(scores_commit, warpgroup_commit_batch());
-  ETAP_MARKED(scores_wait, warpgroup_wait<0>());
-  warpgroup_fence_operand(st);
+CUTE_DEVICE void begin_scores(typename T::ScoreMma& mma, ScoreFragment<T>& st) {
+  mma.accumulate_ = cute::GMMA::ScaleOut::Zero;
+  cute::warpgroup_fence_operand(st);
 }
 
-// The same of a consumer's share of a single tile's columns: half of the value dims' chunks, and half of rope's, the last one's.
+// Starts the products of a tile's stage that lies at `at`.
 template <class T>
-CUTE_DEVICE void compute_score_share(Shared<T>& shared, KeyPosition<T> at, int group, ScoreFragment<T>& st) {
-  using namespace cute;
-  typename T::ScoreMma mma;
-  mma.accumulate_ = GMMA::ScaleOut::Zero;
-  warpgroup_fence_operand(st);
+CUTE_DEVICE void add_scores(Shared<T>& shared, typename T::ScoreMma& mma, KeyPosition<T> at, int stage, ScoreFragment<T>& st) {
+  cute::warpgroup_arrive();
   CUTE_UNROLL
-  for (int c = 0; c <= kShareChunks; ++c) {
-    const int chunk = c < kShareChunks ? group * kShareChunks + c : kValueChunks;
-    shared.keys.wait(at.ahead(chunk / T::kChunksPerStage));
-    warpgroup_arrive();
-    const int steps = c < kShareChunks ? kChunkSteps : kChunkSteps / kConsumerGroups;
-    multiply_keys<T>(shared, mma, key_chunk<T>(shared, at, chunk), chunk, c < kShareChunks ? 0 : group * steps, steps, st);
+  for (int c = 0; c < T::kChunksPerStage; ++c) {
+    const auto& key = item<typename T::KeyStage>(shared.ring, at.stage)[c];
+    multiply_keys<T>(shared, mma, key, stage * T::kChunksPerStage + c, 0, kChunkSteps, st);
   }
-  warpgroup_commit_batch();
-  warpgroup_wait<0>();
-  warpgroup_fence_operand(st);
+}
+
+// Starts a consumer's share of a single tile's products with one chunk: all of it, but of rope's half of the columns.
+template <class T>
+CUTE_DEVICE void add_score_share(Shared<T>& shared, typename T::ScoreMma& mma, KeyPosition<T> at, int chunk, int group,
+                                 ScoreFragment<T>& st) {
+  cute::warpgroup_arrive();
+  const bool whole = chunk < kValueChunks;
+  const int steps = whole ? kChunkSteps : kChunkSteps / kConsumerGroups;
+  multiply_keys<T>(shared, mma, key_chunk<T>(shared, at, chunk), chunk, whole ? 0 : group * steps, steps, st);
+}
+
+// Waits for the scores, which are complete on return.
+template <class T>
+CUTE_DEVICE void wait_scores(ScoreFragment<T>& st) {
+  ETAP_MARKED(scores_commit, cute::warpgroup_commit_batch());
+  ETAP_MARKED(scores_wait, cute::warpgroup_wait<0>());
+  cute::warpgroup_fence_operand(st);
 }
 
 template <class T>
@@ -138,14 +129,21 @@ CUTE_DEVICE void start_output(Shared<T>& shared, KeyPosition<T> at, const char* 
   }
 }
 
-// Wait for the products and give each stage back as soon as its own are done.
+// Starts O^T of a consumer's half of a single tile's value dims, in the first slices of the fragment.
 template <class T>
-CUTE_DEVICE void finish_output(Shared<T>& shared, KeyPosition<T> at, OutputFragment<T>& ot) {
-  cute::for_each(cute::make_seq<kValueStages<T>>{}, [&](auto stage) {
-    ETAP_MARKED(output_wait, cute::warpgroup_wait<kValueStages<T> - 1 - stage>());
-    if (releases()) ETAP_MARKED(stage_release, shared.keys.release(at.ahead(stage)));
-  });
-  cute::warpgroup_fence_operand(ot);
+CUTE_DEVICE void start_output_share(Shared<T>& shared, KeyPosition<T> at, int group, const char* probabilities, OutputFragment<T>& ot) {
+  using namespace cute;
+  typename T::OutputMma mma;
+  const auto r_pt = wgmma::operand_b<typename T::ProbabilityOperand>(mma, probabilities);
+  warpgroup_fence_operand(ot);
+  warpgroup_arrive();
+  CUTE_UNROLL
+  for (int m = 0; m < kShareChunks; ++m) {
+    mma.accumulate_ = GMMA::ScaleOut::Zero;
+    const auto& chunk = key_chunk<T>(shared, at, group * kShareChunks + m);
+    wgmma::multiply(mma, wgmma::operand_a<typename T::ValueOperand>(mma, &chunk), r_pt, ot(_, m, 0));
+  }
+  warpgroup_commit_batch();
 }
 
 }  // namespace etap::transposed

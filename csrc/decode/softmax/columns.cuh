@@ -4,6 +4,7 @@
 #include <cute/arch/copy_sm90.hpp>
 
 #include "decode/cta/splits.cuh"
+#include "decode/layouts/tile_mask.cuh"
 #include "decode/mma/shared.cuh"
 
 namespace etap::transposed {
@@ -229,3 +230,18 @@ CUTE_DEVICE void zero_value_tail(Shared<T>& shared, KeyPosition<T> at, const Spl
 }
 
 }  // namespace etap::transposed
+
+namespace etap::sparse {
+
+// Hides the scores of entries that name no row, in S^T: its fragment holds tokens as layouts/transposed.h says.
+template <class Scores>
+CUTE_DEVICE void hide_invalid_rows(const TileMask& mask, Scores& st) {
+  const uint32_t valid = valid_tokens(mask);
+  CUTE_UNROLL
+  for (int i = 0; i < cute::size(st); ++i) {
+    const uint32_t bit = valid >> (i / 2 % 2 * 16) & 1;
+    if (!bit) st(i) = -INFINITY;
+  }
+}
+
+}  // namespace etap::sparse

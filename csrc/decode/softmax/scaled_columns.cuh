@@ -66,4 +66,36 @@ struct ScaledSoftmax : transposed::Softmax<T> {
   }
 };
 
+// Writes P^T of a tile, times the tokens' scales, as transposed::write_probabilities does; returns what V of the wide type is
+// multiplied with if P^T is of that, else 0.
+template <class T, class Rescale>
+CUTE_DEVICE uint32_t write_probabilities(ScaledSoftmax<T>& softmax, const transposed::ScoreFragment<T>& st,
+                                     const TokenScales<T>& scales, bool first, char* probabilities,
+                                     Rescale&& rescale) {
+  const NamedBarrier written = event::probabilities_written<T>(softmax.group);
+  bool renew = first, wide = scales.beyond(T::kLeastScale, T::kLargestScale);
+  uint32_t factor = 0;
+  if (!renew) {
+    const bool exceeds = softmax.exponentiate(st);
+    softmax.template store<typename T::Probability>(scales, probabilities);
+    ETAP_MARKED(probabilities_sync, renew = written.any(exceeds || wide));
+  }
+  if (renew) {
+    float correction[transposed::Softmax<T>::kColumns];
+    softmax.renew(st, correction);
+    rescale(correction);
+    softmax.exponentiate(st);
+    wide = written.any(wide);
+    if (wide) {
+      const bool widest = written.any(scales.beyond(-127, T::kWidestScale));
+      factor = widest ? transposed_fp8::kFactorTimes128 : kWidenedBias;
+      softmax.template store<typename T::WideProbability>(scales, probabilities, widest ? 0x1p-7f : 1.0f);
+    } else {
+      softmax.template store<typename T::Probability>(scales, probabilities);
+    }
+    written.sync();
+  }
+  return factor;
+}
+
 }  // namespace etap::sparse_fp8
