@@ -2,6 +2,7 @@
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -134,3 +135,16 @@ def test_the_package_and_its_command_line_wait_for_no_torch():
     )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert run.stdout == "[] True\n"
+
+
+CSRC = Path(__file__).parents[2] / "csrc"
+
+
+def test_no_folder_of_csrc_includes_one_that_is_built_on_it():
+    graph: dict[str, set[str]] = {}
+    for path in [path for pattern in ("*.h", "*.cuh", "*.cu", "*.cpp") for path in CSRC.rglob(pattern)]:
+        included = re.findall(r'^#include "(.+)"', path.read_text(), flags=re.MULTILINE)
+        folder = path.parent.relative_to(CSRC).as_posix()
+        graph.setdefault(folder, set()).update({Path(name).parent.as_posix() for name in included} - {folder})
+    assert {"decode/mma", "decode/layouts"} <= graph["decode/softmax"]
+    graphlib.TopologicalSorter(graph).prepare()  # raises CycleError, which names the circle
