@@ -131,7 +131,7 @@ struct ResultParams {
   // one: they are read before that has ended. Of whole tiles of dense attention alone.
   bool early_loads = false;
   bool rows_on_lanes = false;  // partial_out lies as O = P·V leaves it: see combine.cu
-  bool half_partials = false;  // of 64 rows of e4m3 products, whose own rounding is the coarser: see mixed_major/traits.h
+  bool half_partials = false;  // of 64 rows of e4m3 products, whose own rounding is the coarser: see decode/layouts/mixed_major.h
   bool paired_dims = false;  // in partial_out rows r and r + 8 of WGMMA's tile are value dims 2r and 2r + 1 of its 16, not r and r + 8
   void* out;                 // [batch, rows, 512]; strides in elements, of a dense call contiguous
   int64_t out_stride_batch;

@@ -122,8 +122,8 @@ constexpr int kReleasingLanes = 1;
 #endif
 CUTE_DEVICE bool releases() { return threadIdx.x % kWarpSize < kReleasingLanes; }
 
-// One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release. kTraps: the
-// producer's waits trap, see spin.
+// One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release. kTraps: the producer's
+// waits trap, see spin.
 template <int kStages, bool kTraps = true>
 struct Ring {
   using Position = RingPosition<kStages>;

@@ -84,7 +84,7 @@ CUTE_DEVICE bool mbarrier_test_wait(uint32_t barrier, uint32_t parity) {
   return done != 0;
 }
 
-// The same; may suspend the thread for a while.
+// Returns whether the barrier's phase of this parity has completed, and may suspend the thread for a while before it does.
 CUTE_DEVICE bool mbarrier_try_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   asm volatile(
@@ -180,7 +180,7 @@ CUTE_DEVICE void load_if(bool wanted, const void* from, uint2& value) {
       : "memory");
 }
 
-// The same of what is read once, and leaves L1 alone.
+// load_if for what is read once: it leaves L1 alone.
 CUTE_DEVICE void load_once_if(bool wanted, uint64_t from, uint4& value) {
   asm volatile(
       "{\n.reg .pred wanted;\nsetp.ne.b32 wanted, %5, 0;\n"

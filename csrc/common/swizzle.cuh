@@ -1,4 +1,4 @@
-// The one swizzle of shared memory: TMA writes it, WGMMA's descriptors and our own loads and stores read it.
+// The one swizzle of shared memory: TMA writes it, WGMMA's descriptors and the kernels' loads and stores read it.
 #pragma once
 
 #include <cute/config.hpp>

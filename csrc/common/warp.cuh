@@ -11,7 +11,7 @@ namespace etap {
 constexpr int kWarpSize = 32;
 constexpr float kLn2 = 0.6931471805599453f;  // kernels work with base 2, results have natural logarithms
 
-// The same number, of which the compiler knows nothing: what follows from it is worked out behind this place, and not kept
+// Returns x, of which the compiler knows nothing: what follows from it is worked out behind this place, and not kept
 // in registers over a loop before.
 CUTE_DEVICE int anew(int x) {
   asm volatile("" : "+r"(x));

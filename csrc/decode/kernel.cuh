@@ -1,13 +1,20 @@
-// MLA decode. This file is the frame of all decode kernels: it says who does what, and in which order a CTA starts. The rest is in
-// folders:
+// MLA decode. This file is the frame of all decode kernels: it says who does what, and in which order a CTA starts. Each folder builds on
+// the ones above it:
 //
-//   producers/       bring the cache and the queries into shared memory
-//   transposed/      S^T = K·Q^T, O^T = V^T·P^T: multiplies a cache of the queries' type, up to 32 rows
-//   transposed_fp8/  does the same with a cache of e4m3, V^T by way of registers; at 64 rows of float16 products the consumers share tiles
-//   mixed_major/     S = Q·K^T, O^T = V^T·P^T: multiplies 64 rows of a cache of e4m3 as such
-//   query_major/     S = Q·K^T, O = P·V: multiplies 64 rows of a cache of the queries' type, which fill WGMMA's M
-//   sparse/          gathers listed rows for the consumers of the first and the last, and for 64 rows makes bfloat16 of V4's
-//   sparse_fp8/      multiplies FP8 rows of lists, whose scales and values the consumers convert: V3.2's, and V4's up to 32 rows
+//   cta/        roles, barriers, and the splits that a CTA walks
+//   layouts/    the traits of each family: numbers, layouts, shared memory
+//   mma/        the two products, with operands in shared memory or by way of registers
+//   softmax/    P, down the columns of S^T or along the rows of S
+//   epilogue/   what becomes of O at the end of a split
+//   load/       producers: the cache (fill_ring.cuh) and the queries (queries.cuh, scaled_queries.cuh)
+//   consumers/  what a consumer does with a tile, a file each family (split_loop.cuh is the frame of all but two):
+//
+//     alternating   S^T = K·Q^T, O^T = V^T·P^T: multiplies a cache of the queries' type, or lists of bfloat16, up to 32 rows
+//     fp8_cache     does that with a cache of e4m3, V^T by way of registers; at 64 rows of float16 products the consumers share tiles
+//     fp8_rows      multiplies lists of FP8 rows, whose scales and values the consumers convert, up to 32 rows: V3.2's and V4's
+//     shared_tiles  does that for 64 rows of V3.2's
+//     owned_tiles   S = Q·K^T, O = P·V: multiplies 64 rows of a cache of the queries' type, or of lists, which fill WGMMA's M
+//     mixed_major   S = Q·K^T, O^T = V^T·P^T: multiplies 64 rows of a cache of e4m3 as such
 //
 // Grid             CTAs: partitions x row groups, those of a partition neighbours. One CTA decodes the splits of its
 //                  partition's work range for its row group (a row tile of the rows), one after the other. One CTA an SM.
@@ -28,7 +35,7 @@
 // keys             8 x 24 KB (+)          TMA bytes -> the tile's consumer(s)     4 warps, or 8 that share tiles
 // queries          1                      TMA bytes or 96 threads -> both         8 warps, after the split's last scores
 // lengths          4                      key producer -> both                    8 warps, at once
-// grants           4 a consumer           key producer -> the tile's consumer     (nothing to release)
+// tile_ready       4 a consumer           key producer -> the tile's consumer     (nothing to release)
 // (+) 7 at 32 rows; query major: 18 x 8 KB; of an FP8 cache 3 to 5 whole tiles of 36 KB. There, and beside lists, consumers
 // read the query rows.
 //
@@ -41,7 +48,7 @@
 // it before a tile with new tokens, the query producer and the consumers when they know their first split.
 //
 // Where pages hold no whole tiles (kWholeTiles is false), the key producer and the query helpers (beside an FP8 cache all four
-// warps) share the copies, in parts by TMA or row by row: producers/load_parts.cuh, gather_rows.cuh.
+// warps) share the copies, in parts by TMA or row by row: load/tiles.cuh, paged_rows.cuh.
 #pragma once
 
 #include "decode/consumers/alternating.cuh"
@@ -63,7 +70,7 @@ namespace etap {
 template <class T, bool kWholeTiles>
 using Cache = std::conditional_t<kWholeTiles, typename T::CacheMaps, PartMaps>;
 
-// So many warps gather queries which TMA cannot bring: where tiles are not whole, the others are there for the cache.
+// The number of warps that gather queries which TMA cannot bring: where tiles are not whole, the others are there for the cache.
 template <bool kWholeTiles>
 constexpr int kQueryWarps = kWholeTiles ? kQueryProducerThreads / kWarpSize : 1;
 
@@ -114,7 +121,7 @@ template <class T, bool kWholeTiles>
 CUTE_DEVICE void init_barriers(Shared<T>& shared, bool query_maps_usable, int warp) {
   static_assert(kSetupWarps == kDecodeThreads / kWarpSize);
   const int from_last = kSetupWarps - 1 - warp;
-  // So many arrivals fill a stage of keys, and so many signals grant it; the next number fills the queries.
+  // kKeyArrivals fill a stage of keys, and as many signals say that a tile is ready; query_arrivals fill the queries.
   constexpr int kKeyArrivals = T::kSparse || !kWholeTiles ? T::kGatherWarps : 1;
   const int query_arrivals = query_maps_usable || T::kFp8Cache ? 1 : kQueryWarps<kWholeTiles> * kWarpSize;
   shared.keys.init(warp, kKeyArrivals * (T::kSparse ? kReleasingLanes : 1), T::kStageReleases);

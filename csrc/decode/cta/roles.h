@@ -1,4 +1,4 @@
-// This file says who does what in a CTA, and where its threads meet.
+// This file says who does what in a CTA, and where its threads sync.
 #pragma once
 
 #include <cutlass/arch/reg_reconfig.h>
@@ -60,7 +60,7 @@ struct Registers {
   int consumer;
 };
 
-// These leave a block of the combination room, so that all of it waits beside the decode kernel, and the next call's CTAs begin as
+// These registers leave a block of combine room, so that all of it waits beside the decode kernel, and the next call's CTAs begin as
 // soon as this one's end: see combine.cu. A block takes at most so much of shared memory, and CUDA takes so much for each block.
 constexpr Registers kBesideCombination = {112, 32, 152};
 constexpr int kCombinationBytes = 4608;
@@ -91,7 +91,7 @@ CUTE_DEVICE void adjust_registers() {
 }
 
 // A thread calls this before it reads what the predecessor may have written, and before it writes. Only then may the successor begin:
-// the combination reads the schedule as soon as it does.
+// combine reads the schedule as soon as it does.
 CUTE_DEVICE void pdl_wait_then_trigger() {
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
@@ -101,13 +101,13 @@ CUTE_DEVICE void pdl_wait_then_trigger() {
 // one event ahead; 0 is __syncthreads'.
 namespace event {
 
-// Of one consumer: 2 and 3.
+// Events of one consumer have numbers 2 and 3.
 CUTE_DEVICE NamedBarrier of_consumer(int group) { return {2 + group, kGroupThreads}; }
 CUTE_DEVICE NamedBarrier maxima_written(int group) { return of_consumer(group); }
 CUTE_DEVICE NamedBarrier tail_zeroed(int group) { return of_consumer(group); }
 CUTE_DEVICE NamedBarrier output_done(int group) { return of_consumer(group); }
 
-// Of both consumers: 1.
+// Events of both consumers have number 1.
 CUTE_DEVICE NamedBarrier of_consumers() { return {1, kConsumerThreads}; }
 CUTE_DEVICE NamedBarrier queries_written() { return of_consumers(); }
 CUTE_DEVICE NamedBarrier sums_written() { return of_consumers(); }
@@ -116,7 +116,7 @@ CUTE_DEVICE NamedBarrier halves_taken() { return of_consumers(); }
 CUTE_DEVICE NamedBarrier factors_written() { return of_consumers(); }
 CUTE_DEVICE NamedBarrier shares_written() { return of_consumers(); }
 
-// Of those who meet over a tile: one consumer where tiles alternate, both where they share them.
+// Events of a tile are those of one consumer where tiles alternate, and of both where they share them.
 template <class T>
 CUTE_DEVICE NamedBarrier of_tile(int group) { return T::kAlternatingTiles ? of_consumer(group) : of_consumers(); }
 template <class T>
@@ -124,10 +124,10 @@ CUTE_DEVICE NamedBarrier scores_read(int group) { return of_tile<T>(group); }
 template <class T>
 CUTE_DEVICE NamedBarrier probabilities_written(int group) { return of_tile<T>(group); }
 
-// Of both consumers, over a tile of one of them: 4 and 5.
+// Both consumers sync over a tile of one of them at 4 and 5.
 CUTE_DEVICE NamedBarrier tile_written(int owner) { return {4 + owner, kConsumerThreads}; }
 
-// Of this warp and the same one of the other consumer: 4 to 11.
+// A warp and the same one of the other consumer sync at 4 to 11.
 CUTE_DEVICE NamedBarrier row_probabilities_written(int owner) {
   return {4 + owner * kWarpsPerGroup + int(threadIdx.x % kGroupThreads / kWarpSize), 2 * kWarpSize};
 }

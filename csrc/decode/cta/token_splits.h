@@ -12,7 +12,7 @@
 
 namespace etap::sparse {
 
-// What an end takes, in halves of a tile: a combination behind the partitions; a cluster that sums its CTAs' splits itself; a second
+// What an end takes, in halves of a tile: combine behind the partitions; a cluster that sums its CTAs' splits itself; a second
 // split of a partition.
 constexpr int64_t kCombinationHalves = 3, kClusterHalves = 2, kSecondSplitHalves = 2;
 constexpr int64_t kMostClusterSplits = 8;
@@ -21,7 +21,7 @@ __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (
 
 // The division among at most `partitions` partitions of tokens that have at most so many tiles each, by which the longest partition
 // and what follows it take least: whole tokens; equal splits of tokens, which a cluster sums (2, 4 or 8, where there are `clusters`)
-// or a combination; or all tiles evenly, which a combination sums.
+// or combine; or all tiles evenly, which combine sums.
 inline TokenDivision divide(int64_t tokens, int64_t most_tiles, int64_t partitions, bool clusters) {
   const int64_t all = tokens * most_tiles;
   const int64_t used = all < 1 ? 1 : all < partitions ? all : partitions;
@@ -60,7 +60,7 @@ __host__ __device__ inline int end_token(const TokenDivision& of, int partition)
   return end < of.tokens ? end : of.tokens;
 }
 
-// The partitions that meet a token: splits() of them from first_partition() on, whatever its counts.
+// The partitions that share a token: splits() of them from first_partition() on, whatever its counts.
 __host__ __device__ inline int first_partition(const TokenDivision& of, int token) {
   return of.step_tokens.div(token * of.step_parts.divisor);
 }

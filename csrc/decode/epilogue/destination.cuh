@@ -16,7 +16,7 @@ struct Destination {
   uint16_t* out;        // float16 or bfloat16 [rows of the group, 512]; null: the partial
   float* lse;           // [rows of the group], natural logarithm
   float empty_lse;      // there of rows that see no token
-  const float* sinks;   // [rows of the group]; null: none, or the combination's business
+  const float* sinks;   // [rows of the group]; null: none, or combine applies them
   int64_t out_stride;   // of rows that may lie apart, elements
   Partial* partial_out;  // [8 slices of 64 value dims, row_tile / 8 column blocks, 128 threads]
   float* partial_lse;   // [row_tile], log2
@@ -64,7 +64,7 @@ struct Destination {
 };
 
 // Writes the result of a split without tokens, whose request has none or fewer than the schedule was built for: zeros, and the
-// log-sum-exp of rows that see none. The combination adds nothing of such a partial result (-inf), but multiplies what lies there.
+// log-sum-exp of rows that see none. Combine adds nothing of such a partial result (-inf), but multiplies what lies there.
 template <class T>
 CUTE_DEVICE void write_empty(const Destination<T>& to) {
   const bool whole = to.out != nullptr;

@@ -7,7 +7,7 @@
 namespace etap::transposed {
 
 // A slice of the half that `target` keeps crosses here from the other warpgroup, 16 bytes a thread and `quad`: in stages of the key
-// ring that the producer granted, [target][merge stage], or where the other one's P^T was.
+// ring that the producer lent, [target][merge stage], or where the other one's P^T was.
 template <class T>
 CUTE_DEVICE float4* exchange_slot(Shared<T>& shared, KeyPosition<T> at, int target, int m, int quad) {
   using Slice = float4[T::kRowTile / 8][kGroupThreads];

@@ -1,4 +1,4 @@
-// At the end of a split the two warpgroups' sums of a row meet, and each writes its half of O.
+// At the end of a split the two warpgroups add up their sums of a row, and each writes its half of O.
 #pragma once
 
 #include "decode/epilogue/columns.cuh"

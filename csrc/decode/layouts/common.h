@@ -30,8 +30,8 @@ constexpr float kLazyMaximum = 8.0f;
 // "No token seen yet": finite, so that -inf (a masked score) minus it stays -inf and not NaN; and below every finite score.
 constexpr float kNoMaximum = -FLT_MAX;
 
-// TileReady to one consumer that may be open at once: see Turns. The most are when every split has one tile. Then tiles and merges
-// take stages of the ring in turn, or, where a single tile leaves nothing to merge, tiles alone; a grant counts from its first
+// Signals to one consumer that may be open at once: see Turns. The most are when every split has one tile. Then tiles and merges
+// take stages of the ring in turn, or, where a single tile leaves nothing to merge, tiles alone; a signal counts from its first
 // stage on.
 template <class T>
 constexpr int turns() {
@@ -67,7 +67,7 @@ struct PartMaps {
   CUtensorMap latent;  // (columns of a chunk, tokens of a page, chunks, pages)
   CUtensorMap rope;    // (64 columns, tokens, pages)
 
-  // These copy a part's tokens, `token` the first of its page. Of chunks of 16 bits those behind the value dims are rope.
+  // All copy a part's tokens, `token` the first of its page. Chunks of 16 bits behind the value dims are rope.
   CUTE_DEVICE void copy(uint64_t* barrier, void* target, int page, int token, int chunk) const {
     if (chunk < kValueChunks) {
       copy_latent(barrier, target, page, token, chunk);
@@ -115,7 +115,7 @@ struct SixteenBitCache : Tiles {
   static constexpr int kQueryBytes = kTileChunks * sizeof(QueryChunk);
 
   using CacheMaps = ChunkMaps;
-  // Of a part alone, whose tokens are the tile's from `first` on.
+  // Copies a part alone, whose tokens are the tile's from `first` on.
   CUTE_DEVICE static void copy_part(const PartMaps& maps, uint64_t* barrier, KeyStage& stage, int first, int page, int token,
                                     int chunk) {
     CUTE_UNROLL
@@ -128,7 +128,7 @@ struct SixteenBitCache : Tiles {
 template <class T>
 constexpr bool are_traits() {
   constexpr auto is_flag = [](auto flag) { return std::is_same_v<decltype(flag), bool>; };
-  // Of both products' operands.
+  // The type of both products' operands.
   static_assert(sizeof(typename T::Element) <= 2);
   // The cache as TMA sees it, copy() fills a stage, and copy_part() from PartMaps; or lists of its rows.
   static_assert(sizeof(typename T::CacheMaps) > 0);
@@ -137,7 +137,7 @@ constexpr bool are_traits() {
   static_assert(is_flag(T::kHalfPartials));                           // partial results are bfloat16: see params.h
   // The splits of a partition.
   static_assert(sizeof(typename T::Walk) > 0);
-  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries; with grants init_tile_ready(warp, signals).
+  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries; where tiles alternate init_tile_ready(warp, signals).
   static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
   // Consumer::run(shared, params, partition, row group, warpgroup) decodes the partition.
   static_assert(sizeof(typename T::Consumer) > 0);
@@ -153,7 +153,7 @@ constexpr bool are_traits() {
   static_assert(T::kSerializedTiles >= 0);                                 // a CTA's first tiles, asked for one by one: see serialize_first_loads()
   static_assert(T::kMergeStages >= 0);                                // lent to each consumer at the end of a split
   static_assert(is_flag(T::kHalvesSingleTiles));                      // a split's only tile is both consumers'
-  static_assert(is_flag(T::kAlternatingTiles));                            // tiles alternate, and consumers wait for grants
+  static_assert(is_flag(T::kAlternatingTiles));                            // tiles alternate, and consumers wait for tile_ready
   return true;
 }
 

@@ -28,7 +28,8 @@ template <class T>
 struct SharedMemory {
   alignas(1024) char ring[T::kStages * T::kStageBytes];  // KeyStage [kStages]
   alignas(1024) char query[T::kQueryBytes];              // QueryChunk [kChunks]
-  // Of a tile. Four in turn: a warpgroup may hand over its next one while it has not yet multiplied the other's before.
+  // What a tile's owner says of its rows. Four tiles' in turn: a warpgroup may write its next one's while it has not yet multiplied the
+  // other's before.
   RowReference rows[T::kTilesTold][T::kRowTile];
   alignas(uint32_t) uint8_t renewed[T::kTilesTold][kWarpsPerGroup];  // whether a warp's rows have another reference than the tile before
   RowSums sums[kConsumerGroups][T::kRowTile];      // at the end of a split, over the tiles of each warpgroup

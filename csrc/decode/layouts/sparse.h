@@ -19,7 +19,7 @@ struct GatheredTraits : Dense {
   static constexpr bool kScalesApart = false;
   // V4's rows come without rope behind the latent part.
   static constexpr bool kRope = kTileChunks > kValueChunks;
-  static constexpr bool kDequantises = !kRope && kRowTile == kMaxRowTile;  // with fewer rows: sparse_fp8/
+  static constexpr bool kDequantises = !kRope && kRowTile == kMaxRowTile;  // with fewer rows: sparse_fp8.h
   // The consumers gather the queries.
   static constexpr int kGatherWarps = 4;
   static constexpr bool kFitsLaunchRegisters = !kDequantises && Dense::kFitsLaunchRegisters;

@@ -65,7 +65,7 @@ struct Products : Tiles {
   using Element = cutlass::bfloat16_t;  // of queries, rope part and output
   using ScoreElement = cutlass::half_t;
   using RopeElement = cutlass::bfloat16_t;
-  // Of the output's products, and where a tile's scales are beyond these powers of two. P is at most 2^15, so that P times a scale
+  // P's type, and its type where a tile's scales are beyond these powers of two. P is at most 2^15, so that P times a scale
   // stays finite; that of a tile's largest score, 2^7 when its reference was set, is a normal number. Then P is at most 2^7: beyond
   // the widest scale V has that shift instead.
   using Probability = cutlass::half_t;

@@ -39,7 +39,7 @@ struct AlternateTiles : CommonTraits {
   static constexpr int kProbabilityBuffers = 2;         // P^T that a consumer has room for
   static constexpr int kScoreColumns = kRowTile;        // of a warpgroup's S^T
   __host__ __device__ static constexpr int first_column(int) { return 0; }  // of a warpgroup's, in the row tile
-  static constexpr int kScoreThreads = kGroupThreads;   // that meet over one P^T
+  static constexpr int kScoreThreads = kGroupThreads;   // that sync over one P^T
   static constexpr int kOutputSlices = kValueChunks;    // of 64 value dims, of a warpgroup's O^T
   // The two O^T are merged through ring stages borrowed at the end of a split: each warpgroup hands half of its own over in
   // float32.
@@ -53,8 +53,7 @@ struct AlternateTiles : CommonTraits {
 
 template <class T>
 struct SharedMemory {
-  // Of swizzled operands, at multiples of kSwizzlePeriod. The whole is not padded to one, and so leaves a block of the combination
-  // room.
+  // Swizzled operands lie at multiples of kSwizzlePeriod. The whole is not padded to one, and so leaves a block of combine room.
   static_assert(T::kStageBytes % kSwizzlePeriod == 0);
   char ring[T::kStages * T::kStageBytes];                                                // KeyStage [kStages]
   char query[(T::kQueryBytes + kSwizzlePeriod - 1) / kSwizzlePeriod * kSwizzlePeriod];  // QueryChunk [kTileChunks]
@@ -65,7 +64,7 @@ struct SharedMemory {
   float maxima[kConsumerGroups * kWarpsPerGroup * T::kScoreColumns];  // of each warp, of one tile
   float factors[1][T::kScoreColumns];
   float score_scales[T::kFp8Cache ? T::kRowTile : 1];               // of each query row
-  Ring<T::kStages, !T::kSparse> keys;  // producers of lists have no registers for patience
+  Ring<T::kStages, !T::kSparse> keys;  // producers of lists have no registers for a trap
   Ring<1> queries;
   LengthQueue lengths;
   Turns<turns<T>(), !T::kSparse> tile_ready[kConsumerGroups];  // begun for each consumer: its tiles, its stages for merging
@@ -85,7 +84,7 @@ struct Consumer;
 // Three chunks a stage (24 KB a copy) load faster than one.
 constexpr int chunks_per_stage(int tile_chunks) { return tile_chunks == kChunks ? 3 : 4; }
 
-// Of a cache of the queries' own type.
+// The traits for a cache of the queries' own type.
 template <class Element, int kRowTile_, int kTileChunks_ = kChunks>
 struct Traits : SixteenBitCache<AlternateTiles<kRowTile_>, Element, kTileChunks_, chunks_per_stage(kTileChunks_)> {
   using Base = SixteenBitCache<AlternateTiles<kRowTile_>, Element, kTileChunks_, chunks_per_stage(kTileChunks_)>;

@@ -27,7 +27,7 @@ struct HeldScales {
   CUTE_DEVICE float operator()(int i) const { return values[i]; }
 };
 
-// The same with many rows, for which no registers are left.
+// With many rows no registers are left for the scales: each is read where it is wanted.
 template <class T>
 struct ReadScales {
   Shared<T>& shared;
@@ -132,7 +132,7 @@ struct Products : Tiles {
   }
 };
 
-// Up to 32 query rows: alternate tiles. Up to 16, e4m3 products leave the combination room, at the price of registers.
+// Up to 32 query rows tiles alternate. Up to 16 rows e4m3 products leave combine room, at the price of registers.
 template <class Math, int kRowTile_>
 struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   using Base = Products<Math, transposed::AlternateTiles<kRowTile_>>;
@@ -152,7 +152,7 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
 };
 
 // 64 query rows ("shared tiles"): O^T of 512 x 64 needs both register files, so each warpgroup holds half of the value dims of every
-// tile and half of the columns of S^T, and P^T is shared. (With a 16-bit cache: query_major/; with e4m3 products: mixed_major/.)
+// tile and half of the columns of S^T, and P^T is shared. (A 16-bit cache has query_major.h, e4m3 products mixed_major.h.)
 struct SharedTiles : CommonTraits {
   static constexpr int kRowTile = 64;
   static constexpr bool kAlternatingTiles = false;  // a consumer sees every round of a stage

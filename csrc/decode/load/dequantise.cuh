@@ -54,7 +54,7 @@ struct HeldRow {
   // The lane's place among those of its row, and its row's in an octet.
   CUTE_DEVICE static int lane() { return threadIdx.x % kRowLanes; }
   CUTE_DEVICE static int row() { return threadIdx.x % kWarpSize / kRowLanes; }
-  // Of a chunk's units, those of this lane. Neighbouring rows take bfloat16 from different halves on, so that a store touches all
+  // Returns the lane's place of a chunk's units. Neighbouring rows take bfloat16 from different halves on, so that a store touches all
   // banks.
   template <int kChunk>
   CUTE_DEVICE static int unit(int half) {

@@ -119,7 +119,7 @@ class RowCopier : public WholeRows<T, kLineUnits> {
   const int offset_;     // of this lane, in a line
 };
 
-// Does the same with V4's rows, whose scales come from behind their page's rows. Four lanes take 64 bytes of a row, one instruction
+// Copies V4's rows as they are, whose scales come from behind their page's rows. Four lanes take 64 bytes of a row, one instruction
 // those of an octet.
 template <class T>
 class PageRowCopier : public WholeRows<T, kRowLanes> {

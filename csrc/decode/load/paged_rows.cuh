@@ -32,7 +32,7 @@ class PagedRows {
     next_page_ = fetch(tile + 1);
   }
 
-  // These say of this lane's row whether it exists, and where both of its parts lie, in units.
+  // Whether this lane's row exists, and where both of its parts lie, in units.
   CUTE_DEVICE bool exists() const { return exists_; }
   CUTE_DEVICE uint32_t latent() const { return latent_; }
   CUTE_DEVICE uint32_t rope() const { return rope_; }
@@ -180,7 +180,7 @@ class Landing {
   int count_ = 0;
 };
 
-// Of a 16-bit cache, stages land: see Landing. Of an FP8 cache cp.async's own arrivals will do, since matrix loads read it, and before
+// Stages of a 16-bit cache land: see Landing. For an FP8 cache cp.async's own arrivals will do, since matrix loads read it, and before
 // WGMMA the consumers pass a fence: a stage is full when all lanes' copies are there, and the warps have said so.
 template <class T>
 class CacheRows : public DenseTiles<T, PagedRows<T::kGatherWarps>> {

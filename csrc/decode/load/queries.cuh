@@ -118,19 +118,31 @@ CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, con
 //   ask(params, walk, row_group)                     may ask for the next split's rows
 // It says what V's values are multiplied with (value_scale), which row group is meant (row_group), and whether the rows come while the
 // split's length is on its way (kAheadOfLength).
-struct NoScaling {
+struct QueryPolicy {
   static constexpr bool kAheadOfLength = false;
   CUTE_DEVICE static float value_scale(const DecodeParams&) { return 1.0f; }
   CUTE_DEVICE static int row_group(const DecodeParams&, int of_cta) { return of_cta; }
+
+  // What a policy does not say does nothing.
+  CUTE_DEVICE void begin(const DecodeParams&, SplitWalk&, int) {}
+  template <class SharedStorage>
+  CUTE_DEVICE void begin_split(SharedStorage&, const DecodeParams&, int, int) {}
+  template <class SharedStorage>
+  CUTE_DEVICE void await(SharedStorage&, const DecodeParams&, int, int) {}
+  template <class SharedStorage>
+  CUTE_DEVICE void release(SharedStorage&) {}
+  template <class SharedStorage>
+  CUTE_DEVICE void release_unread(SharedStorage&) {}
+  CUTE_DEVICE void end_split() {}
+  template <class Walk>
+  CUTE_DEVICE void ask(const DecodeParams&, Walk&, int) {}
 };
 
 // Producers bring the rows.
 template <class T>
-struct ProducedQueries : NoScaling {
+struct ProducedQueries : QueryPolicy {
   RingPosition<1> at;
 
-  CUTE_DEVICE void begin(const DecodeParams&, SplitWalk&, int) {}
-  CUTE_DEVICE void begin_split(Shared<T>&, const DecodeParams&, int, int) {}
   CUTE_DEVICE void await(Shared<T>& shared, const DecodeParams&, int, int) { shared.queries.wait(at); }
   CUTE_DEVICE void release(Shared<T>& shared) {
     if (releases()) shared.queries.release(at);
@@ -140,13 +152,12 @@ struct ProducedQueries : NoScaling {
     release(shared);
   }
   CUTE_DEVICE void end_split() { at.advance(1); }
-  CUTE_DEVICE void ask(const DecodeParams&, SplitWalk&, int) {}
 };
 
 // Both consumers copy the rows of a token of sparse attention: a split begins with that, and 64 rows take one producer warp several
 // microseconds. They ask for the rows when they are done with the last split's scores.
 template <class T>
-struct ListedQueries : NoScaling {
+struct ListedQueries : QueryPolicy {
   CUTE_DEVICE void begin(const DecodeParams&, typename T::Walk& walk, int) {
     ETAP_MARKED(queries_wait, pdl_wait_then_trigger());
     walk.begin();
@@ -167,10 +178,6 @@ struct ListedQueries : NoScaling {
     // For WGMMA the consumers fence before every product, for the cache's rows too.
     ETAP_MARKED(queries_sync, event::queries_written().sync());
   }
-  CUTE_DEVICE void release(Shared<T>&) {}
-  CUTE_DEVICE void release_unread(Shared<T>&) {}
-  CUTE_DEVICE void end_split() {}
-  CUTE_DEVICE void ask(const DecodeParams&, typename T::Walk&, int) {}
 };
 
 template <class T>

@@ -23,7 +23,7 @@ struct WarpRows {
   int32_t scales = 0;    // of V4's rows: bytes from there to the row's scales
   uint32_t present = 0;  // a bit a lane
 
-  // These return what another lane holds. The whole warp calls them.
+  // Both return what another lane holds. The whole warp calls them.
   CUTE_DEVICE uint64_t row_of(int lane) const { return __shfl_sync(0xffffffff, row, lane); }
   CUTE_DEVICE int32_t scales_of(int lane) const { return __shfl_sync(0xffffffff, scales, lane); }
 };
@@ -46,7 +46,7 @@ class RowStream {
     find_tile();
   }
 
-  // So many calls of next() only read ahead. They are the caller's, in one loop with the others, because the instructions that a call
+  // The first kAhead calls of next() only read ahead. They are the caller's, in one loop with the others, because the instructions that a call
   // begins with are in no cache yet.
   static constexpr int kAhead = 2;
 

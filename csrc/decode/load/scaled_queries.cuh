@@ -182,7 +182,7 @@ CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, int
 
 // The policy of a consumer (see queries.cuh) beside an FP8 cache. The rows come while the split's length is on its way.
 template <class T>
-struct ScaledQueries {
+struct ScaledQueries : QueryPolicy {
   static constexpr bool kAheadOfLength = true;
 
   float scale;
@@ -196,14 +196,9 @@ struct ScaledQueries {
     if constexpr (!T::kAlternatingTiles) return of_cta;
     return params.row_groups == 1 ? 0 : anew(blockIdx.x) % params.row_groups;
   }
-  CUTE_DEVICE void begin(const DecodeParams&, SplitWalk&, int) {}
   CUTE_DEVICE void begin_split(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
     load_queries<T>(shared, params, request, row_group, scale);
   }
-  CUTE_DEVICE void await(Shared<T>&, const DecodeParams&, int, int) {}
-  CUTE_DEVICE void release_unread(Shared<T>&) {}
-  CUTE_DEVICE void end_split() {}
-  CUTE_DEVICE void ask(const DecodeParams&, SplitWalk&, int) {}
 };
 
 }  // namespace etap::transposed_fp8
@@ -312,7 +307,7 @@ CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, Que
 
 // The policy of a consumer (see queries.cuh) beside FP8 rows.
 template <class T>
-struct ScaledListedQueries : NoScaling {
+struct ScaledListedQueries : QueryPolicy {
   QueryRows<T> rows;
 
   CUTE_DEVICE void begin(const DecodeParams& params, typename T::Walk& walk, int row_group) {
@@ -320,12 +315,9 @@ struct ScaledListedQueries : NoScaling {
     ask(params, walk, row_group);
     walk.begin();
   }
-  CUTE_DEVICE void begin_split(Shared<T>&, const DecodeParams&, int, int) {}
   CUTE_DEVICE void await(Shared<T>& shared, const DecodeParams& params, int request, int row_group) {
     load_queries<T>(shared, params, rows, request, row_group);
   }
-  CUTE_DEVICE void release_unread(Shared<T>&) {}
-  CUTE_DEVICE void end_split() {}
   CUTE_DEVICE void ask(const DecodeParams& params, typename T::Walk& walk, int row_group) {
     if constexpr (QueryRows<T>::kAhead) {
       if (!walk.done()) rows.ask(params, walk.request(), row_group);

@@ -126,7 +126,7 @@ class TileParts : public DenseTiles<T, PageFetcher> {
       // The warps take turns in beginning, so that over the stages of a tile each has as many parts as the others.
 #pragma unroll 1
       for (int part = (warp_ + stage) % T::kGatherWarps; part < parts_; part += T::kGatherWarps) {
-        // Of a part behind the request's end nothing is read: there is no page -1.
+        // Nothing is read of a part behind the request's end: there is no page -1.
         const int held = pages_.page(i * parts_ + part);
         const int page = (tile_ * parts_ + part) * params_.part_tokens < split_.seq_len ? held : -1;
         const int token = params_.parts_per_page.rem(tile_ * parts_ + part) * params_.part_tokens;

@@ -49,7 +49,7 @@ CUTE_DEVICE void multiply_shared_keys(const char* tile, const char* query, trans
   });
 }
 
-// Does the same with a consumer's share of the columns, where both halve a tile: see consumers/single_tile.cuh. Rope's share is one step.
+// Computes S^T of a consumer's share of the columns, where both halve a tile: see consumers/single_tile.cuh. Rope's share is one step.
 template <class T>
 CUTE_DEVICE void multiply_shared_key_share(const char* tile, const char* query, int group, transposed::ScoreFragment<T>& st) {
   using namespace cute;

@@ -1,4 +1,4 @@
-// S^T = K·Q^T and O^T += V^T·P^T of one tile of FP8 rows: see transposed_fp8/products.cuh for how matrix loads bring K and V.
+// S^T = K·Q^T and O^T += V^T·P^T of one tile of FP8 rows: registers.cuh says how matrix loads bring K and V.
 #pragma once
 
 #include <type_traits>

@@ -72,7 +72,7 @@ CUTE_DEVICE void zero_value_tail(Shared<T>& shared, int first, int group, int va
       reinterpret_cast<uint4*>(tail)[i] = make_uint4(0, 0, 0, 0);
     }
   }
-  // These writes, for WGMMA once the warpgroup has met.
+  // WGMMA sees these writes once the warpgroup has synced.
   ETAP_MARKED(tail_fence, cutlass::arch::fence_view_async_shared());
   ETAP_MARKED(tail_sync, event::tail_zeroed(group).sync());
 }

@@ -127,7 +127,7 @@ struct LoadedProducts {
     start(words, fetch, convert, operand_b, result);
   }
 
-  // The same when the first words have been asked for.
+  // Starts the products when the first words have been asked for.
   template <class Fetch, class Convert, class OperandB, class Result>
   CUTE_DEVICE void start(Words (&words)[T::kFetches], Fetch&& fetch, Convert&& convert, OperandB&& operand_b, Result&& result) {
     CUTE_UNROLL

@@ -72,7 +72,7 @@ struct Softmax {
     } else {
       store_pairs(rounded, probabilities);
     }
-    // P^T (and zeroed V tokens), for WGMMA once all threads have met.
+    // P^T (and zeroed V tokens), for WGMMA once all threads have synced.
     ETAP_MARKED(probabilities_fence, cutlass::arch::fence_view_async_shared());
   }
 
@@ -188,7 +188,7 @@ CUTE_DEVICE void mask_scores(const DecodeParams& params, const Split& split, int
   }
 }
 
-// P^T of a tile, written for the threads that meet over it. `first`: of theirs in the split. rescale(correction) is called where O^T
+// Writes P^T of a tile for the threads that sync over it. `first`: it is their first in the split. rescale(correction) is called where O^T
 // is to be multiplied with that for a new reference.
 template <class T, class Rescale>
 CUTE_DEVICE void write_probabilities(Softmax<T>& softmax, const ScoreFragment<T>& st, bool first, char* probabilities,

@@ -1,4 +1,4 @@
-// This is the softmax of transposed/softmax.cuh, but P^T is stored once for each group of columns, times the tokens' scales, and
+// The softmax of columns.cuh, but P^T is stored once for each group of columns, times the tokens' scales, and
 // as it is where the rope part is value dims, too.
 #pragma once
 
