@@ -40,8 +40,8 @@ struct RingPosition {
 
 using Barrier = cutlass::arch::ClusterTransactionBarrier;
 
-// One thread of each warp of a CTA sets up some of its barriers. The lanes of a single warp would do it one after the other, and all
-// that a CTA does waits for it.
+// One thread of each warp of a CTA sets up some of its barriers. The lanes of a single warp would do it one after the other, and
+// all that a CTA does waits for it.
 constexpr int kSetupWarps = 12;
 
 // Calls of(i) for those of kCount barriers that this warp sets up.
@@ -53,14 +53,15 @@ CUTE_DEVICE void each_of_warp(int warp, Of&& of) {
   }
 }
 
-// A wait that traps reads the clock after this many tries, and traps when the clock's upper half has gone up this often: after 9 to 11
-// seconds at 1.98 GHz.
+// A wait that traps reads the clock after this many tries, and traps when the clock's upper half has gone up this often: after 9 to
+// 11 seconds at 1.98 GHz.
 constexpr uint32_t kTriesPerLook = 256;
 constexpr uint32_t kTrapTicks = 5;
 
 // Waits for a phase of a barrier. A deadlock ends in a trap, which the host sees as a failed launch, instead of holding the GPU for
 // ever. A wait that traps takes registers and instructions, so kTraps names the waits that do: one that every deadlock reaches
-// suffices. Time counts from the predecessor's end, which may take as long as it likes. In debug builds every wait counts its tries.
+// suffices. Time counts from the predecessor's end, which may take as long as it likes. In debug builds every wait counts its
+// tries.
 template <bool kTraps = false>
 CUTE_DEVICE void spin(Barrier& barrier, uint32_t parity) {
   const uint32_t address = cute::cast_smem_ptr_to_uint(&barrier);
@@ -122,8 +123,8 @@ constexpr int kReleasingLanes = 1;
 #endif
 CUTE_DEVICE bool releases() { return threadIdx.x % kWarpSize < kReleasingLanes; }
 
-// One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release. kTraps: the producer's
-// waits trap, see spin.
+// One full and one empty barrier a stage. The producer acquires, fills and commits; consumers wait and release. kTraps: the
+// producer's waits trap, see spin.
 template <int kStages, bool kTraps = true>
 struct Ring {
   using Position = RingPosition<kStages>;

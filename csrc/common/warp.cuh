@@ -48,8 +48,8 @@ CUTE_DEVICE float2 unpack(uint32_t packed) {
   return {float(pair[0]), float(pair[1])};
 }
 
-// Two values of e4m3 as bfloat16 times 2^-120, whose exponents and mantissas have been moved to where bfloat16 has them: the values lie in
-// the upper bytes of each 16 bits of `signs`, and four bits lower in `magnitudes`. A NaN becomes 480.
+// Two values of e4m3 as bfloat16 times 2^-120, whose exponents and mantissas have been moved to where bfloat16 has them: the values
+// lie in the upper bytes of each 16 bits of `signs`, and four bits lower in `magnitudes`. A NaN becomes 480.
 CUTE_DEVICE uint32_t widen_e4m3(uint32_t signs, uint32_t magnitudes) { return (signs & 0x80008000) | (magnitudes & 0x07f007f0); }
 constexpr uint32_t kWidenedBias = 0x7b807b80;  // 2^120, twice
 

@@ -1,5 +1,5 @@
-// MLA decode. This file is the frame of all decode kernels: it says who does what, and in which order a CTA starts. Each folder builds on
-// the ones above it:
+// MLA decode. This file is the frame of all decode kernels: it says who does what, and in which order a CTA starts. Each folder
+// builds on the ones above it:
 //
 //   cta/        roles, barriers, and the splits that a CTA walks
 //   layouts/    the traits of each family: numbers, layouts, shared memory
@@ -131,8 +131,8 @@ CUTE_DEVICE void init_barriers(Shared<T>& shared, bool query_maps_usable, int wa
   cutlass::arch::fence_barrier_init();
 }
 
-// kWholeTiles says that one copy brings a tile of the cache; else it comes in parts or rows, as params says. A kernel for both would
-// cost the former: ptxas orders the consumers' instructions otherwise for it.
+// kWholeTiles says that one copy brings a tile of the cache; else it comes in parts or rows, as params says. A kernel for both
+// would cost the former: ptxas orders the consumers' instructions otherwise for it.
 template <class T, bool kWholeTiles = true>
 __global__ void __maxnreg__((registers<T, kWholeTiles>().launch))
     decode_kernel(const __grid_constant__ DecodeParams params, const __grid_constant__ Cache<T, kWholeTiles> cache,

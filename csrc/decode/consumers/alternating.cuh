@@ -1,4 +1,5 @@
-// A consumer beside a cache or lists of the queries' type, up to 32 rows: it takes every other tile of a split, and holds a whole O^T.
+// A consumer beside a cache or lists of the queries' type, up to 32 rows: it takes every other tile of a split, and holds a whole
+// O^T.
 #pragma once
 
 #include "decode/consumers/split_loop.cuh"
@@ -45,7 +46,8 @@ struct Consumer : SplitLoop<T, Consumer<T>, PlainQueries<T>, Softmax> {
     cute::warpgroup_fence_operand(ot);
   }
 
-  // Computes S^T of this consumer's share of a single tile's columns: half of the value dims' chunks, and half of rope's, the last one's.
+  // Computes S^T of this consumer's share of a single tile's columns: half of the value dims' chunks, and half of rope's, the last
+  // one's.
   CUTE_DEVICE void compute_score_share(KeyPosition<T> at, ScoreFragment<T>& st) {
     typename T::ScoreMma mma;
     begin_scores<T>(mma, st);

@@ -1,5 +1,5 @@
-// A consumer beside a cache of e4m3: up to 32 rows it takes every other tile of a split, and at 64 rows of float16 products both consumers
-// share every tile.
+// A consumer beside a cache of e4m3: up to 32 rows it takes every other tile of a split, and at 64 rows of float16 products both
+// consumers share every tile.
 #pragma once
 
 #include "decode/consumers/split_loop.cuh"

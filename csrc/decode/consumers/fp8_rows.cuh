@@ -1,5 +1,5 @@
-// A consumer beside lists of FP8 rows, up to 32 query rows: it takes every other tile of a split. The scales of a token's columns multiply
-// its scores and its P^T.
+// A consumer beside lists of FP8 rows, up to 32 query rows: it takes every other tile of a split. The scales of a token's columns
+// multiply its scores and its P^T.
 #pragma once
 
 #include "decode/consumers/split_loop.cuh"
@@ -31,7 +31,8 @@ struct Consumer : transposed::SplitLoop<T, Consumer<T>, ScaledListedQueries<T>, 
       scales.read(tile, shared.valid[at.stage]);  // again: registers are short
     }
 
-    // P^T = 2^(S^T - reference). Where it has one buffer, a sync before its first store tells that no product of the last tile reads it.
+    // P^T = 2^(S^T - reference). Where it has one buffer, a sync before its first store tells that no product of the last tile
+    // reads it.
     if constexpr (T::kProbabilityBuffers == 1) {
       ETAP_MARKED(products_sync, event::scores_read<T>(softmax.group).sync());
     }

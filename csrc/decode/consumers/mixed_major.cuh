@@ -72,8 +72,8 @@ struct Consumer {
     publish_probabilities<T>(shared, stage(own) + T::kRopeOffset, group, tile, state, p, renewed, factor);
   }
 
-  // Adds the outputs of tiles [begin, end): an own one, the other's before it, or both. Their P is there, but for what other warps of
-  // this group have of an own one's. Both go in one sum if they have the same references.
+  // Adds the outputs of tiles [begin, end): an own one, the other's before it, or both. Their P is there, but for what other warps
+  // of this group have of an own one's. Both go in one sum if they have the same references.
   CUTE_DEVICE void add_outputs(const Split& split, int begin, int end) {
     ETAP_MARKED(own_tile_sync, event::of_consumer(group).sync());
     if ((split.begin_tile + end) * kTileTokens > split.seq_len) zero_tail(split, end - 1, end - 1 == begin ? at : at.ahead(1));

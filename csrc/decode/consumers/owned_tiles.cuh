@@ -10,8 +10,8 @@
 
 namespace etap::query_major {
 
-// This is what a consumer knows of its CTA, and what it holds. Tiles of a CTA are counted through all splits (n), those of a split from
-// its beginning (i).
+// This is what a consumer knows of its CTA, and what it holds. Tiles of a CTA are counted through all splits (n), those of a split
+// from its beginning (i).
 template <class T>
 struct Consumer {
   Shared<T>& shared;
@@ -53,15 +53,15 @@ struct Consumer {
     }
   }
 
-  // Consumes an own tile, the CTA's n-th, and adds the output of the one before it if it follows one in the split: between two shares
-  // of the scores, when P of that tile is there and the value dims of this one may still be on their way.
+  // Consumes an own tile, the CTA's n-th, and adds the output of the one before it if it follows one in the split: between two
+  // shares of the scores, when P of that tile is there and the value dims of this one may still be on their way.
   CUTE_DEVICE void own_tile(const Split& split, int tile, int n, bool last, PlainQueries<T>& queries,
                             const VisibleTokens& visible, RowState& state) {
     const int i = tile - split.begin_tile;
     const auto at = tile_position<T>(n);
 
-    // S = Q K^T: rope and the half that comes first; O of the tile before; S of the other half. Each is started while the one before is
-    // under way.
+    // S = Q K^T: rope and the half that comes first; O of the tile before; S of the other half. Each is started while the one
+    // before is under way.
     typename T::Scores s;
     start_scores<0, T::kFirstScores>(at, i, s);
     const auto start_other_half = [&] { start_scores<T::kFirstScores, T::kStagesPerTile>(at, i, s); };
@@ -72,7 +72,8 @@ struct Consumer {
       ETAP_MARKED(rope_wait, cute::warpgroup_wait<1>());
     }
 
-    // Release rope's stage, which no value dims are in. The next tile's mask may take this one's place as soon as that is given back.
+    // Release rope's stage, which no value dims are in. The next tile's mask may take this one's place as soon as that is given
+    // back.
     const auto mask = take_mask(at);
     if (T::kRopeStages > 0 && releases()) shared.keys.release(at);
 
@@ -132,8 +133,8 @@ struct Consumer {
     add_output<kBehind>(split, tile, n, p, start_behind);
   }
 
-  // Adds P V of a tile's half, and gives each stage back as soon as its WGMMAs are done. start_behind starts kBehind groups of other
-  // WGMMAs, which are under way on return.
+  // Adds P V of a tile's half, and gives each stage back as soon as its WGMMAs are done. start_behind starts kBehind groups of
+  // other WGMMAs, which are under way on return.
   template <int kBehind, class StartBehind>
   CUTE_DEVICE void add_output(const Split& split, int tile, int n, const uint32_t (&p)[T::kWords], StartBehind&& start_behind) {
     const int valid = split.seq_len - tile * kTileTokens;

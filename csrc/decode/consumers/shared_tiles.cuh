@@ -1,5 +1,5 @@
-// A consumer beside lists of FP8 rows with 33 to 64 query rows: both share every tile. Each converts half of K's columns, whose products
-// with all query rows it shares with the other one, and holds the O^T of half of the value dims.
+// A consumer beside lists of FP8 rows with 33 to 64 query rows: both share every tile. Each converts half of K's columns, whose
+// products with all query rows it shares with the other one, and holds the O^T of half of the value dims.
 #pragma once
 
 #include "decode/consumers/split_loop.cuh"

@@ -30,8 +30,8 @@ CUTE_DEVICE void add_score_shares(Shared<T>& shared, int group, ScoreFragment<T>
   }
 }
 
-// Both consumers call it; `splits` counts those finished before. The consumer has compute_score_share(at, st), the scores of its share of
-// the columns, and compute_output_share(at, probabilities, meanwhile), O^T of its value dims, in the first slices.
+// Both consumers call it; `splits` counts those finished before. The consumer has compute_score_share(at, st), the scores of its
+// share of the columns, and compute_output_share(at, probabilities, meanwhile), O^T of its value dims, in the first slices.
 template <class T, class Consumer>
 CUTE_DEVICE void decode_single_tile(Consumer& consumer, const Split& split, KeyPosition<T> at, int splits, char* probabilities) {
   auto& shared = consumer.shared;

@@ -1,5 +1,5 @@
-// The frame of the consumers that compute O^T: the loop over the splits of a CTA. What they do with a tile is in alternating.cuh (a cache
-// or lists of the queries' type), fp8_cache.cuh (a cache of e4m3) and fp8_rows.cuh (lists of FP8 rows).
+// The frame of the consumers that compute O^T: the loop over the splits of a CTA. What they do with a tile is in alternating.cuh (a
+// cache or lists of the queries' type), fp8_cache.cuh (a cache of e4m3) and fp8_rows.cuh (lists of FP8 rows).
 #pragma once
 
 #include "decode/consumers/single_tile.cuh"
@@ -7,8 +7,8 @@
 namespace etap::transposed {
 
 // This is what a consumer knows of its CTA, and what it holds. Both consumers run the same instructions, so that they share the
-// instruction cache. Own is the kernel's consumer: it consumes tiles, and computes its share of a single one that both halve. Queries is
-// how it comes by the query rows: see load/queries.cuh.
+// instruction cache. Own is the kernel's consumer: it consumes tiles, and computes its share of a single one that both halve.
+// Queries is how it comes by the query rows: see load/queries.cuh.
 //
 // Tiles either alternate between the consumers, whose O^T are merged at the end of a split, or both consumers share every tile and
 // each holds the O^T of its value dims.
@@ -59,9 +59,9 @@ struct SplitLoop {
         int own = i;  // of this consumer's tiles
         if constexpr (T::kAlternatingTiles) {
           if (i % kConsumerGroups != group) continue;
-          // A stage's barrier tells odd rounds from even ones only, and the other consumer's tile that lay there before this one may not
-          // have arrived yet. Once this tile's first stage is being filled, it has: a tile gives back its first stage only when its last
-          // one has arrived.
+          // A stage's barrier tells odd rounds from even ones only, and the other consumer's tile that lay there before this one
+          // may not have arrived yet. Once this tile's first stage is being filled, it has: a tile gives back its first stage only
+          // when its last one has arrived.
           shared.tile_ready[group].wait(signals++);
           own = i / kConsumerGroups;
         }

@@ -60,8 +60,8 @@ struct Registers {
   int consumer;
 };
 
-// These registers leave a block of combine room, so that all of it waits beside the decode kernel, and the next call's CTAs begin as
-// soon as this one's end: see combine.cu. A block takes at most so much of shared memory, and CUDA takes so much for each block.
+// These registers leave a block of combine room, so that all of it waits beside the decode kernel, and the next call's CTAs begin
+// as soon as this one's end: see combine.cu. A block takes at most so much of shared memory, and CUDA takes so much for each block.
 constexpr Registers kBesideCombination = {112, 32, 152};
 constexpr int kCombinationBytes = 4608;
 constexpr int kBlockBytes = 1024;
@@ -90,15 +90,15 @@ CUTE_DEVICE void adjust_registers() {
   }
 }
 
-// A thread calls this before it reads what the predecessor may have written, and before it writes. Only then may the successor begin:
-// combine reads the schedule as soon as it does.
+// A thread calls this before it reads what the predecessor may have written, and before it writes. Only then may the successor
+// begin: combine reads the schedule as soon as it does.
 CUTE_DEVICE void pdl_wait_then_trigger() {
   cudaGridDependencySynchronize();
   cudaTriggerProgrammaticLaunchCompletion();
 }
 
-// A named barrier is named after the event that its threads wait for. Several events share a number where none of their threads can be
-// one event ahead; 0 is __syncthreads'.
+// A named barrier is named after the event that its threads wait for. Several events share a number where none of their threads can
+// be one event ahead; 0 is __syncthreads'.
 namespace event {
 
 // Events of one consumer have numbers 2 and 3.

@@ -20,8 +20,8 @@ constexpr int64_t kMostClusterSplits = 8;
 __host__ __device__ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // The division among at most `partitions` partitions of tokens that have at most so many tiles each, by which the longest partition
-// and what follows it take least: whole tokens; equal splits of tokens, which a cluster sums (2, 4 or 8, where there are `clusters`)
-// or combine; or all tiles evenly, which combine sums.
+// and what follows it take least: whole tokens; equal splits of tokens, which a cluster sums (2, 4 or 8, where there are
+// `clusters`) or combine; or all tiles evenly, which combine sums.
 inline TokenDivision divide(int64_t tokens, int64_t most_tiles, int64_t partitions, bool clusters) {
   const int64_t all = tokens * most_tiles;
   const int64_t used = all < 1 ? 1 : all < partitions ? all : partitions;

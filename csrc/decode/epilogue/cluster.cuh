@@ -1,5 +1,5 @@
-// Where the CTAs of a cluster decode the splits of a request, one each, they sum them among themselves, through their shared memory.
-// So no partial result goes to memory, and no combination is launched.
+// Where the CTAs of a cluster decode the splits of a request, one each, they sum them among themselves, through their shared
+// memory. So no partial result goes to memory, and no combination is launched.
 #pragma once
 
 #include "common/sums.cuh"

@@ -77,7 +77,8 @@ CUTE_DEVICE ColumnFactors merged_factors(const ColumnSums<T::kScoreColumns>& col
   return normalised(factor, other, sum, rounded_sum, reference);
 }
 
-// Merges the half that stays here and writes it, or shows it to the cluster; the first warpgroup does so with the log-sum-exps, too.
+// Merges the half that stays here and writes it, or shows it to the cluster; the first warpgroup does so with the log-sum-exps,
+// too.
 template <class T, int kGroup>
 CUTE_DEVICE void finish_half(Shared<T>& shared, KeyPosition<T> at, const Destination<T>& to, const WarpFactors<T>& factors,
                              OutputFragment<T>& ot) {

@@ -137,7 +137,8 @@ constexpr bool are_traits() {
   static_assert(is_flag(T::kHalfPartials));                           // partial results are bfloat16: see params.h
   // The splits of a partition.
   static_assert(sizeof(typename T::Walk) > 0);
-  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries; where tiles alternate init_tile_ready(warp, signals).
+  // ring (KeyStage [kStages]), query (QueryChunk [kChunks]), Ring<kStages> keys, Ring<1> queries; where tiles alternate
+  // init_tile_ready(warp, signals).
   static_assert(sizeof(typename T::SharedStorage) <= kMaxSharedBytes);
   // Consumer::run(shared, params, partition, row group, warpgroup) decodes the partition.
   static_assert(sizeof(typename T::Consumer) > 0);
@@ -150,7 +151,7 @@ constexpr bool are_traits() {
   static_assert(sizeof(typename T::KeyStage) == T::kStageBytes);      // what TMA brings to one
   static_assert(T::first_chunk(0, 0) < kChunks);                      // of (stage of a tile, its place in the split)
   static_assert(T::kStageReleases % kWarpsPerGroup == 0);             // warps that give a stage back
-  static_assert(T::kSerializedTiles >= 0);                                 // a CTA's first tiles, asked for one by one: see serialize_first_loads()
+  static_assert(T::kSerializedTiles >= 0);                            // a CTA's first, loaded one by one: serialize_first_loads()
   static_assert(T::kMergeStages >= 0);                                // lent to each consumer at the end of a split
   static_assert(is_flag(T::kHalvesSingleTiles));                      // a split's only tile is both consumers'
   static_assert(is_flag(T::kAlternatingTiles));                            // tiles alternate, and consumers wait for tile_ready

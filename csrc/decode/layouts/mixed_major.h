@@ -1,5 +1,5 @@
-// Numbers and layouts of the kernel for 64 query rows with e4m3 products: S = Q·K^T with the rows on WGMMA's M, O^T += V^T·P^T with the
-// value dims there. K is operand B as it lies, and so is P as it comes from S; V^T comes through registers, which transpose it.
+// Numbers and layouts of the kernel for 64 query rows with e4m3 products: S = Q·K^T with the rows on WGMMA's M, O^T += V^T·P^T with
+// the value dims there. K is operand B as it lies, and so is P as it comes from S; V^T comes through registers, which transpose it.
 //
 // A warpgroup owns every other tile of a split, whose scores and softmax it does, and half of the value dims of all tiles. A row's
 // maximum needs four lanes only. P of a tile takes the place of its rope columns, which are as many bytes and which the owner alone
@@ -28,8 +28,8 @@ template <class T>
 struct SharedMemory {
   alignas(1024) char ring[T::kStages * T::kStageBytes];  // KeyStage [kStages]
   alignas(1024) char query[T::kQueryBytes];              // QueryChunk [kChunks]
-  // What a tile's owner says of its rows. Four tiles' in turn: a warpgroup may write its next one's while it has not yet multiplied the
-  // other's before.
+  // What a tile's owner says of its rows. Four tiles' in turn: a warpgroup may write its next one's while it has not yet multiplied
+  // the other's before.
   RowReference rows[T::kTilesTold][T::kRowTile];
   alignas(uint32_t) uint8_t renewed[T::kTilesTold][kWarpsPerGroup];  // whether a warp's rows have another reference than the tile before
   RowSums sums[kConsumerGroups][T::kRowTile];      // at the end of a split, over the tiles of each warpgroup

@@ -151,8 +151,8 @@ struct Traits : Products<Math, transposed::AlternateTiles<kRowTile_>> {
   static constexpr int kMergeStages = Base::merge_stages(kStageBytes);
 };
 
-// 64 query rows ("shared tiles"): O^T of 512 x 64 needs both register files, so each warpgroup holds half of the value dims of every
-// tile and half of the columns of S^T, and P^T is shared. (A 16-bit cache has query_major.h, e4m3 products mixed_major.h.)
+// 64 query rows ("shared tiles"): O^T of 512 x 64 needs both register files, so each warpgroup holds half of the value dims of
+// every tile and half of the columns of S^T, and P^T is shared. (A 16-bit cache has query_major.h, e4m3 products mixed_major.h.)
 struct SharedTiles : CommonTraits {
   static constexpr int kRowTile = 64;
   static constexpr bool kAlternatingTiles = false;  // a consumer sees every round of a stage

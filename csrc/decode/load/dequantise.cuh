@@ -16,8 +16,8 @@ CUTE_DEVICE uint32_t widen(uint32_t word) {
   return widen_e4m3(high, high >> 4);
 }
 
-// What 64 columns of V4's are multiplied with, exactly: a power of two, ue8m0, and what makes up for the bias, twice. kLarge: it may
-// be 2 or more, which takes two products.
+// What 64 columns of V4's are multiplied with, exactly: a power of two, ue8m0, and what makes up for the bias, twice. kLarge: it
+// may be 2 or more, which takes two products.
 template <bool kLarge>
 struct PowerOfTwo {
   uint32_t value;
@@ -54,8 +54,8 @@ struct HeldRow {
   // The lane's place among those of its row, and its row's in an octet.
   CUTE_DEVICE static int lane() { return threadIdx.x % kRowLanes; }
   CUTE_DEVICE static int row() { return threadIdx.x % kWarpSize / kRowLanes; }
-  // Returns the lane's place of a chunk's units. Neighbouring rows take bfloat16 from different halves on, so that a store touches all
-  // banks.
+  // Returns the lane's place of a chunk's units. Neighbouring rows take bfloat16 from different halves on, so that a store touches
+  // all banks.
   template <int kChunk>
   CUTE_DEVICE static int unit(int half) {
     return kChunk < kNopeChunks ? 2 * lane() + half : lane() + (row() + half) % 2 * kRowLanes;
@@ -93,9 +93,9 @@ struct HeldRow {
   }
 };
 
-// A warp holds an octet in registers. When the chunks of a stage have become columns, the same chunks of the octet behind it are asked
-// for. Stages of a tile are few: the hardware counts loads on their way in few counters, and a wait for early ones would be one for late
-// ones, too.
+// A warp holds an octet in registers. When the chunks of a stage have become columns, the same chunks of the octet behind it are
+// asked for. Stages of a tile are few: the hardware counts loads on their way in few counters, and a wait for early ones would be
+// one for late ones, too.
 template <class T>
 class DequantisedRows {
  public:

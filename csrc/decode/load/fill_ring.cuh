@@ -1,6 +1,6 @@
-// The one loop by which producers fill the ring of keys. A source knows the tiles of a partition and fills the stages of each: whole
-// tiles or parts of them by TMA (tiles.cuh), paged rows (paged_rows.cuh), listed rows (listed_rows.cuh), or listed rows that become
-// bfloat16 on the way (dequantise.cuh). Where several warps bring a tile, each runs the loop and arrives at every barrier.
+// The one loop by which producers fill the ring of keys. A source knows the tiles of a partition and fills the stages of each:
+// whole tiles or parts of them by TMA (tiles.cuh), paged rows (paged_rows.cuh), listed rows (listed_rows.cuh), or listed rows that
+// become bfloat16 on the way (dequantise.cuh). Where several warps bring a tile, each runs the loop and arrives at every barrier.
 #pragma once
 
 #include "decode/layouts/common.h"
@@ -27,8 +27,9 @@ class TileReady {
     }
   }
 
-  // Lends the consumers stages behind the split's last tile, unless it was a single one, which leaves nothing to merge. Nobody waits for
-  // a lent stage to be full. So the signal says that all warps have passed them: one that has not would count in the stages' next round.
+  // Lends the consumers stages behind the split's last tile, unless it was a single one, which leaves nothing to merge. Nobody
+  // waits for a lent stage to be full. So the signal says that all warps have passed them: one that has not would count in the
+  // stages' next round.
   template <class Acquire>
   CUTE_DEVICE void end_split(KeyPosition<T>& at, int tiles, bool single, Acquire&& acquire) {
     if constexpr (T::kAlternatingTiles) {
@@ -75,8 +76,8 @@ CUTE_DEVICE void fill_ring(Shared<T>& shared, Source&& source) {
   source.finish();
 }
 
-// The tiles of a partition of dense attention, as its sources walk them. Pages: what fetches a split's pages; it is told where a split
-// begins before its length is known.
+// The tiles of a partition of dense attention, as its sources walk them. Pages: what fetches a split's pages; it is told where a
+// split begins before its length is known.
 template <class T, class Pages>
 class DenseTiles {
  public:

@@ -1,5 +1,5 @@
-// The source of sparse attention: four warps bring listed rows of the caches into the ring with cp.async (one bulk copy a row is up to
-// twice as slow). Consumers find chunks of [tokens x 64 columns] in WGMMA's swizzle, or FP8 rows as they are.
+// The source of sparse attention: four warps bring listed rows of the caches into the ring with cp.async (one bulk copy a row is up
+// to twice as slow). Consumers find chunks of [tokens x 64 columns] in WGMMA's swizzle, or FP8 rows as they are.
 #pragma once
 
 #include "decode/load/fill_ring.cuh"
@@ -73,9 +73,9 @@ class WholeRows {
   WarpRows rows_;
 };
 
-// Copies whole rows as they are, instead of lines. Eight lanes take the five lines of 128 bytes of the cache in which a row begins, those
-// before its beginning what lies in the sixth; so no sector is fetched twice. The 41st unit comes from the lanes that hold the
-// rows.
+// Copies whole rows as they are, instead of lines. Eight lanes take the five lines of 128 bytes of the cache in which a row begins,
+// those before its beginning what lies in the sixth; so no sector is fetched twice. The 41st unit comes from the lanes that hold
+// the rows.
 template <class T>
 class RowCopier : public WholeRows<T, kLineUnits> {
   using Rows = WholeRows<T, kLineUnits>;
@@ -207,8 +207,8 @@ class ListedRows {
   }
 
  private:
-  // In a smaller ring, as at 64 rows, holding back gains nothing; and a late warp would wait for a round of a stage that the others fill
-  // again already. Few of V4's smaller rows are on their way as it is.
+  // In a smaller ring, as at 64 rows, holding back gains nothing; and a late warp would wait for a round of a stage that the others
+  // fill again already. Few of V4's smaller rows are on their way as it is.
   static constexpr bool kMayHoldBack = T::kRowTile < 64 && !T::kScalesApart && T::kStages >= 2 * kStagesInFlight<T>;
 
   Shared<T>& shared_;

@@ -7,9 +7,9 @@
 
 namespace etap {
 
-// The rows of a tile that a warp copies. Groups of four are dealt to the warps in turn: lane 4k + j has the j-th row of its warp's k-th
-// group, and fetches its page one tile ahead. As with TMA, what lies behind the request's end in the table is read, but never used, and
-// a page that the cache lacks counts as zeros.
+// The rows of a tile that a warp copies. Groups of four are dealt to the warps in turn: lane 4k + j has the j-th row of its warp's
+// k-th group, and fetches its page one tile ahead. As with TMA, what lies behind the request's end in the table is read, but never
+// used, and a page that the cache lacks counts as zeros.
 template <int kWarps>
 class PagedRows {
  public:
@@ -180,8 +180,8 @@ class Landing {
   int count_ = 0;
 };
 
-// Stages of a 16-bit cache land: see Landing. For an FP8 cache cp.async's own arrivals will do, since matrix loads read it, and before
-// WGMMA the consumers pass a fence: a stage is full when all lanes' copies are there, and the warps have said so.
+// Stages of a 16-bit cache land: see Landing. For an FP8 cache cp.async's own arrivals will do, since matrix loads read it, and
+// before WGMMA the consumers pass a fence: a stage is full when all lanes' copies are there, and the warps have said so.
 template <class T>
 class CacheRows : public DenseTiles<T, PagedRows<T::kGatherWarps>> {
   using Tiles = DenseTiles<T, PagedRows<T::kGatherWarps>>;

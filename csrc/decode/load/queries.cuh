@@ -1,5 +1,6 @@
-// Query rows as they are, beside a cache or lists of their own type. One producer warp copies those of each split with TMA, or, where their
-// strides allow no tensor map, three warps gather them (one where pages are small); the rows of lists the consumers gather.
+// Query rows as they are, beside a cache or lists of their own type. One producer warp copies those of each split with TMA, or,
+// where their strides allow no tensor map, three warps gather them (one where pages are small); the rows of lists the consumers
+// gather.
 #pragma once
 
 #include <cute/arch/copy_sm90_tma.hpp>
@@ -35,10 +36,12 @@ CUTE_DEVICE void copy_queries(Shared<T>& shared, const DecodeParams& params, con
   shared.queries.acquire(at);  // a wait that traps, if consumers are stuck in the last split
 }
 
-// Copies a query row with cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads. A lane has two units of the latent part,
-// and each of the first eight lanes one of rope. The pointers are this lane's first units. A row that does not exist becomes zeros.
+// Copies a query row with cp.async, 16 bytes a lane, into the swizzle that WGMMA's operand B reads. A lane has two units of the
+// latent part, and each of the first eight lanes one of rope. The pointers are this lane's first units. A row that does not exist
+// becomes zeros.
 template <class T>
-CUTE_DEVICE void copy_query_row(Shared<T>& shared, int row, const typename T::Element* latent, const typename T::Element* rope, bool exists) {
+CUTE_DEVICE void copy_query_row(Shared<T>& shared, int row, const typename T::Element* latent, const typename T::Element* rope,
+                                bool exists) {
   using Element = typename T::Element;
   constexpr int kUnitColumns = kUnitBytes / sizeof(Element);
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitColumns;
@@ -116,8 +119,8 @@ CUTE_DEVICE void load_queries(Shared<T>& shared, const DecodeParams& params, con
 //   release_unread(shared)                           this consumer has no tile of the split
 //   end_split()                                      goes to the next split's rows
 //   ask(params, walk, row_group)                     may ask for the next split's rows
-// It says what V's values are multiplied with (value_scale), which row group is meant (row_group), and whether the rows come while the
-// split's length is on its way (kAheadOfLength).
+// It says what V's values are multiplied with (value_scale), which row group is meant (row_group), and whether the rows come while
+// the split's length is on its way (kAheadOfLength).
 struct QueryPolicy {
   static constexpr bool kAheadOfLength = false;
   CUTE_DEVICE static float value_scale(const DecodeParams&) { return 1.0f; }

@@ -1,4 +1,5 @@
-// A stream says where the listed rows of a partition's tiles lie: indices and pages are read ahead, across the ends of lists and splits.
+// A stream says where the listed rows of a partition's tiles lie: indices and pages are read ahead, across the ends of lists and
+// splits.
 #pragma once
 
 #include "common/warp.cuh"
@@ -46,8 +47,8 @@ class RowStream {
     find_tile();
   }
 
-  // The first kAhead calls of next() only read ahead. They are the caller's, in one loop with the others, because the instructions that a call
-  // begins with are in no cache yet.
+  // The first kAhead calls of next() only read ahead. They are the caller's, in one loop with the others, because the instructions
+  // that a call begins with are in no cache yet.
   static constexpr int kAhead = 2;
 
   // Returns the next tile's rows; there are none the first kAhead times and behind the last tile. The whole warp calls it.

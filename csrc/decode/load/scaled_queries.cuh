@@ -1,5 +1,5 @@
-// Query rows beside FP8 values: both consumers read them, scale each row into the range of the products' type, and lay them out as the
-// columns of K come: in the order of matrix loads where products are float16.
+// Query rows beside FP8 values: both consumers read them, scale each row into the range of the products' type, and lay them out as
+// the columns of K come: in the order of matrix loads where products are float16.
 #pragma once
 
 #include <algorithm>
@@ -50,13 +50,13 @@ CUTE_DEVICE int operand_unit(int row, int unit) {
   return row * T::kOperandLine + (unit ^ swizzle<T::kOperandLine>(row)) * kUnitBytes;
 }
 
-// At 64 rows of e4m3 products a lane converts columns that do not exist, too, and does not write them: ptxas would keep words that lack a
-// value otherwise through the main loop.
+// At 64 rows of e4m3 products a lane converts columns that do not exist, too, and does not write them: ptxas would keep words that
+// lack a value otherwise through the main loop.
 template <class T>
 constexpr bool kConvertsAlways = T::kFp8Math && T::kRowTile == kMaxRowTile;
 
-// Writes a lane's eight columns if they exist. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of WGMMA's sixteen
-// for it, so pairs of columns change places: 0 2 4 6 first, then 1 3 5 7.
+// Writes a lane's eight columns if they exist. With float16 products a thread's four bytes of K are columns 0, 1, 8 and 9 of
+// WGMMA's sixteen for it, so pairs of columns change places: 0 2 4 6 first, then 1 3 5 7.
 template <class T, class Element = typename T::Element>
 CUTE_DEVICE void write_unit(char* query, int row, int index, const QueryUnit& unit, float factor, bool exists = true) {
   constexpr int kUnitsPerChunk = kChunkColumns / kUnitColumns;
@@ -90,8 +90,8 @@ CUTE_DEVICE void write_unit(char* query, int row, int index, const QueryUnit& un
 template <class Source>
 using RawUnit = std::conditional_t<sizeof(Source) == 2, uint4, uint2>;
 
-// Holds the units of the query rows that a warp reads at once, none of which waits for another. Rows of the tile behind the last one
-// are zeros.
+// Holds the units of the query rows that a warp reads at once, none of which waits for another. Rows of the tile behind the last
+// one are zeros.
 template <class T, class Source, int kRows>
 struct RawRows {
   RawUnit<Source> units[kRows][kLaneUnits];

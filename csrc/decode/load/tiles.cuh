@@ -8,9 +8,10 @@
 
 namespace etap {
 
-// A lane fetches the page of one part of a tile (of a whole tile, where TMA copies those), the warp those of 32 parts at a time, one
-// batch ahead of its use. The first fetch does not wait for the request's length: what lies behind it in the table is read, but never
-// used. Behind the table there is page -1, of which TMA writes zeros: a length that is too long reads no other request's rows.
+// A lane fetches the page of one part of a tile (of a whole tile, where TMA copies those), the warp those of 32 parts at a time,
+// one batch ahead of its use. The first fetch does not wait for the request's length: what lies behind it in the table is read, but
+// never used. Behind the table there is page -1, of which TMA writes zeros: a length that is too long reads no other request's
+// rows.
 class PageFetcher {
  public:
   CUTE_DEVICE PageFetcher(const DecodeParams& params, int parts)
@@ -45,8 +46,8 @@ class PageFetcher {
   int next_ = 0;
 };
 
-// Where a block of combine may work beside this CTA, stages are asked for one by one until the predecessor has ended: more would queue
-// ahead of its reads, which the queries wait for. But a split of one tile wants it at once.
+// Where a block of combine may work beside this CTA, stages are asked for one by one until the predecessor has ended: more would
+// queue ahead of its reads, which the queries wait for. But a split of one tile wants it at once.
 template <class T>
 constexpr bool kLoadsSparingly = T::registers(true).launch == kBesideCombination.launch;
 
@@ -73,7 +74,8 @@ class WholeTiles : public DenseTiles<T, PageFetcher> {
     const int token = params_.parts_per_page.rem(tile_) * kTileTokens;  // of the page
 #pragma unroll
     for (int stage = 0; stage < T::kStagesPerTile; ++stage, at.advance(1)) {
-      // Loads are sparing until the first queries are there. Later ones may be, too, when the ring goes round: its parity tells that.
+      // Loads are sparing until the first queries are there. Later ones may be, too, when the ring goes round: its parity tells
+      // that.
       if (before_predecessors_end_) before_predecessors_end_ = at.parity == 0 && !shared_.queries.filled({});
       const bool one = (before_predecessors_end_ && split_.tiles() > 1) || Tiles::serialize_first_loads();
       shared_.keys.wait(at.behind(one ? 1 : kStagesInFlight<T>));  // no more is in flight than wanted

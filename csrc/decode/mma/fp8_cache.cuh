@@ -1,5 +1,5 @@
-// S^T = K·Q^T and O^T += V^T·P^T of one tile of e4m3, or S = Q·K^T where 64 rows are on M. V^T comes through registers, and so does K
-// where products are float16; else K is an operand as it lies in shared memory.
+// S^T = K·Q^T and O^T += V^T·P^T of one tile of e4m3, or S = Q·K^T where 64 rows are on M. V^T comes through registers, and so does
+// K where products are float16; else K is an operand as it lies in shared memory.
 #pragma once
 
 #include "decode/layouts/mixed_major.h"
@@ -49,7 +49,8 @@ CUTE_DEVICE void multiply_shared_keys(const char* tile, const char* query, trans
   });
 }
 
-// Computes S^T of a consumer's share of the columns, where both halve a tile: see consumers/single_tile.cuh. Rope's share is one step.
+// Computes S^T of a consumer's share of the columns, where both halve a tile: see consumers/single_tile.cuh. Rope's share is one
+// step.
 template <class T>
 CUTE_DEVICE void multiply_shared_key_share(const char* tile, const char* query, int group, transposed::ScoreFragment<T>& st) {
   using namespace cute;
@@ -127,8 +128,8 @@ CUTE_DEVICE void compute_scores(Shared<T>& shared, KeyPosition<T> at, int group,
   }
 }
 
-// Adds V^T·P^T of one tile to O^T, kSlices of it from first_slice on. values_read() is called when V^T is in registers, `meanwhile` runs
-// beside the last products, or before the first where its registers are wanted.
+// Adds V^T·P^T of one tile to O^T, kSlices of it from first_slice on. values_read() is called when V^T is in registers, `meanwhile`
+// runs beside the last products, or before the first where its registers are wanted.
 template <class T, int kSlices = T::kOutputSlices, class ValuesRead, class Meanwhile>
 CUTE_DEVICE void add_output(const char* tile, int first_slice, const char* probabilities, transposed::OutputFragment<T>& ot,
                             ValuesRead&& values_read, Meanwhile&& meanwhile) {
@@ -168,8 +169,8 @@ CUTE_DEVICE void with_chunk(const char* tile, int chunk, Multiply&& multiply) {
   }
 }
 
-// Computes the scores of a tile that has arrived, which are complete on return. The products of kPartChunks chunks have a sum of their own,
-// which float32 additions take over: see registers.cuh. The first one's is the scores', so two are under way at first.
+// Computes the scores of a tile that has arrived, which are complete on return. The products of kPartChunks chunks have a sum of
+// their own, which float32 additions take over: see registers.cuh. The first one's is the scores', so two are under way at first.
 template <class T>
 CUTE_DEVICE void compute_scores(Shared<T>& shared, KeyPosition<T> at, typename T::Scores& s) {
   using namespace cute;

@@ -12,7 +12,8 @@ namespace etap::sparse_fp8 {
 using transposed_fp8::Words;
 using Operands = transposed_fp8::Operand<2>;
 
-// Operand B in shared memory, and the same so many bytes behind it: one addition, where a descriptor made of the address takes five.
+// Operand B in shared memory, and the same so many bytes behind it: one addition, where a descriptor made of the address takes
+// five.
 template <class T, class Mma>
 CUTE_DEVICE auto operand_b(const Mma& mma, const char* from) {
   return wgmma::operand_b<typename T::template Operand<typename Mma::ValTypeB>>(mma, from);
@@ -116,8 +117,9 @@ struct TokenScales<T, V4Row> {
   static constexpr uint32_t kOnes = 0x7f7f7f7f;
 };
 
-// Computes S^T of one tile in the log2 domain, which is complete on return. The columns of each scale and the rope part have a sum of their own, one
-// to three of which are under way at a time. What comes from shared memory is asked for a few loads ahead, as are the queries' scales.
+// Computes S^T of one tile in the log2 domain, which is complete on return. The columns of each scale and the rope part have a sum
+// of their own, one to three of which are under way at a time. What comes from shared memory is asked for a few loads ahead, as are
+// the queries' scales.
 template <class T>
 CUTE_DEVICE void compute_scores(Shared<T>& shared, const char* tile, const TokenScales<T>& scales, float scale_log2,
                                 transposed::ScoreFragment<T>& st) {
@@ -258,8 +260,8 @@ CUTE_DEVICE void pair_rope_dims(transposed::OutputFragment<T>& ot) {
   }
 }
 
-// Adds V^T·P^T of one tile to O^T, with P^T in E. values_read() is called when V^T is in registers; `meanwhile` runs beside the last
-// products, or before the first where registers are short.
+// Adds V^T·P^T of one tile to O^T, with P^T in E. values_read() is called when V^T is in registers; `meanwhile` runs beside the
+// last products, or before the first where registers are short.
 template <class E, class T, class ValuesRead, class Meanwhile>
 CUTE_DEVICE void add_output(ValueFetches<T>& values, const char* probabilities, uint32_t factor, transposed::OutputFragment<T>& ot,
                             ValuesRead&& values_read, Meanwhile&& meanwhile) {

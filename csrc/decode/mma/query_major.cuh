@@ -58,8 +58,8 @@ CUTE_DEVICE void start_output(Shared<T>& shared, int first, const uint32_t (&p)[
   }
 }
 
-// Zeros this half of V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN. Scores may still read there, which are
-// masked.
+// Zeros this half of V's tokens behind the request's end: they may hold NaN, and 0 * NaN is NaN. Scores may still read there, which
+// are masked.
 template <class T>
 CUTE_DEVICE void zero_value_tail(Shared<T>& shared, int first, int group, int valid) {
   constexpr int kLineBytes = kChunkColumns * sizeof(typename T::Element);

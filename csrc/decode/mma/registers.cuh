@@ -1,4 +1,5 @@
-// Products whose operand A, values of e4m3 in shared memory, comes through registers: matrix loads, conversions, and the loop over them.
+// Products whose operand A, values of e4m3 in shared memory, comes through registers: matrix loads, conversions, and the loop over
+// them.
 //
 // A matrix load of four 8 x 16-byte blocks gives a thread four words. Of K, rows r = lane / 4 and r + 8 of its warp's 16
 // tokens, columns 4c to 4c + 3 (c = lane % 4) of two units of 16. Of V, transposed in pairs of bytes: value dims 2r and

@@ -113,8 +113,8 @@ struct Softmax {
     }
   }
 
-  // Takes this tile's column maxima into the reference and rescales the sums; O^T is to be multiplied with `correction`. All threads of
-  // the warpgroup call it.
+  // Takes this tile's column maxima into the reference and rescales the sums; O^T is to be multiplied with `correction`. All
+  // threads of the warpgroup call it.
   CUTE_DEVICE void renew(const ScoreFragment<T>& st, float (&correction)[kColumns]) {
     const int warp = threadIdx.x / kWarpSize % kWarpsPerGroup;
     CUTE_UNROLL
@@ -188,8 +188,8 @@ CUTE_DEVICE void mask_scores(const DecodeParams& params, const Split& split, int
   }
 }
 
-// Writes P^T of a tile for the threads that sync over it. `first`: it is their first in the split. rescale(correction) is called where O^T
-// is to be multiplied with that for a new reference.
+// Writes P^T of a tile for the threads that sync over it. `first`: it is their first in the split. rescale(correction) is called
+// where O^T is to be multiplied with that for a new reference.
 template <class T, class Rescale>
 CUTE_DEVICE void write_probabilities(Softmax<T>& softmax, const ScoreFragment<T>& st, bool first, char* probabilities,
                                      Rescale&& rescale) {

@@ -182,7 +182,8 @@ CUTE_DEVICE bool exponentiate(const Shared<T>& shared, const typename T::Scores&
   return renew;
 }
 
-// Writes P, [64 rows x 64 tokens] in the swizzle of operand B, over rope, and tells the other warpgroup of it. `tile` is the split's.
+// Writes P, [64 rows x 64 tokens] in the swizzle of operand B, over rope, and tells the other warpgroup of it. `tile` is the
+// split's.
 template <class T>
 CUTE_DEVICE void publish_probabilities(Shared<T>& shared, char* probabilities, int group, int tile, const RowState& state,
                            const Probabilities<T>& p, bool renewed, const float (&factor)[2]) {
