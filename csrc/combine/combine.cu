@@ -78,14 +78,15 @@ struct Entry {
   int slot = 0;
   int splits = 0;
 
-  // The schedule's i-th, request -1 behind the last.
+  // The schedule's i-th, request -1 behind the last. Of a schedule that was built again since, for another batch, nothing is taken
+  // that this call does not have.
   CUTE_DEVICE static Entry listed(const ResultParams& params, int i) {
     Entry entry;
     if (i < min(params.batch, params.partitions)) {
       const WorkRange& row = params.work_ranges[i];
-      entry.request = row.split_request;
+      entry.request = row.split_request < params.batch ? row.split_request : -1;
       entry.slot = row.split_slot;
-      entry.splits = entry.request < 0 ? 0 : row.split_pieces;
+      entry.splits = entry.request < 0 ? 0 : min(row.split_pieces, 2 * params.partitions - entry.slot);
     }
     return entry;
   }
