@@ -85,10 +85,13 @@ def mla_decode(
             [.., 512] when rope_cache is given; at least one page. Any page_size: multiples of 64 are fastest, those of
             16 next, others are gathered row by row. Each row is contiguous, at a multiple of 16 bytes; gaps between
             rows and between pages (stride(1), stride(0)) may be up to 2^40 bytes.
-        block_table: int32 [batch, max_pages]; the page of each page_size tokens. Gaps between rows are allowed.
+        block_table: int32 [batch, max_pages]; the page of each page_size tokens. Gaps between rows are allowed. A page
+            outside the cache among a request's tokens, as behind the table's end, makes its output and log-sum-exp NaN
+            on a GPU; the CPU raises ValueError.
         seq_lens: int32 [batch], tokens of each request, new ones included. The result is right for any lengths; the
             work is divided for the lengths that the schedule was built from.
-        schedule: what `DecodeSchedule.build` returned this step, for this batch, s_q and number of heads.
+        schedule: what `DecodeSchedule.build` returned this step, for this batch, s_q and number of heads. If that
+            schedule was built again since, the results are wrong (on the CPU ValueError is raised).
         softmax_scale: factor of the scores before softmax.
         q_rope: [batch, s_q, heads, 64], dtype of q, the same freedom of strides.
         rope_cache: [pages, page_size, 64] or [pages, page_size, 1, 64], dtype of kv_cache, the same freedom of strides.

@@ -140,9 +140,10 @@ void decode(const DecodeCall& call) {
 
 void check_decode(const DecodeCall& call) { check(call); }
 
-// Of a tensor map: address, type, swizzle, rank, extents, strides in bytes, box.
+// Of a tensor map: address, type, whether it fills with NaN, swizzle, rank, extents, strides in bytes, box.
 Array<int64_t> numbers(const MapShape& map) {
-  Array<int64_t> all{reinterpret_cast<int64_t>(map.data), int64_t(map.type), int64_t(map.swizzle), int64_t(map.rank)};
+  Array<int64_t> all{reinterpret_cast<int64_t>(map.data), int64_t(map.type), int64_t(map.fills_nan),
+                     int64_t(map.swizzle), int64_t(map.rank)};
   for (int i = 0; i < map.rank; ++i) all.push_back(int64_t(map.extents[i]));
   for (int i = 0; i + 1 < map.rank; ++i) all.push_back(int64_t(map.strides[i]));
   for (int i = 0; i < map.rank; ++i) all.push_back(int64_t(map.box[i]));

@@ -30,14 +30,12 @@ DecodeKernel describe() {
   kernel.launch = launch_of<T, kWholeTiles>({});
   kernel.lean_combination = kWholeTiles && T::kLeanCombination;
   if constexpr (T::kFp8Cache) {
-    kernel.map_type = CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    kernel.chunk_columns = T::kWideColumns;
+    kernel.map_type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;  // each NaN of which has one of e4m3 in its upper byte
     kernel.chunks = T::kWideChunks;
     kernel.copied_chunks = kWholeTiles ? T::kWideChunks : 1;
     kernel.rope_apart = true;
   } else {
     kernel.map_type = tensor_map_type<typename T::Element>();
-    kernel.chunk_columns = kChunkColumns;
     kernel.chunks = kWholeTiles ? kChunks : kValueChunks;
     kernel.copied_chunks = kWholeTiles ? T::kChunksPerStage : 1;
     kernel.rope_apart = !kWholeTiles;

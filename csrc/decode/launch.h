@@ -13,8 +13,7 @@ namespace etap {
 struct DecodeKernel {
   KernelLaunch launch;  // but for its blocks
   CUtensorMapDataType map_type;
-  int chunk_columns;  // of the cache, as wide as its swizzle: 128 bytes
-  int chunks;
+  int chunks;         // of the cache, each 128 bytes, as wide as its swizzle
   int copied_chunks;  // at a time
   bool rope_apart;    // rows are not a whole number of chunks: what is left has a map of its own
   bool lean_combination;  // what is summed behind it is, in the form that has room beside it: see combine.cu
@@ -52,7 +51,8 @@ struct MapShape {
   uint64_t extents[5];
   uint64_t strides[4];  // bytes; of the second dimension and on
   uint32_t box[5];
-  int32_t rank;
+  int16_t rank;
+  int16_t fills_nan;  // 1: what a box has beyond the extents comes as NaN, 0: as zeros
   CUtensorMapDataType type;
   CUtensorMapSwizzle swizzle;
 };

@@ -51,7 +51,10 @@ SCHEDULE_THREADS = 256
 FAR = 1 << 28  # bytes on both sides of a tensor, a multiple of a page; none of them is ever touched
 SOFTMAX_SCALE = (LATENT_DIM + ROPE_DIM) ** -0.5  # of support.cases, which is not imported: `make` runs this file alone
 NO_MAPS = bytes(1)  # etap::sparse::NoMaps
-ELEMENT_BYTES = {0: 1, 6: 2, 9: 2}  # CUtensorMapDataType: UINT8, FLOAT16, BFLOAT16
+NAN = {
+    6: b"\x00\x7e",
+    9: b"\xc0\x7f",
+}  # by CUtensorMapDataType: FLOAT16, BFLOAT16; which one TMA fills with is not known
 
 
 # ------------------------------------------------------------------------------------------------------------ compiling
@@ -186,9 +189,10 @@ def late_for_decode(tensors: dict[str, torch.Tensor | None], s_q: int) -> np.nda
 
 def tensor_map(numbers: list[int]) -> TensorMap:
     """A tensor map from the numbers that the library gives for it."""
-    address, kind, swizzle, rank, *rest = numbers
+    address, kind, fills_nan, swizzle, rank, *rest = numbers
     extents, strides, box = rest[:rank], rest[rank : 2 * rank - 1], rest[2 * rank - 1 :]
-    return TensorMap(address, ELEMENT_BYTES[kind], tuple(extents), tuple(strides), tuple(box), swizzle=16 << swizzle)
+    fill = NAN[kind] if fills_nan else b"\0"
+    return TensorMap(address, len(NAN[kind]), tuple(extents), tuple(strides), tuple(box), 16 << swizzle, fill)
 
 
 def _combine_kernel(pretty_function: str) -> str:

@@ -42,9 +42,9 @@ def launches(case: Case, q: torch.Tensor | None = None, caches: tuple | None = N
 
 def dims(numbers) -> dict:
     """A tensor map by the names of its parts."""
-    address, type_, swizzle, rank, *rest = numbers
+    address, type_, fills_nan, swizzle, rank, *rest = numbers
     parts = {"extents": rest[:rank], "strides": rest[rank : 2 * rank - 1], "box": rest[2 * rank - 1 :]}
-    return {"address": address, "type": type_, "swizzle": swizzle, **parts}
+    return {"address": address, "type": type_, "fills_nan": fills_nan, "swizzle": swizzle, **parts}
 
 
 @pytest.mark.parametrize("groups", [False, True])

@@ -43,7 +43,7 @@ CUTE_DEVICE void load_parts(Shared<T>& shared, const DecodeParams& params, const
         // The warps take turns in beginning, so that over the stages of a tile each has as many parts as the others.
 #pragma unroll 1
         for (int part = (warp + stage) % T::kGatherWarps; part < parts; part += T::kGatherWarps) {
-          // Of a part behind the request's end nothing is read: there is no page -1.
+          // Of a part behind the request's end nothing is read: there is no page -1, and the consumers hide it.
           const int held = pages.page(i * parts + part);
           const int page = (tile * parts + part) * params.part_tokens < piece.seq_len ? held : -1;
           const int token = params.parts_per_page.rem(tile * parts + part) * params.part_tokens;

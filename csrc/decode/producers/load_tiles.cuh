@@ -11,7 +11,7 @@ namespace etap {
 
 // The page of each part of a tile (of whole tiles, of each tile) is fetched 32 parts at a time, a lane each, one batch ahead
 // of its use. The first fetch does not wait for the request's length: what lies behind it in the table is read, but never
-// used. Behind the table there is page -1, of which TMA writes zeros: a length that is too long reads no other request's rows.
+// used. Behind the table there is page -1, of which TMA writes NaN: a length that is too long reads no other request's rows.
 class PageFetcher {
  public:
   CUTE_DEVICE PageFetcher(const DecodeParams& params, int request, int begin_part)
