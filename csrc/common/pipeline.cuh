@@ -53,33 +53,39 @@ CUTE_DEVICE void each_of_warp(int warp, Of&& of) {
   }
 }
 
-// A wait with patience looks at the clock after so many tries, and gives up when its upper half has gone up so often: after 9 to 11
+// A wait with patience looks at the clock behind so many tries, and gives up when its upper half has gone up so often: after 9 to 11
 // seconds at 1.98 GHz.
-constexpr uint32_t kTriesPerLook = 256;
+constexpr int kFirstTries = 256;
 constexpr uint32_t kPatience = 5;
 
 // Waits for a phase of a barrier. A deadlock ends in a trap, which the host sees as a failed launch, instead of holding the GPU for
 // ever. kPatient says where that is looked for: there must be registers for it, time for its instructions, and one such wait
-// suffices that every deadlock meets. Time counts from the predecessor's end, which may take as long as it likes. Debug builds count
-// tries at every wait.
+// suffices that every deadlock meets. Time counts from the predecessor's end, which may take as long as it likes: what such a wait waits
+// for comes behind that. Debug builds count tries at every wait.
 template <bool kPatient = false>
 CUTE_DEVICE void spin(Barrier& barrier, uint32_t parity) {
   const uint32_t address = cute::cast_smem_ptr_to_uint(&barrier);
-  [[maybe_unused]] uint32_t begin = 0;
-  [[maybe_unused]] bool followed = false;
-  for (uint32_t tries = 1; !ptx::mbarrier_try_wait(address, parity); ++tries) {
 #ifdef ETAP_SPIN_LIMIT
+  for (uint32_t tries = 1; !ptx::mbarrier_try_wait(address, parity); ++tries) {
     if (tries > ETAP_SPIN_LIMIT) __trap();
-#else
-    if (!kPatient || tries % kTriesPerLook != 0) continue;
-    if (tries == kTriesPerLook) begin = ptx::clock_high();
-    if (ptx::clock_high() - begin < kPatience) continue;
-    if (followed) __trap();
-    cudaGridDependencySynchronize();
-    followed = true;
-    begin = ptx::clock_high();
-#endif
   }
+#else
+  if constexpr (kPatient) {
+    // One register at a time: first the tries, then the clock.
+#pragma unroll 1
+    for (int tries = kFirstTries; tries > 0; --tries) {
+      if (ptx::mbarrier_try_wait(address, parity)) return;
+    }
+    cudaGridDependencySynchronize();
+    const uint32_t begin = ptx::clock_high();
+    while (!ptx::mbarrier_try_wait(address, parity)) {
+      if (ptx::clock_high() - begin >= kPatience) __trap();
+    }
+  } else {
+    while (!ptx::mbarrier_try_wait(address, parity)) {
+    }
+  }
+#endif
 }
 
 // A hardware barrier of part of a CTA, by number. Each sync orders its threads' accesses to memory before and behind it.

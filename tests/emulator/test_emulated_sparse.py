@@ -318,7 +318,7 @@ TRANSPOSED = (
 )
 QUERY_MAJOR = (
     "hand_over_meeting launch_meeting lists_wait other_rows_fence output_fence queries_meeting queries_wait "
-    "rope_wait rows_arrival rows_commit rows_fence rows_room scores_wait"
+    "rope_wait rows_arrival rows_commit rows_fence rows_room scores_wait stage_release"
 )
 SCALED = (
     "launch_meeting lists_wait probabilities_fence probabilities_meeting products_meeting queries_fence "

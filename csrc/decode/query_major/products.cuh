@@ -81,7 +81,7 @@ CUTE_DEVICE void finish_output(Shared<T>& shared, int first, typename T::Output&
     cute::warpgroup_wait<T::kProducts - 1 - n + kBehind>();
     if (!releases()) return;
     CUTE_UNROLL
-    for (int stage = 0; stage < kStages; ++stage) shared.keys.release({first + n * kStages + stage, 0});
+    for (int stage = 0; stage < kStages; ++stage) ETAP_MARKED(stage_release, shared.keys.release({first + n * kStages + stage, 0}));
   });
   cute::warpgroup_fence_operand(o);
 }
