@@ -206,7 +206,7 @@ void sparse_decode(const SparseCall& call) {
     const QueryMaps no_maps{};
     const void* const arguments[] = {&params, &no_maps, &no_maps};
     KernelLaunch kernel = sparse::prepare(params, sparse::cluster_pieces(params));
-    if (kernel.cluster > 1 && !kernel.handles->clusters_fit(kernel, device.device_id)) kernel = sparse::prepare(params, 1);
+    if (kernel.cluster > 1 && !kernel.handles->clusters_fit(kernel, device.device_id, stream)) kernel = sparse::prepare(params, 1);
     launch_overlapping(kernel, arguments, device.device_id, stream);
     if (combines(params, kernel)) launch_overlapping(prepare_combine(params, false), arguments, device.device_id, stream);
   });

@@ -83,7 +83,7 @@ def test_groups_of_16_rows_on_few_multiprocessors(device, kind, heads, s_q, num_
     verify(Case((1, 3, 64, 130, 700), seed=26, **rows, **KINDS[kind]), device)
 
 
-@on_devices({"kind": CACHES, "heads": (16, 128), "s_q": (1, 3), "num_sms": (132, 78, 7, 1)})
+@on_devices({"kind": CACHES, "heads": (16, 128), "s_q": (1, 3), "num_sms": (132, 78, 60, 16, 7, 1)})
 def test_numbers_of_multiprocessors(device, kind, heads, s_q, num_sms):
     lengths = {"cpu": (0, 700, 1, 64, 300), "cuda": (0, 7000, 1, 64, 300, 20_000)}[device]
     verify(Case(lengths, heads=heads, s_q=s_q, num_sms=num_sms, seed=4, **KINDS[kind]), device)
