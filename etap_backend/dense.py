@@ -83,7 +83,8 @@ def mla_decode(
             a multiple of 16 bytes.
         kv_cache: [pages, page_size, 576] or [pages, page_size, 1, 576], dtype of q or float8_e4m3fn, or its latent part
             [.., 512] when rope_cache is given; at least one page. Any page_size: multiples of 64 are fastest, those of
-            16 next, others are gathered row by row. Each row is contiguous, at a multiple of 16 bytes; gaps between
+            16 next, others are gathered row by row; float16 has multiples of 64 alone, and the rope columns behind the
+            latent ones. Each row is contiguous, at a multiple of 16 bytes; gaps between
             rows and between pages (stride(1), stride(0)) may be up to 2^40 bytes.
         block_table: int32 [batch, max_pages]; the page of each page_size tokens. Gaps between rows are allowed. A page
             outside the cache among a request's tokens, as behind the table's end, makes its output and log-sum-exp NaN
@@ -146,6 +147,7 @@ def mla_decode(
         schedule.num_heads,
         schedule.partitions,
         schedule.row_tile,
+        schedule.num_sms,
         fp8_math,
         empty_lse,
         early_loads,

@@ -1,8 +1,6 @@
 #include "decode/launch.h"
 
 #include <cudaTypedefs.h>
-#include <cutlass/float8.h>
-#include <cutlass/numeric_types.h>
 
 #include <algorithm>
 #include <cstring>
@@ -113,16 +111,6 @@ void prepare_query_maps(const DecodeKernel& kernel, const DecodeParams& params, 
                          kRopeDim / kColumns);
 }
 
-DecodeKernel kernel_of(const DecodeParams& params, CacheType cache) {
-  const bool whole_tiles = params.key_load == KeyLoad::kTiles;
-  if (cache.fp8) {
-    return cache.fp8_math ? fp8_kernel<cutlass::float_e4m3_t>(params.row_tile, whole_tiles)
-                          : fp8_kernel<cutlass::half_t>(params.row_tile, whole_tiles);
-  }
-  return params.query_type == QueryType::kFloat16 ? sixteen_bit_kernel<cutlass::half_t>(params.row_tile, whole_tiles)
-                                                  : sixteen_bit_kernel<cutlass::bfloat16_t>(params.row_tile, whole_tiles);
-}
-
 }  // namespace
 
 RowSteps row_steps(int64_t pages, int64_t page_stride, int64_t page_size, int64_t row_stride) {
@@ -134,30 +122,30 @@ RowSteps row_steps(int64_t pages, int64_t page_stride, int64_t page_size, int64_
   return {uint32_t(unit), uint32_t(page / unit), uint32_t(row / unit)};
 }
 
-void choose_key_load(DecodeParams& params, CacheType type) {
-  const PagedCache& cache = params.cache;
-  const bool rows_whole = cache.rope == cache.latent + kLatentDim * (type.fp8 ? 1 : 2) &&
-                          cache.rope_page_stride == cache.latent_page_stride &&
-                          cache.rope_row_stride == cache.latent_row_stride;
-  const int part = part_tokens(cache.page_size);
-  params.part_tokens = part;
-  params.parts_per_page = cutlass::FastDivmod(cache.page_size / part);
-  params.latent_steps = row_steps(cache.pages, cache.latent_page_stride, cache.page_size, cache.latent_row_stride);
-  params.rope_steps = row_steps(cache.pages, cache.rope_page_stride, cache.page_size, cache.rope_row_stride);
+KeyLoad key_load_of(const PagedCache& cache, bool fp8_cache) {
   // Of an FP8 cache the rope part has a copy of its own in any case.
-  params.key_load = part == 1                                      ? KeyLoad::kRows
-                    : part == kTileTokens && (type.fp8 || rows_whole) ? KeyLoad::kTiles
-                                                                      : KeyLoad::kParts;
+  const bool rows_whole = fp8_cache || (cache.rope == cache.latent + kLatentDim * kElementBytes &&
+                                        cache.rope_page_stride == cache.latent_page_stride &&
+                                        cache.rope_row_stride == cache.latent_row_stride);
+  const int part = part_tokens(cache.page_size);
+  return part == 1 ? KeyLoad::kRows : part == kTileTokens && rows_whole ? KeyLoad::kTiles : KeyLoad::kParts;
 }
 
-DecodeLaunch prepare_decode(const DecodeParams& params, CacheType cache) {
-  const DecodeKernel kernel = kernel_of(params, cache);
+void choose_key_load(DecodeParams& params, bool fp8_cache) {
+  const PagedCache& cache = params.cache;
+  params.key_load = key_load_of(cache, fp8_cache);
+  params.part_tokens = part_tokens(cache.page_size);
+  params.parts_per_page = cutlass::FastDivmod(cache.page_size / params.part_tokens);
+  params.latent_steps = row_steps(cache.pages, cache.latent_page_stride, cache.page_size, cache.latent_row_stride);
+  params.rope_steps = row_steps(cache.pages, cache.rope_page_stride, cache.page_size, cache.rope_row_stride);
+}
+
+DecodeLaunch prepare_decode(const DecodeParams& params, const DecodeKernel& kernel, bool fp8_cache) {
   DecodeLaunch decode{};
   decode.kernel = kernel.launch;
   decode.kernel.blocks = dim3(params.partitions * params.row_groups);
-  decode.lean_combination = kernel.lean_combination;
-  if (params.key_load != KeyLoad::kRows) prepare_cache_maps(kernel, params, cache.fp8, decode);
-  if (!cache.fp8) prepare_query_maps(kernel, params, decode);
+  if (params.key_load != KeyLoad::kRows) prepare_cache_maps(kernel, params, fp8_cache, decode);
+  if (!fp8_cache) prepare_query_maps(kernel, params, decode);
   return decode;
 }
 

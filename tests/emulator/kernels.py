@@ -32,7 +32,7 @@ from etap_backend.sparse import sparse_decode_shape
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 CSRC = ROOT / "csrc"
-DECODES = ("bf16", "fp16", "fp8", "fp8_math", "sparse", "sparse_fp8")
+DECODES = ("sixteen_bit", "fp8", "fp8_math", "lists_bf16", "lists_fp8")
 SOURCES = {
     **{name: CSRC / "decode" / "instantiations" / f"{name}.cu" for name in DECODES},
     "products": HERE / "products.cu",
@@ -197,7 +197,7 @@ def tensor_map(numbers: list[int]) -> TensorMap:
 
 def _combine_kernel(pretty_function: str) -> str:
     """Name of the combine kernel that a function launches; empty for other functions."""
-    found = re.search(r"(wide|narrow|lean)_launch", pretty_function)
+    found = re.search(r"(few|many)_launch", pretty_function)
     return f"{found[1]}_combine_kernel" if found else ""
 
 
@@ -266,7 +266,7 @@ def decode_tensors(problem, planned, runner) -> dict[str, torch.Tensor | None]:
 def decode_launches(case, planned, tensors, softmax_scale=SOFTMAX_SCALE, empty_lse=-math.inf, early_loads=False):
     """What the library launches for a call of a case with these tensors."""
     return library().decode_launches(
-        *tensors.values(), softmax_scale, *planned[:5], case.fp8_math, empty_lse, early_loads
+        *tensors.values(), softmax_scale, *planned[:6], case.fp8_math, empty_lse, early_loads
     )
 
 
@@ -300,7 +300,7 @@ def sparse_tensors(problem, runner) -> dict[str, torch.Tensor | None]:
 def sparse_launches(case, tensors: dict, empty_lse=-math.inf) -> list:
     """What the library launches for a call of a case with these tensors."""
     partitions = sparse_decode_shape(case.heads).partitions(case.num_sms)
-    return library().sparse_decode_launches(*tensors.values(), SOFTMAX_SCALE, partitions, empty_lse)
+    return library().sparse_decode_launches(*tensors.values(), SOFTMAX_SCALE, partitions, case.num_sms, empty_lse)
 
 
 class ScheduleParams(ctypes.Structure):

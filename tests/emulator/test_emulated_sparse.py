@@ -108,7 +108,7 @@ def test_every_compiled_kernel_has_a_case():
         problem = build(case, "cpu")
         tensors = kernels.sparse_tensors(problem, SparseRunner(problem))
         found |= {kernels.find(launch[0], kernels.SHIPPED) for launch in kernels.sparse_launches(case, tensors)}
-    sources = ("sparse", "sparse_fp8")
+    sources = ("lists_bf16", "lists_fp8")
     assert found == {(source, name) for source in sources for name in kernels.module(source).names.values()}
 
 

@@ -86,7 +86,7 @@ def test_a_scale_beside_one_that_comes_late_is_not_read_through_its_line(monkeyp
 @pytest.mark.parametrize("page_size", [1, 32, 64])
 @pytest.mark.parametrize("heads", [16, 64])
 def test_the_longest_lengths_have_a_last_tile(heads, page_size):
-    """A partition of the last two tiles: int32 holds all that is computed, and there is no page to read, which is NaN."""
+    """A partition of the last two tiles: int32 holds all that is computed, and there is no page: it is NaN."""
     problem = build(Case((192,), heads=heads, page_size=page_size, num_sms=1), "cpu")
     problem = replace(problem, seq_lens=torch.tensor([2**31 - 1], dtype=torch.int32))
     runner = Runner(problem)

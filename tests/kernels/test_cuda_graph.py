@@ -166,7 +166,7 @@ def test_replays_with_changing_lengths_beside_a_kernel_that_holds_sms(held, cach
 
 @contextmanager
 def foreign_traffic() -> Iterator[Callable[[], None]]:
-    """Copies and products of another stream, of changing length. Yields what begins the next when the last has ended."""
+    """Copies and products of another stream, of changing length. Yields what begins the next one."""
     source, target = torch.randn(2, 8192, 2048, device="cuda", dtype=torch.bfloat16)
     stream, ended, turns = torch.cuda.Stream(), torch.cuda.Event(), [0]
     torch.cuda.synchronize()

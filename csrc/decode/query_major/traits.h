@@ -31,6 +31,7 @@ struct OwnedTiles : CommonTraits {
   static constexpr bool kGrantsTiles = false;  // a consumer sees every round of a stage
   static constexpr int kMergeStages = 0;
   static constexpr int kStageReleases = kWarpsPerGroup;
+  static constexpr PartialLayout kPartials = PartialLayout::kRows;
 };
 
 template <class Element, int kTileChunks_ = kChunks>

@@ -1,9 +1,8 @@
 // The launch of sparse attention's kernels. They gather the caches' rows and queries by address, so that nothing is encoded.
 #pragma once
 
-#include "common/launch.h"
+#include "decode/kernels.h"
 #include "decode/sparse/pieces.h"
-#include "params.h"
 
 namespace etap::sparse {
 
@@ -15,22 +14,18 @@ inline int cluster_pieces(const DecodeParams& params) {
   return params.row_tile < kMaxRowTile && (pieces == 2 || pieces == 4 || pieces == 8) ? pieces : 1;
 }
 
-// Whether consumers convert the rows; else they multiply bfloat16, which for 64 rows producers make of V4's.
-inline bool consumers_convert(RowFormat format, int row_tile) {
-  return format == RowFormat::kScaledFp8 || (format == RowFormat::kPageScaledFp8 && row_tile < kMaxRowTile);
+// Of V4's rows producers make bfloat16 for 64 query rows.
+inline Operands operands(RowFormat format, bool rope, int row_tile) {
+  if (format == RowFormat::kScaledFp8) return Operands::kListedV32;
+  if (format == RowFormat::kPageScaledFp8 && row_tile < kMaxRowTile) return Operands::kListedV4;
+  return rope ? Operands::kListedBf16 : Operands::kListedLatent;
 }
 
-KernelLaunch prepare_bf16(int row_tile, bool rope, dim3 blocks, int cluster);  // V4's rows, too
-KernelLaunch prepare_scaled_fp8(int row_tile, dim3 blocks, int cluster);
-KernelLaunch prepare_page_scaled_fp8(int row_tile, dim3 blocks, int cluster);  // up to 32 rows
-
-inline KernelLaunch prepare(const DecodeParams& params, int cluster) {
-  const dim3 blocks(params.partitions * params.row_groups);
-  if (!consumers_convert(params.sparse.format, params.row_tile)) {
-    return prepare_bf16(params.row_tile, params.q_rope != nullptr, blocks, cluster);
-  }
-  return params.sparse.format == RowFormat::kScaledFp8 ? prepare_scaled_fp8(params.row_tile, blocks, cluster)
-                                                       : prepare_page_scaled_fp8(params.row_tile, blocks, cluster);
+inline KernelLaunch prepare(const DecodeParams& params, const DecodeKernel& kernel, int cluster) {
+  KernelLaunch launch = kernel.launch;
+  launch.blocks = dim3(params.partitions * params.row_groups);
+  launch.cluster = cluster;
+  return launch;
 }
 
 }  // namespace etap::sparse
